@@ -1,0 +1,125 @@
+package verbs
+
+import (
+	"fmt"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// AllocBuffer returns n octets, rounded up to whole pages, of zeroed anonymous memory outside the Go heap.
+// The slice has length n. Free it with FreeBuffer.
+func AllocBuffer(n int) ([]byte, error) {
+	if n <= 0 {
+		return nil, fmt.Errorf("verbs: allocate buffer of %d octets: size must be positive", n)
+	}
+	page := os.Getpagesize()
+	size := (n + page - 1) &^ (page - 1)
+	b, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		return nil, fmt.Errorf("verbs: allocate buffer of %d octets: %w", size, err)
+	}
+	Track(KindBuffer, 1)
+	return b[:n], nil
+}
+
+// FreeBuffer returns memory to the system. b must be a slice that AllocBuffer
+// returned, and no device may be using it. It panics when it is not such a slice: that is memory corruption in the making.
+func FreeBuffer(b []byte) {
+	page := os.Getpagesize()
+	size := (cap(b) + page - 1) &^ (page - 1)
+	if err := unix.Munmap(b[:size:size]); err != nil {
+		panic(fmt.Sprintf("verbs: free buffer of %d octets: %v", size, err))
+	}
+	Track(KindBuffer, -1)
+}
+
+// A BufferPool hands out equal buffers of AllocBuffer up to a hard maximum.
+// Get waits when all are out. Safe for concurrent use.
+type BufferPool struct {
+	size int
+	free chan []byte
+
+	mu     sync.Mutex
+	made   int // guarded by mu
+	max    int
+	closed bool // guarded by mu
+}
+
+// NewBufferPool makes a pool of at most max buffers of size octets each. Buffers are made when first needed.
+func NewBufferPool(size, max int) *BufferPool {
+	return &BufferPool{size: size, max: max, free: make(chan []byte, max)}
+}
+
+// Size is the length of each buffer in octets.
+func (p *BufferPool) Size() int { return p.size }
+
+// TryGet returns a buffer, or nil when all are out or memory is short.
+func (p *BufferPool) TryGet() []byte {
+	select {
+	case b := <-p.free:
+		return b
+	default:
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || p.made >= p.max {
+		return nil
+	}
+	b, err := AllocBuffer(p.size)
+	if err != nil {
+		return nil
+	}
+	p.made++
+	return b
+}
+
+// Get returns a buffer, waiting for one until done is closed, when it returns nil.
+func (p *BufferPool) Get(done <-chan struct{}) []byte {
+	if b := p.TryGet(); b != nil {
+		return b
+	}
+	select {
+	case b := <-p.free:
+		return b
+	case <-done:
+		return nil
+	}
+}
+
+// Put gives back a buffer that Get or TryGet returned (any reslice that starts at its first octet).
+func (p *BufferPool) Put(b []byte) {
+	b = b[:p.size]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		p.made--
+		FreeBuffer(b)
+		return
+	}
+	p.free <- b // never blocks: the channel holds all that were made
+}
+
+// Out is the number of buffers that are handed out now.
+func (p *BufferPool) Out() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.made - len(p.free)
+}
+
+// Close frees the buffers that are in the pool, and each other one when it is Put.
+func (p *BufferPool) Close() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.closed = true
+	for {
+		select {
+		case b := <-p.free:
+			p.made--
+			FreeBuffer(b)
+		default:
+			return
+		}
+	}
+}

@@ -1,0 +1,65 @@
+// Package verbstest proves providers: a conformance suite that each of them must pass
+// ([Conformance]), and a test main that fails when anything was left behind ([Main]).
+package verbstest
+
+import (
+	"fmt"
+	"os"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// Main runs the tests of a package and fails when a goroutine, a file descriptor, or any resource
+// that verbs tracks (MR, QP, CQ, PD, slot, buffer, connection) is left at their end.
+func Main(m *testing.M, opts ...goleak.Option) {
+	before := openDescriptors()
+	code := m.Run()
+	if code == 0 {
+		code = checkLeaks(before, opts)
+	}
+	os.Exit(code)
+}
+
+func checkLeaks(fdsBefore int, opts []goleak.Option) int {
+	if err := goleak.Find(opts...); err != nil {
+		fmt.Fprintln(os.Stderr, "leak check:", err)
+		return 1
+	}
+	var left string
+	var fds int
+	for range 50 { // the runtime closes descriptors of finished goroutines a little later
+		left, fds = verbs.Leaks(), openDescriptors()
+		if left == "" && fds <= fdsBefore {
+			return 0
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	if left != "" {
+		fmt.Fprintln(os.Stderr, "leak check: left at the end of the tests:", left)
+	}
+	if fds > fdsBefore {
+		fmt.Fprintf(os.Stderr, "leak check: %d descriptors open, %d before the tests\n", fds, fdsBefore)
+	}
+	return 1
+}
+
+// openDescriptors counts descriptors other than the poller's own, which the runtime opens once and keeps.
+func openDescriptors() int {
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return 0
+	}
+	n := 0
+	for _, e := range entries {
+		target, err := os.Readlink("/proc/self/fd/" + e.Name())
+		if err != nil || target == "anon_inode:[eventpoll]" || target == "anon_inode:[eventfd]" {
+			continue
+		}
+		n++
+	}
+	return n
+}
