@@ -9,8 +9,8 @@ type Message struct {
 	// Prog, Vers, Proc name the procedure (RFC 5531 §9).
 	Prog, Vers, Proc uint32
 
-	// Cred is the encoded credential: flavor, length, body, as EncodeAuthSys and
-	// AuthNone make it. The verifier sent is always AUTH_NONE.
+	// Cred is the encoded credential: flavor, length, body, as AppendAuthSys and
+	// AppendAuthNone make it. The verifier sent is always AUTH_NONE.
 	Cred []byte
 
 	// Args is the XDR of the arguments without the octets of ArgData.

@@ -1,0 +1,84 @@
+package sunrpc
+
+// Limits of an AUTH_SYS credential (RFC 5531 appendix A).
+const (
+	MaxMachineName = 255
+	MaxGIDs        = 16
+)
+
+// MaxAuthSysSize is the largest encoded AUTH_SYS credential in octets: flavor and length, then stamp, machine name
+// with its length word and pad, uid, gid, and the counted list of groups.
+const MaxAuthSysSize = 2*SizeUint32 + SizeUint32 + SizeUint32 + 256 + 2*SizeUint32 + SizeUint32 + MaxGIDs*SizeUint32
+
+// AuthNoneSize is the size in octets of the encoded AUTH_NONE credential.
+const AuthNoneSize = 2 * SizeUint32
+
+// AuthSys is the body of an AUTH_SYS credential (RFC 5531 appendix A, authsys_parms).
+type AuthSys struct {
+	Stamp    uint32
+	Machine  string // at most 255 octets
+	UID, GID uint32
+	GIDs     []uint32 // at most 16
+}
+
+// AppendAuthSys appends the credential: flavor, length of the body, body. What exceeds the protocol's limits is left
+// out: the machine name is cut at 255 octets, the groups at 16.
+func AppendAuthSys(b []byte, a *AuthSys) []byte {
+	machine, gids := a.Machine, a.GIDs
+	if len(machine) > MaxMachineName {
+		machine = machine[:MaxMachineName]
+	}
+	if len(gids) > MaxGIDs {
+		gids = gids[:MaxGIDs]
+	}
+	size := SizeUint32 + SizeUint32 + Pad4(len(machine)) + 2*SizeUint32 + SizeUint32 + SizeUint32*len(gids)
+	b = AppendUint32(b, FlavorSys)
+	b = AppendUint32(b, uint32(size))
+	b = AppendUint32(b, a.Stamp)
+	b = AppendString(b, machine)
+	b = AppendUint32(b, a.UID)
+	b = AppendUint32(b, a.GID)
+	b = AppendUint32(b, uint32(len(gids)))
+	for _, g := range gids {
+		b = AppendUint32(b, g)
+	}
+	return b
+}
+
+// AppendAuthNone appends the AUTH_NONE credential or verifier: flavor 0 and an empty body (RFC 5531 §10.1).
+func AppendAuthNone(b []byte) []byte {
+	return AppendUint32(AppendUint32(b, FlavorNone), 0)
+}
+
+// ParseAuthSys decodes the body of an AUTH_SYS credential, as [CallHeader] carries it in Cred. The result shares no memory with body.
+// The error wraps [ErrMalformed].
+func ParseAuthSys(body []byte) (AuthSys, error) {
+	d := NewDecoder(body)
+	a := AuthSys{Stamp: d.Uint32()}
+	machine := d.Opaque(MaxMachineName)
+	if d.err == errOpaqueLen {
+		return AuthSys{}, errAuthSysName
+	}
+	a.UID, a.GID = d.Uint32(), d.Uint32()
+	n := d.Uint32()
+	if d.err != nil {
+		return AuthSys{}, d.err
+	}
+	if n > MaxGIDs {
+		return AuthSys{}, errAuthSysGIDs
+	}
+	if d.Remaining() < int(n)*SizeUint32 {
+		return AuthSys{}, errShort
+	}
+	if d.Remaining() > int(n)*SizeUint32 {
+		return AuthSys{}, errAuthSysExtra
+	}
+	a.Machine = string(machine)
+	if n > 0 {
+		a.GIDs = make([]uint32, n)
+	}
+	for i := range a.GIDs {
+		a.GIDs[i] = d.Uint32()
+	}
+	return a, nil
+}

@@ -1,0 +1,145 @@
+package sunrpc
+
+import "encoding/binary"
+
+// XDR item sizes in octets (RFC 4506 §4).
+const (
+	SizeUint32 = 4
+	SizeUint64 = 8
+	SizeBool   = 4
+)
+
+// Pad4 is n rounded up to a multiple of the XDR unit (RFC 4506 §3).
+func Pad4(n int) int { return (n + 3) &^ 3 }
+
+var zeroPad [3]byte
+
+// AppendUint32 appends an unsigned int, an enum, or a length (RFC 4506 §4.2).
+func AppendUint32(b []byte, v uint32) []byte { return binary.BigEndian.AppendUint32(b, v) }
+
+// AppendUint64 appends an unsigned hyper (RFC 4506 §4.5).
+func AppendUint64(b []byte, v uint64) []byte { return binary.BigEndian.AppendUint64(b, v) }
+
+// AppendBool appends a boolean (RFC 4506 §4.4).
+func AppendBool(b []byte, v bool) []byte {
+	if v {
+		return AppendUint32(b, 1)
+	}
+	return AppendUint32(b, 0)
+}
+
+// AppendFixed appends fixed-length opaque data and its pad (RFC 4506 §4.9).
+func AppendFixed(b, data []byte) []byte {
+	b = append(b, data...)
+	return append(b, zeroPad[:Pad4(len(data))-len(data)]...)
+}
+
+// AppendOpaque appends variable-length opaque data: length, octets, pad (RFC 4506 §4.10).
+func AppendOpaque(b, data []byte) []byte {
+	return AppendFixed(AppendUint32(b, uint32(len(data))), data)
+}
+
+// AppendString appends a string: length, octets, pad (RFC 4506 §4.11).
+func AppendString(b []byte, s string) []byte {
+	b = append(AppendUint32(b, uint32(len(s))), s...)
+	return append(b, zeroPad[:Pad4(len(s))-len(s)]...)
+}
+
+// A Decoder reads XDR from a message. The first error stays: every read after it returns zero values, so that a decoder of a
+// structure needs to ask once, at its end, with [Decoder.Err]. It never reads beyond the slice and never allocates.
+// A Decoder is used by one goroutine at a time; its zero value is an empty message.
+type Decoder struct {
+	b   []byte
+	off int
+	err error
+}
+
+// NewDecoder returns a Decoder at the start of b. The slices that it hands out are views of b.
+func NewDecoder(b []byte) Decoder { return Decoder{b: b} }
+
+// Err is the first error met: nil, or one that wraps [ErrMalformed], or what [Decoder.Fail] was given.
+func (d *Decoder) Err() error { return d.err }
+
+// Fail makes err the Decoder's error unless it has one already.
+func (d *Decoder) Fail(err error) {
+	if d.err == nil {
+		d.err = err
+	}
+}
+
+// Offset is the number of octets read so far.
+func (d *Decoder) Offset() int { return d.off }
+
+// Rest returns the octets that were not read yet.
+func (d *Decoder) Rest() []byte { return d.b[d.off:] }
+
+// Remaining is the number of octets that were not read yet.
+func (d *Decoder) Remaining() int { return len(d.b) - d.off }
+
+// take returns the next n octets, or nil and the error set.
+func (d *Decoder) take(n int) []byte {
+	if d.err != nil {
+		return nil
+	}
+	if n < 0 || n > len(d.b)-d.off {
+		d.err = errShort
+		return nil
+	}
+	p := d.b[d.off : d.off+n : d.off+n]
+	d.off += n
+	return p
+}
+
+// Uint32 reads an unsigned int, an enum, or a length.
+func (d *Decoder) Uint32() uint32 {
+	p := d.take(SizeUint32)
+	if p == nil {
+		return 0
+	}
+	return binary.BigEndian.Uint32(p)
+}
+
+// Uint64 reads an unsigned hyper.
+func (d *Decoder) Uint64() uint64 {
+	p := d.take(SizeUint64)
+	if p == nil {
+		return 0
+	}
+	return binary.BigEndian.Uint64(p)
+}
+
+// Bool reads a boolean; a value other than 0 and 1 is an error (RFC 4506 §4.4).
+func (d *Decoder) Bool() bool {
+	switch d.Uint32() {
+	case 0:
+		return false
+	case 1:
+		return true
+	}
+	d.Fail(errBool)
+	return false
+}
+
+// Fixed reads n octets of fixed-length opaque data and skips their pad. The pad's content is not looked at
+// (RFC 4506 §4.9 has senders zero it; no receiver depends on it).
+func (d *Decoder) Fixed(n int) []byte {
+	p := d.take(n)
+	d.take(Pad4(n) - n)
+	if d.err != nil {
+		return nil
+	}
+	return p
+}
+
+// Opaque reads variable-length opaque data, or a string, of at most limit octets, as a view of the message, and skips its pad.
+func (d *Decoder) Opaque(limit int) []byte {
+	n := d.Uint32()
+	if d.err != nil {
+		return nil
+	}
+	if int64(n) > int64(limit) {
+		d.err = errOpaqueLen
+		return nil
+	}
+	return d.Fixed(int(n))
+}
