@@ -1,0 +1,188 @@
+package rpcrdma
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"reflect"
+	"strings"
+	"testing"
+)
+
+func unhex(t testing.TB, s string) []byte {
+	t.Helper()
+	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+var headerCases = []struct {
+	name string
+	wire string
+	h    Header
+}{
+	{"short message", "12345678 00000001 00000040 00000000 00000000 00000000 00000000",
+		Header{XID: 0x12345678, Vers: 1, Credits: 64, Proc: ProcMsg}},
+	{"read chunk", `00000001 00000001 00000080 00000000
+		00000001 0000009c 0a0b0c01 00001000 1122334455667788
+		00000001 0000009c 0a0b0c02 00000003 0000000000000004
+		00000000 00000000 00000000`,
+		Header{XID: 1, Vers: 1, Credits: 128, Proc: ProcMsg, Reads: []ReadSegment{
+			{0x9c, Segment{0x0a0b0c01, 0x1000, 0x1122334455667788}}, {0x9c, Segment{0x0a0b0c02, 3, 4}}}}},
+	{"write chunks, one empty", `00000002 00000001 00000020 00000000 00000000
+		00000001 00000002 00000007 00000064 0000000000000001 00000008 00000065 0000000000000002
+		00000001 00000000
+		00000000 00000000`,
+		Header{XID: 2, Vers: 1, Credits: 32, Proc: ProcMsg, Writes: []Chunk{
+			{{7, 100, 1}, {8, 101, 2}}, {}}}},
+	{"long call and reply chunk", `00000003 00000001 00000020 00000001
+		00000001 00000000 00000007 00000064 0000000000000001
+		00000000 00000000
+		00000001 00000001 00000009 00010000 00000000000000ff`,
+		Header{XID: 3, Vers: 1, Credits: 32, Proc: ProcNoMsg, Reads: []ReadSegment{{0, Segment{7, 100, 1}}},
+			HasReply: true, Reply: Chunk{{9, 65536, 255}}}},
+	{"ERR_VERS", "00000004 00000001 00000040 00000004 00000001 00000001 00000001",
+		Header{XID: 4, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrVers, Low: 1, High: 1}},
+	{"ERR_CHUNK", "00000005 00000001 00000040 00000004 00000002",
+		Header{XID: 5, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrChunk}},
+}
+
+func TestHeaderBothWays(t *testing.T) {
+	var reused Header
+	for _, c := range headerCases {
+		t.Run(c.name, func(t *testing.T) {
+			wire := unhex(t, c.wire)
+			if got := c.h.Append(nil); !bytes.Equal(got, wire) {
+				t.Errorf("encoded\n%x, want\n%x", got, wire)
+			}
+			if got := c.h.Size(); got != len(wire) {
+				t.Errorf("Size() = %d, want %d", got, len(wire))
+			}
+			n, err := reused.Decode(append(wire, 0xde, 0xad))
+			if err != nil || n != len(wire) {
+				t.Fatalf("Decode = %d, %v; want %d", n, err, len(wire))
+			}
+			if !sameHeader(&reused, &c.h) {
+				t.Errorf("decoded %+v, want %+v", reused, c.h)
+			}
+		})
+	}
+}
+
+func sameHeader(a, b *Header) bool {
+	x, y := *a, *b
+	x.segs, y.segs = nil, nil
+	if len(x.Reads) == 0 && len(y.Reads) == 0 {
+		x.Reads, y.Reads = nil, nil
+	}
+	if len(x.Writes) == 0 && len(y.Writes) == 0 {
+		x.Writes, y.Writes = nil, nil
+	}
+	return reflect.DeepEqual(x, y)
+}
+
+func TestDecodeRefuses(t *testing.T) {
+	cases := []struct {
+		name, wire string
+		err        error
+	}{
+		{"empty", "", ErrShort},
+		{"15 octets", "00000001 00000001 00000001 000000", ErrShort},
+		{"27 octets of a MSG", "00000001 00000001 00000001 00000000 00000000 00000000 000000", ErrShort},
+		{"version 2", "00000001 00000002 00000001 00000000 00000000 00000000 00000000", ErrBadVersion},
+		{"MSGP", "00000001 00000001 00000001 00000002 00000000 00000000 00000000", ErrBadProc},
+		{"DONE", "00000001 00000001 00000001 00000003", ErrBadProc},
+		{"unknown rdma_err", "00000001 00000001 00000001 00000004 00000003", ErrBadError},
+		{"ERR_VERS cut short", "00000001 00000001 00000001 00000004 00000001 00000001", ErrShort},
+		{"discriminator 2", "00000001 00000001 00000001 00000000 00000002 00000000 00000000", ErrBadChunks},
+		{"read position 3", "00000001 00000001 00000001 00000000 00000001 00000003 00000001 00000001 0000000000000001 00000000 00000000 00000000", ErrBadChunks},
+		{"write chunk claims 2^32-1 segments", "00000001 00000001 00000001 00000000 00000000 00000001 ffffffff 00000000", ErrBadChunks},
+		{"reply chunk claims one more than there is", "00000001 00000001 00000001 00000001 00000000 00000000 00000001 00000002 00000001 00000001 0000000000000001", ErrBadChunks},
+		{"lists end early", "00000001 00000001 00000001 00000000 00000001 00000000 00000001 00000001 0000000000000001", ErrBadChunks},
+	}
+	var h Header
+	for _, c := range cases {
+		if _, err := h.Decode(unhex(t, c.wire)); !errors.Is(err, c.err) {
+			t.Errorf("%s: got %v, want %v", c.name, err, c.err)
+		}
+	}
+}
+
+func TestDecodeAllocatesNothingWhenReused(t *testing.T) {
+	wire := unhex(t, headerCases[2].wire)
+	var h Header
+	if _, err := h.Decode(wire); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, 0, 256)
+	if n := testing.AllocsPerRun(100, func() {
+		if _, err := h.Decode(wire); err != nil {
+			t.Fatal(err)
+		}
+		buf = h.Append(buf[:0])
+	}); n != 0 {
+		t.Errorf("%v allocations, want 0", n)
+	}
+}
+
+func TestPrivateData(t *testing.T) {
+	mine := Private{RemoteInv: true, SendSize: 4096, RecvSize: 4096}
+	if got, want := mine.Append(nil), unhex(t, "f6ab0e18 01 01 03 03"); !bytes.Equal(got, want) {
+		t.Errorf("encoded %x, want %x", got, want)
+	}
+	cases := []struct {
+		name, wire string
+		want       Private
+		found      bool
+	}{
+		{"stock Linux server", "f6ab0e18 01 00 03 03", Private{SendSize: 4096, RecvSize: 4096}, true},
+		{"behind other data, odd alignment, padded", "0102 f6ab0e18 01 01 00 3f 0000", Private{RemoteInv: true, SendSize: 1024, RecvSize: 65536}, true},
+		{"reserved flags are ignored", "f6ab0e18 01 fe ff ff", Private{SendSize: 262144, RecvSize: 262144}, true},
+		{"version 2", "f6ab0e18 02 01 03 03", DefaultPrivate, false},
+		{"cut short", "f6ab0e18 01 01 03", DefaultPrivate, false},
+		{"nothing", "", DefaultPrivate, false},
+	}
+	for _, c := range cases {
+		if got, found := ParsePrivate(unhex(t, c.wire)); got != c.want || found != c.found {
+			t.Errorf("%s: %+v, %v; want %+v, %v", c.name, got, found, c.want, c.found)
+		}
+	}
+	if s, r := Thresholds(mine, Private{SendSize: 1024, RecvSize: 8192}); s != 4096 || r != 1024 {
+		t.Errorf("thresholds %d, %d; want 4096, 1024", s, r)
+	}
+}
+
+func FuzzHeader(f *testing.F) {
+	for _, c := range headerCases {
+		f.Add(unhex(f, c.wire))
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var h, again Header
+		n, err := h.Decode(b)
+		if err != nil {
+			return
+		}
+		wire := h.Append(nil)
+		if !bytes.Equal(wire, b[:n]) {
+			t.Fatalf("decoded and encoded again: %x, was %x", wire, b[:n])
+		}
+		if _, err := again.Decode(wire); err != nil || !sameHeader(&h, &again) {
+			t.Fatalf("second decode: %v, %+v, want %+v", err, again, h)
+		}
+	})
+}
+
+func FuzzPrivate(f *testing.F) {
+	f.Add([]byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		p, found := ParsePrivate(b)
+		if !found && p != DefaultPrivate {
+			t.Fatalf("not found, yet %+v", p)
+		}
+		if p.SendSize < 1024 || p.RecvSize < 1024 {
+			t.Fatalf("threshold below 1024: %+v", p)
+		}
+	})
+}
