@@ -1,0 +1,144 @@
+package nfs3
+
+import (
+	"bytes"
+	"context"
+	"math"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// ReadLink reads the path of the symbolic link fh into buf (RFC 1813 §3.3.5), which should have [MaxPath] octets. A longer
+// path, and one that holds a NUL, is an error.
+func (c *Client) ReadLink(ctx context.Context, cred []byte, fh FH, buf []byte, res *ReadLinkResult) error {
+	*res = ReadLinkResult{}
+	s := c.begin(ProcReadLink, cred, MaxResultReadLink)
+	defer c.end(s)
+	s.args = appendFH(s.args, &fh)
+	s.msg.ResultData = buf
+	d, err := c.call(ctx, s)
+	if err != nil {
+		return err
+	}
+	d.postOpAttr(&res.Attr)
+	if s.status == OK {
+		n := d.Uint32()
+		if int64(n) > int64(len(buf)) {
+			d.Fail(errPathLen)
+		}
+		res.N = d.data(&s.msg, n)
+		if bytes.IndexByte(buf[:res.N], 0) >= 0 {
+			d.Fail(errPathNUL)
+		}
+	}
+	return s.finish(&d)
+}
+
+// Read reads at most len(buf) octets of fh at offset off into buf (RFC 1813 §3.3.6). Without EOF a server may return fewer than were
+// asked for, even none: a caller that loops must expect it.
+func (c *Client) Read(ctx context.Context, cred []byte, fh FH, off uint64, buf []byte, res *ReadResult) error {
+	*res = ReadResult{}
+	s := c.begin(ProcRead, cred, MaxResultRead)
+	defer c.end(s)
+	if len(buf) > math.MaxInt32 {
+		return s.refuse(ErrInval, "a READ of more than 2 GiB")
+	}
+	s.args = appendFH(s.args, &fh)
+	s.args = sunrpc.AppendUint64(s.args, off)
+	s.args = sunrpc.AppendUint32(s.args, uint32(len(buf)))
+	s.msg.ResultData = buf
+	d, err := c.call(ctx, s)
+	if err != nil {
+		return err
+	}
+	d.postOpAttr(&res.Attr)
+	if s.status == OK {
+		count := d.Uint32()
+		res.EOF = d.Bool()
+		n := d.Uint32()
+		switch {
+		case n != count:
+			d.Fail(errReadCount)
+		case int64(n) > int64(len(buf)):
+			d.Fail(errReadMore)
+		}
+		res.N = d.data(&s.msg, n)
+	}
+	return s.finish(&d)
+}
+
+// data ends the reading of READ and READLINK: n, at most len(m.ResultData), is the length word of the opaque, whose octets are in m.ResultData
+// already or come next, to be copied there. It returns their number, 0 on an error. The pad is not asked for: nothing follows it.
+func (d *reader) data(m *sunrpc.Message, n uint32) int {
+	if d.Err() != nil {
+		return 0
+	}
+	if m.ResultDataLen < 0 {
+		if int64(n) > int64(d.Remaining()) {
+			d.Fail(errDataShort)
+			return 0
+		}
+		return copy(m.ResultData, d.Rest()[:n])
+	}
+	// RFC 8166 §3.4.6.2: what was placed is what the length word says; otherwise no octet of it can be trusted.
+	if int64(n) != int64(m.ResultDataLen) {
+		d.Fail(errPlacedLen)
+		return 0
+	}
+	return int(n)
+}
+
+// Write writes data to fh at offset off (RFC 1813 §3.3.7), at least as stable as asked. res.Count may be less than
+// len(data), but is 0 only for empty data. res.Committed says how stable the data is in fact: a broken server may do less than asked, so a caller
+// goes by it.
+func (c *Client) Write(ctx context.Context, cred []byte, fh FH, off uint64, data []byte, stable StableHow, res *WriteResult) error {
+	*res = WriteResult{}
+	s := c.begin(ProcWrite, cred, MaxResultWrite)
+	defer c.end(s)
+	if len(data) > math.MaxInt32 {
+		return s.refuse(ErrInval, "a WRITE of more than 2 GiB")
+	}
+	s.args = appendFH(s.args, &fh)
+	s.args = sunrpc.AppendUint64(s.args, off)
+	s.args = sunrpc.AppendUint32(s.args, uint32(len(data)))
+	s.args = sunrpc.AppendUint32(s.args, uint32(stable))
+	s.args = sunrpc.AppendUint32(s.args, uint32(len(data)))
+	s.msg.ArgData = data
+	d, err := c.call(ctx, s)
+	if err != nil {
+		return err
+	}
+	d.wcc(&res.Wcc)
+	if s.status == OK {
+		res.Count = d.Uint32()
+		res.Committed = d.stableHow()
+		res.Verf = d.verifier()
+		switch {
+		case int64(res.Count) > int64(len(data)):
+			d.Fail(errWroteMore)
+		case res.Count == 0 && len(data) > 0:
+			d.Fail(errWroteNone)
+		}
+	}
+	return s.finish(&d)
+}
+
+// Commit brings what was written UNSTABLE in the range to stable storage (RFC 1813 §3.3.21); count 0 means to the end of the file. When
+// res.Verf differs from that of the WRITEs, the server has lost them and they must be sent again.
+func (c *Client) Commit(ctx context.Context, cred []byte, fh FH, off uint64, count uint32, res *CommitResult) error {
+	*res = CommitResult{}
+	s := c.begin(ProcCommit, cred, MaxResultCommit)
+	defer c.end(s)
+	s.args = appendFH(s.args, &fh)
+	s.args = sunrpc.AppendUint64(s.args, off)
+	s.args = sunrpc.AppendUint32(s.args, count)
+	d, err := c.call(ctx, s)
+	if err != nil {
+		return err
+	}
+	d.wcc(&res.Wcc)
+	if s.status == OK {
+		res.Verf = d.verifier()
+	}
+	return s.finish(&d)
+}

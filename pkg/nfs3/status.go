@@ -1,0 +1,188 @@
+package nfs3
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"syscall"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// Status is nfsstat3 (RFC 1813 §2.6).
+type Status uint32
+
+// The statuses.
+const (
+	OK             Status = 0
+	ErrPerm        Status = 1
+	ErrNoEnt       Status = 2
+	ErrIO          Status = 5
+	ErrNXIO        Status = 6
+	ErrAcces       Status = 13
+	ErrExist       Status = 17
+	ErrXDev        Status = 18
+	ErrNoDev       Status = 19
+	ErrNotDir      Status = 20
+	ErrIsDir       Status = 21
+	ErrInval       Status = 22
+	ErrFBig        Status = 27
+	ErrNoSpc       Status = 28
+	ErrROFS        Status = 30
+	ErrMLink       Status = 31
+	ErrNameTooLong Status = 63
+	ErrNotEmpty    Status = 66
+	ErrDQuot       Status = 69
+	ErrStale       Status = 70
+	ErrRemote      Status = 71
+	ErrBadHandle   Status = 10001
+	ErrNotSync     Status = 10002
+	ErrBadCookie   Status = 10003
+	ErrNotSupp     Status = 10004
+	ErrTooSmall    Status = 10005
+	ErrServerFault Status = 10006
+	ErrBadType     Status = 10007
+	ErrJukebox     Status = 10008
+)
+
+// statusInfo says for each status its name in the RFC, the error number that a system call gets for it, and the RFC's meaning in short.
+var statusInfo = map[Status]struct {
+	name  string
+	errno syscall.Errno
+	text  string
+}{
+	OK:             {"NFS3_OK", 0, "no error"},
+	ErrPerm:        {"NFS3ERR_PERM", syscall.EPERM, "not owner"},
+	ErrNoEnt:       {"NFS3ERR_NOENT", syscall.ENOENT, "no such file or directory"},
+	ErrIO:          {"NFS3ERR_IO", syscall.EIO, "I/O error on the server"},
+	ErrNXIO:        {"NFS3ERR_NXIO", syscall.ENXIO, "no such device or address"},
+	ErrAcces:       {"NFS3ERR_ACCES", syscall.EACCES, "permission denied"},
+	ErrExist:       {"NFS3ERR_EXIST", syscall.EEXIST, "file exists"},
+	ErrXDev:        {"NFS3ERR_XDEV", syscall.EXDEV, "hard link across devices"},
+	ErrNoDev:       {"NFS3ERR_NODEV", syscall.ENODEV, "no such device"},
+	ErrNotDir:      {"NFS3ERR_NOTDIR", syscall.ENOTDIR, "not a directory"},
+	ErrIsDir:       {"NFS3ERR_ISDIR", syscall.EISDIR, "is a directory"},
+	ErrInval:       {"NFS3ERR_INVAL", syscall.EINVAL, "invalid argument"},
+	ErrFBig:        {"NFS3ERR_FBIG", syscall.EFBIG, "file too large"},
+	ErrNoSpc:       {"NFS3ERR_NOSPC", syscall.ENOSPC, "no space left on the server"},
+	ErrROFS:        {"NFS3ERR_ROFS", syscall.EROFS, "read-only file system"},
+	ErrMLink:       {"NFS3ERR_MLINK", syscall.EMLINK, "too many hard links"},
+	ErrNameTooLong: {"NFS3ERR_NAMETOOLONG", syscall.ENAMETOOLONG, "name too long"},
+	ErrNotEmpty:    {"NFS3ERR_NOTEMPTY", syscall.ENOTEMPTY, "directory not empty"},
+	ErrDQuot:       {"NFS3ERR_DQUOT", syscall.EDQUOT, "quota exceeded"},
+	ErrStale:       {"NFS3ERR_STALE", syscall.ESTALE, "stale file handle"},
+	ErrRemote:      {"NFS3ERR_REMOTE", syscall.EREMOTE, "too many levels of remote in path"},
+	ErrBadHandle:   {"NFS3ERR_BADHANDLE", syscall.ESTALE, "illegal file handle"},
+	ErrNotSync:     {"NFS3ERR_NOT_SYNC", syscall.EAGAIN, "the object changed since the guard was taken"},
+	ErrBadCookie:   {"NFS3ERR_BAD_COOKIE", syscall.EINVAL, "directory cookie is stale"},
+	ErrNotSupp:     {"NFS3ERR_NOTSUPP", syscall.EOPNOTSUPP, "operation not supported by the server"},
+	ErrTooSmall:    {"NFS3ERR_TOOSMALL", syscall.EINVAL, "buffer or request is too small"},
+	ErrServerFault: {"NFS3ERR_SERVERFAULT", syscall.EREMOTEIO, "a failure on the server that has no other name"},
+	ErrBadType:     {"NFS3ERR_BADTYPE", syscall.EOPNOTSUPP, "the server does not make objects of this type"},
+	ErrJukebox:     {"NFS3ERR_JUKEBOX", syscall.EAGAIN, "the server needs more time: try again"},
+}
+
+// Valid tells whether s is a value of nfsstat3.
+func (s Status) Valid() bool {
+	_, ok := statusInfo[s]
+	return ok
+}
+
+// Errno is the error number that a system call returns for s: 0 for OK, EIO for a value that is not an nfsstat3. ErrJukebox
+// is EAGAIN: who can wait should call again later instead.
+func (s Status) Errno() syscall.Errno {
+	if info, ok := statusInfo[s]; ok {
+		return info.errno
+	}
+	return syscall.EIO
+}
+
+func (s Status) String() string {
+	if info, ok := statusInfo[s]; ok {
+		return info.name
+	}
+	return "nfsstat3 " + strconv.FormatUint(uint64(s), 10)
+}
+
+// ErrMalformed is wrapped by every error about a reply that RFC 1813 does not allow: too short, a length that does not fit, a value
+// out of its enumeration, a name that no directory can hold.
+var ErrMalformed = errors.New("malformed NFSv3 reply")
+
+// An Error is a procedure that ended with a status other than NFS3_OK, or that was refused before it was sent because no
+// server could take it (What says why).
+type Error struct {
+	Proc   Proc
+	Status Status
+	What   string // what was wrong, where the status alone does not say it
+}
+
+func (e *Error) Error() string {
+	s := "NFSv3 " + e.Proc.String() + ": "
+	if info, ok := statusInfo[e.Status]; ok {
+		s += info.text + " (" + info.name + ")"
+	} else {
+		s += "the server answered status " + strconv.FormatUint(uint64(e.Status), 10) + ", which NFSv3 does not have"
+	}
+	if e.What != "" {
+		s += ": " + e.What
+	}
+	return s
+}
+
+// Unwrap makes errors.Is(err, ErrMalformed) true for a status that is not an nfsstat3, and errors.Is(err, syscall.ENOENT) and its like for
+// the others.
+func (e *Error) Unwrap() error {
+	if !e.Status.Valid() {
+		return ErrMalformed
+	}
+	return e.Status.Errno()
+}
+
+// Errno is the error number that a system call returns for an error of this package or of a transport below it: 0 for nil,
+// the status's own number for an [*Error], EIO for a malformed reply and for whatever else has no better one.
+func Errno(err error) syscall.Errno {
+	if err == nil {
+		return 0
+	}
+	var nfsErr *Error
+	if errors.As(err, &nfsErr) {
+		return nfsErr.Status.Errno()
+	}
+	var denied *sunrpc.DeniedError
+	var accept *sunrpc.AcceptError
+	switch {
+	case errors.Is(err, context.Canceled):
+		return syscall.EINTR
+	case errors.Is(err, context.DeadlineExceeded):
+		return syscall.ETIMEDOUT
+	case errors.As(err, &denied) && denied.Stat == sunrpc.AuthError:
+		return syscall.EACCES
+	case errors.As(err, &accept) && accept.Stat == sunrpc.ProcUnavail:
+		return syscall.EOPNOTSUPP
+	}
+	return syscall.EIO
+}
+
+// statusErrors holds one Error for each procedure and status, because some statuses (a LOOKUP's NOENT above all) are everyday answers
+// and must not cost an allocation. It is filled at start and read-only from then on.
+var statusErrors = func() (table [NumProcs]map[Status]*Error) {
+	for p := range table {
+		table[p] = make(map[Status]*Error, len(statusInfo))
+		for s := range statusInfo {
+			table[p][s] = &Error{Proc: Proc(p), Status: s}
+		}
+	}
+	return table
+}()
+
+func statusError(p Proc, s Status) error {
+	if e, ok := statusErrors[p][s]; ok {
+		return e
+	}
+	return &Error{Proc: p, Status: s}
+}
+
+func malformed(p Proc, reason error) error {
+	return fmt.Errorf("NFSv3 %s: %w: %w", p, ErrMalformed, reason)
+}
