@@ -1,0 +1,55 @@
+package metrics
+
+import "time"
+
+// A Snapshot is what one mount counted up to now.
+type Snapshot struct {
+	// Mount is the mount point, Server the RDMA address HOST:PORT, Provider the verbs provider's name.
+	Mount, Server, Provider string
+	Transport               Transport
+	// Procs are the RPC times by NFS procedure, Ops the FUSE times by operation. Names without samples may be left out.
+	Procs, Ops []NamedHistogram
+}
+
+// A NamedHistogram is the times of one procedure or operation.
+type NamedHistogram struct {
+	Name string
+	HistogramData
+}
+
+// Transport holds a transport's counters since it was made, summed over its connections, in the kernel's
+// terms (features.md S23).
+type Transport struct {
+	Connects uint64
+	// ConnectTime is the time spent in connecting.
+	ConnectTime time.Duration
+	// Idle is the time since the last use; 0 while not connected.
+	Idle time.Duration
+
+	Sends, Receives uint64 // RPC calls sent, replies received
+	BadXIDs         uint64
+	InflightSum     uint64 // sum over calls of the slots in use when each was sent
+	BacklogSum      uint64 // sum over calls of those waiting for a slot
+
+	ReadChunks, WriteChunks, ReplyChunks uint64 // segments encoded, as the kernel counts them
+	TotalRDMARequest                     uint64 // octets offered in write and reply chunks
+	TotalRDMAReply                       uint64 // octets that came back by RDMA Write
+	PullupCopyBytes                      uint64
+	FixupCopyBytes                       uint64
+	HardwayRegister                      uint64
+	FailedMarshal                        uint64
+	BadReply                             uint64
+	NomsgCall                            uint64
+
+	MRsRecovered, MRsRecycled, MRsOrphaned, MRsAllocated uint64
+	LocalInvNeeded                                       uint64
+	EmptySendctx                                         uint64
+	ReplyWaitsForSend                                    uint64
+
+	// Gauges.
+	Credits, Slots, SlotsInUse uint64
+	// Connected tells whether the connection stands.
+	Connected bool
+	// MRs counts memory regions by state (features.md S1, S12).
+	MRs map[string]uint64
+}
