@@ -1,0 +1,239 @@
+package memreg
+
+import (
+	"errors"
+	"fmt"
+	"unsafe"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// ErrTooManySegments: the memory needs more MRs than one chunk may have.
+var ErrTooManySegments = errors.New("memreg: memory is too scattered for one chunk")
+
+// A List is the MRs of one RPC slot on one connection: those free, and those registered for the RPC at hand. It has no
+// lock; it belongs to whoever owns the slot.
+type List struct {
+	pool       *Pool
+	free       []*MR
+	registered []*MR
+}
+
+// Use binds the list to the pool of a new connection. The MRs of the former must have been forgotten (Reset).
+func (l *List) Use(p *Pool) { l.pool = p }
+
+// Pool is the pool that the list draws from, nil before Use and after Reset.
+func (l *List) Pool() *Pool { return l.pool }
+
+// Reset forgets all MRs: their pool is about to be destroyed, or was.
+func (l *List) Reset() {
+	if l.pool != nil {
+		l.pool.stats.free.Add(-int64(len(l.free)))
+	}
+	clear(l.free)
+	clear(l.registered)
+	l.free, l.registered, l.pool = l.free[:0], l.registered[:0], nil
+}
+
+// Registered is the MRs registered for the RPC, in the order of Map. Valid until the next call on l.
+func (l *List) Registered() []*MR { return l.registered }
+
+// Map prepares the registration of all of segs as one chunk: the server may write to it when writing is set and read from it
+// when it is not (S6). It appends to Registered and returns how many MRs it took. On error nothing is
+// added and no MR is lost (S22). No segment may be empty.
+func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
+	start := len(l.registered)
+	var pos cursor
+	for pos.i < len(segs) {
+		if len(l.registered)-start == l.pool.params.MaxSegs {
+			l.unmapFrom(start)
+			return 0, ErrTooManySegments
+		}
+		m, err := l.get()
+		if err != nil {
+			l.unmapFrom(start)
+			return 0, err
+		}
+		m.fill(segs, &pos)
+		m.arm(writing, xid)
+		l.registered = append(l.registered, m)
+	}
+	return len(l.registered) - start, nil
+}
+
+func (l *List) get() (*MR, error) {
+	if n := len(l.free); n > 0 {
+		m := l.free[n-1]
+		l.free = l.free[:n-1]
+		l.pool.stats.free.Add(-1)
+		return m, nil
+	}
+	m, err := l.pool.newMR()
+	if err != nil {
+		l.pool.stats.MapErrors.Add(1)
+	}
+	return m, err
+}
+
+func (l *List) put(m *MR) {
+	m.move(Invalid)
+	clear(m.segs)
+	m.segs = m.segs[:0]
+	l.free = append(l.free, m)
+	l.pool.stats.free.Add(1)
+}
+
+// unmapFrom gives MRs that were mapped but never posted back as they are (S19).
+func (l *List) unmapFrom(start int) {
+	for _, m := range l.registered[start:] {
+		l.put(m)
+	}
+	clear(l.registered[start:])
+	l.registered = l.registered[:start]
+}
+
+// Unmap gives everything that was mapped and not posted back, after a failed marshal (S19).
+func (l *List) Unmap() { l.unmapFrom(0) }
+
+// cursor is a place in a list of segments.
+type cursor struct {
+	i   int // segment
+	off int // octet in it
+}
+
+func offsetInPage(b []byte, page int) int {
+	return int(uintptr(unsafe.Pointer(unsafe.SliceData(b))) & uintptr(page-1))
+}
+
+func follows(a, b []byte) bool {
+	return uintptr(unsafe.Pointer(unsafe.SliceData(a)))+uintptr(len(a)) == uintptr(unsafe.Pointer(unsafe.SliceData(b)))
+}
+
+// fill takes segments from pos for as long as one MR can hold them: up to the depth in pages, and on a device
+// without gaps only while each seam lies on a page boundary or inside contiguous memory (S3).
+func (m *MR) fill(segs [][]byte, pos *cursor) {
+	p := &m.pool.params
+	m.segs, m.length = m.segs[:0], 0
+	pages, tail := 0, 0 // pages used; octets of the last page that are used
+	for pos.i < len(segs) {
+		seg := segs[pos.i][pos.off:]
+		start := offsetInPage(seg, p.PageSize)
+		joined := len(m.segs) > 0 && follows(m.segs[len(m.segs)-1], seg)
+		if len(m.segs) > 0 && !joined && !p.Gaps && (start != 0 || tail != p.PageSize) {
+			return
+		}
+		room := (p.Depth - pages) * p.PageSize
+		if joined {
+			room += p.PageSize - tail
+		} else {
+			room -= start
+		}
+		if room <= 0 {
+			return
+		}
+		n := min(len(seg), room)
+		m.segs = append(m.segs, seg[:n:n])
+		m.length += uint32(n)
+		if joined {
+			pages += (tail + n - 1) / p.PageSize
+			tail = (tail+n-1)%p.PageSize + 1
+		} else {
+			pages += (start + n + p.PageSize - 1) / p.PageSize
+			tail = (start+n-1)%p.PageSize + 1
+		}
+		if n < len(seg) {
+			pos.off += n
+			return
+		}
+		pos.i, pos.off = pos.i+1, 0
+	}
+}
+
+// arm gives the MR its key, address and rights, and marks it as one that the server may reach.
+func (m *MR) arm(writing bool, xid uint32) {
+	key := m.deck.deal()
+	m.handle = m.vmr.RKey().WithKey(key)
+	m.iova = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.segs[0]))))
+	if m.pool.params.ChosenIOVA {
+		m.iova = uint64(xid)<<32 | m.iova&0xffffffff // S5
+		if m.iova&0xffffffff+uint64(m.length) > 1<<32 {
+			m.iova &^= 0xffff0000 // stay inside the XID's 4 GiB
+		}
+	}
+	m.reg.NewKey, m.reg.IOVA, m.reg.Segs = key, m.iova, m.segs
+	m.reg.Access = verbs.AccessRemoteRead
+	if writing {
+		m.reg.Access = verbs.AccessRemoteWrite | verbs.AccessLocalWrite
+	}
+	m.onFenced = nil
+	m.move(Valid)
+}
+
+// Chain puts the registrations in front of last and returns the head of the chain, in the order of Map (S7), and
+// how many requests stand before last.
+func (l *List) Chain(last *verbs.WorkRequest) (head *verbs.WorkRequest, n int) {
+	head = last
+	for i := len(l.registered) - 1; i >= 0; i-- {
+		reg := &l.registered[i].reg
+		reg.Next, reg.Signaled = head, false
+		head = reg
+	}
+	return head, len(l.registered)
+}
+
+// RemoteInvalidated takes the MR that the server's Send With Invalidate named off the registered ones (S11). It
+// reports false when the key is none of this RPC's: the server broke the protocol.
+func (l *List) RemoteInvalidated(key verbs.RKey) bool {
+	for i, m := range l.registered {
+		if m.handle == key {
+			l.registered = append(l.registered[:i], l.registered[i+1:]...)
+			l.pool.stats.RemoteInv.Add(1)
+			l.put(m)
+			return true
+		}
+	}
+	return false
+}
+
+// Invalidate posts LOCAL_INVs for all registered MRs as one chain with the last one signaled (S9, S10). fenced is
+// called exactly once: with true when all keys are dead (at once, when there were none), with false when the
+// chain was flushed, and the memory is fenced only by the end of the connection. It may be called before Invalidate returns. With true,
+// the caller of fenced must call Fenced before the slot is used again.
+func (l *List) Invalidate(qp verbs.QP, fenced func(ok bool)) error {
+	if len(l.registered) == 0 {
+		fenced(true)
+		return nil
+	}
+	var head *verbs.WorkRequest
+	for i := len(l.registered) - 1; i >= 0; i-- {
+		m := l.registered[i]
+		m.inv.Next, m.inv.Signaled, m.inv.InvalidateRKey = head, head == nil, m.handle
+		m.onFenced = nil
+		head = &m.inv
+	}
+	n := len(l.registered)
+	l.registered[n-1].onFenced = fenced
+	bad, err := qp.PostSend(head)
+	if err == nil {
+		l.pool.stats.LocalInvNeeded.Add(uint64(n))
+		return nil
+	}
+	// What was posted will be flushed, what was not never will: the last one with its callback among them. Dereg
+	// fences each without fail, and late completions find it gone (S15).
+	l.registered[n-1].onFenced = nil
+	ok, posted := true, true
+	for _, m := range l.registered {
+		posted = posted && &m.inv != bad
+		if posted {
+			l.pool.stats.LocalInvNeeded.Add(1)
+		}
+		ok = l.pool.recycle(m) && ok
+	}
+	clear(l.registered)
+	l.registered = l.registered[:0]
+	fenced(ok)
+	return fmt.Errorf("post LOCAL_INV: %w", err)
+}
+
+// Fenced puts the MRs of a chain that was invalidated back on the free list.
+func (l *List) Fenced() { l.unmapFrom(0) }
