@@ -1,0 +1,337 @@
+package svcrdma
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// An exec is one worker: it takes a received message and does everything for it, up to the completion of the Send. It
+// is made once per credit and used by one goroutine; completion handlers only put into its channels.
+type exec struct {
+	c      *conn
+	header rpcrdma.Header
+	plan   callPlan
+	rplan  replyPlan
+	send   *msgBuf // what the Send carries
+
+	wrs  []verbs.WorkRequest
+	sges []verbs.SGE
+
+	readWRs   []verbs.WorkRequest
+	readSGEs  []verbs.SGE
+	readDone  chan verbs.Status // room for every Read outstanding
+	chainDone chan verbs.Status // room for the one signaled request of a chain
+	onChain   func(*verbs.WorkCompletion)
+	onWrite   func(*verbs.WorkCompletion)
+	posted    int64 // requests of the chain that is out
+}
+
+func (c *conn) newExec() (*exec, error) {
+	send, err := c.newBuf(c.sendThreshold)
+	if err != nil {
+		return nil, fmt.Errorf("send buffer: %w", err)
+	}
+	depth := cap(c.readSlot)
+	x := &exec{c: c, send: send,
+		wrs: make([]verbs.WorkRequest, writesPerChain), sges: make([]verbs.SGE, writesPerChain),
+		readWRs: make([]verbs.WorkRequest, depth), readSGEs: make([]verbs.SGE, depth),
+		readDone: make(chan verbs.Status, depth), chainDone: make(chan verbs.Status, 1)}
+	x.onChain = func(wc *verbs.WorkCompletion) {
+		c.sq.Release(x.posted)
+		x.chainDone <- wc.Status
+	}
+	x.onWrite = func(wc *verbs.WorkCompletion) {} // the chain's last request fails too
+	onRead := func(wc *verbs.WorkCompletion) {
+		<-c.readSlot
+		x.readDone <- wc.Status
+	}
+	for i := range x.readWRs {
+		x.readWRs[i] = verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, Done: onRead, SGList: x.readSGEs[i : i+1]}
+	}
+	return x, nil
+}
+
+func (x *exec) loop() {
+	for r := range x.c.calls {
+		if x.c.ctx.Err() != nil {
+			continue // the connection is down: nothing can be answered
+		}
+		if err := x.serve(r); err != nil {
+			x.c.cancel(err) // RFC 8166 §4.5.4: what cannot be answered ends the connection
+		}
+	}
+}
+
+// serve handles one received message. An error ends the connection.
+func (x *exec) serve(r *recvBuf) error {
+	msg := r.buf[:r.n]
+	if len(msg) < rpcrdma.MinHeaderSize { // RFC 8166 §4.5
+		return x.discard(r)
+	}
+	n, err := x.header.Decode(msg)
+	switch {
+	case errors.Is(err, rpcrdma.ErrBadVersion):
+		return x.sendError(r, rpcrdma.ErrVers)
+	case x.header.Proc == rpcrdma.ProcDone, x.header.Proc == rpcrdma.ProcError: // RFC 8166 §4.2.4, §4.6.2
+		return x.discard(r)
+	case err != nil: // malformed lists, RDMA_MSGP, unknown rdma_proc: RFC 8166 §4.5.2, §4.6.1
+		return x.sendError(r, rpcrdma.ErrChunk)
+	}
+	body := msg[n:]
+	if x.plan.build(&x.header, body, x.c.cfg.MaxMessage) != nil || (len(x.plan.reads) > 0 && cap(x.c.readSlot) == 0) {
+		return x.sendError(r, rpcrdma.ErrChunk)
+	}
+	if x.plan.plain() {
+		return x.dispatch(r, body)
+	}
+	buf, err := x.c.getBuf()
+	if err != nil {
+		return err
+	}
+	call := buf.mem[:x.plan.size]
+	x.plan.rebuild(call, body)
+	if err := x.pull(buf, call); err != nil {
+		return err // buf stays out: a Read may still be placing into it until the QP is closed
+	}
+	err = x.dispatch(r, call)
+	x.c.putBuf(buf)
+	return err
+}
+
+// msgTypeOffset is where msg_type stands in an RPC message (RFC 5531 §9).
+const msgTypeOffset = 4
+
+func isReply(body []byte) bool {
+	return len(body) >= msgTypeOffset+4 && binary.BigEndian.Uint32(body[msgTypeOffset:]) == sunrpc.MsgReply
+}
+
+func (x *exec) discard(r *recvBuf) error {
+	x.c.cfg.Stats.Discarded.Add(1)
+	x.c.repost(r)
+	return nil
+}
+
+// pull does the RDMA Reads of the plan and returns when all have completed.
+func (x *exec) pull(buf *msgBuf, call []byte) error {
+	c := x.c
+	var failed verbs.Status
+	out := 0
+	wait := func() {
+		if st := <-x.readDone; st != verbs.StatusSuccess && failed == verbs.StatusSuccess {
+			failed = st
+		}
+		out--
+	}
+	var postErr error
+	for i := range x.plan.reads {
+		op := &x.plan.reads[i]
+		// A request object is free again only when its Read has completed; they complete in order.
+		for out == len(x.readWRs) {
+			wait()
+		}
+		if failed != verbs.StatusSuccess {
+			break
+		}
+		select {
+		case c.readSlot <- struct{}{}:
+		case <-c.ctx.Done():
+			postErr = context.Cause(c.ctx)
+		}
+		if postErr != nil {
+			break
+		}
+		wr := &x.readWRs[i%len(x.readWRs)]
+		wr.SGList[0] = verbs.SGE{Buf: call[op.dst : op.dst+int(op.seg.Length)], LKey: buf.mr.LKey()}
+		wr.RemoteAddr, wr.RKey = op.seg.Offset, verbs.RKey(op.seg.Handle)
+		if _, postErr = c.qp.PostSend(wr); postErr != nil {
+			<-c.readSlot
+			break
+		}
+		out++
+		c.cfg.Stats.ReadOctets.Add(uint64(op.seg.Length))
+	}
+	for out > 0 {
+		wait()
+	}
+	switch {
+	case postErr != nil:
+		return fmt.Errorf("post RDMA Read: %w", postErr)
+	case failed != verbs.StatusSuccess:
+		return fmt.Errorf("RDMA Read of a call's chunk: %v", failed)
+	}
+	return nil
+}
+
+// dispatch executes the rebuilt call and answers it.
+func (x *exec) dispatch(r *recvBuf, call []byte) error {
+	hdr, args, err := sunrpc.ParseCall(call)
+	if len(call) < 4 || hdr.XID != x.header.XID { // RFC 8166 §4.2.1: rdma_xid is the RPC's
+		return x.sendError(r, rpcrdma.ErrChunk)
+	}
+	if isReply(call) { // a reverse-direction reply answers nothing of ours (RFC 8167 §4.1)
+		return x.discard(r)
+	}
+	buf, bufErr := x.c.getBuf()
+	if bufErr != nil {
+		return bufErr
+	}
+	x.c.cfg.Stats.Calls.Add(1)
+	var reply []byte
+	switch {
+	case err != nil:
+		reply = refusal(buf.mem[:0], hdr.XID, err)
+	case !checkReduction(&hdr, call, len(call)-len(args), x.plan.chunks): // RFC 8166 §6.1
+		reply = refusal(buf.mem[:0], hdr.XID, nil)
+	default:
+		if reply, err = x.execute(&hdr, call, buf.mem[:0]); err != nil {
+			x.c.putBuf(buf)
+			return fmt.Errorf("RPC program %d procedure %d: %w", hdr.Prog, hdr.Proc, err)
+		}
+	}
+	if len(reply) > len(buf.mem) {
+		x.c.putBuf(buf)
+		return fmt.Errorf("reply of %d octets is larger than the limit of %d", len(reply), len(buf.mem))
+	}
+	if len(reply) > 0 && &reply[0] != &buf.mem[0] {
+		reply = buf.mem[:copy(buf.mem, reply)] // the device reads registered memory only
+	}
+	if err := x.reply(r, &hdr, buf, reply); err != nil {
+		return err // buf stays out, see pull
+	}
+	x.c.putBuf(buf)
+	return nil
+}
+
+// execute runs the call, or finds what it was answered before.
+func (x *exec) execute(hdr *sunrpc.CallHeader, call, room []byte) ([]byte, error) {
+	c := x.c
+	if !cacheable(hdr) {
+		return c.cfg.Handler.ServeRPC(c.ctx, c.peer, call, room)
+	}
+	cached, entry, err := c.drc.begin(c.ctx, c.drc.key(c.peer.Addr(), hdr, call))
+	if err != nil {
+		return nil, err
+	}
+	if entry == nil {
+		c.cfg.Stats.CachedCalls.Add(1)
+		return append(room, cached...), nil
+	}
+	var reply []byte
+	defer func() { c.drc.finish(entry, reply) }()
+	reply, err = c.cfg.Handler.ServeRPC(c.srvCtx, c.peer, call, room)
+	if err != nil {
+		reply = nil
+	}
+	return reply, err
+}
+
+// reply sends the unreduced reply in whatever form the client's chunks and the threshold ask for.
+func (x *exec) reply(r *recvBuf, hdr *sunrpc.CallHeader, buf *msgBuf, reply []byte) error {
+	c, p := x.c, &x.rplan
+	it, hasItem := item{}, false
+	if len(x.header.Writes) > 0 {
+		it, hasItem = eligibleResult(hdr, reply)
+	}
+	pol := replyPolicy{threshold: c.sendThreshold, alwaysReplyChunk: c.cfg.AlwaysReplyChunk}
+	if p.build(&x.header, uint32(c.cfg.Credits), reply, it, hasItem, pol) != nil {
+		return x.sendError(r, rpcrdma.ErrChunk)
+	}
+	if hook := c.cfg.Hooks.Reply; hook != nil {
+		switch hook(&p.header) {
+		case Drop:
+			return x.discard(r)
+		case Disconnect:
+			return errors.New("fault hook ends the connection")
+		}
+	}
+	if err := x.push(buf, reply); err != nil {
+		return err
+	}
+	out := p.header.Append(x.send.mem[:0])
+	if p.inline {
+		for _, s := range p.payload {
+			out = append(out, reply[s.off:s.off+s.n]...)
+		}
+	} else {
+		c.cfg.Stats.ReplyChunks.Add(1)
+	}
+	opcode, handle := verbs.OpSend, uint32(0)
+	if c.remoteInv {
+		if h, ok := invalidateHandle(&x.header); ok {
+			opcode, handle = verbs.OpSendWithInv, h
+			c.cfg.Stats.RemoteInvalidates.Add(1)
+		}
+	}
+	return x.sendOut(r, out, opcode, handle)
+}
+
+// push posts the RDMA Writes of the reply plan in chains. All but the last chain are waited for; the last few requests
+// go with the Send: x.wrs[:x.posted] holds them.
+func (x *exec) push(buf *msgBuf, reply []byte) error {
+	x.posted = 0
+	for _, op := range x.rplan.writes {
+		if x.posted == writesPerChain-1 { // keep room for the Send
+			x.wrs[x.posted-1].Signaled = true
+			x.wrs[x.posted-1].Done = x.onChain
+			if err := x.post(); err != nil {
+				return err
+			}
+		}
+		i := x.posted
+		x.sges[i] = verbs.SGE{Buf: reply[op.src : op.src+int(op.seg.Length)], LKey: buf.mr.LKey()}
+		x.wrs[i] = verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Done: x.onWrite, SGList: x.sges[i : i+1],
+			RemoteAddr: op.seg.Offset, RKey: verbs.RKey(op.seg.Handle)}
+		x.posted++
+		x.c.cfg.Stats.WrittenOctets.Add(uint64(op.seg.Length))
+	}
+	return nil
+}
+
+// sendOut puts the Send behind the Writes that push left, gives the Receive back first (RFC 8166 §3.3.1), and waits for the
+// completion, after which every buffer is free.
+func (x *exec) sendOut(r *recvBuf, out []byte, opcode verbs.Opcode, invalidate uint32) error {
+	i := x.posted
+	x.sges[i] = verbs.SGE{Buf: out, LKey: x.send.mr.LKey()}
+	x.wrs[i] = verbs.WorkRequest{Opcode: opcode, Signaled: true, Done: x.onChain, SGList: x.sges[i : i+1],
+		InvalidateRKey: verbs.RKey(invalidate)}
+	x.posted++
+	x.c.repost(r)
+	return x.post()
+}
+
+// post queues x.wrs[:x.posted], whose last request is signaled, as one chain and waits for it.
+func (x *exec) post() error {
+	c, n := x.c, x.posted
+	if err := c.sq.Acquire(c.ctx, n); err != nil {
+		return context.Cause(c.ctx)
+	}
+	for i := range n - 1 {
+		x.wrs[i].Next = &x.wrs[i+1]
+	}
+	x.wrs[n-1].Next = nil
+	if _, err := c.qp.PostSend(&x.wrs[0]); err != nil {
+		c.sq.Release(n)
+		return fmt.Errorf("post reply: %w", err)
+	}
+	st := <-x.chainDone
+	x.posted = 0
+	if st != verbs.StatusSuccess {
+		return fmt.Errorf("send reply: %v", st)
+	}
+	return nil
+}
+
+// sendError answers with RDMA_ERROR: same XID, same rdma_vers, a grant like any other (RFC 8166 §4.5).
+func (x *exec) sendError(r *recvBuf, code rpcrdma.ErrCode) error {
+	x.c.cfg.Stats.RDMAErrors.Add(1)
+	h := rpcrdma.Header{XID: x.header.XID, Vers: x.header.Vers, Credits: uint32(x.c.cfg.Credits),
+		Proc: rpcrdma.ProcError, Err: code, Low: rpcrdma.Version, High: rpcrdma.Version}
+	x.posted = 0
+	return x.sendOut(r, h.Append(x.send.mem[:0]), verbs.OpSend, 0)
+}

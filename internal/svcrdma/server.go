@@ -1,0 +1,185 @@
+package svcrdma
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// A Handler executes RPC calls. It is called from many goroutines at once.
+type Handler interface {
+	// ServeRPC executes the unreduced call message of peer and appends the unreduced reply message to reply, which has length
+	// zero and room for Config.MaxMessage octets; using that room saves a copy. call is valid during
+	// the call only. An error drops the connection, so that the client sends the call again on a new one. ctx of a call that
+	// is not idempotent outlives its connection, so that its outcome can be kept for the replay.
+	ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
+}
+
+// A ConnHandler is a Handler that wants to know when a connection has ended and none of its calls is running any more.
+type ConnHandler interface {
+	Handler
+	ConnClosed(peer netip.AddrPort)
+}
+
+// HandlerFunc is a function as a Handler.
+type HandlerFunc func(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
+
+// ServeRPC calls f.
+func (f HandlerFunc) ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error) {
+	return f(ctx, peer, call, reply)
+}
+
+// Verdict is what a fault hook makes of a reply.
+type Verdict uint8
+
+// Verdicts.
+const (
+	Send       Verdict = iota
+	Drop               // the reply is never sent
+	Disconnect         // the connection ends instead
+)
+
+// Hooks inject faults, for tests. The zero value does nothing.
+type Hooks struct {
+	// Reply sees each reply header just before it is encoded, after the RDMA Writes were planned, and may change it.
+	Reply func(h *rpcrdma.Header) Verdict
+}
+
+// Config of a server. The zero value of each field gives its default.
+type Config struct {
+	// Credits granted to each client: its calls in progress at a time, 1..1024. Default 64.
+	Credits int
+	// InlineBytes is the inline threshold offered, both ways: 1024..65536, in steps of 1024. Default 4096.
+	InlineBytes int
+	// RemoteInv offers Send With Invalidate: used for calls all of whose segments carry one handle (RFC 8797 §4.1).
+	RemoteInv bool
+	// MaxMessage is the largest unreduced call or reply in octets. Default 1 MiB and 64 KiB.
+	MaxMessage int
+	// ReadDepth is the most RDMA Reads outstanding on a connection (ORD). A power of two, at most 128. Default 16.
+	ReadDepth int
+	// AlwaysReplyChunk uses an offered Reply chunk even where the reply fits inline, as the Linux server does. RFC 8166 §3.5.3 leaves the choice.
+	AlwaysReplyChunk bool
+	// MaxConns is the most connections at a time; others are rejected. Default 128.
+	MaxConns int
+	// CachedReplies is the size of the duplicate request cache. Default 4096.
+	CachedReplies int
+
+	Handler Handler
+	Logger  hclog.Logger
+	Hooks   Hooks
+	// Stats, if not nil, is counted into.
+	Stats *Stats
+}
+
+// Stats counts what a server did. All fields only grow, but for Connections.
+type Stats struct {
+	Connections                                atomic.Int64
+	Calls, CachedCalls, Discarded              atomic.Uint64
+	ReadOctets, WrittenOctets                  atomic.Uint64
+	ReplyChunks, RemoteInvalidates, RDMAErrors atomic.Uint64
+}
+
+// Limits and defaults of Config.
+const (
+	defaultCredits    = 64
+	maxCredits        = 1024
+	defaultInline     = 4096
+	maxInline         = 65536
+	defaultMaxMessage = 1<<20 + 64<<10
+	defaultReadDepth  = 16
+	maxReadDepth      = 128
+	defaultMaxConns   = 128
+	defaultCached     = 4096
+	acceptTimeout     = 10 * time.Second
+	acceptPause       = 50 * time.Millisecond
+)
+
+func (c *Config) complete() error {
+	def := func(p *int, v int) {
+		if *p == 0 {
+			*p = v
+		}
+	}
+	def(&c.Credits, defaultCredits)
+	def(&c.InlineBytes, defaultInline)
+	def(&c.MaxMessage, defaultMaxMessage)
+	def(&c.ReadDepth, defaultReadDepth)
+	def(&c.MaxConns, defaultMaxConns)
+	def(&c.CachedReplies, defaultCached)
+	if c.Logger == nil {
+		c.Logger = hclog.NewNullLogger()
+	}
+	if c.Stats == nil {
+		c.Stats = new(Stats)
+	}
+	switch {
+	case c.Handler == nil:
+		return errors.New("svcrdma: Config.Handler is missing")
+	case c.Credits < 1 || c.Credits > maxCredits:
+		return fmt.Errorf("svcrdma: %d credits: must be 1 to %d", c.Credits, maxCredits)
+	case c.InlineBytes < rpcrdma.DefaultInline || c.InlineBytes > maxInline || c.InlineBytes%1024 != 0:
+		return fmt.Errorf("svcrdma: inline threshold of %d octets: must be a multiple of 1024 from %d to %d", c.InlineBytes, rpcrdma.DefaultInline, maxInline)
+	case c.MaxMessage < c.InlineBytes:
+		return fmt.Errorf("svcrdma: largest message of %d octets is below the inline threshold of %d", c.MaxMessage, c.InlineBytes)
+	case c.ReadDepth < 1 || c.ReadDepth > maxReadDepth:
+		return fmt.Errorf("svcrdma: read depth of %d: must be 1 to %d", c.ReadDepth, maxReadDepth)
+	case c.MaxConns < 1 || c.CachedReplies < 1:
+		return errors.New("svcrdma: MaxConns and CachedReplies must be positive")
+	}
+	return nil
+}
+
+type server struct {
+	cfg Config
+	drc *drc
+	log hclog.Logger
+}
+
+// Serve answers connections of l until ctx ends or l is closed, and returns after every connection has ended and everything that
+// it used was released. l stays the caller's to close. The error is nil for those two ends.
+func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
+	if err := cfg.complete(); err != nil {
+		return err
+	}
+	s := &server{cfg: cfg, drc: newDRC(cfg.CachedReplies), log: cfg.Logger}
+	ctx, cancel := context.WithCancel(ctx)
+	var conns sync.WaitGroup
+	defer conns.Wait()
+	defer cancel()
+	slots := make(chan struct{}, cfg.MaxConns)
+	for {
+		req, err := l.Accept(ctx)
+		if err != nil {
+			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+				return nil
+			}
+			s.log.Warn("accept failed", "listener", l.Addr(), "error", err)
+			select { // descriptors or memory may come back
+			case <-time.After(acceptPause):
+			case <-ctx.Done():
+			}
+			continue
+		}
+		select {
+		case slots <- struct{}{}:
+		default:
+			s.log.Warn("connection refused: too many", "peer", req.RemoteAddr(), "limit", cfg.MaxConns)
+			conns.Go(func() { _ = req.Reject(nil) })
+			continue
+		}
+		conns.Go(func() {
+			defer func() { <-slots }()
+			s.serveConn(ctx, req)
+		})
+	}
+}
