@@ -30,12 +30,14 @@ const (
 	Protocol
 	// Local: this machine failed: the loopback device is down, no descriptor is left.
 	Local
+	// Canceled: the caller's context was canceled.
+	Canceled
 	// Usage: the arguments make no sense.
 	Usage
 )
 
 var kindNames = [...]string{"", "unknown host", "port mapper not reachable", "not registered", "MOUNT service not reachable", "no such export",
-	"refused", "error status", "protocol error", "local error", "bad argument"}
+	"refused", "error status", "protocol error", "local error", "canceled", "bad argument"}
 
 func (k Kind) String() string {
 	if int(k) < len(kindNames) {
@@ -94,6 +96,8 @@ func (e *Error) what() string {
 		return "what answered does not speak the protocol"
 	case Local:
 		return "this machine could not make the call"
+	case Canceled:
+		return "given up"
 	case Usage:
 		return "the call makes no sense"
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"sync"
@@ -145,7 +146,9 @@ func (f *fence) relay() error {
 	}
 	var call, reply []byte
 	for {
-		if call, err = rpctcp.ReadRecord(client, call, maxRecord); err != nil {
+		if call, err = rpctcp.ReadRecord(client, call, maxRecord); err == io.EOF {
+			return nil // the library has done its calls
+		} else if err != nil {
 			return fmt.Errorf("%w: %w", errLocal, err)
 		}
 		header, _, err := sunrpc.ParseCall(call)

@@ -275,6 +275,8 @@ func (e *Error) fill(err error, unanswered Kind) error {
 	var opErr *net.OpError
 	e.Err = err
 	switch {
+	case errors.Is(err, context.Canceled):
+		e.Kind = Canceled
 	case errors.As(err, &dns):
 		e.Kind = UnknownHost
 	case errors.Is(err, errLocal):
@@ -283,7 +285,7 @@ func (e *Error) fill(err error, unanswered Kind) error {
 		e.Kind = Refused
 	case errors.As(err, &accept) && accept.Stat == sunrpc.ProgUnavail && unanswered == MountdUnreachable:
 		e.Kind = NotRegistered
-	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded), errors.As(err, &opErr):
+	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &opErr):
 		e.Kind = unanswered
 	default:
 		e.Kind = Protocol

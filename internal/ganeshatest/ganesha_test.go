@@ -1,0 +1,45 @@
+package ganeshatest
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+)
+
+func TestMain(m *testing.M) { verbstest.Main(m) }
+
+// TestStartAndStop runs two servers at once, mounts from both, and sees that neither answers after its test.
+func TestStartAndStop(t *testing.T) {
+	var stopped []*Server
+	t.Run("running", func(t *testing.T) {
+		for range 2 {
+			dir := t.TempDir()
+			if err := os.WriteFile(filepath.Join(dir, "file"), []byte("content"), 0o644); err != nil {
+				t.Fatal(err)
+			}
+			s := Start(t, dir)
+			args := mountd.Args{Host: s.Host, Port: s.MountPort, Export: s.Export, Cred: &sunrpc.AuthSys{Machine: "test"}}
+			res, err := mountd.Mount(t.Context(), args)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if res.FH.IsZero() {
+				t.Error("the handle is empty")
+			}
+			stopped = append(stopped, s)
+		}
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	for _, s := range stopped {
+		if err := null(ctx, s.Addr()); err == nil {
+			t.Errorf("the server at %s still answers", s.Addr())
+		}
+	}
+}
