@@ -1,0 +1,220 @@
+package xprt
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// marshalRetry is the pause before a call that found no memory for its registration is tried again.
+const marshalRetry = 10 * time.Millisecond
+
+var errNoBuffer = errors.New("xprt: no buffer for a long message")
+
+// A shortageError is a marshal that failed for want of memory, and may succeed later.
+type shortageError struct{ error }
+
+// transmit marshals the call of s and posts it. It returns false without an error when the connection went away
+// first: the caller begins again with the wait for a credit. A *shortageError asks for another try after a pause.
+func (t *Transport) transmit(s *slot) (sent bool, err error) {
+	t.send.RLock()
+	defer t.send.RUnlock()
+	cn := t.conn.Load()
+	if cn == nil || !t.window.holds(s) {
+		return false, nil
+	}
+	if s.mrs.Pool() == nil {
+		s.mrs.Use(cn.pool)
+	}
+	if err := t.marshal(s, cn); err != nil {
+		t.stats.failedMarshal.Add(1)
+		s.mrs.Unmap()
+		s.mu.Lock()
+		s.dropLong()
+		s.mu.Unlock()
+		var bad *ProtocolError
+		if errors.As(err, &bad) || errors.Is(err, memreg.ErrTooManySegments) {
+			return false, err
+		}
+		return false, &shortageError{err}
+	}
+	head, n := s.mrs.Chain(&s.sendWR)
+	s.sendWR.Signaled = cn.signalNow(n + 1)
+	t.stats.sends.Add(1)
+	// The lock is held over the post, so that no forged reply can have the MRs taken from under it.
+	s.mu.Lock()
+	s.state, s.conn, s.sentAt = slotSent, cn, time.Now()
+	_, err = cn.qp.PostSend(head)
+	s.mu.Unlock()
+	if err != nil {
+		// Whatever part of the chain was posted ends with the connection, and the worker finds the call (S15).
+		cn.fail(fmt.Errorf("post RPC: %w", err))
+	}
+	cn.firstSend()
+	return true, nil
+}
+
+// marshal chooses the message form and fills the send buffer.
+//
+// Reply side: inline if the largest possible reply fits; else a write chunk, if there is a DDP-eligible result and what is
+// left fits inline; else a reply chunk (RFC 8166 §4.3.3, RFC 8267 §3). A server uses a reply chunk whenever it is offered one, so none is
+// offered just in case, and never one beside a write chunk.
+//
+// Call side: inline if it fits; else the eligible argument as a read chunk, without its pad (RFC 8166 §3.4.5.2); else the whole call as a
+// position-zero read chunk.
+func (t *Transport) marshal(s *slot, cn *conn) error {
+	m, h := s.msg, &s.hdr
+	h.Reset()
+	h.XID, h.Vers, h.Credits, h.Proc = s.xid, rpcrdma.Version, uint32(cn.params.Slots), rpcrdma.ProcMsg
+	if err := s.marshalReplySide(cn); err != nil {
+		return err
+	}
+	room := cn.inlineSend - h.Size()
+	callHeader := sunrpc.CallSize(m.Cred)
+	rest := callHeader + len(m.Args)
+	inlineData := false
+	switch {
+	case rest+sunrpc.Pad4(len(m.ArgData)) <= room:
+		inlineData = true
+	case len(m.ArgData) > 0 && rest+cn.params.MaxSegs*rpcrdma.ReadSegmentSize <= room:
+		if err := s.mapReads(m.ArgData, uint32(callHeader+m.ArgDataPos)); err != nil {
+			return err
+		}
+	default:
+		return s.marshalLongCall(cn, rest)
+	}
+	b := h.Append(s.send[:0])
+	b = sunrpc.AppendCall(b, s.xid, m.Prog, m.Vers, m.Proc, m.Cred)
+	b = appendArgs(b, m, inlineData)
+	if inlineData {
+		t.stats.pullupBytes.Add(uint64(len(m.ArgData)))
+	}
+	s.fillSend(cn, b)
+	return nil
+}
+
+func (s *slot) fillSend(cn *conn, b []byte) {
+	s.sge[0] = verbs.SGE{Buf: b, LKey: cn.sendLKey}
+	s.sendWR.SGList = s.sge[:]
+	s.sendWR.Next = nil
+}
+
+// appendArgs appends the arguments, with their data in its place or left out.
+func appendArgs(b []byte, m *sunrpc.Message, withData bool) []byte {
+	b = append(b, m.Args[:m.ArgDataPos]...)
+	if withData {
+		b = append(b, m.ArgData...)
+		for range sunrpc.Pad4(len(m.ArgData)) - len(m.ArgData) {
+			b = append(b, 0)
+		}
+	}
+	return append(b, m.Args[m.ArgDataPos:]...)
+}
+
+func (s *slot) marshalReplySide(cn *conn) error {
+	m, h, t := s.msg, &s.hdr, s.t
+	s.wchunk, s.rchunk = s.wchunk[:0], s.rchunk[:0]
+	reply := rpcrdma.MinHeaderSize + sunrpc.AcceptedReplySize + m.MaxResult
+	data := sunrpc.Pad4(len(m.ResultData))
+	writeList := rpcrdma.ChunkHeadSize + (cn.params.MaxSegs+1)*rpcrdma.SegmentSize
+	switch {
+	case reply+data <= cn.inlineRecv:
+		return nil
+	case data > 0 && reply+writeList <= cn.inlineRecv:
+		var err error
+		if s.wchunk, err = s.mapWrites(s.wchunk, m.ResultData); err != nil {
+			return err
+		}
+		t.stats.writeChunks.Add(uint64(len(s.wchunk)))
+		t.stats.totalRequest.Add(uint64(len(m.ResultData)))
+		if pad := cn.writePad; pad != nil && len(m.ResultData)%4 != 0 {
+			s.wchunk = append(s.wchunk, *pad)
+		}
+		h.Writes = append(h.Writes, s.wchunk)
+		return nil
+	}
+	size := sunrpc.MaxReplyHeader + m.MaxResult + data
+	buf, err := s.takeLong(&s.longReply, size)
+	if err != nil {
+		return err
+	}
+	if s.rchunk, err = s.mapWrites(s.rchunk, buf); err != nil {
+		return err
+	}
+	t.stats.replies.Add(uint64(len(s.rchunk)))
+	t.stats.totalRequest.Add(uint64(size))
+	h.Reply, h.HasReply = s.rchunk, true
+	return nil
+}
+
+// takeLong gets a long buffer into *p, unless it has one, and returns its first size octets.
+func (s *slot) takeLong(p *[]byte, size int) ([]byte, error) {
+	if size > longBytes {
+		return nil, &ProtocolError{Reason: fmt.Sprintf("message of %d octets exceeds the largest long message, %d", size, longBytes)}
+	}
+	buf := s.t.long.TryGet()
+	if buf == nil {
+		return nil, errNoBuffer
+	}
+	s.mu.Lock()
+	*p = buf
+	s.mu.Unlock()
+	return buf[:size], nil
+}
+
+// mapWrites registers mem for the server to write to, and appends its segments to c.
+func (s *slot) mapWrites(c rpcrdma.Chunk, mem []byte) (rpcrdma.Chunk, error) {
+	s.one[0] = mem
+	n, err := s.mrs.Map(s.one[:], true, s.xid)
+	if err != nil {
+		return c, err
+	}
+	reg := s.mrs.Registered()
+	for _, mr := range reg[len(reg)-n:] {
+		c = append(c, rpcrdma.Segment{Handle: mr.Handle(), Length: mr.Length(), Offset: mr.Offset()})
+	}
+	return c, nil
+}
+
+// mapReads registers mem for the server to read, and adds its segments to the Read list at position pos.
+func (s *slot) mapReads(mem []byte, pos uint32) error {
+	s.one[0] = mem
+	n, err := s.mrs.Map(s.one[:], false, s.xid)
+	if err != nil {
+		return err
+	}
+	reg := s.mrs.Registered()
+	for _, mr := range reg[len(reg)-n:] {
+		s.hdr.Reads = append(s.hdr.Reads, rpcrdma.ReadSegment{Position: pos,
+			Segment: rpcrdma.Segment{Handle: mr.Handle(), Length: mr.Length(), Offset: mr.Offset()}})
+	}
+	s.t.stats.readChunks.Add(uint64(n))
+	return nil
+}
+
+// marshalLongCall conveys the whole call, of rest octets and the data, by a position-zero read chunk (RFC 8166 §3.5.3).
+func (s *slot) marshalLongCall(cn *conn, rest int) error {
+	m, h := s.msg, &s.hdr
+	buf, err := s.takeLong(&s.longCall, rest+sunrpc.Pad4(len(m.ArgData)))
+	if err != nil {
+		return err
+	}
+	b := sunrpc.AppendCall(buf[:0], s.xid, m.Prog, m.Vers, m.Proc, m.Cred)
+	b = appendArgs(b, m, true)
+	s.t.stats.pullupBytes.Add(uint64(len(b)))
+	s.t.stats.nomsg.Add(1)
+	h.Proc = rpcrdma.ProcNoMsg
+	if err := s.mapReads(b, 0); err != nil {
+		return err
+	}
+	if n := h.Size(); n > cn.inlineSend {
+		return &ProtocolError{Reason: fmt.Sprintf("transport header of %d octets exceeds the server's inline threshold, %d", n, cn.inlineSend)}
+	}
+	s.fillSend(cn, h.Append(s.send[:0]))
+	return nil
+}

@@ -1,0 +1,117 @@
+package xprt
+
+import "sync"
+
+// A window is the credits of a transport and the queue of slots that wait for one, first come first served.
+// Without a connection the limit is zero.
+type window struct {
+	mu       sync.Mutex
+	limit    int
+	inFlight int
+	gen      uint64 // the connection whose credits these are; grows with each
+	queue    []*slot
+}
+
+// enter asks for a credit of the present connection for s. It returns true when s has one; else s is in the queue, and
+// is signaled when it has. It may be called again at any time.
+func (w *window) enter(s *slot) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch {
+	case s.credit && s.creditGen == w.gen:
+		return true
+	case s.queued:
+		return false
+	case len(w.queue) == 0 && w.inFlight < w.limit:
+		w.inFlight++
+		s.creditGen, s.credit = w.gen, true
+		return true
+	}
+	s.credit, s.queued = false, true
+	w.queue = append(w.queue, s)
+	return false
+}
+
+// leave takes s out of the queue, or gives its credit back.
+func (w *window) leave(s *slot) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for i, q := range w.queue {
+		if q == s {
+			copy(w.queue[i:], w.queue[i+1:])
+			w.queue[len(w.queue)-1] = nil
+			w.queue = w.queue[:len(w.queue)-1]
+			s.queued = false
+			return
+		}
+	}
+	w.release(s)
+}
+
+// release gives the credit of s back, if it has one of this connection. Called with mu held.
+func (w *window) release(s *slot) {
+	if s.credit && s.creditGen == w.gen {
+		w.inFlight--
+		w.dispatch()
+	}
+	s.credit = false
+}
+
+// dispatch hands free credits to the queue. Called with mu held.
+func (w *window) dispatch() {
+	n := 0
+	for n < len(w.queue) && w.inFlight < w.limit {
+		s := w.queue[n]
+		n++
+		w.inFlight++
+		s.creditGen, s.credit, s.queued = w.gen, true, false
+		s.signal()
+	}
+	if n > 0 {
+		rest := copy(w.queue, w.queue[n:])
+		clear(w.queue[rest:])
+		w.queue = w.queue[:rest]
+	}
+}
+
+// holds reports whether s holds a credit of the present connection.
+func (w *window) holds(s *slot) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return s.credit && s.creditGen == w.gen
+}
+
+// update sets the limit to what a reply granted (RFC 8166 §3.3.1: absolute, and it may shrink).
+func (w *window) update(limit int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.limit = limit
+	w.dispatch()
+}
+
+// replied gives the credit of s back and sets the limit that came with its reply.
+func (w *window) replied(s *slot, limit int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.limit = limit
+	if s.credit && s.creditGen == w.gen {
+		w.inFlight--
+	}
+	s.credit = false
+	w.dispatch()
+}
+
+// reset starts the credits of a new connection (limit 1), or of none (limit 0). Credits held are void.
+func (w *window) reset(limit int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.gen++
+	w.inFlight, w.limit = 0, limit
+	w.dispatch()
+}
+
+func (w *window) snapshot() (limit, inFlight int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.limit, w.inFlight
+}
