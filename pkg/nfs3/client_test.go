@@ -1,0 +1,337 @@
+package nfs3
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+)
+
+func TestMain(m *testing.M) { verbstest.Main(m) }
+
+// TestRefused makes calls that no server could take: none is sent, each gets its own status.
+func TestRefused(t *testing.T) {
+	long := strings.Repeat("n", MaxName+1)
+	var wcc WccData
+	var made CreateResult
+	var look LookupResult
+	ctx := t.Context()
+	for _, x := range []struct {
+		name string
+		want Status
+		call func(c *Client) error
+	}{
+		{"empty name", ErrInval, func(c *Client) error { return c.Lookup(ctx, cred, fh1, "", &look) }},
+		{"name with slash", ErrInval, func(c *Client) error { return c.Remove(ctx, cred, fh1, "a/b", &wcc) }},
+		{"name with NUL", ErrInval, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "a\x00b", &wcc) }},
+		{"long name", ErrNameTooLong, func(c *Client) error { return c.Lookup(ctx, cred, fh1, long, &look) }},
+		{"long second name", ErrNameTooLong, func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, long, new(RenameResult)) }},
+		{"link to a long name", ErrNameTooLong, func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, long, new(LinkResult)) }},
+		{"long target", ErrNameTooLong, func(c *Client) error {
+			return c.Symlink(ctx, cred, fh1, "l", strings.Repeat("t", MaxPath+1), &SetAttr{}, &made)
+		}},
+		{"empty target", ErrInval, func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", "", &SetAttr{}, &made) }},
+		{"create mode 3", ErrInval, func(c *Client) error { return c.Create(ctx, cred, fh1, "f", &CreateHow{Mode: 3}, &made) }},
+		{"mknod of a regular file", ErrBadType, func(c *Client) error { return c.Mknod(ctx, cred, fh1, "f", NF3REG, &SetAttr{}, Device{}, &made) }},
+	} {
+		caller := &canned{}
+		err := x.call(NewClient(caller, Options{}))
+		var nfsErr *Error
+		if !errors.As(err, &nfsErr) || nfsErr.Status != x.want || nfsErr.What == "" {
+			t.Errorf("%s: error is %v, want %v and a reason", x.name, err, x.want)
+		}
+		if caller.calls != 0 {
+			t.Errorf("%s: the call was sent", x.name)
+		}
+	}
+}
+
+// TestLargestArguments makes the calls whose arguments are the longest: they fit the room that each call has.
+func TestLargestArguments(t *testing.T) {
+	fh := mustFH(make([]byte, FHSize)...)
+	name := strings.Repeat("n", MaxName)
+	all := SetAttr{HasMode: true, HasUID: true, HasGID: true, HasSize: true, AtimeHow: SetToClientTime, MtimeHow: SetToClientTime}
+	caller := &canned{result: unhex(okHex + wccHex + wccHex)}
+	c := NewClient(caller, Options{})
+	if err := c.Rename(t.Context(), cred, fh, name, fh, name, new(RenameResult)); err != nil {
+		t.Error(err)
+	}
+	rename := len(caller.args)
+	caller.result = unhex(okHex + noneHex + noneHex + wccHex)
+	if err := c.Mknod(t.Context(), cred, fh, name, NF3BLK, &all, Device{}, new(CreateResult)); err != nil {
+		t.Error(err)
+	}
+	for what, n := range map[string]int{"RENAME": rename, "MKNOD": len(caller.args)} {
+		if n > maxArgs || n < 300 {
+			t.Errorf("%s has %d octets of arguments, room is %d", what, n, maxArgs)
+		}
+	}
+}
+
+func TestTransportError(t *testing.T) {
+	caller := &canned{err: fmt.Errorf("wrapped: %w", syscall.ECONNRESET)}
+	var seen error
+	c := NewClient(caller, Options{Observe: func(p Proc, d time.Duration, err error) {
+		if p != ProcGetAttr || d < 0 {
+			t.Errorf("observed %v, %v", p, d)
+		}
+		seen = err
+	}})
+	err := c.GetAttr(t.Context(), cred, fh1, new(Attr))
+	if !errors.Is(err, syscall.ECONNRESET) || !strings.Contains(err.Error(), "GETATTR") {
+		t.Errorf("error is %v", err)
+	}
+	if !errors.Is(seen, syscall.ECONNRESET) {
+		t.Errorf("observed error %v", seen)
+	}
+}
+
+func TestErrno(t *testing.T) {
+	for _, x := range []struct {
+		err  error
+		want syscall.Errno
+	}{
+		{nil, 0},
+		{statusError(ProcLookup, ErrNoEnt), syscall.ENOENT},
+		{fmt.Errorf("x: %w", statusError(ProcWrite, ErrDQuot)), syscall.EDQUOT},
+		{statusError(ProcRead, 12345), syscall.EIO},
+		{statusError(ProcRead, ErrBadHandle), syscall.ESTALE},
+		{malformed(ProcRead, errFileType), syscall.EIO},
+		{fmt.Errorf("x: %w", context.Canceled), syscall.EINTR},
+		{fmt.Errorf("x: %w", context.DeadlineExceeded), syscall.ETIMEDOUT},
+		{&sunrpc.DeniedError{Stat: sunrpc.AuthError, Auth: sunrpc.AuthTooWeak}, syscall.EACCES},
+		{&sunrpc.DeniedError{Stat: sunrpc.RPCMismatch}, syscall.EIO},
+		{&sunrpc.AcceptError{Stat: sunrpc.ProcUnavail}, syscall.EOPNOTSUPP},
+		{&sunrpc.AcceptError{Stat: sunrpc.GarbageArgs}, syscall.EIO},
+	} {
+		if got := Errno(x.err); got != x.want {
+			t.Errorf("%v: errno %v, want %v", x.err, got, x.want)
+		}
+	}
+	if err := statusError(ProcRmdir, ErrNotEmpty); !errors.Is(err, syscall.ENOTEMPTY) || errors.Is(err, ErrMalformed) {
+		t.Errorf("%v is not ENOTEMPTY", err)
+	}
+	want := "NFSv3 RMDIR: directory not empty (NFS3ERR_NOTEMPTY)"
+	if got := statusError(ProcRmdir, ErrNotEmpty).Error(); got != want {
+		t.Errorf("text %q, want %q", got, want)
+	}
+	want = "NFSv3 READ: the server answered status 77, which NFSv3 does not have"
+	if got := statusError(ProcRead, 77).Error(); got != want {
+		t.Errorf("text %q, want %q", got, want)
+	}
+}
+
+func TestFH(t *testing.T) {
+	if _, err := NewFH(make([]byte, FHSize+1)); !errors.Is(err, ErrMalformed) {
+		t.Errorf("65 octets: error is %v", err)
+	}
+	// A handle must not equal one that is it and zeros.
+	if mustFH(1, 2) == mustFH(1, 2, 0) {
+		t.Error("handles of different lengths are equal")
+	}
+	m := map[FH]int{mustFH(1, 2): 1, mustFH(1, 2, 0): 2}
+	if m[mustFH(1, 2)] != 1 || m[mustFH(1, 2, 0)] != 2 || m[FH{}] != 0 {
+		t.Errorf("map is %v", m)
+	}
+	h := mustFH(0xab, 0xcd)
+	if h.String() != "abcd" || h.Len() != 2 || h.IsZero() || string(h.Bytes()) != "\xab\xcd" {
+		t.Errorf("handle is %v", h)
+	}
+	// A longer handle decoded into the same place before leaves nothing behind.
+	d := reader{sunrpc.NewDecoder(unhex(fhHex + fh2Hex))}
+	d.fh(&h)
+	d.fh(&h)
+	if h != fh2 {
+		t.Errorf("handle is %v, want %v", h, fh2)
+	}
+}
+
+func TestTime(t *testing.T) {
+	for _, x := range []struct {
+		in   time.Time
+		want Time3
+	}{
+		{time.Unix(5, 6), Time3{5, 6}},
+		{time.Unix(-1, 0), Time3{}},
+		{time.Unix(1<<32, 7), Time3{Sec: 1<<32 - 1}},
+	} {
+		if got := TimeOf(x.in); got != x.want {
+			t.Errorf("%v: %v, want %v", x.in, got, x.want)
+		}
+	}
+	if got := (Time3{5, 6}).Time(); !got.Equal(time.Unix(5, 6)) {
+		t.Errorf("time is %v", got)
+	}
+}
+
+// TestStopsDirectory ends the delivery of entries; the result still tells of the whole reply.
+func TestStopsDirectory(t *testing.T) {
+	reply := okHex + noneHex + verfHex
+	for range 5 {
+		reply += "00000001 0000000000000022 00000004 66696c65 0000000000000002"
+	}
+	c := NewClient(&canned{result: unhex(reply + "00000000 00000001")}, Options{})
+	var res ReadDirResult
+	n := 0
+	err := c.ReadDir(t.Context(), cred, fh1, 0, Verifier{}, 1<<30, &res, func(*DirEntry) bool { n++; return n < 3 })
+	if err != nil || n != 3 || res.Entries != 5 || !res.EOF {
+		t.Errorf("%d entries delivered, result %+v, error %v", n, res, err)
+	}
+}
+
+// TestConcurrent shares one Client among goroutines whose buffers must not mix.
+func TestConcurrent(t *testing.T) {
+	c := NewClient(callerFunc(func(_ context.Context, m *sunrpc.Message) error {
+		// The reply's path is the handle that was asked for.
+		m.Result = append(m.Result[:0], unhex(okHex+noneHex)...)
+		m.Result = append(m.Result, m.Args...)
+		return nil
+	}), Options{})
+	var wg sync.WaitGroup
+	for i := range byte(8) {
+		wg.Go(func() {
+			fh := mustFH(i+1, i+1, i+1, i+1, i+1)
+			var res ReadLinkResult
+			buf := make([]byte, 64)
+			for range 500 {
+				if err := c.ReadLink(t.Context(), cred, fh, buf, &res); err != nil || string(buf[:res.N]) != string(fh.Bytes()) {
+					t.Errorf("read %x for %v, error %v", buf[:res.N], fh, err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+type callerFunc func(ctx context.Context, m *sunrpc.Message) error
+
+func (f callerFunc) Call(ctx context.Context, m *sunrpc.Message) error { return f(ctx, m) }
+
+// echo is a Caller that answers with fixed octets and allocates nothing.
+type echo struct {
+	result []byte
+	place  []byte
+}
+
+func (e *echo) Call(_ context.Context, m *sunrpc.Message) error {
+	m.Result = append(m.Result[:0], e.result...)
+	m.ResultDataLen = -1
+	if e.place != nil {
+		m.ResultDataLen = copy(m.ResultData, e.place)
+	}
+	return nil
+}
+
+// TestNoAllocations makes every procedure again and again: none may allocate on the codec's path.
+func TestNoAllocations(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector's pool drops what it is given at random, by design")
+	}
+	ctx := t.Context()
+	data := make([]byte, 128<<10)
+	buf := make([]byte, 128<<10)
+	attr, wcc := new(Attr), new(WccData)
+	look, acc, link, rd, wr := new(LookupResult), new(AccessResult), new(ReadLinkResult), new(ReadResult), new(WriteResult)
+	made, ren, lnk, dir := new(CreateResult), new(RenameResult), new(LinkResult), new(ReadDirResult)
+	stat, info, conf, com := new(FSStatResult), new(FSInfoResult), new(PathConfResult), new(CommitResult)
+	set := &SetAttr{HasMode: true, HasSize: true, MtimeHow: SetToClientTime}
+	how := &CreateHow{Mode: Guarded}
+	guard := &Time3{}
+	made1 := okHex + "00000001" + fh2Hex + postHex + wccHex
+	dirReply := okHex + postDirHex + verfHex
+	for range 60 {
+		dirReply += "00000001 0000000000000022 00000004 66696c65 0000000000000002" + postHex + "00000001" + fh2Hex
+	}
+	dirReply += "00000000 00000000"
+	entryBytes := 0
+	each := func(e *DirEntry) bool { entryBytes += len(e.Name); return true }
+	for _, x := range []struct {
+		p     Proc
+		reply string
+		place []byte
+		call  func(c *Client) error
+	}{
+		{ProcNull, "", nil, func(c *Client) error { return c.Null(ctx, cred) }},
+		{ProcGetAttr, okHex + attrHex, nil, func(c *Client) error { return c.GetAttr(ctx, cred, fh1, attr) }},
+		{ProcSetAttr, okHex + wccHex, nil, func(c *Client) error { return c.SetAttr(ctx, cred, fh1, set, guard, wcc) }},
+		{ProcLookup, okHex + fh2Hex + postHex + postDirHex, nil, func(c *Client) error { return c.Lookup(ctx, cred, fh1, "name", look) }},
+		{ProcLookup, "00000002" + postDirHex, nil, func(c *Client) error {
+			if err := c.Lookup(ctx, cred, fh1, "name", look); err != statusErrors[ProcLookup][ErrNoEnt] {
+				return errors.New("not NOENT")
+			}
+			return nil
+		}},
+		{ProcAccess, okHex + postHex + "0000003f", nil, func(c *Client) error { return c.Access(ctx, cred, fh1, 0x3f, acc) }},
+		{ProcReadLink, okHex + postHex + "00000004 61616161", nil, func(c *Client) error { return c.ReadLink(ctx, cred, fh1, buf, link) }},
+		{ProcRead, okHex + postHex + "00020000 00000000 00020000", data, func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, rd) }},
+		{ProcRead, okHex + postHex + "00000008 00000001 00000008 6161616161616161", nil, func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, rd) }},
+		{ProcWrite, okHex + wccHex + "00020000 00000002" + verfHex, nil, func(c *Client) error { return c.Write(ctx, cred, fh1, 0, data, FileSync, wr) }},
+		{ProcCreate, made1, nil, func(c *Client) error { return c.Create(ctx, cred, fh1, "f", how, made) }},
+		{ProcMkdir, made1, nil, func(c *Client) error { return c.Mkdir(ctx, cred, fh1, "d", set, made) }},
+		{ProcSymlink, made1, nil, func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", "../some/where", set, made) }},
+		{ProcMknod, made1, nil, func(c *Client) error { return c.Mknod(ctx, cred, fh1, "n", NF3BLK, set, Device{}, made) }},
+		{ProcRemove, okHex + wccHex, nil, func(c *Client) error { return c.Remove(ctx, cred, fh1, "f", wcc) }},
+		{ProcRmdir, okHex + wccHex, nil, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "d", wcc) }},
+		{ProcRename, okHex + wccHex + wccHex, nil, func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, "b", ren) }},
+		{ProcLink, okHex + postHex + wccHex, nil, func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "b", lnk) }},
+		{ProcReadDir, okHex + noneHex + verfHex + "00000001 0000000000000022 00000004 66696c65 0000000000000002 00000000 00000001", nil,
+			func(c *Client) error { return c.ReadDir(ctx, cred, fh1, 0, verf1, 4096, dir, each) }},
+		{ProcReadDirPlus, dirReply, nil, func(c *Client) error { return c.ReadDirPlus(ctx, cred, fh1, 0, verf1, 8192, 32768, dir, each) }},
+		{ProcFSStat, okHex + noneHex + repeatHex("01", 52), nil, func(c *Client) error { return c.FSStat(ctx, cred, fh1, stat) }},
+		{ProcFSInfo, okHex + noneHex + repeatHex("01", 48), nil, func(c *Client) error { return c.FSInfo(ctx, cred, fh1, info) }},
+		{ProcPathConf, okHex + noneHex + repeatHex("00000001", 6), nil, func(c *Client) error { return c.PathConf(ctx, cred, fh1, conf) }},
+		{ProcCommit, okHex + wccHex + verfHex, nil, func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, com) }},
+	} {
+		caller := &echo{result: unhex(x.reply), place: x.place}
+		c := NewClient(caller, Options{Observe: func(Proc, time.Duration, error) {}})
+		var failed error
+		allocs := testing.AllocsPerRun(200, func() {
+			if err := x.call(c); err != nil {
+				failed = err
+			}
+		})
+		if failed != nil {
+			t.Errorf("%v: %v", x.p, failed)
+		}
+		if allocs != 0 {
+			t.Errorf("%v: %v allocations per call, want none", x.p, allocs)
+		}
+	}
+	if entryBytes == 0 {
+		t.Error("no entry was delivered")
+	}
+}
+
+func BenchmarkReadDirPlusDecode(b *testing.B) {
+	reply := okHex + postDirHex + verfHex
+	for range 100 {
+		reply += "00000001 0000000000000022 00000004 66696c65 0000000000000002" + postHex + "00000001" + fh2Hex
+	}
+	c := NewClient(&echo{result: unhex(reply + "00000000 00000000")}, Options{})
+	var res ReadDirResult
+	b.ReportAllocs()
+	for b.Loop() {
+		if err := c.ReadDirPlus(context.Background(), cred, fh1, 0, verf1, 8192, 32768, &res, func(*DirEntry) bool { return true }); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+func BenchmarkGetAttrCodec(b *testing.B) {
+	c := NewClient(&echo{result: unhex(okHex + attrHex)}, Options{})
+	var attr Attr
+	b.ReportAllocs()
+	for b.Loop() {
+		if err := c.GetAttr(context.Background(), cred, fh1, &attr); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
