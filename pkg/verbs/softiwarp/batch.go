@@ -1,0 +1,233 @@
+package softiwarp
+
+import (
+	"errors"
+	"hash/crc32"
+	"net"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Limits of one sendmsg.
+const (
+	maxIOV = 256
+	// arenaSize holds headers, trailers and small payload of one batch.
+	arenaSize = 16 << 10
+	// batchBytes ends a batch. It also bounds how long one system call can hold an MR's lock.
+	batchBytes = 256 << 10
+	maxFPDUs   = 128
+	// copyBelow: payload up to this size is copied beside its header, which
+	// is cheaper than another element in the vector.
+	copyBelow = 256
+	// trailerMax is pad and CRC.
+	trailerMax = fpduAlign - 1 + fpduCRCSize
+)
+
+// errRevoked: the registration ended while its memory was being moved.
+var errRevoked = errors.New("softiwarp: memory was invalidated in the middle of a message")
+
+// A boundary is the end of an FPDU within a batch.
+type boundary struct {
+	end     int    // octets of the batch
+	payload uint32 // payload octets of the batch up to here
+}
+
+// A batch gathers whole FPDUs and sends them with one vectored system call, or more when the socket fills up. It
+// belongs to the writer.
+type batch struct {
+	raw     syscall.RawConn
+	cb      func(fd uintptr) bool
+	crc     bool
+	arena   [arenaSize]byte
+	used    int
+	iov     [maxIOV]unix.Iovec
+	niov    int
+	inArena bool // the last vector element ends at arena[used]
+	total   int
+	payload uint32
+	sum     uint32 // CRC of the current FPDU so far
+	hdr     []byte // header of the current FPDU, to be filled in by the caller
+	ends    [maxFPDUs]boundary
+	nends   int
+	src     grant // the registration that the payload comes from, if any
+
+	msg  unix.Msghdr
+	next int // first vector element not sent in full
+	sent int
+	err  error
+}
+
+func (b *batch) init(conn *net.TCPConn) error {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	b.raw = raw
+	b.cb = b.sendmsg
+	return nil
+}
+
+// begin empties the batch.
+func (b *batch) begin() {
+	b.used, b.niov, b.inArena, b.total, b.payload, b.nends, b.next, b.sent = 0, 0, false, 0, 0, 0, 0, 0
+	b.src, b.err = grant{}, nil
+}
+
+// room reports whether an FPDU with up to pieces payload pieces still fits. With CRCs in force a
+// batch is one FPDU, so that a TCP segment starts with it.
+func (b *batch) room(pieces int) bool {
+	if b.crc && b.nends > 0 {
+		return false
+	}
+	return b.nends < maxFPDUs && b.total < batchBytes && b.niov+pieces+2 <= maxIOV &&
+		b.used+maxHeaderSize+trailerMax+pieces*copyBelow <= arenaSize
+}
+
+// extend appends n octets of the arena to the vector.
+func (b *batch) extend(n int) []byte {
+	p := b.arena[b.used : b.used+n : b.used+n]
+	b.used += n
+	b.total += n
+	if b.inArena {
+		b.iov[b.niov-1].Len += uint64(n)
+	} else {
+		b.iov[b.niov] = unix.Iovec{Base: &p[0], Len: uint64(n)}
+		b.niov++
+		b.inArena = true
+	}
+	return p
+}
+
+// header starts an FPDU; the caller fills in the n octets that it returns before adding payload.
+func (b *batch) header(n int) []byte {
+	b.hdr = b.extend(n)
+	b.sum = 0
+	return b.hdr
+}
+
+// closeHeader takes the header into the CRC.
+func (b *batch) closeHeader() {
+	if b.crc {
+		b.sum = crc32.Update(0, castagnoli, b.hdr)
+	}
+}
+
+// addCopy appends payload by copy.
+func (b *batch) addCopy(p []byte) {
+	if len(p) == 0 {
+		return
+	}
+	b.account(p)
+	copy(b.extend(len(p)), p)
+}
+
+// addRef appends payload by reference.
+func (b *batch) addRef(p []byte) {
+	if len(p) == 0 {
+		return
+	}
+	b.account(p)
+	b.iov[b.niov] = unix.Iovec{Base: &p[0], Len: uint64(len(p))}
+	b.niov++
+	b.inArena = false
+	b.total += len(p)
+}
+
+func (b *batch) account(p []byte) {
+	b.payload += uint32(len(p))
+	if b.crc {
+		b.sum = crc32.Update(b.sum, castagnoli, p)
+	}
+}
+
+// trailer ends an FPDU: pad, and CRC or zeros.
+func (b *batch) trailer(ulpdu int) {
+	pad := padding(ulpdu)
+	t := b.extend(pad + fpduCRCSize)
+	clear(t)
+	if b.crc {
+		putCRC(t[pad:], crc32.Update(b.sum, castagnoli, t[:pad]))
+	}
+	b.ends[b.nends] = boundary{b.total, b.payload}
+	b.nends++
+}
+
+// send writes the whole batch. After an error b.atBoundary tells where the stream stands.
+func (b *batch) send() error {
+	if b.total == 0 {
+		return nil
+	}
+	b.msg = unix.Msghdr{Iov: &b.iov[0], Iovlen: uint64(b.niov)}
+	if err := b.raw.Write(b.cb); err != nil {
+		return err
+	}
+	return b.err
+}
+
+// sendmsg runs inside RawConn.Write. It holds the lock of the source MR around each
+// system call, never while it waits for the socket.
+func (b *batch) sendmsg(fd uintptr) bool {
+	flags := uintptr(unix.MSG_NOSIGNAL | unix.MSG_DONTWAIT)
+	if b.crc {
+		flags |= unix.MSG_EOR // nothing that follows may share the TCP segment
+	}
+	for b.sent < b.total {
+		if m := b.src.mr; m != nil {
+			m.mu.Lock()
+			if m.gen != b.src.gen {
+				m.mu.Unlock()
+				b.err = errRevoked
+				return true
+			}
+		}
+		n, _, errno := syscall.Syscall(syscall.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&b.msg)), flags)
+		if b.src.mr != nil {
+			b.src.mr.mu.Unlock()
+		}
+		switch errno {
+		case 0:
+			b.advance(int(n))
+		case syscall.EINTR:
+		case syscall.EAGAIN:
+			return false
+		default:
+			b.err = errno
+			return true
+		}
+	}
+	return true
+}
+
+// advance moves the vector past n sent octets.
+func (b *batch) advance(n int) {
+	b.sent += n
+	for n > 0 {
+		v := &b.iov[b.next]
+		if k := int(v.Len); n >= k {
+			n -= k
+			b.next++
+			continue
+		}
+		v.Base = (*byte)(unsafe.Add(unsafe.Pointer(v.Base), n))
+		v.Len -= uint64(n)
+		n = 0
+	}
+	if b.next < b.niov {
+		b.msg.Iov, b.msg.Iovlen = &b.iov[b.next], uint64(b.niov-b.next)
+	}
+}
+
+// atBoundary reports whether the octets sent end with an FPDU, and how many payload octets they hold.
+func (b *batch) atBoundary() (payload uint32, ok bool) {
+	if b.sent == 0 {
+		return 0, true
+	}
+	for _, e := range b.ends[:b.nends] {
+		if e.end == b.sent {
+			return e.payload, true
+		}
+	}
+	return 0, false
+}

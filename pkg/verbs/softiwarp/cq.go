@@ -1,0 +1,141 @@
+package softiwarp
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// A cqe is one completion on its way to its handler.
+type cqe struct {
+	wc   verbs.WorkCompletion
+	done func(*verbs.WorkCompletion)
+	qp   *qp
+	recv bool
+}
+
+// dispatchBatch is how many completions the dispatcher takes per lock.
+const dispatchBatch = 16
+
+// A completionQueue is a bounded ring and the goroutine that calls handlers.
+// It cannot overflow: creating a QP reserves room for all its queues, and a
+// queue's slot is free again only once the dispatcher took the completion.
+type completionQueue struct {
+	dev   *device
+	depth int
+	done  chan struct{} // closed when the dispatcher has ended
+
+	mu       sync.Mutex
+	work     sync.Cond
+	ring     []cqe // guarded by mu, as all below
+	head, n  int
+	reserved int
+	users    int
+	closed   bool
+
+	batch [dispatchBatch]cqe // the dispatcher's
+}
+
+func newCQ(dev *device, depth int) *completionQueue {
+	c := &completionQueue{dev: dev, depth: depth, done: make(chan struct{}), ring: make([]cqe, depth)}
+	c.work.L = &c.mu
+	verbs.Track(verbs.KindCQ, 1)
+	go c.dispatch()
+	return c
+}
+
+// reserve sets room for n completions of one QP aside.
+func (c *completionQueue) reserve(n int) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return fmt.Errorf("softiwarp: completion queue is closed: %w", verbs.ErrInvalid)
+	}
+	if c.reserved+n > c.depth {
+		return fmt.Errorf("softiwarp: completion queue of depth %d has %d entries left, the queue needs %d: make it deeper: %w",
+			c.depth, c.depth-c.reserved, n, verbs.ErrNoResources)
+	}
+	c.reserved += n
+	c.users++
+	return nil
+}
+
+func (c *completionQueue) unreserve(n int) {
+	c.mu.Lock()
+	c.reserved -= n
+	c.users--
+	c.mu.Unlock()
+}
+
+// push queues a completion. The caller may hold QP locks; the dispatcher never takes one while it holds mu.
+func (c *completionQueue) push(q *qp, recv bool, done func(*verbs.WorkCompletion), wc *verbs.WorkCompletion) {
+	c.mu.Lock()
+	i := c.head + c.n
+	if i >= c.depth {
+		i -= c.depth
+	}
+	e := &c.ring[i]
+	e.wc, e.done, e.qp, e.recv = *wc, done, q, recv
+	c.n++
+	c.mu.Unlock()
+	c.work.Signal()
+}
+
+func (c *completionQueue) dispatch() {
+	defer close(c.done)
+	for {
+		n := c.take()
+		if n == 0 {
+			return
+		}
+		for i := range c.batch[:n] {
+			e := &c.batch[i]
+			e.qp.releaseSlot(e.recv)
+			e.done(&e.wc)
+			e.qp.inflight.Done()
+			*e = cqe{}
+		}
+	}
+}
+
+// take waits for completions and moves some to batch; 0 means the queue is closed.
+func (c *completionQueue) take() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for c.n == 0 {
+		if c.closed {
+			return 0
+		}
+		c.work.Wait()
+	}
+	n := min(c.n, dispatchBatch)
+	for i := range n {
+		e := &c.ring[c.head]
+		c.batch[i] = *e
+		*e = cqe{}
+		if c.head++; c.head == c.depth {
+			c.head = 0
+		}
+	}
+	c.n -= n
+	return n
+}
+
+// Close stops the dispatcher and waits for it. Not from a handler.
+func (c *completionQueue) Close() error {
+	c.mu.Lock()
+	if c.users > 0 {
+		c.mu.Unlock()
+		return fmt.Errorf("softiwarp: close completion queue: %d work queues use it: %w", c.users, verbs.ErrBusy)
+	}
+	first := !c.closed
+	c.closed = true
+	c.mu.Unlock()
+	c.work.Signal()
+	<-c.done
+	if first {
+		verbs.Track(verbs.KindCQ, -1)
+	}
+	return nil
+}

@@ -1,0 +1,55 @@
+// Package softiwarp is a userspace iWARP RNIC: a verbs provider that speaks MPA
+// (RFC 5044, RFC 6581), DDP (RFC 5041) and RDMAP (RFC 5040) over ordinary TCP
+// sockets. It needs no RDMA card, no kernel module and no privilege, and talks to iWARP cards and to Linux's siw.
+//
+// # What it promises
+//
+// Fast registration is real (features.md S3-S6): an STag has a 24-bit index from a CSPRNG and an 8-bit key
+// of the consumer's; it is good on one stream, in one protection domain, for the rights and the octets
+// registered, and every tagged octet is checked. Once a LocalInv has completed, a Send With Invalidate has
+// completed its Receive, or Dereg has returned, no octet of that memory moves any more (the fence, see mr), and none of
+// the three waits for a peer.
+//
+// Every request posted completes exactly once. PostSend never waits for the socket. RDMA Read Requests of the peer are
+// answered by the writer as they come; nothing that consumer code does delays them.
+//
+// What the peer sends is checked as RFC 5041 §7.1 and RFC 5040 §7.2 ask, each failure answered with its own Terminate
+// (terminate.go). Nothing it sends makes this package panic, allocate by a claimed length, or touch memory outside a
+// live registration or a posted Receive.
+//
+// # Where it departs from the RFCs, and why
+//
+// CRCs are off by default (RFC 5044 §4.4): stock siw ends the connection when TCP splits an FPDU's trailer. [Config.CRC]
+// turns them on, and a peer that asks for them gets them. MPA markers are not sent: a Request that demands them is
+// rejected, as siw does; a Reply that does ends the attempt. The RDMA Consortium's dialect, revision 0, is refused.
+//
+// Towards stock siw: read depths are powers of two; connects to one address are made one after the other, and a fresh TCP
+// connection is never dropped at once; the request leaves in one write; a first message that the peer leaves unread is
+// followed by a zero-length RDMA Write ([Config.Nudge]); both bit orders of a Terminate are understood.
+//
+// There is no encryption and no authentication in these protocols: use a trusted network or IPsec (RFC 5042 §5.4).
+//
+// # Goroutines and locks
+//
+// A connection has one reader and one writer goroutine, a CQ one dispatcher, a listener one acceptor and a bounded
+// number of handshakes. Reader and writer call no consumer code. Handlers run on the dispatcher, OnDisconnect on a goroutine of its own.
+//
+//	qp.mu                state, send queue, inbound Read Requests, outstanding Reads
+//	qp.rqMu              receive queue
+//	completionQueue.mu   its ring; may be taken inside qp.mu or qp.rqMu
+//	mr.mu                one registration; held around the non-blocking system call or copy that moves its octets
+//	stagTable.mu         STag index to MR
+//	connID.mu            what is known of a connection
+//
+// mr.mu is never held together with a QP's lock. No lock is held while waiting for a socket.
+//
+// # Files
+//
+//	wire.go, mpa.go, terminate.go   wire formats: RFC 5041 §4, RFC 5040 §4; RFC 5044 §7.1, RFC 6581 §9; RFC 5040 §4.8
+//	stag.go                         registrations, the checks on tagged access: RFC 5041 §7.1, RFC 5040 §7.2, RFC 5042
+//	qp.go, post.go, cq.go           queues, completion, flush
+//	rx.go, intake.go                the reader: validation and placement; the octets
+//	tx.go, batch.go                 the writer: send queue and Read Responses; the octets
+//	connid.go, connect.go           the connecting side
+//	listen.go                       the accepting side
+package softiwarp

@@ -1,0 +1,299 @@
+package softiwarp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// maxPending is how many connections may be between TCP accept and Accept. More are closed.
+const maxPending = 64
+
+// acceptRetry is the pause after a failed accept (no descriptors left, for example).
+const acceptRetry = 50 * time.Millisecond
+
+// A listener accepts TCP connections and reads their MPA Requests, each on a bounded goroutine.
+type listener struct {
+	dev    *device
+	tcp    *net.TCPListener
+	addr   netip.AddrPort
+	ready  chan *connRequest // capacity maxPending: sending never blocks
+	slots  chan struct{}     // one token for each connection not yet handed out
+	closed chan struct{}
+	once   sync.Once
+	wg     sync.WaitGroup // accept loop and handshakes
+
+	mu    sync.Mutex
+	conns map[*net.TCPConn]struct{} // in handshake; guarded by mu
+}
+
+// Listen accepts connections on laddr.
+func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.Listener, error) {
+	lc := net.ListenConfig{Control: p.dev.tuneSocket}
+	lc.SetMultipathTCP(false) // raw TCP socket options are used
+	tl, err := lc.Listen(ctx, "tcp", laddr.String())
+	if err != nil {
+		return nil, fmt.Errorf("softiwarp: listen for RDMA connections on %s: %w", laddr, err)
+	}
+	l := &listener{
+		dev: p.dev, tcp: tl.(*net.TCPListener), addr: addrPort(tl.Addr()),
+		ready: make(chan *connRequest, maxPending), slots: make(chan struct{}, maxPending),
+		closed: make(chan struct{}), conns: make(map[*net.TCPConn]struct{}),
+	}
+	verbs.Track(verbs.KindListener, 1)
+	l.wg.Add(1)
+	go l.run()
+	return l, nil
+}
+
+// Addr is the address listened on.
+func (l *listener) Addr() netip.AddrPort { return l.addr }
+
+func (l *listener) run() {
+	defer l.wg.Done()
+	for {
+		c, err := l.tcp.AcceptTCP()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			select {
+			case <-l.closed:
+				return
+			case <-time.After(acceptRetry):
+			}
+			continue
+		}
+		select {
+		case l.slots <- struct{}{}:
+		default:
+			l.dev.cfg.Logger.Debug("connection refused: too many wait to be accepted", "peer", c.RemoteAddr())
+			c.Close()
+			continue
+		}
+		c.SetDeadline(time.Now().Add(l.dev.cfg.RequestTimeout))
+		if !l.enroll(c) {
+			c.Close()
+			return
+		}
+		l.wg.Add(1)
+		go l.handshake(c)
+	}
+}
+
+// enroll makes Close find c.
+func (l *listener) enroll(c *net.TCPConn) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	select {
+	case <-l.closed:
+		return false
+	default:
+	}
+	l.conns[c] = struct{}{}
+	return true
+}
+
+// handshake reads the MPA Request. What is not one is closed without an answer (RFC 5044 §7.1.2).
+func (l *listener) handshake(c *net.TCPConn) {
+	defer l.wg.Done()
+	req, err := readMPAFrame(c, false)
+	if err == nil && req.markers {
+		// Sending markers is not implemented; siw answers the same.
+		err = errors.New("the peer demands MPA markers")
+		rep := replyTo(&req)
+		rep.reject = true
+		c.Write(rep.append(nil))
+	}
+	l.mu.Lock()
+	delete(l.conns, c)
+	l.mu.Unlock()
+	if err != nil {
+		l.dev.cfg.Logger.Debug("connection refused in the MPA handshake", "peer", c.RemoteAddr(), "error", err)
+		c.Close()
+		<-l.slots
+		return
+	}
+	c.SetDeadline(time.Time{})
+	r := &connRequest{connID: newConnID(l.dev, addrPort(c.LocalAddr()), addrPort(c.RemoteAddr())), conn: c, req: req}
+	r.hold()
+	r.peer = verbs.ConnParam{PrivateData: req.data, ResponderResources: req.ird, InitiatorDepth: req.ord}
+	l.ready <- r
+}
+
+// replyTo is a Reply of the form that the Request asks for.
+func replyTo(req *mpaFrame) mpaFrame {
+	return mpaFrame{reply: true, rev: req.rev, enhanced: req.enhanced, crc: req.crc}
+}
+
+// Accept returns the next connection request.
+func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
+	select {
+	case <-l.closed:
+		return nil, net.ErrClosed
+	default:
+	}
+	select {
+	case r := <-l.ready:
+		<-l.slots
+		return r, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// Close stops listening and closes connections that nobody has accepted.
+func (l *listener) Close() error {
+	l.once.Do(func() {
+		l.mu.Lock()
+		close(l.closed)
+		for c := range l.conns {
+			c.SetDeadline(time.Unix(1, 0)) // the handshake closes it
+		}
+		l.mu.Unlock()
+		l.tcp.Close()
+		l.wg.Wait()
+		for {
+			select {
+			case r := <-l.ready:
+				<-l.slots
+				r.Close()
+				continue
+			default:
+			}
+			break
+		}
+		verbs.Track(verbs.KindListener, -1)
+	})
+	return nil
+}
+
+// A connRequest is the accepting side's ConnID.
+type connRequest struct {
+	connID
+	conn     *net.TCPConn
+	req      mpaFrame
+	answered atomic.Bool
+}
+
+// Accept sends the MPA Reply and starts the queue pair.
+func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
+	r.mu.Lock()
+	q := r.qp
+	r.mu.Unlock()
+	switch {
+	case q == nil:
+		return r.fail(verbs.ConnLocal, phaseStart, errNoQP)
+	case len(param.PrivateData) > maxULPData:
+		return r.fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
+	case r.answered.Swap(true):
+		return r.fail(verbs.ConnLocal, phaseSendReply, errTwice)
+	}
+	rep := replyTo(&r.req)
+	rep.crc = r.req.crc || r.dev.cfg.CRC
+	rep.data = param.PrivateData
+	s := stream{conn: r.conn, crc: rep.crc}
+	s.depths, rep.ird, rep.ord = answerDepths(&r.req, depths{int(param.ResponderResources), int(param.InitiatorDepth)}, maxReadDepth)
+	if !r.req.enhanced { // no exchange: each side's ULP knows (RFC 5044)
+		s.depths = depths{roundDepth(int(param.ResponderResources), maxReadDepth), min(int(param.InitiatorDepth), maxReadDepth)}
+	}
+	s.rtr = r.chooseRTR(&rep, &s.depths)
+	if err := r.sendReply(ctx, &rep); err != nil {
+		return err
+	}
+	if !q.start(s) {
+		return r.fail(verbs.ConnLocal, phaseStart, errClosed)
+	}
+	return nil
+}
+
+// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). The zero-length Write costs nobody anything, so it comes first,
+// and is offered when nothing of the peer's fits. It reports whether a zero-length Send was agreed on.
+func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
+	if !r.req.peer {
+		return false
+	}
+	rep.peer = true
+	switch {
+	case r.req.rtrWrite:
+		rep.rtrWrite = true
+	case r.req.rtrRead:
+		rep.rtrRead = true
+		if d.ird == 0 { // the indication itself needs one (RFC 6581 §9.1)
+			d.ird = 1
+			if rep.ird != depthByULP {
+				rep.ird = 1
+			}
+		}
+	case r.req.rtrSend:
+		rep.rtrSend = true
+		return true
+	default:
+		rep.rtrWrite = true
+	}
+	return false
+}
+
+// sendReply writes the frame at once, within the timeout and ctx.
+func (r *connRequest) sendReply(ctx context.Context, rep *mpaFrame) error {
+	deadline := time.Now().Add(r.dev.cfg.ReplyTimeout)
+	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
+		deadline = d
+	}
+	if err := ctx.Err(); err != nil {
+		return r.fail(ioKind(err), phaseSendReply, err)
+	}
+	r.conn.SetWriteDeadline(deadline)
+	if _, err := r.conn.Write(rep.append(nil)); err != nil {
+		return r.fail(ioKind(err), phaseSendReply, err)
+	}
+	r.conn.SetWriteDeadline(time.Time{})
+	return nil
+}
+
+// Reject sends an MPA Reply that says no, and closes the ConnID.
+func (r *connRequest) Reject(privateData []byte) error {
+	defer r.Close()
+	if len(privateData) > maxULPData {
+		return r.fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
+	}
+	if r.answered.Swap(true) {
+		return r.fail(verbs.ConnLocal, phaseSendReply, errTwice)
+	}
+	rep := replyTo(&r.req)
+	rep.reject, rep.data = true, privateData
+	if err := r.sendReply(context.Background(), &rep); err != nil {
+		return err
+	}
+	// The initiator closes (RFC 5044 §7.1.2); wait a little, so that the reply is not overtaken by a reset.
+	r.conn.CloseWrite()
+	r.conn.SetReadDeadline(time.Now().Add(r.dev.cfg.Linger))
+	var b [mpaHdrSize]byte
+	for {
+		if _, err := r.conn.Read(b[:]); err != nil {
+			return nil
+		}
+	}
+}
+
+// Close ends the connection and releases the ConnID.
+func (r *connRequest) Close() error {
+	r.close(func() {
+		r.mu.Lock()
+		q := r.qp
+		r.mu.Unlock()
+		if q == nil || !q.started() {
+			r.conn.Close()
+		}
+	})
+	return nil
+}

@@ -1,0 +1,32 @@
+package softiwarp
+
+import (
+	"net/netip"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+)
+
+func TestMain(m *testing.M) { verbstest.Main(m) }
+
+var loopback = netip.MustParseAddrPort("127.0.0.1:0")
+
+// configs are the ways of running that the conformance suite must hold in.
+var configs = []struct {
+	name string
+	cfg  Config
+}{
+	{"CRC off", Config{}},
+	{"CRC on", Config{CRC: true}},
+	{"small FPDUs", Config{SocketBuffer: 8 << 10}},
+	{"large FPDUs", Config{MaxFPDU: maxSentULPDU}},
+}
+
+func TestConformance(t *testing.T) {
+	for _, c := range configs {
+		t.Run(c.name, func(t *testing.T) {
+			verbstest.Conformance(t, func(testing.TB) verbs.Provider { return New(c.cfg) }, loopback)
+		})
+	}
+}

@@ -1,0 +1,157 @@
+package softiwarp
+
+import (
+	"fmt"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// PostSend queues a chain. It never waits for the socket: the requests are copied into the ring and the writer is woken.
+func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
+	q.mu.Lock()
+	if q.state != qpReady {
+		q.mu.Unlock()
+		return first, verbs.ErrQPState
+	}
+	var err error
+	posted := 0
+	wr := first
+	for ; wr != nil; wr = wr.Next {
+		length, e := q.checkSend(wr)
+		if e != nil {
+			err = e
+			break
+		}
+		if int(q.sqUsed.Load()) >= q.attr.MaxSendWR {
+			err = verbs.ErrQueueFull
+			break
+		}
+		q.sqUsed.Add(1)
+		q.inflight.Add(1)
+		q.enqueue(wr, length)
+		posted++
+	}
+	wake := posted > 0 && q.txIdle
+	q.mu.Unlock()
+	if posted > 0 {
+		q.stats.chains.Add(1)
+		q.stats.sendWRs.Add(uint64(posted))
+	}
+	if wake {
+		q.kick()
+	}
+	if err != nil {
+		return wr, err
+	}
+	return nil, nil
+}
+
+func invalid(wr *verbs.WorkRequest, format string, args ...any) error {
+	return fmt.Errorf("softiwarp: post %v: %s: %w", wr.Opcode, fmt.Sprintf(format, args...), verbs.ErrInvalid)
+}
+
+// checkSend refuses what can be seen to be wrong at once, and returns the length of the message.
+func (q *qp) checkSend(wr *verbs.WorkRequest) (uint32, error) {
+	if wr.Done == nil {
+		return 0, invalid(wr, "no completion handler")
+	}
+	switch wr.Opcode {
+	case verbs.OpSend, verbs.OpSendWithInv, verbs.OpRDMAWrite, verbs.OpRDMARead:
+		if len(wr.SGList) > q.attr.MaxSendSGE {
+			return 0, invalid(wr, "%d SGEs, the queue was made for %d", len(wr.SGList), q.attr.MaxSendSGE)
+		}
+		var n uint64
+		for i := range wr.SGList {
+			n += uint64(len(wr.SGList[i].Buf))
+		}
+		if n > maxMessageLen {
+			return 0, invalid(wr, "message of %d octets, the limit is %d", n, uint64(maxMessageLen))
+		}
+		if wr.Opcode == verbs.OpRDMARead {
+			if len(wr.SGList) != 1 {
+				return 0, invalid(wr, "%d SGEs, an RDMA Read has one", len(wr.SGList))
+			}
+			if q.ord == 0 {
+				return 0, invalid(wr, "no RDMA Read may be outstanding: this side's InitiatorDepth or the peer's ResponderResources is 0")
+			}
+		}
+		return uint32(n), nil
+	case verbs.OpFastReg:
+		m, ok := wr.MR.(*mr)
+		if !ok || m.pd != q.pd {
+			return 0, invalid(wr, "the MR is not a fast-registration MR of this protection domain")
+		}
+		var n uint64
+		for _, s := range wr.Segs {
+			n += uint64(len(s))
+		}
+		switch {
+		case len(wr.Segs) > m.depth:
+			return 0, invalid(wr, "%d segments, the MR is %d deep", len(wr.Segs), m.depth)
+		case n == 0:
+			return 0, invalid(wr, "no memory")
+		case n > uint64(m.depth)*uint64(pageSize):
+			return 0, invalid(wr, "%d octets, the MR is %d pages deep", n, m.depth)
+		case wr.IOVA+n < wr.IOVA:
+			return 0, invalid(wr, "the address wraps")
+		}
+		return 0, nil
+	case verbs.OpLocalInv:
+		return 0, nil
+	}
+	return 0, invalid(wr, "unknown opcode %d", wr.Opcode)
+}
+
+// enqueue copies wr to the tail. Caller holds mu and has seen that there is room.
+func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
+	e := &q.sq[q.sqTail&uint32(len(q.sq)-1)]
+	e.op, e.signaled, e.done, e.length = wr.Opcode, wr.Signaled, wr.Done, length
+	e.raddr, e.rkey, e.inv = wr.RemoteAddr, wr.RKey, wr.InvalidateRKey
+	e.sges = e.sges[:0]
+	switch wr.Opcode {
+	case verbs.OpFastReg:
+		e.mr = wr.MR.(*mr)
+		e.newKey, e.access, e.iova, e.segs = wr.NewKey, wr.Access, wr.IOVA, wr.Segs
+	case verbs.OpLocalInv:
+	default:
+		e.sges = append(e.sges, wr.SGList...)
+	}
+	q.sqTail++
+}
+
+// PostRecv queues Receives.
+func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
+	q.rqMu.Lock()
+	defer q.rqMu.Unlock()
+	for rr := first; rr != nil; rr = rr.Next {
+		switch {
+		case q.rqClosed:
+			return rr, verbs.ErrQPState
+		case rr.Done == nil:
+			return rr, fmt.Errorf("softiwarp: post Receive: no completion handler: %w", verbs.ErrInvalid)
+		case int(q.rqUsed.Load()) >= q.attr.MaxRecvWR:
+			return rr, verbs.ErrQueueFull
+		}
+		q.rqUsed.Add(1)
+		q.inflight.Add(1)
+		e := &q.rq[q.rqTail&uint32(len(q.rq)-1)]
+		e.buf, e.done = rr.SGE.Buf, rr.Done
+		q.rqTail++
+		q.stats.recvWRs.Add(1)
+	}
+	return nil, nil
+}
+
+// takeRecv takes the oldest Receive for the reader.
+func (q *qp) takeRecv() bool {
+	q.rqMu.Lock()
+	defer q.rqMu.Unlock()
+	if q.rqHead == q.rqTail || q.rqClosed {
+		return false
+	}
+	e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
+	q.current = *e
+	e.buf, e.done = nil, nil
+	q.rqHead++
+	return true
+}

@@ -1,0 +1,413 @@
+package softiwarp
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"math/bits"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// qpState of a queue pair.
+//
+//	┌──────┐  start   ┌───────┐  fail   ┌──────┐  reader and writer   ┌─────────┐
+//	│ init │ ───────▶ │ ready │ ──────▶ │ dead │ ───────────────────▶ │ flushed │
+//	└──┬───┘          └───────┘         └──────┘  are off the memory  └────┬────┘
+//	   │ fail (never connected)                                           │ Terminate, FIN,
+//	   └───────────────────────────────────────────────────────────▶      ▼ bounded linger
+//	                                                                    closed
+type qpState uint8
+
+const (
+	qpInit qpState = iota
+	qpReady
+	qpDead
+)
+
+// An sqe is one entry of the send queue.
+type sqe struct {
+	op       verbs.Opcode
+	signaled bool
+	readDone bool         // an RDMA Read whose response is complete
+	status   verbs.Status // what it ends with when the connection fails; StatusSuccess: flush error
+	done     func(*verbs.WorkCompletion)
+	sges     []verbs.SGE // in the QP's own array
+	length   uint32
+	raddr    uint64
+	rkey     verbs.RKey
+	inv      verbs.RKey
+	mr       *mr
+	newKey   uint8
+	access   verbs.Access
+	iova     uint64
+	segs     [][]byte
+}
+
+// An rqe is one entry of the receive queue.
+type rqe struct {
+	buf  []byte
+	done func(*verbs.WorkCompletion)
+}
+
+// An outstandingRead is an RDMA Read whose response is awaited. Its sink STag
+// exists only here: no RDMA Write can hit it, and it dies with the entry.
+type outstandingRead struct {
+	wr   uint32 // send queue position
+	msn  uint32
+	stag uint32
+	buf  []byte
+	got  uint32 // the reader's
+}
+
+// A qp is a reliable connection: queues, the negotiated depths, and the two goroutines of its stream.
+//
+// Lock order: mu, then a CQ's lock; rqMu, then a CQ's lock. An MR's lock is
+// never held together with any of them.
+type qp struct {
+	dev    *device
+	pd     *protectionDomain
+	attr   verbs.QPInitAttr
+	sendCQ *completionQueue
+	recvCQ *completionQueue
+
+	conn   *net.TCPConn // set by start, as the next five
+	crc    bool
+	active bool
+	rtr    bool // the peer may open the stream with a zero-length Send that takes no Receive
+	ird    int
+	ord    int
+
+	sqUsed   atomic.Int32 // slots taken: posted and its completion not yet dispatched
+	rqUsed   atomic.Int32
+	inflight sync.WaitGroup // requests whose handler has not returned
+	dead     atomic.Bool    // mirrors state == qpDead, for the goroutines' fast checks
+	users    atomic.Int32   // goroutines that may touch consumer memory
+	io       atomic.Int32   // goroutines that use the socket
+
+	wake    chan struct{} // wakes the writer, capacity 1
+	flushed chan struct{} // closed when all requests have completed
+	ioDone  chan struct{} // closed when the socket is
+
+	mu     sync.Mutex
+	state  qpState // guarded by mu, as all below
+	cause  error
+	local  bool
+	term   *terminate // to be sent
+	broken bool       // an FPDU was cut short: nothing may be sent any more
+	txIdle bool       // the writer waits for wake
+	txOpen bool       // FPDUs may be sent (a responder waits for the first of the peer)
+	nudge  bool       // a zero-length Write is due
+	heard  bool       // the peer's first FPDU has come
+	timer  *time.Timer
+
+	sq                 []sqe // ring of a power of two
+	sqHead             uint32
+	sqSent             uint32 // entries before it are on the wire or executed
+	sqTail             uint32
+	reads              []outstandingRead // ring of a power of two
+	readHead, readTail uint32
+	rrq                []readRequest // ring of a power of two: inbound Read Requests
+	rrHead, rrTail     uint32
+
+	rqMu           sync.Mutex
+	rqClosed       bool  // guarded by rqMu, as all below
+	rq             []rqe // ring of a power of two
+	rqHead, rqTail uint32
+
+	current       rqe // the reader's: the Receive that a message is going into
+	currentStatus verbs.Status
+
+	stats counters
+}
+
+// counters are those of verbs.QPStats.
+type counters struct {
+	chains, sendWRs, recvWRs, sendComps, recvComps  atomic.Uint64
+	accessErrors, remoteInvs, bytesSent, bytesRcvd  atomic.Uint64
+	readsServed, terminatesSent, terminatesReceived atomic.Uint64
+}
+
+func ring(n int) int {
+	if n <= 1 {
+		return 1
+	}
+	return 1 << bits.Len(uint(n-1))
+}
+
+// newQP makes a QP in the init state.
+func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
+	pd, ok := vpd.(*protectionDomain)
+	if !ok || pd.dev != d {
+		return nil, fmt.Errorf("softiwarp: create QP: the protection domain belongs to another device: %w", verbs.ErrInvalid)
+	}
+	scq, ok1 := attr.SendCQ.(*completionQueue)
+	rcq, ok2 := attr.RecvCQ.(*completionQueue)
+	if !ok1 || !ok2 || scq.dev != d || rcq.dev != d {
+		return nil, fmt.Errorf("softiwarp: create QP: a completion queue belongs to another device: %w", verbs.ErrInvalid)
+	}
+	if attr.MaxSendWR <= 0 || attr.MaxSendWR > maxQPWR || attr.MaxRecvWR <= 0 || attr.MaxRecvWR > maxQPWR {
+		return nil, fmt.Errorf("softiwarp: create QP with %d send and %d receive requests: both must be 1 to %d: %w",
+			attr.MaxSendWR, attr.MaxRecvWR, maxQPWR, verbs.ErrInvalid)
+	}
+	if attr.MaxSendSGE < 0 || attr.MaxSendSGE > maxSendSGE {
+		return nil, fmt.Errorf("softiwarp: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, maxSendSGE, verbs.ErrInvalid)
+	}
+	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
+	if err := pd.take(); err != nil {
+		return nil, err
+	}
+	if err := scq.reserve(attr.MaxSendWR); err != nil {
+		pd.drop()
+		return nil, err
+	}
+	if err := rcq.reserve(attr.MaxRecvWR); err != nil {
+		scq.unreserve(attr.MaxSendWR)
+		pd.drop()
+		return nil, err
+	}
+	q := &qp{
+		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq,
+		wake: make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
+		sq: make([]sqe, ring(attr.MaxSendWR)), rq: make([]rqe, ring(attr.MaxRecvWR)),
+	}
+	sges := make([]verbs.SGE, len(q.sq)*attr.MaxSendSGE)
+	for i := range q.sq {
+		q.sq[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
+	}
+	verbs.Track(verbs.KindQP, 1)
+	return q, nil
+}
+
+// A stream is an established MPA connection.
+type stream struct {
+	conn   *net.TCPConn
+	crc    bool
+	active bool
+	rtr    bool
+	depths depths
+}
+
+// start makes the QP ready and starts its reader and writer, or reports that it was closed before.
+func (q *qp) start(s stream) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.state != qpInit {
+		return false
+	}
+	tx, err1 := newTransmitter(q, s.conn)
+	rx, err2 := newReceiver(q, s.conn)
+	if err1 != nil || err2 != nil {
+		return false
+	}
+	q.conn, q.crc, q.active, q.rtr = s.conn, s.crc, s.active, s.rtr
+	q.ird, q.ord = s.depths.ird, s.depths.ord
+	q.rrq = make([]readRequest, ring(q.ird))
+	q.reads = make([]outstandingRead, ring(q.ord))
+	q.txOpen = s.active
+	q.state = qpReady
+	q.users.Store(2)
+	q.io.Store(2)
+	tx.setup()
+	go tx.run()
+	go rx.run()
+	return true
+}
+
+// started reports whether the QP owns a connection.
+func (q *qp) started() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.conn != nil
+}
+
+// kick wakes the writer if it waits. Caller does not hold mu.
+func (q *qp) kick() {
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+// fail moves the QP to the error state; the first caller's cause stands. t, if
+// not nil, is sent to the peer. local tells that the consumer wanted it.
+func (q *qp) fail(cause error, t *terminate, local bool) {
+	q.mu.Lock()
+	if q.state == qpDead {
+		q.mu.Unlock()
+		return
+	}
+	was := q.state
+	q.state, q.cause, q.local, q.term = qpDead, cause, local, t
+	q.dead.Store(true)
+	if q.timer != nil {
+		q.timer.Stop()
+	}
+	if was == qpReady {
+		// Gets the reader out of its wait, and bounds the writer's. The reader sets a
+		// deadline of its own afterwards, under mu, so that this one cannot overtake it.
+		q.conn.SetReadDeadline(time.Unix(1, 0))
+		q.conn.SetWriteDeadline(time.Now().Add(q.dev.cfg.Linger))
+	}
+	q.mu.Unlock()
+
+	q.rqMu.Lock()
+	q.rqClosed = true
+	q.rqMu.Unlock()
+
+	if was == qpInit {
+		q.flush()
+		close(q.ioDone)
+		return
+	}
+	q.dev.cfg.Logger.Debug("connection ends", "peer", q.conn.RemoteAddr(), "local", local, "cause", cause)
+	q.kick()
+}
+
+// streamError gives an error of the stream its place; io.EOF, an orderly end, stays as it is.
+func (q *qp) streamError(op string, err error) error {
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
+		err = os.NewSyscallError(op, errno)
+	} else if !errors.Is(err, io.ErrUnexpectedEOF) {
+		return err
+	}
+	return &net.OpError{Op: op, Net: "tcp", Source: q.conn.LocalAddr(), Addr: q.conn.RemoteAddr(), Err: err}
+}
+
+// leaveMemory is called by reader and writer when they will touch no consumer memory any more.
+func (q *qp) leaveMemory() {
+	if q.users.Add(-1) == 0 {
+		q.flush()
+	}
+}
+
+// leaveSocket is called by reader and writer as their last act.
+func (q *qp) leaveSocket() {
+	if q.io.Add(-1) == 0 {
+		q.conn.Close()
+		close(q.ioDone)
+	}
+}
+
+// flush completes everything that is queued, in order, and tells the consumer of an end it did not ask for.
+func (q *qp) flush() {
+	q.mu.Lock()
+	for q.sqHead != q.sqTail {
+		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
+		status := e.status
+		if status == verbs.StatusSuccess {
+			status = verbs.StatusWRFlushErr
+		}
+		q.sqHead++
+		q.completeSend(e, status)
+	}
+	q.sqSent = q.sqTail
+	local, cause := q.local, q.cause
+	q.mu.Unlock()
+
+	if q.current.done != nil {
+		status := q.currentStatus
+		if status == verbs.StatusSuccess {
+			status = verbs.StatusWRFlushErr
+		}
+		q.completeRecv(&q.current, &verbs.WorkCompletion{Status: status})
+	}
+	q.rqMu.Lock()
+	for q.rqHead != q.rqTail {
+		e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
+		q.rqHead++
+		q.completeRecv(e, &verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
+	}
+	q.rqMu.Unlock()
+	close(q.flushed)
+	if !local && q.attr.OnDisconnect != nil {
+		go q.attr.OnDisconnect(cause)
+	}
+}
+
+// completeSend ends e. Caller holds mu.
+func (q *qp) completeSend(e *sqe, status verbs.Status) {
+	done, signaled, op, n := e.done, e.signaled, e.op, e.length
+	clear(e.sges)
+	e.sges = e.sges[:0]
+	e.done, e.mr, e.segs, e.readDone, e.status = nil, nil, nil, false, verbs.StatusSuccess
+	if status == verbs.StatusSuccess && !signaled {
+		q.sqUsed.Add(-1)
+		q.inflight.Done()
+		return
+	}
+	wc := verbs.WorkCompletion{Status: status, Opcode: op, QP: q}
+	if op == verbs.OpRDMARead {
+		wc.ByteLen = n
+	}
+	q.stats.sendComps.Add(1)
+	q.sendCQ.push(q, false, done, &wc)
+}
+
+// completeRecv ends e; wc lacks only what is the same for all.
+func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
+	done := e.done
+	e.buf, e.done = nil, nil
+	wc.Opcode, wc.QP = verbs.OpRecv, q
+	q.stats.recvComps.Add(1)
+	q.recvCQ.push(q, true, done, wc)
+}
+
+// reap completes what is done at the head of the send queue, in order. Caller holds mu.
+func (q *qp) reap() {
+	for q.sqHead != q.sqSent {
+		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
+		if e.op == verbs.OpRDMARead && !e.readDone {
+			return
+		}
+		q.sqHead++
+		q.completeSend(e, verbs.StatusSuccess)
+	}
+}
+
+// releaseSlot frees a queue slot: the dispatcher took the completion.
+func (q *qp) releaseSlot(recv bool) {
+	if recv {
+		q.rqUsed.Add(-1)
+	} else {
+		q.sqUsed.Add(-1)
+	}
+}
+
+var errLocalEnd = errors.New("closed by this side")
+
+// Drain moves the QP to the error state and waits until every handler has returned.
+func (q *qp) Drain() {
+	q.fail(errLocalEnd, nil, true)
+	<-q.flushed
+	q.inflight.Wait()
+}
+
+// destroy drains and releases the QP.
+func (q *qp) destroy() {
+	q.Drain()
+	<-q.ioDone
+	q.sendCQ.unreserve(q.attr.MaxSendWR)
+	q.recvCQ.unreserve(q.attr.MaxRecvWR)
+	q.pd.drop()
+	verbs.Track(verbs.KindQP, -1)
+}
+
+// Stats is a snapshot of the counters.
+func (q *qp) Stats() verbs.QPStats {
+	c := &q.stats
+	return verbs.QPStats{
+		PostedChains: c.chains.Load(), PostedSendWRs: c.sendWRs.Load(), PostedRecvWRs: c.recvWRs.Load(),
+		SendCompletions: c.sendComps.Load(), RecvCompletions: c.recvComps.Load(),
+		RemoteAccessErrors: c.accessErrors.Load(), RemoteInvalidates: c.remoteInvs.Load(),
+		BytesSent: c.bytesSent.Load(), BytesReceived: c.bytesRcvd.Load(), ReadRequestsServed: c.readsServed.Load(),
+		TerminatesSent: c.terminatesSent.Load(), TerminatesReceived: c.terminatesReceived.Load(),
+	}
+}

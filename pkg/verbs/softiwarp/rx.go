@@ -1,0 +1,424 @@
+package softiwarp
+
+import (
+	"errors"
+	"hash/crc32"
+	"io"
+	"net"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// errRefused: the QP has failed over something the peer sent; the stream is to be read to its end and dropped.
+var errRefused = errors.New("softiwarp: stream refused")
+
+// A receiver is the reader goroutine of a QP: it takes the stream apart, places payload and
+// completes Receives and RDMA Reads. It calls no consumer code.
+type receiver struct {
+	q  *qp
+	in intake
+	h  header
+
+	expect   [numQueues]uint32 // next MSN of each untagged queue
+	inSend   bool              // between the segments of a Send
+	sendLen  uint32            // octets of it placed so far
+	received bool              // a first FPDU has come
+}
+
+func newReceiver(q *qp, conn *net.TCPConn) (*receiver, error) {
+	x := &receiver{q: q, expect: [numQueues]uint32{firstMSN, firstMSN, firstMSN}}
+	if err := x.in.init(conn); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+func (x *receiver) run() {
+	q := x.q
+	var err error
+	for err == nil && !q.dead.Load() {
+		err = x.fpdu()
+	}
+	if err != nil && err != errRefused {
+		q.fail(q.streamError("read", err), nil, false)
+	}
+	q.leaveMemory()
+	if err == nil || err == errRefused || q.dead.Load() && !errors.Is(err, io.EOF) {
+		// The end is this side's: read on, so that no unread octet makes TCP reset
+		// the connection before the peer has our last message (RFC 5040 §6.2.1).
+		q.mu.Lock() // fail's own deadline is set by now
+		q.conn.SetReadDeadline(time.Now().Add(q.dev.cfg.Linger))
+		q.mu.Unlock()
+		x.in.discard()
+	}
+	q.leaveSocket()
+}
+
+// refuse ends the connection with a Terminate. hdr, if not nil, is the offending segment from its length field on.
+func (x *receiver) refuse(code termCode, hdr []byte) error {
+	t := &terminate{code: code}
+	if hdr != nil {
+		t.quote(hdr, &x.h)
+	}
+	x.q.fail(code.asError(true), t, false)
+	return errRefused
+}
+
+// fpdu receives one FPDU.
+func (x *receiver) fpdu() error {
+	if err := x.in.need(fpduLenSize); err != nil {
+		if errors.Is(err, io.EOF) && x.in.w > x.in.r {
+			return io.ErrUnexpectedEOF
+		}
+		return err
+	}
+	if err := x.body(); err != nil {
+		if errors.Is(err, io.EOF) {
+			return io.ErrUnexpectedEOF
+		}
+		return err
+	}
+	if !x.received {
+		x.received = true
+		x.q.firstFPDU()
+	}
+	return nil
+}
+
+// firstFPDU opens this side's half: a responder sends nothing before (RFC 5044 §7.1.2).
+func (q *qp) firstFPDU() {
+	q.mu.Lock()
+	q.heard = true
+	q.txOpen = true
+	idle := q.txIdle
+	q.mu.Unlock()
+	if idle {
+		q.kick()
+	}
+}
+
+// body receives an FPDU whose length field is in the buffer.
+func (x *receiver) body() error {
+	in := &x.in
+	ulpdu := int(in.buf[in.r])<<8 | int(in.buf[in.r+1])
+	tail := padding(ulpdu) + fpduCRCSize
+	in.sized(fpduLenSize + ulpdu + tail)
+	if x.q.crc {
+		// Nothing of an FPDU is used before its CRC is known to be good (RFC 5044 §4.4).
+		if err := in.need(fpduLenSize + ulpdu + tail); err != nil {
+			return err
+		}
+		p := in.buf[in.r : in.r+fpduLenSize+ulpdu+tail]
+		if sum := len(p) - fpduCRCSize; crc32.Checksum(p[:sum], castagnoli) != getCRC(p[sum:]) {
+			return x.refuse(termCRC, nil)
+		}
+	}
+	if ulpdu < ctrlSize {
+		return x.refuse(termFPDULength, nil)
+	}
+	if err := in.need(fpduLenSize + ctrlSize); err != nil {
+		return err
+	}
+	h := &x.h
+	*h = header{}
+	h.parseControl(in.buf[in.r:])
+	if ulpdu < h.size() {
+		return x.refuse(termFPDULength, nil)
+	}
+	if err := in.need(fpduLenSize + h.size()); err != nil {
+		return err
+	}
+	hdr := in.buf[in.r : in.r+fpduLenSize+h.size()]
+	h.parseRest(hdr)
+	if code, bad := h.check(); bad {
+		return x.refuse(code, hdr)
+	}
+	x.q.stats.bytesRcvd.Add(uint64(ulpdu - h.size()))
+	switch {
+	case h.op == opWrite:
+		return x.write(hdr, tail)
+	case h.op == opReadResp:
+		return x.readResponse(hdr, tail)
+	case h.qn == qnSend:
+		return x.send(hdr, tail)
+	case h.qn == qnReadReq:
+		return x.readRequest(tail)
+	}
+	return x.terminate(hdr, tail)
+}
+
+// check validates what needs no state: versions, opcode, queue (RFC 5041 §7.1, RFC 5040 §7.2).
+func (h *header) check() (code termCode, bad bool) {
+	switch {
+	case h.ctrl&ctrlDVMask != ctrlDV1 && h.tagged:
+		return termTaggedVersion, true
+	case h.ctrl&ctrlDVMask != ctrlDV1:
+		return termUntaggedVersion, true
+	case !h.tagged && h.qn >= numQueues:
+		return termUntaggedQN, true
+	case h.ctrl&ctrlRVMask != ctrlRV1:
+		return termRDMAPVersion, true
+	}
+	var fits bool
+	switch h.op {
+	case opWrite, opReadResp:
+		fits = h.tagged
+	case opSend, opSendInv, opSendSE, opSendSEInv:
+		fits = !h.tagged && h.qn == qnSend
+	case opReadRequest:
+		fits = !h.tagged && h.qn == qnReadReq
+	case opTerminate:
+		fits = !h.tagged && h.qn == qnTerminate
+	}
+	return termOpcode, !fits
+}
+
+// take consumes the header.
+func (x *receiver) take(hdr []byte) { x.in.r += len(hdr) }
+
+// trailer consumes pad and CRC.
+func (x *receiver) trailer(tail int) error {
+	if err := x.in.need(tail); err != nil {
+		return err
+	}
+	x.in.r += tail
+	return nil
+}
+
+// write places a segment of an RDMA Write.
+func (x *receiver) write(hdr []byte, tail int) error {
+	h := x.h
+	n := h.ulpdu - taggedHdr
+	if n == 0 { // not checked at all: RFC 5041 §5.2
+		x.take(hdr)
+		return x.trailer(tail)
+	}
+	g, deny := x.q.access(h.stag, h.to, uint64(n), verbs.AccessRemoteWrite)
+	if deny != granted {
+		x.q.stats.accessErrors.Add(uint64(n))
+		return x.refuse(deny.placementCode(), hdr)
+	}
+	x.take(hdr)
+	return x.placed(sink{src: g, n: n}, tail)
+}
+
+// placed places payload and consumes the trailer.
+func (x *receiver) placed(s sink, tail int) error {
+	err := x.in.place(s)
+	if err == errRevoked {
+		x.q.stats.accessErrors.Add(uint64(s.n))
+		return x.refuse(termTaggedInvalidSTag, x.rebuilt())
+	}
+	if err != nil {
+		return err
+	}
+	return x.trailer(tail)
+}
+
+// rebuilt is the tagged header in hand once more; the buffer that it came from may have been used again.
+func (x *receiver) rebuilt() []byte {
+	b := make([]byte, fpduLenSize+taggedHdr)
+	putTagged(b, x.h.op, x.h.last, x.h.stag, x.h.to, x.h.ulpdu-taggedHdr)
+	return b
+}
+
+// readResponse places a segment of an RDMA Read Response into the sink of the oldest outstanding RDMA Read.
+func (x *receiver) readResponse(hdr []byte, tail int) error {
+	q, h := x.q, x.h
+	n := uint32(h.ulpdu - taggedHdr)
+	q.mu.Lock()
+	if q.readHead == q.readTail {
+		q.mu.Unlock()
+		return x.refuse(termOpcode, hdr)
+	}
+	r := &q.reads[q.readHead&uint32(len(q.reads)-1)] // stays put: only this goroutine removes it
+	q.mu.Unlock()
+	left := uint32(len(r.buf)) - r.got
+	var code termCode
+	switch {
+	case h.stag != r.stag:
+		code = termTaggedInvalidSTag
+	case h.to != uint64(r.got) || n > left:
+		code = termTaggedBounds
+	case h.last != (n == left):
+		code = termUnspecified
+	default:
+		x.take(hdr)
+		if err := x.placed(sink{buf: r.buf[r.got:], n: int(n)}, tail); err != nil {
+			return err
+		}
+		if r.got += n; h.last {
+			x.finishRead(r)
+		}
+		return nil
+	}
+	x.failRead(r, verbs.StatusBadRespErr)
+	q.stats.accessErrors.Add(uint64(n))
+	return x.refuse(code, hdr)
+}
+
+// finishRead completes the oldest RDMA Read; its sink STag is dead from here on.
+func (x *receiver) finishRead(r *outstandingRead) {
+	q := x.q
+	q.mu.Lock()
+	q.sq[r.wr&uint32(len(q.sq)-1)].readDone = true
+	*r = outstandingRead{}
+	q.readHead++
+	q.reap()
+	idle := q.txIdle
+	q.mu.Unlock()
+	if idle {
+		q.kick()
+	}
+}
+
+// failRead notes what the RDMA Read r ends with.
+func (x *receiver) failRead(r *outstandingRead, status verbs.Status) {
+	x.q.mu.Lock()
+	x.q.sq[r.wr&uint32(len(x.q.sq)-1)].status = status
+	x.q.mu.Unlock()
+}
+
+// send places a segment of a Send and completes the Receive with the last one.
+func (x *receiver) send(hdr []byte, tail int) error {
+	q, h := x.q, x.h
+	n := h.ulpdu - untaggedHdr
+	if h.msn != x.expect[qnSend] {
+		return x.refuse(termMSNRange, hdr)
+	}
+	if !x.inSend {
+		if h.mo != 0 {
+			return x.refuse(termMO, hdr)
+		}
+		if q.rtr && !x.received && n == 0 && h.last {
+			// The ready-to-receive indication belongs to connection set-up, not to the consumer's queues (RFC 6581 §4.4.2).
+			x.take(hdr)
+			x.expect[qnSend]++
+			return x.trailer(tail)
+		}
+		if !q.takeRecv() {
+			if q.dead.Load() {
+				return nil
+			}
+			return x.refuse(termNoBuffer, hdr)
+		}
+		x.inSend, x.sendLen = true, 0
+	}
+	if h.mo != x.sendLen {
+		return x.refuse(termMO, hdr)
+	}
+	if n > len(q.current.buf)-int(x.sendLen) {
+		q.currentStatus = verbs.StatusLocLenErr
+		return x.refuse(termTooLong, hdr)
+	}
+	x.take(hdr)
+	if err := x.placed(sink{buf: q.current.buf[x.sendLen:], n: n}, tail); err != nil {
+		return err
+	}
+	x.sendLen += uint32(n)
+	if !h.last {
+		return nil
+	}
+	return x.deliver()
+}
+
+// deliver completes the Receive of a whole Send, after the invalidation that it asks for (RFC 5040 §5.3).
+func (x *receiver) deliver() error {
+	q, h := x.q, &x.h
+	wc := verbs.WorkCompletion{ByteLen: x.sendLen}
+	if h.op == opSendInv || h.op == opSendSEInv {
+		if m := q.dev.table.lookup(h.stag); m == nil || !m.invalidateRemote(q, h.stag) {
+			q.currentStatus = verbs.StatusLocProtErr
+			var hdr [fpduLenSize + untaggedHdr]byte
+			putUntagged(hdr[:], h.op, h.last, h.stag, h.qn, h.msn, h.mo, h.ulpdu-untaggedHdr)
+			return x.refuse(termCannotInvalidate, hdr[:])
+		}
+		q.stats.remoteInvs.Add(1)
+		wc.WithInv, wc.InvalidatedRKey = true, verbs.RKey(h.stag)
+	}
+	x.expect[qnSend]++
+	x.inSend = false
+	q.completeRecv(&q.current, &wc)
+	return nil
+}
+
+// readRequest queues an RDMA Read Request for the writer.
+func (x *receiver) readRequest(tail int) error {
+	in, h, q := &x.in, x.h, x.q
+	if h.ulpdu < readReqULPDU {
+		return x.refuse(termFPDULength, nil)
+	}
+	if err := in.need(maxHeaderSize); err != nil {
+		return err
+	}
+	hdr := in.buf[in.r : in.r+maxHeaderSize]
+	switch {
+	case h.msn != x.expect[qnReadReq]:
+		return x.refuse(termMSNRange, hdr)
+	case h.mo != 0:
+		return x.refuse(termMO, hdr)
+	case h.ulpdu > readReqULPDU || !h.last:
+		return x.refuse(termTooLong, hdr)
+	}
+	rr := readRequest{msn: h.msn}
+	rr.parseRDMAP(hdr[fpduLenSize+untaggedHdr:])
+	if h.ulpdu != readReqULPDU {
+		return x.refuse(termTooLong, hdr)
+	}
+	q.mu.Lock()
+	if q.rrTail-q.rrHead >= uint32(q.ird) {
+		q.mu.Unlock()
+		return x.refuse(termNoBuffer, hdr)
+	}
+	q.rrq[q.rrTail&uint32(len(q.rrq)-1)] = rr
+	q.rrTail++
+	idle := q.txIdle
+	q.mu.Unlock()
+	if idle {
+		q.kick()
+	}
+	x.expect[qnReadReq]++
+	x.take(hdr)
+	return x.trailer(tail)
+}
+
+// terminate takes the peer's Terminate, which ends the stream (RFC 5040 §5.4).
+func (x *receiver) terminate(hdr []byte, tail int) error {
+	in, h, q := &x.in, x.h, x.q
+	switch {
+	case h.msn != x.expect[qnTerminate]:
+		return x.refuse(termMSNRange, hdr)
+	case h.mo != 0:
+		return x.refuse(termMO, hdr)
+	}
+	if err := in.need(fpduLenSize + h.ulpdu + tail); err != nil {
+		return err
+	}
+	code, readMSN := decodeTerminate(in.buf[in.r+fpduLenSize+untaggedHdr : in.r+fpduLenSize+h.ulpdu])
+	q.stats.terminatesReceived.Add(1)
+	x.blameRead(code, readMSN)
+	q.fail(code.asError(false), nil, false)
+	return errRefused
+}
+
+// blameRead gives the RDMA Read that a Terminate is about its status.
+func (x *receiver) blameRead(code termCode, msn uint32) {
+	if code.layer != layerRDMAP || code == termCannotInvalidate {
+		return
+	}
+	status := verbs.StatusRemOpErr
+	if code.etype == termReadInvalidSTag.etype {
+		status = verbs.StatusRemAccessErr
+	}
+	q := x.q
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for i := q.readHead; i != q.readTail; i++ {
+		r := &q.reads[i&uint32(len(q.reads)-1)]
+		if r.msn == msn || msn == 0 { // not named: the oldest
+			q.sq[r.wr&uint32(len(q.sq)-1)].status = status
+			return
+		}
+	}
+}

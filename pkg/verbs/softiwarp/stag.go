@@ -1,0 +1,263 @@
+package softiwarp
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"fmt"
+	"sort"
+	"sync"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// An STag is a 24-bit index and an 8-bit key that the consumer chooses.
+const (
+	stagKeyBits  = 8
+	maxSTagIndex = 1<<24 - 1
+)
+
+// A stagTable finds MRs by STag index. Indices come from a CSPRNG and are
+// sparse over the whole range (RFC 5040 §8.1.1 item 8, RFC 5042 §6.1.1).
+type stagTable struct {
+	mu  sync.RWMutex
+	mrs map[uint32]*mr // by index; guarded by mu
+}
+
+// insert gives m an index nobody else has, and a random first key.
+func (t *stagTable) insert(m *mr) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.mrs) >= maxMR {
+		return fmt.Errorf("softiwarp: allocate MR: %d are allocated: %w", len(t.mrs), verbs.ErrNoResources)
+	}
+	for {
+		var b [stagSize]byte
+		rand.Read(b[:]) // never fails (crypto/rand)
+		stag := binary.BigEndian.Uint32(b[:])
+		index := stag >> stagKeyBits
+		if _, taken := t.mrs[index]; index == 0 || taken {
+			continue
+		}
+		m.first = verbs.RKey(stag)
+		t.mrs[index] = m
+		return nil
+	}
+}
+
+func (t *stagTable) remove(m *mr) {
+	t.mu.Lock()
+	delete(t.mrs, uint32(m.first)>>stagKeyBits)
+	t.mu.Unlock()
+}
+
+// lookup finds the MR whose index stag has; the key is the MR's to check.
+func (t *stagTable) lookup(stag uint32) *mr {
+	t.mu.RLock()
+	m := t.mrs[stag>>stagKeyBits]
+	t.mu.RUnlock()
+	return m
+}
+
+// mrState of a fast-registration MR.
+//
+//	          FastReg
+//	┌──────┐ ─────────────────────────────▶ ┌──────┐
+//	│ free │                                │ valid│
+//	└──┬───┘ ◀───────────────────────────── └──┬───┘
+//	   │      LocalInv, Send With Invalidate   │
+//	   │ Dereg                           Dereg │
+//	   └────────────▶ ┌───────────┐ ◀──────────┘
+//	                  │ destroyed │
+//	                  └───────────┘
+type mrState uint8
+
+const (
+	mrFree mrState = iota
+	mrValid
+	mrDestroyed
+)
+
+// An mr is a fast-registration memory region.
+//
+// The fence: whoever moves octets between the wire and the memory holds mu
+// around the one non-blocking system call or copy that does it, and compares gen first. gen changes at
+// every registration and every invalidation, so when FastReg, LocalInv or Dereg has had mu
+// once, no octet of the old registration moves any more, and nobody has waited for a peer.
+type mr struct {
+	pd    *protectionDomain
+	first verbs.RKey // the key as allocated; its index never changes
+	depth int        // pages
+
+	mu     sync.Mutex
+	state  mrState // guarded by mu, as all below
+	gen    uint64
+	stag   uint32
+	access verbs.Access
+	qp     *qp // the stream that the registration is good for (RFC 5041 §8.2)
+	iova   uint64
+	length uint64
+	segs   [][]byte
+	starts []uint64 // offset of each segment within the registration; as long as segs
+}
+
+// LKey is zero: local buffers need no key.
+func (m *mr) LKey() uint32 { return 0 }
+
+// RKey is the key as allocated.
+func (m *mr) RKey() verbs.RKey { return m.first }
+
+// Dereg destroys the MR. It waits for no peer.
+func (m *mr) Dereg() error {
+	m.mu.Lock()
+	if m.state == mrDestroyed {
+		m.mu.Unlock()
+		return fmt.Errorf("softiwarp: deregister MR %#08x: already deregistered: %w", uint32(m.first), verbs.ErrInvalid)
+	}
+	m.clear(mrDestroyed)
+	m.mu.Unlock()
+	m.pd.dev.table.remove(m)
+	m.pd.drop()
+	verbs.Track(verbs.KindMR, -1)
+	return nil
+}
+
+// clear ends a registration. Caller holds mu.
+func (m *mr) clear(to mrState) {
+	m.state = to
+	m.gen++
+	m.qp, m.segs = nil, nil
+}
+
+// register makes the MR valid for q, and reports whether it could.
+func (m *mr) register(q *qp, stag uint32, access verbs.Access, iova uint64, segs [][]byte) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.state != mrFree {
+		return false
+	}
+	m.starts = m.starts[:0]
+	var off uint64
+	for _, s := range segs {
+		m.starts = append(m.starts, off)
+		off += uint64(len(s))
+	}
+	m.state = mrValid
+	m.gen++
+	m.stag, m.access, m.qp, m.iova, m.length, m.segs = stag, access, q, iova, off, segs
+	return true
+}
+
+// invalidateLocal executes a LocalInv. Invalidating a free MR is allowed, as verbs have it.
+func (m *mr) invalidateLocal(q *qp, stag uint32) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case m.pd != q.pd || m.state == mrDestroyed:
+		return false
+	case m.state == mrFree:
+		return true
+	case m.stag != stag || m.qp != q:
+		return false
+	}
+	m.clear(mrFree)
+	return true
+}
+
+// invalidateRemote executes the invalidation of a Send With Invalidate, which must name a
+// valid STag of this stream (RFC 5040 §5.3, §7.2).
+func (m *mr) invalidateRemote(q *qp, stag uint32) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.state != mrValid || m.stag != stag || m.pd != q.pd || m.qp != q {
+		return false
+	}
+	m.clear(mrFree)
+	return true
+}
+
+// A denial says why a tagged access is refused.
+type denial uint8
+
+const (
+	granted denial = iota
+	denyInvalid
+	denyNotOurs
+	denyAccess
+	denyBounds
+	denyWrap
+)
+
+// placementCode is the Terminate for a refused RDMA Write. A right that is missing makes the STag
+// an invalid one for placement (RFC 5041 §7.1).
+func (d denial) placementCode() termCode {
+	switch d {
+	case denyNotOurs:
+		return termTaggedNotOurs
+	case denyBounds:
+		return termTaggedBounds
+	case denyWrap:
+		return termTaggedWrap
+	}
+	return termTaggedInvalidSTag
+}
+
+// fetchCode is the Terminate for a refused RDMA Read Request (RFC 5040 §7.2).
+func (d denial) fetchCode() termCode {
+	switch d {
+	case denyNotOurs:
+		return termReadNotOurs
+	case denyAccess:
+		return termReadAccess
+	case denyBounds:
+		return termReadBounds
+	case denyWrap:
+		return termReadWrap
+	}
+	return termReadInvalidSTag
+}
+
+// A grant is leave to move octets of one registration, as long as gen is in force.
+type grant struct {
+	mr  *mr
+	gen uint64
+	off uint64 // within the registration
+}
+
+// access checks an access of the peer to [to, to+n), n > 0, and returns the grant for it.
+func (q *qp) access(stag uint32, to uint64, n uint64, want verbs.Access) (grant, denial) {
+	m := q.dev.table.lookup(stag)
+	if m == nil {
+		return grant{}, denyInvalid
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case m.state != mrValid || m.stag != stag:
+		return grant{}, denyInvalid
+	case m.pd != q.pd || m.qp != q:
+		return grant{}, denyNotOurs
+	case m.access&want == 0:
+		return grant{}, denyAccess
+	case to+n < to:
+		return grant{}, denyWrap
+	case to < m.iova || to-m.iova > m.length || n > m.length-(to-m.iova):
+		return grant{}, denyBounds
+	}
+	return grant{mr: m, gen: m.gen, off: to - m.iova}, granted
+}
+
+// find returns the segment that offset off lies in, and the place inside it. Caller holds mu.
+func (m *mr) find(off uint64) (seg int, in int) {
+	seg = sort.Search(len(m.starts), func(i int) bool { return m.starts[i] > off }) - 1
+	return seg, int(off - m.starts[seg])
+}
+
+// copyIn copies p to offset off. Caller holds mu and has checked gen.
+func (m *mr) copyIn(off uint64, p []byte) {
+	seg, in := m.find(off)
+	for len(p) > 0 {
+		n := copy(m.segs[seg][in:], p)
+		p = p[n:]
+		seg, in = seg+1, 0
+	}
+}
