@@ -1,0 +1,127 @@
+package daemon
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"io/fs"
+	"net"
+	"net/http"
+	"net/url"
+	"syscall"
+	"time"
+)
+
+// What a client waits for: longer than the daemon's own limits, so that its word comes first.
+const (
+	clientQuick    = 10 * time.Second
+	clientUmount   = umountTimeout + 10*time.Second
+	clientMount    = maxTimeout + 10*time.Second
+	maxAnswerBytes = 16 << 20
+)
+
+// A Client speaks the control API. Safe for concurrent use. Its errors are *Error, with the daemon's own text where it answered.
+type Client struct {
+	socket string
+	http   http.Client
+}
+
+// NewClient makes a client of the daemon at the unix socket path.
+func NewClient(socket string) *Client {
+	c := &Client{socket: socket}
+	c.http.Transport = &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", socket)
+		},
+	}
+	return c
+}
+
+// Mount asks for a mount and waits for it.
+func (c *Client) Mount(ctx context.Context, r MountRequest) (info MountInfo, err error) {
+	err = c.do(ctx, clientMount, http.MethodPost, pathMount, r, &info)
+	return info, err
+}
+
+// Umount ends a mount.
+func (c *Client) Umount(ctx context.Context, r UmountRequest) error {
+	return c.do(ctx, clientUmount, http.MethodPost, pathUmount, r, nil)
+}
+
+// List returns all mounts.
+func (c *Client) List(ctx context.Context) (l []MountInfo, err error) {
+	err = c.do(ctx, clientQuick, http.MethodGet, pathMounts, nil, &l)
+	return l, err
+}
+
+// Status returns the status of the mount at dir, or of all if dir is empty.
+func (c *Client) Status(ctx context.Context, dir string) (l []MountStatus, err error) {
+	path := pathStatus
+	if dir != "" {
+		path += "?dir=" + url.QueryEscape(dir)
+	}
+	err = c.do(ctx, clientQuick, http.MethodGet, path, nil, &l)
+	return l, err
+}
+
+// Version returns the daemon's version.
+func (c *Client) Version(ctx context.Context) (v VersionInfo, err error) {
+	err = c.do(ctx, clientQuick, http.MethodGet, pathVersion, nil, &v)
+	return v, err
+}
+
+func (c *Client) do(ctx context.Context, limit time.Duration, method, path string, in, out any) error {
+	limited, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	var body io.Reader
+	if in != nil {
+		b, err := json.Marshal(in)
+		if err != nil {
+			return errorf(CodeInternal, "control API: encoding the request: %w", err)
+		}
+		body = bytes.NewReader(b)
+	}
+	req, err := http.NewRequestWithContext(limited, method, "http://nfsrdmad"+path, body)
+	if err != nil {
+		return errorf(CodeInternal, "control API: %w", err)
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return c.unreachable(ctx, err)
+	}
+	defer resp.Body.Close()
+	dec := json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes))
+	if resp.StatusCode != http.StatusOK {
+		var e errorReply
+		if dec.Decode(&e) != nil || e.Error == "" {
+			return errorf(CodeSystem, "asking the daemon at %s: it answered %s; is that an nfsrdmad?", c.socket, resp.Status)
+		}
+		return &Error{Code: e.Code, Text: e.Error}
+	}
+	if out == nil {
+		return nil
+	}
+	if err := dec.Decode(out); err != nil {
+		return errorf(CodeSystem, "asking the daemon at %s: its answer is not understood (%w); is it of another version?", c.socket, err)
+	}
+	return nil
+}
+
+// unreachable explains why the daemon was not asked, or did not answer.
+func (c *Client) unreachable(ctx context.Context, err error) error {
+	switch {
+	case errors.Is(ctx.Err(), context.Canceled):
+		return errorf(CodeCanceled, "asking the daemon at %s: interrupted", c.socket)
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
+		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": no daemon runs there; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\", or mount with --foreground"}
+	case errors.Is(err, fs.ErrPermission):
+		return &Error{Code: CodePermission, Err: err, Text: "asking the daemon at " + c.socket + ": permission denied; run as root"}
+	case errors.Is(err, context.DeadlineExceeded):
+		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": no answer in time; see its log"}
+	}
+	return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": " + oneLine(err.Error())}
+}

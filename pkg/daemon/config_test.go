@@ -1,0 +1,123 @@
+package daemon
+
+import (
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/pelletier/go-toml/v2"
+)
+
+const shippedConfig = "../../configs/nfsrdmad.toml"
+
+// The keys of the struct, of Fields (which become flags) and of the shipped file are the same, and the file shows the defaults.
+func TestConfigMirrors(t *testing.T) {
+	c := DefaultConfig()
+	var inStruct, inFields []string
+	for f := range reflect.TypeFor[Config]().Fields() {
+		inStruct = append(inStruct, f.Tag.Get("toml"))
+	}
+	for _, f := range c.Fields() {
+		inFields = append(inFields, f.Key)
+	}
+	if !reflect.DeepEqual(inStruct, inFields) {
+		t.Errorf("struct %v\nfields %v", inStruct, inFields)
+	}
+	data, err := os.ReadFile(shippedConfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var raw map[string]any
+	if err := toml.Unmarshal(data, &raw); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range c.Fields() {
+		v, ok := raw[f.Key]
+		if !ok {
+			t.Errorf("%s has no %s", shippedConfig, f.Key)
+		} else if v != f.Value.String() {
+			t.Errorf("%s shows %s = %v, the default is %s", shippedConfig, f.Key, v, f.Value)
+		}
+		delete(raw, f.Key)
+	}
+	if len(raw) != 0 {
+		t.Errorf("%s has keys of nothing: %v", shippedConfig, raw)
+	}
+	loaded, err := LoadConfig(shippedConfig)
+	if err != nil || loaded != c {
+		t.Errorf("loaded %+v, %v; want the defaults", loaded, err)
+	}
+}
+
+// Each field is bound to its own part of the struct, as a flag and as a key.
+func TestConfigFieldsSetWhatTheKeySets(t *testing.T) {
+	values := map[string]string{"control_socket": "/x/y", "metrics_listen": "127.0.0.1:1", "log_level": "warn", "log_format": "json",
+		"mount_options": "soft", "connect_timeout": "1m0s", "shutdown_timeout": "2s"}
+	for key, v := range values {
+		path := filepath.Join(t.TempDir(), "c.toml")
+		if err := os.WriteFile(path, []byte(key+" = \""+v+"\"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		fromFile, err := LoadConfig(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fromFlag := DefaultConfig()
+		for _, f := range fromFlag.Fields() {
+			if f.Key == key {
+				if err := f.Value.Set(v); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if fromFile != fromFlag || fromFile == DefaultConfig() {
+			t.Errorf("%s: file %+v, flag %+v", key, fromFile, fromFlag)
+		}
+	}
+	if n := len((&Config{}).Fields()); n != len(values) {
+		t.Errorf("%d fields, %d tried", n, len(values))
+	}
+}
+
+func TestConfigErrors(t *testing.T) {
+	for _, tt := range []struct{ name, text, says string }{
+		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", `c.toml:3: unknown key "log_colour"`},
+		{"unknown table", "[mounts]\na = 1\n", `c.toml:1: unknown key "mounts"`},
+		{"syntax", "log_level = \n", "c.toml:1:"},
+		{"type", "log_level = 7\n", "c.toml:1:"},
+		{"duration", "connect_timeout = \"soon\"\n", "soon"},
+		{"duration range", "connect_timeout = \"1h\"\n", "connect_timeout"},
+		{"level", "log_level = \"loud\"\n", "log_level"},
+		{"format", "log_format = \"xml\"\n", "log_format"},
+		{"socket", "control_socket = \"here\"\n", "absolute"},
+		{"metrics", "metrics_listen = \"nowhere\"\n", "metrics_listen"},
+		{"options", "mount_options = \"hard,soft\"\n", `contradicts "hard"`},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "c.toml")
+			if err := os.WriteFile(path, []byte(tt.text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			_, err := LoadConfig(path)
+			if err == nil || !strings.Contains(err.Error(), tt.says) || !strings.Contains(err.Error(), path) {
+				t.Fatalf("got %v, want the path and %q", err, tt.says)
+			}
+			if strings.Contains(err.Error(), "\n") || ExitCode(err) != ExitUsage {
+				t.Errorf("not one line, or exit code %d: %q", ExitCode(err), err)
+			}
+		})
+	}
+	if _, err := LoadConfig("/nonexistent.toml"); err == nil || !strings.Contains(err.Error(), "/nonexistent.toml") {
+		t.Errorf("missing file: %v", err)
+	}
+}
+
+func TestDurationType(t *testing.T) {
+	var d Duration
+	if err := d.Set("90s"); err != nil || time.Duration(d) != 90*time.Second || d.String() != "1m30s" {
+		t.Errorf("%v %v", d, err)
+	}
+}

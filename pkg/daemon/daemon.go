@@ -1,0 +1,145 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+)
+
+// httpGrace is what requests under way get at the end, after all mounts are gone.
+const httpGrace = 2 * time.Second
+
+// Version of this program, from the build.
+func Version() VersionInfo {
+	v := VersionInfo{Version: "devel", Go: runtime.Version()}
+	if bi, ok := debug.ReadBuildInfo(); ok && bi.Main.Version != "" && bi.Main.Version != "(devel)" {
+		v.Version = bi.Main.Version
+	}
+	return v
+}
+
+// NewLogger makes the logger that c asks for.
+func NewLogger(c Config, w io.Writer) hclog.Logger {
+	return hclog.New(&hclog.LoggerOptions{
+		Name:       "nfsrdmad",
+		Level:      hclog.LevelFromString(string(c.LogLevel)),
+		JSONFormat: c.LogFormat == "json",
+		Output:     w,
+	})
+}
+
+// A Daemon is a started daemon. Make it with [Start].
+type Daemon struct {
+	cfg     Config
+	log     hclog.Logger
+	table   *Table
+	socket  *controlSocket
+	control *http.Server
+	metrics *http.Server // nil when off
+	address net.Addr     // of the metrics listener
+
+	serving sync.WaitGroup
+	failed  chan error
+}
+
+// start is Start with a builder of mounts.
+func start(cfg Config, log hclog.Logger, build builder) (*Daemon, error) {
+	if err := cfg.Check("flags"); err != nil {
+		return nil, err
+	}
+	base, err := ParseOptions(DefaultOptions(), string(cfg.MountOptions))
+	if err != nil {
+		return nil, err
+	}
+	d := &Daemon{cfg: cfg, log: log, failed: make(chan error, 2)}
+	d.table = newTable(log.Named("mount"), base, time.Duration(cfg.ConnectTimeout), build)
+	if d.socket, err = listenControl(string(cfg.ControlSocket)); err != nil {
+		return nil, err
+	}
+	if err := d.startMetrics(); err != nil {
+		d.socket.Close()
+		d.socket.release()
+		return nil, err
+	}
+	v := Version()
+	v.PID = os.Getpid()
+	d.control = controlServer(d.table, v)
+	d.serve(d.control, d.socket)
+	log.Info("started", "version", v.Version, "control_socket", cfg.ControlSocket, "metrics", d.MetricsAddr())
+	return d, nil
+}
+
+func (d *Daemon) startMetrics() error {
+	if d.cfg.MetricsListen == "" {
+		return nil
+	}
+	l, err := net.Listen("tcp", string(d.cfg.MetricsListen))
+	if err != nil {
+		return errorf(CodeSystem, "metrics listener %s: %w; choose another --metrics-listen", string(d.cfg.MetricsListen), err)
+	}
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
+	d.metrics = &http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout, WriteTimeout: clientQuick}
+	d.address = l.Addr()
+	d.serve(d.metrics, l)
+	return nil
+}
+
+func (d *Daemon) serve(s *http.Server, l net.Listener) {
+	d.serving.Go(func() {
+		if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			d.failed <- errorf(CodeSystem, "serving %s: %w", l.Addr(), err)
+		}
+	})
+}
+
+// MetricsAddr is ADDRESS:PORT of the metrics listener, "" when it is off.
+func (d *Daemon) MetricsAddr() string {
+	if d.address == nil {
+		return ""
+	}
+	return d.address.String()
+}
+
+// Table returns the mounts.
+func (d *Daemon) Table() *Table { return d.table }
+
+// Close unmounts everything and ends the daemon. It takes the shutdown timeout and a few seconds at most.
+func (d *Daemon) Close() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(d.cfg.ShutdownTimeout))
+	defer cancel()
+	d.table.Close(ctx)
+	for _, s := range []*http.Server{d.control, d.metrics} {
+		if s == nil {
+			continue
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), httpGrace)
+		if s.Shutdown(ctx) != nil {
+			s.Close()
+		}
+		cancel()
+	}
+	d.serving.Wait()
+	d.socket.Close()
+	d.socket.release()
+	d.log.Info("stopped")
+}

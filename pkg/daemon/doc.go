@@ -1,0 +1,39 @@
+// Package daemon is the room that joins all others: mount options, the table of mounts, configuration, the control socket,
+// the metrics listener, and the life from READY to the last unmount.
+//
+// # What is where
+//
+//	config.go      the configuration file and its keys
+//	options.go     the mount options of -o, by nfs(5)'s names
+//	spec.go        HOST:/EXPORT
+//	mountpoint.go  what can be mounted on, without touching a file system that may hang
+//	table.go       the mounts
+//	stack.go       one mount: provider, transport, NFS client, file system
+//	api.go         the control API's types (JSON)
+//	server.go      its server: HTTP on a unix socket
+//	client.go      its client, which every command line verb uses
+//	socket.go      one daemon for each socket; what a dead one left is replaced
+//	daemon.go      Run: start, wait, stop
+//	errors.go      error classes and mount(8)'s exit codes
+//
+// # Promises
+//
+// No call of the control API waits for a server without end: every request carries a deadline, list and status ask memory alone, and
+// a normal unmount that has to wait gives up with advice. One mount never disturbs another. When [Run] returns, no mount, socket or
+// goroutine of it is left; the end takes at most the shutdown timeout and a few seconds.
+//
+// Every error is one line that says what was tried, on what, and what to do; its [Code] becomes mount(8)'s exit code.
+//
+// # Life of a mount
+//
+//	           build ok            umount, or from outside
+//	mounting ------------> mounted ----------------------> unmounting ---> (gone)
+//	    |                     ^                                |
+//	    | build failed        +------- busy, not answered -----+
+//	    v
+//	 (gone)
+//
+// # Locks
+//
+// The lock of [Table] guards its map and each entry's state; it is never held while a mount is built, unmounted or waited for.
+package daemon

@@ -1,0 +1,81 @@
+package daemon
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+)
+
+// A Code classes an error for scripts: it crosses the control socket and decides the exit code, which are mount(8)'s.
+type Code string
+
+// Codes.
+const (
+	CodeUsage      Code = "usage"       // the request is wrong: option, spec, argument
+	CodePermission Code = "permission"  // the caller, or the process, may not
+	CodeSystem     Code = "system"      // this system lacks something: /dev/fuse, a socket, the daemon
+	CodeMount      Code = "mount"       // the mount, or the unmount, failed
+	CodeNotMounted Code = "not-mounted" // no mount of ours there
+	CodeInternal   Code = "internal"    // a defect of ours
+	CodeCanceled   Code = "canceled"    // interrupted by the user
+)
+
+// Exit codes, from mount(8).
+const (
+	ExitOK          = 0
+	ExitUsage       = 1
+	ExitSystem      = 2
+	ExitInternal    = 4
+	ExitInterrupted = 8
+	ExitMount       = 32
+)
+
+// An Error is a failure with its class. Its text is one line that says what was tried, on what, and what to do.
+type Error struct {
+	Code Code
+	Text string
+	Err  error // the cause, or nil; its text is part of Text where it helps
+}
+
+func (e *Error) Error() string { return e.Text }
+
+// Unwrap returns the cause.
+func (e *Error) Unwrap() error { return e.Err }
+
+// errorf makes an *Error; a %w operand becomes the cause.
+func errorf(code Code, format string, args ...any) *Error {
+	err := fmt.Errorf(format, args...)
+	return &Error{Code: code, Text: err.Error(), Err: errors.Unwrap(err)}
+}
+
+// ExitCode maps err to mount(8)'s exit codes. Errors that carry no [Code] are taken as usage errors, as the command line's
+// own parser makes them.
+func ExitCode(err error) int {
+	if err == nil {
+		return ExitOK
+	}
+	var oe *OptionError
+	if errors.As(err, &oe) {
+		return ExitUsage
+	}
+	var e *Error
+	if !errors.As(err, &e) {
+		return ExitUsage
+	}
+	switch e.Code {
+	case CodeUsage, CodePermission:
+		return ExitUsage
+	case CodeSystem:
+		return ExitSystem
+	case CodeCanceled:
+		return ExitInterrupted
+	case CodeMount, CodeNotMounted:
+		return ExitMount
+	}
+	return ExitInternal
+}
+
+// oneLine keeps foreign error texts to the one line that an error has here.
+func oneLine(s string) string {
+	return strings.Join(strings.Fields(s), " ")
+}

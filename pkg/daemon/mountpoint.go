@@ -1,0 +1,157 @@
+package daemon
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	fuseDevice    = "/dev/fuse"
+	mountInfoFile = "/proc/self/mountinfo"
+	// pathTimeout bounds looking at a mount point, which may lie within a file system that hangs.
+	pathTimeout = 5 * time.Second
+)
+
+// CheckPrivilege tells whether this process may mount: it needs CAP_SYS_ADMIN and /dev/fuse.
+func CheckPrivilege() error {
+	hdr := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	if err := unix.Capget(&hdr, &data[0]); err != nil {
+		return errorf(CodeSystem, "asking for this process's capabilities: %w", err)
+	}
+	if data[0].Effective&(1<<unix.CAP_SYS_ADMIN) == 0 {
+		return errorf(CodePermission, "no privilege to mount (CAP_SYS_ADMIN is missing): run as root")
+	}
+	f, err := os.OpenFile(fuseDevice, os.O_RDWR, 0)
+	switch {
+	case err == nil:
+		f.Close()
+		return nil
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENODEV):
+		return errorf(CodeSystem, "%s: %w: load the module with \"modprobe fuse\", or give the container the device", fuseDevice, unwrapPath(err))
+	case errors.Is(err, fs.ErrPermission):
+		return errorf(CodePermission, "%s: %w: run as root, or give the container the device", fuseDevice, unwrapPath(err))
+	}
+	return errorf(CodeSystem, "opening %s: %w", fuseDevice, unwrapPath(err))
+}
+
+func unwrapPath(err error) error {
+	var pe *fs.PathError
+	if errors.As(err, &pe) {
+		return pe.Err
+	}
+	return err
+}
+
+// CheckMountPoint returns dir as an absolute path without symbolic links if something can be mounted there. It touches no
+// mounted file system at dir itself, which might hang.
+func CheckMountPoint(ctx context.Context, dir string) (string, error) {
+	clean, err := ResolveMountPoint(ctx, dir)
+	if err != nil {
+		return "", err
+	}
+	mounted, err := isMountPoint(clean)
+	switch {
+	case err != nil:
+		return "", err
+	case mounted:
+		return "", errorf(CodeMount, "mount point %s: something is mounted there already; unmount it first", clean)
+	}
+	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(clean) })
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return "", errorf(CodeMount, "mount point %s does not exist; create it with mkdir", clean)
+	case err != nil:
+		return "", errorf(CodeMount, "mount point %s: %w", clean, unwrapPath(err))
+	case !fi.IsDir():
+		return "", errorf(CodeMount, "mount point %s is not a directory; name a directory", clean)
+	}
+	return clean, nil
+}
+
+// ResolveMountPoint returns dir as an absolute path, its parents free of symbolic links. The last element is followed only if it is a link,
+// and never looked at when it is a mount point.
+func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
+	if dir == "" || strings.ContainsRune(dir, 0) {
+		return "", errorf(CodeUsage, "mount point %q: not a path; name a directory", dir)
+	}
+	abs, err := filepath.Abs(dir)
+	if err != nil {
+		return "", errorf(CodeUsage, "mount point %s: %w", dir, err)
+	}
+	parent, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(filepath.Dir(abs)) })
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return "", errorf(CodeMount, "mount point %s does not exist; create it with mkdir -p", abs)
+	case err != nil:
+		return "", errorf(CodeMount, "mount point %s: %w", abs, unwrapPath(err))
+	}
+	abs = filepath.Join(parent, filepath.Base(abs))
+	mounted, err := isMountPoint(abs)
+	if err != nil || mounted {
+		return abs, err
+	}
+	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(abs) })
+	if err != nil || fi.Mode()&fs.ModeSymlink == 0 {
+		return abs, nil
+	}
+	target, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(abs) })
+	if err != nil {
+		return "", errorf(CodeMount, "mount point %s: %w", abs, unwrapPath(err))
+	}
+	return target, nil
+}
+
+// isMountPoint looks dir up in the mount table; it asks no file system.
+func isMountPoint(dir string) (bool, error) {
+	f, err := os.Open(mountInfoFile)
+	if err != nil {
+		return false, errorf(CodeSystem, "reading the mount table: %w", err)
+	}
+	defer f.Close()
+	sc := bufio.NewScanner(f)
+	sc.Buffer(nil, 1<<20)
+	for sc.Scan() {
+		fields := strings.Fields(sc.Text())
+		if len(fields) > 4 && unescapeMount(fields[4]) == dir { // proc(5): the fifth field is the mount point
+			return true, nil
+		}
+	}
+	if err := sc.Err(); err != nil {
+		return false, errorf(CodeSystem, "reading the mount table: %w", err)
+	}
+	return false, nil
+}
+
+// unescapeMount undoes the octal escapes that the kernel uses for blanks, tabs, newlines and backslashes in its mount table.
+var unescapeMount = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace
+
+// bounded runs a path lookup that may hang in a dead file system. When it does, its goroutine ends once that file system answers.
+func bounded[T any](ctx context.Context, f func() (T, error)) (T, error) {
+	type result struct {
+		v   T
+		err error
+	}
+	ctx, cancel := context.WithTimeout(ctx, pathTimeout)
+	defer cancel()
+	ch := make(chan result, 1)
+	go func() {
+		v, err := f()
+		ch <- result{v, err}
+	}()
+	select {
+	case r := <-ch:
+		return r.v, r.err
+	case <-ctx.Done():
+		var zero T
+		return zero, errors.New("the file system it lies in does not answer")
+	}
+}
