@@ -1,0 +1,262 @@
+package memreg
+
+import (
+	"errors"
+	"syscall"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+)
+
+func TestMain(m *testing.M) { verbstest.Main(m) }
+
+// device is an invented one that carries NFS/RDMA with room to spare.
+func device(change func(*verbs.DeviceAttrs)) verbs.DeviceAttrs {
+	a := verbs.DeviceAttrs{Name: "inv0", Caps: verbs.CapFastReg, PageSize: 4096, MaxFastRegPageListLen: 512,
+		MaxQPWR: 32768, MaxSendSGE: 6, MaxRecvSGE: 6, MaxSGERd: 1}
+	if change != nil {
+		change(&a)
+	}
+	return a
+}
+
+func TestQuery(t *testing.T) {
+	cases := []struct {
+		name   string
+		change func(*verbs.DeviceAttrs)
+		slots  int
+		errno  syscall.Errno
+		want   Params
+	}{
+		{"deep MRs: one per payload", nil, 128, 0,
+			Params{Depth: 257, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+		{"depth 256 needs one more", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 256 }, 64, 0,
+			Params{Depth: 256, PageSize: 4096, Slots: 64, SendWRs: 64*9 + 33, RecvWRs: 104, SendSGEs: 6, MaxSegs: 4, MaxPayload: 1 << 20}},
+		{"depth 64", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 64 }, 64, 0,
+			Params{Depth: 64, PageSize: 4096, Slots: 64, SendWRs: 64*15 + 33, RecvWRs: 104, SendSGEs: 6, MaxSegs: 7, MaxPayload: 1 << 20}},
+		{"read-SGE quirk", func(a *verbs.DeviceAttrs) { a.MaxSGERd = 32 }, 64, 0,
+			Params{Depth: 32, PageSize: 4096, Slots: 64, SendWRs: 64*(7+2*8) + 33, RecvWRs: 104, SendSGEs: 6, MaxSegs: 11, MaxPayload: 1 << 20}},
+		{"gaps and chosen address", func(a *verbs.DeviceAttrs) { a.Caps |= verbs.CapGaps | verbs.CapChosenIOVA; a.MaxSendSGE = 64 }, 4, 0,
+			Params{Depth: 257, Gaps: true, ChosenIOVA: true, PageSize: 4096, Slots: 4, SendWRs: 4*7 + 33, RecvWRs: 44, SendSGEs: 19, MaxSegs: 3, MaxPayload: 1 << 20}},
+		{"small queue cuts the slots", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 10*7 + 6 }, 128, 0,
+			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, RecvWRs: 50, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+		{"no fast registration", func(a *verbs.DeviceAttrs) { a.Caps = 0 }, 128, syscall.EINVAL, Params{}},
+		{"page list of nothing", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 0 }, 128, syscall.EINVAL, Params{}},
+		{"two send SGEs", func(a *verbs.DeviceAttrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
+		{"queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 4*7 - 1 }, 128, syscall.ENOMEM, Params{}},
+		{"queue smaller than the reserve", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 16 }, 128, syscall.ENOMEM, Params{}},
+		{"16 MRs do not hold a payload", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 16 }, 128, syscall.ENOMEM, Params{}},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			got, err := Query(device(c.change), c.slots)
+			if c.errno != 0 {
+				if !errors.Is(err, c.errno) {
+					t.Fatalf("error %v, want %v", err, c.errno)
+				}
+				return
+			}
+			if err != nil || got != c.want {
+				t.Errorf("\n got %+v, %v\nwant %+v", got, err, c.want)
+			}
+		})
+	}
+}
+
+// fakePD gives MRs that remember nothing: these tests are about layout, keys and states, not about wires.
+type fakePD struct {
+	index   uint32
+	fail    error
+	failMR  error
+	present int
+}
+
+type fakeMR struct {
+	pd  *fakePD
+	key verbs.RKey
+}
+
+func (p *fakePD) AllocMR(int) (verbs.MR, error) {
+	if p.fail != nil {
+		return nil, p.fail
+	}
+	p.index++
+	p.present++
+	return &fakeMR{p, verbs.RKey(p.index << 8)}, nil
+}
+func (p *fakePD) RegMR([]byte) (verbs.MR, error) { return nil, verbs.ErrInvalid }
+func (p *fakePD) Dealloc() error                 { return nil }
+func (m *fakeMR) LKey() uint32                   { return 0 }
+func (m *fakeMR) RKey() verbs.RKey               { return m.key }
+func (m *fakeMR) Dereg() error {
+	if m.pd.failMR != nil {
+		return m.pd.failMR
+	}
+	m.pd.present--
+	return nil
+}
+
+func pages(t *testing.T, n int) []byte {
+	t.Helper()
+	b, err := verbs.AllocBuffer(n * 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { verbs.FreeBuffer(b) })
+	return b
+}
+
+func TestMapLayout(t *testing.T) {
+	mem := pages(t, 300)
+	cut := func(off, n int) []byte { return mem[off : off+n : off+n] }
+	const page = 4096
+	cases := []struct {
+		name  string
+		depth int
+		gaps  bool
+		segs  [][]byte
+		want  []int // octets of each MR; nil: too many
+	}{
+		{"one page", 4, false, [][]byte{cut(0, page)}, []int{page}},
+		{"1 MiB, deep enough", 257, false, [][]byte{cut(0, 256*page)}, []int{256 * page}},
+		{"1 MiB off by one octet takes 257 pages", 257, false, [][]byte{cut(1, 256*page)}, []int{256 * page}},
+		{"1 MiB, depth 64", 64, false, [][]byte{cut(0, 256*page)}, []int{64 * page, 64 * page, 64 * page, 64 * page}},
+		{"unaligned start costs part of a page", 2, false, [][]byte{cut(100, 3*page)}, []int{2*page - 100, page + 100}},
+		{"contiguous pieces merge", 2, false, [][]byte{cut(10, 20), cut(30, 40), cut(70, page)}, []int{20 + 40 + page}},
+		{"contiguous pieces share a page", 1, false, [][]byte{cut(0, 100), cut(100, page-100)}, []int{page}},
+		{"page-aligned jump needs no second MR", 4, false, [][]byte{cut(0, page), cut(5*page, page)}, []int{2 * page}},
+		{"hole: second piece starts inside a page", 4, false, [][]byte{cut(0, page), cut(5*page+8, 8)}, []int{page, 8}},
+		{"hole: first piece ends inside a page", 4, false, [][]byte{cut(0, 8), cut(5*page, 8)}, []int{8, 8}},
+		{"gaps allowed: one MR", 4, true, [][]byte{cut(0, 8), cut(5*page+8, 8), cut(9*page+1, 3)}, []int{19}},
+		{"gaps allowed, depth used up", 2, true, [][]byte{cut(0, 8), cut(5*page+8, 8), cut(9*page+1, 3)}, []int{16, 3}},
+		{"more MRs than a chunk may have", 1, false, [][]byte{cut(0, 9*page)}, nil},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			var stats Counters
+			pd := &fakePD{}
+			pool := NewPool(pd, Params{Depth: c.depth, Gaps: c.gaps, PageSize: page, MaxSegs: 8}, &stats, nil)
+			var l List
+			l.Use(pool)
+			n, err := l.Map(c.segs, true, 1)
+			if c.want == nil {
+				if !errors.Is(err, ErrTooManySegments) || len(l.Registered()) != 0 || stats.InState(Valid) != 0 || stats.Free() != stats.Total() {
+					t.Errorf("Map = %d, %v with %d registered, %d valid, %d of %d free", n, err, len(l.Registered()), stats.InState(Valid), stats.Free(), stats.Total())
+				}
+			} else if err != nil || n != len(c.want) {
+				t.Fatalf("Map = %d, %v; want %d MRs", n, err, len(c.want))
+			}
+			for i, m := range l.Registered() {
+				if int(m.Length()) != c.want[i] {
+					t.Errorf("MR %d has %d octets, want %d", i, m.Length(), c.want[i])
+				}
+			}
+			l.Unmap()
+			if got := stats.InState(Invalid); got != stats.Total() || stats.Free() != got {
+				t.Errorf("after Unmap %d of %d invalid, %d free", got, stats.Total(), stats.Free())
+			}
+			l.Reset()
+			if pool.Destroy(); pd.present != 0 || stats.Total() != 0 || stats.Free() != 0 || stats.Recycled.Load() != 0 {
+				t.Errorf("after Destroy %d MRs, gauges %d total, %d free, %d recycled", pd.present, stats.Total(), stats.Free(), stats.Recycled.Load())
+			}
+		})
+	}
+}
+
+func TestKeysAndAddress(t *testing.T) {
+	var stats Counters
+	pool := NewPool(&fakePD{}, Params{Depth: 4, ChosenIOVA: true, PageSize: 4096, MaxSegs: 3}, &stats, nil)
+	var l List
+	l.Use(pool)
+	mem := pages(t, 1)
+	var seen [256]int
+	last := uint32(0)
+	inOrder := 0
+	for i := range 1024 {
+		if _, err := l.Map([][]byte{mem}, false, 0xdeadbeef); err != nil {
+			t.Fatal(err)
+		}
+		m := l.Registered()[0]
+		if m.Offset()>>32 != 0xdeadbeef {
+			t.Fatalf("address %#x does not carry the XID", m.Offset())
+		}
+		if i > 0 && m.Handle() == last {
+			t.Fatalf("key %#x twice in a row", last)
+		}
+		if m.Handle()&0xff == (last+1)&0xff {
+			inOrder++
+		}
+		last = m.Handle()
+		seen[m.Handle()&0xff]++
+		if m.reg.Access != verbs.AccessRemoteRead {
+			t.Fatalf("data going out has rights %b", m.reg.Access)
+		}
+		l.Unmap()
+	}
+	for k, n := range seen {
+		if n != 4 {
+			t.Errorf("key %#x used %d times in 4 rounds of 256", k, n)
+		}
+	}
+	if inOrder > 100 {
+		t.Errorf("%d of 1024 keys followed the one before by one: predictable", inOrder)
+	}
+	if stats.Allocated.Load() != 1 {
+		t.Errorf("%d MRs made, one would do", stats.Allocated.Load())
+	}
+	if n := testing.AllocsPerRun(300, func() {
+		if _, err := l.Map([][]byte{mem}, true, 7); err != nil {
+			t.Fatal(err)
+		}
+		l.Unmap()
+	}); n != 0 {
+		t.Errorf("map and unmap allocate %v times, want 0", n)
+	}
+	l.Reset()
+	pool.Destroy()
+}
+
+func TestAllocationFailureLosesNothing(t *testing.T) {
+	var stats Counters
+	pd := &fakePD{}
+	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, nil)
+	var l List
+	l.Use(pool)
+	mem := pages(t, 4)
+	if _, err := l.Map([][]byte{mem[:2*4096]}, true, 1); err != nil {
+		t.Fatal(err)
+	}
+	l.Unmap()
+	pd.fail = syscall.ENOMEM
+	if _, err := l.Map([][]byte{mem}, true, 1); !errors.Is(err, syscall.ENOMEM) {
+		t.Fatalf("error %v, want ENOMEM", err)
+	}
+	if len(l.Registered()) != 0 || stats.Free() != 2 || stats.InState(Invalid) != 2 {
+		t.Errorf("%d registered, %d free, %d invalid; want 0, 2, 2", len(l.Registered()), stats.Free(), stats.InState(Invalid))
+	}
+	l.Reset()
+	pool.Destroy()
+}
+
+func TestDestroyCountsTheHurt(t *testing.T) {
+	var stats Counters
+	pd := &fakePD{}
+	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, nil)
+	var l List
+	l.Use(pool)
+	if _, err := l.Map([][]byte{pages(t, 3)}, true, 1); err != nil {
+		t.Fatal(err)
+	}
+	reg := l.Registered()
+	reg[0].regDone(&verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
+	reg[1].invDone(&verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
+	if stats.InState(FlushedFR) != 1 || stats.InState(FlushedLI) != 1 || stats.InState(Valid) != 1 {
+		t.Errorf("gauges: %d FLUSHED_FR, %d FLUSHED_LI, %d VALID; want 1 each", stats.InState(FlushedFR), stats.InState(FlushedLI), stats.InState(Valid))
+	}
+	l.Reset()
+	pd.failMR = syscall.EBUSY
+	if n := pool.Destroy(); n != 3 || stats.Orphaned.Load() != 3 || stats.Total() != 0 {
+		t.Errorf("Destroy = %d, %d orphaned, %d left; want 3, 3, 0", n, stats.Orphaned.Load(), stats.Total())
+	}
+}
