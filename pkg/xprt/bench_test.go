@@ -1,0 +1,99 @@
+package xprt
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"net"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// BenchmarkRPC measures whole RPCs against a server in the same process; BenchmarkTCPEcho is the yardstick: the same octets over a
+// raw TCP connection with no protocol at all. Compare the two of one run.
+func BenchmarkRPC(b *testing.B) {
+	tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}), nil)
+	head := sunrpc.AppendUint64(sunrpc.AppendOpaque(nil, []byte("the file")), 0)
+	read := func(n int) sunrpc.Message {
+		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: sunrpc.AppendUint32(bytes.Clone(head), uint32(n)),
+			ResultData: make([]byte, n), MaxResult: 104}
+	}
+	write := func(n int) sunrpc.Message {
+		args := sunrpc.AppendUint32(bytes.Clone(head), uint32(n))
+		args = sunrpc.AppendUint32(sunrpc.AppendUint32(args, 2), uint32(n))
+		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: args, ArgDataPos: len(args), ArgData: fill(0, n), MaxResult: 136}
+	}
+	for _, c := range []struct {
+		name string
+		n    int
+		m    sunrpc.Message
+	}{
+		{"NULL", 0, sunrpc.Message{Prog: nfsProg, Vers: 3, Cred: noCred}},
+		{"READ_4KiB", 4096, read(4096)},
+		{"READ_1MiB", 1 << 20, read(1 << 20)},
+		{"WRITE_4KiB", 4096, write(4096)},
+		{"WRITE_1MiB", 1 << 20, write(1 << 20)},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			m := c.m
+			m.Result = make([]byte, 0, 8192)
+			b.SetBytes(int64(c.n))
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := tr.Call(context.Background(), &m); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+func BenchmarkTCPEcho(b *testing.B) {
+	for _, c := range []struct {
+		name      string
+		out, back int
+	}{
+		{"NULL", 96, 52}, {"READ_4KiB", 120, 4096}, {"READ_1MiB", 120, 1 << 20}, {"WRITE_4KiB", 4096, 120}, {"WRITE_1MiB", 1 << 20, 120},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer l.Close()
+			go func() {
+				conn, err := l.Accept()
+				if err != nil {
+					return
+				}
+				defer conn.Close()
+				in, out := make([]byte, c.out), make([]byte, c.back)
+				for {
+					if _, err := io.ReadFull(conn, in); err != nil {
+						return
+					}
+					if _, err := conn.Write(out); err != nil {
+						return
+					}
+				}
+			}()
+			conn, err := net.Dial("tcp", l.Addr().String())
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer conn.Close()
+			out, in := make([]byte, c.out), make([]byte, c.back)
+			b.SetBytes(int64(max(c.out, c.back) &^ 4095))
+			for b.Loop() {
+				if _, err := conn.Write(out); err != nil {
+					b.Fatal(err)
+				}
+				if _, err := io.ReadFull(conn, in); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
