@@ -1,15 +1,47 @@
-# make test and make lint set themselves up; see README.md.
-GO ?= go
+# make demo and make test do all their own set-up on a Debian with Go, as root; see README.md.
+SHELL       := /bin/bash
+GO          ?= go
+PREFIX      ?= /usr
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+# What the tests use of Debian: a real NFS server, an independent decoder, and the programs that work on a mount.
+DEBS        := nfs-ganesha nfs-ganesha-vfs rpcbind tshark fuse3 rsync git systemd procps iproute2
+FUZZTIME    ?= 60s
 
-.PHONY: build test lint
+.PHONY: build demo test bench fuzz lint deps install clean
+
 build:
-	$(GO) build ./...
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/nfsrdmad ./cmd/nfsrdmad
 
-test:
-	$(GO) test -race ./...
+# The main job on the embedded server: needs Go, root and /dev/fuse, nothing else.
+demo: build
+	bin/nfsrdmad demo
+
+deps:
+	@missing=; for p in $(DEBS); do dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q '^install ok installed' || missing="$$missing $$p"; done; \
+	if [ -n "$$missing" ]; then echo "installing$$missing"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
+
+test: deps
+	$(GO) test -race -timeout 20m ./...
+
+# Every benchmark runs beside a raw TCP yardstick; compare within one run.
+bench:
+	$(GO) test -run '^$$' -bench . -benchmem ./...
+
+fuzz:
+	@set -e; for p in $$($(GO) list ./...); do for f in $$($(GO) test -list '^Fuzz' $$p | grep '^Fuzz' || true); do \
+	  echo "== $$p $$f"; $(GO) test -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) $$p; done; done
 
 lint:
 	@out=$$(gofmt -l $$(git ls-files '*.go')); test -z "$$out" || { echo "gofmt would change: $$out"; exit 1; }
 	$(GO) vet ./...
 	$(GO) run $(STATICCHECK) ./...
+
+install: build
+	install -D -m 0755 bin/nfsrdmad $(DESTDIR)$(PREFIX)/sbin/nfsrdmad
+	ln -sf nfsrdmad $(DESTDIR)$(PREFIX)/sbin/mount.nfsrdma
+	install -D -m 0644 configs/nfsrdmad.toml $(DESTDIR)/etc/nfsrdmad.toml
+	install -D -m 0644 deploy/systemd/nfsrdmad.service $(DESTDIR)/lib/systemd/system/nfsrdmad.service
+
+clean:
+	rm -rf bin

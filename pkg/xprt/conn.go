@@ -51,7 +51,6 @@ type conn struct {
 	nudgeOnce  sync.Once
 	nudgeMu    sync.Mutex
 	nudgeTimer *time.Timer // guarded by nudgeMu
-	nudgeWR    verbs.WorkRequest
 }
 
 type recvBuf struct{ wr verbs.RecvRequest }

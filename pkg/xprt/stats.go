@@ -9,15 +9,15 @@ import (
 
 // counters of a transport, over all its connections. The names are the kernel's.
 type counters struct {
-	connects, connectFailures         atomic.Uint64
-	sends, recvs, badXIDs             atomic.Uint64
-	readChunks, writeChunks, replies  atomic.Uint64 // segments encoded
-	totalRequest, totalReply          atomic.Uint64 // octets offered in write and reply chunks, octets returned
-	pullupBytes, fixupBytes           atomic.Uint64
-	failedMarshal, badReply, nomsg    atomic.Uint64
-	nudges, timeouts, resends         atomic.Uint64
-	interrupts, remoteErrs, emptySend atomic.Uint64
-	accessErrs, posts, completions    atomic.Uint64 // of connections that ended
+	connects, connectFailures        atomic.Uint64
+	sends, recvs, badXIDs            atomic.Uint64
+	readChunks, writeChunks, replies atomic.Uint64 // segments encoded
+	totalRequest, totalReply         atomic.Uint64 // octets offered in write and reply chunks, octets returned
+	pullupBytes, fixupBytes          atomic.Uint64
+	failedMarshal, badReply, nomsg   atomic.Uint64
+	nudges, timeouts, resends        atomic.Uint64
+	interrupts, remoteErrs           atomic.Uint64
+	accessErrs, posts, completions   atomic.Uint64 // of connections that ended
 }
 
 // Stats is a snapshot of a transport's counters and gauges. Counters only grow while the Transport lives.
