@@ -13,8 +13,9 @@ type Config struct {
 	// departure from RFC 5044 §4.4: a stock siw peer drops the connection whenever TCP splits an FPDU's
 	// trailer, and Linux's own client leaves it off. When the peer asks for CRCs they are used all the same.
 	CRC bool
-	// MaxFPDU, in octets, lets FPDUs be larger than a TCP segment. 0 is RFC 5044 §5.1's way: no FPDU
-	// is larger than the effective MSS. Ignored while CRCs are in force; never exceeds RFC 5044 §3's 64768.
+	// MaxFPDU is the size of the largest FPDU sent, in octets. 0 is RFC 5044 §5.1's way: no FPDU is larger than
+	// the effective MSS. A value above the MSS is honoured while no CRCs are in force, which siw and this
+	// package take, and is faster on small segments. Never exceeds RFC 5044 §3's 64768.
 	MaxFPDU int
 	// SocketBuffer is the size asked for each TCP buffer, in octets. 0 asks for 4 MiB where
 	// the process may force that, and otherwise leaves the sizes to the kernel's auto-tuning.

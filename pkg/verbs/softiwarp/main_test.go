@@ -19,7 +19,8 @@ var configs = []struct {
 }{
 	{"CRC off", Config{}},
 	{"CRC on", Config{CRC: true}},
-	{"small FPDUs", Config{SocketBuffer: 8 << 10}},
+	{"small FPDUs", Config{MaxFPDU: 1448, SocketBuffer: 16 << 10}},
+	{"small FPDUs, CRC on", Config{MaxFPDU: 1448, CRC: true}},
 	{"large FPDUs", Config{MaxFPDU: maxSentULPDU}},
 }
 

@@ -56,10 +56,11 @@ func (t *transmitter) setup() {
 func (t *transmitter) updateMULPDU() {
 	t.toMSS = mssEvery
 	t.b.raw.Control(t.mssCB)
-	t.mulpdu = mulpdu(t.mss)
-	if !t.q.crc && t.q.dev.cfg.MaxFPDU > 0 {
-		t.mulpdu = max(t.mulpdu, mulpdu(t.q.dev.cfg.MaxFPDU))
+	emss := t.mss
+	if limit := t.q.dev.cfg.MaxFPDU; limit > 0 && (limit < emss || !t.q.crc) {
+		emss = limit
 	}
+	t.mulpdu = mulpdu(emss)
 }
 
 // mulpdu is the largest ULPDU whose FPDU fits in emss octets: RFC 5044 §4.5 without markers.

@@ -1,3 +1,245 @@
 package verbstest
 
-var connectionTests []conformanceTest
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+var connectionTests = []conformanceTest{
+	{"ConnectAccept", 0, testConnectAccept},
+	{"PrivateDataTooLong", 0, testPrivateDataTooLong},
+	{"Reject", 0, testReject},
+	{"PortClosed", 0, testPortClosed},
+	{"ConnectMisuse", 0, testConnectMisuse},
+	{"ConnectGivenUp", 0, testConnectGivenUp},
+	{"ListenerClose", 0, testListenerClose},
+	{"ManyConnections", 0, testManyConnections},
+	{"SendBeforeAccept", 0, testSendBeforeAccept},
+}
+
+func testConnectAccept(t *testing.T, s *suite) {
+	for _, data := range [][]byte{nil, {1}, []byte("eight by"), bytes.Repeat([]byte{0xa5}, 196)} {
+		reply := append([]byte("re:"), data...)
+		p := s.pair(t, options{
+			activeParam:  verbs.ConnParam{PrivateData: data, ResponderResources: 16, InitiatorDepth: 4},
+			passiveParam: verbs.ConnParam{PrivateData: reply, ResponderResources: 8, InitiatorDepth: 16},
+		})
+		toPassive, toActive := p.passive.id.Peer(), p.active.id.Peer()
+		if !hasPrefix(toPassive.PrivateData, data) || !hasPrefix(toActive.PrivateData, reply) {
+			t.Errorf("private data %q and %q arrived as %q and %q", data, reply, toPassive.PrivateData, toActive.PrivateData)
+		}
+		if toPassive.ResponderResources != 16 || toPassive.InitiatorDepth != 4 {
+			t.Errorf("the acceptor saw depths %d and %d, want 16 and 4", toPassive.ResponderResources, toPassive.InitiatorDepth)
+		}
+		if toActive.ResponderResources < 4 || toActive.InitiatorDepth > 16 || toActive.InitiatorDepth == 0 {
+			t.Errorf("the connector saw depths %d and %d, want at least 4 and 1 to 16", toActive.ResponderResources, toActive.InitiatorDepth)
+		}
+		if a, b := p.active.id.LocalAddr(), p.passive.id.RemoteAddr(); a != b || a.Port() == 0 {
+			t.Errorf("the connector is %v to itself and %v to the acceptor", a, b)
+		}
+		if a, b := p.active.id.RemoteAddr(), p.passive.id.LocalAddr(); a != b {
+			t.Errorf("the acceptor is %v to the connector and %v to itself", a, b)
+		}
+	}
+}
+
+// hasPrefix allows for the zero padding that some transports add.
+func hasPrefix(got, want []byte) bool {
+	return bytes.HasPrefix(got, want) && len(bytes.Trim(got[len(want):], "\x00")) == 0
+}
+
+func wantConnError(t *testing.T, what string, err error, kind verbs.ConnErrorKind) *verbs.ConnError {
+	t.Helper()
+	var ce *verbs.ConnError
+	if !errors.As(err, &ce) {
+		t.Errorf("%s: %v, want a *verbs.ConnError", what, err)
+		return &verbs.ConnError{}
+	}
+	if ce.Kind != kind || ce.Phase == "" || ce.Addr == "" {
+		t.Errorf("%s: %v (kind %v), want kind %v with phase and address", what, err, ce.Kind, kind)
+	}
+	return ce
+}
+
+func resolve(t *testing.T, p verbs.Provider, a netip.AddrPort) (verbs.ActiveID, *endpoint) {
+	t.Helper()
+	id, err := p.Resolve(within(t), a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var o options
+	o.defaults()
+	return id, newEndpoint(t, id, &o)
+}
+
+var someDepths = verbs.ConnParam{ResponderResources: 1, InitiatorDepth: 1}
+
+func testPrivateDataTooLong(t *testing.T, s *suite) {
+	p := s.newProvider(t)
+	l := listen(t, p, s.laddr)
+	id, _ := resolve(t, p, l.Addr())
+	param := someDepths
+	param.PrivateData = make([]byte, 1000)
+	wantConnError(t, "1000 octets of private data", id.Connect(within(t), param), verbs.ConnLocal)
+}
+
+func testReject(t *testing.T, s *suite) {
+	p := s.newProvider(t)
+	l := listen(t, p, s.laddr)
+	id, e := resolve(t, p, l.Addr())
+	connected := make(chan error, 1)
+	go func() { connected <- id.Connect(within(t), someDepths) }()
+	req, err := l.Accept(within(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := req.Reject([]byte("not you")); err != nil {
+		t.Errorf("reject: %v", err)
+	}
+	ce := wantConnError(t, "connect to a rejecting peer", <-connected, verbs.ConnRejected)
+	if !hasPrefix(ce.PrivateData, []byte("not you")) {
+		t.Errorf("private data of the rejection: %q", ce.PrivateData)
+	}
+	if len(e.gone) != 0 {
+		t.Error("OnDisconnect was called although there was no connection")
+	}
+}
+
+func testPortClosed(t *testing.T, s *suite) {
+	p := s.newProvider(t)
+	l := listen(t, p, s.laddr)
+	addr := l.Addr()
+	l.Close()
+	id, _ := resolve(t, p, addr)
+	ce := wantConnError(t, "connect to a closed port", id.Connect(within(t), someDepths), verbs.ConnUnreachable)
+	if ce.Addr != addr.String() {
+		t.Errorf("the error names %q, the address was %v", ce.Addr, addr)
+	}
+}
+
+func testConnectMisuse(t *testing.T, s *suite) {
+	p := s.newProvider(t)
+	l := listen(t, p, s.laddr)
+	id, err := p.Resolve(within(t), l.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantConnError(t, "connect without a QP", id.Connect(within(t), someDepths), verbs.ConnLocal)
+	if err := id.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := id.Close(); err != nil {
+		t.Errorf("second Close: %v", err)
+	}
+	if _, err := p.Resolve(within(t), netip.AddrPort{}); err == nil {
+		t.Error("no address resolved")
+	}
+
+	pr := connectPair(t, p, l, options{})
+	wantConnError(t, "connect twice", pr.active.id.(verbs.ActiveID).Connect(within(t), someDepths), verbs.ConnLocal)
+	if _, err := pr.active.id.CreateQP(pr.active.pd, verbs.QPInitAttr{SendCQ: pr.active.cq, RecvCQ: pr.active.cq, MaxSendWR: 1, MaxRecvWR: 1}); err == nil {
+		t.Error("a second QP was made for one connection")
+	}
+}
+
+// testConnectGivenUp: the caller's context ends the wait at once although the peer never answers.
+func testConnectGivenUp(t *testing.T, s *suite) {
+	p := s.newProvider(t)
+	l := listen(t, p, s.laddr)
+	for name, kind := range map[string]verbs.ConnErrorKind{"cancelled": verbs.ConnLocal, "deadline": verbs.ConnTimeout} {
+		id, _ := resolve(t, p, l.Addr())
+		ctx, cancel := context.WithCancel(context.Background())
+		if name == "deadline" {
+			ctx, cancel = context.WithTimeout(context.Background(), 50*time.Millisecond)
+		}
+		time.AfterFunc(50*time.Millisecond, func() {
+			if name == "cancelled" {
+				cancel()
+			}
+		})
+		wantConnError(t, name, id.Connect(ctx, someDepths), kind)
+		cancel()
+		id.Close()
+	}
+}
+
+func testListenerClose(t *testing.T, s *suite) {
+	p := s.newProvider(t)
+	l := listen(t, p, s.laddr)
+	pr := connectPair(t, p, l, options{})
+	got := make(chan error, 1)
+	go func() {
+		_, err := l.Accept(context.Background())
+		got <- err
+	}()
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if _, err := l.Accept(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("Accept with a cancelled context: %v", err)
+	}
+	l.Close()
+	l.Close()
+	if err := <-got; !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Accept on a closed listener: %v, want net.ErrClosed", err)
+	}
+	pr.open() // connections live on
+}
+
+// testManyConnections: connects that are asked for all at once all succeed.
+func testManyConnections(t *testing.T, s *suite) {
+	const n = 16
+	p := s.newProvider(t)
+	l := listen(t, p, s.laddr)
+	var o options
+	o.defaults()
+	var wg sync.WaitGroup
+	errs := make(chan error, n)
+	for range n {
+		id, _ := resolve(t, p, l.Addr())
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			errs <- id.Connect(within(t), someDepths)
+		}()
+	}
+	for range n {
+		req, err := l.Accept(within(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		newEndpoint(t, req, &o)
+		if err := req.Accept(within(t), someDepths); err != nil {
+			t.Error(err)
+		}
+	}
+	wg.Wait()
+	close(errs)
+	for err := range errs {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// testSendBeforeAccept: the passive side may post at once; the peer gets it once it has spoken itself.
+func testSendBeforeAccept(t *testing.T, s *suite) {
+	p := s.pair(t, options{})
+	in, out := newComps(), newComps()
+	p.active.recv(in, p.active.buffer(16))
+	src := p.passive.buffer(16)
+	pattern(src.Buf, 3)
+	p.passive.post(out, &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{src}})
+	p.open()
+	out.wait(t, 1)
+	if wc := in.wait(t, 1)[0]; wc.Status != verbs.StatusSuccess || wc.ByteLen != 16 {
+		t.Errorf("Receive: %+v", wc)
+	}
+}

@@ -1,3 +1,0 @@
-package verbstest
-
-var accessTests []conformanceTest

@@ -1,3 +1,0 @@
-package verbstest
-
-var endingTests []conformanceTest

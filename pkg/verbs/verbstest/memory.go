@@ -1,0 +1,360 @@
+package verbstest
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+var memoryTests = []conformanceTest{
+	{"WriteSizes", verbs.CapFastReg, testWriteSizes},
+	{"ReadSizes", verbs.CapFastReg, testReadSizes},
+	{"Gaps", verbs.CapFastReg | verbs.CapGaps | verbs.CapChosenIOVA | verbs.CapRegisterAny, testGaps},
+	{"ManyReads", verbs.CapFastReg, testManyReads},
+	{"ReadThenSend", verbs.CapFastReg, testReadThenSend},
+	{"RegisterOften", verbs.CapFastReg, testRegisterOften},
+	{"SendWithInvalidate", verbs.CapFastReg | verbs.CapRemoteInv, testSendWithInvalidate},
+	{"LocalInvOfFreeMR", verbs.CapFastReg, testLocalInvOfFree},
+	{"RegisterTwice", verbs.CapFastReg, testRegisterTwice},
+	{"FastRegErrors", verbs.CapFastReg, testFastRegErrors},
+	{"ChainOfOneRPC", verbs.CapFastReg, testChain},
+}
+
+// A window is registered memory of one end and how the other reaches it.
+type window struct {
+	mr   verbs.MR
+	rkey verbs.RKey
+	iova uint64
+}
+
+// bigIOVA is a chosen address that is no machine's.
+const bigIOVA = 0xfeed_0000_1234_5003
+
+// fastReg registers segs and waits for it.
+func (e *endpoint) fastReg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) window {
+	e.t.Helper()
+	e.must(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: iova, Segs: segs})
+	return window{mr: m, rkey: m.RKey().WithKey(key), iova: iova}
+}
+
+func (e *endpoint) localInv(w window) {
+	e.t.Helper()
+	e.must(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: w.rkey})
+}
+
+const depth = 64 // pages of the tests' MRs
+
+const forWriting = verbs.AccessLocalWrite | verbs.AccessRemoteWrite
+
+func testWriteSizes(t *testing.T, s *suite) {
+	p := s.pair(t, options{}).open()
+	for _, from := range []*endpoint{p.active, p.passive} {
+		to := p.other(from)
+		m := to.mr(depth)
+		const size = 140000
+		dst, src := to.buffer(size), from.buffer(size)
+		key := uint8(1)
+		for _, n := range []int{0, 1, 2, 3, 4, 5, 6, 7, 33, 1427, 1428, 4096, 65453, 65454, 65455, 65456, 131073} {
+			for _, off := range []int{0, 1, 2, 3, 4095} {
+				pattern(dst.Buf, 0x55)
+				pattern(src.Buf, key)
+				want := append([]byte(nil), dst.Buf...)
+				copy(want[off:], src.Buf[off&1:][:n])
+				w := to.fastReg(m, key, forWriting, 0x1000, dst.Buf)
+				key++
+				from.must(&verbs.WorkRequest{
+					Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova + uint64(off),
+					SGList: []verbs.SGE{{Buf: src.Buf[off&1:][:n], LKey: src.LKey}},
+				})
+				p.sync(from)
+				to.localInv(w)
+				if !bytes.Equal(dst.Buf, want) {
+					t.Fatalf("RDMA Write of %d octets at %d: memory differs from octet %d on", n, off, firstDifference(dst.Buf, want))
+				}
+			}
+		}
+	}
+}
+
+func firstDifference(a, b []byte) int {
+	for i := range a {
+		if a[i] != b[i] {
+			return i
+		}
+	}
+	return -1
+}
+
+func testReadSizes(t *testing.T, s *suite) {
+	p := s.pair(t, options{}).open()
+	for _, from := range []*endpoint{p.active, p.passive} {
+		to := p.other(from)
+		m := to.mr(depth)
+		const size = 140000
+		src, dst := to.buffer(size), from.buffer(size)
+		pattern(src.Buf, 9)
+		w := to.fastReg(m, 7, verbs.AccessRemoteRead, 0x2000, src.Buf)
+		for _, n := range []int{0, 1, 2, 3, 4, 5, 6, 7, 33, 1427, 1428, 4096, 65453, 65456, 131073} {
+			for _, off := range []int{0, 1, 2, 3, 4095} {
+				pattern(dst.Buf, 0x77)
+				want := append([]byte(nil), dst.Buf...)
+				copy(want[1:], src.Buf[off:][:n])
+				wc := from.must(&verbs.WorkRequest{
+					Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova + uint64(off),
+					SGList: []verbs.SGE{{Buf: dst.Buf[1:][:n], LKey: dst.LKey}},
+				})[0]
+				if int(wc.ByteLen) != n || wc.Opcode != verbs.OpRDMARead {
+					t.Fatalf("completion of an RDMA Read of %d octets: %+v", n, wc)
+				}
+				if !bytes.Equal(dst.Buf, want) {
+					t.Fatalf("RDMA Read of %d octets at %d: memory differs from octet %d on", n, off, firstDifference(dst.Buf, want))
+				}
+			}
+		}
+		to.localInv(w)
+	}
+}
+
+// testGaps: a registration gathers any pieces of any memory, at any address.
+func testGaps(t *testing.T, s *suite) {
+	p := s.pair(t, options{}).open()
+	const pieces = 300
+	m := p.passive.mr(512)
+	backing := make([]byte, pieces*700) // the Go heap's
+	pattern(backing, 0x11)
+	clean := append([]byte(nil), backing...)
+	var segs [][]byte
+	total := 0
+	for i := range pieces {
+		n := i % 600
+		segs = append(segs, backing[i*700+i%13:][:n])
+		total += n
+	}
+	data := p.active.buffer(total)
+	pattern(data.Buf, 0x22)
+
+	w := p.passive.fastReg(m, 1, forWriting, bigIOVA, segs...)
+	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{data}})
+	p.sync(p.active)
+	p.passive.localInv(w)
+	off := 0
+	for i, seg := range segs {
+		if !bytes.Equal(seg, data.Buf[off:off+len(seg)]) {
+			t.Fatalf("piece %d did not get its octets", i)
+		}
+		copy(clean[i*700+i%13:], seg)
+		off += len(seg)
+	}
+	if !bytes.Equal(backing, clean) {
+		t.Fatalf("octet %d between the pieces was written", firstDifference(backing, clean))
+	}
+
+	w = p.passive.fastReg(m, 2, verbs.AccessRemoteRead, bigIOVA+1, segs...)
+	back := p.active.buffer(total)
+	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{back}})
+	p.passive.localInv(w)
+	if !bytes.Equal(back.Buf, data.Buf) {
+		t.Fatalf("read back, octet %d of %d differs", firstDifference(back.Buf, data.Buf), total)
+	}
+}
+
+// testManyReads: more RDMA Reads than the negotiated depth, completed in order.
+func testManyReads(t *testing.T, s *suite) {
+	const n = 40
+	p := s.pair(t, options{activeParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3}, passiveParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3}})
+	src, dst := p.passive.buffer(n*5000), p.active.buffer(n*5000)
+	pattern(src.Buf, 5)
+	w := p.passive.fastReg(p.passive.mr(depth), 1, verbs.AccessRemoteRead, 0, src.Buf)
+	var wrs []*verbs.WorkRequest
+	order := make(chan int, n)
+	for i := range n {
+		wrs = append(wrs, &verbs.WorkRequest{
+			Opcode: verbs.OpRDMARead, Signaled: true, RKey: w.rkey, RemoteAddr: uint64(i * 5000), SGList: []verbs.SGE{{Buf: dst.Buf[i*5000:][:5000], LKey: dst.LKey}},
+			Done: func(wc *verbs.WorkCompletion) {
+				if wc.Status != verbs.StatusSuccess {
+					t.Errorf("RDMA Read %d: %v", i, wc.Status)
+				}
+				order <- i
+			},
+		})
+	}
+	if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
+		t.Fatal(err)
+	}
+	for want := range n {
+		if got := <-order; got != want {
+			t.Fatalf("RDMA Read %d completed where %d was due", got, want)
+		}
+	}
+	if !bytes.Equal(src.Buf, dst.Buf) {
+		t.Errorf("octet %d differs", firstDifference(src.Buf, dst.Buf))
+	}
+	p.passive.localInv(w)
+}
+
+// testReadThenSend: what is posted behind an RDMA Read completes behind it.
+func testReadThenSend(t *testing.T, s *suite) {
+	p := s.pair(t, options{})
+	src, dst := p.passive.buffer(100000), p.active.buffer(100000)
+	pattern(src.Buf, 6)
+	w := p.passive.fastReg(p.passive.mr(depth), 1, verbs.AccessRemoteRead, 0, src.Buf)
+	in := newComps()
+	for range 20 {
+		p.passive.recv(in, p.passive.buffer(4))
+		l := p.active.must(
+			&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, SGList: []verbs.SGE{dst}},
+			&verbs.WorkRequest{Opcode: verbs.OpSend},
+		)
+		if l[0].Opcode != verbs.OpRDMARead || l[1].Opcode != verbs.OpSend {
+			t.Fatalf("completed in the order %v, %v", l[0].Opcode, l[1].Opcode)
+		}
+	}
+	in.wait(t, 20)
+	p.passive.localInv(w)
+}
+
+// testRegisterOften: one MR goes through all its keys.
+func testRegisterOften(t *testing.T, s *suite) {
+	p := s.pair(t, options{}).open()
+	m := p.passive.mr(1)
+	dst, src := p.passive.buffer(8), p.active.buffer(8)
+	for i := range 260 {
+		pattern(src.Buf, byte(i))
+		w := p.passive.fastReg(m, uint8(i), forWriting, uint64(i)<<32, dst.Buf)
+		if w.rkey>>8 != m.RKey()>>8 {
+			t.Fatal("the STag index changed")
+		}
+		p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{src}})
+		p.sync(p.active)
+		p.passive.localInv(w)
+		if !bytes.Equal(src.Buf, dst.Buf) {
+			t.Fatalf("round %d: memory differs", i)
+		}
+	}
+}
+
+func testSendWithInvalidate(t *testing.T, s *suite) {
+	p := s.pair(t, options{}).open()
+	m := p.active.mr(1)
+	mem := p.active.buffer(8)
+	for i := range 10 {
+		w := p.active.fastReg(m, uint8(i), forWriting, 0, mem.Buf)
+		in := newComps()
+		p.active.recv(in, p.active.buffer(64))
+		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: w.rkey, SGList: []verbs.SGE{p.passive.buffer(40)}})
+		wc := in.wait(t, 1)[0]
+		if wc.Status != verbs.StatusSuccess || !wc.WithInv || wc.InvalidatedRKey != w.rkey || wc.ByteLen != 40 {
+			t.Fatalf("Receive of a Send With Invalidate of %#x: %+v", w.rkey, wc)
+		}
+		// FastReg of the next round fails unless the MR is invalid.
+	}
+	if n := p.active.qp.Stats().RemoteInvalidates; n != 10 {
+		t.Errorf("%d remote invalidations counted, want 10", n)
+	}
+}
+
+func testLocalInvOfFree(t *testing.T, s *suite) {
+	p := s.pair(t, options{})
+	m := p.active.mr(1)
+	w := p.active.fastReg(m, 1, forWriting, 0, p.active.buffer(8).Buf)
+	p.active.localInv(w)
+	p.active.localInv(w)
+}
+
+// testRegisterTwice: a valid MR cannot be registered; the connection is over.
+func testRegisterTwice(t *testing.T, s *suite) {
+	p := s.pair(t, options{}).open()
+	m := p.active.mr(1)
+	w := p.active.fastReg(m, 1, forWriting, 0, p.active.buffer(8).Buf)
+	wr := &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: 2, Access: forWriting, Segs: [][]byte{p.active.buffer(8).Buf}}
+	behind := &verbs.WorkRequest{Opcode: verbs.OpSend}
+	l := p.active.do(wr, behind)
+	if st := l[0].Status; st == verbs.StatusSuccess || st == verbs.StatusWRFlushErr {
+		t.Errorf("FastReg of the valid MR %#x: %v, want an error of its own", w.rkey, st)
+	}
+	if st := l[1].Status; st != verbs.StatusWRFlushErr {
+		t.Errorf("request behind the failed one: %v, want %v", st, verbs.StatusWRFlushErr)
+	}
+	p.active.goneWithin()
+	p.passive.goneWithin()
+}
+
+func testFastRegErrors(t *testing.T, s *suite) {
+	p := s.pair(t, options{})
+	page := p.active.dev.Attrs().PageSize
+	m := p.active.mr(2)
+	other, err := p.active.dev.AllocPD()
+	if err != nil {
+		t.Fatal(err)
+	}
+	foreign, err := other.AllocMR(2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	buf := p.active.buffer(4 * page).Buf
+	for name, wr := range map[string]*verbs.WorkRequest{
+		"no MR":            {Segs: [][]byte{buf[:8]}},
+		"no memory":        {MR: m},
+		"too long":         {MR: m, Segs: [][]byte{buf}},
+		"address wraps":    {MR: m, IOVA: 1<<64 - 4, Segs: [][]byte{buf[:8]}},
+		"MR of another PD": {MR: foreign, Segs: [][]byte{buf[:8]}},
+	} {
+		wr.Opcode, wr.Access, wr.Done = verbs.OpFastReg, forWriting, func(*verbs.WorkCompletion) {}
+		if bad, err := p.active.qp.PostSend(wr); bad != wr || err == nil {
+			t.Errorf("%s: posted", name)
+		}
+	}
+	if err := foreign.Dereg(); err != nil {
+		t.Error(err)
+	}
+	if err := other.Dealloc(); err != nil {
+		t.Error(err)
+	}
+	for _, d := range []int{0, -1, p.active.dev.Attrs().MaxFastRegPageListLen + 1} {
+		if _, err := p.active.pd.AllocMR(d); err == nil {
+			t.Errorf("an MR of depth %d was allocated", d)
+		}
+	}
+}
+
+// testChain: registrations and the Send that advertises them leave as one chain and take effect in order.
+func testChain(t *testing.T, s *suite) {
+	p := s.pair(t, options{}).open()
+	m1, m2 := p.active.mr(depth), p.active.mr(depth)
+	a, b := p.active.buffer(70000), p.active.buffer(70000)
+	call, in := p.active.buffer(100), newComps()
+	for i := range 30 {
+		key := uint8(i)
+		pattern(a.Buf, key)
+		clear(b.Buf)
+		p.passive.recv(in, p.passive.buffer(100))
+		before := p.active.qp.Stats()
+		p.active.must(
+			&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m1, NewKey: key, Access: verbs.AccessRemoteRead, IOVA: 0x10000, Segs: [][]byte{a.Buf}},
+			&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m2, NewKey: key, Access: forWriting, IOVA: 0x20000, Segs: [][]byte{b.Buf}},
+			&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{call}},
+		)
+		if d := p.active.qp.Stats().PostedChains - before.PostedChains; d != 1 {
+			t.Fatalf("%d chains counted for one post", d)
+		}
+		in.wait(t, i+1)
+		// The server's part: read one, write it to the other, reply.
+		tmp := p.passive.buffer(70000)
+		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: m1.RKey().WithKey(key), RemoteAddr: 0x10000, SGList: []verbs.SGE{tmp}})
+		reply := newComps()
+		p.active.recv(reply, call)
+		p.passive.must(
+			&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: m2.RKey().WithKey(key), RemoteAddr: 0x20000, SGList: []verbs.SGE{tmp}},
+			&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.passive.buffer(100)}},
+		)
+		reply.wait(t, 1)
+		p.active.must(
+			&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: m1.RKey().WithKey(key)},
+			&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: m2.RKey().WithKey(key)},
+		)
+		if !bytes.Equal(a.Buf, b.Buf) {
+			t.Fatalf("round %d: octet %d differs", i, firstDifference(a.Buf, b.Buf))
+		}
+	}
+}
