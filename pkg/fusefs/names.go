@@ -1,0 +1,234 @@
+package fusefs
+
+import (
+	"syscall"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+)
+
+// Lookup finds a name in a directory.
+func (fs *FS) Lookup(cancel <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+	r := fs.begin(OpLookup, cancel, h)
+	return fs.end(OpLookup, r, fs.lookup(r, h.NodeId, name, out))
+}
+
+func (fs *FS) lookup(r *request, dirID uint64, name string, out *fuse.EntryOut) error {
+	dir := fs.inodes.get(dirID)
+	if dir == nil {
+		return syscall.ESTALE
+	}
+	var res nfs3.LookupResult
+	start, err := fs.lookupRPC(r, dir, name, &res)
+	if hasStatus(err, nfs3.ErrNoEnt) && fs.opts.LookupCache == LookupCacheAll && !fs.opts.NoAC {
+		// Node 0 with a time is a name that the kernel may take as missing for that long.
+		*out = fuse.EntryOut{}
+		out.SetEntryTimeout(fs.timeout(dir))
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	_, err = fs.entry(r, dir, res.FH, &res.Attr, start, out)
+	return err
+}
+
+// lookupRPC makes the LOOKUP call, sent at start, and absorbs what it says of the directory.
+func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupResult) (start uint64, err error) {
+	for try := 0; ; try++ {
+		start = fs.tick()
+		err = fs.client.Lookup(r, r.cred, dir.fh, name, res)
+		if fs.again(r, err, try) {
+			continue
+		}
+		if res.DirAttr.Present {
+			fs.absorb(dir, &res.DirAttr.Attr, start)
+		}
+		return start, fs.nodeErr(dir, err)
+	}
+}
+
+// entry answers a request for a name with the node of fh, of which the kernel gets one more reference. post are the attributes
+// that came with fh in the reply to a call sent at start.
+func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64, out *fuse.EntryOut) (*inode, error) {
+	var known *nfs3.Attr
+	if post.Present {
+		known = &post.Attr
+	}
+	ino := fs.inodes.ref(fh, known)
+	a, settled, err := fs.entryAttr(r, ino, post, start)
+	if err != nil {
+		fs.inodes.forget(ino.id, 1)
+		return nil, err
+	}
+	fs.fillEntry(dir, ino, &a, settled, out)
+	return ino, nil
+}
+
+// entryAttr are the node's attributes: those of the reply, or newer ones.
+func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr, start uint64) (a nfs3.Attr, settled bool, err error) {
+	if post.Present && fs.absorb(ino, &post.Attr, start) {
+		ino.mu.Lock()
+		defer ino.mu.Unlock()
+		return ino.attr, true, nil
+	}
+	if err := fs.push(r, ino); err != nil {
+		return a, false, err
+	}
+	settled, err = fs.fetch(r, r.cred, ino, &a)
+	return a, settled, err
+}
+
+func (fs *FS) fillEntry(dir, ino *inode, a *nfs3.Attr, settled bool, out *fuse.EntryOut) {
+	*out = fuse.EntryOut{NodeId: ino.id}
+	fs.fillAttr(&out.Attr, a)
+	out.SetEntryTimeout(fs.entryTimeout(dir))
+	if settled {
+		out.SetAttrTimeout(fs.timeout(ino))
+	}
+}
+
+// entryTimeout is for how long the kernel may believe that a name stands for what it did: as long as for the directory's attributes.
+func (fs *FS) entryTimeout(dir *inode) time.Duration {
+	if fs.opts.LookupCache == LookupCacheNone || fs.opts.NoAC {
+		return 0
+	}
+	if t := fs.timeout(dir); t > 0 {
+		return t
+	}
+	return fs.opts.AcDirMin
+}
+
+// make does what CREATE, MKDIR, SYMLINK and MKNOD have in common: it makes the call, and asks for what the server left out of its reply.
+func (fs *FS) make(r *request, dir *inode, name string, out *fuse.EntryOut, call func(*nfs3.CreateResult) error) (*inode, error) {
+	var res nfs3.CreateResult
+	var start uint64
+	for try := 0; ; try++ {
+		start = fs.tick()
+		err := call(&res)
+		if fs.again(r, err, try) {
+			continue
+		}
+		fs.absorbWcc(dir, &res.DirWcc, start, true)
+		if err != nil {
+			return nil, fs.nodeErr(dir, err)
+		}
+		break
+	}
+	if !res.HasFH {
+		var found nfs3.LookupResult
+		var err error
+		if start, err = fs.lookupRPC(r, dir, name, &found); err != nil {
+			return nil, err
+		}
+		res.FH, res.Attr = found.FH, found.Attr
+	}
+	return fs.entry(r, dir, res.FH, &res.Attr, start, out)
+}
+
+// Mkdir answers mkdir(2).
+func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
+	r := fs.begin(OpMkdir, cancel, &in.InHeader)
+	return fs.end(OpMkdir, r, fs.mkdir(r, in, name, out))
+}
+
+func (fs *FS) mkdir(r *request, in *fuse.MkdirIn, name string, out *fuse.EntryOut) error {
+	dir := fs.inodes.get(in.NodeId)
+	if dir == nil {
+		return syscall.ESTALE
+	}
+	set := modeOnly(in.Mode)
+	_, err := fs.make(r, dir, name, out, func(res *nfs3.CreateResult) error {
+		return fs.client.Mkdir(r, r.cred, dir.fh, name, &set, res)
+	})
+	return err
+}
+
+// Mknod answers mknod(2), also of regular files.
+func (fs *FS) Mknod(cancel <-chan struct{}, in *fuse.MknodIn, name string, out *fuse.EntryOut) fuse.Status {
+	r := fs.begin(OpMknod, cancel, &in.InHeader)
+	return fs.end(OpMknod, r, fs.mknod(r, in, name, out))
+}
+
+func (fs *FS) mknod(r *request, in *fuse.MknodIn, name string, out *fuse.EntryOut) error {
+	dir := fs.inodes.get(in.NodeId)
+	if dir == nil {
+		return syscall.ESTALE
+	}
+	set := modeOnly(in.Mode)
+	var typ nfs3.FileType
+	switch in.Mode & syscall.S_IFMT {
+	case syscall.S_IFREG, 0:
+		_, err := fs.createFile(r, dir, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}, out)
+		return err
+	case syscall.S_IFCHR:
+		typ = nfs3.NF3CHR
+	case syscall.S_IFBLK:
+		typ = nfs3.NF3BLK
+	case syscall.S_IFIFO:
+		typ = nfs3.NF3FIFO
+	case syscall.S_IFSOCK:
+		typ = nfs3.NF3SOCK
+	default:
+		return syscall.EINVAL
+	}
+	dev := nfs3.Device{Major: unix.Major(uint64(in.Rdev)), Minor: unix.Minor(uint64(in.Rdev))}
+	_, err := fs.make(r, dir, name, out, func(res *nfs3.CreateResult) error {
+		return fs.client.Mknod(r, r.cred, dir.fh, name, typ, &set, dev, res)
+	})
+	return err
+}
+
+// Symlink answers symlink(2).
+func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
+	r := fs.begin(OpSymlink, cancel, h)
+	return fs.end(OpSymlink, r, fs.symlink(r, h.NodeId, target, name, out))
+}
+
+func (fs *FS) symlink(r *request, dirID uint64, target, name string, out *fuse.EntryOut) error {
+	dir := fs.inodes.get(dirID)
+	if dir == nil {
+		return syscall.ESTALE
+	}
+	set := modeOnly(0o777) // what lstat(2) shows of a symbolic link everywhere
+	_, err := fs.make(r, dir, name, out, func(res *nfs3.CreateResult) error {
+		return fs.client.Symlink(r, r.cred, dir.fh, name, target, &set, res)
+	})
+	return err
+}
+
+// Link answers link(2).
+func (fs *FS) Link(cancel <-chan struct{}, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status {
+	r := fs.begin(OpLink, cancel, &in.InHeader)
+	return fs.end(OpLink, r, fs.link(r, in, name, out))
+}
+
+func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut) error {
+	dir, ino := fs.inodes.get(in.NodeId), fs.inodes.get(in.Oldnodeid)
+	if dir == nil || ino == nil {
+		return syscall.ESTALE
+	}
+	if err := fs.push(r, ino); err != nil {
+		return err
+	}
+	fs.outdate(ino)
+	var res nfs3.LinkResult
+	var start uint64
+	for try := 0; ; try++ {
+		start = fs.tick()
+		err := fs.client.Link(r, r.cred, ino.fh, dir.fh, name, &res)
+		if fs.again(r, err, try) {
+			continue
+		}
+		fs.absorbWcc(dir, &res.DirWcc, start, true)
+		if err != nil {
+			return fs.nodeErr(ino, err)
+		}
+		break
+	}
+	_, err := fs.entry(r, dir, ino.fh, &res.Attr, start, out)
+	return err
+}

@@ -1,0 +1,112 @@
+package fusefs
+
+import (
+	"sync"
+	"syscall"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+)
+
+// maxIdleReads is how often in a row a server may answer a READ with nothing and without EOF.
+const maxIdleReads = 8
+
+// A readResult is data in a pool buffer, which goes to /dev/fuse from there and back to the pool afterwards.
+type readResult struct {
+	fs   *FS
+	buf  []byte
+	n    int
+	vecs [1][]byte
+}
+
+var readResults = sync.Pool{New: func() any { return new(readResult) }}
+
+// Bytes is the data itself; go-fuse's own buffer stays unused.
+func (res *readResult) Bytes([]byte) ([]byte, fuse.Status) { return res.buf[:res.n], fuse.OK }
+
+// Size is the number of octets.
+func (res *readResult) Size() int { return res.n }
+
+// Slices makes go-fuse write the buffer to /dev/fuse as it is, with writev(2), rather than through a pipe.
+func (res *readResult) Slices() ([][]byte, fuse.Status) { return res.vecs[:], fuse.OK }
+
+// Done is called when the kernel has the data.
+func (res *readResult) Done() {
+	res.fs.buffers.Put(res.buf)
+	*res = readResult{}
+	readResults.Put(res)
+}
+
+// Read answers read(2) and reads of pages. It returns less than was asked for only at the end of the file, because that is what the kernel
+// takes a short answer for.
+func (fs *FS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
+	r := fs.begin(OpRead, cancel, &in.InHeader)
+	res, err := fs.read(r, in)
+	status := fs.end(OpRead, r, err)
+	if status != fuse.OK {
+		return nil, status
+	}
+	fs.Counters.ReadBytes.Add(uint64(res.n))
+	return res, status
+}
+
+func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
+	h := fs.file(in.Fh)
+	if h == nil {
+		return nil, syscall.EBADF
+	}
+	if int64(in.Size) > int64(fs.buffers.Size()) {
+		return nil, syscall.EIO // Mount bounds the kernel's requests by the buffers
+	}
+	if err := fs.push(r, h.ino); err != nil {
+		return nil, err
+	}
+	buf := fs.getBuffer(r)
+	if buf == nil {
+		return nil, syscall.EINTR
+	}
+	n, err := fs.readFull(r, h, in.Offset, buf[:in.Size])
+	if err != nil {
+		fs.buffers.Put(buf)
+		return nil, err
+	}
+	res := readResults.Get().(*readResult)
+	res.fs, res.buf, res.n = fs, buf, n
+	res.vecs[0] = buf[:n]
+	return res, nil
+}
+
+// readFull reads until buf is full or the file ends.
+func (fs *FS) readFull(r *request, h *fileHandle, off uint64, buf []byte) (int, error) {
+	var res nfs3.ReadResult
+	for done, idle, try := 0, 0, 0; ; {
+		if done == len(buf) {
+			return done, nil
+		}
+		part := buf[done:min(len(buf), done+fs.opts.RSize)]
+		start := fs.tick()
+		err := fs.client.Read(r, h.cred, h.ino.fh, off+uint64(done), part, &res)
+		if fs.again(r, err, try) {
+			try++
+			continue
+		}
+		if err != nil {
+			return 0, fs.nodeErr(h.ino, err)
+		}
+		if res.Attr.Present {
+			fs.absorb(h.ino, &res.Attr.Attr, start)
+		}
+		done += res.N
+		if res.EOF {
+			return done, nil
+		}
+		if idle++; res.N > 0 {
+			idle = 0
+		}
+		if idle > maxIdleReads {
+			return 0, syscall.EIO
+		}
+		try = 0
+	}
+}

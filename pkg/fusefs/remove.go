@@ -1,0 +1,228 @@
+package fusefs
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"syscall"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+)
+
+// NFSv3 servers know no open files: a file whose last name is removed is gone, also for those who have it open. A client that wants to
+// be a UNIX renames such a file instead, to a name that says what it is, and removes that name with the last close.
+
+// sillyPrefix begins the names of such files; what cleans up behind crashed clients on servers looks for it.
+const sillyPrefix = ".nfs"
+
+// A sillyName is where an open file is that its user removed.
+type sillyName struct {
+	dir  *inode
+	name string
+	cred []byte // of who removed it
+}
+
+func newSillyName() string {
+	var b [8]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return sillyPrefix + hex.EncodeToString(b[:])
+}
+
+// Unlink answers unlink(2).
+func (fs *FS) Unlink(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
+	r := fs.begin(OpUnlink, cancel, h)
+	return fs.end(OpUnlink, r, fs.unlink(r, h.NodeId, name))
+}
+
+func (fs *FS) unlink(r *request, dirID uint64, name string) error {
+	dir := fs.inodes.get(dirID)
+	if dir == nil {
+		return syscall.ESTALE
+	}
+	target, last, err := fs.openTarget(r, dir, name)
+	if err != nil {
+		return err
+	}
+	if last && target.sillyName() != nil {
+		return syscall.EBUSY // it is the hidden name of a file in use
+	}
+	if last {
+		return fs.sillyRename(r, dir, name, target)
+	}
+	err = fs.removeRPC(r, r.cred, dir, name)
+	if target != nil {
+		fs.outdate(target)
+	}
+	return err
+}
+
+// openTarget is the regular file that name stands for, if it is open on this mount; last tells that it has no other name. Only the server can
+// say what a name stands for, so it is asked, but not while no file is open.
+func (fs *FS) openTarget(r *request, dir *inode, name string) (target *inode, last bool, err error) {
+	if fs.openFiles() == 0 {
+		return nil, false, nil
+	}
+	var res nfs3.LookupResult
+	start, err := fs.lookupRPC(r, dir, name, &res)
+	if hasStatus(err, nfs3.ErrNoEnt) {
+		return nil, false, nil // whoever asked gets the answer of its own call
+	}
+	if err != nil {
+		return nil, false, err
+	}
+	target = fs.inodes.find(res.FH)
+	if target == nil || fs.inodes.opensOf(target) == 0 {
+		return nil, false, nil
+	}
+	a, _, err := fs.entryAttr(r, target, &res.Attr, start)
+	if err != nil {
+		return nil, false, err
+	}
+	if a.Type == nfs3.NF3DIR {
+		return nil, false, nil
+	}
+	return target, a.Nlink <= 1, nil
+}
+
+// sillyRename hides an open file instead of removing it.
+func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) error {
+	silly := &sillyName{dir: dir, name: newSillyName(), cred: r.cred}
+	if err := fs.renameRPC(r, dir, name, dir, silly.name); err != nil {
+		return err
+	}
+	fs.Counters.SillyRenames.Add(1)
+	target.mu.Lock()
+	target.silly = silly
+	target.mu.Unlock()
+	fs.outdate(target)
+	if fs.inodes.opensOf(target) == 0 { // it was closed meanwhile, and whoever closed it saw no name to remove
+		fs.removeSilly(background{fs}, target)
+	}
+	return nil
+}
+
+// removeSilly removes a file that was hidden, if it was.
+func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
+	ino.mu.Lock()
+	silly := ino.silly
+	ino.silly = nil
+	ino.mu.Unlock()
+	if silly != nil {
+		_ = fs.removeRPC(ctx, silly.cred, silly.dir, silly.name) // there is nobody to tell
+		fs.outdate(ino)
+	}
+}
+
+func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name string) error {
+	for try := 0; ; try++ {
+		var wcc nfs3.WccData
+		start := fs.tick()
+		err := fs.client.Remove(ctx, cred, dir.fh, name, &wcc)
+		if fs.again(ctx, err, try) {
+			continue
+		}
+		fs.absorbWcc(dir, &wcc, start, true)
+		return fs.nodeErr(dir, err)
+	}
+}
+
+// Rmdir answers rmdir(2).
+func (fs *FS) Rmdir(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
+	r := fs.begin(OpRmdir, cancel, h)
+	return fs.end(OpRmdir, r, fs.rmdir(r, h.NodeId, name))
+}
+
+func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
+	dir := fs.inodes.get(dirID)
+	if dir == nil {
+		return syscall.ESTALE
+	}
+	for try := 0; ; try++ {
+		var wcc nfs3.WccData
+		start := fs.tick()
+		err := fs.client.Rmdir(r, r.cred, dir.fh, name, &wcc)
+		if fs.again(r, err, try) {
+			continue
+		}
+		fs.absorbWcc(dir, &wcc, start, true)
+		if hasStatus(err, nfs3.ErrExist) {
+			return syscall.ENOTEMPTY // some servers say so
+		}
+		return fs.nodeErr(dir, err)
+	}
+}
+
+// Rename answers rename(2). NFSv3 has none of renameat2(2)'s flags.
+func (fs *FS) Rename(cancel <-chan struct{}, in *fuse.RenameIn, oldName, newName string) fuse.Status {
+	r := fs.begin(OpRename, cancel, &in.InHeader)
+	return fs.end(OpRename, r, fs.rename(r, in, oldName, newName))
+}
+
+func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) error {
+	if in.Flags != 0 {
+		return syscall.EINVAL
+	}
+	from, to := fs.inodes.get(in.NodeId), fs.inodes.get(in.Newdir)
+	if from == nil || to == nil {
+		return syscall.ESTALE
+	}
+	target, last, err := fs.openTarget(r, to, newName)
+	if err != nil {
+		return err
+	}
+	hide := last && target.sillyName() == nil && !fs.isNamed(r, from, oldName, target)
+	if hide {
+		if err := fs.sillyRename(r, to, newName, target); err != nil {
+			return err
+		}
+	}
+	err = fs.renameRPC(r, from, oldName, to, newName)
+	if err != nil && hide {
+		fs.unhide(r, to, newName, target)
+	}
+	if target != nil {
+		fs.outdate(target)
+	}
+	return err
+}
+
+// isNamed tells whether name stands for ino: a file must not be hidden from a rename to itself.
+func (fs *FS) isNamed(r *request, dir *inode, name string, ino *inode) bool {
+	var res nfs3.LookupResult
+	_, err := fs.lookupRPC(r, dir, name, &res)
+	return err != nil || res.FH == ino.fh
+}
+
+// unhide gives a hidden file its name back, after what hid it failed.
+func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
+	ino.mu.Lock()
+	silly := ino.silly
+	ino.silly = nil
+	ino.mu.Unlock()
+	if silly != nil && fs.renameRPC(r, silly.dir, silly.name, dir, name) != nil {
+		ino.mu.Lock()
+		ino.silly = silly
+		ino.mu.Unlock()
+	}
+}
+
+func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newName string) error {
+	for try := 0; ; try++ {
+		var res nfs3.RenameResult
+		start := fs.tick()
+		err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
+		if fs.again(r, err, try) {
+			continue
+		}
+		fs.absorbWcc(from, &res.From, start, true)
+		if from != to {
+			fs.absorbWcc(to, &res.To, start, true)
+		}
+		if hasStatus(err, nfs3.ErrStale) {
+			fs.outdate(to)
+		}
+		return err
+	}
+}
