@@ -41,7 +41,8 @@
 //	stagTable.mu         STag index to MR
 //	connID.mu            what is known of a connection
 //
-// mr.mu is never held together with a QP's lock. No lock is held while waiting for a socket.
+// mr.mu may be taken inside qp.mu (PostSend executes a FastReg or LocalInv itself when the writer is not in the send
+// queue); never the other way round. No lock is held while waiting for a socket.
 //
 // # Files
 //

@@ -15,6 +15,7 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	}
 	var err error
 	posted := 0
+	ahead := q.sqSent == q.sqTail // the writer is not in the send queue
 	wr := first
 	for ; wr != nil; wr = wr.Next {
 		length, e := q.checkSend(wr)
@@ -31,7 +32,10 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 		q.enqueue(wr, length)
 		posted++
 	}
-	wake := posted > 0 && q.txIdle
+	if ahead {
+		q.runLocal()
+	}
+	wake := q.sqSent != q.sqTail && q.txIdle
 	q.mu.Unlock()
 	if posted > 0 {
 		q.stats.chains.Add(1)
@@ -117,6 +121,31 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 		e.sges = append(e.sges, wr.SGList...)
 	}
 	q.sqTail++
+}
+
+// runLocal executes the requests at the front of the queue that need no wire. It may do the writer's work because
+// the writer has executed everything before and looks at the queue again under mu; so an invalidation never waits
+// behind a Read Response that the peer is slow to take. What fails is left to the writer. Caller holds mu.
+func (q *qp) runLocal() {
+	from := q.sqSent
+	for q.sqSent != q.sqTail && q.executeLocal(&q.sq[q.sqSent&uint32(len(q.sq)-1)]) {
+		q.sqSent++
+	}
+	if q.sqSent != from {
+		q.reap()
+	}
+}
+
+// executeLocal executes a FastReg or LocalInv, and reports whether e was one and succeeded.
+func (q *qp) executeLocal(e *sqe) bool {
+	switch e.op {
+	case verbs.OpFastReg:
+		return e.mr.register(q, uint32(e.mr.first.WithKey(e.newKey)), e.access, e.iova, e.segs)
+	case verbs.OpLocalInv:
+		m := q.dev.table.lookup(uint32(e.inv))
+		return m != nil && m.invalidateLocal(q, uint32(e.inv))
+	}
+	return false
 }
 
 // PostRecv queues Receives.

@@ -68,8 +68,7 @@ type outstandingRead struct {
 
 // A qp is a reliable connection: queues, the negotiated depths, and the two goroutines of its stream.
 //
-// Lock order: mu, then a CQ's lock; rqMu, then a CQ's lock. An MR's lock is
-// never held together with any of them.
+// Lock order: mu, then an MR's lock; mu, then a CQ's lock; rqMu, then a CQ's lock.
 type qp struct {
 	dev    *device
 	pd     *protectionDomain

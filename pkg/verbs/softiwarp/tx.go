@@ -28,6 +28,9 @@ type transmitter struct {
 
 	sendMSN  uint32
 	readMSN  uint32
+	from     uint32 // what runQueue executes
+	tail     uint32
+	open     bool // FPDUs may be sent
 	answered bool // the last message was a Read Response: the send queue is next
 	spoke    bool // an FPDU has been sent
 	random   [stagSize]byte
@@ -81,7 +84,7 @@ const (
 func (t *transmitter) run() {
 	q := t.q
 	for {
-		w, tail, open, rr := t.wait()
+		w, rr := t.wait()
 		var err error
 		switch w {
 		case workNone:
@@ -89,7 +92,7 @@ func (t *transmitter) run() {
 			return
 		case workQueue:
 			t.answered = false
-			err = t.runQueue(tail, open)
+			err = t.runQueue()
 		case workRespond:
 			t.answered = true
 			err = t.respond(&rr)
@@ -107,26 +110,27 @@ func (t *transmitter) run() {
 	}
 }
 
-// wait returns the next thing to do; workNone when the QP is dead.
-func (t *transmitter) wait() (w work, tail uint32, open bool, rr readRequest) {
+// wait returns the next thing to do, workNone when the QP is dead, and takes what runQueue needs.
+func (t *transmitter) wait() (work, readRequest) {
 	q := t.q
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	for {
 		if q.state == qpDead {
-			return workNone, 0, false, rr
+			return workNone, readRequest{}
 		}
 		queue := t.queueReady()
 		switch {
 		case q.nudge:
 			q.nudge = false
-			return workNudge, 0, true, rr
+			return workNudge, readRequest{}
 		case q.txOpen && q.rrHead != q.rrTail && !(t.answered && queue):
-			rr = q.rrq[q.rrHead&uint32(len(q.rrq)-1)]
+			rr := q.rrq[q.rrHead&uint32(len(q.rrq)-1)]
 			q.rrHead++
-			return workRespond, 0, true, rr
+			return workRespond, rr
 		case queue:
-			return workQueue, q.sqTail, q.txOpen, rr
+			t.from, t.tail, t.open = q.sqSent, q.sqTail, q.txOpen
+			return workQueue, readRequest{}
 		}
 		t.answered = false
 		q.txIdle = true
@@ -152,10 +156,10 @@ func (t *transmitter) queueReady() bool {
 	return q.txOpen
 }
 
-// runQueue executes send queue entries up to tail, as far as possible without waiting for anything but the socket.
-func (t *transmitter) runQueue(tail uint32, open bool) error {
-	q := t.q
-	at := q.sqSent // only the writer changes it
+// runQueue executes the send queue entries that wait found, as far as possible without waiting for anything but the
+// socket. Until flush says that they are executed, they are this goroutine's.
+func (t *transmitter) runQueue() error {
+	q, at, tail, open := t.q, t.from, t.tail, t.open
 	t.b.begin()
 	for at != tail {
 		e := &q.sq[at&uint32(len(q.sq)-1)]
@@ -164,7 +168,7 @@ func (t *transmitter) runQueue(tail uint32, open bool) error {
 		}
 		switch e.op {
 		case verbs.OpFastReg:
-			if !e.mr.register(q, uint32(e.mr.first.WithKey(e.newKey)), e.access, e.iova, e.segs) {
+			if !q.executeLocal(e) {
 				return t.localFailure(at, e, verbs.StatusMWBindErr)
 			}
 		case verbs.OpLocalInv:
@@ -172,8 +176,7 @@ func (t *transmitter) runQueue(tail uint32, open bool) error {
 			if err := t.flush(at); err != nil {
 				return err
 			}
-			m := q.dev.table.lookup(uint32(e.inv))
-			if m == nil || !m.invalidateLocal(q, uint32(e.inv)) {
+			if !q.executeLocal(e) {
 				return t.localFailure(at, e, verbs.StatusLocProtErr)
 			}
 		case verbs.OpSend, verbs.OpSendWithInv, verbs.OpRDMAWrite:

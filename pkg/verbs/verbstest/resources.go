@@ -1,0 +1,121 @@
+package verbstest
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+var resourceTests = []conformanceTest{
+	{"Attrs", 0, testAttrs},
+	{"Busy", 0, testBusy},
+	{"CQDepth", 0, testCQDepth},
+	{"QPErrors", 0, testQPErrors},
+	{"STags", verbs.CapFastReg, testSTags},
+}
+
+func testAttrs(t *testing.T, s *suite) {
+	p := s.pair(t, options{noConnect: true})
+	a := p.active.dev.Attrs()
+	if a.Name == "" || a.PageSize <= 0 || a.MaxQPWR <= 0 || a.MaxCQE <= 0 || a.MaxSendSGE <= 0 || a.MaxRecvSGE <= 0 || a.MaxSGERd <= 0 {
+		t.Errorf("limits are missing: %+v", a)
+	}
+	if a.Caps.Has(verbs.CapFastReg) && (a.MaxFastRegPageListLen <= 0 || a.MaxMR <= 0) {
+		t.Errorf("fast registration without limits: %+v", a)
+	}
+}
+
+func testBusy(t *testing.T, s *suite) {
+	p := s.pair(t, options{noConnect: true})
+	if err := p.active.pd.Dealloc(); !errors.Is(err, verbs.ErrBusy) {
+		t.Errorf("deallocate a PD with a QP: %v, want ErrBusy", err)
+	}
+	if err := p.active.cq.Close(); !errors.Is(err, verbs.ErrBusy) {
+		t.Errorf("close a CQ with a QP: %v, want ErrBusy", err)
+	}
+	pd := mustPD(t, p.active.dev)
+	m, err := pd.RegMR(make([]byte, 8))
+	if p.active.dev.Attrs().Caps.Has(verbs.CapRegisterAny) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := pd.Dealloc(); !errors.Is(err, verbs.ErrBusy) {
+			t.Errorf("deallocate a PD with an MR: %v, want ErrBusy", err)
+		}
+		if err := m.Dereg(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// testCQDepth: a CQ that could overflow is refused when the QP is made.
+func testCQDepth(t *testing.T, s *suite) {
+	p := s.pair(t, options{noConnect: true})
+	id, err := s.newProvider(t).Resolve(within(t), p.active.id.RemoteAddr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { id.Close() })
+	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 10)
+	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 6, MaxRecvWR: 5}
+	if _, err := id.CreateQP(pd, attr); err == nil {
+		t.Fatal("a QP of 11 requests was made on a CQ of 10")
+	}
+	attr.MaxRecvWR = 4
+	if _, err := id.CreateQP(pd, attr); err != nil { // the refusal left nothing behind
+		t.Fatal(err)
+	}
+	id.Close()
+	if err := cq.Close(); err != nil {
+		t.Errorf("close the CQ behind its QP: %v", err)
+	}
+}
+
+func testQPErrors(t *testing.T, s *suite) {
+	p := s.pair(t, options{noConnect: true})
+	id, err := s.newProvider(t).Resolve(within(t), p.active.id.RemoteAddr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { id.Close() })
+	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 100)
+	max := id.Device().Attrs().MaxQPWR
+	for name, attr := range map[string]verbs.QPInitAttr{
+		"no CQ":              {MaxSendWR: 1, MaxRecvWR: 1},
+		"no send queue":      {SendCQ: cq, RecvCQ: cq, MaxRecvWR: 1},
+		"send queue too big": {SendCQ: cq, RecvCQ: cq, MaxSendWR: max + 1, MaxRecvWR: 1},
+		"too many SGEs":      {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1, MaxSendSGE: 1 << 20},
+	} {
+		if _, err := id.CreateQP(pd, attr); err == nil {
+			t.Errorf("%s: a QP was made", name)
+		}
+	}
+	if _, err := id.Device().CreateCQ(0); err == nil {
+		t.Error("a CQ of depth 0 was made")
+	}
+}
+
+// testSTags: indices are unpredictable: never 0, no two alike, not in sequence.
+func testSTags(t *testing.T, s *suite) {
+	const n = 500
+	p := s.pair(t, options{noConnect: true})
+	seen := make(map[verbs.RKey]bool)
+	inSequence := 0
+	var last verbs.RKey
+	for range n {
+		m := p.active.mr(1)
+		index := m.RKey() >> 8
+		if index == 0 || seen[index] {
+			t.Fatalf("STag index %#x is zero or was given twice", index)
+		}
+		seen[index] = true
+		if index-last == 1 {
+			inSequence++
+		}
+		last = index
+	}
+	if inSequence > n/50 {
+		t.Errorf("%d of %d STag indices follow their predecessor", inSequence, n)
+	}
+}
