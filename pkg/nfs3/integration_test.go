@@ -1,0 +1,436 @@
+package nfs3_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"syscall"
+	"testing"
+
+	gonfs "github.com/willscott/go-nfs"
+	"github.com/willscott/go-nfs/helpers"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// TestGanesha makes every procedure against NFS-Ganesha.
+func TestGanesha(t *testing.T) {
+	dir := t.TempDir()
+	s := ganeshatest.Start(t, dir)
+	session{
+		root: mount(t, mountd.Args{Host: s.Host, Port: s.MountPort, Export: s.Export}),
+		c:    dial(t, s.Addr()),
+		dir:  dir,
+	}.run(t)
+}
+
+// TestGoNFS makes every procedure against go-nfs in this process.
+func TestGoNFS(t *testing.T) {
+	dir := t.TempDir()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	handler := helpers.NewCachingHandler(helpers.NewNullAuthHandler(diskFS{dir}), 4096)
+	go func() { ended <- gonfs.Serve(ln, handler) }()
+	t.Cleanup(func() {
+		ln.Close()
+		<-ended
+	})
+	port := ln.Addr().(*net.TCPAddr).Port
+	session{
+		root:  mount(t, mountd.Args{Host: "127.0.0.1", Port: port, Export: "/any"}),
+		c:     dial(t, ln.Addr().String()),
+		dir:   dir,
+		goNFS: true,
+	}.run(t)
+}
+
+func mount(t *testing.T, args mountd.Args) nfs3.FH {
+	t.Helper()
+	args.Cred = &sunrpc.AuthSys{Machine: "test"}
+	res, err := mountd.Mount(t.Context(), args)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return res.FH
+}
+
+func dial(t *testing.T, addr string) *nfs3.Client {
+	t.Helper()
+	rpc, err := rpctcp.Dial(t.Context(), addr, rpctcp.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { rpc.Close() })
+	return nfs3.NewClient(rpc, nfs3.Options{})
+}
+
+// session is one server under test and the directory that it exports.
+type session struct {
+	c     *nfs3.Client
+	root  nfs3.FH
+	dir   string
+	goNFS bool // a server that departs from RFC 1813 in some places, named where they are
+}
+
+var (
+	ctx  = context.Background()
+	root = sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"})
+	user = sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test", UID: 1000, GID: 1000, GIDs: []uint32{1001}})
+)
+
+func (s session) run(t *testing.T) {
+	for _, step := range []struct {
+		name string
+		do   func(t *testing.T)
+	}{
+		{"the file system", s.fileSystem},
+		{"a file", s.file},
+		{"large data", s.largeData},
+		{"names", s.names},
+		{"special files", s.specialFiles},
+		{"attributes", s.attributes},
+		{"a directory", s.directory},
+		{"errors", s.errors},
+	} {
+		t.Run(step.name, step.do)
+	}
+}
+
+func (s session) fileSystem(t *testing.T) {
+	if err := s.c.Null(ctx, root); err != nil {
+		t.Error(err)
+	}
+	var attr nfs3.Attr
+	if err := s.c.GetAttr(ctx, root, s.root, &attr); err != nil || attr.Type != nfs3.NF3DIR {
+		t.Errorf("attributes of the root: %+v, error %v", attr, err)
+	}
+	var st syscall.Stat_t
+	if err := syscall.Stat(s.dir, &st); err != nil || attr.FileID != st.Ino && !s.goNFS || attr.Mode != st.Mode&nfs3.ModeMask {
+		t.Errorf("attributes of the root: %+v, on disk %+v", attr, st)
+	}
+	var info nfs3.FSInfoResult
+	if err := s.c.FSInfo(ctx, root, s.root, &info); err != nil || info.ReadMax < 4096 || info.WriteMax < 4096 || info.Properties&nfs3.FSFSymlink == 0 {
+		t.Errorf("FSINFO %+v, error %v", info, err)
+	}
+	var stat nfs3.FSStatResult
+	if err := s.c.FSStat(ctx, root, s.root, &stat); err != nil || stat.FreeBytes > stat.TotalBytes {
+		t.Errorf("FSSTAT %+v, error %v", stat, err)
+	}
+	var conf nfs3.PathConfResult
+	if err := s.c.PathConf(ctx, root, s.root, &conf); err != nil || conf.NameMax < 255 {
+		t.Errorf("PATHCONF %+v, error %v", conf, err)
+	}
+	var acc nfs3.AccessResult
+	if err := s.c.Access(ctx, root, s.root, nfs3.AccessRead|nfs3.AccessLookup|nfs3.AccessModify, &acc); err != nil || acc.Access&nfs3.AccessLookup == 0 {
+		t.Errorf("ACCESS %+v, error %v", acc, err)
+	}
+}
+
+// create makes a file and returns its handle.
+func (s session) create(t *testing.T, dir nfs3.FH, name string) nfs3.FH {
+	t.Helper()
+	var made nfs3.CreateResult
+	if err := s.c.Create(ctx, root, dir, name, &nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o640}}, &made); err != nil {
+		t.Fatal(err)
+	}
+	return s.handle(t, dir, name, &made)
+}
+
+// handle is that of what was made; a server may have left it out.
+func (s session) handle(t *testing.T, dir nfs3.FH, name string, made *nfs3.CreateResult) nfs3.FH {
+	t.Helper()
+	if made.HasFH {
+		return made.FH
+	}
+	var look nfs3.LookupResult
+	if err := s.c.Lookup(ctx, root, dir, name, &look); err != nil {
+		t.Fatal(err)
+	}
+	return look.FH
+}
+
+func (s session) file(t *testing.T) {
+	fh := s.create(t, s.root, "file")
+	var wrote nfs3.WriteResult
+	if err := s.c.Write(ctx, root, fh, 0, []byte("some content"), nfs3.Unstable, &wrote); err != nil || wrote.Count != 12 {
+		t.Fatalf("WRITE %+v, error %v", wrote, err)
+	}
+	var com nfs3.CommitResult
+	if err := s.c.Commit(ctx, root, fh, 0, 0, &com); err != nil || !s.goNFS && com.Verf != wrote.Verf {
+		t.Errorf("COMMIT %+v, error %v; WRITE's verifier was %x", com, err, wrote.Verf)
+	}
+	if err := s.c.Write(ctx, root, fh, 5, []byte("CONT"), nfs3.FileSync, &wrote); err != nil || wrote.Committed != nfs3.FileSync {
+		t.Errorf("WRITE %+v, error %v", wrote, err)
+	}
+	onDisk, err := os.ReadFile(filepath.Join(s.dir, "file"))
+	if err != nil || string(onDisk) != "some CONTent" {
+		t.Errorf("on disk %q, error %v", onDisk, err)
+	}
+	buf := make([]byte, 100)
+	var rd nfs3.ReadResult
+	if err := s.c.Read(ctx, root, fh, 0, buf, &rd); err != nil || string(buf[:rd.N]) != "some CONTent" || !rd.EOF {
+		t.Errorf("READ %q, %+v, error %v", buf[:rd.N], rd, err)
+	}
+	if err := s.c.Read(ctx, root, fh, 3, buf[:3], &rd); err != nil || string(buf[:rd.N]) != "e C" {
+		t.Errorf("READ of 3 %q, %+v, error %v", buf[:rd.N], rd, err)
+	}
+	if err := s.c.Read(ctx, root, fh, 1000, buf, &rd); err != nil || rd.N != 0 || !rd.EOF {
+		t.Errorf("READ behind the end: %+v, error %v", rd, err)
+	}
+	var wcc nfs3.WccData
+	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasSize: true, Size: 4}, nil, &wcc); err != nil {
+		t.Errorf("SETATTR: %v", err)
+	}
+	var attr nfs3.Attr
+	if err := s.c.GetAttr(ctx, root, fh, &attr); err != nil || attr.Size != 4 || attr.Mode != 0o640 || attr.Type != nfs3.NF3REG {
+		t.Errorf("GETATTR %+v, error %v", attr, err)
+	}
+}
+
+// largeData goes there and back in pieces of a mebibyte, or what the server takes.
+func (s session) largeData(t *testing.T) {
+	var info nfs3.FSInfoResult
+	if err := s.c.FSInfo(ctx, root, s.root, &info); err != nil {
+		t.Fatal(err)
+	}
+	size := int(min(info.ReadMax, info.WriteMax, 1<<20))
+	data := make([]byte, 3*size+1)
+	for i := range data {
+		data[i] = byte(rand.Uint32())
+	}
+	fh := s.create(t, s.root, "large")
+	for off := 0; off < len(data); {
+		var wrote nfs3.WriteResult
+		piece := data[off:min(off+size, len(data))]
+		if err := s.c.Write(ctx, root, fh, uint64(off), piece, nfs3.Unstable, &wrote); err != nil {
+			t.Fatal(err)
+		}
+		off += int(wrote.Count)
+	}
+	if err := s.c.Commit(ctx, root, fh, 0, 0, new(nfs3.CommitResult)); err != nil {
+		t.Error(err)
+	}
+	back := make([]byte, len(data))
+	for off := 0; off < len(back); {
+		var rd nfs3.ReadResult
+		if err := s.c.Read(ctx, root, fh, uint64(off), back[off:min(off+size, len(back))], &rd); err != nil || rd.N == 0 {
+			t.Fatalf("READ at %d: %+v, error %v", off, rd, err)
+		}
+		off += rd.N
+	}
+	if !bytes.Equal(back, data) {
+		t.Error("what was read is not what was written")
+	}
+}
+
+func (s session) names(t *testing.T) {
+	var made nfs3.CreateResult
+	if err := s.c.Mkdir(ctx, root, s.root, "dir", &nfs3.SetAttr{HasMode: true, Mode: 0o750}, &made); err != nil {
+		t.Fatal(err)
+	}
+	dir := s.handle(t, s.root, "dir", &made)
+	fh := s.create(t, dir, "one")
+	if s.goNFS { // its LINK takes SYMLINK's arguments
+		s.create(t, dir, "two")
+	} else if err := s.c.Link(ctx, root, fh, dir, "two", new(nfs3.LinkResult)); err != nil {
+		t.Errorf("LINK: %v", err)
+	}
+	var ren nfs3.RenameResult
+	if err := s.c.Rename(ctx, root, dir, "one", s.root, "three", &ren); err != nil {
+		t.Errorf("RENAME: %v", err)
+	}
+	var look nfs3.LookupResult
+	if err := s.c.Lookup(ctx, root, s.root, "three", &look); err != nil || !s.goNFS && look.Attr.Nlink != 2 {
+		t.Errorf("LOOKUP %+v, error %v", look, err)
+	}
+	if err := s.c.Rmdir(ctx, root, s.root, "dir", new(nfs3.WccData)); !errors.Is(err, syscall.ENOTEMPTY) && !s.goNFS {
+		t.Errorf("RMDIR of a full directory: %v", err)
+	}
+	if err := s.c.Remove(ctx, root, dir, "two", new(nfs3.WccData)); err != nil {
+		t.Errorf("REMOVE: %v", err)
+	}
+	if err := s.c.Rmdir(ctx, root, s.root, "dir", new(nfs3.WccData)); err != nil {
+		t.Errorf("RMDIR: %v", err)
+	}
+	target := "../some/where/" + string(bytes.Repeat([]byte("x"), 900))
+	if err := s.c.Symlink(ctx, root, s.root, "link", target, &nfs3.SetAttr{}, &made); err != nil {
+		t.Fatalf("SYMLINK: %v", err)
+	}
+	link := s.handle(t, s.root, "link", &made)
+	buf := make([]byte, nfs3.MaxPath)
+	var got nfs3.ReadLinkResult
+	if err := s.c.ReadLink(ctx, root, link, buf, &got); err != nil || string(buf[:got.N]) != target {
+		t.Errorf("READLINK %q, error %v", buf[:got.N], err)
+	}
+	if onDisk, err := os.Readlink(filepath.Join(s.dir, "link")); err != nil || onDisk != target {
+		t.Errorf("on disk %q, error %v", onDisk, err)
+	}
+	exclusive := nfs3.CreateHow{Mode: nfs3.Exclusive, Verf: nfs3.Verifier{1, 2, 3, 4, 5, 6, 7, 8}}
+	if err := s.c.Create(ctx, root, s.root, "excl", &exclusive, &made); err != nil && !s.goNFS {
+		t.Errorf("CREATE exclusive: %v", err)
+	}
+	if err := s.c.Create(ctx, root, s.root, "three", &nfs3.CreateHow{Mode: nfs3.Guarded}, &made); !errors.Is(err, syscall.EEXIST) {
+		t.Errorf("CREATE guarded of a file that exists: %v", err)
+	}
+}
+
+func (s session) specialFiles(t *testing.T) {
+	for _, x := range []struct {
+		name string
+		typ  nfs3.FileType
+		dev  nfs3.Device
+		mode uint32
+	}{
+		{"null", nfs3.NF3CHR, nfs3.Device{Major: 1, Minor: 3}, syscall.S_IFCHR},
+		{"loop", nfs3.NF3BLK, nfs3.Device{Major: 7, Minor: 300}, syscall.S_IFBLK},
+		{"pipe", nfs3.NF3FIFO, nfs3.Device{}, syscall.S_IFIFO},
+		{"sock", nfs3.NF3SOCK, nfs3.Device{}, syscall.S_IFSOCK},
+	} {
+		if s.goNFS && x.typ != nfs3.NF3FIFO {
+			continue // it takes devices for success without making them, and sockets depend on the working directory
+		}
+		var made nfs3.CreateResult
+		set := nfs3.SetAttr{HasMode: true, Mode: 0o600}
+		if err := s.c.Mknod(ctx, root, s.root, x.name, x.typ, &set, x.dev, &made); err != nil {
+			t.Errorf("MKNOD %s: %v", x.name, err)
+			continue
+		}
+		var st syscall.Stat_t
+		if err := syscall.Lstat(filepath.Join(s.dir, x.name), &st); err != nil || st.Mode&syscall.S_IFMT != x.mode {
+			t.Errorf("%s on disk: mode %o, error %v", x.name, st.Mode, err)
+		}
+		var attr nfs3.Attr
+		if err := s.c.GetAttr(ctx, root, s.handle(t, s.root, x.name, &made), &attr); err != nil || attr.Type != x.typ || attr.Rdev != x.dev {
+			t.Errorf("GETATTR %s: %+v, error %v", x.name, attr, err)
+		}
+	}
+}
+
+func (s session) attributes(t *testing.T) {
+	fh := s.create(t, s.root, "attrs")
+	var before nfs3.Attr
+	if err := s.c.GetAttr(ctx, root, fh, &before); err != nil {
+		t.Fatal(err)
+	}
+	mtime := nfs3.Time3{Sec: 1234567890, Nsec: 123456000}
+	set := nfs3.SetAttr{HasMode: true, Mode: 0o711, HasUID: true, UID: 1000, HasGID: true, GID: 1001,
+		AtimeHow: nfs3.SetToServerTime, MtimeHow: nfs3.SetToClientTime, Mtime: mtime}
+	var wcc nfs3.WccData
+	if err := s.c.SetAttr(ctx, root, fh, &set, &before.Ctime, &wcc); err != nil {
+		t.Fatalf("SETATTR: %v", err)
+	}
+	var after nfs3.Attr
+	if err := s.c.GetAttr(ctx, root, fh, &after); err != nil || after.UID != 1000 || after.GID != 1001 || after.Mtime != mtime {
+		t.Errorf("GETATTR %+v, error %v", after, err)
+	}
+	// By itself, because a change of the owner clears set-id bits.
+	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o6711}, nil, &wcc); err != nil || !s.goNFS && wcc.After.Mode != 0o6711 {
+		t.Errorf("SETATTR of the mode: %+v, error %v", wcc, err)
+	}
+	wrong := nfs3.Time3{Sec: before.Ctime.Sec - 5}
+	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true}, &wrong, &wcc); !errors.Is(err, syscall.EAGAIN) {
+		t.Errorf("SETATTR with a stale guard: %v", err)
+	}
+	if s.goNFS {
+		return // it does as every user what its process may
+	}
+	var acc nfs3.AccessResult
+	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o640, HasUID: true, UID: 5}, nil, &wcc); err != nil {
+		t.Error(err)
+	}
+	if err := s.c.Access(ctx, user, fh, nfs3.AccessRead|nfs3.AccessModify, &acc); err != nil || acc.Access != nfs3.AccessRead {
+		t.Errorf("ACCESS of a member of the group: %+v, error %v", acc, err)
+	}
+	if err := s.c.Write(ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)); !errors.Is(err, syscall.EACCES) {
+		t.Errorf("WRITE of a member of the group: %v", err)
+	}
+}
+
+// directory reads a directory of many entries, some pages long, both ways.
+func (s session) directory(t *testing.T) {
+	const files = 700
+	var made nfs3.CreateResult
+	if err := s.c.Mkdir(ctx, root, s.root, "many", &nfs3.SetAttr{HasMode: true, Mode: 0o755}, &made); err != nil {
+		t.Fatal(err)
+	}
+	dir := s.handle(t, s.root, "many", &made)
+	var want []string
+	for i := range files {
+		name := fmt.Sprintf("entry-%04d-%s", i, bytes.Repeat([]byte("n"), i%200))
+		want = append(want, name)
+		if err := os.WriteFile(filepath.Join(s.dir, "many", name), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	slices.Sort(want)
+	for _, plus := range []bool{false, true} {
+		var got []string
+		var res nfs3.ReadDirResult
+		var cookie uint64
+		pages := 0
+		for !res.EOF {
+			each := func(e *nfs3.DirEntry) bool {
+				cookie = e.Cookie
+				if name := string(e.Name); name != "." && name != ".." {
+					got = append(got, name)
+					if plus && !s.goNFS && (!e.HasFH || !e.Attr.Present || e.Attr.FileID != e.FileID) {
+						t.Errorf("entry %+v", e)
+					}
+				}
+				return true
+			}
+			var err error
+			if plus {
+				err = s.c.ReadDirPlus(ctx, root, dir, cookie, res.Verf, 8192, 32768, &res, each)
+			} else {
+				err = s.c.ReadDir(ctx, root, dir, cookie, res.Verf, 8192, &res, each)
+			}
+			if pages++; err != nil || pages > 2*files {
+				t.Fatalf("page %d, behind cookie %d: %v", pages, cookie, err)
+			}
+		}
+		slices.Sort(got)
+		if !slices.Equal(got, want) {
+			t.Errorf("plus %v: %d names in %d pages, want %d", plus, len(got), pages, len(want))
+		}
+		if pages < 3 {
+			t.Errorf("plus %v: all in %d pages", plus, pages)
+		}
+	}
+}
+
+func (s session) errors(t *testing.T) {
+	var look nfs3.LookupResult
+	if err := s.c.Lookup(ctx, root, s.root, "nothing", &look); !errors.Is(err, syscall.ENOENT) {
+		t.Errorf("LOOKUP of nothing: %v", err)
+	}
+	if err := s.c.Remove(ctx, root, s.root, "nothing", new(nfs3.WccData)); !errors.Is(err, syscall.ENOENT) {
+		t.Errorf("REMOVE of nothing: %v", err)
+	}
+	bad, err := nfs3.NewFH(bytes.Repeat([]byte{0x55}, 32))
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = s.c.GetAttr(ctx, root, bad, new(nfs3.Attr))
+	if !errors.Is(err, syscall.ESTALE) {
+		t.Errorf("GETATTR of a handle made up: %v", err)
+	}
+	canceled, cancel := context.WithCancel(ctx)
+	cancel()
+	if err := s.c.Null(canceled, root); !errors.Is(err, context.Canceled) || nfs3.Errno(err) != syscall.EINTR {
+		t.Errorf("canceled: %v", err)
+	}
+}
