@@ -1,0 +1,210 @@
+package svcrdma
+
+import (
+	"context"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+)
+
+const testTimeout = 20 * time.Second
+
+// startServer runs Serve on loopback for the length of the test.
+func startServer(t testing.TB, cfg Config) netip.AddrPort {
+	t.Helper()
+	l, err := softiwarp.New(softiwarp.Config{}).Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- Serve(ctx, l, cfg) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Serve: %v", err)
+		}
+		if err := l.Close(); err != nil {
+			t.Errorf("close listener: %v", err)
+		}
+	})
+	return l.Addr()
+}
+
+// received is one message from the server.
+type received struct {
+	status  verbs.Status
+	msg     []byte
+	withInv bool
+	inv     verbs.RKey
+}
+
+// rawClient is an RDMA peer that sends any octets and shows any octets.
+type rawClient struct {
+	t    testing.TB
+	id   verbs.ActiveID
+	pd   verbs.PD
+	cq   verbs.CQ
+	qp   verbs.QP
+	got  chan received
+	down chan error
+
+	mem    []byte // one region for receives, sends and chunks
+	memMR  verbs.MR
+	mrs    []verbs.MR
+	key    uint8
+	closed sync.Once
+}
+
+// Regions of rawClient.mem.
+const (
+	rawRecvSize = 16 << 10
+	rawRecvs    = 64
+	rawSendAt   = rawRecvSize * rawRecvs
+	rawSendSize = 64 << 10
+	rawChunkAt  = rawSendAt + rawSendSize
+	rawMem      = rawChunkAt + 2<<20
+)
+
+func dialRaw(t testing.TB, addr netip.AddrPort, private []byte) *rawClient {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	defer cancel()
+	id, err := softiwarp.New(softiwarp.Config{}).Resolve(ctx, addr)
+	must(t, err)
+	c := &rawClient{t: t, id: id, got: make(chan received, rawRecvs), down: make(chan error, 1)}
+	t.Cleanup(c.close)
+	c.pd, err = id.Device().AllocPD()
+	must(t, err)
+	c.cq, err = id.Device().CreateCQ(512)
+	must(t, err)
+	c.qp, err = id.CreateQP(c.pd, verbs.QPInitAttr{SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 64, MaxRecvWR: rawRecvs, MaxSendSGE: 1,
+		OnDisconnect: func(cause error) { c.down <- cause }})
+	must(t, err)
+	c.mem, err = verbs.AllocBuffer(rawMem)
+	must(t, err)
+	c.memMR, err = c.pd.RegMR(c.mem)
+	must(t, err)
+	for i := range rawRecvs {
+		c.postRecv(c.mem[i*rawRecvSize : (i+1)*rawRecvSize])
+	}
+	must(t, id.Connect(ctx, verbs.ConnParam{PrivateData: private, ResponderResources: 16}))
+	return c
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (c *rawClient) postRecv(buf []byte) {
+	_, err := c.qp.PostRecv(&verbs.RecvRequest{SGE: verbs.SGE{Buf: buf, LKey: c.memMR.LKey()}, Done: func(wc *verbs.WorkCompletion) {
+		if wc.Status != verbs.StatusSuccess {
+			return
+		}
+		c.got <- received{wc.Status, append([]byte(nil), buf[:wc.ByteLen]...), wc.WithInv, wc.InvalidatedRKey}
+		c.postRecv(buf)
+	}})
+	if err != nil && c.qp != nil {
+		return // closing
+	}
+}
+
+func (c *rawClient) close() {
+	c.closed.Do(func() {
+		_ = c.id.Close()
+		for _, mr := range c.mrs {
+			must(c.t, mr.Dereg())
+		}
+		if c.memMR != nil {
+			must(c.t, c.memMR.Dereg())
+			verbs.FreeBuffer(c.mem)
+		}
+		if c.cq != nil {
+			must(c.t, c.cq.Close())
+			must(c.t, c.pd.Dealloc())
+		}
+	})
+}
+
+// register gives the peer rights on mem[at:at+n] and returns it as a segment.
+func (c *rawClient) register(at, n int, access verbs.Access) rpcrdma.Segment {
+	c.t.Helper()
+	mr, err := c.pd.AllocMR(600)
+	must(c.t, err)
+	c.mrs = append(c.mrs, mr)
+	c.key++
+	addr := uint64(0xabc<<32) + uint64(at)
+	done := make(chan verbs.Status, 1)
+	_, err = c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpFastReg, Signaled: true, MR: mr, NewKey: c.key, Access: access, IOVA: addr,
+		Segs: [][]byte{c.mem[at : at+n]}, Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }})
+	must(c.t, err)
+	if st := <-done; st != verbs.StatusSuccess {
+		c.t.Fatalf("FastReg: %v", st)
+	}
+	return rpcrdma.Segment{Handle: uint32(mr.RKey().WithKey(c.key)), Length: uint32(n), Offset: addr}
+}
+
+func (c *rawClient) sendBytes(b []byte) {
+	c.t.Helper()
+	buf := c.mem[rawSendAt : rawSendAt+len(b)]
+	copy(buf, b)
+	done := make(chan verbs.Status, 1)
+	_, err := c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, SGList: []verbs.SGE{{Buf: buf, LKey: c.memMR.LKey()}},
+		Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }})
+	must(c.t, err)
+	if st := <-done; st != verbs.StatusSuccess {
+		c.t.Fatalf("Send: %v", st)
+	}
+}
+
+func (c *rawClient) sendMsg(h *rpcrdma.Header, body []byte) {
+	c.t.Helper()
+	h.Vers = max(h.Vers, 1)
+	h.Credits = 32
+	c.sendBytes(append(h.Append(nil), body...))
+}
+
+func (c *rawClient) receive() received {
+	c.t.Helper()
+	select {
+	case r := <-c.got:
+		return r
+	case err := <-c.down:
+		c.t.Fatalf("connection lost: %v", err)
+	case <-time.After(testTimeout):
+		c.t.Fatal("no answer")
+	}
+	panic("unreachable")
+}
+
+// exchange sends a call and returns the decoded answer.
+func (c *rawClient) exchange(h *rpcrdma.Header, body []byte) (rpcrdma.Header, []byte, received) {
+	c.t.Helper()
+	c.sendMsg(h, body)
+	r := c.receive()
+	var reply rpcrdma.Header
+	n, err := reply.Decode(r.msg)
+	if err != nil {
+		c.t.Fatalf("reply %x: %v", r.msg, err)
+	}
+	return reply, r.msg[n:], r
+}
+
+// rpcCall encodes a call with an AUTH_NONE credential.
+func rpcCall(xid, prog, vers, proc uint32, args []byte) []byte {
+	b := sunrpc.AppendCall(nil, xid, prog, vers, proc, sunrpc.AppendAuthNone(nil))
+	return append(b, args...)
+}
+
+func ownPrivate(remoteInv bool, size int) []byte {
+	return rpcrdma.Private{RemoteInv: remoteInv, SendSize: size, RecvSize: size}.Append(nil)
+}

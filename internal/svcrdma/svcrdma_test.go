@@ -1,0 +1,557 @@
+package svcrdma
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// testHandler answers READ with as many octets as asked, and anything else with the call's own arguments behind status 0. It keeps the last call.
+type testHandler struct {
+	calls atomic.Int64
+	mu    sync.Mutex
+	last  []byte
+}
+
+func pattern(n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i*7 + i>>8)
+	}
+	return b
+}
+
+// readResults is a READ3resok without attributes.
+func readResults(n int) []byte {
+	b := sunrpc.AppendUint32(nil, 0)
+	b = sunrpc.AppendUint32(b, 0)
+	b = sunrpc.AppendUint32(b, uint32(n))
+	b = sunrpc.AppendUint32(b, 1)
+	return sunrpc.AppendOpaque(b, pattern(n))
+}
+
+func (h *testHandler) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+	h.calls.Add(1)
+	h.mu.Lock()
+	h.last = append([]byte(nil), call...)
+	h.mu.Unlock()
+	hdr, args, err := sunrpc.ParseCall(call)
+	if err != nil {
+		return nil, err
+	}
+	reply = sunrpc.AppendAcceptedReply(reply, hdr.XID, sunrpc.Success)
+	if hdr.Prog == progNFS && hdr.Vers == versNFS3 && hdr.Proc == procRead {
+		d := sunrpc.NewDecoder(args)
+		d.Opaque(maxHandle)
+		d.Uint64()
+		return append(reply, readResults(int(d.Uint32()))...), nil
+	}
+	if hdr.Prog == testProg { // the first word asks for a size
+		d := sunrpc.NewDecoder(args)
+		return append(reply, pattern(int(d.Uint32()))...), nil
+	}
+	return append(sunrpc.AppendUint32(reply, 0), args...), nil
+}
+
+func (h *testHandler) lastCall() []byte {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.last
+}
+
+const testProg = 400000
+
+func readArgs(n int) []byte {
+	b := sunrpc.AppendOpaque(nil, []byte("handle"))
+	b = sunrpc.AppendUint64(b, 0)
+	return sunrpc.AppendUint32(b, uint32(n))
+}
+
+// writeHead is a WRITE3args up to the data.
+func writeHead(n int) []byte {
+	b := sunrpc.AppendOpaque(nil, []byte("handle12"))
+	b = sunrpc.AppendUint64(b, 0)
+	b = sunrpc.AppendUint32(b, uint32(n))
+	b = sunrpc.AppendUint32(b, 2)
+	return sunrpc.AppendUint32(b, uint32(n))
+}
+
+func TestInline(t *testing.T) {
+	addr := startServer(t, Config{Handler: &testHandler{}, Credits: 7})
+	c := dialRaw(t, addr, ownPrivate(false, 4096))
+	priv, found := rpcrdma.ParsePrivate(c.id.Peer().PrivateData)
+	if !found || priv != (rpcrdma.Private{SendSize: 4096, RecvSize: 4096}) {
+		t.Errorf("server's private data: %+v %v", priv, found)
+	}
+	_, _, r := c.exchange(&rpcrdma.Header{XID: 5}, rpcCall(5, progNFS, 3, 1, []byte("args")))
+	want := rpcrdma.Header{XID: 5, Vers: 1, Credits: 7}
+	exact := append(want.Append(nil), append(sunrpc.AppendUint32(sunrpc.AppendAcceptedReply(nil, 5, 0), 0), "args"...)...)
+	if !bytes.Equal(r.msg, exact) {
+		t.Errorf("reply\n%x, want\n%x", r.msg, exact)
+	}
+}
+
+func TestReadChunks(t *testing.T) {
+	h := &testHandler{}
+	addr := startServer(t, Config{Handler: h})
+	c := dialRaw(t, addr, ownPrivate(true, 4096))
+	copy(c.mem[rawChunkAt:], pattern(1<<20))
+	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteRead)
+	xid := uint32(100)
+	for _, n := range []int{1, 2, 3, 4, 5, 4093, 5000, 100001, 1 << 20} {
+		for _, padded := range []bool{false, true} {
+			for _, cuts := range []int{1, 3, 40} {
+				xid++
+				body := rpcCall(xid, progNFS, 3, procWrite, writeHead(n))
+				total := n
+				if padded {
+					total = min(sunrpc.Pad4(n), 1<<20)
+				}
+				hd := rpcrdma.Header{XID: xid}
+				for i := range cuts { // any boundaries, some segments empty
+					from, to := total*i/cuts, total*(i+1)/cuts
+					hd.Reads = append(hd.Reads, rpcrdma.ReadSegment{Position: uint32(len(body)),
+						Segment: rpcrdma.Segment{Handle: seg.Handle, Length: uint32(to - from), Offset: seg.Offset + uint64(from)}})
+				}
+				rep, _, _ := c.exchange(&hd, body)
+				want := append(append([]byte(nil), body...), sunrpc.AppendFixed(nil, pattern(n))...)
+				got := h.lastCall()
+				if padded && len(got) == len(want) { // the chunk's own pad octets are the client's, not zero
+					copy(got[len(body)+n:], want[len(body)+n:])
+				}
+				// The handler echoes the arguments, so that large ones cannot come back inline.
+				if rep.Proc != rpcrdma.ProcMsg && n < 3000 {
+					t.Fatalf("%d octets, %d segments: %v %v", n, cuts, rep.Proc, rep.Err)
+				}
+				if !bytes.Equal(got, want) {
+					t.Fatalf("%d octets, padded %v, %d segments: rebuilt call of %d octets is wrong, want %d", n, padded, cuts, len(got), len(want))
+				}
+			}
+		}
+	}
+}
+
+func TestPositionZeroChunk(t *testing.T) {
+	h := &testHandler{}
+	c := dialRaw(t, startServer(t, Config{Handler: h}), ownPrivate(false, 4096))
+	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteRead)
+	sub := func(from, n int) rpcrdma.Segment {
+		return rpcrdma.Segment{Handle: seg.Handle, Length: uint32(n), Offset: seg.Offset + uint64(from)}
+	}
+	whole := rpcCall(1, progNFS, 3, procWrite, append(writeHead(6000), pattern(6000)...))
+	copy(c.mem[rawChunkAt:], whole)
+	c.exchange(&rpcrdma.Header{XID: 1, Proc: rpcrdma.ProcNoMsg, Reads: []rpcrdma.ReadSegment{
+		{Segment: sub(0, 30)}, {Segment: sub(30, len(whole)-30)}}}, nil)
+	if !bytes.Equal(h.lastCall(), whole) {
+		t.Errorf("position-zero chunk: rebuilt call is wrong")
+	}
+
+	// The long call's own data item reduced: position-zero chunk and read chunk.
+	head := rpcCall(2, progNFS, 3, procWrite, writeHead(4001))
+	copy(c.mem[rawChunkAt:], head)
+	copy(c.mem[rawChunkAt+8192:], pattern(4001))
+	c.exchange(&rpcrdma.Header{XID: 2, Proc: rpcrdma.ProcNoMsg, Reads: []rpcrdma.ReadSegment{
+		{Segment: sub(0, 9)}, {Segment: sub(9, len(head)-9)}, {Position: uint32(len(head)), Segment: sub(8192, 4001)}}}, nil)
+	if want := append(head, sunrpc.AppendFixed(nil, pattern(4001))...); !bytes.Equal(h.lastCall(), want) {
+		t.Errorf("position-zero and read chunk: rebuilt call is wrong")
+	}
+
+	// Two positions in a COMPOUND (RFC 8267 §6.4), where both are in the middle of the body.
+	a, b, z := []byte("AAAABBBBCCCC"), []byte("DDDD"), []byte("EEEEFFFF")
+	base := rpcCall(3, progNFS, versNFS4, 1, a)
+	body := append(append(append([]byte(nil), base...), b...), z...)
+	copy(c.mem[rawChunkAt:], "12345678")
+	p1 := len(base)
+	p2 := p1 + 8 + len(b) // 5 octets and pad, then b
+	c.exchange(&rpcrdma.Header{XID: 3, Reads: []rpcrdma.ReadSegment{
+		{Position: uint32(p2), Segment: sub(0, 4)}, {Position: uint32(p1), Segment: sub(0, 5)}}}, body)
+	want := append(append(append(append([]byte(nil), base...), "12345\x00\x00\x00"...), b...), append([]byte("1234"), z...)...)
+	if !bytes.Equal(h.lastCall(), want) {
+		t.Errorf("two positions:\n%q, want\n%q", h.lastCall(), want)
+	}
+}
+
+func TestWriteChunks(t *testing.T) {
+	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}}), ownPrivate(false, 4096))
+	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
+	sub := func(from, n int) rpcrdma.Segment {
+		return rpcrdma.Segment{Handle: seg.Handle, Length: uint32(n), Offset: seg.Offset + uint64(from)}
+	}
+	xid := uint32(0)
+	for _, n := range []int{0, 1, 2, 3, 4, 4097, 10002, 100003, 1<<20 - 8} {
+		mem := c.mem[rawChunkAt : rawChunkAt+1<<20]
+		for i := range mem {
+			mem[i] = 0xee
+		}
+		xid++
+		first := min(n, 1001)
+		h := rpcrdma.Header{XID: xid, Writes: []rpcrdma.Chunk{{sub(0, first), sub(first, 0), sub(first, n-first), sub(n, 8)}, {sub(0, 64)}}}
+		rep, body, _ := c.exchange(&h, rpcCall(xid, progNFS, 3, procRead, readArgs(n)))
+		if rep.Proc != rpcrdma.ProcMsg || len(rep.Reads) != 0 || len(rep.Writes) != 2 || len(rep.Writes[0]) != 4 {
+			t.Fatalf("%d octets: %+v", n, rep)
+		}
+		lens := [5]uint32{rep.Writes[0][0].Length, rep.Writes[0][1].Length, rep.Writes[0][2].Length, rep.Writes[0][3].Length, rep.Writes[1][0].Length}
+		if lens != [5]uint32{uint32(first), 0, uint32(n - first), 0, 0} {
+			t.Errorf("%d octets: lengths %v", n, lens)
+		}
+		if !bytes.Equal(mem[:n], pattern(n)) {
+			t.Errorf("%d octets: wrong data", n)
+		}
+		if !bytes.Equal(mem[n:min(n+8, len(mem))], bytes.Repeat([]byte{0xee}, min(8, len(mem)-n))) {
+			t.Errorf("%d octets: written behind the item", n)
+		}
+		if want := sunrpc.AcceptedReplySize + 20; len(body) != want || binary.BigEndian.Uint32(body[want-4:]) != uint32(n) {
+			t.Errorf("%d octets: inline part %x", n, body)
+		}
+	}
+
+	// An empty chunk asks for the data inline (RFC 8166 §4.3.2.3).
+	rep, body, _ := c.exchange(&rpcrdma.Header{XID: 900, Writes: []rpcrdma.Chunk{{}}}, rpcCall(900, progNFS, 3, procRead, readArgs(10)))
+	if want := append(sunrpc.AppendAcceptedReply(nil, 900, 0), readResults(10)...); len(rep.Writes) != 1 || len(rep.Writes[0]) != 0 || !bytes.Equal(body, want) {
+		t.Errorf("empty chunk: %+v %x", rep, body)
+	}
+
+	// A chunk is never used for a result that is not eligible.
+	rep, _, _ = c.exchange(&rpcrdma.Header{XID: 901, Writes: []rpcrdma.Chunk{{sub(0, 100)}}}, rpcCall(901, progNFS, 3, 1, []byte("args")))
+	if rep.Writes[0][0].Length != 0 {
+		t.Errorf("chunk of a GETATTR used: %+v", rep)
+	}
+	c.wantErrChunk(&rpcrdma.Header{XID: 902, Writes: []rpcrdma.Chunk{{sub(0, 99)}}}, rpcCall(902, progNFS, 3, procRead, readArgs(100)))
+}
+
+// wantErrChunk sends a call and expects exactly an ERR_CHUNK.
+func (c *rawClient) wantErrChunk(h *rpcrdma.Header, body []byte) {
+	c.t.Helper()
+	rep, rest, r := c.exchange(h, body)
+	if rep.Proc != rpcrdma.ProcError || rep.Err != rpcrdma.ErrChunk || rep.XID != h.XID || rep.Credits == 0 || len(r.msg) != rpcrdma.ErrChunkSize || len(rest) != 0 || r.withInv {
+		c.t.Errorf("want ERR_CHUNK, got %+v", rep)
+	}
+}
+
+func TestReplyChunk(t *testing.T) {
+	for _, always := range []bool{false, true} {
+		t.Run(fmt.Sprint("always ", always), func(t *testing.T) {
+			c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, AlwaysReplyChunk: always}), ownPrivate(false, 4096))
+			seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
+			sub := func(from, n int) rpcrdma.Segment {
+				return rpcrdma.Segment{Handle: seg.Handle, Length: uint32(n), Offset: seg.Offset + uint64(from)}
+			}
+			ask := func(xid uint32, n int) []byte {
+				return rpcCall(xid, testProg, 1, 1, sunrpc.AppendUint32(nil, uint32(n)))
+			}
+			const head = sunrpc.AcceptedReplySize
+			rep, body, _ := c.exchange(&rpcrdma.Header{XID: 1, HasReply: true, Reply: rpcrdma.Chunk{sub(0, 20), sub(20, 9000), sub(9020, 100)}}, ask(1, 8000))
+			if rep.Proc != rpcrdma.ProcNoMsg || len(body) != 0 || rep.Reply[0].Length != 20 || rep.Reply[1].Length != 8000+head-20 || rep.Reply[2].Length != 0 {
+				t.Errorf("long reply: %+v", rep)
+			}
+			if want := append(sunrpc.AppendAcceptedReply(nil, 1, 0), pattern(8000)...); !bytes.Equal(c.mem[rawChunkAt:rawChunkAt+len(want)], want) {
+				t.Error("long reply: wrong data")
+			}
+			rep, body, _ = c.exchange(&rpcrdma.Header{XID: 2, HasReply: true, Reply: rpcrdma.Chunk{sub(0, 9000)}}, ask(2, 100))
+			if always != (rep.Proc == rpcrdma.ProcNoMsg) || !rep.HasReply || (rep.Reply[0].Length == 0) == always || (len(body) == 0) != always {
+				t.Errorf("short reply: %+v and %d octets", rep, len(body))
+			}
+
+			// Both lists: data by the Write chunk, the rest by the Reply chunk (RFC 8166 §3.5.3).
+			rep, _, _ = c.exchange(&rpcrdma.Header{XID: 3, Writes: []rpcrdma.Chunk{{sub(100000, 5000)}}, HasReply: true, Reply: rpcrdma.Chunk{sub(0, 9000)}},
+				rpcCall(3, progNFS, 3, procRead, readArgs(5000)))
+			if rep.Writes[0][0].Length != 5000 || always != (rep.Proc == rpcrdma.ProcNoMsg) || (always && rep.Reply[0].Length != head+20) {
+				t.Errorf("both: %+v", rep)
+			}
+
+			c.wantErrChunk(&rpcrdma.Header{XID: 4, HasReply: true, Reply: rpcrdma.Chunk{sub(0, 7999)}}, ask(4, 8000))
+			c.wantErrChunk(&rpcrdma.Header{XID: 5, HasReply: true}, ask(5, 8000))
+			c.wantErrChunk(&rpcrdma.Header{XID: 6}, ask(6, 8000))
+
+			// To the octet: 4096 go inline, 4100 do not.
+			_, body, r := c.exchange(&rpcrdma.Header{XID: 7}, ask(7, 4096-rpcrdma.MinHeaderSize-head))
+			if len(r.msg) != 4096 || len(body) != 4096-rpcrdma.MinHeaderSize {
+				t.Errorf("full inline reply of %d octets", len(r.msg))
+			}
+			c.wantErrChunk(&rpcrdma.Header{XID: 8}, ask(8, 4100-rpcrdma.MinHeaderSize-head))
+		})
+	}
+}
+
+func TestNoPrivateDataMeans1024(t *testing.T) {
+	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, RemoteInv: true}), nil)
+	_, _, r := c.exchange(&rpcrdma.Header{XID: 1}, rpcCall(1, testProg, 1, 1, sunrpc.AppendUint32(nil, 1024-52)))
+	if len(r.msg) != 1024 {
+		t.Errorf("reply of %d octets", len(r.msg))
+	}
+	c.wantErrChunk(&rpcrdma.Header{XID: 2}, rpcCall(2, testProg, 1, 1, sunrpc.AppendUint32(nil, 1024-51)))
+}
+
+func TestTransportErrors(t *testing.T) {
+	h := &testHandler{}
+	c := dialRaw(t, startServer(t, Config{Handler: h}), ownPrivate(false, 4096))
+	call := func(xid uint32) []byte { return rpcCall(xid, progNFS, 3, 0, nil) }
+	be := binary.BigEndian
+
+	raw := func(words ...uint32) (b []byte) {
+		for _, w := range words {
+			b = be.AppendUint32(b, w)
+		}
+		return b
+	}
+	expect := func(name string, send, want []byte) {
+		t.Helper()
+		c.sendBytes(send)
+		if got := c.receive().msg; !bytes.Equal(got, want) {
+			t.Errorf("%s: %x, want %x", name, got, want)
+		}
+	}
+	errChunk := func(xid uint32) []byte { return raw(xid, 1, 64, 4, 2) }
+	expect("version 2", raw(1, 2, 8, 0, 0, 0, 0), raw(1, 2, 64, 4, 1, 1, 1))
+	expect("MSGP", raw(2, 1, 8, 2, 0, 0, 0), errChunk(2))
+	expect("rdma_proc 77", raw(3, 1, 8, 77, 0, 0, 0), errChunk(3))
+	expect("bad discriminator", raw(4, 1, 8, 0, 2, 0, 0), errChunk(4))
+	expect("segments that are not there", raw(5, 1, 8, 0, 0, 1, 0xffffffff, 0, 0), errChunk(5))
+	expect("position 3", raw(6, 1, 8, 0, 1, 3, 9, 4, 0, 1, 0, 0, 0), errChunk(6))
+	expect("NOMSG without lists", raw(7, 1, 8, 1, 0, 0, 0), errChunk(7))
+	expect("position behind the body", append(raw(8, 1, 8, 0, 1, 400, 9, 4, 0, 1, 0, 0, 0), call(8)...), errChunk(8))
+	expect("chunk of 4 GiB", append(raw(9, 1, 8, 0, 1, 40, 9, 0xffffffff, 0, 1, 0, 0, 0), call(9)...), errChunk(9))
+	expect("XIDs differ", append(raw(10, 1, 8, 0, 0, 0, 0), call(11)...), errChunk(10))
+	expect("MSG with a position-zero chunk", append(raw(12, 1, 8, 0, 1, 0, 9, 4, 0, 1, 0, 0, 0), call(12)...), errChunk(12))
+	expect("header alone", raw(13, 1, 8, 0, 0, 0, 0), errChunk(13))
+
+	msg := raw(14, 1, 64, 0, 0, 0, 0)
+	expect("arguments do not parse", append(raw(14, 1, 8, 0, 0, 0, 0), raw(14, 0, 2, progNFS)...),
+		append(append([]byte(nil), msg...), sunrpc.AppendAcceptedReply(nil, 14, sunrpc.GarbageArgs)...))
+	bad := call(14)
+	be.PutUint32(bad[8:], 3)
+	expect("RPC version 3", append(raw(14, 1, 8, 0, 0, 0, 0), bad...), append(append([]byte(nil), msg...), sunrpc.AppendMismatchReply(nil, 14)...))
+
+	// Discarded: nothing comes back for them, and the next call is answered.
+	c.sendBytes(raw(20, 1, 8, 3, 0, 0, 0))
+	c.sendBytes(raw(21, 1, 8, 4, 1, 1, 1))
+	c.sendBytes(raw(22, 1, 8, 0, 0, 0)[:27-4])
+	c.sendBytes([]byte{1})
+	c.sendBytes(append(raw(23, 1, 8, 0, 0, 0, 0), sunrpc.AppendAcceptedReply(nil, 23, 0)...))
+	rep, _, _ := c.exchange(&rpcrdma.Header{XID: 24}, call(24))
+	if rep.XID != 24 || h.calls.Load() != 1 {
+		t.Errorf("answer to %d, %d calls executed", rep.XID, h.calls.Load())
+	}
+}
+
+func TestIneligibleReduction(t *testing.T) {
+	h := &testHandler{}
+	c := dialRaw(t, startServer(t, Config{Handler: h}), ownPrivate(false, 4096))
+	seg := c.register(rawChunkAt, 4096, verbs.AccessRemoteRead)
+	seg.Length = 8
+	body := rpcCall(1, progNFS, 3, 1, sunrpc.AppendUint32(nil, 8)) // GETATTR's handle
+	_, got, _ := c.exchange(&rpcrdma.Header{XID: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
+	if !bytes.Equal(got, sunrpc.AppendAcceptedReply(nil, 1, sunrpc.GarbageArgs)) {
+		t.Errorf("reduced handle: %x", got)
+	}
+	body = rpcCall(2, progNFS, 3, procWrite, writeHead(100)) // a chunk that is shorter than the item
+	_, got, _ = c.exchange(&rpcrdma.Header{XID: 2, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
+	if !bytes.Equal(got, sunrpc.AppendAcceptedReply(nil, 2, sunrpc.GarbageArgs)) {
+		t.Errorf("short chunk: %x", got)
+	}
+	if h.calls.Load() != 0 {
+		t.Errorf("%d calls executed", h.calls.Load())
+	}
+}
+
+func TestRemoteInvalidation(t *testing.T) {
+	for _, tc := range []struct{ server, client, want bool }{{true, true, true}, {true, false, false}, {false, true, false}} {
+		c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, RemoteInv: tc.server}), ownPrivate(tc.client, 4096))
+		seg := c.register(rawChunkAt, 4096, verbs.AccessRemoteWrite)
+		_, _, r := c.exchange(&rpcrdma.Header{XID: 1, Writes: []rpcrdma.Chunk{{seg}}}, rpcCall(1, progNFS, 3, procRead, readArgs(100)))
+		if r.withInv != tc.want || (tc.want && r.inv != verbs.RKey(seg.Handle)) {
+			t.Errorf("%+v: invalidated %v %#x", tc, r.withInv, uint32(r.inv))
+		}
+		a, b := c.register(rawChunkAt, 4096, verbs.AccessRemoteWrite), c.register(rawChunkAt+4096, 4096, verbs.AccessRemoteWrite)
+		_, _, r = c.exchange(&rpcrdma.Header{XID: 2, Writes: []rpcrdma.Chunk{{a, b}}}, rpcCall(2, progNFS, 3, procRead, readArgs(100)))
+		if r.withInv {
+			t.Errorf("%+v: invalidated although the call has two handles", tc)
+		}
+		_, _, r = c.exchange(&rpcrdma.Header{XID: 3}, rpcCall(3, progNFS, 3, 0, nil))
+		if r.withInv {
+			t.Errorf("%+v: invalidated although the call has no chunk", tc)
+		}
+		c.close()
+	}
+}
+
+func TestInvalidateRule(t *testing.T) {
+	s := func(h uint32) rpcrdma.Segment { return rpcrdma.Segment{Handle: h, Length: 1} }
+	for _, tc := range []struct {
+		name string
+		h    rpcrdma.Header
+		want uint32
+	}{
+		{"nothing", rpcrdma.Header{}, 0},
+		{"empty chunks", rpcrdma.Header{Writes: []rpcrdma.Chunk{{}}, HasReply: true}, 0},
+		{"one read", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}}, 7},
+		{"reads", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}, {Segment: s(8)}}}, 0},
+		{"all lists", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}, Writes: []rpcrdma.Chunk{{s(7), s(7)}}, HasReply: true, Reply: rpcrdma.Chunk{s(7)}}, 7},
+		{"read and reply", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}, HasReply: true, Reply: rpcrdma.Chunk{s(9)}}, 0},
+		{"second write chunk", rpcrdma.Header{Writes: []rpcrdma.Chunk{{s(7)}, {s(8)}}}, 0},
+	} {
+		got, ok := invalidateHandle(&tc.h)
+		if ok != (tc.want != 0) || (ok && got != tc.want) {
+			t.Errorf("%s: %d %v, want %d", tc.name, got, ok, tc.want)
+		}
+	}
+}
+
+func TestDuplicateRequest(t *testing.T) {
+	h := &testHandler{}
+	addr := startServer(t, Config{Handler: h, CachedReplies: 2})
+	remove := func(xid uint32) []byte { return rpcCall(xid, progNFS, 3, 12, []byte("name")) }
+	ask := func(body []byte, reply bool) []byte {
+		c := dialRaw(t, addr, ownPrivate(false, 4096)) // another connection, another port
+		defer c.close()
+		hd := rpcrdma.Header{XID: binary.BigEndian.Uint32(body)}
+		if reply {
+			hd.HasReply, hd.Reply = true, rpcrdma.Chunk{c.register(rawChunkAt, 4096, verbs.AccessRemoteWrite)}
+		}
+		rep, got, _ := c.exchange(&hd, body)
+		if rep.Credits != 64 || rep.HasReply != reply {
+			t.Errorf("replayed reply framed %+v", rep)
+		}
+		return got
+	}
+	first := ask(remove(1), false)
+	if got := ask(remove(1), true); !bytes.Equal(first, got) || h.calls.Load() != 1 {
+		t.Errorf("replay: %x, want %x; %d executed", got, first, h.calls.Load())
+	}
+	ask(rpcCall(1, progNFS, 3, 12, []byte("emit")), false) // same XID, another call
+	ask(remove(2), false)
+	if h.calls.Load() != 3 {
+		t.Errorf("%d executed, want 3", h.calls.Load())
+	}
+	ask(remove(1), false) // pushed out by the two others
+	if h.calls.Load() != 4 {
+		t.Errorf("%d executed, want 4: the cache is not bounded", h.calls.Load())
+	}
+	ask(rpcCall(9, progNFS, 3, 1, nil), false)
+	ask(rpcCall(9, progNFS, 3, 1, nil), false)
+	if h.calls.Load() != 6 {
+		t.Errorf("%d executed: GETATTR was cached", h.calls.Load())
+	}
+}
+
+func TestDuplicateOfRunningCall(t *testing.T) {
+	var calls atomic.Int64
+	hold := make(chan struct{})
+	started := make(chan struct{}, 2)
+	addr := startServer(t, Config{Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+		calls.Add(1)
+		started <- struct{}{}
+		<-hold
+		return append(sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), 0, 0, 0, 9), nil
+	})})
+	body := rpcCall(1, progNFS, 3, 12, []byte("name"))
+	a := dialRaw(t, addr, ownPrivate(false, 4096))
+	a.sendMsg(&rpcrdma.Header{XID: 1}, body)
+	<-started
+	a.close() // lost while it runs
+	b := dialRaw(t, addr, ownPrivate(false, 4096))
+	b.sendMsg(&rpcrdma.Header{XID: 1}, body)
+	time.AfterFunc(50*time.Millisecond, func() { close(hold) })
+	if r := b.receive(); !bytes.HasSuffix(r.msg, []byte{0, 0, 0, 9}) || calls.Load() != 1 {
+		t.Errorf("reply %x, executed %d times", r.msg, calls.Load())
+	}
+}
+
+// TestCredits keeps every credit busy at once: all calls run in parallel, none is lost.
+func TestCredits(t *testing.T) {
+	const credits = 16
+	var arrived sync.WaitGroup
+	arrived.Add(credits)
+	c := dialRaw(t, startServer(t, Config{Credits: credits, Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+		arrived.Done()
+		arrived.Wait() // ends only when all of them run
+		return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
+	})}), ownPrivate(false, 4096))
+	for i := range uint32(credits) {
+		c.sendMsg(&rpcrdma.Header{XID: i + 1}, rpcCall(i+1, progNFS, 3, 0, nil))
+	}
+	seen := map[uint32]bool{}
+	for range credits {
+		seen[binary.BigEndian.Uint32(c.receive().msg)] = true
+	}
+	if len(seen) != credits {
+		t.Errorf("%d answers", len(seen))
+	}
+}
+
+// TestLostConnection cuts connections with calls, Reads and Writes under way; what is left shows in TestMain.
+func TestLostConnection(t *testing.T) {
+	started := make(chan struct{}, 64)
+	hold := make(chan struct{})
+	addr := startServer(t, Config{Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+		started <- struct{}{}
+		select {
+		case <-hold:
+		case <-ctx.Done():
+		}
+		return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
+	})})
+	for i := range 5 {
+		c := dialRaw(t, addr, ownPrivate(false, 4096))
+		for j := range uint32(8) {
+			c.sendMsg(&rpcrdma.Header{XID: j + 1}, rpcCall(j+1, progNFS, 3, 1, nil))
+		}
+		for range i {
+			<-started
+		}
+		c.close()
+	}
+	close(hold)
+	c := dialRaw(t, addr, ownPrivate(false, 4096))
+	seg := c.register(rawChunkAt, 4096, verbs.AccessRemoteWrite) // no right to read
+	body := rpcCall(1, progNFS, 3, procWrite, writeHead(4096))
+	c.sendMsg(&rpcrdma.Header{XID: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
+	select {
+	case <-c.down:
+	case <-time.After(testTimeout):
+		t.Error("connection lives although its chunk could not be read")
+	}
+}
+
+// TestFaultHooks drops one reply and ends the connection at another.
+func TestFaultHooks(t *testing.T) {
+	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, Hooks: Hooks{Reply: func(h *rpcrdma.Header) Verdict {
+		switch h.XID {
+		case 1:
+			return Drop
+		case 3:
+			return Disconnect
+		}
+		return Send
+	}}}), ownPrivate(false, 4096))
+	c.sendMsg(&rpcrdma.Header{XID: 1}, rpcCall(1, progNFS, 3, 0, nil))
+	if rep, _, _ := c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil)); rep.XID != 2 {
+		t.Errorf("answer to %d", rep.XID)
+	}
+	c.sendMsg(&rpcrdma.Header{XID: 3}, rpcCall(3, progNFS, 3, 0, nil))
+	select {
+	case <-c.down:
+	case <-time.After(testTimeout):
+		t.Error("connection lives")
+	}
+}
+
+func TestConfigRefused(t *testing.T) {
+	h := &testHandler{}
+	for _, cfg := range []Config{{}, {Handler: h, Credits: -1}, {Handler: h, Credits: 2000}, {Handler: h, InlineBytes: 512}, {Handler: h, InlineBytes: 1500},
+		{Handler: h, InlineBytes: 1 << 17}, {Handler: h, MaxMessage: 100}, {Handler: h, ReadDepth: 500}, {Handler: h, MaxConns: -1}} {
+		if Serve(context.Background(), nil, cfg) == nil {
+			t.Errorf("%+v accepted", cfg)
+		}
+	}
+}
