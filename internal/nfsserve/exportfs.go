@@ -111,10 +111,14 @@ func (e *exportFS) Lstat(name string) (os.FileInfo, error) {
 	return wireInfo{info}, nil
 }
 
-// Rename renames, and lets the handles follow.
+// Rename renames, and lets the handles follow. Not by os.Root, which refuses to replace an empty directory (RFC 1813 §3.3.14).
 func (e *exportFS) Rename(from, to string) error {
 	from, to = clean(from), clean(to)
-	err := e.do(func() error { return e.tree.root.Rename(from, to) })
+	err := e.at(from, func(fromDir int, fromBase string) error {
+		return e.atDir(to, func(toDir int, toBase string) error {
+			return unix.Renameat(fromDir, fromBase, toDir, toBase)
+		})
+	})
 	if err == nil {
 		e.tree.renamed(from, to)
 	}
@@ -191,18 +195,17 @@ func (e *exportFS) Root() string { return "/" }
 
 // at runs f with the directory of name open and the last element of name, for the calls that os.Root lacks.
 func (e *exportFS) at(name string, f func(dirfd int, base string) error) error {
+	return e.do(func() error { return e.atDir(name, f) })
+}
+
+func (e *exportFS) atDir(name string, f func(dirfd int, base string) error) error {
 	dir, base := path.Split(clean(name))
-	if base == "" || base == "." && dir != "" {
-		return syscall.EINVAL
+	d, err := e.tree.root.OpenFile(clean(dir), unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return err
 	}
-	return e.do(func() error {
-		d, err := e.tree.root.Open(clean(dir))
-		if err != nil {
-			return err
-		}
-		defer d.Close()
-		return f(int(d.Fd()), base)
-	})
+	defer d.Close()
+	return f(int(d.Fd()), base)
 }
 
 // Chmod sets the permission bits; of a symbolic link they mean nothing.

@@ -1,0 +1,559 @@
+package nfsserve
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+)
+
+const testTimeout = 30 * time.Second
+
+// start serves a temporary directory and returns the server with its directory.
+func start(t testing.TB, change func(*Config)) (*Server, string) {
+	t.Helper()
+	dir := t.TempDir()
+	if err := os.Chmod(dir, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	cfg := Config{Dir: dir, RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})}
+	if change != nil {
+		change(&cfg)
+	}
+	s, err := Run(context.Background(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Errorf("Close: %v", err)
+		}
+	})
+	return s, dir
+}
+
+// client is an NFSv3 client over TCP with the root handle.
+type client struct {
+	*nfs3.Client
+	t    testing.TB
+	rpc  *rpctcp.Client
+	root nfs3.FH
+	ctx  context.Context
+	cred []byte
+}
+
+func dial(t testing.TB, addr string) *client {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	t.Cleanup(cancel)
+	r, err := rpctcp.Dial(ctx, addr, rpctcp.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close() })
+	c := &client{Client: nfs3.NewClient(r, nfs3.Options{}), t: t, rpc: r, ctx: ctx, cred: credential(0, 0)}
+	m := sunrpc.Message{Prog: progMount, Vers: versMount, Proc: mountMnt, Cred: c.cred, Args: sunrpc.AppendString(nil, "/"), MaxResult: 200, Result: make([]byte, 0, 200)}
+	c.ok(r.Call(ctx, &m))
+	d := sunrpc.NewDecoder(m.Result)
+	if st := d.Uint32(); st != 0 {
+		t.Fatalf("MNT: status %d", st)
+	}
+	c.root, err = nfs3.NewFH(d.Opaque(nfs3.FHSize))
+	c.ok(err)
+	return c
+}
+
+func credential(uid, gid uint32, gids ...uint32) []byte {
+	return sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test", UID: uid, GID: gid, GIDs: gids})
+}
+
+func (c *client) ok(err error) {
+	c.t.Helper()
+	if err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *client) want(err error, errno syscall.Errno) {
+	c.t.Helper()
+	if got := nfs3.Errno(err); err == nil || got != errno {
+		c.t.Errorf("got %v (%v), want %v", err, got, errno)
+	}
+}
+
+func (c *client) create(name string, mode uint32) nfs3.FH {
+	c.t.Helper()
+	var res nfs3.CreateResult
+	c.ok(c.Create(c.ctx, c.cred, c.root, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: nfs3.SetAttr{HasMode: true, Mode: mode}}, &res))
+	return res.FH
+}
+
+func (c *client) lookup(dir nfs3.FH, name string) nfs3.LookupResult {
+	c.t.Helper()
+	var res nfs3.LookupResult
+	c.ok(c.Lookup(c.ctx, c.cred, dir, name, &res))
+	return res
+}
+
+func TestReadWriteCommit(t *testing.T) {
+	s, dir := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	fh := c.create("file", 0o640)
+	data := bytes.Repeat([]byte("0123456789abcdef"), 1<<16)
+	var w nfs3.WriteResult
+	c.ok(c.Write(c.ctx, c.cred, fh, 0, data, nfs3.Unstable, &w))
+	if w.Count != uint32(len(data)) || w.Committed != nfs3.Unstable {
+		t.Errorf("WRITE: %d octets, %v", w.Count, w.Committed)
+	}
+	var cm nfs3.CommitResult
+	c.ok(c.Commit(c.ctx, c.cred, fh, 0, 0, &cm))
+	if cm.Verf != w.Verf || cm.Verf == (nfs3.Verifier{}) {
+		t.Errorf("verifiers %x and %x", cm.Verf, w.Verf)
+	}
+	c.ok(c.Write(c.ctx, c.cred, fh, uint64(len(data)), []byte("abc"), nfs3.FileSync, &w))
+	if w.Committed != nfs3.FileSync {
+		t.Errorf("stable WRITE: %v", w.Committed)
+	}
+	buf := make([]byte, 1<<20)
+	var r nfs3.ReadResult
+	c.ok(c.Read(c.ctx, c.cred, fh, 0, buf, &r))
+	if r.N != len(data) || r.EOF || !bytes.Equal(buf[:r.N], data) {
+		t.Errorf("READ: %d octets, eof %v", r.N, r.EOF)
+	}
+	c.ok(c.Read(c.ctx, c.cred, fh, uint64(len(data)), buf, &r))
+	if r.N != 3 || !r.EOF || string(buf[:3]) != "abc" {
+		t.Errorf("READ at the end: %d %v", r.N, r.EOF)
+	}
+	if info, err := os.Stat(filepath.Join(dir, "file")); err != nil || info.Mode().Perm() != 0o640 || info.Size() != int64(len(data)+3) {
+		t.Errorf("on disk: %v %v", info, err)
+	}
+}
+
+// TestHandles shows what clients rely on: handles that live through renames, of the object and of its parents, and as long as any link does.
+func TestHandles(t *testing.T) {
+	s, _ := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	var mk nfs3.CreateResult
+	c.ok(c.Mkdir(c.ctx, c.cred, c.root, "d", &nfs3.SetAttr{HasMode: true, Mode: 0o2755}, &mk))
+	d := mk.FH
+	var cr nfs3.CreateResult
+	c.ok(c.Create(c.ctx, c.cred, d, "f", &nfs3.CreateHow{}, &cr))
+	f := cr.FH
+	var ren nfs3.RenameResult
+	c.ok(c.Rename(c.ctx, c.cred, d, "f", d, "g", &ren))
+	c.ok(c.Rename(c.ctx, c.cred, c.root, "d", c.root, "e", &ren))
+	var w nfs3.WriteResult
+	c.ok(c.Write(c.ctx, c.cred, f, 0, []byte("moved"), nfs3.Unstable, &w))
+	if got := c.lookup(d, "g").FH; got != f {
+		t.Errorf("handle changed by rename")
+	}
+	var ln nfs3.LinkResult
+	c.ok(c.Link(c.ctx, c.cred, f, c.root, "link", &ln))
+	if got := c.lookup(c.root, "link"); got.FH != f || got.Attr.Nlink != 2 {
+		t.Errorf("link: same handle %v, nlink %d", got.FH == f, got.Attr.Nlink)
+	}
+	c.want(c.Link(c.ctx, c.cred, f, c.root, "link", &ln), syscall.EEXIST)
+	var wcc nfs3.WccData
+	c.ok(c.Remove(c.ctx, c.cred, d, "g", &wcc))
+	var a nfs3.Attr
+	c.ok(c.GetAttr(c.ctx, c.cred, f, &a))
+	if a.Nlink != 1 || a.Size != 5 {
+		t.Errorf("after removing one link: %+v", a)
+	}
+	c.ok(c.Remove(c.ctx, c.cred, c.root, "link", &wcc))
+	c.want(c.GetAttr(c.ctx, c.cred, f, &a), syscall.ESTALE)
+
+	// A rename over a file ends the file's handle, not the other's.
+	x, y := c.create("x", 0o600), c.create("y", 0o600)
+	c.ok(c.Rename(c.ctx, c.cred, c.root, "x", c.root, "y", &ren))
+	c.ok(c.GetAttr(c.ctx, c.cred, x, &a))
+	c.want(c.GetAttr(c.ctx, c.cred, y, &a), syscall.ESTALE)
+	var bad nfs3.FH
+	bad, _ = nfs3.NewFH([]byte("0123456789abcdef"))
+	c.want(c.GetAttr(c.ctx, c.cred, bad, &a), syscall.ESTALE)
+}
+
+func TestErrnos(t *testing.T) {
+	s, _ := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	var cr nfs3.CreateResult
+	var wcc nfs3.WccData
+	var ren nfs3.RenameResult
+	c.ok(c.Mkdir(c.ctx, c.cred, c.root, "full", &nfs3.SetAttr{}, &cr))
+	full := cr.FH
+	c.ok(c.Create(c.ctx, c.cred, full, "f", &nfs3.CreateHow{}, &cr))
+	c.ok(c.Mkdir(c.ctx, c.cred, c.root, "other", &nfs3.SetAttr{}, &cr))
+	c.want(c.Rmdir(c.ctx, c.cred, c.root, "full", &wcc), syscall.ENOTEMPTY)
+	c.want(c.Rename(c.ctx, c.cred, c.root, "other", c.root, "full", &ren), syscall.ENOTEMPTY)
+	c.want(c.Rename(c.ctx, c.cred, c.root, "full", full, "sub", &ren), syscall.EINVAL)
+	c.ok(c.Rename(c.ctx, c.cred, c.root, "full", c.root, "other", &ren)) // over an empty directory
+	c.ok(c.Rename(c.ctx, c.cred, c.root, "other", c.root, "full", &ren))
+	c.want(c.Rmdir(c.ctx, c.cred, full, "f", &wcc), syscall.ENOTDIR)
+	c.want(c.Remove(c.ctx, c.cred, c.root, "full", &wcc), syscall.EISDIR)
+	c.want(c.Remove(c.ctx, c.cred, c.root, "none", &wcc), syscall.ENOENT)
+	c.want(c.Mkdir(c.ctx, c.cred, c.root, "full", &nfs3.SetAttr{}, &cr), syscall.EEXIST)
+	c.want(c.Create(c.ctx, c.cred, full, "f", &nfs3.CreateHow{Mode: nfs3.Guarded}, &cr), syscall.EEXIST)
+	var lk nfs3.LookupResult
+	c.want(c.Lookup(c.ctx, c.cred, c.root, "none", &lk), syscall.ENOENT)
+	c.want(c.Lookup(c.ctx, c.cred, c.lookup(full, "f").FH, "x", &lk), syscall.ENOTDIR)
+	var r nfs3.ReadResult
+	c.want(c.Read(c.ctx, c.cred, full, 0, make([]byte, 10), &r), syscall.EISDIR)
+}
+
+func TestAttributes(t *testing.T) {
+	s, dir := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	fh := c.create("f", 0o644)
+	var wcc nfs3.WccData
+	set := func(a nfs3.SetAttr) { t.Helper(); c.ok(c.SetAttr(c.ctx, c.cred, fh, &a, nil, &wcc)) }
+	set(nfs3.SetAttr{HasSize: true, Size: 1234})
+	set(nfs3.SetAttr{HasUID: true, UID: 1000, HasGID: true, GID: 1001})
+	set(nfs3.SetAttr{HasMode: true, Mode: 0o6751})
+	set(nfs3.SetAttr{MtimeHow: nfs3.SetToClientTime, Mtime: nfs3.Time3{Sec: 1e9, Nsec: 5}})
+	var a nfs3.Attr
+	c.ok(c.GetAttr(c.ctx, c.cred, fh, &a))
+	if a.Size != 1234 || a.UID != 1000 || a.GID != 1001 || a.Mode != 0o6751 || a.Mtime != (nfs3.Time3{Sec: 1e9, Nsec: 5}) {
+		t.Errorf("%+v", a)
+	}
+	c.want(c.SetAttr(c.ctx, c.cred, fh, &nfs3.SetAttr{}, &nfs3.Time3{Sec: 1}, &wcc), syscall.EAGAIN) // NFS3ERR_NOT_SYNC
+
+	var cr nfs3.CreateResult
+	for name, tc := range map[string]struct {
+		typ  nfs3.FileType
+		mode os.FileMode
+	}{"fifo": {nfs3.NF3FIFO, os.ModeNamedPipe}, "sock": {nfs3.NF3SOCK, os.ModeSocket}, "chr": {nfs3.NF3CHR, os.ModeDevice | os.ModeCharDevice},
+		"blk": {nfs3.NF3BLK, os.ModeDevice}} {
+		if err := c.Mknod(c.ctx, c.cred, c.root, name, tc.typ, &nfs3.SetAttr{HasMode: true, Mode: 0o600}, nfs3.Device{Major: 1, Minor: 3}, &cr); err != nil {
+			t.Errorf("MKNOD %s: %v", name, err)
+			continue
+		}
+		info, err := os.Lstat(filepath.Join(dir, name))
+		if err != nil || info.Mode() != tc.mode|0o600 {
+			t.Errorf("MKNOD %s: %v %v", name, info, err)
+		}
+		if !cr.HasFH || cr.Attr.Type != tc.typ {
+			t.Errorf("MKNOD %s: %+v", name, cr)
+		}
+	}
+	c.ok(c.Symlink(c.ctx, c.cred, c.root, "sym", "../../etc/passwd", &nfs3.SetAttr{HasMode: true, Mode: 0o777}, &cr))
+	buf := make([]byte, 100)
+	var rl nfs3.ReadLinkResult
+	c.ok(c.ReadLink(c.ctx, c.cred, cr.FH, buf, &rl))
+	if string(buf[:rl.N]) != "../../etc/passwd" {
+		t.Errorf("READLINK: %q", buf[:rl.N])
+	}
+}
+
+func TestExclusiveCreate(t *testing.T) {
+	s, _ := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	var cr nfs3.CreateResult
+	how := nfs3.CreateHow{Mode: nfs3.Exclusive, Verf: nfs3.Verifier{1, 2, 3, 4, 5, 6, 7, 8}}
+	c.ok(c.Create(c.ctx, c.cred, c.root, "x", &how, &cr))
+	fh := cr.FH
+	c.ok(c.Create(c.ctx, c.cred, c.root, "x", &how, &cr))
+	if cr.FH != fh {
+		t.Error("the same verifier gives another handle")
+	}
+	how.Verf[7]++
+	c.want(c.Create(c.ctx, c.cred, c.root, "x", &how, &cr), syscall.EEXIST)
+
+	// UNCHECKED leaves what is there.
+	var w nfs3.WriteResult
+	c.ok(c.Write(c.ctx, c.cred, fh, 0, []byte("keep"), nfs3.Unstable, &w))
+	c.ok(c.Create(c.ctx, c.cred, c.root, "x", &nfs3.CreateHow{}, &cr))
+	if cr.Attr.Size != 4 {
+		t.Errorf("UNCHECKED truncated to %d", cr.Attr.Size)
+	}
+	c.ok(c.Create(c.ctx, c.cred, c.root, "x", &nfs3.CreateHow{Attr: nfs3.SetAttr{HasSize: true}}, &cr))
+	if cr.Attr.Size != 0 {
+		t.Errorf("UNCHECKED with size 0: %d", cr.Attr.Size)
+	}
+}
+
+// TestConfined tries to leave the export.
+func TestConfined(t *testing.T) {
+	s, dir := start(t, nil)
+	outside := filepath.Join(filepath.Dir(dir), "outside")
+	if err := os.MkdirAll(outside, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	secret := filepath.Join(outside, "secret")
+	if err := os.WriteFile(secret, []byte("secret"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	for name, target := range map[string]string{"file": secret, "dir": outside, "rel": "../outside"} {
+		if err := os.Symlink(target, filepath.Join(dir, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := dial(t, s.TCPAddr)
+	var lk nfs3.LookupResult
+	var r nfs3.ReadResult
+	var w nfs3.WriteResult
+	var cr nfs3.CreateResult
+	var wcc nfs3.WccData
+	fails := func(what string, err error) {
+		t.Helper()
+		if err == nil {
+			t.Errorf("%s succeeded", what)
+		}
+	}
+	f := c.lookup(c.root, "file")
+	if f.Attr.Type != nfs3.NF3LNK {
+		t.Errorf("LOOKUP followed the link: %v", f.Attr.Type)
+	}
+	fails("READ", c.Read(c.ctx, c.cred, f.FH, 0, make([]byte, 10), &r))
+	fails("WRITE", c.Write(c.ctx, c.cred, f.FH, 0, []byte("x"), nfs3.Unstable, &w))
+	fails("SETATTR size", c.SetAttr(c.ctx, c.cred, f.FH, &nfs3.SetAttr{HasSize: true}, nil, &wcc))
+	_ = c.SetAttr(c.ctx, c.cred, f.FH, &nfs3.SetAttr{HasMode: true, Mode: 0o600, MtimeHow: nfs3.SetToServerTime, HasUID: true, UID: 7}, nil, &wcc)
+	fails("CREATE over the link", c.Create(c.ctx, c.cred, c.root, "file", &nfs3.CreateHow{Attr: nfs3.SetAttr{HasSize: true}}, &cr))
+	for _, d := range []string{"dir", "rel"} {
+		fh := c.lookup(c.root, d).FH
+		fails("LOOKUP behind "+d, c.Lookup(c.ctx, c.cred, fh, "secret", &lk))
+		fails("CREATE behind "+d, c.Create(c.ctx, c.cred, fh, "new", &nfs3.CreateHow{}, &cr))
+		fails("REMOVE behind "+d, c.Remove(c.ctx, c.cred, fh, "secret", &wcc))
+	}
+	fails("LOOKUP ..", c.Lookup(c.ctx, c.cred, c.root, "..", &lk))
+	info, err := os.Stat(secret)
+	if err != nil || info.Size() != 6 || info.Mode().Perm() != 0o644 && info.Mode().Perm() != 0o666 || ownerOf(info) != uint32(os.Getuid()) {
+		t.Errorf("the file outside was touched: %v %v", info, err)
+	}
+}
+
+func TestCredentials(t *testing.T) {
+	if !amRoot {
+		t.Skip("needs root")
+	}
+	s, dir := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	private := c.create("private", 0o600)
+	group := c.create("group", 0o640)
+	var wcc nfs3.WccData
+	c.ok(c.SetAttr(c.ctx, c.cred, group, &nfs3.SetAttr{HasGID: true, GID: 4242}, nil, &wcc))
+	var r nfs3.ReadResult
+	buf := make([]byte, 10)
+	user, member := credential(1000, 1000), credential(1000, 1000, 7, 4242)
+	c.want(c.Read(c.ctx, user, private, 0, buf, &r), syscall.EACCES)
+	c.want(c.Read(c.ctx, user, group, 0, buf, &r), syscall.EACCES)
+	c.ok(c.Read(c.ctx, member, group, 0, buf, &r))
+	c.want(c.SetAttr(c.ctx, user, private, &nfs3.SetAttr{HasMode: true, Mode: 0o666}, nil, &wcc), syscall.EPERM)
+	var ac nfs3.AccessResult
+	c.ok(c.Access(c.ctx, member, group, nfs3.AccessRead|nfs3.AccessModify, &ac))
+	if ac.Access != nfs3.AccessRead {
+		t.Errorf("ACCESS grants %#x", ac.Access)
+	}
+	var cr nfs3.CreateResult
+	c.ok(c.Create(c.ctx, user, c.root, "mine", &nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o444}}, &cr))
+	if info, err := os.Stat(filepath.Join(dir, "mine")); err != nil || ownerOf(info) != 1000 {
+		t.Errorf("owner of a new file: %v %v", info, err)
+	}
+	var w nfs3.WriteResult
+	c.ok(c.Write(c.ctx, user, cr.FH, 0, []byte("owner may"), nfs3.Unstable, &w)) // mode 0444, as git does
+}
+
+// TestLargeDirectory pages through more entries than a reply holds, and finds every handle alive.
+func TestLargeDirectory(t *testing.T) {
+	s, dir := start(t, nil)
+	const files = 3000
+	for i := range files {
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("file-%05d-%s", i, strings.Repeat("x", i%200))), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := dial(t, s.TCPAddr)
+	for _, plus := range []bool{false, true} {
+		seen, handles := map[string]bool{}, []nfs3.FH(nil)
+		var cookie uint64
+		var res nfs3.ReadDirResult
+		var verf nfs3.Verifier
+		for !res.EOF {
+			each := func(e *nfs3.DirEntry) bool {
+				if seen[string(e.Name)] {
+					t.Fatalf("%s seen twice", e.Name)
+				}
+				seen[string(e.Name)] = true
+				cookie = e.Cookie
+				if e.HasFH {
+					handles = append(handles, e.FH)
+				}
+				return true
+			}
+			if plus {
+				c.ok(c.ReadDirPlus(c.ctx, c.cred, c.root, cookie, verf, 100, 32768, &res, each))
+			} else {
+				c.ok(c.ReadDir(c.ctx, c.cred, c.root, cookie, verf, 8192, &res, each))
+			}
+			verf = res.Verf
+		}
+		if len(seen) != files+2 {
+			t.Errorf("plus %v: %d entries", plus, len(seen))
+		}
+		if plus && len(handles) < files {
+			t.Errorf("%d handles", len(handles))
+		}
+		var a nfs3.Attr
+		for _, fh := range handles {
+			c.ok(c.GetAttr(c.ctx, c.cred, fh, &a))
+		}
+	}
+}
+
+func TestFSInfo(t *testing.T) {
+	s, dir := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	var fi nfs3.FSInfoResult
+	c.ok(c.FSInfo(c.ctx, c.cred, c.root, &fi))
+	if fi.ReadMax != 1<<20 || fi.WriteMax != 1<<20 || fi.DirPref == 0 {
+		t.Errorf("%+v", fi)
+	}
+	var fs nfs3.FSStatResult
+	c.ok(c.FSStat(c.ctx, c.cred, c.root, &fs))
+	var st syscall.Statfs_t
+	if err := syscall.Statfs(dir, &st); err != nil || fs.TotalBytes != st.Blocks*uint64(st.Bsize) {
+		t.Errorf("FSSTAT: %+v, disk %d", fs, st.Blocks*uint64(st.Bsize))
+	}
+	var pc nfs3.PathConfResult
+	c.ok(c.PathConf(c.ctx, c.cred, c.root, &pc))
+	bad, _ := nfs3.NewFH([]byte("0123456789abcdef"))
+	c.want(c.FSInfo(c.ctx, c.cred, bad, &fi), syscall.ESTALE)
+}
+
+func TestReadOnly(t *testing.T) {
+	s, dir := start(t, func(c *Config) { c.ReadOnly = true })
+	if err := os.WriteFile(filepath.Join(dir, "f"), []byte("x"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	c := dial(t, s.TCPAddr)
+	fh := c.lookup(c.root, "f").FH
+	var w nfs3.WriteResult
+	var cr nfs3.CreateResult
+	var wcc nfs3.WccData
+	var ln nfs3.LinkResult
+	c.want(c.Write(c.ctx, c.cred, fh, 0, []byte("x"), nfs3.Unstable, &w), syscall.EROFS)
+	c.want(c.Create(c.ctx, c.cred, c.root, "g", &nfs3.CreateHow{Mode: nfs3.Exclusive}, &cr), syscall.EROFS)
+	c.want(c.Create(c.ctx, c.cred, c.root, "g", &nfs3.CreateHow{}, &cr), syscall.EROFS)
+	c.want(c.SetAttr(c.ctx, c.cred, fh, &nfs3.SetAttr{HasMode: true}, nil, &wcc), syscall.EROFS)
+	c.want(c.Link(c.ctx, c.cred, fh, c.root, "l", &ln), syscall.EROFS)
+	c.want(c.Remove(c.ctx, c.cred, c.root, "f", &wcc), syscall.EROFS)
+}
+
+// TestOtherPrograms asks the port mapper and MOUNT, and for what is not served.
+func TestOtherPrograms(t *testing.T) {
+	s, _ := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	call := func(prog, vers, proc uint32, args []byte) ([]byte, error) {
+		m := sunrpc.Message{Prog: prog, Vers: vers, Proc: proc, Cred: c.cred, Args: args, MaxResult: 200, Result: make([]byte, 0, 200)}
+		err := c.rpc.Call(c.ctx, &m)
+		return m.Result, err
+	}
+	words := func(ws ...uint32) (b []byte) {
+		for _, w := range ws {
+			b = sunrpc.AppendUint32(b, w)
+		}
+		return b
+	}
+	_, port, _ := net.SplitHostPort(s.TCPAddr)
+	for _, prog := range [][2]uint32{{nfs3.Program, 3}, {progMount, 3}} {
+		got, err := call(progPortmap, 2, pmapGetPort, words(prog[0], prog[1], ipprotoTCP, 0))
+		c.ok(err)
+		d := sunrpc.NewDecoder(got)
+		if p := d.Uint32(); fmt.Sprint(p) != port {
+			t.Errorf("port of %v: %d, want %s", prog, p, port)
+		}
+	}
+	got, err := call(progMount, 3, mountMnt, sunrpc.AppendString(nil, "/nowhere"))
+	if d := sunrpc.NewDecoder(got); err != nil || d.Uint32() != stNoEnt {
+		t.Errorf("MNT of another path: %x %v", got, err)
+	}
+	for _, proc := range []uint32{mountNull, mountDump, mountUmntAll, mountExport} {
+		if _, err := call(progMount, 3, proc, nil); err != nil {
+			t.Errorf("MOUNT procedure %d: %v", proc, err)
+		}
+	}
+	for _, tc := range []struct {
+		prog, vers, proc uint32
+		args             []byte
+		want             sunrpc.AcceptStat
+	}{{99, 1, 1, nil, sunrpc.ProgUnavail}, {nfs3.Program, 4, 1, nil, sunrpc.ProgMismatch}, {progMount, 1, 1, nil, sunrpc.ProgMismatch},
+		{nfs3.Program, 3, 22, nil, sunrpc.ProcUnavail}, {nfs3.Program, 3, 1, words(0xffffffff), sunrpc.GarbageArgs},
+		{nfs3.Program, 3, 7, words(0, 0, 0, 5, 0, 0xfffffff0), sunrpc.GarbageArgs}, {progMount, 3, 1, words(5000), sunrpc.GarbageArgs}} {
+		_, err := call(tc.prog, tc.vers, tc.proc, tc.args)
+		var ae *sunrpc.AcceptError
+		if !errors.As(err, &ae) || ae.Stat != tc.want {
+			t.Errorf("%+v: %v", tc, err)
+		}
+	}
+}
+
+// TestParallel has several clients change one tree at once; the race detector watches.
+func TestParallel(t *testing.T) {
+	s, _ := start(t, nil)
+	var wg sync.WaitGroup
+	for i := range 4 {
+		c := dial(t, s.TCPAddr)
+		wg.Go(func() {
+			for j := range 30 {
+				name := fmt.Sprintf("f-%d-%d", i, j)
+				var cr nfs3.CreateResult
+				if err := c.Create(c.ctx, c.cred, c.root, name, &nfs3.CreateHow{}, &cr); err != nil {
+					t.Error(err)
+					return
+				}
+				var w nfs3.WriteResult
+				var ren nfs3.RenameResult
+				var wcc nfs3.WccData
+				var a nfs3.Attr
+				err := errors.Join(c.Write(c.ctx, c.cred, cr.FH, 0, []byte(name), nfs3.Unstable, &w),
+					c.Rename(c.ctx, c.cred, c.root, name, c.root, name+"r", &ren), c.GetAttr(c.ctx, c.cred, cr.FH, &a),
+					c.Remove(c.ctx, c.cred, c.root, name+"r", &wcc))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func TestConfigRefused(t *testing.T) {
+	p := softiwarp.New(softiwarp.Config{})
+	for name, cfg := range map[string]Config{
+		"nothing":       {Provider: p},
+		"both":          {Provider: p, Dir: "/", Backend: "127.0.0.1:2049"},
+		"no provider":   {Dir: "/"},
+		"no directory":  {Provider: p, Dir: "/nowhere/at/all", RDMAListen: "127.0.0.1:0"},
+		"backend":       {Provider: p, Backend: "nowhere", RDMAListen: "127.0.0.1:0"},
+		"RDMA address":  {Provider: p, Backend: "127.0.0.1:1", RDMAListen: "127.0.0.1:many"},
+		"TCP port":      {Provider: p, Dir: t.TempDir(), RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:99999"},
+		"RDMA occupied": {Provider: p, Dir: t.TempDir(), RDMAListen: occupied(t)},
+	} {
+		if s, err := Run(context.Background(), cfg); err == nil {
+			s.Close()
+			t.Errorf("%s: accepted", name)
+		}
+	}
+}
+
+func occupied(t *testing.T) string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return l.Addr().String()
+}
