@@ -161,3 +161,6 @@ func (d *Duration) Type() string { return "duration" }
 
 // UnmarshalText reads the TOML string.
 func (d *Duration) UnmarshalText(b []byte) error { return d.Set(string(b)) }
+
+// Std is d as the standard library's type.
+func (d Duration) Std() time.Duration { return time.Duration(d) }

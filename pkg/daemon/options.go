@@ -90,8 +90,9 @@ type option struct {
 }
 
 const (
-	// nfs(5): payloads from 1 KiB to 1 MiB, in multiples of 1 KiB.
-	minPayload, maxPayload = 1024, 1 << 20
+	// Payloads from a page to nfs(5)'s 1 MiB, rounded down to a multiple of nfs(5)'s 1 KiB.
+	minPayload, maxPayload = 4096, 1 << 20
+	payloadUnit            = 1024
 	// RFC 8797 §4 can express thresholds of 1 KiB to 256 KiB; a call's buffers exist once for each slot, hence less.
 	minInline, maxInline = 1024, 65536
 	minSlots, maxSlots   = 4, 1024 // fewer are not worth a connection
@@ -155,8 +156,8 @@ var optionTable = slices.Concat([]option{
 	number("port", 1, 65535, "", func(o *Options, n int) { o.Port = uint16(n) }, "port"),
 	number("mountport", 1, 65535, "", func(o *Options, n int) { o.MountPort = uint16(n) }, "mountport"),
 	oneOf("mountproto", []string{"tcp"}, " (MOUNT over UDP is not spoken)", ignore, "mountproto"),
-	number("rsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.RSize = n &^ (minPayload - 1) }, "rsize"),
-	number("wsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.WSize = n &^ (minPayload - 1) }, "wsize"),
+	number("rsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.RSize = n &^ (payloadUnit - 1) }, "rsize"),
+	number("wsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.WSize = n &^ (payloadUnit - 1) }, "wsize"),
 	number("timeo", 1, 36000, " (tenths of a second)", func(o *Options, n int) { o.Timeout = time.Duration(n) * time.Second / 10 }, "timeo"),
 	number("retrans", 0, 1000, "", func(o *Options, n int) { o.Retrans = n }, "retrans"),
 	wordSets("recovery", "hard", func(o *Options) { o.Recovery = RecoveryHard }),

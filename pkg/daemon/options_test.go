@@ -17,8 +17,8 @@ func TestParseOptions(t *testing.T) {
 		{"vers=3,proto=rdma,sec=sys,nolock,local_lock=all,intr,mountproto=tcp,hard,rw,defaults,_netdev,x-systemd.automount", func(*Options) {}},
 		{"nfsvers=3,vers=3", func(*Options) {}},
 		{"port=1,mountport=65535", func(o *Options) { o.Port, o.MountPort = 1, 65535 }},
-		{"rsize=1024,wsize=1048576", func(o *Options) { o.RSize, o.WSize = 1024, 1<<20 }},
-		{"rsize=5000", func(o *Options) { o.RSize = 4096 }}, // nfs(5): rounded down to a multiple of 1024
+		{"rsize=4096,wsize=1048576", func(o *Options) { o.RSize, o.WSize = 4096, 1<<20 }},
+		{"rsize=10000", func(o *Options) { o.RSize = 9216 }}, // nfs(5): rounded down to a multiple of 1024
 		{"timeo=15,retrans=0,soft", func(o *Options) { o.Timeout, o.Retrans, o.Recovery = 1500*time.Millisecond, 0, RecoverySoft }},
 		{"softerr", func(o *Options) { o.Recovery = RecoverySoftErr }},
 		{"actimeo=0", func(o *Options) { o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = 0, 0, 0, 0 }},
@@ -63,8 +63,8 @@ func TestParseOptionsErrors(t *testing.T) {
 		{"port=99999999999999999999", `"port=99999999999999999999"`, "1 to 65535"},
 		{"port", `"port"`, "needs a value"},
 		{"mountproto=udp", `"mountproto=udp"`, "must be tcp"},
-		{"rsize=1023", `"rsize=1023"`, "1024 to 1048576"},
-		{"wsize=1048577", `"wsize=1048577"`, "1024 to 1048576"},
+		{"rsize=4095", `"rsize=4095"`, "4096 to 1048576"},
+		{"wsize=1048577", `"wsize=1048577"`, "4096 to 1048576"},
 		{"timeo=0", `"timeo=0"`, "1 to 36000"},
 		{"retrans=-1", `"retrans=-1"`, "0 to 1000"},
 		{"nconnect=17", `"nconnect=17"`, "1 to 16"},

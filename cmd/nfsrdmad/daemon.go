@@ -1,0 +1,31 @@
+package main
+
+import (
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+)
+
+func daemonCommand() *cobra.Command {
+	var file string
+	flags := daemon.DefaultConfig()
+	cmd := &cobra.Command{
+		Use:   "daemon [--config FILE]",
+		Short: "Run the daemon",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := daemon.ConfigFrom(file, flags, func(f daemon.Field) bool { return cmd.Flags().Changed(f.Flag()) })
+			if err != nil {
+				return err
+			}
+			return daemon.Run(cmd.Context(), cfg, daemon.NewLogger(cfg, os.Stderr))
+		},
+	}
+	cmd.Flags().StringVar(&file, "config", "", "configuration file (TOML); flags win over it")
+	for _, f := range flags.Fields() {
+		cmd.Flags().Var(f.Value, f.Flag(), f.Usage)
+	}
+	return cmd
+}

@@ -1,0 +1,36 @@
+// Command nfsrdmad mounts NFS exports over RDMA in user space. Under the name mount.nfsrdma it is the helper of mount(8).
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+)
+
+// helperName is what mount(8) calls for "-t nfsrdma".
+const helperName = "mount.nfsrdma"
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	cmd := rootCommand()
+	if filepath.Base(os.Args[0]) == helperName {
+		cmd = helperCommand()
+	}
+	os.Exit(run(ctx, cmd))
+}
+
+func run(ctx context.Context, cmd *cobra.Command) int {
+	err := cmd.ExecuteContext(ctx)
+	if err != nil {
+		fmt.Fprintf(cmd.ErrOrStderr(), "%s: %v\n", cmd.Name(), err)
+	}
+	return daemon.ExitCode(err)
+}

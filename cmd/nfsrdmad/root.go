@@ -1,0 +1,61 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+)
+
+// common are the flags that most commands have.
+type common struct {
+	socket string
+	output string
+}
+
+func rootCommand() *cobra.Command {
+	c := &common{}
+	root := &cobra.Command{
+		Use:           "nfsrdmad",
+		Short:         "Mount NFS exports over RDMA, in user space",
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			if c.output != "text" && c.output != "json" {
+				return fmt.Errorf("flag --output=%s: must be text or json", c.output)
+			}
+			return nil
+		},
+	}
+	root.PersistentFlags().StringVar(&c.output, "output", "text", "text or json")
+	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c), serveCommand(), demoCommand(), versionCommand(c))
+	return root
+}
+
+// socketFlag is for the commands that ask the daemon.
+func (c *common) socketFlag(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&c.socket, "control-socket", daemon.DefaultControlSocket, "unix socket of the daemon")
+}
+
+// print writes v as JSON, or as text makes it.
+func (c *common) print(w io.Writer, v any, text func(io.Writer)) error {
+	if c.output == "json" {
+		enc := json.NewEncoder(w)
+		enc.SetIndent("", "  ")
+		return enc.Encode(v)
+	}
+	text(w)
+	return nil
+}
+
+// ask fetches from the daemon and prints.
+func ask[T any](c *common, cmd *cobra.Command, fetch func(*daemon.Client) (T, error), text func(io.Writer, T)) error {
+	v, err := fetch(daemon.NewClient(c.socket))
+	if err != nil {
+		return err
+	}
+	return c.print(cmd.OutOrStdout(), v, func(w io.Writer) { text(w, v) })
+}

@@ -1,0 +1,57 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"github.com/spf13/cobra"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/demo"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+)
+
+func serveCommand() *cobra.Command {
+	var cfg nfsserve.Config
+	var level string
+	cmd := &cobra.Command{
+		Use:   "serve DIR | --backend HOST:PORT",
+		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
+		Args:  cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			cfg.Dir = append(args, "")[0]
+			cfg.Provider = softiwarp.New(softiwarp.Config{})
+			cfg.RDMA.RemoteInv = true
+			cfg.Logger = hclog.New(&hclog.LoggerOptions{Name: "nfsrdmad", Level: hclog.LevelFromString(level), Output: os.Stderr})
+			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
+				fmt.Fprintf(cmd.OutOrStdout(), "serving RDMA on %s, MOUNT and NFS on TCP %s\n", s.RDMAAddr, s.TCPAddr)
+			})
+		},
+	}
+	cmd.Flags().StringVar(&cfg.Backend, "backend", "", "HOST:PORT of an NFSv3 server on TCP")
+	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen, "ADDRESS:PORT of the RDMA side")
+	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen, "ADDRESS:PORT of MOUNT and NFS of a directory")
+	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
+	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
+	return cmd
+}
+
+func demoCommand() *cobra.Command {
+	cfg := demo.Config{}
+	cmd := &cobra.Command{
+		Use:   "demo",
+		Short: "Mount an embedded server, copy a tree through it, compare every byte, and clean up",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg.Out = cmd.OutOrStdout()
+			return demo.Run(cmd.Context(), cfg)
+		},
+	}
+	cmd.Flags().StringVar(&cfg.Source, "source", "", "tree to copy (default: Go's own source)")
+	cmd.Flags().IntVar(&cfg.MaxFiles, "files", demo.DefaultMaxFiles, "copy at most so many files")
+	cmd.Flags().StringVar(&cfg.Options, "options", "", "mount options")
+	cmd.Flags().DurationVar(&cfg.Timeout, "timeout", 55*time.Second, "give up after this time")
+	return cmd
+}

@@ -1,0 +1,174 @@
+package demo
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+)
+
+// DefaultMaxFiles is a tree of some thousand files.
+const DefaultMaxFiles = 4000
+
+// cleanupTimeout bounds the unmounting at the end.
+const cleanupTimeout = 10 * time.Second
+
+// A Config says what the demo copies. The zero value is good but for Out.
+type Config struct {
+	Source   string // tree to copy; "" is Go's own source
+	MaxFiles int    // 0 is DefaultMaxFiles
+	Options  string // mount options
+	Timeout  time.Duration
+	Out      io.Writer
+}
+
+// Serve runs a server until ctx ends, and tells started where it is.
+func Serve(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
+	s, err := nfsserve.Run(ctx, cfg)
+	if err != nil {
+		return &daemon.Error{Code: daemon.CodeSystem, Text: "serving: " + err.Error(), Err: err}
+	}
+	started(s)
+	if err := s.Wait(); err != nil && ctx.Err() == nil {
+		return &daemon.Error{Code: daemon.CodeSystem, Text: "serving: " + err.Error(), Err: err}
+	}
+	return nil
+}
+
+// Run runs the demo. Its errors are *daemon.Error.
+func Run(ctx context.Context, cfg Config) error {
+	if cfg.MaxFiles <= 0 {
+		cfg.MaxFiles = DefaultMaxFiles
+	}
+	if cfg.Timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, cfg.Timeout)
+		defer cancel()
+	}
+	if err := daemon.CheckPrivilege(); err != nil {
+		return err
+	}
+	if cfg.Source == "" {
+		src, err := goSource(ctx)
+		if err != nil {
+			return err
+		}
+		cfg.Source = src
+	}
+	err := run(ctx, cfg)
+	var known *daemon.Error
+	switch {
+	case err == nil || errors.As(err, &known) && ctx.Err() == nil:
+		return err
+	case errors.Is(ctx.Err(), context.Canceled):
+		return &daemon.Error{Code: daemon.CodeCanceled, Text: "demo: interrupted; everything was cleaned up", Err: err}
+	case errors.Is(ctx.Err(), context.DeadlineExceeded):
+		return &daemon.Error{Code: daemon.CodeMount, Text: fmt.Sprintf("demo: not done after %v; try fewer --files or a longer --timeout", cfg.Timeout), Err: err}
+	}
+	return &daemon.Error{Code: daemon.CodeMount, Text: "demo: " + err.Error(), Err: err}
+}
+
+// goSource finds a tree that every machine with Go has.
+func goSource(ctx context.Context) (string, error) {
+	out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
+	if err != nil {
+		return "", &daemon.Error{Code: daemon.CodeUsage, Text: "demo: finding Go's source with \"go env GOROOT\": " + err.Error() + "; name a tree with --source", Err: err}
+	}
+	return filepath.Join(strings.TrimSpace(string(out)), "src"), nil
+}
+
+// A site is everything that the demo makes.
+type site struct {
+	cfg    Config
+	server *nfsserve.Server
+	daemon *daemon.Daemon
+	client *daemon.Client
+	export string // the served directory
+	dir    string // the mount point
+}
+
+func run(ctx context.Context, cfg Config) (err error) {
+	root, err := os.MkdirTemp("", "nfsrdmad-demo-")
+	if err != nil {
+		return err
+	}
+	s := &site{cfg: cfg, export: filepath.Join(root, "export"), dir: filepath.Join(root, "mnt")}
+	defer func() { err = errors.Join(err, s.tearDown(root)) }()
+	if err := s.setUp(ctx, root); err != nil {
+		return err
+	}
+	return s.show(ctx)
+}
+
+func (s *site) setUp(ctx context.Context, root string) error {
+	for _, d := range []string{s.export, s.dir} {
+		if err := os.Mkdir(d, 0o755); err != nil {
+			return err
+		}
+	}
+	log := hclog.New(&hclog.LoggerOptions{Name: "demo", Level: hclog.Error, Output: s.cfg.Out})
+	serve := nfsserve.Config{Dir: s.export, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0",
+		Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
+	serve.RDMA.RemoteInv = true
+	var err error
+	// The server outlives an interrupt, so that the unmount finds it.
+	if s.server, err = nfsserve.Run(context.WithoutCancel(ctx), serve); err != nil {
+		return err
+	}
+	cfg := daemon.DefaultConfig()
+	cfg.ControlSocket = daemon.Text(filepath.Join(root, "control.sock"))
+	cfg.MetricsListen = "127.0.0.1:0"
+	cfg.ShutdownTimeout = daemon.Duration(cleanupTimeout)
+	if s.daemon, err = daemon.Start(cfg, log); err != nil {
+		return err
+	}
+	s.client = daemon.NewClient(string(cfg.ControlSocket))
+	fmt.Fprintf(s.cfg.Out, "server: NFS/RDMA (softiwarp) on %s, MOUNT on tcp %s, exporting %s\n", s.server.RDMAAddr, s.server.TCPAddr, s.export)
+	return s.mount(ctx)
+}
+
+func (s *site) mount(ctx context.Context) error {
+	_, tcpPort, err := net.SplitHostPort(s.server.TCPAddr)
+	if err != nil {
+		return err
+	}
+	opts := fmt.Sprintf("port=%d,mountport=%s", s.server.RDMAAddr.Port(), tcpPort)
+	if s.cfg.Options != "" {
+		opts += "," + s.cfg.Options
+	}
+	info, err := s.client.Mount(ctx, daemon.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
+	if err == nil {
+		fmt.Fprintf(s.cfg.Out, "mounted: %s on %s type fuse.nfsrdma\n", info.Spec, info.Dir)
+	}
+	return err
+}
+
+// exportPath is how clients name the served directory.
+const exportPath = "/"
+
+// tearDown undoes setUp as far as it came.
+func (s *site) tearDown(root string) error {
+	if s.daemon != nil {
+		s.daemon.Close()
+	}
+	var errs []error
+	if s.server != nil {
+		errs = append(errs, s.server.Close())
+	}
+	if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), " "+s.dir+" ") {
+		return errors.Join(append(errs, fmt.Errorf("%s is still mounted, so %s was left; unmount it with umount -l", s.dir, root))...)
+	}
+	return errors.Join(append(errs, os.RemoveAll(root))...)
+}

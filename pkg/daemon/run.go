@@ -1,0 +1,41 @@
+package daemon
+
+import (
+	"context"
+
+	sdnotify "github.com/coreos/go-systemd/v22/daemon"
+	"github.com/hashicorp/go-hclog"
+)
+
+// Start starts a daemon: when it returns nil, the control API and the metrics listener answer. [Daemon.Close] ends it.
+func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
+	return start(cfg, log, newBuilder(log))
+}
+
+// Run runs a daemon until ctx ends, and unmounts everything then. It tells systemd (sd_notify(3)) when it is ready and when it stops.
+func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
+	d, err := Start(cfg, log)
+	if err != nil {
+		return err
+	}
+	notify(log, sdnotify.SdNotifyReady+"\nSTATUS=serving "+string(cfg.ControlSocket))
+	select {
+	case <-ctx.Done():
+		err = nil
+	case err = <-d.failed:
+	}
+	notify(log, sdnotify.SdNotifyStopping+"\nSTATUS=unmounting")
+	d.Close()
+	return err
+}
+
+func notify(log hclog.Logger, state string) {
+	if _, err := sdnotify.SdNotify(false, state); err != nil {
+		log.Warn("telling systemd failed", "error", err)
+	}
+}
+
+// RunForeground mounts what r asks for in this process, calls mounted, and serves the mount until ctx ends or somebody unmounts it.
+func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r MountRequest, mounted func(MountInfo)) error {
+	return foreground(ctx, cfg, log, r, newBuilder(log), mounted)
+}

@@ -1,0 +1,107 @@
+package daemon
+
+import (
+	"context"
+	"net"
+	"sync/atomic"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+var resolver net.Resolver
+
+// stateConnected is xprt's word for a connection that stands.
+const stateConnected = "connected"
+
+// A caller spreads RPCs over the transports of one mount (nconnect), one after the other. all does not change once the mount stands.
+type caller struct {
+	all  []*xprt.Transport
+	next atomic.Uint32
+}
+
+// Call implements nfs3.Caller.
+func (c *caller) Call(ctx context.Context, m *sunrpc.Message) error {
+	if len(c.all) == 1 {
+		return c.all[0].Call(ctx, m)
+	}
+	return c.all[int(c.next.Add(1)%uint32(len(c.all)))].Call(ctx, m)
+}
+
+func (c *caller) close() {
+	for _, t := range c.all {
+		_ = t.Close()
+	}
+}
+
+// Snapshot implements live.
+func (s *stack) Snapshot() metrics.Snapshot {
+	snap := metrics.Snapshot{Mount: s.dir, Provider: s.provider.Name()}
+	snap.Transport.MRs = make(map[string]uint64)
+	for _, t := range s.transports.all {
+		st := t.Stats()
+		snap.Server = st.Server
+		addStats(&snap.Transport, &st)
+	}
+	for p := range s.procs {
+		if d := s.procs[p].Data(); d.Count > 0 {
+			snap.Procs = append(snap.Procs, metrics.NamedHistogram{Name: nfs3.Proc(p).String(), HistogramData: d})
+		}
+	}
+	return snap
+}
+
+// addStats adds one connection's counters, as nfs-utils' mountstats sums them over nconnect.
+func addStats(to *metrics.Transport, s *xprt.Stats) {
+	to.Connects += s.Connects
+	to.Sends += s.Sends
+	to.Receives += s.Recvs
+	to.BadXIDs += s.BadXIDs
+	to.ReadChunks += s.ReadChunks
+	to.WriteChunks += s.WriteChunks
+	to.ReplyChunks += s.ReplyChunks
+	to.TotalRDMARequest += s.TotalRDMARequest
+	to.TotalRDMAReply += s.TotalRDMAReply
+	to.PullupCopyBytes += s.PullupCopyBytes
+	to.FixupCopyBytes += s.FixupCopyBytes
+	to.FailedMarshal += s.FailedMarshal
+	to.BadReply += s.BadReply
+	to.NomsgCall += s.NomsgCall
+	to.MRsRecovered += s.MRsRecovered
+	to.MRsRecycled += s.MRsRecycled
+	to.MRsOrphaned += s.MRsOrphaned
+	to.MRsAllocated += s.MRsAllocated
+	to.LocalInvNeeded += s.LocalInvNeeded
+	to.Credits += uint64(s.Credits)
+	to.Slots += uint64(s.Slots)
+	to.SlotsInUse += uint64(s.SlotsInUse)
+	to.Connected = to.Connected || s.State == stateConnected
+	for state, n := range s.MRStates {
+		to.MRs[state] += uint64(max(n, 0))
+	}
+}
+
+// Status implements live.
+func (s *stack) Status() MountStatus {
+	snap := s.Snapshot()
+	t := &snap.Transport
+	st := MountStatus{
+		Credits: t.Credits, Slots: t.Slots, SlotsInUse: t.SlotsInUse, Connects: t.Connects, Sends: t.Sends, Receives: t.Receives,
+		MRs: t.MRs, XprtLine: metrics.XprtLine(t), RPCs: make(map[string]uint64), MRsRecycled: t.MRsRecycled, MRsOrphaned: t.MRsOrphaned,
+	}
+	st.Server, st.Provider = snap.Server, snap.Provider
+	st.MaxRead, st.MaxWrite = s.fs.IOSizes()
+	for i := range snap.Procs {
+		st.RPCs[snap.Procs[i].Name] = snap.Procs[i].Count
+	}
+	var since time.Time
+	for _, tr := range s.transports.all { // the connection that changed last tells the most
+		if x := tr.Stats(); !x.Since.Before(since) {
+			st.Connection, st.LastError, since = x.State, x.LastError, x.Since
+		}
+	}
+	return st
+}
