@@ -1,0 +1,146 @@
+package integration
+
+import (
+	"context"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+func TestMain(m *testing.M) { verbstest.Main(m) }
+
+// serve runs the RDMA front until the test ends.
+func serve(t *testing.T, cfg nfsserve.Config) *nfsserve.Server {
+	t.Helper()
+	cfg.RDMAListen = "127.0.0.1:0"
+	if cfg.Provider == nil {
+		cfg.Provider = softiwarp.New(softiwarp.Config{})
+	}
+	cfg.RDMA.RemoteInv = true
+	s, err := nfsserve.Run(context.Background(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Errorf("server: %v", err)
+		}
+	})
+	return s
+}
+
+// A mount is an export on a directory.
+type mount struct {
+	dir string
+	tr  *xprt.Transport
+}
+
+type mountConfig struct {
+	rdma   netip.AddrPort
+	export mountd.Args
+	crc    bool
+}
+
+// mountIt mounts until the test ends.
+func mountIt(t *testing.T, c mountConfig) *mount {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	c.export.Cred = &sunrpc.AuthSys{Machine: "test"}
+	root, err := mountd.Mount(ctx, c.export)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{CRC: c.crc}), Addr: c.rdma})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { tr.Close() })
+	if err := tr.Connect(ctx); err != nil {
+		t.Fatal(err)
+	}
+	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root.FH, fusefs.DefaultOptions())
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	srv, err := fusefs.Mount(dir, fs, fusefs.MountOptions{FsName: c.export.Host + ":" + c.export.Export})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := srv.Unmount(); err != nil {
+			t.Errorf("unmount: %v", err)
+			srv.ForceUnmount()
+		}
+		srv.Wait()
+		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		defer cancel()
+		fs.Close(ctx)
+	})
+	return &mount{dir: dir, tr: tr}
+}
+
+// run runs a program and fails the test, with its output, when it fails.
+func run(t *testing.T, dir, name string, args ...string) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Dir = dir
+	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1", "GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)
+	}
+	return string(out)
+}
+
+// goTree is a real source tree below GOROOT.
+func goTree(t *testing.T, sub string) string {
+	t.Helper()
+	return filepath.Join(strings.TrimSpace(run(t, "", "go", "env", "GOROOT")), "src", sub)
+}
+
+func countFiles(t *testing.T, dir string) int {
+	t.Helper()
+	n := 0
+	err := filepath.WalkDir(dir, func(_ string, d os.DirEntry, err error) error {
+		if err == nil && d.Type().IsRegular() {
+			n++
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// checkStory holds the transports of a test to what quiet mounts must look like: one that wrote, one that read.
+func checkStory(t *testing.T, wrote, read xprt.Stats) {
+	t.Helper()
+	for _, s := range []xprt.Stats{wrote, read} {
+		if s.Connects != 1 || s.BadXIDs != 0 || s.BadReply != 0 || s.FailedMarshal != 0 || s.RemoteAccessErrors != 0 || s.MRsOrphaned != 0 || s.MRsRecycled != 0 {
+			t.Errorf("not a quiet mount: %+v", s)
+		}
+		t.Logf("%d RPCs, %d read, %d write, %d reply segments, %d keys killed by the server, %d by us, %d MRs",
+			s.Sends, s.ReadChunks, s.WriteChunks, s.ReplyChunks, s.RemoteInvalidations, s.LocalInvNeeded, s.MRsAllocated)
+	}
+	if wrote.ReadChunks == 0 || read.WriteChunks == 0 || read.RemoteInvalidations == 0 {
+		t.Error("message forms are missing")
+	}
+}
