@@ -1,0 +1,59 @@
+package daemon
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+)
+
+const unitFile = "../../deploy/systemd/nfsrdmad.service"
+
+// systemd-analyze reads the unit without complaint. The program it starts need not be installed: a stand-in path that exists is verified.
+func TestUnitVerifies(t *testing.T) {
+	if _, err := exec.LookPath("systemd-analyze"); err != nil {
+		t.Fatal("systemd-analyze is missing: apt-get install systemd")
+	}
+	unit, err := os.ReadFile(unitFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	verify := func(text string) (string, error) {
+		path := filepath.Join(t.TempDir(), "nfsrdmad.service")
+		if err := os.WriteFile(path, []byte(strings.Replace(text, "/usr/sbin/nfsrdmad", self, 1)), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		out, err := exec.Command("systemd-analyze", "verify", "--man=no", path).CombinedOutput()
+		return string(out), err
+	}
+	out, err := verify(string(unit))
+	if err != nil || strings.Contains(out, "nfsrdmad.service") {
+		t.Errorf("%v: %s", err, out)
+	}
+	if out, err := verify(string(unit) + "\n[Service]\nFrobnicate=yes\n"); err == nil && !strings.Contains(out, "Frobnicate") {
+		t.Error("a unit with an unknown key passes: this check checks nothing")
+	}
+}
+
+// A mount namespace of the daemon's own would hide its mounts from the host.
+func TestUnitKeepsTheHostsMountNamespace(t *testing.T) {
+	unit, err := os.ReadFile(unitFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	private := regexp.MustCompile(`(?m)^(ProtectSystem|ProtectHome|PrivateTmp|PrivateDevices|PrivateMounts|ProtectKernel\w+|ProtectControlGroups|ProtectProc|ReadWritePaths|ReadOnlyPaths|InaccessiblePaths|TemporaryFileSystem|BindPaths|RootDirectory|DynamicUser|PrivateUsers|MountFlags)=`)
+	if m := private.FindString(string(unit)); m != "" {
+		t.Errorf("the unit has %s", m)
+	}
+	for _, want := range []string{"Type=notify", "ExecStart=/usr/sbin/nfsrdmad daemon --config /etc/nfsrdmad.toml", "RuntimeDirectory=nfsrdmad", "Restart=on-failure"} {
+		if !strings.Contains(string(unit), "\n"+want+"\n") {
+			t.Errorf("the unit has no %s", want)
+		}
+	}
+}
