@@ -1,6 +1,7 @@
 package fusefs
 
 import (
+	"context"
 	"crypto/rand"
 	"syscall"
 
@@ -22,8 +23,21 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 	ino.wb.mu.Lock()
 	h.errSeen = ino.wb.errSeq
 	ino.wb.mu.Unlock()
-	fs.inodes.open(ino)
 	return fs.addFile(h)
+}
+
+// claim counts the inode as open; disclaim takes that back, and removes the file if it was hidden and nobody has it open any more.
+func (fs *FS) claim(ino *inode) {
+	fs.openFiles.Add(1)
+	fs.inodes.open(ino)
+}
+
+func (fs *FS) disclaim(ctx context.Context, ino *inode) {
+	left := fs.inodes.close(ino)
+	fs.openFiles.Add(-1)
+	if left == 0 {
+		fs.removeSilly(ctx, ino)
+	}
 }
 
 // openFlags chooses how the kernel treats the pages of an open file.
@@ -51,16 +65,25 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 	if ino == nil {
 		return syscall.ESTALE
 	}
+	fs.claim(ino) // before the server is asked, so that an unlink from now on hides the file
+	if err := fs.openClaimed(r, ino, in.Flags, out); err != nil {
+		fs.disclaim(background{fs}, ino)
+		return err
+	}
+	return nil
+}
+
+func (fs *FS) openClaimed(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
 	// ACCESS tells both whether the server lets this user in and what the file looks like now.
 	var res nfs3.AccessResult
-	want := wantedAccess(in.Flags)
+	want := wantedAccess(flags)
 	if err := fs.askAccess(r, r.cred, ino, want, &res); err != nil {
 		return err
 	}
-	if !granted(in.Flags, res.Access) {
+	if !granted(flags, res.Access) {
 		return syscall.EACCES
 	}
 	a, settled := res.Attr.Attr, res.Attr.Present
@@ -75,8 +98,8 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 		fs.Counters.CacheDrops.Add(1)
 		fs.dropAttr(ino)
 	}
-	out.Fh = fs.newFile(ino, r.cred, in.Flags)
-	out.OpenFlags = openFlags(in.Flags, unchanged)
+	out.Fh = fs.newFile(ino, r.cred, flags)
+	out.OpenFlags = openFlags(flags, unchanged)
 	return nil
 }
 
@@ -138,6 +161,7 @@ func (fs *FS) create(r *request, in *fuse.CreateIn, name string, out *fuse.Creat
 	ino.mu.Lock()
 	ino.base, ino.baseOK = stampOf(&ino.attr), ino.valid
 	ino.mu.Unlock()
+	fs.claim(ino)
 	out.OpenOut = fuse.OpenOut{Fh: fs.newFile(ino, r.cred, in.Flags), OpenFlags: openFlags(in.Flags, true)}
 	return nil
 }
@@ -234,7 +258,5 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	if h.writable && (h.ino.sillyName() == nil || fs.inodes.opensOf(h.ino) > 1) {
 		_ = fs.sync(bg, h.ino) // there is nobody to tell
 	}
-	if fs.inodes.close(h.ino) == 0 {
-		fs.removeSilly(bg, h.ino)
-	}
+	fs.disclaim(bg, h.ino)
 }

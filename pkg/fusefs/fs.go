@@ -80,6 +80,7 @@ type FS struct {
 	files      map[uint64]*fileHandle
 	dirs       map[uint64]*dirHandle
 
+	openFiles  atomic.Int64 // open files, and opens under way
 	writeSlots chan struct{}
 	work       sync.WaitGroup // goroutines that write back
 	dirtyMu    sync.Mutex
@@ -255,12 +256,6 @@ func (fs *FS) file(id uint64) *fileHandle {
 	fs.handlesMu.Lock()
 	defer fs.handlesMu.Unlock()
 	return fs.files[id]
-}
-
-func (fs *FS) openFiles() int {
-	fs.handlesMu.Lock()
-	defer fs.handlesMu.Unlock()
-	return len(fs.files)
 }
 
 // fileOf is the open file that a SETATTR request came through, or nil.

@@ -61,7 +61,7 @@ func (fs *FS) unlink(r *request, dirID uint64, name string) error {
 // openTarget is the regular file that name stands for, if it is open on this mount; last tells that it has no other name. Only the server can
 // say what a name stands for, so it is asked, but not while no file is open.
 func (fs *FS) openTarget(r *request, dir *inode, name string) (target *inode, last bool, err error) {
-	if fs.openFiles() == 0 {
+	if fs.openFiles.Load() == 0 {
 		return nil, false, nil
 	}
 	var res nfs3.LookupResult

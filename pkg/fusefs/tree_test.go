@@ -1,0 +1,140 @@
+package fusefs
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func hash(b []byte) [32]byte { return sha256.Sum256(b) }
+
+// plant makes a tree with everything that a copy must keep.
+func plant(t *testing.T, root string) {
+	t.Helper()
+	must(t, os.MkdirAll(root, 0o755))
+	for i := range 300 {
+		dir := filepath.Join(root, fmt.Sprintf("d%02d", i%17), fmt.Sprintf("e%d", i%3))
+		must(t, os.MkdirAll(dir, 0o750))
+		must(t, os.WriteFile(filepath.Join(dir, fmt.Sprintf("f%03d", i)), noise(uint64(i), i*i*7%200_000), os.FileMode(0o400|i%0o400)))
+	}
+	must(t, os.WriteFile(filepath.Join(root, "large"), noise(1000, 3<<20+17), 0o644))
+	must(t, os.Link(filepath.Join(root, "large"), filepath.Join(root, "hardlink")))
+	must(t, os.Symlink("d00/e0", filepath.Join(root, "symlink")))
+	must(t, unix.Mkfifo(filepath.Join(root, "fifo"), 0o600))
+	must(t, unix.Mknod(filepath.Join(root, "device"), unix.S_IFCHR|0o600, int(unix.Mkdev(5, 300))))
+	must(t, unix.Mknod(filepath.Join(root, "socket"), unix.S_IFSOCK|0o600, 0))
+	must(t, os.WriteFile(filepath.Join(root, "owned"), []byte("x"), 0o600))
+	must(t, os.Chown(filepath.Join(root, "owned"), 12345, 54321))
+	must(t, os.WriteFile(filepath.Join(root, "suid"), []byte("x"), 0o755))
+	must(t, unix.Chmod(filepath.Join(root, "suid"), 0o4755))
+	must(t, os.WriteFile(filepath.Join(root, "old"), []byte("x"), 0o644))
+	must(t, unix.UtimesNanoAt(unix.AT_FDCWD, filepath.Join(root, "old"), []unix.Timespec{{Sec: 1e9, Nsec: 123456789}, {Sec: 1e9 + 7, Nsec: 987654321}}, 0))
+}
+
+func sameTree(t *testing.T, got, want string) {
+	t.Helper()
+	if got == want {
+		return
+	}
+	g, w := strings.Split(got, "\n"), strings.Split(want, "\n")
+	for i := range min(len(g), len(w)) {
+		if g[i] != w[i] {
+			t.Fatalf("trees differ:\n got %s\nwant %s", g[i], w[i])
+		}
+	}
+	t.Fatalf("trees differ: %d entries, want %d", len(g), len(w))
+}
+
+// TestCopyTree copies a tree in and out with the programs that people use, and compares both sides.
+func TestCopyTree(t *testing.T) {
+	e := startExport(t)
+	src := filepath.Join(t.TempDir(), "src")
+	plant(t, src)
+	want := tree(t, src)
+	for name, copyTree := range map[string]func(t *testing.T, from, to string){
+		"cp":    func(t *testing.T, from, to string) { run(t, ".", "cp", "-a", from, to) },
+		"rsync": func(t *testing.T, from, to string) { run(t, ".", "rsync", "-aHD", from+"/", to) },
+		"tar": func(t *testing.T, from, to string) {
+			must(t, os.Mkdir(to, 0o755))
+			run(t, ".", "sh", "-c", "tar -C '"+from+"' --format=posix -cf - --exclude=./socket . | tar -C '"+to+"' -xpf -")
+			if _, err := os.Lstat(filepath.Join(from, "socket")); err == nil { // tar leaves sockets out
+				must(t, unix.Mknod(filepath.Join(to, "socket"), unix.S_IFSOCK|0o600, 0))
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := e.mount(t, mountConfig{})
+			copyTree(t, src, m.path(name))
+			sameTree(t, tree(t, filepath.Join(e.dir, name)), want)
+			again := e.mount(t, mountConfig{}) // nothing of it is in a cache
+			sameTree(t, tree(t, again.path(name)), want)
+			back := filepath.Join(t.TempDir(), "back")
+			copyTree(t, again.path(name), back)
+			sameTree(t, tree(t, back), want)
+			run(t, ".", "rm", "-rf", m.path(name))
+			if left, err := os.ReadDir(e.dir); err != nil || len(left) != 0 {
+				t.Errorf("left on the server: %v, %v", left, err)
+			}
+		})
+	}
+}
+
+// TestGit clones a repository on the mount and checks it.
+func TestGit(t *testing.T) {
+	e := startExport(t)
+	m := e.mount(t, mountConfig{})
+	src := filepath.Join(t.TempDir(), "src")
+	plant(t, src)
+	for _, special := range []string{"fifo", "device", "socket"} {
+		must(t, os.Remove(filepath.Join(src, special)))
+	}
+	run(t, src, "git", "init", "-q", "-b", "main")
+	run(t, src, "git", "add", ".")
+	run(t, src, "git", "commit", "-q", "-m", "first")
+	run(t, m.dir, "git", "clone", "-q", "--no-local", src, "clone")
+	clone := m.path("clone")
+	run(t, clone, "git", "fsck", "--full", "--strict")
+	must(t, os.WriteFile(filepath.Join(clone, "new"), []byte("new\n"), 0o644))
+	run(t, clone, "git", "add", "new")
+	run(t, clone, "git", "commit", "-q", "-m", "second")
+	run(t, clone, "git", "gc", "-q")
+	run(t, clone, "git", "fsck", "--full", "--strict")
+	if out := run(t, clone, "git", "status", "--porcelain"); out != "" {
+		t.Errorf("git status: %s", out)
+	}
+}
+
+// TestManyEntries reads a directory that takes many replies, twice and from the middle.
+func TestManyEntries(t *testing.T) {
+	const entries = 10_000
+	e := startExport(t)
+	must(t, os.Mkdir(filepath.Join(e.dir, "many"), 0o755))
+	for i := range entries {
+		must(t, os.WriteFile(filepath.Join(e.dir, "many", fmt.Sprintf("file-with-some-name-%05d", i)), nil, 0o644))
+	}
+	m := e.mount(t, mountConfig{})
+	for range 2 {
+		list, err := os.ReadDir(m.path("many"))
+		must(t, err)
+		if len(list) != entries {
+			t.Fatalf("%d entries, want %d", len(list), entries)
+		}
+		for i, entry := range list { // sorted
+			if want := fmt.Sprintf("file-with-some-name-%05d", i); entry.Name() != want {
+				t.Fatalf("entry %d is %s, want %s", i, entry.Name(), want)
+			}
+		}
+	}
+	if out := run(t, m.dir, "sh", "-c", "find many -type f -size 0 | wc -l"); strings.TrimSpace(out) != fmt.Sprint(entries) {
+		t.Errorf("find counts %s", out)
+	}
+	if n := m.fs.Counters.Ops[OpReadDirPlus].Load(); n == 0 {
+		t.Error("READDIRPLUS was never used")
+	}
+	run(t, m.dir, "rm", "-rf", "many")
+}
