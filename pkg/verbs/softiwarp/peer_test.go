@@ -1,0 +1,318 @@
+package softiwarp
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"hash/crc32"
+	"io"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// patience bounds every wait of these tests.
+const patience = 20 * time.Second
+
+// A rawPeer is the connecting end of a TCP connection that speaks whatever a test wants.
+type rawPeer struct {
+	t   testing.TB
+	c   *net.TCPConn
+	crc bool
+}
+
+// fpdu frames a ULPDU: length field, pad and trailer.
+func fpdu(ulpdu []byte, crc bool) []byte {
+	b := binary.BigEndian.AppendUint16(nil, uint16(len(ulpdu)))
+	b = append(b, ulpdu...)
+	b = append(b, make([]byte, padding(len(ulpdu)))...)
+	var sum [fpduCRCSize]byte
+	if crc {
+		putCRC(sum[:], crc32.Checksum(b, castagnoli))
+	}
+	return append(b, sum[:]...)
+}
+
+// tagged, untagged and readReq are ULPDUs.
+func tagged(op uint8, last bool, stag uint32, to uint64, p []byte) []byte {
+	b := make([]byte, fpduLenSize+taggedHdr)
+	putTagged(b, op, last, stag, to, len(p))
+	return append(b[fpduLenSize:], p...)
+}
+
+func untagged(op uint8, last bool, ulp, qn, msn, mo uint32, p []byte) []byte {
+	b := make([]byte, fpduLenSize+untaggedHdr)
+	putUntagged(b, op, last, ulp, qn, msn, mo, len(p))
+	return append(b[fpduLenSize:], p...)
+}
+
+func readReq(r readRequest) []byte {
+	b := make([]byte, maxHeaderSize)
+	putReadRequest(b, &r)
+	return b[fpduLenSize:]
+}
+
+// send writes FPDUs in one go.
+func (p *rawPeer) send(ulpdus ...[]byte) {
+	p.t.Helper()
+	var b []byte
+	for _, u := range ulpdus {
+		b = append(b, fpdu(u, p.crc)...)
+	}
+	p.write(b)
+}
+
+func (p *rawPeer) write(b []byte) {
+	p.t.Helper()
+	p.c.SetWriteDeadline(time.Now().Add(patience))
+	if _, err := p.c.Write(b); err != nil {
+		p.t.Fatalf("write %d octets: %v", len(b), err)
+	}
+}
+
+// next reads one FPDU, checks its trailer and returns the header and the payload.
+func (p *rawPeer) next() (header, []byte, error) {
+	p.t.Helper()
+	p.c.SetReadDeadline(time.Now().Add(patience))
+	var l [fpduLenSize]byte
+	if _, err := io.ReadFull(p.c, l[:]); err != nil {
+		return header{}, nil, err
+	}
+	n := int(binary.BigEndian.Uint16(l[:]))
+	b := append(l[:], make([]byte, n+padding(n)+fpduCRCSize)...)
+	if _, err := io.ReadFull(p.c, b[fpduLenSize:]); err != nil {
+		return header{}, nil, err
+	}
+	if !bytes.Equal(b, fpdu(b[fpduLenSize:fpduLenSize+n], p.crc)) {
+		p.t.Errorf("pad or CRC is wrong: %x", b)
+	}
+	var h header
+	h.parseControl(b)
+	h.parseRest(b)
+	return h, b[fpduLenSize+h.size() : fpduLenSize+n], nil
+}
+
+// must is next without errors.
+func (p *rawPeer) must() (header, []byte) {
+	p.t.Helper()
+	h, b, err := p.next()
+	if err != nil {
+		p.t.Fatalf("read an FPDU: %v", err)
+	}
+	return h, b
+}
+
+// terminated skips FPDUs up to a Terminate, checks its form and that nothing follows it, and returns it.
+func (p *rawPeer) terminated() (termCode, []byte) {
+	p.t.Helper()
+	for {
+		h, b := p.must()
+		if h.op != opTerminate {
+			continue
+		}
+		if h.tagged || !h.last || h.qn != qnTerminate || h.msn != firstMSN || h.mo != 0 || len(b) < termHdr {
+			p.t.Errorf("malformed Terminate: %+v %x", h, b)
+		}
+		if _, _, err := p.next(); err != io.EOF {
+			p.t.Errorf("after the Terminate: %v, want the end of the stream", err)
+		}
+		p.c.CloseWrite()
+		return termCode{b[0] >> 4, b[0] & 0xf, b[1]}, b
+	}
+}
+
+// A victim is the end that a rawPeer talks to, with memory of every kind.
+type victim struct {
+	t    testing.TB
+	id   verbs.ConnID
+	pd   verbs.PD
+	cq   verbs.CQ
+	qp   *qp
+	gone chan error
+
+	mem     []byte // guard, window, guard
+	clean   []byte // what mem held at first
+	wkey    uint32 // window for writing
+	rkey    uint32 // the same octets for reading
+	foreign uint32 // the same octets, right for everything, on no stream of this PD
+	wmr     verbs.MR
+	recvs   chan verbs.WorkCompletion
+	bufs    [][]byte
+}
+
+// The window.
+const (
+	guard    = 512
+	winLen   = 2000
+	winIOVA  = 0x12345678_00000100
+	recvSize = 64
+	numRecvs = 4
+)
+
+var victimParam = verbs.ConnParam{ResponderResources: 4, InitiatorDepth: 4}
+
+// quiet is a configuration that sends nothing unasked.
+var quiet = Config{Nudge: -1}
+
+// newVictim gives id a QP; windows makes the registrations.
+func newVictim(t testing.TB, id verbs.ConnID) *victim {
+	t.Helper()
+	v := &victim{t: t, id: id, gone: make(chan error, 2), recvs: make(chan verbs.WorkCompletion, 64)}
+	var err error
+	if v.pd, err = id.Device().AllocPD(); err != nil {
+		t.Fatal(err)
+	}
+	if v.cq, err = id.Device().CreateCQ(64); err != nil {
+		t.Fatal(err)
+	}
+	q, err := id.CreateQP(v.pd, verbs.QPInitAttr{
+		SendCQ: v.cq, RecvCQ: v.cq, MaxSendWR: 32, MaxRecvWR: 32, MaxSendSGE: 4,
+		OnDisconnect: func(cause error) { v.gone <- cause },
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	v.qp = q.(*qp)
+	t.Cleanup(func() {
+		id.Close()
+		v.cq.Close()
+		v.pd.Dealloc()
+	})
+	for range numRecvs {
+		b := make([]byte, recvSize)
+		v.bufs = append(v.bufs, b)
+		if _, err := q.PostRecv(&verbs.RecvRequest{SGE: verbs.SGE{Buf: b}, Done: func(wc *verbs.WorkCompletion) { v.recvs <- *wc }}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return v
+}
+
+// run posts one request and waits for it.
+func (v *victim) run(wr *verbs.WorkRequest) verbs.WorkCompletion {
+	v.t.Helper()
+	c := make(chan verbs.WorkCompletion, 1)
+	wr.Signaled, wr.Done = true, func(wc *verbs.WorkCompletion) { c <- *wc }
+	if _, err := v.qp.PostSend(wr); err != nil {
+		v.t.Fatalf("post %v: %v", wr.Opcode, err)
+	}
+	select {
+	case wc := <-c:
+		return wc
+	case <-time.After(patience):
+		v.t.Fatalf("%v does not complete", wr.Opcode)
+		return verbs.WorkCompletion{}
+	}
+}
+
+func (v *victim) allocMR(pd verbs.PD, depth int) verbs.MR {
+	v.t.Helper()
+	m, err := pd.AllocMR(depth)
+	if err != nil {
+		v.t.Fatal(err)
+	}
+	v.t.Cleanup(func() { m.Dereg() })
+	return m
+}
+
+func (v *victim) register(access verbs.Access, key uint8, segs ...[]byte) (verbs.MR, uint32) {
+	v.t.Helper()
+	m := v.allocMR(v.pd, maxFRPages)
+	wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: winIOVA, Segs: segs})
+	if wc.Status != verbs.StatusSuccess {
+		v.t.Fatalf("FastReg: %v", wc.Status)
+	}
+	return m, uint32(m.RKey().WithKey(key))
+}
+
+// windows registers the window for writing and for reading, and something of another PD.
+func (v *victim) windows() {
+	v.t.Helper()
+	v.mem = make([]byte, guard+winLen+guard)
+	for i := range v.mem {
+		v.mem[i] = byte(i*7 + i>>8)
+	}
+	v.clean = bytes.Clone(v.mem)
+	win := v.mem[guard:][:winLen]
+	v.wmr, v.wkey = v.register(verbs.AccessLocalWrite|verbs.AccessRemoteWrite, 0x10, win[:700], win[700:701], win[701:])
+	_, v.rkey = v.register(verbs.AccessRemoteRead, 0x20, win[:1], win[1:])
+	pd, err := v.id.Device().AllocPD()
+	if err != nil {
+		v.t.Fatal(err)
+	}
+	v.t.Cleanup(func() { pd.Dealloc() })
+	m := v.allocMR(pd, 1).(*mr)
+	v.foreign = uint32(m.RKey())
+	m.register(&qp{}, v.foreign, verbs.AccessRemoteRead|verbs.AccessRemoteWrite, winIOVA, [][]byte{win})
+}
+
+// cause waits for OnDisconnect.
+func (v *victim) cause() error {
+	v.t.Helper()
+	select {
+	case err := <-v.gone:
+		return err
+	case <-time.After(patience):
+		v.t.Fatal("OnDisconnect was not called")
+		return nil
+	}
+}
+
+func (v *victim) received() verbs.WorkCompletion {
+	v.t.Helper()
+	select {
+	case wc := <-v.recvs:
+		return wc
+	case <-time.After(patience):
+		v.t.Fatal("no Receive completes")
+		return verbs.WorkCompletion{}
+	}
+}
+
+// terminate checks that the connection ended with a Terminate of this side.
+func (v *victim) terminate() termCode {
+	v.t.Helper()
+	var te *verbs.TerminateError
+	if err := v.cause(); !errors.As(err, &te) || !te.Local {
+		v.t.Errorf("cause %v, want a Terminate of this side", err)
+		return termCode{0xf, 0xf, 0xf}
+	}
+	return termCode{te.Layer, te.EType, te.Code}
+}
+
+// attack connects a rawPeer to a fresh victim.
+func attack(t testing.TB, cfg Config) (*rawPeer, *victim) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	l, err := New(cfg).Listen(ctx, loopback)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	c, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	req := mpaFrame{enhanced: true, rev: mpaRev2, ird: 4, ord: 4, crc: cfg.CRC}
+	if _, err := c.Write(req.append(nil)); err != nil {
+		t.Fatal(err)
+	}
+	r, err := l.Accept(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	v := newVictim(t, r)
+	if err := r.Accept(ctx, victimParam); err != nil {
+		t.Fatal(err)
+	}
+	if rep, err := readMPAFrame(c, true); err != nil || rep.crc != cfg.CRC || rep.reject {
+		t.Fatalf("reply %+v, %v", rep, err)
+	}
+	v.windows()
+	return &rawPeer{t: t, c: c.(*net.TCPConn), crc: cfg.CRC}, v
+}

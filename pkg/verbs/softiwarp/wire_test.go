@@ -1,0 +1,342 @@
+package softiwarp
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"hash/crc32"
+	"strings"
+	"testing"
+)
+
+// unhex decodes hexadecimal with blanks.
+func unhex(t testing.TB, s string) []byte {
+	t.Helper()
+	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// TestCRCVectors holds the CRC against the annotated dumps of RFC 5044.
+func TestCRCVectors(t *testing.T) {
+	zeros := strings.Repeat("00", 24)
+	for _, c := range []struct{ name, fpdu, crc string }{
+		{"Figure 5", "00000000 002a 4143 00000000 00000000 00000001 00000000" + zeros, "52239983"},
+		{"Figure 6", "002a 4143 00000000 00000000 00000002 00000000 00000014" + zeros, "84925898"},
+	} {
+		var got [fpduCRCSize]byte
+		putCRC(got[:], crc32.Checksum(unhex(t, c.fpdu), castagnoli))
+		if hex.EncodeToString(got[:]) != c.crc {
+			t.Errorf("%s: CRC %x, the RFC has %s", c.name, got, c.crc)
+		}
+		if getCRC(got[:]) != crc32.Checksum(unhex(t, c.fpdu), castagnoli) {
+			t.Errorf("%s: the CRC does not read back", c.name)
+		}
+	}
+}
+
+func TestPadding(t *testing.T) {
+	for ulpdu, want := range map[int]int{14: 0, 15: 3, 16: 2, 17: 1, 18: 0, 46: 0, 0: 2, maxULPDU: 3, maxSentULPDU: 0} {
+		if got := padding(ulpdu); got != want {
+			t.Errorf("padding(%d) = %d, want %d", ulpdu, got, want)
+		}
+	}
+}
+
+// TestHeaders encodes and decodes the headers of RFC 5041 §4 and RFC 5040 §4.
+func TestHeaders(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		put  func(b []byte)
+		wire string
+		want header
+	}{
+		{
+			"RDMA Write, last", func(b []byte) { putTagged(b, opWrite, true, 0x01020304, 0x1122334455667788, 5) },
+			"0013 c140 01020304 1122334455667788",
+			header{ulpdu: 19, ctrl: 0xc140, op: opWrite, tagged: true, last: true, stag: 0x01020304, to: 0x1122334455667788},
+		},
+		{
+			"RDMA Write, more", func(b []byte) { putTagged(b, opWrite, false, 7, 8, 1428) },
+			"05a2 8140 00000007 0000000000000008",
+			header{ulpdu: 1442, ctrl: 0x8140, op: opWrite, tagged: true, stag: 7, to: 8},
+		},
+		{
+			"RDMA Read Response, last", func(b []byte) { putTagged(b, opReadResp, true, 9, 0, 0) },
+			"000e c142 00000009 0000000000000000",
+			header{ulpdu: 14, ctrl: 0xc142, op: opReadResp, tagged: true, last: true, stag: 9},
+		},
+		{
+			"Send, last", func(b []byte) { putUntagged(b, opSend, true, 0, qnSend, 2, 0, 24) },
+			"002a 4143 00000000 00000000 00000002 00000000",
+			header{ulpdu: 42, ctrl: 0x4143, op: opSend, last: true, msn: 2},
+		},
+		{
+			"Send, more", func(b []byte) { putUntagged(b, opSend, false, 0, qnSend, 0xffffffff, 1424, 4) },
+			"0016 0143 00000000 00000000 ffffffff 00000590",
+			header{ulpdu: 22, ctrl: 0x0143, op: opSend, msn: 0xffffffff, mo: 1424},
+		},
+		{
+			"Send With Invalidate", func(b []byte) { putUntagged(b, opSendInv, true, 0xaabbccdd, qnSend, 1, 0, 0) },
+			"0012 4144 aabbccdd 00000000 00000001 00000000",
+			header{ulpdu: 18, ctrl: 0x4144, op: opSendInv, last: true, stag: 0xaabbccdd, msn: 1},
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			want := unhex(t, c.wire)
+			got := make([]byte, len(want))
+			c.put(got)
+			if !bytes.Equal(got, want) {
+				t.Fatalf("encoded %x, want %x", got, want)
+			}
+			var h header
+			h.parseControl(want)
+			h.parseRest(want)
+			if h != c.want {
+				t.Errorf("decoded %+v, want %+v", h, c.want)
+			}
+		})
+	}
+}
+
+func TestReadRequest(t *testing.T) {
+	r := readRequest{msn: 3, sinkSTag: 0x11111111, sinkTO: 0x2222222233333333, size: 0x100000, srcSTag: 0x44444444, srcTO: 0x5555555566666666}
+	want := unhex(t, `002e 4141 00000000 00000001 00000003 00000000
+		11111111 2222222233333333 00100000 44444444 5555555566666666`)
+	got := make([]byte, maxHeaderSize)
+	putReadRequest(got, &r)
+	if !bytes.Equal(got, want) {
+		t.Fatalf("encoded %x, want %x", got, want)
+	}
+	back := readRequest{msn: r.msn}
+	back.parseRDMAP(got[fpduLenSize+untaggedHdr:])
+	if back != r {
+		t.Errorf("decoded %+v, want %+v", back, r)
+	}
+}
+
+func TestMPAFrames(t *testing.T) {
+	req, rep := hex.EncodeToString([]byte(mpaReqKey)), hex.EncodeToString([]byte(mpaRepKey))
+	for _, c := range []struct {
+		name  string
+		frame mpaFrame
+		wire  string
+	}{
+		{
+			"request of an NFS/RDMA client", mpaFrame{enhanced: true, rev: 2, ird: 32, data: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}},
+			req + "10 02 000c 0020 0000 f6ab0e1801010303",
+		},
+		{
+			"request with CRC", mpaFrame{crc: true, enhanced: true, rev: 2, ird: 1, ord: depthByULP, data: []byte{}},
+			req + "50 02 0004 0001 3fff",
+		},
+		{
+			"plain request", mpaFrame{rev: 1, data: []byte("x")},
+			req + "00 01 0001 78",
+		},
+		{
+			"peer-to-peer request", mpaFrame{enhanced: true, rev: 2, ird: 1, ord: 2, peer: true, rtrSend: true, rtrWrite: true, rtrRead: true, data: []byte{}},
+			req + "10 02 0004 c001 c002",
+		},
+		{
+			"markers", mpaFrame{markers: true, rev: 2, data: []byte{}},
+			req + "80 02 0000",
+		},
+		{
+			"accepting reply", mpaFrame{reply: true, crc: true, enhanced: true, rev: 2, ord: 16, peer: true, rtrWrite: true, data: []byte{1, 2}},
+			rep + "50 02 0006 8000 8010 0102",
+		},
+		{
+			"rejecting reply", mpaFrame{reply: true, reject: true, enhanced: true, rev: 2, data: []byte{}},
+			rep + "30 02 0004 0000 0000",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			want := unhex(t, c.wire)
+			if got := c.frame.append(nil); !bytes.Equal(got, want) {
+				t.Fatalf("encoded %x, want %x", got, want)
+			}
+			got, err := readMPAFrame(bytes.NewReader(want), c.frame.reply)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(got.data, c.frame.data) {
+				t.Errorf("private data %x, want %x", got.data, c.frame.data)
+			}
+			got.data, c.frame.data = nil, nil
+			if !sameFrame(got, c.frame) {
+				t.Errorf("decoded %+v, want %+v", got, c.frame)
+			}
+		})
+	}
+}
+
+func sameFrame(a, b mpaFrame) bool {
+	return bytes.Equal(a.append(nil), b.append(nil))
+}
+
+// TestMPATolerance: reserved bits and bits without A are ignored (RFC 5044 §7.1.1, RFC 6581 §9.2).
+func TestMPATolerance(t *testing.T) {
+	req := hex.EncodeToString([]byte(mpaReqKey))
+	f, err := readMPAFrame(bytes.NewReader(unhex(t, req+"3f 02 0004 4001 c002")), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if f.reject || f.markers || f.crc || !f.enhanced || f.peer || f.rtrSend || f.rtrWrite || f.rtrRead || f.ird != 1 || f.ord != 2 {
+		t.Errorf("decoded %+v", f)
+	}
+	if f, err = readMPAFrame(bytes.NewReader(unhex(t, req+"10 01 0000")), false); err != nil || f.enhanced {
+		t.Errorf("revision 1 with a reserved bit: %+v, %v", f, err)
+	}
+}
+
+func TestMPAErrors(t *testing.T) {
+	req, rep := hex.EncodeToString([]byte(mpaReqKey)), hex.EncodeToString([]byte(mpaRepKey))
+	for _, c := range []struct {
+		name, wire string
+		reply      bool
+		want       error
+	}{
+		{"HTTP", hex.EncodeToString([]byte("HTTP/1.1 400 Bad Request\r\n")), true, errMPAKey},
+		{"one wrong octet", "4d50ff", true, errMPAKey},
+		{"both initiators", req + "10 02 0004 0000 0000", true, errMPABoth},
+		{"reply to a listener", rep + "10 02 0004 0000 0000", false, errMPAKey},
+		{"revision 0", req + "40 00 0000", false, errMPARevision},
+		{"revision 3", req + "40 03 0000", false, errMPARevision},
+		{"513 octets of private data", req + "00 01 0201", false, errMPALength},
+		{"enhanced without its block", req + "10 02 0003 000000", false, errMPAShort},
+	} {
+		if _, err := readMPAFrame(bytes.NewReader(unhex(t, c.wire)), c.reply); !errors.Is(err, c.want) {
+			t.Errorf("%s: %v, want %v", c.name, err, c.want)
+		}
+	}
+	whole := unhex(t, req+"10 02 0005 0000 0000 00")
+	for n := range whole {
+		if _, err := readMPAFrame(bytes.NewReader(whole[:n]), false); err == nil {
+			t.Errorf("%d of %d octets were taken for a frame", n, len(whole))
+		}
+	}
+}
+
+func TestDepths(t *testing.T) {
+	for _, c := range []struct {
+		name     string
+		req      mpaFrame
+		own      depths
+		want     depths
+		ird, ord uint16
+	}{
+		{"NFS server", mpaFrame{ird: 32}, depths{0, 16}, depths{0, 16}, 0, 16},
+		{"initiator's IRD is smaller", mpaFrame{ird: 4, ord: 3}, depths{1, 16}, depths{4, 4}, 4, 4},
+		{"rounded up", mpaFrame{ird: 1}, depths{20, 0}, depths{32, 0}, 32, 0},
+		{"limit", mpaFrame{ird: 0x3ffe, ord: 0x3ffe}, depths{200, 200}, depths{128, 128}, 128, 128},
+		{"left to the ULP", mpaFrame{ird: depthByULP, ord: depthByULP}, depths{2, 3}, depths{2, 3}, depthByULP, depthByULP},
+	} {
+		d, ird, ord := answerDepths(&c.req, c.own, maxReadDepth)
+		if d != c.want || ird != c.ird || ord != c.ord {
+			t.Errorf("responder, %s: %+v, reply %d %d, want %+v, reply %d %d", c.name, d, ird, ord, c.want, c.ird, c.ord)
+		}
+	}
+	for _, c := range []struct {
+		name      string
+		rep       mpaFrame
+		own, want depths
+		ok        bool
+	}{
+		{"as asked", mpaFrame{ird: 8, ord: 8}, depths{8, 8}, depths{8, 8}, true},
+		{"responder gives less", mpaFrame{ird: 2, ord: 1}, depths{8, 8}, depths{8, 2}, true},
+		{"responder wants more", mpaFrame{ird: 8, ord: 20}, depths{8, 8}, depths{32, 8}, true},
+		{"responder wants too much", mpaFrame{ord: 200}, depths{8, 8}, depths{8, 8}, false},
+		{"left to the ULP", mpaFrame{ird: depthByULP, ord: depthByULP}, depths{2, 3}, depths{2, 3}, true},
+	} {
+		d, ok := adoptDepths(&c.rep, c.own, maxReadDepth)
+		if ok != c.ok || ok && d != c.want {
+			t.Errorf("initiator, %s: %+v %v, want %+v %v", c.name, d, ok, c.want, c.ok)
+		}
+	}
+}
+
+func TestTerminateEncode(t *testing.T) {
+	write := make([]byte, fpduLenSize+taggedHdr)
+	putTagged(write, opWrite, true, 0x0a0b0c0d, 0x99, 100)
+	send := make([]byte, fpduLenSize+untaggedHdr)
+	putUntagged(send, opSend, true, 0, qnSend, 5, 0, 8)
+	const untagged = "4147 00000000 00000002 00000001 00000000"
+	for _, c := range []struct {
+		name string
+		make func() *terminate
+		wire string
+	}{
+		{"no header", func() *terminate { return &terminate{code: termCRC} }, "0016" + untagged + "20 02 00 00"},
+		{"tagged", func() *terminate {
+			x := &terminate{code: termTaggedBounds}
+			x.quote(write, &header{ulpdu: taggedHdr + 100, tagged: true})
+			return x
+		}, "0026" + untagged + "11 01 c0 00 0072 c140 0a0b0c0d 0000000000000099"},
+		{"untagged", func() *terminate {
+			x := &terminate{code: termNoBuffer}
+			x.quote(send, &header{ulpdu: untaggedHdr + 8})
+			return x
+		}, "002a" + untagged + "12 02 c0 00 001a 4143 00000000 00000000 00000005 00000000"},
+		{"Read Request", func() *terminate {
+			x := &terminate{code: termReadBounds}
+			x.quoteRead(&readRequest{msn: 2, sinkSTag: 1, sinkTO: 2, size: 3, srcSTag: 4, srcTO: 5})
+			return x
+		}, "0046" + untagged + `01 01 e0 00 002e 4141 00000000 00000001 00000002 00000000
+			00000001 0000000000000002 00000003 00000004 0000000000000005`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var b [fpduLenSize + maxTermULPDU]byte
+			x := c.make()
+			n := x.encode(b[:])
+			if want := unhex(t, c.wire); !bytes.Equal(b[:n], want) {
+				t.Fatalf("encoded %x, want %x", b[:n], want)
+			}
+			if code, _ := decodeTerminate(b[fpduLenSize+untaggedHdr : n]); code != x.code {
+				t.Errorf("decoded %+v, want %+v", code, x.code)
+			}
+		})
+	}
+}
+
+// TestTerminateDecode has the messages that stock siw was seen to send, besides the RFC's order.
+func TestTerminateDecode(t *testing.T) {
+	const quoted = "0013 c140 01020304 1122334455667788"
+	for _, c := range []struct {
+		name, wire string
+		want       termCode
+		msn        uint32
+	}{
+		{"RFC, CRC", "20020000", termCRC, 0},
+		{"siw, CRC", "02020000", termCRC, 0},
+		{"RFC, insufficient IRD", "20060000", termInsufficientIRD, 0},
+		{"siw, no buffer", "21020300 001a 4143 00000000 00000000 00000048 00000000", termNoBuffer, 0},
+		{"siw, MSN", "21030300", termMSNRange, 0},
+		{"siw, DDP version, no header", "21060000", termUntaggedVersion, 0},
+		{"siw, cannot invalidate", "20090300", termCode{layerRDMAP, 2, 9}, 0},
+		{"siw, unknown STag", "11000300" + quoted, termTaggedInvalidSTag, 0},
+		{"siw, unasked Read Response", "01000300" + quoted, termCode{layerDDP, 0, 0}, 0},
+		{"RFC, Read access", "0102e000 002e 4141 00000000 00000001 00000007 00000000" + strings.Repeat("00", readReqHdr), termReadAccess, 7},
+		{"siw, Read access", "10020700 002e 4141 00000000 00000001 00000007 00000000" + strings.Repeat("00", readReqHdr), termReadAccess, 7},
+		{"RFC, local catastrophic", "00000000", termLocalCatastrophic, 0},
+		{"short", "2002", termUnspecified, 0},
+		{"empty", "", termUnspecified, 0},
+	} {
+		if code, msn := decodeTerminate(unhex(t, c.wire)); code != c.want || msn != c.msn {
+			t.Errorf("%s: %+v, read %d, want %+v, read %d", c.name, code, msn, c.want, c.msn)
+		}
+	}
+}
+
+func TestMULPDU(t *testing.T) {
+	for emss, want := range map[int]int{1448: 1442, 1460: 1454, 1461: 1454, 536: 530, 88: 130, 0: 130, 65483: maxSentULPDU, 1 << 20: maxSentULPDU} {
+		if got := mulpdu(emss); got != want {
+			t.Errorf("mulpdu(%d) = %d, want %d", emss, got, want)
+		}
+		if padding(want) != 0 {
+			t.Errorf("a full ULPDU of %d octets needs padding", want)
+		}
+	}
+}
