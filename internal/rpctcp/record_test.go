@@ -1,0 +1,127 @@
+package rpctcp
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"io"
+	"math"
+	"net"
+	"runtime"
+	"strings"
+	"testing"
+	"testing/iotest"
+)
+
+func TestReadRecord(t *testing.T) {
+	long := strings.Repeat("0123456789", 20_000)
+	for _, x := range []struct {
+		name  string
+		in    string
+		limit int
+		want  string
+		err   error
+	}{
+		{"one fragment", "\x80\x00\x00\x05hello", 5, "hello", nil},
+		{"three fragments", "\x00\x00\x00\x02he\x00\x00\x00\x02ll\x80\x00\x00\x01o", 5, "hello", nil},
+		{"empty last fragment", "\x00\x00\x00\x05hello\x80\x00\x00\x00", 5, "hello", nil},
+		{"empty record", "\x80\x00\x00\x00", 5, "", nil},
+		{"longer than a step", "\x80\x03\x0d\x40" + long, 1 << 20, long, nil},
+		{"more than the limit", "\x80\x00\x00\x06hello!", 5, "", ErrRecord},
+		{"more than the limit, in fragments", "\x00\x00\x00\x04hell\x80\x00\x00\x02o!", 5, "", ErrRecord},
+		{"2 GiB claimed", "\xff\xff\xff\xffhello", 1 << 20, "", ErrRecord},
+		{"fragments for ever", strings.Repeat("\x00\x00\x00\x00", 50), 5, "", ErrRecord},
+		{"an HTTP server", "HTTP/1.1 400 Bad Request\r\n", 1 << 20, "", ErrRecord},
+		{"nothing", "", 5, "", io.EOF},
+		{"half a mark", "\x80\x00", 5, "", io.ErrUnexpectedEOF},
+		{"end in the fragment", "\x80\x00\x00\x05hel", 5, "", io.ErrUnexpectedEOF},
+		{"end before the fragment", "\x80\x00\x00\x05", 5, "", io.ErrUnexpectedEOF},
+		{"end between fragments", "\x00\x00\x00\x05hello", 9, "", io.ErrUnexpectedEOF},
+	} {
+		for _, room := range []int{0, 3, 1 << 20} {
+			r := strings.NewReader(x.in + "next")
+			if x.err == io.EOF || x.err == io.ErrUnexpectedEOF {
+				r = strings.NewReader(x.in)
+			}
+			got, err := ReadRecord(iotest.HalfReader(r), make([]byte, 0, room), x.limit)
+			if !errors.Is(err, x.err) || err == nil && x.err != nil {
+				t.Errorf("%s, room %d: error is %v, want %v", x.name, room, err, x.err)
+				continue
+			}
+			if err == nil && (string(got) != x.want || r.Len() != len("next")) {
+				t.Errorf("%s, room %d: %d octets, want %d; %d unread", x.name, room, len(got), len(x.want), r.Len())
+			}
+		}
+	}
+}
+
+// TestReadRecordMemory claims the limit and sends little: memory follows what is sent.
+func TestReadRecordMemory(t *testing.T) {
+	const limit = 1 << 30
+	in := binary.BigEndian.AppendUint32(nil, lastFragment|limit)
+	in = append(in, make([]byte, 1000)...)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	_, err := ReadRecord(bytes.NewReader(in), nil, limit)
+	runtime.ReadMemStats(&after)
+	if !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("error is %v", err)
+	}
+	if grown := after.TotalAlloc - before.TotalAlloc; grown > 1<<20 {
+		t.Errorf("%d octets were allocated for 1000 that came", grown)
+	}
+}
+
+func TestWriteRecord(t *testing.T) {
+	for _, x := range []struct {
+		parts []string
+		want  string
+	}{
+		{nil, "\x80\x00\x00\x00"},
+		{[]string{"hello"}, "\x80\x00\x00\x05hello"},
+		{[]string{"he", "", "ll", "o", "!"}, "\x80\x00\x00\x06hello!"},
+	} {
+		var parts [][]byte
+		for _, p := range x.parts {
+			parts = append(parts, []byte(p))
+		}
+		var got bytes.Buffer
+		if err := WriteRecord(&got, parts...); err != nil || got.String() != x.want {
+			t.Errorf("%q: %q, error %v", x.parts, got.String(), err)
+		}
+	}
+	if err := WriteRecord(io.Discard, make([][]byte, 6)...); !errors.Is(err, ErrRecord) {
+		t.Errorf("six parts: %v", err)
+	}
+	a, b := net.Pipe()
+	a.Close()
+	b.Close()
+	if err := WriteRecord(a, []byte("x")); err == nil {
+		t.Error("a closed connection took a record")
+	}
+}
+
+func FuzzReadRecord(f *testing.F) {
+	f.Add([]byte("\x80\x00\x00\x05hello"), uint16(5))
+	f.Add([]byte("\x00\x00\x00\x02he\x00\x00\x00\x02ll\x80\x00\x00\x01o"), uint16(5))
+	f.Add([]byte("HTTP/1.1 400 Bad Request\r\n"), uint16(math.MaxUint16))
+	f.Fuzz(func(t *testing.T, in []byte, limit uint16) {
+		r := bytes.NewReader(in)
+		got, err := ReadRecord(r, nil, int(limit))
+		if len(got) > int(limit) || len(got) > len(in) {
+			t.Fatalf("%d octets of %d, limit %d", len(got), len(in), limit)
+		}
+		if err != nil {
+			return
+		}
+		// Framed anew as one fragment it reads the same.
+		var again bytes.Buffer
+		if err := WriteRecord(&again, got); err != nil {
+			t.Fatal(err)
+		}
+		back, err := ReadRecord(&again, nil, int(limit))
+		if err != nil || !bytes.Equal(back, got) {
+			t.Fatalf("read back %x, error %v; want %x", back, err, got)
+		}
+	})
+}
