@@ -42,7 +42,7 @@ type Config struct {
 	// ReadOnly refuses every change of Dir. A backend decides for itself.
 	ReadOnly bool
 
-	// RDMA is passed to svcrdma with Handler and Logger set here. The zero value is good; set RemoteInv for Send With Invalidate.
+	// RDMA is passed to svcrdma with Handler, Logger and RemoteInv (true: Send With Invalidate is offered) set here. The zero value is good.
 	RDMA   svcrdma.Config
 	Logger hclog.Logger
 }
@@ -88,6 +88,7 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	rdma := cfg.RDMA
 	rdma.Handler = newProxy(s.TCPAddr, cfg.Logger.Named("backend"))
 	rdma.Logger = cfg.Logger.Named("rdma")
+	rdma.RemoteInv = true
 	go func() {
 		defer close(s.done)
 		s.err = svcrdma.Serve(ctx, rl, rdma)

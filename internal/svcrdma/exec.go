@@ -214,7 +214,7 @@ func (x *exec) execute(hdr *sunrpc.CallHeader, call, room []byte) ([]byte, error
 	if !cacheable(hdr) {
 		return c.cfg.Handler.ServeRPC(c.ctx, c.peer, call, room)
 	}
-	cached, entry, err := c.drc.begin(c.ctx, c.drc.key(c.peer.Addr(), hdr, call))
+	cached, entry, err := c.drc.begin(c.ctx, c.drc.key(c.peer.Addr().Unmap(), hdr, call))
 	if err != nil {
 		return nil, err
 	}

@@ -1,0 +1,239 @@
+package nfsserve
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+// dialRDMA is a client whose NFS calls go over RDMA; MOUNT went over TCP to mountAddr.
+func dialRDMA(t testing.TB, s *Server, mountAddr string) *client {
+	t.Helper()
+	c := dial(t, mountAddr)
+	x, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr, Slots: 16,
+		ReconnectMin: 10 * time.Millisecond, ReconnectMax: 100 * time.Millisecond})
+	c.ok(err)
+	t.Cleanup(func() { x.Close() })
+	c.ok(x.Connect(c.ctx))
+	c.Client = nfs3.NewClient(x, nfs3.Options{})
+	return c
+}
+
+// exercise moves data in every form that the transport knows and compares it.
+func exercise(t *testing.T, c *client) {
+	t.Helper()
+	var cr nfs3.CreateResult
+	var w nfs3.WriteResult
+	var r nfs3.ReadResult
+	c.ok(c.Create(c.ctx, c.cred, c.root, "data", &nfs3.CreateHow{}, &cr))
+	fh := cr.FH
+	for _, n := range []int{1, 2, 3, 4, 1000, 4095, 4096, 4097, 70001, 1 << 20} {
+		data := make([]byte, n)
+		for i := range data {
+			data[i] = byte(i*31 + n)
+		}
+		c.ok(c.Write(c.ctx, c.cred, fh, 0, data, nfs3.Unstable, &w))
+		buf := make([]byte, n)
+		c.ok(c.Read(c.ctx, c.cred, fh, 0, buf, &r))
+		if w.Count != uint32(n) || r.N != n || !bytes.Equal(buf, data) {
+			t.Fatalf("%d octets: wrote %d, read %d, equal %v", n, w.Count, r.N, bytes.Equal(buf, data))
+		}
+	}
+	target := string(bytes.Repeat([]byte("0123456/"), 300)) // READLINK's and SYMLINK's long form
+	c.ok(c.Symlink(c.ctx, c.cred, c.root, "link", target, &nfs3.SetAttr{}, &cr))
+	buf := make([]byte, nfs3.MaxPath)
+	var rl nfs3.ReadLinkResult
+	c.ok(c.ReadLink(c.ctx, c.cred, cr.FH, buf, &rl))
+	if string(buf[:rl.N]) != target {
+		t.Errorf("READLINK: %d octets", rl.N)
+	}
+	const files = 500
+	for i := range files {
+		c.ok(c.Create(c.ctx, c.cred, c.root, fmt.Sprintf("file-%03d", i), &nfs3.CreateHow{}, &cr))
+	}
+	seen := 0
+	var res nfs3.ReadDirResult
+	var cookie uint64
+	for !res.EOF {
+		verf := res.Verf
+		c.ok(c.ReadDirPlus(c.ctx, c.cred, c.root, cookie, verf, 65536, 65536, &res, func(e *nfs3.DirEntry) bool {
+			seen++
+			cookie = e.Cookie
+			return true
+		}))
+	}
+	if seen != files+4 {
+		t.Errorf("READDIRPLUS: %d entries", seen)
+	}
+}
+
+func TestDirectoryOverRDMA(t *testing.T) {
+	var stats svcrdma.Stats
+	s, _ := start(t, func(c *Config) { c.RDMA.Stats = &stats })
+	exercise(t, dialRDMA(t, s, s.TCPAddr))
+	if stats.ReadOctets.Load() < 1<<20 || stats.WrittenOctets.Load() < 1<<20 || stats.ReplyChunks.Load() == 0 || stats.RemoteInvalidates.Load() == 0 || stats.RDMAErrors.Load() != 0 {
+		t.Errorf("read %d octets, wrote %d, %d reply chunks, %d remote invalidations, %d RDMA_ERRORs", stats.ReadOctets.Load(), stats.WrittenOctets.Load(),
+			stats.ReplyChunks.Load(), stats.RemoteInvalidates.Load(), stats.RDMAErrors.Load())
+	}
+}
+
+func TestBackendOverRDMA(t *testing.T) {
+	dir, _ := start(t, nil)
+	front, err := Run(context.Background(), Config{Backend: dir.TCPAddr, RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { front.Close() })
+	exercise(t, dialRDMA(t, front, dir.TCPAddr))
+}
+
+// scripted is a backend whose replies a test writes.
+type scripted struct {
+	net.Listener
+	calls chan scriptedCall
+	wg    sync.WaitGroup
+}
+
+type scriptedCall struct {
+	conn net.Conn
+	msg  []byte
+}
+
+func newScripted(t *testing.T) *scripted {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &scripted{Listener: l, calls: make(chan scriptedCall, 64)}
+	s.wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			s.wg.Go(func() {
+				defer c.Close()
+				for {
+					msg, err := rpctcp.ReadRecord(c, nil, maxRecord)
+					if err != nil {
+						return
+					}
+					s.calls <- scriptedCall{c, msg}
+				}
+			})
+		}
+	})
+	t.Cleanup(func() { l.Close(); s.wg.Wait() })
+	return s
+}
+
+func (c *scriptedCall) answer(t *testing.T, body string) {
+	t.Helper()
+	xid := binary.BigEndian.Uint32(c.msg)
+	if err := rpctcp.WriteRecord(c.conn, sunrpc.AppendAcceptedReply(nil, xid, 0), []byte(body)); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestProxy(t *testing.T) {
+	b := newScripted(t)
+	p := newProxy(b.Addr().String(), hclog.NewNullLogger())
+	peer := netip.MustParseAddrPort("127.0.0.1:700")
+	defer p.ConnClosed(peer)
+	type outcome struct {
+		reply []byte
+		err   error
+	}
+	send := func(ctx context.Context, xid uint32) chan outcome {
+		done := make(chan outcome, 1)
+		go func() {
+			reply, err := p.ServeRPC(ctx, peer, sunrpc.AppendCall(nil, xid, nfs3.Program, 3, 1, sunrpc.AppendAuthNone(nil)), make([]byte, 0, 4096))
+			done <- outcome{reply, err}
+		}()
+		return done
+	}
+	ctx := context.Background()
+	outcomes := map[uint32]chan outcome{}
+	for xid := uint32(1); xid <= 8; xid++ {
+		outcomes[xid] = send(ctx, xid)
+	}
+	var calls []scriptedCall
+	for range 8 {
+		calls = append(calls, <-b.calls)
+	}
+	for i := len(calls) - 1; i >= 0; i-- { // answered in another order, each with its own XID
+		calls[i].answer(t, fmt.Sprintf("%04d", binary.BigEndian.Uint32(calls[i].msg)))
+	}
+	for xid, done := range outcomes {
+		if o := <-done; o.err != nil || binary.BigEndian.Uint32(o.reply) != xid || !bytes.HasSuffix(o.reply, fmt.Appendf(nil, "%04d", xid)) {
+			t.Errorf("call %d: %x %v", xid, o.reply, o.err)
+		}
+	}
+
+	// A cancelled call's late answer reaches nobody, and the connection goes on.
+	cancelled, cancel := context.WithCancel(ctx)
+	done := send(cancelled, 20)
+	late := <-b.calls
+	cancel()
+	if o := <-done; !errors.Is(o.err, context.Canceled) {
+		t.Errorf("cancelled call: %v", o.err)
+	}
+	late.answer(t, "late")
+	for xid := uint32(21); xid <= 22; xid++ { // one on each connection
+		done = send(ctx, xid)
+		next := <-b.calls
+		next.answer(t, "next")
+		if o := <-done; o.err != nil || binary.BigEndian.Uint32(o.reply) != xid {
+			t.Errorf("call after it: %x %v", o.reply, o.err)
+		}
+	}
+
+	// The backend dies with a call: an error, never data; the next call gets a new connection.
+	done = send(ctx, 30)
+	call := <-b.calls
+	call.conn.Close()
+	var be *BackendError
+	if o := <-done; !errors.As(o.err, &be) || o.reply != nil {
+		t.Errorf("backend died: %x %v", o.reply, o.err)
+	}
+	for xid := uint32(31); xid <= 32; xid++ {
+		done = send(ctx, xid)
+		call = <-b.calls
+		call.answer(t, "back")
+		if o := <-done; o.err != nil {
+			t.Errorf("after reconnecting: %v", o.err)
+		}
+	}
+}
+
+func TestProxyWithoutBackend(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Close()
+	p := newProxy(l.Addr().String(), hclog.NewNullLogger())
+	peer := netip.MustParseAddrPort("127.0.0.1:700")
+	defer p.ConnClosed(peer)
+	_, err = p.ServeRPC(context.Background(), peer, make([]byte, 40), nil)
+	var be *BackendError
+	if !errors.As(err, &be) || be.Op != "connect" {
+		t.Errorf("got %v", err)
+	}
+}
