@@ -25,7 +25,7 @@ type args struct {
 	dirCountAt int // offset of READDIRPLUS's dircount in the arguments
 }
 
-// maxHandleTaken is generous on purpose: handles are only compared.
+// maxNameTaken lets longer names through than are allowed, so that they get NFS3ERR_NAMETOOLONG and not GARBAGE_ARGS.
 const maxNameTaken = 4096
 
 // parseArgs checks that b is the arguments of proc, whole and nothing behind (RFC 1813 §3.3).
