@@ -181,6 +181,10 @@ func (s *stack) Unmount(ctx context.Context, mode UmountMode) error {
 			done <- s.server.UnmountLazy()
 		case UmountForce:
 			s.aborted.Store(true)
+			s.fs.Abort()
+			// Aborts the kernel's side of the connection even where /sys/fs/fuse/connections is not mounted. Open files make it
+			// fail with EBUSY; then the mount is detached below.
+			_ = unix.Unmount(s.dir, unix.MNT_FORCE)
 			done <- s.server.ForceUnmount()
 		default:
 			done <- s.server.Unmount()

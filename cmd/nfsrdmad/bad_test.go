@@ -1,0 +1,216 @@
+package main
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+)
+
+// peer plays an RDMA port that is none: play gets each connection, which stays open until the test ends.
+func peer(t *testing.T, play func(net.Conn)) netip.AddrPort {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		var conns []net.Conn
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				for _, c := range conns {
+					c.Close()
+				}
+				return
+			}
+			conns = append(conns, c)
+			play(c)
+		}
+	}()
+	t.Cleanup(func() { l.Close(); <-ended })
+	return netip.MustParseAddrPort(l.Addr().String())
+}
+
+// mpaRequestOctets is the fixed part of an MPA request (RFC 5044 §7.1.1).
+const mpaRequestOctets = 20
+
+// Each bad input: one line that names what was tried, the exit code, in bounded time; daemon and other mount unharmed.
+func TestBadInput(t *testing.T) {
+	w := newWorld(t)
+	good := w.mkdir(t, "good")
+	w.mount(t, good).succeeds(t)
+	free := w.mkdir(t, "free")
+	file := filepath.Join(w.dir, "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	closed := func() netip.AddrPort {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		return netip.MustParseAddrPort(l.Addr().String())
+	}()
+	readRequest := func(c net.Conn) { _, _ = io.ReadFull(c, make([]byte, mpaRequestOctets)) }
+	hangs := peer(t, func(net.Conn) {})
+	hangsLater := peer(t, func(c net.Conn) { readRequest(c); _, _ = c.Write([]byte("MPA ID Rep")) })
+	web := peer(t, func(c net.Conn) {
+		readRequest(c)
+		_, _ = io.WriteString(c, "HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+	})
+	noise := peer(t, func(c net.Conn) { readRequest(c); _, _ = io.CopyN(c, rand.Reader, 4096) })
+	rejects := peer(t, func(c net.Conn) { // RFC 5044 §7.1.1: R set; revision 2 would carry IRD and ORD
+		readRequest(c)
+		_, _ = c.Write(append([]byte("MPA ID Rep Frame"), 0x20, 2, 0, 0))
+	})
+	good0 := w.opts(w.server.RDMAAddr)
+	spec := "127.0.0.1:/"
+	for _, tt := range []struct {
+		name            string
+		spec, dir, opts string
+		code            int
+		says            []string
+	}{
+		{"unknown host", "no-such-host.invalid:/", free, good0, 32, []string{"no-such-host.invalid"}},
+		{"closed port", spec, free, w.opts(closed), 32, []string{closed.String(), "port="}},
+		{"closed MOUNT port", spec, free, fmt.Sprintf("port=%d,mountport=%d", w.server.RDMAAddr.Port(), closed.Port()), 32, []string{"MOUNT", "mountport="}},
+		{"HTTP server", spec, free, w.opts(web), 32, []string{web.String()}},
+		{"random bytes", spec, free, w.opts(noise), 32, []string{noise.String()}},
+		{"MPA reject", spec, free, w.opts(rejects), 32, []string{rejects.String()}},
+		{"hangs after connect", spec, free, w.opts(hangs), 32, []string{hangs.String()}},
+		{"hangs within the MPA reply", spec, free, w.opts(hangsLater), 32, []string{hangsLater.String()}},
+		{"no such export", "127.0.0.1:/nowhere", free, good0, 32, []string{"/nowhere"}},
+		{"mount point missing", spec, filepath.Join(w.dir, "missing"), good0, 32, []string{"missing", "does not exist"}},
+		{"mount point below a missing one", spec, filepath.Join(w.dir, "missing", "er"), good0, 32, []string{"missing/er", "does not exist"}},
+		{"mount point a file", spec, file, good0, 32, []string{file, "not a directory"}},
+		{"mounted already", spec, good, good0, 32, []string{good, "already"}},
+		{"no colon", "127.0.0.1", free, good0, 1, []string{"127.0.0.1", "HOST:/EXPORT"}},
+		{"option unknown", spec, free, "frobnicate=1", 1, []string{`"frobnicate=1"`, "unknown"}},
+		{"option out of range", spec, free, "rsize=7", 1, []string{`"rsize=7"`, "4096 to 1048576"}},
+		{"options contradict", spec, free, "hard,soft", 1, []string{`"soft"`, `"hard"`}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			nfsrdmad(t, "mount", "--control-socket", w.socket, tt.spec, tt.dir, "-o", tt.opts).fails(t, tt.code, tt.says...)
+			w.unharmed(t, good)
+		})
+	}
+	t.Run("second daemon", func(t *testing.T) {
+		nfsrdmad(t, "daemon", "--control-socket", w.socket, "--metrics-listen", "").fails(t, 2, w.socket, fmt.Sprint("pid ", w.daemon.Process.Pid))
+		w.unharmed(t, good)
+	})
+	t.Run("umount of nothing", func(t *testing.T) {
+		nfsrdmad(t, "umount", "--control-socket", w.socket, free).fails(t, 32, free)
+		w.unharmed(t, good)
+	})
+	t.Run("umount while in use", func(t *testing.T) {
+		f, err := os.Open(filepath.Join(good, "hello"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		nfsrdmad(t, "umount", "--control-socket", w.socket, good).fails(t, 32, good, "in use", "--lazy")
+		w.unharmed(t, good)
+	})
+	t.Run("another user", func(t *testing.T) {
+		_ = os.Chmod(w.dir, 0o755)
+		cmd := program(t, "nfsrdmad", "list", "--control-socket", w.socket)
+		asNobody(t, cmd)
+		finish(t, cmd).fails(t, 1, w.socket, "run as root")
+	})
+}
+
+// asNobody runs a copy of the program that nobody may read, as nobody.
+func asNobody(t *testing.T, cmd *exec.Cmd) {
+	t.Helper()
+	const nobody = 65534
+	dir, err := os.MkdirTemp("/tmp", "nfsrdmad-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	bin, err := os.ReadFile(cmd.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Path = filepath.Join(dir, "nfsrdmad")
+	if err := errors.Join(os.Chmod(dir, 0o755), os.WriteFile(cmd.Path, bin, 0o755)); err != nil {
+		t.Fatal(err)
+	}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+	cmd.Dir = "/"
+}
+
+func TestForegroundWithoutPrivilege(t *testing.T) {
+	cmd := program(t, "nfsrdmad", "mount", "--foreground", "127.0.0.1:/", "/mnt")
+	asNobody(t, cmd)
+	finish(t, cmd).fails(t, daemon.ExitUsage, "no privilege", "run as root")
+}
+
+func TestNoFuseDevice(t *testing.T) {
+	inner := program(t, "nfsrdmad")
+	cmd := exec.Command("unshare", "-m", "sh", "-c", `mount -t tmpfs none /dev && exec "$0" mount --foreground 127.0.0.1:/ /mnt`, inner.Path)
+	cmd.Env = inner.Env
+	finish(t, cmd).fails(t, daemon.ExitSystem, "/dev/fuse", "modprobe fuse")
+}
+
+func TestUsageErrors(t *testing.T) {
+	gone := filepath.Join(t.TempDir(), "s")
+	for _, tt := range []struct {
+		name string
+		args []string
+		code int
+		says []string
+	}{
+		{"no daemon", []string{"list", "--control-socket", gone}, 2, []string{gone, "no daemon runs there", "systemctl start"}},
+		{"unknown command", []string{"frobnicate"}, 1, []string{"frobnicate"}},
+		{"unknown flag", []string{"list", "--frobnicate"}, 1, []string{"frobnicate"}},
+		{"output", []string{"version", "--output", "xml"}, 1, []string{"xml", "text or json"}},
+		{"too few arguments", []string{"mount", "a:/b"}, 1, []string{"2"}},
+		{"force and lazy", []string{"umount", "--force", "--lazy", "/mnt"}, 1, []string{"force", "lazy"}},
+		{"config missing", []string{"daemon", "--config", gone}, 1, []string{gone}},
+		{"serve nothing", []string{"serve"}, 2, []string{"directory or a backend"}},
+	} {
+		t.Run(tt.name, func(t *testing.T) { nfsrdmad(t, tt.args...).fails(t, tt.code, tt.says...) })
+	}
+}
+
+// A socket that a killed daemon left is replaced.
+func TestSocketOfADeadDaemon(t *testing.T) {
+	w := newWorld(t)
+	_ = w.daemon.Process.Kill()
+	_ = w.daemon.Wait()
+	if _, err := os.Lstat(w.socket); err != nil {
+		t.Fatal("the killed daemon left no socket, so nothing is shown: ", err)
+	}
+	nfsrdmad(t, "list", "--control-socket", w.socket).fails(t, 2, w.socket, "no daemon runs there")
+	w.startDaemon(t)
+	if fi, err := os.Lstat(w.socket); err != nil || fi.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v", fi.Mode(), err)
+	}
+}
+
+// What is in the socket's way and is no socket is not removed.
+func TestFileInTheSocketsWay(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	nfsrdmad(t, "daemon", "--control-socket", path, "--metrics-listen", "").fails(t, 2, path, "no socket")
+	if b, _ := os.ReadFile(path); !strings.Contains(string(b), "precious") {
+		t.Error("it was removed")
+	}
+}

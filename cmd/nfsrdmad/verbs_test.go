@@ -1,0 +1,115 @@
+package main
+
+import (
+	"encoding/json"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+)
+
+func TestVerbs(t *testing.T) {
+	w := newWorld(t)
+	dir := w.mkdir(t, "mnt")
+	if out := w.mount(t, dir).succeeds(t).stdout; !strings.Contains(out, dir) {
+		t.Errorf("mount -v says %q", out)
+	}
+	mounts, _ := os.ReadFile("/proc/mounts")
+	if !strings.Contains(string(mounts), "127.0.0.1:/ "+dir+" fuse.nfsrdma ") {
+		t.Error("not in /proc/mounts as fuse.nfsrdma")
+	}
+	if err := os.WriteFile(filepath.Join(dir, "new"), []byte("data"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := os.ReadFile(filepath.Join(w.dir, "export", "new")); err != nil || string(b) != "data" {
+		t.Errorf("on the server: %q, %v", b, err)
+	}
+	var list []daemon.MountStatus
+	out := nfsrdmad(t, "status", "--control-socket", w.socket, "--output", "json", dir).succeeds(t).stdout
+	if err := json.Unmarshal([]byte(out), &list); err != nil || len(list) != 1 {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if s := list[0]; s.Dir != dir || s.State != daemon.StateMounted || s.Connects != 1 || s.RPCs["WRITE"] == 0 || !strings.HasPrefix(s.XprtLine, "\txprt:\trdma 0 0 1 ") {
+		t.Errorf("status %+v", s)
+	}
+	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
+	if _, err := os.Stat(filepath.Join(dir, "hello")); err == nil {
+		t.Error("still mounted")
+	}
+	w.mount(t, dir).succeeds(t)
+	f, err := os.Open(filepath.Join(dir, "hello"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", dir).succeeds(t)
+	if _, err := io.ReadAll(f); err == nil {
+		t.Error("an open file survived a forced unmount")
+	}
+}
+
+// umount(8) from outside takes the mount off the list too.
+func TestUnmountFromOutside(t *testing.T) {
+	w := newWorld(t)
+	dir := w.mkdir(t, "mnt")
+	w.mount(t, dir).succeeds(t)
+	if err := syscall.Unmount(dir, 0); err != nil {
+		t.Fatal(err)
+	}
+	for deadline := time.Now().Add(limit); ; time.Sleep(20 * time.Millisecond) {
+		if !strings.Contains(nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout, dir) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("still listed")
+		}
+	}
+}
+
+// A dead server stalls neither list nor status, and a forced unmount ends the mount.
+func TestDeadServer(t *testing.T) {
+	w := newWorld(t)
+	dir := w.mkdir(t, "mnt")
+	w.mount(t, dir).succeeds(t)
+	w.server.Close()
+	nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t)
+	nfsrdmad(t, "status", "--control-socket", w.socket, dir).succeeds(t)
+	nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", dir).succeeds(t)
+}
+
+func TestForeground(t *testing.T) {
+	w := newWorld(t)
+	dir := w.mkdir(t, "fg")
+	cmd := program(t, "nfsrdmad", "mount", "--foreground", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for deadline := time.Now().Add(limit); ; time.Sleep(20 * time.Millisecond) {
+		if _, err := os.Stat(filepath.Join(dir, "hello")); err == nil {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Error("not mounted")
+			break
+		}
+	}
+	_ = cmd.Process.Signal(syscall.SIGINT)
+	if err := cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
+// mount(8) calls its helper so, with -f to check only.
+func TestHelper(t *testing.T) {
+	dir := t.TempDir()
+	helper := func(args ...string) outcome { return finish(t, program(t, "/sbin/mount.nfsrdma", args...)) }
+	helper("127.0.0.1:/", dir, "-fnv", "-o", "rw,soft").succeeds(t)
+	helper("127.0.0.1:/", dir, "-f", "-s", "-o", "rw,frobnicate").succeeds(t)
+	helper("127.0.0.1:/", dir, "-f", "-o", "rw,frobnicate").fails(t, 1, `"frobnicate"`)
+	helper("127.0.0.1:/", dir+"/no", "-f").fails(t, 32, dir+"/no")
+}
