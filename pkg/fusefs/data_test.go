@@ -207,9 +207,10 @@ func TestWriteError(t *testing.T) {
 	wantContent(t, filepath.Join(e.dir, "file"), []byte("more"))
 }
 
-// delaying holds READs back until they are given up.
+// delaying holds READs back until they are given up, or the test ends.
 type delaying struct {
 	nfs3.Caller
+	over    <-chan struct{}
 	on      atomic.Bool
 	waiting chan struct{}
 }
@@ -220,8 +221,11 @@ func (d *delaying) Call(ctx context.Context, m *sunrpc.Message) error {
 		case d.waiting <- struct{}{}:
 		default:
 		}
-		<-ctx.Done()
-		return ctx.Err()
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-d.over:
+		}
 	}
 	return d.Caller.Call(ctx, m)
 }
@@ -230,10 +234,13 @@ func (d *delaying) Call(ctx context.Context, m *sunrpc.Message) error {
 func TestInterrupt(t *testing.T) {
 	e := startExport(t)
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("x"), 0o644))
-	d := &delaying{waiting: make(chan struct{}, 1)}
+	over := make(chan struct{})
+	d := &delaying{waiting: make(chan struct{}, 1), over: over}
 	m := e.mount(t, mountConfig{wrap: func(c nfs3.Caller) nfs3.Caller { d.Caller = c; return d }})
+	t.Cleanup(func() { close(over) }) // before the mount's own clean-up
 	d.on.Store(true)
-	cmd := exec.Command("dd", "if="+m.path("file"), "of=/dev/null", "status=none") // prints its progress on SIGUSR1
+	// dd goes on after SIGUSR1. What is read ahead of it is no request of its own, so it reads directly.
+	cmd := exec.Command("dd", "if="+m.path("file"), "of=/dev/null", "iflag=direct", "bs=4096", "status=none")
 	must(t, cmd.Start())
 	<-d.waiting
 	must(t, cmd.Process.Signal(syscall.SIGUSR1))
@@ -378,6 +385,7 @@ func TestCredentials(t *testing.T) {
 	m := e.mount(t, mountConfig{})
 	must(t, os.Chmod(e.dir, 0o777))
 	must(t, os.Mkdir(filepath.Join(e.dir, "group"), 0o770))
+	must(t, os.Chmod(filepath.Join(e.dir, "group"), 0o770))
 	must(t, os.Chown(filepath.Join(e.dir, "group"), 0, 7777))
 	as := func(groups []uint32, script string) error {
 		cmd := exec.Command("sh", "-c", script)

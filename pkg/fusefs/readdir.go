@@ -237,6 +237,9 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	sane := true
 	last := cookie
 	keep := func(e *nfs3.DirEntry) bool {
+		if e.Cookie == 0 && string(e.Name) == "." {
+			return true // some servers number from 0, which is where the reader begins; nobody misses this entry
+		}
 		sane = sane && e.Cookie != 0 && e.Cookie != last
 		last = e.Cookie
 		d.entries = append(d.entries, dirEntry{name: string(e.Name), fileID: e.FileID, cookie: e.Cookie,
