@@ -113,10 +113,3 @@ func (d *drc) finish(e *drcEntry, reply []byte) {
 		d.answers.Remove(oldest)
 	}
 }
-
-// size is the number of calls in the cache, running ones included.
-func (d *drc) size() int {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return len(d.entries)
-}

@@ -89,7 +89,7 @@ func (p *replyPlan) copyChunk(c rpcrdma.Chunk) rpcrdma.Chunk {
 func (p *replyPlan) fillLists(it item, hasItem bool) {
 	for i, c := range p.header.Writes {
 		if i == 0 && hasItem {
-			p.fill(c, span{it.off, it.n})
+			p.fill(c, span(it))
 		} else {
 			p.fill(c)
 		}

@@ -81,15 +81,8 @@ func (w *window) holds(s *slot) bool {
 	return s.credit && s.creditGen == w.gen
 }
 
-// update sets the limit to what a reply granted (RFC 8166 §3.3.1: absolute, and it may shrink).
-func (w *window) update(limit int) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.limit = limit
-	w.dispatch()
-}
-
-// replied gives the credit of s back and sets the limit that came with its reply.
+// replied gives the credit of s back and sets the limit to what its reply granted (RFC 8166 §3.3.1: absolute, and it
+// may shrink).
 func (w *window) replied(s *slot, limit int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

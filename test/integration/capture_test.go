@@ -86,8 +86,10 @@ func TestCaptureDecodes(t *testing.T) {
 	run(t, "", "diff", "-r", src, filepath.Join(cold.dir, "http"))
 	stop()
 
+	// The decoder does not put data that went by RDMA Write back into the NFS reply, and so takes each reduced READ for
+	// cut short: the layer above RPC is not asked for.
 	tshark := func(args ...string) string {
-		cmd := exec.Command("tshark", append([]string{"-r", file, "-o", "tcp.desegment_tcp_streams:TRUE"}, args...)...)
+		cmd := exec.Command("tshark", append([]string{"-r", file, "-o", "tcp.desegment_tcp_streams:TRUE", "--disable-protocol", "nfs"}, args...)...)
 		var stderr bytes.Buffer
 		cmd.Stderr = &stderr
 		out, err := cmd.Output()
@@ -99,8 +101,8 @@ func TestCaptureDecodes(t *testing.T) {
 	if out := tshark("-Y", "_ws.malformed || _ws.unreassembled || _ws.short"); out != "" {
 		t.Errorf("malformed or unreassembled packets:\n%.2000s", out)
 	}
-	text := tshark("-Y", "iwarp_mpa.crc", "-V", "-O", "iwarp_mpa")
-	good, bad := strings.Count(text, "Good CRC"), strings.Count(text, "Bad CRC")
+	text := tshark("-Y", "iwarp_mpa.crc_check", "-V", "-O", "iwarp_mpa")
+	good, bad := strings.Count(text, "(Good CRC32)"), strings.Count(text, "(Bad CRC32")
 	if bad != 0 || good < 100 {
 		t.Errorf("%d CRCs bad, %d good", bad, good)
 	}

@@ -131,10 +131,6 @@ func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *p
 	if o.noConnect {
 		return pr
 	}
-	type accepted struct {
-		e   *endpoint
-		err error
-	}
 	connected := make(chan error, 1)
 	go func() { connected <- id.Connect(within(t), o.activeParam) }()
 	req, err := l.Accept(within(t))
