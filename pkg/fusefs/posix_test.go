@@ -7,8 +7,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/posixtest"
 )
 
-// knownFailures are the tests of go-fuse's that an NFSv3 file system cannot pass, each with the reason. A test that passes although it is listed is
-// an error too: the list would be wrong.
+// knownFailures are the tests of go-fuse's that an NFSv3 file system cannot pass, each with the reason.
 var knownFailures = map[string]string{
 	"Fallocate":           "NFSv3 has no procedure that allocates space (RFC 1813 §3); fallocate(2) fails with EOPNOTSUPP",
 	"FallocateKeepSize":   "as Fallocate",
