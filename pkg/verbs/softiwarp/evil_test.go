@@ -518,8 +518,12 @@ func TestReadResponses(t *testing.T) {
 	}{
 		{"other STag", func(r readRequest) [][]byte { return [][]byte{tagged(opReadResp, true, r.sinkSTag+1, r.sinkTO, data)} }, termTaggedInvalidSTag},
 		{"other offset", func(r readRequest) [][]byte { return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO+1, data)} }, termTaggedBounds},
-		{"too long", func(r readRequest) [][]byte { return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, quiteSome(101))} }, termTaggedBounds},
-		{"too short", func(r readRequest) [][]byte { return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data[:99])} }, termUnspecified},
+		{"too long", func(r readRequest) [][]byte {
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, quiteSome(101))}
+		}, termTaggedBounds},
+		{"too short", func(r readRequest) [][]byte {
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data[:99])}
+		}, termUnspecified},
 		{"never last", func(r readRequest) [][]byte { return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data)} }, termUnspecified},
 		{"hole", func(r readRequest) [][]byte {
 			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data[:50]), tagged(opReadResp, true, r.sinkSTag, r.sinkTO+51, data[51:])}
