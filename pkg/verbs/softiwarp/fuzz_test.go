@@ -1,0 +1,196 @@
+package softiwarp
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"io"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// fuzzFrames is what both MPA targets check: no panic, and what is taken is taken whole and encodes to what it was.
+func fuzzFrames(f *testing.F, reply bool) {
+	for _, x := range []mpaFrame{
+		{enhanced: true, rev: 2, ird: 32, data: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}},
+		{rev: 1, crc: true}, {rev: 2, markers: true, enhanced: true, peer: true, rtrRead: true, ird: depthByULP},
+		{rev: 2, reject: true, enhanced: true, data: make([]byte, maxULPData)},
+	} {
+		x.reply = reply
+		b := x.append(nil)
+		f.Add(b)
+		f.Add(b[:len(b)-1])
+		x.reply = !reply
+		f.Add(x.append(nil))
+	}
+	f.Add([]byte("HTTP/1.1 200 OK\r\n\r\n"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		r := bytes.NewReader(b)
+		x, err := readMPAFrame(r, reply)
+		if err != nil {
+			return
+		}
+		used := b[:len(b)-r.Len()]
+		if len(x.data) > maxPrivateData || x.reply != reply {
+			t.Fatalf("accepted %+v", x)
+		}
+		if got := x.append(nil); len(got) != len(used) || !bytes.Equal(got[:mpaKeySize], used[:mpaKeySize]) || !bytes.Equal(got[mpaHdrSize+enhSize*btoi(x.enhanced):], used[mpaHdrSize+enhSize*btoi(x.enhanced):]) {
+			t.Fatalf("%x became %x", used, got)
+		}
+		d, ird, ord := answerDepths(&x, depths{4, 4}, maxReadDepth)
+		if d.ird > maxReadDepth || d.ord > maxReadDepth || ird > depthByULP || ord > depthByULP {
+			t.Fatalf("depths %+v, reply %d %d", d, ird, ord)
+		}
+		if d, ok := adoptDepths(&x, depths{4, 4}, maxReadDepth); ok && (d.ird > maxReadDepth || d.ord > 4) {
+			t.Fatalf("depths %+v", d)
+		}
+	})
+}
+
+func btoi(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+func FuzzMPARequest(f *testing.F) { fuzzFrames(f, false) }
+func FuzzMPAReply(f *testing.F)   { fuzzFrames(f, true) }
+
+func FuzzTerminate(f *testing.F) {
+	for _, s := range []string{
+		"20020000", "02020000", "21060000", "1202c000001a414300000000000000000000004800000000",
+		"0102e000002e414100000000000000010000000700000000", "11000300", "", "ff",
+	} {
+		f.Add(unhex(f, s))
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		code, _ := decodeTerminate(b)
+		if code.layer > 0xf || code.etype > 0xf || code.asError(false).Error() == "" {
+			t.Fatalf("%x became %+v", b, code)
+		}
+		// What this side quotes from the same octets must fit and be understood.
+		var buf [maxHeaderSize]byte
+		copy(buf[:], b)
+		var h header
+		h.parseControl(buf[:])
+		h.parseRest(buf[:])
+		x := terminate{code: termTaggedBounds}
+		x.quote(buf[:], &h)
+		var out [fpduLenSize + maxTermULPDU]byte
+		n := x.encode(out[:])
+		if back, _ := decodeTerminate(out[fpduLenSize+untaggedHdr : n]); back != x.code {
+			t.Fatalf("%+v became %+v", x.code, back)
+		}
+	})
+}
+
+// The STags of the fuzzed victim. They are fixed, so that a corpus can name them.
+const (
+	fuzzWrite = 0x00000111
+	fuzzRead  = 0x00000222
+)
+
+// fixSTag gives m a known STag.
+func fixSTag(m verbs.MR, stag uint32) {
+	x := m.(*mr)
+	t := &x.pd.dev.table
+	t.remove(x)
+	t.mu.Lock()
+	x.first = verbs.RKey(stag)
+	t.mrs[stag>>stagKeyBits] = x
+	t.mu.Unlock()
+	x.mu.Lock()
+	x.stag = stag
+	x.mu.Unlock()
+}
+
+// FuzzDDPStream feeds a stream to a QP with live registrations: it must not panic, hang, or write anything but the
+// window for writing and the Receives. framed data is a list of ULPDUs with two octets of length before each, and
+// gets its pads and CRCs from the test.
+func FuzzDDPStream(f *testing.F) {
+	ulpdu := func(us ...[]byte) (b []byte) {
+		for _, u := range us {
+			b = binary.BigEndian.AppendUint16(b, uint16(len(u)))
+			b = append(b, u...)
+		}
+		return b
+	}
+	write := tagged(opWrite, true, fuzzWrite, winIOVA+100, bytes.Repeat([]byte{0xbb}, 900))
+	read := readReq(readRequest{msn: 1, sinkSTag: 7, size: 100, srcSTag: fuzzRead, srcTO: winIOVA})
+	send := untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello"))
+	for _, s := range [][]byte{
+		ulpdu(write, send), ulpdu(read, write, read),
+		ulpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("he")), write, untagged(opSendInv, true, fuzzWrite, qnSend, 1, 2, []byte("llo")), write),
+		ulpdu(untagged(opTerminate, true, 0, qnTerminate, 1, 0, []byte{0x11, 0, 0xc0, 0})),
+		ulpdu(tagged(opReadResp, true, 1, 0, nil)), ulpdu(tagged(opWrite, true, fuzzWrite, winIOVA+winLen-1, []byte{1, 2})), {0, 0},
+	} {
+		f.Add(s, true, false, uint16(5))
+		f.Add(s, true, true, uint16(0))
+	}
+	f.Add(fpdu(write, false), false, false, uint16(33))
+	f.Add(append(fpdu(read, false), fpdu(send, false)...), false, false, uint16(7))
+
+	ctx := context.Background()
+	var listeners [2]verbs.Listener
+	for i := range listeners {
+		l, err := New(Config{Nudge: -1, Linger: 10 * time.Millisecond, CRC: i == 1}).Listen(ctx, loopback)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Cleanup(func() { l.Close() })
+		listeners[i] = l
+	}
+	f.Fuzz(func(t *testing.T, data []byte, framed, crc bool, cut uint16) {
+		l := listeners[btoi(crc)]
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		c.Write((&mpaFrame{enhanced: true, rev: 2, ird: 4, ord: 4, crc: crc}).append(nil))
+		r, err := l.Accept(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		v := newVictim(t, r)
+		if err := r.Accept(ctx, victimParam); err != nil {
+			t.Fatal(err)
+		}
+		v.mem = bytes.Repeat([]byte{0x31}, guard+winLen+guard)
+		v.clean = bytes.Clone(v.mem)
+		source := bytes.Clone(v.mem)
+		wm, _ := v.register(verbs.AccessRemoteWrite, 1, v.mem[guard:][:99], v.mem[guard+99:][:winLen-99])
+		rm, _ := v.register(verbs.AccessRemoteRead, 2, source[guard:][:winLen])
+		fixSTag(wm, fuzzWrite)
+		fixSTag(rm, fuzzRead)
+		stream := data
+		if framed {
+			stream = nil
+			for len(data) >= fpduLenSize {
+				n := min(int(binary.BigEndian.Uint16(data)), len(data)-fpduLenSize)
+				stream = append(stream, fpdu(data[fpduLenSize:][:n], crc)...)
+				data = data[fpduLenSize+n:]
+			}
+		}
+		go io.Copy(io.Discard, c)
+		at := min(int(cut), len(stream))
+		c.Write(stream[:at])
+		c.Write(stream[at:])
+		c.(*net.TCPConn).CloseWrite()
+		v.cause()
+		v.id.Close()
+		if !bytes.Equal(source, bytes.Repeat([]byte{0x31}, len(source))) {
+			t.Error("memory registered for reading was written")
+		}
+		copy(v.mem[guard:][:winLen], v.clean[guard:])
+		if !bytes.Equal(v.mem, v.clean) {
+			t.Error("memory beside the window was written")
+		}
+		wm.Dereg() // the next run uses the same STags
+		rm.Dereg()
+	})
+}
