@@ -45,8 +45,8 @@ type options struct {
 	exportExtra   string
 }
 
-// SharedPortmap runs rpcbind in the network namespace of the caller, so that the test can ask it at 127.0.0.1:111. The caller should be a
-// locked goroutine in a namespace of its own: on the host, port 111 has one owner.
+// SharedPortmap runs rpcbind in the network namespace of the caller, so that the test can ask it at 127.0.0.1:111. The caller must be a
+// locked goroutine in a namespace of its own, because rpcbind listens on every address; the test fails otherwise.
 func SharedPortmap() Option { return func(o *options) { o.sharedPortmap = true } }
 
 // ExportOption adds a line to the EXPORT block of the configuration, for example "Access_Type = RO;".
@@ -63,6 +63,9 @@ func Start(t testing.TB, dir string, opts ...Option) *Server {
 		opt(&o)
 	}
 	need(t)
+	if o.sharedPortmap && inStartNamespace() {
+		t.Fatal("ganeshatest.SharedPortmap on the host: lock the goroutine to its thread and unshare the network first")
+	}
 	var err error
 	for range startTries {
 		var s *Server
@@ -88,6 +91,15 @@ func need(t testing.TB) {
 	if found, _ := filepath.Glob("/usr/lib/*/ganesha/libfsalvfs.so"); len(found) == 0 {
 		t.Fatal("NFS-Ganesha's VFS back end is missing: apt-get install nfs-ganesha-vfs")
 	}
+}
+
+// startNamespace is the network namespace that the process started in.
+var startNamespace, _ = os.Readlink("/proc/self/ns/net")
+
+// inStartNamespace tells whether this thread is still in it.
+func inStartNamespace() bool {
+	own, err := os.Readlink("/proc/thread-self/ns/net")
+	return err != nil || own == startNamespace
 }
 
 const configText = `NFS_CORE_PARAM {
@@ -124,7 +136,9 @@ mount -t tmpfs tmpfs /run
 mkdir -p /run/ganesha /run/rpcbind
 chown _rpc /run/rpcbind
 if [ "$3" = shared ]; then
-  rpcbind -f -h 127.0.0.1 3<&- </dev/null &
+  # Without an address outside of 127/8 the resolver gives the server no address at all, not even 127.0.0.1.
+  ip addr replace 192.0.2.1/32 dev lo
+  rpcbind -f 3<&- </dev/null &
 else
   unshare -n sh -c 'ip link set lo up && exec rpcbind -f' 3<&- </dev/null &
 fi
