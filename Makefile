@@ -21,8 +21,9 @@ deps:
 	if [ -n "$$missing" ]; then echo "installing$$missing"; \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
 
+# One package at a time: the servers and mounts of two would share two cores, and each other's mount namespaces.
 test: deps
-	$(GO) test -race -timeout 20m ./...
+	$(GO) test -race -p 1 -timeout 20m ./...
 
 # Every benchmark runs beside a raw TCP yardstick; compare within one run.
 bench:

@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
@@ -140,13 +141,48 @@ func (s *Server) tune(maxRead int) {
 // Dir is the absolute path of the mount point.
 func (s *Server) Dir() string { return s.dir }
 
-// Unmount unmounts and waits for the last request. It returns EBUSY while files are open.
+// copyGrace is how long an unmount waits for the kernel to end the connection, which it does at once unless
+// another mount namespace (a container's, a service's) holds a copy of the mount.
+const copyGrace = 2 * time.Second
+
+// Unmount unmounts and waits for the last request. It returns EBUSY while files are open. Copies of the mount in
+// other mount namespaces end with it.
 func (s *Server) Unmount() error {
 	if err := s.umount(0); err != nil {
 		return err
 	}
-	<-s.done
+	select {
+	case <-s.done:
+	case <-time.After(copyGrace):
+		s.abortConnection()
+		<-s.done
+	}
 	return nil
+}
+
+// connectionsDir is where the kernel's control file system usually is.
+const connectionsDir = "/sys/fs/fuse/connections"
+
+// abortConnection has the kernel drop the requests it has, so that processes which hold files of the mount open get on.
+func (s *Server) abortConnection() {
+	if s.dev == 0 {
+		return
+	}
+	name := filepath.Join(strconv.FormatUint(uint64(s.dev), 10), "abort")
+	if os.WriteFile(filepath.Join(connectionsDir, name), []byte("1"), 0) == nil {
+		return
+	}
+	// The control file system is not mounted everywhere: look at it for a moment.
+	dir, err := os.MkdirTemp("", "nfsrdmad-fusectl")
+	if err != nil {
+		return
+	}
+	defer os.Remove(dir)
+	if unix.Mount("fusectl", dir, "fusectl", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "") != nil {
+		return
+	}
+	defer unix.Unmount(dir, unix.MNT_DETACH)
+	_ = os.WriteFile(filepath.Join(dir, name), []byte("1"), 0)
 }
 
 // UnmountLazy takes the mount out of the tree at once; it ends when its last file is closed (see Wait).
@@ -176,10 +212,7 @@ func (s *Server) umount(flags int) error {
 func (s *Server) ForceUnmount() error {
 	s.fs.Abort()
 	err := s.umount(unix.MNT_DETACH)
-	if s.dev != 0 {
-		// The kernel drops the requests it has, so that processes which hold files of the mount open get on.
-		_ = os.WriteFile("/sys/fs/fuse/connections/"+strconv.FormatUint(uint64(s.dev), 10)+"/abort", []byte("1"), 0)
-	}
+	s.abortConnection()
 	<-s.done
 	return err
 }
