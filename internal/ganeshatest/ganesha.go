@@ -16,6 +16,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -178,7 +179,7 @@ func start(t testing.TB, dir string, o *options) (*Server, error) {
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
-	if err := waitReady(s.Addr(), ended); err != nil {
+	if err := s.waitReady(o, ended); err != nil {
 		stop(cmd, life, ended)
 		return nil, fmt.Errorf("%w\n%s%s", err, out.String(), logTail(s.LogFile))
 	}
@@ -204,12 +205,12 @@ func freePorts() (a, b int, err error) {
 	return ports[0], ports[1], nil
 }
 
-// waitReady waits for the answer to a NULL.
-func waitReady(addr string, ended chan error) error {
+// waitReady waits until the server answers on both ports, and, where it is asked, is registered with the port mapper; that comes later.
+func (s *Server) waitReady(o *options, ended chan error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
 	defer cancel()
 	for {
-		err := null(ctx, addr)
+		err := s.answers(ctx, o)
 		if err == nil {
 			return nil
 		}
@@ -223,6 +224,25 @@ func waitReady(addr string, ended chan error) error {
 		}
 	}
 }
+
+func (s *Server) answers(ctx context.Context, o *options) error {
+	if err := null(ctx, s.Addr()); err != nil {
+		return err
+	}
+	args := mountd.Args{Host: s.Host, Port: s.MountPort}
+	if err := mountd.Null(ctx, args); err != nil || !o.sharedPortmap {
+		return err
+	}
+	for _, program := range []uint32{nfs3.Program, mountProgram} {
+		if _, err := mountd.GetPort(ctx, args, program, nfs3.Version); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// mountProgram is the program number of MOUNT, whose version 3 goes with NFS version 3 (RFC 1813 §5.1).
+const mountProgram = 100005
 
 func null(ctx context.Context, addr string) error {
 	c, err := rpctcp.Dial(ctx, addr, rpctcp.Options{})

@@ -22,7 +22,8 @@ const (
 	MountdUnreachable
 	// NoExport: the server does not have the directory (MNT3ERR_NOENT, MNT3ERR_NOTDIR).
 	NoExport
-	// Refused: the server has it, but not for this client (MNT3ERR_ACCES, MNT3ERR_PERM, or the credential was denied).
+	// Refused: the server has it, but not for this client (MNT3ERR_ACCES, MNT3ERR_PERM, or the credential was denied). Some
+	// servers, NFS-Ganesha among them, answer so for a path that they do not export at all.
 	Refused
 	// OtherStatus: the server answered another mountstat3; see Error.Status.
 	OtherStatus
@@ -118,7 +119,7 @@ func (e *Error) advice() string {
 	case NoExport:
 		return "check the path against the server's list of exports"
 	case Refused:
-		return "let the server export it to this client's address; an export that asks for a secure port needs a client with the privilege to use one"
+		return "check the path, and that the server exports it to this client's address; an export that asks for a secure port needs a client with the privilege to use one"
 	case Protocol:
 		return "check host and port: is it an NFS version 3 server?"
 	}

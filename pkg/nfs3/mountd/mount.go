@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"strings"
 	"syscall"
 	"time"
@@ -285,7 +286,10 @@ func (e *Error) fill(err error, unanswered Kind) error {
 		e.Kind = Refused
 	case errors.As(err, &accept) && accept.Stat == sunrpc.ProgUnavail && unanswered == MountdUnreachable:
 		e.Kind = NotRegistered
-	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &opErr):
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded):
+		// The connections have the context's deadline, and may notice it first.
+		e.Kind, e.Err = unanswered, context.DeadlineExceeded
+	case errors.As(err, &opErr):
 		e.Kind = unanswered
 	default:
 		e.Kind = Protocol
