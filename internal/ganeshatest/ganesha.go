@@ -146,7 +146,7 @@ fi
 for i in $(seq 300); do [ -S /run/rpcbind.sock ] && break; sleep 0.1; done
 ganesha.nfsd -F -f "$1" -L "$2" -p /run/ganesha.pid 3<&- </dev/null &
 server=$!
-( read -r _ <&3 || :; kill -TERM $server; sleep 10; kill -KILL $server ) >/dev/null 2>&1 &
+( read -r _ <&3 || :; kill -TERM $server; sleep 3; kill -KILL $server ) >/dev/null 2>&1 &
 wait $server
 `
 

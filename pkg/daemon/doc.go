@@ -36,4 +36,5 @@
 // # Locks
 //
 // The lock of [Table] guards its map and each entry's state; it is never held while a mount is built, unmounted or waited for.
+// The lock of a stack keeps an unmount from beginning once the stack closes; it is held for no call.
 package daemon

@@ -40,8 +40,11 @@ type stack struct {
 	fs         *fusefs.FS
 	server     *fusefs.Server
 	procs      [nfs3.NumProcs]metrics.Histogram
-	unmounts   sync.WaitGroup // umount(2) calls under way
 	aborted    atomic.Bool
+
+	mu       sync.Mutex
+	closing  bool           // guarded by mu: no umount(2) begins any more
+	unmounts sync.WaitGroup // umount(2) calls under way; added to under mu
 }
 
 // newBuilder returns the builder of real mounts.
@@ -163,6 +166,9 @@ func (s *stack) Wait() { s.server.Wait() }
 
 // Close implements live.
 func (s *stack) Close() {
+	s.mu.Lock()
+	s.closing = true
+	s.mu.Unlock()
 	s.unmounts.Wait()
 	s.closeFS()
 	s.transports.close()
@@ -175,21 +181,23 @@ func (s *stack) Close() {
 // at the latest with the forced unmount that comes next.
 func (s *stack) Unmount(ctx context.Context, mode UmountMode) error {
 	done := make(chan error, 1)
+	s.mu.Lock()
+	if s.closing { // gone already
+		s.mu.Unlock()
+		return nil
+	}
 	s.unmounts.Go(func() {
 		switch mode {
 		case UmountLazy:
 			done <- s.server.UnmountLazy()
 		case UmountForce:
 			s.aborted.Store(true)
-			s.fs.Abort()
-			// Aborts the kernel's side of the connection even where /sys/fs/fuse/connections is not mounted. Open files make it
-			// fail with EBUSY; then the mount is detached below.
-			_ = unix.Unmount(s.dir, unix.MNT_FORCE)
 			done <- s.server.ForceUnmount()
 		default:
 			done <- s.server.Unmount()
 		}
 	})
+	s.mu.Unlock()
 	select {
 	case err := <-done:
 		return s.explain(err)

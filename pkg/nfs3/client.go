@@ -25,7 +25,7 @@ type Options struct {
 }
 
 // A Client makes the NFSv3 procedures over a Caller. It is safe for concurrent use, holds no lock during a call, and a call
-// that succeeds allocates nothing here.
+// that succeeds allocates nothing here; only a READDIR or READDIRPLUS of more than 128 KiB gets memory for its own.
 //
 // Every method takes the credential as sunrpc.AppendAuthSys encodes it, and fills a result that its caller provides. Errors:
 //   - [*Error]: the server's status, or a name that no server could take;

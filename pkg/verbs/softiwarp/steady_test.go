@@ -19,26 +19,47 @@ type duo struct {
 
 const duoDepth = 64
 
-func newDuo(t testing.TB, cfg Config) *duo {
+// A duoLater listens, and connects when it is told to.
+type duoLater struct {
+	*duo
+	p    verbs.Provider
+	l    verbs.Listener
+	port uint16
+}
+
+func newDuoLater(t testing.TB, cfg Config) *duoLater {
 	t.Helper()
 	p := New(cfg)
+	l, err := p.Listen(soon(t), loopback)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return &duoLater{duo: &duo{t: t}, p: p, l: l, port: l.Addr().Port()}
+}
+
+func newDuo(t testing.TB, cfg Config) *duo {
+	t.Helper()
+	d := newDuoLater(t, cfg)
+	d.connect()
+	return d.duo
+}
+
+func (d *duoLater) connect() {
+	t := d.t
+	t.Helper()
 	ctx := soon(t)
-	l, err := p.Listen(ctx, loopback)
+	id, err := d.p.Resolve(ctx, d.l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	id, err := p.Resolve(ctx, l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	d := &duo{t: t, a: newVictim(t, id)}
+	d.a = newVictim(t, id)
 	for _, c := range []*chan verbs.Status{&d.aSent, &d.aRecv, &d.bSent, &d.bRecv} {
 		*c = make(chan verbs.Status, duoDepth)
 	}
 	connected := make(chan error, 1)
 	go func() { connected <- id.Connect(ctx, victimParam) }()
-	r, err := l.Accept(ctx)
+	r, err := d.l.Accept(ctx)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -60,7 +81,6 @@ func newDuo(t testing.TB, cfg Config) *duo {
 		}
 		d.a.received()
 	}
-	return d
 }
 
 // handler sends statuses to c.

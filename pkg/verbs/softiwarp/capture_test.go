@@ -1,0 +1,96 @@
+package softiwarp
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// capture records the loopback traffic of one port while f runs, and returns the file.
+func capture(t *testing.T, port uint16, f func()) string {
+	t.Helper()
+	dumpcap, err := exec.LookPath("dumpcap")
+	if err != nil {
+		t.Skip("dumpcap is not installed (Debian: wireshark-common)")
+	}
+	if _, err := exec.LookPath("tshark"); err != nil {
+		t.Skip("tshark is not installed (Debian: tshark)")
+	}
+	if os.Geteuid() != 0 {
+		t.Skip("capturing needs root")
+	}
+	file := filepath.Join(t.TempDir(), "siw.pcapng")
+	cmd := exec.Command(dumpcap, "-q", "-i", "lo", "-B", "64", "-f", fmt.Sprintf("tcp port %d", port), "-w", file)
+	said, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	lines := bufio.NewScanner(said)
+	for lines.Scan() && !strings.HasPrefix(lines.Text(), "File:") { // it captures from here on
+	}
+	f()
+	time.Sleep(1500 * time.Millisecond) // dumpcap takes packets over in blocks, once a second at the latest
+	cmd.Process.Signal(syscall.SIGINT)
+	for lines.Scan() {
+		if strings.Contains(lines.Text(), "dropped") {
+			t.Log(lines.Text())
+		}
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Fatalf("dumpcap: %v", err)
+	}
+	return file
+}
+
+// tshark decodes a capture.
+func tshark(t *testing.T, file string, args ...string) string {
+	t.Helper()
+	cmd := exec.Command("tshark", append([]string{"-n", "-r", file, "-o", "tcp.desegment_tcp_streams:TRUE"}, args...)...)
+	var errs bytes.Buffer
+	cmd.Stderr = &errs
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("tshark %q: %v\n%s", args, err, errs.String())
+	}
+	return string(out)
+}
+
+// TestIndependentDecoder: tshark reads what both ends sent as MPA, DDP and RDMAP, every CRC good and nothing malformed.
+func TestIndependentDecoder(t *testing.T) {
+	for _, cfg := range []Config{{CRC: true}, {}, {CRC: true, MaxFPDU: 1448}} {
+		d := newDuoLater(t, cfg)
+		file := capture(t, d.port, func() {
+			d.connect()
+			r := newRPC(d.duo, 100001)
+			for range 3 {
+				r.run()
+			}
+			// And an end with a Terminate that quotes a Read Request.
+			d.b.run(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: 1, SGList: one(8)})
+			d.a.cause()
+			d.a.id.Close()
+			d.b.id.Close()
+		})
+		if bad := tshark(t, file, "-Y", "_ws.malformed || _ws.unreassembled"); bad != "" {
+			t.Errorf("%+v: bad packets:\n%s", cfg, bad)
+		}
+		ops := tshark(t, file, "-Y", "iwarp_ddp", "-T", "fields", "-e", "iwarp_rdma.opcode")
+		for op, want := range map[string]int{"0x00": 3, "0x01": 4, "0x02": 3, "0x03": 4, "0x04": 3, "0x07": 1} {
+			if n := strings.Count(ops, op); n < want {
+				t.Errorf("%+v: %d RDMAP messages with opcode %s decoded, want at least %d", cfg, n, op, want)
+			}
+		}
+	}
+}

@@ -1,0 +1,17 @@
+package verbstest_test
+
+import (
+	"net/netip"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+)
+
+func TestMain(m *testing.M) { verbstest.Main(m) }
+
+// TestConformance: the suite holds over IPv6 too. (softiwarp's own tests run it in every configuration.)
+func TestConformance(t *testing.T) {
+	verbstest.Conformance(t, func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) }, netip.MustParseAddrPort("[::1]:0"))
+}
