@@ -72,11 +72,11 @@ func (d *duoLater) connect() {
 	}
 	// Use up the small Receives that a victim starts with; the first message also lets b speak.
 	for range numRecvs {
-		if st := d.a.run(&verbs.WorkRequest{Opcode: verbs.OpSend}).Status; st != verbs.StatusSuccess {
+		if st := d.a.run(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: one(recvSize)}).Status; st != verbs.StatusSuccess {
 			t.Fatal(st)
 		}
 		d.b.received()
-		if st := d.b.run(&verbs.WorkRequest{Opcode: verbs.OpSend}).Status; st != verbs.StatusSuccess {
+		if st := d.b.run(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: one(recvSize)}).Status; st != verbs.StatusSuccess {
 			t.Fatal(st)
 		}
 		d.a.received()
