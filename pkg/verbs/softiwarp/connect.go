@@ -107,6 +107,7 @@ type attempt struct {
 	own   depths
 	leave func()
 
+	reached atomic.Bool   // the peer took the TCP connection
 	givenUp chan struct{} // closed when nobody wants the connection any more
 	done    chan error    // capacity 1
 }
@@ -145,6 +146,9 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 		err = errClosed
 	}
 	close(t.givenUp)
+	if t.reached.Load() {
+		return t.replyError(err)
+	}
 	return a.fail(ioKind(err), phaseConnect, err)
 }
 
@@ -216,6 +220,7 @@ func (t *attempt) dial() (*net.TCPConn, error) {
 		return nil, t.id.fail(dialKind(err), phaseConnect, err)
 	}
 	conn := c.(*net.TCPConn)
+	t.reached.Store(true)
 	t.id.mu.Lock()
 	t.id.local = addrPort(conn.LocalAddr())
 	t.id.mu.Unlock()
