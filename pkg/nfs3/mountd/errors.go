@@ -94,6 +94,9 @@ func (e *Error) what() string {
 		}
 		return "the server refuses the credential"
 	case Protocol:
+		if e.Status != MNT3OK {
+			return "the server answered " + e.Status.String()
+		}
 		return "what answered does not speak the protocol"
 	case Local:
 		return "this machine could not make the call"
