@@ -15,34 +15,8 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
-
-// peer plays an RDMA port that is none: play gets each connection, which stays open until the test ends.
-func peer(t *testing.T, play func(net.Conn)) netip.AddrPort {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		var conns []net.Conn
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				for _, c := range conns {
-					c.Close()
-				}
-				return
-			}
-			conns = append(conns, c)
-			play(c)
-		}
-	}()
-	t.Cleanup(func() { l.Close(); <-ended })
-	return netip.MustParseAddrPort(l.Addr().String())
-}
 
 // mpaRequestOctets is the fixed part of an MPA request (RFC 5044 §7.1.1).
 const mpaRequestOctets = 20
@@ -57,14 +31,7 @@ func TestBadInput(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	closed := func() netip.AddrPort {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close()
-		return netip.MustParseAddrPort(l.Addr().String())
-	}()
+	closed := closedPort(t)
 	readRequest := func(c net.Conn) { _, _ = io.ReadFull(c, make([]byte, mpaRequestOctets)) }
 	hangs := peer(t, func(net.Conn) {})
 	hangsLater := peer(t, func(c net.Conn) { readRequest(c); _, _ = c.Write([]byte("MPA ID Rep")) })
@@ -73,41 +40,90 @@ func TestBadInput(t *testing.T) {
 		_, _ = io.WriteString(c, "HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
 	})
 	noise := peer(t, func(c net.Conn) { readRequest(c); _, _ = io.CopyN(c, rand.Reader, 4096) })
+	closes := peer(t, func(c net.Conn) { readRequest(c); c.Close() })
 	rejects := peer(t, func(c net.Conn) { // RFC 5044 §7.1.1: R set; revision 2 would carry IRD and ORD
 		readRequest(c)
 		_, _ = c.Write(append([]byte("MPA ID Rep Frame"), 0x20, 2, 0, 0))
 	})
+	mountd := func(answer tcpAnswer) string {
+		return fmt.Sprintf("port=%d,mountport=%d", w.server.RDMAAddr.Port(), rpcPeer(t, "127.0.0.1:0", answer).Port())
+	}
+	at := func(a netip.AddrPort) string { return w.opts(a) }
 	good0 := w.opts(w.server.RDMAAddr)
 	spec := "127.0.0.1:/"
 	for _, tt := range []struct {
 		name            string
-		spec, dir, opts string
+		spec, dir, opts string // no dir: one of its own
 		code            int
 		says            []string
 	}{
-		{"unknown host", "no-such-host.invalid:/", free, good0, 32, []string{"no-such-host.invalid"}},
-		{"closed port", spec, free, w.opts(closed), 32, []string{closed.String(), "port="}},
-		{"closed MOUNT port", spec, free, fmt.Sprintf("port=%d,mountport=%d", w.server.RDMAAddr.Port(), closed.Port()), 32, []string{"MOUNT", "mountport="}},
-		{"HTTP server", spec, free, w.opts(web), 32, []string{web.String()}},
-		{"random bytes", spec, free, w.opts(noise), 32, []string{noise.String()}},
-		{"MPA reject", spec, free, w.opts(rejects), 32, []string{rejects.String()}},
-		{"hangs after connect", spec, free, w.opts(hangs), 32, []string{hangs.String()}},
-		{"hangs within the MPA reply", spec, free, w.opts(hangsLater), 32, []string{hangsLater.String()}},
-		{"no such export", "127.0.0.1:/nowhere", free, good0, 32, []string{"/nowhere"}},
-		{"mount point missing", spec, filepath.Join(w.dir, "missing"), good0, 32, []string{"missing", "does not exist"}},
+		{"unknown host", "no-such-host.invalid:/", "", good0, 32, []string{`"no-such-host.invalid"`, "check the spelling"}},
+		{"closed port", spec, "", at(closed), 32, []string{closed.String(), "refused", "port="}},
+		{"HTTP server", spec, "", at(web), 32, []string{web.String(), "does not speak MPA"}},
+		{"random bytes", spec, "", at(noise), 32, []string{noise.String(), "does not speak MPA"}},
+		{"closes at once", spec, "", at(closes), 32, []string{closes.String(), "closed the connection"}},
+		{"MPA reject", spec, "", at(rejects), 32, []string{rejects.String(), "reject"}},
+		{"hangs after connect", spec, "", at(hangs), 32, []string{hangs.String(), "did not answer"}},
+		{"hangs within the MPA reply", spec, "", at(hangsLater), 32, []string{hangsLater.String(), "did not answer"}},
+
+		{"MOUNT port closed", spec, "", fmt.Sprintf("port=%d,mountport=%d", w.server.RDMAAddr.Port(), closed.Port()), 32, []string{"MOUNT", closed.String(), "refused", "mountport="}},
+		{"MOUNT port hangs", spec, "", fmt.Sprintf("mountport=%d", hangs.Port()), 32, []string{"MOUNT", hangs.String(), "mountport="}},
+		{"MOUNT port is an HTTP server", spec, "", fmt.Sprintf("mountport=%d", web.Port()), 32, []string{"MNT /", web.String(), "NFS version 3"}},
+		{"MOUNT port sends random bytes", spec, "", fmt.Sprintf("mountport=%d", noise.Port()), 32, []string{"MNT /", noise.String(), "NFS version 3"}},
+		{"export not known", spec, "", mountd(words(2)), 32, []string{"MNT /", "MNT3ERR_NOENT", "check the path"}},
+		{"export refused", spec, "", mountd(words(13)), 32, []string{"MNT /", "MNT3ERR_ACCES", "exports it to this client"}},
+		{"export not permitted", spec, "", mountd(words(1)), 32, []string{"MNT /", "MNT3ERR_PERM", "exports it to this client"}},
+		{"export of no directory", spec, "", mountd(words(20)), 32, []string{"MNT3ERR_NOTDIR"}},
+		{"MOUNT status out of range", spec, "", mountd(words(4711)), 32, []string{"4711"}},
+		{"MOUNT reply cut", spec, "", mountd(words(0, 64)), 32, []string{"MNT /", "NFS version 3"}},
+		{"MOUNT handle length overflows", spec, "", mountd(words(0, 0xfffffffc, 1)), 32, []string{"MNT /", "NFS version 3"}},
+		{"MOUNT flavors overflow", spec, "", mountd(words(0, 4, 1, 0x40000001, 1)), 32, []string{"MNT /", "NFS version 3"}},
+		{"MOUNT wants Kerberos", spec, "", mountd(words(0, 4, 1, 1, 390003)), 32, []string{"MNT /", "krb5", "sec=sys"}},
+		{"MOUNT with another XID", spec, "", mountd(func(c sunrpc.CallHeader) []byte { return acceptedWords(c.XID+1, 0) }), 32, []string{"MNT /"}},
+		{"MOUNT of another version", spec, "", mountd(func(c sunrpc.CallHeader) []byte { return sunrpc.AppendProgMismatchReply(nil, c.XID, 1, 1) }), 32, []string{"MNT /", "version"}},
+		{"MOUNT denies the credential", spec, "", mountd(func(c sunrpc.CallHeader) []byte { return sunrpc.AppendDeniedReply(nil, c.XID, sunrpc.AuthTooWeak) }), 32, []string{"MNT /", "credential"}},
+		{"no such export", "127.0.0.1:/nowhere", "", good0, 32, []string{"/nowhere"}},
+
+		{"mount point missing", spec, filepath.Join(w.dir, "missing"), good0, 32, []string{"missing", "does not exist", "mkdir"}},
 		{"mount point below a missing one", spec, filepath.Join(w.dir, "missing", "er"), good0, 32, []string{"missing/er", "does not exist"}},
 		{"mount point a file", spec, file, good0, 32, []string{file, "not a directory"}},
-		{"mounted already", spec, good, good0, 32, []string{good, "already"}},
+		{"mount point below a file", spec, filepath.Join(file, "x"), good0, 32, []string{file, "not a directory"}},
+		{"mounted already", spec, good, good0, 32, []string{good, "already", "unmount it first"}},
 		{"no colon", "127.0.0.1", free, good0, 1, []string{"127.0.0.1", "HOST:/EXPORT"}},
+		{"IPv6 without brackets", "::1:/", free, good0, 1, []string{"::1:/", "[ADDRESS]"}},
 		{"option unknown", spec, free, "frobnicate=1", 1, []string{`"frobnicate=1"`, "unknown"}},
 		{"option out of range", spec, free, "rsize=7", 1, []string{`"rsize=7"`, "4096 to 1048576"}},
 		{"options contradict", spec, free, "hard,soft", 1, []string{`"soft"`, `"hard"`}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			nfsrdmad(t, "mount", "--control-socket", w.socket, tt.spec, tt.dir, "-o", tt.opts).fails(t, tt.code, tt.says...)
+			t.Parallel()
+			dir := tt.dir
+			if dir == "" {
+				dir = w.mkdir(t, strings.ReplaceAll(tt.name, " ", "-"))
+			}
+			nfsrdmad(t, "mount", "--control-socket", w.socket, tt.spec, dir, "-o", tt.opts).fails(t, tt.code, tt.says...)
 			w.unharmed(t, good)
 		})
 	}
+}
+
+// closedPort is a port that nobody listens on.
+func closedPort(t *testing.T) netip.AddrPort {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return netip.MustParseAddrPort(l.Addr().String())
+}
+
+// What the daemon refuses besides mounts.
+func TestRefused(t *testing.T) {
+	w := newWorld(t)
+	good := w.mkdir(t, "good")
+	w.mount(t, good).succeeds(t)
+	free := w.mkdir(t, "free")
 	t.Run("second daemon", func(t *testing.T) {
 		nfsrdmad(t, "daemon", "--control-socket", w.socket, "--metrics-listen", "").fails(t, 2, w.socket, fmt.Sprint("pid ", w.daemon.Process.Pid))
 		w.unharmed(t, good)

@@ -81,9 +81,13 @@ func (s *stack) build(ctx context.Context, log hclog.Logger) (err error) {
 		return err
 	}
 	undo = append(undo, s.tellServer)
+	if err := checkFlavors(s.spec.Export, root); err != nil {
+		return err
+	}
+	server := netip.AddrPortFrom(addr, s.opts.Port)
 	s.provider = softiwarp.New(softiwarp.Config{CRC: s.opts.MPACRC}) // "auto" too: it is the only one in this build
 	undo = append(undo, func() { s.transports.close() })
-	if err := s.connect(ctx, netip.AddrPortFrom(addr, s.opts.Port), log); err != nil {
+	if err := s.connect(ctx, server, log); err != nil {
 		return err
 	}
 	client := nfs3.NewClient(&s.transports, nfs3.Options{Observe: func(p nfs3.Proc, d time.Duration, _ error) {
@@ -92,7 +96,7 @@ func (s *stack) build(ctx context.Context, log hclog.Logger) (err error) {
 		}
 	}})
 	if s.fs, err = fusefs.New(ctx, client, root.FH, s.fsOptions()); err != nil {
-		return err
+		return s.serverError(ctx, server, err)
 	}
 	undo = append(undo, func() { s.closeFS() })
 	s.server, err = fusefs.Mount(s.dir, s.fs, fusefs.MountOptions{
@@ -118,7 +122,7 @@ func (s *stack) connect(ctx context.Context, addr netip.AddrPort, log hclog.Logg
 		}
 		s.transports.all = append(s.transports.all, t)
 		if err := t.Connect(ctx); err != nil {
-			return fmt.Errorf("RDMA connection to %s: %w; check that the server listens for NFS/RDMA there, or name the port with port=", addr, err)
+			return connectError(addr, err)
 		}
 	}
 	return nil
