@@ -64,7 +64,7 @@ type Counters struct {
 	BufferWaits     atomic.Uint64 // times the buffer pool was found empty
 	SillyRenames    atomic.Uint64 // open files that were renamed instead of removed
 	JukeboxRetries  atomic.Uint64 // calls made again after NFS3ERR_JUKEBOX
-	Interrupts      atomic.Uint64 // requests given up for a deadly signal
+	Interrupts      atomic.Uint64 // requests given up for a deadly signal, or because the kernel ended the connection
 	Stale           atomic.Uint64 // nodes dropped because the server no longer knew the handle
 	CacheDrops      atomic.Uint64 // opens that found the file changed by someone else
 	ReadDirRestarts atomic.Uint64 // directories read again from the start after NFS3ERR_BAD_COOKIE

@@ -7,7 +7,9 @@
 // # What is where
 //
 //	fs.go         FS, Options, New, Close
-//	mount.go      Mount and Server: mount(2), unmount, abort
+//	mount.go      Mount and Server
+//	unmount.go    unmount, abort, and mount points that others left behind
+//	device.go     /dev/fuse, mount(2), the mount table
 //	request.go    one kernel request as a context: interrupts (RFC 1813 knows none; the RPC is given up)
 //	cred.go       uid, gid and groups of the calling process as AUTH_SYS (RFC 5531 appendix A)
 //	inode.go      the inode table: node number, file handle, lookup count

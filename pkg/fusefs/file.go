@@ -1,7 +1,6 @@
 package fusefs
 
 import (
-	"context"
 	"crypto/rand"
 	"syscall"
 
@@ -32,11 +31,12 @@ func (fs *FS) claim(ino *inode) {
 	fs.inodes.open(ino)
 }
 
-func (fs *FS) disclaim(ctx context.Context, ino *inode) {
+func (fs *FS) disclaim(ino *inode) {
 	left := fs.inodes.close(ino)
 	fs.openFiles.Add(-1)
-	if left == 0 {
-		fs.removeSilly(ctx, ino)
+	if left == 0 && ino.sillyName() != nil {
+		// A server that does not answer must not keep the end of the mount waiting for this request.
+		fs.work.Go(func() { fs.removeSilly(background{fs}, ino) })
 	}
 }
 
@@ -67,7 +67,7 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 	}
 	fs.claim(ino) // before the server is asked, so that an unlink from now on hides the file
 	if err := fs.openClaimed(r, ino, in.Flags, out); err != nil {
-		fs.disclaim(background{fs}, ino)
+		fs.disclaim(ino)
 		return err
 	}
 	return nil
@@ -244,7 +244,8 @@ func (fs *FS) settle(r *request, h *fileHandle) error {
 	return h.report()
 }
 
-// Release ends an open file. Nobody waits for it, so that data which a deadly signal kept from being written at close(2) is written here.
+// Release ends an open file. Nobody waits for it, so that data which a deadly signal kept from being written at close(2) is written
+// behind it.
 func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	fs.Counters.Ops[OpRelease].Add(1)
 	fs.handlesMu.Lock()
@@ -254,9 +255,16 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	if h == nil {
 		return
 	}
-	bg := background{fs}
-	if h.writable && (h.ino.sillyName() == nil || fs.inodes.opensOf(h.ino) > 1) {
-		_ = fs.sync(bg, h.ino) // there is nobody to tell
+	w := &h.ino.wb
+	w.mu.Lock()
+	dirty := h.writable && !w.clean()
+	w.mu.Unlock()
+	if !dirty {
+		fs.disclaim(h.ino)
+		return
 	}
-	fs.disclaim(bg, h.ino)
+	fs.work.Go(func() {
+		_ = fs.sync(background{fs}, h.ino) // there is nobody to tell
+		fs.disclaim(h.ino)
+	})
 }

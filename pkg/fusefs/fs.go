@@ -191,6 +191,7 @@ func (fs *FS) Close(ctx context.Context) {
 	for _, ino := range left {
 		_ = fs.sync(ctx, ino) // who wrote is gone, and heard of it at close(2)
 	}
+	fs.idle(ctx)
 	fs.Abort()
 	fs.work.Wait()
 	fs.interrupts.stop()
@@ -200,6 +201,13 @@ func (fs *FS) Close(ctx context.Context) {
 	if fs.ownBuffers {
 		fs.buffers.Close()
 	}
+}
+
+// idle waits until nothing is done in the background, or ctx ended.
+func (fs *FS) idle(ctx context.Context) {
+	stop := context.AfterFunc(ctx, fs.Abort)
+	defer stop()
+	fs.work.Wait()
 }
 
 // abandon frees the buffers of a file when no call is under way any more.

@@ -60,7 +60,15 @@ type interrupts struct {
 	timer   *time.Timer
 	armed   bool
 	aborted bool
+	device  *fuseDevice // nil while nothing is mounted
 	pool    []*request
+}
+
+// watch names the device that the requests come from.
+func (w *interrupts) watch(device *fuseDevice) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.device = device
 }
 
 func (w *interrupts) begin(cancel <-chan struct{}, pid uint32) *request {
@@ -154,10 +162,13 @@ func (w *interrupts) tick() {
 		w.mu.Unlock()
 		return
 	}
+	device := w.device
 	w.mu.Unlock()
 
+	// go-fuse cancels every request when the kernel has ended the connection, and then there is nobody left to answer.
+	over := device != nil && device.dead()
 	for i := range suspects {
-		if !dying(suspects[i].pid) {
+		if !over && !dying(suspects[i].pid) {
 			suspects[i].r = nil
 		}
 	}
