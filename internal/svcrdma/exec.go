@@ -92,9 +92,10 @@ func (x *exec) serve(r *recvBuf) error {
 	x.c.callBegins()
 	defer x.c.callEnds()
 	if x.c.fatal.hopeless(x.c.addr, x.header.XID) { // RFC 8166 §4.5.3
+		x.c.fatal.forget(x.c.addr, x.header.XID) // first: the client may use the XID again as soon as it has the answer
 		err := x.sendError(r, rpcrdma.ErrChunk)
-		if err == nil {
-			x.c.fatal.forget(x.c.addr, x.header.XID)
+		if err != nil {
+			x.c.fatal.add(x.c.addr, x.header.XID, fatalStrikes)
 		}
 		return err
 	}
