@@ -29,7 +29,7 @@ var floors = [][]string{
 	{"pkg/memreg"},
 	{"pkg/rpcrdma"},
 	{"pkg/sunrpc"},
-	{"pkg/verbs/softiwarp", "pkg/verbs/rdmacore", "pkg/verbs/verbstest"},
+	{"pkg/verbs/softiwarp", "pkg/verbs/rdmacore", "pkg/verbs/verbstest", "pkg/verbs/verbstest/faults"},
 	{"pkg/verbs"},
 	{"pkg/metrics"},
 }

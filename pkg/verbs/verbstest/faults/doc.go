@@ -1,0 +1,2 @@
+// Package faults breaks things on purpose.
+package faults
