@@ -50,6 +50,16 @@ func (t *turnstile) enter(ctx context.Context, closed <-chan struct{}, a netip.A
 		}
 		t.mu.Unlock()
 	}
+	if err = ctx.Err(); err != nil { // not even when the turn is free
+		drop()
+		return nil, err
+	}
+	select {
+	case <-closed:
+		drop()
+		return nil, errClosed
+	default:
+	}
 	select {
 	case <-g.free:
 		return func() { g.free <- struct{}{}; drop() }, nil

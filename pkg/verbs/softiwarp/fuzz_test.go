@@ -93,6 +93,15 @@ func FuzzTerminate(f *testing.F) {
 const (
 	fuzzWrite = 0x00000111
 	fuzzRead  = 0x00000222
+	fuzzRecv  = 4096 // octets of each Receive
+)
+
+// The fuzzed victim's registrations, for the recorder of the corpora.
+const (
+	FuzzWriteSTag = fuzzWrite
+	FuzzReadSTag  = fuzzRead
+	FuzzIOVA      = winIOVA
+	FuzzWindow    = winLen
 )
 
 // fixSTag gives m a known STag.
@@ -160,7 +169,7 @@ func FuzzDDPStream(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		v := newVictim(t, r)
+		v := newVictimOf(t, r, fuzzRecv)
 		if err := r.Accept(ctx, victimParam); err != nil {
 			t.Fatal(err)
 		}

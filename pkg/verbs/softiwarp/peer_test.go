@@ -160,6 +160,12 @@ var quiet = Config{}
 // newVictim gives id a QP; windows makes the registrations.
 func newVictim(t testing.TB, id verbs.ConnID) *victim {
 	t.Helper()
+	return newVictimOf(t, id, recvSize)
+}
+
+// newVictimOf is newVictim with Receives of another size.
+func newVictimOf(t testing.TB, id verbs.ConnID, recvSize int) *victim {
+	t.Helper()
 	v := &victim{t: t, id: id, gone: make(chan error, 2), recvs: make(chan verbs.WorkCompletion, 64)}
 	var err error
 	if v.pd, err = id.Device().AllocPD(); err != nil {

@@ -93,7 +93,7 @@ func testAccessRefused(t *testing.T, s *suite) {
 			out := newComps()
 			p.passive.post(out, &verbs.WorkRequest{Opcode: c.op, RKey: key, RemoteAddr: w.iova + uint64(c.off), SGList: []verbs.SGE{peer}})
 			cause := p.active.goneWithin()
-			p.passive.goneWithin()
+			told := p.passive.goneWithin()
 			wc := out.wait(t, 1)[0]
 			if c.op == verbs.OpRDMARead {
 				if wc.Status != verbs.StatusRemAccessErr {
@@ -113,6 +113,9 @@ func testAccessRefused(t *testing.T, s *suite) {
 				var te *verbs.TerminateError
 				if !errors.As(cause, &te) || !te.Local {
 					t.Errorf("cause %v, want a Terminate of this side", cause)
+				}
+				if !errors.As(told, &te) || te.Local {
+					t.Errorf("the peer was told %v, want a Terminate of the other side", told)
 				}
 				if p.active.qp.Stats().RemoteAccessErrors == 0 {
 					t.Error("the refusal was not counted")

@@ -2,6 +2,7 @@ package verbstest
 
 import (
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -85,7 +86,9 @@ func testPeerCloses(t *testing.T, s *suite) {
 		if err := closing.id.Close(); err != nil {
 			t.Error(err)
 		}
-		staying.goneWithin()
+		if cause := staying.goneWithin(); staying.dev.Attrs().Transport == verbs.TransportIWARP && cause != io.EOF {
+			t.Errorf("the peer closed in order: cause %v, want io.EOF", cause)
+		}
 		for _, wc := range c.wait(t, 5) {
 			if wc.Status != verbs.StatusWRFlushErr {
 				t.Errorf("Receive after the peer closed: %v", wc.Status)

@@ -29,6 +29,9 @@ type options struct {
 	activeParam          verbs.ConnParam
 	passiveParam         verbs.ConnParam
 	noConnect            bool
+	// pd and cq, if set, are what the active end uses instead of its own.
+	pd verbs.PD
+	cq verbs.CQ
 }
 
 func (o *options) defaults() {
@@ -75,11 +78,14 @@ func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
 	t.Helper()
 	e := &endpoint{t: t, id: id, dev: id.Device(), gone: make(chan error, 4)}
 	var err error
-	if e.pd, err = e.dev.AllocPD(); err != nil {
-		t.Fatal(err)
-	}
-	if e.cq, err = e.dev.CreateCQ(o.sendDepth + o.recvDepth); err != nil {
-		t.Fatal(err)
+	own := o.pd == nil
+	if e.pd, e.cq = o.pd, o.cq; own {
+		if e.pd, err = e.dev.AllocPD(); err != nil {
+			t.Fatal(err)
+		}
+		if e.cq, err = e.dev.CreateCQ(o.sendDepth + o.recvDepth); err != nil {
+			t.Fatal(err)
+		}
 	}
 	e.qp, err = id.CreateQP(e.pd, verbs.QPInitAttr{
 		SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: o.sendDepth, MaxRecvWR: o.recvDepth, MaxSendSGE: defaultSGE,
@@ -91,6 +97,9 @@ func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
 	t.Cleanup(func() {
 		if err := id.Close(); err != nil {
 			t.Errorf("close connection: %v", err)
+		}
+		if !own {
+			return
 		}
 		if err := e.cq.Close(); err != nil {
 			t.Errorf("close completion queue: %v", err)
@@ -137,6 +146,7 @@ func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *p
 	if err != nil {
 		t.Fatal(err)
 	}
+	o.pd, o.cq = nil, nil
 	pr.passive = newEndpoint(t, req, &o)
 	if err := req.Accept(within(t), o.passiveParam); err != nil {
 		t.Fatal(err)

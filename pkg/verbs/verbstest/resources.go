@@ -59,8 +59,8 @@ func testCQDepth(t *testing.T, s *suite) {
 	t.Cleanup(func() { id.Close() })
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 10)
 	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 6, MaxRecvWR: 5}
-	if _, err := id.CreateQP(pd, attr); err == nil {
-		t.Fatal("a QP of 11 requests was made on a CQ of 10")
+	if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrNoResources) {
+		t.Fatalf("a QP of 11 requests on a CQ of 10: %v, want ErrNoResources", err)
 	}
 	attr.MaxRecvWR = 4
 	if _, err := id.CreateQP(pd, attr); err != nil { // the refusal left nothing behind
@@ -84,11 +84,12 @@ func testQPErrors(t *testing.T, s *suite) {
 	for name, attr := range map[string]verbs.QPInitAttr{
 		"no CQ":              {MaxSendWR: 1, MaxRecvWR: 1},
 		"no send queue":      {SendCQ: cq, RecvCQ: cq, MaxRecvWR: 1},
+		"no receive queue":   {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1},
 		"send queue too big": {SendCQ: cq, RecvCQ: cq, MaxSendWR: max + 1, MaxRecvWR: 1},
 		"too many SGEs":      {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1, MaxSendSGE: 1 << 20},
 	} {
-		if _, err := id.CreateQP(pd, attr); err == nil {
-			t.Errorf("%s: a QP was made", name)
+		if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrInvalid) {
+			t.Errorf("%s: %v, want ErrInvalid", name, err)
 		}
 	}
 	if _, err := id.Device().CreateCQ(0); err == nil {
