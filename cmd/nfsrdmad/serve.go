@@ -5,11 +5,11 @@ import (
 	"os"
 	"time"
 
-	"github.com/hashicorp/go-hclog"
 	"github.com/spf13/cobra"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/demo"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
@@ -24,7 +24,12 @@ func serveCommand() *cobra.Command {
 			cfg.Dir = append(args, "")[0]
 			cfg.Provider = softiwarp.New(softiwarp.Config{})
 			cfg.RDMA.RemoteInv = true
-			cfg.Logger = hclog.New(&hclog.LoggerOptions{Name: "nfsrdmad", Level: hclog.LevelFromString(level), Output: os.Stderr})
+			log := daemon.DefaultConfig()
+			log.LogLevel = daemon.Text(level)
+			if err := log.Check("from flags"); err != nil {
+				return err
+			}
+			cfg.Logger = daemon.NewLogger(log, os.Stderr)
 			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				fmt.Fprintf(cmd.OutOrStdout(), "serving RDMA on %s, MOUNT and NFS on TCP %s\n", s.RDMAAddr, s.TCPAddr)
 			})

@@ -37,7 +37,11 @@ type Config struct {
 // Serve runs a server until ctx ends, and tells started where it is.
 func Serve(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
 	s, err := nfsserve.Run(ctx, cfg)
-	if err != nil {
+	var usage *nfsserve.ConfigError
+	switch {
+	case errors.As(err, &usage):
+		return &daemon.Error{Code: daemon.CodeUsage, Text: err.Error(), Err: err}
+	case err != nil:
 		return &daemon.Error{Code: daemon.CodeSystem, Text: "serving: " + err.Error(), Err: err}
 	}
 	started(s)

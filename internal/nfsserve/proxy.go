@@ -14,6 +14,8 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // Bounds of the way to the backend.
@@ -25,7 +27,7 @@ const (
 // A BackendError says why a call did not get its answer from the NFS server behind the RDMA port.
 type BackendError struct {
 	Addr string
-	Op   string // "connect", "send call", "read reply"
+	Op   string // "connect", "ask", "send call", "read reply"
 	Err  error
 }
 
@@ -35,6 +37,21 @@ func (e *BackendError) Error() string {
 
 // Unwrap returns the cause.
 func (e *BackendError) Unwrap() error { return e.Err }
+
+// checkBackend asks the server at addr for nothing (NULL), so that a wrong address is heard of at the start.
+func checkBackend(ctx context.Context, addr string) error {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	c, err := rpctcp.Dial(ctx, addr, rpctcp.Options{})
+	if err != nil {
+		return &BackendError{Addr: addr, Op: "connect", Err: err}
+	}
+	defer c.Close()
+	if err := nfs3.NewClient(c, nfs3.Options{}).Null(ctx, sunrpc.AppendAuthNone(nil)); err != nil {
+		return &BackendError{Addr: addr, Op: "ask", Err: err}
+	}
+	return nil
+}
 
 // proxy passes calls to an RPC over TCP server. Each client connection has a few TCP connections of its own, so that the
 // backend can tell clients apart by them and XIDs need not be changed. When one of them ends, the calls on it fail, the client's RDMA

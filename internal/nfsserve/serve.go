@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -47,6 +48,11 @@ type Config struct {
 	Logger hclog.Logger
 }
 
+// A ConfigError says what of a Config makes no sense.
+type ConfigError struct{ Text string }
+
+func (e *ConfigError) Error() string { return e.Text }
+
 // A Server runs until its context ends or Close is called.
 type Server struct {
 	// RDMAAddr is where RDMA connections are accepted.
@@ -59,14 +65,20 @@ type Server struct {
 	err    error // after done
 }
 
-// Run starts a server and returns when both ports are open. ctx ends it.
+// Run starts a server and returns when both ports are open. ctx ends it. A backend must answer: it is asked once, with a bound. Errors are *ConfigError where cfg
+// makes no sense, *BackendError, or the system's.
 func Run(ctx context.Context, cfg Config) (*Server, error) {
 	if err := cfg.complete(); err != nil {
 		return nil, err
 	}
 	raddr, err := resolve(cfg.RDMAListen)
 	if err != nil {
-		return nil, fmt.Errorf("RDMA address %q: %w", cfg.RDMAListen, err)
+		return nil, &ConfigError{fmt.Sprintf("RDMA address %q: %v; give --rdma-listen as ADDRESS:PORT", cfg.RDMAListen, err)}
+	}
+	if cfg.Backend != "" {
+		if err := checkBackend(ctx, cfg.Backend); err != nil {
+			return nil, err
+		}
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	s := &Server{cancel: cancel, done: make(chan struct{}), TCPAddr: cfg.Backend}
@@ -82,7 +94,7 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	if err != nil {
 		cancel()
 		parts.Wait()
-		return nil, fmt.Errorf("listen for RDMA (%s) on %v: %w", cfg.Provider.Name(), raddr, err)
+		return nil, fmt.Errorf("%w; choose another --rdma-listen", err) // it names the address
 	}
 	s.RDMAAddr = rl.Addr()
 	rdma := cfg.RDMA
@@ -125,11 +137,11 @@ func (c *Config) complete() error {
 	case c.Provider == nil:
 		return errors.New("nfsserve: no RDMA provider")
 	case (c.Dir == "") == (c.Backend == ""):
-		return errors.New("serve either a directory or a backend: give exactly one of them")
+		return &ConfigError{"serve either a directory or a backend: give exactly one of them"}
 	}
 	if c.Backend != "" {
 		if _, _, err := net.SplitHostPort(c.Backend); err != nil {
-			return fmt.Errorf("backend %q: want HOST:PORT: %w", c.Backend, err)
+			return &ConfigError{fmt.Sprintf("backend %q: %v; give it as HOST:PORT", c.Backend, err)}
 		}
 	}
 	return nil
@@ -151,11 +163,15 @@ func resolve(addr string) (netip.AddrPort, error) {
 func (s *Server) startExport(ctx context.Context, cfg *Config, parts *sync.WaitGroup) error {
 	dir, err := filepath.Abs(cfg.Dir)
 	if err != nil {
-		return fmt.Errorf("export %s: %w", cfg.Dir, err)
+		return fmt.Errorf("export %s: %w; name a directory", cfg.Dir, err)
 	}
 	root, err := os.OpenRoot(dir)
 	if err != nil {
-		return fmt.Errorf("export %s: %w", dir, err)
+		var path *fs.PathError
+		if errors.As(err, &path) {
+			err = path.Err
+		}
+		return fmt.Errorf("export %s: %w; name a directory", dir, err)
 	}
 	e, err := newExport(ctx, dir, root, cfg.ReadOnly, parts)
 	if err != nil {
@@ -165,7 +181,7 @@ func (s *Server) startExport(ctx context.Context, cfg *Config, parts *sync.WaitG
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", cfg.TCPListen)
 	if err != nil {
 		root.Close()
-		return fmt.Errorf("listen for NFS over TCP: %w", err)
+		return fmt.Errorf("listen for NFS over TCP: %w; choose another --tcp-listen", err)
 	}
 	s.TCPAddr = l.Addr().String()
 	e.port = uint16(l.Addr().(*net.TCPAddr).Port)

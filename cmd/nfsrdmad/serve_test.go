@@ -1,0 +1,144 @@
+package main
+
+import (
+	"bufio"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// servingLine is what serve says first.
+var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), MOUNT and NFS on TCP (\S+)\n$`)
+
+// serve starts "nfsrdmad serve" and returns its two addresses, and a function that ends it with SIGTERM.
+func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {
+	t.Helper()
+	cmd := program(t, "nfsrdmad", append([]string{"serve", "--rdma-listen", "127.0.0.1:0"}, args...)...)
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Stderr = os.Stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := false
+	end = func() {
+		if ended {
+			return
+		}
+		ended = true
+		_ = cmd.Process.Signal(syscall.SIGTERM)
+		if err := cmd.Wait(); err != nil {
+			t.Errorf("serve %v: %v", args, err)
+		}
+	}
+	t.Cleanup(end)
+	line, err := bufio.NewReader(stdout).ReadString('\n')
+	m := servingLine.FindStringSubmatch(line)
+	if err != nil || m == nil {
+		t.Fatalf("serve %v says %q, %v", args, line, err)
+	}
+	return m[1], m[2], end
+}
+
+func portOf(t *testing.T, addr string) string {
+	t.Helper()
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return port
+}
+
+// A tree through "serve DIR" as the TCP back end, "serve --backend" in front of it, a mount, and back: all of them processes.
+func TestServeBackend(t *testing.T) {
+	w := newWorld(t)
+	_, tcp, endBackend := serve(t, filepath.Join(w.dir, "export"))
+	front, said, _ := serve(t, "--backend", tcp)
+	if said != tcp {
+		t.Errorf("serve --backend %s names %s", tcp, said)
+	}
+	dir := w.mkdir(t, "mnt")
+	opts := "soft,timeo=50,retrans=0,port=" + portOf(t, front) + ",mountport=" + portOf(t, tcp)
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", opts).succeeds(t)
+	big := strings.Repeat("through two servers ", 200_000)
+	if err := os.WriteFile(filepath.Join(dir, "big"), []byte(big), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{filepath.Join(w.dir, "export", "big"), filepath.Join(dir, "big")} {
+		if b, err := os.ReadFile(path); err != nil || string(b) != big {
+			t.Errorf("%s: %d octets, %v", path, len(b), err)
+		}
+	}
+	endBackend()
+	if _, err := os.ReadDir(dir); err == nil {
+		t.Error("the directory is read although the backend is gone")
+	}
+	nfsrdmad(t, "status", "--control-socket", w.socket, dir).succeeds(t)
+	nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", dir).succeeds(t)
+}
+
+func TestServeErrors(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	taken := peer(t, func(net.Conn) {}).String()
+	free := "127.0.0.1:0"
+	for _, tt := range []struct {
+		name string
+		args []string
+		code int
+		says []string
+	}{
+		{"directory missing", []string{dir + "/no", "--rdma-listen", free}, 2, []string{dir + "/no", "no such file"}},
+		{"directory a file", []string{file, "--rdma-listen", free}, 2, []string{file, "not a directory"}},
+		{"RDMA port in use", []string{dir, "--rdma-listen", taken}, 2, []string{taken, "in use", "--rdma-listen"}},
+		{"TCP port in use", []string{dir, "--rdma-listen", free, "--tcp-listen", taken}, 2, []string{taken, "in use", "--tcp-listen"}},
+		{"no address", []string{dir, "--rdma-listen", "nowhere"}, 1, []string{`"nowhere"`, "ADDRESS:PORT"}},
+		{"not this host's address", []string{dir, "--rdma-listen", "192.0.2.1:0"}, 2, []string{"192.0.2.1"}},
+		{"backend without port", []string{"--backend", "127.0.0.1", "--rdma-listen", free}, 1, []string{`"127.0.0.1"`, "HOST:PORT"}},
+		{"backend no NFS server", []string{"--backend", peer(t, func(c net.Conn) { _, _ = c.Write([]byte("220 mail.example\r\n")) }).String(), "--rdma-listen", free}, 2, []string{"NFSv3 on that TCP port"}},
+		{"backend dead", []string{"--backend", closedPort(t).String(), "--rdma-listen", free}, 2, []string{"NFS server 127", "refused", "is it running"}},
+		{"directory and backend", []string{dir, "--backend", taken}, 1, []string{"directory or a backend"}},
+		{"nothing", nil, 1, []string{"directory or a backend"}},
+		{"log level", []string{dir, "--log-level", "loud"}, 1, []string{`loud`, "trace, debug"}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			nfsrdmad(t, append([]string{"serve"}, tt.args...)...).fails(t, tt.code, tt.says...)
+		})
+	}
+}
+
+// IPv6: served, mounted, listed, and in errors.
+func TestIPv6(t *testing.T) {
+	w := newWorld(t)
+	cmd := exec.Command("ip", "-6", "addr", "show", "dev", "lo")
+	if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "::1") {
+		t.Fatalf("no IPv6 loopback to test with: %v: %s", err, out)
+	}
+	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--rdma-listen", "[::1]:0", "--tcp-listen", "[::1]:0")
+	dir, free := w.mkdir(t, "mnt"), w.mkdir(t, "free")
+	opts := "port=" + portOf(t, rdma) + ",mountport=" + portOf(t, tcp)
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", dir, "-o", opts).succeeds(t)
+	w.unharmed(t, dir)
+	if out := nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout; !strings.Contains(out, "[::1]:/ ") || !strings.Contains(out, rdma) {
+		t.Errorf("list: %s", out)
+	}
+	if mounts, _ := os.ReadFile("/proc/mounts"); !strings.Contains(string(mounts), "[::1]:/ "+dir+" fuse.nfsrdma ") {
+		t.Error("not in /proc/mounts as [::1]:/")
+	}
+	closed := closedPort(t).Port() // nobody listens there on [::1] either
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o", fmt.Sprintf("port=%d,mountport=%s", closed, portOf(t, tcp))).
+		fails(t, 32, "[::1]:/ on ", fmt.Sprintf("RDMA connection to [::1]:%d: ", closed), "refused")
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o", fmt.Sprintf("mountport=%d", closed)).
+		fails(t, 32, fmt.Sprintf("MNT / at [::1]:%d: ", closed), "refused")
+}
