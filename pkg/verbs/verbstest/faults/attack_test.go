@@ -97,7 +97,7 @@ func TestLateWrite(t *testing.T) {
 // TestLateWriteRepeats: a client that does not fence gets the same octets once more, at the same place.
 func TestLateWriteRepeats(t *testing.T) {
 	const data = "sixteen octets.."
-	a := attack(t, "seed=1,late-write=2:300ms", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
+	a := attack(t, "seed=1,late-write=2:1s", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
 	a.reply("----------------", false) // event 1 is not struck
 	a.c.log.want("reply", verbs.StatusSuccess)
 	a.c.recv("reply", a.c.buffer(16))

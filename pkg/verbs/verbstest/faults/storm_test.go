@@ -1,0 +1,179 @@
+package faults_test
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+)
+
+// A ledger counts the completions of each request.
+type ledger struct {
+	mu   sync.Mutex
+	left map[int]int // completions still due
+	next int
+}
+
+func (l *ledger) open() (id int, done func(*verbs.WorkCompletion)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	id = l.next
+	l.next++
+	l.left[id] = 1
+	return id, func(*verbs.WorkCompletion) { l.settle(id) }
+}
+
+func (l *ledger) settle(id int) {
+	l.mu.Lock()
+	l.left[id]--
+	l.mu.Unlock()
+}
+
+func (l *ledger) check(t *testing.T) {
+	t.Helper()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for id, n := range l.left {
+		if n != 0 {
+			t.Fatalf("request %d of %d completed %d times", id, l.next, 1-n)
+		}
+	}
+}
+
+// TestStorm: under all faults of posts, messages and memory at once, from several goroutines at both ends, each request that was accepted completes exactly once by
+// the time that Drain returns, OnDisconnect comes once, and nothing is left behind.
+func TestStorm(t *testing.T) {
+	const spec = "seed=%d,disconnect-every=~150,post-fail=~20:*,flush-reg=~80,reg-error=~100,linv-error=~100,delay-reply=~5:2ms,lose-reply=~10," +
+		"alloc-fail=~10,dereg-fail=~5"
+	total := map[string]uint64{}
+	for seed := range 24 {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			client, server := broken(t, fmt.Sprintf(spec, seed)), broken(t, fmt.Sprintf(spec, seed+1000))
+			storm(t, client, server, seed)
+			for _, p := range []*faults.Provider{client, server} {
+				for _, c := range p.Counts() {
+					total[c.Name] += c.Injected
+				}
+			}
+		})
+	}
+	t.Log(total)
+	for _, name := range []string{"disconnect-every", "post-fail", "flush-reg", "reg-error", "linv-error", "delay-reply", "lose-reply", "alloc-fail", "dereg-fail"} {
+		if total[name] == 0 {
+			t.Errorf("%s was never injected", name)
+		}
+	}
+}
+
+func storm(t *testing.T, client, server verbs.Provider, seed int) {
+	c, s := connect(t, client, server)
+	var wg sync.WaitGroup
+	books := map[*side]*ledger{c: {left: map[int]int{}}, s: {left: map[int]int{}}}
+	for e, book := range books {
+		in, out := e.buffer(64), e.buffer(64)
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			receiver(e, book, in)
+		}()
+		for i := range 2 {
+			wg.Add(1)
+			go func() {
+				defer wg.Done()
+				poster(t, e, book, out, i)
+			}()
+		}
+	}
+	// The faults end the connection, sooner or later; now and then it is ended by one side.
+	if seed%3 == 0 {
+		time.Sleep(5 * time.Millisecond)
+		c.id.Close()
+	}
+	wg.Wait()
+	var both sync.WaitGroup
+	for e := range books {
+		both.Go(e.qp.Drain)
+		both.Go(func() { e.id.Close() })
+	}
+	both.Wait()
+	for e, book := range books {
+		book.check(t)
+		if st := e.qp.Stats(); st.SendCompletions > st.PostedSendWRs || st.RecvCompletions != st.PostedRecvWRs {
+			t.Errorf("stats do not add up: %+v", st)
+		}
+	}
+}
+
+func receiver(e *side, book *ledger, in verbs.SGE) {
+	for {
+		id, done := book.open()
+		_, err := e.qp.PostRecv(&verbs.RecvRequest{SGE: in, Done: done})
+		if err != nil {
+			book.settle(id)
+			if errors.Is(err, verbs.ErrQPState) {
+				return
+			}
+			time.Sleep(50 * time.Microsecond)
+		}
+	}
+}
+
+// poster posts chains of everything until the queue pair is dead.
+func poster(t *testing.T, e *side, book *ledger, out verbs.SGE, n int) {
+	mem := [][]byte{out.Buf[32*n : 32*n+8]}
+	for round := 0; ; round++ {
+		m, err := e.pd.AllocMR(1)
+		if err != nil {
+			continue
+		}
+		key := m.RKey().WithKey(1)
+		data := []verbs.SGE{{Buf: mem[0], LKey: out.LKey}}
+		wrs := []*verbs.WorkRequest{
+			{Opcode: verbs.OpFastReg, MR: m, NewKey: 1, Access: verbs.AccessRemoteRead, Segs: mem},
+			{Opcode: verbs.OpRDMAWrite},
+			{Opcode: verbs.OpLocalInv, InvalidateRKey: key},
+		}
+		if round%8 == 0 { // seldom enough for the peer's Receives to keep up
+			wrs[1] = &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: data}
+		}
+		fenced := make(chan struct{}, 1)
+		var ids []int
+		for _, wr := range wrs {
+			id, done := book.open()
+			wr.Signaled, wr.Done = true, done
+			ids = append(ids, id)
+		}
+		last := wrs[2].Done
+		wrs[2].Done = func(wc *verbs.WorkCompletion) { last(wc); fenced <- struct{}{} }
+		bad, err := e.qp.PostSend(chain(wrs...))
+		accepted := err == nil
+		if !accepted {
+			taken := true
+			for i, wr := range wrs {
+				if taken = taken && wr != bad; !taken {
+					book.settle(ids[i])
+				}
+			}
+		}
+		if accepted {
+			select {
+			case <-fenced:
+			case <-time.After(patience):
+				t.Error("a LocalInv did not complete")
+				return
+			}
+		}
+		var injected *faults.Error
+		if err := m.Dereg(); err != nil && !errors.As(err, &injected) {
+			t.Error(err)
+		}
+		if errors.Is(err, verbs.ErrQPState) {
+			return
+		}
+		time.Sleep(50 * time.Microsecond)
+	}
+}
