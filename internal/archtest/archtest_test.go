@@ -29,9 +29,11 @@ var floors = [][]string{
 	{"pkg/memreg"},
 	{"pkg/rpcrdma"},
 	{"pkg/sunrpc"},
-	{"pkg/verbs/softiwarp", "pkg/verbs/rdmacore", "pkg/verbs/verbstest"},
+	{"pkg/verbs/softiwarp", "pkg/verbs/rdmacore", "pkg/verbs/verbstest", "pkg/verbs/verbstest/faults"},
 	{"pkg/verbs"},
 	{"pkg/metrics"},
+	{"pkg/trace"},
+	{"internal/verify"},
 }
 
 // besides are rooms outside the house: helpers of tests, which no product code may import.
