@@ -261,7 +261,7 @@ func TestModel(t *testing.T) {
 	if s := flag.Lookup("rapid.seed").Value.String(); s != "0" {
 		fmt.Sscan(s, &seed)
 	}
-	for name, value := range map[string]string{"rapid.seed": fmt.Sprint(seed), "rapid.checks": "250", "rapid.steps": "500"} {
+	for name, value := range map[string]string{"rapid.seed": fmt.Sprint(seed), "rapid.checks": "250", "rapid.steps": "500", "rapid.nofailfile": "true"} {
 		if err := flag.Set(name, value); err != nil {
 			t.Fatal(err)
 		}
