@@ -7,7 +7,7 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 DEBS        := nfs-ganesha nfs-ganesha-vfs rpcbind tshark fuse3 rsync git systemd procps iproute2
 FUZZTIME    ?= 60s
 
-.PHONY: build demo test bench fuzz lint deps install clean
+.PHONY: build demo test lab test-lab bench fuzz lint deps install clean
 
 build:
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/nfsrdmad ./cmd/nfsrdmad
@@ -23,7 +23,15 @@ deps:
 
 # One package at a time: the servers and mounts of two would share two cores, and each other's mount namespaces.
 test: deps
-	$(GO) test -race -p 1 -timeout 20m ./...
+	NFSRDMAD_LAB=0 $(GO) test -race -p 1 -timeout 20m ./...
+
+# Virtual machines with stock Linux servers, from Debian packages: minutes the first time, nothing after that. See test/lab/README.md.
+lab:
+	test/lab/image/build.sh
+
+# The tests against them.
+test-lab: deps lab
+	NFSRDMAD_LAB=1 $(GO) test -p 1 -count 1 -timeout 60m ./test/lab/...
 
 # Every benchmark runs beside a raw TCP yardstick; compare within one run.
 bench:

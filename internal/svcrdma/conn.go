@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"net/netip"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"golang.org/x/sync/semaphore"
 
@@ -22,6 +24,7 @@ type conn struct {
 	*server
 	id   verbs.ConnRequest
 	peer netip.AddrPort
+	addr netip.Addr // the peer's, for what outlives connections
 
 	ctx    context.Context // ends when the connection goes down
 	cancel context.CancelCauseFunc
@@ -43,9 +46,16 @@ type conn struct {
 	sqRoom   int64
 	workers  sync.WaitGroup
 
-	mu   sync.Mutex
-	free []*msgBuf // guarded by mu; last used first
-	all  []*msgBuf // guarded by mu
+	execs   []*exec      // fixed once the connection is ready
+	born    time.Time    // when the connection's clock began
+	idle    stopwatch    // under way while no call is being served
+	running atomic.Int32 // calls being served
+
+	mu       sync.Mutex
+	free     []*msgBuf            // guarded by mu; last used last
+	messages map[*msgBuf]struct{} // guarded by mu; every message buffer, free or not
+	recent   []uint32             // guarded by mu; ring of the XIDs answered last
+	recentAt int                  // guarded by mu; how many there ever were
 }
 
 // A recvBuf is one Receive.
@@ -55,14 +65,10 @@ type recvBuf struct {
 	n   int
 }
 
-// A msgBuf holds one unreduced message and is registered for local use.
-type msgBuf struct {
-	mem []byte
-	mr  verbs.MR
-}
-
 func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest) {
-	c := &conn{server: s, id: req, peer: req.RemoteAddr(), srvCtx: srvCtx}
+	c := &conn{server: s, id: req, peer: req.RemoteAddr(), srvCtx: srvCtx, born: time.Now(),
+		messages: make(map[*msgBuf]struct{}), recent: make([]uint32, s.cfg.Credits)}
+	c.addr = c.peer.Addr().Unmap()
 	c.ctx, c.cancel = context.WithCancelCause(srvCtx)
 	log := s.log.With("peer", c.peer)
 	defer c.release()
@@ -78,7 +84,7 @@ func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest) {
 	s.cfg.Stats.Connections.Add(1)
 	defer s.cfg.Stats.Connections.Add(-1)
 	log.Info("connected", "inline_send", c.sendThreshold, "inline_recv", c.recvThreshold, "remote_invalidate", c.remoteInv, "read_depth", cap(c.readSlot))
-	<-c.ctx.Done()
+	c.watch()
 	log.Info("disconnected", "cause", context.Cause(c.ctx))
 }
 
@@ -107,7 +113,10 @@ func (c *conn) setup() error {
 	}
 	if c.qp, err = c.id.CreateQP(c.pd, verbs.QPInitAttr{
 		SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: sendWRs, MaxRecvWR: recvWRs, MaxSendSGE: 1,
-		OnDisconnect: func(cause error) { c.cancel(cause) },
+		OnDisconnect: func(cause error) {
+			c.ended(cause)
+			c.cancel(cause)
+		},
 	}); err != nil {
 		return err
 	}
@@ -155,8 +164,11 @@ func (c *conn) accept() error {
 			_ = c.id.Reject(nil)
 			return err
 		}
+		c.execs = append(c.execs, w)
 		c.workers.Go(w.loop)
 	}
+	c.mem.join(c)
+	c.idle.start(c.age())
 	ctx, cancel := context.WithTimeout(c.ctx, acceptTimeout)
 	defer cancel()
 	peer := c.id.Peer()
@@ -175,46 +187,6 @@ func (c *conn) repost(r *recvBuf) {
 	}
 }
 
-// getBuf takes a message buffer. There are at most two per worker.
-func (c *conn) getBuf() (*msgBuf, error) {
-	c.mu.Lock()
-	if n := len(c.free); n > 0 {
-		b := c.free[n-1]
-		c.free = c.free[:n-1]
-		c.mu.Unlock()
-		return b, nil
-	}
-	c.mu.Unlock()
-	b, err := c.newBuf(c.cfg.MaxMessage)
-	if err != nil {
-		return nil, fmt.Errorf("message buffer: %w", err)
-	}
-	return b, nil
-}
-
-func (c *conn) newBuf(size int) (*msgBuf, error) {
-	mem, err := verbs.AllocBuffer(size)
-	if err != nil {
-		return nil, err
-	}
-	mr, err := c.pd.RegMR(mem)
-	if err != nil {
-		verbs.FreeBuffer(mem)
-		return nil, err
-	}
-	b := &msgBuf{mem: mem, mr: mr}
-	c.mu.Lock()
-	c.all = append(c.all, b)
-	c.mu.Unlock()
-	return b, nil
-}
-
-func (c *conn) putBuf(b *msgBuf) {
-	c.mu.Lock()
-	c.free = append(c.free, b)
-	c.mu.Unlock()
-}
-
 // release ends the connection and frees everything. Order: the QP first, so that no completion comes any more and nothing
 // of the device touches memory; then the workers, which see the closed channel; then what they used.
 func (c *conn) release() {
@@ -229,9 +201,13 @@ func (c *conn) release() {
 	if h, ok := c.cfg.Handler.(ConnHandler); ok {
 		h.ConnClosed(c.peer)
 	}
-	for _, b := range c.all {
-		c.must(b.mr.Dereg())
-		verbs.FreeBuffer(b.mem)
+	c.mem.leave(c)
+	for b := range c.messages {
+		c.must(b.destroy())
+	}
+	c.mem.give(len(c.messages))
+	for _, x := range c.execs {
+		c.must(x.send.destroy())
 	}
 	if c.recvMR != nil {
 		c.must(c.recvMR.Dereg())

@@ -20,6 +20,9 @@ type exec struct {
 	rplan  replyPlan
 	send   *msgBuf // what the Send carries
 
+	bufs     [2]*msgBuf // for the reply, and for a call that must be rebuilt
+	transfer stopwatch  // Reads, or the Writes and the Send of a reply
+
 	wrs  []verbs.WorkRequest
 	sges []verbs.SGE
 
@@ -33,7 +36,7 @@ type exec struct {
 }
 
 func (c *conn) newExec() (*exec, error) {
-	send, err := c.newBuf(c.sendThreshold)
+	send, err := c.makeBuf(c.sendThreshold)
 	if err != nil {
 		return nil, fmt.Errorf("send buffer: %w", err)
 	}
@@ -76,32 +79,50 @@ func (x *exec) serve(r *recvBuf) error {
 	}
 	n, err := x.header.Decode(msg)
 	switch {
+	case x.header.Proc == rpcrdma.ProcDone, x.header.Proc == rpcrdma.ProcError:
+		// RFC 8166 §4.2.4, §4.6.2. Of whatever version: an error must not be answered with an error.
+		return x.discard(r)
 	case errors.Is(err, rpcrdma.ErrBadVersion):
 		return x.sendError(r, rpcrdma.ErrVers)
-	case x.header.Proc == rpcrdma.ProcDone, x.header.Proc == rpcrdma.ProcError: // RFC 8166 §4.2.4, §4.6.2
-		return x.discard(r)
 	case err != nil: // malformed lists, RDMA_MSGP, unknown rdma_proc: RFC 8166 §4.5.2, §4.6.1
 		return x.sendError(r, rpcrdma.ErrChunk)
+	case x.header.Proc == rpcrdma.ProcMsg && isReply(msg[n:]): // a reverse-direction reply answers nothing of ours (RFC 8167 §4.1)
+		return x.discard(r)
+	}
+	x.c.callBegins()
+	defer x.c.callEnds()
+	if x.c.fatal.hopeless(x.c.addr, x.header.XID) { // RFC 8166 §4.5.3
+		x.c.fatal.forget(x.c.addr, x.header.XID) // first: the client may use the XID again as soon as it has the answer
+		err := x.sendError(r, rpcrdma.ErrChunk)
+		if err != nil {
+			x.c.fatal.add(x.c.addr, x.header.XID, fatalStrikes)
+		}
+		return err
 	}
 	body := msg[n:]
 	if x.plan.build(&x.header, body, x.c.cfg.MaxMessage) != nil || (len(x.plan.reads) > 0 && cap(x.c.readSlot) == 0) {
 		return x.sendError(r, rpcrdma.ErrChunk)
 	}
+	bufs := x.bufs[:2]
 	if x.plan.plain() {
-		return x.dispatch(r, body)
+		bufs = bufs[:1]
 	}
-	buf, err := x.c.getBuf()
-	if err != nil {
+	if err := x.c.getBufs(bufs); err != nil {
 		return err
 	}
-	call := buf.mem[:x.plan.size]
-	x.plan.rebuild(call, body)
-	if err := x.pull(buf, call); err != nil {
-		return err // buf stays out: a Read may still be placing into it until the QP is closed
+	call := body
+	if !x.plan.plain() {
+		call = bufs[1].mem[:x.plan.size]
+		x.plan.rebuild(call, body)
+		if err := x.pull(bufs[1], call); err != nil {
+			return err
+		}
 	}
-	err = x.dispatch(r, call)
-	x.c.putBuf(buf)
-	return err
+	if err := x.dispatch(r, call, bufs[0]); err != nil {
+		return err // the buffers stay out: the device may be using them until the QP is closed
+	}
+	x.c.putBufs(bufs)
+	return nil
 }
 
 // msgTypeOffset is where msg_type stands in an RPC message (RFC 5531 §9).
@@ -120,6 +141,8 @@ func (x *exec) discard(r *recvBuf) error {
 // pull does the RDMA Reads of the plan and returns when all have completed.
 func (x *exec) pull(buf *msgBuf, call []byte) error {
 	c := x.c
+	x.transfer.start(c.age())
+	defer x.transfer.stop()
 	var failed verbs.Status
 	out := 0
 	wait := func() {
@@ -163,23 +186,22 @@ func (x *exec) pull(buf *msgBuf, call []byte) error {
 	case postErr != nil:
 		return fmt.Errorf("post RDMA Read: %w", postErr)
 	case failed != verbs.StatusSuccess:
+		if failed == verbs.StatusRemAccessErr { // this very Read: see fatal.go
+			c.fatal.add(c.addr, x.header.XID, fatalStrikes)
+		}
 		return fmt.Errorf("RDMA Read of a call's chunk: %v", failed)
 	}
 	return nil
 }
 
-// dispatch executes the rebuilt call and answers it.
-func (x *exec) dispatch(r *recvBuf, call []byte) error {
-	hdr, args, err := sunrpc.ParseCall(call)
-	if len(call) < 4 || hdr.XID != x.header.XID { // RFC 8166 §4.2.1: rdma_xid is the RPC's
-		return x.sendError(r, rpcrdma.ErrChunk)
-	}
-	if isReply(call) { // a reverse-direction reply answers nothing of ours (RFC 8167 §4.1)
+// dispatch executes the rebuilt call and answers it; buf is for the reply.
+func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
+	if isReply(call) {
 		return x.discard(r)
 	}
-	buf, bufErr := x.c.getBuf()
-	if bufErr != nil {
-		return bufErr
+	hdr, args, err := sunrpc.ParseCall(call)
+	if len(call) < sunrpc.SizeUint32 || hdr.XID != x.header.XID { // RFC 8166 §4.2.1: rdma_xid is the RPC's
+		return x.sendError(r, rpcrdma.ErrChunk)
 	}
 	x.c.cfg.Stats.Calls.Add(1)
 	var reply []byte
@@ -190,31 +212,27 @@ func (x *exec) dispatch(r *recvBuf, call []byte) error {
 		reply = refusal(buf.mem[:0], hdr.XID, nil)
 	default:
 		if reply, err = x.execute(&hdr, call, buf.mem[:0]); err != nil {
-			x.c.putBuf(buf)
 			return fmt.Errorf("RPC program %d procedure %d: %w", hdr.Prog, hdr.Proc, err)
 		}
 	}
 	if len(reply) > len(buf.mem) {
-		x.c.putBuf(buf)
-		return fmt.Errorf("reply of %d octets is larger than the limit of %d", len(reply), len(buf.mem))
+		// No reply is possible, nor would it be if the client sent the call again (RFC 8166 §4.5.3).
+		x.c.log.Warn("reply is larger than the limit", "peer", x.c.peer, "program", hdr.Prog, "procedure", hdr.Proc, "octets", len(reply), "limit", len(buf.mem))
+		return x.sendError(r, rpcrdma.ErrChunk)
 	}
 	if len(reply) > 0 && &reply[0] != &buf.mem[0] {
 		reply = buf.mem[:copy(buf.mem, reply)] // the device reads registered memory only
 	}
-	if err := x.reply(r, &hdr, buf, reply); err != nil {
-		return err // buf stays out, see pull
-	}
-	x.c.putBuf(buf)
-	return nil
+	return x.reply(r, &hdr, buf, reply)
 }
 
 // execute runs the call, or finds what it was answered before.
 func (x *exec) execute(hdr *sunrpc.CallHeader, call, room []byte) ([]byte, error) {
 	c := x.c
 	if !cacheable(hdr) {
-		return c.cfg.Handler.ServeRPC(c.ctx, c.peer, call, room)
+		return x.handle(c.ctx, call, room)
 	}
-	cached, entry, err := c.drc.begin(c.ctx, c.drc.key(c.peer.Addr().Unmap(), hdr, call))
+	cached, entry, err := c.drc.begin(c.ctx, c.drc.key(c.addr, hdr.XID, call))
 	if err != nil {
 		return nil, err
 	}
@@ -224,11 +242,18 @@ func (x *exec) execute(hdr *sunrpc.CallHeader, call, room []byte) ([]byte, error
 	}
 	var reply []byte
 	defer func() { c.drc.finish(entry, reply) }()
-	reply, err = c.cfg.Handler.ServeRPC(c.srvCtx, c.peer, call, room)
+	reply, err = x.handle(c.srvCtx, call, room)
 	if err != nil {
 		reply = nil
 	}
 	return reply, err
+}
+
+// handle gives the call to the Handler, for a limited time.
+func (x *exec) handle(ctx context.Context, call, room []byte) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, x.c.cfg.CallTimeout)
+	defer cancel()
+	return x.c.cfg.Handler.ServeRPC(ctx, x.c.peer, call, room)
 }
 
 // reply sends the unreduced reply in whatever form the client's chunks and the threshold ask for.
@@ -301,6 +326,7 @@ func (x *exec) sendOut(r *recvBuf, out []byte, opcode verbs.Opcode, invalidate u
 	x.wrs[i] = verbs.WorkRequest{Opcode: opcode, Signaled: true, Done: x.onChain, SGList: x.sges[i : i+1],
 		InvalidateRKey: verbs.RKey(invalidate)}
 	x.posted++
+	x.c.answered(x.header.XID)
 	x.c.repost(r)
 	return x.post()
 }
@@ -308,6 +334,8 @@ func (x *exec) sendOut(r *recvBuf, out []byte, opcode verbs.Opcode, invalidate u
 // post queues x.wrs[:x.posted], whose last request is signaled, as one chain and waits for it.
 func (x *exec) post() error {
 	c, n := x.c, x.posted
+	x.transfer.start(c.age())
+	defer x.transfer.stop()
 	if err := c.sq.Acquire(c.ctx, n); err != nil {
 		return context.Cause(c.ctx)
 	}

@@ -1,6 +1,8 @@
 package svcrdma
 
 import (
+	"bytes"
+	"slices"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
@@ -18,7 +20,7 @@ func FuzzCall(f *testing.F) {
 	} {
 		f.Add(append(h.Append(nil), body...), uint16(200))
 	}
-	const limit = 1 << 16
+	const limit = 1 << 12
 	f.Fuzz(func(t *testing.T, msg []byte, n uint16) {
 		var h rpcrdma.Header
 		size, err := h.Decode(msg)
@@ -60,13 +62,26 @@ func FuzzCall(f *testing.F) {
 		}
 		call := make([]byte, p.size)
 		p.rebuild(call, msg[size:])
+		for _, op := range p.reads {
+			for i := range int(op.seg.Length) {
+				call[op.dst+i] = octetAt(op.seg.Handle, op.seg.Offset+uint64(i))
+			}
+		}
+		if want := rebuildSlowly(&h, msg[size:]); !bytes.Equal(call, want) {
+			t.Fatalf("rebuilt\n%x, want\n%x", call, want)
+		}
 		hdr, args, err := sunrpc.ParseCall(call)
 		if err != nil {
 			return
 		}
 		checkReduction(&hdr, call, len(call)-len(args), p.chunks)
 
-		reply := append(sunrpc.AppendAcceptedReply(nil, hdr.XID, 0), readResults(int(n))...)
+		reply := sunrpc.AppendAcceptedReply(nil, hdr.XID, 0)
+		if hdr.Proc == procReadlink { // no attributes
+			reply = sunrpc.AppendOpaque(sunrpc.AppendUint64(reply, 0), pattern(int(n)))
+		} else {
+			reply = append(reply, readResults(int(n))...)
+		}
 		it, ok := eligibleResult(&hdr, reply)
 		var r replyPlan
 		if r.build(&h, 1, reply, it, ok, replyPolicy{threshold: 1024}) != nil {
@@ -79,10 +94,92 @@ func FuzzCall(f *testing.F) {
 		if total > 1024 {
 			t.Fatalf("Send of %d octets", total)
 		}
-		for _, w := range r.writes {
-			if w.seg.Length == 0 || w.src < 0 || w.src+int(w.seg.Length) > len(reply) {
-				t.Fatalf("Write of %d octets from %d", w.seg.Length, w.src)
+		if !sameShape(h.Writes, r.header.Writes) || h.HasReply != r.header.HasReply || !sameShape([]rpcrdma.Chunk{h.Reply}, []rpcrdma.Chunk{r.header.Reply}) || len(r.header.Reads) != 0 {
+			t.Fatalf("lists returned %+v, were %+v", r.header, h)
+		}
+		// What the Writes carry, in order, is what the returned lengths say, at the segments' own addresses.
+		left := r.writes
+		carried := func(c rpcrdma.Chunk) (b []byte) {
+			for _, seg := range c {
+				for used := uint32(0); used < seg.Length; left = left[1:] {
+					if len(left) == 0 {
+						t.Fatal("fewer octets are written than the header says")
+					}
+					w := left[0]
+					if w.seg.Length == 0 || w.seg.Handle != seg.Handle || w.seg.Offset != seg.Offset+uint64(used) || w.seg.Length > seg.Length-used {
+						t.Fatalf("Write %+v into segment %+v with %d octets written", w, seg, used)
+					}
+					used += w.seg.Length
+					b = append(b, reply[w.src:w.src+int(w.seg.Length)]...)
+				}
+			}
+			return b
+		}
+		var data []byte
+		for _, c := range r.header.Writes {
+			data = append(data, carried(c)...)
+		}
+		rest := carried(r.header.Reply)
+		if len(left) != 0 {
+			t.Fatalf("%d Writes more than the header says", len(left))
+		}
+		if r.inline {
+			rest = append(rest, reply[r.payload[0].off:][:r.payload[0].n]...)
+			rest = append(rest, reply[r.payload[1].off:][:r.payload[1].n]...)
+		}
+		// Put together again it is the reply.
+		whole := rest
+		if len(data) > 0 {
+			whole = append(append([]byte(nil), rest[:it.off]...), data...)
+			whole = append(append(whole, make([]byte, sunrpc.Pad4(len(data))-len(data))...), rest[it.off:]...)
+		}
+		if !bytes.Equal(whole, reply) {
+			t.Fatalf("the client gets\n%x, the reply is\n%x", whole, reply)
+		}
+	})
+}
+
+// octetAt is what the client's memory holds.
+func octetAt(handle uint32, addr uint64) byte { return byte(handle)*31 + byte(addr)*7 + byte(addr>>8) }
+
+// rebuildSlowly is RFC 8166 §3.4.5 word for word: the chunks, each behind its Position of the stream that has come so far.
+func rebuildSlowly(h *rpcrdma.Header, body []byte) (out []byte) {
+	fetch := func(pos uint32) (b []byte) {
+		for _, s := range h.Reads {
+			for i := range s.Length {
+				if s.Position == pos {
+					b = append(b, octetAt(s.Handle, s.Offset+uint64(i)))
+				}
 			}
 		}
+		return b
+	}
+	if h.Proc == rpcrdma.ProcNoMsg {
+		body = fetch(0)
+	}
+	var positions []uint32
+	for _, s := range h.Reads {
+		if s.Position != 0 && !slices.Contains(positions, s.Position) {
+			positions = append(positions, s.Position)
+		}
+	}
+	slices.Sort(positions)
+	for _, pos := range positions {
+		n := int(pos) - len(out)
+		out, body = append(out, body[:n]...), body[n:]
+		out = append(out, fetch(pos)...)
+		for len(out)%4 != 0 {
+			out = append(out, 0)
+		}
+	}
+	return append(out, body...)
+}
+
+// sameShape tells whether each segment came back at its place with its handle and address, and no longer than it was.
+func sameShape(was, is []rpcrdma.Chunk) bool {
+	return slices.EqualFunc(was, is, func(a, b rpcrdma.Chunk) bool {
+		return slices.EqualFunc(a, b, func(a, b rpcrdma.Segment) bool {
+			return a.Handle == b.Handle && a.Offset == b.Offset && b.Length <= a.Length
+		})
 	})
 }

@@ -20,7 +20,8 @@ import (
 type Handler interface {
 	// ServeRPC executes the unreduced call message of peer and appends the unreduced reply message to reply, which has length
 	// zero and room for Config.MaxMessage octets; using that room saves a copy. call is valid during
-	// the call only. An error drops the connection, so that the client sends the call again on a new one. ctx of a call that
+	// the call only. An error drops the connection, so that the client sends the call again on a new one. ctx ends after
+	// Config.CallTimeout; ServeRPC must return soon after, because the connection is not released before. ctx of a call that
 	// is not idempotent outlives its connection, so that its outcome can be kept for the replay.
 	ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
 }
@@ -73,6 +74,19 @@ type Config struct {
 	MaxConns int
 	// CachedReplies is the size of the duplicate request cache. Default 4096.
 	CachedReplies int
+	// MessageMemory bounds in octets the unreduced messages of all connections together; calls wait for it. A call needs MaxMessage
+	// for its reply, and as much again if it has Read chunks. At least twice MaxMessage. Default 512 MiB.
+	MessageMemory int
+
+	// IdleTimeout ends a connection on which no call is made for so long, in an orderly way. Default 12 minutes, as the Linux
+	// server does at the latest: a client that wants to keep a connection makes a NULL call now and then.
+	IdleTimeout time.Duration
+	// TransferTimeout ends a connection whose client does not answer the RDMA Reads of one call, or does not take one reply, for so
+	// long. Default 5 minutes: with every credit in use, 64 MiB go over the link in that time.
+	TransferTimeout time.Duration
+	// CallTimeout bounds the execution of a call by the Handler, and its wait for memory. When it passes, the context that the Handler was given
+	// ends, and the connection with it, so that the client sends the call again. Default 5 minutes.
+	CallTimeout time.Duration
 
 	Handler Handler
 	Logger  hclog.Logger
@@ -100,6 +114,10 @@ const (
 	maxReadDepth      = 128
 	defaultMaxConns   = 128
 	defaultCached     = 4096
+	defaultMemory     = 512 << 20
+	defaultIdle       = 12 * time.Minute
+	defaultTransfer   = 5 * time.Minute
+	defaultCall       = 5 * time.Minute
 	acceptTimeout     = 10 * time.Second
 	acceptPause       = 50 * time.Millisecond
 )
@@ -116,6 +134,15 @@ func (c *Config) complete() error {
 	def(&c.ReadDepth, defaultReadDepth)
 	def(&c.MaxConns, defaultMaxConns)
 	def(&c.CachedReplies, defaultCached)
+	def(&c.MessageMemory, max(defaultMemory, 2*c.MaxMessage))
+	defTime := func(p *time.Duration, v time.Duration) {
+		if *p == 0 {
+			*p = v
+		}
+	}
+	defTime(&c.IdleTimeout, defaultIdle)
+	defTime(&c.TransferTimeout, defaultTransfer)
+	defTime(&c.CallTimeout, defaultCall)
 	if c.Logger == nil {
 		c.Logger = hclog.NewNullLogger()
 	}
@@ -135,14 +162,20 @@ func (c *Config) complete() error {
 		return fmt.Errorf("svcrdma: read depth of %d: must be 1 to %d", c.ReadDepth, maxReadDepth)
 	case c.MaxConns < 1 || c.CachedReplies < 1:
 		return errors.New("svcrdma: MaxConns and CachedReplies must be positive")
+	case c.MessageMemory < 2*c.MaxMessage:
+		return fmt.Errorf("svcrdma: %d octets for messages: a call may need two of %d octets", c.MessageMemory, c.MaxMessage)
+	case c.IdleTimeout < 0 || c.TransferTimeout < 0 || c.CallTimeout < 0:
+		return errors.New("svcrdma: time limits must be positive")
 	}
 	return nil
 }
 
 type server struct {
-	cfg Config
-	drc *drc
-	log hclog.Logger
+	cfg   Config
+	drc   *drc
+	fatal *fatalCalls
+	mem   *memBudget
+	log   hclog.Logger
 }
 
 // Serve answers connections of l until ctx ends or l is closed, and returns after every connection has ended and everything that
@@ -151,7 +184,8 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 	if err := cfg.complete(); err != nil {
 		return err
 	}
-	s := &server{cfg: cfg, drc: newDRC(cfg.CachedReplies), log: cfg.Logger}
+	s := &server{cfg: cfg, drc: newDRC(cfg.CachedReplies), fatal: newFatalCalls(),
+		mem: newMemBudget(cfg.MessageMemory / cfg.MaxMessage), log: cfg.Logger}
 	ctx, cancel := context.WithCancel(ctx)
 	var conns sync.WaitGroup
 	defer conns.Wait()

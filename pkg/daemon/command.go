@@ -140,6 +140,7 @@ func foreground(ctx context.Context, cfg Config, log hclog.Logger, r MountReques
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cfg.ShutdownTimeout.Std())
 		defer cancel()
 		t.Close(ctx)
+		settleConnects()
 	}()
 	info, err := t.Mount(ctx, r)
 	if err != nil {

@@ -128,6 +128,7 @@ func (d *Daemon) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(d.cfg.ShutdownTimeout))
 	defer cancel()
 	d.table.Close(ctx)
+	settleConnects()
 	for _, s := range []*http.Server{d.control, d.metrics} {
 		if s == nil {
 			continue

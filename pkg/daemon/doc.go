@@ -14,6 +14,7 @@
 //	client.go      its client, which every command line verb uses
 //	socket.go      one daemon for each socket; what a dead one left is replaced
 //	daemon.go      Run: start, wait, stop
+//	explain.go     what to do about a server that does not give a mount
 //	errors.go      error classes and mount(8)'s exit codes
 //
 // # Promises
@@ -28,13 +29,16 @@
 //
 //	           build ok            umount, or from outside
 //	mounting ------------> mounted ----------------------> unmounting ---> (gone)
-//	    |                     ^                                |
-//	    | build failed        +------- busy, not answered -----+
-//	    v
-//	 (gone)
+//	    |                     ^                             |    |
+//	    | build failed        +------- busy, not answered --+    | lazy: off the tree, listed as unmounting
+//	    v                                                        v until its last file is closed, or forced
+//	 (gone)                                                   detached ---> (gone)
+//
+// The connection to a server is made for one mount after the other, by all mounts of the process, and is never dropped in the moments after the server took
+// it, not even at the end of the process: stock Linux servers lose their listener of both.
 //
 // # Locks
 //
-// The lock of [Table] guards its map and each entry's state; it is never held while a mount is built, unmounted or waited for.
+// The lock of [Table] guards its maps and each entry's state; it is never held while a mount is built, unmounted or waited for.
 // The lock of a stack keeps an unmount from beginning once the stack closes; it is held for no call.
 package daemon

@@ -104,6 +104,8 @@ func bindFresh(path string) (net.Listener, error) {
 		conn, err := net.DialTimeout("unix", path, probeTimeout)
 		if err == nil {
 			conn.Close()
+		}
+		if !errors.Is(err, unix.ECONNREFUSED) && !errors.Is(err, os.ErrNotExist) {
 			return nil, errorf(CodeSystem, "control socket %s: another program listens there; choose another --control-socket", path)
 		}
 	case !errors.Is(err, os.ErrNotExist):

@@ -47,6 +47,16 @@ type stack struct {
 	unmounts sync.WaitGroup // umount(2) calls under way; added to under mu
 }
 
+// settleTimeout bounds the wait for connects that were given up: each ends long before.
+const settleTimeout = time.Second
+
+// settleConnects keeps the end of this process from dropping a TCP connection that a stock Linux server has just taken, which would cost it its listener.
+func settleConnects() {
+	ctx, cancel := context.WithTimeout(context.Background(), settleTimeout)
+	defer cancel()
+	softiwarp.Settle(ctx)
+}
+
 // newBuilder returns the builder of real mounts.
 func newBuilder(log hclog.Logger) builder {
 	return func(ctx context.Context, p plan) (live, error) {

@@ -47,10 +47,11 @@ type Table struct {
 
 	mu struct {
 		sync.Mutex
-		entries map[string]*entry // by mount point
-		closed  bool
+		entries  map[string]*entry   // by mount point
+		detached map[*entry]struct{} // off the tree by a lazy unmount, files still open
+		closed   bool                // no entry is added any more
 	}
-	watchers sync.WaitGroup
+	work sync.WaitGroup // one for each entry, from reserve to remove; added to under mu
 }
 
 // An entry is one mount. Its fields but the state are set before it is shown as mounted, and do not change.
@@ -58,6 +59,7 @@ type entry struct {
 	plan
 	since  time.Time
 	cancel context.CancelFunc // of the building; set from the start
+	built  chan struct{}      // closed when the building has ended, either way
 	gone   chan struct{}      // closed when the entry has left the table
 
 	// Guarded by the table's lock.
@@ -67,7 +69,7 @@ type entry struct {
 
 func newTable(log hclog.Logger, base Options, timeout time.Duration, build builder) *Table {
 	t := &Table{log: log, build: build, base: base, timeout: timeout}
-	t.mu.entries = make(map[string]*entry)
+	t.mu.entries, t.mu.detached = make(map[string]*entry), make(map[*entry]struct{})
 	return t
 }
 
@@ -86,23 +88,28 @@ func (t *Table) Mount(ctx context.Context, r MountRequest) (MountInfo, error) {
 	}
 	l, err := t.build(ctx, p)
 	if err != nil {
-		t.remove(e)
+		err = t.classify(ctx, p, err)
 		t.log.Error("mount failed", "spec", p.spec.String(), "dir", p.dir, "error", err)
-		return MountInfo{}, t.classify(ctx, p, err)
+		t.remove(e)
+		return MountInfo{}, err
 	}
 	t.mu.Lock()
 	e.live, e.state = l, StateMounted
 	closed := t.mu.closed
 	info := e.info()
-	t.watchers.Add(1)
 	t.mu.Unlock()
+	close(e.built)
 	go t.watch(e)
 	if closed { // the daemon ended while this was under way
 		_ = l.Unmount(ctx, UmountForce)
-		return MountInfo{}, errorf(CodeMount, "mounting %s on %s: the daemon is stopping", p.spec, p.dir)
+		return MountInfo{}, t.stopping(p)
 	}
 	t.log.Info("mounted", "spec", p.spec.String(), "dir", p.dir, "options", p.opts.String())
 	return info, nil
+}
+
+func (t *Table) stopping(p plan) error {
+	return errorf(CodeMount, "mounting %s on %s: the daemon is stopping; start it again first", p.spec, p.dir)
 }
 
 // plan checks all of r that can be checked without the server.
@@ -129,30 +136,35 @@ func (t *Table) reserve(p plan, cancel context.CancelFunc) (*entry, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.mu.closed {
-		return nil, errorf(CodeMount, "mounting %s on %s: the daemon is stopping", p.spec, p.dir)
+		return nil, t.stopping(p)
 	}
 	if other := t.mu.entries[p.dir]; other != nil {
 		return nil, errorf(CodeMount, "mount point %s: %s is %s there; unmount it first", p.dir, other.spec, other.state)
 	}
-	e := &entry{plan: p, since: time.Now(), cancel: cancel, gone: make(chan struct{}), state: StateMounting}
+	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}), gone: make(chan struct{}), state: StateMounting}
 	t.mu.entries[p.dir] = e
+	t.work.Add(1)
 	return e, nil
 }
 
+// remove takes an entry off the table, in the end.
 func (t *Table) remove(e *entry) {
 	t.mu.Lock()
-	delete(t.mu.entries, e.dir)
+	if t.mu.entries[e.dir] == e {
+		delete(t.mu.entries, e.dir)
+	}
+	delete(t.mu.detached, e)
 	t.mu.Unlock()
 	close(e.gone)
+	t.work.Done()
 }
 
 // watch waits for the end of a mount and cleans up after it.
 func (t *Table) watch(e *entry) {
-	defer t.watchers.Done()
 	e.live.Wait()
 	e.live.Close()
-	t.remove(e)
 	t.log.Info("unmounted", "spec", e.spec.String(), "dir", e.dir)
+	t.remove(e)
 }
 
 // classify gives a builder's error a code, where it has none, and names the mount.
@@ -162,6 +174,12 @@ func (t *Table) classify(ctx context.Context, p plan, err error) error {
 		return err
 	}
 	if errors.Is(ctx.Err(), context.Canceled) {
+		t.mu.Lock()
+		closed := t.mu.closed
+		t.mu.Unlock()
+		if closed {
+			return t.stopping(p)
+		}
 		return &Error{Code: CodeCanceled, Text: "mounting " + p.spec.String() + " on " + p.dir + ": interrupted", Err: err}
 	}
 	return &Error{Code: CodeMount, Text: "mounting " + p.spec.String() + " on " + p.dir + ": " + oneLine(err.Error()), Err: err}
@@ -179,52 +197,109 @@ func (t *Table) Umount(ctx context.Context, r UmountRequest) error {
 	if err != nil {
 		return err
 	}
-	t.mu.Lock()
-	e := t.mu.entries[dir]
+	e := t.find(dir, r.Mode)
 	if e == nil {
-		t.mu.Unlock()
 		return errorf(CodeNotMounted, "unmounting %s: no mount of this daemon is there; see nfsrdmad list", dir)
 	}
-	if e.live == nil {
-		t.mu.Unlock()
-		e.cancel()
-		return t.waitGone(ctx, e)
-	}
-	l := e.live
-	e.state = StateUnmounting
-	t.mu.Unlock()
-
-	if err := l.Unmount(ctx, r.Mode); err != nil {
-		t.mu.Lock()
-		e.state = StateMounted
-		t.mu.Unlock()
-		return err
-	}
-	if r.Mode == UmountLazy {
-		return nil
-	}
-	return t.waitGone(ctx, e)
+	return t.unmount(ctx, e, r.Mode)
 }
 
-func (t *Table) waitGone(ctx context.Context, e *entry) error {
+// find returns the mount at dir, or nil. Force reaches one that was detached lazily, too.
+func (t *Table) find(dir string, mode UmountMode) *entry {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if e := t.mu.entries[dir]; e != nil || mode != UmountForce {
+		return e
+	}
+	for e := range t.mu.detached {
+		if e.dir == dir {
+			return e
+		}
+	}
+	return nil
+}
+
+func (t *Table) unmount(ctx context.Context, e *entry, mode UmountMode) error {
+	l := t.setState(e, StateUnmounting)
+	if l == nil { // the building is under way; what it made before it heard of this is unmounted as any other
+		e.cancel()
+		select {
+		case <-e.gone:
+			return nil
+		case <-e.built:
+			l = t.setState(e, StateUnmounting)
+		case <-ctx.Done():
+			return t.notDone(e)
+		}
+	}
+	if err := l.Unmount(ctx, mode); err != nil {
+		t.setState(e, StateMounted)
+		return err
+	}
+	if mode == UmountLazy {
+		t.detach(e)
+		return nil
+	}
 	select {
 	case <-e.gone:
 		return nil
 	case <-ctx.Done():
-		return errorf(CodeMount, "unmounting %s: it is not done yet; try --force", e.dir)
+		return t.notDone(e)
+	}
+}
+
+func (t *Table) notDone(e *entry) error {
+	return errorf(CodeMount, "unmounting %s: it is not done yet; try --force", e.dir)
+}
+
+// setState marks a mount that was built and is on the tree, and returns its live; nil while it is built.
+func (t *Table) setState(e *entry, state MountState) live {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if e.live != nil && t.mu.entries[e.dir] == e {
+		e.state = state
+	}
+	return e.live
+}
+
+// detach frees the mount point of a mount that was taken off it lazily, for another one.
+func (t *Table) detach(e *entry) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.mu.entries[e.dir] == e {
+		delete(t.mu.entries, e.dir)
+		t.mu.detached[e] = struct{}{}
 	}
 }
 
 // List returns all mounts, sorted by mount point. It never waits for a server.
 func (t *Table) List() []MountInfo {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	infos := make([]MountInfo, 0, len(t.mu.entries))
-	for _, e := range t.mu.entries {
-		infos = append(infos, e.info())
+	all := t.all()
+	infos := make([]MountInfo, len(all))
+	for i := range all {
+		infos[i] = all[i].MountInfo
 	}
-	slices.SortFunc(infos, func(a, b MountInfo) int { return cmp.Compare(a.Dir, b.Dir) })
 	return infos
+}
+
+// A view is a mount as it was at one moment; live is nil while it is built.
+type view struct {
+	MountInfo
+	live live
+}
+
+func (t *Table) all() []view {
+	t.mu.Lock()
+	views := make([]view, 0, len(t.mu.entries)+len(t.mu.detached))
+	for _, e := range t.mu.entries {
+		views = append(views, view{e.info(), e.live})
+	}
+	for e := range t.mu.detached {
+		views = append(views, view{e.info(), e.live})
+	}
+	t.mu.Unlock()
+	slices.SortFunc(views, func(a, b view) int { return cmp.Or(cmp.Compare(a.Dir, b.Dir), a.Since.Compare(b.Since)) })
+	return views
 }
 
 // info needs the table's lock.
@@ -247,22 +322,15 @@ func (t *Table) Status(ctx context.Context, dir string) ([]MountStatus, error) {
 		dir = resolved
 	}
 	all := []MountStatus{}
-	for _, info := range t.List() {
-		if dir != "" && info.Dir != dir {
+	for _, v := range t.all() {
+		if dir != "" && v.Dir != dir {
 			continue
 		}
-		t.mu.Lock()
-		e := t.mu.entries[info.Dir]
-		var l live
-		if e != nil {
-			l = e.live
-		}
-		t.mu.Unlock()
 		s := MountStatus{}
-		if l != nil {
-			s = l.Status()
+		if v.live != nil {
+			s = v.live.Status()
 		}
-		s.MountInfo = info
+		s.MountInfo = v.MountInfo
 		all = append(all, s)
 	}
 	if dir != "" && len(all) == 0 {
@@ -271,7 +339,7 @@ func (t *Table) Status(ctx context.Context, dir string) ([]MountStatus, error) {
 	return all, nil
 }
 
-// Snapshots returns the counters of all mounts that stand.
+// Snapshots returns the counters of all mounts that stand. One that was detached lazily is left out: its mount point may be another's by now.
 func (t *Table) Snapshots() []metrics.Snapshot {
 	t.mu.Lock()
 	lives := make([]live, 0, len(t.mu.entries))
@@ -288,33 +356,50 @@ func (t *Table) Snapshots() []metrics.Snapshot {
 	return snaps
 }
 
-// Close refuses new mounts and ends all that there are: normally until ctx ends, with force after it. It returns when nothing is left.
+// Close refuses new mounts and ends all that there are: normally until ctx ends, with force after it. It returns when nothing is left, or
+// says in the log what the kernel does not let go of.
 func (t *Table) Close(ctx context.Context) {
 	t.mu.Lock()
 	t.mu.closed = true
-	entries := make([]*entry, 0, len(t.mu.entries))
+	var ending sync.WaitGroup
 	for _, e := range t.mu.entries {
-		entries = append(entries, e)
+		ending.Go(func() { t.end(ctx, e) })
+	}
+	for e := range t.mu.detached {
+		ending.Go(func() { t.force(ctx, e) })
 	}
 	t.mu.Unlock()
-	var wg sync.WaitGroup
-	for _, e := range entries {
-		wg.Go(func() { t.end(ctx, e) })
+	ending.Wait()
+	released := make(chan struct{})
+	go func() {
+		defer close(released)
+		t.work.Wait()
+	}()
+	select {
+	case <-released:
+	case <-time.After(releaseTimeout):
+		for _, v := range t.all() {
+			t.log.Error("mount does not end", "spec", v.Spec, "dir", v.Dir)
+		}
 	}
-	wg.Wait()
-	t.watchers.Wait()
 }
 
-// end unmounts e, by force where it must. Lazy comes last: it takes a busy mount off the tree, and the aborted connection ends its users.
+// releaseTimeout bounds the wait for what is behind mounts that are gone: longer than the bounds of its parts together.
+const releaseTimeout = writeBackTimeout + umntTimeout + 3*time.Second
+
+// end unmounts e, by force where it must.
 func (t *Table) end(ctx context.Context, e *entry) {
-	err := t.Umount(ctx, UmountRequest{Dir: e.dir})
-	if err == nil {
-		return
+	if err := t.unmount(ctx, e, UmountNormal); err != nil {
+		t.log.Warn("unmounting by force", "dir", e.dir, "reason", err)
+		t.force(ctx, e)
 	}
-	t.log.Warn("unmounting by force", "dir", e.dir, "reason", err)
-	forced, cancel := context.WithTimeout(context.WithoutCancel(ctx), pathTimeout)
+}
+
+// force takes a mount off the tree whatever is going on there, and ends its users.
+func (t *Table) force(ctx context.Context, e *entry) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), pathTimeout)
 	defer cancel()
-	if err := t.Umount(forced, UmountRequest{Dir: e.dir, Mode: UmountForce}); err != nil {
+	if err := t.unmount(ctx, e, UmountForce); err != nil {
 		t.log.Error("unmounting by force failed", "dir", e.dir, "error", err)
 	}
 }

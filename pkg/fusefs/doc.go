@@ -17,6 +17,7 @@
 //	nodes.go      GETATTR, SETATTR, ACCESS, READLINK, FSSTAT
 //	names.go      LOOKUP and the procedures that make names (RFC 1813 §3.3.3, §3.3.8 to §3.3.11, §3.3.15)
 //	remove.go     REMOVE, RMDIR, RENAME, and the renaming of open files ("silly rename")
+//	openremove.go an open beside a removal of the same file
 //	file.go       open, create, flush, fsync, release: close-to-open consistency
 //	read.go       READ into the buffer that is written to /dev/fuse
 //	write.go      write-behind: extents, WRITE

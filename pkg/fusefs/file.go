@@ -1,6 +1,7 @@
 package fusefs
 
 import (
+	"context"
 	"crypto/rand"
 	"syscall"
 
@@ -25,16 +26,19 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 	return fs.addFile(h)
 }
 
-// claim counts the inode as open; disclaim takes that back, and removes the file if it was hidden and nobody has it open any more.
-func (fs *FS) claim(ino *inode) {
-	fs.openFiles.Add(1)
-	fs.inodes.open(ino)
+// claim counts the inode as open, so that a removal from now on hides the file. disclaim takes that back, and removes the file if it was
+// hidden and nobody has it open any more.
+func (fs *FS) claim(ctx context.Context, ino *inode) error {
+	fs.inodes.openFile(ino)
+	err := fs.inodes.awaitRemovals(ctx, ino)
+	if err != nil {
+		fs.disclaim(ino)
+	}
+	return err
 }
 
 func (fs *FS) disclaim(ino *inode) {
-	left := fs.inodes.close(ino)
-	fs.openFiles.Add(-1)
-	if left == 0 && ino.sillyName() != nil {
+	if fs.inodes.closeFile(ino) == 0 && ino.sillyName() != nil {
 		// A server that does not answer must not keep the end of the mount waiting for this request.
 		fs.work.Go(func() { fs.removeSilly(background{fs}, ino) })
 	}
@@ -65,12 +69,17 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 	if ino == nil {
 		return syscall.ESTALE
 	}
-	fs.claim(ino) // before the server is asked, so that an unlink from now on hides the file
-	if err := fs.openClaimed(r, ino, in.Flags, out); err != nil {
-		fs.disclaim(ino)
+	if err := fs.claim(r, ino); err != nil { // before the server is asked
 		return err
 	}
-	return nil
+	err := fs.openClaimed(r, ino, in.Flags, out)
+	if err != nil {
+		fs.disclaim(ino)
+	}
+	if hasStatus(err, nfs3.ErrStale) {
+		fs.reopens.expect(r.pid)
+	}
+	return err
 }
 
 func (fs *FS) openClaimed(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
@@ -161,7 +170,7 @@ func (fs *FS) create(r *request, in *fuse.CreateIn, name string, out *fuse.Creat
 	ino.mu.Lock()
 	ino.base, ino.baseOK = stampOf(&ino.attr), ino.valid
 	ino.mu.Unlock()
-	fs.claim(ino)
+	fs.inodes.openFile(ino) // the kernel lets nobody change the directory meanwhile
 	out.OpenOut = fuse.OpenOut{Fh: fs.newFile(ino, r.cred, in.Flags), OpenFlags: openFlags(in.Flags, true)}
 	return nil
 }

@@ -80,7 +80,7 @@ type FS struct {
 	files      map[uint64]*fileHandle
 	dirs       map[uint64]*dirHandle
 
-	openFiles  atomic.Int64 // open files, and opens under way
+	reopens    reopens
 	writeSlots chan struct{}
 	work       sync.WaitGroup // goroutines that write back
 	dirtyMu    sync.Mutex

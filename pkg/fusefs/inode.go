@@ -15,8 +15,9 @@ type inode struct {
 	fh nfs3.FH
 
 	// Guarded by inodeTable.mu.
-	nlookup uint64 // references that the kernel holds
-	opens   int    // open files and directories
+	nlookup  uint64 // references that the kernel holds
+	opens    int    // open files and directories
+	removals int    // calls under way that may remove the object, begun while it was not open
 
 	mu        sync.Mutex
 	attr      nfs3.Attr     // last seen
@@ -51,6 +52,10 @@ type inodeTable struct {
 	byID   map[uint64]*inode
 	byFH   map[nfs3.FH]*inode // those that a lookup may still find
 	lastID uint64
+
+	files   int           // open files, and opens under way
+	blind   int           // removals under way of nobody knows what, begun while no file was open
+	removed chan struct{} // closed and forgotten when a removal ended; nil while nobody waits
 }
 
 func (t *inodeTable) init(root *inode) {
@@ -107,14 +112,14 @@ func (t *inodeTable) forget(id, n uint64) {
 	t.dropIfUnused(ino)
 }
 
-// open and close count open files.
+// open and close count open directories and files.
 func (t *inodeTable) open(ino *inode) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino.opens++
 }
 
-// close returns the number of open files left.
+// close returns the number of times that the object is still open.
 func (t *inodeTable) close(ino *inode) int {
 	t.mu.Lock()
 	defer t.mu.Unlock()

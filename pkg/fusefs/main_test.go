@@ -2,20 +2,25 @@ package fusefs
 
 import (
 	"context"
+	"net"
 	"os"
 	"path/filepath"
+	"strconv"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
 func TestMain(m *testing.M) { verbstest.Main(m) }
@@ -23,13 +28,19 @@ func TestMain(m *testing.M) { verbstest.Main(m) }
 // testTimeout bounds what ends by itself.
 const testTimeout = 60 * time.Second
 
-// An export is a directory that NFS-Ganesha serves.
+// An export is a directory that a server serves.
 type export struct {
-	dir    string // on the server
-	server *ganeshatest.Server
-	root   nfs3.FH
+	dir  string // on the server
+	root nfs3.FH
+	dial func(context.Context) (transport, error)
 }
 
+type transport interface {
+	nfs3.Caller
+	Close() error
+}
+
+// startExport exports by NFS-Ganesha over TCP.
 func startExport(t *testing.T) *export {
 	t.Helper()
 	dir := t.TempDir()
@@ -41,7 +52,39 @@ func startExport(t *testing.T) *export {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &export{dir, s, res.FH}
+	return &export{dir, res.FH, func(ctx context.Context) (transport, error) { return rpctcp.Dial(ctx, s.Addr(), rpctcp.Options{}) }}
+}
+
+// startOwnExport exports by our own server, over RDMA.
+func startOwnExport(t *testing.T) *export {
+	t.Helper()
+	dir := t.TempDir()
+	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Errorf("server: %v", err)
+		}
+	})
+	host, port, err := net.SplitHostPort(s.TCPAddr)
+	must(t, err)
+	number, err := strconv.Atoi(port)
+	must(t, err)
+	res, err := mountd.Mount(t.Context(), mountd.Args{Host: host, Port: number, Export: dir, Cred: &sunrpc.AuthSys{Machine: "test"}})
+	must(t, err)
+	return &export{dir, res.FH, func(ctx context.Context) (transport, error) {
+		tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr})
+		if err != nil {
+			return nil, err
+		}
+		if err := tr.Connect(ctx); err != nil {
+			tr.Close()
+			return nil, err
+		}
+		return tr, nil
+	}}
 }
 
 // A testMount is an FS mounted on a directory of its own.
@@ -63,7 +106,7 @@ type mountConfig struct {
 // mount mounts the export until the test ends.
 func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 	t.Helper()
-	conn, err := rpctcp.Dial(t.Context(), e.server.Addr(), rpctcp.Options{})
+	conn, err := e.dial(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

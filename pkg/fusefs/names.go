@@ -21,19 +21,42 @@ func (fs *FS) lookup(r *request, dirID uint64, name string, out *fuse.EntryOut) 
 	if dir == nil {
 		return syscall.ESTALE
 	}
+	ino, err := fs.lookupOnce(r, dir, name, out)
+	if err != nil || ino == nil || out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR || !fs.reopens.take(r.pid) {
+		return err
+	}
+	for range heldTries {
+		if err := fs.hold(r, ino); err != nil {
+			fs.inodes.forget(ino.id, 1)
+			return err
+		}
+		held := ino // but it may have been removed before that
+		if ino, err = fs.lookupOnce(r, dir, name, out); err != nil || ino == nil {
+			fs.inodes.forget(held.id, 1)
+			return err
+		}
+		fs.inodes.forget(held.id, 1)
+		if ino == held {
+			return nil
+		}
+	}
+	return nil
+}
+
+// lookupOnce finds a name; the node is nil when the kernel is told that there is none.
+func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
 	var res nfs3.LookupResult
 	start, err := fs.lookupRPC(r, dir, name, &res)
 	if hasStatus(err, nfs3.ErrNoEnt) && fs.opts.LookupCache == LookupCacheAll && !fs.opts.NoAC {
 		// Node 0 with a time is a name that the kernel may take as missing for that long.
 		*out = fuse.EntryOut{}
 		out.SetEntryTimeout(fs.timeout(dir))
-		return nil
+		return nil, nil
 	}
 	if err != nil {
-		return err
+		return nil, err
 	}
-	_, err = fs.entry(r, dir, res.FH, &res.Attr, start, out)
-	return err
+	return fs.entry(r, dir, res.FH, &res.Attr, start, out)
 }
 
 // lookupRPC makes the LOOKUP call, sent at start, and absorbs what it says of the directory.

@@ -223,6 +223,9 @@ func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
 		if fs.again(r, err, try) {
 			continue
 		}
+		if hasStatus(err, nfs3.ErrStale) {
+			fs.reopens.expect(r.pid)
+		}
 		if err != nil {
 			return nil, fs.nodeErr(ino, err)
 		}

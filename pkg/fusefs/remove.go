@@ -41,49 +41,58 @@ func (fs *FS) unlink(r *request, dirID uint64, name string) error {
 	if dir == nil {
 		return syscall.ESTALE
 	}
-	target, last, err := fs.openTarget(r, dir, name)
+	for try := 0; ; try++ {
+		err := fs.unlinkOnce(r, dir, name)
+		if !fs.again(r, err, try) {
+			return err
+		}
+	}
+}
+
+// unlinkOnce removes or hides a name. It gives up at NFS3ERR_JUKEBOX, so that nobody's open waits through the pause.
+func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
+	if fs.inodes.beginBlind() {
+		defer fs.inodes.endBlind()
+		return fs.removeRPC(r, r.cred, dir, name)
+	}
+	target, err := fs.targetOf(r, dir, name)
 	if err != nil {
 		return err
 	}
-	if last && target.sillyName() != nil {
-		return syscall.EBUSY // it is the hidden name of a file in use
-	}
-	if last {
-		return fs.sillyRename(r, dir, name, target)
-	}
-	err = fs.removeRPC(r, r.cred, dir, name)
 	if target != nil {
-		fs.outdate(target)
+		if fs.inodes.beginRemoval(target) {
+			defer fs.inodes.endRemoval(target)
+		} else if last, err := fs.lastName(r, target); err != nil {
+			return err
+		} else if last && target.sillyName() != nil {
+			return syscall.EBUSY // it is the hidden name of a file in use
+		} else if last {
+			return fs.sillyRename(r, dir, name, target)
+		}
+		defer fs.outdate(target)
 	}
-	return err
+	return fs.removeRPC(r, r.cred, dir, name)
 }
 
-// openTarget is the regular file that name stands for, if it is open on this mount; last tells that it has no other name. Only the server can
-// say what a name stands for, so it is asked, but not while no file is open.
-func (fs *FS) openTarget(r *request, dir *inode, name string) (target *inode, last bool, err error) {
-	if fs.openFiles.Load() == 0 {
-		return nil, false, nil
-	}
+// targetOf is the inode that name stands for, or nil when the name is missing or the inode unknown, and so not open. Only the server can say what a name stands for.
+func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
 	var res nfs3.LookupResult
-	start, err := fs.lookupRPC(r, dir, name, &res)
-	if hasStatus(err, nfs3.ErrNoEnt) {
-		return nil, false, nil // whoever asked gets the answer of its own call
+	if _, err := fs.lookupRPC(r, dir, name, &res); err != nil {
+		if hasStatus(err, nfs3.ErrNoEnt) {
+			return nil, nil // whoever asked gets the answer of its own call
+		}
+		return nil, err
 	}
-	if err != nil {
-		return nil, false, err
+	return fs.inodes.find(res.FH), nil
+}
+
+// lastName tells whether an open file would be gone with one name.
+func (fs *FS) lastName(r *request, ino *inode) (bool, error) {
+	var a nfs3.Attr
+	if err := fs.getAttr(r, r.cred, ino, &a); err != nil {
+		return false, err
 	}
-	target = fs.inodes.find(res.FH)
-	if target == nil || fs.inodes.opensOf(target) == 0 {
-		return nil, false, nil
-	}
-	a, _, err := fs.entryAttr(r, target, &res.Attr, start)
-	if err != nil {
-		return nil, false, err
-	}
-	if a.Type == nfs3.NF3DIR {
-		return nil, false, nil
-	}
-	return target, a.Nlink <= 1, nil
+	return a.Type != nfs3.NF3DIR && a.Nlink <= 1, nil
 }
 
 // sillyRename hides an open file instead of removing it.
@@ -98,34 +107,35 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 	target.mu.Unlock()
 	fs.outdate(target)
 	if fs.inodes.opensOf(target) == 0 { // it was closed meanwhile, and whoever closed it saw no name to remove
-		fs.removeSilly(background{fs}, target)
+		fs.work.Go(func() { fs.removeSilly(background{fs}, target) })
 	}
 	return nil
 }
 
-// removeSilly removes a file that was hidden, if it was.
+// removeSilly removes a file that was hidden, if it was, unless it is open again, through /proc/PID/fd.
 func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
+	if !fs.inodes.beginRemoval(ino) {
+		return
+	}
+	defer fs.inodes.endRemoval(ino)
 	ino.mu.Lock()
 	silly := ino.silly
 	ino.silly = nil
 	ino.mu.Unlock()
-	if silly != nil {
-		_ = fs.removeRPC(ctx, silly.cred, silly.dir, silly.name) // there is nobody to tell
-		fs.outdate(ino)
+	if silly == nil {
+		return
 	}
+	for try := 0; fs.again(ctx, fs.removeRPC(ctx, silly.cred, silly.dir, silly.name), try); try++ {
+	}
+	fs.outdate(ino)
 }
 
 func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name string) error {
-	for try := 0; ; try++ {
-		var wcc nfs3.WccData
-		start := fs.tick()
-		err := fs.client.Remove(ctx, cred, dir.fh, name, &wcc)
-		if fs.again(ctx, err, try) {
-			continue
-		}
-		fs.absorbWcc(dir, &wcc, start, true)
-		return fs.nodeErr(dir, err)
-	}
+	var wcc nfs3.WccData
+	start := fs.tick()
+	err := fs.client.Remove(ctx, cred, dir.fh, name, &wcc)
+	fs.absorbWcc(dir, &wcc, start, true)
+	return fs.nodeErr(dir, err)
 }
 
 // Rmdir answers rmdir(2).
@@ -168,22 +178,44 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 	if from == nil || to == nil {
 		return syscall.ESTALE
 	}
-	target, last, err := fs.openTarget(r, to, newName)
-	if err != nil {
-		return err
-	}
-	hide := last && target.sillyName() == nil && !fs.isNamed(r, from, oldName, target)
-	if hide {
-		if err := fs.sillyRename(r, to, newName, target); err != nil {
+	for try := 0; ; try++ {
+		err := fs.renameOnce(r, from, oldName, to, newName)
+		if !fs.again(r, err, try) {
 			return err
 		}
 	}
-	err = fs.renameRPC(r, from, oldName, to, newName)
-	if err != nil && hide {
-		fs.unhide(r, to, newName, target)
+}
+
+// renameOnce renames, and hides what it would remove if that is open. It gives up at NFS3ERR_JUKEBOX as unlinkOnce does.
+func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, newName string) error {
+	if fs.inodes.beginBlind() {
+		defer fs.inodes.endBlind()
+		return fs.renameRPC(r, from, oldName, to, newName)
 	}
-	if target != nil {
-		fs.outdate(target)
+	target, err := fs.targetOf(r, to, newName)
+	if err != nil {
+		return err
+	}
+	if target == nil {
+		return fs.renameRPC(r, from, oldName, to, newName)
+	}
+	defer fs.outdate(target)
+	if fs.inodes.beginRemoval(target) {
+		defer fs.inodes.endRemoval(target)
+		return fs.renameRPC(r, from, oldName, to, newName)
+	}
+	last, err := fs.lastName(r, target)
+	if err != nil {
+		return err
+	}
+	if !last || target.sillyName() != nil || fs.isNamed(r, from, oldName, target) {
+		return fs.renameRPC(r, from, oldName, to, newName)
+	}
+	if err := fs.sillyRename(r, to, newName, target); err != nil {
+		return err
+	}
+	if err = fs.renameWaiting(r, from, oldName, to, newName); err != nil {
+		fs.unhide(r, to, newName, target)
 	}
 	return err
 }
@@ -201,28 +233,32 @@ func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
 	silly := ino.silly
 	ino.silly = nil
 	ino.mu.Unlock()
-	if silly != nil && fs.renameRPC(r, silly.dir, silly.name, dir, name) != nil {
+	if silly != nil && fs.renameWaiting(r, silly.dir, silly.name, dir, name) != nil {
 		ino.mu.Lock()
 		ino.silly = silly
 		ino.mu.Unlock()
 	}
 }
 
-func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newName string) error {
+// renameWaiting renames, and waits where the server asks for it.
+func (fs *FS) renameWaiting(r *request, from *inode, oldName string, to *inode, newName string) (err error) {
 	for try := 0; ; try++ {
-		var res nfs3.RenameResult
-		start := fs.tick()
-		err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
-		if fs.again(r, err, try) {
-			continue
+		if err = fs.renameRPC(r, from, oldName, to, newName); !fs.again(r, err, try) {
+			return err
 		}
-		fs.absorbWcc(from, &res.From, start, true)
-		if from != to {
-			fs.absorbWcc(to, &res.To, start, true)
-		}
-		if hasStatus(err, nfs3.ErrStale) {
-			fs.outdate(to)
-		}
-		return err
 	}
+}
+
+func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newName string) error {
+	var res nfs3.RenameResult
+	start := fs.tick()
+	err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
+	fs.absorbWcc(from, &res.From, start, true)
+	if from != to {
+		fs.absorbWcc(to, &res.To, start, true)
+	}
+	if hasStatus(err, nfs3.ErrStale) {
+		fs.outdate(to)
+	}
+	return err
 }

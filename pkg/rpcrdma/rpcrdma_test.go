@@ -161,8 +161,23 @@ func FuzzHeader(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var h, again Header
 		n, err := h.Decode(b)
+		// Good or not, nothing is made from more than the octets that are there.
+		if len(h.Reads)*ReadSegmentSize > len(b) || len(h.Writes)*ChunkHeadSize > len(b) || len(h.segs)*SegmentSize > len(b) {
+			t.Fatalf("%d octets became %d read segments, %d write chunks, %d segments", len(b), len(h.Reads), len(h.Writes), len(h.segs))
+		}
 		if err != nil {
+			if n != 0 || h.HasReply && len(b) < MinHeaderSize {
+				t.Fatalf("%d octets used beside error %v", n, err)
+			}
 			return
+		}
+		if n != h.Size() {
+			t.Fatalf("%d octets used, the header has %d", n, h.Size())
+		}
+		for cut := n - 1; cut >= 0 && cut >= n-ReadSegmentSize; cut-- {
+			if _, err := again.Decode(b[:cut]); err == nil {
+				t.Fatalf("%d of %d octets decode", cut, n)
+			}
 		}
 		wire := h.Append(nil)
 		if !bytes.Equal(wire, b[:n]) {
@@ -178,11 +193,20 @@ func FuzzPrivate(f *testing.F) {
 	f.Add([]byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		p, found := ParsePrivate(b)
-		if !found && p != DefaultPrivate {
-			t.Fatalf("not found, yet %+v", p)
+		at := bytes.Index(b, []byte{0xf6, 0xab, 0x0e, 0x18, privateVersion})
+		if present := at >= 0 && len(b)-at >= PrivateSize; found != present || !found && p != DefaultPrivate {
+			t.Fatalf("found %v %+v, where the message is at %d of %d octets", found, p, at, len(b))
 		}
-		if p.SendSize < 1024 || p.RecvSize < 1024 {
-			t.Fatalf("threshold below 1024: %+v", p)
+		if !found {
+			return
+		}
+		want := append([]byte(nil), b[at:at+PrivateSize]...)
+		want[5] &= flagRemoteInv // the others are reserved
+		if got := p.Append(nil); !bytes.Equal(got, want) {
+			t.Fatalf("encoded again %x, was %x", got, want)
+		}
+		if s, r := Thresholds(p, DefaultPrivate); s != DefaultInline || r != DefaultInline {
+			t.Fatalf("thresholds %d, %d with a peer that says nothing", s, r)
 		}
 	})
 }

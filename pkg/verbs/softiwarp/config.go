@@ -30,11 +30,6 @@ type Config struct {
 	// Linger bounds the orderly end of a connection: sending what is left of an
 	// FPDU, the Terminate, and reading until the peer's FIN. 0: 500 ms.
 	Linger time.Duration
-	// Nudge is how long the active side waits for the peer's first octet
-	// after its own first message before it sends a zero-length RDMA Write (again after 4 and 16 times
-	// as long): a stock siw server can leave the first FPDU unread in its socket
-	// until another arrives. 0: 100 ms; negative: never.
-	Nudge time.Duration
 
 	// Logger gets connection ends and refused handshakes at debug level. nil: none.
 	Logger hclog.Logger
@@ -46,7 +41,6 @@ const (
 	defaultReplyTimeout   = 10 * time.Second
 	defaultRequestTimeout = 5 * time.Second
 	defaultLinger         = 500 * time.Millisecond
-	defaultNudge          = 100 * time.Millisecond
 	defaultSocketBuffer   = 4 << 20
 	// abandonWait is how long a connect whose caller gave up still waits
 	// for the reply: a stock siw listener dies when a fresh connection is closed within some 10 ms.
@@ -76,7 +70,6 @@ func (c Config) withDefaults() Config {
 	setDuration(&c.ReplyTimeout, defaultReplyTimeout)
 	setDuration(&c.RequestTimeout, defaultRequestTimeout)
 	setDuration(&c.Linger, defaultLinger)
-	setDuration(&c.Nudge, defaultNudge)
 	if c.Logger == nil {
 		c.Logger = hclog.NewNullLogger()
 	}

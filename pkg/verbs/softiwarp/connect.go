@@ -62,6 +62,23 @@ func (t *turnstile) enter(ctx context.Context, closed <-chan struct{}, a netip.A
 	return nil, err
 }
 
+// settlePause is how often Settle looks.
+const settlePause = 5 * time.Millisecond
+
+// Settle returns when no connect of this process is under way, or ctx ends. A program that has closed everything calls it before it exits: a connect
+// that was given up still waits a moment for the peer's answer (see abandonWait), and the kernel would drop its TCP connection at once.
+func Settle(ctx context.Context) {
+	for connects.busy() && ctx.Err() == nil {
+		time.Sleep(settlePause)
+	}
+}
+
+func (t *turnstile) busy() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.gates) > 0
+}
+
 // Resolve finds the local address that reaches raddr. No packet is sent.
 func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.ActiveID, error) {
 	raddr = netip.AddrPortFrom(raddr.Addr().Unmap(), raddr.Port())
@@ -207,11 +224,17 @@ func (t *attempt) dial() (*net.TCPConn, error) {
 		}
 		select {
 		case <-finished:
+			return
 		case <-rawSet:
-			if handshaking(raw) {
-				cancel()
+		}
+		for !handshaking(raw) { // connect has not been called yet, or has just succeeded
+			select {
+			case <-finished:
+				return
+			case <-time.After(handshakingPoll):
 			}
 		}
+		cancel()
 	}()
 	c, err := d.DialContext(ctx, "tcp", t.id.remote.String())
 	close(finished)
@@ -226,6 +249,9 @@ func (t *attempt) dial() (*net.TCPConn, error) {
 	t.id.mu.Unlock()
 	return conn, nil
 }
+
+// handshakingPoll is how often a dial that nobody waits for any more is looked at.
+const handshakingPoll = 5 * time.Millisecond
 
 // handshaking reports whether the peer has not answered our SYN yet, so that dropping the socket is nothing to it.
 func handshaking(raw syscall.RawConn) bool {

@@ -24,8 +24,10 @@
 // rejected, as siw does; a Reply that does ends the attempt. The RDMA Consortium's dialect, revision 0, is refused.
 //
 // Towards stock siw: read depths are powers of two; connects to one address are made one after the other, and a fresh TCP
-// connection is never dropped at once; the request leaves in one write; a first message that the peer leaves unread is
-// followed by a zero-length RDMA Write ([Config.Nudge]); both bit orders of a Terminate are understood.
+// connection is never dropped at once; the request leaves in one write; both bit orders of a Terminate are understood.
+// Such a peer can leave the first FPDU in its socket until another comes. Only the consumer knows that an answer is late; it
+// posts an RDMA Write of no octets, which is legal at any time: messages are sent whole, one after the other, so that it
+// never falls between the segments of a Read Response, where siw would end the connection.
 //
 // There is no encryption and no authentication in these protocols: use a trusted network or IPsec (RFC 5042 §5.4).
 //

@@ -139,7 +139,7 @@ func FuzzDDPStream(f *testing.F) {
 	ctx := context.Background()
 	var listeners [2]verbs.Listener
 	for i := range listeners {
-		l, err := New(Config{Nudge: -1, Linger: 10 * time.Millisecond, CRC: i == 1}).Listen(ctx, loopback)
+		l, err := New(Config{Linger: 10 * time.Millisecond, CRC: i == 1}).Listen(ctx, loopback)
 		if err != nil {
 			f.Fatal(err)
 		}

@@ -361,41 +361,6 @@ func TestOneConnectAtATime(t *testing.T) {
 	}
 }
 
-// TestNudge: a first message that gets no answer is followed by zero-length Writes until the peer is heard.
-func TestNudge(t *testing.T) {
-	ops := make(chan header, 10)
-	addr := server(t, func(c *net.TCPConn) {
-		readAnyRequest(c)
-		rep := goodReply()
-		c.Write(rep.append(nil))
-		p := &rawPeer{t: t, c: c}
-		for range 3 {
-			h, _ := p.must()
-			ops <- h
-		}
-		p.send(tagged(opWrite, true, 0, 0, nil))
-		c.SetReadDeadline(time.Now().Add(150 * time.Millisecond))
-		if n, err := c.Read(make([]byte, 1)); n != 0 || err == nil {
-			t.Error("the peer was nudged although it had been heard")
-		}
-		close(ops)
-	})
-	v, err := connectTo(t, soon(t), Config{Nudge: 5 * time.Millisecond}, addr, victimParam)
-	if err != nil {
-		t.Fatal(err)
-	}
-	v.run(&verbs.WorkRequest{Opcode: verbs.OpSend})
-	if h := <-ops; h.op != opSend {
-		t.Errorf("first came %+v", h)
-	}
-	for range 2 {
-		if h := <-ops; h.op != opWrite || h.ulpdu != taggedHdr || !h.last {
-			t.Errorf("then came %+v, want a zero-length Write", h)
-		}
-	}
-	<-ops
-}
-
 // accepting runs a listener that accepts everything, and hands its victims out.
 func accepting(t *testing.T, cfg Config) (netip.AddrPort, chan *victim) {
 	t.Helper()

@@ -12,6 +12,9 @@ func TestMain(m *testing.M) { verbstest.Main(m) }
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
+// loopbackPort is an address to resolve; nothing is sent there.
+var loopbackPort = netip.MustParseAddrPort("127.0.0.1:9")
+
 // configs are the ways of running that the conformance suite must hold in.
 var configs = []struct {
 	name string

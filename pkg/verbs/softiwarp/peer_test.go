@@ -154,8 +154,8 @@ const (
 
 var victimParam = verbs.ConnParam{ResponderResources: 4, InitiatorDepth: 4}
 
-// quiet is a configuration that sends nothing unasked.
-var quiet = Config{Nudge: -1}
+// quiet is the configuration of most tests.
+var quiet = Config{}
 
 // newVictim gives id a QP; windows makes the registrations.
 func newVictim(t testing.TB, id verbs.ConnID) *victim {

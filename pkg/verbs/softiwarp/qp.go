@@ -76,12 +76,11 @@ type qp struct {
 	sendCQ *completionQueue
 	recvCQ *completionQueue
 
-	conn   *net.TCPConn // set by start, as the next five
-	crc    bool
-	active bool
-	rtr    bool // the peer may open the stream with a zero-length Send that takes no Receive
-	ird    int
-	ord    int
+	conn *net.TCPConn // set by start, as the next four
+	crc  bool
+	rtr  bool // the peer may open the stream with a zero-length Send that takes no Receive
+	ird  int
+	ord  int
 
 	sqUsed   atomic.Int32 // slots taken: posted and its completion not yet dispatched
 	rqUsed   atomic.Int32
@@ -102,9 +101,6 @@ type qp struct {
 	broken bool       // an FPDU was cut short: nothing may be sent any more
 	txIdle bool       // the writer waits for wake
 	txOpen bool       // FPDUs may be sent (a responder waits for the first of the peer)
-	nudge  bool       // a zero-length Write is due
-	heard  bool       // the peer's first FPDU has come
-	timer  *time.Timer
 
 	sq                 []sqe // ring of a power of two
 	sqHead             uint32
@@ -205,7 +201,7 @@ func (q *qp) start(s stream) bool {
 	if err1 != nil || err2 != nil {
 		return false
 	}
-	q.conn, q.crc, q.active, q.rtr = s.conn, s.crc, s.active, s.rtr
+	q.conn, q.crc, q.rtr = s.conn, s.crc, s.rtr
 	q.ird, q.ord = s.depths.ird, s.depths.ord
 	q.rrq = make([]readRequest, ring(q.ird))
 	q.reads = make([]outstandingRead, ring(q.ord))
@@ -245,9 +241,6 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 	was := q.state
 	q.state, q.cause, q.local, q.term = qpDead, cause, local, t
 	q.dead.Store(true)
-	if q.timer != nil {
-		q.timer.Stop()
-	}
 	if was == qpReady {
 		// Gets the reader out of its wait, and bounds the writer's. The reader sets a
 		// deadline of its own afterwards, under mu, so that this one cannot overtake it.
@@ -319,6 +312,7 @@ func (q *qp) flush() {
 		q.completeRecv(&q.current, &verbs.WorkCompletion{Status: status})
 	}
 	q.rqMu.Lock()
+	q.rqClosed = true // fail, on another goroutine, may not have come to it yet
 	for q.rqHead != q.rqTail {
 		e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
 		q.rqHead++

@@ -68,7 +68,7 @@ func (x *receiver) refuse(code termCode, hdr []byte) error {
 // fpdu receives one FPDU.
 func (x *receiver) fpdu() error {
 	if err := x.in.need(fpduLenSize); err != nil {
-		if errors.Is(err, io.EOF) && x.in.w > x.in.r {
+		if errors.Is(err, io.EOF) && (x.in.w > x.in.r || x.inSend) {
 			return io.ErrUnexpectedEOF
 		}
 		return err
@@ -89,7 +89,6 @@ func (x *receiver) fpdu() error {
 // firstFPDU opens this side's half: a responder sends nothing before (RFC 5044 §7.1.2).
 func (q *qp) firstFPDU() {
 	q.mu.Lock()
-	q.heard = true
 	q.txOpen = true
 	idle := q.txIdle
 	q.mu.Unlock()

@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"net"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -32,7 +31,6 @@ type transmitter struct {
 	tail     uint32
 	open     bool // FPDUs may be sent
 	answered bool // the last message was a Read Response: the send queue is next
-	spoke    bool // an FPDU has been sent
 	random   [stagSize]byte
 }
 
@@ -78,7 +76,6 @@ const (
 	workNone work = iota
 	workQueue
 	workRespond
-	workNudge
 )
 
 func (t *transmitter) run() {
@@ -96,8 +93,6 @@ func (t *transmitter) run() {
 		case workRespond:
 			t.answered = true
 			err = t.respond(&rr)
-		case workNudge:
-			err = t.sendNudge()
 		}
 		if err != nil {
 			q.mu.Lock()
@@ -121,9 +116,6 @@ func (t *transmitter) wait() (work, readRequest) {
 		}
 		queue := t.queueReady()
 		switch {
-		case q.nudge:
-			q.nudge = false
-			return workNudge, readRequest{}
 		case q.txOpen && q.rrHead != q.rrTail && !(t.answered && queue):
 			rr := q.rrq[q.rrHead&uint32(len(q.rrq)-1)]
 			q.rrHead++
@@ -180,7 +172,7 @@ func (t *transmitter) runQueue() error {
 				return t.localFailure(at, e, verbs.StatusLocProtErr)
 			}
 		case verbs.OpSend, verbs.OpSendWithInv, verbs.OpRDMAWrite:
-			if err := t.message(at, e); err != nil {
+			if whole, err := t.message(at, e); err != nil || !whole {
 				return err
 			}
 		case verbs.OpRDMARead:
@@ -227,8 +219,9 @@ func (t *transmitter) localFailure(at uint32, e *sqe, status verbs.Status) error
 	return nil
 }
 
-// message puts a Send or an RDMA Write into FPDUs.
-func (t *transmitter) message(at uint32, e *sqe) error {
+// message puts a Send or an RDMA Write into FPDUs. whole is false when the QP died in the middle of it: what is left is
+// not sent, and the request is not executed.
+func (t *transmitter) message(at uint32, e *sqe) (whole bool, err error) {
 	hdr, op := untaggedHdr, uint8(opSend)
 	switch e.op {
 	case verbs.OpSendWithInv:
@@ -240,10 +233,10 @@ func (t *transmitter) message(at uint32, e *sqe) error {
 	for done := uint32(0); ; {
 		if !t.b.room(len(e.sges)) {
 			if err := t.flush(at); err != nil {
-				return err
+				return false, err
 			}
 			if t.q.dead.Load() {
-				return nil
+				return false, nil
 			}
 		}
 		n := int(min(e.length-done, uint32(t.mulpdu-hdr)))
@@ -280,7 +273,7 @@ func (t *transmitter) message(at uint32, e *sqe) error {
 	if op != opWrite {
 		t.sendMSN++
 	}
-	return nil
+	return true, nil
 }
 
 // startRead puts an RDMA Read Request into the batch, unless as many as allowed are outstanding. A Read of no octets needs no wire.
@@ -428,59 +421,10 @@ func (t *transmitter) transmit() error {
 		return err
 	}
 	t.q.stats.bytesSent.Add(uint64(t.b.payload))
-	if !t.spoke {
-		t.spoke = true
-		t.armNudge()
-	}
 	if t.toMSS--; t.toMSS <= 0 {
 		t.updateMULPDU()
 	}
 	return nil
-}
-
-// nudgeTries and nudgeGrowth shape the nudges of a peer that has not been heard.
-const (
-	nudgeTries  = 3
-	nudgeGrowth = 4
-)
-
-// armNudge starts the timer that asks for nudges until the peer is heard.
-func (t *transmitter) armNudge() {
-	q := t.q
-	after := q.dev.cfg.Nudge
-	if !q.active || after < 0 {
-		return
-	}
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.state != qpReady || q.heard {
-		return
-	}
-	tries := nudgeTries
-	q.timer = time.AfterFunc(after, func() {
-		q.mu.Lock()
-		due := q.state == qpReady && !q.heard
-		if due {
-			q.nudge = true
-			if tries--; tries > 0 {
-				after *= nudgeGrowth
-				q.timer.Reset(after)
-			}
-		}
-		q.mu.Unlock()
-		if due {
-			q.kick()
-		}
-	})
-}
-
-// sendNudge sends a zero-length RDMA Write, which no receiver checks or reports (RFC 5041 §5.2).
-func (t *transmitter) sendNudge() error {
-	t.b.begin()
-	putTagged(t.b.header(fpduLenSize+taggedHdr), opWrite, true, 0, 0, 0)
-	t.b.closeHeader()
-	t.b.trailer(taggedHdr)
-	return t.transmit()
 }
 
 // end closes this half of the stream: a Terminate if there is one, then FIN.

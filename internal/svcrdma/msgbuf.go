@@ -1,0 +1,98 @@
+package svcrdma
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// A msgBuf holds one unreduced message, or what one Send carries, and is registered for local use.
+type msgBuf struct {
+	mem []byte
+	mr  verbs.MR
+}
+
+// destroy releases the buffer. No device is using it.
+func (b *msgBuf) destroy() error {
+	err := b.mr.Dereg()
+	verbs.FreeBuffer(b.mem)
+	return err
+}
+
+func (c *conn) makeBuf(size int) (*msgBuf, error) {
+	mem, err := verbs.AllocBuffer(size)
+	if err != nil {
+		return nil, err
+	}
+	mr, err := c.pd.RegMR(mem)
+	if err != nil {
+		verbs.FreeBuffer(mem)
+		return nil, err
+	}
+	return &msgBuf{mem: mem, mr: mr}, nil
+}
+
+// getBufs takes len(out) message buffers of Config.MaxMessage octets each, all or none.
+func (c *conn) getBufs(out []*msgBuf) error {
+	if c.takeUnused(out) {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(c.ctx, c.cfg.CallTimeout)
+	defer cancel()
+	if err := c.mem.take(ctx, len(out)); err != nil {
+		return fmt.Errorf("wait for memory for a message: %w", err)
+	}
+	for i := range out {
+		b, err := c.makeBuf(c.cfg.MaxMessage)
+		if err != nil {
+			c.mem.give(len(out) - i) // those made are released with the connection, which this error ends
+			return fmt.Errorf("message buffer: %w", err)
+		}
+		out[i] = b
+		c.mu.Lock()
+		c.messages[b] = struct{}{}
+		c.mu.Unlock()
+	}
+	return nil
+}
+
+// takeUnused takes buffers that were used before; last used first, because their pages are warm.
+func (c *conn) takeUnused(out []*msgBuf) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := len(c.free) - len(out)
+	if n < 0 {
+		return false
+	}
+	copy(out, c.free[n:])
+	c.free = c.free[:n]
+	return true
+}
+
+// putBufs gives buffers back: to the connection, or to the server when memory is short.
+func (c *conn) putBufs(bufs []*msgBuf) {
+	c.mu.Lock()
+	c.free = append(c.free, bufs...)
+	c.mu.Unlock()
+	if c.mem.short() {
+		c.freeUnused()
+	}
+}
+
+// freeUnused destroys the buffers that no call holds.
+func (c *conn) freeUnused() {
+	c.mu.Lock()
+	unused := c.free
+	c.free = nil
+	for _, b := range unused {
+		delete(c.messages, b)
+	}
+	c.mu.Unlock()
+	for _, b := range unused {
+		c.must(b.destroy())
+	}
+	if len(unused) > 0 {
+		c.mem.give(len(unused))
+	}
+}

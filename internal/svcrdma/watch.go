@@ -1,0 +1,73 @@
+package svcrdma
+
+import (
+	"errors"
+	"sync/atomic"
+	"time"
+)
+
+// Why the server itself ends a connection.
+var (
+	errIdle    = errors.New("no call for the idle time limit")
+	errStalled = errors.New("the client did not answer an RDMA Read, or did not take a reply, within the time limit")
+)
+
+// watchesPerLimit is how often a time limit is looked at while it runs; a limit is kept to within that part of it.
+const watchesPerLimit = 8
+
+// A stopwatch is the time at which something began, as one goroutine sets it and another looks at it. Zero: it is not under way.
+type stopwatch struct{ since atomic.Int64 }
+
+func (s *stopwatch) start(at time.Duration) { s.since.Store(int64(at) + 1) }
+func (s *stopwatch) stop()                  { s.since.Store(0) }
+
+// over tells whether it has been under way for longer than limit.
+func (s *stopwatch) over(now, limit time.Duration) bool {
+	at := s.since.Load()
+	return at != 0 && now-time.Duration(at) > limit
+}
+
+// age is the connection's own clock.
+func (c *conn) age() time.Duration { return time.Since(c.born) }
+
+// watch ends the connection when it is idle or stalled, and returns when it is down. One ticker serves all of a connection's time
+// limits, so that a call sets no timer.
+func (c *conn) watch() {
+	tick := time.NewTicker(max(min(c.cfg.IdleTimeout, c.cfg.TransferTimeout)/watchesPerLimit, time.Millisecond))
+	defer tick.Stop()
+	for {
+		select {
+		case <-c.ctx.Done():
+			return
+		case <-tick.C:
+			c.checkLimits()
+		}
+	}
+}
+
+func (c *conn) checkLimits() {
+	now := c.age()
+	for _, x := range c.execs {
+		if x.transfer.over(now, c.cfg.TransferTimeout) {
+			c.cancel(errStalled)
+			return
+		}
+	}
+	if c.idle.over(now, c.cfg.IdleTimeout) {
+		c.cancel(errIdle)
+	}
+}
+
+// callBegins and callEnds run the idle time limit, which is under way only while no call is being served. As with the Linux server, what is no call
+// does not count: not a Send that is discarded, not an RDMA Write of no octets.
+func (c *conn) callBegins() {
+	if c.running.Add(1) == 1 {
+		c.idle.stop()
+	}
+}
+
+func (c *conn) callEnds() {
+	if c.running.Add(-1) == 0 {
+		c.idle.start(c.age())
+	}
+}

@@ -1,0 +1,243 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+)
+
+// A standIn is a live whose end the test decides, so that every order of events can be played. Real mounts are tested with the command.
+type standIn struct {
+	once     sync.Once
+	gone     chan struct{}
+	unmount  func(UmountMode) (ends bool, err error)
+	isClosed chan struct{}
+}
+
+func newStandIn() *standIn {
+	return &standIn{gone: make(chan struct{}), isClosed: make(chan struct{}), unmount: func(m UmountMode) (bool, error) { return m != UmountLazy, nil }}
+}
+
+func (s *standIn) Wait()                      { <-s.gone }
+func (s *standIn) Close()                     { close(s.isClosed) }
+func (s *standIn) Status() MountStatus        { return MountStatus{} }
+func (s *standIn) Snapshot() metrics.Snapshot { return metrics.Snapshot{} }
+func (s *standIn) end()                       { s.once.Do(func() { close(s.gone) }) }
+
+func (s *standIn) Unmount(_ context.Context, mode UmountMode) error {
+	ends, err := s.unmount(mode)
+	if ends {
+		s.end()
+	}
+	return err
+}
+
+func testTable(t *testing.T, build builder) (*Table, MountRequest) {
+	t.Helper()
+	tab := newTable(hclog.NewNullLogger(), DefaultOptions(), time.Minute, build)
+	t.Cleanup(func() {
+		tab.Close(context.Background())
+		if l := tab.List(); len(l) != 0 {
+			t.Errorf("left: %+v", l)
+		}
+	})
+	return tab, MountRequest{Spec: "server:/export", Dir: t.TempDir()}
+}
+
+func isError(t *testing.T, err error, code Code, says string) {
+	t.Helper()
+	var e *Error
+	if !errors.As(err, &e) || e.Code != code || !strings.Contains(e.Text, says) {
+		t.Errorf("got %v, want code %s and %q", err, code, says)
+	}
+}
+
+// building is a builder that tells when it is called and then waits for what the test sends; with nothing sent it ends with its context.
+type building struct {
+	begun  chan struct{}
+	result chan live
+}
+
+func newBuilding() *building {
+	return &building{begun: make(chan struct{}, 16), result: make(chan live)}
+}
+
+func (b *building) build(ctx context.Context, _ plan) (live, error) {
+	b.begun <- struct{}{}
+	select {
+	case l := <-b.result:
+		return l, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func TestUmountWhileMounting(t *testing.T) {
+	b := newBuilding()
+	tab, r := testTable(t, b.build)
+	mounted := make(chan error, 1)
+	go func() { _, err := tab.Mount(context.Background(), r); mounted <- err }()
+	<-b.begun
+	if l := tab.List(); len(l) != 1 || l[0].State != StateMounting {
+		t.Errorf("list %+v", l)
+	}
+	if err := tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}); err != nil {
+		t.Error(err)
+	}
+	isError(t, <-mounted, CodeCanceled, "interrupted")
+}
+
+// A mount that stands before it hears of the unmount is unmounted all the same.
+func TestUmountMeetsTheEndOfMounting(t *testing.T) {
+	s := newStandIn()
+	begun, canceled := make(chan struct{}), make(chan struct{})
+	tab, r := testTable(t, func(ctx context.Context, _ plan) (live, error) {
+		close(begun)
+		<-ctx.Done()
+		close(canceled)
+		return s, nil
+	})
+	go tab.Mount(context.Background(), r)
+	<-begun
+	if err := tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}); err != nil {
+		t.Error(err)
+	}
+	<-canceled
+	<-s.isClosed
+}
+
+func TestTwoMountsOfOneDirectory(t *testing.T) {
+	b := newBuilding()
+	tab, r := testTable(t, b.build)
+	const n = 8
+	results := make(chan error, n)
+	for range n {
+		go func() { _, err := tab.Mount(context.Background(), r); results <- err }()
+	}
+	<-b.begun
+	for range n - 1 {
+		isError(t, <-results, CodeMount, "server:/export is mounting there")
+	}
+	b.result <- newStandIn()
+	if err := <-results; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestCloseWhileMounting(t *testing.T) {
+	for name, late := range map[string]bool{"and it hears of it": false, "and it does not": true} {
+		t.Run(name, func(t *testing.T) {
+			s, begun := newStandIn(), make(chan struct{})
+			tab, r := testTable(t, func(ctx context.Context, _ plan) (live, error) {
+				close(begun)
+				<-ctx.Done()
+				if late {
+					return s, nil
+				}
+				return nil, ctx.Err()
+			})
+			mounted := make(chan error, 1)
+			go func() { _, err := tab.Mount(context.Background(), r); mounted <- err }()
+			<-begun
+			tab.Close(context.Background())
+			if late {
+				<-s.isClosed
+			}
+			isError(t, <-mounted, CodeMount, "the daemon is stopping")
+			_, err := tab.Mount(context.Background(), r)
+			isError(t, err, CodeMount, "the daemon is stopping")
+		})
+	}
+}
+
+// A mount that was detached lazily leaves its mount point to another; it is listed until it ends, and force and Close reach it.
+func TestLazyFreesTheMountPoint(t *testing.T) {
+	var made []*standIn
+	tab, r := testTable(t, func(context.Context, plan) (live, error) {
+		made = append(made, newStandIn())
+		return made[len(made)-1], nil
+	})
+	ctx := context.Background()
+	for range 3 {
+		if _, err := tab.Mount(ctx, r); err != nil {
+			t.Fatal(err)
+		}
+		if err := tab.Umount(ctx, UmountRequest{Dir: r.Dir, Mode: UmountLazy}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if l := tab.List(); len(l) != 3 || l[0].State != StateUnmounting {
+		t.Errorf("list %+v", l)
+	}
+	if n := len(tab.Snapshots()); n != 0 {
+		t.Errorf("%d snapshots: two of one mount point would be refused by a collector", n)
+	}
+	isError(t, tab.Umount(ctx, UmountRequest{Dir: r.Dir}), CodeNotMounted, r.Dir)
+	if err := tab.Umount(ctx, UmountRequest{Dir: r.Dir, Mode: UmountForce}); err != nil {
+		t.Error(err)
+	}
+	if l := tab.List(); len(l) != 2 {
+		t.Errorf("after force: %+v", l)
+	}
+	for _, s := range made { // the last file of one is closed
+		select {
+		case <-s.gone:
+			continue
+		default:
+		}
+		s.end()
+		<-s.isClosed
+		break
+	}
+}
+
+// A mount that a normal unmount cannot end is ended by force, within the time of Close.
+func TestCloseForces(t *testing.T) {
+	s := newStandIn()
+	modes := make(chan UmountMode, 2)
+	s.unmount = func(m UmountMode) (bool, error) {
+		modes <- m
+		if m == UmountForce {
+			return true, nil
+		}
+		return false, errorf(CodeMount, "busy")
+	}
+	tab, r := testTable(t, func(context.Context, plan) (live, error) { return s, nil })
+	if _, err := tab.Mount(context.Background(), r); err != nil {
+		t.Fatal(err)
+	}
+	tab.Close(context.Background())
+	if a, b := <-modes, <-modes; a != UmountNormal || b != UmountForce {
+		t.Errorf("tried %q, then %q", a, b)
+	}
+}
+
+// A busy mount goes on after a failed unmount.
+func TestBusyStaysMounted(t *testing.T) {
+	s := newStandIn()
+	s.unmount = func(m UmountMode) (bool, error) {
+		if m == UmountForce {
+			return true, nil
+		}
+		return false, errorf(CodeMount, "busy")
+	}
+	tab, r := testTable(t, func(context.Context, plan) (live, error) { return s, nil })
+	if _, err := tab.Mount(context.Background(), r); err != nil {
+		t.Fatal(err)
+	}
+	isError(t, tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}), CodeMount, "busy")
+	if l := tab.List(); len(l) != 1 || l[0].State != StateMounted {
+		t.Errorf("list %+v", l)
+	}
+	isError(t, tab.Umount(context.Background(), UmountRequest{Dir: r.Dir, Mode: "hard"}), CodeUsage, `"hard"`)
+	_, err := tab.Status(context.Background(), filepath.Join(r.Dir, "x"))
+	isError(t, err, CodeNotMounted, "nfsrdmad list")
+}

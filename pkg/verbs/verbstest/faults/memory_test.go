@@ -1,0 +1,122 @@
+package faults_test
+
+import (
+	"errors"
+	"syscall"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+)
+
+func TestAllocFail(t *testing.T) {
+	p := broken(t, "seed=1,alloc-fail=2")
+	c, _ := clean(t, p)
+	for i := range 6 {
+		m, err := c.pd.AllocMR(1)
+		if i%2 == 1 {
+			wantInjected(t, err, "alloc-fail", uint64(i+1), syscall.ENOMEM)
+			if m != nil || !errors.Is(err, verbs.ErrNoResources) {
+				t.Errorf("AllocMR: %v, %v", m, err)
+			}
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Dereg(); err != nil {
+			t.Error(err)
+		}
+	}
+	wantCounts(t, p, faults.Count{Name: "alloc-fail", Injected: 3})
+}
+
+// TestDeregFail: the MR whose Dereg failed can be reached by the peer as before, is still counted, and goes with its domain.
+func TestDeregFail(t *testing.T) {
+	before := verbs.Live(verbs.KindMR)
+	p := broken(t, "seed=1,dereg-fail=2")
+	c, s := clean(t, p)
+	mem, src := c.buffer(8), s.buffer(8)
+	copy(src.Buf, "overdue!")
+	m1, err1 := c.pd.AllocMR(1)
+	m2, err2 := c.pd.AllocMR(1)
+	m3, err3 := c.pd.AllocMR(1)
+	if err := errors.Join(err1, err2, err3); err != nil {
+		t.Fatal(err)
+	}
+	c.post(c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m2, NewKey: 9, Access: verbs.AccessLocalWrite | verbs.AccessRemoteWrite,
+		Segs: [][]byte{mem.Buf[:8]}}))
+	c.log.want("reg", verbs.StatusSuccess)
+	if err := m1.Dereg(); err != nil {
+		t.Error(err)
+	}
+	wantInjected(t, m2.Dereg(), "dereg-fail", 2, syscall.EBUSY)
+	if err := m3.Dereg(); err != nil {
+		t.Error(err)
+	}
+	c.recv("in", c.buffer(8))
+	s.post(s.wr("write", &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: m2.RKey().WithKey(9), SGList: []verbs.SGE{{Buf: src.Buf[:8], LKey: src.LKey}}}),
+		s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend}))
+	c.log.want("in", verbs.StatusSuccess)
+	if string(mem.Buf[:8]) != "overdue!" {
+		t.Errorf("memory of the MR is %q: it is not alive", mem.Buf[:8])
+	}
+	wantCounts(t, p, faults.Count{Name: "dereg-fail", Injected: 1})
+	t.Cleanup(func() { // runs before the sides are released
+		c.qp.Drain()
+		s.qp.Drain()
+	})
+	if n := verbs.Live(verbs.KindMR) - before; n < 1 {
+		t.Errorf("%d MRs are alive, want the orphan at least", n)
+	}
+}
+
+// TestDeregTwice: the second try may succeed, and the domain does not try a third time.
+func TestDeregTwice(t *testing.T) {
+	p := broken(t, "seed=1,dereg-fail=2")
+	c, _ := clean(t, p)
+	var mrs [2]verbs.MR
+	for i := range mrs {
+		var err error
+		if mrs[i], err = c.pd.AllocMR(1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := mrs[0].Dereg(); err != nil {
+		t.Error(err)
+	}
+	if mrs[1].Dereg() == nil {
+		t.Error("Dereg succeeded")
+	}
+	if err := mrs[1].Dereg(); err != nil {
+		t.Error(err)
+	}
+	wantCounts(t, p, faults.Count{Name: "dereg-fail", Injected: 1})
+}
+
+func TestConnectFail(t *testing.T) {
+	p := broken(t, "seed=1,connect-fail=2")
+	clean(t, p)
+	l, err := softiwarp.New(softiwarp.Config{}).Listen(within(t), loopback)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	id, err := p.Resolve(within(t), l.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	newSide(t, id)
+	err = id.Connect(within(t), verbs.ConnParam{})
+	var ce *verbs.ConnError
+	if !errors.As(err, &ce) || ce.Kind != verbs.ConnUnreachable || ce.Addr != l.Addr().String() || ce.Phase == "" {
+		t.Errorf("Connect: %v", err)
+	}
+	wantInjected(t, err, "connect-fail", 2, syscall.ECONNREFUSED)
+	if err := id.Connect(within(t), verbs.ConnParam{}); !errors.As(err, &ce) || ce.Kind != verbs.ConnLocal {
+		t.Errorf("Connect once more: %v, want a local error", err)
+	}
+	clean(t, p)
+	wantCounts(t, p, faults.Count{Name: "connect-fail", Injected: 1})
+}

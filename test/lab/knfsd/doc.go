@@ -1,0 +1,2 @@
+// Package knfsd proves the client against stock Linux servers, in the virtual machines of package lab.
+package knfsd

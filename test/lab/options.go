@@ -1,0 +1,71 @@
+package lab
+
+// Kernels are the series of which "make lab" builds images, the newest first. It is the one to take where one will do: 6.1 leaks a
+// protection domain with each connection it refuses.
+var Kernels = []string{"6.12", "6.1"}
+
+// Providers of RDMA in a guest.
+const (
+	SIW  = "siw" // iWARP over TCP; the host reaches it at Guest.RDMA
+	RXE  = "rxe" // RoCE version 2 over UDP; within the guest only
+	Both = "siw,rxe"
+	None = "none" // NFS over TCP alone
+)
+
+// Exports of every guest. All but ExportFast are on a disk that survives resets.
+const (
+	ExportRW      = "/export"  // read-write, root is root, any source port
+	ExportRO      = "/ro"      // read-only
+	ExportSquash  = "/squash"  // root is nobody
+	ExportSecure  = "/secure"  // from source ports below 1024 only
+	ExportRefused = "/refused" // to another host only
+	ExportFast    = "/fast"    // in the guest's memory, empty after a reset, replies before data is safe
+)
+
+// Options say what to boot. The zero value is a guest of the newest kernel with siw.
+type Options struct {
+	Kernel    string // one of Kernels; "" is the first
+	Name      string // in logs; "" is the kernel's series
+	Provider  string // SIW, RXE, Both or None; "" is SIW
+	MemoryMiB int    // 0 is 1024
+	CPUs      int    // 0 is 2
+	DiskMiB   int    // of a sparse disk; 0 is 8192
+	Threads   int    // of nfsd; 0 is 8
+	Credits   int    // granted to each connection, 4 to 16384; 0 is the kernel's own 64
+	Inline    int    // octets of the inline threshold, 4096 to 65536; 0 is the kernel's own 4096
+	MaxBlock  int    // octets, largest READ and WRITE; 0 is 1 MiB, which the kernel itself offers above 4 GiB of memory only
+	Share     string // directory of the host that is /share in the guest, read-write; "" is none
+	// Complaints are regular expressions of kernel complaints that the test provokes, each matched against the first line of one.
+	Complaints []string
+}
+
+const (
+	defaultMemoryMiB = 1024
+	defaultCPUs      = 2
+	defaultDiskMiB   = 8192
+	defaultThreads   = 8
+	defaultMaxBlock  = 1 << 20
+)
+
+func (o Options) withDefaults() Options {
+	def := func(v *int, d int) {
+		if *v == 0 {
+			*v = d
+		}
+	}
+	if o.Kernel == "" {
+		o.Kernel = Kernels[0]
+	}
+	if o.Name == "" {
+		o.Name = o.Kernel
+	}
+	if o.Provider == "" {
+		o.Provider = SIW
+	}
+	def(&o.MemoryMiB, defaultMemoryMiB)
+	def(&o.CPUs, defaultCPUs)
+	def(&o.DiskMiB, defaultDiskMiB)
+	def(&o.Threads, defaultThreads)
+	def(&o.MaxBlock, defaultMaxBlock)
+	return o
+}
