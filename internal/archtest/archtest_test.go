@@ -32,6 +32,8 @@ var floors = [][]string{
 	{"pkg/verbs/softiwarp", "pkg/verbs/rdmacore", "pkg/verbs/verbstest", "pkg/verbs/verbstest/faults"},
 	{"pkg/verbs"},
 	{"pkg/metrics"},
+	{"pkg/trace"},
+	{"internal/verify"},
 }
 
 // besides are rooms outside the house: helpers of tests, which no product code may import.

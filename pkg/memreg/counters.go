@@ -2,29 +2,13 @@ package memreg
 
 import "sync/atomic"
 
-// State of an MR (features.md S12).
-type State uint32
-
-// MR states.
-const (
-	Invalid   State = iota // no one can reach memory through it
-	Valid                  // registered, or on its way to be
-	FlushedFR              // its FastReg was flushed
-	FlushedLI              // its LOCAL_INV was flushed
-	gone                   // destroyed; late completions find it so
-	numStates = int(gone)
-)
-
-var stateNames = [...]string{"INVALID", "VALID", "FLUSHED_FR", "FLUSHED_LI", "destroyed"}
-
-func (s State) String() string { return stateNames[s] }
-
-// Counters live as long as a mount, across connections (features.md S23). Safe for concurrent use.
+// Counters live as long as a mount, across connections and pools (features.md S23). Safe for concurrent use.
 type Counters struct {
 	Allocated      atomic.Uint64 // MRs ever made
-	Recycled       atomic.Uint64 // destroyed because their state was not certain
-	Orphaned       atomic.Uint64 // whose destruction failed
-	Recovered      atomic.Uint64 // made anew in place
+	Hurt           atomic.Uint64 // whose state became uncertain: Recovered + Recycled + Orphaned, once all are dealt with
+	Recovered      atomic.Uint64 // of those: made anew in place, after their connection ended
+	Recycled       atomic.Uint64 // of those: destroyed, as their LOCAL_INV failed or could not be posted
+	Orphaned       atomic.Uint64 // of those, or at the end: could not be destroyed or not made anew
 	LocalInvNeeded atomic.Uint64 // LOCAL_INVs posted
 	RemoteInv      atomic.Uint64 // invalidated by the server
 	MapErrors      atomic.Uint64

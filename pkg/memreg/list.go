@@ -5,28 +5,39 @@ import (
 	"fmt"
 	"unsafe"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // ErrTooManySegments: the memory needs more MRs than one chunk may have.
 var ErrTooManySegments = errors.New("memreg: memory is too scattered for one chunk")
 
-// A List is the MRs of one RPC slot on one connection: those free, and those registered for the RPC at hand. It has no
+// A List is the MRs of one RPC slot: those free, and those registered for the RPC at hand. It has no
 // lock; it belongs to whoever owns the slot.
 type List struct {
 	pool       *Pool
 	free       []*MR
 	registered []*MR
+	left       bool // the RPC at hand was given up: for the trace
 }
 
-// Use binds the list to the pool of a new connection. The MRs of the former must have been forgotten (Reset).
-func (l *List) Use(p *Pool) { l.pool = p }
+// Use binds the list to a pool; not while it has MRs of another.
+func (l *List) Use(p *Pool) {
+	if l.pool == p {
+		return
+	}
+	l.pool = p
+	p.mu.Lock()
+	p.lists = append(p.lists, l)
+	p.mu.Unlock()
+}
 
-// Pool is the pool that the list draws from, nil before Use and after Reset.
-func (l *List) Pool() *Pool { return l.pool }
+// Bound reports whether the list draws from p.
+func (l *List) Bound(p *Pool) bool { return l.pool == p }
 
-// Reset forgets all MRs: their pool is about to be destroyed, or was.
-func (l *List) Reset() {
+// reset forgets all MRs.
+func (l *List) reset() {
 	if l.pool != nil {
 		l.pool.stats.free.Add(-int64(len(l.free)))
 	}
@@ -43,20 +54,28 @@ func (l *List) Registered() []*MR { return l.registered }
 // added and no MR is lost (S22). No segment may be empty.
 func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 	start := len(l.registered)
+	if start == 0 {
+		l.left = false
+	}
 	var pos cursor
 	for pos.i < len(segs) {
 		if len(l.registered)-start == l.pool.params.MaxSegs {
 			l.unmapFrom(start)
+			l.pool.event(trace.SGErr, xid, len(segs))
 			return 0, ErrTooManySegments
 		}
 		m, err := l.get()
 		if err != nil {
 			l.unmapFrom(start)
+			l.pool.event(trace.MapErr, xid, len(segs))
 			return 0, err
 		}
 		m.fill(segs, &pos)
 		m.arm(writing, xid)
 		l.registered = append(l.registered, m)
+		if r := l.pool.hooks.Trace; r != nil {
+			r.Add(trace.Event{Kind: trace.Map, N: uint16(len(m.segs)), XID: xid, MR: m.id, Handle: uint32(m.handle), A: uint64(m.length), B: m.iova})
+		}
 	}
 	return len(l.registered) - start, nil
 }
@@ -68,15 +87,19 @@ func (l *List) get() (*MR, error) {
 		l.pool.stats.free.Add(-1)
 		return m, nil
 	}
-	m, err := l.pool.newMR()
+	m, err := l.pool.newMR(l)
 	if err != nil {
 		l.pool.stats.MapErrors.Add(1)
 	}
 	return m, err
 }
 
-func (l *List) put(m *MR) {
-	m.move(Invalid)
+// put gives an MR back that e made invalid.
+func (l *List) put(m *MR, e event) {
+	if verify.On() && m.home != l {
+		verify.Failf("MR %d is given to a list that is not its own", m.id)
+	}
+	m.move(e)
 	clear(m.segs)
 	m.segs = m.segs[:0]
 	l.free = append(l.free, m)
@@ -86,7 +109,11 @@ func (l *List) put(m *MR) {
 // unmapFrom gives MRs that were mapped but never posted back as they are (S19).
 func (l *List) unmapFrom(start int) {
 	for _, m := range l.registered[start:] {
-		l.put(m)
+		if verify.On() && m.posted {
+			verify.Failf("MR %d was posted and is given back as unsent", m.id)
+		}
+		m.event(trace.Unmap, 0)
+		l.put(m, evUnsent)
 	}
 	clear(l.registered[start:])
 	l.registered = l.registered[:start]
@@ -165,8 +192,8 @@ func (m *MR) arm(writing bool, xid uint32) {
 	if writing {
 		m.reg.Access = verbs.AccessRemoteWrite | verbs.AccessLocalWrite
 	}
-	m.onFenced = nil
-	m.move(Valid)
+	m.xid, m.posted, m.onFenced = xid, false, nil
+	m.move(evMap)
 }
 
 // Chain puts the registrations in front of last and returns the head of the chain, in the order of Map (S7), and
@@ -174,9 +201,11 @@ func (m *MR) arm(writing bool, xid uint32) {
 func (l *List) Chain(last *verbs.WorkRequest) (head *verbs.WorkRequest, n int) {
 	head = last
 	for i := len(l.registered) - 1; i >= 0; i-- {
-		reg := &l.registered[i].reg
-		reg.Next, reg.Signaled = head, false
-		head = reg
+		m := l.registered[i]
+		m.posted = true
+		m.event(trace.FastReg, 0)
+		m.reg.Next, m.reg.Signaled = head, false
+		head = &m.reg
 	}
 	return head, len(l.registered)
 }
@@ -188,52 +217,78 @@ func (l *List) RemoteInvalidated(key verbs.RKey) bool {
 		if m.handle == key {
 			l.registered = append(l.registered[:i], l.registered[i+1:]...)
 			l.pool.stats.RemoteInv.Add(1)
-			l.put(m)
+			m.event(trace.RemInv, 0)
+			l.put(m, evRemoteInv)
 			return true
 		}
 	}
 	return false
 }
 
+// Abandon notes that the caller of the RPC has given up, before Invalidate.
+func (l *List) Abandon() { l.left = true }
+
 // Invalidate posts LOCAL_INVs for all registered MRs as one chain with the last one signaled (S9, S10). fenced is
-// called exactly once: with true when all keys are dead (at once, when there were none), with false when the
-// chain was flushed, and the memory is fenced only by the end of the connection. It may be called before Invalidate returns. With true,
-// the caller of fenced must call Fenced before the slot is used again.
+// called at most once: with true when all keys are dead (at once, when there were none), with false when the
+// chain was flushed; it may be called before Invalidate returns. With true, the caller of fenced must call Fenced before the slot is used
+// again. On false, and on an error, the memory is fenced by the end of the connection only, and the caller must bring that
+// about: MRs whose LOCAL_INV could not be posted are destroyed at once, those whose could are waited for by Recover (S14, S15).
 func (l *List) Invalidate(qp verbs.QP, fenced func(ok bool)) error {
-	if len(l.registered) == 0 {
+	n := len(l.registered)
+	if n == 0 {
 		fenced(true)
 		return nil
 	}
 	var head *verbs.WorkRequest
-	for i := len(l.registered) - 1; i >= 0; i-- {
+	for i := n - 1; i >= 0; i-- {
 		m := l.registered[i]
+		m.event(trace.LocalInv, 0)
 		m.inv.Next, m.inv.Signaled, m.inv.InvalidateRKey = head, head == nil, m.handle
 		m.onFenced = nil
 		head = &m.inv
 	}
-	n := len(l.registered)
+	// Once posted the list belongs to the completion handler.
+	p, xid := l.pool, l.registered[0].xid
 	l.registered[n-1].onFenced = fenced
+	p.stats.LocalInvNeeded.Add(uint64(n))
 	bad, err := qp.PostSend(head)
 	if err == nil {
-		l.pool.stats.LocalInvNeeded.Add(uint64(n))
+		p.event(trace.PostLinv, xid, n)
 		return nil
 	}
-	// What was posted will be flushed, what was not never will: the last one with its callback among them. Dereg
-	// fences each without fail, and late completions find it gone (S15).
-	l.registered[n-1].onFenced = nil
-	ok, posted := true, true
-	for _, m := range l.registered {
-		posted = posted && &m.inv != bad
-		if posted {
-			l.pool.stats.LocalInvNeeded.Add(1)
-		}
-		ok = l.pool.recycle(m) && ok
+	// The last one was not posted, so nobody else has the list.
+	posted := 0
+	for posted < n && &l.registered[posted].inv != bad {
+		posted++
 	}
-	clear(l.registered)
-	l.registered = l.registered[:0]
-	fenced(ok)
+	p.event(trace.PostLinvErr, xid, posted)
+	p.stats.LocalInvNeeded.Add(-uint64(n - posted))
+	for _, m := range l.registered[posted:] {
+		m.onFenced = nil
+		m.move(evFailLI)
+		p.recycle(m)
+	}
+	clear(l.registered[posted:])
+	l.registered = l.registered[:posted]
 	return fmt.Errorf("post LOCAL_INV: %w", err)
 }
 
 // Fenced puts the MRs of a chain that was invalidated back on the free list.
-func (l *List) Fenced() { l.unmapFrom(0) }
+func (l *List) Fenced() {
+	for _, m := range l.registered {
+		l.put(m, evInvalidated)
+	}
+	clear(l.registered)
+	l.registered = l.registered[:0]
+}
+
+// recover empties the registered MRs after a connection: each is made anew, or dropped.
+func (l *List) recover() {
+	for _, m := range l.registered {
+		if l.pool.recover(m) {
+			l.put(m, evRecovered)
+		}
+	}
+	clear(l.registered)
+	l.registered = l.registered[:0]
+}

@@ -30,17 +30,17 @@ func TestQuery(t *testing.T) {
 		want   Params
 	}{
 		{"deep MRs: one per payload", nil, 128, 0,
-			Params{Depth: 257, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+			Params{Depth: 257, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"depth 256 needs one more", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 256 }, 64, 0,
-			Params{Depth: 256, PageSize: 4096, Slots: 64, SendWRs: 64*9 + 33, RecvWRs: 104, SendSGEs: 6, MaxSegs: 4, MaxPayload: 1 << 20}},
+			Params{Depth: 256, PageSize: 4096, Slots: 64, SendWRs: 64*9 + 33, WRsPerRPC: 9, RecvWRs: 104, SendSGEs: 6, MaxSegs: 4, MaxPayload: 1 << 20}},
 		{"depth 64", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 64 }, 64, 0,
-			Params{Depth: 64, PageSize: 4096, Slots: 64, SendWRs: 64*15 + 33, RecvWRs: 104, SendSGEs: 6, MaxSegs: 7, MaxPayload: 1 << 20}},
+			Params{Depth: 64, PageSize: 4096, Slots: 64, SendWRs: 64*15 + 33, WRsPerRPC: 15, RecvWRs: 104, SendSGEs: 6, MaxSegs: 7, MaxPayload: 1 << 20}},
 		{"read-SGE quirk", func(a *verbs.DeviceAttrs) { a.MaxSGERd = 32 }, 64, 0,
-			Params{Depth: 32, PageSize: 4096, Slots: 64, SendWRs: 64*(7+2*8) + 33, RecvWRs: 104, SendSGEs: 6, MaxSegs: 11, MaxPayload: 1 << 20}},
+			Params{Depth: 32, PageSize: 4096, Slots: 64, SendWRs: 64*(7+2*8) + 33, WRsPerRPC: 7 + 2*8, RecvWRs: 104, SendSGEs: 6, MaxSegs: 11, MaxPayload: 1 << 20}},
 		{"gaps and chosen address", func(a *verbs.DeviceAttrs) { a.Caps |= verbs.CapGaps | verbs.CapChosenIOVA; a.MaxSendSGE = 64 }, 4, 0,
-			Params{Depth: 257, Gaps: true, ChosenIOVA: true, PageSize: 4096, Slots: 4, SendWRs: 4*7 + 33, RecvWRs: 44, SendSGEs: 19, MaxSegs: 3, MaxPayload: 1 << 20}},
+			Params{Depth: 257, Gaps: true, ChosenIOVA: true, PageSize: 4096, Slots: 4, SendWRs: 4*7 + 33, WRsPerRPC: 7, RecvWRs: 44, SendSGEs: 19, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"small queue cuts the slots", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 10*7 + 6 }, 128, 0,
-			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, RecvWRs: 50, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"no fast registration", func(a *verbs.DeviceAttrs) { a.Caps = 0 }, 128, syscall.EINVAL, Params{}},
 		{"page list of nothing", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 0 }, 128, syscall.EINVAL, Params{}},
 		{"two send SGEs", func(a *verbs.DeviceAttrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
@@ -136,7 +136,7 @@ func TestMapLayout(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			var stats Counters
 			pd := &fakePD{}
-			pool := NewPool(pd, Params{Depth: c.depth, Gaps: c.gaps, PageSize: page, MaxSegs: 8}, &stats, nil)
+			pool := NewPool(pd, Params{Depth: c.depth, Gaps: c.gaps, PageSize: page, MaxSegs: 8}, &stats, Hooks{})
 			var l List
 			l.Use(pool)
 			n, err := l.Map(c.segs, true, 1)
@@ -156,7 +156,6 @@ func TestMapLayout(t *testing.T) {
 			if got := stats.InState(Invalid); got != stats.Total() || stats.Free() != got {
 				t.Errorf("after Unmap %d of %d invalid, %d free", got, stats.Total(), stats.Free())
 			}
-			l.Reset()
 			if pool.Destroy(); pd.present != 0 || stats.Total() != 0 || stats.Free() != 0 || stats.Recycled.Load() != 0 {
 				t.Errorf("after Destroy %d MRs, gauges %d total, %d free, %d recycled", pd.present, stats.Total(), stats.Free(), stats.Recycled.Load())
 			}
@@ -166,7 +165,7 @@ func TestMapLayout(t *testing.T) {
 
 func TestKeysAndAddress(t *testing.T) {
 	var stats Counters
-	pool := NewPool(&fakePD{}, Params{Depth: 4, ChosenIOVA: true, PageSize: 4096, MaxSegs: 3}, &stats, nil)
+	pool := NewPool(&fakePD{}, Params{Depth: 4, ChosenIOVA: true, PageSize: 4096, MaxSegs: 3}, &stats, Hooks{})
 	var l List
 	l.Use(pool)
 	mem := pages(t, 1)
@@ -213,14 +212,13 @@ func TestKeysAndAddress(t *testing.T) {
 	}); n != 0 {
 		t.Errorf("map and unmap allocate %v times, want 0", n)
 	}
-	l.Reset()
 	pool.Destroy()
 }
 
 func TestAllocationFailureLosesNothing(t *testing.T) {
 	var stats Counters
 	pd := &fakePD{}
-	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, nil)
+	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, Hooks{})
 	var l List
 	l.Use(pool)
 	mem := pages(t, 4)
@@ -235,14 +233,13 @@ func TestAllocationFailureLosesNothing(t *testing.T) {
 	if len(l.Registered()) != 0 || stats.Free() != 2 || stats.InState(Invalid) != 2 {
 		t.Errorf("%d registered, %d free, %d invalid; want 0, 2, 2", len(l.Registered()), stats.Free(), stats.InState(Invalid))
 	}
-	l.Reset()
 	pool.Destroy()
 }
 
 func TestDestroyCountsTheHurt(t *testing.T) {
 	var stats Counters
 	pd := &fakePD{}
-	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, nil)
+	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, Hooks{})
 	var l List
 	l.Use(pool)
 	if _, err := l.Map([][]byte{pages(t, 3)}, true, 1); err != nil {
@@ -254,7 +251,6 @@ func TestDestroyCountsTheHurt(t *testing.T) {
 	if stats.InState(FlushedFR) != 1 || stats.InState(FlushedLI) != 1 || stats.InState(Valid) != 1 {
 		t.Errorf("gauges: %d FLUSHED_FR, %d FLUSHED_LI, %d VALID; want 1 each", stats.InState(FlushedFR), stats.InState(FlushedLI), stats.InState(Valid))
 	}
-	l.Reset()
 	pd.failMR = syscall.EBUSY
 	if n := pool.Destroy(); n != 3 || stats.Orphaned.Load() != 3 || stats.Total() != 0 {
 		t.Errorf("Destroy = %d, %d orphaned, %d left; want 3, 3, 0", n, stats.Orphaned.Load(), stats.Total())

@@ -30,6 +30,7 @@ type Params struct {
 	Slots      int // RPCs at a time
 	SendWRs    int // depth of the send queue
 	RecvWRs    int // depth of the receive queue
+	WRsPerRPC  int // requests that one RPC may need: its registrations, its Send, its LOCAL_INVs
 	SendSGEs   int
 	MaxSegs    int // MRs that one chunk may take
 	MaxPayload int // octets of the largest chunk
@@ -82,6 +83,7 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	if p.Slots < MinSlots {
 		return fail(syscall.ENOMEM, "a queue of %d work requests has room for %d RPCs of %d each, %d are needed", a.MaxQPWR, max(p.Slots, 0), perRPC, MinSlots)
 	}
+	p.WRsPerRPC = perRPC
 	p.SendWRs = p.Slots*perRPC + backwardWRs + drainWRs
 	p.RecvWRs = min(p.Slots+backwardWRs+recvBatch+drainWRs, a.MaxQPWR)
 

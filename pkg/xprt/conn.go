@@ -7,8 +7,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -21,33 +22,26 @@ const signalPart = 8
 // maxNudgePause bounds the pause between nudges.
 const maxNudgePause = time.Second
 
-// A conn is one connection and everything made for it.
+// A conn is one connection.
 type conn struct {
-	t      *Transport
-	id     verbs.ActiveID
-	pd     verbs.PD
-	cq     verbs.CQ
-	qp     verbs.QP
-	pool   *memreg.Pool
-	params memreg.Params
+	*adapter
+	id verbs.ActiveID
+	cq verbs.CQ
+	qp verbs.QP
+	sq sendQueue
 
 	inlineSend, inlineRecv int
-	sendMR, recvMR         verbs.MR
-	sendLKey               uint32
-	recvArena              []byte
 	hdr                    rpcrdma.Header // of the message in hand; CQ goroutine only
 
-	writePad    *rpcrdma.Segment // the registration for pads, if the mount wants it (S20)
-	padMem      []byte
-	padList     memreg.List
-	signalAfter int64
-	unsignaled  atomic.Int64
+	writePad *rpcrdma.Segment // the registration for pads, if the mount wants it (S20)
+	padMem   []byte
 
 	dead   chan struct{}
 	failed sync.Once
 	err    error // set before dead is closed
 
 	replied    atomic.Bool
+	lastHeard  atomic.Int64 // when the last message came, in nanoseconds after Transport.epoch
 	nudgeOnce  sync.Once
 	nudgeMu    sync.Mutex
 	nudgeTimer *time.Timer // guarded by nudgeMu
@@ -65,36 +59,30 @@ func (cn *conn) fail(err error) {
 
 // completionError handles a work completion that is not a success: flushes are quiet, others are logged once with
 // their status; both end the connection (S25).
-func (cn *conn) completionError(what string, wc *verbs.WorkCompletion) {
-	if wc.Status != verbs.StatusWRFlushErr {
-		cn.t.log.Error("work request failed", "request", what, "status", wc.Status.String(), "vendor", wc.VendorErr, "server", cn.t.cfg.Addr)
+func (t *Transport) completionError(what string, wc *verbs.WorkCompletion) {
+	cn := t.conn.Load()
+	if cn == nil || wc.QP != cn.qp {
+		return
 	}
-	cn.fail(fmt.Errorf("%s: %s", what, wc.Status))
+	if wc.Status != verbs.StatusWRFlushErr {
+		t.log.Error("work request failed", "request", what, "status", wc.Status.String(), "vendor", wc.VendorErr, "server", t.cfg.Addr)
+	}
+	cn.fail(&completionFailure{what: what, status: wc.Status})
 }
 
 func (t *Transport) sendDone(wc *verbs.WorkCompletion) {
-	if wc.Status == verbs.StatusSuccess {
-		return
+	if wc.Status != verbs.StatusSuccess {
+		t.completionError("send", wc)
 	}
-	if cn := t.conn.Load(); cn != nil && wc.QP == cn.qp {
-		cn.completionError("send", wc)
-	}
-}
-
-// signalNow counts n requests and reports whether the Send behind them is to be signaled (S8).
-func (cn *conn) signalNow(n int) bool {
-	if cn.unsignaled.Add(int64(n)) < cn.signalAfter {
-		return false
-	}
-	cn.unsignaled.Store(0)
-	return true
 }
 
 // dial makes a connection: device, queues, Receives, handshake, in that order. It holds no lock.
 func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	ctx, cancel := context.WithTimeout(ctx, t.cfg.ConnectTimeout)
 	defer cancel()
-	cn := &conn{t: t, dead: make(chan struct{})}
+	cn := &conn{dead: make(chan struct{})}
+	began := time.Now()
+	defer func() { t.stats.connectNanos.Add(uint64(time.Since(began))) }()
 	defer func() {
 		if err != nil {
 			t.stats.connectFailures.Add(1)
@@ -104,10 +92,10 @@ func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	if cn.id, err = t.cfg.Provider.Resolve(ctx, t.cfg.Addr); err != nil {
 		return nil, err
 	}
-	attrs := cn.id.Device().Attrs()
-	if cn.params, err = memreg.Query(attrs, t.cfg.Slots); err != nil {
+	if cn.adapter, err = t.adapterFor(cn.id.Device()); err != nil {
 		return nil, err
 	}
+	attrs := cn.dev.Attrs()
 	if err = cn.makeQueues(); err != nil {
 		return nil, fmt.Errorf("prepare RDMA connection to %s: %w", t.cfg.Addr, err)
 	}
@@ -126,11 +114,7 @@ func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 }
 
 func (cn *conn) makeQueues() (err error) {
-	t, dev := cn.t, cn.id.Device()
-	if cn.pd, err = dev.AllocPD(); err != nil {
-		return err
-	}
-	if cn.cq, err = dev.CreateCQ(cn.params.SendWRs + cn.params.RecvWRs); err != nil {
+	if cn.cq, err = cn.dev.CreateCQ(cn.params.SendWRs + cn.params.RecvWRs); err != nil {
 		return err
 	}
 	cn.qp, err = cn.id.CreateQP(cn.pd, verbs.QPInitAttr{SendCQ: cn.cq, RecvCQ: cn.cq, MaxSendWR: cn.params.SendWRs,
@@ -138,36 +122,8 @@ func (cn *conn) makeQueues() (err error) {
 	if err != nil {
 		return err
 	}
-	cn.pool = memreg.NewPool(cn.pd, cn.params, &t.mrs, cn.completionError)
-	cn.signalAfter = int64(max(cn.params.Slots/signalPart, 1))
-	if cn.sendMR, err = cn.pd.RegMR(t.arena); err != nil {
-		return err
-	}
-	cn.sendLKey = cn.sendMR.LKey()
-	if err = cn.makeReceives(); err != nil {
-		return err
-	}
-	return nil
-}
-
-func (cn *conn) makeReceives() (err error) {
-	size := max(recvSlack, 2*cn.t.cfg.InlineBytes)
-	n := cn.params.RecvWRs - 1 // one is for draining
-	if cn.recvArena, err = verbs.AllocBuffer(n * size); err != nil {
-		return err
-	}
-	if cn.recvMR, err = cn.pd.RegMR(cn.recvArena); err != nil {
-		return err
-	}
-	for i := range n {
-		r := &recvBuf{}
-		r.wr.SGE = verbs.SGE{Buf: cn.recvArena[i*size : (i+1)*size : (i+1)*size], LKey: cn.recvMR.LKey()}
-		r.wr.Done = func(wc *verbs.WorkCompletion) { cn.received(r, wc) }
-		if _, err := cn.qp.PostRecv(&r.wr); err != nil {
-			return err
-		}
-	}
-	return nil
+	cn.sq.init(cn.params.SendWRs, cn.params.Slots/signalPart)
+	return cn.postReceives(cn)
 }
 
 // registerPad makes the registration for pads, with the first post of the connection (S20).
@@ -177,16 +133,19 @@ func (cn *conn) registerPad() error {
 		return err
 	}
 	cn.padMem = mem
-	cn.padList.Use(cn.pool)
-	if _, err := cn.padList.Map([][]byte{mem}, true, 0); err != nil {
+	pad := &cn.t.padList
+	pad.Use(cn.pool)
+	if _, err := pad.Map([][]byte{mem}, true, 0); err != nil {
 		return err
 	}
-	mr := cn.padList.Registered()[0]
-	// An empty RDMA Write carries the registration: it has no other effect.
-	head, _ := cn.padList.Chain(cn.emptyWrite())
+	mr := pad.Registered()[0]
+	// An empty RDMA Write carries the registration: it has no other effect. The queue is new and has room.
+	head, n := pad.Chain(cn.emptyWrite())
+	cn.sq.take(n + 1)
 	if _, err := cn.qp.PostSend(head); err != nil {
 		return err
 	}
+	cn.sq.posted.Add(int64(n + 1))
 	cn.writePad = &rpcrdma.Segment{Handle: mr.Handle(), Length: mr.Length(), Offset: mr.Offset()}
 	return nil
 }
@@ -228,13 +187,15 @@ func (cn *conn) nudge(after time.Duration) {
 	t := cn.t
 	t.send.RLock()
 	defer t.send.RUnlock()
-	if t.conn.Load() != cn {
+	if t.conn.Load() != cn || !cn.sq.take(1) {
 		return
 	}
 	if _, err := cn.qp.PostSend(cn.emptyWrite()); err != nil {
 		return
 	}
+	cn.sq.posted.Add(1)
 	t.stats.nudges.Add(1)
+	t.trace.Add(trace.Event{Kind: trace.Nudge})
 	cn.scheduleNudge(min(2*after, maxNudgePause))
 }
 
@@ -245,8 +206,8 @@ func (cn *conn) sawReply() {
 	}
 }
 
-// release takes apart whatever dial and the life of the connection made, in the reverse order. When it returns no memory
-// of any call can be reached by the server. Not from a completion handler.
+// release takes apart what dial and the life of the connection made, in the reverse order. When it returns no memory can be reached
+// through the connection. Only for whoever connects; not from a completion handler.
 func (t *Transport) release(cn *conn) {
 	cn.fail(ErrClosed)
 	cn.nudgeMu.Lock()
@@ -256,37 +217,42 @@ func (t *Transport) release(cn *conn) {
 	cn.nudgeMu.Unlock()
 	if cn.qp != nil {
 		cn.qp.Drain()
-		q := cn.qp.Stats()
-		t.stats.accessErrs.Add(q.RemoteAccessErrors)
-		t.stats.posts.Add(q.PostedChains)
-		t.stats.completions.Add(q.SendCompletions)
 	}
 	if cn.id != nil {
 		cn.id.Close()
 	}
-	cn.padList.Reset()
-	if cn.pool != nil {
-		if n := cn.pool.Destroy(); n > 0 {
-			t.log.Error("memory regions could not be destroyed", "orphaned", n, "server", t.cfg.Addr)
-		}
-	}
-	for _, mr := range []verbs.MR{cn.sendMR, cn.recvMR} {
-		if mr != nil {
-			mr.Dereg()
-		}
-	}
+	t.retire(cn)
 	if cn.cq != nil {
-		cn.cq.Close()
-	}
-	if cn.pd != nil {
-		if err := cn.pd.Dealloc(); err != nil {
-			t.log.Error("protection domain could not be released", "error", err, "server", t.cfg.Addr)
+		if err := cn.cq.Close(); err != nil {
+			t.log.Error("completion queue could not be released", "error", err, "server", t.cfg.Addr)
 		}
-	}
-	if cn.recvArena != nil {
-		verbs.FreeBuffer(cn.recvArena)
 	}
 	if cn.padMem != nil {
 		verbs.FreeBuffer(cn.padMem)
+	}
+}
+
+// retire adds the counters of a queue pair that is no more to the transport's.
+func (t *Transport) retire(cn *conn) {
+	t.stateMu.Lock()
+	defer t.stateMu.Unlock()
+	if cn.qp != nil {
+		t.ended.add(cn.qp.Stats())
+	}
+	t.conn.Store(nil)
+}
+
+// settle makes the adapter of a connection that was released fit for the next one, or drops it. When it returns no
+// memory of any call can be reached by the server, nor will be. Called by the worker with the send lock held for writing.
+func (t *Transport) settle(cn *conn) {
+	if !cn.pool.Recover() {
+		t.log.Error("a memory region could not be destroyed: the protection domain is given up with it", "server", t.cfg.Addr)
+		t.dropAdapter()
+		return
+	}
+	if verify.On() {
+		if err := cn.pool.Check(); err != nil {
+			verify.Failf("after a connection: %v", err)
+		}
 	}
 }

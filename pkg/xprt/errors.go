@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // ErrClosed: the transport was closed while, or before, the call waited.
@@ -62,3 +63,41 @@ func (e *ProtocolError) Error() string { return "RPC-over-RDMA: " + e.Reason }
 
 // Unwrap returns EIO.
 func (e *ProtocolError) Unwrap() error { return syscall.EIO }
+
+// A completionFailure says which request of a connection failed. It ends the connection.
+type completionFailure struct {
+	what   string
+	status verbs.Status
+}
+
+func (e *completionFailure) Error() string { return e.what + ": " + e.status.String() }
+
+// A postError is a request that the provider would not take. It ends the connection.
+type postError struct {
+	what string
+	err  error
+}
+
+func (e *postError) Error() string { return "post " + e.what + ": " + e.err.Error() }
+func (e *postError) Unwrap() error { return e.err }
+
+// errIdle ends a connection that nobody needs.
+var errIdle = errors.New("xprt: connection was idle")
+
+// ours reports whether a connection ended by something on this side, so that there is no reason to spare the server.
+func ours(err error) bool {
+	var post *postError
+	if errors.As(err, &post) {
+		return !errors.Is(err, verbs.ErrQPState) // that follows from something else
+	}
+	var failed *completionFailure
+	if !errors.As(err, &failed) {
+		return errors.Is(err, errIdle)
+	}
+	switch failed.status {
+	case verbs.StatusLocLenErr, verbs.StatusLocQPOpErr, verbs.StatusLocProtErr, verbs.StatusMWBindErr, verbs.StatusLocAccessErr,
+		verbs.StatusFatalErr, verbs.StatusGeneralErr:
+		return true
+	}
+	return false
+}

@@ -8,6 +8,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -19,8 +20,14 @@ var errNoBuffer = errors.New("xprt: no buffer for a long message")
 // A shortageError is a marshal that failed for want of memory, and may succeed later.
 type shortageError struct{ error }
 
+// A queueFullError is a send queue without places for one more RPC: room is closed when there may be some.
+type queueFullError struct{ room, dead <-chan struct{} }
+
+func (*queueFullError) Error() string { return "xprt: the send queue is full" }
+
 // transmit marshals the call of s and posts it. It returns false without an error when the connection went away
-// first: the caller begins again with the wait for a credit. A *shortageError asks for another try after a pause.
+// first: the caller begins again with the wait for a credit. A *shortageError asks for another try after a pause, a *queueFullError
+// for one when there is room.
 func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	t.send.RLock()
 	defer t.send.RUnlock()
@@ -28,10 +35,18 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	if cn == nil || !t.window.holds(s) {
 		return false, nil
 	}
-	if s.mrs.Pool() == nil {
-		s.mrs.Use(cn.pool)
+	need := cn.params.WRsPerRPC
+	if !cn.sq.take(need) {
+		room := cn.sq.full()
+		if !cn.sq.take(need) {
+			t.stats.emptySendCtx.Add(1)
+			t.trace.Add(trace.Event{Kind: trace.NoSendCtx, XID: s.xid})
+			return false, &queueFullError{room, cn.dead}
+		}
 	}
+	s.mrs.Use(cn.pool)
 	if err := t.marshal(s, cn); err != nil {
+		cn.sq.giveBack(need)
 		t.stats.failedMarshal.Add(1)
 		s.mrs.Unmap()
 		s.mu.Lock()
@@ -44,19 +59,37 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		return false, &shortageError{err}
 	}
 	head, n := s.mrs.Chain(&s.sendWR)
-	s.sendWR.Signaled = cn.signalNow(n + 1)
+	s.taken = n // for the LOCAL_INVs
+	cn.sq.giveBack(need - n - 1 - n)
+	shared := len(s.sendWR.SGList) > 1
+	s.sendWR.Signaled = cn.sq.signalNow(n+1) || shared
 	t.stats.sends.Add(1)
 	// The lock is held over the post, so that no forged reply can have the MRs taken from under it.
 	s.mu.Lock()
 	s.state, s.conn, s.sentAt = slotSent, cn, time.Now()
-	_, err = cn.qp.PostSend(head)
+	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.mark(n+1)
+	bad, err := cn.qp.PostSend(head)
+	if err == nil {
+		t.trace.Add(trace.Event{Kind: trace.PostSend, XID: s.xid, N: uint16(n + 1), A: uint64(len(s.sge[0].Buf))})
+	} else {
+		t.trace.Add(trace.Event{Kind: trace.PostSendErr, XID: s.xid, N: uint16(before(head, bad))})
+	}
 	s.mu.Unlock()
 	if err != nil {
 		// Whatever part of the chain was posted ends with the connection, and the worker finds the call (S15).
-		cn.fail(fmt.Errorf("post RPC: %w", err))
+		cn.fail(&postError{"RPC", err})
 	}
+	cn.sq.posted.Add(int64(n + 1))
 	cn.firstSend()
 	return true, nil
+}
+
+// before counts the requests of a chain in front of bad.
+func before(head, bad *verbs.WorkRequest) (n int) {
+	for ; head != nil && head != bad; head = head.Next {
+		n++
+	}
+	return n
 }
 
 // marshal chooses the message form and fills the send buffer.
@@ -90,6 +123,10 @@ func (t *Transport) marshal(s *slot, cn *conn) error {
 	}
 	b := h.Append(s.send[:0])
 	b = sunrpc.AppendCall(b, s.xid, m.Prog, m.Vers, m.Proc, m.Cred)
+	if inlineData && len(m.ArgData) > pullupMax && cn.gathers() {
+		s.gatherSend(cn, b)
+		return nil
+	}
 	b = appendArgs(b, m, inlineData)
 	if inlineData {
 		t.stats.pullupBytes.Add(uint64(len(m.ArgData)))
@@ -98,9 +135,37 @@ func (t *Transport) marshal(s *slot, cn *conn) error {
 	return nil
 }
 
+// pullupMax is the most inline data in octets that is copied behind the header; to wait for the completion of a Send that gathers it costs more than
+// to copy as much as this.
+const pullupMax = 4096
+
+// gathers reports whether the device sends from memory that was not registered for it.
+func (cn *conn) gathers() bool {
+	return cn.params.SendSGEs >= 3 && cn.dev.Attrs().Caps.Has(verbs.CapRegisterAny)
+}
+
+// gatherSend fills the Send with b, the arguments, and the data straight from the caller's memory. Such a Send is signaled, and the call does
+// not end before it has completed (S8).
+func (s *slot) gatherSend(cn *conn, b []byte) {
+	m, n := s.msg, len(b)+s.msg.ArgDataPos
+	b = append(b, m.Args[:m.ArgDataPos]...)
+	for range sunrpc.Pad4(len(m.ArgData)) - len(m.ArgData) {
+		b = append(b, 0)
+	}
+	b = append(b, m.Args[m.ArgDataPos:]...)
+	s.sge[0] = verbs.SGE{Buf: b[:n:n], LKey: cn.sendLKey}
+	s.sge[1] = verbs.SGE{Buf: m.ArgData}
+	s.sge[2] = verbs.SGE{Buf: b[n:], LKey: cn.sendLKey}
+	sges := s.sge[:3]
+	if len(b) == n {
+		sges = s.sge[:2]
+	}
+	s.sendWR.SGList, s.sendWR.Next = sges, nil
+}
+
 func (s *slot) fillSend(cn *conn, b []byte) {
 	s.sge[0] = verbs.SGE{Buf: b, LKey: cn.sendLKey}
-	s.sendWR.SGList = s.sge[:]
+	s.sendWR.SGList = s.sge[:1]
 	s.sendWR.Next = nil
 }
 

@@ -7,24 +7,27 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // received handles one completed Receive. It runs on the CQ's goroutine, and posts the buffer again before it widens the window.
 func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	if wc.Status != verbs.StatusSuccess {
-		cn.completionError("receive", wc)
+		cn.t.completionError("receive", wc)
 		return
 	}
 	t := cn.t
 	t.stats.recvs.Add(1)
+	cn.lastHeard.Store(t.now())
 	b := r.wr.SGE.Buf[:wc.ByteLen]
 	s, fence, err := cn.reply(b)
 	if _, perr := cn.qp.PostRecv(&r.wr); perr != nil {
-		cn.fail(fmt.Errorf("post Receive: %w", perr))
+		cn.fail(&postError{"Receive", perr})
 	}
 	if err != nil {
 		t.stats.badReply.Add(1)
+		t.trace.Add(trace.Event{Kind: trace.BadReply, XID: cn.hdr.XID})
 		t.log.Warn("discarded a message of the server", "server", t.cfg.Addr, "error", err)
 	}
 	if s == nil {
@@ -33,6 +36,7 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 		}
 		return
 	}
+	t.trace.Add(trace.Event{Kind: trace.Reply, XID: cn.hdr.XID, N: uint16(min(cn.hdr.Credits, 0xffff)), A: uint64(wc.ByteLen)})
 	t.window.replied(s, cn.granted(cn.hdr.Credits))
 	if !fence { // abandoned earlier
 		s.lateReply()
@@ -42,7 +46,7 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 		cn.fail(&ProtocolError{Reason: "server invalidated a key that the answered call does not have"})
 		return
 	}
-	if err := s.mrs.Invalidate(cn.qp, s.onFenced); err != nil {
+	if err := s.invalidate(cn, s.onFenced); err != nil {
 		cn.fail(err)
 	}
 }

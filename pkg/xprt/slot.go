@@ -1,6 +1,7 @@
 package xprt
 
 import (
+	"context"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -8,6 +9,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -24,7 +26,7 @@ const (
 	slotIdle      slotState = iota
 	slotWaiting             // for a credit
 	slotSent                // posted, no reply yet
-	slotFencing             // the reply is here, keys are being invalidated
+	slotFencing             // the reply is here, keys are being invalidated, or the Send still has the buffers
 	slotDone                // result or error is ready for the caller
 	slotLost                // the connection ended first
 	slotAbandoned           // the caller gave up after it was sent
@@ -34,12 +36,14 @@ const (
 type slot struct {
 	t     *Transport
 	index uint32
+	ping  bool          // for liveness calls alone
+	home  chan *slot    // where it goes when it is free
 	send  []byte        // inline send buffer
 	wake  chan struct{} // capacity 1: something that the caller waits for may have happened
 	mrs   memreg.List   // owned by the caller until the post, then by the completion handlers, then by the caller
 
 	sendWR verbs.WorkRequest
-	sge    [1]verbs.SGE
+	sge    [3]verbs.SGE // all inline; or before the data, the data, behind the data
 	hdr    rpcrdma.Header
 	one    [1][]byte // a chunk of one piece, for List.Map
 	wchunk rpcrdma.Chunk
@@ -49,7 +53,9 @@ type slot struct {
 	onFenced    func(ok bool)
 	onAbandoned func(ok bool)
 
-	started time.Time   // when the caller came
+	taken   int         // places taken on the send queue; owned like mrs
+	invMark int64       // of the LOCAL_INV chain on the send queue, 0 for none
+	started time.Time   // when the caller came; set before the slot is waiting
 	expired atomic.Bool // a soft mount's time is over
 
 	mu        sync.Mutex
@@ -62,9 +68,16 @@ type slot struct {
 	longCall  []byte // PZRC, from the pool
 	longReply []byte // reply chunk, from the pool
 	longLen   int    // octets of the reply in longReply, -1 when it came inline
-	fenced    bool   // abandoned: the memory is fenced
-	left      bool   // abandoned: the caller has returned
-	late      bool   // abandoned: the late reply has come, or never will
+	prog      uint32 // the procedure, for those who ask
+	vers      uint32
+	proc      uint32
+	ctx       context.Context // of the caller, for those who ask whose call it is
+	noRoom    bool            // waits for a place on the send queue, or for memory
+	sendBusy  bool            // its Send is signaled and has not completed: send and the data are in use
+	sendMark  int64           // of that Send on the send queue
+	fenced    bool            // its keys are dead
+	left      bool            // abandoned: the caller has returned
+	late      bool            // abandoned: the late reply has come, or never will
 
 	// Guarded by window.mu.
 	credit, queued bool
@@ -72,9 +85,9 @@ type slot struct {
 }
 
 func newSlot(t *Transport, index uint32, xid uint32, send []byte) *slot {
-	s := &slot{t: t, index: index, xid: xid, send: send, wake: make(chan struct{}, 1)}
+	s := &slot{t: t, index: index, xid: xid, home: t.free, send: send, wake: make(chan struct{}, 1)}
 	s.onFenced, s.onAbandoned = s.fencedDone, s.abandonedDone
-	s.sendWR.Opcode, s.sendWR.Done = verbs.OpSend, t.sendDone
+	s.sendWR.Opcode, s.sendWR.Done = verbs.OpSend, s.sendDone
 	verbs.Track(verbs.KindSlot, 1)
 	return s
 }
@@ -88,18 +101,19 @@ func (s *slot) signal() {
 }
 
 // begin takes the slot for a new call with a new XID.
-func (s *slot) begin(m *sunrpc.Message) {
+func (s *slot) begin(ctx context.Context, m *sunrpc.Message) {
 	select {
 	case <-s.wake:
 	default:
 	}
 	s.expired.Store(false)
-	s.started = time.Now()
 	s.mu.Lock()
+	s.started = time.Now()
 	s.xid += s.t.xidStep
-	s.state, s.msg, s.err, s.conn = slotWaiting, m, nil, nil
+	s.state, s.msg, s.err, s.conn, s.ctx = slotWaiting, m, nil, nil, ctx
+	s.prog, s.vers, s.proc = m.Prog, m.Vers, m.Proc
 	s.longLen = -1
-	s.fenced, s.left, s.late = false, false, false
+	s.noRoom, s.fenced, s.left, s.late = false, false, false, false
 	m.XID = s.xid
 	s.mu.Unlock()
 }
@@ -108,10 +122,11 @@ func (s *slot) begin(m *sunrpc.Message) {
 func (s *slot) end() {
 	s.t.window.leave(s)
 	s.mu.Lock()
-	s.state, s.msg, s.conn = slotIdle, nil, nil
+	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.started))})
+	s.state, s.msg, s.conn, s.ctx = slotIdle, nil, nil, nil
 	s.dropLong()
 	s.mu.Unlock()
-	s.t.free <- s
+	s.home <- s
 }
 
 // dropLong gives the long buffers back. Called with mu held.
@@ -126,7 +141,36 @@ func (s *slot) dropLong() {
 	}
 }
 
-// fencedDone ends the call of a reply whose keys are dead. A flush is left to the worker: the
+// sendDone handles the completion of the slot's Send: when it was signaled, or when it failed.
+func (s *slot) sendDone(wc *verbs.WorkCompletion) {
+	s.mu.Lock()
+	s.t.trace.Add(trace.Event{Kind: trace.WCSend, XID: s.xid, Status: uint8(wc.Status)})
+	if wc.Status != verbs.StatusSuccess {
+		s.mu.Unlock()
+		s.t.completionError("send", wc)
+		return
+	}
+	if s.conn != nil && s.conn.qp == wc.QP {
+		s.conn.sq.retire(s.sendMark)
+	}
+	s.sendBusy = false
+	s.maybeDone()
+	s.mu.Unlock()
+}
+
+// maybeDone ends an answered call, or lets an abandoned one go, when its keys are dead and its Send has let go of the buffers.
+// Called with mu held.
+func (s *slot) maybeDone() {
+	if !s.fenced || s.sendBusy {
+		return
+	}
+	if s.state == slotFencing {
+		s.state = slotDone
+	}
+	s.signal()
+}
+
+// fencedDone goes on with the call of a reply whose keys are dead. A flush is left to the worker: the
 // memory is fenced only when the connection is gone.
 func (s *slot) fencedDone(ok bool) {
 	if !ok {
@@ -134,9 +178,15 @@ func (s *slot) fencedDone(ok bool) {
 	}
 	s.mrs.Fenced()
 	s.mu.Lock()
-	s.state = slotDone
+	if s.invMark != 0 && s.conn != nil {
+		s.conn.sq.retire(s.invMark)
+	}
+	s.fenced = true
+	if s.sendBusy {
+		s.t.stats.replyWaits.Add(1)
+	}
+	s.maybeDone()
 	s.mu.Unlock()
-	s.signal()
 }
 
 func (s *slot) abandonedDone(ok bool) {
@@ -145,21 +195,40 @@ func (s *slot) abandonedDone(ok bool) {
 	}
 	s.mrs.Fenced()
 	s.mu.Lock()
+	if s.invMark != 0 && s.conn != nil {
+		s.conn.sq.retire(s.invMark)
+	}
 	s.fenced = true
+	s.maybeDone()
 	s.mu.Unlock()
-	s.signal()
+}
+
+// invalidate posts the LOCAL_INVs of the call, and gives the places on the send queue back that it does not need.
+func (s *slot) invalidate(cn *conn, done func(bool)) error {
+	n := len(s.mrs.Registered())
+	cn.sq.giveBack(s.taken - n)
+	s.taken, s.invMark = 0, 0
+	if n > 0 {
+		s.invMark = cn.sq.mark(n)
+	}
+	if err := s.mrs.Invalidate(cn.qp, done); err != nil {
+		return &postError{"LOCAL_INV", err}
+	}
+	cn.sq.posted.Add(int64(n))
+	return nil
 }
 
 // connectionEnded is called by the worker when the connection of the slot is gone and all its memory fenced.
 func (s *slot) connectionEnded() {
-	s.mrs.Reset()
+	s.taken = 0
 	s.mu.Lock()
+	s.sendBusy = false
 	switch s.state {
 	case slotSent:
 		s.state = slotLost
 		s.dropLong()
 	case slotFencing:
-		s.state = slotDone
+		s.state, s.fenced = slotDone, true
 	case slotAbandoned:
 		s.fenced, s.late = true, true
 		if s.left {

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // counters of a transport, over all its connections. The names are the kernel's.
@@ -17,12 +18,22 @@ type counters struct {
 	failedMarshal, badReply, nomsg   atomic.Uint64
 	nudges, timeouts, resends        atomic.Uint64
 	interrupts, remoteErrs           atomic.Uint64
-	accessErrs, posts, completions   atomic.Uint64 // of connections that ended
+	emptySendCtx, replyWaits, pings  atomic.Uint64
+	connectNanos                     atomic.Uint64 // spent connecting
+}
+
+// qpTotals are the counters of queue pairs.
+type qpTotals struct{ accessErrs, posts, completions uint64 }
+
+func (q *qpTotals) add(s verbs.QPStats) {
+	q.accessErrs += s.RemoteAccessErrors
+	q.posts += s.PostedChains
+	q.completions += s.SendCompletions
 }
 
 // Stats is a snapshot of a transport's counters and gauges. Counters only grow while the Transport lives.
 type Stats struct {
-	State     string // "connected", "connecting", "disconnected", "closed"
+	State     string // one of the State constants
 	LastError string // why the last connection ended or was not made
 	Since     time.Time
 	Server    string
@@ -55,8 +66,18 @@ type Stats struct {
 	RemoteAccessErrors uint64
 	PostedChains       uint64
 	SendCompletions    uint64
+	EmptySendCtx       uint64 // the send queue was full
+	ReplyWaitsForSend  uint64 // replies that came before their Send had completed
+	Pings              uint64 // liveness calls
+	Queued             int    // calls that wait for a credit or the connection
+	InFlightSum        uint64 // calls in flight, and in the queue, summed over the times at which a call asked for a credit
+	QueuedSum          uint64
+	ConnectTime        time.Duration // spent connecting, over all attempts
+	IdleTime           time.Duration // since the last call
+	TraceDropped       uint64
 
 	MRsAllocated, MRsRecycled, MRsOrphaned, MRsRecovered uint64
+	MRsHurt, MapErrors                                   uint64
 	LocalInvNeeded, RemoteInvalidations                  uint64
 	MRsFree, MRsTotal                                    int64
 	MRStates                                             map[string]int64
@@ -76,27 +97,28 @@ func (t *Transport) Stats() Stats {
 		FailedMarshal: c.failedMarshal.Load(), BadReply: c.badReply.Load(), NomsgCall: c.nomsg.Load(),
 		Nudges: c.nudges.Load(), Timeouts: c.timeouts.Load(), Resends: c.resends.Load(),
 		Interrupted: c.interrupts.Load(), RDMAErrors: c.remoteErrs.Load(),
-		RemoteAccessErrors: c.accessErrs.Load(), PostedChains: c.posts.Load(), SendCompletions: c.completions.Load(),
+		EmptySendCtx: c.emptySendCtx.Load(), ReplyWaitsForSend: c.replyWaits.Load(), Pings: c.pings.Load(),
+		ConnectTime: time.Duration(c.connectNanos.Load()), IdleTime: time.Duration(t.now() - t.lastCall.Load()), TraceDropped: t.trace.Dropped(),
+		MRsHurt: m.Hurt.Load(), MapErrors: m.MapErrors.Load(),
 		MRsAllocated: m.Allocated.Load(), MRsRecycled: m.Recycled.Load(), MRsOrphaned: m.Orphaned.Load(), MRsRecovered: m.Recovered.Load(),
 		LocalInvNeeded: m.LocalInvNeeded.Load(), RemoteInvalidations: m.RemoteInv.Load(),
 		MRsFree: m.Free(), MRsTotal: m.Total(), MRStates: map[string]int64{},
 	}
-	for _, st := range []memreg.State{memreg.Invalid, memreg.Valid, memreg.FlushedFR, memreg.FlushedLI} {
+	for _, st := range memreg.States {
 		s.MRStates[st.String()] = m.InState(st)
 	}
-	s.Credits, s.InFlight = t.window.snapshot()
+	s.Credits, s.InFlight, s.Queued, s.InFlightSum, s.QueuedSum = t.window.snapshot()
+	t.stateMu.Lock()
+	defer t.stateMu.Unlock()
+	q := t.ended
 	if cn := t.conn.Load(); cn != nil {
-		q := cn.qp.Stats()
-		s.RemoteAccessErrors += q.RemoteAccessErrors
-		s.PostedChains += q.PostedChains
-		s.SendCompletions += q.SendCompletions
+		q.add(cn.qp.Stats())
 		s.InlineSend, s.InlineRecv = cn.inlineSend, cn.inlineRecv
 	}
-	t.stateMu.Lock()
+	s.RemoteAccessErrors, s.PostedChains, s.SendCompletions = q.accessErrs, q.posts, q.completions
 	s.State, s.Since = t.state, t.since
 	if t.lastErr != nil {
 		s.LastError = t.lastErr.Error()
 	}
-	t.stateMu.Unlock()
 	return s
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -36,6 +37,9 @@ const (
 	MinInlineBytes     = 1024
 	MaxInlineBytes     = 65536
 	DefaultTimeout     = 60 * time.Second
+	DefaultKeepAlive   = 10 * time.Second
+	DefaultIdleTimeout = 5 * time.Minute
+	DefaultTraceEvents = 1024
 
 	// recvSlack is the least size of a Receive buffer in octets: stock Linux servers send messages longer than they promised.
 	recvSlack = 16 << 10
@@ -64,8 +68,15 @@ type Config struct {
 	// NudgeAfter is how long the first reply of a connection may take before the server is nudged by a zero-length RDMA
 	// Write: a stock siw can leave the first FPDU unread until more octets come.
 	NudgeAfter time.Duration
-	Logger     hclog.Logger
-	Name       string // of the mount, for logs
+	// KeepAlive is the silence after which the server is asked for a sign of life, and the wait for it after which the connection is dropped.
+	// Negative: never.
+	KeepAlive time.Duration
+	// IdleTimeout is how long a connection is kept without a call; the next call makes a new one. Negative: for ever.
+	IdleTimeout time.Duration
+	// TraceEvents is the size of the ring of trace events; 0 is none.
+	TraceEvents int
+	Logger      hclog.Logger
+	Name        string // of the mount, for logs
 }
 
 func (c *Config) fill() error {
@@ -79,6 +90,8 @@ func (c *Config) fill() error {
 	def(&c.ReconnectMin, 5*time.Second)
 	def(&c.ReconnectMax, 60*time.Second)
 	def(&c.NudgeAfter, 100*time.Millisecond)
+	def(&c.KeepAlive, DefaultKeepAlive)
+	def(&c.IdleTimeout, DefaultIdleTimeout)
 	if c.Slots == 0 {
 		c.Slots = DefaultSlots
 	}
@@ -103,17 +116,28 @@ type Transport struct {
 	log    hclog.Logger
 	stats  counters
 	mrs    memreg.Counters
+	trace  *trace.Ring // nil: off
 	window window
-	slots  []*slot
+	slots  []*slot // the last one is for liveness calls
 	free   chan *slot
 	arena  []byte // the slots' send buffers
 	long   *verbs.BufferPool
+	epoch  time.Time
+
+	pingSlot chan *slot
+	lastCall atomic.Int64 // when the last call began or ended, in nanoseconds after epoch
+	waiters  waiters      // calls that wait for a slot
 
 	xidMask, xidStep uint32
 	payload          atomic.Int64 // largest payload in octets, after the first connection
 
 	send sync.RWMutex         // see doc.go
-	conn atomic.Pointer[conn] // replaced with send held for writing
+	conn atomic.Pointer[conn] // replaced with send held for writing, taken away with stateMu held
+
+	// Owned by whoever connects: Connect, and then the worker.
+	adapter   *adapter
+	padList   memreg.List // the write-pad MR (S20)
+	storyTold time.Time
 
 	closing   chan struct{}
 	closeOnce sync.Once
@@ -126,28 +150,45 @@ type Transport struct {
 	state   string    // guarded by stateMu
 	since   time.Time // guarded by stateMu
 	lastErr error     // guarded by stateMu
+	ended   qpTotals  // guarded by stateMu
+	story   []Note    // guarded by stateMu
 }
+
+// States of a transport.
+const (
+	StateConnected    = "connected"
+	StateConnecting   = "connecting"
+	StateDisconnected = "disconnected"
+	StateIdle         = "idle" // until the next call
+	StateClosed       = "closed"
+)
 
 // New makes a transport; nothing is sent before Connect. Close it in the end.
 func New(cfg Config) (*Transport, error) {
 	if err := cfg.fill(); err != nil {
 		return nil, err
 	}
-	t := &Transport{cfg: cfg, log: cfg.Logger, closing: make(chan struct{}), state: "disconnected", since: time.Now()}
-	arena, err := verbs.AllocBuffer(cfg.Slots * cfg.InlineBytes)
+	t := &Transport{cfg: cfg, log: cfg.Logger, closing: make(chan struct{}), state: StateDisconnected, since: time.Now(), epoch: time.Now()}
+	t.trace = trace.NewRing(cfg.TraceEvents, func(s uint8) string { return verbs.Status(s).String() })
+	t.window.wanted = make(chan struct{}, 1)
+	n := cfg.Slots + 1
+	arena, err := verbs.AllocBuffer(n * cfg.InlineBytes)
 	if err != nil {
 		return nil, fmt.Errorf("xprt: send buffers: %w", err)
 	}
 	t.arena = arena
 	t.long = verbs.NewBufferPool(longBytes, 2*cfg.Slots)
-	t.free = make(chan *slot, cfg.Slots)
-	t.xidStep = 1 << bits.Len32(uint32(cfg.Slots-1))
+	t.free, t.pingSlot = make(chan *slot, cfg.Slots), make(chan *slot, 1)
+	t.xidStep = 1 << bits.Len32(uint32(n-1))
 	t.xidMask = t.xidStep - 1
-	for i := range cfg.Slots {
+	for i := range n {
 		xid := rand.Uint32()&^t.xidMask | uint32(i)
 		s := newSlot(t, uint32(i), xid, arena[i*cfg.InlineBytes:(i+1)*cfg.InlineBytes:(i+1)*cfg.InlineBytes])
+		if i == cfg.Slots {
+			s.ping, s.home = true, t.pingSlot
+		}
 		t.slots = append(t.slots, s)
-		t.free <- s
+		s.home <- s
 	}
 	return t, nil
 }
@@ -156,17 +197,22 @@ func New(cfg Config) (*Transport, error) {
 func (t *Transport) Connect(ctx context.Context) error {
 	cn, err := t.dial(ctx)
 	if err != nil {
-		t.setState("disconnected", err)
+		t.dropAdapter()
+		t.setState(StateDisconnected, err)
 		return err
 	}
 	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
-	if t.closed || t.running {
+	start := !t.closed && !t.running
+	if start {
+		t.running = true
+		t.workers.Add(2)
+	}
+	t.stateMu.Unlock()
+	if !start {
 		t.release(cn)
+		t.dropAdapter()
 		return ErrClosed
 	}
-	t.running = true
-	t.workers.Add(2)
 	go t.connectWorker(cn)
 	go t.watch()
 	return nil
@@ -184,13 +230,13 @@ func (t *Transport) Close() error {
 		close(t.closing)
 		t.workers.Wait()
 		t.calls.Wait()
-		for _, s := range t.slots {
-			s.mrs.Reset()
+		t.dropAdapter()
+		for range t.slots {
 			verbs.Track(verbs.KindSlot, -1)
 		}
 		t.long.Close()
 		verbs.FreeBuffer(t.arena)
-		t.setState("closed", nil)
+		t.setState(StateClosed, nil)
 	})
 	return nil
 }
@@ -227,32 +273,66 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 		return ErrClosed
 	}
 	defer t.calls.Done()
-	var s *slot
-	select {
-	case s = <-t.free:
-	default:
-		select {
-		case s = <-t.free:
-		case <-ctx.Done():
-			return &InterruptedError{Cause: context.Cause(ctx)}
-		case <-t.closing:
-			return ErrClosed
-		}
+	t.lastCall.Store(t.now())
+	s, err := t.takeSlot(ctx, m)
+	if err != nil {
+		return err
 	}
-	s.begin(m)
+	err = t.run(ctx, s, m)
+	t.lastCall.Store(t.now())
+	return err
+}
+
+// now is the time in nanoseconds after the epoch.
+func (t *Transport) now() int64 { return int64(time.Since(t.epoch)) }
+
+func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message) (*slot, error) {
+	select {
+	case s := <-t.free:
+		return s, nil
+	default:
+	}
+	w := t.waiters.add(ctx, m)
+	defer t.waiters.remove(w)
+	select {
+	case s := <-t.free:
+		return s, nil
+	case <-ctx.Done():
+		return nil, &InterruptedError{Cause: context.Cause(ctx)}
+	case <-t.closing:
+		return nil, ErrClosed
+	}
+}
+
+// run performs the call on slot s, which it ends, or leaves to the late reply.
+func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
+	s.begin(ctx, m)
 	for {
 		if err := t.waitCredit(ctx, s); err != nil {
 			s.end()
 			return err
 		}
 		sent, err := t.transmit(s)
-		if short, ok := err.(*shortageError); ok {
-			t.log.Warn("no memory to send an RPC, trying again", "error", short.error)
+		switch e := err.(type) {
+		case nil:
+		case *shortageError:
+			t.log.Warn("no memory to send an RPC, trying again", "error", e.error)
 			t.window.leave(s)
+			s.setNoRoom(true)
 			time.Sleep(marshalRetry)
+			s.setNoRoom(false)
 			continue
-		}
-		if err != nil {
+		case *queueFullError:
+			s.setNoRoom(true)
+			select {
+			case <-e.room:
+			case <-e.dead:
+			case <-ctx.Done():
+			case <-t.closing:
+			}
+			s.setNoRoom(false)
+			continue
+		default:
 			s.end()
 			return err
 		}
@@ -261,13 +341,16 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 		}
 		switch t.awaitReply(ctx, s) {
 		case slotDone:
+			s.checkFenced()
 			err := s.results(m)
 			s.end()
 			return err
 		case slotLost:
 			t.stats.resends.Add(1)
+			t.trace.Add(trace.Event{Kind: trace.Resend, XID: m.XID})
 		case slotAbandoned:
 			t.stats.interrupts.Add(1)
+			t.trace.Add(trace.Event{Kind: trace.Interrupt, XID: m.XID})
 			return &InterruptedError{Cause: context.Cause(ctx)}
 		}
 	}
@@ -300,6 +383,8 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 	select {
 	case <-t.closing:
 		return ErrClosed
+	case <-ctx.Done():
+		return &InterruptedError{Cause: context.Cause(ctx)}
 	default:
 		return nil
 	}
@@ -350,7 +435,8 @@ func (t *Transport) interrupt(s *slot) slotState {
 	s.mu.Unlock()
 	switch st {
 	case slotSent:
-		if err := s.mrs.Invalidate(cn.qp, s.onAbandoned); err != nil {
+		s.mrs.Abandon()
+		if err := s.invalidate(cn, s.onAbandoned); err != nil {
 			cn.fail(err)
 		}
 	case slotDone, slotFencing:
@@ -382,7 +468,7 @@ func (s *slot) leave() (slotState, bool) {
 		s.mu.Unlock()
 		return slotDone, true
 	}
-	if s.state != slotAbandoned || !s.fenced {
+	if s.state != slotAbandoned || !s.fenced || s.sendBusy {
 		s.mu.Unlock()
 		return 0, false
 	}

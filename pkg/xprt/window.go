@@ -10,6 +10,23 @@ type window struct {
 	inFlight int
 	gen      uint64 // the connection whose credits these are; grows with each
 	queue    []*slot
+	wanted   chan struct{} // capacity 1: a call waits, and there is no connection
+
+	// Sums over all calls, at the time each asks for a credit: the calls in flight and those in the queue (req_u and bklog_u of the kernel).
+	inFlightSum, queueSum uint64
+}
+
+// reserveFrom is the limit from which one credit is kept for liveness calls, so that a server that answers nothing any more can be
+// told from one that is busy even when every other credit is taken.
+const reserveFrom = 16
+
+// room reports whether s may have a credit now. Called with mu held.
+func (w *window) room(s *slot) bool {
+	limit := w.limit
+	if limit >= reserveFrom && !s.ping {
+		limit--
+	}
+	return w.inFlight < limit
 }
 
 // enter asks for a credit of the present connection for s. It returns true when s has one; else s is in the queue, and
@@ -22,13 +39,26 @@ func (w *window) enter(s *slot) bool {
 		return true
 	case s.queued:
 		return false
-	case len(w.queue) == 0 && w.inFlight < w.limit:
+	}
+	w.inFlightSum += uint64(w.inFlight)
+	w.queueSum += uint64(len(w.queue))
+	if (len(w.queue) == 0 || s.ping) && w.room(s) {
 		w.inFlight++
 		s.creditGen, s.credit = w.gen, true
 		return true
 	}
 	s.credit, s.queued = false, true
 	w.queue = append(w.queue, s)
+	if s.ping { // to the front
+		copy(w.queue[1:], w.queue)
+		w.queue[0] = s
+	}
+	if w.limit == 0 {
+		select {
+		case w.wanted <- struct{}{}:
+		default:
+		}
+	}
 	return false
 }
 
@@ -60,7 +90,7 @@ func (w *window) release(s *slot) {
 // dispatch hands free credits to the queue. Called with mu held.
 func (w *window) dispatch() {
 	n := 0
-	for n < len(w.queue) && w.inFlight < w.limit {
+	for n < len(w.queue) && w.room(w.queue[n]) {
 		s := w.queue[n]
 		n++
 		w.inFlight++
@@ -103,8 +133,23 @@ func (w *window) reset(limit int) {
 	w.dispatch()
 }
 
-func (w *window) snapshot() (limit, inFlight int) {
+// closeIfUnused takes the credits away if no call holds or waits for one. It reports whether it did.
+func (w *window) closeIfUnused() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.limit, w.inFlight
+	if w.inFlight > 0 || len(w.queue) > 0 || w.limit == 0 {
+		return false
+	}
+	w.limit = 0
+	select { // what was wanted before is not any more
+	case <-w.wanted:
+	default:
+	}
+	return true
+}
+
+func (w *window) snapshot() (limit, inFlight, queued int, inFlightSum, queueSum uint64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.limit, w.inFlight, len(w.queue), w.inFlightSum, w.queueSum
 }

@@ -2,7 +2,19 @@ package xprt
 
 import (
 	"context"
+	"errors"
+	"io"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+)
+
+const (
+	// storyEvents is how many trace events are written out when a connection dies of an error, storyPause how often at most.
+	storyEvents = 32
+	storyPause  = 10 * time.Second
 )
 
 // connectWorker owns the connection: it puts cn up, waits for its end, takes it down, and makes the next, until the transport is closed.
@@ -17,7 +29,7 @@ func (t *Transport) connectWorker(cn *conn) {
 		case <-ctx.Done():
 		}
 	}()
-	pause := time.Duration(0)
+	var back backOff
 	for {
 		t.install(cn)
 		select {
@@ -26,18 +38,32 @@ func (t *Transport) connectWorker(cn *conn) {
 		}
 		answered := cn.replied.Load()
 		t.uninstall(cn)
-		if ctx.Err() != nil || isClosed(t.closing) {
+		if isClosed(t.closing) {
 			return
 		}
-		t.log.Warn("connection lost", "server", t.cfg.Addr, "error", cn.err)
-		if answered {
-			pause = 0 // it worked: the loss is worth an immediate try
+		if errors.Is(cn.err, errIdle) {
+			t.log.Debug("connection was idle", "server", t.cfg.Addr)
+			if !t.waitWanted() {
+				return
+			}
 		} else {
-			pause = t.backOff(pause)
+			t.log.Warn("connection lost", "server", t.cfg.Addr, "error", cn.err)
+			t.tellStory(cn.err)
 		}
-		if cn = t.reconnect(ctx, pause); cn == nil {
+		if cn = t.reconnect(ctx, &back, back.afterLoss(&t.cfg, answered, ours(cn.err))); cn == nil {
 			return
 		}
+	}
+}
+
+// waitWanted waits until a call needs a connection. It reports false when the transport is closed first.
+func (t *Transport) waitWanted() bool {
+	t.setState(StateIdle, nil)
+	select {
+	case <-t.window.wanted:
+		return true
+	case <-t.closing:
+		return false
 	}
 }
 
@@ -50,12 +76,31 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-func (t *Transport) backOff(last time.Duration) time.Duration {
-	return min(max(2*last, t.cfg.ReconnectMin), t.cfg.ReconnectMax)
+// A backOff is the pause before an attempt to connect: from ReconnectMin, doubled up to ReconnectMax.
+type backOff struct{ last time.Duration }
+
+func (b *backOff) next(c *Config) time.Duration {
+	b.last = min(max(2*b.last, c.ReconnectMin), c.ReconnectMax)
+	return b.last
+}
+
+// afterLoss is the pause after the loss of a connection: none when it had answered a call, and none, the first
+// time, when the loss was of this side's making.
+func (b *backOff) afterLoss(c *Config, answered, ours bool) time.Duration {
+	if answered {
+		b.last = 0
+		return 0
+	}
+	first := b.last == 0
+	pause := b.next(c)
+	if ours && first {
+		return 0
+	}
+	return pause
 }
 
 // reconnect tries until there is a connection, or the transport is closed (nil).
-func (t *Transport) reconnect(ctx context.Context, pause time.Duration) *conn {
+func (t *Transport) reconnect(ctx context.Context, back *backOff, pause time.Duration) *conn {
 	for {
 		if pause > 0 {
 			timer := time.NewTimer(pause)
@@ -66,7 +111,7 @@ func (t *Transport) reconnect(ctx context.Context, pause time.Duration) *conn {
 				return nil
 			}
 		}
-		t.setState("connecting", nil)
+		t.setState(StateConnecting, nil)
 		cn, err := t.dial(ctx)
 		if err == nil {
 			return cn
@@ -74,8 +119,9 @@ func (t *Transport) reconnect(ctx context.Context, pause time.Duration) *conn {
 		if ctx.Err() != nil {
 			return nil
 		}
-		pause = t.backOff(pause)
-		t.setState("disconnected", err)
+		pause = back.next(&t.cfg)
+		t.setState(StateDisconnected, err)
+		t.note("connect failed", err)
 		t.log.Warn("reconnect failed", "server", t.cfg.Addr, "error", err, "next", pause)
 	}
 }
@@ -83,38 +129,61 @@ func (t *Transport) reconnect(ctx context.Context, pause time.Duration) *conn {
 // install puts a new connection up, with one credit.
 func (t *Transport) install(cn *conn) {
 	t.send.Lock()
+	cn.lastHeard.Store(t.now())
+	t.conn.Store(cn)
 	if t.cfg.WritePad {
 		if err := cn.registerPad(); err != nil {
-			cn.fail(err)
+			cn.fail(&postError{"write-pad registration", err})
 		}
 	}
-	t.conn.Store(cn)
 	t.send.Unlock()
 	t.stats.connects.Add(1)
-	t.setState("connected", nil)
-	t.log.Info("connected", "server", t.cfg.Addr, "device", cn.id.Device().Attrs().Name, "inline_send", cn.inlineSend, "inline_recv", cn.inlineRecv, "slots", cn.params.Slots)
+	t.setState(StateConnected, nil)
+	t.note("connected", nil)
+	t.trace.Add(trace.Event{Kind: trace.Connect})
+	t.log.Info("connected", "server", t.cfg.Addr, "device", cn.dev.Attrs().Name, "inline_send", cn.inlineSend, "inline_recv", cn.inlineRecv, "slots", cn.params.Slots)
 	t.window.reset(1)
 }
 
-// uninstall takes the connection down. With the send lock held for writing no call is being marshaled; the queues are drained
-// and everything is destroyed before any call hears of it, so each finds its memory fenced (S16).
+// uninstall takes the connection down. With the send lock held for writing no call is being marshaled; the queues are drained,
+// and every MR that was in use is made anew, before any call hears of it, so each finds its memory fenced (S16).
 func (t *Transport) uninstall(cn *conn) {
 	t.window.reset(0)
 	t.send.Lock()
 	defer t.send.Unlock()
 	cn.fail(ErrClosed)
-	t.setState("disconnected", cn.err)
+	t.setState(StateDisconnected, cn.err)
+	t.note("disconnected", cn.err)
+	t.trace.Add(trace.Event{Kind: trace.Disconnect})
 	t.release(cn)
-	t.conn.Store(nil)
+	t.settle(cn)
 	for _, s := range t.slots {
 		s.connectionEnded()
 	}
 }
 
-// watch ends connections whose calls wait too long, and the calls of soft mounts whose time is over.
+// tellStory writes the last events of a connection that died of an error to the log.
+func (t *Transport) tellStory(err error) {
+	if errors.Is(err, io.EOF) || errors.Is(err, ErrClosed) || t.trace == nil || time.Since(t.storyTold) < storyPause {
+		return
+	}
+	t.storyTold = time.Now()
+	for _, e := range t.trace.Last(storyEvents) {
+		t.log.Info("before the connection was lost", "trace", t.trace.Text(&e))
+	}
+}
+
+// watch ends connections whose calls wait too long or whose server is dead or not needed, and the calls of soft mounts whose time is over.
 func (t *Transport) watch() {
 	defer t.workers.Done()
-	tick := time.NewTicker(min(max(t.cfg.Timeout/8, time.Millisecond), time.Second))
+	every := t.cfg.Timeout / 8
+	if t.cfg.KeepAlive > 0 {
+		every = min(every, t.cfg.KeepAlive/4)
+	}
+	if t.cfg.IdleTimeout > 0 {
+		every = min(every, t.cfg.IdleTimeout/4)
+	}
+	tick := time.NewTicker(min(max(every, time.Millisecond), time.Second))
 	defer tick.Stop()
 	for {
 		select {
@@ -124,6 +193,7 @@ func (t *Transport) watch() {
 			for _, s := range t.slots {
 				t.checkSlot(s, now)
 			}
+			t.checkConnection()
 		}
 	}
 }
@@ -135,6 +205,7 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 	case slotSent, slotFencing, slotAbandoned:
 		if waited := now.Sub(s.sentAt); waited > t.cfg.Timeout && s.conn != nil && !s.late {
 			t.stats.timeouts.Add(1)
+			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})
 		}
 	}
@@ -144,5 +215,82 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 	if now.Sub(s.started) > t.cfg.Timeout*time.Duration(t.cfg.Retrans+1) {
 		s.expired.Store(true)
 		s.signal()
+	}
+}
+
+// checkConnection looks after the liveness of the connection: after KeepAlive of silence the server is asked by a NULL call, whose silence for
+// as long again ends the connection; when no call was made for IdleTimeout the connection is closed, until the next.
+func (t *Transport) checkConnection() {
+	cn := t.conn.Load()
+	if cn == nil {
+		return
+	}
+	now := t.now()
+	if idle := t.cfg.IdleTimeout; idle > 0 && now-t.lastCall.Load() > int64(idle) && t.window.closeIfUnused() {
+		cn.fail(errIdle)
+		return
+	}
+	silent := time.Duration(now - cn.lastHeard.Load())
+	if t.cfg.KeepAlive <= 0 || silent < t.cfg.KeepAlive {
+		return
+	}
+	select {
+	case s := <-t.pingSlot:
+		if !t.enterCall() {
+			t.pingSlot <- s
+			return
+		}
+		go t.ping(cn, s)
+	default:
+		// One is under way. Only what was sent can be answered: without a credit for it the calls' own timeout decides.
+		s := t.slots[t.cfg.Slots]
+		s.mu.Lock()
+		asked := s.state == slotSent && s.conn == cn
+		waited := time.Since(s.sentAt)
+		s.mu.Unlock()
+		if asked && waited > t.cfg.KeepAlive && silent >= waited {
+			cn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: silent})
+		}
+	}
+}
+
+// The procedure that asks a server whether it is there: NULL of NFSv3.
+const (
+	pingProgram = 100003
+	pingVersion = 3
+)
+
+// ping asks the server of cn for a sign of life.
+func (t *Transport) ping(cn *conn, s *slot) {
+	defer t.calls.Done()
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	stop := make(chan struct{})
+	defer close(stop)
+	go func() { // a ping is of its connection alone
+		select {
+		case <-cn.dead:
+		case <-t.closing:
+		case <-stop:
+		}
+		cancel()
+	}()
+	t.stats.pings.Add(1)
+	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
+	t.trace.Add(trace.Event{Kind: trace.Ping})
+	if err := t.run(ctx, s, &m); err != nil {
+		t.log.Debug("liveness call failed", "server", t.cfg.Addr, "error", err)
+	}
+}
+
+// checkFenced holds an ended call to the promise that its keys are dead.
+func (s *slot) checkFenced() {
+	if !verify.On() {
+		return
+	}
+	s.t.send.RLock()
+	defer s.t.send.RUnlock()
+	if n := len(s.mrs.Registered()); n > 0 {
+		verify.Failf("RPC %#x ends with %d keys alive", s.xid, n)
 	}
 }

@@ -1,5 +1,5 @@
 // Package verbstest proves providers: a conformance suite that each of them must pass
-// ([Conformance]), and a test main that fails when anything was left behind ([Main]).
+// ([Conformance]), and a test main that turns the invariant checks on and fails when anything was left behind ([Main]).
 package verbstest
 
 import (
@@ -10,12 +10,14 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // Main runs the tests of a package and fails when a goroutine, a file descriptor, or any resource
 // that verbs tracks (MR, QP, CQ, PD, slot, buffer, connection) is left at their end.
 func Main(m *testing.M, opts ...goleak.Option) {
+	verify.Enable()
 	before := openDescriptors()
 	code := m.Run()
 	if code == 0 {
