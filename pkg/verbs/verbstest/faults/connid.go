@@ -16,7 +16,7 @@ import (
 type connID struct {
 	p     *Provider
 	inner verbs.ConnID
-	dev   *device
+	dev   device
 
 	mu     sync.Mutex
 	qp     *queuePair // guarded by mu
@@ -24,7 +24,7 @@ type connID struct {
 }
 
 func newConnID(p *Provider, inner verbs.ConnID) connID {
-	return connID{p: p, inner: inner, dev: &device{p: p, inner: inner.Device()}}
+	return connID{p: p, inner: inner, dev: device{p: p, inner: inner.Device()}}
 }
 
 func (c *connID) Device() verbs.Device       { return c.dev }

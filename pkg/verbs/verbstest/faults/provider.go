@@ -125,13 +125,14 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 }
 
 // A device hands out decorated protection domains and completion queues.
+// It is a value, so that the devices of two connections are equal where the inner ones are.
 type device struct {
 	p     *Provider
 	inner verbs.Device
 }
 
 // Attrs are the inner device's, less the room that the decorator needs for requests of its own.
-func (d *device) Attrs() verbs.DeviceAttrs {
+func (d device) Attrs() verbs.DeviceAttrs {
 	a := d.inner.Attrs()
 	if d.p.plan.attacks() {
 		a.MaxQPWR -= attackRoom
@@ -140,7 +141,7 @@ func (d *device) Attrs() verbs.DeviceAttrs {
 	return a
 }
 
-func (d *device) AllocPD() (verbs.PD, error) {
+func (d device) AllocPD() (verbs.PD, error) {
 	pd, err := d.inner.AllocPD()
 	if err != nil {
 		return nil, err
@@ -149,7 +150,7 @@ func (d *device) AllocPD() (verbs.PD, error) {
 }
 
 // CreateCQ leaves room for the requests of the decorator on one queue pair.
-func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
+func (d device) CreateCQ(depth int) (verbs.CQ, error) {
 	if depth > 0 && d.p.plan.attacks() {
 		depth += attackRoom
 	}
