@@ -29,6 +29,10 @@ func TestVerbs(t *testing.T) {
 	if b, err := os.ReadFile(filepath.Join(w.dir, "export", "new")); err != nil || string(b) != "data" {
 		t.Errorf("on the server: %q, %v", b, err)
 	}
+	var statfs syscall.Statfs_t
+	if err := syscall.Statfs(dir, &statfs); err != nil || statfs.Blocks == 0 {
+		t.Errorf("statfs: %d blocks, %v", statfs.Blocks, err)
+	}
 	var list []daemon.MountStatus
 	out := nfsrdmad(t, "status", "--control-socket", w.socket, "--output", "json", dir).succeeds(t).stdout
 	if err := json.Unmarshal([]byte(out), &list); err != nil || len(list) != 1 {

@@ -360,6 +360,8 @@ func (c *nfsCall) repair(r []byte) []byte {
 		if c.args.stable == nfs3.Unstable { // no fsync was made
 			be.PutUint32(r[len(r)-nfs3.WriteVerfSize-4:], uint32(nfs3.Unstable))
 		}
+	case nfs3.ProcFSStat: // go-nfs makes invarsec 64 bits wide: RFC 1813 §3.3.18 ends before its second half
+		r = r[:min(len(r), afterAttr(r)+fsStatSize)]
 	case nfs3.ProcFSInfo:
 		c.repairFSInfo(r)
 	case nfs3.ProcPathConf:
@@ -379,6 +381,8 @@ const (
 	linkMax = 32000
 	modeDir = 0o755
 	fattr   = 84
+	// fsStatSize is what follows the attributes in FSSTAT: six sizes and invarsec.
+	fsStatSize = 6*sunrpc.SizeUint64 + sunrpc.SizeUint32
 )
 
 func afterAttr(r []byte) int {
