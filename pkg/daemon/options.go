@@ -202,7 +202,8 @@ var optionTable = slices.Concat([]option{
 	oneOf("mpacrc", []string{"off", "on"}, "", func(o *Options, v string) { o.MPACRC = v == "on" }, "mpacrc"),
 	wordSets("writepad", "writepad", func(o *Options) { o.WritePad = true }),
 	// What mount(8) and fstab(5) say to every helper.
-	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "relatime", "norelatime", "strictatime", "nostrictatime"),
+	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "relatime", "norelatime", "strictatime", "nostrictatime",
+		"async", "fg"), // as it is here anyhow
 },
 	kernelFlag("nosuid", "suid"), kernelFlag("nodev", "dev"), kernelFlag("noexec", "exec"),
 	kernelFlag("noatime", "atime"), kernelFlag("nodiratime", "diratime"))
@@ -254,8 +255,13 @@ func ParseOptions(base Options, list string) (Options, error) {
 	return o, o.check(given)
 }
 
-// isForOthers tells the options that mount(8) reserves for user space programs.
+// isForOthers tells the options that mount(8) and fstab(5) reserve for user space programs. Who may mount is mount(8)'s to decide; it adds
+// what "user" implies.
 func isForOthers(item string) bool {
+	switch name, _, _ := strings.Cut(item, "="); name {
+	case "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup":
+		return true
+	}
 	return strings.HasPrefix(item, "x-") || strings.HasPrefix(item, "X-") || strings.HasPrefix(item, "comment=")
 }
 
@@ -277,6 +283,9 @@ func (o *Options) check(given map[string]string) error {
 	if actimeo, ok := given["actimeo"]; ok && given["ac"] == "noac" {
 		_, v, _ := strings.Cut(actimeo, "=")
 		return &OptionError{"actimeo", v, "contradicts \"noac\"; give one of them"}
+	}
+	if o.MountPort == o.Port { // MOUNT is spoken on TCP: a connection of TCP's own would harm the RDMA port of a stock Linux server
+		return &OptionError{"mountport", strconv.Itoa(int(o.MountPort)), fmt.Sprintf("contradicts port=%d, the RDMA port: name the server's MOUNT port (TCP), or leave it to the port mapper", o.Port)}
 	}
 	if o.AcRegMin > o.AcRegMax {
 		return &OptionError{"acregmin", seconds(o.AcRegMin), fmt.Sprintf("contradicts acregmax=%s: must be from 0 to %[1]s (seconds)", seconds(o.AcRegMax))}

@@ -14,7 +14,7 @@ func TestParseOptions(t *testing.T) {
 		change func(*Options)
 	}{
 		{"", func(*Options) {}},
-		{"vers=3,proto=rdma,sec=sys,nolock,local_lock=all,intr,mountproto=tcp,hard,rw,defaults,_netdev,x-systemd.automount", func(*Options) {}},
+		{"vers=3,proto=rdma,sec=sys,nolock,local_lock=all,intr,mountproto=tcp,hard,rw,defaults,_netdev,x-systemd.automount,user,user=me,users,owner,group,nouser,async,fg,nofail,noauto", func(*Options) {}},
 		{"nfsvers=3,vers=3", func(*Options) {}},
 		{"port=1,mountport=65535", func(o *Options) { o.Port, o.MountPort = 1, 65535 }},
 		{"rsize=4096,wsize=1048576", func(o *Options) { o.RSize, o.WSize = 4096, 1<<20 }},
@@ -84,6 +84,7 @@ func TestParseOptionsErrors(t *testing.T) {
 		{"actimeo=5,acregmin=3", `"acregmin=3"`, `contradicts "actimeo=5"`},
 		{"noac,acdirmax=3", `"acdirmax=3"`, `contradicts "noac"`},
 		{"noac,actimeo=3", `"actimeo=3"`, `contradicts "noac"`},
+		{"mountport=20049", `"mountport=20049"`, "port=20049"},
 		{"acregmin=61", `"acregmin=61"`, "acregmax=60"},
 		{"acdirmin=9,acdirmax=8", `"acdirmin=9"`, "0 to 8"},
 	} {
