@@ -81,6 +81,7 @@ type FS struct {
 	dirs       map[uint64]*dirHandle
 
 	reopens    reopens
+	noPlus     atomic.Bool // the server does not have READDIRPLUS
 	writeSlots chan struct{}
 	work       sync.WaitGroup // goroutines that write back
 	dirtyMu    sync.Mutex

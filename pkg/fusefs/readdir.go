@@ -1,17 +1,22 @@
 package fusefs
 
 import (
+	"errors"
 	"sync"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // maxDirReplies bounds the replies that one pass through a directory may take: a server whose cookies never repeat and never end
 // would keep a reader busy for ever.
 const maxDirReplies = 1 << 20
+
+// maxDirRestarts bounds how often in a row a server may forget its cookies before the reader's next entry is found.
+const maxDirRestarts = 4
 
 // A dirHandle is one open directory. The server's cookies are the kernel's offsets; cookie 0 is the start.
 type dirHandle struct {
@@ -25,7 +30,7 @@ type dirHandle struct {
 	offset  uint64     // where the reader is: the cookie of the last entry given, or 0
 	eof     bool       // the last reply ended the directory
 	start   uint64     // FS.clock when the last reply was asked for
-	noPlus  bool       // the server does not have READDIRPLUS
+	begun   int        // times in a row that the directory was begun again without another entry found
 
 	// seen holds the cookies from which replies were asked for since the start, to notice a directory that runs in circles.
 	seen map[uint64]struct{}
@@ -150,6 +155,7 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 				return nil
 			}
 			given = true
+			d.begun = 0
 			d.pos++
 			d.offset = e.cookie
 		}
@@ -183,6 +189,7 @@ func (d *dirHandle) seek(offset uint64) {
 // rewind forgets the last reply and the way that led to it.
 func (d *dirHandle) rewind(offset uint64) {
 	d.entries, d.pos, d.offset, d.eof = d.entries[:0], 0, offset, false
+	d.begun = 0
 	clear(d.seen)
 }
 
@@ -205,8 +212,21 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 // restart finds the reader's place again after the server has forgotten its cookies: it reads the directory from the start
 // until the entry with the reader's cookie.
 func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
-	fs.Counters.ReadDirRestarts.Add(1)
 	place := d.offset
+	for {
+		if d.begun++; d.begun > maxDirRestarts {
+			return syscall.EIO
+		}
+		fs.Counters.ReadDirRestarts.Add(1)
+		err := fs.findPlace(r, d, plus, place)
+		if !hasStatus(err, nfs3.ErrBadCookie) {
+			return err
+		}
+	}
+}
+
+// findPlace reads from the start until the entry with the cookie place.
+func (fs *FS) findPlace(r *request, d *dirHandle, plus bool, place uint64) error {
 	d.verf = nfs3.Verifier{}
 	clear(d.seen)
 	for from := uint64(0); ; {
@@ -215,7 +235,7 @@ func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 		}
 		d.seen[from] = struct{}{}
 		if err := fs.dirRPC(r, d, from, plus); err != nil {
-			return errno(err)
+			return err
 		}
 		for i := range d.entries {
 			if d.entries[i].cookie == place {
@@ -230,10 +250,16 @@ func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 	}
 }
 
+// unsupported tells whether a server does not have a procedure, which servers say at one of two levels.
+func unsupported(err error) bool {
+	var accept *sunrpc.AcceptError
+	return hasStatus(err, nfs3.ErrNotSupp) || errors.As(err, &accept) && accept.Stat == sunrpc.ProcUnavail
+}
+
 // dirRPC makes one READDIRPLUS or READDIR call from a cookie.
 func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	var res nfs3.ReadDirResult
-	plus = plus && !d.noPlus
+	plus = plus && !fs.noPlus.Load()
 	sane := true
 	last := cookie
 	keep := func(e *nfs3.DirEntry) bool {
@@ -255,8 +281,9 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 		} else {
 			err = fs.client.ReadDir(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, &res, keep)
 		}
-		if plus && hasStatus(err, nfs3.ErrNotSupp) {
-			plus, d.noPlus = false, true
+		if plus && unsupported(err) {
+			plus = false
+			fs.noPlus.Store(true)
 			continue
 		}
 		if fs.again(r, err, try) {
