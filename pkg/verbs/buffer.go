@@ -38,8 +38,9 @@ func FreeBuffer(b []byte) {
 // A BufferPool hands out equal buffers of AllocBuffer up to a hard maximum.
 // Get waits when all are out. Safe for concurrent use.
 type BufferPool struct {
-	size int
-	free chan []byte
+	size  int
+	free  chan []byte
+	ended chan struct{} // closed by Close
 
 	mu     sync.Mutex
 	made   int // guarded by mu
@@ -49,7 +50,7 @@ type BufferPool struct {
 
 // NewBufferPool makes a pool of at most max buffers of size octets each. Buffers are made when first needed.
 func NewBufferPool(size, max int) *BufferPool {
-	return &BufferPool{size: size, max: max, free: make(chan []byte, max)}
+	return &BufferPool{size: size, max: max, free: make(chan []byte, max), ended: make(chan struct{})}
 }
 
 // Size is the length of each buffer in octets.
@@ -75,7 +76,7 @@ func (p *BufferPool) TryGet() []byte {
 	return b
 }
 
-// Get returns a buffer, waiting for one until done is closed, when it returns nil.
+// Get returns a buffer, waiting for one until done or the pool is closed, when it returns nil.
 func (p *BufferPool) Get(done <-chan struct{}) []byte {
 	if b := p.TryGet(); b != nil {
 		return b
@@ -84,8 +85,9 @@ func (p *BufferPool) Get(done <-chan struct{}) []byte {
 	case b := <-p.free:
 		return b
 	case <-done:
-		return nil
+	case <-p.ended:
 	}
+	return nil
 }
 
 // Put gives back a buffer that Get or TryGet returned (any reslice that starts at its first octet).
@@ -108,11 +110,14 @@ func (p *BufferPool) Out() int {
 	return p.made - len(p.free)
 }
 
-// Close frees the buffers that are in the pool, and each other one when it is Put.
+// Close frees the buffers that are in the pool, and each other one when it is Put. Nobody gets a buffer any more. Idempotent.
 func (p *BufferPool) Close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.closed = true
+	if !p.closed {
+		p.closed = true
+		close(p.ended)
+	}
 	for {
 		select {
 		case b := <-p.free:

@@ -172,7 +172,8 @@ type MR interface {
 	// lives; the low 8 bits in force are those of the last FastReg.
 	RKey() RKey
 	// Dereg destroys the MR. When it returns nil no octet of the memory is
-	// being read or written by the device, nor will be.
+	// being read or written by the device on the peer's behalf, nor will be. Requests whose
+	// SGEs lie in the memory must have completed before (QP.Drain sees to it).
 	Dereg() error
 }
 
@@ -243,7 +244,8 @@ type WorkRequest struct {
 
 	// MR, NewKey, Access, IOVA and Segs describe an OpFastReg: after it,
 	// [IOVA, IOVA+sum of Segs) under MR.RKey().WithKey(NewKey) reaches Segs in order.
-	// The MR must be invalid.
+	// The MR must be invalid. The registration is good on this QP alone: only there can it be reached by the
+	// peer and invalidated. When the QP is lost the MR stays as it is, and can only be deregistered.
 	MR     MR
 	NewKey uint8
 	Access Access

@@ -7,8 +7,10 @@
 // Fast registration is real (features.md S3-S6): an STag has a 24-bit index from a CSPRNG and an 8-bit key
 // of the consumer's; it is good on one stream, in one protection domain, for the rights and the octets
 // registered, and every tagged octet is checked. Once a LocalInv has completed, a Send With Invalidate has
-// completed its Receive, or Dereg has returned, no octet of that memory moves any more (the fence, see mr), and none of
-// the three waits for a peer.
+// completed its Receive, or Dereg has returned, no octet of that memory moves any more (the fence, see mr). Dereg waits for
+// nobody, and a LocalInv only for the requests posted before it: never for a peer to take its Read Response. What a peer had begun to
+// write or to read by then cannot be finished, and ends the connection. An MR is good on the QP that registered it alone; when that QP
+// is lost it can only be deregistered.
 //
 // Every request posted completes exactly once. PostSend never waits for the socket. RDMA Read Requests of the peer are
 // answered by the writer as they come; nothing that consumer code does delays them.
@@ -21,7 +23,12 @@
 //
 // CRCs are off by default (RFC 5044 §4.4): stock siw ends the connection when TCP splits an FPDU's trailer. [Config.CRC]
 // turns them on, and a peer that asks for them gets them. MPA markers are not sent: a Request that demands them is
-// rejected, as siw does; a Reply that does ends the attempt. The RDMA Consortium's dialect, revision 0, is refused.
+// rejected, as siw does; a Reply that does ends the attempt. The RDMA Consortium's dialect, revision 0, is refused, and an
+// initiator does not fall back to revision 1, which has no read depths to agree on (RFC 6581 §10 allows both).
+// FPDUs are no larger than the MSS unless [Config.MaxFPDU] says so, but without CRCs several share a system call, so that TCP segments need
+// not begin with one (RFC 5044 §5.1 prefers it). A FIN of the peer ends both directions; RFC 5041 §6.2.1 would let this side's go on, which
+// siw does not understand. An RDMA Read of no octets completes without a Read Request. One Read Request more than the
+// negotiated depth may be under way: a request has left the queue when its answer begins.
 //
 // Towards stock siw: read depths are powers of two; connects to one address are made one after the other, and a fresh TCP
 // connection is never dropped at once; the request leaves in one write; both bit orders of a Terminate are understood.
