@@ -181,6 +181,15 @@ func (fs *FS) Abort() {
 	fs.interrupts.abort()
 }
 
+func (fs *FS) isAborted() bool {
+	select {
+	case <-fs.aborted:
+		return true
+	default:
+		return false
+	}
+}
+
 // Close writes back what is left, ends the FS and frees what it holds. The mount must be gone. With ctx ended the rest is given up as by Abort.
 func (fs *FS) Close(ctx context.Context) {
 	fs.dirtyMu.Lock()

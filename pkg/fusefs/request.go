@@ -237,6 +237,9 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	fs.interrupts.finish(r)
 	status := toStatus(err)
+	if status == fuse.EINTR && fs.isAborted() {
+		status = fuse.EIO // no signal came, and there is no use in trying again
+	}
 	if status != fuse.OK {
 		fs.Counters.Errors[op].Add(1)
 	}
@@ -250,10 +253,8 @@ func (background) Deadline() (time.Time, bool) { return time.Time{}, false }
 func (b background) Done() <-chan struct{}     { return b.fs.aborted }
 func (background) Value(any) any               { return nil }
 func (b background) Err() error {
-	select {
-	case <-b.fs.aborted:
+	if b.fs.isAborted() {
 		return context.Canceled
-	default:
-		return nil
 	}
+	return nil
 }
