@@ -86,8 +86,6 @@ func (x *exec) serve(r *recvBuf) error {
 		return x.sendError(r, rpcrdma.ErrVers)
 	case err != nil: // malformed lists, RDMA_MSGP, unknown rdma_proc: RFC 8166 §4.5.2, §4.6.1
 		return x.sendError(r, rpcrdma.ErrChunk)
-	case x.header.Proc == rpcrdma.ProcMsg && isReply(msg[n:]): // a reverse-direction reply answers nothing of ours (RFC 8167 §4.1)
-		return x.discard(r)
 	}
 	x.c.callBegins()
 	defer x.c.callEnds()
@@ -196,7 +194,7 @@ func (x *exec) pull(buf *msgBuf, call []byte) error {
 
 // dispatch executes the rebuilt call and answers it; buf is for the reply.
 func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
-	if isReply(call) {
+	if isReply(call) { // a reverse-direction reply answers nothing of ours (RFC 8167 §4.1)
 		return x.discard(r)
 	}
 	hdr, args, err := sunrpc.ParseCall(call)
