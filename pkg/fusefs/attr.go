@@ -178,6 +178,9 @@ func (fs *FS) again(ctx context.Context, err error, try int) bool {
 }
 
 func hasStatus(err error, s nfs3.Status) bool {
+	if err == nil {
+		return false // without the allocation below
+	}
 	var e *nfs3.Error
 	return errors.As(err, &e) && e.Status == s
 }
@@ -199,17 +202,28 @@ func (fs *FS) dropStale(ino *inode) {
 
 // errno is the error number of any error that this package meets.
 func errno(err error) syscall.Errno {
+	switch err := err.(type) {
+	case nil:
+		return 0
+	case syscall.Errno:
+		return err
+	case *nfs3.Error:
+		if err.Status == nfs3.ErrJukebox {
+			return syscall.EINTR // only an interrupt ends the waiting
+		}
+		return nfs3.Errno(err)
+	}
+	return wrappedErrno(err)
+}
+
+// wrappedErrno is apart from errno because what it looks for would be allocated at each of the calls that go well.
+func wrappedErrno(err error) syscall.Errno {
 	var n syscall.Errno
 	var e *nfs3.Error
 	switch {
-	case err == nil:
-		return 0
 	case errors.As(err, &e) && e.Status == nfs3.ErrJukebox:
-		return syscall.EINTR // only an interrupt ends the waiting
-	case !errors.As(err, &e) && errors.As(err, &n) && n == syscall.EINTR:
-		return n
-	}
-	if n, ok := err.(syscall.Errno); ok {
+		return syscall.EINTR
+	case e == nil && errors.As(err, &n) && n == syscall.EINTR:
 		return n
 	}
 	return nfs3.Errno(err)
