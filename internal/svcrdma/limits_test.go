@@ -142,6 +142,28 @@ func TestCallTimeout(t *testing.T) {
 	}
 }
 
+// TestCallTimeoutOfLostClient: a call that outlives its connection does not outlive its time.
+func TestCallTimeoutOfLostClient(t *testing.T) {
+	started, ended := make(chan struct{}), make(chan struct{})
+	var stats Stats
+	addr := startServer(t, Config{CallTimeout: 300 * time.Millisecond, Stats: &stats, Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+		close(started)
+		<-ctx.Done()
+		close(ended)
+		return nil, ctx.Err()
+	})})
+	c := dialRaw(t, addr, ownPrivate(false, 4096))
+	c.sendMsg(&rpcrdma.Header{XID: 1}, rpcCall(1, progNFS, 3, 12, nil)) // REMOVE
+	<-started
+	c.close()
+	select {
+	case <-ended:
+	case <-time.After(testTimeout):
+		t.Fatal("the call runs on")
+	}
+	waitReleased(t, &stats)
+}
+
 // TestMessageMemory gives the server memory for one call with chunks at a time, and clients that want much more. All are served, one after
 // the other, also the one that finds all the memory kept by another connection.
 func TestMessageMemory(t *testing.T) {

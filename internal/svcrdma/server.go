@@ -86,7 +86,8 @@ type Config struct {
 	// long. Default 5 minutes: with every credit in use, 64 MiB go over the link in that time.
 	TransferTimeout time.Duration
 	// CallTimeout bounds the execution of a call by the Handler, and its wait for memory. When it passes, the context that the Handler was given
-	// ends, and the connection with it, so that the client sends the call again. Default 5 minutes.
+	// ends, and the connection with it, so that the client sends the call again. What the Handler's server made of the first try is not known
+	// then, and the second is executed like a new call. Default 5 minutes.
 	CallTimeout time.Duration
 
 	Handler Handler
