@@ -1,0 +1,80 @@
+package softiwarp
+
+import (
+	"context"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// TestPendingIsBounded: connections that send no request, or that nobody accepts, are so many and no more; when their time is over or they are
+// accepted there is room again.
+func TestPendingIsBounded(t *testing.T) {
+	silent := func(t *testing.T, l verbs.Listener, send []byte) *net.TCPConn {
+		t.Helper()
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		c.Write(send)
+		return c.(*net.TCPConn)
+	}
+	ended := func(c *net.TCPConn, within time.Duration) bool {
+		c.SetReadDeadline(time.Now().Add(within))
+		_, err := c.Read(make([]byte, 1))
+		ne, ok := err.(net.Error)
+		return err != nil && !(ok && ne.Timeout())
+	}
+	request := (&mpaFrame{enhanced: true, rev: mpaRev2, ird: 1}).append(nil)
+	for name, send := range map[string][]byte{"silent": nil, "not accepted": request} {
+		t.Run(name, func(t *testing.T) {
+			vl, err := New(Config{RequestTimeout: 2 * time.Second}).Listen(soon(t), loopback)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer vl.Close()
+			l := vl.(*listener)
+			var first *net.TCPConn
+			for i := range maxPending {
+				c := silent(t, l, send)
+				if i == 0 {
+					first = c
+				}
+			}
+			eventually(t, "all of them are pending", func() bool { return len(l.slots) == maxPending })
+			if !ended(silent(t, l, send), patience) {
+				t.Errorf("connection %d was kept", maxPending+1)
+			}
+			if ended(first, 10*time.Millisecond) {
+				t.Error("one that was pending was dropped for it")
+			}
+			if send == nil {
+				if !ended(first, patience) {
+					t.Error("a connection without a request was kept")
+				}
+			} else {
+				eventually(t, "all requests are read", func() bool { return len(l.ready) == maxPending })
+				r, err := l.Accept(context.Background())
+				if err != nil {
+					t.Fatal(err)
+				}
+				r.Close()
+			}
+			eventually(t, "there is room", func() bool { return len(l.slots) < maxPending })
+			c := silent(t, l, request)
+			if send == nil {
+				r, err := l.Accept(soon(t))
+				if err != nil {
+					t.Fatal(err)
+				}
+				r.Close()
+			}
+			if send != nil && ended(c, 10*time.Millisecond) {
+				t.Error("a connection for which there was room was dropped")
+			}
+		})
+	}
+}
