@@ -204,6 +204,43 @@ func TestUsageErrors(t *testing.T) {
 	}
 }
 
+// A configuration that is wrong: the daemon names the file, the line and the key, and does not start.
+func TestBadConfiguration(t *testing.T) {
+	taken := peer(t, func(net.Conn) {}).String()
+	for _, tt := range []struct {
+		name, text string
+		args       []string
+		code       int
+		says       []string
+	}{
+		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", nil, 1, []string{"c.toml:3", `unknown key "log_colour"`, "remove it"}},
+		{"wrong type", "log_format = \"json\"\nconnect_timeout = 30\n", nil, 1, []string{"c.toml:2", "connect_timeout"}},
+		{"wrong type of a string", "log_level = 7\n", nil, 1, []string{"c.toml:1", "log_level"}},
+		{"no TOML", "log_level: info\n", nil, 1, []string{"c.toml:1"}},
+		{"out of range", "shutdown_timeout = \"2h\"\n", nil, 1, []string{"c.toml", "shutdown_timeout", "from 1s to 5m0s"}},
+		{"no duration", "shutdown_timeout = \"soon\"\n", nil, 1, []string{"c.toml", `"soon"`, "30s"}},
+		{"mount options", "mount_options = \"hard,soft\"\n", nil, 1, []string{"c.toml", "mount_options", `"soft"`, `contradicts "hard"`}},
+		{"flag out of range", "", []string{"--connect-timeout", "1ms"}, 1, []string{"connect_timeout", "from 1s"}},
+		{"flag of no duration", "", []string{"--connect-timeout", "soon"}, 1, []string{"connect-timeout", `"soon"`}},
+		{"metrics port in use", "", []string{"--metrics-listen", taken}, 2, []string{taken, "in use", "--metrics-listen"}},
+		{"socket path too long", "", []string{"--control-socket", "/tmp/" + strings.Repeat("x", 120)}, 1, []string{"control socket", "octets"}},
+		{"socket below a file", "", []string{"--control-socket", "/proc/version/s"}, 2, []string{"/proc/version/s"}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			dir := t.TempDir()
+			file := filepath.Join(dir, "c.toml")
+			if err := os.WriteFile(file, []byte(tt.text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			args := append([]string{"daemon", "--config", file, "--control-socket", filepath.Join(dir, "s"), "--metrics-listen", ""}, tt.args...)
+			nfsrdmad(t, args...).fails(t, tt.code, tt.says...)
+			if left, err := os.ReadDir(dir); err != nil || len(left) != 1 {
+				t.Errorf("left beside the configuration: %v, %v", left, err)
+			}
+		})
+	}
+}
+
 // A socket that a killed daemon left is replaced.
 func TestSocketOfADeadDaemon(t *testing.T) {
 	w := newWorld(t)

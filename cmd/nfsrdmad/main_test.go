@@ -126,7 +126,13 @@ func newWorld(t *testing.T) *world {
 
 func (w *world) startDaemon(t *testing.T) {
 	t.Helper()
-	w.daemon = program(t, "nfsrdmad", "daemon", "--control-socket", w.socket, "--metrics-listen", "127.0.0.1:0", "--connect-timeout", "10s")
+	w.startDaemonFor(t, "10s")
+}
+
+// startDaemonFor starts a daemon that gives a mount so much time.
+func (w *world) startDaemonFor(t *testing.T, connect string) {
+	t.Helper()
+	w.daemon = program(t, "nfsrdmad", "daemon", "--control-socket", w.socket, "--metrics-listen", "127.0.0.1:0", "--connect-timeout", connect)
 	w.daemon.Stderr = w.log
 	if err := w.daemon.Start(); err != nil {
 		t.Fatal(err)

@@ -23,6 +23,12 @@ func peerAt(t *testing.T, addr string, play func(net.Conn)) netip.AddrPort {
 	if err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(playTCP(l, play))
+	return netip.MustParseAddrPort(l.Addr().String())
+}
+
+// playTCP serves l by play until the function that it returns is called.
+func playTCP(l net.Listener, play func(net.Conn)) (end func()) {
 	var mu sync.Mutex
 	var conns []net.Conn // guarded by mu
 	var players sync.WaitGroup
@@ -38,7 +44,7 @@ func peerAt(t *testing.T, addr string, play func(net.Conn)) netip.AddrPort {
 			players.Go(func() { play(c) })
 		}
 	})
-	t.Cleanup(func() {
+	return func() {
 		l.Close()
 		mu.Lock()
 		for _, c := range conns {
@@ -46,8 +52,7 @@ func peerAt(t *testing.T, addr string, play func(net.Conn)) netip.AddrPort {
 		}
 		mu.Unlock()
 		players.Wait()
-	})
-	return netip.MustParseAddrPort(l.Addr().String())
+	}
 }
 
 func peer(t *testing.T, play func(net.Conn)) netip.AddrPort { return peerAt(t, "127.0.0.1:0", play) }
@@ -57,25 +62,32 @@ type tcpAnswer func(call sunrpc.CallHeader) []byte
 
 // rpcPeer plays an RPC service on TCP, such as MOUNT or the port mapper.
 func rpcPeer(t *testing.T, addr string, answer tcpAnswer) netip.AddrPort {
-	return peerAt(t, addr, func(c net.Conn) {
-		for {
-			record, err := rpctcp.ReadRecord(c, nil, 4096)
-			if err != nil {
-				return
-			}
-			call, _, err := sunrpc.ParseCall(record)
-			if err != nil {
-				return
-			}
-			reply := answer(call)
-			if reply == nil {
-				continue
-			}
-			if rpctcp.WriteRecord(c, reply) != nil {
-				return
-			}
+	t.Helper()
+	return peerAt(t, addr, func(c net.Conn) { answerRPC(c, answer) })
+}
+
+func playRPC(l net.Listener, answer tcpAnswer) (end func()) {
+	return playTCP(l, func(c net.Conn) { answerRPC(c, answer) })
+}
+
+func answerRPC(c net.Conn, answer tcpAnswer) {
+	for {
+		record, err := rpctcp.ReadRecord(c, nil, 4096)
+		if err != nil {
+			return
 		}
-	})
+		call, _, err := sunrpc.ParseCall(record)
+		if err != nil {
+			return
+		}
+		reply := answer(call)
+		if reply == nil {
+			continue
+		}
+		if rpctcp.WriteRecord(c, reply) != nil {
+			return
+		}
+	}
 }
 
 // words is a reply that was accepted and these results.

@@ -32,6 +32,8 @@ type Config struct {
 	Options  string // mount options
 	Timeout  time.Duration
 	Out      io.Writer
+
+	inside func(*site) // for tests: called once all is set up
 }
 
 // Serve runs a server until ctx ends, and tells started where it is.
@@ -96,6 +98,7 @@ func goSource(ctx context.Context) (string, error) {
 // A site is everything that the demo makes.
 type site struct {
 	cfg    Config
+	out    *screen
 	server *nfsserve.Server
 	daemon *daemon.Daemon
 	client *daemon.Client
@@ -108,10 +111,13 @@ func run(ctx context.Context, cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
-	s := &site{cfg: cfg, export: filepath.Join(root, "export"), dir: filepath.Join(root, "mnt")}
+	s := &site{cfg: cfg, out: newScreen(cfg.Out), export: filepath.Join(root, "export"), dir: filepath.Join(root, "mnt")}
 	defer func() { err = errors.Join(err, s.tearDown(root)) }()
 	if err := s.setUp(ctx, root); err != nil {
 		return err
+	}
+	if cfg.inside != nil {
+		cfg.inside(s)
 	}
 	return s.show(ctx)
 }
@@ -122,7 +128,7 @@ func (s *site) setUp(ctx context.Context, root string) error {
 			return err
 		}
 	}
-	log := hclog.New(&hclog.LoggerOptions{Name: "demo", Level: hclog.Error, Output: s.cfg.Out})
+	log := hclog.New(&hclog.LoggerOptions{Name: "demo", Level: hclog.Error, Output: s.out})
 	serve := nfsserve.Config{Dir: s.export, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0",
 		Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
 	serve.RDMA.RemoteInv = true
@@ -139,7 +145,8 @@ func (s *site) setUp(ctx context.Context, root string) error {
 		return err
 	}
 	s.client = daemon.NewClient(string(cfg.ControlSocket))
-	fmt.Fprintf(s.cfg.Out, "server: NFS/RDMA (softiwarp) on %s, MOUNT on tcp %s, exporting %s\n", s.server.RDMAAddr, s.server.TCPAddr, s.export)
+	s.out.line("server     NFS/RDMA (softiwarp) %s, MOUNT %s (TCP)", s.server.RDMAAddr, s.server.TCPAddr)
+	s.out.line("export     %s", s.export)
 	return s.mount(ctx)
 }
 
@@ -154,7 +161,7 @@ func (s *site) mount(ctx context.Context) error {
 	}
 	info, err := s.client.Mount(ctx, daemon.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
 	if err == nil {
-		fmt.Fprintf(s.cfg.Out, "mounted: %s on %s type fuse.nfsrdma\n", info.Spec, info.Dir)
+		s.out.line("mounted    %s on %s", info.Spec, info.Dir)
 	}
 	return err
 }
@@ -164,6 +171,7 @@ const exportPath = "/"
 
 // tearDown undoes setUp as far as it came.
 func (s *site) tearDown(root string) error {
+	s.out.settle()
 	if s.daemon != nil {
 		s.daemon.Close()
 	}

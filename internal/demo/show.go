@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"slices"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	dto "github.com/prometheus/client_model/go"
@@ -24,16 +23,18 @@ func (s *site) show(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(s.cfg.Out, "copying %d files, %.1f MiB from %s\n", len(t.files), mib(t.bytes), t.root)
+	s.out.line("tree       %d files in %d directories, %.1f MiB, from %s", len(t.files), len(t.dirs), mib(t.bytes), t.root)
 	start := time.Now()
-	if err := t.copyTo(ctx, s.cfg.Out, s.dir); err != nil {
+	if err := t.copyTo(ctx, s.out, s.dir); err != nil {
 		return err
 	}
 	copied := time.Since(start)
+	s.out.line("copied in  %d files in %.1f s", len(t.files), copied.Seconds())
 	first, err := s.scrape(ctx)
 	if err != nil {
 		return err
 	}
+	s.out.line("remount    for empty caches")
 	// A new mount has empty caches: every octet comes from the server again.
 	if err := s.client.Umount(ctx, daemon.UmountRequest{Dir: s.dir}); err != nil {
 		return err
@@ -42,16 +43,16 @@ func (s *site) show(ctx context.Context) error {
 		return err
 	}
 	start = time.Now()
-	if err := t.compareTo(ctx, s.cfg.Out, s.dir); err != nil {
+	if err := t.compareTo(ctx, s.out, s.dir); err != nil {
 		return err
 	}
 	compared := time.Since(start)
+	s.out.line("compared   %d files in %.1f s: every octet is equal", len(t.files), compared.Seconds())
 	second, err := s.scrape(ctx)
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(s.cfg.Out, "all %d files equal, octet by octet\n\n", len(t.files))
-	table(s.cfg.Out, t, []pass{{"copy in", copied, first}, {"read back", compared, second}})
+	table(s.out, t, []pass{{"copy in", copied, first}, {"read back", compared, second}})
 	return s.client.Umount(ctx, daemon.UmountRequest{Dir: s.dir})
 }
 
@@ -62,26 +63,39 @@ type pass struct {
 	metrics map[string]float64 // by name; sums over labels
 }
 
-// counters are shown in this order.
-var counters = []string{"rpc_sends_total", "read_chunk_total", "write_chunk_total", "reply_chunk_total", "mrs_allocated_total",
-	"local_inv_needed_total", "mrs_recovered_total", "mrs_recycled_total", "mrs_orphaned_total", "bad_reply_total", "bad_xids_total", "connects_total", "credits"}
+// counters are shown in this order; those of optional only when one is not zero.
+var (
+	counters = []string{"rpc_sends_total", "read_chunk_total", "write_chunk_total", "reply_chunk_total", "mrs_allocated_total", "local_inv_needed_total",
+		"mrs_recovered_total", "mrs_recycled_total", "mrs_orphaned_total", "connects_total"}
+	optional = []string{"bad_reply_total", "bad_xids_total", "failed_marshal_total"}
+)
 
-func table(w io.Writer, t *tree, passes []pass) {
-	tw := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
-	defer tw.Flush()
-	line := func(what string, value func(pass) string) {
-		fmt.Fprintf(tw, "%s\t", what)
+// table shows the passes side by side, at most 80 columns wide.
+func table(out *screen, t *tree, passes []pass) {
+	row := func(what string, value func(pass) string) {
+		text := fmt.Sprintf("%-32s", what)
 		for _, p := range passes {
-			fmt.Fprintf(tw, "%s\t", value(p))
+			text += fmt.Sprintf("%16s", value(p))
 		}
-		fmt.Fprintln(tw)
+		out.line("%s", text)
 	}
-	line("", func(p pass) string { return p.name })
-	line("seconds", func(p pass) string { return fmt.Sprintf("%.2f", p.took.Seconds()) })
-	line("MiB/s", func(p pass) string { return fmt.Sprintf("%.1f", mib(t.bytes)/p.took.Seconds()) })
-	line("files/s", func(p pass) string { return fmt.Sprintf("%.0f", float64(len(t.files))/p.took.Seconds()) })
+	count := func(key string) func(pass) string {
+		return func(p pass) string { return fmt.Sprintf("%.0f", p.metrics[key]) }
+	}
+	out.line("")
+	row("", func(p pass) string { return p.name })
+	row("time", func(p pass) string { return fmt.Sprintf("%.2f s", p.took.Seconds()) })
+	row("throughput", func(p pass) string { return fmt.Sprintf("%.1f MiB/s", mib(t.bytes)/p.took.Seconds()) })
+	row("files", func(p pass) string { return fmt.Sprintf("%.0f /s", float64(len(t.files))/p.took.Seconds()) })
+	row("operations", func(p pass) string { return fmt.Sprintf("%.0f RPC/s", p.metrics["rpc_sends_total"]/p.took.Seconds()) })
+	out.line("from /metrics, nfsrdmad_...")
 	for _, c := range counters {
-		line("nfsrdmad_"+c, func(p pass) string { return fmt.Sprintf("%.0f", p.metrics[c]) })
+		row("  "+c, count(c))
+	}
+	for _, c := range optional {
+		if slices.ContainsFunc(passes, func(p pass) bool { return p.metrics[c] != 0 }) {
+			row("  "+c, count(c))
+		}
 	}
 	ops := map[string]bool{}
 	for _, p := range passes {
@@ -91,8 +105,9 @@ func table(w io.Writer, t *tree, passes []pass) {
 			}
 		}
 	}
+	out.line("calls by procedure")
 	for _, op := range slices.Sorted(maps.Keys(ops)) {
-		line(op+" calls", func(p pass) string { return fmt.Sprintf("%.0f", p.metrics[opPrefix+op]) })
+		row("  "+op, count(opPrefix+op))
 	}
 }
 

@@ -18,7 +18,6 @@ import (
 const (
 	parallel = 8       // files under way at a time
 	chunk    = 1 << 20 // octets of one read or write
-	tick     = 500 * time.Millisecond
 )
 
 // A tree is a list of what to copy, directories before what is in them.
@@ -66,30 +65,34 @@ type progress struct {
 	files, bytes atomic.Int64
 }
 
-// show prints a line now and then until done is closed.
-func (p *progress) show(w io.Writer, what string, t *tree, done <-chan struct{}) {
-	ticker := time.NewTicker(tick)
+// show shows progress now and then until done is closed.
+func (p *progress) show(out *screen, what string, t *tree, done <-chan struct{}) {
+	ticker := time.NewTicker(out.tick())
 	defer ticker.Stop()
 	for {
+		out.progress("%-10s %5d of %d files, %6.1f of %.1f MiB", what, p.files.Load(), len(t.files), mib(p.bytes.Load()), mib(t.bytes))
 		select {
 		case <-done:
 			return
 		case <-ticker.C:
-			fmt.Fprintf(w, "  %s: %d of %d files, %.1f of %.1f MiB\n", what, p.files.Load(), len(t.files), mib(p.bytes.Load()), mib(t.bytes))
 		}
 	}
 }
 
 func mib(n int64) float64 { return float64(n) / (1 << 20) }
 
+// stuckGrace is how long files under way get after an interrupt. Those that wait for a server that is gone end with the mount.
+const stuckGrace = 3 * time.Second
+
 // each runs f on every file of t, some at a time, and shows progress.
-func (t *tree) each(ctx context.Context, w io.Writer, what string, f func(rel string, buf *buffers) (int64, error)) error {
+func (t *tree) each(ctx context.Context, out *screen, what string, f func(rel string, buf *buffers) (int64, error)) error {
 	var p progress
 	done, shown := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(shown)
-		p.show(w, what, t, done)
+		p.show(out, what, t, done)
 	}()
+	defer func() { close(done); <-shown }()
 	work := make(chan string)
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
@@ -117,25 +120,40 @@ func (t *tree) each(ctx context.Context, w io.Writer, what string, f func(rel st
 			return nil
 		})
 	}
-	err := g.Wait()
-	close(done)
-	<-shown
-	return err
+	ended := make(chan error, 1)
+	go func() { ended <- g.Wait() }()
+	select {
+	case err := <-ended:
+		return err
+	case <-ctx.Done(): // by the caller, or by the first error
+	}
+	select {
+	case err := <-ended:
+		return err
+	case <-time.After(stuckGrace):
+		return context.Cause(ctx)
+	}
 }
 
 type buffers struct{ a, b []byte }
 
+// dirsShown is after how many directories progress is shown.
+const dirsShown = 200
+
 // copyTo makes the tree anew below dst.
-func (t *tree) copyTo(ctx context.Context, w io.Writer, dst string) error {
-	for _, rel := range t.dirs {
+func (t *tree) copyTo(ctx context.Context, out *screen, dst string) error {
+	for i, rel := range t.dirs {
 		if err := ctx.Err(); err != nil {
 			return err
+		}
+		if i%dirsShown == 0 {
+			out.progress("%-10s %5d of %d directories", "copy in", i, len(t.dirs))
 		}
 		if err := os.MkdirAll(filepath.Join(dst, rel), 0o755); err != nil {
 			return err
 		}
 	}
-	return t.each(ctx, w, "copied", func(rel string, buf *buffers) (int64, error) {
+	return t.each(ctx, out, "copy in", func(rel string, buf *buffers) (int64, error) {
 		return copyFile(filepath.Join(t.root, rel), filepath.Join(dst, rel), buf.a)
 	})
 }
@@ -156,8 +174,8 @@ func copyFile(src, dst string, buf []byte) (n int64, err error) {
 }
 
 // compareTo reads everything back from dst.
-func (t *tree) compareTo(ctx context.Context, w io.Writer, dst string) error {
-	return t.each(ctx, w, "compared", func(rel string, buf *buffers) (int64, error) {
+func (t *tree) compareTo(ctx context.Context, out *screen, dst string) error {
+	return t.each(ctx, out, "read back", func(rel string, buf *buffers) (int64, error) {
 		return compareFile(filepath.Join(t.root, rel), filepath.Join(dst, rel), buf)
 	})
 }

@@ -197,7 +197,7 @@ func (c *conn) release() {
 	if c.calls != nil {
 		close(c.calls)
 	}
-	c.workers.Wait()
+	c.waitWorkers()
 	if h, ok := c.cfg.Handler.(ConnHandler); ok {
 		h.ConnClosed(c.peer)
 	}
@@ -207,6 +207,7 @@ func (c *conn) release() {
 	}
 	c.mem.give(len(c.messages))
 	for _, x := range c.execs {
+		x.giveUp()
 		c.must(x.send.destroy())
 	}
 	if c.recvMR != nil {

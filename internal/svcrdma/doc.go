@@ -37,13 +37,13 @@
 // the client comes back with it; an RDMA_ERROR and an RPC reply are never answered. When Serve returns, every verbs resource that it made
 // is released.
 //
-// What it does not promise: fairness. A client that uses all the connections, or all the memory for as long as the time limits let it, delays
-// the others.
+// One client address has at most half of the connections and of the duplicate request cache. Fairness beyond that is not promised: clients
+// that use all the memory for as long as the time limits let them delay the others.
 //
 // # Locks and goroutines
 //
 // Each connection has one goroutine that owns its resources and keeps its time limits, and Credits workers, one call each at a time. A worker
 // owns its buffers; completion handlers only pass tokens. conn.mu guards the lists of buffers and of the XIDs answered last; memBudget.mu, under which conn.mu may
-// be taken, the list of connections; drc.mu and fatalCalls.mu, under neither of which another is taken, the caches. conn.mu may be held around
+// be taken, the list of connections; connCount.mu, drc.mu and fatalCalls.mu, under none of which another is taken, the counts and caches. conn.mu may be held around
 // fatalCalls.mu. None of them is held while a call runs, across a post, or while waiting for memory.
 package svcrdma

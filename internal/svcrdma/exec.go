@@ -22,6 +22,10 @@ type exec struct {
 
 	bufs     [2]*msgBuf // for the reply, and for a call that must be rebuilt
 	transfer stopwatch  // Reads, or the Writes and the Send of a reply
+	calling  stopwatch  // the Handler
+	// outlives is the context of calls that outlive their connection; giveUp ends it when the Handler's time is over.
+	outlives context.Context
+	giveUp   context.CancelFunc
 
 	wrs  []verbs.WorkRequest
 	sges []verbs.SGE
@@ -45,6 +49,7 @@ func (c *conn) newExec() (*exec, error) {
 		wrs: make([]verbs.WorkRequest, writesPerChain), sges: make([]verbs.SGE, writesPerChain),
 		readWRs: make([]verbs.WorkRequest, depth), readSGEs: make([]verbs.SGE, depth),
 		readDone: make(chan verbs.Status, depth), chainDone: make(chan verbs.Status, 1)}
+	x.outlives, x.giveUp = context.WithCancel(c.srvCtx)
 	x.onChain = func(wc *verbs.WorkCompletion) {
 		c.sq.Release(x.posted)
 		x.chainDone <- wc.Status
@@ -86,8 +91,6 @@ func (x *exec) serve(r *recvBuf) error {
 		return x.sendError(r, rpcrdma.ErrVers)
 	case err != nil: // malformed lists, RDMA_MSGP, unknown rdma_proc: RFC 8166 §4.5.2, §4.6.1
 		return x.sendError(r, rpcrdma.ErrChunk)
-	case x.header.Proc == rpcrdma.ProcMsg && isReply(msg[n:]): // a reverse-direction reply answers nothing of ours (RFC 8167 §4.1)
-		return x.discard(r)
 	}
 	x.c.callBegins()
 	defer x.c.callEnds()
@@ -196,7 +199,7 @@ func (x *exec) pull(buf *msgBuf, call []byte) error {
 
 // dispatch executes the rebuilt call and answers it; buf is for the reply.
 func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
-	if isReply(call) {
+	if isReply(call) { // a reverse-direction reply answers nothing of ours (RFC 8167 §4.1)
 		return x.discard(r)
 	}
 	hdr, args, err := sunrpc.ParseCall(call)
@@ -242,17 +245,17 @@ func (x *exec) execute(hdr *sunrpc.CallHeader, call, room []byte) ([]byte, error
 	}
 	var reply []byte
 	defer func() { c.drc.finish(entry, reply) }()
-	reply, err = x.handle(c.srvCtx, call, room)
+	reply, err = x.handle(x.outlives, call, room)
 	if err != nil {
 		reply = nil
 	}
 	return reply, err
 }
 
-// handle gives the call to the Handler, for a limited time.
+// handle gives the call to the Handler. The connection keeps the time, and ends ctx.
 func (x *exec) handle(ctx context.Context, call, room []byte) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(ctx, x.c.cfg.CallTimeout)
-	defer cancel()
+	x.calling.start(x.c.age())
+	defer x.calling.stop()
 	return x.c.cfg.Handler.ServeRPC(ctx, x.c.peer, call, room)
 }
 

@@ -21,13 +21,23 @@ func FuzzCall(f *testing.F) {
 		f.Add(append(h.Append(nil), body...), uint16(200))
 	}
 	const limit = 1 << 12
+	// What a worker's last call left behind: its header and plans are used again.
+	dirty := (&rpcrdma.Header{XID: 1, Vers: 1, Proc: rpcrdma.ProcNoMsg, Reads: []rpcrdma.ReadSegment{{Segment: seg}, {Position: 4, Segment: seg}, {Position: 108, Segment: seg}},
+		Writes: []rpcrdma.Chunk{{seg, seg, seg}, {seg}}, HasReply: true, Reply: rpcrdma.Chunk{seg, seg}}).Append(nil)
 	f.Fuzz(func(t *testing.T, msg []byte, n uint16) {
 		var h rpcrdma.Header
+		var p callPlan
+		var r replyPlan
+		if _, err := h.Decode(dirty); err != nil {
+			t.Fatal(err)
+		}
+		if p.build(&h, nil, limit) != nil || r.build(&h, 1, make([]byte, 250), item{100, 100}, true, replyPolicy{threshold: 300}) != nil {
+			t.Fatal("the first call cannot be served")
+		}
 		size, err := h.Decode(msg)
 		if err != nil || h.Proc == rpcrdma.ProcError {
 			return
 		}
-		var p callPlan
 		if p.build(&h, msg[size:], limit) != nil {
 			return
 		}
@@ -83,7 +93,6 @@ func FuzzCall(f *testing.F) {
 			reply = append(reply, readResults(int(n))...)
 		}
 		it, ok := eligibleResult(&hdr, reply)
-		var r replyPlan
 		if r.build(&h, 1, reply, it, ok, replyPolicy{threshold: 1024}) != nil {
 			return
 		}

@@ -2,7 +2,9 @@ package svcrdma
 
 import (
 	"encoding/binary"
+	"errors"
 	"math/rand/v2"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -130,4 +132,55 @@ func (c *rawClient) trySend(b []byte) bool {
 	_, err := c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, SGList: []verbs.SGE{{Buf: buf, LKey: c.memMR.LKey()}},
 		Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }})
 	return err == nil && <-done == verbs.StatusSuccess
+}
+
+// TestConnectionLimits: one address gets half of the connections, and gets them back.
+func TestConnectionLimits(t *testing.T) {
+	var stats Stats
+	addr := startServer(t, Config{Handler: &testHandler{}, MaxConns: 4, Stats: &stats})
+	a := dialRaw(t, addr, nil)
+	dialRaw(t, addr, nil)
+	third := newRaw(t, addr)
+	var refused *verbs.ConnError
+	if err := third.connect(verbs.ConnParam{ResponderResources: 16}); !errors.As(err, &refused) || refused.Kind != verbs.ConnRejected {
+		t.Errorf("third connection of one client: %v, want it rejected", err)
+	}
+	a.close()
+	for deadline := time.Now().Add(testTimeout); ; time.Sleep(5 * time.Millisecond) {
+		again := newRaw(t, addr)
+		if again.connect(verbs.ConnParam{ResponderResources: 16}) == nil {
+			break
+		}
+		again.close()
+		if time.Now().After(deadline) {
+			t.Fatal("a connection that ended still counts")
+		}
+	}
+
+	c := newConnCount(5)
+	one, two, three := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("192.0.2.3")
+	for i, x := range []struct {
+		from netip.Addr
+		want bool
+	}{{one, true}, {one, true}, {one, true}, {one, false}, {two, true}, {two, true}, {two, false}, {three, false}} {
+		if c.admit(x.from) != x.want {
+			t.Errorf("connection %d from %v: admitted %v", i, x.from, !x.want)
+		}
+	}
+	for _, from := range []netip.Addr{one, one, one, two, two} {
+		c.leave(from)
+	}
+	if c.all != 0 || len(c.own) != 0 {
+		t.Errorf("%d connections of %d clients are left", c.all, len(c.own))
+	}
+}
+
+// TestNoReadsAllowed is a client that answers no RDMA Read (its IRD is 0): a Read chunk of it cannot be served.
+func TestNoReadsAllowed(t *testing.T) {
+	c := newRaw(t, startServer(t, Config{Handler: &testHandler{}}))
+	must(t, c.connect(verbs.ConnParam{}))
+	seg := c.register(rawChunkAt, 4096, verbs.AccessRemoteRead)
+	body := rpcCall(1, progNFS, 3, procWrite, writeHead(4096))
+	c.wantErrChunk(&rpcrdma.Header{XID: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
+	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
 }

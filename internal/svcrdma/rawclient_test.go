@@ -72,7 +72,16 @@ const (
 	rawMem      = rawChunkAt + 2<<20
 )
 
+// dialRaw connects with this private data, and answers 16 RDMA Reads at a time.
 func dialRaw(t testing.TB, addr netip.AddrPort, private []byte) *rawClient {
+	t.Helper()
+	c := newRaw(t, addr)
+	must(t, c.connect(verbs.ConnParam{PrivateData: private, ResponderResources: 16}))
+	return c
+}
+
+// newRaw prepares a client up to its connection.
+func newRaw(t testing.TB, addr netip.AddrPort) *rawClient {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
 	defer cancel()
@@ -94,8 +103,13 @@ func dialRaw(t testing.TB, addr netip.AddrPort, private []byte) *rawClient {
 	for i := range rawRecvs {
 		c.postRecv(c.mem[i*rawRecvSize : (i+1)*rawRecvSize])
 	}
-	must(t, id.Connect(ctx, verbs.ConnParam{PrivateData: private, ResponderResources: 16}))
 	return c
+}
+
+func (c *rawClient) connect(param verbs.ConnParam) error {
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	defer cancel()
+	return c.id.Connect(ctx, param)
 }
 
 func must(t testing.TB, err error) {

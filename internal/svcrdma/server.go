@@ -70,7 +70,8 @@ type Config struct {
 	ReadDepth int
 	// AlwaysReplyChunk uses an offered Reply chunk even where the reply fits inline, as the Linux server does. RFC 8166 §3.5.3 leaves the choice.
 	AlwaysReplyChunk bool
-	// MaxConns is the most connections at a time; others are rejected. Default 128.
+	// MaxConns is the most connections at a time; others are rejected. One client address has at most half of them, so that it cannot
+	// lock out the others. Default 128.
 	MaxConns int
 	// CachedReplies is the size of the duplicate request cache. Default 4096.
 	CachedReplies int
@@ -85,7 +86,8 @@ type Config struct {
 	// long. Default 5 minutes: with every credit in use, 64 MiB go over the link in that time.
 	TransferTimeout time.Duration
 	// CallTimeout bounds the execution of a call by the Handler, and its wait for memory. When it passes, the context that the Handler was given
-	// ends, and the connection with it, so that the client sends the call again. Default 5 minutes.
+	// ends, and the connection with it, so that the client sends the call again. What the Handler's server made of the first try is not known
+	// then, and the second is executed like a new call. Default 5 minutes.
 	CallTimeout time.Duration
 
 	Handler Handler
@@ -175,6 +177,7 @@ type server struct {
 	drc   *drc
 	fatal *fatalCalls
 	mem   *memBudget
+	conns *connCount
 	log   hclog.Logger
 }
 
@@ -185,12 +188,11 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 		return err
 	}
 	s := &server{cfg: cfg, drc: newDRC(cfg.CachedReplies), fatal: newFatalCalls(),
-		mem: newMemBudget(cfg.MessageMemory / cfg.MaxMessage), log: cfg.Logger}
+		mem: newMemBudget(cfg.MessageMemory / cfg.MaxMessage), conns: newConnCount(cfg.MaxConns), log: cfg.Logger}
 	ctx, cancel := context.WithCancel(ctx)
 	var conns sync.WaitGroup
 	defer conns.Wait()
 	defer cancel()
-	slots := make(chan struct{}, cfg.MaxConns)
 	for {
 		req, err := l.Accept(ctx)
 		if err != nil {
@@ -204,16 +206,49 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 			}
 			continue
 		}
-		select {
-		case slots <- struct{}{}:
-		default:
-			s.log.Warn("connection refused: too many", "peer", req.RemoteAddr(), "limit", cfg.MaxConns)
+		client := req.RemoteAddr().Addr().Unmap()
+		if !s.conns.admit(client) {
+			s.log.Warn("connection refused: too many", "peer", req.RemoteAddr(), "limit", s.conns.max, "limit_of_a_client", s.conns.maxOwn)
 			conns.Go(func() { _ = req.Reject(nil) })
 			continue
 		}
 		conns.Go(func() {
-			defer func() { <-slots }()
+			defer s.conns.leave(client)
 			s.serveConn(ctx, req)
 		})
+	}
+}
+
+// A connCount bounds the connections, of all clients and of each.
+type connCount struct {
+	max, maxOwn int
+
+	mu  sync.Mutex
+	all int                // guarded by mu
+	own map[netip.Addr]int // guarded by mu; none is zero
+}
+
+func newConnCount(limit int) *connCount {
+	return &connCount{max: limit, maxOwn: (limit + 1) / 2, own: make(map[netip.Addr]int)}
+}
+
+// admit counts a connection, unless there are too many.
+func (c *connCount) admit(client netip.Addr) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.all >= c.max || c.own[client] >= c.maxOwn {
+		return false
+	}
+	c.all++
+	c.own[client]++
+	return true
+}
+
+func (c *connCount) leave(client netip.Addr) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.all--
+	if c.own[client]--; c.own[client] == 0 {
+		delete(c.own, client)
 	}
 }

@@ -9,6 +9,7 @@ import (
 // Why the server itself ends a connection.
 var (
 	errIdle    = errors.New("no call for the idle time limit")
+	errNoReply = errors.New("the handler did not answer a call within the time limit")
 	errStalled = errors.New("the client did not answer an RDMA Read, or did not take a reply, within the time limit")
 )
 
@@ -30,10 +31,10 @@ func (s *stopwatch) over(now, limit time.Duration) bool {
 // age is the connection's own clock.
 func (c *conn) age() time.Duration { return time.Since(c.born) }
 
-// watch ends the connection when it is idle or stalled, and returns when it is down. One ticker serves all of a connection's time
-// limits, so that a call sets no timer.
+// watch ends the connection when it is idle or stalled, or its Handler is, and returns when it is down. One ticker serves all of a connection's
+// time limits, so that a call sets no timer.
 func (c *conn) watch() {
-	tick := time.NewTicker(max(min(c.cfg.IdleTimeout, c.cfg.TransferTimeout)/watchesPerLimit, time.Millisecond))
+	tick := c.ticker()
 	defer tick.Stop()
 	for {
 		select {
@@ -45,16 +46,50 @@ func (c *conn) watch() {
 	}
 }
 
+// waitWorkers waits for the workers of a connection that is down, and still limits the calls that outlive it.
+func (c *conn) waitWorkers() {
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		c.workers.Wait()
+	}()
+	tick := c.ticker()
+	defer tick.Stop()
+	for {
+		select {
+		case <-ended:
+			return
+		case <-tick.C:
+			c.checkCalls(c.age())
+		}
+	}
+}
+
+func (c *conn) ticker() *time.Ticker {
+	return time.NewTicker(max(min(c.cfg.IdleTimeout, c.cfg.TransferTimeout, c.cfg.CallTimeout)/watchesPerLimit, time.Millisecond))
+}
+
 func (c *conn) checkLimits() {
 	now := c.age()
+	c.checkCalls(now)
 	for _, x := range c.execs {
 		if x.transfer.over(now, c.cfg.TransferTimeout) {
 			c.cancel(errStalled)
-			return
 		}
 	}
-	if c.idle.over(now, c.cfg.IdleTimeout) {
+	// A call may begin between the end of the last and the start of the stopwatch.
+	if c.running.Load() == 0 && c.idle.over(now, c.cfg.IdleTimeout) {
 		c.cancel(errIdle)
+	}
+}
+
+// checkCalls gives up calls that the Handler does not answer, and the connection with them.
+func (c *conn) checkCalls(now time.Duration) {
+	for _, x := range c.execs {
+		if x.calling.over(now, c.cfg.CallTimeout) {
+			c.cancel(errNoReply)
+			x.giveUp()
+		}
 	}
 }
 

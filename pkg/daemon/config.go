@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/pelletier/go-toml/v2"
+	"github.com/pelletier/go-toml/v2/unstable"
 )
 
 // A Config is the daemon's configuration: configs/nfsrdmad.toml, and one flag for each key with the same name and "-" for "_".
@@ -75,11 +76,40 @@ func LoadConfig(path string) (Config, error) {
 	if err != nil {
 		return c, errorf(CodeUsage, "reading the configuration: %w; give its path with --config", err)
 	}
+	if err := c.checkTypes(path, data); err != nil {
+		return c, err
+	}
 	dec := toml.NewDecoder(bytes.NewReader(data)).DisallowUnknownFields()
 	if err := dec.Decode(&c); err != nil {
 		return c, &Error{Code: CodeUsage, Text: configErrorText(path, err), Err: err}
 	}
 	return c, c.Check(path)
+}
+
+// checkTypes refuses values that are no strings: every key takes one, and a bare number would pass as nanoseconds. Text that is no TOML is left to the decoder.
+func (c *Config) checkTypes(path string, data []byte) error {
+	keys := make(map[string]string)
+	for _, f := range c.Fields() {
+		keys[f.Key] = f.Value.String()
+	}
+	p := unstable.Parser{}
+	p.Reset(data)
+	for p.NextExpression() {
+		e := p.Expression()
+		if e.Kind == unstable.Table || e.Kind == unstable.ArrayTable {
+			break // its keys are none of ours
+		}
+		if e.Kind != unstable.KeyValue || e.Value().Kind == unstable.String {
+			continue
+		}
+		it := e.Key()
+		it.Next()
+		key := it.Node()
+		if example, ours := keys[string(key.Data)]; ours {
+			return errorf(CodeUsage, "configuration %s:%d: %s must be a string, in quotes, such as %q", path, p.Shape(key.Raw).Start.Line, key.Data, example)
+		}
+	}
+	return nil
 }
 
 func configErrorText(path string, err error) string {

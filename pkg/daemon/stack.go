@@ -40,6 +40,7 @@ type stack struct {
 	fs         *fusefs.FS
 	server     *fusefs.Server
 	procs      [nfs3.NumProcs]metrics.Histogram
+	ops        [fusefs.NumOps]metrics.Histogram
 	aborted    atomic.Bool
 
 	mu       sync.Mutex
@@ -142,7 +143,7 @@ var recoveries = map[Recovery]xprt.Recovery{RecoveryHard: xprt.Hard, RecoverySof
 
 func (s *stack) fsOptions() fusefs.Options {
 	o := fusefs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
-		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC}
+		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, Observe: s.observeOp}
 	switch s.opts.LookupCache {
 	case "pos":
 		o.LookupCache = fusefs.LookupCachePositive
@@ -151,6 +152,8 @@ func (s *stack) fsOptions() fusefs.Options {
 	}
 	return o
 }
+
+func (s *stack) observeOp(op fusefs.Op, d time.Duration) { s.ops[op].Observe(d) }
 
 // remaining is the time that ctx leaves.
 func remaining(ctx context.Context) time.Duration {

@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -49,6 +50,11 @@ func (s *stack) Snapshot() metrics.Snapshot {
 	for p := range s.procs {
 		if d := s.procs[p].Data(); d.Count > 0 {
 			snap.Procs = append(snap.Procs, metrics.NamedHistogram{Name: nfs3.Proc(p).String(), HistogramData: d})
+		}
+	}
+	for op := range s.ops {
+		if d := s.ops[op].Data(); d.Count > 0 {
+			snap.Ops = append(snap.Ops, metrics.NamedHistogram{Name: fusefs.Op(op).String(), HistogramData: d})
 		}
 	}
 	return snap

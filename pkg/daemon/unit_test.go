@@ -41,6 +41,16 @@ func TestUnitVerifies(t *testing.T) {
 	}
 }
 
+// The exposure that systemd-analyze computes must not grow. What remains is what mounting for others takes: CAP_SYS_ADMIN, mount(2), the network, and
+// the host's own mount namespace.
+func TestUnitExposure(t *testing.T) {
+	const threshold = "50" // a tenth each: 5.0
+	out, err := exec.Command("systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold="+threshold, unitFile).CombinedOutput()
+	if err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
 // A mount namespace of the daemon's own would hide its mounts from the host.
 func TestUnitKeepsTheHostsMountNamespace(t *testing.T) {
 	unit, err := os.ReadFile(unitFile)

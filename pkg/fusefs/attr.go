@@ -48,11 +48,11 @@ func (fs *FS) fillAttr(out *fuse.Attr, a *nfs3.Attr) {
 func (fs *FS) tick() uint64 { return fs.clock.Load() }
 
 // absorb takes over attributes from a reply whose call was sent at start. It returns false, and does nothing, when the node was changed
-// or seen since then, because nobody could tell which of the two is newer, or while it has data that the server has not.
+// or seen since then, because nobody could tell which of the two is newer, while it has data that the server has not, and when they are another object's.
 func (fs *FS) absorb(ino *inode, a *nfs3.Attr, start uint64) bool {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	if start < ino.attrClock || ino.pending > 0 {
+	if start < ino.attrClock || ino.pending > 0 || ino.isOther(a) {
 		return false
 	}
 	least, most := fs.opts.AcRegMin, fs.opts.AcRegMax
@@ -126,9 +126,14 @@ func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) 
 func (fs *FS) getAttr(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) error {
 	for try := 0; ; try++ {
 		err := fs.client.GetAttr(ctx, cred, ino.fh, a)
-		if !fs.again(ctx, err, try) {
-			return fs.nodeErr(ino, err)
+		if fs.again(ctx, err, try) {
+			continue
 		}
+		if err == nil && ino.otherObject(a) {
+			fs.dropStale(ino)
+			return syscall.ESTALE // the server uses the handle again
+		}
+		return fs.nodeErr(ino, err)
 	}
 }
 
@@ -173,6 +178,9 @@ func (fs *FS) again(ctx context.Context, err error, try int) bool {
 }
 
 func hasStatus(err error, s nfs3.Status) bool {
+	if err == nil {
+		return false // without the allocation below
+	}
 	var e *nfs3.Error
 	return errors.As(err, &e) && e.Status == s
 }
@@ -180,26 +188,42 @@ func hasStatus(err error, s nfs3.Status) bool {
 // nodeErr passes err on, and drops the node when the server does not know it any more.
 func (fs *FS) nodeErr(ino *inode, err error) error {
 	if err != nil && (hasStatus(err, nfs3.ErrStale) || hasStatus(err, nfs3.ErrBadHandle)) {
-		fs.Counters.Stale.Add(1)
-		fs.inodes.stale(ino)
-		fs.outdate(ino)
+		fs.dropStale(ino)
 	}
 	return err
 }
 
+// dropStale makes lookups miss a node that the server does not know any more.
+func (fs *FS) dropStale(ino *inode) {
+	fs.Counters.Stale.Add(1)
+	fs.inodes.stale(ino)
+	fs.outdate(ino)
+}
+
 // errno is the error number of any error that this package meets.
 func errno(err error) syscall.Errno {
+	switch err := err.(type) {
+	case nil:
+		return 0
+	case syscall.Errno:
+		return err
+	case *nfs3.Error:
+		if err.Status == nfs3.ErrJukebox {
+			return syscall.EINTR // only an interrupt ends the waiting
+		}
+		return nfs3.Errno(err)
+	}
+	return wrappedErrno(err)
+}
+
+// wrappedErrno is apart from errno because what it looks for would be allocated at each of the calls that go well.
+func wrappedErrno(err error) syscall.Errno {
 	var n syscall.Errno
 	var e *nfs3.Error
 	switch {
-	case err == nil:
-		return 0
 	case errors.As(err, &e) && e.Status == nfs3.ErrJukebox:
-		return syscall.EINTR // only an interrupt ends the waiting
-	case !errors.As(err, &e) && errors.As(err, &n) && n == syscall.EINTR:
-		return n
-	}
-	if n, ok := err.(syscall.Errno); ok {
+		return syscall.EINTR
+	case e == nil && errors.As(err, &n) && n == syscall.EINTR:
 		return n
 	}
 	return nfs3.Errno(err)

@@ -250,6 +250,9 @@ func (fs *FS) settle(r *request, h *fileHandle) error {
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
+	if fs.isAborted() {
+		return syscall.EIO // what was given up may have been reported, but nothing is stable since
+	}
 	return h.report()
 }
 

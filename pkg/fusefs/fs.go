@@ -51,6 +51,9 @@ type Options struct {
 	// Buffers holds the data of reads and writes. Its buffers must have MinIOSize octets, and bound a request's size. Default: a pool of
 	// 32 buffers of MaxIOSize of the FS's own. A pool that is given stays the caller's to close, after FS.Close.
 	Buffers *verbs.BufferPool
+	// Observe, if not nil, is called after each request that the kernel waits for, with the time from its arrival to its answer. It runs on the
+	// calling path, concurrently, and must not block. FORGET, RELEASE and FSYNCDIR are not among them.
+	Observe func(op Op, d time.Duration)
 }
 
 // DefaultOptions are nfs(5)'s defaults.
@@ -179,6 +182,15 @@ func (fs *FS) Inodes() int { return fs.inodes.len() }
 func (fs *FS) Abort() {
 	fs.abortOnce.Do(func() { close(fs.aborted) })
 	fs.interrupts.abort()
+}
+
+func (fs *FS) isAborted() bool {
+	select {
+	case <-fs.aborted:
+		return true
+	default:
+		return false
+	}
 }
 
 // Close writes back what is left, ends the FS and frees what it holds. The mount must be gone. With ctx ended the rest is given up as by Abort.

@@ -84,7 +84,7 @@ func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino := t.byFH[fh]
-	if ino == nil || attr != nil && ino.otherObject(attr) {
+	if ino == nil || attr != nil && ino.id != fuse.FUSE_ROOT_ID && ino.otherObject(attr) {
 		t.lastID++
 		ino = &inode{id: t.lastID, fh: fh}
 		t.byID[ino.id] = ino
@@ -97,7 +97,13 @@ func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
 func (ino *inode) otherObject(attr *nfs3.Attr) bool {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	return ino.known && ino.id != fuse.FUSE_ROOT_ID && (ino.attr.Type != attr.Type || ino.attr.FileID != attr.FileID)
+	return ino.isOther(attr)
+}
+
+// isOther tells whether attributes that came for the node's handle are those of another object. An export's root may be numbered anew, by
+// a file system that is mounted over it on the server, but stays a directory. Called with mu held.
+func (ino *inode) isOther(attr *nfs3.Attr) bool {
+	return ino.known && (ino.attr.Type != attr.Type || ino.attr.FileID != attr.FileID && ino.id != fuse.FUSE_ROOT_ID)
 }
 
 // forget takes n of the kernel's references back.

@@ -252,6 +252,9 @@ func (fs *FS) findPlace(r *request, d *dirHandle, plus bool, place uint64) error
 
 // unsupported tells whether a server does not have a procedure, which servers say at one of two levels.
 func unsupported(err error) bool {
+	if err == nil {
+		return false
+	}
 	var accept *sunrpc.AcceptError
 	return hasStatus(err, nfs3.ErrNotSupp) || errors.As(err, &accept) && accept.Stat == sunrpc.ProcUnavail
 }

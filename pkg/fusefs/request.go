@@ -18,6 +18,7 @@ type request struct {
 	cancel <-chan struct{} // closed by go-fuse when the kernel sends INTERRUPT: any signal
 	pid    uint32          // thread that made the call; 0 when it lives in another PID namespace
 	cred   []byte
+	start  time.Time // zero when nobody asks
 
 	done  chan struct{}
 	ended bool   // guarded by interrupts.mu: done is closed
@@ -225,18 +226,27 @@ func statusField(status []byte, name string) ([]byte, bool) {
 	return bytes.TrimSpace(line), true
 }
 
-// begin starts the work on a request of the kernel's: it counts it and finds the caller's credential.
+// begin starts the work on a request of the kernel's: it counts and times it, and finds the caller's credential.
 func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	fs.Counters.Ops[op].Add(1)
 	r := fs.interrupts.begin(cancel, h.Pid)
+	if fs.opts.Observe != nil {
+		r.start = time.Now()
+	}
 	r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
 	return r
 }
 
 // end finishes the work on r and is the answer to the kernel.
 func (fs *FS) end(op Op, r *request, err error) fuse.Status {
+	if fs.opts.Observe != nil {
+		fs.opts.Observe(op, time.Since(r.start))
+	}
 	fs.interrupts.finish(r)
 	status := toStatus(err)
+	if status == fuse.EINTR && fs.isAborted() {
+		status = fuse.EIO // no signal came, and there is no use in trying again
+	}
 	if status != fuse.OK {
 		fs.Counters.Errors[op].Add(1)
 	}
@@ -250,10 +260,8 @@ func (background) Deadline() (time.Time, bool) { return time.Time{}, false }
 func (b background) Done() <-chan struct{}     { return b.fs.aborted }
 func (background) Value(any) any               { return nil }
 func (b background) Err() error {
-	select {
-	case <-b.fs.aborted:
+	if b.fs.isAborted() {
 		return context.Canceled
-	default:
-		return nil
 	}
+	return nil
 }

@@ -79,6 +79,9 @@ func (w *writeback) clean() bool {
 // fail remembers an error. Called with mu held.
 func (w *writeback) fail(err error) {
 	w.err = errno(err)
+	if w.err == syscall.EINTR {
+		w.err = syscall.EIO // it was the mount that ended, not the call of whoever hears of it
+	}
 	w.errSeq++
 }
 

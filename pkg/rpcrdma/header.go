@@ -12,7 +12,8 @@ const Version = 1
 // Proc is the rdma_proc field (RFC 8166 §4.2.4).
 type Proc uint32
 
-// Values of rdma_proc. MSGP and DONE are obsolete: never sent, and discarded when received (RFC 8166 §4.6).
+// Values of rdma_proc. MSGP and DONE are obsolete and never sent. DONE is discarded when received, MSGP by a requester too; a responder answers
+// MSGP with ERR_CHUNK (RFC 8166 §4.6).
 const (
 	ProcMsg   Proc = 0
 	ProcNoMsg Proc = 1

@@ -89,7 +89,7 @@ func (p *commandPort) run(stop context.Context, boot, command string, limit time
 }
 
 // Run runs a shell command in the guest and returns what it wrote, to both outputs. A command that fails, or takes longer than two
-// minutes, gives a *CommandError; ErrPower is for a guest that was reset meanwhile. Up to four may run at once; more wait for one another.
+// minutes, gives a *CommandError; ErrPower and ErrPanic are for a guest that went away under it. Up to four may run at once; more wait for one another.
 func (g *Guest) Run(command string) (string, error) {
 	return g.RunFor(command, commandTimeout)
 }

@@ -27,8 +27,8 @@ type console struct {
 	dead  bool
 }
 
-// errPanic is the end of a boot by the kernel's own decision.
-var errPanic = errors.New("the guest's kernel panicked")
+// ErrPanic is what a command ends with when the guest's kernel panicked. The guest stands still then, until it is reset.
+var ErrPanic = errors.New("the guest's kernel panicked")
 
 // expect begins a new boot.
 func (c *console) expect(after string) *boot {
@@ -90,7 +90,7 @@ func (c *console) line(line string) {
 	if strings.Contains(line, "Kernel panic - not syncing") && !c.dead {
 		c.dead = true
 		close(c.died)
-		settle("", errPanic)
+		settle("", ErrPanic)
 	}
 }
 

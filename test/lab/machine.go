@@ -201,7 +201,7 @@ func (m *machine) ready(b *boot) error {
 		select {
 		case <-ctx.Done():
 		case <-panicked:
-			cancel(errPanic)
+			cancel(ErrPanic)
 		case <-m.ended:
 			cancel(m.endErr)
 		}

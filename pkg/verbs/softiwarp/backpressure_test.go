@@ -329,3 +329,25 @@ func TestBoundsNearTheEnd(t *testing.T) {
 		}
 	}
 }
+
+// TestTerminateBeforeReset: a peer that sends a Terminate and then resets, as siw does when it leaves octets unread, has said why: the consumer is
+// told that, whichever of reader and writer meets the reset first.
+func TestTerminateBeforeReset(t *testing.T) {
+	for i := range 60 {
+		p, v := attack(t, tight)
+		p.send(zeroWrite())
+		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, SGList: []verbs.SGE{{Buf: make([]byte, 8<<20)}}, RKey: 1,
+			Done: func(*verbs.WorkCompletion) {}}); err != nil {
+			t.Fatal(err)
+		}
+		p.must() // the rest is left unread
+		p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0, unhex(t, "21020300 001a 4143 00000000 00000000 00000048 00000000")))
+		p.c.SetLinger(0)
+		p.c.Close()
+		var te *verbs.TerminateError
+		if err := v.cause(); !errors.As(err, &te) || te.Local {
+			t.Errorf("round %d: cause %v, want the peer's Terminate", i, err)
+		}
+		v.id.Close()
+	}
+}

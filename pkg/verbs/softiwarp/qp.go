@@ -93,14 +93,15 @@ type qp struct {
 	flushed chan struct{} // closed when all requests have completed
 	ioDone  chan struct{} // closed when the socket is
 
-	mu     sync.Mutex
-	state  qpState // guarded by mu, as all below
-	cause  error
-	local  bool
-	term   *terminate // to be sent
-	broken bool       // an FPDU was cut short: nothing may be sent any more
-	txIdle bool       // the writer waits for wake
-	txOpen bool       // FPDUs may be sent (a responder waits for the first of the peer)
+	mu      sync.Mutex
+	state   qpState // guarded by mu, as all below
+	cause   error
+	local   bool
+	term    *terminate // to be sent
+	broken  bool       // an FPDU was cut short: nothing may be sent any more
+	sendErr error      // the writer's, which the reader reports unless it finds a better reason
+	txIdle  bool       // the writer waits for wake
+	txOpen  bool       // FPDUs may be sent (a responder waits for the first of the peer)
 
 	sq                 []sqe // ring of a power of two
 	sqHead             uint32
@@ -271,6 +272,16 @@ func (q *qp) streamError(op string, err error) error {
 		return err
 	}
 	return &net.OpError{Op: op, Net: "tcp", Source: q.conn.LocalAddr(), Addr: q.conn.RemoteAddr(), Err: err}
+}
+
+// readEnd is what a stream ended with that the reader could not go on with.
+func (q *qp) readEnd(err error) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.sendErr != nil { // it took the socket's error; the reader sees an end only
+		return q.sendErr
+	}
+	return q.streamError("read", err)
 }
 
 // leaveMemory is called by reader and writer when they will touch no consumer memory any more.

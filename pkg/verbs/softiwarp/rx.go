@@ -41,7 +41,7 @@ func (x *receiver) run() {
 		err = x.fpdu()
 	}
 	if err != nil && err != errRefused {
-		q.fail(q.streamError("read", err), nil, false)
+		q.fail(q.readEnd(err), nil, false)
 	}
 	q.leaveMemory()
 	if err == nil || err == errRefused || q.dead.Load() && !errors.Is(err, io.EOF) {

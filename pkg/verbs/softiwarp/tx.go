@@ -5,6 +5,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"net"
+	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -100,7 +102,27 @@ func (t *transmitter) run() {
 				q.broken = true
 			}
 			q.mu.Unlock()
+			if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
+				t.hearOut(q.streamError("write", err))
+			}
 			q.fail(q.streamError("write", err), nil, false) // no effect when a Terminate was decided on already
+		}
+	}
+}
+
+// hearOut lets the reader take what the peer sent before it reset the connection: its Terminate, most likely, which
+// tells more than the reset does. The reader meets the end of the stream itself, at once; Linger is for nothing but safety.
+func (t *transmitter) hearOut(err error) {
+	q := t.q
+	q.mu.Lock()
+	q.sendErr = err
+	q.mu.Unlock()
+	timeout := time.After(q.dev.cfg.Linger)
+	for !q.dead.Load() {
+		select {
+		case <-q.wake: // fail does, among others
+		case <-timeout:
+			return
 		}
 	}
 }

@@ -3,6 +3,7 @@ package verbstest
 import (
 	"errors"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -20,6 +21,7 @@ var failureTests = []conformanceTest{
 	{"DestroyedResources", 0, testDestroyedResources},
 	{"ForeignResources", 0, testForeignResources},
 	{"RecvChainError", 0, testRecvChainError},
+	{"FullCQ", 0, testFullCQ},
 }
 
 // testLocalInvErrors: a LocalInv that names no registration of the QP fails by itself, and ends the connection.
@@ -288,5 +290,68 @@ func testRecvChainError(t *testing.T, s *suite) {
 	p.active.qp.Drain()
 	if l := c.all(); len(l) != 1 || l[0].Status != verbs.StatusWRFlushErr {
 		t.Errorf("completions of that chain: %s, want 1 flushed", summary(l))
+	}
+}
+
+// testFullCQ: a CQ of just the depth that its queues need holds all their completions while a handler does not return, and loses none.
+func testFullCQ(t *testing.T, s *suite) {
+	const n = 8
+	p := s.pair(t, options{sendDepth: n, recvDepth: n}).open()
+	e := p.passive
+	hold, held := make(chan struct{}), make(chan struct{})
+	all := newComps()
+	b := e.buffer(8)
+	for i := range n {
+		done := all.done
+		if i == 0 {
+			done = func(wc *verbs.WorkCompletion) {
+				close(held)
+				<-hold
+				all.done(wc)
+			}
+		}
+		if _, err := e.qp.PostRecv(&verbs.RecvRequest{SGE: b, Done: done}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	before := e.qp.Stats()
+	send := func(k int) {
+		var wrs []*verbs.WorkRequest
+		for range k {
+			wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpSend})
+		}
+		p.active.must(wrs...)
+	}
+	send(1)
+	<-held
+	e.recv(all, b) // the held one has left its slot
+	send(n)
+	var wrs []*verbs.WorkRequest
+	for range n {
+		wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite})
+	}
+	e.post(all, wrs...)
+	const total = 2*n + 1
+	completed := func() int {
+		st := e.qp.Stats()
+		return int(st.SendCompletions - before.SendCompletions + st.RecvCompletions - before.RecvCompletions)
+	}
+	for end := time.Now().Add(patience); completed() < total; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%d of %d requests completed while a handler was held", completed(), total)
+		}
+	}
+	if k := len(all.all()); k != 0 {
+		t.Errorf("%d handlers were called beside one that had not returned", k)
+	}
+	close(hold)
+	for _, wc := range all.wait(t, total) {
+		if wc.Status != verbs.StatusSuccess {
+			t.Errorf("%v: %v", wc.Opcode, wc.Status)
+		}
+	}
+	p.sync(p.active)
+	if k := len(all.all()); k != total {
+		t.Errorf("%d completions, want %d", k, total)
 	}
 }

@@ -4,8 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
@@ -258,4 +260,22 @@ func TestSameSeedSameFaults(t *testing.T) {
 	if struck < 20 || struck > 65 { // 40 expected; the seed is fixed
 		t.Errorf("%d of 200 chains were struck, want about a fifth", struck)
 	}
+}
+
+// TestDrainWaitsForTheDoomed: when Drain returns, the handlers of requests that never reached the device have returned too.
+func TestDrainWaitsForTheDoomed(t *testing.T) {
+	p := broken(t, "seed=1,flush-reg=1")
+	c, _ := clean(t, p)
+	wrs := c.registrations()
+	var returned atomic.Bool
+	wrs[2].Done = func(*verbs.WorkCompletion) {
+		time.Sleep(20 * time.Millisecond)
+		returned.Store(true)
+	}
+	c.post(wrs...)
+	c.qp.Drain()
+	if !returned.Load() {
+		t.Error("Drain returned before a handler had")
+	}
+	wantInjected(t, c.wantGone(), "flush-reg", 1, syscall.ECONNRESET)
 }

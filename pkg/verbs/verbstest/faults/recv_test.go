@@ -3,7 +3,9 @@ package faults_test
 import (
 	"encoding/binary"
 	"fmt"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
@@ -118,4 +120,41 @@ func TestCredits(t *testing.T) {
 		}
 	}
 	wantCounts(t, p, faults.Count{Name: "credits", Injected: 2})
+}
+
+// TestHandlersOneAtATime: a delayed message is not delivered beside another. The handler's counter has no lock: the race detector watches too.
+func TestHandlersOneAtATime(t *testing.T) {
+	const messages = 60
+	p := broken(t, "seed=1,delay-reply=~2:200us")
+	c, s := clean(t, p)
+	var busy atomic.Bool
+	n, all := 0, make(chan struct{})
+	in := c.buffer(64)
+	for range messages {
+		_, err := c.qp.PostRecv(&verbs.RecvRequest{SGE: in, Done: func(*verbs.WorkCompletion) {
+			if busy.Swap(true) {
+				t.Error("two handlers at a time")
+			}
+			time.Sleep(50 * time.Microsecond)
+			if n++; n == messages {
+				close(all)
+			}
+			busy.Store(false)
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range messages {
+		s.send(1)
+		s.log.want("send", verbs.StatusSuccess)
+	}
+	select {
+	case <-all:
+	case <-time.After(patience):
+		t.Fatal("messages are missing")
+	}
+	if injected := p.Counts()[0].Injected; injected == 0 || injected == messages {
+		t.Errorf("%d of %d messages were delayed", injected, messages)
+	}
 }

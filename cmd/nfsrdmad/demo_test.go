@@ -1,0 +1,48 @@
+package main
+
+import (
+	"bufio"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+)
+
+// Signals in the middle of the demo: one line, the exit code of an interrupt, and no mount and no file left.
+func TestDemoSignals(t *testing.T) {
+	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
+		for _, phase := range []string{"server ", "mounted ", "copy in ", "remount ", "read back "} {
+			t.Run(sig.String()+" at "+strings.TrimSpace(phase), func(t *testing.T) {
+				tmp := t.TempDir()
+				cmd := program(t, "nfsrdmad", "demo", "--files", "40")
+				cmd.Env = append(cmd.Env, "TMPDIR="+tmp)
+				stdout, err := cmd.StdoutPipe()
+				if err != nil {
+					t.Fatal(err)
+				}
+				var errOut strings.Builder
+				cmd.Stderr = &errOut
+				if err := cmd.Start(); err != nil {
+					t.Fatal(err)
+				}
+				sent := false
+				for lines := bufio.NewScanner(stdout); lines.Scan(); {
+					if !sent && strings.HasPrefix(lines.Text(), phase) {
+						sent = true
+						_ = cmd.Process.Signal(sig)
+					}
+				}
+				_ = cmd.Wait()
+				outcome{cmd.ProcessState.ExitCode(), "", errOut.String()}.fails(t, daemon.ExitInterrupted, "interrupted")
+				if left, err := os.ReadDir(tmp); err != nil || len(left) != 0 {
+					t.Errorf("left: %v, %v", left, err)
+				}
+				if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), tmp) {
+					t.Errorf("a mount is left, %v", err)
+				}
+			})
+		}
+	}
+}

@@ -1,0 +1,77 @@
+package lab
+
+import (
+	"fmt"
+	"strings"
+	"time"
+)
+
+// CutNetwork pulls the guest's network cable: nothing goes either way until RestoreNetwork, and neither end is told. Connections of the host
+// are taken by QEMU meanwhile, which cannot hand them on.
+func (g *Guest) CutNetwork() error { return g.setLink("network cut", false) }
+
+// RestoreNetwork ends CutNetwork.
+func (g *Guest) RestoreNetwork() error { return g.setLink("network restored", true) }
+
+func (g *Guest) setLink(what string, up bool) error {
+	m, err := g.running()
+	if err != nil {
+		return err
+	}
+	g.console.note("%s", what)
+	if err := m.qmp.do("set_link", map[string]any{"name": "net0", "up": up}); err != nil {
+		return fmt.Errorf("guest %s: %s: %w", g.opts.Name, what, err)
+	}
+	return nil
+}
+
+// A Line is a network of a poor kind, in each direction. The zero value is the network as it is.
+type Line struct {
+	Delay   time.Duration // added to every packet
+	KbitSec int           // rate; 0 is unlimited
+	LossPct float64       // packets lost, per cent
+}
+
+// netem renders l for tc-netem(8).
+func (l Line) netem() string {
+	var b strings.Builder
+	b.WriteString("netem limit 20000")
+	if l.Delay > 0 {
+		fmt.Fprintf(&b, " delay %dus", l.Delay.Microseconds())
+	}
+	if l.LossPct > 0 {
+		fmt.Fprintf(&b, " loss %g%%", l.LossPct)
+	}
+	if l.KbitSec > 0 {
+		fmt.Fprintf(&b, " rate %dkbit", l.KbitSec)
+	}
+	return b.String()
+}
+
+// SlowNetwork makes the guest's network a poor one, within the guest, until it is called again or the guest boots. Losses are between the guest
+// and QEMU's own TCP; the host sees delay and never a loss.
+func (g *Guest) SlowNetwork(l Line) error {
+	// What comes in has no queue of its own to shape: it takes a detour over ifb0.
+	script := `
+		tc qdisc del dev eth0 root 2>/dev/null
+		tc qdisc del dev eth0 ingress 2>/dev/null
+		ip link del ifb0 2>/dev/null
+		true`
+	if l != (Line{}) {
+		script += `
+		set -e
+		modprobe -a sch_netem sch_ingress cls_matchall act_mirred
+		modprobe ifb numifbs=0
+		ip link add ifb0 type ifb
+		ip link set ifb0 up
+		tc qdisc add dev ifb0 root ` + l.netem() + `
+		tc qdisc add dev eth0 ingress
+		tc filter add dev eth0 ingress matchall action mirred egress redirect dev ifb0
+		tc qdisc add dev eth0 root ` + l.netem()
+	}
+	_, err := g.Run(script)
+	if err == nil {
+		g.console.note("network is now %+v", l)
+	}
+	return err
+}
