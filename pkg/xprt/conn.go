@@ -41,6 +41,7 @@ type conn struct {
 	err    error // set before dead is closed
 
 	replied    atomic.Bool
+	pinging    atomic.Int32 // liveness calls under way
 	lastHeard  atomic.Int64 // when the last message came, in nanoseconds after Transport.epoch
 	nudgeOnce  sync.Once
 	nudgeMu    sync.Mutex

@@ -105,7 +105,7 @@ func TestNudge(t *testing.T) {
 		}
 	}()
 	defer func() { l.Close(); <-ended }()
-	x, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: l.Addr().(*net.TCPAddr).AddrPort(), Slots: 4, NudgeAfter: 30 * time.Millisecond})
+	x, err := New(Config{KeepAlive: -1, Provider: softiwarp.New(softiwarp.Config{}), Addr: l.Addr().(*net.TCPAddr).AddrPort(), Slots: 4, NudgeAfter: 30 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}

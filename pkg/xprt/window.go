@@ -11,6 +11,7 @@ type window struct {
 	gen      uint64 // the connection whose credits these are; grows with each
 	queue    []*slot
 	wanted   chan struct{} // capacity 1: a call waits, and there is no connection
+	fresh    bool          // the one credit of a new connection is for the liveness call
 
 	// Sums over all calls, at the time each asks for a credit: the calls in flight and those in the queue (req_u and bklog_u of the kernel).
 	inFlightSum, queueSum uint64
@@ -23,7 +24,7 @@ const reserveFrom = 16
 // room reports whether s may have a credit now. Called with mu held.
 func (w *window) room(s *slot) bool {
 	limit := w.limit
-	if limit >= reserveFrom && !s.ping {
+	if !s.ping && (w.fresh || limit >= reserveFrom) {
 		limit--
 	}
 	return w.inFlight < limit
@@ -116,7 +117,7 @@ func (w *window) holds(s *slot) bool {
 func (w *window) replied(s *slot, limit int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.limit = limit
+	w.limit, w.fresh = limit, false
 	if s.credit && s.creditGen == w.gen {
 		w.inFlight--
 	}
@@ -124,12 +125,13 @@ func (w *window) replied(s *slot, limit int) {
 	w.dispatch()
 }
 
-// reset starts the credits of a new connection (limit 1), or of none (limit 0). Credits held are void.
-func (w *window) reset(limit int) {
+// reset starts the credits of a new connection (limit 1), or of none (limit 0). Credits held are void. With pingFirst the first credit
+// is for the liveness call.
+func (w *window) reset(limit int, pingFirst bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.gen++
-	w.inFlight, w.limit = 0, limit
+	w.inFlight, w.limit, w.fresh = 0, limit, pingFirst
 	w.dispatch()
 }
 

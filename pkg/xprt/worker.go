@@ -58,7 +58,6 @@ func (t *Transport) connectWorker(cn *conn) {
 
 // waitWanted waits until a call needs a connection. It reports false when the transport is closed first.
 func (t *Transport) waitWanted() bool {
-	t.setState(StateIdle, nil)
 	select {
 	case <-t.window.wanted:
 		return true
@@ -142,18 +141,26 @@ func (t *Transport) install(cn *conn) {
 	t.note("connected", nil)
 	t.trace.Add(trace.Event{Kind: trace.Connect})
 	t.log.Info("connected", "server", t.cfg.Addr, "device", cn.dev.Attrs().Name, "inline_send", cn.inlineSend, "inline_recv", cn.inlineRecv, "slots", cn.params.Slots)
-	t.window.reset(1)
+	t.window.reset(1, t.cfg.KeepAlive > 0)
+	if t.cfg.KeepAlive > 0 {
+		t.startPing(cn)
+	}
 }
 
 // uninstall takes the connection down. With the send lock held for writing no call is being marshaled; the queues are drained,
 // and every MR that was in use is made anew, before any call hears of it, so each finds its memory fenced (S16).
 func (t *Transport) uninstall(cn *conn) {
-	t.window.reset(0)
+	t.window.reset(0, false)
 	t.send.Lock()
 	defer t.send.Unlock()
 	cn.fail(ErrClosed)
-	t.setState(StateDisconnected, cn.err)
-	t.note("disconnected", cn.err)
+	if errors.Is(cn.err, errIdle) {
+		t.setState(StateIdle, nil)
+		t.note("closed, as it was idle", nil)
+	} else {
+		t.setState(StateDisconnected, cn.err)
+		t.note("disconnected", cn.err)
+	}
 	t.trace.Add(trace.Event{Kind: trace.Disconnect})
 	t.release(cn)
 	t.settle(cn)
@@ -234,23 +241,18 @@ func (t *Transport) checkConnection() {
 	if t.cfg.KeepAlive <= 0 || silent < t.cfg.KeepAlive {
 		return
 	}
-	select {
-	case s := <-t.pingSlot:
-		if !t.enterCall() {
-			t.pingSlot <- s
-			return
-		}
-		go t.ping(cn, s)
-	default:
-		// One is under way. Only what was sent can be answered: without a credit for it the calls' own timeout decides.
-		s := t.slots[t.cfg.Slots]
-		s.mu.Lock()
-		asked := s.state == slotSent && s.conn == cn
-		waited := time.Since(s.sentAt)
-		s.mu.Unlock()
-		if asked && waited > t.cfg.KeepAlive && silent >= waited {
-			cn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: silent})
-		}
+	if cn.pinging.Load() == 0 {
+		t.startPing(cn)
+		return
+	}
+	// One is under way. Only what was sent can be answered: without a credit for it the calls' own timeout decides.
+	s := t.slots[t.cfg.Slots]
+	s.mu.Lock()
+	asked := s.state == slotSent && s.conn == cn
+	waited := time.Since(s.sentAt)
+	s.mu.Unlock()
+	if asked && waited > t.cfg.KeepAlive && silent >= waited {
+		cn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: silent})
 	}
 }
 
@@ -260,9 +262,19 @@ const (
 	pingVersion = 3
 )
 
-// ping asks the server of cn for a sign of life.
-func (t *Transport) ping(cn *conn, s *slot) {
+// startPing asks the server of cn for a sign of life. It is also the first call of every connection: a server that takes connections and
+// answers nothing is found out by it, and it brings the credits that all other calls wait for.
+func (t *Transport) startPing(cn *conn) {
+	if !t.enterCall() {
+		return
+	}
+	cn.pinging.Add(1)
+	go t.ping(cn)
+}
+
+func (t *Transport) ping(cn *conn) {
 	defer t.calls.Done()
+	defer cn.pinging.Add(-1)
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	stop := make(chan struct{})
@@ -275,6 +287,12 @@ func (t *Transport) ping(cn *conn, s *slot) {
 		}
 		cancel()
 	}()
+	var s *slot
+	select {
+	case s = <-t.pingSlot:
+	case <-ctx.Done():
+		return
+	}
 	t.stats.pings.Add(1)
 	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
 	t.trace.Add(trace.Event{Kind: trace.Ping})

@@ -179,6 +179,18 @@ func (s *service) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []
 	return reply, nil
 }
 
+// handlerFunc answers every call with nothing, when f returns.
+type handlerFunc func(ctx context.Context, proc uint32)
+
+func (f handlerFunc) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+	h, _, err := sunrpc.ParseCall(call)
+	if err != nil {
+		return nil, err
+	}
+	f(ctx, h.Proc)
+	return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), nil
+}
+
 // serve starts a server on loopback that ends with the test.
 func serve(t testing.TB, cfg svcrdma.Config) netip.AddrPort {
 	t.Helper()
@@ -202,7 +214,8 @@ func serve(t testing.TB, cfg svcrdma.Config) netip.AddrPort {
 
 func dial(t testing.TB, addr netip.AddrPort, change func(*Config)) *Transport {
 	t.Helper()
-	cfg := Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr, ReconnectMin: 10 * time.Millisecond, ReconnectMax: 50 * time.Millisecond}
+	cfg := Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr, ReconnectMin: 10 * time.Millisecond, ReconnectMax: 50 * time.Millisecond,
+		KeepAlive: -1} // tests count the calls that they make
 	if change != nil {
 		change(&cfg)
 	}
