@@ -7,7 +7,7 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 DEBS        := nfs-ganesha nfs-ganesha-vfs rpcbind tshark fuse3 rsync git systemd procps iproute2
 FUZZTIME    ?= 60s
 
-.PHONY: build demo test lab test-lab bench fuzz lint deps install clean
+.PHONY: build demo test lab test-lab bench soak fuzz lint deps install clean
 
 build:
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/nfsrdmad ./cmd/nfsrdmad
@@ -36,6 +36,10 @@ test-lab: deps lab
 # Every benchmark runs beside a raw TCP yardstick; compare within one run.
 bench:
 	$(GO) test -run '^$$' -bench . -benchmem ./...
+
+# The long form of the storm that make test runs: 10,000 disconnects under verified I/O.
+soak: deps
+	NFSRDMAD_STORM=10000 NFSRDMAD_VERIFY=all $(GO) test -run TestStorm -v -timeout 3h ./test/integration
 
 fuzz:
 	@set -e; for p in $$($(GO) list ./...); do for f in $$($(GO) test -list '^Fuzz' $$p | grep '^Fuzz' || true); do \

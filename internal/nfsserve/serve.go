@@ -43,7 +43,9 @@ type Config struct {
 	// ReadOnly refuses every change of Dir. A backend decides for itself.
 	ReadOnly bool
 
-	// RDMA is passed to svcrdma with Handler, Logger and RemoteInv (true: Send With Invalidate is offered) set here. The zero value is good.
+	// NoRemoteInv leaves it to the clients to invalidate their keys; else Send With Invalidate is offered.
+	NoRemoteInv bool
+	// RDMA is passed to svcrdma with Handler, Logger and RemoteInv set here. The zero value is good.
 	RDMA   svcrdma.Config
 	Logger hclog.Logger
 }
@@ -100,7 +102,7 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	rdma := cfg.RDMA
 	rdma.Handler = newProxy(s.TCPAddr, cfg.Logger.Named("backend"))
 	rdma.Logger = cfg.Logger.Named("rdma")
-	rdma.RemoteInv = true
+	rdma.RemoteInv = !cfg.NoRemoteInv
 	go func() {
 		defer close(s.done)
 		s.err = svcrdma.Serve(ctx, rl, rdma)

@@ -29,7 +29,6 @@ func serve(t *testing.T, cfg nfsserve.Config) *nfsserve.Server {
 	if cfg.Provider == nil {
 		cfg.Provider = softiwarp.New(softiwarp.Config{})
 	}
-	cfg.RDMA.RemoteInv = true
 	s, err := nfsserve.Run(context.Background(), cfg)
 	if err != nil {
 		t.Fatal(err)
@@ -52,6 +51,7 @@ type mountConfig struct {
 	rdma   netip.AddrPort
 	export mountd.Args
 	crc    bool
+	tune   func(*xprt.Config) // if not nil, changes the transport
 }
 
 // mountIt mounts until the test ends.
@@ -64,7 +64,11 @@ func mountIt(t *testing.T, c mountConfig) *mount {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{CRC: c.crc}), Addr: c.rdma})
+	cfg := xprt.Config{Provider: softiwarp.New(softiwarp.Config{CRC: c.crc}), Addr: c.rdma}
+	if c.tune != nil {
+		c.tune(&cfg)
+	}
+	tr, err := xprt.New(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,185 @@
+package integration
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+// stormEnv is the number of disconnects that TestStorm is to survive; `make soak` asks for 10,000.
+const stormEnv = "NFSRDMAD_STORM"
+
+// TestStorm has 32 workers do verified I/O on a mount whose connection is cut at random points by both ends, with every other fault
+// of a device between: no byte is wrong, no call is lost or executed twice, every MR is accounted for, and memory does not grow.
+func TestStorm(t *testing.T) {
+	disconnects := 150
+	if s := os.Getenv(stormEnv); s != "" {
+		var err error
+		if disconnects, err = strconv.Atoi(s); err != nil {
+			t.Fatalf("%s: %v", stormEnv, err)
+		}
+	}
+	plan := func(spec string) *faults.Plan {
+		p, err := faults.Parse(spec)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Log("faults:", p)
+		return p
+	}
+	server := faults.New(softiwarp.New(softiwarp.Config{}), plan("disconnect-every=~600,late-write=~400,stale-key=~500,wild-write=~700"), nil)
+	client := faults.New(softiwarp.New(softiwarp.Config{}),
+		plan("disconnect-every=~150,post-fail=~500:*,flush-reg=~600,reg-error=~700,linv-error=~40,alloc-fail=~20,dereg-fail=~20,connect-fail=~30,delay-reply=~200:1ms"), nil)
+	s := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0", Provider: server, NoRemoteInv: true}) // so that every chunk has its LOCAL_INV
+	m := mountIt(t, mountConfig{rdma: s.RDMAAddr, export: embedded(t, s), tune: func(c *xprt.Config) {
+		c.Provider, c.ReconnectMin, c.ReconnectMax = client, time.Millisecond, 10*time.Millisecond
+		c.TraceEvents = xprt.DefaultTraceEvents
+	}})
+	const workers = 32
+	var stop atomic.Bool
+	var ops atomic.Int64
+	var wg sync.WaitGroup
+	for w := range workers {
+		rng := rand.New(rand.NewPCG(client.Plan().Seed(), uint64(w)))
+		wg.Go(func() {
+			if err := stormWorker(m.dir, w, rng, &stop, &ops); err != nil {
+				t.Errorf("worker %d: %v", w, err)
+				stop.Store(true)
+			}
+		})
+	}
+	var heap []uint64
+	last, lastOps := time.Now(), int64(0)
+	for !stop.Load() {
+		time.Sleep(50 * time.Millisecond)
+		st := m.tr.Stats()
+		if st.Connects > uint64(disconnects) {
+			stop.Store(true)
+		}
+		if len(heap) < int(st.Connects)*10/disconnects {
+			var ms runtime.MemStats
+			runtime.GC()
+			runtime.ReadMemStats(&ms)
+			heap = append(heap, ms.HeapAlloc)
+		}
+		if n := ops.Load(); n != lastOps {
+			last, lastOps = time.Now(), n
+		} else if time.Since(last) > time.Minute {
+			for _, c := range m.tr.Calls() {
+				t.Logf("call %+v", c)
+			}
+			t.Errorf("nothing has moved for a minute: %+v", st)
+			stop.Store(true)
+		}
+	}
+	wg.Wait()
+	st := m.tr.Stats()
+	if st.MRsHurt == 0 || st.MRsRecovered == 0 || st.MRsRecycled == 0 || st.MRsOrphaned == 0 {
+		t.Errorf("not every way of an MR was taken: %d hurt, %d recovered, %d recycled, %d orphaned", st.MRsHurt, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned)
+	}
+	t.Logf("%d operations, %d RPCs, %d connects, %d resends; %d keys killed by LOCAL_INV, %d by the server; %d MRs hurt = %d recovered + %d recycled + %d orphaned; heap %v",
+		ops.Load(), st.Sends, st.Connects, st.Resends, st.LocalInvNeeded, st.RemoteInvalidations, st.MRsHurt, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned, heap)
+	for _, p := range []*faults.Provider{client, server} {
+		for _, c := range p.Counts() {
+			t.Logf("%s: %d", c.Name, c.Injected)
+		}
+	}
+	// The first samples are of a heap that still grows to its size.
+	if n := len(heap); n >= 8 && heap[n-1] > heap[n/2]+32<<20 {
+		t.Errorf("the heap grows: %v", heap)
+	}
+}
+
+// stormWorker keeps a file and its shadow in step, and makes, renames and removes files that nobody else has. Any error is wrong.
+func stormWorker(dir string, w int, rng *rand.Rand, stop *atomic.Bool, ops *atomic.Int64) error {
+	const size = 192 << 10
+	shadow := make([]byte, size)
+	// O_DIRECT: every read and write is the server's.
+	f, err := os.OpenFile(filepath.Join(dir, fmt.Sprintf("file%d", w)), os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_DIRECT, 0o644)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if _, err := f.Write(shadow); err != nil {
+		return err
+	}
+	got := make([]byte, size)
+	for i := 0; !stop.Load(); i++ {
+		ops.Add(1)
+		off := rng.IntN(size)
+		n := 1 + rng.IntN(min(size-off, []int{100, 5000, size}[rng.IntN(3)]))
+		switch rng.IntN(8) {
+		case 0, 1, 2:
+			for k := range n {
+				shadow[off+k] = byte(rng.Uint32())
+			}
+			if _, err := f.WriteAt(shadow[off:off+n], int64(off)); err != nil {
+				return err
+			}
+		case 3, 4, 5, 6:
+			if _, err := f.ReadAt(got[:n], int64(off)); err != nil {
+				return err
+			}
+			if !bytes.Equal(got[:n], shadow[off:off+n]) {
+				return fmt.Errorf("step %d: %d octets at %d are not what was written", i, n, off)
+			}
+		case 7:
+			if err := stormNames(dir, w, i); err != nil {
+				return err
+			}
+		}
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	if _, err := f.ReadAt(got, 0); err != nil {
+		return err
+	}
+	if !bytes.Equal(got, shadow) {
+		return fmt.Errorf("the file is not what was written")
+	}
+	return f.Close()
+}
+
+// stormNames does what cannot be done twice: a spurious EEXIST or ENOENT would be a replay that was executed again.
+func stormNames(dir string, w, i int) error {
+	d := filepath.Join(dir, fmt.Sprintf("d%d.%d", w, i))
+	if err := os.Mkdir(d, 0o755); err != nil {
+		return err
+	}
+	a, b := filepath.Join(d, "a"), filepath.Join(d, "b")
+	f, err := os.OpenFile(a, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	if err := os.Rename(a, b); err != nil {
+		return err
+	}
+	if err := os.Symlink("b", a); err != nil {
+		return err
+	}
+	if err := os.Remove(a); err != nil {
+		return err
+	}
+	if err := os.Remove(b); err != nil {
+		return err
+	}
+	return os.Remove(d)
+}
