@@ -132,6 +132,12 @@ func TestRefused(t *testing.T) {
 		nfsrdmad(t, "umount", "--control-socket", w.socket, free).fails(t, 32, free)
 		w.unharmed(t, good)
 	})
+	t.Run("umount of what is another's", func(t *testing.T) {
+		nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", "/proc").fails(t, 32, "/proc", "not this daemon's", "umount(8)")
+		nfsrdmad(t, "status", "--control-socket", w.socket, "/proc").fails(t, 32, "/proc", "not this daemon's")
+		nfsrdmad(t, "status", "--control-socket", w.socket, free).fails(t, 32, free, "nfsrdmad list")
+		w.unharmed(t, good)
+	})
 	t.Run("umount while in use", func(t *testing.T) {
 		f, err := os.Open(filepath.Join(good, "hello"))
 		if err != nil {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -26,6 +27,7 @@ func TestMain(m *testing.M) {
 		os.Args[0] = name
 		main()
 	}
+	_ = flag.Set("test.parallel", "32") // parallel tests here wait for timeouts, they do not compute
 	verbstest.Main(m)
 }
 

@@ -57,6 +57,38 @@ func TestVerbs(t *testing.T) {
 	}
 }
 
+// A lazy unmount frees the mount point for another mount, while an open file of the first goes on.
+func TestLazyUnmount(t *testing.T) {
+	w := newWorld(t)
+	dir := w.mkdir(t, "mnt")
+	w.mount(t, dir).succeeds(t)
+	f, err := os.Open(filepath.Join(dir, "hello"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	nfsrdmad(t, "umount", "--control-socket", w.socket, "--lazy", dir).succeeds(t)
+	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).fails(t, daemon.ExitMount, dir, "no mount of this daemon")
+	w.mount(t, dir).succeeds(t)
+	w.unharmed(t, dir)
+	if b, err := io.ReadAll(f); err != nil || string(b) != "world" {
+		t.Errorf("the open file: %q, %v", b, err)
+	}
+	listed := func() int {
+		return strings.Count(nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout, dir+" ")
+	}
+	if n := listed(); n != 2 {
+		t.Errorf("%d are listed, one that is mounted and one that is unmounting are there", n)
+	}
+	f.Close()
+	for deadline := time.Now().Add(limit); listed() != 1; time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("the first is still listed")
+		}
+	}
+	w.unharmed(t, dir)
+}
+
 // umount(8) from outside takes the mount off the list too.
 func TestUnmountFromOutside(t *testing.T) {
 	w := newWorld(t)

@@ -199,9 +199,17 @@ func (t *Table) Umount(ctx context.Context, r UmountRequest) error {
 	}
 	e := t.find(dir, r.Mode)
 	if e == nil {
-		return errorf(CodeNotMounted, "unmounting %s: no mount of this daemon is there; see nfsrdmad list", dir)
+		return notOurs("unmounting", dir)
 	}
 	return t.unmount(ctx, e, r.Mode)
+}
+
+// notOurs says that a mount point is not in the table. What is there may have been left by a daemon that was killed.
+func notOurs(what, dir string) error {
+	if mounted, err := isMountPoint(dir); err == nil && mounted {
+		return errorf(CodeNotMounted, "%s %s: what is mounted there is not this daemon's; use umount(8) to end it", what, dir)
+	}
+	return errorf(CodeNotMounted, "%s %s: no mount of this daemon is there; see nfsrdmad list", what, dir)
 }
 
 // find returns the mount at dir, or nil. Force reaches one that was detached lazily, too.
@@ -334,7 +342,7 @@ func (t *Table) Status(ctx context.Context, dir string) ([]MountStatus, error) {
 		all = append(all, s)
 	}
 	if dir != "" && len(all) == 0 {
-		return nil, errorf(CodeNotMounted, "status of %s: no mount of this daemon is there; see nfsrdmad list", dir)
+		return nil, notOurs("status of", dir)
 	}
 	return all, nil
 }
