@@ -6,6 +6,7 @@ import (
 	"os"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -18,7 +19,8 @@ type request struct {
 	cancel <-chan struct{} // closed by go-fuse when the kernel sends INTERRUPT: any signal
 	pid    uint32          // thread that made the call; 0 when it lives in another PID namespace
 	cred   []byte
-	start  time.Time // zero when nobody asks
+	start  time.Time     // zero when nobody asks
+	owner  atomic.Uint64 // for OwnerOf
 
 	done  chan struct{}
 	ended bool   // guarded by interrupts.mu: done is closed
@@ -43,9 +45,6 @@ func (r *request) Err() error {
 		return nil
 	}
 }
-
-// Value is nil.
-func (r *request) Value(any) any { return nil }
 
 // interruptPoll is how often interrupted requests are looked at. A deadly signal may follow a harmless one, and the kernel tells
 // of the first only, so there is no way around looking.
@@ -233,6 +232,7 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	if fs.opts.Observe != nil {
 		r.start = time.Now()
 	}
+	r.setOwner(h.Pid, h.Uid)
 	r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
 	return r
 }
@@ -258,7 +258,6 @@ type background struct{ fs *FS }
 
 func (background) Deadline() (time.Time, bool) { return time.Time{}, false }
 func (b background) Done() <-chan struct{}     { return b.fs.aborted }
-func (background) Value(any) any               { return nil }
 func (b background) Err() error {
 	if b.fs.isAborted() {
 		return context.Canceled

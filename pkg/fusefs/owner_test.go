@@ -1,0 +1,40 @@
+package fusefs
+
+import (
+	"context"
+	"testing"
+)
+
+func TestOwnerOf(t *testing.T) {
+	r := &request{}
+	r.setOwner(4711, 4294967294)
+	derived, cancel := context.WithCancel(context.WithValue(context.Background(), ownerKey{}, r))
+	defer cancel()
+	for name, tt := range map[string]struct {
+		ctx  context.Context
+		want Owner
+		ok   bool
+	}{
+		"request":               {r, Owner{PID: 4711, UID: 4294967294}, true},
+		"derived from one":      {derived, Owner{PID: 4711, UID: 4294967294}, true},
+		"background":            {background{}, Owner{WriteBack: true}, true},
+		"of no file system":     {context.Background(), Owner{}, false},
+		"with other values too": {context.WithValue(context.Background(), otherKey{}, 1), Owner{}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got, ok := OwnerOf(tt.ctx); got != tt.want || ok != tt.ok {
+				t.Errorf("got %+v, %v", got, ok)
+			}
+		})
+	}
+	if r.Value("other") != nil || (background{}).Value("other") != nil {
+		t.Error("values for others")
+	}
+	var ctx context.Context = r
+	if n := testing.AllocsPerRun(100, func() { OwnerOf(ctx) }); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+// otherKey is somebody else's.
+type otherKey struct{}
