@@ -152,8 +152,8 @@ func testCapture(t *testing.T, g *lab.Guest) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if n := strings.Count(out, "\n"); n != want {
-			t.Errorf("%d packets are %s, want %d", n, filter, want)
+		if n := strings.Count(out, "\n"); n < want { // the transport may have calls of its own
+			t.Errorf("%d packets are %s, want at least %d", n, filter, want)
 		}
 	}
 	if out, err := c.Malformed(); err != nil || out != "" {
