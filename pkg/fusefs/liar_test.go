@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"sync"
 	"syscall"
@@ -215,7 +216,7 @@ func TestJukebox(t *testing.T) {
 		}
 		return status(nfs3.ErrJukebox)(ctx, m, pass)
 	}, nfs3.ProcLookup)
-	killed(t, syscall.SIGKILL, waiting, "cat", m.path("file"))
+	killed(t, syscall.SIGKILL, waiting, exec.Command("cat", m.path("file")))
 	s.on(nil, nfs3.ProcLookup)
 	wantContent(t, m.path("file"), []byte("x"))
 }

@@ -192,13 +192,15 @@ func (w *interrupts) rearm() {
 	}
 }
 
-// dying tells whether the thread has a deadly signal pending. The kernel turns every signal that will end a process into a SIGKILL
-// pending for each of its threads. A thread that cannot be seen counts as dying: nobody could end its call otherwise.
+// dying tells whether the thread has a deadly signal pending, or ends already and closes its files: what it wrote is written back behind it. The kernel
+// turns every signal that will end a process into a SIGKILL pending for each of its threads, which is gone once they begin to end. A thread that
+// cannot be seen counts as dying: nobody could end its call otherwise.
 func dying(pid uint32) bool {
 	if pid == 0 {
 		return true
 	}
-	b, err := os.ReadFile("/proc/" + strconv.FormatUint(uint64(pid), 10) + "/status")
+	dir := "/proc/" + strconv.FormatUint(uint64(pid), 10)
+	b, err := os.ReadFile(dir + "/status")
 	if err != nil {
 		return true
 	}
@@ -212,7 +214,23 @@ func dying(pid uint32) bool {
 			return true
 		}
 	}
-	return false
+	stat, err := os.ReadFile(dir + "/stat")
+	return err != nil || exiting(stat)
+}
+
+const (
+	statFlags = 6   // proc_pid_stat(5): flags is the ninth field, the seventh behind the name
+	pfExiting = 0x4 // PF_EXITING of the kernel's task flags
+)
+
+// exiting reads /proc/PID/stat. The name in it stands in parentheses and may hold anything.
+func exiting(stat []byte) bool {
+	fields := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
+	if len(fields) <= statFlags {
+		return true
+	}
+	flags, err := strconv.ParseUint(string(fields[statFlags]), 10, 64)
+	return err != nil || flags&pfExiting != 0
 }
 
 // statusField is the value of a line of /proc/PID/status; name is "\nName:".

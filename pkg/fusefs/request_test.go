@@ -46,3 +46,23 @@ func TestRequestAllocatesNothing(t *testing.T) {
 		t.Error("no time was observed")
 	}
 }
+
+func TestExiting(t *testing.T) {
+	for stat, want := range map[string]bool{
+		"1 (sh) S 0 1 1 0 -1 4194560 16 0":     false,
+		"1 (sh) S 0 1 1 0 -1 4194564 16 0":     true,
+		"1 (a) b) c) D 0 1 1 0 -1 4 16 0":      true,
+		"1 (4 4 4 4 4 4 4) D 0 1 1 0 -1 8 4 4": false,
+		"":                                     true,
+		"1 (sh":                                true,
+	} {
+		if got := exiting([]byte(stat)); got != want {
+			t.Errorf("%q: %v, want %v", stat, got, want)
+		}
+	}
+	own, err := os.ReadFile("/proc/self/stat")
+	must(t, err)
+	if exiting(own) {
+		t.Error("this process ends")
+	}
+}

@@ -3,9 +3,10 @@ package fusefs
 import (
 	"context"
 	"encoding/binary"
-	"os"
 	"os/exec"
+	"path/filepath"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -127,10 +128,12 @@ func putDir(m *sunrpc.Message, eof bool, entries ...scriptedEntry) {
 	m.Result = sunrpc.AppendBool(sunrpc.AppendBool(b, false), eof)
 }
 
-// killed starts a program that must block on the mount, waits for blocked, kills the program, and sees it end while the server is as silent as before.
-func killed(t *testing.T, sig os.Signal, blocked <-chan struct{}, name string, args ...string) {
+// killed starts a program that must block on the mount, waits for blocked, signals the program and its children as a terminal does, and sees it end while
+// the server is as silent as before.
+func killed(t *testing.T, sig syscall.Signal, blocked <-chan struct{}, cmd *exec.Cmd) {
 	t.Helper()
-	cmd := exec.Command(name, args...)
+	name := filepath.Base(cmd.Path)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	must(t, cmd.Start())
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
@@ -141,7 +144,7 @@ func killed(t *testing.T, sig os.Signal, blocked <-chan struct{}, name string, a
 	case <-time.After(testTimeout):
 		t.Fatalf("%s never called the server", name)
 	}
-	must(t, cmd.Process.Signal(sig))
+	must(t, syscall.Kill(-cmd.Process.Pid, sig))
 	select {
 	case err := <-ended:
 		if err == nil {

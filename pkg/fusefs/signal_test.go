@@ -1,0 +1,243 @@
+package fusefs
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+// A relay stands between an RDMA front and its NFS server, and can keep the server's replies back.
+type relay struct {
+	ln     net.Listener
+	target string
+	work   sync.WaitGroup
+
+	mu     sync.Mutex
+	open   chan struct{} // closed while replies pass
+	asked  chan struct{} // closed when a call came while replies are kept back
+	conns  []net.Conn
+	closed bool
+}
+
+func startRelay(t *testing.T, target string) *relay {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	r := &relay{ln: ln, target: target, open: make(chan struct{})}
+	close(r.open)
+	r.work.Go(r.accept)
+	t.Cleanup(r.close)
+	return r
+}
+
+func (r *relay) accept() {
+	for {
+		front, err := r.ln.Accept()
+		if err != nil {
+			return
+		}
+		back, err := net.Dial("tcp", r.target)
+		if err != nil {
+			front.Close()
+			continue
+		}
+		r.mu.Lock()
+		r.conns = append(r.conns, front, back)
+		if r.closed {
+			front.Close()
+			back.Close()
+		}
+		r.mu.Unlock()
+		r.work.Go(func() { r.copy(back, front, r.noteCall) })
+		r.work.Go(func() { r.copy(front, back, r.waitOpen) })
+	}
+}
+
+func (r *relay) copy(to, from net.Conn, each func()) {
+	defer to.Close()
+	defer from.Close()
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := from.Read(buf)
+		if err != nil {
+			return
+		}
+		each()
+		if _, err := to.Write(buf[:n]); err != nil {
+			return
+		}
+	}
+}
+
+func (r *relay) noteCall() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.asked != nil {
+		close(r.asked)
+		r.asked = nil
+	}
+}
+
+func (r *relay) waitOpen() {
+	r.mu.Lock()
+	open := r.open
+	r.mu.Unlock()
+	<-open
+}
+
+// pause keeps replies back; the channel is closed with the next call.
+func (r *relay) pause() (asked <-chan struct{}) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.open, r.asked = make(chan struct{}), make(chan struct{})
+	return r.asked
+}
+
+func (r *relay) resume() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.asked = nil
+	select {
+	case <-r.open:
+	default:
+		close(r.open)
+	}
+}
+
+func (r *relay) close() {
+	r.ln.Close()
+	r.resume()
+	r.mu.Lock()
+	r.closed = true
+	for _, c := range r.conns {
+		c.Close()
+	}
+	r.mu.Unlock()
+	r.work.Wait()
+}
+
+// startRelayedExport exports by NFS-Ganesha behind the RDMA front, with a relay between the two.
+func startRelayedExport(t *testing.T) (*export, *relay) {
+	t.Helper()
+	dir := t.TempDir()
+	must(t, os.Chmod(dir, 0o755))
+	g := ganeshatest.Start(t, dir)
+	res, err := mountd.Mount(t.Context(), mountd.Args{Host: g.Host, Port: g.MountPort, Export: g.Export, Cred: &sunrpc.AuthSys{Machine: "test"}})
+	must(t, err)
+	r := startRelay(t, g.Addr())
+	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Backend: r.ln.Addr().String(), RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
+	must(t, err)
+	t.Cleanup(func() {
+		r.resume()
+		if err := s.Close(); err != nil {
+			t.Errorf("server: %v", err)
+		}
+	})
+	return &export{dir, res.FH, func(ctx context.Context) (transport, error) {
+		tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr})
+		if err != nil {
+			return nil, err
+		}
+		if err := tr.Connect(ctx); err != nil {
+			return nil, err
+		}
+		return tr, nil
+	}}, r
+}
+
+// TestSignals ends processes that wait for a server which does not answer, over RDMA. Each is gone at once, nobody else notices, and the mount
+// goes on when the server does.
+func TestSignals(t *testing.T) {
+	e, r := startRelayedExport(t)
+	m := e.mount(t, mountConfig{buffers: 6, opts: Options{NoAC: true}}) // nothing is answered from a cache
+	want := noise(8, 300_000)
+	must(t, os.WriteFile(filepath.Join(e.dir, "file"), want, 0o644))
+	must(t, os.Mkdir(filepath.Join(e.dir, "dir"), 0o755))
+	must(t, os.Symlink("file", filepath.Join(e.dir, "link")))
+	held, err := os.Open(m.path("file"))
+	must(t, err)
+	defer held.Close()
+	for _, sig := range []syscall.Signal{syscall.SIGKILL, syscall.SIGINT, syscall.SIGTERM} {
+		for _, c := range []struct {
+			name string
+			args []string
+		}{
+			{"open", []string{"cat", m.path("file")}},
+			{"stat", []string{"stat", m.path("file")}},
+			{"readlink", []string{"readlink", m.path("link")}},
+			{"readdir", []string{"ls", "-f", m.path("dir")}},
+			{"statfs", []string{"stat", "-f", m.path("dir")}},
+			{"create", []string{"touch", m.path("new")}},
+			{"mkdir", []string{"mkdir", m.path("newdir")}},
+			{"unlink", []string{"unlink", m.path("nothing")}},
+			{"chmod", []string{"chmod", "600", m.path("file")}},
+			{"read", []string{"cat"}}, // of standard input, which is open already
+		} {
+			t.Run(c.name+" "+sig.String(), func(t *testing.T) {
+				cmd := exec.Command(c.args[0], c.args[1:]...)
+				cmd.Stdin = held
+				asked := r.pause()
+				defer r.resume()
+				killed(t, sig, asked, cmd)
+			})
+		}
+	}
+	// What was given up leaves the mount as it should be, and every later call is answered.
+	wantContent(t, m.path("file"), want)
+	must(t, os.WriteFile(m.path("after"), want, 0o644))
+	wantContent(t, filepath.Join(e.dir, "after"), want)
+	_, err = io.ReadAll(held)
+	must(t, err)
+}
+
+// TestSignalWhileWriting ends processes that wait for the server in write(2), in fsync(2) and in close(2). What was written before is not given up with
+// them: it is written back when the server answers again.
+func TestSignalWhileWriting(t *testing.T) {
+	e, r := startRelayedExport(t)
+	m := e.mount(t, mountConfig{buffers: 6})
+	for _, sig := range []syscall.Signal{syscall.SIGKILL, syscall.SIGINT} {
+		for name, script := range map[string]string{
+			"write": "exec head -c 64M /dev/zero", // more than the buffers hold
+			"fsync": "exec dd if=/dev/zero bs=50k count=3 conv=fsync,notrunc status=none",
+			"close": "head -c 153600 /dev/zero; exec >&-; sleep 1000",
+		} {
+			if name == "fsync" && sig == syscall.SIGINT {
+				continue // dd has a handler for it, so that it is not deadly
+			}
+			t.Run(name+" "+sig.String(), func(t *testing.T) {
+				f, err := os.Create(m.path(name + sig.String()))
+				must(t, err)
+				defer f.Close()
+				cmd := exec.Command("sh", "-c", script)
+				cmd.Stdout = f
+				asked := r.pause()
+				defer r.resume()
+				killed(t, sig, asked, cmd)
+				r.resume()
+				must(t, f.Sync())
+				got, err := os.ReadFile(filepath.Join(e.dir, name+sig.String()))
+				must(t, err)
+				if len(got) < 150<<10 || len(bytes.Trim(got, "\x00")) != 0 {
+					t.Errorf("the server has %d octets", len(got))
+				}
+				if st, err := f.Stat(); err != nil || st.Size() != int64(len(got)) {
+					t.Errorf("the server has %d octets, the mount %d (%v)", len(got), st.Size(), err)
+				}
+			})
+		}
+	}
+}
