@@ -8,14 +8,16 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
+var succeeded verbs.WorkCompletion
+
 // doneQP executes every chain at once and completes what is signaled.
 type doneQP struct{}
 
 func (doneQP) PostSend(wr *verbs.WorkRequest) (*verbs.WorkRequest, error) {
-	wc := verbs.WorkCompletion{}
+	wc := &succeeded
 	for ; wr != nil; wr = wr.Next {
 		if wr.Signaled {
-			wr.Done(&wc)
+			wr.Done(wc)
 		}
 	}
 	return nil, nil
