@@ -3,6 +3,7 @@ package xprt
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"testing"
@@ -40,6 +41,22 @@ func BenchmarkRPC(b *testing.B) {
 			m := c.m
 			m.Result = make([]byte, 0, 8192)
 			b.SetBytes(int64(c.n))
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := tr.Call(context.Background(), &m); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkTrace is what the ring of trace events costs: the same calls without and with it.
+func BenchmarkTrace(b *testing.B) {
+	for _, events := range []int{0, DefaultTraceEvents} {
+		tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}), func(c *Config) { c.TraceEvents = events })
+		b.Run(fmt.Sprintf("NULL/events=%d", events), func(b *testing.B) {
+			m := sunrpc.Message{Prog: nfsProg, Vers: 3, Cred: noCred, Result: make([]byte, 0, 8192)}
 			b.ReportAllocs()
 			for b.Loop() {
 				if err := tr.Call(context.Background(), &m); err != nil {
