@@ -10,23 +10,38 @@
 // ([List.RemoteInvalidated], S11), or [List.Invalidate] posts LOCAL_INVs for the rest as one chain whose last
 // request is signaled (S9, S10). No RPC ends before its keys are dead.
 //
-//	           Map                    reply: SWI / LOCAL_INV done
-//	INVALID ---------------> VALID ------------------------------> INVALID
-//	   ^                       |  \
-//	   |        FastReg flushed|   \ LOCAL_INV flushed
-//	   |                       v    v
-//	   |              FLUSHED_FR    FLUSHED_LI
-//	   |                       \    /
-//	   +--- (new MR) <-- destroyed with the connection, or recycled alone
+// # States
+//
+// state.go has the machine as one table; this is its drawing (S12):
+//
+//	               map                  FastReg flushed
+//	 +--> INVALID -----> VALID --------------------------------> FLUSHED_FR
+//	 |       ^  ^          | |\                                      |
+//	 |       |  +----------+ | \         LOCAL_INV flushed           v
+//	 |       |  unsent,      |  +------------------------------> FLUSHED_LI
+//	 |       |  LOCAL_INV,   |                                       |
+//	 |       |  remote inv.  | LOCAL_INV failed, or not posted       | (from any of the three)
+//	 |       |               v                                       |
+//	 |       |           CONDEMNED --> destroyed: recycled           |
+//	 |       |                                                       |
+//	 |       |     made anew             the connection ended        |
+//	 |       +---------------- RECOVERING <--------------------------+ (and from VALID)
+//	 |                              |
+//	 +-- a new MR, on demand        +--> destroyed: orphaned, if it could not be destroyed or not made anew
 //
 // # Recovery
 //
-// An MR whose state is not certain is never used again: it is destroyed (Dereg fences it without fail) and a new one made when
-// one is needed. [Pool.Destroy] does that for all MRs of a connection that ended; those hurt by it count as recycled, those whose
-// Dereg failed as orphaned (S13, S14).
+// An MR whose state is not certain is hurt, and never used again as it is. Hurt by the end of a connection, it is taken aside, destroyed,
+// which fences it, and made anew in its place ([Pool.Recover]: recovered, S13). Hurt because its LOCAL_INV failed or could not be posted, it is
+// destroyed, and another is made when one is needed (recycled, S14). What can be neither is off every list (orphaned); when
+// it was the destruction that failed, the memory may still be reached through the protection domain, so the pool must not see another
+// connection. Recovered, recycled and orphaned add up to the hurt.
+//
+// With NFSRDMAD_VERIFY=all every step is held to the table, every list to its owner and the gauges to the pool ([Pool.Check]); a
+// breach stops the process.
 //
 // # Locks
 //
 // A List has no lock: it belongs to whoever owns its slot at the moment. Pool.mu guards the list of all MRs and is taken when an MR
-// is made or destroyed only, never in the steady state.
+// is made or destroyed only, never in the steady state. Recover, Check and Destroy need every List of the pool to be at rest.
 package memreg

@@ -19,7 +19,24 @@
 // # Credits
 //
 // A new connection has one credit until the first valid reply (RFC 8166 §3.3.3); without a connection
-// there are none, so the queue for credits is also the queue for the connection. Receives are posted again before the window widens.
+// there are none, so the queue for credits is also the queue for the connection. Receives are posted again before the window widens. From 16 credits
+// on one is kept for liveness calls.
+//
+// # The send queue
+//
+// sendqueue.go keeps it from overflowing, with the proof. Few Sends are signaled; a call whose Send is signaled ends only when that
+// has completed too, so nothing of the slot is used again before the device has let go of it (S8).
+//
+// # Connections
+//
+// What is made for a device (adapter.go: protection domain, MR pool, message buffers) outlives its connections. The worker takes
+// a connection down in this order: no credits; the send lock; the queue pair drained and closed, so that the server reaches nothing; MRs that
+// were in use made anew; then each call is told, and waits for a credit of the next connection (S13, S16). Back-off is 5 s, doubled up to 60 s; none after a
+// connection that answered, nor after a first loss of our own making.
+//
+// The first call of a connection is a NULL, and after each silence of KeepAlive another: a server that stays silent for as long again is
+// taken for dead, whether calls wait or not. An NFSv3 server drops a connection that makes no calls within minutes (knfsd: 6 to 12), and
+// RDMA Writes do not count. A connection without a call of the consumer for IdleTimeout is closed; the next call makes a new one.
 //
 // # Locks
 //
