@@ -14,20 +14,20 @@
 //
 // state.go has the machine as one table; this is its drawing (S12):
 //
-//	               map                  FastReg flushed
-//	 +--> INVALID -----> VALID --------------------------------> FLUSHED_FR
-//	 |       ^  ^          | |\                                      |
-//	 |       |  +----------+ | \         LOCAL_INV flushed           v
-//	 |       |  unsent,      |  +------------------------------> FLUSHED_LI
-//	 |       |  LOCAL_INV,   |                                       |
-//	 |       |  remote inv.  | LOCAL_INV failed, or not posted       | (from any of the three)
-//	 |       |               v                                       |
-//	 |       |           CONDEMNED --> destroyed: recycled           |
-//	 |       |                                                       |
-//	 |       |     made anew             the connection ended        |
-//	 |       +---------------- RECOVERING <--------------------------+ (and from VALID)
-//	 |                              |
-//	 +-- a new MR, on demand        +--> destroyed: orphaned, if it could not be destroyed or not made anew
+//	              map                  FastReg flushed
+//	+--> INVALID -----> VALID --------------------------------> FLUSHED_FR
+//	|       ^  ^          | |\                                      |
+//	|       |  +----------+ | \         LOCAL_INV flushed           v
+//	|       |  unsent,      |  +------------------------------> FLUSHED_LI
+//	|       |  LOCAL_INV,   |                                       |
+//	|       |  remote inv.  | LOCAL_INV failed, or not posted       | (from any of the three)
+//	|       |               v                                       |
+//	|       |           CONDEMNED --> destroyed: recycled           |
+//	|       |                                                       |
+//	|       |     made anew             the connection ended        |
+//	|       +---------------- RECOVERING <--------------------------+ (and from VALID)
+//	|                              |
+//	+-- a new MR, on demand        +--> destroyed: orphaned, if it could not be destroyed or not made anew
 //
 // # Recovery
 //
