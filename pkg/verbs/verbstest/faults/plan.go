@@ -101,7 +101,7 @@ func parseRule(f form, arg string) (rule, error) {
 	if f == formValue {
 		v, err := strconv.ParseUint(arg, 10, 32)
 		if err != nil {
-			return r, fmt.Errorf("C is a number of 32 bits")
+			return r, fmt.Errorf("its C is a number of 32 bits")
 		}
 		r.value = uint32(v)
 		return r, nil
@@ -110,7 +110,7 @@ func parseRule(f form, arg string) (rule, error) {
 	interval, r.random = strings.CutPrefix(interval, "~")
 	n, err := strconv.ParseUint(interval, 10, 64)
 	if err != nil || n == 0 {
-		return r, fmt.Errorf("N is a number from 1, ~N for random intervals of that mean")
+		return r, fmt.Errorf("its N is a number from 1, ~N for random intervals of that mean")
 	}
 	r.every = n
 	switch f {
@@ -136,7 +136,7 @@ func parsePosition(s string) (int, error) {
 	}
 	k, err := strconv.ParseUint(s, 10, 31)
 	if err != nil {
-		return 0, fmt.Errorf("K is a position from 0, or * for any")
+		return 0, fmt.Errorf("its K is a position from 0, or * for any")
 	}
 	return int(k), nil
 }
@@ -144,7 +144,7 @@ func parsePosition(s string) (int, error) {
 func parseDelay(s string) (time.Duration, error) {
 	d, err := time.ParseDuration(s)
 	if err != nil || d <= 0 || d > maxDelay {
-		return 0, fmt.Errorf("D is a duration like 20ms, at most %v", maxDelay)
+		return 0, fmt.Errorf("its D is a duration like 20ms, at most %v", maxDelay)
 	}
 	return d, nil
 }
