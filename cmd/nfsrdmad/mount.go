@@ -18,6 +18,7 @@ type mountFlags struct {
 	sloppy     bool
 	noMtab     bool
 	logLevel   string
+	inject     string
 }
 
 func (f *mountFlags) request(args []string) daemon.MountRequest {
@@ -27,7 +28,7 @@ func (f *mountFlags) request(args []string) daemon.MountRequest {
 func (f *mountFlags) run(cmd *cobra.Command, socket string, args []string) error {
 	return daemon.MountCommand(cmd.Context(), daemon.MountCommandConfig{
 		Request: f.request(args), Socket: socket, Foreground: f.foreground, CheckOnly: f.check, Sloppy: f.sloppy,
-		Verbose: f.verbose, LogLevel: f.logLevel, Out: cmd.OutOrStdout(), Log: os.Stderr,
+		Verbose: f.verbose, LogLevel: f.logLevel, Inject: f.inject, Out: cmd.OutOrStdout(), Log: os.Stderr,
 	})
 }
 
@@ -38,7 +39,8 @@ Options of -o have nfs(5)'s names and meanings:
   rsize= wsize= timeo= retrans= hard|soft|softerr intr nolock local_lock=all ro|rw
   acregmin= acregmax= acdirmin= acdirmax= actimeo= ac|noac lookupcache=all|none|pos
 and this client's own:
-  provider=auto|softiwarp device= slots= inline= mpacrc=off|on writepad`
+  provider=auto|softiwarp device= slots= inline= mpacrc=off|on writepad
+  trace=EVENTS keepalive=SECONDS idle=SECONDS`
 
 func mountCommand(c *common) *cobra.Command {
 	f := &mountFlags{}
@@ -54,6 +56,7 @@ func mountCommand(c *common) *cobra.Command {
 	cmd.Flags().BoolVarP(&f.verbose, "verbose", "v", false, "say what was done")
 	cmd.Flags().BoolVar(&f.foreground, "foreground", false, "serve the mount in this process until it is interrupted or unmounted; no daemon needed")
 	cmd.Flags().StringVar(&f.logLevel, "log-level", "warn", "trace, debug, info, warn or error, with --foreground")
+	cmd.Flags().StringVar(&f.inject, "inject", "", "break connections on purpose, for tests, with --foreground")
 	return cmd
 }
 

@@ -15,23 +15,30 @@ import (
 
 func serveCommand() *cobra.Command {
 	var cfg nfsserve.Config
-	var level string
+	var level, inject string
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
 		Args:  cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
-			cfg.Provider = softiwarp.New(softiwarp.Config{})
 			cfg.RDMA.RemoteInv = true
+			plan, err := daemon.ParseFaults(inject)
+			if err != nil {
+				return err
+			}
 			log := daemon.DefaultConfig()
 			log.LogLevel = daemon.Text(level)
 			if err := log.Check("from flags"); err != nil {
 				return err
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
+			cfg.Provider = daemon.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
 			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				fmt.Fprintf(cmd.OutOrStdout(), "serving RDMA on %s, MOUNT and NFS on TCP %s\n", s.RDMAAddr, s.TCPAddr)
+				if plan != nil {
+					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", daemon.FaultBanner, plan)
+				}
 			})
 		},
 	}
@@ -39,6 +46,7 @@ func serveCommand() *cobra.Command {
 	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen, "ADDRESS:PORT of the RDMA side")
 	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen, "ADDRESS:PORT of MOUNT and NFS of a directory")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
+	cmd.Flags().StringVar(&inject, "inject", "", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
 }

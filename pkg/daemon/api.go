@@ -46,26 +46,73 @@ type MountInfo struct {
 	Options  string     `json:"options"`
 	Server   string     `json:"server,omitempty"` // RDMA address
 	Provider string     `json:"provider,omitempty"`
+	// FaultInjection is the plan of the faults that are injected into this mount, "" for none.
+	FaultInjection string `json:"fault_injection,omitempty"`
 }
 
 // A MountStatus is all that is known about one mount; "status" shows it.
 type MountStatus struct {
 	MountInfo
-	Connection  string            `json:"connection,omitempty"` // state of the transport
-	LastError   string            `json:"last_error,omitempty"` // of the transport
-	MaxRead     int               `json:"rsize,omitempty"`
-	MaxWrite    int               `json:"wsize,omitempty"`
-	Credits     uint64            `json:"credits"`
-	Slots       uint64            `json:"slots"`
-	SlotsInUse  uint64            `json:"slots_in_use"`
-	Connects    uint64            `json:"connects"`
-	Sends       uint64            `json:"rpc_sends"`
-	Receives    uint64            `json:"rpc_receives"`
-	MRs         map[string]uint64 `json:"mrs,omitempty"`
-	XprtLine    string            `json:"xprt,omitempty"` // as in the kernel's mountstats
-	RPCs        map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
-	MRsRecycled uint64            `json:"mrs_recycled"`
-	MRsOrphaned uint64            `json:"mrs_orphaned"`
+	Connection   string            `json:"connection,omitempty"` // state of the transport
+	LastError    string            `json:"last_error,omitempty"` // of the transport
+	MaxRead      int               `json:"rsize,omitempty"`
+	MaxWrite     int               `json:"wsize,omitempty"`
+	Credits      uint64            `json:"credits"`
+	Slots        uint64            `json:"slots"`
+	SlotsInUse   uint64            `json:"slots_in_use"`
+	Connects     uint64            `json:"connects"`
+	Sends        uint64            `json:"rpc_sends"`
+	Receives     uint64            `json:"rpc_receives"`
+	MRs          map[string]uint64 `json:"mrs,omitempty"`
+	XprtLine     string            `json:"xprt,omitempty"` // as in the kernel's mountstats
+	RPCs         map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
+	MRsHurt      uint64            `json:"mrs_hurt"`
+	MRsRecovered uint64            `json:"mrs_recovered"`
+	MRsRecycled  uint64            `json:"mrs_recycled"`
+	MRsOrphaned  uint64            `json:"mrs_orphaned"`
+	// Calls are all that have not ended, the oldest first; Story the last events of the connections, the oldest first.
+	Calls []WaitingCall `json:"calls"`
+	Story []StoryNote   `json:"story"`
+	// FaultsInjected counts the faults that were injected into this mount.
+	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
+	Trace          int               `json:"trace_events"` // that are kept for each connection
+}
+
+// A WaitingCall is an RPC that has not ended.
+type WaitingCall struct {
+	XID        string  `json:"xid,omitempty"` // hexadecimal, as in the trace; "" before the call has a slot
+	Procedure  string  `json:"procedure"`
+	Connection int     `json:"connection"` // from 0, with nconnect
+	Slot       int     `json:"slot"`       // -1 before it has one
+	Age        float64 `json:"age_seconds"`
+	// SinceSent is the time since it was last sent, in seconds; -1 if the present connection has not seen it.
+	SinceSent float64 `json:"since_sent_seconds"`
+	// WaitsFor is slot, credit, reconnect, send, reply, invalidation, or "late reply" after the caller has gone.
+	WaitsFor string `json:"waits_for"`
+	// Owner is for whom it is made: "process", "write-back", "liveness" (the daemon's own question whether the server lives), "daemon", "gone", or
+	// "kernel" (the kernel's own, or a process of another PID namespace).
+	Owner   string `json:"owner"`
+	PID     uint32 `json:"pid,omitempty"`     // of a process
+	Command string `json:"command,omitempty"` // its name; "" when it has ended
+	UID     uint32 `json:"uid"`               // of a process, and the kernel
+}
+
+// A StoryNote is one event of a connection.
+type StoryNote struct {
+	Time       time.Time `json:"time"`
+	Connection int       `json:"connection"` // from 0, with nconnect
+	Event      string    `json:"event"`
+	Cause      string    `json:"cause,omitempty"`
+	Times      int       `json:"times"` // in a row, the last one at Time
+}
+
+// A TraceRequest asks for the trace events of a mount. It is the query of GET /v1/trace; the answer is a line for each event, without end
+// while Follow holds.
+type TraceRequest struct {
+	Dir    string // absolute
+	JSON   bool
+	Follow bool // go on with new events until the mount ends
+	Last   int  // begin with so many of the newest events that are kept; -1: all of them
 }
 
 // VersionInfo is the answer to GET /v1/version.
@@ -73,6 +120,8 @@ type VersionInfo struct {
 	Version string `json:"version"`
 	Go      string `json:"go"`
 	PID     int    `json:"pid,omitempty"` // of the daemon
+	// FaultInjection is the plan of the faults that the daemon injects into each mount, "" for none.
+	FaultInjection string `json:"fault_injection,omitempty"`
 }
 
 // errorReply is the body of every answer that is no success.
@@ -87,5 +136,6 @@ const (
 	pathUmount  = "/v1/umount"
 	pathMounts  = "/v1/mounts"
 	pathStatus  = "/v1/status"
+	pathTrace   = "/v1/trace"
 	pathVersion = "/v1/version"
 )

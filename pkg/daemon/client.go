@@ -96,11 +96,7 @@ func (c *Client) do(ctx context.Context, limit time.Duration, method, path strin
 	defer resp.Body.Close()
 	dec := json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes))
 	if resp.StatusCode != http.StatusOK {
-		var e errorReply
-		if dec.Decode(&e) != nil || e.Error == "" {
-			return errorf(CodeSystem, "asking the daemon at %s: it answered %s; is that an nfsrdmad?", c.socket, resp.Status)
-		}
-		return &Error{Code: e.Code, Text: e.Error}
+		return c.refusal(resp)
 	}
 	if out == nil {
 		return nil
@@ -109,6 +105,66 @@ func (c *Client) do(ctx context.Context, limit time.Duration, method, path strin
 		return errorf(CodeSystem, "asking the daemon at %s: its answer is not understood (%w); is it of another version?", c.socket, err)
 	}
 	return nil
+}
+
+// refusal is the daemon's own error.
+func (c *Client) refusal(resp *http.Response) error {
+	var e errorReply
+	if json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes)).Decode(&e) != nil || e.Error == "" {
+		return errorf(CodeSystem, "asking the daemon at %s: it answered %s; is that an nfsrdmad?", c.socket, resp.Status)
+	}
+	return &Error{Code: e.Code, Text: e.Error}
+}
+
+// Trace writes the trace events of a mount to w, a line each, as they come. It returns nil when all that was asked for was written, when the
+// mount has ended, and when ctx ends, which is how a trace that follows is stopped.
+func (c *Client) Trace(ctx context.Context, r TraceRequest, w io.Writer) error {
+	limited, cancel := context.WithCancel(ctx)
+	defer cancel()
+	req, err := http.NewRequestWithContext(limited, http.MethodGet, "http://nfsrdmad"+pathTrace+"?"+r.query(), nil)
+	if err != nil {
+		return errorf(CodeInternal, "control API: %w", err)
+	}
+	late := time.AfterFunc(clientQuick, cancel)
+	resp, err := c.http.Do(req)
+	switch {
+	case ctx.Err() != nil:
+		if err == nil {
+			resp.Body.Close()
+		}
+		return nil
+	case !late.Stop():
+		if err == nil {
+			resp.Body.Close()
+		}
+		return c.unreachable(ctx, context.DeadlineExceeded)
+	case err != nil:
+		return c.unreachable(ctx, err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return c.refusal(resp)
+	}
+	out := &traceOutput{w: w}
+	switch _, err := io.Copy(out, resp.Body); {
+	case err == nil, ctx.Err() != nil:
+		return nil
+	case out.err != nil:
+		return errorf(CodeSystem, "trace of %s: writing it: %w", r.Dir, out.err)
+	}
+	return errorf(CodeSystem, "trace of %s: the daemon at %s ended; see its log", r.Dir, c.socket)
+}
+
+// A traceOutput remembers why it could not write.
+type traceOutput struct {
+	w   io.Writer
+	err error
+}
+
+func (o *traceOutput) Write(b []byte) (int, error) {
+	n, err := o.w.Write(b)
+	o.err = err
+	return n, err
 }
 
 // unreachable explains why the daemon was not asked, or did not answer.

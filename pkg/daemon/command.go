@@ -40,6 +40,7 @@ type MountCommandConfig struct {
 	Sloppy     bool // mount(8) -s
 	Verbose    bool
 	LogLevel   string // of the foreground
+	Inject     string // faults, in the foreground
 	Out, Log   io.Writer
 }
 
@@ -60,6 +61,9 @@ func MountCommand(ctx context.Context, c MountCommandConfig) error {
 	if _, err := ParseOptions(DefaultOptions(), r.Options); err != nil {
 		return err
 	}
+	if c.Inject != "" && !c.Foreground {
+		return errorf(CodeUsage, "flag --inject: faults are the daemon's to inject; give it to \"nfsrdmad daemon\", or add --foreground")
+	}
 	if c.CheckOnly {
 		_, err := CheckMountPoint(ctx, dir)
 		return err
@@ -71,7 +75,7 @@ func MountCommand(ctx context.Context, c MountCommandConfig) error {
 	}
 	if c.Foreground {
 		cfg := DefaultConfig()
-		cfg.LogLevel = Text(c.LogLevel)
+		cfg.LogLevel, cfg.Inject = Text(c.LogLevel), Text(c.Inject)
 		if err := cfg.Check("from flags"); err != nil {
 			return err
 		}

@@ -22,6 +22,7 @@ type Config struct {
 	MountOptions    Text     `toml:"mount_options"`
 	ConnectTimeout  Duration `toml:"connect_timeout"`
 	ShutdownTimeout Duration `toml:"shutdown_timeout"`
+	Inject          Text     `toml:"inject"` // faults; "" for none
 }
 
 // DefaultControlSocket is where the daemon listens and its clients look.
@@ -66,6 +67,7 @@ func (c *Config) Fields() []Field {
 		{"mount_options", "mount options under those of each mount", &c.MountOptions},
 		{"connect_timeout", "how long a mount may take", &c.ConnectTimeout},
 		{"shutdown_timeout", "how long unmounting everything may take at the end", &c.ShutdownTimeout},
+		{"inject", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)", &c.Inject},
 	}
 }
 
@@ -150,6 +152,9 @@ func (c *Config) Check(source string) error {
 	}
 	if _, err := ParseOptions(DefaultOptions(), string(c.MountOptions)); err != nil {
 		return bad("mount_options", c.MountOptions, err.Error())
+	}
+	if _, err := ParseFaults(string(c.Inject)); err != nil {
+		return bad("inject", c.Inject, err.Error())
 	}
 	for _, d := range []struct {
 		key string

@@ -55,7 +55,7 @@ func TestConfigMirrors(t *testing.T) {
 // Each field is bound to its own part of the struct, as a flag and as a key.
 func TestConfigFieldsSetWhatTheKeySets(t *testing.T) {
 	values := map[string]string{"control_socket": "/x/y", "metrics_listen": "127.0.0.1:1", "log_level": "warn", "log_format": "json",
-		"mount_options": "soft", "connect_timeout": "1m0s", "shutdown_timeout": "2s"}
+		"mount_options": "soft", "connect_timeout": "1m0s", "shutdown_timeout": "2s", "inject": "seed=1,lose-reply=~9"}
 	for key, v := range values {
 		path := filepath.Join(t.TempDir(), "c.toml")
 		if err := os.WriteFile(path, []byte(key+" = \""+v+"\"\n"), 0o600); err != nil {
@@ -96,6 +96,9 @@ func TestConfigErrors(t *testing.T) {
 		{"format", "log_format = \"xml\"\n", "log_format"},
 		{"socket", "control_socket = \"here\"\n", "absolute"},
 		{"metrics", "metrics_listen = \"nowhere\"\n", "metrics_listen"},
+		{"unknown fault", "inject = \"disconnect-evry=9\"\n", `"disconnect-evry=9"`},
+		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known are seed=S, disconnect-every=N, post-fail=N:K,"},
+		{"no fault", "inject = \"seed=1\"\n", "injects nothing"},
 		{"options", "mount_options = \"hard,soft\"\n", `contradicts "hard"`},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

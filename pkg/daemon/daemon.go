@@ -47,6 +47,7 @@ func NewLogger(c Config, w io.Writer) hclog.Logger {
 type Daemon struct {
 	cfg     Config
 	log     hclog.Logger
+	inject  string // the plan of faults, "" for none
 	table   *Table
 	socket  *controlSocket
 	control *http.Server
@@ -57,8 +58,8 @@ type Daemon struct {
 	failed  chan error
 }
 
-// start is Start with a builder of mounts.
-func start(cfg Config, log hclog.Logger, build builder) (*Daemon, error) {
+// start is Start with a builder of mounts, which injects the faults of the plan inject, "" for none.
+func start(cfg Config, log hclog.Logger, inject string, build builder) (*Daemon, error) {
 	if err := cfg.Check("flags"); err != nil {
 		return nil, err
 	}
@@ -66,7 +67,7 @@ func start(cfg Config, log hclog.Logger, build builder) (*Daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Daemon{cfg: cfg, log: log, failed: make(chan error, 2)}
+	d := &Daemon{cfg: cfg, log: log, inject: inject, failed: make(chan error, 2)}
 	d.table = newTable(log.Named("mount"), base, time.Duration(cfg.ConnectTimeout), build)
 	if d.socket, err = listenControl(string(cfg.ControlSocket)); err != nil {
 		return nil, err
@@ -77,10 +78,13 @@ func start(cfg Config, log hclog.Logger, build builder) (*Daemon, error) {
 		return nil, err
 	}
 	v := Version()
-	v.PID = os.Getpid()
+	v.PID, v.FaultInjection = os.Getpid(), inject
 	d.control = controlServer(d.table, v)
 	d.serve(d.control, d.socket)
 	log.Info("started", "version", v.Version, "control_socket", cfg.ControlSocket, "metrics", d.MetricsAddr())
+	if inject != "" {
+		log.Warn(FaultBanner+"every connection of this daemon is broken on purpose", "plan", inject)
+	}
 	return d, nil
 }
 
@@ -93,7 +97,7 @@ func (d *Daemon) startMetrics() error {
 		return errorf(CodeSystem, "metrics listener %s: %w; choose another --metrics-listen", string(d.cfg.MetricsListen), err)
 	}
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), collectors.NewGoCollector(),
+	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""), collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))

@@ -10,6 +10,9 @@
 //	table.go       the mounts
 //	stack.go       one mount: provider, transport, NFS client, file system
 //	api.go         the control API's types (JSON)
+//	tracing.go     the stream of trace events
+//	waiting.go     the calls that wait, for whom, and the connections' story
+//	inject.go      fault injection, and saying so
 //	server.go      its server: HTTP on a unix socket
 //	client.go      its client, which every command line verb uses
 //	socket.go      one daemon for each socket; what a dead one left is replaced
@@ -19,7 +22,7 @@
 //
 // # Promises
 //
-// No call of the control API waits for a server without end: every request carries a deadline, list and status ask memory alone, and
+// No call of the control API waits for a server without end: every request but a trace carries a deadline, list, status and trace ask memory alone, and
 // a normal unmount that has to wait gives up with advice. One mount never disturbs another. When [Run] returns, no mount, socket or
 // goroutine of it is left; the end takes at most the shutdown timeout and a few seconds.
 //

@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
 // Recovery is what becomes of a call that the server does not answer, as nfs(5) defines it.
@@ -39,6 +41,9 @@ type Options struct {
 	InlineBytes      int // inline threshold, octets
 	MPACRC           bool
 	WritePad         bool
+	TraceEvents      int           // kept for each connection; 0 for none
+	KeepAlive        time.Duration // silence after which the server is asked for a sign of life; 0 never
+	Idle             time.Duration // for which a connection is kept without a call; 0 for ever
 	// Kernel are the mount flags for the kernel: nosuid, nodev, noexec, noatime, nodiratime.
 	Kernel []string
 }
@@ -59,6 +64,9 @@ func DefaultOptions() Options {
 		Provider:    "auto",
 		Slots:       64,   // what Linux servers grant
 		InlineBytes: 4096, // RFC 8797 §4, and Linux's default
+		TraceEvents: xprt.DefaultTraceEvents,
+		KeepAlive:   xprt.DefaultKeepAlive,
+		Idle:        xprt.DefaultIdleTimeout,
 	}
 }
 
@@ -97,6 +105,9 @@ const (
 	minInline, maxInline = 1024, 65536
 	minSlots, maxSlots   = 4, 1024 // fewer are not worth a connection
 	maxAttrSeconds       = 1 << 22 // a limit far above use, far below overflow
+	maxTraceEvents       = 1 << 20 // 48 MiB for each connection
+	maxKeepAlive         = 3600    // seconds: a dead server should be noticed within the hour
+	maxIdle              = 1 << 22 // seconds
 )
 
 func word(group string, names ...string) option {
@@ -201,6 +212,9 @@ var optionTable = slices.Concat([]option{
 	}},
 	oneOf("mpacrc", []string{"off", "on"}, "", func(o *Options, v string) { o.MPACRC = v == "on" }, "mpacrc"),
 	wordSets("writepad", "writepad", func(o *Options) { o.WritePad = true }),
+	number("trace", 0, maxTraceEvents, " (events; 0 turns it off)", func(o *Options, n int) { o.TraceEvents = n }, "trace"),
+	number("keepalive", 0, maxKeepAlive, " (seconds; 0 turns it off)", func(o *Options, n int) { o.KeepAlive = time.Duration(n) * time.Second }, "keepalive"),
+	number("idle", 0, maxIdle, " (seconds; 0 keeps connections)", func(o *Options, n int) { o.Idle = time.Duration(n) * time.Second }, "idle"),
 	// What mount(8) and fstab(5) say to every helper.
 	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "relatime", "norelatime", "strictatime", "nostrictatime",
 		"async", "fg"), // as it is here anyhow
@@ -346,5 +360,8 @@ func (o Options) String() string {
 	if o.WritePad {
 		l = append(l, "writepad")
 	}
+	add("trace", o.TraceEvents)
+	add("keepalive", seconds(o.KeepAlive))
+	add("idle", seconds(o.Idle))
 	return strings.Join(append(l, o.Kernel...), ",")
 }

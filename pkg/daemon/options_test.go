@@ -30,6 +30,8 @@ func TestParseOptions(t *testing.T) {
 		{"provider=softiwarp,device=lo,slots=4,inline=1024,mpacrc=on,writepad", func(o *Options) {
 			o.Provider, o.Device, o.Slots, o.InlineBytes, o.MPACRC, o.WritePad = "softiwarp", "lo", 4, 1024, true, true
 		}},
+		{"trace=0,keepalive=0,idle=0", func(o *Options) { o.TraceEvents, o.KeepAlive, o.Idle = 0, 0, 0 }},
+		{"trace=65536,keepalive=3,idle=60", func(o *Options) { o.TraceEvents, o.KeepAlive, o.Idle = 65536, 3*time.Second, time.Minute }},
 		{"nosuid,nodev,noexec", func(o *Options) { o.Kernel = []string{"nosuid", "nodev", "noexec"} }},
 	}
 	for _, tt := range tests {
@@ -78,6 +80,9 @@ func TestParseOptionsErrors(t *testing.T) {
 		{"provider=rdmacore", `"provider=rdmacore"`, "auto or softiwarp"},
 		{"device=", `"device"`, "needs a value"},
 		{"ro=1", `"ro=1"`, "takes no value"},
+		{"trace=on", `"trace=on"`, "0 to 1048576 (events"},
+		{"keepalive=1h", `"keepalive=1h"`, "0 to 3600 (seconds"},
+		{"idle=-1", `"idle=-1"`, "(seconds"},
 		{"hard,soft", `"soft"`, `contradicts "hard"`},
 		{"ro,rw", `"rw"`, `contradicts "ro"`},
 		{"port=1,port=2", `"port=2"`, `contradicts "port=1"`},

@@ -9,7 +9,11 @@ import (
 
 // Start starts a daemon: when it returns nil, the control API and the metrics listener answer. [Daemon.Close] ends it.
 func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
-	return start(cfg, log, newBuilder(log))
+	plan, err := ParseFaults(string(cfg.Inject))
+	if err != nil {
+		return nil, err
+	}
+	return start(cfg, log, planText(plan), newBuilder(log, plan))
 }
 
 // Run runs a daemon until ctx ends, and unmounts everything then. It tells systemd (sd_notify(3)) when it is ready and when it stops.
@@ -18,7 +22,11 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	if err != nil {
 		return err
 	}
-	notify(log, sdnotify.SdNotifyReady+"\nSTATUS=serving "+string(cfg.ControlSocket))
+	status := "serving " + string(cfg.ControlSocket)
+	if d.inject != "" {
+		status = FaultBanner + d.inject
+	}
+	notify(log, sdnotify.SdNotifyReady+"\nSTATUS="+status)
 	select {
 	case <-ctx.Done():
 		err = nil
@@ -37,5 +45,9 @@ func notify(log hclog.Logger, state string) {
 
 // RunForeground mounts what r asks for in this process, calls mounted, and serves the mount until ctx ends or somebody unmounts it.
 func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r MountRequest, mounted func(MountInfo)) error {
-	return foreground(ctx, cfg, log, r, newBuilder(log), mounted)
+	plan, err := ParseFaults(string(cfg.Inject))
+	if err != nil {
+		return err
+	}
+	return foreground(ctx, cfg, log, r, newBuilder(log, plan), mounted)
 }

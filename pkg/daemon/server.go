@@ -47,6 +47,7 @@ func controlServer(t *Table, v VersionInfo) *http.Server {
 		defer cancel()
 		return t.Status(ctx, r.URL.Query().Get("dir"))
 	}))
+	mux.Handle("GET "+pathTrace, traceHandler(t))
 	mux.Handle("GET "+pathVersion, handle(func(*http.Request) (any, error) { return v, nil }))
 	mux.Handle("/", handle(func(r *http.Request) (any, error) {
 		return nil, errorf(CodeUsage, "control API: no %s %s; the daemon and its client may be of different versions", r.Method, r.URL.Path)

@@ -21,6 +21,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -34,7 +35,9 @@ const (
 // A stack is one mount from the provider to /dev/fuse. It implements live.
 type stack struct {
 	plan
+	inject     *faults.Plan // nil for none
 	mountArgs  mountd.Args
+	address    netip.AddrPort // of the server's RDMA side
 	provider   verbs.Provider
 	transports caller
 	fs         *fusefs.FS
@@ -59,9 +62,9 @@ func settleConnects() {
 }
 
 // newBuilder returns the builder of real mounts.
-func newBuilder(log hclog.Logger) builder {
+func newBuilder(log hclog.Logger, inject *faults.Plan) builder {
 	return func(ctx context.Context, p plan) (live, error) {
-		s := &stack{plan: p}
+		s := &stack{plan: p, inject: inject}
 		if err := s.build(ctx, log.Named("nfs")); err != nil {
 			return nil, err
 		}
@@ -96,7 +99,8 @@ func (s *stack) build(ctx context.Context, log hclog.Logger) (err error) {
 		return err
 	}
 	server := netip.AddrPortFrom(addr, s.opts.Port)
-	s.provider = softiwarp.New(softiwarp.Config{CRC: s.opts.MPACRC}) // "auto" too: it is the only one in this build
+	s.address = server
+	s.provider = WithFaults(softiwarp.New(softiwarp.Config{CRC: s.opts.MPACRC}), s.inject, log) // "auto" too: it is the only one in this build
 	undo = append(undo, func() { s.transports.close() })
 	if err := s.connect(ctx, server, log); err != nil {
 		return err
@@ -127,6 +131,7 @@ func (s *stack) connect(ctx context.Context, addr netip.AddrPort, log hclog.Logg
 		t, err := xprt.New(xprt.Config{
 			Provider: s.provider, Addr: addr, Slots: s.opts.Slots, InlineBytes: s.opts.InlineBytes, Timeout: s.opts.Timeout,
 			Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery], WritePad: s.opts.WritePad, Logger: log, Name: name,
+			TraceEvents: s.opts.TraceEvents, KeepAlive: orNever(s.opts.KeepAlive), IdleTimeout: orNever(s.opts.Idle),
 		})
 		if err != nil {
 			return err
@@ -137,6 +142,14 @@ func (s *stack) connect(ctx context.Context, addr netip.AddrPort, log hclog.Logg
 		}
 	}
 	return nil
+}
+
+// orNever is d as xprt has it: it takes 0 for its default, and a negative time for never.
+func orNever(d time.Duration) time.Duration {
+	if d == 0 {
+		return -1
+	}
+	return d
 }
 
 var recoveries = map[Recovery]xprt.Recovery{RecoveryHard: xprt.Hard, RecoverySoft: xprt.Soft, RecoverySoftErr: xprt.SoftErr}

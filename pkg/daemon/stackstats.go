@@ -10,13 +10,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
 var resolver net.Resolver
-
-// stateConnected is xprt's word for a connection that stands.
-const stateConnected = "connected"
 
 // A caller spreads RPCs over the transports of one mount (nconnect), one after the other. all does not change once the mount stands.
 type caller struct {
@@ -41,7 +39,11 @@ func (c *caller) close() {
 // Snapshot implements live.
 func (s *stack) Snapshot() metrics.Snapshot {
 	snap := metrics.Snapshot{Mount: s.dir, Provider: s.provider.Name()}
-	snap.Transport.MRs = make(map[string]uint64)
+	_, snap.Faults = injected(s.provider)
+	snap.Transport.MRs, snap.Transport.Connections = make(map[string]uint64), make(map[string]uint64)
+	for _, state := range []string{xprt.StateConnected, xprt.StateConnecting, xprt.StateDisconnected, xprt.StateIdle} {
+		snap.Transport.Connections[state] = 0
+	}
 	for _, t := range s.transports.all {
 		st := t.Stats()
 		snap.Server = st.Server
@@ -60,12 +62,31 @@ func (s *stack) Snapshot() metrics.Snapshot {
 	return snap
 }
 
+// Describe implements live.
+func (s *stack) Describe(i *MountInfo) {
+	i.Server, i.Provider = s.address.String(), s.provider.Name()
+	i.FaultInjection, _ = injected(s.provider)
+}
+
+// Rings implements live.
+func (s *stack) Rings() []*trace.Ring {
+	var rings []*trace.Ring
+	for _, t := range s.transports.all {
+		rings = append(rings, t.Trace())
+	}
+	return rings
+}
+
 // addStats adds one connection's counters, as nfs-utils' mountstats sums them over nconnect.
 func addStats(to *metrics.Transport, s *xprt.Stats) {
 	to.Connects += s.Connects
+	to.ConnectFailures += s.ConnectFailures
+	to.ConnectTime += s.ConnectTime
 	to.Sends += s.Sends
 	to.Receives += s.Recvs
 	to.BadXIDs += s.BadXIDs
+	to.InflightSum += s.InFlightSum
+	to.BacklogSum += s.QueuedSum
 	to.ReadChunks += s.ReadChunks
 	to.WriteChunks += s.WriteChunks
 	to.ReplyChunks += s.ReplyChunks
@@ -81,10 +102,36 @@ func addStats(to *metrics.Transport, s *xprt.Stats) {
 	to.MRsOrphaned += s.MRsOrphaned
 	to.MRsAllocated += s.MRsAllocated
 	to.LocalInvNeeded += s.LocalInvNeeded
+	to.EmptySendctx += s.EmptySendCtx
+	to.ReplyWaitsForSend += s.ReplyWaitsForSend
+	to.MRsHurt += s.MRsHurt
+	to.MapErrors += s.MapErrors
+	to.RemoteInvalidations += s.RemoteInvalidations
+	to.Timeouts += s.Timeouts
+	to.Resends += s.Resends
+	to.Interrupts += s.Interrupted
+	to.Liveness += s.Pings
+	to.Nudges += s.Nudges
+	to.RDMAErrors += s.RDMAErrors
+	to.RemoteAccessErrors += s.RemoteAccessErrors
+	to.PostedChains += s.PostedChains
+	to.SendCompletions += s.SendCompletions
+	to.TraceDropped += s.TraceDropped
 	to.Credits += uint64(s.Credits)
 	to.Slots += uint64(s.Slots)
 	to.SlotsInUse += uint64(s.SlotsInUse)
-	to.Connected = to.Connected || s.State == stateConnected
+	to.InFlight += uint64(s.InFlight)
+	to.Queued += uint64(s.Queued)
+	to.MRsFree += uint64(max(s.MRsFree, 0))
+	to.MRsPooled += uint64(max(s.MRsTotal, 0))
+	to.MaxPayload = uint64(s.MaxPayload)
+	if s.State == xprt.StateConnected {
+		if !to.Connected || s.IdleTime < to.Idle { // the mount's last call is that of the connection with the latest one
+			to.Idle = s.IdleTime
+		}
+		to.Connected = true
+	}
+	to.Connections[s.State]++
 	for state, n := range s.MRStates {
 		to.MRs[state] += uint64(max(n, 0))
 	}
@@ -97,8 +144,9 @@ func (s *stack) Status() MountStatus {
 	st := MountStatus{
 		Credits: t.Credits, Slots: t.Slots, SlotsInUse: t.SlotsInUse, Connects: t.Connects, Sends: t.Sends, Receives: t.Receives,
 		MRs: t.MRs, XprtLine: metrics.XprtLine(t), RPCs: make(map[string]uint64), MRsRecycled: t.MRsRecycled, MRsOrphaned: t.MRsOrphaned,
+		MRsRecovered: t.MRsRecovered, MRsHurt: t.MRsHurt, Calls: s.waiting(), Story: s.story(), FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
 	}
-	st.Server, st.Provider = snap.Server, snap.Provider
+	s.Describe(&st.MountInfo)
 	st.MaxRead, st.MaxWrite = s.fs.IOSizes()
 	for i := range snap.Procs {
 		st.RPCs[snap.Procs[i].Name] = snap.Procs[i].Count

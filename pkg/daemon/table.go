@@ -11,6 +11,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
 // A live is a mount that stands: everything from the RDMA connection to /dev/fuse. All methods may be called concurrently,
@@ -25,6 +26,10 @@ type live interface {
 	Close()
 	Status() MountStatus
 	Snapshot() metrics.Snapshot
+	// Describe fills in what a mount never changes: Server, Provider and FaultInjection.
+	Describe(*MountInfo)
+	// Rings are the trace events of each connection; nil for one whose trace is off.
+	Rings() []*trace.Ring
 }
 
 // A plan is a MountRequest that was understood.
@@ -314,8 +319,7 @@ func (t *Table) all() []view {
 func (e *entry) info() MountInfo {
 	i := MountInfo{Dir: e.dir, Spec: e.spec.String(), State: e.state, Since: e.since, Options: e.opts.String()}
 	if e.live != nil {
-		s := e.live.Status()
-		i.Server, i.Provider = s.Server, s.Provider
+		e.live.Describe(&i)
 	}
 	return i
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
 // A standIn is a live whose end the test decides, so that every order of events can be played. Real mounts are tested with the command.
@@ -20,6 +21,7 @@ type standIn struct {
 	gone     chan struct{}
 	unmount  func(UmountMode) (ends bool, err error)
 	isClosed chan struct{}
+	rings    []*trace.Ring
 }
 
 func newStandIn() *standIn {
@@ -30,6 +32,8 @@ func (s *standIn) Wait()                      { <-s.gone }
 func (s *standIn) Close()                     { close(s.isClosed) }
 func (s *standIn) Status() MountStatus        { return MountStatus{} }
 func (s *standIn) Snapshot() metrics.Snapshot { return metrics.Snapshot{} }
+func (s *standIn) Describe(*MountInfo)        {}
+func (s *standIn) Rings() []*trace.Ring       { return s.rings }
 func (s *standIn) end()                       { s.once.Do(func() { close(s.gone) }) }
 
 func (s *standIn) Unmount(_ context.Context, mode UmountMode) error {

@@ -29,6 +29,7 @@ func gauge(name, help string, value func(*Transport) float64) series {
 var transportSeries = []series{
 	counter("connects_total", "RDMA connections made.", func(t *Transport) uint64 { return t.Connects }),
 	{desc("connect_seconds_total", "Time spent connecting."), prometheus.CounterValue, func(t *Transport) float64 { return t.ConnectTime.Seconds() }},
+	counter("connect_failures_total", "Attempts to connect that failed.", func(t *Transport) uint64 { return t.ConnectFailures }),
 	counter("rpc_sends_total", "RPC calls sent.", func(t *Transport) uint64 { return t.Sends }),
 	counter("rpc_receives_total", "RPC replies received.", func(t *Transport) uint64 { return t.Receives }),
 	counter("bad_xids_total", "Replies whose XID belongs to no call.", func(t *Transport) uint64 { return t.BadXIDs }),
@@ -52,11 +53,29 @@ var transportSeries = []series{
 	counter("local_inv_needed_total", "Memory regions that had to be invalidated locally.", func(t *Transport) uint64 { return t.LocalInvNeeded }),
 	counter("empty_sendctx_total", "Sends that waited for a send context.", func(t *Transport) uint64 { return t.EmptySendctx }),
 	counter("reply_waits_for_send_total", "Replies that waited for the completion of their Send.", func(t *Transport) uint64 { return t.ReplyWaitsForSend }),
+	counter("mrs_hurt_total", "Memory regions that a flush, an error or a lost connection left in doubt: those recovered, recycled and orphaned.", func(t *Transport) uint64 { return t.MRsHurt }),
+	counter("map_errors_total", "Registrations that found no memory region.", func(t *Transport) uint64 { return t.MapErrors }),
+	counter("remote_invalidations_total", "Memory regions that servers invalidated by Send With Invalidate.", func(t *Transport) uint64 { return t.RemoteInvalidations }),
+	counter("rpc_timeouts_total", "Calls that waited too long, so that their connection was dropped.", func(t *Transport) uint64 { return t.Timeouts }),
+	counter("rpc_resends_total", "Calls sent again on another connection.", func(t *Transport) uint64 { return t.Resends }),
+	counter("rpc_interrupts_total", "Calls that their callers gave up.", func(t *Transport) uint64 { return t.Interrupts }),
+	counter("liveness_calls_total", "NULL calls that asked the server for a sign of life.", func(t *Transport) uint64 { return t.Liveness }),
+	counter("nudges_total", "Empty RDMA Writes sent because the first reply was late.", func(t *Transport) uint64 { return t.Nudges }),
+	counter("rdma_errors_total", "RDMA_ERROR messages of servers.", func(t *Transport) uint64 { return t.RDMAErrors }),
+	counter("remote_access_errors_total", "RDMA operations of servers that were refused: no such key, wrong direction, outside of the memory.", func(t *Transport) uint64 { return t.RemoteAccessErrors }),
+	counter("posted_chains_total", "Chains of work requests posted.", func(t *Transport) uint64 { return t.PostedChains }),
+	counter("send_completions_total", "Work completions of the send queue.", func(t *Transport) uint64 { return t.SendCompletions }),
+	counter("trace_events_dropped_total", "Trace events that were not recorded.", func(t *Transport) uint64 { return t.TraceDropped }),
 
 	gauge("credits", "Calls that the server grants in parallel.", func(t *Transport) float64 { return float64(t.Credits) }),
 	gauge("slots", "RPC slots of the transport.", func(t *Transport) float64 { return float64(t.Slots) }),
 	gauge("slots_in_use", "RPC slots that carry a call now.", func(t *Transport) float64 { return float64(t.SlotsInUse) }),
-	gauge("idle_seconds", "Time since the last use of the connection.", func(t *Transport) float64 { return t.Idle.Seconds() }),
+	gauge("calls_in_flight", "Calls that hold a credit.", func(t *Transport) float64 { return float64(t.InFlight) }),
+	gauge("calls_queued", "Calls that wait for a credit or for the connection.", func(t *Transport) float64 { return float64(t.Queued) }),
+	gauge("mrs_free", "Memory regions that no call holds.", func(t *Transport) float64 { return float64(t.MRsFree) }),
+	gauge("mrs_pooled", "Memory regions that there are.", func(t *Transport) float64 { return float64(t.MRsPooled) }),
+	gauge("max_payload_bytes", "Largest payload of one call.", func(t *Transport) float64 { return float64(t.MaxPayload) }),
+	gauge("idle_seconds", "Time since the last call; 0 while not connected.", func(t *Transport) float64 { return t.Idle.Seconds() }),
 	gauge("connected", "1 while the RDMA connection stands.", func(t *Transport) float64 {
 		if t.Connected {
 			return 1
@@ -67,6 +86,8 @@ var transportSeries = []series{
 
 var (
 	mrsDesc  = desc("mrs", "Memory regions by state.", "state")
+	connDesc = desc("connections", "Connections by state.", "state")
+	failDesc = desc("faults_injected_total", "Faults injected on purpose.", "fault")
 	procDesc = desc("rpc_duration_seconds", "Time from call to reply of an RPC, reconnects included.", "procedure")
 	opDesc   = desc("fuse_op_duration_seconds", "Time that a FUSE operation took.", "operation")
 )
@@ -87,6 +108,8 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 		ch <- s.desc
 	}
 	ch <- mrsDesc
+	ch <- connDesc
+	ch <- failDesc
 	ch <- procDesc
 	ch <- opDesc
 }
@@ -102,11 +125,26 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	for _, one := range transportSeries {
 		ch <- prometheus.MustNewConstMetric(one.desc, one.kind, one.value(&s.Transport), s.Mount, s.Server, s.Provider)
 	}
-	for state, n := range s.Transport.MRs {
-		ch <- prometheus.MustNewConstMetric(mrsDesc, prometheus.GaugeValue, float64(n), s.Mount, s.Server, s.Provider, state)
+	labeled := func(d *prometheus.Desc, kind prometheus.ValueType, values map[string]uint64) {
+		for label, n := range values {
+			ch <- prometheus.MustNewConstMetric(d, kind, float64(n), s.Mount, s.Server, s.Provider, label)
+		}
 	}
+	labeled(mrsDesc, prometheus.GaugeValue, s.Transport.MRs)
+	labeled(connDesc, prometheus.GaugeValue, s.Transport.Connections)
+	labeled(failDesc, prometheus.CounterValue, s.Faults)
 	s.histograms(ch, procDesc, s.Procs)
 	s.histograms(ch, opDesc, s.Ops)
+}
+
+// FaultInjection is the gauge that is 1 in a daemon that breaks its connections on purpose.
+func FaultInjection(on bool) prometheus.Collector {
+	g := prometheus.NewGauge(prometheus.GaugeOpts{Namespace: namespace, Name: "fault_injection_enabled",
+		Help: "1 when this daemon was told to inject faults: never in production."})
+	if on {
+		g.Set(1)
+	}
+	return g
 }
 
 func (s *Snapshot) histograms(ch chan<- prometheus.Metric, d *prometheus.Desc, hs []NamedHistogram) {

@@ -9,6 +9,8 @@ type Snapshot struct {
 	Transport               Transport
 	// Procs are the RPC times by NFS procedure, Ops the FUSE times by operation. Names without samples may be left out.
 	Procs, Ops []NamedHistogram
+	// Faults are the faults injected, by name; none where no fault injection is on.
+	Faults map[string]uint64
 }
 
 // A NamedHistogram is the times of one procedure or operation.
@@ -22,8 +24,9 @@ type NamedHistogram struct {
 type Transport struct {
 	Connects uint64
 	// ConnectTime is the time spent in connecting.
-	ConnectTime time.Duration
-	// Idle is the time since the last use; 0 while not connected.
+	ConnectTime     time.Duration
+	ConnectFailures uint64
+	// Idle is the time since the last call; 0 while not connected.
 	Idle time.Duration
 
 	Sends, Receives uint64 // RPC calls sent, replies received
@@ -46,10 +49,21 @@ type Transport struct {
 	EmptySendctx                                         uint64
 	ReplyWaitsForSend                                    uint64
 
+	// What the kernel does not count.
+	MRsHurt, MapErrors, RemoteInvalidations     uint64
+	Timeouts, Resends, Interrupts, Liveness     uint64
+	Nudges, RDMAErrors, RemoteAccessErrors      uint64
+	PostedChains, SendCompletions, TraceDropped uint64
+
 	// Gauges.
 	Credits, Slots, SlotsInUse uint64
-	// Connected tells whether the connection stands.
+	InFlight, Queued           uint64 // calls that hold a credit, calls that wait for one or for the connection
+	MRsFree, MRsPooled         uint64
+	MaxPayload                 uint64 // octets
+	// Connected tells whether a connection stands.
 	Connected bool
+	// Connections counts connections by state.
+	Connections map[string]uint64
 	// MRs counts memory regions by state (features.md S1, S12).
 	MRs map[string]uint64
 }

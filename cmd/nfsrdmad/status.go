@@ -1,0 +1,214 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+	"unicode"
+
+	"github.com/spf13/cobra"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+)
+
+// columns is the width that status is made for.
+const columns = 80
+
+func statusCommand(c *common) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "status [DIR]",
+		Short: "Show what is known about a mount, or about all: connection, waiting calls and for whom, memory regions",
+		Args:  cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			dir, err := daemon.OptionalDir(args)
+			if err != nil {
+				return err
+			}
+			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountStatus, error) { return d.Status(cmd.Context(), dir) },
+				func(w io.Writer, l []daemon.MountStatus) { printStatus(w, l, time.Now()) })
+		},
+	}
+	c.socketFlag(cmd)
+	return cmd
+}
+
+func printStatus(w io.Writer, l []daemon.MountStatus, now time.Time) {
+	for i := range l {
+		if i > 0 {
+			fmt.Fprintln(w)
+		}
+		printMount(w, &l[i], now)
+	}
+}
+
+func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
+	if m.FaultInjection != "" {
+		item(w, "", daemon.FaultBanner+m.FaultInjection, ",")
+	}
+	fmt.Fprintf(w, "%s on %s: %s since %s\n", m.Spec, m.Dir, m.State, m.Since.Local().Format(time.DateTime))
+	item(w, "options", m.Options, ",")
+	if m.Connection != "" {
+		item(w, "connection", fmt.Sprintf("%s to %s by %s, %s", m.Connection, m.Server, m.Provider, plural(m.Connects, "connect")), " ")
+	}
+	if m.LastError != "" {
+		item(w, "last error", printable(m.LastError), " ")
+	}
+	if m.FaultInjection != "" {
+		item(w, "injected", counts(m.FaultsInjected), " ")
+	}
+	item(w, "sizes", fmt.Sprintf("rsize %d, wsize %d", m.MaxRead, m.MaxWrite), " ")
+	item(w, "slots", fmt.Sprintf("%d of %d in use, %s", m.SlotsInUse, m.Slots, plural(m.Credits, "credit")), " ")
+	item(w, "MRs", fmt.Sprintf("%s; hurt %d: recovered %d, recycled %d, orphaned %d", counts(m.MRs), m.MRsHurt, m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
+	item(w, "calls", callsLine(m), " ")
+	printCalls(w, m)
+	printStory(w, m, now)
+	if m.XprtLine != "" {
+		fmt.Fprintln(w, m.XprtLine)
+	}
+}
+
+func callsLine(m *daemon.MountStatus) string {
+	s := fmt.Sprintf("%d sent, %d answered, ", m.Sends, m.Receives)
+	if len(m.Calls) == 0 {
+		return s + "none waits"
+	}
+	by := make(map[string]uint64)
+	for i := range m.Calls {
+		by[m.Calls[i].WaitsFor]++
+	}
+	return s + fmt.Sprintf("%d waiting for %s", len(m.Calls), counts(by))
+}
+
+// printCalls is the table of waiting calls, the oldest first.
+func printCalls(w io.Writer, m *daemon.MountStatus) {
+	if len(m.Calls) == 0 {
+		return
+	}
+	several := severalConnections(m)
+	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
+	fmt.Fprintln(t, "  AGE\tXID\tPROCEDURE\tSLOT\tWAITS FOR\tOWNER")
+	for i := range m.Calls {
+		c := &m.Calls[i]
+		xid, slot := c.XID, strconv.Itoa(c.Slot)
+		if c.Slot < 0 {
+			xid, slot = "-", "-"
+		}
+		if several {
+			slot = fmt.Sprintf("#%d %s", c.Connection, slot)
+		}
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\n", age(seconds(c.Age)), xid, c.Procedure, slot, c.WaitsFor, owner(c))
+	}
+	t.Flush()
+}
+
+func severalConnections(m *daemon.MountStatus) bool {
+	return slices.ContainsFunc(m.Story, func(n daemon.StoryNote) bool { return n.Connection > 0 })
+}
+
+// owner is for whom a call is made, as a few words.
+func owner(c *daemon.WaitingCall) string {
+	switch c.Owner {
+	case daemon.OwnerProcess:
+		command := "(ended)"
+		if c.Command != "" {
+			command = printable(c.Command)
+		}
+		return fmt.Sprintf("%d %s uid %d", c.PID, command, c.UID)
+	case daemon.OwnerGone:
+		return "(caller has gone)"
+	case daemon.OwnerKernel:
+		return fmt.Sprintf("kernel uid %d", c.UID)
+	}
+	return c.Owner
+}
+
+// printStory is the table of what became of the connections, the newest last.
+func printStory(w io.Writer, m *daemon.MountStatus, now time.Time) {
+	if len(m.Story) == 0 {
+		return
+	}
+	several := severalConnections(m)
+	fmt.Fprintln(w, "  story:")
+	for _, n := range m.Story {
+		text := n.Event
+		if n.Cause != "" {
+			text += ": " + printable(n.Cause)
+		}
+		if n.Times > 1 {
+			text += fmt.Sprintf(" (%d times)", n.Times)
+		}
+		if several {
+			text = fmt.Sprintf("#%d %s", n.Connection, text)
+		}
+		hang(w, fmt.Sprintf("  %8s ago  ", age(now.Sub(n.Time))), text, " ")
+	}
+}
+
+// item is one line "  name:  text", or more where the text is long.
+func item(w io.Writer, name, text, separator string) {
+	first := ""
+	if name != "" {
+		first = fmt.Sprintf("  %-11s ", name+":")
+	}
+	hang(w, first, text, separator)
+}
+
+// hang prints text behind first, broken behind separators, the further lines under the beginning of text.
+func hang(w io.Writer, first, text, separator string) {
+	indent := strings.Repeat(" ", max(len(first), 2))
+	line := first
+	empty := true
+	for _, part := range strings.SplitAfter(text, separator) {
+		if !empty && len(strings.TrimRight(line+part, " ")) > columns {
+			fmt.Fprintln(w, strings.TrimRight(line, " "))
+			line = indent
+		}
+		line, empty = line+part, false
+	}
+	fmt.Fprintln(w, strings.TrimRight(line, " "))
+}
+
+func counts(m map[string]uint64) string {
+	var l []string
+	for _, name := range slices.Sorted(maps.Keys(m)) {
+		l = append(l, fmt.Sprintf("%s %d", name, m[name]))
+	}
+	return strings.Join(l, ", ")
+}
+
+func plural(n uint64, noun string) string {
+	if n == 1 {
+		return "1 " + noun
+	}
+	return fmt.Sprintf("%d %ss", n, noun)
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+
+// age is a duration as people say it: what matters of it.
+func age(d time.Duration) string {
+	switch {
+	case d < time.Minute:
+		return fmt.Sprintf("%.1fs", max(d, 0).Seconds())
+	case d < time.Hour:
+		return fmt.Sprintf("%dm%02ds", d/time.Minute, d%time.Minute/time.Second)
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh%02dm", d/time.Hour, d%time.Hour/time.Minute)
+	}
+	return fmt.Sprintf("%dd", d/(24*time.Hour))
+}
+
+// printable keeps what others named from commanding the terminal.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return '?'
+	}, s)
+}
