@@ -43,7 +43,7 @@
 //
 // # Locks
 //
-// inodeTable.mu guards the maps, lookup counts and open counts. inode.mu guards one node's attributes. writeback.mu (in the
+// inodeTable.mu guards the maps, lookup counts, open counts and the removals under way. inode.mu guards one node's attributes. writeback.mu (in the
 // inode) guards its extents. dirHandle.mu makes the reads of one open directory take turns, and is the only one held during
 // an RPC: it belongs to one open directory. Order: writeback.mu before FS.dirtyMu and inode.mu, inodeTable.mu
 // before inode.mu; the others are taken alone.

@@ -1,7 +1,6 @@
 package fusefs
 
 import (
-	"context"
 	"crypto/rand"
 	"syscall"
 
@@ -28,9 +27,9 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 
 // claim counts the inode as open, so that a removal from now on hides the file. disclaim takes that back, and removes the file if it was
 // hidden and nobody has it open any more.
-func (fs *FS) claim(ctx context.Context, ino *inode) error {
+func (fs *FS) claim(r *request, ino *inode) error {
 	fs.inodes.openFile(ino)
-	err := fs.inodes.awaitRemovals(ctx, ino)
+	err := fs.awaitRemovals(r, ino)
 	if err != nil {
 		fs.disclaim(ino)
 	}

@@ -109,3 +109,10 @@ func tree(t *testing.T, root string) string {
 	}))
 	return b.String()
 }
+
+// openFiles is the number of files that count as open.
+func (t *inodeTable) openFiles() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.files
+}

@@ -53,8 +53,8 @@ type inodeTable struct {
 	byFH   map[nfs3.FH]*inode // those that a lookup may still find
 	lastID uint64
 
-	files   int           // open files, and opens under way
-	blind   int           // removals under way of nobody knows what, begun while no file was open
+	files   int // open files, and opens under way
+	blind   []*blindRemoval
 	removed chan struct{} // closed and forgotten when a removal ended; nil while nobody waits
 }
 

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
@@ -19,6 +20,9 @@ const Subtype = "nfsrdma"
 
 // maxBackground is the number of read-ahead and direct requests that the kernel may have under way.
 const maxBackground = 64
+
+// settleTime is how long Mount waits for what only matters to programs that use their own mounts.
+const settleTime = 5 * time.Second
 
 // MountOptions say how an FS is mounted.
 type MountOptions struct {
@@ -75,7 +79,15 @@ func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 	}
 	fs.interrupts.watch(s.device)
 	go s.serve(srv)
-	s.device.settlePoll(abs)
+	settled := make(chan struct{})
+	go func() {
+		defer close(settled)
+		s.device.settlePoll(abs)
+	}()
+	select {
+	case <-settled:
+	case <-time.After(settleTime): // the kernel asks for the root's attributes first, and the server does not answer
+	}
 	s.tune(maxWrite)
 	return s, nil
 }

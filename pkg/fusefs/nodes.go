@@ -110,6 +110,11 @@ func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.S
 			fs.outdate(ino)
 			return fs.nodeErr(ino, err)
 		}
+		if set.HasSize {
+			ino.mu.Lock()
+			ino.size = set.Size
+			ino.mu.Unlock()
+		}
 		fs.absorbWcc(ino, wcc, start, true)
 		return nil
 	}

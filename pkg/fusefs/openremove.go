@@ -1,7 +1,7 @@
 package fusefs
 
 import (
-	"context"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -12,7 +12,8 @@ import (
 //	open first:     the removal sees that the file is open, and hides it (remove.go)
 //	removal first:  the open waits for the removal's reply, and then finds the file gone
 //
-// Which it is, is decided under inodeTable.mu, where the opens and the removals are counted; no lock is held during the calls.
+// Which it is, is decided under inodeTable.mu, where the opens and the removals are counted; no lock is held during the calls. While no file is open, removals
+// spare themselves the LOOKUP that tells what they remove.
 
 // openFile counts the file as open.
 func (t *inodeTable) openFile(ino *inode) {
@@ -30,41 +31,74 @@ func (t *inodeTable) closeFile(ino *inode) int {
 	return t.close(ino)
 }
 
-// awaitRemovals returns when no removal is under way that did not see ino open. No such removal begins once openFile was called.
-func (t *inodeTable) awaitRemovals(ctx context.Context, ino *inode) error {
+// A blindRemoval is one under way without a look at what is removed, begun while no file was open.
+type blindRemoval struct {
+	dir  *inode
+	name string
+}
+
+// blindPatience is how long an open waits for blind removals before it asks the server what they are about: freeing a large file may take a server long,
+// and is no affair of those who open others.
+const blindPatience = 20 * time.Millisecond
+
+// awaitRemovals returns when no removal of ino is under way that did not see it open. No such removal begins once openFile was called.
+func (fs *FS) awaitRemovals(r *request, ino *inode) error {
+	t := &fs.inodes
 	t.mu.Lock()
-	for ino.removals > 0 || t.blind > 0 {
+	if ino.removals == 0 && len(t.blind) == 0 { // as nearly always
+		t.mu.Unlock()
+		return nil
+	}
+	t.mu.Unlock()
+	patience := time.NewTimer(blindPatience)
+	defer patience.Stop()
+	others := make(map[*blindRemoval]bool) // those known to be about something else
+	for {
+		t.mu.Lock()
+		mine := ino.removals > 0
+		var unknown []*blindRemoval
+		for _, b := range t.blind {
+			if !others[b] {
+				unknown = append(unknown, b)
+			}
+		}
 		if t.removed == nil {
 			t.removed = make(chan struct{})
 		}
 		removed := t.removed
 		t.mu.Unlock()
+		if !mine && len(unknown) == 0 {
+			return nil
+		}
 		select {
 		case <-removed:
-		case <-ctx.Done():
+		case <-patience.C:
+			for _, b := range unknown {
+				target, err := fs.targetOf(r, b.dir, b.name)
+				others[b] = err == nil && target != ino
+			}
+		case <-r.Done():
 			return syscall.EINTR
 		}
-		t.mu.Lock()
 	}
-	t.mu.Unlock()
-	return nil
 }
 
-// beginBlind begins a removal without a look at what is removed. It returns false, and nothing begins, when any file is open.
-func (t *inodeTable) beginBlind() bool {
+// beginBlind begins a removal without a look at what is removed. It returns nil, and nothing begins, when any file is open.
+func (t *inodeTable) beginBlind(dir *inode, name string) *blindRemoval {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.files > 0 {
-		return false
+		return nil
 	}
-	t.blind++
-	return true
+	b := &blindRemoval{dir, name}
+	t.blind = append(t.blind, b)
+	return b
 }
 
-func (t *inodeTable) endBlind() {
+func (t *inodeTable) endBlind(b *blindRemoval) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.blind--
+	t.blind = slices.DeleteFunc(t.blind, func(c *blindRemoval) bool { return c == b })
 	t.removalEnded()
 }
 
@@ -132,8 +166,8 @@ func (o *reopens) take(pid uint32) bool {
 }
 
 // hold counts a file as open for a moment, and waits for the removals that did not see that.
-func (fs *FS) hold(ctx context.Context, ino *inode) error {
-	if err := fs.claim(ctx, ino); err != nil {
+func (fs *FS) hold(r *request, ino *inode) error {
+	if err := fs.claim(r, ino); err != nil {
 		return err
 	}
 	fs.work.Go(func() {

@@ -2,14 +2,21 @@ package fusefs
 
 import (
 	"bytes"
+	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // readWhole uses a descriptor as a program does that just opened a file: what it opened must stay usable.
@@ -91,4 +98,150 @@ func TestOpenRemoveRace(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestOpenBesideSlowRemove removes a file that takes the server long. Who opens another one is not held up; who opens that one gets it whole or not at all.
+func TestOpenBesideSlowRemove(t *testing.T) {
+	e := startExport(t)
+	for _, name := range []string{"unlink", "rename"} {
+		t.Run(name, func(t *testing.T) {
+			m, s := e.mountScripted(t, mountConfig{})
+			for _, file := range []string{"victim", "other", "new"} {
+				must(t, os.WriteFile(m.path(file), []byte(file), 0o644))
+			}
+			for range 100 { // until the kernel has let go of what was open
+				if m.fs.inodes.openFiles() == 0 {
+					break
+				}
+				time.Sleep(20 * time.Millisecond)
+			}
+			slow, proceed := make(chan struct{}), make(chan struct{})
+			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
+				close(slow)
+				<-proceed
+				return pass()
+			}, nfs3.ProcRemove, nfs3.ProcRename)
+			removed := make(chan error, 1)
+			go func() {
+				if name == "unlink" {
+					removed <- os.Remove(m.path("victim"))
+				} else {
+					removed <- os.Rename(m.path("new"), m.path("victim"))
+				}
+			}()
+			<-slow
+			otherOpened := make(chan error, 1)
+			go func() {
+				f, err := os.Open(m.path("other"))
+				if err == nil {
+					f.Close()
+				}
+				otherOpened <- err
+			}()
+			select {
+			case err := <-otherOpened:
+				must(t, err)
+			case <-time.After(testTimeout):
+				t.Error("an open of another file waits")
+			}
+			// The kernel looks names up beside a removal only while it has them in its cache; this one it has.
+			victimOpened := make(chan error, 1)
+			go func() {
+				got, err := os.ReadFile(m.path("victim"))
+				if err == nil && string(got) != "new" {
+					err = fmt.Errorf("the file reads %q", got)
+				}
+				victimOpened <- err
+			}()
+			time.Sleep(5 * blindPatience) // long enough for it to have asked the server what is removed
+			s.on(nil, nfs3.ProcRemove, nfs3.ProcRename)
+			close(proceed)
+			must(t, <-removed)
+			if err := <-victimOpened; name == "unlink" && !errors.Is(err, syscall.ENOENT) || name == "rename" && err != nil {
+				t.Errorf("the file that was removed: %v", err)
+			}
+		})
+	}
+}
+
+// TestAppendTogether appends through several open files of one mount at a time: no line is lost or torn.
+func TestAppendTogether(t *testing.T) {
+	const writers, lines = 4, 100
+	e := startExport(t)
+	m := e.mount(t, mountConfig{})
+	var wg sync.WaitGroup
+	for w := range writers {
+		wg.Go(func() {
+			f, err := os.OpenFile(m.path("log"), os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o644)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer f.Close()
+			for i := range lines {
+				if _, err := fmt.Fprintf(f, "writer %d line %d\n", w, i); err != nil {
+					t.Error(err)
+				}
+				if i%17 == 0 {
+					_ = f.Sync()
+				}
+			}
+		})
+	}
+	wg.Wait()
+	got, err := os.ReadFile(filepath.Join(e.dir, "log"))
+	must(t, err)
+	next := make(map[int]int)
+	for line := range strings.Lines(string(got)) {
+		var w, i int
+		if _, err := fmt.Sscanf(line, "writer %d line %d\n", &w, &i); err != nil || next[w] != i {
+			t.Fatalf("line %q: %v, want line %d of its writer", line, err, next[w])
+		}
+		next[w]++
+	}
+	for w := range writers {
+		if next[w] != lines {
+			t.Errorf("writer %d has %d lines, want %d", w, next[w], lines)
+		}
+	}
+}
+
+// TestForget sees the node table shrink to what the kernel still knows.
+func TestForget(t *testing.T) {
+	const files = 200
+	e := startExport(t)
+	want := plantNames(t, filepath.Join(e.dir, "d"), files)
+	m := e.mount(t, mountConfig{})
+	for range 3 {
+		wantNames(t, m.path("d"), want)
+		for _, name := range want {
+			_, err := os.Lstat(m.path("d/" + name))
+			must(t, err)
+		}
+	}
+	if n := m.fs.Inodes(); n < files {
+		t.Fatalf("%d nodes: the test tests nothing", n)
+	}
+	var st unix.Stat_t
+	must(t, unix.Stat(m.path("d"), &st))
+	m.fs.inodes.mu.Lock()
+	var dir uint64
+	for id, ino := range m.fs.inodes.byID {
+		ino.mu.Lock()
+		if ino.attr.FileID == st.Ino {
+			dir = id
+		}
+		ino.mu.Unlock()
+	}
+	m.fs.inodes.mu.Unlock()
+	for _, name := range want {
+		m.fs.server.Load().EntryNotify(dir, name)
+	}
+	for range 100 {
+		if m.fs.Inodes() <= 3 {
+			return
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	t.Errorf("%d nodes are left", m.fs.Inodes())
 }

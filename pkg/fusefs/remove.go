@@ -51,8 +51,8 @@ func (fs *FS) unlink(r *request, dirID uint64, name string) error {
 
 // unlinkOnce removes or hides a name. It gives up at NFS3ERR_JUKEBOX, so that nobody's open waits through the pause.
 func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
-	if fs.inodes.beginBlind() {
-		defer fs.inodes.endBlind()
+	if b := fs.inodes.beginBlind(dir, name); b != nil {
+		defer fs.inodes.endBlind(b)
 		return fs.removeRPC(r, r.cred, dir, name)
 	}
 	target, err := fs.targetOf(r, dir, name)
@@ -188,8 +188,8 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 
 // renameOnce renames, and hides what it would remove if that is open. It gives up at NFS3ERR_JUKEBOX as unlinkOnce does.
 func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, newName string) error {
-	if fs.inodes.beginBlind() {
-		defer fs.inodes.endBlind()
+	if b := fs.inodes.beginBlind(to, newName); b != nil {
+		defer fs.inodes.endBlind(b)
 		return fs.renameRPC(r, from, oldName, to, newName)
 	}
 	target, err := fs.targetOf(r, to, newName)

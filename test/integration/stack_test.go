@@ -103,8 +103,9 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Dir = dir
+	// The program's own process goes to the directory: one that Go forks would, before it execs, and hold the runtime up while
+	// the mount, which this process serves, is asked about it.
+	cmd := exec.CommandContext(ctx, "sh", append([]string{"-c", `cd -- "${0:-.}" && exec "$@"`, dir, name}, args...)...)
 	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1", "GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
 	out, err := cmd.CombinedOutput()
 	if err != nil {
