@@ -81,7 +81,7 @@ func callsLine(m *daemon.MountStatus) string {
 	for i := range m.Calls {
 		by[m.Calls[i].WaitsFor]++
 	}
-	return s + fmt.Sprintf("%d waiting for %s", len(m.Calls), counts(by))
+	return s + fmt.Sprintf("%d waiting (%s)", len(m.Calls), counts(by))
 }
 
 // printCalls is the table of waiting calls, the oldest first.
@@ -173,10 +173,16 @@ func hang(w io.Writer, first, text, separator string) {
 	fmt.Fprintln(w, strings.TrimRight(line, " "))
 }
 
+// counts lists what there is any of, by name.
 func counts(m map[string]uint64) string {
 	var l []string
 	for _, name := range slices.Sorted(maps.Keys(m)) {
-		l = append(l, fmt.Sprintf("%s %d", name, m[name]))
+		if m[name] > 0 {
+			l = append(l, fmt.Sprintf("%s %d", name, m[name]))
+		}
+	}
+	if len(l) == 0 {
+		return "none"
 	}
 	return strings.Join(l, ", ")
 }
