@@ -4,7 +4,9 @@ import (
 	"go/parser"
 	"go/token"
 	"io/fs"
+	"os"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -151,5 +153,44 @@ func TestRule(t *testing.T) {
 		if got := mayImport(tt.from, tt.to); got != tt.want {
 			t.Errorf("%s imports %s: %v, want %v", tt.from, tt.to, got, tt.want)
 		}
+	}
+}
+
+// TestDocsNameRealTests holds the docs to the tests and benchmarks that they name.
+func TestDocsNameRealTests(t *testing.T) {
+	there := map[string]bool{}
+	decl := regexp.MustCompile(`(?m)^func ((?:Test|Benchmark|Fuzz)\w+)\(`)
+	err := filepath.WalkDir(top, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !strings.HasSuffix(path, "_test.go") {
+			return err
+		}
+		b, err := os.ReadFile(path)
+		for _, m := range decl.FindAllSubmatch(b, -1) {
+			there[string(m[1])] = true
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pages, err := filepath.Glob(filepath.Join(top, "docs", "*.md"))
+	if err != nil || len(pages) == 0 {
+		t.Fatalf("no pages: %v", err)
+	}
+	names := 0
+	for _, p := range pages {
+		b, err := os.ReadFile(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range regexp.MustCompile("`((?:Test|Benchmark|Fuzz)[A-Z]\\w+)`").FindAllSubmatch(b, -1) {
+			names++
+			if !there[string(name[1])] {
+				t.Errorf("%s names %s, which there is not", p, name[1])
+			}
+		}
+	}
+	if names == 0 {
+		t.Error("the docs name no test: the pattern is wrong")
 	}
 }

@@ -2,7 +2,7 @@ package memreg
 
 import "sync/atomic"
 
-// Counters live as long as a mount, across connections and pools (features.md S23). Safe for concurrent use.
+// Counters live as long as a mount, across connections and pools (docs/features.md S23). Safe for concurrent use.
 type Counters struct {
 	Allocated      atomic.Uint64 // MRs ever made
 	Hurt           atomic.Uint64 // whose state became uncertain: Recovered + Recycled + Orphaned, once all are dealt with

@@ -3,7 +3,7 @@
 //
 // # Normal operation
 //
-// A [List] belongs to one RPC slot. [List.Map] takes MRs one at a time (features.md S2), lays the caller's memory
+// A [List] belongs to one RPC slot. [List.Map] takes MRs one at a time (docs/features.md S2), lays the caller's memory
 // out on them (S3), gives each a fresh key that the server cannot guess (S4), an address that carries the XID (S5), and the
 // least access that does (S6). [List.Chain] puts the registrations in front of the Send, so that one post carries
 // all of it (S7). When the reply has come, either the server has already invalidated the one MR that its Send With Invalidate named

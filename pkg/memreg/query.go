@@ -7,7 +7,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Numbers of the transport, as the kernel's client has them (features.md S17, S18).
+// Numbers of the transport, as the kernel's client has them (docs/features.md S17, S18).
 const (
 	MaxHdrSegs   = 16                     // segments in one chunk list
 	MaxDataPages = 257                    // pages of the largest payload, 1 MiB at any alignment

@@ -1,6 +1,6 @@
 package memreg
 
-// State of an MR (features.md S12).
+// State of an MR (docs/features.md S12).
 type State uint32
 
 // MR states.

@@ -8,7 +8,7 @@
 // # Names
 //
 // Prefix nfsrdmad_, base units, counters end in _total, labels mount, server and provider. The transport's
-// counters keep the names that the kernel's NFS/RDMA client gives them. features.md row S23 (orphaned,
+// counters keep the names that the kernel's NFS/RDMA client gives them. docs/features.md row S23 (orphaned,
 // recovered, recycled, allocated, local_inv_needed) is answered by [Transport] and [XprtLine], rows S1 and
 // S12 (MRs by state) by [Transport.MRs].
 //

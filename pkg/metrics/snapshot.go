@@ -20,7 +20,7 @@ type NamedHistogram struct {
 }
 
 // Transport holds a transport's counters since it was made, summed over its connections, in the kernel's
-// terms (features.md S23).
+// terms (docs/features.md S23).
 type Transport struct {
 	Connects uint64
 	// ConnectTime is the time spent in connecting.
@@ -64,6 +64,6 @@ type Transport struct {
 	Connected bool
 	// Connections counts connections by state.
 	Connections map[string]uint64
-	// MRs counts memory regions by state (features.md S1, S12).
+	// MRs counts memory regions by state (docs/features.md S1, S12).
 	MRs map[string]uint64
 }

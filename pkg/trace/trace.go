@@ -1,5 +1,5 @@
 // Package trace is the flight recorder of a transport: a ring of typed events with the names of the kernel client's trace
-// points (features.md S24), written without a lock or an allocation, read by whoever wants to see, and written to the log when a
+// points (docs/features.md S24), written without a lock or an allocation, read by whoever wants to see, and written to the log when a
 // connection dies of an error.
 //
 // A nil *Ring records nothing and costs one comparison. Writers never wait: an event that meets another in its cell, one

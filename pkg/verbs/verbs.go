@@ -128,7 +128,7 @@ type DeviceAttrs struct {
 	MaxQPWR               int // work requests on one queue
 	MaxSendSGE            int
 	MaxRecvSGE            int
-	MaxSGERd              int // SGEs that an RDMA Read may have; more than 16 marks devices that prefer small MRs (features.md S17)
+	MaxSGERd              int // SGEs that an RDMA Read may have; more than 16 marks devices that prefer small MRs (docs/features.md S17)
 	MaxQPRdAtom           int // largest ResponderResources
 	MaxQPInitRdAtom       int // largest InitiatorDepth
 	MaxCQE                int

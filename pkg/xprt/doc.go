@@ -13,7 +13,7 @@
 // connection; it is sent again, with the same XID, on the next one, where the server's duplicate request cache finds it.
 //
 // [Transport.Call] returns only when no octet of the caller's memory can be reached by the server any
-// more, whatever the outcome (features.md S9, S21). A call that its caller gives up is fenced and left at once; its slot and
+// more, whatever the outcome (docs/features.md S9, S21). A call that its caller gives up is fenced and left at once; its slot and
 // its credit stay taken until the late reply comes or the connection ends, since the server still counts it (RFC 8166 §3.3.1).
 //
 // # Credits

@@ -46,7 +46,7 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 		cn.fail(&ProtocolError{Reason: "server invalidated a key that the answered call does not have"})
 		return
 	}
-	if err := s.invalidate(cn, s.onFenced); err != nil {
+	if err := s.invalidate(cn); err != nil {
 		cn.fail(err)
 	}
 }

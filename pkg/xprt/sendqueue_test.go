@@ -132,7 +132,7 @@ func TestSendQueueNeverOverflows(t *testing.T) {
 	}
 }
 
-// TestFullSendQueueMakesCallsWait gives a connection a send queue for little more than one RPC (features.md S8, empty_sendctx).
+// TestFullSendQueueMakesCallsWait gives a connection a send queue for little more than one RPC (docs/features.md S8, empty_sendctx).
 func TestFullSendQueueMakesCallsWait(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), nil)
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // the connection is up
@@ -221,7 +221,7 @@ func (q *slowQP) Drain() {
 }
 
 // TestReplyWaitsForSend sends data straight from the caller's memory: the call does not end before the Send has let go of it, though
-// the reply is there (features.md S8, reply_waits_for_send).
+// the reply is there (docs/features.md S8, reply_waits_for_send).
 func TestReplyWaitsForSend(t *testing.T) {
 	const after = 30 * time.Millisecond
 	addr := serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true, InlineBytes: 65536})

@@ -49,9 +49,7 @@ type slot struct {
 	wchunk rpcrdma.Chunk
 	rchunk rpcrdma.Chunk
 
-	// Made once, so that no call allocates a closure.
-	onFenced    func(ok bool)
-	onAbandoned func(ok bool)
+	onFenced func(ok bool) // made once, so that no call allocates a closure
 
 	taken   int         // places taken on the send queue; owned like mrs
 	invMark int64       // of the LOCAL_INV chain on the send queue, 0 for none
@@ -86,7 +84,7 @@ type slot struct {
 
 func newSlot(t *Transport, index uint32, xid uint32, send []byte) *slot {
 	s := &slot{t: t, index: index, xid: xid, home: t.free, send: send, wake: make(chan struct{}, 1)}
-	s.onFenced, s.onAbandoned = s.fencedDone, s.abandonedDone
+	s.onFenced = s.fencedDone
 	s.sendWR.Opcode, s.sendWR.Done = verbs.OpSend, s.sendDone
 	verbs.Track(verbs.KindSlot, 1)
 	return s
@@ -170,7 +168,7 @@ func (s *slot) maybeDone() {
 	s.signal()
 }
 
-// fencedDone goes on with the call of a reply whose keys are dead. A flush is left to the worker: the
+// fencedDone goes on with a call, answered or abandoned, whose keys are dead. A flush is left to the worker: the
 // memory is fenced only when the connection is gone.
 func (s *slot) fencedDone(ok bool) {
 	if !ok {
@@ -182,36 +180,22 @@ func (s *slot) fencedDone(ok bool) {
 		s.conn.sq.retire(s.invMark)
 	}
 	s.fenced = true
-	if s.sendBusy {
+	if s.sendBusy && s.state == slotFencing {
 		s.t.stats.replyWaits.Add(1)
 	}
 	s.maybeDone()
 	s.mu.Unlock()
 }
 
-func (s *slot) abandonedDone(ok bool) {
-	if !ok {
-		return
-	}
-	s.mrs.Fenced()
-	s.mu.Lock()
-	if s.invMark != 0 && s.conn != nil {
-		s.conn.sq.retire(s.invMark)
-	}
-	s.fenced = true
-	s.maybeDone()
-	s.mu.Unlock()
-}
-
 // invalidate posts the LOCAL_INVs of the call, and gives the places on the send queue back that it does not need.
-func (s *slot) invalidate(cn *conn, done func(bool)) error {
+func (s *slot) invalidate(cn *conn) error {
 	n := len(s.mrs.Registered())
 	cn.sq.giveBack(s.taken - n)
 	s.taken, s.invMark = 0, 0
 	if n > 0 {
 		s.invMark = cn.sq.mark(n)
 	}
-	if err := s.mrs.Invalidate(cn.qp, done); err != nil {
+	if err := s.mrs.Invalidate(cn.qp, s.onFenced); err != nil {
 		return &postError{"LOCAL_INV", err}
 	}
 	cn.sq.posted.Add(int64(n))

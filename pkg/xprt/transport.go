@@ -436,7 +436,7 @@ func (t *Transport) interrupt(s *slot) slotState {
 	switch st {
 	case slotSent:
 		s.mrs.Abandon()
-		if err := s.invalidate(cn, s.onAbandoned); err != nil {
+		if err := s.invalidate(cn); err != nil {
 			cn.fail(err)
 		}
 	case slotDone, slotFencing:

@@ -1,13 +1,22 @@
 package xprt
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
 )
 
 // TestBackOff goes through the pauses before attempts to connect: 5 s, doubled up to 60 s; none after a connection that
@@ -51,6 +60,44 @@ func TestWhoseLoss(t *testing.T) {
 	} {
 		if got := ours(c.err); got != c.ours {
 			t.Errorf("%v is ours: %v", c.err, got)
+		}
+	}
+}
+
+// TestFailedCompletionsAreLogged breaks LOCAL_INVs: each failure is logged once, with its status and the vendor's code, and none
+// of the flushes that follow it is (docs/features.md S25).
+func TestFailedCompletionsAreLogged(t *testing.T) {
+	var log bytes.Buffer
+	plan, err := faults.Parse("linv-error=10")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := faults.New(softiwarp.New(softiwarp.Config{}), plan, nil)
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
+		c.Provider, c.Logger = p, hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Error, Mutex: &sync.Mutex{}})
+	})
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for range 30 {
+				buf := make([]byte, 9000)
+				var r nfs3.ReadResult
+				if err := nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, buf, &r); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	tr.Close()
+	lines := strings.Count(log.String(), "\n")
+	injected := p.Counts()[0].Injected
+	if injected == 0 || uint64(lines) != injected {
+		t.Errorf("%d failures, %d lines:\n%s", injected, lines, log.String())
+	}
+	for line := range strings.Lines(log.String()) {
+		if !strings.Contains(line, "work request failed") || !strings.Contains(line, "localinv") || !strings.Contains(line, "status=") || !strings.Contains(line, "vendor=") {
+			t.Errorf("line %q", line)
 		}
 	}
 }

@@ -4,7 +4,7 @@
 //
 // # What it promises
 //
-// Fast registration is real (features.md S3-S6): an STag has a 24-bit index from a CSPRNG and an 8-bit key
+// Fast registration is real (docs/features.md S3-S6): an STag has a 24-bit index from a CSPRNG and an 8-bit key
 // of the consumer's; it is good on one stream, in one protection domain, for the rights and the octets
 // registered, and every tagged octet is checked. Once a LocalInv has completed, a Send With Invalidate has
 // completed its Receive, or Dereg has returned, no octet of that memory moves any more (the fence, see mr). Dereg waits for
