@@ -290,25 +290,6 @@ func TestCloseToOpen(t *testing.T) {
 	wantContent(t, b.path("log"), []byte("one\ntwo\nthree\nfour\nfive\n"))
 }
 
-// TestMmap writes and reads a file through shared mappings.
-func TestMmap(t *testing.T) {
-	e := startExport(t)
-	m := e.mount(t, mountConfig{})
-	want := noise(1, 300_000)
-	f, err := os.Create(m.path("file"))
-	must(t, err)
-	must(t, f.Truncate(int64(len(want))))
-	p, err := unix.Mmap(int(f.Fd()), 0, len(want), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	must(t, err)
-	copy(p, want)
-	must(t, unix.Msync(p, unix.MS_SYNC))
-	must(t, unix.Munmap(p))
-	must(t, f.Close())
-	wantContent(t, filepath.Join(e.dir, "file"), want)
-	dropCaches(t, m.path("file"))
-	wantContent(t, m.path("file"), want)
-}
-
 // TestTruncate mixes writes and truncations on one open file and compares with a plain slice.
 func TestTruncate(t *testing.T) {
 	e := startExport(t)
