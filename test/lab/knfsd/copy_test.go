@@ -2,6 +2,7 @@ package knfsd
 
 import (
 	"context"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -9,10 +10,16 @@ import (
 	"time"
 )
 
+// randomFile makes a file of the host.
 func randomFile(t *testing.T, size int) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "random")
-	if err := os.WriteFile(file, randomBytes(size), 0o600); err != nil {
+	f, err := os.Create(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := io.CopyN(f, noise(size), int64(size)); err != nil {
 		t.Fatal(err)
 	}
 	return file

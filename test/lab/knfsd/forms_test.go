@@ -2,261 +2,137 @@ package knfsd
 
 import (
 	"bytes"
-	"context"
 	"fmt"
-	"math/rand/v2"
+	"slices"
+	"strconv"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
-	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-var (
-	_ = register("forms", "every message form, seen in the capture", testForms)
-	_ = register("sizes", "reads and writes of every size around the edges", testSizes)
-	_ = register("credits", "4 and 128 credits, more callers than credits", testCredits)
-	_ = register("inline", "inline thresholds of 4 and 16 KiB", testInline)
+var _ = register("forms", "every message form in the capture: inline, read chunk, write chunk of each length modulo 4, reply chunk, position-zero read chunk, Send With Invalidate", testForms)
+
+const (
+	dirEntries = 10_000
+	chunkBytes = 70_000 // more than any inline threshold
 )
 
-func randomBytes(n int) []byte {
-	b := make([]byte, n)
-	var seed [32]byte
-	seed[0], seed[1] = byte(n), byte(n>>8)
-	rand.NewChaCha8(seed).Read(b)
-	return b
-}
-
-// A session is an NFS client without a mount, for calls of an exact kind.
-type session struct {
-	*nfs3.Client
-	tr   *xprt.Transport
-	root nfs3.FH
-	cred []byte
-}
-
-func (b bench) session(t *testing.T, change func(*xprt.Config)) session {
-	t.Helper()
-	root := b.root(t, lab.ExportRW)
-	tr := b.transport(t, change)
-	cred := sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"})
-	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root, cred}
-}
-
-// create makes an empty file.
-func (s session) create(t *testing.T, dir nfs3.FH, name string) nfs3.FH {
-	t.Helper()
-	var made nfs3.CreateResult
-	if err := s.Create(t.Context(), s.cred, dir, name, &nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o644}}, &made); err != nil {
-		t.Fatal(err)
-	}
-	return made.FH
-}
-
-// writeAll writes data at an offset, as often as the server takes less than all.
-func (s session) writeAll(ctx context.Context, fh nfs3.FH, off uint64, data []byte) error {
-	for len(data) > 0 {
-		var res nfs3.WriteResult
-		if err := s.Write(ctx, s.cred, fh, off, data, nfs3.FileSync, &res); err != nil {
-			return err
-		}
-		data, off = data[res.Count:], off+uint64(res.Count)
-	}
-	return nil
-}
-
-// readAll reads as often as the server returns less than all.
-func (s session) readAll(ctx context.Context, fh nfs3.FH, off uint64, buf []byte) (int, error) {
-	n := 0
-	for n < len(buf) {
-		var res nfs3.ReadResult
-		if err := s.Read(ctx, s.cred, fh, off+uint64(n), buf[n:], &res); err != nil {
-			return n, err
-		}
-		n += res.N
-		if res.EOF || res.N == 0 {
-			break
-		}
-	}
-	return n, nil
-}
-
-// testForms has every message form on the wire, and an independent decoder read it.
+// testForms has every message form on the wire, and an independent decoder look for it.
 func testForms(t *testing.T, b bench) {
-	const entries = 10_000
-	b.MustRun(fmt.Sprintf("mkdir -p /export/many && cd /export/many && seq %d | xargs touch", entries))
+	b.MustRun(fmt.Sprintf("mkdir /export/many && cd /export/many && seq %d | xargs touch", dirEntries))
 	c := b.Capture(t, "forms")
 	s := b.session(t, nil)
+	sendForms(t, s)
+	sendLongCalls(t, s)
+	sound(t, c)
+
+	to := fmt.Sprintf("tcp.dstport == %d && ", b.RDMA.Port())
+	from := fmt.Sprintf("tcp.srcport == %d && ", b.RDMA.Port())
+	const noChunks = "rpcordma.reads_count == 0 && rpcordma.writes_count == 0 && rpcordma.reply_count == 0"
+	for what, filter := range map[string]string{
+		"inline Call":                   to + "rpcordma.msg_type == 0 && " + noChunks,
+		"inline Reply":                  from + "rpcordma.msg_type == 0 && " + noChunks + " && iwarp_rdma.opcode == 3",
+		"Call with a read chunk":        to + "rpcordma.msg_type == 0 && rpcordma.position > 0",
+		"Call with a write chunk":       to + "rpcordma.msg_type == 0 && rpcordma.writes_count > 0",
+		"Call with a reply chunk":       to + "rpcordma.msg_type == 0 && rpcordma.reply_count > 0",
+		"Call in a position-zero chunk": to + "rpcordma.msg_type == 1 && rpcordma.position == 0",
+		"Reply with a write chunk":      from + "rpcordma.msg_type == 0 && rpcordma.writes_count > 0",
+		"Reply in a reply chunk":        from + "rpcordma.msg_type == 1 && rpcordma.reply_count > 0",
+		"RDMA Read Request":             from + "iwarp_rdma.rr",
+		"RDMA Read Response":            to + "iwarp_rdma.opcode == 2",
+		"RDMA Write of the server":      from + "iwarp_rdma.opcode == 0 && iwarp_ddp.tagged",
+		"Send With Invalidate":          from + "iwarp_rdma.opcode == 4 && rpcordma",
+	} {
+		if n := len(frames(t, c, filter, "frame.number")); n == 0 {
+			t.Errorf("no packet is a %s: %s", what, filter)
+		} else {
+			t.Logf("%4d × %s", n, what)
+		}
+	}
+	lengths := frames(t, c, from+"rpcordma.writes_count > 0", "rpcordma.rdma_length")
+	for mod := range 4 {
+		want := strconv.Itoa(chunkBytes + mod)
+		if !slices.ContainsFunc(lengths, func(f [][]string) bool { return slices.Contains(f[0], want) }) {
+			t.Errorf("no Reply tells of a write chunk of %s octets: %v", want, lengths)
+		}
+	}
+	checkInvalidations(t, c, to, from, s.tr.Stats())
+}
+
+// sendForms makes calls of all forms but one.
+func sendForms(t *testing.T, s session) {
+	t.Helper()
 	ctx := t.Context()
 	var look nfs3.LookupResult
-	if err := s.Lookup(ctx, s.cred, s.root, "many", &look); err != nil { // inline both ways
+	if err := s.Lookup(ctx, s.cred, s.root, "many", &look); err != nil {
 		t.Fatal(err)
 	}
-	fh := s.create(t, s.root, "forms")
-	want := randomBytes(70_003)
-	if err := s.writeAll(ctx, fh, 0, want); err != nil { // read chunk
-		t.Fatal(err)
+	fh := s.create(t, "forms")
+	want := randomBytes(chunkBytes + 3)
+	s.write(t, fh, 0, want)
+	for mod := range 4 {
+		s.read(t, fh, 0, want[:chunkBytes+mod])
 	}
-	for mod := range 4 { // write chunk, every length modulo 4
-		buf := make([]byte, 70_000+mod)
-		if n, err := s.readAll(ctx, fh, 0, buf); err != nil || !bytes.Equal(buf[:n], want[:len(buf)]) {
-			t.Errorf("READ of %d octets: %d, error %v", len(buf), n, err)
-		}
+	names, err := s.list(ctx, look.FH, 128<<10)
+	if err != nil {
+		t.Fatalf("READDIRPLUS after %d entries: %v", len(names), err)
 	}
-	// Reply chunks.
-	var verf nfs3.Verifier
-	var cookie uint64
-	seen := map[string]bool{}
-	for eof := false; !eof; {
-		var res nfs3.ReadDirResult
-		err := s.ReadDirPlus(ctx, s.cred, look.FH, cookie, verf, 32<<10, 128<<10, &res, func(e *nfs3.DirEntry) bool {
-			seen[string(e.Name)] = true
-			cookie = e.Cookie
-			return true
-		})
-		if err != nil {
-			t.Fatalf("READDIRPLUS after %d entries: %v", len(seen), err)
-		}
-		verf, eof = res.Verf, res.EOF
+	if len(names) != dirEntries+2 {
+		t.Errorf("%d entries, want %d, . and ..", len(names), dirEntries)
 	}
-	if len(seen) != entries+2 {
-		t.Errorf("%d entries, want %d, . and ..", len(seen), entries)
-	}
-	// A call that neither fits inline nor has enough that may go by read chunk, with the longest path a server takes; both may be inline, for
-	// a long credential is what makes a call long.
-	long := strings.Repeat("0123456789abcde/", 255)
-	var made nfs3.CreateResult
-	if err := s.Symlink(ctx, s.cred, s.root, "long", long, &nfs3.SetAttr{}, &made); err != nil {
-		t.Errorf("SYMLINK of %d octets: %v", len(long), err)
-	} else {
-		path := make([]byte, nfs3.MaxPath)
-		var res nfs3.ReadLinkResult
-		if err := s.ReadLink(ctx, s.cred, made.FH, path, &res); err != nil || string(path[:res.N]) != long {
-			t.Errorf("READLINK: %d octets, error %v", res.N, err)
-		}
-	}
-	stats := s.tr.Stats()
-	if err := c.Stop(); err != nil {
-		t.Fatal(err)
-	}
-	t.Logf("%+v", stats)
-	if stats.ReadChunks == 0 || stats.WriteChunks == 0 || stats.ReplyChunks == 0 || stats.RemoteInvalidations == 0 {
-		t.Error("message forms are missing")
-	}
-	if out, err := c.Malformed(); err != nil || out != "" {
-		t.Errorf("malformed packets (%v):\n%.3000s", err, out)
-	}
-	for _, what := range []string{"iwarp_ddp.tagged", "iwarp_rdma.rr", "iwarp_rdma.inval_stag != 0", "rpcordma.reads_count > 0", "rpcordma.writes_count > 0", "rpcordma.reply_count > 0", "rpcordma.msg_type == 1"} {
-		out, err := c.Tshark("-Y", what)
-		if err != nil {
-			t.Error(err)
-		} else if out == "" {
-			t.Errorf("no packet is %s", what)
-		}
-	}
-	b.MustRun("rm -rf /export/many /export/forms /export/long")
-}
-
-// testSizes reads and writes around every edge.
-func testSizes(t *testing.T, b bench) {
-	s := b.session(t, nil)
-	ctx := t.Context()
-	var info nfs3.FSInfoResult
-	if err := s.FSInfo(ctx, s.cred, s.root, &info); err != nil {
-		t.Fatal(err)
-	}
-	t.Logf("rtmax %d wtmax %d", info.ReadMax, info.WriteMax)
-	const far = 4<<30 + 4093
-	sizes := []int{0, 1, 2, 3, 4, 5, 4095, 4096, 4097, 65535, 65536, 65537, 1<<20 - 1, 1 << 20}
-	for n := 3700; n <= 4000; n += 7 { // the inline threshold is within, whatever header and credential take
-		sizes = append(sizes, n)
-	}
-	fh := s.create(t, s.root, "sizes")
-	for _, off := range []uint64{0, 4095, far} {
-		for _, n := range sizes {
-			want := randomBytes(n)
-			var wrote nfs3.WriteResult
-			if err := s.Write(ctx, s.cred, fh, off, want, nfs3.Unstable, &wrote); err != nil || int(wrote.Count) != n {
-				t.Fatalf("WRITE of %d octets at %d: %d, error %v", n, off, wrote.Count, err)
-			}
-			buf := make([]byte, n)
-			var read nfs3.ReadResult
-			if err := s.Read(ctx, s.cred, fh, off, buf, &read); err != nil || read.N != n || !bytes.Equal(buf, want) {
-				t.Fatalf("READ of %d octets at %d: %d, error %v", n, off, read.N, err)
-			}
-		}
-	}
-	// Across the end of the file.
-	var attr nfs3.Attr
-	if err := s.GetAttr(ctx, s.cred, fh, &attr); err != nil {
-		t.Fatal(err)
-	}
-	for _, before := range []int{0, 1, 5, 4001} {
-		buf := make([]byte, 10_000)
-		var read nfs3.ReadResult
-		if err := s.Read(ctx, s.cred, fh, attr.Size-uint64(before), buf, &read); err != nil || read.N != before || !read.EOF {
-			t.Errorf("READ of %d octets, %d before the end: %d, end %v, error %v", len(buf), before, read.N, read.EOF, err)
-		}
-	}
-	b.MustRun("rm /export/sizes")
-}
-
-// testCredits has many more callers than the server grants credits.
-func testCredits(t *testing.T, b bench) {
-	const knob = "/proc/sys/sunrpc/svc_rdma/max_requests"
-	before := strings.TrimSpace(b.MustRun("cat " + knob))
-	defer b.MustRun("echo " + before + " >" + knob)
-	for _, credits := range []int{4, 128} {
-		b.MustRun(fmt.Sprintf("echo %d >%s", credits, knob)) // of the next connection
-		s := b.session(t, nil)
-		var wg sync.WaitGroup
-		for i := range 3 * credits {
-			wg.Go(func() {
-				for range 4 {
-					var attr nfs3.Attr
-					if err := s.GetAttr(t.Context(), s.cred, s.root, &attr); err != nil {
-						t.Errorf("caller %d: %v", i, err)
-						return
-					}
-				}
-			})
-		}
-		wg.Wait()
-		stats := s.tr.Stats()
-		if stats.Credits != credits || stats.Connects != 1 {
-			t.Errorf("the server grants %d: %+v", credits, stats)
+	for i := range dirEntries {
+		if n := names[strconv.Itoa(i+1)]; n != 1 {
+			t.Fatalf("entry %d came %d times", i+1, n)
 		}
 	}
 }
 
-// testInline meets a server with a larger inline threshold: what went by chunk goes inline.
-func testInline(t *testing.T, b bench) {
-	const knob = "/proc/sys/sunrpc/svc_rdma/max_req_size"
-	before := strings.TrimSpace(b.MustRun("cat " + knob))
-	defer b.MustRun("echo " + before + " >" + knob)
-	const size = 9001
-	want := randomBytes(size)
-	for _, inline := range []int{4096, 16384} {
-		b.MustRun(fmt.Sprintf("echo %d >%s", inline, knob))
-		s := b.session(t, func(c *xprt.Config) { c.InlineBytes = 16384 })
-		fh := s.create(t, s.root, "inline")
-		if err := s.writeAll(t.Context(), fh, 0, want); err != nil {
-			t.Fatal(err)
-		}
-		buf := make([]byte, size)
-		if n, err := s.readAll(t.Context(), fh, 0, buf); err != nil || n != size || !bytes.Equal(buf, want) {
-			t.Errorf("READ: %d octets, error %v", n, err)
-		}
-		stats := s.tr.Stats()
-		if stats.InlineSend != inline || stats.InlineRecv != inline {
-			t.Errorf("inline %d: thresholds are %d and %d", inline, stats.InlineSend, stats.InlineRecv)
-		}
-		if chunks := stats.ReadChunks + stats.WriteChunks; (inline > size) != (chunks == 0) {
-			t.Errorf("inline %d: %d octets went by %d chunks", inline, size, chunks)
-		}
+// sendLongCalls makes calls that go by a position-zero read chunk. No call of NFSv3 is that long but for its data, which goes by itself; so here
+// the data of a WRITE and of a SYMLINK is declared no data.
+func sendLongCalls(t *testing.T, s session) {
+	t.Helper()
+	fh := s.create(t, "long")
+	want := randomBytes(chunkBytes + 1)
+	args := sunrpc.AppendOpaque(nil, fh.Bytes())
+	args = sunrpc.AppendUint64(args, 0)
+	args = sunrpc.AppendUint32(args, uint32(len(want)))
+	args = sunrpc.AppendUint32(args, uint32(nfs3.FileSync))
+	args = sunrpc.AppendOpaque(args, want)
+	s.longCall(t, nfs3.ProcWrite, args, nfs3.MaxResultWrite)
+	s.read(t, fh, 0, want)
+
+	path := strings.Repeat("0123456789abcde/", 250)
+	args = sunrpc.AppendOpaque(nil, s.root.Bytes())
+	args = sunrpc.AppendString(args, "link")
+	for range 4 { // no mode, uid, gid, size
+		args = sunrpc.AppendBool(args, false)
 	}
-	b.MustRun("rm /export/inline")
+	args = sunrpc.AppendUint64(args, 0) // times stay
+	args = sunrpc.AppendString(args, path)
+	s.longCall(t, nfs3.ProcSymlink, args, nfs3.MaxResultCreate)
+	var link nfs3.LookupResult
+	if err := s.Lookup(t.Context(), s.cred, s.root, "link", &link); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, nfs3.MaxPath)
+	var res nfs3.ReadLinkResult
+	if err := s.ReadLink(t.Context(), s.cred, link.FH, buf, &res); err != nil || string(buf[:res.N]) != path {
+		t.Errorf("READLINK: %d octets, error %v", res.N, err)
+	}
+}
+
+// longCall makes a call that must not fit inline, and must succeed.
+func (s session) longCall(t *testing.T, proc nfs3.Proc, args []byte, maxResult int) {
+	t.Helper()
+	before := s.tr.Stats().NomsgCall
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(proc), Cred: s.cred, Args: args, ArgDataPos: len(args),
+		MaxResult: maxResult, Result: make([]byte, 0, maxResult), ResultDataLen: -1}
+	if err := s.tr.Call(t.Context(), &m); err != nil || len(m.Result) < 4 || !bytes.Equal(m.Result[:4], make([]byte, 4)) {
+		t.Fatalf("%s as a long call: results %x, error %v", proc, m.Result, err)
+	}
+	if n := s.tr.Stats().NomsgCall - before; n != 1 {
+		t.Errorf("%s: %d calls were long", proc, n)
+	}
 }

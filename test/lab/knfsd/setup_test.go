@@ -71,8 +71,7 @@ type testCase struct {
 var cases []testCase
 
 // register adds a case; call it for a package variable. All cases of a server share one guest, with the kernel's own settings: a case
-// leaves it serving, with these settings, its network and power on, and nothing of its own in /export; or starts another one. A case that
-// had the power pulled has lost nothing for those after it.
+// leaves it serving, with these settings, its network and power on; or starts another one. /export is emptied between cases.
 func register(name, proves string, run func(t *testing.T, b bench)) struct{} {
 	cases = append(cases, testCase{name, proves, run})
 	return struct{}{}
@@ -98,6 +97,9 @@ func TestServers(t *testing.T) {
 					ran = true
 					c.run(t, bench{Guest: g, kernel: kernel, t: t})
 				})
+				if _, err := g.Run("rm -rf " + lab.ExportRW + "/*"); ran && err != nil {
+					t.Fatalf("after %s: %v", c.name, err)
+				}
 				whole = whole && ran
 				if ran && passed {
 					row.proved = append(row.proved, c.proves)

@@ -1,0 +1,93 @@
+package knfsd
+
+import (
+	"bytes"
+	"context"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+// noise is a stream of random octets that is the same for the same seed.
+func noise(seed int) *rand.ChaCha8 {
+	var key [32]byte
+	key[0], key[1], key[2] = byte(seed), byte(seed>>8), byte(seed>>16)
+	return rand.NewChaCha8(key)
+}
+
+func randomBytes(n int) []byte {
+	b := make([]byte, n)
+	noise(n).Read(b)
+	return b
+}
+
+// A session is an NFS client without a mount, for calls of an exact kind.
+type session struct {
+	*nfs3.Client
+	tr   *xprt.Transport
+	root nfs3.FH
+	cred []byte
+}
+
+func (b bench) session(t *testing.T, change func(*xprt.Config)) session {
+	t.Helper()
+	root := b.root(t, lab.ExportRW)
+	tr := b.transport(t, change)
+	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root, sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"})}
+}
+
+// create makes an empty file in the root.
+func (s session) create(t *testing.T, name string) nfs3.FH {
+	t.Helper()
+	var made nfs3.CreateResult
+	if err := s.Create(t.Context(), s.cred, s.root, name, &nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o644}}, &made); err != nil {
+		t.Fatal(err)
+	}
+	return made.FH
+}
+
+// write makes one WRITE, which must take all.
+func (s session) write(t *testing.T, fh nfs3.FH, off uint64, data []byte) {
+	t.Helper()
+	var res nfs3.WriteResult
+	if err := s.Write(t.Context(), s.cred, fh, off, data, nfs3.Unstable, &res); err != nil || int(res.Count) != len(data) {
+		t.Fatalf("WRITE of %d octets at %d: %d, error %v", len(data), off, res.Count, err)
+	}
+}
+
+// read makes one READ, which must return what is wanted, and touch nothing behind it.
+func (s session) read(t *testing.T, fh nfs3.FH, off uint64, want []byte) {
+	t.Helper()
+	const guard = 64
+	buf := bytes.Repeat([]byte{0xA5}, len(want)+guard)
+	var res nfs3.ReadResult
+	if err := s.Read(t.Context(), s.cred, fh, off, buf[:len(want):len(want)], &res); err != nil || res.N != len(want) || !bytes.Equal(buf[:res.N], want) {
+		t.Fatalf("READ of %d octets at %d: %d, error %v", len(want), off, res.N, err)
+	}
+	if !bytes.Equal(buf[len(want):], bytes.Repeat([]byte{0xA5}, guard)) {
+		t.Fatalf("READ of %d octets at %d wrote behind its buffer", len(want), off)
+	}
+}
+
+// list reads a directory with READDIRPLUS calls of maxCount, and returns how often it saw each name.
+func (s session) list(ctx context.Context, dir nfs3.FH, maxCount uint32) (map[string]int, error) {
+	names := make(map[string]int)
+	var verf nfs3.Verifier
+	var cookie uint64
+	for {
+		var res nfs3.ReadDirResult
+		err := s.ReadDirPlus(ctx, s.cred, dir, cookie, verf, maxCount, maxCount, &res, func(e *nfs3.DirEntry) bool {
+			names[string(e.Name)]++
+			cookie = e.Cookie
+			return true
+		})
+		if err != nil || res.EOF {
+			return names, err
+		}
+		verf = res.Verf
+	}
+}

@@ -1,0 +1,178 @@
+package knfsd
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+var (
+	_ = register("credits", "4 and 128 credits, more callers than credits, never more calls on the wire than granted", testCredits)
+	_ = register("inline", "inline thresholds of 4 and 16 KiB", testInline)
+	_ = register("crc", "MPA CRC on and off", testCRC)
+)
+
+// Settings of the server that hold from the next connection on.
+const (
+	maxRequests = "/proc/sys/sunrpc/svc_rdma/max_requests"
+	maxReqSize  = "/proc/sys/sunrpc/svc_rdma/max_req_size"
+)
+
+// set changes a setting of the server until the case ends.
+func (b bench) set(file string, value int) {
+	b.t.Helper()
+	before := b.MustRun(fmt.Sprintf("cat %s && echo %d >%[1]s", file, value))
+	b.t.Cleanup(func() {
+		if _, err := b.Run("echo " + strings.TrimSpace(before) + " >" + file); err != nil {
+			b.t.Error(err)
+		}
+	})
+}
+
+// testCredits has many more callers than the server grants credits, and counts the calls on the wire.
+func testCredits(t *testing.T, b bench) {
+	for _, credits := range []int{4, 128} {
+		b.set(maxRequests, credits)
+		c := b.Capture(t, fmt.Sprintf("credits-%d", credits))
+		s := b.session(t, func(c *xprt.Config) { c.Slots = 256 })
+		const callers, calls = 320, 5
+		var wg sync.WaitGroup
+		for i := range callers {
+			wg.Go(func() {
+				for range calls {
+					var attr nfs3.Attr
+					if err := s.GetAttr(t.Context(), s.cred, s.root, &attr); err != nil {
+						t.Errorf("caller %d: %v", i, err)
+						return
+					}
+				}
+			})
+		}
+		wg.Wait()
+		stats := s.tr.Stats()
+		if stats.Credits != credits || stats.Connects != 1 || stats.Recvs < callers*calls {
+			t.Errorf("the server grants %d: %+v", credits, stats)
+		}
+		sound(t, c)
+		most := mostInFlight(t, c, b.RDMA.Port())
+		t.Logf("%d credits, %d callers: at most %d calls on the wire", credits, callers, most)
+		if most < credits-1 { // one is kept for the sign of life
+			t.Errorf("never more than %d calls were on the wire, with %d credits", most, credits)
+		}
+	}
+}
+
+// mostInFlight goes through a capture of one connection, holds the calls without a reply to what the replies grant (RFC 8166 §3.3.1, one before
+// the first), and returns how many there were at most. It goes by the sequence numbers of the Sends: the decoder looks into the first message
+// of a frame only.
+func mostInFlight(t *testing.T, c *lab.Capture, port uint16) (most int) {
+	t.Helper()
+	granted, calls, replies := 1, 0, 0
+	for _, f := range frames(t, c, "iwarp_ddp.untagged && iwarp_ddp.qn == 0", "tcp.dstport", "iwarp_ddp.msn", "rpcordma.flow_control", "frame.number") {
+		last := int(number(t, f[1][len(f[1])-1]))
+		if f[0][0] == strconv.Itoa(int(port)) {
+			calls = last
+			most = max(most, calls-replies)
+			if calls-replies > granted {
+				t.Fatalf("frame %s: %d calls are on the wire, %d are granted", f[3][0], calls-replies, granted)
+			}
+			continue
+		}
+		if replies = last; len(f[2]) > 0 {
+			granted = int(number(t, f[2][0]))
+		}
+	}
+	return most
+}
+
+// testInline meets servers of two inline thresholds: what goes by chunk to one goes inline to the other.
+func testInline(t *testing.T, b bench) {
+	const size = 9001
+	want := randomBytes(size)
+	for _, inline := range []int{4 << 10, 16 << 10} {
+		b.set(maxReqSize, inline)
+		s := b.session(t, func(c *xprt.Config) { c.InlineBytes = 16 << 10 })
+		file := fmt.Sprintf("inline-%d", inline)
+		fh := s.create(t, file)
+		s.write(t, fh, 0, want)
+		s.read(t, fh, 0, want)
+		if got := b.serverSum(t, file); got != fmt.Sprintf("%x", sha256.Sum256(want)) {
+			t.Errorf("inline %d: the server has a file with sum %s", inline, got)
+		}
+		stats := s.tr.Stats()
+		if stats.InlineSend != inline || stats.InlineRecv != inline {
+			t.Errorf("inline %d: thresholds are %d and %d", inline, stats.InlineSend, stats.InlineRecv)
+		}
+		if chunks := stats.ReadChunks + stats.WriteChunks; (inline > size) != (chunks == 0) {
+			t.Errorf("inline %d: %d octets went by %d chunks", inline, size, chunks)
+		}
+		for _, n := range []int{lastInlineWrite(s, fh), lastInlineRead(s)} {
+			for d := -1; d <= 1; d++ {
+				want := randomBytes(n + d)
+				s.write(t, fh, 0, want)
+				s.read(t, fh, 0, want)
+			}
+		}
+		if stats := s.tr.Stats(); stats.Connects != 1 || stats.BadReply != 0 {
+			t.Errorf("inline %d: not a quiet connection: %+v", inline, stats)
+		}
+	}
+}
+
+// testCRC copies a file with MPA's CRC asked for, and without. A stock siw may end a connection with CRCs when TCP splits the end of an FPDU; the copy
+// must come through that too.
+func testCRC(t *testing.T, b bench) {
+	const size = 4<<20 + 1
+	file := randomFile(t, size)
+	for _, crc := range []bool{false, true} {
+		b.crc = crc
+		c := b.Capture(t, fmt.Sprintf("crc-%v", crc))
+		m := b.mount(t, nil)
+		name := fmt.Sprintf("crc-%v", crc)
+		run(t, "", "cp", file, filepath.Join(m.dir, name))
+		if got, want := b.serverSum(t, name), sum(t, file); got != want {
+			t.Errorf("CRC %v: the server has a file with sum %s, want %s", crc, got, want)
+		}
+		cold := b.mount(t, nil)
+		run(t, "", "cmp", file, filepath.Join(cold.dir, name))
+		if err := c.Stop(); err != nil {
+			t.Fatal(err)
+		}
+		ends := m.tr.Stats().Connects + cold.tr.Stats().Connects - 2
+		if t.Logf("CRC %v: %d connections ended", crc, ends); ends > 0 && !crc {
+			t.Errorf("CRC off: connections ended: %+v; %+v", m.tr.Stats(), cold.tr.Stats())
+		}
+		if ends == 0 {
+			sound(t, c)
+		}
+		checkCRC(t, c, crc)
+	}
+}
+
+// checkCRC looks whether both ends of each connection agreed on CRCs, and whether those are right.
+func checkCRC(t *testing.T, c *lab.Capture, crc bool) {
+	t.Helper()
+	want := map[bool]string{false: "0", true: "1"}[crc]
+	flags := frames(t, c, "iwarp_mpa.req || iwarp_mpa.rep", "iwarp_mpa.crc_flag")
+	for _, f := range flags {
+		if len(f[0]) != 1 || f[0][0] != want {
+			t.Errorf("CRC %v: the flags of a request or reply are %v", crc, f[0])
+		}
+	}
+	text, err := c.Tshark("-Y", "iwarp_mpa.fpdu", "-V", "-O", "iwarp_mpa")
+	if err != nil {
+		t.Fatal(err)
+	}
+	good, bad := strings.Count(text, "(Good CRC32)"), strings.Count(text, "(Bad CRC32")
+	if len(flags) < 4 || bad != 0 || (good > 0) != crc {
+		t.Errorf("CRC %v: %d requests and replies, %d CRCs good, %d bad", crc, len(flags), good, bad)
+	}
+}
