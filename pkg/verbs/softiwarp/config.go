@@ -42,8 +42,8 @@ const (
 	defaultRequestTimeout = 5 * time.Second
 	defaultLinger         = 500 * time.Millisecond
 	defaultSocketBuffer   = 4 << 20
-	// abandonWait is how long a connect whose caller gave up still waits
-	// for the reply: a stock siw listener dies when a fresh connection is closed within some 10 ms.
+	// abandonWait is how long a connect whose caller gave up still waits for the reply: a stock siw
+	// listener dies when a fresh connection is closed within some 10 ms, should that be heard (see mute).
 	abandonWait = 60 * time.Millisecond
 )
 

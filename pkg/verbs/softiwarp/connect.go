@@ -12,8 +12,6 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -211,68 +209,6 @@ func (t *attempt) run() {
 	// A caller who gave up at this very moment has not taken the result, but still owns the ConnID and closes it.
 }
 
-// dial makes the TCP connection. When the caller gives up while no answer has come yet the attempt ends; once
-// there is a connection it is kept for the handshake.
-func (t *attempt) dial() (*net.TCPConn, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), t.id.dev.cfg.ConnectTimeout)
-	defer cancel()
-	var raw syscall.RawConn
-	rawSet := make(chan struct{})
-	d := net.Dialer{ControlContext: func(_ context.Context, network, address string, c syscall.RawConn) error {
-		raw = c
-		close(rawSet)
-		return t.id.dev.tuneSocket(network, address, c)
-	}}
-	d.SetMultipathTCP(false) // raw TCP socket options are used
-	finished, watched := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(watched)
-		select {
-		case <-finished:
-			return
-		case <-t.givenUp:
-		}
-		select {
-		case <-finished:
-			return
-		case <-rawSet:
-		}
-		for !handshaking(raw) { // connect has not been called yet, or has just succeeded
-			select {
-			case <-finished:
-				return
-			case <-time.After(handshakingPoll):
-			}
-		}
-		cancel()
-	}()
-	c, err := d.DialContext(ctx, "tcp", t.id.remote.String())
-	close(finished)
-	<-watched
-	if err != nil {
-		return nil, t.id.fail(dialKind(err), phaseConnect, err)
-	}
-	conn := c.(*net.TCPConn)
-	t.reached.Store(true)
-	t.id.mu.Lock()
-	t.id.local = addrPort(conn.LocalAddr())
-	t.id.mu.Unlock()
-	return conn, nil
-}
-
-// handshakingPoll is how often a dial that nobody waits for any more is looked at.
-const handshakingPoll = 5 * time.Millisecond
-
-// handshaking reports whether the peer has not answered our SYN yet, so that dropping the socket is nothing to it.
-func handshaking(raw syscall.RawConn) bool {
-	waiting := false
-	raw.Control(func(fd uintptr) {
-		info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
-		waiting = err == nil && info.State == unix.BPF_TCP_SYN_SENT
-	})
-	return waiting
-}
-
 // handshake exchanges the MPA frames, as the initiator of RFC 6581.
 func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 	id, cfg := t.id, &t.id.dev.cfg
@@ -280,11 +216,19 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 		crc: cfg.CRC, enhanced: true, rev: mpaRev2,
 		ird: uint16(t.own.ird), ord: uint16(t.own.ord), data: t.param.PrivateData,
 	}
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return stream{}, id.fail(verbs.ConnLocal, phaseSendRequest, err)
+	}
 	conn.SetDeadline(time.Now().Add(cfg.ReplyTimeout))
+	if err := muteConn(raw, false); err != nil {
+		return stream{}, id.fail(verbs.ConnLocal, phaseSendRequest, err)
+	}
 	// One write: kernels before 6.6 give up on a request that TCP delivers in parts.
 	if _, err := conn.Write(req.append(nil)); err != nil {
 		return stream{}, id.fail(ioKind(err), phaseSendRequest, err)
 	}
+	muteConn(raw, true)
 	got := make(chan struct{})
 	watched := make(chan struct{})
 	go func() {
@@ -295,7 +239,11 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 			conn.SetReadDeadline(time.Now().Add(abandonWait))
 		}
 	}()
-	rep, err := readMPAFrame(conn, true)
+	var rep mpaFrame
+	if err = awaitOctets(raw); err == nil {
+		muteConn(raw, false)
+		rep, err = readMPAFrame(conn, true)
+	}
 	close(got)
 	<-watched
 	if err != nil {

@@ -151,23 +151,26 @@ func dialKind(err error) verbs.ConnErrorKind {
 	return verbs.ConnUnreachable
 }
 
+// tuneListener is tuneSocket for a net.ListenConfig: connections inherit what their listener has.
+func (d *device) tuneListener(_, _ string, c syscall.RawConn) error {
+	return c.Control(func(fd uintptr) { d.tuneSocket(int(fd)) })
+}
+
 // tuneSocket asks for deep buffers before the handshake fixes the window scale. A process that may not force them
 // keeps the kernel's auto-tuning, which goes further than an ordinary user's SO_RCVBUF.
-func (d *device) tuneSocket(_, _ string, c syscall.RawConn) error {
-	return c.Control(func(fd uintptr) {
-		size, force := d.cfg.SocketBuffer, unix.SO_RCVBUFFORCE
-		if size == 0 {
-			size = defaultSocketBuffer
-		}
-		if unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, force, size) == nil {
-			unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, size)
-			return
-		}
-		if d.cfg.SocketBuffer != 0 {
-			unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUF, size)
-			unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, size)
-		}
-	})
+func (d *device) tuneSocket(fd int) {
+	size := d.cfg.SocketBuffer
+	if size == 0 {
+		size = defaultSocketBuffer
+	}
+	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, size) == nil {
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, size)
+		return
+	}
+	if d.cfg.SocketBuffer != 0 {
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, size)
+	}
 }
 
 func addrPort(a net.Addr) netip.AddrPort {

@@ -30,8 +30,8 @@
 // siw does not understand. An RDMA Read of no octets completes without a Read Request. One Read Request more than the
 // negotiated depth may be under way: a request has left the queue when its answer begins.
 //
-// Towards stock siw: read depths are powers of two; connects to one address are made one after the other, and a fresh TCP
-// connection is never dropped at once; the request leaves in one write; both bit orders of a Terminate are understood.
+// Towards stock siw: read depths are powers of two; connects to one address are made one after the other, and a TCP
+// connection that the peer has not answered ends without a word, even when the process is killed (dial.go); the request leaves in one write; both bit orders of a Terminate are understood.
 // Such a peer can leave the first FPDU in its socket until another comes. Only the consumer knows that an answer is late; it
 // posts an RDMA Write of no octets, which is legal at any time: messages are sent whole, one after the other, so that it
 // never falls between the segments of a Read Response, where siw would end the connection.
@@ -60,6 +60,6 @@
 //	qp.go, post.go, cq.go           queues, completion, flush
 //	rx.go, intake.go                the reader: validation and placement; the octets
 //	tx.go, batch.go                 the writer: send queue and Read Responses; the octets
-//	connid.go, connect.go           the connecting side
+//	connid.go, connect.go, dial.go  the connecting side
 //	listen.go                       the accepting side
 package softiwarp

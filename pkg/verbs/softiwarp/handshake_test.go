@@ -18,14 +18,14 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// server runs f on the first connection to a fresh port.
+// server runs f on the first connection to a fresh port, which it closes at the end of the test: a peer that was given up hears of that only then.
 func server(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 	t.Helper()
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
 	if err != nil {
 		t.Fatal(err)
 	}
-	done := make(chan struct{})
+	over, done := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(done)
 		c, err := l.AcceptTCP()
@@ -34,10 +34,21 @@ func server(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 		}
 		defer c.Close()
 		c.SetDeadline(time.Now().Add(patience))
-		f(c)
+		served := make(chan struct{})
+		go func() {
+			defer close(served)
+			f(c)
+		}()
+		select {
+		case <-served:
+		case <-over:
+			c.SetDeadline(time.Unix(1, 0))
+			<-served
+		}
 	}()
 	t.Cleanup(func() {
 		l.Close()
+		close(over)
 		<-done
 	})
 	return addrPort(l.Addr())
@@ -200,38 +211,6 @@ func TestReplyDecidesCRC(t *testing.T) {
 	v.run(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: []byte("abc")}}})
 	if h := <-got; h.op != opSend {
 		t.Errorf("got %+v", h)
-	}
-}
-
-// TestGivenUp: a caller who cancels is let go at once, yet the peer gets its request and is not dropped within 50 ms.
-func TestGivenUp(t *testing.T) {
-	var life time.Duration
-	requested := make(chan struct{})
-	done := make(chan struct{})
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-	addr := server(t, func(c *net.TCPConn) {
-		defer close(done)
-		f := readAnyRequest(c)
-		if f.rev != mpaRev2 {
-			t.Errorf("request %+v", f)
-		}
-		close(requested)
-		cancel()
-		begin := time.Now()
-		c.Read(make([]byte, 1))
-		life = time.Since(begin)
-	})
-	v, err := connectTo(t, ctx, quiet, addr, victimParam)
-	var ce *verbs.ConnError
-	if !errors.As(err, &ce) || ce.Kind != verbs.ConnLocal || !errors.Is(err, context.Canceled) {
-		t.Errorf("error %v, want the cancellation", err)
-	}
-	v.id.Close() // does not shorten it either
-	<-requested
-	<-done
-	if life < 45*time.Millisecond {
-		t.Errorf("the connection was dropped %v after the request", life)
 	}
 }
 

@@ -36,7 +36,7 @@ type listener struct {
 
 // Listen accepts connections on laddr.
 func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.Listener, error) {
-	lc := net.ListenConfig{Control: p.dev.tuneSocket}
+	lc := net.ListenConfig{Control: p.dev.tuneListener}
 	lc.SetMultipathTCP(false) // raw TCP socket options are used
 	tl, err := lc.Listen(ctx, "tcp", laddr.String())
 	if err != nil {

@@ -1,0 +1,200 @@
+package softiwarp
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// needMute skips where the kernel does not let this process be mute.
+func needMute(t *testing.T) {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_REPAIR, unix.TCP_REPAIR_ON); err != nil {
+		t.Skipf("TCP_REPAIR: %v; it takes CAP_NET_ADMIN", err)
+	}
+}
+
+// hearsNothing holds a peer's connection to the promise: whoever was at its other end is gone, and it learns that when it answers, not before.
+func hearsNothing(t *testing.T, c *net.TCPConn) {
+	c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the peer heard %v of a connection that was given up", err)
+		return
+	}
+	r := goodReply()
+	c.Write(r.append(nil))
+	c.SetReadDeadline(time.Now().Add(patience))
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("the peer heard %v when it answered, want a reset", err)
+	}
+}
+
+// TestGivenUp: a caller who cancels, or whom nobody answers, is let go at once, yet the peer gets its request, and no end before it answers.
+func TestGivenUp(t *testing.T) {
+	needMute(t)
+	for _, c := range []struct {
+		name string
+		cfg  Config
+		kind verbs.ConnErrorKind
+	}{
+		{"cancelled", quiet, verbs.ConnLocal},
+		{"no reply", Config{ReplyTimeout: 50 * time.Millisecond}, verbs.ConnTimeout},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			released, done := make(chan struct{}), make(chan struct{})
+			ctx, cancel := context.WithCancel(context.Background())
+			defer cancel()
+			addr := server(t, func(conn *net.TCPConn) {
+				defer close(done)
+				if f := readAnyRequest(conn); f.rev != mpaRev2 {
+					t.Errorf("request %+v", f)
+				}
+				if c.kind == verbs.ConnLocal {
+					cancel()
+				}
+				<-released
+				hearsNothing(t, conn)
+			})
+			v, err := connectTo(t, ctx, c.cfg, addr, victimParam)
+			var ce *verbs.ConnError
+			if !errors.As(err, &ce) || ce.Kind != c.kind {
+				t.Errorf("error %v", err)
+			}
+			v.id.Close()
+			Settle(soon(t))
+			close(released)
+			<-done
+		})
+	}
+}
+
+// connectorEnv makes the test binary connect to the address that it holds, until it is killed.
+const connectorEnv = "SOFTIWARP_TEST_CONNECT"
+
+// TestConnector is the process that TestKilledConnect kills.
+func TestConnector(t *testing.T) {
+	to := os.Getenv(connectorEnv)
+	if to == "" {
+		t.Skip("for another test")
+	}
+	connectTo(t, context.Background(), Config{}, netip.MustParseAddrPort(to), victimParam)
+	select {}
+}
+
+// TestKilledConnect kills a process that has sent its request and has no reply.
+func TestKilledConnect(t *testing.T) {
+	needMute(t)
+	requested, killed, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	addr := server(t, func(c *net.TCPConn) {
+		defer close(done)
+		readAnyRequest(c)
+		close(requested)
+		<-killed
+		hearsNothing(t, c)
+	})
+	cmd := exec.Command(os.Args[0], "-test.run", "^TestConnector$")
+	cmd.Env = append(os.Environ(), connectorEnv+"="+addr.String())
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-requested:
+	case <-done:
+	}
+	time.Sleep(10 * time.Millisecond) // the request has come a system call before its sender is mute again
+	cmd.Process.Kill()
+	cmd.Wait()
+	close(killed)
+	<-done
+}
+
+// TestLateListener: a SYN that was lost is sent again although the socket is mute, and the connection that comes of it is as good as any.
+func TestLateListener(t *testing.T) {
+	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	raw, err := l.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	raw.Control(func(fd uintptr) { unix.Listen(int(fd), 0) }) // room for one
+	first, err := net.DialTimeout("tcp", l.Addr().String(), patience)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer first.Close()
+	served := make(chan error, 1)
+	go func() {
+		time.Sleep(300 * time.Millisecond) // the SYN finds no room
+		c, err := l.AcceptTCP()
+		if err != nil {
+			served <- err
+			return
+		}
+		defer c.Close()
+		if c, err = l.AcceptTCP(); err != nil {
+			served <- err
+			return
+		}
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(patience))
+		readAnyRequest(c)
+		r := goodReply()
+		_, err = c.Write(r.append(nil))
+		served <- err
+		c.Read(make([]byte, 1))
+	}()
+	v, err := connectTo(t, soon(t), quiet, addrPort(l.Addr()), victimParam)
+	if err != nil {
+		t.Error(err)
+	}
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+	v.id.Close()
+}
+
+// TestSelfConnect: a port without a listener never turns out to be this side itself.
+func TestSelfConnect(t *testing.T) {
+	for _, addr := range []string{"127.0.0.1:0", "[::1]:0"} {
+		to := netip.MustParseAddrPort(addr)
+		sa, family, err := sockaddr(to)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer unix.Close(fd)
+		if err := unix.Bind(fd, sa); err != nil {
+			t.Fatal(err)
+		}
+		if sa, err = unix.Getsockname(fd); err == nil {
+			err = unix.Connect(fd, sa)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if ok, err := connectResult(fd); ok || !errors.Is(err, syscall.ECONNREFUSED) {
+			t.Errorf("%s connected to itself: %v, %v", addr, ok, err)
+		}
+	}
+}
