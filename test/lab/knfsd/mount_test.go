@@ -23,6 +23,7 @@ import (
 type mount struct {
 	dir string
 	tr  *xprt.Transport
+	fs  *fusefs.FS
 }
 
 // limit is for whatever has an end that does not depend on the amount of data. A busy machine takes its time.
@@ -91,7 +92,7 @@ func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 		defer cancel()
 		fs.Close(ctx)
 	})
-	return &mount{dir: dir, tr: tr}
+	return &mount{dir: dir, tr: tr, fs: fs}
 }
 
 // run runs a program and fails the test, with its output, when it fails.
