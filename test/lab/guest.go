@@ -46,12 +46,14 @@ type Guest struct {
 	img     image
 	disk    *os.File
 	console *console
+	rdma    *forwarder // between RDMA and QEMU's own port
 
 	power sync.Mutex // held while the power changes
 
 	mu      sync.Mutex
 	machine *machine // guarded by mu; nil while the power is off
 	bootID  string   // guarded by mu; of the last boot that got ready
+	cut     bool     // guarded by mu: the network is
 }
 
 // Start boots a guest and waits until it serves. The guest ends with the test, which fails if the guest's kernel complained. Where there is no
@@ -72,6 +74,10 @@ func Start(t testing.TB, opts Options) *Guest {
 		}
 		if err == nil {
 			return g
+		}
+		g.PowerOff()
+		if g.rdma != nil {
+			g.rdma.close()
 		}
 		if try == startTries || !strings.Contains(err.Error(), "host forwarding rule") {
 			t.Fatalf("guest %s: %v", opts.Name, err)
@@ -104,7 +110,8 @@ func (g *Guest) choosePorts() error {
 			l.Close()
 		}
 	}()
-	for _, addr := range []*netip.AddrPort{&g.RDMA, &g.NFS, &g.Mount, &g.Portmap} {
+	var inner netip.AddrPort
+	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap} {
 		for try := 0; ; try++ {
 			*addr = netip.AddrPortFrom(host, uint16(firstHostPort+rand.IntN(lastHostPort-firstHostPort)))
 			l, err := net.Listen("tcp", addr.String())
@@ -117,6 +124,7 @@ func (g *Guest) choosePorts() error {
 			}
 		}
 	}
+	g.rdma = newForwarder(g.RDMA, inner)
 	return nil
 }
 
@@ -126,7 +134,7 @@ func (g *Guest) arguments() []string {
 	for _, f := range []struct {
 		host  netip.AddrPort
 		guest int
-	}{{g.RDMA, rdmaPort}, {g.NFS, nfsPort}, {g.Mount, mountPort}, {g.Portmap, portmapPort}} {
+	}{{g.rdma.to, rdmaPort}, {g.NFS, nfsPort}, {g.Mount, mountPort}, {g.Portmap, portmapPort}} {
 		network += fmt.Sprintf(",hostfwd=tcp:%s-%s:%d", f.host, guestAddr, f.guest)
 	}
 	o := g.opts
@@ -175,8 +183,11 @@ func (g *Guest) Boot() error {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
 	g.mu.Lock()
-	g.machine = m
+	g.machine, g.cut = m, false
 	g.mu.Unlock()
+	if err := g.rdma.listen(); err != nil {
+		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
+	}
 	return g.settle(m, b)
 }
 
@@ -187,7 +198,11 @@ func (g *Guest) settle(m *machine, b *boot) error {
 	}
 	g.mu.Lock()
 	g.bootID = b.id
+	cut := g.cut
 	g.mu.Unlock()
+	if !cut {
+		g.rdma.release()
+	}
 	return nil
 }
 
@@ -208,6 +223,7 @@ func (g *Guest) powerOff() {
 		return
 	}
 	g.console.note("power off")
+	g.rdma.refuse()
 	m.kill()
 }
 
@@ -231,6 +247,7 @@ func (g *Guest) Reset() error {
 		return err
 	}
 	m.lost(ErrPower)
+	g.rdma.hold()
 	if err := m.qmp.do("stop", nil); err != nil { // so that the old boot cannot say anything more once the new one is expected
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
@@ -246,11 +263,24 @@ func (g *Guest) Reset() error {
 }
 
 // Freeze stops the guest's processors: the server falls silent, as if its power were gone. Connections of the host stay open, and new ones are
-// taken by QEMU, which cannot hand them on. Thaw lets it go on; Reset makes the power cut true.
-func (g *Guest) Freeze() error { return g.tell("freeze", "stop") }
+// taken, but get no answer. Thaw lets it go on; Reset makes the power cut true.
+func (g *Guest) Freeze() error {
+	g.rdma.hold()
+	return g.tell("freeze", "stop")
+}
 
 // Thaw ends Freeze.
-func (g *Guest) Thaw() error { return g.tell("thaw", "cont") }
+func (g *Guest) Thaw() error {
+	if err := g.tell("thaw", "cont"); err != nil {
+		return err
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.cut {
+		g.rdma.release()
+	}
+	return nil
+}
 
 // tell has QEMU run a command.
 func (g *Guest) tell(what, command string) error {
@@ -273,6 +303,9 @@ func (g *Guest) Log() string { return strings.Join(g.console.text(), "\n") }
 // end is the clean-up of Start.
 func (g *Guest) end() {
 	g.powerOff()
+	if g.rdma != nil {
+		g.rdma.close()
+	}
 	g.disk.Close()
 	lines := g.console.text()
 	for _, c := range complaints(lines, g.opts) {

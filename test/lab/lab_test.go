@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"strconv"
@@ -183,11 +184,23 @@ func testNetwork(t *testing.T, g *lab.Guest) {
 		t.Error("the server answers over a network that is cut")
 	}
 	g.MustRun("true") // commands go another way
+	// A connection that begins and ends meanwhile is none: siw's listener would not survive it.
+	conn, err := net.Dial("tcp", g.RDMA.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := conn.Write([]byte("MPA ID Req Frame")); err != nil {
+		t.Error(err)
+	}
+	conn.Close()
 	if err := g.RestoreNetwork(); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := ping(g, patient); err != nil {
 		t.Errorf("after the cut: %v", err)
+	}
+	for range 2 { // the second tells what the first has done
+		connect(t, g)
 	}
 	const delay = 300 * time.Millisecond
 	if err := g.SlowNetwork(lab.Line{Delay: delay}); err != nil {

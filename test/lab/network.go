@@ -7,8 +7,11 @@ import (
 )
 
 // CutNetwork pulls the guest's network cable: nothing goes either way until RestoreNetwork, and neither end is told. Connections of the host
-// are taken by QEMU meanwhile, which cannot hand them on.
-func (g *Guest) CutNetwork() error { return g.setLink("network cut", false) }
+// are taken meanwhile, but get no answer; what of them is left at the end reaches the guest then.
+func (g *Guest) CutNetwork() error {
+	g.rdma.hold()
+	return g.setLink("network cut", false)
+}
 
 // RestoreNetwork ends CutNetwork.
 func (g *Guest) RestoreNetwork() error { return g.setLink("network restored", true) }
@@ -21,6 +24,11 @@ func (g *Guest) setLink(what string, up bool) error {
 	g.console.note("%s", what)
 	if err := m.qmp.do("set_link", map[string]any{"name": "net0", "up": up}); err != nil {
 		return fmt.Errorf("guest %s: %s: %w", g.opts.Name, what, err)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.cut = !up; up {
+		g.rdma.release()
 	}
 	return nil
 }
