@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -134,6 +135,8 @@ func (f *forwarder) serve(client *net.TCPConn) {
 		return
 	}
 	defer f.forget(client)
+	// A client may end a connection without a word; the reset that a probe gets then tells.
+	client.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: time.Second, Interval: time.Second})
 	if !f.pass(client) {
 		return
 	}
