@@ -29,9 +29,9 @@ test: deps
 lab:
 	test/lab/image/build.sh
 
-# The tests against them.
+# The tests against them. The log has what they measure, too.
 test-lab: deps lab
-	NFSRDMAD_LAB=1 $(GO) test -p 1 -count 1 -timeout 60m ./test/lab/...
+	NFSRDMAD_LAB=1 $(GO) test -v -p 1 -count 1 -timeout 60m ./test/lab/...
 
 # Every benchmark runs beside a raw TCP yardstick; compare within one run.
 bench:

@@ -6,6 +6,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -41,10 +42,29 @@ func (b bench) root(t *testing.T, export string) nfs3.FH {
 	return root.FH
 }
 
+// A logBuffer keeps a log until it is known whether anybody wants to read it.
+type logBuffer struct {
+	mu  sync.Mutex
+	buf strings.Builder // guarded by mu
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
 // transport connects to the server until the test ends. change, if not nil, changes what the transport is made from.
 func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transport {
 	t.Helper()
-	cfg := xprt.Config{Provider: providers[*providerFlag](b.crc), Addr: b.RDMA, Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Debug, Output: t.Output()})}
+	var log logBuffer
+	cfg := xprt.Config{Provider: providers[*providerFlag](b.crc), Addr: b.RDMA, Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Debug, Output: &log})}
 	if change != nil {
 		change(&cfg)
 	}
@@ -55,7 +75,7 @@ func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transpor
 	t.Cleanup(func() {
 		tr.Close()
 		if t.Failed() {
-			t.Logf("%+v", tr.Stats())
+			t.Logf("%s%+v", log.String(), tr.Stats())
 		}
 	})
 	ctx, cancel := context.WithTimeout(context.Background(), limit)

@@ -63,7 +63,7 @@ func (b bench) another(opts lab.Options) bench {
 // A testCase is run against each server.
 type testCase struct {
 	name   string
-	proves string // what docs/interop.md says when it passed; ";" and "|" would end it
+	proves string // what docs/interop.md says when it passed; no "|"
 	run    func(t *testing.T, b bench)
 }
 
@@ -89,7 +89,7 @@ func TestServers(t *testing.T) {
 		}
 		t.Run(kernel+"-"+link, func(t *testing.T) {
 			g := lab.Start(t, lab.Options{Kernel: kernel})
-			row := row{server: name, kernel: strings.TrimSpace(g.MustRun("uname -r")), provider: *providerFlag}
+			got := column{server: name, kernel: strings.TrimSpace(g.MustRun("uname -r")), provider: *providerFlag}
 			whole := true
 			for _, c := range cases {
 				ran := false
@@ -102,10 +102,10 @@ func TestServers(t *testing.T) {
 				}
 				whole = whole && ran
 				if ran && passed {
-					row.proved = append(row.proved, c.proves)
+					got.proved = append(got.proved, c.proves)
 				}
 			}
-			interop(t, row, whole)
+			interop(t, got, whole)
 		})
 	}
 }
