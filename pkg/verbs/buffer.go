@@ -20,15 +20,17 @@ func AllocBuffer(n int) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("verbs: allocate buffer of %d octets: %w", size, err)
 	}
+	addArena(b)
 	Track(KindBuffer, 1)
 	return b[:n], nil
 }
 
-// FreeBuffer returns memory to the system. b must be a slice that AllocBuffer
-// returned, and no device may be using it. It panics when it is not such a slice: that is memory corruption in the making.
+// FreeBuffer returns memory to the system, after every provider has let go of it (Attachment). b must be a slice that AllocBuffer
+// returned, and no request or registration may be using it. It panics when it is not such a slice: that is memory corruption in the making.
 func FreeBuffer(b []byte) {
 	page := os.Getpagesize()
 	size := (cap(b) + page - 1) &^ (page - 1)
+	dropArena(b)
 	if err := unix.Munmap(b[:size:size]); err != nil {
 		panic(fmt.Sprintf("verbs: free buffer of %d octets: %v", size, err))
 	}

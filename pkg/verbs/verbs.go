@@ -107,11 +107,17 @@ const (
 	CapChosenIOVA
 	// CapRegisterAny: any memory of the process may be registered, not only AllocBuffer's.
 	CapRegisterAny
-	// CapMemWindow2B: type-2B memory windows.
+	// CapMemWindow2B: a fast registration is a bind of a type-2B memory window: of one piece of memory, and with
+	// another NewKey than the time before.
 	CapMemWindow2B
 	// CapRemoteInv: an MR may be invalidated by the peer's Send With
 	// Invalidate, and the completion reports it.
 	CapRemoteInv
+	// CapPerIOReg: the device has neither fast registration nor windows, so memory is registered for each use, which is slower. Its MRs
+	// are PerIOMRs, of one piece of memory, whose key is the device's choice, and good on every QP of the protection domain.
+	CapPerIOReg
+	// CapTerminates: the cause of a lost connection and QPStats tell of Terminate messages.
+	CapTerminates
 )
 
 // Has reports whether all of want are present.
@@ -147,7 +153,7 @@ type Device interface {
 // A PD is a protection domain. Safe for concurrent use.
 type PD interface {
 	// AllocMR makes an invalid MR for fast registration of up to depth
-	// pages. Its STag index is unpredictable.
+	// pages. Its STag index is as unpredictable as the device makes it: softiwarp's are random.
 	AllocMR(depth int) (MR, error)
 	// RegMR registers buf for local use by SGEs, for the life of the MR. It never gives a
 	// remote right. A provider without local keys returns an MR with LKey 0.
@@ -169,12 +175,24 @@ func (r RKey) Key() uint8 { return uint8(r) }
 type MR interface {
 	LKey() uint32
 	// RKey is the key as allocated. The index does not change while the MR
-	// lives; the low 8 bits in force are those of the last FastReg.
+	// lives; the low 8 bits in force are those of the last FastReg. (A PerIOMR has others.)
 	RKey() RKey
 	// Dereg destroys the MR. When it returns nil no octet of the memory is
 	// being read or written by the device on the peer's behalf, nor will be. Requests whose
 	// SGEs lie in the memory must have completed before (QP.Drain sees to it).
 	Dereg() error
+}
+
+// A PerIOMR is an MR of a device with CapPerIOReg. RKey is the key in force, or 0 while it is invalid.
+type PerIOMR interface {
+	MR
+	// Register registers seg, which is in an arena, at its own address, and returns the key: a consumer that must know it before it
+	// posts calls this first. From then on a peer that knows the key can reach the memory. The FastReg that
+	// follows on the queue must name the same memory and rights; without Register before it, it registers by itself. An MR that was
+	// registered and not posted is made invalid by Unregister, or by Dereg.
+	Register(access Access, seg []byte) (RKey, error)
+	// Unregister makes the MR invalid. When it returns nil no octet of the memory is being read or written any more.
+	Unregister() error
 }
 
 // A CQ is a completion queue with its dispatching goroutine.
@@ -278,6 +296,8 @@ const (
 	StatusRemOpErr
 	StatusFatalErr
 	StatusGeneralErr
+	StatusRetryExcErr    // the peer's end did not acknowledge
+	StatusRNRRetryExcErr // the peer had no Receive posted
 )
 
 var statusNames = [...]string{
@@ -285,6 +305,7 @@ var statusNames = [...]string{
 	"work request flushed", "memory bind operation error", "bad response error",
 	"local access error", "remote invalid request error", "remote access error",
 	"remote operation error", "fatal error", "general error",
+	"transport retry counter exceeded", "RNR retry counter exceeded",
 }
 
 func (s Status) String() string {

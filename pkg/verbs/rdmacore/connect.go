@@ -1,0 +1,100 @@
+//go:build rdmacore && cgo && linux
+
+package rdmacore
+
+/*
+#include <stdlib.h>
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"time"
+	"unsafe"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// resolveTimeout bounds each step of resolving where the context does not.
+const resolveTimeout = 5 * time.Second
+
+func freeC(p unsafe.Pointer) { C.free(p) }
+
+// An activeID is the connecting side's ConnID.
+type activeID struct{ *connID }
+
+// Resolve finds the device and the route to raddr. Nothing is sent to the peer's RDMA port.
+func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.ActiveID, error) {
+	raddr = netip.AddrPortFrom(raddr.Addr().Unmap(), raddr.Port())
+	fail := func(kind verbs.ConnErrorKind, phase string, err error) error {
+		return &verbs.ConnError{Kind: kind, Phase: phase, Addr: raddr.String(), Err: err}
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, fail(ctxKind(err), phaseResolveAddr, err)
+	}
+	if !raddr.IsValid() || raddr.Port() == 0 {
+		return nil, fail(verbs.ConnLocal, phaseResolveAddr, errors.New("not an address with a port"))
+	}
+	sa, err := sockaddr(raddr)
+	if err != nil {
+		return nil, fail(verbs.ConnLocal, phaseResolveAddr, err)
+	}
+	defer freeC(sa)
+	ch, err := openChannel()
+	if err != nil {
+		return nil, fail(verbs.ConnLocal, phaseResolveAddr, err)
+	}
+	c := newConnID(ch)
+	c.remote = raddr
+	if c.c, err = ch.createID(c.handle); err != nil {
+		c.Close()
+		return nil, fail(verbs.ConnLocal, phaseResolveAddr, err)
+	}
+	if err := c.resolve(ctx, sa, p.cfg); err != nil {
+		c.Close()
+		return nil, err
+	}
+	return &activeID{c}, nil
+}
+
+func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) error {
+	if err := errnoOf(C.rc_resolve_addr(c.c, sa, milliseconds(ctx))); err != nil {
+		kind := errnoKind(err)
+		if kind == verbs.ConnLocal { // ENODEV: no device on the way
+			kind = verbs.ConnUnreachable
+		}
+		return c.fail(kind, phaseResolveAddr, err)
+	}
+	if err := c.await(ctx, phaseResolveAddr, evAddrResolved); err != nil {
+		return err
+	}
+	if err := errnoOf(C.rc_resolve_route(c.c, milliseconds(ctx))); err != nil {
+		return c.fail(errnoKind(err), phaseResolveRoute, err)
+	}
+	if err := c.await(ctx, phaseResolveRoute, evRouteResolved); err != nil {
+		return err
+	}
+	if err := c.attach(cfg); err != nil {
+		return c.fail(verbs.ConnLocal, phaseResolveRoute, err)
+	}
+	return nil
+}
+
+// milliseconds is what the context leaves of the timeout.
+func milliseconds(ctx context.Context) C.int {
+	left := resolveTimeout
+	if end, ok := ctx.Deadline(); ok {
+		left = max(min(left, time.Until(end)), time.Millisecond)
+	}
+	return C.int(left / time.Millisecond)
+}
+
+// Connect performs the handshake.
+func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
+	return a.shake(ctx, phaseConnect, param, false, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
+		return C.rc_connect(a.c, data, n, ird, ord)
+	})
+}

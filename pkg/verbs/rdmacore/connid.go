@@ -1,0 +1,355 @@
+//go:build rdmacore && cgo && linux
+
+package rdmacore
+
+/*
+#include <string.h>
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strconv"
+	"sync"
+	"syscall"
+	"unsafe"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// Phases of connection set-up, as errors name them.
+const (
+	phaseResolveAddr  = "resolve address"
+	phaseResolveRoute = "resolve route"
+	phaseConnect      = "connect"
+	phaseAccept       = "accept"
+	phaseReject       = "reject"
+)
+
+// maxPrivate is how much private data the connection managers' octet can tell; the device's transport may take less.
+const maxPrivate = 255
+
+var (
+	errClosed = fmt.Errorf("the connection was closed by this side: %w", net.ErrClosed)
+	errNoQP   = errors.New("no queue pair was created")
+	errTwice  = errors.New("it was tried before")
+)
+
+// A connID is what both sides' ConnIDs have in common.
+type connID struct {
+	ch     *channel
+	c      *C.struct_rdma_cm_id
+	dev    *device
+	remote netip.AddrPort
+	steps  chan *cmEvent // what set-up waits for
+	closed chan struct{} // closed by the first Close
+	gone   chan struct{} // closed when everything is released
+	once   sync.Once
+	call   sync.Mutex // held while the kernel connects or accepts, which may take long
+
+	mu      sync.Mutex
+	local   netip.AddrPort // guarded by mu, as all below
+	qp      *qp
+	peer    verbs.ConnParam
+	ord     int  // what this side asked for
+	wanted  bool // somebody waits for the connection to be made
+	settled bool // it was made, or was not: what comes now is its end
+	tried   bool
+}
+
+func newConnID(ch *channel) *connID {
+	verbs.Track(verbs.KindConnID, 1)
+	// Set-up takes a handful of events, one after the other; more would be the kernel's error and may be lost.
+	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{})}
+}
+
+// handle takes an event of the connection, on the goroutine of the channel.
+func (c *connID) handle(ev *cmEvent) {
+	c.mu.Lock()
+	q := c.qp
+	switch ev.kind {
+	case evTimewaitExit:
+		c.mu.Unlock()
+		return
+	case evEstablished:
+		if len(ev.private) > 0 || c.peer.ResponderResources == 0 && c.peer.InitiatorDepth == 0 {
+			c.peer = peerParam(ev)
+		}
+		if c.wanted {
+			c.settled = true
+			if q != nil {
+				q.start(c.ord)
+			}
+		}
+	case evDisconnected, evDeviceRemoval, evAddrChange:
+		if ev.kind == evDeviceRemoval && c.dev != nil {
+			go c.dev.retire()
+		}
+		if q != nil && c.settled {
+			q.lost(ending(ev.kind, ev.status), certain)
+		}
+	}
+	c.mu.Unlock()
+	select {
+	case c.steps <- ev:
+	default:
+	}
+}
+
+// peerParam is what the peer said. The connection manager turns depths round: what it calls responder resources is what this side may give
+// the peer, which is what the peer asked for as initiator.
+func peerParam(ev *cmEvent) verbs.ConnParam {
+	return verbs.ConnParam{PrivateData: ev.private, ResponderResources: uint16(ev.initiatorDepth), InitiatorDepth: uint16(ev.responderResources)}
+}
+
+// await waits for an event of kind want; any other is a failure.
+func (c *connID) await(ctx context.Context, phase string, want eventKind) error {
+	select {
+	case ev := <-c.steps:
+		if ev.kind == want {
+			return nil
+		}
+		kind, err := failure(ev.kind, ev.status)
+		e := c.fail(kind, phase, err)
+		if kind == verbs.ConnRejected {
+			e.PrivateData = ev.private
+		}
+		return e
+	case <-ctx.Done():
+		return c.fail(ctxKind(ctx.Err()), phase, ctx.Err())
+	case <-c.closed:
+		return c.fail(verbs.ConnLocal, phase, errClosed)
+	}
+}
+
+func ctxKind(err error) verbs.ConnErrorKind {
+	if errors.Is(err, context.DeadlineExceeded) {
+		return verbs.ConnTimeout
+	}
+	return verbs.ConnLocal
+}
+
+func (c *connID) fail(kind verbs.ConnErrorKind, phase string, err error) *verbs.ConnError {
+	return &verbs.ConnError{Kind: kind, Phase: phase, Addr: c.remote.String(), Err: err}
+}
+
+// attach takes the device that the connection manager has found.
+func (c *connID) attach(cfg Config) error {
+	if c.c.verbs == nil {
+		return errors.New("the route goes through no RDMA device")
+	}
+	d, err := deviceOf(c.c.verbs, cfg)
+	if err != nil {
+		return err
+	}
+	if cfg.Device != "" && cfg.Device != d.attrs.Name {
+		return fmt.Errorf("the route goes through the RDMA device %s, and device=%s was asked for", d.attrs.Name, cfg.Device)
+	}
+	if err := d.enter(); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	c.dev = d
+	c.local = address(c.c, false)
+	c.mu.Unlock()
+	return nil
+}
+
+// Device returns the device that reaches the peer.
+func (c *connID) Device() verbs.Device { return c.dev }
+
+// CreateQP makes the queue pair.
+func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	select {
+	case <-c.closed:
+		return nil, fmt.Errorf("rdmacore: create QP: the connection was closed: %w", verbs.ErrInvalid)
+	default:
+	}
+	if c.qp != nil {
+		return nil, fmt.Errorf("rdmacore: create QP: the connection has one: %w", verbs.ErrInvalid)
+	}
+	q, err := newQP(c, pd, attr)
+	if err != nil {
+		return nil, err
+	}
+	c.qp = q
+	return q, nil
+}
+
+// LocalAddr is this side's address.
+func (c *connID) LocalAddr() netip.AddrPort {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.local
+}
+
+// RemoteAddr is the peer's address.
+func (c *connID) RemoteAddr() netip.AddrPort { return c.remote }
+
+// Peer is what the peer said.
+func (c *connID) Peer() verbs.ConnParam {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.peer
+}
+
+// shake makes the connection by call, and waits for it to stand.
+func (c *connID) shake(ctx context.Context, phase string, param verbs.ConnParam, early bool,
+	call func(data unsafe.Pointer, n, ird, ord C.int) C.int) error {
+	c.mu.Lock()
+	q := c.qp
+	switch {
+	case c.tried:
+		c.mu.Unlock()
+		return c.fail(verbs.ConnLocal, phase, errTwice)
+	case q == nil:
+		c.mu.Unlock()
+		return c.fail(verbs.ConnLocal, phase, errNoQP)
+	case len(param.PrivateData) > maxPrivate:
+		c.mu.Unlock()
+		return c.fail(verbs.ConnLocal, phase, fmt.Errorf("%d octets of private data, at most %d are possible", len(param.PrivateData), maxPrivate))
+	}
+	c.tried, c.wanted = true, true
+	ird, ord := min(int(param.ResponderResources), c.dev.attrs.MaxQPRdAtom), min(int(param.InitiatorDepth), c.dev.attrs.MaxQPInitRdAtom)
+	c.ord = ord
+	c.mu.Unlock()
+	if err := ctx.Err(); err != nil {
+		return c.fail(ctxKind(err), phase, err)
+	}
+	result := make(chan error, 1)
+	go func() {
+		c.call.Lock()
+		defer c.call.Unlock()
+		select {
+		case <-c.closed:
+			result <- errClosed
+			return
+		default:
+		}
+		if early {
+			q.start(ord)
+		}
+		data := C.CBytes(param.PrivateData)
+		err := errnoOf(call(data, C.int(len(param.PrivateData)), C.int(ird), C.int(ord)))
+		freeC(data)
+		result <- err
+	}()
+	err := c.settle(ctx, phase, result)
+	c.mu.Lock()
+	c.wanted = false
+	made := c.settled
+	if err != nil && !made && early {
+		q.unstart()
+	}
+	c.mu.Unlock()
+	return err
+}
+
+// settle waits for the call and then for the connection.
+func (c *connID) settle(ctx context.Context, phase string, result chan error) error {
+	select {
+	case err := <-result:
+		if err != nil {
+			return c.fail(errnoKind(err), phase, explain(err))
+		}
+	case <-ctx.Done():
+		return c.fail(ctxKind(ctx.Err()), phase, ctx.Err())
+	case <-c.closed:
+		return c.fail(verbs.ConnLocal, phase, errClosed)
+	}
+	return c.await(ctx, phase, evEstablished)
+}
+
+// explain adds what a bare errno of the connection manager does not say.
+func explain(err error) error {
+	if errors.Is(err, syscall.EINVAL) {
+		return fmt.Errorf("%w: is there more private data than the device's transport takes (56 octets on InfiniBand and RoCE)?", err)
+	}
+	return err
+}
+
+// Close ends the connection and releases the ConnID.
+func (c *connID) Close() error {
+	c.once.Do(func() {
+		c.mu.Lock()
+		close(c.closed)
+		q := c.qp
+		c.mu.Unlock()
+		c.call.Lock() // the kernel must have returned
+		if q != nil {
+			q.destroy()
+		}
+		if c.c != nil {
+			c.ch.destroyID(c.c)
+		}
+		c.call.Unlock()
+		if c.dev != nil {
+			c.dev.leave()
+		}
+		c.ch.leave()
+		verbs.Track(verbs.KindConnID, -1)
+		close(c.gone)
+	})
+	<-c.gone
+	return nil
+}
+
+// address reads an address of a connection id.
+func address(id *C.struct_rdma_cm_id, peer bool) netip.AddrPort {
+	var raw syscall.RawSockaddrInet6 // the larger of the two
+	var which C.int
+	if peer {
+		which = 1
+	}
+	C.rc_address(id, which, unsafe.Pointer(&raw))
+	b := (*[unsafe.Sizeof(raw)]byte)(unsafe.Pointer(&raw))
+	port := binary.BigEndian.Uint16(b[2:])
+	switch raw.Family {
+	case syscall.AF_INET:
+		return netip.AddrPortFrom(netip.AddrFrom4([4]byte(b[4:8])), port)
+	case syscall.AF_INET6:
+		a := netip.AddrFrom16(raw.Addr)
+		if raw.Scope_id != 0 {
+			a = a.WithZone(strconv.Itoa(int(raw.Scope_id)))
+		}
+		return netip.AddrPortFrom(a.Unmap(), port)
+	}
+	return netip.AddrPort{}
+}
+
+// sockaddr is an address as the system has it. The result is C's memory.
+func sockaddr(a netip.AddrPort) (unsafe.Pointer, error) {
+	var raw syscall.RawSockaddrInet6
+	b := (*[unsafe.Sizeof(raw)]byte)(unsafe.Pointer(&raw))
+	ip := a.Addr().Unmap()
+	binary.BigEndian.PutUint16(b[2:], a.Port())
+	switch {
+	case ip.Is4():
+		raw.Family = syscall.AF_INET
+		ip4 := ip.As4()
+		copy(b[4:], ip4[:])
+	case ip.Is6():
+		raw.Family = syscall.AF_INET6
+		raw.Addr = ip.As16()
+		if z := ip.Zone(); z != "" {
+			if n, err := strconv.Atoi(z); err == nil {
+				raw.Scope_id = uint32(n)
+			} else if i, err := net.InterfaceByName(z); err == nil {
+				raw.Scope_id = uint32(i.Index)
+			} else {
+				return nil, fmt.Errorf("zone %s: %w", z, err)
+			}
+		}
+	default:
+		return nil, errors.New("not an address")
+	}
+	return C.CBytes(b[:]), nil
+}

@@ -1,0 +1,270 @@
+//go:build rdmacore && cgo && linux
+
+package rdmacore
+
+/*
+#include <stdlib.h>
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"os"
+	"runtime"
+	"sync"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// What a completion is of, in its wr_id: the queue pair's number on its completion queue, the queue, and the position on it.
+const (
+	wrSend = iota
+	wrRecv
+	wrMarker      // everything before the position has ended
+	wrKindShift   = 32
+	wrKindMask    = 3
+	wrNumberShift = 34
+	wrNumberMask  = 1<<30 - 1
+)
+
+func wrID(number uint32, kind int, pos uint32) C.uint64_t {
+	return C.uint64_t(uint64(number)<<wrNumberShift | uint64(kind)<<wrKindShift | uint64(pos))
+}
+
+// A completionQueue is a CQ with its completion channel, and the goroutine that polls it and calls handlers.
+type completionQueue struct {
+	dev   *device
+	c     *C.struct_ibv_cq
+	ch    *C.struct_ibv_comp_channel
+	depth int
+	file  *os.File      // stands for the channel in Go's poller
+	done  chan struct{} // closed when the dispatcher has ended
+	wcs   []C.struct_rc_wc
+	spin  spinner
+	out   []completion // the dispatcher's
+
+	mu       sync.Mutex
+	reserved int            // guarded by mu, as all below
+	qps      map[uint32]*qp // by number
+	users    int
+	number   uint32
+	wakers   []*qp // have something that the device does not tell
+	closed   bool
+}
+
+// CreateCQ makes a completion queue and starts its dispatcher.
+func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
+	if depth <= 0 || depth > d.attrs.MaxCQE {
+		return nil, fmt.Errorf("rdmacore: create completion queue of depth %d: the depth must be 1 to %d: %w", depth, d.attrs.MaxCQE, verbs.ErrInvalid)
+	}
+	if err := d.enter(); err != nil {
+		return nil, err
+	}
+	c := &completionQueue{dev: d, depth: depth, done: make(chan struct{}), qps: make(map[uint32]*qp)}
+	if err := errnoOf(C.rc_create_cq(d.ctx, C.int(depth+spareCQE), &c.ch, &c.c)); err != nil {
+		d.leave()
+		return nil, fmt.Errorf("rdmacore: create completion queue of depth %d on %s: %w: %w", depth, d.attrs.Name, verbs.ErrNoResources, err)
+	}
+	var err error
+	if c.file, err = waitable(c.ch.fd, "ibv_cq"); err != nil {
+		C.rc_destroy_cq(c.c, c.ch)
+		d.leave()
+		return nil, fmt.Errorf("rdmacore: watch completion queue: %w", err)
+	}
+	batch := (*C.struct_rc_wc)(C.calloc(C.RC_POLL_BATCH, C.sizeof_struct_rc_wc))
+	c.wcs = unsafe.Slice(batch, C.RC_POLL_BATCH)
+	verbs.Track(verbs.KindCQ, 1)
+	go c.dispatch()
+	return c, nil
+}
+
+// reserve sets room for n completions aside.
+func (c *completionQueue) reserve(n int) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case c.closed:
+		return fmt.Errorf("rdmacore: completion queue is closed: %w", verbs.ErrInvalid)
+	case c.reserved+n > c.depth:
+		return fmt.Errorf("rdmacore: completion queue of depth %d has %d entries left, the queue needs %d: make it deeper: %w",
+			c.depth, c.depth-c.reserved, n, verbs.ErrNoResources)
+	case c.users >= 2*spareCQE: // each QP counts twice: its queues
+		return fmt.Errorf("rdmacore: completion queue has %d queues already: %w", c.users, verbs.ErrNoResources)
+	}
+	c.reserved += n
+	c.users++
+	return nil
+}
+
+func (c *completionQueue) unreserve(n int) {
+	c.mu.Lock()
+	c.reserved -= n
+	c.users--
+	c.mu.Unlock()
+}
+
+// enroll gives q a number.
+func (c *completionQueue) enroll(q *qp) uint32 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for c.qps[c.number] != nil {
+		c.number = (c.number + 1) & wrNumberMask
+	}
+	n := c.number
+	c.number = (c.number + 1) & wrNumberMask
+	c.qps[n] = q
+	return n
+}
+
+// dismiss takes the number back: completions that come for it are nobody's.
+func (c *completionQueue) dismiss(number uint32) {
+	c.mu.Lock()
+	delete(c.qps, number)
+	c.mu.Unlock()
+}
+
+// wake has the dispatcher look at q's software completions.
+func (c *completionQueue) wake(q *qp) {
+	c.mu.Lock()
+	c.wakers = append(c.wakers, q)
+	c.mu.Unlock()
+	c.file.SetReadDeadline(time.Unix(1, 0))
+}
+
+// dispatch polls, and sleeps on the channel while nothing comes.
+func (c *completionQueue) dispatch() {
+	defer close(c.done)
+	raw, err := c.file.SyscallConn()
+	if err != nil {
+		return
+	}
+	for {
+		if c.round() {
+			c.spin.hit()
+			continue
+		}
+		c.mu.Lock()
+		closed := c.closed
+		c.mu.Unlock()
+		if closed {
+			return
+		}
+		if c.spin.again(time.Now()) {
+			runtime.Gosched()
+			continue
+		}
+		if C.rc_arm_cq(c.c) != 0 {
+			time.Sleep(time.Millisecond) // a device that is gone
+		}
+		if c.round() { // what came before it was armed makes no event
+			continue
+		}
+		c.spin.sleeps(time.Now())
+		err := raw.Read(func(uintptr) bool { return C.rc_take_cq_event(c.ch) != -C.int(syscall.EAGAIN) })
+		if err != nil { // woken by a deadline: what it was for is seen by the next round, or wakes again
+			c.file.SetReadDeadline(time.Time{})
+		}
+		c.spin.woken(time.Now())
+	}
+}
+
+// round handles what is there, and reports whether there was anything.
+func (c *completionQueue) round() bool {
+	n := int(C.rc_poll_cq(c.c, &c.wcs[0]))
+	for i := range max(n, 0) {
+		c.handle(&c.wcs[i])
+	}
+	c.mu.Lock()
+	wakers := c.wakers
+	c.wakers = nil
+	c.mu.Unlock()
+	for _, q := range wakers {
+		c.deliver(q, q.takeSoft(c, c.out[:0]))
+	}
+	return n > 0 || len(wakers) > 0
+}
+
+func (c *completionQueue) handle(w *C.struct_rc_wc) {
+	id := uint64(w.wr_id)
+	c.mu.Lock()
+	q := c.qps[uint32(id>>wrNumberShift)]
+	c.mu.Unlock()
+	if q == nil {
+		return
+	}
+	status, vendor := statusOf(uint32(w.status)), uint32(w.vendor_err)
+	if status != verbs.StatusSuccess {
+		q.failed(status, vendor)
+	}
+	pos := uint32(id)
+	out := c.out[:0]
+	switch id >> wrKindShift & wrKindMask {
+	case wrSend:
+		out = q.sendEnded(pos, status, vendor, out)
+	case wrMarker:
+		out = q.markerEnded(pos, out)
+	case wrRecv:
+		wc := verbs.WorkCompletion{Status: status, VendorErr: vendor}
+		if status == verbs.StatusSuccess {
+			wc.ByteLen = uint32(w.byte_len)
+			if w.flags&wcWithInv != 0 {
+				wc.WithInv, wc.InvalidatedRKey = true, verbs.RKey(w.invalidated_rkey)
+				q.stats.remoteInvs.Add(1)
+			}
+			q.stats.bytesRcvd.Add(uint64(wc.ByteLen))
+		}
+		out = q.recvEnded(pos, wc, out)
+	}
+	c.deliver(q, out)
+}
+
+// deliver calls the handlers.
+func (c *completionQueue) deliver(q *qp, out []completion) {
+	for i := range out {
+		e := &out[i]
+		if e.done != nil {
+			e.wc.QP = q
+			if e.wc.Opcode == verbs.OpRecv {
+				q.stats.recvComps.Add(1)
+			} else {
+				q.stats.sendComps.Add(1)
+			}
+			e.done(&e.wc)
+		}
+		q.progress.Add(1)
+		q.inflight.Done()
+		*e = completion{}
+	}
+	c.out = out[:0]
+}
+
+// Close stops the dispatcher and waits for it. Not from a handler.
+func (c *completionQueue) Close() error {
+	c.mu.Lock()
+	if c.users > 0 {
+		c.mu.Unlock()
+		return fmt.Errorf("rdmacore: close completion queue: %d work queues use it: %w", c.users, verbs.ErrBusy)
+	}
+	first := !c.closed
+	c.closed = true
+	c.mu.Unlock()
+	if !first {
+		<-c.done
+		return nil
+	}
+	c.file.SetReadDeadline(time.Unix(1, 0))
+	<-c.done
+	c.file.Close()
+	err := errnoOf(C.rc_destroy_cq(c.c, c.ch))
+	C.free(unsafe.Pointer(&c.wcs[0]))
+	verbs.Track(verbs.KindCQ, -1)
+	c.dev.leave()
+	if err != nil {
+		return fmt.Errorf("rdmacore: destroy completion queue on %s: %w", c.dev.attrs.Name, err)
+	}
+	return nil
+}

@@ -1,0 +1,66 @@
+// Package rdmacore is the verbs provider for RDMA devices: InfiniBand, RoCE and iWARP cards, and the kernel's soft devices rxe and siw, through
+// libibverbs and librdmacm.
+//
+// It is built with cgo and -tags rdmacore, from the headers of libibverbs-dev and librdmacm-dev; otherwise [New] and [Available] say that it was
+// not. The libraries themselves are opened when the provider is first asked for, so one program serves machines with and without them.
+//
+// # Memory
+//
+// Each arena of verbs.AllocBuffer is registered once for each protection domain, when it is first used there, with local rights and the right to
+// bind windows to it, until the one or the other ends. Nothing ever has a remote key for longer than one use of it:
+//
+//   - A FastReg binds a type-2 memory window to its piece of the arena (BIND_MW), in the chain in front of the Send. LOCAL_INV, or the peer's Send
+//     With Invalidate, unbinds it (features.md S4, S7, S9-S11). The upper 24 bits of the key are the window's, the lower 8 the consumer's, who must
+//     take others than the time before.
+//   - A device without windows gets a registration of its own for each use (verbs.CapPerIOReg): ibv_reg_mr before the
+//     chain, as that alone tells the key, and ibv_dereg_mr at the LocalInv, before it completes. That is slower, and fences as well: only the key
+//     is good on every QP of the protection domain until then.
+//
+// Whether a device has windows is found out by trying: one is allocated when the device is opened. If the first bind fails all
+// the same, the connection ends and the next one finds a [verbs.Device] that registers for each use. Capability bits are not asked.
+//
+// # Completions
+//
+// A goroutine of each CQ polls it, a batch in one call, and calls the handlers. While completions keep coming it polls an empty queue for some
+// microseconds more (spin.go) before it sleeps on the completion channel, in Go's poller. A chain is posted with one call, from C
+// memory that is the queue pair's. C keeps no Go pointer.
+//
+// A device says nothing of an unsignaled request that succeeded, so each QP keeps a ring of what was posted (ring.go): a completion ends
+// everything before it. Draining puts a signaled marker behind the rest. A device that does not flush in time has its QP destroyed; what is left is
+// then flushed here. So Drain and Close always return, also when the device is gone.
+//
+// # Endings
+//
+// A connection ends by an event of the connection manager (disconnected, device removal, address change), an asynchronous event of the device (its
+// failure, port down, an access that was refused), or a completion that failed, whichever comes first; OnDisconnect gets the best
+// reason that is known soon. The connection manager's event for a peer that disconnected is io.EOF. Terminate messages are the device's
+// secret (no verbs.CapTerminates).
+//
+// # What devices keep from us
+//
+// An rxe or siw peer on this machine must be reached by the machine's own address; network namespaces do not work with the kernel's soft devices.
+// Connect returns when its context ends, but Close then waits for the kernel, which may still be connecting to a peer that does not answer (siw).
+//
+// # Goroutines and locks
+//
+// One goroutine for the connection events of the process, one for the asynchronous events of a device in use, one dispatcher for each CQ. All end with the
+// last object that needs them. Handlers run on the dispatcher, OnDisconnect on a goroutine of its own.
+//
+//	connID.call           the kernel connects or accepts; held over that call
+//	connID.mu             what is known of a connection
+//	device.mu             users and queue pairs of a device; before qp.mu
+//	qp.mu                 state, send ring, the chain that is being posted; held around the call that posts it
+//	qp.rqMu               receive ring; held around the call that posts
+//	window.mu, useMR.mu   one registration; may be taken inside qp.mu
+//	completionQueue.mu    the QPs of a CQ; innermost
+//	handling              librdmacm uses or destroys a queue pair
+//
+// # Files
+//
+//	shim.h, shim.c                what is called of the libraries; the table of functions
+//	ring.go, spin.go, piece.go, translate.go   what needs no device
+//	present.go, absent.go, config.go           whether there is a provider at all
+//	channel.go, connid.go, connect.go, listen.go   connections
+//	device.go, region.go          devices, protection domains, memory
+//	qp.go, post.go, cq.go         queues
+package rdmacore

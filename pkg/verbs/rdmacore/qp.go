@@ -1,0 +1,371 @@
+//go:build rdmacore && cgo && linux
+
+package rdmacore
+
+/*
+#include <stdlib.h>
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// qpState of a queue pair.
+//
+//	┌──────┐  start   ┌───────┐  lost, Drain   ┌──────┐  device flushes, or   ┌─────────┐
+//	│ init │ ───────▶ │ ready │ ─────────────▶ │ dead │ ────────────────────▶ │ drained │
+//	└──┬───┘          └───────┘                └──────┘  destroy, then flush  └─────────┘
+//	   │ Drain (never connected)                   ▲
+//	   └───────────────────────────────────────────┘
+type qpState uint8
+
+const (
+	qpInit qpState = iota
+	qpReady
+	qpDead
+)
+
+const (
+	// certain and guessed say what is known of why a queue pair was lost: of a flushed request only that it was.
+	certain = true
+	guessed = false
+
+	// causeWait is how long a guessed cause waits for a better one: the event of the connection comes beside the completions.
+	causeWait = 300 * time.Millisecond
+	// drainWait is how long a device may make no progress in flushing before its queue pair is destroyed and flushed without it.
+	drainWait = 5 * time.Second
+)
+
+// A qp is a queue pair.
+//
+// Lock order: device.mu, then mu; mu or rqMu, then a region's lock or completionQueue.mu.
+type qp struct {
+	dev            *device
+	pd             *protectionDomain
+	id             *connID
+	cid            *C.struct_rdma_cm_id
+	c              *C.struct_ibv_qp // valid until destroyed
+	port           int
+	attr           verbs.QPInitAttr
+	sendCQ, recvCQ *completionQueue
+	sendNo, recvNo uint32 // its numbers there
+
+	inflight sync.WaitGroup // requests whose handler has not returned
+	progress atomic.Uint64  // completions handled
+	tearing  sync.Once
+	undo     sync.Once // destroys
+
+	mu      sync.Mutex
+	state   qpState // guarded by mu, as all below
+	local   bool    // this side ended it
+	told    bool    // OnDisconnect was, or will be, called
+	cause   error
+	sure    bool          // cause is certain
+	better  chan struct{} // closed when it is
+	ord     int           // RDMA Reads that this side may have outstanding
+	ring    sendRing
+	chain   []chained // of the PostSend under way
+	wrs     []C.struct_rc_wr
+	sges    []C.struct_ibv_sge
+	scratch []C.struct_ibv_send_wr
+	broken  bool // what the device left is to be flushed here
+
+	rqMu     sync.Mutex
+	rqClosed bool // guarded by rqMu, as below
+	recvs    recvRing
+
+	stats counters
+}
+
+// counters are those of verbs.QPStats.
+type counters struct {
+	chains, sendWRs, recvWRs, sendComps, recvComps atomic.Uint64
+	accessErrors, remoteInvs, bytesSent, bytesRcvd atomic.Uint64
+}
+
+// newQP makes a QP on the connection id of c. Caller holds c.mu.
+func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
+	d := c.dev
+	pd, ok := vpd.(*protectionDomain)
+	if !ok || pd.dev.ctx != d.ctx {
+		return nil, fmt.Errorf("rdmacore: create QP: the protection domain belongs to another device: %w", verbs.ErrInvalid)
+	}
+	scq, ok1 := attr.SendCQ.(*completionQueue)
+	rcq, ok2 := attr.RecvCQ.(*completionQueue)
+	if !ok1 || !ok2 || scq.dev.ctx != d.ctx || rcq.dev.ctx != d.ctx {
+		return nil, fmt.Errorf("rdmacore: create QP: a completion queue belongs to another device: %w", verbs.ErrInvalid)
+	}
+	if attr.MaxSendWR <= 0 || attr.MaxSendWR > d.attrs.MaxQPWR || attr.MaxRecvWR <= 0 || attr.MaxRecvWR > d.attrs.MaxQPWR {
+		return nil, fmt.Errorf("rdmacore: create QP with %d send and %d receive requests: both must be 1 to %d: %w",
+			attr.MaxSendWR, attr.MaxRecvWR, d.attrs.MaxQPWR, verbs.ErrInvalid)
+	}
+	if attr.MaxSendSGE < 0 || attr.MaxSendSGE > d.attrs.MaxSendSGE {
+		return nil, fmt.Errorf("rdmacore: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, d.attrs.MaxSendSGE, verbs.ErrInvalid)
+	}
+	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
+	if err := pd.take(); err != nil {
+		return nil, err
+	}
+	if err := scq.reserve(attr.MaxSendWR); err != nil {
+		pd.drop()
+		return nil, err
+	}
+	if err := rcq.reserve(attr.MaxRecvWR); err != nil {
+		scq.unreserve(attr.MaxSendWR)
+		pd.drop()
+		return nil, err
+	}
+	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}),
+		ring: newSendRing(attr.MaxSendWR), recvs: newRecvRing(attr.MaxRecvWR)}
+	if err := errnoOf(C.rc_create_qp(c.c, pd.c, scq.c, rcq.c, C.int(attr.MaxSendWR+markerWRs), C.int(attr.MaxRecvWR), C.int(attr.MaxSendSGE), &q.c)); err != nil {
+		q.unreserve()
+		return nil, fmt.Errorf("rdmacore: create QP with %d send and %d receive requests on %s: %w: %w",
+			attr.MaxSendWR, attr.MaxRecvWR, d.attrs.Name, verbs.ErrNoResources, err)
+	}
+	q.port = int(c.c.port_num)
+	q.allocate()
+	q.sendNo, q.recvNo = scq.enroll(q), rcq.enroll(q)
+	d.mu.Lock()
+	d.qps[q.c] = q
+	d.mu.Unlock()
+	verbs.Track(verbs.KindQP, 1)
+	return q, nil
+}
+
+func (q *qp) unreserve() {
+	q.sendCQ.unreserve(q.attr.MaxSendWR)
+	q.recvCQ.unreserve(q.attr.MaxRecvWR)
+	q.pd.drop()
+}
+
+// allocate makes the memory of chains, C's own, used again for every post.
+func (q *qp) allocate() {
+	n := q.attr.MaxSendWR
+	q.chain = make([]chained, 0, n)
+	q.wrs = unsafe.Slice((*C.struct_rc_wr)(C.calloc(C.size_t(n), C.sizeof_struct_rc_wr)), n)
+	q.sges = unsafe.Slice((*C.struct_ibv_sge)(C.calloc(C.size_t(n*q.attr.MaxSendSGE), C.sizeof_struct_ibv_sge)), n*q.attr.MaxSendSGE)
+	q.scratch = unsafe.Slice((*C.struct_ibv_send_wr)(C.calloc(C.size_t(n), C.sizeof_struct_ibv_send_wr)), n)
+}
+
+// start makes the QP ready, unless it is dead. ord is the depth of its RDMA Reads.
+func (q *qp) start(ord int) {
+	q.mu.Lock()
+	if q.state == qpInit {
+		q.state, q.ord = qpReady, ord
+	}
+	q.mu.Unlock()
+}
+
+// unstart takes start back, when the connection was not made after all.
+func (q *qp) unstart() {
+	q.mu.Lock()
+	if q.state == qpReady {
+		q.state = qpInit
+	}
+	q.mu.Unlock()
+}
+
+// failed notes a completion that was no success: the device has moved the QP to the error state.
+func (q *qp) failed(status verbs.Status, vendor uint32) {
+	q.lost(&StatusError{Status: status, VendorErr: vendor}, status != verbs.StatusWRFlushErr)
+}
+
+// lost ends a QP that is ready, for a cause of the peer's or the device's, and tells the consumer. It does not block.
+func (q *qp) lost(cause error, sure bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.told || q.local || q.state == qpInit {
+		if q.told && sure && !q.sure { // what was guessed is known now
+			q.cause, q.sure = cause, true
+			close(q.better)
+		}
+		return
+	}
+	q.state, q.told, q.cause, q.sure = qpDead, true, cause, sure
+	if sure {
+		close(q.better)
+	}
+	go q.end()
+}
+
+// end takes a lost QP down and tells the consumer.
+func (q *qp) end() {
+	select {
+	case <-q.better:
+	case <-time.After(causeWait):
+	}
+	q.tear()
+	q.mu.Lock()
+	cause := q.cause
+	q.sure = true
+	q.mu.Unlock()
+	if f := q.attr.OnDisconnect; f != nil {
+		f(cause)
+	}
+}
+
+// tear closes the queues, disconnects, and has the device flush, once.
+func (q *qp) tear() {
+	q.tearing.Do(func() {
+		q.mu.Lock()
+		q.state = qpDead
+		q.mu.Unlock()
+		q.rqMu.Lock()
+		q.rqClosed = true
+		q.rqMu.Unlock()
+		C.rc_disconnect(q.cid) // fails where there is no connection any more
+		C.rc_fail_qp(q.c)
+		q.mu.Lock()
+		pos, left := q.ring.tail, q.ring.len()
+		q.mu.Unlock()
+		// Unsignaled requests that were executed tell nothing; what is flushed behind them does. Where all are signaled there are none.
+		if left > 0 && !q.dev.perIO {
+			C.rc_post_marker(q.c, wrID(q.sendNo, wrMarker, pos))
+		}
+	})
+}
+
+// Drain moves the QP to the error state and waits until every handler has returned. A device that does not flush is made to by destroying the QP.
+func (q *qp) Drain() {
+	q.mu.Lock()
+	if q.state != qpDead {
+		q.local = true
+	}
+	q.state = qpDead
+	q.mu.Unlock()
+	q.tear()
+	done := make(chan struct{})
+	go func() {
+		q.inflight.Wait()
+		close(done)
+	}()
+	for last := q.progress.Load(); ; {
+		select {
+		case <-done:
+			return
+		case <-time.After(drainWait):
+		}
+		now := q.progress.Load()
+		if now == last {
+			break
+		}
+		last = now
+	}
+	q.dev.log.Warn("RDMA device does not flush a queue pair in the error state: it is destroyed", "device", q.dev.attrs.Name)
+	q.release()
+	q.mu.Lock()
+	q.broken = true
+	q.mu.Unlock()
+	q.sendCQ.wake(q)
+	if q.recvCQ != q.sendCQ {
+		q.recvCQ.wake(q)
+	}
+	<-done
+}
+
+// release destroys the device's queue pair, once, so that the device touches no memory of it any more. No request may be posted afterwards.
+func (q *qp) release() {
+	q.undo.Do(func() {
+		q.dev.mu.Lock()
+		delete(q.dev.qps, q.c)
+		q.dev.mu.Unlock()
+		handling.Lock()
+		C.rc_destroy_qp(q.cid)
+		handling.Unlock()
+	})
+}
+
+// destroy drains and releases everything. Caller is connID.Close.
+func (q *qp) destroy() {
+	q.Drain()
+	q.release()
+	q.sendCQ.dismiss(q.sendNo)
+	q.recvCQ.dismiss(q.recvNo)
+	for _, p := range []unsafe.Pointer{unsafe.Pointer(&q.wrs[0]), unsafe.Pointer(&q.sges[0]), unsafe.Pointer(&q.scratch[0])} {
+		C.free(p)
+	}
+	q.unreserve()
+	verbs.Track(verbs.KindQP, -1)
+}
+
+// sendEnded, markerEnded, recvEnded and takeSoft are what the dispatcher learns.
+
+func (q *qp) sendEnded(pos uint32, status verbs.Status, vendor uint32, out []completion) []completion {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	from := len(out)
+	out, ok := q.ring.complete(pos, status, vendor, out)
+	if !ok {
+		return out
+	}
+	for i := range out[from:] {
+		q.judge(&out[from+i].wc)
+	}
+	return out
+}
+
+// judge learns from a completion whether windows can be bound. Caller holds mu.
+func (q *qp) judge(wc *verbs.WorkCompletion) {
+	if wc.Opcode != verbs.OpFastReg || q.dev.perIO || q.dev.proven.Load() {
+		return
+	}
+	switch wc.Status {
+	case verbs.StatusSuccess:
+		q.dev.proven.Store(true)
+	case verbs.StatusWRFlushErr:
+	default:
+		go q.dev.demote(&StatusError{Status: wc.Status, VendorErr: wc.VendorErr})
+	}
+}
+
+func (q *qp) markerEnded(pos uint32, out []completion) []completion {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.ring.settle(q.ring.completeBefore(pos, out))
+}
+
+func (q *qp) recvEnded(pos uint32, wc verbs.WorkCompletion, out []completion) []completion {
+	q.rqMu.Lock()
+	defer q.rqMu.Unlock()
+	out, _ = q.recvs.complete(pos, wc, out)
+	return out
+}
+
+// takeSoft takes the completions of c that the device does not tell.
+func (q *qp) takeSoft(c *completionQueue, out []completion) []completion {
+	q.mu.Lock()
+	broken := q.broken
+	if c == q.sendCQ {
+		if broken {
+			out = q.ring.flush(out)
+		} else {
+			out = q.ring.settle(out)
+		}
+	}
+	q.mu.Unlock()
+	if broken && c == q.recvCQ {
+		q.rqMu.Lock()
+		out = q.recvs.flush(out)
+		q.rqMu.Unlock()
+	}
+	return out
+}
+
+// Stats is a snapshot of the counters. The device answers RDMA Reads by itself, and does not tell.
+func (q *qp) Stats() verbs.QPStats {
+	c := &q.stats
+	return verbs.QPStats{
+		PostedChains: c.chains.Load(), PostedSendWRs: c.sendWRs.Load(), PostedRecvWRs: c.recvWRs.Load(),
+		SendCompletions: c.sendComps.Load(), RecvCompletions: c.recvComps.Load(),
+		RemoteAccessErrors: c.accessErrors.Load(), RemoteInvalidates: c.remoteInvs.Load(),
+		BytesSent: c.bytesSent.Load(), BytesReceived: c.bytesRcvd.Load(),
+	}
+}

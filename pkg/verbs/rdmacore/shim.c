@@ -1,0 +1,443 @@
+//go:build rdmacore && cgo && linux
+
+// The libraries are opened at run time: nothing here may be linked against them. What verbs.h has as inline functions goes through the
+// context's table of operations and needs no symbol; everything else is called through lib.
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <netinet/in.h>
+
+#include "shim.h"
+
+// verbs.h wraps these in macros that know more than is wanted here.
+#undef ibv_reg_mr
+#undef ibv_query_port
+
+#define VERBS_SYMBOLS(X) \
+	X(ibv_get_device_name) X(ibv_query_device) X(ibv_alloc_pd) X(ibv_dealloc_pd) X(ibv_reg_mr) X(ibv_dereg_mr) \
+	X(ibv_create_comp_channel) X(ibv_destroy_comp_channel) X(ibv_create_cq) X(ibv_destroy_cq) \
+	X(ibv_get_cq_event) X(ibv_ack_cq_events) X(ibv_modify_qp) X(ibv_get_async_event) X(ibv_ack_async_event)
+
+#define CM_SYMBOLS(X) \
+	X(rdma_create_event_channel) X(rdma_destroy_event_channel) X(rdma_get_cm_event) X(rdma_ack_cm_event) \
+	X(rdma_create_id) X(rdma_destroy_id) X(rdma_bind_addr) X(rdma_resolve_addr) X(rdma_resolve_route) \
+	X(rdma_create_qp) X(rdma_destroy_qp) X(rdma_connect) X(rdma_listen) X(rdma_accept) X(rdma_reject) \
+	X(rdma_disconnect) X(rdma_notify) X(rdma_get_devices) X(rdma_free_devices) X(rdma_set_option)
+
+#define DECLARE(name) __typeof__(&name) name;
+static struct {
+	VERBS_SYMBOLS(DECLARE)
+	CM_SYMBOLS(DECLARE)
+} lib;
+
+static void *open_library(const char *name, char *why, int size)
+{
+	void *h = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+	if (!h)
+		snprintf(why, size, "%s", dlerror());
+	return h;
+}
+
+int rc_load(char *why, int size)
+{
+	void *verbs = open_library("libibverbs.so.1", why, size);
+	if (!verbs)
+		return -ENOENT;
+	void *cm = open_library("librdmacm.so.1", why, size);
+	if (!cm)
+		return -ENOENT;
+#define FIND_IN(handle, name) \
+	if (!(lib.name = (__typeof__(lib.name))dlsym(handle, #name))) { \
+		snprintf(why, size, "%s", dlerror()); \
+		return -ENOSYS; \
+	}
+#define FIND_VERBS(name) FIND_IN(verbs, name)
+#define FIND_CM(name) FIND_IN(cm, name)
+	VERBS_SYMBOLS(FIND_VERBS)
+	CM_SYMBOLS(FIND_CM)
+	return 0;
+}
+
+// failed makes a negative errno of a function that returned -1 and set errno.
+static int failed(int ret)
+{
+	if (ret == 0)
+		return 0;
+	return errno > 0 ? -errno : -EIO;
+}
+
+// refused makes one of a verb, which returns the errno: most as a positive number, some providers as a negative one.
+static int refused(int ret)
+{
+	if (ret == -1)
+		return failed(ret);
+	return ret > 0 ? -ret : ret;
+}
+
+static int missing(void)
+{
+	return errno > 0 ? -errno : -EIO;
+}
+
+int rc_open_channel(struct rdma_event_channel **out)
+{
+	errno = 0;
+	*out = lib.rdma_create_event_channel();
+	return *out ? 0 : missing();
+}
+
+void rc_close_channel(struct rdma_event_channel *ch)
+{
+	lib.rdma_destroy_event_channel(ch);
+}
+
+int rc_next_event(struct rdma_event_channel *ch, struct rc_event *out)
+{
+	struct rdma_cm_event *ev;
+	if (lib.rdma_get_cm_event(ch, &ev))
+		return failed(-1);
+	memset(out, 0, sizeof *out);
+	out->id = ev->id;
+	out->listener = ev->listen_id;
+	out->kind = ev->event;
+	out->status = ev->status;
+	switch (ev->event) {
+	case RDMA_CM_EVENT_CONNECT_REQUEST:
+	case RDMA_CM_EVENT_ESTABLISHED:
+	case RDMA_CM_EVENT_REJECTED:
+		out->responder_resources = ev->param.conn.responder_resources;
+		out->initiator_depth = ev->param.conn.initiator_depth;
+		if (ev->param.conn.private_data) {
+			out->private_len = ev->param.conn.private_data_len;
+			memcpy(out->private_data, ev->param.conn.private_data, out->private_len);
+		}
+		break;
+	default:
+		break;
+	}
+	lib.rdma_ack_cm_event(ev);
+	return 0;
+}
+
+int rc_create_id(struct rdma_event_channel *ch, struct rdma_cm_id **out)
+{
+	return failed(lib.rdma_create_id(ch, out, NULL, RDMA_PS_TCP));
+}
+
+int rc_destroy_id(struct rdma_cm_id *id)
+{
+	return failed(lib.rdma_destroy_id(id));
+}
+
+int rc_resolve_addr(struct rdma_cm_id *id, void *addr, int timeout)
+{
+	return failed(lib.rdma_resolve_addr(id, NULL, addr, timeout));
+}
+
+int rc_resolve_route(struct rdma_cm_id *id, int timeout)
+{
+	return failed(lib.rdma_resolve_route(id, timeout));
+}
+
+int rc_listen(struct rdma_cm_id *id, void *addr, int backlog)
+{
+	int only = 1; // an IPv6 listener leaves IPv4 alone
+	if (((struct sockaddr *)addr)->sa_family == AF_INET6)
+		lib.rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, &only, sizeof only);
+	if (lib.rdma_bind_addr(id, addr))
+		return failed(-1);
+	return failed(lib.rdma_listen(id, backlog));
+}
+
+// A Send finds its Receive posted, by credits; what is retried covers a peer that is slow to post the first ones. 7 would be for ever.
+#define RETRIES 6
+
+static struct rdma_conn_param conn_param(const void *data, int len, int responder_resources, int initiator_depth)
+{
+	struct rdma_conn_param p = {
+		.private_data = len ? data : NULL,
+		.private_data_len = len,
+		.responder_resources = responder_resources,
+		.initiator_depth = initiator_depth,
+		.retry_count = RETRIES,
+		.rnr_retry_count = RETRIES,
+	};
+	return p;
+}
+
+int rc_connect(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
+{
+	struct rdma_conn_param p = conn_param(data, len, responder_resources, initiator_depth);
+	return failed(lib.rdma_connect(id, &p));
+}
+
+int rc_accept(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
+{
+	struct rdma_conn_param p = conn_param(data, len, responder_resources, initiator_depth);
+	return failed(lib.rdma_accept(id, &p));
+}
+
+int rc_reject(struct rdma_cm_id *id, const void *data, int len)
+{
+	return failed(lib.rdma_reject(id, len ? data : NULL, len));
+}
+
+int rc_disconnect(struct rdma_cm_id *id)
+{
+	return failed(lib.rdma_disconnect(id));
+}
+
+int rc_comm_established(struct rdma_cm_id *id)
+{
+	return failed(lib.rdma_notify(id, IBV_EVENT_COMM_EST));
+}
+
+void rc_address(struct rdma_cm_id *id, int peer, void *out)
+{
+	struct sockaddr *a = peer ? rdma_get_peer_addr(id) : rdma_get_local_addr(id);
+	memcpy(out, a, a->sa_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in));
+}
+
+struct ibv_context **rc_devices(int *n)
+{
+	return lib.rdma_get_devices(n);
+}
+
+void rc_free_devices(struct ibv_context **list)
+{
+	lib.rdma_free_devices(list);
+}
+
+const char *rc_device_name(struct ibv_context *ctx)
+{
+	return lib.ibv_get_device_name(ctx->device);
+}
+
+int rc_is_iwarp(struct ibv_context *ctx)
+{
+	return ctx->device->transport_type == IBV_TRANSPORT_IWARP;
+}
+
+int rc_query_device(struct ibv_context *ctx, struct ibv_device_attr *out)
+{
+	return refused(lib.ibv_query_device(ctx, out));
+}
+
+int rc_try_window(struct ibv_context *ctx)
+{
+	struct ibv_pd *pd;
+	struct ibv_mw *mw = NULL;
+	int ret = rc_alloc_pd(ctx, &pd);
+	if (ret)
+		return ret;
+	ret = rc_alloc_mw(pd, &mw);
+	if (!ret)
+		rc_dealloc_mw(mw);
+	rc_dealloc_pd(pd);
+	return ret;
+}
+
+int rc_next_async(struct ibv_context *ctx, int32_t *kind, struct ibv_qp **qp, int32_t *port)
+{
+	struct ibv_async_event ev;
+	if (lib.ibv_get_async_event(ctx, &ev))
+		return failed(-1);
+	*kind = ev.event_type;
+	*qp = NULL;
+	*port = 0;
+	switch (ev.event_type) {
+	case IBV_EVENT_QP_FATAL:
+	case IBV_EVENT_QP_REQ_ERR:
+	case IBV_EVENT_QP_ACCESS_ERR:
+	case IBV_EVENT_COMM_EST:
+		*qp = ev.element.qp;
+		break;
+	case IBV_EVENT_PORT_ACTIVE:
+	case IBV_EVENT_PORT_ERR:
+		*port = ev.element.port_num;
+		break;
+	default:
+		break;
+	}
+	lib.ibv_ack_async_event(&ev);
+	return 0;
+}
+
+int rc_alloc_pd(struct ibv_context *ctx, struct ibv_pd **out)
+{
+	errno = 0;
+	*out = lib.ibv_alloc_pd(ctx);
+	return *out ? 0 : missing();
+}
+
+int rc_dealloc_pd(struct ibv_pd *pd)
+{
+	return refused(lib.ibv_dealloc_pd(pd));
+}
+
+int rc_reg_mr(struct ibv_pd *pd, void *addr, uint64_t len, int access, struct ibv_mr **out)
+{
+	errno = 0;
+	*out = lib.ibv_reg_mr(pd, addr, len, access);
+	return *out ? 0 : missing();
+}
+
+int rc_dereg_mr(struct ibv_mr *mr)
+{
+	return refused(lib.ibv_dereg_mr(mr));
+}
+
+int rc_alloc_mw(struct ibv_pd *pd, struct ibv_mw **out)
+{
+	errno = 0;
+	*out = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+	return *out ? 0 : missing();
+}
+
+int rc_dealloc_mw(struct ibv_mw *mw)
+{
+	return refused(ibv_dealloc_mw(mw));
+}
+
+int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **ch, struct ibv_cq **out)
+{
+	errno = 0;
+	*ch = lib.ibv_create_comp_channel(ctx);
+	if (!*ch)
+		return missing();
+	*out = lib.ibv_create_cq(ctx, depth, NULL, *ch, 0);
+	if (!*out) {
+		int ret = missing();
+		lib.ibv_destroy_comp_channel(*ch);
+		return ret;
+	}
+	return 0;
+}
+
+int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch)
+{
+	int ret = refused(lib.ibv_destroy_cq(cq));
+	if (!ret)
+		ret = refused(lib.ibv_destroy_comp_channel(ch));
+	return ret;
+}
+
+int rc_arm_cq(struct ibv_cq *cq)
+{
+	return refused(ibv_req_notify_cq(cq, 0));
+}
+
+int rc_take_cq_event(struct ibv_comp_channel *ch)
+{
+	struct ibv_cq *cq;
+	void *context;
+	if (lib.ibv_get_cq_event(ch, &cq, &context))
+		return failed(-1);
+	lib.ibv_ack_cq_events(cq, 1);
+	return 0;
+}
+
+int rc_poll_cq(struct ibv_cq *cq, struct rc_wc *out)
+{
+	struct ibv_wc wc[RC_POLL_BATCH];
+	int n = ibv_poll_cq(cq, RC_POLL_BATCH, wc);
+	for (int i = 0; i < n; i++) {
+		out[i].wr_id = wc[i].wr_id;
+		out[i].status = wc[i].status;
+		out[i].vendor_err = wc[i].vendor_err;
+		out[i].byte_len = wc[i].byte_len;
+		out[i].flags = wc[i].wc_flags;
+		out[i].invalidated_rkey = wc[i].invalidated_rkey;
+	}
+	return n == -1 ? -EIO : n;
+}
+
+int rc_create_qp(struct rdma_cm_id *id, struct ibv_pd *pd, struct ibv_cq *send, struct ibv_cq *recv,
+                 int max_send_wr, int max_recv_wr, int max_send_sge, struct ibv_qp **out)
+{
+	struct ibv_qp_init_attr attr = {
+		.send_cq = send,
+		.recv_cq = recv,
+		.cap = {
+			.max_send_wr = max_send_wr,
+			.max_recv_wr = max_recv_wr,
+			.max_send_sge = max_send_sge,
+			.max_recv_sge = 1,
+		},
+		.qp_type = IBV_QPT_RC,
+		.sq_sig_all = 0,
+	};
+	if (lib.rdma_create_qp(id, pd, &attr))
+		return failed(-1);
+	*out = id->qp;
+	return 0;
+}
+
+void rc_destroy_qp(struct rdma_cm_id *id)
+{
+	lib.rdma_destroy_qp(id);
+}
+
+int rc_fail_qp(struct ibv_qp *qp)
+{
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_ERR };
+	return refused(lib.ibv_modify_qp(qp, &attr, IBV_QP_STATE));
+}
+
+int rc_post_send(struct ibv_qp *qp, const struct rc_wr *wrs, int n, struct ibv_sge *sges, struct ibv_send_wr *scratch, int *posted)
+{
+	struct ibv_send_wr *bad = NULL;
+	for (int i = 0; i < n; i++) {
+		const struct rc_wr *from = &wrs[i];
+		struct ibv_send_wr *to = &scratch[i];
+		memset(to, 0, sizeof *to);
+		to->wr_id = from->wr_id;
+		to->next = i + 1 < n ? to + 1 : NULL;
+		to->sg_list = from->num_sge ? &sges[from->first_sge] : NULL;
+		to->num_sge = from->num_sge;
+		to->opcode = from->opcode;
+		to->send_flags = from->flags;
+		switch (from->opcode) {
+		case IBV_WR_BIND_MW:
+			to->bind_mw.mw = from->mw;
+			to->bind_mw.rkey = from->rkey;
+			to->bind_mw.bind_info.mr = from->mr;
+			to->bind_mw.bind_info.addr = from->bind_addr;
+			to->bind_mw.bind_info.length = from->bind_len;
+			to->bind_mw.bind_info.mw_access_flags = from->bind_access;
+			break;
+		case IBV_WR_LOCAL_INV:
+			to->invalidate_rkey = from->invalidate;
+			break;
+		case IBV_WR_SEND_WITH_INV:
+			to->invalidate_rkey = from->invalidate;
+			to->wr.rdma.rkey = from->invalidate; // where libsiw looks for it
+			break;
+		default:
+			to->wr.rdma.remote_addr = from->remote_addr;
+			to->wr.rdma.rkey = from->rkey;
+		}
+	}
+	int ret = refused(ibv_post_send(qp, scratch, &bad));
+	*posted = !ret ? n : bad ? (int)(bad - scratch) : 0;
+	// Most providers leave the window's key to the one who posts, and compare it at the next bind.
+	for (int i = 0; i < *posted; i++)
+		if (wrs[i].opcode == IBV_WR_BIND_MW)
+			wrs[i].mw->rkey = wrs[i].rkey;
+	return ret;
+}
+
+int rc_post_recv(struct ibv_qp *qp, uint64_t wr_id, void *addr, uint32_t len, uint32_t lkey)
+{
+	struct ibv_sge sge = { .addr = (uintptr_t)addr, .length = len, .lkey = lkey };
+	struct ibv_recv_wr wr = { .wr_id = wr_id, .sg_list = &sge, .num_sge = len ? 1 : 0 }, *bad;
+	return refused(ibv_post_recv(qp, &wr, &bad));
+}
+
+int rc_post_marker(struct ibv_qp *qp, uint64_t wr_id)
+{
+	struct ibv_send_wr wr = { .wr_id = wr_id, .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED }, *bad;
+	return refused(ibv_post_send(qp, &wr, &bad));
+}

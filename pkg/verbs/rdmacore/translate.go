@@ -1,0 +1,241 @@
+package rdmacore
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"syscall"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// wcStatus is enum ibv_wc_status in verbs' terms, by its number (verbs.h). What verbs has no word for is a general error.
+var wcStatus = [...]verbs.Status{
+	0:  verbs.StatusSuccess,
+	1:  verbs.StatusLocLenErr,
+	2:  verbs.StatusLocQPOpErr,
+	3:  verbs.StatusGeneralErr, // LOC_EEC_OP_ERR
+	4:  verbs.StatusLocProtErr,
+	5:  verbs.StatusWRFlushErr,
+	6:  verbs.StatusMWBindErr,
+	7:  verbs.StatusBadRespErr,
+	8:  verbs.StatusLocAccessErr,
+	9:  verbs.StatusRemInvReqErr,
+	10: verbs.StatusRemAccessErr,
+	11: verbs.StatusRemOpErr,
+	12: verbs.StatusRetryExcErr,
+	13: verbs.StatusRNRRetryExcErr,
+	14: verbs.StatusGeneralErr, // LOC_RDD_VIOL_ERR
+	15: verbs.StatusRemInvReqErr,
+	16: verbs.StatusGeneralErr, // REM_ABORT_ERR
+	17: verbs.StatusGeneralErr, // INV_EECN_ERR
+	18: verbs.StatusGeneralErr, // INV_EEC_STATE_ERR
+	19: verbs.StatusFatalErr,
+	20: verbs.StatusRetryExcErr, // RESP_TIMEOUT_ERR
+}
+
+func statusOf(s uint32) verbs.Status {
+	if s < uint32(len(wcStatus)) {
+		return wcStatus[s]
+	}
+	return verbs.StatusGeneralErr
+}
+
+// Flags of ibv_wc.wc_flags.
+const wcWithInv = 1 << 3
+
+// Access flags of ibv_reg_mr and of a bind (enum ibv_access_flags).
+const (
+	accessLocalWrite  = 1 << 0
+	accessRemoteWrite = 1 << 1
+	accessRemoteRead  = 1 << 2
+	accessMWBind      = 1 << 4
+)
+
+// windowAccess is the rights of a window. The local one is the region's that it is bound to.
+func windowAccess(a verbs.Access) (flags uint32) {
+	if a&verbs.AccessRemoteWrite != 0 {
+		flags |= accessRemoteWrite
+	}
+	if a&verbs.AccessRemoteRead != 0 {
+		flags |= accessRemoteRead
+	}
+	return flags
+}
+
+// regionAccess is the rights of a region that is registered for one use. A remote write needs the local one.
+func regionAccess(a verbs.Access) (flags uint32) {
+	flags = windowAccess(a)
+	if a&(verbs.AccessRemoteWrite|verbs.AccessLocalWrite) != 0 {
+		flags |= accessLocalWrite
+	}
+	return flags
+}
+
+// An eventKind is enum rdma_cm_event_type.
+type eventKind int32
+
+// Connection events (rdma_cma.h).
+const (
+	evAddrResolved    eventKind = 0
+	evAddrError       eventKind = 1
+	evRouteResolved   eventKind = 2
+	evRouteError      eventKind = 3
+	evConnectRequest  eventKind = 4
+	evConnectResponse eventKind = 5
+	evConnectError    eventKind = 6
+	evUnreachable     eventKind = 7
+	evRejected        eventKind = 8
+	evEstablished     eventKind = 9
+	evDisconnected    eventKind = 10
+	evDeviceRemoval   eventKind = 11
+	evAddrChange      eventKind = 14
+	evTimewaitExit    eventKind = 15
+)
+
+var eventNames = map[eventKind]string{
+	evAddrResolved: "address resolved", evAddrError: "address error", evRouteResolved: "route resolved", evRouteError: "route error",
+	evConnectRequest: "connect request", evConnectResponse: "connect response", evConnectError: "connect error", evUnreachable: "unreachable",
+	evRejected: "rejected", evEstablished: "established", evDisconnected: "disconnected", evDeviceRemoval: "device removal",
+	evAddrChange: "address change", evTimewaitExit: "time wait exit",
+}
+
+func (k eventKind) String() string {
+	if s, ok := eventNames[k]; ok {
+		return s
+	}
+	return fmt.Sprintf("event %d", int32(k))
+}
+
+// Reasons of a reject on InfiniBand (IBTA volume 1 §12.6.7.2): the status of a rejected event.
+const (
+	rejInvalidServiceID = 8  // nobody listens
+	rejConsumerDefined  = 28 // the listener said no
+)
+
+// An EventError is a connection event that is no good, with the status that came with it.
+type EventError struct {
+	Event  string
+	Status int // a negative errno, or InfiniBand's reason of a reject
+	Hint   string
+}
+
+func (e *EventError) Error() string {
+	s := e.Event
+	switch {
+	case e.Status < 0:
+		s = fmt.Sprintf("%s: %v", s, syscall.Errno(-e.Status))
+	case e.Status > 0:
+		s = fmt.Sprintf("%s (reason %d)", s, e.Status)
+	}
+	if e.Hint != "" {
+		s += ": " + e.Hint
+	}
+	return s
+}
+
+// Unwrap returns the errno, if the event had one.
+func (e *EventError) Unwrap() error {
+	if e.Status < 0 {
+		return syscall.Errno(-e.Status)
+	}
+	return nil
+}
+
+// failure classifies an event that ends a connection attempt.
+func failure(k eventKind, status int) (verbs.ConnErrorKind, error) {
+	err := &EventError{Event: k.String(), Status: status}
+	switch k {
+	case evRejected:
+		switch status {
+		case rejInvalidServiceID:
+			err.Hint = "nobody listens for RDMA on that port"
+			return verbs.ConnUnreachable, err
+		case rejConsumerDefined:
+			err.Hint = "the peer rejected the connection"
+		case -int(syscall.ECONNREFUSED):
+			err.Hint = "nobody listens on that port"
+			return verbs.ConnUnreachable, err
+		}
+		return verbs.ConnRejected, err
+	case evAddrError, evRouteError:
+		err.Hint = "no RDMA device of this machine leads there"
+		return verbs.ConnUnreachable, err
+	case evUnreachable:
+		if status == -int(syscall.ETIMEDOUT) {
+			return verbs.ConnTimeout, err
+		}
+		return verbs.ConnUnreachable, err
+	case evDeviceRemoval, evAddrChange:
+		return verbs.ConnLocal, err
+	}
+	return verbs.ConnProtocol, err
+}
+
+// errnoKind classifies a call that failed.
+func errnoKind(err error) verbs.ConnErrorKind {
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
+		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN):
+		return verbs.ConnUnreachable
+	case errors.Is(err, syscall.ETIMEDOUT):
+		return verbs.ConnTimeout
+	}
+	return verbs.ConnLocal
+}
+
+// ending is the cause that an event gives for the end of a connection.
+func ending(k eventKind, status int) error {
+	if k == evDisconnected && status == 0 {
+		return io.EOF
+	}
+	return &EventError{Event: k.String(), Status: status}
+}
+
+// An asyncKind is enum ibv_event_type.
+type asyncKind int32
+
+// Asynchronous events (verbs.h).
+const (
+	asyncCQErr       asyncKind = 0
+	asyncQPFatal     asyncKind = 1
+	asyncQPReqErr    asyncKind = 2
+	asyncQPAccessErr asyncKind = 3
+	asyncCommEst     asyncKind = 4
+	asyncDeviceFatal asyncKind = 8
+	asyncPortActive  asyncKind = 9
+	asyncPortErr     asyncKind = 10
+)
+
+var asyncNames = map[asyncKind]string{
+	asyncCQErr: "completion queue error", asyncQPFatal: "queue pair error", asyncQPReqErr: "the peer sent an invalid request",
+	asyncQPAccessErr: "the peer's access was refused", asyncCommEst: "communication established", asyncDeviceFatal: "the device has failed",
+	asyncPortActive: "port is up", asyncPortErr: "port is down",
+}
+
+func (k asyncKind) String() string {
+	if s, ok := asyncNames[k]; ok {
+		return s
+	}
+	return fmt.Sprintf("asynchronous event %d", int32(k))
+}
+
+// A DeviceEventError is an asynchronous event of the device that ended a connection.
+type DeviceEventError struct {
+	Device string
+	Event  string
+}
+
+func (e *DeviceEventError) Error() string {
+	return fmt.Sprintf("RDMA device %s: %s", e.Device, e.Event)
+}
+
+// A StatusError is a work completion that ended a connection.
+type StatusError struct {
+	Status    verbs.Status
+	VendorErr uint32
+}
+
+func (e *StatusError) Error() string {
+	return fmt.Sprintf("a work request failed: %v (vendor error %#x)", e.Status, e.VendorErr)
+}
