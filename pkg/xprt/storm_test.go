@@ -168,7 +168,8 @@ func storm(t *testing.T, client, server string, workers, calls int, change func(
 	}
 	for _, p := range []*faults.Provider{cli, srv} {
 		for _, c := range p.Counts() {
-			if c.Injected == 0 && c.Name != "credits" {
+			random := strings.Contains(client+","+server, c.Name+"=~") // may never come
+			if c.Injected == 0 && c.Name != "credits" && !random {
 				t.Errorf("fault %s was never injected", c.Name)
 			}
 		}
