@@ -155,9 +155,14 @@ func (a *attacker) answer(c *attackConn, msg []byte) {
 	reply := sunrpc.AppendAcceptedReply(nil, call.XID, sunrpc.Success)
 	switch call.Proc {
 	case 6:
-		c.write(h.Writes[0][0], 0, fill(off, int(count)))
+		if len(h.Writes) > 0 {
+			c.write(h.Writes[0][0], 0, fill(off, int(count)))
+		}
 		for _, v := range []uint32{0, 0, count, 0, count} {
 			reply = binary.BigEndian.AppendUint32(reply, v)
+		}
+		if len(h.Writes) == 0 { // whatever the inline threshold is
+			reply = append(reply, fill(off, int(count))...)
 		}
 	case 7:
 		if len(h.Reads) > 0 {

@@ -3,7 +3,10 @@ package knfsd
 import (
 	"bytes"
 	"context"
+	"io"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -23,6 +26,21 @@ func randomBytes(n int) []byte {
 	b := make([]byte, n)
 	noise(n).Read(b)
 	return b
+}
+
+// randomFile makes a file of the host.
+func randomFile(t *testing.T, size int) string {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "random")
+	f, err := os.Create(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := io.CopyN(f, noise(size), int64(size)); err != nil {
+		t.Fatal(err)
+	}
+	return file
 }
 
 // A session is an NFS client without a mount, for calls of an exact kind.

@@ -2,6 +2,7 @@ package knfsd
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -10,9 +11,13 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-var _ = register("forms", "every message form in the capture: inline, read chunk, write chunk of each length modulo 4, reply chunk, position-zero read chunk, Send With Invalidate", testForms)
+var (
+	_ = register("forms", "every message form in the capture: inline, read chunk, write chunk of each length modulo 4, reply chunk, position-zero read chunk, Send With Invalidate", testForms)
+	_ = register("long sends", "Sends longer than the server promised", testLongSends)
+)
 
 const (
 	dirEntries = 10_000
@@ -134,5 +139,28 @@ func (s session) longCall(t *testing.T, proc nfs3.Proc, args []byte, maxResult i
 	}
 	if n := s.tr.Stats().NomsgCall - before; n != 1 {
 		t.Errorf("%s: %d calls were long", proc, n)
+	}
+}
+
+// testLongSends asks for more than fits inline, and offers no chunk for it: stock servers send it all the same, in a Send longer than they promised,
+// which must find room in our Receives. The reply is too large for what was asked, and ends the call; nothing else may end.
+func testLongSends(t *testing.T, b bench) {
+	s := b.session(t, nil)
+	fh := s.create(t, "file")
+	want := randomBytes(9000)
+	s.write(t, fh, 0, want)
+	const count = 5000 // 4777 is the first that the server does not send so, unless it is a multiple of 4
+	args := sunrpc.AppendOpaque(nil, fh.Bytes())
+	args = sunrpc.AppendUint64(args, 0)
+	args = sunrpc.AppendUint32(args, count)
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead), Cred: s.cred, Args: args, ArgDataPos: len(args),
+		MaxResult: nfs3.MaxResultRead, Result: make([]byte, 0, nfs3.MaxResultRead), ResultDataLen: -1}
+	var tooLong *xprt.ProtocolError
+	if err := s.tr.Call(t.Context(), &m); !errors.As(err, &tooLong) {
+		t.Errorf("a READ of %d octets with room for none: %v", count, err)
+	}
+	s.read(t, fh, 0, want)
+	if st := s.tr.Stats(); st.Connects != 1 || st.BadReply != 1 || st.RDMAErrors != 0 {
+		t.Errorf("%d connections, %d bad replies, %d RDMA errors; want 1, 1, 0: %s", st.Connects, st.BadReply, st.RDMAErrors, st.LastError)
 	}
 }

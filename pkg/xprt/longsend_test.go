@@ -1,0 +1,36 @@
+package xprt
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// TestSendLongerThanPromised has a server put results inline that exceed the inline threshold, as stock Linux servers do when they are offered no
+// chunk. They must find room in the Receive; results that exceed what the procedure has end the call, and nothing else.
+func TestSendLongerThanPromised(t *testing.T) {
+	_, addr := startAttacker(t)
+	tr := dial(t, addr, nil)
+	ctx, fh := testContext(t), testFH(t)
+	const count = 8400
+	for _, room := range []int{nfs3.MaxResultRead, nfs3.MaxResultRead + 2000} {
+		args := sunrpc.AppendOpaque(nil, fh.Bytes())
+		args = sunrpc.AppendUint64(args, 0)
+		args = sunrpc.AppendUint32(args, count)
+		m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead), Cred: noCred, Args: args, ArgDataPos: len(args),
+			MaxResult: room, Result: make([]byte, 0, room), ResultDataLen: -1}
+		if err := tr.Call(ctx, &m); !isProtocol(err) {
+			t.Errorf("%d octets of data with room for %d of results: %v", count, room, err)
+		}
+	}
+	buf := make([]byte, 40000)
+	var r nfs3.ReadResult
+	if err := nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, fh, 5, buf, &r); err != nil || !bytes.Equal(buf, fill(5, len(buf))) {
+		t.Errorf("the next read: %v, or wrong octets", err)
+	}
+	if s := tr.Stats(); s.Connects != 1 || s.BadReply != 2 {
+		t.Errorf("%d connections, %d bad replies; want 1 and 2: %s", s.Connects, s.BadReply, s.LastError)
+	}
+}

@@ -1,0 +1,45 @@
+package knfsd
+
+import (
+	"fmt"
+	"path/filepath"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+var _ = register("small blocks", "a server whose largest READ and WRITE have 64 KiB", testSmallBlocks)
+
+// testSmallBlocks meets a server with little memory, which offers small READs and WRITEs: a mount must keep to what FSINFO says, since a
+// server may answer with ERR_CHUNK to more.
+func testSmallBlocks(t *testing.T, b bench) {
+	const block = 64 << 10
+	b = b.another(lab.Options{MaxBlock: block, MemoryMiB: 512, CPUs: 1})
+	var info nfs3.FSInfoResult
+	s := b.session(t, nil)
+	if err := s.FSInfo(t.Context(), s.cred, s.root, &info); err != nil || info.ReadMax != block || info.WriteMax != block {
+		t.Fatalf("FSINFO offers %d and %d, error %v", info.ReadMax, info.WriteMax, err)
+	}
+	const size = 4<<20 + 5
+	file := randomFile(t, size)
+	c := b.Capture(t, "blocks")
+	m := b.mount(t, nil)
+	run(t, "", "cp", file, filepath.Join(m.dir, "file"))
+	if got, want := b.serverSum(t, "file"), sum(t, file); got != want {
+		t.Errorf("the server has a file with sum %s, want %s", got, want)
+	}
+	run(t, "", "cmp", file, filepath.Join(b.mount(t, nil).dir, "file"))
+	sound(t, c)
+	to := fmt.Sprintf("tcp.dstport == %d && ", b.RDMA.Port())
+	for _, f := range frames(t, c, to+"rpcordma.reply_count == 0 && rpcordma.rdma_length", "rpcordma.rdma_length") {
+		for _, length := range f[0] {
+			if number(t, length) > block {
+				t.Errorf("a chunk of %s octets was offered, the server takes %d", length, block)
+			}
+		}
+	}
+	if st := m.tr.Stats(); st.ReadChunks < size/block || st.RDMAErrors != 0 {
+		t.Errorf("%d read chunks, %d RDMA errors", st.ReadChunks, st.RDMAErrors)
+	}
+}
