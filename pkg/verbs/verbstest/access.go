@@ -35,6 +35,7 @@ func testAccessRefused(t *testing.T, s *suite) {
 		access  verbs.Access
 		rkey    func(verbs.RKey) verbs.RKey
 		off     int64 // from the start of the registration
+		wraps   bool  // from the end of all addresses
 		n       int
 		invalid bool // LocalInv first
 		dereg   bool // Dereg first
@@ -46,7 +47,7 @@ func testAccessRefused(t *testing.T, s *suite) {
 		"write, behind":             {op: verbs.OpRDMAWrite, access: forWriting, off: guardedLen, n: 1},
 		"write, over the end":       {op: verbs.OpRDMAWrite, access: forWriting, off: guardedLen - 7, n: 8},
 		"write, far over the end":   {op: verbs.OpRDMAWrite, access: forWriting, off: 1, n: guardedSize - guardedFrom},
-		"write, address wraps":      {op: verbs.OpRDMAWrite, access: forWriting, off: -guardedIOVA - 4, n: 8},
+		"write, address wraps":      {op: verbs.OpRDMAWrite, access: forWriting, off: -4, wraps: true, n: 8},
 		"write, invalidated":        {op: verbs.OpRDMAWrite, access: forWriting, n: 8, invalid: true},
 		"write, deregistered":       {op: verbs.OpRDMAWrite, access: forWriting, n: 8, dereg: true},
 		"read, stale key":           {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, rkey: func(k verbs.RKey) verbs.RKey { return k.WithKey(k.Key() + 1) }, n: 8},
@@ -54,7 +55,7 @@ func testAccessRefused(t *testing.T, s *suite) {
 		"read, no right":            {op: verbs.OpRDMARead, access: forWriting, n: 8},
 		"read, over the end":        {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: guardedLen - 7, n: 8},
 		"read, before":              {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: -8, n: 8},
-		"read, address wraps":       {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: -guardedIOVA - 4, n: 8},
+		"read, address wraps":       {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: -4, wraps: true, n: 8},
 		"read, invalidated":         {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, n: 8, invalid: true},
 		"read, deregistered":        {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, n: 8, dereg: true},
 		"write, MR was never valid": {op: verbs.OpRDMAWrite, n: 8},
@@ -87,11 +88,15 @@ func testAccessRefused(t *testing.T, s *suite) {
 			if c.rkey != nil {
 				key = c.rkey(key)
 			}
+			addr := w.iova + uint64(c.off)
+			if c.wraps {
+				addr = uint64(c.off)
+			}
 			peer := p.passive.buffer(c.n)
 			pattern(peer.Buf, 0x44)
 			peerClean := append([]byte(nil), peer.Buf...)
 			out := newComps()
-			p.passive.post(out, &verbs.WorkRequest{Opcode: c.op, RKey: key, RemoteAddr: w.iova + uint64(c.off), SGList: []verbs.SGE{peer}})
+			p.passive.post(out, &verbs.WorkRequest{Opcode: c.op, RKey: key, RemoteAddr: addr, SGList: []verbs.SGE{peer}})
 			cause := p.active.goneWithin()
 			told := p.passive.goneWithin()
 			wc := out.wait(t, 1)[0]
@@ -109,7 +114,7 @@ func testAccessRefused(t *testing.T, s *suite) {
 			if !bytes.Equal(mem.Buf, clean) {
 				t.Errorf("octet %d was written", firstDifference(mem.Buf, clean))
 			}
-			if p.active.dev.Attrs().Transport == verbs.TransportIWARP {
+			if p.active.dev.Attrs().Caps.Has(verbs.CapTerminates) {
 				var te *verbs.TerminateError
 				if !errors.As(cause, &te) || !te.Local {
 					t.Errorf("cause %v, want a Terminate of this side", cause)
@@ -137,7 +142,7 @@ func testOtherStream(t *testing.T, s *suite) {
 		clean := append([]byte(nil), mem.Buf...)
 		w := p1.active.fastReg(p1.active.mr(1), 5, forWriting|verbs.AccessRemoteRead, 0, mem.Buf)
 		out := newComps()
-		p2.passive.post(out, &verbs.WorkRequest{Opcode: op, RKey: w.rkey, SGList: []verbs.SGE{p2.passive.buffer(8)}})
+		p2.passive.post(out, &verbs.WorkRequest{Opcode: op, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{p2.passive.buffer(8)}})
 		p2.active.goneWithin()
 		if !bytes.Equal(mem.Buf, clean) {
 			t.Errorf("%v by another connection got through", op)

@@ -46,6 +46,12 @@ func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort) {
 // caps asks the device that reaches laddr for its abilities.
 func (s *suite) caps(t *testing.T) verbs.Caps {
 	t.Helper()
+	return s.attrs(t).Caps
+}
+
+// attrs asks the device that reaches laddr for its limits and abilities.
+func (s *suite) attrs(t *testing.T) verbs.DeviceAttrs {
+	t.Helper()
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
 	id, err := p.Resolve(within(t), l.Addr())
@@ -54,5 +60,5 @@ func (s *suite) caps(t *testing.T) verbs.Caps {
 	}
 	defer id.Close()
 	defer l.Close()
-	return id.Device().Attrs().Caps
+	return id.Device().Attrs()
 }

@@ -65,6 +65,8 @@ type endpoint struct {
 	cq   verbs.CQ
 	qp   verbs.QP
 	gone chan error // OnDisconnect, capacity beyond 1 so that a second call shows
+
+	lastKey map[verbs.MR]uint8 // of the FastReg before
 }
 
 func within(t testing.TB) context.Context {
@@ -76,7 +78,7 @@ func within(t testing.TB) context.Context {
 // newEndpoint gives id its resources; t's clean-up releases them.
 func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
 	t.Helper()
-	e := &endpoint{t: t, id: id, dev: id.Device(), gone: make(chan error, 4)}
+	e := &endpoint{t: t, id: id, dev: id.Device(), gone: make(chan error, 4), lastKey: make(map[verbs.MR]uint8)}
 	var err error
 	own := o.pd == nil
 	if e.pd, e.cq = o.pd, o.cq; own {

@@ -3,6 +3,7 @@ package verbstest
 import (
 	"bytes"
 	"testing"
+	"unsafe"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -31,11 +32,38 @@ type window struct {
 // bigIOVA is a chosen address that is no machine's.
 const bigIOVA = 0xfeed_0000_1234_5003
 
+// reg is a FastReg as the device takes it: where it chooses no addresses the memory's own takes the place of iova, and where it binds windows a key
+// that the MR had the time before is replaced by another.
+func (e *endpoint) reg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) *verbs.WorkRequest {
+	caps := e.dev.Attrs().Caps
+	if !caps.Has(verbs.CapChosenIOVA) {
+		iova = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(segs[0]))))
+	}
+	last, ok := e.lastKey[m]
+	if !ok {
+		last = m.RKey().Key()
+	}
+	if caps.Has(verbs.CapMemWindow2B) && key == last {
+		key ^= 0x80
+	}
+	e.lastKey[m] = key
+	return &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: iova, Segs: segs}
+}
+
+// registered is what a FastReg that was posted has made.
+func (e *endpoint) registered(wr *verbs.WorkRequest) window {
+	if e.dev.Attrs().Caps.Has(verbs.CapPerIOReg) {
+		return window{mr: wr.MR, rkey: wr.MR.RKey(), iova: wr.IOVA}
+	}
+	return window{mr: wr.MR, rkey: wr.MR.RKey().WithKey(wr.NewKey), iova: wr.IOVA}
+}
+
 // fastReg registers segs and waits for it.
 func (e *endpoint) fastReg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) window {
 	e.t.Helper()
-	e.must(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: iova, Segs: segs})
-	return window{mr: m, rkey: m.RKey().WithKey(key), iova: iova}
+	wr := e.reg(m, key, access, iova, segs...)
+	e.must(wr)
+	return e.registered(wr)
 }
 
 func (e *endpoint) localInv(w window) {
@@ -170,7 +198,7 @@ func testManyReads(t *testing.T, s *suite) {
 	order := make(chan int, n)
 	for i := range n {
 		wrs = append(wrs, &verbs.WorkRequest{
-			Opcode: verbs.OpRDMARead, Signaled: true, RKey: w.rkey, RemoteAddr: uint64(i * 5000), SGList: []verbs.SGE{{Buf: dst.Buf[i*5000:][:5000], LKey: dst.LKey}},
+			Opcode: verbs.OpRDMARead, Signaled: true, RKey: w.rkey, RemoteAddr: w.iova + uint64(i*5000), SGList: []verbs.SGE{{Buf: dst.Buf[i*5000:][:5000], LKey: dst.LKey}},
 			Done: func(wc *verbs.WorkCompletion) {
 				if wc.Status != verbs.StatusSuccess {
 					t.Errorf("RDMA Read %d: %v", i, wc.Status)
@@ -203,7 +231,7 @@ func testReadThenSend(t *testing.T, s *suite) {
 	for range 20 {
 		p.passive.recv(in, p.passive.buffer(4))
 		l := p.active.must(
-			&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, SGList: []verbs.SGE{dst}},
+			&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{dst}},
 			&verbs.WorkRequest{Opcode: verbs.OpSend},
 		)
 		if l[0].Opcode != verbs.OpRDMARead || l[1].Opcode != verbs.OpSend {
@@ -222,7 +250,7 @@ func testRegisterOften(t *testing.T, s *suite) {
 	for i := range 260 {
 		pattern(src.Buf, byte(i))
 		w := p.passive.fastReg(m, uint8(i), forWriting, uint64(i)<<32, dst.Buf)
-		if w.rkey>>8 != m.RKey()>>8 {
+		if !p.passive.dev.Attrs().Caps.Has(verbs.CapPerIOReg) && w.rkey>>8 != m.RKey()>>8 {
 			t.Fatal("the STag index changed")
 		}
 		p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{src}})
@@ -267,7 +295,7 @@ func testRegisterTwice(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).open()
 	m := p.active.mr(1)
 	w := p.active.fastReg(m, 1, forWriting, 0, p.active.buffer(8).Buf)
-	wr := &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: 2, Access: forWriting, Segs: [][]byte{p.active.buffer(8).Buf}}
+	wr := p.active.reg(m, 2, forWriting, 0, p.active.buffer(8).Buf)
 	behind := &verbs.WorkRequest{Opcode: verbs.OpSend}
 	l := p.active.do(wr, behind)
 	if st := l[0].Status; st == verbs.StatusSuccess || st == verbs.StatusWRFlushErr {
@@ -330,28 +358,27 @@ func testChain(t *testing.T, s *suite) {
 		clear(b.Buf)
 		p.passive.recv(in, p.passive.buffer(100))
 		before := p.active.qp.Stats()
-		p.active.must(
-			&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m1, NewKey: key, Access: verbs.AccessRemoteRead, IOVA: 0x10000, Segs: [][]byte{a.Buf}},
-			&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m2, NewKey: key, Access: forWriting, IOVA: 0x20000, Segs: [][]byte{b.Buf}},
-			&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{call}},
-		)
+		reg1 := p.active.reg(m1, key, verbs.AccessRemoteRead, 0x10000, a.Buf)
+		reg2 := p.active.reg(m2, key, forWriting, 0x20000, b.Buf)
+		p.active.must(reg1, reg2, &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{call}})
+		w1, w2 := p.active.registered(reg1), p.active.registered(reg2)
 		if d := p.active.qp.Stats().PostedChains - before.PostedChains; d != 1 {
 			t.Fatalf("%d chains counted for one post", d)
 		}
 		in.wait(t, i+1)
 		// The server's part: read one, write it to the other, reply.
 		tmp := p.passive.buffer(70000)
-		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: m1.RKey().WithKey(key), RemoteAddr: 0x10000, SGList: []verbs.SGE{tmp}})
+		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w1.rkey, RemoteAddr: w1.iova, SGList: []verbs.SGE{tmp}})
 		reply := newComps()
 		p.active.recv(reply, call)
 		p.passive.must(
-			&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: m2.RKey().WithKey(key), RemoteAddr: 0x20000, SGList: []verbs.SGE{tmp}},
+			&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w2.rkey, RemoteAddr: w2.iova, SGList: []verbs.SGE{tmp}},
 			&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.passive.buffer(100)}},
 		)
 		reply.wait(t, 1)
 		p.active.must(
-			&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: m1.RKey().WithKey(key)},
-			&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: m2.RKey().WithKey(key)},
+			&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: w1.rkey},
+			&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: w2.rkey},
 		)
 		if !bytes.Equal(a.Buf, b.Buf) {
 			t.Fatalf("round %d: octet %d differs", i, firstDifference(a.Buf, b.Buf))
