@@ -23,13 +23,15 @@ func testSmallBlocks(t *testing.T, b bench) {
 	}
 	const size = 4<<20 + 5
 	file := randomFile(t, size)
-	c := b.Capture(t, "blocks")
-	m := b.mount(t, nil)
-	run(t, "", "cp", file, filepath.Join(m.dir, "file"))
-	if got, want := b.serverSum(t, "file"), sum(t, file); got != want {
-		t.Errorf("the server has a file with sum %s, want %s", got, want)
-	}
-	run(t, "", "cmp", file, filepath.Join(b.mount(t, nil).dir, "file"))
+	var m *mount
+	c := b.record(t, "blocks", func() {
+		m = b.mount(t, nil)
+		run(t, "", "cp", file, filepath.Join(m.dir, "file"))
+		if got, want := b.serverSum(t, "file"), sum(t, file); got != want {
+			t.Errorf("the server has a file with sum %s, want %s", got, want)
+		}
+		run(t, "", "cmp", file, filepath.Join(b.mount(t, nil).dir, "file"))
+	})
 	sound(t, c)
 	to := fmt.Sprintf("tcp.dstport == %d && ", b.RDMA.Port())
 	for _, f := range frames(t, c, to+"rpcordma.reply_count == 0 && rpcordma.rdma_length", "rpcordma.rdma_length") {

@@ -41,26 +41,27 @@ func (b bench) set(file string, value int) {
 func testCredits(t *testing.T, b bench) {
 	for _, credits := range []int{4, 128} {
 		b.set(maxRequests, credits)
-		c := b.Capture(t, fmt.Sprintf("credits-%d", credits))
-		s := b.session(t, func(c *xprt.Config) { c.Slots = 256 })
 		const callers, calls = 320, 5
-		var wg sync.WaitGroup
-		for i := range callers {
-			wg.Go(func() {
-				for range calls {
-					var attr nfs3.Attr
-					if err := s.GetAttr(t.Context(), s.cred, s.root, &attr); err != nil {
-						t.Errorf("caller %d: %v", i, err)
-						return
+		c := b.record(t, fmt.Sprintf("credits-%d", credits), func() {
+			s := b.session(t, func(c *xprt.Config) { c.Slots = 256 })
+			var wg sync.WaitGroup
+			for i := range callers {
+				wg.Go(func() {
+					for range calls {
+						var attr nfs3.Attr
+						if err := s.GetAttr(t.Context(), s.cred, s.root, &attr); err != nil {
+							t.Errorf("caller %d: %v", i, err)
+							return
+						}
 					}
-				}
-			})
-		}
-		wg.Wait()
-		stats := s.tr.Stats()
-		if stats.Credits != credits || stats.Connects != 1 || stats.Recvs < callers*calls {
-			t.Errorf("the server grants %d: %+v", credits, stats)
-		}
+				})
+			}
+			wg.Wait()
+			stats := s.tr.Stats()
+			if stats.Credits != credits || stats.Connects != 1 || stats.Recvs < callers*calls {
+				t.Errorf("the server grants %d: %+v", credits, stats)
+			}
+		})
 		sound(t, c)
 		most := mostInFlight(t, c, b.RDMA.Port())
 		t.Logf("%d credits, %d callers: at most %d calls on the wire", credits, callers, most)
@@ -134,22 +135,22 @@ func testCRC(t *testing.T, b bench) {
 	file := randomFile(t, size)
 	for _, crc := range []bool{false, true} {
 		b.crc = crc
-		c := b.Capture(t, fmt.Sprintf("crc-%v", crc))
-		m := b.mount(t, nil)
-		name := fmt.Sprintf("crc-%v", crc)
-		run(t, "", "cp", file, filepath.Join(m.dir, name))
-		if got, want := b.serverSum(t, name), sum(t, file); got != want {
-			t.Errorf("CRC %v: the server has a file with sum %s, want %s", crc, got, want)
-		}
-		cold := b.mount(t, nil)
-		run(t, "", "cmp", file, filepath.Join(cold.dir, name))
-		if err := c.Stop(); err != nil {
-			t.Fatal(err)
-		}
-		ends := m.tr.Stats().Connects + cold.tr.Stats().Connects - 2
-		if t.Logf("CRC %v: %d connections ended", crc, ends); ends > 0 && !crc {
-			t.Errorf("CRC off: connections ended: %+v; %+v", m.tr.Stats(), cold.tr.Stats())
-		}
+		ends := uint64(0)
+		c := b.record(t, fmt.Sprintf("crc-%v", crc), func() {
+			name := fmt.Sprintf("crc-%v", crc)
+			m := b.mount(t, nil)
+			run(t, "", "cp", file, filepath.Join(m.dir, name))
+			if got, want := b.serverSum(t, name), sum(t, file); got != want {
+				t.Errorf("CRC %v: the server has a file with sum %s, want %s", crc, got, want)
+			}
+			cold := b.mount(t, nil)
+			run(t, "", "cmp", file, filepath.Join(cold.dir, name))
+			ends = m.tr.Stats().Connects + cold.tr.Stats().Connects - 2
+			if ends > 0 && !crc {
+				t.Errorf("CRC off: connections ended: %+v; %+v", m.tr.Stats(), cold.tr.Stats())
+			}
+		})
+		t.Logf("CRC %v: %d connections ended", crc, ends)
 		if ends == 0 {
 			sound(t, c)
 		}

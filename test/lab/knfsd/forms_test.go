@@ -26,11 +26,13 @@ const (
 
 // testForms has every message form on the wire, and an independent decoder look for it.
 func testForms(t *testing.T, b bench) {
-	b.MustRun(fmt.Sprintf("mkdir /export/many && cd /export/many && seq %d | xargs touch", dirEntries))
-	c := b.Capture(t, "forms")
-	s := b.session(t, nil)
-	sendForms(t, s)
-	sendLongCalls(t, s)
+	var s session
+	c := b.record(t, "forms", func() {
+		b.MustRun(fmt.Sprintf("mkdir /export/many && cd /export/many && seq %d | xargs touch", dirEntries))
+		s = b.session(t, nil)
+		sendForms(t, s)
+		sendLongCalls(t, s)
+	})
 	sound(t, c)
 
 	to := fmt.Sprintf("tcp.dstport == %d && ", b.RDMA.Port())

@@ -16,7 +16,7 @@ import (
 
 var (
 	_ = register("sizes", "reads and writes of sizes 0 to 1 MiB + 1 around every edge, and past 4 GiB", testSizes)
-	_ = register("sizes of files", "the same through the mount, with the server's own sums", testFileSizes)
+	_ = register("sizes of files", "files of sizes 0 to 3 MiB + 1 and past 4 GiB through the mount, summed by the server itself", testFileSizes)
 )
 
 // past4G is an offset that 32 bits do not hold, and no multiple of anything.
