@@ -79,7 +79,7 @@ const epollFile = ".go-fuse-epoll-hack"
 
 // settlePoll makes the kernel ask once whether files can be polled, and hear that they cannot. Otherwise it would ask when this process opens
 // a file on the mount, while the runtime holds the processor that the answer needs.
-func (d *fuseDevice) settlePoll(dir string) {
+func settlePoll(dir string) {
 	fd, err := unix.Open(filepath.Join(dir, epollFile), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return

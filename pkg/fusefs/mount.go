@@ -21,7 +21,7 @@ const Subtype = "nfsrdma"
 // maxBackground is the number of read-ahead and direct requests that the kernel may have under way.
 const maxBackground = 64
 
-// settleTime is how long Mount waits for what only matters to programs that use their own mounts.
+// settleTime is how long SettlePoll waits for what only matters to programs that use their own mounts.
 const settleTime = 5 * time.Second
 
 // MountOptions say how an FS is mounted.
@@ -36,6 +36,9 @@ type MountOptions struct {
 	Suid, Dev, NoExec bool
 	// MaxWrite bounds one request's data in octets, MinIOSize to MaxIOSize; default and upper bound: the FS's buffers.
 	MaxWrite int
+	// NotUsedHere says that this process opens no file on the mount itself, or calls SettlePoll before. Mount then makes no call on the new mount: a
+	// process that is killed during one waits for its own answer for ever, as a zombie that keeps the mount with it.
+	NotUsedHere bool
 	// Debug prints every request to Logger.
 	Debug bool
 	// Logger gets go-fuse's messages; default: the standard logger.
@@ -79,17 +82,24 @@ func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 	}
 	fs.interrupts.watch(s.device)
 	go s.serve(srv)
+	if !opts.NotUsedHere {
+		SettlePoll(abs)
+	}
+	s.tune(maxWrite)
+	return s, nil
+}
+
+// SettlePoll readies the mount at dir for a process that serves it and opens files on it, too. It waits for the server for a few seconds at most.
+func SettlePoll(dir string) {
 	settled := make(chan struct{})
 	go func() {
 		defer close(settled)
-		s.device.settlePoll(abs)
+		settlePoll(dir)
 	}()
 	select {
 	case <-settled:
 	case <-time.After(settleTime): // the kernel asks for the root's attributes first, and the server does not answer
 	}
-	s.tune(maxWrite)
-	return s, nil
 }
 
 // mountPoint is the directory without symbolic links, as the kernel names it in its mount table.
