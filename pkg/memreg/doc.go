@@ -29,6 +29,9 @@
 //	|                              |
 //	+-- a new MR, on demand        +--> destroyed: orphaned, if it could not be destroyed or not made anew
 //
+// A device that registers memory for each use (verbs.CapPerIOReg) does so in Map already, as only that tells the key that goes into the header;
+// its FastReg and LOCAL_INV take their places in the chains all the same, and an MR that is unmapped is invalidated at once.
+//
 // # Recovery
 //
 // An MR whose state is not certain is hurt, and never used again as it is. Hurt by the end of a connection, it is taken aside, destroyed,

@@ -13,6 +13,9 @@ import (
 // ErrTooManySegments: the memory needs more MRs than one chunk may have.
 var ErrTooManySegments = errors.New("memreg: memory is too scattered for one chunk")
 
+// ErrForeignMemory: the device cannot reach the memory, which did not come from verbs.AllocBuffer.
+var ErrForeignMemory = errors.New("memreg: memory for this RDMA device must come from verbs.AllocBuffer")
+
 // A List is the MRs of one RPC slot: those free, and those registered for the RPC at hand. It has no
 // lock; it belongs to whoever owns the slot.
 type List struct {
@@ -57,6 +60,14 @@ func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 	if start == 0 {
 		l.left = false
 	}
+	if l.pool.params.ArenasOnly {
+		for _, seg := range segs {
+			if verbs.ArenaOf(seg) == nil {
+				l.pool.event(trace.MapErr, xid, len(segs))
+				return 0, ErrForeignMemory
+			}
+		}
+	}
 	var pos cursor
 	for pos.i < len(segs) {
 		if len(l.registered)-start == l.pool.params.MaxSegs {
@@ -71,7 +82,13 @@ func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 			return 0, err
 		}
 		m.fill(segs, &pos)
-		m.arm(writing, xid)
+		if err := m.arm(writing, xid); err != nil {
+			l.pool.stats.MapErrors.Add(1)
+			l.release(m)
+			l.unmapFrom(start)
+			l.pool.event(trace.MapErr, xid, len(segs))
+			return 0, err
+		}
 		l.registered = append(l.registered, m)
 		if r := l.pool.hooks.Trace; r != nil {
 			r.Add(trace.Event{Kind: trace.Map, N: uint16(len(m.segs)), XID: xid, MR: m.id, Handle: uint32(m.handle), A: uint64(m.length), B: m.iova})
@@ -100,6 +117,11 @@ func (l *List) put(m *MR, e event) {
 		verify.Failf("MR %d is given to a list that is not its own", m.id)
 	}
 	m.move(e)
+	l.release(m)
+}
+
+// release puts an MR that is invalid onto the free list.
+func (l *List) release(m *MR) {
 	clear(m.segs)
 	m.segs = m.segs[:0]
 	l.free = append(l.free, m)
@@ -113,6 +135,11 @@ func (l *List) unmapFrom(start int) {
 			verify.Failf("MR %d was posted and is given back as unsent", m.id)
 		}
 		m.event(trace.Unmap, 0)
+		if m.perIO != nil && m.perIO.Unregister() != nil { // the key may be alive
+			m.move(evFailLI)
+			l.pool.recycle(m)
+			continue
+		}
 		l.put(m, evUnsent)
 	}
 	clear(l.registered[start:])
@@ -137,7 +164,7 @@ func follows(a, b []byte) bool {
 }
 
 // fill takes segments from pos for as long as one MR can hold them: up to the depth in pages, and on a device
-// without gaps only while each seam lies on a page boundary or inside contiguous memory (S3).
+// without gaps only while each seam lies on a page boundary, if it takes pages at all, or inside contiguous memory (S3).
 func (m *MR) fill(segs [][]byte, pos *cursor) {
 	p := &m.pool.params
 	m.segs, m.length = m.segs[:0], 0
@@ -146,7 +173,7 @@ func (m *MR) fill(segs [][]byte, pos *cursor) {
 		seg := segs[pos.i][pos.off:]
 		start := offsetInPage(seg, p.PageSize)
 		joined := len(m.segs) > 0 && follows(m.segs[len(m.segs)-1], seg)
-		if len(m.segs) > 0 && !joined && !p.Gaps && (start != 0 || tail != p.PageSize) {
+		if len(m.segs) > 0 && !joined && !p.Gaps && (p.OnePiece || start != 0 || tail != p.PageSize) {
 			return
 		}
 		room := (p.Depth - pages) * p.PageSize
@@ -176,10 +203,8 @@ func (m *MR) fill(segs [][]byte, pos *cursor) {
 	}
 }
 
-// arm gives the MR its key, address and rights, and marks it as one that the server may reach.
-func (m *MR) arm(writing bool, xid uint32) {
-	key := m.deck.deal()
-	m.handle = m.vmr.RKey().WithKey(key)
+// arm gives the MR its key, address and rights, and marks it as one that the server may reach. On error it is as before.
+func (m *MR) arm(writing bool, xid uint32) error {
 	m.iova = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.segs[0]))))
 	if m.pool.params.ChosenIOVA {
 		m.iova = uint64(xid)<<32 | m.iova&0xffffffff // S5
@@ -187,13 +212,24 @@ func (m *MR) arm(writing bool, xid uint32) {
 			m.iova &^= 0xffff0000 // stay inside the XID's 4 GiB
 		}
 	}
-	m.reg.NewKey, m.reg.IOVA, m.reg.Segs = key, m.iova, m.segs
 	m.reg.Access = verbs.AccessRemoteRead
 	if writing {
 		m.reg.Access = verbs.AccessRemoteWrite | verbs.AccessLocalWrite
 	}
+	if m.perIO != nil {
+		// The segments follow one another: OnePiece.
+		handle, err := m.perIO.Register(m.reg.Access, unsafe.Slice(unsafe.SliceData(m.segs[0]), m.length))
+		if err != nil {
+			return fmt.Errorf("register %d octets: %w", m.length, err)
+		}
+		m.handle = handle
+	} else {
+		m.handle = m.vmr.RKey().WithKey(m.deck.deal())
+	}
+	m.reg.NewKey, m.reg.IOVA, m.reg.Segs = m.handle.Key(), m.iova, m.segs
 	m.xid, m.posted, m.onFenced = xid, false, nil
 	m.move(evMap)
+	return nil
 }
 
 // Chain puts the registrations in front of last and returns the head of the chain, in the order of Map (S7), and

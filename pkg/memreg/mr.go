@@ -14,6 +14,7 @@ type MR struct {
 	home  *List // the only list that it is ever on
 	id    uint32
 	vmr   verbs.MR
+	perIO verbs.PerIOMR // vmr, on a device that registers for each use; else nil
 	state atomic.Uint32
 	deck  keyDeck
 
@@ -75,6 +76,9 @@ func (m *MR) move(e event) {
 // bind takes a provider's MR that was just made.
 func (m *MR) bind(vmr verbs.MR) {
 	m.vmr, m.reg.MR = vmr, vmr
+	if m.pool.params.PerIO {
+		m.perIO = vmr.(verbs.PerIOMR)
+	}
 	m.deck.last = vmr.RKey().Key()
 	m.deck.next = len(m.deck.cards)
 }

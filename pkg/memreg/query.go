@@ -25,6 +25,9 @@ const (
 type Params struct {
 	Depth      int  // pages that one MR maps
 	Gaps       bool // an MR may gather segments with holes between them
+	OnePiece   bool // an MR maps one piece of memory only
+	PerIO      bool // memory is registered before the chain is posted, which alone tells its key (verbs.CapPerIOReg)
+	ArenasOnly bool // only memory of verbs.AllocBuffer can be registered
 	ChosenIOVA bool // the registered address may carry the XID
 	PageSize   int
 	Slots      int // RPCs at a time
@@ -60,6 +63,9 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	}
 	p := Params{
 		Gaps:       a.Caps.Has(verbs.CapGaps),
+		OnePiece:   a.Caps&(verbs.CapMemWindow2B|verbs.CapPerIOReg) != 0,
+		PerIO:      a.Caps.Has(verbs.CapPerIOReg),
+		ArenasOnly: !a.Caps.Has(verbs.CapRegisterAny),
 		ChosenIOVA: a.Caps.Has(verbs.CapChosenIOVA),
 		PageSize:   a.PageSize,
 		SendSGEs:   min(a.MaxSendSGE, maxSendSGEs),

@@ -53,7 +53,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		s.dropLong()
 		s.mu.Unlock()
 		var bad *ProtocolError
-		if errors.As(err, &bad) || errors.Is(err, memreg.ErrTooManySegments) {
+		if errors.As(err, &bad) || errors.Is(err, memreg.ErrTooManySegments) || errors.Is(err, memreg.ErrForeignMemory) {
 			return false, err
 		}
 		return false, &shortageError{err}
