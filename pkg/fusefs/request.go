@@ -199,8 +199,7 @@ func dying(pid uint32) bool {
 	if pid == 0 {
 		return true
 	}
-	dir := "/proc/" + strconv.FormatUint(uint64(pid), 10)
-	b, err := os.ReadFile(dir + "/status")
+	b, err := os.ReadFile("/proc/" + strconv.FormatUint(uint64(pid), 10) + "/status")
 	if err != nil {
 		return true
 	}
@@ -214,23 +213,14 @@ func dying(pid uint32) bool {
 			return true
 		}
 	}
-	stat, err := os.ReadFile(dir + "/stat")
-	return err != nil || exiting(stat)
+	return exiting(b)
 }
 
-const (
-	statFlags = 6   // proc_pid_stat(5): flags is the ninth field, the seventh behind the name
-	pfExiting = 0x4 // PF_EXITING of the kernel's task flags
-)
-
-// exiting reads /proc/PID/stat. The name in it stands in parentheses and may hold anything.
-func exiting(stat []byte) bool {
-	fields := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
-	if len(fields) <= statFlags {
-		return true
-	}
-	flags, err := strconv.ParseUint(string(fields[statFlags]), 10, 64)
-	return err != nil || flags&pfExiting != 0
+// exiting reads /proc/PID/status: a thread lets go of its memory, and with it of these lines, before it closes its files. Not
+// /proc/PID/stat, which has the flag itself but waits for whoever is in the middle of an exec, and that may be waiting for us.
+func exiting(status []byte) bool {
+	_, alive := statusField(status, "\nVmSize:")
+	return !alive
 }
 
 // statusField is the value of a line of /proc/PID/status; name is "\nName:".

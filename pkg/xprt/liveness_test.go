@@ -5,11 +5,13 @@ import (
 	"errors"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
@@ -146,5 +148,40 @@ func TestCallsAreExplained(t *testing.T) {
 	story := tr.Story()
 	if len(story) != 1 || story[0].Event != "connected" {
 		t.Errorf("story %+v", story)
+	}
+}
+
+// TestReplayIsNotLeftWaiting has a server that, like knfsd, discards a replay while it still executes the first copy of the call: the
+// next replay comes long before the calls' timeout.
+func TestReplayIsNotLeftWaiting(t *testing.T) {
+	var replies atomic.Int64
+	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict {
+		switch replies.Add(1) {
+		case 1:
+			return svcrdma.Disconnect // the call is replayed
+		case 2:
+			return svcrdma.Drop // the replay is not answered
+		}
+		return svcrdma.Send
+	}}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(c *Config) { c.Timeout = 10 * time.Second })
+	began := time.Now()
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(began); took > 5*time.Second {
+		t.Errorf("the call took %v", took)
+	}
+	if s := tr.Stats(); s.Resends != 2 || s.Timeouts != 1 {
+		t.Errorf("%d resends, %d timeouts; want 2 and 1", s.Resends, s.Timeouts)
+	}
+}
+
+func TestPatience(t *testing.T) {
+	tr := &Transport{cfg: Config{Timeout: 60 * time.Second}}
+	for sends, want := range []float64{60, 60, 4.8, 9.6, 19.2, 38.4, 60, 60} {
+		if got := tr.patience(sends); got.Seconds() != want {
+			t.Errorf("sent %d times: %v, want %v s", sends, got, want)
+		}
 	}
 }

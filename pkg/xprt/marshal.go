@@ -67,6 +67,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	// The lock is held over the post, so that no forged reply can have the MRs taken from under it.
 	s.mu.Lock()
 	s.state, s.conn, s.sentAt = slotSent, cn, time.Now()
+	s.sends++
 	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.mark(n+1)
 	bad, err := cn.qp.PostSend(head)
 	if err == nil {

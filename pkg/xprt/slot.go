@@ -62,6 +62,7 @@ type slot struct {
 	msg       *sunrpc.Message // nil once the caller has left
 	conn      *conn           // that it was sent on
 	sentAt    time.Time
+	sends     int // of the call at hand, each on another connection
 	err       error
 	longCall  []byte // PZRC, from the pool
 	longReply []byte // reply chunk, from the pool
@@ -110,7 +111,7 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message) {
 	s.xid += s.t.xidStep
 	s.state, s.msg, s.err, s.conn, s.ctx = slotWaiting, m, nil, nil, ctx
 	s.prog, s.vers, s.proc = m.Prog, m.Vers, m.Proc
-	s.longLen = -1
+	s.longLen, s.sends = -1, 0
 	s.noRoom, s.fenced, s.left, s.late = false, false, false, false
 	m.XID = s.xid
 	s.mu.Unlock()

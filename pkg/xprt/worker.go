@@ -183,7 +183,7 @@ func (t *Transport) tellStory(err error) {
 // watch ends connections whose calls wait too long or whose server is dead or not needed, and the calls of soft mounts whose time is over.
 func (t *Transport) watch() {
 	defer t.workers.Done()
-	every := t.cfg.Timeout / 8
+	every := t.patience(2) / 2
 	if t.cfg.KeepAlive > 0 {
 		every = min(every, t.cfg.KeepAlive/4)
 	}
@@ -210,7 +210,7 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 	defer s.mu.Unlock()
 	switch s.state {
 	case slotSent, slotFencing, slotAbandoned:
-		if waited := now.Sub(s.sentAt); waited > t.cfg.Timeout && s.conn != nil && !s.late {
+		if waited := now.Sub(s.sentAt); waited > t.patience(s.sends) && s.conn != nil && !s.late {
 			t.stats.timeouts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})
@@ -223,6 +223,22 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 		s.expired.Store(true)
 		s.signal()
 	}
+}
+
+// replayPatience is how long the first replay of a call may take, in one hundredths of the timeout: see patience.
+const replayPatience = 8
+
+// patience is how long a call that was sent so many times may go without an answer before its connection is given up. A server that still executes
+// the first copy of a call discards the second (knfsd does), and will never answer it; the call is not to wait for a whole timeout then.
+func (t *Transport) patience(sends int) time.Duration {
+	if sends <= 1 {
+		return t.cfg.Timeout
+	}
+	d := t.cfg.Timeout * replayPatience / 100
+	for ; sends > 2 && d < t.cfg.Timeout; sends-- {
+		d *= 2
+	}
+	return min(d, t.cfg.Timeout)
 }
 
 // checkConnection looks after the liveness of the connection: after KeepAlive of silence the server is asked by a NULL call, whose silence for
