@@ -18,7 +18,8 @@ const addrEnv = "NFSRDMAD_RDMACORE_ADDR"
 
 func TestMain(m *testing.M) {
 	if os.Getenv(addrEnv) != "" {
-		Devices() // what librdmacm opens it keeps, and that is no leak
+		rxeRemoteInv = true // no other test posts a LOCAL_INV beside a Send With Invalidate
+		Devices()           // what librdmacm opens it keeps, and that is no leak
 	}
 	verbstest.Main(m)
 }

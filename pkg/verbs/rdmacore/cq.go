@@ -211,9 +211,12 @@ func (c *completionQueue) handle(w *C.struct_rc_wc) {
 		wc := verbs.WorkCompletion{Status: status, VendorErr: vendor}
 		if status == verbs.StatusSuccess {
 			wc.ByteLen = uint32(w.byte_len)
-			if w.flags&wcWithInv != 0 {
+			if w.flags&c.dev.inv != 0 {
 				wc.WithInv, wc.InvalidatedRKey = true, verbs.RKey(w.invalidated_rkey)
 				q.stats.remoteInvs.Add(1)
+				if r, ok := c.dev.regions.find(wc.InvalidatedRKey).(*window); ok {
+					r.invalidated(q, wc.InvalidatedRKey)
+				}
 			}
 			q.stats.bytesRcvd.Add(uint64(wc.ByteLen))
 		}

@@ -39,7 +39,8 @@ type device struct {
 	ctx   *C.struct_ibv_context
 	log   hclog.Logger
 	attrs verbs.DeviceAttrs
-	perIO bool // no windows: memory is registered for each use
+	perIO bool       // no windows: memory is registered for each use
+	inv   C.uint32_t // flags of a completion that tell of a Send With Invalidate
 
 	proven  atomic.Bool // a window was bound
 	regions regionTable
@@ -52,6 +53,10 @@ type device struct {
 	watch   *os.File                 // guarded by mu: asynchronous events, while there are users
 	watched chan struct{}            // guarded by mu: closed when their reader has ended
 }
+
+// rxeRemoteInv lets rxe have CapRemoteInv. It does invalidate windows for the peer, and tells; but its kernel dies when a window that is not bound
+// is invalidated, and there is always a time in which the peer's Send With Invalidate and a LOCAL_INV here can meet. Tests set it.
+var rxeRemoteInv bool
 
 var devices struct {
 	mu  sync.Mutex
@@ -99,6 +104,13 @@ func newDevice(ctx *C.struct_ibv_context, log hclog.Logger, perIO bool) (*device
 		MaxQPInitRdAtom:       min(int(a.max_qp_init_rd_atom), maxDepth),
 		MaxCQE:                int(a.max_cqe) - spareCQE,
 		MaxMR:                 int(a.max_mr),
+	}
+	d.inv = wcWithInv
+	if a.vendor_id == rxeVendor {
+		d.inv |= wcWithInvRXE
+		if !rxeRemoteInv {
+			d.attrs.Caps &^= verbs.CapRemoteInv
+		}
 	}
 	if C.rc_is_iwarp(ctx) != 0 {
 		d.attrs.Transport = verbs.TransportIWARP

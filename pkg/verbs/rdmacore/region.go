@@ -69,7 +69,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 		verbs.Track(verbs.KindMR, 1)
 		return &useMR{pd: p, depth: depth}, nil
 	}
-	w := &window{pd: p, depth: depth}
+	w := &window{pd: p, depth: depth, free: true}
 	if err := errnoOf(C.rc_alloc_mw(p.c, &w.c)); err != nil {
 		p.drop()
 		return nil, fmt.Errorf("rdmacore: allocate memory window on %s: %w: %w", p.dev.attrs.Name, verbs.ErrNoResources, err)
@@ -124,6 +124,7 @@ type window struct {
 	gone bool       // guarded by mu, as all below
 	key  verbs.RKey // in force since the last bind that was posted
 	qp   *qp        // that it was posted on
+	free bool       // not bound, as far as is known
 }
 
 func (w *window) LKey() uint32              { return 0 }
@@ -158,8 +159,11 @@ func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.stru
 	if w.gone {
 		return false, 0, nil, invalid(req, "the MR was destroyed")
 	}
-	lastKey, lastQP := w.key, w.qp
-	w.key, w.qp = w.first.WithKey(req.NewKey), q
+	if !w.free { // not every device says so by itself
+		return true, verbs.StatusMWBindErr, func() {}, nil
+	}
+	lastKey, lastQP, lastFree := w.key, w.qp, w.free
+	w.key, w.qp, w.free = w.first.WithKey(req.NewKey), q, false
 	wr.opcode = C.IBV_WR_BIND_MW
 	wr.mw, wr.mr = w.c, a.c
 	wr.rkey = C.uint32_t(w.key)
@@ -167,7 +171,7 @@ func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.stru
 	wr.bind_access = C.uint32_t(windowAccess(req.Access))
 	return false, 0, func() {
 		w.mu.Lock()
-		w.key, w.qp = lastKey, lastQP
+		w.key, w.qp, w.free = lastKey, lastQP, lastFree
 		w.mu.Unlock()
 	}, nil
 }
@@ -179,8 +183,23 @@ func (w *window) localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (bool, verb
 	if w.gone || w.pd != q.pd || w.qp != q || w.key != key {
 		return true, verbs.StatusLocQPOpErr
 	}
+	if w.free {
+		// Nothing to invalidate, and rxe dies of it; but something must take the request's place in the queue. An empty RDMA Write is nothing to the peer.
+		wr.opcode = C.IBV_WR_RDMA_WRITE
+		return false, 0
+	}
+	w.free = true
 	wr.opcode, wr.invalidate = C.IBV_WR_LOCAL_INV, C.uint32_t(key)
 	return false, 0
+}
+
+// invalidated notes that the peer has invalidated key on q.
+func (w *window) invalidated(q *qp, key verbs.RKey) {
+	w.mu.Lock()
+	if w.qp == q && w.key == key {
+		w.free = true
+	}
+	w.mu.Unlock()
 }
 
 // A useMR is an MR of a device without windows: a registration of its own for each use, with remote rights, that ends with the use.

@@ -41,8 +41,15 @@ func statusOf(s uint32) verbs.Status {
 	return verbs.StatusGeneralErr
 }
 
-// Flags of ibv_wc.wc_flags.
-const wcWithInv = 1 << 3
+// Flags of ibv_wc.wc_flags that tell of a Send With Invalidate.
+const (
+	wcWithInv = 1 << 3
+	// wcWithInvRXE is the kernel's own number (IB_WC_WITH_INVALIDATE), which rxe writes into the queue of a program.
+	wcWithInvRXE = 1 << 2
+)
+
+// rxeVendor is the vendor id of the kernel's soft RoCE device (RXE_VENDOR_ID).
+const rxeVendor = 0xffffff
 
 // Access flags of ibv_reg_mr and of a bind (enum ibv_access_flags).
 const (

@@ -29,7 +29,34 @@ func (d *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &memoryRegion{MR: m, pd: d}, nil
+	r := &memoryRegion{MR: m, pd: d}
+	if inner, ok := m.(verbs.PerIOMR); ok {
+		return &perIORegion{memoryRegion: r, inner: inner}, nil
+	}
+	return r, nil
+}
+
+// A perIORegion is a memoryRegion of a device that registers memory for each use.
+type perIORegion struct {
+	*memoryRegion
+	inner verbs.PerIOMR
+}
+
+func (m *perIORegion) Register(access verbs.Access, seg []byte) (verbs.RKey, error) {
+	return m.inner.Register(access, seg)
+}
+
+func (m *perIORegion) Unregister() error { return m.inner.Unregister() }
+
+// innerMR is what the inner provider knows mr as.
+func innerMR(mr verbs.MR) verbs.MR {
+	switch m := mr.(type) {
+	case *perIORegion:
+		return m.MR
+	case *memoryRegion:
+		return m.MR
+	}
+	return mr
 }
 
 // RegMR is the inner domain's: nothing that it makes has a remote right.

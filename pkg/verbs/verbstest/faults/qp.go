@@ -194,8 +194,8 @@ func (q *queuePair) postWhole(copies []verbs.WorkRequest, originals []*verbs.Wor
 func (q *queuePair) copySend(to, wr *verbs.WorkRequest) {
 	*to = *wr
 	to.Next = nil
-	if m, ok := wr.MR.(*memoryRegion); ok {
-		to.MR = m.MR
+	if wr.MR != nil {
+		to.MR = innerMR(wr.MR)
 	}
 	if done := wr.Done; done != nil {
 		to.Done = func(wc *verbs.WorkCompletion) { q.sendCQ.deliver(q, done, wc) }
