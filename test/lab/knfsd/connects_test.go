@@ -1,0 +1,173 @@
+package knfsd
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+var _ = register("many connects", "connects by the hundred under load, one after the other", testManyConnects)
+
+const (
+	// manyConnects are made to the newest kernel, fewerConnects to others: siw is the same.
+	manyConnects  = 1000
+	fewerConnects = 300
+	// freshLife is the least that a connection lives to which the server has said nothing: siw may not have looked at it before.
+	freshLife = 50 * time.Millisecond
+)
+
+// testManyConnects looks for the connect whose first FPDU siw leaves in its socket: each call is answered, and the nudge is what made it so.
+func testManyConnects(t *testing.T, b bench) {
+	connects := manyConnects
+	if b.kernel != lab.Kernels[0] {
+		connects = fewerConnects
+	}
+	burner := strings.TrimSpace(b.MustRun("(while :; do :; done) >/dev/null 2>&1 & echo $!"))
+	defer b.Run("kill " + burner)
+	capture := b.Capture(t, "connects")
+	var nudges uint64
+	var slowest time.Duration
+	begin := time.Now()
+	for i := range connects {
+		n, took, err := connectOnce(b, t)
+		if err != nil {
+			t.Fatalf("connect %d: %v", i, err)
+		}
+		nudges += n
+		slowest = max(slowest, took)
+	}
+	t.Logf("%d connects in %v, the slowest %v, %d nudges", connects, time.Since(begin).Round(time.Millisecond), slowest.Round(time.Millisecond), nudges)
+	if nudges == 0 {
+		t.Error("no nudge was needed: the race was not met")
+	}
+	all := gentle(t, b, capture, 1)
+	if len(all) != connects {
+		t.Errorf("%d connections were captured, want %d", len(all), connects)
+	}
+	for _, conn := range all {
+		if conn.requested == 0 || conn.answered < conn.requested || conn.ended < conn.answered {
+			t.Errorf("not a whole connection: %s", conn)
+		}
+	}
+}
+
+// connectOnce makes a connection and one call, and ends it.
+func connectOnce(b bench, t *testing.T) (nudges uint64, took time.Duration, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	// Without liveness calls the first call is the only one: a second would wake the server, too.
+	tr, err := xprt.New(xprt.Config{Provider: providers[*providerFlag](b.crc), Addr: b.RDMA, Slots: 4, KeepAlive: -1, NudgeAfter: 20 * time.Millisecond})
+	if err != nil {
+		return 0, 0, err
+	}
+	defer tr.Close()
+	begin := time.Now()
+	if err := tr.Connect(ctx); err != nil {
+		return 0, 0, err
+	}
+	err = nfs3.NewClient(tr, nfs3.Options{}).Null(ctx, sunrpc.AppendAuthNone(nil))
+	return tr.Stats().Nudges, time.Since(begin), err
+}
+
+// A connection is what a capture tells of one, in times since its begin.
+type connection struct {
+	port      string // the client's
+	begun     time.Duration
+	accepted  time.Duration // by the server's end of TCP; the others are 0 if it never happened, too
+	requested time.Duration // the MPA request was sent
+	answered  time.Duration // the server's first octet, or its end
+	ended     time.Duration // the client's FIN or RST
+}
+
+// mpaRequestKey begins every MPA request (RFC 5044 §7.1), in hex.
+const mpaRequestKey = "4d504120494420526571204672616d65"
+
+// connections reads the beginnings and the ends of connections to the server.
+func connections(t *testing.T, b bench, c *lab.Capture) []*connection {
+	t.Helper()
+	port := strconv.Itoa(int(b.RDMA.Port()))
+	byStream := make(map[string]*connection)
+	var all []*connection
+	for _, f := range frames(t, c, "tcp", "tcp.stream", "frame.time_relative", "tcp.srcport", "tcp.flags.syn", "tcp.flags.fin", "tcp.flags.reset", "tcp.len", "tcp.payload") {
+		value := func(i int) string {
+			if len(f[i]) == 0 {
+				return ""
+			}
+			return f[i][0]
+		}
+		set := func(i int) bool { return value(i) == "1" || value(i) == "True" }
+		seconds, err := strconv.ParseFloat(value(1), 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		at := time.Duration(seconds * float64(time.Second))
+		conn := byStream[value(0)]
+		if conn == nil {
+			conn = &connection{begun: at}
+			byStream[value(0)] = conn
+			all = append(all, conn)
+		}
+		first := func(when *time.Duration, happened bool) {
+			if happened && *when == 0 {
+				*when = max(at, 1)
+			}
+		}
+		over, data := set(4) || set(5), value(6) != "0"
+		if value(2) == port {
+			first(&conn.accepted, set(3))
+			first(&conn.answered, data || over)
+			continue
+		}
+		conn.port = value(2)
+		first(&conn.requested, strings.HasPrefix(value(7), mpaRequestKey))
+		first(&conn.ended, over)
+	}
+	slices.SortFunc(all, func(a, b *connection) int { return cmp.Compare(a.begun, b.begun) })
+	return all
+}
+
+func (c *connection) String() string {
+	return fmt.Sprintf("from port %s: begun %v, accepted %v, MPA request %v, answered %v, ended by us %v", c.port, c.begun, c.accepted, c.requested, c.answered, c.ended)
+}
+
+// gentle holds all connections of a capture, which it ends and returns, to what a stock server survives: no more than most are
+// made at a time, each says what it wants, and none ends before siw has looked at it.
+func gentle(t *testing.T, b bench, c *lab.Capture, most int) []*connection {
+	t.Helper()
+	if err := c.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	all := connections(t, b, c)
+	for i, conn := range all {
+		if conn.accepted == 0 {
+			continue // it never came to be
+		}
+		early := conn.ended != 0 && (conn.answered == 0 || conn.ended < conn.answered)
+		if early && conn.ended-conn.accepted < freshLife {
+			t.Errorf("ended too early: %s", conn)
+		}
+		if early && conn.requested == 0 {
+			t.Errorf("no MPA request: %s", conn)
+		}
+		fresh := 1
+		for _, before := range all[:i] {
+			if before.accepted != 0 && conn.begun-before.begun < freshLife && (before.answered == 0 || before.answered > conn.begun) {
+				fresh++
+			}
+		}
+		if fresh > most {
+			t.Errorf("%d at a time, the last %s", fresh, conn)
+		}
+	}
+	return all
+}
