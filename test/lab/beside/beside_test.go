@@ -1,0 +1,112 @@
+package beside
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+var (
+	providerFlag = flag.String("provider", "softiwarp", "our provider, as in the mount option")
+	linkFlag     = flag.String("link", lab.SIW, "the guest's RDMA device: siw or rxe")
+	kernelFlag   = flag.String("kernel", lab.Kernels[0], "the guest's kernel")
+	seedFlag     = flag.Uint64("seed", 1, "of the first stream of random operations")
+	streamsFlag  = flag.Int("streams", 3, "number of streams")
+	opsFlag      = flag.Int("ops", 250, "operations of a stream")
+	updateFlag   = flag.Bool("update", false, "write docs/performance.md from what this run measures")
+	profileFlag  = flag.Bool("profile", false, "keep CPU profiles of our daemon, with -artifacts")
+)
+
+// Where things are in the guest: both clients mount lab.ExportRW.
+const (
+	kernelDir = "/mnt/kernel"
+	oursDir   = "/mnt/ours"
+	serverIP  = "10.0.2.15" // the guest's own; its soft RDMA devices know no other
+	daemonLog = "/tmp/nfsrdmad.log"
+)
+
+// A sides is a guest with both mounts.
+type sides struct {
+	*lab.Guest
+	t     *testing.T
+	share string // on the host what /share is in the guest
+}
+
+// build builds a program of this module into the shared directory.
+func build(t *testing.T, share, name, pkg string) {
+	t.Helper()
+	cmd := exec.Command("go", "build", "-trimpath", "-o", filepath.Join(share, name), pkg)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("go build %s: %v\n%s", pkg, err, out)
+	}
+}
+
+// start boots a guest and mounts the export twice. options are added to our mount's.
+func start(t *testing.T, options string) *sides {
+	t.Helper()
+	s := &sides{t: t, share: t.TempDir()}
+	build(t, s.share, "nfsrdmad", "../../../cmd/nfsrdmad")
+	build(t, s.share, "program", "./program")
+	s.Guest = lab.Start(t, lab.Options{Kernel: *kernelFlag, Provider: *linkFlag, Share: s.share, MemoryMiB: 2048})
+	s.must("cp /share/nfsrdmad /share/program /usr/bin/ && modprobe fuse && mkdir -p " + kernelDir + " " + oursDir)
+	s.must(fmt.Sprintf("mount -t nfs -o vers=3,proto=rdma,port=20049,mountport=20048,mountproto=tcp,nolock,nosuid,nodev %s:%s %s", serverIP, lab.ExportRW, kernelDir))
+	s.must("mkdir -p " + kernelDir + "/kernel " + kernelDir + "/ours")
+	s.mountOurs(options)
+	return s
+}
+
+func (s *sides) mountOurs(options string) {
+	s.t.Helper()
+	s.must(fmt.Sprintf("nfsrdmad mount %s:%s %s --foreground -o mountport=20048,provider=%s%s >%s 2>&1 & "+
+		"for i in $(seq 600); do grep -q ' %s fuse' /proc/mounts && exit 0; sleep 0.1; done; cat %s; exit 1",
+		serverIP, lab.ExportRW, oursDir, *providerFlag, options, daemonLog, oursDir, daemonLog))
+	s.t.Cleanup(func() {
+		if s.t.Failed() {
+			out, _ := s.Run("tail -c 5000 " + daemonLog)
+			s.t.Logf("our daemon's log:\n%s", out)
+		}
+		if out, err := s.Run("umount " + oursDir + " && umount " + kernelDir); err != nil {
+			s.t.Errorf("unmount: %v\n%s", err, out)
+		}
+	})
+}
+
+func (s *sides) must(command string) string {
+	s.t.Helper()
+	out, err := s.RunFor(command, 5*time.Minute)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return out
+}
+
+// TestDiffer compares the two clients, operation by operation.
+func TestDiffer(t *testing.T) {
+	s := start(t, "")
+	text, err := os.ReadFile("KNOWN_DIFFERENCES.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(s.share, "known.md"), text, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	out, err := s.RunFor(fmt.Sprintf("program differ -kernel %s/kernel -ours %s/ours -server-kernel %s/kernel -server-ours %[3]s/ours -known /share/known.md -seed %d -streams %d -ops %d",
+		kernelDir, oursDir, lab.ExportRW, *seedFlag, *streamsFlag, *opsFlag), 20*time.Minute)
+	t.Log("\n" + strings.TrimSpace(out))
+	var failed *lab.CommandError
+	switch {
+	case errors.As(err, &failed):
+		t.Error("the clients differ; the trace above goes into a file for: program differ -file")
+	case err != nil:
+		t.Fatal(err)
+	}
+}

@@ -1,0 +1,144 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// A difference is where the two sides part.
+type difference struct {
+	at           int // index of the operation
+	op           op
+	field        string
+	kernel, ours string
+}
+
+func (d difference) String() string {
+	return fmt.Sprintf("operation %d: %s: %s: kernel's client %q, ours %q", d.at, d.op, d.field, d.kernel, d.ours)
+}
+
+// A pair is where streams run: a directory on the mount of the kernel's client, one on ours, and the two as the server sees them.
+type pair struct {
+	kernel, ours             string
+	serverKernel, serverOurs string // "" is not known
+	wait                     time.Duration
+	runs                     int
+	distort                  func(o *op, fields []field) // of our side; for tests
+	hung                     func(o op)
+}
+
+// hangTime is what an operation may take.
+const hangTime = 2 * time.Minute
+
+// run does a stream on both sides, each time in a new directory, and returns the first difference that is not tolerated, if any, and those that are.
+func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *difference, known []difference, err error) {
+	p.runs++
+	dir := fmt.Sprintf("run%d", p.runs)
+	worlds := [2]*world{newWorld(filepath.Join(p.kernel, dir)), newWorld(filepath.Join(p.ours, dir))}
+	for _, w := range worlds {
+		if err := os.Mkdir(w.root, 0o777); err != nil {
+			return nil, nil, err
+		}
+		if err := os.Chmod(w.root, 0o777); err != nil {
+			return nil, nil, err
+		}
+		defer func() { w.close(); os.RemoveAll(w.root) }()
+	}
+	unix.Umask(0o022)
+	check := func(i int, o op, a, b []field) bool {
+		for _, d := range differences(i, o, a, b) {
+			if tolerated(&d) {
+				known = append(known, d)
+				continue
+			}
+			first = &d
+			return false
+		}
+		return true
+	}
+	for i, o := range ops {
+		watchdog := time.AfterFunc(hangTime, func() { p.hung(o) })
+		a := worlds[0].do(&o)
+		b := worlds[1].do(&o)
+		watchdog.Stop()
+		if p.distort != nil {
+			p.distort(&o, b)
+		}
+		if !check(i, o, a, b) {
+			return first, known, nil
+		}
+		time.Sleep(p.wait)
+	}
+	// In the end the trees must be equal, as the clients and as the server see them.
+	for _, w := range worlds {
+		w.close()
+	}
+	walk := op{do: "walk"}
+	if !check(len(ops), walk, worlds[0].do(&walk), worlds[1].do(&walk)) || p.serverKernel == "" {
+		return first, known, nil
+	}
+	server := op{do: "walk", path: "server"}
+	check(len(ops)+1, server, newWorld(filepath.Join(p.serverKernel, dir)).do(&walk), newWorld(filepath.Join(p.serverOurs, dir)).do(&walk))
+	return first, known, nil
+}
+
+// differences compares what an operation gave. Fields that one side alone has count as missing on the other. Behind another errno all else
+// is different too, and says nothing.
+func differences(at int, o op, kernel, ours []field) (out []difference) {
+	a, b := make(map[string]string), make(map[string]string)
+	var names []string
+	for _, f := range kernel {
+		a[f.name] = f.value
+		names = append(names, f.name)
+	}
+	for _, f := range ours {
+		b[f.name] = f.value
+		if _, both := a[f.name]; !both {
+			names = append(names, f.name)
+		}
+	}
+	for _, name := range names {
+		if a[name] != b[name] {
+			out = append(out, difference{at, o, name, a[name], b[name]})
+			if name == "errno" {
+				break
+			}
+		}
+	}
+	return out
+}
+
+// shrink leaves out operations for as long as the last one still gives the same difference, and the time lasts.
+func (p *pair) shrink(ops []op, d *difference, tolerated func(*difference) bool, limit time.Duration) ([]op, *difference) {
+	end := time.Now().Add(limit)
+	ops = ops[:min(d.at+1, len(ops))]
+	for size := max(1, len(ops)/2); ; size = max(1, size/2) {
+		shorter := false
+		for from := 0; from+size < len(ops) && time.Now().Before(end); {
+			less := append(append([]op(nil), ops[:from]...), ops[from+size:]...)
+			found, _, err := p.run(less, tolerated)
+			if err == nil && found != nil && found.op.do == d.op.do && found.field == d.field {
+				ops, d, shorter = less[:min(found.at+1, len(less))], found, true
+			} else {
+				from += size
+			}
+		}
+		if size == 1 && !shorter || !time.Now().Before(end) {
+			break
+		}
+	}
+	return ops, d
+}
+
+func trace(ops []op) string {
+	var b strings.Builder
+	for _, o := range ops {
+		b.WriteString(o.String() + "\n")
+	}
+	return b.String()
+}

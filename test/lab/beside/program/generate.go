@@ -1,0 +1,171 @@
+package main
+
+import (
+	"math/rand/v2"
+
+	"golang.org/x/sys/unix"
+)
+
+// The names are few, so that operations meet: a name is now a file, now a directory, now a link to another.
+var (
+	names   = []string{"a", "b", "c", "d", "e", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d", "e/d/a", "d/..", "e/.", "~255", "d/~255"}
+	oddOnes = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "/", "a/b/c/d"}
+	targets = []string{"a", "b", "d", "e/a", "../a", "d/a", ".", "missing", "c", "~255"}
+	modes   = []int{0o644, 0o600, 0o666, 0o755, 0o777, 0o700, 0o400, 0o222, 0, 0o4755, 0o2755, 0o1777, 0o2775}
+	sizes   = []int{0, 1, 100, 4095, 4096, 4097, 10000, 65536, 70001, 1 << 20, 1<<20 + 1}
+)
+
+// A generator makes a stream of operations out of a seed.
+type generator struct {
+	r     *rand.Rand
+	count int
+}
+
+func newGenerator(seed uint64) *generator { return &generator{r: rand.New(rand.NewPCG(seed, 0))} }
+
+func pick[T any](g *generator, list []T) T { return list[g.r.IntN(len(list))] }
+
+func (g *generator) chance(percent int) bool { return g.r.IntN(100) < percent }
+
+func (g *generator) path() string {
+	if g.chance(4) {
+		return pick(g, oddOnes)
+	}
+	return pick(g, names)
+}
+
+// offset is one near to where files end, or pages and requests do.
+func (g *generator) offset() int {
+	return max(0, pick(g, sizes)+g.r.IntN(3)-1)
+}
+
+func (g *generator) openFlags() int {
+	flags := pick(g, []int{unix.O_RDONLY, unix.O_WRONLY, unix.O_RDWR, unix.O_RDWR, unix.O_RDWR})
+	for _, f := range []struct{ bit, percent int }{{unix.O_CREAT, 60}, {unix.O_EXCL, 10}, {unix.O_TRUNC, 15}, {unix.O_APPEND, 15},
+		{unix.O_DIRECT, 8}, {unix.O_SYNC, 5}, {unix.O_DIRECTORY, 3}, {unix.O_NOFOLLOW, 5}, {unix.O_NOATIME, 2}, {unix.O_PATH, 2}} {
+		if g.chance(f.percent) {
+			flags |= f.bit
+		}
+	}
+	return flags
+}
+
+// times are the codes of timeOf, of which those from 2 on are times.
+func (g *generator) time() int { return g.r.IntN(10) }
+
+// A kind is a verb with its weight in a stream, and what fills its fields.
+type kind struct {
+	do     string
+	weight int
+	fill   func(g *generator, o *op)
+}
+
+func onPath(*generator, *op) {}
+
+func data(g *generator, o *op) {
+	o.n, o.seed = pick(g, sizes), 1+g.r.IntN(250)
+	if g.chance(50) {
+		o.n = g.r.IntN(5000)
+	}
+}
+
+func dataAt(g *generator, o *op) {
+	data(g, o)
+	o.off = g.offset()
+}
+
+var kinds = []kind{
+	{"open", 160, func(g *generator, o *op) { o.flags, o.mode = g.openFlags(), pick(g, modes) }},
+	{"close", 40, onPath},
+	{"read", 50, func(g *generator, o *op) { o.n = pick(g, sizes) }},
+	{"pread", 50, func(g *generator, o *op) { o.n, o.off = pick(g, sizes), g.offset() }},
+	{"write", 60, data},
+	{"pwrite", 60, dataAt},
+	{"mmapread", 10, func(g *generator, o *op) { o.n = 4096 }},
+	{"mmapwrite", 10, func(g *generator, o *op) { o.n, o.seed = 4096, 1+g.r.IntN(250) }},
+	{"lseek", 30, func(g *generator, o *op) { o.flags, o.off = g.r.IntN(5), g.offset()-g.r.IntN(2)*5000 }},
+	{"ftruncate", 20, func(g *generator, o *op) { o.n = g.offset() }},
+	{"truncate", 20, func(g *generator, o *op) { o.n = g.offset() }},
+	{"fallocate", 6, func(g *generator, o *op) { o.flags, o.off, o.n = g.r.IntN(4), g.offset(), pick(g, sizes) }},
+	{"fsync", 15, onPath},
+	{"fchmod", 8, func(g *generator, o *op) { o.mode = pick(g, modes) }},
+	{"copyrange", 6, func(g *generator, o *op) { o.off, o.n = g.r.IntN(6), pick(g, sizes) }},
+	{"flock", 5, func(g *generator, o *op) {
+		o.flags = pick(g, []int{unix.LOCK_SH, unix.LOCK_EX, unix.LOCK_UN}) | unix.LOCK_NB
+	}},
+	{"lock", 5, func(g *generator, o *op) { o.flags, o.off, o.n = g.r.IntN(3), g.offset(), pick(g, sizes) }},
+	{"mkdir", 60, func(g *generator, o *op) { o.mode = pick(g, modes) }},
+	{"rmdir", 25, onPath},
+	{"unlink", 60, onPath},
+	{"rename", 70, func(g *generator, o *op) {
+		if g.chance(10) {
+			o.flags = 1 + g.r.IntN(3) // RENAME_NOREPLACE, RENAME_EXCHANGE
+		}
+	}},
+	{"link", 40, onPath},
+	{"symlink", 30, func(g *generator, o *op) { o.to = pick(g, targets) }},
+	{"readlink", 20, onPath},
+	{"chmod", 40, func(g *generator, o *op) { o.mode = pick(g, modes) }},
+	{"chown", 20, func(g *generator, o *op) { o.uid, o.gid = pick(g, ids), pick(g, ids) }},
+	{"lchown", 10, func(g *generator, o *op) { o.uid, o.gid = pick(g, ids), pick(g, ids) }},
+	{"utimens", 40, func(g *generator, o *op) { o.atime, o.mtime, o.flags = g.time(), g.time(), g.r.IntN(4)/3 }},
+	{"stat", 20, onPath},
+	{"access", 20, func(g *generator, o *op) { o.flags = g.r.IntN(8) }},
+	{"readdir", 40, onPath},
+	{"mknod", 15, func(g *generator, o *op) {
+		o.mode = pick(g, modes)&0o777 | pick(g, []int{unix.S_IFIFO, unix.S_IFREG, unix.S_IFSOCK, unix.S_IFCHR, 0})
+	}},
+	{"setxattr", 4, onPath},
+	{"getxattr", 4, onPath},
+	{"listxattr", 4, onPath},
+	{"removexattr", 3, onPath},
+	{"statfs", 4, onPath},
+	{"same", 10, onPath},
+	{"tmpfile", 3, onPath},
+}
+
+var ids = []int{-1, 0, 1000, 1001}
+
+var totalWeight = func() (sum int) {
+	for _, k := range kinds {
+		sum += k.weight
+	}
+	return sum
+}()
+
+// next is the next operation of the stream.
+func (g *generator) next() op {
+	at := g.r.IntN(totalWeight)
+	var k kind
+	for _, k = range kinds {
+		if at -= k.weight; at < 0 {
+			break
+		}
+	}
+	o := op{do: k.do, fd: g.r.IntN(slots), quiet: g.chance(35)}
+	uses := verbs[k.do].uses
+	if uses&usesPath != 0 {
+		o.path = g.path()
+	}
+	if uses&usesTo != 0 {
+		o.to = g.path()
+	}
+	if uses&usesFD == 0 {
+		o.fd = 0
+	}
+	if g.chance(25) {
+		o.as = 1 + g.r.IntN(len(users)-1)
+	}
+	k.fill(g, &o)
+	g.count++
+	return o
+}
+
+func generate(seed uint64, n int) []op {
+	g := newGenerator(seed)
+	ops := make([]op, n)
+	for i := range ops {
+		ops[i] = g.next()
+	}
+	return ops
+}

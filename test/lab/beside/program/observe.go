@@ -1,0 +1,114 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"path"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// observed is when a file was seen to have changed last.
+type observed struct {
+	ino          uint64
+	mtime, ctime unix.Timespec
+}
+
+// do does an operation as its user, and then looks as root at the files that it was about.
+func (w *world) do(o *op) []field {
+	become(o.as)
+	fields, err := verbs[o.do].run(w, o)
+	become(0)
+	out := append([]field{{"errno", errnoName(err)}}, fields...)
+	if o.quiet {
+		return out
+	}
+	uses := verbs[o.do].uses
+	if uses&usesPath != 0 {
+		out = append(out, w.lstat("path", o.path)...)
+		out = append(out, w.lstat("parent", path.Dir(o.path))...)
+	}
+	if uses&usesTo != 0 {
+		out = append(out, w.lstat("to", o.to)...)
+		out = append(out, w.lstat("toparent", path.Dir(o.to))...)
+	}
+	if uses&usesFD != 0 {
+		out = append(out, w.fstat(o.fd)...)
+	}
+	return out
+}
+
+func errnoName(err error) string {
+	var e unix.Errno
+	switch {
+	case err == nil:
+		return "ok"
+	case errors.As(err, &e):
+		return unix.ErrnoName(e)
+	}
+	return err.Error()
+}
+
+func (w *world) lstat(what, p string) []field {
+	var st unix.Stat_t
+	if err := unix.Lstat(w.abs(p), &st); err != nil {
+		return []field{{what + ".errno", errnoName(err)}}
+	}
+	if p == ".." || strings.HasPrefix(p, "../") || p == "/" {
+		return nil // not of this world, or its root
+	}
+	return w.attributes(what, path.Clean(p), &st)
+}
+
+func (w *world) fstat(slot int) []field {
+	var st unix.Stat_t
+	fd := w.fds[slot]
+	if fd < 0 {
+		return nil
+	}
+	if err := unix.Fstat(fd, &st); err != nil {
+		return []field{{"fd.errno", errnoName(err)}}
+	}
+	out := w.attributes("fd", fmt.Sprintf("fd %d", slot), &st)
+	if st.Mode&unix.S_IFMT == unix.S_IFREG {
+		pos, err := unix.Seek(fd, 0, unix.SEEK_CUR)
+		out = append(out, field{"fd.offset", fmt.Sprintf("%d %s", pos, errnoName(err))})
+	}
+	return out
+}
+
+func sizeOf(st *unix.Stat_t) string { return fmt.Sprint(st.Size) }
+
+// attributes are those that two clients agree on. The times of the server's clock differ by when the two were served; what must be the
+// same is which of them an operation moved, and whether a file was changed at the time of its last write.
+func (w *world) attributes(what, key string, st *unix.Stat_t) []field {
+	out := []field{
+		{what + ".mode", fmt.Sprintf("%o", st.Mode)}, {what + ".nlink", fmt.Sprint(st.Nlink)},
+		{what + ".uid", fmt.Sprint(st.Uid)}, {what + ".gid", fmt.Sprint(st.Gid)}, {what + ".size", sizeOf(st)},
+		{what + ".mtime", timeClass(st.Mtim)},
+	}
+	if st.Mode&unix.S_IFMT == unix.S_IFCHR {
+		out = append(out, field{what + ".rdev", fmt.Sprint(st.Rdev)})
+	}
+	now := observed{st.Ino, st.Mtim, st.Ctim}
+	before, known := w.seen[key]
+	w.seen[key] = now
+	if known && before.ino == now.ino {
+		out = append(out, field{what + ".mtime moved", fmt.Sprint(compare(now.mtime, before.mtime))},
+			field{what + ".ctime moved", fmt.Sprint(compare(now.ctime, before.ctime))})
+	} else {
+		out = append(out, field{what + ".mtime moved", "first"}, field{what + ".ctime moved", "first"})
+	}
+	return out
+}
+
+func compare(a, b unix.Timespec) int {
+	switch x, y := a.Nano(), b.Nano(); {
+	case x < y:
+		return -1
+	case x > y:
+		return 1
+	}
+	return 0
+}

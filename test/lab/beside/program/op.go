@@ -1,0 +1,128 @@
+package main
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// An op is one operation of a stream. Its text, as String gives it and parseOp reads it, is one line: the verb, and the fields that are not
+// zero as NAME=VALUE. It says all that the operation does, also the octets that it writes, so that any part of a stream can be run by itself.
+type op struct {
+	do    string
+	as    int    // index of users: who does it
+	fd    int    // slot of an open file
+	path  string // relative to the directory that the stream runs in; an element ~N stands for a name of N octets
+	to    string // second path, or the target of a symbolic link
+	flags int    // of open(2), renameat2(2), fallocate(2); whence of lseek(2); mask of access(2)
+	mode  int
+	off   int
+	n     int // length, or size
+	uid   int
+	gid   int
+	atime int // see timeOf
+	mtime int
+	seed  int  // of the octets that are written
+	quiet bool // nothing is looked at afterwards: what caches keep stays as it is
+}
+
+func (o *op) ints() []struct {
+	name string
+	base int
+	v    *int
+} {
+	return []struct {
+		name string
+		base int
+		v    *int
+	}{{"as", 10, &o.as}, {"fd", 10, &o.fd}, {"flags", 16, &o.flags}, {"mode", 8, &o.mode}, {"off", 10, &o.off}, {"n", 10, &o.n},
+		{"uid", 10, &o.uid}, {"gid", 10, &o.gid}, {"atime", 10, &o.atime}, {"mtime", 10, &o.mtime}, {"seed", 10, &o.seed}}
+}
+
+var prefixes = map[int]string{8: "0", 10: "", 16: "0x"}
+
+func (o op) String() string {
+	var b strings.Builder
+	b.WriteString(o.do)
+	for _, s := range []struct{ name, v string }{{"path", o.path}, {"to", o.to}} {
+		if s.v != "" {
+			b.WriteString(" " + s.name + "=" + s.v)
+		}
+	}
+	for _, f := range o.ints() {
+		if *f.v != 0 {
+			b.WriteString(" " + f.name + "=" + prefixes[f.base] + strconv.FormatInt(int64(*f.v), f.base))
+		}
+	}
+	if o.quiet {
+		b.WriteString(" quiet=1")
+	}
+	return b.String()
+}
+
+func parseOp(line string) (o op, err error) {
+	words := strings.Fields(line)
+	if len(words) == 0 {
+		return o, fmt.Errorf("an empty operation")
+	}
+	o.do = words[0]
+	if verbs[o.do] == nil {
+		return o, fmt.Errorf("operation %q: unknown", line)
+	}
+next:
+	for _, w := range words[1:] {
+		name, value, _ := strings.Cut(w, "=")
+		switch name {
+		case "path":
+			o.path = value
+			continue
+		case "to":
+			o.to = value
+			continue
+		case "quiet":
+			o.quiet = true
+			continue
+		}
+		for _, f := range o.ints() {
+			if f.name == name {
+				v, err := strconv.ParseInt(value, 0, 64)
+				if err != nil {
+					return o, fmt.Errorf("operation %q: %w", line, err)
+				}
+				*f.v = int(v)
+				continue next
+			}
+		}
+		return o, fmt.Errorf("operation %q: unknown field %q", line, name)
+	}
+	return o, nil
+}
+
+// parseOps reads operations, one a line.
+func parseOps(text string) (ops []op, err error) {
+	for line := range strings.Lines(text) {
+		if line = strings.TrimSpace(line); line == "" {
+			continue
+		}
+		o, err := parseOp(line)
+		if err != nil {
+			return nil, err
+		}
+		ops = append(ops, o)
+	}
+	return ops, nil
+}
+
+// real is a path of an op as the kernel gets it.
+func real(path string) string {
+	if !strings.Contains(path, "~") {
+		return path
+	}
+	parts := strings.Split(path, "/")
+	for i, p := range parts {
+		if n, err := strconv.Atoi(strings.TrimPrefix(p, "~")); err == nil && strings.HasPrefix(p, "~") {
+			parts[i] = strings.Repeat("n", n)
+		}
+	}
+	return strings.Join(parts, "/")
+}
