@@ -117,16 +117,21 @@ func (f *forwarder) forget(conn net.Conn) {
 	conn.Close()
 }
 
-// pass waits until the guest can be reached. It returns false for a connection that is over by then.
-func (f *forwarder) pass(client *net.TCPConn) bool {
+// settle is what a connection that was held back is given before it is handed on, and after. A client may be about to give it up, and keeps it for
+// a moment only to be polite to a server that has just taken it; this server has not, and would see it come and go.
+const settle = time.Second
+
+// pass waits until the guest can be reached. held says that there was need to; ok is false for a connection that is over by then.
+func (f *forwarder) pass(client *net.TCPConn) (held, ok bool) {
 	f.mu.Lock()
 	gate, open := f.gate, f.open
 	f.mu.Unlock()
 	if open { // whatever the client does now is its own doing
-		return true
+		return false, true
 	}
 	<-gate
-	return !closed(client)
+	time.Sleep(settle)
+	return true, !closed(client)
 }
 
 func (f *forwarder) serve(client *net.TCPConn) {
@@ -137,7 +142,8 @@ func (f *forwarder) serve(client *net.TCPConn) {
 	defer f.forget(client)
 	// A client may end a connection without a word; the reset that a probe gets then tells.
 	client.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: time.Second, Interval: time.Second})
-	if !f.pass(client) {
+	held, ok := f.pass(client)
+	if !ok {
 		return
 	}
 	conn, err := net.Dial("tcp", f.to.String())
@@ -151,6 +157,9 @@ func (f *forwarder) serve(client *net.TCPConn) {
 		return
 	}
 	defer f.forget(server)
+	if held {
+		time.Sleep(settle)
+	}
 	var both sync.WaitGroup
 	both.Go(func() { carry(server, client) })
 	both.Go(func() { carry(client, server) })
