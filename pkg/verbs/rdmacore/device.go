@@ -29,6 +29,9 @@ const (
 	maxDepth = 255
 	// spareCQE is the room that every completion queue has beyond its depth, for the markers of draining queue pairs: the most QPs that may share it.
 	spareCQE = 64
+	// busyTries and busyPause are for a protection domain that the device still uses although nothing of it is left.
+	busyTries = 50
+	busyPause = 20 * time.Millisecond
 	// markerWRs is the room that every send queue has beyond its depth, for its marker.
 	markerWRs = 1
 )
@@ -269,6 +272,7 @@ type protectionDomain struct {
 	uses   int                       // guarded by mu: MRs and QPs
 	gone   bool                      // guarded by mu
 	arenas map[*verbs.Arena]struct{} // guarded by mu: registered
+	stale  []*C.struct_ibv_mr        // guarded by mu: of freed arenas, with windows bound to them
 }
 
 // AllocPD makes a protection domain.
@@ -321,7 +325,16 @@ func (p *protectionDomain) Dealloc() error {
 			x.Detach()
 		}
 	}
+	p.sweep()
+	// The kernel's soft devices take a moment to let go of what a queue pair held.
 	err := errnoOf(C.rc_dealloc_pd(p.c))
+	for range busyTries {
+		if err != syscall.EBUSY {
+			break
+		}
+		time.Sleep(busyPause)
+		err = errnoOf(C.rc_dealloc_pd(p.c))
+	}
 	verbs.Track(verbs.KindPD, -1)
 	p.dev.leave()
 	if err != nil {
@@ -369,12 +382,31 @@ func (p *protectionDomain) register(a *verbs.Arena) (verbs.Attachment, error) {
 	return m, nil
 }
 
-// Detach deregisters the arena.
+// Detach deregisters the arena. While a window of a lost queue pair is still bound to it, it cannot be: then its pages stay pinned, and
+// unreachable for the process, until the window is destroyed.
 func (m *arenaMR) Detach() {
-	m.pd.mu.Lock()
-	delete(m.pd.arenas, m.arena)
-	m.pd.mu.Unlock()
-	if err := errnoOf(C.rc_dereg_mr(m.c)); err != nil {
-		m.pd.dev.log.Error("memory could not be deregistered: is a window bound to it?", "device", m.pd.dev.attrs.Name, "error", err)
+	p := m.pd
+	err := errnoOf(C.rc_dereg_mr(m.c))
+	p.mu.Lock()
+	delete(p.arenas, m.arena)
+	if err != nil {
+		p.stale = append(p.stale, m.c)
 	}
+	p.mu.Unlock()
+	if err != nil {
+		p.dev.log.Debug("memory is freed while a window is bound to it", "device", p.dev.attrs.Name, "error", err)
+	}
+}
+
+// sweep deregisters what Detach could not.
+func (p *protectionDomain) sweep() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	left := p.stale[:0]
+	for _, c := range p.stale {
+		if C.rc_dereg_mr(c) != 0 {
+			left = append(left, c)
+		}
+	}
+	p.stale = left
 }

@@ -277,9 +277,15 @@ func (q *qp) release() {
 		q.dev.mu.Lock()
 		delete(q.dev.qps, q.c)
 		q.dev.mu.Unlock()
-		handling.Lock()
+		// While the connection is being made librdmacm may use the queue pair at any event. Afterwards a device that takes its time holds nobody up.
+		q.id.mu.Lock()
+		settled := q.id.settled
+		q.id.mu.Unlock()
+		if !settled {
+			handling.Lock()
+			defer handling.Unlock()
+		}
 		C.rc_destroy_qp(q.cid)
-		handling.Unlock()
 	})
 }
 

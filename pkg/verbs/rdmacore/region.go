@@ -144,6 +144,7 @@ func (w *window) Dereg() error {
 	}
 	w.gone, w.qp = true, nil
 	w.pd.dev.regions.remove(w.first, w)
+	w.pd.sweep()
 	w.pd.drop()
 	verbs.Track(verbs.KindMR, -1)
 	return nil
