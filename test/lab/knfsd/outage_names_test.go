@@ -1,0 +1,223 @@
+package knfsd
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+// These cases cut the connection again and again under calls that cannot be done twice: a replay that is executed again ends in EEXIST or ENOENT.
+var (
+	_ = register("cut by us", "names and data while we cut the connection again and again", testCutByUs)
+	_ = register("cut by the server", "names and data while the server cuts the connection again and again", testCutByServer)
+	_ = register("nfsd restarted", "nfsd stopped under a mount and started again", testRestart)
+)
+
+const (
+	cutWorkers = 6
+	cutsByUs   = 40
+	cutsByIt   = 8
+	cutSize    = 128 << 10 // of each worker's file
+)
+
+func testCutByUs(t *testing.T, b bench) {
+	plan, err := faults.Parse("disconnect-every=~60")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Log("faults:", plan)
+	p := faults.New(providers[*providerFlag](b.crc), plan, nil)
+	capture := b.Capture(t, "cut")
+	m := b.mount(t, func(c *xprt.Config) {
+		shortWaits(c)
+		c.Provider, c.ReconnectMin, c.ReconnectMax, c.Logger = p, time.Millisecond, 10*time.Millisecond, nil
+	})
+	w := startWork(t, m, plan.Seed())
+	w.await(func() bool { return m.tr.Stats().Connects > cutsByUs })
+	w.stop()
+	gentle(t, b, capture, 1)
+}
+
+// testCutByServer has the server's kernel abort its connections (ss -K), each when it has carried calls: what siw has not looked at must
+// not be cut.
+func testCutByServer(t *testing.T, b bench) {
+	m := b.mount(t, func(c *xprt.Config) {
+		shortWaits(c)
+		c.ReconnectMin, c.ReconnectMax = 100*time.Millisecond, time.Second
+	})
+	w := startWork(t, m, 1)
+	for range cutsByIt {
+		before := m.tr.Stats()
+		w.await(func() bool {
+			s := m.tr.Stats()
+			return s.State == xprt.StateConnected && s.Recvs > before.Recvs+50
+		})
+		before = m.tr.Stats()
+		if out := b.MustRun("modprobe tcp_diag; ss -nK state established sport = :20049"); !strings.Contains(out, ":20049") {
+			t.Fatalf("nothing was cut: %s", out)
+		}
+		w.await(func() bool { return m.tr.Stats().Connects > before.Connects })
+	}
+	w.stop()
+}
+
+// testRestart stops the server's threads, and with them its listeners and connections, under work, and starts them again.
+func testRestart(t *testing.T, b bench) {
+	m := b.mount(t, shortWaits)
+	w := startWork(t, m, 2)
+	before := m.tr.Stats()
+	w.await(func() bool { return m.tr.Stats().Recvs > before.Recvs+200 })
+	b.MustRun("rpc.nfsd 0")
+	w.await(func() bool { return m.tr.Stats().State != xprt.StateConnected })
+	b.MustRun(`rpc.nfsd -G 10 -L 15 8
+		echo Y 2>/dev/null >/proc/fs/nfsd/v4_end_grace
+		echo "rdma 20049" >/proc/fs/nfsd/portlist`)
+	w.await(func() bool { return m.tr.Stats().Connects > before.Connects })
+	before = m.tr.Stats()
+	w.await(func() bool { return m.tr.Stats().Recvs > before.Recvs+200 })
+	w.stop()
+}
+
+// work is workers that use a mount.
+type work struct {
+	t     *testing.T
+	m     *mount
+	over  atomic.Bool
+	steps atomic.Int64
+	all   sync.WaitGroup
+}
+
+func startWork(t *testing.T, m *mount, seed uint64) *work {
+	w := &work{t: t, m: m}
+	for i := range cutWorkers {
+		rng := rand.New(rand.NewPCG(seed, uint64(i)))
+		w.all.Go(func() {
+			if err := w.worker(i, rng); err != nil {
+				t.Errorf("worker %d: %v", i, err)
+				w.over.Store(true)
+			}
+		})
+	}
+	t.Cleanup(func() {
+		w.over.Store(true)
+		w.all.Wait()
+	})
+	return w
+}
+
+// await waits while the workers work.
+func (w *work) await(happened func() bool) {
+	w.t.Helper()
+	for end := time.Now().Add(patience); !happened() && !w.over.Load(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			w.over.Store(true)
+			for _, c := range w.m.tr.Calls() {
+				w.t.Logf("call %+v", c)
+			}
+			w.t.Fatalf("waited %v in vain: %+v", patience, w.m.tr.Stats())
+		}
+	}
+}
+
+// stop ends the work, and holds the transport to its promises.
+func (w *work) stop() {
+	w.t.Helper()
+	w.over.Store(true)
+	w.all.Wait()
+	s := w.m.tr.Stats()
+	w.t.Logf("%d steps, %d RPCs, %d connects, %d failed, %d resends, %d timeouts, %d nudges; %d MRs hurt = %d recovered + %d recycled + %d orphaned", w.steps.Load(), s.Sends, s.Connects,
+		s.ConnectFailures, s.Resends, s.Timeouts, s.Nudges, s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	if s.Connects < 2 || s.Resends == 0 {
+		w.t.Error("no call was cut off")
+	}
+	if s.MRsHurt != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
+		w.t.Error("the MRs do not add up")
+	}
+	if left, err := os.ReadDir(w.m.dir); err != nil || len(left) != 0 {
+		w.t.Errorf("left in the export: %v, %v", left, err)
+	}
+}
+
+// worker keeps a file and its shadow in step, and makes and removes names that nobody else has. Every error is wrong.
+func (w *work) worker(id int, rng *rand.Rand) error {
+	shadow, got := make([]byte, cutSize), make([]byte, cutSize)
+	name := filepath.Join(w.m.dir, fmt.Sprint("file", id))
+	f, err := os.OpenFile(name, os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_DIRECT, 0o644)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if _, err := f.Write(shadow); err != nil {
+		return err
+	}
+	for i := 0; !w.over.Load(); i++ {
+		w.steps.Add(1)
+		off := rng.IntN(cutSize)
+		n := 1 + rng.IntN(cutSize-off)
+		switch i % 3 {
+		case 0:
+			for k := range n {
+				shadow[off+k] = byte(rng.Uint32())
+			}
+			_, err = f.WriteAt(shadow[off:off+n], int64(off))
+		case 1:
+			if _, err = f.ReadAt(got[:n], int64(off)); err == nil && !bytes.Equal(got[:n], shadow[off:off+n]) {
+				err = fmt.Errorf("step %d: %d octets at %d are not what was written", i, n, off)
+			}
+		case 2:
+			err = w.names(fmt.Sprintf("d%d.%d", id, i))
+		}
+		if err != nil {
+			return err
+		}
+	}
+	if _, err := f.ReadAt(got, 0); err != nil {
+		return err
+	}
+	if !bytes.Equal(got, shadow) {
+		return fmt.Errorf("the file is not what was written")
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	return os.Remove(name)
+}
+
+// names does once what cannot be done twice.
+func (w *work) names(dir string) error {
+	d := filepath.Join(w.m.dir, dir)
+	a, b, c := filepath.Join(d, "a"), filepath.Join(d, "b"), filepath.Join(d, "c")
+	for _, step := range []func() error{
+		func() error { return os.Mkdir(d, 0o755) },
+		func() error {
+			f, err := os.OpenFile(a, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o644)
+			if err != nil {
+				return err
+			}
+			return f.Close()
+		},
+		func() error { return os.Link(a, b) },
+		func() error { return os.Rename(a, c) },
+		func() error { return os.Symlink("b", a) },
+		func() error { return os.Remove(a) },
+		func() error { return os.Remove(b) },
+		func() error { return os.Remove(c) },
+		func() error { return os.Remove(d) },
+	} {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
