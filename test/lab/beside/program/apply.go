@@ -13,7 +13,7 @@ import (
 )
 
 // slots is the number of files that a stream has open at once.
-const slots = 6
+const slots = 4
 
 // users are who does the operations of a stream. The first one looks at what they did.
 var users = []struct {

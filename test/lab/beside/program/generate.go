@@ -6,19 +6,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The names are few, so that operations meet: a name is now a file, now a directory, now a link to another.
+// The names are few, so that operations meet. What is made by a name is mostly a file or mostly a directory, so that paths lead somewhere.
 var (
-	names   = []string{"a", "b", "c", "d", "e", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d", "e/d/a", "d/..", "e/.", "~255", "d/~255"}
+	files   = []string{"a", "b", "c", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d/a", "~255", "d/~255"}
+	dirs    = []string{"d", "e", "e/d", "d", "e", "e/d", "f", "d/f"}
+	around  = []string{"d/..", "e/.", "d/../a", "e/d/../b"}
 	oddOnes = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "/", "a/b/c/d"}
 	targets = []string{"a", "b", "d", "e/a", "../a", "d/a", ".", "missing", "c", "~255"}
-	modes   = []int{0o644, 0o600, 0o666, 0o755, 0o777, 0o700, 0o400, 0o222, 0, 0o4755, 0o2755, 0o1777, 0o2775}
+	modes   = []int{0o644, 0o600, 0o666, 0o755, 0o777, 0o777, 0o700, 0o400, 0o222, 0, 0o4755, 0o2755, 0o1777, 0o2775, 0o6777}
 	sizes   = []int{0, 1, 100, 4095, 4096, 4097, 10000, 65536, 70001, 1 << 20, 1<<20 + 1}
 )
 
 // A generator makes a stream of operations out of a seed.
 type generator struct {
-	r     *rand.Rand
-	count int
+	r *rand.Rand
 }
 
 func newGenerator(seed uint64) *generator { return &generator{r: rand.New(rand.NewPCG(seed, 0))} }
@@ -28,10 +29,23 @@ func pick[T any](g *generator, list []T) T { return list[g.r.IntN(len(list))] }
 func (g *generator) chance(percent int) bool { return g.r.IntN(100) < percent }
 
 func (g *generator) path() string {
-	if g.chance(4) {
+	switch at := g.r.IntN(100); {
+	case at < 3:
 		return pick(g, oddOnes)
+	case at < 8:
+		return pick(g, around)
+	case at < 30:
+		return pick(g, dirs)
 	}
-	return pick(g, names)
+	return pick(g, files)
+}
+
+// likely is a path of the sort that an operation mostly wants.
+func (g *generator) likely(list []string) string {
+	if g.chance(12) {
+		return g.path()
+	}
+	return pick(g, list)
 }
 
 // offset is one near to where files end, or pages and requests do.
@@ -41,8 +55,8 @@ func (g *generator) offset() int {
 
 func (g *generator) openFlags() int {
 	flags := pick(g, []int{unix.O_RDONLY, unix.O_WRONLY, unix.O_RDWR, unix.O_RDWR, unix.O_RDWR})
-	for _, f := range []struct{ bit, percent int }{{unix.O_CREAT, 60}, {unix.O_EXCL, 10}, {unix.O_TRUNC, 15}, {unix.O_APPEND, 15},
-		{unix.O_DIRECT, 8}, {unix.O_SYNC, 5}, {unix.O_DIRECTORY, 3}, {unix.O_NOFOLLOW, 5}, {unix.O_NOATIME, 2}, {unix.O_PATH, 2}} {
+	for _, f := range []struct{ bit, percent int }{{unix.O_CREAT, 75}, {unix.O_EXCL, 6}, {unix.O_TRUNC, 15}, {unix.O_APPEND, 15},
+		{unix.O_DIRECT, 8}, {unix.O_SYNC, 5}, {unix.O_DIRECTORY, 2}, {unix.O_NOFOLLOW, 5}, {unix.O_NOATIME, 2}, {unix.O_PATH, 1}} {
 		if g.chance(f.percent) {
 			flags |= f.bit
 		}
@@ -75,7 +89,7 @@ func dataAt(g *generator, o *op) {
 }
 
 var kinds = []kind{
-	{"open", 160, func(g *generator, o *op) { o.flags, o.mode = g.openFlags(), pick(g, modes) }},
+	{"open", 260, func(g *generator, o *op) { o.flags, o.mode = g.openFlags(), pick(g, modes) }},
 	{"close", 40, onPath},
 	{"read", 50, func(g *generator, o *op) { o.n = pick(g, sizes) }},
 	{"pread", 50, func(g *generator, o *op) { o.n, o.off = pick(g, sizes), g.offset() }},
@@ -89,21 +103,21 @@ var kinds = []kind{
 	{"fallocate", 6, func(g *generator, o *op) { o.flags, o.off, o.n = g.r.IntN(4), g.offset(), pick(g, sizes) }},
 	{"fsync", 15, onPath},
 	{"fchmod", 8, func(g *generator, o *op) { o.mode = pick(g, modes) }},
-	{"copyrange", 6, func(g *generator, o *op) { o.off, o.n = g.r.IntN(6), pick(g, sizes) }},
+	{"copyrange", 12, func(g *generator, o *op) { o.off, o.n = g.r.IntN(6), pick(g, sizes) }},
 	{"flock", 5, func(g *generator, o *op) {
 		o.flags = pick(g, []int{unix.LOCK_SH, unix.LOCK_EX, unix.LOCK_UN}) | unix.LOCK_NB
 	}},
 	{"lock", 5, func(g *generator, o *op) { o.flags, o.off, o.n = g.r.IntN(3), g.offset(), pick(g, sizes) }},
-	{"mkdir", 60, func(g *generator, o *op) { o.mode = pick(g, modes) }},
-	{"rmdir", 25, onPath},
-	{"unlink", 60, onPath},
+	{"mkdir", 70, func(g *generator, o *op) { o.mode = pick(g, modes) }},
+	{"rmdir", 15, onPath},
+	{"unlink", 45, onPath},
 	{"rename", 70, func(g *generator, o *op) {
 		if g.chance(10) {
 			o.flags = 1 + g.r.IntN(3) // RENAME_NOREPLACE, RENAME_EXCHANGE
 		}
 	}},
 	{"link", 40, onPath},
-	{"symlink", 30, func(g *generator, o *op) { o.to = pick(g, targets) }},
+	{"symlink", 20, func(g *generator, o *op) { o.to = pick(g, targets) }},
 	{"readlink", 20, onPath},
 	{"chmod", 40, func(g *generator, o *op) { o.mode = pick(g, modes) }},
 	{"chown", 20, func(g *generator, o *op) { o.uid, o.gid = pick(g, ids), pick(g, ids) }},
@@ -156,16 +170,37 @@ func (g *generator) next() op {
 	if g.chance(25) {
 		o.as = 1 + g.r.IntN(len(users)-1)
 	}
+	switch k.do {
+	case "mkdir", "rmdir", "readdir", "tmpfile":
+		o.path = g.likely(dirs)
+	case "open", "truncate", "mknod", "symlink", "unlink", "link":
+		o.path = g.likely(files)
+		if k.do == "link" {
+			o.to = g.likely(files)
+		}
+	case "rename":
+		list := files
+		if g.chance(30) {
+			list = dirs
+		}
+		o.path, o.to = g.likely(list), g.likely(list)
+	}
 	k.fill(g, &o)
-	g.count++
 	return o
 }
 
+// beginning are directories that everybody may use.
+var beginning = []op{{do: "mkdir", path: "d"}, {do: "chmod", path: "d", mode: 0o777}, {do: "mkdir", path: "e"}, {do: "chmod", path: "e", mode: 0o1777}}
+
+// generate is the stream of a seed.
 func generate(seed uint64, n int) []op {
 	g := newGenerator(seed)
 	ops := make([]op, n)
 	for i := range ops {
 		ops[i] = g.next()
+		if i < len(beginning) {
+			ops[i] = beginning[i]
+		}
 	}
 	return ops
 }
