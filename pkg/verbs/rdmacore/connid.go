@@ -310,6 +310,12 @@ func address(id *C.struct_rdma_cm_id, peer bool) netip.AddrPort {
 		which = 1
 	}
 	C.rc_address(id, which, unsafe.Pointer(&raw))
+	return addressIn(unsafe.Pointer(&raw))
+}
+
+// addressIn reads a struct sockaddr_in or sockaddr_in6 in room for either.
+func addressIn(p unsafe.Pointer) netip.AddrPort {
+	raw := *(*syscall.RawSockaddrInet6)(p)
 	b := (*[unsafe.Sizeof(raw)]byte)(unsafe.Pointer(&raw))
 	port := binary.BigEndian.Uint16(b[2:])
 	switch raw.Family {
