@@ -31,7 +31,7 @@ func rootCommand() *cobra.Command {
 		},
 	}
 	root.PersistentFlags().StringVar(&c.output, "output", "text", "text or json")
-	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c), traceCommand(c), serveCommand(), demoCommand(), versionCommand(c))
+	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c), traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
 	return root
 }
 

@@ -55,6 +55,9 @@ func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
 	if m.Connection != "" {
 		item(w, "connection", fmt.Sprintf("%s to %s by %s, %s", m.Connection, m.Server, m.Provider, plural(m.Connects, "connect")), " ")
 	}
+	if m.ProviderReason != "" {
+		item(w, "provider", m.Provider+": "+printable(m.ProviderReason), " ")
+	}
 	if m.LastError != "" {
 		item(w, "last error", printable(m.LastError), " ")
 	}

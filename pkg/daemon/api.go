@@ -46,6 +46,8 @@ type MountInfo struct {
 	Options  string     `json:"options"`
 	Server   string     `json:"server,omitempty"` // RDMA address
 	Provider string     `json:"provider,omitempty"`
+	// ProviderReason says why it is this provider.
+	ProviderReason string `json:"provider_reason,omitempty"`
 	// FaultInjection is the plan of the faults that are injected into this mount, "" for none.
 	FaultInjection string `json:"fault_injection,omitempty"`
 }

@@ -61,7 +61,7 @@ func DefaultOptions() Options {
 		AcDirMax:    60 * time.Second,
 		LookupCache: "all",
 		NConnect:    1,
-		Provider:    "auto",
+		Provider:    providerAuto,
 		Slots:       64,   // what Linux servers grant
 		InlineBytes: 4096, // RFC 8797 §4, and Linux's default
 		TraceEvents: xprt.DefaultTraceEvents,
@@ -202,7 +202,7 @@ var optionTable = slices.Concat([]option{
 	wordSets("access", "ro", func(o *Options) { o.ReadOnly = true }),
 	wordSets("access", "rw", func(o *Options) { o.ReadOnly = false }),
 	word("", "intr", "nointr"), // accepted and without effect, as in nfs(5)
-	oneOf("provider", []string{"auto", "softiwarp"}, " (rdmacore is not part of this build)", func(o *Options, v string) { o.Provider = v }, "provider"),
+	oneOf("provider", []string{providerAuto, providerSoftiwarp, providerRdmacore}, "", func(o *Options, v string) { o.Provider = v }, "provider"),
 	{names: []string{"device"}, group: "device", want: "must name an RDMA device", set: func(o *Options, _, v string) bool { o.Device = v; return v != "" }},
 	number("slots", minSlots, maxSlots, "", func(o *Options, n int) { o.Slots = n }, "slots"),
 	{names: []string{"inline"}, group: "inline", want: fmt.Sprintf("must be a multiple of 1024 from %d to %d (octets)", minInline, maxInline), set: func(o *Options, _, v string) bool {
@@ -300,6 +300,9 @@ func (o *Options) check(given map[string]string) error {
 	}
 	if o.MountPort == o.Port { // MOUNT is spoken on TCP: a connection of TCP's own would harm the RDMA port of a stock Linux server
 		return &OptionError{"mountport", strconv.Itoa(int(o.MountPort)), fmt.Sprintf("contradicts port=%d, the RDMA port: name the server's MOUNT port (TCP), or leave it to the port mapper", o.Port)}
+	}
+	if o.Device != "" && o.Provider == providerSoftiwarp {
+		return &OptionError{"device", o.Device, "contradicts provider=softiwarp, which needs none"}
 	}
 	if o.AcRegMin > o.AcRegMax {
 		return &OptionError{"acregmin", seconds(o.AcRegMin), fmt.Sprintf("contradicts acregmax=%s: must be from 0 to %[1]s (seconds)", seconds(o.AcRegMax))}

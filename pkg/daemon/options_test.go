@@ -27,8 +27,8 @@ func TestParseOptions(t *testing.T) {
 		}},
 		{"noac,lookupcache=positive", func(o *Options) { o.NoAC, o.LookupCache = true, "pos" }},
 		{"nconnect=16,ro", func(o *Options) { o.NConnect, o.ReadOnly = 16, true }},
-		{"provider=softiwarp,device=lo,slots=4,inline=1024,mpacrc=on,writepad", func(o *Options) {
-			o.Provider, o.Device, o.Slots, o.InlineBytes, o.MPACRC, o.WritePad = "softiwarp", "lo", 4, 1024, true, true
+		{"provider=rdmacore,device=rxe0,slots=4,inline=1024,mpacrc=on,writepad", func(o *Options) {
+			o.Provider, o.Device, o.Slots, o.InlineBytes, o.MPACRC, o.WritePad = "rdmacore", "rxe0", 4, 1024, true, true
 		}},
 		{"trace=0,keepalive=0,idle=0", func(o *Options) { o.TraceEvents, o.KeepAlive, o.Idle = 0, 0, 0 }},
 		{"trace=65536,keepalive=3,idle=60", func(o *Options) { o.TraceEvents, o.KeepAlive, o.Idle = 65536, 3*time.Second, time.Minute }},
@@ -77,7 +77,8 @@ func TestParseOptionsErrors(t *testing.T) {
 		{"lookupcache=some", `"lookupcache=some"`, "all, none, pos or positive"},
 		{"local_lock=none", `"local_lock=none"`, "must be all"},
 		{"sec=krb5", `"sec=krb5"`, "must be sys"},
-		{"provider=rdmacore", `"provider=rdmacore"`, "auto or softiwarp"},
+		{"provider=roce", `"provider=roce"`, "auto, softiwarp or rdmacore"},
+		{"provider=softiwarp,device=rxe0", `"device=rxe0"`, "provider=softiwarp"},
 		{"device=", `"device"`, "needs a value"},
 		{"ro=1", `"ro=1"`, "takes no value"},
 		{"trace=on", `"trace=on"`, "0 to 1048576 (events"},

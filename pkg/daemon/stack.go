@@ -39,6 +39,7 @@ type stack struct {
 	mountArgs  mountd.Args
 	address    netip.AddrPort // of the server's RDMA side
 	provider   verbs.Provider
+	why        string // it is this provider
 	transports caller
 	fs         *fusefs.FS
 	server     *fusefs.Server
@@ -100,7 +101,12 @@ func (s *stack) build(ctx context.Context, log hclog.Logger) (err error) {
 	}
 	server := netip.AddrPortFrom(addr, s.opts.Port)
 	s.address = server
-	s.provider = WithFaults(softiwarp.New(softiwarp.Config{CRC: s.opts.MPACRC}), s.inject, log) // "auto" too: it is the only one in this build
+	provider, why, err := chooseProvider(ctx, &s.opts, server, log)
+	if err != nil {
+		return err
+	}
+	log.Debug("provider chosen", "provider", provider.Name(), "because", why)
+	s.provider, s.why = WithFaults(provider, s.inject, log), why
 	undo = append(undo, func() { s.transports.close() })
 	if err := s.connect(ctx, server, log); err != nil {
 		return err

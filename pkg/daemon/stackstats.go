@@ -64,7 +64,7 @@ func (s *stack) Snapshot() metrics.Snapshot {
 
 // Describe implements live.
 func (s *stack) Describe(i *MountInfo) {
-	i.Server, i.Provider = s.address.String(), s.provider.Name()
+	i.Server, i.Provider, i.ProviderReason = s.address.String(), s.provider.Name(), s.why
 	i.FaultInjection, _ = injected(s.provider)
 }
 
