@@ -134,7 +134,13 @@ func (w *world) startDaemon(t *testing.T) {
 // startDaemonFor starts a daemon that gives a mount so much time.
 func (w *world) startDaemonFor(t *testing.T, connect string) {
 	t.Helper()
-	w.daemon = program(t, "nfsrdmad", "daemon", "--control-socket", w.socket, "--metrics-listen", "127.0.0.1:0", "--connect-timeout", connect)
+	w.startDaemonWith(t, "--metrics-listen", "127.0.0.1:0", "--connect-timeout", connect)
+}
+
+// startDaemonWith starts a daemon with further flags.
+func (w *world) startDaemonWith(t *testing.T, flags ...string) {
+	t.Helper()
+	w.daemon = program(t, "nfsrdmad", append([]string{"daemon", "--control-socket", w.socket}, flags...)...)
 	w.daemon.Stderr = w.log
 	if err := w.daemon.Start(); err != nil {
 		t.Fatal(err)

@@ -191,12 +191,12 @@ func (cn *conn) nudge(after time.Duration) {
 	if t.conn.Load() != cn || !cn.sq.take(1) {
 		return
 	}
+	t.stats.nudges.Add(1) // before the reply that it may bring
+	t.trace.Add(trace.Event{Kind: trace.Nudge})
 	if _, err := cn.qp.PostSend(cn.emptyWrite()); err != nil {
 		return
 	}
 	cn.sq.posted.Add(1)
-	t.stats.nudges.Add(1)
-	t.trace.Add(trace.Event{Kind: trace.Nudge})
 	cn.scheduleNudge(min(2*after, maxNudgePause))
 }
 

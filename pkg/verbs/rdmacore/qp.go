@@ -40,8 +40,8 @@ const (
 
 	// causeWait is how long a guessed cause waits for a better one: the event of the connection comes beside the completions.
 	causeWait = 300 * time.Millisecond
-	// drainWait is how long a device may make no progress in flushing before its queue pair is destroyed and flushed without it.
-	drainWait = 5 * time.Second
+	// flushWait is how long a device may make no progress in flushing before its queue pair is destroyed and flushed without it.
+	flushWait = 2 * time.Second
 )
 
 // A qp is a queue pair.
@@ -61,6 +61,7 @@ type qp struct {
 	inflight sync.WaitGroup // requests whose handler has not returned
 	progress atomic.Uint64  // completions handled
 	tearing  sync.Once
+	takeOver sync.Once // flushes here what the device does not
 	undo     sync.Once // destroys
 
 	mu      sync.Mutex
@@ -208,8 +209,9 @@ func (q *qp) end() {
 	q.sure = true
 	q.mu.Unlock()
 	if f := q.attr.OnDisconnect; f != nil {
-		f(cause)
+		go f(cause)
 	}
+	q.flush() // what is posted completes, also if the consumer takes its time to close
 }
 
 // tear closes the queues, disconnects, and has the device flush, once.
@@ -233,7 +235,7 @@ func (q *qp) tear() {
 	})
 }
 
-// Drain moves the QP to the error state and waits until every handler has returned. A device that does not flush is made to by destroying the QP.
+// Drain moves the QP to the error state and waits until every handler has returned.
 func (q *qp) Drain() {
 	q.mu.Lock()
 	if q.state != qpDead {
@@ -242,6 +244,11 @@ func (q *qp) Drain() {
 	q.state = qpDead
 	q.mu.Unlock()
 	q.tear()
+	q.flush()
+}
+
+// flush waits until every handler has returned. A device that does not flush is made to by destroying the QP.
+func (q *qp) flush() {
 	done := make(chan struct{})
 	go func() {
 		q.inflight.Wait()
@@ -251,7 +258,7 @@ func (q *qp) Drain() {
 		select {
 		case <-done:
 			return
-		case <-time.After(drainWait):
+		case <-time.After(flushWait):
 		}
 		now := q.progress.Load()
 		if now == last {
@@ -259,15 +266,17 @@ func (q *qp) Drain() {
 		}
 		last = now
 	}
-	q.dev.log.Warn("RDMA device does not flush a queue pair in the error state: it is destroyed", "device", q.dev.attrs.Name)
-	q.release()
-	q.mu.Lock()
-	q.broken = true
-	q.mu.Unlock()
-	q.sendCQ.wake(q)
-	if q.recvCQ != q.sendCQ {
-		q.recvCQ.wake(q)
-	}
+	q.takeOver.Do(func() {
+		q.dev.log.Warn("RDMA device does not flush a queue pair in the error state: it is destroyed", "device", q.dev.attrs.Name)
+		q.release()
+		q.mu.Lock()
+		q.broken = true
+		q.mu.Unlock()
+		q.sendCQ.wake(q)
+		if q.recvCQ != q.sendCQ {
+			q.recvCQ.wake(q)
+		}
+	})
 	<-done
 }
 

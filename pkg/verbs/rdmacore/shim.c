@@ -78,7 +78,7 @@ static int refused(int ret)
 
 static int missing(void)
 {
-	return errno > 0 ? -errno : -EIO;
+	return errno > 0 ? -errno : errno < 0 ? errno : -EIO; // some providers set it negative
 }
 
 int rc_open_channel(struct rdma_event_channel **out)

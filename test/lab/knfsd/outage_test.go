@@ -71,8 +71,7 @@ func shortWaits(c *xprt.Config) {
 
 // An outage is two copies that have come to their middle.
 type outage struct {
-	m        *mount
-	connects uint64 // before the server went away
+	m *mount
 
 	in, out         *exec.Cmd
 	src             io.WriteCloser // what is still to be copied in

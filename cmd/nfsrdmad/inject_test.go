@@ -1,0 +1,326 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+)
+
+// noise is always the same n octets for a name.
+func noise(name string, n int) []byte {
+	var seed [32]byte
+	copy(seed[:], name)
+	b := make([]byte, n)
+	_, _ = rand.NewChaCha8(seed).Read(b)
+	return b
+}
+
+// scrape reads the metrics at addr: the value of each series, summed over labels, and over those of one label too, as name{label="value"}.
+func scrape(t *testing.T, addr string) map[string]float64 {
+	t.Helper()
+	r, err := http.Get("http://" + addr + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	m := make(map[string]float64)
+	lines := bufio.NewScanner(r.Body)
+	for lines.Scan() {
+		if strings.HasPrefix(lines.Text(), "#") {
+			continue
+		}
+		at := strings.LastIndexByte(lines.Text(), ' ')
+		series, labels, _ := strings.Cut(lines.Text()[:at], "{")
+		v, err := strconv.ParseFloat(lines.Text()[at+1:], 64)
+		if err != nil {
+			t.Fatalf("%v: %q", err, lines.Text())
+		}
+		m[series] += v
+		for l := range strings.SplitSeq(strings.TrimSuffix(labels, "}"), ",") {
+			m[series+"{"+l+"}"] += v
+		}
+	}
+	if err := lines.Err(); err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// copies are the files of TestInject: many, most of them small, together some MB.
+const (
+	copies    = 120
+	smallSize = 3000
+	bigSize   = 500_000
+	bigEvery  = 10
+	copiers   = 4
+)
+
+func copyName(i int) string { return fmt.Sprintf("file%03d", i) }
+
+func copySize(i int) int {
+	if i%bigEvery == 0 {
+		return bigSize + i
+	}
+	return smallSize + i
+}
+
+// copyAll reads every file of from and writes it to to, several at a time.
+func copyAll(from, to string) error {
+	errs := make([]error, copiers)
+	var all sync.WaitGroup
+	for c := range copiers {
+		all.Go(func() {
+			for i := c; i < copies && errs[c] == nil; i += copiers {
+				b, err := os.ReadFile(filepath.Join(from, copyName(i)))
+				if err == nil {
+					err = os.WriteFile(filepath.Join(to, copyName(i)), b, 0o644)
+				}
+				errs[c] = err
+			}
+		})
+	}
+	all.Wait()
+	return errors.Join(errs...)
+}
+
+func sameAll(t *testing.T, dir string) {
+	t.Helper()
+	for i := range copies {
+		b, err := os.ReadFile(filepath.Join(dir, copyName(i)))
+		if err != nil || !bytes.Equal(b, noise(copyName(i), copySize(i))) {
+			t.Errorf("%s of %s: %d octets, want %d as they were: %v", copyName(i), dir, len(b), copySize(i), err)
+		}
+	}
+}
+
+// A daemon that breaks its own connections says so everywhere, and no octet is wrong.
+func TestInject(t *testing.T) {
+	const spec = "seed=7,disconnect-every=60,post-fail=90:*"
+	w := newWorld(t)
+	w.stop(t, w.daemon)
+	metrics := closedPort(t).String()
+	w.startDaemonWith(t, "--metrics-listen", metrics)
+	if v := scrape(t, metrics)["nfsrdmad_fault_injection_enabled"]; v != 0 {
+		t.Errorf("fault injection is %v without", v)
+	}
+	if out := w.version(t); strings.Contains(out, daemon.FaultBanner) {
+		t.Errorf("a banner without faults: %s", out)
+	}
+	w.stop(t, w.daemon)
+	w.startDaemonWith(t, "--metrics-listen", metrics, "--inject", spec)
+	in, out := w.mkdir(t, "export/in"), w.mkdir(t, "export/out")
+	for i := range copies {
+		if err := os.WriteFile(filepath.Join(in, copyName(i)), noise(copyName(i), copySize(i)), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--log-level", "warn")
+	dir := w.mkdir(t, "mnt")
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", "port="+portOf(t, rdma)+",mountport="+portOf(t, tcp)).succeeds(t)
+	traced := w.trace(t, dir)
+
+	if err := copyAll(filepath.Join(dir, "in"), filepath.Join(dir, "out")); err != nil {
+		t.Fatal(err)
+	}
+	sameAll(t, out)
+	sameAll(t, filepath.Join(dir, "out"))
+
+	w.bannered(t, dir, daemon.FaultBanner+spec)
+	w.countedFaults(t, dir, metrics)
+	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
+	events := traced()
+	for _, e := range []string{"disconnect", "connect", "post_send", "post_send_err", "resend", "reply", "map", "done"} {
+		if events[e] == 0 {
+			t.Errorf("the trace has no %q: %v", e, events)
+		}
+	}
+	w.stop(t, w.daemon)
+	if !strings.Contains(w.log.String(), "FAULT INJECTION IS ON") {
+		t.Errorf("the log says nothing of it: %s", w.log)
+	}
+}
+
+func (w *world) version(t *testing.T) string {
+	t.Helper()
+	return nfsrdmad(t, "version", "--verbose", "--control-socket", w.socket).succeeds(t).stdout
+}
+
+// bannered checks who shows the banner.
+func (w *world) bannered(t *testing.T, dir, banner string) {
+	t.Helper()
+	for _, verb := range []string{"status", "list"} {
+		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; !strings.HasPrefix(out, banner+"\n") {
+			t.Errorf("%s does not begin with %q: %s", verb, banner, out)
+		}
+	}
+	if out := w.version(t); !strings.Contains(out, banner+"\n") {
+		t.Errorf("version does not say %q: %s", banner, out)
+	}
+}
+
+// countedFaults checks the counters when everything has come to rest: nothing more is posted then.
+func (w *world) countedFaults(t *testing.T, dir, metrics string) {
+	t.Helper()
+	const (
+		hurt       = "nfsrdmad_mrs_hurt_total"
+		disconnect = `nfsrdmad_faults_injected_total{fault="disconnect-every"}`
+		postFail   = `nfsrdmad_faults_injected_total{fault="post-fail"}`
+	)
+	var m map[string]float64
+	for deadline := time.Now().Add(limit); ; time.Sleep(50 * time.Millisecond) {
+		m = scrape(t, metrics)
+		if ends := m["nfsrdmad_mrs_recovered_total"] + m["nfsrdmad_mrs_recycled_total"] + m["nfsrdmad_mrs_orphaned_total"]; ends == m[hurt] {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("MRs are lost: %v", m)
+		}
+	}
+	if m["nfsrdmad_fault_injection_enabled"] != 1 || m[hurt] == 0 || m[disconnect] == 0 || m[postFail] == 0 || m["nfsrdmad_rpc_resends_total"] == 0 {
+		t.Errorf("metrics: %v", m)
+	}
+	var l []daemon.MountStatus
+	out := nfsrdmad(t, "status", "--control-socket", w.socket, "--output", "json", dir).succeeds(t).stdout
+	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 {
+		t.Fatalf("%v: %s", err, out)
+	}
+	s := &l[0]
+	// Each disconnect costs a connection, and the first connection was none's fault.
+	if float64(s.Connects) <= m[disconnect] || float64(s.FaultsInjected["disconnect-every"]) < m[disconnect] || float64(s.FaultsInjected["post-fail"]) < m[postFail] || s.FaultInjection == "" {
+		t.Errorf("%d connects, faults %v; metrics: %v", s.Connects, s.FaultsInjected, m)
+	}
+	if s.MRsHurt != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned || float64(s.MRsHurt) < m[hurt] {
+		t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	}
+	t.Logf("%d connects, faults %v; %d MRs hurt: recovered %d, recycled %d, orphaned %d", s.Connects, s.FaultsInjected, s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+}
+
+// trace has "nfsrdmad trace" write into a file from now on. What it returns is called after the mount has ended, and counts the events.
+func (w *world) trace(t *testing.T, dir string) (events func() map[string]int) {
+	t.Helper()
+	file, err := os.Create(filepath.Join(w.dir, "trace"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	cmd := program(t, "nfsrdmad", "trace", "--control-socket", w.socket, "--output", "json", "--last", "1", dir)
+	cmd.Stdout, cmd.Stderr = file, os.Stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill() })
+	for deadline := time.Now().Add(limit); ; time.Sleep(20 * time.Millisecond) {
+		if st, err := os.Stat(file.Name()); err == nil && st.Size() > 0 { // it has the event before
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the trace does not begin")
+		}
+	}
+	return func() map[string]int {
+		t.Helper()
+		timer := time.AfterFunc(limit, func() { _ = cmd.Process.Kill() })
+		defer timer.Stop()
+		if err := cmd.Wait(); err != nil {
+			t.Fatalf("trace: %v", err)
+		}
+		return countEvents(t, file.Name())
+	}
+}
+
+// countEvents counts the events of a trace by name. The lines account for every event between the first and the last.
+func countEvents(t *testing.T, path string) map[string]int {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	counts := make(map[string]int)
+	seen := make(map[uint64]bool)
+	var lost uint64
+	first, last := uint64(math.MaxUint64), uint64(0)
+	for r := bufio.NewReader(f); ; {
+		line, err := r.ReadBytes('\n')
+		if errors.Is(err, io.EOF) && len(line) == 0 {
+			break
+		}
+		var e struct {
+			Seq   *uint64
+			Time  time.Time
+			Event string
+			Lost  uint64
+		}
+		if err != nil || json.Unmarshal(line, &e) != nil || e.Seq == nil && e.Lost == 0 {
+			t.Fatalf("%v: line %q", err, line)
+		}
+		if e.Seq == nil {
+			lost += e.Lost
+			continue
+		}
+		if e.Event == "" || e.Time.IsZero() || seen[*e.Seq] {
+			t.Errorf("event %q", line)
+		}
+		counts[e.Event]++
+		seen[*e.Seq] = true
+		first, last = min(first, *e.Seq), max(last, *e.Seq)
+	}
+	if last-first+1 != uint64(len(seen))+lost {
+		t.Errorf("the trace goes from %d to %d with %d events and %d lost", first, last, len(seen), lost)
+	}
+	return counts
+}
+
+// A plan with a mistake ends the command, with one line that names the word.
+func TestBadInjection(t *testing.T) {
+	dir := t.TempDir()
+	config := filepath.Join(dir, "c.toml")
+	if err := os.WriteFile(config, []byte("inject = \"disconnect-every=often\"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	socket := filepath.Join(dir, "s")
+	for _, tt := range []struct {
+		name string
+		args []string
+		says []string
+	}{
+		{"unknown fault", []string{"daemon", "--inject", "seed=7,disconect-every=60"}, []string{`"disconect-every=60"`, "no such fault", "disconnect-every=N"}},
+		{"no number", []string{"daemon", "--inject", "disconnect-every=sixty,post-fail=90:*"}, []string{`"disconnect-every=sixty"`, "number from 1"}},
+		{"never", []string{"daemon", "--inject", "post-fail=90:*,disconnect-every=0"}, []string{`"disconnect-every=0"`, "number from 1"}},
+		{"no position", []string{"daemon", "--inject", "post-fail=90"}, []string{`"post-fail=90"`, "position"}},
+		{"no argument", []string{"daemon", "--inject", "reg-error"}, []string{`"reg-error"`, "name=argument"}},
+		{"twice", []string{"daemon", "--inject", "reg-error=3,reg-error=4"}, []string{`"reg-error=4"`, "twice"}},
+		{"seed", []string{"daemon", "--inject", "seed=x,reg-error=3"}, []string{`"seed=x"`, "64 bits"}},
+		{"no fault", []string{"daemon", "--inject", "seed=7"}, []string{`"seed=7"`, "injects nothing"}},
+		{"configuration", []string{"daemon", "--config", config}, []string{config, "inject", `"disconnect-every=often"`}},
+		{"serve", []string{"serve", dir, "--rdma-listen", "127.0.0.1:0", "--inject", "late-write=0"}, []string{`"late-write=0"`, "number from 1"}},
+		{"foreground", []string{"mount", "--foreground", "--inject", "lose-reply=", "127.0.0.1:/", dir}, []string{`"lose-reply="`, "number from 1"}},
+		{"not in the foreground", []string{"mount", "--inject", "lose-reply=3", "127.0.0.1:/", dir}, []string{"--inject", "--foreground"}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			args := tt.args
+			if args[0] != "serve" {
+				args = append(args, "--control-socket", socket)
+			}
+			nfsrdmad(t, args...).fails(t, daemon.ExitUsage, tt.says...)
+		})
+	}
+	if _, err := os.Lstat(socket); err == nil {
+		t.Error("there is a socket")
+	}
+}
