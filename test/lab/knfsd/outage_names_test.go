@@ -46,6 +46,9 @@ func testCutByUs(t *testing.T, b bench) {
 	w := startWork(t, m, plan.Seed())
 	w.await(func() bool { return m.tr.Stats().Connects > cutsByUs })
 	w.stop()
+	if m.tr.Stats().Resends == 0 {
+		t.Error("no call was cut off")
+	}
 	gentle(t, b, capture, 1)
 }
 
@@ -72,20 +75,18 @@ func testCutByServer(t *testing.T, b bench) {
 	w.stop()
 }
 
-// testRestart stops the server's threads, and with them its listeners and connections, under work, and starts them again.
+// testRestart stops the server's threads, and with them its listeners and connections, under an idle mount, has work wait for it, and starts it
+// again. Under calls a kernel of 6.1 may never get its threads back.
 func testRestart(t *testing.T, b bench) {
 	m := b.mount(t, shortWaits)
-	w := startWork(t, m, 2)
-	before := m.tr.Stats()
-	w.await(func() bool { return m.tr.Stats().Recvs > before.Recvs+200 })
 	b.MustRun("rpc.nfsd 0")
-	w.await(func() bool { return m.tr.Stats().State != xprt.StateConnected })
+	waitFor(t, "the loss of the connection to be noticed", func() bool { return m.tr.Stats().State != xprt.StateConnected })
+	w := startWork(t, m, 2)
+	w.await(func() bool { return m.tr.Stats().ConnectFailures > 1 })
 	b.MustRun(`rpc.nfsd -G 10 -L 15 8
 		echo Y 2>/dev/null >/proc/fs/nfsd/v4_end_grace
 		echo "rdma 20049" >/proc/fs/nfsd/portlist`)
-	w.await(func() bool { return m.tr.Stats().Connects > before.Connects })
-	before = m.tr.Stats()
-	w.await(func() bool { return m.tr.Stats().Recvs > before.Recvs+200 })
+	w.await(func() bool { return w.steps.Load() > 10*cutWorkers })
 	w.stop()
 }
 
@@ -138,8 +139,8 @@ func (w *work) stop() {
 	s := w.m.tr.Stats()
 	w.t.Logf("%d steps, %d RPCs, %d connects, %d failed, %d resends, %d timeouts, %d nudges; %d MRs hurt = %d recovered + %d recycled + %d orphaned", w.steps.Load(), s.Sends, s.Connects,
 		s.ConnectFailures, s.Resends, s.Timeouts, s.Nudges, s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
-	if s.Connects < 2 || s.Resends == 0 {
-		w.t.Error("no call was cut off")
+	if s.Connects < 2 {
+		w.t.Error("the connection was never lost")
 	}
 	if s.MRsHurt != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
 		w.t.Error("the MRs do not add up")
