@@ -402,3 +402,49 @@ func allowParents(t *testing.T, path string) {
 		must(t, os.Chmod(dir, 0o755))
 	}
 }
+
+// TestSetIDWrite has somebody write to another's program with the set-user-id bit: the data arrives, and the server takes the bit away.
+func TestSetIDWrite(t *testing.T) {
+	e := startExport(t)
+	m := e.mount(t, mountConfig{})
+	must(t, os.Chmod(e.dir, 0o755))
+	must(t, os.WriteFile(m.path("program"), []byte("old"), 0o644))
+	must(t, unix.Chmod(m.path("program"), 0o4777))
+	allowParents(t, m.dir)
+	cmd := exec.Command("sh", "-c", "printf new 1<>"+m.path("program"))
+	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 4321, Gid: 1234}}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	wantContent(t, filepath.Join(e.dir, "program"), []byte("new"))
+	for _, path := range []string{filepath.Join(e.dir, "program"), m.path("program")} {
+		var st unix.Stat_t
+		must(t, unix.Stat(path, &st))
+		if st.Mode&0o7777 != 0o777 {
+			t.Errorf("%s has mode %o, want 777", path, st.Mode&0o7777)
+		}
+	}
+}
+
+// TestSillyRemovalShows sees the directory's times move when the last close of a removed file removes its hidden name.
+func TestSillyRemovalShows(t *testing.T) {
+	e := startExport(t)
+	m := e.mount(t, mountConfig{})
+	must(t, os.Mkdir(m.path("dir"), 0o755))
+	f, err := os.Create(m.path("dir/victim"))
+	must(t, err)
+	must(t, os.Remove(m.path("dir/victim")))
+	var before, after, server unix.Stat_t
+	must(t, unix.Stat(m.path("dir"), &before))
+	must(t, f.Close())
+	for range 200 { // the kernel does not wait for the release
+		must(t, unix.Stat(m.path("dir"), &after))
+		if after.Mtim != before.Mtim {
+			return
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	must(t, unix.Stat(filepath.Join(e.dir, "dir"), &server))
+	t.Errorf("the directory was changed at %v, then at %v on the server; the mount shows %v", before.Mtim, server.Mtim, after.Mtim)
+}

@@ -134,12 +134,14 @@ func (s *Server) start(opts *MountOptions, maxWrite int) (*fuse.Server, error) {
 		_ = s.detach(unix.MNT_DETACH)
 		return nil, err
 	}
+	// The server takes set-id bits away from a file that others write to or chown. Without HANDLE_KILLPRIV the kernel would ask for that with a
+	// SETATTR of the writer's, who may write but not do that.
 	srv, err := fuse.NewServer(s.fs, path, &fuse.MountOptions{
 		MaxBackground:     maxBackground,
 		MaxWrite:          maxWrite,
 		MaxReadAhead:      maxWrite,
 		DisableXAttrs:     true,
-		ExtraCapabilities: fuse.CAP_READDIRPLUS_AUTO | fuse.CAP_DIRECT_IO_ALLOW_MMAP,
+		ExtraCapabilities: fuse.CAP_READDIRPLUS_AUTO | fuse.CAP_DIRECT_IO_ALLOW_MMAP | fuse.CAP_HANDLE_KILLPRIV,
 		Debug:             opts.Debug,
 		Logger:            opts.Logger,
 	})

