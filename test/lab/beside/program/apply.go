@@ -42,12 +42,12 @@ type field struct{ name, value string }
 // A world is one of the two directories, and what a stream has open in it.
 type world struct {
 	root string
-	fds  [slots]int // -1: not open
-	seen map[string]observed
+	fds  [slots]int          // -1: not open
+	seen map[uint64]observed // by inode number
 }
 
 func newWorld(root string) *world {
-	w := &world{root: root, seen: make(map[string]observed)}
+	w := &world{root: root, seen: make(map[uint64]observed)}
 	for i := range w.fds {
 		w.fds[i] = -1
 	}
@@ -55,11 +55,15 @@ func newWorld(root string) *world {
 }
 
 func (w *world) close() {
-	for i, fd := range w.fds {
-		if fd >= 0 {
-			unix.Close(fd)
-			w.fds[i] = -1
-		}
+	for i := range w.fds {
+		w.closeSlot(i)
+	}
+}
+
+func (w *world) closeSlot(slot int) {
+	if w.fds[slot] >= 0 {
+		unix.Close(w.fds[slot])
+		w.fds[slot] = -1
 	}
 }
 
@@ -233,10 +237,7 @@ func payload(o *op) []byte {
 
 // doOpen opens without waiting, as a FIFO would have it.
 func doOpen(w *world, o *op) ([]field, error) {
-	if w.fds[o.fd] >= 0 {
-		unix.Close(w.fds[o.fd])
-		w.fds[o.fd] = -1
-	}
+	w.closeSlot(o.fd)
 	fd, err := unix.Open(w.abs(o.path), o.flags|unix.O_NONBLOCK|unix.O_CLOEXEC, uint32(o.mode))
 	if err == nil {
 		w.fds[o.fd] = fd
@@ -308,7 +309,7 @@ func doStat(p string, _ *op) ([]field, error) {
 	return []field{{"mode", fmt.Sprintf("%o", st.Mode)}, {"size", sizeOf(&st)}}, nil
 }
 
-// doReaddir reads a directory as the user, in one go. Hidden files have names of their own on each side.
+// doReaddir reads a directory as the user, in one go. Hidden files do not count.
 func doReaddir(p string, _ *op) ([]field, error) {
 	fd, err := unix.Open(p, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -328,19 +329,20 @@ func doReaddir(p string, _ *op) ([]field, error) {
 		for b := buf[:n]; len(b) > 0; {
 			reclen := int(*(*uint16)(unsafe.Pointer(&b[16])))
 			name, _, _ := strings.Cut(string(b[19:reclen]), "\x00")
-			list = append(list, fmt.Sprintf("%s", shown(name)))
-			b = b[reclen:]
+			if b = b[reclen:]; !strings.HasPrefix(name, hidden) {
+				list = append(list, shown(name))
+			}
 		}
 	}
 	slices.Sort(list)
 	return []field{{"names", strings.Join(list, " ")}}, nil
 }
 
+// hidden begins the names that both clients give to files which are removed while they are open.
+const hidden = ".nfs"
+
 func shown(name string) string {
-	switch {
-	case strings.HasPrefix(name, ".nfs"):
-		return ".nfs"
-	case len(name) > 200:
+	if len(name) > 200 {
 		return fmt.Sprintf("~%d", len(name))
 	}
 	return name
@@ -355,7 +357,8 @@ func doStatfs(p string, _ *op) ([]field, error) {
 	if unit == 0 {
 		unit = st.Bsize
 	}
-	return []field{{"octets", fmt.Sprint(int64(st.Blocks) * unit)}, {"bsize", fmt.Sprint(st.Bsize)}, {"frsize", fmt.Sprint(st.Frsize)},
+	// Each client counts in a unit of its own.
+	return []field{{"MiB", fmt.Sprint((int64(st.Blocks)*unit + 1<<20 - 1) >> 20)}, {"bsize", fmt.Sprint(st.Bsize)}, {"frsize", fmt.Sprint(st.Frsize)},
 		{"files", fmt.Sprint(st.Files)}, {"namelen", fmt.Sprint(st.Namelen)}}, nil
 }
 
@@ -380,11 +383,11 @@ func doWalk(root string) ([]field, error) {
 		if err != nil {
 			return err
 		}
-		hidden := 0
+		left := 0
 		for _, e := range entries {
 			name := dir + e.Name()
-			if strings.HasPrefix(e.Name(), ".nfs") {
-				hidden++
+			if strings.HasPrefix(e.Name(), hidden) {
+				left++
 				continue
 			}
 			var st unix.Stat_t
@@ -412,7 +415,7 @@ func doWalk(root string) ([]field, error) {
 			}
 			out = append(out, f)
 		}
-		out = append(out, field{dir + ".nfs", fmt.Sprint(hidden)})
+		out = append(out, field{dir + hidden, fmt.Sprint(left)})
 		return nil
 	}
 	err := visit("")
@@ -429,3 +432,6 @@ func shownPath(path string) string {
 
 // tickTime is longer than a tick of the server's clock for timestamps: what is done in two operations shows as two times.
 const tickTime = 6 * time.Millisecond
+
+// closeTime is for what a client does behind a close(2) that nobody waits for.
+const closeTime = 60 * time.Millisecond

@@ -25,8 +25,8 @@ func (d difference) String() string {
 // A pair is where streams run: a directory on the mount of the kernel's client, one on ours, and the two as the server sees them.
 type pair struct {
 	kernel, ours             string
-	serverKernel, serverOurs string // "" is not known
-	wait                     time.Duration
+	serverKernel, serverOurs string        // "" is not known
+	wait, closeWait          time.Duration // behind each operation, and behind those that close a file
 	runs                     int
 	distort                  func(o *op, fields []field) // of our side; for tests
 	hung                     func(o op)
@@ -72,7 +72,14 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 		if !check(i, o, a, b) {
 			return first, known, nil
 		}
+		if o.do == "open" && (worlds[0].fds[o.fd] < 0) != (worlds[1].fds[o.fd] < 0) { // tolerated, but not to be taken any further
+			worlds[0].closeSlot(o.fd)
+			worlds[1].closeSlot(o.fd)
+		}
 		time.Sleep(p.wait)
+		if o.do == "close" || o.do == "open" {
+			time.Sleep(p.closeWait)
+		}
 	}
 	// In the end the trees must be equal, as the clients and as the server see them.
 	for _, w := range worlds {
@@ -103,6 +110,11 @@ func differences(at int, o op, kernel, ours []field) (out []difference) {
 		}
 	}
 	for _, name := range names {
+		_, inA := a[name]
+		_, inB := b[name]
+		if strings.HasSuffix(name, movedSuffix) && inA != inB {
+			continue
+		}
 		if a[name] != b[name] {
 			out = append(out, difference{at, o, name, a[name], b[name]})
 			if name == "errno" {
@@ -141,4 +153,33 @@ func trace(ops []op) string {
 		b.WriteString(o.String() + "\n")
 	}
 	return b.String()
+}
+
+// survey runs a stream to its end and prints what is not tolerated, once for each verb, field and pair of errors. What follows a difference
+// may follow from it.
+func (p *pair) survey(name string, ops []op, tolerated func(*difference) bool) error {
+	_, all, err := p.run(ops, func(*difference) bool { return true })
+	if err != nil {
+		return err
+	}
+	times := make(map[string]int)
+	var order []string
+	example := make(map[string]difference)
+	for _, d := range all {
+		if tolerated(&d) {
+			continue
+		}
+		key := d.op.do + " " + d.field
+		if strings.HasSuffix(d.field, "errno") {
+			key += " " + d.kernel + " " + d.ours
+		}
+		if times[key]++; times[key] == 1 {
+			order = append(order, key)
+			example[key] = d
+		}
+	}
+	for _, key := range order {
+		fmt.Printf("%s: %d times: %v\n", name, times[key], example[key])
+	}
+	return nil
 }

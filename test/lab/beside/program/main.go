@@ -34,7 +34,7 @@ func main() {
 // differ runs streams, or one that a file holds, and prints differences.
 func differ(args []string) error {
 	f := flag.NewFlagSet("differ", flag.ExitOnError)
-	p := &pair{wait: tickTime}
+	p := &pair{wait: tickTime, closeWait: closeTime}
 	f.StringVar(&p.kernel, "kernel", "", "directory on the mount of the kernel's client")
 	f.StringVar(&p.ours, "ours", "", "directory on our mount")
 	f.StringVar(&p.serverKernel, "server-kernel", "", "the first as the server sees it")
@@ -45,6 +45,7 @@ func differ(args []string) error {
 	known := f.String("known", "", "KNOWN_DIFFERENCES.md, which is held to what it says first")
 	file := f.String("file", "", "run the operations of this file instead")
 	shrinkTime := f.Duration("shrink", time.Minute, "time for making the trace of a difference shorter")
+	survey := f.Bool("survey", false, "go on behind differences, and count them by what differs")
 	f.Parse(args)
 	runtime.LockOSThread()
 	var current string
@@ -70,6 +71,9 @@ func differ(args []string) error {
 		}
 	}
 	run := func(ops []op) error {
+		if *survey {
+			return p.survey(current, ops, tolerate(list))
+		}
 		found, tolerated, err := p.run(ops, tolerate(list))
 		if err != nil {
 			return err

@@ -10,10 +10,7 @@ import (
 )
 
 // observed is when a file was seen to have changed last.
-type observed struct {
-	ino          uint64
-	mtime, ctime unix.Timespec
-}
+type observed struct{ mtime, ctime unix.Timespec }
 
 // do does an operation as its user, and then looks as root at the files that it was about.
 func (w *world) do(o *op) []field {
@@ -58,7 +55,14 @@ func (w *world) lstat(what, p string) []field {
 	if p == ".." || strings.HasPrefix(p, "../") || p == "/" {
 		return nil // not of this world, or its root
 	}
-	return w.attributes(what, path.Clean(p), &st)
+	out := w.attributes(what, &st)
+	if st.Mode&unix.S_IFMT != unix.S_IFLNK || what != "path" {
+		return out
+	}
+	if err := unix.Stat(w.abs(p), &st); err != nil {
+		return append(out, field{"target.errno", errnoName(err)})
+	}
+	return append(out, w.attributes("target", &st)...)
 }
 
 func (w *world) fstat(slot int) []field {
@@ -70,7 +74,7 @@ func (w *world) fstat(slot int) []field {
 	if err := unix.Fstat(fd, &st); err != nil {
 		return []field{{"fd.errno", errnoName(err)}}
 	}
-	out := w.attributes("fd", fmt.Sprintf("fd %d", slot), &st)
+	out := w.attributes("fd", &st)
 	if st.Mode&unix.S_IFMT == unix.S_IFREG {
 		pos, err := unix.Seek(fd, 0, unix.SEEK_CUR)
 		out = append(out, field{"fd.offset", fmt.Sprintf("%d %s", pos, errnoName(err))})
@@ -82,7 +86,7 @@ func sizeOf(st *unix.Stat_t) string { return fmt.Sprint(st.Size) }
 
 // attributes are those that two clients agree on. The times of the server's clock differ by when the two were served; what must be the
 // same is which of them an operation moved, and whether a file was changed at the time of its last write.
-func (w *world) attributes(what, key string, st *unix.Stat_t) []field {
+func (w *world) attributes(what string, st *unix.Stat_t) []field {
 	out := []field{
 		{what + ".mode", fmt.Sprintf("%o", st.Mode)}, {what + ".nlink", fmt.Sprint(st.Nlink)},
 		{what + ".uid", fmt.Sprint(st.Uid)}, {what + ".gid", fmt.Sprint(st.Gid)}, {what + ".size", sizeOf(st)},
@@ -91,17 +95,20 @@ func (w *world) attributes(what, key string, st *unix.Stat_t) []field {
 	if st.Mode&unix.S_IFMT == unix.S_IFCHR {
 		out = append(out, field{what + ".rdev", fmt.Sprint(st.Rdev)})
 	}
-	now := observed{st.Ino, st.Mtim, st.Ctim}
-	before, known := w.seen[key]
-	w.seen[key] = now
-	if known && before.ino == now.ino {
-		out = append(out, field{what + ".mtime moved", fmt.Sprint(compare(now.mtime, before.mtime))},
-			field{what + ".ctime moved", fmt.Sprint(compare(now.ctime, before.ctime))})
-	} else {
-		out = append(out, field{what + ".mtime moved", "first"}, field{what + ".ctime moved", "first"})
+	now := observed{st.Mtim, st.Ctim}
+	before, known := w.seen[st.Ino]
+	w.seen[st.Ino] = now
+	if !known { // on both sides, unless an inode number was used again
+		return out
 	}
-	return out
+	return append(out, field{what + moved("mtime"), fmt.Sprint(compare(now.mtime, before.mtime))},
+		field{what + moved("ctime"), fmt.Sprint(compare(now.ctime, before.ctime))})
 }
+
+// movedSuffix ends the names of fields that are compared only where both sides have them.
+const movedSuffix = " moved"
+
+func moved(time string) string { return "." + time + movedSuffix }
 
 func compare(a, b unix.Timespec) int {
 	switch x, y := a.Nano(), b.Nano(); {
