@@ -108,6 +108,9 @@ func (b *batch) add(wr *verbs.WorkRequest) error {
 		e.soft, e.status = true, verbs.StatusLocQPOpErr
 		if r := q.dev.regions.find(wr.InvalidateRKey); r != nil {
 			e.soft, e.status = r.localInv(q, wr.InvalidateRKey, to)
+			if w, ok := r.(*window); ok && to.opcode == C.IBV_WR_LOCAL_INV {
+				e.inv, e.key = w, wr.InvalidateRKey
+			}
 		}
 	default:
 		return invalid(wr, "unknown opcode %d", wr.Opcode)

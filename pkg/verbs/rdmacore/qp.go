@@ -286,6 +286,7 @@ func (q *qp) release() {
 		q.dev.mu.Lock()
 		delete(q.dev.qps, q.c)
 		q.dev.mu.Unlock()
+		q.dev.regions.untie(q)
 		// While the connection is being made librdmacm may use the queue pair at any event. Afterwards a device that takes its time holds nobody up.
 		q.id.mu.Lock()
 		settled := q.id.settled

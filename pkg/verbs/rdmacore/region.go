@@ -124,7 +124,9 @@ type window struct {
 	gone bool       // guarded by mu, as all below
 	key  verbs.RKey // in force since the last bind that was posted
 	qp   *qp        // that it was posted on
-	free bool       // not bound, as far as is known
+	free bool       // not bound, once what was posted is executed
+	tied bool       // bound on qp, or perhaps so
+	lost bool       // deallocated with its queue pair
 }
 
 func (w *window) LKey() uint32              { return 0 }
@@ -139,8 +141,8 @@ func (w *window) Dereg() error {
 	if w.gone {
 		return fmt.Errorf("rdmacore: deallocate memory window %#08x: already deallocated: %w", uint32(w.first), verbs.ErrInvalid)
 	}
-	if err := errnoOf(C.rc_dealloc_mw(w.c)); err != nil {
-		return fmt.Errorf("rdmacore: deallocate memory window %#08x on %s: %w", uint32(w.first), w.pd.dev.attrs.Name, err)
+	if err := w.dealloc(); err != nil {
+		return err
 	}
 	w.gone, w.qp = true, nil
 	w.pd.dev.regions.remove(w.first, w)
@@ -150,6 +152,49 @@ func (w *window) Dereg() error {
 	return nil
 }
 
+// dealloc gives the window back to the device, once. Caller holds mu.
+func (w *window) dealloc() error {
+	if w.lost {
+		return nil
+	}
+	if err := errnoOf(C.rc_dealloc_mw(w.c)); err != nil {
+		return fmt.Errorf("rdmacore: deallocate memory window %#08x on %s: %w", uint32(w.first), w.pd.dev.attrs.Name, err)
+	}
+	w.lost, w.tied = true, false
+	return nil
+}
+
+// untie deallocates the windows that are, or may be, bound on q, which is dead: a device may refuse, or take a minute, to destroy a queue pair
+// before. They could only have been destroyed in any case.
+func (t *regionTable) untie(q *qp) {
+	t.mu.RLock()
+	var list []*window
+	for _, r := range t.byIndex {
+		if w, ok := r.(*window); ok {
+			list = append(list, w)
+		}
+	}
+	t.mu.RUnlock()
+	for _, w := range list {
+		w.mu.Lock()
+		if w.qp == q && w.tied {
+			if err := w.dealloc(); err != nil {
+				w.pd.dev.log.Error("a window of a lost connection stays", "error", err)
+			}
+		}
+		w.mu.Unlock()
+	}
+}
+
+// unbound notes that a LocalInv of key was executed.
+func (w *window) unbound(key verbs.RKey) {
+	w.mu.Lock()
+	if w.key == key {
+		w.tied = false
+	}
+	w.mu.Unlock()
+}
+
 func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.struct_rc_wr) (bool, verbs.Status, func(), error) {
 	a, err := w.pd.arena(piece)
 	if err != nil {
@@ -157,14 +202,14 @@ func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.stru
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.gone {
-		return false, 0, nil, invalid(req, "the MR was destroyed")
+	if w.gone || w.lost {
+		return false, 0, nil, invalid(req, "the MR was destroyed, or lost with its connection")
 	}
 	if !w.free { // not every device says so by itself
 		return true, verbs.StatusMWBindErr, func() {}, nil
 	}
-	lastKey, lastQP, lastFree := w.key, w.qp, w.free
-	w.key, w.qp, w.free = w.first.WithKey(req.NewKey), q, false
+	lastKey, lastQP, lastTied := w.key, w.qp, w.tied
+	w.key, w.qp, w.free, w.tied = w.first.WithKey(req.NewKey), q, false, true
 	wr.opcode = C.IBV_WR_BIND_MW
 	wr.mw, wr.mr = w.c, a.c
 	wr.rkey = C.uint32_t(w.key)
@@ -172,7 +217,7 @@ func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.stru
 	wr.bind_access = C.uint32_t(windowAccess(req.Access))
 	return false, 0, func() {
 		w.mu.Lock()
-		w.key, w.qp, w.free = lastKey, lastQP, lastFree
+		w.key, w.qp, w.free, w.tied = lastKey, lastQP, true, lastTied
 		w.mu.Unlock()
 	}, nil
 }
@@ -181,7 +226,7 @@ func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.stru
 func (w *window) localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (bool, verbs.Status) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.gone || w.pd != q.pd || w.qp != q || w.key != key {
+	if w.gone || w.lost || w.pd != q.pd || w.qp != q || w.key != key {
 		return true, verbs.StatusLocQPOpErr
 	}
 	if w.free {
@@ -198,7 +243,7 @@ func (w *window) localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (bool, verb
 func (w *window) invalidated(q *qp, key verbs.RKey) {
 	w.mu.Lock()
 	if w.qp == q && w.key == key {
-		w.free = true
+		w.free, w.tied = true, false
 	}
 	w.mu.Unlock()
 }

@@ -14,7 +14,12 @@ type sqe struct {
 	status   verbs.Status
 	length   uint32
 	done     func(*verbs.WorkCompletion)
+	inv      unbinder // of a LocalInv that the device gets
+	key      verbs.RKey
 }
+
+// An unbinder is told that a LocalInv of its key was executed.
+type unbinder interface{ unbound(key verbs.RKey) }
 
 // A completion is one request that has ended, on its way to its handler. Without done nobody wants to hear of it.
 type completion struct {
@@ -69,6 +74,9 @@ func (r *sendRing) pop(status verbs.Status, vendor uint32, out []completion) []c
 	}
 	if e.op == verbs.OpRDMARead {
 		c.wc.ByteLen = e.length
+	}
+	if e.inv != nil && status == verbs.StatusSuccess {
+		e.inv.unbound(e.key)
 	}
 	*e = sqe{}
 	return append(out, c)

@@ -83,11 +83,11 @@ func devices(t *testing.T) verbs.Provider {
 	return p
 }
 
-// create makes an empty file.
+// create makes a file, or empties it.
 func create(t *testing.T, c *nfs3.Client, dir nfs3.FH, name string) nfs3.FH {
 	t.Helper()
 	var res nfs3.CreateResult
-	if err := c.Create(context.Background(), cred, dir, name, &nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasMode: true, Mode: 0o644}}, &res); err != nil {
+	if err := c.Create(context.Background(), cred, dir, name, &nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasMode: true, Mode: 0o644, HasSize: true}}, &res); err != nil {
 		t.Fatal(err)
 	}
 	return res.FH
