@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -31,7 +32,8 @@ const (
 
 // testSignals ends real processes in the middle of a call that the server is answering.
 func testSignals(t *testing.T, b bench) {
-	m := b.mount(t, nil)
+	// A call that comes again while the server still works on it is dropped there, and waits for as long as this.
+	m := b.mount(t, func(c *xprt.Config) { c.Timeout = 15 * time.Second })
 	file, written := filepath.Join(m.dir, "big"), filepath.Join(m.dir, "written")
 	want := randomBytes(signalSize)
 	if err := os.WriteFile(file, want, 0o644); err != nil {
