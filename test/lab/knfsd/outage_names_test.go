@@ -49,7 +49,7 @@ func testCutByUs(t *testing.T, b bench) {
 	if m.tr.Stats().Resends == 0 {
 		t.Error("no call was cut off")
 	}
-	gentle(t, b, capture, 1)
+	gentle(t, b, capture, 1, false)
 }
 
 // testCutByServer has the server's kernel abort its connections (ss -K), each when it has carried calls: what siw has not looked at must
