@@ -36,48 +36,52 @@ const (
 // A sides is a guest with both mounts.
 type sides struct {
 	*lab.Guest
-	t     *testing.T
-	share string // on the host what /share is in the guest
+	t      *testing.T
+	share  string // on the host what /share is in the guest
+	export string
 }
 
 // build builds a program of this module into the shared directory.
 func build(t *testing.T, share, name, pkg string) {
 	t.Helper()
 	cmd := exec.Command("go", "build", "-trimpath", "-o", filepath.Join(share, name), pkg)
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if *providerFlag == "softiwarp" {
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	}
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("go build %s: %v\n%s", pkg, err, out)
 	}
 }
 
-// start boots a guest and mounts the export twice. options are added to our mount's.
-func start(t *testing.T, options string) *sides {
+// start boots a guest and mounts an export twice.
+func start(t *testing.T, export string) *sides {
 	t.Helper()
-	s := &sides{t: t, share: t.TempDir()}
+	s := &sides{t: t, share: t.TempDir(), export: export}
 	build(t, s.share, "nfsrdmad", "../../../cmd/nfsrdmad")
 	build(t, s.share, "program", "./program")
 	s.Guest = lab.Start(t, lab.Options{Kernel: *kernelFlag, Provider: *linkFlag, Share: s.share, MemoryMiB: 2048})
 	s.must("cp /share/nfsrdmad /share/program /usr/bin/ && modprobe fuse && mkdir -p " + kernelDir + " " + oursDir)
-	s.must(fmt.Sprintf("mount -t nfs -o vers=3,proto=rdma,port=20049,mountport=20048,mountproto=tcp,nolock,nosuid,nodev %s:%s %s", serverIP, lab.ExportRW, kernelDir))
+	s.must(fmt.Sprintf("mount -t nfs -o vers=3,proto=rdma,port=20049,mountport=20048,mountproto=tcp,nolock,nosuid,nodev %s:%s %s", serverIP, export, kernelDir))
 	s.must("mkdir -p " + kernelDir + "/kernel " + kernelDir + "/ours")
-	s.mountOurs(options)
+	s.mountOurs("nfsrdmad mount --foreground")
+	t.Cleanup(func() {
+		if t.Failed() {
+			out, _ := s.Run("tail -c 5000 " + daemonLog)
+			t.Logf("our daemon's log:\n%s", out)
+		}
+		if out, err := s.Run("umount " + oursDir + " && umount " + kernelDir); err != nil {
+			t.Errorf("unmount: %v\n%s", err, out)
+		}
+	})
 	return s
 }
 
-func (s *sides) mountOurs(options string) {
+// mountOurs mounts our side with a program that stays in the foreground.
+func (s *sides) mountOurs(program string) {
 	s.t.Helper()
-	s.must(fmt.Sprintf("nfsrdmad mount %s:%s %s --foreground -o mountport=20048,provider=%s%s >%s 2>&1 & "+
-		"for i in $(seq 600); do grep -q ' %s fuse' /proc/mounts && exit 0; sleep 0.1; done; cat %s; exit 1",
-		serverIP, lab.ExportRW, oursDir, *providerFlag, options, daemonLog, oursDir, daemonLog))
-	s.t.Cleanup(func() {
-		if s.t.Failed() {
-			out, _ := s.Run("tail -c 5000 " + daemonLog)
-			s.t.Logf("our daemon's log:\n%s", out)
-		}
-		if out, err := s.Run("umount " + oursDir + " && umount " + kernelDir); err != nil {
-			s.t.Errorf("unmount: %v\n%s", err, out)
-		}
-	})
+	s.must(fmt.Sprintf("%s -o mountport=20048,nosuid,nodev,provider=%s %s:%s %s >%s 2>&1 & "+
+		"for i in $(seq 600); do grep -q ' %[5]s fuse' /proc/mounts && exit 0; sleep 0.1; done; cat %[6]s; exit 1",
+		program, *providerFlag, serverIP, s.export, oursDir, daemonLog))
 }
 
 func (s *sides) must(command string) string {
@@ -91,7 +95,7 @@ func (s *sides) must(command string) string {
 
 // TestDiffer compares the two clients, operation by operation.
 func TestDiffer(t *testing.T) {
-	s := start(t, "")
+	s := start(t, lab.ExportRW)
 	text, err := os.ReadFile("KNOWN_DIFFERENCES.md")
 	if err != nil {
 		t.Fatal(err)

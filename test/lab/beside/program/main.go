@@ -1,6 +1,7 @@
 // Command program runs in a guest of the lab, where the kernel's own NFS client and ours have mounted the same export side by side.
 //
-// "differ" does streams of random operations on both and compares what comes back; "bench" measures both in turns.
+// "differ" does streams of random operations on both and compares what comes back; "bench" measures both in turns; "mount" is our client with a
+// CPU profile.
 package main
 
 import (
@@ -13,7 +14,7 @@ import (
 
 func main() {
 	if len(os.Args) < 2 {
-		fmt.Fprintln(os.Stderr, "usage: program differ|bench [flags]")
+		fmt.Fprintln(os.Stderr, "usage: program differ|bench|mount [flags]")
 		os.Exit(2)
 	}
 	var err error
@@ -22,6 +23,8 @@ func main() {
 		err = differ(os.Args[2:])
 	case "bench":
 		err = bench(os.Args[2:])
+	case "mount":
+		err = profiledMount(os.Args[2:])
 	default:
 		err = fmt.Errorf("unknown command %q", os.Args[1])
 	}

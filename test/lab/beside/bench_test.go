@@ -1,0 +1,171 @@
+package beside
+
+import (
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+var roundsFlag = flag.Int("rounds", 1, "rounds of TestBeside; 5 for what is written down")
+
+// What this test writes of docs/performance.md lies between these lines, for each provider and device.
+const (
+	pageFile  = "../../../docs/performance.md"
+	pageBegin = "<!-- written by go test ./test/lab/beside -run TestBeside -update -rounds 5: %s -->\n"
+	pageEnd   = "<!-- end of %s -->\n"
+)
+
+// A measurement is as in the program.
+type measurement struct {
+	Workload, Side    string
+	Round             int
+	Seconds, CPU, MiB float64
+}
+
+// ratios are those of all rounds of a workload.
+type ratios []float64
+
+func (r ratios) String() string {
+	s := slices.Sorted(slices.Values(r))
+	return fmt.Sprintf("%.2f (%.2f..%.2f)", (s[(len(s)-1)/2]+s[len(s)/2])/2, s[0], s[len(s)-1])
+}
+
+// table compares ours with the kernel's client, round by round. A ratio of speeds above 1 is for ours, one of processor time against it.
+func table(list []measurement) (string, error) {
+	var b strings.Builder
+	b.WriteString("| workload | speed | processor time |\n|---|---|---|\n")
+	var order []string
+	type key struct {
+		workload, side string
+		round          int
+	}
+	by := make(map[key]measurement)
+	rounds := 0
+	for _, m := range list {
+		if !slices.Contains(order, m.Workload) {
+			order = append(order, m.Workload)
+		}
+		by[key{m.Workload, m.Side, m.Round}] = m
+		rounds = max(rounds, m.Round+1)
+	}
+	for _, w := range order {
+		var speed, cpu ratios
+		for round := range rounds {
+			k, o := by[key{w, "kernel", round}], by[key{w, "ours", round}]
+			if k.Seconds <= 0 || o.Seconds <= 0 || k.CPU <= 0 || o.CPU <= 0 {
+				return "", fmt.Errorf("%s, round %d: a side was not measured: %+v, %+v", w, round, k, o)
+			}
+			speed, cpu = append(speed, k.Seconds/o.Seconds), append(cpu, o.CPU/k.CPU)
+		}
+		fmt.Fprintf(&b, "| %s | %v | %v |\n", w, speed, cpu)
+	}
+	return b.String(), nil
+}
+
+// splice puts a text between a page's marks.
+func splice(page, name, text string) (string, error) {
+	begin, end := fmt.Sprintf(pageBegin, name), fmt.Sprintf(pageEnd, name)
+	before, rest, ok := strings.Cut(page, begin)
+	_, after, okEnd := strings.Cut(rest, end)
+	if !ok {
+		return strings.TrimRight(page, "\n") + "\n\n" + begin + text + end, nil
+	}
+	if !okEnd {
+		return "", fmt.Errorf("%s: no %q", pageFile, end)
+	}
+	return before + begin + text + end + after, nil
+}
+
+// TestBeside measures the two clients in turns, on an export that is in the server's memory. It asserts nothing but that all of it works.
+func TestBeside(t *testing.T) {
+	s := start(t, lab.ExportFast)
+	out, err := s.RunFor(fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -rounds %d", kernelDir, oursDir, *roundsFlag), 30*time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var list []measurement
+	for line := range strings.Lines(out) {
+		var m measurement
+		if err := json.Unmarshal([]byte(line), &m); err != nil {
+			t.Fatalf("%q: %v", line, err)
+		}
+		t.Logf("%-28s %-6s round %d: %6.2f s, %6.2f s of processors, %5.0f MiB", m.Workload, m.Side, m.Round, m.Seconds, m.CPU, m.MiB)
+		list = append(list, m)
+	}
+	text, err := table(list)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Log("\n" + text)
+	if *profileFlag {
+		s.profile()
+	}
+	if !*updateFlag {
+		return
+	}
+	name := *providerFlag + " on " + *linkFlag
+	head := fmt.Sprintf("### %s\n\nKernel %s in an emulated guest with %s virtual processors, %d rounds, %s.\n\n",
+		name, strings.TrimSpace(s.must("uname -r")), strings.TrimSpace(s.must("nproc")), *roundsFlag, time.Now().UTC().Format(time.DateOnly))
+	page, err := os.ReadFile(pageFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	changed, err := splice(string(page), name, head+text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tmp := filepath.Join(filepath.Dir(pageFile), ".performance.md.new")
+	if err := os.WriteFile(tmp, []byte(changed), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(tmp, pageFile); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// profile keeps CPU profiles of our daemon while it is read from and written to sequentially.
+func (s *sides) profile() {
+	s.t.Helper()
+	s.must("umount " + oursDir)
+	s.mountOurs("program mount -profile /share/cpu")
+	for i, w := range []string{"sequential write, 1 MiB", "sequential read, 1 MiB"} {
+		bench := fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -side ours -rounds 1 -only '%s'", kernelDir, oursDir, w)
+		s.must("pid=$(pidof program) && kill -USR1 $pid && " + bench + "; kill -USR2 $pid; sleep 2")
+		from, to := filepath.Join(s.share, fmt.Sprintf("cpu%d", i+1)), filepath.Join(s.t.ArtifactDir(), strings.ReplaceAll(w, " ", "-")+".pprof")
+		data, err := os.ReadFile(from)
+		if err == nil {
+			err = os.WriteFile(to, data, 0o644)
+		}
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		s.t.Logf("profile of %s (kept with go test -artifacts): %s", w, to)
+	}
+}
+
+func TestTable(t *testing.T) {
+	list := []measurement{{"a", "kernel", 0, 1, 2, 3}, {"a", "ours", 0, 2, 1, 3}, {"a", "ours", 1, 1, 2, 3}, {"a", "kernel", 1, 1, 2, 3}, {"a", "kernel", 2, 4, 2, 3}, {"a", "ours", 2, 1, 8, 3}}
+	got, err := table(list)
+	if want := "| a | 1.00 (0.50..4.00) | 1.00 (0.50..4.00) |\n"; err != nil || !strings.HasSuffix(got, want) {
+		t.Errorf("%q, %v; want %q", got, err, want)
+	}
+	if _, err := table(list[:1]); err == nil {
+		t.Error("a side that was not measured is not missed")
+	}
+	page, err := splice("# Page\n", "x", "one\n")
+	if err != nil {
+		t.Fatal(err)
+	}
+	page += "behind\n"
+	if again, err := splice(page, "x", "two\n"); err != nil || !strings.Contains(again, "\ntwo\n") || strings.Contains(again, "one") || !strings.HasSuffix(again, "behind\n") {
+		t.Errorf("%q, %v", again, err)
+	}
+}
