@@ -18,13 +18,6 @@ type Config struct {
 	Logger hclog.Logger
 }
 
-func (c Config) withDefaults() Config {
-	if c.Logger == nil {
-		c.Logger = hclog.NewNullLogger()
-	}
-	return c
-}
-
 // An UnavailableError says why this process cannot use RDMA devices, and what to do about it.
 type UnavailableError struct {
 	Reason string

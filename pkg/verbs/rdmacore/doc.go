@@ -58,7 +58,7 @@
 // # Files
 //
 //	shim.h, shim.c                what is called of the libraries; the table of functions
-//	ring.go, spin.go, piece.go, translate.go   what needs no device
+//	ring.go, spin.go, piece.go, translate.go, codes.go   what needs no device
 //	present.go, absent.go, config.go           whether there is a provider at all
 //	channel.go, connid.go, connect.go, listen.go   connections
 //	device.go, region.go          devices, protection domains, memory

@@ -1,7 +1,6 @@
 package rdmacore
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"syscall"
@@ -40,16 +39,6 @@ func statusOf(s uint32) verbs.Status {
 	}
 	return verbs.StatusGeneralErr
 }
-
-// Flags of ibv_wc.wc_flags that tell of a Send With Invalidate.
-const (
-	wcWithInv = 1 << 3
-	// wcWithInvRXE is the kernel's own number (IB_WC_WITH_INVALIDATE), which rxe writes into the queue of a program.
-	wcWithInvRXE = 1 << 2
-)
-
-// rxeVendor is the vendor id of the kernel's soft RoCE device (RXE_VENDOR_ID).
-const rxeVendor = 0xffffff
 
 // Access flags of ibv_reg_mr and of a bind (enum ibv_access_flags).
 const (
@@ -179,52 +168,12 @@ func failure(k eventKind, status int) (verbs.ConnErrorKind, error) {
 	return verbs.ConnProtocol, err
 }
 
-// errnoKind classifies a call that failed.
-func errnoKind(err error) verbs.ConnErrorKind {
-	switch {
-	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
-		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN):
-		return verbs.ConnUnreachable
-	case errors.Is(err, syscall.ETIMEDOUT):
-		return verbs.ConnTimeout
-	}
-	return verbs.ConnLocal
-}
-
 // ending is the cause that an event gives for the end of a connection.
 func ending(k eventKind, status int) error {
 	if k == evDisconnected && status == 0 {
 		return io.EOF
 	}
 	return &EventError{Event: k.String(), Status: status}
-}
-
-// An asyncKind is enum ibv_event_type.
-type asyncKind int32
-
-// Asynchronous events (verbs.h).
-const (
-	asyncCQErr       asyncKind = 0
-	asyncQPFatal     asyncKind = 1
-	asyncQPReqErr    asyncKind = 2
-	asyncQPAccessErr asyncKind = 3
-	asyncCommEst     asyncKind = 4
-	asyncDeviceFatal asyncKind = 8
-	asyncPortActive  asyncKind = 9
-	asyncPortErr     asyncKind = 10
-)
-
-var asyncNames = map[asyncKind]string{
-	asyncCQErr: "completion queue error", asyncQPFatal: "queue pair error", asyncQPReqErr: "the peer sent an invalid request",
-	asyncQPAccessErr: "the peer's access was refused", asyncCommEst: "communication established", asyncDeviceFatal: "the device has failed",
-	asyncPortActive: "port is up", asyncPortErr: "port is down",
-}
-
-func (k asyncKind) String() string {
-	if s, ok := asyncNames[k]; ok {
-		return s
-	}
-	return fmt.Sprintf("asynchronous event %d", int32(k))
 }
 
 // A DeviceEventError is an asynchronous event of the device that ended a connection.
