@@ -66,10 +66,6 @@ func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 	}
 	c := &completionQueue{dev: d, depth: depth, done: make(chan struct{}), qps: make(map[uint32]*qp)}
 	err := errnoOf(C.rc_create_cq(d.ctx, C.int(depth+spareCQE), &c.ch, &c.c))
-	for try := 0; err == syscall.EIO && try < busyTries; try++ { // libsiw fails without a reason now and then
-		time.Sleep(busyPause)
-		err = errnoOf(C.rc_create_cq(d.ctx, C.int(depth+spareCQE), &c.ch, &c.c))
-	}
 	if err != nil {
 		d.leave()
 		return nil, fmt.Errorf("rdmacore: create completion queue of depth %d on %s: %w: %w", depth, d.attrs.Name, verbs.ErrNoResources, err)
