@@ -36,10 +36,21 @@
 // reason that is known soon. The connection manager's event for a peer that disconnected is io.EOF. Terminate messages are the device's
 // secret (no verbs.CapTerminates).
 //
-// # What devices keep from us
+// # What devices do not keep
+//
+// The verbs contract is the device's to keep. The kernel's soft devices, as stock Linux 6.12 has them, break some of it, which nothing here can mend:
+//
+//   - rxe: a window reaches all of the arena that it is bound to, its own bounds are not checked; so keep arenas small. A Read of the peer that was begun
+//     goes on after the invalidation. The kernel panics when a window that is not bound is invalidated: none is from here, and for fear of
+//     a meeting of the two the device does not get verbs.CapRemoteInv, but a hostile peer needs no leave.
+//   - siw: ibv_dereg_mr does not wait for the FPDU that is being placed or sent. A Read without the right gets no answer. A message of a few octets that
+//     crosses a page boundary arrives changed. The library fails to make a queue whose place in the process is just 0x90000.
+//
+// test/lab/rdmacore names the rules of the conformance suite that each breaks. Neither is meant for hostile peers.
 //
 // An rxe or siw peer on this machine must be reached by the machine's own address; network namespaces do not work with the kernel's soft devices.
 // Connect returns when its context ends, but Close then waits for the kernel, which may still be connecting to a peer that does not answer (siw).
+// libsiw tells neither of Sends With Invalidate nor why a request of its own was refused.
 //
 // # Goroutines and locks
 //
