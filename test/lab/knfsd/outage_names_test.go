@@ -15,6 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
 // These cases cut the connection again and again under calls that cannot be done twice: a replay that is executed again ends in EEXIST or ENOENT.
@@ -78,6 +79,7 @@ func testCutByServer(t *testing.T, b bench) {
 // testRestart stops the server's threads, and with them its listeners and connections, under an idle mount, has work wait for it, and starts it
 // again. Under calls a kernel of 6.1 may never get its threads back.
 func testRestart(t *testing.T, b bench) {
+	b = b.another(lab.Options{}) // and so it may after connections that were cut
 	m := b.mount(t, shortWaits)
 	b.MustRun("rpc.nfsd 0")
 	waitFor(t, "the loss of the connection to be noticed", func() bool { return m.tr.Stats().State != xprt.StateConnected })
