@@ -448,3 +448,25 @@ func TestSillyRemovalShows(t *testing.T) {
 	must(t, unix.Stat(filepath.Join(e.dir, "dir"), &server))
 	t.Errorf("the directory was changed at %v, then at %v on the server; the mount shows %v", before.Mtim, server.Mtim, after.Mtim)
 }
+
+// TestRmdirBehindSillyRename removes a directory right after the last close of a file that was removed from it: the hidden name is not in the way. While the
+// file is open, it is.
+func TestRmdirBehindSillyRename(t *testing.T) {
+	m := startExport(t).mount(t, mountConfig{})
+	for range 30 {
+		must(t, os.Mkdir(m.path("dir"), 0o755))
+		f, err := os.Create(m.path("dir/victim"))
+		must(t, err)
+		must(t, os.Remove(m.path("dir/victim")))
+		must(t, f.Close())
+		must(t, unix.Rmdir(m.path("dir")))
+	}
+	must(t, os.Mkdir(m.path("dir"), 0o755))
+	f, err := os.Create(m.path("dir/victim"))
+	must(t, err)
+	defer f.Close()
+	must(t, os.Remove(m.path("dir/victim")))
+	if err := unix.Rmdir(m.path("dir")); err != syscall.ENOTEMPTY {
+		t.Errorf("rmdir above an open file: %v, want ENOTEMPTY", err)
+	}
+}

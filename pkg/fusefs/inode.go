@@ -18,6 +18,9 @@ type inode struct {
 	nlookup  uint64 // references that the kernel holds
 	opens    int    // open files and directories
 	removals int    // calls under way that may remove the object, begun while it was not open
+	hidden   int    // names in this directory of open files that were removed
+	hid      bool   // there was ever one
+	leaving  int    // those of them whose file was closed, so that they are being removed
 
 	mu        sync.Mutex
 	attr      nfs3.Attr     // last seen

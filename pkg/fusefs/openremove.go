@@ -128,6 +128,64 @@ func (t *inodeTable) removalEnded() {
 	}
 }
 
+// The hidden name of a removed file goes behind the file's last close, for which the kernel does not wait. Who removes the directory next would find it not
+// empty, so that rmdir(2) waits for names that are about to go.
+
+// hiddenPatience is how long it waits for a close that the kernel may not have passed on yet.
+const hiddenPatience = 100 * time.Millisecond
+
+func (t *inodeTable) hide(dir *inode) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	dir.hidden++
+	dir.hid = true
+}
+
+// leave begins the removal of a hidden name, and left ends it.
+func (t *inodeTable) leave(dir *inode) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	dir.leaving++
+}
+
+func (t *inodeTable) left(dir *inode) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	dir.leaving--
+	dir.hidden--
+	t.removalEnded()
+}
+
+// awaitHidden returns true when the directory had hidden names, perhaps until just now, and has none any more; false when it has those of files that
+// stay open.
+func (fs *FS) awaitHidden(r *request, dir *inode) bool {
+	t := &fs.inodes
+	patience := time.NewTimer(hiddenPatience)
+	defer patience.Stop()
+	for impatient := false; ; {
+		t.mu.Lock()
+		hid, hidden, leaving := dir.hid, dir.hidden, dir.leaving
+		if t.removed == nil {
+			t.removed = make(chan struct{})
+		}
+		removed := t.removed
+		t.mu.Unlock()
+		if hidden == 0 {
+			return hid
+		}
+		if impatient && leaving == 0 {
+			return false
+		}
+		select {
+		case <-removed:
+		case <-patience.C:
+			impatient = true
+		case <-r.Done():
+			return false
+		}
+	}
+}
+
 // When an open finds its file gone, or the symbolic link on the way to it, the kernel looks the name up anew and opens what it finds, once. If that
 // were gone again, the caller would see ESTALE, so that what such a lookup finds counts as open for a moment.
 

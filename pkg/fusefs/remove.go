@@ -102,6 +102,7 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 		return err
 	}
 	fs.Counters.SillyRenames.Add(1)
+	fs.inodes.hide(dir)
 	target.mu.Lock()
 	target.silly = silly
 	target.mu.Unlock()
@@ -125,6 +126,8 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	if silly == nil {
 		return
 	}
+	fs.inodes.leave(silly.dir)
+	defer fs.inodes.left(silly.dir)
 	for try := 0; fs.again(ctx, fs.removeRPC(ctx, silly.cred, silly.dir, silly.name), try); try++ {
 	}
 	fs.outdate(ino)
@@ -150,6 +153,19 @@ func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
 	if dir == nil {
 		return syscall.ESTALE
 	}
+	err := fs.rmdirRPC(r, dir, name)
+	if err != syscall.ENOTEMPTY {
+		return err
+	}
+	target, lookupErr := fs.targetOf(r, dir, name)
+	if lookupErr != nil || target == nil || !fs.awaitHidden(r, target) {
+		return err
+	}
+	return fs.rmdirRPC(r, dir, name)
+}
+
+// rmdirRPC makes the RMDIR call. Whatever the server's words, its error for a directory that is not empty is ENOTEMPTY.
+func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		var wcc nfs3.WccData
 		start := fs.tick()
@@ -158,8 +174,8 @@ func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
 			continue
 		}
 		fs.absorbWcc(dir, &wcc, start, true)
-		if hasStatus(err, nfs3.ErrExist) {
-			return syscall.ENOTEMPTY // some servers say so
+		if hasStatus(err, nfs3.ErrNotEmpty) || hasStatus(err, nfs3.ErrExist) { // some servers say the latter
+			return syscall.ENOTEMPTY
 		}
 		return fs.nodeErr(dir, err)
 	}
@@ -234,11 +250,17 @@ func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
 	silly := ino.silly
 	ino.silly = nil
 	ino.mu.Unlock()
-	if silly != nil && fs.renameWaiting(r, silly.dir, silly.name, dir, name) != nil {
+	if silly == nil {
+		return
+	}
+	if fs.renameWaiting(r, silly.dir, silly.name, dir, name) != nil {
 		ino.mu.Lock()
 		ino.silly = silly
 		ino.mu.Unlock()
+		return
 	}
+	fs.inodes.leave(silly.dir)
+	fs.inodes.left(silly.dir)
 }
 
 // renameWaiting renames, and waits where the server asks for it.
