@@ -50,7 +50,8 @@
 //
 // An rxe or siw peer on this machine must be reached by the machine's own address; network namespaces do not work with the kernel's soft devices.
 // Connect returns when its context ends, but Close then waits for the kernel, which may still be connecting to a peer that does not answer (siw).
-// libsiw tells neither of Sends With Invalidate nor why a request of its own was refused.
+// "rdma link delete" of a soft device waits until every program that has opened it ends, and librdmacm keeps what it has opened; meanwhile
+// connections to it are lost, and refused, with an error each. libsiw tells neither of Sends With Invalidate nor why a request of its own was refused.
 //
 // # Goroutines and locks
 //
