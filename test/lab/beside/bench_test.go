@@ -87,6 +87,10 @@ func splice(page, name, text string) (string, error) {
 // TestBeside measures the two clients in turns, on an export that is in the server's memory. It asserts nothing but that all of it works.
 func TestBeside(t *testing.T) {
 	s := start(t, lab.ExportFast)
+	if *profileFlag {
+		s.profile()
+		return
+	}
 	out, err := s.RunFor(fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -rounds %d", kernelDir, oursDir, *roundsFlag), 30*time.Minute)
 	if err != nil {
 		t.Fatal(err)
@@ -105,9 +109,6 @@ func TestBeside(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Log("\n" + text)
-	if *profileFlag {
-		s.profile()
-	}
 	if !*updateFlag {
 		return
 	}
@@ -131,14 +132,14 @@ func TestBeside(t *testing.T) {
 	}
 }
 
-// profile keeps CPU profiles of our daemon while it is read from and written to sequentially.
+// profile keeps CPU profiles of our daemon at work.
 func (s *sides) profile() {
 	s.t.Helper()
 	s.must("umount " + oursDir)
 	s.mountOurs("program mount -profile /share/cpu")
-	for i, w := range []string{"sequential write, 1 MiB", "sequential read, 1 MiB"} {
-		bench := fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -side ours -rounds 1 -only '%s'", kernelDir, oursDir, w)
-		s.must("pid=$(pidof program) && kill -USR1 $pid && " + bench + "; kill -USR2 $pid; sleep 2")
+	for i, w := range []string{"sequential write, 1 MiB", "sequential read, 1 MiB", "sequential write, 4 KiB", "random read, 4 KiB", "create"} {
+		bench := fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -side ours -rounds 1 -profiled $pid -only '%s'", kernelDir, oursDir, w)
+		s.must("pid=$(pidof program) && " + bench)
 		from, to := filepath.Join(s.share, fmt.Sprintf("cpu%d", i+1)), filepath.Join(s.t.ArtifactDir(), strings.ReplaceAll(w, " ", "-")+".pprof")
 		data, err := os.ReadFile(from)
 		if err == nil {

@@ -22,7 +22,7 @@ var (
 	streamsFlag  = flag.Int("streams", 3, "number of streams")
 	opsFlag      = flag.Int("ops", 250, "operations of a stream")
 	updateFlag   = flag.Bool("update", false, "write docs/performance.md from what this run measures")
-	profileFlag  = flag.Bool("profile", false, "keep CPU profiles of our daemon, with -artifacts")
+	profileFlag  = flag.Bool("profile", false, "instead of measuring, keep CPU profiles of our daemon, with -artifacts")
 )
 
 // Where things are in the guest: both clients mount lab.ExportRW.

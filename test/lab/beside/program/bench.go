@@ -52,6 +52,7 @@ func bench(args []string) error {
 	rounds := f.Int("rounds", 5, "rounds of both sides")
 	only := f.String("only", "", "run this workload alone")
 	side := f.String("side", "", "run this side alone")
+	profiled := f.Int("profiled", 0, "process of a profiled mount, which is to keep a profile of each run")
 	f.Parse(args)
 	out := json.NewEncoder(os.Stdout)
 	dirs := map[string]string{"kernel": *kernel, "ours": *ours}
@@ -68,7 +69,7 @@ func bench(args []string) error {
 				if *side != "" && *side != name {
 					continue
 				}
-				m, err := measure(&w, dirs[name])
+				m, err := measure(&w, dirs[name], *profiled)
 				if err != nil {
 					return fmt.Errorf("%s on %s: %w", w.name, name, err)
 				}
@@ -83,7 +84,7 @@ func bench(args []string) error {
 }
 
 // measure runs a workload once, with nothing in the caches of either client.
-func measure(w *workload, dir string) (*measurement, error) {
+func measure(w *workload, dir string, profiled int) (*measurement, error) {
 	if w.prepare != nil {
 		if err := w.prepare(dir); err != nil {
 			return nil, err
@@ -94,6 +95,17 @@ func measure(w *workload, dir string) (*measurement, error) {
 		return nil, err
 	}
 	runtime.GC()
+	if profiled != 0 {
+		const settle = time.Second // for the profile to begin, and to be written
+		if err := unix.Kill(profiled, unix.SIGUSR1); err != nil {
+			return nil, err
+		}
+		time.Sleep(settle)
+		defer func() {
+			unix.Kill(profiled, unix.SIGUSR2)
+			time.Sleep(settle)
+		}()
+	}
 	busy, begin := busyTime(), time.Now()
 	if err := w.run(dir); err != nil {
 		return nil, err
