@@ -10,7 +10,7 @@
 // bind windows to it, until the one or the other ends. Nothing ever has a remote key for longer than one use of it:
 //
 //   - A FastReg binds a type-2 memory window to its piece of the arena (BIND_MW), in the chain in front of the Send. LOCAL_INV, or the peer's Send
-//     With Invalidate, unbinds it (features.md S4, S7, S9-S11). The upper 24 bits of the key are the window's, the lower 8 the consumer's, who must
+//     With Invalidate, unbinds it (docs/features.md S4, S7, S9-S11). The upper 24 bits of the key are the window's, the lower 8 the consumer's, who must
 //     take others than the time before. Windows that are still bound when their queue pair ends are deallocated before it.
 //   - A device without windows gets a registration of its own for each use (verbs.CapPerIOReg): ibv_reg_mr before the
 //     chain, as that alone tells the key, and ibv_dereg_mr at the LocalInv, before it completes. That is slower, and fences as well: only the key

@@ -106,7 +106,7 @@ func (l *listener) handshake(c *net.TCPConn) {
 	defer l.wg.Done()
 	req, err := readMPAFrame(c, false)
 	if err == nil && req.markers {
-		// Sending markers is not implemented; siw answers the same.
+		// We send no markers; siw answers the same.
 		err = errors.New("the peer demands MPA markers")
 		rep := replyTo(&req)
 		rep.reject = true
