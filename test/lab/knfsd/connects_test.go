@@ -156,7 +156,7 @@ func gentle(t *testing.T, b bench, c *lab.Capture, most int, killed bool) []*con
 		early := conn.ended != 0 && (conn.answered == 0 || conn.ended < conn.answered)
 		switch {
 		case early && conn.requested == 0 && killed:
-			// The kernel had the connection, and its process was killed before it ran again: nothing can be done from inside.
+			// The SYN-ACK came within connect(2), as it does over loopback, and the process was killed before its next system call.
 			t.Logf("killed between the handshake and the request: %s", conn)
 			conn.unlucky = true
 		case early && conn.requested == 0:
