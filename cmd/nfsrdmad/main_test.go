@@ -28,7 +28,7 @@ func TestMain(m *testing.M) {
 		main()
 	}
 	os.Setenv("GORACE", "atexit_sleep_ms=0") // each program would sleep for a second at its end
-	_ = flag.Set("test.parallel", "32") // parallel tests here wait for timeouts, they do not compute
+	_ = flag.Set("test.parallel", "32")      // parallel tests here wait for timeouts, they do not compute
 	verbstest.Main(m)
 }
 
