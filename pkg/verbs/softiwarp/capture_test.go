@@ -20,10 +20,10 @@ func capture(t *testing.T, port uint16, f func()) string {
 	t.Helper()
 	dumpcap, err := exec.LookPath("dumpcap")
 	if err != nil {
-		t.Skip("dumpcap is not installed (Debian: wireshark-common)")
+		t.Fatal("dumpcap is not installed: make deps, or Debian's wireshark-common")
 	}
 	if _, err := exec.LookPath("tshark"); err != nil {
-		t.Skip("tshark is not installed (Debian: tshark)")
+		t.Fatal("tshark is not installed: make deps, or Debian's tshark")
 	}
 	if os.Geteuid() != 0 {
 		t.Skip("capturing needs root")
