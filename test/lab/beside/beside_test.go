@@ -44,10 +44,13 @@ type sides struct {
 // build builds a program of this module into the shared directory.
 func build(t *testing.T, share, name, pkg string) {
 	t.Helper()
-	cmd := exec.Command("go", "build", "-trimpath", "-o", filepath.Join(share, name), pkg)
+	// Without the tag there is no rdma-core provider; without cgo the program needs no libraries of the guest.
+	tags, cgo := "rdmacore", "CGO_ENABLED=1"
 	if *providerFlag == "softiwarp" {
-		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		tags, cgo = "", "CGO_ENABLED=0"
 	}
+	cmd := exec.Command("go", "build", "-trimpath", "-tags", tags, "-o", filepath.Join(share, name), pkg)
+	cmd.Env = append(os.Environ(), cgo)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("go build %s: %v\n%s", pkg, err, out)
 	}
