@@ -68,6 +68,9 @@ func Start(t testing.TB, opts Options) *Guest {
 	}
 	opts = opts.withDefaults()
 	img := need(t, opts.Kernel)
+	if strings.ContainsAny(opts.Share, " ,\"'") {
+		t.Fatalf("guest %s: neither a kernel's command line nor QEMU's takes the shared directory's name %q", opts.Name, opts.Share)
+	}
 	disk, err := newDisk(opts.DiskMiB)
 	if err != nil {
 		t.Fatal(err)
@@ -172,8 +175,13 @@ func (g *Guest) arguments() []string {
 		"-netdev", network, "-device", "virtio-net-pci,netdev=net0,romfile=", "-device", "virtio-rng-pci",
 	}
 	if o.Share != "" {
-		line += " lab.share=1"
+		line += " lab.share=" + o.Share
 		args = append(args, "-virtfs", "local,path="+o.Share+",mount_tag=share,security_model=none")
+	}
+	if o.HostRoot {
+		line += " lab.hostroot=1"
+		// The host's root has other file systems in it, whose inode numbers are not to meet.
+		args = append(args, "-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap")
 	}
 	return append(args, "-append", line)
 }
