@@ -30,6 +30,8 @@ var ErrPacketsLost = errors.New("the capture lost packets")
 type Capture struct {
 	File string // pcapng or pcap, whole after Stop
 
+	remote *remoteGuest // does everything, where this process runs in a guest; only File is set then
+
 	stop func() error
 	once sync.Once
 	err  error
@@ -39,6 +41,9 @@ type Capture struct {
 // sends and receives there. The file is in the test's artifact directory.
 func (g *Guest) Capture(t testing.TB, name string) *Capture {
 	t.Helper()
+	if g.remote != nil {
+		return g.captureRemote(t, name)
+	}
 	if g.port != nil {
 		return g.port.link.capture(t, name, g.port)
 	}
@@ -52,6 +57,9 @@ func (g *Guest) Capture(t testing.TB, name string) *Capture {
 
 // Stop ends the capture. It returns ErrPacketsLost if packets are missing. The traffic of interest must be over.
 func (c *Capture) Stop() error {
+	if c.remote != nil {
+		return c.remote.do(opStopCapture)
+	}
 	c.once.Do(func() { c.err = c.stop() })
 	return c.err
 }
@@ -138,6 +146,10 @@ func (d *dumpcap) stop() error {
 
 // Tshark reads the capture with tshark, which decodes MPA, DDP, RDMAP, RoCE, RPC-over-RDMA and NFS by itself, and returns what it prints.
 func (c *Capture) Tshark(args ...string) (string, error) {
+	if c.remote != nil {
+		a := c.remote.ask(remoteRequest{Op: opReadCapture, Args: args})
+		return a.Text, a.Err.unpack()
+	}
 	cmd := exec.Command("tshark", append([]string{"-n", "-r", c.File, "-o", "tcp.desegment_tcp_streams:TRUE"}, args...)...)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr

@@ -42,9 +42,9 @@ type Link struct {
 	work sync.WaitGroup // one for each port that has a cable
 
 	mu    sync.Mutex
-	ports []*port          // guarded by mu; one for each guest that ever was here
-	cut   bool             // guarded by mu
-	taps  map[*tap]*port   // guarded by mu; with the port whose frames it records, nil for all
+	ports []*port        // guarded by mu; one for each guest that ever was here
+	cut   bool           // guarded by mu
+	taps  map[*tap]*port // guarded by mu; with the port whose frames it records, nil for all
 }
 
 // A port is a guest's end of a link.
