@@ -30,6 +30,8 @@ var ErrPacketsLost = errors.New("the capture lost packets")
 type Capture struct {
 	File string // pcapng, whole after Stop
 
+	remote *remoteGuest // does everything, where this process runs in a guest; only File is set then
+
 	cmd    *exec.Cmd
 	ended  chan struct{}
 	once   sync.Once
@@ -41,6 +43,9 @@ type Capture struct {
 // Capture records until Stop, or the end of the test. The file is in the test's artifact directory.
 func (g *Guest) Capture(t testing.TB, name string) *Capture {
 	t.Helper()
+	if g.remote != nil {
+		return g.captureRemote(t, name)
+	}
 	c := &Capture{File: filepath.Join(t.ArtifactDir(), name+".pcapng"), ended: make(chan struct{})}
 	c.cmd = exec.Command("dumpcap", "-q", "-i", "lo", "-f", fmt.Sprintf("tcp port %d", g.RDMA.Port()), "-B", fmt.Sprint(captureBuffer), "-w", c.File)
 	c.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -93,6 +98,9 @@ func (c *Capture) said() string {
 
 // Stop ends the capture. It returns ErrPacketsLost if packets are missing. The traffic of interest must be over.
 func (c *Capture) Stop() error {
+	if c.remote != nil {
+		return c.remote.do(opStopCapture)
+	}
 	c.once.Do(func() {
 		time.Sleep(captureSettle)
 		c.cmd.Process.Signal(os.Interrupt)
@@ -113,6 +121,10 @@ func (c *Capture) Stop() error {
 
 // Tshark reads the capture with tshark, which decodes MPA, DDP, RDMAP, RPC-over-RDMA and NFS by itself, and returns what it prints.
 func (c *Capture) Tshark(args ...string) (string, error) {
+	if c.remote != nil {
+		a := c.remote.ask(remoteRequest{Op: opReadCapture, Args: args})
+		return a.Text, a.Err.unpack()
+	}
 	cmd := exec.Command("tshark", append([]string{"-n", "-r", c.File, "-o", "tcp.desegment_tcp_streams:TRUE"}, args...)...)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr

@@ -46,7 +46,9 @@ type Guest struct {
 	img     image
 	disk    *os.File
 	console *console
-	rdma    *forwarder // between RDMA and QEMU's own port
+	rdma    *forwarder     // between RDMA and QEMU's own port
+	lend    netip.AddrPort // where the guest's remotePort is reached
+	remote  *remoteGuest   // does everything, where this process runs in a guest itself; what is below and above it is not used then
 
 	power sync.Mutex // held while the power changes
 
@@ -57,11 +59,18 @@ type Guest struct {
 }
 
 // Start boots a guest and waits until it serves. The guest ends with the test, which fails if the guest's kernel complained. Where there is no
-// image the test skips, or fails if NFSRDMAD_LAB=1 is set; with NFSRDMAD_LAB=0 it always skips.
+// image the test skips, or fails if NFSRDMAD_LAB=1 is set; with NFSRDMAD_LAB=0 it always skips. In a process that uses its host's lab
+// the guest runs there.
 func Start(t testing.TB, opts Options) *Guest {
 	t.Helper()
+	if Remote() {
+		return startRemote(t, opts)
+	}
 	opts = opts.withDefaults()
 	img := need(t, opts.Kernel)
+	if strings.ContainsAny(opts.Share, " ,\"'") {
+		t.Fatalf("guest %s: neither a kernel's command line nor QEMU's takes the shared directory's name %q", opts.Name, opts.Share)
+	}
 	disk, err := newDisk(opts.DiskMiB)
 	if err != nil {
 		t.Fatal(err)
@@ -117,7 +126,7 @@ func (g *Guest) choosePorts() error {
 		}
 	}()
 	var inner netip.AddrPort
-	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap} {
+	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap, &g.lend} {
 		for try := 0; ; try++ {
 			*addr = netip.AddrPortFrom(host, uint16(firstHostPort+rand.IntN(lastHostPort-firstHostPort)))
 			l, err := net.Listen("tcp", addr.String())
@@ -140,7 +149,7 @@ func (g *Guest) arguments() []string {
 	for _, f := range []struct {
 		host  netip.AddrPort
 		guest int
-	}{{g.rdma.to, rdmaPort}, {g.NFS, nfsPort}, {g.Mount, mountPort}, {g.Portmap, portmapPort}} {
+	}{{g.rdma.to, rdmaPort}, {g.NFS, nfsPort}, {g.Mount, mountPort}, {g.Portmap, portmapPort}, {g.lend, remotePort}} {
 		network += fmt.Sprintf(",hostfwd=tcp:%s-%s:%d", f.host, guestAddr, f.guest)
 	}
 	o := g.opts
@@ -166,14 +175,22 @@ func (g *Guest) arguments() []string {
 		"-netdev", network, "-device", "virtio-net-pci,netdev=net0,romfile=", "-device", "virtio-rng-pci",
 	}
 	if o.Share != "" {
-		line += " lab.share=1"
+		line += " lab.share=" + o.Share
 		args = append(args, "-virtfs", "local,path="+o.Share+",mount_tag=share,security_model=none")
+	}
+	if o.HostRoot {
+		line += " lab.hostroot=1"
+		// The host's root has other file systems in it, whose inode numbers are not to meet.
+		args = append(args, "-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap")
 	}
 	return append(args, "-append", line)
 }
 
 // Boot gives a guest that is off its power again, with the disk and the addresses it had, and waits until it serves.
 func (g *Guest) Boot() error {
+	if g.remote != nil {
+		return g.remote.do(opBoot)
+	}
 	g.power.Lock()
 	defer g.power.Unlock()
 	g.mu.Lock()
@@ -215,6 +232,10 @@ func (g *Guest) settle(m *machine, b *boot) error {
 // PowerOff ends the guest at once, as it is. What it has not written to its disk is lost. Connections of the host end too, with QEMU, and new
 // ones are refused; see Freeze for a server that only falls silent. No error: the guest is off afterwards, and may have been before.
 func (g *Guest) PowerOff() {
+	if g.remote != nil {
+		g.remote.do(opPowerOff)
+		return
+	}
 	g.power.Lock()
 	defer g.power.Unlock()
 	g.powerOff()
@@ -246,6 +267,9 @@ func (g *Guest) running() (*machine, error) {
 // Reset presses the reset button, also of a frozen guest, and waits until the guest serves again. What it has not written to its disk is lost.
 // Connections of the host stay open, to a server that does not know them any more and answers the next segment with a reset.
 func (g *Guest) Reset() error {
+	if g.remote != nil {
+		return g.remote.do(opReset)
+	}
 	g.power.Lock()
 	defer g.power.Unlock()
 	m, err := g.running()
@@ -271,12 +295,18 @@ func (g *Guest) Reset() error {
 // Freeze stops the guest's processors: the server falls silent, as if its power were gone. Connections of the host stay open, and new ones are
 // taken, but get no answer. Thaw lets it go on; Reset makes the power cut true.
 func (g *Guest) Freeze() error {
+	if g.remote != nil {
+		return g.remote.do(opFreeze)
+	}
 	g.rdma.hold()
 	return g.tell("freeze", "stop")
 }
 
 // Thaw ends Freeze.
 func (g *Guest) Thaw() error {
+	if g.remote != nil {
+		return g.remote.do(opThaw)
+	}
 	if err := g.tell("thaw", "cont"); err != nil {
 		return err
 	}
@@ -304,7 +334,12 @@ func (g *Guest) tell(what, command string) error {
 }
 
 // Log is the console since the first boot, with marks where the power or the network changed.
-func (g *Guest) Log() string { return strings.Join(g.console.text(), "\n") }
+func (g *Guest) Log() string {
+	if g.remote != nil {
+		return g.remote.ask(remoteRequest{Op: opLog}).Text
+	}
+	return strings.Join(g.console.text(), "\n")
+}
 
 // end is the clean-up of Start.
 func (g *Guest) end() {

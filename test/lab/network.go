@@ -9,12 +9,20 @@ import (
 // CutNetwork pulls the guest's network cable: nothing goes either way until RestoreNetwork, and neither end is told. Connections of the host
 // are taken meanwhile, but get no answer; what of them is left at the end reaches the guest then.
 func (g *Guest) CutNetwork() error {
+	if g.remote != nil {
+		return g.remote.do(opCut)
+	}
 	g.rdma.hold()
 	return g.setLink("network cut", false)
 }
 
 // RestoreNetwork ends CutNetwork.
-func (g *Guest) RestoreNetwork() error { return g.setLink("network restored", true) }
+func (g *Guest) RestoreNetwork() error {
+	if g.remote != nil {
+		return g.remote.do(opRestore)
+	}
+	return g.setLink("network restored", true)
+}
 
 func (g *Guest) setLink(what string, up bool) error {
 	m, err := g.running()
@@ -59,6 +67,9 @@ func (l Line) netem() string {
 // SlowNetwork makes the guest's network a poor one, within the guest, until it is called again or the guest boots. Losses are between the guest
 // and QEMU's own TCP; the host sees delay and never a loss.
 func (g *Guest) SlowNetwork(l Line) error {
+	if g.remote != nil {
+		return g.remote.ask(remoteRequest{Op: opSlow, Line: l}).Err.unpack()
+	}
 	// What comes in has no queue of its own to shape: it takes a detour over ifb0.
 	script := `
 		tc qdisc del dev eth0 root 2>/dev/null

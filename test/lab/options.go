@@ -34,7 +34,11 @@ type Options struct {
 	Credits   int    // granted to each connection, 4 to 16384; 0 is the kernel's own 64
 	Inline    int    // octets of the inline threshold, 4096 to 65536; 0 is the kernel's own 4096
 	MaxBlock  int    // octets, largest READ and WRITE; 0 is 1 MiB, which the kernel itself offers above 4 GiB of memory only
-	Share     string // directory of the host that is /share in the guest, read-write; "" is none
+	Share     string // directory of the host that is /share in the guest, read-write; "" is none. No spaces, commas or quotes
+	// HostRoot puts the host's root file system at /host, read-only: "chroot /host PROGRAM" runs the host's program, with its libraries, on the
+	// guest's kernel and devices, /dev/fuse and RDMA among them. In it /tmp, /var/tmp and /run are memory and empty, and Share has the path that it has on
+	// the host. What the host changes in files that the guest has read may not be seen: results belong in Share.
+	HostRoot bool
 	// Complaints are regular expressions of kernel complaints that the test provokes, each matched against the first line of one.
 	Complaints []string
 }
