@@ -3,6 +3,7 @@ package fusefs
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -47,6 +48,13 @@ func (fs *FS) fillAttr(out *fuse.Attr, a *nfs3.Attr) {
 // tick begins an RPC whose attributes will be absorbed: they are as fresh as the moment it was sent.
 func (fs *FS) tick() uint64 { return fs.clock.Load() }
 
+// mark sets a moment of the clock to now, unless it is later already.
+func (fs *FS) mark(moment *atomic.Uint64) {
+	now := fs.clock.Add(1)
+	for old := moment.Load(); old < now && !moment.CompareAndSwap(old, now); old = moment.Load() {
+	}
+}
+
 // absorb takes over attributes from a reply whose call was sent at start. It returns false, and does nothing, when the node was changed
 // or seen since then, because nobody could tell which of the two is newer, while it has data that the server has not, and when they are another object's.
 func (fs *FS) absorb(ino *inode, a *nfs3.Attr, start uint64) bool {
@@ -67,6 +75,7 @@ func (fs *FS) absorb(ino *inode, a *nfs3.Attr, start uint64) bool {
 		ino.ttl, ino.checked = min(2*max(ino.ttl, least), most), now
 	}
 	ino.attr, ino.known, ino.valid = *a, true, true
+	ino.seen, ino.seenClock = now, start
 	if ino.silly != nil && ino.attr.Nlink > 0 {
 		ino.attr.Nlink-- // the name that is left is not one of the user's
 	}
@@ -78,9 +87,29 @@ func (fs *FS) absorb(ino *inode, a *nfs3.Attr, start uint64) bool {
 // outdate says that the node is being changed: attributes fetched before now are not to be believed.
 func (fs *FS) outdate(ino *inode) {
 	ino.mu.Lock()
-	ino.valid = false
+	ino.valid, ino.untold = false, false
 	ino.attrClock = fs.clock.Add(1)
 	ino.mu.Unlock()
+}
+
+// news are attributes that the kernel has not been told yet, and asks for because of the very change whose reply they came with: for how long
+// it may believe them, and false if there are none. Whoever asks a second time wants the server's word.
+func (fs *FS) news(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool) {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	told := !ino.untold
+	ino.untold = false
+	// A removal changes an object of which its reply says nothing, and a rename may change a directory in such a way.
+	other := fs.renamed.Load()
+	if !ino.isDir() {
+		other = max(other, fs.removed.Load())
+	}
+	left = ino.ttl - time.Since(ino.seen)
+	if told || !ino.valid || ino.pending > 0 || ino.seenClock < other || left <= 0 || fs.opts.NoAC {
+		return 0, false
+	}
+	*a = ino.attr
+	return left, true
 }
 
 // absorbWcc takes over what a reply says of an object that our own call changed (RFC 1813 §2.6). alone says that no other
@@ -96,7 +125,11 @@ func (fs *FS) absorbWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool)
 	ino.mu.Unlock()
 	if !wcc.HasAfter || !fs.absorb(ino, &wcc.After, start) {
 		fs.outdate(ino)
+		return
 	}
+	ino.mu.Lock()
+	ino.untold = ino.valid
+	ino.mu.Unlock()
 }
 
 // fetchTries is how often attributes are asked for again because the node changed meanwhile.

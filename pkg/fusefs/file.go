@@ -104,6 +104,9 @@ func (fs *FS) openClaimed(r *request, ino *inode, flags uint32, out *fuse.OpenOu
 	unchanged := ino.revalidate(&a, settled)
 	if !unchanged {
 		fs.Counters.CacheDrops.Add(1)
+		ino.mu.Lock()
+		ino.untold = ino.valid
+		ino.mu.Unlock()
 		fs.dropAttr(ino)
 	}
 	out.Fh = fs.newFile(ino, r.cred, flags)
@@ -201,7 +204,7 @@ func (fs *FS) createExclusive(r *request, dir *inode, name string, mode uint32, 
 	settled := err == nil && ino.validAfter(&wcc)
 	if settled {
 		ino.mu.Lock()
-		a = ino.attr
+		a, ino.untold = ino.attr, false
 		ino.mu.Unlock()
 	} else if err == nil {
 		settled, err = fs.fetch(r, r.cred, ino, &a)

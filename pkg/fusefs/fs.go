@@ -76,6 +76,8 @@ type FS struct {
 	inodes     inodeTable
 	interrupts interrupts
 	clock      atomic.Uint64 // orders replies and changes: see absorb
+	removed    atomic.Uint64 // clock after the last removal of ours
+	renamed    atomic.Uint64 // and after the last rename
 	server     atomic.Pointer[fuse.Server]
 
 	handlesMu  sync.Mutex

@@ -30,6 +30,9 @@ type inode struct {
 	ttl       time.Duration // for how long attributes are trusted: doubles while they stay the same
 	checked   time.Time     // when ttl was last chosen
 	attrClock uint64        // FS.clock when the node last changed hands; older answers are outdated
+	seen      time.Time     // when attr was received
+	seenClock uint64        // FS.clock when attr was asked for
+	untold    bool          // attr came with the reply to a change of ours, and the kernel does not have it
 	base      stamp         // the file as the kernel's pages show it
 	baseOK    bool          // base can be compared: nobody else is known to have changed the file
 	pending   int           // extents that the server does not have yet

@@ -10,7 +10,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// GetAttr answers stat(2). The kernel keeps attributes for as long as it was told, so that a request means that it wants new ones.
+// GetAttr answers stat(2). The kernel keeps attributes for as long as it was told, so that a request means that it wants new ones, or that
+// a change made it forget the old ones.
 func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	r := fs.begin(OpGetAttr, cancel, &in.InHeader)
 	return fs.end(OpGetAttr, r, fs.getattr(r, in.NodeId, out))
@@ -25,6 +26,11 @@ func (fs *FS) getattr(r *request, id uint64, out *fuse.AttrOut) error {
 		return err
 	}
 	var a nfs3.Attr
+	if left, ok := fs.news(ino, &a); ok {
+		fs.fillAttr(&out.Attr, &a)
+		out.SetTimeout(left)
+		return nil
+	}
 	settled, err := fs.fetch(r, r.cred, ino, &a)
 	if err != nil {
 		return err
@@ -77,7 +83,7 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	if ino.validAfter(&wcc) {
 		var a nfs3.Attr
 		ino.mu.Lock()
-		a = ino.attr
+		a, ino.untold = ino.attr, false
 		ino.mu.Unlock()
 		fs.attrOut(ino, &a, true, out)
 		return nil

@@ -138,6 +138,7 @@ func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name strin
 	var wcc nfs3.WccData
 	start := fs.tick()
 	err := fs.client.Remove(ctx, cred, dir.fh, name, &wcc)
+	fs.mark(&fs.removed)
 	fs.absorbWcc(dir, &wcc, start, true)
 	return fs.nodeErr(dir, err)
 }
@@ -276,6 +277,7 @@ func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newN
 	var res nfs3.RenameResult
 	start := fs.tick()
 	err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
+	fs.mark(&fs.renamed)
 	fs.absorbWcc(from, &res.From, start, true)
 	if from != to {
 		fs.absorbWcc(to, &res.To, start, true)

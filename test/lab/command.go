@@ -96,6 +96,10 @@ func (g *Guest) Run(command string) (string, error) {
 
 // RunFor is Run with another limit.
 func (g *Guest) RunFor(command string, limit time.Duration) (string, error) {
+	if g.remote != nil {
+		a := g.remote.ask(remoteRequest{Op: opRun, Command: command, Limit: limit})
+		return a.Text, a.Err.unpack()
+	}
 	g.mu.Lock()
 	m := g.machine
 	g.mu.Unlock()

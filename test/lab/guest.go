@@ -40,13 +40,17 @@ type Guest struct {
 	Mount   netip.AddrPort // MOUNT over TCP
 	Portmap netip.AddrPort // rpcbind over TCP
 	Release string         // of the kernel
+	Linked  netip.Addr     // on Options.Link, for the guests there; the server's ports are the usual ones
 
 	t       testing.TB
 	opts    Options
 	img     image
 	disk    *os.File
 	console *console
-	rdma    *forwarder // between RDMA and QEMU's own port
+	rdma    *forwarder     // between RDMA and QEMU's own port
+	lend    netip.AddrPort // where the guest's remotePort is reached
+	port    *port          // of Options.Link; nil without
+	remote  *remoteGuest   // does everything, where this process runs in a guest itself; what is below and above it is not used then
 
 	power sync.Mutex // held while the power changes
 
@@ -57,23 +61,77 @@ type Guest struct {
 }
 
 // Start boots a guest and waits until it serves. The guest ends with the test, which fails if the guest's kernel complained. Where there is no
-// image the test skips, or fails if NFSRDMAD_LAB=1 is set; with NFSRDMAD_LAB=0 it always skips.
+// image the test skips, or fails if NFSRDMAD_LAB=1 is set; with NFSRDMAD_LAB=0 it always skips. In a process that uses its host's lab
+// the guest runs there.
 func Start(t testing.TB, opts Options) *Guest {
+	t.Helper()
+	if Remote() {
+		return startRemote(t, opts)
+	}
+	g := newGuest(t, opts)
+	if err := g.first(); err != nil {
+		t.Fatal(err)
+	}
+	return g
+}
+
+// StartAll is Start for several guests, which boot at the same time.
+func StartAll(t testing.TB, opts ...Options) []*Guest {
+	t.Helper()
+	guests := make([]*Guest, len(opts))
+	if Remote() {
+		for i, o := range opts {
+			guests[i] = startRemote(t, o)
+		}
+		return guests
+	}
+	for i, o := range opts {
+		guests[i] = newGuest(t, o)
+	}
+	errs := make([]error, len(guests))
+	var boots sync.WaitGroup
+	for i, g := range guests {
+		boots.Go(func() { errs[i] = g.first() })
+	}
+	boots.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	return guests
+}
+
+// newGuest makes a guest that is off.
+func newGuest(t testing.TB, opts Options) *Guest {
 	t.Helper()
 	opts = opts.withDefaults()
 	img := need(t, opts.Kernel)
+	if strings.ContainsAny(opts.Share, " ,\"'") {
+		t.Fatalf("guest %s: neither a kernel's command line nor QEMU's takes the shared directory's name %q", opts.Name, opts.Share)
+	}
 	disk, err := newDisk(opts.DiskMiB)
 	if err != nil {
 		t.Fatal(err)
 	}
 	g := &Guest{t: t, opts: opts, img: img, disk: disk, Release: img.release, console: &console{}}
 	t.Cleanup(g.end)
+	if opts.Link != nil {
+		if g.port, err = opts.Link.join(opts.Address); err != nil {
+			t.Fatalf("guest %s: %v", opts.Name, err)
+		}
+		g.Linked = g.port.addr.Addr()
+	}
+	return g
+}
+
+// first boots the guest for the first time.
+func (g *Guest) first() error {
 	for try := 1; ; try++ {
-		if err = g.choosePorts(); err == nil {
+		err := g.choosePorts()
+		if err == nil {
 			err = g.Boot()
 		}
 		if err == nil {
-			return g
+			return nil
 		}
 		g.PowerOff()
 		if g.rdma != nil {
@@ -83,10 +141,10 @@ func Start(t testing.TB, opts Options) *Guest {
 		case try < startTries && strings.Contains(err.Error(), "host forwarding rule"):
 		case try < startTries && errors.Is(err, ErrPanic):
 			// A kernel that patches itself while it boots can trip over QEMU's emulation of several processors: nothing of ours has run yet.
-			t.Logf("guest %s: booted again: %v", opts.Name, err)
+			g.t.Logf("guest %s: booted again: %v", g.opts.Name, err)
 			g.console = &console{}
 		default:
-			t.Fatalf("guest %s: %v", opts.Name, err)
+			return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 		}
 	}
 }
@@ -117,7 +175,7 @@ func (g *Guest) choosePorts() error {
 		}
 	}()
 	var inner netip.AddrPort
-	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap} {
+	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap, &g.lend} {
 		for try := 0; ; try++ {
 			*addr = netip.AddrPortFrom(host, uint16(firstHostPort+rand.IntN(lastHostPort-firstHostPort)))
 			l, err := net.Listen("tcp", addr.String())
@@ -140,12 +198,15 @@ func (g *Guest) arguments() []string {
 	for _, f := range []struct {
 		host  netip.AddrPort
 		guest int
-	}{{g.rdma.to, rdmaPort}, {g.NFS, nfsPort}, {g.Mount, mountPort}, {g.Portmap, portmapPort}} {
+	}{{g.rdma.to, rdmaPort}, {g.NFS, nfsPort}, {g.Mount, mountPort}, {g.Portmap, portmapPort}, {g.lend, remotePort}} {
 		network += fmt.Sprintf(",hostfwd=tcp:%s-%s:%d", f.host, guestAddr, f.guest)
 	}
 	o := g.opts
 	// Level 5 lets warnings through to the console, and little else, which a serial port would be slow for. Watchdogs, and the check of the timer at boot, would bark at a busy host.
 	line := "console=ttyS0 loglevel=5 panic=0 mitigations=off nokaslr net.ifnames=0 tsc=reliable no_timer_check nowatchdog rcupdate.rcu_cpu_stall_suppress=1"
+	if khz := tscKHz(); khz > 0 {
+		line += fmt.Sprintf(" tsc_early_khz=%d", khz)
+	}
 	if o.Provider != None {
 		line += " lab.provider=" + o.Provider
 	}
@@ -165,15 +226,26 @@ func (g *Guest) arguments() []string {
 		"-kernel", g.img.kernel, "-initrd", g.img.initramfs,
 		"-netdev", network, "-device", "virtio-net-pci,netdev=net0,romfile=", "-device", "virtio-rng-pci",
 	}
+	if g.port != nil {
+		line += fmt.Sprintf(" lab.link=%v lab.mtu=%d", g.port.addr, linkMTU)
+	}
 	if o.Share != "" {
-		line += " lab.share=1"
+		line += " lab.share=" + o.Share
 		args = append(args, "-virtfs", "local,path="+o.Share+",mount_tag=share,security_model=none")
+	}
+	if o.HostRoot {
+		line += " lab.hostroot=1"
+		// The host's root has other file systems in it, whose inode numbers are not to meet.
+		args = append(args, "-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap")
 	}
 	return append(args, "-append", line)
 }
 
 // Boot gives a guest that is off its power again, with the disk and the addresses it had, and waits until it serves.
 func (g *Guest) Boot() error {
+	if g.remote != nil {
+		return g.remote.do(opBoot)
+	}
 	g.power.Lock()
 	defer g.power.Unlock()
 	g.mu.Lock()
@@ -184,7 +256,7 @@ func (g *Guest) Boot() error {
 	}
 	g.console.note("power on, kernel %s", g.img.release)
 	b := g.console.expect(last)
-	m, err := startMachine(g.opts.Name, g.arguments(), g.disk, g.console)
+	m, err := startMachine(g.opts.Name, g.arguments(), g.disk, g.port, g.console)
 	if err != nil {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
@@ -215,6 +287,10 @@ func (g *Guest) settle(m *machine, b *boot) error {
 // PowerOff ends the guest at once, as it is. What it has not written to its disk is lost. Connections of the host end too, with QEMU, and new
 // ones are refused; see Freeze for a server that only falls silent. No error: the guest is off afterwards, and may have been before.
 func (g *Guest) PowerOff() {
+	if g.remote != nil {
+		g.remote.do(opPowerOff)
+		return
+	}
 	g.power.Lock()
 	defer g.power.Unlock()
 	g.powerOff()
@@ -231,6 +307,9 @@ func (g *Guest) powerOff() {
 	g.console.note("power off")
 	g.rdma.refuse()
 	m.kill()
+	if g.port != nil {
+		g.port.unplug()
+	}
 }
 
 // running returns the machine.
@@ -246,6 +325,9 @@ func (g *Guest) running() (*machine, error) {
 // Reset presses the reset button, also of a frozen guest, and waits until the guest serves again. What it has not written to its disk is lost.
 // Connections of the host stay open, to a server that does not know them any more and answers the next segment with a reset.
 func (g *Guest) Reset() error {
+	if g.remote != nil {
+		return g.remote.do(opReset)
+	}
 	g.power.Lock()
 	defer g.power.Unlock()
 	m, err := g.running()
@@ -271,12 +353,18 @@ func (g *Guest) Reset() error {
 // Freeze stops the guest's processors: the server falls silent, as if its power were gone. Connections of the host stay open, and new ones are
 // taken, but get no answer. Thaw lets it go on; Reset makes the power cut true.
 func (g *Guest) Freeze() error {
+	if g.remote != nil {
+		return g.remote.do(opFreeze)
+	}
 	g.rdma.hold()
 	return g.tell("freeze", "stop")
 }
 
 // Thaw ends Freeze.
 func (g *Guest) Thaw() error {
+	if g.remote != nil {
+		return g.remote.do(opThaw)
+	}
 	if err := g.tell("thaw", "cont"); err != nil {
 		return err
 	}
@@ -304,7 +392,12 @@ func (g *Guest) tell(what, command string) error {
 }
 
 // Log is the console since the first boot, with marks where the power or the network changed.
-func (g *Guest) Log() string { return strings.Join(g.console.text(), "\n") }
+func (g *Guest) Log() string {
+	if g.remote != nil {
+		return g.remote.ask(remoteRequest{Op: opLog}).Text
+	}
+	return strings.Join(g.console.text(), "\n")
+}
 
 // end is the clean-up of Start.
 func (g *Guest) end() {

@@ -139,7 +139,7 @@ func (s *sides) profile() {
 	s.mountOurs("program mount -profile /share/cpu")
 	for i, w := range []string{"sequential write, 1 MiB", "sequential read, 1 MiB", "sequential write, 4 KiB", "random read, 4 KiB", "create"} {
 		bench := fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -side ours -rounds 1 -profiled $pid -only '%s'", kernelDir, oursDir, w)
-		s.must("pid=$(pidof program) && " + bench)
+		s.must(fmt.Sprintf("pid=$(pidof program) && %s && for i in $(seq 600); do [ -e /share/cpu%d ] && exit 0; sleep 0.1; done; exit 1", bench, i+1))
 		from, to := filepath.Join(s.share, fmt.Sprintf("cpu%d", i+1)), filepath.Join(s.t.ArtifactDir(), strings.ReplaceAll(w, " ", "-")+".pprof")
 		data, err := os.ReadFile(from)
 		if err == nil {

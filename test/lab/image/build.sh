@@ -177,7 +177,7 @@ build_image() {
   fetch "$version" "linux-image-$rel"
   build_siw "$series" "$rel" "$version"
   rm -rf "$root" "$kernel"
-  mkdir -p "$kernel" "$root"/usr/{bin,sbin,lib,lib64} "$root"/{proc,sys,dev,run,tmp,etc,root,mnt,disk,share} \
+  mkdir -p "$kernel" "$root"/usr/{bin,sbin,lib,lib64} "$root"/{proc,sys,dev,run,tmp,etc,root,mnt,disk,share,host} \
     "$root"/var/lib/nfs/{sm,sm.bak,rpc_pipefs,v4recovery,nfsdcld}
   for f in bin sbin lib lib64; do ln -s "usr/$f" "$root/$f"; done
   ln -s /run "$root/var/run"
@@ -199,9 +199,11 @@ build_image() {
   install -m 755 "$SRC/guest/command-port" "$root/usr/sbin/command-port"
   install_modules "$root" "$rel" "$version" "$kernel"
   mkdir -p "$out"; rm -f "$out/stamp"
-  cp "$kernel/boot/vmlinuz-$rel" "$out/vmlinuz"
-  echo "$rel" >"$out/release"
-  (cd "$root" && find . | cpio -o -H newc --quiet) >"$out/initramfs.cpio"
+  # Guests may be starting from the image that was there: each file is whole at any time.
+  cp "$kernel/boot/vmlinuz-$rel" "$out/vmlinuz.new"
+  echo "$rel" >"$out/release.new"
+  (cd "$root" && find . | cpio -o -H newc --quiet) >"$out/initramfs.cpio.new"
+  for f in vmlinuz release initramfs.cpio; do mv "$out/$f.new" "$out/$f"; done
   rm -rf "$root" "$kernel"
   say "kernel $rel: image of $(du -h "$out/initramfs.cpio" | cut -f1) in $out"
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -13,7 +14,7 @@ import (
 )
 
 // profiledMount serves a mount as "nfsrdmad mount --foreground" does. From each SIGUSR1 to the next SIGUSR2 it keeps a CPU profile, whose
-// files are numbered.
+// files are numbered, and have their names when they are whole.
 func profiledMount(args []string) error {
 	f := flag.NewFlagSet("mount", flag.ExitOnError)
 	options := f.String("o", "", "mount options")
@@ -32,7 +33,7 @@ func profiledMount(args []string) error {
 			case s == syscall.SIGUSR1 && file == nil:
 				n++
 				var err error
-				if file, err = os.Create(fmt.Sprintf("%s%d", *prefix, n)); err == nil {
+				if file, err = os.Create(fmt.Sprintf("%s%d.part", *prefix, n)); err == nil {
 					err = pprof.StartCPUProfile(file)
 				}
 				if err != nil {
@@ -40,7 +41,7 @@ func profiledMount(args []string) error {
 				}
 			case s == syscall.SIGUSR2 && file != nil:
 				pprof.StopCPUProfile()
-				if err := file.Close(); err != nil {
+				if err := errors.Join(file.Close(), os.Rename(file.Name(), fmt.Sprintf("%s%d", *prefix, n))); err != nil {
 					fmt.Fprintln(os.Stderr, "profile:", err)
 				}
 				file = nil
