@@ -120,6 +120,10 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 			return 0, err
 		}
 	}
+	if len(data) > 0 && off >= fs.maxFileSize {
+		return 0, syscall.EFBIG // now: at close(2) nobody could tell which write it was
+	}
+	data = data[:min(uint64(len(data)), fs.maxFileSize-min(off, fs.maxFileSize))]
 	n, err := fs.buffer(r, h, off, data)
 	if n == 0 && err != nil {
 		return 0, err
