@@ -151,7 +151,7 @@ func TestDiskFull(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() {
-			if err := syscall.Unmount(disk, 0); err != nil {
+			if err := syscall.Unmount(disk, syscall.MNT_DETACH); err != nil {
 				t.Error(err)
 			}
 		})
