@@ -12,8 +12,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// marshalRetry is the pause before a call that found no memory for its registration is tried again.
-const marshalRetry = 10 * time.Millisecond
+// A call that found no memory for its registration is tried again after marshalRetry, and then after twice as long, up to marshalRetryMax.
+const (
+	marshalRetry    = 10 * time.Millisecond
+	marshalRetryMax = time.Second
+)
 
 var errNoBuffer = errors.New("xprt: no buffer for a long message")
 

@@ -215,8 +215,9 @@ func (s *slot) connectionEnded() {
 	case slotFencing:
 		s.state, s.fenced = slotDone, true
 	case slotAbandoned:
+		ends := s.left && !s.late // with both set before, whoever set the second is about to end it
 		s.fenced, s.late = true, true
-		if s.left {
+		if ends {
 			s.mu.Unlock()
 			s.end()
 			return

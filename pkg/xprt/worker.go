@@ -34,6 +34,8 @@ func (t *Transport) connectWorker(cn *conn) {
 		t.install(cn)
 		select {
 		case <-cn.dead:
+			t.window.reset(0, false) // while the reason is on its way no call shall go to a connection that is lost
+			cn.learnCause(t.closing)
 		case <-t.closing:
 		}
 		answered := cn.replied.Load()
