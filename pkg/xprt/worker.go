@@ -246,12 +246,13 @@ func (t *Transport) patience(sends int) time.Duration {
 // checkConnection looks after the liveness of the connection: after KeepAlive of silence the server is asked by a NULL call, whose silence for
 // as long again ends the connection; when no call was made for IdleTimeout the connection is closed, until the next.
 func (t *Transport) checkConnection() {
+	gen := t.window.generation()
 	cn := t.conn.Load()
 	if cn == nil {
 		return
 	}
 	now := t.now()
-	if idle := t.cfg.IdleTimeout; idle > 0 && now-t.lastCall.Load() > int64(idle) && t.window.closeIfUnused() {
+	if idle := t.cfg.IdleTimeout; idle > 0 && now-t.lastCall.Load() > int64(idle) && t.window.closeIfUnused(gen) {
 		cn.fail(errIdle)
 		return
 	}
