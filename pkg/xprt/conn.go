@@ -256,9 +256,6 @@ func (t *Transport) release(cn *conn) {
 			t.log.Error("completion queue could not be released", "error", err, "server", t.cfg.Addr)
 		}
 	}
-	if cn.padMem != nil {
-		verbs.FreeBuffer(cn.padMem)
-	}
 }
 
 // retire adds the counters of a queue pair that is no more to the transport's.
@@ -274,6 +271,9 @@ func (t *Transport) retire(cn *conn) {
 // settle makes the adapter of a connection that was released fit for the next one, or drops it. When it returns no
 // memory of any call can be reached by the server, nor will be. Called by the worker with the send lock held for writing.
 func (t *Transport) settle(cn *conn) {
+	if cn.padMem != nil {
+		defer verbs.FreeBuffer(cn.padMem) // when its MR is no more
+	}
 	if !cn.pool.Recover() {
 		t.log.Error("a memory region could not be destroyed: the protection domain is given up with it", "server", t.cfg.Addr)
 		t.dropAdapter()
