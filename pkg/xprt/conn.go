@@ -45,7 +45,9 @@ type conn struct {
 	told   chan struct{} // closed when the provider has said why it lost the connection
 	cause  error         // set before told is closed
 
-	replied    atomic.Bool
+	replied    atomic.Bool  // to a call, a liveness call perhaps
+	served     atomic.Bool  // a call of the consumer
+	installed  int64        // when it was put up, in nanoseconds after Transport.epoch
 	pinging    atomic.Int32 // liveness calls under way
 	lastHeard  atomic.Int64 // when the last message came, in nanoseconds after Transport.epoch
 	nudgeOnce  sync.Once
@@ -228,11 +230,27 @@ func (cn *conn) nudge(after time.Duration) {
 	cn.scheduleNudge(min(2*after, maxNudgePause))
 }
 
-// sawReply notes the first valid reply of the connection.
-func (cn *conn) sawReply() {
+// sawReply notes the first valid replies of the connection.
+func (cn *conn) sawReply(s *slot) {
 	if !cn.replied.Load() {
 		cn.replied.Store(true)
 	}
+	if !s.ping && !cn.served.Load() {
+		cn.served.Store(true)
+	}
+}
+
+// use is what the connection was good for: aWhile is how long it must have stood to count as good without a call.
+func (cn *conn) use(aWhile time.Duration) usefulness {
+	switch {
+	case cn.served.Load():
+		return useCalls
+	case !cn.replied.Load():
+		return useNone
+	case cn.t.now()-cn.installed >= int64(aWhile):
+		return useCalls
+	}
+	return useAlive
 }
 
 // release takes apart what dial and the life of the connection made, in the reverse order. When it returns no memory can be reached

@@ -90,7 +90,7 @@ func (cn *conn) reply(b []byte) (s *slot, fence bool, err error) {
 		t.stats.badXIDs.Add(1)
 		return nil, false, nil
 	}
-	cn.sawReply()
+	cn.sawReply(s)
 	if s.state == slotAbandoned {
 		return s, false, nil
 	}
