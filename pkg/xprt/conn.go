@@ -35,6 +35,7 @@ type conn struct {
 
 	inlineSend, inlineRecv int
 	hdr                    rpcrdma.Header // of the message in hand; CQ goroutine only
+	warned                 int64          // when a discarded message was logged last; CQ goroutine only
 
 	writePad *rpcrdma.Segment // the registration for pads, if the mount wants it (S20)
 	padMem   []byte
