@@ -30,10 +30,10 @@ type Transport struct {
 	// Idle is the time since the last call; 0 while not connected.
 	Idle time.Duration
 
-	Sends, Receives uint64 // RPC calls sent, replies received
+	Sends, Receives uint64 // RPC calls sent, messages received
 	BadXIDs         uint64
-	InflightSum     uint64 // sum over calls of the slots in use when each was sent
-	BacklogSum      uint64 // sum over calls of those waiting for a slot
+	InflightSum     uint64 // sum over calls of those in flight when each asked for a credit
+	BacklogSum      uint64 // sum over calls of those that waited for a credit then
 
 	ReadChunks, WriteChunks, ReplyChunks uint64 // segments encoded, as the kernel counts them
 	TotalRDMARequest                     uint64 // octets offered in write and reply chunks

@@ -275,11 +275,13 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	defer t.calls.Done()
 	t.lastCall.Store(t.now())
 	s, err := t.takeSlot(ctx, m)
-	if err != nil {
-		return err
+	if err == nil {
+		err = t.run(ctx, s, m)
+		t.lastCall.Store(t.now())
 	}
-	err = t.run(ctx, s, m)
-	t.lastCall.Store(t.now())
+	if _, given := err.(*InterruptedError); given {
+		t.stats.interrupts.Add(1)
+	}
 	return err
 }
 
@@ -342,11 +344,8 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
 			err := s.results(m)
 			s.end()
 			return err
-		case slotLost:
-			t.stats.resends.Add(1)
-			t.trace.Add(trace.Event{Kind: trace.Resend, XID: m.XID})
+		case slotLost: // once more
 		case slotAbandoned:
-			t.stats.interrupts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Interrupt, XID: m.XID})
 			return &InterruptedError{Cause: context.Cause(ctx)}
 		}

@@ -547,6 +547,9 @@ func TestLyingServer(t *testing.T) {
 				t.Errorf("error %v", err)
 			}
 			lying.Store(false)
+			if n := tr.Stats().BadReply; (n != 0) != (c.err(&ProtocolError{}) || c.err(&ServerError{})) && c.name != "wrong version" {
+				t.Errorf("%d bad replies were counted", n)
+			}
 			if err := cl.Read(testContext(t), noCred, fh, 1, buf, &r); err != nil || !bytes.Equal(buf, fill(1, len(buf))) {
 				t.Errorf("the next read: %v, or wrong octets", err)
 			}
