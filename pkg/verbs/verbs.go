@@ -361,7 +361,7 @@ type QPStats struct {
 	PostedRecvWRs      uint64
 	SendCompletions    uint64 // completions delivered for send-queue requests
 	RecvCompletions    uint64
-	RemoteAccessErrors uint64 // tagged octets of the peer refused by protection checks
+	RemoteAccessErrors uint64 // RDMA operations of the peer refused by protection checks
 	RemoteInvalidates  uint64
 	BytesSent          uint64 // payload octets of Sends, Writes and Read Responses
 	BytesReceived      uint64

@@ -22,6 +22,9 @@ const signalPart = 8
 // maxNudgePause bounds the pause between nudges.
 const maxNudgePause = time.Second
 
+// causeWait bounds the wait for a provider's reason: it may first have to get its own requests off a socket that does not move.
+const causeWait = 2 * time.Second
+
 // A conn is one connection.
 type conn struct {
 	*adapter
@@ -38,7 +41,9 @@ type conn struct {
 
 	dead   chan struct{}
 	failed sync.Once
-	err    error // set before dead is closed
+	err    error         // set before dead is closed, and then the worker's
+	told   chan struct{} // closed when the provider has said why it lost the connection
+	cause  error         // set before told is closed
 
 	replied    atomic.Bool
 	pinging    atomic.Int32 // liveness calls under way
@@ -56,6 +61,29 @@ func (cn *conn) fail(err error) {
 		cn.err = err
 		close(cn.dead)
 	})
+}
+
+// disconnected is told by the provider why it lost the connection.
+func (cn *conn) disconnected(cause error) {
+	cn.cause = cause
+	close(cn.told)
+	cn.fail(cause)
+}
+
+// learnCause puts the provider's reason for a lost connection in the place of what only follows from the loss: flushes, and
+// posts that are refused, which may come first. For the worker, when dead is closed.
+func (cn *conn) learnCause(closing <-chan struct{}) {
+	if !followsLoss(cn.err) {
+		return
+	}
+	timer := time.NewTimer(causeWait)
+	defer timer.Stop()
+	select {
+	case <-cn.told:
+		cn.err = cn.cause
+	case <-timer.C:
+	case <-closing:
+	}
 }
 
 // completionError handles a work completion that is not a success: flushes are quiet, others are logged once with
@@ -81,7 +109,7 @@ func (t *Transport) sendDone(wc *verbs.WorkCompletion) {
 func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	ctx, cancel := context.WithTimeout(ctx, t.cfg.ConnectTimeout)
 	defer cancel()
-	cn := &conn{dead: make(chan struct{})}
+	cn := &conn{dead: make(chan struct{}), told: make(chan struct{})}
 	began := time.Now()
 	defer func() { t.stats.connectNanos.Add(uint64(time.Since(began))) }()
 	defer func() {
@@ -119,7 +147,7 @@ func (cn *conn) makeQueues() (err error) {
 		return err
 	}
 	cn.qp, err = cn.id.CreateQP(cn.pd, verbs.QPInitAttr{SendCQ: cn.cq, RecvCQ: cn.cq, MaxSendWR: cn.params.SendWRs,
-		MaxRecvWR: cn.params.RecvWRs, MaxSendSGE: cn.params.SendSGEs, OnDisconnect: cn.fail})
+		MaxRecvWR: cn.params.RecvWRs, MaxSendSGE: cn.params.SendSGEs, OnDisconnect: cn.disconnected})
 	if err != nil {
 		return err
 	}

@@ -62,7 +62,7 @@ type slot struct {
 	msg       *sunrpc.Message // nil once the caller has left
 	conn      *conn           // that it was sent on
 	sentAt    time.Time
-	sends     int // of the call at hand, each on another connection
+	sends     int // of the call at hand that were posted, each on another connection
 	err       error
 	longCall  []byte // PZRC, from the pool
 	longReply []byte // reply chunk, from the pool
@@ -215,8 +215,9 @@ func (s *slot) connectionEnded() {
 	case slotFencing:
 		s.state, s.fenced = slotDone, true
 	case slotAbandoned:
+		ends := s.left && !s.late // with both set before, whoever set the second is about to end it
 		s.fenced, s.late = true, true
-		if s.left {
+		if ends {
 			s.mu.Unlock()
 			s.end()
 			return

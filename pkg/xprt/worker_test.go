@@ -2,9 +2,11 @@ package xprt
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
+	"net/netip"
 	"strings"
 	"sync"
 	"testing"
@@ -14,6 +16,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
@@ -100,4 +103,38 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 			t.Errorf("line %q", line)
 		}
 	}
+}
+
+// lateCause is a provider that says only after a while why it lost a connection: when everything was flushed already.
+type lateCause struct{ verbs.Provider }
+
+type lateCauseID struct{ verbs.ActiveID }
+
+func (p lateCause) Resolve(ctx context.Context, a netip.AddrPort) (verbs.ActiveID, error) {
+	id, err := p.Provider.Resolve(ctx, a)
+	return lateCauseID{id}, err
+}
+
+func (i lateCauseID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
+	tell := attr.OnDisconnect
+	attr.OnDisconnect = func(cause error) {
+		time.Sleep(50 * time.Millisecond)
+		tell(cause)
+	}
+	return i.ActiveID.CreateQP(pd, attr)
+}
+
+// TestReasonOfALossIsTold has everything flushed before the provider says why: the status and the story tell the reason all the same.
+func TestReasonOfALossIsTold(t *testing.T) {
+	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict { return svcrdma.Disconnect }}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(c *Config) { c.Provider = lateCause{c.Provider} })
+	ctx, cancel := context.WithCancel(testContext(t))
+	done := make(chan error)
+	go func() { done <- tr.Call(ctx, echo(1, nil, 0)) }()
+	eventually(t, "a lost connection", func() bool { return len(tr.Story()) > 1 })
+	if why := tr.Story()[1].Cause; why != io.EOF.Error() {
+		t.Errorf("the connection was lost by %q, the story says %q", io.EOF, why)
+	}
+	cancel()
+	<-done
 }

@@ -43,8 +43,11 @@ const helloFile, helloText = "hello", "world\n"
 func newProgram(t *testing.T, b bench) *program {
 	t.Helper()
 	p := &program{t: t, b: b, dir: t.TempDir()}
-	p.bin, p.socket, p.log = filepath.Join(p.dir, "nfsrdmad"), filepath.Join(p.dir, "s"), filepath.Join(p.dir, "log")
-	run(t, "", "go", "build", "-o", p.bin, "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
+	p.bin, p.socket, p.log = *programFlag, filepath.Join(p.dir, "s"), filepath.Join(p.dir, "log")
+	if p.bin == "" {
+		p.bin = filepath.Join(p.dir, "nfsrdmad")
+		run(t, "", "go", "build", "-o", p.bin, "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
+	}
 	b.MustRun("echo world >/export/" + helloFile)
 	t.Cleanup(func() { b.MustRun("rm /export/" + helloFile) })
 	return p
@@ -64,7 +67,7 @@ func (p *program) mountCommand(name, options string, flags ...string) (cmd *exec
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		p.t.Fatal(err)
 	}
-	opts := fmt.Sprintf("port=%d,mountport=%d%s", p.b.RDMA.Port(), p.b.Mount.Port(), options)
+	opts := fmt.Sprintf("port=%d,mountport=%d,provider=%s%s", p.b.RDMA.Port(), p.b.Mount.Port(), p.b.name, options)
 	return p.command(append(append([]string{"mount"}, flags...), p.b.Mount.Addr().String()+":"+lab.ExportRW, dir, "-o", opts)...), dir
 }
 
