@@ -37,6 +37,7 @@ func serveCommand() *cobra.Command {
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
 			cfg.Provider = daemon.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
+			outliveReaders()
 			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {
