@@ -42,7 +42,8 @@ type device struct {
 	ctx   *C.struct_ibv_context
 	log   hclog.Logger
 	attrs verbs.DeviceAttrs
-	perIO bool       // no windows: memory is registered for each use
+	perIO bool // no windows: memory is registered for each use
+	siw   bool
 	inv   C.uint32_t // flags of a completion that tell of a Send With Invalidate
 
 	proven  atomic.Bool // a window was bound
@@ -78,6 +79,7 @@ func deviceOf(ctx *C.struct_ibv_context, cfg Config) (*device, error) {
 	if err != nil {
 		return nil, err
 	}
+	d.fillFirstPages()
 	if ret != 0 {
 		d.log.Info("RDMA device has no memory windows: memory is registered for each use, which is slower", "device", d.attrs.Name, "reason", errnoOf(ret))
 	}
@@ -115,6 +117,7 @@ func newDevice(ctx *C.struct_ibv_context, log hclog.Logger, perIO bool) (*device
 			d.attrs.Caps &^= verbs.CapRemoteInv
 		}
 	}
+	d.siw = a.vendor_id == siwVendor
 	if C.rc_is_iwarp(ctx) != 0 {
 		d.attrs.Transport = verbs.TransportIWARP
 	}

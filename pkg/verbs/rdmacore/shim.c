@@ -4,6 +4,7 @@
 // context's table of operations and needs no symbol; everything else is called through lib.
 #include <dlfcn.h>
 #include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -170,7 +171,16 @@ static struct rdma_conn_param conn_param(const void *data, int len, int responde
 int rc_connect(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
 {
 	struct rdma_conn_param p = conn_param(data, len, responder_resources, initiator_depth);
-	return failed(lib.rdma_connect(id, &p));
+	sigset_t all, before;
+	int ret;
+
+	/* The Go runtime sends signals to its threads. One of them makes siw drop the TCP connection that it is making, and begin again,
+	   and a connection that is dropped at once costs a siw server its listener. */
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	ret = failed(lib.rdma_connect(id, &p));
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	return ret;
 }
 
 int rc_accept(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
