@@ -22,8 +22,8 @@ const columns = 80
 func statusCommand(c *common) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status [DIR]",
-		Short: "Show what is known about a mount, or about all: connection, waiting calls and for whom, memory regions",
-		Args:  cobra.MaximumNArgs(1),
+		Short: "Show a mount, or all: connection, waiting calls, memory regions",
+		Args:  takes(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			dir, err := daemon.OptionalDir(args)
 			if err != nil {
@@ -38,6 +38,9 @@ func statusCommand(c *common) *cobra.Command {
 }
 
 func printStatus(w io.Writer, l []daemon.MountStatus, now time.Time) {
+	if len(l) == 0 {
+		nothing(w)
+	}
 	for i := range l {
 		if i > 0 {
 			fmt.Fprintln(w)

@@ -22,6 +22,9 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	if err != nil {
 		return err
 	}
+	if err := CheckPrivilege(); err != nil {
+		log.Warn("every mount will fail", "reason", err)
+	}
 	status := "serving " + string(cfg.ControlSocket)
 	if d.inject != "" {
 		status = FaultBanner + d.inject

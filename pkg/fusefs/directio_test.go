@@ -6,9 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestReadNothing reads at the end of a file, where the kernel asks although there is nothing, with a single buffer: each read gives it back.
+// TestReadNothing reads at the end of a file, where the kernel asks although there is nothing: each read gives its buffer back.
 func TestReadNothing(t *testing.T) {
-	m := startExport(t).mount(t, mountConfig{buffers: 1})
+	m := startExport(t).mount(t, mountConfig{})
 	for name, flags := range map[string]int{"direct": unix.O_DIRECT, "append": unix.O_APPEND} {
 		t.Run(name, func(t *testing.T) {
 			fd, err := unix.Open(m.path(name), unix.O_RDWR|unix.O_CREAT|unix.O_CLOEXEC|flags, 0o644)

@@ -61,6 +61,9 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	set := sattrOf(in)
 	cred := r.cred
 	if set.HasSize {
+		if set.Size > fs.maxFileSize {
+			return syscall.EFBIG
+		}
 		if h := fs.fileOf(in); h != nil {
 			cred = h.cred // ftruncate(2): what counts is what the file was opened with
 		}

@@ -120,6 +120,7 @@ func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 	m := s.msg
 	if h.Proc == rpcrdma.ProcError {
 		s.t.stats.remoteErrs.Add(1)
+		s.t.stats.badReply.Add(1) // as the kernel's client counts
 		return &ServerError{Code: h.Err, Low: h.Low, High: h.High}
 	}
 	if len(h.Reads) != 0 {
@@ -205,7 +206,12 @@ func (s *slot) results(m *sunrpc.Message) error {
 	if s.err != nil || s.longLen < 0 {
 		return s.err
 	}
-	return s.take(m, s.longReply[:s.longLen])
+	err := s.take(m, s.longReply[:s.longLen])
+	if bad, ok := err.(*ProtocolError); ok {
+		s.t.stats.badReply.Add(1)
+		s.t.log.Warn("discarded a long reply of the server", "server", s.t.cfg.Addr, "error", bad)
+	}
+	return err
 }
 
 var errBackchannel = errors.New("xprt: a call from the server, which NFSv3 has no use for")

@@ -62,7 +62,7 @@ type slot struct {
 	msg       *sunrpc.Message // nil once the caller has left
 	conn      *conn           // that it was sent on
 	sentAt    time.Time
-	sends     int // of the call at hand, each on another connection
+	sends     int // of the call at hand that were posted, each on another connection
 	err       error
 	longCall  []byte // PZRC, from the pool
 	longReply []byte // reply chunk, from the pool

@@ -3,6 +3,7 @@ package xprt
 import (
 	"context"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -45,5 +46,23 @@ func TestAbandonedSlotEndsOnce(t *testing.T) {
 		if n := len(tr.free); n != cap(tr.free) || s.state != slotIdle {
 			t.Errorf("%s: %d free slots of %d, state %d", c.name, n, cap(tr.free), s.state)
 		}
+	}
+}
+
+// TestTimeoutIsCountedOnce looks again and again at a call that waited too long, while its connection is taken down.
+func TestTimeoutIsCountedOnce(t *testing.T) {
+	tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tr.Close()
+	s := <-tr.free
+	s.begin(context.Background(), &sunrpc.Message{})
+	s.state, s.sends, s.sentAt, s.conn = slotSent, 1, time.Now(), &conn{dead: make(chan struct{})}
+	for range 3 {
+		tr.checkSlot(s, s.sentAt.Add(2*tr.cfg.Timeout))
+	}
+	if n := tr.Stats().Timeouts; n != 1 || !isTimeout(s.conn.err) {
+		t.Errorf("%d timeouts, want 1; the connection ended with %v", n, s.conn.err)
 	}
 }

@@ -275,11 +275,13 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	defer t.calls.Done()
 	t.lastCall.Store(t.now())
 	s, err := t.takeSlot(ctx, m)
-	if err != nil {
-		return err
+	if err == nil {
+		err = t.run(ctx, s, m)
+		t.lastCall.Store(t.now())
 	}
-	err = t.run(ctx, s, m)
-	t.lastCall.Store(t.now())
+	if _, given := err.(*InterruptedError); given {
+		t.stats.interrupts.Add(1)
+	}
 	return err
 }
 
@@ -307,6 +309,7 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message) (*slot, err
 // run performs the call on slot s, which it ends, or leaves to the late reply.
 func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
 	s.begin(ctx, m)
+	var pause time.Duration // before the next try, when memory was short
 	for {
 		if err := t.waitCredit(ctx, s); err != nil {
 			s.end()
@@ -316,21 +319,17 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
 		switch e := err.(type) {
 		case nil:
 		case *shortageError:
-			t.log.Warn("no memory to send an RPC, trying again", "error", e.error)
+			if pause == 0 {
+				t.log.Warn("no memory to send an RPC: it is tried until there is some; fewer slots= need less", "error", e.error, "server", t.cfg.Addr)
+			}
+			pause = min(max(2*pause, marshalRetry), marshalRetryMax)
 			t.window.leave(s)
-			s.setNoRoom(true)
-			time.Sleep(marshalRetry)
-			s.setNoRoom(false)
+			timer := time.NewTimer(pause)
+			t.waitRoom(ctx, s, timer.C, nil, nil)
+			timer.Stop()
 			continue
 		case *queueFullError:
-			s.setNoRoom(true)
-			select {
-			case <-e.room:
-			case <-e.dead:
-			case <-ctx.Done():
-			case <-t.closing:
-			}
-			s.setNoRoom(false)
+			t.waitRoom(ctx, s, nil, e.room, e.dead)
 			continue
 		default:
 			s.end()
@@ -345,14 +344,25 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
 			err := s.results(m)
 			s.end()
 			return err
-		case slotLost:
-			t.stats.resends.Add(1)
-			t.trace.Add(trace.Event{Kind: trace.Resend, XID: m.XID})
+		case slotLost: // once more
 		case slotAbandoned:
-			t.stats.interrupts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Interrupt, XID: m.XID})
 			return &InterruptedError{Cause: context.Cause(ctx)}
 		}
+	}
+}
+
+// waitRoom waits until a call that could not be posted is to be tried again, or to end.
+func (t *Transport) waitRoom(ctx context.Context, s *slot, timer <-chan time.Time, room, dead <-chan struct{}) {
+	s.setNoRoom(true)
+	defer s.setNoRoom(false)
+	select {
+	case <-timer:
+	case <-room:
+	case <-dead:
+	case <-s.wake: // the time of a soft mount is over, perhaps
+	case <-ctx.Done():
+	case <-t.closing:
 	}
 }
 
@@ -368,7 +378,7 @@ func (t *Transport) checkCall(m *sunrpc.Message) error {
 
 // waitCredit returns nil when s holds a credit of a connection.
 func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
-	for !t.window.enter(s) {
+	for !s.expired.Load() && !t.window.enter(s) {
 		select {
 		case <-s.wake:
 		case <-ctx.Done():
@@ -376,9 +386,9 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 		case <-t.closing:
 			return ErrClosed
 		}
-		if s.expired.Load() {
-			return t.softError(s)
-		}
+	}
+	if s.expired.Load() {
+		return t.softError(s)
 	}
 	select {
 	case <-t.closing:

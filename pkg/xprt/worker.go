@@ -212,7 +212,7 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 	defer s.mu.Unlock()
 	switch s.state {
 	case slotSent, slotFencing, slotAbandoned:
-		if waited := now.Sub(s.sentAt); waited > t.patience(s.sends) && s.conn != nil && !s.late {
+		if waited := now.Sub(s.sentAt); waited > t.patience(s.sends) && s.conn != nil && !s.late && !isClosed(s.conn.dead) {
 			t.stats.timeouts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})

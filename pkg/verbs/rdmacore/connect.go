@@ -67,9 +67,13 @@ func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) err
 		if kind == verbs.ConnLocal { // ENODEV: no device on the way
 			kind = verbs.ConnUnreachable
 		}
-		return c.fail(kind, phaseResolveAddr, err)
+		return c.fail(kind, phaseResolveAddr, goneHint(err))
 	}
 	if err := c.await(ctx, phaseResolveAddr, evAddrResolved); err != nil {
+		var e *verbs.ConnError
+		if errors.As(err, &e) {
+			e.Err = goneHint(e.Err)
+		}
 		return err
 	}
 	if err := errnoOf(C.rc_resolve_route(c.c, milliseconds(ctx))); err != nil {
@@ -79,7 +83,10 @@ func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) err
 		return err
 	}
 	if err := c.attach(cfg); err != nil {
-		return c.fail(verbs.ConnLocal, phaseResolveRoute, err)
+		return c.fail(errnoKind(err), phaseResolveRoute, err)
+	}
+	if err := c.checkPort(); err != nil {
+		return c.fail(errnoKind(err), phaseResolveRoute, err)
 	}
 	return nil
 }

@@ -101,7 +101,7 @@ func (c *connID) handle(ev *cmEvent) {
 		}
 	case evDisconnected, evDeviceRemoval, evAddrChange:
 		if ev.kind == evDeviceRemoval && c.dev != nil {
-			go c.dev.retire()
+			go c.dev.in.remove(whyEvent)
 		}
 		if q != nil && c.settled {
 			q.lost(ending(ev.kind, ev.status), certain)
@@ -135,9 +135,19 @@ func (c *connID) await(ctx context.Context, phase string, want eventKind) error 
 		return e
 	case <-ctx.Done():
 		return c.fail(ctxKind(ctx.Err()), phase, ctx.Err())
+	case <-c.removed():
+		return c.fail(verbs.ConnUnreachable, phase, &RemovedError{Device: c.dev.attrs.Name})
 	case <-c.closed:
 		return c.fail(verbs.ConnLocal, phase, errClosed)
 	}
+}
+
+// removed is closed when the device is gone; nil while none is known.
+func (c *connID) removed() <-chan struct{} {
+	if c.dev == nil {
+		return nil
+	}
+	return c.dev.in.removed
 }
 
 func ctxKind(err error) verbs.ConnErrorKind {
@@ -171,6 +181,20 @@ func (c *connID) attach(cfg Config) error {
 	c.local = address(c.c, false)
 	c.mu.Unlock()
 	return nil
+}
+
+// checkPort refuses a port that is known to be down: a connection could only time out, and rxe's connection manager does not get over a
+// message that it could not send.
+func (c *connID) checkPort() error {
+	port := C.rc_port(c.c)
+	if err := c.dev.in.use(); err != nil {
+		return err
+	}
+	defer c.dev.in.done()
+	if C.rc_port_state(c.dev.ctx, port) != C.IBV_PORT_DOWN {
+		return nil
+	}
+	return fmt.Errorf("port %d of RDMA device %s is down: check its cable and \"ip link\": %w", int(port), c.dev.attrs.Name, syscall.ENETDOWN)
 }
 
 // Device returns the device that reaches the peer.
@@ -243,6 +267,9 @@ func (c *connID) shake(ctx context.Context, phase string, param verbs.ConnParam,
 		select {
 		case <-c.closed:
 			result <- errClosed
+			return
+		case <-c.removed():
+			result <- &RemovedError{Device: c.dev.attrs.Name}
 			return
 		default:
 		}

@@ -14,14 +14,20 @@ import "C"
 // firstPagesCQE is its depth: 32 octets each (struct siw_cqe) are more than 0x91000, with the power of two that siw makes of it.
 const firstPagesCQE = 0x91000/32 + 1
 
-// fillFirstPages makes that queue. It ends with the opened device; if it cannot be made, everything else still may.
-func (d *device) fillFirstPages() {
-	if !d.siw {
+// fillFirstPages makes that queue. If it cannot be made, everything else still may. Caller holds devices.mu, and uses o.
+func (o *opened) fillFirstPages() {
+	if err := errnoOf(C.rc_create_bare_cq(o.c, firstPagesCQE, &o.firstPages)); err != nil {
+		o.log.Warn("the first pages of an RDMA device could not be filled: a queue of this process may fail to be made", "device", o.name, "error", err)
+	}
+}
+
+// emptyFirstPages takes it away. Caller holds devices.mu.
+func (o *opened) emptyFirstPages() {
+	if o.firstPages == nil {
 		return
 	}
-	var ch *C.struct_ibv_comp_channel
-	var cq *C.struct_ibv_cq
-	if err := errnoOf(C.rc_create_cq(d.ctx, firstPagesCQE, &ch, &cq)); err != nil {
-		d.log.Warn("the first pages of an RDMA device could not be filled: one queue of this process may fail to be made", "device", d.attrs.Name, "error", err)
+	if err := errnoOf(C.rc_destroy_bare_cq(o.firstPages)); err != nil {
+		o.log.Debug("completion queue could not be released", "device", o.name, "error", err)
 	}
+	o.firstPages = nil
 }

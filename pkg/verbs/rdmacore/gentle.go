@@ -32,6 +32,8 @@ func (c *connID) takeTurn(ctx context.Context) bool {
 		return false
 	case <-c.closed:
 		return false
+	case <-c.removed():
+		return false
 	}
 }
 
@@ -51,6 +53,7 @@ func (c *connID) linger() {
 	defer timer.Stop()
 	select {
 	case <-c.answered:
+	case <-c.removed():
 	case <-timer.C:
 	}
 }

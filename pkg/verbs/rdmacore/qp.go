@@ -40,6 +40,8 @@ const (
 
 	// causeWait is how long a guessed cause waits for a better one: the event of the connection comes beside the completions.
 	causeWait = 300 * time.Millisecond
+	// tellWait is how long what is posted may wait for the consumer to hear why it will fail.
+	tellWait = 100 * time.Millisecond
 	// flushWait is how long a device may make no progress in flushing before its queue pair is destroyed and flushed without it.
 	flushWait = 2 * time.Second
 )
@@ -96,12 +98,12 @@ type counters struct {
 func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	d := c.dev
 	pd, ok := vpd.(*protectionDomain)
-	if !ok || pd.dev.ctx != d.ctx {
+	if !ok || pd.dev.in != d.in {
 		return nil, fmt.Errorf("rdmacore: create QP: the protection domain belongs to another device: %w", verbs.ErrInvalid)
 	}
 	scq, ok1 := attr.SendCQ.(*completionQueue)
 	rcq, ok2 := attr.RecvCQ.(*completionQueue)
-	if !ok1 || !ok2 || scq.dev.ctx != d.ctx || rcq.dev.ctx != d.ctx {
+	if !ok1 || !ok2 || scq.dev.in != d.in || rcq.dev.in != d.in {
 		return nil, fmt.Errorf("rdmacore: create QP: a completion queue belongs to another device: %w", verbs.ErrInvalid)
 	}
 	if attr.MaxSendWR <= 0 || attr.MaxSendWR > d.attrs.MaxQPWR || attr.MaxRecvWR <= 0 || attr.MaxRecvWR > d.attrs.MaxQPWR {
@@ -112,6 +114,10 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		return nil, fmt.Errorf("rdmacore: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, d.attrs.MaxSendSGE, verbs.ErrInvalid)
 	}
 	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
+	if err := d.in.use(); err != nil {
+		return nil, err
+	}
+	defer d.in.done()
 	if err := pd.take(); err != nil {
 		return nil, err
 	}
@@ -203,15 +209,33 @@ func (q *qp) end() {
 	case <-q.better:
 	case <-time.After(causeWait):
 	}
-	q.tear()
 	q.mu.Lock()
+	q.state = qpDead
 	cause := q.cause
 	q.sure = true
 	q.mu.Unlock()
 	if f := q.attr.OnDisconnect; f != nil {
-		go f(cause)
+		told := make(chan struct{})
+		go func() {
+			f(cause)
+			close(told)
+		}()
+		select { // the reason first, and then what comes of it: a consumer goes by the first that it hears
+		case <-told:
+		case <-time.After(tellWait):
+		}
 	}
+	q.tear()
 	q.flush() // what is posted completes, also if the consumer takes its time to close
+}
+
+// takeDown destroys the queue pair of a device that is gone; what is posted is flushed here. It waits while the kernel makes the connection.
+func (q *qp) takeDown(cause error) {
+	q.lost(cause, certain)
+	q.id.call.Lock()
+	defer q.id.call.Unlock()
+	q.tear()
+	q.abandon("")
 }
 
 // tear closes the queues, disconnects, and has the device flush, once.
@@ -266,8 +290,16 @@ func (q *qp) flush() {
 		}
 		last = now
 	}
+	q.abandon("RDMA device does not flush a queue pair in the error state: it is destroyed")
+	<-done
+}
+
+// abandon destroys the device's queue pair, once, and has what is posted flushed here. warning is for the log.
+func (q *qp) abandon(warning string) {
 	q.takeOver.Do(func() {
-		q.dev.log.Warn("RDMA device does not flush a queue pair in the error state: it is destroyed", "device", q.dev.attrs.Name)
+		if warning != "" {
+			q.dev.log.Warn(warning, "device", q.dev.attrs.Name)
+		}
 		q.release()
 		q.mu.Lock()
 		q.broken = true
@@ -277,7 +309,6 @@ func (q *qp) flush() {
 			q.recvCQ.wake(q)
 		}
 	})
-	<-done
 }
 
 // release destroys the device's queue pair, once, so that the device touches no memory of it any more. No request may be posted afterwards.

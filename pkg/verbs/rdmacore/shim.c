@@ -2,13 +2,19 @@
 
 // The libraries are opened at run time: nothing here may be linked against them. What verbs.h has as inline functions goes through the
 // context's table of operations and needs no symbol; everything else is called through lib.
+#define _GNU_SOURCE // dup3
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <netinet/in.h>
+#include <unistd.h>
 
 #include "shim.h"
 
@@ -17,7 +23,7 @@
 #undef ibv_query_port
 
 #define VERBS_SYMBOLS(X) \
-	X(ibv_get_device_name) X(ibv_query_device) X(ibv_alloc_pd) X(ibv_dealloc_pd) X(ibv_reg_mr) X(ibv_dereg_mr) \
+	X(ibv_get_device_name) X(ibv_query_device) X(ibv_query_port) X(ibv_alloc_pd) X(ibv_dealloc_pd) X(ibv_reg_mr) X(ibv_dereg_mr) \
 	X(ibv_create_comp_channel) X(ibv_destroy_comp_channel) X(ibv_create_cq) X(ibv_destroy_cq) \
 	X(ibv_get_cq_event) X(ibv_ack_cq_events) X(ibv_modify_qp) X(ibv_get_async_event) X(ibv_ack_async_event)
 
@@ -215,9 +221,57 @@ struct ibv_context **rc_devices(int *n)
 	return lib.rdma_get_devices(n);
 }
 
-void rc_free_devices(struct ibv_context **list)
+struct ibv_context **rc_hold_of(struct ibv_context *ctx)
 {
-	lib.rdma_free_devices(list);
+	struct ibv_context **hold = calloc(2, sizeof *hold);
+	if (!hold)
+		abort(); // as everything does that is out of memory for two words
+	hold[0] = ctx;
+	return hold;
+}
+
+void rc_let_go(struct ibv_context **hold)
+{
+	lib.rdma_free_devices(hold);
+}
+
+const char *rc_device_path(struct ibv_context *ctx)
+{
+	return ctx->device->dev_path;
+}
+
+// What stands in place of a descriptor that was taken from a context.
+static const char substitute[] = "/dev/null";
+
+int rc_cut_off(struct ibv_context *ctx)
+{
+	int fd = open(substitute, O_RDWR | O_CLOEXEC);
+	if (fd < 0)
+		return failed(-1);
+	int ret = 0;
+	if (dup3(fd, ctx->cmd_fd, O_CLOEXEC) < 0 || dup3(fd, ctx->async_fd, O_CLOEXEC) < 0)
+		ret = failed(-1);
+	close(fd);
+	return ret;
+}
+
+int rc_is_cut_off(struct ibv_context *ctx)
+{
+	struct stat null, now;
+	return !stat(substitute, &null) && !fstat(ctx->cmd_fd, &now) && S_ISCHR(now.st_mode) && now.st_rdev == null.st_rdev;
+}
+
+int rc_port_state(struct ibv_context *ctx, int port)
+{
+	struct ibv_port_attr attr; // at least as long as what the function fills
+	memset(&attr, 0, sizeof attr);
+	int ret = refused(lib.ibv_query_port(ctx, port, (struct _compat_ibv_port_attr *)&attr));
+	return ret ? ret : (int)attr.state;
+}
+
+int rc_port(struct rdma_cm_id *id)
+{
+	return id->port_num;
 }
 
 const char *rc_device_name(struct ibv_context *ctx)
@@ -324,6 +378,18 @@ int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **c
 		return ret;
 	}
 	return 0;
+}
+
+int rc_create_bare_cq(struct ibv_context *ctx, int depth, struct ibv_cq **out)
+{
+	errno = 0;
+	*out = lib.ibv_create_cq(ctx, depth, NULL, NULL, 0);
+	return *out ? 0 : missing();
+}
+
+int rc_destroy_bare_cq(struct ibv_cq *cq)
+{
+	return refused(lib.ibv_destroy_cq(cq));
 }
 
 int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch)

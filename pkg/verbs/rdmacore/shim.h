@@ -42,9 +42,21 @@ int rc_comm_established(struct rdma_cm_id *id);
 // rc_address copies the local (or the peer's) address to out, of at least sizeof(struct sockaddr_storage).
 void rc_address(struct rdma_cm_id *id, int peer, void *out);
 
-// Devices.
+// Devices. rc_devices opens all of them, and returns a list that ends with NULL, or NULL. librdmacm closes none of it while the list is held: rc_let_go
+// ends that, and frees the list. As what is counted is the entries, free(list) after making a list of one of each by rc_hold_of gives each a hold of its own.
 struct ibv_context **rc_devices(int *n);
-void rc_free_devices(struct ibv_context **list);
+struct ibv_context **rc_hold_of(struct ibv_context *ctx);
+void rc_let_go(struct ibv_context **hold);
+// rc_device_path is the device's place in sysfs.
+const char *rc_device_path(struct ibv_context *ctx);
+// rc_cut_off gives the kernel back what the context has open of the device, and leaves the context as it is, for librdmacm to close: its
+// descriptors stand for /dev/null from now on. Nothing of the device may be in use.
+int rc_cut_off(struct ibv_context *ctx);
+int rc_is_cut_off(struct ibv_context *ctx);
+// rc_port_state is the state of a port (enum ibv_port_state), or a negative errno.
+int rc_port_state(struct ibv_context *ctx, int port);
+// rc_port is the port of the device that a connection id uses.
+int rc_port(struct rdma_cm_id *id);
 const char *rc_device_name(struct ibv_context *ctx);
 int rc_is_iwarp(struct ibv_context *ctx);
 int rc_query_device(struct ibv_context *ctx, struct ibv_device_attr *out);
@@ -64,6 +76,9 @@ int rc_dealloc_mw(struct ibv_mw *mw);
 // Completion queues. A channel belongs to each.
 int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **ch, struct ibv_cq **out);
 int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch);
+// A bare one has no channel.
+int rc_create_bare_cq(struct ibv_context *ctx, int depth, struct ibv_cq **out);
+int rc_destroy_bare_cq(struct ibv_cq *cq);
 int rc_arm_cq(struct ibv_cq *cq);
 // rc_take_cq_event takes an event off the channel and acknowledges it; -EAGAIN when there is none.
 int rc_take_cq_event(struct ibv_comp_channel *ch);
