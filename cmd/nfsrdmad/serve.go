@@ -2,7 +2,10 @@ package main
 
 import (
 	"fmt"
+	"io"
+	"net/netip"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -19,7 +22,7 @@ func serveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
-		Args:  cobra.MaximumNArgs(1),
+		Args:  takes(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
 			cfg.RDMA.RemoteInv = true
@@ -34,8 +37,9 @@ func serveCommand() *cobra.Command {
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
 			cfg.Provider = daemon.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
+			outliveReaders()
 			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
-				fmt.Fprintf(cmd.OutOrStdout(), "serving RDMA on %s, MOUNT and NFS on TCP %s\n", s.RDMAAddr, s.TCPAddr)
+				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {
 					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", daemon.FaultBanner, plan)
 				}
@@ -44,19 +48,51 @@ func serveCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&cfg.Backend, "backend", "", "HOST:PORT of an NFSv3 server on TCP")
 	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen, "ADDRESS:PORT of the RDMA side")
-	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen, "ADDRESS:PORT of MOUNT and NFS of a directory")
+	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen, "ADDRESS:PORT of MOUNT, NFS and port mapper of a directory; other hosts need one that they reach")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
 	cmd.Flags().StringVar(&inject, "inject", "", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
 }
 
+// printServing says where the server is, and how a directory is mounted from this host.
+func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
+	if cfg.Backend != "" {
+		fmt.Fprintf(w, "serving RDMA on %s, for the NFS server at TCP %s\n", s.RDMAAddr, s.TCPAddr)
+		return
+	}
+	fmt.Fprintf(w, "serving RDMA on %s, MOUNT and NFS on TCP %s\n", s.RDMAAddr, s.TCPAddr)
+	tcp, err := netip.ParseAddrPort(s.TCPAddr)
+	if err != nil {
+		return
+	}
+	root := daemon.Spec{Host: "localhost", Export: "/"}
+	if a := tcp.Addr(); !a.IsUnspecified() {
+		root.Host = a.String()
+	}
+	var options []string
+	if p := s.RDMAAddr.Port(); p != daemon.DefaultOptions().Port {
+		options = append(options, fmt.Sprintf("port=%d", p))
+	}
+	if tcp.Port() != portMapper {
+		options = append(options, fmt.Sprintf("mountport=%d", tcp.Port()))
+	}
+	line := fmt.Sprintf("to mount it: nfsrdmad mount %s DIR", root)
+	if len(options) > 0 {
+		line += " -o " + strings.Join(options, ",")
+	}
+	fmt.Fprintln(w, line)
+}
+
+// portMapper is where clients ask for MOUNT's port (RFC 1833 §3.2); a directory's TCP port answers as a port mapper, too.
+const portMapper = 111
+
 func demoCommand() *cobra.Command {
 	cfg := demo.Config{}
 	cmd := &cobra.Command{
 		Use:   "demo",
-		Short: "Mount an embedded server, copy a tree through it, compare every byte, and clean up",
-		Args:  cobra.NoArgs,
+		Short: "Copy a tree through a mount of an embedded server, and compare",
+		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg.Out = cmd.OutOrStdout()
 			return demo.Run(cmd.Context(), cfg)

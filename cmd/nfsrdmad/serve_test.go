@@ -14,7 +14,7 @@ import (
 )
 
 // servingLine is what serve says first.
-var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), MOUNT and NFS on TCP (\S+)\n$`)
+var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), (?:MOUNT and NFS on|for the NFS server at) TCP (\S+)\n$`)
 
 // serve starts "nfsrdmad serve" and returns its two addresses, and a function that ends it with SIGTERM.
 func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {

@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 )
@@ -14,10 +15,13 @@ type Spec struct {
 // maxPathLen bounds what a user can give for an export: MNTPATHLEN of RFC 1813 §5.1.4.
 const maxPathLen = 1024
 
+// maxHostLen is that of a name in the DNS (RFC 1035 §2.3.4).
+const maxHostLen = 255
+
 // ParseSpec reads HOST:/EXPORT; an IPv6 address stands in brackets, as in nfs(5).
 func ParseSpec(s string) (Spec, error) {
 	bad := func(why string) (Spec, error) {
-		return Spec{}, errorf(CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6", s, why)
+		return Spec{}, errorf(CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6", brief(s), why)
 	}
 	var host, export string
 	if rest, ok := strings.CutPrefix(s, "["); ok {
@@ -37,6 +41,8 @@ func ParseSpec(s string) (Spec, error) {
 	switch {
 	case host == "":
 		return bad("no server")
+	case len(host) > maxHostLen:
+		return bad(fmt.Sprintf("the server name is longer than %d octets", maxHostLen))
 	case strings.ContainsAny(host, "/ \t\n"):
 		return bad("no valid server name")
 	case !strings.HasPrefix(export, "/"):

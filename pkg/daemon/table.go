@@ -49,6 +49,7 @@ type Table struct {
 	build   builder
 	base    Options // under the options of each mount
 	timeout time.Duration
+	quiet   bool // who asks for a mount reports its failure on the log's own terminal
 
 	mu struct {
 		sync.Mutex
@@ -94,7 +95,9 @@ func (t *Table) Mount(ctx context.Context, r MountRequest) (MountInfo, error) {
 	l, err := t.build(ctx, p)
 	if err != nil {
 		err = t.classify(ctx, p, err)
-		t.log.Error("mount failed", "spec", p.spec.String(), "dir", p.dir, "error", err)
+		if !t.quiet {
+			t.log.Error("mount failed", "spec", p.spec.String(), "dir", p.dir, "error", err)
+		}
 		t.remove(e)
 		return MountInfo{}, err
 	}
