@@ -626,3 +626,35 @@ func TestConfigIsChecked(t *testing.T) {
 		t.Errorf("%d slots left by refused configurations", n)
 	}
 }
+
+// TestJunkDoesNotFillTheLog has a server answer many calls with messages that are to be discarded.
+func TestJunkDoesNotFillTheLog(t *testing.T) {
+	const calls = 20
+	var replies atomic.Int64
+	hooks := svcrdma.Hooks{Reply: func(h *rpcrdma.Header) svcrdma.Verdict {
+		if replies.Add(1) > 1 { // the first brings the credits
+			h.Vers = 9
+		}
+		return svcrdma.Send
+	}}
+	var log bytes.Buffer
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(cfg *Config) {
+		cfg.Logger = hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Warn, Mutex: &sync.Mutex{}})
+	})
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	ctx, cancel := context.WithCancel(testContext(t))
+	var wg sync.WaitGroup
+	for range calls {
+		wg.Go(func() { tr.Call(ctx, echo(1, nil, 0)) })
+	}
+	eventually(t, "all discarded", func() bool { return tr.Stats().BadReply == calls })
+	cancel()
+	wg.Wait()
+	tr.Close()
+	if n, most := strings.Count(log.String(), "discarded"), 1+int(time.Since(began)/discardPause); n == 0 || n > most {
+		t.Errorf("%d lines in the log, want 1 to %d", n, most)
+	}
+}
