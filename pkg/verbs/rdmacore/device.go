@@ -42,6 +42,7 @@ type device struct {
 	log   hclog.Logger
 	attrs verbs.DeviceAttrs
 	perIO bool       // no windows: memory is registered for each use
+	rxe   bool       // the kernel's soft RoCE device
 	inv   C.uint32_t // flags of a completion that tell of a Send With Invalidate
 
 	proven  atomic.Bool // a window was bound
@@ -113,6 +114,7 @@ func newDevice(o *opened, log hclog.Logger, perIO bool) (*device, error) {
 	}
 	d.inv = wcWithInv
 	if a.vendor_id == rxeVendor {
+		d.rxe = true
 		d.inv |= wcWithInvRXE
 		if !rxeRemoteInv {
 			d.attrs.Caps &^= verbs.CapRemoteInv
