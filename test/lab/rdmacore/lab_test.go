@@ -49,8 +49,6 @@ var targets = []target{
 		"TestConformance/(LocalInvFences|DeregFences|ReadFence)$",
 	}},
 	{lab.SIW, []string{
-		// Its library takes the 145th page of queues for an error (SIW_INVAL_UOBJ_KEY), so that a process cannot always have many.
-		"TestConformance/ManyConnections$",
 		// A message of a few octets across a page boundary arrives changed.
 		"TestConformance/ReadSizes$",
 		// A Read without the right is neither answered nor refused.
