@@ -63,7 +63,6 @@ func TestWhoseLoss(t *testing.T) {
 		{&completionFailure{"fastreg", verbs.StatusLocProtErr}, true},
 		{&postError{"RPC", verbs.ErrQueueFull}, true},
 		{&postError{"RPC", fmt.Errorf("late: %w", verbs.ErrQPState)}, false},
-		{errIdle, true},
 	} {
 		if got := ours(c.err); got != c.ours {
 			t.Errorf("%v is ours: %v", c.err, got)

@@ -513,7 +513,7 @@ func TestSoftMountCountsTheWaitForASlot(t *testing.T) {
 	const slots = 4
 	svc := &service{}
 	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(cfg *Config) {
-		cfg.Recovery, cfg.Timeout, cfg.Slots = Soft, 500*time.Millisecond, slots
+		cfg.Recovery, cfg.Timeout, cfg.Slots = Soft, 2*time.Second, slots
 	})
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // brings the credits
 		t.Fatal(err)
