@@ -94,6 +94,7 @@ func TestBadInput(t *testing.T) {
 		{"mounted already", spec, good, good0, 32, []string{good, "already", "unmount it first"}},
 		{"no colon", "127.0.0.1", free, good0, 1, []string{"127.0.0.1", "HOST:/EXPORT"}},
 		{"IPv6 without brackets", "::1:/", free, good0, 1, []string{"::1:/", "[ADDRESS]"}},
+		{"link-local without interface", "[fe80::1]:/", free, good0, 1, []string{"fe80::1", "needs its interface", "%eth0"}},
 		{"option unknown", spec, free, "frobnicate=1", 1, []string{`"frobnicate=1"`, "unknown"}},
 		{"option out of range", spec, free, "rsize=7", 1, []string{`"rsize=7"`, "4096 to 1048576"}},
 		{"options contradict", spec, free, "hard,soft", 1, []string{`"soft"`, `"hard"`}},
