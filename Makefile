@@ -4,10 +4,11 @@ GO          ?= go
 PREFIX      ?= /usr
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 # What the tests use of Debian: a real NFS server, an independent decoder, and the programs that work on a mount.
-DEBS        := nfs-ganesha nfs-ganesha-vfs rpcbind tshark fuse3 rsync git systemd procps iproute2 libibverbs-dev librdmacm-dev
+DEBS        := nfs-ganesha nfs-ganesha-vfs rpcbind tshark fuse3 rsync git systemd procps iproute2 libibverbs-dev librdmacm-dev gcc libc6-dev
 FUZZTIME    ?= 60s
 # The rdma-core provider is built in where its headers are; the libraries are opened at run time, so the program runs without them.
-RDMACORE    := $(if $(wildcard /usr/include/rdma/rdma_cma.h),-tags rdmacore)
+# It takes a C compiler, too.
+RDMACORE    := $(if $(and $(wildcard /usr/include/rdma/rdma_cma.h),$(shell command -v $${CC:-gcc})),-tags rdmacore)
 
 .PHONY: build demo test lab test-lab bench soak fuzz lint deps install clean
 

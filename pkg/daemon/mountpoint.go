@@ -14,7 +14,10 @@ import (
 )
 
 const (
-	fuseDevice    = "/dev/fuse"
+	fuseDevice = "/dev/fuse"
+	// Numbers of the device, from Linux' list of devices.
+	fuseMajor, fuseMinor = 10, 229
+
 	mountInfoFile = "/proc/self/mountinfo"
 	// pathTimeout bounds looking at a mount point, which may lie within a file system that hangs.
 	pathTimeout = 5 * time.Second
@@ -28,19 +31,31 @@ func CheckPrivilege() error {
 		return errorf(CodeSystem, "asking for this process's capabilities: %w", err)
 	}
 	if data[0].Effective&(1<<unix.CAP_SYS_ADMIN) == 0 {
-		return errorf(CodePermission, "no privilege to mount (CAP_SYS_ADMIN is missing): run as root")
+		return errorf(CodePermission, "no privilege to mount (CAP_SYS_ADMIN is missing): run as root, or give the container or unit this capability")
 	}
 	f, err := os.OpenFile(fuseDevice, os.O_RDWR, 0)
 	switch {
 	case err == nil:
-		f.Close()
-		return nil
+		defer f.Close()
+		return checkFuseDevice(f)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENODEV):
 		return errorf(CodeSystem, "%s: %w: load the module with \"modprobe fuse\", or give the container the device", fuseDevice, unwrapPath(err))
 	case errors.Is(err, fs.ErrPermission):
 		return errorf(CodePermission, "%s: %w: run as root, or give the container the device", fuseDevice, unwrapPath(err))
 	}
 	return errorf(CodeSystem, "opening %s: %w", fuseDevice, unwrapPath(err))
+}
+
+// checkFuseDevice tells the device from what else may have its name, such as the null device of a container that was not given it.
+func checkFuseDevice(f *os.File) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return errorf(CodeSystem, "looking at %s: %w", fuseDevice, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFCHR || unix.Major(st.Rdev) != fuseMajor || unix.Minor(st.Rdev) != fuseMinor {
+		return errorf(CodeSystem, "%s: it is not the device of FUSE (character device %d:%d): give the container the device, or make it with mknod(1)", fuseDevice, fuseMajor, fuseMinor)
+	}
+	return nil
 }
 
 func unwrapPath(err error) error {
@@ -55,7 +70,10 @@ func unwrapPath(err error) error {
 // mounted file system at dir itself, which might hang.
 func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	clean, err := ResolveMountPoint(ctx, dir)
-	if err != nil {
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return "", &Error{Code: CodeMount, Err: err, Text: err.Error() + "; create it with mkdir -p"}
+	case err != nil:
 		return "", err
 	}
 	mounted, err := isMountPoint(clean)
@@ -78,7 +96,7 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 }
 
 // ResolveMountPoint returns dir as an absolute path, its parents free of symbolic links. The last element is followed only if it is a link,
-// and never looked at when it is a mount point.
+// and never looked at when it is a mount point. The error of a parent that does not exist wraps [fs.ErrNotExist].
 func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	if dir == "" || strings.ContainsRune(dir, 0) {
 		return "", errorf(CodeUsage, "mount point %q: not a path; name a directory", dir)
@@ -90,7 +108,7 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	parent, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(filepath.Dir(abs)) })
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return "", errorf(CodeMount, "mount point %s does not exist; create it with mkdir -p", abs)
+		return "", &Error{Code: CodeMount, Err: fs.ErrNotExist, Text: "mount point " + abs + " does not exist"}
 	case err != nil:
 		return "", errorf(CodeMount, "mount point %s: %w", abs, unwrapPath(err))
 	}

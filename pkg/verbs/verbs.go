@@ -118,6 +118,8 @@ const (
 	CapPerIOReg
 	// CapTerminates: the cause of a lost connection and QPStats tell of Terminate messages.
 	CapTerminates
+	// CapLiveStats: QPStats counts a completion when it is on the completion queue, whether or not its handler's turn has come.
+	CapLiveStats
 )
 
 // Has reports whether all of want are present.

@@ -22,6 +22,9 @@ const (
 // rxeVendor is the vendor id of the kernel's soft RoCE device (RXE_VENDOR_ID).
 const rxeVendor = 0xffffff
 
+// siwVendor is the vendor id of the kernel's soft iWARP device (SIW_VENDOR_ID).
+const siwVendor = 0x626d74
+
 // errnoKind classifies a call that failed.
 func errnoKind(err error) verbs.ConnErrorKind {
 	switch {

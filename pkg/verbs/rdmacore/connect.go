@@ -12,6 +12,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"syscall"
 	"time"
 	"unsafe"
 
@@ -101,7 +102,20 @@ func milliseconds(ctx context.Context) C.int {
 
 // Connect performs the handshake.
 func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
-	return a.shake(ctx, phaseConnect, param, false, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
-		return C.rc_connect(a.c, data, n, ird, ord)
+	err := a.shake(ctx, phaseConnect, param, false, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
+		if !a.takeTurn(ctx) {
+			return -C.int(syscall.ECANCELED) // nobody waits for it
+		}
+		ret := C.rc_connect(a.c, data, n, ird, ord)
+		if a.asked.Store(ret >= 0); ret < 0 {
+			a.giveTurn()
+		}
+		return ret
 	})
+	select {
+	case <-a.answered:
+		a.giveTurn()
+	default: // given up: Close gives it
+	}
+	return err
 }

@@ -17,6 +17,7 @@ import (
 	"net/netip"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -53,6 +54,10 @@ type connID struct {
 	once   sync.Once
 	call   sync.Mutex // held while the kernel connects or accepts, which may take long
 
+	turn     atomic.Bool   // it is this connection's turn to connect (gentle.go)
+	asked    atomic.Bool   // the kernel has sent the peer a request
+	answered chan struct{} // closed when it is known what became of it
+
 	mu      sync.Mutex
 	local   netip.AddrPort // guarded by mu, as all below
 	qp      *qp
@@ -66,13 +71,20 @@ type connID struct {
 func newConnID(ch *channel) *connID {
 	verbs.Track(verbs.KindConnID, 1)
 	// Set-up takes a handful of events, one after the other; more would be the kernel's error and may be lost.
-	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{})}
+	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{}), answered: make(chan struct{})}
 }
 
 // handle takes an event of the connection, on the goroutine of the channel.
 func (c *connID) handle(ev *cmEvent) {
 	c.mu.Lock()
 	q := c.qp
+	if c.tried {
+		select {
+		case <-c.answered:
+		default:
+			close(c.answered)
+		}
+	}
 	switch ev.kind {
 	case evTimewaitExit:
 		c.mu.Unlock()
@@ -311,6 +323,7 @@ func (c *connID) Close() error {
 		q := c.qp
 		c.mu.Unlock()
 		c.call.Lock() // the kernel must have returned
+		c.linger()
 		if q != nil {
 			q.destroy()
 		}
@@ -318,6 +331,7 @@ func (c *connID) Close() error {
 			c.ch.destroyID(c.c)
 		}
 		c.call.Unlock()
+		c.giveTurn()
 		if c.dev != nil {
 			c.dev.leave()
 		}

@@ -118,6 +118,9 @@ func newDevice(o *opened, log hclog.Logger, perIO bool) (*device, error) {
 			d.attrs.Caps &^= verbs.CapRemoteInv
 		}
 	}
+	if a.vendor_id == siwVendor && o.firstPages == nil {
+		o.fillFirstPages()
+	}
 	if C.rc_is_iwarp(o.c) != 0 {
 		d.attrs.Transport = verbs.TransportIWARP
 	}

@@ -44,7 +44,8 @@
 //     goes on after the invalidation. The kernel panics when a window that is not bound is invalidated: none is from here, and for fear of
 //     a meeting of the two the device does not get verbs.CapRemoteInv, but a hostile peer needs no leave.
 //   - siw: ibv_dereg_mr does not wait for the FPDU that is being placed or sent. A Read without the right gets no answer. A message of a few octets that
-//     crosses a page boundary arrives changed. The library fails to make a queue whose place in the process is just 0x90000.
+//     crosses a page boundary arrives changed. Its library cannot make a queue at one place of a
+//     process (firstpages.go). Its listener does not survive connects that end at once, or many at a time (gentle.go).
 //
 // test/lab/rdmacore names the rules of the conformance suite that each breaks. Neither is meant for hostile peers.
 //
@@ -89,8 +90,8 @@
 //	shim.h, shim.c                what is called of the libraries; the table of functions
 //	ring.go, spin.go, piece.go, translate.go, codes.go   what needs no device
 //	present.go, absent.go, config.go           whether there is a provider at all
-//	channel.go, connid.go, connect.go, listen.go   connections
+//	channel.go, connid.go, connect.go, listen.go, gentle.go   connections
 //	opened.go                     devices that are open, and their removal
-//	device.go, domain.go, region.go   devices as connections see them, protection domains, memory
+//	device.go, firstpages.go, domain.go, region.go   devices as connections see them, protection domains, memory
 //	qp.go, post.go, cq.go         queues
 package rdmacore

@@ -42,6 +42,8 @@ type opened struct {
 	inode uint64       // of path
 	log   hclog.Logger // of the first who used it; guarded by devices.mu
 
+	firstPages *C.struct_ibv_cq // of siw; guarded by devices.mu
+
 	current *device   // for new connections, nil: none yet; guarded by devices.mu
 	values  []*device // all that may have something of the context; guarded by devices.mu
 
@@ -209,6 +211,7 @@ func (o *opened) takeDown(why string) {
 
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
+	o.emptyFirstPages()
 	if err := errnoOf(C.rc_cut_off(o.c)); err != nil {
 		log.Error("RDMA device was removed, and could not be closed: its removal waits until this process ends", "device", o.name, "error", err)
 	}

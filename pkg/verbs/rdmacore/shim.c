@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -176,7 +177,16 @@ static struct rdma_conn_param conn_param(const void *data, int len, int responde
 int rc_connect(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
 {
 	struct rdma_conn_param p = conn_param(data, len, responder_resources, initiator_depth);
-	return failed(lib.rdma_connect(id, &p));
+	sigset_t all, before;
+	int ret;
+
+	/* The Go runtime sends signals to its threads. One of them makes siw drop the TCP connection that it is making, and begin again,
+	   and a connection that is dropped at once costs a siw server its listener. */
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	ret = failed(lib.rdma_connect(id, &p));
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	return ret;
 }
 
 int rc_accept(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
@@ -368,6 +378,18 @@ int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **c
 		return ret;
 	}
 	return 0;
+}
+
+int rc_create_bare_cq(struct ibv_context *ctx, int depth, struct ibv_cq **out)
+{
+	errno = 0;
+	*out = lib.ibv_create_cq(ctx, depth, NULL, NULL, 0);
+	return *out ? 0 : missing();
+}
+
+int rc_destroy_bare_cq(struct ibv_cq *cq)
+{
+	return refused(lib.ibv_destroy_cq(cq));
 }
 
 int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch)

@@ -76,6 +76,9 @@ int rc_dealloc_mw(struct ibv_mw *mw);
 // Completion queues. A channel belongs to each.
 int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **ch, struct ibv_cq **out);
 int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch);
+// A bare one has no channel.
+int rc_create_bare_cq(struct ibv_context *ctx, int depth, struct ibv_cq **out);
+int rc_destroy_bare_cq(struct ibv_cq *cq);
 int rc_arm_cq(struct ibv_cq *cq);
 // rc_take_cq_event takes an event off the channel and acknowledges it; -EAGAIN when there is none.
 int rc_take_cq_event(struct ibv_comp_channel *ch);

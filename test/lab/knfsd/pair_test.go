@@ -95,9 +95,9 @@ func (p *pair) run(t *testing.T, c testCase) {
 
 // command is the shell command in the client guest that runs what a pattern selects.
 func (p *pair) command(pattern string) string {
-	// The host's programs, in the guest's kernel.
-	env := fmt.Sprintf("%s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"), os.Getenv("PATH"))
-	return fmt.Sprintf("%s chroot /host %s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s 2>&1",
+	// What a shell runs in the background, as the guest's does with commands, ignores SIGINT.
+	env := fmt.Sprintf("env --default-signal=INT,QUIT %s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"), os.Getenv("PATH"))
+	return fmt.Sprintf("chroot /host %s %s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s 2>&1",
 		env, filepath.Join(p.share, testProgram), caseLimit, pattern, p.name, p.serverName(), filepath.Join(p.share, ourProgram))
 }
 

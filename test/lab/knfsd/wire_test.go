@@ -63,7 +63,7 @@ func iwarp(port uint16) wire {
 		readRequest:    "iwarp_rdma.rr",
 		readResponse:   "iwarp_rdma.opcode == 2",
 		write:          "iwarp_rdma.opcode == 0 && iwarp_ddp.tagged",
-		again:          "tcp.analysis.retransmission || tcp.analysis.out_of_order || tcp.analysis.lost_segment",
+		again:          fmt.Sprintf("tcp.port == %d && (tcp.analysis.retransmission || tcp.analysis.out_of_order || tcp.analysis.lost_segment)", port),
 		fatal:          "iwarp_rdma.terminate",
 	}
 }

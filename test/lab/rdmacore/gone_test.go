@@ -30,7 +30,7 @@ const (
 	goneStop     = "/tmp/stop"
 )
 
-// goneKernel chooses another kernel for TestGone and TestAttacks.
+// goneKernel chooses another kernel than the newest, for every test of this package.
 const goneKernel = "NFSRDMAD_RDMACORE_KERNEL"
 
 // goneComplaints are what the kernel's server says of its own when its device is removed under traffic: it destroys a queue pair that still has
