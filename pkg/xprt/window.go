@@ -54,7 +54,7 @@ func (w *window) enter(s *slot) bool {
 		copy(w.queue[1:], w.queue)
 		w.queue[0] = s
 	}
-	if w.limit == 0 {
+	if w.limit == 0 && !s.ping { // a liveness call is of a connection that there is
 		select {
 		case w.wanted <- struct{}{}:
 		default:

@@ -20,3 +20,18 @@ func TestIdleWindowIsOfItsConnection(t *testing.T) {
 		t.Errorf("a closed window was closed")
 	}
 }
+
+// TestOnlyCallsWantAConnection has a liveness call meet the window of a connection that was just closed as idle: it is no reason to make another.
+func TestOnlyCallsWantAConnection(t *testing.T) {
+	w := window{wanted: make(chan struct{}, 1)}
+	for _, ping := range []bool{true, false} {
+		s := &slot{ping: ping, wake: make(chan struct{}, 1)}
+		if w.enter(s) {
+			t.Error("a credit of no connection")
+		}
+		if wanted := len(w.wanted) > 0; wanted == ping {
+			t.Errorf("liveness call %v: a connection is wanted: %v", ping, wanted)
+		}
+		w.leave(s)
+	}
+}

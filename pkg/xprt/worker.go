@@ -228,10 +228,7 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})
 		}
 	}
-	if t.cfg.Recovery == Hard || s.state == slotIdle {
-		return
-	}
-	if now.Sub(s.started) > t.cfg.Timeout*time.Duration(t.cfg.Retrans+1) {
+	if s.state != slotIdle && t.tooLong(s.started, now) {
 		s.expired.Store(true)
 		s.signal()
 	}
@@ -325,7 +322,7 @@ func (t *Transport) ping(cn *conn) {
 	t.stats.pings.Add(1)
 	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
 	t.trace.Add(trace.Event{Kind: trace.Ping})
-	if err := t.run(ctx, s, &m); err != nil {
+	if err := t.run(ctx, s, &m, time.Now()); err != nil {
 		t.log.Debug("liveness call failed", "server", t.cfg.Addr, "error", err)
 	}
 }

@@ -507,6 +507,33 @@ func TestSoftMountTimesOutWithoutMemory(t *testing.T) {
 	}
 }
 
+// TestSoftMountCountsTheWaitForASlot has more callers than slots, and a server that answers none: the time of those that wait for a slot passes, too,
+// so that none of them is sent when a slot is free at last.
+func TestSoftMountCountsTheWaitForASlot(t *testing.T) {
+	const slots = 4
+	svc := &service{}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(cfg *Config) {
+		cfg.Recovery, cfg.Timeout, cfg.Slots = Soft, 500*time.Millisecond, slots
+	})
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // brings the credits
+		t.Fatal(err)
+	}
+	svc.delay.Store(int64(time.Hour))
+	svc.calls.Store(0)
+	var wg sync.WaitGroup
+	for range 3 * slots {
+		wg.Go(func() {
+			if err := tr.Call(testContext(t), echo(1, nil, 0)); !isTimeout(err) {
+				t.Errorf("the call ended with %v, want its timeout", err)
+			}
+		})
+	}
+	wg.Wait()
+	if n := svc.calls.Load(); n > slots {
+		t.Errorf("%d calls came to the server, %d had a slot in time", n, slots)
+	}
+}
+
 func TestLyingServer(t *testing.T) {
 	cases := []struct {
 		name string
