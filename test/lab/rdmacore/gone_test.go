@@ -256,8 +256,7 @@ func TestGone(t *testing.T) {
 
 func (g *goneGuest) linkDown() {
 	g.must("ip link set eth0 down")
-	g.says("port 1 is down")                                 // why the connection ended
-	g.says("port 1 of RDMA device " + g.device + " is down") // why there is no other
+	g.says("port 1 of RDMA device " + g.device + " is down")
 	g.must("ip link set eth0 up && ip route replace default via 10.0.2.2")
 	g.renew()
 	g.moves(50)
