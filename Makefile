@@ -56,11 +56,13 @@ lint: deps
 	$(GO) run $(STATICCHECK) ./...
 	$(GO) run $(STATICCHECK) -tags rdmacore ./pkg/verbs/rdmacore ./pkg/daemon ./cmd/nfsrdmad
 
+# A configuration that is there stays. mount(8) looks for its helper in /usr/sbin and /sbin alone.
 install: build
 	install -D -m 0755 bin/nfsrdmad $(DESTDIR)$(PREFIX)/sbin/nfsrdmad
 	ln -sf nfsrdmad $(DESTDIR)$(PREFIX)/sbin/mount.nfsrdma
-	install -D -m 0644 configs/nfsrdmad.toml $(DESTDIR)/etc/nfsrdmad.toml
+	test -e $(DESTDIR)/etc/nfsrdmad.toml || install -D -m 0644 configs/nfsrdmad.toml $(DESTDIR)/etc/nfsrdmad.toml
 	install -D -m 0644 deploy/systemd/nfsrdmad.service $(DESTDIR)/lib/systemd/system/nfsrdmad.service
+	sed -i 's|=/usr/sbin/nfsrdmad|=$(PREFIX)/sbin/nfsrdmad|' $(DESTDIR)/lib/systemd/system/nfsrdmad.service
 
 clean:
 	rm -rf bin

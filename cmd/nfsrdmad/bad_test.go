@@ -227,6 +227,8 @@ func TestUsageErrors(t *testing.T) {
 		{"lock", []string{"mount", "a:/b", "/mnt", "-o", "lock"}, 1, []string{`"lock"`, "local to this host"}},
 		{"background", []string{"mount", "a:/b", "/mnt", "-o", "bg"}, 1, []string{`"bg"`, "nofail"}},
 		{"quote in an option", []string{"mount", "a:/b", "/mnt", "-o", `rsize=8192,"x`}, 1, []string{"unknown"}},
+		{"demo of no files", []string{"demo", "--files", "0"}, 1, []string{"--files=0", "1 or more"}},
+		{"demo without time", []string{"demo", "--timeout", "1ns"}, 32, []string{"not done after 1ns", "--timeout"}},
 		{"another namespace", []string{"mount", "a:/b", "/mnt", "-N", "/proc/1/ns/mnt"}, 1, []string{"-N"}},
 		{"config missing", []string{"daemon", "--config", gone}, 1, []string{gone}},
 		{"serve nothing", []string{"serve"}, 1, []string{"directory or a backend"}},

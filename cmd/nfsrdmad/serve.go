@@ -121,6 +121,9 @@ func demoCommand() *cobra.Command {
 		Short: "Copy a tree through a mount of an embedded server, and compare",
 		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cfg.MaxFiles < 1 {
+				return fmt.Errorf("flag --files=%d: must be 1 or more", cfg.MaxFiles)
+			}
 			cfg.Out = cmd.OutOrStdout()
 			return demo.Run(cmd.Context(), cfg)
 		},

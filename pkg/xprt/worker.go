@@ -43,7 +43,8 @@ func (t *Transport) connectWorker(cn *conn) {
 		if isClosed(t.closing) {
 			return
 		}
-		if errors.Is(cn.err, errIdle) {
+		var pause time.Duration
+		if errors.Is(cn.err, errIdle) { // no loss
 			t.log.Debug("connection was idle", "server", t.cfg.Addr)
 			if !t.waitWanted() {
 				return
@@ -51,8 +52,9 @@ func (t *Transport) connectWorker(cn *conn) {
 		} else {
 			t.log.Warn("connection lost", "server", t.cfg.Addr, "error", cn.err)
 			t.tellStory(cn.err)
+			pause = back.afterLoss(&t.cfg, use, ours(cn.err))
 		}
-		if cn = t.reconnect(ctx, &back, back.afterLoss(&t.cfg, use, ours(cn.err))); cn == nil {
+		if cn = t.reconnect(ctx, &back, pause); cn == nil {
 			return
 		}
 	}
