@@ -3,6 +3,7 @@ package fusefs
 import (
 	"context"
 	"os"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -36,15 +37,15 @@ func TestReadNothing(t *testing.T) {
 func TestReadlinkMemory(t *testing.T) {
 	m, s := startExport(t).mountScripted(t, mountConfig{})
 	must(t, os.Symlink("somewhere", m.path("link")))
-	asked := false
+	var asked atomic.Bool
 	s.on(func(_ context.Context, call *sunrpc.Message, pass func() error) error {
-		asked = true
+		asked.Store(true)
 		if m.fs.buffers.Out() != 1 || len(call.ResultData) != nfs3.MaxPath {
 			t.Errorf("%d octets of room, %d buffers are out", len(call.ResultData), m.fs.buffers.Out())
 		}
 		return pass()
 	}, nfs3.ProcReadLink)
-	if to, err := os.Readlink(m.path("link")); to != "somewhere" || err != nil || !asked {
-		t.Errorf("%q, %v, asked: %v", to, err, asked)
+	if to, err := os.Readlink(m.path("link")); to != "somewhere" || err != nil || !asked.Load() {
+		t.Errorf("%q, %v, asked: %v", to, err, asked.Load())
 	}
 }
