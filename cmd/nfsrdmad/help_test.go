@@ -96,6 +96,13 @@ func TestStrangeMountPoints(t *testing.T) {
 	nfsrdmad(t, "umount", "--control-socket", w.socket, link).succeeds(t)
 }
 
+func TestVersionFlag(t *testing.T) {
+	word, _, _ := strings.Cut(strings.TrimPrefix(nfsrdmad(t, "version").succeeds(t).stdout, "nfsrdmad "), " ")
+	if out := nfsrdmad(t, "--version").succeeds(t).stdout; word == "" || out != "nfsrdmad "+word+"\n" {
+		t.Errorf("says %q, and \"version\" says %q", out, word)
+	}
+}
+
 func TestStatusOfNothing(t *testing.T) {
 	w := newWorld(t)
 	if out := nfsrdmad(t, "status", "--control-socket", w.socket).succeeds(t).stdout; out != "nothing is mounted by this daemon\n" {

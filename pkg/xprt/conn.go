@@ -42,7 +42,8 @@ type conn struct {
 
 	dead   chan struct{}
 	failed sync.Once
-	err    error         // set before dead is closed, and then the worker's
+	err    error // set before dead is closed, and then the worker's
+	hear   sync.Once
 	told   chan struct{} // closed when the provider has said why it lost the connection
 	cause  error         // set before told is closed
 
@@ -68,8 +69,10 @@ func (cn *conn) fail(err error) {
 
 // disconnected is told by the provider why it lost the connection.
 func (cn *conn) disconnected(cause error) {
-	cn.cause = cause
-	close(cn.told)
+	cn.hear.Do(func() {
+		cn.cause = cause
+		close(cn.told)
+	})
 	cn.fail(cause)
 }
 

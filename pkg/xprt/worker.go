@@ -43,7 +43,8 @@ func (t *Transport) connectWorker(cn *conn) {
 		if isClosed(t.closing) {
 			return
 		}
-		if errors.Is(cn.err, errIdle) {
+		var pause time.Duration
+		if errors.Is(cn.err, errIdle) { // no loss
 			t.log.Debug("connection was idle", "server", t.cfg.Addr)
 			if !t.waitWanted() {
 				return
@@ -51,8 +52,9 @@ func (t *Transport) connectWorker(cn *conn) {
 		} else {
 			t.log.Warn("connection lost", "server", t.cfg.Addr, "error", cn.err)
 			t.tellStory(cn.err)
+			pause = back.afterLoss(&t.cfg, use, ours(cn.err))
 		}
-		if cn = t.reconnect(ctx, &back, back.afterLoss(&t.cfg, use, ours(cn.err))); cn == nil {
+		if cn = t.reconnect(ctx, &back, pause); cn == nil {
 			return
 		}
 	}
@@ -228,10 +230,7 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})
 		}
 	}
-	if t.cfg.Recovery == Hard || s.state == slotIdle {
-		return
-	}
-	if now.Sub(s.started) > t.cfg.Timeout*time.Duration(t.cfg.Retrans+1) {
+	if s.state != slotIdle && t.tooLong(s.started, now) {
 		s.expired.Store(true)
 		s.signal()
 	}
@@ -325,7 +324,7 @@ func (t *Transport) ping(cn *conn) {
 	t.stats.pings.Add(1)
 	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
 	t.trace.Add(trace.Event{Kind: trace.Ping})
-	if err := t.run(ctx, s, &m); err != nil {
+	if err := t.run(ctx, s, &m, time.Now()); err != nil {
 		t.log.Debug("liveness call failed", "server", t.cfg.Addr, "error", err)
 	}
 }
