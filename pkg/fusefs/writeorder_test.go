@@ -3,6 +3,7 @@ package fusefs
 import (
 	"context"
 	"os"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -72,9 +73,9 @@ func TestWriteThenChange(t *testing.T) {
 			if _, err := f.Write([]byte("data")); err != nil {
 				t.Fatal(err)
 			}
-			asked := false
+			var asked atomic.Bool
 			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
-				asked = true
+				asked.Store(true)
 				w := &m.theFile().wb
 				w.mu.Lock()
 				defer w.mu.Unlock()
@@ -89,7 +90,7 @@ func TestWriteThenChange(t *testing.T) {
 			for end := time.Now().Add(testTimeout); m.theFile() != nil && time.Now().Before(end); {
 				time.Sleep(time.Millisecond)
 			}
-			if !asked {
+			if !asked.Load() {
 				t.Error("the server was not asked for the change")
 			}
 			wantContent(t, m.path(name), []byte("data"))
