@@ -286,13 +286,21 @@ func (g *goneGuest) removal() {
 
 // removals takes the device away at other moments of the I/O, and looks for what stays behind.
 func (g *goneGuest) removals() {
+	pid := g.must("pidof nfsrdmad")
+	descriptors := func() int {
+		n, _ := strconv.Atoi(g.must("ls /proc/" + pid + "/fd | wc -l"))
+		return n
+	}
+	before := descriptors()
 	for range 3 {
 		g.remove()
 		g.add()
 		g.moves(30)
 	}
 	// One context is open, and the descriptors of at most one other are kept for librdmacm.
-	pid := g.must("pidof nfsrdmad")
+	if n := descriptors(); n > before+4 {
+		g.t.Errorf("%d descriptors are open, %d before:\n%s", n, before, g.must("ls -l /proc/"+pid+"/fd"))
+	}
 	if n, _ := strconv.Atoi(g.must("ls -l /proc/" + pid + "/fd | grep -c infiniband/uverbs")); n > 4 {
 		g.t.Errorf("%d descriptors of devices are open:\n%s", n, g.must("ls -l /proc/"+pid+"/fd"))
 	}
