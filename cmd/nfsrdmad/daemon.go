@@ -20,6 +20,7 @@ func daemonCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			outliveReaders()
 			return daemon.Run(cmd.Context(), cfg, daemon.NewLogger(cfg, os.Stderr))
 		},
 	}

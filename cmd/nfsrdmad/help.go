@@ -46,7 +46,7 @@ func onlyCommands(cmd *cobra.Command, args []string) error {
 	}
 	hint := ""
 	if meant := cmd.SuggestionsFor(args[0]); len(meant) > 0 {
-		hint = "; is " + strings.Join(meant, " or ") + " meant?"
+		hint = " (is " + strings.Join(meant, " or ") + " meant?)"
 	}
 	return fmt.Errorf("unknown command %q%s; see %s --help", args[0], hint, cmd.CommandPath())
 }

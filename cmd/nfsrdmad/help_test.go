@@ -2,6 +2,9 @@ package main
 
 import (
 	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -70,6 +73,34 @@ func TestServeSaysHowToMount(t *testing.T) {
 	args := strings.Fields(strings.Replace(command, " DIR ", " "+dir+" ", 1))
 	nfsrdmad(t, append([]string{"mount", "--control-socket", w.socket}, args...)...).succeeds(t)
 	w.unharmed(t, dir)
+}
+
+// Names of directories are anything: none commands the terminal, or costs the others their metrics.
+func TestStrangeMountPoints(t *testing.T) {
+	w := newWorld(t)
+	latin, escape, link := filepath.Join(w.dir, "caf\xe9"), w.mkdir(t, "\x1b[31mred"), filepath.Join(w.dir, "link")
+	if err := errors.Join(os.Mkdir(latin, 0o755), os.Symlink(latin, link)); err != nil {
+		t.Fatal(err)
+	}
+	w.mount(t, latin).fails(t, 1, `caf\xe9`, "UTF-8", "symbolic link")
+	w.mount(t, link).succeeds(t)
+	w.mount(t, escape).succeeds(t)
+	if b, err := os.ReadFile(filepath.Join(link, "hello")); err != nil || string(b) != "world" {
+		t.Errorf("%q, %v", b, err)
+	}
+	for _, verb := range []string{"list", "status"} {
+		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; strings.Contains(out, "\x1b") || !strings.Contains(out, "?[31mred") {
+			t.Errorf("%s says %q", verb, out)
+		}
+	}
+	nfsrdmad(t, "umount", "--control-socket", w.socket, link).succeeds(t)
+}
+
+func TestVersionFlag(t *testing.T) {
+	word, _, _ := strings.Cut(strings.TrimPrefix(nfsrdmad(t, "version").succeeds(t).stdout, "nfsrdmad "), " ")
+	if out := nfsrdmad(t, "--version").succeeds(t).stdout; word == "" || out != "nfsrdmad "+word+"\n" {
+		t.Errorf("says %q, and \"version\" says %q", out, word)
+	}
 }
 
 func TestStatusOfNothing(t *testing.T) {

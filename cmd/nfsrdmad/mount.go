@@ -27,6 +27,9 @@ func (f *mountFlags) request(args []string) daemon.MountRequest {
 }
 
 func (f *mountFlags) run(cmd *cobra.Command, socket string, args []string) error {
+	if f.foreground {
+		outliveReaders()
+	}
 	return daemon.MountCommand(cmd.Context(), daemon.MountCommandConfig{
 		Request: f.request(args), Socket: socket, Foreground: f.foreground, CheckOnly: f.check, Sloppy: f.sloppy,
 		Verbose: f.verbose, LogLevel: f.logLevel, Inject: f.inject, Out: cmd.OutOrStdout(), Log: os.Stderr,

@@ -21,6 +21,7 @@ func rootCommand() *cobra.Command {
 	root := &cobra.Command{
 		Use:                        "nfsrdmad",
 		Short:                      "Mount NFS exports over RDMA, in user space",
+		Version:                    daemon.Version().Version,
 		DisableFlagsInUseLine:      true,
 		SuggestionsMinimumDistance: 2,
 		Args:                       onlyCommands,
@@ -34,6 +35,7 @@ func rootCommand() *cobra.Command {
 	}
 	root.PersistentFlags().StringVar(&c.output, "output", "text", "text or json")
 	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c), traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
+	root.SetVersionTemplate("nfsrdmad {{.Version}}\n")
 	forPeople(root)
 	return root
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/demo"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
@@ -19,6 +20,7 @@ import (
 func serveCommand() *cobra.Command {
 	var cfg nfsserve.Config
 	var level, inject string
+	limits := serveLimits{connections: svcrdma.DefaultMaxConns, memory: svcrdma.DefaultMessageMemory >> 20}
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
@@ -26,6 +28,9 @@ func serveCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
 			cfg.RDMA.RemoteInv = true
+			if err := limits.apply(&cfg.RDMA); err != nil {
+				return err
+			}
 			plan, err := daemon.ParseFaults(inject)
 			if err != nil {
 				return err
@@ -37,6 +42,7 @@ func serveCommand() *cobra.Command {
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
 			cfg.Provider = daemon.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
+			outliveReaders()
 			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {
@@ -49,9 +55,31 @@ func serveCommand() *cobra.Command {
 	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen, "ADDRESS:PORT of the RDMA side")
 	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen, "ADDRESS:PORT of MOUNT, NFS and port mapper of a directory; other hosts need one that they reach")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
+	cmd.Flags().IntVar(&limits.connections, "max-connections", limits.connections, "most RDMA connections at a time; one client address has at most half of them")
+	cmd.Flags().IntVar(&limits.memory, "message-memory", limits.memory, "`MiB` for the calls and replies of all connections together; calls wait for it")
 	cmd.Flags().StringVar(&inject, "inject", "", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
+}
+
+// serveLimits are what a server may take of its host.
+type serveLimits struct{ connections, memory int }
+
+// Bounds of serveLimits: a client needs one connection of the two, a call two messages of a little more than 1 MiB.
+const (
+	minConnections, maxConnections = 2, 65536
+	minMemory, maxMemory           = 4, 1 << 20 // MiB
+)
+
+func (l serveLimits) apply(cfg *svcrdma.Config) error {
+	if l.connections < minConnections || l.connections > maxConnections {
+		return fmt.Errorf("flag --max-connections=%d: must be from %d to %d", l.connections, minConnections, maxConnections)
+	}
+	if l.memory < minMemory || l.memory > maxMemory {
+		return fmt.Errorf("flag --message-memory=%d: must be from %d to %d (MiB)", l.memory, minMemory, maxMemory)
+	}
+	cfg.MaxConns, cfg.MessageMemory = l.connections, l.memory<<20
+	return nil
 }
 
 // printServing says where the server is, and how a directory is mounted from this host.
@@ -93,6 +121,9 @@ func demoCommand() *cobra.Command {
 		Short: "Copy a tree through a mount of an embedded server, and compare",
 		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cfg.MaxFiles < 1 {
+				return fmt.Errorf("flag --files=%d: must be 1 or more", cfg.MaxFiles)
+			}
 			cfg.Out = cmd.OutOrStdout()
 			return demo.Run(cmd.Context(), cfg)
 		},

@@ -33,7 +33,7 @@ func printList(w io.Writer, l []daemon.MountInfo) {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	fmt.Fprintln(t, "MOUNT POINT\tSOURCE\tSTATE\tPROVIDER\tSERVER")
 	for _, m := range l {
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", m.Dir, m.Spec, m.State, m.Provider, m.Server)
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", printable(m.Dir), printable(m.Spec), m.State, m.Provider, m.Server)
 	}
 	t.Flush()
 }

@@ -53,7 +53,7 @@ func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
 	if m.FaultInjection != "" {
 		item(w, "", daemon.FaultBanner+m.FaultInjection, ",")
 	}
-	item(w, "", fmt.Sprintf("%s on %s: %s since %s", m.Spec, m.Dir, m.State, m.Since.Local().Format(time.DateTime)), " ")
+	item(w, "", fmt.Sprintf("%s on %s: %s since %s", printable(m.Spec), printable(m.Dir), m.State, m.Since.Local().Format(time.DateTime)), " ")
 	item(w, "options", m.Options, ",")
 	if m.Connection != "" {
 		item(w, "connection", fmt.Sprintf("%s to %s by %s, %s", m.Connection, m.Server, m.Provider, plural(m.Connects, "connect")), " ")

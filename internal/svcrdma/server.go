@@ -110,7 +110,13 @@ type Stats struct {
 	ReplyChunks, RemoteInvalidates, RDMAErrors atomic.Uint64
 }
 
-// Limits and defaults of Config.
+// Defaults of Config that matter to whoever runs a server.
+const (
+	DefaultMaxConns      = 128
+	DefaultMessageMemory = 512 << 20 // octets
+)
+
+// Limits and other defaults of Config.
 const (
 	defaultCredits    = 64
 	maxCredits        = 1024
@@ -119,9 +125,7 @@ const (
 	defaultMaxMessage = 1<<20 + 64<<10
 	defaultReadDepth  = 16
 	maxReadDepth      = 128
-	defaultMaxConns   = 128
 	defaultCached     = 4096
-	defaultMemory     = 512 << 20
 	defaultIdle       = 12 * time.Minute
 	defaultTransfer   = 5 * time.Minute
 	defaultCall       = 5 * time.Minute
@@ -139,9 +143,9 @@ func (c *Config) complete() error {
 	def(&c.InlineBytes, defaultInline)
 	def(&c.MaxMessage, defaultMaxMessage)
 	def(&c.ReadDepth, defaultReadDepth)
-	def(&c.MaxConns, defaultMaxConns)
+	def(&c.MaxConns, DefaultMaxConns)
 	def(&c.CachedReplies, defaultCached)
-	def(&c.MessageMemory, max(defaultMemory, 2*c.MaxMessage))
+	def(&c.MessageMemory, max(DefaultMessageMemory, 2*c.MaxMessage))
 	defTime := func(p *time.Duration, v time.Duration) {
 		if *p == 0 {
 			*p = v

@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"io/fs"
@@ -11,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 )
 
 const (
@@ -19,6 +22,7 @@ const (
 	fuseMajor, fuseMinor = 10, 229
 
 	mountInfoFile = "/proc/self/mountinfo"
+	ourType       = "fuse." + fusefs.Subtype
 	// pathTimeout bounds looking at a mount point, which may lie within a file system that hangs.
 	pathTimeout = 5 * time.Second
 )
@@ -76,11 +80,13 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	case err != nil:
 		return "", err
 	}
-	mounted, err := isMountPoint(clean)
+	there, err := mountedAt(clean)
 	switch {
 	case err != nil:
 		return "", err
-	case mounted:
+	case there == ourType:
+		return "", errorf(CodeMount, "mount point %s: an nfsrdma mount is there already; unmount it first, with umount(8) if its daemon was killed", clean)
+	case there != "":
 		return "", errorf(CodeMount, "mount point %s: something is mounted there already; unmount it first", clean)
 	}
 	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(clean) })
@@ -128,25 +134,34 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	return target, nil
 }
 
-// isMountPoint looks dir up in the mount table; it asks no file system.
+// isMountPoint tells whether anything is mounted at dir. It asks no file system.
 func isMountPoint(dir string) (bool, error) {
+	there, err := mountedAt(dir)
+	return there != "", err
+}
+
+// mountedAt looks dir up in the mount table, and returns the type of what is mounted there last, "" for nothing. It asks no file system.
+func mountedAt(dir string) (string, error) {
 	f, err := os.Open(mountInfoFile)
 	if err != nil {
-		return false, errorf(CodeSystem, "reading the mount table: %w", err)
+		return "", errorf(CodeSystem, "reading the mount table: %w", err)
 	}
 	defer f.Close()
 	sc := bufio.NewScanner(f)
 	sc.Buffer(nil, 1<<20)
-	for sc.Scan() {
-		fields := strings.Fields(sc.Text())
-		if len(fields) > 4 && unescapeMount(fields[4]) == dir { // proc(5): the fifth field is the mount point
-			return true, nil
+	there := ""
+	for sc.Scan() { // proc_pid_mountinfo(5): the fifth field is the mount point, the type is the first behind a lone hyphen
+		mount, file, _ := strings.Cut(sc.Text(), " - ")
+		fields := strings.Fields(mount)
+		if len(fields) > 4 && unescapeMount(fields[4]) == dir {
+			there, _, _ = strings.Cut(file, " ")
+			there = cmp.Or(there, "unknown")
 		}
 	}
 	if err := sc.Err(); err != nil {
-		return false, errorf(CodeSystem, "reading the mount table: %w", err)
+		return "", errorf(CodeSystem, "reading the mount table: %w", err)
 	}
-	return false, nil
+	return there, nil
 }
 
 // unescapeMount undoes the octal escapes that the kernel uses for blanks, tabs, newlines and backslashes in its mount table.

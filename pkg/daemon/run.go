@@ -2,6 +2,8 @@ package daemon
 
 import (
 	"context"
+	"fmt"
+	"time"
 
 	sdnotify "github.com/coreos/go-systemd/v22/daemon"
 	"github.com/hashicorp/go-hclog"
@@ -35,9 +37,14 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 		err = nil
 	case err = <-d.failed:
 	}
-	notify(log, sdnotify.SdNotifyStopping+"\nSTATUS=unmounting")
+	notify(log, fmt.Sprintf("%s\nSTATUS=unmounting\nEXTEND_TIMEOUT_USEC=%d", sdnotify.SdNotifyStopping, stopTime(cfg).Microseconds()))
 	d.Close()
 	return err
+}
+
+// stopTime is the most that [Daemon.Close] takes.
+func stopTime(cfg Config) time.Duration {
+	return cfg.ShutdownTimeout.Std() + pathTimeout + releaseTimeout + settleTimeout + 2*httpGrace
 }
 
 func notify(log hclog.Logger, state string) {

@@ -29,8 +29,12 @@ func ParseSpec(s string) (Spec, error) {
 		if host, export, found = strings.Cut(rest, "]:"); !found {
 			return bad("no \"]:\" after the address")
 		}
-		if _, err := netip.ParseAddr(host); err != nil {
+		addr, err := netip.ParseAddr(host)
+		switch {
+		case err != nil:
 			return bad("no IPv6 address within the brackets")
+		case addr.Is6() && addr.IsLinkLocalUnicast() && addr.Zone() == "": // RFC 4007 §11
+			return bad("a link-local address needs its interface, as in [fe80::1%eth0]")
 		}
 	} else {
 		var found bool

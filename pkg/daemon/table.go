@@ -147,7 +147,7 @@ func (t *Table) reserve(p plan, cancel context.CancelFunc) (*entry, error) {
 		return nil, t.stopping(p)
 	}
 	if other := t.mu.entries[p.dir]; other != nil {
-		return nil, errorf(CodeMount, "mount point %s: %s is %s there; unmount it first", p.dir, other.spec, other.state)
+		return nil, errorf(CodeMount, "mount point %s: taken by %s (%s); unmount it first", p.dir, other.spec, other.state)
 	}
 	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}), gone: make(chan struct{}), state: StateMounting}
 	t.mu.entries[p.dir] = e

@@ -71,9 +71,9 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	if set == (nfs3.SetAttr{}) {
 		return fs.getattr(r, in.NodeId, out)
 	}
-	// A WRITE that arrived later would undo the new times, and a replay would undo a truncation.
+	// A WRITE that arrived later would undo the new times, and a replay would undo a truncation. A COMMIT that came later might be refused to the old owner.
 	settle := fs.push
-	if set.HasSize {
+	if set.HasSize || set.HasUID || set.HasGID || set.HasMode {
 		settle = fs.sync
 	}
 	if err := settle(r, ino); err != nil {

@@ -58,6 +58,45 @@ func TestWriteRepliesOutOfOrder(t *testing.T) {
 	}
 }
 
+// TestWriteThenChange: what was written is stable before the file is another's, or its mode another one: the server may refuse a later COMMIT.
+func TestWriteThenChange(t *testing.T) {
+	m, s := startExport(t).mountScripted(t, mountConfig{})
+	for name, change := range map[string]func(*os.File) error{
+		"chown": func(f *os.File) error { return f.Chown(1, -1) },
+		"chgrp": func(f *os.File) error { return f.Chown(-1, 1) },
+		"chmod": func(f *os.File) error { return f.Chmod(0o400) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f, err := os.Create(m.path(name))
+			must(t, err)
+			if _, err := f.Write([]byte("data")); err != nil {
+				t.Fatal(err)
+			}
+			asked := false
+			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
+				asked = true
+				w := &m.theFile().wb
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				if !w.clean() {
+					t.Error("there is data that is not stable")
+				}
+				return pass()
+			}, nfs3.ProcSetAttr)
+			must(t, change(f))
+			s.on(nil, nfs3.ProcSetAttr)
+			must(t, f.Close())
+			for end := time.Now().Add(testTimeout); m.theFile() != nil && time.Now().Before(end); {
+				time.Sleep(time.Millisecond)
+			}
+			if !asked {
+				t.Error("the server was not asked for the change")
+			}
+			wantContent(t, m.path(name), []byte("data"))
+		})
+	}
+}
+
 // theFile is the only file that is open on the mount.
 func (m *testMount) theFile() *inode {
 	m.fs.handlesMu.Lock()

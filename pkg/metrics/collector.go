@@ -1,6 +1,11 @@
 package metrics
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"strconv"
+	"unicode/utf8"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
 
 const namespace = "nfsrdmad"
 
@@ -141,8 +146,18 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector.
 func (c *Collector) Collect(ch chan<- prometheus.Metric) {
 	for _, snap := range c.snapshots() {
+		snap.Mount = labelValue(snap.Mount)
 		snap.collect(ch)
 	}
+}
+
+// labelValue escapes what is no UTF-8, as names of directories may be: one such label would be the end of the whole scrape.
+func labelValue(s string) string {
+	if utf8.ValidString(s) {
+		return s
+	}
+	quoted := strconv.Quote(s)
+	return quoted[1 : len(quoted)-1]
 }
 
 func (s *Snapshot) collect(ch chan<- prometheus.Metric) {

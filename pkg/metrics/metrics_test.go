@@ -121,6 +121,23 @@ func TestDocumentedNames(t *testing.T) {
 	}
 }
 
+// A mount point whose name is no UTF-8 costs nobody the scrape.
+func TestMountPointIsNotUTF8(t *testing.T) {
+	c := NewCollector(func() []Snapshot {
+		return []Snapshot{{Mount: "/mnt/a"}, {Mount: "/mnt/\xff"}, {Mount: "/mnt/\xfe"}}
+	})
+	const want = `
+# HELP nfsrdmad_credits Calls that the server grants in parallel.
+# TYPE nfsrdmad_credits gauge
+nfsrdmad_credits{mount="/mnt/\\xfe",provider="",server=""} 0
+nfsrdmad_credits{mount="/mnt/\\xff",provider="",server=""} 0
+nfsrdmad_credits{mount="/mnt/a",provider="",server=""} 0
+`
+	if err := testutil.CollectAndCompare(c, strings.NewReader(want), "nfsrdmad_credits"); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestHistogram(t *testing.T) {
 	var h Histogram
 	for _, d := range []time.Duration{0, Bounds[0], Bounds[0] + 1, time.Hour} {

@@ -104,7 +104,7 @@ func ours(err error) bool {
 	}
 	var failed *completionFailure
 	if !errors.As(err, &failed) {
-		return errors.Is(err, errIdle)
+		return false
 	}
 	switch failed.status {
 	case verbs.StatusLocLenErr, verbs.StatusLocQPOpErr, verbs.StatusLocProtErr, verbs.StatusMWBindErr, verbs.StatusLocAccessErr,

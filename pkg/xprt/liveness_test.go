@@ -76,7 +76,7 @@ func TestBusyServerIsLeftAlone(t *testing.T) {
 			<-hold
 		}
 	})
-	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) { c.KeepAlive = 50 * time.Millisecond })
+	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) { c.KeepAlive = 300 * time.Millisecond })
 	ended := make(chan error, 1)
 	go func() { ended <- tr.Call(testContext(t), echo(1, nil, 0)) }()
 	eventually(t, "several liveness calls", func() bool { return tr.Stats().Pings >= 5 })
@@ -89,12 +89,17 @@ func TestBusyServerIsLeftAlone(t *testing.T) {
 // TestIdleConnectionIsClosed closes a connection that nobody uses, and makes a new one for the next call, without a word in between.
 func TestIdleConnectionIsClosed(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
-		c.IdleTimeout, c.KeepAlive = 50*time.Millisecond, 20*time.Millisecond
+		c.IdleTimeout, c.KeepAlive = 600*time.Millisecond, 200*time.Millisecond
 		c.ReconnectMin, c.ReconnectMax = time.Hour, time.Hour // a wait for a back-off would show
 	})
-	for round := range 3 {
-		if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
-			t.Fatal(err)
+	for round := range 5 {
+		if round < 3 {
+			if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+				t.Fatal(err)
+			}
+		} else { // for a call that was given up before it was sent
+			tr.window.wanted <- struct{}{}
+			eventually(t, "another connection", func() bool { return tr.Stats().Connects == uint64(round+1) })
 		}
 		eventually(t, "an idle connection", func() bool { return tr.Stats().State == StateIdle })
 		if s := tr.Stats(); s.Connects != uint64(round+1) || s.LastError != "" {

@@ -224,7 +224,7 @@ func (s *slot) marshalReplySide(cn *conn) error {
 	return nil
 }
 
-// takeLong gets a long buffer into *p, unless it has one, and returns its first size octets.
+// takeLong gets a long buffer into *p, and returns its first size octets. Those of an earlier try were given back with it.
 func (s *slot) takeLong(p *[]byte, size int) ([]byte, error) {
 	if size > longBytes {
 		return nil, &ProtocolError{Reason: fmt.Sprintf("message of %d octets exceeds the largest long message, %d", size, longBytes)}

@@ -99,15 +99,15 @@ func (s *slot) signal() {
 	}
 }
 
-// begin takes the slot for a new call with a new XID.
-func (s *slot) begin(ctx context.Context, m *sunrpc.Message) {
+// begin takes the slot for a new call, which came then, with a new XID.
+func (s *slot) begin(ctx context.Context, m *sunrpc.Message, came time.Time) {
 	select {
 	case <-s.wake:
 	default:
 	}
-	s.expired.Store(false)
+	s.expired.Store(s.t.tooLong(came, time.Now()))
 	s.mu.Lock()
-	s.started = time.Now()
+	s.started = came
 	s.xid += s.t.xidStep
 	s.state, s.msg, s.err, s.conn, s.ctx = slotWaiting, m, nil, nil, ctx
 	s.prog, s.vers, s.proc = m.Prog, m.Vers, m.Proc

@@ -35,7 +35,7 @@ func TestAbandonedSlotEndsOnce(t *testing.T) {
 		}
 		t.Cleanup(func() { tr.Close() })
 		s := <-tr.free
-		s.begin(context.Background(), &sunrpc.Message{})
+		s.begin(context.Background(), &sunrpc.Message{}, time.Now())
 		s.state, s.fenced = slotAbandoned, true
 		for _, step := range c.steps {
 			if len(tr.free) == cap(tr.free) {
@@ -57,7 +57,7 @@ func TestTimeoutIsCountedOnce(t *testing.T) {
 	}
 	defer tr.Close()
 	s := <-tr.free
-	s.begin(context.Background(), &sunrpc.Message{})
+	s.begin(context.Background(), &sunrpc.Message{}, time.Now())
 	s.state, s.sends, s.sentAt, s.conn = slotSent, 1, time.Now(), &conn{dead: make(chan struct{})}
 	for range 3 {
 		tr.checkSlot(s, s.sentAt.Add(2*tr.cfg.Timeout))

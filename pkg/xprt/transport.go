@@ -274,9 +274,10 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	}
 	defer t.calls.Done()
 	t.lastCall.Store(t.now())
-	s, err := t.takeSlot(ctx, m)
+	came := time.Now()
+	s, err := t.takeSlot(ctx, m, came)
 	if err == nil {
-		err = t.run(ctx, s, m)
+		err = t.run(ctx, s, m, came)
 		t.lastCall.Store(t.now())
 	}
 	if _, given := err.(*InterruptedError); given {
@@ -288,17 +289,33 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 // now is the time in nanoseconds after the epoch.
 func (t *Transport) now() int64 { return int64(time.Since(t.epoch)) }
 
-func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message) (*slot, error) {
+// tooLong reports whether a call that came then has waited for longer than the mount allows.
+func (t *Transport) tooLong(came, now time.Time) bool {
+	return t.cfg.Recovery != Hard && now.Sub(came) > t.softTime()
+}
+
+// softTime is how long a call of a soft mount may take.
+func (t *Transport) softTime() time.Duration { return t.cfg.Timeout * time.Duration(t.cfg.Retrans+1) }
+
+func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, came time.Time) (*slot, error) {
 	select {
 	case s := <-t.free:
 		return s, nil
 	default:
 	}
-	w := t.waiters.add(ctx, m)
+	w := t.waiters.add(ctx, m, came)
 	defer t.waiters.remove(w)
+	var over <-chan time.Time
+	if t.cfg.Recovery != Hard {
+		timer := time.NewTimer(t.softTime())
+		defer timer.Stop()
+		over = timer.C
+	}
 	select {
 	case s := <-t.free:
 		return s, nil
+	case <-over:
+		return nil, t.softError(came)
 	case <-ctx.Done():
 		return nil, &InterruptedError{Cause: context.Cause(ctx)}
 	case <-t.closing:
@@ -306,9 +323,9 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message) (*slot, err
 	}
 }
 
-// run performs the call on slot s, which it ends, or leaves to the late reply.
-func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
-	s.begin(ctx, m)
+// run performs a call that came then on slot s, which it ends, or leaves to the late reply.
+func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, came time.Time) error {
+	s.begin(ctx, m, came)
 	var pause time.Duration // before the next try, when memory was short
 	for {
 		if err := t.waitCredit(ctx, s); err != nil {
@@ -388,7 +405,7 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 		}
 	}
 	if s.expired.Load() {
-		return t.softError(s)
+		return t.softError(s.started)
 	}
 	select {
 	case <-t.closing:
@@ -400,8 +417,8 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 	}
 }
 
-func (t *Transport) softError(s *slot) error {
-	e := &TimeoutError{Server: t.cfg.Addr.String(), After: time.Since(s.started), Errno: syscall.EIO}
+func (t *Transport) softError(came time.Time) error {
+	e := &TimeoutError{Server: t.cfg.Addr.String(), After: time.Since(came), Errno: syscall.EIO}
 	if t.cfg.Recovery == SoftErr {
 		e.Errno = syscall.ETIMEDOUT
 	}

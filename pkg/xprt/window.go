@@ -54,7 +54,7 @@ func (w *window) enter(s *slot) bool {
 		copy(w.queue[1:], w.queue)
 		w.queue[0] = s
 	}
-	if w.limit == 0 {
+	if w.limit == 0 && !s.ping { // a liveness call is of a connection that there is
 		select {
 		case w.wanted <- struct{}{}:
 		default:
@@ -135,11 +135,20 @@ func (w *window) reset(limit int, pingFirst bool) {
 	w.dispatch()
 }
 
-// closeIfUnused takes the credits away if no call holds or waits for one. It reports whether it did.
-func (w *window) closeIfUnused() bool {
+// generation names the connection whose credits these are, for closeIfUnused. A connection is there before its credits are, so
+// the one loaded after the generation is its own, or a later one.
+func (w *window) generation() uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.inFlight > 0 || len(w.queue) > 0 || w.limit == 0 {
+	return w.gen
+}
+
+// closeIfUnused takes the credits of a connection away if no call holds or waits for one. It reports whether it did: not when they are
+// those of another connection by now, which nobody would take down then.
+func (w *window) closeIfUnused(gen uint64) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.gen != gen || w.inFlight > 0 || len(w.queue) > 0 || w.limit == 0 {
 		return false
 	}
 	w.limit = 0

@@ -507,6 +507,33 @@ func TestSoftMountTimesOutWithoutMemory(t *testing.T) {
 	}
 }
 
+// TestSoftMountCountsTheWaitForASlot has more callers than slots, and a server that answers none: the time of those that wait for a slot passes, too,
+// so that none of them is sent when a slot is free at last.
+func TestSoftMountCountsTheWaitForASlot(t *testing.T) {
+	const slots = 4
+	svc := &service{}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(cfg *Config) {
+		cfg.Recovery, cfg.Timeout, cfg.Slots = Soft, 2*time.Second, slots
+	})
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // brings the credits
+		t.Fatal(err)
+	}
+	svc.delay.Store(int64(time.Hour))
+	svc.calls.Store(0)
+	var wg sync.WaitGroup
+	for range 3 * slots {
+		wg.Go(func() {
+			if err := tr.Call(testContext(t), echo(1, nil, 0)); !isTimeout(err) {
+				t.Errorf("the call ended with %v, want its timeout", err)
+			}
+		})
+	}
+	wg.Wait()
+	if n := svc.calls.Load(); n > slots {
+		t.Errorf("%d calls came to the server, %d had a slot in time", n, slots)
+	}
+}
+
 func TestLyingServer(t *testing.T) {
 	cases := []struct {
 		name string
@@ -624,5 +651,37 @@ func TestConfigIsChecked(t *testing.T) {
 	}
 	if n := verbs.Live(verbs.KindSlot); n != 0 {
 		t.Errorf("%d slots left by refused configurations", n)
+	}
+}
+
+// TestJunkDoesNotFillTheLog has a server answer many calls with messages that are to be discarded.
+func TestJunkDoesNotFillTheLog(t *testing.T) {
+	const calls = 20
+	var replies atomic.Int64
+	hooks := svcrdma.Hooks{Reply: func(h *rpcrdma.Header) svcrdma.Verdict {
+		if replies.Add(1) > 1 { // the first brings the credits
+			h.Vers = 9
+		}
+		return svcrdma.Send
+	}}
+	var log bytes.Buffer
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(cfg *Config) {
+		cfg.Logger = hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Warn, Mutex: &sync.Mutex{}})
+	})
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	ctx, cancel := context.WithCancel(testContext(t))
+	var wg sync.WaitGroup
+	for range calls {
+		wg.Go(func() { tr.Call(ctx, echo(1, nil, 0)) })
+	}
+	eventually(t, "all discarded", func() bool { return tr.Stats().BadReply == calls })
+	cancel()
+	wg.Wait()
+	tr.Close()
+	if n, most := strings.Count(log.String(), "discarded"), 1+int(time.Since(began)/discardPause); n == 0 || n > most {
+		t.Errorf("%d lines in the log, want 1 to %d", n, most)
 	}
 }
