@@ -344,6 +344,31 @@ func TestSocketOfADeadDaemon(t *testing.T) {
 	}
 }
 
+// A daemon that follows a killed one says which mounts that left, and how to mount there again.
+func TestMountsOfADeadDaemon(t *testing.T) {
+	w := newWorld(t)
+	dir := w.mkdir(t, "mnt")
+	w.mount(t, dir).succeeds(t)
+	_ = w.daemon.Process.Kill()
+	_ = w.daemon.Wait()
+	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+	if _, err := os.ReadDir(dir); !errors.Is(err, syscall.ENOTCONN) {
+		t.Errorf("the mount of the killed daemon: %v", err)
+	}
+	w.log.Reset()
+	w.startDaemon(t)
+	w.mount(t, dir).fails(t, 32, dir, "nfsrdma mount", "umount(8)")
+	if err := exec.Command("umount", dir).Run(); err != nil {
+		t.Error(err)
+	}
+	w.mount(t, dir).succeeds(t)
+	w.unharmed(t, dir)
+	w.stop(t, w.daemon)
+	if log := w.log.String(); !strings.Contains(log, "a killed daemon left") || !strings.Contains(log, dir) {
+		t.Errorf("log: %s", log)
+	}
+}
+
 // What is in the socket's way and is no socket is not removed.
 func TestFileInTheSocketsWay(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")

@@ -141,27 +141,46 @@ func isMountPoint(dir string) (bool, error) {
 }
 
 // mountedAt looks dir up in the mount table, and returns the type of what is mounted there last, "" for nothing. It asks no file system.
-func mountedAt(dir string) (string, error) {
-	f, err := os.Open(mountInfoFile)
+func mountedAt(dir string) (there string, err error) {
+	err = eachMount(func(at, kind string) {
+		if at == dir {
+			there = cmp.Or(kind, "unknown")
+		}
+	})
+	return there, err
+}
+
+// othersMounts are the mount points of nfsrdma mounts that there are; at the start of a daemon none is its own.
+func othersMounts() []string {
+	var dirs []string
+	_ = eachMount(func(at, kind string) { // only the log is to have it
+		if kind == ourType {
+			dirs = append(dirs, at)
+		}
+	})
+	return dirs
+}
+
+// eachMount reads the mount table.
+func eachMount(f func(dir, kind string)) error {
+	table, err := os.Open(mountInfoFile)
 	if err != nil {
-		return "", errorf(CodeSystem, "reading the mount table: %w", err)
+		return errorf(CodeSystem, "reading the mount table: %w", err)
 	}
-	defer f.Close()
-	sc := bufio.NewScanner(f)
+	defer table.Close()
+	sc := bufio.NewScanner(table)
 	sc.Buffer(nil, 1<<20)
-	there := ""
 	for sc.Scan() { // proc_pid_mountinfo(5): the fifth field is the mount point, the type is the first behind a lone hyphen
 		mount, file, _ := strings.Cut(sc.Text(), " - ")
-		fields := strings.Fields(mount)
-		if len(fields) > 4 && unescapeMount(fields[4]) == dir {
-			there, _, _ = strings.Cut(file, " ")
-			there = cmp.Or(there, "unknown")
+		if fields := strings.Fields(mount); len(fields) > 4 {
+			kind, _, _ := strings.Cut(file, " ")
+			f(unescapeMount(fields[4]), kind)
 		}
 	}
 	if err := sc.Err(); err != nil {
-		return "", errorf(CodeSystem, "reading the mount table: %w", err)
+		return errorf(CodeSystem, "reading the mount table: %w", err)
 	}
-	return there, nil
+	return nil
 }
 
 // unescapeMount undoes the octal escapes that the kernel uses for blanks, tabs, newlines and backslashes in its mount table.

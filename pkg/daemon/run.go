@@ -27,6 +27,9 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	if err := CheckPrivilege(); err != nil {
 		log.Warn("every mount will fail", "reason", err)
 	}
+	if dirs := othersMounts(); len(dirs) > 0 {
+		log.Warn("other processes' nfsrdma mounts are there; umount(8) takes away what a killed daemon left", "dirs", dirs)
+	}
 	status := "serving " + string(cfg.ControlSocket)
 	if d.inject != "" {
 		status = FaultBanner + d.inject

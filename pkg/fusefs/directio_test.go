@@ -1,9 +1,14 @@
 package fusefs
 
 import (
+	"context"
+	"os"
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // TestReadNothing reads at the end of a file, where the kernel asks although there is nothing: each read gives its buffer back.
@@ -24,5 +29,22 @@ func TestReadNothing(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestReadlinkMemory: a server may write the path of a symbolic link to the client's memory, which must be such as devices reach: the pool's.
+func TestReadlinkMemory(t *testing.T) {
+	m, s := startExport(t).mountScripted(t, mountConfig{})
+	must(t, os.Symlink("somewhere", m.path("link")))
+	asked := false
+	s.on(func(_ context.Context, call *sunrpc.Message, pass func() error) error {
+		asked = true
+		if m.fs.buffers.Out() != 1 || len(call.ResultData) != nfs3.MaxPath {
+			t.Errorf("%d octets of room, %d buffers are out", len(call.ResultData), m.fs.buffers.Out())
+		}
+		return pass()
+	}, nfs3.ProcReadLink)
+	if to, err := os.Readlink(m.path("link")); to != "somewhere" || err != nil || !asked {
+		t.Errorf("%q, %v, asked: %v", to, err, asked)
 	}
 }

@@ -2,6 +2,7 @@ package fusefs
 
 import (
 	"context"
+	"slices"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -229,11 +230,15 @@ func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
 	if ino == nil {
 		return nil, syscall.ESTALE
 	}
-	buf := make([]byte, nfs3.MaxPath)
+	buf := fs.getBuffer(r) // the server may write to it, as to that of a READ: not every device reaches other memory
+	if buf == nil {
+		return nil, syscall.EINTR
+	}
+	defer fs.buffers.Put(buf)
 	for try := 0; ; try++ {
 		var res nfs3.ReadLinkResult
 		start := fs.tick()
-		err := fs.client.ReadLink(r, r.cred, ino.fh, buf, &res)
+		err := fs.client.ReadLink(r, r.cred, ino.fh, buf[:nfs3.MaxPath], &res)
 		if fs.again(r, err, try) {
 			continue
 		}
@@ -246,7 +251,7 @@ func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
 		if res.Attr.Present {
 			fs.absorb(ino, &res.Attr.Attr, start)
 		}
-		return buf[:res.N], nil
+		return slices.Clone(buf[:res.N]), nil
 	}
 }
 

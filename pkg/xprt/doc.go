@@ -46,5 +46,6 @@
 //   - slot.mu: the state of one call. Taken by its caller, by the reply handler and by the worker.
 //   - window.mu: credits and the queue for them.
 //
-// Order: send, then slot.mu, then window.mu. None is held across I/O.
+// Order: send, then slot.mu, then window.mu. None is held across I/O, but send by the worker while it has a queue pair drained and closed, for as long as
+// the provider takes: calls have no connection then anyhow.
 package xprt

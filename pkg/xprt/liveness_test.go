@@ -92,7 +92,7 @@ func TestIdleConnectionIsClosed(t *testing.T) {
 		c.IdleTimeout, c.KeepAlive = 600*time.Millisecond, 200*time.Millisecond
 		c.ReconnectMin, c.ReconnectMax = time.Hour, time.Hour // a wait for a back-off would show
 	})
-	for round := range 5 {
+	for round := range 6 {
 		if round < 3 {
 			if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
 				t.Fatal(err)

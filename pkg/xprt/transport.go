@@ -193,7 +193,8 @@ func New(cfg Config) (*Transport, error) {
 	return t, nil
 }
 
-// Connect makes the first connection, so that its error reaches whoever mounts, and starts the worker that makes all later ones.
+// Connect makes the first connection, so that its error reaches whoever mounts, and starts the worker that makes all later ones. It may be tried again
+// after an error, by one goroutine at a time, and not beside Close.
 func (t *Transport) Connect(ctx context.Context) error {
 	cn, err := t.dial(ctx)
 	if err != nil {

@@ -117,10 +117,11 @@ func (w *window) holds(s *slot) bool {
 func (w *window) replied(s *slot, limit int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.limit, w.fresh = limit, false
-	if s.credit && s.creditGen == w.gen {
-		w.inFlight--
+	if !s.credit || s.creditGen != w.gen {
+		return // what a connection that is being taken down grants is good for no other
 	}
+	w.limit, w.fresh = limit, false
+	w.inFlight--
 	s.credit = false
 	w.dispatch()
 }

@@ -35,3 +35,24 @@ func TestOnlyCallsWantAConnection(t *testing.T) {
 		w.leave(s)
 	}
 }
+
+// TestReplyOfALostConnectionGrantsNothing has a reply come out of the completion queue while its connection is taken down already: its grant must not
+// open the window of no connection, where calls would go round and round, nor that of the next.
+func TestReplyOfALostConnectionGrantsNothing(t *testing.T) {
+	w := window{wanted: make(chan struct{}, 1)}
+	sent, next := &slot{wake: make(chan struct{}, 1)}, &slot{wake: make(chan struct{}, 1)}
+	w.reset(1, false)
+	if !w.enter(sent) || w.enter(next) {
+		t.Fatal("want one credit")
+	}
+	w.reset(0, false)
+	w.replied(sent, 64)
+	if w.limit != 0 || w.inFlight != 0 || w.holds(next) {
+		t.Errorf("without a connection: limit %d, %d in flight, the next call holds a credit: %v", w.limit, w.inFlight, w.holds(next))
+	}
+	w.reset(1, false)
+	w.replied(sent, 64)
+	if w.limit != 1 || w.inFlight != 1 || !w.holds(next) {
+		t.Errorf("on the next connection: limit %d, %d in flight, the next call holds a credit: %v", w.limit, w.inFlight, w.holds(next))
+	}
+}

@@ -237,6 +237,14 @@ func (c *connID) Peer() verbs.ConnParam {
 	return c.peer
 }
 
+// timedOut explains that the peer did not answer a request to connect.
+func (c *connID) timedOut(err error) error {
+	if !c.dev.rxe || !errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	return fmt.Errorf("%w: no answer; after its link or address was away for a moment rxe may make no connections any more: \"rdma link delete %s\", and add it again", err, c.dev.attrs.Name)
+}
+
 // shake makes the connection by call, and waits for it to stand.
 func (c *connID) shake(ctx context.Context, phase string, param verbs.ConnParam, early bool,
 	call func(data unsafe.Pointer, n, ird, ord C.int) C.int) error {
@@ -304,7 +312,12 @@ func (c *connID) settle(ctx context.Context, phase string, result chan error) er
 	case <-c.closed:
 		return c.fail(verbs.ConnLocal, phase, errClosed)
 	}
-	return c.await(ctx, phase, evEstablished)
+	err := c.await(ctx, phase, evEstablished)
+	var e *verbs.ConnError
+	if errors.As(err, &e) {
+		e.Err = c.timedOut(e.Err)
+	}
+	return err
 }
 
 // explain adds what a bare errno of the connection manager does not say.

@@ -31,6 +31,9 @@ const (
 	wrNumberMask  = 1<<30 - 1
 )
 
+// armPause is between looks at a queue of which the device will not tell when there is something.
+const armPause = 5 * time.Millisecond
+
 func wrID(number uint32, kind int, pos uint32) C.uint64_t {
 	return C.uint64_t(uint64(number)<<wrNumberShift | uint64(kind)<<wrKindShift | uint64(pos))
 }
@@ -220,8 +223,9 @@ func (c *completionQueue) poll() {
 			runtime.Gosched()
 			continue
 		}
-		if C.rc_arm_cq(c.c) != 0 {
-			time.Sleep(time.Millisecond) // a device that is gone
+		if C.rc_arm_cq(c.c) != 0 { // a device that is going: it may tell nothing any more
+			time.Sleep(armPause)
+			continue
 		}
 		if c.round() { // what came before it was armed makes no event
 			continue

@@ -42,6 +42,7 @@ type device struct {
 	log   hclog.Logger
 	attrs verbs.DeviceAttrs
 	perIO bool       // no windows: memory is registered for each use
+	rxe   bool       // the kernel's soft RoCE device
 	inv   C.uint32_t // flags of a completion that tell of a Send With Invalidate
 
 	proven  atomic.Bool // a window was bound
@@ -53,7 +54,7 @@ type device struct {
 	cqs     map[*completionQueue]struct{}  // that are not closed
 	pds     map[*protectionDomain]struct{} // that are not deallocated
 	watch   *os.File                       // asynchronous events, while there are users
-	watched chan struct{}                  // closed when their reader has ended
+	watched chan struct{}                  // closed when their reader, the last one, has ended
 }
 
 // rxeRemoteInv lets rxe have CapRemoteInv. It does invalidate windows for the peer, and tells; but its kernel dies when a window that is not bound
@@ -113,6 +114,7 @@ func newDevice(o *opened, log hclog.Logger, perIO bool) (*device, error) {
 	}
 	d.inv = wcWithInv
 	if a.vendor_id == rxeVendor {
+		d.rxe = true
 		d.inv |= wcWithInvRXE
 		if !rxeRemoteInv {
 			d.attrs.Caps &^= verbs.CapRemoteInv
@@ -145,13 +147,14 @@ func (d *device) enter() error {
 	defer d.in.done()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.users == 0 {
+	if d.watch == nil {
 		f, err := waitable(d.ctx.async_fd, "ibv_async")
 		if err != nil {
 			return fmt.Errorf("rdmacore: watch device %s: %w", d.attrs.Name, err)
 		}
+		last := d.watched
 		d.watch, d.watched = f, make(chan struct{})
-		go d.watchEvents(f, d.watched)
+		go d.watchEvents(f, last, d.watched)
 	}
 	d.users++
 	return nil
@@ -173,15 +176,19 @@ func (d *device) leave() {
 func (d *device) unwatch() {
 	d.mu.Lock()
 	f, done := d.watch, d.watched
-	if f == nil || d.users > 0 && !d.in.gone.Load() {
+	if done == nil || d.users > 0 && !d.in.gone.Load() {
 		d.mu.Unlock()
 		return
 	}
-	d.watch = nil
-	f.SetReadDeadline(time.Unix(1, 0))
+	if f != nil {
+		d.watch = nil
+		f.SetReadDeadline(time.Unix(1, 0))
+	}
 	d.mu.Unlock()
-	<-done
-	f.Close()
+	<-done // also where another has ended it: after this nobody reads events of the context
+	if f != nil {
+		f.Close()
+	}
 }
 
 // forget takes a value that is out of use, and has no user, off its opened device.
@@ -248,26 +255,29 @@ func (d *device) takeDownDomains() {
 	}
 }
 
-// watchEvents reads asynchronous events until f's deadline is set.
-func (d *device) watchEvents(f *os.File, done chan struct{}) {
+// watchEvents reads asynchronous events, after the reader before has ended, until f's deadline is set.
+func (d *device) watchEvents(f *os.File, last, done chan struct{}) {
 	defer close(done)
+	if last != nil {
+		<-last
+	}
 	raw, err := f.SyscallConn()
 	if err != nil {
 		return
 	}
-	var kind, port C.int32_t
-	var cqp *C.struct_ibv_qp
+	ev := new(C.struct_rc_async)
 	for {
 		var ret C.int
 		err := raw.Read(func(uintptr) bool {
-			ret = C.rc_next_async(d.ctx, &kind, &cqp, &port)
+			ret = C.rc_next_async(d.ctx, ev)
 			return ret != -C.int(syscall.EAGAIN)
 		})
 		if err != nil {
 			return
 		}
 		if ret == 0 {
-			d.asyncEvent(asyncKind(kind), cqp, int(port))
+			d.asyncEvent(asyncKind(ev.kind), ev.qp, int(ev.port))
+			C.rc_ack_async(ev)
 		} else if ret != -C.int(syscall.EINTR) {
 			time.Sleep(10 * time.Millisecond) // a device that goes away: its removal comes by the connections' events
 		}

@@ -73,6 +73,7 @@ type qp struct {
 	cause   error
 	sure    bool          // cause is certain
 	better  chan struct{} // closed when it is
+	heard   chan struct{} // closed when the consumer has heard of it, or takes too long
 	ord     int           // RDMA Reads that this side may have outstanding
 	ring    sendRing
 	chain   []chained // of the PostSend under way
@@ -130,7 +131,7 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		pd.drop()
 		return nil, err
 	}
-	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}),
+	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}), heard: make(chan struct{}),
 		ring: newSendRing(attr.MaxSendWR), recvs: newRecvRing(attr.MaxRecvWR)}
 	if err := errnoOf(C.rc_create_qp(c.c, pd.c, scq.c, rcq.c, C.int(attr.MaxSendWR+markerWRs), C.int(attr.MaxRecvWR), C.int(attr.MaxSendSGE), &q.c)); err != nil {
 		q.unreserve()
@@ -225,6 +226,7 @@ func (q *qp) end() {
 		case <-time.After(tellWait):
 		}
 	}
+	close(q.heard)
 	q.tear()
 	q.flush() // what is posted completes, also if the consumer takes its time to close
 }
@@ -232,6 +234,12 @@ func (q *qp) end() {
 // takeDown destroys the queue pair of a device that is gone; what is posted is flushed here. It waits while the kernel makes the connection.
 func (q *qp) takeDown(cause error) {
 	q.lost(cause, certain)
+	q.mu.Lock()
+	told := q.told
+	q.mu.Unlock()
+	if told {
+		<-q.heard
+	}
 	q.id.call.Lock()
 	defer q.id.call.Unlock()
 	q.tear()

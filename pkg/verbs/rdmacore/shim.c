@@ -106,6 +106,7 @@ int rc_next_event(struct rdma_event_channel *ch, struct rc_event *out)
 	if (lib.rdma_get_cm_event(ch, &ev))
 		return failed(-1);
 	memset(out, 0, sizeof *out);
+	out->event = ev;
 	out->id = ev->id;
 	out->listener = ev->listen_id;
 	out->kind = ev->event;
@@ -124,8 +125,12 @@ int rc_next_event(struct rdma_event_channel *ch, struct rc_event *out)
 	default:
 		break;
 	}
-	lib.rdma_ack_cm_event(ev);
 	return 0;
+}
+
+void rc_ack_event(struct rc_event *ev)
+{
+	lib.rdma_ack_cm_event(ev->event);
 }
 
 int rc_create_id(struct rdma_event_channel *ch, struct rdma_cm_id **out)
@@ -303,30 +308,33 @@ int rc_try_window(struct ibv_context *ctx)
 	return ret;
 }
 
-int rc_next_async(struct ibv_context *ctx, int32_t *kind, struct ibv_qp **qp, int32_t *port)
+int rc_next_async(struct ibv_context *ctx, struct rc_async *out)
 {
-	struct ibv_async_event ev;
-	if (lib.ibv_get_async_event(ctx, &ev))
+	memset(out, 0, sizeof *out);
+	errno = 0;
+	if (lib.ibv_get_async_event(ctx, &out->event))
 		return failed(-1);
-	*kind = ev.event_type;
-	*qp = NULL;
-	*port = 0;
-	switch (ev.event_type) {
+	out->kind = out->event.event_type;
+	switch (out->kind) {
 	case IBV_EVENT_QP_FATAL:
 	case IBV_EVENT_QP_REQ_ERR:
 	case IBV_EVENT_QP_ACCESS_ERR:
 	case IBV_EVENT_COMM_EST:
-		*qp = ev.element.qp;
+		out->qp = out->event.element.qp;
 		break;
 	case IBV_EVENT_PORT_ACTIVE:
 	case IBV_EVENT_PORT_ERR:
-		*port = ev.element.port_num;
+		out->port = out->event.element.port_num;
 		break;
 	default:
 		break;
 	}
-	lib.ibv_ack_async_event(&ev);
 	return 0;
+}
+
+void rc_ack_async(struct rc_async *ev)
+{
+	lib.ibv_ack_async_event(&ev->event);
 }
 
 int rc_alloc_pd(struct ibv_context *ctx, struct ibv_pd **out)
@@ -497,7 +505,7 @@ int rc_post_send(struct ibv_qp *qp, const struct rc_wr *wrs, int n, struct ibv_s
 		}
 	}
 	int ret = refused(ibv_post_send(qp, scratch, &bad));
-	*posted = !ret ? n : bad ? (int)(bad - scratch) : 0;
+	*posted = !ret ? n : bad >= scratch && bad < scratch + n ? (int)(bad - scratch) : 0;
 	// Most providers leave the window's key to the one who posts, and compare it at the next bind.
 	for (int i = 0; i < *posted; i++)
 		if (wrs[i].opcode == IBV_WR_BIND_MW)

@@ -93,7 +93,7 @@ func TestDevices(t *testing.T) {
 			link := lab.NewLink(t)
 			guests := lab.StartAll(t,
 				lab.Options{Name: "client", Kernel: os.Getenv(goneKernel), Provider: c.provider, Link: link, Share: dir},
-				lab.Options{Name: "server", Kernel: os.Getenv(goneKernel), Provider: c.provider, Link: link, Share: dir})
+				lab.Options{Name: "server", Kernel: os.Getenv(goneKernel), Provider: c.provider, Link: link, Share: dir, CPUs: 1})
 			client, server := guests[0], guests[1]
 			own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
 			run := func(t *testing.T, command string) {

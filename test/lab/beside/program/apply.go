@@ -362,8 +362,15 @@ func doSame(p, q string, _ *op) ([]field, error) {
 	return []field{{"same", fmt.Sprint(a.Ino == b.Ino && a.Dev == b.Dev)}}, nil
 }
 
-// tickTime is longer than a tick of the server's clock for timestamps: what is done in two operations shows as two times.
-const tickTime = 6 * time.Millisecond
+// nextTick waits until the clock of which a server in the same kernel takes the times of files has gone on: what is done in two operations shows as two times.
+func nextTick() {
+	var was, now unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &was)
+	for now = was; now == was; {
+		time.Sleep(time.Millisecond)
+		_ = unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &now)
+	}
+}
 
 // closeTime is for what a client does behind a close(2) that nobody waits for.
 const closeTime = 60 * time.Millisecond

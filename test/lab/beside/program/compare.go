@@ -26,7 +26,8 @@ func (d difference) String() string {
 type pair struct {
 	kernel, ours             string
 	serverKernel, serverOurs string        // "" is not known
-	wait, closeWait          time.Duration // behind each operation, and behind those that close a file
+	ticks                    bool          // between operations a tick of the server's clock passes
+	closeWait                time.Duration // behind what closes a file
 	runs                     int
 	goOn                     bool                        // behind a tolerated difference after which the sides are not alike any more
 	distort                  func(o *op, fields []field) // of our side; for tests
@@ -83,7 +84,9 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 			worlds[0].closeSlot(o.fd)
 			worlds[1].closeSlot(o.fd)
 		}
-		time.Sleep(p.wait)
+		if p.ticks {
+			nextTick()
+		}
 	}
 	// In the end the trees must be equal, as the clients and as the server see them.
 	for _, w := range worlds {
