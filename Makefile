@@ -35,7 +35,7 @@ lab:
 
 # The tests against them. The log has what they measure, too.
 test-lab: deps lab
-	NFSRDMAD_LAB=1 $(GO) test -v -p 1 -count 1 -timeout 60m ./test/lab/...
+	NFSRDMAD_LAB=1 $(GO) test -v -p 1 -count 1 -timeout 120m ./test/lab/...
 
 # Every benchmark runs beside a raw TCP yardstick; compare within one run.
 bench:

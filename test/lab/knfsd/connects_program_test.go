@@ -25,8 +25,8 @@ var (
 	_ = register("killed daemons", "daemons killed at any moment of a mount", testKilledDaemons)
 )
 
-// harmRounds is how often a mount is disturbed.
-const harmRounds = 12
+// harmRounds is how often a mount is disturbed, harmRoundsIn in a guest.
+const harmRounds, harmRoundsIn = 12, 6
 
 // A program is nfsrdmad with a control socket of its own, a guest to mount from, and files in it.
 type program struct {
@@ -195,7 +195,8 @@ func testCancelledMounts(t *testing.T, b bench) {
 	typical, rng := p.typicalMount(), moments(t)
 	capture := b.Capture(t, "cancelled")
 	mounted := 0
-	for i := range harmRounds {
+	rounds := b.smaller(harmRounds, harmRoundsIn)
+	for i := range rounds {
 		cmd, dir := p.mountCommand("m", "")
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
@@ -213,7 +214,7 @@ func testCancelledMounts(t *testing.T, b bench) {
 		})
 	}
 	p.stop()
-	t.Logf("%d of %d mounts were done before they were cancelled, %d connections", mounted, harmRounds, len(gentle(t, b, capture, 1, false)))
+	t.Logf("%d of %d mounts were done before they were cancelled, %d connections", mounted, rounds, len(gentle(t, b, capture, 1, false)))
 	p.unharmed()
 }
 
@@ -225,7 +226,8 @@ func testKilledDaemons(t *testing.T, b bench) {
 	typical, rng := p.typicalMount(), moments(t)
 	p.stop()
 	capture := b.Capture(t, "killed")
-	for i := range harmRounds {
+	rounds := b.smaller(harmRounds, harmRoundsIn)
+	for i := range rounds {
 		var flags []string
 		if i%2 == 1 {
 			flags = []string{"--foreground"}

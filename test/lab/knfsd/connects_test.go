@@ -25,7 +25,7 @@ var _ = register("many connects", "connects by the hundred under load, one after
 const (
 	// manyConnects are made to the newest kernel, fewerConnects to others: siw is the same. Emulated clients make no more either.
 	manyConnects  = 1000
-	fewerConnects = 300
+	fewerConnects = 200
 	// freshLife is the least that a connection lives to which the server has said nothing: siw may not have looked at it before.
 	freshLife = 50 * time.Millisecond
 )

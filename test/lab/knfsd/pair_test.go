@@ -26,10 +26,11 @@ const (
 	clientMiB = 2048
 )
 
-// Programs of the client guest, in the directory that it shares with the host.
+// Programs of the client guest, and where they are in the host's file system as the guest has it.
 const (
 	testProgram = "knfsd.test"
 	ourProgram  = "nfsrdmad"
+	programDir  = "/var/tmp"
 )
 
 // headers are what the rdma-core provider is built from; a host without them cannot build it.
@@ -98,7 +99,7 @@ func (p *pair) command(pattern string) string {
 	// What a shell runs in the background, as the guest's does with commands, ignores SIGINT.
 	env := fmt.Sprintf("env --default-signal=INT,QUIT %s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"), os.Getenv("PATH"))
 	return fmt.Sprintf("chroot /host %s %s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s 2>&1",
-		env, filepath.Join(p.share, testProgram), caseLimit, pattern, p.name, p.serverName(), filepath.Join(p.share, ourProgram))
+		env, filepath.Join(programDir, testProgram), caseLimit, pattern, p.name, p.serverName(), filepath.Join(programDir, ourProgram))
 }
 
 // start starts the guests.
@@ -108,6 +109,8 @@ func (p *pair) start(t *testing.T) *pair {
 		lab.Options{Name: "server", Kernel: p.kernel, Provider: p.device, Link: p.link},
 		lab.Options{Name: "client", Kernel: p.kernel, Provider: p.device, Link: p.link, HostRoot: true, Share: p.share, MemoryMiB: clientMiB})
 	p.server, p.client = guests[0], guests[1]
+	// What lies in the shared directory is read anew by every process.
+	p.client.MustRun(fmt.Sprintf("cp /share/%s /share/%s /host%s", testProgram, ourProgram, programDir))
 	return p
 }
 
