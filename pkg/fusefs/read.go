@@ -31,9 +31,11 @@ func (res *readResult) Size() int { return res.n }
 // Slices makes go-fuse write the buffer to /dev/fuse as it is, with writev(2), rather than through a pipe.
 func (res *readResult) Slices() ([][]byte, fuse.Status) { return res.vecs[:], fuse.OK }
 
-// Done is called when the kernel has the data.
+// Done is called when the kernel has the data, but not for a result without any.
 func (res *readResult) Done() {
-	res.fs.buffers.Put(res.buf)
+	if res.buf != nil {
+		res.fs.buffers.Put(res.buf)
+	}
 	*res = readResult{}
 	readResults.Put(res)
 }
@@ -70,6 +72,10 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 	if err != nil {
 		fs.buffers.Put(buf)
 		return nil, err
+	}
+	if n == 0 { // go-fuse says Done only when there is something to send
+		fs.buffers.Put(buf)
+		buf = nil
 	}
 	res := readResults.Get().(*readResult)
 	res.fs, res.buf, res.n = fs, buf, n

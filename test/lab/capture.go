@@ -26,74 +26,33 @@ const (
 // ErrPacketsLost is a capture that is not whole, and so proves nothing.
 var ErrPacketsLost = errors.New("the capture lost packets")
 
-// A Capture records the host's traffic with the RDMA port of a guest.
+// A Capture records the traffic with a guest.
 type Capture struct {
-	File string // pcapng, whole after Stop
+	File string // pcapng or pcap, whole after Stop
 
 	remote *remoteGuest // does everything, where this process runs in a guest; only File is set then
 
-	cmd    *exec.Cmd
-	ended  chan struct{}
-	once   sync.Once
-	err    error
-	mu     sync.Mutex
-	stderr strings.Builder // guarded by mu
+	stop func() error
+	once sync.Once
+	err  error
 }
 
-// Capture records until Stop, or the end of the test. The file is in the test's artifact directory.
+// Capture records until Stop, or the end of the test: the host's traffic with the RDMA port of the guest, or, of a guest on a link, all that it
+// sends and receives there. The file is in the test's artifact directory.
 func (g *Guest) Capture(t testing.TB, name string) *Capture {
 	t.Helper()
 	if g.remote != nil {
 		return g.captureRemote(t, name)
 	}
-	c := &Capture{File: filepath.Join(t.ArtifactDir(), name+".pcapng"), ended: make(chan struct{})}
-	c.cmd = exec.Command("dumpcap", "-q", "-i", "lo", "-f", fmt.Sprintf("tcp port %d", g.RDMA.Port()), "-B", fmt.Sprint(captureBuffer), "-w", c.File)
-	c.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	pipe, err := c.cmd.StderrPipe()
-	if err != nil {
-		t.Fatal(err)
+	if g.port != nil {
+		return g.port.link.capture(t, name, g.port)
 	}
-	started := make(chan error)
-	ready := make(chan struct{})
-	go func() {
-		runtime.LockOSThread() // as for QEMU: the signal comes with the end of this thread
-		defer runtime.UnlockOSThread()
-		err := c.cmd.Start()
-		started <- err
-		if err != nil {
-			return
-		}
-		defer close(c.ended)
-		sc := bufio.NewScanner(pipe)
-		for open := false; sc.Scan(); {
-			c.mu.Lock()
-			c.stderr.WriteString(sc.Text() + "\n")
-			c.mu.Unlock()
-			if !open && strings.Contains(sc.Text(), "File:") { // it says so once it listens
-				open = true
-				close(ready)
-			}
-		}
-		c.cmd.Wait()
-	}()
-	if err := <-started; err != nil {
-		t.Fatalf("dumpcap: %v; run \"make lab\"", err)
-	}
+	c := &Capture{File: filepath.Join(t.ArtifactDir(), name+".pcapng")}
+	d := startDumpcap(t, "-i", "lo", "-f", fmt.Sprintf("tcp port %d", g.RDMA.Port()), "-B", fmt.Sprint(captureBuffer), "-w", c.File)
+	c.stop = d.stop
 	t.Cleanup(func() { c.Stop() })
-	select {
-	case <-ready:
-	case <-c.ended:
-		t.Fatalf("dumpcap ended: %s", c.said())
-	case <-time.After(captureStart):
-		t.Fatalf("dumpcap did not start within %v: %s", captureStart, c.said())
-	}
+	d.wait(t)
 	return c
-}
-
-func (c *Capture) said() string {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.stderr.String()
 }
 
 // Stop ends the capture. It returns ErrPacketsLost if packets are missing. The traffic of interest must be over.
@@ -101,25 +60,91 @@ func (c *Capture) Stop() error {
 	if c.remote != nil {
 		return c.remote.do(opStopCapture)
 	}
-	c.once.Do(func() {
-		time.Sleep(captureSettle)
-		c.cmd.Process.Signal(os.Interrupt)
-		select {
-		case <-c.ended:
-		case <-time.After(captureStop):
-			c.cmd.Process.Kill()
-			<-c.ended
-			c.err = fmt.Errorf("dumpcap did not end within %v", captureStop)
-			return
-		}
-		if said := c.said(); !strings.Contains(said, "dropped on interface") || !strings.Contains(said, "/0 ") {
-			c.err = fmt.Errorf("%w: %s", ErrPacketsLost, said)
-		}
-	})
+	c.once.Do(func() { c.err = c.stop() })
 	return c.err
 }
 
-// Tshark reads the capture with tshark, which decodes MPA, DDP, RDMAP, RPC-over-RDMA and NFS by itself, and returns what it prints.
+// A dumpcap is a run of that program.
+type dumpcap struct {
+	cmd    *exec.Cmd
+	ready  chan struct{} // closed when it listens
+	ended  chan struct{}
+	mu     sync.Mutex
+	stderr strings.Builder // guarded by mu
+}
+
+func startDumpcap(t testing.TB, args ...string) *dumpcap {
+	t.Helper()
+	d := &dumpcap{cmd: exec.Command("dumpcap", append([]string{"-q"}, args...)...), ready: make(chan struct{}), ended: make(chan struct{})}
+	d.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	pipe, err := d.cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread() // as for QEMU: the signal comes with the end of this thread
+		defer runtime.UnlockOSThread()
+		err := d.cmd.Start()
+		started <- err
+		if err != nil {
+			return
+		}
+		defer close(d.ended)
+		sc := bufio.NewScanner(pipe)
+		for open := false; sc.Scan(); {
+			d.mu.Lock()
+			d.stderr.WriteString(sc.Text() + "\n")
+			d.mu.Unlock()
+			if !open && strings.Contains(sc.Text(), "File:") { // it says so once it listens
+				open = true
+				close(d.ready)
+			}
+		}
+		d.cmd.Wait()
+	}()
+	if err := <-started; err != nil {
+		t.Fatalf("dumpcap: %v; run \"make lab\"", err)
+	}
+	return d
+}
+
+// wait waits until it listens.
+func (d *dumpcap) wait(t testing.TB) {
+	t.Helper()
+	select {
+	case <-d.ready:
+	case <-d.ended:
+		t.Fatalf("dumpcap ended: %s", d.said())
+	case <-time.After(captureStart):
+		t.Fatalf("dumpcap did not start within %v: %s", captureStart, d.said())
+	}
+}
+
+func (d *dumpcap) said() string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.stderr.String()
+}
+
+// stop ends it, and tells whether it has seen everything.
+func (d *dumpcap) stop() error {
+	time.Sleep(captureSettle)
+	d.cmd.Process.Signal(os.Interrupt)
+	select {
+	case <-d.ended:
+	case <-time.After(captureStop):
+		d.cmd.Process.Kill()
+		<-d.ended
+		return fmt.Errorf("dumpcap did not end within %v", captureStop)
+	}
+	if said := d.said(); !strings.Contains(said, "dropped on interface") || !strings.Contains(said, "/0 ") {
+		return fmt.Errorf("%w: %s", ErrPacketsLost, said)
+	}
+	return nil
+}
+
+// Tshark reads the capture with tshark, which decodes MPA, DDP, RDMAP, RoCE, RPC-over-RDMA and NFS by itself, and returns what it prints.
 func (c *Capture) Tshark(args ...string) (string, error) {
 	if c.remote != nil {
 		a := c.remote.ask(remoteRequest{Op: opReadCapture, Args: args})

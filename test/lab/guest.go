@@ -40,6 +40,7 @@ type Guest struct {
 	Mount   netip.AddrPort // MOUNT over TCP
 	Portmap netip.AddrPort // rpcbind over TCP
 	Release string         // of the kernel
+	Linked  netip.Addr     // on Options.Link, for the guests there; the server's ports are the usual ones
 
 	t       testing.TB
 	opts    Options
@@ -48,6 +49,7 @@ type Guest struct {
 	console *console
 	rdma    *forwarder     // between RDMA and QEMU's own port
 	lend    netip.AddrPort // where the guest's remotePort is reached
+	port    *port          // of Options.Link; nil without
 	remote  *remoteGuest   // does everything, where this process runs in a guest itself; what is below and above it is not used then
 
 	power sync.Mutex // held while the power changes
@@ -66,6 +68,41 @@ func Start(t testing.TB, opts Options) *Guest {
 	if Remote() {
 		return startRemote(t, opts)
 	}
+	g := newGuest(t, opts)
+	if err := g.first(); err != nil {
+		t.Fatal(err)
+	}
+	return g
+}
+
+// StartAll is Start for several guests, which boot at the same time.
+func StartAll(t testing.TB, opts ...Options) []*Guest {
+	t.Helper()
+	guests := make([]*Guest, len(opts))
+	if Remote() {
+		for i, o := range opts {
+			guests[i] = startRemote(t, o)
+		}
+		return guests
+	}
+	for i, o := range opts {
+		guests[i] = newGuest(t, o)
+	}
+	errs := make([]error, len(guests))
+	var boots sync.WaitGroup
+	for i, g := range guests {
+		boots.Go(func() { errs[i] = g.first() })
+	}
+	boots.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	return guests
+}
+
+// newGuest makes a guest that is off.
+func newGuest(t testing.TB, opts Options) *Guest {
+	t.Helper()
 	opts = opts.withDefaults()
 	img := need(t, opts.Kernel)
 	if strings.ContainsAny(opts.Share, " ,\"'") {
@@ -77,12 +114,24 @@ func Start(t testing.TB, opts Options) *Guest {
 	}
 	g := &Guest{t: t, opts: opts, img: img, disk: disk, Release: img.release, console: &console{}}
 	t.Cleanup(g.end)
+	if opts.Link != nil {
+		if g.port, err = opts.Link.join(opts.Address); err != nil {
+			t.Fatalf("guest %s: %v", opts.Name, err)
+		}
+		g.Linked = g.port.addr.Addr()
+	}
+	return g
+}
+
+// first boots the guest for the first time.
+func (g *Guest) first() error {
 	for try := 1; ; try++ {
-		if err = g.choosePorts(); err == nil {
+		err := g.choosePorts()
+		if err == nil {
 			err = g.Boot()
 		}
 		if err == nil {
-			return g
+			return nil
 		}
 		g.PowerOff()
 		if g.rdma != nil {
@@ -92,10 +141,10 @@ func Start(t testing.TB, opts Options) *Guest {
 		case try < startTries && strings.Contains(err.Error(), "host forwarding rule"):
 		case try < startTries && errors.Is(err, ErrPanic):
 			// A kernel that patches itself while it boots can trip over QEMU's emulation of several processors: nothing of ours has run yet.
-			t.Logf("guest %s: booted again: %v", opts.Name, err)
+			g.t.Logf("guest %s: booted again: %v", g.opts.Name, err)
 			g.console = &console{}
 		default:
-			t.Fatalf("guest %s: %v", opts.Name, err)
+			return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 		}
 	}
 }
@@ -155,6 +204,9 @@ func (g *Guest) arguments() []string {
 	o := g.opts
 	// Level 5 lets warnings through to the console, and little else, which a serial port would be slow for. Watchdogs, and the check of the timer at boot, would bark at a busy host.
 	line := "console=ttyS0 loglevel=5 panic=0 mitigations=off nokaslr net.ifnames=0 tsc=reliable no_timer_check nowatchdog rcupdate.rcu_cpu_stall_suppress=1"
+	if khz := tscKHz(); khz > 0 {
+		line += fmt.Sprintf(" tsc_early_khz=%d", khz)
+	}
 	if o.Provider != None {
 		line += " lab.provider=" + o.Provider
 	}
@@ -173,6 +225,9 @@ func (g *Guest) arguments() []string {
 		"-nodefaults", "-no-user-config", "-display", "none",
 		"-kernel", g.img.kernel, "-initrd", g.img.initramfs,
 		"-netdev", network, "-device", "virtio-net-pci,netdev=net0,romfile=", "-device", "virtio-rng-pci",
+	}
+	if g.port != nil {
+		line += fmt.Sprintf(" lab.link=%v lab.mtu=%d", g.port.addr, linkMTU)
 	}
 	if o.Share != "" {
 		line += " lab.share=" + o.Share
@@ -201,7 +256,7 @@ func (g *Guest) Boot() error {
 	}
 	g.console.note("power on, kernel %s", g.img.release)
 	b := g.console.expect(last)
-	m, err := startMachine(g.opts.Name, g.arguments(), g.disk, g.console)
+	m, err := startMachine(g.opts.Name, g.arguments(), g.disk, g.port, g.console)
 	if err != nil {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
@@ -252,6 +307,9 @@ func (g *Guest) powerOff() {
 	g.console.note("power off")
 	g.rdma.refuse()
 	m.kill()
+	if g.port != nil {
+		g.port.unplug()
+	}
 }
 
 // running returns the machine.

@@ -53,8 +53,8 @@ type machine struct {
 	now *session // guarded by mu; nil until the first boot is ready
 }
 
-// startMachine runs QEMU with these arguments and one descriptor more, and waits for its control socket, not for the guest.
-func startMachine(name string, args []string, disk *os.File, c *console) (m *machine, err error) {
+// startMachine runs QEMU with these arguments, a disk, and a cable of a link if there is one, and waits for its control socket, not for the guest.
+func startMachine(name string, args []string, disk *os.File, p *port, c *console) (m *machine, err error) {
 	m = &machine{name: name, console: c, ended: make(chan struct{})}
 	var theirs []*os.File
 	defer func() {
@@ -80,6 +80,14 @@ func startMachine(name string, args []string, disk *os.File, c *console) (m *mac
 	// Flushes are left out: the guest's power goes, the host's does not.
 	args = append(args, "-add-fd", fmt.Sprintf("fd=%d,set=1", firstFD), "-device", "virtio-blk-pci,drive=disk",
 		"-blockdev", "driver=raw,node-name=disk,discard=unmap,cache.no-flush=on,file.driver=file,file.filename=/dev/fdset/1,file.locking=off,file.discard=unmap")
+	if p != nil {
+		f, err := p.plug()
+		if err != nil {
+			return nil, err
+		}
+		theirs = append(theirs, f)
+		args = append(args, p.arguments(firstFD+len(theirs))...)
+	}
 	con, fd, err := socket()
 	if err != nil {
 		return nil, err

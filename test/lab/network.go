@@ -7,7 +7,7 @@ import (
 )
 
 // CutNetwork pulls the guest's network cable: nothing goes either way until RestoreNetwork, and neither end is told. Connections of the host
-// are taken meanwhile, but get no answer; what of them is left at the end reaches the guest then.
+// are taken meanwhile, but get no answer; what of them is left at the end reaches the guest then. Of a guest on a link the cable there is cut too.
 func (g *Guest) CutNetwork() error {
 	if g.remote != nil {
 		return g.remote.do(opCut)
@@ -32,6 +32,9 @@ func (g *Guest) setLink(what string, up bool) error {
 	g.console.note("%s", what)
 	if err := m.qmp.do("set_link", map[string]any{"name": "net0", "up": up}); err != nil {
 		return fmt.Errorf("guest %s: %s: %w", g.opts.Name, what, err)
+	}
+	if g.port != nil {
+		g.port.link.set(&g.port.cut, !up)
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -65,15 +68,19 @@ func (l Line) netem() string {
 }
 
 // SlowNetwork makes the guest's network a poor one, within the guest, until it is called again or the guest boots. Losses are between the guest
-// and QEMU's own TCP; the host sees delay and never a loss.
+// and QEMU's own TCP; the host sees delay and never a loss. Of a guest on a link it is the network there.
 func (g *Guest) SlowNetwork(l Line) error {
 	if g.remote != nil {
 		return g.remote.ask(remoteRequest{Op: opSlow, Line: l}).Err.unpack()
 	}
+	card := "eth0"
+	if g.Linked.IsValid() {
+		card = "eth1"
+	}
 	// What comes in has no queue of its own to shape: it takes a detour over ifb0.
 	script := `
-		tc qdisc del dev eth0 root 2>/dev/null
-		tc qdisc del dev eth0 ingress 2>/dev/null
+		tc qdisc del dev ` + card + ` root 2>/dev/null
+		tc qdisc del dev ` + card + ` ingress 2>/dev/null
 		ip link del ifb0 2>/dev/null
 		true`
 	if l != (Line{}) {
@@ -84,9 +91,9 @@ func (g *Guest) SlowNetwork(l Line) error {
 		ip link add ifb0 type ifb
 		ip link set ifb0 up
 		tc qdisc add dev ifb0 root ` + l.netem() + `
-		tc qdisc add dev eth0 ingress
-		tc filter add dev eth0 ingress matchall action mirred egress redirect dev ifb0
-		tc qdisc add dev eth0 root ` + l.netem()
+		tc qdisc add dev ` + card + ` ingress
+		tc filter add dev ` + card + ` ingress matchall action mirred egress redirect dev ifb0
+		tc qdisc add dev ` + card + ` root ` + l.netem()
 	}
 	_, err := g.Run(script)
 	if err == nil {

@@ -1,5 +1,7 @@
 package lab
 
+import "net/netip"
+
 // Kernels are the series of which "make lab" builds images, the newest first. It is the one to take where one will do: 6.1 leaks a
 // protection domain with each connection it refuses.
 var Kernels = []string{"6.12", "6.1"}
@@ -7,7 +9,7 @@ var Kernels = []string{"6.12", "6.1"}
 // Providers of RDMA in a guest.
 const (
 	SIW  = "siw" // iWARP over TCP; the host reaches it at Guest.RDMA
-	RXE  = "rxe" // RoCE version 2 over UDP; within the guest only
+	RXE  = "rxe" // RoCE version 2 over UDP; within the guest, or by a Link
 	Both = "siw,rxe"
 	None = "none" // NFS over TCP alone
 )
@@ -39,6 +41,10 @@ type Options struct {
 	// guest's kernel and devices, /dev/fuse and RDMA among them. In it /tmp, /var/tmp and /run are memory and empty, and Share has the path that it has on
 	// the host. What the host changes in files that the guest has read may not be seen: results belong in Share.
 	HostRoot bool
+	// Link joins the guest to others, by a card eth1 with Address there; none chosen is the next of 10.9.0.0/24. The RDMA device is on eth1 then, and
+	// not on eth0, so that guests reach it, at Guest.Linked, and the host does not.
+	Link    *Link `json:"-"`
+	Address netip.Prefix
 	// Complaints are regular expressions of kernel complaints that the test provokes, each matched against the first line of one.
 	Complaints []string
 }

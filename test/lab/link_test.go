@@ -1,0 +1,165 @@
+package lab_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+// mountLinked is a shell command that mounts another guest's export with the kernel's own client, over RDMA.
+func mountLinked(server *lab.Guest) string {
+	return fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs -o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp %v:/export /mnt && grep ' /mnt nfs .*proto=rdma' /proc/mounts", server.Linked)
+}
+
+// TestLink joins two guests by a link, on which one mounts the other's export with the kernel's own client over RoCE.
+func TestLink(t *testing.T) {
+	link := lab.NewLink(t)
+	begin := time.Now()
+	guests := lab.StartAll(t,
+		lab.Options{Name: "client", Provider: lab.RXE, Link: link, MemoryMiB: 512},
+		lab.Options{Name: "server", Provider: lab.RXE, Link: link, MemoryMiB: 512})
+	client, server := guests[0], guests[1]
+	t.Logf("both served after %v", time.Since(begin).Round(time.Millisecond))
+	if client.Linked.String() != "10.9.0.1" || server.Linked.String() != "10.9.0.2" {
+		t.Errorf("addresses on the link: %v and %v", client.Linked, server.Linked)
+	}
+	if out := client.MustRun("rdma link"); !strings.Contains(out, "netdev eth1") {
+		t.Errorf("RDMA links: %s", out)
+	}
+	t.Run("frames", func(t *testing.T) { testLinkFrames(t, link, client, server) })
+	t.Run("capture", func(t *testing.T) { testLinkCapture(t, link, client, server) })
+	t.Run("outages", func(t *testing.T) { testLinkOutages(t, link, client, server) })
+}
+
+// reaches tells whether a ping comes back.
+func reaches(from, to *lab.Guest, args string) bool {
+	_, err := from.Run(fmt.Sprintf("ping -W 5 %s %v", args, to.Linked))
+	return err == nil
+}
+
+func testLinkFrames(t *testing.T, link *lab.Link, client, server *lab.Guest) {
+	const some, large = "-c 2", "-c 2 -s 8900"
+	if !reaches(client, server, some) || !reaches(server, client, large) {
+		t.Fatal("no ping gets through")
+	}
+	link.Cut()
+	if reaches(client, server, some) {
+		t.Error("a ping gets through a link that is cut")
+	}
+	link.Restore()
+	if !reaches(client, server, some) {
+		t.Error("no ping gets through a link that was restored")
+	}
+	if err := server.CutNetwork(); err != nil {
+		t.Fatal(err)
+	}
+	if reaches(client, server, some) {
+		t.Error("a ping reaches a guest whose network is cut")
+	}
+	if err := server.RestoreNetwork(); err != nil {
+		t.Fatal(err)
+	}
+	if !reaches(client, server, some) {
+		t.Error("no ping reaches a guest whose network was restored")
+	}
+	const delay = 300 * time.Millisecond
+	if err := server.SlowNetwork(lab.Line{Delay: delay}); err != nil {
+		t.Fatal(err)
+	}
+	begin := time.Now()
+	if reached := reaches(client, server, "-c 1"); !reached || time.Since(begin) < 2*delay {
+		t.Errorf("a ping (%v) took %v, with a delay of %v each way", reached, time.Since(begin), delay)
+	}
+	if err := server.SlowNetwork(lab.Line{}); err != nil {
+		t.Fatal(err)
+	}
+	// TCP, more of it than the switch holds.
+	client.MustRun(fmt.Sprintf(`set -e
+		modprobe -a nfs nfsv3
+		mount -t nfs -o tcp,vers=3,nolock,mountport=20048,mountproto=tcp %v:/export /mnt
+		dd if=/dev/urandom of=/tmp/f bs=1M count=32 2>/dev/null
+		cp /tmp/f /mnt/tcp
+		umount /mnt`, server.Linked))
+	if got, want := server.MustRun("md5sum </export/tcp"), client.MustRun("md5sum </tmp/f; rm /tmp/f"); got != want {
+		t.Errorf("the server got a file with the sum %q, want %q", got, want)
+	}
+}
+
+func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
+	all, one := link.Capture(t, "link"), client.Capture(t, "client")
+	const calls = 8
+	client.MustRun(mountLinked(server) + fmt.Sprintf(`
+		set -e
+		dd if=/dev/urandom of=/tmp/f bs=1M count=2 2>/dev/null
+		cp /tmp/f /mnt/f
+		for i in $(seq %d); do touch /mnt/f; done
+		echo 3 >/proc/sys/vm/drop_caches
+		cmp /tmp/f /mnt/f
+		umount /mnt`, calls))
+	server.MustRun("test -s /export/f")
+	for _, c := range []*lab.Capture{all, one} {
+		if err := c.Stop(); err != nil {
+			t.Fatal(err)
+		}
+		for filter, want := range map[string]int{
+			"infiniband.mad.attributeid == 0x0010":               1, // ConnectRequest
+			"udp.dstport == 4791 && rpcordma && rpc.msgtyp == 0": calls,
+			"udp.dstport == 4791 && rpcordma && rpc.msgtyp == 1": calls,
+			"nfs.procedure_v3 == 7 && nfs.count3 == 1048576":     2, // WRITE, with data that went by RDMA Read
+		} {
+			out, err := c.Tshark("-Y", filter)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if n := strings.Count(out, "\n"); n < want {
+				t.Errorf("%s: %d packets are %s, want at least %d", c.File, n, filter, want)
+			}
+		}
+		if out, err := c.Malformed(); err != nil || out != "" {
+			t.Errorf("malformed packets (%v): %s", err, out)
+		}
+	}
+}
+
+// testLinkOutages has the client's kernel work on while the link, and the server's power, come and go.
+func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
+	client.MustRun(mountLinked(server) + " && dd if=/dev/urandom of=/tmp/f bs=1M count=4 2>/dev/null")
+	defer client.Run("umount -f -l /mnt")
+	for _, outage := range []struct {
+		name       string
+		begin, end func() error
+	}{
+		{"cut", func() error { link.Cut(); return nil }, func() error { link.Restore(); return nil }},
+		{"power", func() error { server.PowerOff(); return nil }, server.Boot},
+	} {
+		if err := outage.begin(); err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan error, 1)
+		go func() {
+			_, err := client.RunFor("cp /tmp/f /mnt/"+outage.name+" && sync /mnt/"+outage.name+" && cat /mnt/"+outage.name+" | cmp - /tmp/f", 5*time.Minute)
+			done <- err
+		}()
+		select {
+		case err := <-done:
+			t.Errorf("%s: work on the mount ended before the outage did: %v", outage.name, err)
+			continue
+		case <-time.After(2 * time.Second):
+		}
+		begin := time.Now()
+		if err := outage.end(); err != nil {
+			t.Fatal(err)
+		}
+		back := time.Since(begin)
+		if err := <-done; err != nil {
+			t.Errorf("%s: %v", outage.name, err)
+		}
+		t.Logf("%s: over after %v, and the work on the mount after %v", outage.name, back.Round(time.Millisecond), time.Since(begin).Round(time.Millisecond))
+		if got, want := server.MustRun("md5sum </export/"+outage.name), client.MustRun("md5sum </tmp/f"); got != want {
+			t.Errorf("%s: the server's file has the sum %q, want %q", outage.name, got, want)
+		}
+	}
+}

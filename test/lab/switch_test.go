@@ -1,0 +1,223 @@
+package lab
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"net/netip"
+	"os"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// A station is a port's other end, without a guest.
+type station struct {
+	*port
+	fd int
+}
+
+func newStation(t *testing.T, l *Link) station {
+	t.Helper()
+	p, err := l.join(netip.Prefix{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := station{port: p}
+	s.plugIn(t)
+	return s
+}
+
+// plugIn gives the station its cable, for the test.
+func (s *station) plugIn(t *testing.T) {
+	t.Helper()
+	f, err := s.plug()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	s.fd = int(f.Fd())
+	if err := unix.SetsockoptTimeval(s.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Usec: 300_000}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+var broadcast = [6]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff}
+
+// frame makes a frame.
+func (s station) frame(to [6]byte, body string) []byte {
+	return append(append(append(to[:], s.mac[:]...), 0x88, 0xb5), body...) // 88b5 is for experiments, IEEE 802
+}
+
+func (s station) put(t *testing.T, to [6]byte, body string) {
+	t.Helper()
+	if _, err := unix.Write(s.fd, s.frame(to, body)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// want reads a frame with this body, or none if it is empty.
+func (s station) want(t *testing.T, body string) {
+	t.Helper()
+	b := make([]byte, maxFrame)
+	n, err := unix.Read(s.fd, b)
+	got := ""
+	if err == nil {
+		got = string(b[ethernetHeader:n])
+	} else if !errors.Is(err, unix.EAGAIN) {
+		t.Fatal(err)
+	}
+	if got != body {
+		t.Errorf("station %v got %.20q (%v), want %.20q", s.addr, got, err, body)
+	}
+}
+
+// TestSwitch sends frames between three ports without guests.
+func TestSwitch(t *testing.T) {
+	l := NewLink(t)
+	a, b, c := newStation(t, l), newStation(t, l), newStation(t, l)
+	a.put(t, b.mac, "one")
+	b.want(t, "one")
+	c.want(t, "")
+	b.put(t, broadcast, "all")
+	a.want(t, "all")
+	c.want(t, "all")
+	b.want(t, "")
+	a.put(t, a.mac, "self")
+	for _, s := range []station{a, b, c} {
+		s.want(t, "")
+	}
+	jumbo := string(bytes.Repeat([]byte("j"), 65536))
+	a.put(t, c.mac, jumbo)
+	c.want(t, jumbo)
+
+	l.Cut()
+	a.put(t, b.mac, "lost")
+	b.want(t, "")
+	l.Restore()
+	a.put(t, b.mac, "two")
+	b.want(t, "two")
+	for _, cut := range []*port{a.port, b.port} {
+		l.set(&cut.cut, true)
+		a.put(t, b.mac, "lost")
+		b.want(t, "")
+		l.set(&cut.cut, false)
+	}
+
+	b.unplug()
+	a.put(t, b.mac, "lost")
+	a.put(t, c.mac, "after") // frames of a port are forwarded in order
+	c.want(t, "after")
+	b.plugIn(t)
+	b.want(t, "")
+	a.put(t, b.mac, "three")
+	b.want(t, "three")
+}
+
+// TestSwitchStall holds a port that takes nothing to losing its frames, and only those.
+func TestSwitchStall(t *testing.T) {
+	l := NewLink(t)
+	a, b, c := newStation(t, l), newStation(t, l), newStation(t, l)
+	unix.SetsockoptTimeval(a.fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &unix.Timeval{Sec: 60})
+	const size, frames = 8192, 4 * portBuffer / 8192
+	body := string(bytes.Repeat([]byte("s"), size))
+	begin := time.Now()
+	for range frames {
+		a.put(t, b.mac, body)
+	}
+	a.put(t, c.mac, "past")
+	deadline := time.Now().Add(time.Minute)
+	for got := ""; got != "past" && time.Now().Before(deadline); {
+		buf := make([]byte, maxFrame)
+		if n, err := unix.Read(c.fd, buf); err == nil {
+			got = string(buf[ethernetHeader:n])
+		}
+	}
+	if took := time.Since(begin); took < stallLimit {
+		t.Errorf("frames were lost after %v", took)
+	}
+	kept := 0
+	for buf := make([]byte, maxFrame); ; kept++ {
+		if _, err := unix.Read(b.fd, buf); err != nil {
+			break
+		}
+	}
+	if kept == 0 || kept >= frames {
+		t.Errorf("%d of %d frames reached a port that took none", kept, frames)
+	}
+	a.put(t, b.mac, "again")
+	b.want(t, "again")
+}
+
+// TestTap compares a record with what was sent, octet by octet but for the time.
+func TestTap(t *testing.T) {
+	l := NewLink(t)
+	a, b, c := newStation(t, l), newStation(t, l), newStation(t, l)
+	all, one := l.Capture(t, "all"), l.capture(t, "one", c.port)
+	a.put(t, b.mac, "ab")
+	b.want(t, "ab")
+	a.put(t, c.mac, "ac")
+	c.want(t, "ac")
+	b.put(t, broadcast, "b-all")
+	a.want(t, "b-all")
+	c.want(t, "b-all")
+	l.Cut()
+	a.put(t, c.mac, "lost")
+	c.want(t, "")
+	header := []byte{0x4d, 0x3c, 0xb2, 0xa1, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x12, 0, 1, 0, 1, 0, 0, 0}
+	for capture, frames := range map[*Capture][][]byte{
+		all: {a.frame(b.mac, "ab"), a.frame(c.mac, "ac"), b.frame(broadcast, "b-all")},
+		one: {a.frame(c.mac, "ac"), b.frame(broadcast, "b-all")},
+	} {
+		if err := capture.Stop(); err != nil {
+			t.Fatal(err)
+		}
+		file, err := os.ReadFile(capture.File)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := bytes.Clone(header)
+		for _, f := range frames {
+			if at := len(want); len(file) >= at+8 {
+				when := time.Unix(int64(binary.LittleEndian.Uint32(file[at:])), int64(binary.LittleEndian.Uint32(file[at+4:])))
+				if age := time.Since(when); age < 0 || age > time.Minute {
+					t.Errorf("a frame's time is %v", when)
+				}
+				want = append(want, file[at:at+8]...)
+			}
+			want = binary.LittleEndian.AppendUint32(want, uint32(len(f)))
+			want = binary.LittleEndian.AppendUint32(want, uint32(len(f)))
+			want = append(want, f...)
+		}
+		if !bytes.Equal(file, want) {
+			t.Errorf("%s holds\n%x, want\n%x", capture.File, file, want)
+		}
+	}
+}
+
+// TestAddresses gives out those that nobody chose, and none twice.
+func TestAddresses(t *testing.T) {
+	l := NewLink(t)
+	for _, c := range []struct {
+		chosen, want string
+		bad          bool
+	}{
+		{want: "10.9.0.1/24"},
+		{chosen: "192.0.2.7/30", want: "192.0.2.7/30"},
+		{want: "10.9.0.3/24"},
+		{chosen: "10.9.0.3/16", bad: true},
+	} {
+		var chosen netip.Prefix
+		if c.chosen != "" {
+			chosen = netip.MustParsePrefix(c.chosen)
+		}
+		p, err := l.join(chosen)
+		if (err != nil) != c.bad {
+			t.Fatalf("%+v: %v", c, err)
+		}
+		if err == nil && p.addr.String() != c.want {
+			t.Errorf("%+v: address %v", c, p.addr)
+		}
+	}
+}
