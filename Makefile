@@ -4,10 +4,11 @@ GO          ?= go
 PREFIX      ?= /usr
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 # What the tests use of Debian: a real NFS server, an independent decoder, and the programs that work on a mount.
-DEBS        := nfs-ganesha nfs-ganesha-vfs rpcbind tshark fuse3 rsync git systemd procps iproute2 libibverbs-dev librdmacm-dev
+DEBS        := nfs-ganesha nfs-ganesha-vfs rpcbind tshark fuse3 rsync git systemd procps iproute2 libibverbs-dev librdmacm-dev gcc libc6-dev
 FUZZTIME    ?= 60s
 # The rdma-core provider is built in where its headers are; the libraries are opened at run time, so the program runs without them.
-RDMACORE    := $(if $(wildcard /usr/include/rdma/rdma_cma.h),-tags rdmacore)
+# It takes a C compiler, too.
+RDMACORE    := $(if $(and $(wildcard /usr/include/rdma/rdma_cma.h),$(shell command -v $${CC:-gcc})),-tags rdmacore)
 
 .PHONY: build demo test lab test-lab bench soak fuzz lint deps install clean
 
@@ -34,7 +35,7 @@ lab:
 
 # The tests against them. The log has what they measure, too.
 test-lab: deps lab
-	NFSRDMAD_LAB=1 $(GO) test -v -p 1 -count 1 -timeout 60m ./test/lab/...
+	NFSRDMAD_LAB=1 $(GO) test -v -p 1 -count 1 -timeout 120m ./test/lab/...
 
 # Every benchmark runs beside a raw TCP yardstick; compare within one run.
 bench:
@@ -55,11 +56,13 @@ lint: deps
 	$(GO) run $(STATICCHECK) ./...
 	$(GO) run $(STATICCHECK) -tags rdmacore ./pkg/verbs/rdmacore ./pkg/daemon ./cmd/nfsrdmad
 
+# A configuration that is there stays. mount(8) looks for its helper in /usr/sbin and /sbin alone.
 install: build
 	install -D -m 0755 bin/nfsrdmad $(DESTDIR)$(PREFIX)/sbin/nfsrdmad
 	ln -sf nfsrdmad $(DESTDIR)$(PREFIX)/sbin/mount.nfsrdma
-	install -D -m 0644 configs/nfsrdmad.toml $(DESTDIR)/etc/nfsrdmad.toml
+	test -e $(DESTDIR)/etc/nfsrdmad.toml || install -D -m 0644 configs/nfsrdmad.toml $(DESTDIR)/etc/nfsrdmad.toml
 	install -D -m 0644 deploy/systemd/nfsrdmad.service $(DESTDIR)/lib/systemd/system/nfsrdmad.service
+	sed -i 's|=/usr/sbin/nfsrdmad|=$(PREFIX)/sbin/nfsrdmad|' $(DESTDIR)/lib/systemd/system/nfsrdmad.service
 
 clean:
 	rm -rf bin

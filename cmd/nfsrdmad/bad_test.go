@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -84,13 +86,16 @@ func TestBadInput(t *testing.T) {
 		{"MOUNT denies the credential", spec, "", mountd(func(c sunrpc.CallHeader) []byte { return sunrpc.AppendDeniedReply(nil, c.XID, sunrpc.AuthTooWeak) }), 32, []string{"MNT /", "credential"}},
 		{"no such export", "127.0.0.1:/nowhere", "", good0, 32, []string{"/nowhere"}},
 
+		{"server name too long", strings.Repeat("x", 300) + ":/", free, good0, 1, []string{"longer than 255 octets"}},
 		{"mount point missing", spec, filepath.Join(w.dir, "missing"), good0, 32, []string{"missing", "does not exist", "mkdir"}},
 		{"mount point below a missing one", spec, filepath.Join(w.dir, "missing", "er"), good0, 32, []string{"missing/er", "does not exist"}},
 		{"mount point a file", spec, file, good0, 32, []string{file, "not a directory"}},
 		{"mount point below a file", spec, filepath.Join(file, "x"), good0, 32, []string{file, "not a directory"}},
-		{"mounted already", spec, good, good0, 32, []string{good, "already", "unmount it first"}},
+		{"mounted already", spec, good, good0, 32, []string{good, "nfsrdma mount is there already", "unmount it first", "umount(8)"}},
+		{"another is mounted already", spec, "/proc", good0, 32, []string{"/proc", "something is mounted there already", "unmount it first"}},
 		{"no colon", "127.0.0.1", free, good0, 1, []string{"127.0.0.1", "HOST:/EXPORT"}},
 		{"IPv6 without brackets", "::1:/", free, good0, 1, []string{"::1:/", "[ADDRESS]"}},
+		{"link-local without interface", "[fe80::1]:/", free, good0, 1, []string{"fe80::1", "needs its interface", "%eth0"}},
 		{"option unknown", spec, free, "frobnicate=1", 1, []string{`"frobnicate=1"`, "unknown"}},
 		{"option out of range", spec, free, "rsize=7", 1, []string{`"rsize=7"`, "4096 to 1048576"}},
 		{"options contradict", spec, free, "hard,soft", 1, []string{`"soft"`, `"hard"`}},
@@ -136,6 +141,14 @@ func TestRefused(t *testing.T) {
 		nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", "/proc").fails(t, 32, "/proc", "not this daemon's", "umount(8)")
 		nfsrdmad(t, "status", "--control-socket", w.socket, "/proc").fails(t, 32, "/proc", "not this daemon's")
 		nfsrdmad(t, "status", "--control-socket", w.socket, free).fails(t, 32, free, "nfsrdmad list")
+		gone := filepath.Join(free, "no", "where")
+		for _, verb := range []string{"status", "umount", "trace"} {
+			o := nfsrdmad(t, verb, "--control-socket", w.socket, gone)
+			o.fails(t, 32, gone, "does not exist")
+			if strings.Contains(o.stderr, "mkdir") {
+				t.Errorf("%s: %s", verb, o.stderr)
+			}
+		}
 		w.unharmed(t, good)
 	})
 	t.Run("umount while in use", func(t *testing.T) {
@@ -201,12 +214,79 @@ func TestUsageErrors(t *testing.T) {
 		{"unknown command", []string{"frobnicate"}, 1, []string{"frobnicate"}},
 		{"unknown flag", []string{"list", "--frobnicate"}, 1, []string{"frobnicate"}},
 		{"output", []string{"version", "--output", "xml"}, 1, []string{"xml", "text or json"}},
-		{"too few arguments", []string{"mount", "a:/b"}, 1, []string{"2"}},
-		{"force and lazy", []string{"umount", "--force", "--lazy", "/mnt"}, 1, []string{"force", "lazy"}},
+		{"mistyped command", []string{"mont"}, 1, []string{`"mont"`, "is mount or umount meant?", "nfsrdmad --help"}},
+		{"unknown flag says where help is", []string{"umount", "--frobnicate", "/mnt"}, 1, []string{"nfsrdmad umount --help"}},
+		{"too few arguments", []string{"mount", "a:/b"}, 1, []string{"1 argument given", "nfsrdmad mount HOST:/EXPORT DIR"}},
+		{"too many arguments", []string{"mount", "a:/b", "/mnt", "-o", "hard", "soft"}, 1, []string{"3 arguments given", "HOST:/EXPORT DIR"}},
+		{"argument for nothing", []string{"list", "/mnt"}, 1, []string{"1 argument given", "usage: nfsrdmad list"}},
+		{"no number", []string{"trace", "/mnt", "--last", "x"}, 1, []string{`"x"`, "--last", "must be a number; see nfsrdmad trace --help"}},
+		{"force and lazy", []string{"umount", "--force", "--lazy", "/mnt"}, 1, []string{"--force and --lazy", "contradict"}},
+		{"empty socket", []string{"list", "--control-socket", ""}, 1, []string{"no control socket is named", "--control-socket"}},
+		{"socket path too long", []string{"list", "--control-socket", "/tmp/" + strings.Repeat("x", 200)}, 2, []string{"/tmp/xxx", "invalid argument"}},
+		{"remount", []string{"mount", "a:/b", "/mnt", "-o", "remount,ro"}, 1, []string{`"remount"`, "unmount it, then mount it again"}},
+		{"lock", []string{"mount", "a:/b", "/mnt", "-o", "lock"}, 1, []string{`"lock"`, "local to this host"}},
+		{"background", []string{"mount", "a:/b", "/mnt", "-o", "bg"}, 1, []string{`"bg"`, "nofail"}},
+		{"quote in an option", []string{"mount", "a:/b", "/mnt", "-o", `rsize=8192,"x`}, 1, []string{"unknown"}},
+		{"demo of no files", []string{"demo", "--files", "0"}, 1, []string{"--files=0", "1 or more"}},
+		{"demo without time", []string{"demo", "--timeout", "1ns"}, 32, []string{"not done after 1ns", "--timeout"}},
+		{"another namespace", []string{"mount", "a:/b", "/mnt", "-N", "/proc/1/ns/mnt"}, 1, []string{"-N"}},
 		{"config missing", []string{"daemon", "--config", gone}, 1, []string{gone}},
 		{"serve nothing", []string{"serve"}, 1, []string{"directory or a backend"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) { nfsrdmad(t, tt.args...).fails(t, tt.code, tt.says...) })
+	}
+	t.Run("long option", func(t *testing.T) {
+		o := nfsrdmad(t, "mount", "a:/b", "/mnt", "-o", strings.Repeat("x", 9000))
+		o.fails(t, 1, "unknown", "9000 octets")
+		if len(o.stderr) > 500 {
+			t.Errorf("it is repeated in %d octets", len(o.stderr))
+		}
+	})
+	t.Run("helper and namespace", func(t *testing.T) {
+		finish(t, program(t, helperName, "a:/b", "/mnt", "-N", "/proc/1/ns/mnt")).fails(t, 1, "-N", "run a daemon in that one")
+	})
+}
+
+// What has the name of FUSE's device and is another: seen by mount and by doctor, before a server is asked.
+func TestAnotherDeviceAsFuse(t *testing.T) {
+	for _, args := range []string{"mount --foreground 127.0.0.1:/ /mnt", "doctor --output json"} {
+		inner := program(t, "nfsrdmad")
+		cmd := exec.Command("unshare", "-m", "sh", "-c", `mount --bind /dev/null /dev/fuse && exec "$0" `+args, inner.Path)
+		cmd.Env = inner.Env
+		if o := finish(t, cmd); o.code != daemon.ExitSystem || !strings.Contains(o.stderr, "/dev/fuse: it is not the device of FUSE") || strings.Count(o.stderr, "\n") != 1 {
+			t.Errorf("%s: exit code %d: %s", args, o.code, o.stderr)
+		}
+	}
+}
+
+// A failed mount in the foreground is told once.
+func TestForegroundFailsOnce(t *testing.T) {
+	nfsrdmad(t, "mount", "--foreground", "127.0.0.1:/", t.TempDir(), "-o", fmt.Sprintf("mountport=%d", closedPort(t).Port())).fails(t, 32, "refused", "mountport=")
+}
+
+// A daemon that can mount nothing says so at its start.
+func TestDaemonWithoutPrivilege(t *testing.T) {
+	inner := program(t, "nfsrdmad")
+	cmd := exec.Command("setpriv", "--bounding-set=-sys_admin", inner.Path, "daemon", "--control-socket", filepath.Join(t.TempDir(), "s"), "--metrics-listen", "")
+	cmd.Env = inner.Env
+	stderr, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	timer := time.AfterFunc(limit, func() { _ = cmd.Process.Kill() })
+	defer timer.Stop()
+	var log strings.Builder
+	for lines := bufio.NewScanner(stderr); lines.Scan(); {
+		fmt.Fprintln(&log, lines.Text())
+		if strings.Contains(lines.Text(), "every mount will fail") {
+			_ = cmd.Process.Signal(syscall.SIGTERM)
+		}
+	}
+	if err := cmd.Wait(); err != nil || !strings.Contains(log.String(), "CAP_SYS_ADMIN is missing") {
+		t.Errorf("%v: %s", err, &log)
 	}
 }
 
@@ -222,6 +302,8 @@ func TestBadConfiguration(t *testing.T) {
 		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", nil, 1, []string{"c.toml:3", `unknown key "log_colour"`, "remove it"}},
 		{"wrong type", "log_format = \"json\"\nconnect_timeout = 30\n", nil, 1, []string{"c.toml:2", "connect_timeout"}},
 		{"wrong type of a string", "log_level = 7\n", nil, 1, []string{"c.toml:1", "log_level"}},
+		{"capitals", "log_format = \"json\"\nConnect_Timeout = 30000000000\n", nil, 1, []string{"c.toml:2", `"Connect_Timeout"`, "write it connect_timeout"}},
+		{"table", "[daemon]\nlog_level = \"info\"\n", nil, 1, []string{"c.toml:1", `"daemon"`}},
 		{"no TOML", "log_level: info\n", nil, 1, []string{"c.toml:1"}},
 		{"out of range", "shutdown_timeout = \"2h\"\n", nil, 1, []string{"c.toml", "shutdown_timeout", "from 1s to 5m0s"}},
 		{"no duration", "shutdown_timeout = \"soon\"\n", nil, 1, []string{"c.toml", `"soon"`, "30s"}},
@@ -259,6 +341,31 @@ func TestSocketOfADeadDaemon(t *testing.T) {
 	w.startDaemon(t)
 	if fi, err := os.Lstat(w.socket); err != nil || fi.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", fi.Mode(), err)
+	}
+}
+
+// A daemon that follows a killed one says which mounts that left, and how to mount there again.
+func TestMountsOfADeadDaemon(t *testing.T) {
+	w := newWorld(t)
+	dir := w.mkdir(t, "mnt")
+	w.mount(t, dir).succeeds(t)
+	_ = w.daemon.Process.Kill()
+	_ = w.daemon.Wait()
+	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+	if _, err := os.ReadDir(dir); !errors.Is(err, syscall.ENOTCONN) {
+		t.Errorf("the mount of the killed daemon: %v", err)
+	}
+	w.log.Reset()
+	w.startDaemon(t)
+	w.mount(t, dir).fails(t, 32, dir, "nfsrdma mount", "umount(8)")
+	if err := exec.Command("umount", dir).Run(); err != nil {
+		t.Error(err)
+	}
+	w.mount(t, dir).succeeds(t)
+	w.unharmed(t, dir)
+	w.stop(t, w.daemon)
+	if log := w.log.String(); !strings.Contains(log, "a killed daemon left") || !strings.Contains(log, dir) {
+		t.Errorf("log: %s", log)
 	}
 }
 

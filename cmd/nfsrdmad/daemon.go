@@ -14,12 +14,13 @@ func daemonCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "daemon [--config FILE]",
 		Short: "Run the daemon",
-		Args:  cobra.NoArgs,
+		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := daemon.ConfigFrom(file, flags, func(f daemon.Field) bool { return cmd.Flags().Changed(f.Flag()) })
 			if err != nil {
 				return err
 			}
+			outliveReaders()
 			return daemon.Run(cmd.Context(), cfg, daemon.NewLogger(cfg, os.Stderr))
 		},
 	}

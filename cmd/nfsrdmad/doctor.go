@@ -14,7 +14,7 @@ func doctorCommand(c *common) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "doctor",
 		Short: "Say what this host has for mounting, and what is missing",
-		Args:  cobra.NoArgs,
+		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			findings := daemon.Examine(cmd.Context(), c.socket)
 			if err := c.print(cmd.OutOrStdout(), findings, func(w io.Writer) { printFindings(w, findings) }); err != nil {

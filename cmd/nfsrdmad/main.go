@@ -18,7 +18,7 @@ import (
 const helperName = "mount.nfsrdma"
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	ctx, stop := signal.NotifyContext(context.Background(), endingSignals()...)
 	defer stop()
 	cmd := rootCommand()
 	if filepath.Base(os.Args[0]) == helperName {
@@ -26,6 +26,19 @@ func main() {
 	}
 	os.Exit(run(ctx, cmd))
 }
+
+// endingSignals ask for an end in order. A terminal that is closed is one of them, unless nohup(1) said otherwise: mounts of a process that just dies
+// hang in the tree.
+func endingSignals() []os.Signal {
+	signals := []os.Signal{syscall.SIGINT, syscall.SIGTERM}
+	if !signal.Ignored(syscall.SIGHUP) {
+		signals = append(signals, syscall.SIGHUP)
+	}
+	return signals
+}
+
+// outliveReaders keeps a process that serves mounts alive when nobody reads what it says any more.
+func outliveReaders() { signal.Ignore(syscall.SIGPIPE) }
 
 func run(ctx context.Context, cmd *cobra.Command) int {
 	err := cmd.ExecuteContext(ctx)

@@ -19,10 +19,13 @@ type common struct {
 func rootCommand() *cobra.Command {
 	c := &common{}
 	root := &cobra.Command{
-		Use:           "nfsrdmad",
-		Short:         "Mount NFS exports over RDMA, in user space",
-		SilenceUsage:  true,
-		SilenceErrors: true,
+		Use:                        "nfsrdmad",
+		Short:                      "Mount NFS exports over RDMA, in user space",
+		Version:                    daemon.Version().Version,
+		DisableFlagsInUseLine:      true,
+		SuggestionsMinimumDistance: 2,
+		Args:                       onlyCommands,
+		RunE:                       func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if c.output != "text" && c.output != "json" {
 				return fmt.Errorf("flag --output=%s: must be text or json", c.output)
@@ -32,6 +35,8 @@ func rootCommand() *cobra.Command {
 	}
 	root.PersistentFlags().StringVar(&c.output, "output", "text", "text or json")
 	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c), traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
+	root.SetVersionTemplate("nfsrdmad {{.Version}}\n")
+	forPeople(root)
 	return root
 }
 

@@ -2,13 +2,17 @@ package main
 
 import (
 	"fmt"
+	"io"
+	"net/netip"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/demo"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
@@ -16,13 +20,17 @@ import (
 func serveCommand() *cobra.Command {
 	var cfg nfsserve.Config
 	var level, inject string
+	limits := serveLimits{connections: svcrdma.DefaultMaxConns, memory: svcrdma.DefaultMessageMemory >> 20}
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
-		Args:  cobra.MaximumNArgs(1),
+		Args:  takes(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
 			cfg.RDMA.RemoteInv = true
+			if err := limits.apply(&cfg.RDMA); err != nil {
+				return err
+			}
 			plan, err := daemon.ParseFaults(inject)
 			if err != nil {
 				return err
@@ -34,8 +42,9 @@ func serveCommand() *cobra.Command {
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
 			cfg.Provider = daemon.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
+			outliveReaders()
 			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
-				fmt.Fprintf(cmd.OutOrStdout(), "serving RDMA on %s, MOUNT and NFS on TCP %s\n", s.RDMAAddr, s.TCPAddr)
+				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {
 					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", daemon.FaultBanner, plan)
 				}
@@ -44,20 +53,77 @@ func serveCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&cfg.Backend, "backend", "", "HOST:PORT of an NFSv3 server on TCP")
 	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen, "ADDRESS:PORT of the RDMA side")
-	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen, "ADDRESS:PORT of MOUNT and NFS of a directory")
+	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen, "ADDRESS:PORT of MOUNT, NFS and port mapper of a directory; other hosts need one that they reach")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
+	cmd.Flags().IntVar(&limits.connections, "max-connections", limits.connections, "most RDMA connections at a time; one client address has at most half of them")
+	cmd.Flags().IntVar(&limits.memory, "message-memory", limits.memory, "`MiB` for the calls and replies of all connections together; calls wait for it")
 	cmd.Flags().StringVar(&inject, "inject", "", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
 }
 
+// serveLimits are what a server may take of its host.
+type serveLimits struct{ connections, memory int }
+
+// Bounds of serveLimits: a client needs one connection of the two, a call two messages of a little more than 1 MiB.
+const (
+	minConnections, maxConnections = 2, 65536
+	minMemory, maxMemory           = 4, 1 << 20 // MiB
+)
+
+func (l serveLimits) apply(cfg *svcrdma.Config) error {
+	if l.connections < minConnections || l.connections > maxConnections {
+		return fmt.Errorf("flag --max-connections=%d: must be from %d to %d", l.connections, minConnections, maxConnections)
+	}
+	if l.memory < minMemory || l.memory > maxMemory {
+		return fmt.Errorf("flag --message-memory=%d: must be from %d to %d (MiB)", l.memory, minMemory, maxMemory)
+	}
+	cfg.MaxConns, cfg.MessageMemory = l.connections, l.memory<<20
+	return nil
+}
+
+// printServing says where the server is, and how a directory is mounted from this host.
+func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
+	if cfg.Backend != "" {
+		fmt.Fprintf(w, "serving RDMA on %s, for the NFS server at TCP %s\n", s.RDMAAddr, s.TCPAddr)
+		return
+	}
+	fmt.Fprintf(w, "serving RDMA on %s, MOUNT and NFS on TCP %s\n", s.RDMAAddr, s.TCPAddr)
+	tcp, err := netip.ParseAddrPort(s.TCPAddr)
+	if err != nil {
+		return
+	}
+	root := daemon.Spec{Host: "localhost", Export: "/"}
+	if a := tcp.Addr(); !a.IsUnspecified() {
+		root.Host = a.String()
+	}
+	var options []string
+	if p := s.RDMAAddr.Port(); p != daemon.DefaultOptions().Port {
+		options = append(options, fmt.Sprintf("port=%d", p))
+	}
+	if tcp.Port() != portMapper {
+		options = append(options, fmt.Sprintf("mountport=%d", tcp.Port()))
+	}
+	line := fmt.Sprintf("to mount it: nfsrdmad mount %s DIR", root)
+	if len(options) > 0 {
+		line += " -o " + strings.Join(options, ",")
+	}
+	fmt.Fprintln(w, line)
+}
+
+// portMapper is where clients ask for MOUNT's port (RFC 1833 §3.2); a directory's TCP port answers as a port mapper, too.
+const portMapper = 111
+
 func demoCommand() *cobra.Command {
 	cfg := demo.Config{}
 	cmd := &cobra.Command{
 		Use:   "demo",
-		Short: "Mount an embedded server, copy a tree through it, compare every byte, and clean up",
-		Args:  cobra.NoArgs,
+		Short: "Copy a tree through a mount of an embedded server, and compare",
+		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cfg.MaxFiles < 1 {
+				return fmt.Errorf("flag --files=%d: must be 1 or more", cfg.MaxFiles)
+			}
 			cfg.Out = cmd.OutOrStdout()
 			return demo.Run(cmd.Context(), cfg)
 		},

@@ -11,10 +11,11 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // servingLine is what serve says first.
-var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), MOUNT and NFS on TCP (\S+)\n$`)
+var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), (?:MOUNT and NFS on|for the NFS server at) TCP (\S+)\n$`)
 
 // serve starts "nfsrdmad serve" and returns its two addresses, and a function that ends it with SIGTERM.
 func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {
@@ -110,12 +111,43 @@ func TestServeErrors(t *testing.T) {
 		{"backend dead", []string{"--backend", closedPort(t).String(), "--rdma-listen", free}, 2, []string{"NFS server 127", "refused", "is it running"}},
 		{"directory and backend", []string{dir, "--backend", taken}, 1, []string{"directory or a backend"}},
 		{"nothing", nil, 1, []string{"directory or a backend"}},
+		{"no connections", []string{dir, "--max-connections", "1"}, 1, []string{"--max-connections=1", "from 2 to 65536"}},
+		{"no memory", []string{dir, "--message-memory", "0"}, 1, []string{"--message-memory=0", "from 4 to"}},
 		{"log level", []string{dir, "--log-level", "loud"}, 1, []string{`loud`, "trace, debug"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			nfsrdmad(t, append([]string{"serve"}, tt.args...)...).fails(t, tt.code, tt.says...)
 		})
 	}
+}
+
+// A server of two connections has one for each client: the second mount of a client is refused, with words, and takes the place of the first when that is gone.
+func TestServeLimits(t *testing.T) {
+	w := newWorld(t)
+	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--max-connections", "2", "--message-memory", "4")
+	opts := "port=" + portOf(t, rdma) + ",mountport=" + portOf(t, tcp)
+	first, second := w.mkdir(t, "first"), w.mkdir(t, "second")
+	mount := func(dir string) outcome {
+		return nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", opts)
+	}
+	mount(first).succeeds(t)
+	w.unharmed(t, first)
+	big := strings.Repeat("as much memory as one call takes", 100_000)
+	if err := os.WriteFile(filepath.Join(first, "big"), []byte(big), 0o644); err != nil {
+		t.Error(err)
+	}
+	mount(second).fails(t, 32, rdma, "reject")
+	nfsrdmad(t, "umount", "--control-socket", w.socket, first).succeeds(t)
+	for deadline := time.Now().Add(limit); ; { // the server sees the end of the connection a moment later
+		o := mount(second)
+		if o.code == 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal(o.stderr)
+		}
+	}
+	w.unharmed(t, second)
 }
 
 // IPv6: served, mounted, listed, and in errors.

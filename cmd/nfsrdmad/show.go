@@ -14,7 +14,7 @@ func listCommand(c *common) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list",
 		Short: "List the daemon's mounts",
-		Args:  cobra.NoArgs,
+		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountInfo, error) { return d.List(cmd.Context()) }, printList)
 		},
@@ -33,7 +33,7 @@ func printList(w io.Writer, l []daemon.MountInfo) {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
 	fmt.Fprintln(t, "MOUNT POINT\tSOURCE\tSTATE\tPROVIDER\tSERVER")
 	for _, m := range l {
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", m.Dir, m.Spec, m.State, m.Provider, m.Server)
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", printable(m.Dir), printable(m.Spec), m.State, m.Provider, m.Server)
 	}
 	t.Flush()
 }
@@ -43,7 +43,7 @@ func versionCommand(c *common) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "version [--verbose]",
 		Short: "Print the version of this program",
-		Args:  cobra.NoArgs,
+		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := versions{VersionInfo: daemon.Version()}
 			if verbose {

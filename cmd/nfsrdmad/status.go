@@ -22,8 +22,8 @@ const columns = 80
 func statusCommand(c *common) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status [DIR]",
-		Short: "Show what is known about a mount, or about all: connection, waiting calls and for whom, memory regions",
-		Args:  cobra.MaximumNArgs(1),
+		Short: "Show a mount, or all: connection, waiting calls, memory regions",
+		Args:  takes(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			dir, err := daemon.OptionalDir(args)
 			if err != nil {
@@ -38,6 +38,9 @@ func statusCommand(c *common) *cobra.Command {
 }
 
 func printStatus(w io.Writer, l []daemon.MountStatus, now time.Time) {
+	if len(l) == 0 {
+		nothing(w)
+	}
 	for i := range l {
 		if i > 0 {
 			fmt.Fprintln(w)
@@ -50,7 +53,7 @@ func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
 	if m.FaultInjection != "" {
 		item(w, "", daemon.FaultBanner+m.FaultInjection, ",")
 	}
-	item(w, "", fmt.Sprintf("%s on %s: %s since %s", m.Spec, m.Dir, m.State, m.Since.Local().Format(time.DateTime)), " ")
+	item(w, "", fmt.Sprintf("%s on %s: %s since %s", printable(m.Spec), printable(m.Dir), m.State, m.Since.Local().Format(time.DateTime)), " ")
 	item(w, "options", m.Options, ",")
 	if m.Connection != "" {
 		item(w, "connection", fmt.Sprintf("%s to %s by %s, %s", m.Connection, m.Server, m.Provider, plural(m.Connects, "connect")), " ")

@@ -8,10 +8,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
-const traceLong = `Show what happens to a mount's calls and memory regions, event by event, as it happens.
+const traceLong = `Show what happens to a mount's calls and memory regions, event by event, as it
+happens.
 
-With --follow (the default) it goes on until Ctrl-C, or until the mount ends. Events of the past that are still kept come first with
---last N; --follow=false shows them and ends. The mount never waits for a reader: one that is too slow is told how many events it lost.`
+With --follow (the default) it goes on until Ctrl-C, or until the mount ends.
+Events of the past that are still kept come first with --last N;
+--follow=false shows them and ends. The mount never waits for a reader: one
+that is too slow is told how many events it lost.`
 
 func traceCommand(c *common) *cobra.Command {
 	var follow bool
@@ -20,7 +23,7 @@ func traceCommand(c *common) *cobra.Command {
 		Use:   "trace DIR [--follow=false] [--last N]",
 		Short: "Show a mount's trace events",
 		Long:  traceLong,
-		Args:  cobra.ExactArgs(1),
+		Args:  takes(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			dir, err := daemon.OptionalDir(args)
 			if err != nil {

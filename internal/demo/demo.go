@@ -67,14 +67,13 @@ func Run(ctx context.Context, cfg Config) error {
 	if err := daemon.CheckPrivilege(); err != nil {
 		return err
 	}
+	var err error
 	if cfg.Source == "" {
-		src, err := goSource(ctx)
-		if err != nil {
-			return err
-		}
-		cfg.Source = src
+		cfg.Source, err = goSource(ctx)
 	}
-	err := run(ctx, cfg)
+	if err == nil {
+		err = run(ctx, cfg)
+	}
 	var known *daemon.Error
 	switch {
 	case err == nil || errors.As(err, &known) && ctx.Err() == nil:

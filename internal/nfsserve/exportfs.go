@@ -278,14 +278,25 @@ type exportFile struct {
 // Name is the path within the export, by which go-nfs looks the file up again.
 func (f *exportFile) Name() string { return f.name }
 
-// Write writes at the file's offset.
+// Write writes at the file's offset. An error closes the file: go-nfs does not close what it could not write to, and the space of a file
+// that is removed later would stay taken.
 func (f *exportFile) Write(p []byte) (int, error) {
 	f.written = true
 	n, err := f.File.Write(p)
 	if err != nil {
 		f.fs.err = err
+		_ = f.File.Close()
 	}
 	return n, err
+}
+
+// Seek sets the offset of the next Write. An error closes the file, as in Write.
+func (f *exportFile) Seek(offset int64, whence int) (int64, error) {
+	at, err := f.File.Seek(offset, whence)
+	if err != nil {
+		_ = f.File.Close()
+	}
+	return at, err
 }
 
 // Close closes the file, after an fsync when the WRITE asked for stable storage (RFC 1813 §3.3.7).

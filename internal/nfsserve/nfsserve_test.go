@@ -142,6 +142,34 @@ func TestReadWriteCommit(t *testing.T) {
 	}
 }
 
+// TestDiskFull: a WRITE that finds no space says so, and leaves no file open: the space of what is removed then is there again.
+func TestDiskFull(t *testing.T) {
+	var disk string
+	s, _ := start(t, func(c *Config) {
+		disk = c.Dir
+		if err := syscall.Mount("none", disk, "tmpfs", 0, "size=64k"); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := syscall.Unmount(disk, syscall.MNT_DETACH); err != nil {
+				t.Error(err)
+			}
+		})
+	})
+	c := dial(t, s.TCPAddr)
+	var w nfs3.WriteResult
+	for _, name := range []string{"first", "second"} {
+		fh := c.create(name, 0o600)
+		c.ok(c.Write(c.ctx, c.cred, fh, 0, make([]byte, 60<<10), nfs3.Unstable, &w))
+		c.want(c.Write(c.ctx, c.cred, fh, 60<<10, make([]byte, 60<<10), nfs3.Unstable, &w), syscall.ENOSPC)
+		if err := c.Write(c.ctx, c.cred, fh, 1<<63, []byte("x"), nfs3.Unstable, &w); err == nil {
+			t.Error("an offset that no file has was taken")
+		}
+		var wcc nfs3.WccData
+		c.ok(c.Remove(c.ctx, c.cred, c.root, name, &wcc))
+	}
+}
+
 // TestHandles shows what clients rely on: handles that live through renames, of the object and of its parents, and as long as any link does.
 func TestHandles(t *testing.T) {
 	s, _ := start(t, nil)

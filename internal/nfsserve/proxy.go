@@ -14,6 +14,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -21,7 +22,8 @@ import (
 // Bounds of the way to the backend.
 const (
 	dialTimeout  = 10 * time.Second
-	connsPerPeer = 2 // TCP connections for each RDMA connection
+	connsPerPeer = 2        // TCP connections for each RDMA connection
+	maxSkip      = 64 << 20 // octets of a reply that is too long to be passed on; what has more ends the connection
 )
 
 // A BackendError says why a call did not get its answer from the NFS server behind the RDMA port.
@@ -89,7 +91,9 @@ func (p *proxy) ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply [
 	p.mu.Unlock()
 	b, err := p.conn(ctx, pool)
 	if err != nil {
-		p.log.Error("call not passed on", "peer", peer, "error", err)
+		if ctx.Err() == nil { // else the client has gone, which says nothing of the backend
+			p.log.Error("call not passed on", "peer", peer, "error", err)
+		}
 		return nil, err
 	}
 	reply, err = b.call(ctx, call, reply)
@@ -276,6 +280,14 @@ func (b *backendConn) read() {
 			stray, err = rpctcp.ReadRecord(r, stray, maxRecord)
 		} else {
 			p.reply, err = rpctcp.ReadRecord(r, p.reply, maxRecord)
+		}
+		var long *rpctcp.SizeError
+		if errors.As(err, &long) { // the backend would say the same again: the call ends, the connection goes on
+			if p != nil {
+				p.done <- fmt.Errorf("%w: %w", svcrdma.ErrReplySize, &BackendError{Addr: b.addr, Op: "read reply", Err: err})
+				p = nil
+			}
+			err = long.Skip(r, maxSkip)
 		}
 		if err != nil {
 			err = &BackendError{Addr: b.addr, Op: "read reply", Err: err}

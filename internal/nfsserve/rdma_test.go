@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -101,6 +102,24 @@ func TestBackendOverRDMA(t *testing.T) {
 	}
 	t.Cleanup(func() { front.Close() })
 	exercise(t, dialRDMA(t, front, dir.TCPAddr))
+}
+
+// A client that goes away while the backend is dialed is no trouble of the backend's: the log says nothing.
+func TestProxyClientGone(t *testing.T) {
+	b := newScripted(t)
+	var log bytes.Buffer
+	p := newProxy(b.Addr().String(), hclog.New(&hclog.LoggerOptions{Output: &log}))
+	peer := netip.MustParseAddrPort("127.0.0.1:700")
+	defer p.ConnClosed(peer)
+	gone, cancel := context.WithCancel(context.Background())
+	cancel()
+	call := sunrpc.AppendCall(nil, 1, nfs3.Program, 3, 1, sunrpc.AppendAuthNone(nil))
+	if _, err := p.ServeRPC(gone, peer, call, nil); err == nil {
+		t.Error("answered")
+	}
+	if log.Len() > 0 {
+		t.Errorf("log: %s", &log)
+	}
 }
 
 // scripted is a backend whose replies a test writes.
@@ -202,6 +221,28 @@ func TestProxy(t *testing.T) {
 		if o := <-done; o.err != nil || binary.BigEndian.Uint32(o.reply) != xid {
 			t.Errorf("call after it: %x %v", o.reply, o.err)
 		}
+	}
+
+	// A reply that is too long to be passed on: an error that the client does not try again, and the connection goes on.
+	done = send(ctx, 25)
+	long := <-b.calls
+	other := send(ctx, 26)
+	short := <-b.calls
+	third := send(ctx, 27) // on the connection of the first
+	behind := <-b.calls
+	long.answer(t, strings.Repeat("x", maxRecord))
+	behind.answer(t, "well")
+	short.answer(t, "well")
+	if o := <-done; !errors.Is(o.err, svcrdma.ErrReplySize) || o.reply != nil {
+		t.Errorf("long reply: %d octets, %v", len(o.reply), o.err)
+	}
+	for _, done := range []chan outcome{other, third} {
+		if o := <-done; o.err != nil || !bytes.HasSuffix(o.reply, []byte("well")) {
+			t.Errorf("beside a long reply: %x %v", o.reply, o.err)
+		}
+	}
+	if behind.conn != long.conn {
+		t.Error("the third call took another connection: nothing is shown")
 	}
 
 	// The backend dies with a call: an error, never data; the next call gets a new connection.

@@ -27,8 +27,48 @@ const growStep = 64 << 10
 // PutMark writes the mark of a record of one fragment of n octets to b[:MarkSize].
 func PutMark(b []byte, n int) { binary.BigEndian.PutUint32(b, lastFragment|uint32(n)) }
 
+// A SizeError is a record of more octets than the reader takes. It wraps [ErrRecord].
+type SizeError struct {
+	Octets int // of the record up to here, at least
+	Limit  int
+
+	rest int  // octets of the present fragment that were not read
+	last bool // it is the record's last
+}
+
+func (e *SizeError) Error() string {
+	return fmt.Sprintf("%v: %d octets or more, where at most %d are taken", ErrRecord, e.Octets, e.Limit)
+}
+
+// Unwrap returns [ErrRecord].
+func (e *SizeError) Unwrap() error { return ErrRecord }
+
+// Skip reads the rest of the record from r and forgets it, so that the next record can be read. It gives up with an error that wraps
+// [ErrRecord] where more than most octets, or fragments, are left.
+func (e *SizeError) Skip(r io.Reader, most int) error {
+	rest, last := e.rest, e.last
+	for fragments := 0; ; fragments++ {
+		if rest > most || fragments > most {
+			return fmt.Errorf("%w: too long to be skipped", ErrRecord)
+		}
+		if _, err := io.CopyN(io.Discard, r, int64(rest)); err != nil {
+			return noEOF(err)
+		}
+		most -= rest
+		if last {
+			return nil
+		}
+		var mark [MarkSize]byte
+		if _, err := io.ReadFull(r, mark[:]); err != nil {
+			return noEOF(err)
+		}
+		word := binary.BigEndian.Uint32(mark[:])
+		rest, last = int(word&maxFragment), word&lastFragment != 0
+	}
+}
+
 // ReadRecord reads one record into buf's room and returns it, without its marks; the slice is buf's or, where that was too
-// small, a new one. A record of more than limit octets is an error that wraps [ErrRecord], before any octet of the excess is read.
+// small, a new one. A record of more than limit octets is a [*SizeError], before any octet of the excess is read.
 // The end of the stream before the first octet is io.EOF, later io.ErrUnexpectedEOF.
 //
 // ReadRecord reads no octet behind the record. Without a buffered reader it takes two reads per fragment.
@@ -49,7 +89,7 @@ func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 		n, last := int(word&maxFragment), word&lastFragment != 0
 		switch {
 		case n > limit-len(buf):
-			return buf, fmt.Errorf("%w: %d octets or more, where at most %d are taken", ErrRecord, len(buf)+n, limit)
+			return buf, &SizeError{Octets: len(buf) + n, Limit: limit, rest: n, last: last}
 		case n == 0 && !last:
 			// Legal but pointless, and a peer could send them for ever without a record getting longer.
 			return buf, fmt.Errorf("%w: an empty fragment that is not the last", ErrRecord)

@@ -55,6 +55,40 @@ func TestReadRecord(t *testing.T) {
 	}
 }
 
+// A record that is too long can be left behind, so that the next one is read.
+func TestSkip(t *testing.T) {
+	const next = "\x80\x00\x00\x04next"
+	for _, x := range []struct {
+		name, in string
+		most     int
+		err      error
+	}{
+		{"one fragment", "\x80\x00\x00\x06hello!", 6, nil},
+		{"fragments", "\x00\x00\x00\x04hell\x00\x00\x00\x02o!\x00\x00\x00\x01!\x80\x00\x00\x00", 6, nil},
+		{"longer than that", "\x80\x00\x00\x07hello!!", 6, ErrRecord},
+		{"2 GiB claimed", "\xff\xff\xff\xffhello", 1 << 20, ErrRecord},
+		{"fragments for ever", "\x00\x00\x00\x06hello!" + strings.Repeat("\x00\x00\x00\x00", 50), 6, ErrRecord},
+		{"cut", "\x00\x00\x00\x06hello!\x80\x00", 6, io.ErrUnexpectedEOF},
+	} {
+		in := x.in
+		if x.err != io.ErrUnexpectedEOF {
+			in += next
+		}
+		r := strings.NewReader(in)
+		_, err := ReadRecord(r, nil, 5)
+		var long *SizeError
+		if !errors.As(err, &long) || !errors.Is(err, ErrRecord) {
+			t.Errorf("%s: %v is no SizeError", x.name, err)
+			continue
+		}
+		if err := long.Skip(r, x.most); !errors.Is(err, x.err) || err == nil && x.err != nil {
+			t.Errorf("%s: error is %v, want %v", x.name, err, x.err)
+		} else if got, _ := ReadRecord(r, nil, 5); err == nil && string(got) != "next" {
+			t.Errorf("%s: then %q", x.name, got)
+		}
+	}
+}
+
 // TestReadRecordMemory claims the limit and sends little: memory follows what is sent.
 func TestReadRecordMemory(t *testing.T) {
 	const limit = 1 << 30

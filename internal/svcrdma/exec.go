@@ -214,19 +214,27 @@ func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
 	case !checkReduction(&hdr, call, len(call)-len(args), x.plan.chunks): // RFC 8166 §6.1
 		reply = refusal(buf.mem[:0], hdr.XID, nil)
 	default:
-		if reply, err = x.execute(&hdr, call, buf.mem[:0]); err != nil {
+		reply, err = x.execute(&hdr, call, buf.mem[:0])
+		switch {
+		case errors.Is(err, ErrReplySize):
+			return x.tooLarge(r, &hdr, err)
+		case err != nil:
 			return fmt.Errorf("RPC program %d procedure %d: %w", hdr.Prog, hdr.Proc, err)
 		}
 	}
 	if len(reply) > len(buf.mem) {
-		// No reply is possible, nor would it be if the client sent the call again (RFC 8166 §4.5.3).
-		x.c.log.Warn("reply is larger than the limit", "peer", x.c.peer, "program", hdr.Prog, "procedure", hdr.Proc, "octets", len(reply), "limit", len(buf.mem))
-		return x.sendError(r, rpcrdma.ErrChunk)
+		return x.tooLarge(r, &hdr, fmt.Errorf("%w: %d octets, where at most %d are passed on", ErrReplySize, len(reply), len(buf.mem)))
 	}
 	if len(reply) > 0 && &reply[0] != &buf.mem[0] {
 		reply = buf.mem[:copy(buf.mem, reply)] // the device reads registered memory only
 	}
 	return x.reply(r, &hdr, buf, reply)
+}
+
+// tooLarge answers a call whose reply cannot be sent, nor could be if the client sent the call again (RFC 8166 §4.5.3).
+func (x *exec) tooLarge(r *recvBuf, hdr *sunrpc.CallHeader, err error) error {
+	x.c.log.Warn("call answered with an error", "peer", x.c.peer, "program", hdr.Prog, "procedure", hdr.Proc, "error", err)
+	return x.sendError(r, rpcrdma.ErrChunk)
 }
 
 // execute runs the call, or finds what it was answered before.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"net/netip"
 	"sync"
@@ -368,6 +369,19 @@ func TestReplyBeyondLimit(t *testing.T) {
 	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, MaxMessage: 64 << 10}), ownPrivate(false, 4096))
 	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
 	c.wantErrChunk(&rpcrdma.Header{XID: 1, HasReply: true, Reply: rpcrdma.Chunk{seg}}, rpcCall(1, testProg, 1, 1, sunrpc.AppendUint32(nil, 70000)))
+	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
+}
+
+// TestReplyNotHandedOver: the same of a handler that says so itself.
+func TestReplyNotHandedOver(t *testing.T) {
+	h := &testHandler{}
+	c := dialRaw(t, startServer(t, Config{Handler: HandlerFunc(func(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error) {
+		if binary.BigEndian.Uint32(call) == 1 {
+			return nil, fmt.Errorf("backend: %w", ErrReplySize)
+		}
+		return h.ServeRPC(ctx, peer, call, reply)
+	})}), ownPrivate(false, 4096))
+	c.wantErrChunk(&rpcrdma.Header{XID: 1}, rpcCall(1, testProg, 1, 1, sunrpc.AppendUint32(nil, 100)))
 	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
 }
 

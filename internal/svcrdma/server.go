@@ -20,11 +20,16 @@ import (
 type Handler interface {
 	// ServeRPC executes the unreduced call message of peer and appends the unreduced reply message to reply, which has length
 	// zero and room for Config.MaxMessage octets; using that room saves a copy. call is valid during
-	// the call only. An error drops the connection, so that the client sends the call again on a new one. ctx ends after
+	// the call only. A reply that is longer, and an error that wraps [ErrReplySize], is answered with ERR_CHUNK, so that the client gives the
+	// call up. Any other error drops the connection, so that the client sends the call again on a new one. ctx ends after
 	// Config.CallTimeout; ServeRPC must return soon after, because the connection is not released before. ctx of a call that
 	// is not idempotent outlives its connection, so that its outcome can be kept for the replay.
 	ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
 }
+
+// ErrReplySize is what a Handler says of a reply that it knows and cannot hand over, because it is longer than Config.MaxMessage: sending the
+// call again would not change it (RFC 8166 §4.5.3).
+var ErrReplySize = errors.New("the reply is longer than a message may be")
 
 // A ConnHandler is a Handler that wants to know when a connection has ended and none of its calls is running any more.
 type ConnHandler interface {
@@ -105,7 +110,13 @@ type Stats struct {
 	ReplyChunks, RemoteInvalidates, RDMAErrors atomic.Uint64
 }
 
-// Limits and defaults of Config.
+// Defaults of Config that matter to whoever runs a server.
+const (
+	DefaultMaxConns      = 128
+	DefaultMessageMemory = 512 << 20 // octets
+)
+
+// Limits and other defaults of Config.
 const (
 	defaultCredits    = 64
 	maxCredits        = 1024
@@ -114,9 +125,7 @@ const (
 	defaultMaxMessage = 1<<20 + 64<<10
 	defaultReadDepth  = 16
 	maxReadDepth      = 128
-	defaultMaxConns   = 128
 	defaultCached     = 4096
-	defaultMemory     = 512 << 20
 	defaultIdle       = 12 * time.Minute
 	defaultTransfer   = 5 * time.Minute
 	defaultCall       = 5 * time.Minute
@@ -134,9 +143,9 @@ func (c *Config) complete() error {
 	def(&c.InlineBytes, defaultInline)
 	def(&c.MaxMessage, defaultMaxMessage)
 	def(&c.ReadDepth, defaultReadDepth)
-	def(&c.MaxConns, defaultMaxConns)
+	def(&c.MaxConns, DefaultMaxConns)
 	def(&c.CachedReplies, defaultCached)
-	def(&c.MessageMemory, max(defaultMemory, 2*c.MaxMessage))
+	def(&c.MessageMemory, max(DefaultMessageMemory, 2*c.MaxMessage))
 	defTime := func(p *time.Duration, v time.Duration) {
 		if *p == 0 {
 			*p = v

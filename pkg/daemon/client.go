@@ -169,7 +169,13 @@ func (o *traceOutput) Write(b []byte) (int, error) {
 
 // unreachable explains why the daemon was not asked, or did not answer.
 func (c *Client) unreachable(ctx context.Context, err error) error {
+	var request *url.Error
+	if errors.As(err, &request) { // its own words are HTTP's
+		err = request.Err
+	}
 	switch {
+	case c.socket == "":
+		return &Error{Code: CodeUsage, Err: err, Text: "asking the daemon: no control socket is named; give its path with --control-socket"}
 	case errors.Is(ctx.Err(), context.Canceled):
 		return errorf(CodeCanceled, "asking the daemon at %s: interrupted", c.socket)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):

@@ -6,6 +6,7 @@ import (
 	"io"
 	"path/filepath"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/hashicorp/go-hclog"
 )
@@ -67,6 +68,9 @@ func MountCommand(ctx context.Context, c MountCommandConfig) error {
 	if c.CheckOnly {
 		_, err := CheckMountPoint(ctx, dir)
 		return err
+	}
+	if !c.Foreground && !utf8.ValidString(r.Spec+dir+r.Options) {
+		return errorf(CodeUsage, "mounting %q on %q: the daemon is told in UTF-8, which this is not; mount on a symbolic link to it, or use --foreground", brief(r.Spec), dir)
 	}
 	mounted := func(i MountInfo) {
 		if c.Verbose {
@@ -140,6 +144,7 @@ func knownOptions(list string) string {
 // foreground serves one mount without a control socket.
 func foreground(ctx context.Context, cfg Config, log hclog.Logger, r MountRequest, build builder, mounted func(MountInfo)) error {
 	t := newTable(log.Named("mount"), DefaultOptions(), cfg.ConnectTimeout.Std(), build)
+	t.quiet = true
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cfg.ShutdownTimeout.Std())
 		defer cancel()

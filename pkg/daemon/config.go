@@ -88,7 +88,7 @@ func LoadConfig(path string) (Config, error) {
 	return c, c.Check(path)
 }
 
-// checkTypes refuses values that are no strings: every key takes one, and a bare number would pass as nanoseconds. Text that is no TOML is left to the decoder.
+// checkTypes refuses values that are no strings, and keys in capitals: every key takes one, and a bare number would pass as nanoseconds. Text that is no TOML is left to the decoder.
 func (c *Config) checkTypes(path string, data []byte) error {
 	keys := make(map[string]string)
 	for _, f := range c.Fields() {
@@ -101,17 +101,25 @@ func (c *Config) checkTypes(path string, data []byte) error {
 		if e.Kind == unstable.Table || e.Kind == unstable.ArrayTable {
 			break // its keys are none of ours
 		}
-		if e.Kind != unstable.KeyValue || e.Value().Kind == unstable.String {
+		if e.Kind != unstable.KeyValue {
 			continue
 		}
 		it := e.Key()
 		it.Next()
 		key := it.Node()
-		if example, ours := keys[string(key.Data)]; ours {
+		if right := strings.ToLower(string(key.Data)); right != string(key.Data) && hasKey(keys, right) { // the decoder would take it
+			return errorf(CodeUsage, "configuration %s:%d: unknown key %q; write it %s", path, p.Shape(key.Raw).Start.Line, key.Data, right)
+		}
+		if example, ours := keys[string(key.Data)]; ours && e.Value().Kind != unstable.String {
 			return errorf(CodeUsage, "configuration %s:%d: %s must be a string, in quotes, such as %q", path, p.Shape(key.Raw).Start.Line, key.Data, example)
 		}
 	}
 	return nil
+}
+
+func hasKey(keys map[string]string, key string) bool {
+	_, ok := keys[key]
+	return ok
 }
 
 func configErrorText(path string, err error) string {

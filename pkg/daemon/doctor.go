@@ -45,7 +45,7 @@ func examineDevices() Finding {
 	var missing *rdmacore.UnavailableError
 	switch {
 	case errors.As(err, &missing):
-		f.Text = missing.Error()
+		f.Text = strings.TrimPrefix(missing.Error(), rdmacore.Name+": ")
 		return f
 	case err != nil:
 		f.Text = "listing RDMA devices: " + err.Error()

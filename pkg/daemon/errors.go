@@ -79,3 +79,14 @@ func ExitCode(err error) int {
 func oneLine(s string) string {
 	return strings.Join(strings.Fields(s), " ")
 }
+
+// maxQuoted bounds what an error repeats of its cause's text, in octets.
+const maxQuoted = 200
+
+// brief is s, or the beginning of it where it is too long to be repeated.
+func brief(s string) string {
+	if len(s) <= maxQuoted {
+		return s
+	}
+	return fmt.Sprintf("%s... (%d octets)", strings.ToValidUTF8(s[:maxQuoted], ""), len(s))
+}

@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"io/fs"
@@ -11,11 +12,17 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 )
 
 const (
-	fuseDevice    = "/dev/fuse"
+	fuseDevice = "/dev/fuse"
+	// Numbers of the device, from Linux' list of devices.
+	fuseMajor, fuseMinor = 10, 229
+
 	mountInfoFile = "/proc/self/mountinfo"
+	ourType       = "fuse." + fusefs.Subtype
 	// pathTimeout bounds looking at a mount point, which may lie within a file system that hangs.
 	pathTimeout = 5 * time.Second
 )
@@ -28,19 +35,31 @@ func CheckPrivilege() error {
 		return errorf(CodeSystem, "asking for this process's capabilities: %w", err)
 	}
 	if data[0].Effective&(1<<unix.CAP_SYS_ADMIN) == 0 {
-		return errorf(CodePermission, "no privilege to mount (CAP_SYS_ADMIN is missing): run as root")
+		return errorf(CodePermission, "no privilege to mount (CAP_SYS_ADMIN is missing): run as root, or give the container or unit this capability")
 	}
 	f, err := os.OpenFile(fuseDevice, os.O_RDWR, 0)
 	switch {
 	case err == nil:
-		f.Close()
-		return nil
+		defer f.Close()
+		return checkFuseDevice(f)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENODEV):
 		return errorf(CodeSystem, "%s: %w: load the module with \"modprobe fuse\", or give the container the device", fuseDevice, unwrapPath(err))
 	case errors.Is(err, fs.ErrPermission):
 		return errorf(CodePermission, "%s: %w: run as root, or give the container the device", fuseDevice, unwrapPath(err))
 	}
 	return errorf(CodeSystem, "opening %s: %w", fuseDevice, unwrapPath(err))
+}
+
+// checkFuseDevice tells the device from what else may have its name, such as the null device of a container that was not given it.
+func checkFuseDevice(f *os.File) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return errorf(CodeSystem, "looking at %s: %w", fuseDevice, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFCHR || unix.Major(st.Rdev) != fuseMajor || unix.Minor(st.Rdev) != fuseMinor {
+		return errorf(CodeSystem, "%s: it is not the device of FUSE (character device %d:%d): give the container the device, or make it with mknod(1)", fuseDevice, fuseMajor, fuseMinor)
+	}
+	return nil
 }
 
 func unwrapPath(err error) error {
@@ -55,14 +74,19 @@ func unwrapPath(err error) error {
 // mounted file system at dir itself, which might hang.
 func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	clean, err := ResolveMountPoint(ctx, dir)
-	if err != nil {
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return "", &Error{Code: CodeMount, Err: err, Text: err.Error() + "; create it with mkdir -p"}
+	case err != nil:
 		return "", err
 	}
-	mounted, err := isMountPoint(clean)
+	there, err := mountedAt(clean)
 	switch {
 	case err != nil:
 		return "", err
-	case mounted:
+	case there == ourType:
+		return "", errorf(CodeMount, "mount point %s: an nfsrdma mount is there already; unmount it first, with umount(8) if its daemon was killed", clean)
+	case there != "":
 		return "", errorf(CodeMount, "mount point %s: something is mounted there already; unmount it first", clean)
 	}
 	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(clean) })
@@ -78,7 +102,7 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 }
 
 // ResolveMountPoint returns dir as an absolute path, its parents free of symbolic links. The last element is followed only if it is a link,
-// and never looked at when it is a mount point.
+// and never looked at when it is a mount point. The error of a parent that does not exist wraps [fs.ErrNotExist].
 func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	if dir == "" || strings.ContainsRune(dir, 0) {
 		return "", errorf(CodeUsage, "mount point %q: not a path; name a directory", dir)
@@ -90,7 +114,7 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	parent, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(filepath.Dir(abs)) })
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return "", errorf(CodeMount, "mount point %s does not exist; create it with mkdir -p", abs)
+		return "", &Error{Code: CodeMount, Err: fs.ErrNotExist, Text: "mount point " + abs + " does not exist"}
 	case err != nil:
 		return "", errorf(CodeMount, "mount point %s: %w", abs, unwrapPath(err))
 	}
@@ -110,25 +134,53 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	return target, nil
 }
 
-// isMountPoint looks dir up in the mount table; it asks no file system.
+// isMountPoint tells whether anything is mounted at dir. It asks no file system.
 func isMountPoint(dir string) (bool, error) {
-	f, err := os.Open(mountInfoFile)
+	there, err := mountedAt(dir)
+	return there != "", err
+}
+
+// mountedAt looks dir up in the mount table, and returns the type of what is mounted there last, "" for nothing. It asks no file system.
+func mountedAt(dir string) (there string, err error) {
+	err = eachMount(func(at, kind string) {
+		if at == dir {
+			there = cmp.Or(kind, "unknown")
+		}
+	})
+	return there, err
+}
+
+// othersMounts are the mount points of nfsrdma mounts that there are; at the start of a daemon none is its own.
+func othersMounts() []string {
+	var dirs []string
+	_ = eachMount(func(at, kind string) { // only the log is to have it
+		if kind == ourType {
+			dirs = append(dirs, at)
+		}
+	})
+	return dirs
+}
+
+// eachMount reads the mount table.
+func eachMount(f func(dir, kind string)) error {
+	table, err := os.Open(mountInfoFile)
 	if err != nil {
-		return false, errorf(CodeSystem, "reading the mount table: %w", err)
+		return errorf(CodeSystem, "reading the mount table: %w", err)
 	}
-	defer f.Close()
-	sc := bufio.NewScanner(f)
+	defer table.Close()
+	sc := bufio.NewScanner(table)
 	sc.Buffer(nil, 1<<20)
-	for sc.Scan() {
-		fields := strings.Fields(sc.Text())
-		if len(fields) > 4 && unescapeMount(fields[4]) == dir { // proc(5): the fifth field is the mount point
-			return true, nil
+	for sc.Scan() { // proc_pid_mountinfo(5): the fifth field is the mount point, the type is the first behind a lone hyphen
+		mount, file, _ := strings.Cut(sc.Text(), " - ")
+		if fields := strings.Fields(mount); len(fields) > 4 {
+			kind, _, _ := strings.Cut(file, " ")
+			f(unescapeMount(fields[4]), kind)
 		}
 	}
 	if err := sc.Err(); err != nil {
-		return false, errorf(CodeSystem, "reading the mount table: %w", err)
+		return errorf(CodeSystem, "reading the mount table: %w", err)
 	}
-	return false, nil
+	return nil
 }
 
 // unescapeMount undoes the octal escapes that the kernel uses for blanks, tabs, newlines and backslashes in its mount table.

@@ -1,7 +1,9 @@
 package daemon
 
 import (
+	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -82,7 +84,7 @@ func (e *OptionError) Error() string {
 	if e.Value != "" {
 		opt += "=" + e.Value
 	}
-	return fmt.Sprintf("mount option %q: %s", opt, e.Want)
+	return fmt.Sprintf("mount option %q: %s", brief(opt), e.Want)
 }
 
 // An option is one row of the option table: either a word (set is called with "") or name=value with a value
@@ -201,7 +203,9 @@ var optionTable = slices.Concat([]option{
 	oneOf("local_lock", []string{"all"}, " (locks are always local: the lock manager protocol is not spoken)", ignore, "local_lock"),
 	wordSets("access", "ro", func(o *Options) { o.ReadOnly = true }),
 	wordSets("access", "rw", func(o *Options) { o.ReadOnly = false }),
-	word("", "intr", "nointr"), // accepted and without effect, as in nfs(5)
+	word("", "intr", "nointr"),          // accepted and without effect, as in nfs(5)
+	word("", "rdma", "cto", "rdirplus"), // as it is here anyhow: nfs(5)'s short form of proto=rdma, close-to-open, READDIRPLUS
+	oneOf("mountvers", []string{"3"}, " (the MOUNT protocol of NFS version 3)", ignore, "mountvers"),
 	oneOf("provider", []string{providerAuto, providerSoftiwarp, providerRdmacore}, "", func(o *Options, v string) { o.Provider = v }, "provider"),
 	{names: []string{"device"}, group: "device", want: "must name an RDMA device", set: func(o *Options, _, v string) bool { o.Device = v; return v != "" }},
 	number("slots", minSlots, maxSlots, "", func(o *Options, n int) { o.Slots = n }, "slots"),
@@ -232,6 +236,21 @@ var optionByName = func() map[string]*option {
 	return m
 }()
 
+// notSpoken are options that people know from elsewhere, with what to do instead.
+var notSpoken = map[string]string{
+	"bg":         "not spoken: nobody tries again in the background; use nofail, or x-systemd.automount in fstab(5)",
+	"fsc":        "not spoken: nothing is cached on a local disk",
+	"lock":       "not spoken: locks are local to this host (nolock)",
+	"nocto":      "not spoken: every open asks the server (cto)",
+	"nordirplus": "not spoken: directories are read with READDIRPLUS",
+	"remount":    "not spoken: the options of a mount stay as they are; unmount it, then mount it again",
+	"tcp":        "not spoken: this client is RDMA's alone; for TCP use mount -t nfs",
+	"udp":        "not spoken: this client is RDMA's alone",
+}
+
+// OptionNames returns the names of all mount options, sorted.
+func OptionNames() []string { return slices.Sorted(maps.Keys(optionByName)) }
+
 // ParseOptions reads one comma separated option list over base. A value given twice within the list must be the same
 // both times; what base says may be overridden. Errors are *OptionError and name the option.
 func ParseOptions(base Options, list string) (Options, error) {
@@ -246,7 +265,7 @@ func ParseOptions(base Options, list string) (Options, error) {
 		opt := optionByName[name]
 		switch {
 		case opt == nil:
-			return base, &OptionError{name, value, "unknown; see the options in nfsrdmad mount --help"}
+			return base, &OptionError{name, value, cmp.Or(notSpoken[name], "unknown; see the options in nfsrdmad mount --help")}
 		case opt.word && hasValue:
 			return base, &OptionError{name, value, "takes no value"}
 		case !opt.word && value == "":

@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"time"
@@ -43,7 +44,16 @@ func chooseProvider(ctx context.Context, o *Options, server netip.AddrPort, log 
 	if o.Device != "" {
 		return nil, "", fmt.Errorf("option \"device=%s\": %w", o.Device, err)
 	}
-	return soft(), "no RDMA device: " + err.Error(), nil
+	return soft(), "no RDMA device: " + shortly(err), nil
+}
+
+// shortly is why rdma-core is not used, without what to do about it: it may be meant so.
+func shortly(err error) string {
+	var missing *rdmacore.UnavailableError
+	if errors.As(err, &missing) {
+		return missing.Reason + " (see nfsrdmad doctor)"
+	}
+	return err.Error()
 }
 
 // routeDevice is the name of the device that the route to the server goes through.

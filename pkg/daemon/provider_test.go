@@ -25,7 +25,7 @@ func TestChooseProvider(t *testing.T) {
 		why  string
 	}{
 		{Options{Provider: "softiwarp"}, "softiwarp", "as asked for"},
-		{Options{Provider: "auto"}, "softiwarp", "no RDMA device: rdmacore: "},
+		{Options{Provider: "auto"}, "softiwarp", "no RDMA device: "},
 		{Options{Provider: "rdmacore"}, "", ""},
 		{Options{Provider: "auto", Device: "rxe0"}, "", `option "device=rxe0"`},
 	} {

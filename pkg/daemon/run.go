@@ -2,6 +2,8 @@ package daemon
 
 import (
 	"context"
+	"fmt"
+	"time"
 
 	sdnotify "github.com/coreos/go-systemd/v22/daemon"
 	"github.com/hashicorp/go-hclog"
@@ -22,6 +24,12 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	if err != nil {
 		return err
 	}
+	if err := CheckPrivilege(); err != nil {
+		log.Warn("every mount will fail", "reason", err)
+	}
+	if dirs := othersMounts(); len(dirs) > 0 {
+		log.Warn("other processes' nfsrdma mounts are there; umount(8) takes away what a killed daemon left", "dirs", dirs)
+	}
 	status := "serving " + string(cfg.ControlSocket)
 	if d.inject != "" {
 		status = FaultBanner + d.inject
@@ -32,9 +40,14 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 		err = nil
 	case err = <-d.failed:
 	}
-	notify(log, sdnotify.SdNotifyStopping+"\nSTATUS=unmounting")
+	notify(log, fmt.Sprintf("%s\nSTATUS=unmounting\nEXTEND_TIMEOUT_USEC=%d", sdnotify.SdNotifyStopping, stopTime(cfg).Microseconds()))
 	d.Close()
 	return err
+}
+
+// stopTime is the most that [Daemon.Close] takes.
+func stopTime(cfg Config) time.Duration {
+	return cfg.ShutdownTimeout.Std() + pathTimeout + releaseTimeout + settleTimeout + 2*httpGrace
 }
 
 func notify(log hclog.Logger, state string) {

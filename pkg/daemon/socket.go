@@ -38,7 +38,7 @@ func listenControl(path string) (*controlSocket, error) {
 		return nil, errorf(CodeUsage, "control socket %s: a socket's path has at most %d octets", path, maxSocketPath)
 	}
 	if err := os.MkdirAll(filepath.Dir(path), socketDirMode); err != nil {
-		return nil, errorf(CodeSystem, "control socket %s: %w", path, err)
+		return nil, socketError(path, err)
 	}
 	lock, err := lockFor(path)
 	if err != nil {
@@ -58,7 +58,7 @@ func lockFor(path string) (*os.File, error) {
 	for range lockTries {
 		f, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC|unix.O_NOFOLLOW, socketMode)
 		if err != nil {
-			return nil, errorf(CodeSystem, "control socket %s: its lock: %w", path, err)
+			return nil, socketError(path, err)
 		}
 		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 			pid, _ := io.ReadAll(io.LimitReader(f, 32))
@@ -80,6 +80,14 @@ func lockFor(path string) (*os.File, error) {
 		return f, nil
 	}
 	return nil, errorf(CodeSystem, "control socket %s: other daemons start and stop there; try again", path)
+}
+
+// socketError says what to do about a socket that cannot be made at path.
+func socketError(path string, err error) error {
+	if errors.Is(err, os.ErrPermission) {
+		return errorf(CodePermission, "control socket %s: %w; run as root, or choose another --control-socket", path, err)
+	}
+	return errorf(CodeSystem, "control socket %s: %w; choose another --control-socket", path, err)
 }
 
 // isNamed tells whether f is still the file of its name.
@@ -115,7 +123,7 @@ func bindFresh(path string) (net.Listener, error) {
 	_ = os.Remove(fresh)
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: fresh, Net: "unix"})
 	if err != nil {
-		return nil, errorf(CodeSystem, "control socket %s: %w", path, err)
+		return nil, socketError(path, err)
 	}
 	l.SetUnlinkOnClose(false)
 	if err := errors.Join(os.Chmod(fresh, socketMode), os.Rename(fresh, path)); err != nil {

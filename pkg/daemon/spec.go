@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 )
@@ -14,10 +15,13 @@ type Spec struct {
 // maxPathLen bounds what a user can give for an export: MNTPATHLEN of RFC 1813 §5.1.4.
 const maxPathLen = 1024
 
+// maxHostLen is that of a name in the DNS (RFC 1035 §2.3.4).
+const maxHostLen = 255
+
 // ParseSpec reads HOST:/EXPORT; an IPv6 address stands in brackets, as in nfs(5).
 func ParseSpec(s string) (Spec, error) {
 	bad := func(why string) (Spec, error) {
-		return Spec{}, errorf(CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6", s, why)
+		return Spec{}, errorf(CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6", brief(s), why)
 	}
 	var host, export string
 	if rest, ok := strings.CutPrefix(s, "["); ok {
@@ -25,8 +29,12 @@ func ParseSpec(s string) (Spec, error) {
 		if host, export, found = strings.Cut(rest, "]:"); !found {
 			return bad("no \"]:\" after the address")
 		}
-		if _, err := netip.ParseAddr(host); err != nil {
+		addr, err := netip.ParseAddr(host)
+		switch {
+		case err != nil:
 			return bad("no IPv6 address within the brackets")
+		case addr.Is6() && addr.IsLinkLocalUnicast() && addr.Zone() == "": // RFC 4007 §11
+			return bad("a link-local address needs its interface, as in [fe80::1%eth0]")
 		}
 	} else {
 		var found bool
@@ -37,6 +45,8 @@ func ParseSpec(s string) (Spec, error) {
 	switch {
 	case host == "":
 		return bad("no server")
+	case len(host) > maxHostLen:
+		return bad(fmt.Sprintf("the server name is longer than %d octets", maxHostLen))
 	case strings.ContainsAny(host, "/ \t\n"):
 		return bad("no valid server name")
 	case !strings.HasPrefix(export, "/"):

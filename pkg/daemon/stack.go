@@ -136,7 +136,7 @@ func (s *stack) connect(ctx context.Context, addr netip.AddrPort, log hclog.Logg
 		}
 		t, err := xprt.New(xprt.Config{
 			Provider: s.provider, Addr: addr, Slots: s.opts.Slots, InlineBytes: s.opts.InlineBytes, Timeout: s.opts.Timeout,
-			Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery], WritePad: s.opts.WritePad, Logger: log, Name: name,
+			Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery], WritePad: s.opts.WritePad, Logger: log.With("mount", name), Name: name,
 			TraceEvents: s.opts.TraceEvents, KeepAlive: orNever(s.opts.KeepAlive), IdleTimeout: orNever(s.opts.Idle),
 		})
 		if err != nil {

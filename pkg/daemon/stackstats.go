@@ -49,6 +49,9 @@ func (s *stack) Snapshot() metrics.Snapshot {
 		snap.Server = st.Server
 		addStats(&snap.Transport, &st)
 	}
+	if s.fs != nil {
+		snap.Files = files(&s.fs.Counters)
+	}
 	for p := range s.procs {
 		if d := s.procs[p].Data(); d.Count > 0 {
 			snap.Procs = append(snap.Procs, metrics.NamedHistogram{Name: nfs3.Proc(p).String(), HistogramData: d})
@@ -60,6 +63,23 @@ func (s *stack) Snapshot() metrics.Snapshot {
 		}
 	}
 	return snap
+}
+
+// files reads what a file system counted. Operations that were never asked for are left out.
+func files(c *fusefs.Counters) metrics.Files {
+	f := metrics.Files{
+		ReadBytes: c.ReadBytes.Load(), WrittenBytes: c.WrittenBytes.Load(), SentBytes: c.SentBytes.Load(), Commits: c.Commits.Load(),
+		Replays: c.Replays.Load(), ReplayedBytes: c.ReplayedBytes.Load(), WriteErrors: c.WriteErrors.Load(), BufferWaits: c.BufferWaits.Load(),
+		SillyRenames: c.SillyRenames.Load(), JukeboxRetries: c.JukeboxRetries.Load(), Interrupts: c.Interrupts.Load(), Stale: c.Stale.Load(),
+		CacheDrops: c.CacheDrops.Load(), ReadDirRestarts: c.ReadDirRestarts.Load(),
+		Ops: make(map[string]uint64), OpErrors: make(map[string]uint64),
+	}
+	for op := range c.Ops {
+		if n := c.Ops[op].Load(); n > 0 {
+			f.Ops[fusefs.Op(op).String()], f.OpErrors[fusefs.Op(op).String()] = n, c.Errors[op].Load()
+		}
+	}
+	return f
 }
 
 // Describe implements live.

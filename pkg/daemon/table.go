@@ -49,6 +49,7 @@ type Table struct {
 	build   builder
 	base    Options // under the options of each mount
 	timeout time.Duration
+	quiet   bool // who asks for a mount reports its failure on the log's own terminal
 
 	mu struct {
 		sync.Mutex
@@ -94,7 +95,9 @@ func (t *Table) Mount(ctx context.Context, r MountRequest) (MountInfo, error) {
 	l, err := t.build(ctx, p)
 	if err != nil {
 		err = t.classify(ctx, p, err)
-		t.log.Error("mount failed", "spec", p.spec.String(), "dir", p.dir, "error", err)
+		if !t.quiet {
+			t.log.Error("mount failed", "spec", p.spec.String(), "dir", p.dir, "error", err)
+		}
 		t.remove(e)
 		return MountInfo{}, err
 	}
@@ -144,7 +147,7 @@ func (t *Table) reserve(p plan, cancel context.CancelFunc) (*entry, error) {
 		return nil, t.stopping(p)
 	}
 	if other := t.mu.entries[p.dir]; other != nil {
-		return nil, errorf(CodeMount, "mount point %s: %s is %s there; unmount it first", p.dir, other.spec, other.state)
+		return nil, errorf(CodeMount, "mount point %s: taken by %s (%s); unmount it first", p.dir, other.spec, other.state)
 	}
 	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}), gone: make(chan struct{}), state: StateMounting}
 	t.mu.entries[p.dir] = e

@@ -128,7 +128,7 @@ func TestTwoMountsOfOneDirectory(t *testing.T) {
 	}
 	<-b.begun
 	for range n - 1 {
-		isError(t, <-results, CodeMount, "server:/export is mounting there")
+		isError(t, <-results, CodeMount, "taken by server:/export (mounting)")
 	}
 	b.result <- newStandIn()
 	if err := <-results; err != nil {

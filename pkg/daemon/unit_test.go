@@ -61,7 +61,8 @@ func TestUnitKeepsTheHostsMountNamespace(t *testing.T) {
 	if m := private.FindString(string(unit)); m != "" {
 		t.Errorf("the unit has %s", m)
 	}
-	for _, want := range []string{"Type=notify", "ExecStart=/usr/sbin/nfsrdmad daemon --config /etc/nfsrdmad.toml", "RuntimeDirectory=nfsrdmad", "Restart=on-failure"} {
+	for _, want := range []string{"Type=notify", "ExecStart=/usr/sbin/nfsrdmad daemon --config /etc/nfsrdmad.toml", "RuntimeDirectory=nfsrdmad", "Restart=on-failure",
+		"DeviceAllow=/dev/fuse rw", "DeviceAllow=/dev/infiniband/rdma_cm rw", "DeviceAllow=char-infiniband_verbs rw", "LimitMEMLOCK=infinity"} {
 		if !strings.Contains(string(unit), "\n"+want+"\n") {
 			t.Errorf("the unit has no %s", want)
 		}

@@ -25,15 +25,15 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 	return fs.addFile(h)
 }
 
-// claim counts the inode as open, so that a removal from now on hides the file. disclaim takes that back, and removes the file if it was
-// hidden and nobody has it open any more.
-func (fs *FS) claim(r *request, ino *inode) error {
+// claim counts the inode as open, so that a removal from now on hides the file. removed tells that it may have been removed just now. disclaim takes that back,
+// and removes the file if it was hidden and nobody has it open any more.
+func (fs *FS) claim(r *request, ino *inode) (removed bool, err error) {
 	fs.inodes.openFile(ino)
-	err := fs.awaitRemovals(r, ino)
+	removed, err = fs.awaitRemovals(r, ino)
 	if err != nil {
 		fs.disclaim(ino)
 	}
-	return err
+	return removed, err
 }
 
 func (fs *FS) disclaim(ino *inode) {
@@ -68,14 +68,20 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 	if ino == nil {
 		return syscall.ESTALE
 	}
-	if err := fs.claim(r, ino); err != nil { // before the server is asked
+	removed, err := fs.claim(r, ino) // before the server is asked
+	fs.reopens.over(r.pid)
+	if err != nil {
 		return err
 	}
-	err := fs.openClaimed(r, ino, in.Flags, out)
+	if removed {
+		err = syscall.ESTALE // the kernel looks the name up anew
+	} else {
+		err = fs.openClaimed(r, ino, in.Flags, out)
+	}
 	if err != nil {
 		fs.disclaim(ino)
 	}
-	if hasStatus(err, nfs3.ErrStale) {
+	if removed || hasStatus(err, nfs3.ErrStale) {
 		fs.reopens.expect(r.pid)
 	}
 	return err

@@ -85,12 +85,13 @@ type FS struct {
 	files      map[uint64]*fileHandle
 	dirs       map[uint64]*dirHandle
 
-	reopens    reopens
-	noPlus     atomic.Bool // the server does not have READDIRPLUS
-	writeSlots chan struct{}
-	work       sync.WaitGroup // goroutines that write back
-	dirtyMu    sync.Mutex
-	dirty      map[*inode]struct{} // files that hold buffers
+	reopens     reopens
+	noPlus      atomic.Bool // the server does not have READDIRPLUS
+	maxFileSize uint64      // octets, as the server says; set before the FS is used
+	writeSlots  chan struct{}
+	work        sync.WaitGroup // goroutines that write back
+	dirtyMu     sync.Mutex
+	dirty       map[*inode]struct{} // files that hold buffers
 
 	abortOnce sync.Once
 	aborted   chan struct{}
@@ -120,6 +121,9 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	var info nfs3.FSInfoResult
 	if err := client.FSInfo(ctx, cred, root, &info); err != nil {
 		return nil, fmt.Errorf("fusefs: ask the server for its limits: %w", err)
+	}
+	if fs.maxFileSize = info.MaxFileSize; fs.maxFileSize == 0 || fs.maxFileSize > math.MaxInt64 {
+		fs.maxFileSize = math.MaxInt64 // no limit that makes sense, so the kernel's own
 	}
 	fs.opts.RSize = serverLimit(fs.opts.RSize, info.ReadMax)
 	fs.opts.WSize = serverLimit(fs.opts.WSize, info.WriteMax)

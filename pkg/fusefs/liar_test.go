@@ -368,7 +368,7 @@ func TestForceUnmountHung(t *testing.T) {
 		"stat":     func() error { _, err := os.Stat(m.path("other")); return err },
 		"open":     func() error { _, err := os.Open(m.path("file")); return err },
 		"create":   func() error { _, err := os.Create(m.path("new")); return err },
-		"fsync":    func() error { _, _ = f.WriteAt(noise(7, 3<<20), 0); return f.Sync() },
+		"fsync":    func() error { _, _ = f.WriteAt(noise(7, 3<<20), 1<<20); return f.Sync() }, // behind what is read above
 		"readdir":  func() error { _, err := os.ReadDir(m.dir); return err },
 		"truncate": func() error { return os.Truncate(m.path("file"), 0) },
 	}

@@ -22,17 +22,26 @@ func (fs *FS) lookup(r *request, dirID uint64, name string, out *fuse.EntryOut) 
 		return syscall.ESTALE
 	}
 	ino, err := fs.lookupOnce(r, dir, name, out)
-	if err != nil || ino == nil || out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR || !fs.reopens.take(r.pid) {
+	if err != nil || ino == nil {
+		fs.reopens.over(r.pid)
 		return err
 	}
+	if out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR {
+		return nil
+	}
+	reopen := fs.reopens.lookup(r.pid)
+	if reopen == nil {
+		return nil
+	}
 	for range heldTries {
-		if err := fs.hold(r, ino); err != nil {
+		if err := fs.hold(r, ino, reopen); err != nil {
 			fs.inodes.forget(ino.id, 1)
 			return err
 		}
 		held := ino // but it may have been removed before that
 		if ino, err = fs.lookupOnce(r, dir, name, out); err != nil || ino == nil {
 			fs.inodes.forget(held.id, 1)
+			fs.reopens.over(r.pid)
 			return err
 		}
 		fs.inodes.forget(held.id, 1)
@@ -43,21 +52,30 @@ func (fs *FS) lookup(r *request, dirID uint64, name string, out *fuse.EntryOut) 
 	return nil
 }
 
-// lookupOnce finds a name; the node is nil when the kernel is told that there is none.
+// lookupOnce finds a name; the node is nil when the kernel is told that there is none. When the object is gone before its attributes were
+// asked for, the name stands for another one, or for none.
 func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
-	var res nfs3.LookupResult
-	start, err := fs.lookupRPC(r, dir, name, &res)
-	if hasStatus(err, nfs3.ErrNoEnt) && fs.opts.LookupCache == LookupCacheAll && !fs.opts.NoAC {
-		// Node 0 with a time is a name that the kernel may take as missing for that long.
-		*out = fuse.EntryOut{}
-		out.SetEntryTimeout(fs.timeout(dir))
-		return nil, nil
+	for try := 0; ; try++ {
+		var res nfs3.LookupResult
+		start, err := fs.lookupRPC(r, dir, name, &res)
+		if hasStatus(err, nfs3.ErrNoEnt) && fs.opts.LookupCache == LookupCacheAll && !fs.opts.NoAC {
+			// Node 0 with a time is a name that the kernel may take as missing for that long.
+			*out = fuse.EntryOut{}
+			out.SetEntryTimeout(fs.timeout(dir))
+			return nil, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		ino, err := fs.entry(r, dir, res.FH, &res.Attr, start, out)
+		if errno(err) != syscall.ESTALE || try >= staleTries {
+			return ino, err
+		}
 	}
-	if err != nil {
-		return nil, err
-	}
-	return fs.entry(r, dir, res.FH, &res.Attr, start, out)
 }
+
+// staleTries bounds how often in a row a server may name an object and not know it.
+const staleTries = 16
 
 // lookupRPC makes the LOOKUP call, sent at start, and absorbs what it says of the directory.
 func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupResult) (start uint64, err error) {

@@ -2,6 +2,7 @@ package fusefs
 
 import (
 	"context"
+	"slices"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -61,6 +62,9 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	set := sattrOf(in)
 	cred := r.cred
 	if set.HasSize {
+		if set.Size > fs.maxFileSize {
+			return syscall.EFBIG
+		}
 		if h := fs.fileOf(in); h != nil {
 			cred = h.cred // ftruncate(2): what counts is what the file was opened with
 		}
@@ -68,9 +72,9 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	if set == (nfs3.SetAttr{}) {
 		return fs.getattr(r, in.NodeId, out)
 	}
-	// A WRITE that arrived later would undo the new times, and a replay would undo a truncation.
+	// A WRITE that arrived later would undo the new times, and a replay would undo a truncation. A COMMIT that came later might be refused to the old owner.
 	settle := fs.push
-	if set.HasSize {
+	if set.HasSize || set.HasUID || set.HasGID || set.HasMode {
 		settle = fs.sync
 	}
 	if err := settle(r, ino); err != nil {
@@ -226,11 +230,15 @@ func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
 	if ino == nil {
 		return nil, syscall.ESTALE
 	}
-	buf := make([]byte, nfs3.MaxPath)
+	buf := fs.getBuffer(r) // the server may write to it, as to that of a READ: not every device reaches other memory
+	if buf == nil {
+		return nil, syscall.EINTR
+	}
+	defer fs.buffers.Put(buf)
 	for try := 0; ; try++ {
 		var res nfs3.ReadLinkResult
 		start := fs.tick()
-		err := fs.client.ReadLink(r, r.cred, ino.fh, buf, &res)
+		err := fs.client.ReadLink(r, r.cred, ino.fh, buf[:nfs3.MaxPath], &res)
 		if fs.again(r, err, try) {
 			continue
 		}
@@ -243,7 +251,7 @@ func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
 		if res.Attr.Present {
 			fs.absorb(ino, &res.Attr.Attr, start)
 		}
-		return buf[:res.N], nil
+		return slices.Clone(buf[:res.N]), nil
 	}
 }
 

@@ -5,12 +5,14 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
 // An open and a removal of the same file on this mount come in one order or the other, although the server would let them overlap:
 //
 //	open first:     the removal sees that the file is open, and hides it (remove.go)
-//	removal first:  the open waits for the removal's reply, and then finds the file gone
+//	removal first:  the open waits for the removal's reply, and then begins anew with the name, as a server may still answer for the file
 //
 // Which it is, is decided under inodeTable.mu, where the opens and the removals are counted; no lock is held during the calls. While no file is open, removals
 // spare themselves the LOOKUP that tells what they remove.
@@ -31,7 +33,7 @@ func (t *inodeTable) closeFile(ino *inode) int {
 	return t.close(ino)
 }
 
-// A blindRemoval is one under way without a look at what is removed, begun while no file was open.
+// A blindRemoval is one under way without a look at what is removed, begun while no file was open, or while the kernel did not know what is removed.
 type blindRemoval struct {
 	dir  *inode
 	name string
@@ -41,13 +43,14 @@ type blindRemoval struct {
 // and is no affair of those who open others.
 const blindPatience = 20 * time.Millisecond
 
-// awaitRemovals returns when no removal of ino is under way that did not see it open. No such removal begins once openFile was called.
-func (fs *FS) awaitRemovals(r *request, ino *inode) error {
+// awaitRemovals returns when no removal of ino is under way that did not see it open. No such removal begins once openFile was called. waited is true when
+// there was one, or may have been.
+func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
 	t := &fs.inodes
 	t.mu.Lock()
 	if ino.removals == 0 && len(t.blind) == 0 { // as nearly always
 		t.mu.Unlock()
-		return nil
+		return false, nil
 	}
 	t.mu.Unlock()
 	patience := time.NewTimer(blindPatience)
@@ -68,17 +71,18 @@ func (fs *FS) awaitRemovals(r *request, ino *inode) error {
 		removed := t.removed
 		t.mu.Unlock()
 		if !mine && len(unknown) == 0 {
-			return nil
+			return waited, nil
 		}
 		select {
 		case <-removed:
+			waited = true
 		case <-patience.C:
 			for _, b := range unknown {
 				target, err := fs.targetOf(r, b.dir, b.name)
 				others[b] = err == nil && target != ino
 			}
 		case <-r.Done():
-			return syscall.EINTR
+			return waited, syscall.EINTR
 		}
 	}
 }
@@ -93,6 +97,18 @@ func (t *inodeTable) beginBlind(dir *inode, name string) *blindRemoval {
 	b := &blindRemoval{dir, name}
 	t.blind = append(t.blind, b)
 	return b
+}
+
+// findOrBlind is the inode of a handle, or, when there is none, a blind removal of the name that stands for it.
+func (t *inodeTable) findOrBlind(fh nfs3.FH, dir *inode, name string) (*inode, *blindRemoval) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if ino := t.byFH[fh]; ino != nil {
+		return ino, nil
+	}
+	b := &blindRemoval{dir, name}
+	t.blind = append(t.blind, b)
+	return nil, b
 }
 
 func (t *inodeTable) endBlind(b *blindRemoval) {
@@ -187,51 +203,89 @@ func (fs *FS) awaitHidden(r *request, dir *inode) bool {
 }
 
 // When an open finds its file gone, or the symbolic link on the way to it, the kernel looks the name up anew and opens what it finds, once. If that
-// were gone again, the caller would see ESTALE, so that what such a lookup finds counts as open for a moment.
+// were gone again, the caller would see ESTALE, so that what such lookups find counts as open until the open comes. The kernel may look up more than once: when
+// the name stands for another file than it knew, it asks again.
 
 const (
-	// reopenTime is for how long a lookup may follow an open that failed, and an open such a lookup.
-	reopenTime = time.Second
+	// reopenTime is for how long lookups may follow an open that failed, and an open such a lookup.
+	reopenTime = 3 * time.Second
+	// reopenLookups bounds the lookups of files and symbolic links on the way of one open.
+	reopenLookups = 16
 	// maxReopens bounds the threads that are remembered.
 	maxReopens = 256
 	// heldTries bounds how often a name may stand for another file by the time that the file counts as open.
 	heldTries = 16
 )
 
+// A reopen is the second try of an open.
+type reopen struct {
+	until   time.Time
+	lookups int           // so far
+	over    chan struct{} // closed when the open was tried, or will not be
+}
+
 // reopens remembers the threads whose open found its file gone.
 type reopens struct {
-	mu    sync.Mutex
-	until map[uint32]time.Time
+	mu sync.Mutex
+	of map[uint32]*reopen
 }
 
 // expect notes that the thread is about to look up and open again.
 func (o *reopens) expect(pid uint32) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.until == nil || len(o.until) >= maxReopens {
-		o.until = make(map[uint32]time.Time)
+	if o.of == nil {
+		o.of = make(map[uint32]*reopen)
 	}
-	o.until[pid] = time.Now().Add(reopenTime)
+	if len(o.of) >= maxReopens {
+		for pid := range o.of {
+			o.end(pid)
+		}
+	}
+	o.end(pid)
+	o.of[pid] = &reopen{until: time.Now().Add(reopenTime), over: make(chan struct{})}
 }
 
-// take tells whether the thread's next open would be its last try, once.
-func (o *reopens) take(pid uint32) bool {
+// lookup tells whether the thread's next open would be its last try: then it is not nil.
+func (o *reopens) lookup(pid uint32) *reopen {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	until, ok := o.until[pid]
-	delete(o.until, pid)
-	return ok && time.Now().Before(until)
+	e := o.of[pid]
+	if e == nil {
+		return nil
+	}
+	if e.lookups++; e.lookups > reopenLookups || !time.Now().Before(e.until) {
+		o.end(pid)
+		return nil
+	}
+	return e
 }
 
-// hold counts a file as open for a moment, and waits for the removals that did not see that.
-func (fs *FS) hold(r *request, ino *inode) error {
-	if err := fs.claim(r, ino); err != nil {
+// over says that the thread has made its open, or has nothing to open.
+func (o *reopens) over(pid uint32) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.end(pid)
+}
+
+// end is called with mu held.
+func (o *reopens) end(pid uint32) {
+	if e := o.of[pid]; e != nil {
+		close(e.over)
+		delete(o.of, pid)
+	}
+}
+
+// hold counts a file as open until the open is tried, and waits for the removals that did not see that.
+func (fs *FS) hold(r *request, ino *inode, e *reopen) error {
+	if _, err := fs.claim(r, ino); err != nil {
 		return err
 	}
 	fs.work.Go(func() {
-		t := time.NewTimer(reopenTime)
+		t := time.NewTimer(time.Until(e.until))
 		defer t.Stop()
 		select {
+		case <-e.over:
 		case <-t.C:
 		case <-fs.aborted:
 		}

@@ -115,6 +115,29 @@ func TestOpenBesideSlowRemove(t *testing.T) {
 				}
 				time.Sleep(20 * time.Millisecond)
 			}
+			// This server lets a removed file be opened for as long as it remembers the file.
+			var mu sync.Mutex
+			remembered := make(map[string][]byte)
+			s.on(func(_ context.Context, m *sunrpc.Message, pass func() error) error {
+				mu.Lock()
+				defer mu.Unlock()
+				if old := remembered[string(m.Args)]; old != nil {
+					m.Result = append(m.Result[:0], old...)
+					return nil
+				}
+				err := pass()
+				remembered[string(m.Args)] = append([]byte(nil), m.Result...)
+				return err
+			}, nfs3.ProcAccess)
+			if got, err := os.ReadFile(m.path("victim")); string(got) != "victim" {
+				t.Fatalf("%q, %v", got, err)
+			}
+			for range 100 {
+				if m.fs.inodes.openFiles() == 0 {
+					break
+				}
+				time.Sleep(20 * time.Millisecond)
+			}
 			slow, proceed := make(chan struct{}), make(chan struct{})
 			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
 				close(slow)

@@ -55,9 +55,12 @@ func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 		defer fs.inodes.endBlind(b)
 		return fs.removeRPC(r, r.cred, dir, name)
 	}
-	target, err := fs.targetOf(r, dir, name)
+	target, b, err := fs.targetFor(r, dir, name)
 	if err != nil {
 		return err
+	}
+	if b != nil {
+		defer fs.inodes.endBlind(b)
 	}
 	if target != nil {
 		if fs.inodes.beginRemoval(target) {
@@ -84,6 +87,19 @@ func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
 		return nil, err
 	}
 	return fs.inodes.find(res.FH), nil
+}
+
+// targetFor is targetOf for a removal that begins now: where the inode is unknown it is a blind one, so that nobody opens the file beside it.
+func (fs *FS) targetFor(r *request, dir *inode, name string) (*inode, *blindRemoval, error) {
+	var res nfs3.LookupResult
+	if _, err := fs.lookupRPC(r, dir, name, &res); err != nil {
+		if hasStatus(err, nfs3.ErrNoEnt) {
+			return nil, nil, nil
+		}
+		return nil, nil, err
+	}
+	target, b := fs.inodes.findOrBlind(res.FH, dir, name)
+	return target, b, nil
 }
 
 // lastName tells whether an open file would be gone with one name.
@@ -210,9 +226,12 @@ func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, new
 		defer fs.inodes.endBlind(b)
 		return fs.renameRPC(r, from, oldName, to, newName)
 	}
-	target, err := fs.targetOf(r, to, newName)
+	target, b, err := fs.targetFor(r, to, newName)
 	if err != nil {
 		return err
+	}
+	if b != nil {
+		defer fs.inodes.endBlind(b)
 	}
 	if target == nil {
 		return fs.renameRPC(r, from, oldName, to, newName)

@@ -120,6 +120,10 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 			return 0, err
 		}
 	}
+	if len(data) > 0 && off >= fs.maxFileSize {
+		return 0, syscall.EFBIG // now: at close(2) nobody could tell which write it was
+	}
+	data = data[:min(uint64(len(data)), fs.maxFileSize-min(off, fs.maxFileSize))]
 	n, err := fs.buffer(r, h, off, data)
 	if n == 0 && err != nil {
 		return 0, err
@@ -320,11 +324,14 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 }
 
 // arrived counts an extent as known to the server. What the last reply says of the file holds when no other extent is on its
-// way. Called with writeback.mu held.
+// way, and no other reply came while it was: the server may have worked on the calls in another order than it answered them. Called with writeback.mu held.
 func (fs *FS) arrived(ino *inode, wcc *nfs3.WccData, start uint64, err error) {
 	ino.mu.Lock()
 	ino.pending--
 	alone := ino.pending == 0
+	if !alone {
+		ino.attrClock = fs.clock.Add(1) // absorb refuses what was asked for before
+	}
 	ino.mu.Unlock()
 	switch {
 	case err != nil:

@@ -36,9 +36,6 @@ func (l *List) Use(p *Pool) {
 	p.mu.Unlock()
 }
 
-// Bound reports whether the list draws from p.
-func (l *List) Bound(p *Pool) bool { return l.pool == p }
-
 // reset forgets all MRs.
 func (l *List) reset() {
 	if l.pool != nil {

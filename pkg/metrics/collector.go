@@ -1,6 +1,11 @@
 package metrics
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"strconv"
+	"unicode/utf8"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
 
 const namespace = "nfsrdmad"
 
@@ -11,30 +16,30 @@ func desc(name, help string, more ...string) *prometheus.Desc {
 	return prometheus.NewDesc(prometheus.BuildFQName(namespace, "", name), help, labels, nil)
 }
 
-// A series is one metric of a mount that is a single number.
-type series struct {
+// A series is one metric of a mount that is a single number of a T.
+type series[T any] struct {
 	desc  *prometheus.Desc
 	kind  prometheus.ValueType
-	value func(*Transport) float64
+	value func(*T) float64
 }
 
-func counter(name, help string, value func(*Transport) uint64) series {
-	return series{desc(name, help), prometheus.CounterValue, func(t *Transport) float64 { return float64(value(t)) }}
+func counter[T any](name, help string, value func(*T) uint64) series[T] {
+	return series[T]{desc(name, help), prometheus.CounterValue, func(t *T) float64 { return float64(value(t)) }}
 }
 
-func gauge(name, help string, value func(*Transport) float64) series {
-	return series{desc(name, help), prometheus.GaugeValue, value}
+func gauge[T any](name, help string, value func(*T) float64) series[T] {
+	return series[T]{desc(name, help), prometheus.GaugeValue, value}
 }
 
-var transportSeries = []series{
+var transportSeries = []series[Transport]{
 	counter("connects_total", "RDMA connections made.", func(t *Transport) uint64 { return t.Connects }),
 	{desc("connect_seconds_total", "Time spent connecting."), prometheus.CounterValue, func(t *Transport) float64 { return t.ConnectTime.Seconds() }},
 	counter("connect_failures_total", "Attempts to connect that failed.", func(t *Transport) uint64 { return t.ConnectFailures }),
 	counter("rpc_sends_total", "RPC calls sent.", func(t *Transport) uint64 { return t.Sends }),
-	counter("rpc_receives_total", "RPC replies received.", func(t *Transport) uint64 { return t.Receives }),
+	counter("rpc_receives_total", "Messages received of servers, those that were discarded included.", func(t *Transport) uint64 { return t.Receives }),
 	counter("bad_xids_total", "Replies whose XID belongs to no call.", func(t *Transport) uint64 { return t.BadXIDs }),
-	counter("inflight_sum_total", "Sum over calls of the calls in flight when each was sent.", func(t *Transport) uint64 { return t.InflightSum }),
-	counter("backlog_sum_total", "Sum over calls of the calls that waited for a slot when each was sent.", func(t *Transport) uint64 { return t.BacklogSum }),
+	counter("inflight_sum_total", "Sum over calls of the calls in flight when each asked for a credit.", func(t *Transport) uint64 { return t.InflightSum }),
+	counter("backlog_sum_total", "Sum over calls of the calls that waited for a credit, or for the connection, when each asked for one.", func(t *Transport) uint64 { return t.BacklogSum }),
 	counter("read_chunk_total", "Read segments encoded, position-zero chunks included.", func(t *Transport) uint64 { return t.ReadChunks }),
 	counter("write_chunk_total", "Write segments encoded.", func(t *Transport) uint64 { return t.WriteChunks }),
 	counter("reply_chunk_total", "Reply chunk segments encoded.", func(t *Transport) uint64 { return t.ReplyChunks }),
@@ -44,17 +49,17 @@ var transportSeries = []series{
 	counter("fixup_copy_bytes_total", "Octets copied out of receive buffers.", func(t *Transport) uint64 { return t.FixupCopyBytes }),
 	counter("hardway_register_total", "Buffers made anew because they were too small.", func(t *Transport) uint64 { return t.HardwayRegister }),
 	counter("failed_marshal_total", "Calls that could not be marshaled.", func(t *Transport) uint64 { return t.FailedMarshal }),
-	counter("bad_reply_total", "Replies whose transport header was wrong, and RDMA_ERROR.", func(t *Transport) uint64 { return t.BadReply }),
+	counter("bad_reply_total", "Replies that could not be used: a malformed transport header, chunks that were not offered, RDMA_ERROR.", func(t *Transport) uint64 { return t.BadReply }),
 	counter("nomsg_call_total", "Calls sent as RDMA_NOMSG.", func(t *Transport) uint64 { return t.NomsgCall }),
-	counter("mrs_recovered_total", "Memory regions made usable again after a flush.", func(t *Transport) uint64 { return t.MRsRecovered }),
-	counter("mrs_recycled_total", "Memory regions destroyed and replaced.", func(t *Transport) uint64 { return t.MRsRecycled }),
-	counter("mrs_orphaned_total", "Memory regions that could not be recovered.", func(t *Transport) uint64 { return t.MRsOrphaned }),
+	counter("mrs_recovered_total", "Memory regions made anew in their place after a connection was lost.", func(t *Transport) uint64 { return t.MRsRecovered }),
+	counter("mrs_recycled_total", "Memory regions destroyed because their invalidation failed; others are made on demand.", func(t *Transport) uint64 { return t.MRsRecycled }),
+	counter("mrs_orphaned_total", "Memory regions that could not be destroyed, or not made anew.", func(t *Transport) uint64 { return t.MRsOrphaned }),
 	counter("mrs_allocated_total", "Memory regions ever allocated.", func(t *Transport) uint64 { return t.MRsAllocated }),
 	counter("local_inv_needed_total", "Memory regions that had to be invalidated locally.", func(t *Transport) uint64 { return t.LocalInvNeeded }),
 	counter("empty_sendctx_total", "Sends that waited for a send context.", func(t *Transport) uint64 { return t.EmptySendctx }),
 	counter("reply_waits_for_send_total", "Replies that waited for the completion of their Send.", func(t *Transport) uint64 { return t.ReplyWaitsForSend }),
 	counter("mrs_hurt_total", "Memory regions that a flush, an error or a lost connection left in doubt: those recovered, recycled and orphaned.", func(t *Transport) uint64 { return t.MRsHurt }),
-	counter("map_errors_total", "Registrations that found no memory region.", func(t *Transport) uint64 { return t.MapErrors }),
+	counter("map_errors_total", "Registrations that the device refused, or had no memory region for.", func(t *Transport) uint64 { return t.MapErrors }),
 	counter("remote_invalidations_total", "Memory regions that servers invalidated by Send With Invalidate.", func(t *Transport) uint64 { return t.RemoteInvalidations }),
 	counter("rpc_timeouts_total", "Calls that waited too long, so that their connection was dropped.", func(t *Transport) uint64 { return t.Timeouts }),
 	counter("rpc_resends_total", "Calls sent again on another connection.", func(t *Transport) uint64 { return t.Resends }),
@@ -84,11 +89,30 @@ var transportSeries = []series{
 	}),
 }
 
+var fileSeries = []series[Files]{
+	counter("read_bytes_total", "Octets of files given to the kernel.", func(f *Files) uint64 { return f.ReadBytes }),
+	counter("written_bytes_total", "Octets of files taken from the kernel.", func(f *Files) uint64 { return f.WrittenBytes }),
+	counter("write_sent_bytes_total", "Octets of files that servers took by WRITE, those sent again included.", func(f *Files) uint64 { return f.SentBytes }),
+	counter("commits_total", "COMMIT calls.", func(f *Files) uint64 { return f.Commits }),
+	counter("write_replays_total", "Times that a server had lost data before its COMMIT, told by another write verifier, and data was sent again.", func(f *Files) uint64 { return f.Replays }),
+	counter("write_replayed_bytes_total", "Octets of files sent again because a server had lost them.", func(f *Files) uint64 { return f.ReplayedBytes }),
+	counter("write_errors_total", "Pieces of data that were given up after an error; fsync or close told whoever wrote them.", func(f *Files) uint64 { return f.WriteErrors }),
+	counter("buffer_waits_total", "Times that a request found no free buffer.", func(f *Files) uint64 { return f.BufferWaits }),
+	counter("silly_renames_total", "Open files that were renamed instead of removed.", func(f *Files) uint64 { return f.SillyRenames }),
+	counter("jukebox_retries_total", "Calls made again because the server asked for patience (NFS3ERR_JUKEBOX).", func(f *Files) uint64 { return f.JukeboxRetries }),
+	counter("fuse_interrupts_total", "Requests given up for a deadly signal, or because the kernel ended the mount.", func(f *Files) uint64 { return f.Interrupts }),
+	counter("stale_handles_total", "Files and directories forgotten because the server no longer knew their handles (NFS3ERR_STALE).", func(f *Files) uint64 { return f.Stale }),
+	counter("cache_drops_total", "Opens that found the file changed by somebody else.", func(f *Files) uint64 { return f.CacheDrops }),
+	counter("readdir_restarts_total", "Directories read again from the start because the server refused a cookie (NFS3ERR_BAD_COOKIE).", func(f *Files) uint64 { return f.ReadDirRestarts }),
+}
+
 var (
 	mrsDesc  = desc("mrs", "Memory regions by state.", "state")
 	connDesc = desc("connections", "Connections by state.", "state")
 	failDesc = desc("faults_injected_total", "Faults injected on purpose.", "fault")
 	procDesc = desc("rpc_duration_seconds", "Time from call to reply of an RPC, reconnects included.", "procedure")
+	reqDesc  = desc("fuse_ops_total", "FUSE requests, those that the kernel does not wait for included.", "operation")
+	errDesc  = desc("fuse_op_errors_total", "FUSE requests answered with an error, names that do not exist included.", "operation")
 	opDesc   = desc("fuse_op_duration_seconds", "Time that a FUSE operation took.", "operation")
 )
 
@@ -107,23 +131,41 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, s := range transportSeries {
 		ch <- s.desc
 	}
+	for _, s := range fileSeries {
+		ch <- s.desc
+	}
 	ch <- mrsDesc
 	ch <- connDesc
 	ch <- failDesc
 	ch <- procDesc
 	ch <- opDesc
+	ch <- reqDesc
+	ch <- errDesc
 }
 
 // Collect implements prometheus.Collector.
 func (c *Collector) Collect(ch chan<- prometheus.Metric) {
 	for _, snap := range c.snapshots() {
+		snap.Mount = labelValue(snap.Mount)
 		snap.collect(ch)
 	}
+}
+
+// labelValue escapes what is no UTF-8, as names of directories may be: one such label would be the end of the whole scrape.
+func labelValue(s string) string {
+	if utf8.ValidString(s) {
+		return s
+	}
+	quoted := strconv.Quote(s)
+	return quoted[1 : len(quoted)-1]
 }
 
 func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	for _, one := range transportSeries {
 		ch <- prometheus.MustNewConstMetric(one.desc, one.kind, one.value(&s.Transport), s.Mount, s.Server, s.Provider)
+	}
+	for _, one := range fileSeries {
+		ch <- prometheus.MustNewConstMetric(one.desc, one.kind, one.value(&s.Files), s.Mount, s.Server, s.Provider)
 	}
 	labeled := func(d *prometheus.Desc, kind prometheus.ValueType, values map[string]uint64) {
 		for label, n := range values {
@@ -133,6 +175,8 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	labeled(mrsDesc, prometheus.GaugeValue, s.Transport.MRs)
 	labeled(connDesc, prometheus.GaugeValue, s.Transport.Connections)
 	labeled(failDesc, prometheus.CounterValue, s.Faults)
+	labeled(reqDesc, prometheus.CounterValue, s.Files.Ops)
+	labeled(errDesc, prometheus.CounterValue, s.Files.OpErrors)
 	s.histograms(ch, procDesc, s.Procs)
 	s.histograms(ch, opDesc, s.Ops)
 }

@@ -1,10 +1,13 @@
 package metrics
 
 import (
+	"os"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
@@ -37,6 +40,7 @@ func snapshots() []Snapshot {
 	h.Observe(time.Hour)
 	return []Snapshot{
 		{Mount: "/mnt/a", Server: "192.0.2.1:20049", Provider: "softiwarp", Transport: distinct(),
+			Files: Files{ReadBytes: 30, Ops: map[string]uint64{"read": 31, "forget": 32}, OpErrors: map[string]uint64{"read": 33}},
 			Procs: []NamedHistogram{{"READ", h.Data()}}, Ops: []NamedHistogram{{"READ", h.Data()}}},
 		{Mount: "/mnt/b", Server: "192.0.2.1:20049", Provider: "softiwarp"},
 	}
@@ -62,7 +66,7 @@ func TestContractNames(t *testing.T) {
 			t.Errorf("nfsrdmad_%s: %d series, want one for each of the 2 mounts", name, n)
 		}
 	}
-	for _, name := range []string{"rpc_duration_seconds", "fuse_op_duration_seconds"} {
+	for _, name := range []string{"rpc_duration_seconds", "fuse_op_duration_seconds", "fuse_op_errors_total"} {
 		if n := testutil.CollectAndCount(c, "nfsrdmad_"+name); n != 1 {
 			t.Errorf("nfsrdmad_%s: %d series, want 1", name, n)
 		}
@@ -81,6 +85,55 @@ nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state=
 nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state="valid"} 4
 `
 	if err := testutil.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want), "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs"); err != nil {
+		t.Error(err)
+	}
+}
+
+// The documentation names no metric that there is not, and what the package says of one it says where /metrics does.
+func TestDocumentedNames(t *testing.T) {
+	all := make(map[string]bool)
+	ch := make(chan *prometheus.Desc, 200)
+	NewCollector(snapshots).Describe(ch)
+	FaultInjection(true).Describe(ch)
+	close(ch)
+	for d := range ch {
+		all[regexp.MustCompile(`fqName: "([^"]*)"`).FindStringSubmatch(d.String())[1]] = true
+	}
+	if len(all) < 60 {
+		t.Fatalf("%d names", len(all))
+	}
+	suffix := regexp.MustCompile(`_(bucket|sum|count)$`)
+	n := 0
+	for _, page := range []string{"README.md", "docs/operator.md", "docs/semantics.md", "docs/features.md"} {
+		text, err := os.ReadFile("../../" + page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range regexp.MustCompile(`\bnfsrdmad_[a-z0-9_]+`).FindAllString(string(text), -1) {
+			n++
+			if !all[name] && !all[suffix.ReplaceAllString(name, "")] {
+				t.Errorf("%s: there is no %s", page, name)
+			}
+		}
+	}
+	if n < 10 {
+		t.Errorf("%d names in the documentation", n)
+	}
+}
+
+// A mount point whose name is no UTF-8 costs nobody the scrape.
+func TestMountPointIsNotUTF8(t *testing.T) {
+	c := NewCollector(func() []Snapshot {
+		return []Snapshot{{Mount: "/mnt/a"}, {Mount: "/mnt/\xff"}, {Mount: "/mnt/\xfe"}}
+	})
+	const want = `
+# HELP nfsrdmad_credits Calls that the server grants in parallel.
+# TYPE nfsrdmad_credits gauge
+nfsrdmad_credits{mount="/mnt/\\xfe",provider="",server=""} 0
+nfsrdmad_credits{mount="/mnt/\\xff",provider="",server=""} 0
+nfsrdmad_credits{mount="/mnt/a",provider="",server=""} 0
+`
+	if err := testutil.CollectAndCompare(c, strings.NewReader(want), "nfsrdmad_credits"); err != nil {
 		t.Error(err)
 	}
 }

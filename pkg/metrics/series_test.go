@@ -24,24 +24,29 @@ func setNumber(f reflect.Value) bool {
 	return true
 }
 
-// Each number of a Transport is shown by exactly one series, and each series shows one.
+// Each number of what a mount counts is shown by exactly one series, and each series shows one.
 func TestEveryNumberHasItsSeries(t *testing.T) {
+	everyNumber(t, transportSeries)
+	everyNumber(t, fileSeries)
+}
+
+func everyNumber[T any](t *testing.T, all []series[T]) {
 	shown := make(map[int]string)
-	kind := reflect.TypeFor[Transport]()
+	kind := reflect.TypeFor[T]()
 	for i := range kind.NumField() {
-		var tr Transport
-		if !setNumber(reflect.ValueOf(&tr).Elem().Field(i)) {
+		var counted T
+		if !setNumber(reflect.ValueOf(&counted).Elem().Field(i)) {
 			continue
 		}
 		name := kind.Field(i).Name
 		n := 0
-		for s := range transportSeries {
-			if transportSeries[s].value(&tr) == 0 {
+		for s := range all {
+			if all[s].value(&counted) == 0 {
 				continue
 			}
 			n++
 			if other, twice := shown[s]; twice {
-				t.Errorf("%s is shown for %s and for %s", transportSeries[s].desc, other, name)
+				t.Errorf("%s is shown for %s and for %s", all[s].desc, other, name)
 			}
 			shown[s] = name
 		}
@@ -49,8 +54,8 @@ func TestEveryNumberHasItsSeries(t *testing.T) {
 			t.Errorf("%s is shown by %d series", name, n)
 		}
 	}
-	if len(shown) != len(transportSeries) {
-		t.Errorf("%d of %d series show a field", len(shown), len(transportSeries))
+	if len(shown) != len(all) {
+		t.Errorf("%d of %d series show a field of %v", len(shown), len(all), kind)
 	}
 }
 

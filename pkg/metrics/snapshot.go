@@ -7,6 +7,7 @@ type Snapshot struct {
 	// Mount is the mount point, Server the RDMA address HOST:PORT, Provider the verbs provider's name.
 	Mount, Server, Provider string
 	Transport               Transport
+	Files                   Files
 	// Procs are the RPC times by NFS procedure, Ops the FUSE times by operation. Names without samples may be left out.
 	Procs, Ops []NamedHistogram
 	// Faults are the faults injected, by name; none where no fault injection is on.
@@ -29,10 +30,10 @@ type Transport struct {
 	// Idle is the time since the last call; 0 while not connected.
 	Idle time.Duration
 
-	Sends, Receives uint64 // RPC calls sent, replies received
+	Sends, Receives uint64 // RPC calls sent, messages received
 	BadXIDs         uint64
-	InflightSum     uint64 // sum over calls of the slots in use when each was sent
-	BacklogSum      uint64 // sum over calls of those waiting for a slot
+	InflightSum     uint64 // sum over calls of those in flight when each asked for a credit
+	BacklogSum      uint64 // sum over calls of those that waited for a credit then
 
 	ReadChunks, WriteChunks, ReplyChunks uint64 // segments encoded, as the kernel counts them
 	TotalRDMARequest                     uint64 // octets offered in write and reply chunks
@@ -66,4 +67,24 @@ type Transport struct {
 	Connections map[string]uint64
 	// MRs counts memory regions by state (docs/features.md S1, S12).
 	MRs map[string]uint64
+}
+
+// Files holds what a mount's file system counted since it was mounted.
+type Files struct {
+	ReadBytes, WrittenBytes uint64 // octets given to the kernel, and taken from it
+	SentBytes               uint64 // octets that servers took by WRITE
+	Commits                 uint64
+	// Replays are the times that a write verifier changed, ReplayedBytes the octets that were sent again.
+	Replays, ReplayedBytes uint64
+	WriteErrors            uint64
+	BufferWaits            uint64
+	SillyRenames           uint64
+	JukeboxRetries         uint64
+	Interrupts             uint64
+	Stale                  uint64
+	CacheDrops             uint64
+	ReadDirRestarts        uint64
+
+	// Ops counts requests by operation, OpErrors those of them that were answered with an error.
+	Ops, OpErrors map[string]uint64
 }

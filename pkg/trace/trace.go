@@ -41,8 +41,7 @@ const (
 	WCLocalInvWake      // the last LOCAL_INV of an interrupted RPC completed: its caller may leave
 	WCLocalInvDone      // the last LOCAL_INV of an answered RPC completed
 	WCSend              // Send completed
-	WCReceive           // Receive completed, A octets
-	Reply               // reply taken: N credits granted
+	Reply               // reply of A octets taken: N credits granted
 	BadReply            // message of the server discarded
 	Done                // RPC ended, A nanoseconds after it began
 	Resend              // RPC goes again, with the same XID, on another connection
@@ -58,7 +57,7 @@ const (
 
 var names = [kinds]string{"none", "map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan", "dereg", "alloc",
 	"sgerr", "maperr", "post_send", "post_send_err", "post_linv", "post_linv_err", "wc_fastreg", "wc_li", "wc_li_wake", "wc_li_done",
-	"wc_send", "wc_receive", "reply", "bad_reply", "done", "resend", "interrupt", "timeout", "connect", "disconnect", "nudge", "ping", "empty_sendctx"}
+	"wc_send", "reply", "bad_reply", "done", "resend", "interrupt", "timeout", "connect", "disconnect", "nudge", "ping", "empty_sendctx"}
 
 func (k Kind) String() string {
 	if k < kinds {
@@ -244,15 +243,13 @@ func (r *Ring) fields(e *Event) []field {
 		f = append(f, field{"requests", e.N}, field{"inline", e.A})
 	case PostSendErr, PostLinv, PostLinvErr:
 		f = append(f, field{"requests", e.N})
-	case WCReceive:
-		f = append(f, field{"length", e.A})
 	case Reply:
-		f = append(f, field{"credits", e.N})
+		f = append(f, field{"credits", e.N}, field{"length", e.A})
 	case Done:
 		f = append(f, field{"microseconds", e.A / 1000})
 	}
 	switch e.Kind {
-	case WCFastReg, WCLocalInv, WCLocalInvWake, WCLocalInvDone, WCSend, WCReceive:
+	case WCFastReg, WCLocalInv, WCLocalInvWake, WCLocalInvDone, WCSend:
 		f = append(f, field{"status", r.status(e.Status)})
 	}
 	return f

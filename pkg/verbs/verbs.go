@@ -118,6 +118,8 @@ const (
 	CapPerIOReg
 	// CapTerminates: the cause of a lost connection and QPStats tell of Terminate messages.
 	CapTerminates
+	// CapLiveStats: QPStats counts a completion when it is on the completion queue, whether or not its handler's turn has come.
+	CapLiveStats
 )
 
 // Has reports whether all of want are present.
@@ -361,7 +363,7 @@ type QPStats struct {
 	PostedRecvWRs      uint64
 	SendCompletions    uint64 // completions delivered for send-queue requests
 	RecvCompletions    uint64
-	RemoteAccessErrors uint64 // tagged octets of the peer refused by protection checks
+	RemoteAccessErrors uint64 // RDMA operations of the peer refused by protection checks
 	RemoteInvalidates  uint64
 	BytesSent          uint64 // payload octets of Sends, Writes and Read Responses
 	BytesReceived      uint64

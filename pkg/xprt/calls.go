@@ -94,8 +94,8 @@ type waiters struct {
 	all map[*Call]struct{} // guarded by mu
 }
 
-func (w *waiters) add(ctx context.Context, m *sunrpc.Message) *Call {
-	c := &Call{Prog: m.Prog, Vers: m.Vers, Proc: m.Proc, Slot: -1, Waits: WaitSlot, Began: time.Now(), Ctx: ctx}
+func (w *waiters) add(ctx context.Context, m *sunrpc.Message, came time.Time) *Call {
+	c := &Call{Prog: m.Prog, Vers: m.Vers, Proc: m.Proc, Slot: -1, Waits: WaitSlot, Began: came, Ctx: ctx}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.all == nil {

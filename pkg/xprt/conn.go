@@ -22,6 +22,9 @@ const signalPart = 8
 // maxNudgePause bounds the pause between nudges.
 const maxNudgePause = time.Second
 
+// causeWait bounds the wait for a provider's reason: it may first have to get its own requests off a socket that does not move.
+const causeWait = 2 * time.Second
+
 // A conn is one connection.
 type conn struct {
 	*adapter
@@ -32,15 +35,21 @@ type conn struct {
 
 	inlineSend, inlineRecv int
 	hdr                    rpcrdma.Header // of the message in hand; CQ goroutine only
+	warned                 int64          // when a discarded message was logged last; CQ goroutine only
 
 	writePad *rpcrdma.Segment // the registration for pads, if the mount wants it (S20)
 	padMem   []byte
 
 	dead   chan struct{}
 	failed sync.Once
-	err    error // set before dead is closed
+	err    error // set before dead is closed, and then the worker's
+	hear   sync.Once
+	told   chan struct{} // closed when the provider has said why it lost the connection
+	cause  error         // set before told is closed
 
-	replied    atomic.Bool
+	replied    atomic.Bool  // to a call, a liveness call perhaps
+	served     atomic.Bool  // a call of the consumer
+	installed  int64        // when it was put up, in nanoseconds after Transport.epoch
 	pinging    atomic.Int32 // liveness calls under way
 	lastHeard  atomic.Int64 // when the last message came, in nanoseconds after Transport.epoch
 	nudgeOnce  sync.Once
@@ -56,6 +65,31 @@ func (cn *conn) fail(err error) {
 		cn.err = err
 		close(cn.dead)
 	})
+}
+
+// disconnected is told by the provider why it lost the connection.
+func (cn *conn) disconnected(cause error) {
+	cn.hear.Do(func() {
+		cn.cause = cause
+		close(cn.told)
+	})
+	cn.fail(cause)
+}
+
+// learnCause puts the provider's reason for a lost connection in the place of what only follows from the loss: flushes, and
+// posts that are refused, which may come first. For the worker, when dead is closed.
+func (cn *conn) learnCause(closing <-chan struct{}) {
+	if !followsLoss(cn.err) {
+		return
+	}
+	timer := time.NewTimer(causeWait)
+	defer timer.Stop()
+	select {
+	case <-cn.told:
+		cn.err = cn.cause
+	case <-timer.C:
+	case <-closing:
+	}
 }
 
 // completionError handles a work completion that is not a success: flushes are quiet, others are logged once with
@@ -81,7 +115,7 @@ func (t *Transport) sendDone(wc *verbs.WorkCompletion) {
 func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	ctx, cancel := context.WithTimeout(ctx, t.cfg.ConnectTimeout)
 	defer cancel()
-	cn := &conn{dead: make(chan struct{})}
+	cn := &conn{dead: make(chan struct{}), told: make(chan struct{})}
 	began := time.Now()
 	defer func() { t.stats.connectNanos.Add(uint64(time.Since(began))) }()
 	defer func() {
@@ -119,7 +153,7 @@ func (cn *conn) makeQueues() (err error) {
 		return err
 	}
 	cn.qp, err = cn.id.CreateQP(cn.pd, verbs.QPInitAttr{SendCQ: cn.cq, RecvCQ: cn.cq, MaxSendWR: cn.params.SendWRs,
-		MaxRecvWR: cn.params.RecvWRs, MaxSendSGE: cn.params.SendSGEs, OnDisconnect: cn.fail})
+		MaxRecvWR: cn.params.RecvWRs, MaxSendSGE: cn.params.SendSGEs, OnDisconnect: cn.disconnected})
 	if err != nil {
 		return err
 	}
@@ -200,11 +234,27 @@ func (cn *conn) nudge(after time.Duration) {
 	cn.scheduleNudge(min(2*after, maxNudgePause))
 }
 
-// sawReply notes the first valid reply of the connection.
-func (cn *conn) sawReply() {
+// sawReply notes the first valid replies of the connection.
+func (cn *conn) sawReply(s *slot) {
 	if !cn.replied.Load() {
 		cn.replied.Store(true)
 	}
+	if !s.ping && !cn.served.Load() {
+		cn.served.Store(true)
+	}
+}
+
+// use is what the connection was good for: aWhile is how long it must have stood to count as good without a call.
+func (cn *conn) use(aWhile time.Duration) usefulness {
+	switch {
+	case cn.served.Load():
+		return useCalls
+	case !cn.replied.Load():
+		return useNone
+	case cn.t.now()-cn.installed >= int64(aWhile):
+		return useCalls
+	}
+	return useAlive
 }
 
 // release takes apart what dial and the life of the connection made, in the reverse order. When it returns no memory can be reached
@@ -228,9 +278,6 @@ func (t *Transport) release(cn *conn) {
 			t.log.Error("completion queue could not be released", "error", err, "server", t.cfg.Addr)
 		}
 	}
-	if cn.padMem != nil {
-		verbs.FreeBuffer(cn.padMem)
-	}
 }
 
 // retire adds the counters of a queue pair that is no more to the transport's.
@@ -246,6 +293,9 @@ func (t *Transport) retire(cn *conn) {
 // settle makes the adapter of a connection that was released fit for the next one, or drops it. When it returns no
 // memory of any call can be reached by the server, nor will be. Called by the worker with the send lock held for writing.
 func (t *Transport) settle(cn *conn) {
+	if cn.padMem != nil {
+		defer verbs.FreeBuffer(cn.padMem) // when its MR is no more
+	}
 	if !cn.pool.Recover() {
 		t.log.Error("a memory region could not be destroyed: the protection domain is given up with it", "server", t.cfg.Addr)
 		t.dropAdapter()

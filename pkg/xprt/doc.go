@@ -32,7 +32,8 @@
 // What is made for a device (adapter.go: protection domain, MR pool, message buffers) outlives its connections. The worker takes
 // a connection down in this order: no credits; the send lock; the queue pair drained and closed, so that the server reaches nothing; MRs that
 // were in use made anew; then each call is told, and waits for a credit of the next connection (S13, S16). Back-off is 5 s, doubled up to 60 s; none after a
-// connection that answered, nor after a first loss of our own making.
+// connection that answered a call, or liveness calls for a while, nor after a first one that answered a liveness call alone or whose loss is of our own
+// making.
 //
 // The first call of a connection is a NULL, and after each silence of KeepAlive another: a server that stays silent for as long again is
 // taken for dead, whether calls wait or not. An NFSv3 server drops a connection that makes no calls within minutes (knfsd: 6 to 12), and
@@ -45,5 +46,6 @@
 //   - slot.mu: the state of one call. Taken by its caller, by the reply handler and by the worker.
 //   - window.mu: credits and the queue for them.
 //
-// Order: send, then slot.mu, then window.mu. None is held across I/O.
+// Order: send, then slot.mu, then window.mu. None is held across I/O, but send by the worker while it has a queue pair drained and closed, for as long as
+// the provider takes: calls have no connection then anyhow.
 package xprt

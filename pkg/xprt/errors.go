@@ -84,15 +84,27 @@ func (e *postError) Unwrap() error { return e.err }
 // errIdle ends a connection that nobody needs.
 var errIdle = errors.New("xprt: connection was idle")
 
+// followsLoss reports whether err is what happens to a request on a connection that is lost already, so that it says nothing of the reason.
+func followsLoss(err error) bool {
+	var failed *completionFailure
+	if errors.As(err, &failed) {
+		return failed.status == verbs.StatusWRFlushErr
+	}
+	return errors.Is(err, verbs.ErrQPState)
+}
+
 // ours reports whether a connection ended by something on this side, so that there is no reason to spare the server.
 func ours(err error) bool {
+	if followsLoss(err) {
+		return false
+	}
 	var post *postError
 	if errors.As(err, &post) {
-		return !errors.Is(err, verbs.ErrQPState) // that follows from something else
+		return true
 	}
 	var failed *completionFailure
 	if !errors.As(err, &failed) {
-		return errors.Is(err, errIdle)
+		return false
 	}
 	switch failed.status {
 	case verbs.StatusLocLenErr, verbs.StatusLocQPOpErr, verbs.StatusLocProtErr, verbs.StatusMWBindErr, verbs.StatusLocAccessErr,

@@ -13,6 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
 )
 
 // eventually waits for what must come; it fails the test when it does not for very long.
@@ -74,7 +76,7 @@ func TestBusyServerIsLeftAlone(t *testing.T) {
 			<-hold
 		}
 	})
-	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) { c.KeepAlive = 50 * time.Millisecond })
+	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) { c.KeepAlive = 300 * time.Millisecond })
 	ended := make(chan error, 1)
 	go func() { ended <- tr.Call(testContext(t), echo(1, nil, 0)) }()
 	eventually(t, "several liveness calls", func() bool { return tr.Stats().Pings >= 5 })
@@ -87,12 +89,17 @@ func TestBusyServerIsLeftAlone(t *testing.T) {
 // TestIdleConnectionIsClosed closes a connection that nobody uses, and makes a new one for the next call, without a word in between.
 func TestIdleConnectionIsClosed(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
-		c.IdleTimeout, c.KeepAlive = 50*time.Millisecond, 20*time.Millisecond
+		c.IdleTimeout, c.KeepAlive = 600*time.Millisecond, 200*time.Millisecond
 		c.ReconnectMin, c.ReconnectMax = time.Hour, time.Hour // a wait for a back-off would show
 	})
-	for round := range 3 {
-		if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
-			t.Fatal(err)
+	for round := range 6 {
+		if round < 3 {
+			if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+				t.Fatal(err)
+			}
+		} else { // for a call that was given up before it was sent
+			tr.window.wanted <- struct{}{}
+			eventually(t, "another connection", func() bool { return tr.Stats().Connects == uint64(round+1) })
 		}
 		eventually(t, "an idle connection", func() bool { return tr.Stats().State == StateIdle })
 		if s := tr.Stats(); s.Connects != uint64(round+1) || s.LastError != "" {
@@ -145,6 +152,9 @@ func TestCallsAreExplained(t *testing.T) {
 		n := count()
 		return n[WaitLate] == 2 && len(n) == 1
 	})
+	if n := tr.Stats().Interrupted; n != 6 {
+		t.Errorf("%d calls were given up, 6 were", n)
+	}
 	story := tr.Story()
 	if len(story) != 1 || story[0].Event != "connected" {
 		t.Errorf("story %+v", story)
@@ -174,6 +184,26 @@ func TestReplayIsNotLeftWaiting(t *testing.T) {
 	}
 	if s := tr.Stats(); s.Resends != 2 || s.Timeouts != 1 {
 		t.Errorf("%d resends, %d timeouts; want 2 and 1", s.Resends, s.Timeouts)
+	}
+}
+
+// TestCallsThatWereNotPostedAreNotReplays has posts fail before anything was sent: such a call is no replay, neither in the counters nor in the
+// patience that it finds.
+func TestCallsThatWereNotPostedAreNotReplays(t *testing.T) {
+	plan, err := faults.Parse("post-fail=3:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := faults.New(softiwarp.New(softiwarp.Config{}), plan, nil)
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) { c.Provider = p })
+	const calls = 9
+	for range calls {
+		if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if s := tr.Stats(); s.Sends != calls || s.Resends != 0 || s.Connects < 2 {
+		t.Errorf("%d calls sent, %d again, %d connections; want %d, 0, several", s.Sends, s.Resends, s.Connects, calls)
 	}
 }
 

@@ -12,8 +12,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// marshalRetry is the pause before a call that found no memory for its registration is tried again.
-const marshalRetry = 10 * time.Millisecond
+// A call that found no memory for its registration is tried again after marshalRetry, and then after twice as long, up to marshalRetryMax.
+const (
+	marshalRetry    = 10 * time.Millisecond
+	marshalRetryMax = time.Second
+)
 
 var errNoBuffer = errors.New("xprt: no buffer for a long message")
 
@@ -63,14 +66,17 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	cn.sq.giveBack(need - n - 1 - n)
 	shared := len(s.sendWR.SGList) > 1
 	s.sendWR.Signaled = cn.sq.signalNow(n+1) || shared
-	t.stats.sends.Add(1)
 	// The lock is held over the post, so that no forged reply can have the MRs taken from under it.
 	s.mu.Lock()
 	s.state, s.conn, s.sentAt = slotSent, cn, time.Now()
-	s.sends++
 	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.mark(n+1)
 	bad, err := cn.qp.PostSend(head)
 	if err == nil {
+		t.stats.sends.Add(1)
+		if s.sends++; s.sends > 1 {
+			t.stats.resends.Add(1)
+			t.trace.Add(trace.Event{Kind: trace.Resend, XID: s.xid})
+		}
 		t.trace.Add(trace.Event{Kind: trace.PostSend, XID: s.xid, N: uint16(n + 1), A: uint64(len(s.sge[0].Buf))})
 	} else {
 		t.trace.Add(trace.Event{Kind: trace.PostSendErr, XID: s.xid, N: uint16(before(head, bad))})
@@ -218,7 +224,7 @@ func (s *slot) marshalReplySide(cn *conn) error {
 	return nil
 }
 
-// takeLong gets a long buffer into *p, unless it has one, and returns its first size octets.
+// takeLong gets a long buffer into *p, and returns its first size octets. Those of an earlier try were given back with it.
 func (s *slot) takeLong(p *[]byte, size int) ([]byte, error) {
 	if size > longBytes {
 		return nil, &ProtocolError{Reason: fmt.Sprintf("message of %d octets exceeds the largest long message, %d", size, longBytes)}

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -28,7 +29,7 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	if err != nil {
 		t.stats.badReply.Add(1)
 		t.trace.Add(trace.Event{Kind: trace.BadReply, XID: cn.hdr.XID})
-		t.log.Warn("discarded a message of the server", "server", t.cfg.Addr, "error", err)
+		cn.warnDiscarded(err)
 	}
 	if s == nil {
 		if wc.WithInv {
@@ -49,6 +50,20 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	if err := s.invalidate(cn); err != nil {
 		cn.fail(err)
 	}
+}
+
+// discardPause is how often at most a discarded message is written to the log: the server decides how many there are. The metrics count each.
+const discardPause = time.Second
+
+// warnDiscarded tells of a message that could not be used. It runs on the CQ's goroutine.
+func (cn *conn) warnDiscarded(err error) {
+	t := cn.t
+	now := t.now()
+	if cn.warned != 0 && now-cn.warned < int64(discardPause) {
+		return
+	}
+	cn.warned = max(now, 1)
+	t.log.Warn("discarded a message of the server", "server", t.cfg.Addr, "error", err)
 }
 
 // granted is the window that a reply allows: at least one call (RFC 8166 §3.3.1 forbids a grant of zero), at most ours.
@@ -90,7 +105,7 @@ func (cn *conn) reply(b []byte) (s *slot, fence bool, err error) {
 		t.stats.badXIDs.Add(1)
 		return nil, false, nil
 	}
-	cn.sawReply()
+	cn.sawReply(s)
 	if s.state == slotAbandoned {
 		return s, false, nil
 	}
@@ -120,6 +135,7 @@ func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 	m := s.msg
 	if h.Proc == rpcrdma.ProcError {
 		s.t.stats.remoteErrs.Add(1)
+		s.t.stats.badReply.Add(1) // as the kernel's client counts
 		return &ServerError{Code: h.Err, Low: h.Low, High: h.High}
 	}
 	if len(h.Reads) != 0 {
@@ -205,7 +221,11 @@ func (s *slot) results(m *sunrpc.Message) error {
 	if s.err != nil || s.longLen < 0 {
 		return s.err
 	}
-	return s.take(m, s.longReply[:s.longLen])
+	err := s.take(m, s.longReply[:s.longLen])
+	if _, bad := err.(*ProtocolError); bad {
+		s.t.stats.badReply.Add(1)
+	}
+	return err
 }
 
 var errBackchannel = errors.New("xprt: a call from the server, which NFSv3 has no use for")

@@ -62,7 +62,7 @@ type slot struct {
 	msg       *sunrpc.Message // nil once the caller has left
 	conn      *conn           // that it was sent on
 	sentAt    time.Time
-	sends     int // of the call at hand, each on another connection
+	sends     int // of the call at hand that were posted, each on another connection
 	err       error
 	longCall  []byte // PZRC, from the pool
 	longReply []byte // reply chunk, from the pool
@@ -99,15 +99,15 @@ func (s *slot) signal() {
 	}
 }
 
-// begin takes the slot for a new call with a new XID.
-func (s *slot) begin(ctx context.Context, m *sunrpc.Message) {
+// begin takes the slot for a new call, which came then, with a new XID.
+func (s *slot) begin(ctx context.Context, m *sunrpc.Message, came time.Time) {
 	select {
 	case <-s.wake:
 	default:
 	}
-	s.expired.Store(false)
+	s.expired.Store(s.t.tooLong(came, time.Now()))
 	s.mu.Lock()
-	s.started = time.Now()
+	s.started = came
 	s.xid += s.t.xidStep
 	s.state, s.msg, s.err, s.conn, s.ctx = slotWaiting, m, nil, nil, ctx
 	s.prog, s.vers, s.proc = m.Prog, m.Vers, m.Proc
@@ -215,8 +215,9 @@ func (s *slot) connectionEnded() {
 	case slotFencing:
 		s.state, s.fenced = slotDone, true
 	case slotAbandoned:
+		ends := s.left && !s.late // with both set before, whoever set the second is about to end it
 		s.fenced, s.late = true, true
-		if s.left {
+		if ends {
 			s.mu.Unlock()
 			s.end()
 			return

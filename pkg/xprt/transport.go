@@ -193,7 +193,8 @@ func New(cfg Config) (*Transport, error) {
 	return t, nil
 }
 
-// Connect makes the first connection, so that its error reaches whoever mounts, and starts the worker that makes all later ones.
+// Connect makes the first connection, so that its error reaches whoever mounts, and starts the worker that makes all later ones. It may be tried again
+// after an error, by one goroutine at a time, and not beside Close.
 func (t *Transport) Connect(ctx context.Context) error {
 	cn, err := t.dial(ctx)
 	if err != nil {
@@ -274,29 +275,48 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	}
 	defer t.calls.Done()
 	t.lastCall.Store(t.now())
-	s, err := t.takeSlot(ctx, m)
-	if err != nil {
-		return err
+	came := time.Now()
+	s, err := t.takeSlot(ctx, m, came)
+	if err == nil {
+		err = t.run(ctx, s, m, came)
+		t.lastCall.Store(t.now())
 	}
-	err = t.run(ctx, s, m)
-	t.lastCall.Store(t.now())
+	if _, given := err.(*InterruptedError); given {
+		t.stats.interrupts.Add(1)
+	}
 	return err
 }
 
 // now is the time in nanoseconds after the epoch.
 func (t *Transport) now() int64 { return int64(time.Since(t.epoch)) }
 
-func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message) (*slot, error) {
+// tooLong reports whether a call that came then has waited for longer than the mount allows.
+func (t *Transport) tooLong(came, now time.Time) bool {
+	return t.cfg.Recovery != Hard && now.Sub(came) > t.softTime()
+}
+
+// softTime is how long a call of a soft mount may take.
+func (t *Transport) softTime() time.Duration { return t.cfg.Timeout * time.Duration(t.cfg.Retrans+1) }
+
+func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, came time.Time) (*slot, error) {
 	select {
 	case s := <-t.free:
 		return s, nil
 	default:
 	}
-	w := t.waiters.add(ctx, m)
+	w := t.waiters.add(ctx, m, came)
 	defer t.waiters.remove(w)
+	var over <-chan time.Time
+	if t.cfg.Recovery != Hard {
+		timer := time.NewTimer(t.softTime())
+		defer timer.Stop()
+		over = timer.C
+	}
 	select {
 	case s := <-t.free:
 		return s, nil
+	case <-over:
+		return nil, t.softError(came)
 	case <-ctx.Done():
 		return nil, &InterruptedError{Cause: context.Cause(ctx)}
 	case <-t.closing:
@@ -304,9 +324,10 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message) (*slot, err
 	}
 }
 
-// run performs the call on slot s, which it ends, or leaves to the late reply.
-func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
-	s.begin(ctx, m)
+// run performs a call that came then on slot s, which it ends, or leaves to the late reply.
+func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, came time.Time) error {
+	s.begin(ctx, m, came)
+	var pause time.Duration // before the next try, when memory was short
 	for {
 		if err := t.waitCredit(ctx, s); err != nil {
 			s.end()
@@ -316,21 +337,17 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
 		switch e := err.(type) {
 		case nil:
 		case *shortageError:
-			t.log.Warn("no memory to send an RPC, trying again", "error", e.error)
+			if pause == 0 {
+				t.log.Warn("no memory to send an RPC: it is tried until there is some; fewer slots= need less", "error", e.error, "server", t.cfg.Addr)
+			}
+			pause = min(max(2*pause, marshalRetry), marshalRetryMax)
 			t.window.leave(s)
-			s.setNoRoom(true)
-			time.Sleep(marshalRetry)
-			s.setNoRoom(false)
+			timer := time.NewTimer(pause)
+			t.waitRoom(ctx, s, timer.C, nil, nil)
+			timer.Stop()
 			continue
 		case *queueFullError:
-			s.setNoRoom(true)
-			select {
-			case <-e.room:
-			case <-e.dead:
-			case <-ctx.Done():
-			case <-t.closing:
-			}
-			s.setNoRoom(false)
+			t.waitRoom(ctx, s, nil, e.room, e.dead)
 			continue
 		default:
 			s.end()
@@ -345,14 +362,25 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message) error {
 			err := s.results(m)
 			s.end()
 			return err
-		case slotLost:
-			t.stats.resends.Add(1)
-			t.trace.Add(trace.Event{Kind: trace.Resend, XID: m.XID})
+		case slotLost: // once more
 		case slotAbandoned:
-			t.stats.interrupts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Interrupt, XID: m.XID})
 			return &InterruptedError{Cause: context.Cause(ctx)}
 		}
+	}
+}
+
+// waitRoom waits until a call that could not be posted is to be tried again, or to end.
+func (t *Transport) waitRoom(ctx context.Context, s *slot, timer <-chan time.Time, room, dead <-chan struct{}) {
+	s.setNoRoom(true)
+	defer s.setNoRoom(false)
+	select {
+	case <-timer:
+	case <-room:
+	case <-dead:
+	case <-s.wake: // the time of a soft mount is over, perhaps
+	case <-ctx.Done():
+	case <-t.closing:
 	}
 }
 
@@ -368,7 +396,7 @@ func (t *Transport) checkCall(m *sunrpc.Message) error {
 
 // waitCredit returns nil when s holds a credit of a connection.
 func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
-	for !t.window.enter(s) {
+	for !s.expired.Load() && !t.window.enter(s) {
 		select {
 		case <-s.wake:
 		case <-ctx.Done():
@@ -376,9 +404,9 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 		case <-t.closing:
 			return ErrClosed
 		}
-		if s.expired.Load() {
-			return t.softError(s)
-		}
+	}
+	if s.expired.Load() {
+		return t.softError(s.started)
 	}
 	select {
 	case <-t.closing:
@@ -390,8 +418,8 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 	}
 }
 
-func (t *Transport) softError(s *slot) error {
-	e := &TimeoutError{Server: t.cfg.Addr.String(), After: time.Since(s.started), Errno: syscall.EIO}
+func (t *Transport) softError(came time.Time) error {
+	e := &TimeoutError{Server: t.cfg.Addr.String(), After: time.Since(came), Errno: syscall.EIO}
 	if t.cfg.Recovery == SoftErr {
 		e.Errno = syscall.ETIMEDOUT
 	}

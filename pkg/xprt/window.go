@@ -54,7 +54,7 @@ func (w *window) enter(s *slot) bool {
 		copy(w.queue[1:], w.queue)
 		w.queue[0] = s
 	}
-	if w.limit == 0 {
+	if w.limit == 0 && !s.ping { // a liveness call is of a connection that there is
 		select {
 		case w.wanted <- struct{}{}:
 		default:
@@ -117,10 +117,11 @@ func (w *window) holds(s *slot) bool {
 func (w *window) replied(s *slot, limit int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.limit, w.fresh = limit, false
-	if s.credit && s.creditGen == w.gen {
-		w.inFlight--
+	if !s.credit || s.creditGen != w.gen {
+		return // what a connection that is being taken down grants is good for no other
 	}
+	w.limit, w.fresh = limit, false
+	w.inFlight--
 	s.credit = false
 	w.dispatch()
 }
@@ -135,11 +136,20 @@ func (w *window) reset(limit int, pingFirst bool) {
 	w.dispatch()
 }
 
-// closeIfUnused takes the credits away if no call holds or waits for one. It reports whether it did.
-func (w *window) closeIfUnused() bool {
+// generation names the connection whose credits these are, for closeIfUnused. A connection is there before its credits are, so
+// the one loaded after the generation is its own, or a later one.
+func (w *window) generation() uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.inFlight > 0 || len(w.queue) > 0 || w.limit == 0 {
+	return w.gen
+}
+
+// closeIfUnused takes the credits of a connection away if no call holds or waits for one. It reports whether it did: not when they are
+// those of another connection by now, which nobody would take down then.
+func (w *window) closeIfUnused(gen uint64) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.gen != gen || w.inFlight > 0 || len(w.queue) > 0 || w.limit == 0 {
 		return false
 	}
 	w.limit = 0

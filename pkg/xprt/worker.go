@@ -34,14 +34,17 @@ func (t *Transport) connectWorker(cn *conn) {
 		t.install(cn)
 		select {
 		case <-cn.dead:
+			t.window.reset(0, false) // while the reason is on its way no call shall go to a connection that is lost
+			cn.learnCause(t.closing)
 		case <-t.closing:
 		}
-		answered := cn.replied.Load()
+		use := cn.use(t.cfg.ReconnectMin)
 		t.uninstall(cn)
 		if isClosed(t.closing) {
 			return
 		}
-		if errors.Is(cn.err, errIdle) {
+		var pause time.Duration
+		if errors.Is(cn.err, errIdle) { // no loss
 			t.log.Debug("connection was idle", "server", t.cfg.Addr)
 			if !t.waitWanted() {
 				return
@@ -49,8 +52,9 @@ func (t *Transport) connectWorker(cn *conn) {
 		} else {
 			t.log.Warn("connection lost", "server", t.cfg.Addr, "error", cn.err)
 			t.tellStory(cn.err)
+			pause = back.afterLoss(&t.cfg, use, ours(cn.err))
 		}
-		if cn = t.reconnect(ctx, &back, back.afterLoss(&t.cfg, answered, ours(cn.err))); cn == nil {
+		if cn = t.reconnect(ctx, &back, pause); cn == nil {
 			return
 		}
 	}
@@ -83,16 +87,25 @@ func (b *backOff) next(c *Config) time.Duration {
 	return b.last
 }
 
-// afterLoss is the pause after the loss of a connection: none when it had answered a call, and none, the first
-// time, when the loss was of this side's making.
-func (b *backOff) afterLoss(c *Config, answered, ours bool) time.Duration {
-	if answered {
+// A usefulness is what a connection was good for.
+type usefulness uint8
+
+const (
+	useNone  usefulness = iota // it answered nothing
+	useAlive                   // it answered liveness calls, and did not stand for long: the next call may have killed it
+	useCalls                   // it answered a call, or stood for a while
+)
+
+// afterLoss is the pause after the loss of a connection: none when it had been of use, and none, the first
+// time, when the server was alive at least, or the loss was of this side's making.
+func (b *backOff) afterLoss(c *Config, use usefulness, ours bool) time.Duration {
+	if use == useCalls {
 		b.last = 0
 		return 0
 	}
 	first := b.last == 0
 	pause := b.next(c)
-	if ours && first {
+	if first && (ours || use == useAlive) {
 		return 0
 	}
 	return pause
@@ -128,7 +141,8 @@ func (t *Transport) reconnect(ctx context.Context, back *backOff, pause time.Dur
 // install puts a new connection up, with one credit.
 func (t *Transport) install(cn *conn) {
 	t.send.Lock()
-	cn.lastHeard.Store(t.now())
+	cn.installed = t.now()
+	cn.lastHeard.Store(cn.installed)
 	t.conn.Store(cn)
 	if t.cfg.WritePad {
 		if err := cn.registerPad(); err != nil {
@@ -210,16 +224,13 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 	defer s.mu.Unlock()
 	switch s.state {
 	case slotSent, slotFencing, slotAbandoned:
-		if waited := now.Sub(s.sentAt); waited > t.patience(s.sends) && s.conn != nil && !s.late {
+		if waited := now.Sub(s.sentAt); waited > t.patience(s.sends) && s.conn != nil && !s.late && !isClosed(s.conn.dead) {
 			t.stats.timeouts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})
 		}
 	}
-	if t.cfg.Recovery == Hard || s.state == slotIdle {
-		return
-	}
-	if now.Sub(s.started) > t.cfg.Timeout*time.Duration(t.cfg.Retrans+1) {
+	if s.state != slotIdle && t.tooLong(s.started, now) {
 		s.expired.Store(true)
 		s.signal()
 	}
@@ -244,12 +255,13 @@ func (t *Transport) patience(sends int) time.Duration {
 // checkConnection looks after the liveness of the connection: after KeepAlive of silence the server is asked by a NULL call, whose silence for
 // as long again ends the connection; when no call was made for IdleTimeout the connection is closed, until the next.
 func (t *Transport) checkConnection() {
+	gen := t.window.generation()
 	cn := t.conn.Load()
 	if cn == nil {
 		return
 	}
 	now := t.now()
-	if idle := t.cfg.IdleTimeout; idle > 0 && now-t.lastCall.Load() > int64(idle) && t.window.closeIfUnused() {
+	if idle := t.cfg.IdleTimeout; idle > 0 && now-t.lastCall.Load() > int64(idle) && t.window.closeIfUnused(gen) {
 		cn.fail(errIdle)
 		return
 	}
@@ -312,7 +324,7 @@ func (t *Transport) ping(cn *conn) {
 	t.stats.pings.Add(1)
 	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
 	t.trace.Add(trace.Event{Kind: trace.Ping})
-	if err := t.run(ctx, s, &m); err != nil {
+	if err := t.run(ctx, s, &m, time.Now()); err != nil {
 		t.log.Debug("liveness call failed", "server", t.cfg.Addr, "error", err)
 	}
 }

@@ -139,8 +139,9 @@ func (g *Guest) first() error {
 		}
 		switch {
 		case try < startTries && strings.Contains(err.Error(), "host forwarding rule"):
-		case try < startTries && errors.Is(err, ErrPanic):
-			// A kernel that patches itself while it boots can trip over QEMU's emulation of several processors: nothing of ours has run yet.
+		case try < startTries && errors.Is(err, ErrPanic), try == 1 && errors.Is(err, errNotReady):
+			// A kernel that patches itself while it boots can trip over QEMU's emulation of several processors, or stand still where the
+			// host has little time for all of them: nothing of ours has run yet.
 			g.t.Logf("guest %s: booted again: %v", g.opts.Name, err)
 			g.console = &console{}
 		default:

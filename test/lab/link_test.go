@@ -19,8 +19,8 @@ func TestLink(t *testing.T) {
 	link := lab.NewLink(t)
 	begin := time.Now()
 	guests := lab.StartAll(t,
-		lab.Options{Name: "client", Provider: lab.RXE, Link: link, MemoryMiB: 512},
-		lab.Options{Name: "server", Provider: lab.RXE, Link: link, MemoryMiB: 512})
+		lab.Options{Name: "client", Provider: lab.RXE, Link: link, MemoryMiB: 512, CPUs: 1},
+		lab.Options{Name: "server", Provider: lab.RXE, Link: link, MemoryMiB: 512, CPUs: 1})
 	client, server := guests[0], guests[1]
 	t.Logf("both served after %v", time.Since(begin).Round(time.Millisecond))
 	if client.Linked.String() != "10.9.0.1" || server.Linked.String() != "10.9.0.2" {

@@ -31,6 +31,9 @@ const (
 	firstFD = 3
 )
 
+// errNotReady is a boot that stands still.
+var errNotReady = errors.New("the guest did not get ready")
+
 // A session is one boot of a machine, as far as commands are concerned.
 type session struct {
 	ctx    context.Context // ends with the boot
@@ -194,7 +197,7 @@ func (m *machine) ready(b *boot) error {
 	case <-m.ended:
 		return m.endErr
 	case <-timeout.C:
-		return fmt.Errorf("the guest did not get ready within %v", bootTimeout)
+		return fmt.Errorf("%w within %v", errNotReady, bootTimeout)
 	}
 	if b.err != nil {
 		return b.err

@@ -67,6 +67,7 @@ type remoteRequest struct {
 type remoteAnswer struct {
 	ID                        int // of a new guest or capture
 	RDMA, NFS, Mount, Portmap netip.AddrPort
+	Linked                    netip.Addr
 	Release                   string
 	Text                      string
 	Logs, Errors              []string // for the test

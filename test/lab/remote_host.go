@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"net/rpc"
 	"net/rpc/jsonrpc"
 	"runtime"
@@ -178,7 +179,13 @@ func (l *lease) add(g *lent) remoteAnswer {
 	defer l.mu.Unlock()
 	l.last++
 	l.guests[l.last] = g
-	return remoteAnswer{ID: l.last, RDMA: g.RDMA, NFS: g.NFS, Mount: g.Mount, Portmap: g.Portmap, Release: g.Release}
+	a := remoteAnswer{ID: l.last, RDMA: g.RDMA, NFS: g.NFS, Mount: g.Mount, Portmap: g.Portmap, Linked: g.Linked, Release: g.Release}
+	if g.Linked.IsValid() {
+		// The addresses on the host's loopback mean nothing in another guest.
+		a.RDMA, a.NFS = netip.AddrPortFrom(g.Linked, rdmaPort), netip.AddrPortFrom(g.Linked, nfsPort)
+		a.Mount, a.Portmap = netip.AddrPortFrom(g.Linked, mountPort), netip.AddrPortFrom(g.Linked, portmapPort)
+	}
+	return a
 }
 
 func (l *lease) start(o Options) remoteAnswer {

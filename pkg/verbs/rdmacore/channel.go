@@ -127,6 +127,7 @@ func (ch *channel) run() {
 		}
 		if ret == 0 {
 			ch.deliver(ev)
+			C.rc_ack_event(ev)
 		} else if ret != -C.int(syscall.EINTR) {
 			time.Sleep(time.Millisecond) // an event that librdmacm could not handle; it says the rest with another
 		}

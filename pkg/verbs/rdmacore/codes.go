@@ -22,11 +22,14 @@ const (
 // rxeVendor is the vendor id of the kernel's soft RoCE device (RXE_VENDOR_ID).
 const rxeVendor = 0xffffff
 
+// siwVendor is the vendor id of the kernel's soft iWARP device (SIW_VENDOR_ID).
+const siwVendor = 0x626d74
+
 // errnoKind classifies a call that failed.
 func errnoKind(err error) verbs.ConnErrorKind {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
-		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN):
+		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN), errors.Is(err, syscall.ENODEV):
 		return verbs.ConnUnreachable
 	case errors.Is(err, syscall.ETIMEDOUT):
 		return verbs.ConnTimeout

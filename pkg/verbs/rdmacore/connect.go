@@ -12,6 +12,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"syscall"
 	"time"
 	"unsafe"
 
@@ -66,9 +67,13 @@ func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) err
 		if kind == verbs.ConnLocal { // ENODEV: no device on the way
 			kind = verbs.ConnUnreachable
 		}
-		return c.fail(kind, phaseResolveAddr, err)
+		return c.fail(kind, phaseResolveAddr, goneHint(err))
 	}
 	if err := c.await(ctx, phaseResolveAddr, evAddrResolved); err != nil {
+		var e *verbs.ConnError
+		if errors.As(err, &e) {
+			e.Err = goneHint(e.Err)
+		}
 		return err
 	}
 	if err := errnoOf(C.rc_resolve_route(c.c, milliseconds(ctx))); err != nil {
@@ -78,7 +83,10 @@ func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) err
 		return err
 	}
 	if err := c.attach(cfg); err != nil {
-		return c.fail(verbs.ConnLocal, phaseResolveRoute, err)
+		return c.fail(errnoKind(err), phaseResolveRoute, err)
+	}
+	if err := c.checkPort(); err != nil {
+		return c.fail(errnoKind(err), phaseResolveRoute, err)
 	}
 	return nil
 }
@@ -94,7 +102,20 @@ func milliseconds(ctx context.Context) C.int {
 
 // Connect performs the handshake.
 func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
-	return a.shake(ctx, phaseConnect, param, false, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
-		return C.rc_connect(a.c, data, n, ird, ord)
+	err := a.shake(ctx, phaseConnect, param, false, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
+		if !a.takeTurn(ctx) {
+			return -C.int(syscall.ECANCELED) // nobody waits for it
+		}
+		ret := C.rc_connect(a.c, data, n, ird, ord)
+		if a.asked.Store(ret >= 0); ret < 0 {
+			a.giveTurn()
+		}
+		return ret
 	})
+	select {
+	case <-a.answered:
+		a.giveTurn()
+	default: // given up: Close gives it
+	}
+	return err
 }

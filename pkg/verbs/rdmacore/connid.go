@@ -17,6 +17,7 @@ import (
 	"net/netip"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -53,6 +54,10 @@ type connID struct {
 	once   sync.Once
 	call   sync.Mutex // held while the kernel connects or accepts, which may take long
 
+	turn     atomic.Bool   // it is this connection's turn to connect (gentle.go)
+	asked    atomic.Bool   // the kernel has sent the peer a request
+	answered chan struct{} // closed when it is known what became of it
+
 	mu      sync.Mutex
 	local   netip.AddrPort // guarded by mu, as all below
 	qp      *qp
@@ -66,13 +71,20 @@ type connID struct {
 func newConnID(ch *channel) *connID {
 	verbs.Track(verbs.KindConnID, 1)
 	// Set-up takes a handful of events, one after the other; more would be the kernel's error and may be lost.
-	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{})}
+	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{}), answered: make(chan struct{})}
 }
 
 // handle takes an event of the connection, on the goroutine of the channel.
 func (c *connID) handle(ev *cmEvent) {
 	c.mu.Lock()
 	q := c.qp
+	if c.tried {
+		select {
+		case <-c.answered:
+		default:
+			close(c.answered)
+		}
+	}
 	switch ev.kind {
 	case evTimewaitExit:
 		c.mu.Unlock()
@@ -89,7 +101,7 @@ func (c *connID) handle(ev *cmEvent) {
 		}
 	case evDisconnected, evDeviceRemoval, evAddrChange:
 		if ev.kind == evDeviceRemoval && c.dev != nil {
-			go c.dev.retire()
+			go c.dev.in.remove(whyEvent)
 		}
 		if q != nil && c.settled {
 			q.lost(ending(ev.kind, ev.status), certain)
@@ -123,9 +135,19 @@ func (c *connID) await(ctx context.Context, phase string, want eventKind) error 
 		return e
 	case <-ctx.Done():
 		return c.fail(ctxKind(ctx.Err()), phase, ctx.Err())
+	case <-c.removed():
+		return c.fail(verbs.ConnUnreachable, phase, &RemovedError{Device: c.dev.attrs.Name})
 	case <-c.closed:
 		return c.fail(verbs.ConnLocal, phase, errClosed)
 	}
+}
+
+// removed is closed when the device is gone; nil while none is known.
+func (c *connID) removed() <-chan struct{} {
+	if c.dev == nil {
+		return nil
+	}
+	return c.dev.in.removed
 }
 
 func ctxKind(err error) verbs.ConnErrorKind {
@@ -159,6 +181,20 @@ func (c *connID) attach(cfg Config) error {
 	c.local = address(c.c, false)
 	c.mu.Unlock()
 	return nil
+}
+
+// checkPort refuses a port that is known to be down: a connection could only time out, and rxe's connection manager does not get over a
+// message that it could not send.
+func (c *connID) checkPort() error {
+	port := C.rc_port(c.c)
+	if err := c.dev.in.use(); err != nil {
+		return err
+	}
+	defer c.dev.in.done()
+	if C.rc_port_state(c.dev.ctx, port) != C.IBV_PORT_DOWN {
+		return nil
+	}
+	return fmt.Errorf("port %d of RDMA device %s is down: check its cable and \"ip link\": %w", int(port), c.dev.attrs.Name, syscall.ENETDOWN)
 }
 
 // Device returns the device that reaches the peer.
@@ -201,6 +237,14 @@ func (c *connID) Peer() verbs.ConnParam {
 	return c.peer
 }
 
+// timedOut explains that the peer did not answer a request to connect.
+func (c *connID) timedOut(err error) error {
+	if !c.dev.rxe || !errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	return fmt.Errorf("%w: no answer; after its link or address was away for a moment rxe may make no connections any more: \"rdma link delete %s\", and add it again", err, c.dev.attrs.Name)
+}
+
 // shake makes the connection by call, and waits for it to stand.
 func (c *connID) shake(ctx context.Context, phase string, param verbs.ConnParam, early bool,
 	call func(data unsafe.Pointer, n, ird, ord C.int) C.int) error {
@@ -231,6 +275,9 @@ func (c *connID) shake(ctx context.Context, phase string, param verbs.ConnParam,
 		select {
 		case <-c.closed:
 			result <- errClosed
+			return
+		case <-c.removed():
+			result <- &RemovedError{Device: c.dev.attrs.Name}
 			return
 		default:
 		}
@@ -265,7 +312,12 @@ func (c *connID) settle(ctx context.Context, phase string, result chan error) er
 	case <-c.closed:
 		return c.fail(verbs.ConnLocal, phase, errClosed)
 	}
-	return c.await(ctx, phase, evEstablished)
+	err := c.await(ctx, phase, evEstablished)
+	var e *verbs.ConnError
+	if errors.As(err, &e) {
+		e.Err = c.timedOut(e.Err)
+	}
+	return err
 }
 
 // explain adds what a bare errno of the connection manager does not say.
@@ -284,6 +336,7 @@ func (c *connID) Close() error {
 		q := c.qp
 		c.mu.Unlock()
 		c.call.Lock() // the kernel must have returned
+		c.linger()
 		if q != nil {
 			q.destroy()
 		}
@@ -291,6 +344,7 @@ func (c *connID) Close() error {
 			c.ch.destroyID(c.c)
 		}
 		c.call.Unlock()
+		c.giveTurn()
 		if c.dev != nil {
 			c.dev.leave()
 		}

@@ -31,6 +31,9 @@ const (
 	wrNumberMask  = 1<<30 - 1
 )
 
+// armPause is between looks at a queue of which the device will not tell when there is something.
+const armPause = 5 * time.Millisecond
+
 func wrID(number uint32, kind int, pos uint32) C.uint64_t {
 	return C.uint64_t(uint64(number)<<wrNumberShift | uint64(kind)<<wrKindShift | uint64(pos))
 }
@@ -42,7 +45,10 @@ type completionQueue struct {
 	ch    *C.struct_ibv_comp_channel
 	depth int
 	file  *os.File      // stands for the channel in Go's poller
+	freed chan struct{} // closed when the device's queue is destroyed, and nothing above is of use any more
 	done  chan struct{} // closed when the dispatcher has ended
+	soft  chan struct{} // wakes the dispatcher then
+	err   error         // of the destruction; set before freed is closed
 	wcs   []C.struct_rc_wc
 	spin  spinner
 	out   []completion // the dispatcher's
@@ -54,6 +60,7 @@ type completionQueue struct {
 	number   uint32
 	wakers   []*qp // have something that the device does not tell
 	closed   bool
+	gone     bool // the device is
 }
 
 // CreateCQ makes a completion queue and starts its dispatcher.
@@ -64,22 +71,37 @@ func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 	if err := d.enter(); err != nil {
 		return nil, err
 	}
-	c := &completionQueue{dev: d, depth: depth, done: make(chan struct{}), qps: make(map[uint32]*qp)}
-	err := errnoOf(C.rc_create_cq(d.ctx, C.int(depth+spareCQE), &c.ch, &c.c))
-	if err != nil {
+	c := &completionQueue{dev: d, depth: depth, freed: make(chan struct{}), done: make(chan struct{}), soft: make(chan struct{}, 1), qps: make(map[uint32]*qp)}
+	if err := c.create(); err != nil {
 		d.leave()
-		return nil, fmt.Errorf("rdmacore: create completion queue of depth %d on %s: %w: %w", depth, d.attrs.Name, verbs.ErrNoResources, err)
+		return nil, err
 	}
-	if c.file, err = waitable(c.ch.fd, "ibv_cq"); err != nil {
-		C.rc_destroy_cq(c.c, c.ch)
-		d.leave()
-		return nil, fmt.Errorf("rdmacore: watch completion queue: %w", err)
-	}
-	batch := (*C.struct_rc_wc)(C.calloc(C.RC_POLL_BATCH, C.sizeof_struct_rc_wc))
-	c.wcs = unsafe.Slice(batch, C.RC_POLL_BATCH)
 	verbs.Track(verbs.KindCQ, 1)
 	go c.dispatch()
 	return c, nil
+}
+
+// create makes the device's queue.
+func (c *completionQueue) create() error {
+	d := c.dev
+	if err := d.in.use(); err != nil {
+		return err
+	}
+	defer d.in.done()
+	err := errnoOf(C.rc_create_cq(d.ctx, C.int(c.depth+spareCQE), &c.ch, &c.c))
+	if err != nil {
+		return fmt.Errorf("rdmacore: create completion queue of depth %d on %s: %w: %w", c.depth, d.attrs.Name, verbs.ErrNoResources, err)
+	}
+	if c.file, err = waitable(c.ch.fd, "ibv_cq"); err != nil {
+		C.rc_destroy_cq(c.c, c.ch)
+		return fmt.Errorf("rdmacore: watch completion queue on %s: %w", d.attrs.Name, err)
+	}
+	batch := (*C.struct_rc_wc)(C.calloc(C.RC_POLL_BATCH, C.sizeof_struct_rc_wc))
+	c.wcs = unsafe.Slice(batch, C.RC_POLL_BATCH)
+	d.mu.Lock()
+	d.cqs[c] = struct{}{}
+	d.mu.Unlock()
+	return nil
 }
 
 // reserve sets room for n completions aside.
@@ -132,12 +154,56 @@ func (c *completionQueue) wake(q *qp) {
 	c.mu.Lock()
 	c.wakers = append(c.wakers, q)
 	c.mu.Unlock()
-	c.file.SetReadDeadline(time.Unix(1, 0))
+	c.rouse()
 }
 
-// dispatch polls, and sleeps on the channel while nothing comes.
+// rouse wakes the dispatcher.
+func (c *completionQueue) rouse() {
+	c.file.SetReadDeadline(time.Unix(1, 0)) // fails when the device's queue is destroyed
+	select {
+	case c.soft <- struct{}{}:
+	default:
+	}
+}
+
+// dispatch polls the device's queue, and when the device is gone what is flushed here.
 func (c *completionQueue) dispatch() {
 	defer close(c.done)
+	c.poll()
+	c.free()
+	for !c.isClosed() {
+		<-c.soft
+		for c.wakened() {
+		}
+	}
+}
+
+func (c *completionQueue) isClosed() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.closed
+}
+
+// free destroys the device's queue.
+func (c *completionQueue) free() {
+	c.file.Close()
+	c.err = errnoOf(C.rc_destroy_cq(c.c, c.ch))
+	C.free(unsafe.Pointer(&c.wcs[0]))
+	c.c, c.wcs = nil, nil
+	close(c.freed)
+}
+
+// takeDown destroys the device's queue, of a device that is gone, and whose queue pairs are.
+func (c *completionQueue) takeDown() {
+	c.mu.Lock()
+	c.gone = true
+	c.mu.Unlock()
+	c.rouse()
+	<-c.freed
+}
+
+// poll polls, and sleeps on the channel while nothing comes, until the queue is closed or the device gone.
+func (c *completionQueue) poll() {
 	raw, err := c.file.SyscallConn()
 	if err != nil {
 		return
@@ -148,17 +214,18 @@ func (c *completionQueue) dispatch() {
 			continue
 		}
 		c.mu.Lock()
-		closed := c.closed
+		over := c.closed || c.gone
 		c.mu.Unlock()
-		if closed {
+		if over {
 			return
 		}
 		if c.spin.again(time.Now()) {
 			runtime.Gosched()
 			continue
 		}
-		if C.rc_arm_cq(c.c) != 0 {
-			time.Sleep(time.Millisecond) // a device that is gone
+		if C.rc_arm_cq(c.c) != 0 { // a device that is going: it may tell nothing any more
+			time.Sleep(armPause)
+			continue
 		}
 		if c.round() { // what came before it was armed makes no event
 			continue
@@ -178,6 +245,11 @@ func (c *completionQueue) round() bool {
 	for i := range max(n, 0) {
 		c.handle(&c.wcs[i])
 	}
+	return c.wakened() || n > 0
+}
+
+// wakened handles what the device does not tell, and reports whether there was anything.
+func (c *completionQueue) wakened() bool {
 	c.mu.Lock()
 	wakers := c.wakers
 	c.wakers = nil
@@ -185,7 +257,7 @@ func (c *completionQueue) round() bool {
 	for _, q := range wakers {
 		c.deliver(q, q.takeSoft(c, c.out[:0]))
 	}
-	return n > 0 || len(wakers) > 0
+	return len(wakers) > 0
 }
 
 func (c *completionQueue) handle(w *C.struct_rc_wc) {
@@ -259,15 +331,16 @@ func (c *completionQueue) Close() error {
 		<-c.done
 		return nil
 	}
-	c.file.SetReadDeadline(time.Unix(1, 0))
+	c.rouse()
 	<-c.done
-	c.file.Close()
-	err := errnoOf(C.rc_destroy_cq(c.c, c.ch))
-	C.free(unsafe.Pointer(&c.wcs[0]))
+	d := c.dev
+	d.mu.Lock()
+	delete(d.cqs, c)
+	d.mu.Unlock()
 	verbs.Track(verbs.KindCQ, -1)
-	c.dev.leave()
-	if err != nil {
-		return fmt.Errorf("rdmacore: destroy completion queue on %s: %w", c.dev.attrs.Name, err)
+	d.leave()
+	if c.err != nil {
+		return fmt.Errorf("rdmacore: destroy completion queue on %s: %w", d.attrs.Name, c.err)
 	}
 	return nil
 }

@@ -44,14 +44,30 @@
 //     goes on after the invalidation. The kernel panics when a window that is not bound is invalidated: none is from here, and for fear of
 //     a meeting of the two the device does not get verbs.CapRemoteInv, but a hostile peer needs no leave.
 //   - siw: ibv_dereg_mr does not wait for the FPDU that is being placed or sent. A Read without the right gets no answer. A message of a few octets that
-//     crosses a page boundary arrives changed. The library fails to make a queue whose place in the process is just 0x90000.
+//     crosses a page boundary arrives changed. Its library cannot make a queue at one place of a
+//     process (firstpages.go). Its listener does not survive connects that end at once, or many at a time (gentle.go).
 //
 // test/lab/rdmacore names the rules of the conformance suite that each breaks. Neither is meant for hostile peers.
 //
 // An rxe or siw peer on this machine must be reached by the machine's own address; network namespaces do not work with the kernel's soft devices.
 // Connect returns when its context ends, but Close then waits for the kernel, which may still be connecting to a peer that does not answer (siw).
-// "rdma link delete" of a soft device waits until every program that has opened it ends, and librdmacm keeps what it has opened; meanwhile
-// connections to it are lost, and refused, with an error each. libsiw tells neither of Sends With Invalidate nor why a request of its own was refused.
+// libsiw tells neither of Sends With Invalidate nor why a request of its own was refused. One message of rxe's connection manager that finds no route, as
+// after "ip link set … down", ends that manager (its queue pair 1 stays in the error state) until the device is made anew: so nothing is begun on a port
+// that is down, but the kernel itself may say good-bye to its peers then.
+//
+// # Devices that go away
+//
+// A removed device is learned of in three ways: its place in sysfs is gone, which is looked at once a second; an asynchronous event says that it has failed;
+// the connection manager says so. The first is there for the soft devices: their drivers cannot take a device away from programs that have it open
+// (no disassociate_ucontext), the kernel's ib_uverbs waits for those, and where it was loaded after rdma_cm, nobody tells them before. Drivers of cards can, and
+// then every call fails with EIO.
+//
+// Then everything of the device is destroyed here, whoever uses it: queue pairs, with what is posted on them flushed; completion queues; windows and
+// registrations; protection domains (opened.go). What consumers hold are shells, which they close as ever; MRs are as fenced as can
+// be, and cannot be made anew. Last, the descriptors of the context are given back to the kernel, although librdmacm keeps the context: it closes one only when it
+// lists devices again and finds others. From then on the removal of the device can end.
+//
+// Connecting finds a device that is back by itself.
 //
 // # Goroutines and locks
 //
@@ -60,7 +76,9 @@
 //
 //	connID.call           the kernel connects or accepts; held over that call
 //	connID.mu             what is known of a connection
-//	device.mu             users and queue pairs of a device; before qp.mu
+//	devices.mu            the devices that are open; before device.mu
+//	opened.life           whether a device is gone: tried for reading, never waited for, around calls that make something of it
+//	device.mu             users, queues and domains of a device; before qp.mu
 //	qp.mu                 state, send ring, the chain that is being posted; held around the call that posts it
 //	qp.rqMu               receive ring; held around the call that posts
 //	window.mu, useMR.mu   one registration; may be taken inside qp.mu
@@ -72,7 +90,8 @@
 //	shim.h, shim.c                what is called of the libraries; the table of functions
 //	ring.go, spin.go, piece.go, translate.go, codes.go   what needs no device
 //	present.go, absent.go, config.go           whether there is a provider at all
-//	channel.go, connid.go, connect.go, listen.go   connections
-//	device.go, region.go          devices, protection domains, memory
+//	channel.go, connid.go, connect.go, listen.go, gentle.go   connections
+//	opened.go                     devices that are open, and their removal
+//	device.go, firstpages.go, domain.go, region.go   devices as connections see them, protection domains, memory
 //	qp.go, post.go, cq.go         queues
 package rdmacore

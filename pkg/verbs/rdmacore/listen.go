@@ -14,6 +14,7 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"syscall"
 	"unsafe"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -29,6 +30,8 @@ type listener struct {
 	c        *C.struct_rdma_cm_id
 	addr     netip.AddrPort
 	requests chan *cmEvent
+	lost     chan struct{} // closed when the device that it listens on is removed
+	losing   sync.Once
 	closed   chan struct{}
 	once     sync.Once
 	gone     chan struct{}
@@ -49,7 +52,8 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 	if err != nil {
 		return nil, fail(err)
 	}
-	l := &listener{p: p, ch: ch, requests: make(chan *cmEvent, backlog), closed: make(chan struct{}), gone: make(chan struct{})}
+	l := &listener{p: p, ch: ch, requests: make(chan *cmEvent, backlog), lost: make(chan struct{}),
+		closed: make(chan struct{}), gone: make(chan struct{})}
 	if l.c, err = ch.createID(l.handle); err != nil {
 		ch.leave()
 		return nil, fail(err)
@@ -66,6 +70,9 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 
 // handle takes an event of the listener, on the goroutine of the channel.
 func (l *listener) handle(ev *cmEvent) {
+	if ev.kind == evDeviceRemoval {
+		l.lose()
+	}
 	if ev.kind != evConnectRequest {
 		l.p.cfg.Logger.Warn("RDMA listener", "address", l.addr.String(), "event", ev.kind.String(), "status", ev.status)
 		return
@@ -76,6 +83,9 @@ func (l *listener) handle(ev *cmEvent) {
 		refuse(ev)
 	}
 }
+
+// lose notes that nothing can come any more.
+func (l *listener) lose() { l.losing.Do(func() { close(l.lost) }) }
 
 // refuse rejects a request that nobody has taken.
 func refuse(ev *cmEvent) {
@@ -107,6 +117,8 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 			return r, nil
 		case <-ctx.Done():
 			return nil, ctx.Err()
+		case <-l.lost:
+			return nil, fmt.Errorf("rdmacore: listener on %v: its RDMA device was removed: listen again when it is back: %w", l.addr, syscall.ENODEV)
 		case <-l.closed:
 			return nil, net.ErrClosed
 		}

@@ -13,7 +13,10 @@ import "C"
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
+	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"unsafe"
@@ -68,20 +71,27 @@ func Devices() ([]verbs.DeviceAttrs, error) {
 	if err := Available(); err != nil {
 		return nil, err
 	}
-	var n C.int
-	list := C.rc_devices(&n)
-	if list == nil {
-		return nil, &UnavailableError{Reason: "the RDMA devices cannot be listed", Advice: "is there one (\"rdma link\")? Is ibverbs-providers installed?"}
+	cfg := Config{}.withDefaults()
+	devices.mu.Lock()
+	err := openAll(cfg.Logger)
+	contexts := slices.Collect(maps.Keys(devices.all))
+	devices.mu.Unlock()
+	if err != nil {
+		return nil, &UnavailableError{Reason: "the RDMA devices cannot be listed", Advice: "is there one (\"rdma link\")? Is ibverbs-providers installed?", Err: err}
 	}
-	defer C.rc_free_devices(list)
 	var all []verbs.DeviceAttrs
-	for _, ctx := range unsafe.Slice(list, int(n)) {
-		d, err := deviceOf(ctx, Config{}.withDefaults())
-		if err != nil {
+	for _, ctx := range contexts {
+		d, err := deviceOf(ctx, cfg)
+		var gone *RemovedError
+		switch {
+		case errors.As(err, &gone):
+		case err != nil:
 			return all, err
+		default:
+			all = append(all, d.Attrs())
 		}
-		all = append(all, d.Attrs())
 	}
+	slices.SortFunc(all, func(a, b verbs.DeviceAttrs) int { return strings.Compare(a.Name, b.Name) })
 	return all, nil
 }
 
@@ -108,11 +118,11 @@ func errnoOf(ret C.int) error {
 }
 
 // pinError explains why memory could not be registered.
-func pinError(n int, err error) error {
+func pinError(device string, n int, err error) error {
 	if errors.Is(err, syscall.ENOMEM) || errors.Is(err, syscall.EPERM) {
-		return fmt.Errorf("rdmacore: register %d octets: %w: %w: raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity, ulimit -l)", n, verbs.ErrNoResources, err)
+		return fmt.Errorf("rdmacore: register %d octets on %s: %w: %w: raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity, ulimit -l)", n, device, verbs.ErrNoResources, err)
 	}
-	return fmt.Errorf("rdmacore: register %d octets: %w", n, err)
+	return fmt.Errorf("rdmacore: register %d octets on %s: %w", n, device, err)
 }
 
 // waitable returns a descriptor for Go's poller that stands for fd, which from now on does not block.

@@ -40,6 +40,8 @@ const (
 
 	// causeWait is how long a guessed cause waits for a better one: the event of the connection comes beside the completions.
 	causeWait = 300 * time.Millisecond
+	// tellWait is how long what is posted may wait for the consumer to hear why it will fail.
+	tellWait = 100 * time.Millisecond
 	// flushWait is how long a device may make no progress in flushing before its queue pair is destroyed and flushed without it.
 	flushWait = 2 * time.Second
 )
@@ -71,6 +73,7 @@ type qp struct {
 	cause   error
 	sure    bool          // cause is certain
 	better  chan struct{} // closed when it is
+	heard   chan struct{} // closed when the consumer has heard of it, or takes too long
 	ord     int           // RDMA Reads that this side may have outstanding
 	ring    sendRing
 	chain   []chained // of the PostSend under way
@@ -96,12 +99,12 @@ type counters struct {
 func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	d := c.dev
 	pd, ok := vpd.(*protectionDomain)
-	if !ok || pd.dev.ctx != d.ctx {
+	if !ok || pd.dev.in != d.in {
 		return nil, fmt.Errorf("rdmacore: create QP: the protection domain belongs to another device: %w", verbs.ErrInvalid)
 	}
 	scq, ok1 := attr.SendCQ.(*completionQueue)
 	rcq, ok2 := attr.RecvCQ.(*completionQueue)
-	if !ok1 || !ok2 || scq.dev.ctx != d.ctx || rcq.dev.ctx != d.ctx {
+	if !ok1 || !ok2 || scq.dev.in != d.in || rcq.dev.in != d.in {
 		return nil, fmt.Errorf("rdmacore: create QP: a completion queue belongs to another device: %w", verbs.ErrInvalid)
 	}
 	if attr.MaxSendWR <= 0 || attr.MaxSendWR > d.attrs.MaxQPWR || attr.MaxRecvWR <= 0 || attr.MaxRecvWR > d.attrs.MaxQPWR {
@@ -112,6 +115,10 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		return nil, fmt.Errorf("rdmacore: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, d.attrs.MaxSendSGE, verbs.ErrInvalid)
 	}
 	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
+	if err := d.in.use(); err != nil {
+		return nil, err
+	}
+	defer d.in.done()
 	if err := pd.take(); err != nil {
 		return nil, err
 	}
@@ -124,7 +131,7 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		pd.drop()
 		return nil, err
 	}
-	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}),
+	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}), heard: make(chan struct{}),
 		ring: newSendRing(attr.MaxSendWR), recvs: newRecvRing(attr.MaxRecvWR)}
 	if err := errnoOf(C.rc_create_qp(c.c, pd.c, scq.c, rcq.c, C.int(attr.MaxSendWR+markerWRs), C.int(attr.MaxRecvWR), C.int(attr.MaxSendSGE), &q.c)); err != nil {
 		q.unreserve()
@@ -203,15 +210,40 @@ func (q *qp) end() {
 	case <-q.better:
 	case <-time.After(causeWait):
 	}
-	q.tear()
 	q.mu.Lock()
+	q.state = qpDead
 	cause := q.cause
 	q.sure = true
 	q.mu.Unlock()
 	if f := q.attr.OnDisconnect; f != nil {
-		go f(cause)
+		told := make(chan struct{})
+		go func() {
+			f(cause)
+			close(told)
+		}()
+		select { // the reason first, and then what comes of it: a consumer goes by the first that it hears
+		case <-told:
+		case <-time.After(tellWait):
+		}
 	}
+	close(q.heard)
+	q.tear()
 	q.flush() // what is posted completes, also if the consumer takes its time to close
+}
+
+// takeDown destroys the queue pair of a device that is gone; what is posted is flushed here. It waits while the kernel makes the connection.
+func (q *qp) takeDown(cause error) {
+	q.lost(cause, certain)
+	q.mu.Lock()
+	told := q.told
+	q.mu.Unlock()
+	if told {
+		<-q.heard
+	}
+	q.id.call.Lock()
+	defer q.id.call.Unlock()
+	q.tear()
+	q.abandon("")
 }
 
 // tear closes the queues, disconnects, and has the device flush, once.
@@ -266,8 +298,16 @@ func (q *qp) flush() {
 		}
 		last = now
 	}
+	q.abandon("RDMA device does not flush a queue pair in the error state: it is destroyed")
+	<-done
+}
+
+// abandon destroys the device's queue pair, once, and has what is posted flushed here. warning is for the log.
+func (q *qp) abandon(warning string) {
 	q.takeOver.Do(func() {
-		q.dev.log.Warn("RDMA device does not flush a queue pair in the error state: it is destroyed", "device", q.dev.attrs.Name)
+		if warning != "" {
+			q.dev.log.Warn(warning, "device", q.dev.attrs.Name)
+		}
 		q.release()
 		q.mu.Lock()
 		q.broken = true
@@ -277,7 +317,6 @@ func (q *qp) flush() {
 			q.recvCQ.wake(q)
 		}
 	})
-	<-done
 }
 
 // release destroys the device's queue pair, once, so that the device touches no memory of it any more. No request may be posted afterwards.

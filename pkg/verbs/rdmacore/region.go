@@ -9,8 +9,12 @@ import "C"
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"unsafe"
+
+	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -53,6 +57,8 @@ type region interface {
 	fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.struct_rc_wr) (soft bool, status verbs.Status, undo func(), err error)
 	// localInv prepares a LocalInv on q.
 	localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (soft bool, status verbs.Status)
+	// takeDown gives the registration up: the device is gone.
+	takeDown() error
 	domain() *protectionDomain
 	pages() int
 }
@@ -69,6 +75,11 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 		verbs.Track(verbs.KindMR, 1)
 		return &useMR{pd: p, depth: depth}, nil
 	}
+	if err := p.dev.in.use(); err != nil {
+		p.drop()
+		return nil, err
+	}
+	defer p.dev.in.done()
 	w := &window{pd: p, depth: depth, free: true}
 	if err := errnoOf(C.rc_alloc_mw(p.c, &w.c)); err != nil {
 		p.drop()
@@ -186,6 +197,36 @@ func (t *regionTable) untie(q *qp) {
 	}
 }
 
+// takeDown gives up every registration of a device that is gone: what it does not take is the kernel's to release.
+func (t *regionTable) takeDown(log hclog.Logger) {
+	t.mu.RLock()
+	list := slices.Collect(maps.Values(t.byIndex))
+	t.mu.RUnlock()
+	for _, r := range list {
+		if err := r.takeDown(); err != nil {
+			log.Debug("a registration of a removed device is left to the kernel", "error", err)
+		}
+	}
+}
+
+func (w *window) takeDown() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	err := w.dealloc()
+	w.lost, w.tied = true, false
+	return err
+}
+
+func (m *useMR) takeDown() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	err := m.unregister()
+	if m.c != nil {
+		m.invalid()
+	}
+	return err
+}
+
 // unbound notes that a LocalInv of key was executed.
 func (w *window) unbound(key verbs.RKey) {
 	w.mu.Lock()
@@ -296,9 +337,13 @@ func (m *useMR) Register(access verbs.Access, seg []byte) (verbs.RKey, error) {
 
 // register is Register, checked. Caller holds mu.
 func (m *useMR) register(access verbs.Access, seg []byte) error {
+	if err := m.pd.dev.in.use(); err != nil {
+		return err
+	}
+	defer m.pd.dev.in.done()
 	if err := errnoOf(C.rc_reg_mr(m.pd.c, unsafe.Pointer(unsafe.SliceData(seg)), C.uint64_t(len(seg)), C.int(regionAccess(access)), &m.c)); err != nil {
 		m.c = nil
-		return pinError(len(seg), err)
+		return pinError(m.pd.dev.attrs.Name, len(seg), err)
 	}
 	m.pd.dev.regions.remove(m.last, m)
 	m.key, m.access, m.piece, m.qp = verbs.RKey(m.c.rkey), access, seg, nil
@@ -321,9 +366,14 @@ func (m *useMR) unregister() error {
 	if err := errnoOf(C.rc_dereg_mr(m.c)); err != nil {
 		return fmt.Errorf("rdmacore: deregister MR %#08x on %s: %w", uint32(m.key), m.pd.dev.attrs.Name, err)
 	}
+	m.invalid()
+	return nil
+}
+
+// invalid notes that there is no registration any more. Caller holds mu.
+func (m *useMR) invalid() {
 	m.last, m.lastQP = m.key, m.qp
 	m.c, m.key, m.piece, m.qp = nil, 0, nil, nil
-	return nil
 }
 
 // Dereg ends the MR with its registration, if it has one.

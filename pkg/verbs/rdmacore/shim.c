@@ -2,12 +2,19 @@
 
 // The libraries are opened at run time: nothing here may be linked against them. What verbs.h has as inline functions goes through the
 // context's table of operations and needs no symbol; everything else is called through lib.
+#define _GNU_SOURCE // dup3
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <netinet/in.h>
+#include <unistd.h>
 
 #include "shim.h"
 
@@ -16,7 +23,7 @@
 #undef ibv_query_port
 
 #define VERBS_SYMBOLS(X) \
-	X(ibv_get_device_name) X(ibv_query_device) X(ibv_alloc_pd) X(ibv_dealloc_pd) X(ibv_reg_mr) X(ibv_dereg_mr) \
+	X(ibv_get_device_name) X(ibv_query_device) X(ibv_query_port) X(ibv_alloc_pd) X(ibv_dealloc_pd) X(ibv_reg_mr) X(ibv_dereg_mr) \
 	X(ibv_create_comp_channel) X(ibv_destroy_comp_channel) X(ibv_create_cq) X(ibv_destroy_cq) \
 	X(ibv_get_cq_event) X(ibv_ack_cq_events) X(ibv_modify_qp) X(ibv_get_async_event) X(ibv_ack_async_event)
 
@@ -99,6 +106,7 @@ int rc_next_event(struct rdma_event_channel *ch, struct rc_event *out)
 	if (lib.rdma_get_cm_event(ch, &ev))
 		return failed(-1);
 	memset(out, 0, sizeof *out);
+	out->event = ev;
 	out->id = ev->id;
 	out->listener = ev->listen_id;
 	out->kind = ev->event;
@@ -117,8 +125,12 @@ int rc_next_event(struct rdma_event_channel *ch, struct rc_event *out)
 	default:
 		break;
 	}
-	lib.rdma_ack_cm_event(ev);
 	return 0;
+}
+
+void rc_ack_event(struct rc_event *ev)
+{
+	lib.rdma_ack_cm_event(ev->event);
 }
 
 int rc_create_id(struct rdma_event_channel *ch, struct rdma_cm_id **out)
@@ -170,7 +182,16 @@ static struct rdma_conn_param conn_param(const void *data, int len, int responde
 int rc_connect(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
 {
 	struct rdma_conn_param p = conn_param(data, len, responder_resources, initiator_depth);
-	return failed(lib.rdma_connect(id, &p));
+	sigset_t all, before;
+	int ret;
+
+	/* The Go runtime sends signals to its threads. One of them makes siw drop the TCP connection that it is making, and begin again,
+	   and a connection that is dropped at once costs a siw server its listener. */
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	ret = failed(lib.rdma_connect(id, &p));
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	return ret;
 }
 
 int rc_accept(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
@@ -205,9 +226,57 @@ struct ibv_context **rc_devices(int *n)
 	return lib.rdma_get_devices(n);
 }
 
-void rc_free_devices(struct ibv_context **list)
+struct ibv_context **rc_hold_of(struct ibv_context *ctx)
 {
-	lib.rdma_free_devices(list);
+	struct ibv_context **hold = calloc(2, sizeof *hold);
+	if (!hold)
+		abort(); // as everything does that is out of memory for two words
+	hold[0] = ctx;
+	return hold;
+}
+
+void rc_let_go(struct ibv_context **hold)
+{
+	lib.rdma_free_devices(hold);
+}
+
+const char *rc_device_path(struct ibv_context *ctx)
+{
+	return ctx->device->dev_path;
+}
+
+// What stands in place of a descriptor that was taken from a context.
+static const char substitute[] = "/dev/null";
+
+int rc_cut_off(struct ibv_context *ctx)
+{
+	int fd = open(substitute, O_RDWR | O_CLOEXEC);
+	if (fd < 0)
+		return failed(-1);
+	int ret = 0;
+	if (dup3(fd, ctx->cmd_fd, O_CLOEXEC) < 0 || dup3(fd, ctx->async_fd, O_CLOEXEC) < 0)
+		ret = failed(-1);
+	close(fd);
+	return ret;
+}
+
+int rc_is_cut_off(struct ibv_context *ctx)
+{
+	struct stat null, now;
+	return !stat(substitute, &null) && !fstat(ctx->cmd_fd, &now) && S_ISCHR(now.st_mode) && now.st_rdev == null.st_rdev;
+}
+
+int rc_port_state(struct ibv_context *ctx, int port)
+{
+	struct ibv_port_attr attr; // at least as long as what the function fills
+	memset(&attr, 0, sizeof attr);
+	int ret = refused(lib.ibv_query_port(ctx, port, (struct _compat_ibv_port_attr *)&attr));
+	return ret ? ret : (int)attr.state;
+}
+
+int rc_port(struct rdma_cm_id *id)
+{
+	return id->port_num;
 }
 
 const char *rc_device_name(struct ibv_context *ctx)
@@ -239,30 +308,33 @@ int rc_try_window(struct ibv_context *ctx)
 	return ret;
 }
 
-int rc_next_async(struct ibv_context *ctx, int32_t *kind, struct ibv_qp **qp, int32_t *port)
+int rc_next_async(struct ibv_context *ctx, struct rc_async *out)
 {
-	struct ibv_async_event ev;
-	if (lib.ibv_get_async_event(ctx, &ev))
+	memset(out, 0, sizeof *out);
+	errno = 0;
+	if (lib.ibv_get_async_event(ctx, &out->event))
 		return failed(-1);
-	*kind = ev.event_type;
-	*qp = NULL;
-	*port = 0;
-	switch (ev.event_type) {
+	out->kind = out->event.event_type;
+	switch (out->kind) {
 	case IBV_EVENT_QP_FATAL:
 	case IBV_EVENT_QP_REQ_ERR:
 	case IBV_EVENT_QP_ACCESS_ERR:
 	case IBV_EVENT_COMM_EST:
-		*qp = ev.element.qp;
+		out->qp = out->event.element.qp;
 		break;
 	case IBV_EVENT_PORT_ACTIVE:
 	case IBV_EVENT_PORT_ERR:
-		*port = ev.element.port_num;
+		out->port = out->event.element.port_num;
 		break;
 	default:
 		break;
 	}
-	lib.ibv_ack_async_event(&ev);
 	return 0;
+}
+
+void rc_ack_async(struct rc_async *ev)
+{
+	lib.ibv_ack_async_event(&ev->event);
 }
 
 int rc_alloc_pd(struct ibv_context *ctx, struct ibv_pd **out)
@@ -314,6 +386,18 @@ int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **c
 		return ret;
 	}
 	return 0;
+}
+
+int rc_create_bare_cq(struct ibv_context *ctx, int depth, struct ibv_cq **out)
+{
+	errno = 0;
+	*out = lib.ibv_create_cq(ctx, depth, NULL, NULL, 0);
+	return *out ? 0 : missing();
+}
+
+int rc_destroy_bare_cq(struct ibv_cq *cq)
+{
+	return refused(lib.ibv_destroy_cq(cq));
 }
 
 int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch)
@@ -421,7 +505,7 @@ int rc_post_send(struct ibv_qp *qp, const struct rc_wr *wrs, int n, struct ibv_s
 		}
 	}
 	int ret = refused(ibv_post_send(qp, scratch, &bad));
-	*posted = !ret ? n : bad ? (int)(bad - scratch) : 0;
+	*posted = !ret ? n : bad >= scratch && bad < scratch + n ? (int)(bad - scratch) : 0;
 	// Most providers leave the window's key to the one who posts, and compare it at the next bind.
 	for (int i = 0; i < *posted; i++)
 		if (wrs[i].opcode == IBV_WR_BIND_MW)

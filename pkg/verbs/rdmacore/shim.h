@@ -11,8 +11,9 @@
 // rc_load opens the libraries. On failure it puts the reason into why.
 int rc_load(char *why, int size);
 
-// A rc_event is a connection event, copied: the event itself is acknowledged before rc_next_event returns.
+// A rc_event is a connection event, copied. Until it is acknowledged, what destroys its connection id waits, so that the id is not another's meanwhile.
 struct rc_event {
+	struct rdma_cm_event *event;
 	struct rdma_cm_id *id;
 	struct rdma_cm_id *listener;
 	int32_t kind;
@@ -27,6 +28,7 @@ int rc_open_channel(struct rdma_event_channel **out);
 void rc_close_channel(struct rdma_event_channel *ch);
 // rc_next_event returns -EAGAIN when there is none: the channel must not block.
 int rc_next_event(struct rdma_event_channel *ch, struct rc_event *out);
+void rc_ack_event(struct rc_event *ev);
 
 // Connection ids. Addresses are struct sockaddr_in or sockaddr_in6; timeouts are in milliseconds.
 int rc_create_id(struct rdma_event_channel *ch, struct rdma_cm_id **out);
@@ -39,19 +41,40 @@ int rc_accept(struct rdma_cm_id *id, const void *data, int len, int responder_re
 int rc_reject(struct rdma_cm_id *id, const void *data, int len);
 int rc_disconnect(struct rdma_cm_id *id);
 int rc_comm_established(struct rdma_cm_id *id);
-// rc_address copies the local (or the peer's) address to out, of at least sizeof(struct sockaddr_storage).
+// rc_address copies the local (or the peer's) address to out, of at least sizeof(struct sockaddr_in6).
 void rc_address(struct rdma_cm_id *id, int peer, void *out);
 
-// Devices.
+// Devices. rc_devices opens all of them, and returns a list that ends with NULL, or NULL. librdmacm closes none of it while the list is held: rc_let_go
+// ends that, and frees the list. As what is counted is the entries, free(list) after making a list of one of each by rc_hold_of gives each a hold of its own.
 struct ibv_context **rc_devices(int *n);
-void rc_free_devices(struct ibv_context **list);
+struct ibv_context **rc_hold_of(struct ibv_context *ctx);
+void rc_let_go(struct ibv_context **hold);
+// rc_device_path is the device's place in sysfs.
+const char *rc_device_path(struct ibv_context *ctx);
+// rc_cut_off gives the kernel back what the context has open of the device, and leaves the context as it is, for librdmacm to close: its
+// descriptors stand for /dev/null from now on. Nothing of the device may be in use.
+int rc_cut_off(struct ibv_context *ctx);
+int rc_is_cut_off(struct ibv_context *ctx);
+// rc_port_state is the state of a port (enum ibv_port_state), or a negative errno.
+int rc_port_state(struct ibv_context *ctx, int port);
+// rc_port is the port of the device that a connection id uses.
+int rc_port(struct rdma_cm_id *id);
 const char *rc_device_name(struct ibv_context *ctx);
 int rc_is_iwarp(struct ibv_context *ctx);
 int rc_query_device(struct ibv_context *ctx, struct ibv_device_attr *out);
 // rc_try_window reports 0 if a type-2 memory window can be allocated.
 int rc_try_window(struct ibv_context *ctx);
-// rc_next_async takes an asynchronous event and acknowledges it; -EAGAIN when there is none.
-int rc_next_async(struct ibv_context *ctx, int32_t *kind, struct ibv_qp **qp, int32_t *port);
+// A rc_async is an asynchronous event. Until it is acknowledged, what destroys its queue pair waits.
+struct rc_async {
+	struct ibv_async_event event;
+	struct ibv_qp *qp;
+	int32_t kind;
+	int32_t port;
+};
+
+// rc_next_async takes an asynchronous event; -EAGAIN when there is none.
+int rc_next_async(struct ibv_context *ctx, struct rc_async *out);
+void rc_ack_async(struct rc_async *ev);
 
 // Memory.
 int rc_alloc_pd(struct ibv_context *ctx, struct ibv_pd **out);
@@ -64,6 +87,9 @@ int rc_dealloc_mw(struct ibv_mw *mw);
 // Completion queues. A channel belongs to each.
 int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **ch, struct ibv_cq **out);
 int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch);
+// A bare one has no channel.
+int rc_create_bare_cq(struct ibv_context *ctx, int depth, struct ibv_cq **out);
+int rc_destroy_bare_cq(struct ibv_cq *cq);
 int rc_arm_cq(struct ibv_cq *cq);
 // rc_take_cq_event takes an event off the channel and acknowledges it; -EAGAIN when there is none.
 int rc_take_cq_event(struct ibv_comp_channel *ch);

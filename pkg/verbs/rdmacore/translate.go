@@ -186,6 +186,16 @@ func (e *DeviceEventError) Error() string {
 	return fmt.Sprintf("RDMA device %s: %s", e.Device, e.Event)
 }
 
+// A RemovedError is a device that was removed, or is being removed: with the driver, the card, or "rdma link delete".
+type RemovedError struct{ Device string }
+
+func (e *RemovedError) Error() string {
+	return fmt.Sprintf("RDMA device %s was removed; it is used again when it is back (\"rdma link\" lists what there is)", e.Device)
+}
+
+// Unwrap returns ENODEV.
+func (e *RemovedError) Unwrap() error { return syscall.ENODEV }
+
 // A StatusError is a work completion that ended a connection.
 type StatusError struct {
 	Status    verbs.Status

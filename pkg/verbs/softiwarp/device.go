@@ -35,7 +35,7 @@ func (d *device) Attrs() verbs.DeviceAttrs {
 	return verbs.DeviceAttrs{
 		Name:                  Name,
 		Transport:             verbs.TransportIWARP,
-		Caps:                  verbs.CapFastReg | verbs.CapGaps | verbs.CapChosenIOVA | verbs.CapRegisterAny | verbs.CapRemoteInv | verbs.CapTerminates,
+		Caps:                  verbs.CapFastReg | verbs.CapGaps | verbs.CapChosenIOVA | verbs.CapRegisterAny | verbs.CapRemoteInv | verbs.CapTerminates | verbs.CapLiveStats,
 		PageSize:              os.Getpagesize(),
 		MaxFastRegPageListLen: maxFRPages,
 		MaxQPWR:               maxQPWR,

@@ -195,7 +195,7 @@ func (x *receiver) write(hdr []byte, tail int) error {
 	}
 	g, deny := x.q.access(h.stag, h.to, uint64(n), verbs.AccessRemoteWrite)
 	if deny != granted {
-		x.q.stats.accessErrors.Add(uint64(n))
+		x.q.stats.accessErrors.Add(1)
 		return x.refuse(deny.placementCode(), hdr)
 	}
 	x.take(hdr)
@@ -206,7 +206,7 @@ func (x *receiver) write(hdr []byte, tail int) error {
 func (x *receiver) placed(s sink, tail int) error {
 	err := x.in.place(s)
 	if err == errRevoked {
-		x.q.stats.accessErrors.Add(uint64(s.n))
+		x.q.stats.accessErrors.Add(1)
 		return x.refuse(termTaggedInvalidSTag, x.rebuilt())
 	}
 	if err != nil {
@@ -253,7 +253,7 @@ func (x *receiver) readResponse(hdr []byte, tail int) error {
 		return nil
 	}
 	x.failRead(r, verbs.StatusBadRespErr)
-	q.stats.accessErrors.Add(uint64(n))
+	q.stats.accessErrors.Add(1)
 	return x.refuse(code, hdr)
 }
 
@@ -362,9 +362,6 @@ func (x *receiver) readRequest(tail int) error {
 	}
 	rr := readRequest{msn: h.msn}
 	rr.parseRDMAP(hdr[fpduLenSize+untaggedHdr:])
-	if h.ulpdu != readReqULPDU {
-		return x.refuse(termTooLong, hdr)
-	}
 	q.mu.Lock()
 	if q.rrTail-q.rrHead >= uint32(q.ird) {
 		q.mu.Unlock()

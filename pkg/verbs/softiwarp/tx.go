@@ -424,7 +424,7 @@ func (b *batch) addRegistered(m *mr, off uint64, n int) {
 func (t *transmitter) refuseRead(rr *readRequest, served uint32, code termCode) error {
 	q := t.q
 	t.b.begin()
-	q.stats.accessErrors.Add(uint64(rr.size - served))
+	q.stats.accessErrors.Add(1)
 	at := *rr
 	at.srcTO += uint64(served)
 	at.size -= served

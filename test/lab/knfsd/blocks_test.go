@@ -1,7 +1,6 @@
 package knfsd
 
 import (
-	"fmt"
 	"path/filepath"
 	"testing"
 
@@ -32,9 +31,8 @@ func testSmallBlocks(t *testing.T, b bench) {
 		}
 		run(t, "", "cmp", file, filepath.Join(b.mount(t, nil).dir, "file"))
 	})
-	sound(t, c)
-	to := fmt.Sprintf("tcp.dstport == %d && ", b.RDMA.Port())
-	for _, f := range frames(t, c, to+"rpcordma.reply_count == 0 && rpcordma.rdma_length", "rpcordma.rdma_length") {
+	b.sound(t, c)
+	for _, f := range frames(t, c, b.wire().to+"rpcordma.reply_count == 0 && rpcordma.rdma_length", "rpcordma.rdma_length") {
 		for _, length := range f[0] {
 			if number(t, length) > block {
 				t.Errorf("a chunk of %s octets was offered, the server takes %d", length, block)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
@@ -49,13 +50,25 @@ type session struct {
 	tr   *xprt.Transport
 	root nfs3.FH
 	cred []byte
+	mem  []byte // that every device can reach: data goes through it
 }
+
+// roomBytes is in octets, for the largest call and what lies behind it.
+const roomBytes = 2 << 20
+
+// room is the first n octets of the session's memory, and no more.
+func (s session) room(n int) []byte { return s.mem[:n:n] }
 
 func (b bench) session(t *testing.T, change func(*xprt.Config)) session {
 	t.Helper()
 	root := b.root(t, lab.ExportRW)
+	mem, err := verbs.AllocBuffer(roomBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { verbs.FreeBuffer(mem) }) // when the transport is closed
 	tr := b.transport(t, change)
-	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root, sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"})}
+	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root, sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"}), mem}
 }
 
 // create makes an empty file in the root.
@@ -72,7 +85,7 @@ func (s session) create(t *testing.T, name string) nfs3.FH {
 func (s session) write(t *testing.T, fh nfs3.FH, off uint64, data []byte) {
 	t.Helper()
 	var res nfs3.WriteResult
-	if err := s.Write(t.Context(), s.cred, fh, off, data, nfs3.Unstable, &res); err != nil || int(res.Count) != len(data) {
+	if err := s.Write(t.Context(), s.cred, fh, off, s.room(copy(s.mem, data)), nfs3.Unstable, &res); err != nil || int(res.Count) != len(data) {
 		t.Fatalf("WRITE of %d octets at %d: %d, error %v", len(data), off, res.Count, err)
 	}
 }
@@ -81,12 +94,14 @@ func (s session) write(t *testing.T, fh nfs3.FH, off uint64, data []byte) {
 func (s session) read(t *testing.T, fh nfs3.FH, off uint64, want []byte) {
 	t.Helper()
 	const guard = 64
-	buf := bytes.Repeat([]byte{0xA5}, len(want)+guard)
+	behind := bytes.Repeat([]byte{0xA5}, len(want)+guard)
+	copy(s.mem, behind)
+	buf := s.room(len(want))
 	var res nfs3.ReadResult
-	if err := s.Read(t.Context(), s.cred, fh, off, buf[:len(want):len(want)], &res); err != nil || res.N != len(want) || !bytes.Equal(buf[:res.N], want) {
+	if err := s.Read(t.Context(), s.cred, fh, off, buf, &res); err != nil || res.N != len(want) || !bytes.Equal(buf[:res.N], want) {
 		t.Fatalf("READ of %d octets at %d: %d, error %v", len(want), off, res.N, err)
 	}
-	if !bytes.Equal(buf[len(want):], bytes.Repeat([]byte{0xA5}, guard)) {
+	if !bytes.Equal(s.mem[len(want):len(want)+guard], behind[len(want):]) {
 		t.Fatalf("READ of %d octets at %d wrote behind its buffer", len(want), off)
 	}
 }

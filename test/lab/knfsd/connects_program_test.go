@@ -25,8 +25,8 @@ var (
 	_ = register("killed daemons", "daemons killed at any moment of a mount", testKilledDaemons)
 )
 
-// harmRounds is how often a mount is disturbed.
-const harmRounds = 12
+// harmRounds is how often a mount is disturbed, harmRoundsIn in a guest.
+const harmRounds, harmRoundsIn = 12, 6
 
 // A program is nfsrdmad with a control socket of its own, a guest to mount from, and files in it.
 type program struct {
@@ -43,8 +43,11 @@ const helloFile, helloText = "hello", "world\n"
 func newProgram(t *testing.T, b bench) *program {
 	t.Helper()
 	p := &program{t: t, b: b, dir: t.TempDir()}
-	p.bin, p.socket, p.log = filepath.Join(p.dir, "nfsrdmad"), filepath.Join(p.dir, "s"), filepath.Join(p.dir, "log")
-	run(t, "", "go", "build", "-o", p.bin, "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
+	p.bin, p.socket, p.log = *programFlag, filepath.Join(p.dir, "s"), filepath.Join(p.dir, "log")
+	if p.bin == "" {
+		p.bin = filepath.Join(p.dir, "nfsrdmad")
+		run(t, "", "go", "build", "-o", p.bin, "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
+	}
 	b.MustRun("echo world >/export/" + helloFile)
 	t.Cleanup(func() { b.MustRun("rm /export/" + helloFile) })
 	return p
@@ -64,7 +67,7 @@ func (p *program) mountCommand(name, options string, flags ...string) (cmd *exec
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		p.t.Fatal(err)
 	}
-	opts := fmt.Sprintf("port=%d,mountport=%d%s", p.b.RDMA.Port(), p.b.Mount.Port(), options)
+	opts := fmt.Sprintf("port=%d,mountport=%d,provider=%s%s", p.b.RDMA.Port(), p.b.Mount.Port(), p.b.name, options)
 	return p.command(append(append([]string{"mount"}, flags...), p.b.Mount.Addr().String()+":"+lab.ExportRW, dir, "-o", opts)...), dir
 }
 
@@ -192,7 +195,8 @@ func testCancelledMounts(t *testing.T, b bench) {
 	typical, rng := p.typicalMount(), moments(t)
 	capture := b.Capture(t, "cancelled")
 	mounted := 0
-	for i := range harmRounds {
+	rounds := b.smaller(harmRounds, harmRoundsIn)
+	for i := range rounds {
 		cmd, dir := p.mountCommand("m", "")
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
@@ -210,7 +214,7 @@ func testCancelledMounts(t *testing.T, b bench) {
 		})
 	}
 	p.stop()
-	t.Logf("%d of %d mounts were done before they were cancelled, %d connections", mounted, harmRounds, len(gentle(t, b, capture, 1, false)))
+	t.Logf("%d of %d mounts were done before they were cancelled, %d connections", mounted, rounds, len(gentle(t, b, capture, 1, false)))
 	p.unharmed()
 }
 
@@ -222,7 +226,8 @@ func testKilledDaemons(t *testing.T, b bench) {
 	typical, rng := p.typicalMount(), moments(t)
 	p.stop()
 	capture := b.Capture(t, "killed")
-	for i := range harmRounds {
+	rounds := b.smaller(harmRounds, harmRoundsIn)
+	for i := range rounds {
 		var flags []string
 		if i%2 == 1 {
 			flags = []string{"--foreground"}

@@ -3,6 +3,7 @@ package knfsd
 import (
 	"crypto/sha256"
 	"fmt"
+	"net/netip"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -62,8 +63,8 @@ func testCredits(t *testing.T, b bench) {
 				t.Errorf("the server grants %d: %+v", credits, stats)
 			}
 		})
-		sound(t, c)
-		most := mostInFlight(t, c, b.RDMA.Port())
+		b.sound(t, c)
+		most := mostInFlight(t, b.sends(t, c))
 		t.Logf("%d credits, %d callers: at most %d calls on the wire", credits, callers, most)
 		if most < credits-1 { // one is kept for the sign of life
 			t.Errorf("never more than %d calls were on the wire, with %d credits", most, credits)
@@ -71,24 +72,62 @@ func testCredits(t *testing.T, b bench) {
 	}
 }
 
-// mostInFlight goes through a capture of one connection, holds the calls without a reply to what the replies grant (RFC 8166 §3.3.1, one before
-// the first), and returns how many there were at most. It goes by the sequence numbers of the Sends: the decoder looks into the first message
-// of a frame only.
-func mostInFlight(t *testing.T, c *lab.Capture, port uint16) (most int) {
+// A sent message is a frame with a Send, or more than one.
+type sent struct {
+	frame string
+	toIt  bool // to the server
+	last  int  // how many Sends there were in this direction with it
+	grant int  // of credits, if it grants some
+}
+
+// sends goes through a capture of one connection.
+func (b bench) sends(t *testing.T, c *lab.Capture) (all []sent) {
+	t.Helper()
+	if b.device == lab.RXE {
+		return sendsByXID(t, c, b.RDMA.Addr())
+	}
+	// By the sequence numbers of the Sends: the decoder looks into the first message of a frame only.
+	for _, f := range frames(t, c, "iwarp_ddp.untagged && iwarp_ddp.qn == 0", "tcp.dstport", "iwarp_ddp.msn", "rpcordma.flow_control", "frame.number") {
+		s := sent{frame: f[3][0], toIt: f[0][0] == strconv.Itoa(int(b.RDMA.Port())), last: int(number(t, f[1][len(f[1])-1]))}
+		if len(f[2]) > 0 {
+			s.grant = int(number(t, f[2][0]))
+		}
+		all = append(all, s)
+	}
+	return all
+}
+
+// sendsByXID goes by the messages themselves, each of which is in a frame of its own, and may come again.
+func sendsByXID(t *testing.T, c *lab.Capture, server netip.Addr) (all []sent) {
+	t.Helper()
+	seen := map[bool]map[string]bool{true: {}, false: {}}
+	for _, f := range frames(t, c, "rpcordma", "ip.dst", "rpcordma.xid", "rpcordma.flow_control", "frame.number") {
+		s := sent{frame: f[3][0], toIt: f[0][0] == server.String(), grant: int(number(t, f[2][0]))}
+		if xids := seen[s.toIt]; !xids[f[1][0]] {
+			xids[f[1][0]] = true
+			s.last = len(xids)
+			all = append(all, s)
+		}
+	}
+	return all
+}
+
+// mostInFlight holds the calls without a reply to what the replies grant (RFC 8166 §3.3.1, one before the first), and returns how many there
+// were at most.
+func mostInFlight(t *testing.T, all []sent) (most int) {
 	t.Helper()
 	granted, calls, replies := 1, 0, 0
-	for _, f := range frames(t, c, "iwarp_ddp.untagged && iwarp_ddp.qn == 0", "tcp.dstport", "iwarp_ddp.msn", "rpcordma.flow_control", "frame.number") {
-		last := int(number(t, f[1][len(f[1])-1]))
-		if f[0][0] == strconv.Itoa(int(port)) {
-			calls = last
+	for _, s := range all {
+		if s.toIt {
+			calls = s.last
 			most = max(most, calls-replies)
 			if calls-replies > granted {
-				t.Fatalf("frame %s: %d calls are on the wire, %d are granted", f[3][0], calls-replies, granted)
+				t.Fatalf("frame %s: %d calls are on the wire, %d are granted", s.frame, calls-replies, granted)
 			}
 			continue
 		}
-		if replies = last; len(f[2]) > 0 {
-			granted = int(number(t, f[2][0]))
+		if replies = s.last; s.grant > 0 {
+			granted = s.grant
 		}
 	}
 	return most
@@ -152,7 +191,7 @@ func testCRC(t *testing.T, b bench) {
 		})
 		t.Logf("CRC %v: %d connections ended", crc, ends)
 		if ends == 0 {
-			sound(t, c)
+			b.sound(t, c)
 		}
 		checkCRC(t, c, crc)
 	}

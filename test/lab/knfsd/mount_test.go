@@ -64,7 +64,7 @@ func (l *logBuffer) String() string {
 func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transport {
 	t.Helper()
 	var log logBuffer
-	cfg := xprt.Config{Provider: providers[*providerFlag](b.crc), Addr: b.RDMA, Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Debug, Output: &log})}
+	cfg := xprt.Config{Provider: b.newProvider(t), Addr: b.RDMA, Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Debug, Output: &log})}
 	if change != nil {
 		change(&cfg)
 	}

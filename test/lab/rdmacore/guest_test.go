@@ -25,7 +25,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// The tests of this file run in a guest, against its own server; those of lab_test.go put them there.
+// The tests of this file run in a guest, against its own server or another guest's; those of lab_test.go put them there.
 
 // Ports of the guest's server.
 const (
@@ -33,8 +33,12 @@ const (
 	mountPort = 20048
 )
 
-// guestEnv is the address of the guest, where there is one.
-const guestEnv = "NFSRDMAD_RDMACORE_GUEST"
+const (
+	// guestEnv is the address of the server, where there is one.
+	guestEnv = "NFSRDMAD_RDMACORE_GUEST"
+	// exportEnv is where the server's export is a directory that has nothing to do with RDMA; otherwise it is the guest's own.
+	exportEnv = "NFSRDMAD_RDMACORE_EXPORT"
+)
 
 var cred = sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "guest"})
 
@@ -54,7 +58,7 @@ func connect(t *testing.T, p verbs.Provider) (*xprt.Transport, nfs3.FH) {
 	addr := inGuest(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	root, err := mountd.Mount(ctx, mountd.Args{Host: addr.String(), Port: mountPort, Export: "/export", Cred: &sunrpc.AuthSys{Machine: "guest"}})
+	root, err := mountd.Mount(ctx, mountd.Args{Host: addr.String(), Port: mountPort, Export: "/export", Cred: &sunrpc.AuthSys{Machine: "guest"}, Timeout: time.Minute})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -135,7 +139,11 @@ func TestMainJob(t *testing.T) {
 	if err := c.Commit(ctx, cred, fh, 0, 0, &cr); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := os.ReadFile(filepath.Join("/export", "job")); err != nil || !bytes.Equal(got, want) {
+	dir := os.Getenv(exportEnv)
+	if dir == "" {
+		dir = "/export"
+	}
+	if got, err := os.ReadFile(filepath.Join(dir, "job")); err != nil || !bytes.Equal(got, want) {
 		t.Fatalf("the server's file of %d octets differs (%v)", len(got), err)
 	}
 	second, _ := connect(t, devices(t))

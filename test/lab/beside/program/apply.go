@@ -4,8 +4,6 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"os"
-	"slices"
-	"strings"
 	"time"
 	"unsafe"
 
@@ -19,7 +17,17 @@ const slots = 4
 var users = []struct {
 	id     int
 	groups []uint32
-}{{0, nil}, {1000, []uint32{1000}}, {1001, []uint32{1000, 1001}}}
+}{{0, nil}, {1000, []uint32{1000}}, {1001, []uint32{1000, 1001}}, {1002, manyGroups}}
+
+// manyGroups are more than an RPC carries (RFC 5531 appendix A): it leaves out lastGroup.
+var manyGroups = func() (groups []uint32) {
+	for g := uint32(2001); len(groups) < 19; g++ {
+		groups = append(groups, g)
+	}
+	return append(groups, lastGroup)
+}()
+
+const lastGroup = 3000
 
 // become makes the calling thread, which must be locked to its goroutine, one of users. Linux keeps these per thread; the system call
 // itself is what tells libraries nothing.
@@ -41,9 +49,11 @@ type field struct{ name, value string }
 
 // A world is one of the two directories, and what a stream has open in it.
 type world struct {
-	root string
-	fds  [slots]int          // -1: not open
-	seen map[uint64]observed // by inode number
+	root      string
+	fds       [slots]int          // -1: not open
+	seen      map[uint64]observed // by inode number
+	maps      [slots][]byte       // what is mapped of the files that the slots had open
+	closeWait time.Duration       // behind what closes a file
 }
 
 func newWorld(root string) *world {
@@ -56,18 +66,35 @@ func newWorld(root string) *world {
 
 func (w *world) close() {
 	for i := range w.fds {
+		_ = w.unmap(i)
 		w.closeSlot(i)
 	}
 }
 
 func (w *world) closeSlot(slot int) {
 	if w.fds[slot] >= 0 {
-		unix.Close(w.fds[slot])
-		w.fds[slot] = -1
+		_ = w.closeFile(slot)
 	}
 }
 
-func (w *world) abs(path string) string { return w.root + "/" + real(path) }
+// closeFile closes a file. What the client does behind that, for which close(2) does not wait, should not show as something that the next operation did.
+func (w *world) closeFile(slot int) error {
+	fd := w.fds[slot]
+	w.fds[slot] = -1
+	err := unix.Close(fd)
+	if err == nil {
+		w.letGo()
+	}
+	return err
+}
+
+// letGo waits for what a client does when a file is not in use any more, and forgets when the files were seen to have changed.
+func (w *world) letGo() {
+	time.Sleep(w.closeWait)
+	clear(w.seen)
+}
+
+func (w *world) abs(path string) string { return w.root + "/" + real(path, len(w.root)) }
 
 // pattern is n octets that differ at each place, and from those of another seed.
 func pattern(seed, off, n int) []byte {
@@ -96,7 +123,7 @@ func digest(b []byte) string {
 }
 
 // timeOf are the times that a stream sets, by their codes: 0 is left alone, 1 the server's time, then times of long ago, and those
-// that NFSv3 cannot carry.
+// that NFSv3 cannot carry or just can.
 func timeOf(code int) unix.Timespec {
 	switch code {
 	case 0:
@@ -107,12 +134,20 @@ func timeOf(code int) unix.Timespec {
 		return unix.Timespec{Sec: -5, Nsec: 7}
 	case 3:
 		return unix.Timespec{Sec: 1 << 33, Nsec: 7}
+	case 10:
+		return unix.Timespec{Sec: 1<<32 - 1}
+	case 11:
+		return unix.Timespec{Sec: 1 << 31, Nsec: 999_999_999}
+	case 12:
+		return unix.Timespec{}
+	case 13:
+		return unix.Timespec{Sec: 1, Nsec: 1_000_000_000}
 	}
 	return unix.Timespec{Sec: int64(code) * 100_000_000, Nsec: int64(code) * 111_111_111}
 }
 
-// longAgo parts times that a stream set from those of the server's clock.
-const longAgo = 1_000_000_000
+// longAgo and farOff part times that a stream set from those of the server's clock.
+const longAgo, farOff = 1_000_000_000, 2_000_000_000
 
 type uses uint
 
@@ -154,11 +189,7 @@ func init() {
 	verbs = map[string]*verb{
 		"open":    {usesPath | usesFD, doOpen},
 		"tmpfile": {usesPath | usesFD, doTmpfile},
-		"close": {usesFD, func(w *world, o *op) ([]field, error) {
-			fd := w.fds[o.fd]
-			w.fds[o.fd] = -1
-			return only(unix.Close(fd))
-		}},
+		"close":   {usesFD, func(w *world, o *op) ([]field, error) { return only(w.closeFile(o.fd)) }},
 		"read": fd(func(fd int, o *op) ([]field, error) {
 			b := aligned(o.n)
 			n, err := unix.Read(fd, b)
@@ -169,10 +200,8 @@ func init() {
 			n, err := unix.Pread(fd, b, int64(o.off))
 			return got(b, n, err)
 		}),
-		"write":     fd(func(fd int, o *op) ([]field, error) { return count(unix.Write(fd, payload(o))) }),
-		"pwrite":    fd(func(fd int, o *op) ([]field, error) { return count(unix.Pwrite(fd, payload(o), int64(o.off))) }),
-		"mmapread":  fd(mmapRead),
-		"mmapwrite": fd(mmapWrite),
+		"write":  fd(func(fd int, o *op) ([]field, error) { return count(unix.Write(fd, payload(o))) }),
+		"pwrite": fd(func(fd int, o *op) ([]field, error) { return count(unix.Pwrite(fd, payload(o), int64(o.off))) }),
 		"lseek": fd(func(fd int, o *op) ([]field, error) {
 			n, err := unix.Seek(fd, int64(o.off), o.flags)
 			return []field{{"n", fmt.Sprint(n)}}, err
@@ -181,6 +210,29 @@ func init() {
 		"fallocate": fd(func(fd int, o *op) ([]field, error) {
 			return only(unix.Fallocate(fd, uint32(o.flags), int64(o.off), int64(o.n)))
 		}),
+		"mmap":   {usesFD, doMmap},
+		"mread":  {usesFD, doMread},
+		"mwrite": {usesFD, doMwrite},
+		"munmap": {usesFD, func(w *world, o *op) ([]field, error) { return only(w.unmap(o.fd)) }},
+		"append": fd(func(fd int, o *op) ([]field, error) {
+			return count(unix.Pwritev2(fd, [][]byte{payload(o)}, 0, unix.RWF_APPEND))
+		}),
+		"fadvise": fd(func(fd int, o *op) ([]field, error) { return only(unix.Fadvise(fd, 0, 0, unix.FADV_DONTNEED)) }),
+		"dropcaches": {0, func(*world, *op) ([]field, error) {
+			return only(os.WriteFile("/proc/sys/vm/drop_caches", []byte("3"), 0))
+		}},
+		"fdatasync": fd(func(fd int, _ *op) ([]field, error) { return only(unix.Fdatasync(fd)) }),
+		"futimens": fd(func(fd int, o *op) ([]field, error) {
+			times := [2]unix.Timespec{timeOf(o.atime), timeOf(o.mtime)}
+			if _, _, e := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0, uintptr(unsafe.Pointer(&times[0])), 0, 0, 0); e != 0 {
+				return nil, e
+			}
+			return nil, nil
+		}),
+		"fchown": fd(func(fd int, o *op) ([]field, error) { return only(unix.Fchown(fd, o.uid, o.gid)) }),
+		"sendfile": {usesFD, func(w *world, o *op) ([]field, error) {
+			return count(unix.Sendfile(w.fds[o.off%slots], w.fds[o.fd], nil, o.n))
+		}},
 		"fsync":  fd(func(fd int, _ *op) ([]field, error) { return only(unix.Fsync(fd)) }),
 		"fchmod": fd(func(fd int, o *op) ([]field, error) { return only(unix.Fchmod(fd, uint32(o.mode))) }),
 		"flock":  fd(func(fd int, o *op) ([]field, error) { return only(unix.Flock(fd, o.flags)) }),
@@ -199,7 +251,7 @@ func init() {
 			return only(unix.Renameat2(unix.AT_FDCWD, p, unix.AT_FDCWD, q, uint(o.flags)))
 		}),
 		"link":    two(func(p, q string, _ *op) ([]field, error) { return only(unix.Link(p, q)) }),
-		"symlink": path(func(p string, o *op) ([]field, error) { return only(unix.Symlink(real(o.to), p)) }),
+		"symlink": path(func(p string, o *op) ([]field, error) { return only(unix.Symlink(real(o.to, -1), p)) }),
 		"readlink": path(func(p string, _ *op) ([]field, error) {
 			b := make([]byte, 4096)
 			n, err := unix.Readlink(p, b)
@@ -221,6 +273,9 @@ func init() {
 		"listxattr":   path(func(p string, _ *op) ([]field, error) { return count(unix.Listxattr(p, make([]byte, 1000))) }),
 		"removexattr": path(func(p string, _ *op) ([]field, error) { return only(unix.Removexattr(p, xattr)) }),
 		"readdir":     path(doReaddir),
+		"fill":        path(doFill),
+		"sweep":       path(doSweep),
+		"seekdir":     path(doSeekdir),
 		"statfs":      path(doStatfs),
 		"same":        two(doSame),
 		"walk":        {0, func(w *world, _ *op) ([]field, error) { return doWalk(w.root) }},
@@ -235,7 +290,7 @@ func payload(o *op) []byte {
 	return b
 }
 
-// doOpen opens without waiting, as a FIFO would have it.
+// doOpen opens without waiting, as a FIFO would have it. What was open there is closed first.
 func doOpen(w *world, o *op) ([]field, error) {
 	w.closeSlot(o.fd)
 	fd, err := unix.Open(w.abs(o.path), o.flags|unix.O_NONBLOCK|unix.O_CLOEXEC, uint32(o.mode))
@@ -253,34 +308,6 @@ func doTmpfile(w *world, o *op) ([]field, error) {
 	return nil, err
 }
 
-// mmapRead and mmapWrite touch the first page of a file where it has one: pages beyond the end are a SIGBUS.
-func mmapRead(fd int, o *op) ([]field, error) {
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size < int64(o.n) {
-		return nil, err
-	}
-	m, err := unix.Mmap(fd, 0, o.n, unix.PROT_READ, unix.MAP_SHARED)
-	if err != nil {
-		return nil, err
-	}
-	defer unix.Munmap(m)
-	return got(m, len(m), nil)
-}
-
-func mmapWrite(fd int, o *op) ([]field, error) {
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size < int64(o.n) {
-		return nil, err
-	}
-	m, err := unix.Mmap(fd, 0, o.n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	if err != nil {
-		return nil, err
-	}
-	defer unix.Munmap(m)
-	copy(m, pattern(o.seed, 0, o.n))
-	return nil, unix.Msync(m, unix.MS_SYNC)
-}
-
 func doUtimens(p string, o *op) ([]field, error) {
 	flags := 0
 	if o.flags != 0 {
@@ -295,7 +322,7 @@ func doUtimens(p string, o *op) ([]field, error) {
 }
 
 func timeClass(t unix.Timespec) string {
-	if t.Sec >= longAgo && t.Sec < 1<<32-1 {
+	if t.Sec >= longAgo && t.Sec < farOff {
 		return "now"
 	}
 	return fmt.Sprintf("%d.%09d", t.Sec, t.Nsec)
@@ -307,45 +334,6 @@ func doStat(p string, _ *op) ([]field, error) {
 		return nil, err
 	}
 	return []field{{"mode", fmt.Sprintf("%o", st.Mode)}, {"size", sizeOf(&st)}}, nil
-}
-
-// doReaddir reads a directory as the user, in one go. Hidden files do not count.
-func doReaddir(p string, _ *op) ([]field, error) {
-	fd, err := unix.Open(p, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, err
-	}
-	defer unix.Close(fd)
-	var list []string
-	buf := make([]byte, 1<<15)
-	for {
-		n, err := unix.Getdents(fd, buf)
-		if err != nil {
-			return nil, err
-		}
-		if n == 0 {
-			break
-		}
-		for b := buf[:n]; len(b) > 0; {
-			reclen := int(*(*uint16)(unsafe.Pointer(&b[16])))
-			name, _, _ := strings.Cut(string(b[19:reclen]), "\x00")
-			if b = b[reclen:]; !strings.HasPrefix(name, hidden) {
-				list = append(list, shown(name))
-			}
-		}
-	}
-	slices.Sort(list)
-	return []field{{"names", strings.Join(list, " ")}}, nil
-}
-
-// hidden begins the names that both clients give to files which are removed while they are open.
-const hidden = ".nfs"
-
-func shown(name string) string {
-	if len(name) > 200 {
-		return fmt.Sprintf("~%d", len(name))
-	}
-	return name
 }
 
 func doStatfs(p string, _ *op) ([]field, error) {
@@ -374,64 +362,15 @@ func doSame(p, q string, _ *op) ([]field, error) {
 	return []field{{"same", fmt.Sprint(a.Ino == b.Ino && a.Dev == b.Dev)}}, nil
 }
 
-// doWalk looks at the whole tree, and at every file's content.
-func doWalk(root string) ([]field, error) {
-	var out []field
-	var visit func(dir string) error
-	visit = func(dir string) error {
-		entries, err := os.ReadDir(root + "/" + dir)
-		if err != nil {
-			return err
-		}
-		left := 0
-		for _, e := range entries {
-			name := dir + e.Name()
-			if strings.HasPrefix(e.Name(), hidden) {
-				left++
-				continue
-			}
-			var st unix.Stat_t
-			if err := unix.Lstat(root+"/"+name, &st); err != nil {
-				return fmt.Errorf("%s: %w", name, err)
-			}
-			f := field{shownPath(name), fmt.Sprintf("%o %d %d:%d %s", st.Mode, st.Nlink, st.Uid, st.Gid, sizeOf(&st))}
-			switch st.Mode & unix.S_IFMT {
-			case unix.S_IFREG:
-				b, err := os.ReadFile(root + "/" + name)
-				if err != nil {
-					return err
-				}
-				f.value += " " + digest(b)
-			case unix.S_IFLNK:
-				target, err := os.Readlink(root + "/" + name)
-				if err != nil {
-					return err
-				}
-				f.value += " " + shownPath(target)
-			case unix.S_IFDIR:
-				if err := visit(name + "/"); err != nil {
-					return err
-				}
-			}
-			out = append(out, f)
-		}
-		out = append(out, field{dir + hidden, fmt.Sprint(left)})
-		return nil
+// nextTick waits until the clock of which a server in the same kernel takes the times of files has gone on: what is done in two operations shows as two times.
+func nextTick() {
+	var was, now unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &was)
+	for now = was; now == was; {
+		time.Sleep(time.Millisecond)
+		_ = unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &now)
 	}
-	err := visit("")
-	return out, err
 }
-
-func shownPath(path string) string {
-	parts := strings.Split(path, "/")
-	for i, p := range parts {
-		parts[i] = shown(p)
-	}
-	return strings.Join(parts, "/")
-}
-
-// tickTime is longer than a tick of the server's clock for timestamps: what is done in two operations shows as two times.
-const tickTime = 6 * time.Millisecond
 
 // closeTime is for what a client does behind a close(2) that nobody waits for.
 const closeTime = 60 * time.Millisecond

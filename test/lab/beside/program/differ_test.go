@@ -17,7 +17,7 @@ func localPair(t *testing.T) *pair {
 	runtime.LockOSThread()
 	t.Cleanup(runtime.UnlockOSThread)
 	kernel, ours := t.TempDir(), t.TempDir()
-	return &pair{kernel: kernel, ours: ours, serverKernel: kernel, serverOurs: ours, wait: tickTime, hung: func(o op) { panic("hung: " + o.String()) }}
+	return &pair{kernel: kernel, ours: ours, serverKernel: kernel, serverOurs: ours, ticks: true, hung: func(o op) { panic("hung: " + o.String()) }}
 }
 
 func nothing(*difference) bool { return false }
@@ -73,7 +73,7 @@ func TestStreamsReachTheFileSystem(t *testing.T) {
 
 func TestDifferenceIsFoundAndShrunk(t *testing.T) {
 	p := localPair(t)
-	p.wait = 0
+	p.ticks = false
 	// A client that loses the group of a directory which was made in another one.
 	p.distort = func(o *op, fields []field) {
 		if o.do != "mkdir" || !strings.Contains(o.path, "/") {
@@ -151,5 +151,16 @@ func TestKnownDifferences(t *testing.T) {
 		if _, err := parseKnown(bad); err == nil {
 			t.Errorf("%q was read", bad)
 		}
+	}
+}
+
+// Changes are seen where there is nothing between the two sides.
+func TestVisible(t *testing.T) {
+	dir := t.TempDir()
+	if err := visible([]string{"-kernel", dir, "-ours", dir, "-rounds", "60"}); err != nil {
+		t.Error(err)
+	}
+	if err := visible([]string{"-kernel", dir, "-ours", t.TempDir(), "-rounds", "60"}); err == nil {
+		t.Error("changes are seen in another directory")
 	}
 }

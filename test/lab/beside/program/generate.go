@@ -8,18 +8,21 @@ import (
 
 // The names are few, so that operations meet. What is made by a name is mostly a file or mostly a directory, so that paths lead somewhere.
 var (
-	files   = []string{"a", "b", "c", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d/a", "~255", "d/~255"}
+	files   = []string{"a", "b", "c", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d/a", "~255", "d/~255", "%ff%01", "d/%20%0a"}
 	dirs    = []string{"d", "e", "e/d", "d", "e", "e/d", "f", "d/f"}
 	around  = []string{"d/..", "e/.", "d/../a", "e/d/../b"}
-	oddOnes = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "/", "a/b/c/d"}
-	targets = []string{"a", "b", "d", "e/a", "../a", "d/a", ".", "missing", "c", "~255"}
+	oddOnes = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "f/", "b/.", "/", "a/b/c/d", "@4094/a", "@4095/d/b",
+		"@4096/a", "d/...", "d//a", "d/%ff/../a"}
+	targets = []string{"a", "b", "d", "e/a", "../a", "d/a", ".", "missing", "c", "~255", "~1024", "@4095/a", "~4096", "%ff", "d/", "b"}
 	modes   = []int{0o644, 0o600, 0o666, 0o755, 0o777, 0o777, 0o700, 0o400, 0o222, 0, 0o4755, 0o2755, 0o1777, 0o2775, 0o6777}
 	sizes   = []int{0, 1, 100, 4095, 4096, 4097, 10000, 65536, 70001, 1 << 20, 1<<20 + 1}
 )
 
 // A generator makes a stream of operations out of a seed.
 type generator struct {
-	r *rand.Rand
+	r    *rand.Rand
+	hot  string // the file that was opened last
+	link string // the symbolic link that was made last
 }
 
 func newGenerator(seed uint64) *generator { return &generator{r: rand.New(rand.NewPCG(seed, 0))} }
@@ -50,8 +53,14 @@ func (g *generator) likely(list []string) string {
 
 // offset is one near to where files end, or pages and requests do.
 func (g *generator) offset() int {
+	if g.chance(3) {
+		return pick(g, far)
+	}
 	return max(0, pick(g, sizes)+g.r.IntN(3)-1)
 }
+
+// far are offsets around what 32 bits, a server's file system and a client's integers hold.
+var far = []int{1<<31 - 1, 1<<32 - 1, 1 << 32, 1 << 40, 1<<44 - 4097, 1<<44 - 4096, 1 << 44, 1 << 50, 1 << 62, 1<<63 - 4096, 1<<63 - 1}
 
 func (g *generator) openFlags() int {
 	flags := pick(g, []int{unix.O_RDONLY, unix.O_WRONLY, unix.O_RDWR, unix.O_RDWR, unix.O_RDWR})
@@ -64,8 +73,8 @@ func (g *generator) openFlags() int {
 	return flags
 }
 
-// times are the codes of timeOf, of which those from 2 on are times.
-func (g *generator) time() int { return g.r.IntN(10) }
+// time is one of the codes of timeOf.
+func (g *generator) time() int { return g.r.IntN(14) }
 
 // A kind is a verb with its weight in a stream, and what fills its fields.
 type kind struct {
@@ -95,13 +104,22 @@ var kinds = []kind{
 	{"pread", 50, func(g *generator, o *op) { o.n, o.off = pick(g, sizes), g.offset() }},
 	{"write", 60, data},
 	{"pwrite", 60, dataAt},
-	{"mmapread", 10, func(g *generator, o *op) { o.n = 4096 }},
-	{"mmapwrite", 10, func(g *generator, o *op) { o.n, o.seed = 4096, 1+g.r.IntN(250) }},
+	{"append", 15, data},
+	{"mmap", 30, func(g *generator, o *op) { o.n, o.flags = pick(g, []int{4096, 8192, 65536, 1 << 20}), g.r.IntN(2) }},
+	{"mread", 25, dataAt},
+	{"mwrite", 25, dataAt},
+	{"munmap", 6, onPath},
+	{"fadvise", 8, onPath},
+	{"dropcaches", 1, onPath},
 	{"lseek", 30, func(g *generator, o *op) { o.flags, o.off = g.r.IntN(5), g.offset()-g.r.IntN(2)*5000 }},
 	{"ftruncate", 20, func(g *generator, o *op) { o.n = g.offset() }},
 	{"truncate", 20, func(g *generator, o *op) { o.n = g.offset() }},
-	{"fallocate", 6, func(g *generator, o *op) { o.flags, o.off, o.n = g.r.IntN(4), g.offset(), pick(g, sizes) }},
+	{"fallocate", 12, func(g *generator, o *op) { o.flags, o.off, o.n = g.r.IntN(4), g.offset(), pick(g, sizes) }},
 	{"fsync", 15, onPath},
+	{"fdatasync", 5, onPath},
+	{"futimens", 10, func(g *generator, o *op) { o.atime, o.mtime = g.time(), g.time() }},
+	{"fchown", 6, func(g *generator, o *op) { o.uid, o.gid = pick(g, ids), pick(g, ids) }},
+	{"sendfile", 10, func(g *generator, o *op) { o.off, o.n = g.r.IntN(6), pick(g, sizes) }},
 	{"fchmod", 8, func(g *generator, o *op) { o.mode = pick(g, modes) }},
 	{"copyrange", 12, func(g *generator, o *op) { o.off, o.n = g.r.IntN(6), pick(g, sizes) }},
 	{"flock", 5, func(g *generator, o *op) {
@@ -126,8 +144,11 @@ var kinds = []kind{
 	{"stat", 20, onPath},
 	{"access", 20, func(g *generator, o *op) { o.flags = g.r.IntN(8) }},
 	{"readdir", 40, onPath},
+	{"fill", 3, func(g *generator, o *op) { o.n = pick(g, []int{1, 3, 30, 30, 150}) }},
+	{"sweep", 5, onPath},
+	{"seekdir", 8, func(g *generator, o *op) { o.off = pick(g, []int{0, 1, 3, 20, 100}) }},
 	{"mknod", 15, func(g *generator, o *op) {
-		o.mode = pick(g, modes)&0o777 | pick(g, []int{unix.S_IFIFO, unix.S_IFREG, unix.S_IFSOCK, unix.S_IFCHR, 0})
+		o.mode = pick(g, modes)&0o777 | pick(g, []int{unix.S_IFIFO, unix.S_IFREG, unix.S_IFSOCK, unix.S_IFCHR, unix.S_IFBLK, 0})
 	}},
 	{"setxattr", 4, onPath},
 	{"getxattr", 4, onPath},
@@ -138,7 +159,7 @@ var kinds = []kind{
 	{"tmpfile", 3, onPath},
 }
 
-var ids = []int{-1, 0, 1000, 1001}
+var ids = []int{-1, 0, 1000, 1001, lastGroup}
 
 var totalWeight = func() (sum int) {
 	for _, k := range kinds {
@@ -171,12 +192,25 @@ func (g *generator) next() op {
 		o.as = 1 + g.r.IntN(len(users)-1)
 	}
 	switch k.do {
-	case "mkdir", "rmdir", "readdir", "tmpfile":
+	case "readlink", "stat", "utimens":
+		if g.chance(30) && g.link != "" {
+			o.path = g.link
+		}
+	case "mkdir", "rmdir", "readdir", "tmpfile", "fill", "sweep", "seekdir":
 		o.path = g.likely(dirs)
 	case "open", "truncate", "mknod", "symlink", "unlink", "link":
 		o.path = g.likely(files)
 		if k.do == "link" {
 			o.to = g.likely(files)
+		}
+		if k.do != "symlink" && k.do != "mknod" && g.chance(25) && g.hot != "" {
+			o.path = g.hot
+		}
+		switch k.do {
+		case "open":
+			g.hot = o.path
+		case "symlink":
+			g.link = o.path
 		}
 	case "rename":
 		list := files

@@ -98,6 +98,8 @@ func tolerate(list []entry) func(*difference) bool {
 
 // hold runs what the entries say that differs. It returns the names of those of which nothing differs any more.
 func hold(p *pair, list []entry) (gone []string, err error) {
+	defer func(was bool) { p.goOn = was }(p.goOn)
+	p.goOn = true
 	for i := range list {
 		e := &list[i]
 		_, known, err := p.run(e.ops, func(*difference) bool { return true })

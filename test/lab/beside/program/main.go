@@ -1,6 +1,6 @@
 // Command program runs in a guest of the lab, where the kernel's own NFS client and ours have mounted the same export side by side.
 //
-// "differ" does streams of random operations on both and compares what comes back; "bench" measures both in turns; "mount" is our client with a
+// "differ" does streams of random operations on both and compares what comes back; "visible" changes files through one and looks at them through the other; "bench" measures both in turns; "mount" is our client with a
 // CPU profile.
 package main
 
@@ -14,13 +14,15 @@ import (
 
 func main() {
 	if len(os.Args) < 2 {
-		fmt.Fprintln(os.Stderr, "usage: program differ|bench|mount [flags]")
+		fmt.Fprintln(os.Stderr, "usage: program differ|visible|bench|mount [flags]")
 		os.Exit(2)
 	}
 	var err error
 	switch os.Args[1] {
 	case "differ":
 		err = differ(os.Args[2:])
+	case "visible":
+		err = visible(os.Args[2:])
 	case "bench":
 		err = bench(os.Args[2:])
 	case "mount":
@@ -37,7 +39,7 @@ func main() {
 // differ runs streams, or one that a file holds, and prints differences.
 func differ(args []string) error {
 	f := flag.NewFlagSet("differ", flag.ExitOnError)
-	p := &pair{wait: tickTime, closeWait: closeTime}
+	p := &pair{ticks: true, closeWait: closeTime}
 	f.StringVar(&p.kernel, "kernel", "", "directory on the mount of the kernel's client")
 	f.StringVar(&p.ours, "ours", "", "directory on our mount")
 	f.StringVar(&p.serverKernel, "server-kernel", "", "the first as the server sees it")

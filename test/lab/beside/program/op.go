@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"net/url"
 	"strconv"
 	"strings"
 )
@@ -12,7 +13,7 @@ type op struct {
 	do    string
 	as    int    // index of users: who does it
 	fd    int    // slot of an open file
-	path  string // relative to the directory that the stream runs in; an element ~N stands for a name of N octets
+	path  string // relative to the directory that the stream runs in; see real
 	to    string // second path, or the target of a symbolic link
 	flags int    // of open(2), renameat2(2), fallocate(2); whence of lseek(2); mask of access(2)
 	mode  int
@@ -113,15 +114,25 @@ func parseOps(text string) (ops []op, err error) {
 	return ops, nil
 }
 
-// real is a path of an op as the kernel gets it.
-func real(path string) string {
-	if !strings.Contains(path, "~") {
+// real is a path of an op as the kernel gets it. An element ~N stands for a name of N octets, %XX for the octet of that number, and a path that begins with
+// @N/ is one of N octets, below a root of rootLen of them.
+func real(path string, rootLen int) string {
+	if !strings.ContainsAny(path, "~%@") {
 		return path
+	}
+	if n, rest, ok := strings.Cut(path, "/"); ok && strings.HasPrefix(n, "@") {
+		total, _ := strconv.Atoi(n[1:])
+		path = rest
+		if missing := total - rootLen - len("/") - len(rest); missing > 0 {
+			path = strings.Repeat("./", missing/2) + strings.Repeat("/", missing%2) + rest
+		}
 	}
 	parts := strings.Split(path, "/")
 	for i, p := range parts {
 		if n, err := strconv.Atoi(strings.TrimPrefix(p, "~")); err == nil && strings.HasPrefix(p, "~") {
 			parts[i] = strings.Repeat("n", n)
+		} else if name, err := url.PathUnescape(p); err == nil {
+			parts[i] = name
 		}
 	}
 	return strings.Join(parts, "/")

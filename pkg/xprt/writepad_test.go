@@ -1,0 +1,95 @@
+package xprt
+
+import (
+	"context"
+	"net/netip"
+	"sync/atomic"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// deregWatch is a provider that notes how many buffers there are when the first MR is deregistered.
+type deregWatch struct {
+	verbs.Provider
+	left *atomic.Int64
+}
+
+type deregWatchID struct {
+	verbs.ActiveID
+	dev *deregWatchDevice
+}
+
+type deregWatchDevice struct {
+	verbs.Device
+	left *atomic.Int64
+}
+
+type deregWatchPD struct {
+	verbs.PD
+	left *atomic.Int64
+}
+
+type deregWatchMR struct {
+	verbs.MR
+	left *atomic.Int64
+}
+
+func (p *deregWatch) Resolve(ctx context.Context, a netip.AddrPort) (verbs.ActiveID, error) {
+	id, err := p.Provider.Resolve(ctx, a)
+	if err != nil {
+		return nil, err
+	}
+	return &deregWatchID{id, &deregWatchDevice{id.Device(), p.left}}, nil
+}
+
+func (i *deregWatchID) Device() verbs.Device { return i.dev }
+
+func (i *deregWatchID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
+	qp, err := i.ActiveID.CreateQP(pd.(*deregWatchPD).PD, attr)
+	return &unwrapQP{qp}, err
+}
+
+func (d *deregWatchDevice) AllocPD() (verbs.PD, error) {
+	pd, err := d.Device.AllocPD()
+	return &deregWatchPD{pd, d.left}, err
+}
+
+func (p *deregWatchPD) AllocMR(depth int) (verbs.MR, error) {
+	mr, err := p.PD.AllocMR(depth)
+	return &deregWatchMR{mr, p.left}, err
+}
+
+func (m *deregWatchMR) Dereg() error {
+	m.left.CompareAndSwap(0, verbs.Live(verbs.KindBuffer))
+	return m.MR.Dereg()
+}
+
+// unwrapQP gives the device its own MRs.
+type unwrapQP struct{ verbs.QP }
+
+func (q *unwrapQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
+	for wr := first; wr != nil; wr = wr.Next {
+		if m, ok := wr.MR.(*deregWatchMR); ok {
+			wr.MR = m.MR
+		}
+	}
+	return q.QP.PostSend(first)
+}
+
+// TestPadOutlivesItsRegistration ends a connection with a write-pad registration: the memory goes when the MR has gone, not before.
+func TestPadOutlivesItsRegistration(t *testing.T) {
+	var left atomic.Int64
+	tr := dial(t, serveElsewhere(t), func(c *Config) {
+		c.WritePad, c.Provider = true, &deregWatch{c.Provider, &left}
+	})
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+		t.Fatal(err)
+	}
+	connected := verbs.Live(verbs.KindBuffer)
+	tr.conn.Load().fail(errIdle)
+	eventually(t, "the MR of the pad destroyed", func() bool { return left.Load() != 0 })
+	if n := left.Load(); n < connected {
+		t.Errorf("%d buffers when the MR was destroyed, %d before: the pad's was gone", n, connected)
+	}
+}

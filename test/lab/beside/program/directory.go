@@ -1,0 +1,259 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// A listing reads an open directory.
+type listing struct {
+	fd  int
+	buf []byte
+	at  []byte // of buf: what was read and not given out
+}
+
+// direntHeader is the size of what precedes a name in struct linux_dirent64 (getdents64(2)).
+const direntHeader = 19
+
+// next is the next entry that is not hidden, and the offset at which reading goes on behind it; the name is empty at the end.
+func (l *listing) next() (name string, offset int64, err error) {
+	for {
+		if len(l.at) == 0 {
+			n, err := unix.Getdents(l.fd, l.buf)
+			if err != nil || n == 0 {
+				return "", 0, err
+			}
+			l.at = l.buf[:n]
+		}
+		offset = *(*int64)(unsafe.Pointer(&l.at[8]))
+		length := int(*(*uint16)(unsafe.Pointer(&l.at[16])))
+		name, _, _ = strings.Cut(string(l.at[direntHeader:length]), "\x00")
+		l.at = l.at[length:]
+		if !strings.HasPrefix(name, hidden) {
+			return name, offset, nil
+		}
+	}
+}
+
+// rest are the names from here to the end.
+func (l *listing) rest() (names []string, err error) {
+	for {
+		name, _, err := l.next()
+		if err != nil || name == "" {
+			return names, err
+		}
+		names = append(names, name)
+	}
+}
+
+// seek goes to the offset of an entry.
+func (l *listing) seek(offset int64) error {
+	l.at = nil
+	_, err := unix.Seek(l.fd, offset, io.SeekStart)
+	return err
+}
+
+// list opens a directory, to be read in requests of so many octets.
+func list(p string, room int) (*listing, error) {
+	fd, err := unix.Open(p, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	return &listing{fd: fd, buf: make([]byte, room)}, err
+}
+
+func (l *listing) close() { unix.Close(l.fd) }
+
+func namesField(names []string) field {
+	names = slices.Clone(names)
+	slices.Sort(names)
+	for i, n := range names {
+		names[i] = shown(n)
+	}
+	return field{"names", strings.Join(names, " ")}
+}
+
+// hidden begins the names that both clients give to files which are removed while they are open.
+const hidden = ".nfs"
+
+func shown(name string) string {
+	if len(name) > 200 {
+		return fmt.Sprintf("~%d", len(name))
+	}
+	return url.PathEscape(name)
+}
+
+func shownPath(path string) string {
+	parts := strings.Split(path, "/")
+	for i, p := range parts {
+		parts[i] = shown(p)
+	}
+	return strings.Join(parts, "/")
+}
+
+// doReaddir reads a directory as the user, in one go. Hidden files do not count.
+func doReaddir(p string, _ *op) ([]field, error) {
+	l, err := list(p, 1<<15)
+	if err != nil {
+		return nil, err
+	}
+	defer l.close()
+	names, err := l.rest()
+	return []field{namesField(names)}, err
+}
+
+// filling begins the names that doFill makes, which are long, so that a directory of them takes several requests.
+var filling = strings.Repeat("f", 200)
+
+func doFill(p string, o *op) ([]field, error) {
+	for i := range o.n {
+		fd, err := unix.Open(fmt.Sprintf("%s/%s%d", p, filling, i), unix.O_CREAT|unix.O_WRONLY|unix.O_CLOEXEC, 0o644)
+		if err != nil {
+			return nil, err
+		}
+		if err := unix.Close(fd); err != nil {
+			return nil, err
+		}
+	}
+	return nil, nil
+}
+
+// doSweep removes what doFill made while it reads the directory: each entry as it comes.
+func doSweep(p string, _ *op) ([]field, error) {
+	l, err := list(p, 1<<11)
+	if err != nil {
+		return nil, err
+	}
+	defer l.close()
+	var others []string
+	removed := 0
+	for {
+		name, _, err := l.next()
+		if err != nil {
+			return nil, err
+		}
+		if name == "" {
+			break
+		}
+		if !strings.HasPrefix(name, filling) {
+			others = append(others, name)
+		} else if err := unix.Unlink(p + "/" + name); err != nil {
+			return nil, err
+		} else {
+			removed++
+		}
+	}
+	return []field{namesField(others), {"removed", fmt.Sprint(removed)}}, nil
+}
+
+// doSeekdir reads a directory, goes back to its o.off-th entry, and then to the start.
+func doSeekdir(p string, o *op) ([]field, error) {
+	l, err := list(p, 1<<11)
+	if err != nil {
+		return nil, err
+	}
+	defer l.close()
+	var all []string
+	var place int64
+	skipped := 0
+	for {
+		name, offset, err := l.next()
+		if err != nil {
+			return nil, err
+		}
+		if name == "" {
+			break
+		}
+		if all = append(all, name); len(all) <= o.off {
+			place, skipped = offset, len(all)
+		}
+	}
+	if err := l.seek(place); err != nil {
+		return nil, err
+	}
+	again, err := l.rest()
+	if err != nil {
+		return nil, err
+	}
+	if err := l.seek(0); err != nil {
+		return nil, err
+	}
+	anew, err := l.rest()
+	return []field{namesField(all), {"again", fmt.Sprint(slices.Equal(again, all[skipped:]))}, {"anew", fmt.Sprint(slices.Equal(anew, all))}}, err
+}
+
+// doWalk looks at the whole tree, and at every file's content.
+func doWalk(root string) ([]field, error) {
+	var out []field
+	var visit func(dir string) error
+	visit = func(dir string) error {
+		entries, err := os.ReadDir(root + "/" + dir)
+		if err != nil {
+			return err
+		}
+		left := 0
+		for _, e := range entries {
+			name := dir + e.Name()
+			if strings.HasPrefix(e.Name(), hidden) {
+				left++
+				continue
+			}
+			var st unix.Stat_t
+			if err := unix.Lstat(root+"/"+name, &st); err != nil {
+				return fmt.Errorf("%s: %w", name, err)
+			}
+			f := field{shownPath(name), fmt.Sprintf("%o %d %d:%d %s", st.Mode, st.Nlink, st.Uid, st.Gid, sizeOf(&st))}
+			switch st.Mode & unix.S_IFMT {
+			case unix.S_IFREG:
+				content, err := digestFile(root+"/"+name, st.Size)
+				if err != nil {
+					return err
+				}
+				f.value += " " + content
+			case unix.S_IFLNK:
+				target, err := os.Readlink(root + "/" + name)
+				if err != nil {
+					return err
+				}
+				f.value += " " + shownPath(target)
+			case unix.S_IFDIR:
+				if err := visit(name + "/"); err != nil {
+					return err
+				}
+			}
+			out = append(out, f)
+		}
+		out = append(out, field{dir + hidden, fmt.Sprint(left)})
+		return nil
+	}
+	err := visit("")
+	return out, err
+}
+
+// What digestFile reads of a file, of which some have large holes.
+const digestHead, digestTail = 3 << 20, 64 << 10
+
+func digestFile(name string, size int64) (string, error) {
+	file, err := os.Open(name)
+	if err != nil {
+		return "", err
+	}
+	defer file.Close()
+	b := make([]byte, min(size, digestHead))
+	if _, err := io.ReadFull(file, b); err != nil {
+		return "", err
+	}
+	out := digest(b)
+	if size > digestHead {
+		b = b[:min(size-digestHead, digestTail)]
+		if _, err := file.ReadAt(b, size-int64(len(b))); err != nil {
+			return "", err
+		}
+		out += " " + digest(b)
+	}
+	return out, nil
+}

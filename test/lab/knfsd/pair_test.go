@@ -1,0 +1,118 @@
+package knfsd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+// The cases of a provider that needs RDMA devices run in a guest: this very test program, in the host's file system. It gets the server, and more
+// guests, from the host's lab. Here is the host's part.
+
+const (
+	// caseLimit is how long one case may run in the guest; then it says where it stands, which takes a moment.
+	caseLimit = 9 * time.Minute
+	caseSays  = time.Minute
+	// clientMiB is the client guest's memory: its temporary files are there too.
+	clientMiB = 2048
+)
+
+// Programs of the client guest, and where they are in the host's file system as the guest has it.
+const (
+	testProgram = "knfsd.test"
+	ourProgram  = "nfsrdmad"
+	programDir  = "/var/tmp"
+)
+
+// headers are what the rdma-core provider is built from; a host without them cannot build it.
+var headers = []string{"/usr/include/infiniband/verbs.h", "/usr/include/rdma/rdma_cma.h"}
+
+// A pair is a guest for the cases, and one for the server.
+type pair struct {
+	setup
+	share          string
+	link           *lab.Link
+	client, server *lab.Guest
+}
+
+// startPair builds the programs, and starts both guests.
+func startPair(t *testing.T, s setup) *pair {
+	t.Helper()
+	if os.Getenv("NFSRDMAD_LAB") == "0" {
+		t.Skip("no virtual machines are wanted: NFSRDMAD_LAB=0")
+	}
+	p := &pair{setup: s, share: t.TempDir()}
+	p.build(t, "test", "-c", "-o", filepath.Join(p.share, testProgram), ".")
+	p.build(t, "build", "-o", filepath.Join(p.share, ourProgram), "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
+	return p.start(t)
+}
+
+// build runs a go command, with the tag of the rdma-core provider.
+func (p *pair) build(t *testing.T, command string, args ...string) {
+	t.Helper()
+	for _, h := range headers {
+		if _, err := os.Stat(h); err != nil {
+			if os.Getenv("NFSRDMAD_LAB") == "1" {
+				t.Fatalf("%v; install libibverbs-dev and librdmacm-dev (make deps)", err)
+			}
+			t.Skipf("THE LAB DID NOT RUN: %v; install libibverbs-dev and librdmacm-dev", err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "go", append([]string{command, "-tags", "rdmacore"}, args...)...)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=1")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %v\n%s", cmd.Args, err, out)
+	}
+}
+
+// run runs a case in the client guest. It passes if the guest says that it has passed.
+func (p *pair) run(t *testing.T, c testCase) {
+	p.client.Lend(t, p.server, p.adapt)
+	name := "TestServers/" + p.test() + "/" + strings.ReplaceAll(c.name, " ", "_")
+	pattern := "^TestServers$/^" + regexp.QuoteMeta(p.test()) + "$/^" + regexp.QuoteMeta(c.name) + "$"
+	out, err := p.client.RunFor(p.command(pattern), caseLimit+caseSays)
+	t.Logf("in the guest:\n%s", out)
+	var failed *lab.CommandError
+	switch {
+	case errors.As(err, &failed):
+		t.Error("failed in the guest")
+	case err != nil:
+		t.Error(err)
+	case !strings.Contains(out, "--- PASS: "+name+" ("):
+		t.Errorf("the guest does not say that %s has passed", name)
+	}
+}
+
+// command is the shell command in the client guest that runs what a pattern selects.
+func (p *pair) command(pattern string) string {
+	// What a shell runs in the background, as the guest's does with commands, ignores SIGINT.
+	env := fmt.Sprintf("env --default-signal=INT,QUIT %s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"), os.Getenv("PATH"))
+	return fmt.Sprintf("chroot /host %s %s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s 2>&1",
+		env, filepath.Join(programDir, testProgram), caseLimit, pattern, p.name, p.serverName(), filepath.Join(programDir, ourProgram))
+}
+
+// start starts the guests.
+func (p *pair) start(t *testing.T) *pair {
+	p.link = lab.NewLink(t)
+	guests := lab.StartAll(t,
+		lab.Options{Name: "server", Kernel: p.kernel, Provider: p.device, Link: p.link},
+		lab.Options{Name: "client", Kernel: p.kernel, Provider: p.device, Link: p.link, HostRoot: true, Share: p.share, MemoryMiB: clientMiB})
+	p.server, p.client = guests[0], guests[1]
+	// What lies in the shared directory is read anew by every process.
+	p.client.MustRun(fmt.Sprintf("cp /share/%s /share/%s /host%s", testProgram, ourProgram, programDir))
+	return p
+}
+
+// adapt is for guests that a case starts by itself.
+func (p *pair) adapt(o *lab.Options) { o.Link = p.link }
