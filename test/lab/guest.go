@@ -61,7 +61,7 @@ type Guest struct {
 }
 
 // Start boots a guest and waits until it serves. The guest ends with the test, which fails if the guest's kernel complained. Where there is no
-// image the test skips, or fails if NFSRDMAD_LAB=1 is set; with NFSRDMAD_LAB=0 it always skips. In a process that uses its host's lab
+// image the test skips, or fails if NFSRDMAD_LAB is 1 or all; with NFSRDMAD_LAB=0 it always skips. In a process that uses its host's lab
 // the guest runs there.
 func Start(t testing.TB, opts Options) *Guest {
 	t.Helper()

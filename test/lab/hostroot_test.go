@@ -12,7 +12,7 @@ import (
 
 // TestHostRoot runs the host's programs in the guest, on the guest's kernel and devices.
 func TestHostRoot(t *testing.T) {
-	for _, kernel := range lab.Kernels {
+	for _, kernel := range lab.Tested() {
 		t.Run(kernel, func(t *testing.T) {
 			share := t.TempDir()
 			g := lab.Start(t, lab.Options{Kernel: kernel, HostRoot: true, Share: share, Provider: lab.Both, MemoryMiB: 512})

@@ -8,13 +8,8 @@ import (
 	"testing"
 )
 
-const (
-	// requireEnv is the environment variable that says whether the lab is wanted: "1" makes tests fail where it cannot run, "0" makes them
-	// skip everywhere. Otherwise they skip where there are no images.
-	requireEnv = "NFSRDMAD_LAB"
-	// cacheEnv names the directory of the images, for image/build.sh too.
-	cacheEnv = "NFSRDMAD_LAB_CACHE"
-)
+// cacheEnv names the directory of the images, for image/build.sh too.
+const cacheEnv = "NFSRDMAD_LAB_CACHE"
 
 // An image is a guest's kernel and userland, as image/build.sh leaves them.
 type image struct {
@@ -50,19 +45,13 @@ func findImage(series string) (image, error) {
 	return image{filepath.Join(dir, "vmlinuz"), filepath.Join(dir, "initramfs.cpio"), strings.TrimSpace(string(release))}, nil
 }
 
-// need returns the image, or skips or fails the test as requireEnv says.
+// need returns the image, or skips or fails the test as wantEnv says.
 func need(t testing.TB, series string) image {
 	t.Helper()
-	want := os.Getenv(requireEnv)
-	if want == "0" {
-		t.Skipf("no virtual machines are wanted: %s=0", requireEnv)
-	}
+	SkipUnwanted(t)
 	img, err := findImage(series)
 	if err != nil {
-		if want == "1" {
-			t.Fatal(err)
-		}
-		t.Skipf("THE LAB DID NOT RUN: %v", err)
+		missing(t, err)
 	}
 	return img
 }

@@ -5,7 +5,6 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -44,21 +43,17 @@ type sides struct {
 // build builds a program of this module into the shared directory.
 func build(t *testing.T, share, name, pkg string) {
 	t.Helper()
-	// Without the tag there is no rdma-core provider; without cgo the program needs no libraries of the guest.
-	tags, cgo := "rdmacore", "CGO_ENABLED=1"
+	make := lab.BuildRDMA
 	if *providerFlag == "softiwarp" {
-		tags, cgo = "", "CGO_ENABLED=0"
+		make = lab.BuildPure
 	}
-	cmd := exec.Command("go", "build", "-trimpath", "-tags", tags, "-o", filepath.Join(share, name), pkg)
-	cmd.Env = append(os.Environ(), cgo)
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("go build %s: %v\n%s", pkg, err, out)
-	}
+	make(t, "build", "-trimpath", "-o", filepath.Join(share, name), pkg)
 }
 
 // start boots a guest and mounts an export twice.
 func start(t *testing.T, export string) *sides {
 	t.Helper()
+	lab.SkipUnwanted(t)
 	s := &sides{t: t, share: t.TempDir(), export: export}
 	build(t, s.share, "nfsrdmad", "../../../cmd/nfsrdmad")
 	build(t, s.share, "program", "./program")

@@ -1,11 +1,9 @@
 package knfsd
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -33,9 +31,6 @@ const (
 	programDir  = "/var/tmp"
 )
 
-// headers are what the rdma-core provider is built from; a host without them cannot build it.
-var headers = []string{"/usr/include/infiniband/verbs.h", "/usr/include/rdma/rdma_cma.h"}
-
 // A pair is a guest for the cases, and one for the server.
 type pair struct {
 	setup
@@ -47,33 +42,11 @@ type pair struct {
 // startPair builds the programs, and starts both guests.
 func startPair(t *testing.T, s setup) *pair {
 	t.Helper()
-	if os.Getenv("NFSRDMAD_LAB") == "0" {
-		t.Skip("no virtual machines are wanted: NFSRDMAD_LAB=0")
-	}
+	lab.SkipUnwanted(t)
 	p := &pair{setup: s, share: t.TempDir()}
-	p.build(t, "test", "-c", "-o", filepath.Join(p.share, testProgram), ".")
-	p.build(t, "build", "-o", filepath.Join(p.share, ourProgram), "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
+	lab.BuildRDMA(t, "test", "-c", "-o", filepath.Join(p.share, testProgram), ".")
+	lab.BuildRDMA(t, "build", "-o", filepath.Join(p.share, ourProgram), "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
 	return p.start(t)
-}
-
-// build runs a go command, with the tag of the rdma-core provider.
-func (p *pair) build(t *testing.T, command string, args ...string) {
-	t.Helper()
-	for _, h := range headers {
-		if _, err := os.Stat(h); err != nil {
-			if os.Getenv("NFSRDMAD_LAB") == "1" {
-				t.Fatalf("%v; install libibverbs-dev and librdmacm-dev (make deps)", err)
-			}
-			t.Skipf("THE LAB DID NOT RUN: %v; install libibverbs-dev and librdmacm-dev", err)
-		}
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, "go", append([]string{command, "-tags", "rdmacore"}, args...)...)
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=1")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%v: %v\n%s", cmd.Args, err, out)
-	}
 }
 
 // run runs a case in the client guest. It passes if the guest says that it has passed.

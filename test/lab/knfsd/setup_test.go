@@ -28,7 +28,7 @@ func TestMain(m *testing.M) {
 
 var (
 	providerFlag = flag.String("provider", softi+","+rdmacore.Name, "the providers to test, separated by commas")
-	serversFlag  = flag.String("servers", "", "the servers to test against, as KERNEL/DEVICE, separated by commas; empty for what each provider is tested with by default")
+	serversFlag  = flag.String("servers", "", "the servers to test against, as KERNEL/DEVICE, separated by commas; empty for what each provider is tested with: more if NFSRDMAD_LAB=all")
 	programFlag  = flag.String("program", "", "nfsrdmad, where it is built already")
 	updateFlag   = flag.Bool("update", false, "write to docs/interop.md what this run has proved")
 )
@@ -42,8 +42,7 @@ type provider struct {
 	make func(crc bool) (verbs.Provider, error)
 	// inGuest: it needs a kernel with RDMA devices, and so the cases run in a guest, with the server in another.
 	inGuest bool
-	devices []string // of servers that it can reach
-	servers []string // that it is tested with by default
+	devices []string // of servers that it can reach, the one that a routine run takes first
 }
 
 var providers = []provider{
@@ -51,15 +50,27 @@ var providers = []provider{
 		name:    softi,
 		make:    func(crc bool) (verbs.Provider, error) { return softiwarp.New(softiwarp.Config{CRC: crc}), nil },
 		devices: []string{lab.SIW},
-		servers: []string{"6.12/siw", "6.1/siw"},
 	},
 	{
 		name:    rdmacore.Name,
 		make:    func(bool) (verbs.Provider, error) { return rdmacore.New(rdmacore.Config{}) },
 		inGuest: true,
 		devices: []string{lab.RXE, lab.SIW},
-		servers: []string{"6.12/rxe", "6.12/siw"},
 	},
+}
+
+// servers are those that it is tested with by default.
+func (p provider) servers() (names []string) {
+	devices := p.devices
+	if !lab.Whole() {
+		devices = devices[:1]
+	}
+	for _, kernel := range lab.Tested() {
+		for _, device := range devices {
+			names = append(names, kernel+"/"+device)
+		}
+	}
+	return names
 }
 
 // A setup is a provider and a server.
@@ -84,7 +95,7 @@ func setups(t *testing.T) (all []setup) {
 			t.Fatalf("-provider: %q is not known", name)
 		}
 		p := providers[i]
-		servers := p.servers
+		servers := p.servers()
 		if *serversFlag != "" {
 			servers = strings.Split(*serversFlag, ",")
 		}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -30,9 +29,6 @@ const (
 	goneStop     = "/tmp/stop"
 )
 
-// goneKernel chooses another kernel than the newest, for every test of this package.
-const goneKernel = "NFSRDMAD_RDMACORE_KERNEL"
-
 // goneComplaints are what the kernel's server says of its own when its device is removed under traffic: it destroys a queue pair that still has
 // registrations in use, and the device is told to be left with something of the server's.
 var goneComplaints = []string{`WARNING: .*drivers/infiniband/core/(verbs|restrack)\.c`}
@@ -55,18 +51,12 @@ type goneGuest struct {
 	kind   string
 }
 
-func startGone(t *testing.T, provider string) *goneGuest {
-	if os.Getenv("NFSRDMAD_LAB") == "0" {
-		t.Skip("no virtual machines are wanted: NFSRDMAD_LAB=0")
-	}
+func startGone(t *testing.T, kernel, provider string) *goneGuest {
+	lab.SkipUnwanted(t)
 	share := t.TempDir()
 	build(t, share, "mount.test", "github.com/nfsrdmad/nfsrdmad/test/lab/rdmacore")
-	cmd := exec.Command("go", "build", "-trimpath", "-tags", "rdmacore", "-o", filepath.Join(share, "nfsrdmad"), "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=1")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%v: %v\n%s", cmd.Args, err, out)
-	}
-	g := &goneGuest{Guest: lab.Start(t, lab.Options{Kernel: os.Getenv(goneKernel), Provider: provider, Share: share, Complaints: goneComplaints}), t: t, device: provider + "0", kind: provider}
+	lab.BuildRDMA(t, "build", "-trimpath", "-o", filepath.Join(share, "nfsrdmad"), "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
+	g := &goneGuest{Guest: lab.Start(t, lab.Options{Kernel: kernel, Provider: provider, Share: share, Complaints: goneComplaints}), t: t, device: provider + "0", kind: provider}
 	t.Cleanup(func() {
 		if t.Failed() {
 			out, _ := g.Run("nfsrdmad status " + goneMount + "; rdma link; rdma res show qp; tail -c 6000 " + goneLog + "; tail -c 1000 " + goneIO)
@@ -224,34 +214,42 @@ func (g *goneGuest) renew() {
 // TestGone takes from a mount with verified I/O on it, by provider=rdmacore in a guest: the link, the address, and the device. I/O goes on
 // when it is back, with all its data; while it is away the status says why, readers can be killed, and the mount be unmounted.
 func TestGone(t *testing.T) {
-	for _, kind := range []string{lab.RXE, lab.SIW} {
-		t.Run(kind, func(t *testing.T) {
-			g := startGone(t, kind)
-			g.startIO()
-			step := func(name string, f func(g *goneGuest)) {
-				t.Run(name, func(t *testing.T) {
-					h := *g
-					h.t = t
-					f(&h)
-				})
-				if t.Failed() {
-					t.FailNow()
-				}
-			}
-			step("link down", (*goneGuest).linkDown)
-			step("address change", (*goneGuest).addressChange)
-			step("removal", (*goneGuest).removal)
-			step("removal again and again", (*goneGuest).removals)
-			step("data", func(g *goneGuest) {
-				g.stopIO()
-				s := g.accounts()
-				if s.Hurt == 0 {
-					g.t.Error("no MR was hurt by all this")
-				}
-			})
-			step("unmount", (*goneGuest).unmount)
-		})
+	devices := []string{lab.RXE}
+	if lab.Whole() {
+		devices = append(devices, lab.SIW)
 	}
+	for _, kernel := range lab.Tested() {
+		for _, device := range devices {
+			t.Run(kernel+"-"+device, func(t *testing.T) { testGone(t, kernel, device) })
+		}
+	}
+}
+
+func testGone(t *testing.T, kernel, device string) {
+	g := startGone(t, kernel, device)
+	g.startIO()
+	step := func(name string, f func(g *goneGuest)) {
+		t.Run(name, func(t *testing.T) {
+			h := *g
+			h.t = t
+			f(&h)
+		})
+		if t.Failed() {
+			t.FailNow()
+		}
+	}
+	step("link down", (*goneGuest).linkDown)
+	step("address change", (*goneGuest).addressChange)
+	step("removal", (*goneGuest).removal)
+	step("removal again and again", (*goneGuest).removals)
+	step("data", func(g *goneGuest) {
+		g.stopIO()
+		s := g.accounts()
+		if s.Hurt == 0 {
+			g.t.Error("no MR was hurt by all this")
+		}
+	})
+	step("unmount", (*goneGuest).unmount)
 }
 
 func (g *goneGuest) linkDown() {

@@ -1,10 +1,8 @@
 package rdmacore
 
 import (
-	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -12,9 +10,6 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
-
-// headers are what the provider is built from; a host without them cannot build it.
-var headers = []string{"/usr/include/infiniband/verbs.h", "/usr/include/rdma/rdma_cma.h"}
 
 // cutLengths are how long the link is cut, one after the other, and cutPause is how long it works between.
 var cutLengths = []time.Duration{300 * time.Millisecond, 10 * time.Second, 300 * time.Millisecond, 10 * time.Second}
@@ -61,87 +56,75 @@ var targets = []target{
 // build compiles the test program of a package into dir.
 func build(t *testing.T, dir, name, pkg string) {
 	t.Helper()
-	for _, h := range headers {
-		if _, err := os.Stat(h); err != nil {
-			if os.Getenv("NFSRDMAD_LAB") == "1" {
-				t.Fatalf("%v; install libibverbs-dev and librdmacm-dev (make deps)", err)
-			}
-			t.Skipf("THE LAB DID NOT RUN: %v; install libibverbs-dev and librdmacm-dev", err)
-		}
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, "go", "test", "-c", "-tags", "rdmacore", "-o", filepath.Join(dir, name), pkg)
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=1")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%v: %v\n%s", cmd.Args, err, out)
-	}
+	lab.BuildRDMA(t, "test", "-c", "-o", filepath.Join(dir, name), pkg)
 }
 
 // TestDevices runs the main job and the storm on each device, against the guest's own server and another guest's, and the conformance suite, which
 // has both ends in one process and so in one guest.
 func TestDevices(t *testing.T) {
-	if os.Getenv("NFSRDMAD_LAB") == "0" {
-		t.Skip("no virtual machines are wanted: NFSRDMAD_LAB=0")
-	}
+	lab.SkipUnwanted(t)
 	dir := t.TempDir()
 	build(t, dir, "provider.test", "github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore")
 	build(t, dir, "mount.test", "github.com/nfsrdmad/nfsrdmad/test/lab/rdmacore")
-	for _, c := range targets {
-		t.Run(c.provider, func(t *testing.T) {
-			os.Remove(filepath.Join(dir, filepath.Base(wireReady))) // of the device before
-			link := lab.NewLink(t)
-			guests := lab.StartAll(t,
-				lab.Options{Name: "client", Kernel: os.Getenv(goneKernel), Provider: c.provider, Link: link, Share: dir},
-				lab.Options{Name: "server", Kernel: os.Getenv(goneKernel), Provider: c.provider, Link: link, Share: dir, CPUs: 1})
-			client, server := guests[0], guests[1]
-			own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
-			run := func(t *testing.T, command string) {
-				t.Helper()
-				out, err := client.RunFor("cd /tmp && "+command+" 2>&1", runLimit)
-				if err != nil {
-					t.Errorf("%v\n%s", err, out)
-					return
-				}
-				t.Logf("%s", out)
-			}
-			// The mounts first: the suite leaves devices as it finds them, but not their kernels.
-			t.Run("own server", func(t *testing.T) {
-				run(t, own+"/share/mount.test -test.v -test.run 'TestMainJob|TestStorm|TestAttacks'")
-			})
-			t.Run("another guest", func(t *testing.T) {
-				client.MustRun(fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs -o tcp,vers=3,nolock,noac,mountport=20048,mountproto=tcp %v:/export /mnt", server.Linked))
-				run(t, other+"NFSRDMAD_RDMACORE_EXPORT=/mnt /share/mount.test -test.v -test.run 'TestMainJob|TestStorm'")
-				client.MustRun("umount /mnt")
-			})
-			t.Run("wire", func(t *testing.T) {
-				peer := make(chan error, 1)
-				go func() {
-					_, err := server.RunFor("cd /tmp && "+other+"/share/mount.test -test.v -test.run TestPeer 2>&1", runLimit)
-					peer <- err
-				}()
-				run(t, "for i in $(seq 600); do [ -e "+wireReady+" ] && break; sleep 0.2; done; "+other+"/share/mount.test -test.v -test.run TestWire")
-				if err := <-peer; err != nil {
-					t.Error(err)
-				}
-			})
-			t.Run("a link that is cut", func(t *testing.T) {
-				server.MustRun("rm -f /export/storm*")
-				done := make(chan int)
-				over := make(chan struct{})
-				go func() {
-					server.Run("until [ -s /export/storm0 ]; do sleep 0.1; done") // it has begun
-					done <- cuts(link, over)
-				}()
-				run(t, other+"/share/mount.test -test.v -test.run TestStorm")
-				close(over)
-				t.Logf("the link was cut %d times", <-done)
-			})
-			t.Run("conformance", func(t *testing.T) {
-				run(t, own+"NFSRDMAD_RDMACORE_ADDR="+client.Linked.String()+":0 /share/provider.test -test.v -test.run 'TestConformance|TestDevices' -test.skip '"+strings.Join(c.broken, "|")+"'")
-			})
-		})
+	for _, kernel := range lab.Tested() {
+		for _, c := range targets {
+			t.Run(kernel+"-"+c.provider, func(t *testing.T) { testDevice(t, kernel, c, dir) })
+		}
 	}
+}
+
+func testDevice(t *testing.T, kernel string, c target, dir string) {
+	os.Remove(filepath.Join(dir, filepath.Base(wireReady))) // of the device before
+	link := lab.NewLink(t)
+	guests := lab.StartAll(t,
+		lab.Options{Name: "client", Kernel: kernel, Provider: c.provider, Link: link, Share: dir},
+		lab.Options{Name: "server", Kernel: kernel, Provider: c.provider, Link: link, Share: dir, CPUs: 1})
+	client, server := guests[0], guests[1]
+	own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
+	run := func(t *testing.T, command string) {
+		t.Helper()
+		out, err := client.RunFor("cd /tmp && "+command+" 2>&1", runLimit)
+		if err != nil {
+			t.Errorf("%v\n%s", err, out)
+			return
+		}
+		t.Logf("%s", out)
+	}
+	// The mounts first: the suite leaves devices as it finds them, but not their kernels.
+	t.Run("own server", func(t *testing.T) {
+		run(t, own+"/share/mount.test -test.v -test.run 'TestMainJob|TestStorm|TestAttacks'")
+	})
+	t.Run("another guest", func(t *testing.T) {
+		client.MustRun(fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs -o tcp,vers=3,nolock,noac,mountport=20048,mountproto=tcp %v:/export /mnt", server.Linked))
+		run(t, other+"NFSRDMAD_RDMACORE_EXPORT=/mnt /share/mount.test -test.v -test.run 'TestMainJob|TestStorm'")
+		client.MustRun("umount /mnt")
+	})
+	t.Run("wire", func(t *testing.T) {
+		peer := make(chan error, 1)
+		go func() {
+			_, err := server.RunFor("cd /tmp && "+other+"/share/mount.test -test.v -test.run TestPeer 2>&1", runLimit)
+			peer <- err
+		}()
+		run(t, "for i in $(seq 600); do [ -e "+wireReady+" ] && break; sleep 0.2; done; "+other+"/share/mount.test -test.v -test.run TestWire")
+		if err := <-peer; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Run("a link that is cut", func(t *testing.T) {
+		server.MustRun("rm -f /export/storm*")
+		done := make(chan int)
+		over := make(chan struct{})
+		go func() {
+			server.Run("until [ -s /export/storm0 ]; do sleep 0.1; done") // it has begun
+			done <- cuts(link, over)
+		}()
+		run(t, other+"/share/mount.test -test.v -test.run TestStorm")
+		close(over)
+		t.Logf("the link was cut %d times", <-done)
+	})
+	t.Run("conformance", func(t *testing.T) {
+		run(t, own+"NFSRDMAD_RDMACORE_ADDR="+client.Linked.String()+":0 /share/provider.test -test.v -test.run 'TestConformance|TestDevices' -test.skip '"+strings.Join(c.broken, "|")+"'")
+	})
 }
 
 // cuts cuts a link a few times: for less time than a device goes on sending what nobody acknowledges, and for more. It returns how often, early if it is
