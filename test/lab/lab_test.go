@@ -107,6 +107,9 @@ func testKernelClient(t *testing.T, g *lab.Guest) {
 
 // TestRXE has the kernel's own client meet the server over RoCE.
 func TestRXE(t *testing.T) {
+	if !lab.Whole() {
+		t.Skip("TestLink has the same between two guests")
+	}
 	for _, kernel := range lab.Tested() {
 		t.Run(kernel, func(t *testing.T) {
 			g := lab.Start(t, lab.Options{Kernel: kernel, Provider: lab.RXE, MemoryMiB: 512})

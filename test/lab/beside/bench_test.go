@@ -14,12 +14,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-var roundsFlag = flag.Int("rounds", 1, "rounds of TestBeside; 5 for what is written down")
+var (
+	roundsFlag = flag.Int("rounds", 1, "rounds of TestBeside; 3 for what is written down")
+	onlyFlag   = flag.String("only", "", "regular expression of the workloads of TestBeside")
+)
 
 // What this test writes of docs/performance.md lies between these lines, for each provider and device.
 const (
 	pageFile  = "../../../docs/performance.md"
-	pageBegin = "<!-- written by go test ./test/lab/beside -run TestBeside -update -rounds 5: %s -->\n"
+	pageBegin = "<!-- written by go test ./test/lab/beside -run TestBeside -update -rounds 3: %s -->\n"
 	pageEnd   = "<!-- end of %s -->\n"
 )
 
@@ -84,14 +87,18 @@ func splice(page, name, text string) (string, error) {
 	return before + begin + text + end + after, nil
 }
 
-// TestBeside measures the two clients in turns, on an export that is in the server's memory. It asserts nothing but that all of it works.
+// TestBeside measures the two clients in turns, on an export that is in the server's memory. It asserts nothing but that all of it works. A routine run
+// has the large sequential workloads alone.
 func TestBeside(t *testing.T) {
 	s := start(t, lab.ExportFast)
 	if *profileFlag {
 		s.profile()
 		return
 	}
-	out, err := s.RunFor(fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -rounds %d", kernelDir, oursDir, *roundsFlag), 30*time.Minute)
+	if *onlyFlag == "" && !lab.Whole() && !*updateFlag {
+		*onlyFlag = "sequential .*, 1 MiB"
+	}
+	out, err := s.RunFor(fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -rounds %d -only '%s'", kernelDir, oursDir, *roundsFlag, *onlyFlag), 30*time.Minute)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"regexp"
 	"runtime"
 	"strconv"
 	"time"
@@ -50,14 +51,18 @@ func bench(args []string) error {
 	kernel := f.String("kernel", "", "directory on the mount of the kernel's client")
 	ours := f.String("ours", "", "directory on our mount")
 	rounds := f.Int("rounds", 5, "rounds of both sides")
-	only := f.String("only", "", "run this workload alone")
+	only := f.String("only", "", "regular expression of the workloads to run, each as a whole")
 	side := f.String("side", "", "run this side alone")
 	profiled := f.Int("profiled", 0, "process of a profiled mount, which is to keep a profile of each run")
 	f.Parse(args)
+	wanted, err := regexp.Compile("^(" + *only + ")$")
+	if err != nil {
+		return err
+	}
 	out := json.NewEncoder(os.Stdout)
 	dirs := map[string]string{"kernel": *kernel, "ours": *ours}
 	for _, w := range workloads() {
-		if *only != "" && *only != w.name {
+		if *only != "" && !wanted.MatchString(w.name) {
 			continue
 		}
 		for round := range *rounds {
