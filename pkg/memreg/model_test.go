@@ -232,7 +232,7 @@ func (r *rig) pick(t *rapid.T, p phase) *modelSlot {
 		}
 	}
 	if len(of) == 0 {
-		t.Skip()
+		t.Skip("no slot is in this phase: another step is drawn")
 	}
 	return of[rapid.IntRange(0, len(of)-1).Draw(t, "slot")]
 }
@@ -355,7 +355,7 @@ func TestModel(t *testing.T) {
 						return
 					}
 				}
-				t.Skip()
+				t.Skip("no LOCAL_INV is queued: another step is drawn")
 			}),
 			"chop a chain":       count(func(t *rapid.T) { r.qp.chop = rapid.IntRange(0, 3).Draw(t, "position") }),
 			"fail an allocation": count(func(t *rapid.T) { r.failAlloc = rapid.IntRange(0, 2).Draw(t, "times") }),

@@ -54,7 +54,12 @@ func Available() error {
 	if err := load(); err != nil {
 		return err
 	}
-	f, err := os.OpenFile(connectionDevice, os.O_RDWR, 0)
+	return openable(connectionDevice)
+}
+
+// openable reports why the kernel's connection manager cannot be used.
+func openable(device string) error {
+	f, err := os.OpenFile(device, os.O_RDWR, 0)
 	switch {
 	case errors.Is(err, os.ErrPermission):
 		return &UnavailableError{Reason: "the kernel's RDMA connection manager may not be used", Err: err,

@@ -56,7 +56,7 @@ func TestCutShortIsNoSuccess(t *testing.T) {
 	<-drained
 	wc := <-done
 	if n >= size {
-		t.Skip("the socket took the whole message")
+		t.Fatal("the socket took the whole message: make it larger")
 	}
 	if wc.Status != verbs.StatusWRFlushErr {
 		t.Errorf("RDMA Write of which %d of %d octets were sent: %v, want %v", n, size, wc.Status, verbs.StatusWRFlushErr)

@@ -26,7 +26,7 @@ func capture(t *testing.T, port uint16, f func()) string {
 		t.Fatal("tshark is not installed: make deps, or Debian's tshark")
 	}
 	if os.Geteuid() != 0 {
-		t.Skip("capturing needs root")
+		t.Fatal("capturing needs root: run the tests as root")
 	}
 	file := filepath.Join(t.TempDir(), "siw.pcapng")
 	cmd := exec.Command(dumpcap, "-q", "-i", "lo", "-B", "64", "-f", fmt.Sprintf("tcp port %d", port), "-w", file)

@@ -16,7 +16,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// needMute skips where the kernel does not let this process be mute.
+// needMute fails where the kernel does not let this process be mute.
 func needMute(t *testing.T) {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -25,7 +25,7 @@ func needMute(t *testing.T) {
 	}
 	defer unix.Close(fd)
 	if err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_REPAIR, unix.TCP_REPAIR_ON); err != nil {
-		t.Skipf("TCP_REPAIR: %v; it takes CAP_NET_ADMIN", err)
+		t.Fatalf("TCP_REPAIR: %v; it takes CAP_NET_ADMIN: run the tests as root", err)
 	}
 }
 
@@ -86,14 +86,23 @@ func TestGivenUp(t *testing.T) {
 // connectorEnv makes the test binary connect to the address that it holds, until it is killed.
 const connectorEnv = "SOFTIWARP_TEST_CONNECT"
 
-// TestConnector is the process that TestKilledConnect kills.
-func TestConnector(t *testing.T) {
-	to := os.Getenv(connectorEnv)
-	if to == "" {
-		t.Skip("for another test")
+// connector is the process that TestKilledConnect kills.
+func connector(to string) {
+	check := func(err error) {
+		if err != nil {
+			panic(err)
+		}
 	}
-	connectTo(t, context.Background(), Config{}, netip.MustParseAddrPort(to), victimParam)
-	select {}
+	id, err := New(Config{}).Resolve(context.Background(), netip.MustParseAddrPort(to))
+	check(err)
+	pd, err := id.Device().AllocPD()
+	check(err)
+	cq, err := id.Device().CreateCQ(2)
+	check(err)
+	_, err = id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1})
+	check(err)
+	check(id.Connect(context.Background(), victimParam))
+	panic("it was to be killed before it is connected")
 }
 
 // TestKilledConnect kills a process that has sent its request and has no reply.
@@ -107,7 +116,7 @@ func TestKilledConnect(t *testing.T) {
 		<-killed
 		hearsNothing(t, c)
 	})
-	cmd := exec.Command(os.Args[0], "-test.run", "^TestConnector$")
+	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), connectorEnv+"="+addr.String())
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

@@ -2,13 +2,19 @@ package softiwarp
 
 import (
 	"net/netip"
+	"os"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) {
+	if to := os.Getenv(connectorEnv); to != "" {
+		connector(to)
+	}
+	verbstest.Main(m)
+}
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
