@@ -263,6 +263,37 @@ func TestProxy(t *testing.T) {
 	}
 }
 
+// A backend that stops within a reply holds neither the call whose time is over nor the end of the client's connection.
+func TestProxyPartOfReply(t *testing.T) {
+	b := newScripted(t)
+	p := newProxy(b.Addr().String(), hclog.NewNullLogger())
+	peer := netip.MustParseAddrPort("127.0.0.1:700")
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() {
+		_, err := p.ServeRPC(ctx, peer, sunrpc.AppendCall(nil, 1, nfs3.Program, 3, 1, sunrpc.AppendAuthNone(nil)), make([]byte, 0, 4096))
+		done <- err
+	}()
+	call := <-b.calls
+	part := make([]byte, rpctcp.MarkSize)
+	rpctcp.PutMark(part, 1000)
+	if _, err := call.conn.Write(append(part, call.msg[:8]...)); err != nil {
+		t.Error(err)
+	}
+	time.Sleep(50 * time.Millisecond) // so that the reader has it; when it has not, the call ends in the ordinary way
+	cancel()
+	select {
+	case err := <-done:
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("got %v", err)
+		}
+		p.ConnClosed(peer)
+	case <-time.After(testTimeout):
+		t.Error("the call waits for the rest of its reply")
+		call.conn.Close()
+	}
+}
+
 func TestProxyWithoutBackend(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
