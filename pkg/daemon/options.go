@@ -107,7 +107,7 @@ const (
 	minInline, maxInline = 1024, 65536
 	minSlots, maxSlots   = 4, 1024 // fewer are not worth a connection
 	maxAttrSeconds       = 1 << 22 // a limit far above use, far below overflow
-	maxTraceEvents       = 1 << 20 // 48 MiB for each connection
+	maxTraceEvents       = 1 << 20 // 56 MiB for each connection
 	maxKeepAlive         = 3600    // seconds: a dead server should be noticed within the hour
 	maxIdle              = 1 << 22 // seconds
 )
