@@ -84,7 +84,7 @@ func differ(args []string) error {
 			return err
 		}
 		if found == nil {
-			fmt.Printf("%s: %d operations, %d known differences\n", current, len(ops), len(tolerated))
+			fmt.Printf("%s: %d of %d operations, %d known differences\n", current, p.done, len(ops), len(tolerated))
 			return nil
 		}
 		bad++
