@@ -434,10 +434,14 @@ func (g *Guest) end() {
 	}
 	g.disk.Close()
 	lines := g.console.text()
-	for _, c := range complaints(lines, g.opts) {
-		g.t.Errorf("guest %s: its kernel complained: %s", g.opts.Name, c)
-	}
-	if !g.t.Failed() {
+	found := complaints(lines, g.opts)
+	// Last is what is read first.
+	defer func() {
+		for _, c := range found {
+			g.t.Errorf("guest %s: its kernel complained: %s", g.opts.Name, c)
+		}
+	}()
+	if len(found) == 0 && !g.t.Failed() {
 		return
 	}
 	g.t.Logf("guest %s, end of its console:\n%s", g.opts.Name, strings.Join(lines[max(0, len(lines)-logLines):], "\n"))
