@@ -14,7 +14,7 @@ func TestMain(m *testing.M) { verbstest.Main(m) }
 // device is an invented one that carries NFS/RDMA with room to spare.
 func device(change func(*verbs.DeviceAttrs)) verbs.DeviceAttrs {
 	a := verbs.DeviceAttrs{Name: "inv0", Caps: verbs.CapFastReg | verbs.CapRegisterAny, PageSize: 4096, MaxFastRegPageListLen: 512,
-		MaxQPWR: 32768, MaxSendSGE: 6, MaxRecvSGE: 6, MaxSGERd: 1}
+		MaxQPWR: 32768, MaxCQE: 65536, MaxMR: 65536, MaxSendSGE: 6, MaxRecvSGE: 6, MaxSGERd: 1}
 	if change != nil {
 		change(&a)
 	}
@@ -41,6 +41,10 @@ func TestQuery(t *testing.T) {
 			Params{Depth: 257, Gaps: true, ChosenIOVA: true, PageSize: 4096, Slots: 4, SendWRs: 4*7 + 33, WRsPerRPC: 7, RecvWRs: 44, SendSGEs: 19, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"small queue cuts the slots", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 10*7 + 6 }, 128, 0,
 			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+		{"small completion queue cuts the slots", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 10*8 + 7 }, 128, 0,
+			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+		{"few MRs cut the slots", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, 5*11 }, 64, 0,
+			Params{Depth: 64, PageSize: 4096, Slots: 11, SendWRs: 11*15 + 33, WRsPerRPC: 15, RecvWRs: 51, SendSGEs: 6, MaxSegs: 7, MaxPayload: 1 << 20}},
 		{"memory windows", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapMemWindow2B }, 128, 0,
 			Params{Depth: 257, OnePiece: true, ArenasOnly: true, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"registration for each use", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapPerIOReg }, 128, 0,
@@ -50,6 +54,8 @@ func TestQuery(t *testing.T) {
 		{"two send SGEs", func(a *verbs.DeviceAttrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
 		{"queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 4*7 - 1 }, 128, syscall.ENOMEM, Params{}},
 		{"queue smaller than the reserve", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 16 }, 128, syscall.ENOMEM, Params{}},
+		{"completion queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 4*8 - 1 }, 128, syscall.ENOMEM, Params{}},
+		{"MRs for 3 RPCs", func(a *verbs.DeviceAttrs) { a.MaxMR = 3 }, 128, syscall.ENOMEM, Params{}},
 		{"16 MRs do not hold a payload", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 16 }, 128, syscall.ENOMEM, Params{}},
 	}
 	for _, c := range cases {

@@ -9,12 +9,14 @@ import (
 
 // Numbers of the transport, as the kernel's client has them (docs/features.md S17, S18).
 const (
-	MaxHdrSegs   = 16                     // segments in one chunk list
-	MaxDataPages = 257                    // pages of the largest payload, 1 MiB at any alignment
-	maxSegs      = MaxDataPages + 3       // payload, head, tail and one to spare: what a chunk must be able to convey
-	backwardWRs  = 32                     // reserved for the back channel
-	drainWRs     = 1                      // for draining a queue
-	recvBatch    = 7                      // Receives posted beyond those needed
+	MaxHdrSegs   = 16               // segments in one chunk list
+	MaxDataPages = 257              // pages of the largest payload, 1 MiB at any alignment
+	maxSegs      = MaxDataPages + 3 // payload, head, tail and one to spare: what a chunk must be able to convey
+	backwardWRs  = 32               // reserved for the back channel
+	drainWRs     = 1                // for draining a queue
+	recvBatch    = 7                // Receives posted beyond those needed
+	sendReserve  = backwardWRs + drainWRs
+	recvReserve  = backwardWRs + recvBatch + drainWRs
 	MinSlots     = 4                      // fewer are not worth a connection
 	minSendSGEs  = 3                      // head, payload, tail
 	maxSendSGEs  = 1 + 1 + MaxHdrSegs + 1 // the most that a Send is given
@@ -80,18 +82,29 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	}
 	p.Depth = min(p.Depth, MaxDataPages)
 
-	perRPC := wrsPerRPC
+	perRPC, mrs := wrsPerRPC, 1
 	for left := MaxDataPages - p.Depth; left > 0; left -= p.Depth {
 		perRPC += 2 // one more to register, and to invalidate
+		mrs++
 	}
-	room := a.MaxQPWR - backwardWRs - drainWRs
-	p.Slots = min(slots, room/perRPC)
-	if p.Slots < MinSlots {
-		return fail(syscall.ENOMEM, "a queue of %d work requests has room for %d RPCs of %d each, %d are needed", a.MaxQPWR, max(p.Slots, 0), perRPC, MinSlots)
+	p.Slots = slots
+	for _, limit := range []struct {
+		what                  string
+		has, reserved, perRPC int
+	}{
+		{"a queue of %d work requests", a.MaxQPWR, sendReserve, perRPC},
+		{"a completion queue of %d entries", a.MaxCQE, sendReserve + recvReserve, perRPC + 1}, // all completions of a connection go there
+		{"a device of %d MRs", a.MaxMR, 0, mrs},
+	} {
+		room := max(limit.has-limit.reserved, 0) / limit.perRPC
+		if room < MinSlots {
+			return fail(syscall.ENOMEM, limit.what+" has room for %d RPCs of %d each, %d are needed", limit.has, room, limit.perRPC, MinSlots)
+		}
+		p.Slots = min(p.Slots, room)
 	}
 	p.WRsPerRPC = perRPC
-	p.SendWRs = p.Slots*perRPC + backwardWRs + drainWRs
-	p.RecvWRs = min(p.Slots+backwardWRs+recvBatch+drainWRs, a.MaxQPWR)
+	p.SendWRs = p.Slots*perRPC + sendReserve
+	p.RecvWRs = p.Slots + recvReserve // there is room for them where there is for MinSlots in the send queue
 
 	// Reply chunks have a head and a tail of their own.
 	p.MaxSegs = min((MaxDataPages+p.Depth-1)/p.Depth+2, MaxHdrSegs)

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -58,38 +59,56 @@ func NewBufferPool(size, max int) *BufferPool {
 // Size is the length of each buffer in octets.
 func (p *BufferPool) Size() int { return p.size }
 
+// shortRetry is how long Get waits before it asks the system for memory again.
+const shortRetry = 50 * time.Millisecond
+
 // TryGet returns a buffer, or nil when all are out or memory is short.
 func (p *BufferPool) TryGet() []byte {
+	b, _ := p.tryGet()
+	return b
+}
+
+// tryGet also reports whether the system had no memory for a buffer that may be made.
+func (p *BufferPool) tryGet() (b []byte, short bool) {
 	select {
 	case b := <-p.free:
-		return b
+		return b, false
 	default:
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed || p.made >= p.max {
-		return nil
+		return nil, false
 	}
 	b, err := AllocBuffer(p.size)
 	if err != nil {
-		return nil
+		return nil, true
 	}
 	p.made++
-	return b
+	return b, false
 }
 
-// Get returns a buffer, waiting for one until done or the pool is closed, when it returns nil.
+// Get returns a buffer, waiting for one, or for memory, until done or the pool is closed, when it returns nil.
 func (p *BufferPool) Get(done <-chan struct{}) []byte {
-	if b := p.TryGet(); b != nil {
-		return b
+	for {
+		b, short := p.tryGet()
+		if b != nil {
+			return b
+		}
+		var again <-chan time.Time
+		if short { // nobody may be there to Put one
+			again = time.After(shortRetry)
+		}
+		select {
+		case b := <-p.free:
+			return b
+		case <-again:
+		case <-done:
+			return nil
+		case <-p.ended:
+			return nil
+		}
 	}
-	select {
-	case b := <-p.free:
-		return b
-	case <-done:
-	case <-p.ended:
-	}
-	return nil
 }
 
 // Put gives back a buffer that Get or TryGet returned (any reslice that starts at its first octet).

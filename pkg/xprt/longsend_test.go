@@ -4,15 +4,16 @@ import (
 	"bytes"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/hostile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 // TestSendLongerThanPromised has a server put results inline that exceed the inline threshold, as stock Linux servers do when they are offered no
 // chunk. They must find room in the Receive; results that exceed what the procedure has end the call, and nothing else.
 func TestSendLongerThanPromised(t *testing.T) {
-	_, addr := startAttacker(t)
-	tr := dial(t, addr, nil)
+	tr := dial(t, hostile.Serve(t, softiwarp.New(softiwarp.Config{}), loopback).Addr(), nil)
 	ctx, fh := testContext(t), testFH(t)
 	const count = 8400
 	for _, room := range []int{nfs3.MaxResultRead, nfs3.MaxResultRead + 2000} {
@@ -27,7 +28,7 @@ func TestSendLongerThanPromised(t *testing.T) {
 	}
 	buf := make([]byte, 40000)
 	var r nfs3.ReadResult
-	if err := nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, fh, 5, buf, &r); err != nil || !bytes.Equal(buf, fill(5, len(buf))) {
+	if err := nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, fh, 5, buf, &r); err != nil || !bytes.Equal(buf, hostile.Content(5, len(buf))) {
 		t.Errorf("the next read: %v, or wrong octets", err)
 	}
 	if s := tr.Stats(); s.Connects != 1 || s.BadReply != 2 {

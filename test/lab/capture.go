@@ -19,7 +19,8 @@ const (
 	captureStart  = 60 * time.Second
 	captureStop   = 60 * time.Second
 	captureBuffer = 256 // MiB of the kernel's ring, so that a busy host loses nothing
-	// captureSettle is what the kernel may keep a packet before it hands it over: dumpcap leaves behind what it has not been given.
+	// captureSettle is what the kernel may keep a packet before it hands it over: dumpcap leaves behind what it has not been given. A guest's kernel
+	// sends by threads of its own what a program there has asked for.
 	captureSettle = time.Second
 )
 

@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 )
 
@@ -27,8 +28,10 @@ const (
 	// could otherwise be given that very port as its source, and connect to itself.
 	firstHostPort = 20100
 	lastHostPort  = 32000
-	// startTries is for host ports that are taken between their choice and QEMU's start, and for kernels that do not come up in the emulator.
+	// startTries is for host ports that are taken between their choice and QEMU's start.
 	startTries = 5
+	// bootTries is for kernels that do not come up in the emulator.
+	bootTries = 5
 	// logLines is how much of the console a failed test shows.
 	logLines = 60
 )
@@ -138,10 +141,9 @@ func (g *Guest) first() error {
 			g.rdma.close()
 		}
 		switch {
-		case try < startTries && strings.Contains(err.Error(), "host forwarding rule"):
+		case try < startTries && (strings.Contains(err.Error(), "host forwarding rule") || errors.Is(err, syscall.EADDRINUSE)):
 		case try < startTries && errors.Is(err, ErrPanic), try == 1 && errors.Is(err, errNotReady):
-			// A kernel that patches itself while it boots can trip over QEMU's emulation of several processors, or stand still where the
-			// host has little time for all of them: nothing of ours has run yet.
+			// A kernel may stand still where the host has little time for all of its processors: nothing of ours has run yet.
 			g.t.Logf("guest %s: booted again: %v", g.opts.Name, err)
 			g.console = &console{}
 		default:
@@ -255,6 +257,26 @@ func (g *Guest) Boot() error {
 	if on {
 		return fmt.Errorf("guest %s: is on already", g.opts.Name)
 	}
+	return g.untripped(func(try int) error {
+		if try > 1 {
+			g.powerOff()
+		}
+		return g.powerOn(last)
+	})
+}
+
+// untripped boots again where the kernel tripped over the emulator, whether it came up or not. What it said then is left out of the log.
+func (g *Guest) untripped(boot func(try int) error) error {
+	for try := 1; ; try++ {
+		from := g.console.mark()
+		err := boot(try)
+		if try == bootTries || !g.console.forgetTripped(from) {
+			return err
+		}
+	}
+}
+
+func (g *Guest) powerOn(last string) error {
 	g.console.note("power on, kernel %s", g.img.release)
 	b := g.console.expect(last)
 	m, err := startMachine(g.opts.Name, g.arguments(), g.disk, g.port, g.console)
@@ -335,6 +357,10 @@ func (g *Guest) Reset() error {
 	if err != nil {
 		return err
 	}
+	return g.untripped(func(int) error { return g.reset(m) })
+}
+
+func (g *Guest) reset(m *machine) error {
 	m.lost(ErrPower)
 	g.rdma.hold()
 	if err := m.qmp.do("stop", nil); err != nil { // so that the old boot cannot say anything more once the new one is expected
@@ -408,10 +434,14 @@ func (g *Guest) end() {
 	}
 	g.disk.Close()
 	lines := g.console.text()
-	for _, c := range complaints(lines, g.opts) {
-		g.t.Errorf("guest %s: its kernel complained: %s", g.opts.Name, c)
-	}
-	if !g.t.Failed() {
+	found := complaints(lines, g.opts)
+	// Last is what is read first.
+	defer func() {
+		for _, c := range found {
+			g.t.Errorf("guest %s: its kernel complained: %s", g.opts.Name, c)
+		}
+	}()
+	if len(found) == 0 && !g.t.Failed() {
 		return
 	}
 	g.t.Logf("guest %s, end of its console:\n%s", g.opts.Name, strings.Join(lines[max(0, len(lines)-logLines):], "\n"))

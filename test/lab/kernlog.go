@@ -1,6 +1,9 @@
 package lab
 
-import "regexp"
+import (
+	"regexp"
+	"strings"
+)
 
 // complaint finds the first line of what a kernel says about a fault of its own.
 var complaint = regexp.MustCompile(`BUG:|kernel BUG at|Oops|WARNING: |general protection fault|Kernel panic|UBSAN:|refcount_t: |list_(add|del) corruption|EXT4-fs error|I/O error,|unregister_netdevice: waiting`)
@@ -11,7 +14,10 @@ var known = map[string][]*regexp.Regexp{
 	"6.1": {regexp.MustCompile(`WARNING: .*drivers/infiniband/core/restrack\.c`)},
 }
 
-// complaints returns the kernel's complaints that nobody expects.
+// complaintLines is how much of the console is shown of a complaint: its trace.
+const complaintLines = 30
+
+// complaints returns the kernel's complaints that nobody expects, each with the lines that follow it.
 func complaints(lines []string, o Options) []string {
 	expected := known[o.Kernel]
 	for _, c := range o.Complaints {
@@ -19,7 +25,7 @@ func complaints(lines []string, o Options) []string {
 	}
 	var found []string
 next:
-	for _, line := range lines {
+	for i, line := range lines {
 		if !complaint.MatchString(line) {
 			continue
 		}
@@ -28,7 +34,7 @@ next:
 				continue next
 			}
 		}
-		found = append(found, line)
+		found = append(found, strings.Join(lines[i:min(len(lines), i+complaintLines)], "\n"))
 	}
 	return found
 }

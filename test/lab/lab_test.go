@@ -324,13 +324,13 @@ func TestComplaints(t *testing.T) {
 // TestTwoGuests runs both kernels at once.
 func TestTwoGuests(t *testing.T) {
 	guests := make(chan *lab.Guest, len(lab.Kernels))
-	t.Run("start", func(t *testing.T) { // returns when both have started
+	t.Run("start", func(both *testing.T) { // returns when both have started
 		for _, kernel := range lab.Kernels {
-			t.Run(kernel, func(t *testing.T) {
+			both.Run(kernel, func(t *testing.T) {
 				t.Parallel()
 				g := lab.Start(t, lab.Options{Kernel: kernel, MemoryMiB: 512, CPUs: 1})
 				guests <- g
-				for len(guests) < len(lab.Kernels) { // each is there until both are
+				for len(guests) < len(lab.Kernels) && !both.Failed() { // each is there until both are
 					time.Sleep(100 * time.Millisecond)
 				}
 				if _, err := ping(g, patient); err != nil {

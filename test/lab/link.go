@@ -25,11 +25,10 @@ const (
 	maxFrame = ethernetHeader + 4 + 65536
 	// portBuffer is in octets, of frames on their way into a guest or out of it.
 	portBuffer = 4 << 20
-	// A port that takes nothing for stallLimit, of a guest that is frozen, loses frames from then on, after stallRetry each. Until then
+	// A port that takes nothing for stallLimit, of a guest that is frozen, loses frames from then on, until there is room for one. Until then
 	// whoever sends to it waits, as with Ethernet's flow control, so that a busy host loses nothing. The kernel of a
 	// guest warns of a transmit queue that stands still for five seconds.
 	stallLimit = 2 * time.Second
-	stallRetry = time.Millisecond
 )
 
 // linkNet is where addresses on a link come from that nobody chose.
@@ -218,11 +217,24 @@ func (l *Link) route(from *port, to [6]byte) (targets []target, taps []*tap) {
 func (p *port) send(conn *net.UnixConn, frame []byte) {
 	p.sending.Lock()
 	defer p.sending.Unlock()
-	wait := stallLimit
+	// No deadline that is near: it could pass before the frame was tried at all.
 	if p.stalled {
-		wait = stallRetry
+		p.stalled = errors.Is(offer(conn, frame), unix.EAGAIN)
+		return
 	}
-	conn.SetWriteDeadline(time.Now().Add(wait))
+	conn.SetWriteDeadline(time.Now().Add(stallLimit))
 	_, err := conn.Write(frame)
 	p.stalled = errors.Is(err, os.ErrDeadlineExceeded) // any other error is a guest that went away
+}
+
+// offer sends a frame if there is room for it now, and is EAGAIN otherwise.
+func offer(conn *net.UnixConn, frame []byte) error {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	if e := raw.Control(func(fd uintptr) { _, err = unix.Write(int(fd), frame) }); e != nil {
+		return e
+	}
+	return err
 }

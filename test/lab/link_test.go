@@ -34,19 +34,26 @@ func TestLink(t *testing.T) {
 	t.Run("outages", func(t *testing.T) { testLinkOutages(t, link, client, server) })
 }
 
+// Pings: some, some that take several packets of 1500 octets, or one. Those that are to be lost are given up soon.
+const (
+	some  = "-W 60 -c 2"
+	large = "-W 60 -c 2 -s 8900"
+	one   = "-W 60 -c 1"
+	lost  = "-W 5 -c 2"
+)
+
 // reaches tells whether a ping comes back.
-func reaches(from, to *lab.Guest, args string) bool {
-	_, err := from.Run(fmt.Sprintf("ping -W 5 %s %v", args, to.Linked))
+func reaches(from, to *lab.Guest, ping string) bool {
+	_, err := from.RunFor(fmt.Sprintf("ping %s %v", ping, to.Linked), 5*time.Minute)
 	return err == nil
 }
 
 func testLinkFrames(t *testing.T, link *lab.Link, client, server *lab.Guest) {
-	const some, large = "-c 2", "-c 2 -s 8900"
 	if !reaches(client, server, some) || !reaches(server, client, large) {
 		t.Fatal("no ping gets through")
 	}
 	link.Cut()
-	if reaches(client, server, some) {
+	if reaches(client, server, lost) {
 		t.Error("a ping gets through a link that is cut")
 	}
 	link.Restore()
@@ -56,7 +63,7 @@ func testLinkFrames(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 	if err := server.CutNetwork(); err != nil {
 		t.Fatal(err)
 	}
-	if reaches(client, server, some) {
+	if reaches(client, server, lost) {
 		t.Error("a ping reaches a guest whose network is cut")
 	}
 	if err := server.RestoreNetwork(); err != nil {
@@ -70,7 +77,7 @@ func testLinkFrames(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		t.Fatal(err)
 	}
 	begin := time.Now()
-	if reached := reaches(client, server, "-c 1"); !reached || time.Since(begin) < 2*delay {
+	if reached := reaches(client, server, one); !reached || time.Since(begin) < 2*delay {
 		t.Errorf("a ping (%v) took %v, with a delay of %v each way", reached, time.Since(begin), delay)
 	}
 	if err := server.SlowNetwork(lab.Line{}); err != nil {
@@ -124,6 +131,9 @@ func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 	}
 }
 
+// outageLimit is for work that waits for a guest to boot, and for the kernel's pauses between two connects.
+const outageLimit = 15 * time.Minute
+
 // testLinkOutages has the client's kernel work on while the link, and the server's power, come and go.
 func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 	client.MustRun(mountLinked(server) + " && dd if=/dev/urandom of=/tmp/f bs=1M count=4 2>/dev/null")
@@ -140,7 +150,7 @@ func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		}
 		done := make(chan error, 1)
 		go func() {
-			_, err := client.RunFor("cp /tmp/f /mnt/"+outage.name+" && sync /mnt/"+outage.name+" && cat /mnt/"+outage.name+" | cmp - /tmp/f", 5*time.Minute)
+			_, err := client.RunFor("cp /tmp/f /mnt/"+outage.name+" && sync /mnt/"+outage.name+" && cat /mnt/"+outage.name+" | cmp - /tmp/f", outageLimit)
 			done <- err
 		}()
 		select {

@@ -97,6 +97,7 @@ func (l *Link) capture(t testing.TB, name string, of *port) *Capture {
 		t.Fatal(err)
 	}
 	c.stop = func() error {
+		time.Sleep(captureSettle)
 		l.mu.Lock()
 		delete(l.taps, tap)
 		l.mu.Unlock()

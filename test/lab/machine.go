@@ -23,8 +23,8 @@ const (
 	qemu = "qemu-system-x86_64"
 	// bootTimeout is far above the ten seconds that a boot takes on a quiet machine.
 	bootTimeout = 4 * time.Minute
-	// killTimeout bounds the end of a killed QEMU.
-	killTimeout = 30 * time.Second
+	// killTimeout bounds the end of a killed QEMU, which gives its memory back first.
+	killTimeout = 2 * time.Minute
 	// guestAddr is the guest's side of QEMU's user network, its default.
 	guestAddr = "10.0.2.15"
 	// firstFD is the first descriptor that a child gets beside the standard ones.

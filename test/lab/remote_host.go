@@ -17,8 +17,9 @@ import (
 const (
 	// remoteRetry is how often the host looks for a process in the guest.
 	remoteRetry = 200 * time.Millisecond
-	// remoteGreeting bounds the wait for its first line.
-	remoteGreeting = 5 * time.Second
+	// remoteGreeting bounds the wait for its first line. Where nobody waits the guest says so at once; who waits has one connection only, so this is not to be
+	// left for a busy host.
+	remoteGreeting = time.Minute
 )
 
 // Lend lets processes in the guest that have RemoteEnv in their environment use the lab, one at a time, until the test ends. There Borrow gives them

@@ -9,7 +9,7 @@ import "C"
 
 import (
 	"fmt"
-	"maps"
+	"iter"
 	"os"
 	"slices"
 	"sync"
@@ -228,31 +228,11 @@ func (d *device) demote(why error) {
 	}
 }
 
-// queuePairs are those that the device has.
-func (d *device) queuePairs() []*qp {
+// collect lists what one of a device's maps has at one moment.
+func collect[T any](d *device, seq iter.Seq[T]) []T {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return slices.Collect(maps.Values(d.qps))
-}
-
-// takeDownQueues destroys the completion queues of a device that is gone, and whose queue pairs are.
-func (d *device) takeDownQueues() {
-	d.mu.Lock()
-	cqs := slices.Collect(maps.Keys(d.cqs))
-	d.mu.Unlock()
-	for _, c := range cqs {
-		c.takeDown()
-	}
-}
-
-// takeDownDomains destroys the protection domains of a device that is gone, with the registrations of arenas.
-func (d *device) takeDownDomains() {
-	d.mu.Lock()
-	pds := slices.Collect(maps.Keys(d.pds))
-	d.mu.Unlock()
-	for _, p := range pds {
-		p.takeDown()
-	}
+	return slices.Collect(seq)
 }
 
 // watchEvents reads asynchronous events, after the reader before has ended, until f's deadline is set.

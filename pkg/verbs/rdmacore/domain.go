@@ -28,13 +28,12 @@ const (
 
 // A protectionDomain owns MRs and QPs, and the registrations of the arenas that they use.
 type protectionDomain struct {
-	dev *device
-	c   *C.struct_ibv_pd // valid until freed, or the device is gone
+	dev  *device
+	c    *C.struct_ibv_pd // valid until freed, or the device is gone
+	uses verbs.Uses
 
 	mu     sync.Mutex
-	uses   int                       // guarded by mu, as all below: MRs and QPs
-	gone   bool                      // deallocated by its owner
-	freed  bool                      // c is
+	freed  bool                      // guarded by mu, as all below: c is
 	arenas map[*verbs.Arena]*arenaMR // registered
 	stale  []*C.struct_ibv_mr        // of freed arenas, with windows bound to them
 }
@@ -44,7 +43,7 @@ func (d *device) AllocPD() (verbs.PD, error) {
 	if err := d.enter(); err != nil {
 		return nil, err
 	}
-	p := &protectionDomain{dev: d, arenas: make(map[*verbs.Arena]*arenaMR)}
+	p := &protectionDomain{dev: d, uses: verbs.Uses{Provider: Name}, arenas: make(map[*verbs.Arena]*arenaMR)}
 	if err := p.alloc(); err != nil {
 		d.leave()
 		return nil, fmt.Errorf("rdmacore: allocate protection domain on %s: %w", d.attrs.Name, err)
@@ -68,34 +67,12 @@ func (p *protectionDomain) alloc() error {
 	return nil
 }
 
-func (p *protectionDomain) take() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.gone {
-		return fmt.Errorf("rdmacore: protection domain was deallocated: %w", verbs.ErrInvalid)
-	}
-	p.uses++
-	return nil
-}
-
-func (p *protectionDomain) drop() {
-	p.mu.Lock()
-	p.uses--
-	p.mu.Unlock()
-}
-
 // Dealloc releases the PD with its registrations of arenas.
 func (p *protectionDomain) Dealloc() error {
-	p.mu.Lock()
-	switch {
-	case p.gone:
-		p.mu.Unlock()
-		return fmt.Errorf("rdmacore: protection domain was deallocated: %w", verbs.ErrInvalid)
-	case p.uses > 0:
-		defer p.mu.Unlock()
-		return fmt.Errorf("rdmacore: deallocate protection domain: %d MRs and QPs use it: %w", p.uses, verbs.ErrBusy)
+	if err := p.uses.End(); err != nil {
+		return err
 	}
-	p.gone = true
+	p.mu.Lock()
 	arenas := slices.Collect(maps.Keys(p.arenas))
 	p.mu.Unlock()
 	for _, a := range arenas {

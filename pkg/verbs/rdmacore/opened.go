@@ -11,6 +11,7 @@ import "C"
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -193,19 +194,23 @@ func (o *opened) takeDown(why string) {
 
 	var wg sync.WaitGroup
 	for _, d := range values {
-		for _, q := range d.queuePairs() {
+		for _, q := range collect(d, maps.Values(d.qps)) {
 			wg.Go(func() { q.takeDown(&RemovedError{Device: o.name}) })
 		}
 	}
 	wg.Wait()
 	for _, d := range values { // a queue pair of one may use what another has
-		d.takeDownQueues()
+		for _, c := range collect(d, maps.Keys(d.cqs)) {
+			c.takeDown()
+		}
 	}
 	for _, d := range values {
 		d.regions.takeDown(d.log)
 	}
 	for _, d := range values {
-		d.takeDownDomains()
+		for _, p := range collect(d, maps.Keys(d.pds)) {
+			p.takeDown()
+		}
 		d.unwatch()
 	}
 

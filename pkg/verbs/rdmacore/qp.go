@@ -119,16 +119,16 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		return nil, err
 	}
 	defer d.in.done()
-	if err := pd.take(); err != nil {
+	if err := pd.uses.Take(); err != nil {
 		return nil, err
 	}
 	if err := scq.reserve(attr.MaxSendWR); err != nil {
-		pd.drop()
+		pd.uses.Drop()
 		return nil, err
 	}
 	if err := rcq.reserve(attr.MaxRecvWR); err != nil {
 		scq.unreserve(attr.MaxSendWR)
-		pd.drop()
+		pd.uses.Drop()
 		return nil, err
 	}
 	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}), heard: make(chan struct{}),
@@ -151,7 +151,7 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 func (q *qp) unreserve() {
 	q.sendCQ.unreserve(q.attr.MaxSendWR)
 	q.recvCQ.unreserve(q.attr.MaxRecvWR)
-	q.pd.drop()
+	q.pd.uses.Drop()
 }
 
 // allocate makes the memory of chains, C's own, used again for every post.

@@ -68,7 +68,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	if depth <= 0 || depth > maxRegPages {
 		return nil, fmt.Errorf("rdmacore: allocate MR of depth %d: the depth must be 1 to %d pages: %w", depth, maxRegPages, verbs.ErrInvalid)
 	}
-	if err := p.take(); err != nil {
+	if err := p.uses.Take(); err != nil {
 		return nil, err
 	}
 	if p.dev.perIO {
@@ -76,13 +76,13 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 		return &useMR{pd: p, depth: depth}, nil
 	}
 	if err := p.dev.in.use(); err != nil {
-		p.drop()
+		p.uses.Drop()
 		return nil, err
 	}
 	defer p.dev.in.done()
 	w := &window{pd: p, depth: depth, free: true}
 	if err := errnoOf(C.rc_alloc_mw(p.c, &w.c)); err != nil {
-		p.drop()
+		p.uses.Drop()
 		return nil, fmt.Errorf("rdmacore: allocate memory window on %s: %w: %w", p.dev.attrs.Name, verbs.ErrNoResources, err)
 	}
 	w.first = verbs.RKey(w.c.rkey)
@@ -94,12 +94,12 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 
 // RegMR registers the arena that buf lies in, if it was not, for the life of the protection domain or of the arena.
 func (p *protectionDomain) RegMR(buf []byte) (verbs.MR, error) {
-	if err := p.take(); err != nil {
+	if err := p.uses.Take(); err != nil {
 		return nil, err
 	}
 	a, err := p.arena(buf)
 	if err != nil {
-		p.drop()
+		p.uses.Drop()
 		return nil, err
 	}
 	verbs.Track(verbs.KindMR, 1)
@@ -118,7 +118,7 @@ func (m *localMR) RKey() verbs.RKey { return 0 }
 
 func (m *localMR) Dereg() error {
 	m.once.Do(func() {
-		m.pd.drop()
+		m.pd.uses.Drop()
 		verbs.Track(verbs.KindMR, -1)
 	})
 	return nil
@@ -158,7 +158,7 @@ func (w *window) Dereg() error {
 	w.gone, w.qp = true, nil
 	w.pd.dev.regions.remove(w.first, w)
 	w.pd.sweep()
-	w.pd.drop()
+	w.pd.uses.Drop()
 	verbs.Track(verbs.KindMR, -1)
 	return nil
 }
@@ -388,7 +388,7 @@ func (m *useMR) Dereg() error {
 	}
 	m.gone = true
 	m.pd.dev.regions.remove(m.last, m)
-	m.pd.drop()
+	m.pd.uses.Drop()
 	verbs.Track(verbs.KindMR, -1)
 	return nil
 }

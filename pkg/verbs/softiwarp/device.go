@@ -52,7 +52,7 @@ func (d *device) Attrs() verbs.DeviceAttrs {
 // AllocPD makes a protection domain.
 func (d *device) AllocPD() (verbs.PD, error) {
 	verbs.Track(verbs.KindPD, 1)
-	return &protectionDomain{dev: d}, nil
+	return &protectionDomain{dev: d, uses: verbs.Uses{Provider: "softiwarp"}}, nil
 }
 
 // CreateCQ makes a completion queue and starts its dispatcher.
@@ -65,27 +65,8 @@ func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 
 // A protectionDomain owns MRs and QPs.
 type protectionDomain struct {
-	dev *device
-
-	mu   sync.Mutex
-	uses int  // MRs and QPs; guarded by mu
-	gone bool // guarded by mu
-}
-
-func (p *protectionDomain) take() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.gone {
-		return fmt.Errorf("softiwarp: protection domain was deallocated: %w", verbs.ErrInvalid)
-	}
-	p.uses++
-	return nil
-}
-
-func (p *protectionDomain) drop() {
-	p.mu.Lock()
-	p.uses--
-	p.mu.Unlock()
+	dev  *device
+	uses verbs.Uses
 }
 
 // AllocMR makes an MR for up to depth segments with up to depth pages of memory in all.
@@ -93,12 +74,12 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	if depth <= 0 || depth > maxFRPages {
 		return nil, fmt.Errorf("softiwarp: allocate MR of depth %d: the depth must be 1 to %d pages: %w", depth, maxFRPages, verbs.ErrInvalid)
 	}
-	if err := p.take(); err != nil {
+	if err := p.uses.Take(); err != nil {
 		return nil, err
 	}
 	m := &mr{pd: p, depth: depth, starts: make([]uint64, 0, depth)}
 	if err := p.dev.table.insert(m); err != nil {
-		p.drop()
+		p.uses.Drop()
 		return nil, err
 	}
 	verbs.Track(verbs.KindMR, 1)
@@ -107,7 +88,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 
 // RegMR is accepted for any memory: local buffers need no key here.
 func (p *protectionDomain) RegMR([]byte) (verbs.MR, error) {
-	if err := p.take(); err != nil {
+	if err := p.uses.Take(); err != nil {
 		return nil, err
 	}
 	verbs.Track(verbs.KindMR, 1)
@@ -116,15 +97,9 @@ func (p *protectionDomain) RegMR([]byte) (verbs.MR, error) {
 
 // Dealloc releases the PD.
 func (p *protectionDomain) Dealloc() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.gone {
-		return fmt.Errorf("softiwarp: protection domain was deallocated: %w", verbs.ErrInvalid)
+	if err := p.uses.End(); err != nil {
+		return err
 	}
-	if p.uses > 0 {
-		return fmt.Errorf("softiwarp: deallocate protection domain: %d MRs and QPs use it: %w", p.uses, verbs.ErrBusy)
-	}
-	p.gone = true
 	verbs.Track(verbs.KindPD, -1)
 	return nil
 }
@@ -140,7 +115,7 @@ func (m *localMR) RKey() verbs.RKey { return 0 }
 
 func (m *localMR) Dereg() error {
 	m.once.Do(func() {
-		m.pd.drop()
+		m.pd.uses.Drop()
 		verbs.Track(verbs.KindMR, -1)
 	})
 	return nil

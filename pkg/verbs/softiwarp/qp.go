@@ -156,16 +156,16 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		return nil, fmt.Errorf("softiwarp: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, maxSendSGE, verbs.ErrInvalid)
 	}
 	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
-	if err := pd.take(); err != nil {
+	if err := pd.uses.Take(); err != nil {
 		return nil, err
 	}
 	if err := scq.reserve(attr.MaxSendWR); err != nil {
-		pd.drop()
+		pd.uses.Drop()
 		return nil, err
 	}
 	if err := rcq.reserve(attr.MaxRecvWR); err != nil {
 		scq.unreserve(attr.MaxSendWR)
-		pd.drop()
+		pd.uses.Drop()
 		return nil, err
 	}
 	q := &qp{
@@ -400,7 +400,7 @@ func (q *qp) destroy() {
 	<-q.ioDone
 	q.sendCQ.unreserve(q.attr.MaxSendWR)
 	q.recvCQ.unreserve(q.attr.MaxRecvWR)
-	q.pd.drop()
+	q.pd.uses.Drop()
 	verbs.Track(verbs.KindQP, -1)
 }
 

@@ -116,7 +116,7 @@ func (m *mr) Dereg() error {
 	m.clear(mrDestroyed)
 	m.mu.Unlock()
 	m.pd.dev.table.remove(m)
-	m.pd.drop()
+	m.pd.uses.Drop()
 	verbs.Track(verbs.KindMR, -1)
 	return nil
 }

@@ -111,6 +111,9 @@ func TestBeside(t *testing.T) {
 		t.Logf("%-28s %-6s round %d: %6.2f s, %6.2f s of processors, %5.0f MiB", m.Workload, m.Side, m.Round, m.Seconds, m.CPU, m.MiB)
 		list = append(list, m)
 	}
+	if len(list) == 0 {
+		t.Fatalf("-only %q selects no workload", *onlyFlag)
+	}
 	text, err := table(list)
 	if err != nil {
 		t.Fatal(err)

@@ -115,10 +115,13 @@ func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 	return &mount{dir: dir, tr: tr, fs: fs}
 }
 
+// runLimit is for one program, several times what the longest takes on a busy host.
+const runLimit = 10 * time.Minute
+
 // run runs a program and fails the test, with its output, when it fails.
 func run(t *testing.T, dir, name string, args ...string) string {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), runLimit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Dir = dir

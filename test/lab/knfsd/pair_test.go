@@ -17,8 +17,8 @@ import (
 // guests, from the host's lab. Here is the host's part.
 
 const (
-	// caseLimit is how long one case may run in the guest; then it says where it stands, which takes a moment.
-	caseLimit = 9 * time.Minute
+	// caseLimit is how long one case may run in the guest, several times what the longest took on a busy host; then it says where it stands, which takes a moment.
+	caseLimit = 15 * time.Minute
 	caseSays  = time.Minute
 	// clientMiB is the client guest's memory: its temporary files are there too.
 	clientMiB = 2048

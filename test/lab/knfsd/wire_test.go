@@ -85,8 +85,8 @@ func roce(server netip.Addr) wire {
 	}
 }
 
-// captureTries is how often traffic is repeated for a capture that can be relied on.
-const captureTries = 3
+// captureTries is how often traffic is repeated for a capture that can be relied on. Two in a row that could not be were seen on a busy host.
+const captureTries = 8
 
 // record captures what traffic causes. Where something was sent again, or packets were recorded out of their order, as happens on a busy host, the
 // decoder may lose its place, and takes payload for headers: then it is done once more, with an empty export.

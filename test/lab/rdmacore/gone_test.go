@@ -39,8 +39,8 @@ const (
 	recovery = 3 * time.Minute
 	// renewAfter is how long an rxe device may make no connection before it is taken for one that makes none any more.
 	renewAfter = time.Minute
-	// removalLimit bounds the removal of a device that is in use.
-	removalLimit = time.Minute
+	// removalLimit bounds the removal of a device that is in use, for which a second is usual.
+	removalLimit = 3 * time.Minute
 )
 
 // A goneGuest is a guest with a daemon, a mount and verified I/O on it.
@@ -64,7 +64,7 @@ func startGone(t *testing.T, kernel, provider string) *goneGuest {
 		}
 	})
 	g.must("cp /share/nfsrdmad /usr/bin/ && modprobe fuse && mkdir -p /run/nfsrdmad " + goneMount)
-	g.must("nfsrdmad daemon --log-level info >" + goneLog + " 2>&1 & for i in $(seq 100); do [ -S /run/nfsrdmad/control.sock ] && exit 0; sleep 0.1; done; exit 1")
+	g.must("nfsrdmad daemon --log-level info >" + goneLog + " 2>&1 & for i in $(seq 1200); do [ -S /run/nfsrdmad/control.sock ] && exit 0; sleep 0.1; done; exit 1")
 	g.must("nfsrdmad mount -o mountport=20048,provider=rdmacore " + guestAddr + ":" + goneExport + " " + goneMount)
 	return g
 }
@@ -276,7 +276,7 @@ func (g *goneGuest) removal() {
 	g.says("waiting (reconnect")
 	// A reader waits, and can be killed.
 	g.must("(cat " + goneMount + "/unread >/dev/null 2>&1 & echo $! >/tmp/reader); sleep 3; kill -0 $(cat /tmp/reader)")
-	g.must("kill -KILL $(cat /tmp/reader); for i in $(seq 300); do kill -0 $(cat /tmp/reader) 2>/dev/null || exit 0; sleep 0.1; done; cat /proc/$(cat /tmp/reader)/stack; exit 1")
+	g.must("kill -KILL $(cat /tmp/reader); for i in $(seq 1200); do kill -0 $(cat /tmp/reader) 2>/dev/null || exit 0; sleep 0.1; done; cat /proc/$(cat /tmp/reader)/stack; exit 1")
 	g.add()
 	g.moves(50)
 	g.must("cmp " + goneExport + "/unread " + goneMount + "/unread")
@@ -311,7 +311,7 @@ func (g *goneGuest) removals() {
 func (g *goneGuest) unmount() {
 	g.remove()
 	g.must("(cat " + goneMount + "/unread >/dev/null 2>&1 &); (ls " + goneMount + " >/dev/null 2>&1 &); sleep 1")
-	if out, err := g.RunFor("nfsrdmad umount --force "+goneMount, time.Minute); err != nil {
+	if out, err := g.RunFor("nfsrdmad umount --force "+goneMount, removalLimit); err != nil {
 		g.t.Errorf("forced unmount while the device is away: %v\n%s", err, out)
 	}
 	g.must("! grep -q ' " + goneMount + " ' /proc/mounts")

@@ -43,7 +43,7 @@ const (
 var cred = sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "guest"})
 
 // inGuest is the server's address, or skips.
-func inGuest(t *testing.T) netip.Addr {
+func inGuest(t testing.TB) netip.Addr {
 	t.Helper()
 	s := os.Getenv(guestEnv)
 	if s == "" {
@@ -77,7 +77,7 @@ func connect(t *testing.T, p verbs.Provider) (*xprt.Transport, nfs3.FH) {
 	return tr, root.FH
 }
 
-func devices(t *testing.T) verbs.Provider {
+func devices(t testing.TB) verbs.Provider {
 	t.Helper()
 	inGuest(t)
 	p, err := provider.New(provider.Config{Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Info, Output: t.Output()})})
@@ -165,7 +165,7 @@ func TestMainJob(t *testing.T) {
 }
 
 // mustResolve is the device that reaches the server.
-func mustResolve(t *testing.T) verbs.Device {
+func mustResolve(t testing.TB) verbs.Device {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()

@@ -5,16 +5,21 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// cutLengths are how long the link is cut, one after the other, and cutPause is how long it works between.
+// cutLengths are how long the link is cut, one after the other, and cutPause is how long it works before each. cutsWanted is what must have happened before
+// the storm is over: one of each length.
 var cutLengths = []time.Duration{300 * time.Millisecond, 10 * time.Second, 300 * time.Millisecond, 10 * time.Second}
 
-const cutPause = time.Second
+const (
+	cutPause   = 300 * time.Millisecond
+	cutsWanted = 2
+)
 
 const (
 	// guestAddr is a guest's own address, where it is on no link.
@@ -81,34 +86,42 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 		lab.Options{Name: "server", Kernel: kernel, Provider: c.provider, Link: link, Share: dir, CPUs: 1})
 	client, server := guests[0], guests[1]
 	own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
-	run := func(t *testing.T, command string) {
+	// run runs a command in a guest, which runs these tests; none may be missing, or be skipped.
+	run := func(t *testing.T, g *lab.Guest, command string, tests ...string) {
 		t.Helper()
-		out, err := client.RunFor("cd /tmp && "+command+" 2>&1", runLimit)
+		out, err := g.RunFor("cd /tmp && "+command+" 2>&1", runLimit)
 		if err != nil {
 			t.Errorf("%v\n%s", err, out)
 			return
 		}
 		t.Logf("%s", out)
+		for _, name := range tests {
+			if !strings.Contains(out, "--- PASS: "+name+" (") {
+				t.Errorf("the guest does not say that %s has passed", name)
+			}
+		}
+	}
+	program := func(name, skip string, tests ...string) string {
+		return "/share/" + name + " -test.v -test.run '^(" + strings.Join(tests, "|") + ")$' -test.skip '" + skip + "'"
+	}
+	mounts := func(t *testing.T, env string, tests ...string) {
+		t.Helper()
+		run(t, client, env+program("mount.test", "", tests...), tests...)
 	}
 	// The mounts first: the suite leaves devices as it finds them, but not their kernels.
 	t.Run("own server", func(t *testing.T) {
-		run(t, own+"/share/mount.test -test.v -test.run 'TestMainJob|TestStorm|TestAttacks'")
+		mounts(t, own, "TestMainJob", "TestStorm", "TestAttacks")
 	})
 	t.Run("another guest", func(t *testing.T) {
 		client.MustRun(fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs -o tcp,vers=3,nolock,noac,mountport=20048,mountproto=tcp %v:/export /mnt", server.Linked))
-		run(t, other+"NFSRDMAD_RDMACORE_EXPORT=/mnt /share/mount.test -test.v -test.run 'TestMainJob|TestStorm'")
+		mounts(t, other+"NFSRDMAD_RDMACORE_EXPORT=/mnt ", "TestMainJob", "TestStorm")
 		client.MustRun("umount /mnt")
 	})
 	t.Run("wire", func(t *testing.T) {
-		peer := make(chan error, 1)
-		go func() {
-			_, err := server.RunFor("cd /tmp && "+other+"/share/mount.test -test.v -test.run TestPeer 2>&1", runLimit)
-			peer <- err
-		}()
-		run(t, "for i in $(seq 600); do [ -e "+wireReady+" ] && break; sleep 0.2; done; "+other+"/share/mount.test -test.v -test.run TestWire")
-		if err := <-peer; err != nil {
-			t.Error(err)
-		}
+		var peer sync.WaitGroup
+		peer.Go(func() { run(t, server, other+program("mount.test", "", "TestPeer"), "TestPeer") })
+		mounts(t, "for i in $(seq 600); do [ -e "+wireReady+" ] && break; sleep 0.2; done; "+other, "TestWire")
+		peer.Wait()
 	})
 	t.Run("a link that is cut", func(t *testing.T) {
 		server.MustRun("rm -f /export/storm*")
@@ -118,12 +131,17 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 			server.Run("until [ -s /export/storm0 ]; do sleep 0.1; done") // it has begun
 			done <- cuts(link, over)
 		}()
-		run(t, other+"/share/mount.test -test.v -test.run TestStorm")
+		mounts(t, other, "TestStorm")
 		close(over)
-		t.Logf("the link was cut %d times", <-done)
+		n := <-done
+		t.Logf("the link was cut %d times", n)
+		if n < cutsWanted {
+			t.Errorf("the storm was over before the link was cut %d times", cutsWanted)
+		}
 	})
 	t.Run("conformance", func(t *testing.T) {
-		run(t, own+"NFSRDMAD_RDMACORE_ADDR="+client.Linked.String()+":0 /share/provider.test -test.v -test.run 'TestConformance|TestDevices' -test.skip '"+strings.Join(c.broken, "|")+"'")
+		tests := []string{"TestConformance", "TestDevices"}
+		run(t, client, own+"NFSRDMAD_RDMACORE_ADDR="+client.Linked.String()+":0 "+program("provider.test", strings.Join(c.broken, "|"), tests...), tests...)
 	})
 }
 

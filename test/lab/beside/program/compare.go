@@ -29,6 +29,7 @@ type pair struct {
 	ticks                    bool          // between operations a tick of the server's clock passes
 	closeWait                time.Duration // behind what closes a file
 	runs                     int
+	done                     int                         // operations of the last run, which may have ended before its stream
 	goOn                     bool                        // behind a tolerated difference after which the sides are not alike any more
 	distort                  func(o *op, fields []field) // of our side; for tests
 	hung                     func(o op)
@@ -66,7 +67,9 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 		}
 		return true
 	}
+	p.done = 0
 	for i, o := range ops {
+		p.done++
 		watchdog := time.AfterFunc(hangTime, func() { p.hung(o) })
 		a := worlds[0].do(&o)
 		b := worlds[1].do(&o)

@@ -59,7 +59,7 @@ func differ(args []string) error {
 		os.Exit(3)
 	}
 	var list []entry
-	bad := 0
+	bad, done, all := 0, 0, 0
 	if *known != "" {
 		var err error
 		if list, err = readKnown(*known); err != nil {
@@ -84,7 +84,8 @@ func differ(args []string) error {
 			return err
 		}
 		if found == nil {
-			fmt.Printf("%s: %d operations, %d known differences\n", current, len(ops), len(tolerated))
+			done, all = done+p.done, all+len(ops)
+			fmt.Printf("%s: %d of %d operations, %d known differences\n", current, p.done, len(ops), len(tolerated))
 			return nil
 		}
 		bad++
@@ -116,6 +117,9 @@ func differ(args []string) error {
 	}
 	if bad > 0 {
 		return fmt.Errorf("%d differences", bad)
+	}
+	if done < all/2 {
+		return fmt.Errorf("known differences ended the streams after %d of %d operations, which says little: take other seeds", done, all)
 	}
 	return nil
 }

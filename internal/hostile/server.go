@@ -1,0 +1,346 @@
+package hostile
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"net/netip"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+const (
+	// attackSize is how much a call that is attacked reads or writes: more than goes inline, and less than an arena.
+	attackSize = 40000
+	// attackPatience bounds what an attacker waits for: a device may leave a bad request without an answer.
+	attackPatience = 3 * time.Second
+	attackDepth    = 32
+	attackMessage  = 16 << 10 // of Sends; less is promised
+	attackInline   = 4096
+	guard          = 0x55 // in memory that no server may see or change
+)
+
+// A Server serves READ and WRITE of NFSv3 as it should, one call at a time on each connection, until it is told to strike.
+type Server struct {
+	t  testing.TB
+	l  verbs.Listener
+	mu sync.Mutex
+
+	bufs  [][]byte  // guarded by mu, as all below; freed at the end, as an attack may come by a connection that has just ended
+	plan  *attack   // used up by one call
+	conns []*conn   // that live, in the order in which they were made
+	held  *heldCall // of an attack that needs two calls
+
+	may    chan struct{}     // closed when the call has ended, its memory is what it will be, and a late attack may begin
+	struck chan verbs.Status // its outcome
+}
+
+type heldCall struct {
+	h   rpcrdma.Header
+	msg []byte
+}
+
+type conn struct {
+	v       *Server
+	qp      verbs.QP
+	calls   chan []byte
+	mem     verbs.SGE // of what is sent and received
+	private verbs.SGE // of RDMA Writes and Reads
+}
+
+// Content is what a READ of n octets at off gives.
+func Content(off uint64, n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		o := off + uint64(i)
+		b[i] = byte(o) ^ byte(o>>8)*7 ^ byte(o>>16)*31
+	}
+	return b
+}
+
+// right reports whether b is what a READ at off gives.
+func right(b []byte, off uint64) bool { return bytes.Equal(b, Content(off, len(b))) }
+
+// Serve starts a server on addr, until the test ends. It does nothing that it may not until an attack of [Attacks] has it.
+func Serve(t testing.TB, p verbs.Provider, addr netip.AddrPort) *Server {
+	t.Helper()
+	v := &Server{t: t, may: make(chan struct{}), struck: make(chan verbs.Status, 1)}
+	var err error
+	if v.l, err = p.Listen(context.Background(), addr); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	var conns sync.WaitGroup
+	conns.Go(func() {
+		for {
+			req, err := v.l.Accept(ctx)
+			if err != nil {
+				return
+			}
+			conns.Go(func() {
+				if err := v.serve(ctx, req); err != nil && ctx.Err() == nil {
+					t.Errorf("the attacker's own: %v", err)
+				}
+			})
+		}
+	})
+	t.Cleanup(func() {
+		cancel()
+		v.l.Close()
+		conns.Wait()
+		for _, b := range v.bufs {
+			verbs.FreeBuffer(b)
+		}
+	})
+	return v
+}
+
+// Addr is where it listens.
+func (v *Server) Addr() netip.AddrPort { return v.l.Addr() }
+
+func (v *Server) arm(a *attack) {
+	v.mu.Lock()
+	v.plan = a
+	v.mu.Unlock()
+}
+
+// serve is one connection.
+func (v *Server) serve(ctx context.Context, req verbs.ConnRequest) (err error) {
+	dev := req.Device()
+	pd, err := dev.AllocPD()
+	if err != nil {
+		return errors.Join(err, req.Close())
+	}
+	cq, err := dev.CreateCQ(2 * attackDepth)
+	if err != nil {
+		return errors.Join(err, req.Close(), pd.Dealloc())
+	}
+	c := &conn{v: v, calls: make(chan []byte, attackDepth)}
+	var mrs []verbs.MR
+	memory := func(n int) verbs.SGE {
+		b, e := verbs.AllocBuffer(n)
+		if e != nil {
+			err = errors.Join(err, e)
+			return verbs.SGE{}
+		}
+		v.mu.Lock()
+		v.bufs = append(v.bufs, b)
+		v.mu.Unlock()
+		m, e := pd.RegMR(b)
+		if e != nil {
+			err = errors.Join(err, e)
+			return verbs.SGE{}
+		}
+		mrs = append(mrs, m)
+		return verbs.SGE{Buf: b, LKey: m.LKey()}
+	}
+	c.mem, c.private = memory(attackMessage), memory(1<<20)
+	in := memory(attackDepth / 2 * attackMessage)
+	defer func() {
+		v.forget(c)
+		err = errors.Join(err, req.Close(), cq.Close())
+		for _, m := range mrs {
+			err = errors.Join(err, m.Dereg())
+		}
+		err = errors.Join(err, pd.Dealloc())
+	}()
+	if err != nil {
+		return err
+	}
+	gone := make(chan struct{})
+	if c.qp, err = req.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: attackDepth, MaxRecvWR: attackDepth, MaxSendSGE: 1,
+		OnDisconnect: func(error) { close(gone) }}); err != nil {
+		return err
+	}
+	for i := range attackDepth / 2 {
+		r := &verbs.RecvRequest{SGE: verbs.SGE{Buf: in.Buf[i*attackMessage : (i+1)*attackMessage], LKey: in.LKey}}
+		r.Done = func(wc *verbs.WorkCompletion) {
+			if wc.Status == verbs.StatusSuccess {
+				c.calls <- bytes.Clone(r.SGE.Buf[:wc.ByteLen])
+				c.qp.PostRecv(r)
+			}
+		}
+		if _, err := c.qp.PostRecv(r); err != nil {
+			return err
+		}
+	}
+	private := rpcrdma.Private{SendSize: attackInline, RecvSize: attackInline}.Append(nil)
+	if req.Accept(ctx, verbs.ConnParam{PrivateData: private, InitiatorDepth: 16}) != nil {
+		return nil // the client's attempt may be over
+	}
+	v.mu.Lock()
+	v.conns = append(v.conns, c)
+	v.mu.Unlock()
+	for {
+		select {
+		case msg := <-c.calls:
+			v.answer(ctx, c, msg)
+		case <-gone:
+			return nil
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+func (v *Server) forget(c *conn) {
+	v.mu.Lock()
+	v.conns = slices.DeleteFunc(v.conns, func(x *conn) bool { return x == c })
+	v.mu.Unlock()
+}
+
+// other is the first connection that is not c: that of the other transport.
+func (c *conn) other() *conn {
+	c.v.mu.Lock()
+	defer c.v.mu.Unlock()
+	for _, x := range c.v.conns {
+		if x != c {
+			return x
+		}
+	}
+	c.v.t.Error("there is no other connection")
+	return c
+}
+
+// do posts one request and waits for its end, or, where the device has nothing to say of it, ends the connection.
+func (c *conn) do(wr *verbs.WorkRequest) verbs.Status {
+	wr.Signaled = true
+	ended := make(chan verbs.Status, 1)
+	wr.Done = func(wc *verbs.WorkCompletion) { ended <- wc.Status }
+	if _, err := c.qp.PostSend(wr); err != nil {
+		return verbs.StatusWRFlushErr
+	}
+	select {
+	case st := <-ended:
+		return st
+	case <-time.After(attackPatience):
+		c.v.t.Logf("%v: no answer within %v", wr.Opcode, attackPatience)
+		c.qp.Drain()
+		return <-ended
+	}
+}
+
+func (c *conn) write(s rpcrdma.Segment, at int64, data []byte) verbs.Status {
+	b := verbs.SGE{Buf: c.private.Buf[:len(data)], LKey: c.private.LKey}
+	copy(b.Buf, data)
+	return c.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset + uint64(at), SGList: []verbs.SGE{b}})
+}
+
+// read reads, and takes what it sees of memory that it should not for a success.
+func (c *conn) read(s rpcrdma.Segment, at int64, n int) verbs.Status {
+	b := verbs.SGE{Buf: c.private.Buf[:n], LKey: c.private.LKey}
+	clear(b.Buf)
+	st := c.do(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset + uint64(at), SGList: []verbs.SGE{b}})
+	if bytes.IndexByte(b.Buf, guard) >= 0 && bytes.Count(b.Buf, []byte{guard}) == n {
+		return verbs.StatusSuccess
+	}
+	return st
+}
+
+func (c *conn) send(wr *verbs.WorkRequest, msg []byte) verbs.Status {
+	n := copy(c.mem.Buf, msg)
+	wr.SGList = []verbs.SGE{{Buf: c.mem.Buf[:n], LKey: c.mem.LKey}}
+	if wr.Opcode == 0 {
+		wr.Opcode = verbs.OpSend
+	}
+	return c.do(wr)
+}
+
+// answer serves a call, and strikes if it is the one.
+func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
+	var h rpcrdma.Header
+	n, err := h.Decode(msg)
+	if err != nil {
+		return
+	}
+	call, args, err := sunrpc.ParseCall(msg[n:])
+	if err != nil {
+		return
+	}
+	d := sunrpc.NewDecoder(args)
+	d.Opaque(64)
+	off, count := d.Uint64(), d.Uint32()
+	var a *attack
+	var seg rpcrdma.Segment
+	if len(h.Writes) > 0 {
+		seg = h.Writes[0][0]
+	} else if len(h.Reads) > 0 {
+		seg = h.Reads[0].Segment
+	}
+	v.mu.Lock()
+	if seg.Length > 0 {
+		a, v.plan = v.plan, nil
+	}
+	if a != nil && a.second && v.held == nil { // wait for the second
+		v.held = &heldCall{h: h, msg: msg}
+		v.plan = a
+		v.mu.Unlock()
+		return
+	}
+	held := v.held
+	v.held = nil
+	v.mu.Unlock()
+
+	how := &verbs.WorkRequest{Opcode: verbs.OpSend}
+	switch {
+	case a == nil || !a.alive:
+	case a.second:
+		how.Opcode, how.InvalidateRKey = verbs.OpSendWithInv, verbs.RKey(held.h.Writes[0][0].Handle)
+	case a.reply != nil:
+		a.reply(how, seg)
+	default:
+		v.struck <- a.strike(c, seg)
+	}
+
+	out := h
+	out.Credits = attackDepth / 2
+	out.Reads = nil
+	reply := sunrpc.AppendAcceptedReply(nil, call.XID, sunrpc.Success)
+	switch call.Proc {
+	case uint32(nfs3.ProcRead):
+		data := Content(off, int(count))
+		if len(h.Writes) > 0 {
+			c.write(seg, 0, data)
+		}
+		for _, x := range []uint32{0, 0, count, 0, count} {
+			reply = binary.BigEndian.AppendUint32(reply, x)
+		}
+		if len(h.Writes) == 0 {
+			reply = append(reply, data...)
+			reply = append(reply, make([]byte, -len(data)&3)...)
+		}
+	case uint32(nfs3.ProcWrite):
+		if len(h.Reads) > 0 {
+			if st := c.read(seg, 0, int(seg.Length)); st == verbs.StatusSuccess && !right(c.private.Buf[:count], off) {
+				v.t.Error("the server reads wrong octets of a WRITE")
+			}
+		}
+		for _, x := range []uint32{0, 0, 0, count, 2, 0, 42} {
+			reply = binary.BigEndian.AppendUint32(reply, x)
+		}
+	}
+	st := c.send(how, append(out.Append(nil), reply...))
+	switch {
+	case a == nil:
+	case a.second:
+		v.struck <- verbs.StatusWRFlushErr
+		v.answer(ctx, c, held.msg)
+	case a.alive && a.reply != nil:
+		v.struck <- st
+	case a.alive:
+	default:
+		select {
+		case <-v.may:
+			v.struck <- a.strike(c, seg)
+		case <-ctx.Done():
+		}
+	}
+}
