@@ -94,6 +94,23 @@ func TestDirectoryOverRDMA(t *testing.T) {
 	}
 }
 
+// Clients on TCP, as many as are let in, leave room for those of RDMA, whose calls come over TCP, too.
+func TestTCPConnectionsLeaveRoom(t *testing.T) {
+	s, _ := start(t, nil)
+	c := dialRDMA(t, s, s.TCPAddr)
+	for range maxTCPConns {
+		idle, err := net.Dial("tcp", s.TCPAddr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer idle.Close()
+	}
+	var a nfs3.Attr
+	ctx, cancel := context.WithTimeout(c.ctx, testTimeout/2)
+	defer cancel()
+	c.ok(c.GetAttr(ctx, c.cred, c.root, &a))
+}
+
 func TestBackendOverRDMA(t *testing.T) {
 	dir, _ := start(t, nil)
 	front, err := Run(context.Background(), Config{Backend: dir.TCPAddr, RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
