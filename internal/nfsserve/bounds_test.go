@@ -72,7 +72,7 @@ func TestCountsBeyondAReply(t *testing.T) {
 
 // Offsets and sizes that no file has.
 func TestOffsetsBeyondEveryFile(t *testing.T) {
-	s, _ := start(t, nil)
+	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	fh := c.create("file", 0o644)
 	var w nfs3.WriteResult
@@ -84,6 +84,16 @@ func TestOffsetsBeyondEveryFile(t *testing.T) {
 			t.Errorf("READ at %#x: status %d, %d octets, eof %v", off, st, count, eof)
 		}
 		c.want(c.Write(c.ctx, c.cred, fh, off, []byte("abc"), nfs3.Unstable, &w), syscall.EFBIG)
+	}
+	// What the file system below refuses is refused by its own name.
+	const last = math.MaxInt64 - 3
+	local, err := os.OpenFile(filepath.Join(dir, "local"), os.O_CREATE|os.O_WRONLY, 0o600)
+	c.ok(err)
+	defer local.Close()
+	if _, err := local.WriteAt([]byte("abc"), last); err == nil {
+		c.ok(c.Write(c.ctx, c.cred, fh, last, []byte("abc"), nfs3.Unstable, &w))
+	} else {
+		c.want(c.Write(c.ctx, c.cred, fh, last, []byte("abc"), nfs3.Unstable, &w), syscall.EFBIG)
 	}
 	how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasSize: true, Size: math.MaxUint64}}
 	var cr nfs3.CreateResult

@@ -294,11 +294,11 @@ func (f *exportFile) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// Seek sets the offset of the next Write. An error closes the file, as in Write.
+// Seek sets the offset of the next Write. Some file systems refuse here what is beyond their largest file. An error closes the file, as in Write.
 func (f *exportFile) Seek(offset int64, whence int) (int64, error) {
 	at, err := f.File.Seek(offset, whence)
 	if err != nil {
-		f.fs.err = err
+		f.fs.err = syscall.EFBIG
 		_ = f.File.Close()
 	}
 	return at, err
