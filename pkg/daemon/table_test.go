@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"path/filepath"
 	"strings"
@@ -92,6 +93,10 @@ func TestUmountWhileMounting(t *testing.T) {
 	<-b.begun
 	if l := tab.List(); len(l) != 1 || l[0].State != StateMounting {
 		t.Errorf("list %+v", l)
+	}
+	st, err := tab.Status(context.Background(), r.Dir)
+	if text, _ := json.Marshal(st); err != nil || !strings.Contains(string(text), `"calls":[],"story":[]`) { // lists, for who goes through them
+		t.Errorf("status %s, %v", text, err)
 	}
 	if err := tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}); err != nil {
 		t.Error(err)
