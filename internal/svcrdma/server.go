@@ -169,8 +169,8 @@ func (c *Config) complete() error {
 		return fmt.Errorf("svcrdma: inline threshold of %d octets: must be a multiple of 1024 from %d to %d", c.InlineBytes, rpcrdma.DefaultInline, maxInline)
 	case c.MaxMessage < c.InlineBytes:
 		return fmt.Errorf("svcrdma: largest message of %d octets is below the inline threshold of %d", c.MaxMessage, c.InlineBytes)
-	case c.ReadDepth < 1 || c.ReadDepth > maxReadDepth:
-		return fmt.Errorf("svcrdma: read depth of %d: must be 1 to %d", c.ReadDepth, maxReadDepth)
+	case c.ReadDepth < 1 || c.ReadDepth > maxReadDepth || c.ReadDepth&(c.ReadDepth-1) != 0:
+		return fmt.Errorf("svcrdma: read depth of %d: must be a power of two from 1 to %d", c.ReadDepth, maxReadDepth)
 	case c.MaxConns < 1 || c.CachedReplies < 1:
 		return errors.New("svcrdma: MaxConns and CachedReplies must be positive")
 	case c.MessageMemory < 2*c.MaxMessage:

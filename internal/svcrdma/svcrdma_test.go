@@ -552,7 +552,7 @@ func TestFaultHooks(t *testing.T) {
 func TestConfigRefused(t *testing.T) {
 	h := &testHandler{}
 	for _, cfg := range []Config{{}, {Handler: h, Credits: -1}, {Handler: h, Credits: 2000}, {Handler: h, InlineBytes: 512}, {Handler: h, InlineBytes: 1500},
-		{Handler: h, InlineBytes: 1 << 17}, {Handler: h, MaxMessage: 100}, {Handler: h, ReadDepth: 500}, {Handler: h, MaxConns: -1},
+		{Handler: h, InlineBytes: 1 << 17}, {Handler: h, MaxMessage: 100}, {Handler: h, ReadDepth: 500}, {Handler: h, ReadDepth: 12}, {Handler: h, MaxConns: -1},
 		{Handler: h, MessageMemory: 1 << 20}, {Handler: h, CachedReplies: -1}, {Handler: h, IdleTimeout: -1}, {Handler: h, TransferTimeout: -1}, {Handler: h, CallTimeout: -1}} {
 		if Serve(context.Background(), nil, cfg) == nil {
 			t.Errorf("%+v accepted", cfg)
