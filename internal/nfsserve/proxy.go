@@ -283,16 +283,25 @@ func (b *backendConn) read() {
 	var stray []byte
 	for {
 		// The mark and the XID come first, so that the rest can be read straight into the call's own buffer.
-		head, err := r.Peek(rpctcp.MarkSize + 4)
+		head, err := r.Peek(rpctcp.MarkSize + sunrpc.SizeUint32)
 		if err != nil {
 			b.fail(&BackendError{Addr: b.addr, Op: "read reply", Err: err})
 			return
 		}
-		p := b.leave(binary.BigEndian.Uint32(head[rpctcp.MarkSize:]))
+		var p *pendingCall
+		inParts := rpctcp.FragmentSize(head) < sunrpc.SizeUint32 // legal, and made by nobody: the XID itself is cut
+		if !inParts {
+			p = b.leave(binary.BigEndian.Uint32(head[rpctcp.MarkSize:]))
+		}
 		if p == nil {
 			stray, err = rpctcp.ReadRecord(r, stray, maxRecord)
 		} else {
 			p.reply, err = rpctcp.ReadRecord(r, p.reply, maxRecord)
+		}
+		if inParts && err == nil && len(stray) >= sunrpc.SizeUint32 {
+			if p = b.leave(binary.BigEndian.Uint32(stray)); p != nil {
+				p.reply = append(p.reply[:0], stray...)
+			}
 		}
 		var long *rpctcp.SizeError
 		if errors.As(err, &long) { // the backend would say the same again: the call ends, the connection goes on

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -260,6 +261,27 @@ func TestProxy(t *testing.T) {
 	}
 	if behind.conn != long.conn {
 		t.Error("the third call took another connection: nothing is shown")
+	}
+
+	// Replies cut into fragments anywhere (RFC 5531 §11), the XID too.
+	for _, at := range []int{1, 3, 4, 9} {
+		done = send(ctx, 28)
+		call := <-b.calls
+		reply := append(sunrpc.AppendAcceptedReply(nil, 28, 0), "cut"...)
+		var first, rest [rpctcp.MarkSize]byte
+		binary.BigEndian.PutUint32(first[:], uint32(at))
+		rpctcp.PutMark(rest[:], len(reply)-at)
+		if _, err := call.conn.Write(slices.Concat(first[:], reply[:at], rest[:], reply[at:])); err != nil {
+			t.Error(err)
+		}
+		select {
+		case o := <-done:
+			if o.err != nil || !bytes.Equal(o.reply, reply) {
+				t.Errorf("cut after %d octets: %q %v", at, o.reply, o.err)
+			}
+		case <-time.After(testTimeout):
+			t.Fatalf("a reply cut after %d octets reaches nobody", at)
+		}
 	}
 
 	// The backend dies with a call: an error, never data; the next call gets a new connection.

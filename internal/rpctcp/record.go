@@ -27,6 +27,9 @@ const growStep = 64 << 10
 // PutMark writes the mark of a record of one fragment of n octets to b[:MarkSize].
 func PutMark(b []byte, n int) { binary.BigEndian.PutUint32(b, lastFragment|uint32(n)) }
 
+// FragmentSize is the length in octets of the fragment whose mark b begins with.
+func FragmentSize(b []byte) int { return int(binary.BigEndian.Uint32(b) & maxFragment) }
+
 // A SizeError is a record of more octets than the reader takes. It wraps [ErrRecord].
 type SizeError struct {
 	Octets int // of the record up to here, at least
