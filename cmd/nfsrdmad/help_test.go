@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"errors"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -73,6 +74,23 @@ func TestServeSaysHowToMount(t *testing.T) {
 	args := strings.Fields(strings.Replace(command, " DIR ", " "+dir+" ", 1))
 	nfsrdmad(t, append([]string{"mount", "--control-socket", w.socket}, args...)...).succeeds(t)
 	w.unharmed(t, dir)
+}
+
+// The name that serve says to mount is one that reaches both ports; where none does, it says none.
+func TestServeSaysWhatReachesBothPorts(t *testing.T) {
+	for _, tt := range []struct{ rdma, tcp, says string }{
+		{"[::]:20049", "127.0.0.1:111", "mount 127.0.0.1:/ DIR\n"},
+		{"[::]:20049", "[::]:111", "mount localhost:/ DIR\n"},
+		{"192.0.2.1:20049", "0.0.0.0:2049", "mount 192.0.2.1:/ DIR -o mountport=2049\n"},
+		{"[2001:db8::1]:7", "[::]:111", "mount [2001:db8::1]:/ DIR -o port=7\n"},
+		{"192.0.2.1:20049", "127.0.0.1:111", ""},
+	} {
+		var out bytes.Buffer
+		printServing(&out, &nfsserve.Config{}, &nfsserve.Server{RDMAAddr: netip.MustParseAddrPort(tt.rdma), TCPAddr: tt.tcp})
+		if _, says, _ := strings.Cut(out.String(), "to mount it: nfsrdmad "); says != tt.says {
+			t.Errorf("RDMA on %s, TCP on %s: says %q, want %q", tt.rdma, tt.tcp, says, tt.says)
+		}
+	}
 }
 
 // Names of directories are anything: none commands the terminal, or costs the others their metrics.

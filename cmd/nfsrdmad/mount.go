@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"os"
 	"strings"
 
@@ -26,14 +27,23 @@ func (f *mountFlags) request(args []string) daemon.MountRequest {
 	return daemon.MountRequest{Spec: args[0], Dir: args[1], Options: strings.Join(f.options, ",")}
 }
 
-func (f *mountFlags) run(cmd *cobra.Command, socket string, args []string) error {
+func (f *mountFlags) run(cmd *cobra.Command, c *common, args []string) error {
 	if f.foreground {
 		outliveReaders()
 	}
 	return daemon.MountCommand(cmd.Context(), daemon.MountCommandConfig{
-		Request: f.request(args), Socket: socket, Foreground: f.foreground, CheckOnly: f.check, Sloppy: f.sloppy,
-		Verbose: f.verbose, LogLevel: f.logLevel, Inject: f.inject, Out: cmd.OutOrStdout(), Log: os.Stderr,
+		Request: f.request(args), Socket: c.socket, Foreground: f.foreground, CheckOnly: f.check, Sloppy: f.sloppy,
+		LogLevel: f.logLevel, Inject: f.inject, Log: os.Stderr,
+		Mounted: func(i daemon.MountInfo) { // it stands, whoever reads of it
+			_ = c.print(cmd.OutOrStdout(), i, func(w io.Writer) { f.print(w, &i) })
+		},
 	})
+}
+
+func (f *mountFlags) print(w io.Writer, i *daemon.MountInfo) {
+	if f.verbose {
+		fmt.Fprintf(w, "%s on %s type nfsrdma (%s)\n", printable(i.Spec), printable(i.Dir), i.Options)
+	}
 }
 
 const mountLong = `Mount the export of an NFS server over RDMA.
@@ -84,7 +94,7 @@ func mountCommand(c *common) *cobra.Command {
 		Short: "Mount an export",
 		Long:  mountLong,
 		Args:  takes(2, 2),
-		RunE:  func(cmd *cobra.Command, args []string) error { return f.run(cmd, c.socket, args) },
+		RunE:  func(cmd *cobra.Command, args []string) error { return f.run(cmd, c, args) },
 	}
 	c.socketFlag(cmd)
 	cmd.Flags().StringArrayVarP(&f.options, "options", "o", nil, "mount `options`, comma separated")
@@ -108,7 +118,7 @@ func helperCommand() *cobra.Command {
 			if namespace != "" {
 				return fmt.Errorf("flag -N %s: the daemon mounts in its own mount namespace; run a daemon in that one, or nfsrdmad mount --foreground", namespace)
 			}
-			return f.run(cmd, daemon.DefaultControlSocket, args)
+			return f.run(cmd, &common{socket: daemon.DefaultControlSocket}, args)
 		},
 	}
 	cmd.Flags().StringArrayVarP(&f.options, "options", "o", nil, "mount `options`, comma separated")

@@ -27,7 +27,6 @@ func serveCommand() *cobra.Command {
 		Args:  takes(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
-			cfg.RDMA.RemoteInv = true
 			if err := limits.apply(&cfg.RDMA); err != nil {
 				return err
 			}
@@ -94,8 +93,13 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 		return
 	}
 	root := daemon.Spec{Host: "localhost", Export: "/"}
-	if a := tcp.Addr(); !a.IsUnspecified() {
-		root.Host = a.String()
+	switch r, m := s.RDMAAddr.Addr(), tcp.Addr(); { // a mount has one name for both
+	case !r.IsUnspecified() && !m.IsUnspecified() && r != m:
+		return
+	case !m.IsUnspecified():
+		root.Host = m.String()
+	case !r.IsUnspecified():
+		root.Host = r.String()
 	}
 	var options []string
 	if p := s.RDMAAddr.Port(); p != daemon.DefaultOptions().Port {

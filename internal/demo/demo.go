@@ -112,7 +112,7 @@ func run(ctx context.Context, cfg Config) (err error) {
 		return err
 	}
 	s := &site{cfg: cfg, out: newScreen(cfg.Out), export: filepath.Join(root, "export"), dir: filepath.Join(root, "mnt")}
-	defer func() { err = errors.Join(err, s.tearDown(root)) }()
+	defer func() { err = both(err, s.tearDown(root)) }()
 	if err := s.setUp(ctx, root); err != nil {
 		return err
 	}
@@ -131,7 +131,6 @@ func (s *site) setUp(ctx context.Context, root string) error {
 	log := hclog.New(&hclog.LoggerOptions{Name: "demo", Level: hclog.Error, Output: s.out})
 	serve := nfsserve.Config{Dir: s.export, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0",
 		Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
-	serve.RDMA.RemoteInv = true
 	var err error
 	// The server outlives an interrupt, so that the unmount finds it.
 	if s.server, err = nfsserve.Run(context.WithoutCancel(ctx), serve); err != nil {
@@ -176,12 +175,23 @@ func (s *site) tearDown(root string) error {
 	if s.daemon != nil {
 		s.daemon.Close()
 	}
-	var errs []error
+	var err error
 	if s.server != nil {
-		errs = append(errs, s.server.Close())
+		err = s.server.Close()
 	}
-	if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), " "+s.dir+" ") {
-		return errors.Join(append(errs, fmt.Errorf("%s is still mounted, so %s was left; unmount it with umount -l", s.dir, root))...)
+	if mounts, mErr := os.ReadFile("/proc/self/mountinfo"); mErr != nil || strings.Contains(string(mounts), " "+s.dir+" ") {
+		return both(err, fmt.Errorf("%s is still mounted, so %s was left; unmount it with umount -l", s.dir, root))
 	}
-	return errors.Join(append(errs, os.RemoveAll(root))...)
+	return both(err, os.RemoveAll(root))
+}
+
+// both is a and b, either of which may be nil, on the one line that an error has.
+func both(a, b error) error {
+	switch {
+	case a == nil:
+		return b
+	case b == nil:
+		return a
+	}
+	return fmt.Errorf("%w; %w", a, b)
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 	"unicode"
@@ -152,6 +153,19 @@ func TestCompareFindsADifference(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := tr.compareTo(context.Background(), newScreen(&bytes.Buffer{}), b); err == nil || !strings.Contains(err.Error(), "odd differs") {
+		t.Errorf("got %v", err)
+	}
+}
+
+// An error is one line, and names what failed alone: not the end of the file that is compared with.
+func TestCompareFailsInOneLine(t *testing.T) {
+	dir := smallTree(t)
+	buf := &buffers{make([]byte, chunk), make([]byte, chunk)}
+	_, err := compareFile(filepath.Join(dir, "odd"), dir, buf)
+	if err == nil || strings.Contains(err.Error(), "\n") || strings.Contains(err.Error(), "EOF") || !errors.Is(err, syscall.EISDIR) {
+		t.Errorf("got %v", err)
+	}
+	if err := both(errors.New("one"), errors.New("two")); err.Error() != "one; two" {
 		t.Errorf("got %v", err)
 	}
 }

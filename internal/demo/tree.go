@@ -168,7 +168,7 @@ func copyFile(src, dst string, buf []byte) (n int64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	defer func() { err = errors.Join(err, out.Close()) }()
+	defer func() { err = both(err, out.Close()) }()
 	// Plain reads and writes: copy_file_range and its like would not show what is to be shown.
 	return io.CopyBuffer(struct{ io.Writer }{out}, struct{ io.Reader }{in}, buf)
 }
@@ -195,8 +195,8 @@ func compareFile(want, got string, buf *buffers) (int64, error) {
 	for {
 		n, errA := io.ReadFull(a, buf.a)
 		m, errB := io.ReadFull(b, buf.b)
-		if !atEnd(errA) || !atEnd(errB) {
-			return at, fmt.Errorf("comparing %s: %w", got, errors.Join(errA, errB))
+		if err := both(notEnd(errA), notEnd(errB)); err != nil {
+			return at, fmt.Errorf("comparing %s: %w", got, err)
 		}
 		if !bytes.Equal(buf.a[:n], buf.b[:m]) {
 			return at, fmt.Errorf("%s differs from %s within octets %d to %d", got, want, at, at+int64(max(n, m)))
@@ -208,6 +208,10 @@ func compareFile(want, got string, buf *buffers) (int64, error) {
 	}
 }
 
-func atEnd(err error) bool {
-	return err == nil || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)
+// notEnd is err, but for those that a file's end gives.
+func notEnd(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return nil
+	}
+	return err
 }

@@ -22,7 +22,11 @@ type args struct {
 	createVerf nfs3.Verifier
 	ftype      nfs3.FileType
 	dev        nfs3.Device
-	dirCountAt int // offset of READDIRPLUS's dircount in the arguments
+	offset     uint64 // of READ and WRITE
+	count      uint32 // of WRITE
+	// Where these stand in the arguments: READ's offset, READDIRPLUS's dircount, and what bounds the reply, the count of READ and
+	// READDIR and READDIRPLUS's maxcount.
+	offsetAt, dirCountAt, countAt int
 }
 
 // maxNameTaken lets longer names through than are allowed, so that they get NFS3ERR_NAMETOOLONG and not GARBAGE_ARGS.
@@ -52,14 +56,16 @@ func parseArgs(proc nfs3.Proc, b []byte) (a args, ok bool) {
 		a.fh, a.access = d.Opaque(nfs3.FHSize), d.Uint32()
 	case nfs3.ProcRead:
 		a.fh = d.Opaque(nfs3.FHSize)
-		d.Uint64()
+		a.offsetAt = d.Offset()
+		a.offset = d.Uint64()
+		a.countAt = d.Offset()
 		d.Uint32()
 	case nfs3.ProcWrite:
 		a.fh = d.Opaque(nfs3.FHSize)
-		d.Uint64()
-		count := d.Uint32()
+		a.offset = d.Uint64()
+		a.count = d.Uint32()
 		a.stable = nfs3.StableHow(d.Uint32())
-		if data := d.Opaque(len(b)); uint64(len(data)) != uint64(count) {
+		if data := d.Opaque(len(b)); uint64(len(data)) != uint64(a.count) {
 			return a, false
 		}
 	case nfs3.ProcCreate:
@@ -99,12 +105,14 @@ func parseArgs(proc nfs3.Proc, b []byte) (a args, ok bool) {
 	case nfs3.ProcReadDir:
 		a.fh = d.Opaque(nfs3.FHSize)
 		d.Fixed(8 + nfs3.CookieVerfSize)
+		a.countAt = d.Offset()
 		d.Uint32()
 	case nfs3.ProcReadDirPlus:
 		a.fh = d.Opaque(nfs3.FHSize)
 		d.Fixed(8 + nfs3.CookieVerfSize)
 		a.dirCountAt = d.Offset()
 		d.Uint32()
+		a.countAt = d.Offset()
 		d.Uint32()
 	case nfs3.ProcCommit:
 		a.fh = d.Opaque(nfs3.FHSize)

@@ -1,6 +1,7 @@
 package nfsserve
 
 import (
+	"cmp"
 	"errors"
 	"io/fs"
 	"os"
@@ -145,7 +146,10 @@ func (e *exportFS) TempFile(string, string) (billy.File, error) { return nil, bi
 func (e *exportFS) ReadDir(name string) ([]os.FileInfo, error) {
 	var entries []os.DirEntry
 	err := e.do(func() error {
-		d, err := e.tree.root.Open(clean(name))
+		if info, err := e.tree.root.Lstat(clean(name)); err != nil || !info.IsDir() { // a symbolic link would be followed
+			return cmp.Or(err, error(syscall.ENOTDIR))
+		}
+		d, err := e.tree.root.OpenFile(clean(name), os.O_RDONLY|unix.O_DIRECTORY, 0)
 		if err != nil {
 			return err
 		}
@@ -294,9 +298,20 @@ func (f *exportFile) Write(p []byte) (int, error) {
 func (f *exportFile) Seek(offset int64, whence int) (int64, error) {
 	at, err := f.File.Seek(offset, whence)
 	if err != nil {
+		f.fs.err = err
 		_ = f.File.Close()
 	}
 	return at, err
+}
+
+// Truncate sets the size. An error closes the file, as in Write.
+func (f *exportFile) Truncate(size int64) error {
+	err := f.File.Truncate(size)
+	if err != nil {
+		f.fs.err = err
+		_ = f.File.Close()
+	}
+	return err
 }
 
 // Close closes the file, after an fsync when the WRITE asked for stable storage (RFC 1813 §3.3.7).

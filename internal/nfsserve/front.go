@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"io/fs"
+	"math"
 	"os"
 	"path"
 	"path/filepath"
@@ -203,7 +204,11 @@ func (c *nfsCall) fail(reply []byte, st uint32) []byte {
 
 // run checks what go-nfs does not, executes, and repairs the answer.
 func (c *nfsCall) run(reply []byte) ([]byte, error) {
-	if st := c.checkNames(); st != stOK {
+	st := c.checkNames()
+	if st == stOK {
+		st = c.checkRange()
+	}
+	if st != stOK {
 		return c.fail(reply, st), nil
 	}
 	if native, ok := natives[c.proc]; ok {
@@ -216,11 +221,7 @@ func (c *nfsCall) run(reply []byte) ([]byte, error) {
 			return append(reply, body...), nil
 		}
 	}
-	msg := c.msg
-	if c.proc == nfs3.ProcReadDirPlus {
-		msg = c.raiseDirCount()
-	}
-	got, err := c.w.call(msg)
+	got, err := c.w.call(c.fit())
 	if err != nil {
 		return nil, err
 	}
@@ -230,14 +231,48 @@ func (c *nfsCall) run(reply []byte) ([]byte, error) {
 // minDirCount is the least dircount that go-nfs takes. It bounds nothing that matters: maxcount bounds the reply.
 const minDirCount = 512
 
-func (c *nfsCall) raiseDirCount() []byte {
-	at := c.argsOff + c.args.dirCountAt
-	if binary.BigEndian.Uint32(c.msg[at:]) >= minDirCount {
-		return c.msg
+// fit returns the call with numbers that go-nfs copes with: it would make a reply as long as is asked for, and takes offsets for signed.
+func (c *nfsCall) fit() []byte {
+	be, a, msg := binary.BigEndian, c.args, c.msg
+	own := func(at int) []byte { // the place in a copy: the call is the caller's
+		if &msg[0] == &c.msg[0] {
+			msg = append([]byte(nil), c.msg...)
+		}
+		return msg[c.argsOff+at:]
 	}
-	msg := append([]byte(nil), c.msg...)
-	binary.BigEndian.PutUint32(msg[at:], minDirCount)
+	switch c.proc {
+	case nfs3.ProcRead:
+		if a.offset > math.MaxInt64 { // behind the end of every file
+			be.PutUint64(own(a.offsetAt), math.MaxInt64)
+		}
+	case nfs3.ProcReadDirPlus:
+		if be.Uint32(msg[c.argsOff+a.dirCountAt:]) < minDirCount {
+			be.PutUint32(own(a.dirCountAt), minDirCount)
+		}
+	case nfs3.ProcReadDir:
+	default:
+		return msg
+	}
+	if be.Uint32(msg[c.argsOff+a.countAt:]) > ioSize { // fewer octets may be answered (RFC 1813 §3.3.6, §3.3.16, §3.3.17)
+		be.PutUint32(own(a.countAt), ioSize)
+	}
 	return msg
+}
+
+// checkRange refuses what goes beyond the largest file that there can be.
+func (c *nfsCall) checkRange() uint32 {
+	a := c.args
+	switch c.proc {
+	case nfs3.ProcWrite:
+		if a.offset > math.MaxInt64-uint64(a.count) {
+			return stFBig
+		}
+	case nfs3.ProcCreate:
+		if a.set.HasSize && a.set.Size > math.MaxInt64 {
+			return stFBig
+		}
+	}
+	return stOK
 }
 
 // checkNames refuses names that are not one path element (RFC 1813 §2.5, filename3), and what the directory's mode forbids.

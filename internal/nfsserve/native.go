@@ -270,7 +270,14 @@ func (c *nfsCall) commit() ([]byte, uint32, bool) {
 	if c.readOnly {
 		return nil, stROFS, true
 	}
-	f, err := c.tree.root.Open(name)
+	info, err := c.tree.root.Lstat(name)
+	switch {
+	case err != nil:
+		return nil, status(err), true
+	case !info.Mode().IsRegular(): // a pipe would be waited for, a device be touched, a link be followed
+		return nil, status(irregular(info)), true
+	}
+	f, err := c.tree.root.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, status(err), true
 	}

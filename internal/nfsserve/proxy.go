@@ -22,8 +22,9 @@ import (
 // Bounds of the way to the backend.
 const (
 	dialTimeout  = 10 * time.Second
-	connsPerPeer = 2        // TCP connections for each RDMA connection
-	maxSkip      = 64 << 20 // octets of a reply that is too long to be passed on; what has more ends the connection
+	connsPerPeer = 2               // TCP connections for each RDMA connection
+	restTimeout  = 2 * time.Second // for the rest of a reply whose call has ended
+	maxSkip      = 64 << 20        // octets of a reply that is too long to be passed on; what has more ends the connection
 )
 
 // A BackendError says why a call did not get its answer from the NFS server behind the RDMA port.
@@ -183,6 +184,9 @@ func (b *backendConn) alive() bool {
 	}
 }
 
+// errPartOfReply: the backend began a reply and did not end it.
+var errPartOfReply = errors.New("the rest of a reply does not come")
+
 // errBusyXID: the client uses one XID for two calls at a time.
 var errBusyXID = errors.New("a call with the same XID is running")
 
@@ -229,10 +233,19 @@ func (b *backendConn) enter(xid uint32, p *pendingCall) error {
 	return nil
 }
 
-// abandon ends a call unless its reply is being read into its buffer: then that is waited for.
+// abandon ends a call. Where its reply is being read into its buffer, that is waited for; a backend that stops within a reply loses the
+// connection.
 func (b *backendConn) abandon(xid uint32, p *pendingCall, err error) error {
-	if b.leave(xid) == nil {
-		<-p.done
+	if b.leave(xid) != nil {
+		return err
+	}
+	late := time.NewTimer(restTimeout)
+	defer late.Stop()
+	select {
+	case <-p.done:
+	case <-late.C:
+		b.fail(&BackendError{Addr: b.addr, Op: "read reply", Err: errPartOfReply})
+		<-p.done // the reader's, whose connection is closed
 	}
 	return err
 }

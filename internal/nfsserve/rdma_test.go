@@ -94,6 +94,23 @@ func TestDirectoryOverRDMA(t *testing.T) {
 	}
 }
 
+// Clients on TCP, as many as are let in, leave room for those of RDMA, whose calls come over TCP, too.
+func TestTCPConnectionsLeaveRoom(t *testing.T) {
+	s, _ := start(t, nil)
+	c := dialRDMA(t, s, s.TCPAddr)
+	for range maxTCPConns {
+		idle, err := net.Dial("tcp", s.TCPAddr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer idle.Close()
+	}
+	var a nfs3.Attr
+	ctx, cancel := context.WithTimeout(c.ctx, testTimeout/2)
+	defer cancel()
+	c.ok(c.GetAttr(ctx, c.cred, c.root, &a))
+}
+
 func TestBackendOverRDMA(t *testing.T) {
 	dir, _ := start(t, nil)
 	front, err := Run(context.Background(), Config{Backend: dir.TCPAddr, RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
@@ -260,6 +277,37 @@ func TestProxy(t *testing.T) {
 		if o := <-done; o.err != nil {
 			t.Errorf("after reconnecting: %v", o.err)
 		}
+	}
+}
+
+// A backend that stops within a reply holds neither the call whose time is over nor the end of the client's connection.
+func TestProxyPartOfReply(t *testing.T) {
+	b := newScripted(t)
+	p := newProxy(b.Addr().String(), hclog.NewNullLogger())
+	peer := netip.MustParseAddrPort("127.0.0.1:700")
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() {
+		_, err := p.ServeRPC(ctx, peer, sunrpc.AppendCall(nil, 1, nfs3.Program, 3, 1, sunrpc.AppendAuthNone(nil)), make([]byte, 0, 4096))
+		done <- err
+	}()
+	call := <-b.calls
+	part := make([]byte, rpctcp.MarkSize)
+	rpctcp.PutMark(part, 1000)
+	if _, err := call.conn.Write(append(part, call.msg[:8]...)); err != nil {
+		t.Error(err)
+	}
+	time.Sleep(50 * time.Millisecond) // so that the reader has it; when it has not, the call ends in the ordinary way
+	cancel()
+	select {
+	case err := <-done:
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("got %v", err)
+		}
+		p.ConnClosed(peer)
+	case <-time.After(testTimeout):
+		t.Error("the call waits for the rest of its reply")
+		call.conn.Close()
 	}
 }
 

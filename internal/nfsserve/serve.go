@@ -1,6 +1,7 @@
 package nfsserve
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -187,7 +188,7 @@ func (s *Server) startExport(ctx context.Context, cfg *Config, parts *sync.WaitG
 	}
 	s.TCPAddr = l.Addr().String()
 	e.port = uint16(l.Addr().(*net.TCPAddr).Port)
-	tcp := &tcpServer{serve: e.serve, log: cfg.Logger.Named("tcp")}
+	tcp := &tcpServer{serve: e.serve, maxConns: maxTCPConns + connsPerPeer*cmp.Or(cfg.RDMA.MaxConns, svcrdma.DefaultMaxConns), log: cfg.Logger.Named("tcp")}
 	parts.Go(func() {
 		tcp.run(ctx, l)
 		root.Close()

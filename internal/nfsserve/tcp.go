@@ -15,16 +15,17 @@ import (
 
 // Limits of the TCP port.
 const (
-	callsPerConn = 64 // executed at a time; more wait in the socket
-	maxTCPConns  = 512
+	callsPerConn = 64  // executed at a time; more wait in the socket
+	maxTCPConns  = 512 // of clients on TCP; those of RDMA clients come on top
 	acceptPause  = 50 * time.Millisecond
 	writeTimeout = 30 * time.Second
 )
 
 // A tcpServer answers RPC over TCP. Calls of one connection run in parallel and are answered as they finish.
 type tcpServer struct {
-	serve func(ctx context.Context, call, reply []byte) ([]byte, error)
-	log   hclog.Logger
+	serve    func(ctx context.Context, call, reply []byte) ([]byte, error)
+	maxConns int
+	log      hclog.Logger
 }
 
 var messages = sync.Pool{New: func() any { return new([]byte) }}
@@ -35,7 +36,7 @@ func (s *tcpServer) run(ctx context.Context, l net.Listener) {
 	defer conns.Wait()
 	stop := context.AfterFunc(ctx, func() { l.Close() })
 	defer stop()
-	slots := make(chan struct{}, maxTCPConns)
+	slots := make(chan struct{}, s.maxConns)
 	for {
 		c, err := l.Accept()
 		if err != nil {

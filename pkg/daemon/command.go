@@ -2,7 +2,6 @@ package daemon
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"path/filepath"
 	"strings"
@@ -36,13 +35,13 @@ func ConfigFrom(file string, flags Config, given func(Field) bool) (Config, erro
 type MountCommandConfig struct {
 	Request    MountRequest
 	Socket     string
-	Foreground bool // serve the mount in this process
-	CheckOnly  bool // mount(8) -f
-	Sloppy     bool // mount(8) -s
-	Verbose    bool
+	Foreground bool   // serve the mount in this process
+	CheckOnly  bool   // mount(8) -f
+	Sloppy     bool   // mount(8) -s
 	LogLevel   string // of the foreground
 	Inject     string // faults, in the foreground
-	Out, Log   io.Writer
+	Log        io.Writer
+	Mounted    func(MountInfo) // told of the mount when it stands; may be nil
 }
 
 // MountCommand mounts by the daemon, or in this process until ctx ends or somebody unmounts.
@@ -72,10 +71,9 @@ func MountCommand(ctx context.Context, c MountCommandConfig) error {
 	if !c.Foreground && !utf8.ValidString(r.Spec+dir+r.Options) {
 		return errorf(CodeUsage, "mounting %q on %q: the daemon is told in UTF-8, which this is not; mount on a symbolic link to it, or use --foreground", brief(r.Spec), dir)
 	}
-	mounted := func(i MountInfo) {
-		if c.Verbose {
-			fmt.Fprintf(c.Out, "%s on %s type nfsrdma (%s)\n", i.Spec, i.Dir, i.Options)
-		}
+	mounted := c.Mounted
+	if mounted == nil {
+		mounted = func(MountInfo) {}
 	}
 	if c.Foreground {
 		cfg := DefaultConfig()

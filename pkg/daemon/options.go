@@ -107,7 +107,7 @@ const (
 	minInline, maxInline = 1024, 65536
 	minSlots, maxSlots   = 4, 1024 // fewer are not worth a connection
 	maxAttrSeconds       = 1 << 22 // a limit far above use, far below overflow
-	maxTraceEvents       = 1 << 20 // 48 MiB for each connection
+	maxTraceEvents       = 1 << 20 // 56 MiB for each connection
 	maxKeepAlive         = 3600    // seconds: a dead server should be noticed within the hour
 	maxIdle              = 1 << 22 // seconds
 )
@@ -152,14 +152,20 @@ func orList(values []string) string {
 
 func ignore(*Options, string) {}
 
+// attrTimeout and actimeo end a noac of the base; one of the same list contradicts them (see check).
 func attrTimeout(name string, field func(*Options) *time.Duration) option {
-	return number(name, 0, maxAttrSeconds, " (seconds)", func(o *Options, n int) { *field(o) = time.Duration(n) * time.Second }, name)
+	return number(name, 0, maxAttrSeconds, " (seconds)", func(o *Options, n int) {
+		*field(o), o.NoAC = time.Duration(n)*time.Second, false
+	}, name)
 }
 
 func kernelFlag(flag, opposite string) []option {
+	without := func(o *Options) {
+		o.Kernel = slices.DeleteFunc(o.Kernel, func(f string) bool { return f == flag })
+	}
 	return []option{
-		wordSets(opposite, flag, func(o *Options) { o.Kernel = append(o.Kernel, flag) }),
-		wordSets(opposite, opposite, func(*Options) {}),
+		wordSets(opposite, flag, func(o *Options) { without(o); o.Kernel = append(o.Kernel, flag) }),
+		wordSets(opposite, opposite, without),
 	}
 }
 
@@ -182,7 +188,7 @@ var optionTable = slices.Concat([]option{
 	attrTimeout("acdirmax", func(o *Options) *time.Duration { return &o.AcDirMax }),
 	number("actimeo", 0, maxAttrSeconds, " (seconds)", func(o *Options, n int) {
 		d := time.Duration(n) * time.Second
-		o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = d, d, d, d
+		o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax, o.NoAC = d, d, d, d, false
 	}, "actimeo"),
 	wordSets("ac", "ac", func(o *Options) { o.NoAC = false }),
 	wordSets("ac", "noac", func(o *Options) { o.NoAC = true }),

@@ -3,6 +3,7 @@ package daemon
 import (
 	"errors"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -138,6 +139,33 @@ func FuzzParseOptions(f *testing.F) {
 			t.Fatalf("%q became %q: %v", list, o, err)
 		}
 	})
+}
+
+func TestOppositesOverrideTheBase(t *testing.T) {
+	base, err := ParseOptions(DefaultOptions(), "nosuid,nodev,nosuid,noac")
+	if err != nil || !slices.Equal(base.Kernel, []string{"nodev", "nosuid"}) {
+		t.Fatalf("%v, %v", base.Kernel, err)
+	}
+	for _, tt := range []struct {
+		list   string
+		kernel []string
+		noAC   bool
+	}{
+		{"", []string{"nodev", "nosuid"}, true},
+		{"suid", []string{"nodev"}, true},
+		{"suid,dev,exec,ac", []string{}, false},
+		{"actimeo=7", []string{"nodev", "nosuid"}, false},
+		{"acregmax=7", []string{"nodev", "nosuid"}, false},
+		{"noexec", []string{"nodev", "nosuid", "noexec"}, true},
+	} {
+		o, err := ParseOptions(base, tt.list)
+		if err != nil || !slices.Equal(o.Kernel, tt.kernel) || o.NoAC != tt.noAC {
+			t.Errorf("%q over nosuid,nodev,noac: %v, noac %v, %v", tt.list, o.Kernel, o.NoAC, err)
+		}
+	}
+	if len(base.Kernel) != 2 {
+		t.Errorf("the base became %v", base.Kernel)
+	}
 }
 
 func TestParseSpec(t *testing.T) {

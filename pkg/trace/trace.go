@@ -86,6 +86,8 @@ type cell struct {
 	// lap is 0 for an empty cell, odd while event (lap-1)/2 is being written, and even, 2·seq+2, when it stands.
 	lap  atomic.Uint64
 	word [words]atomic.Uint64
+	// skip is 2·seq+2 for the newest event of this cell that was dropped, 0 for none: a reader waits for an event on its way, and not for that.
+	skip atomic.Uint64
 }
 
 // A Ring holds the last events. Safe for concurrent use; the nil Ring is off.
@@ -123,6 +125,7 @@ func (r *Ring) add(e *Event) {
 	c := &r.cells[seq&r.mask]
 	lap := c.lap.Load()
 	if lap&1 != 0 || lap > 2*seq || !c.lap.CompareAndSwap(lap, 2*seq+1) {
+		c.drop(seq)
 		r.dropped.Add(1)
 		return
 	}
@@ -132,6 +135,16 @@ func (r *Ring) add(e *Event) {
 	c.word[3].Store(e.A)
 	c.word[4].Store(e.B)
 	c.lap.Store(2*seq + 2)
+}
+
+// drop tells readers that event seq will not come.
+func (c *cell) drop(seq uint64) {
+	for {
+		newest := c.skip.Load()
+		if newest >= 2*seq+2 || c.skip.CompareAndSwap(newest, 2*seq+2) {
+			return
+		}
+	}
 }
 
 // Next is the number that the next event will have: where a reader that wants new events only begins.
@@ -155,7 +168,7 @@ func (r *Ring) Read(from uint64, buf []Event) (events []Event, next, lost uint64
 	for ; from < end; from++ {
 		c := &r.cells[from&r.mask]
 		lap := c.lap.Load()
-		if lap < 2*from+2 && from+uint64(len(r.cells))/2 > end {
+		if lap < 2*from+2 && c.skip.Load() < 2*from+2 && from+uint64(len(r.cells))/2 > end {
 			break // on its way
 		}
 		e := Event{Seq: from, Time: r.start.Add(time.Duration(c.word[0].Load()))}

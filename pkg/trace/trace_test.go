@@ -90,6 +90,41 @@ func TestConcurrentEventsAreWhole(t *testing.T) {
 	}
 }
 
+// Events that were dropped are counted as lost, and hide none of those behind them from who follows.
+func TestDroppedEventsAreNotWaitedFor(t *testing.T) {
+	const size = 8
+	r := NewRing(size, status)
+	for i := range size {
+		r.Add(Event{Kind: Map, N: uint16(i)})
+	}
+	_, from, _ := r.Read(0, nil)
+	// The writer of event 2 has not come to its end when the ring comes round.
+	r.cells[2].lap.Store(2*2 + 1)
+	for i := size; i < size+4; i++ {
+		r.Add(Event{Kind: Map, N: uint16(i)})
+	}
+	events, next, lost := r.Read(from, nil)
+	if r.Dropped() != 1 || lost != 1 || next != size+4 || len(events) != 3 || events[1].Seq != size+1 || events[2].Seq != size+3 {
+		t.Errorf("%d dropped, %d lost, next %d, events %+v", r.Dropped(), lost, next, events)
+	}
+	if last := r.Last(2); len(last) != 1 || last[0].Seq != size+3 {
+		t.Errorf("Last(2) = %+v", last)
+	}
+	// It ends, and its cell is used again. An event that is on its way, in the cell of one that was dropped, is still waited for.
+	r.cells[2].lap.Store(2*2 + 2)
+	for range size - 2 {
+		r.Add(Event{Kind: Map})
+	}
+	late := r.next.Add(1) - 1 // of a writer that has its number and not yet its cell
+	if late != 2*size+2 {
+		t.Fatalf("event %d", late)
+	}
+	r.Add(Event{Kind: Map})
+	if events, next, lost := r.Read(next, nil); len(events) != size-2 || next != late || lost != 0 {
+		t.Errorf("with one on its way: %d events, next %d, %d lost", len(events), next, lost)
+	}
+}
+
 func TestForms(t *testing.T) {
 	r := NewRing(1, status)
 	seen := map[string]bool{}

@@ -49,6 +49,6 @@ func profiledMount(args []string) error {
 		}
 	}()
 	return daemon.MountCommand(context.Background(), daemon.MountCommandConfig{
-		Request: daemon.MountRequest{Spec: f.Arg(0), Dir: f.Arg(1), Options: *options}, Foreground: true, LogLevel: "warn", Out: os.Stdout, Log: os.Stderr,
+		Request: daemon.MountRequest{Spec: f.Arg(0), Dir: f.Arg(1), Options: *options}, Foreground: true, LogLevel: "warn", Log: os.Stderr,
 	})
 }

@@ -1,0 +1,129 @@
+package nfsserve
+
+import (
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// raw makes an NFS call with these arguments and returns its status and a decoder of what follows.
+func (c *client) raw(proc nfs3.Proc, args []byte) (uint32, sunrpc.Decoder) {
+	c.t.Helper()
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(proc), Cred: c.cred, Args: args, MaxResult: 2 << 20}
+	c.ok(c.rpc.Call(c.ctx, &m))
+	d := sunrpc.NewDecoder(m.Result)
+	return d.Uint32(), d
+}
+
+func (c *client) args(fh nfs3.FH) []byte { return sunrpc.AppendOpaque(nil, fh.Bytes()) }
+
+// What is asked for in one call may be more than a reply can hold: part of it is answered, as often as it is asked for.
+func TestCountsBeyondAReply(t *testing.T) {
+	s, dir := start(t, nil)
+	if err := os.WriteFile(filepath.Join(dir, "a"), make([]byte, 3<<20), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	const files = 9000
+	if err := os.Mkdir(filepath.Join(dir, "d"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for i := range files {
+		if err := os.WriteFile(filepath.Join(dir, "d", fmt.Sprintf("%s%05d", strings.Repeat("n", 60), i)), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := dial(t, s.TCPAddr)
+	file, sub := c.lookup(c.root, "a").FH, c.lookup(c.root, "d").FH
+	for _, tt := range []struct {
+		name string
+		proc nfs3.Proc
+		args []byte
+	}{
+		{"READ", nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(file), 0), 2<<20)},
+		{"READ of all", nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(file), 0), math.MaxUint32)},
+		{"READDIR", nfs3.ProcReadDir, sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32)},
+		{"READDIRPLUS", nfs3.ProcReadDirPlus, sunrpc.AppendUint32(sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32), math.MaxUint32)},
+	} {
+		for range numWorkers + 1 {
+			st, d := c.raw(tt.proc, tt.args)
+			if st != stOK || d.Remaining() > maxRecord || d.Remaining() < 100<<10 {
+				t.Fatalf("%s: status %d, %d octets", tt.name, st, d.Remaining())
+			}
+			if tt.proc != nfs3.ProcRead {
+				continue
+			}
+			d.Fixed(4 + fattr)
+			if count, eof := d.Uint32(), d.Bool(); count != ioSize || eof {
+				t.Fatalf("%s: %d octets, eof %v", tt.name, count, eof)
+			}
+		}
+	}
+}
+
+// Offsets and sizes that no file has.
+func TestOffsetsBeyondEveryFile(t *testing.T) {
+	s, _ := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	fh := c.create("file", 0o644)
+	var w nfs3.WriteResult
+	c.ok(c.Write(c.ctx, c.cred, fh, 0, []byte("0123456789"), nfs3.FileSync, &w))
+	for _, off := range []uint64{math.MaxInt64, math.MaxInt64 + 1, math.MaxUint64 - 4, math.MaxUint64} {
+		st, d := c.raw(nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(fh), off), 4096))
+		d.Fixed(4 + fattr)
+		if count, eof := d.Uint32(), d.Bool(); st != stOK || count != 0 || !eof {
+			t.Errorf("READ at %#x: status %d, %d octets, eof %v", off, st, count, eof)
+		}
+		c.want(c.Write(c.ctx, c.cred, fh, off, []byte("abc"), nfs3.Unstable, &w), syscall.EFBIG)
+	}
+	how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasSize: true, Size: math.MaxUint64}}
+	var cr nfs3.CreateResult
+	c.want(c.Create(c.ctx, c.cred, c.root, "file", &how, &cr), syscall.EFBIG)
+	c.want(c.Create(c.ctx, c.cred, c.root, "other", &how, &cr), syscall.EFBIG)
+}
+
+// Pipes, devices and links have handles, too. What is for files and directories is refused, and never waits for the other end of a pipe.
+func TestHandlesOfOtherThings(t *testing.T) {
+	s, dir := start(t, nil)
+	c := dial(t, s.TCPAddr)
+	var cr nfs3.CreateResult
+	c.ok(c.Mknod(c.ctx, c.cred, c.root, "pipe", nfs3.NF3FIFO, &nfs3.SetAttr{}, nfs3.Device{}, &cr))
+	pipe := cr.FH
+	t.Cleanup(func() { // lets go whoever opened it
+		if fd, err := unix.Open(filepath.Join(dir, "pipe"), unix.O_RDWR|unix.O_NONBLOCK, 0); err == nil {
+			time.Sleep(100 * time.Millisecond)
+			unix.Close(fd)
+		}
+	})
+	c.ok(c.Symlink(c.ctx, c.cred, c.root, "link", ".", &nfs3.SetAttr{}, &cr))
+	link := cr.FH
+	c.create("file", 0o644)
+	c.ok(c.Symlink(c.ctx, c.cred, c.root, "tofile", "file", &nfs3.SetAttr{}, &cr))
+	tofile := cr.FH
+	for name, fh := range map[string]nfs3.FH{"pipe": pipe, "link": link, "link to a file": tofile} {
+		for _, tt := range []struct {
+			proc nfs3.Proc
+			args []byte
+			want uint32
+		}{
+			{nfs3.ProcCommit, make([]byte, 12), stInval},
+			{nfs3.ProcReadDir, sunrpc.AppendUint32(make([]byte, 16), 4096), stNotDir},
+			{nfs3.ProcReadDirPlus, sunrpc.AppendUint32(sunrpc.AppendUint32(make([]byte, 16), 4096), 4096), stNotDir},
+			{nfs3.ProcRead, sunrpc.AppendUint32(make([]byte, 8), 1), stInval},
+		} {
+			if st, _ := c.raw(tt.proc, append(c.args(fh), tt.args...)); st != tt.want {
+				t.Errorf("%v of a %s: status %d, want %d", tt.proc, name, st, tt.want)
+			}
+		}
+	}
+	c.ok(c.Remove(c.ctx, c.cred, c.root, "file", new(nfs3.WccData))) // nothing holds the tree
+}
