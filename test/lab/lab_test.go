@@ -356,7 +356,7 @@ func TestKilledTest(t *testing.T) {
 		select {}
 	}
 	cmd := exec.Command(os.Args[0], "-test.run", "^TestKilledTest$", "-test.v")
-	cmd.Env = append(os.Environ(), childEnv+"=1")
+	cmd.Env = append(os.Environ(), childEnv+"=1", "TMPDIR="+t.TempDir()) // it removes nothing
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
