@@ -9,6 +9,8 @@
 //	mountpoint.go  what can be mounted on, without touching a file system that may hang
 //	table.go       the mounts
 //	stack.go       one mount: provider, transport, NFS client, file system
+//	stackstats.go  what it counted
+//	provider.go    which provider carries it, and why
 //	api.go         the control API's types (JSON)
 //	tracing.go     the stream of trace events
 //	waiting.go     the calls that wait, for whom, and the connections' story
@@ -16,14 +18,17 @@
 //	server.go      its server: HTTP on a unix socket
 //	client.go      its client, which every command line verb uses
 //	socket.go      one daemon for each socket; what a dead one left is replaced
-//	daemon.go      Run: start, wait, stop
+//	daemon.go      the daemon's parts, started and stopped
+//	run.go         its life, as systemd hears of it; a mount in the foreground
+//	command.go     what the mount and umount verbs do
+//	doctor.go      what this host has for mounting
 //	explain.go     what to do about a server that does not give a mount
 //	errors.go      error classes and mount(8)'s exit codes
 //
 // # Promises
 //
-// No call of the control API waits for a server without end: every request but a trace carries a deadline, list, status and trace ask memory alone, and
-// a normal unmount that has to wait gives up with advice. One mount never disturbs another. When [Run] returns, no mount, socket or
+// No call of the control API waits for a server without end: every request but a trace carries a deadline, list, and status and trace of a mount
+// by its own name, ask memory alone, and a normal unmount that has to wait gives up with advice. One mount never disturbs another. When [Run] returns, no mount, socket or
 // goroutine of it is left; the end takes at most the shutdown timeout and a few seconds.
 //
 // Every error is one line that says what was tried, on what, and what to do; its [Code] becomes mount(8)'s exit code.

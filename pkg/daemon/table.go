@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"path/filepath"
 	"slices"
 	"sync"
 	"time"
@@ -201,7 +202,7 @@ func (t *Table) Umount(ctx context.Context, r UmountRequest) error {
 	default:
 		return errorf(CodeUsage, "unmounting %s: unknown mode %q; use force or lazy", r.Dir, string(r.Mode))
 	}
-	dir, err := ResolveMountPoint(ctx, r.Dir)
+	dir, err := t.resolve(ctx, r.Dir)
 	if err != nil {
 		return err
 	}
@@ -218,6 +219,15 @@ func notOurs(what, dir string) error {
 		return errorf(CodeNotMounted, "%s %s: what is mounted there is not this daemon's; use umount(8) to end it", what, dir)
 	}
 	return errorf(CodeNotMounted, "%s %s: no mount of this daemon is there; see nfsrdmad list", what, dir)
+}
+
+// resolve returns the mount point that a request names. One that the table has by that very name is not looked at: what it lies in may
+// be another mount, whose server is dead.
+func (t *Table) resolve(ctx context.Context, dir string) (string, error) {
+	if clean := filepath.Clean(dir); t.find(clean, UmountForce) != nil {
+		return clean, nil
+	}
+	return ResolveMountPoint(ctx, dir)
 }
 
 // find returns the mount at dir, or nil. Force reaches one that was detached lazily, too.
@@ -330,7 +340,7 @@ func (e *entry) info() MountInfo {
 // Status returns what is known about the mount at dir, or about all of them if dir is empty. It never waits for a server.
 func (t *Table) Status(ctx context.Context, dir string) ([]MountStatus, error) {
 	if dir != "" {
-		resolved, err := ResolveMountPoint(ctx, dir)
+		resolved, err := t.resolve(ctx, dir)
 		if err != nil {
 			return nil, err
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -121,6 +122,33 @@ func TestUmountMeetsTheEndOfMounting(t *testing.T) {
 	}
 	<-canceled
 	<-s.isClosed
+}
+
+// A mount within a tree that is gone, or hangs, is asked for and ended by its name alone.
+func TestMountPointIsNotLookedAt(t *testing.T) {
+	s := newStandIn()
+	s.rings = []*trace.Ring{testRing(8)}
+	tab, r := testTable(t, func(context.Context, plan) (live, error) { return s, nil })
+	around := filepath.Join(r.Dir, "around")
+	r.Dir = filepath.Join(around, "mnt")
+	if err := os.MkdirAll(r.Dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := tab.Mount(context.Background(), r); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(around); err != nil {
+		t.Fatal(err)
+	}
+	if st, err := tab.Status(context.Background(), r.Dir+"/"); err != nil || len(st) != 1 {
+		t.Errorf("status: %v, %v", st, err)
+	}
+	if _, _, err := tab.traced(context.Background(), r.Dir); err != nil {
+		t.Errorf("trace: %v", err)
+	}
+	if err := tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}); err != nil {
+		t.Errorf("umount: %v", err)
+	}
 }
 
 func TestTwoMountsOfOneDirectory(t *testing.T) {

@@ -44,7 +44,7 @@ func parseTraceRequest(q url.Values) (r TraceRequest, err error) {
 
 // traced finds the mount whose trace is asked for: its rings, and when it is gone.
 func (t *Table) traced(ctx context.Context, dir string) (rings []*trace.Ring, gone <-chan struct{}, err error) {
-	dir, err = ResolveMountPoint(ctx, dir)
+	dir, err = t.resolve(ctx, dir)
 	if err != nil {
 		return nil, nil, err
 	}
