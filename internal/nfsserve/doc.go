@@ -11,14 +11,14 @@
 //	tcp.go     RPC over TCP server (RFC 5531 §11) in front of a directory
 //	front.go   what stands before go-nfs: well-formed calls only, credentials, what go-nfs lacks, repair of what it answers
 //	args.go    shape of every NFSv3 argument (RFC 1813 §3.3)
-//	native.go  SETATTR, LINK, MKNOD of devices, exclusive CREATE, and the procedures of MOUNT and the port mapper
+//	native.go  SETATTR, LINK, MKNOD, exclusive CREATE, COMMIT, and the procedures of MOUNT and the port mapper
 //	worker.go  go-nfs instances, one call each at a time
 //	tree.go    file handles: by inode, alive through renames and as long as one of the links lives
 //	exportfs.go, creds.go  the directory as go-nfs's file system, under the caller's uid and gid
 //
 // # What go-nfs is kept from
 //
-// github.com/willscott/go-nfs decodes lengths unchecked, follows symbolic links, forgets handles on rename, has no LINK
+// github.com/willscott/go-nfs decodes lengths unchecked, answers with as many octets as are asked for, follows symbolic links, forgets handles on rename, has no LINK
 // that follows RFC 1813, no EXCLUSIVE create and no char devices, runs everything as the server's user, says FILE_SYNC
 // without fsync, answers most failures with NFS3ERR_IO, and numbers accept_stat wrongly. All that is dealt with before or behind
 // it. What stays: atime and ctime are reported as mtime, FSID is 0, and pre-operation attributes are often left out.

@@ -178,7 +178,7 @@ func (c *nfsCall) link() ([]byte, uint32, bool) {
 	return c.wcc(c.attr(nil, target), parent(name)), stOK, true
 }
 
-// mknod is MKNOD of a device (RFC 1813 §3.3.11); go-nfs answers without making a character device.
+// mknod is MKNOD (RFC 1813 §3.3.11); go-nfs answers without making a character device.
 func (c *nfsCall) mknod() ([]byte, uint32, bool) {
 	var typ uint32
 	switch c.args.ftype {
