@@ -27,5 +27,6 @@
 //
 // No call reaches outside the directory: every path goes through os.Root, and no operation follows a symbolic link. The tree's
 // lock is held shared for the length of a call and exclusively for RENAME, REMOVE and RMDIR, so that a handle's path does not change under
-// an operation; it covers local file system calls only, never the network.
+// an operation; it covers local file system calls only, never the network. Connections on TCP, and the calls that are under way on all of them
+// together, are bounded: small calls ask for large replies.
 package nfsserve

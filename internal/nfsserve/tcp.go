@@ -15,7 +15,8 @@ import (
 
 // Limits of the TCP port.
 const (
-	callsPerConn = 64  // executed at a time; more wait in the socket
+	callsPerConn = 32  // from the reading of a call to the end of its reply; more wait in the socket
+	callsAtOnce  = 256 // of all connections: their replies are the memory that small calls can ask for
 	maxTCPConns  = 512 // of clients on TCP; those of RDMA clients come on top
 	acceptPause  = 50 * time.Millisecond
 	writeTimeout = 30 * time.Second
@@ -37,6 +38,7 @@ func (s *tcpServer) run(ctx context.Context, l net.Listener) {
 	stop := context.AfterFunc(ctx, func() { l.Close() })
 	defer stop()
 	slots := make(chan struct{}, s.maxConns)
+	room := make(chan struct{}, callsAtOnce)
 	for {
 		c, err := l.Accept()
 		if err != nil {
@@ -51,7 +53,7 @@ func (s *tcpServer) run(ctx context.Context, l net.Listener) {
 		case slots <- struct{}{}:
 			conns.Go(func() {
 				defer func() { <-slots }()
-				s.conn(ctx, c)
+				s.conn(ctx, c, room)
 			})
 		default:
 			c.Close()
@@ -59,8 +61,8 @@ func (s *tcpServer) run(ctx context.Context, l net.Listener) {
 	}
 }
 
-// conn serves one connection until its first error.
-func (s *tcpServer) conn(ctx context.Context, c net.Conn) {
+// conn serves one connection until its first error. Each of its calls takes a place of room.
+func (s *tcpServer) conn(ctx context.Context, c net.Conn, room chan struct{}) {
 	var calls sync.WaitGroup
 	defer calls.Wait()
 	defer c.Close()
@@ -76,8 +78,13 @@ func (s *tcpServer) conn(ctx context.Context, c net.Conn) {
 			return
 		}
 		running <- struct{}{}
+		select {
+		case room <- struct{}{}:
+		case <-ctx.Done():
+			return
+		}
 		calls.Go(func() {
-			defer func() { <-running }()
+			defer func() { <-room; <-running }()
 			reply := messages.Get().(*[]byte)
 			out, err := s.serve(ctx, *call, (*reply)[:0])
 			messages.Put(call)

@@ -1,0 +1,70 @@
+package nfsserve
+
+import (
+	"context"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+)
+
+// However many connections there are, and calls on them, no more replies are held than callsAtOnce; the others have their turn.
+func TestTCPCallsAtOnce(t *testing.T) {
+	const conns = callsAtOnce/callsPerConn + 4
+	var running, most, served atomic.Int64
+	hold := make(chan struct{})
+	srv := &tcpServer{maxConns: conns, log: hclog.NewNullLogger(), serve: func(_ context.Context, call, reply []byte) ([]byte, error) {
+		now := running.Add(1)
+		for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
+		}
+		<-hold
+		running.Add(-1)
+		served.Add(1)
+		return append(reply, call...), nil
+	}}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() { defer close(ended); srv.run(ctx, l) }()
+	defer func() { cancel(); <-ended }()
+	var clients []net.Conn
+	for range conns {
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		clients = append(clients, c)
+		for range callsPerConn {
+			if err := rpctcp.WriteRecord(c, []byte("call")); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for deadline := time.Now().Add(testTimeout); running.Load() < callsAtOnce && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond)
+	}
+	time.Sleep(100 * time.Millisecond) // for those that may not
+	if n := running.Load(); n != callsAtOnce {
+		t.Errorf("%d calls at once, want %d", n, callsAtOnce)
+	}
+	close(hold)
+	for _, c := range clients {
+		_ = c.SetReadDeadline(time.Now().Add(testTimeout))
+		for range callsPerConn {
+			if reply, err := rpctcp.ReadRecord(c, nil, 100); err != nil || string(reply) != "call" {
+				t.Fatalf("%q, %v", reply, err)
+			}
+		}
+	}
+	if most.Load() > callsAtOnce || served.Load() != conns*callsPerConn {
+		t.Errorf("%d calls at once, %d served", most.Load(), served.Load())
+	}
+}
