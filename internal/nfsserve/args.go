@@ -23,7 +23,8 @@ type args struct {
 	ftype      nfs3.FileType
 	dev        nfs3.Device
 	offset     uint64 // of READ and WRITE
-	count      uint32 // of WRITE
+	count      uint32 // of WRITE, and READDIRPLUS's maxcount
+	cookie     uint64 // of READDIRPLUS
 	// Where these stand in the arguments: READ's offset, READDIRPLUS's dircount, and what bounds the reply, the count of READ and
 	// READDIR and READDIRPLUS's maxcount.
 	offsetAt, dirCountAt, countAt int
@@ -109,11 +110,12 @@ func parseArgs(proc nfs3.Proc, b []byte) (a args, ok bool) {
 		d.Uint32()
 	case nfs3.ProcReadDirPlus:
 		a.fh = d.Opaque(nfs3.FHSize)
-		d.Fixed(8 + nfs3.CookieVerfSize)
+		a.cookie = d.Uint64()
+		d.Fixed(nfs3.CookieVerfSize)
 		a.dirCountAt = d.Offset()
 		d.Uint32()
 		a.countAt = d.Offset()
-		d.Uint32()
+		a.count = d.Uint32()
 	case nfs3.ProcCommit:
 		a.fh = d.Opaque(nfs3.FHSize)
 		d.Uint64()

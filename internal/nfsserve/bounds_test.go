@@ -27,7 +27,7 @@ func (c *client) raw(proc nfs3.Proc, args []byte) (uint32, sunrpc.Decoder) {
 
 func (c *client) args(fh nfs3.FH) []byte { return sunrpc.AppendOpaque(nil, fh.Bytes()) }
 
-// What is asked for in one call may be more than a reply can hold: part of it is answered, as often as it is asked for.
+// What is asked for in one call may be more than a reply can hold: part of it is answered, and the next call, too.
 func TestCountsBeyondAReply(t *testing.T) {
 	s, dir := start(t, nil)
 	if err := os.WriteFile(filepath.Join(dir, "a"), make([]byte, 3<<20), 0o644); err != nil {
@@ -54,7 +54,7 @@ func TestCountsBeyondAReply(t *testing.T) {
 		{"READDIR", nfs3.ProcReadDir, sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32)},
 		{"READDIRPLUS", nfs3.ProcReadDirPlus, sunrpc.AppendUint32(sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32), math.MaxUint32)},
 	} {
-		for range numWorkers + 1 {
+		for range 2 {
 			st, d := c.raw(tt.proc, tt.args)
 			if st != stOK || d.Remaining() > maxRecord || d.Remaining() < 100<<10 {
 				t.Fatalf("%s: status %d, %d octets", tt.name, st, d.Remaining())
@@ -67,6 +67,42 @@ func TestCountsBeyondAReply(t *testing.T) {
 				t.Fatalf("%s: %d octets, eof %v", tt.name, count, eof)
 			}
 		}
+	}
+}
+
+// However long ago the listing began, an entry comes with the attributes that the file has when it is answered.
+func TestAttributesOfLaterPages(t *testing.T) {
+	s, dir := start(t, nil)
+	const files = 100
+	for i := range files {
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("%02d", i)), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := dial(t, s.TCPAddr)
+	var cookie uint64
+	var res nfs3.ReadDirResult
+	pages, seen := 0, 0
+	for ; !res.EOF; pages++ {
+		verf := res.Verf
+		for i := range files {
+			if err := os.Truncate(filepath.Join(dir, fmt.Sprintf("%02d", i)), int64(pages)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		c.ok(c.ReadDirPlus(c.ctx, c.cred, c.root, cookie, verf, 8192, 8192, &res, func(e *nfs3.DirEntry) bool {
+			cookie = e.Cookie
+			if len(e.Name) == 2 && e.Name[0] != '.' {
+				seen++
+				if !e.Attr.Present || e.Attr.Size != uint64(pages) {
+					t.Errorf("%s on page %d: size %d", e.Name, pages, e.Attr.Size)
+				}
+			}
+			return true
+		}))
+	}
+	if pages < 5 || seen != files {
+		t.Errorf("%d entries on %d pages", seen, pages)
 	}
 }
 

@@ -23,6 +23,9 @@ type exportFS struct {
 	who  cred
 	sync bool  // writes reach the disk before they are answered
 	err  error // the last failure of this call, for the status that go-nfs does not pass on
+	// Of a READDIRPLUS: where it goes on, and how many entries its reply has at most.
+	cookie uint64
+	page   int
 }
 
 var _ billy.Filesystem = (*exportFS)(nil)

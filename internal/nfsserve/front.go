@@ -83,6 +83,7 @@ func (e *export) serve(ctx context.Context, call, reply []byte) ([]byte, error) 
 	defer unlock()
 	w.fs.who, w.fs.err = credOf(&h), nil
 	w.fs.sync = parsed.stable != nfs3.Unstable
+	w.fs.cookie, w.fs.page = parsed.cookie, int(min(parsed.count, ioSize)/entryRoom)+1
 	c := &nfsCall{export: e, w: w, proc: nfs3.Proc(h.Proc), xid: h.XID, args: &parsed, msg: call, argsOff: len(call) - len(a)}
 	return c.run(reply)
 }
@@ -227,6 +228,9 @@ func (c *nfsCall) run(reply []byte) ([]byte, error) {
 	}
 	return append(reply, c.repair(got)...), nil
 }
+
+// entryRoom is the part of count that go-nfs takes for each entry of a directory.
+const entryRoom = 512
 
 // minDirCount is the least dircount that go-nfs takes. It bounds nothing that matters: maxcount bounds the reply.
 const minDirCount = 512

@@ -7,6 +7,7 @@ import (
 	"hash/maphash"
 	"io/fs"
 	"net"
+	"slices"
 	"sync"
 
 	"github.com/go-git/go-billy/v5"
@@ -143,9 +144,16 @@ func (h *handler) VerifierFor(path string, contents []fs.FileInfo) uint64 {
 	return v
 }
 
-// DataForVerifier finds a listing again, nil when it is gone.
+// DataForVerifier finds a listing again, nil when it is gone. The attributes of those entries that this call may answer with are today's.
 func (h *handler) DataForVerifier(path string, v uint64) []fs.FileInfo {
-	return h.listings.get(path, v)
+	entries := slices.Clone(h.listings.get(path, v))
+	// The cookie of entry i is i+2, and the call goes on behind that.
+	for i := max(h.fs.cookie, 1) - 1; i < uint64(len(entries)) && i < h.fs.cookie+uint64(h.fs.page); i++ {
+		if info, err := h.tree.root.Lstat(clean(path + "/" + entries[i].Name())); err == nil {
+			entries[i] = wireInfo{info}
+		}
+	}
+	return entries
 }
 
 // maxListings is how many directories are remembered between two READDIRs.
