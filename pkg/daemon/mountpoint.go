@@ -23,6 +23,7 @@ const (
 
 	mountInfoFile = "/proc/self/mountinfo"
 	ourType       = "fuse." + fusefs.Subtype
+	autofsType    = "autofs"
 	// pathTimeout bounds looking at a mount point, which may lie within a file system that hangs.
 	pathTimeout = 5 * time.Second
 )
@@ -86,6 +87,8 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 		return "", err
 	case there == ourType:
 		return "", errorf(CodeMount, "mount point %s: an nfsrdma mount is there already; unmount it first, with umount(8) if its daemon was killed", clean)
+	case there == autofsType: // its kernel side lets nobody but the automounter's own process group by
+		return "", errorf(CodeMount, "mount point %s: an automounter waits there, and nfsrdma is mounted by its daemon, whom that would not let in; take x-systemd.automount out of fstab(5), or the directory out of the automounter's map", clean)
 	case there != "":
 		return "", errorf(CodeMount, "mount point %s: something is mounted there already; unmount it first", clean)
 	}

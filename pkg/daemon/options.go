@@ -244,7 +244,7 @@ var optionByName = func() map[string]*option {
 
 // notSpoken are options that people know from elsewhere, with what to do instead.
 var notSpoken = map[string]string{
-	"bg":         "not spoken: nobody tries again in the background; use nofail, or x-systemd.automount in fstab(5)",
+	"bg":         "not spoken: nobody tries again in the background; use nofail in fstab(5)",
 	"fsc":        "not spoken: nothing is cached on a local disk",
 	"lock":       "not spoken: locks are local to this host (nolock)",
 	"nocto":      "not spoken: every open asks the server (cto)",

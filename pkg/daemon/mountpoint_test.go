@@ -1,0 +1,28 @@
+package daemon
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"syscall"
+	"testing"
+)
+
+// A directory that an automounter watches is told from one where something is mounted that could be unmounted first.
+func TestAutomountPoint(t *testing.T) {
+	dir := t.TempDir()
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	// autofs(5), "Mounting an autofs filesystem": this process group is the automounter.
+	options := fmt.Sprintf("fd=%d,pgrp=%d,minproto=5,maxproto=5,direct", w.Fd(), syscall.Getpgrp())
+	if err := syscall.Mount("none", dir, autofsType, 0, options); err != nil {
+		t.Fatalf("%v: this test needs root and a kernel with autofs", err)
+	}
+	defer syscall.Unmount(dir, syscall.MNT_DETACH)
+	_, err = CheckMountPoint(context.Background(), dir)
+	isError(t, err, CodeMount, "x-systemd.automount")
+}
