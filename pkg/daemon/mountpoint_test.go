@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"syscall"
@@ -19,8 +20,11 @@ func TestAutomountPoint(t *testing.T) {
 	defer w.Close()
 	// autofs(5), "Mounting an autofs filesystem": this process group is the automounter.
 	options := fmt.Sprintf("fd=%d,pgrp=%d,minproto=5,maxproto=5,direct", w.Fd(), syscall.Getpgrp())
-	if err := syscall.Mount("none", dir, autofsType, 0, options); err != nil {
-		t.Fatalf("%v: this test needs root and a kernel with autofs", err)
+	switch err := syscall.Mount("none", dir, autofsType, 0, options); {
+	case errors.Is(err, syscall.ENODEV):
+		t.Skip("this kernel has no autofs, and so no automounter")
+	case err != nil:
+		t.Fatalf("mount autofs, which needs root: %v", err)
 	}
 	defer syscall.Unmount(dir, syscall.MNT_DETACH)
 	_, err = CheckMountPoint(context.Background(), dir)
