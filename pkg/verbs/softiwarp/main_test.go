@@ -33,6 +33,26 @@ var configs = []struct {
 	{"large FPDUs", Config{MaxFPDU: maxSentULPDU}},
 }
 
+// TestNothingIsSkipped: softiwarp has what rules of the suite are skipped for the want of.
+func TestNothingIsSkipped(t *testing.T) {
+	var devices []verbs.Device
+	for range 2 {
+		id, err := New(Config{}).Resolve(soon(t), loopbackPort)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer id.Close()
+		devices = append(devices, id.Device())
+	}
+	const has, hasNot = verbs.CapFastReg | verbs.CapGaps | verbs.CapRemoteInv, verbs.CapPerIOReg
+	if caps := devices[0].Attrs().Caps; caps&has != has || caps&hasNot != 0 {
+		t.Errorf("capabilities %v", caps)
+	}
+	if devices[0] == devices[1] {
+		t.Error("two providers share one device")
+	}
+}
+
 func TestConformance(t *testing.T) {
 	for _, c := range configs {
 		t.Run(c.name, func(t *testing.T) {
