@@ -31,7 +31,7 @@ var floors = [][]string{
 	{"pkg/memreg"},
 	{"pkg/rpcrdma"},
 	{"pkg/sunrpc"},
-	{"pkg/verbs/softiwarp", "pkg/verbs/rdmacore", "pkg/verbs/verbstest", "pkg/verbs/verbstest/faults"},
+	{"pkg/verbs/softiwarp", "pkg/verbs/rdmacore", "pkg/verbs/verbstest", "pkg/verbs/faults"},
 	{"pkg/verbs"},
 	{"pkg/metrics"},
 	{"pkg/trace"},

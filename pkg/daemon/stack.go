@@ -21,7 +21,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 

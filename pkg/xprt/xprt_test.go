@@ -27,7 +27,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
 // serverEnv makes the test binary a server alone, so that what is measured in a test is the client's.

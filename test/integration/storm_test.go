@@ -16,7 +16,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )

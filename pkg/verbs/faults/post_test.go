@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
 // linvs is a chain of n LocalInvs of an MR that is invalid already: each succeeds as soon as it is posted.

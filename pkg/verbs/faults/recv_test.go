@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
 // receives posts n Receives named by their order, and returns their buffers.

@@ -6,7 +6,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
 func TestMain(m *testing.M) { verbstest.Main(m) }

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
 // A ledger counts the completions of each request.

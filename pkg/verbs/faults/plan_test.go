@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
 // everything is a plan with every fault.
