@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
 // asProgram makes the test binary be the program, under the name that it holds.
@@ -29,7 +29,7 @@ func TestMain(m *testing.M) {
 	}
 	os.Setenv("GORACE", "atexit_sleep_ms=0") // each program would sleep for a second at its end
 	_ = flag.Set("test.parallel", "32")      // parallel tests here wait for timeouts, they do not compute
-	verbstest.Main(m)
+	testutil.Main(m)
 }
 
 // limit is far above what any command may take here: 10 s for a mount that hangs.

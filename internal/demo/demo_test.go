@@ -14,11 +14,11 @@ import (
 	"unicode"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 // nothingLeft looks below the temporary directory that the demo was given, and for mounts in it.
 func nothingLeft(t *testing.T, tmp string) {

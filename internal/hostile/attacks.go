@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -170,11 +171,11 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	c := nfs3.NewClient(attacked, nfs3.Options{})
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	buf, err := verbs.AllocBuffer(attackSize)
+	buf, err := membuf.Alloc(attackSize)
 	if err != nil {
 		t.Fatal(err)
 	}
-	free := func() { verbs.FreeBuffer(buf) }
+	free := func() { membuf.Free(buf) }
 	defer func() { free() }()
 	v.arm(a)
 
@@ -204,7 +205,7 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	both.Wait()
 	if a.freed {
 		free()
-		if buf, err = verbs.AllocBuffer(attackSize); err != nil { // where the other was, most likely
+		if buf, err = membuf.Alloc(attackSize); err != nil { // where the other was, most likely
 			free = func() {}
 			t.Fatal(err)
 		}
@@ -249,11 +250,11 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 
 func arena(t testing.TB) []byte {
 	t.Helper()
-	b, err := verbs.AllocBuffer(attackSize)
+	b, err := membuf.Alloc(attackSize)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { verbs.FreeBuffer(b) })
+	t.Cleanup(func() { membuf.Free(b) })
 	return b
 }
 

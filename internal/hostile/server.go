@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -97,7 +98,7 @@ func Serve(t testing.TB, p verbs.Provider, addr netip.AddrPort) *Server {
 		v.l.Close()
 		conns.Wait()
 		for _, b := range v.bufs {
-			verbs.FreeBuffer(b)
+			membuf.Free(b)
 		}
 	})
 	return v
@@ -126,7 +127,7 @@ func (v *Server) serve(ctx context.Context, req verbs.ConnRequest) (err error) {
 	c := &conn{v: v, calls: make(chan []byte, attackDepth)}
 	var mrs []verbs.MR
 	memory := func(n int) verbs.SGE {
-		b, e := verbs.AllocBuffer(n)
+		b, e := membuf.Alloc(n)
 		if e != nil {
 			err = errors.Join(err, e)
 			return verbs.SGE{}

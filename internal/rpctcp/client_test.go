@@ -14,11 +14,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 var cred = sunrpc.AppendAuthNone(nil)
 

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sync/semaphore"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -132,7 +133,7 @@ func (c *conn) private() rpcrdma.Private {
 // smaller just does not fill them.
 func (c *conn) postReceives() (err error) {
 	size, n := c.cfg.InlineBytes, c.cfg.Credits
-	if c.recvMem, err = verbs.AllocBuffer(size * n); err != nil {
+	if c.recvMem, err = membuf.Alloc(size * n); err != nil {
 		return err
 	}
 	if c.recvMR, err = c.pd.RegMR(c.recvMem); err != nil {
@@ -214,7 +215,7 @@ func (c *conn) release() {
 		c.must(c.recvMR.Dereg())
 	}
 	if c.recvMem != nil {
-		verbs.FreeBuffer(c.recvMem)
+		membuf.Free(c.recvMem)
 	}
 	if c.cq != nil {
 		c.must(c.cq.Close())

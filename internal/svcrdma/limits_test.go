@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -170,14 +171,14 @@ func TestCallTimeoutOfLostClient(t *testing.T) {
 func TestMessageMemory(t *testing.T) {
 	const size = 256 << 10
 	var now, most atomic.Int64
-	before := verbs.Live(verbs.KindBuffer)
+	before := leakcheck.Count(leakcheck.Buffer)
 	var buffers atomic.Int64
 	addr := startServer(t, Config{Credits: 16, MaxMessage: size, MessageMemory: 2 * size, Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
 		n := now.Add(1)
 		defer now.Add(-1)
 		for m := most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
 		}
-		buffers.Store(max(buffers.Load(), verbs.Live(verbs.KindBuffer)-before))
+		buffers.Store(max(buffers.Load(), leakcheck.Count(leakcheck.Buffer)-before))
 		time.Sleep(time.Millisecond)
 		return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
 	})})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -16,18 +17,18 @@ type msgBuf struct {
 // destroy releases the buffer. No device is using it.
 func (b *msgBuf) destroy() error {
 	err := b.mr.Dereg()
-	verbs.FreeBuffer(b.mem)
+	membuf.Free(b.mem)
 	return err
 }
 
 func (c *conn) makeBuf(size int) (*msgBuf, error) {
-	mem, err := verbs.AllocBuffer(size)
+	mem, err := membuf.Alloc(size)
 	if err != nil {
 		return nil, err
 	}
 	mr, err := c.pd.RegMR(mem)
 	if err != nil {
-		verbs.FreeBuffer(mem)
+		membuf.Free(mem)
 		return nil, err
 	}
 	return &msgBuf{mem: mem, mr: mr}, nil

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -96,7 +97,7 @@ func newRaw(t testing.TB, addr netip.AddrPort) *rawClient {
 	c.qp, err = id.CreateQP(c.pd, verbs.QPInitAttr{SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 64, MaxRecvWR: rawRecvs, MaxSendSGE: 1,
 		OnDisconnect: func(cause error) { c.down <- cause }})
 	must(t, err)
-	c.mem, err = verbs.AllocBuffer(rawMem)
+	c.mem, err = membuf.Alloc(rawMem)
 	must(t, err)
 	c.memMR, err = c.pd.RegMR(c.mem)
 	must(t, err)
@@ -140,7 +141,7 @@ func (c *rawClient) close() {
 		}
 		if c.memMR != nil {
 			must(c.t, c.memMR.Dereg())
-			verbs.FreeBuffer(c.mem)
+			membuf.Free(c.mem)
 		}
 		if c.cq != nil {
 			must(c.t, c.cq.Close())

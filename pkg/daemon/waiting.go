@@ -107,7 +107,7 @@ func process(tid uint32) (pid uint32, command string) {
 func (s *stack) story() []StoryNote {
 	notes := []StoryNote{}
 	for i, t := range s.transports.all {
-		for _, n := range t.Story() {
+		for _, n := range t.History() {
 			notes = append(notes, StoryNote{Time: n.Time, Connection: i, Event: n.Event, Cause: n.Cause, Times: n.Times})
 		}
 	}

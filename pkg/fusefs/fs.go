@@ -10,8 +10,8 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // LookupCache says which directory entries the kernel may keep (nfs(5), lookupcache).
@@ -50,7 +50,7 @@ type Options struct {
 	MaxWrites int
 	// Buffers holds the data of reads and writes. Its buffers must have MinIOSize octets, and bound a request's size. Default: a pool of
 	// 32 buffers of MaxIOSize of the FS's own. A pool that is given stays the caller's to close, after FS.Close.
-	Buffers *verbs.BufferPool
+	Buffers *membuf.Pool
 	// Observe, if not nil, is called after each request that the kernel waits for, with the time from its arrival to its answer. It runs on the
 	// calling path, concurrently, and must not block. FORGET, RELEASE and FSYNCDIR are not among them.
 	Observe func(op Op, d time.Duration)
@@ -70,7 +70,7 @@ type FS struct {
 
 	client     *nfs3.Client
 	opts       Options
-	buffers    *verbs.BufferPool
+	buffers    *membuf.Pool
 	ownBuffers bool
 	creds      *credentials
 	inodes     inodeTable
@@ -128,7 +128,7 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	fs.opts.RSize = serverLimit(fs.opts.RSize, info.ReadMax)
 	fs.opts.WSize = serverLimit(fs.opts.WSize, info.WriteMax)
 	if fs.buffers == nil {
-		fs.buffers, fs.ownBuffers = verbs.NewBufferPool(MaxIOSize, defaultPoolBuffer), true
+		fs.buffers, fs.ownBuffers = membuf.NewPool(MaxIOSize, defaultPoolBuffer), true
 	}
 	fs.opts.WSize = min(fs.opts.WSize, fs.buffers.Size())
 	return fs, nil

@@ -14,16 +14,16 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 // testTimeout bounds what ends by itself.
 const testTimeout = 60 * time.Second
@@ -124,7 +124,7 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 	if cfg.bufSize == 0 {
 		cfg.bufSize = MaxIOSize
 	}
-	pool := verbs.NewBufferPool(cfg.bufSize, cfg.buffers)
+	pool := membuf.NewPool(cfg.bufSize, cfg.buffers)
 	cfg.opts.Buffers = pool
 	fs, err := New(t.Context(), nfs3.NewClient(caller, nfs3.Options{}), e.root, cfg.opts)
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -29,11 +30,11 @@ func (doneQP) Stats() verbs.QPStats                                    { return 
 // BenchmarkMapUnmap is what memory registration costs an RPC of 1 MiB: map, chain, invalidate, back to the free list; on 1 to 128 slots
 // that are used in turn, and by as many goroutines as there are cores at a time. The cost is flat: slots share nothing but counters (S2).
 func BenchmarkMapUnmap(b *testing.B) {
-	mem, err := verbs.AllocBuffer(1 << 20)
+	mem, err := membuf.Alloc(1 << 20)
 	if err != nil {
 		b.Fatal(err)
 	}
-	defer verbs.FreeBuffer(mem)
+	defer membuf.Free(mem)
 	rpc := func(l *List, segs [][]byte, send *verbs.WorkRequest, xid uint32, fenced func(bool)) {
 		if _, err := l.Map(segs, true, xid); err != nil {
 			b.Error(err)

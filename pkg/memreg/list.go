@@ -6,6 +6,7 @@ import (
 	"unsafe"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -13,8 +14,8 @@ import (
 // ErrTooManySegments: the memory needs more MRs than one chunk may have.
 var ErrTooManySegments = errors.New("memreg: memory is too scattered for one chunk")
 
-// ErrForeignMemory: the device cannot reach the memory, which did not come from verbs.AllocBuffer.
-var ErrForeignMemory = errors.New("memreg: memory for this RDMA device must come from verbs.AllocBuffer")
+// ErrForeignMemory: the device cannot reach the memory, which did not come from membuf.Alloc.
+var ErrForeignMemory = errors.New("memreg: memory for this RDMA device must come from membuf.Alloc")
 
 // A List is the MRs of one RPC slot: those free, and those registered for the RPC at hand. It has no
 // lock; it belongs to whoever owns the slot.
@@ -59,7 +60,7 @@ func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 	}
 	if l.pool.params.ArenasOnly {
 		for _, seg := range segs {
-			if verbs.ArenaOf(seg) == nil {
+			if membuf.ArenaOf(seg) == nil {
 				l.pool.event(trace.MapErr, xid, len(segs))
 				return 0, ErrForeignMemory
 			}

@@ -5,11 +5,12 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 // device is an invented one that carries NFS/RDMA with room to spare.
 func device(change func(*verbs.DeviceAttrs)) verbs.DeviceAttrs {
@@ -109,11 +110,11 @@ func (m *fakeMR) Dereg() error {
 
 func pages(t *testing.T, n int) []byte {
 	t.Helper()
-	b, err := verbs.AllocBuffer(n * 4096)
+	b, err := membuf.Alloc(n * 4096)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { verbs.FreeBuffer(b) })
+	t.Cleanup(func() { membuf.Free(b) })
 	return b
 }
 

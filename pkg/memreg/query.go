@@ -29,7 +29,7 @@ type Params struct {
 	Gaps       bool // an MR may gather segments with holes between them
 	OnePiece   bool // an MR maps one piece of memory only
 	PerIO      bool // memory is registered before the chain is posted, which alone tells its key (verbs.CapPerIOReg)
-	ArenasOnly bool // only memory of verbs.AllocBuffer can be registered
+	ArenasOnly bool // only memory of membuf.Alloc can be registered
 	ChosenIOVA bool // the registered address may carry the XID
 	PageSize   int
 	Slots      int // RPCs at a time

@@ -8,12 +8,12 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/testutil"
+	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 // distinct gives each counter a value of its own, so that a swapped field shows.
 func distinct() Transport {
@@ -47,7 +47,7 @@ func snapshots() []Snapshot {
 }
 
 func TestCollectorIsLintClean(t *testing.T) {
-	problems, err := testutil.CollectAndLint(NewCollector(snapshots))
+	problems, err := promtest.CollectAndLint(NewCollector(snapshots))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,12 +62,12 @@ func TestContractNames(t *testing.T) {
 	for _, name := range strings.Fields(`mrs_orphaned_total mrs_recovered_total mrs_recycled_total mrs_allocated_total
 		local_inv_needed_total read_chunk_total write_chunk_total reply_chunk_total pullup_copy_bytes_total failed_marshal_total
 		bad_reply_total nomsg_call_total reply_waits_for_send_total empty_sendctx_total bad_xids_total connects_total credits slots_in_use`) {
-		if n := testutil.CollectAndCount(c, "nfsrdmad_"+name); n != 2 {
+		if n := promtest.CollectAndCount(c, "nfsrdmad_"+name); n != 2 {
 			t.Errorf("nfsrdmad_%s: %d series, want one for each of the 2 mounts", name, n)
 		}
 	}
 	for _, name := range []string{"rpc_duration_seconds", "fuse_op_duration_seconds", "fuse_op_errors_total"} {
-		if n := testutil.CollectAndCount(c, "nfsrdmad_"+name); n != 1 {
+		if n := promtest.CollectAndCount(c, "nfsrdmad_"+name); n != 1 {
 			t.Errorf("nfsrdmad_%s: %d series, want 1", name, n)
 		}
 	}
@@ -84,7 +84,7 @@ nfsrdmad_local_inv_needed_total{mount="/mnt/b",provider="softiwarp",server="192.
 nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state="invalid"} 28
 nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state="valid"} 4
 `
-	if err := testutil.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want), "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs"); err != nil {
+	if err := promtest.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want), "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs"); err != nil {
 		t.Error(err)
 	}
 }
@@ -133,7 +133,7 @@ nfsrdmad_credits{mount="/mnt/\\xfe",provider="",server=""} 0
 nfsrdmad_credits{mount="/mnt/\\xff",provider="",server=""} 0
 nfsrdmad_credits{mount="/mnt/a",provider="",server=""} 0
 `
-	if err := testutil.CollectAndCompare(c, strings.NewReader(want), "nfsrdmad_credits"); err != nil {
+	if err := promtest.CollectAndCompare(c, strings.NewReader(want), "nfsrdmad_credits"); err != nil {
 		t.Error(err)
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/testutil"
+	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 )
 
 // setNumber sets a number or bool of a Transport to something; it reports false for the maps.
@@ -90,7 +90,7 @@ func TestFaultsAreShown(t *testing.T) {
 		return []Snapshot{{Mount: "/m", Server: "192.0.2.1:20049", Provider: "softiwarp+faults", Faults: map[string]uint64{"disconnect-every": 3, "lose-reply": 0},
 			Transport: Transport{Connections: map[string]uint64{"connected": 1, "idle": 0}}}}
 	}))
-	problems, err := testutil.GatherAndLint(registry)
+	problems, err := promtest.GatherAndLint(registry)
 	if err != nil || len(problems) > 0 {
 		t.Errorf("%v, %+v", err, problems)
 	}
@@ -107,10 +107,10 @@ nfsrdmad_fault_injection_enabled 1
 nfsrdmad_faults_injected_total{fault="disconnect-every",mount="/m",provider="softiwarp+faults",server="192.0.2.1:20049"} 3
 nfsrdmad_faults_injected_total{fault="lose-reply",mount="/m",provider="softiwarp+faults",server="192.0.2.1:20049"} 0
 `
-	if err := testutil.GatherAndCompare(registry, strings.NewReader(want), "nfsrdmad_connections", "nfsrdmad_fault_injection_enabled", "nfsrdmad_faults_injected_total"); err != nil {
+	if err := promtest.GatherAndCompare(registry, strings.NewReader(want), "nfsrdmad_connections", "nfsrdmad_fault_injection_enabled", "nfsrdmad_faults_injected_total"); err != nil {
 		t.Error(err)
 	}
-	if v := testutil.ToFloat64(FaultInjection(false)); v != 0 {
+	if v := promtest.ToFloat64(FaultInjection(false)); v != 0 {
 		t.Errorf("off is %v", v)
 	}
 }

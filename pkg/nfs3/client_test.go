@@ -10,11 +10,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 // TestRefused makes calls that no server could take: none is sent, each gets its own status.
 func TestRefused(t *testing.T) {

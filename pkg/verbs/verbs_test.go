@@ -64,17 +64,3 @@ func TestErrorTexts(t *testing.T) {
 		}
 	}
 }
-
-// TestLeaks: every kind is named while something of it exists.
-func TestLeaks(t *testing.T) {
-	if l := verbs.Leaks(); l != "" {
-		t.Fatalf("left before the test: %s", l)
-	}
-	for k := verbs.KindBuffer; k <= verbs.KindSlot; k++ {
-		verbs.Track(k, 2)
-		if l := verbs.Leaks(); !strings.HasPrefix(l, "2 ") || len(l) < 4 || verbs.Live(k) != 2 {
-			t.Errorf("two of kind %d: %q", k, l)
-		}
-		verbs.Track(k, -2)
-	}
-}

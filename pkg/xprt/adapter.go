@@ -3,6 +3,7 @@ package xprt
 import (
 	"fmt"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -41,7 +42,7 @@ func (t *Transport) openAdapter(dev verbs.Device) (_ *adapter, err error) {
 		return nil, err
 	}
 	a.sendLKey = a.sendMR.LKey()
-	if a.recvArena, err = verbs.AllocBuffer(a.receives() * a.recvSize); err != nil {
+	if a.recvArena, err = membuf.Alloc(a.receives() * a.recvSize); err != nil {
 		return nil, err
 	}
 	if a.recvMR, err = a.pd.RegMR(a.recvArena); err != nil {
@@ -87,7 +88,7 @@ func (a *adapter) close() {
 		}
 	}
 	if a.recvArena != nil {
-		verbs.FreeBuffer(a.recvArena)
+		membuf.Free(a.recvArena)
 	}
 }
 

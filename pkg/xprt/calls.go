@@ -150,8 +150,8 @@ func (t *Transport) note(event string, cause error) {
 	t.story = append(t.story, n)
 }
 
-// Story returns the last events of the connection, oldest first.
-func (t *Transport) Story() []Note {
+// History returns the last events of the connection, oldest first.
+func (t *Transport) History() []Note {
 	t.stateMu.Lock()
 	defer t.stateMu.Unlock()
 	return slices.Clone(t.story)

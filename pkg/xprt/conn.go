@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -163,7 +164,7 @@ func (cn *conn) makeQueues() (err error) {
 
 // registerPad makes the registration for pads, with the first post of the connection (S20).
 func (cn *conn) registerPad() error {
-	mem, err := verbs.AllocBuffer(4)
+	mem, err := membuf.Alloc(4)
 	if err != nil {
 		return err
 	}
@@ -294,7 +295,7 @@ func (t *Transport) retire(cn *conn) {
 // memory of any call can be reached by the server, nor will be. Called by the worker with the send lock held for writing.
 func (t *Transport) settle(cn *conn) {
 	if cn.padMem != nil {
-		defer verbs.FreeBuffer(cn.padMem) // when its MR is no more
+		defer membuf.Free(cn.padMem) // when its MR is no more
 	}
 	if !cn.pool.Recover() {
 		t.log.Error("a memory region could not be destroyed: the protection domain is given up with it", "server", t.cfg.Addr)

@@ -13,8 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 // eventually waits for what must come; it fails the test when it does not for very long.
@@ -155,7 +155,7 @@ func TestCallsAreExplained(t *testing.T) {
 	if n := tr.Stats().Interrupted; n != 6 {
 		t.Errorf("%d calls were given up, 6 were", n)
 	}
-	story := tr.Story()
+	story := tr.History()
 	if len(story) != 1 || story[0].Event != "connected" {
 		t.Errorf("story %+v", story)
 	}

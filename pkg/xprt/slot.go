@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -87,7 +88,7 @@ func newSlot(t *Transport, index uint32, xid uint32, send []byte) *slot {
 	s := &slot{t: t, index: index, xid: xid, home: t.free, send: send, wake: make(chan struct{}, 1)}
 	s.onFenced = s.fencedDone
 	s.sendWR.Opcode, s.sendWR.Done = verbs.OpSend, s.sendDone
-	verbs.Track(verbs.KindSlot, 1)
+	leakcheck.Track(leakcheck.Slot, 1)
 	return s
 }
 

@@ -13,6 +13,8 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
@@ -121,7 +123,7 @@ type Transport struct {
 	slots  []*slot // the last one is for liveness calls
 	free   chan *slot
 	arena  []byte // the slots' send buffers
-	long   *verbs.BufferPool
+	long   *membuf.Pool
 	epoch  time.Time
 
 	pingSlot chan *slot
@@ -172,12 +174,12 @@ func New(cfg Config) (*Transport, error) {
 	t.trace = trace.NewRing(cfg.TraceEvents, func(s uint8) string { return verbs.Status(s).String() })
 	t.window.wanted = make(chan struct{}, 1)
 	n := cfg.Slots + 1
-	arena, err := verbs.AllocBuffer(n * cfg.InlineBytes)
+	arena, err := membuf.Alloc(n * cfg.InlineBytes)
 	if err != nil {
 		return nil, fmt.Errorf("xprt: send buffers: %w", err)
 	}
 	t.arena = arena
-	t.long = verbs.NewBufferPool(longBytes, 2*cfg.Slots)
+	t.long = membuf.NewPool(longBytes, 2*cfg.Slots)
 	t.free, t.pingSlot = make(chan *slot, cfg.Slots), make(chan *slot, 1)
 	t.xidStep = 1 << bits.Len32(uint32(n-1))
 	t.xidMask = t.xidStep - 1
@@ -233,10 +235,10 @@ func (t *Transport) Close() error {
 		t.calls.Wait()
 		t.dropAdapter()
 		for range t.slots {
-			verbs.Track(verbs.KindSlot, -1)
+			leakcheck.Track(leakcheck.Slot, -1)
 		}
 		t.long.Close()
-		verbs.FreeBuffer(t.arena)
+		membuf.Free(t.arena)
 		t.setState(StateClosed, nil)
 	})
 	return nil

@@ -19,8 +19,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 // TestBackOff goes through the pauses before attempts to connect: 5 s, doubled up to 60 s; none after a connection that
@@ -134,8 +134,8 @@ func TestReasonOfALossIsTold(t *testing.T) {
 	ctx, cancel := context.WithCancel(testContext(t))
 	done := make(chan error)
 	go func() { done <- tr.Call(ctx, echo(1, nil, 0)) }()
-	eventually(t, "a lost connection", func() bool { return len(tr.Story()) > 1 })
-	if why := tr.Story()[1].Cause; why != io.EOF.Error() {
+	eventually(t, "a lost connection", func() bool { return len(tr.History()) > 1 })
+	if why := tr.History()[1].Cause; why != io.EOF.Error() {
 		t.Errorf("the connection was lost by %q, the story says %q", io.EOF, why)
 	}
 	cancel()

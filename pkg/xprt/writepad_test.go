@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -61,7 +62,7 @@ func (p *deregWatchPD) AllocMR(depth int) (verbs.MR, error) {
 }
 
 func (m *deregWatchMR) Dereg() error {
-	m.left.CompareAndSwap(0, verbs.Live(verbs.KindBuffer))
+	m.left.CompareAndSwap(0, leakcheck.Count(leakcheck.Buffer))
 	return m.MR.Dereg()
 }
 
@@ -86,7 +87,7 @@ func TestPadOutlivesItsRegistration(t *testing.T) {
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
 		t.Fatal(err)
 	}
-	connected := verbs.Live(verbs.KindBuffer)
+	connected := leakcheck.Count(leakcheck.Buffer)
 	tr.conn.Load().fail(errIdle)
 	eventually(t, "the MR of the pad destroyed", func() bool { return left.Load() != 0 })
 	if n := left.Load(); n < connected {

@@ -20,14 +20,14 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 // serverEnv makes the test binary a server alone, so that what is measured in a test is the client's.
@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
-	verbstest.Main(m)
+	testutil.Main(m)
 }
 
 // serveAlone serves on loopback until its standard input ends, and says where on its standard output.
@@ -653,7 +653,7 @@ func TestConfigIsChecked(t *testing.T) {
 			t.Errorf("%+v was accepted", c)
 		}
 	}
-	if n := verbs.Live(verbs.KindSlot); n != 0 {
+	if n := leakcheck.Count(leakcheck.Slot); n != 0 {
 		t.Errorf("%d slots left by refused configurations", n)
 	}
 }

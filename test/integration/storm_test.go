@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 

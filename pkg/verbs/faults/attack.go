@@ -3,6 +3,7 @@ package faults
 import (
 	"sync"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -46,11 +47,11 @@ type attack struct {
 func newAttacker(q *queuePair, pd verbs.PD) (*attacker, error) {
 	a := &attacker{q: q, free: make(chan []byte, attackRoom)}
 	var err error
-	if a.mem, err = verbs.AllocBuffer(attackRoom * attackBytes); err != nil {
+	if a.mem, err = membuf.Alloc(attackRoom * attackBytes); err != nil {
 		return nil, err
 	}
 	if a.mr, err = pd.RegMR(a.mem); err != nil {
-		verbs.FreeBuffer(a.mem)
+		membuf.Free(a.mem)
 		return nil, err
 	}
 	for i := range attackRoom {
@@ -65,7 +66,7 @@ func (a *attacker) release() {
 			a.q.p.log.Error("memory of the fault injector could not be deregistered", "error", err)
 			return
 		}
-		verbs.FreeBuffer(a.mem)
+		membuf.Free(a.mem)
 	})
 }
 

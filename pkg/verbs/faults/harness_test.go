@@ -8,9 +8,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 const patience = 30 * time.Second
@@ -128,7 +129,7 @@ func clean(t testing.TB, client verbs.Provider) (c, s *side) {
 
 func (s *side) buffer(n int) verbs.SGE {
 	s.t.Helper()
-	b, err := verbs.AllocBuffer(n)
+	b, err := membuf.Alloc(n)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -139,7 +140,7 @@ func (s *side) buffer(n int) verbs.SGE {
 	s.t.Cleanup(func() {
 		s.qp.Drain()
 		m.Dereg()
-		verbs.FreeBuffer(b)
+		membuf.Free(b)
 	})
 	return verbs.SGE{Buf: b, LKey: m.LKey()}
 }

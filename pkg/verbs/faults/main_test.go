@@ -3,13 +3,14 @@ package faults_test
 import (
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 // TestConformance: without faults the decorator is a provider like any other, with those that never strike too, as then
 // every path but the fault's own is taken.

@@ -5,9 +5,10 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 func TestAllocFail(t *testing.T) {
@@ -50,9 +51,9 @@ func TestDeregFail(t *testing.T) {
 	if err := m1.Dereg(); err != nil {
 		t.Error(err)
 	}
-	alive := verbs.Live(verbs.KindMR)
+	alive := leakcheck.Count(leakcheck.MR)
 	wantInjected(t, m2.Dereg(), "dereg-fail", 2, syscall.EBUSY)
-	if n := verbs.Live(verbs.KindMR); n != alive {
+	if n := leakcheck.Count(leakcheck.MR); n != alive {
 		t.Errorf("%d MRs are alive, want all %d", n, alive)
 	}
 	if err := m3.Dereg(); err != nil {

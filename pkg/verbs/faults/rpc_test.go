@@ -10,9 +10,9 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
@@ -135,12 +135,12 @@ func verified(t *testing.T, tr *xprt.Transport) {
 	var wg sync.WaitGroup
 	for w := range 4 {
 		wg.Go(func() {
-			buf, err := verbs.AllocBuffer(40001)
+			buf, err := membuf.Alloc(40001)
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			defer verbs.FreeBuffer(buf)
+			defer membuf.Free(buf)
 			for i := range 40 {
 				off, size := uint64(w*1000000+i*777), (i*2711+w)%len(buf)
 				var r nfs3.ReadResult

@@ -9,6 +9,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
@@ -21,7 +22,7 @@ func TestMain(m *testing.M) {
 		rxeRemoteInv = true // no other test posts a LOCAL_INV beside a Send With Invalidate
 		Devices()           // what librdmacm opens it keeps, and that is no leak
 	}
-	verbstest.Main(m)
+	testutil.Main(m)
 }
 
 // deviceAddr is the address, or skips.

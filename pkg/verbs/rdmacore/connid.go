@@ -21,6 +21,7 @@ import (
 	"syscall"
 	"unsafe"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -69,7 +70,7 @@ type connID struct {
 }
 
 func newConnID(ch *channel) *connID {
-	verbs.Track(verbs.KindConnID, 1)
+	leakcheck.Track(leakcheck.ConnID, 1)
 	// Set-up takes a handful of events, one after the other; more would be the kernel's error and may be lost.
 	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{}), answered: make(chan struct{})}
 }
@@ -349,7 +350,7 @@ func (c *connID) Close() error {
 			c.dev.leave()
 		}
 		c.ch.leave()
-		verbs.Track(verbs.KindConnID, -1)
+		leakcheck.Track(leakcheck.ConnID, -1)
 		close(c.gone)
 	})
 	<-c.gone

@@ -17,6 +17,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -76,7 +77,7 @@ func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 		d.leave()
 		return nil, err
 	}
-	verbs.Track(verbs.KindCQ, 1)
+	leakcheck.Track(leakcheck.CQ, 1)
 	go c.dispatch()
 	return c, nil
 }
@@ -337,7 +338,7 @@ func (c *completionQueue) Close() error {
 	d.mu.Lock()
 	delete(d.cqs, c)
 	d.mu.Unlock()
-	verbs.Track(verbs.KindCQ, -1)
+	leakcheck.Track(leakcheck.CQ, -1)
 	d.leave()
 	if c.err != nil {
 		return fmt.Errorf("rdmacore: destroy completion queue on %s: %w", d.attrs.Name, c.err)

@@ -6,7 +6,7 @@
 //
 // # Memory
 //
-// Each arena of verbs.AllocBuffer is registered once for each protection domain, when it is first used there, with local rights and the right to
+// Each arena of membuf.Alloc is registered once for each protection domain, when it is first used there, with local rights and the right to
 // bind windows to it, until the one or the other ends. Nothing ever has a remote key for longer than one use of it:
 //
 //   - A FastReg binds a type-2 memory window to its piece of the arena (BIND_MW), in the chain in front of the Send. LOCAL_INV, or the peer's Send

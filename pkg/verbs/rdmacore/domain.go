@@ -17,6 +17,8 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -33,9 +35,9 @@ type protectionDomain struct {
 	uses verbs.Uses
 
 	mu     sync.Mutex
-	freed  bool                      // guarded by mu, as all below: c is
-	arenas map[*verbs.Arena]*arenaMR // registered
-	stale  []*C.struct_ibv_mr        // of freed arenas, with windows bound to them
+	freed  bool                       // guarded by mu, as all below: c is
+	arenas map[*membuf.Arena]*arenaMR // registered
+	stale  []*C.struct_ibv_mr         // of freed arenas, with windows bound to them
 }
 
 // AllocPD makes a protection domain.
@@ -43,12 +45,12 @@ func (d *device) AllocPD() (verbs.PD, error) {
 	if err := d.enter(); err != nil {
 		return nil, err
 	}
-	p := &protectionDomain{dev: d, uses: verbs.Uses{Provider: Name}, arenas: make(map[*verbs.Arena]*arenaMR)}
+	p := &protectionDomain{dev: d, uses: verbs.Uses{Provider: Name}, arenas: make(map[*membuf.Arena]*arenaMR)}
 	if err := p.alloc(); err != nil {
 		d.leave()
 		return nil, fmt.Errorf("rdmacore: allocate protection domain on %s: %w", d.attrs.Name, err)
 	}
-	verbs.Track(verbs.KindPD, 1)
+	leakcheck.Track(leakcheck.PD, 1)
 	return p, nil
 }
 
@@ -85,7 +87,7 @@ func (p *protectionDomain) Dealloc() error {
 	d.mu.Lock()
 	delete(d.pds, p)
 	d.mu.Unlock()
-	verbs.Track(verbs.KindPD, -1)
+	leakcheck.Track(leakcheck.PD, -1)
 	d.leave()
 	if err != nil {
 		return fmt.Errorf("rdmacore: deallocate protection domain on %s: %w", d.attrs.Name, err)
@@ -136,18 +138,18 @@ func (p *protectionDomain) takeDown() {
 // An arenaMR is the registration of an arena in one protection domain: with local rights, and that windows may be bound to it, and no remote one.
 type arenaMR struct {
 	pd    *protectionDomain
-	arena *verbs.Arena
+	arena *membuf.Arena
 	c     *C.struct_ibv_mr // nil when it is no more; guarded by pd.mu, once it is made
 	lkey  uint32
 }
 
 // arena returns the registration of the arena that all of b lies in, made when it is first needed.
 func (p *protectionDomain) arena(b []byte) (*arenaMR, error) {
-	a := verbs.ArenaOf(b)
+	a := membuf.ArenaOf(b)
 	if a == nil {
 		return nil, fmt.Errorf("rdmacore: %d octets are not in memory of AllocBuffer: %w", len(b), verbs.ErrInvalid)
 	}
-	x, err := a.Attached(p, func() (verbs.Attachment, error) { return p.register(a) })
+	x, err := a.Attached(p, func() (membuf.Attachment, error) { return p.register(a) })
 	if err != nil {
 		return nil, err
 	}
@@ -155,7 +157,7 @@ func (p *protectionDomain) arena(b []byte) (*arenaMR, error) {
 }
 
 // register registers an arena, which is locked.
-func (p *protectionDomain) register(a *verbs.Arena) (verbs.Attachment, error) {
+func (p *protectionDomain) register(a *membuf.Arena) (membuf.Attachment, error) {
 	if err := p.dev.in.use(); err != nil {
 		return nil, err
 	}

@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"unsafe"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -64,7 +65,7 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 		return nil, fail(err)
 	}
 	l.addr = address(l.c, false)
-	verbs.Track(verbs.KindListener, 1)
+	leakcheck.Track(leakcheck.Listener, 1)
 	return l, nil
 }
 
@@ -158,7 +159,7 @@ func (l *listener) Close() error {
 			break
 		}
 		l.ch.leave()
-		verbs.Track(verbs.KindListener, -1)
+		leakcheck.Track(leakcheck.Listener, -1)
 		close(l.gone)
 	})
 	<-l.gone

@@ -15,6 +15,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -144,7 +145,7 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	d.mu.Lock()
 	d.qps[q.c] = q
 	d.mu.Unlock()
-	verbs.Track(verbs.KindQP, 1)
+	leakcheck.Track(leakcheck.QP, 1)
 	return q, nil
 }
 
@@ -348,7 +349,7 @@ func (q *qp) destroy() {
 		C.free(p)
 	}
 	q.unreserve()
-	verbs.Track(verbs.KindQP, -1)
+	leakcheck.Track(leakcheck.QP, -1)
 }
 
 // sendEnded, markerEnded, recvEnded and takeSoft are what the dispatcher learns.

@@ -16,6 +16,8 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -72,7 +74,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 		return nil, err
 	}
 	if p.dev.perIO {
-		verbs.Track(verbs.KindMR, 1)
+		leakcheck.Track(leakcheck.MR, 1)
 		return &useMR{pd: p, depth: depth}, nil
 	}
 	if err := p.dev.in.use(); err != nil {
@@ -88,7 +90,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	w.first = verbs.RKey(w.c.rkey)
 	w.key = w.first
 	p.dev.regions.add(w.first, w)
-	verbs.Track(verbs.KindMR, 1)
+	leakcheck.Track(leakcheck.MR, 1)
 	return w, nil
 }
 
@@ -102,7 +104,7 @@ func (p *protectionDomain) RegMR(buf []byte) (verbs.MR, error) {
 		p.uses.Drop()
 		return nil, err
 	}
-	verbs.Track(verbs.KindMR, 1)
+	leakcheck.Track(leakcheck.MR, 1)
 	return &localMR{pd: p, lkey: a.lkey}, nil
 }
 
@@ -119,7 +121,7 @@ func (m *localMR) RKey() verbs.RKey { return 0 }
 func (m *localMR) Dereg() error {
 	m.once.Do(func() {
 		m.pd.uses.Drop()
-		verbs.Track(verbs.KindMR, -1)
+		leakcheck.Track(leakcheck.MR, -1)
 	})
 	return nil
 }
@@ -159,7 +161,7 @@ func (w *window) Dereg() error {
 	w.pd.dev.regions.remove(w.first, w)
 	w.pd.sweep()
 	w.pd.uses.Drop()
-	verbs.Track(verbs.KindMR, -1)
+	leakcheck.Track(leakcheck.MR, -1)
 	return nil
 }
 
@@ -326,7 +328,7 @@ func (m *useMR) Register(access verbs.Access, seg []byte) (verbs.RKey, error) {
 		return 0, fmt.Errorf("rdmacore: register: the MR is valid: %w", verbs.ErrInvalid)
 	case len(seg) == 0 || len(seg) > m.depth*m.pd.dev.attrs.PageSize:
 		return 0, fmt.Errorf("rdmacore: register %d octets: the MR is %d pages deep: %w", len(seg), m.depth, verbs.ErrInvalid)
-	case verbs.ArenaOf(seg) == nil:
+	case membuf.ArenaOf(seg) == nil:
 		return 0, fmt.Errorf("rdmacore: register: %d octets are not in memory of AllocBuffer: %w", len(seg), verbs.ErrInvalid)
 	}
 	if err := m.register(access, seg); err != nil {
@@ -389,7 +391,7 @@ func (m *useMR) Dereg() error {
 	m.gone = true
 	m.pd.dev.regions.remove(m.last, m)
 	m.pd.uses.Drop()
-	verbs.Track(verbs.KindMR, -1)
+	leakcheck.Track(leakcheck.MR, -1)
 	return nil
 }
 

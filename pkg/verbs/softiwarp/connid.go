@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -32,7 +33,7 @@ type connID struct {
 }
 
 func newConnID(d *device, local, remote netip.AddrPort) connID {
-	verbs.Track(verbs.KindConnID, 1)
+	leakcheck.Track(leakcheck.ConnID, 1)
 	return connID{dev: d, local: local, remote: remote, closed: make(chan struct{}), gone: make(chan struct{})}
 }
 
@@ -81,7 +82,7 @@ func (c *connID) hold() { c.holds.Add(1) }
 
 func (c *connID) release() {
 	if c.holds.Add(-1) == 0 {
-		verbs.Track(verbs.KindConnID, -1)
+		leakcheck.Track(leakcheck.ConnID, -1)
 	}
 }
 

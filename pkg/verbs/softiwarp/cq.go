@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -40,7 +41,7 @@ type completionQueue struct {
 func newCQ(dev *device, depth int) *completionQueue {
 	c := &completionQueue{dev: dev, depth: depth, done: make(chan struct{}), ring: make([]cqe, depth)}
 	c.work.L = &c.mu
-	verbs.Track(verbs.KindCQ, 1)
+	leakcheck.Track(leakcheck.CQ, 1)
 	go c.dispatch()
 	return c
 }
@@ -135,7 +136,7 @@ func (c *completionQueue) Close() error {
 	c.work.Signal()
 	<-c.done
 	if first {
-		verbs.Track(verbs.KindCQ, -1)
+		leakcheck.Track(leakcheck.CQ, -1)
 	}
 	return nil
 }

@@ -5,6 +5,7 @@ import (
 	"os"
 	"sync"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -51,7 +52,7 @@ func (d *device) Attrs() verbs.DeviceAttrs {
 
 // AllocPD makes a protection domain.
 func (d *device) AllocPD() (verbs.PD, error) {
-	verbs.Track(verbs.KindPD, 1)
+	leakcheck.Track(leakcheck.PD, 1)
 	return &protectionDomain{dev: d, uses: verbs.Uses{Provider: "softiwarp"}}, nil
 }
 
@@ -82,7 +83,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 		p.uses.Drop()
 		return nil, err
 	}
-	verbs.Track(verbs.KindMR, 1)
+	leakcheck.Track(leakcheck.MR, 1)
 	return m, nil
 }
 
@@ -91,7 +92,7 @@ func (p *protectionDomain) RegMR([]byte) (verbs.MR, error) {
 	if err := p.uses.Take(); err != nil {
 		return nil, err
 	}
-	verbs.Track(verbs.KindMR, 1)
+	leakcheck.Track(leakcheck.MR, 1)
 	return &localMR{pd: p}, nil
 }
 
@@ -100,7 +101,7 @@ func (p *protectionDomain) Dealloc() error {
 	if err := p.uses.End(); err != nil {
 		return err
 	}
-	verbs.Track(verbs.KindPD, -1)
+	leakcheck.Track(leakcheck.PD, -1)
 	return nil
 }
 
@@ -116,7 +117,7 @@ func (m *localMR) RKey() verbs.RKey { return 0 }
 func (m *localMR) Dereg() error {
 	m.once.Do(func() {
 		m.pd.uses.Drop()
-		verbs.Track(verbs.KindMR, -1)
+		leakcheck.Track(leakcheck.MR, -1)
 	})
 	return nil
 }

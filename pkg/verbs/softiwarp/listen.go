@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -47,7 +48,7 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 		ready: make(chan *connRequest, maxPending), slots: make(chan struct{}, maxPending),
 		closed: make(chan struct{}), conns: make(map[*net.TCPConn]struct{}),
 	}
-	verbs.Track(verbs.KindListener, 1)
+	leakcheck.Track(leakcheck.Listener, 1)
 	l.wg.Add(1)
 	go l.run()
 	return l, nil
@@ -172,7 +173,7 @@ func (l *listener) Close() error {
 			}
 			break
 		}
-		verbs.Track(verbs.KindListener, -1)
+		leakcheck.Track(leakcheck.Listener, -1)
 	})
 	return nil
 }

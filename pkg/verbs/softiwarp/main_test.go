@@ -5,6 +5,7 @@ import (
 	"os"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
@@ -13,7 +14,7 @@ func TestMain(m *testing.M) {
 	if to := os.Getenv(connectorEnv); to != "" {
 		connector(to)
 	}
-	verbstest.Main(m)
+	testutil.Main(m)
 }
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")

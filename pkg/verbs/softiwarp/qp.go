@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -177,7 +178,7 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	for i := range q.sq {
 		q.sq[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
 	}
-	verbs.Track(verbs.KindQP, 1)
+	leakcheck.Track(leakcheck.QP, 1)
 	return q, nil
 }
 
@@ -401,7 +402,7 @@ func (q *qp) destroy() {
 	q.sendCQ.unreserve(q.attr.MaxSendWR)
 	q.recvCQ.unreserve(q.attr.MaxRecvWR)
 	q.pd.uses.Drop()
-	verbs.Track(verbs.KindQP, -1)
+	leakcheck.Track(leakcheck.QP, -1)
 }
 
 // Stats is a snapshot of the counters.

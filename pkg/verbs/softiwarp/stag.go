@@ -7,6 +7,7 @@ import (
 	"sort"
 	"sync"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -117,7 +118,7 @@ func (m *mr) Dereg() error {
 	m.mu.Unlock()
 	m.pd.dev.table.remove(m)
 	m.pd.uses.Drop()
-	verbs.Track(verbs.KindMR, -1)
+	leakcheck.Track(leakcheck.MR, -1)
 	return nil
 }
 

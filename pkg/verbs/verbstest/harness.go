@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -170,7 +171,7 @@ func (p *pair) other(e *endpoint) *endpoint {
 // buffer is n octets of device memory, registered for local use with e's PD.
 func (e *endpoint) buffer(n int) verbs.SGE {
 	e.t.Helper()
-	b, err := verbs.AllocBuffer(max(n, 1))
+	b, err := membuf.Alloc(max(n, 1))
 	if err != nil {
 		e.t.Fatal(err)
 	}
@@ -183,7 +184,7 @@ func (e *endpoint) buffer(n int) verbs.SGE {
 		if err := m.Dereg(); err != nil {
 			e.t.Errorf("deregister buffer: %v", err)
 		}
-		verbs.FreeBuffer(b)
+		membuf.Free(b)
 	})
 	return verbs.SGE{Buf: b[:n], LKey: m.LKey()}
 }

@@ -4,12 +4,13 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 // TestConformance: the suite holds over IPv6 too. (softiwarp's own tests run it in every configuration.)
 func TestConformance(t *testing.T) {

@@ -9,9 +9,9 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
@@ -62,11 +62,11 @@ func (s session) room(n int) []byte { return s.mem[:n:n] }
 func (b bench) session(t *testing.T, change func(*xprt.Config)) session {
 	t.Helper()
 	root := b.root(t, lab.ExportRW)
-	mem, err := verbs.AllocBuffer(roomBytes)
+	mem, err := membuf.Alloc(roomBytes)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { verbs.FreeBuffer(mem) }) // when the transport is closed
+	t.Cleanup(func() { membuf.Free(mem) }) // when the transport is closed
 	tr := b.transport(t, change)
 	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root, sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"}), mem}
 }

@@ -8,10 +8,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -23,7 +23,7 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 	}
-	verbstest.Main(m)
+	testutil.Main(m)
 }
 
 var (

@@ -16,12 +16,13 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	provider "github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	provider "github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -107,11 +108,11 @@ func block(b []byte, off uint64, seed byte) {
 
 func arena(t *testing.T, n int) []byte {
 	t.Helper()
-	b, err := verbs.AllocBuffer(n)
+	b, err := membuf.Alloc(n)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { verbs.FreeBuffer(b) })
+	t.Cleanup(func() { membuf.Free(b) })
 	return b
 }
 

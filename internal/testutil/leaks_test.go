@@ -1,22 +1,23 @@
-package verbstest
+package testutil
 
 import (
 	"os"
 	"testing"
+	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 )
 
 // TestLeaksAreFound: each kind of thing left behind fails the check that Main makes.
 func TestLeaksAreFound(t *testing.T) {
 	before := openDescriptors()
-	if code := checkLeaks(before, nil); code != 0 {
+	if code := checkLeaks(before, nil, leakTimeout); code != 0 {
 		t.Fatalf("nothing is left, and the check says %d", code)
 	}
 	for name, leak := range map[string]func() func(){
 		"MR": func() func() {
-			verbs.Track(verbs.KindMR, 1)
-			return func() { verbs.Track(verbs.KindMR, -1) }
+			leakcheck.Track(leakcheck.MR, 1)
+			return func() { leakcheck.Track(leakcheck.MR, -1) }
 		},
 		"goroutine": func() func() {
 			stop, stopped := make(chan struct{}), make(chan struct{})
@@ -32,7 +33,7 @@ func TestLeaksAreFound(t *testing.T) {
 		},
 	} {
 		undo := leak()
-		if code := checkLeaks(before, nil); code == 0 {
+		if code := checkLeaks(before, nil, 200*time.Millisecond); code == 0 {
 			t.Errorf("a %s was left and not found", name)
 		}
 		undo()

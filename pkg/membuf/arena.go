@@ -1,13 +1,17 @@
-package verbs
+package membuf
 
 import (
+	"errors"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"unsafe"
 )
 
-// An Arena is one allocation of AllocBuffer, for providers that register memory as a whole and keep it registered: each attaches what it has
+// ErrFreed means that the arena's memory was already freed.
+var ErrFreed = errors.New("membuf: arena was freed")
+
+// An Arena is one allocation of Alloc, for providers that register memory as a whole and keep it registered: each attaches what it has
 // made of the arena, and is told before the memory goes. Safe for concurrent use.
 type Arena struct {
 	mem []byte // whole pages
@@ -19,7 +23,7 @@ type Arena struct {
 
 // An Attachment is what a provider has made of an arena.
 type Attachment interface {
-	// Detach releases it: FreeBuffer calls it once, before it unmaps the memory. It must not use the arena.
+	// Detach releases it: Free calls it once, before it unmaps the memory. It must not use the arena.
 	Detach()
 }
 
@@ -80,7 +84,7 @@ func findArena(list []*Arena, addr uintptr) (int, bool) {
 	return lo, lo < len(list) && address(list[lo].mem) == addr
 }
 
-// ArenaOf returns the arena that all of b lies in, or nil when b is empty or is not memory of AllocBuffer. It takes no lock.
+// ArenaOf returns the arena that all of b lies in, or nil when b is empty or is not memory of Alloc. It takes no lock.
 func ArenaOf(b []byte) *Arena {
 	p := arenas.list.Load()
 	if len(b) == 0 || p == nil {
@@ -112,7 +116,7 @@ func (a *Arena) Attached(owner any, attach func() (Attachment, error)) (Attachme
 		return x, nil
 	}
 	if a.freed {
-		return nil, ErrInvalid
+		return nil, ErrFreed
 	}
 	x, err := attach()
 	if err != nil {

@@ -1,6 +1,6 @@
-// Package verbstest proves providers: a conformance suite that each of them must pass
-// ([Conformance]), and a test main that turns the invariant checks on and fails when anything was left behind ([Main]).
-package verbstest
+// Package testutil holds what the tests of several packages share. No production
+// package imports it.
+package testutil
 
 import (
 	"fmt"
@@ -10,8 +10,8 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // Main runs the tests of a package and fails when a goroutine, a file descriptor, or any resource
@@ -21,17 +21,17 @@ func Main(m *testing.M, opts ...goleak.Option) {
 	before := openDescriptors()
 	code := m.Run()
 	if code == 0 {
-		code = checkLeaks(before, opts)
+		code = checkLeaks(before, opts, leakTimeout)
 	}
 	os.Exit(code)
 }
 
-// leakPatience is what is left gets to end: on a busy host goroutines take their time, and the runtime closes their descriptors a little later.
-const leakPatience = 30 * time.Second
+// leakTimeout is what is left gets to end: on a busy host goroutines take their time, and the runtime closes their descriptors a little later.
+const leakTimeout = 30 * time.Second
 
-func checkLeaks(fdsBefore int, opts []goleak.Option) int {
-	for over := time.Now().Add(leakPatience); ; time.Sleep(20 * time.Millisecond) {
-		goroutines, left, fds := goleak.Find(opts...), verbs.Leaks(), openDescriptors()
+func checkLeaks(fdsBefore int, opts []goleak.Option, timeout time.Duration) int {
+	for over := time.Now().Add(timeout); ; time.Sleep(20 * time.Millisecond) {
+		goroutines, left, fds := goleak.Find(opts...), leakcheck.Report(), openDescriptors()
 		if goroutines == nil && left == "" && fds <= fdsBefore {
 			return 0
 		}

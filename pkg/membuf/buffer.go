@@ -1,4 +1,4 @@
-package verbs
+package membuf
 
 import (
 	"fmt"
@@ -7,40 +7,42 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 )
 
-// AllocBuffer returns n octets, rounded up to whole pages, of zeroed anonymous memory outside the Go heap.
-// The slice has length n. Free it with FreeBuffer.
-func AllocBuffer(n int) ([]byte, error) {
+// Alloc returns n octets, rounded up to whole pages, of zeroed anonymous memory outside the Go heap.
+// The slice has length n. Free it with Free.
+func Alloc(n int) ([]byte, error) {
 	if n <= 0 {
-		return nil, fmt.Errorf("verbs: allocate buffer of %d octets: size must be positive", n)
+		return nil, fmt.Errorf("membuf: allocate buffer of %d octets: size must be positive", n)
 	}
 	page := os.Getpagesize()
 	size := (n + page - 1) &^ (page - 1)
 	b, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
-		return nil, fmt.Errorf("verbs: allocate buffer of %d octets: %w", size, err)
+		return nil, fmt.Errorf("membuf: allocate buffer of %d octets: %w", size, err)
 	}
 	addArena(b)
-	Track(KindBuffer, 1)
+	leakcheck.Track(leakcheck.Buffer, 1)
 	return b[:n], nil
 }
 
-// FreeBuffer returns memory to the system, after every provider has let go of it (Attachment). b must be a slice that AllocBuffer
+// Free returns memory to the system, after every provider has let go of it (Attachment). b must be a slice that Alloc
 // returned, and no request or registration may be using it. It panics when it is not such a slice: that is memory corruption in the making.
-func FreeBuffer(b []byte) {
+func Free(b []byte) {
 	page := os.Getpagesize()
 	size := (cap(b) + page - 1) &^ (page - 1)
 	dropArena(b)
 	if err := unix.Munmap(b[:size:size]); err != nil {
-		panic(fmt.Sprintf("verbs: free buffer of %d octets: %v", size, err))
+		panic(fmt.Sprintf("membuf: free buffer of %d octets: %v", size, err))
 	}
-	Track(KindBuffer, -1)
+	leakcheck.Track(leakcheck.Buffer, -1)
 }
 
-// A BufferPool hands out equal buffers of AllocBuffer up to a hard maximum.
+// A Pool hands out equal buffers of Alloc up to a hard maximum.
 // Get waits when all are out. Safe for concurrent use.
-type BufferPool struct {
+type Pool struct {
 	size  int
 	free  chan []byte
 	ended chan struct{} // closed by Close
@@ -51,25 +53,25 @@ type BufferPool struct {
 	closed bool // guarded by mu
 }
 
-// NewBufferPool makes a pool of at most max buffers of size octets each. Buffers are made when first needed.
-func NewBufferPool(size, max int) *BufferPool {
-	return &BufferPool{size: size, max: max, free: make(chan []byte, max), ended: make(chan struct{})}
+// NewPool makes a pool of at most max buffers of size octets each. Buffers are made when first needed.
+func NewPool(size, max int) *Pool {
+	return &Pool{size: size, max: max, free: make(chan []byte, max), ended: make(chan struct{})}
 }
 
 // Size is the length of each buffer in octets.
-func (p *BufferPool) Size() int { return p.size }
+func (p *Pool) Size() int { return p.size }
 
 // shortRetry is how long Get waits before it asks the system for memory again.
 const shortRetry = 50 * time.Millisecond
 
 // TryGet returns a buffer, or nil when all are out or memory is short.
-func (p *BufferPool) TryGet() []byte {
+func (p *Pool) TryGet() []byte {
 	b, _ := p.tryGet()
 	return b
 }
 
 // tryGet also reports whether the system had no memory for a buffer that may be made.
-func (p *BufferPool) tryGet() (b []byte, short bool) {
+func (p *Pool) tryGet() (b []byte, short bool) {
 	select {
 	case b := <-p.free:
 		return b, false
@@ -80,7 +82,7 @@ func (p *BufferPool) tryGet() (b []byte, short bool) {
 	if p.closed || p.made >= p.max {
 		return nil, false
 	}
-	b, err := AllocBuffer(p.size)
+	b, err := Alloc(p.size)
 	if err != nil {
 		return nil, true
 	}
@@ -89,7 +91,7 @@ func (p *BufferPool) tryGet() (b []byte, short bool) {
 }
 
 // Get returns a buffer, waiting for one, or for memory, until done or the pool is closed, when it returns nil.
-func (p *BufferPool) Get(done <-chan struct{}) []byte {
+func (p *Pool) Get(done <-chan struct{}) []byte {
 	for {
 		b, short := p.tryGet()
 		if b != nil {
@@ -112,27 +114,27 @@ func (p *BufferPool) Get(done <-chan struct{}) []byte {
 }
 
 // Put gives back a buffer that Get or TryGet returned (any reslice that starts at its first octet).
-func (p *BufferPool) Put(b []byte) {
+func (p *Pool) Put(b []byte) {
 	b = b[:p.size]
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
 		p.made--
-		FreeBuffer(b)
+		Free(b)
 		return
 	}
 	p.free <- b // never blocks: the channel holds all that were made
 }
 
 // Out is the number of buffers that are handed out now.
-func (p *BufferPool) Out() int {
+func (p *Pool) Out() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.made - len(p.free)
 }
 
 // Close frees the buffers that are in the pool, and each other one when it is Put. Nobody gets a buffer any more. Idempotent.
-func (p *BufferPool) Close() {
+func (p *Pool) Close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.closed {
@@ -143,7 +145,7 @@ func (p *BufferPool) Close() {
 		select {
 		case b := <-p.free:
 			p.made--
-			FreeBuffer(b)
+			Free(b)
 		default:
 			return
 		}

@@ -1,4 +1,4 @@
-package verbs_test
+package membuf_test
 
 import (
 	"os"
@@ -7,44 +7,45 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 )
 
-func TestMain(m *testing.M) { verbstest.Main(m) }
+func TestMain(m *testing.M) { testutil.Main(m) }
 
 func TestAllocBuffer(t *testing.T) {
 	page := os.Getpagesize()
 	for _, n := range []int{1, page - 1, page, page + 1, 1<<20 + 3} {
-		b, err := verbs.AllocBuffer(n)
+		b, err := membuf.Alloc(n)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if len(b) != n || cap(b)%page != 0 && cap(b) < n {
-			t.Errorf("AllocBuffer(%d): length %d, capacity %d", n, len(b), cap(b))
+			t.Errorf("Alloc(%d): length %d, capacity %d", n, len(b), cap(b))
 		}
 		for i := range b {
 			if b[i] != 0 {
-				t.Fatalf("AllocBuffer(%d): octet %d is not zero", n, i)
+				t.Fatalf("Alloc(%d): octet %d is not zero", n, i)
 			}
 		}
 		b[0], b[n-1] = 1, 1
-		verbs.FreeBuffer(b)
+		membuf.Free(b)
 	}
 	for _, n := range []int{0, -1} {
-		if _, err := verbs.AllocBuffer(n); err == nil || !strings.Contains(err.Error(), "positive") {
-			t.Errorf("AllocBuffer(%d): %v", n, err)
+		if _, err := membuf.Alloc(n); err == nil || !strings.Contains(err.Error(), "positive") {
+			t.Errorf("Alloc(%d): %v", n, err)
 		}
 	}
 }
 
-// TestFreeBufferPanics: what AllocBuffer did not return is not unmapped.
+// TestFreeBufferPanics: what Alloc did not return is not unmapped.
 func TestFreeBufferPanics(t *testing.T) {
-	b, err := verbs.AllocBuffer(3 * os.Getpagesize())
+	b, err := membuf.Alloc(3 * os.Getpagesize())
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer verbs.FreeBuffer(b)
+	defer membuf.Free(b)
 	for name, wrong := range map[string][]byte{"the Go heap": make([]byte, 100), "the middle of a buffer": b[os.Getpagesize():]} {
 		func() {
 			defer func() {
@@ -52,14 +53,14 @@ func TestFreeBufferPanics(t *testing.T) {
 					t.Errorf("%s was freed", name)
 				}
 			}()
-			verbs.FreeBuffer(wrong)
+			membuf.Free(wrong)
 		}()
 	}
 }
 
 func TestBufferPool(t *testing.T) {
 	const size, most = 5000, 3
-	p := verbs.NewBufferPool(size, most)
+	p := membuf.NewPool(size, most)
 	var out [][]byte
 	for range most {
 		b := p.Get(nil)
@@ -99,11 +100,11 @@ func TestBufferPool(t *testing.T) {
 	if p.TryGet() != nil || p.Get(nil) != nil {
 		t.Error("a closed pool gave a buffer")
 	}
-	before := verbs.Live(verbs.KindBuffer)
+	before := leakcheck.Count(leakcheck.Buffer)
 	for _, b := range out {
 		p.Put(b)
 	}
-	if n := before - verbs.Live(verbs.KindBuffer); n != most || p.Out() != 0 {
+	if n := before - leakcheck.Count(leakcheck.Buffer); n != most || p.Out() != 0 {
 		t.Errorf("%d buffers freed after Close, %d out", n, p.Out())
 	}
 }
@@ -111,7 +112,7 @@ func TestBufferPool(t *testing.T) {
 // TestBufferPoolConcurrently: never more than the maximum, and no buffer is given to two.
 func TestBufferPoolConcurrently(t *testing.T) {
 	const most = 4
-	p := verbs.NewBufferPool(64, most)
+	p := membuf.NewPool(64, most)
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	held := make(map[*byte]bool)

@@ -1,4 +1,4 @@
-package verbs
+package membuf
 
 import (
 	"errors"
@@ -8,7 +8,7 @@ import (
 
 func mustAlloc(t *testing.T, n int) []byte {
 	t.Helper()
-	b, err := AllocBuffer(n)
+	b, err := Alloc(n)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -35,7 +35,7 @@ func TestArenaOf(t *testing.T) {
 	if ArenaOf(make([]byte, 10)) != nil {
 		t.Error("memory of the Go heap is in an arena")
 	}
-	FreeBuffer(all[2])
+	Free(all[2])
 	for i, b := range all {
 		if i != 2 && ArenaOf(b) == nil {
 			t.Errorf("buffer %d lost its arena to another", i)
@@ -43,7 +43,7 @@ func TestArenaOf(t *testing.T) {
 	}
 	for i, b := range all {
 		if i != 2 {
-			FreeBuffer(b)
+			Free(b)
 		}
 	}
 }
@@ -83,11 +83,11 @@ func TestArenaAttachments(t *testing.T) {
 	if got := a.Forget("three"); got != gone {
 		t.Errorf("forgot %v", got)
 	}
-	FreeBuffer(b)
+	Free(b)
 	if x.detached != 1 || gone.detached != 0 {
 		t.Errorf("detached %d times, and %d times what was forgotten", x.detached, gone.detached)
 	}
-	if _, err := a.Attached("four", attach); !errors.Is(err, ErrInvalid) {
+	if _, err := a.Attached("four", attach); !errors.Is(err, ErrFreed) {
 		t.Errorf("attached to freed memory: %v", err)
 	}
 }

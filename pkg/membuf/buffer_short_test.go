@@ -1,4 +1,4 @@
-package verbs
+package membuf
 
 import (
 	"testing"
@@ -7,7 +7,7 @@ import (
 
 // TestBufferPoolShort has a pool whose buffers the system has no memory for, until it has.
 func TestBufferPoolShort(t *testing.T) {
-	p := NewBufferPool(1<<48, 1)
+	p := NewPool(1<<48, 1)
 	defer p.Close()
 	if p.TryGet() != nil {
 		t.Fatal("the system has memory without end")
