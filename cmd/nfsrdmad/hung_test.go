@@ -130,12 +130,12 @@ func (h *hung) until(t *testing.T, what string, ok func(*daemon.MountStatus) boo
 			return s
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("no %s: calls %+v, story %+v", what, s.Calls, s.Story)
+			t.Fatalf("no %s: calls %+v, story %+v", what, s.Calls, s.History)
 		}
 	}
 }
 
-func callOf(s *daemon.MountStatus, is func(*daemon.WaitingCall) bool) *daemon.WaitingCall {
+func callOf(s *daemon.MountStatus, is func(*daemon.PendingCall) bool) *daemon.PendingCall {
 	for i := range s.Calls {
 		if is(&s.Calls[i]) {
 			return &s.Calls[i]
@@ -149,11 +149,11 @@ func TestStatusTellsTheStory(t *testing.T) {
 	h := newHung(t, "keepalive=2,nconnect=2", nil)
 	h.pause(t)
 	h.until(t, "liveness call", func(s *daemon.MountStatus) bool {
-		return callOf(s, func(c *daemon.WaitingCall) bool { return c.Owner == daemon.OwnerLiveness && c.Procedure == "NULL" }) != nil
+		return callOf(s, func(c *daemon.PendingCall) bool { return c.Owner == daemon.OwnerLiveness && c.Procedure == "NULL" }) != nil
 	})
 	h.until(t, "loss of both connections", func(s *daemon.MountStatus) bool {
 		lost := map[int]bool{}
-		for _, n := range s.Story {
+		for _, n := range s.History {
 			if n.Event == "disconnected" {
 				lost[n.Connection] = n.Cause != ""
 			}
@@ -167,14 +167,14 @@ func TestStatusTellsTheStory(t *testing.T) {
 	h.resume(t)
 	s := h.until(t, "connections", func(s *daemon.MountStatus) bool {
 		now := map[int]string{}
-		for _, n := range s.Story {
+		for _, n := range s.History {
 			now[n.Connection] = n.Event
 		}
 		return now[0] == "connected" && now[1] == "connected"
 	})
-	for i := 1; i < len(s.Story); i++ {
-		if s.Story[i].Time.Before(s.Story[i-1].Time) {
-			t.Errorf("the story is not in order: %+v", s.Story)
+	for i := 1; i < len(s.History); i++ {
+		if s.History[i].Time.Before(s.History[i-1].Time) {
+			t.Errorf("the story is not in order: %+v", s.History)
 		}
 	}
 }
@@ -245,7 +245,7 @@ func (s *sleeper) ended(t *testing.T) error {
 	}
 }
 
-func (s *sleeper) is(c *daemon.WaitingCall) bool {
+func (s *sleeper) is(c *daemon.PendingCall) bool {
 	return c.Owner == daemon.OwnerProcess && int(c.PID) == s.cmd.Process.Pid
 }
 
@@ -331,11 +331,11 @@ func TestKilledWhileTheServerHangs(t *testing.T) {
 	t.Run("data refused", func(t *testing.T) {
 		h := killSleepers(t, directReader)
 		m := h.until(t, "rest on another connection", func(m *daemon.MountStatus) bool { return atRest(m) && m.Connects == 2 })
-		if i := slices.IndexFunc(m.Story, func(n daemon.StoryNote) bool { return n.Event == "disconnected" && n.Cause != "" }); i < 0 {
-			t.Errorf("story: %+v", m.Story)
+		if i := slices.IndexFunc(m.History, func(n daemon.ConnEvent) bool { return n.Event == "disconnected" && n.Cause != "" }); i < 0 {
+			t.Errorf("story: %+v", m.History)
 		}
-		if m.MRsHurt != m.MRsRecovered+m.MRsRecycled+m.MRsOrphaned {
-			t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", m.MRsHurt, m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned)
+		if m.MRsFailed != m.MRsRecovered+m.MRsRecycled+m.MRsOrphaned {
+			t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", m.MRsFailed, m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned)
 		}
 		h.reads(t)
 	})
@@ -358,7 +358,7 @@ func killSleepers(t *testing.T, kinds ...kind) *hung {
 	}
 	h.until(t, "late replies", func(m *daemon.MountStatus) bool {
 		return !slices.ContainsFunc(sleepers, func(s *sleeper) bool {
-			c := callOf(m, func(c *daemon.WaitingCall) bool { return c.XID == callOf(&before, s.is).XID })
+			c := callOf(m, func(c *daemon.PendingCall) bool { return c.XID == callOf(&before, s.is).XID })
 			return s.late && (c == nil || c.WaitsFor != xprt.WaitLate || c.Owner != daemon.OwnerGone || c.Procedure != s.procedure)
 		})
 	})

@@ -177,7 +177,7 @@ func (w *world) bannered(t *testing.T, dir, banner string) {
 func (w *world) countedFaults(t *testing.T, dir, metrics string) {
 	t.Helper()
 	const (
-		hurt       = "nfsrdmad_mrs_hurt_total"
+		hurt       = "nfsrdmad_mrs_failed_total"
 		disconnect = `nfsrdmad_faults_injected_total{fault="disconnect-every"}`
 		postFail   = `nfsrdmad_faults_injected_total{fault="post-fail"}`
 	)
@@ -204,10 +204,10 @@ func (w *world) countedFaults(t *testing.T, dir, metrics string) {
 	if float64(s.Connects) <= m[disconnect] || float64(s.FaultsInjected["disconnect-every"]) < m[disconnect] || float64(s.FaultsInjected["post-fail"]) < m[postFail] || s.FaultInjection == "" {
 		t.Errorf("%d connects, faults %v; metrics: %v", s.Connects, s.FaultsInjected, m)
 	}
-	if s.MRsHurt != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned || float64(s.MRsHurt) < m[hurt] {
-		t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	if s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned || float64(s.MRsFailed) < m[hurt] {
+		t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 	}
-	t.Logf("%d connects, faults %v; %d MRs hurt: recovered %d, recycled %d, orphaned %d", s.Connects, s.FaultsInjected, s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	t.Logf("%d connects, faults %v; %d MRs hurt: recovered %d, recycled %d, orphaned %d", s.Connects, s.FaultsInjected, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 }
 
 // trace has "nfsrdmad trace" write into a file from now on. What it returns is called after the mount has ended, and counts the events.

@@ -69,7 +69,7 @@ func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
 	}
 	item(w, "sizes", fmt.Sprintf("rsize %d, wsize %d", m.MaxRead, m.MaxWrite), " ")
 	item(w, "slots", fmt.Sprintf("%d of %d in use, %s", m.SlotsInUse, m.Slots, plural(m.Credits, "credit")), " ")
-	item(w, "MRs", fmt.Sprintf("%s; hurt %d: recovered %d, recycled %d, orphaned %d", counts(m.MRs), m.MRsHurt, m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
+	item(w, "MRs", fmt.Sprintf("%s; hurt %d: recovered %d, recycled %d, orphaned %d", counts(m.MRs), m.MRsFailed, m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
 	item(w, "calls", callsLine(m), " ")
 	printCalls(w, m)
 	printStory(w, m, now)
@@ -113,11 +113,11 @@ func printCalls(w io.Writer, m *daemon.MountStatus) {
 }
 
 func severalConnections(m *daemon.MountStatus) bool {
-	return slices.ContainsFunc(m.Story, func(n daemon.StoryNote) bool { return n.Connection > 0 })
+	return slices.ContainsFunc(m.History, func(n daemon.ConnEvent) bool { return n.Connection > 0 })
 }
 
 // owner is for whom a call is made, as a few words.
-func owner(c *daemon.WaitingCall) string {
+func owner(c *daemon.PendingCall) string {
 	switch c.Owner {
 	case daemon.OwnerProcess:
 		command := "(ended)"
@@ -135,12 +135,12 @@ func owner(c *daemon.WaitingCall) string {
 
 // printStory is the table of what became of the connections, the newest last.
 func printStory(w io.Writer, m *daemon.MountStatus, now time.Time) {
-	if len(m.Story) == 0 {
+	if len(m.History) == 0 {
 		return
 	}
 	several := severalConnections(m)
 	fmt.Fprintln(w, "  story:")
-	for _, n := range m.Story {
+	for _, n := range m.History {
 		text := n.Event
 		if n.Cause != "" {
 			text += ": " + printable(n.Cause)

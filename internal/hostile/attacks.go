@@ -115,7 +115,7 @@ type Client interface {
 type Stats struct {
 	Connects           uint64 // connections made
 	Refused            uint64 // accesses of the server that its device refused
-	MRsHurt, MRsMended uint64 // memory regions that a lost connection hurt, and that were recovered, recycled or orphaned
+	MRsFailed, MRsRecovered uint64 // memory regions that a lost connection hurt, and that were recovered, recycled or orphaned
 }
 
 // A Config says what is attacked.
@@ -242,8 +242,8 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 		t.Error("no refusal was counted")
 	}
 	for name, s := range map[string]Stats{"attacked": here, "other": there} {
-		if s.MRsHurt != s.MRsMended {
-			t.Errorf("%s: %d MRs were hurt, and %d recovered, recycled or orphaned", name, s.MRsHurt, s.MRsMended)
+		if s.MRsFailed != s.MRsRecovered {
+			t.Errorf("%s: %d MRs were hurt, and %d recovered, recycled or orphaned", name, s.MRsFailed, s.MRsRecovered)
 		}
 	}
 }

@@ -89,8 +89,8 @@ func TestDirectoryOverRDMA(t *testing.T) {
 	var stats svcrdma.Stats
 	s, _ := start(t, func(c *Config) { c.RDMA.Stats = &stats })
 	exercise(t, dialRDMA(t, s, s.TCPAddr))
-	if stats.ReadOctets.Load() < 1<<20 || stats.WrittenOctets.Load() < 1<<20 || stats.ReplyChunks.Load() == 0 || stats.RemoteInvalidates.Load() == 0 || stats.RDMAErrors.Load() != 0 {
-		t.Errorf("read %d octets, wrote %d, %d reply chunks, %d remote invalidations, %d RDMA_ERRORs", stats.ReadOctets.Load(), stats.WrittenOctets.Load(),
+	if stats.ReadBytes.Load() < 1<<20 || stats.WrittenBytes.Load() < 1<<20 || stats.ReplyChunks.Load() == 0 || stats.RemoteInvalidates.Load() == 0 || stats.RDMAErrors.Load() != 0 {
+		t.Errorf("read %d octets, wrote %d, %d reply chunks, %d remote invalidations, %d RDMA_ERRORs", stats.ReadBytes.Load(), stats.WrittenBytes.Load(),
 			stats.ReplyChunks.Load(), stats.RemoteInvalidates.Load(), stats.RDMAErrors.Load())
 	}
 }

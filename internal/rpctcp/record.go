@@ -32,7 +32,7 @@ func FragmentSize(b []byte) int { return int(binary.BigEndian.Uint32(b) & maxFra
 
 // A SizeError is a record of more octets than the reader takes. It wraps [ErrRecord].
 type SizeError struct {
-	Octets int // of the record up to here, at least
+	Bytes int // of the record up to here, at least
 	Limit  int
 
 	rest int  // octets of the present fragment that were not read
@@ -40,7 +40,7 @@ type SizeError struct {
 }
 
 func (e *SizeError) Error() string {
-	return fmt.Sprintf("%v: %d octets or more, where at most %d are taken", ErrRecord, e.Octets, e.Limit)
+	return fmt.Sprintf("%v: %d octets or more, where at most %d are taken", ErrRecord, e.Bytes, e.Limit)
 }
 
 // Unwrap returns [ErrRecord].
@@ -92,7 +92,7 @@ func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 		n, last := int(word&maxFragment), word&lastFragment != 0
 		switch {
 		case n > limit-len(buf):
-			return buf, &SizeError{Octets: len(buf) + n, Limit: limit, rest: n, last: last}
+			return buf, &SizeError{Bytes: len(buf) + n, Limit: limit, rest: n, last: last}
 		case n == 0 && !last:
 			// Legal but pointless, and a peer could send them for ever without a record getting longer.
 			return buf, fmt.Errorf("%w: an empty fragment that is not the last", ErrRecord)

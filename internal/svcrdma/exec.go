@@ -180,7 +180,7 @@ func (x *exec) pull(buf *msgBuf, call []byte) error {
 			break
 		}
 		out++
-		c.cfg.Stats.ReadOctets.Add(uint64(op.seg.Length))
+		c.cfg.Stats.ReadBytes.Add(uint64(op.seg.Length))
 	}
 	for out > 0 {
 		wait()
@@ -324,7 +324,7 @@ func (x *exec) push(buf *msgBuf, reply []byte) error {
 		x.wrs[i] = verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Done: x.onWrite, SGList: x.sges[i : i+1],
 			RemoteAddr: op.seg.Offset, RKey: verbs.RKey(op.seg.Handle)}
 		x.posted++
-		x.c.cfg.Stats.WrittenOctets.Add(uint64(op.seg.Length))
+		x.c.cfg.Stats.WrittenBytes.Add(uint64(op.seg.Length))
 	}
 	return nil
 }

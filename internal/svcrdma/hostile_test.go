@@ -118,8 +118,8 @@ func TestHostileClients(t *testing.T) {
 		}
 	}
 	t.Logf("%d of %d connections lost, %d calls, %d RDMA_ERRORs, %d discarded, %d octets read, %d written", lost, clients, stats.Calls.Load(),
-		stats.RDMAErrors.Load(), stats.Discarded.Load(), stats.ReadOctets.Load(), stats.WrittenOctets.Load())
-	if lost == 0 || lost == clients || stats.RDMAErrors.Load() == 0 || stats.Discarded.Load() == 0 || stats.ReadOctets.Load() == 0 {
+		stats.RDMAErrors.Load(), stats.Discarded.Load(), stats.ReadBytes.Load(), stats.WrittenBytes.Load())
+	if lost == 0 || lost == clients || stats.RDMAErrors.Load() == 0 || stats.Discarded.Load() == 0 || stats.ReadBytes.Load() == 0 {
 		t.Error("the clients were not hostile enough")
 	}
 }

@@ -106,7 +106,7 @@ type Config struct {
 type Stats struct {
 	Connections                                atomic.Int64
 	Calls, CachedCalls, Discarded              atomic.Uint64
-	ReadOctets, WrittenOctets                  atomic.Uint64
+	ReadBytes, WrittenBytes                  atomic.Uint64
 	ReplyChunks, RemoteInvalidates, RDMAErrors atomic.Uint64
 }
 

@@ -68,20 +68,20 @@ type MountStatus struct {
 	MRs          map[string]uint64 `json:"mrs,omitempty"`
 	XprtLine     string            `json:"xprt,omitempty"` // as in the kernel's mountstats
 	RPCs         map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
-	MRsHurt      uint64            `json:"mrs_hurt"`
+	MRsFailed      uint64            `json:"mrs_failed"`
 	MRsRecovered uint64            `json:"mrs_recovered"`
 	MRsRecycled  uint64            `json:"mrs_recycled"`
 	MRsOrphaned  uint64            `json:"mrs_orphaned"`
 	// Calls are all that have not ended, the oldest first; Story the last events of the connections, the oldest first.
-	Calls []WaitingCall `json:"calls"`
-	Story []StoryNote   `json:"story"`
+	Calls []PendingCall `json:"calls"`
+	History []ConnEvent   `json:"history"`
 	// FaultsInjected counts the faults that were injected into this mount.
 	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
 	Trace          int               `json:"trace_events"` // that are kept for each connection
 }
 
-// A WaitingCall is an RPC that has not ended.
-type WaitingCall struct {
+// A PendingCall is an RPC that has not ended.
+type PendingCall struct {
 	XID        string  `json:"xid,omitempty"` // hexadecimal, as in the trace; "" before the call has a slot
 	Procedure  string  `json:"procedure"`
 	Connection int     `json:"connection"` // from 0, with nconnect
@@ -99,8 +99,8 @@ type WaitingCall struct {
 	UID     uint32 `json:"uid"`               // of a process, and the kernel
 }
 
-// A StoryNote is one event of a connection.
-type StoryNote struct {
+// A ConnEvent is one event of a connection.
+type ConnEvent struct {
 	Time       time.Time `json:"time"`
 	Connection int       `json:"connection"` // from 0, with nconnect
 	Event      string    `json:"event"`

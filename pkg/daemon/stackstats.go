@@ -124,13 +124,13 @@ func addStats(to *metrics.Transport, s *xprt.Stats) {
 	to.LocalInvNeeded += s.LocalInvNeeded
 	to.EmptySendctx += s.EmptySendCtx
 	to.ReplyWaitsForSend += s.ReplyWaitsForSend
-	to.MRsHurt += s.MRsHurt
+	to.MRsFailed += s.MRsFailed
 	to.MapErrors += s.MapErrors
 	to.RemoteInvalidations += s.RemoteInvalidations
 	to.Timeouts += s.Timeouts
 	to.Resends += s.Resends
 	to.Interrupts += s.Interrupted
-	to.Liveness += s.Pings
+	to.Liveness += s.KeepAlives
 	to.Nudges += s.Nudges
 	to.RDMAErrors += s.RDMAErrors
 	to.RemoteAccessErrors += s.RemoteAccessErrors
@@ -164,7 +164,7 @@ func (s *stack) Status() MountStatus {
 	st := MountStatus{
 		Credits: t.Credits, Slots: t.Slots, SlotsInUse: t.SlotsInUse, Connects: t.Connects, Sends: t.Sends, Receives: t.Receives,
 		MRs: t.MRs, XprtLine: metrics.XprtLine(t), RPCs: make(map[string]uint64), MRsRecycled: t.MRsRecycled, MRsOrphaned: t.MRsOrphaned,
-		MRsRecovered: t.MRsRecovered, MRsHurt: t.MRsHurt, Calls: s.waiting(), Story: s.story(), FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
+		MRsRecovered: t.MRsRecovered, MRsFailed: t.MRsFailed, Calls: s.waiting(), History: s.story(), FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
 	}
 	s.Describe(&st.MountInfo)
 	st.MaxRead, st.MaxWrite = s.fs.IOSizes()

@@ -351,7 +351,7 @@ func (t *Table) Status(ctx context.Context, dir string) ([]MountStatus, error) {
 		if dir != "" && v.Dir != dir {
 			continue
 		}
-		s := MountStatus{Calls: []WaitingCall{}, Story: []StoryNote{}} // what is still mounting has none
+		s := MountStatus{Calls: []PendingCall{}, History: []ConnEvent{}} // what is still mounting has none
 		if v.live != nil {
 			s = v.live.Status()
 		}

@@ -26,20 +26,20 @@ const (
 )
 
 // waiting lists the calls of all connections that have not ended, the oldest first. It waits for no server.
-func (s *stack) waiting() []WaitingCall {
-	calls := []WaitingCall{}
+func (s *stack) waiting() []PendingCall {
+	calls := []PendingCall{}
 	now := time.Now()
 	for i, t := range s.transports.all {
 		for _, c := range t.Calls() {
 			calls = append(calls, explainCall(i, &c, now))
 		}
 	}
-	slices.SortStableFunc(calls, func(a, b WaitingCall) int { return cmp.Compare(b.Age, a.Age) })
+	slices.SortStableFunc(calls, func(a, b PendingCall) int { return cmp.Compare(b.Age, a.Age) })
 	return calls
 }
 
-func explainCall(connection int, c *xprt.Call, now time.Time) WaitingCall {
-	w := WaitingCall{Procedure: procedure(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits, Age: now.Sub(c.Began).Seconds(), SinceSent: -1}
+func explainCall(connection int, c *xprt.Call, now time.Time) PendingCall {
+	w := PendingCall{Procedure: procedure(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits, Age: now.Sub(c.Began).Seconds(), SinceSent: -1}
 	if c.XID != 0 {
 		w.XID = fmt.Sprintf("%#x", c.XID)
 	}
@@ -58,7 +58,7 @@ func procedure(c *xprt.Call) string {
 	return fmt.Sprintf("%d.%d.%d", c.Prog, c.Vers, c.Proc)
 }
 
-func (w *WaitingCall) owner(c *xprt.Call) {
+func (w *PendingCall) owner(c *xprt.Call) {
 	if c.Ctx == nil {
 		w.Owner = OwnerGone
 		return
@@ -104,13 +104,13 @@ func process(tid uint32) (pid uint32, command string) {
 }
 
 // story is that of all connections, the oldest event first.
-func (s *stack) story() []StoryNote {
-	notes := []StoryNote{}
+func (s *stack) story() []ConnEvent {
+	notes := []ConnEvent{}
 	for i, t := range s.transports.all {
 		for _, n := range t.History() {
-			notes = append(notes, StoryNote{Time: n.Time, Connection: i, Event: n.Event, Cause: n.Cause, Times: n.Times})
+			notes = append(notes, ConnEvent{Time: n.Time, Connection: i, Event: n.Event, Cause: n.Cause, Times: n.Times})
 		}
 	}
-	slices.SortStableFunc(notes, func(a, b StoryNote) int { return a.Time.Compare(b.Time) })
+	slices.SortStableFunc(notes, func(a, b ConnEvent) int { return a.Time.Compare(b.Time) })
 	return notes
 }

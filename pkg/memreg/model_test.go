@@ -372,8 +372,8 @@ func TestModel(t *testing.T) {
 		r.disconnect(t)
 		r.pool.Destroy()
 		c := &r.stats
-		if c.Total() != 0 || c.Free() != 0 || c.Hurt.Load() != c.Recovered.Load()+c.Recycled.Load()+c.Orphaned.Load() {
-			t.Fatalf("in the end %d MRs, %d free; %d hurt = %d recovered + %d recycled + %d orphaned", c.Total(), c.Free(), c.Hurt.Load(), c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load())
+		if c.Total() != 0 || c.Free() != 0 || c.Failed.Load() != c.Recovered.Load()+c.Recycled.Load()+c.Orphaned.Load() {
+			t.Fatalf("in the end %d MRs, %d free; %d hurt = %d recovered + %d recycled + %d orphaned", c.Total(), c.Free(), c.Failed.Load(), c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load())
 		}
 	})
 	t.Logf("%d steps", steps)

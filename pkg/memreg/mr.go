@@ -66,7 +66,7 @@ func (m *MR) move(e event) {
 				c.gauges[to].Add(1)
 			}
 			if to.hurts() && !from.hurts() {
-				c.Hurt.Add(1)
+				c.Failed.Add(1)
 			}
 			return
 		}

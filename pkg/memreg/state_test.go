@@ -43,7 +43,7 @@ func TestTransitions(t *testing.T) {
 				if stats.Total() != total {
 					t.Errorf("gauges add up to %d, want %d", stats.Total(), total)
 				}
-				if hurt := stats.Hurt.Load(); (hurt == 1) != (want.hurts() && !from.hurts()) {
+				if hurt := stats.Failed.Load(); (hurt == 1) != (want.hurts() && !from.hurts()) {
 					t.Errorf("hurt is counted %d times from %v to %v", hurt, from, want)
 				}
 			})

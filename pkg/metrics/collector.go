@@ -58,7 +58,7 @@ var transportSeries = []series[Transport]{
 	counter("local_inv_needed_total", "Memory regions that had to be invalidated locally.", func(t *Transport) uint64 { return t.LocalInvNeeded }),
 	counter("empty_sendctx_total", "Sends that waited for a send context.", func(t *Transport) uint64 { return t.EmptySendctx }),
 	counter("reply_waits_for_send_total", "Replies that waited for the completion of their Send.", func(t *Transport) uint64 { return t.ReplyWaitsForSend }),
-	counter("mrs_hurt_total", "Memory regions that a flush, an error or a lost connection left in doubt: those recovered, recycled and orphaned.", func(t *Transport) uint64 { return t.MRsHurt }),
+	counter("mrs_failed_total", "Memory regions that a flush, an error or a lost connection left in doubt: those recovered, recycled and orphaned.", func(t *Transport) uint64 { return t.MRsFailed }),
 	counter("map_errors_total", "Registrations that the device refused, or had no memory region for.", func(t *Transport) uint64 { return t.MapErrors }),
 	counter("remote_invalidations_total", "Memory regions that servers invalidated by Send With Invalidate.", func(t *Transport) uint64 { return t.RemoteInvalidations }),
 	counter("rpc_timeouts_total", "Calls that waited too long, so that their connection was dropped.", func(t *Transport) uint64 { return t.Timeouts }),

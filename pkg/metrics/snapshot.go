@@ -51,7 +51,7 @@ type Transport struct {
 	ReplyWaitsForSend                                    uint64
 
 	// What the kernel does not count.
-	MRsHurt, MapErrors, RemoteInvalidations     uint64
+	MRsFailed, MapErrors, RemoteInvalidations     uint64
 	Timeouts, Resends, Interrupts, Liveness     uint64
 	Nudges, RDMAErrors, RemoteAccessErrors      uint64
 	PostedChains, SendCompletions, TraceDropped uint64

@@ -121,8 +121,8 @@ func (w *waiters) list() []Call {
 	return calls
 }
 
-// A Note is one line of a connection's story.
-type Note struct {
+// A ConnEvent is one line of a connection's story.
+type ConnEvent struct {
 	Time  time.Time
 	Event string // "connected", "disconnected", "connect failed"
 	Cause string // why, where there is a why
@@ -133,7 +133,7 @@ type Note struct {
 const maxNotes = 16
 
 func (t *Transport) note(event string, cause error) {
-	n := Note{Time: time.Now(), Event: event, Times: 1}
+	n := ConnEvent{Time: time.Now(), Event: event, Times: 1}
 	if cause != nil {
 		n.Cause = cause.Error()
 	}
@@ -151,7 +151,7 @@ func (t *Transport) note(event string, cause error) {
 }
 
 // History returns the last events of the connection, oldest first.
-func (t *Transport) History() []Note {
+func (t *Transport) History() []ConnEvent {
 	t.stateMu.Lock()
 	defer t.stateMu.Unlock()
 	return slices.Clone(t.story)

@@ -36,8 +36,8 @@ func TestDeadServerIsNoticed(t *testing.T) {
 			c.KeepAlive, c.Timeout, c.TraceEvents = 100*time.Millisecond, time.Hour, 256
 		})
 		eventually(t, "an answered liveness call", func() bool { return tr.Stats().Recvs > 1 })
-		if s := tr.Stats(); s.Connects != 1 || s.Pings == 0 {
-			t.Fatalf("idle %v: %d connects, %d liveness calls", idle, s.Connects, s.Pings)
+		if s := tr.Stats(); s.Connects != 1 || s.KeepAlives == 0 {
+			t.Fatalf("idle %v: %d connects, %d liveness calls", idle, s.Connects, s.KeepAlives)
 		}
 		svc.delay.Store(int64(time.Hour))
 		ended := make(chan error, 1)
@@ -79,7 +79,7 @@ func TestBusyServerIsLeftAlone(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) { c.KeepAlive = 300 * time.Millisecond })
 	ended := make(chan error, 1)
 	go func() { ended <- tr.Call(testContext(t), echo(1, nil, 0)) }()
-	eventually(t, "several liveness calls", func() bool { return tr.Stats().Pings >= 5 })
+	eventually(t, "several liveness calls", func() bool { return tr.Stats().KeepAlives >= 5 })
 	close(hold)
 	if err := <-ended; err != nil || tr.Stats().Connects != 1 {
 		t.Errorf("%v, %d connects", err, tr.Stats().Connects)

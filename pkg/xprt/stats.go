@@ -68,7 +68,7 @@ type Stats struct {
 	SendCompletions    uint64
 	EmptySendCtx       uint64 // the send queue was full
 	ReplyWaitsForSend  uint64 // replies that came before their Send had completed
-	Pings              uint64 // liveness calls
+	KeepAlives              uint64 // liveness calls
 	Queued             int    // calls that wait for a credit or the connection
 	InFlightSum        uint64 // calls in flight, and in the queue, summed over the times at which a call asked for a credit
 	QueuedSum          uint64
@@ -77,7 +77,7 @@ type Stats struct {
 	TraceDropped       uint64
 
 	MRsAllocated, MRsRecycled, MRsOrphaned, MRsRecovered uint64
-	MRsHurt, MapErrors                                   uint64
+	MRsFailed, MapErrors                                   uint64
 	LocalInvNeeded, RemoteInvalidations                  uint64
 	MRsFree, MRsTotal                                    int64
 	MRStates                                             map[string]int64
@@ -97,9 +97,9 @@ func (t *Transport) Stats() Stats {
 		FailedMarshal: c.failedMarshal.Load(), BadReply: c.badReply.Load(), NomsgCall: c.nomsg.Load(),
 		Nudges: c.nudges.Load(), Timeouts: c.timeouts.Load(), Resends: c.resends.Load(),
 		Interrupted: c.interrupts.Load(), RDMAErrors: c.remoteErrs.Load(),
-		EmptySendCtx: c.emptySendCtx.Load(), ReplyWaitsForSend: c.replyWaits.Load(), Pings: c.pings.Load(),
+		EmptySendCtx: c.emptySendCtx.Load(), ReplyWaitsForSend: c.replyWaits.Load(), KeepAlives: c.pings.Load(),
 		ConnectTime: time.Duration(c.connectNanos.Load()), IdleTime: time.Duration(t.now() - t.lastCall.Load()), TraceDropped: t.trace.Dropped(),
-		MRsHurt: m.Hurt.Load(), MapErrors: m.MapErrors.Load(),
+		MRsFailed: m.Failed.Load(), MapErrors: m.MapErrors.Load(),
 		MRsAllocated: m.Allocated.Load(), MRsRecycled: m.Recycled.Load(), MRsOrphaned: m.Orphaned.Load(), MRsRecovered: m.Recovered.Load(),
 		LocalInvNeeded: m.LocalInvNeeded.Load(), RemoteInvalidations: m.RemoteInv.Load(),
 		MRsFree: m.Free(), MRsTotal: m.Total(), MRStates: map[string]int64{},

@@ -153,8 +153,8 @@ func storm(t *testing.T, client, server string, workers, calls int, change func(
 	}
 	tr.Close()
 	s := tr.Stats()
-	if s.MRsHurt != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
-		t.Errorf("%d MRs hurt = %d recovered + %d recycled + %d orphaned", s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	if s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
+		t.Errorf("%d MRs hurt = %d recovered + %d recycled + %d orphaned", s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 	}
 	if s.MRsTotal != 0 || s.MRsFree != 0 {
 		t.Errorf("%d MRs are left, %d free", s.MRsTotal, s.MRsFree)
@@ -175,7 +175,7 @@ func storm(t *testing.T, client, server string, workers, calls int, change func(
 		}
 	}
 	t.Logf("%d connects, %d resends, %d timeouts; MRs: %d allocated, %d hurt = %d recovered + %d recycled + %d orphaned",
-		s.Connects, s.Resends, s.Timeouts, s.MRsAllocated, s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+		s.Connects, s.Resends, s.Timeouts, s.MRsAllocated, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 	return s
 }
 

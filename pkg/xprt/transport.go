@@ -153,7 +153,7 @@ type Transport struct {
 	since   time.Time // guarded by stateMu
 	lastErr error     // guarded by stateMu
 	ended   qpTotals  // guarded by stateMu
-	story   []Note    // guarded by stateMu
+	story   []ConnEvent    // guarded by stateMu
 }
 
 // States of a transport.

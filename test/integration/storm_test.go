@@ -88,11 +88,11 @@ func TestStorm(t *testing.T) {
 	}
 	wg.Wait()
 	st := m.tr.Stats()
-	if st.MRsHurt == 0 || st.MRsRecovered == 0 || st.MRsRecycled == 0 || st.MRsOrphaned == 0 {
-		t.Errorf("not every way of an MR was taken: %d hurt, %d recovered, %d recycled, %d orphaned", st.MRsHurt, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned)
+	if st.MRsFailed == 0 || st.MRsRecovered == 0 || st.MRsRecycled == 0 || st.MRsOrphaned == 0 {
+		t.Errorf("not every way of an MR was taken: %d hurt, %d recovered, %d recycled, %d orphaned", st.MRsFailed, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned)
 	}
 	t.Logf("%d operations, %d RPCs, %d connects, %d resends; %d keys killed by LOCAL_INV, %d by the server; %d MRs hurt = %d recovered + %d recycled + %d orphaned; heap %v",
-		ops.Load(), st.Sends, st.Connects, st.Resends, st.LocalInvNeeded, st.RemoteInvalidations, st.MRsHurt, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned, heap)
+		ops.Load(), st.Sends, st.Connects, st.Resends, st.LocalInvNeeded, st.RemoteInvalidations, st.MRsFailed, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned, heap)
 	for _, p := range []*faults.Provider{client, server} {
 		for _, c := range p.Counts() {
 			t.Logf("%s: %d", c.Name, c.Injected)

@@ -160,11 +160,11 @@ func (w *work) stop() {
 	w.all.Wait()
 	s := w.m.tr.Stats()
 	w.t.Logf("%d steps, %d RPCs, %d connects, %d failed, %d resends, %d timeouts, %d nudges; %d MRs hurt = %d recovered + %d recycled + %d orphaned", w.steps.Load(), s.Sends, s.Connects,
-		s.ConnectFailures, s.Resends, s.Timeouts, s.Nudges, s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+		s.ConnectFailures, s.Resends, s.Timeouts, s.Nudges, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 	if s.Connects < 2 {
 		w.t.Error("the connection was never lost")
 	}
-	if s.MRsHurt != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
+	if s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
 		w.t.Error("the MRs do not add up")
 	}
 	if left, err := os.ReadDir(w.m.dir); err != nil || len(left) != 0 {

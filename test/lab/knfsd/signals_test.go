@@ -74,8 +74,8 @@ func testSignals(t *testing.T, b bench) {
 	for _, n := range s.MRStates {
 		states += n
 	}
-	if states != s.MRsTotal || s.MRStates[memreg.Valid.String()] != 0 || s.MRsHurt != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
-		t.Errorf("MRs: %v of %d; %d hurt, %d recovered, %d recycled, %d orphaned", s.MRStates, s.MRsTotal, s.MRsHurt, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	if states != s.MRsTotal || s.MRStates[memreg.Valid.String()] != 0 || s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
+		t.Errorf("MRs: %v of %d; %d hurt, %d recovered, %d recycled, %d orphaned", s.MRStates, s.MRsTotal, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 	}
 	t.Logf("%d calls interrupted, %d keys killed by us; %d late accesses refused, %d connects; MRs %v", s.Interrupted, s.LocalInvNeeded, s.RemoteAccessErrors, s.Connects, s.MRStates)
 	if _, _, err := connectOnce(b, t); err != nil {

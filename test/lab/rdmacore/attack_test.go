@@ -34,7 +34,7 @@ type attacked struct{ *xprt.Transport }
 
 func (a attacked) Stats() hostile.Stats {
 	s := a.Transport.Stats()
-	return hostile.Stats{Connects: s.Connects, MRsHurt: uint64(s.MRsHurt), MRsMended: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
+	return hostile.Stats{Connects: s.Connects, MRsFailed: uint64(s.MRsFailed), MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
 }
 
 // TestAttacks plays a server that reaches for memory it has no right to, on a device of the kernel's.

@@ -118,7 +118,7 @@ func (g *goneGuest) stopIO() {
 // A goneStatus is what "nfsrdmad status --output json" tells of MRs.
 type goneStatus struct {
 	MRs       map[string]uint64 `json:"mrs"`
-	Hurt      uint64            `json:"mrs_hurt"`
+	Hurt      uint64            `json:"mrs_failed"`
 	Recovered uint64            `json:"mrs_recovered"`
 	Recycled  uint64            `json:"mrs_recycled"`
 	Orphaned  uint64            `json:"mrs_orphaned"`
