@@ -23,7 +23,8 @@ import (
 // mpaRequestOctets is the fixed part of an MPA request (RFC 5044 §7.1.1).
 const mpaRequestOctets = 20
 
-// Each bad input: one line that names what was tried, the exit code, in bounded time; daemon and other mount unharmed.
+// Each bad input: one line that names what was tried, the exit code, in bounded time; daemon and
+// other mount unharmed.
 func TestBadInput(t *testing.T) {
 	w := newWorld(t)
 	good := w.mkdir(t, "good")
@@ -43,7 +44,8 @@ func TestBadInput(t *testing.T) {
 	})
 	noise := peer(t, func(c net.Conn) { readRequest(c); _, _ = io.CopyN(c, rand.Reader, 4096) })
 	closes := peer(t, func(c net.Conn) { readRequest(c); c.Close() })
-	rejects := peer(t, func(c net.Conn) { // RFC 5044 §7.1.1: R set; revision 2 would carry IRD and ORD
+	// RFC 5044 §7.1.1: R set; revision 2 would carry IRD and ORD
+	rejects := peer(t, func(c net.Conn) {
 		readRequest(c)
 		_, _ = c.Write(append([]byte("MPA ID Rep Frame"), 0x20, 2, 0, 0))
 	})
@@ -247,7 +249,8 @@ func TestUsageErrors(t *testing.T) {
 	})
 }
 
-// What has the name of FUSE's device and is another: seen by mount and by doctor, before a server is asked.
+// What has the name of FUSE's device and is another: seen by mount and by doctor, before a server
+// is asked.
 func TestAnotherDeviceAsFuse(t *testing.T) {
 	for _, args := range []string{"mount --foreground 127.0.0.1:/ /mnt", "doctor --output json"} {
 		inner := program(t, "nfsrdmad")
@@ -290,7 +293,8 @@ func TestDaemonWithoutPrivilege(t *testing.T) {
 	}
 }
 
-// A configuration that is wrong: the daemon names the file, the line and the key, and does not start.
+// A configuration that is wrong: the daemon names the file, the line and the key, and does not
+// start.
 func TestBadConfiguration(t *testing.T) {
 	taken := peer(t, func(net.Conn) {}).String()
 	for _, tt := range []struct {

@@ -15,12 +15,14 @@ import (
 	"time"
 )
 
-// A stock Linux server loses its listener when a connection ends that it has not looked at yet, and when more than ten come at once.
+// A stock Linux server loses its listener when a connection ends that it has not looked at yet, and
+// when more than ten come at once.
 
 // hearsNothing is how long a peer listens for the end of a connection that it has not answered.
 const hearsNothing = 300 * time.Millisecond
 
-// Whoever ends in the middle of a connect, and however, its peer hears nothing of it before it answers.
+// Whoever ends in the middle of a connect, and however, its peer hears nothing of it before it
+// answers.
 func TestEndInMidConnect(t *testing.T) {
 	for _, tt := range []struct {
 		name       string
@@ -58,7 +60,8 @@ func TestEndInMidConnect(t *testing.T) {
 				t.Fatal(err)
 			}
 			<-asked
-			time.Sleep(10 * time.Millisecond) // it has come before its sender knows that it has sent it
+			// it has come before its sender knows that it has sent it
+			time.Sleep(10 * time.Millisecond)
 			if err := tt.end(w, mount); err != nil {
 				t.Fatal(err)
 			}

@@ -10,7 +10,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
-// Signals in the middle of the demo: one line, the exit code of an interrupt, and no mount and no file left.
+// Signals in the middle of the demo: one line, the exit code of an interrupt, and no mount and no
+// file left.
 func TestDemoSignals(t *testing.T) {
 	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
 		for _, phase := range []string{"server ", "mounted ", "copy in ", "remount ", "read back "} {

@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// forPeople makes help and usage errors of cmd and the commands below it readable: help within 80 columns, errors of one line that say
-// where the help is.
+// forPeople makes help and usage errors of cmd and the commands below it readable: help within 80
+// columns, errors of one line that say where the help is.
 func forPeople(cmd *cobra.Command) {
 	cobra.AddTemplateFunc("wrapped", func(f interface{ FlagUsagesWrapped(int) string }) string { return f.FlagUsagesWrapped(columns) })
 	cmd.SetUsageTemplate(strings.NewReplacer(

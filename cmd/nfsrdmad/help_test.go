@@ -55,7 +55,8 @@ func TestHelpHasEveryOption(t *testing.T) {
 	of := strings.Fields(`auto noauto nofail defaults _netdev relatime norelatime strictatime nostrictatime async fg
 		suid dev exec atime diratime`) // mount(8)'s and fstab(5)'s
 	for _, name := range daemon.OptionNames() {
-		if slices.Contains(of, name) == slices.Contains(words, name) && name != "auto" && name != "defaults" { // words of the page, too
+		// words of the page, too
+		if slices.Contains(of, name) == slices.Contains(words, name) && name != "auto" && name != "defaults" {
 			t.Errorf("option %q: in help is %v", name, slices.Contains(words, name))
 		}
 	}

@@ -26,8 +26,9 @@ const pauseLimit = limit
 
 // A pausable is a "serve" process that can be made to hang with everything open.
 //
-// A process that has files of its mount open must not start another one during a pause, and the test itself should have none at
-// all: execve(2) closes files, which asks the server, and whoever looks at that process in /proc waits with it.
+// A process that has files of its mount open must not start another one during a pause, and the
+// test itself should have none at all: execve(2) closes files, which asks the server, and whoever
+// looks at that process in /proc waits with it.
 type pausable struct {
 	cmd       *exec.Cmd
 	rdma, tcp string
@@ -64,7 +65,8 @@ func servePausable(t *testing.T, args ...string) *pausable {
 		t.Fatal(err)
 	}
 	cmd.Stderr = os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGCONT} // it does not hang longer than the test lives
+	// it does not hang longer than the test lives
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGCONT}
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -144,7 +146,8 @@ func callOf(s *daemon.MountStatus, is func(*daemon.PendingCall) bool) *daemon.Pe
 	return nil
 }
 
-// The daemon's own question is shown as such, and the connection's story tells of its loss and of the next connection.
+// The daemon's own question is shown as such, and the connection's story tells of its loss and of
+// the next connection.
 func TestStatusTellsTheStory(t *testing.T) {
 	h := newHung(t, "keepalive=2,nconnect=2", nil)
 	h.pause(t)
@@ -179,11 +182,13 @@ func TestStatusTellsTheStory(t *testing.T) {
 	}
 }
 
-// A kind of sleeper: its script gets the mount point as $0, opens what it reads, says "ready", and makes its call after a line.
+// A kind of sleeper: its script gets the mount point as $0, opens what it reads, says "ready", and
+// makes its call after a line.
 type kind struct {
 	script             string
 	command, procedure string // as status is to name them
-	late               bool   // the process waits for its very own call, and gives it up when it ends
+	// the process waits for its very own call, and gives it up when it ends
+	late bool
 }
 
 // What sleepers ask for, and their sizes in octets.
@@ -192,7 +197,8 @@ var sleepersFiles = map[string]int{"fresh": 1, "direct": 200_000, "cached": 200_
 var (
 	statter      = kind{`echo ready; read go; exec stat "$0/fresh"`, "stat", "LOOKUP", true}
 	directReader = kind{`exec 3<"$0/direct"; echo ready; read go; exec dd iflag=direct bs=64k count=1 status=none <&3`, "dd", "READ", true}
-	cachedReader = kind{`exec 3<"$0/cached"; echo ready; read go; exec cat <&3`, "cat", "READ", false} // the kernel reads for whoever comes
+	// the kernel reads for whoever comes
+	cachedReader = kind{`exec 3<"$0/cached"; echo ready; read go; exec cat <&3`, "cat", "READ", false}
 )
 
 // A sleeper is a process that makes one call of a mount when it is told to.
@@ -249,7 +255,8 @@ func (s *sleeper) is(c *daemon.PendingCall) bool {
 	return c.Owner == daemon.OwnerProcess && int(c.PID) == s.cmd.Process.Pid
 }
 
-// newSleepers mounts a server, has processes make their calls while it hangs, and waits until status knows of all of them.
+// newSleepers mounts a server, has processes make their calls while it hangs, and waits until
+// status knows of all of them.
 func newSleepers(t *testing.T, kinds ...kind) (*hung, []*sleeper, daemon.MountStatus) {
 	t.Helper()
 	h := newHung(t, "keepalive=0,timeo=6000,actimeo=600", sleepersFiles)
@@ -257,7 +264,8 @@ func newSleepers(t *testing.T, kinds ...kind) (*hung, []*sleeper, daemon.MountSt
 	for _, k := range kinds {
 		l = append(l, h.sleeper(t, k))
 	}
-	for _, name := range []string{"", "direct", "cached"} { // so that nobody asks for attributes first
+	// so that nobody asks for attributes first
+	for _, name := range []string{"", "direct", "cached"} {
 		if _, err := os.Stat(filepath.Join(h.mnt, name)); err != nil {
 			t.Fatal(err)
 		}
@@ -279,7 +287,8 @@ func newSleepers(t *testing.T, kinds ...kind) (*hung, []*sleeper, daemon.MountSt
 	return h, l, status
 }
 
-// What hangs with the server is named with process, procedure and reason, and goes on with the server.
+// What hangs with the server is named with process, procedure and reason, and goes on with the
+// server.
 func TestStatusOfAHungServer(t *testing.T) {
 	h, sleepers, m := newSleepers(t, statter, directReader, cachedReader)
 	text := nfsrdmad(t, "status", "--control-socket", h.socket, h.mnt).succeeds(t).stdout
@@ -317,7 +326,8 @@ func TestStatusOfAHungServer(t *testing.T) {
 	h.until(t, "rest", func(m *daemon.MountStatus) bool { return len(m.Calls) == 0 })
 }
 
-// A process that waits for a hung server can be killed. The reply comes late then, and harms nobody.
+// A process that waits for a hung server can be killed. The reply comes late then, and harms
+// nobody.
 func TestKilledWhileTheServerHangs(t *testing.T) {
 	t.Run("reply taken", func(t *testing.T) {
 		h := killSleepers(t, statter, cachedReader)
@@ -327,7 +337,8 @@ func TestKilledWhileTheServerHangs(t *testing.T) {
 		}
 		h.reads(t)
 	})
-	// The memory of a read that was given up is another's by now: the server's data for it are refused, which ends the connection.
+	// The memory of a read that was given up is another's by now: the server's data for it are
+	// refused, which ends the connection.
 	t.Run("data refused", func(t *testing.T) {
 		h := killSleepers(t, directReader)
 		m := h.until(t, "rest on another connection", func(m *daemon.MountStatus) bool { return atRest(m) && m.Connects == 2 })
@@ -343,7 +354,8 @@ func TestKilledWhileTheServerHangs(t *testing.T) {
 
 func atRest(m *daemon.MountStatus) bool { return len(m.Calls) == 0 && m.SlotsInUse == 0 }
 
-// killSleepers has processes of these kinds killed while the server hangs, sees that the server's view of their calls is kept, and resumes it.
+// killSleepers has processes of these kinds killed while the server hangs, sees that the server's
+// view of their calls is kept, and resumes it.
 func killSleepers(t *testing.T, kinds ...kind) *hung {
 	t.Helper()
 	h, sleepers, before := newSleepers(t, kinds...)

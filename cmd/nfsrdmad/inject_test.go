@@ -30,7 +30,8 @@ func noise(name string, n int) []byte {
 	return b
 }
 
-// scrape reads the metrics at addr: the value of each series, summed over labels, and over those of one label too, as name{label="value"}.
+// scrape reads the metrics at addr: the value of each series, summed over labels, and over those of
+// one label too, as name{label="value"}.
 func scrape(t *testing.T, addr string) map[string]float64 {
 	t.Helper()
 	r, err := http.Get("http://" + addr + "/metrics")
@@ -210,7 +211,8 @@ func (w *world) countedFaults(t *testing.T, dir, metrics string) {
 	t.Logf("%d connects, faults %v; %d MRs hurt: recovered %d, recycled %d, orphaned %d", s.Connects, s.FaultsInjected, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 }
 
-// trace has "nfsrdmad trace" write into a file from now on. What it returns is called after the mount has ended, and counts the events.
+// trace has "nfsrdmad trace" write into a file from now on. What it returns is called after the
+// mount has ended, and counts the events.
 func (w *world) trace(t *testing.T, dir string) (events func() map[string]int) {
 	t.Helper()
 	file, err := os.Create(filepath.Join(w.dir, "trace"))
@@ -243,7 +245,8 @@ func (w *world) trace(t *testing.T, dir string) (events func() map[string]int) {
 	}
 }
 
-// countEvents counts the events of a trace by name. The lines account for every event between the first and the last.
+// countEvents counts the events of a trace by name. The lines account for every event between the
+// first and the last.
 func countEvents(t *testing.T, path string) map[string]int {
 	t.Helper()
 	f, err := os.Open(path)

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A mount in the foreground that is killed at any moment is gone, and leaves nothing behind but a mount point that can be unmounted: it
-// waits for no answer that only it could give.
+// A mount in the foreground that is killed at any moment is gone, and leaves nothing behind but a
+// mount point that can be unmounted: it waits for no answer that only it could give.
 func TestKilledWhileMounting(t *testing.T) {
 	w := newWorld(t)
 	dir := w.mkdir(t, "mnt")

@@ -10,8 +10,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A server whose RDMA connection stands and whose answers are wrong: each mount fails in bounded time, with one line that names the
-// server and what it did; daemon and other mount unharmed.
+// A server whose RDMA connection stands and whose answers are wrong: each mount fails in bounded
+// time, with one line that names the server and what it did; daemon and other mount unharmed.
 func TestLyingServer(t *testing.T) {
 	w := newWorld(t)
 	good := w.mkdir(t, "good")
@@ -39,7 +39,8 @@ func TestLyingServer(t *testing.T) {
 		}
 	}
 	raw := func(n int) func(*rdmaCall) []byte {
-		return func(c *rdmaCall) []byte { // the client may ask for nothing besides, which has a short answer
+		// the client may ask for nothing besides, which has a short answer
+		return func(c *rdmaCall) []byte {
 			b := c.honest()
 			return b[:min(n, len(b))]
 		}

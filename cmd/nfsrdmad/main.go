@@ -1,4 +1,5 @@
-// Command nfsrdmad mounts NFS exports over RDMA in user space. Under the name mount.nfsrdma it is the helper of mount(8).
+// Command nfsrdmad mounts NFS exports over RDMA in user space. Under the name mount.nfsrdma it is
+// the helper of mount(8).
 package main
 
 import (
@@ -27,8 +28,8 @@ func main() {
 	os.Exit(run(ctx, cmd))
 }
 
-// endingSignals ask for an end in order. A terminal that is closed is one of them, unless nohup(1) said otherwise: mounts of a process that just dies
-// hang in the tree.
+// endingSignals ask for an end in order. A terminal that is closed is one of them, unless nohup(1)
+// said otherwise: mounts of a process that just dies hang in the tree.
 func endingSignals() []os.Signal {
 	signals := []os.Signal{syscall.SIGINT, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) {

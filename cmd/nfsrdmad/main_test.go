@@ -28,7 +28,8 @@ func TestMain(m *testing.M) {
 		main()
 	}
 	os.Setenv("GORACE", "atexit_sleep_ms=0") // each program would sleep for a second at its end
-	_ = flag.Set("test.parallel", "32")      // parallel tests here wait for timeouts, they do not compute
+	// parallel tests here wait for timeouts, they do not compute
+	_ = flag.Set("test.parallel", "32")
 	testutil.Main(m)
 }
 
@@ -75,7 +76,8 @@ func nfsrdmad(t *testing.T, args ...string) outcome {
 	return finish(t, program(t, "nfsrdmad", args...))
 }
 
-// fails checks a failure: exit code, one line on stderr that holds all of says, and nothing on stdout.
+// fails checks a failure: exit code, one line on stderr that holds all of says, and nothing on
+// stdout.
 func (o outcome) fails(t *testing.T, code int, says ...string) {
 	t.Helper()
 	if o.code != code {

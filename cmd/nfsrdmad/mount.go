@@ -105,7 +105,8 @@ func mountCommand(c *common) *cobra.Command {
 	return cmd
 }
 
-// helperCommand follows mount(8), "External helpers": mount.nfsrdma SPEC DIR [-sfnv] [-N namespace] [-o options] [-t type.subtype].
+// helperCommand follows mount(8), "External helpers": mount.nfsrdma SPEC DIR [-sfnv] [-N namespace]
+// [-o options] [-t type.subtype].
 func helperCommand() *cobra.Command {
 	f := &mountFlags{}
 	var ignored, namespace string

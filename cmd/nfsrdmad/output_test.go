@@ -9,7 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
-// With --output json, mount tells of the mount what list does, verbose or not, and umount nothing; errors stay a line of text.
+// With --output json, mount tells of the mount what list does, verbose or not, and umount nothing;
+// errors stay a line of text.
 func TestMountAsJSON(t *testing.T) {
 	w := newWorld(t)
 	dir := w.mkdir(t, "mnt")

@@ -16,7 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// peerAt plays a TCP service that is not what it should be: play gets each connection, which stays open until the test ends.
+// peerAt plays a TCP service that is not what it should be: play gets each connection, which stays
+// open until the test ends.
 func peerAt(t *testing.T, addr string, play func(net.Conn)) netip.AddrPort {
 	t.Helper()
 	l, err := net.Listen("tcp", addr)
@@ -120,7 +121,8 @@ func (c *rdmaCall) reply() rpcrdma.Header {
 	return rpcrdma.Header{XID: c.header.XID, Vers: rpcrdma.Version, Credits: 16, Proc: rpcrdma.ProcMsg}
 }
 
-// results is an honest RPC reply to what a mount asks, GETATTR and FSINFO (RFC 1813 §3.3.1, §3.3.19).
+// results is an honest RPC reply to what a mount asks, GETATTR and FSINFO (RFC 1813 §3.3.1,
+// §3.3.19).
 func (c *rdmaCall) results() []byte {
 	switch nfs3.Proc(c.rpc.Proc) {
 	case nfs3.ProcGetAttr:
@@ -133,7 +135,8 @@ func (c *rdmaCall) results() []byte {
 
 func (c *rdmaCall) honest() []byte { return wire(c.reply(), c.results()) }
 
-// rdmaPeer plays an NFS/RDMA server on softiwarp. answer makes the Send for each call; nil is silence.
+// rdmaPeer plays an NFS/RDMA server on softiwarp. answer makes the Send for each call; nil is
+// silence.
 func rdmaPeer(t *testing.T, answer func(*rdmaCall) []byte) netip.AddrPort {
 	t.Helper()
 	l, err := softiwarp.New(softiwarp.Config{}).Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))

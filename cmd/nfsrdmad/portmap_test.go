@@ -32,7 +32,8 @@ func TestPortMapper(t *testing.T) {
 	<-done
 }
 
-// portMapperCases runs on one thread: what it starts, and each socket that it makes, is in that thread's network namespace.
+// portMapperCases runs on one thread: what it starts, and each socket that it makes, is in that
+// thread's network namespace.
 func portMapperCases(t *testing.T) {
 	w := &world{dir: t.TempDir(), log: &bytes.Buffer{}}
 	w.socket = w.dir + "/s"

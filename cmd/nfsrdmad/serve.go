@@ -64,7 +64,8 @@ func serveCommand() *cobra.Command {
 // serveLimits are what a server may take of its host.
 type serveLimits struct{ connections, memory int }
 
-// Bounds of serveLimits: a client needs one connection of the two, a call two messages of a little more than 1 MiB.
+// Bounds of serveLimits: a client needs one connection of the two, a call two messages of a little
+// more than 1 MiB.
 const (
 	minConnections, maxConnections = 2, 65536
 	minMemory, maxMemory           = 4, 1 << 20 // MiB
@@ -115,7 +116,8 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 	fmt.Fprintln(w, line)
 }
 
-// portMapper is where clients ask for MOUNT's port (RFC 1833 §3.2); a directory's TCP port answers as a port mapper, too.
+// portMapper is where clients ask for MOUNT's port (RFC 1833 §3.2); a directory's TCP port answers
+// as a port mapper, too.
 const portMapper = 111
 
 func demoCommand() *cobra.Command {

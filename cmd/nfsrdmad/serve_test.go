@@ -17,7 +17,8 @@ import (
 // servingLine is what serve says first.
 var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), (?:MOUNT and NFS on|for the NFS server at) TCP (\S+)\n$`)
 
-// serve starts "nfsrdmad serve" and returns its two addresses, and a function that ends it with SIGTERM.
+// serve starts "nfsrdmad serve" and returns its two addresses, and a function that ends it with
+// SIGTERM.
 func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {
 	t.Helper()
 	cmd := program(t, "nfsrdmad", append([]string{"serve", "--rdma-listen", "127.0.0.1:0"}, args...)...)
@@ -58,7 +59,8 @@ func portOf(t *testing.T, addr string) string {
 	return port
 }
 
-// A tree through "serve DIR" as the TCP back end, "serve --backend" in front of it, a mount, and back: all of them processes.
+// A tree through "serve DIR" as the TCP back end, "serve --backend" in front of it, a mount, and
+// back: all of them processes.
 func TestServeBackend(t *testing.T) {
 	w := newWorld(t)
 	_, tcp, endBackend := serve(t, filepath.Join(w.dir, "export"))
@@ -121,7 +123,8 @@ func TestServeErrors(t *testing.T) {
 	}
 }
 
-// A server of two connections has one for each client: the second mount of a client is refused, with words, and takes the place of the first when that is gone.
+// A server of two connections has one for each client: the second mount of a client is refused,
+// with words, and takes the place of the first when that is gone.
 func TestServeLimits(t *testing.T) {
 	w := newWorld(t)
 	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--max-connections", "2", "--message-memory", "4")
@@ -138,7 +141,8 @@ func TestServeLimits(t *testing.T) {
 	}
 	mount(second).fails(t, 32, rdma, "reject")
 	nfsrdmad(t, "umount", "--control-socket", w.socket, first).succeeds(t)
-	for deadline := time.Now().Add(limit); ; { // the server sees the end of the connection a moment later
+	// the server sees the end of the connection a moment later
+	for deadline := time.Now().Add(limit); ; {
 		o := mount(second)
 		if o.code == 0 {
 			break

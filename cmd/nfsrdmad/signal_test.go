@@ -12,7 +12,8 @@ import (
 	"time"
 )
 
-// A terminal that is closed, and a log that nobody reads any more, leave no mount behind that nobody serves.
+// A terminal that is closed, and a log that nobody reads any more, leave no mount behind that
+// nobody serves.
 func TestTerminalClosed(t *testing.T) {
 	t.Run("daemon", func(t *testing.T) {
 		w := newWorld(t)
@@ -67,7 +68,8 @@ func TestTerminalClosed(t *testing.T) {
 	})
 }
 
-// systemd hears when mounts can be made, and for how long their end may take: a shutdown timeout above the unit's own would be cut short else.
+// systemd hears when mounts can be made, and for how long their end may take: a shutdown timeout
+// above the unit's own would be cut short else.
 func TestTellsSystemd(t *testing.T) {
 	dir := t.TempDir()
 	l, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(dir, "notify"), Net: "unixgram"})

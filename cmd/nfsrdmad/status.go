@@ -164,7 +164,8 @@ func item(w io.Writer, name, text, separator string) {
 	hang(w, first, text, separator)
 }
 
-// hang prints text behind first, broken behind separators, the further lines under the beginning of text.
+// hang prints text behind first, broken behind separators, the further lines under the beginning of
+// text.
 func hang(w io.Writer, first, text, separator string) {
 	indent := strings.Repeat(" ", max(len(first), 2))
 	line := first

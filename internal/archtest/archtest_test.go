@@ -17,8 +17,8 @@ const (
 	top    = "../.."
 )
 
-// floors lists the rooms from the top floor down. A room may import rooms of lower floors only; rooms that share a floor know nothing of each other.
-// Tests may import anything.
+// floors lists the rooms from the top floor down. A room may import rooms of lower floors only;
+// rooms that share a floor know nothing of each other. Tests may import anything.
 var floors = [][]string{
 	{"cmd/nfsrdmad"},
 	{"internal/demo"},

@@ -97,7 +97,8 @@ func TestInterruptLeavesNothing(t *testing.T) {
 	}
 }
 
-// Failures half-way: what is to be copied vanishes, the copy is changed behind the mount, the disk of the server is gone.
+// Failures half-way: what is to be copied vanishes, the copy is changed behind the mount, the disk
+// of the server is gone.
 func TestFailureLeavesNothing(t *testing.T) {
 	for _, tt := range []struct {
 		name string
@@ -129,7 +130,8 @@ func TestFailureLeavesNothing(t *testing.T) {
 	}
 }
 
-// A server that dies leaves the files under way waiting; the time limit ends them, and nothing is left.
+// A server that dies leaves the files under way waiting; the time limit ends them, and nothing is
+// left.
 func TestDeadServerLeavesNothing(t *testing.T) {
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)

@@ -10,7 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// How often progress is shown: a terminal has one line that changes, a file gets a line now and then.
+// How often progress is shown: a terminal has one line that changes, a file gets a line now and
+// then.
 const (
 	terminalTick = 200 * time.Millisecond
 	fileTick     = 2 * time.Second

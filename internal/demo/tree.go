@@ -28,7 +28,8 @@ type tree struct {
 	bytes int64
 }
 
-// listTree takes the first maxFiles regular files in lexical order. What is neither file nor directory is left out.
+// listTree takes the first maxFiles regular files in lexical order. What is neither file nor
+// directory is left out.
 func listTree(root string, maxFiles int) (*tree, error) {
 	t := &tree{root: root}
 	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
@@ -81,7 +82,8 @@ func (p *progress) show(out *screen, what string, t *tree, done <-chan struct{})
 
 func mib(n int64) float64 { return float64(n) / (1 << 20) }
 
-// stuckGrace is how long files under way get after an interrupt. Those that wait for a server that is gone end with the mount.
+// stuckGrace is how long files under way get after an interrupt. Those that wait for a server that
+// is gone end with the mount.
 const stuckGrace = 3 * time.Second
 
 // each runs f on every file of t, some at a time, and shows progress.

@@ -46,17 +46,20 @@ type options struct {
 	exportExtra   string
 }
 
-// SharedPortmap runs rpcbind in the network namespace of the caller, so that the test can ask it at 127.0.0.1:111. The caller must be a
-// locked goroutine in a namespace of its own, because rpcbind listens on every address; the test fails otherwise.
+// SharedPortmap runs rpcbind in the network namespace of the caller, so that the test can ask it at
+// 127.0.0.1:111. The caller must be a locked goroutine in a namespace of its own, because rpcbind
+// listens on every address; the test fails otherwise.
 func SharedPortmap() Option { return func(o *options) { o.sharedPortmap = true } }
 
-// ExportOption adds a line to the EXPORT block of the configuration, for example "Access_Type = RO;".
+// ExportOption adds a line to the EXPORT block of the configuration, for example "Access_Type =
+// RO;".
 func ExportOption(line string) Option {
 	return func(o *options) { o.exportExtra += "  " + line + "\n" }
 }
 
-// Start exports dir, which must be on a file system with file handles (ext4, xfs, tmpfs), read-write, without squashing, for AUTH_SYS, until
-// the test ends. It returns when the server answers.
+// Start exports dir, which must be on a file system with file handles (ext4, xfs, tmpfs),
+// read-write, without squashing, for AUTH_SYS, until the test ends. It returns when the server
+// answers.
 func Start(t testing.TB, dir string, opts ...Option) *Server {
 	t.Helper()
 	var o options
@@ -130,7 +133,8 @@ EXPORT {
 LOG { Default_Log_Level = EVENT; }
 `
 
-// script is the first process of the namespaces. It ends with the server, and ends the server when its standard input does.
+// script is the first process of the namespaces. It ends with the server, and ends the server when
+// its standard input does.
 const script = `set -e
 exec 3<&0
 mount -t tmpfs tmpfs /run
@@ -205,7 +209,8 @@ func freePorts() (a, b int, err error) {
 	return ports[0], ports[1], nil
 }
 
-// waitReady waits until the server answers on both ports, and, where it is asked, is registered with the port mapper; that comes later.
+// waitReady waits until the server answers on both ports, and, where it is asked, is registered
+// with the port mapper; that comes later.
 func (s *Server) waitReady(o *options, ended chan error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
 	defer cancel()
@@ -241,7 +246,8 @@ func (s *Server) answers(ctx context.Context, o *options) error {
 	return nil
 }
 
-// mountProgram is the program number of MOUNT, whose version 3 goes with NFS version 3 (RFC 1813 §5.1).
+// mountProgram is the program number of MOUNT, whose version 3 goes with NFS version 3 (RFC 1813
+// §5.1).
 const mountProgram = 100005
 
 func null(ctx context.Context, addr string) error {

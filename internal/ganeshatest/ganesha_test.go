@@ -14,7 +14,8 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// TestStartAndStop runs two servers at once, mounts from both, and sees that neither answers after its test.
+// TestStartAndStop runs two servers at once, mounts from both, and sees that neither answers after
+// its test.
 func TestStartAndStop(t *testing.T) {
 	var stopped []*Server
 	t.Run("running", func(t *testing.T) {

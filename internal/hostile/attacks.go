@@ -23,7 +23,8 @@ type attack struct {
 	name  string
 	write bool // of the read chunk of a WRITE, else of the write chunk of a READ
 	alive bool // before the call is answered, else after it has ended
-	// strike does it, and says how it went. Success is a breach, but of a Write over iWARP, which is sent and no more.
+	// strike does it, and says how it went. Success is a breach, but of a Write over iWARP, which
+	// is sent and no more.
 	strike func(c *conn, s rpcrdma.Segment) verbs.Status
 	// reads: the attack is a Read.
 	reads bool
@@ -113,9 +114,10 @@ type Client interface {
 
 // Stats are counters of a client.
 type Stats struct {
-	Connects           uint64 // connections made
-	Refused            uint64 // accesses of the server that its device refused
-	MRsFailed, MRsRecovered uint64 // memory regions that a lost connection hurt, and that were recovered, recycled or orphaned
+	Connects uint64 // connections made
+	Refused  uint64 // accesses of the server that its device refused
+	// memory regions that a lost connection hurt, and that were recovered, recycled or orphaned
+	MRsFailed, MRsRecovered uint64
 }
 
 // A Config says what is attacked.
@@ -145,8 +147,9 @@ func (cfg *Config) client(t testing.TB, v *Server) Client {
 	return c
 }
 
-// Attacks plays a server that reaches for memory it has no right to. No attempt may succeed, or change or tell memory; the calls that it meets, and those
-// after it, have their data; and whatever the attack hurts is mended.
+// Attacks plays a server that reaches for memory it has no right to. No attempt may succeed, or
+// change or tell memory; the calls that it meets, and those after it, have their data; and whatever
+// the attack hurts is mended.
 func Attacks(t *testing.T, cfg Config) {
 	for name := range cfg.Except {
 		if !slices.ContainsFunc(attacks, func(a attack) bool { return a.name == name }) {

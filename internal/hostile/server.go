@@ -19,9 +19,11 @@ import (
 )
 
 const (
-	// attackSize is how much a call that is attacked reads or writes: more than goes inline, and less than an arena.
+	// attackSize is how much a call that is attacked reads or writes: more than goes inline, and
+	// less than an arena.
 	attackSize = 40000
-	// attackPatience bounds what an attacker waits for: a device may leave a bad request without an answer.
+	// attackPatience bounds what an attacker waits for: a device may leave a bad request without an
+	// answer.
 	attackPatience = 3 * time.Second
 	attackDepth    = 32
 	attackMessage  = 16 << 10 // of Sends; less is promised
@@ -29,18 +31,22 @@ const (
 	guard          = 0x55 // in memory that no server may see or change
 )
 
-// A Server serves READ and WRITE of NFSv3 as it should, one call at a time on each connection, until it is told to strike.
+// A Server serves READ and WRITE of NFSv3 as it should, one call at a time on each connection,
+// until it is told to strike.
 type Server struct {
 	t  testing.TB
 	l  verbs.Listener
 	mu sync.Mutex
 
-	bufs  [][]byte  // guarded by mu, as all below; freed at the end, as an attack may come by a connection that has just ended
+	// guarded by mu, as all below; freed at the end, as an attack may come by a connection that has
+	// just ended
+	bufs  [][]byte
 	plan  *attack   // used up by one call
 	conns []*conn   // that live, in the order in which they were made
 	held  *heldCall // of an attack that needs two calls
 
-	may    chan struct{}     // closed when the call has ended, its memory is what it will be, and a late attack may begin
+	// closed when the call has ended, its memory is what it will be, and a late attack may begin
+	may    chan struct{}
 	struck chan verbs.Status // its outcome
 }
 
@@ -70,7 +76,8 @@ func Content(off uint64, n int) []byte {
 // right reports whether b is what a READ at off gives.
 func right(b []byte, off uint64) bool { return bytes.Equal(b, Content(off, len(b))) }
 
-// Serve starts a server on addr, until the test ends. It does nothing that it may not until an attack of [Attacks] has it.
+// Serve starts a server on addr, until the test ends. It does nothing that it may not until an
+// attack of [Attacks] has it.
 func Serve(t testing.TB, p verbs.Provider, addr netip.AddrPort) *Server {
 	t.Helper()
 	v := &Server{t: t, may: make(chan struct{}), struck: make(chan verbs.Status, 1)}
@@ -211,7 +218,8 @@ func (c *conn) other() *conn {
 	return c
 }
 
-// do posts one request and waits for its end, or, where the device has nothing to say of it, ends the connection.
+// do posts one request and waits for its end, or, where the device has nothing to say of it, ends
+// the connection.
 func (c *conn) do(wr *verbs.WorkRequest) verbs.Status {
 	wr.Signaled = true
 	ended := make(chan verbs.Status, 1)

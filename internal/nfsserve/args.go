@@ -8,7 +8,8 @@ import (
 // maxPathOctets bounds the text of a symbolic link.
 const maxPathOctets = nfs3.MaxPath
 
-// args are the arguments of one call, as far as anything here needs them. Slices are views of the call.
+// args are the arguments of one call, as far as anything here needs them. Slices are views of the
+// call.
 type args struct {
 	fh, fh2    []byte // first and second handle
 	name       string
@@ -25,12 +26,13 @@ type args struct {
 	offset     uint64 // of READ and WRITE
 	count      uint32 // of WRITE, and READDIRPLUS's maxcount
 	cookie     uint64 // of READDIRPLUS
-	// Where these stand in the arguments: READ's offset, READDIRPLUS's dircount, and what bounds the reply, the count of READ and
-	// READDIR and READDIRPLUS's maxcount.
+	// Where these stand in the arguments: READ's offset, READDIRPLUS's dircount, and what bounds
+	// the reply, the count of READ and READDIR and READDIRPLUS's maxcount.
 	offsetAt, dirCountAt, countAt int
 }
 
-// maxNameTaken lets longer names through than are allowed, so that they get NFS3ERR_NAMETOOLONG and not GARBAGE_ARGS.
+// maxNameTaken lets longer names through than are allowed, so that they get NFS3ERR_NAMETOOLONG and
+// not GARBAGE_ARGS.
 const maxNameTaken = 4096
 
 // parseArgs checks that b is the arguments of proc, whole and nothing behind (RFC 1813 §3.3).

@@ -27,7 +27,8 @@ func (c *client) raw(proc nfs3.Proc, args []byte) (uint32, sunrpc.Decoder) {
 
 func (c *client) args(fh nfs3.FH) []byte { return sunrpc.AppendOpaque(nil, fh.Bytes()) }
 
-// What is asked for in one call may be more than a reply can hold: part of it is answered, and the next call, too.
+// What is asked for in one call may be more than a reply can hold: part of it is answered, and the
+// next call, too.
 func TestCountsBeyondAReply(t *testing.T) {
 	s, dir := start(t, nil)
 	if err := os.WriteFile(filepath.Join(dir, "a"), make([]byte, 3<<20), 0o644); err != nil {
@@ -70,7 +71,8 @@ func TestCountsBeyondAReply(t *testing.T) {
 	}
 }
 
-// However long ago the listing began, an entry comes with the attributes that the file has when it is answered.
+// However long ago the listing began, an entry comes with the attributes that the file has when it
+// is answered.
 func TestAttributesOfLaterPages(t *testing.T) {
 	s, dir := start(t, nil)
 	const files = 100
@@ -137,7 +139,8 @@ func TestOffsetsBeyondEveryFile(t *testing.T) {
 	c.want(c.Create(c.ctx, c.cred, c.root, "other", &how, &cr), syscall.EFBIG)
 }
 
-// Pipes, devices and links have handles, too. What is for files and directories is refused, and never waits for the other end of a pipe.
+// Pipes, devices and links have handles, too. What is for files and directories is refused, and
+// never waits for the other end of a pipe.
 func TestHandlesOfOtherThings(t *testing.T) {
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)

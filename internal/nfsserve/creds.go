@@ -31,8 +31,8 @@ func credOf(h *sunrpc.CallHeader) cred {
 
 var amRoot = os.Geteuid() == 0
 
-// as runs f with the file system identity of c: fsuid, fsgid and supplementary groups, which Linux keeps per thread. Without
-// root's rights f runs as the server's own user.
+// as runs f with the file system identity of c: fsuid, fsgid and supplementary groups, which Linux
+// keeps per thread. Without root's rights f runs as the server's own user.
 func (c *cred) as(f func() error) error {
 	if !amRoot || (c.uid == 0 && c.gid == 0 && len(c.gids) == 0) {
 		return f()
@@ -48,7 +48,8 @@ func (c *cred) as(f func() error) error {
 	unix.SetfsuidRetUid(0)
 	unix.SetfsgidRetGid(0)
 	if setGroups(ownGroups) {
-		runtime.UnlockOSThread() // else the thread ends with its goroutine, and no other inherits the groups
+		// else the thread ends with its goroutine, and no other inherits the groups
+		runtime.UnlockOSThread()
 	}
 	return err
 }

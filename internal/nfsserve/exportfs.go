@@ -14,8 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// exportFS is the exported directory as one go-nfs worker sees it: confined by os.Root, never through a
-// symbolic link, under the credential of the call that the worker executes. It is used by one goroutine at a time.
+// exportFS is the exported directory as one go-nfs worker sees it: confined by os.Root, never
+// through a symbolic link, under the credential of the call that the worker executes. It is used by
+// one goroutine at a time.
 type exportFS struct {
 	tree     *tree
 	readOnly bool
@@ -55,7 +56,8 @@ func (e *exportFS) Capabilities() billy.Capability {
 	return billy.AllCapabilities
 }
 
-// Create makes or opens a file for writing. It does not truncate: UNCHECKED changes only the attributes given (RFC 1813 §3.3.8).
+// Create makes or opens a file for writing. It does not truncate: UNCHECKED changes only the
+// attributes given (RFC 1813 §3.3.8).
 func (e *exportFS) Create(name string) (billy.File, error) {
 	return e.OpenFile(name, os.O_RDWR|os.O_CREATE, 0o666)
 }
@@ -63,8 +65,8 @@ func (e *exportFS) Create(name string) (billy.File, error) {
 // Open opens a file for reading.
 func (e *exportFS) Open(name string) (billy.File, error) { return e.OpenFile(name, os.O_RDONLY, 0) }
 
-// OpenFile opens a regular file. Its owner is let in whatever the mode says, as NFS servers do: a client checked when the file was
-// opened, and the mode may have changed since (RFC 1813 §4.4).
+// OpenFile opens a regular file. Its owner is let in whatever the mode says, as NFS servers do: a
+// client checked when the file was opened, and the mode may have changed since (RFC 1813 §4.4).
 func (e *exportFS) OpenFile(name string, flag int, perm os.FileMode) (billy.File, error) {
 	name = clean(name)
 	info, err := e.tree.root.Lstat(name)
@@ -105,7 +107,8 @@ func ownerOf(info os.FileInfo) uint32 {
 // Stat is Lstat: a server never follows a link.
 func (e *exportFS) Stat(name string) (os.FileInfo, error) { return e.Lstat(name) }
 
-// Lstat runs as the server: who holds a handle may see attributes (RFC 1813 §3.3.1), and lookups are checked by [front].
+// Lstat runs as the server: who holds a handle may see attributes (RFC 1813 §3.3.1), and lookups
+// are checked by [front].
 func (e *exportFS) Lstat(name string) (os.FileInfo, error) {
 	info, err := e.tree.root.Lstat(clean(name))
 	if err != nil {
@@ -115,7 +118,8 @@ func (e *exportFS) Lstat(name string) (os.FileInfo, error) {
 	return wireInfo{info}, nil
 }
 
-// Rename renames, and lets the handles follow. Not by os.Root, which refuses to replace an empty directory (RFC 1813 §3.3.14).
+// Rename renames, and lets the handles follow. Not by os.Root, which refuses to replace an empty
+// directory (RFC 1813 §3.3.14).
 func (e *exportFS) Rename(from, to string) error {
 	from, to = clean(from), clean(to)
 	err := e.at(from, func(fromDir int, fromBase string) error {
@@ -149,7 +153,8 @@ func (e *exportFS) TempFile(string, string) (billy.File, error) { return nil, bi
 func (e *exportFS) ReadDir(name string) ([]os.FileInfo, error) {
 	var entries []os.DirEntry
 	err := e.do(func() error {
-		if info, err := e.tree.root.Lstat(clean(name)); err != nil || !info.IsDir() { // a symbolic link would be followed
+		// a symbolic link would be followed
+		if info, err := e.tree.root.Lstat(clean(name)); err != nil || !info.IsDir() {
 			return cmp.Or(err, error(syscall.ENOTDIR))
 		}
 		d, err := e.tree.root.OpenFile(clean(name), os.O_RDONLY|unix.O_DIRECTORY, 0)
@@ -200,7 +205,8 @@ func (e *exportFS) Chroot(string) (billy.Filesystem, error) { return nil, billy.
 // Root is the export's root.
 func (e *exportFS) Root() string { return "/" }
 
-// at runs f with the directory of name open and the last element of name, for the calls that os.Root lacks.
+// at runs f with the directory of name open and the last element of name, for the calls that
+// os.Root lacks.
 func (e *exportFS) at(name string, f func(dirfd int, base string) error) error {
 	return e.do(func() error { return e.atDir(name, f) })
 }
@@ -285,8 +291,8 @@ type exportFile struct {
 // Name is the path within the export, by which go-nfs looks the file up again.
 func (f *exportFile) Name() string { return f.name }
 
-// Write writes at the file's offset. An error closes the file: go-nfs does not close what it could not write to, and the space of a file
-// that is removed later would stay taken.
+// Write writes at the file's offset. An error closes the file: go-nfs does not close what it could
+// not write to, and the space of a file that is removed later would stay taken.
 func (f *exportFile) Write(p []byte) (int, error) {
 	f.written = true
 	n, err := f.File.Write(p)
@@ -297,7 +303,8 @@ func (f *exportFile) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// Seek sets the offset of the next Write. Some file systems refuse here what is beyond their largest file. An error closes the file, as in Write.
+// Seek sets the offset of the next Write. Some file systems refuse here what is beyond their
+// largest file. An error closes the file, as in Write.
 func (f *exportFile) Seek(offset int64, whence int) (int64, error) {
 	at, err := f.File.Seek(offset, whence)
 	if err != nil {
@@ -338,7 +345,8 @@ func (f *exportFile) Lock() error { return nil }
 // Unlock does nothing.
 func (f *exportFile) Unlock() error { return nil }
 
-// wireInfo gives the mode's set-id and sticky bits where NFS has them; go-nfs sends the number as it is.
+// wireInfo gives the mode's set-id and sticky bits where NFS has them; go-nfs sends the number as
+// it is.
 type wireInfo struct{ os.FileInfo }
 
 // Mode is the type in Go's bits, and twelve bits of mode as in mode3 (RFC 1813 §2.5).

@@ -23,7 +23,8 @@ const maxRecord = 1<<20 + 64<<10
 // numWorkers is how many calls an export executes at a time.
 const numWorkers = 16
 
-// An export is one directory as an NFS server: what every connection shares. Safe for concurrent use.
+// An export is one directory as an NFS server: what every connection shares. Safe for concurrent
+// use.
 type export struct {
 	dir      string
 	readOnly bool
@@ -40,7 +41,8 @@ func (e *export) exports(p string) bool {
 	return p == "/" || p == path.Clean("/"+filepath.ToSlash(e.dir))
 }
 
-// serve answers one call; the reply is appended to reply. A call that cannot be answered ends its connection.
+// serve answers one call; the reply is appended to reply. A call that cannot be answered ends its
+// connection.
 func (e *export) serve(ctx context.Context, call, reply []byte) ([]byte, error) {
 	h, a, err := sunrpc.ParseCall(call)
 	var denied *sunrpc.DeniedError
@@ -182,7 +184,8 @@ func status(err error) uint32 {
 	return stIO
 }
 
-// failBody is the size in octets of what follows the status of a failure: attributes, all left out (RFC 1813 §3.3).
+// failBody is the size in octets of what follows the status of a failure: attributes, all left out
+// (RFC 1813 §3.3).
 func failBody(p nfs3.Proc) int {
 	switch p {
 	case nfs3.ProcGetAttr:
@@ -232,10 +235,12 @@ func (c *nfsCall) run(reply []byte) ([]byte, error) {
 // entryRoom is the part of count that go-nfs takes for each entry of a directory.
 const entryRoom = 512
 
-// minDirCount is the least dircount that go-nfs takes. It bounds nothing that matters: maxcount bounds the reply.
+// minDirCount is the least dircount that go-nfs takes. It bounds nothing that matters: maxcount
+// bounds the reply.
 const minDirCount = 512
 
-// fit returns the call with numbers that go-nfs copes with: it would make a reply as long as is asked for, and takes offsets for signed.
+// fit returns the call with numbers that go-nfs copes with: it would make a reply as long as is
+// asked for, and takes offsets for signed.
 func (c *nfsCall) fit() []byte {
 	be, a, msg := binary.BigEndian, c.args, c.msg
 	own := func(at int) []byte { // the place in a copy: the call is the caller's
@@ -257,7 +262,8 @@ func (c *nfsCall) fit() []byte {
 	default:
 		return msg
 	}
-	if be.Uint32(msg[c.argsOff+a.countAt:]) > ioSize { // fewer octets may be answered (RFC 1813 §3.3.6, §3.3.16, §3.3.17)
+	// fewer octets may be answered (RFC 1813 §3.3.6, §3.3.16, §3.3.17)
+	if be.Uint32(msg[c.argsOff+a.countAt:]) > ioSize {
 		be.PutUint32(own(a.countAt), ioSize)
 	}
 	return msg
@@ -279,7 +285,8 @@ func (c *nfsCall) checkRange() uint32 {
 	return stOK
 }
 
-// checkNames refuses names that are not one path element (RFC 1813 §2.5, filename3), and what the directory's mode forbids.
+// checkNames refuses names that are not one path element (RFC 1813 §2.5, filename3), and what the
+// directory's mode forbids.
 func (c *nfsCall) checkNames() uint32 {
 	a := c.args
 	switch c.proc {
@@ -399,7 +406,8 @@ func (c *nfsCall) repair(r []byte) []byte {
 		if c.args.stable == nfs3.Unstable { // no fsync was made
 			be.PutUint32(r[len(r)-nfs3.WriteVerfSize-4:], uint32(nfs3.Unstable))
 		}
-	case nfs3.ProcFSStat: // go-nfs makes invarsec 64 bits wide: RFC 1813 §3.3.18 ends before its second half
+	// go-nfs makes invarsec 64 bits wide: RFC 1813 §3.3.18 ends before its second half
+	case nfs3.ProcFSStat:
 		r = r[:min(len(r), afterAttr(r)+fsStatSize)]
 	case nfs3.ProcFSInfo:
 		c.repairFSInfo(r)
@@ -434,7 +442,8 @@ func afterAttr(r []byte) int {
 // repairFSInfo gives sizes that the transport carries: go-nfs says a gigabyte.
 func (c *nfsCall) repairFSInfo(r []byte) {
 	at := afterAttr(r)
-	words := []uint32{ioSize, ioSize, 1, ioSize, ioSize, 1, dirSize} // rtmax, rtpref, rtmult, wtmax, wtpref, wtmult, dtpref
+	// rtmax, rtpref, rtmult, wtmax, wtpref, wtmult, dtpref
+	words := []uint32{ioSize, ioSize, 1, ioSize, ioSize, 1, dirSize}
 	if at+4*len(words) > len(r) {
 		return
 	}

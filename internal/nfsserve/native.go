@@ -16,7 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A native executes a procedure that go-nfs lacks or has wrong. handled is false where go-nfs shall do it after all.
+// A native executes a procedure that go-nfs lacks or has wrong. handled is false where go-nfs shall
+// do it after all.
 type native func(c *nfsCall) (body []byte, st uint32, handled bool)
 
 var natives = map[nfs3.Proc]native{
@@ -80,7 +81,8 @@ func splitPath(name string) []string {
 	return strings.Split(name, "/")
 }
 
-// setAttr is SETATTR (RFC 1813 §3.3.2). The guard is compared with what this server says ctime is: mtime.
+// setAttr is SETATTR (RFC 1813 §3.3.2). The guard is compared with what this server says ctime is:
+// mtime.
 func (c *nfsCall) setAttr() ([]byte, uint32, bool) {
 	name, st := c.path(c.args.fh)
 	if st != stOK {
@@ -104,7 +106,8 @@ func (c *nfsCall) setAttr() ([]byte, uint32, bool) {
 	return c.wcc(nil, name), stOK, true
 }
 
-// applySet sets size, owner, mode and times, in that order: each may undo what comes before it in another.
+// applySet sets size, owner, mode and times, in that order: each may undo what comes before it in
+// another.
 func (c *nfsCall) applySet(name string, info os.FileInfo) error {
 	s, e := &c.args.set, c.w.fs
 	if s.HasSize {
@@ -223,8 +226,8 @@ const (
 	defaultMode = 0o644
 )
 
-// createExclusive is CREATE with EXCLUSIVE (RFC 1813 §3.3.8). The verifier is kept in the new file's times until the
-// client sets them, as servers usually do.
+// createExclusive is CREATE with EXCLUSIVE (RFC 1813 §3.3.8). The verifier is kept in the new
+// file's times until the client sets them, as servers usually do.
 func (c *nfsCall) createExclusive() ([]byte, uint32, bool) {
 	if c.args.create != nfs3.Exclusive {
 		return nil, 0, false
@@ -274,7 +277,8 @@ func (c *nfsCall) commit() ([]byte, uint32, bool) {
 	switch {
 	case err != nil:
 		return nil, status(err), true
-	case !info.Mode().IsRegular(): // a pipe would be waited for, a device be touched, a link be followed
+	// a pipe would be waited for, a device be touched, a link be followed
+	case !info.Mode().IsRegular():
 		return nil, status(irregular(info)), true
 	}
 	f, err := c.tree.root.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)

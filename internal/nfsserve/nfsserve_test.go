@@ -142,7 +142,8 @@ func TestReadWriteCommit(t *testing.T) {
 	}
 }
 
-// TestDiskFull: a WRITE that finds no space says so, and leaves no file open: the space of what is removed then is there again.
+// TestDiskFull: a WRITE that finds no space says so, and leaves no file open: the space of what is
+// removed then is there again.
 func TestDiskFull(t *testing.T) {
 	var disk string
 	s, _ := start(t, func(c *Config) {
@@ -170,7 +171,8 @@ func TestDiskFull(t *testing.T) {
 	}
 }
 
-// TestHandles shows what clients rely on: handles that live through renames, of the object and of its parents, and as long as any link does.
+// TestHandles shows what clients rely on: handles that live through renames, of the object and of
+// its parents, and as long as any link does.
 func TestHandles(t *testing.T) {
 	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
@@ -256,7 +258,8 @@ func TestAttributes(t *testing.T) {
 	if a.Size != 1234 || a.UID != 1000 || a.GID != 1001 || a.Mode != 0o6751 || a.Mtime != (nfs3.Time3{Sec: 1e9, Nsec: 5}) {
 		t.Errorf("%+v", a)
 	}
-	c.want(c.SetAttr(c.ctx, c.cred, fh, &nfs3.SetAttr{}, &nfs3.Time3{Sec: 1}, &wcc), syscall.EAGAIN) // NFS3ERR_NOT_SYNC
+	// NFS3ERR_NOT_SYNC
+	c.want(c.SetAttr(c.ctx, c.cred, fh, &nfs3.SetAttr{}, &nfs3.Time3{Sec: 1}, &wcc), syscall.EAGAIN)
 
 	var cr nfs3.CreateResult
 	for name, tc := range map[string]struct {
@@ -390,7 +393,8 @@ func TestCredentials(t *testing.T) {
 		t.Errorf("owner of a new file: %v %v", info, err)
 	}
 	var w nfs3.WriteResult
-	c.ok(c.Write(c.ctx, user, cr.FH, 0, []byte("owner may"), nfs3.Unstable, &w)) // mode 0444, as git does
+	// mode 0444, as git does
+	c.ok(c.Write(c.ctx, user, cr.FH, 0, []byte("owner may"), nfs3.Unstable, &w))
 }
 
 // TestLargeDirectory pages through more entries than a reply holds, and finds every handle alive.

@@ -24,7 +24,8 @@ const (
 	dialTimeout  = 10 * time.Second
 	connsPerPeer = 2               // TCP connections for each RDMA connection
 	restTimeout  = 2 * time.Second // for the rest of a reply whose call has ended
-	maxSkip      = 64 << 20        // octets of a reply that is too long to be passed on; what has more ends the connection
+	// octets of a reply that is too long to be passed on; what has more ends the connection
+	maxSkip = 64 << 20
 )
 
 // A BackendError says why a call did not get its answer from the NFS server behind the RDMA port.
@@ -41,7 +42,8 @@ func (e *BackendError) Error() string {
 // Unwrap returns the cause.
 func (e *BackendError) Unwrap() error { return e.Err }
 
-// checkBackend asks the server at addr for nothing (NULL), so that a wrong address is heard of at the start.
+// checkBackend asks the server at addr for nothing (NULL), so that a wrong address is heard of at
+// the start.
 func checkBackend(ctx context.Context, addr string) error {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
@@ -56,9 +58,11 @@ func checkBackend(ctx context.Context, addr string) error {
 	return nil
 }
 
-// proxy passes calls to an RPC over TCP server. Each client connection has a few TCP connections of its own, so that the
-// backend can tell clients apart by them and XIDs need not be changed. When one of them ends, the calls on it fail, the client's RDMA
-// connection is dropped, and the client sends them again; a new TCP connection is made when the next call comes. It satisfies svcrdma.ConnHandler.
+// proxy passes calls to an RPC over TCP server. Each client connection has a few TCP connections of
+// its own, so that the backend can tell clients apart by them and XIDs need not be changed. When
+// one of them ends, the calls on it fail, the client's RDMA connection is dropped, and the client
+// sends them again; a new TCP connection is made when the next call comes. It satisfies
+// svcrdma.ConnHandler.
 type proxy struct {
 	addr string
 	log  hclog.Logger
@@ -162,7 +166,8 @@ type backendConn struct {
 	err   error                   // guarded by mu
 }
 
-// A pendingCall waits for its reply. Whoever takes it off the table owns reply until done is sent to.
+// A pendingCall waits for its reply. Whoever takes it off the table owns reply until done is sent
+// to.
 type pendingCall struct {
 	reply []byte
 	done  chan error
@@ -233,8 +238,8 @@ func (b *backendConn) enter(xid uint32, p *pendingCall) error {
 	return nil
 }
 
-// abandon ends a call. Where its reply is being read into its buffer, that is waited for; a backend that stops within a reply loses the
-// connection.
+// abandon ends a call. Where its reply is being read into its buffer, that is waited for; a backend
+// that stops within a reply loses the connection.
 func (b *backendConn) abandon(xid uint32, p *pendingCall, err error) error {
 	if b.leave(xid) != nil {
 		return err
@@ -282,14 +287,16 @@ func (b *backendConn) read() {
 	r := bufio.NewReaderSize(b.conn, pipeBuffer)
 	var stray []byte
 	for {
-		// The mark and the XID come first, so that the rest can be read straight into the call's own buffer.
+		// The mark and the XID come first, so that the rest can be read straight into the call's
+		// own buffer.
 		head, err := r.Peek(rpctcp.MarkSize + sunrpc.SizeUint32)
 		if err != nil {
 			b.fail(&BackendError{Addr: b.addr, Op: "read reply", Err: err})
 			return
 		}
 		var p *pendingCall
-		inParts := rpctcp.FragmentSize(head) < sunrpc.SizeUint32 // legal, and made by nobody: the XID itself is cut
+		// legal, and made by nobody: the XID itself is cut
+		inParts := rpctcp.FragmentSize(head) < sunrpc.SizeUint32
 		if !inParts {
 			p = b.leave(binary.BigEndian.Uint32(head[rpctcp.MarkSize:]))
 		}
@@ -304,7 +311,8 @@ func (b *backendConn) read() {
 			}
 		}
 		var long *rpctcp.SizeError
-		if errors.As(err, &long) { // the backend would say the same again: the call ends, the connection goes on
+		// the backend would say the same again: the call ends, the connection goes on
+		if errors.As(err, &long) {
 			if p != nil {
 				p.done <- fmt.Errorf("%w: %w", svcrdma.ErrReplySize, &BackendError{Addr: b.addr, Op: "read reply", Err: err})
 				p = nil

@@ -95,7 +95,8 @@ func TestDirectoryOverRDMA(t *testing.T) {
 	}
 }
 
-// Clients on TCP, as many as are let in, leave room for those of RDMA, whose calls come over TCP, too.
+// Clients on TCP, as many as are let in, leave room for those of RDMA, whose calls come over TCP,
+// too.
 func TestTCPConnectionsLeaveRoom(t *testing.T) {
 	s, _ := start(t, nil)
 	c := dialRDMA(t, s, s.TCPAddr)
@@ -122,7 +123,8 @@ func TestBackendOverRDMA(t *testing.T) {
 	exercise(t, dialRDMA(t, front, dir.TCPAddr))
 }
 
-// A client that goes away while the backend is dialed is no trouble of the backend's: the log says nothing.
+// A client that goes away while the backend is dialed is no trouble of the backend's: the log says
+// nothing.
 func TestProxyClientGone(t *testing.T) {
 	b := newScripted(t)
 	var log bytes.Buffer
@@ -241,7 +243,8 @@ func TestProxy(t *testing.T) {
 		}
 	}
 
-	// A reply that is too long to be passed on: an error that the client does not try again, and the connection goes on.
+	// A reply that is too long to be passed on: an error that the client does not try again, and
+	// the connection goes on.
 	done = send(ctx, 25)
 	long := <-b.calls
 	other := send(ctx, 26)
@@ -302,7 +305,8 @@ func TestProxy(t *testing.T) {
 	}
 }
 
-// A backend that stops within a reply holds neither the call whose time is over nor the end of the client's connection.
+// A backend that stops within a reply holds neither the call whose time is over nor the end of the
+// client's connection.
 func TestProxyPartOfReply(t *testing.T) {
 	b := newScripted(t)
 	p := newProxy(b.Addr().String(), hclog.NewNullLogger())
@@ -319,7 +323,8 @@ func TestProxyPartOfReply(t *testing.T) {
 	if _, err := call.conn.Write(append(part, call.msg[:8]...)); err != nil {
 		t.Error(err)
 	}
-	time.Sleep(50 * time.Millisecond) // so that the reader has it; when it has not, the call ends in the ordinary way
+	// so that the reader has it; when it has not, the call ends in the ordinary way
+	time.Sleep(50 * time.Millisecond)
 	cancel()
 	select {
 	case err := <-done:

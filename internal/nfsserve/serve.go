@@ -24,7 +24,8 @@ import (
 // DefaultRDMAListen is the port of NFS over RDMA (RFC 8267 §4.2) on every address.
 const DefaultRDMAListen = ":20049"
 
-// DefaultTCPListen is where a directory's TCP port is when Config says nothing: any free port of this host's own.
+// DefaultTCPListen is where a directory's TCP port is when Config says nothing: any free port of
+// this host's own.
 const DefaultTCPListen = "127.0.0.1:0"
 
 // Config says what is served and where. Exactly one of Dir and Backend is given.
@@ -36,7 +37,8 @@ type Config struct {
 
 	// RDMAListen is "host:port", default DefaultRDMAListen. Port 0 takes a free one.
 	RDMAListen string
-	// TCPListen is the "host:port" of Dir's MOUNT, NFS and port mapper, all on that one port. Default DefaultTCPListen.
+	// TCPListen is the "host:port" of Dir's MOUNT, NFS and port mapper, all on that one port.
+	// Default DefaultTCPListen.
 	TCPListen string
 
 	// Provider carries the RDMA side.
@@ -44,9 +46,11 @@ type Config struct {
 	// ReadOnly refuses every change of Dir. A backend decides for itself.
 	ReadOnly bool
 
-	// NoRemoteInv leaves it to the clients to invalidate their keys; else Send With Invalidate is offered.
+	// NoRemoteInv leaves it to the clients to invalidate their keys; else Send With Invalidate is
+	// offered.
 	NoRemoteInv bool
-	// RDMA is passed to svcrdma with Handler, Logger and RemoteInv set here. The zero value is good.
+	// RDMA is passed to svcrdma with Handler, Logger and RemoteInv set here. The zero value is
+	// good.
 	RDMA   svcrdma.Config
 	Logger hclog.Logger
 }
@@ -68,8 +72,9 @@ type Server struct {
 	err    error // after done
 }
 
-// Run starts a server and returns when both ports are open. ctx ends it. A backend must answer: it is asked once, with a bound. Errors are *ConfigError where cfg
-// makes no sense, *BackendError, or the system's.
+// Run starts a server and returns when both ports are open. ctx ends it. A backend must answer: it
+// is asked once, with a bound. Errors are *ConfigError where cfg makes no sense, *BackendError, or
+// the system's.
 func Run(ctx context.Context, cfg Config) (*Server, error) {
 	if err := cfg.complete(); err != nil {
 		return nil, err

@@ -15,14 +15,17 @@ import (
 
 // Limits of the TCP port.
 const (
-	callsPerConn = 32  // from the reading of a call to the end of its reply; more wait in the socket
-	callsAtOnce  = 256 // of all connections: their replies are the memory that small calls can ask for
+	// from the reading of a call to the end of its reply; more wait in the socket
+	callsPerConn = 32
+	// of all connections: their replies are the memory that small calls can ask for
+	callsAtOnce  = 256
 	maxTCPConns  = 512 // of clients on TCP; those of RDMA clients come on top
 	acceptPause  = 50 * time.Millisecond
 	writeTimeout = 30 * time.Second
 )
 
-// A tcpServer answers RPC over TCP. Calls of one connection run in parallel and are answered as they finish.
+// A tcpServer answers RPC over TCP. Calls of one connection run in parallel and are answered as
+// they finish.
 type tcpServer struct {
 	serve    func(ctx context.Context, call, reply []byte) ([]byte, error)
 	maxConns int

@@ -12,7 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 )
 
-// However many connections there are, and calls on them, no more replies are held than callsAtOnce; the others have their turn.
+// However many connections there are, and calls on them, no more replies are held than callsAtOnce;
+// the others have their turn.
 func TestTCPCallsAtOnce(t *testing.T) {
 	const conns = callsAtOnce/callsPerConn + 4
 	var running, most, served atomic.Int64

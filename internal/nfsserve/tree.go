@@ -22,15 +22,17 @@ type place struct {
 	name string
 }
 
-// A node is one file of the export, whatever it is called now. Its handle lives until its last known name is removed.
+// A node is one file of the export, whatever it is called now. Its handle lives until its last
+// known name is removed.
 type node struct {
 	id     uint64
 	inode  inode
 	places []place // empty for the root and for what is gone
 }
 
-// tree knows which handle means which file. Handles go by inode, so that a rename keeps them and hard links share one; they
-// are valid for the life of the tree. Memory grows with the number of files that clients have seen.
+// tree knows which handle means which file. Handles go by inode, so that a rename keeps them and
+// hard links share one; they are valid for the life of the tree. Memory grows with the number of
+// files that clients have seen.
 type tree struct {
 	root *os.Root
 	id   [8]byte
@@ -78,7 +80,8 @@ func (t *tree) handle(n *node) []byte {
 	return binary.BigEndian.AppendUint64(append(make([]byte, 0, handleSize), t.id[:]...), n.id)
 }
 
-// toHandle gives the handle of the file that elems names now; of nothing there, one that is never valid.
+// toHandle gives the handle of the file that elems names now; of nothing there, one that is never
+// valid.
 func (t *tree) toHandle(elems []string) []byte {
 	if len(elems) == 0 {
 		return t.handle(t.top)
@@ -101,7 +104,8 @@ func (t *tree) toHandle(elems []string) []byte {
 		t.forget(at) // replaced behind our back
 	}
 	n := t.byInode[i]
-	if n == nil || info.IsDir() && len(n.places) > 0 { // a directory has one name: it was moved behind our back
+	// a directory has one name: it was moved behind our back
+	if n == nil || info.IsDir() && len(n.places) > 0 {
 		if n != nil {
 			t.forget(n.places[0])
 		}
@@ -112,7 +116,8 @@ func (t *tree) toHandle(elems []string) []byte {
 	return t.handle(n)
 }
 
-// dirNode finds the node of a directory whose own handle was given out before, as go-nfs guarantees by walking from a handle.
+// dirNode finds the node of a directory whose own handle was given out before, as go-nfs guarantees
+// by walking from a handle.
 func (t *tree) dirNode(elems []string) *node {
 	n := t.top
 	for _, e := range elems {
@@ -210,8 +215,8 @@ func (t *tree) removed(name string) {
 	}
 }
 
-// renamed tells that from is called to now, and what was to before is not any more. Renaming one link of a
-// file to another of its links does nothing (rename(2)).
+// renamed tells that from is called to now, and what was to before is not any more. Renaming one
+// link of a file to another of its links does nothing (rename(2)).
 func (t *tree) renamed(from, to string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -17,8 +17,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 )
 
-// A worker is one go-nfs server with one connection, an in-memory pipe, on which it executes one call at a time. That is how the
-// call's credential reaches the file system: go-nfs itself has no notion of it.
+// A worker is one go-nfs server with one connection, an in-memory pipe, on which it executes one
+// call at a time. That is how the call's credential reaches the file system: go-nfs itself has no
+// notion of it.
 type worker struct {
 	fs    *exportFS
 	pipe  net.Conn
@@ -144,7 +145,8 @@ func (h *handler) VerifierFor(path string, contents []fs.FileInfo) uint64 {
 	return v
 }
 
-// DataForVerifier finds a listing again, nil when it is gone. The attributes of those entries that this call may answer with are today's.
+// DataForVerifier finds a listing again, nil when it is gone. The attributes of those entries that
+// this call may answer with are today's.
 func (h *handler) DataForVerifier(path string, v uint64) []fs.FileInfo {
 	entries := slices.Clone(h.listings.get(path, v))
 	// The cookie of entry i is i+2, and the call goes on behind that.
@@ -165,7 +167,8 @@ type listing struct {
 	entries  []fs.FileInfo
 }
 
-// listings remembers directory contents while clients page through them, the oldest overwritten first.
+// listings remembers directory contents while clients page through them, the oldest overwritten
+// first.
 type listings struct {
 	seed maphash.Seed
 

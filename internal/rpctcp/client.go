@@ -21,8 +21,8 @@ var ErrClosed = errors.New("RPC connection is closed")
 type Options struct {
 	// MaxRecord is the largest reply in octets that is taken; 0 means DefaultMaxRecord.
 	MaxRecord int
-	// WriteTimeout bounds the writing of one call, which a context cannot interrupt; 0 means DefaultWriteTimeout. When it passes, the
-	// connection ends.
+	// WriteTimeout bounds the writing of one call, which a context cannot interrupt; 0 means
+	// DefaultWriteTimeout. When it passes, the connection ends.
 	WriteTimeout time.Duration
 }
 
@@ -32,8 +32,9 @@ const (
 	DefaultWriteTimeout = 30 * time.Second
 )
 
-// A Client makes calls on one connection. It satisfies nfs3.Caller and is safe for concurrent use; calls are answered in any order. The
-// first error of the connection ends it for good: pending calls and later ones return it.
+// A Client makes calls on one connection. It satisfies nfs3.Caller and is safe for concurrent use;
+// calls are answered in any order. The first error of the connection ends it for good: pending
+// calls and later ones return it.
 type Client struct {
 	conn    net.Conn
 	opts    Options
@@ -48,7 +49,8 @@ type Client struct {
 	err   error               // why the connection ended
 }
 
-// pending is a call that waits for its reply. Whoever takes it off the table, under Client.mu, owns its message until done is sent to.
+// pending is a call that waits for its reply. Whoever takes it off the table, under Client.mu, owns
+// its message until done is sent to.
 type pending struct {
 	m    *sunrpc.Message
 	hdr  []byte
@@ -90,11 +92,12 @@ func (c *Client) Close() error {
 	return nil
 }
 
-// Strays is the number of replies that belonged to no call, for example to one whose context had ended.
+// Strays is the number of replies that belonged to no call, for example to one whose context had
+// ended.
 func (c *Client) Strays() uint64 { return c.strays.Load() }
 
-// Call makes one call; see nfs3.Caller. The results always come whole in m.Result, ResultData is not used. Errors: the context's,
-// wrapped; that of sunrpc.ParseReply; or the connection's.
+// Call makes one call; see nfs3.Caller. The results always come whole in m.Result, ResultData is
+// not used. Errors: the context's, wrapped; that of sunrpc.ParseReply; or the connection's.
 func (c *Client) Call(ctx context.Context, m *sunrpc.Message) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("RPC to %s: %w", c.conn.RemoteAddr(), err)
@@ -140,8 +143,8 @@ func (c *Client) enter(p *pending) error {
 	return nil
 }
 
-// abandon ends p with err, unless its outcome is on its way already: then that is waited for, because the reader may be filling p's
-// message. The wait is short; no I/O is in it.
+// abandon ends p with err, unless its outcome is on its way already: then that is waited for,
+// because the reader may be filling p's message. The wait is short; no I/O is in it.
 func (c *Client) abandon(p *pending, err error) error {
 	if c.leave(p.m.XID) == nil {
 		err = <-p.done

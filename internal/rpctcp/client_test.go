@@ -119,7 +119,8 @@ func TestConcurrentCalls(t *testing.T) {
 		wg.Go(func() {
 			for j := range rounds {
 				want := fmt.Appendf(nil, "%04d%04d", i, j)
-				m := sunrpc.Message{Cred: cred, Args: want, Result: make([]byte, 0, 4*(j%4))} // sometimes too small
+				// sometimes too small
+				m := sunrpc.Message{Cred: cred, Args: want, Result: make([]byte, 0, 4*(j%4))}
 				if err := c.Call(t.Context(), &m); err != nil || !bytes.Equal(m.Result, want) {
 					t.Errorf("caller %d: %q, error %v", i, m.Result, err)
 					return

@@ -10,15 +10,16 @@ import (
 	"sync"
 )
 
-// Record marking (RFC 5531 §11): each fragment is preceded by a word whose top bit marks the record's last fragment and whose other bits
-// are the fragment's length.
+// Record marking (RFC 5531 §11): each fragment is preceded by a word whose top bit marks the
+// record's last fragment and whose other bits are the fragment's length.
 const (
 	MarkSize     = 4
 	lastFragment = 1 << 31
 	maxFragment  = lastFragment - 1
 )
 
-// ErrRecord is wrapped by errors about the framing itself: the peer does not speak RPC over TCP, or sends more than the reader takes.
+// ErrRecord is wrapped by errors about the framing itself: the peer does not speak RPC over TCP, or
+// sends more than the reader takes.
 var ErrRecord = errors.New("bad RPC record")
 
 // growStep bounds in octets how far the buffer runs ahead of what has arrived.
@@ -33,7 +34,7 @@ func FragmentSize(b []byte) int { return int(binary.BigEndian.Uint32(b) & maxFra
 // A SizeError is a record of more octets than the reader takes. It wraps [ErrRecord].
 type SizeError struct {
 	Bytes int // of the record up to here, at least
-	Limit  int
+	Limit int
 
 	rest int  // octets of the present fragment that were not read
 	last bool // it is the record's last
@@ -46,8 +47,9 @@ func (e *SizeError) Error() string {
 // Unwrap returns [ErrRecord].
 func (e *SizeError) Unwrap() error { return ErrRecord }
 
-// Skip reads the rest of the record from r and forgets it, so that the next record can be read. It gives up with an error that wraps
-// [ErrRecord] where more than most octets, or fragments, are left.
+// Skip reads the rest of the record from r and forgets it, so that the next record can be read. It
+// gives up with an error that wraps [ErrRecord] where more than most octets, or fragments, are
+// left.
 func (e *SizeError) Skip(r io.Reader, most int) error {
 	rest, last := e.rest, e.last
 	for fragments := 0; ; fragments++ {
@@ -70,14 +72,17 @@ func (e *SizeError) Skip(r io.Reader, most int) error {
 	}
 }
 
-// ReadRecord reads one record into buf's room and returns it, without its marks; the slice is buf's or, where that was too
-// small, a new one. A record of more than limit octets is a [*SizeError], before any octet of the excess is read.
-// The end of the stream before the first octet is io.EOF, later io.ErrUnexpectedEOF.
+// ReadRecord reads one record into buf's room and returns it, without its marks; the slice is buf's
+// or, where that was too small, a new one. A record of more than limit octets is a [*SizeError],
+// before any octet of the excess is read. The end of the stream before the first octet is io.EOF,
+// later io.ErrUnexpectedEOF.
 //
-// ReadRecord reads no octet behind the record. Without a buffered reader it takes two reads per fragment.
+// ReadRecord reads no octet behind the record. Without a buffered reader it takes two reads per
+// fragment.
 func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 	buf = buf[:0]
-	// The mark is read into the record's own buffer: a local array would escape through the interface, once for each record.
+	// The mark is read into the record's own buffer: a local array would escape through the
+	// interface, once for each record.
 	buf = slices.Grow(buf, MarkSize)
 	for first := true; ; first = false {
 		buf = slices.Grow(buf, MarkSize)
@@ -94,7 +99,8 @@ func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 		case n > limit-len(buf):
 			return buf, &SizeError{Bytes: len(buf) + n, Limit: limit, rest: n, last: last}
 		case n == 0 && !last:
-			// Legal but pointless, and a peer could send them for ever without a record getting longer.
+			// Legal but pointless, and a peer could send them for ever without a record getting
+			// longer.
 			return buf, fmt.Errorf("%w: an empty fragment that is not the last", ErrRecord)
 		}
 		var err error
@@ -129,7 +135,8 @@ func noEOF(err error) error {
 	return err
 }
 
-// vector is what WriteRecord hands to writev. It is pooled because its parts would otherwise be allocated for each record.
+// vector is what WriteRecord hands to writev. It is pooled because its parts would otherwise be
+// allocated for each record.
 type vector struct {
 	mark  [MarkSize]byte
 	parts [6][]byte
@@ -138,8 +145,9 @@ type vector struct {
 
 var vectors = sync.Pool{New: func() any { return new(vector) }}
 
-// WriteRecord writes the concatenation of at most five parts as a record of one fragment, by one writev where w is a TCP connection. After an error the stream is of no
-// more use: part of the record may have gone out.
+// WriteRecord writes the concatenation of at most five parts as a record of one fragment, by one
+// writev where w is a TCP connection. After an error the stream is of no more use: part of the
+// record may have gone out.
 func WriteRecord(w io.Writer, parts ...[]byte) error {
 	v := vectors.Get().(*vector)
 	defer v.release()

@@ -23,11 +23,12 @@ const (
 	setTime   = 2       // time_how SET_TO_CLIENT_TIME
 )
 
-// An item is a DDP-eligible opaque in an unreduced message: its octets, without pad, are msg[off:off+n].
+// An item is a DDP-eligible opaque in an unreduced message: its octets, without pad, are
+// msg[off:off+n].
 type item struct{ off, n int }
 
-// eligibleArg finds the DDP-eligible argument of a call: the data of WRITE, the path of SYMLINK (RFC 8267 §4.1).
-// argsOff is where the arguments begin in msg.
+// eligibleArg finds the DDP-eligible argument of a call: the data of WRITE, the path of SYMLINK
+// (RFC 8267 §4.1). argsOff is where the arguments begin in msg.
 func eligibleArg(call *sunrpc.CallHeader, msg []byte, argsOff int) (item, bool) {
 	if call.Prog != progNFS || call.Vers != versNFS3 {
 		return item{}, false
@@ -65,8 +66,8 @@ func skipSattr(d *sunrpc.Decoder) {
 	}
 }
 
-// eligibleResult finds the DDP-eligible result in an unreduced reply: the data of READ, the path of READLINK. There is none in
-// a reply that is not a success.
+// eligibleResult finds the DDP-eligible result in an unreduced reply: the data of READ, the path of
+// READLINK. There is none in a reply that is not a success.
 func eligibleResult(call *sunrpc.CallHeader, reply []byte) (item, bool) {
 	if call.Prog != progNFS || call.Vers != versNFS3 || (call.Proc != procRead && call.Proc != procReadlink) {
 		return item{}, false
@@ -99,8 +100,9 @@ func opaqueItem(d *sunrpc.Decoder, msg []byte, base int) (item, bool) {
 	return item{off: off, n: int(n)}, true
 }
 
-// checkReduction tells whether each Read chunk at a position other than zero holds a DDP-eligible argument, whole and with or
-// without its pad (RFC 8166 §3.4.5.2, §6.1). NFSv4 COMPOUNDs are passed: their server decodes them, and any of several WRITEs may be reduced.
+// checkReduction tells whether each Read chunk at a position other than zero holds a DDP-eligible
+// argument, whole and with or without its pad (RFC 8166 §3.4.5.2, §6.1). NFSv4 COMPOUNDs are
+// passed: their server decodes them, and any of several WRITEs may be reduced.
 func checkReduction(call *sunrpc.CallHeader, msg []byte, argsOff int, chunks []readChunk) bool {
 	if call.Prog == progNFS && call.Vers == versNFS4 {
 		return true

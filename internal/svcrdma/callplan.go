@@ -8,10 +8,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// errChunks: the client's chunk lists cannot be served; the answer is ERR_CHUNK (RFC 8166 §4.5.2, §4.5.3).
+// errChunks: the client's chunk lists cannot be served; the answer is ERR_CHUNK (RFC 8166 §4.5.2,
+// §4.5.3).
 var errChunks = errors.New("svcrdma: the chunk lists cannot be served")
 
-// A readChunk is all segments of the Read list with one position: reads[first:first+count] of the sorted list.
+// A readChunk is all segments of the Read list with one position: reads[first:first+count] of the
+// sorted list.
 type readChunk struct {
 	pos    uint32
 	length uint64
@@ -28,7 +30,8 @@ type readOp struct {
 // A copyOp moves inline octets to their place in the rebuilt message.
 type copyOp struct{ src, dst, n int }
 
-// A callPlan says how the unreduced call is rebuilt from an inline body and a Read list. Its slices are reused.
+// A callPlan says how the unreduced call is rebuilt from an inline body and a Read list. Its slices
+// are reused.
 type callPlan struct {
 	size   int // octets of the rebuilt message
 	chunks []readChunk
@@ -39,9 +42,10 @@ type callPlan struct {
 	segs []rpcrdma.ReadSegment // the Read list by position, list order kept within one
 }
 
-// build makes the plan, or returns errChunks. Chunks are put in where their Position says in the unreduced
-// stream; segments may be cut anywhere, and roundup octets may be in the chunk or not (RFC 8166 §3.4.4, §3.4.5). With
-// RDMA_NOMSG the position-zero chunk is the body into which the others are put (RFC 8166 §3.5.3).
+// build makes the plan, or returns errChunks. Chunks are put in where their Position says in the
+// unreduced stream; segments may be cut anywhere, and roundup octets may be in the chunk or not
+// (RFC 8166 §3.4.4, §3.4.5). With RDMA_NOMSG the position-zero chunk is the body into which the
+// others are put (RFC 8166 §3.5.3).
 func (p *callPlan) build(h *rpcrdma.Header, body []byte, limit int) error {
 	p.size, p.chunks, p.reads, p.copies, p.pads = 0, p.chunks[:0], p.reads[:0], p.copies[:0], p.pads[:0]
 	p.group(h.Reads)
@@ -100,7 +104,8 @@ func (p *callPlan) group(reads []rpcrdma.ReadSegment) {
 	}
 }
 
-// place plans the Reads of chunk c to offset out and returns where the stream goes on, behind the item's pad.
+// place plans the Reads of chunk c to offset out and returns where the stream goes on, behind the
+// item's pad.
 func (p *callPlan) place(c readChunk, out int) int {
 	for _, s := range p.segs[c.first : c.first+c.count] {
 		if s.Length == 0 {

@@ -38,10 +38,11 @@ type conn struct {
 	sendThreshold, recvThreshold int // RFC 8797 §4.2
 	remoteInv                    bool
 
-	recvs    []recvBuf
-	recvMem  []byte
-	recvMR   verbs.MR
-	calls    chan *recvBuf       // received, not yet taken by a worker; room for every Receive, so that a handler never blocks
+	recvs   []recvBuf
+	recvMem []byte
+	recvMR  verbs.MR
+	// received, not yet taken by a worker; room for every Receive, so that a handler never blocks
+	calls    chan *recvBuf
 	readSlot chan struct{}       // one token per RDMA Read outstanding (ORD)
 	sq       *semaphore.Weighted // room on the send queue for Writes and Sends
 	sqRoom   int64
@@ -89,7 +90,8 @@ func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest) {
 	log.Info("disconnected", "cause", context.Cause(c.ctx))
 }
 
-// setup makes everything that the connection needs and posts its Receives, before the peer is accepted.
+// setup makes everything that the connection needs and posts its Receives, before the peer is
+// accepted.
 func (c *conn) setup() error {
 	priv, _ := rpcrdma.ParsePrivate(c.id.Peer().PrivateData)
 	c.sendThreshold, c.recvThreshold = rpcrdma.Thresholds(c.private(), priv)
@@ -129,8 +131,8 @@ func (c *conn) private() rpcrdma.Private {
 	return rpcrdma.Private{RemoteInv: c.cfg.RemoteInv, SendSize: c.cfg.InlineBytes, RecvSize: c.cfg.InlineBytes}
 }
 
-// postReceives posts one Receive per credit (RFC 8166 §3.3.1), each as large as this side offered: a peer whose own offer is
-// smaller just does not fill them.
+// postReceives posts one Receive per credit (RFC 8166 §3.3.1), each as large as this side offered:
+// a peer whose own offer is smaller just does not fill them.
 func (c *conn) postReceives() (err error) {
 	size, n := c.cfg.InlineBytes, c.cfg.Credits
 	if c.recvMem, err = membuf.Alloc(size * n); err != nil {
@@ -175,7 +177,8 @@ func (c *conn) accept() error {
 	peer := c.id.Peer()
 	return c.id.Accept(ctx, verbs.ConnParam{
 		PrivateData: c.private().Append(nil),
-		// Nothing of this side may be read, but a responder grants what the initiator asks (RFC 6581 §9.1).
+		// Nothing of this side may be read, but a responder grants what the initiator asks (RFC
+		// 6581 §9.1).
 		ResponderResources: uint16(min(int(peer.InitiatorDepth), c.id.Device().Attrs().MaxQPRdAtom)),
 		InitiatorDepth:     uint16(cap(c.readSlot)),
 	})
@@ -188,8 +191,9 @@ func (c *conn) repost(r *recvBuf) {
 	}
 }
 
-// release ends the connection and frees everything. Order: the QP first, so that no completion comes any more and nothing
-// of the device touches memory; then the workers, which see the closed channel; then what they used.
+// release ends the connection and frees everything. Order: the QP first, so that no completion
+// comes any more and nothing of the device touches memory; then the workers, which see the closed
+// channel; then what they used.
 func (c *conn) release() {
 	c.cancel(context.Canceled)
 	if err := c.id.Close(); err != nil {

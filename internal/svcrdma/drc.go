@@ -13,15 +13,18 @@ import (
 
 // Bounds of the duplicate request cache, beside Config.CachedReplies.
 const (
-	// drcMaxReply is the largest reply in octets that is kept. Replies of non-idempotent procedures are a few hundred (RFC 8267 §3).
+	// drcMaxReply is the largest reply in octets that is kept. Replies of non-idempotent procedures
+	// are a few hundred (RFC 8267 §3).
 	drcMaxReply = 4096
-	// drcMaxAge is how long a reply is kept: longer than any client takes to connect again, short enough that one that begins with
-	// the same XIDs after a restart is not answered out of its former life.
+	// drcMaxAge is how long a reply is kept: longer than any client takes to connect again, short
+	// enough that one that begins with the same XIDs after a restart is not answered out of its
+	// former life.
 	drcMaxAge = 10 * time.Minute
 )
 
-// drcKey tells calls apart. The client's port is not in it: a replay comes over a new connection. The checksum covers the whole
-// call, data and credential included, so that no call is ever answered for one that says something else.
+// drcKey tells calls apart. The client's port is not in it: a replay comes over a new connection.
+// The checksum covers the whole call, data and credential included, so that no call is ever
+// answered for one that says something else.
 type drcKey struct {
 	addr   netip.Addr
 	xid    uint32
@@ -29,7 +32,8 @@ type drcKey struct {
 	length int
 }
 
-// A drcEntry is one call: running until done is closed, answered after. reply is nil when the call came to no answer.
+// A drcEntry is one call: running until done is closed, answered after. reply is nil when the call
+// came to no answer.
 type drcEntry struct {
 	key   drcKey
 	done  chan struct{}
@@ -39,9 +43,10 @@ type drcEntry struct {
 	own   *list.Element // in the client's own list
 }
 
-// drc is the duplicate request cache, shared by all connections: bounded by number, size and age, least recently answered out first. One client
-// address fills at most half of it, so that it cannot push out what the others may still ask for. A replayed
-// call that is not idempotent is answered with the first reply, framed anew for its connection and chunks (RFC 8881 §2.9.2 on credits).
+// drc is the duplicate request cache, shared by all connections: bounded by number, size and age,
+// least recently answered out first. One client address fills at most half of it, so that it cannot
+// push out what the others may still ask for. A replayed call that is not idempotent is answered
+// with the first reply, framed anew for its connection and chunks (RFC 8881 §2.9.2 on credits).
 type drc struct {
 	seed   maphash.Seed
 	max    int
@@ -64,7 +69,8 @@ func cacheable(c *sunrpc.CallHeader) bool {
 	switch {
 	case c.Prog == progNFS && c.Vers == versNFS3:
 		switch c.Proc {
-		case 2, 7, 8, 9, 10, 11, 12, 13, 14, 15: // SETATTR, WRITE, CREATE, MKDIR, SYMLINK, MKNOD, REMOVE, RMDIR, RENAME, LINK
+		// SETATTR, WRITE, CREATE, MKDIR, SYMLINK, MKNOD, REMOVE, RMDIR, RENAME, LINK
+		case 2, 7, 8, 9, 10, 11, 12, 13, 14, 15:
 			return true
 		}
 	case c.Prog == progMount:
@@ -80,8 +86,8 @@ func (d *drc) key(addr netip.Addr, xid uint32, msg []byte) drcKey {
 	return drcKey{addr: addr, xid: xid, sum: maphash.Bytes(d.seed, msg), length: len(msg)}
 }
 
-// begin returns the cached reply, or the entry that the caller must run and then finish. It waits while the same
-// call is running elsewhere, until ctx ends.
+// begin returns the cached reply, or the entry that the caller must run and then finish. It waits
+// while the same call is running elsewhere, until ctx ends.
 func (d *drc) begin(ctx context.Context, k drcKey) (reply []byte, run *drcEntry, err error) {
 	for {
 		d.mu.Lock()
@@ -111,7 +117,8 @@ func (d *drc) begin(ctx context.Context, k drcKey) (reply []byte, run *drcEntry,
 	}
 }
 
-// finish ends a call that begin gave to the caller. A nil reply, or one too large to keep, leaves no trace.
+// finish ends a call that begin gave to the caller. A nil reply, or one too large to keep, leaves
+// no trace.
 func (d *drc) finish(e *drcEntry, reply []byte) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -11,8 +11,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An exec is one worker: it takes a received message and does everything for it, up to the completion of the Send. It
-// is made once per credit and used by one goroutine; completion handlers only put into its channels.
+// An exec is one worker: it takes a received message and does everything for it, up to the
+// completion of the Send. It is made once per credit and used by one goroutine; completion handlers
+// only put into its channels.
 type exec struct {
 	c      *conn
 	header rpcrdma.Header
@@ -23,7 +24,8 @@ type exec struct {
 	bufs     [2]*msgBuf // for the reply, and for a call that must be rebuilt
 	transfer stopwatch  // Reads, or the Writes and the Send of a reply
 	calling  stopwatch  // the Handler
-	// outlives is the context of calls that outlive their connection; giveUp ends it when the Handler's time is over.
+	// outlives is the context of calls that outlive their connection; giveUp ends it when the
+	// Handler's time is over.
 	outlives context.Context
 	giveUp   context.CancelFunc
 
@@ -85,7 +87,8 @@ func (x *exec) serve(r *recvBuf) error {
 	n, err := x.header.Decode(msg)
 	switch {
 	case x.header.Proc == rpcrdma.ProcDone, x.header.Proc == rpcrdma.ProcError:
-		// RFC 8166 §4.2.4, §4.6.2. Of whatever version: an error must not be answered with an error.
+		// RFC 8166 §4.2.4, §4.6.2. Of whatever version: an error must not be answered with an
+		// error.
 		return x.discard(r)
 	case errors.Is(err, rpcrdma.ErrBadVersion):
 		return x.sendError(r, rpcrdma.ErrVers)
@@ -95,7 +98,8 @@ func (x *exec) serve(r *recvBuf) error {
 	x.c.callBegins()
 	defer x.c.callEnds()
 	if x.c.fatal.hopeless(x.c.addr, x.header.XID) { // RFC 8166 §4.5.3
-		x.c.fatal.forget(x.c.addr, x.header.XID) // first: the client may use the XID again as soon as it has the answer
+		// first: the client may use the XID again as soon as it has the answer
+		x.c.fatal.forget(x.c.addr, x.header.XID)
 		err := x.sendError(r, rpcrdma.ErrChunk)
 		if err != nil {
 			x.c.fatal.add(x.c.addr, x.header.XID, fatalStrikes)
@@ -203,7 +207,8 @@ func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
 		return x.discard(r)
 	}
 	hdr, args, err := sunrpc.ParseCall(call)
-	if len(call) < sunrpc.SizeUint32 || hdr.XID != x.header.XID { // RFC 8166 §4.2.1: rdma_xid is the RPC's
+	// RFC 8166 §4.2.1: rdma_xid is the RPC's
+	if len(call) < sunrpc.SizeUint32 || hdr.XID != x.header.XID {
 		return x.sendError(r, rpcrdma.ErrChunk)
 	}
 	x.c.cfg.Stats.Calls.Add(1)
@@ -231,7 +236,8 @@ func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
 	return x.reply(r, &hdr, buf, reply)
 }
 
-// tooLarge answers a call whose reply cannot be sent, nor could be if the client sent the call again (RFC 8166 §4.5.3).
+// tooLarge answers a call whose reply cannot be sent, nor could be if the client sent the call
+// again (RFC 8166 §4.5.3).
 func (x *exec) tooLarge(r *recvBuf, hdr *sunrpc.CallHeader, err error) error {
 	x.c.log.Warn("call answered with an error", "peer", x.c.peer, "program", hdr.Prog, "procedure", hdr.Proc, "error", err)
 	return x.sendError(r, rpcrdma.ErrChunk)
@@ -307,8 +313,8 @@ func (x *exec) reply(r *recvBuf, hdr *sunrpc.CallHeader, buf *msgBuf, reply []by
 	return x.sendOut(r, out, opcode, handle)
 }
 
-// push posts the RDMA Writes of the reply plan in chains. All but the last chain are waited for; the last few requests
-// go with the Send: x.wrs[:x.posted] holds them.
+// push posts the RDMA Writes of the reply plan in chains. All but the last chain are waited for;
+// the last few requests go with the Send: x.wrs[:x.posted] holds them.
 func (x *exec) push(buf *msgBuf, reply []byte) error {
 	x.posted = 0
 	for _, op := range x.rplan.writes {
@@ -329,8 +335,8 @@ func (x *exec) push(buf *msgBuf, reply []byte) error {
 	return nil
 }
 
-// sendOut puts the Send behind the Writes that push left, gives the Receive back first (RFC 8166 §3.3.1), and waits for the
-// completion, after which every buffer is free.
+// sendOut puts the Send behind the Writes that push left, gives the Receive back first (RFC 8166
+// §3.3.1), and waits for the completion, after which every buffer is free.
 func (x *exec) sendOut(r *recvBuf, out []byte, opcode verbs.Opcode, invalidate uint32) error {
 	i := x.posted
 	x.sges[i] = verbs.SGE{Buf: out, LKey: x.send.mr.LKey()}
@@ -366,7 +372,8 @@ func (x *exec) post() error {
 	return nil
 }
 
-// sendError answers with RDMA_ERROR: same XID, same rdma_vers, a grant like any other (RFC 8166 §4.5).
+// sendError answers with RDMA_ERROR: same XID, same rdma_vers, a grant like any other (RFC 8166
+// §4.5).
 func (x *exec) sendError(r *recvBuf, code rpcrdma.ErrCode) error {
 	x.c.cfg.Stats.RDMAErrors.Add(1)
 	h := rpcrdma.Header{XID: x.header.XID, Vers: x.header.Vers, Credits: uint32(x.c.cfg.Credits),

@@ -11,18 +11,21 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An RDMA operation that the client's memory refuses ends the connection; the client connects again, sends the call again, and loses
-// that connection too. RFC 8166 §4.5.3 breaks the loop: the call is answered with ERR_CHUNK on the new connection.
+// An RDMA operation that the client's memory refuses ends the connection; the client connects
+// again, sends the call again, and loses that connection too. RFC 8166 §4.5.3 breaks the loop: the
+// call is answered with ERR_CHUNK on the new connection.
 //
-// Which call it was is certain for an RDMA Read, whose request the client's Terminate quotes. For an RDMA Write or a Send it is
-// one of the replies that left last, so those are only counted, and a call is answered so when it was among them three times over.
+// Which call it was is certain for an RDMA Read, whose request the client's Terminate quotes. For
+// an RDMA Write or a Send it is one of the replies that left last, so those are only counted, and a
+// call is answered so when it was among them three times over.
 const (
 	fatalStrikes = 3
 	maxFatal     = 1024
 	fatalMaxAge  = drcMaxAge
 )
 
-// What a client's Terminate says when an RDMA Write, a Send, or its invalidation was refused (RFC 5040 §4.8, RFC 5041 §7.2).
+// What a client's Terminate says when an RDMA Write, a Send, or its invalidation was refused (RFC
+// 5040 §4.8, RFC 5041 §7.2).
 const (
 	layerRDMAP           = 0
 	layerDDP             = 1
@@ -31,7 +34,8 @@ const (
 	codeCannotInvalidate = 0x09
 )
 
-// refusedReply tells whether a connection ended because the client's memory or Receives refused a reply.
+// refusedReply tells whether a connection ended because the client's memory or Receives refused a
+// reply.
 func refusedReply(cause error) bool {
 	var t *verbs.TerminateError
 	if !errors.As(cause, &t) || t.Local {
@@ -57,7 +61,8 @@ type fatalCall struct {
 	at      time.Time
 }
 
-// fatalCalls remembers calls that ended their connections: bounded, oldest out first, shared by all connections.
+// fatalCalls remembers calls that ended their connections: bounded, oldest out first, shared by all
+// connections.
 type fatalCalls struct {
 	any atomic.Bool // spares calls the lock while there are none
 
@@ -123,7 +128,8 @@ func (f *fatalCalls) remove(e *list.Element) {
 	f.any.Store(f.order.Len() > 0)
 }
 
-// answered notes the call whose reply is about to leave; ended counts strikes against the last of them.
+// answered notes the call whose reply is about to leave; ended counts strikes against the last of
+// them.
 func (c *conn) answered(xid uint32) {
 	c.mu.Lock()
 	c.recent[c.recentAt%len(c.recent)] = xid

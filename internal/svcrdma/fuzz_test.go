@@ -9,7 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// FuzzCall puts any octets through header, call plan and reply plan and checks every offset that the device would be given.
+// FuzzCall puts any octets through header, call plan and reply plan and checks every offset that
+// the device would be given.
 func FuzzCall(f *testing.F) {
 	body := rpcCall(7, progNFS, 3, procWrite, writeHead(100))
 	seg := rpcrdma.Segment{Handle: 9, Length: 100, Offset: 1 << 40}
@@ -106,7 +107,8 @@ func FuzzCall(f *testing.F) {
 		if !sameShape(h.Writes, r.header.Writes) || h.HasReply != r.header.HasReply || !sameShape([]rpcrdma.Chunk{h.Reply}, []rpcrdma.Chunk{r.header.Reply}) || len(r.header.Reads) != 0 {
 			t.Fatalf("lists returned %+v, were %+v", r.header, h)
 		}
-		// What the Writes carry, in order, is what the returned lengths say, at the segments' own addresses.
+		// What the Writes carry, in order, is what the returned lengths say, at the segments' own
+		// addresses.
 		left := r.writes
 		carried := func(c rpcrdma.Chunk) (b []byte) {
 			for _, seg := range c {
@@ -151,7 +153,8 @@ func FuzzCall(f *testing.F) {
 // octetAt is what the client's memory holds.
 func octetAt(handle uint32, addr uint64) byte { return byte(handle)*31 + byte(addr)*7 + byte(addr>>8) }
 
-// rebuildSlowly is RFC 8166 §3.4.5 word for word: the chunks, each behind its Position of the stream that has come so far.
+// rebuildSlowly is RFC 8166 §3.4.5 word for word: the chunks, each behind its Position of the
+// stream that has come so far.
 func rebuildSlowly(h *rpcrdma.Header, body []byte) (out []byte) {
 	fetch := func(pos uint32) (b []byte) {
 		for _, s := range h.Reads {
@@ -184,7 +187,8 @@ func rebuildSlowly(h *rpcrdma.Header, body []byte) (out []byte) {
 	return append(out, body...)
 }
 
-// sameShape tells whether each segment came back at its place with its handle and address, and no longer than it was.
+// sameShape tells whether each segment came back at its place with its handle and address, and no
+// longer than it was.
 func sameShape(was, is []rpcrdma.Chunk) bool {
 	return slices.EqualFunc(was, is, func(a, b rpcrdma.Chunk) bool {
 		return slices.EqualFunc(a, b, func(a, b rpcrdma.Segment) bool {

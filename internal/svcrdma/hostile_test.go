@@ -16,8 +16,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// TestCreditsAllTheTime keeps every credit in use for a long time: each reply is followed by the next call at once, which a server that gave its
-// Receive back after the reply would have no buffer for (RFC 8166 §3.3.1).
+// TestCreditsAllTheTime keeps every credit in use for a long time: each reply is followed by the
+// next call at once, which a server that gave its Receive back after the reply would have no buffer
+// for (RFC 8166 §3.3.1).
 func TestCreditsAllTheTime(t *testing.T) {
 	const credits, calls = 4, 3000
 	h := &testHandler{}
@@ -58,8 +59,9 @@ func realCalls(t *testing.T) (calls [][]byte) {
 	return calls
 }
 
-// TestHostileClients send real calls with words of their headers changed, among them the keys and addresses of a region that is theirs, and of
-// none. The server serves everybody else all the while and keeps nothing of them.
+// TestHostileClients send real calls with words of their headers changed, among them the keys and
+// addresses of a region that is theirs, and of none. The server serves everybody else all the while
+// and keeps nothing of them.
 func TestHostileClients(t *testing.T) {
 	const clients, messages = 150, 12
 	calls := realCalls(t)
@@ -75,7 +77,8 @@ func TestHostileClients(t *testing.T) {
 		for range messages {
 			m := append([]byte(nil), calls[random.IntN(len(calls))]...)
 			var h rpcrdma.Header
-			if n, err := h.Decode(m); err == nil && random.IntN(2) > 0 { // chunks that can be served in part
+			// chunks that can be served in part
+			if n, err := h.Decode(m); err == nil && random.IntN(2) > 0 {
 				body := m[n:]
 				for i := range h.Reads {
 					h.Reads[i].Segment = own
@@ -175,7 +178,8 @@ func TestConnectionLimits(t *testing.T) {
 	}
 }
 
-// TestNoReadsAllowed is a client that answers no RDMA Read (its IRD is 0): a Read chunk of it cannot be served.
+// TestNoReadsAllowed is a client that answers no RDMA Read (its IRD is 0): a Read chunk of it
+// cannot be served.
 func TestNoReadsAllowed(t *testing.T) {
 	c := newRaw(t, startServer(t, Config{Handler: &testHandler{}}))
 	must(t, c.connect(verbs.ConnParam{}))

@@ -121,7 +121,8 @@ func TestReplyNotTaken(t *testing.T) {
 	waitReleased(t, &stats)
 }
 
-// TestCallTimeout has a Handler that answers nothing, with a call that may be cached and one that may not.
+// TestCallTimeout has a Handler that answers nothing, with a call that may be cached and one that
+// may not.
 func TestCallTimeout(t *testing.T) {
 	var calls atomic.Int64
 	addr := startServer(t, Config{CallTimeout: 100 * time.Millisecond, Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
@@ -166,8 +167,9 @@ func TestCallTimeoutOfLostClient(t *testing.T) {
 	waitReleased(t, &stats)
 }
 
-// TestMessageMemory gives the server memory for one call with chunks at a time, and clients that want much more. All are served, one after
-// the other, also the one that finds all the memory kept by another connection.
+// TestMessageMemory gives the server memory for one call with chunks at a time, and clients that
+// want much more. All are served, one after the other, also the one that finds all the memory kept
+// by another connection.
 func TestMessageMemory(t *testing.T) {
 	const size = 256 << 10
 	var now, most atomic.Int64
@@ -217,7 +219,8 @@ func TestMessageMemory(t *testing.T) {
 	}
 }
 
-// TestHopelessCalls are calls whose chunks end the connection each time (RFC 8166 §4.5.3): the loop is broken.
+// TestHopelessCalls are calls whose chunks end the connection each time (RFC 8166 §4.5.3): the loop
+// is broken.
 func TestHopelessCalls(t *testing.T) {
 	h := &testHandler{}
 	addr := startServer(t, Config{Handler: h, RemoteInv: true})
@@ -240,7 +243,8 @@ func TestHopelessCalls(t *testing.T) {
 			return &rpcrdma.Header{XID: 3, HasReply: true, Reply: rpcrdma.Chunk{seg}}, rpcCall(3, progNFS, 3, 1, nil)
 		}},
 	} {
-		// Which reply was refused is learned beside the connection's end, so that one more may be needed.
+		// Which reply was refused is learned beside the connection's end, so that one more may be
+		// needed.
 		ends, c := 0, (*rawClient)(nil)
 		for {
 			c = dialRaw(t, addr, ownPrivate(true, 4096))
@@ -342,7 +346,8 @@ func TestDuplicateRequestBounds(t *testing.T) {
 	}
 }
 
-// TestDuplicateRequestData: two WRITEs that differ in their last octet only are two calls, even under one XID.
+// TestDuplicateRequestData: two WRITEs that differ in their last octet only are two calls, even
+// under one XID.
 func TestDuplicateRequestData(t *testing.T) {
 	var seen []byte // the last octet of each call executed
 	var mu sync.Mutex
@@ -365,7 +370,8 @@ func TestDuplicateRequestData(t *testing.T) {
 	}
 }
 
-// TestReplyBeyondLimit: a reply that no message holds is an error of its call, not of the connection, which the client would lose again and again.
+// TestReplyBeyondLimit: a reply that no message holds is an error of its call, not of the
+// connection, which the client would lose again and again.
 func TestReplyBeyondLimit(t *testing.T) {
 	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, MaxMessage: 64 << 10}), ownPrivate(false, 4096))
 	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
@@ -386,7 +392,8 @@ func TestReplyNotHandedOver(t *testing.T) {
 	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
 }
 
-// TestNeverAnswersErrors: neither an RDMA_ERROR of whatever version nor a reverse-direction reply is answered.
+// TestNeverAnswersErrors: neither an RDMA_ERROR of whatever version nor a reverse-direction reply
+// is answered.
 func TestNeverAnswersErrors(t *testing.T) {
 	var stats Stats
 	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, Stats: &stats}), ownPrivate(false, 4096))

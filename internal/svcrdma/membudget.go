@@ -8,12 +8,13 @@ import (
 	"golang.org/x/sync/semaphore"
 )
 
-// A memBudget bounds the message buffers of all connections together. A connection keeps the buffers that it has done with,
-// because making them costs a system call and page faults, until somebody has to wait for memory: then every connection gives
-// back what it does not use.
+// A memBudget bounds the message buffers of all connections together. A connection keeps the
+// buffers that it has done with, because making them costs a system call and page faults, until
+// somebody has to wait for memory: then every connection gives back what it does not use.
 //
-// A call takes all that it needs in one step and waits for memory while it holds none, so that calls cannot wait for each other;
-// each holder has a time limit (Config.TransferTimeout, Config.CallTimeout).
+// A call takes all that it needs in one step and waits for memory while it holds none, so that
+// calls cannot wait for each other; each holder has a time limit (Config.TransferTimeout,
+// Config.CallTimeout).
 type memBudget struct {
 	room    *semaphore.Weighted // one unit for each buffer that may be made
 	waiters atomic.Int32
@@ -44,7 +45,8 @@ func (m *memBudget) take(ctx context.Context, n int) error {
 	if m.room.TryAcquire(int64(n)) {
 		return nil
 	}
-	// First the count, then the reclaim: a buffer is either put back after the count was seen, or found by the reclaim.
+	// First the count, then the reclaim: a buffer is either put back after the count was seen, or
+	// found by the reclaim.
 	m.waiters.Add(1)
 	defer m.waiters.Add(-1)
 	m.reclaim()

@@ -47,7 +47,8 @@ func (c *conn) getBufs(out []*msgBuf) error {
 	for i := range out {
 		b, err := c.makeBuf(c.cfg.MaxMessage)
 		if err != nil {
-			c.mem.give(len(out) - i) // those made are released with the connection, which this error ends
+			// those made are released with the connection, which this error ends
+			c.mem.give(len(out) - i)
 			return fmt.Errorf("message buffer: %w", err)
 		}
 		out[i] = b

@@ -7,15 +7,16 @@ import (
 	"testing"
 )
 
-// A relay stands between a client and the server and can stop either direction, as a client does that reads or answers nothing any more while
-// its TCP connection lives.
+// A relay stands between a client and the server and can stop either direction, as a client does
+// that reads or answers nothing any more while its TCP connection lives.
 type relay struct {
 	addr     netip.AddrPort
 	toClient gate
 	toServer gate
 }
 
-// A gate lets octets pass until it is shut. With shutOn set it shuts the other gate before the next octets pass.
+// A gate lets octets pass until it is shut. With shutOn set it shuts the other gate before the next
+// octets pass.
 type gate struct {
 	mu     sync.Mutex
 	shut   bool  // guarded by mu, as shutOn

@@ -29,8 +29,9 @@ type replyPolicy struct {
 	alwaysReplyChunk bool
 }
 
-// build makes the plan from the call's header (whose chunks it copies back with the lengths used), or returns errChunks when the
-// reply does not go into what the client offered. Nothing was written then (RFC 8166 §4.5.3).
+// build makes the plan from the call's header (whose chunks it copies back with the lengths used),
+// or returns errChunks when the reply does not go into what the client offered. Nothing was written
+// then (RFC 8166 §4.5.3).
 func (p *replyPlan) build(call *rpcrdma.Header, credits uint32, reply []byte, it item, hasItem bool, pol replyPolicy) error {
 	p.writes, p.segs = p.writes[:0], p.segs[:0]
 	p.payload = [2]span{{0, len(reply)}, {}}
@@ -38,7 +39,8 @@ func (p *replyPlan) build(call *rpcrdma.Header, credits uint32, reply []byte, it
 	p.header.XID, p.header.Vers, p.header.Credits = call.XID, call.Vers, credits
 	p.copyLists(call)
 
-	// The first chunk takes the only eligible result of an NFSv3 procedure; one without segments asks for it inline (RFC 8166 §4.3.2.3).
+	// The first chunk takes the only eligible result of an NFSv3 procedure; one without segments
+	// asks for it inline (RFC 8166 §4.3.2.3).
 	if hasItem && len(p.header.Writes) > 0 && len(p.header.Writes[0]) > 0 {
 		if p.header.Writes[0].Length() < uint64(it.n) {
 			return errChunks
@@ -62,7 +64,8 @@ func (p *replyPlan) build(call *rpcrdma.Header, credits uint32, reply []byte, it
 	return nil
 }
 
-// copyLists gives the reply's header the Write list and the Reply chunk of the call. The Read list stays empty (RFC 8166 §4.3.1).
+// copyLists gives the reply's header the Write list and the Reply chunk of the call. The Read list
+// stays empty (RFC 8166 §4.3.1).
 func (p *replyPlan) copyLists(call *rpcrdma.Header) {
 	n := len(call.Reply)
 	for _, c := range call.Writes {
@@ -85,7 +88,8 @@ func (p *replyPlan) copyChunk(c rpcrdma.Chunk) rpcrdma.Chunk {
 	return rpcrdma.Chunk(p.segs[start:len(p.segs):len(p.segs)])
 }
 
-// fillLists plans the Writes and sets every segment's length to what it carries (RFC 8166 §3.4.6, §4.3.3).
+// fillLists plans the Writes and sets every segment's length to what it carries (RFC 8166 §3.4.6,
+// §4.3.3).
 func (p *replyPlan) fillLists(it item, hasItem bool) {
 	for i, c := range p.header.Writes {
 		if i == 0 && hasItem {
@@ -104,7 +108,8 @@ func (p *replyPlan) fillLists(it item, hasItem bool) {
 	}
 }
 
-// fill writes the parts into the chunk, segment after segment without holes; segments not reached get length 0.
+// fill writes the parts into the chunk, segment after segment without holes; segments not reached
+// get length 0.
 func (p *replyPlan) fill(c rpcrdma.Chunk, parts ...span) {
 	for i := range c {
 		seg := &c[i]
@@ -128,8 +133,9 @@ func (p *replyPlan) fill(c rpcrdma.Chunk, parts ...span) {
 	}
 }
 
-// invalidateHandle is the one handle that all segments of the call carry, if they do and there is any: the STag that Send
-// With Invalidate may name (RFC 8797 §4.1; like Linux, a call with several handles gets a plain Send).
+// invalidateHandle is the one handle that all segments of the call carry, if they do and there is
+// any: the STag that Send With Invalidate may name (RFC 8797 §4.1; like Linux, a call with several
+// handles gets a plain Send).
 func invalidateHandle(call *rpcrdma.Header) (handle uint32, ok bool) {
 	same := func(h uint32) bool {
 		if ok && h != handle {

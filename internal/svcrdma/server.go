@@ -18,20 +18,23 @@ import (
 
 // A Handler executes RPC calls. It is called from many goroutines at once.
 type Handler interface {
-	// ServeRPC executes the unreduced call message of peer and appends the unreduced reply message to reply, which has length
-	// zero and room for Config.MaxMessage octets; using that room saves a copy. call is valid during
-	// the call only. A reply that is longer, and an error that wraps [ErrReplySize], is answered with ERR_CHUNK, so that the client gives the
-	// call up. Any other error drops the connection, so that the client sends the call again on a new one. ctx ends after
-	// Config.CallTimeout; ServeRPC must return soon after, because the connection is not released before. ctx of a call that
-	// is not idempotent outlives its connection, so that its outcome can be kept for the replay.
+	// ServeRPC executes the unreduced call message of peer and appends the unreduced reply message
+	// to reply, which has length zero and room for Config.MaxMessage octets; using that room saves
+	// a copy. call is valid during the call only. A reply that is longer, and an error that wraps
+	// [ErrReplySize], is answered with ERR_CHUNK, so that the client gives the call up. Any other
+	// error drops the connection, so that the client sends the call again on a new one. ctx ends
+	// after Config.CallTimeout; ServeRPC must return soon after, because the connection is not
+	// released before. ctx of a call that is not idempotent outlives its connection, so that its
+	// outcome can be kept for the replay.
 	ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
 }
 
-// ErrReplySize is what a Handler says of a reply that it knows and cannot hand over, because it is longer than Config.MaxMessage: sending the
-// call again would not change it (RFC 8166 §4.5.3).
+// ErrReplySize is what a Handler says of a reply that it knows and cannot hand over, because it is
+// longer than Config.MaxMessage: sending the call again would not change it (RFC 8166 §4.5.3).
 var ErrReplySize = errors.New("the reply is longer than a message may be")
 
-// A ConnHandler is a Handler that wants to know when a connection has ended and none of its calls is running any more.
+// A ConnHandler is a Handler that wants to know when a connection has ended and none of its calls
+// is running any more.
 type ConnHandler interface {
 	Handler
 	ConnClosed(peer netip.AddrPort)
@@ -57,7 +60,8 @@ const (
 
 // Hooks inject faults, for tests. The zero value does nothing.
 type Hooks struct {
-	// Reply sees each reply header just before it is encoded, after the RDMA Writes were planned, and may change it.
+	// Reply sees each reply header just before it is encoded, after the RDMA Writes were planned,
+	// and may change it.
 	Reply func(h *rpcrdma.Header) Verdict
 }
 
@@ -65,33 +69,41 @@ type Hooks struct {
 type Config struct {
 	// Credits granted to each client: its calls in progress at a time, 1..1024. Default 64.
 	Credits int
-	// InlineBytes is the inline threshold offered, both ways: 1024..65536, in steps of 1024. Default 4096.
+	// InlineBytes is the inline threshold offered, both ways: 1024..65536, in steps of 1024.
+	// Default 4096.
 	InlineBytes int
-	// RemoteInv offers Send With Invalidate: used for calls all of whose segments carry one handle (RFC 8797 §4.1).
+	// RemoteInv offers Send With Invalidate: used for calls all of whose segments carry one handle
+	// (RFC 8797 §4.1).
 	RemoteInv bool
 	// MaxMessage is the largest unreduced call or reply in octets. Default 1 MiB and 64 KiB.
 	MaxMessage int
-	// ReadDepth is the most RDMA Reads outstanding on a connection (ORD). A power of two, at most 128. Default 16.
+	// ReadDepth is the most RDMA Reads outstanding on a connection (ORD). A power of two, at most
+	// 128. Default 16.
 	ReadDepth int
-	// AlwaysReplyChunk uses an offered Reply chunk even where the reply fits inline, as the Linux server does. RFC 8166 §3.5.3 leaves the choice.
+	// AlwaysReplyChunk uses an offered Reply chunk even where the reply fits inline, as the Linux
+	// server does. RFC 8166 §3.5.3 leaves the choice.
 	AlwaysReplyChunk bool
-	// MaxConns is the most connections at a time; others are rejected. One client address has at most half of them, so that it cannot
-	// lock out the others. Default 128.
+	// MaxConns is the most connections at a time; others are rejected. One client address has at
+	// most half of them, so that it cannot lock out the others. Default 128.
 	MaxConns int
 	// CachedReplies is the size of the duplicate request cache. Default 4096.
 	CachedReplies int
-	// MessageMemory bounds in octets the unreduced messages of all connections together; calls wait for it. A call needs MaxMessage
-	// for its reply, and as much again if it has Read chunks. At least twice MaxMessage. Default 512 MiB.
+	// MessageMemory bounds in octets the unreduced messages of all connections together; calls wait
+	// for it. A call needs MaxMessage for its reply, and as much again if it has Read chunks. At
+	// least twice MaxMessage. Default 512 MiB.
 	MessageMemory int
 
-	// IdleTimeout ends a connection on which no call is made for so long, in an orderly way. Default 12 minutes, as the Linux
-	// server does at the latest: a client that wants to keep a connection makes a NULL call now and then.
+	// IdleTimeout ends a connection on which no call is made for so long, in an orderly way.
+	// Default 12 minutes, as the Linux server does at the latest: a client that wants to keep a
+	// connection makes a NULL call now and then.
 	IdleTimeout time.Duration
-	// TransferTimeout ends a connection whose client does not answer the RDMA Reads of one call, or does not take one reply, for so
-	// long. Default 5 minutes: with every credit in use, 64 MiB go over the link in that time.
+	// TransferTimeout ends a connection whose client does not answer the RDMA Reads of one call, or
+	// does not take one reply, for so long. Default 5 minutes: with every credit in use, 64 MiB go
+	// over the link in that time.
 	TransferTimeout time.Duration
-	// CallTimeout bounds the execution of a call by the Handler, and its wait for memory. When it passes, the context that the Handler was given
-	// ends, and the connection with it, so that the client sends the call again. What the Handler's server made of the first try is not known
+	// CallTimeout bounds the execution of a call by the Handler, and its wait for memory. When it
+	// passes, the context that the Handler was given ends, and the connection with it, so that the
+	// client sends the call again. What the Handler's server made of the first try is not known
 	// then, and the second is executed like a new call. Default 5 minutes.
 	CallTimeout time.Duration
 
@@ -106,7 +118,7 @@ type Config struct {
 type Stats struct {
 	Connections                                atomic.Int64
 	Calls, CachedCalls, Discarded              atomic.Uint64
-	ReadBytes, WrittenBytes                  atomic.Uint64
+	ReadBytes, WrittenBytes                    atomic.Uint64
 	ReplyChunks, RemoteInvalidates, RDMAErrors atomic.Uint64
 }
 
@@ -190,8 +202,9 @@ type server struct {
 	log   hclog.Logger
 }
 
-// Serve answers connections of l until ctx ends or l is closed, and returns after every connection has ended and everything that
-// it used was released. l stays the caller's to close. The error is nil for those two ends.
+// Serve answers connections of l until ctx ends or l is closed, and returns after every connection
+// has ended and everything that it used was released. l stays the caller's to close. The error is
+// nil for those two ends.
 func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 	if err := cfg.complete(); err != nil {
 		return err

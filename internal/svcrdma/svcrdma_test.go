@@ -16,7 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// testHandler answers READ with as many octets as asked, and anything else with the call's own arguments behind status 0. It keeps the last call.
+// testHandler answers READ with as many octets as asked, and anything else with the call's own
+// arguments behind status 0. It keeps the last call.
 type testHandler struct {
 	calls atomic.Int64
 	mu    sync.Mutex
@@ -129,7 +130,8 @@ func TestReadChunks(t *testing.T) {
 				rep, _, _ := c.exchange(&hd, body)
 				want := append(append([]byte(nil), body...), sunrpc.AppendFixed(nil, pattern(n))...)
 				got := h.lastCall()
-				if padded && len(got) == len(want) { // the chunk's own pad octets are the client's, not zero
+				// the chunk's own pad octets are the client's, not zero
+				if padded && len(got) == len(want) {
 					copy(got[len(body)+n:], want[len(body)+n:])
 				}
 				// The handler echoes the arguments, so that large ones cannot come back inline.
@@ -357,7 +359,8 @@ func TestIneligibleReduction(t *testing.T) {
 	if !bytes.Equal(got, sunrpc.AppendAcceptedReply(nil, 1, sunrpc.GarbageArgs)) {
 		t.Errorf("reduced handle: %x", got)
 	}
-	body = rpcCall(2, progNFS, 3, procWrite, writeHead(100)) // a chunk that is shorter than the item
+	// a chunk that is shorter than the item
+	body = rpcCall(2, progNFS, 3, procWrite, writeHead(100))
 	_, got, _ = c.exchange(&rpcrdma.Header{XID: 2, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
 	if !bytes.Equal(got, sunrpc.AppendAcceptedReply(nil, 2, sunrpc.GarbageArgs)) {
 		t.Errorf("short chunk: %x", got)
@@ -492,7 +495,8 @@ func TestCredits(t *testing.T) {
 	}
 }
 
-// TestLostConnection cuts connections with calls, Reads and Writes under way; what is left shows in TestMain.
+// TestLostConnection cuts connections with calls, Reads and Writes under way; what is left shows in
+// TestMain.
 func TestLostConnection(t *testing.T) {
 	started := make(chan struct{}, 64)
 	hold := make(chan struct{})

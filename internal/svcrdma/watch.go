@@ -13,10 +13,12 @@ var (
 	errStalled = errors.New("the client did not answer an RDMA Read, or did not take a reply, within the time limit")
 )
 
-// watchesPerLimit is how often a time limit is looked at while it runs; a limit is kept to within that part of it.
+// watchesPerLimit is how often a time limit is looked at while it runs; a limit is kept to within
+// that part of it.
 const watchesPerLimit = 8
 
-// A stopwatch is the time at which something began, as one goroutine sets it and another looks at it. Zero: it is not under way.
+// A stopwatch is the time at which something began, as one goroutine sets it and another looks at
+// it. Zero: it is not under way.
 type stopwatch struct{ since atomic.Int64 }
 
 func (s *stopwatch) start(at time.Duration) { s.since.Store(int64(at) + 1) }
@@ -31,8 +33,8 @@ func (s *stopwatch) over(now, limit time.Duration) bool {
 // age is the connection's own clock.
 func (c *conn) age() time.Duration { return time.Since(c.born) }
 
-// watch ends the connection when it is idle or stalled, or its Handler is, and returns when it is down. One ticker serves all of a connection's
-// time limits, so that a call sets no timer.
+// watch ends the connection when it is idle or stalled, or its Handler is, and returns when it is
+// down. One ticker serves all of a connection's time limits, so that a call sets no timer.
 func (c *conn) watch() {
 	tick := c.ticker()
 	defer tick.Stop()
@@ -46,7 +48,8 @@ func (c *conn) watch() {
 	}
 }
 
-// waitWorkers waits for the workers of a connection that is down, and still limits the calls that outlive it.
+// waitWorkers waits for the workers of a connection that is down, and still limits the calls that
+// outlive it.
 func (c *conn) waitWorkers() {
 	ended := make(chan struct{})
 	go func() {
@@ -93,8 +96,9 @@ func (c *conn) checkCalls(now time.Duration) {
 	}
 }
 
-// callBegins and callEnds run the idle time limit, which is under way only while no call is being served. As with the Linux server, what is no call
-// does not count: not a Send that is discarded, not an RDMA Write of no octets.
+// callBegins and callEnds run the idle time limit, which is under way only while no call is being
+// served. As with the Linux server, what is no call does not count: not a Send that is discarded,
+// not an RDMA Write of no octets.
 func (c *conn) callBegins() {
 	if c.running.Add(1) == 1 {
 		c.idle.stop()

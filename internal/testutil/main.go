@@ -26,7 +26,8 @@ func Main(m *testing.M, opts ...goleak.Option) {
 	os.Exit(code)
 }
 
-// leakTimeout is what is left gets to end: on a busy host goroutines take their time, and the runtime closes their descriptors a little later.
+// leakTimeout is what is left gets to end: on a busy host goroutines take their time, and the
+// runtime closes their descriptors a little later.
 const leakTimeout = 30 * time.Second
 
 func checkLeaks(fdsBefore int, opts []goleak.Option, timeout time.Duration) int {
@@ -51,7 +52,8 @@ func checkLeaks(fdsBefore int, opts []goleak.Option, timeout time.Duration) int 
 	}
 }
 
-// openDescriptors counts descriptors other than the poller's own, which the runtime opens once and keeps.
+// openDescriptors counts descriptors other than the poller's own, which the runtime opens once and
+// keeps.
 func openDescriptors() int {
 	entries, err := os.ReadDir("/proc/self/fd")
 	if err != nil {

@@ -1,5 +1,6 @@
-// Package verify is the switch of the invariant checks: NFSRDMAD_VERIFY=all turns them on in a daemon, and every test main turns
-// them on. A breach stops the process where it is seen: after it nothing that the daemon says about its memory could be trusted.
+// Package verify is the switch of the invariant checks: NFSRDMAD_VERIFY=all turns them on in a
+// daemon, and every test main turns them on. A breach stops the process where it is seen: after it
+// nothing that the daemon says about its memory could be trusted.
 package verify
 
 import (

@@ -11,7 +11,8 @@ import (
 
 // Every number that a transport keeps reaches the metrics, but those named here.
 func TestStatsAreComplete(t *testing.T) {
-	notShown := map[string]bool{"InlineSend": true, "InlineRecv": true} // of the present connection, in the log
+	// of the present connection, in the log
+	notShown := map[string]bool{"InlineSend": true, "InlineRecv": true}
 	empty := func() metrics.Transport {
 		return metrics.Transport{MRs: map[string]uint64{}, Connections: map[string]uint64{}}
 	}
@@ -35,7 +36,8 @@ func TestStatsAreComplete(t *testing.T) {
 	}
 }
 
-// The counters of nconnect connections add up; the mount is as idle as the connection that had the last call.
+// The counters of nconnect connections add up; the mount is as idle as the connection that had the
+// last call.
 func TestStatsOfSeveralConnections(t *testing.T) {
 	sum := metrics.Transport{MRs: map[string]uint64{}, Connections: map[string]uint64{}}
 	for _, s := range []xprt.Stats{

@@ -68,12 +68,13 @@ type MountStatus struct {
 	MRs          map[string]uint64 `json:"mrs,omitempty"`
 	XprtLine     string            `json:"xprt,omitempty"` // as in the kernel's mountstats
 	RPCs         map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
-	MRsFailed      uint64            `json:"mrs_failed"`
+	MRsFailed    uint64            `json:"mrs_failed"`
 	MRsRecovered uint64            `json:"mrs_recovered"`
 	MRsRecycled  uint64            `json:"mrs_recycled"`
 	MRsOrphaned  uint64            `json:"mrs_orphaned"`
-	// Calls are all that have not ended, the oldest first; Story the last events of the connections, the oldest first.
-	Calls []PendingCall `json:"calls"`
+	// Calls are all that have not ended, the oldest first; Story the last events of the
+	// connections, the oldest first.
+	Calls   []PendingCall `json:"calls"`
 	History []ConnEvent   `json:"history"`
 	// FaultsInjected counts the faults that were injected into this mount.
 	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
@@ -82,17 +83,21 @@ type MountStatus struct {
 
 // A PendingCall is an RPC that has not ended.
 type PendingCall struct {
-	XID        string  `json:"xid,omitempty"` // hexadecimal, as in the trace; "" before the call has a slot
+	// hexadecimal, as in the trace; "" before the call has a slot
+	XID        string  `json:"xid,omitempty"`
 	Procedure  string  `json:"procedure"`
 	Connection int     `json:"connection"` // from 0, with nconnect
 	Slot       int     `json:"slot"`       // -1 before it has one
 	Age        float64 `json:"age_seconds"`
-	// SinceSent is the time since it was last sent, in seconds; -1 if the present connection has not seen it.
+	// SinceSent is the time since it was last sent, in seconds; -1 if the present connection has
+	// not seen it.
 	SinceSent float64 `json:"since_sent_seconds"`
-	// WaitsFor is slot, credit, reconnect, send, reply, invalidation, or "late reply" after the caller has gone.
+	// WaitsFor is slot, credit, reconnect, send, reply, invalidation, or "late reply" after the
+	// caller has gone.
 	WaitsFor string `json:"waits_for"`
-	// Owner is for whom it is made: "process", "write-back", "liveness" (the daemon's own question whether the server lives), "daemon", "gone", or
-	// "kernel" (the kernel's own, or a process of another PID namespace).
+	// Owner is for whom it is made: "process", "write-back", "liveness" (the daemon's own question
+	// whether the server lives), "daemon", "gone", or "kernel" (the kernel's own, or a process of
+	// another PID namespace).
 	Owner   string `json:"owner"`
 	PID     uint32 `json:"pid,omitempty"`     // of a process
 	Command string `json:"command,omitempty"` // its name; "" when it has ended
@@ -108,8 +113,8 @@ type ConnEvent struct {
 	Times      int       `json:"times"` // in a row, the last one at Time
 }
 
-// A TraceRequest asks for the trace events of a mount. It is the query of GET /v1/trace; the answer is a line for each event, without end
-// while Follow holds.
+// A TraceRequest asks for the trace events of a mount. It is the query of GET /v1/trace; the answer
+// is a line for each event, without end while Follow holds.
 type TraceRequest struct {
 	Dir    string // absolute
 	JSON   bool
@@ -122,7 +127,8 @@ type VersionInfo struct {
 	Version string `json:"version"`
 	Go      string `json:"go"`
 	PID     int    `json:"pid,omitempty"` // of the daemon
-	// FaultInjection is the plan of the faults that the daemon injects into each mount, "" for none.
+	// FaultInjection is the plan of the faults that the daemon injects into each mount, "" for
+	// none.
 	FaultInjection string `json:"fault_injection,omitempty"`
 }
 

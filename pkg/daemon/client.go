@@ -22,7 +22,8 @@ const (
 	maxAnswerBytes = 16 << 20
 )
 
-// A Client speaks the control API. Safe for concurrent use. Its errors are *Error, with the daemon's own text where it answered.
+// A Client speaks the control API. Safe for concurrent use. Its errors are *Error, with the
+// daemon's own text where it answered.
 type Client struct {
 	socket string
 	http   http.Client
@@ -116,8 +117,9 @@ func (c *Client) refusal(resp *http.Response) error {
 	return &Error{Code: e.Code, Text: e.Error}
 }
 
-// Trace writes the trace events of a mount to w, a line each, as they come. It returns nil when all that was asked for was written, when the
-// mount has ended, and when ctx ends, which is how a trace that follows is stopped.
+// Trace writes the trace events of a mount to w, a line each, as they come. It returns nil when all
+// that was asked for was written, when the mount has ended, and when ctx ends, which is how a trace
+// that follows is stopped.
 func (c *Client) Trace(ctx context.Context, r TraceRequest, w io.Writer) error {
 	limited, cancel := context.WithCancel(ctx)
 	defer cancel()

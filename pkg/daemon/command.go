@@ -10,7 +10,8 @@ import (
 	"github.com/hashicorp/go-hclog"
 )
 
-// ConfigFrom is the configuration of file (none if ""), and over it those fields of flags that were given.
+// ConfigFrom is the configuration of file (none if ""), and over it those fields of flags that were
+// given.
 func ConfigFrom(file string, flags Config, given func(Field) bool) (Config, error) {
 	cfg := DefaultConfig()
 	if file != "" {

@@ -13,7 +13,8 @@ import (
 	"github.com/pelletier/go-toml/v2/unstable"
 )
 
-// A Config is the daemon's configuration: configs/nfsrdmad.toml, and one flag for each key with the same name and "-" for "_".
+// A Config is the daemon's configuration: configs/nfsrdmad.toml, and one flag for each key with the
+// same name and "-" for "_".
 type Config struct {
 	ControlSocket   Text     `toml:"control_socket"`
 	MetricsListen   Text     `toml:"metrics_listen"`
@@ -28,7 +29,8 @@ type Config struct {
 // DefaultControlSocket is where the daemon listens and its clients look.
 const DefaultControlSocket = "/run/nfsrdmad/control.sock"
 
-// maxTimeout is the most that a configured timeout may be: what a client of the control API waits for.
+// maxTimeout is the most that a configured timeout may be: what a client of the control API waits
+// for.
 const maxTimeout = 5 * time.Minute
 
 // DefaultConfig returns the configuration without a file.
@@ -71,7 +73,8 @@ func (c *Config) Fields() []Field {
 	}
 }
 
-// LoadConfig reads the TOML file at path over the defaults. A key that does not exist is an error with file and line.
+// LoadConfig reads the TOML file at path over the defaults. A key that does not exist is an error
+// with file and line.
 func LoadConfig(path string) (Config, error) {
 	c := DefaultConfig()
 	data, err := os.ReadFile(path)
@@ -88,7 +91,8 @@ func LoadConfig(path string) (Config, error) {
 	return c, c.Check(path)
 }
 
-// checkTypes refuses values that are no strings, and keys in capitals: every key takes one, and a bare number would pass as nanoseconds. Text that is no TOML is left to the decoder.
+// checkTypes refuses values that are no strings, and keys in capitals: every key takes one, and a
+// bare number would pass as nanoseconds. Text that is no TOML is left to the decoder.
 func (c *Config) checkTypes(path string, data []byte) error {
 	keys := make(map[string]string)
 	for _, f := range c.Fields() {
@@ -107,7 +111,8 @@ func (c *Config) checkTypes(path string, data []byte) error {
 		it := e.Key()
 		it.Next()
 		key := it.Node()
-		if right := strings.ToLower(string(key.Data)); right != string(key.Data) && hasKey(keys, right) { // the decoder would take it
+		// the decoder would take it
+		if right := strings.ToLower(string(key.Data)); right != string(key.Data) && hasKey(keys, right) {
 			return errorf(CodeUsage, "configuration %s:%d: unknown key %q; write it %s", path, p.Shape(key.Raw).Start.Line, key.Data, right)
 		}
 		if example, ours := keys[string(key.Data)]; ours && e.Value().Kind != unstable.String {

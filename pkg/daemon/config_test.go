@@ -13,7 +13,8 @@ import (
 
 const shippedConfig = "../../configs/nfsrdmad.toml"
 
-// The keys of the struct, of Fields (which become flags) and of the shipped file are the same, and the file shows the defaults.
+// The keys of the struct, of Fields (which become flags) and of the shipped file are the same, and
+// the file shows the defaults.
 func TestConfigMirrors(t *testing.T) {
 	c := DefaultConfig()
 	var inStruct, inFields []string

@@ -58,7 +58,8 @@ type Daemon struct {
 	failed  chan error
 }
 
-// start is Start with a builder of mounts, which injects the faults of the plan inject, "" for none.
+// start is Start with a builder of mounts, which injects the faults of the plan inject, "" for
+// none.
 func start(cfg Config, log hclog.Logger, inject string, build builder) (*Daemon, error) {
 	if err := cfg.Check("flags"); err != nil {
 		return nil, err
@@ -128,7 +129,8 @@ func (d *Daemon) MetricsAddr() string {
 // Table returns the mounts.
 func (d *Daemon) Table() *Table { return d.table }
 
-// Close unmounts everything and ends the daemon. It takes the shutdown timeout and a few seconds at most.
+// Close unmounts everything and ends the daemon. It takes the shutdown timeout and a few seconds at
+// most.
 func (d *Daemon) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(d.cfg.ShutdownTimeout))
 	defer cancel()

@@ -1,5 +1,6 @@
-// Package daemon is the room that joins all others: mount options, the table of mounts, configuration, the control socket,
-// the metrics listener, and the life from READY to the last unmount.
+// Package daemon is the room that joins all others: mount options, the table of mounts,
+// configuration, the control socket, the metrics listener, and the life from READY to the last
+// unmount.
 //
 // # What is where
 //
@@ -27,11 +28,14 @@
 //
 // # Promises
 //
-// No call of the control API waits for a server without end: every request but a trace carries a deadline, list, and status and trace of a mount
-// by its own name, ask memory alone, and a normal unmount that has to wait gives up with advice. One mount never disturbs another. When [Run] returns, no mount, socket or
-// goroutine of it is left; the end takes at most the shutdown timeout and a few seconds.
+// No call of the control API waits for a server without end: every request but a trace carries a
+// deadline, list, and status and trace of a mount by its own name, ask memory alone, and a normal
+// unmount that has to wait gives up with advice. One mount never disturbs another. When [Run]
+// returns, no mount, socket or goroutine of it is left; the end takes at most the shutdown timeout
+// and a few seconds.
 //
-// Every error is one line that says what was tried, on what, and what to do; its [Code] becomes mount(8)'s exit code.
+// Every error is one line that says what was tried, on what, and what to do; its [Code] becomes
+// mount(8)'s exit code.
 //
 // # Life of a mount
 //
@@ -42,11 +46,13 @@
 //	    v                                                        v until its last file is closed, or forced
 //	 (gone)                                                   detached ---> (gone)
 //
-// The connection to a server is made for one mount after the other, by all mounts of the process, and is never dropped in the moments after the server took
-// it, not even at the end of the process: stock Linux servers lose their listener of both.
+// The connection to a server is made for one mount after the other, by all mounts of the process,
+// and is never dropped in the moments after the server took it, not even at the end of the process:
+// stock Linux servers lose their listener of both.
 //
 // # Locks
 //
-// The lock of [Table] guards its maps and each entry's state; it is never held while a mount is built, unmounted or waited for.
-// The lock of a stack keeps an unmount from beginning once the stack closes; it is held for no call.
+// The lock of [Table] guards its maps and each entry's state; it is never held while a mount is
+// built, unmounted or waited for. The lock of a stack keeps an unmount from beginning once the
+// stack closes; it is held for no call.
 package daemon

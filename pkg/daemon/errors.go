@@ -6,14 +6,16 @@ import (
 	"strings"
 )
 
-// A Code classes an error for scripts: it crosses the control socket and decides the exit code, which are mount(8)'s.
+// A Code classes an error for scripts: it crosses the control socket and decides the exit code,
+// which are mount(8)'s.
 type Code string
 
 // Codes.
 const (
-	CodeUsage      Code = "usage"       // the request is wrong: option, spec, argument
-	CodePermission Code = "permission"  // the caller, or the process, may not
-	CodeSystem     Code = "system"      // this system lacks something: /dev/fuse, a socket, the daemon
+	CodeUsage      Code = "usage"      // the request is wrong: option, spec, argument
+	CodePermission Code = "permission" // the caller, or the process, may not
+	// this system lacks something: /dev/fuse, a socket, the daemon
+	CodeSystem     Code = "system"
 	CodeMount      Code = "mount"       // the mount, or the unmount, failed
 	CodeNotMounted Code = "not-mounted" // no mount of ours there
 	CodeInternal   Code = "internal"    // a defect of ours
@@ -30,7 +32,8 @@ const (
 	ExitMount       = 32
 )
 
-// An Error is a failure with its class. Its text is one line that says what was tried, on what, and what to do.
+// An Error is a failure with its class. Its text is one line that says what was tried, on what, and
+// what to do.
 type Error struct {
 	Code Code
 	Text string
@@ -48,8 +51,8 @@ func errorf(code Code, format string, args ...any) *Error {
 	return &Error{Code: code, Text: err.Error(), Err: errors.Unwrap(err)}
 }
 
-// ExitCode maps err to mount(8)'s exit codes. Errors that carry no [Code] are taken as usage errors, as the command line's
-// own parser makes them.
+// ExitCode maps err to mount(8)'s exit codes. Errors that carry no [Code] are taken as usage
+// errors, as the command line's own parser makes them.
 func ExitCode(err error) int {
 	if err == nil {
 		return ExitOK

@@ -49,7 +49,8 @@ func (s *stack) serverError(ctx context.Context, addr netip.AddrPort, err error)
 	return fmt.Errorf("NFS server %s: %s; %s", addr, text, advice)
 }
 
-// A serverSilence is a mount whose time ran out, or that was interrupted, while it waited for an answer.
+// A serverSilence is a mount whose time ran out, or that was interrupted, while it waited for an
+// answer.
 type serverSilence struct {
 	text string
 	err  error
@@ -90,7 +91,8 @@ func (c *caller) complaint() string {
 // flavorNames are the pseudo-flavors that servers ask for most (RFC 2623 §5).
 var flavorNames = map[uint32]string{390003: "krb5", 390004: "krb5i", 390005: "krb5p"}
 
-// checkFlavors refuses an export that takes no AUTH_SYS. A list without any entry, or with AUTH_NONE, takes everything (nfs(5), sec=).
+// checkFlavors refuses an export that takes no AUTH_SYS. A list without any entry, or with
+// AUTH_NONE, takes everything (nfs(5), sec=).
 func checkFlavors(export string, root mountd.Result) error {
 	f := root.AuthFlavors
 	if len(f) == 0 || slices.Contains(f, sunrpc.FlavorSys) || slices.Contains(f, sunrpc.FlavorNone) {

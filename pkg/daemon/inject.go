@@ -9,7 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
-// ParseFaults reads what --inject says (see the page of package faults); nil for "". Errors name the word that is wrong and list those that are known.
+// ParseFaults reads what --inject says (see the page of package faults); nil for "". Errors name
+// the word that is wrong and list those that are known.
 func ParseFaults(spec string) (*faults.Plan, error) {
 	if spec == "" {
 		return nil, nil

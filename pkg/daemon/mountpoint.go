@@ -51,7 +51,8 @@ func CheckPrivilege() error {
 	return errorf(CodeSystem, "opening %s: %w", fuseDevice, unwrapPath(err))
 }
 
-// checkFuseDevice tells the device from what else may have its name, such as the null device of a container that was not given it.
+// checkFuseDevice tells the device from what else may have its name, such as the null device of a
+// container that was not given it.
 func checkFuseDevice(f *os.File) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
@@ -71,8 +72,8 @@ func unwrapPath(err error) error {
 	return err
 }
 
-// CheckMountPoint returns dir as an absolute path without symbolic links if something can be mounted there. It touches no
-// mounted file system at dir itself, which might hang.
+// CheckMountPoint returns dir as an absolute path without symbolic links if something can be
+// mounted there. It touches no mounted file system at dir itself, which might hang.
 func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	clean, err := ResolveMountPoint(ctx, dir)
 	switch {
@@ -87,7 +88,8 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 		return "", err
 	case there == ourType:
 		return "", errorf(CodeMount, "mount point %s: an nfsrdma mount is there already; unmount it first, with umount(8) if its daemon was killed", clean)
-	case there == autofsType: // its kernel side lets nobody but the automounter's own process group by
+	// its kernel side lets nobody but the automounter's own process group by
+	case there == autofsType:
 		return "", errorf(CodeMount, "mount point %s: an automounter waits there, and nfsrdma is mounted by its daemon, whom that would not let in; take x-systemd.automount out of fstab(5), or the directory out of the automounter's map", clean)
 	case there != "":
 		return "", errorf(CodeMount, "mount point %s: something is mounted there already; unmount it first", clean)
@@ -104,8 +106,9 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	return clean, nil
 }
 
-// ResolveMountPoint returns dir as an absolute path, its parents free of symbolic links. The last element is followed only if it is a link,
-// and never looked at when it is a mount point. The error of a parent that does not exist wraps [fs.ErrNotExist].
+// ResolveMountPoint returns dir as an absolute path, its parents free of symbolic links. The last
+// element is followed only if it is a link, and never looked at when it is a mount point. The error
+// of a parent that does not exist wraps [fs.ErrNotExist].
 func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	if dir == "" || strings.ContainsRune(dir, 0) {
 		return "", errorf(CodeUsage, "mount point %q: not a path; name a directory", dir)
@@ -143,7 +146,8 @@ func isMountPoint(dir string) (bool, error) {
 	return there != "", err
 }
 
-// mountedAt looks dir up in the mount table, and returns the type of what is mounted there last, "" for nothing. It asks no file system.
+// mountedAt looks dir up in the mount table, and returns the type of what is mounted there last, ""
+// for nothing. It asks no file system.
 func mountedAt(dir string) (there string, err error) {
 	err = eachMount(func(at, kind string) {
 		if at == dir {
@@ -153,7 +157,8 @@ func mountedAt(dir string) (there string, err error) {
 	return there, err
 }
 
-// othersMounts are the mount points of nfsrdma mounts that there are; at the start of a daemon none is its own.
+// othersMounts are the mount points of nfsrdma mounts that there are; at the start of a daemon none
+// is its own.
 func othersMounts() []string {
 	var dirs []string
 	_ = eachMount(func(at, kind string) { // only the log is to have it
@@ -173,7 +178,9 @@ func eachMount(f func(dir, kind string)) error {
 	defer table.Close()
 	sc := bufio.NewScanner(table)
 	sc.Buffer(nil, 1<<20)
-	for sc.Scan() { // proc_pid_mountinfo(5): the fifth field is the mount point, the type is the first behind a lone hyphen
+	// proc_pid_mountinfo(5): the fifth field is the mount point, the type is the first behind a
+	// lone hyphen
+	for sc.Scan() {
 		mount, file, _ := strings.Cut(sc.Text(), " - ")
 		if fields := strings.Fields(mount); len(fields) > 4 {
 			kind, _, _ := strings.Cut(file, " ")
@@ -186,10 +193,12 @@ func eachMount(f func(dir, kind string)) error {
 	return nil
 }
 
-// unescapeMount undoes the octal escapes that the kernel uses for blanks, tabs, newlines and backslashes in its mount table.
+// unescapeMount undoes the octal escapes that the kernel uses for blanks, tabs, newlines and
+// backslashes in its mount table.
 var unescapeMount = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace
 
-// bounded runs a path lookup that may hang in a dead file system. When it does, its goroutine ends once that file system answers.
+// bounded runs a path lookup that may hang in a dead file system. When it does, its goroutine ends
+// once that file system answers.
 func bounded[T any](ctx context.Context, f func() (T, error)) (T, error) {
 	type result struct {
 		v   T

@@ -9,7 +9,8 @@ import (
 	"testing"
 )
 
-// A directory that an automounter watches is told from one where something is mounted that could be unmounted first.
+// A directory that an automounter watches is told from one where something is mounted that could be
+// unmounted first.
 func TestAutomountPoint(t *testing.T) {
 	dir := t.TempDir()
 	r, w, err := os.Pipe()

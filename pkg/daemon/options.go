@@ -22,7 +22,8 @@ const (
 	RecoverySoftErr Recovery = "softerr"
 )
 
-// Options are the mount options of "-o", with nfs(5)'s names, meanings and defaults, and this project's own.
+// Options are the mount options of "-o", with nfs(5)'s names, meanings and defaults, and this
+// project's own.
 type Options struct {
 	Port             uint16 // the server's RDMA port
 	MountPort        uint16 // the server's MOUNT port; 0 asks its port mapper
@@ -43,9 +44,10 @@ type Options struct {
 	InlineBytes      int // inline threshold, octets
 	MPACRC           bool
 	WritePad         bool
-	TraceEvents      int           // kept for each connection; 0 for none
-	KeepAlive        time.Duration // silence after which the server is asked for a sign of life; 0 never
-	Idle             time.Duration // for which a connection is kept without a call; 0 for ever
+	TraceEvents      int // kept for each connection; 0 for none
+	// silence after which the server is asked for a sign of life; 0 never
+	KeepAlive time.Duration
+	Idle      time.Duration // for which a connection is kept without a call; 0 for ever
 	// Kernel are the mount flags for the kernel: nosuid, nodev, noexec, noatime, nodiratime.
 	Kernel []string
 }
@@ -87,11 +89,12 @@ func (e *OptionError) Error() string {
 	return fmt.Sprintf("mount option %q: %s", brief(opt), e.Want)
 }
 
-// An option is one row of the option table: either a word (set is called with "") or name=value with a value
-// checked by parse.
+// An option is one row of the option table: either a word (set is called with "") or name=value
+// with a value checked by parse.
 type option struct {
 	names []string
-	// group names what the option decides; two options of one group with different values contradict each other.
+	// group names what the option decides; two options of one group with different values
+	// contradict each other.
 	group string
 	// word options take no value.
 	word bool
@@ -103,7 +106,8 @@ const (
 	// Payloads from a page to nfs(5)'s 1 MiB, rounded down to a multiple of nfs(5)'s 1 KiB.
 	minPayload, maxPayload = 4096, 1 << 20
 	payloadUnit            = 1024
-	// RFC 8797 §4 can express thresholds of 1 KiB to 256 KiB; a call's buffers exist once for each slot, hence less.
+	// RFC 8797 §4 can express thresholds of 1 KiB to 256 KiB; a call's buffers exist once for each
+	// slot, hence less.
 	minInline, maxInline = 1024, 65536
 	minSlots, maxSlots   = 4, 1024 // fewer are not worth a connection
 	maxAttrSeconds       = 1 << 22 // a limit far above use, far below overflow
@@ -152,7 +156,8 @@ func orList(values []string) string {
 
 func ignore(*Options, string) {}
 
-// attrTimeout and actimeo end a noac of the base; one of the same list contradicts them (see check).
+// attrTimeout and actimeo end a noac of the base; one of the same list contradicts them (see
+// check).
 func attrTimeout(name string, field func(*Options) *time.Duration) option {
 	return number(name, 0, maxAttrSeconds, " (seconds)", func(o *Options, n int) {
 		*field(o), o.NoAC = time.Duration(n)*time.Second, false
@@ -209,8 +214,9 @@ var optionTable = slices.Concat([]option{
 	oneOf("local_lock", []string{"all"}, " (locks are always local: the lock manager protocol is not spoken)", ignore, "local_lock"),
 	wordSets("access", "ro", func(o *Options) { o.ReadOnly = true }),
 	wordSets("access", "rw", func(o *Options) { o.ReadOnly = false }),
-	word("", "intr", "nointr"),          // accepted and without effect, as in nfs(5)
-	word("", "rdma", "cto", "rdirplus"), // as it is here anyhow: nfs(5)'s short form of proto=rdma, close-to-open, READDIRPLUS
+	word("", "intr", "nointr"), // accepted and without effect, as in nfs(5)
+	// as it is here anyhow: nfs(5)'s short form of proto=rdma, close-to-open, READDIRPLUS
+	word("", "rdma", "cto", "rdirplus"),
 	oneOf("mountvers", []string{"3"}, " (the MOUNT protocol of NFS version 3)", ignore, "mountvers"),
 	oneOf("provider", []string{providerAuto, providerSoftiwarp, providerRdmacore}, "", func(o *Options, v string) { o.Provider = v }, "provider"),
 	{names: []string{"device"}, group: "device", want: "must name an RDMA device", set: func(o *Options, _, v string) bool { o.Device = v; return v != "" }},
@@ -257,8 +263,9 @@ var notSpoken = map[string]string{
 // OptionNames returns the names of all mount options, sorted.
 func OptionNames() []string { return slices.Sorted(maps.Keys(optionByName)) }
 
-// ParseOptions reads one comma separated option list over base. A value given twice within the list must be the same
-// both times; what base says may be overridden. Errors are *OptionError and name the option.
+// ParseOptions reads one comma separated option list over base. A value given twice within the list
+// must be the same both times; what base says may be overridden. Errors are *OptionError and name
+// the option.
 func ParseOptions(base Options, list string) (Options, error) {
 	o := base
 	o.Kernel = slices.Clone(base.Kernel)
@@ -294,8 +301,8 @@ func ParseOptions(base Options, list string) (Options, error) {
 	return o, o.check(given)
 }
 
-// isForOthers tells the options that mount(8) and fstab(5) reserve for user space programs. Who may mount is mount(8)'s to decide; it adds
-// what "user" implies.
+// isForOthers tells the options that mount(8) and fstab(5) reserve for user space programs. Who may
+// mount is mount(8)'s to decide; it adds what "user" implies.
 func isForOthers(item string) bool {
 	switch name, _, _ := strings.Cut(item, "="); name {
 	case "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup":
@@ -323,7 +330,9 @@ func (o *Options) check(given map[string]string) error {
 		_, v, _ := strings.Cut(actimeo, "=")
 		return &OptionError{"actimeo", v, "contradicts \"noac\"; give one of them"}
 	}
-	if o.MountPort == o.Port { // MOUNT is spoken on TCP: a connection of TCP's own would harm the RDMA port of a stock Linux server
+	// MOUNT is spoken on TCP: a connection of TCP's own would harm the RDMA port of a stock Linux
+	// server
+	if o.MountPort == o.Port {
 		return &OptionError{"mountport", strconv.Itoa(int(o.MountPort)), fmt.Sprintf("contradicts port=%d, the RDMA port: name the server's MOUNT port (TCP), or leave it to the port mapper", o.Port)}
 	}
 	if o.Device != "" && o.Provider == providerSoftiwarp {

@@ -19,7 +19,8 @@ func TestParseOptions(t *testing.T) {
 		{"nfsvers=3,vers=3", func(*Options) {}},
 		{"port=1,mountport=65535", func(o *Options) { o.Port, o.MountPort = 1, 65535 }},
 		{"rsize=4096,wsize=1048576", func(o *Options) { o.RSize, o.WSize = 4096, 1<<20 }},
-		{"rsize=10000", func(o *Options) { o.RSize = 9216 }}, // nfs(5): rounded down to a multiple of 1024
+		// nfs(5): rounded down to a multiple of 1024
+		{"rsize=10000", func(o *Options) { o.RSize = 9216 }},
 		{"timeo=15,retrans=0,soft", func(o *Options) { o.Timeout, o.Retrans, o.Recovery = 1500*time.Millisecond, 0, RecoverySoft }},
 		{"softerr", func(o *Options) { o.Recovery = RecoverySoftErr }},
 		{"actimeo=0", func(o *Options) { o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = 0, 0, 0, 0 }},

@@ -9,7 +9,8 @@ import (
 	"github.com/hashicorp/go-hclog"
 )
 
-// Start starts a daemon: when it returns nil, the control API and the metrics listener answer. [Daemon.Close] ends it.
+// Start starts a daemon: when it returns nil, the control API and the metrics listener answer.
+// [Daemon.Close] ends it.
 func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	plan, err := ParseFaults(string(cfg.Inject))
 	if err != nil {
@@ -18,7 +19,8 @@ func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	return start(cfg, log, planText(plan), newBuilder(log, plan))
 }
 
-// Run runs a daemon until ctx ends, and unmounts everything then. It tells systemd (sd_notify(3)) when it is ready and when it stops.
+// Run runs a daemon until ctx ends, and unmounts everything then. It tells systemd (sd_notify(3))
+// when it is ready and when it stops.
 func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	d, err := Start(cfg, log)
 	if err != nil {
@@ -56,7 +58,8 @@ func notify(log hclog.Logger, state string) {
 	}
 }
 
-// RunForeground mounts what r asks for in this process, calls mounted, and serves the mount until ctx ends or somebody unmounts it.
+// RunForeground mounts what r asks for in this process, calls mounted, and serves the mount until
+// ctx ends or somebody unmounts it.
 func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r MountRequest, mounted func(MountInfo)) error {
 	plan, err := ParseFaults(string(cfg.Inject))
 	if err != nil {

@@ -14,15 +14,17 @@ import (
 
 const (
 	maxRequestBody = 64 << 10
-	umountTimeout  = 30 * time.Second // how long a normal unmount waits for data on its way to the server
-	statusTimeout  = pathTimeout + time.Second
-	headerTimeout  = 5 * time.Second
+	// how long a normal unmount waits for data on its way to the server
+	umountTimeout = 30 * time.Second
+	statusTimeout = pathTimeout + time.Second
+	headerTimeout = 5 * time.Second
 )
 
 // peerKey is the context key of a connection's peer credentials.
 type peerKey struct{}
 
-// controlServer serves the control API. Only root and the daemon's own user are let in (SO_PEERCRED, unix(7)).
+// controlServer serves the control API. Only root and the daemon's own user are let in
+// (SO_PEERCRED, unix(7)).
 func controlServer(t *Table, v VersionInfo) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("POST "+pathMount, handle(func(r *http.Request) (any, error) {

@@ -23,8 +23,9 @@ const (
 	probeTimeout  = 2 * time.Second
 )
 
-// A controlSocket is the listener of the control API and the lock beside it, which says that a daemon lives. The kernel drops the
-// lock with its holder, so a socket without a lock was left by a dead daemon.
+// A controlSocket is the listener of the control API and the lock beside it, which says that a
+// daemon lives. The kernel drops the lock with its holder, so a socket without a lock was left by a
+// dead daemon.
 type controlSocket struct {
 	net.Listener
 	path string
@@ -53,7 +54,8 @@ func listenControl(path string) (*controlSocket, error) {
 	return &controlSocket{Listener: l, path: path, lock: lock}, nil
 }
 
-// lockFor takes the lock file. Its last holder may have removed it meanwhile: then the lock is worth nothing, and is taken anew.
+// lockFor takes the lock file. Its last holder may have removed it meanwhile: then the lock is
+// worth nothing, and is taken anew.
 func lockFor(path string) (*os.File, error) {
 	for range lockTries {
 		f, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC|unix.O_NOFOLLOW, socketMode)
@@ -102,7 +104,8 @@ func writeAt(f *os.File, s string) error {
 	return err
 }
 
-// bindFresh listens at path in place of a socket that nobody listens on. The socket gets its mode before it gets its name.
+// bindFresh listens at path in place of a socket that nobody listens on. The socket gets its mode
+// before it gets its name.
 func bindFresh(path string) (net.Listener, error) {
 	fi, err := os.Lstat(path)
 	switch {

@@ -55,7 +55,8 @@ type stack struct {
 // settleTimeout bounds the wait for connects that were given up: each ends long before.
 const settleTimeout = time.Second
 
-// settleConnects keeps the end of this process from dropping a TCP connection that a stock Linux server has just taken, which would cost it its listener.
+// settleConnects keeps the end of this process from dropping a TCP connection that a stock Linux
+// server has just taken, which would cost it its listener.
 func settleConnects() {
 	ctx, cancel := context.WithTimeout(context.Background(), settleTimeout)
 	defer cancel()
@@ -213,8 +214,8 @@ func (s *stack) Close() {
 	}
 }
 
-// Unmount implements live. umount(2) may wait for the server to take dirty pages, so it gets a goroutine of its own, which ends
-// at the latest with the forced unmount that comes next.
+// Unmount implements live. umount(2) may wait for the server to take dirty pages, so it gets a
+// goroutine of its own, which ends at the latest with the forced unmount that comes next.
 func (s *stack) Unmount(ctx context.Context, mode UmountMode) error {
 	done := make(chan error, 1)
 	s.mu.Lock()

@@ -16,7 +16,8 @@ import (
 
 var resolver net.Resolver
 
-// A caller spreads RPCs over the transports of one mount (nconnect), one after the other. all does not change once the mount stands.
+// A caller spreads RPCs over the transports of one mount (nconnect), one after the other. all does
+// not change once the mount stands.
 type caller struct {
 	all  []*xprt.Transport
 	next atomic.Uint32
@@ -146,7 +147,8 @@ func addStats(to *metrics.Transport, s *xprt.Stats) {
 	to.MRsPooled += uint64(max(s.MRsTotal, 0))
 	to.MaxPayload = uint64(s.MaxPayload)
 	if s.State == xprt.StateConnected {
-		if !to.Connected || s.IdleTime < to.Idle { // the mount's last call is that of the connection with the latest one
+		// the mount's last call is that of the connection with the latest one
+		if !to.Connected || s.IdleTime < to.Idle {
 			to.Idle = s.IdleTime
 		}
 		to.Connected = true

@@ -15,13 +15,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
-// A live is a mount that stands: everything from the RDMA connection to /dev/fuse. All methods may be called concurrently,
-// and none but Wait, and a normal Unmount, waits for the server.
+// A live is a mount that stands: everything from the RDMA connection to /dev/fuse. All methods may
+// be called concurrently, and none but Wait, and a normal Unmount, waits for the server.
 type live interface {
 	// Wait returns when the file system is no longer mounted, whoever unmounted it.
 	Wait()
-	// Unmount takes the file system off its directory. A normal one may wait for the server to take what is still to be written,
-	// until ctx ends; lazy and force do not wait.
+	// Unmount takes the file system off its directory. A normal one may wait for the server to take
+	// what is still to be written, until ctx ends; lazy and force do not wait.
 	Unmount(ctx context.Context, mode UmountMode) error
 	// Close releases what is behind the file system. Called once, after Wait.
 	Close()
@@ -40,11 +40,13 @@ type plan struct {
 	opts Options
 }
 
-// A builder makes the layers of one mount and mounts it. It ends when ctx does, and leaves nothing behind when it fails.
+// A builder makes the layers of one mount and mounts it. It ends when ctx does, and leaves nothing
+// behind when it fails.
 type builder func(ctx context.Context, p plan) (live, error)
 
-// A Table holds the mounts of a daemon. Each is on its own: it is built, watched and torn down by goroutines that hold no lock of
-// the table, so that one dead server delays no other mount. Safe for concurrent use.
+// A Table holds the mounts of a daemon. Each is on its own: it is built, watched and torn down by
+// goroutines that hold no lock of the table, so that one dead server delays no other mount. Safe
+// for concurrent use.
 type Table struct {
 	log     hclog.Logger
 	build   builder
@@ -61,7 +63,8 @@ type Table struct {
 	work sync.WaitGroup // one for each entry, from reserve to remove; added to under mu
 }
 
-// An entry is one mount. Its fields but the state are set before it is shown as mounted, and do not change.
+// An entry is one mount. Its fields but the state are set before it is shown as mounted, and do not
+// change.
 type entry struct {
 	plan
 	since  time.Time
@@ -80,8 +83,8 @@ func newTable(log hclog.Logger, base Options, timeout time.Duration, build build
 	return t
 }
 
-// Mount mounts what r asks for, and returns when the file system is there or cannot be. It ends when ctx does, at the latest
-// after the table's timeout.
+// Mount mounts what r asks for, and returns when the file system is there or cannot be. It ends
+// when ctx does, at the latest after the table's timeout.
 func (t *Table) Mount(ctx context.Context, r MountRequest) (MountInfo, error) {
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
@@ -194,8 +197,8 @@ func (t *Table) classify(ctx context.Context, p plan, err error) error {
 	return &Error{Code: CodeMount, Text: "mounting " + p.spec.String() + " on " + p.dir + ": " + oneLine(err.Error()), Err: err}
 }
 
-// Umount ends the mount at r.Dir. A normal unmount of a busy mount, or of one whose server does not answer in time, fails and says what else
-// to try; the mount goes on.
+// Umount ends the mount at r.Dir. A normal unmount of a busy mount, or of one whose server does not
+// answer in time, fails and says what else to try; the mount goes on.
 func (t *Table) Umount(ctx context.Context, r UmountRequest) error {
 	switch r.Mode {
 	case UmountNormal, UmountLazy, UmountForce:
@@ -213,7 +216,8 @@ func (t *Table) Umount(ctx context.Context, r UmountRequest) error {
 	return t.unmount(ctx, e, r.Mode)
 }
 
-// notOurs says that a mount point is not in the table. What is there may have been left by a daemon that was killed.
+// notOurs says that a mount point is not in the table. What is there may have been left by a daemon
+// that was killed.
 func notOurs(what, dir string) error {
 	if mounted, err := isMountPoint(dir); err == nil && mounted {
 		return errorf(CodeNotMounted, "%s %s: what is mounted there is not this daemon's; use umount(8) to end it", what, dir)
@@ -221,8 +225,8 @@ func notOurs(what, dir string) error {
 	return errorf(CodeNotMounted, "%s %s: no mount of this daemon is there; see nfsrdmad list", what, dir)
 }
 
-// resolve returns the mount point that a request names. One that the table has by that very name is not looked at: what it lies in may
-// be another mount, whose server is dead.
+// resolve returns the mount point that a request names. One that the table has by that very name is
+// not looked at: what it lies in may be another mount, whose server is dead.
 func (t *Table) resolve(ctx context.Context, dir string) (string, error) {
 	if clean := filepath.Clean(dir); t.find(clean, UmountForce) != nil {
 		return clean, nil
@@ -247,7 +251,8 @@ func (t *Table) find(dir string, mode UmountMode) *entry {
 
 func (t *Table) unmount(ctx context.Context, e *entry, mode UmountMode) error {
 	l := t.setState(e, StateUnmounting)
-	if l == nil { // the building is under way; what it made before it heard of this is unmounted as any other
+	// the building is under way; what it made before it heard of this is unmounted as any other
+	if l == nil {
 		e.cancel()
 		select {
 		case <-e.gone:
@@ -278,7 +283,8 @@ func (t *Table) notDone(e *entry) error {
 	return errorf(CodeMount, "unmounting %s: it is not done yet; try --force", e.dir)
 }
 
-// setState marks a mount that was built and is on the tree, and returns its live; nil while it is built.
+// setState marks a mount that was built and is on the tree, and returns its live; nil while it is
+// built.
 func (t *Table) setState(e *entry, state MountState) live {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -337,7 +343,8 @@ func (e *entry) info() MountInfo {
 	return i
 }
 
-// Status returns what is known about the mount at dir, or about all of them if dir is empty. It never waits for a server.
+// Status returns what is known about the mount at dir, or about all of them if dir is empty. It
+// never waits for a server.
 func (t *Table) Status(ctx context.Context, dir string) ([]MountStatus, error) {
 	if dir != "" {
 		resolved, err := t.resolve(ctx, dir)
@@ -351,7 +358,8 @@ func (t *Table) Status(ctx context.Context, dir string) ([]MountStatus, error) {
 		if dir != "" && v.Dir != dir {
 			continue
 		}
-		s := MountStatus{Calls: []PendingCall{}, History: []ConnEvent{}} // what is still mounting has none
+		// what is still mounting has none
+		s := MountStatus{Calls: []PendingCall{}, History: []ConnEvent{}}
 		if v.live != nil {
 			s = v.live.Status()
 		}
@@ -364,7 +372,8 @@ func (t *Table) Status(ctx context.Context, dir string) ([]MountStatus, error) {
 	return all, nil
 }
 
-// Snapshots returns the counters of all mounts that stand. One that was detached lazily is left out: its mount point may be another's by now.
+// Snapshots returns the counters of all mounts that stand. One that was detached lazily is left
+// out: its mount point may be another's by now.
 func (t *Table) Snapshots() []metrics.Snapshot {
 	t.mu.Lock()
 	lives := make([]live, 0, len(t.mu.entries))
@@ -381,8 +390,8 @@ func (t *Table) Snapshots() []metrics.Snapshot {
 	return snaps
 }
 
-// Close refuses new mounts and ends all that there are: normally until ctx ends, with force after it. It returns when nothing is left, or
-// says in the log what the kernel does not let go of.
+// Close refuses new mounts and ends all that there are: normally until ctx ends, with force after
+// it. It returns when nothing is left, or says in the log what the kernel does not let go of.
 func (t *Table) Close(ctx context.Context) {
 	t.mu.Lock()
 	t.mu.closed = true
@@ -409,7 +418,8 @@ func (t *Table) Close(ctx context.Context) {
 	}
 }
 
-// releaseTimeout bounds the wait for what is behind mounts that are gone: longer than the bounds of its parts together.
+// releaseTimeout bounds the wait for what is behind mounts that are gone: longer than the bounds of
+// its parts together.
 const releaseTimeout = writeBackTimeout + umntTimeout + 3*time.Second
 
 // end unmounts e, by force where it must.

@@ -17,7 +17,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
-// A standIn is a live whose end the test decides, so that every order of events can be played. Real mounts are tested with the command.
+// A standIn is a live whose end the test decides, so that every order of events can be played. Real
+// mounts are tested with the command.
 type standIn struct {
 	once     sync.Once
 	gone     chan struct{}
@@ -66,7 +67,8 @@ func isError(t *testing.T, err error, code Code, says string) {
 	}
 }
 
-// building is a builder that tells when it is called and then waits for what the test sends; with nothing sent it ends with its context.
+// building is a builder that tells when it is called and then waits for what the test sends; with
+// nothing sent it ends with its context.
 type building struct {
 	begun  chan struct{}
 	result chan live
@@ -96,7 +98,8 @@ func TestUmountWhileMounting(t *testing.T) {
 		t.Errorf("list %+v", l)
 	}
 	st, err := tab.Status(context.Background(), r.Dir)
-	if text, _ := json.Marshal(st); err != nil || !strings.Contains(string(text), `"calls":[],"story":[]`) { // lists, for who goes through them
+	// lists, for who goes through them
+	if text, _ := json.Marshal(st); err != nil || !strings.Contains(string(text), `"calls":[],"story":[]`) {
 		t.Errorf("status %s, %v", text, err)
 	}
 	if err := tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}); err != nil {
@@ -195,7 +198,8 @@ func TestCloseWhileMounting(t *testing.T) {
 	}
 }
 
-// A mount that was detached lazily leaves its mount point to another; it is listed until it ends, and force and Close reach it.
+// A mount that was detached lazily leaves its mount point to another; it is listed until it ends,
+// and force and Close reach it.
 func TestLazyFreesTheMountPoint(t *testing.T) {
 	var made []*standIn
 	tab, r := testTable(t, func(context.Context, plan) (live, error) {

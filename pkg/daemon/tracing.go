@@ -15,7 +15,8 @@ import (
 )
 
 const (
-	// tracePoll is how often the rings are looked at: writers of events tell nobody, as that would cost them.
+	// tracePoll is how often the rings are looked at: writers of events tell nobody, as that would
+	// cost them.
 	tracePoll = 50 * time.Millisecond
 	// traceGrace is what a reader gets to take what is left when the mount has ended.
 	traceGrace = time.Second
@@ -69,7 +70,8 @@ func (t *Table) traced(ctx context.Context, dir string) (rings []*trace.Ring, go
 	return rings, e.gone, nil
 }
 
-// traceHandler streams trace events. Whatever the reader does, the mount only writes into its rings: a slow reader loses events.
+// traceHandler streams trace events. Whatever the reader does, the mount only writes into its
+// rings: a slow reader loses events.
 func traceHandler(t *Table) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		req, err := parseTraceRequest(r.URL.Query())

@@ -132,7 +132,8 @@ func within(t *testing.T, ended <-chan error) error {
 	}
 }
 
-// A trace outlives the time that a request may take to be read, shows the last events of its mount, and ends with it.
+// A trace outlives the time that a request may take to be read, shows the last events of its mount,
+// and ends with it.
 func TestTraceEndsWithTheMount(t *testing.T) {
 	ring := testRing(64)
 	c, dir, mount := tracedMount(t, ring)
@@ -190,7 +191,8 @@ func TestTraceSaysThatTheDaemonDied(t *testing.T) {
 	}
 }
 
-// A reader that does not read holds nobody up: events go on, and it is told how many it lost when it reads again. Lines and losses add up.
+// A reader that does not read holds nobody up: events go on, and it is told how many it lost when
+// it reads again. Lines and losses add up.
 func TestSlowTraceReader(t *testing.T) {
 	ring := testRing(16)
 	c, dir, mount := tracedMount(t, ring)

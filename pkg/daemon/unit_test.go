@@ -11,7 +11,8 @@ import (
 
 const unitFile = "../../deploy/systemd/nfsrdmad.service"
 
-// systemd-analyze reads the unit without complaint. The program it starts need not be installed: a stand-in path that exists is verified.
+// systemd-analyze reads the unit without complaint. The program it starts need not be installed: a
+// stand-in path that exists is verified.
 func TestUnitVerifies(t *testing.T) {
 	if _, err := exec.LookPath("systemd-analyze"); err != nil {
 		t.Fatal("systemd-analyze is missing: apt-get install systemd")
@@ -41,8 +42,8 @@ func TestUnitVerifies(t *testing.T) {
 	}
 }
 
-// The exposure that systemd-analyze computes must not grow. What remains is what mounting for others takes: CAP_SYS_ADMIN, mount(2), the network, and
-// the host's own mount namespace.
+// The exposure that systemd-analyze computes must not grow. What remains is what mounting for
+// others takes: CAP_SYS_ADMIN, mount(2), the network, and the host's own mount namespace.
 func TestUnitExposure(t *testing.T) {
 	const threshold = "50" // a tenth each: 5.0
 	out, err := exec.Command("systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold="+threshold, unitFile).CombinedOutput()

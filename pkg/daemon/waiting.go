@@ -25,7 +25,8 @@ const (
 	OwnerKernel    = "kernel"
 )
 
-// waiting lists the calls of all connections that have not ended, the oldest first. It waits for no server.
+// waiting lists the calls of all connections that have not ended, the oldest first. It waits for no
+// server.
 func (s *stack) waiting() []PendingCall {
 	calls := []PendingCall{}
 	now := time.Now()
@@ -79,7 +80,8 @@ func (w *PendingCall) owner(c *xprt.Call) {
 	}
 }
 
-// process finds the process of a thread, and its name: "" when it has ended. The files that it reads wait for nobody.
+// process finds the process of a thread, and its name: "" when it has ended. The files that it
+// reads wait for nobody.
 func process(tid uint32) (pid uint32, command string) {
 	status, err := os.ReadFile(filepath.Join("/proc", strconv.FormatUint(uint64(tid), 10), "status"))
 	if err != nil {

@@ -45,7 +45,8 @@ func (fs *FS) fillAttr(out *fuse.Attr, a *nfs3.Attr) {
 	}
 }
 
-// tick begins an RPC whose attributes will be absorbed: they are as fresh as the moment it was sent.
+// tick begins an RPC whose attributes will be absorbed: they are as fresh as the moment it was
+// sent.
 func (fs *FS) tick() uint64 { return fs.clock.Load() }
 
 // mark sets a moment of the clock to now, unless it is later already.
@@ -55,8 +56,9 @@ func (fs *FS) mark(moment *atomic.Uint64) {
 	}
 }
 
-// absorb takes over attributes from a reply whose call was sent at start. It returns false, and does nothing, when the node was changed
-// or seen since then, because nobody could tell which of the two is newer, while it has data that the server has not, and when they are another object's.
+// absorb takes over attributes from a reply whose call was sent at start. It returns false, and
+// does nothing, when the node was changed or seen since then, because nobody could tell which of
+// the two is newer, while it has data that the server has not, and when they are another object's.
 func (fs *FS) absorb(ino *inode, a *nfs3.Attr, start uint64) bool {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
@@ -84,7 +86,8 @@ func (fs *FS) absorb(ino *inode, a *nfs3.Attr, start uint64) bool {
 	return true
 }
 
-// outdate says that the node is being changed: attributes fetched before now are not to be believed.
+// outdate says that the node is being changed: attributes fetched before now are not to be
+// believed.
 func (fs *FS) outdate(ino *inode) {
 	ino.mu.Lock()
 	ino.valid, ino.untold = false, false
@@ -92,14 +95,16 @@ func (fs *FS) outdate(ino *inode) {
 	ino.mu.Unlock()
 }
 
-// news are attributes that the kernel has not been told yet, and asks for because of the very change whose reply they came with: for how long
-// it may believe them, and false if there are none. Whoever asks a second time wants the server's word.
+// news are attributes that the kernel has not been told yet, and asks for because of the very
+// change whose reply they came with: for how long it may believe them, and false if there are none.
+// Whoever asks a second time wants the server's word.
 func (fs *FS) news(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	told := !ino.untold
 	ino.untold = false
-	// A removal changes an object of which its reply says nothing, and a rename may change a directory in such a way.
+	// A removal changes an object of which its reply says nothing, and a rename may change a
+	// directory in such a way.
 	other := fs.renamed.Load()
 	if !ino.isDir() {
 		other = max(other, fs.removed.Load())
@@ -112,8 +117,9 @@ func (fs *FS) news(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool) {
 	return left, true
 }
 
-// absorbWcc takes over what a reply says of an object that our own call changed (RFC 1813 §2.6). alone says that no other
-// call of ours was changing it at the time; only then do the attributes before the call tell of others.
+// absorbWcc takes over what a reply says of an object that our own call changed (RFC 1813 §2.6).
+// alone says that no other call of ours was changing it at the time; only then do the attributes
+// before the call tell of others.
 func (fs *FS) absorbWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool) {
 	ino.mu.Lock()
 	if alone && wcc.HasBefore && ino.baseOK && stampOfWcc(&wcc.Before) != ino.base {
@@ -135,8 +141,8 @@ func (fs *FS) absorbWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool)
 // fetchTries is how often attributes are asked for again because the node changed meanwhile.
 const fetchTries = 3
 
-// fetch asks the server for the node's attributes (GETATTR) and absorbs them. settled is false when others of our calls kept changing the
-// node: then the attributes must not be cached.
+// fetch asks the server for the node's attributes (GETATTR) and absorbs them. settled is false when
+// others of our calls kept changing the node: then the attributes must not be cached.
 func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) (settled bool, err error) {
 	for range fetchTries {
 		start := fs.tick()
@@ -183,14 +189,15 @@ func (fs *FS) timeout(ino *inode) time.Duration {
 	return ino.ttl
 }
 
-// jukeboxFirst and jukeboxMost bound the pause before a call is made again after NFS3ERR_JUKEBOX (RFC 1813 §2.6: wait
-// and try again).
+// jukeboxFirst and jukeboxMost bound the pause before a call is made again after NFS3ERR_JUKEBOX
+// (RFC 1813 §2.6: wait and try again).
 const (
 	jukeboxFirst = 100 * time.Millisecond
 	jukeboxMost  = 5 * time.Second
 )
 
-// again tells whether to make a call again that returned err, after a pause: the server asked for it, and ctx has not ended.
+// again tells whether to make a call again that returned err, after a pause: the server asked for
+// it, and ctx has not ended.
 func (fs *FS) again(ctx context.Context, err error, try int) bool {
 	if err == nil || !hasStatus(err, nfs3.ErrJukebox) {
 		return false
@@ -249,7 +256,8 @@ func errno(err error) syscall.Errno {
 	return wrappedErrno(err)
 }
 
-// wrappedErrno is apart from errno because what it looks for would be allocated at each of the calls that go well.
+// wrappedErrno is apart from errno because what it looks for would be allocated at each of the
+// calls that go well.
 func wrappedErrno(err error) syscall.Errno {
 	var n syscall.Errno
 	var e *nfs3.Error

@@ -9,16 +9,20 @@ import (
 )
 
 const (
-	// commitExtents is the number of UNSTABLE extents of one file at which they are committed in the background.
+	// commitExtents is the number of UNSTABLE extents of one file at which they are committed in
+	// the background.
 	commitExtents = 16
-	// unstableReplays is how often data is sent again UNSTABLE after a verifier changed; then it is sent FILE_SYNC.
+	// unstableReplays is how often data is sent again UNSTABLE after a verifier changed; then it is
+	// sent FILE_SYNC.
 	unstableReplays = 2
-	// maxReplays is how often it is sent again at all: a server that neither keeps a verifier nor obeys FILE_SYNC cannot store anything.
+	// maxReplays is how often it is sent again at all: a server that neither keeps a verifier nor
+	// obeys FILE_SYNC cannot store anything.
 	maxReplays = 6
 )
 
-// sync brings everything written to the file so far to stable storage: it returns when the server has confirmed it, or has refused it, which
-// fileHandle.report tells. The error is EINTR when ctx ended before; then nothing is given up.
+// sync brings everything written to the file so far to stable storage: it returns when the server
+// has confirmed it, or has refused it, which fileHandle.report tells. The error is EINTR when ctx
+// ended before; then nothing is given up.
 func (fs *FS) sync(ctx context.Context, ino *inode) error {
 	w := &ino.wb
 	w.mu.Lock()
@@ -54,8 +58,8 @@ func (fs *FS) sync(ctx context.Context, ino *inode) error {
 	return err
 }
 
-// commit makes one COMMIT call for the extents that are unstable now. again is true when the verifier had changed, and
-// the data was sent once more.
+// commit makes one COMMIT call for the extents that are unstable now. again is true when the
+// verifier had changed, and the data was sent once more.
 func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (again bool, err error) {
 	w := &ino.wb
 	w.mu.Lock()
@@ -120,8 +124,9 @@ func (fs *FS) giveUp(ino *inode, set []*extent, err error) {
 	fs.drop(ino, set)
 }
 
-// replay sends all unstable extents again, in the order in which they were written: one sent after the server restarted is on it already, but an
-// older one that is sent again now may overwrite it. No other WRITE to the file is under way meanwhile.
+// replay sends all unstable extents again, in the order in which they were written: one sent after
+// the server restarted is on it already, but an older one that is sent again now may overwrite it.
+// No other WRITE to the file is under way meanwhile.
 func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) error {
 	fs.Counters.Replays.Add(1)
 	w := &ino.wb
@@ -147,7 +152,8 @@ func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) err
 		return 1
 	})
 	for _, e := range set {
-		e.lost = true // until it is sent: an interrupted replay must not be taken for a complete one
+		// until it is sent: an interrupted replay must not be taken for a complete one
+		e.lost = true
 	}
 	w.mu.Unlock()
 

@@ -12,15 +12,18 @@ import (
 )
 
 const (
-	// groupsAge is for how long the groups of a process are taken as read. It bounds how late a setgroups(2) is noticed.
+	// groupsAge is for how long the groups of a process are taken as read. It bounds how late a
+	// setgroups(2) is noticed.
 	groupsAge = 500 * time.Millisecond
-	// maxCallers and maxCredentials bound the two caches; a full one is emptied, which costs no more than filling it again.
+	// maxCallers and maxCredentials bound the two caches; a full one is emptied, which costs no
+	// more than filling it again.
 	maxCallers     = 4096
 	maxCredentials = 1024
 )
 
-// credentials makes AUTH_SYS credentials (RFC 5531 appendix A) of callers: uid and gid as the kernel says, the
-// supplementary groups from /proc. Each encoding is made once and shared; nobody writes to it.
+// credentials makes AUTH_SYS credentials (RFC 5531 appendix A) of callers: uid and gid as the
+// kernel says, the supplementary groups from /proc. Each encoding is made once and shared; nobody
+// writes to it.
 type credentials struct {
 	machine string
 
@@ -87,7 +90,8 @@ func (c *credentials) encode(uid, gid uint32, groups []uint32) []byte {
 	return cred
 }
 
-// processGroups appends the first 16 supplementary groups of a process, as many as AUTH_SYS carries.
+// processGroups appends the first 16 supplementary groups of a process, as many as AUTH_SYS
+// carries.
 func processGroups(pid uint32, groups []uint32) []uint32 {
 	if pid == 0 {
 		return groups

@@ -20,8 +20,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// amnesiac stands before a server and plays one that restarts: it keeps UNSTABLE data to itself until COMMIT, forgets all of it now and
-// then, and has another verifier from then on.
+// amnesiac stands before a server and plays one that restarts: it keeps UNSTABLE data to itself
+// until COMMIT, forgets all of it now and then, and has another verifier from then on.
 type amnesiac struct {
 	nfs3.Caller
 	every int // calls of WRITE and COMMIT between two restarts
@@ -37,7 +37,8 @@ type heldWrite struct {
 	pos              int
 }
 
-// Offsets in the XDR of WRITE's arguments and results, from the end of the part of variable length (RFC 1813 §3.3.7).
+// Offsets in the XDR of WRITE's arguments and results, from the end of the part of variable length
+// (RFC 1813 §3.3.7).
 const (
 	argStable   = 8  // stable is the last but one word of the arguments before the data
 	verfFromEnd = 8  // the verifier ends the results
@@ -61,8 +62,9 @@ func (a *amnesiac) tick() {
 	}
 }
 
-// write lets the data through for its reply only: a WRITE is sent as FILE_SYNC, so that sizes are right, but of what was asked for
-// UNSTABLE the content is spoilt, and the good content kept for COMMIT.
+// write lets the data through for its reply only: a WRITE is sent as FILE_SYNC, so that sizes are
+// right, but of what was asked for UNSTABLE the content is spoilt, and the good content kept for
+// COMMIT.
 func (a *amnesiac) write(ctx context.Context, m *sunrpc.Message) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -115,7 +117,8 @@ func (a *amnesiac) stamp(m *sunrpc.Message, unstable bool) {
 	}
 }
 
-// TestVerifierChange writes through a server that forgets, with overlaps and from several files at once, and compares what is stable.
+// TestVerifierChange writes through a server that forgets, with overlaps and from several files at
+// once, and compares what is stable.
 func TestVerifierChange(t *testing.T) {
 	e := startExport(t)
 	for _, every := range []int{5, 13} {
@@ -230,7 +233,8 @@ func (d *delaying) Call(ctx context.Context, m *sunrpc.Message) error {
 	return d.Caller.Call(ctx, m)
 }
 
-// TestInterrupt kills a process in the middle of a read, and sees that a harmless signal does not disturb one.
+// TestInterrupt kills a process in the middle of a read, and sees that a harmless signal does not
+// disturb one.
 func TestInterrupt(t *testing.T) {
 	e := startExport(t)
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("x"), 0o644))
@@ -239,7 +243,8 @@ func TestInterrupt(t *testing.T) {
 	m := e.mount(t, mountConfig{wrap: func(c nfs3.Caller) nfs3.Caller { d.Caller = c; return d }})
 	t.Cleanup(func() { close(over) }) // before the mount's own clean-up
 	d.on.Store(true)
-	// dd goes on after SIGUSR1. What is read ahead of it is no request of its own, so it reads directly.
+	// dd goes on after SIGUSR1. What is read ahead of it is no request of its own, so it reads
+	// directly.
 	cmd := exec.Command("dd", "if="+m.path("file"), "of=/dev/null", "iflag=direct", "bs=4096", "status=none")
 	must(t, cmd.Start())
 	<-d.waiting
@@ -264,7 +269,8 @@ func TestInterrupt(t *testing.T) {
 	wantContent(t, m.path("file"), []byte("x"))
 }
 
-// TestCloseToOpen changes files through one mount and sees the changes through another that has the old state in its caches.
+// TestCloseToOpen changes files through one mount and sees the changes through another that has the
+// old state in its caches.
 func TestCloseToOpen(t *testing.T) {
 	e := startExport(t)
 	a, b := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})
@@ -293,7 +299,8 @@ func TestCloseToOpen(t *testing.T) {
 // TestTruncate mixes writes and truncations on one open file and compares with a plain slice.
 func TestTruncate(t *testing.T) {
 	e := startExport(t)
-	m := e.mount(t, mountConfig{opts: Options{WSize: 8192}, buffers: 1, bufSize: 8192}) // the smallest pool there can be
+	// the smallest pool there can be
+	m := e.mount(t, mountConfig{opts: Options{WSize: 8192}, buffers: 1, bufSize: 8192})
 	f, err := os.Create(m.path("file"))
 	must(t, err)
 	var want []byte
@@ -403,7 +410,8 @@ func allowParents(t *testing.T, path string) {
 	}
 }
 
-// TestSetIDWrite has somebody write to another's program with the set-user-id bit: the data arrives, and the server takes the bit away.
+// TestSetIDWrite has somebody write to another's program with the set-user-id bit: the data
+// arrives, and the server takes the bit away.
 func TestSetIDWrite(t *testing.T) {
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})
@@ -427,7 +435,8 @@ func TestSetIDWrite(t *testing.T) {
 	}
 }
 
-// TestSillyRemovalShows sees the directory's times move when the last close of a removed file removes its hidden name.
+// TestSillyRemovalShows sees the directory's times move when the last close of a removed file
+// removes its hidden name.
 func TestSillyRemovalShows(t *testing.T) {
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})
@@ -449,8 +458,8 @@ func TestSillyRemovalShows(t *testing.T) {
 	t.Errorf("the directory was changed at %v, then at %v on the server; the mount shows %v", before.Mtim, server.Mtim, after.Mtim)
 }
 
-// TestRmdirBehindSillyRename removes a directory right after the last close of a file that was removed from it: the hidden name is not in the way. While the
-// file is open, it is.
+// TestRmdirBehindSillyRename removes a directory right after the last close of a file that was
+// removed from it: the hidden name is not in the way. While the file is open, it is.
 func TestRmdirBehindSillyRename(t *testing.T) {
 	m := startExport(t).mount(t, mountConfig{})
 	for range 30 {

@@ -15,8 +15,9 @@ const (
 	fsType         = "fuse." + Subtype
 )
 
-// A fuseDevice is our own descriptor of an open /dev/fuse, beside the one that go-fuse reads requests from: it tells whether the kernel has
-// ended the connection, also while every request waits for a server.
+// A fuseDevice is our own descriptor of an open /dev/fuse, beside the one that go-fuse reads
+// requests from: it tells whether the kernel has ended the connection, also while every request
+// waits for a server.
 type fuseDevice struct {
 	mu sync.Mutex
 	fd int // guarded by mu; -1 when closed
@@ -32,7 +33,8 @@ func openFuse() (*fuseDevice, error) {
 
 // mount makes the mount(2) call.
 func (d *fuseDevice) mount(dir string, opts *MountOptions, maxRead int) error {
-	// Without default_permissions names in the kernel's cache would let users through directories that are closed to them.
+	// Without default_permissions names in the kernel's cache would let users through directories
+	// that are closed to them.
 	data := fmt.Sprintf("fd=%d,rootmode=%o,user_id=%d,group_id=%d,max_read=%d,default_permissions", d.fd, unix.S_IFDIR, os.Geteuid(), os.Getegid(), maxRead)
 	if !opts.OnlyOwner {
 		data += ",allow_other"
@@ -74,11 +76,13 @@ func (d *fuseDevice) close() {
 	}
 }
 
-// epollFile is a file that go-fuse itself answers for, below the root of every file system it serves.
+// epollFile is a file that go-fuse itself answers for, below the root of every file system it
+// serves.
 const epollFile = ".go-fuse-epoll-hack"
 
-// settlePoll makes the kernel ask once whether files can be polled, and hear that they cannot. Otherwise it would ask when this process opens
-// a file on the mount, while the runtime holds the processor that the answer needs.
+// settlePoll makes the kernel ask once whether files can be polled, and hear that they cannot.
+// Otherwise it would ask when this process opens a file on the mount, while the runtime holds the
+// processor that the answer needs.
 func settlePoll(dir string) {
 	fd, err := unix.Open(filepath.Join(dir, epollFile), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -91,7 +95,8 @@ func settlePoll(dir string) {
 // A device is the number of a file system.
 type device struct{ major, minor uint32 }
 
-// deviceAt is that of the file system at a path. It makes no request of a file system that is mounted there: AT_STATX_DONT_SYNC has the kernel answer.
+// deviceAt is that of the file system at a path. It makes no request of a file system that is
+// mounted there: AT_STATX_DONT_SYNC has the kernel answer.
 func deviceAt(dirfd int, path string) (device, error) {
 	flags := unix.AT_STATX_DONT_SYNC | unix.AT_NO_AUTOMOUNT | unix.AT_SYMLINK_NOFOLLOW
 	if path == "" {
@@ -106,7 +111,8 @@ func deviceAt(dirfd int, path string) (device, error) {
 
 const mountInfo = "/proc/self/mountinfo"
 
-// mountedAt tells whether the kernel's mount table has a file system of ours at dir, whatever may be mounted over it.
+// mountedAt tells whether the kernel's mount table has a file system of ours at dir, whatever may
+// be mounted over it.
 func mountedAt(dir string, dev device) (bool, error) {
 	table, err := os.ReadFile(mountInfo)
 	if err != nil {
@@ -115,8 +121,8 @@ func mountedAt(dir string, dev device) (bool, error) {
 	return inMountInfo(string(table), dir, dev), nil
 }
 
-// inMountInfo looks for a file system in a mount table (proc_pid_mountinfo(5): the third field is its number, the fifth the mount point, the one
-// behind the hyphen its type).
+// inMountInfo looks for a file system in a mount table (proc_pid_mountinfo(5): the third field is
+// its number, the fifth the mount point, the one behind the hyphen its type).
 func inMountInfo(table, dir string, dev device) bool {
 	number := fmt.Sprintf("%d:%d", dev.major, dev.minor)
 	for line := range strings.Lines(table) {

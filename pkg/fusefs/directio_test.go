@@ -12,7 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// TestReadNothing reads at the end of a file, where the kernel asks although there is nothing: each read gives its buffer back.
+// TestReadNothing reads at the end of a file, where the kernel asks although there is nothing: each
+// read gives its buffer back.
 func TestReadNothing(t *testing.T) {
 	m := startExport(t).mount(t, mountConfig{})
 	for name, flags := range map[string]int{"direct": unix.O_DIRECT, "append": unix.O_APPEND} {
@@ -33,7 +34,8 @@ func TestReadNothing(t *testing.T) {
 	}
 }
 
-// TestReadlinkMemory: a server may write the path of a symbolic link to the client's memory, which must be such as devices reach: the pool's.
+// TestReadlinkMemory: a server may write the path of a symbolic link to the client's memory, which
+// must be such as devices reach: the pool's.
 func TestReadlinkMemory(t *testing.T) {
 	m, s := startExport(t).mountScripted(t, mountConfig{})
 	must(t, os.Symlink("somewhere", m.path("link")))

@@ -16,7 +16,8 @@ import (
 
 var dirProcs = []nfs3.Proc{nfs3.ProcReadDir, nfs3.ProcReadDirPlus}
 
-// TestDirectoryCircles lists directories of servers whose cookies lead nowhere. Each ends with an error after few calls.
+// TestDirectoryCircles lists directories of servers whose cookies lead nowhere. Each ends with an
+// error after few calls.
 func TestDirectoryCircles(t *testing.T) {
 	const most = 40 // calls
 	e := startExport(t)
@@ -97,13 +98,15 @@ func wantNames(t *testing.T, dir string, want []string) {
 	}
 }
 
-// TestBadCookie lists a directory whose server forgets its cookies now and then (RFC 1813 §3.3.16): no name is missing, none comes twice.
+// TestBadCookie lists a directory whose server forgets its cookies now and then (RFC 1813 §3.3.16):
+// no name is missing, none comes twice.
 func TestBadCookie(t *testing.T) {
 	e := startExport(t)
 	want := plantNames(t, filepath.Join(e.dir, "d"), 1500)
 	m, s := e.mountScripted(t, mountConfig{opts: Options{DirCount: 8 << 10}})
 	calls := 0
-	forgets := map[int]bool{6: true, 9: true, 40: true} // the second while the reader's place is looked for
+	// the second while the reader's place is looked for
+	forgets := map[int]bool{6: true, 9: true, 40: true}
 	s.on(func(ctx context.Context, msg *sunrpc.Message, pass func() error) error {
 		if calls++; dirCookie(msg) != 0 && forgets[calls] {
 			return status(nfs3.ErrBadCookie)(ctx, msg, pass)

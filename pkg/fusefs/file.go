@@ -9,7 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// A fileHandle is one open file. Its READs and WRITEs go out as the user who opened it, whoever holds it now, as on any file system.
+// A fileHandle is one open file. Its READs and WRITEs go out as the user who opened it, whoever
+// holds it now, as on any file system.
 type fileHandle struct {
 	ino      *inode
 	cred     []byte
@@ -25,8 +26,9 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 	return fs.addFile(h)
 }
 
-// claim counts the inode as open, so that a removal from now on hides the file. removed tells that it may have been removed just now. disclaim takes that back,
-// and removes the file if it was hidden and nobody has it open any more.
+// claim counts the inode as open, so that a removal from now on hides the file. removed tells that
+// it may have been removed just now. disclaim takes that back, and removes the file if it was
+// hidden and nobody has it open any more.
 func (fs *FS) claim(r *request, ino *inode) (removed bool, err error) {
 	fs.inodes.openFile(ino)
 	removed, err = fs.awaitRemovals(r, ino)
@@ -38,7 +40,8 @@ func (fs *FS) claim(r *request, ino *inode) (removed bool, err error) {
 
 func (fs *FS) disclaim(ino *inode) {
 	if fs.inodes.closeFile(ino) == 0 && ino.sillyName() != nil {
-		// A server that does not answer must not keep the end of the mount waiting for this request.
+		// A server that does not answer must not keep the end of the mount waiting for this
+		// request.
 		fs.work.Go(func() { fs.removeSilly(background{fs}, ino) })
 	}
 }
@@ -51,7 +54,8 @@ func openFlags(flags uint32, unchanged bool) uint32 {
 	}
 	appends := flags&syscall.O_APPEND != 0 && flags&syscall.O_ACCMODE != syscall.O_RDONLY
 	if flags&syscall.O_DIRECT != 0 || appends {
-		// Only the server knows where the end of the file is, so that the kernel must not put appended data into its pages.
+		// Only the server knows where the end of the file is, so that the kernel must not put
+		// appended data into its pages.
 		out |= fuse.FOPEN_DIRECT_IO
 	}
 	return out
@@ -120,8 +124,8 @@ func (fs *FS) openClaimed(r *request, ino *inode, flags uint32, out *fuse.OpenOu
 	return nil
 }
 
-// revalidate tells whether the file is as the kernel's pages show it, and takes a, fresh from the server, as the state that they show
-// from now on.
+// revalidate tells whether the file is as the kernel's pages show it, and takes a, fresh from the
+// server, as the state that they show from now on.
 func (ino *inode) revalidate(a *nfs3.Attr, settled bool) (unchanged bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
@@ -131,8 +135,8 @@ func (ino *inode) revalidate(a *nfs3.Attr, settled bool) (unchanged bool) {
 	return unchanged
 }
 
-// wantedAccess and granted judge an open by the ACCESS bits: who may execute a file may read it, since that is how
-// the kernel executes it.
+// wantedAccess and granted judge an open by the ACCESS bits: who may execute a file may read it,
+// since that is how the kernel executes it.
 func wantedAccess(flags uint32) (want uint32) {
 	if flags&syscall.O_ACCMODE != syscall.O_WRONLY {
 		want |= nfs3.AccessRead | nfs3.AccessExecute
@@ -189,8 +193,9 @@ func (fs *FS) createFile(r *request, dir *inode, name string, how *nfs3.CreateHo
 	})
 }
 
-// createExclusive makes a file that must not exist. The verifier lets the server tell a call that reaches it twice from a second file
-// of the same name; it may keep it where the attributes are, so they are set afterwards (RFC 1813 §3.3.8).
+// createExclusive makes a file that must not exist. The verifier lets the server tell a call that
+// reaches it twice from a second file of the same name; it may keep it where the attributes are, so
+// they are set afterwards (RFC 1813 §3.3.8).
 func (fs *FS) createExclusive(r *request, dir *inode, name string, mode uint32, out *fuse.EntryOut) (*inode, error) {
 	how := nfs3.CreateHow{Mode: nfs3.Exclusive}
 	_, _ = rand.Read(how.Verf[:]) // never fails
@@ -231,7 +236,8 @@ func modeOnly(mode uint32) nfs3.SetAttr {
 	return nfs3.SetAttr{HasMode: true, Mode: mode & nfs3.ModeMask}
 }
 
-// Flush answers close(2): what was written is stable when it returns, or the caller learns that it is not.
+// Flush answers close(2): what was written is stable when it returns, or the caller learns that it
+// is not.
 func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	r := fs.begin(OpFlush, cancel, &in.InHeader)
 	h := fs.file(in.Fh)
@@ -264,8 +270,8 @@ func (fs *FS) settle(r *request, h *fileHandle) error {
 	return h.report()
 }
 
-// Release ends an open file. Nobody waits for it, so that data which a deadly signal kept from being written at close(2) is written
-// behind it.
+// Release ends an open file. Nobody waits for it, so that data which a deadly signal kept from
+// being written at close(2) is written behind it.
 func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	fs.Counters.Ops[OpRelease].Add(1)
 	fs.handlesMu.Lock()

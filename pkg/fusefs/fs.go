@@ -26,19 +26,22 @@ const (
 
 // Limits and defaults of Options.
 const (
-	MaxIOSize         = 1 << 20  // octets, RSize and WSize; the kernel's FUSE makes no larger requests
+	// octets, RSize and WSize; the kernel's FUSE makes no larger requests
+	MaxIOSize         = 1 << 20
 	MinIOSize         = 4096     // octets
 	DefaultDirCount   = 64 << 10 // octets
 	DefaultMaxWrites  = 16
 	defaultPoolBuffer = 32
 )
 
-// Options of an FS. The attribute cache times are used as they are; the other fields mean their default when zero.
+// Options of an FS. The attribute cache times are used as they are; the other fields mean their
+// default when zero.
 type Options struct {
-	// RSize and WSize bound one READ and one WRITE in octets, MinIOSize to MaxIOSize; default MaxIOSize. The server's own limits bound them too.
+	// RSize and WSize bound one READ and one WRITE in octets, MinIOSize to MaxIOSize; default
+	// MaxIOSize. The server's own limits bound them too.
 	RSize, WSize int
-	// AcRegMin to AcDirMax are for how long attributes of files and of directories are trusted, at least and at
-	// most: the time doubles while they stay the same (nfs(5)).
+	// AcRegMin to AcDirMax are for how long attributes of files and of directories are trusted, at
+	// least and at most: the time doubles while they stay the same (nfs(5)).
 	AcRegMin, AcRegMax, AcDirMin, AcDirMax time.Duration
 	// NoAC turns attribute caching off and makes every write synchronous (nfs(5), noac).
 	NoAC bool
@@ -48,11 +51,13 @@ type Options struct {
 	DirCount uint32
 	// MaxWrites bounds the WRITE calls under way at a time; default DefaultMaxWrites.
 	MaxWrites int
-	// Buffers holds the data of reads and writes. Its buffers must have MinIOSize octets, and bound a request's size. Default: a pool of
-	// 32 buffers of MaxIOSize of the FS's own. A pool that is given stays the caller's to close, after FS.Close.
+	// Buffers holds the data of reads and writes. Its buffers must have MinIOSize octets, and bound
+	// a request's size. Default: a pool of 32 buffers of MaxIOSize of the FS's own. A pool that is
+	// given stays the caller's to close, after FS.Close.
 	Buffers *membuf.Pool
-	// Observe, if not nil, is called after each request that the kernel waits for, with the time from its arrival to its answer. It runs on the
-	// calling path, concurrently, and must not block. FORGET, RELEASE and FSYNCDIR are not among them.
+	// Observe, if not nil, is called after each request that the kernel waits for, with the time
+	// from its arrival to its answer. It runs on the calling path, concurrently, and must not
+	// block. FORGET, RELEASE and FSYNCDIR are not among them.
 	Observe func(op Op, d time.Duration)
 }
 
@@ -61,9 +66,12 @@ func DefaultOptions() Options {
 	return Options{AcRegMin: 3 * time.Second, AcRegMax: 60 * time.Second, AcDirMin: 30 * time.Second, AcDirMax: 60 * time.Second}
 }
 
-// An FS is one NFSv3 file system for one mount. Its methods are those of fuse.RawFileSystem; the kernel calls them concurrently.
+// An FS is one NFSv3 file system for one mount. Its methods are those of fuse.RawFileSystem; the
+// kernel calls them concurrently.
 type FS struct {
-	fuse.RawFileSystem // answers ENOSYS to what NFSv3 does not have: extended attributes, fallocate, locks (the kernel keeps those itself)
+	// answers ENOSYS to what NFSv3 does not have: extended attributes, fallocate, locks (the kernel
+	// keeps those itself)
+	fuse.RawFileSystem
 
 	// Counters may be read at any time.
 	Counters Counters
@@ -97,8 +105,8 @@ type FS struct {
 	aborted   chan struct{}
 }
 
-// New returns an FS on the export whose root directory is root. It asks the server for the root's attributes and for its limits, as
-// uid 0 with ctx, and returns the error of either.
+// New returns an FS on the export whose root directory is root. It asks the server for the root's
+// attributes and for its limits, as uid 0 with ctx, and returns the error of either.
 func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (*FS, error) {
 	if err := opts.setDefaults(); err != nil {
 		return nil, err
@@ -184,7 +192,8 @@ func (fs *FS) IOSizes() (rsize, wsize int) { return fs.opts.RSize, fs.opts.WSize
 // Inodes is the number of objects that the FS keeps for the kernel.
 func (fs *FS) Inodes() int { return fs.inodes.len() }
 
-// Abort ends every call under way and to come; data that is not written is lost, and its writers are told. It returns at once.
+// Abort ends every call under way and to come; data that is not written is lost, and its writers
+// are told. It returns at once.
 func (fs *FS) Abort() {
 	fs.abortOnce.Do(func() { close(fs.aborted) })
 	fs.interrupts.abort()
@@ -199,7 +208,8 @@ func (fs *FS) isAborted() bool {
 	}
 }
 
-// Close writes back what is left, ends the FS and frees what it holds. The mount must be gone. With ctx ended the rest is given up as by Abort.
+// Close writes back what is left, ends the FS and frees what it holds. The mount must be gone. With
+// ctx ended the rest is given up as by Abort.
 func (fs *FS) Close(ctx context.Context) {
 	fs.dirtyMu.Lock()
 	left := make([]*inode, 0, len(fs.dirty))

@@ -13,7 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A smallServer stands before a server and has FSINFO offer small READs and WRITEs, as a Linux server with little memory does.
+// A smallServer stands before a server and has FSINFO offer small READs and WRITEs, as a Linux
+// server with little memory does.
 type smallServer struct {
 	nfs3.Caller
 	block uint32

@@ -24,8 +24,9 @@ func subdir(t *testing.T, m *testMount) string {
 	return dir
 }
 
-// run runs a program in a directory. The program's own process goes there: one that Go forks would, before it execs, and hold the runtime up while the
-// mount, which this process serves, is asked about the directory.
+// run runs a program in a directory. The program's own process goes there: one that Go forks would,
+// before it execs, and hold the runtime up while the mount, which this process serves, is asked
+// about the directory.
 func run(t *testing.T, dir, name string, args ...string) string {
 	t.Helper()
 	cmd := exec.Command("sh", append([]string{"-c", `cd -- "$0" && exec "$@"`, dir, name}, args...)...)

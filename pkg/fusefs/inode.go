@@ -32,11 +32,12 @@ type inode struct {
 	attrClock uint64        // FS.clock when the node last changed hands; older answers are outdated
 	seen      time.Time     // when attr was received
 	seenClock uint64        // FS.clock when attr was asked for
-	untold    bool          // attr came with the reply to a change of ours, and the kernel does not have it
-	base      stamp         // the file as the kernel's pages show it
-	baseOK    bool          // base can be compared: nobody else is known to have changed the file
-	pending   int           // extents that the server does not have yet
-	silly     *sillyName    // the name that an open, removed file has now
+	// attr came with the reply to a change of ours, and the kernel does not have it
+	untold  bool
+	base    stamp      // the file as the kernel's pages show it
+	baseOK  bool       // base can be compared: nobody else is known to have changed the file
+	pending int        // extents that the server does not have yet
+	silly   *sillyName // the name that an open, removed file has now
 
 	wb writeback
 }
@@ -52,7 +53,8 @@ func stampOfWcc(a *nfs3.WccAttr) stamp   { return stamp{a.Size, a.Mtime, a.Ctime
 func (ino *inode) isDir() bool           { return ino.attr.Type == nfs3.NF3DIR }
 func (ino *inode) sillyName() *sillyName { ino.mu.Lock(); defer ino.mu.Unlock(); return ino.silly }
 
-// An inodeTable finds inodes by node number and by file handle. A number is never used for a second handle, so that every node is of generation 0.
+// An inodeTable finds inodes by node number and by file handle. A number is never used for a second
+// handle, so that every node is of generation 0.
 type inodeTable struct {
 	mu     sync.Mutex
 	byID   map[uint64]*inode
@@ -84,8 +86,9 @@ func (t *inodeTable) find(fh nfs3.FH) *inode {
 	return t.byFH[fh]
 }
 
-// ref is the inode of a handle, made if need be, with one more reference of the kernel's. attr, if the server sent it, tells when a
-// server uses a handle again for another object: such an object is another node.
+// ref is the inode of a handle, made if need be, with one more reference of the kernel's. attr, if
+// the server sent it, tells when a server uses a handle again for another object: such an object is
+// another node.
 func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -106,8 +109,9 @@ func (ino *inode) otherObject(attr *nfs3.Attr) bool {
 	return ino.isOther(attr)
 }
 
-// isOther tells whether attributes that came for the node's handle are those of another object. An export's root may be numbered anew, by
-// a file system that is mounted over it on the server, but stays a directory. Called with mu held.
+// isOther tells whether attributes that came for the node's handle are those of another object. An
+// export's root may be numbered anew, by a file system that is mounted over it on the server, but
+// stays a directory. Called with mu held.
 func (ino *inode) isOther(attr *nfs3.Attr) bool {
 	return ino.known && (ino.attr.Type != attr.Type || ino.attr.FileID != attr.FileID && ino.id != fuse.FUSE_ROOT_ID)
 }

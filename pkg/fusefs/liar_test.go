@@ -18,7 +18,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// Positions in WRITE's arguments, from the end of what goes before the data (RFC 1813 §3.3.7): count, stable, length of the data.
+// Positions in WRITE's arguments, from the end of what goes before the data (RFC 1813 §3.3.7):
+// count, stable, length of the data.
 const (
 	argCount  = 12
 	argLength = 4
@@ -53,7 +54,8 @@ func TestShortWrites(t *testing.T) {
 	}
 }
 
-// claimCount makes a WRITE's reply say another count; the count stands before committed and the verifier.
+// claimCount makes a WRITE's reply say another count; the count stands before committed and the
+// verifier.
 func claimCount(change func(asked uint32) uint32) answer {
 	return func(_ context.Context, m *sunrpc.Message, pass func() error) error {
 		asked := uint32(len(m.ArgData))
@@ -65,7 +67,8 @@ func claimCount(change func(asked uint32) uint32) answer {
 	}
 }
 
-// TestWriteCountLies has a server claim more than it was given, and nothing at all: the writer hears of it at close, and nothing hangs.
+// TestWriteCountLies has a server claim more than it was given, and nothing at all: the writer
+// hears of it at close, and nothing hangs.
 func TestWriteCountLies(t *testing.T) {
 	e := startExport(t)
 	for name, change := range map[string]func(uint32) uint32{
@@ -156,7 +159,8 @@ func TestShortReads(t *testing.T) {
 	wantContent(t, m.path("file"), want)
 }
 
-// TestWriteErrors has WRITE and COMMIT fail in every way that matters: who closes or syncs hears of it, once, whatever else happened meanwhile.
+// TestWriteErrors has WRITE and COMMIT fail in every way that matters: who closes or syncs hears of
+// it, once, whatever else happened meanwhile.
 func TestWriteErrors(t *testing.T) {
 	e := startExport(t)
 	for _, proc := range []nfs3.Proc{nfs3.ProcWrite, nfs3.ProcCommit} {
@@ -185,7 +189,8 @@ func TestWriteErrors(t *testing.T) {
 	}
 }
 
-// TestJukebox has the server ask for time (RFC 1813 §2.6, NFS3ERR_JUKEBOX): calls are made again, and a deadly signal ends the waiting.
+// TestJukebox has the server ask for time (RFC 1813 §2.6, NFS3ERR_JUKEBOX): calls are made again,
+// and a deadly signal ends the waiting.
 func TestJukebox(t *testing.T) {
 	e := startExport(t)
 	m, s := e.mountScripted(t, mountConfig{opts: Options{NoAC: true}})
@@ -221,7 +226,8 @@ func TestJukebox(t *testing.T) {
 	wantContent(t, m.path("file"), []byte("x"))
 }
 
-// TestNoAC sees what other clients do at once, and has writes on the server when write(2) returns (nfs(5), noac).
+// TestNoAC sees what other clients do at once, and has writes on the server when write(2) returns
+// (nfs(5), noac).
 func TestNoAC(t *testing.T) {
 	e := startExport(t)
 	m, s := e.mountScripted(t, mountConfig{opts: Options{NoAC: true}})
@@ -250,7 +256,8 @@ func TestNoAC(t *testing.T) {
 	}
 }
 
-// TestLookupCache counts the LOOKUP calls that names cost, and sees which changes on the server are noticed at once (nfs(5), lookupcache).
+// TestLookupCache counts the LOOKUP calls that names cost, and sees which changes on the server are
+// noticed at once (nfs(5), lookupcache).
 func TestLookupCache(t *testing.T) {
 	e := startExport(t)
 	for _, c := range []struct {
@@ -291,7 +298,8 @@ func TestLookupCache(t *testing.T) {
 	}
 }
 
-// TestStale has files go away on the server: who has one open gets ESTALE, who comes by its name gets what is there now.
+// TestStale has files go away on the server: who has one open gets ESTALE, who comes by its name
+// gets what is there now.
 func TestStale(t *testing.T) {
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})
@@ -299,7 +307,8 @@ func TestStale(t *testing.T) {
 	must(t, os.WriteFile(behind, []byte("old"), 0o644))
 	f, err := os.OpenFile(m.path("file"), os.O_RDWR, 0)
 	must(t, err)
-	must(t, os.WriteFile(behind+".new", []byte("new content"), 0o644)) // while the old one is there, so that its handle is another
+	// while the old one is there, so that its handle is another
+	must(t, os.WriteFile(behind+".new", []byte("new content"), 0o644))
 	must(t, os.Rename(behind+".new", behind))
 	if _, err := f.ReadAt(make([]byte, 3), 0); !errors.Is(err, syscall.ESTALE) {
 		t.Errorf("read: %v, want ESTALE", err)
@@ -323,7 +332,8 @@ func TestStale(t *testing.T) {
 	wantContent(t, behind+".gone", []byte("again"))
 }
 
-// TestTypeLies has a server give attributes of another kind of object for a handle: it is taken as a handle used for something else, as stale.
+// TestTypeLies has a server give attributes of another kind of object for a handle: it is taken as
+// a handle used for something else, as stale.
 func TestTypeLies(t *testing.T) {
 	e := startExport(t)
 	for name, lie := range map[string]func(attr []byte){
@@ -355,7 +365,8 @@ func TestTypeLies(t *testing.T) {
 	}
 }
 
-// TestForceUnmountHung unmounts by force while every call hangs: whoever waits gets an error, and nothing stays behind.
+// TestForceUnmountHung unmounts by force while every call hangs: whoever waits gets an error, and
+// nothing stays behind.
 func TestForceUnmountHung(t *testing.T) {
 	e := startExport(t)
 	m, s := e.mountScripted(t, mountConfig{buffers: 4})
@@ -364,11 +375,12 @@ func TestForceUnmountHung(t *testing.T) {
 	must(t, err)
 	s.on(hang, allProcs()...)
 	calls := map[string]func() error{
-		"read":     func() error { _, err := f.ReadAt(make([]byte, 1), 0); return err },
-		"stat":     func() error { _, err := os.Stat(m.path("other")); return err },
-		"open":     func() error { _, err := os.Open(m.path("file")); return err },
-		"create":   func() error { _, err := os.Create(m.path("new")); return err },
-		"fsync":    func() error { _, _ = f.WriteAt(noise(7, 3<<20), 1<<20); return f.Sync() }, // behind what is read above
+		"read":   func() error { _, err := f.ReadAt(make([]byte, 1), 0); return err },
+		"stat":   func() error { _, err := os.Stat(m.path("other")); return err },
+		"open":   func() error { _, err := os.Open(m.path("file")); return err },
+		"create": func() error { _, err := os.Create(m.path("new")); return err },
+		// behind what is read above
+		"fsync":    func() error { _, _ = f.WriteAt(noise(7, 3<<20), 1<<20); return f.Sync() },
 		"readdir":  func() error { _, err := os.ReadDir(m.dir); return err },
 		"truncate": func() error { return os.Truncate(m.path("file"), 0) },
 	}

@@ -132,7 +132,8 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 		t.Fatal(err)
 	}
 	dir := t.TempDir()
-	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil { // other users get to the mount through it
+	// other users get to the mount through it
+	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	if cfg.mount.FsName == "" {

@@ -11,8 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mmapStep and mmapFile, in the environment, make TestMmapInChild take one of mmapSteps with a file. It is a process of its own, because one that waits for a page
-// of its own mount keeps its runtime from serving it.
+// mmapStep and mmapFile, in the environment, make TestMmapInChild take one of mmapSteps with a
+// file. It is a process of its own, because one that waits for a page of its own mount keeps its
+// runtime from serving it.
 const (
 	mmapStep = "NFSRDMAD_MMAP_STEP"
 	mmapFile = "NFSRDMAD_MMAP_FILE"
@@ -86,7 +87,8 @@ func inChild(t *testing.T, step, path string) {
 	}
 }
 
-// TestMmap writes files through shared mappings, and leaves the writing back to each of those who do it; then it reads them through mappings that know nothing of them.
+// TestMmap writes files through shared mappings, and leaves the writing back to each of those who
+// do it; then it reads them through mappings that know nothing of them.
 func TestMmap(t *testing.T) {
 	e := startExport(t)
 	m, cold := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})

@@ -21,7 +21,8 @@ const Subtype = "nfsrdma"
 // maxBackground is the number of read-ahead and direct requests that the kernel may have under way.
 const maxBackground = 64
 
-// settleTime is how long SettlePoll waits for what only matters to programs that use their own mounts.
+// settleTime is how long SettlePoll waits for what only matters to programs that use their own
+// mounts.
 const settleTime = 5 * time.Second
 
 // MountOptions say how an FS is mounted.
@@ -30,14 +31,18 @@ type MountOptions struct {
 	FsName string
 	// ReadOnly mounts for reading only.
 	ReadOnly bool
-	// OnlyOwner keeps all users but the one who mounts out of the mount. By default all users get in, with their own rights.
+	// OnlyOwner keeps all users but the one who mounts out of the mount. By default all users get
+	// in, with their own rights.
 	OnlyOwner bool
-	// Suid and Dev let set-id bits and device files on the mount work. NoExec keeps programs on it from running.
+	// Suid and Dev let set-id bits and device files on the mount work. NoExec keeps programs on it
+	// from running.
 	Suid, Dev, NoExec bool
-	// MaxWrite bounds one request's data in octets, MinIOSize to MaxIOSize; default and upper bound: the FS's buffers.
+	// MaxWrite bounds one request's data in octets, MinIOSize to MaxIOSize; default and upper
+	// bound: the FS's buffers.
 	MaxWrite int
-	// NotUsedHere says that this process opens no file on the mount itself, or calls SettlePoll before. Mount then makes no call on the new mount: a
-	// process that is killed during one waits for its own answer for ever, as a zombie that keeps the mount with it.
+	// NotUsedHere says that this process opens no file on the mount itself, or calls SettlePoll
+	// before. Mount then makes no call on the new mount: a process that is killed during one waits
+	// for its own answer for ever, as a zombie that keeps the mount with it.
 	NotUsedHere bool
 	// Debug prints every request to Logger.
 	Debug bool
@@ -57,8 +62,8 @@ type Server struct {
 	ended ending     // what we did to the mount
 }
 
-// Mount mounts fs on dir with mount(2), which takes CAP_SYS_ADMIN, and serves it until it is unmounted. dir must be
-// an existing directory. The FS can be mounted once.
+// Mount mounts fs on dir with mount(2), which takes CAP_SYS_ADMIN, and serves it until it is
+// unmounted. dir must be an existing directory. The FS can be mounted once.
 func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 	abs, err := mountPoint(dir)
 	if err != nil {
@@ -89,7 +94,8 @@ func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 	return s, nil
 }
 
-// SettlePoll readies the mount at dir for a process that serves it and opens files on it, too. It waits for the server for a few seconds at most.
+// SettlePoll readies the mount at dir for a process that serves it and opens files on it, too. It
+// waits for the server for a few seconds at most.
 func SettlePoll(dir string) {
 	settled := make(chan struct{})
 	go func() {
@@ -98,7 +104,8 @@ func SettlePoll(dir string) {
 	}()
 	select {
 	case <-settled:
-	case <-time.After(settleTime): // the kernel asks for the root's attributes first, and the server does not answer
+	// the kernel asks for the root's attributes first, and the server does not answer
+	case <-time.After(settleTime):
 	}
 }
 
@@ -134,8 +141,9 @@ func (s *Server) start(opts *MountOptions, maxWrite int) (*fuse.Server, error) {
 		_ = s.detach(unix.MNT_DETACH)
 		return nil, err
 	}
-	// The server takes set-id bits away from a file that others write to or chown. Without HANDLE_KILLPRIV the kernel would ask for that with a
-	// SETATTR of the writer's, who may write but not do that.
+	// The server takes set-id bits away from a file that others write to or chown. Without
+	// HANDLE_KILLPRIV the kernel would ask for that with a SETATTR of the writer's, who may write
+	// but not do that.
 	srv, err := fuse.NewServer(s.fs, path, &fuse.MountOptions{
 		MaxBackground:     maxBackground,
 		MaxWrite:          maxWrite,
@@ -152,8 +160,9 @@ func (s *Server) start(opts *MountOptions, maxWrite int) (*fuse.Server, error) {
 	return srv, nil
 }
 
-// serve works on the kernel's requests until the connection ends. One that was aborted leaves a mount point on which every call
-// fails; nobody could use or unmount it through us later, so it goes.
+// serve works on the kernel's requests until the connection ends. One that was aborted leaves a
+// mount point on which every call fails; nobody could use or unmount it through us later, so it
+// goes.
 func (s *Server) serve(srv *fuse.Server) {
 	defer close(s.done)
 	srv.Serve()

@@ -52,8 +52,9 @@ func (fs *FS) lookup(r *request, dirID uint64, name string, out *fuse.EntryOut) 
 	return nil
 }
 
-// lookupOnce finds a name; the node is nil when the kernel is told that there is none. When the object is gone before its attributes were
-// asked for, the name stands for another one, or for none.
+// lookupOnce finds a name; the node is nil when the kernel is told that there is none. When the
+// object is gone before its attributes were asked for, the name stands for another one, or for
+// none.
 func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
 	for try := 0; ; try++ {
 		var res nfs3.LookupResult
@@ -92,8 +93,8 @@ func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupRes
 	}
 }
 
-// entry answers a request for a name with the node of fh, of which the kernel gets one more reference. post are the attributes
-// that came with fh in the reply to a call sent at start.
+// entry answers a request for a name with the node of fh, of which the kernel gets one more
+// reference. post are the attributes that came with fh in the reply to a call sent at start.
 func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64, out *fuse.EntryOut) (*inode, error) {
 	var known *nfs3.Attr
 	if post.Present {
@@ -132,7 +133,8 @@ func (fs *FS) fillEntry(dir, ino *inode, a *nfs3.Attr, settled bool, out *fuse.E
 	}
 }
 
-// entryTimeout is for how long the kernel may believe that a name stands for what it did: as long as for the directory's attributes.
+// entryTimeout is for how long the kernel may believe that a name stands for what it did: as long
+// as for the directory's attributes.
 func (fs *FS) entryTimeout(dir *inode) time.Duration {
 	if fs.opts.LookupCache == LookupCacheNone || fs.opts.NoAC {
 		return 0
@@ -143,7 +145,8 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 	return fs.opts.AcDirMin
 }
 
-// make does what CREATE, MKDIR, SYMLINK and MKNOD have in common: it makes the call, and asks for what the server left out of its reply.
+// make does what CREATE, MKDIR, SYMLINK and MKNOD have in common: it makes the call, and asks for
+// what the server left out of its reply.
 func (fs *FS) make(r *request, dir *inode, name string, out *fuse.EntryOut, call func(*nfs3.CreateResult) error) (*inode, error) {
 	var res nfs3.CreateResult
 	var start uint64

@@ -11,8 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// TestChangesTellAttributes: after a change of ours the kernel asks for attributes that came with the reply; the server is not asked again, unless
-// somebody wants its word.
+// TestChangesTellAttributes: after a change of ours the kernel asks for attributes that came with
+// the reply; the server is not asked again, unless somebody wants its word.
 func TestChangesTellAttributes(t *testing.T) {
 	m, s := startExport(t).mountScripted(t, mountConfig{})
 	dir := subdir(t, m)

@@ -11,8 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// GetAttr answers stat(2). The kernel keeps attributes for as long as it was told, so that a request means that it wants new ones, or that
-// a change made it forget the old ones.
+// GetAttr answers stat(2). The kernel keeps attributes for as long as it was told, so that a
+// request means that it wants new ones, or that a change made it forget the old ones.
 func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	r := fs.begin(OpGetAttr, cancel, &in.InHeader)
 	return fs.end(OpGetAttr, r, fs.getattr(r, in.NodeId, out))
@@ -72,7 +72,8 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	if set == (nfs3.SetAttr{}) {
 		return fs.getattr(r, in.NodeId, out)
 	}
-	// A WRITE that arrived later would undo the new times, and a replay would undo a truncation. A COMMIT that came later might be refused to the old owner.
+	// A WRITE that arrived later would undo the new times, and a replay would undo a truncation. A
+	// COMMIT that came later might be refused to the old owner.
 	settle := fs.push
 	if set.HasSize || set.HasUID || set.HasGID || set.HasMode {
 		settle = fs.sync
@@ -230,7 +231,8 @@ func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
 	if ino == nil {
 		return nil, syscall.ESTALE
 	}
-	buf := fs.getBuffer(r) // the server may write to it, as to that of a READ: not every device reaches other memory
+	// the server may write to it, as to that of a READ: not every device reaches other memory
+	buf := fs.getBuffer(r)
 	if buf == nil {
 		return nil, syscall.EINTR
 	}

@@ -9,13 +9,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// An open and a removal of the same file on this mount come in one order or the other, although the server would let them overlap:
+// An open and a removal of the same file on this mount come in one order or the other, although the
+// server would let them overlap:
 //
 //	open first:     the removal sees that the file is open, and hides it (remove.go)
 //	removal first:  the open waits for the removal's reply, and then begins anew with the name, as a server may still answer for the file
 //
-// Which it is, is decided under inodeTable.mu, where the opens and the removals are counted; no lock is held during the calls. While no file is open, removals
-// spare themselves the LOOKUP that tells what they remove.
+// Which it is, is decided under inodeTable.mu, where the opens and the removals are counted; no
+// lock is held during the calls. While no file is open, removals spare themselves the LOOKUP that
+// tells what they remove.
 
 // openFile counts the file as open.
 func (t *inodeTable) openFile(ino *inode) {
@@ -33,18 +35,20 @@ func (t *inodeTable) closeFile(ino *inode) int {
 	return t.close(ino)
 }
 
-// A blindRemoval is one under way without a look at what is removed, begun while no file was open, or while the kernel did not know what is removed.
+// A blindRemoval is one under way without a look at what is removed, begun while no file was open,
+// or while the kernel did not know what is removed.
 type blindRemoval struct {
 	dir  *inode
 	name string
 }
 
-// blindPatience is how long an open waits for blind removals before it asks the server what they are about: freeing a large file may take a server long,
-// and is no affair of those who open others.
+// blindPatience is how long an open waits for blind removals before it asks the server what they
+// are about: freeing a large file may take a server long, and is no affair of those who open
+// others.
 const blindPatience = 20 * time.Millisecond
 
-// awaitRemovals returns when no removal of ino is under way that did not see it open. No such removal begins once openFile was called. waited is true when
-// there was one, or may have been.
+// awaitRemovals returns when no removal of ino is under way that did not see it open. No such
+// removal begins once openFile was called. waited is true when there was one, or may have been.
 func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
 	t := &fs.inodes
 	t.mu.Lock()
@@ -87,7 +91,8 @@ func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
 	}
 }
 
-// beginBlind begins a removal without a look at what is removed. It returns nil, and nothing begins, when any file is open.
+// beginBlind begins a removal without a look at what is removed. It returns nil, and nothing
+// begins, when any file is open.
 func (t *inodeTable) beginBlind(dir *inode, name string) *blindRemoval {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -99,7 +104,8 @@ func (t *inodeTable) beginBlind(dir *inode, name string) *blindRemoval {
 	return b
 }
 
-// findOrBlind is the inode of a handle, or, when there is none, a blind removal of the name that stands for it.
+// findOrBlind is the inode of a handle, or, when there is none, a blind removal of the name that
+// stands for it.
 func (t *inodeTable) findOrBlind(fh nfs3.FH, dir *inode, name string) (*inode, *blindRemoval) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -144,8 +150,9 @@ func (t *inodeTable) removalEnded() {
 	}
 }
 
-// The hidden name of a removed file goes behind the file's last close, for which the kernel does not wait. Who removes the directory next would find it not
-// empty, so that rmdir(2) waits for names that are about to go.
+// The hidden name of a removed file goes behind the file's last close, for which the kernel does
+// not wait. Who removes the directory next would find it not empty, so that rmdir(2) waits for
+// names that are about to go.
 
 // hiddenPatience is how long it waits for a close that the kernel may not have passed on yet.
 const hiddenPatience = 100 * time.Millisecond
@@ -172,8 +179,8 @@ func (t *inodeTable) left(dir *inode) {
 	t.removalEnded()
 }
 
-// awaitHidden returns true when the directory had hidden names, perhaps until just now, and has none any more; false when it has those of files that
-// stay open.
+// awaitHidden returns true when the directory had hidden names, perhaps until just now, and has
+// none any more; false when it has those of files that stay open.
 func (fs *FS) awaitHidden(r *request, dir *inode) bool {
 	t := &fs.inodes
 	patience := time.NewTimer(hiddenPatience)
@@ -202,9 +209,10 @@ func (fs *FS) awaitHidden(r *request, dir *inode) bool {
 	}
 }
 
-// When an open finds its file gone, or the symbolic link on the way to it, the kernel looks the name up anew and opens what it finds, once. If that
-// were gone again, the caller would see ESTALE, so that what such lookups find counts as open until the open comes. The kernel may look up more than once: when
-// the name stands for another file than it knew, it asks again.
+// When an open finds its file gone, or the symbolic link on the way to it, the kernel looks the
+// name up anew and opens what it finds, once. If that were gone again, the caller would see ESTALE,
+// so that what such lookups find counts as open until the open comes. The kernel may look up more
+// than once: when the name stands for another file than it knew, it asks again.
 
 const (
 	// reopenTime is for how long lookups may follow an open that failed, and an open such a lookup.
@@ -213,7 +221,8 @@ const (
 	reopenLookups = 16
 	// maxReopens bounds the threads that are remembered.
 	maxReopens = 256
-	// heldTries bounds how often a name may stand for another file by the time that the file counts as open.
+	// heldTries bounds how often a name may stand for another file by the time that the file counts
+	// as open.
 	heldTries = 16
 )
 
@@ -276,7 +285,8 @@ func (o *reopens) end(pid uint32) {
 	}
 }
 
-// hold counts a file as open until the open is tried, and waits for the removals that did not see that.
+// hold counts a file as open until the open is tried, and waits for the removals that did not see
+// that.
 func (fs *FS) hold(r *request, ino *inode, e *reopen) error {
 	if _, err := fs.claim(r, ino); err != nil {
 		return err

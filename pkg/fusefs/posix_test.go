@@ -11,8 +11,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/posixtest"
 )
 
-// knownFailures are the tests of go-fuse's that do not pass on an NFSv3 mount, each with the reason and with what of the test's output shows that it
-// still is that reason.
+// knownFailures are the tests of go-fuse's that do not pass on an NFSv3 mount, each with the reason
+// and with what of the test's output shows that it still is that reason.
 var knownFailures = map[string]struct{ reason, shows string }{
 	"Fallocate":           {"NFSv3 has no procedure that allocates space (RFC 1813 §3); fallocate(2) fails with EOPNOTSUPP", "Fallocate failed: operation not supported"},
 	"FallocateKeepSize":   {"as Fallocate", "operation not supported"},
@@ -42,8 +42,8 @@ func TestPosix(t *testing.T) {
 	}
 }
 
-// TestKnownFailures runs each known failure in a process of its own, and fails when it passes: then it does not belong in the list any more. None of them
-// races, so that one run tells.
+// TestKnownFailures runs each known failure in a process of its own, and fails when it passes: then
+// it does not belong in the list any more. None of them races, so that one run tells.
 func TestKnownFailures(t *testing.T) {
 	for name, known := range knownFailures {
 		t.Run(name, func(t *testing.T) {

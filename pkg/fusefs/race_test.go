@@ -19,7 +19,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// readWhole uses a descriptor as a program does that just opened a file: what it opened must stay usable.
+// readWhole uses a descriptor as a program does that just opened a file: what it opened must stay
+// usable.
 func readWhole(fd int) ([]byte, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -33,8 +34,9 @@ func readWhole(fd int) ([]byte, error) {
 	return buf[:n], nil
 }
 
-// TestOpenRemoveRace opens a file while the same mount replaces it and removes it, in turns. An open succeeds, or finds no file when there may be
-// none; what was opened is one of the versions, whole.
+// TestOpenRemoveRace opens a file while the same mount replaces it and removes it, in turns. An
+// open succeeds, or finds no file when there may be none; what was opened is one of the versions,
+// whole.
 func TestOpenRemoveRace(t *testing.T) {
 	const rounds, openers = 200, 3
 	e := startExport(t)
@@ -100,7 +102,8 @@ func TestOpenRemoveRace(t *testing.T) {
 	}
 }
 
-// TestOpenBesideSlowRemove removes a file that takes the server long. Who opens another one is not held up; who opens that one gets it whole or not at all.
+// TestOpenBesideSlowRemove removes a file that takes the server long. Who opens another one is not
+// held up; who opens that one gets it whole or not at all.
 func TestOpenBesideSlowRemove(t *testing.T) {
 	e := startExport(t)
 	for _, name := range []string{"unlink", "rename"} {
@@ -167,7 +170,8 @@ func TestOpenBesideSlowRemove(t *testing.T) {
 			case <-time.After(testTimeout):
 				t.Error("an open of another file waits")
 			}
-			// The kernel looks names up beside a removal only while it has them in its cache; this one it has.
+			// The kernel looks names up beside a removal only while it has them in its cache; this
+			// one it has.
 			victimOpened := make(chan error, 1)
 			go func() {
 				got, err := os.ReadFile(m.path("victim"))
@@ -176,7 +180,8 @@ func TestOpenBesideSlowRemove(t *testing.T) {
 				}
 				victimOpened <- err
 			}()
-			time.Sleep(5 * blindPatience) // long enough for it to have asked the server what is removed
+			// long enough for it to have asked the server what is removed
+			time.Sleep(5 * blindPatience)
 			s.on(nil, nfs3.ProcRemove, nfs3.ProcRename)
 			close(proceed)
 			must(t, <-removed)
@@ -187,7 +192,8 @@ func TestOpenBesideSlowRemove(t *testing.T) {
 	}
 }
 
-// TestAppendTogether appends through several open files of one mount at a time: no line is lost or torn.
+// TestAppendTogether appends through several open files of one mount at a time: no line is lost or
+// torn.
 func TestAppendTogether(t *testing.T) {
 	const writers, lines = 4, 100
 	e := startExport(t)

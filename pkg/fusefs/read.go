@@ -12,7 +12,8 @@ import (
 // maxIdleReads is how often in a row a server may answer a READ with nothing and without EOF.
 const maxIdleReads = 8
 
-// A readResult is data in a pool buffer, which goes to /dev/fuse from there and back to the pool afterwards.
+// A readResult is data in a pool buffer, which goes to /dev/fuse from there and back to the pool
+// afterwards.
 type readResult struct {
 	fs   *FS
 	buf  []byte
@@ -28,7 +29,8 @@ func (res *readResult) Bytes([]byte) ([]byte, fuse.Status) { return res.buf[:res
 // Size is the number of octets.
 func (res *readResult) Size() int { return res.n }
 
-// Slices makes go-fuse write the buffer to /dev/fuse as it is, with writev(2), rather than through a pipe.
+// Slices makes go-fuse write the buffer to /dev/fuse as it is, with writev(2), rather than through
+// a pipe.
 func (res *readResult) Slices() ([][]byte, fuse.Status) { return res.vecs[:], fuse.OK }
 
 // Done is called when the kernel has the data, but not for a result without any.
@@ -40,8 +42,8 @@ func (res *readResult) Done() {
 	readResults.Put(res)
 }
 
-// Read answers read(2) and reads of pages. It returns less than was asked for only at the end of the file, because that is what the kernel
-// takes a short answer for.
+// Read answers read(2) and reads of pages. It returns less than was asked for only at the end of
+// the file, because that is what the kernel takes a short answer for.
 func (fs *FS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
 	r := fs.begin(OpRead, cancel, &in.InHeader)
 	res, err := fs.read(r, in)

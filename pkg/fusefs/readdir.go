@@ -11,14 +11,16 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// maxDirReplies bounds the replies that one pass through a directory may take: a server whose cookies never repeat and never end
-// would keep a reader busy for ever.
+// maxDirReplies bounds the replies that one pass through a directory may take: a server whose
+// cookies never repeat and never end would keep a reader busy for ever.
 const maxDirReplies = 1 << 20
 
-// maxDirRestarts bounds how often in a row a server may forget its cookies before the reader's next entry is found.
+// maxDirRestarts bounds how often in a row a server may forget its cookies before the reader's next
+// entry is found.
 const maxDirRestarts = 4
 
-// A dirHandle is one open directory. The server's cookies are the kernel's offsets; cookie 0 is the start.
+// A dirHandle is one open directory. The server's cookies are the kernel's offsets; cookie 0 is the
+// start.
 type dirHandle struct {
 	ino  *inode
 	cred []byte
@@ -30,9 +32,11 @@ type dirHandle struct {
 	offset  uint64     // where the reader is: the cookie of the last entry given, or 0
 	eof     bool       // the last reply ended the directory
 	start   uint64     // FS.clock when the last reply was asked for
-	begun   int        // times in a row that the directory was begun again without another entry found
+	// times in a row that the directory was begun again without another entry found
+	begun int
 
-	// seen holds the cookies from which replies were asked for since the start, to notice a directory that runs in circles.
+	// seen holds the cookies from which replies were asked for since the start, to notice a
+	// directory that runs in circles.
 	seen map[uint64]struct{}
 }
 
@@ -85,7 +89,8 @@ func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
 	}
 }
 
-// FsyncDir answers fsync(2) of a directory: what an NFSv3 server says it did to a directory is stable (RFC 1813 §1.7).
+// FsyncDir answers fsync(2) of a directory: what an NFSv3 server says it did to a directory is
+// stable (RFC 1813 §1.7).
 func (fs *FS) FsyncDir(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
 	fs.Counters.Ops[OpFsyncDir].Add(1)
 	return fuse.OK
@@ -120,8 +125,9 @@ func (e *dirEntry) forKernel() fuse.DirEntry {
 	return de
 }
 
-// fillPlus adds the node to an entry. Without one the kernel looks the name up when it needs it: so it does for "." and "..", for which it
-// takes no reference, and for nodes that changed since the reply was asked for.
+// fillPlus adds the node to an entry. Without one the kernel looks the name up when it needs it: so
+// it does for "." and "..", for which it takes no reference, and for nodes that changed since the
+// reply was asked for.
 func (fs *FS) fillPlus(d *dirHandle, e *dirEntry, out *fuse.EntryOut) {
 	if !e.hasFH || !e.attr.Present || e.name == "." || e.name == ".." {
 		return
@@ -160,7 +166,8 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 			d.offset = e.cookie
 		}
 		if d.eof || given {
-			return nil // the kernel comes back for more; what it has is not held up by a slow server
+			// the kernel comes back for more; what it has is not held up by a slow server
+			return nil
 		}
 		if err := fs.fillDir(r, d, plus); err != nil {
 			return err
@@ -209,8 +216,8 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 	return err
 }
 
-// restart finds the reader's place again after the server has forgotten its cookies: it reads the directory from the start
-// until the entry with the reader's cookie.
+// restart finds the reader's place again after the server has forgotten its cookies: it reads the
+// directory from the start until the entry with the reader's cookie.
 func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 	place := d.offset
 	for {
@@ -250,7 +257,8 @@ func (fs *FS) findPlace(r *request, d *dirHandle, plus bool, place uint64) error
 	}
 }
 
-// unsupported tells whether a server does not have a procedure, which servers say at one of two levels.
+// unsupported tells whether a server does not have a procedure, which servers say at one of two
+// levels.
 func unsupported(err error) bool {
 	if err == nil {
 		return false
@@ -267,7 +275,9 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	last := cookie
 	keep := func(e *nfs3.DirEntry) bool {
 		if e.Cookie == 0 && string(e.Name) == "." {
-			return true // some servers number from 0, which is where the reader begins; nobody misses this entry
+			// some servers number from 0, which is where the reader begins; nobody misses this
+			// entry
+			return true
 		}
 		sane = sane && e.Cookie != 0 && e.Cookie != last
 		last = e.Cookie

@@ -11,10 +11,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// NFSv3 servers know no open files: a file whose last name is removed is gone, also for those who have it open. A client that wants to
-// be a UNIX renames such a file instead, to a name that says what it is, and removes that name with the last close.
+// NFSv3 servers know no open files: a file whose last name is removed is gone, also for those who
+// have it open. A client that wants to be a UNIX renames such a file instead, to a name that says
+// what it is, and removes that name with the last close.
 
-// sillyPrefix begins the names of such files; what cleans up behind crashed clients on servers looks for it.
+// sillyPrefix begins the names of such files; what cleans up behind crashed clients on servers
+// looks for it.
 const sillyPrefix = ".nfs"
 
 // A sillyName is where an open file is that its user removed.
@@ -49,7 +51,8 @@ func (fs *FS) unlink(r *request, dirID uint64, name string) error {
 	}
 }
 
-// unlinkOnce removes or hides a name. It gives up at NFS3ERR_JUKEBOX, so that nobody's open waits through the pause.
+// unlinkOnce removes or hides a name. It gives up at NFS3ERR_JUKEBOX, so that nobody's open waits
+// through the pause.
 func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 	if b := fs.inodes.beginBlind(dir, name); b != nil {
 		defer fs.inodes.endBlind(b)
@@ -77,7 +80,8 @@ func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 	return fs.removeRPC(r, r.cred, dir, name)
 }
 
-// targetOf is the inode that name stands for, or nil when the name is missing or the inode unknown, and so not open. Only the server can say what a name stands for.
+// targetOf is the inode that name stands for, or nil when the name is missing or the inode unknown,
+// and so not open. Only the server can say what a name stands for.
 func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
 	var res nfs3.LookupResult
 	if _, err := fs.lookupRPC(r, dir, name, &res); err != nil {
@@ -89,7 +93,8 @@ func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
 	return fs.inodes.find(res.FH), nil
 }
 
-// targetFor is targetOf for a removal that begins now: where the inode is unknown it is a blind one, so that nobody opens the file beside it.
+// targetFor is targetOf for a removal that begins now: where the inode is unknown it is a blind
+// one, so that nobody opens the file beside it.
 func (fs *FS) targetFor(r *request, dir *inode, name string) (*inode, *blindRemoval, error) {
 	var res nfs3.LookupResult
 	if _, err := fs.lookupRPC(r, dir, name, &res); err != nil {
@@ -123,13 +128,15 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 	target.silly = silly
 	target.mu.Unlock()
 	fs.outdate(target)
-	if fs.inodes.opensOf(target) == 0 { // it was closed meanwhile, and whoever closed it saw no name to remove
+	// it was closed meanwhile, and whoever closed it saw no name to remove
+	if fs.inodes.opensOf(target) == 0 {
 		fs.work.Go(func() { fs.removeSilly(background{fs}, target) })
 	}
 	return nil
 }
 
-// removeSilly removes a file that was hidden, if it was, unless it is open again, through /proc/PID/fd.
+// removeSilly removes a file that was hidden, if it was, unless it is open again, through
+// /proc/PID/fd.
 func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	if !fs.inodes.beginRemoval(ino) {
 		return
@@ -181,7 +188,8 @@ func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
 	return fs.rmdirRPC(r, dir, name)
 }
 
-// rmdirRPC makes the RMDIR call. Whatever the server's words, its error for a directory that is not empty is ENOTEMPTY.
+// rmdirRPC makes the RMDIR call. Whatever the server's words, its error for a directory that is not
+// empty is ENOTEMPTY.
 func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		var wcc nfs3.WccData
@@ -191,7 +199,8 @@ func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 			continue
 		}
 		fs.absorbWcc(dir, &wcc, start, true)
-		if hasStatus(err, nfs3.ErrNotEmpty) || hasStatus(err, nfs3.ErrExist) { // some servers say the latter
+		// some servers say the latter
+		if hasStatus(err, nfs3.ErrNotEmpty) || hasStatus(err, nfs3.ErrExist) {
 			return syscall.ENOTEMPTY
 		}
 		return fs.nodeErr(dir, err)
@@ -220,7 +229,8 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 	}
 }
 
-// renameOnce renames, and hides what it would remove if that is open. It gives up at NFS3ERR_JUKEBOX as unlinkOnce does.
+// renameOnce renames, and hides what it would remove if that is open. It gives up at
+// NFS3ERR_JUKEBOX as unlinkOnce does.
 func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, newName string) error {
 	if b := fs.inodes.beginBlind(to, newName); b != nil {
 		defer fs.inodes.endBlind(b)

@@ -13,8 +13,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 )
 
-// A request is one request from the kernel, as the context of the RPCs it needs. Its Done channel is closed when the caller
-// was hit by a deadly signal, or when the mount is aborted.
+// A request is one request from the kernel, as the context of the RPCs it needs. Its Done channel
+// is closed when the caller was hit by a deadly signal, or when the mount is aborted.
 type request struct {
 	cancel <-chan struct{} // closed by go-fuse when the kernel sends INTERRUPT: any signal
 	pid    uint32          // thread that made the call; 0 when it lives in another PID namespace
@@ -46,12 +46,12 @@ func (r *request) Err() error {
 	}
 }
 
-// interruptPoll is how often interrupted requests are looked at. A deadly signal may follow a harmless one, and the kernel tells
-// of the first only, so there is no way around looking.
+// interruptPoll is how often interrupted requests are looked at. A deadly signal may follow a
+// harmless one, and the kernel tells of the first only, so there is no way around looking.
 const interruptPoll = 50 * time.Millisecond
 
-// interrupts watches the requests that are being worked on. One timer serves all of them and runs only while there are any, because a
-// goroutine for each would cost more than most requests do.
+// interrupts watches the requests that are being worked on. One timer serves all of them and runs
+// only while there are any, because a goroutine for each would cost more than most requests do.
 type interrupts struct {
 	onInterrupt func() // called for each request that was given up
 
@@ -165,7 +165,8 @@ func (w *interrupts) tick() {
 	device := w.device
 	w.mu.Unlock()
 
-	// go-fuse cancels every request when the kernel has ended the connection, and then there is nobody left to answer.
+	// go-fuse cancels every request when the kernel has ended the connection, and then there is
+	// nobody left to answer.
 	over := device != nil && device.dead()
 	for i := range suspects {
 		if !over && !dying(suspects[i].pid) {
@@ -192,9 +193,10 @@ func (w *interrupts) rearm() {
 	}
 }
 
-// dying tells whether the thread has a deadly signal pending, or ends already and closes its files: what it wrote is written back behind it. The kernel
-// turns every signal that will end a process into a SIGKILL pending for each of its threads, which is gone once they begin to end. A thread that
-// cannot be seen counts as dying: nobody could end its call otherwise.
+// dying tells whether the thread has a deadly signal pending, or ends already and closes its files:
+// what it wrote is written back behind it. The kernel turns every signal that will end a process
+// into a SIGKILL pending for each of its threads, which is gone once they begin to end. A thread
+// that cannot be seen counts as dying: nobody could end its call otherwise.
 func dying(pid uint32) bool {
 	if pid == 0 {
 		return true
@@ -216,8 +218,9 @@ func dying(pid uint32) bool {
 	return exiting(b)
 }
 
-// exiting reads /proc/PID/status: a thread lets go of its memory, and with it of these lines, before it closes its files. Not
-// /proc/PID/stat, which has the flag itself but waits for whoever is in the middle of an exec, and that may be waiting for us.
+// exiting reads /proc/PID/status: a thread lets go of its memory, and with it of these lines,
+// before it closes its files. Not /proc/PID/stat, which has the flag itself but waits for whoever
+// is in the middle of an exec, and that may be waiting for us.
 func exiting(status []byte) bool {
 	_, alive := statusField(status, "\nVmSize:")
 	return !alive
@@ -233,7 +236,8 @@ func statusField(status []byte, name string) ([]byte, bool) {
 	return bytes.TrimSpace(line), true
 }
 
-// begin starts the work on a request of the kernel's: it counts and times it, and finds the caller's credential.
+// begin starts the work on a request of the kernel's: it counts and times it, and finds the
+// caller's credential.
 func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	fs.Counters.Ops[op].Add(1)
 	r := fs.interrupts.begin(cancel, h.Pid)
@@ -261,7 +265,8 @@ func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	return status
 }
 
-// background is the context of work that no request waits for alone: it ends when the mount is aborted.
+// background is the context of work that no request waits for alone: it ends when the mount is
+// aborted.
 type background struct{ fs *FS }
 
 func (background) Deadline() (time.Time, bool) { return time.Time{}, false }

@@ -70,7 +70,8 @@ func allProcs() (all []nfs3.Proc) {
 	return all
 }
 
-// status is a result that consists of a status, and of no attributes where those of the procedure follow.
+// status is a result that consists of a status, and of no attributes where those of the procedure
+// follow.
 func status(s nfs3.Status) answer {
 	return func(_ context.Context, m *sunrpc.Message, _ func() error) error {
 		m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(s)), make([]byte, 16)...)
@@ -99,7 +100,8 @@ func hang(ctx context.Context, _ *sunrpc.Message, _ func() error) error {
 	return ctx.Err()
 }
 
-// Where the cookie of READDIR and READDIRPLUS stands in their arguments: behind the handle, before the verifier (RFC 1813 §3.3.16, §3.3.17).
+// Where the cookie of READDIR and READDIRPLUS stands in their arguments: behind the handle, before
+// the verifier (RFC 1813 §3.3.16, §3.3.17).
 func dirCookie(m *sunrpc.Message) uint64 {
 	at := 4 + int(binary.BigEndian.Uint32(m.Args))
 	at += (4 - at%4) % 4
@@ -128,8 +130,8 @@ func putDir(m *sunrpc.Message, eof bool, entries ...scriptedEntry) {
 	m.Result = sunrpc.AppendBool(sunrpc.AppendBool(b, false), eof)
 }
 
-// killed starts a program that must block on the mount, waits for blocked, signals the program and its children as a terminal does, and sees it end while
-// the server is as silent as before.
+// killed starts a program that must block on the mount, waits for blocked, signals the program and
+// its children as a terminal does, and sees it end while the server is as silent as before.
 func killed(t *testing.T, sig syscall.Signal, blocked <-chan struct{}, cmd *exec.Cmd) {
 	t.Helper()
 	name := filepath.Base(cmd.Path)

@@ -159,11 +159,12 @@ func startRelayedExport(t *testing.T) (*export, *relay) {
 	}}, r
 }
 
-// TestSignals ends processes that wait for a server which does not answer, over RDMA. Each is gone at once, nobody else notices, and the mount
-// goes on when the server does.
+// TestSignals ends processes that wait for a server which does not answer, over RDMA. Each is gone
+// at once, nobody else notices, and the mount goes on when the server does.
 func TestSignals(t *testing.T) {
 	e, r := startRelayedExport(t)
-	m := e.mount(t, mountConfig{buffers: 6, opts: Options{NoAC: true}}) // nothing is answered from a cache
+	// nothing is answered from a cache
+	m := e.mount(t, mountConfig{buffers: 6, opts: Options{NoAC: true}})
 	want := noise(8, 300_000)
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), want, 0o644))
 	must(t, os.Mkdir(filepath.Join(e.dir, "dir"), 0o755))
@@ -204,8 +205,9 @@ func TestSignals(t *testing.T) {
 	must(t, err)
 }
 
-// TestSignalWhileWriting ends processes that wait for the server in write(2), in fsync(2) and in close(2). What was written before is not given up with
-// them: it is written back when the server answers again.
+// TestSignalWhileWriting ends processes that wait for the server in write(2), in fsync(2) and in
+// close(2). What was written before is not given up with them: it is written back when the server
+// answers again.
 func TestSignalWhileWriting(t *testing.T) {
 	e, r := startRelayedExport(t)
 	m := e.mount(t, mountConfig{buffers: 6})

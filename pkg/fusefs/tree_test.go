@@ -62,7 +62,8 @@ func TestCopyTree(t *testing.T) {
 		"tar": func(t *testing.T, from, to string) {
 			must(t, os.Mkdir(to, 0o755))
 			run(t, ".", "sh", "-c", "tar -C '"+from+"' --format=posix -cf - --exclude=./socket . | tar -C '"+to+"' -xpf -")
-			if _, err := os.Lstat(filepath.Join(from, "socket")); err == nil { // tar leaves sockets out
+			// tar leaves sockets out
+			if _, err := os.Lstat(filepath.Join(from, "socket")); err == nil {
 				must(t, unix.Mknod(filepath.Join(to, "socket"), unix.S_IFSOCK|0o600, 0))
 			}
 		},

@@ -20,16 +20,19 @@ const (
 	standing  ending = iota
 	detached         // out of the tree; processes may still have files of it open
 	unmounted        // out of the tree and, in this mount namespace, out of use
-	gone             // out of the tree with its connection ended: the kernel may give its device number to another file system
+	// out of the tree with its connection ended: the kernel may give its device number to another
+	// file system
+	gone
 )
 
-// copyGrace is how long an unmount waits for the kernel to end the connection, which it does at once unless
-// another mount namespace (a container's, a service's) holds a copy of the mount.
+// copyGrace is how long an unmount waits for the kernel to end the connection, which it does at
+// once unless another mount namespace (a container's, a service's) holds a copy of the mount.
 const copyGrace = 2 * time.Second
 
-// Unmount unmounts and waits for the last request. It returns EBUSY while files are open, also when someone else has taken the mount out of
-// the tree, and when another file system is mounted over it. Copies of the mount in other mount namespaces end with it. After success nothing
-// of ours is mounted on Dir; what others mounted there stays.
+// Unmount unmounts and waits for the last request. It returns EBUSY while files are open, also when
+// someone else has taken the mount out of the tree, and when another file system is mounted over
+// it. Copies of the mount in other mount namespaces end with it. After success nothing of ours is
+// mounted on Dir; what others mounted there stays.
 func (s *Server) Unmount() error {
 	how, err := s.umount(0)
 	if err != nil {
@@ -48,14 +51,16 @@ func (s *Server) Unmount() error {
 	return nil
 }
 
-// UnmountLazy takes the mount out of the tree at once; it ends when its last file is closed (see Wait).
+// UnmountLazy takes the mount out of the tree at once; it ends when its last file is closed (see
+// Wait).
 func (s *Server) UnmountLazy() error {
 	_, err := s.umount(unix.MNT_DETACH)
 	return err
 }
 
-// ForceUnmount unmounts whatever is going on: calls under way end with an error, and data that is not written is lost. It asks the
-// server nothing and does not wait for it. An error says that the mount point could not be freed; the connection is ended then, too.
+// ForceUnmount unmounts whatever is going on: calls under way end with an error, and data that is
+// not written is lost. It asks the server nothing and does not wait for it. An error says that the
+// mount point could not be freed; the connection is ended then, too.
 func (s *Server) ForceUnmount() error {
 	s.fs.Abort()
 	_, err := s.umount(unix.MNT_DETACH)
@@ -64,7 +69,8 @@ func (s *Server) ForceUnmount() error {
 	return err
 }
 
-// umount takes the mount out of the tree, if it is there. A connection that is dead already leaves nothing to be lost or waited for.
+// umount takes the mount out of the tree, if it is there. A connection that is dead already leaves
+// nothing to be lost or waited for.
 func (s *Server) umount(flags int) (ending, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -91,7 +97,8 @@ func (s *Server) umount(flags int) (ending, error) {
 // detachTries bounds how often umount(2) may answer that nothing is mounted where something is.
 const detachTries = 16
 
-// detach makes umount(2) calls until nothing of ours is at the mount point. Called with mu held, or before anybody has s.
+// detach makes umount(2) calls until nothing of ours is at the mount point. Called with mu held, or
+// before anybody has s.
 func (s *Server) detach(flags int) error {
 	for try := 0; ; try++ {
 		there, err := s.topmost()
@@ -110,7 +117,8 @@ func (s *Server) detach(flags int) error {
 	}
 }
 
-// topmost tells whether what is seen at the mount point is ours. That ours is there below something else is an error.
+// topmost tells whether what is seen at the mount point is ours. That ours is there below something
+// else is an error.
 func (s *Server) topmost() (bool, error) {
 	if s.ended == gone {
 		return false, nil
@@ -128,8 +136,9 @@ func (s *Server) topmost() (bool, error) {
 	return true, nil
 }
 
-// detachTop detaches what is at the mount point if it is ours, and nothing that comes there at the same time: a descriptor stays with what it
-// was opened on. It would keep a mount busy, so that only a lazy umount(2) can be made through it.
+// detachTop detaches what is at the mount point if it is ours, and nothing that comes there at the
+// same time: a descriptor stays with what it was opened on. It would keep a mount busy, so that
+// only a lazy umount(2) can be made through it.
 func (s *Server) detachTop() error {
 	fd, err := unix.Open(s.dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -145,7 +154,8 @@ func (s *Server) detachTop() error {
 // connectionsDir is where the kernel's control file system usually is.
 const connectionsDir = "/sys/fs/fuse/connections"
 
-// abortConnection has the kernel drop the requests it has, so that processes which hold files of the mount open get on.
+// abortConnection has the kernel drop the requests it has, so that processes which hold files of
+// the mount open get on.
 func (s *Server) abortConnection() {
 	if s.device.dead() {
 		return // its number may be another's by now

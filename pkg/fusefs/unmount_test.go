@@ -49,8 +49,8 @@ func (m *testMount) waitGone(t *testing.T) {
 	}
 }
 
-// TestAbortedOutside sees that no stale mount point stays behind a connection that someone else ended, whoever unmounts, and whether or not the
-// server answers.
+// TestAbortedOutside sees that no stale mount point stays behind a connection that someone else
+// ended, whoever unmounts, and whether or not the server answers.
 func TestAbortedOutside(t *testing.T) {
 	e := startExport(t)
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("x"), 0o644))
@@ -89,13 +89,15 @@ func TestAbortedOutside(t *testing.T) {
 			if lines := mountLines(t, m); len(lines) != 0 {
 				t.Errorf("still mounted: %s", lines)
 			}
-			must(t, os.WriteFile(filepath.Join(m.dir, "below"), nil, 0o600)) // the directory below can be used again
+			// the directory below can be used again
+			must(t, os.WriteFile(filepath.Join(m.dir, "below"), nil, 0o600))
 			must(t, m.srv.Unmount())
 		})
 	}
 }
 
-// TestDetachedOutside sees that an unmount after someone else's umount -l spares who still has a file open, unless forced.
+// TestDetachedOutside sees that an unmount after someone else's umount -l spares who still has a
+// file open, unless forced.
 func TestDetachedOutside(t *testing.T) {
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})

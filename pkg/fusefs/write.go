@@ -36,8 +36,9 @@ func (e *extent) overlaps(f *extent) bool { return e.off < f.end() && f.off < e.
 
 // A writeback is the data of one file that is not known to be on stable storage.
 type writeback struct {
-	mu       sync.Mutex
-	wake     chan struct{} // closed and forgotten when anything below changes; nil while nobody waits
+	mu sync.Mutex
+	// closed and forgotten when anything below changes; nil while nobody waits
+	wake     chan struct{}
 	seq      uint64
 	filling  *extent
 	sending  []*extent // sealed, in order
@@ -56,7 +57,8 @@ func (w *writeback) changed() {
 	}
 }
 
-// wait lets go of mu until something changed; it returns EINTR when ctx ended, with mu held in any case.
+// wait lets go of mu until something changed; it returns EINTR when ctx ended, with mu held in any
+// case.
 func (w *writeback) wait(ctx context.Context) error {
 	if w.wake == nil {
 		w.wake = make(chan struct{})
@@ -97,7 +99,8 @@ func (h *fileHandle) report() error {
 	return w.err
 }
 
-// Write takes data from the kernel: from write(2), and from pages that were written through a mapping.
+// Write takes data from the kernel: from write(2), and from pages that were written through a
+// mapping.
 func (fs *FS) Write(cancel <-chan struct{}, in *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
 	r := fs.begin(OpWrite, cancel, &in.InHeader)
 	n, err := fs.write(r, in, data)
@@ -139,8 +142,8 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	return n, nil
 }
 
-// endOfFile is where data for a file opened with O_APPEND goes. What others append at the same time is not seen: NFSv3
-// has no append.
+// endOfFile is where data for a file opened with O_APPEND goes. What others append at the same time
+// is not seen: NFSv3 has no append.
 func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 	w, ino := &h.ino.wb, h.ino
 	w.mu.Lock()
@@ -159,7 +162,8 @@ func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 	return a.Size, nil
 }
 
-// buffer copies data into extents. It returns how much of it was taken, less than all of it only with an error.
+// buffer copies data into extents. It returns how much of it was taken, less than all of it only
+// with an error.
 func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken int, err error) {
 	w := &h.ino.wb
 	var spare []byte // a buffer for the next extent
@@ -200,7 +204,8 @@ func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken 
 	return taken, nil
 }
 
-// take copies as much of data as belongs into the extent and fits; 0 when it does not continue or overwrite it.
+// take copies as much of data as belongs into the extent and fits; 0 when it does not continue or
+// overwrite it.
 func (e *extent) take(cred []byte, off uint64, data []byte, room int) int {
 	if off < e.off || off > e.end() || &cred[0] != &e.cred[0] {
 		return 0
@@ -269,13 +274,14 @@ func (fs *FS) send(ino *inode, e *extent) {
 	w.changed()
 	w.mu.Unlock()
 	if commit {
-		// Buffers come back while the writer goes on: it would wait for all of them at once otherwise.
+		// Buffers come back while the writer goes on: it would wait for all of them at once
+		// otherwise.
 		_ = fs.sync(bg, ino)
 	}
 }
 
-// blocked tells whether e must wait because an earlier extent in sending holds some of the same octets: the server may execute
-// WRITEs in any order.
+// blocked tells whether e must wait because an earlier extent in sending holds some of the same
+// octets: the server may execute WRITEs in any order.
 func (w *writeback) blocked(e *extent) bool {
 	for _, f := range w.sending {
 		if f.seq < e.seq && f.overlaps(e) {
@@ -285,7 +291,8 @@ func (w *writeback) blocked(e *extent) bool {
 	return false
 }
 
-// replayable tells whether an older extent that overlaps e might be sent again, which e must then follow.
+// replayable tells whether an older extent that overlaps e might be sent again, which e must then
+// follow.
 func (w *writeback) replayable(e *extent) bool {
 	for _, f := range w.unstable {
 		if f.overlaps(e) {
@@ -295,8 +302,8 @@ func (w *writeback) replayable(e *extent) bool {
 	return false
 }
 
-// writeExtent makes the WRITE calls for e and sets its verifier. committed is the least stability among the replies; wcc is that of the
-// last of them, whose call was sent at start.
+// writeExtent makes the WRITE calls for e and sets its verifier. committed is the least stability
+// among the replies; wcc is that of the last of them, whose call was sent at start.
 func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs3.StableHow, wcc *nfs3.WccData) (committed nfs3.StableHow, start uint64, err error) {
 	committed, e.lost = nfs3.FileSync, false
 	var res nfs3.WriteResult
@@ -323,8 +330,9 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 	return committed, start, nil
 }
 
-// arrived counts an extent as known to the server. What the last reply says of the file holds when no other extent is on its
-// way, and no other reply came while it was: the server may have worked on the calls in another order than it answered them. Called with writeback.mu held.
+// arrived counts an extent as known to the server. What the last reply says of the file holds when
+// no other extent is on its way, and no other reply came while it was: the server may have worked
+// on the calls in another order than it answered them. Called with writeback.mu held.
 func (fs *FS) arrived(ino *inode, wcc *nfs3.WccData, start uint64, err error) {
 	ino.mu.Lock()
 	ino.pending--
@@ -341,8 +349,8 @@ func (fs *FS) arrived(ino *inode, wcc *nfs3.WccData, start uint64, err error) {
 	}
 }
 
-// push sends what is written and not sent, and waits until the server has all of it, so that its answers take it into account. It makes
-// nothing stable.
+// push sends what is written and not sent, and waits until the server has all of it, so that its
+// answers take it into account. It makes nothing stable.
 func (fs *FS) push(ctx context.Context, ino *inode) error {
 	w := &ino.wb
 	w.mu.Lock()
@@ -377,11 +385,13 @@ func (fs *FS) release(ino *inode, e *extent) {
 	}
 }
 
-// bufferPoll is how long to wait for a buffer before looking again whether some file holds one without need.
+// bufferPoll is how long to wait for a buffer before looking again whether some file holds one
+// without need.
 const bufferPoll = 20 * time.Millisecond
 
-// getBuffer takes a buffer from the pool. When there is none, it makes other files' data stable to free theirs, so that readers and writers cannot
-// starve each other. It returns nil when ctx ended. The caller holds no lock and no other buffer.
+// getBuffer takes a buffer from the pool. When there is none, it makes other files' data stable to
+// free theirs, so that readers and writers cannot starve each other. It returns nil when ctx ended.
+// The caller holds no lock and no other buffer.
 func (fs *FS) getBuffer(ctx context.Context) []byte {
 	if b := fs.buffers.TryGet(); b != nil {
 		return b

@@ -13,8 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// TestWriteRepliesOutOfOrder has two WRITEs under way. The server makes the file longer with the second one that it works on, whose reply comes first; the other
-// reply tells of a shorter file.
+// TestWriteRepliesOutOfOrder has two WRITEs under way. The server makes the file longer with the
+// second one that it works on, whose reply comes first; the other reply tells of a shorter file.
 func TestWriteRepliesOutOfOrder(t *testing.T) {
 	const low, high, far = 100, 200, 1 << 20
 	m, s := startExport(t).mountScripted(t, mountConfig{})
@@ -59,7 +59,8 @@ func TestWriteRepliesOutOfOrder(t *testing.T) {
 	}
 }
 
-// TestWriteThenChange: what was written is stable before the file is another's, or its mode another one: the server may refuse a later COMMIT.
+// TestWriteThenChange: what was written is stable before the file is another's, or its mode another
+// one: the server may refuse a later COMMIT.
 func TestWriteThenChange(t *testing.T) {
 	m, s := startExport(t).mountScripted(t, mountConfig{})
 	for name, change := range map[string]func(*os.File) error{

@@ -11,8 +11,9 @@ import (
 // ErrFreed means that the arena's memory was already freed.
 var ErrFreed = errors.New("membuf: arena was freed")
 
-// An Arena is one allocation of Alloc, for providers that register memory as a whole and keep it registered: each attaches what it has
-// made of the arena, and is told before the memory goes. Safe for concurrent use.
+// An Arena is one allocation of Alloc, for providers that register memory as a whole and keep it
+// registered: each attaches what it has made of the arena, and is told before the memory goes. Safe
+// for concurrent use.
 type Arena struct {
 	mem []byte // whole pages
 
@@ -23,11 +24,13 @@ type Arena struct {
 
 // An Attachment is what a provider has made of an arena.
 type Attachment interface {
-	// Detach releases it: Free calls it once, before it unmaps the memory. It must not use the arena.
+	// Detach releases it: Free calls it once, before it unmaps the memory. It must not use the
+	// arena.
 	Detach()
 }
 
-// arenas are all that live, in the order of their addresses. The slice is replaced, never changed, so that ArenaOf takes no lock.
+// arenas are all that live, in the order of their addresses. The slice is replaced, never changed,
+// so that ArenaOf takes no lock.
 var arenas struct {
 	mu   sync.Mutex // held by those who replace it
 	list atomic.Pointer[[]*Arena]
@@ -47,7 +50,8 @@ func addArena(mem []byte) {
 	arenas.list.Store(&list)
 }
 
-// dropArena takes the arena that starts at mem off the list and releases what is attached to it. Without such an arena it does nothing.
+// dropArena takes the arena that starts at mem off the list and releases what is attached to it.
+// Without such an arena it does nothing.
 func dropArena(mem []byte) {
 	arenas.mu.Lock()
 	var a *Arena
@@ -84,7 +88,8 @@ func findArena(list []*Arena, addr uintptr) (int, bool) {
 	return lo, lo < len(list) && address(list[lo].mem) == addr
 }
 
-// ArenaOf returns the arena that all of b lies in, or nil when b is empty or is not memory of Alloc. It takes no lock.
+// ArenaOf returns the arena that all of b lies in, or nil when b is empty or is not memory of
+// Alloc. It takes no lock.
 func ArenaOf(b []byte) *Arena {
 	p := arenas.list.Load()
 	if len(b) == 0 || p == nil {
@@ -105,10 +110,12 @@ func ArenaOf(b []byte) *Arena {
 	return a
 }
 
-// Bytes is the arena's memory, whole pages. Whoever keeps it must not use it once its Attachment was detached.
+// Bytes is the arena's memory, whole pages. Whoever keeps it must not use it once its Attachment
+// was detached.
 func (a *Arena) Bytes() []byte { return a.mem }
 
-// Attached returns what owner has attached, or attaches what attach makes. attach runs with the arena locked, so that it runs once.
+// Attached returns what owner has attached, or attaches what attach makes. attach runs with the
+// arena locked, so that it runs once.
 func (a *Arena) Attached(owner any, attach func() (Attachment, error)) (Attachment, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -11,8 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 )
 
-// Alloc returns n octets, rounded up to whole pages, of zeroed anonymous memory outside the Go heap.
-// The slice has length n. Free it with Free.
+// Alloc returns n octets, rounded up to whole pages, of zeroed anonymous memory outside the Go
+// heap. The slice has length n. Free it with Free.
 func Alloc(n int) ([]byte, error) {
 	if n <= 0 {
 		return nil, fmt.Errorf("membuf: allocate buffer of %d octets: size must be positive", n)
@@ -28,8 +28,9 @@ func Alloc(n int) ([]byte, error) {
 	return b[:n], nil
 }
 
-// Free returns memory to the system, after every provider has let go of it (Attachment). b must be a slice that Alloc
-// returned, and no request or registration may be using it. It panics when it is not such a slice: that is memory corruption in the making.
+// Free returns memory to the system, after every provider has let go of it (Attachment). b must be
+// a slice that Alloc returned, and no request or registration may be using it. It panics when it is
+// not such a slice: that is memory corruption in the making.
 func Free(b []byte) {
 	page := os.Getpagesize()
 	size := (cap(b) + page - 1) &^ (page - 1)
@@ -53,7 +54,8 @@ type Pool struct {
 	closed bool // guarded by mu
 }
 
-// NewPool makes a pool of at most max buffers of size octets each. Buffers are made when first needed.
+// NewPool makes a pool of at most max buffers of size octets each. Buffers are made when first
+// needed.
 func NewPool(size, max int) *Pool {
 	return &Pool{size: size, max: max, free: make(chan []byte, max), ended: make(chan struct{})}
 }
@@ -90,7 +92,8 @@ func (p *Pool) tryGet() (b []byte, short bool) {
 	return b, false
 }
 
-// Get returns a buffer, waiting for one, or for memory, until done or the pool is closed, when it returns nil.
+// Get returns a buffer, waiting for one, or for memory, until done or the pool is closed, when it
+// returns nil.
 func (p *Pool) Get(done <-chan struct{}) []byte {
 	for {
 		b, short := p.tryGet()
@@ -133,7 +136,8 @@ func (p *Pool) Out() int {
 	return p.made - len(p.free)
 }
 
-// Close frees the buffers that are in the pool, and each other one when it is Put. Nobody gets a buffer any more. Idempotent.
+// Close frees the buffers that are in the pool, and each other one when it is Put. Nobody gets a
+// buffer any more. Idempotent.
 func (p *Pool) Close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -84,7 +84,8 @@ func TestBufferPool(t *testing.T) {
 		t.Error("the waiter got another buffer, or a short one")
 	}
 
-	// Close with buffers out and somebody waiting: the waiter is let go, the buffers are freed as they come back.
+	// Close with buffers out and somebody waiting: the waiter is let go, the buffers are freed as
+	// they come back.
 	go func() { waiting <- p.Get(nil) }()
 	time.Sleep(5 * time.Millisecond)
 	p.Close()

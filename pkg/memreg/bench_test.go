@@ -27,8 +27,9 @@ func (doneQP) PostRecv(*verbs.RecvRequest) (*verbs.RecvRequest, error) { return 
 func (doneQP) Drain()                                                  {}
 func (doneQP) Stats() verbs.QPStats                                    { return verbs.QPStats{} }
 
-// BenchmarkMapUnmap is what memory registration costs an RPC of 1 MiB: map, chain, invalidate, back to the free list; on 1 to 128 slots
-// that are used in turn, and by as many goroutines as there are cores at a time. The cost is flat: slots share nothing but counters (S2).
+// BenchmarkMapUnmap is what memory registration costs an RPC of 1 MiB: map, chain, invalidate, back
+// to the free list; on 1 to 128 slots that are used in turn, and by as many goroutines as there are
+// cores at a time. The cost is flat: slots share nothing but counters (S2).
 func BenchmarkMapUnmap(b *testing.B) {
 	mem, err := membuf.Alloc(1 << 20)
 	if err != nil {

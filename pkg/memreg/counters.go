@@ -2,12 +2,15 @@ package memreg
 
 import "sync/atomic"
 
-// Counters live as long as a mount, across connections and pools (docs/features.md S23). Safe for concurrent use.
+// Counters live as long as a mount, across connections and pools (docs/features.md S23). Safe for
+// concurrent use.
 type Counters struct {
-	Allocated      atomic.Uint64 // MRs ever made
-	Failed           atomic.Uint64 // whose state became uncertain: Recovered + Recycled + Orphaned, once all are dealt with
-	Recovered      atomic.Uint64 // of those: made anew in place, after their connection ended
-	Recycled       atomic.Uint64 // of those: destroyed, as their LOCAL_INV failed or could not be posted
+	Allocated atomic.Uint64 // MRs ever made
+	// whose state became uncertain: Recovered + Recycled + Orphaned, once all are dealt with
+	Failed    atomic.Uint64
+	Recovered atomic.Uint64 // of those: made anew in place, after their connection ended
+	// of those: destroyed, as their LOCAL_INV failed or could not be posted
+	Recycled       atomic.Uint64
 	Orphaned       atomic.Uint64 // of those, or at the end: could not be destroyed or not made anew
 	LocalInvNeeded atomic.Uint64 // LOCAL_INVs posted
 	RemoteInv      atomic.Uint64 // invalidated by the server

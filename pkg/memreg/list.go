@@ -17,8 +17,8 @@ var ErrTooManySegments = errors.New("memreg: memory is too scattered for one chu
 // ErrForeignMemory: the device cannot reach the memory, which did not come from membuf.Alloc.
 var ErrForeignMemory = errors.New("memreg: memory for this RDMA device must come from membuf.Alloc")
 
-// A List is the MRs of one RPC slot: those free, and those registered for the RPC at hand. It has no
-// lock; it belongs to whoever owns the slot.
+// A List is the MRs of one RPC slot: those free, and those registered for the RPC at hand. It has
+// no lock; it belongs to whoever owns the slot.
 type List struct {
 	pool       *Pool
 	free       []*MR
@@ -47,12 +47,13 @@ func (l *List) reset() {
 	l.free, l.registered, l.pool = l.free[:0], l.registered[:0], nil
 }
 
-// Registered is the MRs registered for the RPC, in the order of Map. Valid until the next call on l.
+// Registered is the MRs registered for the RPC, in the order of Map. Valid until the next call on
+// l.
 func (l *List) Registered() []*MR { return l.registered }
 
-// Map prepares the registration of all of segs as one chunk: the server may write to it when writing is set and read from it
-// when it is not (S6). It appends to Registered and returns how many MRs it took. On error nothing is
-// added and no MR is lost (S22). No segment may be empty.
+// Map prepares the registration of all of segs as one chunk: the server may write to it when
+// writing is set and read from it when it is not (S6). It appends to Registered and returns how
+// many MRs it took. On error nothing is added and no MR is lost (S22). No segment may be empty.
 func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 	start := len(l.registered)
 	if start == 0 {
@@ -161,8 +162,9 @@ func follows(a, b []byte) bool {
 	return uintptr(unsafe.Pointer(unsafe.SliceData(a)))+uintptr(len(a)) == uintptr(unsafe.Pointer(unsafe.SliceData(b)))
 }
 
-// fill takes segments from pos for as long as one MR can hold them: up to the depth in pages, and on a device
-// without gaps only while each seam lies on a page boundary, if it takes pages at all, or inside contiguous memory (S3).
+// fill takes segments from pos for as long as one MR can hold them: up to the depth in pages, and
+// on a device without gaps only while each seam lies on a page boundary, if it takes pages at all,
+// or inside contiguous memory (S3).
 func (m *MR) fill(segs [][]byte, pos *cursor) {
 	p := &m.pool.params
 	m.segs, m.length = m.segs[:0], 0
@@ -201,7 +203,8 @@ func (m *MR) fill(segs [][]byte, pos *cursor) {
 	}
 }
 
-// arm gives the MR its key, address and rights, and marks it as one that the server may reach. On error it is as before.
+// arm gives the MR its key, address and rights, and marks it as one that the server may reach. On
+// error it is as before.
 func (m *MR) arm(writing bool, xid uint32) error {
 	m.iova = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.segs[0]))))
 	if m.pool.params.ChosenIOVA {
@@ -230,8 +233,8 @@ func (m *MR) arm(writing bool, xid uint32) error {
 	return nil
 }
 
-// Chain puts the registrations in front of last and returns the head of the chain, in the order of Map (S7), and
-// how many requests stand before last.
+// Chain puts the registrations in front of last and returns the head of the chain, in the order of
+// Map (S7), and how many requests stand before last.
 func (l *List) Chain(last *verbs.WorkRequest) (head *verbs.WorkRequest, n int) {
 	head = last
 	for i := len(l.registered) - 1; i >= 0; i-- {
@@ -244,8 +247,8 @@ func (l *List) Chain(last *verbs.WorkRequest) (head *verbs.WorkRequest, n int) {
 	return head, len(l.registered)
 }
 
-// RemoteInvalidated takes the MR that the server's Send With Invalidate named off the registered ones (S11). It
-// reports false when the key is none of this RPC's: the server broke the protocol.
+// RemoteInvalidated takes the MR that the server's Send With Invalidate named off the registered
+// ones (S11). It reports false when the key is none of this RPC's: the server broke the protocol.
 func (l *List) RemoteInvalidated(key verbs.RKey) bool {
 	for i, m := range l.registered {
 		if m.handle == key {
@@ -262,11 +265,13 @@ func (l *List) RemoteInvalidated(key verbs.RKey) bool {
 // Abandon notes that the caller of the RPC has given up, before Invalidate.
 func (l *List) Abandon() { l.left = true }
 
-// Invalidate posts LOCAL_INVs for all registered MRs as one chain with the last one signaled (S9, S10). fenced is
-// called at most once: with true when all keys are dead (at once, when there were none), with false when the
-// chain was flushed; it may be called before Invalidate returns. With true, the caller of fenced must call Fenced before the slot is used
-// again. On false, and on an error, the memory is fenced by the end of the connection only, and the caller must bring that
-// about: MRs whose LOCAL_INV could not be posted are destroyed at once, those whose could are waited for by Recover (S14, S15).
+// Invalidate posts LOCAL_INVs for all registered MRs as one chain with the last one signaled (S9,
+// S10). fenced is called at most once: with true when all keys are dead (at once, when there were
+// none), with false when the chain was flushed; it may be called before Invalidate returns. With
+// true, the caller of fenced must call Fenced before the slot is used again. On false, and on an
+// error, the memory is fenced by the end of the connection only, and the caller must bring that
+// about: MRs whose LOCAL_INV could not be posted are destroyed at once, those whose could are
+// waited for by Recover (S14, S15).
 func (l *List) Invalidate(qp verbs.QP, fenced func(ok bool)) error {
 	n := len(l.registered)
 	if n == 0 {

@@ -75,7 +75,8 @@ func TestQuery(t *testing.T) {
 	}
 }
 
-// fakePD gives MRs that remember nothing: these tests are about layout, keys and states, not about wires.
+// fakePD gives MRs that remember nothing: these tests are about layout, keys and states, not about
+// wires.
 type fakePD struct {
 	index   uint32
 	fail    error

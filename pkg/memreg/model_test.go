@@ -16,7 +16,8 @@ import (
 // modelSteps is how many steps TestModel takes at least.
 const modelSteps = 100_000
 
-// A rig is the pool under test on a device whose truth is known: which key reaches memory, at every moment.
+// A rig is the pool under test on a device whose truth is known: which key reaches memory, at every
+// moment.
 type rig struct {
 	params Params
 	stats  Counters
@@ -253,8 +254,9 @@ func (r *rig) reply(t *rapid.T, s *modelSlot) {
 	}
 }
 
-// TestModel runs random sequences of what a transport does with its MRs, on a device that knows which keys are alive, with every
-// fault that a device has: no MR is lost or used twice, no RPC ends with a key alive, and the counters add up.
+// TestModel runs random sequences of what a transport does with its MRs, on a device that knows
+// which keys are alive, with every fault that a device has: no MR is lost or used twice, no RPC
+// ends with a key alive, and the counters add up.
 func TestModel(t *testing.T) {
 	steps := 0
 	seed := rand.Uint64()

@@ -41,8 +41,8 @@ func (m *MR) Offset() uint64 { return m.iova }
 // State of the MR.
 func (m *MR) State() State { return State(m.state.Load()) }
 
-// move changes the state as the table says, and the gauges with it. A destroyed MR stays destroyed. What the table does not
-// have leaves the state alone, and stops a process that verifies.
+// move changes the state as the table says, and the gauges with it. A destroyed MR stays destroyed.
+// What the table does not have leaves the state alone, and stops a process that verifies.
 func (m *MR) move(e event) {
 	for {
 		from := State(m.state.Load())

@@ -66,7 +66,8 @@ func (m *useMR) Dereg() error {
 
 var perIOParams = Params{Depth: 257, PageSize: 4096, OnePiece: true, PerIO: true, ArenasOnly: true, MaxSegs: 4}
 
-// TestPerIO: the key of the device is in the segment before anything is posted, and what is not posted is invalid again.
+// TestPerIO: the key of the device is in the segment before anything is posted, and what is not
+// posted is invalid again.
 func TestPerIO(t *testing.T) {
 	var stats Counters
 	pd := &usePD{}
@@ -98,7 +99,8 @@ func TestPerIO(t *testing.T) {
 	}
 }
 
-// TestPerIOFailures: a registration that fails leaves nothing registered; one that cannot be undone is destroyed, or taints the pool.
+// TestPerIOFailures: a registration that fails leaves nothing registered; one that cannot be undone
+// is destroyed, or taints the pool.
 func TestPerIOFailures(t *testing.T) {
 	var stats Counters
 	pd := &usePD{}

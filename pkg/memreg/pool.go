@@ -11,14 +11,16 @@ import (
 
 // Hooks are what a pool tells its owner. All are optional.
 type Hooks struct {
-	// Failed is told of every work completion that failed, flushes included. It is called from completion handlers and must not block (S25).
+	// Failed is told of every work completion that failed, flushes included. It is called from
+	// completion handlers and must not block (S25).
 	Failed func(what string, wc *verbs.WorkCompletion)
 	// Trace takes the pool's events.
 	Trace *trace.Ring
 }
 
-// A Pool owns the MRs of one protection domain, over all connections of a transport to one device. It grows on demand (S1). Its
-// MRs are on the Lists that are bound to it. Safe for concurrent use, but for Recover, Check and Destroy, beside which no List may be used.
+// A Pool owns the MRs of one protection domain, over all connections of a transport to one device.
+// It grows on demand (S1). Its MRs are on the Lists that are bound to it. Safe for concurrent use,
+// but for Recover, Check and Destroy, beside which no List may be used.
 type Pool struct {
 	pd     verbs.PD
 	params Params
@@ -80,8 +82,9 @@ func (p *Pool) recycle(m *MR) {
 	}
 }
 
-// destroy ends m, which is in the pool no more. It reports false when the provider would not: then the memory can be
-// reached by any connection of this protection domain, and the pool must not see another.
+// destroy ends m, which is in the pool no more. It reports false when the provider would not: then
+// the memory can be reached by any connection of this protection domain, and the pool must not see
+// another.
 func (p *Pool) destroy(m *MR) bool {
 	err := m.vmr.Dereg()
 	m.move(evDestroy)
@@ -97,8 +100,8 @@ func (p *Pool) destroy(m *MR) bool {
 	return false
 }
 
-// recover makes an MR anew in its place (S13): the provider's MR is destroyed, which fences it, and another made. It reports
-// whether there is one; if not, m is off every list.
+// recover makes an MR anew in its place (S13): the provider's MR is destroyed, which fences it, and
+// another made. It reports whether there is one; if not, m is off every list.
 func (p *Pool) recover(m *MR) bool {
 	if m.State() == Condemned {
 		p.recycle(m)
@@ -125,9 +128,10 @@ func (p *Pool) recover(m *MR) bool {
 	return false
 }
 
-// Recover makes the pool fit for the next connection, after the queue pair of the last one was drained and closed: every MR
-// that was registered, or on its way to be or not to be, is made anew or dropped (S13). When it returns every MR of the pool is INVALID.
-// It reports whether the pool may serve another connection: not when an MR could not be destroyed.
+// Recover makes the pool fit for the next connection, after the queue pair of the last one was
+// drained and closed: every MR that was registered, or on its way to be or not to be, is made anew
+// or dropped (S13). When it returns every MR of the pool is INVALID. It reports whether the pool
+// may serve another connection: not when an MR could not be destroyed.
 func (p *Pool) Recover() (usable bool) {
 	p.mu.Lock()
 	lists := p.lists
@@ -140,8 +144,8 @@ func (p *Pool) Recover() (usable bool) {
 	return !p.tainted
 }
 
-// Destroy releases every MR of the pool and unbinds its Lists. Those in use, whose queue pair must have been drained and
-// closed, are recycled. It reports how many could not be destroyed.
+// Destroy releases every MR of the pool and unbinds its Lists. Those in use, whose queue pair must
+// have been drained and closed, are recycled. It reports how many could not be destroyed.
 func (p *Pool) Destroy() (orphaned int) {
 	p.mu.Lock()
 	all, lists := p.all, p.lists
@@ -168,8 +172,9 @@ func (p *Pool) Destroy() (orphaned int) {
 	return orphaned
 }
 
-// Check reports the first invariant that is broken, while nobody uses the pool: every MR is on one list, once; those free are
-// INVALID, those registered are not; the gauges, which must be of this pool alone, add up to it.
+// Check reports the first invariant that is broken, while nobody uses the pool: every MR is on one
+// list, once; those free are INVALID, those registered are not; the gauges, which must be of this
+// pool alone, add up to it.
 func (p *Pool) Check() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -204,8 +209,9 @@ func (p *Pool) Check() error {
 	return nil
 }
 
-// A keyDeck deals the 8-bit keys of an MR: all 256 in an order that the peer cannot predict, then all again in
-// another, never the same twice in a row. So a stale key misses for as long as 8 bits allow, and a guess is no better than chance.
+// A keyDeck deals the 8-bit keys of an MR: all 256 in an order that the peer cannot predict, then
+// all again in another, never the same twice in a row. So a stale key misses for as long as 8 bits
+// allow, and a guess is no better than chance.
 type keyDeck struct {
 	cards [256]uint8
 	next  int

@@ -9,26 +9,30 @@ import (
 
 // Numbers of the transport, as the kernel's client has them (docs/features.md S17, S18).
 const (
-	MaxHdrSegs   = 16               // segments in one chunk list
-	MaxDataPages = 257              // pages of the largest payload, 1 MiB at any alignment
-	maxSegs      = MaxDataPages + 3 // payload, head, tail and one to spare: what a chunk must be able to convey
-	backwardWRs  = 32               // reserved for the back channel
-	drainWRs     = 1                // for draining a queue
-	recvBatch    = 7                // Receives posted beyond those needed
-	sendReserve  = backwardWRs + drainWRs
-	recvReserve  = backwardWRs + recvBatch + drainWRs
-	MinSlots     = 4                      // fewer are not worth a connection
-	minSendSGEs  = 3                      // head, payload, tail
-	maxSendSGEs  = 1 + 1 + MaxHdrSegs + 1 // the most that a Send is given
-	wrsPerRPC    = 7                      // register and invalidate for head, payload and tail, and the Send
+	MaxHdrSegs   = 16  // segments in one chunk list
+	MaxDataPages = 257 // pages of the largest payload, 1 MiB at any alignment
+	// payload, head, tail and one to spare: what a chunk must be able to convey
+	maxSegs     = MaxDataPages + 3
+	backwardWRs = 32 // reserved for the back channel
+	drainWRs    = 1  // for draining a queue
+	recvBatch   = 7  // Receives posted beyond those needed
+	sendReserve = backwardWRs + drainWRs
+	recvReserve = backwardWRs + recvBatch + drainWRs
+	MinSlots    = 4                      // fewer are not worth a connection
+	minSendSGEs = 3                      // head, payload, tail
+	maxSendSGEs = 1 + 1 + MaxHdrSegs + 1 // the most that a Send is given
+	// register and invalidate for head, payload and tail, and the Send
+	wrsPerRPC = 7
 )
 
 // Params is what a connection on a device may count on.
 type Params struct {
-	Depth      int  // pages that one MR maps
-	Gaps       bool // an MR may gather segments with holes between them
-	OnePiece   bool // an MR maps one piece of memory only
-	PerIO      bool // memory is registered before the chain is posted, which alone tells its key (verbs.CapPerIOReg)
+	Depth    int  // pages that one MR maps
+	Gaps     bool // an MR may gather segments with holes between them
+	OnePiece bool // an MR maps one piece of memory only
+	// memory is registered before the chain is posted, which alone tells its key
+	// (verbs.CapPerIOReg)
+	PerIO      bool
 	ArenasOnly bool // only memory of membuf.Alloc can be registered
 	ChosenIOVA bool // the registered address may carry the XID
 	PageSize   int
@@ -41,7 +45,8 @@ type Params struct {
 	MaxPayload int // octets of the largest chunk
 }
 
-// A DeviceError says why a device cannot carry NFS/RDMA. It wraps EINVAL (no fast registration) or ENOMEM (too small).
+// A DeviceError says why a device cannot carry NFS/RDMA. It wraps EINVAL (no fast registration) or
+// ENOMEM (too small).
 type DeviceError struct {
 	Device string
 	Reason string
@@ -55,7 +60,8 @@ func (e *DeviceError) Error() string {
 // Unwrap returns the errno.
 func (e *DeviceError) Unwrap() error { return e.Errno }
 
-// Query derives the parameters of a connection with up to slots RPCs at a time from what the device can do (S17, S18).
+// Query derives the parameters of a connection with up to slots RPCs at a time from what the device
+// can do (S17, S18).
 func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	fail := func(errno syscall.Errno, format string, args ...any) (Params, error) {
 		return Params{}, &DeviceError{Device: a.Name, Reason: fmt.Sprintf(format, args...), Errno: errno}
@@ -93,7 +99,8 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 		has, reserved, perRPC int
 	}{
 		{"a queue of %d work requests", a.MaxQPWR, sendReserve, perRPC},
-		{"a completion queue of %d entries", a.MaxCQE, sendReserve + recvReserve, perRPC + 1}, // all completions of a connection go there
+		// all completions of a connection go there
+		{"a completion queue of %d entries", a.MaxCQE, sendReserve + recvReserve, perRPC + 1},
 		{"a device of %d MRs", a.MaxMR, 0, mrs},
 	} {
 		room := max(limit.has-limit.reserved, 0) / limit.perRPC
@@ -104,7 +111,8 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	}
 	p.WRsPerRPC = perRPC
 	p.SendWRs = p.Slots*perRPC + sendReserve
-	p.RecvWRs = p.Slots + recvReserve // there is room for them where there is for MinSlots in the send queue
+	// there is room for them where there is for MinSlots in the send queue
+	p.RecvWRs = p.Slots + recvReserve
 
 	// Reply chunks have a head and a tail of their own.
 	p.MaxSegs = min((MaxDataPages+p.Depth-1)/p.Depth+2, MaxHdrSegs)

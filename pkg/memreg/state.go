@@ -47,7 +47,8 @@ func (e event) String() string { return eventNames[e] }
 // never marks what cannot happen.
 const never = State(255)
 
-// transitions is the whole state machine: the state that follows, by state and event. The drawing in doc.go is of this table.
+// transitions is the whole state machine: the state that follows, by state and event. The drawing
+// in doc.go is of this table.
 var transitions = [numStates][numEvents]State{
 	//            map    unsent   invalid. remote   flushFR    flushLI    failLI     take        recovered destroy
 	Invalid:    {Valid, never, never, never, never, never, never, never, never, gone},
@@ -58,5 +59,6 @@ var transitions = [numStates][numEvents]State{
 	Recovering: {never, never, never, never, never, never, never, never, Invalid, gone},
 }
 
-// hurts are the states in which an MR can be neither used nor trusted: Counters.Hurt counts the first of them that an MR enters.
+// hurts are the states in which an MR can be neither used nor trusted: Counters.Hurt counts the
+// first of them that an MR enters.
 func (s State) hurts() bool { return s >= FlushedFR && s <= Recovering }

@@ -121,7 +121,8 @@ type Collector struct {
 	snapshots func() []Snapshot
 }
 
-// NewCollector makes a Collector. snapshots must not block on a server; it may be called concurrently.
+// NewCollector makes a Collector. snapshots must not block on a server; it may be called
+// concurrently.
 func NewCollector(snapshots func() []Snapshot) *Collector {
 	return &Collector{snapshots: snapshots}
 }
@@ -151,7 +152,8 @@ func (c *Collector) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// labelValue escapes what is no UTF-8, as names of directories may be: one such label would be the end of the whole scrape.
+// labelValue escapes what is no UTF-8, as names of directories may be: one such label would be the
+// end of the whole scrape.
 func labelValue(s string) string {
 	if utf8.ValidString(s) {
 		return s

@@ -5,8 +5,9 @@ import (
 	"time"
 )
 
-// Bounds are the upper bounds of a [Histogram]'s buckets: from a local cache hit to a call that waited out a
-// reconnect. Longer times are counted in no bucket but in the sum and the count, as Prometheus' +Inf.
+// Bounds are the upper bounds of a [Histogram]'s buckets: from a local cache hit to a call that
+// waited out a reconnect. Longer times are counted in no bucket but in the sum and the count, as
+// Prometheus' +Inf.
 var Bounds = [...]time.Duration{
 	50 * time.Microsecond, 100 * time.Microsecond, 250 * time.Microsecond, 500 * time.Microsecond,
 	time.Millisecond, 2500 * time.Microsecond, 5 * time.Millisecond, 10 * time.Millisecond,
@@ -14,8 +15,8 @@ var Bounds = [...]time.Duration{
 	time.Second, 5 * time.Second, 30 * time.Second, 120 * time.Second,
 }
 
-// A Histogram counts durations. The zero value is ready. Observe allocates nothing and takes no lock; all
-// methods may be called concurrently.
+// A Histogram counts durations. The zero value is ready. Observe allocates nothing and takes no
+// lock; all methods may be called concurrently.
 type Histogram struct {
 	buckets [len(Bounds)]atomic.Uint64
 	over    atomic.Uint64
@@ -53,7 +54,8 @@ func (h *Histogram) Data() HistogramData {
 	return d
 }
 
-// cumulative returns the buckets as Prometheus wants them: by upper bound in seconds, each with all below.
+// cumulative returns the buckets as Prometheus wants them: by upper bound in seconds, each with all
+// below.
 func (d *HistogramData) cumulative() map[float64]uint64 {
 	m := make(map[float64]uint64, len(Bounds))
 	var n uint64

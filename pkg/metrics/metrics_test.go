@@ -89,7 +89,8 @@ nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state=
 	}
 }
 
-// The documentation names no metric that there is not, and what the package says of one it says where /metrics does.
+// The documentation names no metric that there is not, and what the package says of one it says
+// where /metrics does.
 func TestDocumentedNames(t *testing.T) {
 	all := make(map[string]bool)
 	ch := make(chan *prometheus.Desc, 200)

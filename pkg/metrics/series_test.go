@@ -59,7 +59,8 @@ func everyNumber[T any](t *testing.T, all []series[T]) {
 	}
 }
 
-// The kernel's fields, in the order of net/sunrpc/xprtrdma/transport.c: port and bind_count are always 0, as hardway_register is here.
+// The kernel's fields, in the order of net/sunrpc/xprtrdma/transport.c: port and bind_count are
+// always 0, as hardway_register is here.
 func TestXprtLineFields(t *testing.T) {
 	order := strings.Fields(`port bind_count Connects ConnectTime Idle Sends Receives BadXIDs InflightSum BacklogSum
 		ReadChunks WriteChunks ReplyChunks TotalRDMARequest TotalRDMAReply PullupCopyBytes FixupCopyBytes HardwayRegister FailedMarshal BadReply

@@ -4,11 +4,13 @@ import "time"
 
 // A Snapshot is what one mount counted up to now.
 type Snapshot struct {
-	// Mount is the mount point, Server the RDMA address HOST:PORT, Provider the verbs provider's name.
+	// Mount is the mount point, Server the RDMA address HOST:PORT, Provider the verbs provider's
+	// name.
 	Mount, Server, Provider string
 	Transport               Transport
 	Files                   Files
-	// Procs are the RPC times by NFS procedure, Ops the FUSE times by operation. Names without samples may be left out.
+	// Procs are the RPC times by NFS procedure, Ops the FUSE times by operation. Names without
+	// samples may be left out.
 	Procs, Ops []NamedHistogram
 	// Faults are the faults injected, by name; none where no fault injection is on.
 	Faults map[string]uint64
@@ -20,8 +22,8 @@ type NamedHistogram struct {
 	HistogramData
 }
 
-// Transport holds a transport's counters since it was made, summed over its connections, in the kernel's
-// terms (docs/features.md S23).
+// Transport holds a transport's counters since it was made, summed over its connections, in the
+// kernel's terms (docs/features.md S23).
 type Transport struct {
 	Connects uint64
 	// ConnectTime is the time spent in connecting.
@@ -51,16 +53,17 @@ type Transport struct {
 	ReplyWaitsForSend                                    uint64
 
 	// What the kernel does not count.
-	MRsFailed, MapErrors, RemoteInvalidations     uint64
+	MRsFailed, MapErrors, RemoteInvalidations   uint64
 	Timeouts, Resends, Interrupts, Liveness     uint64
 	Nudges, RDMAErrors, RemoteAccessErrors      uint64
 	PostedChains, SendCompletions, TraceDropped uint64
 
 	// Gauges.
 	Credits, Slots, SlotsInUse uint64
-	InFlight, Queued           uint64 // calls that hold a credit, calls that wait for one or for the connection
-	MRsFree, MRsPooled         uint64
-	MaxPayload                 uint64 // octets
+	// calls that hold a credit, calls that wait for one or for the connection
+	InFlight, Queued   uint64
+	MRsFree, MRsPooled uint64
+	MaxPayload         uint64 // octets
 	// Connected tells whether a connection stands.
 	Connected bool
 	// Connections counts connections by state.
@@ -74,7 +77,8 @@ type Files struct {
 	ReadBytes, WrittenBytes uint64 // octets given to the kernel, and taken from it
 	SentBytes               uint64 // octets that servers took by WRITE
 	Commits                 uint64
-	// Replays are the times that a write verifier changed, ReplayedBytes the octets that were sent again.
+	// Replays are the times that a write verifier changed, ReplayedBytes the octets that were sent
+	// again.
 	Replays, ReplayedBytes uint64
 	WriteErrors            uint64
 	BufferWaits            uint64

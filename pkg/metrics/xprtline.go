@@ -5,10 +5,11 @@ import (
 	"time"
 )
 
-// XprtLine returns t as the "xprt:" line that the kernel's RDMA transport prints in /proc/self/mountstats, and
-// nfs-utils' mountstats reads: a tab, "xprt:", a tab, "rdma", and 27 numbers in the kernel's order. Port and bind
-// count are 0, as port discovery is not the transport's here; times are whole seconds. The column that kernels first called
-// mrs_recovered and later mrs_recycled is the sum of both.
+// XprtLine returns t as the "xprt:" line that the kernel's RDMA transport prints in
+// /proc/self/mountstats, and nfs-utils' mountstats reads: a tab, "xprt:", a tab, "rdma", and 27
+// numbers in the kernel's order. Port and bind count are 0, as port discovery is not the
+// transport's here; times are whole seconds. The column that kernels first called mrs_recovered and
+// later mrs_recycled is the sum of both.
 func XprtLine(t *Transport) string {
 	fields := [...]uint64{
 		0, // port

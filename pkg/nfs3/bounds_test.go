@@ -11,7 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// Parts of the largest results, written out from RFC 1813 §2.5 and §2.6 rather than taken from the sums under test.
+// Parts of the largest results, written out from RFC 1813 §2.5 and §2.6 rather than taken from the
+// sums under test.
 var (
 	bigFH     = "00000040" + strings.Repeat("ab", 64)
 	bigPost   = "00000001" + attrHex
@@ -19,8 +20,9 @@ var (
 	bigWcc    = "00000001 0000000000000001 00000001 00000002 00000003 00000004 00000001" + attrHex
 )
 
-// TestLargestReplies gives each procedure the largest result that RFC 1813 allows it, and the largest failing arm: the first has exactly as
-// many octets as transports are told to make room for (RFC 8267 §3), the second no more, and both decode.
+// TestLargestReplies gives each procedure the largest result that RFC 1813 allows it, and the
+// largest failing arm: the first has exactly as many octets as transports are told to make room for
+// (RFC 8267 §3), the second no more, and both decode.
 func TestLargestReplies(t *testing.T) {
 	ctx := context.Background()
 	buf := make([]byte, 8)
@@ -50,7 +52,8 @@ func TestLargestReplies(t *testing.T) {
 		{ProcRmdir, bigWcc, bigWcc, 0, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "n", new(WccData)) }},
 		{ProcRename, bigWcc + bigWcc, bigWcc + bigWcc, 0, func(c *Client) error { return c.Rename(ctx, cred, fh1, "n", fh2, "m", new(RenameResult)) }},
 		{ProcLink, bigPost + bigWcc, bigPost + bigWcc, 0, func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "m", new(LinkResult)) }},
-		// The entries and the end of their list are the count; the rest comes on top of it, as the Linux server counts.
+		// The entries and the end of their list are the count; the rest comes on top of it, as the
+		// Linux server counts.
 		{ProcReadDir, bigPost + verfHex + "00000001 0000000000000001 00000004 61616161 0000000000000001" + "00000000 00000001", bigPost, 0, func(c *Client) error {
 			return c.ReadDir(ctx, cred, fh1, 0, verf1, 36, new(ReadDirResult), each)
 		}},
@@ -77,7 +80,8 @@ func TestLargestReplies(t *testing.T) {
 	}
 }
 
-// TestPadIsNotLookedAt: senders zero the pad (RFC 4506 §4.9), and a receiver that insists would only break with those that do not.
+// TestPadIsNotLookedAt: senders zero the pad (RFC 4506 §4.9), and a receiver that insists would
+// only break with those that do not.
 func TestPadIsNotLookedAt(t *testing.T) {
 	ctx := t.Context()
 	for name, x := range map[string]struct {
@@ -111,8 +115,8 @@ func TestPadIsNotLookedAt(t *testing.T) {
 	}
 }
 
-// TestLongDirectory is a reply that holds as many entries as fit: all are delivered, or none when the chain breaks behind the last, and
-// neither costs memory beyond the reply's own.
+// TestLongDirectory is a reply that holds as many entries as fit: all are delivered, or none when
+// the chain breaks behind the last, and neither costs memory beyond the reply's own.
 func TestLongDirectory(t *testing.T) {
 	head := unhex(okHex + noneHex + verfHex)
 	entry := unhex("00000001 0000000000000022 00000001 61000000 0000000000000002")
@@ -147,7 +151,8 @@ func TestLongDirectory(t *testing.T) {
 	}
 }
 
-// TestUnknownStatus: whatever word a server answers, the outcome is its status or a malformed reply that names it.
+// TestUnknownStatus: whatever word a server answers, the outcome is its status or a malformed reply
+// that names it.
 func TestUnknownStatus(t *testing.T) {
 	for _, status := range []uint32{3, 4, 7, 12, 14, 21, 23, 62, 64, 72, 99, 100, 10000, 10001, 10008, 10009, 1 << 31, 1<<32 - 1} {
 		reply := binary.BigEndian.AppendUint32(nil, status)

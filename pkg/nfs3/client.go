@@ -10,24 +10,28 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A Caller is an RPC transport. Call sends m and waits for its reply, as sunrpc.Message describes. It may be called from
-// any number of goroutines. It returns nil only when the call was accepted and executed (sunrpc.Success) and m.Result holds the results; when it has
-// returned, with or without an error, nothing touches m or the memory it names any more. When ctx ends, Call ends soon after.
+// A Caller is an RPC transport. Call sends m and waits for its reply, as sunrpc.Message describes.
+// It may be called from any number of goroutines. It returns nil only when the call was accepted
+// and executed (sunrpc.Success) and m.Result holds the results; when it has returned, with or
+// without an error, nothing touches m or the memory it names any more. When ctx ends, Call ends
+// soon after.
 type Caller interface {
 	Call(ctx context.Context, m *sunrpc.Message) error
 }
 
 // Options of a Client. The zero value is good.
 type Options struct {
-	// Observe, if not nil, is called after each RPC with its duration and the transport's error. It runs on the calling path,
-	// concurrently, and must not block.
+	// Observe, if not nil, is called after each RPC with its duration and the transport's error. It
+	// runs on the calling path, concurrently, and must not block.
 	Observe func(p Proc, d time.Duration, err error)
 }
 
-// A Client makes the NFSv3 procedures over a Caller. It is safe for concurrent use, holds no lock during a call, and a call
-// that succeeds allocates nothing here; only a READDIR or READDIRPLUS of more than 128 KiB gets memory for its own.
+// A Client makes the NFSv3 procedures over a Caller. It is safe for concurrent use, holds no lock
+// during a call, and a call that succeeds allocates nothing here; only a READDIR or READDIRPLUS of
+// more than 128 KiB gets memory for its own.
 //
-// Every method takes the credential as sunrpc.AppendAuthSys encodes it, and fills a result that its caller provides. Errors:
+// Every method takes the credential as sunrpc.AppendAuthSys encodes it, and fills a result that its
+// caller provides. Errors:
 //   - [*Error]: the server's status, or a name that no server could take;
 //   - one that wraps [ErrMalformed]: the reply was not NFSv3;
 //   - the transport's own error, wrapped.
@@ -47,8 +51,9 @@ func NewClient(caller Caller, opts Options) *Client {
 }
 
 const (
-	// resultRoom is the room in octets that each call's result has at least, so that small READs that come inline, and the large
-	// results of directories of everyday size, need no larger slice.
+	// resultRoom is the room in octets that each call's result has at least, so that small READs
+	// that come inline, and the large results of directories of everyday size, need no larger
+	// slice.
 	resultRoom = 8 << 10
 	// resultKeep is the largest result slice in octets that goes back to the pool.
 	resultKeep = 128 << 10
@@ -110,7 +115,8 @@ func (c *Client) roundTrip(ctx context.Context, s *scratch) error {
 	return nil
 }
 
-// call makes the call and reads the status of its results; the arm that belongs to s.status comes next in the reader.
+// call makes the call and reads the status of its results; the arm that belongs to s.status comes
+// next in the reader.
 func (c *Client) call(ctx context.Context, s *scratch) (reader, error) {
 	if err := c.roundTrip(ctx, s); err != nil {
 		return reader{}, err

@@ -53,7 +53,8 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// TestLargestArguments makes the calls whose arguments are the longest: they fit the room that each call has.
+// TestLargestArguments makes the calls whose arguments are the longest: they fit the room that each
+// call has.
 func TestLargestArguments(t *testing.T) {
 	fh := mustFH(make([]byte, FHSize)...)
 	name := strings.Repeat("n", MaxName)

@@ -6,7 +6,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// What a server can get wrong beyond XDR itself; made once, so that a hostile server makes no work for the allocator.
+// What a server can get wrong beyond XDR itself; made once, so that a hostile server makes no work
+// for the allocator.
 var (
 	errFileType   = errors.New("a file type is out of range")
 	errEmptyFH    = errors.New("a file handle is empty")
@@ -59,7 +60,8 @@ func appendSetAttr(b []byte, a *SetAttr) []byte {
 	return appendSetTime(b, a.MtimeHow, a.Mtime)
 }
 
-// A reader decodes the results' types over sunrpc's Decoder: sticky error, no allocation, values out of range refused.
+// A reader decodes the results' types over sunrpc's Decoder: sticky error, no allocation, values
+// out of range refused.
 type reader struct {
 	sunrpc.Decoder
 }

@@ -25,7 +25,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// The corpora of the fuzz targets for RPC-over-RDMA, RPC and NFSv3 are messages of real runs. To record them anew:
+// The corpora of the fuzz targets for RPC-over-RDMA, RPC and NFSv3 are messages of real runs. To
+// record them anew:
 //
 //	go test ./pkg/nfs3 -run TestGaneshaOverRDMA -update
 var update = flag.Bool("update", false, "write what passes to the corpora of the fuzz targets")
@@ -80,7 +81,8 @@ func (c *corpus) write(t *testing.T) {
 	}
 }
 
-// A recording keeps what passed: the transport's messages as they were sent, and the RPC messages that they carried.
+// A recording keeps what passed: the transport's messages as they were sent, and the RPC messages
+// that they carried.
 type recording struct {
 	mu       sync.Mutex
 	received [][]byte // guarded by mu, as all: from the client
@@ -179,7 +181,8 @@ func (r *recording) backend(t *testing.T, addr string) svcrdma.Handler {
 	})
 }
 
-// TestGaneshaOverRDMA makes every procedure against NFS-Ganesha over RDMA, and finds every message that passed well-formed.
+// TestGaneshaOverRDMA makes every procedure against NFS-Ganesha over RDMA, and finds every message
+// that passed well-formed.
 func TestGaneshaOverRDMA(t *testing.T) {
 	dir := t.TempDir()
 	g := ganeshatest.Start(t, dir)
@@ -237,7 +240,8 @@ func TestGaneshaOverRDMA(t *testing.T) {
 	}
 }
 
-// corpora sorts what passed, and checks it on the way: what the real client and the real server say must decode.
+// corpora sorts what passed, and checks it on the way: what the real client and the real server say
+// must decode.
 func (r *recording) corpora(t *testing.T) []*corpus {
 	header, plan := &corpus{target: "../rpcrdma/FuzzHeader"}, &corpus{target: "../../internal/svcrdma/FuzzCall"}
 	private := &corpus{target: "../rpcrdma/FuzzPrivate"}

@@ -12,7 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// diskFS is a directory as go-nfs wants to see it: a billy file system, with the changes that NFS knows.
+// diskFS is a directory as go-nfs wants to see it: a billy file system, with the changes that NFS
+// knows.
 type diskFS struct{ root string }
 
 // diskFile adds to an os.File the locks that billy asks for and go-nfs never takes.

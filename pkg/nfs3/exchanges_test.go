@@ -2,7 +2,8 @@ package nfs3
 
 import "context"
 
-// exchanges are the calls and replies of every procedure, octet for octet as RFC 1813 lays them out.
+// exchanges are the calls and replies of every procedure, octet for octet as RFC 1813 lays them
+// out.
 var exchanges = []exchange{
 	{
 		name: "NULL",

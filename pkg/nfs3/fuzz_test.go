@@ -24,8 +24,9 @@ func (c *fuzzCaller) Call(_ context.Context, m *sunrpc.Message) error {
 	return nil
 }
 
-// FuzzNFSReply gives each procedure the octets as its reply. Whatever they are: no panic; an error of one of the kinds; what is delivered
-// lies within its bounds; and memory in proportion to the reply.
+// FuzzNFSReply gives each procedure the octets as its reply. Whatever they are: no panic; an error
+// of one of the kinds; what is delivered lies within its bounds; and memory in proportion to the
+// reply.
 func FuzzNFSReply(f *testing.F) {
 	for _, x := range exchanges {
 		f.Add(uint8(x.proc), int16(-1), unhex(x.reply))

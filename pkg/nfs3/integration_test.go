@@ -300,7 +300,9 @@ func (s session) specialFiles(t *testing.T) {
 		{"sock", nfs3.NF3SOCK, nfs3.Device{}, syscall.S_IFSOCK},
 	} {
 		if s.goNFS && x.typ != nfs3.NF3FIFO {
-			continue // it takes devices for success without making them, and sockets depend on the working directory
+			// it takes devices for success without making them, and sockets depend on the working
+			// directory
+			continue
 		}
 		var made nfs3.CreateResult
 		set := nfs3.SetAttr{HasMode: true, Mode: 0o600}

@@ -11,7 +11,8 @@ import (
 	"github.com/vmware/go-nfs-client/nfs/xdr"
 )
 
-// The oracle is go-nfs-client: its NFSv3 types, and the reflecting XDR that it encodes and decodes them with.
+// The oracle is go-nfs-client: its NFSv3 types, and the reflecting XDR that it encodes and decodes
+// them with.
 
 // oracleLimit keeps the oracle, which allocates by claimed lengths, from doing so without bound.
 const oracleLimit = 8192
@@ -216,8 +217,8 @@ func FuzzOracleResults(f *testing.F) {
 	})
 }
 
-// compare holds an outcome of ours against the oracle's reading of the same octets. values returns both and whether
-// the oracle's reading is one that this package lets pass.
+// compare holds an outcome of ours against the oracle's reading of the same octets. values returns
+// both and whether the oracle's reading is one that this package lets pass.
 func compare[T any](t *testing.T, err error, body []byte, values func(*T) (got, want any, good bool)) {
 	t.Helper()
 	var o T

@@ -29,8 +29,8 @@ func (c *Client) GetAttr(ctx context.Context, cred []byte, fh FH, res *Attr) err
 	return s.finish(&d)
 }
 
-// SetAttr sets attributes of fh (RFC 1813 §3.3.2). With a guard, the server does it only when the object's ctime equals it, and answers
-// ErrNotSync otherwise.
+// SetAttr sets attributes of fh (RFC 1813 §3.3.2). With a guard, the server does it only when the
+// object's ctime equals it, and answers ErrNotSync otherwise.
 func (c *Client) SetAttr(ctx context.Context, cred []byte, fh FH, set *SetAttr, guard *Time3, res *WccData) error {
 	*res = WccData{}
 	s := c.begin(ProcSetAttr, cred, MaxResultSetAttr)
@@ -104,8 +104,8 @@ func (c *Client) FSStat(ctx context.Context, cred []byte, fh FH, res *FSStatResu
 	return s.finish(&d)
 }
 
-// FSInfo reads the constants of the file system that holds fh (RFC 1813 §3.3.19). The sizes are what the server says: a caller takes
-// the lesser of them and of its own limits, and must expect 0.
+// FSInfo reads the constants of the file system that holds fh (RFC 1813 §3.3.19). The sizes are
+// what the server says: a caller takes the lesser of them and of its own limits, and must expect 0.
 func (c *Client) FSInfo(ctx context.Context, cred []byte, fh FH, res *FSInfoResult) error {
 	*res = FSInfoResult{}
 	s := c.begin(ProcFSInfo, cred, MaxResultFSInfo)

@@ -1,8 +1,9 @@
 package nfs3
 
-// The results of the procedures. The caller provides the struct, the method overwrites all of it. When the method returns an
-// [*Error] with the server's own status, the attributes in the struct are those that the server sent beside
-// the status; after any other error the struct's content is undefined.
+// The results of the procedures. The caller provides the struct, the method overwrites all of it.
+// When the method returns an [*Error] with the server's own status, the attributes in the struct
+// are those that the server sent beside the status; after any other error the struct's content is
+// undefined.
 
 // LookupResult is what LOOKUP returns (RFC 1813 §3.3.3).
 type LookupResult struct {
@@ -64,7 +65,8 @@ type LinkResult struct {
 	DirWcc WccData
 }
 
-// ReadDirResult is what READDIR and READDIRPLUS return (RFC 1813 §3.3.16, §3.3.17), beside the entries.
+// ReadDirResult is what READDIR and READDIRPLUS return (RFC 1813 §3.3.16, §3.3.17), beside the
+// entries.
 type ReadDirResult struct {
 	DirAttr PostOpAttr
 	Verf    Verifier // to be given with the next call
@@ -83,7 +85,8 @@ type DirEntry struct {
 	FH    FH
 }
 
-// FSStatResult is what FSSTAT returns (RFC 1813 §3.3.18): octets and files, in all, free, and free to the caller.
+// FSStatResult is what FSSTAT returns (RFC 1813 §3.3.18): octets and files, in all, free, and free
+// to the caller.
 type FSStatResult struct {
 	Attr                              PostOpAttr
 	TotalBytes, FreeBytes, AvailBytes uint64

@@ -60,7 +60,8 @@ const (
 	WriteVerfSize  = 8  // NFS3_WRITEVERFSIZE
 )
 
-// Lengths that RFC 1813 §2.5 leaves open (filename3 and nfspath3 have no bound), set here to Linux's NAME_MAX and PATH_MAX.
+// Lengths that RFC 1813 §2.5 leaves open (filename3 and nfspath3 have no bound), set here to
+// Linux's NAME_MAX and PATH_MAX.
 const (
 	MaxName = 255
 	MaxPath = 4096

@@ -46,7 +46,8 @@ const (
 	ErrJukebox     Status = 10008
 )
 
-// statusInfo says for each status its name in the RFC, the error number that a system call gets for it, and the RFC's meaning in short.
+// statusInfo says for each status its name in the RFC, the error number that a system call gets for
+// it, and the RFC's meaning in short.
 var statusInfo = map[Status]struct {
 	name  string
 	errno syscall.Errno
@@ -89,8 +90,8 @@ func (s Status) Valid() bool {
 	return ok
 }
 
-// Errno is the error number that a system call returns for s: 0 for OK, EIO for a value that is not an nfsstat3. ErrJukebox
-// is EAGAIN: who can wait should call again later instead.
+// Errno is the error number that a system call returns for s: 0 for OK, EIO for a value that is not
+// an nfsstat3. ErrJukebox is EAGAIN: who can wait should call again later instead.
 func (s Status) Errno() syscall.Errno {
 	if info, ok := statusInfo[s]; ok {
 		return info.errno
@@ -105,12 +106,12 @@ func (s Status) String() string {
 	return "nfsstat3 " + strconv.FormatUint(uint64(s), 10)
 }
 
-// ErrMalformed is wrapped by every error about a reply that RFC 1813 does not allow: too short, a length that does not fit, a value
-// out of its enumeration, a name that no directory can hold.
+// ErrMalformed is wrapped by every error about a reply that RFC 1813 does not allow: too short, a
+// length that does not fit, a value out of its enumeration, a name that no directory can hold.
 var ErrMalformed = errors.New("malformed NFSv3 reply")
 
-// An Error is a procedure that ended with a status other than NFS3_OK, or that was refused before it was sent because no
-// server could take it (What says why).
+// An Error is a procedure that ended with a status other than NFS3_OK, or that was refused before
+// it was sent because no server could take it (What says why).
 type Error struct {
 	Proc   Proc
 	Status Status
@@ -130,8 +131,8 @@ func (e *Error) Error() string {
 	return s
 }
 
-// Unwrap makes errors.Is(err, ErrMalformed) true for a status that is not an nfsstat3, and errors.Is(err, syscall.ENOENT) and its like for
-// the others.
+// Unwrap makes errors.Is(err, ErrMalformed) true for a status that is not an nfsstat3, and
+// errors.Is(err, syscall.ENOENT) and its like for the others.
 func (e *Error) Unwrap() error {
 	if !e.Status.Valid() {
 		return ErrMalformed
@@ -139,8 +140,9 @@ func (e *Error) Unwrap() error {
 	return e.Status.Errno()
 }
 
-// Errno is the error number that a system call returns for an error of this package or of a transport below it: 0 for nil,
-// the status's own number for an [*Error], EIO for a malformed reply and for whatever else has no better one.
+// Errno is the error number that a system call returns for an error of this package or of a
+// transport below it: 0 for nil, the status's own number for an [*Error], EIO for a malformed reply
+// and for whatever else has no better one.
 func Errno(err error) syscall.Errno {
 	if err == nil {
 		return 0
@@ -164,8 +166,9 @@ func Errno(err error) syscall.Errno {
 	return syscall.EIO
 }
 
-// statusErrors holds one Error for each procedure and status, because some statuses (a LOOKUP's NOENT above all) are everyday answers
-// and must not cost an allocation. It is filled at start and read-only from then on.
+// statusErrors holds one Error for each procedure and status, because some statuses (a LOOKUP's
+// NOENT above all) are everyday answers and must not cost an allocation. It is filled at start and
+// read-only from then on.
 var statusErrors = func() (table [NumProcs]map[Status]*Error) {
 	for p := range table {
 		table[p] = make(map[Status]*Error, len(statusInfo))

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// FH is a file handle (RFC 1813 §2.5, nfs_fh3): 0 to 64 octets that only the server understands. It is a value: comparable, and usable as a
-// map key. The zero FH is no handle.
+// FH is a file handle (RFC 1813 §2.5, nfs_fh3): 0 to 64 octets that only the server understands. It
+// is a value: comparable, and usable as a map key. The zero FH is no handle.
 type FH struct {
 	n uint8
 	b [FHSize]byte // zero beyond n, so that == compares handles
@@ -35,8 +35,8 @@ func (h *FH) IsZero() bool { return h.n == 0 }
 // String is the handle in hexadecimal.
 func (h FH) String() string { return hex.EncodeToString(h.b[:h.n]) }
 
-// Time3 is nfstime3 (RFC 1813 §2.5): seconds and nanoseconds since 1970. Values that a server sent are kept as they came: Nsec may
-// exceed a second.
+// Time3 is nfstime3 (RFC 1813 §2.5): seconds and nanoseconds since 1970. Values that a server sent
+// are kept as they came: Nsec may exceed a second.
 type Time3 struct {
 	Sec, Nsec uint32
 }
@@ -62,7 +62,8 @@ type Device struct {
 	Major, Minor uint32
 }
 
-// Attr is fattr3 (RFC 1813 §2.5). Type is one of NF3REG to NF3FIFO, Mode holds ModeMask bits only; the rest is what the server says.
+// Attr is fattr3 (RFC 1813 §2.5). Type is one of NF3REG to NF3FIFO, Mode holds ModeMask bits only;
+// the rest is what the server says.
 type Attr struct {
 	Type   FileType
 	Mode   uint32
@@ -79,20 +80,23 @@ type Attr struct {
 	Ctime  Time3
 }
 
-// PostOpAttr is post_op_attr (RFC 1813 §2.6): attributes that a server may leave out. Attr is meaningful when Present.
+// PostOpAttr is post_op_attr (RFC 1813 §2.6): attributes that a server may leave out. Attr is
+// meaningful when Present.
 type PostOpAttr struct {
 	Present bool
 	Attr
 }
 
-// WccAttr is wcc_attr (RFC 1813 §2.6): what a client needs to see that nobody else changed an object.
+// WccAttr is wcc_attr (RFC 1813 §2.6): what a client needs to see that nobody else changed an
+// object.
 type WccAttr struct {
 	Size  uint64
 	Mtime Time3
 	Ctime Time3
 }
 
-// WccData is wcc_data (RFC 1813 §2.6): an object before and after an operation, each of which a server may leave out.
+// WccData is wcc_data (RFC 1813 §2.6): an object before and after an operation, each of which a
+// server may leave out.
 type WccData struct {
 	HasBefore bool
 	Before    WccAttr
@@ -117,5 +121,6 @@ type SetAttr struct {
 	Mtime    Time3 // with SetToClientTime
 }
 
-// Verifier is a cookieverf3, createverf3 or writeverf3 (RFC 1813 §2.5): 8 opaque octets, to be compared only.
+// Verifier is a cookieverf3, createverf3 or writeverf3 (RFC 1813 §2.5): 8 opaque octets, to be
+// compared only.
 type Verifier [8]byte

@@ -244,7 +244,8 @@ func TestExchanges(t *testing.T) {
 	}
 }
 
-// TestTruncated cuts every good reply at every octet: the outcome is an error, unless only the pad behind the data is gone.
+// TestTruncated cuts every good reply at every octet: the outcome is an error, unless only the pad
+// behind the data is gone.
 func TestTruncated(t *testing.T) {
 	for _, x := range exchanges {
 		if x.malformed || x.err != OK || x.proc == ProcNull {

@@ -12,8 +12,8 @@ const Version = 1
 // Proc is the rdma_proc field (RFC 8166 §4.2.4).
 type Proc uint32
 
-// Values of rdma_proc. MSGP and DONE are obsolete and never sent. DONE is discarded when received, MSGP by a requester too; a responder answers
-// MSGP with ERR_CHUNK (RFC 8166 §4.6).
+// Values of rdma_proc. MSGP and DONE are obsolete and never sent. DONE is discarded when received,
+// MSGP by a requester too; a responder answers MSGP with ERR_CHUNK (RFC 8166 §4.6).
 const (
 	ProcMsg   Proc = 0
 	ProcNoMsg Proc = 1
@@ -58,7 +58,8 @@ const (
 	ChunkHeadSize   = 8  // discriminator, segment count
 )
 
-// DefaultInline is the inline threshold of a connection whose peers agreed on no other (RFC 8166 §3.3.3).
+// DefaultInline is the inline threshold of a connection whose peers agreed on no other (RFC 8166
+// §3.3.3).
 const DefaultInline = 1024
 
 // A Segment is an rdma_segment: one registered memory region (RFC 8166 §3.4.4).
@@ -175,7 +176,8 @@ func appendSegment(b []byte, s *Segment) []byte {
 	return binary.BigEndian.AppendUint64(b, s.Offset)
 }
 
-// Errors of Decode. What a receiver does about each depends on its role: RFC 8166 §4.5 for replies, §4.5.1–2 for calls.
+// Errors of Decode. What a receiver does about each depends on its role: RFC 8166 §4.5 for replies,
+// §4.5.1–2 for calls.
 var (
 	// ErrShort: fewer octets than the smallest message of that kind.
 	ErrShort = errors.New("rpcrdma: message is too short for a transport header")
@@ -189,11 +191,12 @@ var (
 	ErrBadError = errors.New("rpcrdma: undecodable RDMA_ERROR")
 )
 
-// Decode parses the header at the front of b and returns its size: the RPC message of an RDMA_MSG is b[n:]. The
-// slices of h are reused and stay valid until the next Decode or Reset. It does not keep b.
+// Decode parses the header at the front of b and returns its size: the RPC message of an RDMA_MSG
+// is b[n:]. The slices of h are reused and stay valid until the next Decode or Reset. It does not
+// keep b.
 //
-// RFC 8166 §4.5 asks to drop anything shorter than 28 octets, yet an ERR_CHUNK message has 20 (§4.1.2); so
-// the floor is 16 octets before rdma_proc is known, and what that kind needs after.
+// RFC 8166 §4.5 asks to drop anything shorter than 28 octets, yet an ERR_CHUNK message has 20
+// (§4.1.2); so the floor is 16 octets before rdma_proc is known, and what that kind needs after.
 func (h *Header) Decode(b []byte) (n int, err error) {
 	h.Reset()
 	if len(b) < FixedSize {

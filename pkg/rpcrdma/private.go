@@ -40,8 +40,8 @@ func encodeSize(n int) byte {
 	return byte(n/sizeUnit - 1)
 }
 
-// ParsePrivate looks for the message anywhere in b, at any alignment, as RFC 8797 §5.2 asks. found is false, and
-// the result is DefaultPrivate, when there is none of a version known here.
+// ParsePrivate looks for the message anywhere in b, at any alignment, as RFC 8797 §5.2 asks. found
+// is false, and the result is DefaultPrivate, when there is none of a version known here.
 func ParsePrivate(b []byte) (p Private, found bool) {
 	for ; len(b) >= PrivateSize; b = b[1:] {
 		if binary.BigEndian.Uint32(b) != privateMagic || b[4] != privateVersion {
@@ -56,8 +56,8 @@ func ParsePrivate(b []byte) (p Private, found bool) {
 	return DefaultPrivate, false
 }
 
-// Thresholds gives the inline thresholds in octets that two sides agree on: send is for messages from the side that
-// said mine (RFC 8797 §4.2).
+// Thresholds gives the inline thresholds in octets that two sides agree on: send is for messages
+// from the side that said mine (RFC 8797 §4.2).
 func Thresholds(mine, peer Private) (send, recv int) {
 	return min(mine.SendSize, peer.RecvSize), min(mine.RecvSize, peer.SendSize)
 }

@@ -6,8 +6,8 @@ const (
 	MaxGIDs        = 16
 )
 
-// MaxAuthSysSize is the largest encoded AUTH_SYS credential in octets: flavor and length, then stamp, machine name
-// with its length word and pad, uid, gid, and the counted list of groups.
+// MaxAuthSysSize is the largest encoded AUTH_SYS credential in octets: flavor and length, then
+// stamp, machine name with its length word and pad, uid, gid, and the counted list of groups.
 const MaxAuthSysSize = 2*SizeUint32 + SizeUint32 + SizeUint32 + 256 + 2*SizeUint32 + SizeUint32 + MaxGIDs*SizeUint32
 
 // AuthNoneSize is the size in octets of the encoded AUTH_NONE credential.
@@ -21,8 +21,8 @@ type AuthSys struct {
 	GIDs     []uint32 // at most 16
 }
 
-// AppendAuthSys appends the credential: flavor, length of the body, body. What exceeds the protocol's limits is left
-// out: the machine name is cut at 255 octets, the groups at 16.
+// AppendAuthSys appends the credential: flavor, length of the body, body. What exceeds the
+// protocol's limits is left out: the machine name is cut at 255 octets, the groups at 16.
 func AppendAuthSys(b []byte, a *AuthSys) []byte {
 	machine, gids := a.Machine, a.GIDs
 	if len(machine) > MaxMachineName {
@@ -45,13 +45,14 @@ func AppendAuthSys(b []byte, a *AuthSys) []byte {
 	return b
 }
 
-// AppendAuthNone appends the AUTH_NONE credential or verifier: flavor 0 and an empty body (RFC 5531 §10.1).
+// AppendAuthNone appends the AUTH_NONE credential or verifier: flavor 0 and an empty body (RFC 5531
+// §10.1).
 func AppendAuthNone(b []byte) []byte {
 	return AppendUint32(AppendUint32(b, FlavorNone), 0)
 }
 
-// ParseAuthSys decodes the body of an AUTH_SYS credential, as [CallHeader] carries it in Cred. The result shares no memory with body.
-// The error wraps [ErrMalformed].
+// ParseAuthSys decodes the body of an AUTH_SYS credential, as [CallHeader] carries it in Cred. The
+// result shares no memory with body. The error wraps [ErrMalformed].
 func ParseAuthSys(body []byte) (AuthSys, error) {
 	d := NewDecoder(body)
 	a := AuthSys{Stamp: d.Uint32()}

@@ -1,11 +1,11 @@
 package sunrpc
 
-// callFixedSize is a call header without its credential: xid, msg_type, rpcvers, prog, vers, proc, and an AUTH_NONE
-// verifier (RFC 5531 §9).
+// callFixedSize is a call header without its credential: xid, msg_type, rpcvers, prog, vers, proc,
+// and an AUTH_NONE verifier (RFC 5531 §9).
 const callFixedSize = 6*SizeUint32 + AuthNoneSize
 
-// AppendCall appends a call header (RFC 5531 §9) with the encoded credential cred, as [AppendAuthSys] makes it, and an
-// AUTH_NONE verifier. The arguments follow behind it.
+// AppendCall appends a call header (RFC 5531 §9) with the encoded credential cred, as
+// [AppendAuthSys] makes it, and an AUTH_NONE verifier. The arguments follow behind it.
 func AppendCall(b []byte, xid, prog, vers, proc uint32, cred []byte) []byte {
 	b = AppendUint32(b, xid)
 	b = AppendUint32(b, MsgCall)
@@ -20,7 +20,8 @@ func AppendCall(b []byte, xid, prog, vers, proc uint32, cred []byte) []byte {
 // CallSize is the number of octets that [AppendCall] appends.
 func CallSize(cred []byte) int { return callFixedSize + len(cred) }
 
-// CallHeader is a call's header as a server sees it (RFC 5531 §9). Its slices are views of the message.
+// CallHeader is a call's header as a server sees it (RFC 5531 §9). Its slices are views of the
+// message.
 type CallHeader struct {
 	XID              uint32
 	Prog, Vers, Proc uint32
@@ -33,8 +34,8 @@ type CallHeader struct {
 // ParseCall splits a call into header and arguments. args is a view of b.
 //
 // An error that wraps [ErrMalformed] deserves no answer, or GARBAGE_ARGS where XID could be read. A
-// [*DeniedError] with RPCMismatch is a call in another version of RPC: only XID is set, and [AppendMismatchReply]
-// is the answer.
+// [*DeniedError] with RPCMismatch is a call in another version of RPC: only XID is set, and
+// [AppendMismatchReply] is the answer.
 func ParseCall(b []byte) (h CallHeader, args []byte, err error) {
 	d := NewDecoder(b)
 	h.XID = d.Uint32()

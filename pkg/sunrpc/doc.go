@@ -1,6 +1,7 @@
-// Package sunrpc is the message layer of ONC RPC version 2 (RFC 5531): call and reply headers, the AUTH_NONE and
-// AUTH_SYS credentials, and a small XDR kit (RFC 4506). It is bytes only: it opens no connection, starts no
-// goroutine, and holds no lock; every function may be called from any goroutine.
+// Package sunrpc is the message layer of ONC RPC version 2 (RFC 5531): call and reply headers, the
+// AUTH_NONE and AUTH_SYS credentials, and a small XDR kit (RFC 4506). It is bytes only: it opens no
+// connection, starts no goroutine, and holds no lock; every function may be called from any
+// goroutine.
 //
 // # What is where
 //
@@ -14,9 +15,9 @@
 //
 // # Promises
 //
-// Nothing a peer sends makes a function of this package panic, read beyond the message, or allocate by a length
-// that the message claims. Encoding appends to the caller's slice and parsing returns views of it, so neither allocates
-// when the slice has room; only errors and [ParseAuthSys] do.
+// Nothing a peer sends makes a function of this package panic, read beyond the message, or allocate
+// by a length that the message claims. Encoding appends to the caller's slice and parsing returns
+// views of it, so neither allocates when the slice has room; only errors and [ParseAuthSys] do.
 //
 // Record marking (RFC 5531 §11) belongs to a stream, not to the message: see internal/rpctcp.
 package sunrpc

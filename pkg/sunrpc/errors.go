@@ -5,7 +5,8 @@ import (
 	"fmt"
 )
 
-// ErrMalformed is wrapped by every error about a message that is too short, or says something that RFC 5531 or RFC 4506 does not allow.
+// ErrMalformed is wrapped by every error about a message that is too short, or says something that
+// RFC 5531 or RFC 4506 does not allow.
 var ErrMalformed = errors.New("malformed RPC message")
 
 // Made once: a peer that sends garbage shall not also make work for the allocator.

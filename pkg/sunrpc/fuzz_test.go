@@ -11,7 +11,8 @@ import (
 	goxdr "github.com/rasky/go-xdr/xdr2"
 )
 
-// The oracles below hold this package against the reflecting XDR of go-nfs-client and the RPC types that it has.
+// The oracles below hold this package against the reflecting XDR of go-nfs-client and the RPC types
+// that it has.
 
 // oracleLimit keeps the oracle, which allocates by claimed lengths, from doing so without bound.
 const oracleLimit = 4096

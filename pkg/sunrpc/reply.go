@@ -1,16 +1,18 @@
 package sunrpc
 
-// AcceptedReplySize is the header of an accepted reply with an AUTH_NONE verifier, in octets: xid, msg_type,
-// reply_stat, verifier, accept_stat (RFC 5531 §9).
+// AcceptedReplySize is the header of an accepted reply with an AUTH_NONE verifier, in octets: xid,
+// msg_type, reply_stat, verifier, accept_stat (RFC 5531 §9).
 const AcceptedReplySize = 4*SizeUint32 + AuthNoneSize
 
-// MaxReplyHeader is the largest header of an accepted reply in octets: one with a verifier of 400 octets.
+// MaxReplyHeader is the largest header of an accepted reply in octets: one with a verifier of 400
+// octets.
 const MaxReplyHeader = AcceptedReplySize + MaxAuthBody
 
-// ParseReply splits a reply into its XID and its results, a view of b. xid is set whenever b holds four octets, also
-// beside an error, so that a transport can end the call it belongs to.
+// ParseReply splits a reply into its XID and its results, a view of b. xid is set whenever b holds
+// four octets, also beside an error, so that a transport can end the call it belongs to.
 //
-// Errors: one that wraps [ErrMalformed]; [*DeniedError]; [*AcceptError]. The verifier is skipped (AUTH_SYS servers send AUTH_NONE).
+// Errors: one that wraps [ErrMalformed]; [*DeniedError]; [*AcceptError]. The verifier is skipped
+// (AUTH_SYS servers send AUTH_NONE).
 func ParseReply(b []byte) (xid uint32, results []byte, err error) {
 	d := NewDecoder(b)
 	xid = d.Uint32()
@@ -61,8 +63,8 @@ func (d *Decoder) parseDenied() {
 	d.Fail(e)
 }
 
-// AppendAcceptedReply appends the header of an accepted reply with an AUTH_NONE verifier. Results follow it when stat is
-// Success; for ProgMismatch use [AppendProgMismatchReply].
+// AppendAcceptedReply appends the header of an accepted reply with an AUTH_NONE verifier. Results
+// follow it when stat is Success; for ProgMismatch use [AppendProgMismatchReply].
 func AppendAcceptedReply(b []byte, xid uint32, stat AcceptStat) []byte {
 	b = AppendUint32(b, xid)
 	b = AppendUint32(b, MsgReply)
@@ -77,7 +79,8 @@ func AppendProgMismatchReply(b []byte, xid, low, high uint32) []byte {
 	return AppendUint32(AppendUint32(b, low), high)
 }
 
-// AppendMismatchReply appends a whole reply that denies a call made in another version of RPC than 2.
+// AppendMismatchReply appends a whole reply that denies a call made in another version of RPC than
+// 2.
 func AppendMismatchReply(b []byte, xid uint32) []byte {
 	b = appendDenied(b, xid, RPCMismatch)
 	return AppendUint32(AppendUint32(b, RPCVersion), RPCVersion)

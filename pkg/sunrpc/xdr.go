@@ -45,9 +45,10 @@ func AppendString(b []byte, s string) []byte {
 	return append(b, zeroPad[:Pad4(len(s))-len(s)]...)
 }
 
-// A Decoder reads XDR from a message. The first error stays: every read after it returns zero values, so that a decoder of a
-// structure needs to ask once, at its end, with [Decoder.Err]. It never reads beyond the slice and never allocates.
-// A Decoder is used by one goroutine at a time; its zero value is an empty message.
+// A Decoder reads XDR from a message. The first error stays: every read after it returns zero
+// values, so that a decoder of a structure needs to ask once, at its end, with [Decoder.Err]. It
+// never reads beyond the slice and never allocates. A Decoder is used by one goroutine at a time;
+// its zero value is an empty message.
 type Decoder struct {
 	b   []byte
 	off int
@@ -57,7 +58,8 @@ type Decoder struct {
 // NewDecoder returns a Decoder at the start of b. The slices that it hands out are views of b.
 func NewDecoder(b []byte) Decoder { return Decoder{b: b} }
 
-// Err is the first error met: nil, or one that wraps [ErrMalformed], or what [Decoder.Fail] was given.
+// Err is the first error met: nil, or one that wraps [ErrMalformed], or what [Decoder.Fail] was
+// given.
 func (d *Decoder) Err() error { return d.err }
 
 // Fail makes err the Decoder's error unless it has one already.
@@ -120,8 +122,8 @@ func (d *Decoder) Bool() bool {
 	return false
 }
 
-// Fixed reads n octets of fixed-length opaque data and skips their pad. The pad's content is not looked at
-// (RFC 4506 §4.9 has senders zero it; no receiver depends on it).
+// Fixed reads n octets of fixed-length opaque data and skips their pad. The pad's content is not
+// looked at (RFC 4506 §4.9 has senders zero it; no receiver depends on it).
 func (d *Decoder) Fixed(n int) []byte {
 	p := d.take(n)
 	d.take(Pad4(n) - n)
@@ -131,7 +133,8 @@ func (d *Decoder) Fixed(n int) []byte {
 	return p
 }
 
-// Opaque reads variable-length opaque data, or a string, of at most limit octets, as a view of the message, and skips its pad.
+// Opaque reads variable-length opaque data, or a string, of at most limit octets, as a view of the
+// message, and skips its pad.
 func (d *Decoder) Opaque(limit int) []byte {
 	n := d.Uint32()
 	if d.err != nil {

@@ -1,9 +1,9 @@
-// Package trace is the flight recorder of a transport: a ring of typed events with the names of the kernel client's trace
-// points (docs/features.md S24), written without a lock or an allocation, read by whoever wants to see, and written to the log when a
-// connection dies of an error.
+// Package trace is the flight recorder of a transport: a ring of typed events with the names of the
+// kernel client's trace points (docs/features.md S24), written without a lock or an allocation,
+// read by whoever wants to see, and written to the log when a connection dies of an error.
 //
-// A nil *Ring records nothing and costs one comparison. Writers never wait: an event that meets another in its cell, one
-// whole ring later, is dropped and counted.
+// A nil *Ring records nothing and costs one comparison. Writers never wait: an event that meets
+// another in its cell, one whole ring later, is dropped and counted.
 package trace
 
 import (
@@ -17,7 +17,8 @@ import (
 // Kind of an event.
 type Kind uint8
 
-// The events. The comment says what N, A and B hold; Status is that of a work completion, as its own text.
+// The events. The comment says what N, A and B hold; Status is that of a work completion, as its
+// own text.
 const (
 	None           Kind = iota
 	Map                 // N segments given, MR registered for them, length A, address B
@@ -83,10 +84,12 @@ type Event struct {
 const words = 5
 
 type cell struct {
-	// lap is 0 for an empty cell, odd while event (lap-1)/2 is being written, and even, 2·seq+2, when it stands.
+	// lap is 0 for an empty cell, odd while event (lap-1)/2 is being written, and even, 2·seq+2,
+	// when it stands.
 	lap  atomic.Uint64
 	word [words]atomic.Uint64
-	// skip is 2·seq+2 for the newest event of this cell that was dropped, 0 for none: a reader waits for an event on its way, and not for that.
+	// skip is 2·seq+2 for the newest event of this cell that was dropped, 0 for none: a reader
+	// waits for an event on its way, and not for that.
 	skip atomic.Uint64
 }
 
@@ -100,7 +103,8 @@ type Ring struct {
 	status  func(uint8) string
 }
 
-// NewRing makes a ring of at least size events; none, nil, for size 0. status names the statuses of work completions.
+// NewRing makes a ring of at least size events; none, nil, for size 0. status names the statuses of
+// work completions.
 func NewRing(size int, status func(uint8) string) *Ring {
 	if size <= 0 {
 		return nil
@@ -147,7 +151,8 @@ func (c *cell) drop(seq uint64) {
 	}
 }
 
-// Next is the number that the next event will have: where a reader that wants new events only begins.
+// Next is the number that the next event will have: where a reader that wants new events only
+// begins.
 func (r *Ring) Next() uint64 {
 	if r == nil {
 		return 0
@@ -155,8 +160,9 @@ func (r *Ring) Next() uint64 {
 	return r.next.Load()
 }
 
-// Read appends the events from number from on to buf, oldest first, and returns where to go on and how many between were lost: overwritten,
-// or dropped. An event that is being written at the moment ends the reading.
+// Read appends the events from number from on to buf, oldest first, and returns where to go on and
+// how many between were lost: overwritten, or dropped. An event that is being written at the moment
+// ends the reading.
 func (r *Ring) Read(from uint64, buf []Event) (events []Event, next, lost uint64) {
 	if r == nil {
 		return buf, from, 0

@@ -42,8 +42,8 @@ func TestNilRingIsOff(t *testing.T) {
 	}
 }
 
-// TestConcurrentEventsAreWhole reads while many write: every event that comes out is one that went in, in order, and
-// those that do not come out are counted.
+// TestConcurrentEventsAreWhole reads while many write: every event that comes out is one that went
+// in, in order, and those that do not come out are counted.
 func TestConcurrentEventsAreWhole(t *testing.T) {
 	const writers, each = 8, 20000
 	r := NewRing(256, status)
@@ -90,7 +90,8 @@ func TestConcurrentEventsAreWhole(t *testing.T) {
 	}
 }
 
-// Events that were dropped are counted as lost, and hide none of those behind them from who follows.
+// Events that were dropped are counted as lost, and hide none of those behind them from who
+// follows.
 func TestDroppedEventsAreNotWaitedFor(t *testing.T) {
 	const size = 8
 	r := NewRing(size, status)
@@ -110,7 +111,8 @@ func TestDroppedEventsAreNotWaitedFor(t *testing.T) {
 	if last := r.Last(2); len(last) != 1 || last[0].Seq != size+3 {
 		t.Errorf("Last(2) = %+v", last)
 	}
-	// It ends, and its cell is used again. An event that is on its way, in the cell of one that was dropped, is still waited for.
+	// It ends, and its cell is used again. An event that is on its way, in the cell of one that was
+	// dropped, is still waited for.
 	r.cells[2].lap.Store(2*2 + 2)
 	for range size - 2 {
 		r.Add(Event{Kind: Map})

@@ -5,7 +5,8 @@ import (
 	"sync"
 )
 
-// Uses counts the MRs and queue pairs of a provider's protection domain, which must not be deallocated under them. Safe for concurrent use.
+// Uses counts the MRs and queue pairs of a provider's protection domain, which must not be
+// deallocated under them. Safe for concurrent use.
 type Uses struct {
 	Provider string // for errors
 
@@ -32,7 +33,8 @@ func (u *Uses) Drop() {
 	u.mu.Unlock()
 }
 
-// End is the deallocation: of no use any more. It fails with ErrBusy while there are uses, and with ErrInvalid the second time.
+// End is the deallocation: of no use any more. It fails with ErrBusy while there are uses, and with
+// ErrInvalid the second time.
 func (u *Uses) End() error {
 	u.mu.Lock()
 	defer u.mu.Unlock()

@@ -107,18 +107,20 @@ const (
 	CapChosenIOVA
 	// CapRegisterAny: any memory of the process may be registered, not only AllocBuffer's.
 	CapRegisterAny
-	// CapMemWindow2B: a fast registration is a bind of a type-2B memory window: of one piece of memory, and with
-	// another NewKey than the time before.
+	// CapMemWindow2B: a fast registration is a bind of a type-2B memory window: of one piece of
+	// memory, and with another NewKey than the time before.
 	CapMemWindow2B
 	// CapRemoteInv: an MR may be invalidated by the peer's Send With
 	// Invalidate, and the completion reports it.
 	CapRemoteInv
-	// CapPerIOReg: the device has neither fast registration nor windows, so memory is registered for each use, which is slower. Its MRs
-	// are PerIOMRs, of one piece of memory, whose key is the device's choice, and good on every QP of the protection domain.
+	// CapPerIOReg: the device has neither fast registration nor windows, so memory is registered
+	// for each use, which is slower. Its MRs are PerIOMRs, of one piece of memory, whose key is the
+	// device's choice, and good on every QP of the protection domain.
 	CapPerIOReg
 	// CapTerminates: the cause of a lost connection and QPStats tell of Terminate messages.
 	CapTerminates
-	// CapLiveStats: QPStats counts a completion when it is on the completion queue, whether or not its handler's turn has come.
+	// CapLiveStats: QPStats counts a completion when it is on the completion queue, whether or not
+	// its handler's turn has come.
 	CapLiveStats
 )
 
@@ -136,11 +138,13 @@ type DeviceAttrs struct {
 	MaxQPWR               int // work requests on one queue
 	MaxSendSGE            int
 	MaxRecvSGE            int
-	MaxSGERd              int // SGEs that an RDMA Read may have; more than 16 marks devices that prefer small MRs (docs/features.md S17)
-	MaxQPRdAtom           int // largest ResponderResources
-	MaxQPInitRdAtom       int // largest InitiatorDepth
-	MaxCQE                int
-	MaxMR                 int
+	// SGEs that an RDMA Read may have; more than 16 marks devices that prefer small MRs
+	// (docs/features.md S17)
+	MaxSGERd        int
+	MaxQPRdAtom     int // largest ResponderResources
+	MaxQPInitRdAtom int // largest InitiatorDepth
+	MaxCQE          int
+	MaxMR           int
 }
 
 // A Device is an opened RDMA device. Safe for concurrent use.
@@ -185,15 +189,18 @@ type MR interface {
 	Dereg() error
 }
 
-// A PerIOMR is an MR of a device with CapPerIOReg. RKey is the key in force, or 0 while it is invalid.
+// A PerIOMR is an MR of a device with CapPerIOReg. RKey is the key in force, or 0 while it is
+// invalid.
 type PerIOMR interface {
 	MR
-	// Register registers seg, which is in an arena, at its own address, and returns the key: a consumer that must know it before it
-	// posts calls this first. From then on a peer that knows the key can reach the memory. The FastReg that
-	// follows on the queue must name the same memory and rights; without Register before it, it registers by itself. An MR that was
-	// registered and not posted is made invalid by Unregister, or by Dereg.
+	// Register registers seg, which is in an arena, at its own address, and returns the key: a
+	// consumer that must know it before it posts calls this first. From then on a peer that knows
+	// the key can reach the memory. The FastReg that follows on the queue must name the same memory
+	// and rights; without Register before it, it registers by itself. An MR that was registered and
+	// not posted is made invalid by Unregister, or by Dereg.
 	Register(access Access, seg []byte) (RKey, error)
-	// Unregister makes the MR invalid. When it returns nil no octet of the memory is being read or written any more.
+	// Unregister makes the MR invalid. When it returns nil no octet of the memory is being read or
+	// written any more.
 	Unregister() error
 }
 
@@ -262,10 +269,10 @@ type WorkRequest struct {
 	// InvalidateRKey: the peer's key for OpSendWithInv, our own for OpLocalInv.
 	InvalidateRKey RKey
 
-	// MR, NewKey, Access, IOVA and Segs describe an OpFastReg: after it,
-	// [IOVA, IOVA+sum of Segs) under MR.RKey().WithKey(NewKey) reaches Segs in order.
-	// The MR must be invalid. The registration is good on this QP alone: only there can it be reached by the
-	// peer and invalidated. When the QP is lost the MR stays as it is, and can only be deregistered.
+	// MR, NewKey, Access, IOVA and Segs describe an OpFastReg: after it, [IOVA, IOVA+sum of Segs)
+	// under MR.RKey().WithKey(NewKey) reaches Segs in order. The MR must be invalid. The
+	// registration is good on this QP alone: only there can it be reached by the peer and
+	// invalidated. When the QP is lost the MR stays as it is, and can only be deregistered.
 	MR     MR
 	NewKey uint8
 	Access Access
@@ -337,15 +344,16 @@ type QPInitAttr struct {
 	MaxRecvWR      int
 	MaxSendSGE     int
 	// OnDisconnect, if not nil, is called once when the QP leaves the ready state by itself or by
-	// the peer: never for Close. It runs on a goroutine of its own, holds no provider lock, and may call Close.
-	// cause is never nil: io.EOF for an orderly end by the peer, a *TerminateError, a *net.OpError…
+	// the peer: never for Close. It runs on a goroutine of its own, holds no provider lock, and may
+	// call Close. cause is never nil: io.EOF for an orderly end by the peer, a *TerminateError, a
+	// *net.OpError…
 	OnDisconnect func(cause error)
 }
 
 // A QP is a reliable-connection queue pair. Its methods are safe for concurrent use.
 type QP interface {
-	// PostSend queues a chain in one step. On error bad is the first request that was not
-	// queued; those before it were. After the QP left the ready state PostSend fails with ErrQPState.
+	// PostSend queues a chain in one step. On error bad is the first request that was not queued;
+	// those before it were. After the QP left the ready state PostSend fails with ErrQPState.
 	PostSend(first *WorkRequest) (bad *WorkRequest, err error)
 	// PostRecv queues Receives. Allowed before the connection is made.
 	PostRecv(first *RecvRequest) (bad *RecvRequest, err error)

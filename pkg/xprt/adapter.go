@@ -8,8 +8,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An adapter is what a transport has on one device, over all its connections to it: the protection domain with the pool of MRs, and
-// the registered memory of Sends and Receives. Its fields do not change.
+// An adapter is what a transport has on one device, over all its connections to it: the protection
+// domain with the pool of MRs, and the registered memory of Sends and Receives. Its fields do not
+// change.
 type adapter struct {
 	t      *Transport
 	dev    verbs.Device
@@ -92,8 +93,9 @@ func (a *adapter) close() {
 	}
 }
 
-// adapterFor returns the adapter for a connection on dev: the one that there is, when it is of this device and every MR of it is certain,
-// or a new one. Only for whoever connects: Connect, and then the worker.
+// adapterFor returns the adapter for a connection on dev: the one that there is, when it is of this
+// device and every MR of it is certain, or a new one. Only for whoever connects: Connect, and then
+// the worker.
 func (t *Transport) adapterFor(dev verbs.Device) (*adapter, error) {
 	if t.adapter != nil && t.adapter.dev == dev {
 		return t.adapter, nil
@@ -109,7 +111,8 @@ func (t *Transport) adapterFor(dev verbs.Device) (*adapter, error) {
 	return a, nil
 }
 
-// dropAdapter closes the adapter. Only for whoever connects, with the send lock held or no call left.
+// dropAdapter closes the adapter. Only for whoever connects, with the send lock held or no call
+// left.
 func (t *Transport) dropAdapter() {
 	if t.adapter != nil {
 		t.adapter.close()

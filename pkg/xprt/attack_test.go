@@ -19,8 +19,9 @@ func (a attacked) Stats() hostile.Stats {
 	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: uint64(s.MRsFailed), MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
 }
 
-// TestAttacks plays a server that reaches for memory it has no right to. Each attempt must be refused by the device, end the connection, be
-// counted, and leave the memory and the next call's data alone.
+// TestAttacks plays a server that reaches for memory it has no right to. Each attempt must be
+// refused by the device, end the connection, be counted, and leave the memory and the next call's
+// data alone.
 func TestAttacks(t *testing.T) {
 	hostile.Attacks(t, hostile.Config{
 		Provider:   func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) },

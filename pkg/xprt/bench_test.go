@@ -12,8 +12,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// BenchmarkRPC measures whole RPCs against a server in the same process; BenchmarkTCPEcho is the yardstick: the same octets over a
-// raw TCP connection with no protocol at all. Compare the two of one run.
+// BenchmarkRPC measures whole RPCs against a server in the same process; BenchmarkTCPEcho is the
+// yardstick: the same octets over a raw TCP connection with no protocol at all. Compare the two of
+// one run.
 func BenchmarkRPC(b *testing.B) {
 	tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}), nil)
 	head := sunrpc.AppendUint64(sunrpc.AppendOpaque(nil, []byte("the file")), 0)

@@ -13,10 +13,11 @@ import (
 
 // What a call waits for.
 const (
-	WaitSlot       = "slot"         // all slots are taken
-	WaitCredit     = "credit"       // the server's credits are taken
-	WaitReconnect  = "reconnect"    // there is no connection
-	WaitSend       = "send"         // the send queue is full or memory is short, or the reply is here and the Send is not done
+	WaitSlot      = "slot"      // all slots are taken
+	WaitCredit    = "credit"    // the server's credits are taken
+	WaitReconnect = "reconnect" // there is no connection
+	// the send queue is full or memory is short, or the reply is here and the Send is not done
+	WaitSend       = "send"
 	WaitReply      = "reply"        // the server
 	WaitInvalidate = "invalidation" // the reply is here, its keys are not dead yet
 	WaitLate       = "late reply"   // the caller has left; the server still counts the call
@@ -33,7 +34,8 @@ type Call struct {
 	Ctx              context.Context // of the caller; nil when the caller has left
 }
 
-// Calls returns all calls that have not ended, the oldest first. Safe for concurrent use; it waits for nothing but short locks.
+// Calls returns all calls that have not ended, the oldest first. Safe for concurrent use; it waits
+// for nothing but short locks.
 func (t *Transport) Calls() []Call {
 	connected := t.conn.Load() != nil
 	calls := t.waiters.list()
@@ -88,7 +90,8 @@ func (s *slot) setNoRoom(yes bool) {
 	s.mu.Unlock()
 }
 
-// waiters are the calls that wait for a slot. They are noted only when there is none, so the steady state takes no lock.
+// waiters are the calls that wait for a slot. They are noted only when there is none, so the steady
+// state takes no lock.
 type waiters struct {
 	mu  sync.Mutex
 	all map[*Call]struct{} // guarded by mu

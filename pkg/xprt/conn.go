@@ -14,7 +14,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// maxReadDepth is how many RDMA Reads of the server are answered at a time. A power of two: stock siw rounds others up and overruns them.
+// maxReadDepth is how many RDMA Reads of the server are answered at a time. A power of two: stock
+// siw rounds others up and overruns them.
 const maxReadDepth = 128
 
 // signalPart is the part of the slots after whose Sends one is signaled (S8).
@@ -23,7 +24,8 @@ const signalPart = 8
 // maxNudgePause bounds the pause between nudges.
 const maxNudgePause = time.Second
 
-// causeWait bounds the wait for a provider's reason: it may first have to get its own requests off a socket that does not move.
+// causeWait bounds the wait for a provider's reason: it may first have to get its own requests off
+// a socket that does not move.
 const causeWait = 2 * time.Second
 
 // A conn is one connection.
@@ -36,7 +38,8 @@ type conn struct {
 
 	inlineSend, inlineRecv int
 	hdr                    rpcrdma.Header // of the message in hand; CQ goroutine only
-	warned                 int64          // when a discarded message was logged last; CQ goroutine only
+	// when a discarded message was logged last; CQ goroutine only
+	warned int64
 
 	writePad *rpcrdma.Segment // the registration for pads, if the mount wants it (S20)
 	padMem   []byte
@@ -60,7 +63,8 @@ type conn struct {
 
 type recvBuf struct{ wr verbs.RecvRequest }
 
-// fail ends the connection, once, for a reason. It only tells the worker, and may be called from anywhere.
+// fail ends the connection, once, for a reason. It only tells the worker, and may be called from
+// anywhere.
 func (cn *conn) fail(err error) {
 	cn.failed.Do(func() {
 		cn.err = err
@@ -77,8 +81,9 @@ func (cn *conn) disconnected(cause error) {
 	cn.fail(cause)
 }
 
-// learnCause puts the provider's reason for a lost connection in the place of what only follows from the loss: flushes, and
-// posts that are refused, which may come first. For the worker, when dead is closed.
+// learnCause puts the provider's reason for a lost connection in the place of what only follows
+// from the loss: flushes, and posts that are refused, which may come first. For the worker, when
+// dead is closed.
 func (cn *conn) learnCause(closing <-chan struct{}) {
 	if !followsLoss(cn.err) {
 		return
@@ -93,8 +98,8 @@ func (cn *conn) learnCause(closing <-chan struct{}) {
 	}
 }
 
-// completionError handles a work completion that is not a success: flushes are quiet, others are logged once with
-// their status; both end the connection (S25).
+// completionError handles a work completion that is not a success: flushes are quiet, others are
+// logged once with their status; both end the connection (S25).
 func (t *Transport) completionError(what string, wc *verbs.WorkCompletion) {
 	cn := t.conn.Load()
 	if cn == nil || wc.QP != cn.qp {
@@ -175,7 +180,8 @@ func (cn *conn) registerPad() error {
 		return err
 	}
 	mr := pad.Registered()[0]
-	// An empty RDMA Write carries the registration: it has no other effect. The queue is new and has room.
+	// An empty RDMA Write carries the registration: it has no other effect. The queue is new and
+	// has room.
 	head, n := pad.Chain(cn.emptyWrite())
 	cn.sq.take(n + 1)
 	if _, err := cn.qp.PostSend(head); err != nil {
@@ -186,7 +192,8 @@ func (cn *conn) registerPad() error {
 	return nil
 }
 
-// emptyWrite is a zero-length RDMA Write: the peer checks no STag and consumes no Receive (RFC 5041 §5.2).
+// emptyWrite is a zero-length RDMA Write: the peer checks no STag and consumes no Receive (RFC 5041
+// §5.2).
 func (cn *conn) emptyWrite() *verbs.WorkRequest {
 	return &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, Done: cn.t.sendDone}
 }
@@ -245,7 +252,8 @@ func (cn *conn) sawReply(s *slot) {
 	}
 }
 
-// use is what the connection was good for: aWhile is how long it must have stood to count as good without a call.
+// use is what the connection was good for: aWhile is how long it must have stood to count as good
+// without a call.
 func (cn *conn) use(aWhile time.Duration) usefulness {
 	switch {
 	case cn.served.Load():
@@ -258,8 +266,9 @@ func (cn *conn) use(aWhile time.Duration) usefulness {
 	return useAlive
 }
 
-// release takes apart what dial and the life of the connection made, in the reverse order. When it returns no memory can be reached
-// through the connection. Only for whoever connects; not from a completion handler.
+// release takes apart what dial and the life of the connection made, in the reverse order. When it
+// returns no memory can be reached through the connection. Only for whoever connects; not from a
+// completion handler.
 func (t *Transport) release(cn *conn) {
 	cn.fail(ErrClosed)
 	cn.nudgeMu.Lock()
@@ -291,8 +300,9 @@ func (t *Transport) retire(cn *conn) {
 	t.conn.Store(nil)
 }
 
-// settle makes the adapter of a connection that was released fit for the next one, or drops it. When it returns no
-// memory of any call can be reached by the server, nor will be. Called by the worker with the send lock held for writing.
+// settle makes the adapter of a connection that was released fit for the next one, or drops it.
+// When it returns no memory of any call can be reached by the server, nor will be. Called by the
+// worker with the send lock held for writing.
 func (t *Transport) settle(cn *conn) {
 	if cn.padMem != nil {
 		defer membuf.Free(cn.padMem) // when its MR is no more

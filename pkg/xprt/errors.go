@@ -13,7 +13,8 @@ import (
 // ErrClosed: the transport was closed while, or before, the call waited.
 var ErrClosed = errors.New("xprt: transport is closed")
 
-// An InterruptedError ends a call that its caller gave up. Its memory is fenced. It wraps EINTR and the context's error.
+// An InterruptedError ends a call that its caller gave up. Its memory is fenced. It wraps EINTR and
+// the context's error.
 type InterruptedError struct{ Cause error }
 
 func (e *InterruptedError) Error() string { return "RPC interrupted: " + e.Cause.Error() }
@@ -21,7 +22,8 @@ func (e *InterruptedError) Error() string { return "RPC interrupted: " + e.Cause
 // Unwrap returns EINTR and the context's error.
 func (e *InterruptedError) Unwrap() []error { return []error{syscall.EINTR, e.Cause} }
 
-// A TimeoutError ends a call of a soft mount, or says why a connection was dropped. It wraps the errno that the recovery mode asks for.
+// A TimeoutError ends a call of a soft mount, or says why a connection was dropped. It wraps the
+// errno that the recovery mode asks for.
 type TimeoutError struct {
 	Server string
 	After  time.Duration
@@ -40,7 +42,8 @@ func (e *TimeoutError) Error() string {
 // Unwrap returns the errno.
 func (e *TimeoutError) Unwrap() error { return e.Errno }
 
-// A ServerError is an RDMA_ERROR message of the server: the call cannot be conveyed, and is not tried again (RFC 8166 §4.5). It wraps EREMOTEIO.
+// A ServerError is an RDMA_ERROR message of the server: the call cannot be conveyed, and is not
+// tried again (RFC 8166 §4.5). It wraps EREMOTEIO.
 type ServerError struct {
 	Code      rpcrdma.ErrCode
 	Low, High uint32
@@ -84,7 +87,8 @@ func (e *postError) Unwrap() error { return e.err }
 // errIdle ends a connection that nobody needs.
 var errIdle = errors.New("xprt: connection was idle")
 
-// followsLoss reports whether err is what happens to a request on a connection that is lost already, so that it says nothing of the reason.
+// followsLoss reports whether err is what happens to a request on a connection that is lost
+// already, so that it says nothing of the reason.
 func followsLoss(err error) bool {
 	var failed *completionFailure
 	if errors.As(err, &failed) {
@@ -93,7 +97,8 @@ func followsLoss(err error) bool {
 	return errors.Is(err, verbs.ErrQPState)
 }
 
-// ours reports whether a connection ended by something on this side, so that there is no reason to spare the server.
+// ours reports whether a connection ended by something on this side, so that there is no reason to
+// spare the server.
 func ours(err error) bool {
 	if followsLoss(err) {
 		return false

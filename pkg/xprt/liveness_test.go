@@ -27,8 +27,8 @@ func eventually(t *testing.T, what string, cond func() bool) {
 	}
 }
 
-// TestDeadServerIsNoticed lets a server fall silent, with a call waiting and without: the connection is dropped long before the calls'
-// own timeout, and calls go on when the server does.
+// TestDeadServerIsNoticed lets a server fall silent, with a call waiting and without: the
+// connection is dropped long before the calls' own timeout, and calls go on when the server does.
 func TestDeadServerIsNoticed(t *testing.T) {
 	for _, idle := range []bool{true, false} {
 		svc := &service{}
@@ -86,7 +86,8 @@ func TestBusyServerIsLeftAlone(t *testing.T) {
 	}
 }
 
-// TestIdleConnectionIsClosed closes a connection that nobody uses, and makes a new one for the next call, without a word in between.
+// TestIdleConnectionIsClosed closes a connection that nobody uses, and makes a new one for the next
+// call, without a word in between.
 func TestIdleConnectionIsClosed(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
 		c.IdleTimeout, c.KeepAlive = 600*time.Millisecond, 200*time.Millisecond
@@ -161,8 +162,8 @@ func TestCallsAreExplained(t *testing.T) {
 	}
 }
 
-// TestReplayIsNotLeftWaiting has a server that, like knfsd, discards a replay while it still executes the first copy of the call: the
-// next replay comes long before the calls' timeout.
+// TestReplayIsNotLeftWaiting has a server that, like knfsd, discards a replay while it still
+// executes the first copy of the call: the next replay comes long before the calls' timeout.
 func TestReplayIsNotLeftWaiting(t *testing.T) {
 	var replies atomic.Int64
 	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict {
@@ -187,8 +188,8 @@ func TestReplayIsNotLeftWaiting(t *testing.T) {
 	}
 }
 
-// TestCallsThatWereNotPostedAreNotReplays has posts fail before anything was sent: such a call is no replay, neither in the counters nor in the
-// patience that it finds.
+// TestCallsThatWereNotPostedAreNotReplays has posts fail before anything was sent: such a call is
+// no replay, neither in the counters nor in the patience that it finds.
 func TestCallsThatWereNotPostedAreNotReplays(t *testing.T) {
 	plan, err := faults.Parse("post-fail=3:0")
 	if err != nil {

@@ -10,8 +10,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// TestSendLongerThanPromised has a server put results inline that exceed the inline threshold, as stock Linux servers do when they are offered no
-// chunk. They must find room in the Receive; results that exceed what the procedure has end the call, and nothing else.
+// TestSendLongerThanPromised has a server put results inline that exceed the inline threshold, as
+// stock Linux servers do when they are offered no chunk. They must find room in the Receive;
+// results that exceed what the procedure has end the call, and nothing else.
 func TestSendLongerThanPromised(t *testing.T) {
 	tr := dial(t, hostile.Serve(t, softiwarp.New(softiwarp.Config{}), loopback).Addr(), nil)
 	ctx, fh := testContext(t), testFH(t)

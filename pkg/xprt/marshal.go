@@ -12,7 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A call that found no memory for its registration is tried again after marshalRetry, and then after twice as long, up to marshalRetryMax.
+// A call that found no memory for its registration is tried again after marshalRetry, and then
+// after twice as long, up to marshalRetryMax.
 const (
 	marshalRetry    = 10 * time.Millisecond
 	marshalRetryMax = time.Second
@@ -23,14 +24,15 @@ var errNoBuffer = errors.New("xprt: no buffer for a long message")
 // A shortageError is a marshal that failed for want of memory, and may succeed later.
 type shortageError struct{ error }
 
-// A queueFullError is a send queue without places for one more RPC: room is closed when there may be some.
+// A queueFullError is a send queue without places for one more RPC: room is closed when there may
+// be some.
 type queueFullError struct{ room, dead <-chan struct{} }
 
 func (*queueFullError) Error() string { return "xprt: the send queue is full" }
 
-// transmit marshals the call of s and posts it. It returns false without an error when the connection went away
-// first: the caller begins again with the wait for a credit. A *shortageError asks for another try after a pause, a *queueFullError
-// for one when there is room.
+// transmit marshals the call of s and posts it. It returns false without an error when the
+// connection went away first: the caller begins again with the wait for a credit. A *shortageError
+// asks for another try after a pause, a *queueFullError for one when there is room.
 func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	t.send.RLock()
 	defer t.send.RUnlock()
@@ -83,7 +85,8 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	}
 	s.mu.Unlock()
 	if err != nil {
-		// Whatever part of the chain was posted ends with the connection, and the worker finds the call (S15).
+		// Whatever part of the chain was posted ends with the connection, and the worker finds the
+		// call (S15).
 		cn.fail(&postError{"RPC", err})
 	}
 	cn.sq.posted.Add(int64(n + 1))
@@ -101,12 +104,13 @@ func before(head, bad *verbs.WorkRequest) (n int) {
 
 // marshal chooses the message form and fills the send buffer.
 //
-// Reply side: inline if the largest possible reply fits; else a write chunk, if there is a DDP-eligible result and what is
-// left fits inline; else a reply chunk (RFC 8166 §4.3.3, RFC 8267 §3). A server uses a reply chunk whenever it is offered one, so none is
-// offered just in case, and never one beside a write chunk.
+// Reply side: inline if the largest possible reply fits; else a write chunk, if there is a
+// DDP-eligible result and what is left fits inline; else a reply chunk (RFC 8166 §4.3.3, RFC 8267
+// §3). A server uses a reply chunk whenever it is offered one, so none is offered just in case, and
+// never one beside a write chunk.
 //
-// Call side: inline if it fits; else the eligible argument as a read chunk, without its pad (RFC 8166 §3.4.5.2); else the whole call as a
-// position-zero read chunk.
+// Call side: inline if it fits; else the eligible argument as a read chunk, without its pad (RFC
+// 8166 §3.4.5.2); else the whole call as a position-zero read chunk.
 func (t *Transport) marshal(s *slot, cn *conn) error {
 	m, h := s.msg, &s.hdr
 	h.Reset()
@@ -142,8 +146,8 @@ func (t *Transport) marshal(s *slot, cn *conn) error {
 	return nil
 }
 
-// pullupMax is the most inline data in octets that is copied behind the header; to wait for the completion of a Send that gathers it costs more than
-// to copy as much as this.
+// pullupMax is the most inline data in octets that is copied behind the header; to wait for the
+// completion of a Send that gathers it costs more than to copy as much as this.
 const pullupMax = 4096
 
 // gathers reports whether the device sends from memory that was not registered for it.
@@ -151,8 +155,8 @@ func (cn *conn) gathers() bool {
 	return cn.params.SendSGEs >= 3 && cn.dev.Attrs().Caps.Has(verbs.CapRegisterAny)
 }
 
-// gatherSend fills the Send with b, the arguments, and the data straight from the caller's memory. Such a Send is signaled, and the call does
-// not end before it has completed (S8).
+// gatherSend fills the Send with b, the arguments, and the data straight from the caller's memory.
+// Such a Send is signaled, and the call does not end before it has completed (S8).
 func (s *slot) gatherSend(cn *conn, b []byte) {
 	m, n := s.msg, len(b)+s.msg.ArgDataPos
 	b = append(b, m.Args[:m.ArgDataPos]...)
@@ -224,7 +228,8 @@ func (s *slot) marshalReplySide(cn *conn) error {
 	return nil
 }
 
-// takeLong gets a long buffer into *p, and returns its first size octets. Those of an earlier try were given back with it.
+// takeLong gets a long buffer into *p, and returns its first size octets. Those of an earlier try
+// were given back with it.
 func (s *slot) takeLong(p *[]byte, size int) ([]byte, error) {
 	if size > longBytes {
 		return nil, &ProtocolError{Reason: fmt.Sprintf("message of %d octets exceeds the largest long message, %d", size, longBytes)}
@@ -253,7 +258,8 @@ func (s *slot) mapWrites(c rpcrdma.Chunk, mem []byte) (rpcrdma.Chunk, error) {
 	return c, nil
 }
 
-// mapReads registers mem for the server to read, and adds its segments to the Read list at position pos.
+// mapReads registers mem for the server to read, and adds its segments to the Read list at position
+// pos.
 func (s *slot) mapReads(mem []byte, pos uint32) error {
 	s.one[0] = mem
 	n, err := s.mrs.Map(s.one[:], false, s.xid)
@@ -269,7 +275,8 @@ func (s *slot) mapReads(mem []byte, pos uint32) error {
 	return nil
 }
 
-// marshalLongCall conveys the whole call, of rest octets and the data, by a position-zero read chunk (RFC 8166 §3.5.3).
+// marshalLongCall conveys the whole call, of rest octets and the data, by a position-zero read
+// chunk (RFC 8166 §3.5.3).
 func (s *slot) marshalLongCall(cn *conn, rest int) error {
 	m, h := s.msg, &s.hdr
 	buf, err := s.takeLong(&s.longCall, rest+sunrpc.Pad4(len(m.ArgData)))

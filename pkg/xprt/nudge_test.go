@@ -38,7 +38,8 @@ func sendFPDU(msn uint32, msg []byte) []byte {
 	return append(b, 0, 0, 0, 0)
 }
 
-// A stuckServer does as stock siw can: it looks at the first FPDU of a connection only when another has come.
+// A stuckServer does as stock siw can: it looks at the first FPDU of a connection only when another
+// has come.
 type stuckServer struct {
 	t      *testing.T
 	nudged chan int // how many zero-length Writes came before each reply
@@ -59,7 +60,8 @@ func (s *stuckServer) serve(c *net.TCPConn) {
 		call, err := readFPDU(c)
 		nudges := 0
 		if msn == 2 {
-			for err == nil && call[1]&0xf == 0 { // one may have been on its way when the first reply went out
+			// one may have been on its way when the first reply went out
+			for err == nil && call[1]&0xf == 0 {
 				call, err = readFPDU(c)
 			}
 			time.Sleep(150 * time.Millisecond)
@@ -78,7 +80,8 @@ func (s *stuckServer) serve(c *net.TCPConn) {
 		}
 		xid := binary.BigEndian.Uint32(call[18:])
 		reply := binary.BigEndian.AppendUint32(nil, xid)
-		for _, w := range []uint32{1, 32, 0, 0, 0, 0} { // version, credits, RDMA_MSG, three empty lists
+		// version, credits, RDMA_MSG, three empty lists
+		for _, w := range []uint32{1, 32, 0, 0, 0, 0} {
 			reply = binary.BigEndian.AppendUint32(reply, w)
 		}
 		c.Write(sendFPDU(msn, sunrpc.AppendAcceptedReply(reply, xid, sunrpc.Success)))
@@ -90,7 +93,8 @@ func (s *stuckServer) serve(c *net.TCPConn) {
 	}
 }
 
-// TestNudge: a server that leaves the first call unread is woken by an RDMA Write of no octets; one that has answered never gets any.
+// TestNudge: a server that leaves the first call unread is woken by an RDMA Write of no octets; one
+// that has answered never gets any.
 func TestNudge(t *testing.T) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
@@ -123,7 +127,8 @@ func TestNudge(t *testing.T) {
 		if n := <-s.nudged; n != 1-call {
 			t.Errorf("call %d was answered after %d nudges", call, n)
 		}
-		if n := x.Stats().Nudges; call == 0 && n == 0 || call == 1 && n > after+1 { // one may have been between post and count
+		// one may have been between post and count
+		if n := x.Stats().Nudges; call == 0 && n == 0 || call == 1 && n > after+1 {
 			t.Errorf("%d nudges counted after call %d, %d before", n, call, after)
 		} else {
 			after = n

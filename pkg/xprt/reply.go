@@ -12,7 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// received handles one completed Receive. It runs on the CQ's goroutine, and posts the buffer again before it widens the window.
+// received handles one completed Receive. It runs on the CQ's goroutine, and posts the buffer again
+// before it widens the window.
 func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	if wc.Status != verbs.StatusSuccess {
 		cn.t.completionError("receive", wc)
@@ -52,7 +53,8 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	}
 }
 
-// discardPause is how often at most a discarded message is written to the log: the server decides how many there are. The metrics count each.
+// discardPause is how often at most a discarded message is written to the log: the server decides
+// how many there are. The metrics count each.
 const discardPause = time.Second
 
 // warnDiscarded tells of a message that could not be used. It runs on the CQ's goroutine.
@@ -66,7 +68,8 @@ func (cn *conn) warnDiscarded(err error) {
 	t.log.Warn("discarded a message of the server", "server", t.cfg.Addr, "error", err)
 }
 
-// granted is the window that a reply allows: at least one call (RFC 8166 §3.3.1 forbids a grant of zero), at most ours.
+// granted is the window that a reply allows: at least one call (RFC 8166 §3.3.1 forbids a grant of
+// zero), at most ours.
 func (cn *conn) granted(credits uint32) int {
 	return int(min(max(credits, 1), uint32(cn.params.Slots)))
 }
@@ -82,8 +85,9 @@ func (s *slot) lateReply() {
 	}
 }
 
-// reply parses a message and takes what it says to the slot of its call. It returns the slot, nil when there is none, and whether
-// the call is to be fenced. err says why a message was discarded (RFC 8166 §4.5).
+// reply parses a message and takes what it says to the slot of its call. It returns the slot, nil
+// when there is none, and whether the call is to be fenced. err says why a message was discarded
+// (RFC 8166 §4.5).
 func (cn *conn) reply(b []byte) (s *slot, fence bool, err error) {
 	h := &cn.hdr
 	n, err := h.Decode(b)
@@ -177,8 +181,9 @@ func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 	return s.take(m, msg)
 }
 
-// returned checks a returned chunk against the offered one: the same segments, filled from the front (RFC 8166 §3.4.6). It returns
-// the octets written. A chunk without segments counts as unused.
+// returned checks a returned chunk against the offered one: the same segments, filled from the
+// front (RFC 8166 §3.4.6). It returns the octets written. A chunk without segments counts as
+// unused.
 func returned(got, offered rpcrdma.Chunk) (int, error) {
 	if len(got) == 0 {
 		return 0, nil
@@ -230,7 +235,8 @@ func (s *slot) results(m *sunrpc.Message) error {
 
 var errBackchannel = errors.New("xprt: a call from the server, which NFSv3 has no use for")
 
-// isCall reports whether an RPC message is a call of the server, on the back channel (RFC 8167 §4.1).
+// isCall reports whether an RPC message is a call of the server, on the back channel (RFC 8167
+// §4.1).
 func isCall(msg []byte) bool {
 	return len(msg) >= 8 && binary.BigEndian.Uint32(msg[4:]) == sunrpc.MsgCall
 }

@@ -5,19 +5,22 @@ import (
 	"sync/atomic"
 )
 
-// A sendQueue keeps the send queue of a connection from overflowing, and decides which Sends are signaled (S8).
+// A sendQueue keeps the send queue of a connection from overflowing, and decides which Sends are
+// signaled (S8).
 //
-// A place of the queue is taken before a request is posted and is free again when the request is known to have been executed:
-// when it, or one behind it, has completed. So at any time
+// A place of the queue is taken before a request is posted and is free again when the request is
+// known to have been executed: when it, or one behind it, has completed. So at any time
 //
 //	requests on the queue  <=  taken - retired  <=  size
 //
-// The left half: whatever is posted was taken before, and what retire counts stands, in the order of the queue, at or before
-// a request that completed. The right half is the condition of take. An RPC takes the places of its registrations, its Send and
-// its LOCAL_INVs together, before it is marshaled, so that the reply handler never waits for a place.
+// The left half: whatever is posted was taken before, and what retire counts stands, in the order
+// of the queue, at or before a request that completed. The right half is the condition of take. An
+// RPC takes the places of its registrations, its Send and its LOCAL_INVs together, before it is
+// marshaled, so that the reply handler never waits for a place.
 //
-// Whoever waits for places gets them: the last request of every LOCAL_INV chain is signaled, and so is a Send as soon as signalAfter
-// requests, or half of the queue, are not known to be executed; so there is always one on its way that frees those before it.
+// Whoever waits for places gets them: the last request of every LOCAL_INV chain is signaled, and so
+// is a Send as soon as signalAfter requests, or half of the queue, are not known to be executed; so
+// there is always one on its way that frees those before it.
 type sendQueue struct {
 	size        int64
 	signalAfter int64
@@ -66,10 +69,12 @@ func (q *sendQueue) signalNow(n int) bool {
 	return true
 }
 
-// mark is asked for before a chain of n requests is posted whose last one is signaled; its completion retires up to the mark.
+// mark is asked for before a chain of n requests is posted whose last one is signaled; its
+// completion retires up to the mark.
 func (q *sendQueue) mark(n int) int64 { return q.posted.Load() + int64(n) }
 
-// retire notes that the request with this mark has completed: it and everything posted before it has been executed.
+// retire notes that the request with this mark has completed: it and everything posted before it
+// has been executed.
 func (q *sendQueue) retire(mark int64) {
 	for {
 		r := q.retired.Load()
@@ -80,7 +85,8 @@ func (q *sendQueue) retire(mark int64) {
 	q.wake()
 }
 
-// full returns a channel that is closed when places become free. Ask it, then take once more, then wait.
+// full returns a channel that is closed when places become free. Ask it, then take once more, then
+// wait.
 func (q *sendQueue) full() <-chan struct{} {
 	q.mu.Lock()
 	defer q.mu.Unlock()

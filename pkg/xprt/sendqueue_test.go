@@ -14,8 +14,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A boundedQueue is a send queue of a device: requests stand on it in order until they are executed and a completion at or behind
-// them has been seen.
+// A boundedQueue is a send queue of a device: requests stand on it in order until they are executed
+// and a completion at or behind them has been seen.
 type boundedQueue struct {
 	t    *testing.T
 	size int
@@ -55,8 +55,9 @@ func (q *boundedQueue) complete() bool {
 	return false
 }
 
-// TestSendQueueNeverOverflows drives the accounting from many goroutines against a queue of the same size, as small as it may be
-// and with completions as late as they may be: it never overflows, and everybody gets through.
+// TestSendQueueNeverOverflows drives the accounting from many goroutines against a queue of the
+// same size, as small as it may be and with completions as late as they may be: it never overflows,
+// and everybody gets through.
 func TestSendQueueNeverOverflows(t *testing.T) {
 	const perRPC, callers, rounds = 7, 16, 3000
 	for _, size := range []int{2 * perRPC, 3*perRPC + 1, 20 * perRPC} {
@@ -132,7 +133,8 @@ func TestSendQueueNeverOverflows(t *testing.T) {
 	}
 }
 
-// TestFullSendQueueMakesCallsWait gives a connection a send queue for little more than one RPC (docs/features.md S8, empty_sendctx).
+// TestFullSendQueueMakesCallsWait gives a connection a send queue for little more than one RPC
+// (docs/features.md S8, empty_sendctx).
 func TestFullSendQueueMakesCallsWait(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), nil)
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // the connection is up
@@ -220,8 +222,8 @@ func (q *slowQP) Drain() {
 	q.late.Wait()
 }
 
-// TestReplyWaitsForSend sends data straight from the caller's memory: the call does not end before the Send has let go of it, though
-// the reply is there (docs/features.md S8, reply_waits_for_send).
+// TestReplyWaitsForSend sends data straight from the caller's memory: the call does not end before
+// the Send has let go of it, though the reply is there (docs/features.md S8, reply_waits_for_send).
 func TestReplyWaitsForSend(t *testing.T) {
 	const after = 30 * time.Millisecond
 	addr := serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true, InlineBytes: 65536})

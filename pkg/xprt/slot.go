@@ -24,13 +24,14 @@ import (
 type slotState uint8
 
 const (
-	slotIdle      slotState = iota
-	slotWaiting             // for a credit
-	slotSent                // posted, no reply yet
-	slotFencing             // the reply is here, keys are being invalidated, or the Send still has the buffers
-	slotDone                // result or error is ready for the caller
-	slotLost                // the connection ended first
-	slotAbandoned           // the caller gave up after it was sent
+	slotIdle    slotState = iota
+	slotWaiting           // for a credit
+	slotSent              // posted, no reply yet
+	// the reply is here, keys are being invalidated, or the Send still has the buffers
+	slotFencing
+	slotDone      // result or error is ready for the caller
+	slotLost      // the connection ended first
+	slotAbandoned // the caller gave up after it was sent
 )
 
 // A slot carries one RPC at a time. It is made once.
@@ -41,7 +42,8 @@ type slot struct {
 	home  chan *slot    // where it goes when it is free
 	send  []byte        // inline send buffer
 	wake  chan struct{} // capacity 1: something that the caller waits for may have happened
-	mrs   memreg.List   // owned by the caller until the post, then by the completion handlers, then by the caller
+	// owned by the caller until the post, then by the completion handlers, then by the caller
+	mrs memreg.List
 
 	sendWR verbs.WorkRequest
 	sge    [3]verbs.SGE // all inline; or before the data, the data, behind the data
@@ -73,11 +75,12 @@ type slot struct {
 	proc      uint32
 	ctx       context.Context // of the caller, for those who ask whose call it is
 	noRoom    bool            // waits for a place on the send queue, or for memory
-	sendBusy  bool            // its Send is signaled and has not completed: send and the data are in use
-	sendMark  int64           // of that Send on the send queue
-	fenced    bool            // its keys are dead
-	left      bool            // abandoned: the caller has returned
-	late      bool            // abandoned: the late reply has come, or never will
+	// its Send is signaled and has not completed: send and the data are in use
+	sendBusy bool
+	sendMark int64 // of that Send on the send queue
+	fenced   bool  // its keys are dead
+	left     bool  // abandoned: the caller has returned
+	late     bool  // abandoned: the late reply has come, or never will
 
 	// Guarded by window.mu.
 	credit, queued bool
@@ -158,8 +161,8 @@ func (s *slot) sendDone(wc *verbs.WorkCompletion) {
 	s.mu.Unlock()
 }
 
-// maybeDone ends an answered call, or lets an abandoned one go, when its keys are dead and its Send has let go of the buffers.
-// Called with mu held.
+// maybeDone ends an answered call, or lets an abandoned one go, when its keys are dead and its Send
+// has let go of the buffers. Called with mu held.
 func (s *slot) maybeDone() {
 	if !s.fenced || s.sendBusy {
 		return
@@ -170,8 +173,8 @@ func (s *slot) maybeDone() {
 	s.signal()
 }
 
-// fencedDone goes on with a call, answered or abandoned, whose keys are dead. A flush is left to the worker: the
-// memory is fenced only when the connection is gone.
+// fencedDone goes on with a call, answered or abandoned, whose keys are dead. A flush is left to
+// the worker: the memory is fenced only when the connection is gone.
 func (s *slot) fencedDone(ok bool) {
 	if !ok {
 		return
@@ -189,7 +192,8 @@ func (s *slot) fencedDone(ok bool) {
 	s.mu.Unlock()
 }
 
-// invalidate posts the LOCAL_INVs of the call, and gives the places on the send queue back that it does not need.
+// invalidate posts the LOCAL_INVs of the call, and gives the places on the send queue back that it
+// does not need.
 func (s *slot) invalidate(cn *conn) error {
 	n := len(s.mrs.Registered())
 	cn.sq.giveBack(s.taken - n)
@@ -204,7 +208,8 @@ func (s *slot) invalidate(cn *conn) error {
 	return nil
 }
 
-// connectionEnded is called by the worker when the connection of the slot is gone and all its memory fenced.
+// connectionEnded is called by the worker when the connection of the slot is gone and all its
+// memory fenced.
 func (s *slot) connectionEnded() {
 	s.taken = 0
 	s.mu.Lock()

@@ -9,8 +9,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// TestAbandonedSlotEndsOnce ends the connection at each step of an abandoned call's way home: whichever of its caller, the late reply and the end
-// of the connection comes last gives the slot back, and nobody else does.
+// TestAbandonedSlotEndsOnce ends the connection at each step of an abandoned call's way home:
+// whichever of its caller, the late reply and the end of the connection comes last gives the slot
+// back, and nobody else does.
 func TestAbandonedSlotEndsOnce(t *testing.T) {
 	leave := func(s *slot) {
 		if _, ok := s.leave(); !ok {
@@ -49,7 +50,8 @@ func TestAbandonedSlotEndsOnce(t *testing.T) {
 	}
 }
 
-// TestTimeoutIsCountedOnce looks again and again at a call that waited too long, while its connection is taken down.
+// TestTimeoutIsCountedOnce looks again and again at a call that waited too long, while its
+// connection is taken down.
 func TestTimeoutIsCountedOnce(t *testing.T) {
 	tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
 	if err != nil {

@@ -13,13 +13,14 @@ type counters struct {
 	connects, connectFailures        atomic.Uint64
 	sends, recvs, badXIDs            atomic.Uint64
 	readChunks, writeChunks, replies atomic.Uint64 // segments encoded
-	totalRequest, totalReply         atomic.Uint64 // octets offered in write and reply chunks, octets returned
-	pullupBytes, fixupBytes          atomic.Uint64
-	failedMarshal, badReply, nomsg   atomic.Uint64
-	nudges, timeouts, resends        atomic.Uint64
-	interrupts, remoteErrs           atomic.Uint64
-	emptySendCtx, replyWaits, pings  atomic.Uint64
-	connectNanos                     atomic.Uint64 // spent connecting
+	// octets offered in write and reply chunks, octets returned
+	totalRequest, totalReply        atomic.Uint64
+	pullupBytes, fixupBytes         atomic.Uint64
+	failedMarshal, badReply, nomsg  atomic.Uint64
+	nudges, timeouts, resends       atomic.Uint64
+	interrupts, remoteErrs          atomic.Uint64
+	emptySendCtx, replyWaits, pings atomic.Uint64
+	connectNanos                    atomic.Uint64 // spent connecting
 }
 
 // qpTotals are the counters of queue pairs.
@@ -31,7 +32,8 @@ func (q *qpTotals) add(s verbs.QPStats) {
 	q.completions += s.SendCompletions
 }
 
-// Stats is a snapshot of a transport's counters and gauges. Counters only grow while the Transport lives.
+// Stats is a snapshot of a transport's counters and gauges. Counters only grow while the Transport
+// lives.
 type Stats struct {
 	State     string // one of the State constants
 	LastError string // why the last connection ended or was not made
@@ -68,16 +70,17 @@ type Stats struct {
 	SendCompletions    uint64
 	EmptySendCtx       uint64 // the send queue was full
 	ReplyWaitsForSend  uint64 // replies that came before their Send had completed
-	KeepAlives              uint64 // liveness calls
+	KeepAlives         uint64 // liveness calls
 	Queued             int    // calls that wait for a credit or the connection
-	InFlightSum        uint64 // calls in flight, and in the queue, summed over the times at which a call asked for a credit
-	QueuedSum          uint64
-	ConnectTime        time.Duration // spent connecting, over all attempts
-	IdleTime           time.Duration // since the last call
-	TraceDropped       uint64
+	// calls in flight, and in the queue, summed over the times at which a call asked for a credit
+	InFlightSum  uint64
+	QueuedSum    uint64
+	ConnectTime  time.Duration // spent connecting, over all attempts
+	IdleTime     time.Duration // since the last call
+	TraceDropped uint64
 
 	MRsAllocated, MRsRecycled, MRsOrphaned, MRsRecovered uint64
-	MRsFailed, MapErrors                                   uint64
+	MRsFailed, MapErrors                                 uint64
 	LocalInvNeeded, RemoteInvalidations                  uint64
 	MRsFree, MRsTotal                                    int64
 	MRStates                                             map[string]int64

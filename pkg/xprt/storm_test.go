@@ -40,7 +40,8 @@ func (o *once) ServeRPC(ctx context.Context, from netip.AddrPort, call, reply []
 	return sunrpc.AppendUint32(reply, uint32(n)), nil
 }
 
-// work makes verified calls of every kind from one goroutine; a call that fails, or is answered wrongly, fails the test.
+// work makes verified calls of every kind from one goroutine; a call that fails, or is answered
+// wrongly, fails the test.
 func work(t *testing.T, tr *Transport, fh nfs3.FH, w, calls int, rng *rand.Rand) {
 	ctx := testContext(t)
 	c := nfs3.NewClient(tr, nfs3.Options{})
@@ -179,7 +180,8 @@ func storm(t *testing.T, client, server string, workers, calls int, change func(
 	return s
 }
 
-// TestFaults runs verified work under each fault alone, and under all together (S13, S14, S15, S22).
+// TestFaults runs verified work under each fault alone, and under all together (S13, S14, S15,
+// S22).
 func TestFaults(t *testing.T) {
 	for _, c := range []struct {
 		client, server string

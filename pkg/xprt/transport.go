@@ -43,11 +43,13 @@ const (
 	DefaultIdleTimeout = 5 * time.Minute
 	DefaultTraceEvents = 1024
 
-	// recvSlack is the least size of a Receive buffer in octets: stock Linux servers send messages longer than they promised.
+	// recvSlack is the least size of a Receive buffer in octets: stock Linux servers send messages
+	// longer than they promised.
 	recvSlack = 16 << 10
 	// longBytes is the size of the buffers for long calls and replies in octets.
 	longBytes = 1<<20 + 16<<10
-	// fenceTimeout is how long an interrupted call waits for its LOCAL_INV before the connection is dropped instead.
+	// fenceTimeout is how long an interrupted call waits for its LOCAL_INV before the connection is
+	// dropped instead.
 	fenceTimeout = time.Second
 )
 
@@ -58,22 +60,27 @@ type Config struct {
 	Slots    int // RPCs at a time; the credits asked for
 	// InlineBytes is the inline threshold offered in both directions, a multiple of 1024.
 	InlineBytes int
-	// Timeout for one try of a call; a call that takes longer ends the connection. Retrans is the tries after the first on soft mounts.
+	// Timeout for one try of a call; a call that takes longer ends the connection. Retrans is the
+	// tries after the first on soft mounts.
 	Timeout  time.Duration
 	Retrans  int
 	Recovery Recovery
-	// WritePad offers room for the XDR pad behind write chunks, for old servers that write it (S20).
+	// WritePad offers room for the XDR pad behind write chunks, for old servers that write it
+	// (S20).
 	WritePad bool
-	// ConnectTimeout bounds one attempt to connect; ReconnectMin doubles up to ReconnectMax between attempts.
+	// ConnectTimeout bounds one attempt to connect; ReconnectMin doubles up to ReconnectMax between
+	// attempts.
 	ConnectTimeout             time.Duration
 	ReconnectMin, ReconnectMax time.Duration
-	// NudgeAfter is how long the first reply of a connection may take before the server is nudged by a zero-length RDMA
-	// Write: a stock siw can leave the first FPDU unread until more octets come.
+	// NudgeAfter is how long the first reply of a connection may take before the server is nudged
+	// by a zero-length RDMA Write: a stock siw can leave the first FPDU unread until more octets
+	// come.
 	NudgeAfter time.Duration
-	// KeepAlive is the silence after which the server is asked for a sign of life, and the wait for it after which the connection is dropped.
-	// Negative: never.
+	// KeepAlive is the silence after which the server is asked for a sign of life, and the wait for
+	// it after which the connection is dropped. Negative: never.
 	KeepAlive time.Duration
-	// IdleTimeout is how long a connection is kept without a call; the next call makes a new one. Negative: for ever.
+	// IdleTimeout is how long a connection is kept without a call; the next call makes a new one.
+	// Negative: for ever.
 	IdleTimeout time.Duration
 	// TraceEvents is the size of the ring of trace events; 0 is none.
 	TraceEvents int
@@ -147,13 +154,13 @@ type Transport struct {
 	calls     sync.WaitGroup
 
 	stateMu sync.Mutex
-	closed  bool      // guarded by stateMu: no call begins any more
-	running bool      // guarded by stateMu
-	state   string    // guarded by stateMu
-	since   time.Time // guarded by stateMu
-	lastErr error     // guarded by stateMu
-	ended   qpTotals  // guarded by stateMu
-	story   []ConnEvent    // guarded by stateMu
+	closed  bool        // guarded by stateMu: no call begins any more
+	running bool        // guarded by stateMu
+	state   string      // guarded by stateMu
+	since   time.Time   // guarded by stateMu
+	lastErr error       // guarded by stateMu
+	ended   qpTotals    // guarded by stateMu
+	story   []ConnEvent // guarded by stateMu
 }
 
 // States of a transport.
@@ -195,8 +202,9 @@ func New(cfg Config) (*Transport, error) {
 	return t, nil
 }
 
-// Connect makes the first connection, so that its error reaches whoever mounts, and starts the worker that makes all later ones. It may be tried again
-// after an error, by one goroutine at a time, and not beside Close.
+// Connect makes the first connection, so that its error reaches whoever mounts, and starts the
+// worker that makes all later ones. It may be tried again after an error, by one goroutine at a
+// time, and not beside Close.
 func (t *Transport) Connect(ctx context.Context) error {
 	cn, err := t.dial(ctx)
 	if err != nil {
@@ -221,7 +229,8 @@ func (t *Transport) Connect(ctx context.Context) error {
 	return nil
 }
 
-// MaxPayload is the largest ArgData or ResultData in octets that the device conveys (S18). Known after Connect.
+// MaxPayload is the largest ArgData or ResultData in octets that the device conveys (S18). Known
+// after Connect.
 func (t *Transport) MaxPayload() int { return int(t.payload.Load()) }
 
 // Close ends all calls with ErrClosed, fences their memory, and releases everything. Idempotent.
@@ -266,8 +275,9 @@ func (t *Transport) enterCall() bool {
 	return true
 }
 
-// Call performs one RPC. When it returns, whatever the outcome, the server can no longer reach any memory of m. Errors: *InterruptedError,
-// *TimeoutError, *ServerError, *ProtocolError, ErrClosed, and those of sunrpc.ParseReply.
+// Call performs one RPC. When it returns, whatever the outcome, the server can no longer reach any
+// memory of m. Errors: *InterruptedError, *TimeoutError, *ServerError, *ProtocolError, ErrClosed,
+// and those of sunrpc.ParseReply.
 func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	if err := t.checkCall(m); err != nil {
 		return err
@@ -433,8 +443,8 @@ func (t *Transport) softError(came time.Time) error {
 	return e
 }
 
-// awaitReply returns slotDone, slotLost, or, when the caller gave up and its memory is fenced, slotAbandoned: then
-// the slot is no longer the caller's.
+// awaitReply returns slotDone, slotLost, or, when the caller gave up and its memory is fenced,
+// slotAbandoned: then the slot is no longer the caller's.
 func (t *Transport) awaitReply(ctx context.Context, s *slot) slotState {
 	for {
 		select {

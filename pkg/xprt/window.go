@@ -2,8 +2,8 @@ package xprt
 
 import "sync"
 
-// A window is the credits of a transport and the queue of slots that wait for one, first come first served.
-// Without a connection the limit is zero.
+// A window is the credits of a transport and the queue of slots that wait for one, first come first
+// served. Without a connection the limit is zero.
 type window struct {
 	mu       sync.Mutex
 	limit    int
@@ -13,12 +13,13 @@ type window struct {
 	wanted   chan struct{} // capacity 1: a call waits, and there is no connection
 	fresh    bool          // the one credit of a new connection is for the liveness call
 
-	// Sums over all calls, at the time each asks for a credit: the calls in flight and those in the queue (req_u and bklog_u of the kernel).
+	// Sums over all calls, at the time each asks for a credit: the calls in flight and those in the
+	// queue (req_u and bklog_u of the kernel).
 	inFlightSum, queueSum uint64
 }
 
-// reserveFrom is the limit from which one credit is kept for liveness calls, so that a server that answers nothing any more can be
-// told from one that is busy even when every other credit is taken.
+// reserveFrom is the limit from which one credit is kept for liveness calls, so that a server that
+// answers nothing any more can be told from one that is busy even when every other credit is taken.
 const reserveFrom = 16
 
 // room reports whether s may have a credit now. Called with mu held.
@@ -30,8 +31,8 @@ func (w *window) room(s *slot) bool {
 	return w.inFlight < limit
 }
 
-// enter asks for a credit of the present connection for s. It returns true when s has one; else s is in the queue, and
-// is signaled when it has. It may be called again at any time.
+// enter asks for a credit of the present connection for s. It returns true when s has one; else s
+// is in the queue, and is signaled when it has. It may be called again at any time.
 func (w *window) enter(s *slot) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -112,8 +113,8 @@ func (w *window) holds(s *slot) bool {
 	return s.credit && s.creditGen == w.gen
 }
 
-// replied gives the credit of s back and sets the limit to what its reply granted (RFC 8166 §3.3.1: absolute, and it
-// may shrink).
+// replied gives the credit of s back and sets the limit to what its reply granted (RFC 8166 §3.3.1:
+// absolute, and it may shrink).
 func (w *window) replied(s *slot, limit int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -126,8 +127,8 @@ func (w *window) replied(s *slot, limit int) {
 	w.dispatch()
 }
 
-// reset starts the credits of a new connection (limit 1), or of none (limit 0). Credits held are void. With pingFirst the first credit
-// is for the liveness call.
+// reset starts the credits of a new connection (limit 1), or of none (limit 0). Credits held are
+// void. With pingFirst the first credit is for the liveness call.
 func (w *window) reset(limit int, pingFirst bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -136,16 +137,17 @@ func (w *window) reset(limit int, pingFirst bool) {
 	w.dispatch()
 }
 
-// generation names the connection whose credits these are, for closeIfUnused. A connection is there before its credits are, so
-// the one loaded after the generation is its own, or a later one.
+// generation names the connection whose credits these are, for closeIfUnused. A connection is there
+// before its credits are, so the one loaded after the generation is its own, or a later one.
 func (w *window) generation() uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.gen
 }
 
-// closeIfUnused takes the credits of a connection away if no call holds or waits for one. It reports whether it did: not when they are
-// those of another connection by now, which nobody would take down then.
+// closeIfUnused takes the credits of a connection away if no call holds or waits for one. It
+// reports whether it did: not when they are those of another connection by now, which nobody would
+// take down then.
 func (w *window) closeIfUnused(gen uint64) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -2,8 +2,8 @@ package xprt
 
 import "testing"
 
-// TestIdleWindowIsOfItsConnection closes the window of a connection that was replaced meanwhile: the new one keeps its credits, as nobody would take it
-// down and make another.
+// TestIdleWindowIsOfItsConnection closes the window of a connection that was replaced meanwhile:
+// the new one keeps its credits, as nobody would take it down and make another.
 func TestIdleWindowIsOfItsConnection(t *testing.T) {
 	w := window{wanted: make(chan struct{}, 1)}
 	w.reset(1, false)
@@ -21,7 +21,8 @@ func TestIdleWindowIsOfItsConnection(t *testing.T) {
 	}
 }
 
-// TestOnlyCallsWantAConnection has a liveness call meet the window of a connection that was just closed as idle: it is no reason to make another.
+// TestOnlyCallsWantAConnection has a liveness call meet the window of a connection that was just
+// closed as idle: it is no reason to make another.
 func TestOnlyCallsWantAConnection(t *testing.T) {
 	w := window{wanted: make(chan struct{}, 1)}
 	for _, ping := range []bool{true, false} {
@@ -36,8 +37,9 @@ func TestOnlyCallsWantAConnection(t *testing.T) {
 	}
 }
 
-// TestReplyOfALostConnectionGrantsNothing has a reply come out of the completion queue while its connection is taken down already: its grant must not
-// open the window of no connection, where calls would go round and round, nor that of the next.
+// TestReplyOfALostConnectionGrantsNothing has a reply come out of the completion queue while its
+// connection is taken down already: its grant must not open the window of no connection, where
+// calls would go round and round, nor that of the next.
 func TestReplyOfALostConnectionGrantsNothing(t *testing.T) {
 	w := window{wanted: make(chan struct{}, 1)}
 	sent, next := &slot{wake: make(chan struct{}, 1)}, &slot{wake: make(chan struct{}, 1)}

@@ -12,12 +12,14 @@ import (
 )
 
 const (
-	// storyEvents is how many trace events are written out when a connection dies of an error, storyPause how often at most.
+	// storyEvents is how many trace events are written out when a connection dies of an error,
+	// storyPause how often at most.
 	storyEvents = 32
 	storyPause  = 10 * time.Second
 )
 
-// connectWorker owns the connection: it puts cn up, waits for its end, takes it down, and makes the next, until the transport is closed.
+// connectWorker owns the connection: it puts cn up, waits for its end, takes it down, and makes the
+// next, until the transport is closed.
 func (t *Transport) connectWorker(cn *conn) {
 	defer t.workers.Done()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -34,7 +36,8 @@ func (t *Transport) connectWorker(cn *conn) {
 		t.install(cn)
 		select {
 		case <-cn.dead:
-			t.window.reset(0, false) // while the reason is on its way no call shall go to a connection that is lost
+			// while the reason is on its way no call shall go to a connection that is lost
+			t.window.reset(0, false)
 			cn.learnCause(t.closing)
 		case <-t.closing:
 		}
@@ -60,7 +63,8 @@ func (t *Transport) connectWorker(cn *conn) {
 	}
 }
 
-// waitWanted waits until a call needs a connection. It reports false when the transport is closed first.
+// waitWanted waits until a call needs a connection. It reports false when the transport is closed
+// first.
 func (t *Transport) waitWanted() bool {
 	select {
 	case <-t.window.wanted:
@@ -79,7 +83,8 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// A backOff is the pause before an attempt to connect: from ReconnectMin, doubled up to ReconnectMax.
+// A backOff is the pause before an attempt to connect: from ReconnectMin, doubled up to
+// ReconnectMax.
 type backOff struct{ last time.Duration }
 
 func (b *backOff) next(c *Config) time.Duration {
@@ -91,13 +96,14 @@ func (b *backOff) next(c *Config) time.Duration {
 type usefulness uint8
 
 const (
-	useNone  usefulness = iota // it answered nothing
-	useAlive                   // it answered liveness calls, and did not stand for long: the next call may have killed it
-	useCalls                   // it answered a call, or stood for a while
+	useNone usefulness = iota // it answered nothing
+	// it answered liveness calls, and did not stand for long: the next call may have killed it
+	useAlive
+	useCalls // it answered a call, or stood for a while
 )
 
-// afterLoss is the pause after the loss of a connection: none when it had been of use, and none, the first
-// time, when the server was alive at least, or the loss was of this side's making.
+// afterLoss is the pause after the loss of a connection: none when it had been of use, and none,
+// the first time, when the server was alive at least, or the loss was of this side's making.
 func (b *backOff) afterLoss(c *Config, use usefulness, ours bool) time.Duration {
 	if use == useCalls {
 		b.last = 0
@@ -161,8 +167,9 @@ func (t *Transport) install(cn *conn) {
 	}
 }
 
-// uninstall takes the connection down. With the send lock held for writing no call is being marshaled; the queues are drained,
-// and every MR that was in use is made anew, before any call hears of it, so each finds its memory fenced (S16).
+// uninstall takes the connection down. With the send lock held for writing no call is being
+// marshaled; the queues are drained, and every MR that was in use is made anew, before any call
+// hears of it, so each finds its memory fenced (S16).
 func (t *Transport) uninstall(cn *conn) {
 	t.window.reset(0, false)
 	t.send.Lock()
@@ -194,7 +201,8 @@ func (t *Transport) tellStory(err error) {
 	}
 }
 
-// watch ends connections whose calls wait too long or whose server is dead or not needed, and the calls of soft mounts whose time is over.
+// watch ends connections whose calls wait too long or whose server is dead or not needed, and the
+// calls of soft mounts whose time is over.
 func (t *Transport) watch() {
 	defer t.workers.Done()
 	every := t.patience(2) / 2
@@ -236,11 +244,13 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 	}
 }
 
-// replayPatience is how long the first replay of a call may take, in one hundredths of the timeout: see patience.
+// replayPatience is how long the first replay of a call may take, in one hundredths of the timeout:
+// see patience.
 const replayPatience = 8
 
-// patience is how long a call that was sent so many times may go without an answer before its connection is given up. A server that still executes
-// the first copy of a call discards the second (knfsd does), and will never answer it; the call is not to wait for a whole timeout then.
+// patience is how long a call that was sent so many times may go without an answer before its
+// connection is given up. A server that still executes the first copy of a call discards the second
+// (knfsd does), and will never answer it; the call is not to wait for a whole timeout then.
 func (t *Transport) patience(sends int) time.Duration {
 	if sends <= 1 {
 		return t.cfg.Timeout
@@ -252,8 +262,9 @@ func (t *Transport) patience(sends int) time.Duration {
 	return min(d, t.cfg.Timeout)
 }
 
-// checkConnection looks after the liveness of the connection: after KeepAlive of silence the server is asked by a NULL call, whose silence for
-// as long again ends the connection; when no call was made for IdleTimeout the connection is closed, until the next.
+// checkConnection looks after the liveness of the connection: after KeepAlive of silence the server
+// is asked by a NULL call, whose silence for as long again ends the connection; when no call was
+// made for IdleTimeout the connection is closed, until the next.
 func (t *Transport) checkConnection() {
 	gen := t.window.generation()
 	cn := t.conn.Load()
@@ -273,7 +284,8 @@ func (t *Transport) checkConnection() {
 		t.startPing(cn)
 		return
 	}
-	// One is under way. Only what was sent can be answered: without a credit for it the calls' own timeout decides.
+	// One is under way. Only what was sent can be answered: without a credit for it the calls' own
+	// timeout decides.
 	s := t.slots[t.cfg.Slots]
 	s.mu.Lock()
 	asked := s.state == slotSent && s.conn == cn
@@ -290,8 +302,9 @@ const (
 	pingVersion = 3
 )
 
-// startPing asks the server of cn for a sign of life. It is also the first call of every connection: a server that takes connections and
-// answers nothing is found out by it, and it brings the credits that all other calls wait for.
+// startPing asks the server of cn for a sign of life. It is also the first call of every
+// connection: a server that takes connections and answers nothing is found out by it, and it brings
+// the credits that all other calls wait for.
 func (t *Transport) startPing(cn *conn) {
 	if !t.enterCall() {
 		return

@@ -23,8 +23,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// TestBackOff goes through the pauses before attempts to connect: 5 s, doubled up to 60 s; none after a connection that
-// was of use; none, once, after one that was alive and after a loss of this side's making.
+// TestBackOff goes through the pauses before attempts to connect: 5 s, doubled up to 60 s; none
+// after a connection that was of use; none, once, after one that was alive and after a loss of this
+// side's making.
 func TestBackOff(t *testing.T) {
 	cfg := &Config{ReconnectMin: 5 * time.Second, ReconnectMax: 60 * time.Second}
 	var b backOff
@@ -70,8 +71,8 @@ func TestWhoseLoss(t *testing.T) {
 	}
 }
 
-// TestFailedCompletionsAreLogged breaks LOCAL_INVs: each failure is logged once, with its status and the vendor's code, and none
-// of the flushes that follow it is (docs/features.md S25).
+// TestFailedCompletionsAreLogged breaks LOCAL_INVs: each failure is logged once, with its status
+// and the vendor's code, and none of the flushes that follow it is (docs/features.md S25).
 func TestFailedCompletionsAreLogged(t *testing.T) {
 	var log bytes.Buffer
 	plan, err := faults.Parse("linv-error=10")
@@ -108,7 +109,8 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 	}
 }
 
-// lateCause is a provider that says only after a while why it lost a connection: when everything was flushed already.
+// lateCause is a provider that says only after a while why it lost a connection: when everything
+// was flushed already.
 type lateCause struct{ verbs.Provider }
 
 type lateCauseID struct{ verbs.ActiveID }
@@ -127,7 +129,8 @@ func (i lateCauseID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, err
 	return i.ActiveID.CreateQP(pd, attr)
 }
 
-// TestReasonOfALossIsTold has everything flushed before the provider says why: the status and the story tell the reason all the same.
+// TestReasonOfALossIsTold has everything flushed before the provider says why: the status and the
+// story tell the reason all the same.
 func TestReasonOfALossIsTold(t *testing.T) {
 	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict { return svcrdma.Disconnect }}
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(c *Config) { c.Provider = lateCause{c.Provider} })
@@ -142,8 +145,8 @@ func TestReasonOfALossIsTold(t *testing.T) {
 	<-done
 }
 
-// TestPoisonedCallIsNotReplayedHotly has a server that answers liveness calls and breaks the connection over each other one, as one does that dies of
-// a call: the replays are spaced out.
+// TestPoisonedCallIsNotReplayedHotly has a server that answers liveness calls and breaks the
+// connection over each other one, as one does that dies of a call: the replays are spaced out.
 func TestPoisonedCallIsNotReplayedHotly(t *testing.T) {
 	var poisoned atomic.Int64
 	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict {

@@ -78,7 +78,8 @@ func (q *unwrapQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error
 	return q.QP.PostSend(first)
 }
 
-// TestPadOutlivesItsRegistration ends a connection with a write-pad registration: the memory goes when the MR has gone, not before.
+// TestPadOutlivesItsRegistration ends a connection with a write-pad registration: the memory goes
+// when the MR has gone, not before.
 func TestPadOutlivesItsRegistration(t *testing.T) {
 	var left atomic.Int64
 	tr := dial(t, serveElsewhere(t), func(c *Config) {

@@ -30,7 +30,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// serverEnv makes the test binary a server alone, so that what is measured in a test is the client's.
+// serverEnv makes the test binary a server alone, so that what is measured in a test is the
+// client's.
 const serverEnv = "XPRT_TEST_SERVER"
 
 func TestMain(m *testing.M) {
@@ -44,7 +45,8 @@ func TestMain(m *testing.M) {
 	testutil.Main(m)
 }
 
-// serveAlone serves on loopback until its standard input ends, and says where on its standard output.
+// serveAlone serves on loopback until its standard input ends, and says where on its standard
+// output.
 func serveAlone() error {
 	l, err := softiwarp.New(softiwarp.Config{}).Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))
 	if err != nil {
@@ -95,14 +97,16 @@ func serveElsewhere(t testing.TB) netip.AddrPort {
 }
 
 const (
-	echoProg = 0x20000001 // proc 0: nothing; 1: the arguments back; 2: a reply of the size asked for
+	// proc 0: nothing; 1: the arguments back; 2: a reply of the size asked for
+	echoProg = 0x20000001
 	nfsProg  = 100003
 )
 
 // pattern is the octet at offset off of the file that the test server has.
 func pattern(off uint64) byte { return byte(off*7 + off>>8 + off>>16) }
 
-// first is the file's first MiB, made once: the benchmarks are not to measure how a pattern is made.
+// first is the file's first MiB, made once: the benchmarks are not to measure how a pattern is
+// made.
 var first = fill(0, 1<<20)
 
 func appendPattern(b []byte, off uint64, n int) []byte {
@@ -230,7 +234,8 @@ func dial(t testing.TB, addr netip.AddrPort, change func(*Config)) *Transport {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
 	err = tr.Connect(ctx)
-	for err != nil && strings.Contains(err.Error(), "injected fault") { // who mounts would be told; the tests want what comes after
+	// who mounts would be told; the tests want what comes after
+	for err != nil && strings.Contains(err.Error(), "injected fault") {
 		err = tr.Connect(ctx)
 	}
 	if err != nil {
@@ -332,7 +337,8 @@ func TestReadWriteSizes(t *testing.T) {
 	}
 }
 
-// TestSteadyState holds the hot path to its promises: no allocation, one post and well under one send completion per RPC.
+// TestSteadyState holds the hot path to its promises: no allocation, one post and well under one
+// send completion per RPC.
 func TestSteadyState(t *testing.T) {
 	tr := dial(t, serveElsewhere(t), nil)
 	ctx := context.Background()
@@ -485,8 +491,8 @@ func TestSoftMountTimesOut(t *testing.T) {
 	}
 }
 
-// TestSoftMountTimesOutWithoutMemory has a device that never gives an MR: a call that cannot even be sent ends with the time of a soft mount, too,
-// and does not fill the log meanwhile.
+// TestSoftMountTimesOutWithoutMemory has a device that never gives an MR: a call that cannot even
+// be sent ends with the time of a soft mount, too, and does not fill the log meanwhile.
 func TestSoftMountTimesOutWithoutMemory(t *testing.T) {
 	plan, err := faults.Parse("alloc-fail=1")
 	if err != nil {
@@ -511,8 +517,9 @@ func TestSoftMountTimesOutWithoutMemory(t *testing.T) {
 	}
 }
 
-// TestSoftMountCountsTheWaitForASlot has more callers than slots, and a server that answers none: the time of those that wait for a slot passes, too,
-// so that none of them is sent when a slot is free at last.
+// TestSoftMountCountsTheWaitForASlot has more callers than slots, and a server that answers none:
+// the time of those that wait for a slot passes, too, so that none of them is sent when a slot is
+// free at last.
 func TestSoftMountCountsTheWaitForASlot(t *testing.T) {
 	const slots = 4
 	svc := &service{}

@@ -86,8 +86,8 @@ func TestCaptureDecodes(t *testing.T) {
 	run(t, "", "diff", "-r", src, filepath.Join(cold.dir, "http"))
 	stop()
 
-	// The decoder does not put data that went by RDMA Write back into the NFS reply, and so takes each reduced READ for
-	// cut short: the layer above RPC is not asked for.
+	// The decoder does not put data that went by RDMA Write back into the NFS reply, and so takes
+	// each reduced READ for cut short: the layer above RPC is not asked for.
 	tshark := func(args ...string) string {
 		cmd := exec.Command("tshark", append([]string{"-r", file, "-o", "tcp.desegment_tcp_streams:TRUE", "--disable-protocol", "nfs"}, args...)...)
 		var stderr bytes.Buffer

@@ -8,8 +8,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 )
 
-// TestUnmountWithACopyElsewhere: a container that was started while the mount was there keeps a copy of it, which must not keep the
-// unmount waiting.
+// TestUnmountWithACopyElsewhere: a container that was started while the mount was there keeps a
+// copy of it, which must not keep the unmount waiting.
 func TestUnmountWithACopyElsewhere(t *testing.T) {
 	front := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0"})
 	ended := make(chan struct{})

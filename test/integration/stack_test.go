@@ -103,8 +103,8 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
-	// The program's own process goes to the directory: one that Go forks would, before it execs, and hold the runtime up while
-	// the mount, which this process serves, is asked about it.
+	// The program's own process goes to the directory: one that Go forks would, before it execs,
+	// and hold the runtime up while the mount, which this process serves, is asked about it.
 	cmd := exec.CommandContext(ctx, "sh", append([]string{"-c", `cd -- "${0:-.}" && exec "$@"`, dir, name}, args...)...)
 	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1", "GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
 	out, err := cmd.CombinedOutput()
@@ -135,7 +135,8 @@ func countFiles(t *testing.T, dir string) int {
 	return n
 }
 
-// checkStory holds the transports of a test to what quiet mounts must look like: one that wrote, one that read.
+// checkStory holds the transports of a test to what quiet mounts must look like: one that wrote,
+// one that read.
 func checkStory(t *testing.T, wrote, read xprt.Stats) {
 	t.Helper()
 	for _, s := range []xprt.Stats{wrote, read} {

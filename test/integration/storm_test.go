@@ -23,8 +23,9 @@ import (
 // stormEnv is the number of disconnects that TestStorm is to survive; `make soak` asks for 10,000.
 const stormEnv = "NFSRDMAD_STORM"
 
-// TestStorm has 32 workers do verified I/O on a mount whose connection is cut at random points by both ends, with every other fault
-// of a device between: no byte is wrong, no call is lost or executed twice, every MR is accounted for, and memory does not grow.
+// TestStorm has 32 workers do verified I/O on a mount whose connection is cut at random points by
+// both ends, with every other fault of a device between: no byte is wrong, no call is lost or
+// executed twice, every MR is accounted for, and memory does not grow.
 func TestStorm(t *testing.T) {
 	disconnects := 150
 	if s := os.Getenv(stormEnv); s != "" {
@@ -44,7 +45,8 @@ func TestStorm(t *testing.T) {
 	server := faults.New(softiwarp.New(softiwarp.Config{}), plan("disconnect-every=~600,late-write=~400,stale-key=~500,wild-write=~700"), nil)
 	client := faults.New(softiwarp.New(softiwarp.Config{}),
 		plan("disconnect-every=~150,post-fail=~500:*,flush-reg=~600,reg-error=~700,linv-error=~40,alloc-fail=~20,dereg-fail=~20,connect-fail=~30,delay-reply=~200:1ms"), nil)
-	s := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0", Provider: server, NoRemoteInv: true}) // so that every chunk has its LOCAL_INV
+	// so that every chunk has its LOCAL_INV
+	s := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0", Provider: server, NoRemoteInv: true})
 	m := mountIt(t, mountConfig{rdma: s.RDMAAddr, export: embedded(t, s), tune: func(c *xprt.Config) {
 		c.Provider, c.ReconnectMin, c.ReconnectMax = client, time.Millisecond, 10*time.Millisecond
 		c.TraceEvents = xprt.DefaultTraceEvents
@@ -104,7 +106,8 @@ func TestStorm(t *testing.T) {
 	}
 }
 
-// stormWorker keeps a file and its shadow in step, and makes, renames and removes files that nobody else has. Any error is wrong.
+// stormWorker keeps a file and its shadow in step, and makes, renames and removes files that nobody
+// else has. Any error is wrong.
 func stormWorker(dir string, w int, rng *rand.Rand, stop *atomic.Bool, ops *atomic.Int64) error {
 	const size = 192 << 10
 	shadow := make([]byte, size)
@@ -155,7 +158,8 @@ func stormWorker(dir string, w int, rng *rand.Rand, stop *atomic.Bool, ops *atom
 	return f.Close()
 }
 
-// stormNames does what cannot be done twice: a spurious EEXIST or ENOENT would be a replay that was executed again.
+// stormNames does what cannot be done twice: a spurious EEXIST or ENOENT would be a replay that was
+// executed again.
 func stormNames(dir string, w, i int) error {
 	d := filepath.Join(dir, fmt.Sprintf("d%d.%d", w, i))
 	if err := os.Mkdir(d, 0o755); err != nil {

@@ -19,8 +19,9 @@ const (
 	captureStart  = 60 * time.Second
 	captureStop   = 60 * time.Second
 	captureBuffer = 256 // MiB of the kernel's ring, so that a busy host loses nothing
-	// captureSettle is what the kernel may keep a packet before it hands it over: dumpcap leaves behind what it has not been given. A guest's kernel
-	// sends by threads of its own what a program there has asked for.
+	// captureSettle is what the kernel may keep a packet before it hands it over: dumpcap leaves
+	// behind what it has not been given. A guest's kernel sends by threads of its own what a
+	// program there has asked for.
 	captureSettle = time.Second
 )
 
@@ -31,15 +32,17 @@ var ErrPacketsLost = errors.New("the capture lost packets")
 type Capture struct {
 	File string // pcapng or pcap, whole after Stop
 
-	remote *remoteGuest // does everything, where this process runs in a guest; only File is set then
+	// does everything, where this process runs in a guest; only File is set then
+	remote *remoteGuest
 
 	stop func() error
 	once sync.Once
 	err  error
 }
 
-// Capture records until Stop, or the end of the test: the host's traffic with the RDMA port of the guest, or, of a guest on a link, all that it
-// sends and receives there. The file is in the test's artifact directory.
+// Capture records until Stop, or the end of the test: the host's traffic with the RDMA port of the
+// guest, or, of a guest on a link, all that it sends and receives there. The file is in the test's
+// artifact directory.
 func (g *Guest) Capture(t testing.TB, name string) *Capture {
 	t.Helper()
 	if g.remote != nil {
@@ -56,7 +59,8 @@ func (g *Guest) Capture(t testing.TB, name string) *Capture {
 	return c
 }
 
-// Stop ends the capture. It returns ErrPacketsLost if packets are missing. The traffic of interest must be over.
+// Stop ends the capture. It returns ErrPacketsLost if packets are missing. The traffic of interest
+// must be over.
 func (c *Capture) Stop() error {
 	if c.remote != nil {
 		return c.remote.do(opStopCapture)
@@ -145,7 +149,8 @@ func (d *dumpcap) stop() error {
 	return nil
 }
 
-// Tshark reads the capture with tshark, which decodes MPA, DDP, RDMAP, RoCE, RPC-over-RDMA and NFS by itself, and returns what it prints.
+// Tshark reads the capture with tshark, which decodes MPA, DDP, RDMAP, RoCE, RPC-over-RDMA and NFS
+// by itself, and returns what it prints.
 func (c *Capture) Tshark(args ...string) (string, error) {
 	if c.remote != nil {
 		a := c.remote.ask(remoteRequest{Op: opReadCapture, Args: args})
@@ -161,8 +166,9 @@ func (c *Capture) Tshark(args ...string) (string, error) {
 	return string(out), nil
 }
 
-// Malformed returns a line for each packet that does not decode, up to RPC: the decoder does not put data that went by RDMA Write back into
-// an NFS reply, and would take each such reply for cut short.
+// Malformed returns a line for each packet that does not decode, up to RPC: the decoder does not
+// put data that went by RDMA Write back into an NFS reply, and would take each such reply for cut
+// short.
 func (c *Capture) Malformed() (string, error) {
 	return c.Tshark("--disable-protocol", "nfs", "-Y", "_ws.malformed || _ws.unreassembled || _ws.short")
 }

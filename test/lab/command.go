@@ -44,7 +44,8 @@ type commandPort struct {
 	r    *bufio.Reader
 }
 
-// run runs a command in the boot with this id, and returns what it wrote to both its outputs. stop ends the wait early.
+// run runs a command in the boot with this id, and returns what it wrote to both its outputs. stop
+// ends the wait early.
 func (p *commandPort) run(stop context.Context, boot, command string, limit time.Duration) (string, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -76,7 +77,8 @@ func (p *commandPort) run(stop context.Context, boot, command string, limit time
 			out.WriteString(line)
 			continue
 		}
-		text := strings.TrimSuffix(out.String(), "\n") // the line end before the marker is not the command's
+		// the line end before the marker is not the command's
+		text := strings.TrimSuffix(out.String(), "\n")
 		rc, err := strconv.Atoi(strings.TrimSpace(code))
 		if err != nil {
 			return fail(err)
@@ -88,8 +90,9 @@ func (p *commandPort) run(stop context.Context, boot, command string, limit time
 	}
 }
 
-// Run runs a shell command in the guest and returns what it wrote, to both outputs. A command that fails, or takes longer than two
-// minutes, gives a *CommandError; ErrPower and ErrPanic are for a guest that went away under it. Up to four may run at once; more wait for one another.
+// Run runs a shell command in the guest and returns what it wrote, to both outputs. A command that
+// fails, or takes longer than two minutes, gives a *CommandError; ErrPower and ErrPanic are for a
+// guest that went away under it. Up to four may run at once; more wait for one another.
 func (g *Guest) Run(command string) (string, error) {
 	return g.RunFor(command, commandTimeout)
 }

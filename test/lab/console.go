@@ -20,7 +20,8 @@ type boot struct {
 	err     error         // why it never will
 }
 
-// A console is what a guest's kernel and its first process say, over all boots. Safe for concurrent use.
+// A console is what a guest's kernel and its first process say, over all boots. Safe for concurrent
+// use.
 type console struct {
 	mu    sync.Mutex
 	lines []string
@@ -30,7 +31,8 @@ type console struct {
 	dead  bool
 }
 
-// ErrPanic is what a command ends with when the guest's kernel panicked. The guest stands still then, until it is reset.
+// ErrPanic is what a command ends with when the guest's kernel panicked. The guest stands still
+// then, until it is reset.
 var ErrPanic = errors.New("the guest's kernel panicked")
 
 // expect begins a new boot.
@@ -99,8 +101,9 @@ func (c *console) line(line string) {
 	}
 }
 
-// tripped finds what a kernel says that has met a breakpoint of its own where there is none any more. It patches itself by way of breakpoints while it
-// boots, and QEMU's emulation of several processors may run one that was taken back.
+// tripped finds what a kernel says that has met a breakpoint of its own where there is none any
+// more. It patches itself by way of breakpoints while it boots, and QEMU's emulation of several
+// processors may run one that was taken back.
 var tripped = regexp.MustCompile(`Oops: int3`)
 
 // mark is a place in the log: here.
@@ -110,7 +113,8 @@ func (c *console) mark() int {
 	return len(c.lines)
 }
 
-// forgetTripped tells whether the kernel tripped since a mark. Then a note takes the place of all that it said, and will say until the next boot.
+// forgetTripped tells whether the kernel tripped since a mark. Then a note takes the place of all
+// that it said, and will say until the next boot.
 func (c *console) forgetTripped(mark int) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

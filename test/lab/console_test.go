@@ -7,7 +7,8 @@ import (
 	"testing"
 )
 
-// TestTripped leaves out of the log what a kernel says that tripped over the emulator, and nothing else.
+// TestTripped leaves out of the log what a kernel says that tripped over the emulator, and nothing
+// else.
 func TestTripped(t *testing.T) {
 	c := &console{}
 	say := func(lines ...string) { c.read(strings.NewReader(strings.Join(lines, "\r\n") + "\r\n")) }

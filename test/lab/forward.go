@@ -12,10 +12,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A forwarder takes the host's RDMA connections and hands them on to QEMU's port. QEMU alone would not do: it accepts a connection while the
-// guest cannot be reached, and hands it on when the guest can, even if it was closed meanwhile; that end, right after the
-// beginning, takes siw's listener away, which no client did. The forwarder holds such connections back, and forgets those that end before the
-// guest can be reached again: to the guest they never were, as on a real network.
+// A forwarder takes the host's RDMA connections and hands them on to QEMU's port. QEMU alone would
+// not do: it accepts a connection while the guest cannot be reached, and hands it on when the guest
+// can, even if it was closed meanwhile; that end, right after the beginning, takes siw's listener
+// away, which no client did. The forwarder holds such connections back, and forgets those that end
+// before the guest can be reached again: to the guest they never were, as on a real network.
 type forwarder struct {
 	addr, to netip.AddrPort
 
@@ -117,11 +118,13 @@ func (f *forwarder) forget(conn net.Conn) {
 	conn.Close()
 }
 
-// settle is what a connection that was held back is given before it is handed on, and after. A client may be about to give it up, and keeps it for
-// a moment only to be polite to a server that has just taken it; this server has not, and would see it come and go.
+// settle is what a connection that was held back is given before it is handed on, and after. A
+// client may be about to give it up, and keeps it for a moment only to be polite to a server that
+// has just taken it; this server has not, and would see it come and go.
 const settle = time.Second
 
-// pass waits until the guest can be reached. held says that there was need to; ok is false for a connection that is over by then.
+// pass waits until the guest can be reached. held says that there was need to; ok is false for a
+// connection that is over by then.
 func (f *forwarder) pass(client *net.TCPConn) (held, ok bool) {
 	f.mu.Lock()
 	gate, open := f.gate, f.open
@@ -171,7 +174,8 @@ const copyBuffer = 256 << 10
 
 // carry copies one way, and ends the way as it ended on the other side.
 func carry(to, from *net.TCPConn) {
-	// Without their wrappers the kernel would do the copying, by pipes that Go keeps open: a test's leak check would count them.
+	// Without their wrappers the kernel would do the copying, by pipes that Go keeps open: a test's
+	// leak check would count them.
 	_, err := io.CopyBuffer(struct{ io.Writer }{to}, struct{ io.Reader }{from}, make([]byte, copyBuffer))
 	if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) || errors.Is(err, net.ErrClosed) {
 		reset(to)

@@ -24,8 +24,9 @@ const (
 )
 
 const (
-	// Ports for the host's side are below the range that Linux takes source ports from: while the guest is off, a connect to such a port
-	// could otherwise be given that very port as its source, and connect to itself.
+	// Ports for the host's side are below the range that Linux takes source ports from: while the
+	// guest is off, a connect to such a port could otherwise be given that very port as its source,
+	// and connect to itself.
 	firstHostPort = 20100
 	lastHostPort  = 32000
 	// startTries is for host ports that are taken between their choice and QEMU's start.
@@ -36,14 +37,16 @@ const (
 	logLines = 60
 )
 
-// A Guest is a virtual machine with an NFS/RDMA server. Its addresses are on the host and stay the same over resets.
+// A Guest is a virtual machine with an NFS/RDMA server. Its addresses are on the host and stay the
+// same over resets.
 type Guest struct {
 	RDMA    netip.AddrPort // NFS/RDMA, with SIW
 	NFS     netip.AddrPort // NFS over TCP
 	Mount   netip.AddrPort // MOUNT over TCP
 	Portmap netip.AddrPort // rpcbind over TCP
 	Release string         // of the kernel
-	Linked  netip.Addr     // on Options.Link, for the guests there; the server's ports are the usual ones
+	// on Options.Link, for the guests there; the server's ports are the usual ones
+	Linked netip.Addr
 
 	t       testing.TB
 	opts    Options
@@ -53,7 +56,9 @@ type Guest struct {
 	rdma    *forwarder     // between RDMA and QEMU's own port
 	lend    netip.AddrPort // where the guest's remotePort is reached
 	port    *port          // of Options.Link; nil without
-	remote  *remoteGuest   // does everything, where this process runs in a guest itself; what is below and above it is not used then
+	// does everything, where this process runs in a guest itself; what is below and above it is not
+	// used then
+	remote *remoteGuest
 
 	power sync.Mutex // held while the power changes
 
@@ -63,9 +68,10 @@ type Guest struct {
 	cut     bool     // guarded by mu: the network is
 }
 
-// Start boots a guest and waits until it serves. The guest ends with the test, which fails if the guest's kernel complained. Where there is no
-// image the test skips, or fails if NFSRDMAD_LAB is 1 or all; with NFSRDMAD_LAB=0 it always skips. In a process that uses its host's lab
-// the guest runs there.
+// Start boots a guest and waits until it serves. The guest ends with the test, which fails if the
+// guest's kernel complained. Where there is no image the test skips, or fails if NFSRDMAD_LAB is 1
+// or all; with NFSRDMAD_LAB=0 it always skips. In a process that uses its host's lab the guest runs
+// there.
 func Start(t testing.TB, opts Options) *Guest {
 	t.Helper()
 	if Remote() {
@@ -143,7 +149,8 @@ func (g *Guest) first() error {
 		switch {
 		case try < startTries && (strings.Contains(err.Error(), "host forwarding rule") || errors.Is(err, syscall.EADDRINUSE)):
 		case try < startTries && errors.Is(err, ErrPanic), try == 1 && errors.Is(err, errNotReady):
-			// A kernel may stand still where the host has little time for all of its processors: nothing of ours has run yet.
+			// A kernel may stand still where the host has little time for all of its processors:
+			// nothing of ours has run yet.
 			g.t.Logf("guest %s: booted again: %v", g.opts.Name, err)
 			g.console = &console{}
 		default:
@@ -205,7 +212,8 @@ func (g *Guest) arguments() []string {
 		network += fmt.Sprintf(",hostfwd=tcp:%s-%s:%d", f.host, guestAddr, f.guest)
 	}
 	o := g.opts
-	// Level 5 lets warnings through to the console, and little else, which a serial port would be slow for. Watchdogs, and the check of the timer at boot, would bark at a busy host.
+	// Level 5 lets warnings through to the console, and little else, which a serial port would be
+	// slow for. Watchdogs, and the check of the timer at boot, would bark at a busy host.
 	line := "console=ttyS0 loglevel=5 panic=0 mitigations=off nokaslr net.ifnames=0 tsc=reliable no_timer_check nowatchdog rcupdate.rcu_cpu_stall_suppress=1"
 	if khz := tscKHz(); khz > 0 {
 		line += fmt.Sprintf(" tsc_early_khz=%d", khz)
@@ -221,8 +229,8 @@ func (g *Guest) arguments() []string {
 			line += fmt.Sprintf(" lab.%s=%d", s.name, s.value)
 		}
 	}
-	// Translated code of the boot before makes a reset three times as slow as a first boot, until the translator's buffer is full and
-	// emptied: a small one is so early.
+	// Translated code of the boot before makes a reset three times as slow as a first boot, until
+	// the translator's buffer is full and emptied: a small one is so early.
 	args := []string{
 		"-name", "nfsrdmad-lab-" + o.Name, "-M", "q35", "-accel", "tcg,thread=multi,tb-size=64", "-cpu", "max", "-smp", strconv.Itoa(o.CPUs), "-m", strconv.Itoa(o.MemoryMiB),
 		"-nodefaults", "-no-user-config", "-display", "none",
@@ -244,7 +252,8 @@ func (g *Guest) arguments() []string {
 	return append(args, "-append", line)
 }
 
-// Boot gives a guest that is off its power again, with the disk and the addresses it had, and waits until it serves.
+// Boot gives a guest that is off its power again, with the disk and the addresses it had, and waits
+// until it serves.
 func (g *Guest) Boot() error {
 	if g.remote != nil {
 		return g.remote.do(opBoot)
@@ -265,7 +274,8 @@ func (g *Guest) Boot() error {
 	})
 }
 
-// untripped boots again where the kernel tripped over the emulator, whether it came up or not. What it said then is left out of the log.
+// untripped boots again where the kernel tripped over the emulator, whether it came up or not. What
+// it said then is left out of the log.
 func (g *Guest) untripped(boot func(try int) error) error {
 	for try := 1; ; try++ {
 		from := g.console.mark()
@@ -307,8 +317,9 @@ func (g *Guest) settle(m *machine, b *boot) error {
 	return nil
 }
 
-// PowerOff ends the guest at once, as it is. What it has not written to its disk is lost. Connections of the host end too, with QEMU, and new
-// ones are refused; see Freeze for a server that only falls silent. No error: the guest is off afterwards, and may have been before.
+// PowerOff ends the guest at once, as it is. What it has not written to its disk is lost.
+// Connections of the host end too, with QEMU, and new ones are refused; see Freeze for a server
+// that only falls silent. No error: the guest is off afterwards, and may have been before.
 func (g *Guest) PowerOff() {
 	if g.remote != nil {
 		g.remote.do(opPowerOff)
@@ -345,8 +356,9 @@ func (g *Guest) running() (*machine, error) {
 	return g.machine, nil
 }
 
-// Reset presses the reset button, also of a frozen guest, and waits until the guest serves again. What it has not written to its disk is lost.
-// Connections of the host stay open, to a server that does not know them any more and answers the next segment with a reset.
+// Reset presses the reset button, also of a frozen guest, and waits until the guest serves again.
+// What it has not written to its disk is lost. Connections of the host stay open, to a server that
+// does not know them any more and answers the next segment with a reset.
 func (g *Guest) Reset() error {
 	if g.remote != nil {
 		return g.remote.do(opReset)
@@ -363,7 +375,8 @@ func (g *Guest) Reset() error {
 func (g *Guest) reset(m *machine) error {
 	m.lost(ErrPower)
 	g.rdma.hold()
-	if err := m.qmp.do("stop", nil); err != nil { // so that the old boot cannot say anything more once the new one is expected
+	// so that the old boot cannot say anything more once the new one is expected
+	if err := m.qmp.do("stop", nil); err != nil {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
 	g.mu.Lock()
@@ -377,8 +390,9 @@ func (g *Guest) reset(m *machine) error {
 	return g.settle(m, b)
 }
 
-// Freeze stops the guest's processors: the server falls silent, as if its power were gone. Connections of the host stay open, and new ones are
-// taken, but get no answer. Thaw lets it go on; Reset makes the power cut true.
+// Freeze stops the guest's processors: the server falls silent, as if its power were gone.
+// Connections of the host stay open, and new ones are taken, but get no answer. Thaw lets it go on;
+// Reset makes the power cut true.
 func (g *Guest) Freeze() error {
 	if g.remote != nil {
 		return g.remote.do(opFreeze)

@@ -33,7 +33,8 @@ func TestHostRoot(t *testing.T) {
 				t.Errorf("a program of the host sees kernel %s, the guest's is %s", got, g.Release)
 			}
 
-			// Devices: the guest's own tool in the host's root finds them by the host's libibverbs and its drivers.
+			// Devices: the guest's own tool in the host's root finds them by the host's libibverbs
+			// and its drivers.
 			g.MustRun("chroot /host test -c /dev/fuse && chroot /host test -c /dev/infiniband/rdma_cm")
 			if out := g.MustRun("cp /usr/bin/ibv_devices /host/tmp/ && chroot /host /tmp/ibv_devices 2>&1"); !strings.Contains(out, "siw0") || !strings.Contains(out, "rxe0") {
 				t.Errorf("devices that the host's libraries find in the guest: %s", out)
@@ -52,7 +53,8 @@ func TestHostRoot(t *testing.T) {
 				t.Errorf("the guest's file holds %q (%v)", b, err)
 			}
 
-			// Nothing else of the host can be changed: its root not at all, and what is memory in the guest is not the host's.
+			// Nothing else of the host can be changed: its root not at all, and what is memory in
+			// the guest is not the host's.
 			name := strings.ReplaceAll(t.Name(), "/", "-")
 			if out, err := g.Run("chroot /host touch /" + name); err == nil {
 				t.Errorf("the guest can write to the host's root: %s", out)

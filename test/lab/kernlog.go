@@ -10,14 +10,16 @@ var complaint = regexp.MustCompile(`BUG:|kernel BUG at|Oops|WARNING: |general pr
 
 // known are complaints of the stock kernels that say nothing about a client, by series.
 var known = map[string][]*regexp.Regexp{
-	// A connection that is refused leaves a protection domain and a completion queue behind, which is noticed with the end of the device.
+	// A connection that is refused leaves a protection domain and a completion queue behind, which
+	// is noticed with the end of the device.
 	"6.1": {regexp.MustCompile(`WARNING: .*drivers/infiniband/core/restrack\.c`)},
 }
 
 // complaintLines is how much of the console is shown of a complaint: its trace.
 const complaintLines = 30
 
-// complaints returns the kernel's complaints that nobody expects, each with the lines that follow it, and the first lines of those that were expected.
+// complaints returns the kernel's complaints that nobody expects, each with the lines that follow
+// it, and the first lines of those that were expected.
 func complaints(lines []string, o Options) (found, announced []string) {
 	expected := known[o.Kernel]
 	for _, c := range o.Complaints {

@@ -89,7 +89,8 @@ func testSettings(t *testing.T, g *lab.Guest) {
 	}
 }
 
-// kernelMount is a shell command that mounts the guest's export in the guest, with the kernel's own client.
+// kernelMount is a shell command that mounts the guest's export in the guest, with the kernel's own
+// client.
 const kernelMount = "modprobe -a nfs nfsv3 && mount -t nfs -o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp 10.0.2.15:/export /mnt"
 
 func testKernelClient(t *testing.T, g *lab.Guest) {
@@ -165,7 +166,8 @@ func testCapture(t *testing.T, g *lab.Guest) {
 	}
 }
 
-// ping asks the MOUNT service whether it is there. MOUNT goes over plain TCP: nothing that is cut short can harm siw.
+// ping asks the MOUNT service whether it is there. MOUNT goes over plain TCP: nothing that is cut
+// short can harm siw.
 func ping(g *lab.Guest, limit time.Duration) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
@@ -209,7 +211,8 @@ func testNetwork(t *testing.T, g *lab.Guest) {
 	if err := g.SlowNetwork(lab.Line{Delay: delay}); err != nil {
 		t.Fatal(err)
 	}
-	// There and back, and both ways are slow: the guest's end of the TCP connection adds one more round, QEMU answers for it at once.
+	// There and back, and both ways are slow: the guest's end of the TCP connection adds one more
+	// round, QEMU answers for it at once.
 	if took, err := ping(g, patient); err != nil || took < 2*delay {
 		t.Errorf("a call took %v (%v), with a delay of %v each way", took, err, delay)
 	}
@@ -299,7 +302,8 @@ func (r *recorder) end() {
 	r.cleanup = nil
 }
 
-// TestComplaints holds a test to what the kernel says, a warning and a panic here, unless it was announced.
+// TestComplaints holds a test to what the kernel says, a warning and a panic here, unless it was
+// announced.
 func TestComplaints(t *testing.T) {
 	r := &recorder{TB: t}
 	g := lab.Start(r, lab.Options{MemoryMiB: 512, Complaints: []string{"WARNING: .* at announced"}})
@@ -330,7 +334,8 @@ func TestTwoGuests(t *testing.T) {
 				t.Parallel()
 				g := lab.Start(t, lab.Options{Kernel: kernel, MemoryMiB: 512, CPUs: 1})
 				guests <- g
-				for len(guests) < len(lab.Kernels) && !both.Failed() { // each is there until both are
+				// each is there until both are
+				for len(guests) < len(lab.Kernels) && !both.Failed() {
 					time.Sleep(100 * time.Millisecond)
 				}
 				if _, err := ping(g, patient); err != nil {
@@ -372,7 +377,8 @@ func TestKilledTest(t *testing.T) {
 		n, err := out.Read(buf)
 		said.Write(buf[:n])
 		if err != nil {
-			if strings.Contains(said.String(), "--- SKIP") { // as its own: no guest is wanted, or nothing is built and nobody asked for it
+			// as its own: no guest is wanted, or nothing is built and nobody asked for it
+			if strings.Contains(said.String(), "--- SKIP") {
 				t.Skip(said.String())
 			}
 			t.Fatalf("%v: %s", err, said.String())

@@ -16,8 +16,9 @@ import (
 )
 
 const (
-	// linkMTU is the usual one of jumbo frames. It lets rxe use its largest path MTU, 4096, for which 1500 leaves 1024; and every frame
-	// costs an emulated guest the same, whatever its size. More than that no network card of a real server takes.
+	// linkMTU is the usual one of jumbo frames. It lets rxe use its largest path MTU, 4096, for
+	// which 1500 leaves 1024; and every frame costs an emulated guest the same, whatever its size.
+	// More than that no network card of a real server takes.
 	linkMTU = 9000
 	// ethernetHeader is in octets: two addresses and a type.
 	ethernetHeader = 14
@@ -25,18 +26,20 @@ const (
 	maxFrame = ethernetHeader + 4 + 65536
 	// portBuffer is in octets, of frames on their way into a guest or out of it.
 	portBuffer = 4 << 20
-	// A port that takes nothing for stallLimit, of a guest that is frozen, loses frames from then on, until there is room for one. Until then
-	// whoever sends to it waits, as with Ethernet's flow control, so that a busy host loses nothing. The kernel of a
-	// guest warns of a transmit queue that stands still for five seconds.
+	// A port that takes nothing for stallLimit, of a guest that is frozen, loses frames from then
+	// on, until there is room for one. Until then whoever sends to it waits, as with Ethernet's
+	// flow control, so that a busy host loses nothing. The kernel of a guest warns of a transmit
+	// queue that stands still for five seconds.
 	stallLimit = 2 * time.Second
 )
 
 // linkNet is where addresses on a link come from that nobody chose.
 var linkNet = netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 9, 0, 0}), 24)
 
-// A Link is an Ethernet cable between guests, or several with a switch between: each guest that Options.Link joins to it has a card eth1 there, and
-// its RDMA device on that. It has no other way out. Frames arrive whole and in order, or, where the link is cut or a guest is off, not at
-// all. Safe for concurrent use.
+// A Link is an Ethernet cable between guests, or several with a switch between: each guest that
+// Options.Link joins to it has a card eth1 there, and its RDMA device on that. It has no other way
+// out. Frames arrive whole and in order, or, where the link is cut or a guest is off, not at all.
+// Safe for concurrent use.
 type Link struct {
 	work sync.WaitGroup // one for each port that has a cable
 
@@ -56,11 +59,14 @@ type port struct {
 	conn *net.UnixConn // to QEMU, a datagram for each frame; nil while the guest is off
 	cut  bool
 
-	sending sync.Mutex // one frame into the guest at a time; nobody but senders takes it, as they may wait for the guest
-	stalled bool       // guarded by sending: the last frame found no room in time
+	// one frame into the guest at a time; nobody but senders takes it, as they may wait for the
+	// guest
+	sending sync.Mutex
+	stalled bool // guarded by sending: the last frame found no room in time
 }
 
-// NewLink makes a link that ends with the test. The guests of it are started after it, and so end before.
+// NewLink makes a link that ends with the test. The guests of it are started after it, and so end
+// before.
 func NewLink(t testing.TB) *Link {
 	l := &Link{taps: make(map[*tap]*port)}
 	t.Cleanup(func() {
@@ -129,7 +135,8 @@ func (p *port) plug() (*os.File, error) {
 	own, theirs := os.NewFile(uintptr(fds[0]), "link"), os.NewFile(uintptr(fds[1]), "link")
 	defer own.Close() // FileConn has its own
 	for _, fd := range fds {
-		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, portBuffer) != nil { // only root may go beyond the system's limit
+		// only root may go beyond the system's limit
+		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, portBuffer) != nil {
 			unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, portBuffer)
 		}
 	}
@@ -194,7 +201,8 @@ func (l *Link) route(from *port, to [6]byte) (targets []target, taps []*tap) {
 	}
 	targets = make([]target, 0, 4)
 	for _, p := range l.ports {
-		// The addresses of the cards are the link's own choice, so it need not learn them; what else there is, such as a broadcast, is for all.
+		// The addresses of the cards are the link's own choice, so it need not learn them; what
+		// else there is, such as a broadcast, is for all.
 		if p.mac == to {
 			targets = append(targets[:0], target{p, p.conn})
 			break

@@ -9,12 +9,14 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// mountLinked is a shell command that mounts another guest's export with the kernel's own client, over RDMA.
+// mountLinked is a shell command that mounts another guest's export with the kernel's own client,
+// over RDMA.
 func mountLinked(server *lab.Guest) string {
 	return fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs -o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp %v:/export /mnt && grep ' /mnt nfs .*proto=rdma' /proc/mounts", server.Linked)
 }
 
-// TestLink joins two guests by a link, on which one mounts the other's export with the kernel's own client over RoCE.
+// TestLink joins two guests by a link, on which one mounts the other's export with the kernel's own
+// client over RoCE.
 func TestLink(t *testing.T) {
 	link := lab.NewLink(t)
 	begin := time.Now()
@@ -34,7 +36,8 @@ func TestLink(t *testing.T) {
 	t.Run("outages", func(t *testing.T) { testLinkOutages(t, link, client, server) })
 }
 
-// Pings: some, some that take several packets of 1500 octets, or one. Those that are to be lost are given up soon.
+// Pings: some, some that take several packets of 1500 octets, or one. Those that are to be lost are
+// given up soon.
 const (
 	some  = "-W 60 -c 2"
 	large = "-W 60 -c 2 -s 8900"
@@ -115,7 +118,8 @@ func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 			"infiniband.mad.attributeid == 0x0010":               1, // ConnectRequest
 			"udp.dstport == 4791 && rpcordma && rpc.msgtyp == 0": calls,
 			"udp.dstport == 4791 && rpcordma && rpc.msgtyp == 1": calls,
-			"nfs.procedure_v3 == 7 && nfs.count3 == 1048576":     2, // WRITE, with data that went by RDMA Read
+			// WRITE, with data that went by RDMA Read
+			"nfs.procedure_v3 == 7 && nfs.count3 == 1048576": 2,
 		} {
 			out, err := c.Tshark("-Y", filter)
 			if err != nil {
@@ -131,10 +135,12 @@ func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 	}
 }
 
-// outageLimit is for work that waits for a guest to boot, and for the kernel's pauses between two connects.
+// outageLimit is for work that waits for a guest to boot, and for the kernel's pauses between two
+// connects.
 const outageLimit = 15 * time.Minute
 
-// testLinkOutages has the client's kernel work on while the link, and the server's power, come and go.
+// testLinkOutages has the client's kernel work on while the link, and the server's power, come and
+// go.
 func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 	client.MustRun(mountLinked(server) + " && dd if=/dev/urandom of=/tmp/f bs=1M count=4 2>/dev/null")
 	defer client.Run("umount -f -l /mnt")

@@ -10,7 +10,8 @@ import (
 	"time"
 )
 
-// The file format of pcap, of the Internet draft draft-ietf-opsawg-pcap: a header for the file, and one for each packet.
+// The file format of pcap, of the Internet draft draft-ietf-opsawg-pcap: a header for the file, and
+// one for each packet.
 const (
 	pcapMagic     = 0xa1b23c4d // times are in nanoseconds
 	pcapMajor     = 2
@@ -24,8 +25,10 @@ const (
 
 // A tap writes the frames that pass a link to a file.
 type tap struct {
-	mu   sync.Mutex // held while the file is written: the link is not faster than its record, so that nothing is missing there
-	file *os.File   // guarded by mu; nil when it is whole
+	// held while the file is written: the link is not faster than its record, so that nothing is
+	// missing there
+	mu   sync.Mutex
+	file *os.File // guarded by mu; nil when it is whole
 	w    *bufio.Writer
 	err  error // guarded by mu: the first that there was
 }
@@ -84,8 +87,8 @@ func (t *tap) close() error {
 	return t.err
 }
 
-// Capture records all that passes the link, whichever guests it is between, until Stop or the end of the test. Nothing gets lost. The file is in the
-// test's artifact directory.
+// Capture records all that passes the link, whichever guests it is between, until Stop or the end
+// of the test. Nothing gets lost. The file is in the test's artifact directory.
 func (l *Link) Capture(t testing.TB, name string) *Capture { return l.capture(t, name, nil) }
 
 // capture records what goes to a port or comes from it.

@@ -56,7 +56,8 @@ type machine struct {
 	now *session // guarded by mu; nil until the first boot is ready
 }
 
-// startMachine runs QEMU with these arguments, a disk, and a cable of a link if there is one, and waits for its control socket, not for the guest.
+// startMachine runs QEMU with these arguments, a disk, and a cable of a link if there is one, and
+// waits for its control socket, not for the guest.
 func startMachine(name string, args []string, disk *os.File, p *port, c *console) (m *machine, err error) {
 	m = &machine{name: name, console: c, ended: make(chan struct{})}
 	var theirs []*os.File
@@ -119,7 +120,8 @@ func startMachine(name string, args []string, disk *os.File, p *port, c *console
 	started := make(chan error)
 	var reading sync.WaitGroup
 	go func() {
-		// The signal comes with the end of the parent's thread, not of its process: this thread must live as long as QEMU.
+		// The signal comes with the end of the parent's thread, not of its process: this thread
+		// must live as long as QEMU.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
@@ -238,7 +240,8 @@ func (m *machine) run(command string, limit time.Duration) (string, error) {
 		return "", fmt.Errorf("command in the guest: %w: %s", context.Cause(s.ctx), command)
 	}
 	out, err := p.run(s.ctx, s.id, command, limit)
-	if !errors.Is(err, os.ErrDeadlineExceeded) { // otherwise the command cannot even be killed, and keeps its port
+	// otherwise the command cannot even be killed, and keeps its port
+	if !errors.Is(err, os.ErrDeadlineExceeded) {
 		s.free <- p
 	}
 	return out, err

@@ -6,8 +6,9 @@ import (
 	"time"
 )
 
-// CutNetwork pulls the guest's network cable: nothing goes either way until RestoreNetwork, and neither end is told. Connections of the host
-// are taken meanwhile, but get no answer; what of them is left at the end reaches the guest then. Of a guest on a link the cable there is cut too.
+// CutNetwork pulls the guest's network cable: nothing goes either way until RestoreNetwork, and
+// neither end is told. Connections of the host are taken meanwhile, but get no answer; what of them
+// is left at the end reaches the guest then. Of a guest on a link the cable there is cut too.
 func (g *Guest) CutNetwork() error {
 	if g.remote != nil {
 		return g.remote.do(opCut)
@@ -67,8 +68,9 @@ func (l Line) netem() string {
 	return b.String()
 }
 
-// SlowNetwork makes the guest's network a poor one, within the guest, until it is called again or the guest boots. Losses are between the guest
-// and QEMU's own TCP; the host sees delay and never a loss. Of a guest on a link it is the network there.
+// SlowNetwork makes the guest's network a poor one, within the guest, until it is called again or
+// the guest boots. Losses are between the guest and QEMU's own TCP; the host sees delay and never a
+// loss. Of a guest on a link it is the network there.
 func (g *Guest) SlowNetwork(l Line) error {
 	if g.remote != nil {
 		return g.remote.ask(remoteRequest{Op: opSlow, Line: l}).Err.unpack()

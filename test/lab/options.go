@@ -2,8 +2,8 @@ package lab
 
 import "net/netip"
 
-// Kernels are the series of which "make lab" builds images, the newest first. It is the one to take where one will do: 6.1 leaks a
-// protection domain with each connection it refuses.
+// Kernels are the series of which "make lab" builds images, the newest first. It is the one to take
+// where one will do: 6.1 leaks a protection domain with each connection it refuses.
 var Kernels = []string{"6.12", "6.1"}
 
 // Providers of RDMA in a guest.
@@ -21,7 +21,8 @@ const (
 	ExportSquash  = "/squash"  // root is nobody
 	ExportSecure  = "/secure"  // from source ports below 1024 only
 	ExportRefused = "/refused" // to another host only
-	ExportFast    = "/fast"    // in the guest's memory, empty after a reset, replies before data is safe
+	// in the guest's memory, empty after a reset, replies before data is safe
+	ExportFast = "/fast"
 )
 
 // Options say what to boot. The zero value is a guest of the newest kernel with siw.
@@ -35,17 +36,25 @@ type Options struct {
 	Threads   int    // of nfsd; 0 is 8
 	Credits   int    // granted to each connection, 4 to 16384; 0 is the kernel's own 64
 	Inline    int    // octets of the inline threshold, 4096 to 65536; 0 is the kernel's own 4096
-	MaxBlock  int    // octets, largest READ and WRITE; 0 is 1 MiB, which the kernel itself offers above 4 GiB of memory only
-	Share     string // directory of the host that is /share in the guest, read-write; "" is none. No spaces, commas or quotes
-	// HostRoot puts the host's root file system at /host, read-only: "chroot /host PROGRAM" runs the host's program, with its libraries, on the
-	// guest's kernel and devices, /dev/fuse and RDMA among them. In it /tmp, /var/tmp and /run are memory and empty, and Share has the path that it has on
-	// the host. What the host changes in files that the guest has read may not be seen: results belong in Share.
+	// octets, largest READ and WRITE; 0 is 1 MiB, which the kernel itself offers above 4 GiB of
+	// memory only
+	MaxBlock int
+	// directory of the host that is /share in the guest, read-write; "" is none. No spaces, commas
+	// or quotes
+	Share string
+	// HostRoot puts the host's root file system at /host, read-only: "chroot /host PROGRAM" runs
+	// the host's program, with its libraries, on the guest's kernel and devices, /dev/fuse and RDMA
+	// among them. In it /tmp, /var/tmp and /run are memory and empty, and Share has the path that
+	// it has on the host. What the host changes in files that the guest has read may not be seen:
+	// results belong in Share.
 	HostRoot bool
-	// Link joins the guest to others, by a card eth1 with Address there; none chosen is the next of 10.9.0.0/24. The RDMA device is on eth1 then, and
-	// not on eth0, so that guests reach it, at Guest.Linked, and the host does not.
+	// Link joins the guest to others, by a card eth1 with Address there; none chosen is the next of
+	// 10.9.0.0/24. The RDMA device is on eth1 then, and not on eth0, so that guests reach it, at
+	// Guest.Linked, and the host does not.
 	Link    *Link `json:"-"`
 	Address netip.Prefix
-	// Complaints are regular expressions of kernel complaints that the test provokes, each matched against the first line of one.
+	// Complaints are regular expressions of kernel complaints that the test provokes, each matched
+	// against the first line of one.
 	Complaints []string
 }
 

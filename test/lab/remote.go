@@ -8,11 +8,14 @@ import (
 	"time"
 )
 
-// A test may run in a guest itself, where the RDMA devices are, and use the lab all the same: its host acts for it. Start, and the methods of
-// what it returns, ask the host over one TCP connection, which the host makes (remote_host.go) to the process in the guest (remote_guest.go),
-// through a port that QEMU forwards: a guest cannot reach the host by itself. On it the host serves net/rpc, whose calls may overlap.
+// A test may run in a guest itself, where the RDMA devices are, and use the lab all the same: its
+// host acts for it. Start, and the methods of what it returns, ask the host over one TCP
+// connection, which the host makes (remote_host.go) to the process in the guest (remote_guest.go),
+// through a port that QEMU forwards: a guest cannot reach the host by itself. On it the host serves
+// net/rpc, whose calls may overlap.
 
-// RemoteEnv is the environment variable that a process in a guest has which uses its host's lab, with any value. See [Guest.Lend].
+// RemoteEnv is the environment variable that a process in a guest has which uses its host's lab,
+// with any value. See [Guest.Lend].
 const RemoteEnv = "NFSRDMAD_LAB_REMOTE"
 
 // Remote reports whether this process runs in a guest and uses its host's lab.
@@ -21,7 +24,8 @@ func Remote() bool { return os.Getenv(RemoteEnv) != "" }
 const (
 	// remotePort is where a process in a guest waits for the host.
 	remotePort = 20100
-	// remoteHello is the first line from there. QEMU's end of the connection exists whether or not somebody waits.
+	// remoteHello is the first line from there. QEMU's end of the connection exists whether or not
+	// somebody waits.
 	remoteHello = "nfsrdmad lab 1\n"
 	// remoteMethod is the one method that the host serves, from a remoteRequest to a remoteAnswer.
 	remoteMethod = "Lab.Do"

@@ -71,7 +71,8 @@ func awaitHost() (net.Conn, error) {
 	return conn, nil
 }
 
-// do asks the host. An error of the host's lab is in the answer; the connection's own is none that a test can go on with.
+// do asks the host. An error of the host's lab is in the answer; the connection's own is none that
+// a test can go on with.
 func (h *remoteHost) do(r remoteRequest) (a remoteAnswer) {
 	var raw json.RawMessage
 	err := h.rpc.Call(remoteMethod, pack(r), &raw)
@@ -103,7 +104,8 @@ func newRemote(t testing.TB, h *remoteHost, o Options, a remoteAnswer) *Guest {
 	return &Guest{t: t, opts: o, RDMA: a.RDMA, NFS: a.NFS, Mount: a.Mount, Portmap: a.Portmap, Linked: a.Linked, Release: a.Release, remote: &remoteGuest{h, a.ID}}
 }
 
-// Borrow is the guest that the host's Lend was given, for a process that runs in a guest itself. It goes on after the test.
+// Borrow is the guest that the host's Lend was given, for a process that runs in a guest itself. It
+// goes on after the test.
 func Borrow(t testing.TB) *Guest {
 	t.Helper()
 	h := useHost(t)

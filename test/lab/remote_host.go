@@ -17,14 +17,15 @@ import (
 const (
 	// remoteRetry is how often the host looks for a process in the guest.
 	remoteRetry = 200 * time.Millisecond
-	// remoteGreeting bounds the wait for its first line. Where nobody waits the guest says so at once; who waits has one connection only, so this is not to be
-	// left for a busy host.
+	// remoteGreeting bounds the wait for its first line. Where nobody waits the guest says so at
+	// once; who waits has one connection only, so this is not to be left for a busy host.
 	remoteGreeting = time.Minute
 )
 
-// Lend lets processes in the guest that have RemoteEnv in their environment use the lab, one at a time, until the test ends. There Borrow gives them
-// server, which stays, and Start boots guests of their own, with the options as adapt changes them; what a process leaves behind ends with
-// it. Captures are in the test's artifact directory. Lend may be called again when the test has ended.
+// Lend lets processes in the guest that have RemoteEnv in their environment use the lab, one at a
+// time, until the test ends. There Borrow gives them server, which stays, and Start boots guests of
+// their own, with the options as adapt changes them; what a process leaves behind ends with it.
+// Captures are in the test's artifact directory. Lend may be called again when the test has ended.
 func (g *Guest) Lend(t testing.TB, server *Guest, adapt func(*Options)) {
 	over := make(chan struct{})
 	var work sync.WaitGroup
@@ -242,7 +243,8 @@ func (l *lease) capture(r *remoteRequest) remoteAnswer {
 	return remoteAnswer{Text: text, Err: packError(err)}
 }
 
-// A lentTest stands for a test that runs elsewhere: it keeps what is to be told there. Its artifact directory is the host's test's.
+// A lentTest stands for a test that runs elsewhere: it keeps what is to be told there. Its artifact
+// directory is the host's test's.
 type lentTest struct {
 	testing.TB // of Lend
 

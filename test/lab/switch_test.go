@@ -49,7 +49,8 @@ var broadcast = [6]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff}
 
 // frame makes a frame.
 func (s station) frame(to [6]byte, body string) []byte {
-	return append(append(append(to[:], s.mac[:]...), 0x88, 0xb5), body...) // 88b5 is for experiments, IEEE 802
+	// 88b5 is for experiments, IEEE 802
+	return append(append(append(to[:], s.mac[:]...), 0x88, 0xb5), body...)
 }
 
 // put sends a frame by the cable.

@@ -10,14 +10,16 @@ import (
 func counter() uint64
 
 const (
-	// tscSpan is what the counter is measured over. The two readings are some ten microseconds wrong at worst, which no guest's clock notices.
+	// tscSpan is what the counter is measured over. The two readings are some ten microseconds
+	// wrong at worst, which no guest's clock notices.
 	tscSpan = 50 * time.Millisecond
 	// tscReadings is how many readings the one is chosen from that nothing came between.
 	tscReadings = 20
 )
 
-// tscKHz is the counter's rate. A guest's kernel would measure it against an emulated timer, and on a busy host be wrong by any factor: its
-// clock would run as many times too fast or too slow, and its timeouts with it.
+// tscKHz is the counter's rate. A guest's kernel would measure it against an emulated timer, and on
+// a busy host be wrong by any factor: its clock would run as many times too fast or too slow, and
+// its timeouts with it.
 var tscKHz = sync.OnceValue(func() int {
 	begin, from := reading()
 	time.Sleep(tscSpan)

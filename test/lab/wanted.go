@@ -8,8 +8,9 @@ import (
 	"time"
 )
 
-// wantEnv is the environment variable that says how much of the lab is wanted: "0" makes tests skip everywhere, "1" makes them fail where it
-// cannot run, and "all" has them run what a routine run leaves out, too. Otherwise they skip where there are no images.
+// wantEnv is the environment variable that says how much of the lab is wanted: "0" makes tests skip
+// everywhere, "1" makes them fail where it cannot run, and "all" has them run what a routine run
+// leaves out, too. Otherwise they skip where there are no images.
 const wantEnv = "NFSRDMAD_LAB"
 
 // SkipUnwanted skips a test where no virtual machines are wanted. Start does it by itself.
@@ -20,7 +21,8 @@ func SkipUnwanted(t testing.TB) {
 	}
 }
 
-// Whole reports whether everything is to be run, on every kernel and every device, whatever time it takes.
+// Whole reports whether everything is to be run, on every kernel and every device, whatever time it
+// takes.
 func Whole() bool { return os.Getenv(wantEnv) == "all" }
 
 // Tested are the kernels to test on: the newest, or all.
@@ -46,7 +48,8 @@ const rdmaHeader = "/usr/include/rdma/rdma_cma.h"
 // buildLimit is far above what a build takes.
 const buildLimit = 10 * time.Minute
 
-// BuildRDMA runs a command of go, "build" or "test", with the rdma-core provider. What it makes needs the libraries of its guest.
+// BuildRDMA runs a command of go, "build" or "test", with the rdma-core provider. What it makes
+// needs the libraries of its guest.
 func BuildRDMA(t testing.TB, command string, args ...string) {
 	t.Helper()
 	if _, err := os.Stat(rdmaHeader); err != nil {

@@ -52,7 +52,8 @@ func decodeMount(b []byte) (Stat, Result, error) {
 	return stat, res, err
 }
 
-// decodeExports reads the exports of EXPORT (RFC 1813 §5.2.5). The lists are as long as the record allows, and no longer.
+// decodeExports reads the exports of EXPORT (RFC 1813 §5.2.5). The lists are as long as the record
+// allows, and no longer.
 func decodeExports(b []byte) ([]Export, error) {
 	d := sunrpc.NewDecoder(b)
 	var list []Export

@@ -9,15 +9,16 @@ import (
 	"syscall"
 )
 
-// Reserved source ports that are tried. Below 665 lie the ports of most services; Linux's own clients keep the same distance.
+// Reserved source ports that are tried. Below 665 lie the ports of most services; Linux's own
+// clients keep the same distance.
 const (
 	minReserved = 665
 	maxReserved = 1023
 	numReserved = maxReserved - minReserved + 1
 )
 
-// dial connects to host:port. With reserved set it comes from a reserved port when it may and one is free, because many servers let
-// only those in; otherwise from any port, and the server decides.
+// dial connects to host:port. With reserved set it comes from a reserved port when it may and one
+// is free, because many servers let only those in; otherwise from any port, and the server decides.
 func dial(ctx context.Context, host string, port int, reserved bool) (net.Conn, error) {
 	addr := net.JoinHostPort(host, strconv.Itoa(port))
 	if reserved {
@@ -44,8 +45,8 @@ func isBindError(err error) bool {
 	return errors.Is(err, syscall.EADDRINUSE) || errors.Is(err, syscall.EADDRNOTAVAIL) || errors.Is(err, syscall.EACCES)
 }
 
-// reuseAddr lets a socket have a port that an earlier connection, to another server perhaps, still keeps in TIME-WAIT: there are too few reserved ports
-// to wait a minute for each.
+// reuseAddr lets a socket have a port that an earlier connection, to another server perhaps, still
+// keeps in TIME-WAIT: there are too few reserved ports to wait a minute for each.
 func reuseAddr(_, _ string, c syscall.RawConn) error {
 	var optErr error
 	err := c.Control(func(fd uintptr) { optErr = syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_REUSEADDR, 1) })

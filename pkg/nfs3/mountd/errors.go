@@ -22,8 +22,9 @@ const (
 	MountdUnreachable
 	// NoExport: the server does not have the directory (MNT3ERR_NOENT, MNT3ERR_NOTDIR).
 	NoExport
-	// Refused: the server has it, but not for this client (MNT3ERR_ACCES, MNT3ERR_PERM, or the credential was denied). Some
-	// servers, NFS-Ganesha among them, answer so for a path that they do not export at all.
+	// Refused: the server has it, but not for this client (MNT3ERR_ACCES, MNT3ERR_PERM, or the
+	// credential was denied). Some servers, NFS-Ganesha among them, answer so for a path that they
+	// do not export at all.
 	Refused
 	// OtherStatus: the server answered another mountstat3; see Error.Status.
 	OtherStatus

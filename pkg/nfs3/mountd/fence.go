@@ -15,7 +15,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// maxRecord is the largest call and the largest reply in octets: far above any MNT, and room for some hundred exports.
+// maxRecord is the largest call and the largest reply in octets: far above any MNT, and room for
+// some hundred exports.
 const maxRecord = 64 << 10
 
 var (
@@ -23,7 +24,8 @@ var (
 	errLocal    = errors.New("the loopback connection to the RPC client failed")
 )
 
-// A fence relays between go-nfs-client on a loopback connection and the server on peer; see the package's doc.
+// A fence relays between go-nfs-client on a loopback connection and the server on peer; see the
+// package's doc.
 type fence struct {
 	peer net.Conn
 	ln   *net.TCPListener
@@ -35,8 +37,8 @@ type fence struct {
 	err    error // why the relay ended
 }
 
-// through runs use with a client of go-nfs-client whose server is peer. peer is closed afterwards, and when ctx ends. An error of the relay
-// goes before what the library makes of it.
+// through runs use with a client of go-nfs-client whose server is peer. peer is closed afterwards,
+// and when ctx ends. An error of the relay goes before what the library makes of it.
 func through(ctx context.Context, peer net.Conn, use func(*rpc.Client) error) error {
 	f, err := newFence(ctx, peer)
 	if err != nil {
@@ -77,7 +79,8 @@ func newFence(ctx context.Context, peer net.Conn) (*fence, error) {
 	return &fence{peer: peer, ln: ln, from: net.IPv4(127, byte(host>>16), byte(host>>8), byte(host))}, nil
 }
 
-// use dials the fence with the library's client and runs fn; a panic in the library becomes an error.
+// use dials the fence with the library's client and runs fn; a panic in the library becomes an
+// error.
 func (f *fence) use(fn func(*rpc.Client) error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -138,7 +141,8 @@ func (f *fence) accept() (net.Conn, error) {
 	}
 }
 
-// relay passes calls and replies until either side ends, or the server answers anything but success.
+// relay passes calls and replies until either side ends, or the server answers anything but
+// success.
 func (f *fence) relay() error {
 	client, err := f.accept()
 	if err != nil {

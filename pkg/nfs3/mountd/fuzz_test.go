@@ -29,8 +29,9 @@ type oracleMount struct {
 // oracleLimit keeps the oracle, which allocates by claimed lengths, from doing so without bound.
 const oracleLimit = 4096
 
-// FuzzDecode gives the octets to each decoder as its results. What decodes must be what the oracle reads, or come back the same when it
-// is encoded and decoded again; memory follows the octets, not the lengths in them.
+// FuzzDecode gives the octets to each decoder as its results. What decodes must be what the oracle
+// reads, or come back the same when it is encoded and decoded again; memory follows the octets, not
+// the lengths in them.
 func FuzzDecode(f *testing.F) {
 	f.Add(unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006"))
 	f.Add(unhex("00000002"))
@@ -91,8 +92,9 @@ func encodeDump(list []Entry) (b []byte) {
 	return sunrpc.AppendBool(b, false)
 }
 
-// FuzzReplies is a server that answers the port mapper's and MOUNT's calls with any record, whose XID is the call's when match is set. Each
-// call ends, without a panic, in an error of this package or in what the record says.
+// FuzzReplies is a server that answers the port mapper's and MOUNT's calls with any record, whose
+// XID is the call's when match is set. Each call ends, without a panic, in an error of this package
+// or in what the record says.
 func FuzzReplies(f *testing.F) {
 	f.Add(true, append(sunrpc.AppendAcceptedReply(nil, 1, sunrpc.Success), 0, 0, 8, 1))
 	f.Add(false, append(sunrpc.AppendAcceptedReply(nil, 1, sunrpc.Success), 0, 0, 8, 1))

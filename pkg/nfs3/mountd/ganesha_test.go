@@ -22,7 +22,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// TestGanesha finds NFS-Ganesha through rpcbind, mounts and unmounts. All of it runs in a network namespace of its own, where port 111 is free.
+// TestGanesha finds NFS-Ganesha through rpcbind, mounts and unmounts. All of it runs in a network
+// namespace of its own, where port 111 is free.
 func TestGanesha(t *testing.T) {
 	// The thread is not unlocked: it is of no use to others, and ends with the test.
 	runtime.LockOSThread()
@@ -128,8 +129,9 @@ func record(t *testing.T, s *ganeshatest.Server, a mountd.Args) {
 
 const nfs3Program = 100003
 
-// tap listens on a port that leads to the server's, for one connection, and shows the replies. Both sockets are made here, in the test's
-// network namespace. wait returns when the connection has ended.
+// tap listens on a port that leads to the server's, for one connection, and shows the replies. Both
+// sockets are made here, in the test's network namespace. wait returns when the connection has
+// ended.
 func tap(t *testing.T, port int, replies chan<- []byte) (tapped int, wait func()) {
 	t.Helper()
 	ln, err := net.Listen("tcp4", "127.0.0.1:0")

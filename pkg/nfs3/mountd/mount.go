@@ -35,13 +35,14 @@ type Args struct {
 	Host   string // name or address of the server, without a port
 	Export string // absolute path; for Mount and Unmount
 
-	// Port of the MOUNT service. 0 asks the server's port mapper; when the server has none (it refuses the connection), the port
-	// that IANA assigned is tried.
+	// Port of the MOUNT service. 0 asks the server's port mapper; when the server has none (it
+	// refuses the connection), the port that IANA assigned is tried.
 	Port int
 	// PortmapPort is the port of the port mapper; 0 means 111.
 	PortmapPort int
 
-	// Cred is the AUTH_SYS credential; nil is AUTH_NONE, which is enough for everything but MNT and UMNT.
+	// Cred is the AUTH_SYS credential; nil is AUTH_NONE, which is enough for everything but MNT and
+	// UMNT.
 	Cred *sunrpc.AuthSys
 
 	// Timeout bounds the whole call, names included; 0 means DefaultTimeout.
@@ -83,7 +84,8 @@ func Mount(ctx context.Context, a Args) (Result, error) {
 	return res, nil
 }
 
-// Unmount lets the server forget the mount (UMNT, RFC 1813 §5.2.3). It is a courtesy: nothing depends on it.
+// Unmount lets the server forget the mount (UMNT, RFC 1813 §5.2.3). It is a courtesy: nothing
+// depends on it.
 func Unmount(ctx context.Context, a Args) error {
 	return a.call(ctx, "UMNT", nfs.MountProc3UMNT, nil)
 }
@@ -93,7 +95,8 @@ func Null(ctx context.Context, a Args) error {
 	return a.call(ctx, "NULL", nfs.MountProc3Null, nil)
 }
 
-// Exports lists what the server exports (EXPORT, RFC 1813 §5.2.5). A list of more than 64 KiB is an error.
+// Exports lists what the server exports (EXPORT, RFC 1813 §5.2.5). A list of more than 64 KiB is an
+// error.
 func Exports(ctx context.Context, a Args) (list []Export, err error) {
 	err = a.call(ctx, "EXPORT", nfs.MountProc3Export, func(_ int, b []byte) error {
 		list, err = decodeExports(b)
@@ -102,7 +105,8 @@ func Exports(ctx context.Context, a Args) (list []Export, err error) {
 	return list, err
 }
 
-// Dump lists the mounts that the server remembers, of all clients (DUMP, RFC 1813 §5.2.2). A list of more than 64 KiB is an error.
+// Dump lists the mounts that the server remembers, of all clients (DUMP, RFC 1813 §5.2.2). A list
+// of more than 64 KiB is an error.
 func Dump(ctx context.Context, a Args) (list []Entry, err error) {
 	err = a.call(ctx, "DUMP", procDump, func(_ int, b []byte) error {
 		list, err = decodeDump(b)
@@ -111,7 +115,8 @@ func Dump(ctx context.Context, a Args) (list []Entry, err error) {
 	return list, err
 }
 
-// GetPort asks the port mapper of a.Host for the TCP port of a program (PMAPPROC_GETPORT, RFC 1833 §3.2). Errors are [*Error].
+// GetPort asks the port mapper of a.Host for the TCP port of a program (PMAPPROC_GETPORT, RFC 1833
+// §3.2). Errors are [*Error].
 func GetPort(ctx context.Context, a Args, prog, vers uint32) (int, error) {
 	ctx, cancel := a.bound(ctx)
 	defer cancel()
@@ -157,7 +162,8 @@ func (a *Args) getPort(ctx context.Context, prog, vers uint32) (int, error) {
 
 const maxPort = 1<<16 - 1
 
-// header and its two calls are go-nfs-client's way to say a call: the fields follow the RPC header in XDR.
+// header and its two calls are go-nfs-client's way to say a call: the fields follow the RPC header
+// in XDR.
 type (
 	plainCall struct {
 		rpc.Header
@@ -233,7 +239,8 @@ func (a *Args) mountPort(ctx context.Context, e *Error) (int, error) {
 	if err == nil {
 		return port, nil
 	}
-	// Alive, but without a port mapper, as servers of NFSv4 with one foot in version 3 are: the assigned port is worth one try.
+	// Alive, but without a port mapper, as servers of NFSv4 with one foot in version 3 are: the
+	// assigned port is worth one try.
 	if errors.Is(err, syscall.ECONNREFUSED) && a.PortmapPort == 0 && a.listens(ctx, MountPort) {
 		return MountPort, nil
 	}
@@ -258,12 +265,14 @@ func (a *Args) header(proc uint32) rpc.Header {
 	h := rpc.Header{Rpcvers: sunrpc.RPCVersion, Prog: nfs.MountProg, Vers: nfs.MountVers, Proc: proc, Cred: rpc.AuthNull, Verf: rpc.AuthNull}
 	if a.Cred != nil {
 		encoded := sunrpc.AppendAuthSys(nil, a.Cred)
-		h.Cred = rpc.Auth{Flavor: sunrpc.FlavorSys, Body: encoded[sunrpc.AuthNoneSize:]} // behind flavor and length
+		// behind flavor and length
+		h.Cred = rpc.Auth{Flavor: sunrpc.FlavorSys, Body: encoded[sunrpc.AuthNoneSize:]}
 	}
 	return h
 }
 
-// fill completes e with its cause and the kind that the cause is; unanswered is the kind of silence and of a refused connection.
+// fill completes e with its cause and the kind that the cause is; unanswered is the kind of silence
+// and of a refused connection.
 func (e *Error) fill(err error, unanswered Kind) error {
 	var own *Error
 	if errors.As(err, &own) {

@@ -32,7 +32,8 @@ func unhex(s string) []byte {
 	return b
 }
 
-// peer is a TCP server whose connections behave as serve says, for the length of the test. It returns its port.
+// peer is a TCP server whose connections behave as serve says, for the length of the test. It
+// returns its port.
 func peer(t *testing.T, serve func(conn net.Conn)) int {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -162,7 +163,8 @@ func TestLists(t *testing.T) {
 	}
 }
 
-// TestBadServers are servers that refuse, fail and lie: each is an error of its kind, in bounded time, and the text says whom and what.
+// TestBadServers are servers that refuse, fail and lie: each is an error of its kind, in bounded
+// time, and the text says whom and what.
 func TestBadServers(t *testing.T) {
 	success := func(body string) func(t *testing.T) int {
 		return func(t *testing.T) int { return results(t, body) }
@@ -368,7 +370,8 @@ func TestFenceRecovers(t *testing.T) {
 	}
 }
 
-// TestFenceTakesOneClient turns away a connection that comes from elsewhere, and still serves the right one.
+// TestFenceTakesOneClient turns away a connection that comes from elsewhere, and still serves the
+// right one.
 func TestFenceTakesOneClient(t *testing.T) {
 	a, b := net.Pipe()
 	defer b.Close()

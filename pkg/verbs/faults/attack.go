@@ -24,8 +24,9 @@ type target struct {
 	n    int
 }
 
-// An attacker posts what a server must not, behind the Sends of one queue pair. The data of a late Write are those of the
-// Write that it repeats: only when it gets through to memory that has been given to somebody else does it do harm.
+// An attacker posts what a server must not, behind the Sends of one queue pair. The data of a late
+// Write are those of the Write that it repeats: only when it gets through to memory that has been
+// given to somebody else does it do harm.
 type attacker struct {
 	q    *queuePair
 	mr   verbs.MR
@@ -70,8 +71,8 @@ func (a *attacker) release() {
 	})
 }
 
-// plan draws the attacks behind a chain that is about to be posted. After the post its memory may belong to somebody else.
-// Caller holds the queue pair's mu.
+// plan draws the attacks behind a chain that is about to be posted. After the post its memory may
+// belong to somebody else. Caller holds the queue pair's mu.
 func (a *attacker) plan(chain []*verbs.WorkRequest) (list []attack) {
 	var writes []*verbs.WorkRequest // since the last Send
 	for _, wr := range chain {
@@ -135,7 +136,8 @@ func (a *attacker) remember(t target) {
 	a.reads = append(a.reads, t)
 }
 
-// afterReads repeats the oldest RDMA Read that was not: with several calls under way its call is the likeliest to be over.
+// afterReads repeats the oldest RDMA Read that was not: with several calls under way its call is
+// the likeliest to be over.
 func (a *attacker) afterReads(list []attack) []attack {
 	if !a.q.p.plan.rules[lateRead].on || len(a.reads) == 0 {
 		return list
@@ -166,7 +168,8 @@ func (a *attacker) afterWrites(list []attack, writes []*verbs.WorkRequest) []att
 	})
 }
 
-// draw decides an event of kind k, and adds the attack that build makes if it strikes and there is room for it.
+// draw decides an event of kind k, and adds the attack that build makes if it strikes and there is
+// room for it.
 func (a *attacker) draw(list []attack, k kind, build func(event uint64, buf []byte) verbs.WorkRequest) []attack {
 	event, strikes := a.q.p.event(k)
 	if !strikes {
@@ -180,7 +183,8 @@ func (a *attacker) draw(list []attack, k kind, build func(event uint64, buf []by
 	}
 }
 
-// wildAddr is one octet before the memory of the last Write's key, as far as the chain shows it, or far behind.
+// wildAddr is one octet before the memory of the last Write's key, as far as the chain shows it, or
+// far behind.
 func wildAddr(plan *Plan, event uint64, writes []*verbs.WorkRequest) uint64 {
 	last := writes[len(writes)-1]
 	if plan.choose(wildWrite, event, saltVariant, 2) == 0 {
@@ -207,7 +211,8 @@ func stray(buf []byte) []byte {
 	return buf[:wildBytes]
 }
 
-// post posts an attack past the consumer. It is signaled, so that its memory and its place on the queue are free again.
+// post posts an attack past the consumer. It is signaled, so that its memory and its place on the
+// queue are free again.
 func (a *attacker) post(at *attack) {
 	q := a.q
 	at.wr.Signaled = true

@@ -12,7 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// attacked is a client with registered memory in the middle of other memory, and a server with faults.
+// attacked is a client with registered memory in the middle of other memory, and a server with
+// faults.
 type attacked struct {
 	c, s *side
 	p    *faults.Provider
@@ -59,7 +60,8 @@ func (a *attacked) reply(data string, fenced bool) {
 		a.s.wr("send", send))
 }
 
-// refused asserts that the client ended the connection over one access, and that all of its memory but data is clean.
+// refused asserts that the client ended the connection over one access, and that all of its memory
+// but data is clean.
 func (a *attacked) refused(t *testing.T, data string) {
 	t.Helper()
 	cause := a.c.wantGone()
@@ -94,7 +96,8 @@ func TestLateWrite(t *testing.T) {
 	wantCounts(t, a.p, faults.Count{Name: "late-write", Injected: 1})
 }
 
-// TestLateWriteRepeats: a client that does not fence gets the same octets once more, at the same place.
+// TestLateWriteRepeats: a client that does not fence gets the same octets once more, at the same
+// place.
 func TestLateWriteRepeats(t *testing.T) {
 	const data = "sixteen octets.."
 	a := attack(t, "seed=1,late-write=2:1s", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)

@@ -6,8 +6,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A completionQueue calls handlers one after the other, whether the completion comes from the inner queue's goroutine or,
-// delayed or made up, from another.
+// A completionQueue calls handlers one after the other, whether the completion comes from the inner
+// queue's goroutine or, delayed or made up, from another.
 type completionQueue struct {
 	inner verbs.CQ
 

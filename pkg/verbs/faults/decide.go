@@ -11,8 +11,8 @@ import (
 // errReset is what the end of a connection that nobody asked for looks like.
 var errReset = &net.OpError{Op: "read", Net: "rdma", Err: syscall.ECONNRESET}
 
-// decide draws the faults for a chain, in the order of their kinds; the first that strikes has it, and what the others would
-// have seen in it are no events of theirs.
+// decide draws the faults for a chain, in the order of their kinds; the first that strikes has it,
+// and what the others would have seen in it are no events of theirs.
 func (q *queuePair) decide(chain []*verbs.WorkRequest) (cut, bool) {
 	if len(chain) == 0 {
 		return cut{}, false

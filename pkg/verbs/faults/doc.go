@@ -1,6 +1,7 @@
-// Package faults is a verbs provider that breaks another on purpose: [New] decorates any [verbs.Provider] with the faults of a
-// [Plan], for tests, for the lab and for operators who want to see how their mounts take them. It does not depend on the testing
-// package, so that a daemon may link it; whoever turns it on must say so loudly, and New itself logs a warning.
+// Package faults is a verbs provider that breaks another on purpose: [New] decorates any
+// [verbs.Provider] with the faults of a [Plan], for tests, for the lab and for operators who want
+// to see how their mounts take them. It does not depend on the testing package, so that a daemon
+// may link it; whoever turns it on must say so loudly, and New itself logs a warning.
 //
 // # Plans
 //
@@ -8,11 +9,13 @@
 //
 //	seed=42,disconnect-every=100,post-fail=50:2,delay-reply=~30:20ms
 //
-// N is an interval, counted in the events that the fault can strike, over all connections of the provider: N strikes at exactly
-// every Nth, ~N at random with mean N. K is a position in a chain of work requests, from 0, or * for a random one. D is a duration.
-// Whether the event numbered k of a fault is struck, and every other choice, is a function of the seed, the fault and k alone: the
-// same order of events meets the same faults. Without seed= one is chosen; [Plan.String] prints it with the rest, and
-// what it prints repeats the run. With several goroutines that post at the same time the order of events is theirs, and only the ordinals are the same.
+// N is an interval, counted in the events that the fault can strike, over all connections of the
+// provider: N strikes at exactly every Nth, ~N at random with mean N. K is a position in a chain of
+// work requests, from 0, or * for a random one. D is a duration. Whether the event numbered k of a
+// fault is struck, and every other choice, is a function of the seed, the fault and k alone: the
+// same order of events meets the same faults. Without seed= one is chosen; [Plan.String] prints it
+// with the rest, and what it prints repeats the run. With several goroutines that post at the same
+// time the order of events is theirs, and only the ordinals are the same.
 //
 // # Faults
 //
@@ -53,31 +56,39 @@
 //   - wild-write=N: every Nth Send with an RDMA Write in its chain is followed by a Write with its key one
 //     octet before its memory, or far behind it. The peer is to refuse it, count it, end the connection.
 //
-// A chain can be struck by one of disconnect-every, post-fail, flush-reg, reg-error and linv-error only, the first of them in this order;
-// it is then no event for those behind it. Faults that end the connection do what a device does: the queue pair goes to the error state, what
-// the device has not executed is flushed, requests of earlier chains included, in the order posted; OnDisconnect is called with an [*Error]
-// that unwraps to the system's error. All errors that faults return are, or wrap, an [*Error], but for the [verbs.ErrQPState] of a
-// post that found its connection torn down.
+// A chain can be struck by one of disconnect-every, post-fail, flush-reg, reg-error and linv-error
+// only, the first of them in this order; it is then no event for those behind it. Faults that end
+// the connection do what a device does: the queue pair goes to the error state, what the device has
+// not executed is flushed, requests of earlier chains included, in the order posted; OnDisconnect
+// is called with an [*Error] that unwraps to the system's error. All errors that faults return are,
+// or wrap, an [*Error], but for the [verbs.ErrQPState] of a post that found its connection torn
+// down.
 //
-// late-write, late-read, stale-key and wild-write are for the side that a server decorates; it is the peer that must withstand them. They are
-// posted beside the consumer's requests, at most 8 at a time on one queue pair, more are left out; the devices' and queues' limits are lowered and
-// raised by so many. They take it that a server posts the last Write of a reply in one chain with the Send, and that the first Write of a segment
-// in that chain is at the segment's start. The data of a late Write are those that it repeats, so that it harms nobody when the client has not
-// fenced the memory yet, and whoever got the memory next when the fence does not hold.
+// late-write, late-read, stale-key and wild-write are for the side that a server decorates; it is
+// the peer that must withstand them. They are posted beside the consumer's requests, at most 8 at a
+// time on one queue pair, more are left out; the devices' and queues' limits are lowered and raised
+// by so many. They take it that a server posts the last Write of a reply in one chain with the
+// Send, and that the first Write of a segment in that chain is at the segment's start. The data of
+// a late Write are those that it repeats, so that it harms nobody when the client has not fenced
+// the memory yet, and whoever got the memory next when the fence does not hold.
 //
-// Only what was done is counted ([Provider.Counts]): a Write whose connection had ended before it was due is not.
+// Only what was done is counted ([Provider.Counts]): a Write whose connection had ended before it
+// was due is not.
 //
 // # What it promises
 //
-// Without faults a decorated provider passes the conformance suite of verbstest. Work requests are copied, never changed. Each
-// request posted completes exactly once, on the decorated queue pair, and handlers of one completion queue run one at a time. Drain and
-// Close return when that has happened: a message that is being delayed is then delivered at once, an attack that is put off is dropped. OnDisconnect
-// is called at most once. It allocates for every post; it is not for benchmarks.
+// Without faults a decorated provider passes the conformance suite of verbstest. Work requests are
+// copied, never changed. Each request posted completes exactly once, on the decorated queue pair,
+// and handlers of one completion queue run one at a time. Drain and Close return when that has
+// happened: a message that is being delayed is then delivered at once, an attack that is put off is
+// dropped. OnDisconnect is called at most once. It allocates for every post; it is not for
+// benchmarks.
 //
 // # Goroutines and locks
 //
-// A timer for each message delayed and each attack put off, and one goroutine that ends a connection; all of them end with the Drain or
-// Close of their queue pair, but for a call of OnDisconnect that is still running.
+// A timer for each message delayed and each attack put off, and one goroutine that ends a
+// connection; all of them end with the Drain or Close of their queue pair, but for a call of
+// OnDisconnect that is still running.
 //
 //	completionQueue.mu    held around each handler, which may post: taken before queuePair.mu
 //	queuePair.mu          the state, the order of posts, the requests that will never reach the device; held around the inner PostSend, which never waits

@@ -2,7 +2,8 @@ package faults
 
 import "time"
 
-// A kind is one fault. Its number is part of every decision, so that a seed means the same in every run of a version.
+// A kind is one fault. Its number is part of every decision, so that a seed means the same in every
+// run of a version.
 type kind uint8
 
 const (
@@ -37,16 +38,16 @@ const (
 
 var formSyntax = [...]string{"N", "N:K", "N:D", "N[:D]", "C"}
 
-// defaultLate is how long after the Send a late access comes unless the plan says otherwise: long enough for a client
-// to fence what the Send was the answer for.
+// defaultLate is how long after the Send a late access comes unless the plan says otherwise: long
+// enough for a client to fence what the Send was the answer for.
 const defaultLate = 5 * time.Millisecond
 
 // A Fault describes one fault for help texts and documentation.
 type Fault struct {
 	// Name as plans spell it, without the argument.
 	Name string
-	// Syntax is the argument: N an interval in events (~N a random one of mean N), K a position in a chain counted from 0
-	// (* a random one), D a duration as Go writes it, C a number of credits.
+	// Syntax is the argument: N an interval in events (~N a random one of mean N), K a position in
+	// a chain counted from 0 (* a random one), D a duration as Go writes it, C a number of credits.
 	Syntax string
 	// Does tells what happens at the level of verbs.
 	Does string

@@ -84,7 +84,8 @@ func newSide(t testing.TB, id verbs.ConnID) *side {
 	return s
 }
 
-// connect makes a connection between two providers; the client's first message, with which the server may speak, is through.
+// connect makes a connection between two providers; the client's first message, with which the
+// server may speak, is through.
 func connect(t testing.TB, client, server verbs.Provider) (c, s *side) {
 	t.Helper()
 	l, err := server.Listen(within(t), loopback)

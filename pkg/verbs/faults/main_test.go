@@ -12,8 +12,8 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// TestConformance: without faults the decorator is a provider like any other, with those that never strike too, as then
-// every path but the fault's own is taken.
+// TestConformance: without faults the decorator is a provider like any other, with those that never
+// strike too, as then every path but the fault's own is taken.
 func TestConformance(t *testing.T) {
 	for name, spec := range map[string]string{
 		"empty": "",

@@ -62,7 +62,8 @@ func innerMR(mr verbs.MR) verbs.MR {
 // RegMR is the inner domain's: nothing that it makes has a remote right.
 func (d *protectionDomain) RegMR(buf []byte) (verbs.MR, error) { return d.inner.RegMR(buf) }
 
-// Dealloc first destroys the MRs whose Dereg was made to fail, as the teardown of a real domain does.
+// Dealloc first destroys the MRs whose Dereg was made to fail, as the teardown of a real domain
+// does.
 func (d *protectionDomain) Dealloc() error {
 	d.mu.Lock()
 	orphans := d.orphans

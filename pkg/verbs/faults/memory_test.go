@@ -33,7 +33,8 @@ func TestAllocFail(t *testing.T) {
 	wantCounts(t, p, faults.Count{Name: "alloc-fail", Injected: 3})
 }
 
-// TestDeregFail: the MR whose Dereg failed can be reached by the peer as before, is still counted, and goes with its domain.
+// TestDeregFail: the MR whose Dereg failed can be reached by the peer as before, is still counted,
+// and goes with its domain.
 func TestDeregFail(t *testing.T) {
 	p := broken(t, "seed=1,dereg-fail=2")
 	c, s := clean(t, p)

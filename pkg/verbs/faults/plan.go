@@ -24,15 +24,16 @@ type rule struct {
 	value    uint32        // C
 }
 
-// A Plan says which faults are injected, how often, and from which seed. It does not change once parsed; safe for concurrent use.
+// A Plan says which faults are injected, how often, and from which seed. It does not change once
+// parsed; safe for concurrent use.
 type Plan struct {
 	seed  uint64
 	rules [numKinds]rule
 }
 
-// Parse reads a plan: words with a comma between them, each a fault with its argument (see [All]), or seed=S. An interval N
-// strikes at exactly every Nth event, ~N at random with mean N. Without seed= one is chosen. The empty string is a plan without faults.
-// Errors name the word.
+// Parse reads a plan: words with a comma between them, each a fault with its argument (see [All]),
+// or seed=S. An interval N strikes at exactly every Nth event, ~N at random with mean N. Without
+// seed= one is chosen. The empty string is a plan without faults. Errors name the word.
 func Parse(spec string) (*Plan, error) {
 	p := &Plan{}
 	seeded := false
@@ -227,7 +228,8 @@ const (
 	saltVariant
 )
 
-// draw is a pseudo-random number that depends on nothing but the seed and its arguments (SplitMix64's finalizer over each).
+// draw is a pseudo-random number that depends on nothing but the seed and its arguments
+// (SplitMix64's finalizer over each).
 func (p *Plan) draw(k kind, event, salt uint64) uint64 {
 	x := p.seed
 	for _, v := range [...]uint64{uint64(k) + 1, event, salt} {

@@ -94,7 +94,8 @@ func TestParseSeed(t *testing.T) {
 	}
 }
 
-// TestDocumented: every fault is in the table of the package page, with its syntax, and in the sample of this test.
+// TestDocumented: every fault is in the table of the package page, with its syntax, and in the
+// sample of this test.
 func TestDocumented(t *testing.T) {
 	doc, err := os.ReadFile("doc.go")
 	if err != nil {

@@ -13,7 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
-// linvs is a chain of n LocalInvs of an MR that is invalid already: each succeeds as soon as it is posted.
+// linvs is a chain of n LocalInvs of an MR that is invalid already: each succeeds as soon as it is
+// posted.
 func (s *side) linvs(n int) []*verbs.WorkRequest {
 	key := s.mr().RKey()
 	var wrs []*verbs.WorkRequest
@@ -262,7 +263,8 @@ func TestSameSeedSameFaults(t *testing.T) {
 	}
 }
 
-// TestDrainWaitsForTheDoomed: when Drain returns, the handlers of requests that never reached the device have returned too.
+// TestDrainWaitsForTheDoomed: when Drain returns, the handlers of requests that never reached the
+// device have returned too.
 func TestDrainWaitsForTheDoomed(t *testing.T) {
 	p := broken(t, "seed=1,flush-reg=1")
 	c, _ := clean(t, p)

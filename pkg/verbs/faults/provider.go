@@ -21,7 +21,8 @@ type Provider struct {
 	injected [numKinds]atomic.Uint64 // struck
 }
 
-// New decorates inner with the faults of plan. log, which may be nil, is told of the plan as a warning and of each fault at debug level.
+// New decorates inner with the faults of plan. log, which may be nil, is told of the plan as a
+// warning and of each fault at debug level.
 func New(inner verbs.Provider, plan *Plan, log hclog.Logger) *Provider {
 	if log == nil {
 		log = hclog.NewNullLogger()
@@ -72,8 +73,8 @@ func (p *Provider) count(k kind, event uint64) {
 	}
 }
 
-// An Error is the error, or the cause of a disconnect, that an injected fault ends in. It unwraps to the
-// error that a real device or network would have shown.
+// An Error is the error, or the cause of a disconnect, that an injected fault ends in. It unwraps
+// to the error that a real device or network would have shown.
 type Error struct {
 	// Fault is the name as in the plan.
 	Fault string

@@ -30,9 +30,10 @@ type queuePair struct {
 	}
 
 	mu     sync.Mutex
-	dead   bool          // guarded by mu, as all below
-	doomed []doomed      // accepted, never posted
-	killed chan struct{} // closed when doomed have completed; nil while no fault ended the connection
+	dead   bool     // guarded by mu, as all below
+	doomed []doomed // accepted, never posted
+	// closed when doomed have completed; nil while no fault ended the connection
+	killed chan struct{}
 }
 
 // A doomed request was accepted and will complete without the device having seen it.
@@ -62,7 +63,8 @@ func newQP(p *Provider, pd *protectionDomain, attr verbs.QPInitAttr, create func
 	}
 	if p.plan.attacks() {
 		if q.attack, err = newAttacker(q, pd.inner); err != nil {
-			return nil, fmt.Errorf("faults: create QP: %w", err) // the inner one goes with its connection
+			// the inner one goes with its connection
+			return nil, fmt.Errorf("faults: create QP: %w", err)
 		}
 	}
 	return q, nil
@@ -87,8 +89,9 @@ func (q *queuePair) disconnected(cause error) {
 	})
 }
 
-// kill ends the connection as a fault: the inner queue pair goes to the error state, the doomed complete behind all that the
-// device had, and OnDisconnect is called. Caller holds mu, and q was not dead.
+// kill ends the connection as a fault: the inner queue pair goes to the error state, the doomed
+// complete behind all that the device had, and OnDisconnect is called. Caller holds mu, and q was
+// not dead.
 func (q *queuePair) kill(cause error) {
 	q.dead = true
 	q.killed = make(chan struct{})
@@ -107,7 +110,8 @@ func (q *queuePair) kill(cause error) {
 	}()
 }
 
-// Drain waits for the inner queues, then for the completions of the decorator: what was delayed is delivered at once.
+// Drain waits for the inner queues, then for the completions of the decorator: what was delayed is
+// delivered at once.
 func (q *queuePair) Drain() {
 	q.mu.Lock()
 	q.dead = true
@@ -120,7 +124,8 @@ func (q *queuePair) Drain() {
 	q.late.flush()
 }
 
-// Stats are the inner counters with the decorator's requests taken out, and those that it made up put in.
+// Stats are the inner counters with the decorator's requests taken out, and those that it made up
+// put in.
 func (q *queuePair) Stats() verbs.QPStats {
 	s := q.inner.Stats()
 	a := &q.adjust

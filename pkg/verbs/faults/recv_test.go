@@ -21,7 +21,8 @@ func (s *side) receives(n int) (bufs [][]byte) {
 	return bufs
 }
 
-// TestDelayReply: the message delayed by an hour is overtaken by the others, and delivered when the queue is drained.
+// TestDelayReply: the message delayed by an hour is overtaken by the others, and delivered when the
+// queue is drained.
 func TestDelayReply(t *testing.T) {
 	p := broken(t, "seed=1,delay-reply=3:1h")
 	c, s := clean(t, p)
@@ -122,7 +123,8 @@ func TestCredits(t *testing.T) {
 	wantCounts(t, p, faults.Count{Name: "credits", Injected: 2})
 }
 
-// TestHandlersOneAtATime: a delayed message is not delivered beside another. The handler's counter has no lock: the race detector watches too.
+// TestHandlersOneAtATime: a delayed message is not delivered beside another. The handler's counter
+// has no lock: the race detector watches too.
 func TestHandlersOneAtATime(t *testing.T) {
 	const messages = 60
 	p := broken(t, "seed=1,delay-reply=~2:200us")

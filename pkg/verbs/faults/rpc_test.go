@@ -44,7 +44,8 @@ func (file) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply []byte) ([
 	d.Opaque(64)
 	off, n := d.Uint64(), d.Uint32()
 	if h.Proc == procRead {
-		for _, v := range []uint32{0, 0, n, 0, n} { // NFS3_OK, no attributes, count, not the end, length
+		// NFS3_OK, no attributes, count, not the end, length
+		for _, v := range []uint32{0, 0, n, 0, n} {
 			reply = sunrpc.AppendUint32(reply, v)
 		}
 		reply = append(reply, fill(off, int(n))...)
@@ -52,15 +53,18 @@ func (file) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply []byte) ([
 	}
 	d.Uint32()
 	if data := d.Opaque(1 << 20); d.Err() != nil || !bytes.Equal(data, fill(off, len(data))) {
-		return sunrpc.AppendUint32(sunrpc.AppendUint64(reply, 5<<32), 0), nil // NFS3ERR_IO, no wcc data
+		// NFS3ERR_IO, no wcc data
+		return sunrpc.AppendUint32(sunrpc.AppendUint64(reply, 5<<32), 0), nil
 	}
-	for _, v := range []uint32{0, 0, 0, n, 2, 0, 42} { // NFS3_OK, no wcc data, count, FILE_SYNC, verifier
+	// NFS3_OK, no wcc data, count, FILE_SYNC, verifier
+	for _, v := range []uint32{0, 0, 0, n, 2, 0, 42} {
 		reply = sunrpc.AppendUint32(reply, v)
 	}
 	return reply, nil
 }
 
-// TestUnderRPC: verified reads and writes come through what each fault does to the client or to its server.
+// TestUnderRPC: verified reads and writes come through what each fault does to the client or to its
+// server.
 func TestUnderRPC(t *testing.T) {
 	for _, c := range []struct{ name, client, server string }{
 		{"disconnect-every", "disconnect-every=~60", ""},

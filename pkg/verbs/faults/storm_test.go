@@ -44,8 +44,9 @@ func (l *ledger) check(t *testing.T) {
 	}
 }
 
-// TestStorm: under all faults of posts, messages and memory at once, from several goroutines at both ends, each request that was accepted completes exactly once by
-// the time that Drain returns, OnDisconnect comes once, and nothing is left behind.
+// TestStorm: under all faults of posts, messages and memory at once, from several goroutines at
+// both ends, each request that was accepted completes exactly once by the time that Drain returns,
+// OnDisconnect comes once, and nothing is left behind.
 func TestStorm(t *testing.T) {
 	const spec = "seed=%d,disconnect-every=~150,post-fail=~20:*,flush-reg=~80,reg-error=~100,linv-error=~100,delay-reply=~5:2ms,lose-reply=~10," +
 		"alloc-fail=~10,dereg-fail=~5"

@@ -46,8 +46,8 @@ func (t *timers) take(j *job) bool {
 	return false
 }
 
-// flush runs what is left at once, in the order in which it was put off, and waits for what is running. Nothing may be put off
-// at the same time.
+// flush runs what is left at once, in the order in which it was put off, and waits for what is
+// running. Nothing may be put off at the same time.
 func (t *timers) flush() {
 	t.mu.Lock()
 	jobs := t.jobs

@@ -26,7 +26,8 @@ type cmEvent struct {
 	private            []byte
 }
 
-// A channel delivers the connection events of all connections of the process. It exists while there is one.
+// A channel delivers the connection events of all connections of the process. It exists while there
+// is one.
 type channel struct {
 	c    *C.struct_rdma_event_channel
 	file *os.File // stands for it in Go's poller
@@ -43,7 +44,8 @@ var events struct {
 	users int      // guarded by mu
 }
 
-// handling is held while librdmacm handles an event, in which it may use the queue pair of the connection, and while a queue pair is destroyed.
+// handling is held while librdmacm handles an event, in which it may use the queue pair of the
+// connection, and while a queue pair is destroyed.
 var handling sync.Mutex
 
 // openChannel returns the channel; each call needs its leave.
@@ -129,7 +131,8 @@ func (ch *channel) run() {
 			ch.deliver(ev)
 			C.rc_ack_event(ev)
 		} else if ret != -C.int(syscall.EINTR) {
-			time.Sleep(time.Millisecond) // an event that librdmacm could not handle; it says the rest with another
+			// an event that librdmacm could not handle; it says the rest with another
+			time.Sleep(time.Millisecond)
 		}
 	}
 }

@@ -15,7 +15,8 @@ import (
 // Flags of ibv_wc.wc_flags that tell of a Send With Invalidate.
 const (
 	wcWithInv = 1 << 3
-	// wcWithInvRXE is the kernel's own number (IB_WC_WITH_INVALIDATE), which rxe writes into the queue of a program.
+	// wcWithInvRXE is the kernel's own number (IB_WC_WITH_INVALIDATE), which rxe writes into the
+	// queue of a program.
 	wcWithInvRXE = 1 << 2
 )
 

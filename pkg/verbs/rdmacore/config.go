@@ -11,8 +11,8 @@ const Name = "rdmacore"
 
 // Config is what a provider is made from. The zero value is ready for use.
 type Config struct {
-	// Device, if not empty, is the only device to be used, by the name that "rdma link" shows. A route that goes through
-	// another one is an error.
+	// Device, if not empty, is the only device to be used, by the name that "rdma link" shows. A
+	// route that goes through another one is an error.
 	Device string
 	// Logger gets what happens to devices and connections. nil: none.
 	Logger hclog.Logger

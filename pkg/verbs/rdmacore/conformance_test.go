@@ -14,7 +14,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
-// addrEnv is the address of an RDMA device of this machine, as ADDRESS:0. Tests that need a device run where it is set: in a guest of the lab.
+// addrEnv is the address of an RDMA device of this machine, as ADDRESS:0. Tests that need a device
+// run where it is set: in a guest of the lab.
 const addrEnv = "NFSRDMAD_RDMACORE_ADDR"
 
 func TestMain(m *testing.M) {

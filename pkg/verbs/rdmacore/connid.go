@@ -34,7 +34,8 @@ const (
 	phaseReject       = "reject"
 )
 
-// maxPrivate is how much private data the connection managers' octet can tell; the device's transport may take less.
+// maxPrivate is how much private data the connection managers' octet can tell; the device's
+// transport may take less.
 const maxPrivate = 255
 
 var (
@@ -71,7 +72,8 @@ type connID struct {
 
 func newConnID(ch *channel) *connID {
 	leakcheck.Track(leakcheck.ConnID, 1)
-	// Set-up takes a handful of events, one after the other; more would be the kernel's error and may be lost.
+	// Set-up takes a handful of events, one after the other; more would be the kernel's error and
+	// may be lost.
 	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{}), answered: make(chan struct{})}
 }
 
@@ -115,8 +117,9 @@ func (c *connID) handle(ev *cmEvent) {
 	}
 }
 
-// peerParam is what the peer said. The connection manager turns depths round: what it calls responder resources is what this side may give
-// the peer, which is what the peer asked for as initiator.
+// peerParam is what the peer said. The connection manager turns depths round: what it calls
+// responder resources is what this side may give the peer, which is what the peer asked for as
+// initiator.
 func peerParam(ev *cmEvent) verbs.ConnParam {
 	return verbs.ConnParam{PrivateData: ev.private, ResponderResources: uint16(ev.initiatorDepth), InitiatorDepth: uint16(ev.responderResources)}
 }
@@ -184,8 +187,8 @@ func (c *connID) attach(cfg Config) error {
 	return nil
 }
 
-// checkPort refuses a port that is known to be down: a connection could only time out, and rxe's connection manager does not get over a
-// message that it could not send.
+// checkPort refuses a port that is known to be down: a connection could only time out, and rxe's
+// connection manager does not get over a message that it could not send.
 func (c *connID) checkPort() error {
 	port := C.rc_port(c.c)
 	if err := c.dev.in.use(); err != nil {

@@ -21,7 +21,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// What a completion is of, in its wr_id: the queue pair's number on its completion queue, the queue, and the position on it.
+// What a completion is of, in its wr_id: the queue pair's number on its completion queue, the
+// queue, and the position on it.
 const (
 	wrSend = iota
 	wrRecv
@@ -39,14 +40,16 @@ func wrID(number uint32, kind int, pos uint32) C.uint64_t {
 	return C.uint64_t(uint64(number)<<wrNumberShift | uint64(kind)<<wrKindShift | uint64(pos))
 }
 
-// A completionQueue is a CQ with its completion channel, and the goroutine that polls it and calls handlers.
+// A completionQueue is a CQ with its completion channel, and the goroutine that polls it and calls
+// handlers.
 type completionQueue struct {
 	dev   *device
 	c     *C.struct_ibv_cq
 	ch    *C.struct_ibv_comp_channel
 	depth int
-	file  *os.File      // stands for the channel in Go's poller
-	freed chan struct{} // closed when the device's queue is destroyed, and nothing above is of use any more
+	file  *os.File // stands for the channel in Go's poller
+	// closed when the device's queue is destroyed, and nothing above is of use any more
+	freed chan struct{}
 	done  chan struct{} // closed when the dispatcher has ended
 	soft  chan struct{} // wakes the dispatcher then
 	err   error         // of the destruction; set before freed is closed
@@ -203,7 +206,8 @@ func (c *completionQueue) takeDown() {
 	<-c.freed
 }
 
-// poll polls, and sleeps on the channel while nothing comes, until the queue is closed or the device gone.
+// poll polls, and sleeps on the channel while nothing comes, until the queue is closed or the
+// device gone.
 func (c *completionQueue) poll() {
 	raw, err := c.file.SyscallConn()
 	if err != nil {
@@ -233,7 +237,8 @@ func (c *completionQueue) poll() {
 		}
 		c.spin.sleeps(time.Now())
 		err := raw.Read(func(uintptr) bool { return C.rc_take_cq_event(c.ch) != -C.int(syscall.EAGAIN) })
-		if err != nil { // woken by a deadline: what it was for is seen by the next round, or wakes again
+		// woken by a deadline: what it was for is seen by the next round, or wakes again
+		if err != nil {
 			c.file.SetReadDeadline(time.Time{})
 		}
 		c.spin.woken(time.Now())

@@ -24,18 +24,21 @@ import (
 
 // Bounds of what is asked of a device, whatever it offers.
 const (
-	// maxRegPages is the largest memory of one registration, in pages: more than the largest NFS payload needs.
+	// maxRegPages is the largest memory of one registration, in pages: more than the largest NFS
+	// payload needs.
 	maxRegPages = 1024
 	// maxDepth of RDMA Reads is what the connection managers' octet holds.
 	maxDepth = 255
-	// spareCQE is the room that every completion queue has beyond its depth, for the markers of draining queue pairs: the most QPs that may share it.
+	// spareCQE is the room that every completion queue has beyond its depth, for the markers of
+	// draining queue pairs: the most QPs that may share it.
 	spareCQE = 64
 	// markerWRs is the room that every send queue has beyond its depth, for its marker.
 	markerWRs = 1
 )
 
-// A device is an RDMA device as connections see it. There is one for each that is opened, so that two connections on a device see the same value,
-// until it turns out that the device is not what it said (demote) or has failed (retire): then later connections get another value.
+// A device is an RDMA device as connections see it. There is one for each that is opened, so that
+// two connections on a device see the same value, until it turns out that the device is not what it
+// said (demote) or has failed (retire): then later connections get another value.
 type device struct {
 	in    *opened
 	ctx   *C.struct_ibv_context // in.c; valid while in is not gone
@@ -48,8 +51,9 @@ type device struct {
 	proven  atomic.Bool // a window was bound
 	regions regionTable
 
-	mu      sync.Mutex
-	users   int                            // guarded by mu, as all below: connection ids, protection domains, completion queues
+	mu sync.Mutex
+	// guarded by mu, as all below: connection ids, protection domains, completion queues
+	users   int
 	qps     map[*C.struct_ibv_qp]*qp       // that the device has
 	cqs     map[*completionQueue]struct{}  // that are not closed
 	pds     map[*protectionDomain]struct{} // that are not deallocated
@@ -57,8 +61,9 @@ type device struct {
 	watched chan struct{}                  // closed when their reader, the last one, has ended
 }
 
-// rxeRemoteInv lets rxe have CapRemoteInv. It does invalidate windows for the peer, and tells; but its kernel dies when a window that is not bound
-// is invalidated, and there is always a time in which the peer's Send With Invalidate and a LOCAL_INV here can meet. Tests set it.
+// rxeRemoteInv lets rxe have CapRemoteInv. It does invalidate windows for the peer, and tells; but
+// its kernel dies when a window that is not bound is invalidated, and there is always a time in
+// which the peer's Send With Invalidate and a LOCAL_INV here can meet. Tests set it.
 var rxeRemoteInv bool
 
 // deviceOf returns the device of a context that librdmacm gave.
@@ -106,11 +111,12 @@ func newDevice(o *opened, log hclog.Logger, perIO bool) (*device, error) {
 		MaxQPWR:               int(a.max_qp_wr) - markerWRs,
 		MaxSendSGE:            int(a.max_sge),
 		MaxRecvSGE:            1,
-		MaxSGERd:              1, // the project's RDMA Reads have one, and windows do not prefer to be small
-		MaxQPRdAtom:           min(int(a.max_qp_rd_atom), maxDepth),
-		MaxQPInitRdAtom:       min(int(a.max_qp_init_rd_atom), maxDepth),
-		MaxCQE:                int(a.max_cqe) - spareCQE,
-		MaxMR:                 int(a.max_mr),
+		// the project's RDMA Reads have one, and windows do not prefer to be small
+		MaxSGERd:        1,
+		MaxQPRdAtom:     min(int(a.max_qp_rd_atom), maxDepth),
+		MaxQPInitRdAtom: min(int(a.max_qp_init_rd_atom), maxDepth),
+		MaxCQE:          int(a.max_cqe) - spareCQE,
+		MaxMR:           int(a.max_mr),
 	}
 	d.inv = wcWithInv
 	if a.vendor_id == rxeVendor {
@@ -203,7 +209,8 @@ func (d *device) forget() {
 	}
 }
 
-// retire takes the device out of use: later connections get another value, if there is a device at all.
+// retire takes the device out of use: later connections get another value, if there is a device at
+// all.
 func (d *device) retire() {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
@@ -212,11 +219,13 @@ func (d *device) retire() {
 	}
 }
 
-// demote notes that the first window could not be bound, whatever the device had said: later connections register memory for each use.
+// demote notes that the first window could not be bound, whatever the device had said: later
+// connections register memory for each use.
 func (d *device) demote(why error) {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
-	if d.in.current != d || d.in.use() != nil { // another connection was first, or there is no device any more
+	// another connection was first, or there is no device any more
+	if d.in.current != d || d.in.use() != nil {
 		return
 	}
 	defer d.in.done()
@@ -235,7 +244,8 @@ func collect[T any](d *device, seq iter.Seq[T]) []T {
 	return slices.Collect(seq)
 }
 
-// watchEvents reads asynchronous events, after the reader before has ended, until f's deadline is set.
+// watchEvents reads asynchronous events, after the reader before has ended, until f's deadline is
+// set.
 func (d *device) watchEvents(f *os.File, last, done chan struct{}) {
 	defer close(done)
 	if last != nil {
@@ -259,7 +269,8 @@ func (d *device) watchEvents(f *os.File, last, done chan struct{}) {
 			d.asyncEvent(asyncKind(ev.kind), ev.qp, int(ev.port))
 			C.rc_ack_async(ev)
 		} else if ret != -C.int(syscall.EINTR) {
-			time.Sleep(10 * time.Millisecond) // a device that goes away: its removal comes by the connections' events
+			// a device that goes away: its removal comes by the connections' events
+			time.Sleep(10 * time.Millisecond)
 		}
 	}
 }

@@ -23,7 +23,8 @@ import (
 )
 
 const (
-	// busyTries and busyPause are for a protection domain that the device still uses although nothing of it is left.
+	// busyTries and busyPause are for a protection domain that the device still uses although
+	// nothing of it is left.
 	busyTries = 50
 	busyPause = 20 * time.Millisecond
 )
@@ -135,7 +136,8 @@ func (p *protectionDomain) takeDown() {
 	p.mu.Unlock()
 }
 
-// An arenaMR is the registration of an arena in one protection domain: with local rights, and that windows may be bound to it, and no remote one.
+// An arenaMR is the registration of an arena in one protection domain: with local rights, and that
+// windows may be bound to it, and no remote one.
 type arenaMR struct {
 	pd    *protectionDomain
 	arena *membuf.Arena
@@ -178,8 +180,8 @@ func (p *protectionDomain) register(a *membuf.Arena) (membuf.Attachment, error) 
 	return m, nil
 }
 
-// Detach deregisters the arena. While a window of a lost queue pair is still bound to it, it cannot be: then its pages stay pinned, and
-// unreachable for the process, until the window is destroyed.
+// Detach deregisters the arena. While a window of a lost queue pair is still bound to it, it cannot
+// be: then its pages stay pinned, and unreachable for the process, until the window is destroyed.
 func (m *arenaMR) Detach() {
 	p := m.pd
 	p.mu.Lock()

@@ -9,17 +9,21 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A stock siw loses its listener, until it is started again, to more than ten connects at once, and to one that ends before siw has looked at
-// it. So of the connects of this process to iWARP peers one is made at a time, and one that is given up is kept until the peer has answered it. That is all
-// that can be done from here: when the process is killed the kernel ends the connection at once.
+// A stock siw loses its listener, until it is started again, to more than ten connects at once, and
+// to one that ends before siw has looked at it. So of the connects of this process to iWARP peers
+// one is made at a time, and one that is given up is kept until the peer has answered it. That is
+// all that can be done from here: when the process is killed the kernel ends the connection at
+// once.
 
-// politeWait bounds the wait for the answer to a connect that was given up. An answer takes milliseconds, of a busy peer more.
+// politeWait bounds the wait for the answer to a connect that was given up. An answer takes
+// milliseconds, of a busy peer more.
 const politeWait = 2 * time.Second
 
 // iwarpTurn holds a token for the connect to an iWARP peer that is under way.
 var iwarpTurn = make(chan struct{}, 1)
 
-// takeTurn waits until no other connect to an iWARP peer is under way. It returns false when the connect is given up first.
+// takeTurn waits until no other connect to an iWARP peer is under way. It returns false when the
+// connect is given up first.
 func (c *connID) takeTurn(ctx context.Context) bool {
 	if c.dev.attrs.Transport != verbs.TransportIWARP {
 		return true
@@ -44,7 +48,8 @@ func (c *connID) giveTurn() {
 	}
 }
 
-// linger waits for the peer's answer to a connect that was given up, for a moment. Called by Close with the kernel's call over.
+// linger waits for the peer's answer to a connect that was given up, for a moment. Called by Close
+// with the kernel's call over.
 func (c *connID) linger() {
 	if !c.turn.Load() || !c.asked.Load() {
 		return

@@ -169,7 +169,8 @@ func (l *listener) Close() error {
 // A request is the accepting side's ConnID.
 type request struct{ *connID }
 
-// Accept makes the connection. The QP is ready before the peer can know, so that its first message can be answered.
+// Accept makes the connection. The QP is ready before the peer can know, so that its first message
+// can be answered.
 func (r *request) Accept(ctx context.Context, param verbs.ConnParam) error {
 	return r.shake(ctx, phaseAccept, param, true, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
 		return C.rc_accept(r.c, data, n, ird, ord)

@@ -29,8 +29,9 @@ const (
 	slowRelease = 10 * time.Second
 )
 
-// An opened is an RDMA device that librdmacm has opened in this process: it opens all when they are listed, and by itself closes none before it is
-// listed again, if then. Each is held, so that only takeDown decides when the context goes.
+// An opened is an RDMA device that librdmacm has opened in this process: it opens all when they are
+// listed, and by itself closes none before it is listed again, if then. Each is held, so that only
+// takeDown decides when the context goes.
 //
 //	┌──────┐ its place in sysfs is gone, or the connection manager says so ┌──────┐ nothing of it is left ┌─────────┐
 //	│ open │ ────────────────────────────────────────────────────────────▶ │ gone │ ────────────────────▶ │ cut off │
@@ -51,7 +52,8 @@ type opened struct {
 	removal sync.Once
 	removed chan struct{} // closed when gone is set
 	gone    atomic.Bool   // set with life held for writing
-	life    sync.RWMutex  // held for reading around calls that make something of the context: see use
+	// held for reading around calls that make something of the context: see use
+	life sync.RWMutex
 }
 
 // devices are all that are open in this process.
@@ -120,7 +122,8 @@ func openedOf(ctx *C.struct_ibv_context, log hclog.Logger) (*opened, error) {
 	return o, nil
 }
 
-// look is the timer's: a kernel that removes a soft device waits for the programs that have it open, and tells them nothing.
+// look is the timer's: a kernel that removes a soft device waits for the programs that have it
+// open, and tells them nothing.
 func look() {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
@@ -147,8 +150,8 @@ func (o *opened) present() bool {
 	return st.Ino == o.inode // else another has its place
 }
 
-// use begins a call that makes something of the context, unless the device is gone; done ends it. It never waits: only takeDown locks life for
-// writing, so whoever calls may hold any lock.
+// use begins a call that makes something of the context, unless the device is gone; done ends it.
+// It never waits: only takeDown locks life for writing, so whoever calls may hold any lock.
 func (o *opened) use() error {
 	if !o.life.TryRLock() {
 		return &RemovedError{Device: o.name}
@@ -168,8 +171,9 @@ const (
 	whyEvent   = "the connection manager said so"
 )
 
-// remove takes everything down that this process has of a device that goes away, and gives the kernel back what it has open of it, which a soft
-// device's removal waits for. Every wait of it ends: queue pairs are destroyed with what is posted on them, but for one that the kernel is just
+// remove takes everything down that this process has of a device that goes away, and gives the
+// kernel back what it has open of it, which a soft device's removal waits for. Every wait of it
+// ends: queue pairs are destroyed with what is posted on them, but for one that the kernel is just
 // connecting. What consumers have of it are empty shells then, for them to close.
 func (o *opened) remove(why string) { o.removal.Do(func() { o.takeDown(why) }) }
 
@@ -225,7 +229,8 @@ func (o *opened) takeDown(why string) {
 	log.Warn("RDMA device was released", "device", o.name, "after", time.Since(began).Round(time.Millisecond).String())
 }
 
-// goneHint tells of a device that was removed, after an error that says that no device leads to a peer.
+// goneHint tells of a device that was removed, after an error that says that no device leads to a
+// peer.
 func goneHint(err error) error {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()

@@ -30,7 +30,8 @@ func invalid(wr *verbs.WorkRequest, format string, args ...any) error {
 	return fmt.Errorf("rdmacore: post %v: %s: %w", wr.Opcode, fmt.Sprintf(format, args...), verbs.ErrInvalid)
 }
 
-// PostSend queues a chain with one call of the device. What it does not get, as it has nothing to do or is bound to fail, completes in its turn.
+// PostSend queues a chain with one call of the device. What it does not get, as it has nothing to
+// do or is bound to fail, completes in its turn.
 func (q *qp) PostSend(first *verbs.WorkRequest) (bad *verbs.WorkRequest, err error) {
 	q.mu.Lock()
 	if q.state != qpReady {
@@ -78,7 +79,8 @@ type batch struct {
 	undone  []chained // soft requests with something to undo
 }
 
-// add puts wr onto the ring, and into the chain if the device gets it. Caller holds q.mu and has seen that there is room.
+// add puts wr onto the ring, and into the chain if the device gets it. Caller holds q.mu and has
+// seen that there is room.
 func (b *batch) add(wr *verbs.WorkRequest) error {
 	q := b.q
 	if wr.Done == nil {
@@ -134,8 +136,8 @@ func (b *batch) add(wr *verbs.WorkRequest) error {
 	}
 	to.wr_id = wrID(q.sendNo, wrSend, pos)
 	if wr.Signaled || q.dev.perIO {
-		// Without windows requests that the device does not see stand between those that it does: only when it tells of
-		// each is their turn known.
+		// Without windows requests that the device does not see stand between those that it does:
+		// only when it tells of each is their turn known.
 		to.flags |= C.IBV_SEND_SIGNALED
 	}
 	q.chain = append(q.chain[:b.n], c)
@@ -207,7 +209,8 @@ func (q *qp) checkReg(wr *verbs.WorkRequest) (region, []byte, error) {
 	return r, piece, nil
 }
 
-// post hands the chain over. When the device refuses a request it is taken off the ring, with those behind it. Caller holds q.mu.
+// post hands the chain over. When the device refuses a request it is taken off the ring, with those
+// behind it. Caller holds q.mu.
 func (b *batch) post() (*verbs.WorkRequest, error) {
 	if b.n == 0 {
 		return nil, nil

@@ -49,7 +49,8 @@ func missingLibrary(why string) error {
 	}
 }
 
-// Available reports why RDMA devices cannot be used: an *UnavailableError, or nil. It opens the libraries, no device.
+// Available reports why RDMA devices cannot be used: an *UnavailableError, or nil. It opens the
+// libraries, no device.
 func Available() error {
 	if err := load(); err != nil {
 		return err
@@ -130,7 +131,8 @@ func pinError(device string, n int, err error) error {
 	return fmt.Errorf("rdmacore: register %d octets on %s: %w", n, device, err)
 }
 
-// waitable returns a descriptor for Go's poller that stands for fd, which from now on does not block.
+// waitable returns a descriptor for Go's poller that stands for fd, which from now on does not
+// block.
 func waitable(fd C.int, name string) (*os.File, error) {
 	if err := syscall.SetNonblock(int(fd), true); err != nil {
 		return nil, err

@@ -46,7 +46,8 @@ func TestMissingLibrary(t *testing.T) {
 	}
 }
 
-// TestNoConnectionManager: without the kernel's part there is no provider, and the error says which module.
+// TestNoConnectionManager: without the kernel's part there is no provider, and the error says which
+// module.
 func TestNoConnectionManager(t *testing.T) {
 	err := openable(filepath.Join(t.TempDir(), "rdma_cm"))
 	var u *UnavailableError
@@ -80,7 +81,8 @@ func TestSockaddr(t *testing.T) {
 	}
 }
 
-// TestKeys: what LOCAL_INV names is found by the upper bits of its key, and a key that the device has given to another is not forgotten with the first.
+// TestKeys: what LOCAL_INV names is found by the upper bits of its key, and a key that the device
+// has given to another is not forgotten with the first.
 func TestKeys(t *testing.T) {
 	table := regionTable{byIndex: make(map[uint32]region)}
 	a, b := &useMR{}, &useMR{}

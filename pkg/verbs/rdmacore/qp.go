@@ -35,15 +35,18 @@ const (
 )
 
 const (
-	// certain and guessed say what is known of why a queue pair was lost: of a flushed request only that it was.
+	// certain and guessed say what is known of why a queue pair was lost: of a flushed request only
+	// that it was.
 	certain = true
 	guessed = false
 
-	// causeWait is how long a guessed cause waits for a better one: the event of the connection comes beside the completions.
+	// causeWait is how long a guessed cause waits for a better one: the event of the connection
+	// comes beside the completions.
 	causeWait = 300 * time.Millisecond
 	// tellWait is how long what is posted may wait for the consumer to hear why it will fail.
 	tellWait = 100 * time.Millisecond
-	// flushWait is how long a device may make no progress in flushing before its queue pair is destroyed and flushed without it.
+	// flushWait is how long a device may make no progress in flushing before its queue pair is
+	// destroyed and flushed without it.
 	flushWait = 2 * time.Second
 )
 
@@ -187,7 +190,8 @@ func (q *qp) failed(status verbs.Status, vendor uint32) {
 	q.lost(&StatusError{Status: status, VendorErr: vendor}, status != verbs.StatusWRFlushErr)
 }
 
-// lost ends a QP that is ready, for a cause of the peer's or the device's, and tells the consumer. It does not block.
+// lost ends a QP that is ready, for a cause of the peer's or the device's, and tells the consumer.
+// It does not block.
 func (q *qp) lost(cause error, sure bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -222,7 +226,8 @@ func (q *qp) end() {
 			f(cause)
 			close(told)
 		}()
-		select { // the reason first, and then what comes of it: a consumer goes by the first that it hears
+		// the reason first, and then what comes of it: a consumer goes by the first that it hears
+		select {
 		case <-told:
 		case <-time.After(tellWait):
 		}
@@ -232,7 +237,8 @@ func (q *qp) end() {
 	q.flush() // what is posted completes, also if the consumer takes its time to close
 }
 
-// takeDown destroys the queue pair of a device that is gone; what is posted is flushed here. It waits while the kernel makes the connection.
+// takeDown destroys the queue pair of a device that is gone; what is posted is flushed here. It
+// waits while the kernel makes the connection.
 func (q *qp) takeDown(cause error) {
 	q.lost(cause, certain)
 	q.mu.Lock()
@@ -261,7 +267,8 @@ func (q *qp) tear() {
 		q.mu.Lock()
 		pos, left := q.ring.tail, q.ring.len()
 		q.mu.Unlock()
-		// Unsignaled requests that were executed tell nothing; what is flushed behind them does. Where all are signaled there are none.
+		// Unsignaled requests that were executed tell nothing; what is flushed behind them does.
+		// Where all are signaled there are none.
 		if left > 0 && !q.dev.perIO {
 			C.rc_post_marker(q.c, wrID(q.sendNo, wrMarker, pos))
 		}
@@ -280,7 +287,8 @@ func (q *qp) Drain() {
 	q.flush()
 }
 
-// flush waits until every handler has returned. A device that does not flush is made to by destroying the QP.
+// flush waits until every handler has returned. A device that does not flush is made to by
+// destroying the QP.
 func (q *qp) flush() {
 	done := make(chan struct{})
 	go func() {
@@ -303,7 +311,8 @@ func (q *qp) flush() {
 	<-done
 }
 
-// abandon destroys the device's queue pair, once, and has what is posted flushed here. warning is for the log.
+// abandon destroys the device's queue pair, once, and has what is posted flushed here. warning is
+// for the log.
 func (q *qp) abandon(warning string) {
 	q.takeOver.Do(func() {
 		if warning != "" {
@@ -320,14 +329,16 @@ func (q *qp) abandon(warning string) {
 	})
 }
 
-// release destroys the device's queue pair, once, so that the device touches no memory of it any more. No request may be posted afterwards.
+// release destroys the device's queue pair, once, so that the device touches no memory of it any
+// more. No request may be posted afterwards.
 func (q *qp) release() {
 	q.undo.Do(func() {
 		q.dev.mu.Lock()
 		delete(q.dev.qps, q.c)
 		q.dev.mu.Unlock()
 		q.dev.regions.untie(q)
-		// While the connection is being made librdmacm may use the queue pair at any event. Afterwards a device that takes its time holds nobody up.
+		// While the connection is being made librdmacm may use the queue pair at any event.
+		// Afterwards a device that takes its time holds nobody up.
 		q.id.mu.Lock()
 		settled := q.id.settled
 		q.id.mu.Unlock()

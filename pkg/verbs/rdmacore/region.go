@@ -54,8 +54,8 @@ func (t *regionTable) find(key verbs.RKey) region {
 // A region is an MR that can be registered and invalidated by work requests.
 type region interface {
 	verbs.MR
-	// fastReg prepares a FastReg on q of one piece of memory: wr is what the device gets, or soft is set when it has nothing to do. undo is
-	// for a request that was not posted.
+	// fastReg prepares a FastReg on q of one piece of memory: wr is what the device gets, or soft
+	// is set when it has nothing to do. undo is for a request that was not posted.
 	fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.struct_rc_wr) (soft bool, status verbs.Status, undo func(), err error)
 	// localInv prepares a LocalInv on q.
 	localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (soft bool, status verbs.Status)
@@ -94,7 +94,8 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	return w, nil
 }
 
-// RegMR registers the arena that buf lies in, if it was not, for the life of the protection domain or of the arena.
+// RegMR registers the arena that buf lies in, if it was not, for the life of the protection domain
+// or of the arena.
 func (p *protectionDomain) RegMR(buf []byte) (verbs.MR, error) {
 	if err := p.uses.Take(); err != nil {
 		return nil, err
@@ -126,7 +127,8 @@ func (m *localMR) Dereg() error {
 	return nil
 }
 
-// A window is a type-2 memory window: a FastReg binds it to its arena's registration, a LocalInv or the peer's Send With Invalidate unbinds it.
+// A window is a type-2 memory window: a FastReg binds it to its arena's registration, a LocalInv or
+// the peer's Send With Invalidate unbinds it.
 type window struct {
 	pd    *protectionDomain
 	c     *C.struct_ibv_mw
@@ -177,8 +179,9 @@ func (w *window) dealloc() error {
 	return nil
 }
 
-// untie deallocates the windows that are, or may be, bound on q, which is dead: a device may refuse, or take a minute, to destroy a queue pair
-// before. They could only have been destroyed in any case.
+// untie deallocates the windows that are, or may be, bound on q, which is dead: a device may
+// refuse, or take a minute, to destroy a queue pair before. They could only have been destroyed in
+// any case.
 func (t *regionTable) untie(q *qp) {
 	t.mu.RLock()
 	var list []*window
@@ -199,7 +202,8 @@ func (t *regionTable) untie(q *qp) {
 	}
 }
 
-// takeDown gives up every registration of a device that is gone: what it does not take is the kernel's to release.
+// takeDown gives up every registration of a device that is gone: what it does not take is the
+// kernel's to release.
 func (t *regionTable) takeDown(log hclog.Logger) {
 	t.mu.RLock()
 	list := slices.Collect(maps.Values(t.byIndex))
@@ -265,7 +269,8 @@ func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.stru
 	}, nil
 }
 
-// localInv checks what not every device does: that the key is in force, and was made valid on this queue pair.
+// localInv checks what not every device does: that the key is in force, and was made valid on this
+// queue pair.
 func (w *window) localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (bool, verbs.Status) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -273,7 +278,8 @@ func (w *window) localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (bool, verb
 		return true, verbs.StatusLocQPOpErr
 	}
 	if w.free {
-		// Nothing to invalidate, and rxe dies of it; but something must take the request's place in the queue. An empty RDMA Write is nothing to the peer.
+		// Nothing to invalidate, and rxe dies of it; but something must take the request's place in
+		// the queue. An empty RDMA Write is nothing to the peer.
 		wr.opcode = C.IBV_WR_RDMA_WRITE
 		return false, 0
 	}
@@ -291,7 +297,8 @@ func (w *window) invalidated(q *qp, key verbs.RKey) {
 	w.mu.Unlock()
 }
 
-// A useMR is an MR of a device without windows: a registration of its own for each use, with remote rights, that ends with the use.
+// A useMR is an MR of a device without windows: a registration of its own for each use, with remote
+// rights, that ends with the use.
 type useMR struct {
 	pd    *protectionDomain
 	depth int
@@ -420,7 +427,8 @@ func (m *useMR) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, _ *C.struct
 	}, nil
 }
 
-// localInv ends the registration at once: it is the peer's access alone that ends, and what was posted before does not use it.
+// localInv ends the registration at once: it is the peer's access alone that ends, and what was
+// posted before does not use it.
 func (m *useMR) localInv(q *qp, key verbs.RKey, _ *C.struct_rc_wr) (bool, verbs.Status) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

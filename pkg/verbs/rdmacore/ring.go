@@ -10,25 +10,28 @@ import (
 type sqe struct {
 	op       verbs.Opcode
 	signaled bool // the consumer wants to hear of its success
-	soft     bool // the device never sees it: it completes with status when everything before it has
-	status   verbs.Status
-	length   uint32
-	done     func(*verbs.WorkCompletion)
-	inv      unbinder // of a LocalInv that the device gets
-	key      verbs.RKey
+	// the device never sees it: it completes with status when everything before it has
+	soft   bool
+	status verbs.Status
+	length uint32
+	done   func(*verbs.WorkCompletion)
+	inv    unbinder // of a LocalInv that the device gets
+	key    verbs.RKey
 }
 
 // An unbinder is told that a LocalInv of its key was executed.
 type unbinder interface{ unbound(key verbs.RKey) }
 
-// A completion is one request that has ended, on its way to its handler. Without done nobody wants to hear of it.
+// A completion is one request that has ended, on its way to its handler. Without done nobody wants
+// to hear of it.
 type completion struct {
 	wc   verbs.WorkCompletion
 	done func(*verbs.WorkCompletion)
 }
 
-// A sendRing keeps what is on a send queue, in the order posted. Devices complete in this order too, and tell nothing of an unsignaled
-// success: what stands before a request that has completed, and told nothing, has succeeded.
+// A sendRing keeps what is on a send queue, in the order posted. Devices complete in this order
+// too, and tell nothing of an unsignaled success: what stands before a request that has completed,
+// and told nothing, has succeeded.
 type sendRing struct {
 	slots      []sqe // a power of two
 	max        int
@@ -82,7 +85,8 @@ func (r *sendRing) pop(status verbs.Status, vendor uint32, out []completion) []c
 	return append(out, c)
 }
 
-// complete ends the request at pos, and what stands before it, with what the device said of pos. It reports false when no request is there.
+// complete ends the request at pos, and what stands before it, with what the device said of pos. It
+// reports false when no request is there.
 func (r *sendRing) complete(pos uint32, status verbs.Status, vendor uint32, out []completion) ([]completion, bool) {
 	if pos-r.head >= r.tail-r.head || r.at(pos).soft {
 		return out, false
@@ -92,7 +96,8 @@ func (r *sendRing) complete(pos uint32, status verbs.Status, vendor uint32, out 
 	return r.settle(out), true
 }
 
-// completeBefore ends everything that stands before pos, of which the device has nothing more to tell.
+// completeBefore ends everything that stands before pos, of which the device has nothing more to
+// tell.
 func (r *sendRing) completeBefore(pos uint32, out []completion) []completion {
 	if pos-r.head > r.tail-r.head {
 		return out
@@ -123,7 +128,8 @@ func (r *sendRing) flush(out []completion) []completion {
 	return out
 }
 
-// A recvRing keeps what is on a receive queue, in the order posted, which is the order in which it completes.
+// A recvRing keeps what is on a receive queue, in the order posted, which is the order in which it
+// completes.
 type recvRing struct {
 	slots      []func(*verbs.WorkCompletion) // a power of two
 	max        int
@@ -152,7 +158,8 @@ func (r *recvRing) unpush() {
 	*r.at(r.tail) = nil
 }
 
-// complete ends the request at pos, which is the oldest on every device that keeps the rules. It reports false when it is not.
+// complete ends the request at pos, which is the oldest on every device that keeps the rules. It
+// reports false when it is not.
 func (r *recvRing) complete(pos uint32, wc verbs.WorkCompletion, out []completion) ([]completion, bool) {
 	if pos != r.head || r.head == r.tail {
 		return out, false

@@ -3,14 +3,16 @@ package rdmacore
 import "time"
 
 const (
-	// maxSpin is how long a dispatcher polls an empty queue before it sleeps, at most: about what it costs to sleep and be woken.
+	// maxSpin is how long a dispatcher polls an empty queue before it sleeps, at most: about what
+	// it costs to sleep and be woken.
 	maxSpin = 50 * time.Microsecond
 	// minSpin is what it begins with when a sleep turned out to be short.
 	minSpin = 5 * time.Microsecond
 )
 
-// A spinner decides for how long an empty completion queue is polled before its dispatcher sleeps: longer while completions keep coming within
-// that time, not at all while they do not, so that an idle connection costs nothing.
+// A spinner decides for how long an empty completion queue is polled before its dispatcher sleeps:
+// longer while completions keep coming within that time, not at all while they do not, so that an
+// idle connection costs nothing.
 type spinner struct {
 	budget time.Duration
 	since  time.Time // when the queue was first found empty; zero while it is not

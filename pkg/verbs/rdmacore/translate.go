@@ -8,7 +8,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// wcStatus is enum ibv_wc_status in verbs' terms, by its number (verbs.h). What verbs has no word for is a general error.
+// wcStatus is enum ibv_wc_status in verbs' terms, by its number (verbs.h). What verbs has no word
+// for is a general error.
 var wcStatus = [...]verbs.Status{
 	0:  verbs.StatusSuccess,
 	1:  verbs.StatusLocLenErr,
@@ -59,7 +60,8 @@ func windowAccess(a verbs.Access) (flags uint32) {
 	return flags
 }
 
-// regionAccess is the rights of a region that is registered for one use. A remote write needs the local one.
+// regionAccess is the rights of a region that is registered for one use. A remote write needs the
+// local one.
 func regionAccess(a verbs.Access) (flags uint32) {
 	flags = windowAccess(a)
 	if a&(verbs.AccessRemoteWrite|verbs.AccessLocalWrite) != 0 {
@@ -186,7 +188,8 @@ func (e *DeviceEventError) Error() string {
 	return fmt.Sprintf("RDMA device %s: %s", e.Device, e.Event)
 }
 
-// A RemovedError is a device that was removed, or is being removed: with the driver, the card, or "rdma link delete".
+// A RemovedError is a device that was removed, or is being removed: with the driver, the card, or
+// "rdma link delete".
 type RemovedError struct{ Device string }
 
 func (e *RemovedError) Error() string {

@@ -99,7 +99,8 @@ func TestOnePiece(t *testing.T) {
 	}
 }
 
-// TestSpinner: a queue that gets completions soon after it was empty is polled, an idle one is slept on.
+// TestSpinner: a queue that gets completions soon after it was empty is polled, an idle one is
+// slept on.
 func TestSpinner(t *testing.T) {
 	now := time.Unix(1000, 0)
 	var s spinner

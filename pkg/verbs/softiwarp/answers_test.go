@@ -9,7 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// TestReceivedTerminate: both bit orders are understood; the consumer hears of it, and RDMA Reads that it is about say so.
+// TestReceivedTerminate: both bit orders are understood; the consumer hears of it, and RDMA Reads
+// that it is about say so.
 func TestReceivedTerminate(t *testing.T) {
 	for _, c := range []struct {
 		name, wire string

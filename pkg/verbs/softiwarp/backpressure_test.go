@@ -27,7 +27,8 @@ func eventually(t testing.TB, what string, cond func() bool) {
 	}
 }
 
-// TestCutShortIsNoSuccess: a message that the end of the connection cuts short between two FPDUs does not complete as sent.
+// TestCutShortIsNoSuccess: a message that the end of the connection cuts short between two FPDUs
+// does not complete as sent.
 func TestCutShortIsNoSuccess(t *testing.T) {
 	const size = 8 << 20
 	cfg := tight
@@ -63,8 +64,9 @@ func TestCutShortIsNoSuccess(t *testing.T) {
 	}
 }
 
-// TestFlushClosesTheReceiveQueue: once the flush has begun no Receive is taken any more, which nothing would ever complete. (fail marks
-// the queue too, but may be overtaken by the two goroutines that it ends.)
+// TestFlushClosesTheReceiveQueue: once the flush has begun no Receive is taken any more, which
+// nothing would ever complete. (fail marks the queue too, but may be overtaken by the two
+// goroutines that it ends.)
 func TestFlushClosesTheReceiveQueue(t *testing.T) {
 	id, err := New(quiet).Resolve(soon(t), loopbackPort)
 	if err != nil {
@@ -82,7 +84,8 @@ func TestFlushClosesTheReceiveQueue(t *testing.T) {
 	}
 }
 
-// TestStoppedReader: a peer that takes nothing any more costs a bounded queue, and Close is bounded too. Every request completes once.
+// TestStoppedReader: a peer that takes nothing any more costs a bounded queue, and Close is bounded
+// too. Every request completes once.
 func TestStoppedReader(t *testing.T) {
 	for _, crc := range []bool{false, true} {
 		cfg := tight
@@ -134,8 +137,9 @@ func TestStoppedReader(t *testing.T) {
 	}
 }
 
-// TestMessagesStayWhole: whatever is posted while a Read Response goes out follows behind its last segment, an RDMA Write of no octets
-// (with which a consumer wakes a stock siw peer that left the first FPDU unread) like the rest; and Read Requests and send queue take turns.
+// TestMessagesStayWhole: whatever is posted while a Read Response goes out follows behind its last
+// segment, an RDMA Write of no octets (with which a consumer wakes a stock siw peer that left the
+// first FPDU unread) like the rest; and Read Requests and send queue take turns.
 func TestMessagesStayWhole(t *testing.T) {
 	const size = 1 << 20
 	for _, crc := range []bool{false, true} {
@@ -193,7 +197,8 @@ func TestMessagesStayWhole(t *testing.T) {
 	}
 }
 
-// TestInterleavedReadResponse: Sends and Writes between the segments of a Read Response are taken, as stock siw sends and takes them.
+// TestInterleavedReadResponse: Sends and Writes between the segments of a Read Response are taken,
+// as stock siw sends and takes them.
 func TestInterleavedReadResponse(t *testing.T) {
 	p, v := attack(t, quiet)
 	p.send(zeroWrite())
@@ -225,7 +230,8 @@ func TestInterleavedReadResponse(t *testing.T) {
 	}
 }
 
-// TestCutOff: how a stream can end in the middle of something, and that what was under way is flushed.
+// TestCutOff: how a stream can end in the middle of something, and that what was under way is
+// flushed.
 func TestCutOff(t *testing.T) {
 	half := fpdu(untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello")), false)[:23]
 	between := fpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("hel")), false)
@@ -274,7 +280,8 @@ func TestCutOff(t *testing.T) {
 		if _, _, err := p.next(); err != nil {
 			t.Fatal(err)
 		}
-		p.c.CloseWrite() // a half-close ends the whole stream (RFC 5041 §6.2.1 would let this half go on)
+		// a half-close ends the whole stream (RFC 5041 §6.2.1 would let this half go on)
+		p.c.CloseWrite()
 		if err := v.cause(); err != io.EOF {
 			t.Errorf("cause %v, want io.EOF", err)
 		}
@@ -285,7 +292,8 @@ func TestCutOff(t *testing.T) {
 	})
 }
 
-// TestBoundsNearTheEnd: offsets and lengths at the top of the 64-bit space do not wrap into a registration.
+// TestBoundsNearTheEnd: offsets and lengths at the top of the 64-bit space do not wrap into a
+// registration.
 func TestBoundsNearTheEnd(t *testing.T) {
 	pd := &protectionDomain{dev: New(quiet).(*provider).dev}
 	q := &qp{dev: pd.dev, pd: pd}
@@ -330,8 +338,9 @@ func TestBoundsNearTheEnd(t *testing.T) {
 	}
 }
 
-// TestTerminateBeforeReset: a peer that sends a Terminate and then resets, as siw does when it leaves octets unread, has said why: the consumer is
-// told that, whichever of reader and writer meets the reset first.
+// TestTerminateBeforeReset: a peer that sends a Terminate and then resets, as siw does when it
+// leaves octets unread, has said why: the consumer is told that, whichever of reader and writer
+// meets the reset first.
 func TestTerminateBeforeReset(t *testing.T) {
 	for i := range 60 {
 		p, v := attack(t, tight)

@@ -34,8 +34,8 @@ type boundary struct {
 	payload uint32 // payload octets of the batch up to here
 }
 
-// A batch gathers whole FPDUs and sends them with one vectored system call, or more when the socket fills up. It
-// belongs to the writer.
+// A batch gathers whole FPDUs and sends them with one vectored system call, or more when the socket
+// fills up. It belongs to the writer.
 type batch struct {
 	raw     syscall.RawConn
 	cb      func(fd uintptr) bool
@@ -219,7 +219,8 @@ func (b *batch) advance(n int) {
 	}
 }
 
-// atBoundary reports whether the octets sent end with an FPDU, and how many payload octets they hold.
+// atBoundary reports whether the octets sent end with an FPDU, and how many payload octets they
+// hold.
 func (b *batch) atBoundary() (payload uint32, ok bool) {
 	if b.sent == 0 {
 		return 0, true

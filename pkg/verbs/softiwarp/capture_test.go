@@ -41,7 +41,8 @@ func capture(t *testing.T, port uint16, f func()) string {
 	for lines.Scan() && !strings.HasPrefix(lines.Text(), "File:") { // it captures from here on
 	}
 	f()
-	time.Sleep(1500 * time.Millisecond) // dumpcap takes packets over in blocks, once a second at the latest
+	// dumpcap takes packets over in blocks, once a second at the latest
+	time.Sleep(1500 * time.Millisecond)
 	cmd.Process.Signal(syscall.SIGINT)
 	for lines.Scan() {
 		if strings.Contains(lines.Text(), "dropped") {
@@ -67,7 +68,8 @@ func tshark(t *testing.T, file string, args ...string) string {
 	return string(out)
 }
 
-// TestIndependentDecoder: tshark reads what both ends sent as MPA, DDP and RDMAP, every CRC good and nothing malformed.
+// TestIndependentDecoder: tshark reads what both ends sent as MPA, DDP and RDMAP, every CRC good
+// and nothing malformed.
 func TestIndependentDecoder(t *testing.T) {
 	for _, cfg := range []Config{{CRC: true}, {}, {CRC: true, MaxFPDU: 1448}} {
 		d := newDuoLater(t, cfg)

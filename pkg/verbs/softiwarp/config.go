@@ -9,13 +9,14 @@ import (
 
 // Config is what a provider is made from. The zero value is ready for use.
 type Config struct {
-	// CRC asks for the MPA CRC on every connection. Off by default, a
-	// departure from RFC 5044 §4.4: a stock siw peer drops the connection whenever TCP splits an FPDU's
-	// trailer, and Linux's own client leaves it off. When the peer asks for CRCs they are used all the same.
+	// CRC asks for the MPA CRC on every connection. Off by default, a departure from RFC 5044 §4.4:
+	// a stock siw peer drops the connection whenever TCP splits an FPDU's trailer, and Linux's own
+	// client leaves it off. When the peer asks for CRCs they are used all the same.
 	CRC bool
-	// MaxFPDU is the size of the largest FPDU sent, in octets. 0 is RFC 5044 §5.1's way: no FPDU is larger than
-	// the effective MSS. A value above the MSS is honoured while no CRCs are in force, which siw and this
-	// package take, and is faster on small segments. Never exceeds RFC 5044 §3's 64768.
+	// MaxFPDU is the size of the largest FPDU sent, in octets. 0 is RFC 5044 §5.1's way: no FPDU is
+	// larger than the effective MSS. A value above the MSS is honoured while no CRCs are in force,
+	// which siw and this package take, and is faster on small segments. Never exceeds RFC 5044 §3's
+	// 64768.
 	MaxFPDU int
 	// SocketBuffer is the size asked for each TCP buffer, in octets. 0 asks for 4 MiB where
 	// the process may force that, and otherwise leaves the sizes to the kernel's auto-tuning.
@@ -23,9 +24,11 @@ type Config struct {
 
 	// ConnectTimeout bounds the TCP handshake of an active connection. 0: 10 s.
 	ConnectTimeout time.Duration
-	// ReplyTimeout bounds the wait for the MPA Reply, and on the passive side the sending of it. 0: 10 s.
+	// ReplyTimeout bounds the wait for the MPA Reply, and on the passive side the sending of it. 0:
+	// 10 s.
 	ReplyTimeout time.Duration
-	// RequestTimeout bounds the wait for the MPA Request on the passive side (RFC 5044 §7.1.2). 0: 5 s.
+	// RequestTimeout bounds the wait for the MPA Request on the passive side (RFC 5044 §7.1.2). 0:
+	// 5 s.
 	RequestTimeout time.Duration
 	// Linger bounds the orderly end of a connection: sending what is left of an
 	// FPDU, the Terminate, and reading until the peer's FIN. 0: 500 ms.
@@ -43,7 +46,8 @@ const (
 	defaultLinger         = 500 * time.Millisecond
 	defaultSocketBuffer   = 4 << 20
 	// abandonWait is how long a connect whose caller gave up still waits for the reply: a stock siw
-	// listener dies when a fresh connection is closed within some 10 ms, should that be heard (see mute).
+	// listener dies when a fresh connection is closed within some 10 ms, should that be heard (see
+	// mute).
 	abandonWait = 60 * time.Millisecond
 )
 

@@ -73,8 +73,9 @@ func (t *turnstile) enter(ctx context.Context, closed <-chan struct{}, a netip.A
 // settlePause is how often Settle looks.
 const settlePause = 5 * time.Millisecond
 
-// Settle returns when no connect of this process is under way, or ctx ends. A program that has closed everything calls it before it exits: a connect
-// that was given up still waits a moment for the peer's answer (see abandonWait), and the kernel would drop its TCP connection at once.
+// Settle returns when no connect of this process is under way, or ctx ends. A program that has
+// closed everything calls it before it exits: a connect that was given up still waits a moment for
+// the peer's answer (see abandonWait), and the kernel would drop its TCP connection at once.
 func Settle(ctx context.Context) {
 	for connects.busy() && ctx.Err() == nil {
 		time.Sleep(settlePause)
@@ -123,8 +124,8 @@ func (a *activeID) Close() error {
 	return nil
 }
 
-// An attempt is one connection set-up. It runs on a goroutine of its own, because a caller who gives up must not
-// make it drop a fresh TCP connection at once (see abandonWait).
+// An attempt is one connection set-up. It runs on a goroutine of its own, because a caller who
+// gives up must not make it drop a fresh TCP connection at once (see abandonWait).
 type attempt struct {
 	id    *activeID
 	param verbs.ConnParam
@@ -206,7 +207,8 @@ func (t *attempt) run() {
 		return
 	}
 	t.done <- nil
-	// A caller who gave up at this very moment has not taken the result, but still owns the ConnID and closes it.
+	// A caller who gave up at this very moment has not taken the result, but still owns the ConnID
+	// and closes it.
 }
 
 // handshake exchanges the MPA frames, as the initiator of RFC 6581.

@@ -157,8 +157,9 @@ func (d *device) tuneListener(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) { d.tuneSocket(int(fd)) })
 }
 
-// tuneSocket asks for deep buffers before the handshake fixes the window scale. A process that may not force them
-// keeps the kernel's auto-tuning, which goes further than an ordinary user's SO_RCVBUF.
+// tuneSocket asks for deep buffers before the handshake fixes the window scale. A process that may
+// not force them keeps the kernel's auto-tuning, which goes further than an ordinary user's
+// SO_RCVBUF.
 func (d *device) tuneSocket(fd int) {
 	size := d.cfg.SocketBuffer
 	if size == 0 {

@@ -25,7 +25,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// The corpora of the fuzz targets are cut from what a TCP relay saw between an NFS client and its server. To record them anew:
+// The corpora of the fuzz targets are cut from what a TCP relay saw between an NFS client and its
+// server. To record them anew:
 //
 //	go test ./pkg/verbs/softiwarp -run TestRecordedRun -update
 var update = flag.Bool("update", false, "write what passes the relay to the corpora of the fuzz targets")
@@ -237,7 +238,8 @@ func wrongConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr neti
 	req.Close()
 }
 
-// split takes a recorded direction apart into its MPA frame and ULPDUs, with a parser of its own; whatever does not fit is an error.
+// split takes a recorded direction apart into its MPA frame and ULPDUs, with a parser of its own;
+// whatever does not fit is an error.
 func split(t *testing.T, b []byte) (frame []byte, ulpdus [][]byte) {
 	t.Helper()
 	const hdr, key = 20, 16
@@ -261,8 +263,8 @@ func split(t *testing.T, b []byte) (frame []byte, ulpdus [][]byte) {
 	return frame, ulpdus
 }
 
-// rename makes a recorded segment one that the fuzzed victim can take: its STags, offsets inside its window, MSNs from 1. What
-// Wireshark calls queue 0 to 2 are indices of next.
+// rename makes a recorded segment one that the fuzzed victim can take: its STags, offsets inside
+// its window, MSNs from 1. What Wireshark calls queue 0 to 2 are indices of next.
 func rename(u []byte, next *[3]uint32, base map[uint32]uint64) []byte {
 	u = bytes.Clone(u)
 	be := binary.BigEndian
@@ -294,7 +296,8 @@ func rename(u []byte, next *[3]uint32, base map[uint32]uint64) []byte {
 	return u
 }
 
-// TestRecordedRun: what passes between an NFS client and its server is whole frames and FPDUs, of every kind there is.
+// TestRecordedRun: what passes between an NFS client and its server is whole frames and FPDUs, of
+// every kind there is.
 func TestRecordedRun(t *testing.T) {
 	var c corpora
 	seen := make(map[byte]int)
@@ -329,7 +332,8 @@ func TestRecordedRun(t *testing.T) {
 				}
 				flush()
 				whole := d.b[len(frame):]
-				c.add("FuzzDDPStream", whole[:min(len(whole), corpusFile)], false, run == 1, uint16(20)) // as it was
+				// as it was
+				c.add("FuzzDDPStream", whole[:min(len(whole), corpusFile)], false, run == 1, uint16(20))
 			}
 		}
 	}

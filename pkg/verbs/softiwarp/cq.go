@@ -69,7 +69,8 @@ func (c *completionQueue) unreserve(n int) {
 	c.mu.Unlock()
 }
 
-// push queues a completion. The caller may hold QP locks; the dispatcher never takes one while it holds mu.
+// push queues a completion. The caller may hold QP locks; the dispatcher never takes one while it
+// holds mu.
 func (c *completionQueue) push(q *qp, recv bool, done func(*verbs.WorkCompletion), wc *verbs.WorkCompletion) {
 	c.mu.Lock()
 	i := c.head + c.n

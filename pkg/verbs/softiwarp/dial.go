@@ -12,13 +12,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A stock siw listener is lost for good when a connection ends before siw has looked at it. Nobody can promise to keep a connection open for so
-// long: the process may be killed, and a peer that is slow, or behind something that takes connections in its place, may look at it after
-// minutes. So a socket is mute until the peer's first octet is there: should it be closed, by whomever, nothing is sent, and the
-// peer learns of it from the reset that its own answer gets. It is the kernel's TCP_REPAIR that does this, which takes
-// CAP_NET_ADMIN; without it abandonWait has to do.
+// A stock siw listener is lost for good when a connection ends before siw has looked at it. Nobody
+// can promise to keep a connection open for so long: the process may be killed, and a peer that is
+// slow, or behind something that takes connections in its place, may look at it after minutes. So a
+// socket is mute until the peer's first octet is there: should it be closed, by whomever, nothing
+// is sent, and the peer learns of it from the reset that its own answer gets. It is the kernel's
+// TCP_REPAIR that does this, which takes CAP_NET_ADMIN; without it abandonWait has to do.
 //
-// A mute socket does all that TCP does, but that data is neither sent nor received by this side: the MPA Request goes out between two calls of mute.
+// A mute socket does all that TCP does, but that data is neither sent nor received by this side:
+// the MPA Request goes out between two calls of mute.
 
 // mute turns a socket's silence on or off.
 func mute(fd int, on bool) {
@@ -37,7 +39,8 @@ func muteConn(raw syscall.RawConn, on bool) error {
 	return raw.Control(func(fd uintptr) { mute(int(fd), on) })
 }
 
-// awaitOctets waits until something can be read from a connection: its end, too. The connection's read deadline holds.
+// awaitOctets waits until something can be read from a connection: its end, too. The connection's
+// read deadline holds.
 func awaitOctets(raw syscall.RawConn) error {
 	return raw.Read(func(fd uintptr) bool {
 		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
@@ -46,11 +49,12 @@ func awaitOctets(raw syscall.RawConn) error {
 	})
 }
 
-// errSelf is a port without a listener in the range of ephemeral ports that was connected to itself.
+// errSelf is a port without a listener in the range of ephemeral ports that was connected to
+// itself.
 var errSelf = os.NewSyscallError("connect", unix.ECONNREFUSED)
 
-// dial makes the TCP connection, mute. When the caller gives up while no answer has come yet the attempt ends; once there is a
-// connection it is kept for the handshake.
+// dial makes the TCP connection, mute. When the caller gives up while no answer has come yet the
+// attempt ends; once there is a connection it is kept for the handshake.
 func (t *attempt) dial() (*net.TCPConn, error) {
 	f, err := t.dialFile()
 	if err != nil {
@@ -168,7 +172,8 @@ func sockaddr(a netip.AddrPort) (sa unix.Sockaddr, family int, err error) {
 	return six, unix.AF_INET6, nil
 }
 
-// handshaking reports whether the peer has not answered our SYN yet, so that dropping the socket is nothing to it.
+// handshaking reports whether the peer has not answered our SYN yet, so that dropping the socket is
+// nothing to it.
 func handshaking(raw syscall.RawConn) bool {
 	waiting := false
 	raw.Control(func(fd uintptr) {

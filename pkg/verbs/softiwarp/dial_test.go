@@ -29,7 +29,8 @@ func needMute(t *testing.T) {
 	}
 }
 
-// hearsNothing holds a peer's connection to the promise: whoever was at its other end is gone, and it learns that when it answers, not before.
+// hearsNothing holds a peer's connection to the promise: whoever was at its other end is gone, and
+// it learns that when it answers, not before.
 func hearsNothing(t *testing.T, c *net.TCPConn) {
 	c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
@@ -44,7 +45,8 @@ func hearsNothing(t *testing.T, c *net.TCPConn) {
 	}
 }
 
-// TestGivenUp: a caller who cancels, or whom nobody answers, is let go at once, yet the peer gets its request, and no end before it answers.
+// TestGivenUp: a caller who cancels, or whom nobody answers, is let go at once, yet the peer gets
+// its request, and no end before it answers.
 func TestGivenUp(t *testing.T) {
 	needMute(t)
 	for _, c := range []struct {
@@ -125,14 +127,16 @@ func TestKilledConnect(t *testing.T) {
 	case <-requested:
 	case <-done:
 	}
-	time.Sleep(10 * time.Millisecond) // the request has come a system call before its sender is mute again
+	// the request has come a system call before its sender is mute again
+	time.Sleep(10 * time.Millisecond)
 	cmd.Process.Kill()
 	cmd.Wait()
 	close(killed)
 	<-done
 }
 
-// TestLateListener: a SYN that was lost is sent again although the socket is mute, and the connection that comes of it is as good as any.
+// TestLateListener: a SYN that was lost is sent again although the socket is mute, and the
+// connection that comes of it is as good as any.
 func TestLateListener(t *testing.T) {
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
 	if err != nil {

@@ -22,7 +22,8 @@ func withControl(u []byte, clear, set uint16) []byte {
 
 func quiteSome(n int) []byte { return bytes.Repeat([]byte{0xee}, n) }
 
-// violations are what a peer must not do, with the Terminate that RFC 5040, RFC 5041 and RFC 5044 have for it.
+// violations are what a peer must not do, with the Terminate that RFC 5040, RFC 5041 and RFC 5044
+// have for it.
 var violations = []struct {
 	name   string
 	ulpdus func(v *victim) [][]byte
@@ -231,10 +232,13 @@ func TestBadCRC(t *testing.T) {
 func TestTolerated(t *testing.T) {
 	p, v := attack(t, quiet)
 	p.send(
-		tagged(opWrite, true, 0xdeadbeef, 1<<64-1, nil),                                     // zero-length Write: nothing is checked
-		readReq(readRequest{msn: 1, sinkSTag: 5, sinkTO: 6, srcSTag: 0xdeadbeef, srcTO: 7}), // zero-length Read: likewise
+		// zero-length Write: nothing is checked
+		tagged(opWrite, true, 0xdeadbeef, 1<<64-1, nil),
+		// zero-length Read: likewise
+		readReq(readRequest{msn: 1, sinkSTag: 5, sinkTO: 6, srcSTag: 0xdeadbeef, srcTO: 7}),
 		untagged(opSend, true, 0, qnSend, 1, 0, nil),
-		untagged(opSendSE, true, 0x77, qnSend, 2, 0, []byte("abc")), // the Invalidate field means nothing here
+		// the Invalidate field means nothing here
+		untagged(opSendSE, true, 0x77, qnSend, 2, 0, []byte("abc")),
 		withControl(untagged(opSend, true, 0, qnSend, 3, 0, []byte("reserved bits")), 0, 0x3c00|0x30),
 	)
 	if h, b := p.must(); h.op != opReadResp || !h.last || h.stag != 5 || h.to != 6 || len(b) != 0 {
@@ -385,7 +389,8 @@ func TestFPDUSizes(t *testing.T) {
 	}
 }
 
-// TestLateWrite: LocalInv completes at once in the middle of an FPDU whose rest is not sent, and the rest finds nothing.
+// TestLateWrite: LocalInv completes at once in the middle of an FPDU whose rest is not sent, and
+// the rest finds nothing.
 func TestLateWrite(t *testing.T) {
 	for _, dereg := range []bool{false, true} {
 		p, v := attack(t, quiet)
@@ -416,8 +421,9 @@ func TestLateWrite(t *testing.T) {
 	}
 }
 
-// TestInvalidateWhileRead: LocalInv does not wait for a peer that does not take its Read Response. What it had
-// begun cannot be finished, so the stream ends, without an octet of what the memory holds afterwards.
+// TestInvalidateWhileRead: LocalInv does not wait for a peer that does not take its Read Response.
+// What it had begun cannot be finished, so the stream ends, without an octet of what the memory
+// holds afterwards.
 func TestInvalidateWhileRead(t *testing.T) {
 	const size, secret = 4 << 20, 0x5e
 	cfg := quiet

@@ -13,7 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// fuzzFrames is what both MPA targets check: no panic, and what is taken is taken whole and encodes to what it was.
+// fuzzFrames is what both MPA targets check: no panic, and what is taken is taken whole and encodes
+// to what it was.
 func fuzzFrames(f *testing.F, reply bool) {
 	for _, x := range []mpaFrame{
 		{enhanced: true, rev: 2, ird: 32, data: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}},
@@ -118,10 +119,11 @@ func fixSTag(m verbs.MR, stag uint32) {
 	x.mu.Unlock()
 }
 
-// FuzzDDPStream feeds a stream to a QP with live registrations: it must not panic, hang, or write anything but the
-// window for writing and the Receives. framed data is a list of ULPDUs with two octets of length before each, and
-// gets its pads and CRCs from the test. Run it with -fuzzminimizetime 1x: several goroutines make the coverage of
-// one input vary, and minimizing by it goes nowhere.
+// FuzzDDPStream feeds a stream to a QP with live registrations: it must not panic, hang, or write
+// anything but the window for writing and the Receives. framed data is a list of ULPDUs with two
+// octets of length before each, and gets its pads and CRCs from the test. Run it with
+// -fuzzminimizetime 1x: several goroutines make the coverage of one input vary, and minimizing by
+// it goes nowhere.
 func FuzzDDPStream(f *testing.F) {
 	ulpdu := func(us ...[]byte) (b []byte) {
 		for _, u := range us {

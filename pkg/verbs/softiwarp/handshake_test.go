@@ -18,7 +18,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// server runs f on the first connection to a fresh port, which it closes at the end of the test: a peer that was given up hears of that only then.
+// server runs f on the first connection to a fresh port, which it closes at the end of the test: a
+// peer that was given up hears of that only then.
 func server(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 	t.Helper()
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
@@ -81,7 +82,8 @@ func readAnyRequest(c net.Conn) mpaFrame {
 	return f
 }
 
-// TestWrongServers: every peer that is not what it should be gives its own clear error in bounded time.
+// TestWrongServers: every peer that is not what it should be gives its own clear error in bounded
+// time.
 func TestWrongServers(t *testing.T) {
 	reply := func(f mpaFrame) func(c *net.TCPConn) {
 		return func(c *net.TCPConn) {
@@ -117,7 +119,8 @@ func TestWrongServers(t *testing.T) {
 		}, verbs.ConnProtocol, phaseReadReply, "does not speak MPA"},
 		{"closes at once", func(*net.TCPConn) {}, verbs.ConnProtocol, phaseReadReply, "closed the connection without"},
 		{"closes after the request", func(c *net.TCPConn) { readAnyRequest(c) }, verbs.ConnProtocol, phaseReadReply, "closed the connection without"},
-		{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"}, // not before the request: the dial could see it
+		// not before the request: the dial could see it
+		{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"},
 		{"closes in the middle", func(c *net.TCPConn) {
 			readAnyRequest(c)
 			r := goodReply()
@@ -174,7 +177,8 @@ func TestRequestOnTheWire(t *testing.T) {
 	}
 }
 
-// TestInsufficientIRD: a Reply whose ORD cannot be met is answered with a Terminate (RFC 6581 §9.1).
+// TestInsufficientIRD: a Reply whose ORD cannot be met is answered with a Terminate (RFC 6581
+// §9.1).
 func TestInsufficientIRD(t *testing.T) {
 	got := make(chan termCode, 1)
 	addr := server(t, func(c *net.TCPConn) {
@@ -193,7 +197,8 @@ func TestInsufficientIRD(t *testing.T) {
 	}
 }
 
-// TestReplyDecidesCRC: a responder may ask for CRCs that the initiator did not ask for (RFC 5044 §7.1.1).
+// TestReplyDecidesCRC: a responder may ask for CRCs that the initiator did not ask for (RFC 5044
+// §7.1.1).
 func TestReplyDecidesCRC(t *testing.T) {
 	got := make(chan header, 1)
 	addr := server(t, func(c *net.TCPConn) {

@@ -13,7 +13,8 @@ import (
 const (
 	// intakeSize holds two of the largest FPDUs.
 	intakeSize = 2 * (fpduLenSize + maxULPDU + trailerMax)
-	// aheadSmall is enough for a trailer and the next header: with large FPDUs little more is ever copied.
+	// aheadSmall is enough for a trailer and the next header: with large FPDUs little more is ever
+	// copied.
 	aheadSmall = 128
 	// largeFPDU: from this mean size on payload is worth a system call of its own.
 	largeFPDU = 8 << 10
@@ -94,7 +95,8 @@ func (x *intake) readAhead() int {
 // sized notes the size of an FPDU.
 func (x *intake) sized(n int) { x.mean += (n - x.mean) / 4 }
 
-// place moves the next s.n octets of the stream to s. It returns errRevoked as soon as the registration has ended.
+// place moves the next s.n octets of the stream to s. It returns errRevoked as soon as the
+// registration has ended.
 func (x *intake) place(s sink) error {
 	for s.n > 0 {
 		n := min(s.n, x.w-x.r)
@@ -130,7 +132,8 @@ func (x *intake) place(s sink) error {
 	return nil
 }
 
-// read does one readv into dst and the read-ahead buffer. Afterwards got is the total, and w has moved by the part that went into buf.
+// read does one readv into dst and the read-ahead buffer. Afterwards got is the total, and w has
+// moved by the part that went into buf.
 func (x *intake) read() error {
 	x.got, x.err = 0, nil
 	if err := x.raw.Read(x.cb); err != nil {
@@ -148,7 +151,8 @@ func (x *intake) read() error {
 	return nil
 }
 
-// readv runs inside RawConn.Read. It holds the lock of the target MR around the system call, never while it waits.
+// readv runs inside RawConn.Read. It holds the lock of the target MR around the system call, never
+// while it waits.
 func (x *intake) readv(fd uintptr) bool {
 	m := x.dst.src.mr
 	n, full := 0, true
@@ -190,7 +194,8 @@ func (x *intake) readv(fd uintptr) bool {
 	return true
 }
 
-// vector lists the memory of dst. full is false when the vector is too short for all of it. Caller holds m.mu.
+// vector lists the memory of dst. full is false when the vector is too short for all of it. Caller
+// holds m.mu.
 func (x *intake) vector(m *mr) (n int, full bool) {
 	seg, in := m.find(x.dst.src.off)
 	for left := x.dst.n; left > 0; seg++ {

@@ -217,8 +217,9 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 	return nil
 }
 
-// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). The zero-length Write costs nobody anything, so it comes first,
-// and is offered when nothing of the peer's fits. It reports whether a zero-length Send was agreed on.
+// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). The zero-length Write costs nobody
+// anything, so it comes first, and is offered when nothing of the peer's fits. It reports whether a
+// zero-length Send was agreed on.
 func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 	if !r.req.peer {
 		return false
@@ -275,7 +276,8 @@ func (r *connRequest) Reject(privateData []byte) error {
 	if err := r.sendReply(context.Background(), &rep); err != nil {
 		return err
 	}
-	// The initiator closes (RFC 5044 §7.1.2); wait a little, so that the reply is not overtaken by a reset.
+	// The initiator closes (RFC 5044 §7.1.2); wait a little, so that the reply is not overtaken by
+	// a reset.
 	r.conn.CloseWrite()
 	r.conn.SetReadDeadline(time.Now().Add(r.dev.cfg.Linger))
 	var b [mpaHdrSize]byte

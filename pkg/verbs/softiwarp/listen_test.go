@@ -9,8 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// TestPendingIsBounded: connections that send no request, or that nobody accepts, are so many and no more; when their time is over or they are
-// accepted there is room again.
+// TestPendingIsBounded: connections that send no request, or that nobody accepts, are so many and
+// no more; when their time is over or they are accepted there is room again.
 func TestPendingIsBounded(t *testing.T) {
 	silent := func(t *testing.T, l verbs.Listener, send []byte) *net.TCPConn {
 		t.Helper()

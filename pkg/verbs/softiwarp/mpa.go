@@ -114,7 +114,8 @@ func (f *mpaFrame) append(b []byte) []byte {
 	return append(b, f.data...)
 }
 
-// parseMPAHeader checks the fixed part of a frame (mpaHdrSize octets) and returns the length of its private data.
+// parseMPAHeader checks the fixed part of a frame (mpaHdrSize octets) and returns the length of its
+// private data.
 func parseMPAHeader(b []byte, wantReply bool) (f mpaFrame, dataLen int, err error) {
 	want, other := mpaReqKey, mpaRepKey
 	if wantReply {
@@ -160,7 +161,8 @@ func (f *mpaFrame) parseData(p []byte) {
 	f.data = p
 }
 
-// readMPAFrame reads exactly one frame. A peer that speaks something else is found out by its first octets.
+// readMPAFrame reads exactly one frame. A peer that speaks something else is found out by its first
+// octets.
 func readMPAFrame(r io.Reader, wantReply bool) (mpaFrame, error) {
 	var hdr [mpaHdrSize]byte
 	n := 0
@@ -222,7 +224,8 @@ func answerDepths(req *mpaFrame, own depths, limit int) (d depths, ird, ord uint
 	return d, ird, ord
 }
 
-// adoptDepths is the initiator's side of RFC 6581 §9.1. ok is false when the responder wants more IRD than there is.
+// adoptDepths is the initiator's side of RFC 6581 §9.1. ok is false when the responder wants more
+// IRD than there is.
 func adoptDepths(rep *mpaFrame, own depths, limit int) (d depths, ok bool) {
 	d = own
 	if rep.ord != depthByULP && int(rep.ord) > d.ird {

@@ -105,7 +105,8 @@ func (p *rawPeer) must() (header, []byte) {
 	return h, b
 }
 
-// terminated skips FPDUs up to a Terminate, checks its form and that nothing follows it, and returns it.
+// terminated skips FPDUs up to a Terminate, checks its form and that nothing follows it, and
+// returns it.
 func (p *rawPeer) terminated() (termCode, []byte) {
 	p.t.Helper()
 	for {

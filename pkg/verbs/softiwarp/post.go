@@ -6,7 +6,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// PostSend queues a chain. It never waits for the socket: the requests are copied into the ring and the writer is woken.
+// PostSend queues a chain. It never waits for the socket: the requests are copied into the ring and
+// the writer is woken.
 func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	q.mu.Lock()
 	if q.state != qpReady {
@@ -123,9 +124,10 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	q.sqTail++
 }
 
-// runLocal executes the requests at the front of the queue that need no wire. It may do the writer's work because
-// the writer has executed everything before and looks at the queue again under mu; so an invalidation never waits
-// behind a Read Response that the peer is slow to take. What fails is left to the writer. Caller holds mu.
+// runLocal executes the requests at the front of the queue that need no wire. It may do the
+// writer's work because the writer has executed everything before and looks at the queue again
+// under mu; so an invalidation never waits behind a Read Response that the peer is slow to take.
+// What fails is left to the writer. Caller holds mu.
 func (q *qp) runLocal() {
 	from := q.sqSent
 	for q.sqSent != q.sqTail && q.executeLocal(&q.sq[q.sqSent&uint32(len(q.sq)-1)]) {

@@ -67,7 +67,8 @@ type outstandingRead struct {
 	got  uint32 // the reader's
 }
 
-// A qp is a reliable connection: queues, the negotiated depths, and the two goroutines of its stream.
+// A qp is a reliable connection: queues, the negotiated depths, and the two goroutines of its
+// stream.
 //
 // Lock order: mu, then an MR's lock; mu, then a CQ's lock; rqMu, then a CQ's lock.
 type qp struct {
@@ -300,7 +301,8 @@ func (q *qp) leaveSocket() {
 	}
 }
 
-// flush completes everything that is queued, in order, and tells the consumer of an end it did not ask for.
+// flush completes everything that is queued, in order, and tells the consumer of an end it did not
+// ask for.
 func (q *qp) flush() {
 	q.mu.Lock()
 	for q.sqHead != q.sqTail {

@@ -10,7 +10,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// errRefused: the QP has failed over something the peer sent; the stream is to be read to its end and dropped.
+// errRefused: the QP has failed over something the peer sent; the stream is to be read to its end
+// and dropped.
 var errRefused = errors.New("softiwarp: stream refused")
 
 // A receiver is the reader goroutine of a QP: it takes the stream apart, places payload and
@@ -55,7 +56,8 @@ func (x *receiver) run() {
 	q.leaveSocket()
 }
 
-// refuse ends the connection with a Terminate. hdr, if not nil, is the offending segment from its length field on.
+// refuse ends the connection with a Terminate. hdr, if not nil, is the offending segment from its
+// length field on.
 func (x *receiver) refuse(code termCode, hdr []byte) error {
 	t := &terminate{code: code}
 	if hdr != nil {
@@ -215,14 +217,16 @@ func (x *receiver) placed(s sink, tail int) error {
 	return x.trailer(tail)
 }
 
-// rebuilt is the tagged header in hand once more; the buffer that it came from may have been used again.
+// rebuilt is the tagged header in hand once more; the buffer that it came from may have been used
+// again.
 func (x *receiver) rebuilt() []byte {
 	b := make([]byte, fpduLenSize+taggedHdr)
 	putTagged(b, x.h.op, x.h.last, x.h.stag, x.h.to, x.h.ulpdu-taggedHdr)
 	return b
 }
 
-// readResponse places a segment of an RDMA Read Response into the sink of the oldest outstanding RDMA Read.
+// readResponse places a segment of an RDMA Read Response into the sink of the oldest outstanding
+// RDMA Read.
 func (x *receiver) readResponse(hdr []byte, tail int) error {
 	q, h := x.q, x.h
 	n := uint32(h.ulpdu - taggedHdr)
@@ -291,7 +295,8 @@ func (x *receiver) send(hdr []byte, tail int) error {
 			return x.refuse(termMO, hdr)
 		}
 		if q.rtr && !x.received && n == 0 && h.last {
-			// The ready-to-receive indication belongs to connection set-up, not to the consumer's queues (RFC 6581 §4.4.2).
+			// The ready-to-receive indication belongs to connection set-up, not to the consumer's
+			// queues (RFC 6581 §4.4.2).
 			x.take(hdr)
 			x.expect[qnSend]++
 			return x.trailer(tail)
@@ -322,7 +327,8 @@ func (x *receiver) send(hdr []byte, tail int) error {
 	return x.deliver()
 }
 
-// deliver completes the Receive of a whole Send, after the invalidation that it asks for (RFC 5040 §5.3).
+// deliver completes the Receive of a whole Send, after the invalidation that it asks for (RFC 5040
+// §5.3).
 func (x *receiver) deliver() error {
 	q, h := x.q, &x.h
 	wc := verbs.WorkCompletion{ByteLen: x.sendLen}

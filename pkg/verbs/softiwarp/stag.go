@@ -80,10 +80,10 @@ const (
 
 // An mr is a fast-registration memory region.
 //
-// The fence: whoever moves octets between the wire and the memory holds mu
-// around the one non-blocking system call or copy that does it, and compares gen first. gen changes at
-// every registration and every invalidation, so when FastReg, LocalInv or Dereg has had mu
-// once, no octet of the old registration moves any more, and nobody has waited for a peer.
+// The fence: whoever moves octets between the wire and the memory holds mu around the one
+// non-blocking system call or copy that does it, and compares gen first. gen changes at every
+// registration and every invalidation, so when FastReg, LocalInv or Dereg has had mu once, no octet
+// of the old registration moves any more, and nobody has waited for a peer.
 type mr struct {
 	pd    *protectionDomain
 	first verbs.RKey // the key as allocated; its index never changes

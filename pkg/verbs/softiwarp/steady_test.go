@@ -9,7 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A duo is two connected victims whose completions go to channels, for tests and benchmarks of the steady state.
+// A duo is two connected victims whose completions go to channels, for tests and benchmarks of the
+// steady state.
 type duo struct {
 	t    testing.TB
 	a, b *victim
@@ -157,8 +158,8 @@ func (r *rpc) run() {
 	d.want(d.aSent)
 }
 
-// TestNoAllocation: Send, Receive, RDMA Write, RDMA Read, FastReg, LocalInv and Send With Invalidate allocate nothing,
-// on neither side, on no goroutine.
+// TestNoAllocation: Send, Receive, RDMA Write, RDMA Read, FastReg, LocalInv and Send With
+// Invalidate allocate nothing, on neither side, on no goroutine.
 func TestNoAllocation(t *testing.T) {
 	for _, c := range configs {
 		t.Run(c.name, func(t *testing.T) {

@@ -134,7 +134,8 @@ func (t *terminate) quoteRead(r *readRequest) {
 	copy(t.rdmap[:], b[fpduLenSize+untaggedHdr:])
 }
 
-// encode writes the FPDU up to the trailer into b (fpduLenSize+maxTermULPDU octets) and returns its length.
+// encode writes the FPDU up to the trailer into b (fpduLenSize+maxTermULPDU octets) and returns its
+// length.
 func (t *terminate) encode(b []byte) int {
 	n := termHdr
 	if t.ddpLen > 0 {

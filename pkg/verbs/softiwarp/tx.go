@@ -16,8 +16,8 @@ import (
 // mssEvery is how many batches go by before the MSS is asked for again.
 const mssEvery = 1024
 
-// A transmitter is the writer goroutine of a QP: it executes the send queue in order and answers RDMA
-// Read Requests, one whole message after the other (RFC 5041 §5.3).
+// A transmitter is the writer goroutine of a QP: it executes the send queue in order and answers
+// RDMA Read Requests, one whole message after the other (RFC 5041 §5.3).
 type transmitter struct {
 	q      *qp
 	conn   *net.TCPConn
@@ -105,13 +105,15 @@ func (t *transmitter) run() {
 			if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
 				t.hearOut(q.streamError("write", err))
 			}
-			q.fail(q.streamError("write", err), nil, false) // no effect when a Terminate was decided on already
+			// no effect when a Terminate was decided on already
+			q.fail(q.streamError("write", err), nil, false)
 		}
 	}
 }
 
-// hearOut lets the reader take what the peer sent before it reset the connection: its Terminate, most likely, which
-// tells more than the reset does. The reader meets the end of the stream itself, at once; Linger is for nothing but safety.
+// hearOut lets the reader take what the peer sent before it reset the connection: its Terminate,
+// most likely, which tells more than the reset does. The reader meets the end of the stream itself,
+// at once; Linger is for nothing but safety.
 func (t *transmitter) hearOut(err error) {
 	q := t.q
 	q.mu.Lock()
@@ -170,8 +172,8 @@ func (t *transmitter) queueReady() bool {
 	return q.txOpen
 }
 
-// runQueue executes the send queue entries that wait found, as far as possible without waiting for anything but the
-// socket. Until flush says that they are executed, they are this goroutine's.
+// runQueue executes the send queue entries that wait found, as far as possible without waiting for
+// anything but the socket. Until flush says that they are executed, they are this goroutine's.
 func (t *transmitter) runQueue() error {
 	q, at, tail, open := t.q, t.from, t.tail, t.open
 	t.b.begin()
@@ -229,7 +231,8 @@ func (t *transmitter) flush(at uint32) error {
 	return nil
 }
 
-// localFailure ends the connection over a request that could not be executed (RFC 5040 §7.1: no headers to quote).
+// localFailure ends the connection over a request that could not be executed (RFC 5040 §7.1: no
+// headers to quote).
 func (t *transmitter) localFailure(at uint32, e *sqe, status verbs.Status) error {
 	if err := t.flush(at); err != nil {
 		return err
@@ -241,8 +244,8 @@ func (t *transmitter) localFailure(at uint32, e *sqe, status verbs.Status) error
 	return nil
 }
 
-// message puts a Send or an RDMA Write into FPDUs. whole is false when the QP died in the middle of it: what is left is
-// not sent, and the request is not executed.
+// message puts a Send or an RDMA Write into FPDUs. whole is false when the QP died in the middle of
+// it: what is left is not sent, and the request is not executed.
 func (t *transmitter) message(at uint32, e *sqe) (whole bool, err error) {
 	hdr, op := untaggedHdr, uint8(opSend)
 	switch e.op {
@@ -298,7 +301,8 @@ func (t *transmitter) message(at uint32, e *sqe) (whole bool, err error) {
 	return true, nil
 }
 
-// startRead puts an RDMA Read Request into the batch, unless as many as allowed are outstanding. A Read of no octets needs no wire.
+// startRead puts an RDMA Read Request into the batch, unless as many as allowed are outstanding. A
+// Read of no octets needs no wire.
 func (t *transmitter) startRead(at uint32, e *sqe) bool {
 	q := t.q
 	if e.length == 0 {
@@ -360,7 +364,8 @@ func (t *transmitter) respond(rr *readRequest) error {
 	return nil
 }
 
-// gatherResponse fills the batch with Read Response FPDUs from offset done on. It fails when the registration has ended.
+// gatherResponse fills the batch with Read Response FPDUs from offset done on. It fails when the
+// registration has ended.
 func (t *transmitter) gatherResponse(rr *readRequest, src grant, done uint32) (gathered uint32, ok bool) {
 	if rr.size > 0 {
 		src.mr.mu.Lock()
@@ -391,7 +396,8 @@ func (t *transmitter) gatherResponse(rr *readRequest, src grant, done uint32) (g
 // minPieces is how much vector must be free before another Read Response FPDU is begun.
 const minPieces = 8
 
-// coverable is how many of n octets at off can be referred to with the vector elements that are left. Caller holds m.mu.
+// coverable is how many of n octets at off can be referred to with the vector elements that are
+// left. Caller holds m.mu.
 func (b *batch) coverable(m *mr, off uint64, n int) int {
 	seg, in := m.find(off)
 	covered := 0
@@ -420,7 +426,8 @@ func (b *batch) addRegistered(m *mr, off uint64, n int) {
 	}
 }
 
-// refuseRead ends the connection over a Read Request, quoting it past what was served (RFC 5040 §4.8).
+// refuseRead ends the connection over a Read Request, quoting it past what was served (RFC 5040
+// §4.8).
 func (t *transmitter) refuseRead(rr *readRequest, served uint32, code termCode) error {
 	q := t.q
 	t.b.begin()

@@ -65,7 +65,8 @@ const firstMSN = 1
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// padding is the number of zero octets that bring length field, ULPDU and pad to a multiple of four.
+// padding is the number of zero octets that bring length field, ULPDU and pad to a multiple of
+// four.
 func padding(ulpdu int) int {
 	return -(fpduLenSize + ulpdu) & (fpduAlign - 1)
 }
@@ -106,7 +107,8 @@ func (h *header) parseControl(b []byte) {
 	h.last = h.ctrl&ctrlLast != 0
 }
 
-// parseRest decodes the rest of the DDP header; b starts at the length field and holds the whole header.
+// parseRest decodes the rest of the DDP header; b starts at the length field and holds the whole
+// header.
 func (h *header) parseRest(b []byte) {
 	h.stag = binary.BigEndian.Uint32(b[4:])
 	if h.tagged {

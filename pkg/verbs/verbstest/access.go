@@ -27,8 +27,8 @@ const (
 	guardedIOVA = 0x7000
 )
 
-// testAccessRefused: what the registration does not allow is not done, the connection ends at both ends, and
-// an RDMA Read says why.
+// testAccessRefused: what the registration does not allow is not done, the connection ends at both
+// ends, and an RDMA Read says why.
 func testAccessRefused(t *testing.T, s *suite) {
 	for name, c := range map[string]struct {
 		op      verbs.Opcode
@@ -110,7 +110,8 @@ func testAccessRefused(t *testing.T, s *suite) {
 					t.Error("octets were read")
 				}
 			}
-			if c.n > guardedLen { // the segments inside the bounds may have been placed before the one that is not
+			// the segments inside the bounds may have been placed before the one that is not
+			if c.n > guardedLen {
 				copy(mem.Buf[guardedFrom:][:guardedLen], clean[guardedFrom:])
 			}
 			if !bytes.Equal(mem.Buf, clean) {
@@ -132,7 +133,8 @@ func testAccessRefused(t *testing.T, s *suite) {
 	}
 }
 
-// testOtherStream: a registration made on one connection is nothing to another, in the same PD or not.
+// testOtherStream: a registration made on one connection is nothing to another, in the same PD or
+// not.
 func testOtherStream(t *testing.T, s *suite) {
 	prov := s.newProvider(t)
 	l := listen(t, prov, s.laddr)
@@ -196,7 +198,8 @@ func stream(e *endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
 	}
 }
 
-// fence lets the peer write while kill revokes the memory, and then looks whether any octet still changes.
+// fence lets the peer write while kill revokes the memory, and then looks whether any octet still
+// changes.
 func fence(t *testing.T, s *suite, kill func(e *endpoint, w window, m verbs.MR)) {
 	const size = 200000
 	for round := range fenceRounds {
@@ -212,7 +215,8 @@ func fence(t *testing.T, s *suite, kill func(e *endpoint, w window, m verbs.MR))
 		go func() { defer close(stopped); stream(p.passive, verbs.OpRDMAWrite, w, src) }()
 		time.Sleep(time.Duration(rand.IntN(3000)) * time.Microsecond)
 		kill(p.active, w, m)
-		// From here on the memory is the consumer's. The race detector does not see the device; the octets do.
+		// From here on the memory is the consumer's. The race detector does not see the device; the
+		// octets do.
 		for i := range mem.Buf {
 			mem.Buf[i] = byte(round)
 		}

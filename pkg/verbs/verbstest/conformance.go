@@ -26,8 +26,8 @@ func (s *suite) pair(t *testing.T, o options) *pair {
 	return newPair(t, s.newProvider(t), s.laddr, o)
 }
 
-// Conformance runs the rules that hold for every provider, through the verbs interfaces alone. Connections go
-// through laddr (port 0 for any), both ends in this process.
+// Conformance runs the rules that hold for every provider, through the verbs interfaces alone.
+// Connections go through laddr (port 0 for any), both ends in this process.
 func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort) {
 	s := &suite{newProvider: newProvider, laddr: laddr}
 	caps := s.caps(t)

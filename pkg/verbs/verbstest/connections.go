@@ -25,7 +25,8 @@ var connectionTests = []conformanceTest{
 	{"SendBeforeAccept", 0, testSendBeforeAccept},
 }
 
-// maxIBPrivate is what InfiniBand's REQ message has for the consumer: 92 octets, less the addresses that the connection manager puts before.
+// maxIBPrivate is what InfiniBand's REQ message has for the consumer: 92 octets, less the addresses
+// that the connection manager puts before.
 const maxIBPrivate = 56
 
 func testConnectAccept(t *testing.T, s *suite) {
@@ -236,7 +237,8 @@ func testManyConnections(t *testing.T, s *suite) {
 	}
 }
 
-// testSendBeforeAccept: the passive side may post at once; the peer gets it once it has spoken itself.
+// testSendBeforeAccept: the passive side may post at once; the peer gets it once it has spoken
+// itself.
 func testSendBeforeAccept(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
 	in, out := newComps(), newComps()

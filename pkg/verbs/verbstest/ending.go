@@ -185,7 +185,8 @@ func testFlushOrder(t *testing.T, s *suite) {
 	for i := range n {
 		wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, SGList: []verbs.SGE{src}, RKey: 1, Done: func(*verbs.WorkCompletion) { order <- i }})
 	}
-	if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil { // to nowhere: the first is refused
+	// to nowhere: the first is refused
+	if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
 		t.Fatal(err)
 	}
 	for want := range n {
@@ -241,7 +242,8 @@ func (l *ledger) check(what string) {
 // stormRounds is how many connections the storm ends.
 const stormRounds = 20
 
-// testDisconnectStorm: connections under full load in both directions are ended at random moments, in different ways.
+// testDisconnectStorm: connections under full load in both directions are ended at random moments,
+// in different ways.
 func testDisconnectStorm(t *testing.T, s *suite) {
 	prov := s.newProvider(t)
 	l := listen(t, prov, s.laddr)
@@ -323,7 +325,8 @@ func storm(t *testing.T, prov verbs.Provider, l verbs.Listener, round int) {
 	case 3: // an access that is refused
 		p.active.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, SGList: []verbs.SGE{p.active.buffer(8)}, Done: func(*verbs.WorkCompletion) {}})
 	}
-	// Whatever it was, both ends get to know. (With a full queue the refused access was not posted.)
+	// Whatever it was, both ends get to know. (With a full queue the refused access was not
+	// posted.)
 	if round%4 == 3 {
 		time.Sleep(20 * time.Millisecond)
 	}

@@ -8,8 +8,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// failureTests: each error that verbs names, where no other group has it. (ErrQPState and ErrQueueFull are among the messages, ErrBusy
-// among the resources; of the statuses, those of lengths, accesses and flushes are where they come about.)
+// failureTests: each error that verbs names, where no other group has it. (ErrQPState and
+// ErrQueueFull are among the messages, ErrBusy among the resources; of the statuses, those of
+// lengths, accesses and flushes are where they come about.)
 var failureTests = []conformanceTest{
 	{"LocalInvErrors", verbs.CapFastReg, testLocalInvErrors},
 	{"FastRegOfDestroyed", verbs.CapFastReg, testFastRegOfDestroyed},
@@ -24,7 +25,8 @@ var failureTests = []conformanceTest{
 	{"FullCQ", 0, testFullCQ},
 }
 
-// testLocalInvErrors: a LocalInv that names no registration of the QP fails by itself, and ends the connection.
+// testLocalInvErrors: a LocalInv that names no registration of the QP fails by itself, and ends the
+// connection.
 func testLocalInvErrors(t *testing.T, s *suite) {
 	for _, name := range []string{"unknown", "stale key", "destroyed", "of another PD"} {
 		t.Run(name, func(t *testing.T) {
@@ -108,7 +110,8 @@ func handshake(t *testing.T, p verbs.Provider, l verbs.Listener, param verbs.Con
 	return e, req, connected
 }
 
-// testNoReadDepth: who asked for no InitiatorDepth cannot post an RDMA Read; the connection is none the worse for it.
+// testNoReadDepth: who asked for no InitiatorDepth cannot post an RDMA Read; the connection is none
+// the worse for it.
 func testNoReadDepth(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
@@ -149,7 +152,8 @@ func testAcceptErrors(t *testing.T, s *suite) {
 	wantConnError(t, "accept twice", req.Accept(within(t), someDepths), verbs.ConnLocal)
 }
 
-// testRejectErrors: Reject closes the ConnID even when it fails, so that the peer is not left waiting.
+// testRejectErrors: Reject closes the ConnID even when it fails, so that the peer is not left
+// waiting.
 func testRejectErrors(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
@@ -276,7 +280,8 @@ func testForeignResources(t *testing.T, s *suite) {
 	}
 }
 
-// testRecvChainError: of a chain of Receives, those before the bad one are queued, and it and those behind are not.
+// testRecvChainError: of a chain of Receives, those before the bad one are queued, and it and those
+// behind are not.
 func testRecvChainError(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
 	c := newComps()
@@ -293,7 +298,8 @@ func testRecvChainError(t *testing.T, s *suite) {
 	}
 }
 
-// testFullCQ: a CQ of just the depth that its queues need holds all their completions while a handler does not return, and loses none.
+// testFullCQ: a CQ of just the depth that its queues need holds all their completions while a
+// handler does not return, and loses none.
 func testFullCQ(t *testing.T, s *suite) {
 	const n = 8
 	live := s.caps(t).Has(verbs.CapLiveStats)

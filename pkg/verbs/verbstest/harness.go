@@ -308,7 +308,8 @@ func (e *endpoint) goneWithin() error {
 	}
 }
 
-// sync sends a message from e to the other end and waits for it: what e posted before has reached the peer's memory.
+// sync sends a message from e to the other end and waits for it: what e posted before has reached
+// the peer's memory.
 func (p *pair) sync(e *endpoint) {
 	e.t.Helper()
 	o := p.other(e)
@@ -320,7 +321,8 @@ func (p *pair) sync(e *endpoint) {
 	}
 }
 
-// open lets the passive side send: a responder may not before it has heard the initiator (RFC 5044 §7.1.2).
+// open lets the passive side send: a responder may not before it has heard the initiator (RFC 5044
+// §7.1.2).
 func (p *pair) open() *pair {
 	p.active.t.Helper()
 	p.sync(p.active)

@@ -12,7 +12,8 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// TestConformance: the suite holds over IPv6 too. (softiwarp's own tests run it in every configuration.)
+// TestConformance: the suite holds over IPv6 too. (softiwarp's own tests run it in every
+// configuration.)
 func TestConformance(t *testing.T) {
 	verbstest.Conformance(t, func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) }, netip.MustParseAddrPort("[::1]:0"))
 }

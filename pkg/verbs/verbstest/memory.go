@@ -32,8 +32,9 @@ type window struct {
 // bigIOVA is a chosen address that is no machine's.
 const bigIOVA = 0xfeed_0000_1234_5003
 
-// reg is a FastReg as the device takes it: where it chooses no addresses the memory's own takes the place of iova, and where it binds windows a key
-// that the MR had the time before is replaced by another.
+// reg is a FastReg as the device takes it: where it chooses no addresses the memory's own takes the
+// place of iova, and where it binds windows a key that the MR had the time before is replaced by
+// another.
 func (e *endpoint) reg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) *verbs.WorkRequest {
 	caps := e.dev.Attrs().Caps
 	if !caps.Has(verbs.CapChosenIOVA) {
@@ -346,7 +347,8 @@ func testFastRegErrors(t *testing.T, s *suite) {
 	}
 }
 
-// testChain: registrations and the Send that advertises them leave as one chain and take effect in order.
+// testChain: registrations and the Send that advertises them leave as one chain and take effect in
+// order.
 func testChain(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).open()
 	m1, m2 := p.active.mr(depth), p.active.mr(depth)

@@ -69,7 +69,8 @@ func testSendGathers(t *testing.T, s *suite) {
 	}
 }
 
-// testSendOrder: messages arrive in the order posted, chain after chain, while Receives are posted as they complete.
+// testSendOrder: messages arrive in the order posted, chain after chain, while Receives are posted
+// as they complete.
 func testSendOrder(t *testing.T, s *suite) {
 	const chains, perChain = 200, 5
 	p := s.pair(t, options{})

@@ -97,7 +97,8 @@ func testQPErrors(t *testing.T, s *suite) {
 	}
 }
 
-// testSTags: indices are never 0, no two alike, and on iWARP, whose peers may guess them, not in sequence.
+// testSTags: indices are never 0, no two alike, and on iWARP, whose peers may guess them, not in
+// sequence.
 func testSTags(t *testing.T, s *suite) {
 	const n = 500
 	p := s.pair(t, options{noConnect: true})

@@ -69,8 +69,9 @@ func (p *pair) useAll(m verbs.MR, key uint8) {
 	}
 }
 
-// testSharedPD: of two connections on one PD and one CQ one is lost, in each way that there is. The other goes on, requests under way
-// included; the registrations of the lost one can be destroyed, and a third connection takes its place.
+// testSharedPD: of two connections on one PD and one CQ one is lost, in each way that there is. The
+// other goes on, requests under way included; the registrations of the lost one can be destroyed,
+// and a third connection takes its place.
 func testSharedPD(t *testing.T, s *suite) {
 	for name, lose := range map[string]func(p *pair){
 		"closed here":   func(p *pair) { p.active.id.Close() },
@@ -128,8 +129,9 @@ func badWrite(e *endpoint) *verbs.WorkRequest {
 	return &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, SGList: []verbs.SGE{e.buffer(8)}}
 }
 
-// testSharedPDOtherKey: a key that is valid on one connection is refused on another of the same PD, whether the first lives or not:
-// for RDMA Write and Read, for Send With Invalidate, and for a LocalInv posted there.
+// testSharedPDOtherKey: a key that is valid on one connection is refused on another of the same PD,
+// whether the first lives or not: for RDMA Write and Read, for Send With Invalidate, and for a
+// LocalInv posted there.
 func testSharedPDOtherKey(t *testing.T, s *suite) {
 	if s.caps(t).Has(verbs.CapPerIOReg) {
 		t.Skip("the device's keys are good on every connection of the protection domain")

@@ -19,7 +19,8 @@ var (
 	onlyFlag   = flag.String("only", "", "regular expression of the workloads of TestBeside")
 )
 
-// What this test writes of docs/performance.md lies between these lines, for each provider and device.
+// What this test writes of docs/performance.md lies between these lines, for each provider and
+// device.
 const (
 	pageFile  = "../../../docs/performance.md"
 	pageBegin = "<!-- written by go test ./test/lab/beside -run TestBeside -update -rounds 3: %s -->\n"
@@ -41,7 +42,8 @@ func (r ratios) String() string {
 	return fmt.Sprintf("%.2f (%.2f..%.2f)", (s[(len(s)-1)/2]+s[len(s)/2])/2, s[0], s[len(s)-1])
 }
 
-// table compares ours with the kernel's client, round by round. A ratio of speeds above 1 is for ours, one of processor time against it.
+// table compares ours with the kernel's client, round by round. A ratio of speeds above 1 is for
+// ours, one of processor time against it.
 func table(list []measurement) (string, error) {
 	var b strings.Builder
 	b.WriteString("| workload | speed | processor time |\n|---|---|---|\n")
@@ -87,8 +89,8 @@ func splice(page, name, text string) (string, error) {
 	return before + begin + text + end + after, nil
 }
 
-// TestBeside measures the two clients in turns, on an export that is in the server's memory. It asserts nothing but that all of it works. A routine run
-// has the large sequential workloads alone.
+// TestBeside measures the two clients in turns, on an export that is in the server's memory. It
+// asserts nothing but that all of it works. A routine run has the large sequential workloads alone.
 func TestBeside(t *testing.T) {
 	s := start(t, lab.ExportFast)
 	if *profileFlag {

@@ -10,8 +10,8 @@ import (
 
 var _ = register("small blocks", "a server whose largest READ and WRITE have 64 KiB", testSmallBlocks)
 
-// testSmallBlocks meets a server with little memory, which offers small READs and WRITEs: a mount must keep to what FSINFO says, since a
-// server may answer with ERR_CHUNK to more.
+// testSmallBlocks meets a server with little memory, which offers small READs and WRITEs: a mount
+// must keep to what FSINFO says, since a server may answer with ERR_CHUNK to more.
 func testSmallBlocks(t *testing.T, b bench) {
 	const block = 64 << 10
 	b = b.another(lab.Options{MaxBlock: block, MemoryMiB: 512, CPUs: 1})

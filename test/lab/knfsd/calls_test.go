@@ -106,7 +106,8 @@ func (s session) read(t *testing.T, fh nfs3.FH, off uint64, want []byte) {
 	}
 }
 
-// list reads a directory with READDIRPLUS calls of maxCount, and returns how often it saw each name.
+// list reads a directory with READDIRPLUS calls of maxCount, and returns how often it saw each
+// name.
 func (s session) list(ctx context.Context, dir nfs3.FH, maxCount uint32) (map[string]int, error) {
 	names := make(map[string]int)
 	var verf nfs3.Verifier

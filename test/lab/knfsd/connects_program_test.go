@@ -17,7 +17,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// These cases run the real program, and do to it what happens to programs. A stock server takes no harm of it.
+// These cases run the real program, and do to it what happens to programs. A stock server takes no
+// harm of it.
 var (
 	_ = register("sixteen mounts", "sixteen mounts started together", testSixteenMounts)
 	_ = register("nconnect", "nconnect=8", testNConnect)
@@ -25,7 +26,8 @@ var (
 	_ = register("killed daemons", "daemons killed at any moment of a mount", testKilledDaemons)
 )
 
-// harmRounds is how often a mount is disturbed, harmRoundsIn in a guest, and harmMost where the disturbance came too late each time.
+// harmRounds is how often a mount is disturbed, harmRoundsIn in a guest, and harmMost where the
+// disturbance came too late each time.
 const harmRounds, harmRoundsIn, harmMost = 12, 6, 60
 
 // A program is nfsrdmad with a control socket of its own, a guest to mount from, and files in it.
@@ -240,7 +242,8 @@ func testCancelledMounts(t *testing.T, b bench) {
 	p.unharmed()
 }
 
-// testKilledDaemons kills the process that connects: a daemon, and a mount in the foreground, by turns.
+// testKilledDaemons kills the process that connects: a daemon, and a mount in the foreground, by
+// turns.
 func testKilledDaemons(t *testing.T, b bench) {
 	b = b.another(lab.Options{}) // a kill in the handshake costs it its listener
 	p := newProgram(t, b)

@@ -23,14 +23,17 @@ import (
 var _ = register("many connects", "connects by the hundred under load, one after the other", testManyConnects)
 
 const (
-	// manyConnects are made to the newest kernel, fewerConnects to others: siw is the same. Emulated clients make no more either.
+	// manyConnects are made to the newest kernel, fewerConnects to others: siw is the same.
+	// Emulated clients make no more either.
 	manyConnects  = 1000
 	fewerConnects = 200
-	// freshLife is the least that a connection lives to which the server has said nothing: siw may not have looked at it before.
+	// freshLife is the least that a connection lives to which the server has said nothing: siw may
+	// not have looked at it before.
 	freshLife = 50 * time.Millisecond
 )
 
-// testManyConnects looks for the connect whose first FPDU siw leaves in its socket: each call is answered, and the nudge is what made it so.
+// testManyConnects looks for the connect whose first FPDU siw leaves in its socket: each call is
+// answered, and the nudge is what made it so.
 func testManyConnects(t *testing.T, b bench) {
 	connects := manyConnects
 	if b.kernel != lab.Kernels[0] || b.inGuest {
@@ -66,8 +69,8 @@ func testManyConnects(t *testing.T, b bench) {
 	}
 }
 
-// pester sends the signal that the Go runtime uses for its own purposes to all threads, again and again until it is told to stop: a kernel that connects may be
-// interrupted by it.
+// pester sends the signal that the Go runtime uses for its own purposes to all threads, again and
+// again until it is told to stop: a kernel that connects may be interrupted by it.
 func pester() (stop func()) {
 	over := make(chan struct{})
 	var work sync.WaitGroup
@@ -112,9 +115,10 @@ func connectOnce(b bench, t *testing.T) (nudges uint64, took time.Duration, err 
 
 // A connection is what a capture tells of one, in times since its begin.
 type connection struct {
-	port      string // the client's
-	begun     time.Duration
-	accepted  time.Duration // by the server's end of TCP; the others are 0 if it never happened, too
+	port  string // the client's
+	begun time.Duration
+	// by the server's end of TCP; the others are 0 if it never happened, too
+	accepted  time.Duration
 	requested time.Duration // the MPA request was sent
 	answered  time.Duration // the server's first octet, or its end
 	ended     time.Duration // the client's FIN or RST
@@ -175,8 +179,9 @@ func (c *connection) String() string {
 	return fmt.Sprintf("from port %s: begun %v, accepted %v, MPA request %v, answered %v, ended by us %v", c.port, c.begun, c.accepted, c.requested, c.answered, c.ended)
 }
 
-// gentle holds all connections of a capture, which it ends and returns, to what a stock server survives: no more than most are
-// made at a time, each says what it wants, and none ends before siw has looked at it. killed allows for processes that were killed in the handshake.
+// gentle holds all connections of a capture, which it ends and returns, to what a stock server
+// survives: no more than most are made at a time, each says what it wants, and none ends before siw
+// has looked at it. killed allows for processes that were killed in the handshake.
 func gentle(t *testing.T, b bench, c *lab.Capture, most int, killed bool) []*connection {
 	t.Helper()
 	if err := c.Stop(); err != nil {
@@ -197,7 +202,8 @@ func gentle(t *testing.T, b bench, c *lab.Capture, most int, killed bool) []*con
 			t.Logf("killed before the answer: %s", conn)
 			conn.unlucky = true
 		case early && conn.requested == 0 && killed:
-			// The SYN-ACK came within connect(2), as it does over loopback, and the process was killed before its next system call.
+			// The SYN-ACK came within connect(2), as it does over loopback, and the process was
+			// killed before its next system call.
 			t.Logf("killed between the handshake and the request: %s", conn)
 			conn.unlucky = true
 		case early && conn.requested == 0:

@@ -38,7 +38,8 @@ func (b bench) set(file string, value int) {
 	})
 }
 
-// testCredits has many more callers than the server grants credits, and counts the calls on the wire.
+// testCredits has many more callers than the server grants credits, and counts the calls on the
+// wire.
 func testCredits(t *testing.T, b bench) {
 	for _, credits := range []int{4, 128} {
 		b.set(maxRequests, credits)
@@ -86,7 +87,8 @@ func (b bench) sends(t *testing.T, c *lab.Capture) (all []sent) {
 	if b.device == lab.RXE {
 		return sendsByXID(t, c, b.RDMA.Addr())
 	}
-	// By the sequence numbers of the Sends: the decoder looks into the first message of a frame only.
+	// By the sequence numbers of the Sends: the decoder looks into the first message of a frame
+	// only.
 	for _, f := range frames(t, c, "iwarp_ddp.untagged && iwarp_ddp.qn == 0", "tcp.dstport", "iwarp_ddp.msn", "rpcordma.flow_control", "frame.number") {
 		s := sent{frame: f[3][0], toIt: f[0][0] == strconv.Itoa(int(b.RDMA.Port())), last: int(number(t, f[1][len(f[1])-1]))}
 		if len(f[2]) > 0 {
@@ -97,7 +99,8 @@ func (b bench) sends(t *testing.T, c *lab.Capture) (all []sent) {
 	return all
 }
 
-// sendsByXID goes by the messages themselves, each of which is in a frame of its own, and may come again.
+// sendsByXID goes by the messages themselves, each of which is in a frame of its own, and may come
+// again.
 func sendsByXID(t *testing.T, c *lab.Capture, server netip.Addr) (all []sent) {
 	t.Helper()
 	seen := map[bool]map[string]bool{true: {}, false: {}}
@@ -112,8 +115,8 @@ func sendsByXID(t *testing.T, c *lab.Capture, server netip.Addr) (all []sent) {
 	return all
 }
 
-// mostInFlight holds the calls without a reply to what the replies grant (RFC 8166 §3.3.1, one before the first), and returns how many there
-// were at most.
+// mostInFlight holds the calls without a reply to what the replies grant (RFC 8166 §3.3.1, one
+// before the first), and returns how many there were at most.
 func mostInFlight(t *testing.T, all []sent) (most int) {
 	t.Helper()
 	granted, calls, replies := 1, 0, 0
@@ -133,7 +136,8 @@ func mostInFlight(t *testing.T, all []sent) (most int) {
 	return most
 }
 
-// testInline meets servers of two inline thresholds: what goes by chunk to one goes inline to the other.
+// testInline meets servers of two inline thresholds: what goes by chunk to one goes inline to the
+// other.
 func testInline(t *testing.T, b bench) {
 	const size = 9001
 	want := randomBytes(size)
@@ -167,8 +171,8 @@ func testInline(t *testing.T, b bench) {
 	}
 }
 
-// testCRC copies a file with MPA's CRC asked for, and without. A stock siw may end a connection with CRCs when TCP splits the end of an FPDU; the copy
-// must come through that too.
+// testCRC copies a file with MPA's CRC asked for, and without. A stock siw may end a connection
+// with CRCs when TCP splits the end of an FPDU; the copy must come through that too.
 func testCRC(t *testing.T, b bench) {
 	const size = 4<<20 + 1
 	file := randomFile(t, size)
@@ -193,7 +197,8 @@ func testCRC(t *testing.T, b bench) {
 			t.Logf("CRC %v: %d connections ended", crc, ends)
 			good, bad := crcs(t, c)
 			if bad > 0 && ends == 0 && try < captureTries && !t.Failed() {
-				// The decoder loses its place in a direction where a TCP segment ends within the first octets of an FPDU. Both ends took these CRCs.
+				// The decoder loses its place in a direction where a TCP segment ends within the
+				// first octets of an FPDU. Both ends took these CRCs.
 				t.Logf("try %d: %d CRCs good, %d bad, which both ends took", try, good, bad)
 				b.MustRun("rm -rf " + lab.ExportRW + "/*")
 				continue

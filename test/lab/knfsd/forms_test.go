@@ -92,8 +92,9 @@ func sendForms(t *testing.T, s session) {
 	}
 }
 
-// sendLongCalls makes calls that go by a position-zero read chunk. No call of NFSv3 is that long but for its data, which goes by itself; so here
-// the data of a WRITE and of a SYMLINK is declared no data.
+// sendLongCalls makes calls that go by a position-zero read chunk. No call of NFSv3 is that long
+// but for its data, which goes by itself; so here the data of a WRITE and of a SYMLINK is declared
+// no data.
 func sendLongCalls(t *testing.T, s session) {
 	t.Helper()
 	fh := s.create(t, "long")
@@ -140,14 +141,16 @@ func (s session) longCall(t *testing.T, proc nfs3.Proc, args []byte, maxResult i
 	}
 }
 
-// testLongSends asks for more than fits inline, and offers no chunk for it: stock servers send it all the same, in a Send longer than they promised,
-// which must find room in our Receives. The reply is too large for what was asked, and ends the call; nothing else may end.
+// testLongSends asks for more than fits inline, and offers no chunk for it: stock servers send it
+// all the same, in a Send longer than they promised, which must find room in our Receives. The
+// reply is too large for what was asked, and ends the call; nothing else may end.
 func testLongSends(t *testing.T, b bench) {
 	s := b.session(t, nil)
 	fh := s.create(t, "file")
 	want := randomBytes(9000)
 	s.write(t, fh, 0, want)
-	const count = 5000 // 4777 is the first that the server does not send so, unless it is a multiple of 4
+	// 4777 is the first that the server does not send so, unless it is a multiple of 4
+	const count = 5000
 	args := sunrpc.AppendOpaque(nil, fh.Bytes())
 	args = sunrpc.AppendUint64(args, 0)
 	args = sunrpc.AppendUint32(args, count)

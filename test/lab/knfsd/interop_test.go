@@ -101,8 +101,9 @@ func readDocument() (d document, err error) {
 	return d, nil
 }
 
-// interop holds docs/interop.md to what a run has proved: all that it claims. Of a run of some cases only it asks nothing: what failed has failed by
-// itself. With -update it writes the column instead.
+// interop holds docs/interop.md to what a run has proved: all that it claims. Of a run of some
+// cases only it asks nothing: what failed has failed by itself. With -update it writes the column
+// instead.
 func interop(t *testing.T, got column, whole bool) {
 	t.Helper()
 	if !whole {
@@ -155,7 +156,8 @@ func differences(claimed, proved []string) (unproved, unsaid []string) {
 	return unproved, unsaid
 }
 
-// TestInterop needs no server: the document's table is as a run would write it, so that it claims nothing that no case proves any more.
+// TestInterop needs no server: the document's table is as a run would write it, so that it claims
+// nothing that no case proves any more.
 func TestInterop(t *testing.T) {
 	text, err := os.ReadFile(interopFile)
 	if err != nil {

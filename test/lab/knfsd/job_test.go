@@ -8,7 +8,8 @@ import (
 
 var _ = register("job", "the main job: a source tree in and out, git clone and git fsck --strict", testJob)
 
-// testJob is the main job: a source tree goes in, and a second mount, which has nothing cached, finds it whole; git works on the mount.
+// testJob is the main job: a source tree goes in, and a second mount, which has nothing cached,
+// finds it whole; git works on the mount.
 func testJob(t *testing.T, b bench) {
 	m := b.mount(t, nil)
 	local := t.TempDir()

@@ -10,14 +10,16 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// Messages of InfiniBand's communication management (volume 1, release 1.4, §12.6), which makes RoCE's connections too: attribute IDs.
+// Messages of InfiniBand's communication management (volume 1, release 1.4, §12.6), which makes
+// RoCE's connections too: attribute IDs.
 const (
 	cmRequest           = 0x10
 	cmReply             = 0x13
 	cmDisconnectRequest = 0x15
 )
 
-// managed reads the beginnings and the ends of connections that communication management makes, which may say everything more than once.
+// managed reads the beginnings and the ends of connections that communication management makes,
+// which may say everything more than once.
 func managed(t *testing.T, w wire, c *lab.Capture) []*connection {
 	t.Helper()
 	byID := make(map[string]*connection) // the client's own number

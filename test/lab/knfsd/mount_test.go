@@ -27,7 +27,8 @@ type mount struct {
 	fs  *fusefs.FS
 }
 
-// limit is for whatever has an end that does not depend on the amount of data. A busy machine takes its time.
+// limit is for whatever has an end that does not depend on the amount of data. A busy machine takes
+// its time.
 const limit = 2 * time.Minute
 
 // root asks the MOUNT service for an export's file handle.
@@ -60,7 +61,8 @@ func (l *logBuffer) String() string {
 	return l.buf.String()
 }
 
-// transport connects to the server until the test ends. change, if not nil, changes what the transport is made from.
+// transport connects to the server until the test ends. change, if not nil, changes what the
+// transport is made from.
 func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transport {
 	t.Helper()
 	var log logBuffer

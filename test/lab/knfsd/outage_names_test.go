@@ -18,7 +18,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// These cases cut the connection again and again under calls that cannot be done twice: a replay that is executed again ends in EEXIST or ENOENT.
+// These cases cut the connection again and again under calls that cannot be done twice: a replay
+// that is executed again ends in EEXIST or ENOENT.
 var (
 	_ = register("cut by us", "names and data while we cut the connection again and again", testCutByUs)
 	_ = register("cut by the server", "names and data while the server cuts the connection again and again", testCutByServer)
@@ -54,7 +55,8 @@ func testCutByUs(t *testing.T, b bench) {
 	gentle(t, b, capture, 1, false)
 }
 
-// testCutByServer has the server's kernel abort its connections, each when it has carried calls: what siw has not looked at must not be cut.
+// testCutByServer has the server's kernel abort its connections, each when it has carried calls:
+// what siw has not looked at must not be cut.
 func testCutByServer(t *testing.T, b bench) {
 	b = b.another(lab.Options{Complaints: cutComplaints})
 	m := b.mount(t, func(c *xprt.Config) {
@@ -75,16 +77,19 @@ func testCutByServer(t *testing.T, b bench) {
 	w.stop()
 }
 
-// cutComplaints are what the kernel's server may say of its own when connections end under traffic, or its device is removed. These cases have servers of
-// their own for that.
+// cutComplaints are what the kernel's server may say of its own when connections end under traffic,
+// or its device is removed. These cases have servers of their own for that.
 var cutComplaints = []string{
-	// A queue pair is destroyed that still has registrations in use, and the device is told to be left with something of the server's.
+	// A queue pair is destroyed that still has registrations in use, and the device is told to be
+	// left with something of the server's.
 	`WARNING: .*drivers/infiniband/core/(verbs|restrack)\.c`,
-	// A receive context, and the pages that it reads a chunk into, are given back twice (seen once, below svc_rdma_free).
+	// A receive context, and the pages that it reads a chunk into, are given back twice (seen once,
+	// below svc_rdma_free).
 	`BUG: Bad page state in process nfsd`, `kernel BUG at mm/slub\.c`, `Oops: invalid opcode`,
 }
 
-// abort ends all connections to the server, as the server's own doing. Where they are not TCP its device goes, and another comes in its place.
+// abort ends all connections to the server, as the server's own doing. Where they are not TCP its
+// device goes, and another comes in its place.
 func (b bench) abort() {
 	b.t.Helper()
 	if b.device == lab.RXE {
@@ -96,8 +101,9 @@ func (b bench) abort() {
 	}
 }
 
-// testRestart stops the server's threads, and with them its listeners and connections, under an idle mount, has work wait for it, and starts it
-// again. Under calls a kernel of 6.1 may never get its threads back.
+// testRestart stops the server's threads, and with them its listeners and connections, under an
+// idle mount, has work wait for it, and starts it again. Under calls a kernel of 6.1 may never get
+// its threads back.
 func testRestart(t *testing.T, b bench) {
 	b = b.another(lab.Options{}) // and so it may after connections that were cut
 	m := b.mount(t, shortWaits)
@@ -172,7 +178,8 @@ func (w *work) stop() {
 	}
 }
 
-// worker keeps a file and its shadow in step, and makes and removes names that nobody else has. Every error is wrong.
+// worker keeps a file and its shadow in step, and makes and removes names that nobody else has.
+// Every error is wrong.
 func (w *work) worker(id int, rng *rand.Rand) error {
 	shadow, got := make([]byte, cutSize), make([]byte, cutSize)
 	name := filepath.Join(w.m.dir, fmt.Sprint("file", id))

@@ -15,7 +15,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// These cases take the server away in the middle of two copies at once, one in and one out, and give it back: both go on by themselves.
+// These cases take the server away in the middle of two copies at once, one in and one out, and
+// give it back: both go on by themselves.
 var (
 	_ = register("power pulled", "power pulled under a copy in and a copy out", func(t *testing.T, b bench) {
 		testOutage(t, b, true, func(t *testing.T, o *outage) {
@@ -47,17 +48,20 @@ var (
 			defer b.RestoreNetwork()
 			o.goOn(t)
 			o.lost(t)
-			// Whoever takes connections in the server's place hands this one on when the network is back.
+			// Whoever takes connections in the server's place hands this one on when the network is
+			// back.
 			waitFor(t, "a connect to be given up", func() bool { return o.m.tr.Stats().ConnectFailures > 0 })
 		})
 	})
 )
 
 const (
-	// outageTimeout is how long a call waits for its reply, outageAlive how long the server may be silent before it is asked.
+	// outageTimeout is how long a call waits for its reply, outageAlive how long the server may be
+	// silent before it is asked.
 	outageTimeout = 5 * time.Second
 	outageAlive   = 2 * time.Second
-	// outageSize is copied each way, outageBefore of it before the server goes away: fewer extents than are committed in the background.
+	// outageSize is copied each way, outageBefore of it before the server goes away: fewer extents
+	// than are committed in the background.
 	outageSize   = 24 << 20
 	outageBefore = 8 << 20
 	// patience is for what must happen, on a machine however busy.
@@ -128,8 +132,9 @@ func waitFor(t *testing.T, what string, happened func() bool) {
 	}
 }
 
-// testOutage begins two copies, lets strike take the server away and bring it back, and holds both to their last octet. restarted says whether the
-// server forgot what it had not written to its disk.
+// testOutage begins two copies, lets strike take the server away and bring it back, and holds both
+// to their last octet. restarted says whether the server forgot what it had not written to its
+// disk.
 func testOutage(t *testing.T, b bench, restarted bool, strike func(*testing.T, *outage)) {
 	b.MustRun(fmt.Sprintf("dd if=/dev/urandom of=/export/out bs=1M count=%d 2>/dev/null; sync", outageSize>>20))
 	wantOut := b.serverSum(t, "out")

@@ -13,11 +13,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// The cases of a provider that needs RDMA devices run in a guest: this very test program, in the host's file system. It gets the server, and more
-// guests, from the host's lab. Here is the host's part.
+// The cases of a provider that needs RDMA devices run in a guest: this very test program, in the
+// host's file system. It gets the server, and more guests, from the host's lab. Here is the host's
+// part.
 
 const (
-	// caseLimit is how long one case may run in the guest, several times what the longest took on a busy host; then it says where it stands, which takes a moment.
+	// caseLimit is how long one case may run in the guest, several times what the longest took on a
+	// busy host; then it says where it stands, which takes a moment.
 	caseLimit = 15 * time.Minute
 	caseSays  = time.Minute
 	// clientMiB is the client guest's memory: its temporary files are there too.
@@ -69,8 +71,8 @@ func (p *pair) run(t *testing.T, c testCase) {
 
 // command is the shell command in the client guest that runs what a pattern selects.
 func (p *pair) command(pattern string) string {
-	// What a shell runs in the background, as the guest's does with commands, ignores SIGINT. Siw of 6.1 holds root to the limit of locked memory, too,
-	// which our unit lifts.
+	// What a shell runs in the background, as the guest's does with commands, ignores SIGINT. Siw
+	// of 6.1 holds root to the limit of locked memory, too, which our unit lifts.
 	env := fmt.Sprintf("env --default-signal=INT,QUIT %s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"), os.Getenv("PATH"))
 	return fmt.Sprintf("ulimit -l unlimited && chroot /host %s %s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s 2>&1",
 		env, filepath.Join(programDir, testProgram), caseLimit, pattern, p.name, p.serverName(), filepath.Join(programDir, ourProgram))

@@ -31,8 +31,8 @@ const (
 	splitPause = 200 * time.Millisecond
 )
 
-// splitTrailer hands TCP connections on to a server until the test ends, octet by octet as they come, but of one FPDU it holds the last
-// two octets back for a moment, so that TCP cuts there.
+// splitTrailer hands TCP connections on to a server until the test ends, octet by octet as they
+// come, but of one FPDU it holds the last two octets back for a moment, so that TCP cuts there.
 func splitTrailer(t *testing.T, server netip.AddrPort) netip.AddrPort {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -61,7 +61,8 @@ func splitTrailer(t *testing.T, server netip.AddrPort) netip.AddrPort {
 				to.(*net.TCPConn).CloseWrite()
 			})
 			work.Go(func() {
-				// Without the wrappers the kernel would copy, by pipes that Go keeps open: the leak check would count them.
+				// Without the wrappers the kernel would copy, by pipes that Go keeps open: the leak
+				// check would count them.
 				io.Copy(struct{ io.Writer }{client}, struct{ io.Reader }{to})
 				client.Close()
 				to.Close()
@@ -75,7 +76,8 @@ func splitTrailer(t *testing.T, server netip.AddrPort) netip.AddrPort {
 	return l.Addr().(*net.TCPAddr).AddrPort()
 }
 
-// forwardFPDUs copies an initiator's octets, frame by frame, until either end is gone, and splits FPDU number split.
+// forwardFPDUs copies an initiator's octets, frame by frame, until either end is gone, and splits
+// FPDU number split.
 func forwardFPDUs(to io.Writer, from io.Reader, split int) {
 	r := bufio.NewReaderSize(from, 128<<10)
 	request, err := r.Peek(mpaRequestHdr)
@@ -107,8 +109,9 @@ func forwardFPDUs(to io.Writer, from io.Reader, split int) {
 	}
 }
 
-// testSplit shows why CRCs are off by default: a stock siw ends a connection with CRCs when TCP cuts within an FPDU's last octets, which is
-// TCP's right. Whoever asks for CRCs loses no data by it.
+// testSplit shows why CRCs are off by default: a stock siw ends a connection with CRCs when TCP
+// cuts within an FPDU's last octets, which is TCP's right. Whoever asks for CRCs loses no data by
+// it.
 func testSplit(t *testing.T, b bench) {
 	file := randomFile(t, 1<<20)
 	for _, crc := range []bool{false, true} {

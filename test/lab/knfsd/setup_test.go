@@ -40,7 +40,8 @@ type provider struct {
 	name string
 	// make makes one. crc asks for MPA's CRC, where that is for the user to say.
 	make func(crc bool) (verbs.Provider, error)
-	// inGuest: it needs a kernel with RDMA devices, and so the cases run in a guest, with the server in another.
+	// inGuest: it needs a kernel with RDMA devices, and so the cases run in a guest, with the
+	// server in another.
 	inGuest bool
 	devices []string // of servers that it can reach, the one that a routine run takes first
 }
@@ -143,7 +144,8 @@ func (b bench) newProvider(t *testing.T) verbs.Provider {
 	return p
 }
 
-// another starts a guest of the server's kind for this case alone; it ends with the case. opts.Kernel and opts.Provider are set here.
+// another starts a guest of the server's kind for this case alone; it ends with the case.
+// opts.Kernel and opts.Provider are set here.
 func (b bench) another(opts lab.Options) bench {
 	b.t.Helper()
 	opts.Kernel, opts.Provider = b.kernel, b.device
@@ -158,18 +160,20 @@ type testCase struct {
 	run    func(t *testing.T, b bench)
 }
 
-// cases are all of the package, in the order in which they run: by file name, and within a file from top to bottom.
+// cases are all of the package, in the order in which they run: by file name, and within a file
+// from top to bottom.
 var cases []testCase
 
-// register adds a case; call it for a package variable. All cases of a server share one guest, with the kernel's own settings: a case
-// leaves it serving, with these settings, its network and power on; or starts another one. /export is emptied between cases.
+// register adds a case; call it for a package variable. All cases of a server share one guest, with
+// the kernel's own settings: a case leaves it serving, with these settings, its network and power
+// on; or starts another one. /export is emptied between cases.
 func register(name, proves string, run func(t *testing.T, b bench)) struct{} {
 	cases = append(cases, testCase{name, proves, run})
 	return struct{}{}
 }
 
-// TestServers runs all cases against all servers, and compares what they prove with what docs/interop.md claims. In a guest it runs there
-// what the host's asks for (pair_test.go).
+// TestServers runs all cases against all servers, and compares what they prove with what
+// docs/interop.md claims. In a guest it runs there what the host's asks for (pair_test.go).
 func TestServers(t *testing.T) {
 	for _, s := range setups(t) {
 		t.Run(s.test(), func(t *testing.T) {
@@ -224,7 +228,8 @@ func runCases(t *testing.T, s setup, server *lab.Guest, run func(*testing.T, tes
 	}
 }
 
-// smaller is what a case takes: n, or where it runs in a guest, and both ends of the network are emulated, in, which must be enough to prove the same.
+// smaller is what a case takes: n, or where it runs in a guest, and both ends of the network are
+// emulated, in, which must be enough to prove the same.
 func (b bench) smaller(n, in int) int {
 	if b.inGuest {
 		return in

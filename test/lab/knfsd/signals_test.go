@@ -20,11 +20,13 @@ const (
 	signalSize = 16 << 20
 	// slowLine makes a call of 1 MiB take longer than a second.
 	slowLine = 6000 // kbit/s
-	// leaves is within which a process goes that was hit by a deadly signal: at once, on a machine however busy.
+	// leaves is within which a process goes that was hit by a deadly signal: at once, on a machine
+	// however busy.
 	leaves = 20 * time.Second
 )
 
-// Perl does what cat and dd do not: no page cache stands between it and its calls, and it handles no signal.
+// Perl does what cat and dd do not: no page cache stands between it and its calls, and it handles
+// no signal.
 const (
 	readAll  = `sysopen(F, $ARGV[0], 0x4000) || die $!; 1 while sysread(F, $b, 1 << 20)`
 	writeAll = `sysopen(F, $ARGV[0], 0x4000 | 1 | 64) || die $!; syswrite(F, "x" x (1 << 20)) || die $! for 1 .. 64`
@@ -32,7 +34,8 @@ const (
 
 // testSignals ends real processes in the middle of a call that the server is answering.
 func testSignals(t *testing.T, b bench) {
-	// A call that comes again while the server still works on it is dropped there, and waits for as long as this.
+	// A call that comes again while the server still works on it is dropped there, and waits for as
+	// long as this.
 	m := b.mount(t, func(c *xprt.Config) { c.Timeout = 15 * time.Second })
 	file, written := filepath.Join(m.dir, "big"), filepath.Join(m.dir, "written")
 	want := randomBytes(signalSize)
@@ -83,7 +86,8 @@ func testSignals(t *testing.T, b bench) {
 	}
 }
 
-// endInCall runs a perl script on a file, sends it a signal when its call is under way, and wants it gone.
+// endInCall runs a perl script on a file, sends it a signal when its call is under way, and wants
+// it gone.
 func endInCall(t *testing.T, m *mount, sig syscall.Signal, script, file string, underWay func() bool) {
 	t.Helper()
 	cmd := exec.Command("perl", "-e", script, file)

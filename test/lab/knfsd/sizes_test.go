@@ -36,7 +36,8 @@ func lastInlineRead(s session) int {
 	return s.tr.Stats().InlineRecv - rpcrdma.MinHeaderSize - sunrpc.AcceptedReplySize - nfs3.MaxResultRead
 }
 
-// testSizes makes READs and WRITEs of exact sizes, at the beginning, across a page's end, and far behind.
+// testSizes makes READs and WRITEs of exact sizes, at the beginning, across a page's end, and far
+// behind.
 func testSizes(t *testing.T, b bench) {
 	s := b.session(t, nil)
 	fh := s.create(t, "sizes")
@@ -97,7 +98,8 @@ func testEnd(t *testing.T, s session, fh nfs3.FH) {
 	}
 }
 
-// testFileSizes writes files of these sizes through one mount, has the server sum them, and reads them through another.
+// testFileSizes writes files of these sizes through one mount, has the server sum them, and reads
+// them through another.
 func testFileSizes(t *testing.T, b bench) {
 	m := b.mount(t, nil)
 	local := t.TempDir()
@@ -118,7 +120,8 @@ func testFileSizes(t *testing.T, b bench) {
 	if here, there := run(t, local, "sh", "-c", sums), b.MustRun("cd /export/sizes && "+sums); here != there {
 		t.Errorf("sums here\n%s\nthere\n%s", here, there)
 	}
-	// The last full page before the data and all behind it: a file with a hole of 4 GiB is not for summing.
+	// The last full page before the data and all behind it: a file with a hole of 4 GiB is not for
+	// summing.
 	tail := fmt.Sprintf("dd if=/export/sizes/far bs=4096 skip=%d 2>/dev/null | sha256sum", past4G/4096)
 	want := filepath.Join(local, "far")
 	if err := os.WriteFile(want, append(make([]byte, past4G%4096), far...), 0o600); err != nil {

@@ -8,7 +8,8 @@ import (
 
 var _ = register("throughput", "256 MiB in and out (64 with rdmacore)", testThroughput)
 
-// testThroughput tells how fast a large file goes in and out, for comparison between runs: emulation is slow, and nothing is asserted but the data.
+// testThroughput tells how fast a large file goes in and out, for comparison between runs:
+// emulation is slow, and nothing is asserted but the data.
 func testThroughput(t *testing.T, b bench) {
 	mib := b.smaller(256, 64)
 	file := randomFile(t, mib<<20)

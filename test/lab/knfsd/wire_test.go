@@ -9,7 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// frames returns the given fields of each frame of a capture that a filter lets through; a frame with several messages has several values of a field.
+// frames returns the given fields of each frame of a capture that a filter lets through; a frame
+// with several messages has several values of a field.
 func frames(t *testing.T, c *lab.Capture, filter string, fields ...string) [][][]string {
 	t.Helper()
 	args := []string{"--disable-protocol", "nfs", "-Y", filter, "-T", "fields"}
@@ -35,7 +36,8 @@ func frames(t *testing.T, c *lab.Capture, filter string, fields ...string) [][][
 	return all
 }
 
-// A wire is how a transport shows in a capture: filters of the decoder. The decoder finds RPC-over-RDMA by itself in both.
+// A wire is how a transport shows in a capture: filters of the decoder. The decoder finds
+// RPC-over-RDMA by itself in both.
 type wire struct {
 	to, from string // messages to the server, and from it; each goes before other filters
 
@@ -68,8 +70,9 @@ func iwarp(port uint16) wire {
 	}
 }
 
-// roce is RoCE version 2 with a server: reliable connections, whose packets are InfiniBand's (volume 1, release 1.4, §9.2). A message of several
-// packets has another opcode in its first, its middle and its last packet.
+// roce is RoCE version 2 with a server: reliable connections, whose packets are InfiniBand's
+// (volume 1, release 1.4, §9.2). A message of several packets has another opcode in its first, its
+// middle and its last packet.
 func roce(server netip.Addr) wire {
 	return wire{
 		to:             fmt.Sprintf("infiniband && ip.dst == %v && ", server),
@@ -85,11 +88,13 @@ func roce(server netip.Addr) wire {
 	}
 }
 
-// captureTries is how often traffic is repeated for a capture that can be relied on. Two in a row that could not be were seen on a busy host.
+// captureTries is how often traffic is repeated for a capture that can be relied on. Two in a row
+// that could not be were seen on a busy host.
 const captureTries = 8
 
-// record captures what traffic causes. Where something was sent again, or packets were recorded out of their order, as happens on a busy host, the
-// decoder may lose its place, and takes payload for headers: then it is done once more, with an empty export.
+// record captures what traffic causes. Where something was sent again, or packets were recorded out
+// of their order, as happens on a busy host, the decoder may lose its place, and takes payload for
+// headers: then it is done once more, with an empty export.
 func (b bench) record(t *testing.T, name string, traffic func()) *lab.Capture {
 	t.Helper()
 	for try := 1; ; try++ {

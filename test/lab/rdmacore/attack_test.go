@@ -37,7 +37,8 @@ func (a attacked) Stats() hostile.Stats {
 	return hostile.Stats{Connects: s.Connects, MRsFailed: uint64(s.MRsFailed), MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
 }
 
-// TestAttacks plays a server that reaches for memory it has no right to, on a device of the kernel's.
+// TestAttacks plays a server that reaches for memory it has no right to, on a device of the
+// kernel's.
 func TestAttacks(t *testing.T) {
 	addr := netip.AddrPortFrom(inGuest(t), 0)
 	kind := mustResolve(t).Attrs().Transport
@@ -66,7 +67,8 @@ func dialAttacked(t testing.TB, server netip.AddrPort) hostile.Client {
 		if err == nil {
 			return attacked{tr}
 		}
-		if try == 10 || !errors.Is(err, syscall.EADDRNOTAVAIL) { // siw, now and then: the connection manager's choice of a port was taken
+		// siw, now and then: the connection manager's choice of a port was taken
+		if try == 10 || !errors.Is(err, syscall.EADDRNOTAVAIL) {
 			t.Fatal(err)
 		}
 		time.Sleep(100 * time.Millisecond)

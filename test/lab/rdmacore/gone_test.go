@@ -29,15 +29,17 @@ const (
 	goneStop     = "/tmp/stop"
 )
 
-// goneComplaints are what the kernel's server says of its own when its device is removed under traffic: it destroys a queue pair that still has
-// registrations in use, and the device is told to be left with something of the server's.
+// goneComplaints are what the kernel's server says of its own when its device is removed under
+// traffic: it destroys a queue pair that still has registrations in use, and the device is told to
+// be left with something of the server's.
 var goneComplaints = []string{`WARNING: .*drivers/infiniband/core/(verbs|restrack)\.c`}
 
 const (
-	// recovery bounds how long I/O may stand still after the link, the address or the device is back: the pause between attempts to
-	// connect is at most a minute.
+	// recovery bounds how long I/O may stand still after the link, the address or the device is
+	// back: the pause between attempts to connect is at most a minute.
 	recovery = 3 * time.Minute
-	// renewAfter is how long an rxe device may make no connection before it is taken for one that makes none any more.
+	// renewAfter is how long an rxe device may make no connection before it is taken for one that
+	// makes none any more.
 	renewAfter = time.Minute
 	// removalLimit bounds the removal of a device that is in use, for which a second is usual.
 	removalLimit = 3 * time.Minute
@@ -191,8 +193,9 @@ func (g *goneGuest) add() {
 	g.must("rdma link add " + g.device + " type " + g.kind + " netdev eth0")
 }
 
-// renew makes an rxe device again on which there is no I/O now: where its connection manager has met a message without a route, its queue pair 1 stays in
-// the error state (6.1 does not show that), and nobody can connect to or from the machine any more, whoever tries. siw has none.
+// renew makes an rxe device again on which there is no I/O now: where its connection manager has
+// met a message without a route, its queue pair 1 stays in the error state (6.1 does not show
+// that), and nobody can connect to or from the machine any more, whoever tries. siw has none.
 func (g *goneGuest) renew() {
 	if g.kind != lab.RXE {
 		return
@@ -211,8 +214,9 @@ func (g *goneGuest) renew() {
 	g.add()
 }
 
-// TestGone takes from a mount with verified I/O on it, by provider=rdmacore in a guest: the link, the address, and the device. I/O goes on
-// when it is back, with all its data; while it is away the status says why, readers can be killed, and the mount be unmounted.
+// TestGone takes from a mount with verified I/O on it, by provider=rdmacore in a guest: the link,
+// the address, and the device. I/O goes on when it is back, with all its data; while it is away the
+// status says why, readers can be killed, and the mount be unmounted.
 func TestGone(t *testing.T) {
 	devices := []string{lab.RXE}
 	if lab.Whole() {
@@ -263,7 +267,8 @@ func (g *goneGuest) linkDown() {
 // addressChange takes the server's and the client's own address away, and gives it back.
 func (g *goneGuest) addressChange() {
 	g.must("ip addr del 10.0.2.15/24 dev eth0")
-	time.Sleep(5 * time.Second) // siw's connections are TCP's, which sends again; rxe's queue pairs fail
+	// siw's connections are TCP's, which sends again; rxe's queue pairs fail
+	time.Sleep(5 * time.Second)
 	g.must("ip addr add 10.0.2.15/24 dev eth0 && ip route replace default via 10.0.2.2")
 	g.renew()
 	g.moves(50)
@@ -328,8 +333,8 @@ func (g *goneGuest) unmount() {
 // goneIOEnv is the mount for TestVerifiedIO.
 const goneIOEnv = "NFSRDMAD_RDMACORE_IO"
 
-// TestVerifiedIO writes and reads at random, through the mount, each worker a file of its own, and compares with what it wrote, until goneStop is
-// there. It runs in the guest.
+// TestVerifiedIO writes and reads at random, through the mount, each worker a file of its own, and
+// compares with what it wrote, until goneStop is there. It runs in the guest.
 func TestVerifiedIO(t *testing.T) {
 	dir := os.Getenv(goneIOEnv)
 	if dir == "" {

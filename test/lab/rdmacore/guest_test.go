@@ -26,7 +26,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// The tests of this file run in a guest, against its own server or another guest's; those of lab_test.go put them there.
+// The tests of this file run in a guest, against its own server or another guest's; those of
+// lab_test.go put them there.
 
 // Ports of the guest's server.
 const (
@@ -37,7 +38,8 @@ const (
 const (
 	// guestEnv is the address of the server, where there is one.
 	guestEnv = "NFSRDMAD_RDMACORE_GUEST"
-	// exportEnv is where the server's export is a directory that has nothing to do with RDMA; otherwise it is the guest's own.
+	// exportEnv is where the server's export is a directory that has nothing to do with RDMA;
+	// otherwise it is the guest's own.
 	exportEnv = "NFSRDMAD_RDMACORE_EXPORT"
 )
 
@@ -116,7 +118,8 @@ func arena(t *testing.T, n int) []byte {
 	return b
 }
 
-// TestMainJob writes a file in pieces of every size, compares what the server has, and reads it back on a connection of its own.
+// TestMainJob writes a file in pieces of every size, compares what the server has, and reads it
+// back on a connection of its own.
 func TestMainJob(t *testing.T) {
 	const size = 8 << 20
 	buf, back := arena(t, 1<<20), arena(t, 1<<20)
@@ -178,7 +181,8 @@ func mustResolve(t testing.TB) verbs.Device {
 	return id.Device()
 }
 
-// TestStorm does verified I/O while faults end connections and fail registrations and invalidations.
+// TestStorm does verified I/O while faults end connections and fail registrations and
+// invalidations.
 func TestStorm(t *testing.T) {
 	const plan = "seed=7,disconnect-every=150,post-fail=170:0,flush-reg=90,reg-error=130,linv-error=110,alloc-fail=40"
 	p, err := faults.Parse(plan)

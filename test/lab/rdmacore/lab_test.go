@@ -15,8 +15,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// cutLengths are how long the link is cut, one after the other, and cutPause is how long it works before each. cutsWanted is what must have happened before
-// the storm is over: one of each length.
+// cutLengths are how long the link is cut, one after the other, and cutPause is how long it works
+// before each. cutsWanted is what must have happened before the storm is over: one of each length.
 var cutLengths = []time.Duration{300 * time.Millisecond, 10 * time.Second, 300 * time.Millisecond, 10 * time.Second}
 
 const (
@@ -33,23 +33,29 @@ const (
 	runLimit = 12 * time.Minute
 )
 
-// A target is a device of the kernel's, and the rules of the conformance suite that it breaks by itself, whoever uses it. Each was seen with the
-// stock kernels of the lab; none can be made good from a program.
+// A target is a device of the kernel's, and the rules of the conformance suite that it breaks by
+// itself, whoever uses it. Each was seen with the stock kernels of the lab; none can be made good
+// from a program.
 type target struct {
 	provider string
 	broken   []string
-	skipped  []string // what tests themselves skip for want of a capability of it: these, all of them, and nothing else
+	// what tests themselves skip for want of a capability of it: these, all of them, and nothing
+	// else
+	skipped []string
 }
 
 var targets = []target{
 	{lab.RXE, []string{
-		// A window that is not bound is invalidated through a nil pointer, and the kernel panics, also when it is the peer that asks.
+		// A window that is not bound is invalidated through a nil pointer, and the kernel panics,
+		// also when it is the peer that asks.
 		"TestConformance/BadRemoteInvalidate$",
 		// The peer's Send With Invalidate may name any window.
 		"TestConformance/SharedPDOtherKey/SendWithInv",
-		// A window lets the peer reach all of the region that it is bound to: its own bounds are not looked at.
+		// A window lets the peer reach all of the region that it is bound to: its own bounds are
+		// not looked at.
 		"TestConformance/AccessRefused/(write,_behind|write,_before|write,_over_the_end|read,_over_the_end|read,_before)$",
-		// A Read that was begun goes on when its window is invalidated, and a packet of a Write that was let in is placed after it.
+		// A Read that was begun goes on when its window is invalidated, and a packet of a Write
+		// that was let in is placed after it.
 		"TestConformance/(LocalInvFences|DeregFences|ReadFence)$",
 	}, []string{
 		"TestAttacks/invalidation_of_a_key_of_another_connection", "TestAttacks/overlong_read,_in_time", "TestAttacks/write_beyond_the_end,_in_time",
@@ -77,8 +83,9 @@ func build(t *testing.T, dir, name, pkg string) {
 	lab.BuildRDMA(t, "test", "-c", "-o", filepath.Join(dir, name), pkg)
 }
 
-// TestDevices runs the main job and the storm on each device, against the guest's own server and another guest's, and the conformance suite, which
-// has both ends in one process and so in one guest.
+// TestDevices runs the main job and the storm on each device, against the guest's own server and
+// another guest's, and the conformance suite, which has both ends in one process and so in one
+// guest.
 func TestDevices(t *testing.T) {
 	lab.SkipUnwanted(t)
 	dir := t.TempDir()
@@ -101,7 +108,8 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 	own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
 	var parts atomic.Int32 // that were run
 	var skips sync.Map     // names of tests
-	// run runs a command in a guest, which runs these tests; none may be missing, or be skipped, nor any part of one but as the device is known for.
+	// run runs a command in a guest, which runs these tests; none may be missing, or be skipped,
+	// nor any part of one but as the device is known for.
 	run := func(t *testing.T, g *lab.Guest, command string, tests ...string) {
 		t.Helper()
 		out, err := g.RunFor("cd /tmp && "+command+" 2>&1", runLimit)
@@ -179,8 +187,8 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 	}
 }
 
-// cuts cuts a link a few times: for less time than a device goes on sending what nobody acknowledges, and for more. It returns how often, early if it is
-// over.
+// cuts cuts a link a few times: for less time than a device goes on sending what nobody
+// acknowledges, and for more. It returns how often, early if it is over.
 func cuts(link *lab.Link, over <-chan struct{}) int {
 	wait := func(d time.Duration) bool {
 		select {

@@ -18,18 +18,21 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Rules of the conformance suite that two kernels can keep or break differently from one that talks to itself, which then copies in its memory: what
-// is sent, read and written arrives whole across packets, and a key that is not in force reaches nothing. One guest runs TestPeer, which does
-// what it is told in Sends, as a server does RDMA for its client; another runs TestWire, whose memory it is.
+// Rules of the conformance suite that two kernels can keep or break differently from one that talks
+// to itself, which then copies in its memory: what is sent, read and written arrives whole across
+// packets, and a key that is not in force reaches nothing. One guest runs TestPeer, which does what
+// it is told in Sends, as a server does RDMA for its client; another runs TestWire, whose memory it
+// is.
 
 const (
 	wirePort = 20050
 	// wirePatience bounds every wait.
 	wirePatience = time.Minute
-	// wireNudge is when the side that connected gives a sign of life: the kernel's siw looks at the first message that came while it was
-	// still accepting only when more comes.
+	// wireNudge is when the side that connected gives a sign of life: the kernel's siw looks at the
+	// first message that came while it was still accepting only when more comes.
 	wireNudge = 200 * time.Millisecond
-	// wireMessage is the largest message in octets, and wireReceives how many a receiver is ready for.
+	// wireMessage is the largest message in octets, and wireReceives how many a receiver is ready
+	// for.
 	wireMessage  = 64 << 10
 	wireReceives = 8
 	// wireRoom is the memory in octets that the peer reaches.
@@ -180,14 +183,16 @@ func (e *wireEnd) next() (m []byte, ok bool) {
 		case <-e.gone:
 			return nil, false
 		case <-again:
-			e.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite}) // of nothing; fails when the connection ends
+			// of nothing; fails when the connection ends
+			e.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite})
 		case <-over:
 			e.t.Fatal("neither a message nor the end of the connection came")
 		}
 	}
 }
 
-// TestPeer does what it is told, over one connection after the other. It makes the file wireReady when it listens.
+// TestPeer does what it is told, over one connection after the other. It makes the file wireReady
+// when it listens.
 func TestPeer(t *testing.T) {
 	addr := inGuest(t)
 	ctx, cancel := context.WithTimeout(context.Background(), runLimit)
@@ -264,7 +269,8 @@ func dialPeer(t *testing.T) *wireEnd {
 	return e
 }
 
-// order has the peer do something, and returns what came of it; ok is false when the connection ended over it.
+// order has the peer do something, and returns what came of it; ok is false when the connection
+// ended over it.
 func (e *wireEnd) order(o order) (res result, ok bool) {
 	e.t.Helper()
 	e.must(e.message(wireOrder, o))
@@ -325,7 +331,8 @@ func TestWire(t *testing.T) {
 	})
 }
 
-// wireSizes are in octets: both sides of what fits one packet, for path MTUs of 1024 and 4096 and for iWARP's segments on jumbo frames.
+// wireSizes are in octets: both sides of what fits one packet, for path MTUs of 1024 and 4096 and
+// for iWARP's segments on jumbo frames.
 var wireSizes = []int{1, 2, 3, 4, 5, 1023, 1024, 1025, 4095, 4096, 4097, 8900, 9000, 12289, 65535}
 
 func testWireMessages(t *testing.T) {
@@ -367,7 +374,8 @@ func testWireWrites(t *testing.T) {
 	}
 }
 
-// siwInline is in octets: the kernel's siw sends as few together with their header, and copies them wrongly where they cross a page.
+// siwInline is in octets: the kernel's siw sends as few together with their header, and copies them
+// wrongly where they cross a page.
 const siwInline = 128
 
 func (e *wireEnd) iwarp() bool { return e.id.Device().Attrs().Transport == verbs.TransportIWARP }
@@ -394,8 +402,9 @@ func testWireReads(t *testing.T) {
 	}
 }
 
-// refused has the peer try what must fail, and end the connection, without an octet changed. It returns false when the connection ended before it
-// was known here that the peer has the order: then nobody knows whether it tried.
+// refused has the peer try what must fail, and end the connection, without an octet changed. It
+// returns false when the connection ended before it was known here that the peer has the order:
+// then nobody knows whether it tried.
 func (e *wireEnd) refused(o order) (tried bool) {
 	e.t.Helper()
 	block(e.room.Buf, 0, 0x11)

@@ -29,8 +29,8 @@ var manyGroups = func() (groups []uint32) {
 
 const lastGroup = 3000
 
-// become makes the calling thread, which must be locked to its goroutine, one of users. Linux keeps these per thread; the system call
-// itself is what tells libraries nothing.
+// become makes the calling thread, which must be locked to its goroutine, one of users. Linux keeps
+// these per thread; the system call itself is what tells libraries nothing.
 func become(as int) {
 	root := func() { unix.RawSyscall(unix.SYS_SETFSUID, 0, 0, 0) }
 	root()
@@ -77,7 +77,8 @@ func (w *world) closeSlot(slot int) {
 	}
 }
 
-// closeFile closes a file. What the client does behind that, for which close(2) does not wait, should not show as something that the next operation did.
+// closeFile closes a file. What the client does behind that, for which close(2) does not wait,
+// should not show as something that the next operation did.
 func (w *world) closeFile(slot int) error {
 	fd := w.fds[slot]
 	w.fds[slot] = -1
@@ -88,7 +89,8 @@ func (w *world) closeFile(slot int) error {
 	return err
 }
 
-// letGo waits for what a client does when a file is not in use any more, and forgets when the files were seen to have changed.
+// letGo waits for what a client does when a file is not in use any more, and forgets when the files
+// were seen to have changed.
 func (w *world) letGo() {
 	time.Sleep(w.closeWait)
 	clear(w.seen)
@@ -122,8 +124,8 @@ func digest(b []byte) string {
 	return fmt.Sprintf("%d:%x..:%x", len(b), b[:8], sum[:4])
 }
 
-// timeOf are the times that a stream sets, by their codes: 0 is left alone, 1 the server's time, then times of long ago, and those
-// that NFSv3 cannot carry or just can.
+// timeOf are the times that a stream sets, by their codes: 0 is left alone, 1 the server's time,
+// then times of long ago, and those that NFSv3 cannot carry or just can.
 func timeOf(code int) unix.Timespec {
 	switch code {
 	case 0:
@@ -362,7 +364,8 @@ func doSame(p, q string, _ *op) ([]field, error) {
 	return []field{{"same", fmt.Sprint(a.Ino == b.Ino && a.Dev == b.Dev)}}, nil
 }
 
-// nextTick waits until the clock of which a server in the same kernel takes the times of files has gone on: what is done in two operations shows as two times.
+// nextTick waits until the clock of which a server in the same kernel takes the times of files has
+// gone on: what is done in two operations shows as two times.
 func nextTick() {
 	var was, now unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &was)

@@ -21,13 +21,15 @@ type measurement struct {
 	Side     string  // "kernel" or "ours"
 	Round    int     // both sides of a round run one after the other
 	Seconds  float64 // until the data is safe, or read
-	CPU      float64 // seconds of all processors of the guest: application, client, and the server too
-	MiB      float64 // moved; 0 for names
+	// seconds of all processors of the guest: application, client, and the server too
+	CPU float64
+	MiB float64 // moved; 0 for names
 }
 
 const mib = 1 << 20
 
-// blocks are the sizes of read(2) and write(2) with what is moved by each in one run: what takes a few seconds in an emulated guest.
+// blocks are the sizes of read(2) and write(2) with what is moved by each in one run: what takes a
+// few seconds in an emulated guest.
 var blocks = []struct {
 	name        string
 	size        int
@@ -118,7 +120,8 @@ func measure(w *workload, dir string, profiled int) (*measurement, error) {
 	return &measurement{Workload: w.name, MiB: w.mib, Seconds: time.Since(begin).Seconds(), CPU: busyTime() - busy}, nil
 }
 
-// busyTime is the time in seconds that the guest's processors have worked: proc_stat(5), without idle and iowait.
+// busyTime is the time in seconds that the guest's processors have worked: proc_stat(5), without
+// idle and iowait.
 func busyTime() float64 {
 	text, err := os.ReadFile("/proc/stat")
 	if err != nil {

@@ -22,23 +22,27 @@ func (d difference) String() string {
 	return fmt.Sprintf("operation %d: %s: %s: kernel's client %q, ours %q", d.at, d.op, d.field, d.kernel, d.ours)
 }
 
-// A pair is where streams run: a directory on the mount of the kernel's client, one on ours, and the two as the server sees them.
+// A pair is where streams run: a directory on the mount of the kernel's client, one on ours, and
+// the two as the server sees them.
 type pair struct {
 	kernel, ours             string
 	serverKernel, serverOurs string        // "" is not known
 	ticks                    bool          // between operations a tick of the server's clock passes
 	closeWait                time.Duration // behind what closes a file
 	runs                     int
-	done                     int                         // operations of the last run, which may have ended before its stream
-	goOn                     bool                        // behind a tolerated difference after which the sides are not alike any more
-	distort                  func(o *op, fields []field) // of our side; for tests
-	hung                     func(o op)
+	// operations of the last run, which may have ended before its stream
+	done int
+	// behind a tolerated difference after which the sides are not alike any more
+	goOn    bool
+	distort func(o *op, fields []field) // of our side; for tests
+	hung    func(o op)
 }
 
 // hangTime is what an operation may take.
 const hangTime = 2 * time.Minute
 
-// run does a stream on both sides, each time in a new directory, and returns the first difference that is not tolerated, if any, and those that are.
+// run does a stream on both sides, each time in a new directory, and returns the first difference
+// that is not tolerated, if any, and those that are.
 func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *difference, known []difference, err error) {
 	p.runs++
 	dir := fmt.Sprintf("run%d", p.runs)
@@ -83,7 +87,8 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 		if parted && !p.goOn {
 			return nil, known, nil
 		}
-		if o.do == "open" && (worlds[0].fds[o.fd] < 0) != (worlds[1].fds[o.fd] < 0) { // tolerated, but not to be taken any further
+		// tolerated, but not to be taken any further
+		if o.do == "open" && (worlds[0].fds[o.fd] < 0) != (worlds[1].fds[o.fd] < 0) {
 			worlds[0].closeSlot(o.fd)
 			worlds[1].closeSlot(o.fd)
 		}
@@ -104,13 +109,15 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 	return first, known, nil
 }
 
-// parts tells whether a side did something that the other one did not. Files that one side alone has opened are closed, and what lists nothing changes nothing.
+// parts tells whether a side did something that the other one did not. Files that one side alone
+// has opened are closed, and what lists nothing changes nothing.
 func (d *difference) parts() bool {
 	return d.field == "errno" && (d.kernel == "ok") != (d.ours == "ok") && d.op.do != "open" && d.op.do != "listxattr" && d.op.do != "lseek"
 }
 
-// differences compares what an operation gave. Fields that one side alone has count as missing on the other. Behind another errno all else
-// is different too, and says nothing, as is what cannot be looked at on one side.
+// differences compares what an operation gave. Fields that one side alone has count as missing on
+// the other. Behind another errno all else is different too, and says nothing, as is what cannot be
+// looked at on one side.
 func differences(at int, o op, kernel, ours []field) (out []difference) {
 	a, b := make(map[string]string), make(map[string]string)
 	var names []string
@@ -146,7 +153,8 @@ func differences(at int, o op, kernel, ours []field) (out []difference) {
 	return out
 }
 
-// shrink leaves out operations for as long as the last one still gives the same difference, and the time lasts.
+// shrink leaves out operations for as long as the last one still gives the same difference, and the
+// time lasts.
 func (p *pair) shrink(ops []op, d *difference, tolerated func(*difference) bool, limit time.Duration) ([]op, *difference) {
 	end := time.Now().Add(limit)
 	ops = ops[:min(d.at+1, len(ops))]
@@ -176,8 +184,8 @@ func trace(ops []op) string {
 	return b.String()
 }
 
-// survey runs a stream to its end and prints what is not tolerated, once for each verb, field and pair of errors. What follows a difference
-// may follow from it.
+// survey runs a stream to its end and prints what is not tolerated, once for each verb, field and
+// pair of errors. What follows a difference may follow from it.
 func (p *pair) survey(name string, ops []op, tolerated func(*difference) bool) error {
 	p.goOn = true
 	_, all, err := p.run(ops, func(*difference) bool { return true })

@@ -44,7 +44,8 @@ func TestEqualSidesDoNotDiffer(t *testing.T) {
 	}
 }
 
-// A stream is of use when much of it succeeds, and each verb does at times. Extended attributes may be what a file system does not have.
+// A stream is of use when much of it succeeds, and each verb does at times. Extended attributes may
+// be what a file system does not have.
 func TestStreamsReachTheFileSystem(t *testing.T) {
 	p := localPair(t)
 	good := make(map[string]int)

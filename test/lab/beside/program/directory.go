@@ -22,7 +22,8 @@ type listing struct {
 // direntHeader is the size of what precedes a name in struct linux_dirent64 (getdents64(2)).
 const direntHeader = 19
 
-// next is the next entry that is not hidden, and the offset at which reading goes on behind it; the name is empty at the end.
+// next is the next entry that is not hidden, and the offset at which reading goes on behind it; the
+// name is empty at the end.
 func (l *listing) next() (name string, offset int64, err error) {
 	for {
 		if len(l.at) == 0 {
@@ -106,7 +107,8 @@ func doReaddir(p string, _ *op) ([]field, error) {
 	return []field{namesField(names)}, err
 }
 
-// filling begins the names that doFill makes, which are long, so that a directory of them takes several requests.
+// filling begins the names that doFill makes, which are long, so that a directory of them takes
+// several requests.
 var filling = strings.Repeat("f", 200)
 
 func doFill(p string, o *op) ([]field, error) {

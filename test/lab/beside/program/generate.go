@@ -6,7 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The names are few, so that operations meet. What is made by a name is mostly a file or mostly a directory, so that paths lead somewhere.
+// The names are few, so that operations meet. What is made by a name is mostly a file or mostly a
+// directory, so that paths lead somewhere.
 var (
 	files   = []string{"a", "b", "c", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d/a", "~255", "d/~255", "%ff%01", "d/%20%0a"}
 	dirs    = []string{"d", "e", "e/d", "d", "e", "e/d", "f", "d/f"}

@@ -7,10 +7,12 @@ import (
 	"strings"
 )
 
-// A rule says which differences are tolerated. Its parts are patterns of path.Match, in which * stands for anything without a slash.
+// A rule says which differences are tolerated. Its parts are patterns of path.Match, in which *
+// stands for anything without a slash.
 type rule struct{ op, field, kernel, ours string }
 
-// An entry is one of KNOWN_DIFFERENCES.md: a heading, the reason, rules as a table's rows, and operations in a fenced block that show it.
+// An entry is one of KNOWN_DIFFERENCES.md: a heading, the reason, rules as a table's rows, and
+// operations in a fenced block that show it.
 type entry struct {
 	name  string
 	rules []rule
@@ -96,7 +98,8 @@ func tolerate(list []entry) func(*difference) bool {
 	}
 }
 
-// hold runs what the entries say that differs. It returns the names of those of which nothing differs any more.
+// hold runs what the entries say that differs. It returns the names of those of which nothing
+// differs any more.
 func hold(p *pair, list []entry) (gone []string, err error) {
 	defer func(was bool) { p.goOn = was }(p.goOn)
 	p.goOn = true

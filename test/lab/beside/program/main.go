@@ -1,7 +1,9 @@
-// Command program runs in a guest of the lab, where the kernel's own NFS client and ours have mounted the same export side by side.
+// Command program runs in a guest of the lab, where the kernel's own NFS client and ours have
+// mounted the same export side by side.
 //
-// "differ" does streams of random operations on both and compares what comes back; "visible" changes files through one and looks at them through the other; "bench" measures both in turns; "mount" is our client with a
-// CPU profile.
+// "differ" does streams of random operations on both and compares what comes back; "visible"
+// changes files through one and looks at them through the other; "bench" measures both in turns;
+// "mount" is our client with a CPU profile.
 package main
 
 import (

@@ -20,7 +20,8 @@ func (w *world) size(slot int) (int, error) {
 	return int(st.Size), nil
 }
 
-// doMmap maps the beginning of the file in a slot. What was mapped there is let go of first; a mapping outlives the descriptor that it was made from.
+// doMmap maps the beginning of the file in a slot. What was mapped there is let go of first; a
+// mapping outlives the descriptor that it was made from.
 func doMmap(w *world, o *op) ([]field, error) {
 	if err := w.unmap(o.fd); err != nil {
 		return nil, err
@@ -39,7 +40,8 @@ func doMmap(w *world, o *op) ([]field, error) {
 	return nil, err
 }
 
-// unmap brings what was written through a mapping to the file, for which nobody else waits, and ends it.
+// unmap brings what was written through a mapping to the file, for which nobody else waits, and
+// ends it.
 func (w *world) unmap(slot int) error {
 	m := w.maps[slot]
 	if m == nil {
@@ -54,7 +56,8 @@ func (w *world) unmap(slot int) error {
 	return err
 }
 
-// reach is the part of a mapping that an operation is about. What is behind the end of the file in its last page is nobody's (mmap(2)), and left alone.
+// reach is the part of a mapping that an operation is about. What is behind the end of the file in
+// its last page is nobody's (mmap(2)), and left alone.
 func (w *world) reach(o *op) ([]byte, error) {
 	m := w.maps[o.fd]
 	if m == nil {

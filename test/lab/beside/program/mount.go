@@ -13,8 +13,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
-// profiledMount serves a mount as "nfsrdmad mount --foreground" does. From each SIGUSR1 to the next SIGUSR2 it keeps a CPU profile, whose
-// files are numbered, and have their names when they are whole.
+// profiledMount serves a mount as "nfsrdmad mount --foreground" does. From each SIGUSR1 to the next
+// SIGUSR2 it keeps a CPU profile, whose files are numbered, and have their names when they are
+// whole.
 func profiledMount(args []string) error {
 	f := flag.NewFlagSet("mount", flag.ExitOnError)
 	options := f.String("o", "", "mount options")

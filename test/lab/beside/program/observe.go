@@ -84,8 +84,9 @@ func (w *world) fstat(slot int) []field {
 
 func sizeOf(st *unix.Stat_t) string { return fmt.Sprint(st.Size) }
 
-// attributes are those that two clients agree on. The times of the server's clock differ by when the two were served; what must be the
-// same is which of them an operation moved, and whether a file was changed at the time of its last write.
+// attributes are those that two clients agree on. The times of the server's clock differ by when
+// the two were served; what must be the same is which of them an operation moved, and whether a
+// file was changed at the time of its last write.
 func (w *world) attributes(what string, st *unix.Stat_t) []field {
 	out := []field{
 		{what + ".mode", fmt.Sprintf("%o", st.Mode)}, {what + ".nlink", fmt.Sprint(st.Nlink)},

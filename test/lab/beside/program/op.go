@@ -7,8 +7,9 @@ import (
 	"strings"
 )
 
-// An op is one operation of a stream. Its text, as String gives it and parseOp reads it, is one line: the verb, and the fields that are not
-// zero as NAME=VALUE. It says all that the operation does, also the octets that it writes, so that any part of a stream can be run by itself.
+// An op is one operation of a stream. Its text, as String gives it and parseOp reads it, is one
+// line: the verb, and the fields that are not zero as NAME=VALUE. It says all that the operation
+// does, also the octets that it writes, so that any part of a stream can be run by itself.
 type op struct {
 	do    string
 	as    int    // index of users: who does it
@@ -114,8 +115,9 @@ func parseOps(text string) (ops []op, err error) {
 	return ops, nil
 }
 
-// real is a path of an op as the kernel gets it. An element ~N stands for a name of N octets, %XX for the octet of that number, and a path that begins with
-// @N/ is one of N octets, below a root of rootLen of them.
+// real is a path of an op as the kernel gets it. An element ~N stands for a name of N octets, %XX
+// for the octet of that number, and a path that begins with @N/ is one of N octets, below a root of
+// rootLen of them.
 func real(path string, rootLen int) string {
 	if !strings.ContainsAny(path, "~%@") {
 		return path

@@ -11,8 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// visible changes files of one directory through either client, and looks at them through either: who opens a file after another client has closed it sees what that
-// one wrote (nfs(5), "Close-to-open cache consistency"). What the files hold is known all the time.
+// visible changes files of one directory through either client, and looks at them through either:
+// who opens a file after another client has closed it sees what that one wrote (nfs(5),
+// "Close-to-open cache consistency"). What the files hold is known all the time.
 func visible(args []string) error {
 	f := flag.NewFlagSet("visible", flag.ExitOnError)
 	kernel := f.String("kernel", "", "directory on the mount of the kernel's client")
@@ -57,7 +58,8 @@ func visible(args []string) error {
 	return nil
 }
 
-// change opens a file, changes what it holds, was until then, and closes it. It returns what it did and what the file holds then.
+// change opens a file, changes what it holds, was until then, and closes it. It returns what it did
+// and what the file holds then.
 func change(g *generator, path string, was []byte) (text string, content []byte, err error) {
 	o := op{off: min(pick(g, sizes), 100_000), n: 1 + min(pick(g, sizes), 100_000), seed: 1 + g.r.IntN(250)}
 	flags, do := unix.O_RDWR, pick(g, []string{"pwrite", "pwrite", "append", "replace", "truncate", "same size"})
