@@ -61,7 +61,8 @@ func TestBadInput(t *testing.T) {
 		code            int
 		says            []string
 	}{
-		{"unknown host", "no-such-host.invalid:/", "", good0, 32, []string{`"no-such-host.invalid"`, "check the spelling"}},
+		{"unknown host", "no-such-host.invalid:/", "", good0, 32,
+			[]string{`"no-such-host.invalid"`, "check the spelling"}},
 		{"closed port", spec, "", at(closed), 32, []string{closed.String(), "refused", "port="}},
 		{"HTTP server", spec, "", at(web), 32, []string{web.String(), "does not speak MPA"}},
 		{"random bytes", spec, "", at(noise), 32, []string{noise.String(), "does not speak MPA"}},
@@ -70,34 +71,56 @@ func TestBadInput(t *testing.T) {
 		{"hangs after connect", spec, "", at(hangs), 32, []string{hangs.String(), "did not answer"}},
 		{"hangs within the MPA reply", spec, "", at(hangsLater), 32, []string{hangsLater.String(), "did not answer"}},
 
-		{"MOUNT port closed", spec, "", fmt.Sprintf("port=%d,mountport=%d", w.server.RDMAAddr.Port(), closed.Port()), 32, []string{"MOUNT", closed.String(), "refused", "mountport="}},
-		{"MOUNT port hangs", spec, "", fmt.Sprintf("mountport=%d", hangs.Port()), 32, []string{"MOUNT", hangs.String(), "mountport="}},
-		{"MOUNT port is an HTTP server", spec, "", fmt.Sprintf("mountport=%d", web.Port()), 32, []string{"MNT /", web.String(), "NFS version 3"}},
-		{"MOUNT port sends random bytes", spec, "", fmt.Sprintf("mountport=%d", noise.Port()), 32, []string{"MNT /", noise.String(), "NFS version 3"}},
+		{"MOUNT port closed", spec, "", fmt.Sprintf("port=%d,mountport=%d", w.server.RDMAAddr.Port(), closed.Port()),
+			32, []string{"MOUNT", closed.String(), "refused", "mountport="}},
+		{"MOUNT port hangs", spec, "", fmt.Sprintf("mountport=%d", hangs.Port()), 32,
+			[]string{"MOUNT", hangs.String(), "mountport="}},
+		{"MOUNT port is an HTTP server", spec, "", fmt.Sprintf("mountport=%d", web.Port()), 32,
+			[]string{"MNT /", web.String(), "NFS version 3"}},
+		{"MOUNT port sends random bytes", spec, "", fmt.Sprintf("mountport=%d", noise.Port()), 32,
+			[]string{"MNT /", noise.String(), "NFS version 3"}},
 		{"export not known", spec, "", mountd(words(2)), 32, []string{"MNT /", "MNT3ERR_NOENT", "check the path"}},
-		{"export refused", spec, "", mountd(words(13)), 32, []string{"MNT /", "MNT3ERR_ACCES", "exports it to this client"}},
-		{"export not permitted", spec, "", mountd(words(1)), 32, []string{"MNT /", "MNT3ERR_PERM", "exports it to this client"}},
+		{"export refused", spec, "", mountd(words(13)), 32,
+			[]string{"MNT /", "MNT3ERR_ACCES", "exports it to this client"}},
+		{"export not permitted", spec, "", mountd(words(1)), 32,
+			[]string{"MNT /", "MNT3ERR_PERM", "exports it to this client"}},
 		{"export of no directory", spec, "", mountd(words(20)), 32, []string{"MNT3ERR_NOTDIR"}},
 		{"MOUNT status out of range", spec, "", mountd(words(4711)), 32, []string{"4711"}},
 		{"MOUNT reply cut", spec, "", mountd(words(0, 64)), 32, []string{"MNT /", "NFS version 3"}},
-		{"MOUNT handle length overflows", spec, "", mountd(words(0, 0xfffffffc, 1)), 32, []string{"MNT /", "NFS version 3"}},
-		{"MOUNT flavors overflow", spec, "", mountd(words(0, 4, 1, 0x40000001, 1)), 32, []string{"MNT /", "NFS version 3"}},
+		{"MOUNT handle length overflows", spec, "", mountd(words(0, 0xfffffffc, 1)), 32,
+			[]string{"MNT /", "NFS version 3"}},
+		{"MOUNT flavors overflow", spec, "", mountd(words(0, 4, 1, 0x40000001, 1)), 32,
+			[]string{"MNT /", "NFS version 3"}},
 		{"MOUNT wants Kerberos", spec, "", mountd(words(0, 4, 1, 1, 390003)), 32, []string{"MNT /", "krb5", "sec=sys"}},
-		{"MOUNT with another XID", spec, "", mountd(func(c sunrpc.CallHeader) []byte { return acceptedWords(c.XID+1, 0) }), 32, []string{"MNT /"}},
-		{"MOUNT of another version", spec, "", mountd(func(c sunrpc.CallHeader) []byte { return sunrpc.AppendProgMismatchReply(nil, c.XID, 1, 1) }), 32, []string{"MNT /", "version"}},
-		{"MOUNT denies the credential", spec, "", mountd(func(c sunrpc.CallHeader) []byte { return sunrpc.AppendDeniedReply(nil, c.XID, sunrpc.AuthTooWeak) }), 32, []string{"MNT /", "credential"}},
+		{"MOUNT with another XID", spec, "",
+			mountd(func(c sunrpc.CallHeader) []byte { return acceptedWords(c.XID+1, 0) }), 32, []string{"MNT /"}},
+		{"MOUNT of another version", spec, "",
+			mountd(func(c sunrpc.CallHeader) []byte {
+				return sunrpc.AppendProgMismatchReply(nil, c.XID, 1,
+					1)
+			}), 32, []string{"MNT /", "version"}},
+		{"MOUNT denies the credential", spec, "",
+			mountd(func(c sunrpc.CallHeader) []byte {
+				return sunrpc.AppendDeniedReply(nil, c.XID,
+					sunrpc.AuthTooWeak)
+			}), 32, []string{"MNT /", "credential"}},
 		{"no such export", "127.0.0.1:/nowhere", "", good0, 32, []string{"/nowhere"}},
 
 		{"server name too long", strings.Repeat("x", 300) + ":/", free, good0, 1, []string{"longer than 255 octets"}},
-		{"mount point missing", spec, filepath.Join(w.dir, "missing"), good0, 32, []string{"missing", "does not exist", "mkdir"}},
-		{"mount point below a missing one", spec, filepath.Join(w.dir, "missing", "er"), good0, 32, []string{"missing/er", "does not exist"}},
+		{"mount point missing", spec, filepath.Join(w.dir, "missing"), good0, 32,
+			[]string{"missing", "does not exist", "mkdir"}},
+		{"mount point below a missing one", spec, filepath.Join(w.dir, "missing", "er"), good0, 32,
+			[]string{"missing/er", "does not exist"}},
 		{"mount point a file", spec, file, good0, 32, []string{file, "not a directory"}},
 		{"mount point below a file", spec, filepath.Join(file, "x"), good0, 32, []string{file, "not a directory"}},
-		{"mounted already", spec, good, good0, 32, []string{good, "nfsrdma mount is there already", "unmount it first", "umount(8)"}},
-		{"another is mounted already", spec, "/proc", good0, 32, []string{"/proc", "something is mounted there already", "unmount it first"}},
+		{"mounted already", spec, good, good0, 32, []string{good, "nfsrdma mount is there already",
+			"unmount it first", "umount(8)"}},
+		{"another is mounted already", spec, "/proc", good0, 32,
+			[]string{"/proc", "something is mounted there already", "unmount it first"}},
 		{"no colon", "127.0.0.1", free, good0, 1, []string{"127.0.0.1", "HOST:/EXPORT"}},
 		{"IPv6 without brackets", "::1:/", free, good0, 1, []string{"::1:/", "[ADDRESS]"}},
-		{"link-local without interface", "[fe80::1]:/", free, good0, 1, []string{"fe80::1", "needs its interface", "%eth0"}},
+		{"link-local without interface", "[fe80::1]:/", free, good0, 1, []string{"fe80::1", "needs its interface",
+			"%eth0"}},
 		{"option unknown", spec, free, "frobnicate=1", 1, []string{`"frobnicate=1"`, "unknown"}},
 		{"option out of range", spec, free, "rsize=7", 1, []string{`"rsize=7"`, "4096 to 1048576"}},
 		{"options contradict", spec, free, "hard,soft", 1, []string{`"soft"`, `"hard"`}},
@@ -108,7 +131,8 @@ func TestBadInput(t *testing.T) {
 			if dir == "" {
 				dir = w.mkdir(t, strings.ReplaceAll(tt.name, " ", "-"))
 			}
-			nfsrdmad(t, "mount", "--control-socket", w.socket, tt.spec, dir, "-o", tt.opts).fails(t, tt.code, tt.says...)
+			nfsrdmad(t, "mount", "--control-socket", w.socket, tt.spec, dir, "-o", tt.opts).fails(t, tt.code,
+				tt.says...)
 			w.unharmed(t, good)
 		})
 	}
@@ -132,7 +156,8 @@ func TestRefused(t *testing.T) {
 	w.mount(t, good).succeeds(t)
 	free := w.mkdir(t, "free")
 	t.Run("second daemon", func(t *testing.T) {
-		nfsrdmad(t, "daemon", "--control-socket", w.socket, "--metrics-listen", "").fails(t, 2, w.socket, fmt.Sprint("pid ", w.daemon.Process.Pid))
+		nfsrdmad(t, "daemon", "--control-socket", w.socket, "--metrics-listen", "").fails(t, 2, w.socket,
+			fmt.Sprint("pid ", w.daemon.Process.Pid))
 		w.unharmed(t, good)
 	})
 	t.Run("umount of nothing", func(t *testing.T) {
@@ -140,7 +165,8 @@ func TestRefused(t *testing.T) {
 		w.unharmed(t, good)
 	})
 	t.Run("umount of what is another's", func(t *testing.T) {
-		nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", "/proc").fails(t, 32, "/proc", "not this daemon's", "umount(8)")
+		nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", "/proc").fails(t, 32, "/proc",
+			"not this daemon's", "umount(8)")
 		nfsrdmad(t, "status", "--control-socket", w.socket, "/proc").fails(t, 32, "/proc", "not this daemon's")
 		nfsrdmad(t, "status", "--control-socket", w.socket, free).fails(t, 32, free, "nfsrdmad list")
 		gone := filepath.Join(free, "no", "where")
@@ -199,7 +225,8 @@ func TestForegroundWithoutPrivilege(t *testing.T) {
 
 func TestNoFuseDevice(t *testing.T) {
 	inner := program(t, "nfsrdmad")
-	cmd := exec.Command("unshare", "-m", "sh", "-c", `mount -t tmpfs none /dev && exec "$0" mount --foreground 127.0.0.1:/ /mnt`, inner.Path)
+	cmd := exec.Command("unshare", "-m", "sh", "-c",
+		`mount -t tmpfs none /dev && exec "$0" mount --foreground 127.0.0.1:/ /mnt`, inner.Path)
 	cmd.Env = inner.Env
 	finish(t, cmd).fails(t, daemon.ExitSystem, "/dev/fuse", "modprobe fuse")
 }
@@ -212,20 +239,29 @@ func TestUsageErrors(t *testing.T) {
 		code int
 		says []string
 	}{
-		{"no daemon", []string{"list", "--control-socket", gone}, 2, []string{gone, "no daemon runs there", "systemctl start"}},
+		{"no daemon", []string{"list", "--control-socket", gone}, 2,
+			[]string{gone, "no daemon runs there", "systemctl start"}},
 		{"unknown command", []string{"frobnicate"}, 1, []string{"frobnicate"}},
 		{"unknown flag", []string{"list", "--frobnicate"}, 1, []string{"frobnicate"}},
 		{"output", []string{"version", "--output", "xml"}, 1, []string{"xml", "text or json"}},
 		{"mistyped command", []string{"mont"}, 1, []string{`"mont"`, "is mount or umount meant?", "nfsrdmad --help"}},
-		{"unknown flag says where help is", []string{"umount", "--frobnicate", "/mnt"}, 1, []string{"nfsrdmad umount --help"}},
-		{"too few arguments", []string{"mount", "a:/b"}, 1, []string{"1 argument given", "nfsrdmad mount HOST:/EXPORT DIR"}},
-		{"too many arguments", []string{"mount", "a:/b", "/mnt", "-o", "hard", "soft"}, 1, []string{"3 arguments given", "HOST:/EXPORT DIR"}},
+		{"unknown flag says where help is", []string{"umount", "--frobnicate", "/mnt"}, 1,
+			[]string{"nfsrdmad umount --help"}},
+		{"too few arguments", []string{"mount", "a:/b"}, 1,
+			[]string{"1 argument given", "nfsrdmad mount HOST:/EXPORT DIR"}},
+		{"too many arguments", []string{"mount", "a:/b", "/mnt", "-o", "hard", "soft"}, 1,
+			[]string{"3 arguments given", "HOST:/EXPORT DIR"}},
 		{"argument for nothing", []string{"list", "/mnt"}, 1, []string{"1 argument given", "usage: nfsrdmad list"}},
-		{"no number", []string{"trace", "/mnt", "--last", "x"}, 1, []string{`"x"`, "--last", "must be a number; see nfsrdmad trace --help"}},
-		{"force and lazy", []string{"umount", "--force", "--lazy", "/mnt"}, 1, []string{"--force and --lazy", "contradict"}},
-		{"empty socket", []string{"list", "--control-socket", ""}, 1, []string{"no control socket is named", "--control-socket"}},
-		{"socket path too long", []string{"list", "--control-socket", "/tmp/" + strings.Repeat("x", 200)}, 2, []string{"/tmp/xxx", "invalid argument"}},
-		{"remount", []string{"mount", "a:/b", "/mnt", "-o", "remount,ro"}, 1, []string{`"remount"`, "unmount it, then mount it again"}},
+		{"no number", []string{"trace", "/mnt", "--last", "x"}, 1,
+			[]string{`"x"`, "--last", "must be a number; see nfsrdmad trace --help"}},
+		{"force and lazy", []string{"umount", "--force", "--lazy", "/mnt"}, 1,
+			[]string{"--force and --lazy", "contradict"}},
+		{"empty socket", []string{"list", "--control-socket", ""}, 1,
+			[]string{"no control socket is named", "--control-socket"}},
+		{"socket path too long", []string{"list", "--control-socket", "/tmp/" + strings.Repeat("x", 200)}, 2,
+			[]string{"/tmp/xxx", "invalid argument"}},
+		{"remount", []string{"mount", "a:/b", "/mnt", "-o", "remount,ro"}, 1,
+			[]string{`"remount"`, "unmount it, then mount it again"}},
 		{"lock", []string{"mount", "a:/b", "/mnt", "-o", "lock"}, 1, []string{`"lock"`, "local to this host"}},
 		{"background", []string{"mount", "a:/b", "/mnt", "-o", "bg"}, 1, []string{`"bg"`, "nofail"}},
 		{"quote in an option", []string{"mount", "a:/b", "/mnt", "-o", `rsize=8192,"x`}, 1, []string{"unknown"}},
@@ -245,7 +281,8 @@ func TestUsageErrors(t *testing.T) {
 		}
 	})
 	t.Run("helper and namespace", func(t *testing.T) {
-		finish(t, program(t, helperName, "a:/b", "/mnt", "-N", "/proc/1/ns/mnt")).fails(t, 1, "-N", "run a daemon in that one")
+		finish(t, program(t, helperName, "a:/b", "/mnt", "-N", "/proc/1/ns/mnt")).fails(t, 1, "-N",
+			"run a daemon in that one")
 	})
 }
 
@@ -254,9 +291,12 @@ func TestUsageErrors(t *testing.T) {
 func TestAnotherDeviceAsFuse(t *testing.T) {
 	for _, args := range []string{"mount --foreground 127.0.0.1:/ /mnt", "doctor --output json"} {
 		inner := program(t, "nfsrdmad")
-		cmd := exec.Command("unshare", "-m", "sh", "-c", `mount --bind /dev/null /dev/fuse && exec "$0" `+args, inner.Path)
+		cmd := exec.Command("unshare", "-m", "sh", "-c", `mount --bind /dev/null /dev/fuse && exec "$0" `+args,
+			inner.Path)
 		cmd.Env = inner.Env
-		if o := finish(t, cmd); o.code != daemon.ExitSystem || !strings.Contains(o.stderr, "/dev/fuse: it is not the device of FUSE") || strings.Count(o.stderr, "\n") != 1 {
+		if o := finish(t, cmd); o.code != daemon.ExitSystem ||
+			!strings.Contains(o.stderr, "/dev/fuse: it is not the device of FUSE") ||
+			strings.Count(o.stderr, "\n") != 1 {
 			t.Errorf("%s: exit code %d: %s", args, o.code, o.stderr)
 		}
 	}
@@ -264,13 +304,15 @@ func TestAnotherDeviceAsFuse(t *testing.T) {
 
 // A failed mount in the foreground is told once.
 func TestForegroundFailsOnce(t *testing.T) {
-	nfsrdmad(t, "mount", "--foreground", "127.0.0.1:/", t.TempDir(), "-o", fmt.Sprintf("mountport=%d", closedPort(t).Port())).fails(t, 32, "refused", "mountport=")
+	nfsrdmad(t, "mount", "--foreground", "127.0.0.1:/", t.TempDir(), "-o",
+		fmt.Sprintf("mountport=%d", closedPort(t).Port())).fails(t, 32, "refused", "mountport=")
 }
 
 // A daemon that can mount nothing says so at its start.
 func TestDaemonWithoutPrivilege(t *testing.T) {
 	inner := program(t, "nfsrdmad")
-	cmd := exec.Command("setpriv", "--bounding-set=-sys_admin", inner.Path, "daemon", "--control-socket", filepath.Join(t.TempDir(), "s"), "--metrics-listen", "")
+	cmd := exec.Command("setpriv", "--bounding-set=-sys_admin", inner.Path, "daemon", "--control-socket",
+		filepath.Join(t.TempDir(), "s"), "--metrics-listen", "")
 	cmd.Env = inner.Env
 	stderr, err := cmd.StderrPipe()
 	if err != nil {
@@ -303,19 +345,26 @@ func TestBadConfiguration(t *testing.T) {
 		code       int
 		says       []string
 	}{
-		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", nil, 1, []string{"c.toml:3", `unknown key "log_colour"`, "remove it"}},
-		{"wrong type", "log_format = \"json\"\nconnect_timeout = 30\n", nil, 1, []string{"c.toml:2", "connect_timeout"}},
+		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", nil, 1,
+			[]string{"c.toml:3", `unknown key "log_colour"`, "remove it"}},
+		{"wrong type", "log_format = \"json\"\nconnect_timeout = 30\n", nil, 1,
+			[]string{"c.toml:2", "connect_timeout"}},
 		{"wrong type of a string", "log_level = 7\n", nil, 1, []string{"c.toml:1", "log_level"}},
-		{"capitals", "log_format = \"json\"\nConnect_Timeout = 30000000000\n", nil, 1, []string{"c.toml:2", `"Connect_Timeout"`, "write it connect_timeout"}},
+		{"capitals", "log_format = \"json\"\nConnect_Timeout = 30000000000\n", nil, 1,
+			[]string{"c.toml:2", `"Connect_Timeout"`, "write it connect_timeout"}},
 		{"table", "[daemon]\nlog_level = \"info\"\n", nil, 1, []string{"c.toml:1", `"daemon"`}},
 		{"no TOML", "log_level: info\n", nil, 1, []string{"c.toml:1"}},
-		{"out of range", "shutdown_timeout = \"2h\"\n", nil, 1, []string{"c.toml", "shutdown_timeout", "from 1s to 5m0s"}},
+		{"out of range", "shutdown_timeout = \"2h\"\n", nil, 1,
+			[]string{"c.toml", "shutdown_timeout", "from 1s to 5m0s"}},
 		{"no duration", "shutdown_timeout = \"soon\"\n", nil, 1, []string{"c.toml", `"soon"`, "30s"}},
-		{"mount options", "mount_options = \"hard,soft\"\n", nil, 1, []string{"c.toml", "mount_options", `"soft"`, `contradicts "hard"`}},
+		{"mount options", "mount_options = \"hard,soft\"\n", nil, 1, []string{"c.toml", "mount_options", `"soft"`,
+			`contradicts "hard"`}},
 		{"flag out of range", "", []string{"--connect-timeout", "1ms"}, 1, []string{"connect_timeout", "from 1s"}},
 		{"flag of no duration", "", []string{"--connect-timeout", "soon"}, 1, []string{"connect-timeout", `"soon"`}},
-		{"metrics port in use", "", []string{"--metrics-listen", taken}, 2, []string{taken, "in use", "--metrics-listen"}},
-		{"socket path too long", "", []string{"--control-socket", "/tmp/" + strings.Repeat("x", 120)}, 1, []string{"control socket", "octets"}},
+		{"metrics port in use", "", []string{"--metrics-listen", taken}, 2,
+			[]string{taken, "in use", "--metrics-listen"}},
+		{"socket path too long", "", []string{"--control-socket", "/tmp/" + strings.Repeat("x", 120)}, 1,
+			[]string{"control socket", "octets"}},
 		{"socket below a file", "", []string{"--control-socket", "/proc/version/s"}, 2, []string{"/proc/version/s"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -324,7 +373,8 @@ func TestBadConfiguration(t *testing.T) {
 			if err := os.WriteFile(file, []byte(tt.text), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			args := append([]string{"daemon", "--config", file, "--control-socket", filepath.Join(dir, "s"), "--metrics-listen", ""}, tt.args...)
+			args := append([]string{"daemon", "--config", file, "--control-socket", filepath.Join(dir, "s"),
+				"--metrics-listen", ""}, tt.args...)
 			nfsrdmad(t, args...).fails(t, tt.code, tt.says...)
 			if left, err := os.ReadDir(dir); err != nil || len(left) != 1 {
 				t.Errorf("left beside the configuration: %v, %v", left, err)

@@ -29,15 +29,20 @@ func TestEndInMidConnect(t *testing.T) {
 		foreground bool
 		end        func(w *world, mount *exec.Cmd) error
 	}{
-		{"daemon terminated", false, func(w *world, _ *exec.Cmd) error { return w.daemon.Process.Signal(syscall.SIGTERM) }},
+		{"daemon terminated", false, func(w *world,
+			_ *exec.Cmd) error {
+			return w.daemon.Process.Signal(syscall.SIGTERM)
+		}},
 		{"daemon killed", false, func(w *world, _ *exec.Cmd) error {
 			err := w.daemon.Process.Kill()
 			_ = w.daemon.Wait()
 			return err
 		}},
-		{"mount command interrupted", false, func(_ *world, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
+		{"mount command interrupted", false,
+			func(_ *world, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
 		{"mount command killed", false, func(_ *world, mount *exec.Cmd) error { return mount.Process.Kill() }},
-		{"foreground mount interrupted", true, func(_ *world, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
+		{"foreground mount interrupted", true,
+			func(_ *world, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
 		{"foreground mount killed", true, func(_ *world, mount *exec.Cmd) error { return mount.Process.Kill() }},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -120,7 +125,8 @@ func TestConnectsOneAtATime(t *testing.T) {
 	for i := range mounts {
 		dir := w.mkdir(t, fmt.Sprint("m", i))
 		all.Go(func() {
-			if o := nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", w.opts(proxy)); o.code != 0 {
+			if o := nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
+				w.opts(proxy)); o.code != 0 {
 				t.Errorf("mount %s: %s", dir, o.stderr)
 				return
 			}

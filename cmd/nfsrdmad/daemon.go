@@ -16,7 +16,8 @@ func daemonCommand() *cobra.Command {
 		Short: "Run the daemon",
 		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg, err := daemon.ConfigFrom(file, flags, func(f daemon.Field) bool { return cmd.Flags().Changed(f.Flag()) })
+			cfg, err := daemon.ConfigFrom(file, flags,
+				func(f daemon.Field) bool { return cmd.Flags().Changed(f.Flag()) })
 			if err != nil {
 				return err
 			}

@@ -36,11 +36,13 @@ func TestDemoSignals(t *testing.T) {
 					}
 				}
 				_ = cmd.Wait()
-				outcome{cmd.ProcessState.ExitCode(), "", errOut.String()}.fails(t, daemon.ExitInterrupted, "interrupted")
+				outcome{cmd.ProcessState.ExitCode(), "", errOut.String()}.fails(t, daemon.ExitInterrupted,
+					"interrupted")
 				if left, err := os.ReadDir(tmp); err != nil || len(left) != 0 {
 					t.Errorf("left: %v, %v", left, err)
 				}
-				if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), tmp) {
+				if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil ||
+					strings.Contains(string(mounts), tmp) {
 					t.Errorf("a mount is left, %v", err)
 				}
 			})

@@ -17,12 +17,14 @@ func doctorCommand(c *common) *cobra.Command {
 		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			findings := daemon.Examine(cmd.Context(), c.socket)
-			if err := c.print(cmd.OutOrStdout(), findings, func(w io.Writer) { printFindings(w, findings) }); err != nil {
+			if err := c.print(cmd.OutOrStdout(), findings,
+				func(w io.Writer) { printFindings(w, findings) }); err != nil {
 				return err
 			}
 			for _, f := range findings {
 				if f.Needed && !f.OK {
-					return &daemon.Error{Code: daemon.CodeSystem, Text: "doctor: this host cannot mount: " + f.Text, Err: errors.New(f.Subject)}
+					return &daemon.Error{Code: daemon.CodeSystem, Text: "doctor: this host cannot mount: " + f.Text,
+						Err: errors.New(f.Subject)}
 				}
 			}
 			return nil

@@ -13,7 +13,10 @@ import (
 // forPeople makes help and usage errors of cmd and the commands below it readable: help within 80
 // columns, errors of one line that say where the help is.
 func forPeople(cmd *cobra.Command) {
-	cobra.AddTemplateFunc("wrapped", func(f interface{ FlagUsagesWrapped(int) string }) string { return f.FlagUsagesWrapped(columns) })
+	cobra.AddTemplateFunc("wrapped", func(
+		f interface{ FlagUsagesWrapped(int) string }) string {
+		return f.FlagUsagesWrapped(columns)
+	})
 	cmd.SetUsageTemplate(strings.NewReplacer(
 		".LocalFlags.FlagUsages", "wrapped .LocalFlags",
 		".InheritedFlags.FlagUsages", "wrapped .InheritedFlags",

@@ -87,7 +87,8 @@ func TestServeSaysWhatReachesBothPorts(t *testing.T) {
 		{"192.0.2.1:20049", "127.0.0.1:111", ""},
 	} {
 		var out bytes.Buffer
-		printServing(&out, &nfsserve.Config{}, &nfsserve.Server{RDMAAddr: netip.MustParseAddrPort(tt.rdma), TCPAddr: tt.tcp})
+		printServing(&out, &nfsserve.Config{}, &nfsserve.Server{RDMAAddr: netip.MustParseAddrPort(tt.rdma),
+			TCPAddr: tt.tcp})
 		if _, says, _ := strings.Cut(out.String(), "to mount it: nfsrdmad "); says != tt.says {
 			t.Errorf("RDMA on %s, TCP on %s: says %q, want %q", tt.rdma, tt.tcp, says, tt.says)
 		}
@@ -108,7 +109,8 @@ func TestStrangeMountPoints(t *testing.T) {
 		t.Errorf("%q, %v", b, err)
 	}
 	for _, verb := range []string{"list", "status"} {
-		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; strings.Contains(out, "\x1b") || !strings.Contains(out, "?[31mred") {
+		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; strings.Contains(out, "\x1b") ||
+			!strings.Contains(out, "?[31mred") {
 			t.Errorf("%s says %q", verb, out)
 		}
 	}
@@ -124,7 +126,8 @@ func TestVersionFlag(t *testing.T) {
 
 func TestStatusOfNothing(t *testing.T) {
 	w := newWorld(t)
-	if out := nfsrdmad(t, "status", "--control-socket", w.socket).succeeds(t).stdout; out != "nothing is mounted by this daemon\n" {
+	if out := nfsrdmad(t, "status", "--control-socket",
+		w.socket).succeeds(t).stdout; out != "nothing is mounted by this daemon\n" {
 		t.Errorf("says %q", out)
 	}
 }

@@ -152,7 +152,10 @@ func TestStatusTellsTheStory(t *testing.T) {
 	h := newHung(t, "keepalive=2,nconnect=2", nil)
 	h.pause(t)
 	h.until(t, "liveness call", func(s *daemon.MountStatus) bool {
-		return callOf(s, func(c *daemon.PendingCall) bool { return c.Owner == daemon.OwnerLiveness && c.Procedure == "NULL" }) != nil
+		return callOf(s, func(c *daemon.PendingCall) bool {
+			return c.Owner == daemon.OwnerLiveness &&
+				c.Procedure == "NULL"
+		}) != nil
 	})
 	h.until(t, "loss of both connections", func(s *daemon.MountStatus) bool {
 		lost := map[int]bool{}
@@ -294,10 +297,12 @@ func TestStatusOfAHungServer(t *testing.T) {
 	text := nfsrdmad(t, "status", "--control-socket", h.socket, h.mnt).succeeds(t).stdout
 	for _, s := range sleepers {
 		c := callOf(&m, s.is)
-		if c.Procedure != s.procedure || c.WaitsFor != xprt.WaitReply || c.XID == "" || c.Slot < 0 || c.UID != 0 || c.Age <= 0 || c.SinceSent < 0 || c.SinceSent > c.Age {
+		if c.Procedure != s.procedure || c.WaitsFor != xprt.WaitReply || c.XID == "" || c.Slot < 0 || c.UID != 0 ||
+			c.Age <= 0 || c.SinceSent < 0 || c.SinceSent > c.Age {
 			t.Errorf("%s: %+v", s.command, *c)
 		}
-		line := regexp.MustCompile(fmt.Sprintf(`(?m)^  [0-9.]+s +%s +%s +%d +reply +%d %s uid 0$`, c.XID, s.procedure, c.Slot, c.PID, s.command))
+		line := regexp.MustCompile(fmt.Sprintf(`(?m)^  [0-9.]+s +%s +%s +%d +reply +%d %s uid 0$`, c.XID, s.procedure,
+			c.Slot, c.PID, s.command))
 		if !line.MatchString(text) {
 			t.Errorf("no line %v: %s", line, text)
 		}
@@ -341,12 +346,19 @@ func TestKilledWhileTheServerHangs(t *testing.T) {
 	// refused, which ends the connection.
 	t.Run("data refused", func(t *testing.T) {
 		h := killSleepers(t, directReader)
-		m := h.until(t, "rest on another connection", func(m *daemon.MountStatus) bool { return atRest(m) && m.Connects == 2 })
-		if i := slices.IndexFunc(m.History, func(n daemon.ConnEvent) bool { return n.Event == "disconnected" && n.Cause != "" }); i < 0 {
+		m := h.until(t, "rest on another connection", func(m *daemon.MountStatus) bool {
+			return atRest(m) &&
+				m.Connects == 2
+		})
+		if i := slices.IndexFunc(m.History, func(n daemon.ConnEvent) bool {
+			return n.Event == "disconnected" &&
+				n.Cause != ""
+		}); i < 0 {
 			t.Errorf("story: %+v", m.History)
 		}
 		if m.MRsFailed != m.MRsRecovered+m.MRsRecycled+m.MRsOrphaned {
-			t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", m.MRsFailed, m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned)
+			t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", m.MRsFailed, m.MRsRecovered,
+				m.MRsRecycled, m.MRsOrphaned)
 		}
 		h.reads(t)
 	})
@@ -371,12 +383,14 @@ func killSleepers(t *testing.T, kinds ...kind) *hung {
 	h.until(t, "late replies", func(m *daemon.MountStatus) bool {
 		return !slices.ContainsFunc(sleepers, func(s *sleeper) bool {
 			c := callOf(m, func(c *daemon.PendingCall) bool { return c.XID == callOf(&before, s.is).XID })
-			return s.late && (c == nil || c.WaitsFor != xprt.WaitLate || c.Owner != daemon.OwnerGone || c.Procedure != s.procedure)
+			return s.late && (c == nil || c.WaitsFor != xprt.WaitLate || c.Owner != daemon.OwnerGone ||
+				c.Procedure != s.procedure)
 		})
 	})
 	text := nfsrdmad(t, "status", "--control-socket", h.socket, h.mnt).succeeds(t).stdout
 	for _, s := range sleepers {
-		line := regexp.MustCompile(`(?m)^  [0-9.]+s +0x[0-9a-f]+ +` + s.procedure + ` +\d+ +late reply +\(caller has gone\)$`)
+		line := regexp.MustCompile(`(?m)^  [0-9.]+s +0x[0-9a-f]+ +` + s.procedure +
+			` +\d+ +late reply +\(caller has gone\)$`)
 		if s.late && !line.MatchString(text) {
 			t.Errorf("no line %v: %s", line, text)
 		}

@@ -132,7 +132,8 @@ func TestInject(t *testing.T) {
 	}
 	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--log-level", "warn")
 	dir := w.mkdir(t, "mnt")
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", "port="+portOf(t, rdma)+",mountport="+portOf(t, tcp)).succeeds(t)
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", "port="+portOf(t, rdma)+
+		",mountport="+portOf(t, tcp)).succeeds(t)
 	traced := w.trace(t, dir)
 
 	if err := copyAll(filepath.Join(dir, "in"), filepath.Join(dir, "out")); err != nil {
@@ -145,7 +146,8 @@ func TestInject(t *testing.T) {
 	w.countedFaults(t, dir, metrics)
 	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
 	events := traced()
-	for _, e := range []string{"disconnect", "connect", "post_send", "post_send_err", "resend", "reply", "map", "done"} {
+	for _, e := range []string{"disconnect", "connect", "post_send", "post_send_err", "resend", "reply", "map",
+		"done"} {
 		if events[e] == 0 {
 			t.Errorf("the trace has no %q: %v", e, events)
 		}
@@ -165,7 +167,8 @@ func (w *world) version(t *testing.T) string {
 func (w *world) bannered(t *testing.T, dir, banner string) {
 	t.Helper()
 	for _, verb := range []string{"status", "list"} {
-		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; !strings.HasPrefix(out, banner+"\n") {
+		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; !strings.HasPrefix(out,
+			banner+"\n") {
 			t.Errorf("%s does not begin with %q: %s", verb, banner, out)
 		}
 	}
@@ -192,7 +195,8 @@ func (w *world) countedFaults(t *testing.T, dir, metrics string) {
 			t.Fatalf("MRs are lost: %v", m)
 		}
 	}
-	if m["nfsrdmad_fault_injection_enabled"] != 1 || m[hurt] == 0 || m[disconnect] == 0 || m[postFail] == 0 || m["nfsrdmad_rpc_resends_total"] == 0 {
+	if m["nfsrdmad_fault_injection_enabled"] != 1 || m[hurt] == 0 || m[disconnect] == 0 || m[postFail] == 0 ||
+		m["nfsrdmad_rpc_resends_total"] == 0 {
 		t.Errorf("metrics: %v", m)
 	}
 	var l []daemon.MountStatus
@@ -202,13 +206,16 @@ func (w *world) countedFaults(t *testing.T, dir, metrics string) {
 	}
 	s := &l[0]
 	// Each disconnect costs a connection, and the first connection was none's fault.
-	if float64(s.Connects) <= m[disconnect] || float64(s.FaultsInjected["disconnect-every"]) < m[disconnect] || float64(s.FaultsInjected["post-fail"]) < m[postFail] || s.FaultInjection == "" {
+	if float64(s.Connects) <= m[disconnect] || float64(s.FaultsInjected["disconnect-every"]) < m[disconnect] ||
+		float64(s.FaultsInjected["post-fail"]) < m[postFail] || s.FaultInjection == "" {
 		t.Errorf("%d connects, faults %v; metrics: %v", s.Connects, s.FaultsInjected, m)
 	}
 	if s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned || float64(s.MRsFailed) < m[hurt] {
-		t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+		t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", s.MRsFailed, s.MRsRecovered, s.MRsRecycled,
+			s.MRsOrphaned)
 	}
-	t.Logf("%d connects, faults %v; %d MRs hurt: recovered %d, recycled %d, orphaned %d", s.Connects, s.FaultsInjected, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	t.Logf("%d connects, faults %v; %d MRs hurt: recovered %d, recycled %d, orphaned %d", s.Connects,
+		s.FaultsInjected, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 }
 
 // trace has "nfsrdmad trace" write into a file from now on. What it returns is called after the
@@ -302,18 +309,25 @@ func TestBadInjection(t *testing.T) {
 		args []string
 		says []string
 	}{
-		{"unknown fault", []string{"daemon", "--inject", "seed=7,disconect-every=60"}, []string{`"disconect-every=60"`, "no such fault", "disconnect-every=N"}},
-		{"no number", []string{"daemon", "--inject", "disconnect-every=sixty,post-fail=90:*"}, []string{`"disconnect-every=sixty"`, "number from 1"}},
-		{"never", []string{"daemon", "--inject", "post-fail=90:*,disconnect-every=0"}, []string{`"disconnect-every=0"`, "number from 1"}},
+		{"unknown fault", []string{"daemon", "--inject", "seed=7,disconect-every=60"},
+			[]string{`"disconect-every=60"`, "no such fault", "disconnect-every=N"}},
+		{"no number", []string{"daemon", "--inject", "disconnect-every=sixty,post-fail=90:*"},
+			[]string{`"disconnect-every=sixty"`, "number from 1"}},
+		{"never", []string{"daemon", "--inject", "post-fail=90:*,disconnect-every=0"},
+			[]string{`"disconnect-every=0"`, "number from 1"}},
 		{"no position", []string{"daemon", "--inject", "post-fail=90"}, []string{`"post-fail=90"`, "position"}},
 		{"no argument", []string{"daemon", "--inject", "reg-error"}, []string{`"reg-error"`, "name=argument"}},
 		{"twice", []string{"daemon", "--inject", "reg-error=3,reg-error=4"}, []string{`"reg-error=4"`, "twice"}},
 		{"seed", []string{"daemon", "--inject", "seed=x,reg-error=3"}, []string{`"seed=x"`, "64 bits"}},
 		{"no fault", []string{"daemon", "--inject", "seed=7"}, []string{`"seed=7"`, "injects nothing"}},
-		{"configuration", []string{"daemon", "--config", config}, []string{config, "inject", `"disconnect-every=often"`}},
-		{"serve", []string{"serve", dir, "--rdma-listen", "127.0.0.1:0", "--inject", "late-write=0"}, []string{`"late-write=0"`, "number from 1"}},
-		{"foreground", []string{"mount", "--foreground", "--inject", "lose-reply=", "127.0.0.1:/", dir}, []string{`"lose-reply="`, "number from 1"}},
-		{"not in the foreground", []string{"mount", "--inject", "lose-reply=3", "127.0.0.1:/", dir}, []string{"--inject", "--foreground"}},
+		{"configuration", []string{"daemon", "--config", config},
+			[]string{config, "inject", `"disconnect-every=often"`}},
+		{"serve", []string{"serve", dir, "--rdma-listen", "127.0.0.1:0", "--inject", "late-write=0"},
+			[]string{`"late-write=0"`, "number from 1"}},
+		{"foreground", []string{"mount", "--foreground", "--inject", "lose-reply=", "127.0.0.1:/", dir},
+			[]string{`"lose-reply="`, "number from 1"}},
+		{"not in the foreground", []string{"mount", "--inject", "lose-reply=3", "127.0.0.1:/", dir},
+			[]string{"--inject", "--foreground"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			args := tt.args

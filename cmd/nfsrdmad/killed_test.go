@@ -18,7 +18,8 @@ func TestKilledWhileMounting(t *testing.T) {
 	typical := time.Since(begin)
 	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
 	for range 40 {
-		cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
+		cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir, "-o",
+			w.opts(w.server.RDMAAddr))
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}

@@ -63,18 +63,26 @@ func TestLyingServer(t *testing.T) {
 	}{
 		{"never answers", silence, []string{"did not answer"}},
 		{"never answers FSINFO", fsinfo(silence), []string{"did not answer"}},
-		{"wrong XID in the transport header", header(func(h *rpcrdma.Header) { h.XID += 1 << 16 }), []string{"did not answer", "replies to no call: 1"}},
-		{"wrong XID in the RPC reply", rpc(func(xid uint32) []byte { return acceptedWords(xid+1, 0) }), []string{"XID"}},
-		{"wrong RPC-over-RDMA version", header(func(h *rpcrdma.Header) { h.Vers = 2 }), []string{"did not answer", "not understood: 1"}},
+		{"wrong XID in the transport header", header(func(h *rpcrdma.Header) { h.XID += 1 << 16 }),
+			[]string{"did not answer", "replies to no call: 1"}},
+		{"wrong XID in the RPC reply", rpc(func(xid uint32) []byte { return acceptedWords(xid+1, 0) }),
+			[]string{"XID"}},
+		{"wrong RPC-over-RDMA version", header(func(h *rpcrdma.Header) { h.Vers = 2 }),
+			[]string{"did not answer", "not understood: 1"}},
 		{"unknown transport procedure", header(func(h *rpcrdma.Header) { h.Proc = 77 }), []string{"did not answer"}},
 		{"empty message", raw(0), []string{"did not answer"}},
 		{"short header", raw(12), []string{"did not answer", "not understood: 1"}},
 		{"cut chunk lists", raw(24), []string{"did not answer"}},
 		{"cut RPC header", raw(36), []string{"malformed"}},
 		{"cut results", raw(28 + 24 + 40), []string{"GETATTR"}},
-		{"write list for nothing", header(func(h *rpcrdma.Header) { h.Writes = []rpcrdma.Chunk{{segment}} }), []string{"chunk"}},
-		{"read list in a reply", header(func(h *rpcrdma.Header) { h.Reads = []rpcrdma.ReadSegment{{Segment: segment}} }), []string{"Read list"}},
-		{"reply chunk for nothing", header(func(h *rpcrdma.Header) { h.HasReply, h.Reply = true, rpcrdma.Chunk{segment} }), []string{"chunk"}},
+		{"write list for nothing", header(func(h *rpcrdma.Header) { h.Writes = []rpcrdma.Chunk{{segment}} }),
+			[]string{"chunk"}},
+		{"read list in a reply", header(
+			func(h *rpcrdma.Header) { h.Reads = []rpcrdma.ReadSegment{{Segment: segment}} }), []string{"Read list"}},
+		{"reply chunk for nothing", header(func(h *rpcrdma.Header) {
+			h.HasReply, h.Reply = true,
+				rpcrdma.Chunk{segment}
+		}), []string{"chunk"}},
 		{"no message and no reply chunk", func(c *rdmaCall) []byte {
 			h := c.reply()
 			h.Proc = rpcrdma.ProcNoMsg
@@ -90,17 +98,31 @@ func TestLyingServer(t *testing.T) {
 			copy(b[16:], []byte{0xff, 0xff, 0xff, 0xfc})
 			return b
 		}), []string{"longer than 400 octets"}},
-		{"is a call", rpc(func(xid uint32) []byte { return sunrpc.AppendCall(nil, xid, 100003, 3, 1, sunrpc.AppendAuthNone(nil)) }), []string{"did not answer", "not understood: 1"}},
+		{"is a call", rpc(func(xid uint32) []byte {
+			return sunrpc.AppendCall(nil, xid, 100003, 3, 1,
+				sunrpc.AppendAuthNone(nil))
+		}), []string{"did not answer", "not understood: 1"}},
 		{"reply status out of range", rpc(func(xid uint32) []byte {
 			b := acceptedWords(xid, 0)
 			b[11] = 9
 			return b
 		}), []string{"reply"}},
-		{"accept status out of range", rpc(func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, 77) }), []string{"accept_stat"}},
-		{"no NFS there", rpc(func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProgUnavail) }), []string{"program"}},
-		{"NFS version 4 only", rpc(func(xid uint32) []byte { return sunrpc.AppendProgMismatchReply(nil, xid, 4, 4) }), []string{"version", "4"}},
-		{"RPC version mismatch", rpc(func(xid uint32) []byte { return sunrpc.AppendMismatchReply(nil, xid) }), []string{"version"}},
-		{"credential denied", rpc(func(xid uint32) []byte { return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak) }), []string{"flavor"}},
+		{"accept status out of range", rpc(func(xid uint32) []byte {
+			return sunrpc.AppendAcceptedReply(nil, xid,
+				77)
+		}), []string{"accept_stat"}},
+		{"no NFS there", rpc(func(xid uint32) []byte {
+			return sunrpc.AppendAcceptedReply(nil, xid,
+				sunrpc.ProgUnavail)
+		}), []string{"program"}},
+		{"NFS version 4 only", rpc(func(xid uint32) []byte { return sunrpc.AppendProgMismatchReply(nil, xid, 4, 4) }),
+			[]string{"version", "4"}},
+		{"RPC version mismatch", rpc(func(xid uint32) []byte { return sunrpc.AppendMismatchReply(nil, xid) }),
+			[]string{"version"}},
+		{"credential denied", rpc(func(xid uint32) []byte {
+			return sunrpc.AppendDeniedReply(nil, xid,
+				sunrpc.AuthTooWeak)
+		}), []string{"flavor"}},
 		{"NFS status out of range", nfsStatus(4711), []string{"4711"}},
 		{"stale handle", nfsStatus(70), []string{"NFS3ERR_STALE"}},
 		{"no access", nfsStatus(13), []string{"NFS3ERR_ACCES"}},

@@ -115,11 +115,13 @@ func newWorld(t *testing.T) *world {
 	w := &world{dir: t.TempDir(), log: &bytes.Buffer{}}
 	w.socket = filepath.Join(w.dir, "s")
 	export := filepath.Join(w.dir, "export")
-	if err := errors.Join(os.Mkdir(export, 0o755), os.WriteFile(filepath.Join(export, "hello"), []byte("world"), 0o644)); err != nil {
+	if err := errors.Join(os.Mkdir(export, 0o755), os.WriteFile(filepath.Join(export, "hello"), []byte("world"),
+		0o644)); err != nil {
 		t.Fatal(err)
 	}
 	var err error
-	w.server, err = nfsserve.Run(context.Background(), nfsserve.Config{Dir: export, RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
+	w.server, err = nfsserve.Run(context.Background(), nfsserve.Config{Dir: export, RDMAListen: "127.0.0.1:0",
+		Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -99,7 +99,8 @@ func mountCommand(c *common) *cobra.Command {
 	c.socketFlag(cmd)
 	cmd.Flags().StringArrayVarP(&f.options, "options", "o", nil, "mount `options`, comma separated")
 	cmd.Flags().BoolVarP(&f.verbose, "verbose", "v", false, "say what was done")
-	cmd.Flags().BoolVar(&f.foreground, "foreground", false, "serve the mount in this process until it is interrupted or unmounted; no daemon needed")
+	cmd.Flags().BoolVar(&f.foreground, "foreground", false,
+		"serve the mount in this process until it is interrupted or unmounted; no daemon needed")
 	cmd.Flags().StringVar(&f.logLevel, "log-level", "warn", "trace, debug, info, warn or error, with --foreground")
 	cmd.Flags().StringVar(&f.inject, "inject", "", "break connections on purpose, for tests, with --foreground")
 	return cmd

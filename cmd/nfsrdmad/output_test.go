@@ -14,9 +14,11 @@ import (
 func TestMountAsJSON(t *testing.T) {
 	w := newWorld(t)
 	dir := w.mkdir(t, "mnt")
-	mount := []string{"mount", "--control-socket", w.socket, "--output", "json", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr)}
+	mount := []string{"mount", "--control-socket", w.socket, "--output", "json", "127.0.0.1:/", dir, "-o",
+		w.opts(w.server.RDMAAddr)}
 	var told daemon.MountInfo
-	if out := nfsrdmad(t, mount...).succeeds(t).stdout; json.Unmarshal([]byte(out), &told) != nil || told.Dir != dir || told.State != daemon.StateMounted {
+	if out := nfsrdmad(t, mount...).succeeds(t).stdout; json.Unmarshal([]byte(out), &told) != nil ||
+		told.Dir != dir || told.State != daemon.StateMounted {
 		t.Errorf("mount says %q", out)
 	}
 	var listed []daemon.MountInfo
@@ -35,7 +37,8 @@ func TestMountAsJSON(t *testing.T) {
 func TestForegroundMountAsJSON(t *testing.T) {
 	w := newWorld(t)
 	dir := w.mkdir(t, "mnt")
-	cmd := program(t, "nfsrdmad", "mount", "--foreground", "--output", "json", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
+	cmd := program(t, "nfsrdmad", "mount", "--foreground", "--output", "json", "127.0.0.1:/", dir, "-o",
+		w.opts(w.server.RDMAAddr))
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)

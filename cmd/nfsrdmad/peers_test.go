@@ -126,9 +126,11 @@ func (c *rdmaCall) reply() rpcrdma.Header {
 func (c *rdmaCall) results() []byte {
 	switch nfs3.Proc(c.rpc.Proc) {
 	case nfs3.ProcGetAttr:
-		return acceptedWords(c.rpc.XID, 0, uint32(nfs3.NF3DIR), 0o755, 2, 0, 0, 0, 4096, 0, 4096, 0, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0, 0)
+		return acceptedWords(c.rpc.XID, 0, uint32(nfs3.NF3DIR), 0o755, 2, 0, 0, 0, 4096, 0, 4096, 0, 0, 0, 1, 0, 2, 0,
+			0, 0, 0, 0, 0)
 	case nfs3.ProcFSInfo:
-		return acceptedWords(c.rpc.XID, 0, 0, 1<<20, 1<<20, 4096, 1<<20, 1<<20, 4096, 4096, 0x7fffffff, 0xffffffff, 0, 1, 0x1b)
+		return acceptedWords(c.rpc.XID, 0, 0, 1<<20, 1<<20, 4096, 1<<20, 1<<20, 4096, 4096, 0x7fffffff, 0xffffffff, 0,
+			1, 0x1b)
 	}
 	return sunrpc.AppendAcceptedReply(nil, c.rpc.XID, sunrpc.ProcUnavail)
 }
@@ -185,7 +187,8 @@ func serveRDMA(ctx context.Context, req verbs.ConnRequest, answer func(*rdmaCall
 	defer cq.Close()
 	defer req.Close()
 	gone := make(chan struct{})
-	qp, err := req.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: peerQueue, MaxRecvWR: peerQueue, MaxSendSGE: 1,
+	qp, err := req.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: peerQueue, MaxRecvWR: peerQueue,
+		MaxSendSGE:   1,
 		OnDisconnect: func(error) { close(gone) }})
 	if err != nil {
 		return err
@@ -220,7 +223,8 @@ func serveRDMA(ctx context.Context, req verbs.ConnRequest, answer func(*rdmaCall
 			}
 			if out := answer(&c); out != nil {
 				sent := make(chan struct{})
-				wr := &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: out}}, Signaled: true, Done: func(*verbs.WorkCompletion) { close(sent) }}
+				wr := &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: out}}, Signaled: true,
+					Done: func(*verbs.WorkCompletion) { close(sent) }}
 				if _, err := qp.PostSend(wr); err == nil {
 					<-sent
 				}

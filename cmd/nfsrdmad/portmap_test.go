@@ -48,13 +48,16 @@ func portMapperCases(t *testing.T) {
 	}{
 		{"nobody", nil, nil, []string{"MNT / at " + mapper, "port mapper", "refused", "start rpcbind", "mountport="}},
 		{"the port mapper hangs", hang, nil, []string{"MNT / at " + mapper, "port mapper", "mountport="}},
-		{"MOUNT is not registered", words(0), nil, []string{"MNT / at " + mapper, "does not know", "start the NFS server"}},
+		{"MOUNT is not registered", words(0), nil, []string{"MNT / at " + mapper, "does not know",
+			"start the NFS server"}},
 		{"a port out of range", words(70000), nil, []string{"MNT / at " + mapper, "70000"}},
 		{"an answer that is cut", words(), nil, []string{"MNT / at " + mapper, "does not speak the protocol"}},
 		{"the port of nobody", words(20048), nil, []string{"MNT / at " + mountd, "refused"}},
-		{"the MOUNT service hangs", words(20048), hang, []string{"MNT / at " + mountd, "MOUNT service does not answer"}},
+		{"the MOUNT service hangs", words(20048), hang,
+			[]string{"MNT / at " + mountd, "MOUNT service does not answer"}},
 		{"no port mapper, but MOUNT at its own port", nil, words(13), []string{"MNT / at " + mountd, "MNT3ERR_ACCES"}},
-		{"MOUNT answers, and nobody at the RDMA port", words(20048), goodMount, []string{"RDMA connection to 127.0.0.1:20049", "refused", "port="}},
+		{"MOUNT answers, and nobody at the RDMA port", words(20048), goodMount,
+			[]string{"RDMA connection to 127.0.0.1:20049", "refused", "port="}},
 	} {
 		var close []func()
 		for addr, answer := range map[string]tcpAnswer{mapper: tt.mapper, mountd: tt.mountd} {

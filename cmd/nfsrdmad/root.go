@@ -33,8 +33,10 @@ func rootCommand() *cobra.Command {
 			return nil
 		},
 	}
-	root.PersistentFlags().StringVar(&c.output, "output", "text", "text, or json for programs, of mount, list, status, trace, doctor and version; errors are text")
-	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c), traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
+	root.PersistentFlags().StringVar(&c.output, "output", "text",
+		"text, or json for programs, of mount, list, status, trace, doctor and version; errors are text")
+	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c),
+		traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
 	root.SetVersionTemplate("nfsrdmad {{.Version}}\n")
 	forPeople(root)
 	return root

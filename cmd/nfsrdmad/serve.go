@@ -52,11 +52,15 @@ func serveCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&cfg.Backend, "backend", "", "HOST:PORT of an NFSv3 server on TCP")
 	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen, "ADDRESS:PORT of the RDMA side")
-	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen, "ADDRESS:PORT of MOUNT, NFS and port mapper of a directory; other hosts need one that they reach")
+	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen,
+		"ADDRESS:PORT of MOUNT, NFS and port mapper of a directory; other hosts need one that they reach")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
-	cmd.Flags().IntVar(&limits.connections, "max-connections", limits.connections, "most RDMA connections at a time; one client address has at most half of them")
-	cmd.Flags().IntVar(&limits.memory, "message-memory", limits.memory, "`MiB` for the calls and replies of all connections together; calls wait for it")
-	cmd.Flags().StringVar(&inject, "inject", "", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
+	cmd.Flags().IntVar(&limits.connections, "max-connections", limits.connections,
+		"most RDMA connections at a time; one client address has at most half of them")
+	cmd.Flags().IntVar(&limits.memory, "message-memory", limits.memory,
+		"`MiB` for the calls and replies of all connections together; calls wait for it")
+	cmd.Flags().StringVar(&inject, "inject", "",
+		"break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
 }
@@ -73,7 +77,8 @@ const (
 
 func (l serveLimits) apply(cfg *svcrdma.Config) error {
 	if l.connections < minConnections || l.connections > maxConnections {
-		return fmt.Errorf("flag --max-connections=%d: must be from %d to %d", l.connections, minConnections, maxConnections)
+		return fmt.Errorf("flag --max-connections=%d: must be from %d to %d", l.connections, minConnections,
+			maxConnections)
 	}
 	if l.memory < minMemory || l.memory > maxMemory {
 		return fmt.Errorf("flag --message-memory=%d: must be from %d to %d (MiB)", l.memory, minMemory, maxMemory)

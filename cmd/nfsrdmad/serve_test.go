@@ -105,15 +105,23 @@ func TestServeErrors(t *testing.T) {
 		{"directory missing", []string{dir + "/no", "--rdma-listen", free}, 2, []string{dir + "/no", "no such file"}},
 		{"directory a file", []string{file, "--rdma-listen", free}, 2, []string{file, "not a directory"}},
 		{"RDMA port in use", []string{dir, "--rdma-listen", taken}, 2, []string{taken, "in use", "--rdma-listen"}},
-		{"TCP port in use", []string{dir, "--rdma-listen", free, "--tcp-listen", taken}, 2, []string{taken, "in use", "--tcp-listen"}},
+		{"TCP port in use", []string{dir, "--rdma-listen", free, "--tcp-listen", taken}, 2,
+			[]string{taken, "in use", "--tcp-listen"}},
 		{"no address", []string{dir, "--rdma-listen", "nowhere"}, 1, []string{`"nowhere"`, "ADDRESS:PORT"}},
 		{"not this host's address", []string{dir, "--rdma-listen", "192.0.2.1:0"}, 2, []string{"192.0.2.1"}},
-		{"backend without port", []string{"--backend", "127.0.0.1", "--rdma-listen", free}, 1, []string{`"127.0.0.1"`, "HOST:PORT"}},
-		{"backend no NFS server", []string{"--backend", peer(t, func(c net.Conn) { _, _ = c.Write([]byte("220 mail.example\r\n")) }).String(), "--rdma-listen", free}, 2, []string{"NFSv3 on that TCP port"}},
-		{"backend dead", []string{"--backend", closedPort(t).String(), "--rdma-listen", free}, 2, []string{"NFS server 127", "refused", "is it running"}},
+		{"backend without port", []string{"--backend", "127.0.0.1", "--rdma-listen", free}, 1,
+			[]string{`"127.0.0.1"`, "HOST:PORT"}},
+		{"backend no NFS server", []string{"--backend",
+			peer(t, func(c net.Conn) {
+				_,
+					_ = c.Write([]byte("220 mail.example\r\n"))
+			}).String(), "--rdma-listen", free}, 2, []string{"NFSv3 on that TCP port"}},
+		{"backend dead", []string{"--backend", closedPort(t).String(), "--rdma-listen", free}, 2,
+			[]string{"NFS server 127", "refused", "is it running"}},
 		{"directory and backend", []string{dir, "--backend", taken}, 1, []string{"directory or a backend"}},
 		{"nothing", nil, 1, []string{"directory or a backend"}},
-		{"no connections", []string{dir, "--max-connections", "1"}, 1, []string{"--max-connections=1", "from 2 to 65536"}},
+		{"no connections", []string{dir, "--max-connections", "1"}, 1,
+			[]string{"--max-connections=1", "from 2 to 65536"}},
 		{"no memory", []string{dir, "--message-memory", "0"}, 1, []string{"--message-memory=0", "from 4 to"}},
 		{"log level", []string{dir, "--log-level", "loud"}, 1, []string{`loud`, "trace, debug"}},
 	} {
@@ -166,14 +174,16 @@ func TestIPv6(t *testing.T) {
 	opts := "port=" + portOf(t, rdma) + ",mountport=" + portOf(t, tcp)
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", dir, "-o", opts).succeeds(t)
 	w.unharmed(t, dir)
-	if out := nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout; !strings.Contains(out, "[::1]:/ ") || !strings.Contains(out, rdma) {
+	if out := nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout; !strings.Contains(out,
+		"[::1]:/ ") || !strings.Contains(out, rdma) {
 		t.Errorf("list: %s", out)
 	}
 	if mounts, _ := os.ReadFile("/proc/mounts"); !strings.Contains(string(mounts), "[::1]:/ "+dir+" fuse.nfsrdma ") {
 		t.Error("not in /proc/mounts as [::1]:/")
 	}
 	closed := closedPort(t).Port() // nobody listens there on [::1] either
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o", fmt.Sprintf("port=%d,mountport=%s", closed, portOf(t, tcp))).
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o",
+		fmt.Sprintf("port=%d,mountport=%s", closed, portOf(t, tcp))).
 		fails(t, 32, "[::1]:/ on ", fmt.Sprintf("RDMA connection to [::1]:%d: ", closed), "refused")
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o", fmt.Sprintf("mountport=%d", closed)).
 		fails(t, 32, fmt.Sprintf("MNT / at [::1]:%d: ", closed), "refused")

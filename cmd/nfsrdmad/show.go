@@ -16,7 +16,8 @@ func listCommand(c *common) *cobra.Command {
 		Short: "List the daemon's mounts",
 		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountInfo, error) { return d.List(cmd.Context()) }, printList)
+			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountInfo, error) { return d.List(cmd.Context()) },
+				printList)
 		},
 	}
 	c.socketFlag(cmd)

@@ -35,8 +35,10 @@ func TestTerminalClosed(t *testing.T) {
 	t.Run("nohup", func(t *testing.T) {
 		w := newWorld(t)
 		dir := w.mkdir(t, "mnt")
-		inner := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
-		cmd := exec.Command("sh", append([]string{"-c", `trap "" HUP; exec "$0" "$@"`, inner.Path}, inner.Args[1:]...)...)
+		inner := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir,
+			"-o", w.opts(w.server.RDMAAddr))
+		cmd := exec.Command("sh", append([]string{"-c", `trap "" HUP; exec "$0" "$@"`, inner.Path},
+			inner.Args[1:]...)...)
 		cmd.Env = inner.Env
 		w.startForeground(t, cmd, dir)
 		_ = cmd.Process.Signal(syscall.SIGHUP)
@@ -52,7 +54,8 @@ func TestTerminalClosed(t *testing.T) {
 	t.Run("log without reader", func(t *testing.T) {
 		w := newWorld(t)
 		dir := w.mkdir(t, "mnt")
-		cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "--log-level", "info", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
+		cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "--log-level", "info",
+			"127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
 		r, stderr, err := os.Pipe()
 		if err != nil {
 			t.Fatal(err)
@@ -88,7 +91,8 @@ func TestTellsSystemd(t *testing.T) {
 		return "\n" + string(b[:n]) + "\n"
 	}
 	socket := filepath.Join(dir, "s")
-	cmd := program(t, "nfsrdmad", "daemon", "--control-socket", socket, "--metrics-listen", "", "--shutdown-timeout", "100s")
+	cmd := program(t, "nfsrdmad", "daemon", "--control-socket", socket, "--metrics-listen", "", "--shutdown-timeout",
+		"100s")
 	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+filepath.Join(dir, "notify"))
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -104,7 +108,8 @@ func TestTellsSystemd(t *testing.T) {
 	if _, value, found := strings.Cut(s, "\nEXTEND_TIMEOUT_USEC="); found {
 		usec, _ = strconv.Atoi(value[:strings.IndexByte(value, '\n')])
 	}
-	if d := time.Duration(usec) * time.Microsecond; !strings.Contains(s, "\nSTOPPING=1\n") || d <= 100*time.Second || d > 200*time.Second {
+	if d := time.Duration(usec) * time.Microsecond; !strings.Contains(s, "\nSTOPPING=1\n") || d <= 100*time.Second ||
+		d > 200*time.Second {
 		t.Errorf("says %q", s)
 	}
 	if err := cmd.Wait(); err != nil {
@@ -116,7 +121,8 @@ func TestTellsSystemd(t *testing.T) {
 func (w *world) foreground(t *testing.T) *exec.Cmd {
 	t.Helper()
 	dir := w.mkdir(t, "mnt")
-	cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
+	cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir, "-o",
+		w.opts(w.server.RDMAAddr))
 	w.startForeground(t, cmd, dir)
 	return cmd
 }

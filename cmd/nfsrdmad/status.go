@@ -29,7 +29,10 @@ func statusCommand(c *common) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountStatus, error) { return d.Status(cmd.Context(), dir) },
+			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountStatus,
+				error) {
+				return d.Status(cmd.Context(), dir)
+			},
 				func(w io.Writer, l []daemon.MountStatus) { printStatus(w, l, time.Now()) })
 		},
 	}
@@ -53,10 +56,12 @@ func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
 	if m.FaultInjection != "" {
 		item(w, "", daemon.FaultBanner+m.FaultInjection, ",")
 	}
-	item(w, "", fmt.Sprintf("%s on %s: %s since %s", printable(m.Spec), printable(m.Dir), m.State, m.Since.Local().Format(time.DateTime)), " ")
+	item(w, "", fmt.Sprintf("%s on %s: %s since %s", printable(m.Spec), printable(m.Dir), m.State,
+		m.Since.Local().Format(time.DateTime)), " ")
 	item(w, "options", m.Options, ",")
 	if m.Connection != "" {
-		item(w, "connection", fmt.Sprintf("%s to %s by %s, %s", m.Connection, m.Server, m.Provider, plural(m.Connects, "connect")), " ")
+		item(w, "connection", fmt.Sprintf("%s to %s by %s, %s", m.Connection, m.Server, m.Provider,
+			plural(m.Connects, "connect")), " ")
 	}
 	if m.ProviderReason != "" {
 		item(w, "provider", m.Provider+": "+printable(m.ProviderReason), " ")
@@ -69,7 +74,8 @@ func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
 	}
 	item(w, "sizes", fmt.Sprintf("rsize %d, wsize %d", m.MaxRead, m.MaxWrite), " ")
 	item(w, "slots", fmt.Sprintf("%d of %d in use, %s", m.SlotsInUse, m.Slots, plural(m.Credits, "credit")), " ")
-	item(w, "MRs", fmt.Sprintf("%s; hurt %d: recovered %d, recycled %d, orphaned %d", counts(m.MRs), m.MRsFailed, m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
+	item(w, "MRs", fmt.Sprintf("%s; hurt %d: recovered %d, recycled %d, orphaned %d", counts(m.MRs), m.MRsFailed,
+		m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
 	item(w, "calls", callsLine(m), " ")
 	printCalls(w, m)
 	printStory(w, m, now)

@@ -42,6 +42,7 @@ func traceCommand(c *common) *cobra.Command {
 	}
 	c.socketFlag(cmd)
 	cmd.Flags().BoolVar(&follow, "follow", true, "go on with new events; false shows what is kept and ends")
-	cmd.Flags().IntVar(&last, "last", 0, "begin with so many of the newest events that are kept (default: none, or all with --follow=false)")
+	cmd.Flags().IntVar(&last, "last", 0,
+		"begin with so many of the newest events that are kept (default: none, or all with --follow=false)")
 	return cmd
 }

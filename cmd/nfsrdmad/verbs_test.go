@@ -38,7 +38,8 @@ func TestVerbs(t *testing.T) {
 	if err := json.Unmarshal([]byte(out), &list); err != nil || len(list) != 1 {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if s := list[0]; s.Dir != dir || s.State != daemon.StateMounted || s.Connects != 1 || s.RPCs["WRITE"] == 0 || !strings.HasPrefix(s.XprtLine, "\txprt:\trdma 0 0 1 ") {
+	if s := list[0]; s.Dir != dir || s.State != daemon.StateMounted || s.Connects != 1 || s.RPCs["WRITE"] == 0 ||
+		!strings.HasPrefix(s.XprtLine, "\txprt:\trdma 0 0 1 ") {
 		t.Errorf("status %+v", s)
 	}
 	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)

@@ -72,7 +72,8 @@ func sources(t *testing.T) []source {
 			return err
 		}
 		if d.IsDir() {
-			if name := d.Name(); name == "testdata" || name == "test" || (name != ".." && name != top && strings.HasPrefix(name, ".")) {
+			if name := d.Name(); name == "testdata" || name == "test" ||
+				(name != ".." && name != top && strings.HasPrefix(name, ".")) {
 				return fs.SkipDir
 			}
 			return nil

@@ -81,7 +81,9 @@ func Run(ctx context.Context, cfg Config) error {
 	case errors.Is(ctx.Err(), context.Canceled):
 		return &daemon.Error{Code: daemon.CodeCanceled, Text: "demo: interrupted; everything was cleaned up", Err: err}
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
-		return &daemon.Error{Code: daemon.CodeMount, Text: fmt.Sprintf("demo: not done after %v; try fewer --files or a longer --timeout", cfg.Timeout), Err: err}
+		return &daemon.Error{Code: daemon.CodeMount,
+			Text: fmt.Sprintf("demo: not done after %v; try fewer --files or a longer --timeout",
+				cfg.Timeout), Err: err}
 	}
 	return &daemon.Error{Code: daemon.CodeMount, Text: "demo: " + err.Error(), Err: err}
 }
@@ -90,7 +92,8 @@ func Run(ctx context.Context, cfg Config) error {
 func goSource(ctx context.Context) (string, error) {
 	out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
 	if err != nil {
-		return "", &daemon.Error{Code: daemon.CodeUsage, Text: "demo: finding Go's source with \"go env GOROOT\": " + err.Error() + "; name a tree with --source", Err: err}
+		return "", &daemon.Error{Code: daemon.CodeUsage, Text: "demo: finding Go's source with \"go env GOROOT\": " +
+			err.Error() + "; name a tree with --source", Err: err}
 	}
 	return filepath.Join(strings.TrimSpace(string(out)), "src"), nil
 }
@@ -111,7 +114,8 @@ func run(ctx context.Context, cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
-	s := &site{cfg: cfg, out: newScreen(cfg.Out), export: filepath.Join(root, "export"), dir: filepath.Join(root, "mnt")}
+	s := &site{cfg: cfg, out: newScreen(cfg.Out), export: filepath.Join(root, "export"),
+		dir: filepath.Join(root, "mnt")}
 	defer func() { err = both(err, s.tearDown(root)) }()
 	if err := s.setUp(ctx, root); err != nil {
 		return err
@@ -179,7 +183,8 @@ func (s *site) tearDown(root string) error {
 	if s.server != nil {
 		err = s.server.Close()
 	}
-	if mounts, mErr := os.ReadFile("/proc/self/mountinfo"); mErr != nil || strings.Contains(string(mounts), " "+s.dir+" ") {
+	if mounts, mErr := os.ReadFile("/proc/self/mountinfo"); mErr != nil ||
+		strings.Contains(string(mounts), " "+s.dir+" ") {
 		return both(err, fmt.Errorf("%s is still mounted, so %s was left; unmount it with umount -l", s.dir, root))
 	}
 	return both(err, os.RemoveAll(root))

@@ -35,7 +35,8 @@ func smallTree(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
 	for name, size := range map[string]int{"empty": 0, "odd": 4097, "big": 3<<20 + 1} {
-		if err := os.WriteFile(filepath.Join(dir, name), bytes.Repeat([]byte(name+"."), size/4+1)[:size], 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, name), bytes.Repeat([]byte(name+"."), size/4+1)[:size],
+			0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -55,7 +56,8 @@ func TestRun(t *testing.T) {
 		}
 	}
 	for line := range strings.Lines(out.String()) {
-		if len(line) > 80+1 && !strings.Contains(line, tmp) || strings.ContainsFunc(strings.TrimSuffix(line, "\n"), unicode.IsControl) {
+		if len(line) > 80+1 && !strings.Contains(line, tmp) || strings.ContainsFunc(strings.TrimSuffix(line, "\n"),
+			unicode.IsControl) {
 			t.Errorf("too long, or with control characters: %q", line)
 		}
 	}
@@ -82,8 +84,10 @@ func (o *on) Write(b []byte) (int, error) {
 func TestInterruptLeavesNothing(t *testing.T) {
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
-	for _, phase := range []on{{text: "server ", nth: 1}, {text: "mounted ", nth: 1}, {text: "tree ", nth: 1}, {text: "copy in ", nth: 1}, {text: "copy in ", nth: 2},
-		{text: "copied in ", nth: 1}, {text: "remount ", nth: 1}, {text: "mounted ", nth: 2}, {text: "read back ", nth: 1}, {text: "compared ", nth: 1}, {text: "from /metrics", nth: 1}} {
+	for _, phase := range []on{{text: "server ", nth: 1}, {text: "mounted ", nth: 1}, {text: "tree ", nth: 1},
+		{text: "copy in ", nth: 1}, {text: "copy in ", nth: 2},
+		{text: "copied in ", nth: 1}, {text: "remount ", nth: 1}, {text: "mounted ", nth: 2}, {text: "read back ",
+			nth: 1}, {text: "compared ", nth: 1}, {text: "from /metrics", nth: 1}} {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		name := fmt.Sprint(phase.nth, " of ", phase.text)
 		phase.do = cancel
@@ -106,9 +110,12 @@ func TestFailureLeavesNothing(t *testing.T) {
 		harm func(tree, export string) error
 		says string
 	}{
-		{"source vanishes", on{text: "tree ", nth: 1}, func(tree, _ string) error { return os.Remove(filepath.Join(tree, "odd")) }, "odd"},
-		{"copy changes", on{text: "copied in ", nth: 1}, func(_, export string) error { return os.Truncate(filepath.Join(export, "big"), 3<<20) }, "big differs"},
-		{"export vanishes", on{text: "tree ", nth: 1}, func(_, export string) error { return os.RemoveAll(export) }, "/mnt/"},
+		{"source vanishes", on{text: "tree ", nth: 1},
+			func(tree, _ string) error { return os.Remove(filepath.Join(tree, "odd")) }, "odd"},
+		{"copy changes", on{text: "copied in ", nth: 1},
+			func(_, export string) error { return os.Truncate(filepath.Join(export, "big"), 3<<20) }, "big differs"},
+		{"export vanishes", on{text: "tree ", nth: 1}, func(_, export string) error { return os.RemoveAll(export) },
+			"/mnt/"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			tree, tmp, harmed := smallTree(t), t.TempDir(), make(chan error, 1)
@@ -119,7 +126,8 @@ func TestFailureLeavesNothing(t *testing.T) {
 			defer cancel()
 			err := Run(ctx, Config{Source: tree, Out: &tt.at, inside: func(s *site) { export = s.export }})
 			var e *daemon.Error
-			if !errors.As(err, &e) || e.Code != daemon.CodeMount || !strings.Contains(e.Text, tt.says) || strings.Contains(e.Text, "\n") {
+			if !errors.As(err, &e) || e.Code != daemon.CodeMount || !strings.Contains(e.Text, tt.says) ||
+				strings.Contains(e.Text, "\n") {
 				t.Errorf("got %v", err)
 			}
 			if err := <-harmed; err != nil {
@@ -137,7 +145,8 @@ func TestDeadServerLeavesNothing(t *testing.T) {
 	t.Setenv("TMPDIR", tmp)
 	var server *nfsserve.Server
 	out := &on{text: "tree ", nth: 1, do: func() { server.Close() }}
-	err := Run(context.Background(), Config{Source: tree, Out: out, Timeout: 3 * time.Second, inside: func(s *site) { server = s.server }})
+	err := Run(context.Background(), Config{Source: tree, Out: out, Timeout: 3 * time.Second,
+		inside: func(s *site) { server = s.server }})
 	var e *daemon.Error
 	if !errors.As(err, &e) || !strings.Contains(e.Text, "not done after 3s") {
 		t.Errorf("got %v", err)
@@ -154,7 +163,8 @@ func TestCompareFindsADifference(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := tr.compareTo(context.Background(), newScreen(&bytes.Buffer{}), b); err == nil || !strings.Contains(err.Error(), "odd differs") {
+	if err := tr.compareTo(context.Background(), newScreen(&bytes.Buffer{}), b); err == nil ||
+		!strings.Contains(err.Error(), "odd differs") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -164,7 +174,8 @@ func TestCompareFailsInOneLine(t *testing.T) {
 	dir := smallTree(t)
 	buf := &buffers{make([]byte, chunk), make([]byte, chunk)}
 	_, err := compareFile(filepath.Join(dir, "odd"), dir, buf)
-	if err == nil || strings.Contains(err.Error(), "\n") || strings.Contains(err.Error(), "EOF") || !errors.Is(err, syscall.EISDIR) {
+	if err == nil || strings.Contains(err.Error(), "\n") || strings.Contains(err.Error(), "EOF") ||
+		!errors.Is(err, syscall.EISDIR) {
 		t.Errorf("got %v", err)
 	}
 	if err := both(errors.New("one"), errors.New("two")); err.Error() != "one; two" {

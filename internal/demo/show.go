@@ -23,7 +23,8 @@ func (s *site) show(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.out.line("tree       %d files in %d directories, %.1f MiB, from %s", len(t.files), len(t.dirs), mib(t.bytes), t.root)
+	s.out.line("tree       %d files in %d directories, %.1f MiB, from %s", len(t.files), len(t.dirs), mib(t.bytes),
+		t.root)
 	start := time.Now()
 	if err := t.copyTo(ctx, s.out, s.dir); err != nil {
 		return err
@@ -65,7 +66,8 @@ type pass struct {
 
 // counters are shown in this order; those of optional only when one is not zero.
 var (
-	counters = []string{"rpc_sends_total", "read_chunk_total", "write_chunk_total", "reply_chunk_total", "mrs_allocated_total", "local_inv_needed_total",
+	counters = []string{"rpc_sends_total", "read_chunk_total", "write_chunk_total", "reply_chunk_total",
+		"mrs_allocated_total", "local_inv_needed_total",
 		"mrs_recovered_total", "mrs_recycled_total", "mrs_orphaned_total", "connects_total"}
 	optional = []string{"bad_reply_total", "bad_xids_total", "failed_marshal_total"}
 )
@@ -87,7 +89,10 @@ func table(out *screen, t *tree, passes []pass) {
 	row("time", func(p pass) string { return fmt.Sprintf("%.2f s", p.took.Seconds()) })
 	row("throughput", func(p pass) string { return fmt.Sprintf("%.1f MiB/s", mib(t.bytes)/p.took.Seconds()) })
 	row("files", func(p pass) string { return fmt.Sprintf("%.0f /s", float64(len(t.files))/p.took.Seconds()) })
-	row("operations", func(p pass) string { return fmt.Sprintf("%.0f RPC/s", p.metrics["rpc_sends_total"]/p.took.Seconds()) })
+	row("operations", func(p pass) string {
+		return fmt.Sprintf("%.0f RPC/s",
+			p.metrics["rpc_sends_total"]/p.took.Seconds())
+	})
 	out.line("from /metrics, nfsrdmad_...")
 	for _, c := range counters {
 		row("  "+c, count(c))

@@ -71,7 +71,8 @@ func (p *progress) show(out *screen, what string, t *tree, done <-chan struct{})
 	ticker := time.NewTicker(out.tick())
 	defer ticker.Stop()
 	for {
-		out.progress("%-10s %5d of %d files, %6.1f of %.1f MiB", what, p.files.Load(), len(t.files), mib(p.bytes.Load()), mib(t.bytes))
+		out.progress("%-10s %5d of %d files, %6.1f of %.1f MiB", what, p.files.Load(), len(t.files),
+			mib(p.bytes.Load()), mib(t.bytes))
 		select {
 		case <-done:
 			return
@@ -87,7 +88,8 @@ func mib(n int64) float64 { return float64(n) / (1 << 20) }
 const stuckGrace = 3 * time.Second
 
 // each runs f on every file of t, some at a time, and shows progress.
-func (t *tree) each(ctx context.Context, out *screen, what string, f func(rel string, buf *buffers) (int64, error)) error {
+func (t *tree) each(ctx context.Context, out *screen, what string,
+	f func(rel string, buf *buffers) (int64, error)) error {
 	var p progress
 	done, shown := make(chan struct{}), make(chan struct{})
 	go func() {

@@ -87,7 +87,8 @@ func need(t testing.TB) {
 	if os.Geteuid() != 0 {
 		t.Fatal("NFS-Ganesha and its namespaces need root: run the tests as root")
 	}
-	for program, pkg := range map[string]string{"ganesha.nfsd": "nfs-ganesha nfs-ganesha-vfs", "rpcbind": "rpcbind", "unshare": "util-linux", "ip": "iproute2"} {
+	for program, pkg := range map[string]string{"ganesha.nfsd": "nfs-ganesha nfs-ganesha-vfs", "rpcbind": "rpcbind",
+		"unshare": "util-linux", "ip": "iproute2"} {
 		if _, err := exec.LookPath(program); err != nil {
 			t.Fatalf("%s is missing: apt-get install %s", program, pkg)
 		}
@@ -170,7 +171,8 @@ func start(t testing.TB, dir string, o *options) (*Server, error) {
 	if o.sharedPortmap {
 		portmap = "shared"
 	}
-	cmd := exec.Command("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script, "ganesha", config, s.LogFile, portmap)
+	cmd := exec.Command("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script, "ganesha",
+		config, s.LogFile, portmap)
 	var out strings.Builder
 	cmd.Stdout, cmd.Stderr = &out, &out
 	cmd.WaitDelay = stopTimeout

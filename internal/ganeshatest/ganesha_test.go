@@ -25,7 +25,8 @@ func TestStartAndStop(t *testing.T) {
 				t.Fatal(err)
 			}
 			s := Start(t, dir)
-			args := mountd.Args{Host: s.Host, Port: s.MountPort, Export: s.Export, Cred: &sunrpc.AuthSys{Machine: "test"}}
+			args := mountd.Args{Host: s.Host, Port: s.MountPort, Export: s.Export,
+				Cred: &sunrpc.AuthSys{Machine: "test"}}
 			res, err := mountd.Mount(t.Context(), args)
 			if err != nil {
 				t.Fatal(err)

@@ -47,9 +47,16 @@ var attacks = []attack{
 	{name: "late write of one octet at the end", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
 		return c.write(s, attackSize-1, bad[:1])
 	}},
-	{name: "write beyond the end", strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, attackSize, bad) }},
-	{name: "write before the start", strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, -1, bad) }},
-	{name: "read of a write chunk", reads: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+	{name: "write beyond the end", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+		return c.write(s,
+			attackSize, bad)
+	}},
+	{name: "write before the start", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+		return c.write(s, -1,
+			bad)
+	}},
+	{name: "read of a write chunk", reads: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
 	{name: "write with the next key", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
 		s.Handle++
 		return c.write(s, 0, bad)
@@ -58,52 +65,68 @@ var attacks = []attack{
 		s.Handle += 1 << 8
 		return c.write(s, 0, bad)
 	}},
-	{name: "late read", reads: true, write: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
-	{name: "write to a read chunk", write: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, bad) }},
-	{name: "overlong read", reads: true, write: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
+	{name: "late read", reads: true, write: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+	{name: "write to a read chunk", write: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, bad) }},
+	{name: "overlong read", reads: true, write: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
 
 	// The memory is another's by then.
-	{name: "late write to freed memory", freed: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, bad) }},
-	{name: "late read of freed memory", reads: true, write: true, freed: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+	{name: "late write to freed memory", freed: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, bad) }},
+	{name: "late read of freed memory", reads: true, write: true, freed: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
 
 	// While the key is good.
-	{name: "another key of the same index, in time", alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		s.Handle ^= 1
-		return c.write(s, 0, bad)
-	}},
+	{name: "another key of the same index, in time", alive: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+			s.Handle ^= 1
+			return c.write(s, 0, bad)
+		}},
 	{name: "a neighbour's index, in time", alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
 		s.Handle -= 1 << 8
 		return c.write(s, 0, bad)
 	}},
-	{name: "write to a read chunk, in time", write: true, alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		return c.write(s, 0, bad)
-	}},
-	{name: "read of a write chunk, in time", reads: true, alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
-	{name: "write beyond the end, in time", alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, attackSize, bad) }},
-	{name: "overlong read, in time", reads: true, write: true, alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
-	{name: "write with the key of another connection", alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.other().write(s, 0, bad) }},
-	{name: "read with the key of another connection", reads: true, write: true, alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		return c.other().read(s, 0, 64)
-	}},
+	{name: "write to a read chunk, in time", write: true, alive: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+			return c.write(s, 0, bad)
+		}},
+	{name: "read of a write chunk, in time", reads: true, alive: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+	{name: "write beyond the end, in time", alive: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, attackSize, bad) }},
+	{name: "overlong read, in time", reads: true, write: true, alive: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
+	{name: "write with the key of another connection", alive: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.other().write(s, 0, bad) }},
+	{name: "read with the key of another connection", reads: true, write: true, alive: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+			return c.other().read(s, 0, 64)
+		}},
 
 	// Messages.
 	{name: "the reply twice", message: true, harmless: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
 		c.send(&verbs.WorkRequest{Opcode: verbs.OpSend}, c.mem.Buf[:64]) // as it was sent
 		return verbs.StatusWRFlushErr
 	}},
-	{name: "invalidation of a key that nobody has", message: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		c.send(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: verbs.RKey(s.Handle ^ 1<<23)}, c.mem.Buf[:64])
-		return verbs.StatusWRFlushErr // that it was taken is no breach
-	}},
+	{name: "invalidation of a key that nobody has", message: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+			c.send(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: verbs.RKey(s.Handle ^ 1<<23)},
+				c.mem.Buf[:64])
+			return verbs.StatusWRFlushErr // that it was taken is no breach
+		}},
 	{name: "invalidation of the call's key, which was not asked for", harmless: true, alive: true,
 		reply: func(wr *verbs.WorkRequest, s rpcrdma.Segment) {
 			wr.Opcode, wr.InvalidateRKey = verbs.OpSendWithInv, verbs.RKey(s.Handle)
 		}},
 	{name: "invalidation of another call's key", alive: true, second: true},
-	{name: "invalidation of a key of another connection", message: true, alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		c.other().send(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: verbs.RKey(s.Handle)}, c.mem.Buf[:64])
-		return verbs.StatusWRFlushErr
-	}},
+	{name: "invalidation of a key of another connection", message: true, alive: true,
+		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+			c.other().send(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: verbs.RKey(s.Handle)},
+				c.mem.Buf[:64])
+			return verbs.StatusWRFlushErr
+		}},
 }
 
 // A Client is what is attacked: a transport of ours that is connected to the server.
@@ -187,7 +210,8 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 		second := arena(t)
 		both.Go(func() {
 			var r nfs3.ReadResult
-			if err := c.Read(ctx, cred, file(), attackSize, second, &r); err != nil || !right(second[:r.N], attackSize) || r.N != attackSize {
+			if err := c.Read(ctx, cred, file(), attackSize, second, &r); err != nil ||
+				!right(second[:r.N], attackSize) || r.N != attackSize {
 				t.Errorf("the other call: %v, or wrong octets", err)
 			}
 		})
@@ -233,7 +257,8 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	for name, x := range map[string]Client{"attacked": attacked, "other": other} {
 		next := arena(t)
 		var r nfs3.ReadResult
-		if err := nfs3.NewClient(x, nfs3.Options{}).Read(ctx, cred, file(), 4096, next, &r); err != nil || r.N != attackSize || !right(next, 4096) {
+		if err := nfs3.NewClient(x, nfs3.Options{}).Read(ctx, cred, file(), 4096, next, &r); err != nil ||
+			r.N != attackSize || !right(next, 4096) {
 			t.Errorf("next read on the %s connection: %v, or wrong octets", name, err)
 		}
 	}

@@ -164,7 +164,8 @@ func (v *Server) serve(ctx context.Context, req verbs.ConnRequest) (err error) {
 		return err
 	}
 	gone := make(chan struct{})
-	if c.qp, err = req.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: attackDepth, MaxRecvWR: attackDepth, MaxSendSGE: 1,
+	if c.qp, err = req.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: attackDepth,
+		MaxRecvWR: attackDepth, MaxSendSGE: 1,
 		OnDisconnect: func(error) { close(gone) }}); err != nil {
 		return err
 	}
@@ -240,14 +241,16 @@ func (c *conn) do(wr *verbs.WorkRequest) verbs.Status {
 func (c *conn) write(s rpcrdma.Segment, at int64, data []byte) verbs.Status {
 	b := verbs.SGE{Buf: c.private.Buf[:len(data)], LKey: c.private.LKey}
 	copy(b.Buf, data)
-	return c.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset + uint64(at), SGList: []verbs.SGE{b}})
+	return c.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset +
+		uint64(at), SGList: []verbs.SGE{b}})
 }
 
 // read reads, and takes what it sees of memory that it should not for a success.
 func (c *conn) read(s rpcrdma.Segment, at int64, n int) verbs.Status {
 	b := verbs.SGE{Buf: c.private.Buf[:n], LKey: c.private.LKey}
 	clear(b.Buf)
-	st := c.do(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset + uint64(at), SGList: []verbs.SGE{b}})
+	st := c.do(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: verbs.RKey(s.Handle), RemoteAddr: s.Offset +
+		uint64(at), SGList: []verbs.SGE{b}})
 	if bytes.IndexByte(b.Buf, guard) >= 0 && bytes.Count(b.Buf, []byte{guard}) == n {
 		return verbs.StatusSuccess
 	}

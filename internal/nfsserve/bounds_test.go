@@ -19,7 +19,8 @@ import (
 // raw makes an NFS call with these arguments and returns its status and a decoder of what follows.
 func (c *client) raw(proc nfs3.Proc, args []byte) (uint32, sunrpc.Decoder) {
 	c.t.Helper()
-	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(proc), Cred: c.cred, Args: args, MaxResult: 2 << 20}
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(proc), Cred: c.cred, Args: args,
+		MaxResult: 2 << 20}
 	c.ok(c.rpc.Call(c.ctx, &m))
 	d := sunrpc.NewDecoder(m.Result)
 	return d.Uint32(), d
@@ -39,7 +40,8 @@ func TestCountsBeyondAReply(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range files {
-		if err := os.WriteFile(filepath.Join(dir, "d", fmt.Sprintf("%s%05d", strings.Repeat("n", 60), i)), nil, 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, "d", fmt.Sprintf("%s%05d", strings.Repeat("n", 60), i)), nil,
+			0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -53,7 +55,9 @@ func TestCountsBeyondAReply(t *testing.T) {
 		{"READ", nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(file), 0), 2<<20)},
 		{"READ of all", nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(file), 0), math.MaxUint32)},
 		{"READDIR", nfs3.ProcReadDir, sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32)},
-		{"READDIRPLUS", nfs3.ProcReadDirPlus, sunrpc.AppendUint32(sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32), math.MaxUint32)},
+		{"READDIRPLUS", nfs3.ProcReadDirPlus,
+			sunrpc.AppendUint32(sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32),
+				math.MaxUint32)},
 	} {
 		for range 2 {
 			st, d := c.raw(tt.proc, tt.args)

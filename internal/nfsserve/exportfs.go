@@ -233,7 +233,8 @@ func (e *exportFS) chmod(name string, mode uint32) error {
 		return err
 	}
 	m := os.FileMode(mode & 0o777)
-	for bit, goBit := range map[uint32]os.FileMode{unix.S_ISUID: os.ModeSetuid, unix.S_ISGID: os.ModeSetgid, unix.S_ISVTX: os.ModeSticky} {
+	for bit, goBit := range map[uint32]os.FileMode{unix.S_ISUID: os.ModeSetuid, unix.S_ISGID: os.ModeSetgid,
+		unix.S_ISVTX: os.ModeSticky} {
 		if mode&bit != 0 {
 			m |= goBit
 		}
@@ -251,7 +252,8 @@ func (e *exportFS) Chown(name string, uid, gid int) error { return e.Lchown(name
 
 // Chtimes sets both times of the object itself.
 func (e *exportFS) Chtimes(name string, atime, mtime time.Time) error {
-	return e.utimes(name, [2]unix.Timespec{unix.NsecToTimespec(atime.UnixNano()), unix.NsecToTimespec(mtime.UnixNano())})
+	return e.utimes(name, [2]unix.Timespec{unix.NsecToTimespec(atime.UnixNano()),
+		unix.NsecToTimespec(mtime.UnixNano())})
 }
 
 func (e *exportFS) utimes(name string, ts [2]unix.Timespec) error {

@@ -86,7 +86,8 @@ func (e *export) serve(ctx context.Context, call, reply []byte) ([]byte, error) 
 	w.fs.who, w.fs.err = credOf(&h), nil
 	w.fs.sync = parsed.stable != nfs3.Unstable
 	w.fs.cookie, w.fs.page = parsed.cookie, int(min(parsed.count, ioSize)/entryRoom)+1
-	c := &nfsCall{export: e, w: w, proc: nfs3.Proc(h.Proc), xid: h.XID, args: &parsed, msg: call, argsOff: len(call) - len(a)}
+	c := &nfsCall{export: e, w: w, proc: nfs3.Proc(h.Proc), xid: h.XID, args: &parsed, msg: call,
+		argsOff: len(call) - len(a)}
 	return c.run(reply)
 }
 

@@ -65,7 +65,8 @@ func dial(t testing.TB, addr string) *client {
 	}
 	t.Cleanup(func() { r.Close() })
 	c := &client{Client: nfs3.NewClient(r, nfs3.Options{}), t: t, rpc: r, ctx: ctx, cred: credential(0, 0)}
-	m := sunrpc.Message{Prog: progMount, Vers: versMount, Proc: mountMnt, Cred: c.cred, Args: sunrpc.AppendString(nil, "/"), MaxResult: 200, Result: make([]byte, 0, 200)}
+	m := sunrpc.Message{Prog: progMount, Vers: versMount, Proc: mountMnt, Cred: c.cred,
+		Args: sunrpc.AppendString(nil, "/"), MaxResult: 200, Result: make([]byte, 0, 200)}
 	c.ok(r.Call(ctx, &m))
 	d := sunrpc.NewDecoder(m.Result)
 	if st := d.Uint32(); st != 0 {
@@ -97,7 +98,8 @@ func (c *client) want(err error, errno syscall.Errno) {
 func (c *client) create(name string, mode uint32) nfs3.FH {
 	c.t.Helper()
 	var res nfs3.CreateResult
-	c.ok(c.Create(c.ctx, c.cred, c.root, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: nfs3.SetAttr{HasMode: true, Mode: mode}}, &res))
+	c.ok(c.Create(c.ctx, c.cred, c.root, name,
+		&nfs3.CreateHow{Mode: nfs3.Guarded, Attr: nfs3.SetAttr{HasMode: true, Mode: mode}}, &res))
 	return res.FH
 }
 
@@ -137,7 +139,8 @@ func TestReadWriteCommit(t *testing.T) {
 	if r.N != 3 || !r.EOF || string(buf[:3]) != "abc" {
 		t.Errorf("READ at the end: %d %v", r.N, r.EOF)
 	}
-	if info, err := os.Stat(filepath.Join(dir, "file")); err != nil || info.Mode().Perm() != 0o640 || info.Size() != int64(len(data)+3) {
+	if info, err := os.Stat(filepath.Join(dir, "file")); err != nil || info.Mode().Perm() != 0o640 ||
+		info.Size() != int64(len(data)+3) {
 		t.Errorf("on disk: %v %v", info, err)
 	}
 }
@@ -255,7 +258,8 @@ func TestAttributes(t *testing.T) {
 	set(nfs3.SetAttr{MtimeHow: nfs3.SetToClientTime, Mtime: nfs3.Time3{Sec: 1e9, Nsec: 5}})
 	var a nfs3.Attr
 	c.ok(c.GetAttr(c.ctx, c.cred, fh, &a))
-	if a.Size != 1234 || a.UID != 1000 || a.GID != 1001 || a.Mode != 0o6751 || a.Mtime != (nfs3.Time3{Sec: 1e9, Nsec: 5}) {
+	if a.Size != 1234 || a.UID != 1000 || a.GID != 1001 || a.Mode != 0o6751 ||
+		a.Mtime != (nfs3.Time3{Sec: 1e9, Nsec: 5}) {
 		t.Errorf("%+v", a)
 	}
 	// NFS3ERR_NOT_SYNC
@@ -265,9 +269,11 @@ func TestAttributes(t *testing.T) {
 	for name, tc := range map[string]struct {
 		typ  nfs3.FileType
 		mode os.FileMode
-	}{"fifo": {nfs3.NF3FIFO, os.ModeNamedPipe}, "sock": {nfs3.NF3SOCK, os.ModeSocket}, "chr": {nfs3.NF3CHR, os.ModeDevice | os.ModeCharDevice},
+	}{"fifo": {nfs3.NF3FIFO, os.ModeNamedPipe}, "sock": {nfs3.NF3SOCK, os.ModeSocket}, "chr": {nfs3.NF3CHR,
+		os.ModeDevice | os.ModeCharDevice},
 		"blk": {nfs3.NF3BLK, os.ModeDevice}} {
-		if err := c.Mknod(c.ctx, c.cred, c.root, name, tc.typ, &nfs3.SetAttr{HasMode: true, Mode: 0o600}, nfs3.Device{Major: 1, Minor: 3}, &cr); err != nil {
+		if err := c.Mknod(c.ctx, c.cred, c.root, name, tc.typ, &nfs3.SetAttr{HasMode: true, Mode: 0o600},
+			nfs3.Device{Major: 1, Minor: 3}, &cr); err != nil {
 			t.Errorf("MKNOD %s: %v", name, err)
 			continue
 		}
@@ -350,8 +356,10 @@ func TestConfined(t *testing.T) {
 	fails("READ", c.Read(c.ctx, c.cred, f.FH, 0, make([]byte, 10), &r))
 	fails("WRITE", c.Write(c.ctx, c.cred, f.FH, 0, []byte("x"), nfs3.Unstable, &w))
 	fails("SETATTR size", c.SetAttr(c.ctx, c.cred, f.FH, &nfs3.SetAttr{HasSize: true}, nil, &wcc))
-	_ = c.SetAttr(c.ctx, c.cred, f.FH, &nfs3.SetAttr{HasMode: true, Mode: 0o600, MtimeHow: nfs3.SetToServerTime, HasUID: true, UID: 7}, nil, &wcc)
-	fails("CREATE over the link", c.Create(c.ctx, c.cred, c.root, "file", &nfs3.CreateHow{Attr: nfs3.SetAttr{HasSize: true}}, &cr))
+	_ = c.SetAttr(c.ctx, c.cred, f.FH, &nfs3.SetAttr{HasMode: true, Mode: 0o600, MtimeHow: nfs3.SetToServerTime,
+		HasUID: true, UID: 7}, nil, &wcc)
+	fails("CREATE over the link", c.Create(c.ctx, c.cred, c.root, "file",
+		&nfs3.CreateHow{Attr: nfs3.SetAttr{HasSize: true}}, &cr))
 	for _, d := range []string{"dir", "rel"} {
 		fh := c.lookup(c.root, d).FH
 		fails("LOOKUP behind "+d, c.Lookup(c.ctx, c.cred, fh, "secret", &lk))
@@ -360,7 +368,8 @@ func TestConfined(t *testing.T) {
 	}
 	fails("LOOKUP ..", c.Lookup(c.ctx, c.cred, c.root, "..", &lk))
 	info, err := os.Stat(secret)
-	if err != nil || info.Size() != 6 || info.Mode().Perm() != 0o644 && info.Mode().Perm() != 0o666 || ownerOf(info) != uint32(os.Getuid()) {
+	if err != nil || info.Size() != 6 || info.Mode().Perm() != 0o644 && info.Mode().Perm() != 0o666 ||
+		ownerOf(info) != uint32(os.Getuid()) {
 		t.Errorf("the file outside was touched: %v %v", info, err)
 	}
 }
@@ -402,7 +411,8 @@ func TestLargeDirectory(t *testing.T) {
 	s, dir := start(t, nil)
 	const files = 3000
 	for i := range files {
-		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("file-%05d-%s", i, strings.Repeat("x", i%200))), nil, 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("file-%05d-%s", i, strings.Repeat("x", i%200))), nil,
+			0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -488,7 +498,8 @@ func TestOtherPrograms(t *testing.T) {
 	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	call := func(prog, vers, proc uint32, args []byte) ([]byte, error) {
-		m := sunrpc.Message{Prog: prog, Vers: vers, Proc: proc, Cred: c.cred, Args: args, MaxResult: 200, Result: make([]byte, 0, 200)}
+		m := sunrpc.Message{Prog: prog, Vers: vers, Proc: proc, Cred: c.cred, Args: args, MaxResult: 200,
+			Result: make([]byte, 0, 200)}
 		err := c.rpc.Call(c.ctx, &m)
 		return m.Result, err
 	}
@@ -520,9 +531,11 @@ func TestOtherPrograms(t *testing.T) {
 		prog, vers, proc uint32
 		args             []byte
 		want             sunrpc.AcceptStat
-	}{{99, 1, 1, nil, sunrpc.ProgUnavail}, {nfs3.Program, 4, 1, nil, sunrpc.ProgMismatch}, {progMount, 1, 1, nil, sunrpc.ProgMismatch},
+	}{{99, 1, 1, nil, sunrpc.ProgUnavail}, {nfs3.Program, 4, 1, nil, sunrpc.ProgMismatch}, {progMount, 1, 1, nil,
+		sunrpc.ProgMismatch},
 		{nfs3.Program, 3, 22, nil, sunrpc.ProcUnavail}, {nfs3.Program, 3, 1, words(0xffffffff), sunrpc.GarbageArgs},
-		{nfs3.Program, 3, 7, words(0, 0, 0, 5, 0, 0xfffffff0), sunrpc.GarbageArgs}, {progMount, 3, 1, words(5000), sunrpc.GarbageArgs}} {
+		{nfs3.Program, 3, 7, words(0, 0, 0, 5, 0, 0xfffffff0), sunrpc.GarbageArgs}, {progMount, 3, 1, words(5000),
+			sunrpc.GarbageArgs}} {
 		_, err := call(tc.prog, tc.vers, tc.proc, tc.args)
 		var ae *sunrpc.AcceptError
 		if !errors.As(err, &ae) || ae.Stat != tc.want {

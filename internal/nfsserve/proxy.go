@@ -36,7 +36,8 @@ type BackendError struct {
 }
 
 func (e *BackendError) Error() string {
-	return fmt.Sprintf("NFS server %s: %s: %v; is it running, and does it serve NFSv3 on that TCP port?", e.Addr, e.Op, e.Err)
+	return fmt.Sprintf("NFS server %s: %s: %v; is it running, and does it serve NFSv3 on that TCP port?", e.Addr,
+		e.Op, e.Err)
 }
 
 // Unwrap returns the cause.
@@ -174,7 +175,8 @@ type pendingCall struct {
 }
 
 func newBackendConn(addr string, c net.Conn) *backendConn {
-	b := &backendConn{addr: addr, conn: c, write: make(chan struct{}, 1), dead: make(chan struct{}), ended: make(chan struct{}),
+	b := &backendConn{addr: addr, conn: c, write: make(chan struct{}, 1), dead: make(chan struct{}),
+		ended: make(chan struct{}),
 		calls: make(map[uint32]*pendingCall)}
 	go b.read()
 	return b
@@ -314,7 +316,8 @@ func (b *backendConn) read() {
 		// the backend would say the same again: the call ends, the connection goes on
 		if errors.As(err, &long) {
 			if p != nil {
-				p.done <- fmt.Errorf("%w: %w", svcrdma.ErrReplySize, &BackendError{Addr: b.addr, Op: "read reply", Err: err})
+				p.done <- fmt.Errorf("%w: %w", svcrdma.ErrReplySize, &BackendError{Addr: b.addr, Op: "read reply",
+					Err: err})
 				p = nil
 			}
 			err = long.Skip(r, maxSkip)

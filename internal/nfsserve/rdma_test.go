@@ -89,8 +89,10 @@ func TestDirectoryOverRDMA(t *testing.T) {
 	var stats svcrdma.Stats
 	s, _ := start(t, func(c *Config) { c.RDMA.Stats = &stats })
 	exercise(t, dialRDMA(t, s, s.TCPAddr))
-	if stats.ReadBytes.Load() < 1<<20 || stats.WrittenBytes.Load() < 1<<20 || stats.ReplyChunks.Load() == 0 || stats.RemoteInvalidates.Load() == 0 || stats.RDMAErrors.Load() != 0 {
-		t.Errorf("read %d octets, wrote %d, %d reply chunks, %d remote invalidations, %d RDMA_ERRORs", stats.ReadBytes.Load(), stats.WrittenBytes.Load(),
+	if stats.ReadBytes.Load() < 1<<20 || stats.WrittenBytes.Load() < 1<<20 || stats.ReplyChunks.Load() == 0 ||
+		stats.RemoteInvalidates.Load() == 0 || stats.RDMAErrors.Load() != 0 {
+		t.Errorf("read %d octets, wrote %d, %d reply chunks, %d remote invalidations, %d RDMA_ERRORs",
+			stats.ReadBytes.Load(), stats.WrittenBytes.Load(),
 			stats.ReplyChunks.Load(), stats.RemoteInvalidates.Load(), stats.RDMAErrors.Load())
 	}
 }
@@ -115,7 +117,8 @@ func TestTCPConnectionsLeaveRoom(t *testing.T) {
 
 func TestBackendOverRDMA(t *testing.T) {
 	dir, _ := start(t, nil)
-	front, err := Run(context.Background(), Config{Backend: dir.TCPAddr, RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
+	front, err := Run(context.Background(), Config{Backend: dir.TCPAddr, RDMAListen: "127.0.0.1:0",
+		Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -202,7 +205,8 @@ func TestProxy(t *testing.T) {
 	send := func(ctx context.Context, xid uint32) chan outcome {
 		done := make(chan outcome, 1)
 		go func() {
-			reply, err := p.ServeRPC(ctx, peer, sunrpc.AppendCall(nil, xid, nfs3.Program, 3, 1, sunrpc.AppendAuthNone(nil)), make([]byte, 0, 4096))
+			reply, err := p.ServeRPC(ctx, peer, sunrpc.AppendCall(nil, xid, nfs3.Program, 3, 1,
+				sunrpc.AppendAuthNone(nil)), make([]byte, 0, 4096))
 			done <- outcome{reply, err}
 		}()
 		return done
@@ -220,7 +224,8 @@ func TestProxy(t *testing.T) {
 		calls[i].answer(t, fmt.Sprintf("%04d", binary.BigEndian.Uint32(calls[i].msg)))
 	}
 	for xid, done := range outcomes {
-		if o := <-done; o.err != nil || binary.BigEndian.Uint32(o.reply) != xid || !bytes.HasSuffix(o.reply, fmt.Appendf(nil, "%04d", xid)) {
+		if o := <-done; o.err != nil || binary.BigEndian.Uint32(o.reply) != xid ||
+			!bytes.HasSuffix(o.reply, fmt.Appendf(nil, "%04d", xid)) {
 			t.Errorf("call %d: %x %v", xid, o.reply, o.err)
 		}
 	}
@@ -314,7 +319,8 @@ func TestProxyPartOfReply(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() {
-		_, err := p.ServeRPC(ctx, peer, sunrpc.AppendCall(nil, 1, nfs3.Program, 3, 1, sunrpc.AppendAuthNone(nil)), make([]byte, 0, 4096))
+		_, err := p.ServeRPC(ctx, peer, sunrpc.AppendCall(nil, 1, nfs3.Program, 3, 1, sunrpc.AppendAuthNone(nil)),
+			make([]byte, 0, 4096))
 		done <- err
 	}()
 	call := <-b.calls

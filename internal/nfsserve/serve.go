@@ -81,7 +81,8 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	}
 	raddr, err := resolve(cfg.RDMAListen)
 	if err != nil {
-		return nil, &ConfigError{fmt.Sprintf("RDMA address %q: %v; give --rdma-listen as ADDRESS:PORT", cfg.RDMAListen, err)}
+		return nil, &ConfigError{fmt.Sprintf("RDMA address %q: %v; give --rdma-listen as ADDRESS:PORT",
+			cfg.RDMAListen, err)}
 	}
 	if cfg.Backend != "" {
 		if err := checkBackend(ctx, cfg.Backend); err != nil {
@@ -193,7 +194,8 @@ func (s *Server) startExport(ctx context.Context, cfg *Config, parts *sync.WaitG
 	}
 	s.TCPAddr = l.Addr().String()
 	e.port = uint16(l.Addr().(*net.TCPAddr).Port)
-	tcp := &tcpServer{serve: e.serve, maxConns: maxTCPConns + connsPerPeer*cmp.Or(cfg.RDMA.MaxConns, svcrdma.DefaultMaxConns), log: cfg.Logger.Named("tcp")}
+	tcp := &tcpServer{serve: e.serve, maxConns: maxTCPConns + connsPerPeer*cmp.Or(cfg.RDMA.MaxConns,
+		svcrdma.DefaultMaxConns), log: cfg.Logger.Named("tcp")}
 	parts.Go(func() {
 		tcp.run(ctx, l)
 		root.Close()

@@ -18,15 +18,16 @@ func TestTCPCallsAtOnce(t *testing.T) {
 	const conns = callsAtOnce/callsPerConn + 4
 	var running, most, served atomic.Int64
 	hold := make(chan struct{})
-	srv := &tcpServer{maxConns: conns, log: hclog.NewNullLogger(), serve: func(_ context.Context, call, reply []byte) ([]byte, error) {
-		now := running.Add(1)
-		for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
-		}
-		<-hold
-		running.Add(-1)
-		served.Add(1)
-		return append(reply, call...), nil
-	}}
+	srv := &tcpServer{maxConns: conns, log: hclog.NewNullLogger(),
+		serve: func(_ context.Context, call, reply []byte) ([]byte, error) {
+			now := running.Add(1)
+			for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
+			}
+			<-hold
+			running.Add(-1)
+			served.Add(1)
+			return append(reply, call...), nil
+		}}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

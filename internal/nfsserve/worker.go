@@ -30,7 +30,8 @@ type worker struct {
 // newWorker starts a worker. Its goroutines end when the pipe is closed.
 func newWorker(ctx context.Context, e *export, verifier [8]byte, wg *sync.WaitGroup) *worker {
 	ours, theirs := net.Pipe()
-	w := &worker{fs: &exportFS{tree: e.tree, readOnly: e.readOnly}, pipe: ours, read: bufio.NewReaderSize(ours, pipeBuffer)}
+	w := &worker{fs: &exportFS{tree: e.tree, readOnly: e.readOnly}, pipe: ours,
+		read: bufio.NewReaderSize(ours, pipeBuffer)}
 	srv := &nfs.Server{Handler: &handler{export: e, fs: w.fs}, ID: verifier, Context: ctx}
 	l := &oneConn{conn: theirs, closed: ctx.Done()}
 	wg.Go(func() { _ = srv.Serve(l) })
@@ -86,7 +87,8 @@ var (
 )
 
 // Mount grants the export's root.
-func (h *handler) Mount(_ context.Context, _ net.Conn, req nfs.MountRequest) (nfs.MountStatus, billy.Filesystem, []nfs.AuthFlavor) {
+func (h *handler) Mount(_ context.Context, _ net.Conn, req nfs.MountRequest) (nfs.MountStatus, billy.Filesystem,
+	[]nfs.AuthFlavor) {
 	if !h.exports(string(req.Dirpath)) {
 		return nfs.MountStatusErrNoEnt, h.fs, nil
 	}

@@ -85,7 +85,8 @@ func TestCallOnTheWire(t *testing.T) {
 			}
 			WriteRecord(peer, success(h.XID, []byte("result!!")))
 		}()
-		m := sunrpc.Message{Prog: 7, Vers: 8, Proc: 9, Cred: cred, Args: []byte(x.args), ArgData: []byte(x.data), ArgDataPos: x.pos, Result: make([]byte, 0, 8),
+		m := sunrpc.Message{Prog: 7, Vers: 8, Proc: 9, Cred: cred, Args: []byte(x.args), ArgData: []byte(x.data),
+			ArgDataPos: x.pos, Result: make([]byte, 0, 8),
 			ResultData: make([]byte, 8)}
 		if err := c.Call(t.Context(), &m); err != nil || string(m.Result) != "result!!" || m.ResultDataLen != -1 {
 			t.Errorf("%s: result %q, placed %d, error %v", x.name, m.Result, m.ResultDataLen, err)
@@ -172,15 +173,18 @@ func TestErrorReplies(t *testing.T) {
 		reply func(xid uint32) []byte
 		is    func(error) bool
 	}{
-		{"denied", func(xid uint32) []byte { return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak) }, func(err error) bool {
-			var e *sunrpc.DeniedError
-			return errors.As(err, &e) && e.Auth == sunrpc.AuthTooWeak
-		}},
-		{"not accepted", func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProcUnavail) }, func(err error) bool {
-			var e *sunrpc.AcceptError
-			return errors.As(err, &e) && e.Stat == sunrpc.ProcUnavail
-		}},
-		{"malformed", func(xid uint32) []byte { return binary.BigEndian.AppendUint32(nil, xid) }, func(err error) bool { return errors.Is(err, sunrpc.ErrMalformed) }},
+		{"denied", func(xid uint32) []byte { return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak) },
+			func(err error) bool {
+				var e *sunrpc.DeniedError
+				return errors.As(err, &e) && e.Auth == sunrpc.AuthTooWeak
+			}},
+		{"not accepted", func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProcUnavail) },
+			func(err error) bool {
+				var e *sunrpc.AcceptError
+				return errors.As(err, &e) && e.Stat == sunrpc.ProcUnavail
+			}},
+		{"malformed", func(xid uint32) []byte { return binary.BigEndian.AppendUint32(nil, xid) },
+			func(err error) bool { return errors.Is(err, sunrpc.ErrMalformed) }},
 		{"good", func(xid uint32) []byte { return success(xid, nil) }, func(err error) bool { return err == nil }},
 	} {
 		go func() {

@@ -85,7 +85,8 @@ func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest) {
 	}
 	s.cfg.Stats.Connections.Add(1)
 	defer s.cfg.Stats.Connections.Add(-1)
-	log.Info("connected", "inline_send", c.sendThreshold, "inline_recv", c.recvThreshold, "remote_invalidate", c.remoteInv, "read_depth", cap(c.readSlot))
+	log.Info("connected", "inline_send", c.sendThreshold, "inline_recv", c.recvThreshold, "remote_invalidate",
+		c.remoteInv, "read_depth", cap(c.readSlot))
 	c.watch()
 	log.Info("disconnected", "cause", context.Cause(c.ctx))
 }
@@ -105,7 +106,8 @@ func (c *conn) setup() error {
 	c.sq = semaphore.NewWeighted(c.sqRoom)
 	sendWRs, recvWRs := int(c.sqRoom)+depth, c.cfg.Credits
 	if attrs.MaxQPWR > 0 && max(sendWRs, recvWRs) > attrs.MaxQPWR {
-		return fmt.Errorf("device %s has queues of %d requests, %d are needed: lower the credits", attrs.Name, attrs.MaxQPWR, max(sendWRs, recvWRs))
+		return fmt.Errorf("device %s has queues of %d requests, %d are needed: lower the credits", attrs.Name,
+			attrs.MaxQPWR, max(sendWRs, recvWRs))
 	}
 	var err error
 	if c.pd, err = dev.AllocPD(); err != nil {
@@ -146,13 +148,14 @@ func (c *conn) postReceives() (err error) {
 	for i := range c.recvs {
 		r := &c.recvs[i]
 		r.buf = c.recvMem[i*size : (i+1)*size : (i+1)*size]
-		r.req = verbs.RecvRequest{SGE: verbs.SGE{Buf: r.buf, LKey: c.recvMR.LKey()}, Done: func(wc *verbs.WorkCompletion) {
-			if wc.Status != verbs.StatusSuccess {
-				return // flushed: OnDisconnect tells the cause
-			}
-			r.n = int(wc.ByteLen)
-			c.calls <- r
-		}}
+		r.req = verbs.RecvRequest{SGE: verbs.SGE{Buf: r.buf, LKey: c.recvMR.LKey()},
+			Done: func(wc *verbs.WorkCompletion) {
+				if wc.Status != verbs.StatusSuccess {
+					return // flushed: OnDisconnect tells the cause
+				}
+				r.n = int(wc.ByteLen)
+				c.calls <- r
+			}}
 		if _, err = c.qp.PostRecv(&r.req); err != nil {
 			return err
 		}

@@ -62,7 +62,8 @@ func (c *conn) newExec() (*exec, error) {
 		x.readDone <- wc.Status
 	}
 	for i := range x.readWRs {
-		x.readWRs[i] = verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, Done: onRead, SGList: x.readSGEs[i : i+1]}
+		x.readWRs[i] = verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, Done: onRead,
+			SGList: x.readSGEs[i : i+1]}
 	}
 	return x, nil
 }
@@ -228,7 +229,8 @@ func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
 		}
 	}
 	if len(reply) > len(buf.mem) {
-		return x.tooLarge(r, &hdr, fmt.Errorf("%w: %d octets, where at most %d are passed on", ErrReplySize, len(reply), len(buf.mem)))
+		return x.tooLarge(r, &hdr, fmt.Errorf("%w: %d octets, where at most %d are passed on", ErrReplySize,
+			len(reply), len(buf.mem)))
 	}
 	if len(reply) > 0 && &reply[0] != &buf.mem[0] {
 		reply = buf.mem[:copy(buf.mem, reply)] // the device reads registered memory only
@@ -239,7 +241,8 @@ func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
 // tooLarge answers a call whose reply cannot be sent, nor could be if the client sent the call
 // again (RFC 8166 §4.5.3).
 func (x *exec) tooLarge(r *recvBuf, hdr *sunrpc.CallHeader, err error) error {
-	x.c.log.Warn("call answered with an error", "peer", x.c.peer, "program", hdr.Prog, "procedure", hdr.Proc, "error", err)
+	x.c.log.Warn("call answered with an error", "peer", x.c.peer, "program", hdr.Prog, "procedure", hdr.Proc, "error",
+		err)
 	return x.sendError(r, rpcrdma.ErrChunk)
 }
 

@@ -16,14 +16,16 @@ func FuzzCall(f *testing.F) {
 	seg := rpcrdma.Segment{Handle: 9, Length: 100, Offset: 1 << 40}
 	for _, h := range []rpcrdma.Header{
 		{XID: 7, Vers: 1}, {XID: 7, Vers: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}},
-		{XID: 7, Vers: 1, Proc: rpcrdma.ProcNoMsg, Reads: []rpcrdma.ReadSegment{{Segment: seg}, {Segment: seg}, {Position: 8, Segment: seg}}},
+		{XID: 7, Vers: 1, Proc: rpcrdma.ProcNoMsg, Reads: []rpcrdma.ReadSegment{{Segment: seg}, {Segment: seg},
+			{Position: 8, Segment: seg}}},
 		{XID: 7, Vers: 1, Writes: []rpcrdma.Chunk{{seg, seg}, {}}, HasReply: true, Reply: rpcrdma.Chunk{seg}},
 	} {
 		f.Add(append(h.Append(nil), body...), uint16(200))
 	}
 	const limit = 1 << 12
 	// What a worker's last call left behind: its header and plans are used again.
-	dirty := (&rpcrdma.Header{XID: 1, Vers: 1, Proc: rpcrdma.ProcNoMsg, Reads: []rpcrdma.ReadSegment{{Segment: seg}, {Position: 4, Segment: seg}, {Position: 108, Segment: seg}},
+	dirty := (&rpcrdma.Header{XID: 1, Vers: 1, Proc: rpcrdma.ProcNoMsg, Reads: []rpcrdma.ReadSegment{{Segment: seg},
+		{Position: 4, Segment: seg}, {Position: 108, Segment: seg}},
 		Writes: []rpcrdma.Chunk{{seg, seg, seg}, {seg}}, HasReply: true, Reply: rpcrdma.Chunk{seg, seg}}).Append(nil)
 	f.Fuzz(func(t *testing.T, msg []byte, n uint16) {
 		var h rpcrdma.Header
@@ -32,7 +34,8 @@ func FuzzCall(f *testing.F) {
 		if _, err := h.Decode(dirty); err != nil {
 			t.Fatal(err)
 		}
-		if p.build(&h, nil, limit) != nil || r.build(&h, 1, make([]byte, 250), item{100, 100}, true, replyPolicy{threshold: 300}) != nil {
+		if p.build(&h, nil, limit) != nil || r.build(&h, 1, make([]byte, 250), item{100, 100}, true,
+			replyPolicy{threshold: 300}) != nil {
 			t.Fatal("the first call cannot be served")
 		}
 		size, err := h.Decode(msg)
@@ -104,7 +107,8 @@ func FuzzCall(f *testing.F) {
 		if total > 1024 {
 			t.Fatalf("Send of %d octets", total)
 		}
-		if !sameShape(h.Writes, r.header.Writes) || h.HasReply != r.header.HasReply || !sameShape([]rpcrdma.Chunk{h.Reply}, []rpcrdma.Chunk{r.header.Reply}) || len(r.header.Reads) != 0 {
+		if !sameShape(h.Writes, r.header.Writes) || h.HasReply != r.header.HasReply ||
+			!sameShape([]rpcrdma.Chunk{h.Reply}, []rpcrdma.Chunk{r.header.Reply}) || len(r.header.Reads) != 0 {
 			t.Fatalf("lists returned %+v, were %+v", r.header, h)
 		}
 		// What the Writes carry, in order, is what the returned lengths say, at the segments' own
@@ -117,7 +121,8 @@ func FuzzCall(f *testing.F) {
 						t.Fatal("fewer octets are written than the header says")
 					}
 					w := left[0]
-					if w.seg.Length == 0 || w.seg.Handle != seg.Handle || w.seg.Offset != seg.Offset+uint64(used) || w.seg.Length > seg.Length-used {
+					if w.seg.Length == 0 || w.seg.Handle != seg.Handle || w.seg.Offset != seg.Offset+uint64(used) ||
+						w.seg.Length > seg.Length-used {
 						t.Fatalf("Write %+v into segment %+v with %d octets written", w, seg, used)
 					}
 					used += w.seg.Length

@@ -73,7 +73,8 @@ func TestHostileClients(t *testing.T) {
 	lost := 0
 	for i := range uint32(clients) {
 		c := dialRaw(t, addr, ownPrivate(random.IntN(2) == 0, 1024<<random.IntN(4)))
-		own := c.register(rawChunkAt, 64<<10, []verbs.Access{verbs.AccessRemoteRead, verbs.AccessRemoteWrite}[random.IntN(2)])
+		own := c.register(rawChunkAt, 64<<10,
+			[]verbs.Access{verbs.AccessRemoteRead, verbs.AccessRemoteWrite}[random.IntN(2)])
 		for range messages {
 			m := append([]byte(nil), calls[random.IntN(len(calls))]...)
 			var h rpcrdma.Header
@@ -111,7 +112,8 @@ func TestHostileClients(t *testing.T) {
 		case <-time.After(3 * time.Millisecond): // let the server get at some of it
 		}
 		c.close()
-		if rep, _, _ := good.exchange(&rpcrdma.Header{XID: i}, rpcCall(i, progNFS, 3, 0, nil)); rep.Proc != rpcrdma.ProcMsg || rep.XID != i {
+		if rep, _, _ := good.exchange(&rpcrdma.Header{XID: i},
+			rpcCall(i, progNFS, 3, 0, nil)); rep.Proc != rpcrdma.ProcMsg || rep.XID != i {
 			t.Fatalf("after hostile client %d: %+v", i, rep)
 		}
 	}
@@ -120,9 +122,11 @@ func TestHostileClients(t *testing.T) {
 			t.Fatalf("%d connections are left, want 1", stats.Connections.Load())
 		}
 	}
-	t.Logf("%d of %d connections lost, %d calls, %d RDMA_ERRORs, %d discarded, %d octets read, %d written", lost, clients, stats.Calls.Load(),
+	t.Logf("%d of %d connections lost, %d calls, %d RDMA_ERRORs, %d discarded, %d octets read, %d written", lost,
+		clients, stats.Calls.Load(),
 		stats.RDMAErrors.Load(), stats.Discarded.Load(), stats.ReadBytes.Load(), stats.WrittenBytes.Load())
-	if lost == 0 || lost == clients || stats.RDMAErrors.Load() == 0 || stats.Discarded.Load() == 0 || stats.ReadBytes.Load() == 0 {
+	if lost == 0 || lost == clients || stats.RDMAErrors.Load() == 0 || stats.Discarded.Load() == 0 ||
+		stats.ReadBytes.Load() == 0 {
 		t.Error("the clients were not hostile enough")
 	}
 }
@@ -132,8 +136,9 @@ func (c *rawClient) trySend(b []byte) bool {
 	buf := c.mem[rawSendAt : rawSendAt+len(b)]
 	copy(buf, b)
 	done := make(chan verbs.Status, 1)
-	_, err := c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, SGList: []verbs.SGE{{Buf: buf, LKey: c.memMR.LKey()}},
-		Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }})
+	_, err := c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true,
+		SGList: []verbs.SGE{{Buf: buf, LKey: c.memMR.LKey()}},
+		Done:   func(wc *verbs.WorkCompletion) { done <- wc.Status }})
 	return err == nil && <-done == verbs.StatusSuccess
 }
 
@@ -145,7 +150,8 @@ func TestConnectionLimits(t *testing.T) {
 	dialRaw(t, addr, nil)
 	third := newRaw(t, addr)
 	var refused *verbs.ConnError
-	if err := third.connect(verbs.ConnParam{ResponderResources: 16}); !errors.As(err, &refused) || refused.Kind != verbs.ConnRejected {
+	if err := third.connect(verbs.ConnParam{ResponderResources: 16}); !errors.As(err, &refused) ||
+		refused.Kind != verbs.ConnRejected {
 		t.Errorf("third connection of one client: %v, want it rejected", err)
 	}
 	a.close()
@@ -161,7 +167,8 @@ func TestConnectionLimits(t *testing.T) {
 	}
 
 	c := newConnCount(5)
-	one, two, three := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("192.0.2.3")
+	one, two, three := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr(
+		"192.0.2.3")
 	for i, x := range []struct {
 		from netip.Addr
 		want bool
@@ -185,6 +192,7 @@ func TestNoReadsAllowed(t *testing.T) {
 	must(t, c.connect(verbs.ConnParam{}))
 	seg := c.register(rawChunkAt, 4096, verbs.AccessRemoteRead)
 	body := rpcCall(1, progNFS, 3, procWrite, writeHead(4096))
-	c.wantErrChunk(&rpcrdma.Header{XID: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
+	c.wantErrChunk(&rpcrdma.Header{XID: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}},
+		body)
 	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
 }

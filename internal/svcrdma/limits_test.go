@@ -64,10 +64,11 @@ func TestIdleConnection(t *testing.T) {
 // TestCallIsNotIdle has a call that takes longer than the idle time limit.
 func TestCallIsNotIdle(t *testing.T) {
 	const limit = 50 * time.Millisecond
-	addr := startServer(t, Config{IdleTimeout: limit, Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
-		time.Sleep(5 * limit)
-		return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
-	})})
+	addr := startServer(t, Config{IdleTimeout: limit,
+		Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+			time.Sleep(5 * limit)
+			return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
+		})})
 	c := dialRaw(t, addr, ownPrivate(false, 4096))
 	c.exchange(&rpcrdma.Header{XID: 1}, rpcCall(1, progNFS, 3, 0, nil))
 }
@@ -76,7 +77,8 @@ func TestCallIsNotIdle(t *testing.T) {
 func (c *rawClient) writeCall(xid uint32, seg rpcrdma.Segment) {
 	c.t.Helper()
 	body := rpcCall(xid, progNFS, 3, procWrite, writeHead(int(seg.Length)))
-	c.sendMsg(&rpcrdma.Header{XID: xid, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
+	c.sendMsg(&rpcrdma.Header{XID: xid, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}},
+		body)
 }
 
 // TestUnansweredRead is a client that takes the RDMA Read Request and never answers.
@@ -116,7 +118,8 @@ func TestReplyNotTaken(t *testing.T) {
 	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
 	r.toClient.close()
 	for xid := range uint32(40) { // more than the sockets between hold
-		c.sendMsg(&rpcrdma.Header{XID: xid + 1, Writes: []rpcrdma.Chunk{{seg}}}, rpcCall(xid+1, progNFS, 3, procRead, readArgs(1<<20)))
+		c.sendMsg(&rpcrdma.Header{XID: xid + 1, Writes: []rpcrdma.Chunk{{seg}}},
+			rpcCall(xid+1, progNFS, 3, procRead, readArgs(1<<20)))
 	}
 	waitReleased(t, &stats)
 }
@@ -125,13 +128,14 @@ func TestReplyNotTaken(t *testing.T) {
 // may not.
 func TestCallTimeout(t *testing.T) {
 	var calls atomic.Int64
-	addr := startServer(t, Config{CallTimeout: 100 * time.Millisecond, Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
-		if calls.Add(1) > 2 {
-			return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
-		}
-		<-ctx.Done()
-		return nil, context.Cause(ctx)
-	})})
+	addr := startServer(t, Config{CallTimeout: 100 * time.Millisecond,
+		Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+			if calls.Add(1) > 2 {
+				return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
+			}
+			<-ctx.Done()
+			return nil, context.Cause(ctx)
+		})})
 	for xid, proc := range []uint32{1, 12} { // GETATTR, REMOVE
 		c := dialRaw(t, addr, ownPrivate(false, 4096))
 		body := rpcCall(uint32(xid), progNFS, 3, proc, nil)
@@ -149,12 +153,13 @@ func TestCallTimeout(t *testing.T) {
 func TestCallTimeoutOfLostClient(t *testing.T) {
 	started, ended := make(chan struct{}), make(chan struct{})
 	var stats Stats
-	addr := startServer(t, Config{CallTimeout: 300 * time.Millisecond, Stats: &stats, Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
-		close(started)
-		<-ctx.Done()
-		close(ended)
-		return nil, ctx.Err()
-	})})
+	addr := startServer(t, Config{CallTimeout: 300 * time.Millisecond, Stats: &stats,
+		Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+			close(started)
+			<-ctx.Done()
+			close(ended)
+			return nil, ctx.Err()
+		})})
 	c := dialRaw(t, addr, ownPrivate(false, 4096))
 	c.sendMsg(&rpcrdma.Header{XID: 1}, rpcCall(1, progNFS, 3, 12, nil)) // REMOVE
 	<-started
@@ -175,15 +180,16 @@ func TestMessageMemory(t *testing.T) {
 	var now, most atomic.Int64
 	before := leakcheck.Count(leakcheck.Buffer)
 	var buffers atomic.Int64
-	addr := startServer(t, Config{Credits: 16, MaxMessage: size, MessageMemory: 2 * size, Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
-		n := now.Add(1)
-		defer now.Add(-1)
-		for m := most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
-		}
-		buffers.Store(max(buffers.Load(), leakcheck.Count(leakcheck.Buffer)-before))
-		time.Sleep(time.Millisecond)
-		return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
-	})})
+	addr := startServer(t, Config{Credits: 16, MaxMessage: size, MessageMemory: 2 * size,
+		Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+			n := now.Add(1)
+			defer now.Add(-1)
+			for m := most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
+			}
+			buffers.Store(max(buffers.Load(), leakcheck.Count(leakcheck.Buffer)-before))
+			time.Sleep(time.Millisecond)
+			return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
+		})})
 	var all sync.WaitGroup
 	for i := range uint32(3) {
 		c := dialRaw(t, addr, ownPrivate(false, 4096))
@@ -232,16 +238,22 @@ func TestHopelessCalls(t *testing.T) {
 		offer verbs.Access
 		call  func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte)
 	}{
-		{"Read that the client refuses", 1, 1, verbs.AccessRemoteWrite, func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
-			return &rpcrdma.Header{XID: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body
-		}},
-		{"Write that the client refuses", 2, fatalStrikes, verbs.AccessRemoteRead, func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
-			return &rpcrdma.Header{XID: 2, Writes: []rpcrdma.Chunk{{seg}}}, rpcCall(2, progNFS, 3, procRead, readArgs(100))
-		}},
-		{"invalidation that the client refuses", 3, fatalStrikes, verbs.AccessRemoteWrite, func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
-			seg.Handle ^= 0xff // another key
-			return &rpcrdma.Header{XID: 3, HasReply: true, Reply: rpcrdma.Chunk{seg}}, rpcCall(3, progNFS, 3, 1, nil)
-		}},
+		{"Read that the client refuses", 1, 1, verbs.AccessRemoteWrite,
+			func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
+				return &rpcrdma.Header{XID: 1,
+					Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body
+			}},
+		{"Write that the client refuses", 2, fatalStrikes, verbs.AccessRemoteRead,
+			func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
+				return &rpcrdma.Header{XID: 2, Writes: []rpcrdma.Chunk{{seg}}}, rpcCall(2, progNFS, 3, procRead,
+					readArgs(100))
+			}},
+		{"invalidation that the client refuses", 3, fatalStrikes, verbs.AccessRemoteWrite,
+			func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
+				seg.Handle ^= 0xff // another key
+				return &rpcrdma.Header{XID: 3, HasReply: true, Reply: rpcrdma.Chunk{seg}}, rpcCall(3, progNFS, 3, 1,
+					nil)
+			}},
 	} {
 		// Which reply was refused is learned beside the connection's end, so that one more may be
 		// needed.
@@ -258,9 +270,11 @@ func TestHopelessCalls(t *testing.T) {
 				}
 				t.Fatalf("%s: %d connections lost, and no end to it", x.name, ends)
 			case r := <-c.got:
-				want := rpcrdma.Header{XID: hd.XID, Vers: 1, Credits: defaultCredits, Proc: rpcrdma.ProcError, Err: rpcrdma.ErrChunk}
+				want := rpcrdma.Header{XID: hd.XID, Vers: 1, Credits: defaultCredits, Proc: rpcrdma.ProcError,
+					Err: rpcrdma.ErrChunk}
 				if !bytes.Equal(r.msg, want.Append(nil)) || r.withInv || ends < x.ends {
-					t.Errorf("%s: answer %x after %d connections, want %x after %d", x.name, r.msg, ends, want.Append(nil), x.ends)
+					t.Errorf("%s: answer %x after %d connections, want %x after %d", x.name, r.msg, ends,
+						want.Append(nil), x.ends)
 				}
 			case <-time.After(testTimeout):
 				t.Fatalf("%s: no answer", x.name)
@@ -326,7 +340,8 @@ func TestDuplicateRequestBounds(t *testing.T) {
 		t.Error("another client's flood pushed out the reply")
 	}
 	if n := len(d.entries); n != d.answers.Len() || n > 8 || d.own[b].Len() != 4 {
-		t.Errorf("%d entries, %d answers, %d of the client that floods; want at most 8, and 4", n, d.answers.Len(), d.own[b].Len())
+		t.Errorf("%d entries, %d answers, %d of the client that floods; want at most 8, and 4", n, d.answers.Len(),
+			d.own[b].Len())
 	}
 	if run(b, 99, "call") || !run(b, 0, "call") {
 		t.Error("not the oldest was pushed out")
@@ -351,7 +366,8 @@ func TestDuplicateRequestBounds(t *testing.T) {
 func TestDuplicateRequestData(t *testing.T) {
 	var seen []byte // the last octet of each call executed
 	var mu sync.Mutex
-	c := dialRaw(t, startServer(t, Config{Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+	c := dialRaw(t, startServer(t, Config{Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call,
+		reply []byte) ([]byte, error) {
 		mu.Lock()
 		defer mu.Unlock()
 		seen = append(seen, call[len(call)-1])
@@ -375,14 +391,16 @@ func TestDuplicateRequestData(t *testing.T) {
 func TestReplyBeyondLimit(t *testing.T) {
 	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, MaxMessage: 64 << 10}), ownPrivate(false, 4096))
 	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
-	c.wantErrChunk(&rpcrdma.Header{XID: 1, HasReply: true, Reply: rpcrdma.Chunk{seg}}, rpcCall(1, testProg, 1, 1, sunrpc.AppendUint32(nil, 70000)))
+	c.wantErrChunk(&rpcrdma.Header{XID: 1, HasReply: true, Reply: rpcrdma.Chunk{seg}},
+		rpcCall(1, testProg, 1, 1, sunrpc.AppendUint32(nil, 70000)))
 	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
 }
 
 // TestReplyNotHandedOver: the same of a handler that says so itself.
 func TestReplyNotHandedOver(t *testing.T) {
 	h := &testHandler{}
-	c := dialRaw(t, startServer(t, Config{Handler: HandlerFunc(func(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error) {
+	c := dialRaw(t, startServer(t, Config{Handler: HandlerFunc(func(ctx context.Context, peer netip.AddrPort, call,
+		reply []byte) ([]byte, error) {
 		if binary.BigEndian.Uint32(call) == 1 {
 			return nil, fmt.Errorf("backend: %w", ErrReplySize)
 		}
@@ -407,6 +425,7 @@ func TestNeverAnswersErrors(t *testing.T) {
 	c.sendBytes(append(h.Append(nil), sunrpc.AppendAcceptedReply(nil, 3, 0)...)) // its XIDs differ
 	rep, _, r := c.exchange(&rpcrdma.Header{XID: 4}, rpcCall(4, progNFS, 3, 0, nil))
 	if rep.XID != 4 || stats.Discarded.Load() != 2 || stats.RDMAErrors.Load() != 0 {
-		t.Errorf("answer %x; %d discarded, %d errors sent", bytes.TrimSpace(r.msg), stats.Discarded.Load(), stats.RDMAErrors.Load())
+		t.Errorf("answer %x; %d discarded, %d errors sent", bytes.TrimSpace(r.msg), stats.Discarded.Load(),
+			stats.RDMAErrors.Load())
 	}
 }

@@ -94,7 +94,8 @@ func newRaw(t testing.TB, addr netip.AddrPort) *rawClient {
 	must(t, err)
 	c.cq, err = id.Device().CreateCQ(512)
 	must(t, err)
-	c.qp, err = id.CreateQP(c.pd, verbs.QPInitAttr{SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 64, MaxRecvWR: rawRecvs, MaxSendSGE: 1,
+	c.qp, err = id.CreateQP(c.pd, verbs.QPInitAttr{SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 64, MaxRecvWR: rawRecvs,
+		MaxSendSGE:   1,
 		OnDisconnect: func(cause error) { c.down <- cause }})
 	must(t, err)
 	c.mem, err = membuf.Alloc(rawMem)
@@ -121,13 +122,14 @@ func must(t testing.TB, err error) {
 }
 
 func (c *rawClient) postRecv(buf []byte) {
-	_, err := c.qp.PostRecv(&verbs.RecvRequest{SGE: verbs.SGE{Buf: buf, LKey: c.memMR.LKey()}, Done: func(wc *verbs.WorkCompletion) {
-		if wc.Status != verbs.StatusSuccess {
-			return
-		}
-		c.got <- received{wc.Status, append([]byte(nil), buf[:wc.ByteLen]...), wc.WithInv, wc.InvalidatedRKey}
-		c.postRecv(buf)
-	}})
+	_, err := c.qp.PostRecv(&verbs.RecvRequest{SGE: verbs.SGE{Buf: buf, LKey: c.memMR.LKey()},
+		Done: func(wc *verbs.WorkCompletion) {
+			if wc.Status != verbs.StatusSuccess {
+				return
+			}
+			c.got <- received{wc.Status, append([]byte(nil), buf[:wc.ByteLen]...), wc.WithInv, wc.InvalidatedRKey}
+			c.postRecv(buf)
+		}})
 	if err != nil && c.qp != nil {
 		return // closing
 	}
@@ -159,7 +161,8 @@ func (c *rawClient) register(at, n int, access verbs.Access) rpcrdma.Segment {
 	c.key++
 	addr := uint64(0xabc<<32) + uint64(at)
 	done := make(chan verbs.Status, 1)
-	_, err = c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpFastReg, Signaled: true, MR: mr, NewKey: c.key, Access: access, IOVA: addr,
+	_, err = c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpFastReg, Signaled: true, MR: mr, NewKey: c.key,
+		Access: access, IOVA: addr,
 		Segs: [][]byte{c.mem[at : at+n]}, Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }})
 	must(c.t, err)
 	if st := <-done; st != verbs.StatusSuccess {
@@ -173,8 +176,9 @@ func (c *rawClient) sendBytes(b []byte) {
 	buf := c.mem[rawSendAt : rawSendAt+len(b)]
 	copy(buf, b)
 	done := make(chan verbs.Status, 1)
-	_, err := c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, SGList: []verbs.SGE{{Buf: buf, LKey: c.memMR.LKey()}},
-		Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }})
+	_, err := c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true,
+		SGList: []verbs.SGE{{Buf: buf, LKey: c.memMR.LKey()}},
+		Done:   func(wc *verbs.WorkCompletion) { done <- wc.Status }})
 	must(c.t, err)
 	if st := <-done; st != verbs.StatusSuccess {
 		c.t.Fatalf("Send: %v", st)

@@ -32,7 +32,8 @@ type replyPolicy struct {
 // build makes the plan from the call's header (whose chunks it copies back with the lengths used),
 // or returns errChunks when the reply does not go into what the client offered. Nothing was written
 // then (RFC 8166 §4.5.3).
-func (p *replyPlan) build(call *rpcrdma.Header, credits uint32, reply []byte, it item, hasItem bool, pol replyPolicy) error {
+func (p *replyPlan) build(call *rpcrdma.Header, credits uint32, reply []byte, it item, hasItem bool,
+	pol replyPolicy) error {
 	p.writes, p.segs = p.writes[:0], p.segs[:0]
 	p.payload = [2]span{{0, len(reply)}, {}}
 	p.header.Reset()

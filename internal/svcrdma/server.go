@@ -178,15 +178,18 @@ func (c *Config) complete() error {
 	case c.Credits < 1 || c.Credits > maxCredits:
 		return fmt.Errorf("svcrdma: %d credits: must be 1 to %d", c.Credits, maxCredits)
 	case c.InlineBytes < rpcrdma.DefaultInline || c.InlineBytes > maxInline || c.InlineBytes%1024 != 0:
-		return fmt.Errorf("svcrdma: inline threshold of %d octets: must be a multiple of 1024 from %d to %d", c.InlineBytes, rpcrdma.DefaultInline, maxInline)
+		return fmt.Errorf("svcrdma: inline threshold of %d octets: must be a multiple of 1024 from %d to %d",
+			c.InlineBytes, rpcrdma.DefaultInline, maxInline)
 	case c.MaxMessage < c.InlineBytes:
-		return fmt.Errorf("svcrdma: largest message of %d octets is below the inline threshold of %d", c.MaxMessage, c.InlineBytes)
+		return fmt.Errorf("svcrdma: largest message of %d octets is below the inline threshold of %d", c.MaxMessage,
+			c.InlineBytes)
 	case c.ReadDepth < 1 || c.ReadDepth > maxReadDepth || c.ReadDepth&(c.ReadDepth-1) != 0:
 		return fmt.Errorf("svcrdma: read depth of %d: must be a power of two from 1 to %d", c.ReadDepth, maxReadDepth)
 	case c.MaxConns < 1 || c.CachedReplies < 1:
 		return errors.New("svcrdma: MaxConns and CachedReplies must be positive")
 	case c.MessageMemory < 2*c.MaxMessage:
-		return fmt.Errorf("svcrdma: %d octets for messages: a call may need two of %d octets", c.MessageMemory, c.MaxMessage)
+		return fmt.Errorf("svcrdma: %d octets for messages: a call may need two of %d octets", c.MessageMemory,
+			c.MaxMessage)
 	case c.IdleTimeout < 0 || c.TransferTimeout < 0 || c.CallTimeout < 0:
 		return errors.New("svcrdma: time limits must be positive")
 	}
@@ -230,7 +233,8 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 		}
 		client := req.RemoteAddr().Addr().Unmap()
 		if !s.conns.admit(client) {
-			s.log.Warn("connection refused: too many", "peer", req.RemoteAddr(), "limit", s.conns.max, "limit_of_a_client", s.conns.maxOwn)
+			s.log.Warn("connection refused: too many", "peer", req.RemoteAddr(), "limit", s.conns.max,
+				"limit_of_a_client", s.conns.maxOwn)
 			conns.Go(func() { _ = req.Reject(nil) })
 			continue
 		}

@@ -99,7 +99,8 @@ func TestInline(t *testing.T) {
 	}
 	_, _, r := c.exchange(&rpcrdma.Header{XID: 5}, rpcCall(5, progNFS, 3, 1, []byte("args")))
 	want := rpcrdma.Header{XID: 5, Vers: 1, Credits: 7}
-	exact := append(want.Append(nil), append(sunrpc.AppendUint32(sunrpc.AppendAcceptedReply(nil, 5, 0), 0), "args"...)...)
+	exact := append(want.Append(nil), append(sunrpc.AppendUint32(sunrpc.AppendAcceptedReply(nil, 5, 0), 0),
+		"args"...)...)
 	if !bytes.Equal(r.msg, exact) {
 		t.Errorf("reply\n%x, want\n%x", r.msg, exact)
 	}
@@ -125,7 +126,8 @@ func TestReadChunks(t *testing.T) {
 				for i := range cuts { // any boundaries, some segments empty
 					from, to := total*i/cuts, total*(i+1)/cuts
 					hd.Reads = append(hd.Reads, rpcrdma.ReadSegment{Position: uint32(len(body)),
-						Segment: rpcrdma.Segment{Handle: seg.Handle, Length: uint32(to - from), Offset: seg.Offset + uint64(from)}})
+						Segment: rpcrdma.Segment{Handle: seg.Handle, Length: uint32(to - from), Offset: seg.Offset +
+							uint64(from)}})
 				}
 				rep, _, _ := c.exchange(&hd, body)
 				want := append(append([]byte(nil), body...), sunrpc.AppendFixed(nil, pattern(n))...)
@@ -139,7 +141,8 @@ func TestReadChunks(t *testing.T) {
 					t.Fatalf("%d octets, %d segments: %v %v", n, cuts, rep.Proc, rep.Err)
 				}
 				if !bytes.Equal(got, want) {
-					t.Fatalf("%d octets, padded %v, %d segments: rebuilt call of %d octets is wrong, want %d", n, padded, cuts, len(got), len(want))
+					t.Fatalf("%d octets, padded %v, %d segments: rebuilt call of %d octets is wrong, want %d", n,
+						padded, cuts, len(got), len(want))
 				}
 			}
 		}
@@ -166,7 +169,8 @@ func TestPositionZeroChunk(t *testing.T) {
 	copy(c.mem[rawChunkAt:], head)
 	copy(c.mem[rawChunkAt+8192:], pattern(4001))
 	c.exchange(&rpcrdma.Header{XID: 2, Proc: rpcrdma.ProcNoMsg, Reads: []rpcrdma.ReadSegment{
-		{Segment: sub(0, 9)}, {Segment: sub(9, len(head)-9)}, {Position: uint32(len(head)), Segment: sub(8192, 4001)}}}, nil)
+		{Segment: sub(0, 9)}, {Segment: sub(9, len(head)-9)}, {Position: uint32(len(head)),
+			Segment: sub(8192, 4001)}}}, nil)
 	if want := append(head, sunrpc.AppendFixed(nil, pattern(4001))...); !bytes.Equal(h.lastCall(), want) {
 		t.Errorf("position-zero and read chunk: rebuilt call is wrong")
 	}
@@ -180,7 +184,8 @@ func TestPositionZeroChunk(t *testing.T) {
 	p2 := p1 + 8 + len(b) // 5 octets and pad, then b
 	c.exchange(&rpcrdma.Header{XID: 3, Reads: []rpcrdma.ReadSegment{
 		{Position: uint32(p2), Segment: sub(0, 4)}, {Position: uint32(p1), Segment: sub(0, 5)}}}, body)
-	want := append(append(append(append([]byte(nil), base...), "12345\x00\x00\x00"...), b...), append([]byte("1234"), z...)...)
+	want := append(append(append(append([]byte(nil), base...), "12345\x00\x00\x00"...), b...),
+		append([]byte("1234"), z...)...)
 	if !bytes.Equal(h.lastCall(), want) {
 		t.Errorf("two positions:\n%q, want\n%q", h.lastCall(), want)
 	}
@@ -200,12 +205,14 @@ func TestWriteChunks(t *testing.T) {
 		}
 		xid++
 		first := min(n, 1001)
-		h := rpcrdma.Header{XID: xid, Writes: []rpcrdma.Chunk{{sub(0, first), sub(first, 0), sub(first, n-first), sub(n, 8)}, {sub(0, 64)}}}
+		h := rpcrdma.Header{XID: xid, Writes: []rpcrdma.Chunk{{sub(0, first), sub(first, 0), sub(first, n-first),
+			sub(n, 8)}, {sub(0, 64)}}}
 		rep, body, _ := c.exchange(&h, rpcCall(xid, progNFS, 3, procRead, readArgs(n)))
 		if rep.Proc != rpcrdma.ProcMsg || len(rep.Reads) != 0 || len(rep.Writes) != 2 || len(rep.Writes[0]) != 4 {
 			t.Fatalf("%d octets: %+v", n, rep)
 		}
-		lens := [5]uint32{rep.Writes[0][0].Length, rep.Writes[0][1].Length, rep.Writes[0][2].Length, rep.Writes[0][3].Length, rep.Writes[1][0].Length}
+		lens := [5]uint32{rep.Writes[0][0].Length, rep.Writes[0][1].Length, rep.Writes[0][2].Length,
+			rep.Writes[0][3].Length, rep.Writes[1][0].Length}
 		if lens != [5]uint32{uint32(first), 0, uint32(n - first), 0, 0} {
 			t.Errorf("%d octets: lengths %v", n, lens)
 		}
@@ -215,30 +222,36 @@ func TestWriteChunks(t *testing.T) {
 		if !bytes.Equal(mem[n:min(n+8, len(mem))], bytes.Repeat([]byte{0xee}, min(8, len(mem)-n))) {
 			t.Errorf("%d octets: written behind the item", n)
 		}
-		if want := sunrpc.AcceptedReplySize + 20; len(body) != want || binary.BigEndian.Uint32(body[want-4:]) != uint32(n) {
+		if want := sunrpc.AcceptedReplySize + 20; len(body) != want ||
+			binary.BigEndian.Uint32(body[want-4:]) != uint32(n) {
 			t.Errorf("%d octets: inline part %x", n, body)
 		}
 	}
 
 	// An empty chunk asks for the data inline (RFC 8166 §4.3.2.3).
-	rep, body, _ := c.exchange(&rpcrdma.Header{XID: 900, Writes: []rpcrdma.Chunk{{}}}, rpcCall(900, progNFS, 3, procRead, readArgs(10)))
-	if want := append(sunrpc.AppendAcceptedReply(nil, 900, 0), readResults(10)...); len(rep.Writes) != 1 || len(rep.Writes[0]) != 0 || !bytes.Equal(body, want) {
+	rep, body, _ := c.exchange(&rpcrdma.Header{XID: 900, Writes: []rpcrdma.Chunk{{}}},
+		rpcCall(900, progNFS, 3, procRead, readArgs(10)))
+	if want := append(sunrpc.AppendAcceptedReply(nil, 900, 0), readResults(10)...); len(rep.Writes) != 1 ||
+		len(rep.Writes[0]) != 0 || !bytes.Equal(body, want) {
 		t.Errorf("empty chunk: %+v %x", rep, body)
 	}
 
 	// A chunk is never used for a result that is not eligible.
-	rep, _, _ = c.exchange(&rpcrdma.Header{XID: 901, Writes: []rpcrdma.Chunk{{sub(0, 100)}}}, rpcCall(901, progNFS, 3, 1, []byte("args")))
+	rep, _, _ = c.exchange(&rpcrdma.Header{XID: 901, Writes: []rpcrdma.Chunk{{sub(0, 100)}}},
+		rpcCall(901, progNFS, 3, 1, []byte("args")))
 	if rep.Writes[0][0].Length != 0 {
 		t.Errorf("chunk of a GETATTR used: %+v", rep)
 	}
-	c.wantErrChunk(&rpcrdma.Header{XID: 902, Writes: []rpcrdma.Chunk{{sub(0, 99)}}}, rpcCall(902, progNFS, 3, procRead, readArgs(100)))
+	c.wantErrChunk(&rpcrdma.Header{XID: 902, Writes: []rpcrdma.Chunk{{sub(0, 99)}}},
+		rpcCall(902, progNFS, 3, procRead, readArgs(100)))
 }
 
 // wantErrChunk sends a call and expects exactly an ERR_CHUNK.
 func (c *rawClient) wantErrChunk(h *rpcrdma.Header, body []byte) {
 	c.t.Helper()
 	rep, rest, r := c.exchange(h, body)
-	if rep.Proc != rpcrdma.ProcError || rep.Err != rpcrdma.ErrChunk || rep.XID != h.XID || rep.Credits == 0 || len(r.msg) != rpcrdma.ErrChunkSize || len(rest) != 0 || r.withInv {
+	if rep.Proc != rpcrdma.ProcError || rep.Err != rpcrdma.ErrChunk || rep.XID != h.XID || rep.Credits == 0 ||
+		len(r.msg) != rpcrdma.ErrChunkSize || len(rest) != 0 || r.withInv {
 		c.t.Errorf("want ERR_CHUNK, got %+v", rep)
 	}
 }
@@ -246,7 +259,8 @@ func (c *rawClient) wantErrChunk(h *rpcrdma.Header, body []byte) {
 func TestReplyChunk(t *testing.T) {
 	for _, always := range []bool{false, true} {
 		t.Run(fmt.Sprint("always ", always), func(t *testing.T) {
-			c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, AlwaysReplyChunk: always}), ownPrivate(false, 4096))
+			c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, AlwaysReplyChunk: always}),
+				ownPrivate(false, 4096))
 			seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
 			sub := func(from, n int) rpcrdma.Segment {
 				return rpcrdma.Segment{Handle: seg.Handle, Length: uint32(n), Offset: seg.Offset + uint64(from)}
@@ -255,22 +269,29 @@ func TestReplyChunk(t *testing.T) {
 				return rpcCall(xid, testProg, 1, 1, sunrpc.AppendUint32(nil, uint32(n)))
 			}
 			const head = sunrpc.AcceptedReplySize
-			rep, body, _ := c.exchange(&rpcrdma.Header{XID: 1, HasReply: true, Reply: rpcrdma.Chunk{sub(0, 20), sub(20, 9000), sub(9020, 100)}}, ask(1, 8000))
-			if rep.Proc != rpcrdma.ProcNoMsg || len(body) != 0 || rep.Reply[0].Length != 20 || rep.Reply[1].Length != 8000+head-20 || rep.Reply[2].Length != 0 {
+			rep, body, _ := c.exchange(&rpcrdma.Header{XID: 1, HasReply: true,
+				Reply: rpcrdma.Chunk{sub(0, 20), sub(20, 9000), sub(9020, 100)}}, ask(1, 8000))
+			if rep.Proc != rpcrdma.ProcNoMsg || len(body) != 0 || rep.Reply[0].Length != 20 ||
+				rep.Reply[1].Length != 8000+head-20 || rep.Reply[2].Length != 0 {
 				t.Errorf("long reply: %+v", rep)
 			}
-			if want := append(sunrpc.AppendAcceptedReply(nil, 1, 0), pattern(8000)...); !bytes.Equal(c.mem[rawChunkAt:rawChunkAt+len(want)], want) {
+			if want := append(sunrpc.AppendAcceptedReply(nil, 1, 0), pattern(8000)...); !bytes.Equal(
+				c.mem[rawChunkAt:rawChunkAt+len(want)], want) {
 				t.Error("long reply: wrong data")
 			}
-			rep, body, _ = c.exchange(&rpcrdma.Header{XID: 2, HasReply: true, Reply: rpcrdma.Chunk{sub(0, 9000)}}, ask(2, 100))
-			if always != (rep.Proc == rpcrdma.ProcNoMsg) || !rep.HasReply || (rep.Reply[0].Length == 0) == always || (len(body) == 0) != always {
+			rep, body, _ = c.exchange(&rpcrdma.Header{XID: 2, HasReply: true, Reply: rpcrdma.Chunk{sub(0, 9000)}},
+				ask(2, 100))
+			if always != (rep.Proc == rpcrdma.ProcNoMsg) || !rep.HasReply || (rep.Reply[0].Length == 0) == always ||
+				(len(body) == 0) != always {
 				t.Errorf("short reply: %+v and %d octets", rep, len(body))
 			}
 
 			// Both lists: data by the Write chunk, the rest by the Reply chunk (RFC 8166 §3.5.3).
-			rep, _, _ = c.exchange(&rpcrdma.Header{XID: 3, Writes: []rpcrdma.Chunk{{sub(100000, 5000)}}, HasReply: true, Reply: rpcrdma.Chunk{sub(0, 9000)}},
+			rep, _, _ = c.exchange(&rpcrdma.Header{XID: 3, Writes: []rpcrdma.Chunk{{sub(100000, 5000)}},
+				HasReply: true, Reply: rpcrdma.Chunk{sub(0, 9000)}},
 				rpcCall(3, progNFS, 3, procRead, readArgs(5000)))
-			if rep.Writes[0][0].Length != 5000 || always != (rep.Proc == rpcrdma.ProcNoMsg) || (always && rep.Reply[0].Length != head+20) {
+			if rep.Writes[0][0].Length != 5000 || always != (rep.Proc == rpcrdma.ProcNoMsg) ||
+				(always && rep.Reply[0].Length != head+20) {
 				t.Errorf("both: %+v", rep)
 			}
 
@@ -327,7 +348,8 @@ func TestTransportErrors(t *testing.T) {
 	expect("position behind the body", append(raw(8, 1, 8, 0, 1, 400, 9, 4, 0, 1, 0, 0, 0), call(8)...), errChunk(8))
 	expect("chunk of 4 GiB", append(raw(9, 1, 8, 0, 1, 40, 9, 0xffffffff, 0, 1, 0, 0, 0), call(9)...), errChunk(9))
 	expect("XIDs differ", append(raw(10, 1, 8, 0, 0, 0, 0), call(11)...), errChunk(10))
-	expect("MSG with a position-zero chunk", append(raw(12, 1, 8, 0, 1, 0, 9, 4, 0, 1, 0, 0, 0), call(12)...), errChunk(12))
+	expect("MSG with a position-zero chunk", append(raw(12, 1, 8, 0, 1, 0, 9, 4, 0, 1, 0, 0, 0), call(12)...),
+		errChunk(12))
 	expect("header alone", raw(13, 1, 8, 0, 0, 0, 0), errChunk(13))
 
 	msg := raw(14, 1, 64, 0, 0, 0, 0)
@@ -335,7 +357,8 @@ func TestTransportErrors(t *testing.T) {
 		append(append([]byte(nil), msg...), sunrpc.AppendAcceptedReply(nil, 14, sunrpc.GarbageArgs)...))
 	bad := call(14)
 	be.PutUint32(bad[8:], 3)
-	expect("RPC version 3", append(raw(14, 1, 8, 0, 0, 0, 0), bad...), append(append([]byte(nil), msg...), sunrpc.AppendMismatchReply(nil, 14)...))
+	expect("RPC version 3", append(raw(14, 1, 8, 0, 0, 0, 0), bad...),
+		append(append([]byte(nil), msg...), sunrpc.AppendMismatchReply(nil, 14)...))
 
 	// Discarded: nothing comes back for them, and the next call is answered.
 	c.sendBytes(raw(20, 1, 8, 3, 0, 0, 0))
@@ -355,13 +378,15 @@ func TestIneligibleReduction(t *testing.T) {
 	seg := c.register(rawChunkAt, 4096, verbs.AccessRemoteRead)
 	seg.Length = 8
 	body := rpcCall(1, progNFS, 3, 1, sunrpc.AppendUint32(nil, 8)) // GETATTR's handle
-	_, got, _ := c.exchange(&rpcrdma.Header{XID: 1, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
+	_, got, _ := c.exchange(&rpcrdma.Header{XID: 1,
+		Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
 	if !bytes.Equal(got, sunrpc.AppendAcceptedReply(nil, 1, sunrpc.GarbageArgs)) {
 		t.Errorf("reduced handle: %x", got)
 	}
 	// a chunk that is shorter than the item
 	body = rpcCall(2, progNFS, 3, procWrite, writeHead(100))
-	_, got, _ = c.exchange(&rpcrdma.Header{XID: 2, Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
+	_, got, _ = c.exchange(&rpcrdma.Header{XID: 2,
+		Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body)
 	if !bytes.Equal(got, sunrpc.AppendAcceptedReply(nil, 2, sunrpc.GarbageArgs)) {
 		t.Errorf("short chunk: %x", got)
 	}
@@ -371,15 +396,20 @@ func TestIneligibleReduction(t *testing.T) {
 }
 
 func TestRemoteInvalidation(t *testing.T) {
-	for _, tc := range []struct{ server, client, want bool }{{true, true, true}, {true, false, false}, {false, true, false}} {
-		c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, RemoteInv: tc.server}), ownPrivate(tc.client, 4096))
+	for _, tc := range []struct{ server, client, want bool }{{true, true, true}, {true, false, false},
+		{false, true, false}} {
+		c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, RemoteInv: tc.server}),
+			ownPrivate(tc.client, 4096))
 		seg := c.register(rawChunkAt, 4096, verbs.AccessRemoteWrite)
-		_, _, r := c.exchange(&rpcrdma.Header{XID: 1, Writes: []rpcrdma.Chunk{{seg}}}, rpcCall(1, progNFS, 3, procRead, readArgs(100)))
+		_, _, r := c.exchange(&rpcrdma.Header{XID: 1, Writes: []rpcrdma.Chunk{{seg}}},
+			rpcCall(1, progNFS, 3, procRead, readArgs(100)))
 		if r.withInv != tc.want || (tc.want && r.inv != verbs.RKey(seg.Handle)) {
 			t.Errorf("%+v: invalidated %v %#x", tc, r.withInv, uint32(r.inv))
 		}
-		a, b := c.register(rawChunkAt, 4096, verbs.AccessRemoteWrite), c.register(rawChunkAt+4096, 4096, verbs.AccessRemoteWrite)
-		_, _, r = c.exchange(&rpcrdma.Header{XID: 2, Writes: []rpcrdma.Chunk{{a, b}}}, rpcCall(2, progNFS, 3, procRead, readArgs(100)))
+		a, b := c.register(rawChunkAt, 4096, verbs.AccessRemoteWrite), c.register(rawChunkAt+4096, 4096,
+			verbs.AccessRemoteWrite)
+		_, _, r = c.exchange(&rpcrdma.Header{XID: 2, Writes: []rpcrdma.Chunk{{a, b}}},
+			rpcCall(2, progNFS, 3, procRead, readArgs(100)))
 		if r.withInv {
 			t.Errorf("%+v: invalidated although the call has two handles", tc)
 		}
@@ -402,8 +432,10 @@ func TestInvalidateRule(t *testing.T) {
 		{"empty chunks", rpcrdma.Header{Writes: []rpcrdma.Chunk{{}}, HasReply: true}, 0},
 		{"one read", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}}, 7},
 		{"reads", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}, {Segment: s(8)}}}, 0},
-		{"all lists", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}, Writes: []rpcrdma.Chunk{{s(7), s(7)}}, HasReply: true, Reply: rpcrdma.Chunk{s(7)}}, 7},
-		{"read and reply", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}, HasReply: true, Reply: rpcrdma.Chunk{s(9)}}, 0},
+		{"all lists", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}},
+			Writes: []rpcrdma.Chunk{{s(7), s(7)}}, HasReply: true, Reply: rpcrdma.Chunk{s(7)}}, 7},
+		{"read and reply", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}, HasReply: true,
+			Reply: rpcrdma.Chunk{s(9)}}, 0},
 		{"second write chunk", rpcrdma.Header{Writes: []rpcrdma.Chunk{{s(7)}, {s(8)}}}, 0},
 	} {
 		got, ok := invalidateHandle(&tc.h)
@@ -454,7 +486,8 @@ func TestDuplicateOfRunningCall(t *testing.T) {
 	var calls atomic.Int64
 	hold := make(chan struct{})
 	started := make(chan struct{}, 2)
-	addr := startServer(t, Config{Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+	addr := startServer(t, Config{Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call,
+		reply []byte) ([]byte, error) {
 		calls.Add(1)
 		started <- struct{}{}
 		<-hold
@@ -478,11 +511,12 @@ func TestCredits(t *testing.T) {
 	const credits = 16
 	var arrived sync.WaitGroup
 	arrived.Add(credits)
-	c := dialRaw(t, startServer(t, Config{Credits: credits, Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
-		arrived.Done()
-		arrived.Wait() // ends only when all of them run
-		return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
-	})}), ownPrivate(false, 4096))
+	c := dialRaw(t, startServer(t, Config{Credits: credits,
+		Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+			arrived.Done()
+			arrived.Wait() // ends only when all of them run
+			return sunrpc.AppendAcceptedReply(reply, binary.BigEndian.Uint32(call), 0), nil
+		})}), ownPrivate(false, 4096))
 	for i := range uint32(credits) {
 		c.sendMsg(&rpcrdma.Header{XID: i + 1}, rpcCall(i+1, progNFS, 3, 0, nil))
 	}
@@ -500,7 +534,8 @@ func TestCredits(t *testing.T) {
 func TestLostConnection(t *testing.T) {
 	started := make(chan struct{}, 64)
 	hold := make(chan struct{})
-	addr := startServer(t, Config{Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+	addr := startServer(t, Config{Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call,
+		reply []byte) ([]byte, error) {
 		started <- struct{}{}
 		select {
 		case <-hold:
@@ -555,9 +590,12 @@ func TestFaultHooks(t *testing.T) {
 
 func TestConfigRefused(t *testing.T) {
 	h := &testHandler{}
-	for _, cfg := range []Config{{}, {Handler: h, Credits: -1}, {Handler: h, Credits: 2000}, {Handler: h, InlineBytes: 512}, {Handler: h, InlineBytes: 1500},
-		{Handler: h, InlineBytes: 1 << 17}, {Handler: h, MaxMessage: 100}, {Handler: h, ReadDepth: 500}, {Handler: h, ReadDepth: 12}, {Handler: h, MaxConns: -1},
-		{Handler: h, MessageMemory: 1 << 20}, {Handler: h, CachedReplies: -1}, {Handler: h, IdleTimeout: -1}, {Handler: h, TransferTimeout: -1}, {Handler: h, CallTimeout: -1}} {
+	for _, cfg := range []Config{{}, {Handler: h, Credits: -1}, {Handler: h, Credits: 2000},
+		{Handler: h, InlineBytes: 512}, {Handler: h, InlineBytes: 1500},
+		{Handler: h, InlineBytes: 1 << 17}, {Handler: h, MaxMessage: 100}, {Handler: h, ReadDepth: 500}, {Handler: h,
+			ReadDepth: 12}, {Handler: h, MaxConns: -1},
+		{Handler: h, MessageMemory: 1 << 20}, {Handler: h, CachedReplies: -1}, {Handler: h,
+			IdleTimeout: -1}, {Handler: h, TransferTimeout: -1}, {Handler: h, CallTimeout: -1}} {
 		if Serve(context.Background(), nil, cfg) == nil {
 			t.Errorf("%+v accepted", cfg)
 		}

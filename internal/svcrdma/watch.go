@@ -69,7 +69,8 @@ func (c *conn) waitWorkers() {
 }
 
 func (c *conn) ticker() *time.Ticker {
-	return time.NewTicker(max(min(c.cfg.IdleTimeout, c.cfg.TransferTimeout, c.cfg.CallTimeout)/watchesPerLimit, time.Millisecond))
+	return time.NewTicker(max(min(c.cfg.IdleTimeout, c.cfg.TransferTimeout, c.cfg.CallTimeout)/watchesPerLimit,
+		time.Millisecond))
 }
 
 func (c *conn) checkLimits() {

@@ -48,7 +48,8 @@ func TestStatsOfSeveralConnections(t *testing.T) {
 	} {
 		addStats(&sum, &s)
 	}
-	if sum.Sends != 15 || sum.MRs["VALID"] != 3 || sum.Idle != 5*time.Second || sum.Connections["connected"] != 3 || sum.Connections["idle"] != 1 || !sum.Connected {
+	if sum.Sends != 15 || sum.MRs["VALID"] != 3 || sum.Idle != 5*time.Second || sum.Connections["connected"] != 3 ||
+		sum.Connections["idle"] != 1 || !sum.Connected {
 		t.Errorf("got %+v", sum)
 	}
 }

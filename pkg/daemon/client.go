@@ -112,7 +112,8 @@ func (c *Client) do(ctx context.Context, limit time.Duration, method, path strin
 func (c *Client) refusal(resp *http.Response) error {
 	var e errorReply
 	if json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes)).Decode(&e) != nil || e.Error == "" {
-		return errorf(CodeSystem, "asking the daemon at %s: it answered %s; is that an nfsrdmad?", c.socket, resp.Status)
+		return errorf(CodeSystem, "asking the daemon at %s: it answered %s; is that an nfsrdmad?", c.socket,
+			resp.Status)
 	}
 	return &Error{Code: e.Code, Text: e.Error}
 }
@@ -177,15 +178,19 @@ func (c *Client) unreachable(ctx context.Context, err error) error {
 	}
 	switch {
 	case c.socket == "":
-		return &Error{Code: CodeUsage, Err: err, Text: "asking the daemon: no control socket is named; give its path with --control-socket"}
+		return &Error{Code: CodeUsage, Err: err,
+			Text: "asking the daemon: no control socket is named; give its path with --control-socket"}
 	case errors.Is(ctx.Err(), context.Canceled):
 		return errorf(CodeCanceled, "asking the daemon at %s: interrupted", c.socket)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
-		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": no daemon runs there; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\", or mount with --foreground"}
+		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket +
+			": no daemon runs there; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\", or mount with --foreground"}
 	case errors.Is(err, fs.ErrPermission):
-		return &Error{Code: CodePermission, Err: err, Text: "asking the daemon at " + c.socket + ": permission denied; run as root"}
+		return &Error{Code: CodePermission, Err: err, Text: "asking the daemon at " + c.socket +
+			": permission denied; run as root"}
 	case errors.Is(err, context.DeadlineExceeded):
-		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": no answer in time; see its log"}
+		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket +
+			": no answer in time; see its log"}
 	}
 	return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": " + oneLine(err.Error())}
 }

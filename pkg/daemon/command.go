@@ -141,7 +141,8 @@ func knownOptions(list string) string {
 }
 
 // foreground serves one mount without a control socket.
-func foreground(ctx context.Context, cfg Config, log hclog.Logger, r MountRequest, build builder, mounted func(MountInfo)) error {
+func foreground(ctx context.Context, cfg Config, log hclog.Logger, r MountRequest, build builder,
+	mounted func(MountInfo)) error {
 	t := newTable(log.Named("mount"), DefaultOptions(), cfg.ConnectTimeout.Std(), build)
 	t.quiet = true
 	defer func() {

@@ -63,13 +63,15 @@ func (f Field) Flag() string { return strings.ReplaceAll(f.Key, "_", "-") }
 func (c *Config) Fields() []Field {
 	return []Field{
 		{"control_socket", "unix socket of the control API; absolute path", &c.ControlSocket},
-		{"metrics_listen", "ADDRESS:PORT of the HTTP listener of /metrics and /healthz; empty turns it off", &c.MetricsListen},
+		{"metrics_listen", "ADDRESS:PORT of the HTTP listener of /metrics and /healthz; empty turns it off",
+			&c.MetricsListen},
 		{"log_level", "trace, debug, info, warn or error", &c.LogLevel},
 		{"log_format", "text or json", &c.LogFormat},
 		{"mount_options", "mount options under those of each mount", &c.MountOptions},
 		{"connect_timeout", "how long a mount may take", &c.ConnectTimeout},
 		{"shutdown_timeout", "how long unmounting everything may take at the end", &c.ShutdownTimeout},
-		{"inject", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)", &c.Inject},
+		{"inject", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)",
+			&c.Inject},
 	}
 }
 
@@ -113,10 +115,12 @@ func (c *Config) checkTypes(path string, data []byte) error {
 		key := it.Node()
 		// the decoder would take it
 		if right := strings.ToLower(string(key.Data)); right != string(key.Data) && hasKey(keys, right) {
-			return errorf(CodeUsage, "configuration %s:%d: unknown key %q; write it %s", path, p.Shape(key.Raw).Start.Line, key.Data, right)
+			return errorf(CodeUsage, "configuration %s:%d: unknown key %q; write it %s", path,
+				p.Shape(key.Raw).Start.Line, key.Data, right)
 		}
 		if example, ours := keys[string(key.Data)]; ours && e.Value().Kind != unstable.String {
-			return errorf(CodeUsage, "configuration %s:%d: %s must be a string, in quotes, such as %q", path, p.Shape(key.Raw).Start.Line, key.Data, example)
+			return errorf(CodeUsage, "configuration %s:%d: %s must be a string, in quotes, such as %q", path,
+				p.Shape(key.Raw).Start.Line, key.Data, example)
 		}
 	}
 	return nil
@@ -132,7 +136,8 @@ func configErrorText(path string, err error) string {
 	if errors.As(err, &missing) && len(missing.Errors) > 0 {
 		first := &missing.Errors[0]
 		row, _ := first.Position()
-		return fmt.Sprintf("configuration %s:%d: unknown key %q; remove it or see configs/nfsrdmad.toml for the keys", path, row, strings.Join(first.Key(), "."))
+		return fmt.Sprintf("configuration %s:%d: unknown key %q; remove it or see configs/nfsrdmad.toml for the keys",
+			path, row, strings.Join(first.Key(), "."))
 	}
 	var bad *toml.DecodeError
 	if errors.As(err, &bad) {

@@ -55,7 +55,8 @@ func TestConfigMirrors(t *testing.T) {
 
 // Each field is bound to its own part of the struct, as a flag and as a key.
 func TestConfigFieldsSetWhatTheKeySets(t *testing.T) {
-	values := map[string]string{"control_socket": "/x/y", "metrics_listen": "127.0.0.1:1", "log_level": "warn", "log_format": "json",
+	values := map[string]string{"control_socket": "/x/y", "metrics_listen": "127.0.0.1:1", "log_level": "warn",
+		"log_format":    "json",
 		"mount_options": "soft", "connect_timeout": "1m0s", "shutdown_timeout": "2s", "inject": "seed=1,lose-reply=~9"}
 	for key, v := range values {
 		path := filepath.Join(t.TempDir(), "c.toml")

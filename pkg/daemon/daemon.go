@@ -95,16 +95,22 @@ func (d *Daemon) startMetrics() error {
 	}
 	l, err := net.Listen("tcp", string(d.cfg.MetricsListen))
 	if err != nil {
-		return errorf(CodeSystem, "metrics listener %s: %w; choose another --metrics-listen", string(d.cfg.MetricsListen), err)
+		return errorf(CodeSystem, "metrics listener %s: %w; choose another --metrics-listen",
+			string(d.cfg.MetricsListen), err)
 	}
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""), collectors.NewGoCollector(),
+	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""),
+		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "nfsrdmad: see /metrics and /healthz") })
-	d.metrics = &http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout, WriteTimeout: clientQuick}
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter,
+		_ *http.Request) {
+		fmt.Fprintln(w, "nfsrdmad: see /metrics and /healthz")
+	})
+	d.metrics = &http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout,
+		WriteTimeout: clientQuick}
 	d.address = l.Addr()
 	d.serve(d.metrics, l)
 	return nil

@@ -21,7 +21,8 @@ type Finding struct {
 // Examine looks at what mounting needs on this host: the privilege, /dev/fuse, the daemon at the
 // control socket, RDMA devices. It asks no server.
 func Examine(ctx context.Context, socket string) []Finding {
-	return []Finding{examineFuse(), examineDaemon(ctx, socket), {Subject: "softiwarp", OK: true, Text: "built in; needs nothing of this host but TCP"}, examineDevices()}
+	return []Finding{examineFuse(), examineDaemon(ctx, socket),
+		{Subject: "softiwarp", OK: true, Text: "built in; needs nothing of this host but TCP"}, examineDevices()}
 }
 
 func examineFuse() Finding {

@@ -35,7 +35,8 @@ func (s *stack) serverError(ctx context.Context, addr netip.AddrPort, err error)
 	advice := "what answers there breaks the protocol: check that it is an NFS version 3 server, and port="
 	switch {
 	case ctx.Err() != nil && errors.Is(err, ctx.Err()):
-		return &serverSilence{text: fmt.Sprintf("NFS server %s: it took the RDMA connection and did not answer%s; check that NFS version 3 is served there, or name the port with port=",
+		return &serverSilence{text: fmt.Sprintf(
+			"NFS server %s: it took the RDMA connection and did not answer%s; check that NFS version 3 is served there, or name the port with port=",
 			addr, s.transports.complaint()), err: err}
 	case errors.As(err, &accept):
 		advice = "start NFS version 3 on the server, or name its port with port="

@@ -44,9 +44,11 @@ func CheckPrivilege() error {
 		defer f.Close()
 		return checkFuseDevice(f)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENODEV):
-		return errorf(CodeSystem, "%s: %w: load the module with \"modprobe fuse\", or give the container the device", fuseDevice, unwrapPath(err))
+		return errorf(CodeSystem, "%s: %w: load the module with \"modprobe fuse\", or give the container the device",
+			fuseDevice, unwrapPath(err))
 	case errors.Is(err, fs.ErrPermission):
-		return errorf(CodePermission, "%s: %w: run as root, or give the container the device", fuseDevice, unwrapPath(err))
+		return errorf(CodePermission, "%s: %w: run as root, or give the container the device", fuseDevice,
+			unwrapPath(err))
 	}
 	return errorf(CodeSystem, "opening %s: %w", fuseDevice, unwrapPath(err))
 }

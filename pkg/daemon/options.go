@@ -121,7 +121,8 @@ func word(group string, names ...string) option {
 }
 
 func wordSets(group, name string, set func(*Options)) option {
-	return option{names: []string{name}, group: group, word: true, set: func(o *Options, _, _ string) bool { set(o); return true }}
+	return option{names: []string{name}, group: group, word: true,
+		set: func(o *Options, _, _ string) bool { set(o); return true }}
 }
 
 func number(group string, lo, hi int, unit string, set func(*Options, int), names ...string) option {
@@ -180,9 +181,12 @@ var optionTable = slices.Concat([]option{
 	number("port", 1, 65535, "", func(o *Options, n int) { o.Port = uint16(n) }, "port"),
 	number("mountport", 1, 65535, "", func(o *Options, n int) { o.MountPort = uint16(n) }, "mountport"),
 	oneOf("mountproto", []string{"tcp"}, " (MOUNT over UDP is not spoken)", ignore, "mountproto"),
-	number("rsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.RSize = n &^ (payloadUnit - 1) }, "rsize"),
-	number("wsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.WSize = n &^ (payloadUnit - 1) }, "wsize"),
-	number("timeo", 1, 36000, " (tenths of a second)", func(o *Options, n int) { o.Timeout = time.Duration(n) * time.Second / 10 }, "timeo"),
+	number("rsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.RSize = n &^ (payloadUnit - 1) },
+		"rsize"),
+	number("wsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.WSize = n &^ (payloadUnit - 1) },
+		"wsize"),
+	number("timeo", 1, 36000, " (tenths of a second)",
+		func(o *Options, n int) { o.Timeout = time.Duration(n) * time.Second / 10 }, "timeo"),
 	number("retrans", 0, 1000, "", func(o *Options, n int) { o.Retrans = n }, "retrans"),
 	wordSets("recovery", "hard", func(o *Options) { o.Recovery = RecoveryHard }),
 	wordSets("recovery", "soft", func(o *Options) { o.Recovery = RecoverySoft }),
@@ -197,42 +201,52 @@ var optionTable = slices.Concat([]option{
 	}, "actimeo"),
 	wordSets("ac", "ac", func(o *Options) { o.NoAC = false }),
 	wordSets("ac", "noac", func(o *Options) { o.NoAC = true }),
-	{names: []string{"lookupcache"}, group: "lookupcache", want: "must be all, none, pos or positive", set: func(o *Options, _, v string) bool {
-		switch v {
-		case "positive":
-			v = "pos"
-		case "all", "none", "pos":
-		default:
-			return false
-		}
-		o.LookupCache = v
-		return true
-	}},
+	{names: []string{"lookupcache"}, group: "lookupcache", want: "must be all, none, pos or positive",
+		set: func(o *Options, _, v string) bool {
+			switch v {
+			case "positive":
+				v = "pos"
+			case "all", "none", "pos":
+			default:
+				return false
+			}
+			o.LookupCache = v
+			return true
+		}},
 	number("nconnect", 1, 16, "", func(o *Options, n int) { o.NConnect = n }, "nconnect"),
 	oneOf("sec", []string{"sys"}, " (Kerberos is not spoken)", ignore, "sec"),
 	word("nolock", "nolock"),
-	oneOf("local_lock", []string{"all"}, " (locks are always local: the lock manager protocol is not spoken)", ignore, "local_lock"),
+	oneOf("local_lock", []string{"all"}, " (locks are always local: the lock manager protocol is not spoken)", ignore,
+		"local_lock"),
 	wordSets("access", "ro", func(o *Options) { o.ReadOnly = true }),
 	wordSets("access", "rw", func(o *Options) { o.ReadOnly = false }),
 	word("", "intr", "nointr"), // accepted and without effect, as in nfs(5)
 	// as it is here anyhow: nfs(5)'s short form of proto=rdma, close-to-open, READDIRPLUS
 	word("", "rdma", "cto", "rdirplus"),
 	oneOf("mountvers", []string{"3"}, " (the MOUNT protocol of NFS version 3)", ignore, "mountvers"),
-	oneOf("provider", []string{providerAuto, providerSoftiwarp, providerRdmacore}, "", func(o *Options, v string) { o.Provider = v }, "provider"),
-	{names: []string{"device"}, group: "device", want: "must name an RDMA device", set: func(o *Options, _, v string) bool { o.Device = v; return v != "" }},
+	oneOf("provider", []string{providerAuto, providerSoftiwarp, providerRdmacore}, "",
+		func(o *Options, v string) { o.Provider = v }, "provider"),
+	{names: []string{"device"}, group: "device", want: "must name an RDMA device",
+		set: func(o *Options, _, v string) bool { o.Device = v; return v != "" }},
 	number("slots", minSlots, maxSlots, "", func(o *Options, n int) { o.Slots = n }, "slots"),
-	{names: []string{"inline"}, group: "inline", want: fmt.Sprintf("must be a multiple of 1024 from %d to %d (octets)", minInline, maxInline), set: func(o *Options, _, v string) bool {
-		n, err := strconv.Atoi(v)
-		o.InlineBytes = n
-		return err == nil && n >= minInline && n <= maxInline && n%minInline == 0
-	}},
+	{names: []string{"inline"}, group: "inline",
+		want: fmt.Sprintf("must be a multiple of 1024 from %d to %d (octets)", minInline,
+			maxInline), set: func(o *Options, _, v string) bool {
+			n, err := strconv.Atoi(v)
+			o.InlineBytes = n
+			return err == nil && n >= minInline && n <= maxInline && n%minInline == 0
+		}},
 	oneOf("mpacrc", []string{"off", "on"}, "", func(o *Options, v string) { o.MPACRC = v == "on" }, "mpacrc"),
 	wordSets("writepad", "writepad", func(o *Options) { o.WritePad = true }),
-	number("trace", 0, maxTraceEvents, " (events; 0 turns it off)", func(o *Options, n int) { o.TraceEvents = n }, "trace"),
-	number("keepalive", 0, maxKeepAlive, " (seconds; 0 turns it off)", func(o *Options, n int) { o.KeepAlive = time.Duration(n) * time.Second }, "keepalive"),
-	number("idle", 0, maxIdle, " (seconds; 0 keeps connections)", func(o *Options, n int) { o.Idle = time.Duration(n) * time.Second }, "idle"),
+	number("trace", 0, maxTraceEvents, " (events; 0 turns it off)", func(o *Options, n int) { o.TraceEvents = n },
+		"trace"),
+	number("keepalive", 0, maxKeepAlive, " (seconds; 0 turns it off)",
+		func(o *Options, n int) { o.KeepAlive = time.Duration(n) * time.Second }, "keepalive"),
+	number("idle", 0, maxIdle, " (seconds; 0 keeps connections)",
+		func(o *Options, n int) { o.Idle = time.Duration(n) * time.Second }, "idle"),
 	// What mount(8) and fstab(5) say to every helper.
-	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "relatime", "norelatime", "strictatime", "nostrictatime",
+	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "relatime", "norelatime", "strictatime",
+		"nostrictatime",
 		"async", "fg"), // as it is here anyhow
 },
 	kernelFlag("nosuid", "suid"), kernelFlag("nodev", "dev"), kernelFlag("noexec", "exec"),
@@ -278,7 +292,8 @@ func ParseOptions(base Options, list string) (Options, error) {
 		opt := optionByName[name]
 		switch {
 		case opt == nil:
-			return base, &OptionError{name, value, cmp.Or(notSpoken[name], "unknown; see the options in nfsrdmad mount --help")}
+			return base, &OptionError{name, value,
+				cmp.Or(notSpoken[name], "unknown; see the options in nfsrdmad mount --help")}
 		case opt.word && hasValue:
 			return base, &OptionError{name, value, "takes no value"}
 		case !opt.word && value == "":
@@ -333,16 +348,19 @@ func (o *Options) check(given map[string]string) error {
 	// MOUNT is spoken on TCP: a connection of TCP's own would harm the RDMA port of a stock Linux
 	// server
 	if o.MountPort == o.Port {
-		return &OptionError{"mountport", strconv.Itoa(int(o.MountPort)), fmt.Sprintf("contradicts port=%d, the RDMA port: name the server's MOUNT port (TCP), or leave it to the port mapper", o.Port)}
+		return &OptionError{"mountport", strconv.Itoa(int(o.MountPort)),
+			fmt.Sprintf("contradicts port=%d, the RDMA port: name the server's MOUNT port (TCP), or leave it to the port mapper", o.Port)}
 	}
 	if o.Device != "" && o.Provider == providerSoftiwarp {
 		return &OptionError{"device", o.Device, "contradicts provider=softiwarp, which needs none"}
 	}
 	if o.AcRegMin > o.AcRegMax {
-		return &OptionError{"acregmin", seconds(o.AcRegMin), fmt.Sprintf("contradicts acregmax=%s: must be from 0 to %[1]s (seconds)", seconds(o.AcRegMax))}
+		return &OptionError{"acregmin", seconds(o.AcRegMin),
+			fmt.Sprintf("contradicts acregmax=%s: must be from 0 to %[1]s (seconds)", seconds(o.AcRegMax))}
 	}
 	if o.AcDirMin > o.AcDirMax {
-		return &OptionError{"acdirmin", seconds(o.AcDirMin), fmt.Sprintf("contradicts acdirmax=%s: must be from 0 to %[1]s (seconds)", seconds(o.AcDirMax))}
+		return &OptionError{"acdirmin", seconds(o.AcDirMin),
+			fmt.Sprintf("contradicts acdirmax=%s: must be from 0 to %[1]s (seconds)", seconds(o.AcDirMax))}
 	}
 	return nil
 }

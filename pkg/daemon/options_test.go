@@ -21,7 +21,10 @@ func TestParseOptions(t *testing.T) {
 		{"rsize=4096,wsize=1048576", func(o *Options) { o.RSize, o.WSize = 4096, 1<<20 }},
 		// nfs(5): rounded down to a multiple of 1024
 		{"rsize=10000", func(o *Options) { o.RSize = 9216 }},
-		{"timeo=15,retrans=0,soft", func(o *Options) { o.Timeout, o.Retrans, o.Recovery = 1500*time.Millisecond, 0, RecoverySoft }},
+		{"timeo=15,retrans=0,soft", func(o *Options) {
+			o.Timeout, o.Retrans, o.Recovery = 1500*time.Millisecond, 0,
+				RecoverySoft
+		}},
 		{"softerr", func(o *Options) { o.Recovery = RecoverySoftErr }},
 		{"actimeo=0", func(o *Options) { o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = 0, 0, 0, 0 }},
 		{"acregmin=1,acregmax=2,acdirmin=3,acdirmax=4", func(o *Options) {
@@ -33,7 +36,10 @@ func TestParseOptions(t *testing.T) {
 			o.Provider, o.Device, o.Slots, o.InlineBytes, o.MPACRC, o.WritePad = "rdmacore", "rxe0", 4, 1024, true, true
 		}},
 		{"trace=0,keepalive=0,idle=0", func(o *Options) { o.TraceEvents, o.KeepAlive, o.Idle = 0, 0, 0 }},
-		{"trace=65536,keepalive=3,idle=60", func(o *Options) { o.TraceEvents, o.KeepAlive, o.Idle = 65536, 3*time.Second, time.Minute }},
+		{"trace=65536,keepalive=3,idle=60", func(o *Options) {
+			o.TraceEvents, o.KeepAlive, o.Idle = 65536,
+				3*time.Second, time.Minute
+		}},
 		{"nosuid,nodev,noexec", func(o *Options) { o.Kernel = []string{"nosuid", "nodev", "noexec"} }},
 	}
 	for _, tt := range tests {
@@ -182,7 +188,8 @@ func TestParseSpec(t *testing.T) {
 			t.Errorf("%s: got %+v (%s), %v", in, got, got, err)
 		}
 	}
-	for _, in := range []string{"", "host", ":/x", "host:x", "host:", "2001:db8::1:/x", "[::1:/x", "[host]:/x", "[::1]/x", "h ost:/x", "a/b:/x", "host:/" + strings.Repeat("x", 1024), "host:/a\nb"} {
+	for _, in := range []string{"", "host", ":/x", "host:x", "host:", "2001:db8::1:/x", "[::1:/x", "[host]:/x",
+		"[::1]/x", "h ost:/x", "a/b:/x", "host:/" + strings.Repeat("x", 1024), "host:/a\nb"} {
 		_, err := ParseSpec(in)
 		if err == nil || ExitCode(err) != ExitUsage || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%q: got %v", in, err)

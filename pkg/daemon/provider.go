@@ -27,7 +27,8 @@ const routeTimeout = 3 * time.Second
 // chooseProvider makes the provider that o asks for, and says why it is the one. "auto" is
 // rdma-core where the route to the server goes through an RDMA device, else softiwarp. The server
 // is sent nothing.
-func chooseProvider(ctx context.Context, o *Options, server netip.AddrPort, log hclog.Logger) (p verbs.Provider, why string, err error) {
+func chooseProvider(ctx context.Context, o *Options, server netip.AddrPort, log hclog.Logger) (p verbs.Provider,
+	why string, err error) {
 	soft := func() verbs.Provider { return softiwarp.New(softiwarp.Config{CRC: o.MPACRC}) }
 	if o.Provider == providerSoftiwarp {
 		return soft(), "as asked for", nil

@@ -52,7 +52,8 @@ func TestExamine(t *testing.T) {
 	if f := seen["mounting"]; !f.OK || !f.Needed {
 		t.Errorf("%+v", f)
 	}
-	if f := seen["daemon"]; f.OK || !strings.Contains(f.Text, "no.sock") || !strings.Contains(f.Text, "nfsrdmad daemon") {
+	if f := seen["daemon"]; f.OK || !strings.Contains(f.Text, "no.sock") ||
+		!strings.Contains(f.Text, "nfsrdmad daemon") {
 		t.Errorf("%+v", f)
 	}
 	if !seen["softiwarp"].OK || seen["rdma-core"].Needed {

@@ -30,7 +30,8 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 		log.Warn("every mount will fail", "reason", err)
 	}
 	if dirs := othersMounts(); len(dirs) > 0 {
-		log.Warn("other processes' nfsrdma mounts are there; umount(8) takes away what a killed daemon left", "dirs", dirs)
+		log.Warn("other processes' nfsrdma mounts are there; umount(8) takes away what a killed daemon left", "dirs",
+			dirs)
 	}
 	status := "serving " + string(cfg.ControlSocket)
 	if d.inject != "" {
@@ -42,7 +43,8 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 		err = nil
 	case err = <-d.failed:
 	}
-	notify(log, fmt.Sprintf("%s\nSTATUS=unmounting\nEXTEND_TIMEOUT_USEC=%d", sdnotify.SdNotifyStopping, stopTime(cfg).Microseconds()))
+	notify(log, fmt.Sprintf("%s\nSTATUS=unmounting\nEXTEND_TIMEOUT_USEC=%d", sdnotify.SdNotifyStopping,
+		stopTime(cfg).Microseconds()))
 	d.Close()
 	return err
 }

@@ -52,7 +52,8 @@ func controlServer(t *Table, v VersionInfo) *http.Server {
 	mux.Handle("GET "+pathTrace, traceHandler(t))
 	mux.Handle("GET "+pathVersion, handle(func(*http.Request) (any, error) { return v, nil }))
 	mux.Handle("/", handle(func(r *http.Request) (any, error) {
-		return nil, errorf(CodeUsage, "control API: no %s %s; the daemon and its client may be of different versions", r.Method, r.URL.Path)
+		return nil, errorf(CodeUsage, "control API: no %s %s; the daemon and its client may be of different versions",
+			r.Method, r.URL.Path)
 	}))
 	return &http.Server{
 		Handler:           onlyOwner(mux),
@@ -92,7 +93,8 @@ func onlyOwner(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		cred, ok := r.Context().Value(peerKey{}).(*unix.Ucred)
 		if !ok || (cred.Uid != 0 && cred.Uid != own) {
-			writeError(w, errorf(CodePermission, "control API: only root and the daemon's own user may use it; run as root"))
+			writeError(w, errorf(CodePermission,
+				"control API: only root and the daemon's own user may use it; run as root"))
 			return
 		}
 		next.ServeHTTP(w, r)

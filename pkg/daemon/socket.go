@@ -66,7 +66,8 @@ func lockFor(path string) (*os.File, error) {
 			pid, _ := io.ReadAll(io.LimitReader(f, 32))
 			f.Close()
 			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, errorf(CodeSystem, "control socket %s: a daemon runs there already (pid %s); stop it, or choose another --control-socket",
+				return nil, errorf(CodeSystem,
+					"control socket %s: a daemon runs there already (pid %s); stop it, or choose another --control-socket",
 					path, strings.TrimSpace(string(pid)))
 			}
 			return nil, errorf(CodeSystem, "control socket %s: locking %s.lock: %w", path, path, err)
@@ -87,7 +88,8 @@ func lockFor(path string) (*os.File, error) {
 // socketError says what to do about a socket that cannot be made at path.
 func socketError(path string, err error) error {
 	if errors.Is(err, os.ErrPermission) {
-		return errorf(CodePermission, "control socket %s: %w; run as root, or choose another --control-socket", path, err)
+		return errorf(CodePermission, "control socket %s: %w; run as root, or choose another --control-socket", path,
+			err)
 	}
 	return errorf(CodeSystem, "control socket %s: %w; choose another --control-socket", path, err)
 }
@@ -117,7 +119,8 @@ func bindFresh(path string) (net.Listener, error) {
 			conn.Close()
 		}
 		if !errors.Is(err, unix.ECONNREFUSED) && !errors.Is(err, os.ErrNotExist) {
-			return nil, errorf(CodeSystem, "control socket %s: another program listens there; choose another --control-socket", path)
+			return nil, errorf(CodeSystem,
+				"control socket %s: another program listens there; choose another --control-socket", path)
 		}
 	case !errors.Is(err, os.ErrNotExist):
 		return nil, errorf(CodeSystem, "control socket %s: %w", path, err)

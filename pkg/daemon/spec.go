@@ -21,7 +21,8 @@ const maxHostLen = 255
 // ParseSpec reads HOST:/EXPORT; an IPv6 address stands in brackets, as in nfs(5).
 func ParseSpec(s string) (Spec, error) {
 	bad := func(why string) (Spec, error) {
-		return Spec{}, errorf(CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6", brief(s), why)
+		return Spec{}, errorf(CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6",
+			brief(s), why)
 	}
 	var host, export string
 	if rest, ok := strings.CutPrefix(s, "["); ok {

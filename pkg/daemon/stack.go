@@ -90,8 +90,9 @@ func (s *stack) build(ctx context.Context, log hclog.Logger) (err error) {
 		return err
 	}
 	machine, _ := os.Hostname() // an empty machine name is valid
-	s.mountArgs = mountd.Args{Host: addr.String(), Export: s.spec.Export, Port: int(s.opts.MountPort), Timeout: remaining(ctx),
-		Cred: &sunrpc.AuthSys{Machine: machine}}
+	s.mountArgs = mountd.Args{Host: addr.String(), Export: s.spec.Export, Port: int(s.opts.MountPort),
+		Timeout: remaining(ctx),
+		Cred:    &sunrpc.AuthSys{Machine: machine}}
 	root, err := mountd.Mount(ctx, s.mountArgs)
 	if err != nil {
 		return err
@@ -159,7 +160,8 @@ func orNever(d time.Duration) time.Duration {
 	return d
 }
 
-var recoveries = map[Recovery]xprt.Recovery{RecoveryHard: xprt.Hard, RecoverySoft: xprt.Soft, RecoverySoftErr: xprt.SoftErr}
+var recoveries = map[Recovery]xprt.Recovery{RecoveryHard: xprt.Hard, RecoverySoft: xprt.Soft,
+	RecoverySoftErr: xprt.SoftErr}
 
 func (s *stack) fsOptions() fusefs.Options {
 	o := fusefs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
@@ -249,7 +251,8 @@ func (s *stack) explain(err error) error {
 	case err == nil, errors.Is(err, unix.EINVAL): // not mounted any more: somebody was faster
 		return nil
 	case errors.Is(err, unix.EBUSY):
-		return &Error{Code: CodeMount, Err: err, Text: "unmounting " + s.dir + ": it is in use; close the files there (fuser -m tells whose), or use --lazy or --force"}
+		return &Error{Code: CodeMount, Err: err, Text: "unmounting " + s.dir +
+			": it is in use; close the files there (fuser -m tells whose), or use --lazy or --force"}
 	}
 	return errorf(CodeMount, "unmounting %s: %w; try --force", s.dir, err)
 }

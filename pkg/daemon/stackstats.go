@@ -165,7 +165,8 @@ func (s *stack) Status() MountStatus {
 	t := &snap.Transport
 	st := MountStatus{
 		Credits: t.Credits, Slots: t.Slots, SlotsInUse: t.SlotsInUse, Connects: t.Connects, Sends: t.Sends, Receives: t.Receives,
-		MRs: t.MRs, XprtLine: metrics.XprtLine(t), RPCs: make(map[string]uint64), MRsRecycled: t.MRsRecycled, MRsOrphaned: t.MRsOrphaned,
+		MRs: t.MRs, XprtLine: metrics.XprtLine(t), RPCs: make(
+			map[string]uint64), MRsRecycled: t.MRsRecycled, MRsOrphaned: t.MRsOrphaned,
 		MRsRecovered: t.MRsRecovered, MRsFailed: t.MRsFailed, Calls: s.waiting(), History: s.story(), FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
 	}
 	s.Describe(&st.MountInfo)

@@ -18,7 +18,8 @@ func TestSnapshotHasOperations(t *testing.T) {
 	observe(fusefs.OpRead, 3*time.Millisecond)
 	observe(fusefs.OpAccess, time.Second)
 	ops := s.Snapshot().Ops
-	if len(ops) != 2 || ops[0].Name != "read" || ops[0].Count != 2 || ops[0].Sum != 5*time.Millisecond || ops[1].Name != "access" {
+	if len(ops) != 2 || ops[0].Name != "read" || ops[0].Count != 2 || ops[0].Sum != 5*time.Millisecond ||
+		ops[1].Name != "access" {
 		t.Errorf("got %+v", ops)
 	}
 }
@@ -41,7 +42,8 @@ func TestFileCountersAreComplete(t *testing.T) {
 	}
 	var c fusefs.Counters
 	c.Ops[fusefs.OpForget].Add(3)
-	if f := files(&c); !reflect.DeepEqual(f.Ops, map[string]uint64{"forget": 3}) || !reflect.DeepEqual(f.OpErrors, map[string]uint64{"forget": 0}) {
+	if f := files(&c); !reflect.DeepEqual(f.Ops, map[string]uint64{"forget": 3}) ||
+		!reflect.DeepEqual(f.OpErrors, map[string]uint64{"forget": 0}) {
 		t.Errorf("got %v, %v", f.Ops, f.OpErrors)
 	}
 }

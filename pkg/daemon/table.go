@@ -151,9 +151,11 @@ func (t *Table) reserve(p plan, cancel context.CancelFunc) (*entry, error) {
 		return nil, t.stopping(p)
 	}
 	if other := t.mu.entries[p.dir]; other != nil {
-		return nil, errorf(CodeMount, "mount point %s: taken by %s (%s); unmount it first", p.dir, other.spec, other.state)
+		return nil, errorf(CodeMount, "mount point %s: taken by %s (%s); unmount it first", p.dir, other.spec,
+			other.state)
 	}
-	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}), gone: make(chan struct{}), state: StateMounting}
+	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}), gone: make(chan struct{}),
+		state: StateMounting}
 	t.mu.entries[p.dir] = e
 	t.work.Add(1)
 	return e, nil
@@ -192,9 +194,11 @@ func (t *Table) classify(ctx context.Context, p plan, err error) error {
 		if closed {
 			return t.stopping(p)
 		}
-		return &Error{Code: CodeCanceled, Text: "mounting " + p.spec.String() + " on " + p.dir + ": interrupted", Err: err}
+		return &Error{Code: CodeCanceled, Text: "mounting " + p.spec.String() + " on " + p.dir + ": interrupted",
+			Err: err}
 	}
-	return &Error{Code: CodeMount, Text: "mounting " + p.spec.String() + " on " + p.dir + ": " + oneLine(err.Error()), Err: err}
+	return &Error{Code: CodeMount, Text: "mounting " + p.spec.String() + " on " + p.dir + ": " + oneLine(err.Error()),
+		Err: err}
 }
 
 // Umount ends the mount at r.Dir. A normal unmount of a busy mount, or of one whose server does not
@@ -220,7 +224,8 @@ func (t *Table) Umount(ctx context.Context, r UmountRequest) error {
 // that was killed.
 func notOurs(what, dir string) error {
 	if mounted, err := isMountPoint(dir); err == nil && mounted {
-		return errorf(CodeNotMounted, "%s %s: what is mounted there is not this daemon's; use umount(8) to end it", what, dir)
+		return errorf(CodeNotMounted, "%s %s: what is mounted there is not this daemon's; use umount(8) to end it",
+			what, dir)
 	}
 	return errorf(CodeNotMounted, "%s %s: no mount of this daemon is there; see nfsrdmad list", what, dir)
 }

@@ -28,7 +28,8 @@ type standIn struct {
 }
 
 func newStandIn() *standIn {
-	return &standIn{gone: make(chan struct{}), isClosed: make(chan struct{}), unmount: func(m UmountMode) (bool, error) { return m != UmountLazy, nil }}
+	return &standIn{gone: make(chan struct{}), isClosed: make(chan struct{}),
+		unmount: func(m UmountMode) (bool, error) { return m != UmountLazy, nil }}
 }
 
 func (s *standIn) Wait()                      { <-s.gone }

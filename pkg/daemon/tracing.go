@@ -23,7 +23,8 @@ const (
 )
 
 func (r *TraceRequest) query() string {
-	return url.Values{"dir": {r.Dir}, "json": {strconv.FormatBool(r.JSON)}, "follow": {strconv.FormatBool(r.Follow)}, "last": {strconv.Itoa(r.Last)}}.Encode()
+	return url.Values{"dir": {r.Dir}, "json": {strconv.FormatBool(r.JSON)}, "follow": {strconv.FormatBool(r.Follow)},
+		"last": {strconv.Itoa(r.Last)}}.Encode()
 }
 
 func parseTraceRequest(q url.Values) (r TraceRequest, err error) {
@@ -65,7 +66,8 @@ func (t *Table) traced(ctx context.Context, dir string) (rings []*trace.Ring, go
 		}
 	}
 	if len(rings) == 0 {
-		return nil, nil, errorf(CodeUsage, "trace of %s: it is off for this mount; mount it again with -o trace=%d (events to keep)", dir, DefaultOptions().TraceEvents)
+		return nil, nil, errorf(CodeUsage,
+			"trace of %s: it is off for this mount; mount it again with -o trace=%d (events to keep)", dir, DefaultOptions().TraceEvents)
 	}
 	return rings, e.gone, nil
 }

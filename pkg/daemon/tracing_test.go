@@ -89,7 +89,9 @@ func TestTraceOfThePast(t *testing.T) {
 		}
 	}
 	var out bytes.Buffer
-	if err := c.Trace(context.Background(), TraceRequest{Dir: dir, Last: 1}, &out); err != nil || !strings.HasPrefix(out.String(), "#0 ") || !strings.Contains(out.String(), "post_send     xid=0x4 requests=2 inline=100\n") {
+	if err := c.Trace(context.Background(), TraceRequest{Dir: dir, Last: 1}, &out); err != nil ||
+		!strings.HasPrefix(out.String(), "#0 ") ||
+		!strings.Contains(out.String(), "post_send     xid=0x4 requests=2 inline=100\n") {
 		t.Errorf("text %q, %v", out.String(), err)
 	}
 }

@@ -37,7 +37,8 @@ func TestUnitVerifies(t *testing.T) {
 	if err != nil || strings.Contains(out, "nfsrdmad.service") {
 		t.Errorf("%v: %s", err, out)
 	}
-	if out, err := verify(string(unit) + "\n[Service]\nFrobnicate=yes\n"); err == nil && !strings.Contains(out, "Frobnicate") {
+	if out, err := verify(string(unit) + "\n[Service]\nFrobnicate=yes\n"); err == nil &&
+		!strings.Contains(out, "Frobnicate") {
 		t.Error("a unit with an unknown key passes: this check checks nothing")
 	}
 }
@@ -46,7 +47,8 @@ func TestUnitVerifies(t *testing.T) {
 // others takes: CAP_SYS_ADMIN, mount(2), the network, and the host's own mount namespace.
 func TestUnitExposure(t *testing.T) {
 	const threshold = "50" // a tenth each: 5.0
-	out, err := exec.Command("systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold="+threshold, unitFile).CombinedOutput()
+	out, err := exec.Command("systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold="+threshold,
+		unitFile).CombinedOutput()
 	if err != nil {
 		t.Errorf("%v: %s", err, out)
 	}
@@ -62,7 +64,8 @@ func TestUnitKeepsTheHostsMountNamespace(t *testing.T) {
 	if m := private.FindString(string(unit)); m != "" {
 		t.Errorf("the unit has %s", m)
 	}
-	for _, want := range []string{"Type=notify", "ExecStart=/usr/sbin/nfsrdmad daemon --config /etc/nfsrdmad.toml", "RuntimeDirectory=nfsrdmad", "Restart=on-failure",
+	for _, want := range []string{"Type=notify", "ExecStart=/usr/sbin/nfsrdmad daemon --config /etc/nfsrdmad.toml",
+		"RuntimeDirectory=nfsrdmad", "Restart=on-failure",
 		"DeviceAllow=/dev/fuse rw", "DeviceAllow=/dev/infiniband/rdma_cm rw", "DeviceAllow=char-infiniband_verbs rw", "LimitMEMLOCK=infinity"} {
 		if !strings.Contains(string(unit), "\n"+want+"\n") {
 			t.Errorf("the unit has no %s", want)

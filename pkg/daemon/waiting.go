@@ -40,7 +40,8 @@ func (s *stack) waiting() []PendingCall {
 }
 
 func explainCall(connection int, c *xprt.Call, now time.Time) PendingCall {
-	w := PendingCall{Procedure: procedure(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits, Age: now.Sub(c.Began).Seconds(), SinceSent: -1}
+	w := PendingCall{Procedure: procedure(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits,
+		Age: now.Sub(c.Began).Seconds(), SinceSent: -1}
 	if c.XID != 0 {
 		w.XID = fmt.Sprintf("%#x", c.XID)
 	}
@@ -110,7 +111,8 @@ func (s *stack) story() []ConnEvent {
 	notes := []ConnEvent{}
 	for i, t := range s.transports.all {
 		for _, n := range t.History() {
-			notes = append(notes, ConnEvent{Time: n.Time, Connection: i, Event: n.Event, Cause: n.Cause, Times: n.Times})
+			notes = append(notes, ConnEvent{Time: n.Time, Connection: i, Event: n.Event, Cause: n.Cause,
+				Times: n.Times})
 		}
 	}
 	slices.SortStableFunc(notes, func(a, b ConnEvent) int { return a.Time.Compare(b.Time) })

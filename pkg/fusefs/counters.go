@@ -37,7 +37,8 @@ const (
 	NumOps
 )
 
-var opNames = [NumOps]string{"lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink",
+var opNames = [NumOps]string{"lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink",
+	"rmdir", "symlink",
 	"rename", "link", "open", "create", "read", "write", "flush", "release", "fsync", "opendir", "readdir", "readdirplus",
 	"fsyncdir", "statfs", "access"}
 

@@ -72,7 +72,8 @@ func (a *amnesiac) write(ctx context.Context, m *sunrpc.Message) error {
 	at := len(m.Args) - argStable
 	unstable := m.Args[at+3] == byte(nfs3.Unstable)
 	if unstable {
-		a.held = append(a.held, heldWrite{bytes.Clone(m.Cred), bytes.Clone(m.Args), bytes.Clone(m.ArgData), m.ArgDataPos})
+		a.held = append(a.held, heldWrite{bytes.Clone(m.Cred), bytes.Clone(m.Args), bytes.Clone(m.ArgData),
+			m.ArgDataPos})
 		m.Args[at+3] = byte(nfs3.FileSync)
 		m.ArgData = bytes.Repeat([]byte{0xEE}, len(m.ArgData))
 	}
@@ -90,7 +91,8 @@ func (a *amnesiac) commit(ctx context.Context, m *sunrpc.Message) error {
 	for _, w := range a.held {
 		args := w.args
 		args[len(args)-argStable+3] = byte(nfs3.FileSync)
-		msg := sunrpc.Message{Prog: m.Prog, Vers: m.Vers, Proc: uint32(nfs3.ProcWrite), Cred: w.cred, Args: args, ArgData: w.data,
+		msg := sunrpc.Message{Prog: m.Prog, Vers: m.Vers, Proc: uint32(nfs3.ProcWrite), Cred: w.cred, Args: args,
+			ArgData:    w.data,
 			ArgDataPos: w.pos, MaxResult: 1 << 12, Result: make([]byte, 0, 1<<12), ResultDataLen: -1}
 		if err := a.Caller.Call(ctx, &msg); err != nil {
 			return err
@@ -134,7 +136,8 @@ func TestVerifierChange(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				for _, part := range []struct{ off, n int }{{0, 700_000}, {300_000, 400_000}, {900_000, len(want) - 900_000}, {650_000, 300_000}, {10, 100_000}} {
+				for _, part := range []struct{ off, n int }{{0, 700_000}, {300_000, 400_000},
+					{900_000, len(want) - 900_000}, {650_000, 300_000}, {10, 100_000}} {
 					data := want[part.off : part.off+part.n]
 					if part.off == 0 || part.off == 300_000 { // to be overwritten in part
 						data = bytes.Clone(data)
@@ -455,7 +458,8 @@ func TestSillyRemovalShows(t *testing.T) {
 		time.Sleep(20 * time.Millisecond)
 	}
 	must(t, unix.Stat(filepath.Join(e.dir, "dir"), &server))
-	t.Errorf("the directory was changed at %v, then at %v on the server; the mount shows %v", before.Mtim, server.Mtim, after.Mtim)
+	t.Errorf("the directory was changed at %v, then at %v on the server; the mount shows %v", before.Mtim,
+		server.Mtim, after.Mtim)
 }
 
 // TestRmdirBehindSillyRename removes a directory right after the last close of a file that was

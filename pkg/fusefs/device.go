@@ -35,7 +35,8 @@ func openFuse() (*fuseDevice, error) {
 func (d *fuseDevice) mount(dir string, opts *MountOptions, maxRead int) error {
 	// Without default_permissions names in the kernel's cache would let users through directories
 	// that are closed to them.
-	data := fmt.Sprintf("fd=%d,rootmode=%o,user_id=%d,group_id=%d,max_read=%d,default_permissions", d.fd, unix.S_IFDIR, os.Geteuid(), os.Getegid(), maxRead)
+	data := fmt.Sprintf("fd=%d,rootmode=%o,user_id=%d,group_id=%d,max_read=%d,default_permissions", d.fd,
+		unix.S_IFDIR, os.Geteuid(), os.Getegid(), maxRead)
 	if !opts.OnlyOwner {
 		data += ",allow_other"
 	}

@@ -147,7 +147,8 @@ func TestDirectoryErrors(t *testing.T) {
 	e := startExport(t)
 	m, s := e.mountScripted(t, mountConfig{})
 	must(t, os.Mkdir(m.path("d"), 0o755))
-	for st, want := range map[nfs3.Status]syscall.Errno{nfs3.ErrIO: syscall.EIO, nfs3.ErrAcces: syscall.EACCES, nfs3.ErrStale: syscall.ESTALE, nfs3.Status(4711): syscall.EIO} {
+	for st, want := range map[nfs3.Status]syscall.Errno{nfs3.ErrIO: syscall.EIO, nfs3.ErrAcces: syscall.EACCES,
+		nfs3.ErrStale: syscall.ESTALE, nfs3.Status(4711): syscall.EIO} {
 		s.on(status(st), dirProcs...)
 		if _, err := os.ReadDir(m.path("d")); !errors.Is(err, want) {
 			t.Errorf("%v: %v, want %v", st, err, want)

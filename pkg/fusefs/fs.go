@@ -63,7 +63,8 @@ type Options struct {
 
 // DefaultOptions are nfs(5)'s defaults.
 func DefaultOptions() Options {
-	return Options{AcRegMin: 3 * time.Second, AcRegMax: 60 * time.Second, AcDirMin: 30 * time.Second, AcDirMax: 60 * time.Second}
+	return Options{AcRegMin: 3 * time.Second, AcRegMax: 60 * time.Second, AcDirMin: 30 * time.Second,
+		AcDirMax: 60 * time.Second}
 }
 
 // An FS is one NFSv3 file system for one mount. Its methods are those of fuse.RawFileSystem; the
@@ -111,8 +112,10 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	if err := opts.setDefaults(); err != nil {
 		return nil, err
 	}
-	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), client: client, opts: opts, buffers: opts.Buffers, creds: newCredentials(),
-		files: make(map[uint64]*fileHandle), dirs: make(map[uint64]*dirHandle), writeSlots: make(chan struct{}, opts.MaxWrites),
+	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), client: client, opts: opts, buffers: opts.Buffers,
+		creds: newCredentials(),
+		files: make(map[uint64]*fileHandle), dirs: make(map[uint64]*dirHandle), writeSlots: make(chan struct{},
+			opts.MaxWrites),
 		dirty: make(map[*inode]struct{}), aborted: make(chan struct{})}
 	fs.interrupts.onInterrupt = func() { fs.Counters.Interrupts.Add(1) }
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
@@ -159,7 +162,8 @@ func (o *Options) setDefaults() error {
 			*size.v = MaxIOSize
 		}
 		if *size.v < MinIOSize || *size.v > MaxIOSize {
-			return fmt.Errorf("fusefs: %s=%d is out of range: it must be %d to %d octets", size.name, *size.v, MinIOSize, MaxIOSize)
+			return fmt.Errorf("fusefs: %s=%d is out of range: it must be %d to %d octets", size.name, *size.v,
+				MinIOSize, MaxIOSize)
 		}
 	}
 	for _, ac := range []struct {
@@ -167,7 +171,8 @@ func (o *Options) setDefaults() error {
 		least, most time.Duration
 	}{{"acreg", o.AcRegMin, o.AcRegMax}, {"acdir", o.AcDirMin, o.AcDirMax}} {
 		if ac.least < 0 || ac.most < ac.least {
-			return fmt.Errorf("fusefs: %[1]smin=%[2]v and %[1]smax=%[3]v contradict each other", ac.name, ac.least, ac.most)
+			return fmt.Errorf("fusefs: %[1]smin=%[2]v and %[1]smax=%[3]v contradict each other", ac.name, ac.least,
+				ac.most)
 		}
 	}
 	if o.LookupCache > LookupCacheNone {

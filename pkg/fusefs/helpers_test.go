@@ -95,7 +95,8 @@ func tree(t *testing.T, root string) string {
 			if err != nil {
 				return err
 			}
-			fmt.Fprintf(&b, " nlink=%d size=%d mtime=%d.%09d sum=%x", st.Nlink, st.Size, st.Mtim.Sec, st.Mtim.Nsec, hash(data))
+			fmt.Fprintf(&b, " nlink=%d size=%d mtime=%d.%09d sum=%x", st.Nlink, st.Size, st.Mtim.Sec, st.Mtim.Nsec,
+				hash(data))
 		case unix.S_IFLNK:
 			target, err := os.Readlink(path)
 			if err != nil {

@@ -164,9 +164,11 @@ func TestShortReads(t *testing.T) {
 func TestWriteErrors(t *testing.T) {
 	e := startExport(t)
 	for _, proc := range []nfs3.Proc{nfs3.ProcWrite, nfs3.ProcCommit} {
-		for st, want := range map[nfs3.Status]syscall.Errno{nfs3.ErrNoSpc: syscall.ENOSPC, nfs3.ErrDQuot: syscall.EDQUOT, nfs3.ErrIO: syscall.EIO,
+		for st, want := range map[nfs3.Status]syscall.Errno{nfs3.ErrNoSpc: syscall.ENOSPC,
+			nfs3.ErrDQuot: syscall.EDQUOT, nfs3.ErrIO: syscall.EIO,
 			nfs3.ErrFBig: syscall.EFBIG, nfs3.ErrStale: syscall.ESTALE} {
-			for name, end := range map[string]func(*os.File) error{"close": (*os.File).Close, "fsync": (*os.File).Sync} {
+			for name, end := range map[string]func(*os.File) error{"close": (*os.File).Close,
+				"fsync": (*os.File).Sync} {
 				t.Run(fmt.Sprintf("%v %v %s", proc, st, name), func(t *testing.T) {
 					m, s := e.mountScripted(t, mountConfig{opts: Options{WSize: 16 << 10}})
 					f, err := os.Create(m.path("file"))
@@ -195,7 +197,8 @@ func TestJukebox(t *testing.T) {
 	e := startExport(t)
 	m, s := e.mountScripted(t, mountConfig{opts: Options{NoAC: true}})
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("old"), 0o644))
-	busy := []nfs3.Proc{nfs3.ProcGetAttr, nfs3.ProcSetAttr, nfs3.ProcLookup, nfs3.ProcAccess, nfs3.ProcReadLink, nfs3.ProcRead, nfs3.ProcWrite, nfs3.ProcCreate,
+	busy := []nfs3.Proc{nfs3.ProcGetAttr, nfs3.ProcSetAttr, nfs3.ProcLookup, nfs3.ProcAccess, nfs3.ProcReadLink,
+		nfs3.ProcRead, nfs3.ProcWrite, nfs3.ProcCreate,
 		nfs3.ProcMkdir, nfs3.ProcSymlink, nfs3.ProcMknod, nfs3.ProcRemove, nfs3.ProcRmdir, nfs3.ProcRename, nfs3.ProcLink, nfs3.ProcReadDir, nfs3.ProcReadDirPlus,
 		nfs3.ProcFSStat, nfs3.ProcCommit}
 	for _, p := range busy {
@@ -264,7 +267,8 @@ func TestLookupCache(t *testing.T) {
 		name               string
 		cache              LookupCache
 		keepsNew, keepsOld bool // a missing name, a name that exists, may be cached
-	}{{"all", LookupCacheAll, true, true}, {"positive", LookupCachePositive, false, true}, {"none", LookupCacheNone, false, false}} {
+	}{{"all", LookupCacheAll, true, true}, {"positive", LookupCachePositive, false, true}, {"none", LookupCacheNone,
+		false, false}} {
 		t.Run(c.name, func(t *testing.T) {
 			m, s := e.mountScripted(t, mountConfig{opts: Options{LookupCache: c.cache}})
 			must(t, os.WriteFile(filepath.Join(e.dir, "old"), nil, 0o644))

@@ -48,18 +48,23 @@ func startExport(t *testing.T) *export {
 		t.Fatal(err)
 	}
 	s := ganeshatest.Start(t, dir)
-	res, err := mountd.Mount(t.Context(), mountd.Args{Host: s.Host, Port: s.MountPort, Export: s.Export, Cred: &sunrpc.AuthSys{Machine: "test"}})
+	res, err := mountd.Mount(t.Context(), mountd.Args{Host: s.Host, Port: s.MountPort, Export: s.Export,
+		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &export{dir, res.FH, func(ctx context.Context) (transport, error) { return rpctcp.Dial(ctx, s.Addr(), rpctcp.Options{}) }}
+	return &export{dir, res.FH, func(ctx context.Context) (transport, error) {
+		return rpctcp.Dial(ctx, s.Addr(),
+			rpctcp.Options{})
+	}}
 }
 
 // startOwnExport exports by our own server, over RDMA.
 func startOwnExport(t *testing.T) *export {
 	t.Helper()
 	dir := t.TempDir()
-	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
+	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
+		Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -72,7 +77,8 @@ func startOwnExport(t *testing.T) *export {
 	must(t, err)
 	number, err := strconv.Atoi(port)
 	must(t, err)
-	res, err := mountd.Mount(t.Context(), mountd.Args{Host: host, Port: number, Export: dir, Cred: &sunrpc.AuthSys{Machine: "test"}})
+	res, err := mountd.Mount(t.Context(), mountd.Args{Host: host, Port: number, Export: dir,
+		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	must(t, err)
 	return &export{dir, res.FH, func(ctx context.Context) (transport, error) {
 		tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr})

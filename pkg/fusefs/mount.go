@@ -72,7 +72,8 @@ func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 	maxWrite := min(fs.buffers.Size(), MaxIOSize)
 	if opts.MaxWrite != 0 {
 		if opts.MaxWrite < MinIOSize || opts.MaxWrite > MaxIOSize {
-			return nil, fmt.Errorf("mount %s: requests of %d octets: they must be %d to %d octets", abs, opts.MaxWrite, MinIOSize, MaxIOSize)
+			return nil, fmt.Errorf("mount %s: requests of %d octets: they must be %d to %d octets", abs,
+				opts.MaxWrite, MinIOSize, MaxIOSize)
 		}
 		maxWrite = min(maxWrite, opts.MaxWrite)
 	}
@@ -187,7 +188,8 @@ func (o *MountOptions) flags() uintptr {
 func mountError(dir string, err error) error {
 	switch {
 	case errors.Is(err, syscall.ENOENT):
-		return fmt.Errorf("mount %s: no /dev/fuse: load the fuse kernel module, or give the container the device: %w", dir, err)
+		return fmt.Errorf("mount %s: no /dev/fuse: load the fuse kernel module, or give the container the device: %w",
+			dir, err)
 	case errors.Is(err, syscall.EPERM):
 		return fmt.Errorf("mount %s: mount(2) needs root (CAP_SYS_ADMIN): %w", dir, err)
 	}

@@ -95,7 +95,8 @@ func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupRes
 
 // entry answers a request for a name with the node of fh, of which the kernel gets one more
 // reference. post are the attributes that came with fh in the reply to a call sent at start.
-func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64, out *fuse.EntryOut) (*inode, error) {
+func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64,
+	out *fuse.EntryOut) (*inode, error) {
 	var known *nfs3.Attr
 	if post.Present {
 		known = &post.Attr
@@ -111,7 +112,8 @@ func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, s
 }
 
 // entryAttr are the node's attributes: those of the reply, or newer ones.
-func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr, start uint64) (a nfs3.Attr, settled bool, err error) {
+func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr, start uint64) (a nfs3.Attr, settled bool,
+	err error) {
 	if post.Present && fs.absorb(ino, &post.Attr, start) {
 		ino.mu.Lock()
 		defer ino.mu.Unlock()
@@ -147,7 +149,8 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 
 // make does what CREATE, MKDIR, SYMLINK and MKNOD have in common: it makes the call, and asks for
 // what the server left out of its reply.
-func (fs *FS) make(r *request, dir *inode, name string, out *fuse.EntryOut, call func(*nfs3.CreateResult) error) (*inode, error) {
+func (fs *FS) make(r *request, dir *inode, name string, out *fuse.EntryOut, call func(*nfs3.CreateResult) error) (
+	*inode, error) {
 	var res nfs3.CreateResult
 	var start uint64
 	for try := 0; ; try++ {

@@ -37,7 +37,8 @@ func TestChangesTellAttributes(t *testing.T) {
 		}
 	})
 	if got[nfs3.ProcCreate] != files || got[nfs3.ProcLookup] != files || got[nfs3.ProcGetAttr] > 1 {
-		t.Errorf("%d files were made with %d CREATEs, %d LOOKUPs and %d GETATTRs", files, got[nfs3.ProcCreate], got[nfs3.ProcLookup], got[nfs3.ProcGetAttr])
+		t.Errorf("%d files were made with %d CREATEs, %d LOOKUPs and %d GETATTRs", files, got[nfs3.ProcCreate],
+			got[nfs3.ProcLookup], got[nfs3.ProcGetAttr])
 	}
 	before := stat(t, dir)
 	got = calls(func() {
@@ -46,7 +47,8 @@ func TestChangesTellAttributes(t *testing.T) {
 		}
 	})
 	if got[nfs3.ProcRemove] != files || got[nfs3.ProcGetAttr] > 1 {
-		t.Errorf("%d files were removed with %d REMOVEs and %d GETATTRs", files, got[nfs3.ProcRemove], got[nfs3.ProcGetAttr])
+		t.Errorf("%d files were removed with %d REMOVEs and %d GETATTRs", files, got[nfs3.ProcRemove],
+			got[nfs3.ProcGetAttr])
 	}
 	if after := stat(t, dir); after.Mtim == before.Mtim {
 		t.Error("a directory's mtime stayed, although names were removed")

@@ -14,9 +14,10 @@ import (
 // knownFailures are the tests of go-fuse's that do not pass on an NFSv3 mount, each with the reason
 // and with what of the test's output shows that it still is that reason.
 var knownFailures = map[string]struct{ reason, shows string }{
-	"Fallocate":           {"NFSv3 has no procedure that allocates space (RFC 1813 §3); fallocate(2) fails with EOPNOTSUPP", "Fallocate failed: operation not supported"},
-	"FallocateKeepSize":   {"as Fallocate", "operation not supported"},
-	"Tmpfile":             {"NFSv3 cannot make a file without a name; open(2) with O_TMPFILE fails with EOPNOTSUPP", "O_TMPFILE: operation not supported"},
+	"Fallocate":         {"NFSv3 has no procedure that allocates space (RFC 1813 §3); fallocate(2) fails with EOPNOTSUPP", "Fallocate failed: operation not supported"},
+	"FallocateKeepSize": {"as Fallocate", "operation not supported"},
+	"Tmpfile": {"NFSv3 cannot make a file without a name; open(2) with O_TMPFILE fails with EOPNOTSUPP",
+		"O_TMPFILE: operation not supported"},
 	"FcntlFlockLocksFile": {"the test wants two locks of one process to conflict, but fcntl(2) locks belong to the process: it fails on a local disk, too", "returned <nil>, expected EAGAIN"},
 	"SetattrSymlink": {"NFS-Ganesha 4's VFS back end answers SETATTR of a symbolic link's times with NFS3_OK and leaves them as they are; " +
 		"TestSetattrSymlink sees the test pass on another server", "want 43"},

@@ -44,7 +44,8 @@ func TestOpenRemoveRace(t *testing.T) {
 		name   string
 		remove bool // the name is missing at times
 		opts   Options
-	}{{"rename", false, Options{}}, {"unlink", true, Options{}}, {"rename, no attribute cache", false, Options{NoAC: true}}} {
+	}{{"rename", false, Options{}}, {"unlink", true, Options{}}, {"rename, no attribute cache", false,
+		Options{NoAC: true}}} {
 		t.Run(c.name, func(t *testing.T) {
 			m := e.mount(t, mountConfig{opts: c.opts})
 			dir := subdir(t, m)
@@ -94,7 +95,8 @@ func TestOpenRemoveRace(t *testing.T) {
 			close(over)
 			wg.Wait()
 			keptOpen = int(m.fs.Counters.SillyRenames.Load())
-			t.Logf("%d opens, %d found no file, %d files hidden while open, %d found stale", opened, missing, keptOpen, m.fs.Counters.Stale.Load())
+			t.Logf("%d opens, %d found no file, %d files hidden while open, %d found stale", opened, missing,
+				keptOpen, m.fs.Counters.Stale.Load())
 			if opened == 0 || keptOpen == 0 {
 				t.Error("nothing raced: the test tests nothing")
 			}
@@ -185,7 +187,8 @@ func TestOpenBesideSlowRemove(t *testing.T) {
 			s.on(nil, nfs3.ProcRemove, nfs3.ProcRename)
 			close(proceed)
 			must(t, <-removed)
-			if err := <-victimOpened; name == "unlink" && !errors.Is(err, syscall.ENOENT) || name == "rename" && err != nil {
+			if err := <-victimOpened; name == "unlink" && !errors.Is(err, syscall.ENOENT) || name == "rename" &&
+				err != nil {
 				t.Errorf("the file that was removed: %v", err)
 			}
 		})

@@ -290,7 +290,8 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 		d.start = fs.tick()
 		var err error
 		if plus {
-			err = fs.client.ReadDirPlus(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, fs.opts.DirCount, &res, keep)
+			err = fs.client.ReadDirPlus(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, fs.opts.DirCount, &res,
+				keep)
 		} else {
 			err = fs.client.ReadDir(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, &res, keep)
 		}

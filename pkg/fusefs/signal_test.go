@@ -136,10 +136,12 @@ func startRelayedExport(t *testing.T) (*export, *relay) {
 	dir := t.TempDir()
 	must(t, os.Chmod(dir, 0o755))
 	g := ganeshatest.Start(t, dir)
-	res, err := mountd.Mount(t.Context(), mountd.Args{Host: g.Host, Port: g.MountPort, Export: g.Export, Cred: &sunrpc.AuthSys{Machine: "test"}})
+	res, err := mountd.Mount(t.Context(), mountd.Args{Host: g.Host, Port: g.MountPort, Export: g.Export,
+		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	must(t, err)
 	r := startRelay(t, g.Addr())
-	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Backend: r.ln.Addr().String(), RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
+	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Backend: r.ln.Addr().String(),
+		RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
 	must(t, err)
 	t.Cleanup(func() {
 		r.resume()

@@ -20,7 +20,8 @@ func plant(t *testing.T, root string) {
 	for i := range 300 {
 		dir := filepath.Join(root, fmt.Sprintf("d%02d", i%17), fmt.Sprintf("e%d", i%3))
 		must(t, os.MkdirAll(dir, 0o750))
-		must(t, os.WriteFile(filepath.Join(dir, fmt.Sprintf("f%03d", i)), noise(uint64(i), i*i*7%200_000), os.FileMode(0o400|i%0o400)))
+		must(t, os.WriteFile(filepath.Join(dir, fmt.Sprintf("f%03d", i)), noise(uint64(i), i*i*7%200_000),
+			os.FileMode(0o400|i%0o400)))
 	}
 	must(t, os.WriteFile(filepath.Join(root, "large"), noise(1000, 3<<20+17), 0o644))
 	must(t, os.Link(filepath.Join(root, "large"), filepath.Join(root, "hardlink")))
@@ -33,7 +34,8 @@ func plant(t *testing.T, root string) {
 	must(t, os.WriteFile(filepath.Join(root, "suid"), []byte("x"), 0o755))
 	must(t, unix.Chmod(filepath.Join(root, "suid"), 0o4755))
 	must(t, os.WriteFile(filepath.Join(root, "old"), []byte("x"), 0o644))
-	must(t, unix.UtimesNanoAt(unix.AT_FDCWD, filepath.Join(root, "old"), []unix.Timespec{{Sec: 1e9, Nsec: 123456789}, {Sec: 1e9 + 7, Nsec: 987654321}}, 0))
+	must(t, unix.UtimesNanoAt(unix.AT_FDCWD, filepath.Join(root, "old"), []unix.Timespec{{Sec: 1e9, Nsec: 123456789},
+		{Sec: 1e9 + 7, Nsec: 987654321}}, 0))
 }
 
 func sameTree(t *testing.T, got, want string) {
@@ -61,7 +63,8 @@ func TestCopyTree(t *testing.T) {
 		"rsync": func(t *testing.T, from, to string) { run(t, ".", "rsync", "-aHD", from+"/", to) },
 		"tar": func(t *testing.T, from, to string) {
 			must(t, os.Mkdir(to, 0o755))
-			run(t, ".", "sh", "-c", "tar -C '"+from+"' --format=posix -cf - --exclude=./socket . | tar -C '"+to+"' -xpf -")
+			run(t, ".", "sh", "-c", "tar -C '"+from+"' --format=posix -cf - --exclude=./socket . | tar -C '"+to+
+				"' -xpf -")
 			// tar leaves sockets out
 			if _, err := os.Lstat(filepath.Join(from, "socket")); err == nil {
 				must(t, unix.Mknod(filepath.Join(to, "socket"), unix.S_IFSOCK|0o600, 0))
@@ -131,7 +134,8 @@ func TestManyEntries(t *testing.T) {
 			}
 		}
 	}
-	if out := run(t, m.dir, "sh", "-c", "find many -type f -size 0 | wc -l"); strings.TrimSpace(out) != fmt.Sprint(entries) {
+	if out := run(t, m.dir, "sh", "-c", "find many -type f -size 0 | wc -l"); strings.TrimSpace(out) != fmt.Sprint(
+		entries) {
 		t.Errorf("find counts %s", out)
 	}
 	if n := m.fs.Counters.Ops[OpReadDirPlus].Load(); n == 0 {

@@ -44,7 +44,8 @@ func (s *Server) Unmount() error {
 	case <-time.After(copyGrace):
 	}
 	if how < unmounted {
-		return fmt.Errorf("umount %s: the mount is out of the tree, and processes still have files of it open: %w", s.dir, syscall.EBUSY)
+		return fmt.Errorf("umount %s: the mount is out of the tree, and processes still have files of it open: %w",
+			s.dir, syscall.EBUSY)
 	}
 	s.abortConnection()
 	<-s.done
@@ -131,7 +132,8 @@ func (s *Server) topmost() (bool, error) {
 		return false, nil
 	}
 	if dev, err := deviceAt(unix.AT_FDCWD, s.dir); err != nil || dev != s.dev {
-		return false, fmt.Errorf("umount %s: another file system is mounted over it; unmount that first: %w", s.dir, syscall.EBUSY)
+		return false, fmt.Errorf("umount %s: another file system is mounted over it; unmount that first: %w", s.dir,
+			syscall.EBUSY)
 	}
 	return true, nil
 }

@@ -304,7 +304,8 @@ func (w *writeback) replayable(e *extent) bool {
 
 // writeExtent makes the WRITE calls for e and sets its verifier. committed is the least stability
 // among the replies; wcc is that of the last of them, whose call was sent at start.
-func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs3.StableHow, wcc *nfs3.WccData) (committed nfs3.StableHow, start uint64, err error) {
+func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs3.StableHow,
+	wcc *nfs3.WccData) (committed nfs3.StableHow, start uint64, err error) {
 	committed, e.lost = nfs3.FileSync, false
 	var res nfs3.WriteResult
 	for done, try := 0, 0; done < e.n; {

@@ -46,7 +46,8 @@ func TestFreeBufferPanics(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer membuf.Free(b)
-	for name, wrong := range map[string][]byte{"the Go heap": make([]byte, 100), "the middle of a buffer": b[os.Getpagesize():]} {
+	for name, wrong := range map[string][]byte{"the Go heap": make([]byte, 100),
+		"the middle of a buffer": b[os.Getpagesize():]} {
 		func() {
 			defer func() {
 				if recover() == nil {

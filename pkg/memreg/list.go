@@ -90,7 +90,8 @@ func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 		}
 		l.registered = append(l.registered, m)
 		if r := l.pool.hooks.Trace; r != nil {
-			r.Add(trace.Event{Kind: trace.Map, N: uint16(len(m.segs)), XID: xid, MR: m.id, Handle: uint32(m.handle), A: uint64(m.length), B: m.iova})
+			r.Add(trace.Event{Kind: trace.Map, N: uint16(len(m.segs)), XID: xid, MR: m.id, Handle: uint32(m.handle),
+				A: uint64(m.length), B: m.iova})
 		}
 	}
 	return len(l.registered) - start, nil

@@ -14,8 +14,9 @@ func TestMain(m *testing.M) { testutil.Main(m) }
 
 // device is an invented one that carries NFS/RDMA with room to spare.
 func device(change func(*verbs.DeviceAttrs)) verbs.DeviceAttrs {
-	a := verbs.DeviceAttrs{Name: "inv0", Caps: verbs.CapFastReg | verbs.CapRegisterAny, PageSize: 4096, MaxFastRegPageListLen: 512,
-		MaxQPWR: 32768, MaxCQE: 65536, MaxMR: 65536, MaxSendSGE: 6, MaxRecvSGE: 6, MaxSGERd: 1}
+	a := verbs.DeviceAttrs{Name: "inv0", Caps: verbs.CapFastReg | verbs.CapRegisterAny, PageSize: 4096,
+		MaxFastRegPageListLen: 512,
+		MaxQPWR:               32768, MaxCQE: 65536, MaxMR: 65536, MaxSendSGE: 6, MaxRecvSGE: 6, MaxSGERd: 1}
 	if change != nil {
 		change(&a)
 	}
@@ -31,33 +32,53 @@ func TestQuery(t *testing.T) {
 		want   Params
 	}{
 		{"deep MRs: one per payload", nil, 128, 0,
-			Params{Depth: 257, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+			Params{Depth: 257, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40,
+				SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"depth 256 needs one more", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 256 }, 64, 0,
-			Params{Depth: 256, PageSize: 4096, Slots: 64, SendWRs: 64*9 + 33, WRsPerRPC: 9, RecvWRs: 104, SendSGEs: 6, MaxSegs: 4, MaxPayload: 1 << 20}},
+			Params{Depth: 256, PageSize: 4096, Slots: 64, SendWRs: 64*9 + 33, WRsPerRPC: 9, RecvWRs: 104, SendSGEs: 6,
+				MaxSegs: 4, MaxPayload: 1 << 20}},
 		{"depth 64", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 64 }, 64, 0,
-			Params{Depth: 64, PageSize: 4096, Slots: 64, SendWRs: 64*15 + 33, WRsPerRPC: 15, RecvWRs: 104, SendSGEs: 6, MaxSegs: 7, MaxPayload: 1 << 20}},
+			Params{Depth: 64, PageSize: 4096, Slots: 64, SendWRs: 64*15 + 33, WRsPerRPC: 15, RecvWRs: 104,
+				SendSGEs: 6, MaxSegs: 7, MaxPayload: 1 << 20}},
 		{"read-SGE quirk", func(a *verbs.DeviceAttrs) { a.MaxSGERd = 32 }, 64, 0,
-			Params{Depth: 32, PageSize: 4096, Slots: 64, SendWRs: 64*(7+2*8) + 33, WRsPerRPC: 7 + 2*8, RecvWRs: 104, SendSGEs: 6, MaxSegs: 11, MaxPayload: 1 << 20}},
-		{"gaps and chosen address", func(a *verbs.DeviceAttrs) { a.Caps |= verbs.CapGaps | verbs.CapChosenIOVA; a.MaxSendSGE = 64 }, 4, 0,
-			Params{Depth: 257, Gaps: true, ChosenIOVA: true, PageSize: 4096, Slots: 4, SendWRs: 4*7 + 33, WRsPerRPC: 7, RecvWRs: 44, SendSGEs: 19, MaxSegs: 3, MaxPayload: 1 << 20}},
+			Params{Depth: 32, PageSize: 4096, Slots: 64, SendWRs: 64*(7+2*8) + 33, WRsPerRPC: 7 + 2*8, RecvWRs: 104,
+				SendSGEs: 6, MaxSegs: 11, MaxPayload: 1 << 20}},
+		{"gaps and chosen address", func(
+			a *verbs.DeviceAttrs) {
+			a.Caps |= verbs.CapGaps | verbs.CapChosenIOVA
+			a.MaxSendSGE = 64
+		}, 4, 0,
+			Params{Depth: 257, Gaps: true, ChosenIOVA: true, PageSize: 4096, Slots: 4, SendWRs: 4*7 + 33,
+				WRsPerRPC: 7, RecvWRs: 44, SendSGEs: 19, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"small queue cuts the slots", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 10*7 + 6 }, 128, 0,
-			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6,
+				MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"small completion queue cuts the slots", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 10*8 + 7 }, 128, 0,
-			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6,
+				MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"few MRs cut the slots", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, 5*11 }, 64, 0,
-			Params{Depth: 64, PageSize: 4096, Slots: 11, SendWRs: 11*15 + 33, WRsPerRPC: 15, RecvWRs: 51, SendSGEs: 6, MaxSegs: 7, MaxPayload: 1 << 20}},
+			Params{Depth: 64, PageSize: 4096, Slots: 11, SendWRs: 11*15 + 33, WRsPerRPC: 15, RecvWRs: 51, SendSGEs: 6,
+				MaxSegs: 7, MaxPayload: 1 << 20}},
 		{"memory windows", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapMemWindow2B }, 128, 0,
-			Params{Depth: 257, OnePiece: true, ArenasOnly: true, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"registration for each use", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapPerIOReg }, 128, 0,
-			Params{Depth: 257, OnePiece: true, PerIO: true, ArenasOnly: true, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+			Params{Depth: 257, OnePiece: true, ArenasOnly: true, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33,
+				WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
+		{"registration for each use", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapPerIOReg },
+			128, 0,
+			Params{Depth: 257, OnePiece: true, PerIO: true, ArenasOnly: true, PageSize: 4096, Slots: 128,
+				SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"no fast registration", func(a *verbs.DeviceAttrs) { a.Caps = 0 }, 128, syscall.EINVAL, Params{}},
-		{"page list of nothing", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 0 }, 128, syscall.EINVAL, Params{}},
+		{"page list of nothing", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 0 }, 128, syscall.EINVAL,
+			Params{}},
 		{"two send SGEs", func(a *verbs.DeviceAttrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
-		{"queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 4*7 - 1 }, 128, syscall.ENOMEM, Params{}},
-		{"queue smaller than the reserve", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 16 }, 128, syscall.ENOMEM, Params{}},
-		{"completion queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 4*8 - 1 }, 128, syscall.ENOMEM, Params{}},
+		{"queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 4*7 - 1 }, 128, syscall.ENOMEM,
+			Params{}},
+		{"queue smaller than the reserve", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 16 }, 128, syscall.ENOMEM,
+			Params{}},
+		{"completion queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 4*8 - 1 }, 128,
+			syscall.ENOMEM, Params{}},
 		{"MRs for 3 RPCs", func(a *verbs.DeviceAttrs) { a.MaxMR = 3 }, 128, syscall.ENOMEM, Params{}},
-		{"16 MRs do not hold a payload", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 16 }, 128, syscall.ENOMEM, Params{}},
+		{"16 MRs do not hold a payload", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 16 }, 128,
+			syscall.ENOMEM, Params{}},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -153,8 +174,10 @@ func TestMapLayout(t *testing.T) {
 			l.Use(pool)
 			n, err := l.Map(c.segs, true, 1)
 			if c.want == nil {
-				if !errors.Is(err, ErrTooManySegments) || len(l.Registered()) != 0 || stats.InState(Valid) != 0 || stats.Free() != stats.Total() {
-					t.Errorf("Map = %d, %v with %d registered, %d valid, %d of %d free", n, err, len(l.Registered()), stats.InState(Valid), stats.Free(), stats.Total())
+				if !errors.Is(err, ErrTooManySegments) || len(l.Registered()) != 0 || stats.InState(Valid) != 0 ||
+					stats.Free() != stats.Total() {
+					t.Errorf("Map = %d, %v with %d registered, %d valid, %d of %d free", n, err, len(l.Registered()),
+						stats.InState(Valid), stats.Free(), stats.Total())
 				}
 			} else if err != nil || n != len(c.want) {
 				t.Fatalf("Map = %d, %v; want %d MRs", n, err, len(c.want))
@@ -168,8 +191,10 @@ func TestMapLayout(t *testing.T) {
 			if got := stats.InState(Invalid); got != stats.Total() || stats.Free() != got {
 				t.Errorf("after Unmap %d of %d invalid, %d free", got, stats.Total(), stats.Free())
 			}
-			if pool.Destroy(); pd.present != 0 || stats.Total() != 0 || stats.Free() != 0 || stats.Recycled.Load() != 0 {
-				t.Errorf("after Destroy %d MRs, gauges %d total, %d free, %d recycled", pd.present, stats.Total(), stats.Free(), stats.Recycled.Load())
+			if pool.Destroy(); pd.present != 0 || stats.Total() != 0 || stats.Free() != 0 ||
+				stats.Recycled.Load() != 0 {
+				t.Errorf("after Destroy %d MRs, gauges %d total, %d free, %d recycled", pd.present, stats.Total(),
+					stats.Free(), stats.Recycled.Load())
 			}
 		})
 	}
@@ -243,7 +268,8 @@ func TestAllocationFailureLosesNothing(t *testing.T) {
 		t.Fatalf("error %v, want ENOMEM", err)
 	}
 	if len(l.Registered()) != 0 || stats.Free() != 2 || stats.InState(Invalid) != 2 {
-		t.Errorf("%d registered, %d free, %d invalid; want 0, 2, 2", len(l.Registered()), stats.Free(), stats.InState(Invalid))
+		t.Errorf("%d registered, %d free, %d invalid; want 0, 2, 2", len(l.Registered()), stats.Free(),
+			stats.InState(Invalid))
 	}
 	pool.Destroy()
 }
@@ -261,7 +287,8 @@ func TestDestroyCountsTheHurt(t *testing.T) {
 	reg[0].regDone(&verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	reg[1].invDone(&verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	if stats.InState(FlushedFR) != 1 || stats.InState(FlushedLI) != 1 || stats.InState(Valid) != 1 {
-		t.Errorf("gauges: %d FLUSHED_FR, %d FLUSHED_LI, %d VALID; want 1 each", stats.InState(FlushedFR), stats.InState(FlushedLI), stats.InState(Valid))
+		t.Errorf("gauges: %d FLUSHED_FR, %d FLUSHED_LI, %d VALID; want 1 each", stats.InState(FlushedFR),
+			stats.InState(FlushedLI), stats.InState(Valid))
 	}
 	pd.failMR = syscall.EBUSY
 	if n := pool.Destroy(); n != 3 || stats.Orphaned.Load() != 3 || stats.Total() != 0 {

@@ -263,7 +263,8 @@ func TestModel(t *testing.T) {
 	if s := flag.Lookup("rapid.seed").Value.String(); s != "0" {
 		fmt.Sscan(s, &seed)
 	}
-	for name, value := range map[string]string{"rapid.seed": fmt.Sprint(seed), "rapid.checks": "250", "rapid.steps": "500", "rapid.nofailfile": "true"} {
+	for name, value := range map[string]string{"rapid.seed": fmt.Sprint(seed), "rapid.checks": "250",
+		"rapid.steps": "500", "rapid.nofailfile": "true"} {
 		if err := flag.Set(name, value); err != nil {
 			t.Fatal(err)
 		}
@@ -374,8 +375,10 @@ func TestModel(t *testing.T) {
 		r.disconnect(t)
 		r.pool.Destroy()
 		c := &r.stats
-		if c.Total() != 0 || c.Free() != 0 || c.Failed.Load() != c.Recovered.Load()+c.Recycled.Load()+c.Orphaned.Load() {
-			t.Fatalf("in the end %d MRs, %d free; %d hurt = %d recovered + %d recycled + %d orphaned", c.Total(), c.Free(), c.Failed.Load(), c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load())
+		if c.Total() != 0 || c.Free() != 0 || c.Failed.Load() != c.Recovered.Load()+c.Recycled.Load()+
+			c.Orphaned.Load() {
+			t.Fatalf("in the end %d MRs, %d free; %d hurt = %d recovered + %d recycled + %d orphaned", c.Total(),
+				c.Free(), c.Failed.Load(), c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load())
 		}
 	})
 	t.Logf("%d steps", steps)

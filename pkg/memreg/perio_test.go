@@ -114,7 +114,8 @@ func TestPerIOFailures(t *testing.T) {
 	}
 	pd.failReg = nil
 	if len(l.free) != 1 || len(l.Registered()) != 0 || stats.MapErrors.Load() != 1 {
-		t.Errorf("%d free, %d registered, %d map errors; want 1, 0, 1", len(l.free), len(l.Registered()), stats.MapErrors.Load())
+		t.Errorf("%d free, %d registered, %d map errors; want 1, 0, 1", len(l.free), len(l.Registered()),
+			stats.MapErrors.Load())
 	}
 	if err := pool.Check(); err != nil {
 		t.Error(err)

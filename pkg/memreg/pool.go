@@ -203,8 +203,10 @@ func (p *Pool) Check() error {
 		return fmt.Errorf("memreg: %d MRs are free, the gauge says %d", free, c.Free())
 	case c.Total() != int64(len(p.all)):
 		return fmt.Errorf("memreg: %d MRs, the gauges add up to %d", len(p.all), c.Total())
-	case c.Failed.Load() != c.Recovered.Load()+c.Recycled.Load()+c.Orphaned.Load()+uint64(c.InState(FlushedFR)+c.InState(FlushedLI)+c.InState(Condemned)+c.InState(Recovering)):
-		return fmt.Errorf("memreg: %d MRs hurt, but %d recovered, %d recycled, %d orphaned", c.Failed.Load(), c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load())
+	case c.Failed.Load() != c.Recovered.Load()+c.Recycled.Load()+c.Orphaned.Load()+
+		uint64(c.InState(FlushedFR)+c.InState(FlushedLI)+c.InState(Condemned)+c.InState(Recovering)):
+		return fmt.Errorf("memreg: %d MRs hurt, but %d recovered, %d recycled, %d orphaned", c.Failed.Load(),
+			c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load())
 	}
 	return nil
 }

@@ -54,7 +54,8 @@ type DeviceError struct {
 }
 
 func (e *DeviceError) Error() string {
-	return fmt.Sprintf("RDMA device %s cannot carry NFS: %s; choose another with device= or provider=", e.Device, e.Reason)
+	return fmt.Sprintf("RDMA device %s cannot carry NFS: %s; choose another with device= or provider=", e.Device,
+		e.Reason)
 }
 
 // Unwrap returns the errno.
@@ -105,7 +106,8 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	} {
 		room := max(limit.has-limit.reserved, 0) / limit.perRPC
 		if room < MinSlots {
-			return fail(syscall.ENOMEM, limit.what+" has room for %d RPCs of %d each, %d are needed", limit.has, room, limit.perRPC, MinSlots)
+			return fail(syscall.ENOMEM, limit.what+" has room for %d RPCs of %d each, %d are needed", limit.has, room,
+				limit.perRPC, MinSlots)
 		}
 		p.Slots = min(p.Slots, room)
 	}

@@ -39,7 +39,8 @@ const (
 	numEvents     = iota
 )
 
-var eventNames = [numEvents]string{"map", "unsent", "invalidated", "remote invalidation", "FastReg flushed", "LOCAL_INV flushed",
+var eventNames = [numEvents]string{"map", "unsent", "invalidated", "remote invalidation", "FastReg flushed",
+	"LOCAL_INV flushed",
 	"LOCAL_INV failed", "taken aside", "recovered", "destroyed"}
 
 func (e event) String() string { return eventNames[e] }

@@ -5,9 +5,11 @@ import "testing"
 // TestTransitions walks every cell of the table through the code that keeps the gauges (S12).
 func TestTransitions(t *testing.T) {
 	legal := map[State]map[event]State{
-		Invalid:    {evMap: Valid, evDestroy: gone},
-		Valid:      {evUnsent: Invalid, evInvalidated: Invalid, evRemoteInv: Invalid, evFlushFR: FlushedFR, evFlushLI: FlushedLI, evFailLI: Condemned, evTake: Recovering, evDestroy: gone},
-		FlushedFR:  {evFlushFR: FlushedFR, evFlushLI: FlushedLI, evFailLI: Condemned, evTake: Recovering, evDestroy: gone},
+		Invalid: {evMap: Valid, evDestroy: gone},
+		Valid: {evUnsent: Invalid, evInvalidated: Invalid, evRemoteInv: Invalid, evFlushFR: FlushedFR,
+			evFlushLI: FlushedLI, evFailLI: Condemned, evTake: Recovering, evDestroy: gone},
+		FlushedFR: {evFlushFR: FlushedFR, evFlushLI: FlushedLI, evFailLI: Condemned, evTake: Recovering,
+			evDestroy: gone},
 		FlushedLI:  {evFlushLI: FlushedLI, evFailLI: Condemned, evTake: Recovering, evDestroy: gone},
 		Condemned:  {evFlushFR: Condemned, evFlushLI: Condemned, evFailLI: Condemned, evDestroy: gone},
 		Recovering: {evRecovered: Invalid, evDestroy: gone},

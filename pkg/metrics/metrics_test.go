@@ -40,7 +40,8 @@ func snapshots() []Snapshot {
 	h.Observe(time.Hour)
 	return []Snapshot{
 		{Mount: "/mnt/a", Server: "192.0.2.1:20049", Provider: "softiwarp", Transport: distinct(),
-			Files: Files{ReadBytes: 30, Ops: map[string]uint64{"read": 31, "forget": 32}, OpErrors: map[string]uint64{"read": 33}},
+			Files: Files{ReadBytes: 30, Ops: map[string]uint64{"read": 31, "forget": 32},
+				OpErrors: map[string]uint64{"read": 33}},
 			Procs: []NamedHistogram{{"READ", h.Data()}}, Ops: []NamedHistogram{{"READ", h.Data()}}},
 		{Mount: "/mnt/b", Server: "192.0.2.1:20049", Provider: "softiwarp"},
 	}
@@ -84,7 +85,8 @@ nfsrdmad_local_inv_needed_total{mount="/mnt/b",provider="softiwarp",server="192.
 nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state="invalid"} 28
 nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state="valid"} 4
 `
-	if err := promtest.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want), "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs"); err != nil {
+	if err := promtest.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want),
+		"nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs"); err != nil {
 		t.Error(err)
 	}
 }

@@ -88,7 +88,8 @@ func TestXprtLineFields(t *testing.T) {
 func TestFaultsAreShown(t *testing.T) {
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(FaultInjection(true), NewCollector(func() []Snapshot {
-		return []Snapshot{{Mount: "/m", Server: "192.0.2.1:20049", Provider: "softiwarp+faults", Faults: map[string]uint64{"disconnect-every": 3, "lose-reply": 0},
+		return []Snapshot{{Mount: "/m", Server: "192.0.2.1:20049", Provider: "softiwarp+faults",
+			Faults:    map[string]uint64{"disconnect-every": 3, "lose-reply": 0},
 			Transport: Transport{Connections: map[string]uint64{"connected": 1, "idle": 0}}}}
 	}))
 	problems, err := promtest.GatherAndLint(registry)
@@ -108,7 +109,8 @@ nfsrdmad_fault_injection_enabled 1
 nfsrdmad_faults_injected_total{fault="disconnect-every",mount="/m",provider="softiwarp+faults",server="192.0.2.1:20049"} 3
 nfsrdmad_faults_injected_total{fault="lose-reply",mount="/m",provider="softiwarp+faults",server="192.0.2.1:20049"} 0
 `
-	if err := promtest.GatherAndCompare(registry, strings.NewReader(want), "nfsrdmad_connections", "nfsrdmad_fault_injection_enabled", "nfsrdmad_faults_injected_total"); err != nil {
+	if err := promtest.GatherAndCompare(registry, strings.NewReader(want), "nfsrdmad_connections",
+		"nfsrdmad_fault_injection_enabled", "nfsrdmad_faults_injected_total"); err != nil {
 		t.Error(err)
 	}
 	if v := promtest.ToFloat64(FaultInjection(false)); v != 0 {

@@ -36,34 +36,51 @@ func TestLargestReplies(t *testing.T) {
 		call       func(c *Client) error
 	}{
 		{ProcGetAttr, attrHex, "", 0, func(c *Client) error { return c.GetAttr(ctx, cred, fh1, new(Attr)) }},
-		{ProcSetAttr, bigWcc, bigWcc, 0, func(c *Client) error { return c.SetAttr(ctx, cred, fh1, set, nil, new(WccData)) }},
-		{ProcLookup, bigFH + bigPost + bigPost, bigPost, 0, func(c *Client) error { return c.Lookup(ctx, cred, fh1, "n", new(LookupResult)) }},
-		{ProcAccess, bigPost + "0000003f", bigPost, 0, func(c *Client) error { return c.Access(ctx, cred, fh1, 0x3f, new(AccessResult)) }},
-		{ProcReadLink, bigPost + "00000008 6161616161616161", bigPost, 8, func(c *Client) error { return c.ReadLink(ctx, cred, fh1, buf, new(ReadLinkResult)) }},
-		{ProcRead, bigPost + "00000008 00000001 00000008 6161616161616161", bigPost, 8, func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, new(ReadResult)) }},
-		{ProcWrite, bigWcc + "00000008 00000002" + verfHex, bigWcc, 0, func(c *Client) error { return c.Write(ctx, cred, fh1, 0, buf, FileSync, new(WriteResult)) }},
-		{ProcCreate, bigPostFH + bigPost + bigWcc, bigWcc, 0, func(c *Client) error { return c.Create(ctx, cred, fh1, "n", &CreateHow{}, new(CreateResult)) }},
-		{ProcMkdir, bigPostFH + bigPost + bigWcc, bigWcc, 0, func(c *Client) error { return c.Mkdir(ctx, cred, fh1, "n", set, new(CreateResult)) }},
-		{ProcSymlink, bigPostFH + bigPost + bigWcc, bigWcc, 0, func(c *Client) error { return c.Symlink(ctx, cred, fh1, "n", "t", set, new(CreateResult)) }},
+		{ProcSetAttr, bigWcc, bigWcc, 0,
+			func(c *Client) error { return c.SetAttr(ctx, cred, fh1, set, nil, new(WccData)) }},
+		{ProcLookup, bigFH + bigPost + bigPost, bigPost, 0,
+			func(c *Client) error { return c.Lookup(ctx, cred, fh1, "n", new(LookupResult)) }},
+		{ProcAccess, bigPost + "0000003f", bigPost, 0,
+			func(c *Client) error { return c.Access(ctx, cred, fh1, 0x3f, new(AccessResult)) }},
+		{ProcReadLink, bigPost + "00000008 6161616161616161", bigPost, 8,
+			func(c *Client) error { return c.ReadLink(ctx, cred, fh1, buf, new(ReadLinkResult)) }},
+		{ProcRead, bigPost + "00000008 00000001 00000008 6161616161616161", bigPost, 8,
+			func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, new(ReadResult)) }},
+		{ProcWrite, bigWcc + "00000008 00000002" + verfHex, bigWcc, 0,
+			func(c *Client) error { return c.Write(ctx, cred, fh1, 0, buf, FileSync, new(WriteResult)) }},
+		{ProcCreate, bigPostFH + bigPost + bigWcc, bigWcc, 0,
+			func(c *Client) error { return c.Create(ctx, cred, fh1, "n", &CreateHow{}, new(CreateResult)) }},
+		{ProcMkdir, bigPostFH + bigPost + bigWcc, bigWcc, 0,
+			func(c *Client) error { return c.Mkdir(ctx, cred, fh1, "n", set, new(CreateResult)) }},
+		{ProcSymlink, bigPostFH + bigPost + bigWcc, bigWcc, 0,
+			func(c *Client) error { return c.Symlink(ctx, cred, fh1, "n", "t", set, new(CreateResult)) }},
 		{ProcMknod, bigPostFH + bigPost + bigWcc, bigWcc, 0, func(c *Client) error {
 			return c.Mknod(ctx, cred, fh1, "n", NF3FIFO, set, Device{}, new(CreateResult))
 		}},
 		{ProcRemove, bigWcc, bigWcc, 0, func(c *Client) error { return c.Remove(ctx, cred, fh1, "n", new(WccData)) }},
 		{ProcRmdir, bigWcc, bigWcc, 0, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "n", new(WccData)) }},
-		{ProcRename, bigWcc + bigWcc, bigWcc + bigWcc, 0, func(c *Client) error { return c.Rename(ctx, cred, fh1, "n", fh2, "m", new(RenameResult)) }},
-		{ProcLink, bigPost + bigWcc, bigPost + bigWcc, 0, func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "m", new(LinkResult)) }},
+		{ProcRename, bigWcc + bigWcc, bigWcc + bigWcc, 0,
+			func(c *Client) error { return c.Rename(ctx, cred, fh1, "n", fh2, "m", new(RenameResult)) }},
+		{ProcLink, bigPost + bigWcc, bigPost + bigWcc, 0,
+			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "m", new(LinkResult)) }},
 		// The entries and the end of their list are the count; the rest comes on top of it, as the
 		// Linux server counts.
-		{ProcReadDir, bigPost + verfHex + "00000001 0000000000000001 00000004 61616161 0000000000000001" + "00000000 00000001", bigPost, 0, func(c *Client) error {
+		{ProcReadDir, bigPost + verfHex + "00000001 0000000000000001 00000004 61616161 0000000000000001" +
+			"00000000 00000001", bigPost, 0, func(c *Client) error {
 			return c.ReadDir(ctx, cred, fh1, 0, verf1, 36, new(ReadDirResult), each)
 		}},
-		{ProcReadDirPlus, bigPost + verfHex + "00000001 0000000000000001 00000004 61616161 0000000000000001" + bigPost + bigPostFH + "00000000 00000001", bigPost, 0, func(c *Client) error {
+		{ProcReadDirPlus, bigPost + verfHex + "00000001 0000000000000001 00000004 61616161 0000000000000001" +
+			bigPost + bigPostFH + "00000000 00000001", bigPost, 0, func(c *Client) error {
 			return c.ReadDirPlus(ctx, cred, fh1, 0, verf1, 36, 36+88+72, new(ReadDirResult), each)
 		}},
-		{ProcFSStat, bigPost + strings.Repeat("01", 52), bigPost, 0, func(c *Client) error { return c.FSStat(ctx, cred, fh1, new(FSStatResult)) }},
-		{ProcFSInfo, bigPost + strings.Repeat("01", 48), bigPost, 0, func(c *Client) error { return c.FSInfo(ctx, cred, fh1, new(FSInfoResult)) }},
-		{ProcPathConf, bigPost + "00007fff 000000ff 00000001 00000001 00000001 00000001", bigPost, 0, func(c *Client) error { return c.PathConf(ctx, cred, fh1, new(PathConfResult)) }},
-		{ProcCommit, bigWcc + verfHex, bigWcc, 0, func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, new(CommitResult)) }},
+		{ProcFSStat, bigPost + strings.Repeat("01", 52), bigPost, 0,
+			func(c *Client) error { return c.FSStat(ctx, cred, fh1, new(FSStatResult)) }},
+		{ProcFSInfo, bigPost + strings.Repeat("01", 48), bigPost, 0,
+			func(c *Client) error { return c.FSInfo(ctx, cred, fh1, new(FSInfoResult)) }},
+		{ProcPathConf, bigPost + "00007fff 000000ff 00000001 00000001 00000001 00000001", bigPost, 0,
+			func(c *Client) error { return c.PathConf(ctx, cred, fh1, new(PathConfResult)) }},
+		{ProcCommit, bigWcc + verfHex, bigWcc, 0,
+			func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, new(CommitResult)) }},
 	} {
 		caller := &canned{result: unhex(status + x.good)}
 		if err := x.call(NewClient(caller, Options{})); err != nil {
@@ -74,8 +91,10 @@ func TestLargestReplies(t *testing.T) {
 		}
 		caller.result = unhex("00000005" + x.fail)
 		var nfsErr *Error
-		if err := x.call(NewClient(caller, Options{})); !errors.As(err, &nfsErr) || nfsErr.Status != ErrIO || len(caller.result) > caller.maxResult {
-			t.Errorf("%v: the failing arm of %d octets, MaxResult is %d: %v", x.p, len(caller.result), caller.maxResult, err)
+		if err := x.call(NewClient(caller, Options{})); !errors.As(err, &nfsErr) || nfsErr.Status != ErrIO ||
+			len(caller.result) > caller.maxResult {
+			t.Errorf("%v: the failing arm of %d octets, MaxResult is %d: %v", x.p, len(caller.result),
+				caller.maxResult, err)
 		}
 	}
 }
@@ -92,10 +111,12 @@ func TestPadIsNotLookedAt(t *testing.T) {
 			var res LookupResult
 			return c.Lookup(ctx, cred, fh1, "n", &res) == nil && res.FH == fh1
 		}},
-		"names": {okHex + noneHex + verfHex + "00000001 0000000000000022 00000001 61eeeeee 0000000000000002 00000001 0000000000000023 00000002 6162ffff 0000000000000003 00000000 00000001", func(c *Client) bool {
+		"names": {okHex + noneHex + verfHex +
+			"00000001 0000000000000022 00000001 61eeeeee 0000000000000002 00000001 0000000000000023 00000002 6162ffff 0000000000000003 00000000 00000001", func(c *Client) bool {
 			names := ""
 			var res ReadDirResult
-			err := c.ReadDir(ctx, cred, fh1, 0, verf1, 4096, &res, func(e *DirEntry) bool { names += string(e.Name) + "/"; return true })
+			err := c.ReadDir(ctx, cred, fh1, 0, verf1, 4096, &res,
+				func(e *DirEntry) bool { names += string(e.Name) + "/"; return true })
 			return err == nil && names == "a/ab/" && res.EOF
 		}},
 		"data": {okHex + noneHex + "00000005 00000001 00000005 68656c6c6f eeeeee", func(c *Client) bool {
@@ -130,7 +151,8 @@ func TestLongDirectory(t *testing.T) {
 		name string
 		end  []byte
 		want int
-	}{{"whole", end, fits}, {"cut behind an entry", nil, 0}, {"cut in the next entry", entry[:7], 0}, {"eof of 2", []byte{0, 0, 0, 0, 0, 0, 0, 2}, 0}} {
+	}{{"whole", end, fits}, {"cut behind an entry", nil, 0}, {"cut in the next entry", entry[:7], 0}, {"eof of 2",
+		[]byte{0, 0, 0, 0, 0, 0, 0, 2}, 0}} {
 		result := append(reply[:len(reply):len(reply)], x.end...)
 		c := NewClient(callerFunc(func(_ context.Context, m *sunrpc.Message) error {
 			m.Result, m.ResultDataLen = result, -1
@@ -154,11 +176,13 @@ func TestLongDirectory(t *testing.T) {
 // TestUnknownStatus: whatever word a server answers, the outcome is its status or a malformed reply
 // that names it.
 func TestUnknownStatus(t *testing.T) {
-	for _, status := range []uint32{3, 4, 7, 12, 14, 21, 23, 62, 64, 72, 99, 100, 10000, 10001, 10008, 10009, 1 << 31, 1<<32 - 1} {
+	for _, status := range []uint32{3, 4, 7, 12, 14, 21, 23, 62, 64, 72, 99, 100, 10000, 10001, 10008, 10009, 1 << 31,
+		1<<32 - 1} {
 		reply := binary.BigEndian.AppendUint32(nil, status)
 		err := NewClient(&canned{result: reply}, Options{}).GetAttr(t.Context(), cred, fh1, new(Attr))
 		var nfsErr *Error
-		if !errors.As(err, &nfsErr) || nfsErr.Status != Status(status) || errors.Is(err, ErrMalformed) == Status(status).Valid() || Errno(err) == 0 {
+		if !errors.As(err, &nfsErr) || nfsErr.Status != Status(status) ||
+			errors.Is(err, ErrMalformed) == Status(status).Valid() || Errno(err) == 0 {
 			t.Errorf("status %d: %v, errno %d", status, err, Errno(err))
 		}
 	}

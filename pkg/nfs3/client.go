@@ -79,7 +79,8 @@ func (c *Client) begin(p Proc, cred []byte, maxResult int) *scratch {
 	if cap(s.res) < maxResult {
 		s.res = make([]byte, 0, maxResult)
 	}
-	s.msg = sunrpc.Message{Prog: Program, Vers: Version, Proc: uint32(p), Cred: cred, MaxResult: maxResult, Result: s.res, ResultDataLen: -1}
+	s.msg = sunrpc.Message{Prog: Program, Vers: Version, Proc: uint32(p), Cred: cred, MaxResult: maxResult,
+		Result: s.res, ResultDataLen: -1}
 	return s
 }
 

@@ -32,14 +32,23 @@ func TestRefused(t *testing.T) {
 		{"name with slash", ErrInval, func(c *Client) error { return c.Remove(ctx, cred, fh1, "a/b", &wcc) }},
 		{"name with NUL", ErrInval, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "a\x00b", &wcc) }},
 		{"long name", ErrNameTooLong, func(c *Client) error { return c.Lookup(ctx, cred, fh1, long, &look) }},
-		{"long second name", ErrNameTooLong, func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, long, new(RenameResult)) }},
-		{"link to a long name", ErrNameTooLong, func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, long, new(LinkResult)) }},
+		{"long second name", ErrNameTooLong,
+			func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, long, new(RenameResult)) }},
+		{"link to a long name", ErrNameTooLong,
+			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, long, new(LinkResult)) }},
 		{"long target", ErrNameTooLong, func(c *Client) error {
 			return c.Symlink(ctx, cred, fh1, "l", strings.Repeat("t", MaxPath+1), &SetAttr{}, &made)
 		}},
-		{"empty target", ErrInval, func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", "", &SetAttr{}, &made) }},
-		{"create mode 3", ErrInval, func(c *Client) error { return c.Create(ctx, cred, fh1, "f", &CreateHow{Mode: 3}, &made) }},
-		{"mknod of a regular file", ErrBadType, func(c *Client) error { return c.Mknod(ctx, cred, fh1, "f", NF3REG, &SetAttr{}, Device{}, &made) }},
+		{"empty target", ErrInval, func(c *Client) error {
+			return c.Symlink(ctx, cred, fh1, "l", "", &SetAttr{},
+				&made)
+		}},
+		{"create mode 3", ErrInval, func(c *Client) error {
+			return c.Create(ctx, cred, fh1, "f", &CreateHow{Mode: 3},
+				&made)
+		}},
+		{"mknod of a regular file", ErrBadType,
+			func(c *Client) error { return c.Mknod(ctx, cred, fh1, "f", NF3REG, &SetAttr{}, Device{}, &made) }},
 	} {
 		caller := &canned{}
 		err := x.call(NewClient(caller, Options{}))
@@ -58,7 +67,8 @@ func TestRefused(t *testing.T) {
 func TestLargestArguments(t *testing.T) {
 	fh := mustFH(make([]byte, FHSize)...)
 	name := strings.Repeat("n", MaxName)
-	all := SetAttr{HasMode: true, HasUID: true, HasGID: true, HasSize: true, AtimeHow: SetToClientTime, MtimeHow: SetToClientTime}
+	all := SetAttr{HasMode: true, HasUID: true, HasGID: true, HasSize: true, AtimeHow: SetToClientTime,
+		MtimeHow: SetToClientTime}
 	caller := &canned{result: unhex(okHex + wccHex + wccHex)}
 	c := NewClient(caller, Options{})
 	if err := c.Rename(t.Context(), cred, fh, name, fh, name, new(RenameResult)); err != nil {
@@ -202,7 +212,8 @@ func TestConcurrent(t *testing.T) {
 			var res ReadLinkResult
 			buf := make([]byte, 64)
 			for range 500 {
-				if err := c.ReadLink(t.Context(), cred, fh, buf, &res); err != nil || string(buf[:res.N]) != string(fh.Bytes()) {
+				if err := c.ReadLink(t.Context(), cred, fh, buf, &res); err != nil ||
+					string(buf[:res.N]) != string(fh.Bytes()) {
 					t.Errorf("read %x for %v, error %v", buf[:res.N], fh, err)
 					return
 				}
@@ -240,7 +251,8 @@ func TestNoAllocations(t *testing.T) {
 	data := make([]byte, 128<<10)
 	buf := make([]byte, 128<<10)
 	attr, wcc := new(Attr), new(WccData)
-	look, acc, link, rd, wr := new(LookupResult), new(AccessResult), new(ReadLinkResult), new(ReadResult), new(WriteResult)
+	look, acc, link, rd, wr := new(LookupResult), new(AccessResult), new(ReadLinkResult), new(ReadResult), new(
+		WriteResult)
 	made, ren, lnk, dir := new(CreateResult), new(RenameResult), new(LinkResult), new(ReadDirResult)
 	stat, info, conf, com := new(FSStatResult), new(FSInfoResult), new(PathConfResult), new(CommitResult)
 	set := &SetAttr{HasMode: true, HasSize: true, MtimeHow: SetToClientTime}
@@ -263,33 +275,53 @@ func TestNoAllocations(t *testing.T) {
 		{ProcNull, "", nil, func(c *Client) error { return c.Null(ctx, cred) }},
 		{ProcGetAttr, okHex + attrHex, nil, func(c *Client) error { return c.GetAttr(ctx, cred, fh1, attr) }},
 		{ProcSetAttr, okHex + wccHex, nil, func(c *Client) error { return c.SetAttr(ctx, cred, fh1, set, guard, wcc) }},
-		{ProcLookup, okHex + fh2Hex + postHex + postDirHex, nil, func(c *Client) error { return c.Lookup(ctx, cred, fh1, "name", look) }},
+		{ProcLookup, okHex + fh2Hex + postHex + postDirHex, nil,
+			func(c *Client) error { return c.Lookup(ctx, cred, fh1, "name", look) }},
 		{ProcLookup, "00000002" + postDirHex, nil, func(c *Client) error {
 			if err := c.Lookup(ctx, cred, fh1, "name", look); err != statusErrors[ProcLookup][ErrNoEnt] {
 				return errors.New("not NOENT")
 			}
 			return nil
 		}},
-		{ProcAccess, okHex + postHex + "0000003f", nil, func(c *Client) error { return c.Access(ctx, cred, fh1, 0x3f, acc) }},
-		{ProcReadLink, okHex + postHex + "00000004 61616161", nil, func(c *Client) error { return c.ReadLink(ctx, cred, fh1, buf, link) }},
-		{ProcRead, okHex + postHex + "00020000 00000000 00020000", data, func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, rd) }},
-		{ProcRead, okHex + postHex + "00000008 00000001 00000008 6161616161616161", nil, func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, rd) }},
-		{ProcWrite, okHex + wccHex + "00020000 00000002" + verfHex, nil, func(c *Client) error { return c.Write(ctx, cred, fh1, 0, data, FileSync, wr) }},
+		{ProcAccess, okHex + postHex + "0000003f", nil,
+			func(c *Client) error { return c.Access(ctx, cred, fh1, 0x3f, acc) }},
+		{ProcReadLink, okHex + postHex + "00000004 61616161", nil,
+			func(c *Client) error { return c.ReadLink(ctx, cred, fh1, buf, link) }},
+		{ProcRead, okHex + postHex + "00020000 00000000 00020000", data,
+			func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, rd) }},
+		{ProcRead, okHex + postHex + "00000008 00000001 00000008 6161616161616161", nil,
+			func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, rd) }},
+		{ProcWrite, okHex + wccHex + "00020000 00000002" + verfHex, nil,
+			func(c *Client) error { return c.Write(ctx, cred, fh1, 0, data, FileSync, wr) }},
 		{ProcCreate, made1, nil, func(c *Client) error { return c.Create(ctx, cred, fh1, "f", how, made) }},
 		{ProcMkdir, made1, nil, func(c *Client) error { return c.Mkdir(ctx, cred, fh1, "d", set, made) }},
-		{ProcSymlink, made1, nil, func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", "../some/where", set, made) }},
-		{ProcMknod, made1, nil, func(c *Client) error { return c.Mknod(ctx, cred, fh1, "n", NF3BLK, set, Device{}, made) }},
+		{ProcSymlink, made1, nil, func(c *Client) error {
+			return c.Symlink(ctx, cred, fh1, "l", "../some/where", set,
+				made)
+		}},
+		{ProcMknod, made1, nil, func(c *Client) error {
+			return c.Mknod(ctx, cred, fh1, "n", NF3BLK, set, Device{},
+				made)
+		}},
 		{ProcRemove, okHex + wccHex, nil, func(c *Client) error { return c.Remove(ctx, cred, fh1, "f", wcc) }},
 		{ProcRmdir, okHex + wccHex, nil, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "d", wcc) }},
-		{ProcRename, okHex + wccHex + wccHex, nil, func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, "b", ren) }},
-		{ProcLink, okHex + postHex + wccHex, nil, func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "b", lnk) }},
-		{ProcReadDir, okHex + noneHex + verfHex + "00000001 0000000000000022 00000004 66696c65 0000000000000002 00000000 00000001", nil,
+		{ProcRename, okHex + wccHex + wccHex, nil,
+			func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, "b", ren) }},
+		{ProcLink, okHex + postHex + wccHex, nil,
+			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "b", lnk) }},
+		{ProcReadDir, okHex + noneHex + verfHex +
+			"00000001 0000000000000022 00000004 66696c65 0000000000000002 00000000 00000001", nil,
 			func(c *Client) error { return c.ReadDir(ctx, cred, fh1, 0, verf1, 4096, dir, each) }},
-		{ProcReadDirPlus, dirReply, nil, func(c *Client) error { return c.ReadDirPlus(ctx, cred, fh1, 0, verf1, 8192, 32768, dir, each) }},
-		{ProcFSStat, okHex + noneHex + repeatHex("01", 52), nil, func(c *Client) error { return c.FSStat(ctx, cred, fh1, stat) }},
-		{ProcFSInfo, okHex + noneHex + repeatHex("01", 48), nil, func(c *Client) error { return c.FSInfo(ctx, cred, fh1, info) }},
-		{ProcPathConf, okHex + noneHex + repeatHex("00000001", 6), nil, func(c *Client) error { return c.PathConf(ctx, cred, fh1, conf) }},
-		{ProcCommit, okHex + wccHex + verfHex, nil, func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, com) }},
+		{ProcReadDirPlus, dirReply, nil,
+			func(c *Client) error { return c.ReadDirPlus(ctx, cred, fh1, 0, verf1, 8192, 32768, dir, each) }},
+		{ProcFSStat, okHex + noneHex + repeatHex("01", 52), nil,
+			func(c *Client) error { return c.FSStat(ctx, cred, fh1, stat) }},
+		{ProcFSInfo, okHex + noneHex + repeatHex("01", 48), nil,
+			func(c *Client) error { return c.FSInfo(ctx, cred, fh1, info) }},
+		{ProcPathConf, okHex + noneHex + repeatHex("00000001", 6), nil,
+			func(c *Client) error { return c.PathConf(ctx, cred, fh1, conf) }},
+		{ProcCommit, okHex + wccHex + verfHex, nil,
+			func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, com) }},
 	} {
 		caller := &echo{result: unhex(x.reply), place: x.place}
 		c := NewClient(caller, Options{Observe: func(Proc, time.Duration, error) {}})
@@ -320,7 +352,8 @@ func BenchmarkReadDirPlusDecode(b *testing.B) {
 	var res ReadDirResult
 	b.ReportAllocs()
 	for b.Loop() {
-		if err := c.ReadDirPlus(context.Background(), cred, fh1, 0, verf1, 8192, 32768, &res, func(*DirEntry) bool { return true }); err != nil {
+		if err := c.ReadDirPlus(context.Background(), cred, fh1, 0, verf1, 8192, 32768, &res,
+			func(*DirEntry) bool { return true }); err != nil {
 			b.Fatal(err)
 		}
 	}

@@ -225,7 +225,8 @@ func TestGaneshaOverRDMA(t *testing.T) {
 	if err := s.c.ReadDir(ctx, root, s.root, 0, nfs3.Verifier{}, 4096, &res, each); err != nil || res.Entries != 3 {
 		t.Errorf("READDIR %+v, error %v", res, err)
 	}
-	if err := s.c.ReadDirPlus(ctx, root, s.root, 0, nfs3.Verifier{}, 4096, 4096, &res, each); err != nil || res.Entries != 3 {
+	if err := s.c.ReadDirPlus(ctx, root, s.root, 0, nfs3.Verifier{}, 4096, 4096, &res, each); err != nil ||
+		res.Entries != 3 {
 		t.Errorf("READDIRPLUS %+v, error %v", res, err)
 	}
 	s.run(t)
@@ -299,7 +300,8 @@ func (r *recording) corpora(t *testing.T) []*corpus {
 	}
 	transport("client", r.received)
 	transport("server", r.sent)
-	for _, want := range []string{"client-0-r0w0cfalse", "client-0-r1w0cfalse", "client-0-r0w1cfalse", "client-0-r0w0ctrue", "server-0-r0w1cfalse", "server-1-r0w0ctrue"} {
+	for _, want := range []string{"client-0-r0w0cfalse", "client-0-r1w0cfalse", "client-0-r0w1cfalse",
+		"client-0-r0w0ctrue", "server-0-r0w1cfalse", "server-1-r0w0ctrue"} {
 		if !shapes[want] {
 			t.Errorf("no message of the form %s passed; there were %v", want, shapes)
 		}

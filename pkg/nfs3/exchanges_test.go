@@ -12,20 +12,24 @@ var exchanges = []exchange{
 	},
 
 	// GETATTR
-	{name: "GETATTR", call: getattr, proc: ProcGetAttr, args: fhHex, maxResult: 88, reply: okHex + attrHex, want: attr1},
+	{name: "GETATTR", call: getattr, proc: ProcGetAttr, args: fhHex, maxResult: 88, reply: okHex + attrHex,
+		want: attr1},
 	{name: "GETATTR stale", call: getattr, proc: ProcGetAttr, reply: "00000046", err: ErrStale},
 	{name: "GETATTR jukebox", call: getattr, proc: ProcGetAttr, reply: "00002718", err: ErrJukebox},
 	{name: "GETATTR status out of range", call: getattr, proc: ProcGetAttr, reply: "0000004d", malformed: true},
 	{name: "GETATTR status out of range, large", call: getattr, proc: ProcGetAttr, reply: "ffffffff", malformed: true},
 	{name: "GETATTR no reply", call: getattr, proc: ProcGetAttr, reply: "", malformed: true},
-	{name: "GETATTR type 0", call: getattr, proc: ProcGetAttr, reply: okHex + "00000000" + attrHex[8:], malformed: true},
-	{name: "GETATTR type 8", call: getattr, proc: ProcGetAttr, reply: okHex + "00000008" + attrHex[8:], malformed: true},
+	{name: "GETATTR type 0", call: getattr, proc: ProcGetAttr, reply: okHex + "00000000" + attrHex[8:],
+		malformed: true},
+	{name: "GETATTR type 8", call: getattr, proc: ProcGetAttr, reply: okHex + "00000008" + attrHex[8:],
+		malformed: true},
 
 	// SETATTR
 	{
 		name: "SETATTR everything, guarded",
 		call: call1(func(ctx context.Context, c *Client, r *WccData) error {
-			return c.SetAttr(ctx, cred, fh1, &SetAttr{HasMode: true, Mode: 0o104755, HasUID: true, UID: 7, HasGID: true, GID: 8, HasSize: true, Size: 1 << 32,
+			return c.SetAttr(ctx, cred, fh1, &SetAttr{HasMode: true, Mode: 0o104755, HasUID: true, UID: 7,
+				HasGID: true, GID: 8, HasSize: true, Size: 1 << 32,
 				AtimeHow: SetToClientTime, Atime: Time3{9, 10}, MtimeHow: SetToServerTime}, &Time3{11, 12}, r)
 		}),
 		proc: ProcSetAttr,
@@ -70,10 +74,14 @@ var exchanges = []exchange{
 		name: "LOOKUP no entry", call: lookup, proc: ProcLookup,
 		reply: "00000002" + postDirHex, err: ErrNoEnt, want: LookupResult{DirAttr: postDir1},
 	},
-	{name: "LOOKUP handle of 65 octets", call: lookup, proc: ProcLookup, reply: okHex + "00000041" + attrHex + noneHex + noneHex, malformed: true},
-	{name: "LOOKUP handle of 4 GiB", call: lookup, proc: ProcLookup, reply: okHex + "ffffffff" + attrHex, malformed: true},
-	{name: "LOOKUP empty handle", call: lookup, proc: ProcLookup, reply: okHex + "00000000" + noneHex + noneHex, malformed: true},
-	{name: "LOOKUP boolean 2", call: lookup, proc: ProcLookup, reply: okHex + fh2Hex + "00000002" + attrHex + noneHex, malformed: true},
+	{name: "LOOKUP handle of 65 octets", call: lookup, proc: ProcLookup, reply: okHex + "00000041" + attrHex +
+		noneHex + noneHex, malformed: true},
+	{name: "LOOKUP handle of 4 GiB", call: lookup, proc: ProcLookup, reply: okHex + "ffffffff" + attrHex,
+		malformed: true},
+	{name: "LOOKUP empty handle", call: lookup, proc: ProcLookup, reply: okHex + "00000000" + noneHex + noneHex,
+		malformed: true},
+	{name: "LOOKUP boolean 2", call: lookup, proc: ProcLookup, reply: okHex + fh2Hex + "00000002" + attrHex + noneHex,
+		malformed: true},
 	{name: "LOOKUP error arm cut", call: lookup, proc: ProcLookup, reply: "00000002", malformed: true},
 
 	// ACCESS
@@ -87,24 +95,32 @@ var exchanges = []exchange{
 	},
 	{
 		name: "ACCESS error",
-		call: call1(func(ctx context.Context, c *Client, r *AccessResult) error { return c.Access(ctx, cred, fh1, 0x3f, r) }),
+		call: call1(func(ctx context.Context, c *Client, r *AccessResult) error {
+			return c.Access(ctx, cred, fh1,
+				0x3f, r)
+		}),
 		proc: ProcAccess, reply: "0000000d" + postHex, err: ErrAcces, want: AccessResult{Attr: post1},
 	},
 
 	// READLINK
 	{
 		name: "READLINK inline", call: readLink(4096), proc: ProcReadLink, args: fhHex, maxResult: 96,
-		reply: okHex + postHex + "00000006 2e2e2f746f70 0000", want: withBuf[ReadLinkResult]{ReadLinkResult{post1, 6}, "../top"},
+		reply: okHex + postHex + "00000006 2e2e2f746f70 0000", want: withBuf[ReadLinkResult]{ReadLinkResult{post1, 6},
+			"../top"},
 	},
 	{
 		name: "READLINK placed", call: readLink(4096), proc: ProcReadLink, place: "../top",
 		reply: okHex + postHex + "00000006", want: withBuf[ReadLinkResult]{ReadLinkResult{post1, 6}, "../top"},
 	},
-	{name: "READLINK placed less than stated", call: readLink(4096), proc: ProcReadLink, place: "../to", reply: okHex + postHex + "00000006", malformed: true},
-	{name: "READLINK longer than the buffer", call: readLink(5), proc: ProcReadLink, reply: okHex + postHex + "00000006 2e2e2f746f70 0000", malformed: true},
-	{name: "READLINK with NUL", call: readLink(4096), proc: ProcReadLink, reply: okHex + postHex + "00000006 2e2e00746f70 0000", malformed: true},
+	{name: "READLINK placed less than stated", call: readLink(4096), proc: ProcReadLink, place: "../to",
+		reply: okHex + postHex + "00000006", malformed: true},
+	{name: "READLINK longer than the buffer", call: readLink(5), proc: ProcReadLink, reply: okHex + postHex +
+		"00000006 2e2e2f746f70 0000", malformed: true},
+	{name: "READLINK with NUL", call: readLink(4096), proc: ProcReadLink, reply: okHex + postHex +
+		"00000006 2e2e00746f70 0000", malformed: true},
 	{
-		name: "READLINK not a link", call: readLink(4096), proc: ProcReadLink, reply: "00000016" + postHex, err: ErrInval,
+		name: "READLINK not a link", call: readLink(4096), proc: ProcReadLink, reply: "00000016" +
+			postHex, err: ErrInval,
 		want: withBuf[ReadLinkResult]{Res: ReadLinkResult{Attr: post1}},
 	},
 
@@ -125,14 +141,22 @@ var exchanges = []exchange{
 		name: "READ error, chunk unused", call: read(5), proc: ProcRead, place: "-",
 		reply: "00000005" + postHex, err: ErrIO, want: withBuf[ReadResult]{Res: ReadResult{Attr: post1}},
 	},
-	{name: "READ placed less than stated", call: read(5), proc: ProcRead, place: "hell", reply: okHex + noneHex + "00000005 00000000 00000005", malformed: true},
-	{name: "READ placed more than stated", call: read(5), proc: ProcRead, place: "hello", reply: okHex + noneHex + "00000004 00000000 00000004", malformed: true},
-	{name: "READ offered chunk not used", call: read(5), proc: ProcRead, place: "-", reply: okHex + noneHex + "00000005 00000000 00000005 68656c6c6f 000000", malformed: true},
-	{name: "READ count and length differ", call: read(16), proc: ProcRead, reply: okHex + noneHex + "00000004 00000000 00000005 68656c6c6f 000000", malformed: true},
-	{name: "READ more than asked for", call: read(4), proc: ProcRead, reply: okHex + noneHex + "00000005 00000000 00000005 68656c6c6f 000000", malformed: true},
-	{name: "READ length beyond the reply", call: read(1 << 20), proc: ProcRead, reply: okHex + noneHex + "00080000 00000000 00080000 68656c6c", malformed: true},
-	{name: "READ length of 4 GiB", call: read(16), proc: ProcRead, reply: okHex + noneHex + "ffffffff 00000000 ffffffff 68656c6c", malformed: true},
-	{name: "READ eof 7", call: read(16), proc: ProcRead, reply: okHex + noneHex + "00000004 00000007 00000004 68656c6c", malformed: true},
+	{name: "READ placed less than stated", call: read(5), proc: ProcRead, place: "hell", reply: okHex + noneHex +
+		"00000005 00000000 00000005", malformed: true},
+	{name: "READ placed more than stated", call: read(5), proc: ProcRead, place: "hello", reply: okHex + noneHex +
+		"00000004 00000000 00000004", malformed: true},
+	{name: "READ offered chunk not used", call: read(5), proc: ProcRead, place: "-", reply: okHex + noneHex +
+		"00000005 00000000 00000005 68656c6c6f 000000", malformed: true},
+	{name: "READ count and length differ", call: read(16), proc: ProcRead, reply: okHex + noneHex +
+		"00000004 00000000 00000005 68656c6c6f 000000", malformed: true},
+	{name: "READ more than asked for", call: read(4), proc: ProcRead, reply: okHex + noneHex +
+		"00000005 00000000 00000005 68656c6c6f 000000", malformed: true},
+	{name: "READ length beyond the reply", call: read(1 << 20), proc: ProcRead, reply: okHex + noneHex +
+		"00080000 00000000 00080000 68656c6c", malformed: true},
+	{name: "READ length of 4 GiB", call: read(16), proc: ProcRead, reply: okHex + noneHex +
+		"ffffffff 00000000 ffffffff 68656c6c", malformed: true},
+	{name: "READ eof 7", call: read(16), proc: ProcRead, reply: okHex + noneHex +
+		"00000004 00000007 00000004 68656c6c", malformed: true},
 
 	// WRITE
 	{
@@ -145,13 +169,18 @@ var exchanges = []exchange{
 		reply: okHex + wccNoneHex + "00000004 00000000" + verfHex, want: WriteResult{Count: 4, Verf: verf1},
 	},
 	{
-		name: "WRITE nothing", call: write(""), proc: ProcWrite, args: fhHex + "0000000100000002 00000000 00000001 00000000",
+		name: "WRITE nothing", call: write(""), proc: ProcWrite, args: fhHex +
+			"0000000100000002 00000000 00000001 00000000",
 		reply: okHex + wccNoneHex + "00000000 00000001" + verfHex, want: WriteResult{Committed: DataSync, Verf: verf1},
 	},
-	{name: "WRITE no space", call: write("x"), proc: ProcWrite, data: "x", reply: "0000001c" + wccHex, err: ErrNoSpc, want: WriteResult{Wcc: wcc1}},
-	{name: "WRITE more than sent", call: write("x"), proc: ProcWrite, data: "x", reply: okHex + wccNoneHex + "00000002 00000000" + verfHex, malformed: true},
-	{name: "WRITE success with nothing written", call: write("x"), proc: ProcWrite, data: "x", reply: okHex + wccNoneHex + "00000000 00000000" + verfHex, malformed: true},
-	{name: "WRITE committed 3", call: write("x"), proc: ProcWrite, data: "x", reply: okHex + wccNoneHex + "00000001 00000003" + verfHex, malformed: true},
+	{name: "WRITE no space", call: write("x"), proc: ProcWrite, data: "x", reply: "0000001c" + wccHex, err: ErrNoSpc,
+		want: WriteResult{Wcc: wcc1}},
+	{name: "WRITE more than sent", call: write("x"), proc: ProcWrite, data: "x", reply: okHex + wccNoneHex +
+		"00000002 00000000" + verfHex, malformed: true},
+	{name: "WRITE success with nothing written", call: write("x"), proc: ProcWrite, data: "x", reply: okHex +
+		wccNoneHex + "00000000 00000000" + verfHex, malformed: true},
+	{name: "WRITE committed 3", call: write("x"), proc: ProcWrite, data: "x", reply: okHex + wccNoneHex +
+		"00000001 00000003" + verfHex, malformed: true},
 
 	// CREATE
 	{
@@ -193,7 +222,8 @@ var exchanges = []exchange{
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
 			return c.Symlink(ctx, cred, fh1, "l", "../x/y", &SetAttr{}, r)
 		}),
-		proc: ProcSymlink, args: fhHex + "00000001 6c000000 00000000 00000000 00000000 00000000 00000000 00000000 00000006", data: "../x/y", maxResult: 280,
+		proc: ProcSymlink, args: fhHex +
+			"00000001 6c000000 00000000 00000000 00000000 00000000 00000000 00000000 00000006", data: "../x/y", maxResult: 280,
 		reply: okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
 	},
 	{
@@ -216,13 +246,17 @@ var exchanges = []exchange{
 	// REMOVE, RMDIR, RENAME, LINK
 	{
 		name: "REMOVE",
-		call: call1(func(ctx context.Context, c *Client, r *WccData) error { return c.Remove(ctx, cred, fh1, "abcde", r) }),
+		call: call1(func(ctx context.Context, c *Client, r *WccData) error {
+			return c.Remove(ctx, cred, fh1, "abcde",
+				r)
+		}),
 		proc: ProcRemove, args: fhHex + "00000005 6162636465 000000", maxResult: 120, reply: okHex + wccHex, want: wcc1,
 	},
 	{
 		name: "RMDIR not empty",
 		call: call1(func(ctx context.Context, c *Client, r *WccData) error { return c.Rmdir(ctx, cred, fh1, "d", r) }),
-		proc: ProcRmdir, args: fhHex + "00000001 64000000", maxResult: 120, reply: "00000042" + wccHex, err: ErrNotEmpty, want: wcc1,
+		proc: ProcRmdir, args: fhHex + "00000001 64000000", maxResult: 120, reply: "00000042" +
+			wccHex, err: ErrNotEmpty, want: wcc1,
 	},
 	{
 		name: "RENAME",
@@ -234,29 +268,40 @@ var exchanges = []exchange{
 	},
 	{
 		name: "LINK",
-		call: call1(func(ctx context.Context, c *Client, r *LinkResult) error { return c.Link(ctx, cred, fh1, fh2, "bb", r) }),
-		proc: ProcLink, args: fhHex + fh2Hex + "00000002 62620000", maxResult: 208, reply: okHex + postHex + wccHex, want: LinkResult{post1, wcc1},
+		call: call1(func(ctx context.Context, c *Client, r *LinkResult) error {
+			return c.Link(ctx, cred, fh1, fh2,
+				"bb", r)
+		}),
+		proc: ProcLink, args: fhHex + fh2Hex + "00000002 62620000", maxResult: 208, reply: okHex + postHex +
+			wccHex, want: LinkResult{post1, wcc1},
 	},
 	{
 		name: "LINK too many",
-		call: call1(func(ctx context.Context, c *Client, r *LinkResult) error { return c.Link(ctx, cred, fh1, fh2, "bb", r) }),
+		call: call1(func(ctx context.Context, c *Client, r *LinkResult) error {
+			return c.Link(ctx, cred, fh1, fh2,
+				"bb", r)
+		}),
 		proc: ProcLink, reply: "0000001f" + postHex + wccHex, err: ErrMLink, want: LinkResult{post1, wcc1},
 	},
 
 	// READDIR, READDIRPLUS
 	{
-		name: "READDIR", call: readDir, proc: ProcReadDir, args: fhHex + "0000000000000007" + verfHex + "00001000", maxResult: 4196,
+		name: "READDIR", call: readDir, proc: ProcReadDir, args: fhHex + "0000000000000007" + verfHex +
+			"00001000", maxResult: 4196,
 		reply: okHex + postDirHex + verfHex +
 			"00000001 0000000000000023 00000001 2e000000 0000000000000001" +
 			"00000001 0000000000000022 00000004 66696c65 0000000000000002" +
 			"00000000 00000001",
-		want: entries{ReadDirResult{postDir1, verf1, true, 2}, []DirEntry{{FileID: 0x23, Cookie: 1, Name: []byte(".")}, {FileID: 0x22, Cookie: 2, Name: []byte("file")}}},
+		want: entries{ReadDirResult{postDir1, verf1, true, 2},
+			[]DirEntry{{FileID: 0x23, Cookie: 1, Name: []byte(".")}, {FileID: 0x22, Cookie: 2, Name: []byte("file")}}},
 	},
 	{
-		name: "READDIR nothing more", call: readDir, proc: ProcReadDir, reply: okHex + noneHex + verfHex + "00000000 00000001",
+		name: "READDIR nothing more", call: readDir, proc: ProcReadDir, reply: okHex + noneHex + verfHex +
+			"00000000 00000001",
 		want: entries{Res: ReadDirResult{Verf: verf1, EOF: true}},
 	},
-	{name: "READDIR bad cookie", call: readDir, proc: ProcReadDir, reply: "00002713" + postDirHex, err: ErrBadCookie, want: entries{Res: ReadDirResult{DirAttr: postDir1}}},
+	{name: "READDIR bad cookie", call: readDir, proc: ProcReadDir, reply: "00002713" + postDirHex, err: ErrBadCookie,
+		want: entries{Res: ReadDirResult{DirAttr: postDir1}}},
 	{
 		name: "READDIR a bad name behind a good one", call: readDir, proc: ProcReadDir, malformed: true,
 		reply: okHex + noneHex + verfHex +
@@ -270,14 +315,17 @@ var exchanges = []exchange{
 	},
 	{
 		name: "READDIR name with NUL", call: readDir, proc: ProcReadDir, malformed: true,
-		reply: okHex + noneHex + verfHex + "00000001 0000000000000022 00000004 66006c65 0000000000000002 00000000 00000001",
+		reply: okHex + noneHex + verfHex +
+			"00000001 0000000000000022 00000004 66006c65 0000000000000002 00000000 00000001",
 	},
 	{
 		name: "READDIR name of 256 octets", call: readDir, proc: ProcReadDir, malformed: true,
-		reply: okHex + noneHex + verfHex + "00000001 0000000000000022 00000100" + repeatHex("61", 256) + "0000000000000002 00000000 00000001",
+		reply: okHex + noneHex + verfHex + "00000001 0000000000000022 00000100" + repeatHex("61", 256) +
+			"0000000000000002 00000000 00000001",
 	},
 	{
-		name: "READDIRPLUS", call: readDirPlus, proc: ProcReadDirPlus, args: fhHex + "0000000000000007" + verfHex + "00000400 00001000", maxResult: 4196,
+		name: "READDIRPLUS", call: readDirPlus, proc: ProcReadDirPlus, args: fhHex + "0000000000000007" + verfHex +
+			"00000400 00001000", maxResult: 4196,
 		reply: okHex + postDirHex + verfHex +
 			"00000001 0000000000000022 00000004 66696c65 0000000000000002" + postHex + "00000001" + fh2Hex +
 			"00000001 0000000000000024 00000002 75700000 0000000000000003" + noneHex + noneHex +
@@ -287,10 +335,12 @@ var exchanges = []exchange{
 			{FileID: 0x24, Cookie: 3, Name: []byte("up")},
 		}},
 	},
-	{name: "READDIRPLUS not supported", call: readDirPlus, proc: ProcReadDirPlus, reply: "00002714" + noneHex, err: ErrNotSupp},
+	{name: "READDIRPLUS not supported", call: readDirPlus, proc: ProcReadDirPlus, reply: "00002714" + noneHex,
+		err: ErrNotSupp},
 	{
 		name: "READDIRPLUS handle too long", call: readDirPlus, proc: ProcReadDirPlus, malformed: true,
-		reply: okHex + noneHex + verfHex + "00000001 0000000000000022 00000004 66696c65 0000000000000002" + noneHex + "00000001 00000044" + repeatHex("61", 68) + "00000000 00000000",
+		reply: okHex + noneHex + verfHex + "00000001 0000000000000022 00000004 66696c65 0000000000000002" + noneHex +
+			"00000001 00000044" + repeatHex("61", 68) + "00000000 00000000",
 	},
 
 	// FSSTAT, FSINFO, PATHCONF, COMMIT
@@ -306,11 +356,15 @@ var exchanges = []exchange{
 		call: call1(func(ctx context.Context, c *Client, r *FSInfoResult) error { return c.FSInfo(ctx, cred, fh1, r) }),
 		proc: ProcFSInfo, args: fhHex, maxResult: 140,
 		reply: okHex + postDirHex + "00000001 00000002 00000003 00000004 00000005 00000006 00000007 0000000000000008 00000009 0000000a 0000001b",
-		want:  FSInfoResult{postDir1, 1, 2, 3, 4, 5, 6, 7, 8, Time3{9, 10}, FSFLink | FSFSymlink | FSFHomogeneous | FSFCanSetTime},
+		want: FSInfoResult{postDir1, 1, 2, 3, 4, 5, 6, 7, 8, Time3{9, 10},
+			FSFLink | FSFSymlink | FSFHomogeneous | FSFCanSetTime},
 	},
 	{
 		name: "PATHCONF",
-		call: call1(func(ctx context.Context, c *Client, r *PathConfResult) error { return c.PathConf(ctx, cred, fh1, r) }),
+		call: call1(func(ctx context.Context, c *Client, r *PathConfResult) error {
+			return c.PathConf(ctx, cred, fh1,
+				r)
+		}),
 		proc: ProcPathConf, args: fhHex, maxResult: 116,
 		reply: okHex + postDirHex + "00007fff 000000ff 00000001 00000000 00000001 00000000",
 		want:  PathConfResult{postDir1, 32767, 255, true, false, true, false},
@@ -320,11 +374,15 @@ var exchanges = []exchange{
 		call: call1(func(ctx context.Context, c *Client, r *CommitResult) error {
 			return c.Commit(ctx, cred, fh1, 1<<40, 512, r)
 		}),
-		proc: ProcCommit, args: fhHex + "0000010000000000 00000200", maxResult: 128, reply: okHex + wccHex + verfHex, want: CommitResult{wcc1, verf1},
+		proc: ProcCommit, args: fhHex + "0000010000000000 00000200", maxResult: 128, reply: okHex + wccHex +
+			verfHex, want: CommitResult{wcc1, verf1},
 	},
 	{
 		name: "COMMIT error",
-		call: call1(func(ctx context.Context, c *Client, r *CommitResult) error { return c.Commit(ctx, cred, fh1, 0, 0, r) }),
+		call: call1(func(ctx context.Context, c *Client, r *CommitResult) error {
+			return c.Commit(ctx, cred, fh1, 0,
+				0, r)
+		}),
 		proc: ProcCommit, reply: "00000005" + wccHex, err: ErrIO, want: CommitResult{Wcc: wcc1},
 	},
 }

@@ -118,11 +118,13 @@ func (s session) fileSystem(t *testing.T) {
 		t.Errorf("attributes of the root: %+v, error %v", attr, err)
 	}
 	var st syscall.Stat_t
-	if err := syscall.Stat(s.dir, &st); err != nil || attr.FileID != st.Ino && !s.goNFS || attr.Mode != st.Mode&nfs3.ModeMask {
+	if err := syscall.Stat(s.dir, &st); err != nil || attr.FileID != st.Ino && !s.goNFS ||
+		attr.Mode != st.Mode&nfs3.ModeMask {
 		t.Errorf("attributes of the root: %+v, on disk %+v", attr, st)
 	}
 	var info nfs3.FSInfoResult
-	if err := s.c.FSInfo(ctx, root, s.root, &info); err != nil || info.ReadMax < 4096 || info.WriteMax < 4096 || info.Properties&nfs3.FSFSymlink == 0 {
+	if err := s.c.FSInfo(ctx, root, s.root, &info); err != nil || info.ReadMax < 4096 || info.WriteMax < 4096 ||
+		info.Properties&nfs3.FSFSymlink == 0 {
 		t.Errorf("FSINFO %+v, error %v", info, err)
 	}
 	var stat nfs3.FSStatResult
@@ -134,7 +136,8 @@ func (s session) fileSystem(t *testing.T) {
 		t.Errorf("PATHCONF %+v, error %v", conf, err)
 	}
 	var acc nfs3.AccessResult
-	if err := s.c.Access(ctx, root, s.root, nfs3.AccessRead|nfs3.AccessLookup|nfs3.AccessModify, &acc); err != nil || acc.Access&nfs3.AccessLookup == 0 {
+	if err := s.c.Access(ctx, root, s.root, nfs3.AccessRead|nfs3.AccessLookup|nfs3.AccessModify, &acc); err != nil ||
+		acc.Access&nfs3.AccessLookup == 0 {
 		t.Errorf("ACCESS %+v, error %v", acc, err)
 	}
 }
@@ -143,7 +146,8 @@ func (s session) fileSystem(t *testing.T) {
 func (s session) create(t *testing.T, dir nfs3.FH, name string) nfs3.FH {
 	t.Helper()
 	var made nfs3.CreateResult
-	if err := s.c.Create(ctx, root, dir, name, &nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o640}}, &made); err != nil {
+	if err := s.c.Create(ctx, root, dir, name, &nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o640}},
+		&made); err != nil {
 		t.Fatal(err)
 	}
 	return s.handle(t, dir, name, &made)
@@ -165,14 +169,16 @@ func (s session) handle(t *testing.T, dir nfs3.FH, name string, made *nfs3.Creat
 func (s session) file(t *testing.T) {
 	fh := s.create(t, s.root, "file")
 	var wrote nfs3.WriteResult
-	if err := s.c.Write(ctx, root, fh, 0, []byte("some content"), nfs3.Unstable, &wrote); err != nil || wrote.Count != 12 {
+	if err := s.c.Write(ctx, root, fh, 0, []byte("some content"), nfs3.Unstable, &wrote); err != nil ||
+		wrote.Count != 12 {
 		t.Fatalf("WRITE %+v, error %v", wrote, err)
 	}
 	var com nfs3.CommitResult
 	if err := s.c.Commit(ctx, root, fh, 0, 0, &com); err != nil || !s.goNFS && com.Verf != wrote.Verf {
 		t.Errorf("COMMIT %+v, error %v; WRITE's verifier was %x", com, err, wrote.Verf)
 	}
-	if err := s.c.Write(ctx, root, fh, 5, []byte("CONT"), nfs3.FileSync, &wrote); err != nil || wrote.Committed != nfs3.FileSync {
+	if err := s.c.Write(ctx, root, fh, 5, []byte("CONT"), nfs3.FileSync, &wrote); err != nil ||
+		wrote.Committed != nfs3.FileSync {
 		t.Errorf("WRITE %+v, error %v", wrote, err)
 	}
 	onDisk, err := os.ReadFile(filepath.Join(s.dir, "file"))
@@ -195,7 +201,8 @@ func (s session) file(t *testing.T) {
 		t.Errorf("SETATTR: %v", err)
 	}
 	var attr nfs3.Attr
-	if err := s.c.GetAttr(ctx, root, fh, &attr); err != nil || attr.Size != 4 || attr.Mode != 0o640 || attr.Type != nfs3.NF3REG {
+	if err := s.c.GetAttr(ctx, root, fh, &attr); err != nil || attr.Size != 4 || attr.Mode != 0o640 ||
+		attr.Type != nfs3.NF3REG {
 		t.Errorf("GETATTR %+v, error %v", attr, err)
 	}
 }
@@ -226,7 +233,8 @@ func (s session) largeData(t *testing.T) {
 	back := make([]byte, len(data))
 	for off := 0; off < len(back); {
 		var rd nfs3.ReadResult
-		if err := s.c.Read(ctx, root, fh, uint64(off), back[off:min(off+size, len(back))], &rd); err != nil || rd.N == 0 {
+		if err := s.c.Read(ctx, root, fh, uint64(off), back[off:min(off+size, len(back))], &rd); err != nil ||
+			rd.N == 0 {
 			t.Fatalf("READ at %d: %+v, error %v", off, rd, err)
 		}
 		off += rd.N
@@ -282,7 +290,8 @@ func (s session) names(t *testing.T) {
 	if err := s.c.Create(ctx, root, s.root, "excl", &exclusive, &made); err != nil && !s.goNFS {
 		t.Errorf("CREATE exclusive: %v", err)
 	}
-	if err := s.c.Create(ctx, root, s.root, "three", &nfs3.CreateHow{Mode: nfs3.Guarded}, &made); !errors.Is(err, syscall.EEXIST) {
+	if err := s.c.Create(ctx, root, s.root, "three", &nfs3.CreateHow{Mode: nfs3.Guarded}, &made); !errors.Is(err,
+		syscall.EEXIST) {
 		t.Errorf("CREATE guarded of a file that exists: %v", err)
 	}
 }
@@ -315,7 +324,8 @@ func (s session) specialFiles(t *testing.T) {
 			t.Errorf("%s on disk: mode %o, error %v", x.name, st.Mode, err)
 		}
 		var attr nfs3.Attr
-		if err := s.c.GetAttr(ctx, root, s.handle(t, s.root, x.name, &made), &attr); err != nil || attr.Type != x.typ || attr.Rdev != x.dev {
+		if err := s.c.GetAttr(ctx, root, s.handle(t, s.root, x.name, &made), &attr); err != nil ||
+			attr.Type != x.typ || attr.Rdev != x.dev {
 			t.Errorf("GETATTR %s: %+v, error %v", x.name, attr, err)
 		}
 	}
@@ -335,11 +345,13 @@ func (s session) attributes(t *testing.T) {
 		t.Fatalf("SETATTR: %v", err)
 	}
 	var after nfs3.Attr
-	if err := s.c.GetAttr(ctx, root, fh, &after); err != nil || after.UID != 1000 || after.GID != 1001 || after.Mtime != mtime {
+	if err := s.c.GetAttr(ctx, root, fh, &after); err != nil || after.UID != 1000 || after.GID != 1001 ||
+		after.Mtime != mtime {
 		t.Errorf("GETATTR %+v, error %v", after, err)
 	}
 	// By itself, because a change of the owner clears set-id bits.
-	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o6711}, nil, &wcc); err != nil || !s.goNFS && wcc.After.Mode != 0o6711 {
+	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o6711}, nil, &wcc); err != nil ||
+		!s.goNFS && wcc.After.Mode != 0o6711 {
 		t.Errorf("SETATTR of the mode: %+v, error %v", wcc, err)
 	}
 	wrong := nfs3.Time3{Sec: before.Ctime.Sec - 5}
@@ -350,13 +362,16 @@ func (s session) attributes(t *testing.T) {
 		return // it does as every user what its process may
 	}
 	var acc nfs3.AccessResult
-	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o640, HasUID: true, UID: 5}, nil, &wcc); err != nil {
+	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o640, HasUID: true, UID: 5}, nil,
+		&wcc); err != nil {
 		t.Error(err)
 	}
-	if err := s.c.Access(ctx, user, fh, nfs3.AccessRead|nfs3.AccessModify, &acc); err != nil || acc.Access != nfs3.AccessRead {
+	if err := s.c.Access(ctx, user, fh, nfs3.AccessRead|nfs3.AccessModify, &acc); err != nil ||
+		acc.Access != nfs3.AccessRead {
 		t.Errorf("ACCESS of a member of the group: %+v, error %v", acc, err)
 	}
-	if err := s.c.Write(ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)); !errors.Is(err, syscall.EACCES) {
+	if err := s.c.Write(ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)); !errors.Is(err,
+		syscall.EACCES) {
 		t.Errorf("WRITE of a member of the group: %v", err)
 	}
 }

@@ -100,15 +100,19 @@ func oracleSattr(a *SetAttr) nfs.Sattr3 {
 
 // FuzzOracleArgs compares the arguments that each procedure sends with the oracle's encoding.
 func FuzzOracleArgs(f *testing.F) {
-	f.Add([]byte{1, 2, 3}, "name", "other", "../target", uint8(0x3f), uint32(0o644), uint64(1<<33), uint32(7), []byte("data"))
+	f.Add([]byte{1, 2, 3}, "name", "other", "../target", uint8(0x3f), uint32(0o644), uint64(1<<33), uint32(7),
+		[]byte("data"))
 	f.Add([]byte{}, "n", "o", "t", uint8(0), uint32(0), uint64(0), uint32(0), []byte{})
-	f.Fuzz(func(t *testing.T, handle []byte, name, other, target string, flags uint8, mode uint32, big uint64, small uint32, data []byte) {
+	f.Fuzz(func(t *testing.T, handle []byte, name, other, target string, flags uint8, mode uint32, big uint64,
+		small uint32, data []byte) {
 		fh, err := NewFH(handle)
 		if err != nil {
 			return
 		}
-		set := SetAttr{HasMode: flags&1 != 0, Mode: mode, HasUID: flags&2 != 0, UID: small, HasGID: flags&4 != 0, GID: small + 1, HasSize: flags&8 != 0, Size: big,
-			AtimeHow: TimeHow(flags>>4) % 3, Atime: Time3{small, mode}, MtimeHow: TimeHow(flags>>6) % 3, Mtime: Time3{mode, small}}
+		set := SetAttr{HasMode: flags&1 != 0, Mode: mode, HasUID: flags&2 != 0, UID: small, HasGID: flags&4 != 0,
+			GID: small + 1, HasSize: flags&8 != 0, Size: big,
+			AtimeHow: TimeHow(flags>>4) % 3, Atime: Time3{small,
+				mode}, MtimeHow: TimeHow(flags>>6) % 3, Mtime: Time3{mode, small}}
 		sattr := oracleSattr(&set)
 		where, to := nfs.Diropargs3{FH: handle, Filename: name}, nfs.Diropargs3{FH: handle, Filename: other}
 		guarded := oracleSetAttr{FH: handle, Attr: sattr}
@@ -127,7 +131,8 @@ func FuzzOracleArgs(f *testing.F) {
 			{ProcGetAttr, &handle, func() { c.GetAttr(ctx, cred, fh, new(Attr)) }},
 			{ProcSetAttr, &guarded, func() { c.SetAttr(ctx, cred, fh, &set, &Time3{small, mode}, new(WccData)) }},
 			{ProcLookup, &where, func() { c.Lookup(ctx, cred, fh, name, new(LookupResult)) }},
-			{ProcRead, &oracleRead{handle, big, uint32(size)}, func() { c.Read(ctx, cred, fh, big, make([]byte, size), new(ReadResult)) }},
+			{ProcRead, &oracleRead{handle, big, uint32(size)},
+				func() { c.Read(ctx, cred, fh, big, make([]byte, size), new(ReadResult)) }},
 			{ProcWrite, &oracleWrite{handle, big, uint32(len(data)), uint32(flags) % 3, data}, func() {
 				c.Write(ctx, cred, fh, big, data, StableHow(flags)%3, new(WriteResult))
 			}},
@@ -135,15 +140,20 @@ func FuzzOracleArgs(f *testing.F) {
 				c.Create(ctx, cred, fh, name, &CreateHow{Mode: Guarded, Attr: set}, new(CreateResult))
 			}},
 			{ProcMkdir, &oracleMkdir{where, sattr}, func() { c.Mkdir(ctx, cred, fh, name, &set, new(CreateResult)) }},
-			{ProcSymlink, &oracleSymlink{where, sattr, target}, func() { c.Symlink(ctx, cred, fh, name, target, &set, new(CreateResult)) }},
+			{ProcSymlink, &oracleSymlink{where, sattr, target},
+				func() { c.Symlink(ctx, cred, fh, name, target, &set, new(CreateResult)) }},
 			{ProcRemove, &where, func() { c.Remove(ctx, cred, fh, name, new(WccData)) }},
 			{ProcRmdir, &where, func() { c.Rmdir(ctx, cred, fh, name, new(WccData)) }},
-			{ProcRename, &oracleRename{where, to}, func() { c.Rename(ctx, cred, fh, name, fh, other, new(RenameResult)) }},
-			{ProcReadDirPlus, &oracleReadDir{handle, big, 0x0102030405060708, min(mode, small, MaxDirCount), min(small, MaxDirCount)}, func() {
-				c.ReadDirPlus(ctx, cred, fh, big, Verifier{1, 2, 3, 4, 5, 6, 7, 8}, mode, small, new(ReadDirResult), nil)
+			{ProcRename, &oracleRename{where, to},
+				func() { c.Rename(ctx, cred, fh, name, fh, other, new(RenameResult)) }},
+			{ProcReadDirPlus, &oracleReadDir{handle, big, 0x0102030405060708, min(mode, small, MaxDirCount),
+				min(small, MaxDirCount)}, func() {
+				c.ReadDirPlus(ctx, cred, fh, big, Verifier{1, 2, 3, 4, 5, 6, 7, 8}, mode, small, new(ReadDirResult),
+					nil)
 			}},
 			{ProcFSInfo, &handle, func() { c.FSInfo(ctx, cred, fh, new(FSInfoResult)) }},
-			{ProcCommit, &oracleRead{handle, big, small}, func() { c.Commit(ctx, cred, fh, big, small, new(CommitResult)) }},
+			{ProcCommit, &oracleRead{handle, big, small},
+				func() { c.Commit(ctx, cred, fh, big, small, new(CommitResult)) }},
 		} {
 			caller.calls = 0
 			x.call()
@@ -188,7 +198,8 @@ func FuzzOracleResults(f *testing.F) {
 		})
 		var look LookupResult
 		compare(t, c.Lookup(ctx, cred, fh1, "n", &look), body, func(o *oracleLookupOK) (any, any, bool) {
-			return look, LookupResult{ofFH(o.FH), ofPost(&o.Attr), ofPost(&o.DirAttr)}, goodFH(o.FH) && goodPost(&o.Attr) && goodPost(&o.DirAttr)
+			return look, LookupResult{ofFH(o.FH), ofPost(&o.Attr), ofPost(&o.DirAttr)}, goodFH(o.FH) &&
+				goodPost(&o.Attr) && goodPost(&o.DirAttr)
 		})
 		var made CreateResult
 		compare(t, c.Mkdir(ctx, cred, fh1, "n", &SetAttr{}, &made), body, func(o *oracleCreateOK) (any, any, bool) {
@@ -210,7 +221,8 @@ func FuzzOracleResults(f *testing.F) {
 		})
 		var info FSInfoResult
 		compare(t, c.FSInfo(ctx, cred, fh1, &info), body, func(o *nfs.FSInfo) (any, any, bool) {
-			return info, FSInfoResult{ofPost(&o.Attr), o.RTMax, o.RTPref, o.RTMult, o.WTMax, o.WTPref, o.WTMult, o.DTPref, o.Size,
+			return info, FSInfoResult{ofPost(&o.Attr), o.RTMax, o.RTPref, o.RTMult, o.WTMax, o.WTPref, o.WTMult,
+				o.DTPref, o.Size,
 				Time3{o.TimeDelta.Seconds, o.TimeDelta.Nseconds}, o.Properties}, goodPost(&o.Attr)
 		})
 		compareDir(t, c, body)
@@ -251,11 +263,13 @@ func compareDir(t *testing.T, c *Client, body []byte) {
 			break
 		}
 		e := &o.Entry
-		good = good && len(e.FileName) <= MaxName && validName([]byte(e.FileName)) && goodPost(&e.Attr) && (!e.Handle.IsSet || goodFH(e.Handle.FH))
+		good = good && len(e.FileName) <= MaxName && validName([]byte(e.FileName)) && goodPost(&e.Attr) &&
+			(!e.Handle.IsSet || goodFH(e.Handle.FH))
 		if !good {
 			break
 		}
-		d := DirEntry{FileID: e.FileId, Cookie: e.Cookie, Name: []byte(e.FileName), Attr: ofPost(&e.Attr), HasFH: e.Handle.IsSet}
+		d := DirEntry{FileID: e.FileId, Cookie: e.Cookie, Name: []byte(e.FileName), Attr: ofPost(&e.Attr),
+			HasFH: e.Handle.IsSet}
 		if e.Handle.IsSet {
 			d.FH = ofFH(e.Handle.FH)
 		}
@@ -266,7 +280,8 @@ func compareDir(t *testing.T, c *Client, body []byte) {
 		_, oracleErr = goxdr.UnmarshalLimited(r, &eof, oracleLimit)
 	}
 	if good = good && oracleErr == nil; good != (err == nil) {
-		t.Fatalf("READDIRPLUS: error %v; the oracle: error %v, %d entries, good %v", err, oracleErr, len(want.List), good)
+		t.Fatalf("READDIRPLUS: error %v; the oracle: error %v, %d entries, good %v", err, oracleErr, len(want.List),
+			good)
 	}
 	want.Res = ReadDirResult{ofPost(&head.Attr), Verifier(head.Verf), eof, len(want.List)}
 	if good && !reflect.DeepEqual(got, want) {
@@ -284,9 +299,11 @@ func ofFH(b []byte) FH {
 }
 
 func ofAttr(o *nfs.Fattr) Attr {
-	return Attr{Type: FileType(o.Type), Mode: o.FileMode & ModeMask, Nlink: o.Nlink, UID: o.UID, GID: o.GID, Size: o.Filesize, Used: o.Used,
+	return Attr{Type: FileType(o.Type), Mode: o.FileMode & ModeMask, Nlink: o.Nlink, UID: o.UID, GID: o.GID,
+		Size: o.Filesize, Used: o.Used,
 		Rdev: Device{o.SpecData[0], o.SpecData[1]}, FSID: o.FSID, FileID: o.Fileid,
-		Atime: Time3{o.Atime.Seconds, o.Atime.Nseconds}, Mtime: Time3{o.Mtime.Seconds, o.Mtime.Nseconds}, Ctime: Time3{o.Ctime.Seconds, o.Ctime.Nseconds}}
+		Atime: Time3{o.Atime.Seconds, o.Atime.Nseconds}, Mtime: Time3{o.Mtime.Seconds,
+			o.Mtime.Nseconds}, Ctime: Time3{o.Ctime.Seconds, o.Ctime.Nseconds}}
 }
 
 func ofPost(o *nfs.PostOpAttr) PostOpAttr {
@@ -299,7 +316,8 @@ func ofPost(o *nfs.PostOpAttr) PostOpAttr {
 func ofWcc(o *nfs.WccData) WccData {
 	w := WccData{HasBefore: o.Before.IsSet, HasAfter: o.After.IsSet}
 	if w.HasBefore {
-		w.Before = WccAttr{o.Before.Size, Time3{o.Before.MTime.Seconds, o.Before.MTime.Nseconds}, Time3{o.Before.CTime.Seconds, o.Before.CTime.Nseconds}}
+		w.Before = WccAttr{o.Before.Size, Time3{o.Before.MTime.Seconds, o.Before.MTime.Nseconds},
+			Time3{o.Before.CTime.Seconds, o.Before.CTime.Nseconds}}
 	}
 	if w.HasAfter {
 		w.After = ofAttr(&o.After.Attr)

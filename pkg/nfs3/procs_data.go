@@ -93,7 +93,8 @@ func (d *reader) data(m *sunrpc.Message, n uint32) int {
 // Write writes data to fh at offset off (RFC 1813 §3.3.7), at least as stable as asked. res.Count
 // may be less than len(data), but is 0 only for empty data. res.Committed says how stable the data
 // is in fact: a broken server may do less than asked, so a caller goes by it.
-func (c *Client) Write(ctx context.Context, cred []byte, fh FH, off uint64, data []byte, stable StableHow, res *WriteResult) error {
+func (c *Client) Write(ctx context.Context, cred []byte, fh FH, off uint64, data []byte, stable StableHow,
+	res *WriteResult) error {
 	*res = WriteResult{}
 	s := c.begin(ProcWrite, cred, MaxResultWrite)
 	defer c.end(s)

@@ -14,7 +14,8 @@ import (
 // The whole reply is checked before each is called for the first time: either every entry of it is
 // good, or there is an error and no entry. each gets the entries in order until it returns false;
 // the DirEntry and its Name are valid during the call only.
-func (c *Client) ReadDir(ctx context.Context, cred []byte, dir FH, cookie uint64, verf Verifier, count uint32, res *ReadDirResult, each func(*DirEntry) bool) error {
+func (c *Client) ReadDir(ctx context.Context, cred []byte, dir FH, cookie uint64, verf Verifier, count uint32,
+	res *ReadDirResult, each func(*DirEntry) bool) error {
 	count = min(count, MaxDirCount)
 	s := c.begin(ProcReadDir, cred, MaxResultReadDir(count))
 	defer c.end(s)
@@ -25,7 +26,8 @@ func (c *Client) ReadDir(ctx context.Context, cred []byte, dir FH, cookie uint64
 
 // ReadDirPlus is ReadDir with attributes and handles (RFC 1813 §3.3.17). maxCount bounds the reply
 // in octets, at most [MaxDirCount]; dirCount bounds the part of it that READDIR would return too.
-func (c *Client) ReadDirPlus(ctx context.Context, cred []byte, dir FH, cookie uint64, verf Verifier, dirCount, maxCount uint32, res *ReadDirResult, each func(*DirEntry) bool) error {
+func (c *Client) ReadDirPlus(ctx context.Context, cred []byte, dir FH, cookie uint64, verf Verifier, dirCount,
+	maxCount uint32, res *ReadDirResult, each func(*DirEntry) bool) error {
 	maxCount = min(maxCount, MaxDirCount)
 	s := c.begin(ProcReadDirPlus, cred, MaxResultReadDir(maxCount))
 	defer c.end(s)

@@ -8,7 +8,8 @@ import (
 )
 
 // Create makes the regular file name in dir (RFC 1813 §3.3.8).
-func (c *Client) Create(ctx context.Context, cred []byte, dir FH, name string, how *CreateHow, res *CreateResult) error {
+func (c *Client) Create(ctx context.Context, cred []byte, dir FH, name string, how *CreateHow,
+	res *CreateResult) error {
 	*res = CreateResult{}
 	s := c.begin(ProcCreate, cred, MaxResultCreate)
 	defer c.end(s)
@@ -41,7 +42,8 @@ func (c *Client) Mkdir(ctx context.Context, cred []byte, dir FH, name string, se
 
 // Symlink makes the symbolic link name in dir, which points to target, 1 to [MaxPath] octets
 // without NUL (RFC 1813 §3.3.10).
-func (c *Client) Symlink(ctx context.Context, cred []byte, dir FH, name, target string, set *SetAttr, res *CreateResult) error {
+func (c *Client) Symlink(ctx context.Context, cred []byte, dir FH, name, target string, set *SetAttr,
+	res *CreateResult) error {
 	*res = CreateResult{}
 	s := c.begin(ProcSymlink, cred, MaxResultCreate)
 	defer c.end(s)
@@ -63,7 +65,8 @@ func (c *Client) Symlink(ctx context.Context, cred []byte, dir FH, name, target 
 
 // Mknod makes the special file name in dir (RFC 1813 §3.3.11): a device of the given numbers, a
 // socket, or a named pipe.
-func (c *Client) Mknod(ctx context.Context, cred []byte, dir FH, name string, typ FileType, set *SetAttr, dev Device, res *CreateResult) error {
+func (c *Client) Mknod(ctx context.Context, cred []byte, dir FH, name string, typ FileType, set *SetAttr, dev Device,
+	res *CreateResult) error {
 	*res = CreateResult{}
 	s := c.begin(ProcMknod, cred, MaxResultCreate)
 	defer c.end(s)
@@ -124,7 +127,8 @@ func (c *Client) removeName(ctx context.Context, p Proc, cred []byte, dir *FH, n
 
 // Rename moves fromName of fromDir to toName of toDir, which it replaces if it exists (RFC 1813
 // §3.3.14).
-func (c *Client) Rename(ctx context.Context, cred []byte, fromDir FH, fromName string, toDir FH, toName string, res *RenameResult) error {
+func (c *Client) Rename(ctx context.Context, cred []byte, fromDir FH, fromName string, toDir FH, toName string,
+	res *RenameResult) error {
 	*res = RenameResult{}
 	s := c.begin(ProcRename, cred, MaxResultRename)
 	defer c.end(s)

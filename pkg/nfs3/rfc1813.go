@@ -41,7 +41,8 @@ const (
 	NumProcs = 22
 )
 
-var procNames = [NumProcs]string{"NULL", "GETATTR", "SETATTR", "LOOKUP", "ACCESS", "READLINK", "READ", "WRITE", "CREATE",
+var procNames = [NumProcs]string{"NULL", "GETATTR", "SETATTR", "LOOKUP", "ACCESS", "READLINK", "READ", "WRITE",
+	"CREATE",
 	"MKDIR", "SYMLINK", "MKNOD", "REMOVE", "RMDIR", "RENAME", "LINK", "READDIR", "READDIRPLUS", "FSSTAT", "FSINFO",
 	"PATHCONF", "COMMIT"}
 
@@ -81,7 +82,8 @@ const (
 	NF3FIFO FileType = 7 // named pipe
 )
 
-var typeNames = [...]string{"", "regular file", "directory", "block device", "character device", "symbolic link", "socket", "named pipe"}
+var typeNames = [...]string{"", "regular file", "directory", "block device", "character device", "symbolic link",
+	"socket", "named pipe"}
 
 func (t FileType) String() string {
 	if t >= NF3REG && t <= NF3FIFO {

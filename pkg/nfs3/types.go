@@ -16,7 +16,8 @@ type FH struct {
 // NewFH makes a handle of b, which it copies. It fails when b is longer than 64 octets.
 func NewFH(b []byte) (FH, error) {
 	if len(b) > FHSize {
-		return FH{}, fmt.Errorf("%w: a file handle of %d octets is longer than the %d that NFSv3 allows", ErrMalformed, len(b), FHSize)
+		return FH{}, fmt.Errorf("%w: a file handle of %d octets is longer than the %d that NFSv3 allows",
+			ErrMalformed, len(b), FHSize)
 	}
 	var h FH
 	h.n = uint8(copy(h.b[:], b))

@@ -75,15 +75,17 @@ var (
 	fh1 = mustFH(1, 2, 3, 4, 5)
 	fh2 = mustFH(0xaa, 0xbb, 0xcc, 0xdd)
 
-	attr1 = Attr{Type: NF3REG, Mode: 0o644, Nlink: 2, UID: 1000, GID: 100, Size: 5, Used: 4096, Rdev: Device{8, 9}, FSID: 0x11, FileID: 0x22,
+	attr1 = Attr{Type: NF3REG, Mode: 0o644, Nlink: 2, UID: 1000, GID: 100, Size: 5, Used: 4096, Rdev: Device{8, 9},
+		FSID: 0x11, FileID: 0x22,
 		Atime: Time3{1, 2}, Mtime: Time3{3, 4}, Ctime: Time3{5, 6}}
 	// A directory whose server puts the type's bits into the mode.
 	dirAttr1 = Attr{Type: NF3DIR, Mode: 0o755, Nlink: 3, Size: 4096, Used: 8192, FSID: 0x11, FileID: 0x23,
 		Atime: Time3{11, 12}, Mtime: Time3{13, 14}, Ctime: Time3{15, 16}}
 	post1    = PostOpAttr{Present: true, Attr: attr1}
 	postDir1 = PostOpAttr{Present: true, Attr: dirAttr1}
-	wcc1     = WccData{HasBefore: true, Before: WccAttr{Size: 0xfff, Mtime: Time3{13, 14}, Ctime: Time3{15, 1}}, HasAfter: true, After: dirAttr1}
-	verf1    = Verifier{0xf0, 0xf1, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7}
+	wcc1     = WccData{HasBefore: true, Before: WccAttr{Size: 0xfff, Mtime: Time3{13, 14}, Ctime: Time3{15, 1}},
+		HasAfter: true, After: dirAttr1}
+	verf1 = Verifier{0xf0, 0xf1, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7}
 )
 
 func mustFH(b ...byte) FH {
@@ -144,7 +146,10 @@ type withBuf[T any] struct {
 
 var getattr = call1(func(ctx context.Context, c *Client, r *Attr) error { return c.GetAttr(ctx, cred, fh1, r) })
 
-var lookup = call1(func(ctx context.Context, c *Client, r *LookupResult) error { return c.Lookup(ctx, cred, fh1, "ab", r) })
+var lookup = call1(func(ctx context.Context, c *Client, r *LookupResult) error {
+	return c.Lookup(ctx, cred, fh1, "ab",
+		r)
+})
 
 func read(size int) func(context.Context, *Client) (any, error) {
 	return func(ctx context.Context, c *Client) (any, error) {
@@ -272,9 +277,12 @@ func TestMaxResults(t *testing.T) {
 		name      string
 		got, want int
 	}{
-		{"NULL", MaxResultNull, 0}, {"GETATTR", MaxResultGetAttr, 88}, {"SETATTR", MaxResultSetAttr, 120}, {"LOOKUP", MaxResultLookup, 248},
-		{"ACCESS", MaxResultAccess, 96}, {"READLINK", MaxResultReadLink, 96}, {"READ", MaxResultRead, 104}, {"WRITE", MaxResultWrite, 136},
-		{"CREATE", MaxResultCreate, 280}, {"REMOVE", MaxResultRemove, 120}, {"RENAME", MaxResultRename, 236}, {"LINK", MaxResultLink, 208},
+		{"NULL", MaxResultNull, 0}, {"GETATTR", MaxResultGetAttr, 88}, {"SETATTR", MaxResultSetAttr, 120}, {"LOOKUP",
+			MaxResultLookup, 248},
+		{"ACCESS", MaxResultAccess, 96}, {"READLINK", MaxResultReadLink, 96}, {"READ", MaxResultRead, 104}, {"WRITE",
+			MaxResultWrite, 136},
+		{"CREATE", MaxResultCreate, 280}, {"REMOVE", MaxResultRemove, 120}, {"RENAME", MaxResultRename, 236}, {"LINK",
+			MaxResultLink, 208},
 		{"READDIR", MaxResultReadDir(0), 100}, {"FSSTAT", MaxResultFSStat, 144}, {"FSINFO", MaxResultFSInfo, 140},
 		{"PATHCONF", MaxResultPathConf, 116}, {"COMMIT", MaxResultCommit, 128},
 	} {

@@ -98,8 +98,10 @@ func TestDecodeRefuses(t *testing.T) {
 		{"ERR_VERS cut short", "00000001 00000001 00000001 00000004 00000001 00000001", ErrShort},
 		{"discriminator 2", "00000001 00000001 00000001 00000000 00000002 00000000 00000000", ErrBadChunks},
 		{"read position 3", "00000001 00000001 00000001 00000000 00000001 00000003 00000001 00000001 0000000000000001 00000000 00000000 00000000", ErrBadChunks},
-		{"write chunk claims 2^32-1 segments", "00000001 00000001 00000001 00000000 00000000 00000001 ffffffff 00000000", ErrBadChunks},
-		{"reply chunk claims one more than there is", "00000001 00000001 00000001 00000001 00000000 00000000 00000001 00000002 00000001 00000001 0000000000000001", ErrBadChunks},
+		{"write chunk claims 2^32-1 segments",
+			"00000001 00000001 00000001 00000000 00000000 00000001 ffffffff 00000000", ErrBadChunks},
+		{"reply chunk claims one more than there is",
+			"00000001 00000001 00000001 00000001 00000000 00000000 00000001 00000002 00000001 00000001 0000000000000001", ErrBadChunks},
 		{"lists end early", "00000001 00000001 00000001 00000000 00000001 00000000 00000001 00000001 0000000000000001", ErrBadChunks},
 	}
 	var h Header
@@ -138,7 +140,8 @@ func TestPrivateData(t *testing.T) {
 		found      bool
 	}{
 		{"stock Linux server", "f6ab0e18 01 00 03 03", Private{SendSize: 4096, RecvSize: 4096}, true},
-		{"behind other data, odd alignment, padded", "0102 f6ab0e18 01 01 00 3f 0000", Private{RemoteInv: true, SendSize: 1024, RecvSize: 65536}, true},
+		{"behind other data, odd alignment, padded", "0102 f6ab0e18 01 01 00 3f 0000",
+			Private{RemoteInv: true, SendSize: 1024, RecvSize: 65536}, true},
 		{"reserved flags are ignored", "f6ab0e18 01 fe ff ff", Private{SendSize: 262144, RecvSize: 262144}, true},
 		{"version 2", "f6ab0e18 02 01 03 03", DefaultPrivate, false},
 		{"cut short", "f6ab0e18 01 01 03", DefaultPrivate, false},
@@ -162,8 +165,10 @@ func FuzzHeader(f *testing.F) {
 		var h, again Header
 		n, err := h.Decode(b)
 		// Good or not, nothing is made from more than the octets that are there.
-		if len(h.Reads)*ReadSegmentSize > len(b) || len(h.Writes)*ChunkHeadSize > len(b) || len(h.segs)*SegmentSize > len(b) {
-			t.Fatalf("%d octets became %d read segments, %d write chunks, %d segments", len(b), len(h.Reads), len(h.Writes), len(h.segs))
+		if len(h.Reads)*ReadSegmentSize > len(b) || len(h.Writes)*ChunkHeadSize > len(b) ||
+			len(h.segs)*SegmentSize > len(b) {
+			t.Fatalf("%d octets became %d read segments, %d write chunks, %d segments", len(b), len(h.Reads),
+				len(h.Writes), len(h.segs))
 		}
 		if err != nil {
 			if n != 0 || h.HasReply && len(b) < MinHeaderSize {

@@ -37,7 +37,8 @@ func (e *AcceptError) Error() string {
 	case ProgUnavail:
 		return "RPC: the server does not serve this program (PROG_UNAVAIL)"
 	case ProgMismatch:
-		return fmt.Sprintf("RPC: the server serves versions %d to %d of the program only (PROG_MISMATCH)", e.Low, e.High)
+		return fmt.Sprintf("RPC: the server serves versions %d to %d of the program only (PROG_MISMATCH)", e.Low,
+			e.High)
 	case ProcUnavail:
 		return "RPC: the server does not know this procedure (PROC_UNAVAIL)"
 	case GarbageArgs:
@@ -60,7 +61,8 @@ type DeniedError struct {
 func (e *DeniedError) Error() string {
 	switch e.Stat {
 	case RPCMismatch:
-		return fmt.Sprintf("RPC: denied: the server speaks versions %d to %d of RPC, not %d (RPC_MISMATCH)", e.Low, e.High, RPCVersion)
+		return fmt.Sprintf("RPC: denied: the server speaks versions %d to %d of RPC, not %d (RPC_MISMATCH)", e.Low,
+			e.High, RPCVersion)
 	case AuthError:
 		return "RPC: denied: " + authText(e.Auth) + " (" + e.Auth.String() + ")"
 	}

@@ -56,20 +56,23 @@ func FuzzParseReply(f *testing.F) {
 		if err != nil {
 			var accept *AcceptError
 			var denied *DeniedError
-			if results != nil || err.Error() == "" || !errors.Is(err, ErrMalformed) && !errors.As(err, &accept) && !errors.As(err, &denied) {
+			if results != nil || err.Error() == "" || !errors.Is(err, ErrMalformed) && !errors.As(err, &accept) &&
+				!errors.As(err, &denied) {
 				t.Fatalf("results %x beside error %v", results, err)
 			}
 		}
 		var want oracleAccepted
 		n, oracleErr := goxdr.UnmarshalLimited(bytes.NewReader(b), &want, oracleLimit)
 		if err != nil {
-			if oracleErr == nil && want.MsgType == MsgReply && want.ReplyStat == MsgAccepted && want.AcceptStat == uint32(Success) && len(want.Verf.Body) <= MaxAuthBody {
+			if oracleErr == nil && want.MsgType == MsgReply && want.ReplyStat == MsgAccepted &&
+				want.AcceptStat == uint32(Success) && len(want.Verf.Body) <= MaxAuthBody {
 				t.Fatalf("error %v; the oracle reads %+v", err, want)
 			}
 			return
 		}
 		err = oracleErr
-		if err != nil || want.XID != xid || want.MsgType != MsgReply || want.ReplyStat != MsgAccepted || want.AcceptStat != uint32(Success) {
+		if err != nil || want.XID != xid || want.MsgType != MsgReply || want.ReplyStat != MsgAccepted ||
+			want.AcceptStat != uint32(Success) {
 			t.Fatalf("the oracle reads %+v, error %v", want, err)
 		}
 		if !bytes.Equal(results, b[n:]) {
@@ -80,7 +83,8 @@ func FuzzParseReply(f *testing.F) {
 
 func FuzzParseCall(f *testing.F) {
 	f.Add(AppendCall(nil, 1, 100003, 3, 6, AppendAuthNone(nil)))
-	f.Add(append(AppendCall(nil, 1, 100003, 3, 6, AppendAuthSys(nil, &AuthSys{Machine: "m", GIDs: []uint32{1, 2}})), 1, 2, 3, 4))
+	f.Add(append(AppendCall(nil, 1, 100003, 3, 6, AppendAuthSys(nil, &AuthSys{Machine: "m", GIDs: []uint32{1, 2}})),
+		1, 2, 3, 4))
 	f.Add(unhex("01020304 00000000 00000003"))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		h, args, err := ParseCall(b)
@@ -92,7 +96,8 @@ func FuzzParseCall(f *testing.F) {
 		if err != nil || want.MsgType != MsgCall || want.Rpcvers != RPCVersion {
 			t.Fatalf("the oracle reads %+v, error %v", want, err)
 		}
-		got := CallHeader{want.XID, want.Prog, want.Vers, want.Proc, want.Cred.Flavor, want.Cred.Body, want.Verf.Flavor, want.Verf.Body}
+		got := CallHeader{want.XID, want.Prog, want.Vers, want.Proc, want.Cred.Flavor, want.Cred.Body,
+			want.Verf.Flavor, want.Verf.Body}
 		if !reflect.DeepEqual(normal(h), normal(got)) || !bytes.Equal(args, b[n:]) {
 			t.Fatalf("header %+v, the oracle's %+v", h, got)
 		}
@@ -124,7 +129,8 @@ func normalSys(a AuthSys) AuthSys {
 }
 
 func FuzzAppendCall(f *testing.F) {
-	f.Add(uint32(1), uint32(100003), uint32(3), uint32(6), uint32(9), "machine", uint32(1000), uint32(100), []byte{1, 2, 3})
+	f.Add(uint32(1), uint32(100003), uint32(3), uint32(6), uint32(9), "machine", uint32(1000), uint32(100),
+		[]byte{1, 2, 3})
 	f.Fuzz(func(t *testing.T, xid, prog, vers, proc, stamp uint32, machine string, uid, gid uint32, groups []byte) {
 		a := AuthSys{Stamp: stamp, Machine: machine, UID: uid, GID: gid}
 		for _, g := range groups {

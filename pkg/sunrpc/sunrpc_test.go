@@ -43,7 +43,8 @@ func TestAppendCall(t *testing.T) {
 			t.Errorf("%s: CallSize is %d, want %d", x.name, n, len(unhex(x.want)))
 		}
 		h, args, err := ParseCall(append(got[len("before"):], 9, 8, 7, 6))
-		if err != nil || h.XID != 0x01020304 || h.Prog != 100003 || h.Vers != 3 || h.Proc != 6 || !bytes.Equal(args, []byte{9, 8, 7, 6}) {
+		if err != nil || h.XID != 0x01020304 || h.Prog != 100003 || h.Vers != 3 || h.Proc != 6 ||
+			!bytes.Equal(args, []byte{9, 8, 7, 6}) {
 			t.Errorf("%s: parsed %+v, arguments %x, error %v", x.name, h, args, err)
 		}
 	}
@@ -62,7 +63,8 @@ func TestAuthSys(t *testing.T) {
 		{"plain", AuthSys{1, "host", 2, 3, []uint32{4}}, AuthSys{1, "host", 2, 3, []uint32{4}}, 36},
 		{"empty", AuthSys{}, AuthSys{}, 28},
 		{"too many groups", AuthSys{GIDs: many}, AuthSys{GIDs: many[:16]}, 28 + 64},
-		{"name too long", AuthSys{Machine: strings.Repeat("m", 300), GIDs: many}, AuthSys{Machine: strings.Repeat("m", 255), GIDs: many[:16]}, MaxAuthSysSize},
+		{"name too long", AuthSys{Machine: strings.Repeat("m", 300), GIDs: many},
+			AuthSys{Machine: strings.Repeat("m", 255), GIDs: many[:16]}, MaxAuthSysSize},
 	} {
 		b := AppendAuthSys(nil, &x.in)
 		if len(b) != x.size {
@@ -108,25 +110,37 @@ func TestParseReply(t *testing.T) {
 	}{
 		{"success", head + "00000000" + noneHex + "00000000 11223344", 0x0a0b0c0d, "11223344", nil, ""},
 		{"no results", head + "00000000" + noneHex + "00000000", 0x0a0b0c0d, "", nil, ""},
-		{"verifier of 5", head + "00000000 00000002 00000005 aabbccddee000000 00000000 11223344", 0x0a0b0c0d, "11223344", nil, ""},
-		{"verifier of 400", head + "00000000 00000006 00000190" + strings.Repeat("aa", 400) + "00000000 11223344", 0x0a0b0c0d, "11223344", nil, ""},
-		{"verifier of 401", head + "00000000 00000006 00000191" + strings.Repeat("aa", 404) + "00000000", 0x0a0b0c0d, "", ErrMalformed, ""},
+		{"verifier of 5", head + "00000000 00000002 00000005 aabbccddee000000 00000000 11223344", 0x0a0b0c0d,
+			"11223344", nil, ""},
+		{"verifier of 400", head + "00000000 00000006 00000190" + strings.Repeat("aa", 400) + "00000000 11223344",
+			0x0a0b0c0d, "11223344", nil, ""},
+		{"verifier of 401", head + "00000000 00000006 00000191" + strings.Repeat("aa", 404) + "00000000", 0x0a0b0c0d,
+			"", ErrMalformed, ""},
 		{"verifier of 4 GiB", head + "00000000 00000006 ffffffff 00000000", 0x0a0b0c0d, "", ErrMalformed, ""},
 		{"verifier beyond the end", head + "00000000 00000006 00000020 00000000", 0x0a0b0c0d, "", ErrMalformed, ""},
-		{"PROG_UNAVAIL", head + "00000000" + noneHex + "00000001", 0x0a0b0c0d, "", &AcceptError{Stat: ProgUnavail}, "PROG_UNAVAIL"},
-		{"PROG_MISMATCH", head + "00000000" + noneHex + "00000002 00000002 00000004", 0x0a0b0c0d, "", &AcceptError{ProgMismatch, 2, 4}, "versions 2 to 4"},
+		{"PROG_UNAVAIL", head + "00000000" + noneHex + "00000001", 0x0a0b0c0d, "", &AcceptError{Stat: ProgUnavail},
+			"PROG_UNAVAIL"},
+		{"PROG_MISMATCH", head + "00000000" + noneHex + "00000002 00000002 00000004", 0x0a0b0c0d, "",
+			&AcceptError{ProgMismatch, 2, 4}, "versions 2 to 4"},
 		{"PROG_MISMATCH cut", head + "00000000" + noneHex + "00000002 00000002", 0x0a0b0c0d, "", ErrMalformed, ""},
-		{"PROC_UNAVAIL", head + "00000000" + noneHex + "00000003", 0x0a0b0c0d, "", &AcceptError{Stat: ProcUnavail}, "PROC_UNAVAIL"},
-		{"GARBAGE_ARGS", head + "00000000" + noneHex + "00000004", 0x0a0b0c0d, "", &AcceptError{Stat: GarbageArgs}, "GARBAGE_ARGS"},
-		{"SYSTEM_ERR", head + "00000000" + noneHex + "00000005", 0x0a0b0c0d, "", &AcceptError{Stat: SystemErr}, "SYSTEM_ERR"},
+		{"PROC_UNAVAIL", head + "00000000" + noneHex + "00000003", 0x0a0b0c0d, "", &AcceptError{Stat: ProcUnavail},
+			"PROC_UNAVAIL"},
+		{"GARBAGE_ARGS", head + "00000000" + noneHex + "00000004", 0x0a0b0c0d, "", &AcceptError{Stat: GarbageArgs},
+			"GARBAGE_ARGS"},
+		{"SYSTEM_ERR", head + "00000000" + noneHex + "00000005", 0x0a0b0c0d, "", &AcceptError{Stat: SystemErr},
+			"SYSTEM_ERR"},
 		{"accept_stat 6", head + "00000000" + noneHex + "00000006", 0x0a0b0c0d, "", ErrMalformed, ""},
-		{"RPC_MISMATCH", head + "00000001 00000000 00000003 00000005", 0x0a0b0c0d, "", &DeniedError{Stat: RPCMismatch, Low: 3, High: 5}, "versions 3 to 5"},
-		{"AUTH_ERROR", head + "00000001 00000001 00000005", 0x0a0b0c0d, "", &DeniedError{Stat: AuthError, Auth: AuthTooWeak}, "AUTH_TOOWEAK"},
-		{"AUTH_ERROR unknown", head + "00000001 00000001 000000ff", 0x0a0b0c0d, "", &DeniedError{Stat: AuthError, Auth: 255}, "auth_stat 255"},
+		{"RPC_MISMATCH", head + "00000001 00000000 00000003 00000005", 0x0a0b0c0d, "",
+			&DeniedError{Stat: RPCMismatch, Low: 3, High: 5}, "versions 3 to 5"},
+		{"AUTH_ERROR", head + "00000001 00000001 00000005", 0x0a0b0c0d, "",
+			&DeniedError{Stat: AuthError, Auth: AuthTooWeak}, "AUTH_TOOWEAK"},
+		{"AUTH_ERROR unknown", head + "00000001 00000001 000000ff", 0x0a0b0c0d, "",
+			&DeniedError{Stat: AuthError, Auth: 255}, "auth_stat 255"},
 		{"AUTH_ERROR cut", head + "00000001 00000001", 0x0a0b0c0d, "", ErrMalformed, ""},
 		{"reject_stat 2", head + "00000001 00000002 00000000 00000000", 0x0a0b0c0d, "", ErrMalformed, ""},
 		{"reply_stat 2", head + "00000002", 0x0a0b0c0d, "", ErrMalformed, ""},
-		{"a call", "0a0b0c0d 00000000 00000002 000186a3 00000003 00000006" + noneHex + noneHex, 0x0a0b0c0d, "", ErrMalformed, ""},
+		{"a call", "0a0b0c0d 00000000 00000002 000186a3 00000003 00000006" + noneHex + noneHex, 0x0a0b0c0d, "",
+			ErrMalformed, ""},
 		{"msg_type 2", "0a0b0c0d 00000002 00000000" + noneHex + "00000000", 0x0a0b0c0d, "", ErrMalformed, ""},
 		{"xid only", "0a0b0c0d", 0x0a0b0c0d, "", ErrMalformed, ""},
 		{"nothing", "", 0, "", ErrMalformed, ""},
@@ -156,7 +170,8 @@ func TestReplies(t *testing.T) {
 	}{
 		{"accepted", AppendAcceptedReply(nil, 7, Success), "00000007 00000001 00000000" + noneHex + "00000000"},
 		{"garbage", AppendAcceptedReply(nil, 7, GarbageArgs), "00000007 00000001 00000000" + noneHex + "00000004"},
-		{"program mismatch", AppendProgMismatchReply(nil, 7, 3, 4), "00000007 00000001 00000000" + noneHex + "00000002 00000003 00000004"},
+		{"program mismatch", AppendProgMismatchReply(nil, 7, 3, 4), "00000007 00000001 00000000" + noneHex +
+			"00000002 00000003 00000004"},
 		{"mismatch", AppendMismatchReply(nil, 7), "00000007 00000001 00000001 00000000 00000002 00000002"},
 		{"denied", AppendDeniedReply(nil, 7, AuthTooWeak), "00000007 00000001 00000001 00000001 00000005"},
 	} {
@@ -176,11 +191,13 @@ func TestParseCallRefuses(t *testing.T) {
 			t.Errorf("%d of %d octets: error is %v", n, len(good), err)
 		}
 	}
-	if h, _, err := ParseCall(unhex("01020304 00000001 00000002")); !errors.Is(err, ErrMalformed) || h.XID != 0x01020304 {
+	if h, _, err := ParseCall(unhex("01020304 00000001 00000002")); !errors.Is(err, ErrMalformed) ||
+		h.XID != 0x01020304 {
 		t.Errorf("a reply: %+v, error %v", h, err)
 	}
 	var denied *DeniedError
-	if h, _, err := ParseCall(unhex("01020304 00000000 00000003")); !errors.As(err, &denied) || denied.Stat != RPCMismatch || h.XID != 0x01020304 {
+	if h, _, err := ParseCall(unhex("01020304 00000000 00000003")); !errors.As(err, &denied) ||
+		denied.Stat != RPCMismatch || h.XID != 0x01020304 {
 		t.Errorf("RPC version 3: %+v, error %v", h, err)
 	}
 	long := append(good[:24:24], unhex("00000001 00000191"+strings.Repeat("00", 404)+noneHex)...)
@@ -210,7 +227,8 @@ func TestDecoder(t *testing.T) {
 	if d.Offset() != 20 || d.Remaining() != len(in)-20 || len(d.Rest()) != d.Remaining() {
 		t.Errorf("at %d, %d remain", d.Offset(), d.Remaining())
 	}
-	if a, b, c := d.Opaque(5), d.Opaque(3), d.Fixed(2); string(a) != "abcde" || string(b) != "xyz" || string(c) != "\x09\x09" {
+	if a, b, c := d.Opaque(5), d.Opaque(3), d.Fixed(2); string(a) != "abcde" || string(b) != "xyz" ||
+		string(c) != "\x09\x09" {
 		t.Errorf("opaques %q, %q, %q", a, b, c)
 	}
 	if d.Err() != nil || d.Remaining() != 0 {

@@ -56,7 +56,8 @@ const (
 	kinds
 )
 
-var names = [kinds]string{"none", "map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan", "dereg", "alloc",
+var names = [kinds]string{"none", "map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan",
+	"dereg", "alloc",
 	"sgerr", "maperr", "post_send", "post_send_err", "post_linv", "post_linv_err", "wc_fastreg", "wc_li", "wc_li_wake", "wc_li_done",
 	"wc_send", "reply", "bad_reply", "done", "resend", "interrupt", "timeout", "connect", "disconnect", "nudge", "ping", "empty_sendctx"}
 

@@ -19,7 +19,8 @@ func TestRingKeepsTheLast(t *testing.T) {
 		t.Fatalf("%d events, next %d, %d lost; want 8, 20, 7", len(events), next, lost)
 	}
 	for i, e := range events {
-		if n := uint64(12 + i); e.Seq != n || e.N != uint16(n) || e.A != n<<40 || e.B != ^uint64(0) || e.XID != 7 || e.MR != 3 || e.Handle != 0x1234 {
+		if n := uint64(12 + i); e.Seq != n || e.N != uint16(n) || e.A != n<<40 || e.B != ^uint64(0) || e.XID != 7 ||
+			e.MR != 3 || e.Handle != 0x1234 {
 			t.Errorf("event %d: %+v", n, e)
 		}
 		if i > 0 && e.Time.Before(events[i-1].Time) {
@@ -73,7 +74,8 @@ func TestConcurrentEventsAreWhole(t *testing.T) {
 			t.Fatalf("from %d to %d: %d events and %d lost", was, from, len(events), lost)
 		}
 		for _, e := range events {
-			if v := uint64(e.XID)<<32 | uint64(e.MR); e.A != v || e.B != ^v || e.N != uint16(e.MR) || e.Handle != e.XID || e.Kind != FastReg {
+			if v := uint64(e.XID)<<32 | uint64(e.MR); e.A != v || e.B != ^v || e.N != uint16(e.MR) ||
+				e.Handle != e.XID || e.Kind != FastReg {
 				t.Fatalf("torn event: %+v", e)
 			}
 		}
@@ -105,7 +107,8 @@ func TestDroppedEventsAreNotWaitedFor(t *testing.T) {
 		r.Add(Event{Kind: Map, N: uint16(i)})
 	}
 	events, next, lost := r.Read(from, nil)
-	if r.Dropped() != 1 || lost != 1 || next != size+4 || len(events) != 3 || events[1].Seq != size+1 || events[2].Seq != size+3 {
+	if r.Dropped() != 1 || lost != 1 || next != size+4 || len(events) != 3 || events[1].Seq != size+1 ||
+		events[2].Seq != size+3 {
 		t.Errorf("%d dropped, %d lost, next %d, events %+v", r.Dropped(), lost, next, events)
 	}
 	if last := r.Last(2); len(last) != 1 || last[0].Seq != size+3 {
@@ -137,11 +140,13 @@ func TestForms(t *testing.T) {
 		seen[k.String()] = true
 	}
 	e := Event{Kind: WCLocalInv, Status: 1, XID: 0xbeef, MR: 2, Handle: 0x100}
-	if text := r.Text(&e); !strings.Contains(text, "wc_li") || !strings.Contains(text, "xid=0xbeef mr=2 handle=0x100 status=flushed") {
+	if text := r.Text(&e); !strings.Contains(text, "wc_li") ||
+		!strings.Contains(text, "xid=0xbeef mr=2 handle=0x100 status=flushed") {
 		t.Errorf("text %q", text)
 	}
 	var m map[string]any
-	if err := json.Unmarshal(r.JSON(&e), &m); err != nil || m["event"] != "wc_li" || m["xid"] != "0xbeef" || m["mr"] != 2.0 || m["status"] != "flushed" {
+	if err := json.Unmarshal(r.JSON(&e), &m); err != nil || m["event"] != "wc_li" || m["xid"] != "0xbeef" ||
+		m["mr"] != 2.0 || m["status"] != "flushed" {
 		t.Errorf("json %s: %v", r.JSON(&e), err)
 	}
 }

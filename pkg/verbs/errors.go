@@ -85,5 +85,6 @@ func (e *TerminateError) Error() string {
 	if e.Local {
 		who = "this side"
 	}
-	return fmt.Sprintf("stream terminated by %s: %s (layer %d, type %d, code %#02x)", who, e.Text, e.Layer, e.EType, e.Code)
+	return fmt.Sprintf("stream terminated by %s: %s (layer %d, type %d, code %#02x)", who, e.Text, e.Layer, e.EType,
+		e.Code)
 }

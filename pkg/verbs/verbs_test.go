@@ -40,7 +40,8 @@ func TestNames(t *testing.T) {
 			t.Errorf("kind %d has no name", k)
 		}
 	}
-	for _, s := range []string{verbs.Status(200).String(), verbs.Opcode(200).String(), verbs.ConnErrorKind(200).String(), verbs.Transport(200).String()} {
+	for _, s := range []string{verbs.Status(200).String(), verbs.Opcode(200).String(),
+		verbs.ConnErrorKind(200).String(), verbs.Transport(200).String()} {
 		if s == "" {
 			t.Error("a value out of range has no text at all")
 		}
@@ -48,7 +49,8 @@ func TestNames(t *testing.T) {
 }
 
 func TestErrorTexts(t *testing.T) {
-	ce := &verbs.ConnError{Kind: verbs.ConnTimeout, Phase: "read MPA reply", Addr: "192.0.2.1:20049", Err: io.ErrUnexpectedEOF}
+	ce := &verbs.ConnError{Kind: verbs.ConnTimeout, Phase: "read MPA reply", Addr: "192.0.2.1:20049",
+		Err: io.ErrUnexpectedEOF}
 	for _, want := range []string{"192.0.2.1:20049", "read MPA reply", "timed out", io.ErrUnexpectedEOF.Error()} {
 		if !strings.Contains(ce.Error(), want) {
 			t.Errorf("%q does not say %q", ce, want)
@@ -59,7 +61,8 @@ func TestErrorTexts(t *testing.T) {
 	}
 	for _, local := range []bool{true, false} {
 		te := &verbs.TerminateError{Local: local, Layer: 1, EType: 2, Code: 5, Text: "too long"}
-		if s := te.Error(); !strings.Contains(s, "too long") || strings.Contains(s, "this side") != local || !strings.Contains(s, "0x05") {
+		if s := te.Error(); !strings.Contains(s, "too long") || strings.Contains(s, "this side") != local ||
+			!strings.Contains(s, "0x05") {
 			t.Errorf("Terminate, local %v: %q", local, s)
 		}
 	}

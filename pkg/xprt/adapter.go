@@ -59,7 +59,8 @@ func (a *adapter) receives() int { return a.params.RecvWRs - 1 }
 func (a *adapter) postReceives(cn *conn) error {
 	for i := range a.receives() {
 		r := &recvBuf{}
-		r.wr.SGE = verbs.SGE{Buf: a.recvArena[i*a.recvSize : (i+1)*a.recvSize : (i+1)*a.recvSize], LKey: a.recvMR.LKey()}
+		r.wr.SGE = verbs.SGE{Buf: a.recvArena[i*a.recvSize : (i+1)*a.recvSize : (i+1)*a.recvSize],
+			LKey: a.recvMR.LKey()}
 		r.wr.Done = func(wc *verbs.WorkCompletion) { cn.received(r, wc) }
 		if _, err := cn.qp.PostRecv(&r.wr); err != nil {
 			return err

@@ -16,7 +16,8 @@ type attacked struct{ *Transport }
 
 func (a attacked) Stats() hostile.Stats {
 	s := a.Transport.Stats()
-	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: uint64(s.MRsFailed), MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
+	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: uint64(s.MRsFailed),
+		MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
 }
 
 // TestAttacks plays a server that reaches for memory it has no right to. Each attempt must be

@@ -19,13 +19,15 @@ func BenchmarkRPC(b *testing.B) {
 	tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}), nil)
 	head := sunrpc.AppendUint64(sunrpc.AppendOpaque(nil, []byte("the file")), 0)
 	read := func(n int) sunrpc.Message {
-		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: sunrpc.AppendUint32(bytes.Clone(head), uint32(n)),
+		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred,
+			Args:       sunrpc.AppendUint32(bytes.Clone(head), uint32(n)),
 			ResultData: make([]byte, n), MaxResult: 104}
 	}
 	write := func(n int) sunrpc.Message {
 		args := sunrpc.AppendUint32(bytes.Clone(head), uint32(n))
 		args = sunrpc.AppendUint32(sunrpc.AppendUint32(args, 2), uint32(n))
-		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: args, ArgDataPos: len(args), ArgData: fill(0, n), MaxResult: 136}
+		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: args, ArgDataPos: len(args),
+			ArgData: fill(0, n), MaxResult: 136}
 	}
 	for _, c := range []struct {
 		name string
@@ -55,7 +57,8 @@ func BenchmarkRPC(b *testing.B) {
 // BenchmarkTrace is what the ring of trace events costs: the same calls without and with it.
 func BenchmarkTrace(b *testing.B) {
 	for _, events := range []int{0, DefaultTraceEvents} {
-		tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}), func(c *Config) { c.TraceEvents = events })
+		tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}),
+			func(c *Config) { c.TraceEvents = events })
 		b.Run(fmt.Sprintf("NULL/events=%d", events), func(b *testing.B) {
 			m := sunrpc.Message{Prog: nfsProg, Vers: 3, Cred: noCred, Result: make([]byte, 0, 8192)}
 			b.ReportAllocs()
@@ -73,7 +76,8 @@ func BenchmarkTCPEcho(b *testing.B) {
 		name      string
 		out, back int
 	}{
-		{"NULL", 96, 52}, {"READ_4KiB", 120, 4096}, {"READ_1MiB", 120, 1 << 20}, {"WRITE_4KiB", 4096, 120}, {"WRITE_1MiB", 1 << 20, 120},
+		{"NULL", 96, 52}, {"READ_4KiB", 120, 4096}, {"READ_1MiB", 120, 1 << 20}, {"WRITE_4KiB", 4096,
+			120}, {"WRITE_1MiB", 1 << 20, 120},
 	} {
 		b.Run(c.name, func(b *testing.B) {
 			l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -106,7 +106,8 @@ func (t *Transport) completionError(what string, wc *verbs.WorkCompletion) {
 		return
 	}
 	if wc.Status != verbs.StatusWRFlushErr {
-		t.log.Error("work request failed", "request", what, "status", wc.Status.String(), "vendor", wc.VendorErr, "server", t.cfg.Addr)
+		t.log.Error("work request failed", "request", what, "status", wc.Status.String(), "vendor", wc.VendorErr,
+			"server", t.cfg.Addr)
 	}
 	cn.fail(&completionFailure{what: what, status: wc.Status})
 }
@@ -140,12 +141,14 @@ func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	if err = cn.makeQueues(); err != nil {
 		return nil, fmt.Errorf("prepare RDMA connection to %s: %w", t.cfg.Addr, err)
 	}
-	mine := rpcrdma.Private{RemoteInv: attrs.Caps.Has(verbs.CapRemoteInv), SendSize: t.cfg.InlineBytes, RecvSize: t.cfg.InlineBytes}
+	mine := rpcrdma.Private{RemoteInv: attrs.Caps.Has(verbs.CapRemoteInv), SendSize: t.cfg.InlineBytes,
+		RecvSize: t.cfg.InlineBytes}
 	depth := maxReadDepth
 	for depth > max(attrs.MaxQPRdAtom, 1) {
 		depth /= 2
 	}
-	if err = cn.id.Connect(ctx, verbs.ConnParam{PrivateData: mine.Append(nil), ResponderResources: uint16(depth)}); err != nil {
+	if err = cn.id.Connect(ctx, verbs.ConnParam{PrivateData: mine.Append(nil),
+		ResponderResources: uint16(depth)}); err != nil {
 		return nil, err
 	}
 	peer, _ := rpcrdma.ParsePrivate(cn.id.Peer().PrivateData)
@@ -308,7 +311,8 @@ func (t *Transport) settle(cn *conn) {
 		defer membuf.Free(cn.padMem) // when its MR is no more
 	}
 	if !cn.pool.Recover() {
-		t.log.Error("a memory region could not be destroyed: the protection domain is given up with it", "server", t.cfg.Addr)
+		t.log.Error("a memory region could not be destroyed: the protection domain is given up with it", "server",
+			t.cfg.Addr)
 		t.dropAdapter()
 		return
 	}

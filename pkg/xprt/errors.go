@@ -51,7 +51,8 @@ type ServerError struct {
 
 func (e *ServerError) Error() string {
 	if e.Code == rpcrdma.ErrVers {
-		return fmt.Sprintf("NFS server refused RPC-over-RDMA version %d: it speaks %d to %d", rpcrdma.Version, e.Low, e.High)
+		return fmt.Sprintf("NFS server refused RPC-over-RDMA version %d: it speaks %d to %d", rpcrdma.Version, e.Low,
+			e.High)
 	}
 	return "NFS server could not use the call's chunks (RDMA_ERROR ERR_CHUNK)"
 }

@@ -134,7 +134,8 @@ func TestCallsAreExplained(t *testing.T) {
 		n := map[string]int{}
 		for _, c := range tr.Calls() {
 			n[c.Waits]++
-			if c.Waits != WaitLate && (c.Prog != echoProg || c.Proc != 1 || c.Began.IsZero() || c.Ctx.Value(owner{}) != 4711) {
+			if c.Waits != WaitLate && (c.Prog != echoProg || c.Proc != 1 || c.Began.IsZero() ||
+				c.Ctx.Value(owner{}) != 4711) {
 				t.Errorf("a call of nobody knows what: %+v", c)
 			}
 			if (c.Waits == WaitReply || c.Waits == WaitLate) == c.Sent.IsZero() || (c.Slot < 0) != (c.XID == 0) {
@@ -175,7 +176,8 @@ func TestReplayIsNotLeftWaiting(t *testing.T) {
 		}
 		return svcrdma.Send
 	}}
-	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(c *Config) { c.Timeout = 10 * time.Second })
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}),
+		func(c *Config) { c.Timeout = 10 * time.Second })
 	began := time.Now()
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
 		t.Fatal(err)

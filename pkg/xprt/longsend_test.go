@@ -21,7 +21,8 @@ func TestSendLongerThanPromised(t *testing.T) {
 		args := sunrpc.AppendOpaque(nil, fh.Bytes())
 		args = sunrpc.AppendUint64(args, 0)
 		args = sunrpc.AppendUint32(args, count)
-		m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead), Cred: noCred, Args: args, ArgDataPos: len(args),
+		m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead), Cred: noCred,
+			Args: args, ArgDataPos: len(args),
 			MaxResult: room, Result: make([]byte, 0, room), ResultDataLen: -1}
 		if err := tr.Call(ctx, &m); !isProtocol(err) {
 			t.Errorf("%d octets of data with room for %d of results: %v", count, room, err)
@@ -29,7 +30,8 @@ func TestSendLongerThanPromised(t *testing.T) {
 	}
 	buf := make([]byte, 40000)
 	var r nfs3.ReadResult
-	if err := nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, fh, 5, buf, &r); err != nil || !bytes.Equal(buf, hostile.Content(5, len(buf))) {
+	if err := nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, fh, 5, buf, &r); err != nil ||
+		!bytes.Equal(buf, hostile.Content(5, len(buf))) {
 		t.Errorf("the next read: %v, or wrong octets", err)
 	}
 	if s := tr.Stats(); s.Connects != 1 || s.BadReply != 2 {

@@ -58,7 +58,8 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		s.dropLong()
 		s.mu.Unlock()
 		var bad *ProtocolError
-		if errors.As(err, &bad) || errors.Is(err, memreg.ErrTooManySegments) || errors.Is(err, memreg.ErrForeignMemory) {
+		if errors.As(err, &bad) || errors.Is(err, memreg.ErrTooManySegments) ||
+			errors.Is(err, memreg.ErrForeignMemory) {
 			return false, err
 		}
 		return false, &shortageError{err}
@@ -232,7 +233,8 @@ func (s *slot) marshalReplySide(cn *conn) error {
 // were given back with it.
 func (s *slot) takeLong(p *[]byte, size int) ([]byte, error) {
 	if size > longBytes {
-		return nil, &ProtocolError{Reason: fmt.Sprintf("message of %d octets exceeds the largest long message, %d", size, longBytes)}
+		return nil, &ProtocolError{Reason: fmt.Sprintf("message of %d octets exceeds the largest long message, %d",
+			size, longBytes)}
 	}
 	buf := s.t.long.TryGet()
 	if buf == nil {
@@ -292,7 +294,8 @@ func (s *slot) marshalLongCall(cn *conn, rest int) error {
 		return err
 	}
 	if n := h.Size(); n > cn.inlineSend {
-		return &ProtocolError{Reason: fmt.Sprintf("transport header of %d octets exceeds the server's inline threshold, %d", n, cn.inlineSend)}
+		return &ProtocolError{Reason: fmt.Sprintf(
+			"transport header of %d octets exceeds the server's inline threshold, %d", n, cn.inlineSend)}
 	}
 	s.fillSend(cn, h.Append(s.send[:0]))
 	return nil

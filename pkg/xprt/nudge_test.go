@@ -109,7 +109,8 @@ func TestNudge(t *testing.T) {
 		}
 	}()
 	defer func() { l.Close(); <-ended }()
-	x, err := New(Config{KeepAlive: -1, Provider: softiwarp.New(softiwarp.Config{}), Addr: l.Addr().(*net.TCPAddr).AddrPort(), Slots: 4, NudgeAfter: 30 * time.Millisecond})
+	x, err := New(Config{KeepAlive: -1, Provider: softiwarp.New(softiwarp.Config{}),
+		Addr: l.Addr().(*net.TCPAddr).AddrPort(), Slots: 4, NudgeAfter: 30 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -121,7 +122,8 @@ func TestNudge(t *testing.T) {
 	}
 	var after uint64
 	for call := range 2 {
-		if err := x.Call(ctx, &sunrpc.Message{Prog: echoProg, Vers: 1, MaxResult: 100, Result: make([]byte, 0, 100)}); err != nil {
+		if err := x.Call(ctx, &sunrpc.Message{Prog: echoProg, Vers: 1, MaxResult: 100,
+			Result: make([]byte, 0, 100)}); err != nil {
 			t.Fatalf("call %d: %v", call, err)
 		}
 		if n := <-s.nudged; n != 1-call {

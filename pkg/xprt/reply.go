@@ -38,7 +38,8 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 		}
 		return
 	}
-	t.trace.Add(trace.Event{Kind: trace.Reply, XID: cn.hdr.XID, N: uint16(min(cn.hdr.Credits, 0xffff)), A: uint64(wc.ByteLen)})
+	t.trace.Add(trace.Event{Kind: trace.Reply, XID: cn.hdr.XID, N: uint16(min(cn.hdr.Credits, 0xffff)),
+		A: uint64(wc.ByteLen)})
 	t.window.replied(s, cn.granted(cn.hdr.Credits))
 	if !fence { // abandoned earlier
 		s.lateReply()
@@ -189,7 +190,8 @@ func returned(got, offered rpcrdma.Chunk) (int, error) {
 		return 0, nil
 	}
 	if len(got) != len(offered) {
-		return 0, &ProtocolError{Reason: fmt.Sprintf("reply returns a chunk of %d segments, %d were offered", len(got), len(offered))}
+		return 0, &ProtocolError{Reason: fmt.Sprintf("reply returns a chunk of %d segments, %d were offered",
+			len(got), len(offered))}
 	}
 	total, full := 0, true
 	for i := range got {
@@ -213,7 +215,8 @@ func (s *slot) take(m *sunrpc.Message, msg []byte) error {
 		return err
 	}
 	if limit := m.MaxResult + sunrpc.Pad4(len(m.ResultData)); len(results) > limit {
-		return &ProtocolError{Reason: fmt.Sprintf("results of %d octets, the procedure has at most %d", len(results), limit)}
+		return &ProtocolError{Reason: fmt.Sprintf("results of %d octets, the procedure has at most %d", len(results),
+			limit)}
 	}
 	m.Result = append(m.Result[:0], results...)
 	return nil

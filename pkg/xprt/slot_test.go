@@ -28,7 +28,8 @@ func TestAbandonedSlotEndsOnce(t *testing.T) {
 		{"caller, connection", []func(*slot){leave, (*slot).connectionEnded}},
 		{"reply, connection, caller", []func(*slot){(*slot).lateReply, (*slot).connectionEnded, leave}},
 		// leave has seen that the late reply is here, and has not ended the slot yet.
-		{"reply, connection amid caller", []func(*slot){(*slot).lateReply, func(s *slot) { s.left = true }, (*slot).connectionEnded, (*slot).end}},
+		{"reply, connection amid caller", []func(*slot){(*slot).lateReply, func(s *slot) { s.left = true },
+			(*slot).connectionEnded, (*slot).end}},
 	} {
 		tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
 		if err != nil {

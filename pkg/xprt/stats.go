@@ -101,7 +101,8 @@ func (t *Transport) Stats() Stats {
 		Nudges: c.nudges.Load(), Timeouts: c.timeouts.Load(), Resends: c.resends.Load(),
 		Interrupted: c.interrupts.Load(), RDMAErrors: c.remoteErrs.Load(),
 		EmptySendCtx: c.emptySendCtx.Load(), ReplyWaitsForSend: c.replyWaits.Load(), KeepAlives: c.pings.Load(),
-		ConnectTime: time.Duration(c.connectNanos.Load()), IdleTime: time.Duration(t.now() - t.lastCall.Load()), TraceDropped: t.trace.Dropped(),
+		ConnectTime: time.Duration(c.connectNanos.Load()), IdleTime: time.Duration(
+			t.now() - t.lastCall.Load()), TraceDropped: t.trace.Dropped(),
 		MRsFailed: m.Failed.Load(), MapErrors: m.MapErrors.Load(),
 		MRsAllocated: m.Allocated.Load(), MRsRecycled: m.Recycled.Load(), MRsOrphaned: m.Orphaned.Load(), MRsRecovered: m.Recovered.Load(),
 		LocalInvNeeded: m.LocalInvNeeded.Load(), RemoteInvalidations: m.RemoteInv.Load(),

@@ -54,12 +54,14 @@ func work(t *testing.T, tr *Transport, fh nfs3.FH, w, calls int, rng *rand.Rand)
 		case 0:
 			var r nfs3.ReadResult
 			clear(buf[:n])
-			if err = c.Read(ctx, noCred, fh, off, buf[:n], &r); err == nil && (r.N != n || !matchesPattern(off, buf[:n])) {
+			if err = c.Read(ctx, noCred, fh, off, buf[:n], &r); err == nil &&
+				(r.N != n || !matchesPattern(off, buf[:n])) {
 				err = fmt.Errorf("read %d octets at %d: %d came, or wrong ones", n, off, r.N)
 			}
 		case 1:
 			var r nfs3.WriteResult
-			if err = c.Write(ctx, noCred, fh, off, fill(off, n), nfs3.FileSync, &r); err == nil && r.Count != uint32(n) {
+			if err = c.Write(ctx, noCred, fh, off, fill(off, n), nfs3.FileSync, &r); err == nil &&
+				r.Count != uint32(n) {
 				err = fmt.Errorf("write %d octets at %d: %d taken", n, off, r.Count)
 			}
 		case 2: // by reply chunk
@@ -68,7 +70,8 @@ func work(t *testing.T, tr *Transport, fh nfs3.FH, w, calls int, rng *rand.Rand)
 				err = fmt.Errorf("reply of %d octets, %d expected, or wrong ones", len(m.Result), n/4*4)
 			}
 		case 3:
-			m := &sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 12, Cred: noCred, Args: sunrpc.AppendUint64(nil, uint64(w)<<32|uint64(i)), MaxResult: 4}
+			m := &sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 12, Cred: noCred,
+				Args: sunrpc.AppendUint64(nil, uint64(w)<<32|uint64(i)), MaxResult: 4}
 			if err = tr.Call(ctx, m); err == nil {
 				if d := sunrpc.NewDecoder(m.Result); d.Uint32() != 1 {
 					err = fmt.Errorf("call %d of worker %d was executed more than once", i, w)
@@ -134,7 +137,8 @@ func storm(t *testing.T, client, server string, workers, calls int, change func(
 			case <-time.After(time.Millisecond):
 			}
 			s := tr.Stats()
-			if s.PostedChains < last.PostedChains || s.SendCompletions < last.SendCompletions || s.RemoteAccessErrors < last.RemoteAccessErrors {
+			if s.PostedChains < last.PostedChains || s.SendCompletions < last.SendCompletions ||
+				s.RemoteAccessErrors < last.RemoteAccessErrors {
 				monotone.Store(false)
 			}
 			tr.Calls()
@@ -155,7 +159,8 @@ func storm(t *testing.T, client, server string, workers, calls int, change func(
 	tr.Close()
 	s := tr.Stats()
 	if s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
-		t.Errorf("%d MRs hurt = %d recovered + %d recycled + %d orphaned", s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+		t.Errorf("%d MRs hurt = %d recovered + %d recycled + %d orphaned", s.MRsFailed, s.MRsRecovered, s.MRsRecycled,
+			s.MRsOrphaned)
 	}
 	if s.MRsTotal != 0 || s.MRsFree != 0 {
 		t.Errorf("%d MRs are left, %d free", s.MRsTotal, s.MRsFree)

@@ -114,7 +114,8 @@ func (c *Config) fill() error {
 		return fmt.Errorf("xprt: slots=%d is out of range %d to %d", c.Slots, memreg.MinSlots, MaxSlots)
 	}
 	if c.InlineBytes < MinInlineBytes || c.InlineBytes > MaxInlineBytes || c.InlineBytes%1024 != 0 {
-		return fmt.Errorf("xprt: inline=%d is not a multiple of 1024 from %d to %d", c.InlineBytes, MinInlineBytes, MaxInlineBytes)
+		return fmt.Errorf("xprt: inline=%d is not a multiple of 1024 from %d to %d", c.InlineBytes, MinInlineBytes,
+			MaxInlineBytes)
 	}
 	return nil
 }
@@ -177,7 +178,8 @@ func New(cfg Config) (*Transport, error) {
 	if err := cfg.fill(); err != nil {
 		return nil, err
 	}
-	t := &Transport{cfg: cfg, log: cfg.Logger, closing: make(chan struct{}), state: StateDisconnected, since: time.Now(), epoch: time.Now()}
+	t := &Transport{cfg: cfg, log: cfg.Logger, closing: make(chan struct{}), state: StateDisconnected,
+		since: time.Now(), epoch: time.Now()}
 	t.trace = trace.NewRing(cfg.TraceEvents, func(s uint8) string { return verbs.Status(s).String() })
 	t.window.wanted = make(chan struct{}, 1)
 	n := cfg.Slots + 1
@@ -350,7 +352,8 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, came ti
 		case nil:
 		case *shortageError:
 			if pause == 0 {
-				t.log.Warn("no memory to send an RPC: it is tried until there is some; fewer slots= need less", "error", e.error, "server", t.cfg.Addr)
+				t.log.Warn("no memory to send an RPC: it is tried until there is some; fewer slots= need less",
+					"error", e.error, "server", t.cfg.Addr)
 			}
 			pause = min(max(2*pause, marshalRetry), marshalRetryMax)
 			t.window.leave(s)

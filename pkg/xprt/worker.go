@@ -160,7 +160,8 @@ func (t *Transport) install(cn *conn) {
 	t.setState(StateConnected, nil)
 	t.note("connected", nil)
 	t.trace.Add(trace.Event{Kind: trace.Connect})
-	t.log.Info("connected", "server", t.cfg.Addr, "device", cn.dev.Attrs().Name, "inline_send", cn.inlineSend, "inline_recv", cn.inlineRecv, "slots", cn.params.Slots)
+	t.log.Info("connected", "server", t.cfg.Addr, "device", cn.dev.Attrs().Name, "inline_send", cn.inlineSend,
+		"inline_recv", cn.inlineRecv, "slots", cn.params.Slots)
 	t.window.reset(1, t.cfg.KeepAlive > 0)
 	if t.cfg.KeepAlive > 0 {
 		t.startPing(cn)
@@ -232,7 +233,8 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 	defer s.mu.Unlock()
 	switch s.state {
 	case slotSent, slotFencing, slotAbandoned:
-		if waited := now.Sub(s.sentAt); waited > t.patience(s.sends) && s.conn != nil && !s.late && !isClosed(s.conn.dead) {
+		if waited := now.Sub(s.sentAt); waited > t.patience(s.sends) && s.conn != nil && !s.late &&
+			!isClosed(s.conn.dead) {
 			t.stats.timeouts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})

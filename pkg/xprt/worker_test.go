@@ -81,7 +81,8 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 	}
 	p := faults.New(softiwarp.New(softiwarp.Config{}), plan, nil)
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
-		c.Provider, c.Logger = p, hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Error, Mutex: &sync.Mutex{}})
+		c.Provider, c.Logger = p, hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Error,
+			Mutex: &sync.Mutex{}})
 	})
 	var wg sync.WaitGroup
 	for range 4 {
@@ -89,7 +90,8 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 			for range 30 {
 				buf := make([]byte, 9000)
 				var r nfs3.ReadResult
-				if err := nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, buf, &r); err != nil {
+				if err := nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, buf,
+					&r); err != nil {
 					t.Error(err)
 				}
 			}
@@ -103,7 +105,8 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 		t.Errorf("%d failures, %d lines:\n%s", injected, lines, log.String())
 	}
 	for line := range strings.Lines(log.String()) {
-		if !strings.Contains(line, "work request failed") || !strings.Contains(line, "localinv") || !strings.Contains(line, "status=") || !strings.Contains(line, "vendor=") {
+		if !strings.Contains(line, "work request failed") || !strings.Contains(line, "localinv") ||
+			!strings.Contains(line, "status=") || !strings.Contains(line, "vendor=") {
 			t.Errorf("line %q", line)
 		}
 	}
@@ -133,7 +136,8 @@ func (i lateCauseID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, err
 // story tell the reason all the same.
 func TestReasonOfALossIsTold(t *testing.T) {
 	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict { return svcrdma.Disconnect }}
-	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(c *Config) { c.Provider = lateCause{c.Provider} })
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}),
+		func(c *Config) { c.Provider = lateCause{c.Provider} })
 	ctx, cancel := context.WithCancel(testContext(t))
 	done := make(chan error)
 	go func() { done <- tr.Call(ctx, echo(1, nil, 0)) }()

@@ -221,8 +221,9 @@ func serve(t testing.TB, cfg svcrdma.Config) netip.AddrPort {
 
 func dial(t testing.TB, addr netip.AddrPort, change func(*Config)) *Transport {
 	t.Helper()
-	cfg := Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr, ReconnectMin: 10 * time.Millisecond, ReconnectMax: 50 * time.Millisecond,
-		KeepAlive: -1} // tests count the calls that they make
+	cfg := Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr, ReconnectMin: 10 * time.Millisecond,
+		ReconnectMax: 50 * time.Millisecond,
+		KeepAlive:    -1} // tests count the calls that they make
 	if change != nil {
 		change(&cfg)
 	}
@@ -276,7 +277,8 @@ func TestMessageForms(t *testing.T) {
 	for _, always := range []bool{false, true} {
 		for _, inv := range []bool{false, true} {
 			t.Run(fmt.Sprintf("reply chunk always %v, remote invalidation %v", always, inv), func(t *testing.T) {
-				tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: inv, AlwaysReplyChunk: always}), nil)
+				tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: inv, AlwaysReplyChunk: always}),
+					nil)
 				ctx := testContext(t)
 				for _, n := range []int{0, 4, 1000, 3800, 4000, 4096, 4100, 20000, 1 << 20} {
 					args := fill(3, n)
@@ -294,13 +296,15 @@ func TestMessageForms(t *testing.T) {
 				}
 				s := tr.Stats()
 				if s.NomsgCall == 0 || s.ReplyChunks == 0 || s.ReadChunks == 0 {
-					t.Errorf("forms not used: %d long calls, %d reply chunks, %d read chunks", s.NomsgCall, s.ReplyChunks, s.ReadChunks)
+					t.Errorf("forms not used: %d long calls, %d reply chunks, %d read chunks", s.NomsgCall,
+						s.ReplyChunks, s.ReadChunks)
 				}
 				if inv && s.RemoteInvalidations == 0 {
 					t.Error("the server never used Send With Invalidate")
 				}
 				if !inv && (s.RemoteInvalidations != 0 || s.LocalInvNeeded == 0) {
-					t.Errorf("%d remote and %d local invalidations without the flag", s.RemoteInvalidations, s.LocalInvNeeded)
+					t.Errorf("%d remote and %d local invalidations without the flag", s.RemoteInvalidations,
+						s.LocalInvNeeded)
 				}
 			})
 		}
@@ -310,9 +314,11 @@ func TestMessageForms(t *testing.T) {
 func TestReadWriteSizes(t *testing.T) {
 	for _, pad := range []bool{false, true} {
 		t.Run(fmt.Sprintf("write pad %v", pad), func(t *testing.T) {
-			tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true}), func(c *Config) { c.WritePad = pad })
+			tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true}),
+				func(c *Config) { c.WritePad = pad })
 			c, ctx, fh := nfs3.NewClient(tr, nfs3.Options{}), testContext(t), testFH(t)
-			for _, n := range []int{0, 1, 2, 3, 4, 5, 3700, 3701, 3702, 3703, 3900, 4095, 4096, 4097, 65535, 65537, 1<<20 - 1, 1 << 20} {
+			for _, n := range []int{0, 1, 2, 3, 4, 5, 3700, 3701, 3702, 3703, 3900, 4095, 4096, 4097, 65535, 65537,
+				1<<20 - 1, 1 << 20} {
 				buf := make([]byte, n)
 				var r nfs3.ReadResult
 				if err := c.Read(ctx, noCred, fh, 5<<30+1, buf, &r); err != nil {
@@ -357,10 +363,14 @@ func TestSteadyState(t *testing.T) {
 		m    sunrpc.Message
 	}{
 		{"NULL", sunrpc.Message{Prog: nfsProg, Vers: 3, Cred: noCred}},
-		{"READ 4 KiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: readArgs(4096), ResultData: read[:4096], MaxResult: 104}},
-		{"READ 1 MiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: readArgs(1 << 20), ResultData: read, MaxResult: 104}},
-		{"WRITE 4 KiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: writeArgs(4096), ArgDataPos: len(args) + 12, ArgData: data[:4096], MaxResult: 136}},
-		{"WRITE 1 MiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: writeArgs(1 << 20), ArgDataPos: len(args) + 12, ArgData: data, MaxResult: 136}},
+		{"READ 4 KiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: readArgs(4096),
+			ResultData: read[:4096], MaxResult: 104}},
+		{"READ 1 MiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: readArgs(1 << 20),
+			ResultData: read, MaxResult: 104}},
+		{"WRITE 4 KiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: writeArgs(4096),
+			ArgDataPos: len(args) + 12, ArgData: data[:4096], MaxResult: 136}},
+		{"WRITE 1 MiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: writeArgs(1 << 20),
+			ArgDataPos: len(args) + 12, ArgData: data, MaxResult: 136}},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -486,7 +496,8 @@ func TestSoftMountTimesOut(t *testing.T) {
 		if !errors.As(err, &te) || !errors.Is(err, c.want) {
 			t.Errorf("mode %d: %v, want %v", c.mode, err, c.want)
 		}
-		eventually(t, "another connection: a late call ends its own", func() bool { s := tr.Stats(); return s.Timeouts > 0 && s.Connects > 1 })
+		eventually(t, "another connection: a late call ends its own",
+			func() bool { s := tr.Stats(); return s.Timeouts > 0 && s.Connects > 1 })
 		tr.Close()
 	}
 }
@@ -555,12 +566,22 @@ func TestLyingServer(t *testing.T) {
 		{"write chunk of another key", func(h *rpcrdma.Header) { h.Writes[0][0].Handle++ }, isProtocol},
 		{"two write chunks", func(h *rpcrdma.Header) { h.Writes = append(h.Writes, h.Writes[0]) }, isProtocol},
 		{"no write chunk", func(h *rpcrdma.Header) { h.Writes = nil }, isProtocol},
-		{"write chunk said to be empty", func(h *rpcrdma.Header) { h.Writes[0][0].Length = 0 }, func(err error) bool { return errors.Is(err, nfs3.ErrMalformed) }},
-		{"read list in a reply", func(h *rpcrdma.Header) { h.Reads = append(h.Reads, rpcrdma.ReadSegment{Position: 4}) }, isProtocol},
-		{"reply chunk that was not offered", func(h *rpcrdma.Header) { h.HasReply, h.Reply = true, rpcrdma.Chunk{{Handle: 1, Length: 5}} }, isProtocol},
+		{"write chunk said to be empty", func(h *rpcrdma.Header) { h.Writes[0][0].Length = 0 },
+			func(err error) bool { return errors.Is(err, nfs3.ErrMalformed) }},
+		{"read list in a reply", func(h *rpcrdma.Header) {
+			h.Reads = append(h.Reads,
+				rpcrdma.ReadSegment{Position: 4})
+		}, isProtocol},
+		{"reply chunk that was not offered", func(h *rpcrdma.Header) {
+			h.HasReply, h.Reply = true,
+				rpcrdma.Chunk{{Handle: 1, Length: 5}}
+		}, isProtocol},
 		{"long reply without a chunk", func(h *rpcrdma.Header) { h.Proc = rpcrdma.ProcNoMsg }, isProtocol},
 		{"ERR_CHUNK", func(h *rpcrdma.Header) { h.Proc, h.Err = rpcrdma.ProcError, rpcrdma.ErrChunk }, isServer},
-		{"ERR_VERS", func(h *rpcrdma.Header) { h.Proc, h.Err, h.Low, h.High = rpcrdma.ProcError, rpcrdma.ErrVers, 2, 3 }, isServer},
+		{"ERR_VERS", func(h *rpcrdma.Header) {
+			h.Proc, h.Err, h.Low, h.High = rpcrdma.ProcError, rpcrdma.ErrVers, 2,
+				3
+		}, isServer},
 		{"unknown XID", func(h *rpcrdma.Header) { h.XID ^= 1 << 30 }, isTimeout},
 		{"unknown slot", func(h *rpcrdma.Header) { h.XID |= 127 }, isTimeout},
 		{"wrong version", func(h *rpcrdma.Header) { h.Vers = 9 }, isTimeout},
@@ -585,10 +606,12 @@ func TestLyingServer(t *testing.T) {
 				t.Errorf("error %v", err)
 			}
 			lying.Store(false)
-			if n := tr.Stats().BadReply; (n != 0) != (c.err(&ProtocolError{}) || c.err(&ServerError{})) && c.name != "wrong version" {
+			if n := tr.Stats().BadReply; (n != 0) != (c.err(&ProtocolError{}) || c.err(&ServerError{})) &&
+				c.name != "wrong version" {
 				t.Errorf("%d bad replies were counted", n)
 			}
-			if err := cl.Read(testContext(t), noCred, fh, 1, buf, &r); err != nil || !bytes.Equal(buf, fill(1, len(buf))) {
+			if err := cl.Read(testContext(t), noCred, fh, 1, buf, &r); err != nil ||
+				!bytes.Equal(buf, fill(1, len(buf))) {
 				t.Errorf("the next read: %v, or wrong octets", err)
 			}
 		})
@@ -655,7 +678,8 @@ func TestCloseEndsWaitingCalls(t *testing.T) {
 }
 
 func TestConfigIsChecked(t *testing.T) {
-	for _, c := range []Config{{Slots: 3}, {Slots: MaxSlots + 1}, {InlineBytes: 1000}, {InlineBytes: 512}, {InlineBytes: MaxInlineBytes + 1024}} {
+	for _, c := range []Config{{Slots: 3}, {Slots: MaxSlots + 1}, {InlineBytes: 1000}, {InlineBytes: 512},
+		{InlineBytes: MaxInlineBytes + 1024}} {
 		if _, err := New(c); err == nil {
 			t.Errorf("%+v was accepted", c)
 		}

@@ -89,7 +89,8 @@ func TestCaptureDecodes(t *testing.T) {
 	// The decoder does not put data that went by RDMA Write back into the NFS reply, and so takes
 	// each reduced READ for cut short: the layer above RPC is not asked for.
 	tshark := func(args ...string) string {
-		cmd := exec.Command("tshark", append([]string{"-r", file, "-o", "tcp.desegment_tcp_streams:TRUE", "--disable-protocol", "nfs"}, args...)...)
+		cmd := exec.Command("tshark", append([]string{"-r", file, "-o", "tcp.desegment_tcp_streams:TRUE",
+			"--disable-protocol", "nfs"}, args...)...)
 		var stderr bytes.Buffer
 		cmd.Stderr = &stderr
 		out, err := cmd.Output()
@@ -106,7 +107,8 @@ func TestCaptureDecodes(t *testing.T) {
 	if bad != 0 || good < 100 {
 		t.Errorf("%d CRCs bad, %d good", bad, good)
 	}
-	for _, what := range []string{"iwarp_mpa.req", "iwarp_mpa.rep", "iwarp_ddp.tagged", "iwarp_rdma.rr", "iwarp_rdma.inval_stag != 0", "rpcordma"} {
+	for _, what := range []string{"iwarp_mpa.req", "iwarp_mpa.rep", "iwarp_ddp.tagged", "iwarp_rdma.rr",
+		"iwarp_rdma.inval_stag != 0", "rpcordma"} {
 		if n := strings.Count(tshark("-Y", what), "\n"); n == 0 {
 			t.Errorf("no packet was decoded as %s", what)
 		}

@@ -106,7 +106,8 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	// The program's own process goes to the directory: one that Go forks would, before it execs,
 	// and hold the runtime up while the mount, which this process serves, is asked about it.
 	cmd := exec.CommandContext(ctx, "sh", append([]string{"-c", `cd -- "${0:-.}" && exec "$@"`, dir, name}, args...)...)
-	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1", "GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
+	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1",
+		"GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
 	out, err := cmd.CombinedOutput()
 	if err != nil {
 		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)
@@ -140,7 +141,8 @@ func countFiles(t *testing.T, dir string) int {
 func checkStory(t *testing.T, wrote, read xprt.Stats) {
 	t.Helper()
 	for _, s := range []xprt.Stats{wrote, read} {
-		if s.Connects != 1 || s.BadXIDs != 0 || s.BadReply != 0 || s.FailedMarshal != 0 || s.RemoteAccessErrors != 0 || s.MRsOrphaned != 0 || s.MRsRecycled != 0 {
+		if s.Connects != 1 || s.BadXIDs != 0 || s.BadReply != 0 || s.FailedMarshal != 0 ||
+			s.RemoteAccessErrors != 0 || s.MRsOrphaned != 0 || s.MRsRecycled != 0 {
 			t.Errorf("not a quiet mount: %+v", s)
 		}
 		t.Logf("%d RPCs, %d read, %d write, %d reply segments, %d keys killed by the server, %d by us, %d MRs",

@@ -42,7 +42,8 @@ func TestStorm(t *testing.T) {
 		t.Log("faults:", p)
 		return p
 	}
-	server := faults.New(softiwarp.New(softiwarp.Config{}), plan("disconnect-every=~600,late-write=~400,stale-key=~500,wild-write=~700"), nil)
+	server := faults.New(softiwarp.New(softiwarp.Config{}),
+		plan("disconnect-every=~600,late-write=~400,stale-key=~500,wild-write=~700"), nil)
 	client := faults.New(softiwarp.New(softiwarp.Config{}),
 		plan("disconnect-every=~150,post-fail=~500:*,flush-reg=~600,reg-error=~700,linv-error=~40,alloc-fail=~20,dereg-fail=~20,connect-fail=~30,delay-reply=~200:1ms"), nil)
 	// so that every chunk has its LOCAL_INV
@@ -91,7 +92,8 @@ func TestStorm(t *testing.T) {
 	wg.Wait()
 	st := m.tr.Stats()
 	if st.MRsFailed == 0 || st.MRsRecovered == 0 || st.MRsRecycled == 0 || st.MRsOrphaned == 0 {
-		t.Errorf("not every way of an MR was taken: %d hurt, %d recovered, %d recycled, %d orphaned", st.MRsFailed, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned)
+		t.Errorf("not every way of an MR was taken: %d hurt, %d recovered, %d recycled, %d orphaned", st.MRsFailed,
+			st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned)
 	}
 	t.Logf("%d operations, %d RPCs, %d connects, %d resends; %d keys killed by LOCAL_INV, %d by the server; %d MRs hurt = %d recovered + %d recycled + %d orphaned; heap %v",
 		ops.Load(), st.Sends, st.Connects, st.Resends, st.LocalInvNeeded, st.RemoteInvalidations, st.MRsFailed, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned, heap)
@@ -112,7 +114,8 @@ func stormWorker(dir string, w int, rng *rand.Rand, stop *atomic.Bool, ops *atom
 	const size = 192 << 10
 	shadow := make([]byte, size)
 	// O_DIRECT: every read and write is the server's.
-	f, err := os.OpenFile(filepath.Join(dir, fmt.Sprintf("file%d", w)), os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_DIRECT, 0o644)
+	f, err := os.OpenFile(filepath.Join(dir, fmt.Sprintf("file%d", w)),
+		os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_DIRECT, 0o644)
 	if err != nil {
 		return err
 	}

@@ -52,7 +52,8 @@ func (g *Guest) Capture(t testing.TB, name string) *Capture {
 		return g.port.link.capture(t, name, g.port)
 	}
 	c := &Capture{File: filepath.Join(t.ArtifactDir(), name+".pcapng")}
-	d := startDumpcap(t, "-i", "lo", "-f", fmt.Sprintf("tcp port %d", g.RDMA.Port()), "-B", fmt.Sprint(captureBuffer), "-w", c.File)
+	d := startDumpcap(t, "-i", "lo", "-f", fmt.Sprintf("tcp port %d", g.RDMA.Port()), "-B", fmt.Sprint(captureBuffer),
+		"-w", c.File)
 	c.stop = d.stop
 	t.Cleanup(func() { c.Stop() })
 	d.wait(t)
@@ -80,7 +81,8 @@ type dumpcap struct {
 
 func startDumpcap(t testing.TB, args ...string) *dumpcap {
 	t.Helper()
-	d := &dumpcap{cmd: exec.Command("dumpcap", append([]string{"-q"}, args...)...), ready: make(chan struct{}), ended: make(chan struct{})}
+	d := &dumpcap{cmd: exec.Command("dumpcap", append([]string{"-q"}, args...)...), ready: make(chan struct{}),
+		ended: make(chan struct{})}
 	d.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	pipe, err := d.cmd.StderrPipe()
 	if err != nil {
@@ -156,7 +158,8 @@ func (c *Capture) Tshark(args ...string) (string, error) {
 		a := c.remote.ask(remoteRequest{Op: opReadCapture, Args: args})
 		return a.Text, a.Err.unpack()
 	}
-	cmd := exec.Command("tshark", append([]string{"-n", "-r", c.File, "-o", "tcp.desegment_tcp_streams:TRUE"}, args...)...)
+	cmd := exec.Command("tshark", append([]string{"-n", "-r", c.File, "-o", "tcp.desegment_tcp_streams:TRUE"},
+		args...)...)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()

@@ -52,7 +52,8 @@ func (p *commandPort) run(stop context.Context, boot, command string, limit time
 	p.conn.SetDeadline(time.Now().Add(limit + commandGrace))
 	defer context.AfterFunc(stop, func() { p.conn.SetDeadline(time.Unix(1, 0)) })()
 	nonce := rand.Text()
-	line := fmt.Sprintf("%s %s %d %s\n", boot, nonce, max(1, int(limit/time.Second)), base64.StdEncoding.EncodeToString([]byte(command)))
+	line := fmt.Sprintf("%s %s %d %s\n", boot, nonce, max(1, int(limit/time.Second)),
+		base64.StdEncoding.EncodeToString([]byte(command)))
 	fail := func(err error) (string, error) {
 		if stop.Err() != nil {
 			err = context.Cause(stop)

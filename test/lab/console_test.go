@@ -17,7 +17,8 @@ func TestTripped(t *testing.T) {
 	if mark := c.mark(); c.forgetTripped(mark) || mark != 2 {
 		t.Error("a kernel that said nothing has tripped")
 	}
-	for i, boot := range [][]string{{"[ 1.7] Oops: int3: 0000 [#1] PREEMPT SMP", "Kernel panic - not syncing: Fatal"}, {"Oops: int3: 0000", "LAB ready b"}} {
+	for i, boot := range [][]string{{"[ 1.7] Oops: int3: 0000 [#1] PREEMPT SMP", "Kernel panic - not syncing: Fatal"},
+		{"Oops: int3: 0000", "LAB ready b"}} {
 		mark := c.mark()
 		c.note("reset")
 		b := c.expect("a")

@@ -115,7 +115,8 @@ func newGuest(t testing.TB, opts Options) *Guest {
 	opts = opts.withDefaults()
 	img := need(t, opts.Kernel)
 	if strings.ContainsAny(opts.Share, " ,\"'") {
-		t.Fatalf("guest %s: neither a kernel's command line nor QEMU's takes the shared directory's name %q", opts.Name, opts.Share)
+		t.Fatalf("guest %s: neither a kernel's command line nor QEMU's takes the shared directory's name %q",
+			opts.Name, opts.Share)
 	}
 	disk, err := newDisk(opts.DiskMiB)
 	if err != nil {
@@ -147,7 +148,8 @@ func (g *Guest) first() error {
 			g.rdma.close()
 		}
 		switch {
-		case try < startTries && (strings.Contains(err.Error(), "host forwarding rule") || errors.Is(err, syscall.EADDRINUSE)):
+		case try < startTries && (strings.Contains(err.Error(), "host forwarding rule") ||
+			errors.Is(err, syscall.EADDRINUSE)):
 		case try < startTries && errors.Is(err, ErrPanic), try == 1 && errors.Is(err, errNotReady):
 			// A kernel may stand still where the host has little time for all of its processors:
 			// nothing of ours has run yet.

@@ -15,14 +15,16 @@ func TestHostRoot(t *testing.T) {
 	for _, kernel := range lab.Tested() {
 		t.Run(kernel, func(t *testing.T) {
 			share := t.TempDir()
-			g := lab.Start(t, lab.Options{Kernel: kernel, HostRoot: true, Share: share, Provider: lab.Both, MemoryMiB: 512})
+			g := lab.Start(t, lab.Options{Kernel: kernel, HostRoot: true, Share: share, Provider: lab.Both,
+				MemoryMiB: 512})
 			same := func(name string, args ...string) {
 				t.Helper()
 				want, err := exec.Command(name, args...).Output()
 				if err != nil {
 					t.Fatal(err)
 				}
-				if got := g.MustRun("chroot /host " + name + " '" + strings.Join(args, "' '") + "'"); got != string(want) {
+				if got := g.MustRun("chroot /host " + name + " '" + strings.Join(args, "' '") + "'"); got != string(
+					want) {
 					t.Errorf("%s says %q in the guest, %q on the host", name, got, want)
 				}
 			}

@@ -42,7 +42,8 @@ func findImage(series string) (image, error) {
 	if err != nil {
 		return image{}, err
 	}
-	return image{filepath.Join(dir, "vmlinuz"), filepath.Join(dir, "initramfs.cpio"), strings.TrimSpace(string(release))}, nil
+	return image{filepath.Join(dir, "vmlinuz"), filepath.Join(dir, "initramfs.cpio"),
+		strings.TrimSpace(string(release))}, nil
 }
 
 // need returns the image, or skips or fails the test as wantEnv says.

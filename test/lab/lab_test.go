@@ -114,7 +114,8 @@ func TestRXE(t *testing.T) {
 	for _, kernel := range lab.Tested() {
 		t.Run(kernel, func(t *testing.T) {
 			g := lab.Start(t, lab.Options{Kernel: kernel, Provider: lab.RXE, MemoryMiB: 512})
-			if out := g.MustRun("rdma link"); !strings.Contains(out, "rxe0/1 state ACTIVE") || strings.Contains(out, "siw") {
+			if out := g.MustRun("rdma link"); !strings.Contains(out, "rxe0/1 state ACTIVE") ||
+				strings.Contains(out, "siw") {
 				t.Errorf("RDMA links: %s", out)
 			}
 			testKernelClient(t, g)
@@ -152,7 +153,8 @@ func testCapture(t *testing.T, g *lab.Guest) {
 	if err := c.Stop(); err != nil {
 		t.Fatal(err)
 	}
-	for filter, want := range map[string]int{"iwarp_mpa.req": 1, "iwarp_mpa.rep": 1, "rpcordma && rpc.msgtyp == 0": calls, "rpcordma && rpc.msgtyp == 1": calls} {
+	for filter, want := range map[string]int{"iwarp_mpa.req": 1, "iwarp_mpa.rep": 1,
+		"rpcordma && rpc.msgtyp == 0": calls, "rpcordma && rpc.msgtyp == 1": calls} {
 		out, err := c.Tshark("-Y", filter)
 		if err != nil {
 			t.Fatal(err)

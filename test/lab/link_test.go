@@ -156,7 +156,8 @@ func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		}
 		done := make(chan error, 1)
 		go func() {
-			_, err := client.RunFor("cp /tmp/f /mnt/"+outage.name+" && sync /mnt/"+outage.name+" && cat /mnt/"+outage.name+" | cmp - /tmp/f", outageLimit)
+			_, err := client.RunFor("cp /tmp/f /mnt/"+outage.name+" && sync /mnt/"+outage.name+" && cat /mnt/"+
+				outage.name+" | cmp - /tmp/f", outageLimit)
 			done <- err
 		}()
 		select {
@@ -173,7 +174,8 @@ func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		if err := <-done; err != nil {
 			t.Errorf("%s: %v", outage.name, err)
 		}
-		t.Logf("%s: over after %v, and the work on the mount after %v", outage.name, back.Round(time.Millisecond), time.Since(begin).Round(time.Millisecond))
+		t.Logf("%s: over after %v, and the work on the mount after %v", outage.name, back.Round(time.Millisecond),
+			time.Since(begin).Round(time.Millisecond))
 		if got, want := server.MustRun("md5sum </export/"+outage.name), client.MustRun("md5sum </tmp/f"); got != want {
 			t.Errorf("%s: the server's file has the sum %q, want %q", outage.name, got, want)
 		}

@@ -102,7 +102,8 @@ func startMachine(name string, args []string, disk *os.File, p *port, c *console
 		closeOurs()
 		return nil, err
 	}
-	args = append(args, "-chardev", fmt.Sprintf("socket,id=control,fd=%d", fd), "-mon", "chardev=control,mode=control", "-device", "virtio-serial-pci")
+	args = append(args, "-chardev", fmt.Sprintf("socket,id=control,fd=%d", fd), "-mon",
+		"chardev=control,mode=control", "-device", "virtio-serial-pci")
 	for i := range commandPorts {
 		conn, fd, err := socket()
 		if err != nil {
@@ -110,7 +111,8 @@ func startMachine(name string, args []string, disk *os.File, p *port, c *console
 			return nil, err
 		}
 		m.ports = append(m.ports, &commandPort{conn: conn, r: bufio.NewReader(conn)})
-		args = append(args, "-chardev", fmt.Sprintf("socket,id=cmd%d,fd=%d", i, fd), "-device", fmt.Sprintf("virtserialport,chardev=cmd%d,name=lab.cmd%[1]d", i))
+		args = append(args, "-chardev", fmt.Sprintf("socket,id=cmd%d,fd=%d", i, fd), "-device",
+			fmt.Sprintf("virtserialport,chardev=cmd%d,name=lab.cmd%[1]d", i))
 	}
 	cmd := exec.Command(qemu, args...)
 	cmd.ExtraFiles = append([]*os.File{disk}, theirs...)

@@ -101,7 +101,8 @@ func (g *remoteGuest) ask(r remoteRequest) remoteAnswer {
 
 // newRemote makes the Guest of an answer.
 func newRemote(t testing.TB, h *remoteHost, o Options, a remoteAnswer) *Guest {
-	return &Guest{t: t, opts: o, RDMA: a.RDMA, NFS: a.NFS, Mount: a.Mount, Portmap: a.Portmap, Linked: a.Linked, Release: a.Release, remote: &remoteGuest{h, a.ID}}
+	return &Guest{t: t, opts: o, RDMA: a.RDMA, NFS: a.NFS, Mount: a.Mount, Portmap: a.Portmap, Linked: a.Linked,
+		Release: a.Release, remote: &remoteGuest{h, a.ID}}
 }
 
 // Borrow is the guest that the host's Lend was given, for a process that runs in a guest itself. It

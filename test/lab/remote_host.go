@@ -33,7 +33,8 @@ func (g *Guest) Lend(t testing.TB, server *Guest, adapt func(*Options)) {
 		for {
 			conn, err := g.meet()
 			if err == nil {
-				l := &lease{t: t, server: server, adapt: adapt, guests: make(map[int]*lent), captures: make(map[int]*Capture)}
+				l := &lease{t: t, server: server, adapt: adapt, guests: make(map[int]*lent),
+					captures: make(map[int]*Capture)}
 				l.serve(conn, over)
 			}
 			select {
@@ -181,7 +182,8 @@ func (l *lease) add(g *lent) remoteAnswer {
 	defer l.mu.Unlock()
 	l.last++
 	l.guests[l.last] = g
-	a := remoteAnswer{ID: l.last, RDMA: g.RDMA, NFS: g.NFS, Mount: g.Mount, Portmap: g.Portmap, Linked: g.Linked, Release: g.Release}
+	a := remoteAnswer{ID: l.last, RDMA: g.RDMA, NFS: g.NFS, Mount: g.Mount, Portmap: g.Portmap, Linked: g.Linked,
+		Release: g.Release}
 	if g.Linked.IsValid() {
 		// The addresses on the host's loopback mean nothing in another guest.
 		a.RDMA, a.NFS = netip.AddrPortFrom(g.Linked, rdmaPort), netip.AddrPortFrom(g.Linked, nfsPort)

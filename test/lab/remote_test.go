@@ -26,7 +26,8 @@ func TestRemote(t *testing.T) {
 	t.Run("lend", func(t *testing.T) {
 		client.Lend(t, server, func(o *lab.Options) { o.MemoryMiB, o.CPUs = 512, 1 })
 		for range 2 {
-			out, err := client.RunFor(lab.RemoteEnv+"=1 /share/lab.test -test.v -test.run '^TestRemote$' 2>&1", 20*time.Minute)
+			out, err := client.RunFor(lab.RemoteEnv+"=1 /share/lab.test -test.v -test.run '^TestRemote$' 2>&1",
+				20*time.Minute)
 			if err != nil || !strings.Contains(out, "--- PASS: TestRemote ") {
 				t.Fatalf("%v\n%s", err, out)
 			}

@@ -192,7 +192,8 @@ func TestTap(t *testing.T) {
 		want := bytes.Clone(header)
 		for _, f := range frames {
 			if at := len(want); len(file) >= at+8 {
-				when := time.Unix(int64(binary.LittleEndian.Uint32(file[at:])), int64(binary.LittleEndian.Uint32(file[at+4:])))
+				when := time.Unix(int64(binary.LittleEndian.Uint32(file[at:])),
+					int64(binary.LittleEndian.Uint32(file[at+4:])))
 				if age := time.Since(when); age < 0 || age > time.Minute {
 					t.Errorf("a frame's time is %v", when)
 				}

@@ -49,6 +49,9 @@ func isBindError(err error) bool {
 // keeps in TIME-WAIT: there are too few reserved ports to wait a minute for each.
 func reuseAddr(_, _ string, c syscall.RawConn) error {
 	var optErr error
-	err := c.Control(func(fd uintptr) { optErr = syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_REUSEADDR, 1) })
+	err := c.Control(func(fd uintptr) {
+		optErr = syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET,
+			syscall.SO_REUSEADDR, 1)
+	})
 	return errors.Join(err, optErr)
 }

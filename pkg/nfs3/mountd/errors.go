@@ -38,7 +38,8 @@ const (
 	Usage
 )
 
-var kindNames = [...]string{"", "unknown host", "port mapper not reachable", "not registered", "MOUNT service not reachable", "no such export",
+var kindNames = [...]string{"", "unknown host", "port mapper not reachable", "not registered",
+	"MOUNT service not reachable", "no such export",
 	"refused", "error status", "protocol error", "local error", "canceled", "bad argument"}
 
 func (k Kind) String() string {

@@ -55,7 +55,8 @@ func FuzzDecode(f *testing.F) {
 			if good != (err == nil) {
 				t.Fatalf("error %v; the oracle: %+v, error %v", err, o, oracleErr)
 			}
-			if good && (!bytes.Equal(res.FH.Bytes(), o.FH) || len(res.AuthFlavors) != len(o.Flavors) || len(o.Flavors) > 0 && !reflect.DeepEqual(res.AuthFlavors, o.Flavors)) {
+			if good && (!bytes.Equal(res.FH.Bytes(), o.FH) || len(res.AuthFlavors) != len(o.Flavors) ||
+				len(o.Flavors) > 0 && !reflect.DeepEqual(res.AuthFlavors, o.Flavors)) {
 				t.Fatalf("result %+v, the oracle's %+v", res, o)
 			}
 		}

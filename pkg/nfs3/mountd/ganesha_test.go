@@ -44,7 +44,8 @@ func TestGanesha(t *testing.T) {
 		t.Errorf("NLM, which does not run, is at port %d, error %v", port, err)
 	}
 	res, err := mountd.Mount(t.Context(), a)
-	if err != nil || res.FH.IsZero() || res.Port != s.MountPort || !slices.Contains(res.AuthFlavors, uint32(sunrpc.FlavorSys)) {
+	if err != nil || res.FH.IsZero() || res.Port != s.MountPort ||
+		!slices.Contains(res.AuthFlavors, uint32(sunrpc.FlavorSys)) {
 		t.Errorf("mounted %+v, error %v", res, err)
 	}
 	if err := mountd.Null(t.Context(), a); err != nil {
@@ -62,7 +63,8 @@ func TestGanesha(t *testing.T) {
 	}
 	record(t, s, a)
 	a.Export = "/no/such/export" // which this server does not tell from one that is for others
-	if _, err := mountd.Mount(t.Context(), a); !errors.As(err, &e) || e.Kind != mountd.Refused || !errors.Is(err, syscall.EACCES) {
+	if _, err := mountd.Mount(t.Context(), a); !errors.As(err, &e) || e.Kind != mountd.Refused ||
+		!errors.Is(err, syscall.EACCES) {
 		t.Errorf("an export that does not exist: %v", err)
 	}
 }

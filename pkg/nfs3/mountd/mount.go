@@ -262,7 +262,8 @@ func (a *Args) listens(ctx context.Context, port int) bool {
 }
 
 func (a *Args) header(proc uint32) rpc.Header {
-	h := rpc.Header{Rpcvers: sunrpc.RPCVersion, Prog: nfs.MountProg, Vers: nfs.MountVers, Proc: proc, Cred: rpc.AuthNull, Verf: rpc.AuthNull}
+	h := rpc.Header{Rpcvers: sunrpc.RPCVersion, Prog: nfs.MountProg, Vers: nfs.MountVers, Proc: proc,
+		Cred: rpc.AuthNull, Verf: rpc.AuthNull}
 	if a.Cred != nil {
 		encoded := sunrpc.AppendAuthSys(nil, a.Cred)
 		// behind flavor and length

@@ -102,7 +102,8 @@ func closedPort(t *testing.T) int {
 }
 
 func args(port int) Args {
-	return Args{Host: "127.0.0.1", Port: port, Export: "/export", Cred: &sunrpc.AuthSys{Stamp: 1, Machine: "me", UID: 2, GID: 3, GIDs: []uint32{4}},
+	return Args{Host: "127.0.0.1", Port: port, Export: "/export", Cred: &sunrpc.AuthSys{Stamp: 1, Machine: "me",
+		UID: 2, GID: 3, GIDs: []uint32{4}},
 		Timeout: 20 * time.Second}
 }
 
@@ -123,7 +124,8 @@ func TestMountOnTheWire(t *testing.T) {
 		}
 		calls <- rec[4:]
 		reply := sunrpc.AppendAcceptedReply(nil, binary.BigEndian.Uint32(rec), sunrpc.Success)
-		rpctcp.WriteRecord(conn, append(reply, unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006")...))
+		rpctcp.WriteRecord(conn, append(reply,
+			unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006")...))
 	})
 	res, err := Mount(t.Context(), args(port))
 	fh, _ := nfs3.NewFH([]byte{1, 2, 3, 4, 5})
@@ -197,17 +199,36 @@ func TestBadServers(t *testing.T) {
 		{"status 77", success("0000004d"), Protocol, 77, nil, "mountstat3 77, which MOUNT version 3 does not have"},
 		{"no results", success(""), Protocol, 0, sunrpc.ErrMalformed, "speak the protocol"},
 		{"empty handle", success("00000000 00000000 00000000"), Protocol, 0, sunrpc.ErrMalformed, "empty file handle"},
-		{"handle of 65", success("00000000 00000041" + strings.Repeat("00", 68) + "00000000"), Protocol, 0, sunrpc.ErrMalformed, ""},
+		{"handle of 65", success("00000000 00000041" + strings.Repeat("00", 68) + "00000000"), Protocol, 0,
+			sunrpc.ErrMalformed, ""},
 		{"handle of 4 GiB", success("00000000 ffffffff 00000000"), Protocol, 0, sunrpc.ErrMalformed, ""},
-		{"4 Gi flavors", success("00000000 00000004 01020304 ffffffff 00000001"), Protocol, 0, sunrpc.ErrMalformed, "flavors"},
+		{"4 Gi flavors", success("00000000 00000004 01020304 ffffffff 00000001"), Protocol, 0, sunrpc.ErrMalformed,
+			"flavors"},
 		{"flavors cut", success("00000000 00000004 01020304 00000002 00000001"), Protocol, 0, sunrpc.ErrMalformed, ""},
-		{"credential refused", reply(func(xid uint32) []byte { return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak) }), Refused, 0, nil, "AUTH_TOOWEAK"},
-		{"another RPC version", reply(func(xid uint32) []byte { return sunrpc.AppendMismatchReply(nil, xid) }), Protocol, 0, nil, "RPC_MISMATCH"},
-		{"no MOUNT", reply(func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProgUnavail) }), NotRegistered, 0, nil, "PROG_UNAVAIL"},
-		{"no MOUNT 3", reply(func(xid uint32) []byte { return sunrpc.AppendProgMismatchReply(nil, xid, 1, 2) }), Protocol, 0, nil, "versions 1 to 2"},
-		{"garbage arguments", reply(func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.GarbageArgs) }), Protocol, 0, nil, "GARBAGE_ARGS"},
-		{"another XID", reply(func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid+1, sunrpc.Success) }), Protocol, 0, sunrpc.ErrMalformed, "XID"},
-		{"cut in the verifier", reply(func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success)[:14] }), Protocol, 0, sunrpc.ErrMalformed, ""},
+		{"credential refused", reply(func(xid uint32) []byte {
+			return sunrpc.AppendDeniedReply(nil, xid,
+				sunrpc.AuthTooWeak)
+		}), Refused, 0, nil, "AUTH_TOOWEAK"},
+		{"another RPC version", reply(func(xid uint32) []byte { return sunrpc.AppendMismatchReply(nil, xid) }),
+			Protocol, 0, nil, "RPC_MISMATCH"},
+		{"no MOUNT", reply(func(xid uint32) []byte {
+			return sunrpc.AppendAcceptedReply(nil, xid,
+				sunrpc.ProgUnavail)
+		}), NotRegistered, 0, nil, "PROG_UNAVAIL"},
+		{"no MOUNT 3", reply(func(xid uint32) []byte { return sunrpc.AppendProgMismatchReply(nil, xid, 1, 2) }),
+			Protocol, 0, nil, "versions 1 to 2"},
+		{"garbage arguments", reply(func(xid uint32) []byte {
+			return sunrpc.AppendAcceptedReply(nil, xid,
+				sunrpc.GarbageArgs)
+		}), Protocol, 0, nil, "GARBAGE_ARGS"},
+		{"another XID", reply(func(xid uint32) []byte {
+			return sunrpc.AppendAcceptedReply(nil, xid+1,
+				sunrpc.Success)
+		}), Protocol, 0, sunrpc.ErrMalformed, "XID"},
+		{"cut in the verifier", reply(func(xid uint32) []byte {
+			return sunrpc.AppendAcceptedReply(nil, xid,
+				sunrpc.Success)[:14]
+		}), Protocol, 0, sunrpc.ErrMalformed, ""},
 		{"verifier of 4 GiB", reply(func(xid uint32) []byte {
 			b := sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success)
 			binary.BigEndian.PutUint32(b[16:], 0xffffffff)
@@ -231,7 +252,8 @@ func TestBadServers(t *testing.T) {
 				t.Errorf("error is about %s of %s at %s port %d", e.Op, e.Export, e.Host, e.Port)
 			}
 			text := err.Error()
-			if !strings.Contains(text, x.text) || !strings.Contains(text, "MNT /export at 127.0.0.1:") || strings.Contains(text, "\n") {
+			if !strings.Contains(text, x.text) || !strings.Contains(text, "MNT /export at 127.0.0.1:") ||
+				strings.Contains(text, "\n") {
 				t.Errorf("text %q lacks %q", text, x.text)
 			}
 			if !reflect.DeepEqual(res, Result{}) {
@@ -312,7 +334,8 @@ func TestPortMapper(t *testing.T) {
 				if err != nil || res.Port != mountPort {
 					t.Errorf("result %+v, error %v", res, err)
 				}
-			case !errors.As(err, &e) || e.Kind != x.kind || !strings.Contains(err.Error(), x.text) || !strings.Contains(err.Error(), "MNT /export at 127.0.0.1:"):
+			case !errors.As(err, &e) || e.Kind != x.kind || !strings.Contains(err.Error(), x.text) ||
+				!strings.Contains(err.Error(), "MNT /export at 127.0.0.1:"):
 				t.Errorf("error is %v", err)
 			}
 			port, err := GetPort(t.Context(), a, 100005, 3)

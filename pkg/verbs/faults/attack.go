@@ -200,7 +200,8 @@ func wildAddr(plan *Plan, event uint64, writes []*verbs.WorkRequest) uint64 {
 }
 
 func (a *attacker) write(data []byte, key verbs.RKey, addr uint64) verbs.WorkRequest {
-	return verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: key, RemoteAddr: addr, SGList: []verbs.SGE{{Buf: data, LKey: a.mr.LKey()}}}
+	return verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: key, RemoteAddr: addr,
+		SGList: []verbs.SGE{{Buf: data, LKey: a.mr.LKey()}}}
 }
 
 // stray is what a Write that goes astray carries.

@@ -37,7 +37,8 @@ func attack(t *testing.T, spec string, access verbs.Access) *attacked {
 	a.key = mr.RKey().WithKey(0x40)
 	a.s.recv("call", a.s.buffer(16))
 	a.c.recv("reply", a.c.buffer(16))
-	a.c.post(a.c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: mr, NewKey: 0x40, Access: access, IOVA: regIOVA,
+	a.c.post(a.c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: mr, NewKey: 0x40, Access: access,
+		IOVA: regIOVA,
 		Segs: [][]byte{a.mem[regFrom:][:regLen]}}), a.c.wr("call", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 	a.c.log.want("reg", verbs.StatusSuccess)
 	a.c.log.want("call", verbs.StatusSuccess)
@@ -55,8 +56,10 @@ func (a *attacked) reply(data string, fenced bool) {
 		send = &verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: a.key}
 	}
 	a.s.post(
-		a.s.wr("write", &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: a.key, RemoteAddr: regIOVA, SGList: []verbs.SGE{{Buf: b.Buf[:half], LKey: b.LKey}}}),
-		a.s.wr("write", &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: a.key, RemoteAddr: regIOVA + uint64(half), SGList: []verbs.SGE{{Buf: b.Buf[half:n], LKey: b.LKey}}}),
+		a.s.wr("write", &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: a.key, RemoteAddr: regIOVA,
+			SGList: []verbs.SGE{{Buf: b.Buf[:half], LKey: b.LKey}}}),
+		a.s.wr("write", &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: a.key, RemoteAddr: regIOVA + uint64(half),
+			SGList: []verbs.SGE{{Buf: b.Buf[half:n], LKey: b.LKey}}}),
 		a.s.wr("send", send))
 }
 
@@ -129,7 +132,8 @@ func TestLateWriteRepeats(t *testing.T) {
 func TestLateRead(t *testing.T) {
 	a := attack(t, "seed=1,late-read=1:1ms", verbs.AccessRemoteRead)
 	b := a.s.buffer(8)
-	a.s.post(a.s.wr("read", &verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: a.key, RemoteAddr: regIOVA, SGList: []verbs.SGE{{Buf: b.Buf[:8], LKey: b.LKey}}}))
+	a.s.post(a.s.wr("read", &verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: a.key, RemoteAddr: regIOVA,
+		SGList: []verbs.SGE{{Buf: b.Buf[:8], LKey: b.LKey}}}))
 	a.s.log.want("read", verbs.StatusSuccess)
 	a.s.post(a.s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: a.key}))
 	a.c.log.want("reply", verbs.StatusSuccess)

@@ -35,7 +35,8 @@ func (c *connID) Peer() verbs.ConnParam      { return c.inner.Peer() }
 func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
 	domain, ok := pd.(*protectionDomain)
 	if !ok {
-		return nil, fmt.Errorf("faults: create QP: the protection domain belongs to another device: %w", verbs.ErrInvalid)
+		return nil, fmt.Errorf("faults: create QP: the protection domain belongs to another device: %w",
+			verbs.ErrInvalid)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -17,7 +17,8 @@ func (q *queuePair) decide(chain []*verbs.WorkRequest) (cut, bool) {
 	if len(chain) == 0 {
 		return cut{}, false
 	}
-	for _, f := range [...]func(*Provider, []*verbs.WorkRequest) (cut, bool){cutDisconnect, cutPost, cutFlush, cutRegError, cutInvError} {
+	for _, f := range [...]func(*Provider, []*verbs.WorkRequest) (cut, bool){cutDisconnect, cutPost, cutFlush,
+		cutRegError, cutInvError} {
 		if c, struck := f(q.p, chain); struck {
 			return c, true
 		}
@@ -38,7 +39,8 @@ func cutDisconnect(p *Provider, chain []*verbs.WorkRequest) (cut, bool) {
 	if !strikes {
 		return cut{}, false
 	}
-	c := cut{kind: disconnectEvery, event: n, status: verbs.StatusWRFlushErr, kill: injectedError(disconnectEvery, n, errReset)}
+	c := cut{kind: disconnectEvery, event: n, status: verbs.StatusWRFlushErr,
+		kill: injectedError(disconnectEvery, n, errReset)}
 	switch p.plan.choose(disconnectEvery, n, saltVariant, numMoments) {
 	case momentBefore:
 		c.refuse = verbs.ErrQPState

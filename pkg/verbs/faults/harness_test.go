@@ -62,7 +62,8 @@ func newSide(t testing.TB, id verbs.ConnID) *side {
 	if s.cq, err = id.Device().CreateCQ(2 * queueDepth); err != nil {
 		t.Fatal(err)
 	}
-	s.qp, err = id.CreateQP(s.pd, verbs.QPInitAttr{SendCQ: s.cq, RecvCQ: s.cq, MaxSendWR: queueDepth, MaxRecvWR: queueDepth, MaxSendSGE: 2,
+	s.qp, err = id.CreateQP(s.pd, verbs.QPInitAttr{SendCQ: s.cq, RecvCQ: s.cq, MaxSendWR: queueDepth,
+		MaxRecvWR: queueDepth, MaxSendSGE: 2,
 		OnDisconnect: func(cause error) { s.gone <- cause }})
 	if err != nil {
 		t.Fatal(err)

@@ -71,7 +71,8 @@ func (d *protectionDomain) Dealloc() error {
 	d.mu.Unlock()
 	for m := range orphans {
 		if err := m.MR.Dereg(); err != nil {
-			d.p.log.Error("memory region with an injected fault could not be deregistered", "rkey", uint32(m.RKey()), "error", err)
+			d.p.log.Error("memory region with an injected fault could not be deregistered", "rkey", uint32(m.RKey()),
+				"error", err)
 		}
 	}
 	return d.inner.Dealloc()

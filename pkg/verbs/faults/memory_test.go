@@ -46,8 +46,9 @@ func TestDeregFail(t *testing.T) {
 	if err := errors.Join(err1, err2, err3); err != nil {
 		t.Fatal(err)
 	}
-	c.post(c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m2, NewKey: 9, Access: verbs.AccessLocalWrite | verbs.AccessRemoteWrite,
-		Segs: [][]byte{mem.Buf[:8]}}))
+	c.post(c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m2, NewKey: 9,
+		Access: verbs.AccessLocalWrite | verbs.AccessRemoteWrite,
+		Segs:   [][]byte{mem.Buf[:8]}}))
 	c.log.want("reg", verbs.StatusSuccess)
 	if err := m1.Dereg(); err != nil {
 		t.Error(err)
@@ -61,7 +62,8 @@ func TestDeregFail(t *testing.T) {
 		t.Error(err)
 	}
 	c.recv("in", c.buffer(8))
-	s.post(s.wr("write", &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: m2.RKey().WithKey(9), SGList: []verbs.SGE{{Buf: src.Buf[:8], LKey: src.LKey}}}),
+	s.post(s.wr("write", &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: m2.RKey().WithKey(9),
+		SGList: []verbs.SGE{{Buf: src.Buf[:8], LKey: src.LKey}}}),
 		s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 	c.log.want("in", verbs.StatusSuccess)
 	if string(mem.Buf[:8]) != "overdue!" {

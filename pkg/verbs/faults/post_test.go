@@ -202,7 +202,8 @@ func TestLocalInvError(t *testing.T) {
 	c.log.want("0", verbs.StatusSuccess)
 	c.log.want("1", verbs.StatusSuccess)
 	e := c.log.next()
-	if e.name != "2" || !slices.Contains([]verbs.Status{verbs.StatusLocProtErr, verbs.StatusLocQPOpErr, verbs.StatusMWBindErr}, e.wc.Status) {
+	if e.name != "2" || !slices.Contains([]verbs.Status{verbs.StatusLocProtErr, verbs.StatusLocQPOpErr,
+		verbs.StatusMWBindErr}, e.wc.Status) {
 		t.Errorf("completion of %s: %v", e.name, e.wc.Status)
 	}
 	c.log.want("3", verbs.StatusWRFlushErr)

@@ -28,7 +28,8 @@ func New(inner verbs.Provider, plan *Plan, log hclog.Logger) *Provider {
 		log = hclog.NewNullLogger()
 	}
 	if !plan.Empty() {
-		log.Warn("FAULT INJECTION IS ON: connections are broken on purpose", "plan", plan.String(), "provider", inner.Name())
+		log.Warn("FAULT INJECTION IS ON: connections are broken on purpose", "plan", plan.String(), "provider",
+			inner.Name())
 	}
 	return &Provider{inner: inner, plan: plan, log: log}
 }

@@ -44,7 +44,8 @@ type doomed struct {
 }
 
 // newQP makes a queue pair whose inner one create makes.
-func newQP(p *Provider, pd *protectionDomain, attr verbs.QPInitAttr, create func(verbs.QPInitAttr) (verbs.QP, error)) (*queuePair, error) {
+func newQP(p *Provider, pd *protectionDomain, attr verbs.QPInitAttr,
+	create func(verbs.QPInitAttr) (verbs.QP, error)) (*queuePair, error) {
 	q := &queuePair{p: p, onDisconnect: attr.OnDisconnect}
 	// What is not ours stays, for the inner provider to refuse.
 	if cq, ok := attr.SendCQ.(*completionQueue); ok {

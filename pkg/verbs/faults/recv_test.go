@@ -39,7 +39,8 @@ func TestDelayReply(t *testing.T) {
 	c.log.quiet()
 	c.qp.Drain()
 	c.log.want("recv5", verbs.StatusWRFlushErr)
-	if e := c.log.want("recv2", verbs.StatusSuccess); e.wc.ByteLen != 4 || e.wc.Opcode != verbs.OpRecv || binary.BigEndian.Uint32(bufs[2]) != 102 {
+	if e := c.log.want("recv2", verbs.StatusSuccess); e.wc.ByteLen != 4 || e.wc.Opcode != verbs.OpRecv ||
+		binary.BigEndian.Uint32(bufs[2]) != 102 {
 		t.Errorf("the delayed message: %+v, %d", e.wc, binary.BigEndian.Uint32(bufs[2]))
 	}
 	c.log.quiet()
@@ -111,10 +112,12 @@ func TestCredits(t *testing.T) {
 			binary.BigEndian.PutUint32(out.Buf[4*j:], v)
 		}
 		c.recv("in", in)
-		s.post(s.wr("out", &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: out.Buf[:m.size], LKey: out.LKey}}}))
+		s.post(s.wr("out", &verbs.WorkRequest{Opcode: verbs.OpSend,
+			SGList: []verbs.SGE{{Buf: out.Buf[:m.size], LKey: out.LKey}}}))
 		c.log.want("in", verbs.StatusSuccess)
 		if got := binary.BigEndian.Uint32(in.Buf[8:]); got != m.want {
-			t.Errorf("message %d: %d credits of %d in version %d and %d octets, want %d", i, got, m.granted, m.vers, m.size, m.want)
+			t.Errorf("message %d: %d credits of %d in version %d and %d octets, want %d", i, got, m.granted, m.vers,
+				m.size, m.want)
 		}
 		if m.size > 12 && (binary.BigEndian.Uint32(in.Buf) != 0xabcd || binary.BigEndian.Uint32(in.Buf[12:]) != 0x77) {
 			t.Errorf("message %d: other fields changed", i)

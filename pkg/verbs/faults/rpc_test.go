@@ -107,7 +107,8 @@ func underRPC(t *testing.T, clientSpec, serverSpec string, remoteInv bool) {
 			t.Errorf("server: %v", err)
 		}
 	}()
-	tr, err := xprt.New(xprt.Config{Provider: client, Addr: l.Addr(), ReconnectMin: 5 * time.Millisecond, ReconnectMax: 20 * time.Millisecond})
+	tr, err := xprt.New(xprt.Config{Provider: client, Addr: l.Addr(), ReconnectMin: 5 * time.Millisecond,
+		ReconnectMax: 20 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -63,7 +63,8 @@ func TestStorm(t *testing.T) {
 		})
 	}
 	t.Log(total)
-	for _, name := range []string{"disconnect-every", "post-fail", "flush-reg", "reg-error", "linv-error", "delay-reply", "lose-reply", "alloc-fail", "dereg-fail"} {
+	for _, name := range []string{"disconnect-every", "post-fail", "flush-reg", "reg-error", "linv-error",
+		"delay-reply", "lose-reply", "alloc-fail", "dereg-fail"} {
 		if total[name] == 0 {
 			t.Errorf("%s was never injected", name)
 		}

@@ -12,7 +12,8 @@ import (
 func TestAbsent(t *testing.T) {
 	_, err := New(Config{})
 	var u *UnavailableError
-	if !errors.As(err, &u) || !strings.Contains(err.Error(), "libibverbs-dev") || !strings.Contains(err.Error(), "-tags rdmacore") {
+	if !errors.As(err, &u) || !strings.Contains(err.Error(), "libibverbs-dev") ||
+		!strings.Contains(err.Error(), "-tags rdmacore") {
 		t.Errorf("%v", err)
 	}
 	if _, err := Devices(); !errors.As(err, &u) {

@@ -29,7 +29,8 @@ const siwVendor = 0x626d74
 // errnoKind classifies a call that failed.
 func errnoKind(err error) verbs.ConnErrorKind {
 	switch {
-	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err,
+		syscall.ENETUNREACH),
 		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN), errors.Is(err, syscall.ENODEV):
 		return verbs.ConnUnreachable
 	case errors.Is(err, syscall.ETIMEDOUT):

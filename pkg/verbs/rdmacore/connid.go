@@ -74,7 +74,8 @@ func newConnID(ch *channel) *connID {
 	leakcheck.Track(leakcheck.ConnID, 1)
 	// Set-up takes a handful of events, one after the other; more would be the kernel's error and
 	// may be lost.
-	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{}), answered: make(chan struct{})}
+	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{}),
+		answered: make(chan struct{})}
 }
 
 // handle takes an event of the connection, on the goroutine of the channel.
@@ -121,7 +122,8 @@ func (c *connID) handle(ev *cmEvent) {
 // responder resources is what this side may give the peer, which is what the peer asked for as
 // initiator.
 func peerParam(ev *cmEvent) verbs.ConnParam {
-	return verbs.ConnParam{PrivateData: ev.private, ResponderResources: uint16(ev.initiatorDepth), InitiatorDepth: uint16(ev.responderResources)}
+	return verbs.ConnParam{PrivateData: ev.private, ResponderResources: uint16(ev.initiatorDepth),
+		InitiatorDepth: uint16(ev.responderResources)}
 }
 
 // await waits for an event of kind want; any other is a failure.
@@ -175,7 +177,8 @@ func (c *connID) attach(cfg Config) error {
 		return err
 	}
 	if cfg.Device != "" && cfg.Device != d.attrs.Name {
-		return fmt.Errorf("the route goes through the RDMA device %s, and device=%s was asked for", d.attrs.Name, cfg.Device)
+		return fmt.Errorf("the route goes through the RDMA device %s, and device=%s was asked for", d.attrs.Name,
+			cfg.Device)
 	}
 	if err := d.enter(); err != nil {
 		return err
@@ -198,7 +201,8 @@ func (c *connID) checkPort() error {
 	if C.rc_port_state(c.dev.ctx, port) != C.IBV_PORT_DOWN {
 		return nil
 	}
-	return fmt.Errorf("port %d of RDMA device %s is down: check its cable and \"ip link\": %w", int(port), c.dev.attrs.Name, syscall.ENETDOWN)
+	return fmt.Errorf("port %d of RDMA device %s is down: check its cable and \"ip link\": %w", int(port),
+		c.dev.attrs.Name, syscall.ENETDOWN)
 }
 
 // Device returns the device that reaches the peer.
@@ -263,10 +267,12 @@ func (c *connID) shake(ctx context.Context, phase string, param verbs.ConnParam,
 		return c.fail(verbs.ConnLocal, phase, errNoQP)
 	case len(param.PrivateData) > maxPrivate:
 		c.mu.Unlock()
-		return c.fail(verbs.ConnLocal, phase, fmt.Errorf("%d octets of private data, at most %d are possible", len(param.PrivateData), maxPrivate))
+		return c.fail(verbs.ConnLocal, phase, fmt.Errorf("%d octets of private data, at most %d are possible",
+			len(param.PrivateData), maxPrivate))
 	}
 	c.tried, c.wanted = true, true
-	ird, ord := min(int(param.ResponderResources), c.dev.attrs.MaxQPRdAtom), min(int(param.InitiatorDepth), c.dev.attrs.MaxQPInitRdAtom)
+	ird, ord := min(int(param.ResponderResources), c.dev.attrs.MaxQPRdAtom), min(int(param.InitiatorDepth),
+		c.dev.attrs.MaxQPInitRdAtom)
 	c.ord = ord
 	c.mu.Unlock()
 	if err := ctx.Err(); err != nil {

@@ -70,12 +70,14 @@ type completionQueue struct {
 // CreateCQ makes a completion queue and starts its dispatcher.
 func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 	if depth <= 0 || depth > d.attrs.MaxCQE {
-		return nil, fmt.Errorf("rdmacore: create completion queue of depth %d: the depth must be 1 to %d: %w", depth, d.attrs.MaxCQE, verbs.ErrInvalid)
+		return nil, fmt.Errorf("rdmacore: create completion queue of depth %d: the depth must be 1 to %d: %w", depth,
+			d.attrs.MaxCQE, verbs.ErrInvalid)
 	}
 	if err := d.enter(); err != nil {
 		return nil, err
 	}
-	c := &completionQueue{dev: d, depth: depth, freed: make(chan struct{}), done: make(chan struct{}), soft: make(chan struct{}, 1), qps: make(map[uint32]*qp)}
+	c := &completionQueue{dev: d, depth: depth, freed: make(chan struct{}), done: make(chan struct{}),
+		soft: make(chan struct{}, 1), qps: make(map[uint32]*qp)}
 	if err := c.create(); err != nil {
 		d.leave()
 		return nil, err
@@ -94,7 +96,8 @@ func (c *completionQueue) create() error {
 	defer d.in.done()
 	err := errnoOf(C.rc_create_cq(d.ctx, C.int(c.depth+spareCQE), &c.ch, &c.c))
 	if err != nil {
-		return fmt.Errorf("rdmacore: create completion queue of depth %d on %s: %w: %w", c.depth, d.attrs.Name, verbs.ErrNoResources, err)
+		return fmt.Errorf("rdmacore: create completion queue of depth %d on %s: %w: %w", c.depth, d.attrs.Name,
+			verbs.ErrNoResources, err)
 	}
 	if c.file, err = waitable(c.ch.fd, "ibv_cq"); err != nil {
 		C.rc_destroy_cq(c.c, c.ch)

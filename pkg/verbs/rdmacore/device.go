@@ -88,7 +88,8 @@ func deviceOf(ctx *C.struct_ibv_context, cfg Config) (*device, error) {
 	}
 	o.log = cfg.Logger
 	if ret != 0 {
-		d.log.Info("RDMA device has no memory windows: memory is registered for each use, which is slower", "device", d.attrs.Name, "reason", errnoOf(ret))
+		d.log.Info("RDMA device has no memory windows: memory is registered for each use, which is slower", "device",
+			d.attrs.Name, "reason", errnoOf(ret))
 	}
 	return d, nil
 }

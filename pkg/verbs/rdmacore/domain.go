@@ -129,7 +129,8 @@ func (p *protectionDomain) takeDown() {
 	}
 	p.mu.Unlock()
 	if err = errors.Join(err, p.free()); err != nil {
-		p.dev.log.Debug("a protection domain of a removed device is left to the kernel", "device", p.dev.attrs.Name, "error", err)
+		p.dev.log.Debug("a protection domain of a removed device is left to the kernel", "device", p.dev.attrs.Name,
+			"error", err)
 	}
 	p.mu.Lock()
 	p.stale = nil

@@ -79,7 +79,8 @@ func openAll(log hclog.Logger) error {
 			C.rc_let_go(hold)
 			continue
 		}
-		o := &opened{c: ctx, hold: hold, name: C.GoString(C.rc_device_name(ctx)), path: C.GoString(C.rc_device_path(ctx)), log: log, removed: make(chan struct{})}
+		o := &opened{c: ctx, hold: hold, name: C.GoString(C.rc_device_name(ctx)),
+			path: C.GoString(C.rc_device_path(ctx)), log: log, removed: make(chan struct{})}
 		var st syscall.Stat_t
 		if syscall.Stat(o.path, &st) == nil {
 			o.inode = st.Ino
@@ -112,7 +113,8 @@ func openedOf(ctx *C.struct_ibv_context, log hclog.Logger) (*opened, error) {
 	o := devices.all[ctx]
 	switch {
 	case o == nil:
-		return nil, fmt.Errorf("rdmacore: RDMA device %s disappeared: %w", C.GoString(C.rc_device_name(ctx)), syscall.ENODEV)
+		return nil, fmt.Errorf("rdmacore: RDMA device %s disappeared: %w", C.GoString(C.rc_device_name(ctx)),
+			syscall.ENODEV)
 	case o.gone.Load():
 		return nil, &RemovedError{Device: o.name}
 	case !o.present():
@@ -187,7 +189,8 @@ func (o *opened) takeDown(why string) {
 	devices.mu.Unlock()
 	log.Warn("RDMA device was removed: its connections end", "device", o.name, "reason", why)
 	slow := time.AfterFunc(slowRelease, func() {
-		log.Warn("RDMA device was removed, and its removal waits for connections that the kernel is still making", "device", o.name)
+		log.Warn("RDMA device was removed, and its removal waits for connections that the kernel is still making",
+			"device", o.name)
 	})
 	defer slow.Stop()
 	began := time.Now()
@@ -222,7 +225,8 @@ func (o *opened) takeDown(why string) {
 	defer devices.mu.Unlock()
 	o.emptyFirstPages()
 	if err := errnoOf(C.rc_cut_off(o.c)); err != nil {
-		log.Error("RDMA device was removed, and could not be closed: its removal waits until this process ends", "device", o.name, "error", err)
+		log.Error("RDMA device was removed, and could not be closed: its removal waits until this process ends",
+			"device", o.name, "error", err)
 	}
 	C.rc_let_go(o.hold) // librdmacm closes the context when it misses the device, which may be now
 	delete(devices.all, o.c)
@@ -237,5 +241,6 @@ func goneHint(err error) error {
 	if devices.lastGone == "" || !errors.Is(err, syscall.ENODEV) {
 		return err
 	}
-	return fmt.Errorf("%w: RDMA device %s was removed at %s", err, devices.lastGone, devices.lastTime.Format(time.TimeOnly))
+	return fmt.Errorf("%w: RDMA device %s was removed at %s", err, devices.lastGone,
+		devices.lastTime.Format(time.TimeOnly))
 }

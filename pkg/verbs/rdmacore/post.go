@@ -177,7 +177,8 @@ func (b *batch) gather(wr *verbs.WorkRequest, to *C.struct_rc_wr) (uint32, error
 		if len(s.Buf) == 0 { // a length of 0 is 2 GiB to some devices
 			continue
 		}
-		q.sges[b.sges] = C.struct_ibv_sge{addr: C.uint64_t(addressOf(s.Buf)), length: C.uint32_t(len(s.Buf)), lkey: C.uint32_t(s.LKey)}
+		q.sges[b.sges] = C.struct_ibv_sge{addr: C.uint64_t(addressOf(s.Buf)), length: C.uint32_t(len(s.Buf)),
+			lkey: C.uint32_t(s.LKey)}
 		b.sges++
 		to.num_sge++
 		total += uint64(len(s.Buf))
@@ -204,7 +205,8 @@ func (q *qp) checkReg(wr *verbs.WorkRequest) (region, []byte, error) {
 	case len(piece) > r.pages()*q.dev.attrs.PageSize:
 		return nil, nil, invalid(wr, "%d octets, the MR is %d pages deep", len(piece), r.pages())
 	case wr.IOVA != addressOf(piece):
-		return nil, nil, invalid(wr, "the address is %#x, the memory's own is %#x: the device does not choose others", wr.IOVA, addressOf(piece))
+		return nil, nil, invalid(wr, "the address is %#x, the memory's own is %#x: the device does not choose others",
+			wr.IOVA, addressOf(piece))
 	}
 	return r, piece, nil
 }
@@ -260,7 +262,8 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 		}
 		pos := q.recvs.push(rr.Done)
 		buf := rr.SGE.Buf
-		if err := errnoOf(C.rc_post_recv(q.c, wrID(q.recvNo, wrRecv, pos), unsafe.Pointer(unsafe.SliceData(buf)), C.uint32_t(len(buf)), C.uint32_t(rr.SGE.LKey))); err != nil {
+		if err := errnoOf(C.rc_post_recv(q.c, wrID(q.recvNo, wrRecv, pos), unsafe.Pointer(unsafe.SliceData(buf)),
+			C.uint32_t(len(buf)), C.uint32_t(rr.SGE.LKey))); err != nil {
 			q.recvs.unpush()
 			return rr, fmt.Errorf("rdmacore: post Receive on %s: %w", q.dev.attrs.Name, err)
 		}

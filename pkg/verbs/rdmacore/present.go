@@ -83,7 +83,8 @@ func Devices() ([]verbs.DeviceAttrs, error) {
 	contexts := slices.Collect(maps.Keys(devices.all))
 	devices.mu.Unlock()
 	if err != nil {
-		return nil, &UnavailableError{Reason: "the RDMA devices cannot be listed", Advice: "is there one (\"rdma link\")? Is ibverbs-providers installed?", Err: err}
+		return nil, &UnavailableError{Reason: "the RDMA devices cannot be listed",
+			Advice: "is there one (\"rdma link\")? Is ibverbs-providers installed?", Err: err}
 	}
 	var all []verbs.DeviceAttrs
 	for _, ctx := range contexts {

@@ -39,7 +39,8 @@ func TestNotLinked(t *testing.T) {
 // TestMissingLibrary: what is missing is named, with the packages that have it.
 func TestMissingLibrary(t *testing.T) {
 	err := missingLibrary("libibverbs.so.1: cannot open shared object file")
-	for _, want := range []string{"libibverbs.so.1", "libibverbs1", "librdmacm1", "ibverbs-providers", "provider=softiwarp"} {
+	for _, want := range []string{"libibverbs.so.1", "libibverbs1", "librdmacm1", "ibverbs-providers",
+		"provider=softiwarp"} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q is not in: %v", want, err)
 		}

@@ -104,19 +104,23 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	d := c.dev
 	pd, ok := vpd.(*protectionDomain)
 	if !ok || pd.dev.in != d.in {
-		return nil, fmt.Errorf("rdmacore: create QP: the protection domain belongs to another device: %w", verbs.ErrInvalid)
+		return nil, fmt.Errorf("rdmacore: create QP: the protection domain belongs to another device: %w",
+			verbs.ErrInvalid)
 	}
 	scq, ok1 := attr.SendCQ.(*completionQueue)
 	rcq, ok2 := attr.RecvCQ.(*completionQueue)
 	if !ok1 || !ok2 || scq.dev.in != d.in || rcq.dev.in != d.in {
-		return nil, fmt.Errorf("rdmacore: create QP: a completion queue belongs to another device: %w", verbs.ErrInvalid)
+		return nil, fmt.Errorf("rdmacore: create QP: a completion queue belongs to another device: %w",
+			verbs.ErrInvalid)
 	}
-	if attr.MaxSendWR <= 0 || attr.MaxSendWR > d.attrs.MaxQPWR || attr.MaxRecvWR <= 0 || attr.MaxRecvWR > d.attrs.MaxQPWR {
+	if attr.MaxSendWR <= 0 || attr.MaxSendWR > d.attrs.MaxQPWR || attr.MaxRecvWR <= 0 ||
+		attr.MaxRecvWR > d.attrs.MaxQPWR {
 		return nil, fmt.Errorf("rdmacore: create QP with %d send and %d receive requests: both must be 1 to %d: %w",
 			attr.MaxSendWR, attr.MaxRecvWR, d.attrs.MaxQPWR, verbs.ErrInvalid)
 	}
 	if attr.MaxSendSGE < 0 || attr.MaxSendSGE > d.attrs.MaxSendSGE {
-		return nil, fmt.Errorf("rdmacore: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, d.attrs.MaxSendSGE, verbs.ErrInvalid)
+		return nil, fmt.Errorf("rdmacore: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE,
+			d.attrs.MaxSendSGE, verbs.ErrInvalid)
 	}
 	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
 	if err := d.in.use(); err != nil {
@@ -135,9 +139,11 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		pd.uses.Drop()
 		return nil, err
 	}
-	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}), heard: make(chan struct{}),
-		ring: newSendRing(attr.MaxSendWR), recvs: newRecvRing(attr.MaxRecvWR)}
-	if err := errnoOf(C.rc_create_qp(c.c, pd.c, scq.c, rcq.c, C.int(attr.MaxSendWR+markerWRs), C.int(attr.MaxRecvWR), C.int(attr.MaxSendSGE), &q.c)); err != nil {
+	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}),
+		heard: make(chan struct{}),
+		ring:  newSendRing(attr.MaxSendWR), recvs: newRecvRing(attr.MaxRecvWR)}
+	if err := errnoOf(C.rc_create_qp(c.c, pd.c, scq.c, rcq.c, C.int(attr.MaxSendWR+markerWRs), C.int(attr.MaxRecvWR),
+		C.int(attr.MaxSendSGE), &q.c)); err != nil {
 		q.unreserve()
 		return nil, fmt.Errorf("rdmacore: create QP with %d send and %d receive requests on %s: %w: %w",
 			attr.MaxSendWR, attr.MaxRecvWR, d.attrs.Name, verbs.ErrNoResources, err)
@@ -163,7 +169,8 @@ func (q *qp) allocate() {
 	n := q.attr.MaxSendWR
 	q.chain = make([]chained, 0, n)
 	q.wrs = unsafe.Slice((*C.struct_rc_wr)(C.calloc(C.size_t(n), C.sizeof_struct_rc_wr)), n)
-	q.sges = unsafe.Slice((*C.struct_ibv_sge)(C.calloc(C.size_t(n*q.attr.MaxSendSGE), C.sizeof_struct_ibv_sge)), n*q.attr.MaxSendSGE)
+	q.sges = unsafe.Slice((*C.struct_ibv_sge)(C.calloc(C.size_t(n*q.attr.MaxSendSGE), C.sizeof_struct_ibv_sge)),
+		n*q.attr.MaxSendSGE)
 	q.scratch = unsafe.Slice((*C.struct_ibv_send_wr)(C.calloc(C.size_t(n), C.sizeof_struct_ibv_send_wr)), n)
 }
 
@@ -356,7 +363,8 @@ func (q *qp) destroy() {
 	q.release()
 	q.sendCQ.dismiss(q.sendNo)
 	q.recvCQ.dismiss(q.recvNo)
-	for _, p := range []unsafe.Pointer{unsafe.Pointer(&q.wrs[0]), unsafe.Pointer(&q.sges[0]), unsafe.Pointer(&q.scratch[0])} {
+	for _, p := range []unsafe.Pointer{unsafe.Pointer(&q.wrs[0]), unsafe.Pointer(&q.sges[0]),
+		unsafe.Pointer(&q.scratch[0])} {
 		C.free(p)
 	}
 	q.unreserve()

@@ -56,7 +56,8 @@ type region interface {
 	verbs.MR
 	// fastReg prepares a FastReg on q of one piece of memory: wr is what the device gets, or soft
 	// is set when it has nothing to do. undo is for a request that was not posted.
-	fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.struct_rc_wr) (soft bool, status verbs.Status, undo func(), err error)
+	fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.struct_rc_wr) (soft bool, status verbs.Status,
+		undo func(), err error)
 	// localInv prepares a LocalInv on q.
 	localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (soft bool, status verbs.Status)
 	// takeDown gives the registration up: the device is gone.
@@ -68,7 +69,8 @@ type region interface {
 // AllocMR makes an MR for up to depth pages of one piece of memory.
 func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	if depth <= 0 || depth > maxRegPages {
-		return nil, fmt.Errorf("rdmacore: allocate MR of depth %d: the depth must be 1 to %d pages: %w", depth, maxRegPages, verbs.ErrInvalid)
+		return nil, fmt.Errorf("rdmacore: allocate MR of depth %d: the depth must be 1 to %d pages: %w", depth,
+			maxRegPages, verbs.ErrInvalid)
 	}
 	if err := p.uses.Take(); err != nil {
 		return nil, err
@@ -85,7 +87,8 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	w := &window{pd: p, depth: depth, free: true}
 	if err := errnoOf(C.rc_alloc_mw(p.c, &w.c)); err != nil {
 		p.uses.Drop()
-		return nil, fmt.Errorf("rdmacore: allocate memory window on %s: %w: %w", p.dev.attrs.Name, verbs.ErrNoResources, err)
+		return nil, fmt.Errorf("rdmacore: allocate memory window on %s: %w: %w", p.dev.attrs.Name,
+			verbs.ErrNoResources, err)
 	}
 	w.first = verbs.RKey(w.c.rkey)
 	w.key = w.first
@@ -154,7 +157,8 @@ func (w *window) Dereg() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.gone {
-		return fmt.Errorf("rdmacore: deallocate memory window %#08x: already deallocated: %w", uint32(w.first), verbs.ErrInvalid)
+		return fmt.Errorf("rdmacore: deallocate memory window %#08x: already deallocated: %w", uint32(w.first),
+			verbs.ErrInvalid)
 	}
 	if err := w.dealloc(); err != nil {
 		return err
@@ -173,7 +177,8 @@ func (w *window) dealloc() error {
 		return nil
 	}
 	if err := errnoOf(C.rc_dealloc_mw(w.c)); err != nil {
-		return fmt.Errorf("rdmacore: deallocate memory window %#08x on %s: %w", uint32(w.first), w.pd.dev.attrs.Name, err)
+		return fmt.Errorf("rdmacore: deallocate memory window %#08x on %s: %w", uint32(w.first), w.pd.dev.attrs.Name,
+			err)
 	}
 	w.lost, w.tied = true, false
 	return nil
@@ -242,7 +247,8 @@ func (w *window) unbound(key verbs.RKey) {
 	w.mu.Unlock()
 }
 
-func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.struct_rc_wr) (bool, verbs.Status, func(), error) {
+func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.struct_rc_wr) (bool, verbs.Status, func(),
+	error) {
 	a, err := w.pd.arena(piece)
 	if err != nil {
 		return false, 0, nil, err
@@ -334,9 +340,11 @@ func (m *useMR) Register(access verbs.Access, seg []byte) (verbs.RKey, error) {
 	case m.c != nil:
 		return 0, fmt.Errorf("rdmacore: register: the MR is valid: %w", verbs.ErrInvalid)
 	case len(seg) == 0 || len(seg) > m.depth*m.pd.dev.attrs.PageSize:
-		return 0, fmt.Errorf("rdmacore: register %d octets: the MR is %d pages deep: %w", len(seg), m.depth, verbs.ErrInvalid)
+		return 0, fmt.Errorf("rdmacore: register %d octets: the MR is %d pages deep: %w", len(seg), m.depth,
+			verbs.ErrInvalid)
 	case membuf.ArenaOf(seg) == nil:
-		return 0, fmt.Errorf("rdmacore: register: %d octets are not in memory of AllocBuffer: %w", len(seg), verbs.ErrInvalid)
+		return 0, fmt.Errorf("rdmacore: register: %d octets are not in memory of AllocBuffer: %w", len(seg),
+			verbs.ErrInvalid)
 	}
 	if err := m.register(access, seg); err != nil {
 		return 0, err
@@ -350,7 +358,8 @@ func (m *useMR) register(access verbs.Access, seg []byte) error {
 		return err
 	}
 	defer m.pd.dev.in.done()
-	if err := errnoOf(C.rc_reg_mr(m.pd.c, unsafe.Pointer(unsafe.SliceData(seg)), C.uint64_t(len(seg)), C.int(regionAccess(access)), &m.c)); err != nil {
+	if err := errnoOf(C.rc_reg_mr(m.pd.c, unsafe.Pointer(unsafe.SliceData(seg)), C.uint64_t(len(seg)),
+		C.int(regionAccess(access)), &m.c)); err != nil {
 		m.c = nil
 		return pinError(m.pd.dev.attrs.Name, len(seg), err)
 	}
@@ -402,7 +411,8 @@ func (m *useMR) Dereg() error {
 	return nil
 }
 
-func (m *useMR) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, _ *C.struct_rc_wr) (bool, verbs.Status, func(), error) {
+func (m *useMR) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, _ *C.struct_rc_wr) (bool, verbs.Status, func(),
+	error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	switch {

@@ -48,7 +48,8 @@ func TestSendRing(t *testing.T) {
 		}
 	}
 	out, ok := r.complete(b, verbs.StatusSuccess, 0, nil)
-	check("a success ends the silent one before it and the soft ones behind", out, ok, true, "quiet, b:success, c:success, quiet")
+	check("a success ends the silent one before it and the soft ones behind", out, ok, true,
+		"quiet, b:success, c:success, quiet")
 	out, ok = r.complete(b, verbs.StatusSuccess, 0, nil)
 	check("a second completion", out, ok, false, "")
 	out, ok = r.complete(g, verbs.StatusSuccess, 0, nil)

@@ -12,7 +12,8 @@ import (
 )
 
 func TestStatusOf(t *testing.T) {
-	for n, want := range map[uint32]verbs.Status{0: verbs.StatusSuccess, 1: verbs.StatusLocLenErr, 5: verbs.StatusWRFlushErr, 6: verbs.StatusMWBindErr,
+	for n, want := range map[uint32]verbs.Status{0: verbs.StatusSuccess, 1: verbs.StatusLocLenErr,
+		5: verbs.StatusWRFlushErr, 6: verbs.StatusMWBindErr,
 		10: verbs.StatusRemAccessErr, 12: verbs.StatusRetryExcErr, 13: verbs.StatusRNRRetryExcErr, 21: verbs.StatusGeneralErr, 1 << 31: verbs.StatusGeneralErr} {
 		if got := statusOf(n); got != want {
 			t.Errorf("ibv_wc_status %d: %v, want %v", n, got, want)

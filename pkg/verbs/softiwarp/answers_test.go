@@ -17,9 +17,12 @@ func TestReceivedTerminate(t *testing.T) {
 		want       termCode
 		status     verbs.Status
 	}{
-		{"RFC order", "0102e000 002e 4141 00000000 00000001 00000001 00000000", termReadAccess, verbs.StatusRemAccessErr},
-		{"siw order", "10020700 002e 4141 00000000 00000001 00000001 00000000", termReadAccess, verbs.StatusRemAccessErr},
-		{"siw, operation error", "20070300 002e 4141 00000000 00000001 00000001 00000000", termCode{layerRDMAP, 2, 7}, verbs.StatusRemOpErr},
+		{"RFC order", "0102e000 002e 4141 00000000 00000001 00000001 00000000", termReadAccess,
+			verbs.StatusRemAccessErr},
+		{"siw order", "10020700 002e 4141 00000000 00000001 00000001 00000000", termReadAccess,
+			verbs.StatusRemAccessErr},
+		{"siw, operation error", "20070300 002e 4141 00000000 00000001 00000001 00000000", termCode{layerRDMAP, 2, 7},
+			verbs.StatusRemOpErr},
 		{"no buffer", "1202c000 001a 4143 00000000 00000000 00000048 00000000", termNoBuffer, verbs.StatusWRFlushErr},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -27,7 +30,10 @@ func TestReceivedTerminate(t *testing.T) {
 			p.send(tagged(opWrite, true, 0, 0, nil)) // lets the responder speak
 			read := make(chan verbs.WorkCompletion, 1)
 			if _, err := v.qp.PostSend(&verbs.WorkRequest{
-				Opcode: verbs.OpRDMARead, Signaled: true, Done: func(wc *verbs.WorkCompletion) { read <- *wc }, SGList: []verbs.SGE{{Buf: make([]byte, 8)}},
+				Opcode: verbs.OpRDMARead, Signaled: true, Done: func(
+					wc *verbs.WorkCompletion) {
+					read <- *wc
+				}, SGList: []verbs.SGE{{Buf: make([]byte, 8)}},
 			}); err != nil {
 				t.Fatal(err)
 			}
@@ -59,23 +65,36 @@ func TestReadResponses(t *testing.T) {
 		answer func(r readRequest) [][]byte
 		want   termCode
 	}{
-		{"other STag", func(r readRequest) [][]byte { return [][]byte{tagged(opReadResp, true, r.sinkSTag+1, r.sinkTO, data)} }, termTaggedInvalidSTag},
-		{"other offset", func(r readRequest) [][]byte { return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO+1, data)} }, termTaggedBounds},
+		{"other STag", func(r readRequest) [][]byte {
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag+1, r.sinkTO,
+				data)}
+		}, termTaggedInvalidSTag},
+		{"other offset", func(r readRequest) [][]byte {
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag,
+				r.sinkTO+1, data)}
+		}, termTaggedBounds},
 		{"too long", func(r readRequest) [][]byte {
 			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, quiteSome(101))}
 		}, termTaggedBounds},
 		{"too short", func(r readRequest) [][]byte {
 			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data[:99])}
 		}, termUnspecified},
-		{"never last", func(r readRequest) [][]byte { return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data)} }, termUnspecified},
+		{"never last", func(r readRequest) [][]byte {
+			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO,
+				data)}
+		}, termUnspecified},
 		{"hole", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data[:50]), tagged(opReadResp, true, r.sinkSTag, r.sinkTO+51, data[51:])}
+			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data[:50]),
+				tagged(opReadResp, true, r.sinkSTag, r.sinkTO+51, data[51:])}
 		}, termTaggedBounds},
 		{"twice", func(r readRequest) [][]byte {
 			u := tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data)
 			return [][]byte{u, u}
 		}, termOpcode},
-		{"Write to the sink", func(r readRequest) [][]byte { return [][]byte{tagged(opWrite, true, r.sinkSTag, r.sinkTO, data)} }, termTaggedInvalidSTag},
+		{"Write to the sink", func(r readRequest) [][]byte {
+			return [][]byte{tagged(opWrite, true, r.sinkSTag,
+				r.sinkTO, data)}
+		}, termTaggedInvalidSTag},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, v := attack(t, quiet)

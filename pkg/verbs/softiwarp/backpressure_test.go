@@ -60,7 +60,8 @@ func TestCutShortIsNoSuccess(t *testing.T) {
 		t.Fatal("the socket took the whole message: make it larger")
 	}
 	if wc.Status != verbs.StatusWRFlushErr {
-		t.Errorf("RDMA Write of which %d of %d octets were sent: %v, want %v", n, size, wc.Status, verbs.StatusWRFlushErr)
+		t.Errorf("RDMA Write of which %d of %d octets were sent: %v, want %v", n, size, wc.Status,
+			verbs.StatusWRFlushErr)
 	}
 }
 
@@ -79,7 +80,8 @@ func TestFlushClosesTheReceiveQueue(t *testing.T) {
 	q.mu.Unlock()
 	q.flush()
 	close(q.ioDone)
-	if _, err := q.PostRecv(&verbs.RecvRequest{Done: func(*verbs.WorkCompletion) {}}); !errors.Is(err, verbs.ErrQPState) {
+	if _, err := q.PostRecv(&verbs.RecvRequest{Done: func(*verbs.WorkCompletion) {}}); !errors.Is(err,
+		verbs.ErrQPState) {
 		t.Errorf("Receive posted behind the flush: %v, want ErrQPState", err)
 	}
 }
@@ -97,13 +99,15 @@ func TestStoppedReader(t *testing.T) {
 		posted := 0
 		var err error
 		for err == nil && posted < 100 {
-			if _, err = v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, SGList: []verbs.SGE{{Buf: big}}, RKey: 1,
+			if _, err = v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true,
+				SGList: []verbs.SGE{{Buf: big}}, RKey: 1,
 				Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }}); err == nil {
 				posted++
 			}
 		}
 		if !errors.Is(err, verbs.ErrQueueFull) {
-			t.Fatalf("%d messages of 1 MiB posted to a peer that does not read, then: %v, want ErrQueueFull", posted, err)
+			t.Fatalf("%d messages of 1 MiB posted to a peer that does not read, then: %v, want ErrQueueFull", posted,
+				err)
 		}
 		p.must() // the writer is in the queue
 		// Its own requests meanwhile: they are read, checked, and bounded by the read depth.
@@ -114,7 +118,8 @@ func TestStoppedReader(t *testing.T) {
 		if wc := v.received(); wc.Status != verbs.StatusSuccess {
 			t.Errorf("a Send while the other direction is stuck: %v", wc.Status)
 		}
-		p.send(readReq(readRequest{msn: uint32(victimParam.ResponderResources) + 1, size: winLen, srcSTag: v.rkey, srcTO: winIOVA}))
+		p.send(readReq(readRequest{msn: uint32(victimParam.ResponderResources) + 1, size: winLen, srcSTag: v.rkey,
+			srcTO: winIOVA}))
 		if said := v.terminate(); said != termNoBuffer {
 			t.Errorf("one Read Request too many: the consumer was told %+v, want %+v", said, termNoBuffer)
 		}
@@ -175,7 +180,8 @@ func TestMessagesStayWhole(t *testing.T) {
 		for op, stag := h.op, h.stag; len(order) < 6; {
 			h, b := p.must()
 			if open && (h.op != op || h.tagged && h.stag != stag) {
-				t.Fatalf("CRC %v: a segment of opcode %d, STag %d in the middle of a message of opcode %d, STag %d", crc, h.op, h.stag, op, stag)
+				t.Fatalf("CRC %v: a segment of opcode %d, STag %d in the middle of a message of opcode %d, STag %d",
+					crc, h.op, h.stag, op, stag)
 			}
 			if h.op == opReadResp {
 				if !open {
@@ -204,8 +210,9 @@ func TestInterleavedReadResponse(t *testing.T) {
 	p.send(zeroWrite())
 	sink := make([]byte, 100)
 	read := make(chan verbs.WorkCompletion, 1)
-	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, SGList: []verbs.SGE{{Buf: sink}},
-		Done: func(wc *verbs.WorkCompletion) { read <- *wc }}); err != nil {
+	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true,
+		SGList: []verbs.SGE{{Buf: sink}},
+		Done:   func(wc *verbs.WorkCompletion) { read <- *wc }}); err != nil {
 		t.Fatal(err)
 	}
 	_, b := p.must()
@@ -253,7 +260,8 @@ func TestCutOff(t *testing.T) {
 		}
 		flushedRecv(t, v)
 	})
-	for name, part := range map[string][]byte{"RST in the middle of an FPDU": half, "RST between the segments of a Send": between} {
+	for name, part := range map[string][]byte{"RST in the middle of an FPDU": half,
+		"RST between the segments of a Send": between} {
 		t.Run(name, func(t *testing.T) {
 			p, v := attack(t, quiet)
 			p.write(part)
@@ -273,7 +281,8 @@ func TestCutOff(t *testing.T) {
 		p, v := attack(t, cfg)
 		p.send(zeroWrite())
 		done := make(chan verbs.Status, 1)
-		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, SGList: []verbs.SGE{{Buf: make([]byte, 8<<20)}}, RKey: 1,
+		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true,
+			SGList: []verbs.SGE{{Buf: make([]byte, 8<<20)}}, RKey: 1,
 			Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }}); err != nil {
 			t.Fatal(err)
 		}
@@ -330,7 +339,8 @@ func TestBoundsNearTheEnd(t *testing.T) {
 		stag := uint32(m.first)
 		m.register(q, stag, verbs.AccessRemoteWrite, c.iova, [][]byte{make([]byte, c.length)})
 		if _, got := q.access(stag, c.to, c.n, verbs.AccessRemoteWrite); got != c.want {
-			t.Errorf("[%#x, +%d) of a registration of [%#x, +%d): %d, want %d", c.to, c.n, c.iova, c.length, got, c.want)
+			t.Errorf("[%#x, +%d) of a registration of [%#x, +%d): %d, want %d", c.to, c.n, c.iova, c.length, got,
+				c.want)
 		}
 		if err := m.Dereg(); err != nil {
 			t.Error(err)
@@ -345,12 +355,14 @@ func TestTerminateBeforeReset(t *testing.T) {
 	for i := range 60 {
 		p, v := attack(t, tight)
 		p.send(zeroWrite())
-		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, SGList: []verbs.SGE{{Buf: make([]byte, 8<<20)}}, RKey: 1,
+		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite,
+			SGList: []verbs.SGE{{Buf: make([]byte, 8<<20)}}, RKey: 1,
 			Done: func(*verbs.WorkCompletion) {}}); err != nil {
 			t.Fatal(err)
 		}
 		p.must() // the rest is left unread
-		p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0, unhex(t, "21020300 001a 4143 00000000 00000000 00000048 00000000")))
+		p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0,
+			unhex(t, "21020300 001a 4143 00000000 00000000 00000048 00000000")))
 		p.c.SetLinger(0)
 		p.c.Close()
 		var te *verbs.TerminateError

@@ -58,7 +58,8 @@ func capture(t *testing.T, port uint16, f func()) string {
 // tshark decodes a capture.
 func tshark(t *testing.T, file string, args ...string) string {
 	t.Helper()
-	cmd := exec.Command("tshark", append([]string{"-n", "-r", file, "-o", "tcp.desegment_tcp_streams:TRUE"}, args...)...)
+	cmd := exec.Command("tshark", append([]string{"-n", "-r", file, "-o", "tcp.desegment_tcp_streams:TRUE"},
+		args...)...)
 	var errs bytes.Buffer
 	cmd.Stderr = &errs
 	out, err := cmd.Output()
@@ -94,7 +95,8 @@ func TestIndependentDecoder(t *testing.T) {
 		if cfg.CRC && strings.Count(out, "Good CRC32") < 20 {
 			t.Errorf("%+v: the decoder checked %d CRCs", cfg, strings.Count(out, "Good CRC32"))
 		}
-		for op, want := range map[string]int{"Write": 3, "Read Request": 4, "Read Response": 3, "Send": 4, "Send with Invalidate": 3, "Terminate": 1} {
+		for op, want := range map[string]int{"Write": 3, "Read Request": 4, "Read Response": 3, "Send": 4,
+			"Send with Invalidate": 3, "Terminate": 1} {
 			if n := strings.Count(out, "OpCode: "+op+" ("); n < want {
 				t.Errorf("%+v: %d RDMAP messages with opcode %s decoded, want at least %d", cfg, n, op, want)
 			}

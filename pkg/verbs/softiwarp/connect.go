@@ -158,7 +158,8 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	}
 	t := &attempt{
 		id: a, param: param, qp: q, leave: leave,
-		own:     depths{ird: roundDepth(int(param.ResponderResources), maxReadDepth), ord: min(int(param.InitiatorDepth), maxReadDepth)},
+		own: depths{ird: roundDepth(int(param.ResponderResources), maxReadDepth),
+			ord: min(int(param.InitiatorDepth), maxReadDepth)},
 		givenUp: make(chan struct{}), done: make(chan error, 1),
 	}
 	a.hold()
@@ -297,7 +298,8 @@ func (t *attempt) adopt(conn *net.TCPConn, rep *mpaFrame) (stream, error) {
 		return stream{}, id.fail(verbs.ConnProtocol, phaseCheckReply,
 			fmt.Errorf("MPA revision %d reply without enhanced connection data to an enhanced request", rep.rev))
 	case rep.markers:
-		return stream{}, id.fail(verbs.ConnProtocol, phaseCheckReply, errors.New("the peer demands MPA markers, which are not supported"))
+		return stream{}, id.fail(verbs.ConnProtocol, phaseCheckReply,
+			errors.New("the peer demands MPA markers, which are not supported"))
 	}
 	s := stream{conn: conn, crc: rep.crc || id.dev.cfg.CRC, active: true}
 	var ok bool

@@ -116,7 +116,8 @@ func nfsRun(t *testing.T, crc bool) [][2]*tap {
 	t.Helper()
 	dir := t.TempDir()
 	provider := softiwarp.New(softiwarp.Config{CRC: crc, MaxFPDU: recordedFPDU})
-	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0", Provider: provider})
+	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
+		Provider: provider})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,7 +138,8 @@ func nfsRun(t *testing.T, crc bool) [][2]*tap {
 	ok(x.Connect(ctx))
 	tcp := netip.MustParseAddrPort(s.TCPAddr)
 	auth := &sunrpc.AuthSys{Machine: "corpus"}
-	root, err := mountd.Mount(ctx, mountd.Args{Host: tcp.Addr().String(), Port: int(tcp.Port()), Export: "/", Cred: auth})
+	root, err := mountd.Mount(ctx, mountd.Args{Host: tcp.Addr().String(), Port: int(tcp.Port()), Export: "/",
+		Cred: auth})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -200,7 +202,8 @@ func wrongConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr neti
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { id.Close(); cq.Close(); pd.Dealloc() })
-		qp, err := id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 4, MaxRecvWR: 4, OnDisconnect: func(err error) { gone <- err }})
+		qp, err := id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 4, MaxRecvWR: 4,
+			OnDisconnect: func(err error) { gone <- err }})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -337,7 +340,8 @@ func TestRecordedRun(t *testing.T) {
 			}
 		}
 	}
-	for op, name := range map[byte]string{0: "Write", 1: "Read Request", 2: "Read Response", 3: "Send", 4: "Send with Invalidate", 7: "Terminate"} {
+	for op, name := range map[byte]string{0: "Write", 1: "Read Request", 2: "Read Response", 3: "Send",
+		4: "Send with Invalidate", 7: "Terminate"} {
 		if seen[op] == 0 {
 			t.Errorf("no %s was recorded", name)
 		}

@@ -59,7 +59,8 @@ func (d *device) AllocPD() (verbs.PD, error) {
 // CreateCQ makes a completion queue and starts its dispatcher.
 func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 	if depth <= 0 || depth > maxCQE {
-		return nil, fmt.Errorf("softiwarp: create completion queue of depth %d: the depth must be 1 to %d: %w", depth, maxCQE, verbs.ErrInvalid)
+		return nil, fmt.Errorf("softiwarp: create completion queue of depth %d: the depth must be 1 to %d: %w", depth,
+			maxCQE, verbs.ErrInvalid)
 	}
 	return newCQ(d, depth), nil
 }
@@ -73,7 +74,8 @@ type protectionDomain struct {
 // AllocMR makes an MR for up to depth segments with up to depth pages of memory in all.
 func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	if depth <= 0 || depth > maxFRPages {
-		return nil, fmt.Errorf("softiwarp: allocate MR of depth %d: the depth must be 1 to %d pages: %w", depth, maxFRPages, verbs.ErrInvalid)
+		return nil, fmt.Errorf("softiwarp: allocate MR of depth %d: the depth must be 1 to %d pages: %w", depth,
+			maxFRPages, verbs.ErrInvalid)
 	}
 	if err := p.uses.Take(); err != nil {
 		return nil, err

@@ -58,7 +58,8 @@ var errSelf = os.NewSyscallError("connect", unix.ECONNREFUSED)
 func (t *attempt) dial() (*net.TCPConn, error) {
 	f, err := t.dialFile()
 	if err != nil {
-		return nil, t.id.fail(dialKind(err), phaseConnect, &net.OpError{Op: "dial", Net: "tcp", Addr: net.TCPAddrFromAddrPort(t.id.remote), Err: err})
+		return nil, t.id.fail(dialKind(err), phaseConnect,
+			&net.OpError{Op: "dial", Net: "tcp", Addr: net.TCPAddrFromAddrPort(t.id.remote), Err: err})
 	}
 	c, err := net.FileConn(f)
 	f.Close() // FileConn has its own

@@ -83,20 +83,29 @@ var violations = []struct {
 	}, termRDMAPVersion, 20},
 	{"opcode 8", func(*victim) [][]byte { return [][]byte{untagged(8, true, 0, qnSend, 1, 0, nil)} }, termOpcode, 20},
 	{"opcode 11, tagged", func(*victim) [][]byte { return [][]byte{tagged(11, true, 1, 0, nil)} }, termOpcode, 16},
-	{"queue 3", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, 3, 1, 0, nil)} }, termUntaggedQN, 20},
-	{"Send on queue 1", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnReadReq, 1, 0, nil)} }, termOpcode, 20},
-	{"Send, MSN 0", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 0, 0, nil)} }, termMSNRange, 20},
+	{"queue 3", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, 3, 1, 0, nil)} }, termUntaggedQN,
+		20},
+	{"Send on queue 1", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnReadReq, 1, 0, nil)} },
+		termOpcode, 20},
+	{"Send, MSN 0", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 0, 0, nil)} },
+		termMSNRange, 20},
 	{"Send, MSN repeated", func(*victim) [][]byte {
 		u := untagged(opSend, true, 0, qnSend, 1, 0, nil)
 		return [][]byte{u, u}
 	}, termMSNRange, 20},
-	{"Send, MSN skipped", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 2, 0, nil)} }, termMSNRange, 20},
-	{"Send, MO 4 at first", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4, quiteSome(4))} }, termMO, 20},
+	{"Send, MSN skipped", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 2, 0, nil)} },
+		termMSNRange, 20},
+	{"Send, MO 4 at first", func(*victim) [][]byte {
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4,
+			quiteSome(4))}
+	}, termMO, 20},
 	{"Send, hole between segments", func(*victim) [][]byte {
-		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(4)), untagged(opSend, true, 0, qnSend, 1, 8, quiteSome(4))}
+		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(4)),
+			untagged(opSend, true, 0, qnSend, 1, 8, quiteSome(4))}
 	}, termMO, 20},
 	{"Send, segments overlap", func(*victim) [][]byte {
-		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(4)), untagged(opSend, true, 0, qnSend, 1, 0, quiteSome(4))}
+		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(4)),
+			untagged(opSend, true, 0, qnSend, 1, 0, quiteSome(4))}
 	}, termMO, 20},
 	{"Send, too long", func(*victim) [][]byte {
 		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, quiteSome(recvSize+1))}
@@ -106,7 +115,8 @@ var violations = []struct {
 	}, termTooLong, 20},
 	{"Send, too long in the third segment", func(*victim) [][]byte {
 		return [][]byte{
-			untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(30)), untagged(opSend, false, 0, qnSend, 1, 30, quiteSome(34)),
+			untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(30)), untagged(opSend, false, 0, qnSend, 1, 30,
+				quiteSome(34)),
 			untagged(opSend, true, 0, qnSend, 1, 64, quiteSome(1)),
 		}
 	}, termTooLong, 20},
@@ -148,7 +158,8 @@ var violations = []struct {
 		return [][]byte{readReq(readRequest{msn: 2, size: 8, srcSTag: v.rkey, srcTO: winIOVA})}
 	}, termMSNRange, 20},
 	{"Read, not last", func(v *victim) [][]byte {
-		return [][]byte{withControl(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), ctrlLast, 0)}
+		return [][]byte{withControl(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), ctrlLast,
+			0)}
 	}, termTooLong, 20},
 	{"Read, too long", func(v *victim) [][]byte {
 		return [][]byte{append(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), 0)}
@@ -245,13 +256,16 @@ func TestTolerated(t *testing.T) {
 		t.Errorf("answer to a zero-length Read: %+v %x", h, b)
 	}
 	for i, want := range []string{"", "abc", "reserved bits"} {
-		if wc := v.received(); wc.Status != verbs.StatusSuccess || string(v.bufs[i][:wc.ByteLen]) != want || wc.WithInv {
+		if wc := v.received(); wc.Status != verbs.StatusSuccess || string(v.bufs[i][:wc.ByteLen]) != want ||
+			wc.WithInv {
 			t.Errorf("Receive %d: %+v %q", i, wc, v.bufs[i])
 		}
 	}
 	// Send With Invalidate, its STag in the segments of a message: dead when the Receive completes.
-	p.send(untagged(opSendSEInv, false, v.wkey, qnSend, 4, 0, []byte("in")), untagged(opSendSEInv, true, v.wkey, qnSend, 4, 2, []byte("val")))
-	if wc := v.received(); !wc.WithInv || uint32(wc.InvalidatedRKey) != v.wkey || string(v.bufs[3][:wc.ByteLen]) != "inval" {
+	p.send(untagged(opSendSEInv, false, v.wkey, qnSend, 4, 0, []byte("in")),
+		untagged(opSendSEInv, true, v.wkey, qnSend, 4, 2, []byte("val")))
+	if wc := v.received(); !wc.WithInv || uint32(wc.InvalidatedRKey) != v.wkey ||
+		string(v.bufs[3][:wc.ByteLen]) != "inval" {
 		t.Errorf("Receive: %+v", wc)
 	}
 	p.send(tagged(opWrite, true, v.wkey, winIOVA, quiteSome(1)))
@@ -294,7 +308,8 @@ func checkTalk(t *testing.T, p *rawPeer, v *victim, want []byte) {
 	if !bytes.Equal(v.mem, want) {
 		t.Fatal("the RDMA Write did not arrive as sent, or wrote elsewhere")
 	}
-	if h, b := p.must(); h.op != opReadResp || h.stag != 9 || h.to != 0 || !h.last || !bytes.Equal(b, want[guard+649:][:303]) {
+	if h, b := p.must(); h.op != opReadResp || h.stag != 9 || h.to != 0 || !h.last ||
+		!bytes.Equal(b, want[guard+649:][:303]) {
 		t.Fatalf("Read Response %+v with %d octets", h, len(b))
 	}
 }
@@ -403,7 +418,8 @@ func TestLateWrite(t *testing.T) {
 			if err := v.wmr.Dereg(); err != nil {
 				t.Fatal(err)
 			}
-		} else if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: verbs.RKey(v.wkey)}); wc.Status != verbs.StatusSuccess {
+		} else if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
+			InvalidateRKey: verbs.RKey(v.wkey)}); wc.Status != verbs.StatusSuccess {
 			t.Fatalf("LocalInv: %v", wc.Status)
 		}
 		copy(v.mem, v.clean) // ours again
@@ -437,7 +453,8 @@ func TestInvalidateWhileRead(t *testing.T) {
 		t.Fatal(err)
 	}
 	time.Sleep(20 * time.Millisecond) // fills the socket
-	if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: verbs.RKey(key)}); wc.Status != verbs.StatusSuccess {
+	if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
+		InvalidateRKey: verbs.RKey(key)}); wc.Status != verbs.StatusSuccess {
 		t.Fatalf("LocalInv: %v", wc.Status)
 	}
 	for i := range mem {
@@ -515,7 +532,8 @@ func TestEnds(t *testing.T) {
 		p.send(tagged(opWrite, true, 0, 0, nil))
 		big := make([]byte, 8<<20)
 		done := make(chan verbs.WorkCompletion, 1)
-		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, SGList: []verbs.SGE{{Buf: big}}, Done: func(wc *verbs.WorkCompletion) { done <- *wc }}); err != nil {
+		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true,
+			SGList: []verbs.SGE{{Buf: big}}, Done: func(wc *verbs.WorkCompletion) { done <- *wc }}); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(10 * time.Millisecond)
@@ -556,7 +574,8 @@ func TestGarbage(t *testing.T) {
 // TestNothingFirst: a responder sends no FPDU before it has received one (RFC 5044 §7.1.2).
 func TestNothingFirst(t *testing.T) {
 	p, v := attack(t, quiet)
-	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Done: func(*verbs.WorkCompletion) {}}); err != nil {
+	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
+		Done: func(*verbs.WorkCompletion) {}}); err != nil {
 		t.Fatal(err)
 	}
 	p.c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))

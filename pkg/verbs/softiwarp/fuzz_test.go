@@ -39,7 +39,8 @@ func fuzzFrames(f *testing.F, reply bool) {
 		if len(x.data) > maxPrivateData || x.reply != reply {
 			t.Fatalf("accepted %+v", x)
 		}
-		if got := x.append(nil); len(got) != len(used) || !bytes.Equal(got[:mpaKeySize], used[:mpaKeySize]) || !bytes.Equal(got[mpaHdrSize+enhSize*btoi(x.enhanced):], used[mpaHdrSize+enhSize*btoi(x.enhanced):]) {
+		if got := x.append(nil); len(got) != len(used) || !bytes.Equal(got[:mpaKeySize], used[:mpaKeySize]) ||
+			!bytes.Equal(got[mpaHdrSize+enhSize*btoi(x.enhanced):], used[mpaHdrSize+enhSize*btoi(x.enhanced):]) {
 			t.Fatalf("%x became %x", used, got)
 		}
 		d, ird, ord := answerDepths(&x, depths{4, 4}, maxReadDepth)
@@ -137,9 +138,11 @@ func FuzzDDPStream(f *testing.F) {
 	send := untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello"))
 	for _, s := range [][]byte{
 		ulpdu(write, send), ulpdu(read, write, read),
-		ulpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("he")), write, untagged(opSendInv, true, fuzzWrite, qnSend, 1, 2, []byte("llo")), write),
+		ulpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("he")), write,
+			untagged(opSendInv, true, fuzzWrite, qnSend, 1, 2, []byte("llo")), write),
 		ulpdu(untagged(opTerminate, true, 0, qnTerminate, 1, 0, []byte{0x11, 0, 0xc0, 0})),
-		ulpdu(tagged(opReadResp, true, 1, 0, nil)), ulpdu(tagged(opWrite, true, fuzzWrite, winIOVA+winLen-1, []byte{1, 2})), {0, 0},
+		ulpdu(tagged(opReadResp, true, 1, 0, nil)), ulpdu(tagged(opWrite, true, fuzzWrite, winIOVA+winLen-1,
+			[]byte{1, 2})), {0, 0},
 	} {
 		f.Add(s, true, false, uint16(5))
 		f.Add(s, true, true, uint16(0))

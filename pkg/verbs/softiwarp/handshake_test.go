@@ -56,7 +56,8 @@ func server(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 }
 
 // connectTo connects a victim to addr.
-func connectTo(t testing.TB, ctx context.Context, cfg Config, addr netip.AddrPort, param verbs.ConnParam) (*victim, error) {
+func connectTo(t testing.TB, ctx context.Context, cfg Config, addr netip.AddrPort, param verbs.ConnParam) (*victim,
+	error) {
 	t.Helper()
 	id, err := New(cfg).Resolve(ctx, addr)
 	if err != nil {
@@ -118,7 +119,8 @@ func TestWrongServers(t *testing.T) {
 			io.Copy(io.Discard, c)
 		}, verbs.ConnProtocol, phaseReadReply, "does not speak MPA"},
 		{"closes at once", func(*net.TCPConn) {}, verbs.ConnProtocol, phaseReadReply, "closed the connection without"},
-		{"closes after the request", func(c *net.TCPConn) { readAnyRequest(c) }, verbs.ConnProtocol, phaseReadReply, "closed the connection without"},
+		{"closes after the request", func(c *net.TCPConn) { readAnyRequest(c) }, verbs.ConnProtocol, phaseReadReply,
+			"closed the connection without"},
 		// not before the request: the dial could see it
 		{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"},
 		{"closes in the middle", func(c *net.TCPConn) {
@@ -132,12 +134,17 @@ func TestWrongServers(t *testing.T) {
 			c.Write([]byte(mpaRepKey))
 			io.Copy(io.Discard, c)
 		}, verbs.ConnTimeout, phaseReadReply, "did not answer"},
-		{"rejects", reply(with(func(f *mpaFrame) { f.reject, f.data = true, []byte("no") })), verbs.ConnRejected, phaseReadReply, "rejected"},
-		{"both initiators", reply(with(func(f *mpaFrame) { f.reply = false })), verbs.ConnProtocol, phaseReadReply, "initiator"},
+		{"rejects", reply(with(func(f *mpaFrame) { f.reject, f.data = true, []byte("no") })), verbs.ConnRejected,
+			phaseReadReply, "rejected"},
+		{"both initiators", reply(with(func(f *mpaFrame) { f.reply = false })), verbs.ConnProtocol, phaseReadReply,
+			"initiator"},
 		{"revision 3", reply(with(func(f *mpaFrame) { f.rev = 3 })), verbs.ConnProtocol, phaseReadReply, "revision 3"},
-		{"plain reply", reply(with(func(f *mpaFrame) { f.enhanced = false })), verbs.ConnProtocol, phaseCheckReply, "enhanced"},
-		{"markers", reply(with(func(f *mpaFrame) { f.markers = true })), verbs.ConnProtocol, phaseCheckReply, "markers"},
-		{"private data too long", reply(with(func(f *mpaFrame) { f.data = make([]byte, 600) })), verbs.ConnProtocol, phaseReadReply, "604"},
+		{"plain reply", reply(with(func(f *mpaFrame) { f.enhanced = false })), verbs.ConnProtocol, phaseCheckReply,
+			"enhanced"},
+		{"markers", reply(with(func(f *mpaFrame) { f.markers = true })), verbs.ConnProtocol, phaseCheckReply,
+			"markers"},
+		{"private data too long", reply(with(func(f *mpaFrame) { f.data = make([]byte, 600) })), verbs.ConnProtocol,
+			phaseReadReply, "604"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			cfg := quiet
@@ -149,8 +156,10 @@ func TestWrongServers(t *testing.T) {
 				t.Fatalf("%v, want a *verbs.ConnError", err)
 			}
 			t.Log(err)
-			if ce.Kind != c.kind || c.phase != "" && ce.Phase != c.phase || ce.Addr != addr.String() || !strings.Contains(ce.Error(), c.says) {
-				t.Errorf("kind %v, phase %q, want %v, %q, and a mention of %q", ce.Kind, ce.Phase, c.kind, c.phase, c.says)
+			if ce.Kind != c.kind || c.phase != "" && ce.Phase != c.phase || ce.Addr != addr.String() ||
+				!strings.Contains(ce.Error(), c.says) {
+				t.Errorf("kind %v, phase %q, want %v, %q, and a mention of %q", ce.Kind, ce.Phase, c.kind, c.phase,
+					c.says)
 			}
 			if c.name == "rejects" && string(ce.PrivateData) != "no" {
 				t.Errorf("private data %q", ce.PrivateData)
@@ -170,7 +179,8 @@ func TestRequestOnTheWire(t *testing.T) {
 		n, _ := c.Read(b)
 		got <- b[:n]
 	})
-	connectTo(t, soon(t), quiet, addr, verbs.ConnParam{ResponderResources: 20, PrivateData: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}})
+	connectTo(t, soon(t), quiet, addr, verbs.ConnParam{ResponderResources: 20,
+		PrivateData: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}})
 	want := append([]byte(mpaReqKey), 0x10, 2, 0, 12, 0, 32, 0, 0, 0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3)
 	if b := <-got; !bytes.Equal(b, want) {
 		t.Errorf("request %x, want %x", b, want)
@@ -425,13 +435,20 @@ func TestReplies(t *testing.T) {
 	}{
 		{"plain, revision 1", mpaFrame{rev: 1}, mpaFrame{reply: true, rev: 1}},
 		{"plain, CRC", mpaFrame{rev: 1, crc: true}, mpaFrame{reply: true, rev: 1, crc: true}},
-		{"enhanced", mpaFrame{rev: 2, enhanced: true, ird: 2, ord: 30}, mpaFrame{reply: true, rev: 2, enhanced: true, ird: 32, ord: 2}},
-		{"depths left to the ULP", mpaFrame{rev: 2, enhanced: true, ird: depthByULP, ord: depthByULP}, mpaFrame{reply: true, rev: 2, enhanced: true, ird: depthByULP, ord: depthByULP}},
-		{"markers", mpaFrame{rev: 2, enhanced: true, markers: true}, mpaFrame{reply: true, rev: 2, enhanced: true, reject: true}},
-		{"RTR: all", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true, rtrWrite: true, rtrRead: true, ird: 1, ord: 1}, mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrWrite: true, ird: 4, ord: 1}},
-		{"RTR: Read", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true, rtrRead: true}, mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrRead: true, ird: 4}},
-		{"RTR: Send", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true}, mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrSend: true, ird: 4}},
-		{"RTR: none", mpaFrame{rev: 2, enhanced: true, peer: true}, mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrWrite: true, ird: 4}},
+		{"enhanced", mpaFrame{rev: 2, enhanced: true, ird: 2, ord: 30}, mpaFrame{reply: true, rev: 2, enhanced: true,
+			ird: 32, ord: 2}},
+		{"depths left to the ULP", mpaFrame{rev: 2, enhanced: true, ird: depthByULP, ord: depthByULP},
+			mpaFrame{reply: true, rev: 2, enhanced: true, ird: depthByULP, ord: depthByULP}},
+		{"markers", mpaFrame{rev: 2, enhanced: true, markers: true}, mpaFrame{reply: true, rev: 2, enhanced: true,
+			reject: true}},
+		{"RTR: all", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true, rtrWrite: true, rtrRead: true,
+			ird: 1, ord: 1}, mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrWrite: true, ird: 4, ord: 1}},
+		{"RTR: Read", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true, rtrRead: true},
+			mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrRead: true, ird: 4}},
+		{"RTR: Send", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true},
+			mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrSend: true, ird: 4}},
+		{"RTR: none", mpaFrame{rev: 2, enhanced: true, peer: true}, mpaFrame{reply: true, rev: 2, enhanced: true,
+			peer: true, rtrWrite: true, ird: 4}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			conn, err := net.Dial("tcp", addr.String())

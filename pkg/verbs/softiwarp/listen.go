@@ -203,9 +203,11 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 	rep.crc = r.req.crc || r.dev.cfg.CRC
 	rep.data = param.PrivateData
 	s := stream{conn: r.conn, crc: rep.crc}
-	s.depths, rep.ird, rep.ord = answerDepths(&r.req, depths{int(param.ResponderResources), int(param.InitiatorDepth)}, maxReadDepth)
+	s.depths, rep.ird, rep.ord = answerDepths(&r.req,
+		depths{int(param.ResponderResources), int(param.InitiatorDepth)}, maxReadDepth)
 	if !r.req.enhanced { // no exchange: each side's ULP knows (RFC 5044)
-		s.depths = depths{roundDepth(int(param.ResponderResources), maxReadDepth), min(int(param.InitiatorDepth), maxReadDepth)}
+		s.depths = depths{roundDepth(int(param.ResponderResources), maxReadDepth),
+			min(int(param.InitiatorDepth), maxReadDepth)}
 	}
 	s.rtr = r.chooseRTR(&rep, &s.depths)
 	if err := r.sendReply(ctx, &rep); err != nil {

@@ -191,7 +191,8 @@ func newVictimOf(t testing.TB, id verbs.ConnID, recvSize int) *victim {
 	for range numRecvs {
 		b := make([]byte, recvSize)
 		v.bufs = append(v.bufs, b)
-		if _, err := q.PostRecv(&verbs.RecvRequest{SGE: verbs.SGE{Buf: b}, Done: func(wc *verbs.WorkCompletion) { v.recvs <- *wc }}); err != nil {
+		if _, err := q.PostRecv(&verbs.RecvRequest{SGE: verbs.SGE{Buf: b},
+			Done: func(wc *verbs.WorkCompletion) { v.recvs <- *wc }}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -228,7 +229,8 @@ func (v *victim) allocMR(pd verbs.PD, depth int) verbs.MR {
 func (v *victim) register(access verbs.Access, key uint8, segs ...[]byte) (verbs.MR, uint32) {
 	v.t.Helper()
 	m := v.allocMR(v.pd, maxFRPages)
-	wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: winIOVA, Segs: segs})
+	wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: winIOVA,
+		Segs: segs})
 	if wc.Status != verbs.StatusSuccess {
 		v.t.Fatalf("FastReg: %v", wc.Status)
 	}

@@ -143,19 +143,22 @@ func ring(n int) int {
 func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	pd, ok := vpd.(*protectionDomain)
 	if !ok || pd.dev != d {
-		return nil, fmt.Errorf("softiwarp: create QP: the protection domain belongs to another device: %w", verbs.ErrInvalid)
+		return nil, fmt.Errorf("softiwarp: create QP: the protection domain belongs to another device: %w",
+			verbs.ErrInvalid)
 	}
 	scq, ok1 := attr.SendCQ.(*completionQueue)
 	rcq, ok2 := attr.RecvCQ.(*completionQueue)
 	if !ok1 || !ok2 || scq.dev != d || rcq.dev != d {
-		return nil, fmt.Errorf("softiwarp: create QP: a completion queue belongs to another device: %w", verbs.ErrInvalid)
+		return nil, fmt.Errorf("softiwarp: create QP: a completion queue belongs to another device: %w",
+			verbs.ErrInvalid)
 	}
 	if attr.MaxSendWR <= 0 || attr.MaxSendWR > maxQPWR || attr.MaxRecvWR <= 0 || attr.MaxRecvWR > maxQPWR {
 		return nil, fmt.Errorf("softiwarp: create QP with %d send and %d receive requests: both must be 1 to %d: %w",
 			attr.MaxSendWR, attr.MaxRecvWR, maxQPWR, verbs.ErrInvalid)
 	}
 	if attr.MaxSendSGE < 0 || attr.MaxSendSGE > maxSendSGE {
-		return nil, fmt.Errorf("softiwarp: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, maxSendSGE, verbs.ErrInvalid)
+		return nil, fmt.Errorf("softiwarp: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, maxSendSGE,
+			verbs.ErrInvalid)
 	}
 	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
 	if err := pd.uses.Take(); err != nil {

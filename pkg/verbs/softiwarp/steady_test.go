@@ -73,11 +73,13 @@ func (d *duoLater) connect() {
 	}
 	// Use up the small Receives that a victim starts with; the first message also lets b speak.
 	for range numRecvs {
-		if st := d.a.run(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: one(recvSize)}).Status; st != verbs.StatusSuccess {
+		if st := d.a.run(&verbs.WorkRequest{Opcode: verbs.OpSend,
+			SGList: one(recvSize)}).Status; st != verbs.StatusSuccess {
 			t.Fatal(st)
 		}
 		d.b.received()
-		if st := d.b.run(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: one(recvSize)}).Status; st != verbs.StatusSuccess {
+		if st := d.b.run(&verbs.WorkRequest{Opcode: verbs.OpSend,
+			SGList: one(recvSize)}).Status; st != verbs.StatusSuccess {
 			t.Fatal(st)
 		}
 		d.a.received()
@@ -130,11 +132,17 @@ func newRPC(d *duo, size int) *rpc {
 	r.recvA = verbs.RecvRequest{SGE: verbs.SGE{Buf: make([]byte, 4096)}, Done: handler(d.aRecv)}
 	r.recvB = verbs.RecvRequest{SGE: verbs.SGE{Buf: make([]byte, 4096)}, Done: handler(d.bRecv)}
 	msg, tmp := []verbs.SGE{{Buf: make([]byte, 128)}, {Buf: make([]byte, 900)}}, []verbs.SGE{{Buf: make([]byte, size)}}
-	r.call[0] = verbs.WorkRequest{Next: &r.call[1], Opcode: verbs.OpFastReg, MR: r.src, Access: verbs.AccessRemoteRead, IOVA: 1 << 32, Segs: [][]byte{r.data[:size/3], r.data[size/3:]}, Done: handler(d.aSent)}
-	r.call[1] = verbs.WorkRequest{Next: &r.call[2], Opcode: verbs.OpFastReg, MR: r.sink, Access: verbs.AccessRemoteWrite, IOVA: 2 << 32, Segs: [][]byte{r.back[:size/2], r.back[size/2:]}, Done: handler(d.aSent)}
+	r.call[0] = verbs.WorkRequest{Next: &r.call[1], Opcode: verbs.OpFastReg, MR: r.src,
+		Access: verbs.AccessRemoteRead, IOVA: 1 << 32, Segs: [][]byte{r.data[:size/3],
+			r.data[size/3:]}, Done: handler(d.aSent)}
+	r.call[1] = verbs.WorkRequest{Next: &r.call[2], Opcode: verbs.OpFastReg, MR: r.sink,
+		Access: verbs.AccessRemoteWrite, IOVA: 2 << 32, Segs: [][]byte{r.back[:size/2],
+			r.back[size/2:]}, Done: handler(d.aSent)}
 	r.call[2] = verbs.WorkRequest{Opcode: verbs.OpSend, SGList: msg, Done: handler(d.aSent)}
-	r.serve[0] = verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, SGList: tmp, RemoteAddr: 1 << 32, Done: handler(d.bSent)}
-	r.serve[1] = verbs.WorkRequest{Next: &r.serve[2], Opcode: verbs.OpRDMAWrite, SGList: tmp, RemoteAddr: 2 << 32, Done: handler(d.bSent)}
+	r.serve[0] = verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, SGList: tmp, RemoteAddr: 1 << 32,
+		Done: handler(d.bSent)}
+	r.serve[1] = verbs.WorkRequest{Next: &r.serve[2], Opcode: verbs.OpRDMAWrite, SGList: tmp, RemoteAddr: 2 << 32,
+		Done: handler(d.bSent)}
 	r.serve[2] = verbs.WorkRequest{Opcode: verbs.OpSendWithInv, SGList: msg, Done: handler(d.bSent)}
 	r.inv = verbs.WorkRequest{Opcode: verbs.OpLocalInv, Signaled: true, Done: handler(d.aSent)}
 	return r
@@ -217,7 +225,8 @@ func BenchmarkWrite1M(b *testing.B) {
 			ra := verbs.RecvRequest{SGE: verbs.SGE{Buf: make([]byte, 64)}, Done: handler(d.aRecv)}
 			rb := verbs.RecvRequest{SGE: verbs.SGE{Buf: make([]byte, 64)}, Done: handler(d.bRecv)}
 			reply := verbs.WorkRequest{Opcode: verbs.OpSend, SGList: one(64), Done: handler(d.bSent)}
-			write := verbs.WorkRequest{Next: &reply, Opcode: verbs.OpRDMAWrite, SGList: one(megabyte), RKey: verbs.RKey(key), RemoteAddr: winIOVA, Done: handler(d.bSent)}
+			write := verbs.WorkRequest{Next: &reply, Opcode: verbs.OpRDMAWrite, SGList: one(megabyte),
+				RKey: verbs.RKey(key), RemoteAddr: winIOVA, Done: handler(d.bSent)}
 			call := verbs.WorkRequest{Opcode: verbs.OpSend, SGList: one(64), Done: handler(d.aSent)}
 			b.SetBytes(megabyte)
 			b.ReportAllocs()
@@ -241,7 +250,8 @@ func BenchmarkRead1M(b *testing.B) {
 		b.Run(c.name, func(b *testing.B) {
 			d := newDuo(b, c.cfg)
 			_, key := d.a.register(verbs.AccessRemoteRead, 1, make([]byte, megabyte))
-			read := verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, SGList: one(megabyte), RKey: verbs.RKey(key), RemoteAddr: winIOVA, Done: handler(d.bSent)}
+			read := verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, SGList: one(megabyte),
+				RKey: verbs.RKey(key), RemoteAddr: winIOVA, Done: handler(d.bSent)}
 			b.SetBytes(megabyte)
 			b.ReportAllocs()
 			for b.Loop() {

@@ -322,7 +322,8 @@ func (t *transmitter) startRead(at uint32, e *sqe) bool {
 		return false
 	}
 	// In the ring before it is on the wire: the response may overtake this goroutine.
-	q.reads[q.readTail&uint32(len(q.reads)-1)] = outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag, buf: e.sges[0].Buf}
+	q.reads[q.readTail&uint32(len(q.reads)-1)] = outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag,
+		buf: e.sges[0].Buf}
 	q.readTail++
 	q.mu.Unlock()
 	t.readMSN++

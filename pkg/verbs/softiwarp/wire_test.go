@@ -56,7 +56,8 @@ func TestHeaders(t *testing.T) {
 		{
 			"RDMA Write, last", func(b []byte) { putTagged(b, opWrite, true, 0x01020304, 0x1122334455667788, 5) },
 			"0013 c140 01020304 1122334455667788",
-			header{ulpdu: 19, ctrl: 0xc140, op: opWrite, tagged: true, last: true, stag: 0x01020304, to: 0x1122334455667788},
+			header{ulpdu: 19, ctrl: 0xc140, op: opWrite, tagged: true, last: true, stag: 0x01020304,
+				to: 0x1122334455667788},
 		},
 		{
 			"RDMA Write, more", func(b []byte) { putTagged(b, opWrite, false, 7, 8, 1428) },
@@ -102,7 +103,8 @@ func TestHeaders(t *testing.T) {
 }
 
 func TestReadRequest(t *testing.T) {
-	r := readRequest{msn: 3, sinkSTag: 0x11111111, sinkTO: 0x2222222233333333, size: 0x100000, srcSTag: 0x44444444, srcTO: 0x5555555566666666}
+	r := readRequest{msn: 3, sinkSTag: 0x11111111, sinkTO: 0x2222222233333333, size: 0x100000, srcSTag: 0x44444444,
+		srcTO: 0x5555555566666666}
 	want := unhex(t, `002e 4141 00000000 00000001 00000003 00000000
 		11111111 2222222233333333 00100000 44444444 5555555566666666`)
 	got := make([]byte, maxHeaderSize)
@@ -125,7 +127,8 @@ func TestMPAFrames(t *testing.T) {
 		wire  string
 	}{
 		{
-			"request of an NFS/RDMA client", mpaFrame{enhanced: true, rev: 2, ird: 32, data: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}},
+			"request of an NFS/RDMA client", mpaFrame{enhanced: true, rev: 2, ird: 32,
+				data: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}},
 			req + "10 02 000c 0020 0000 f6ab0e1801010303",
 		},
 		{
@@ -137,7 +140,8 @@ func TestMPAFrames(t *testing.T) {
 			req + "00 01 0001 78",
 		},
 		{
-			"peer-to-peer request", mpaFrame{enhanced: true, rev: 2, ird: 1, ord: 2, peer: true, rtrSend: true, rtrWrite: true, rtrRead: true, data: []byte{}},
+			"peer-to-peer request", mpaFrame{enhanced: true, rev: 2, ird: 1, ord: 2, peer: true, rtrSend: true,
+				rtrWrite: true, rtrRead: true, data: []byte{}},
 			req + "10 02 0004 c001 c002",
 		},
 		{
@@ -145,7 +149,8 @@ func TestMPAFrames(t *testing.T) {
 			req + "80 02 0000",
 		},
 		{
-			"accepting reply", mpaFrame{reply: true, crc: true, enhanced: true, rev: 2, ord: 16, peer: true, rtrWrite: true, data: []byte{1, 2}},
+			"accepting reply", mpaFrame{reply: true, crc: true, enhanced: true, rev: 2, ord: 16, peer: true,
+				rtrWrite: true, data: []byte{1, 2}},
 			rep + "50 02 0006 8000 8010 0102",
 		},
 		{
@@ -184,7 +189,8 @@ func TestMPATolerance(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if f.reject || f.markers || f.crc || !f.enhanced || f.peer || f.rtrSend || f.rtrWrite || f.rtrRead || f.ird != 1 || f.ord != 2 {
+	if f.reject || f.markers || f.crc || !f.enhanced || f.peer || f.rtrSend || f.rtrWrite || f.rtrRead ||
+		f.ird != 1 || f.ord != 2 {
 		t.Errorf("decoded %+v", f)
 	}
 	if f, err = readMPAFrame(bytes.NewReader(unhex(t, req+"10 01 0000")), false); err != nil || f.enhanced {
@@ -232,11 +238,13 @@ func TestDepths(t *testing.T) {
 		{"initiator's IRD is smaller", mpaFrame{ird: 4, ord: 3}, depths{1, 16}, depths{4, 4}, 4, 4},
 		{"rounded up", mpaFrame{ird: 1}, depths{20, 0}, depths{32, 0}, 32, 0},
 		{"limit", mpaFrame{ird: 0x3ffe, ord: 0x3ffe}, depths{200, 200}, depths{128, 128}, 128, 128},
-		{"left to the ULP", mpaFrame{ird: depthByULP, ord: depthByULP}, depths{2, 3}, depths{2, 3}, depthByULP, depthByULP},
+		{"left to the ULP", mpaFrame{ird: depthByULP, ord: depthByULP}, depths{2, 3}, depths{2, 3}, depthByULP,
+			depthByULP},
 	} {
 		d, ird, ord := answerDepths(&c.req, c.own, maxReadDepth)
 		if d != c.want || ird != c.ird || ord != c.ord {
-			t.Errorf("responder, %s: %+v, reply %d %d, want %+v, reply %d %d", c.name, d, ird, ord, c.want, c.ird, c.ord)
+			t.Errorf("responder, %s: %+v, reply %d %d, want %+v, reply %d %d", c.name, d, ird, ord, c.want, c.ird,
+				c.ord)
 		}
 	}
 	for _, c := range []struct {
@@ -318,8 +326,10 @@ func TestTerminateDecode(t *testing.T) {
 		{"siw, cannot invalidate", "20090300", termCode{layerRDMAP, 2, 9}, 0},
 		{"siw, unknown STag", "11000300" + quoted, termTaggedInvalidSTag, 0},
 		{"siw, unasked Read Response", "01000300" + quoted, termCode{layerDDP, 0, 0}, 0},
-		{"RFC, Read access", "0102e000 002e 4141 00000000 00000001 00000007 00000000" + strings.Repeat("00", readReqHdr), termReadAccess, 7},
-		{"siw, Read access", "10020700 002e 4141 00000000 00000001 00000007 00000000" + strings.Repeat("00", readReqHdr), termReadAccess, 7},
+		{"RFC, Read access", "0102e000 002e 4141 00000000 00000001 00000007 00000000" +
+			strings.Repeat("00", readReqHdr), termReadAccess, 7},
+		{"siw, Read access", "10020700 002e 4141 00000000 00000001 00000007 00000000" +
+			strings.Repeat("00", readReqHdr), termReadAccess, 7},
 		{"RFC, local catastrophic", "00000000", termLocalCatastrophic, 0},
 		{"short", "2002", termUnspecified, 0},
 		{"empty", "", termUnspecified, 0},
@@ -331,7 +341,8 @@ func TestTerminateDecode(t *testing.T) {
 }
 
 func TestMULPDU(t *testing.T) {
-	for emss, want := range map[int]int{1448: 1442, 1460: 1454, 1461: 1454, 536: 530, 88: 130, 0: 130, 65483: maxSentULPDU, 1 << 20: maxSentULPDU} {
+	for emss, want := range map[int]int{1448: 1442, 1460: 1454, 1461: 1454, 536: 530, 88: 130, 0: 130,
+		65483: maxSentULPDU, 1 << 20: maxSentULPDU} {
 		if got := mulpdu(emss); got != want {
 			t.Errorf("mulpdu(%d) = %d, want %d", emss, got, want)
 		}

@@ -40,18 +40,22 @@ func testAccessRefused(t *testing.T, s *suite) {
 		invalid bool // LocalInv first
 		dereg   bool // Dereg first
 	}{
-		"write, stale key":          {op: verbs.OpRDMAWrite, access: forWriting, rkey: func(k verbs.RKey) verbs.RKey { return k.WithKey(k.Key() - 1) }, n: 8},
-		"write, other index":        {op: verbs.OpRDMAWrite, access: forWriting, rkey: func(k verbs.RKey) verbs.RKey { return k ^ 1<<20 }, n: 8},
-		"write, no right":           {op: verbs.OpRDMAWrite, access: verbs.AccessRemoteRead, n: 8},
-		"write, before":             {op: verbs.OpRDMAWrite, access: forWriting, off: -1, n: 8},
-		"write, behind":             {op: verbs.OpRDMAWrite, access: forWriting, off: guardedLen, n: 1},
-		"write, over the end":       {op: verbs.OpRDMAWrite, access: forWriting, off: guardedLen - 7, n: 8},
-		"write, far over the end":   {op: verbs.OpRDMAWrite, access: forWriting, off: 1, n: guardedSize - guardedFrom},
-		"write, address wraps":      {op: verbs.OpRDMAWrite, access: forWriting, off: -4, wraps: true, n: 8},
-		"write, invalidated":        {op: verbs.OpRDMAWrite, access: forWriting, n: 8, invalid: true},
-		"write, deregistered":       {op: verbs.OpRDMAWrite, access: forWriting, n: 8, dereg: true},
-		"read, stale key":           {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, rkey: func(k verbs.RKey) verbs.RKey { return k.WithKey(k.Key() + 1) }, n: 8},
-		"read, other index":         {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, rkey: func(k verbs.RKey) verbs.RKey { return k ^ 1<<20 }, n: 8},
+		"write, stale key": {op: verbs.OpRDMAWrite, access: forWriting,
+			rkey: func(k verbs.RKey) verbs.RKey { return k.WithKey(k.Key() - 1) }, n: 8},
+		"write, other index": {op: verbs.OpRDMAWrite, access: forWriting,
+			rkey: func(k verbs.RKey) verbs.RKey { return k ^ 1<<20 }, n: 8},
+		"write, no right":         {op: verbs.OpRDMAWrite, access: verbs.AccessRemoteRead, n: 8},
+		"write, before":           {op: verbs.OpRDMAWrite, access: forWriting, off: -1, n: 8},
+		"write, behind":           {op: verbs.OpRDMAWrite, access: forWriting, off: guardedLen, n: 1},
+		"write, over the end":     {op: verbs.OpRDMAWrite, access: forWriting, off: guardedLen - 7, n: 8},
+		"write, far over the end": {op: verbs.OpRDMAWrite, access: forWriting, off: 1, n: guardedSize - guardedFrom},
+		"write, address wraps":    {op: verbs.OpRDMAWrite, access: forWriting, off: -4, wraps: true, n: 8},
+		"write, invalidated":      {op: verbs.OpRDMAWrite, access: forWriting, n: 8, invalid: true},
+		"write, deregistered":     {op: verbs.OpRDMAWrite, access: forWriting, n: 8, dereg: true},
+		"read, stale key": {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead,
+			rkey: func(k verbs.RKey) verbs.RKey { return k.WithKey(k.Key() + 1) }, n: 8},
+		"read, other index": {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead,
+			rkey: func(k verbs.RKey) verbs.RKey { return k ^ 1<<20 }, n: 8},
 		"read, no right":            {op: verbs.OpRDMARead, access: forWriting, n: 8},
 		"read, over the end":        {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: guardedLen - 7, n: 8},
 		"read, before":              {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: -8, n: 8},
@@ -96,7 +100,8 @@ func testAccessRefused(t *testing.T, s *suite) {
 			pattern(peer.Buf, 0x44)
 			peerClean := append([]byte(nil), peer.Buf...)
 			out := newComps()
-			p.passive.post(out, &verbs.WorkRequest{Opcode: c.op, RKey: key, RemoteAddr: addr, SGList: []verbs.SGE{peer}})
+			p.passive.post(out, &verbs.WorkRequest{Opcode: c.op, RKey: key, RemoteAddr: addr,
+				SGList: []verbs.SGE{peer}})
 			cause := p.active.goneWithin()
 			told := p.passive.goneWithin()
 			wc := out.wait(t, 1)[0]
@@ -146,7 +151,8 @@ func testOtherStream(t *testing.T, s *suite) {
 		clean := append([]byte(nil), mem.Buf...)
 		w := p1.active.fastReg(p1.active.mr(1), 5, forWriting|verbs.AccessRemoteRead, 0, mem.Buf)
 		out := newComps()
-		p2.passive.post(out, &verbs.WorkRequest{Opcode: op, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{p2.passive.buffer(8)}})
+		p2.passive.post(out, &verbs.WorkRequest{Opcode: op, RKey: w.rkey, RemoteAddr: w.iova,
+			SGList: []verbs.SGE{p2.passive.buffer(8)}})
 		p2.active.goneWithin()
 		if !bytes.Equal(mem.Buf, clean) {
 			t.Errorf("%v by another connection got through", op)
@@ -188,7 +194,8 @@ const fenceRounds = 12
 func stream(e *endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
 	done := newComps()
 	for {
-		_, err := e.qp.PostSend(&verbs.WorkRequest{Opcode: op, Signaled: true, Done: done.done, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{sge}})
+		_, err := e.qp.PostSend(&verbs.WorkRequest{Opcode: op, Signaled: true, Done: done.done, RKey: w.rkey,
+			RemoteAddr: w.iova, SGList: []verbs.SGE{sge}})
 		switch {
 		case errors.Is(err, verbs.ErrQueueFull):
 			time.Sleep(50 * time.Microsecond)
@@ -232,7 +239,8 @@ func fence(t *testing.T, s *suite, kill func(e *endpoint, w window, m verbs.MR))
 
 func testLocalInvFences(t *testing.T, s *suite) {
 	fence(t, s, func(e *endpoint, w window, m verbs.MR) {
-		if st := e.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: w.rkey})[0].Status; st != verbs.StatusSuccess {
+		if st := e.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
+			InvalidateRKey: w.rkey})[0].Status; st != verbs.StatusSuccess {
 			e.t.Errorf("LocalInv under load: %v", st)
 		}
 		e.t.Cleanup(func() { m.Dereg() })

@@ -31,7 +31,8 @@ func (s *suite) pair(t *testing.T, o options) *pair {
 func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort) {
 	s := &suite{newProvider: newProvider, laddr: laddr}
 	caps := s.caps(t)
-	for _, group := range [][]conformanceTest{connectionTests, messageTests, memoryTests, accessTests, endingTests, resourceTests, sharingTests, failureTests} {
+	for _, group := range [][]conformanceTest{connectionTests, messageTests, memoryTests, accessTests, endingTests,
+		resourceTests, sharingTests, failureTests} {
 		for _, c := range group {
 			t.Run(c.name, func(t *testing.T) {
 				if !caps.Has(c.need) {

@@ -42,13 +42,16 @@ func testConnectAccept(t *testing.T, s *suite) {
 		})
 		toPassive, toActive := p.passive.id.Peer(), p.active.id.Peer()
 		if !hasPrefix(toPassive.PrivateData, data) || !hasPrefix(toActive.PrivateData, reply) {
-			t.Errorf("private data %q and %q arrived as %q and %q", data, reply, toPassive.PrivateData, toActive.PrivateData)
+			t.Errorf("private data %q and %q arrived as %q and %q", data, reply, toPassive.PrivateData,
+				toActive.PrivateData)
 		}
 		if toPassive.ResponderResources != 16 || toPassive.InitiatorDepth != 4 {
-			t.Errorf("the acceptor saw depths %d and %d, want 16 and 4", toPassive.ResponderResources, toPassive.InitiatorDepth)
+			t.Errorf("the acceptor saw depths %d and %d, want 16 and 4", toPassive.ResponderResources,
+				toPassive.InitiatorDepth)
 		}
 		if toActive.ResponderResources < 4 || toActive.InitiatorDepth > 16 || toActive.InitiatorDepth == 0 {
-			t.Errorf("the connector saw depths %d and %d, want at least 4 and 1 to 16", toActive.ResponderResources, toActive.InitiatorDepth)
+			t.Errorf("the connector saw depths %d and %d, want at least 4 and 1 to 16", toActive.ResponderResources,
+				toActive.InitiatorDepth)
 		}
 		if a, b := p.active.id.LocalAddr(), p.passive.id.RemoteAddr(); a != b || a.Port() == 0 {
 			t.Errorf("the connector is %v to itself and %v to the acceptor", a, b)
@@ -153,7 +156,8 @@ func testConnectMisuse(t *testing.T, s *suite) {
 
 	pr := connectPair(t, p, l, options{})
 	wantConnError(t, "connect twice", pr.active.id.(verbs.ActiveID).Connect(within(t), someDepths), verbs.ConnLocal)
-	if _, err := pr.active.id.CreateQP(pr.active.pd, verbs.QPInitAttr{SendCQ: pr.active.cq, RecvCQ: pr.active.cq, MaxSendWR: 1, MaxRecvWR: 1}); err == nil {
+	if _, err := pr.active.id.CreateQP(pr.active.pd, verbs.QPInitAttr{SendCQ: pr.active.cq, RecvCQ: pr.active.cq,
+		MaxSendWR: 1, MaxRecvWR: 1}); err == nil {
 		t.Error("a second QP was made for one connection")
 	}
 }
@@ -162,7 +166,8 @@ func testConnectMisuse(t *testing.T, s *suite) {
 func testConnectGivenUp(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	for name, kind := range map[string]verbs.ConnErrorKind{"cancelled": verbs.ConnLocal, "deadline": verbs.ConnTimeout} {
+	for name, kind := range map[string]verbs.ConnErrorKind{"cancelled": verbs.ConnLocal,
+		"deadline": verbs.ConnTimeout} {
 		id, _ := resolve(t, p, l.Addr())
 		ctx, cancel := context.WithCancel(context.Background())
 		if name == "deadline" {

@@ -183,7 +183,8 @@ func testFlushOrder(t *testing.T, s *suite) {
 	var wrs []*verbs.WorkRequest
 	src := p.active.buffer(100000)
 	for i := range n {
-		wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, SGList: []verbs.SGE{src}, RKey: 1, Done: func(*verbs.WorkCompletion) { order <- i }})
+		wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, SGList: []verbs.SGE{src},
+			RKey: 1, Done: func(*verbs.WorkCompletion) { order <- i }})
 	}
 	// to nowhere: the first is refused
 	if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
@@ -286,11 +287,14 @@ func storm(t *testing.T, prov verbs.Provider, l verbs.Listener, round int) {
 			r := rand.New(rand.NewPCG(uint64(round), uint64(i)))
 			for n := 0; ; n++ {
 				wrs := []*verbs.WorkRequest{
-					{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{{Buf: local.Buf[:r.IntN(100000)], LKey: local.LKey}}},
-					{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{{Buf: sink.Buf[:r.IntN(100000)], LKey: sink.LKey}}},
+					{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
+						SGList: []verbs.SGE{{Buf: local.Buf[:r.IntN(100000)], LKey: local.LKey}}},
+					{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova,
+						SGList: []verbs.SGE{{Buf: sink.Buf[:r.IntN(100000)], LKey: sink.LKey}}},
 				}
 				if n%16 == 0 {
-					wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: local.Buf[:r.IntN(4000)], LKey: local.LKey}}})
+					wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpSend,
+						SGList: []verbs.SGE{{Buf: local.Buf[:r.IntN(4000)], LKey: local.LKey}}})
 				}
 				var settles []func(bool)
 				for _, wr := range wrs {
@@ -323,7 +327,8 @@ func storm(t *testing.T, prov verbs.Provider, l verbs.Listener, round int) {
 		go p.active.qp.Drain()
 		p.passive.qp.Drain()
 	case 3: // an access that is refused
-		p.active.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, SGList: []verbs.SGE{p.active.buffer(8)}, Done: func(*verbs.WorkCompletion) {}})
+		p.active.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1,
+			SGList: []verbs.SGE{p.active.buffer(8)}, Done: func(*verbs.WorkCompletion) {}})
 	}
 	// Whatever it was, both ends get to know. (With a full queue the refused access was not
 	// posted.)

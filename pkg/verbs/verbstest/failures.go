@@ -60,7 +60,8 @@ func testLocalInvErrors(t *testing.T, s *suite) {
 			} else {
 				t.Cleanup(destroy)
 			}
-			l := p.active.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: key}, &verbs.WorkRequest{Opcode: verbs.OpSend})
+			l := p.active.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: key},
+				&verbs.WorkRequest{Opcode: verbs.OpSend})
 			if st := l[0].Status; st == verbs.StatusSuccess || st == verbs.StatusWRFlushErr {
 				t.Errorf("LocalInv: %v, want an error of its own", st)
 			}
@@ -87,7 +88,8 @@ func testFastRegOfDestroyed(t *testing.T, s *suite) {
 		t.Error("an MR was destroyed twice")
 	}
 	out := newComps()
-	wr := &verbs.WorkRequest{Opcode: verbs.OpFastReg, Done: out.done, MR: m, Access: forWriting, Segs: [][]byte{p.active.buffer(8).Buf}}
+	wr := &verbs.WorkRequest{Opcode: verbs.OpFastReg, Done: out.done, MR: m, Access: forWriting,
+		Segs: [][]byte{p.active.buffer(8).Buf}}
 	if _, err := p.active.qp.PostSend(wr); err != nil {
 		return // refused at once
 	}
@@ -98,7 +100,8 @@ func testFastRegOfDestroyed(t *testing.T, s *suite) {
 }
 
 // handshake brings an endpoint's connect and the request that it makes together.
-func handshake(t *testing.T, p verbs.Provider, l verbs.Listener, param verbs.ConnParam) (e *endpoint, req verbs.ConnRequest, connected chan error) {
+func handshake(t *testing.T, p verbs.Provider, l verbs.Listener, param verbs.ConnParam) (e *endpoint,
+	req verbs.ConnRequest, connected chan error) {
 	t.Helper()
 	id, e := resolve(t, p, l.Addr())
 	connected = make(chan error, 1)
@@ -125,7 +128,8 @@ func testNoReadDepth(t *testing.T, s *suite) {
 	if err := <-connected; err != nil {
 		t.Fatal(err)
 	}
-	wr := &verbs.WorkRequest{Opcode: verbs.OpRDMARead, Done: func(*verbs.WorkCompletion) {}, SGList: []verbs.SGE{e.buffer(8)}, RKey: 1}
+	wr := &verbs.WorkRequest{Opcode: verbs.OpRDMARead, Done: func(*verbs.WorkCompletion) {},
+		SGList: []verbs.SGE{e.buffer(8)}, RKey: 1}
 	if bad, err := e.qp.PostSend(wr); !errors.Is(err, verbs.ErrInvalid) || bad != wr {
 		t.Errorf("RDMA Read without a depth: %v, want ErrInvalid", err)
 	}
@@ -187,7 +191,8 @@ func testClosedConnID(t *testing.T, s *suite) {
 		id, e := resolve(t, p, l.Addr())
 		id.Close()
 		wantConnError(t, "connect a closed ConnID", id.Connect(within(t), someDepths), verbs.ConnLocal)
-		if _, err := e.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend, Done: func(*verbs.WorkCompletion) {}}); !errors.Is(err, verbs.ErrQPState) {
+		if _, err := e.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
+			Done: func(*verbs.WorkCompletion) {}}); !errors.Is(err, verbs.ErrQPState) {
 			t.Errorf("post on a closed ConnID: %v, want ErrQPState", err)
 		}
 	}

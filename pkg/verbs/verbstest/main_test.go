@@ -15,5 +15,6 @@ func TestMain(m *testing.M) { testutil.Main(m) }
 // TestConformance: the suite holds over IPv6 too. (softiwarp's own tests run it in every
 // configuration.)
 func TestConformance(t *testing.T) {
-	verbstest.Conformance(t, func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) }, netip.MustParseAddrPort("[::1]:0"))
+	verbstest.Conformance(t, func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) },
+		netip.MustParseAddrPort("[::1]:0"))
 }

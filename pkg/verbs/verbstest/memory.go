@@ -99,7 +99,8 @@ func testWriteSizes(t *testing.T, s *suite) {
 				p.sync(from)
 				to.localInv(w)
 				if !bytes.Equal(dst.Buf, want) {
-					t.Fatalf("RDMA Write of %d octets at %d: memory differs from octet %d on", n, off, firstDifference(dst.Buf, want))
+					t.Fatalf("RDMA Write of %d octets at %d: memory differs from octet %d on", n, off,
+						firstDifference(dst.Buf, want))
 				}
 			}
 		}
@@ -137,7 +138,8 @@ func testReadSizes(t *testing.T, s *suite) {
 					t.Fatalf("completion of an RDMA Read of %d octets: %+v", n, wc)
 				}
 				if !bytes.Equal(dst.Buf, want) {
-					t.Fatalf("RDMA Read of %d octets at %d: memory differs from octet %d on", n, off, firstDifference(dst.Buf, want))
+					t.Fatalf("RDMA Read of %d octets at %d: memory differs from octet %d on", n, off,
+						firstDifference(dst.Buf, want))
 				}
 			}
 		}
@@ -164,7 +166,8 @@ func testGaps(t *testing.T, s *suite) {
 	pattern(data.Buf, 0x22)
 
 	w := p.passive.fastReg(m, 1, forWriting, bigIOVA, segs...)
-	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{data}})
+	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
+		SGList: []verbs.SGE{data}})
 	p.sync(p.active)
 	p.passive.localInv(w)
 	off := 0
@@ -181,7 +184,8 @@ func testGaps(t *testing.T, s *suite) {
 
 	w = p.passive.fastReg(m, 2, verbs.AccessRemoteRead, bigIOVA+1, segs...)
 	back := p.active.buffer(total)
-	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{back}})
+	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova,
+		SGList: []verbs.SGE{back}})
 	p.passive.localInv(w)
 	if !bytes.Equal(back.Buf, data.Buf) {
 		t.Fatalf("read back, octet %d of %d differs", firstDifference(back.Buf, data.Buf), total)
@@ -191,7 +195,8 @@ func testGaps(t *testing.T, s *suite) {
 // testManyReads: more RDMA Reads than the negotiated depth, completed in order.
 func testManyReads(t *testing.T, s *suite) {
 	const n = 40
-	p := s.pair(t, options{activeParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3}, passiveParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3}})
+	p := s.pair(t, options{activeParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3},
+		passiveParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3}})
 	src, dst := p.passive.buffer(n*5000), p.active.buffer(n*5000)
 	pattern(src.Buf, 5)
 	w := p.passive.fastReg(p.passive.mr(depth), 1, verbs.AccessRemoteRead, 0, src.Buf)
@@ -199,7 +204,8 @@ func testManyReads(t *testing.T, s *suite) {
 	order := make(chan int, n)
 	for i := range n {
 		wrs = append(wrs, &verbs.WorkRequest{
-			Opcode: verbs.OpRDMARead, Signaled: true, RKey: w.rkey, RemoteAddr: w.iova + uint64(i*5000), SGList: []verbs.SGE{{Buf: dst.Buf[i*5000:][:5000], LKey: dst.LKey}},
+			Opcode: verbs.OpRDMARead, Signaled: true, RKey: w.rkey, RemoteAddr: w.iova +
+				uint64(i*5000), SGList: []verbs.SGE{{Buf: dst.Buf[i*5000:][:5000], LKey: dst.LKey}},
 			Done: func(wc *verbs.WorkCompletion) {
 				if wc.Status != verbs.StatusSuccess {
 					t.Errorf("RDMA Read %d: %v", i, wc.Status)
@@ -254,7 +260,8 @@ func testRegisterOften(t *testing.T, s *suite) {
 		if !p.passive.dev.Attrs().Caps.Has(verbs.CapPerIOReg) && w.rkey>>8 != m.RKey()>>8 {
 			t.Fatal("the STag index changed")
 		}
-		p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{src}})
+		p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
+			SGList: []verbs.SGE{src}})
 		p.sync(p.active)
 		p.passive.localInv(w)
 		if !bytes.Equal(src.Buf, dst.Buf) {
@@ -271,7 +278,8 @@ func testSendWithInvalidate(t *testing.T, s *suite) {
 		w := p.active.fastReg(m, uint8(i), forWriting, 0, mem.Buf)
 		in := newComps()
 		p.active.recv(in, p.active.buffer(64))
-		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: w.rkey, SGList: []verbs.SGE{p.passive.buffer(40)}})
+		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: w.rkey,
+			SGList: []verbs.SGE{p.passive.buffer(40)}})
 		wc := in.wait(t, 1)[0]
 		if wc.Status != verbs.StatusSuccess || !wc.WithInv || wc.InvalidatedRKey != w.rkey || wc.ByteLen != 40 {
 			t.Fatalf("Receive of a Send With Invalidate of %#x: %+v", w.rkey, wc)
@@ -370,7 +378,8 @@ func testChain(t *testing.T, s *suite) {
 		in.wait(t, i+1)
 		// The server's part: read one, write it to the other, reply.
 		tmp := p.passive.buffer(70000)
-		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w1.rkey, RemoteAddr: w1.iova, SGList: []verbs.SGE{tmp}})
+		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w1.rkey, RemoteAddr: w1.iova,
+			SGList: []verbs.SGE{tmp}})
 		reply := newComps()
 		p.active.recv(reply, call)
 		p.passive.must(

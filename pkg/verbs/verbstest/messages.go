@@ -24,7 +24,8 @@ var messageTests = []conformanceTest{
 }
 
 // messageSizes cover all residues mod 4 and the edges of segments.
-var messageSizes = []int{0, 1, 2, 3, 4, 5, 31, 32, 33, 255, 256, 257, 1023, 1436, 4095, 4096, 4097, 16383, 65436, 65437, 65535, 65536, 200001}
+var messageSizes = []int{0, 1, 2, 3, 4, 5, 31, 32, 33, 255, 256, 257, 1023, 1436, 4095, 4096, 4097, 16383, 65436,
+	65437, 65535, 65536, 200001}
 
 func testSendSizes(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
@@ -39,7 +40,8 @@ func testSendSizes(t *testing.T, s *suite) {
 			to.recv(in, dst)
 			from.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{src}})
 			wc := in.wait(t, 1)[0]
-			if wc.Status != verbs.StatusSuccess || int(wc.ByteLen) != n || wc.Opcode != verbs.OpRecv || wc.QP != to.qp || wc.WithInv {
+			if wc.Status != verbs.StatusSuccess || int(wc.ByteLen) != n || wc.Opcode != verbs.OpRecv ||
+				wc.QP != to.qp || wc.WithInv {
 				t.Fatalf("Receive of %d octets: %+v", n, wc)
 			}
 			if !bytes.Equal(dst.Buf, want) {
@@ -135,7 +137,8 @@ func testParallelPosters(t *testing.T, s *suite) {
 					b := src.Buf[(c*perChain+i)*8:][:8]
 					binary.BigEndian.PutUint32(b, uint32(poster))
 					binary.BigEndian.PutUint32(b[4:], uint32(c*perChain+i))
-					wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, Done: out.done, SGList: []verbs.SGE{{Buf: b, LKey: src.LKey}}})
+					wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, Done: out.done,
+						SGList: []verbs.SGE{{Buf: b, LKey: src.LKey}}})
 				}
 				if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
 					t.Errorf("post: %v", err)
@@ -151,14 +154,17 @@ func testParallelPosters(t *testing.T, s *suite) {
 		poster := binary.BigEndian.Uint32(dst.Buf[i*8:])
 		for j := range perChain {
 			b := dst.Buf[(i+j)*8:]
-			if got, seq := binary.BigEndian.Uint32(b), binary.BigEndian.Uint32(b[4:]); got != poster || seq != next[poster] {
-				t.Fatalf("message %d is %d of poster %d, want %d of poster %d: a chain was broken up", i+j, seq, got, next[poster], poster)
+			if got, seq := binary.BigEndian.Uint32(b), binary.BigEndian.Uint32(b[4:]); got != poster ||
+				seq != next[poster] {
+				t.Fatalf("message %d is %d of poster %d, want %d of poster %d: a chain was broken up", i+j, seq, got,
+					next[poster], poster)
 			}
 			next[poster]++
 		}
 	}
 	if st := p.active.qp.Stats(); st.PostedChains != posters*chains || st.PostedSendWRs != total {
-		t.Errorf("stats count %d chains and %d requests, want %d and %d", st.PostedChains, st.PostedSendWRs, posters*chains, total)
+		t.Errorf("stats count %d chains and %d requests, want %d and %d", st.PostedChains, st.PostedSendWRs,
+			posters*chains, total)
 	}
 }
 
@@ -207,10 +213,11 @@ func testQueueFull(t *testing.T, s *suite) {
 	}
 	src := p.active.buffer(4)
 	out := newComps()
-	first := &verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, SGList: []verbs.SGE{src}, Done: func(*verbs.WorkCompletion) {
-		close(held)
-		<-hold
-	}}
+	first := &verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, SGList: []verbs.SGE{src},
+		Done: func(*verbs.WorkCompletion) {
+			close(held)
+			<-hold
+		}}
 	if _, err := p.active.qp.PostSend(first); err != nil {
 		t.Fatal(err)
 	}

@@ -18,7 +18,8 @@ var resourceTests = []conformanceTest{
 func testAttrs(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
 	a := p.active.dev.Attrs()
-	if a.Name == "" || a.PageSize <= 0 || a.MaxQPWR <= 0 || a.MaxCQE <= 0 || a.MaxSendSGE <= 0 || a.MaxRecvSGE <= 0 || a.MaxSGERd <= 0 {
+	if a.Name == "" || a.PageSize <= 0 || a.MaxQPWR <= 0 || a.MaxCQE <= 0 || a.MaxSendSGE <= 0 || a.MaxRecvSGE <= 0 ||
+		a.MaxSGERd <= 0 {
 		t.Errorf("limits are missing: %+v", a)
 	}
 	if a.Caps.Has(verbs.CapFastReg) && (a.MaxFastRegPageListLen <= 0 || a.MaxMR <= 0) {

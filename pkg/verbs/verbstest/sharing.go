@@ -60,8 +60,10 @@ func (p *pair) useAll(m verbs.MR, key uint8) {
 	mem, out, back := p.active.buffer(9000), p.passive.buffer(9000), p.passive.buffer(9000)
 	pattern(out.Buf, key)
 	w := p.active.fastReg(m, key, forWriting|verbs.AccessRemoteRead, 0x4000, mem.Buf)
-	p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{out}})
-	p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{back}})
+	p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
+		SGList: []verbs.SGE{out}})
+	p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova,
+		SGList: []verbs.SGE{back}})
 	p.sync(p.passive)
 	p.active.localInv(w)
 	if !bytes.Equal(mem.Buf, out.Buf) || !bytes.Equal(back.Buf, out.Buf) {
@@ -155,14 +157,16 @@ func testSharedPDOtherKey(t *testing.T, s *suite) {
 					}
 				} else {
 					other.active.recv(newComps(), other.active.buffer(8))
-					other.passive.post(newComps(), &verbs.WorkRequest{Opcode: op, RKey: w.rkey, RemoteAddr: w.iova, InvalidateRKey: w.rkey, SGList: []verbs.SGE{other.passive.buffer(8)}})
+					other.passive.post(newComps(), &verbs.WorkRequest{Opcode: op, RKey: w.rkey, RemoteAddr: w.iova,
+						InvalidateRKey: w.rkey, SGList: []verbs.SGE{other.passive.buffer(8)}})
 				}
 				other.active.goneWithin()
 				if !bytes.Equal(mem.Buf, clean) {
 					t.Error("the memory was written")
 				}
 				if !dead { // and the registration is still good where it belongs
-					owner.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{owner.passive.buffer(8)}})
+					owner.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova,
+						SGList: []verbs.SGE{owner.passive.buffer(8)}})
 				}
 			})
 		}

@@ -100,7 +100,8 @@ func TestBeside(t *testing.T) {
 	if *onlyFlag == "" && !lab.Whole() && !*updateFlag {
 		*onlyFlag = "sequential .*, 1 MiB"
 	}
-	out, err := s.RunFor(fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -rounds %d -only '%s'", kernelDir, oursDir, *roundsFlag, *onlyFlag), 30*time.Minute)
+	out, err := s.RunFor(fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -rounds %d -only '%s'", kernelDir,
+		oursDir, *roundsFlag, *onlyFlag), 30*time.Minute)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -110,7 +111,8 @@ func TestBeside(t *testing.T) {
 		if err := json.Unmarshal([]byte(line), &m); err != nil {
 			t.Fatalf("%q: %v", line, err)
 		}
-		t.Logf("%-28s %-6s round %d: %6.2f s, %6.2f s of processors, %5.0f MiB", m.Workload, m.Side, m.Round, m.Seconds, m.CPU, m.MiB)
+		t.Logf("%-28s %-6s round %d: %6.2f s, %6.2f s of processors, %5.0f MiB", m.Workload, m.Side, m.Round,
+			m.Seconds, m.CPU, m.MiB)
 		list = append(list, m)
 	}
 	if len(list) == 0 {
@@ -126,7 +128,8 @@ func TestBeside(t *testing.T) {
 	}
 	name := *providerFlag + " on " + *linkFlag
 	head := fmt.Sprintf("### %s\n\nKernel %s in an emulated guest with %s virtual processors, %d rounds, %s.\n\n",
-		name, strings.TrimSpace(s.must("uname -r")), strings.TrimSpace(s.must("nproc")), *roundsFlag, time.Now().UTC().Format(time.DateOnly))
+		name, strings.TrimSpace(s.must("uname -r")), strings.TrimSpace(
+			s.must("nproc")), *roundsFlag, time.Now().UTC().Format(time.DateOnly))
 	page, err := os.ReadFile(pageFile)
 	if err != nil {
 		t.Fatal(err)
@@ -149,10 +152,12 @@ func (s *sides) profile() {
 	s.t.Helper()
 	s.must("umount " + oursDir)
 	s.mountOurs("program mount -profile /share/cpu")
-	for i, w := range []string{"sequential write, 1 MiB", "sequential read, 1 MiB", "sequential write, 4 KiB", "random read, 4 KiB", "create"} {
+	for i, w := range []string{"sequential write, 1 MiB", "sequential read, 1 MiB", "sequential write, 4 KiB",
+		"random read, 4 KiB", "create"} {
 		bench := fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -side ours -rounds 1 -profiled $pid -only '%s'", kernelDir, oursDir, w)
 		s.must(fmt.Sprintf("pid=$(pidof program) && %s && for i in $(seq 600); do [ -e /share/cpu%d ] && exit 0; sleep 0.1; done; exit 1", bench, i+1))
-		from, to := filepath.Join(s.share, fmt.Sprintf("cpu%d", i+1)), filepath.Join(s.t.ArtifactDir(), strings.ReplaceAll(w, " ", "-")+".pprof")
+		from, to := filepath.Join(s.share, fmt.Sprintf("cpu%d", i+1)), filepath.Join(s.t.ArtifactDir(),
+			strings.ReplaceAll(w, " ", "-")+".pprof")
 		data, err := os.ReadFile(from)
 		if err == nil {
 			err = os.WriteFile(to, data, 0o644)
@@ -165,7 +170,8 @@ func (s *sides) profile() {
 }
 
 func TestTable(t *testing.T) {
-	list := []measurement{{"a", "kernel", 0, 1, 2, 3}, {"a", "ours", 0, 2, 1, 3}, {"a", "ours", 1, 1, 2, 3}, {"a", "kernel", 1, 1, 2, 3}, {"a", "kernel", 2, 4, 2, 3}, {"a", "ours", 2, 1, 8, 3}}
+	list := []measurement{{"a", "kernel", 0, 1, 2, 3}, {"a", "ours", 0, 2, 1, 3}, {"a", "ours", 1, 1, 2, 3},
+		{"a", "kernel", 1, 1, 2, 3}, {"a", "kernel", 2, 4, 2, 3}, {"a", "ours", 2, 1, 8, 3}}
 	got, err := table(list)
 	if want := "| a | 1.00 (0.50..4.00) | 1.00 (0.50..4.00) |\n"; err != nil || !strings.HasSuffix(got, want) {
 		t.Errorf("%q, %v; want %q", got, err, want)
@@ -178,7 +184,8 @@ func TestTable(t *testing.T) {
 		t.Fatal(err)
 	}
 	page += "behind\n"
-	if again, err := splice(page, "x", "two\n"); err != nil || !strings.Contains(again, "\ntwo\n") || strings.Contains(again, "one") || !strings.HasSuffix(again, "behind\n") {
+	if again, err := splice(page, "x", "two\n"); err != nil || !strings.Contains(again, "\ntwo\n") ||
+		strings.Contains(again, "one") || !strings.HasSuffix(again, "behind\n") {
 		t.Errorf("%q, %v", again, err)
 	}
 }

@@ -116,6 +116,7 @@ func TestDiffer(t *testing.T) {
 // TestVisible changes files through one client and looks at them through the other.
 func TestVisible(t *testing.T) {
 	s := start(t, lab.ExportRW)
-	out := s.must(fmt.Sprintf("mkdir %s/both && program visible -kernel %[1]s/both -ours %s/both -seed %d", kernelDir, oursDir, *seedFlag))
+	out := s.must(fmt.Sprintf("mkdir %s/both && program visible -kernel %[1]s/both -ours %s/both -seed %d", kernelDir,
+		oursDir, *seedFlag))
 	t.Log("\n" + strings.TrimSpace(out))
 }

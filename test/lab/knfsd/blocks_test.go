@@ -17,7 +17,8 @@ func testSmallBlocks(t *testing.T, b bench) {
 	b = b.another(lab.Options{MaxBlock: block, MemoryMiB: 512, CPUs: 1})
 	var info nfs3.FSInfoResult
 	s := b.session(t, nil)
-	if err := s.FSInfo(t.Context(), s.cred, s.root, &info); err != nil || info.ReadMax != block || info.WriteMax != block {
+	if err := s.FSInfo(t.Context(), s.cred, s.root, &info); err != nil || info.ReadMax != block ||
+		info.WriteMax != block {
 		t.Fatalf("FSINFO offers %d and %d, error %v", info.ReadMax, info.WriteMax, err)
 	}
 	const size = 4<<20 + 5
@@ -32,7 +33,8 @@ func testSmallBlocks(t *testing.T, b bench) {
 		run(t, "", "cmp", file, filepath.Join(b.mount(t, nil).dir, "file"))
 	})
 	b.sound(t, c)
-	for _, f := range frames(t, c, b.wire().to+"rpcordma.reply_count == 0 && rpcordma.rdma_length", "rpcordma.rdma_length") {
+	for _, f := range frames(t, c, b.wire().to+"rpcordma.reply_count == 0 && rpcordma.rdma_length",
+		"rpcordma.rdma_length") {
 		for _, length := range f[0] {
 			if number(t, length) > block {
 				t.Errorf("a chunk of %s octets was offered, the server takes %d", length, block)

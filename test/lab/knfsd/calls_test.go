@@ -68,14 +68,16 @@ func (b bench) session(t *testing.T, change func(*xprt.Config)) session {
 	}
 	t.Cleanup(func() { membuf.Free(mem) }) // when the transport is closed
 	tr := b.transport(t, change)
-	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root, sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"}), mem}
+	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root,
+		sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"}), mem}
 }
 
 // create makes an empty file in the root.
 func (s session) create(t *testing.T, name string) nfs3.FH {
 	t.Helper()
 	var made nfs3.CreateResult
-	if err := s.Create(t.Context(), s.cred, s.root, name, &nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o644}}, &made); err != nil {
+	if err := s.Create(t.Context(), s.cred, s.root, name,
+		&nfs3.CreateHow{Attr: nfs3.SetAttr{HasMode: true, Mode: 0o644}}, &made); err != nil {
 		t.Fatal(err)
 	}
 	return made.FH
@@ -85,7 +87,8 @@ func (s session) create(t *testing.T, name string) nfs3.FH {
 func (s session) write(t *testing.T, fh nfs3.FH, off uint64, data []byte) {
 	t.Helper()
 	var res nfs3.WriteResult
-	if err := s.Write(t.Context(), s.cred, fh, off, s.room(copy(s.mem, data)), nfs3.Unstable, &res); err != nil || int(res.Count) != len(data) {
+	if err := s.Write(t.Context(), s.cred, fh, off, s.room(copy(s.mem, data)), nfs3.Unstable, &res); err != nil ||
+		int(res.Count) != len(data) {
 		t.Fatalf("WRITE of %d octets at %d: %d, error %v", len(data), off, res.Count, err)
 	}
 }
@@ -98,7 +101,8 @@ func (s session) read(t *testing.T, fh nfs3.FH, off uint64, want []byte) {
 	copy(s.mem, behind)
 	buf := s.room(len(want))
 	var res nfs3.ReadResult
-	if err := s.Read(t.Context(), s.cred, fh, off, buf, &res); err != nil || res.N != len(want) || !bytes.Equal(buf[:res.N], want) {
+	if err := s.Read(t.Context(), s.cred, fh, off, buf, &res); err != nil || res.N != len(want) ||
+		!bytes.Equal(buf[:res.N], want) {
 		t.Fatalf("READ of %d octets at %d: %d, error %v", len(want), off, res.N, err)
 	}
 	if !bytes.Equal(s.mem[len(want):len(want)+guard], behind[len(want):]) {

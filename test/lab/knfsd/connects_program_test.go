@@ -86,7 +86,8 @@ func (p *program) mountCommand(name, options string, flags ...string) (cmd *exec
 		p.t.Fatal(err)
 	}
 	opts := fmt.Sprintf("port=%d,mountport=%d,provider=%s%s", p.b.RDMA.Port(), p.b.Mount.Port(), p.b.name, options)
-	return p.command(append(append([]string{"mount"}, flags...), p.b.Mount.Addr().String()+":"+lab.ExportRW, dir, "-o", opts)...), dir
+	return p.command(append(append([]string{"mount"}, flags...), p.b.Mount.Addr().String()+":"+lab.ExportRW, dir,
+		"-o", opts)...), dir
 }
 
 // start starts a daemon, and waits until it answers.
@@ -235,7 +236,8 @@ func testCancelledMounts(t *testing.T, b bench) {
 		})
 	}
 	p.stop()
-	t.Logf("%d of %d mounts were done before they were cancelled, %d connections", mounted, rounds, len(gentle(t, b, capture, 1, false)))
+	t.Logf("%d of %d mounts were done before they were cancelled, %d connections", mounted, rounds,
+		len(gentle(t, b, capture, 1, false)))
 	if mounted == rounds {
 		t.Error("no mount was cancelled")
 	}

@@ -54,7 +54,8 @@ func testManyConnects(t *testing.T, b bench) {
 		nudges += n
 		slowest = max(slowest, took)
 	}
-	t.Logf("%d connects in %v, the slowest %v, %d nudges", connects, time.Since(begin).Round(time.Millisecond), slowest.Round(time.Millisecond), nudges)
+	t.Logf("%d connects in %v, the slowest %v, %d nudges", connects, time.Since(begin).Round(time.Millisecond),
+		slowest.Round(time.Millisecond), nudges)
 	if nudges == 0 && b.device == lab.SIW {
 		t.Error("no nudge was needed: the race was not met")
 	}
@@ -100,7 +101,8 @@ func connectOnce(b bench, t *testing.T) (nudges uint64, took time.Duration, err 
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	// Without liveness calls the first call is the only one: a second would wake the server, too.
-	tr, err := xprt.New(xprt.Config{Provider: b.newProvider(t), Addr: b.RDMA, Slots: 4, KeepAlive: -1, NudgeAfter: 20 * time.Millisecond})
+	tr, err := xprt.New(xprt.Config{Provider: b.newProvider(t), Addr: b.RDMA, Slots: 4, KeepAlive: -1,
+		NudgeAfter: 20 * time.Millisecond})
 	if err != nil {
 		return 0, 0, err
 	}
@@ -137,7 +139,8 @@ func connections(t *testing.T, b bench, c *lab.Capture) []*connection {
 	port := strconv.Itoa(int(b.RDMA.Port()))
 	byStream := make(map[string]*connection)
 	var all []*connection
-	for _, f := range frames(t, c, "tcp.port == "+port, "tcp.stream", "frame.time_relative", "tcp.srcport", "tcp.flags.syn", "tcp.flags.fin", "tcp.flags.reset", "tcp.len", "tcp.payload") {
+	for _, f := range frames(t, c, "tcp.port == "+port, "tcp.stream", "frame.time_relative", "tcp.srcport",
+		"tcp.flags.syn", "tcp.flags.fin", "tcp.flags.reset", "tcp.len", "tcp.payload") {
 		value := func(i int) string {
 			if len(f[i]) == 0 {
 				return ""
@@ -176,7 +179,8 @@ func connections(t *testing.T, b bench, c *lab.Capture) []*connection {
 }
 
 func (c *connection) String() string {
-	return fmt.Sprintf("from port %s: begun %v, accepted %v, MPA request %v, answered %v, ended by us %v", c.port, c.begun, c.accepted, c.requested, c.answered, c.ended)
+	return fmt.Sprintf("from port %s: begun %v, accepted %v, MPA request %v, answered %v, ended by us %v", c.port,
+		c.begun, c.accepted, c.requested, c.answered, c.ended)
 }
 
 // gentle holds all connections of a capture, which it ends and returns, to what a stock server
@@ -213,7 +217,8 @@ func gentle(t *testing.T, b bench, c *lab.Capture, most int, killed bool) []*con
 		}
 		fresh := 1
 		for _, before := range all[:i] {
-			if before.accepted != 0 && conn.begun-before.begun < freshLife && (before.answered == 0 || before.answered > conn.begun) {
+			if before.accepted != 0 && conn.begun-before.begun < freshLife &&
+				(before.answered == 0 || before.answered > conn.begun) {
 				fresh++
 			}
 		}

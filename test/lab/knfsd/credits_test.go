@@ -16,7 +16,8 @@ import (
 )
 
 var (
-	_ = register("credits", "4 and 128 credits, more callers than credits, never more calls on the wire than granted", testCredits)
+	_ = register("credits", "4 and 128 credits, more callers than credits, never more calls on the wire than granted",
+		testCredits)
 	_ = register("inline", "inline thresholds of 4 and 16 KiB", testInline)
 	_ = register("crc", "MPA CRC on and off", testCRC)
 )
@@ -89,8 +90,10 @@ func (b bench) sends(t *testing.T, c *lab.Capture) (all []sent) {
 	}
 	// By the sequence numbers of the Sends: the decoder looks into the first message of a frame
 	// only.
-	for _, f := range frames(t, c, "iwarp_ddp.untagged && iwarp_ddp.qn == 0", "tcp.dstport", "iwarp_ddp.msn", "rpcordma.flow_control", "frame.number") {
-		s := sent{frame: f[3][0], toIt: f[0][0] == strconv.Itoa(int(b.RDMA.Port())), last: int(number(t, f[1][len(f[1])-1]))}
+	for _, f := range frames(t, c, "iwarp_ddp.untagged && iwarp_ddp.qn == 0", "tcp.dstport", "iwarp_ddp.msn",
+		"rpcordma.flow_control", "frame.number") {
+		s := sent{frame: f[3][0], toIt: f[0][0] == strconv.Itoa(int(b.RDMA.Port())),
+			last: int(number(t, f[1][len(f[1])-1]))}
 		if len(f[2]) > 0 {
 			s.grant = int(number(t, f[2][0]))
 		}

@@ -131,9 +131,11 @@ func sendLongCalls(t *testing.T, s session) {
 func (s session) longCall(t *testing.T, proc nfs3.Proc, args []byte, maxResult int) {
 	t.Helper()
 	before := s.tr.Stats().NomsgCall
-	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(proc), Cred: s.cred, Args: args, ArgDataPos: len(args),
-		MaxResult: maxResult, Result: make([]byte, 0, maxResult), ResultDataLen: -1}
-	if err := s.tr.Call(t.Context(), &m); err != nil || len(m.Result) < 4 || !bytes.Equal(m.Result[:4], make([]byte, 4)) {
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(proc), Cred: s.cred, Args: args,
+		ArgDataPos: len(args),
+		MaxResult:  maxResult, Result: make([]byte, 0, maxResult), ResultDataLen: -1}
+	if err := s.tr.Call(t.Context(), &m); err != nil || len(m.Result) < 4 ||
+		!bytes.Equal(m.Result[:4], make([]byte, 4)) {
 		t.Fatalf("%s as a long call: results %x, error %v", proc, m.Result, err)
 	}
 	if n := s.tr.Stats().NomsgCall - before; n != 1 {
@@ -154,14 +156,16 @@ func testLongSends(t *testing.T, b bench) {
 	args := sunrpc.AppendOpaque(nil, fh.Bytes())
 	args = sunrpc.AppendUint64(args, 0)
 	args = sunrpc.AppendUint32(args, count)
-	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead), Cred: s.cred, Args: args, ArgDataPos: len(args),
-		MaxResult: nfs3.MaxResultRead, Result: make([]byte, 0, nfs3.MaxResultRead), ResultDataLen: -1}
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcRead), Cred: s.cred, Args: args,
+		ArgDataPos: len(args),
+		MaxResult:  nfs3.MaxResultRead, Result: make([]byte, 0, nfs3.MaxResultRead), ResultDataLen: -1}
 	var tooLong *xprt.ProtocolError
 	if err := s.tr.Call(t.Context(), &m); !errors.As(err, &tooLong) {
 		t.Errorf("a READ of %d octets with room for none: %v", count, err)
 	}
 	s.read(t, fh, 0, want)
 	if st := s.tr.Stats(); st.Connects != 1 || st.BadReply != 1 || st.RDMAErrors != 0 {
-		t.Errorf("%d connections, %d bad replies, %d RDMA errors; want 1, 1, 0: %s", st.Connects, st.BadReply, st.RDMAErrors, st.LastError)
+		t.Errorf("%d connections, %d bad replies, %d RDMA errors; want 1, 1, 0: %s", st.Connects, st.BadReply,
+			st.RDMAErrors, st.LastError)
 	}
 }

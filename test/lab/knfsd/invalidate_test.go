@@ -10,23 +10,25 @@ import (
 )
 
 var (
-	_ = register("remote invalidation", "Send With Invalidate for every call that offers memory", func(t *testing.T, b bench) {
-		c, stats := b.offerMemory(t)
-		w := b.wire()
-		offered, chunks := offers(t, c, w)
-		seen := 0
-		for _, f := range frames(t, c, w.from+w.sendInvalidate, "iwarp_rdma.inval_stag") {
-			for _, h := range f[0] {
-				seen++
-				if !offered[number(t, h)] {
-					t.Errorf("the server invalidated %s, which no Call has offered", h)
+	_ = register("remote invalidation", "Send With Invalidate for every call that offers memory",
+		func(t *testing.T, b bench) {
+			c, stats := b.offerMemory(t)
+			w := b.wire()
+			offered, chunks := offers(t, c, w)
+			seen := 0
+			for _, f := range frames(t, c, w.from+w.sendInvalidate, "iwarp_rdma.inval_stag") {
+				for _, h := range f[0] {
+					seen++
+					if !offered[number(t, h)] {
+						t.Errorf("the server invalidated %s, which no Call has offered", h)
+					}
 				}
 			}
-		}
-		if chunks == 0 || uint64(seen) != stats.RemoteInvalidations || stats.LocalInvNeeded != 0 || seen != chunks {
-			t.Errorf("%d Calls with chunks, %d Sends With Invalidate, %d counted; %d keys were left to us", chunks, seen, stats.RemoteInvalidations, stats.LocalInvNeeded)
-		}
-	})
+			if chunks == 0 || uint64(seen) != stats.RemoteInvalidations || stats.LocalInvNeeded != 0 || seen != chunks {
+				t.Errorf("%d Calls with chunks, %d Sends With Invalidate, %d counted; %d keys were left to us",
+					chunks, seen, stats.RemoteInvalidations, stats.LocalInvNeeded)
+			}
+		})
 	_ = register("own invalidation", "no Send With Invalidate where none was offered, and every key of its own for one call alone", func(t *testing.T, b bench) {
 		c, stats := b.offerMemory(t)
 		w := b.wire()
@@ -35,8 +37,10 @@ var (
 			t.Errorf("%d messages of the server invalidate", n)
 		}
 		// A key that was used twice would have been good in between.
-		if chunks == 0 || len(offered) != chunks || stats.LocalInvNeeded != uint64(chunks) || stats.RemoteInvalidations != 0 {
-			t.Errorf("%d Calls with chunks, with %d keys; %d keys were invalidated here and %d by the server", chunks, len(offered), stats.LocalInvNeeded, stats.RemoteInvalidations)
+		if chunks == 0 || len(offered) != chunks || stats.LocalInvNeeded != uint64(chunks) ||
+			stats.RemoteInvalidations != 0 {
+			t.Errorf("%d Calls with chunks, with %d keys; %d keys were invalidated here and %d by the server", chunks,
+				len(offered), stats.LocalInvNeeded, stats.RemoteInvalidations)
 		}
 	})
 )

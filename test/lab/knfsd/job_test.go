@@ -46,7 +46,8 @@ func testJob(t *testing.T, b bench) {
 		t.Errorf("after rm -rf the server still has %s", out)
 	}
 	for _, st := range []*mount{m, cold} {
-		if x := st.tr.Stats(); x.Connects != 1 || x.BadXIDs != 0 || x.BadReply != 0 || x.FailedMarshal != 0 || x.RemoteAccessErrors != 0 || x.RDMAErrors != 0 || x.MRsOrphaned != 0 {
+		if x := st.tr.Stats(); x.Connects != 1 || x.BadXIDs != 0 || x.BadReply != 0 || x.FailedMarshal != 0 ||
+			x.RemoteAccessErrors != 0 || x.RDMAErrors != 0 || x.MRsOrphaned != 0 {
 			t.Errorf("not a quiet mount: %+v", x)
 		}
 	}

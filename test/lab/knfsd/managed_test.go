@@ -25,7 +25,8 @@ func managed(t *testing.T, w wire, c *lab.Capture) []*connection {
 	byID := make(map[string]*connection) // the client's own number
 	var all []*connection
 	for _, dir := range []string{w.to, w.from} { // first those that begin connections
-		for _, f := range frames(t, c, dir+"infiniband.mad.mgmtclass == 0x07", "frame.time_relative", "infiniband.mad.attributeid",
+		for _, f := range frames(t, c, dir+"infiniband.mad.mgmtclass == 0x07", "frame.time_relative",
+			"infiniband.mad.attributeid",
 			"infiniband.cm.req", "infiniband.cm.rep.remotecommid", "infiniband.cm.dreq.localcommid") {
 			seconds, err := strconv.ParseFloat(f[0][0], 64)
 			if err != nil {

@@ -36,7 +36,8 @@ func (b bench) root(t *testing.T, export string) nfs3.FH {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	root, err := mountd.Mount(ctx, mountd.Args{Host: b.Mount.Addr().String(), Port: int(b.Mount.Port()), Export: export, Cred: &sunrpc.AuthSys{Machine: "test"}})
+	root, err := mountd.Mount(ctx, mountd.Args{Host: b.Mount.Addr().String(), Port: int(b.Mount.Port()),
+		Export: export, Cred: &sunrpc.AuthSys{Machine: "test"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +67,8 @@ func (l *logBuffer) String() string {
 func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transport {
 	t.Helper()
 	var log logBuffer
-	cfg := xprt.Config{Provider: b.newProvider(t), Addr: b.RDMA, Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Debug, Output: &log})}
+	cfg := xprt.Config{Provider: b.newProvider(t), Addr: b.RDMA,
+		Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Debug, Output: &log})}
 	if change != nil {
 		change(&cfg)
 	}
@@ -127,7 +129,8 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	defer cancel()
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Dir = dir
-	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1", "GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
+	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1",
+		"GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
 	out, err := cmd.CombinedOutput()
 	if err != nil {
 		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)

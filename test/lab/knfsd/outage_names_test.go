@@ -22,7 +22,8 @@ import (
 // that is executed again ends in EEXIST or ENOENT.
 var (
 	_ = register("cut by us", "names and data while we cut the connection again and again", testCutByUs)
-	_ = register("cut by the server", "names and data while the server cuts the connection again and again", testCutByServer)
+	_ = register("cut by the server", "names and data while the server cuts the connection again and again",
+		testCutByServer)
 	_ = register("nfsd restarted", "nfsd stopped under a mount and started again", testRestart)
 )
 
@@ -96,7 +97,8 @@ func (b bench) abort() {
 		b.MustRun("set -e; card=$(rdma link show rxe0/1 | sed 's/.*netdev //'); rdma link delete rxe0; rdma link add rxe0 type rxe netdev $card")
 		return
 	}
-	if out := b.MustRun("modprobe tcp_diag; ss -nK state established sport = :20049"); !strings.Contains(out, ":20049") {
+	if out := b.MustRun("modprobe tcp_diag; ss -nK state established sport = :20049"); !strings.Contains(out,
+		":20049") {
 		b.t.Fatalf("nothing was cut: %s", out)
 	}
 }
@@ -108,7 +110,8 @@ func testRestart(t *testing.T, b bench) {
 	b = b.another(lab.Options{}) // and so it may after connections that were cut
 	m := b.mount(t, shortWaits)
 	b.MustRun("rpc.nfsd 0")
-	waitFor(t, "the loss of the connection to be noticed", func() bool { return m.tr.Stats().State != xprt.StateConnected })
+	waitFor(t, "the loss of the connection to be noticed",
+		func() bool { return m.tr.Stats().State != xprt.StateConnected })
 	w := startWork(t, m, 2)
 	w.await(func() bool { return m.tr.Stats().ConnectFailures > 1 })
 	b.MustRun(`rpc.nfsd -G 10 -L 15 8

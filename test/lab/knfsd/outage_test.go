@@ -28,31 +28,33 @@ var (
 			}
 		})
 	})
-	_ = register("power pulled in silence", "falling silent, and back after a reset, under a copy in and a copy out", func(t *testing.T, b bench) {
-		testOutage(t, b, true, func(t *testing.T, o *outage) {
-			if err := b.Freeze(); err != nil {
-				t.Fatal(err)
-			}
-			o.goOn(t)
-			o.lost(t)
-			if err := b.Reset(); err != nil {
-				t.Fatal(err)
-			}
+	_ = register("power pulled in silence", "falling silent, and back after a reset, under a copy in and a copy out",
+		func(t *testing.T, b bench) {
+			testOutage(t, b, true, func(t *testing.T, o *outage) {
+				if err := b.Freeze(); err != nil {
+					t.Fatal(err)
+				}
+				o.goOn(t)
+				o.lost(t)
+				if err := b.Reset(); err != nil {
+					t.Fatal(err)
+				}
+			})
 		})
-	})
-	_ = register("network cut", "network cut for longer than the RPC timeout under a copy in and a copy out", func(t *testing.T, b bench) {
-		testOutage(t, b, false, func(t *testing.T, o *outage) {
-			if err := b.CutNetwork(); err != nil {
-				t.Fatal(err)
-			}
-			defer b.RestoreNetwork()
-			o.goOn(t)
-			o.lost(t)
-			// Whoever takes connections in the server's place hands this one on when the network is
-			// back.
-			waitFor(t, "a connect to be given up", func() bool { return o.m.tr.Stats().ConnectFailures > 0 })
+	_ = register("network cut", "network cut for longer than the RPC timeout under a copy in and a copy out",
+		func(t *testing.T, b bench) {
+			testOutage(t, b, false, func(t *testing.T, o *outage) {
+				if err := b.CutNetwork(); err != nil {
+					t.Fatal(err)
+				}
+				defer b.RestoreNetwork()
+				o.goOn(t)
+				o.lost(t)
+				// Whoever takes connections in the server's place hands this one on when the network is
+				// back.
+				waitFor(t, "a connect to be given up", func() bool { return o.m.tr.Stats().ConnectFailures > 0 })
+			})
 		})
-	})
 )
 
 const (
@@ -112,7 +114,8 @@ func (o *outage) goOn(t *testing.T) {
 // lost waits until the transport has given its connection up, and sees that the copies wait.
 func (o *outage) lost(t *testing.T) {
 	t.Helper()
-	waitFor(t, "the loss of the connection to be noticed", func() bool { return o.m.tr.Stats().State != xprt.StateConnected })
+	waitFor(t, "the loss of the connection to be noticed",
+		func() bool { return o.m.tr.Stats().State != xprt.StateConnected })
 	for name, done := range map[string]chan struct{}{"in": o.inDone, "out": o.outDone} {
 		select {
 		case <-done:
@@ -141,7 +144,8 @@ func testOutage(t *testing.T, b bench, restarted bool, strike func(*testing.T, *
 	data := randomBytes(outageSize)
 	wantIn := sha256.Sum256(data)
 	m := b.mount(t, shortWaits)
-	o := &outage{m: m, inEnd: make(chan error, 1), outEnd: make(chan error, 1), inDone: make(chan struct{}), outDone: make(chan struct{})}
+	o := &outage{m: m, inEnd: make(chan error, 1), outEnd: make(chan error, 1), inDone: make(chan struct{}),
+		outDone: make(chan struct{})}
 	o.in = exec.Command("dd", "of="+filepath.Join(m.dir, "in"), "bs=1M", "iflag=fullblock", "conv=fsync", "status=none")
 	o.out = exec.Command("cat", filepath.Join(m.dir, "out"))
 	var said bytes.Buffer
@@ -186,13 +190,15 @@ func testOutage(t *testing.T, b bench, restarted bool, strike func(*testing.T, *
 	}
 	t.Logf("both copies ended %v after the server was back", time.Since(back).Round(time.Millisecond))
 	if got := sha256.Sum256(o.got.Bytes()); hex.EncodeToString(got[:]) != wantOut {
-		t.Errorf("copied out were %d octets with sum %x, the server had %d with %s", o.got.Len(), got, outageSize, wantOut)
+		t.Errorf("copied out were %d octets with sum %x, the server had %d with %s", o.got.Len(), got, outageSize,
+			wantOut)
 	}
 	if got := b.serverSum(t, "in"); got != hex.EncodeToString(wantIn[:]) {
 		t.Errorf("the server has a file with sum %s, copied in was one with %x", got, wantIn)
 	}
 	st, c := m.tr.Stats(), &m.fs.Counters
-	t.Logf("%d connects, %d failed, %d resends, %d timeouts; %d replays of %d octets", st.Connects, st.ConnectFailures, st.Resends, st.Timeouts, c.Replays.Load(), c.ReplayedBytes.Load())
+	t.Logf("%d connects, %d failed, %d resends, %d timeouts; %d replays of %d octets", st.Connects,
+		st.ConnectFailures, st.Resends, st.Timeouts, c.Replays.Load(), c.ReplayedBytes.Load())
 	if st.Connects == before.Connects {
 		t.Error("the connection was never lost")
 	}

@@ -73,9 +73,11 @@ func (p *pair) run(t *testing.T, c testCase) {
 func (p *pair) command(pattern string) string {
 	// What a shell runs in the background, as the guest's does with commands, ignores SIGINT. Siw
 	// of 6.1 holds root to the limit of locked memory, too, which our unit lifts.
-	env := fmt.Sprintf("env --default-signal=INT,QUIT %s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"), os.Getenv("PATH"))
+	env := fmt.Sprintf("env --default-signal=INT,QUIT %s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"),
+		os.Getenv("PATH"))
 	return fmt.Sprintf("ulimit -l unlimited && chroot /host %s %s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s 2>&1",
-		env, filepath.Join(programDir, testProgram), caseLimit, pattern, p.name, p.serverName(), filepath.Join(programDir, ourProgram))
+		env, filepath.Join(programDir, testProgram), caseLimit, pattern, p.name, p.serverName(), filepath.Join(
+			programDir, ourProgram))
 }
 
 // start starts the guests.
@@ -83,7 +85,8 @@ func (p *pair) start(t *testing.T) *pair {
 	p.link = lab.NewLink(t)
 	guests := lab.StartAll(t,
 		lab.Options{Name: "server", Kernel: p.kernel, Provider: p.device, Link: p.link},
-		lab.Options{Name: "client", Kernel: p.kernel, Provider: p.device, Link: p.link, HostRoot: true, Share: p.share, MemoryMiB: clientMiB})
+		lab.Options{Name: "client", Kernel: p.kernel, Provider: p.device, Link: p.link, HostRoot: true,
+			Share: p.share, MemoryMiB: clientMiB})
 	p.server, p.client = guests[0], guests[1]
 	// What lies in the shared directory is read anew by every process.
 	p.client.MustRun(fmt.Sprintf("cp /share/%s /share/%s /host%s", testProgram, ourProgram, programDir))

@@ -128,7 +128,8 @@ func testSplit(t *testing.T, b bench) {
 		case !crc && st.Connects != 1:
 			t.Errorf("CRC off: %d connections, the last of which ended with: %s", st.Connects, st.LastError)
 		case crc && (st.Connects < 2 || st.Resends == 0 || !strings.Contains(st.LastError, "CRC error")):
-			t.Errorf("CRC on: %d connections, %d calls sent again; the server's reason is not told: %s", st.Connects, st.Resends, st.LastError)
+			t.Errorf("CRC on: %d connections, %d calls sent again; the server's reason is not told: %s", st.Connects,
+				st.Resends, st.LastError)
 		}
 	}
 }

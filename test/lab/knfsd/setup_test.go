@@ -28,9 +28,10 @@ func TestMain(m *testing.M) {
 
 var (
 	providerFlag = flag.String("provider", softi+","+rdmacore.Name, "the providers to test, separated by commas")
-	serversFlag  = flag.String("servers", "", "the servers to test against, as KERNEL/DEVICE, separated by commas; empty for what each provider is tested with: more if NFSRDMAD_LAB=all")
-	programFlag  = flag.String("program", "", "nfsrdmad, where it is built already")
-	updateFlag   = flag.Bool("update", false, "write to docs/interop.md what this run has proved")
+	serversFlag  = flag.String("servers", "",
+		"the servers to test against, as KERNEL/DEVICE, separated by commas; empty for what each provider is tested with: more if NFSRDMAD_LAB=all")
+	programFlag = flag.String("program", "", "nfsrdmad, where it is built already")
+	updateFlag  = flag.Bool("update", false, "write to docs/interop.md what this run has proved")
 )
 
 const softi = "softiwarp"

@@ -51,7 +51,8 @@ func testSignals(t *testing.T, b bench) {
 		endInCall(t, m, sig, readAll, file, func() bool { return m.tr.Stats().WriteChunks > before.WriteChunks })
 		// The server was still writing into this memory.
 		if s := m.tr.Stats(); s.Interrupted == before.Interrupted || s.LocalInvNeeded == before.LocalInvNeeded {
-			t.Errorf("%v: %d calls interrupted, %d keys killed, want at least one of each", sig, s.Interrupted-before.Interrupted, s.LocalInvNeeded-before.LocalInvNeeded)
+			t.Errorf("%v: %d calls interrupted, %d keys killed, want at least one of each", sig,
+				s.Interrupted-before.Interrupted, s.LocalInvNeeded-before.LocalInvNeeded)
 		}
 		before = m.tr.Stats()
 		endInCall(t, m, sig, writeAll, written, func() bool { return m.tr.Stats().ReadChunks > before.ReadChunks })
@@ -77,10 +78,13 @@ func testSignals(t *testing.T, b bench) {
 	for _, n := range s.MRStates {
 		states += n
 	}
-	if states != s.MRsTotal || s.MRStates[memreg.Valid.String()] != 0 || s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
-		t.Errorf("MRs: %v of %d; %d hurt, %d recovered, %d recycled, %d orphaned", s.MRStates, s.MRsTotal, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	if states != s.MRsTotal || s.MRStates[memreg.Valid.String()] != 0 || s.MRsFailed != s.MRsRecovered+s.MRsRecycled+
+		s.MRsOrphaned {
+		t.Errorf("MRs: %v of %d; %d hurt, %d recovered, %d recycled, %d orphaned", s.MRStates, s.MRsTotal,
+			s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 	}
-	t.Logf("%d calls interrupted, %d keys killed by us; %d late accesses refused, %d connects; MRs %v", s.Interrupted, s.LocalInvNeeded, s.RemoteAccessErrors, s.Connects, s.MRStates)
+	t.Logf("%d calls interrupted, %d keys killed by us; %d late accesses refused, %d connects; MRs %v", s.Interrupted,
+		s.LocalInvNeeded, s.RemoteAccessErrors, s.Connects, s.MRStates)
 	if _, _, err := connectOnce(b, t); err != nil {
 		t.Errorf("the server afterwards: %v", err)
 	}

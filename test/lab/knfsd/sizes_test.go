@@ -67,7 +67,8 @@ func testSizes(t *testing.T, b bench) {
 	// One octet more than the device conveys is refused before it is sent.
 	var refused *xprt.ProtocolError
 	big := s.room(1<<20 + 1)
-	if err := s.Write(t.Context(), s.cred, fh, 0, big, nfs3.Unstable, new(nfs3.WriteResult)); !errors.As(err, &refused) {
+	if err := s.Write(t.Context(), s.cred, fh, 0, big, nfs3.Unstable, new(nfs3.WriteResult)); !errors.As(err,
+		&refused) {
 		t.Errorf("WRITE of %d octets: %v", len(big), err)
 	}
 	if err := s.Read(t.Context(), s.cred, fh, 0, big, new(nfs3.ReadResult)); !errors.As(err, &refused) {
@@ -91,7 +92,8 @@ func testEnd(t *testing.T, s session, fh nfs3.FH) {
 	for _, size := range []int{100, 10_000, 1 << 20} {
 		for _, there := range []int{0, 1, 2, 3, 5, 99} {
 			var res nfs3.ReadResult
-			if err := s.Read(t.Context(), s.cred, fh, attr.Size-uint64(there), s.room(size), &res); err != nil || res.N != there || !res.EOF {
+			if err := s.Read(t.Context(), s.cred, fh, attr.Size-uint64(there), s.room(size), &res); err != nil ||
+				res.N != there || !res.EOF {
 				t.Errorf("READ of %d octets, %d before the end: %d, end %v, error %v", size, there, res.N, res.EOF, err)
 			}
 		}

@@ -19,7 +19,8 @@ type sparedCase struct {
 var sparedCases = []sparedCase{
 	{"crc", rdmacore.Name, "", "CRCs are the device's affair: siw's module has a parameter, RoCE has one always"},
 	{"split", rdmacore.Name, "", "it is about MPA's CRC, and a relay of TCP octets takes no RDMA device"},
-	{"remote invalidation", rdmacore.Name, "", "neither soft device can offer it to a peer; \"own invalidation\" is the case instead"},
+	{"remote invalidation", rdmacore.Name, "",
+		"neither soft device can offer it to a peer; \"own invalidation\" is the case instead"},
 	{"own invalidation", softi, "", "softiwarp offers remote invalidation"},
 }
 

@@ -20,5 +20,6 @@ func testThroughput(t *testing.T, b bench) {
 	cold := b.mount(t, nil)
 	begin = time.Now()
 	run(t, "", "cmp", file, filepath.Join(cold.dir, "big"))
-	t.Logf("throughput of %d MiB: write %.1f MiB/s, read %.1f MiB/s", mib, float64(mib)/wrote.Seconds(), float64(mib)/time.Since(begin).Seconds())
+	t.Logf("throughput of %d MiB: write %.1f MiB/s, read %.1f MiB/s", mib, float64(mib)/wrote.Seconds(),
+		float64(mib)/time.Since(begin).Seconds())
 }

@@ -34,7 +34,8 @@ type attacked struct{ *xprt.Transport }
 
 func (a attacked) Stats() hostile.Stats {
 	s := a.Transport.Stats()
-	return hostile.Stats{Connects: s.Connects, MRsFailed: uint64(s.MRsFailed), MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
+	return hostile.Stats{Connects: s.Connects, MRsFailed: uint64(s.MRsFailed),
+		MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
 }
 
 // TestAttacks plays a server that reaches for memory it has no right to, on a device of the
@@ -54,7 +55,8 @@ func TestAttacks(t *testing.T) {
 // dialAttacked connects a transport of ours.
 func dialAttacked(t testing.TB, server netip.AddrPort) hostile.Client {
 	t.Helper()
-	tr, err := xprt.New(xprt.Config{Provider: devices(t), Addr: server, Slots: 16, ReconnectMin: 20 * time.Millisecond, ReconnectMax: time.Second,
+	tr, err := xprt.New(xprt.Config{Provider: devices(t), Addr: server, Slots: 16,
+		ReconnectMin: 20 * time.Millisecond, ReconnectMax: time.Second,
 		Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Info, Output: t.Output()})})
 	if err != nil {
 		t.Fatal(err)

@@ -57,16 +57,20 @@ func startGone(t *testing.T, kernel, provider string) *goneGuest {
 	lab.SkipUnwanted(t)
 	share := t.TempDir()
 	build(t, share, "mount.test", "github.com/nfsrdmad/nfsrdmad/test/lab/rdmacore")
-	lab.BuildRDMA(t, "build", "-trimpath", "-o", filepath.Join(share, "nfsrdmad"), "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
-	g := &goneGuest{Guest: lab.Start(t, lab.Options{Kernel: kernel, Provider: provider, Share: share, Complaints: goneComplaints}), t: t, device: provider + "0", kind: provider}
+	lab.BuildRDMA(t, "build", "-trimpath", "-o", filepath.Join(share, "nfsrdmad"),
+		"github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
+	g := &goneGuest{Guest: lab.Start(t, lab.Options{Kernel: kernel, Provider: provider, Share: share,
+		Complaints: goneComplaints}), t: t, device: provider + "0", kind: provider}
 	t.Cleanup(func() {
 		if t.Failed() {
-			out, _ := g.Run("nfsrdmad status " + goneMount + "; rdma link; rdma res show qp; tail -c 6000 " + goneLog + "; tail -c 1000 " + goneIO)
+			out, _ := g.Run("nfsrdmad status " + goneMount + "; rdma link; rdma res show qp; tail -c 6000 " +
+				goneLog + "; tail -c 1000 " + goneIO)
 			t.Logf("the daemon at the end:\n%s", out)
 		}
 	})
 	g.must("cp /share/nfsrdmad /usr/bin/ && modprobe fuse && mkdir -p /run/nfsrdmad " + goneMount)
-	g.must("nfsrdmad daemon --log-level info >" + goneLog + " 2>&1 & for i in $(seq 1200); do [ -S /run/nfsrdmad/control.sock ] && exit 0; sleep 0.1; done; exit 1")
+	g.must("nfsrdmad daemon --log-level info >" + goneLog +
+		" 2>&1 & for i in $(seq 1200); do [ -S /run/nfsrdmad/control.sock ] && exit 0; sleep 0.1; done; exit 1")
 	g.must("nfsrdmad mount -o mountport=20048,provider=rdmacore " + guestAddr + ":" + goneExport + " " + goneMount)
 	return g
 }
@@ -110,7 +114,8 @@ func (g *goneGuest) moves(n int) {
 // stopIO ends the I/O, which compares everything a last time.
 func (g *goneGuest) stopIO() {
 	g.t.Helper()
-	out := g.must("touch " + goneStop + "; for i in $(seq 2400); do grep -Eq '^(PASS|FAIL|panic)' " + goneIO + " && break; sleep 0.1; done; cat " + goneIO)
+	out := g.must("touch " + goneStop + "; for i in $(seq 2400); do grep -Eq '^(PASS|FAIL|panic)' " + goneIO +
+		" && break; sleep 0.1; done; cat " + goneIO)
 	if !strings.HasSuffix(out, "PASS") {
 		g.t.Errorf("the I/O failed:\n%s", out)
 	}
@@ -321,7 +326,8 @@ func (g *goneGuest) unmount() {
 	}
 	g.must("! grep -q ' " + goneMount + " ' /proc/mounts")
 	g.add()
-	g.must("nfsrdmad mount -o mountport=20048,provider=rdmacore " + guestAddr + ":" + goneExport + " " + goneMount + " && cmp " + goneExport + "/unread " + goneMount + "/unread")
+	g.must("nfsrdmad mount -o mountport=20048,provider=rdmacore " + guestAddr + ":" + goneExport + " " + goneMount +
+		" && cmp " + goneExport + "/unread " + goneMount + "/unread")
 	g.remove()
 	if out, err := g.RunFor("kill $(pidof nfsrdmad); for i in $(seq 900); do pidof nfsrdmad >/dev/null || exit 0; sleep 0.1; done; exit 1", 2*time.Minute); err != nil {
 		g.t.Errorf("the daemon does not end while the device is away: %v\n%s", err, out)
@@ -357,7 +363,8 @@ func TestVerifiedIO(t *testing.T) {
 	for w := range 4 {
 		wg.Go(func() {
 			name := fmt.Sprintf("io%d", w)
-			if err := verifiedIO(ctx, filepath.Join(dir, name), filepath.Join(goneExport, name), uint64(w), &count); err != nil {
+			if err := verifiedIO(ctx, filepath.Join(dir, name), filepath.Join(goneExport, name), uint64(w),
+				&count); err != nil {
 				t.Errorf("worker %d: %v", w, err)
 			}
 		})

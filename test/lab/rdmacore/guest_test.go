@@ -61,11 +61,13 @@ func connect(t *testing.T, p verbs.Provider) (*xprt.Transport, nfs3.FH) {
 	addr := inGuest(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	root, err := mountd.Mount(ctx, mountd.Args{Host: addr.String(), Port: mountPort, Export: "/export", Cred: &sunrpc.AuthSys{Machine: "guest"}, Timeout: time.Minute})
+	root, err := mountd.Mount(ctx, mountd.Args{Host: addr.String(), Port: mountPort, Export: "/export",
+		Cred: &sunrpc.AuthSys{Machine: "guest"}, Timeout: time.Minute})
 	if err != nil {
 		t.Fatal(err)
 	}
-	tr, err := xprt.New(xprt.Config{Provider: p, Addr: netip.AddrPortFrom(addr, rdmaPort), Slots: 16, ReconnectMin: 20 * time.Millisecond,
+	tr, err := xprt.New(xprt.Config{Provider: p, Addr: netip.AddrPortFrom(addr, rdmaPort), Slots: 16,
+		ReconnectMin: 20 * time.Millisecond,
 		ReconnectMax: time.Second, Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Info, Output: t.Output()})})
 	if err != nil {
 		t.Fatal(err)
@@ -83,7 +85,8 @@ func connect(t *testing.T, p verbs.Provider) (*xprt.Transport, nfs3.FH) {
 func devices(t testing.TB) verbs.Provider {
 	t.Helper()
 	inGuest(t)
-	p, err := provider.New(provider.Config{Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Info, Output: t.Output()})})
+	p, err := provider.New(provider.Config{Logger: hclog.New(&hclog.LoggerOptions{Level: hclog.Info,
+		Output: t.Output()})})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,7 +97,9 @@ func devices(t testing.TB) verbs.Provider {
 func create(t *testing.T, c *nfs3.Client, dir nfs3.FH, name string) nfs3.FH {
 	t.Helper()
 	var res nfs3.CreateResult
-	if err := c.Create(context.Background(), cred, dir, name, &nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasMode: true, Mode: 0o644, HasSize: true}}, &res); err != nil {
+	if err := c.Create(context.Background(), cred, dir, name,
+		&nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasMode: true, Mode: 0o644,
+			HasSize: true}}, &res); err != nil {
 		t.Fatal(err)
 	}
 	return res.FH
@@ -165,7 +170,8 @@ func TestMainJob(t *testing.T) {
 		off += r.N
 	}
 	attrs := mustResolve(t).Attrs()
-	t.Logf("device %s (%v), registration for each use: %v", attrs.Name, attrs.Transport, attrs.Caps.Has(verbs.CapPerIOReg))
+	t.Logf("device %s (%v), registration for each use: %v", attrs.Name, attrs.Transport,
+		attrs.Caps.Has(verbs.CapPerIOReg))
 }
 
 // mustResolve is the device that reaches the server.

@@ -105,7 +105,8 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 		lab.Options{Name: "client", Kernel: kernel, Provider: c.provider, Link: link, Share: dir},
 		lab.Options{Name: "server", Kernel: kernel, Provider: c.provider, Link: link, Share: dir, CPUs: 1})
 	client, server := guests[0], guests[1]
-	own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
+	own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf(
+		"NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
 	var parts atomic.Int32 // that were run
 	var skips sync.Map     // names of tests
 	// run runs a command in a guest, which runs these tests; none may be missing, or be skipped,
@@ -175,7 +176,8 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 	t.Run("conformance", func(t *testing.T) {
 		parts.Add(1)
 		tests := []string{"TestConformance", "TestDevices"}
-		run(t, client, own+"NFSRDMAD_RDMACORE_ADDR="+client.Linked.String()+":0 "+program("provider.test", strings.Join(c.broken, "|"), tests...), tests...)
+		run(t, client, own+"NFSRDMAD_RDMACORE_ADDR="+client.Linked.String()+":0 "+
+			program("provider.test", strings.Join(c.broken, "|"), tests...), tests...)
 	})
 	if t.Failed() || parts.Load() < 5 {
 		return

@@ -80,7 +80,8 @@ type wireEnd struct {
 // newEnd gives id what it needs, until the test ends.
 func newEnd(t *testing.T, id verbs.ConnID) *wireEnd {
 	t.Helper()
-	e := &wireEnd{t: t, id: id, in: make(chan []byte, 4*wireReceives), gone: make(chan error, 1), caps: id.Device().Attrs().Caps, last: make(map[verbs.MR]uint8)}
+	e := &wireEnd{t: t, id: id, in: make(chan []byte, 4*wireReceives), gone: make(chan error, 1),
+		caps: id.Device().Attrs().Caps, last: make(map[verbs.MR]uint8)}
 	check := func(err error) {
 		t.Helper()
 		if err != nil {
@@ -103,7 +104,8 @@ func newEnd(t *testing.T, id verbs.ConnID) *wireEnd {
 	}
 	e.out, e.room = buffer(wireMessage), buffer(wireRoom)
 	receives := buffer(wireReceives * wireMessage)
-	e.qp, err = id.CreateQP(e.pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: wireReceives, MaxRecvWR: wireReceives, MaxSendSGE: 1,
+	e.qp, err = id.CreateQP(e.pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: wireReceives,
+		MaxRecvWR: wireReceives, MaxSendSGE: 1,
 		OnDisconnect: func(cause error) { e.gone <- cause }})
 	check(err)
 	t.Cleanup(func() { release(t, id.Close) })
@@ -241,9 +243,11 @@ func (e *wireEnd) obey() (over bool) {
 		switch o.Do {
 		case "write":
 			block(local.Buf, 0, o.Seed)
-			res.Status = e.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: o.RKey, RemoteAddr: o.Addr, SGList: []verbs.SGE{local}})
+			res.Status = e.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: o.RKey, RemoteAddr: o.Addr,
+				SGList: []verbs.SGE{local}})
 		case "read":
-			res.Status = e.do(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: o.RKey, RemoteAddr: o.Addr, SGList: []verbs.SGE{local}})
+			res.Status = e.do(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: o.RKey, RemoteAddr: o.Addr,
+				SGList: []verbs.SGE{local}})
 			res.Sum = crc32.ChecksumIEEE(local.Buf)
 		case "end":
 			over = true
@@ -300,7 +304,8 @@ func (e *wireEnd) window(m verbs.MR, access verbs.Access, off, n int) (verbs.RKe
 	addr := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(seg))))
 	key := e.last[m] + 1
 	e.last[m] = key
-	e.must(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: addr, Segs: [][]byte{seg}})
+	e.must(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: addr,
+		Segs: [][]byte{seg}})
 	if e.caps.Has(verbs.CapPerIOReg) {
 		return m.RKey(), addr
 	}

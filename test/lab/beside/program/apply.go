@@ -186,7 +186,10 @@ func init() {
 		return &verb{usesPath, func(w *world, o *op) ([]field, error) { return run(w.abs(o.path), o) }}
 	}
 	two := func(run func(from, to string, o *op) ([]field, error)) *verb {
-		return &verb{usesPath | usesTo, func(w *world, o *op) ([]field, error) { return run(w.abs(o.path), w.abs(o.to), o) }}
+		return &verb{usesPath | usesTo, func(w *world, o *op) ([]field,
+			error) {
+			return run(w.abs(o.path), w.abs(o.to), o)
+		}}
 	}
 	verbs = map[string]*verb{
 		"open":    {usesPath | usesFD, doOpen},
@@ -226,7 +229,8 @@ func init() {
 		"fdatasync": fd(func(fd int, _ *op) ([]field, error) { return only(unix.Fdatasync(fd)) }),
 		"futimens": fd(func(fd int, o *op) ([]field, error) {
 			times := [2]unix.Timespec{timeOf(o.atime), timeOf(o.mtime)}
-			if _, _, e := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0, uintptr(unsafe.Pointer(&times[0])), 0, 0, 0); e != 0 {
+			if _, _, e := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0, uintptr(unsafe.Pointer(&times[0])), 0, 0,
+				0); e != 0 {
 				return nil, e
 			}
 			return nil, nil
@@ -270,9 +274,18 @@ func init() {
 		"mknod": path(func(p string, o *op) ([]field, error) {
 			return only(unix.Mknod(p, uint32(o.mode), int(unix.Mkdev(1, 3))))
 		}),
-		"setxattr":    path(func(p string, _ *op) ([]field, error) { return only(unix.Setxattr(p, xattr, []byte("value"), 0)) }),
-		"getxattr":    path(func(p string, _ *op) ([]field, error) { return count(unix.Getxattr(p, xattr, make([]byte, 100))) }),
-		"listxattr":   path(func(p string, _ *op) ([]field, error) { return count(unix.Listxattr(p, make([]byte, 1000))) }),
+		"setxattr": path(func(p string, _ *op) ([]field,
+			error) {
+			return only(unix.Setxattr(p, xattr, []byte("value"), 0))
+		}),
+		"getxattr": path(func(p string, _ *op) ([]field,
+			error) {
+			return count(unix.Getxattr(p, xattr, make([]byte, 100)))
+		}),
+		"listxattr": path(func(p string, _ *op) ([]field,
+			error) {
+			return count(unix.Listxattr(p, make([]byte, 1000)))
+		}),
 		"removexattr": path(func(p string, _ *op) ([]field, error) { return only(unix.Removexattr(p, xattr)) }),
 		"readdir":     path(doReaddir),
 		"fill":        path(doFill),
@@ -348,7 +361,8 @@ func doStatfs(p string, _ *op) ([]field, error) {
 		unit = st.Bsize
 	}
 	// Each client counts in a unit of its own.
-	return []field{{"MiB", fmt.Sprint((int64(st.Blocks)*unit + 1<<20 - 1) >> 20)}, {"bsize", fmt.Sprint(st.Bsize)}, {"frsize", fmt.Sprint(st.Frsize)},
+	return []field{{"MiB", fmt.Sprint((int64(st.Blocks)*unit + 1<<20 - 1) >> 20)}, {"bsize", fmt.Sprint(st.Bsize)},
+		{"frsize", fmt.Sprint(st.Frsize)},
 		{"files", fmt.Sprint(st.Files)}, {"namelen", fmt.Sprint(st.Namelen)}}, nil
 }
 

@@ -145,12 +145,15 @@ func workloads() (list []workload) {
 		copy(buf, pattern(1, 0, b.size))
 		file := "/bench"
 		fill := func(dir string) error {
-			return withFile(dir+file, os.O_RDWR|os.O_CREATE|os.O_TRUNC, func(f *os.File) error { return writeAll(f, pattern(2, 0, mib), b.sequential) })
+			return withFile(dir+file, os.O_RDWR|os.O_CREATE|os.O_TRUNC,
+				func(f *os.File) error { return writeAll(f, pattern(2, 0, mib), b.sequential) })
 		}
 		list = append(list,
-			workload{"sequential write, " + b.name, seq, func(dir string) error { return ignoreMissing(os.Remove(dir + file)) }, func(dir string) error {
-				return withFile(dir+file, os.O_WRONLY|os.O_CREATE, func(f *os.File) error { return writeAll(f, buf, b.sequential) })
-			}},
+			workload{"sequential write, " + b.name, seq,
+				func(dir string) error { return ignoreMissing(os.Remove(dir + file)) }, func(dir string) error {
+					return withFile(dir+file, os.O_WRONLY|os.O_CREATE,
+						func(f *os.File) error { return writeAll(f, buf, b.sequential) })
+				}},
 			workload{"sequential read, " + b.name, seq, fill, func(dir string) error {
 				return withFile(dir+file, os.O_RDONLY, func(f *os.File) error {
 					for done := 0; done < b.sequential; {
@@ -164,10 +167,12 @@ func workloads() (list []workload) {
 				})
 			}},
 			workload{"random write, " + b.name, random, fill, func(dir string) error {
-				return withFile(dir+file, os.O_WRONLY, func(f *os.File) error { return atRandom(b.size, b.sequential, b.randomCount, buf, f.WriteAt) })
+				return withFile(dir+file, os.O_WRONLY,
+					func(f *os.File) error { return atRandom(b.size, b.sequential, b.randomCount, buf, f.WriteAt) })
 			}},
 			workload{"random read, " + b.name, random, fill, func(dir string) error {
-				return withFile(dir+file, os.O_RDONLY, func(f *os.File) error { return atRandom(b.size, b.sequential, b.randomCount, buf, f.ReadAt) })
+				return withFile(dir+file, os.O_RDONLY,
+					func(f *os.File) error { return atRandom(b.size, b.sequential, b.randomCount, buf, f.ReadAt) })
 			}})
 	}
 	names := func(do func(path string) error) func(dir string) error {

@@ -105,14 +105,16 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 		return first, known, nil
 	}
 	server := op{do: "walk", path: "server"}
-	check(len(ops)+1, server, newWorld(filepath.Join(p.serverKernel, dir)).do(&walk), newWorld(filepath.Join(p.serverOurs, dir)).do(&walk))
+	check(len(ops)+1, server, newWorld(filepath.Join(p.serverKernel, dir)).do(&walk),
+		newWorld(filepath.Join(p.serverOurs, dir)).do(&walk))
 	return first, known, nil
 }
 
 // parts tells whether a side did something that the other one did not. Files that one side alone
 // has opened are closed, and what lists nothing changes nothing.
 func (d *difference) parts() bool {
-	return d.field == "errno" && (d.kernel == "ok") != (d.ours == "ok") && d.op.do != "open" && d.op.do != "listxattr" && d.op.do != "lseek"
+	return d.field == "errno" && (d.kernel == "ok") != (d.ours == "ok") && d.op.do != "open" &&
+		d.op.do != "listxattr" && d.op.do != "lseek"
 }
 
 // differences compares what an operation gave. Fields that one side alone has count as missing on
@@ -155,7 +157,8 @@ func differences(at int, o op, kernel, ours []field) (out []difference) {
 
 // shrink leaves out operations for as long as the last one still gives the same difference, and the
 // time lasts.
-func (p *pair) shrink(ops []op, d *difference, tolerated func(*difference) bool, limit time.Duration) ([]op, *difference) {
+func (p *pair) shrink(ops []op, d *difference, tolerated func(*difference) bool, limit time.Duration) ([]op,
+	*difference) {
 	end := time.Now().Add(limit)
 	ops = ops[:min(d.at+1, len(ops))]
 	for size := max(1, len(ops)/2); ; size = max(1, size/2) {

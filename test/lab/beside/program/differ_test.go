@@ -17,7 +17,8 @@ func localPair(t *testing.T) *pair {
 	runtime.LockOSThread()
 	t.Cleanup(runtime.UnlockOSThread)
 	kernel, ours := t.TempDir(), t.TempDir()
-	return &pair{kernel: kernel, ours: ours, serverKernel: kernel, serverOurs: ours, ticks: true, hung: func(o op) { panic("hung: " + o.String()) }}
+	return &pair{kernel: kernel, ours: ours, serverKernel: kernel, serverOurs: ours, ticks: true,
+		hung: func(o op) { panic("hung: " + o.String()) }}
 }
 
 func nothing(*difference) bool { return false }

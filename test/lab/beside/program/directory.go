@@ -185,7 +185,8 @@ func doSeekdir(p string, o *op) ([]field, error) {
 		return nil, err
 	}
 	anew, err := l.rest()
-	return []field{namesField(all), {"again", fmt.Sprint(slices.Equal(again, all[skipped:]))}, {"anew", fmt.Sprint(slices.Equal(anew, all))}}, err
+	return []field{namesField(all), {"again", fmt.Sprint(slices.Equal(again, all[skipped:]))},
+		{"anew", fmt.Sprint(slices.Equal(anew, all))}}, err
 }
 
 // doWalk looks at the whole tree, and at every file's content.

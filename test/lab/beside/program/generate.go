@@ -9,14 +9,18 @@ import (
 // The names are few, so that operations meet. What is made by a name is mostly a file or mostly a
 // directory, so that paths lead somewhere.
 var (
-	files   = []string{"a", "b", "c", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d/a", "~255", "d/~255", "%ff%01", "d/%20%0a"}
+	files = []string{"a", "b", "c", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d/a", "~255", "d/~255", "%ff%01",
+		"d/%20%0a"}
 	dirs    = []string{"d", "e", "e/d", "d", "e", "e/d", "f", "d/f"}
 	around  = []string{"d/..", "e/.", "d/../a", "e/d/../b"}
-	oddOnes = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "f/", "b/.", "/", "a/b/c/d", "@4094/a", "@4095/d/b",
+	oddOnes = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "f/", "b/.", "/", "a/b/c/d", "@4094/a",
+		"@4095/d/b",
 		"@4096/a", "d/...", "d//a", "d/%ff/../a"}
-	targets = []string{"a", "b", "d", "e/a", "../a", "d/a", ".", "missing", "c", "~255", "~1024", "@4095/a", "~4096", "%ff", "d/", "b"}
-	modes   = []int{0o644, 0o600, 0o666, 0o755, 0o777, 0o777, 0o700, 0o400, 0o222, 0, 0o4755, 0o2755, 0o1777, 0o2775, 0o6777}
-	sizes   = []int{0, 1, 100, 4095, 4096, 4097, 10000, 65536, 70001, 1 << 20, 1<<20 + 1}
+	targets = []string{"a", "b", "d", "e/a", "../a", "d/a", ".", "missing", "c", "~255", "~1024", "@4095/a", "~4096",
+		"%ff", "d/", "b"}
+	modes = []int{0o644, 0o600, 0o666, 0o755, 0o777, 0o777, 0o700, 0o400, 0o222, 0, 0o4755, 0o2755, 0o1777, 0o2775,
+		0o6777}
+	sizes = []int{0, 1, 100, 4095, 4096, 4097, 10000, 65536, 70001, 1 << 20, 1<<20 + 1}
 )
 
 // A generator makes a stream of operations out of a seed.
@@ -61,12 +65,15 @@ func (g *generator) offset() int {
 }
 
 // far are offsets around what 32 bits, a server's file system and a client's integers hold.
-var far = []int{1<<31 - 1, 1<<32 - 1, 1 << 32, 1 << 40, 1<<44 - 4097, 1<<44 - 4096, 1 << 44, 1 << 50, 1 << 62, 1<<63 - 4096, 1<<63 - 1}
+var far = []int{1<<31 - 1, 1<<32 - 1, 1 << 32, 1 << 40, 1<<44 - 4097, 1<<44 - 4096, 1 << 44, 1 << 50, 1 << 62,
+	1<<63 - 4096, 1<<63 - 1}
 
 func (g *generator) openFlags() int {
 	flags := pick(g, []int{unix.O_RDONLY, unix.O_WRONLY, unix.O_RDWR, unix.O_RDWR, unix.O_RDWR})
-	for _, f := range []struct{ bit, percent int }{{unix.O_CREAT, 75}, {unix.O_EXCL, 6}, {unix.O_TRUNC, 15}, {unix.O_APPEND, 15},
-		{unix.O_DIRECT, 8}, {unix.O_SYNC, 5}, {unix.O_DIRECTORY, 2}, {unix.O_NOFOLLOW, 5}, {unix.O_NOATIME, 2}, {unix.O_PATH, 1}} {
+	for _, f := range []struct{ bit, percent int }{{unix.O_CREAT, 75}, {unix.O_EXCL, 6}, {unix.O_TRUNC, 15},
+		{unix.O_APPEND, 15},
+		{unix.O_DIRECT, 8}, {unix.O_SYNC, 5}, {unix.O_DIRECTORY, 2}, {unix.O_NOFOLLOW, 5}, {unix.O_NOATIME,
+			2}, {unix.O_PATH, 1}} {
 		if g.chance(f.percent) {
 			flags |= f.bit
 		}
@@ -149,7 +156,8 @@ var kinds = []kind{
 	{"sweep", 5, onPath},
 	{"seekdir", 8, func(g *generator, o *op) { o.off = pick(g, []int{0, 1, 3, 20, 100}) }},
 	{"mknod", 15, func(g *generator, o *op) {
-		o.mode = pick(g, modes)&0o777 | pick(g, []int{unix.S_IFIFO, unix.S_IFREG, unix.S_IFSOCK, unix.S_IFCHR, unix.S_IFBLK, 0})
+		o.mode = pick(g, modes)&0o777 | pick(g, []int{unix.S_IFIFO, unix.S_IFREG, unix.S_IFSOCK, unix.S_IFCHR,
+			unix.S_IFBLK, 0})
 	}},
 	{"setxattr", 4, onPath},
 	{"getxattr", 4, onPath},
@@ -228,7 +236,8 @@ func (g *generator) next() op {
 }
 
 // beginning are directories that everybody may use.
-var beginning = []op{{do: "mkdir", path: "d"}, {do: "chmod", path: "d", mode: 0o777}, {do: "mkdir", path: "e"}, {do: "chmod", path: "e", mode: 0o1777}}
+var beginning = []op{{do: "mkdir", path: "d"}, {do: "chmod", path: "d", mode: 0o777}, {do: "mkdir", path: "e"},
+	{do: "chmod", path: "e", mode: 0o1777}}
 
 // generate is the stream of a seed.
 func generate(seed uint64, n int) []op {

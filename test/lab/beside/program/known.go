@@ -20,7 +20,8 @@ type entry struct {
 }
 
 func (r rule) matches(d *difference) bool {
-	for _, m := range []struct{ pattern, s string }{{r.op, d.op.do}, {r.field, d.field}, {r.kernel, d.kernel}, {r.ours, d.ours}} {
+	for _, m := range []struct{ pattern, s string }{{r.op, d.op.do}, {r.field, d.field}, {r.kernel, d.kernel},
+		{r.ours, d.ours}} {
 		if ok, err := path.Match(m.pattern, strings.ReplaceAll(m.s, "/", "|")); err != nil || !ok {
 			return false
 		}
@@ -66,7 +67,8 @@ func parseKnown(text string) (list []entry, err error) {
 			block = nil
 		case line == "```":
 			block = new(strings.Builder)
-		case strings.HasPrefix(line, "|") && !strings.HasPrefix(line, "|---") && !strings.HasPrefix(line, "| operation "):
+		case strings.HasPrefix(line, "|") && !strings.HasPrefix(line, "|---") &&
+			!strings.HasPrefix(line, "| operation "):
 			cells := strings.Split(strings.Trim(line, "|"), "|")
 			if len(cells) != 4 {
 				return nil, fmt.Errorf("%s: a row of %d cells, want 4: %q", list[len(list)-1].name, len(cells), line)
@@ -119,7 +121,8 @@ func hold(p *pair, list []entry) (gone []string, err error) {
 		}
 		for _, r := range e.rules {
 			if !differs[r] {
-				gone = append(gone, fmt.Sprintf("%s: %s %s: kernel's client %s, ours %s", e.name, r.op, r.field, r.kernel, r.ours))
+				gone = append(gone, fmt.Sprintf("%s: %s %s: kernel's client %s, ours %s", e.name, r.op, r.field,
+					r.kernel, r.ours))
 			}
 		}
 	}

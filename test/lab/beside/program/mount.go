@@ -42,7 +42,8 @@ func profiledMount(args []string) error {
 				}
 			case s == syscall.SIGUSR2 && file != nil:
 				pprof.StopCPUProfile()
-				if err := errors.Join(file.Close(), os.Rename(file.Name(), fmt.Sprintf("%s%d", *prefix, n))); err != nil {
+				if err := errors.Join(file.Close(),
+					os.Rename(file.Name(), fmt.Sprintf("%s%d", *prefix, n))); err != nil {
 					fmt.Fprintln(os.Stderr, "profile:", err)
 				}
 				file = nil
@@ -50,6 +51,7 @@ func profiledMount(args []string) error {
 		}
 	}()
 	return daemon.MountCommand(context.Background(), daemon.MountCommandConfig{
-		Request: daemon.MountRequest{Spec: f.Arg(0), Dir: f.Arg(1), Options: *options}, Foreground: true, LogLevel: "warn", Log: os.Stderr,
+		Request: daemon.MountRequest{Spec: f.Arg(0), Dir: f.Arg(1),
+			Options: *options}, Foreground: true, LogLevel: "warn", Log: os.Stderr,
 	})
 }

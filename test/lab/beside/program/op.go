@@ -37,8 +37,10 @@ func (o *op) ints() []struct {
 		name string
 		base int
 		v    *int
-	}{{"as", 10, &o.as}, {"fd", 10, &o.fd}, {"flags", 16, &o.flags}, {"mode", 8, &o.mode}, {"off", 10, &o.off}, {"n", 10, &o.n},
-		{"uid", 10, &o.uid}, {"gid", 10, &o.gid}, {"atime", 10, &o.atime}, {"mtime", 10, &o.mtime}, {"seed", 10, &o.seed}}
+	}{{"as", 10, &o.as}, {"fd", 10, &o.fd}, {"flags", 16, &o.flags}, {"mode", 8, &o.mode}, {"off", 10, &o.off}, {"n",
+		10, &o.n},
+		{"uid", 10, &o.uid}, {"gid", 10, &o.gid}, {"atime", 10, &o.atime}, {"mtime", 10, &o.mtime}, {"seed", 10,
+			&o.seed}}
 }
 
 var prefixes = map[int]string{8: "0", 10: "", 16: "0x"}

@@ -51,7 +51,8 @@ func visible(args []string) error {
 			for _, line := range log[max(0, len(log)-20):] {
 				fmt.Println(line)
 			}
-			return fmt.Errorf("%s sees %s of %s, %d octets by its attributes, want %s: %v", sides[at], digest(got), name, size, digest(content), err)
+			return fmt.Errorf("%s sees %s of %s, %d octets by its attributes, want %s: %v", sides[at], digest(got),
+				name, size, digest(content), err)
 		}
 	}
 	fmt.Printf("%d changes were seen by both clients\n", *rounds)
