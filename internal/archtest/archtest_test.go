@@ -23,6 +23,8 @@ var floors = [][]string{
 	{"cmd/nfsrdmad"},
 	{"internal/demo"},
 	{"pkg/daemon", "internal/nfsserve"},
+	{"pkg/mount"},
+	{"pkg/control"},
 	{"pkg/fusefs"},
 	{"pkg/nfs3/mountd"},
 	{"pkg/nfs3"},
