@@ -21,7 +21,7 @@ func daemonCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			outliveReaders()
+			ignoreSIGPIPE()
 			return daemon.Run(cmd.Context(), cfg, daemon.NewLogger(cfg, os.Stderr))
 		},
 	}

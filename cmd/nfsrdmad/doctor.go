@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
@@ -23,7 +24,7 @@ func doctorCommand(c *common) *cobra.Command {
 			}
 			for _, f := range findings {
 				if f.Needed && !f.OK {
-					return &daemon.Error{Code: daemon.CodeSystem, Text: "doctor: this host cannot mount: " + f.Text,
+					return &control.Error{Code: control.CodeSystem, Text: "doctor: this host cannot mount: " + f.Text,
 						Err: errors.New(f.Subject)}
 				}
 			}

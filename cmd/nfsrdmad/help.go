@@ -10,9 +10,9 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// forPeople makes help and usage errors of cmd and the commands below it readable: help within 80
+// configureHelp makes help and usage errors of cmd and the commands below it readable: help within 80
 // columns, errors of one line that say where the help is.
-func forPeople(cmd *cobra.Command) {
+func configureHelp(cmd *cobra.Command) {
 	cobra.AddTemplateFunc("wrapped", func(
 		f interface{ FlagUsagesWrapped(int) string }) string {
 		return f.FlagUsagesWrapped(columns)
@@ -52,14 +52,6 @@ func onlyCommands(cmd *cobra.Command, args []string) error {
 		hint = " (is " + strings.Join(meant, " or ") + " meant?)"
 	}
 	return fmt.Errorf("unknown command %q%s; see %s --help", args[0], hint, cmd.CommandPath())
-}
-
-// notBoth refuses two flags that contradict each other.
-func notBoth(cmd *cobra.Command, a, b string) error {
-	if cmd.Flags().Changed(a) && cmd.Flags().Changed(b) {
-		return fmt.Errorf("flags --%s and --%s contradict each other; give one of them", a, b)
-	}
-	return nil
 }
 
 // nothing is said instead of an empty list.

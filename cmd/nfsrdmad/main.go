@@ -12,7 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // helperName is what mount(8) calls for "-t nfsrdma".
@@ -38,13 +38,13 @@ func endingSignals() []os.Signal {
 	return signals
 }
 
-// outliveReaders keeps a process that serves mounts alive when nobody reads what it says any more.
-func outliveReaders() { signal.Ignore(syscall.SIGPIPE) }
+// ignoreSIGPIPE keeps a process that serves mounts alive when nobody reads what it says any more.
+func ignoreSIGPIPE() { signal.Ignore(syscall.SIGPIPE) }
 
 func run(ctx context.Context, cmd *cobra.Command) int {
 	err := cmd.ExecuteContext(ctx)
 	if err != nil {
 		fmt.Fprintf(cmd.ErrOrStderr(), "%s: %v\n", cmd.Name(), err)
 	}
-	return daemon.ExitCode(err)
+	return control.ExitCode(err)
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
@@ -23,24 +24,24 @@ type mountFlags struct {
 	inject     string
 }
 
-func (f *mountFlags) request(args []string) daemon.MountRequest {
-	return daemon.MountRequest{Spec: args[0], Dir: args[1], Options: strings.Join(f.options, ",")}
+func (f *mountFlags) request(args []string) control.MountRequest {
+	return control.MountRequest{Spec: args[0], Dir: args[1], Options: strings.Join(f.options, ",")}
 }
 
 func (f *mountFlags) run(cmd *cobra.Command, c *common, args []string) error {
 	if f.foreground {
-		outliveReaders()
+		ignoreSIGPIPE()
 	}
 	return daemon.MountCommand(cmd.Context(), daemon.MountCommandConfig{
 		Request: f.request(args), Socket: c.socket, Foreground: f.foreground, CheckOnly: f.check, Sloppy: f.sloppy,
 		LogLevel: f.logLevel, Inject: f.inject, Log: os.Stderr,
-		Mounted: func(i daemon.MountInfo) { // it stands, whoever reads of it
+		Mounted: func(i control.MountInfo) { // it stands, whoever reads of it
 			_ = c.print(cmd.OutOrStdout(), i, func(w io.Writer) { f.print(w, &i) })
 		},
 	})
 }
 
-func (f *mountFlags) print(w io.Writer, i *daemon.MountInfo) {
+func (f *mountFlags) print(w io.Writer, i *control.MountInfo) {
 	if f.verbose {
 		fmt.Fprintf(w, "%s on %s type nfsrdma (%s)\n", printable(i.Spec), printable(i.Dir), i.Options)
 	}
@@ -120,7 +121,7 @@ func helperCommand() *cobra.Command {
 			if namespace != "" {
 				return fmt.Errorf("flag -N %s: the daemon mounts in its own mount namespace; run a daemon in that one, or nfsrdmad mount --foreground", namespace)
 			}
-			return f.run(cmd, &common{socket: daemon.DefaultControlSocket}, args)
+			return f.run(cmd, &common{socket: control.DefaultSocket}, args)
 		},
 	}
 	cmd.Flags().StringArrayVarP(&f.options, "options", "o", nil, "mount `options`, comma separated")
@@ -130,7 +131,7 @@ func helperCommand() *cobra.Command {
 	cmd.Flags().BoolVarP(&f.noMtab, "no-mtab", "n", false, "without effect: there is no mtab")
 	cmd.Flags().StringVarP(&ignored, "types", "t", "", "without effect")
 	cmd.Flags().StringVarP(&namespace, "namespace", "N", "", "refused: the daemon mounts where it runs")
-	forPeople(cmd)
+	configureHelp(cmd)
 	return cmd
 }
 
@@ -141,14 +142,23 @@ func umountCommand(c *common) *cobra.Command {
 		Short: "End a mount",
 		Args:  takes(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if err := notBoth(cmd, "force", "lazy"); err != nil {
+			dir, err := control.AbsolutePath(args[0])
+			if err != nil {
 				return err
 			}
-			return daemon.UmountCommand(cmd.Context(), c.socket, args[0], force, lazy)
+			mode := control.UmountNormal
+			switch {
+			case force:
+				mode = control.UmountForce
+			case lazy:
+				mode = control.UmountLazy
+			}
+			return control.NewClient(c.socket).Umount(cmd.Context(), control.UmountRequest{Dir: dir, Mode: mode})
 		},
 	}
 	c.socketFlag(cmd)
 	cmd.Flags().BoolVarP(&force, "force", "f", false, "abort what is under way; data not yet written is lost")
 	cmd.Flags().BoolVarP(&lazy, "lazy", "l", false, "detach now; open files stay usable")
+	cmd.MarkFlagsMutuallyExclusive("force", "lazy")
 	return cmd
 }

@@ -7,7 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // common are the flags that most commands have.
@@ -21,7 +21,7 @@ func rootCommand() *cobra.Command {
 	root := &cobra.Command{
 		Use:                        "nfsrdmad",
 		Short:                      "Mount NFS exports over RDMA, in user space",
-		Version:                    daemon.Version().Version,
+		Version:                    control.Version().Version,
 		DisableFlagsInUseLine:      true,
 		SuggestionsMinimumDistance: 2,
 		Args:                       onlyCommands,
@@ -38,13 +38,13 @@ func rootCommand() *cobra.Command {
 	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c),
 		traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
 	root.SetVersionTemplate("nfsrdmad {{.Version}}\n")
-	forPeople(root)
+	configureHelp(root)
 	return root
 }
 
 // socketFlag is for the commands that ask the daemon.
 func (c *common) socketFlag(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&c.socket, "control-socket", daemon.DefaultControlSocket, "unix socket of the daemon")
+	cmd.Flags().StringVar(&c.socket, "control-socket", control.DefaultSocket, "unix socket of the daemon")
 }
 
 // print writes v as JSON, or as text makes it.
@@ -59,8 +59,8 @@ func (c *common) print(w io.Writer, v any, text func(io.Writer)) error {
 }
 
 // ask fetches from the daemon and prints.
-func ask[T any](c *common, cmd *cobra.Command, fetch func(*daemon.Client) (T, error), text func(io.Writer, T)) error {
-	v, err := fetch(daemon.NewClient(c.socket))
+func ask[T any](c *common, cmd *cobra.Command, fetch func(*control.Client) (T, error), text func(io.Writer, T)) error {
+	v, err := fetch(control.NewClient(c.socket))
 	if err != nil {
 		return err
 	}

@@ -7,7 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 func listCommand(c *common) *cobra.Command {
@@ -16,7 +16,7 @@ func listCommand(c *common) *cobra.Command {
 		Short: "List the daemon's mounts",
 		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountInfo, error) { return d.List(cmd.Context()) },
+			return ask(c, cmd, func(d *control.Client) ([]control.MountInfo, error) { return d.List(cmd.Context()) },
 				printList)
 		},
 	}
@@ -24,10 +24,10 @@ func listCommand(c *common) *cobra.Command {
 	return cmd
 }
 
-func printList(w io.Writer, l []daemon.MountInfo) {
+func printList(w io.Writer, l []control.MountInfo) {
 	for _, m := range l {
 		if m.FaultInjection != "" {
-			item(w, "", daemon.FaultBanner+m.FaultInjection, ",")
+			item(w, "", control.FaultBanner+m.FaultInjection, ",")
 			break
 		}
 	}
@@ -46,9 +46,9 @@ func versionCommand(c *common) *cobra.Command {
 		Short: "Print the version of this program",
 		Args:  takes(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			v := versions{VersionInfo: daemon.Version()}
+			v := versions{VersionInfo: control.Version()}
 			if verbose {
-				d, err := daemon.NewClient(c.socket).Version(cmd.Context())
+				d, err := control.NewClient(c.socket).Version(cmd.Context())
 				if err != nil {
 					return err
 				}
@@ -64,8 +64,8 @@ func versionCommand(c *common) *cobra.Command {
 
 // versions are those of this program and, if it was asked, of the daemon.
 type versions struct {
-	daemon.VersionInfo
-	Daemon *daemon.VersionInfo `json:"daemon,omitempty"`
+	control.VersionInfo
+	Daemon *control.VersionInfo `json:"daemon,omitempty"`
 }
 
 func (v versions) print(w io.Writer) {
@@ -75,6 +75,6 @@ func (v versions) print(w io.Writer) {
 	}
 	fmt.Fprintf(w, "daemon   %s %s, pid %d\n", v.Daemon.Version, v.Daemon.Go, v.Daemon.PID)
 	if v.Daemon.FaultInjection != "" {
-		item(w, "", daemon.FaultBanner+v.Daemon.FaultInjection, ",")
+		item(w, "", control.FaultBanner+v.Daemon.FaultInjection, ",")
 	}
 }

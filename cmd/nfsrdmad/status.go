@@ -13,7 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // columns is the width that status is made for.
@@ -25,22 +25,30 @@ func statusCommand(c *common) *cobra.Command {
 		Short: "Show a mount, or all: connection, waiting calls, memory regions",
 		Args:  takes(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			dir, err := daemon.OptionalDir(args)
+			dir, err := optionalDir(args)
 			if err != nil {
 				return err
 			}
-			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountStatus,
+			return ask(c, cmd, func(d *control.Client) ([]control.MountStatus,
 				error) {
 				return d.Status(cmd.Context(), dir)
 			},
-				func(w io.Writer, l []daemon.MountStatus) { printStatus(w, l, time.Now()) })
+				func(w io.Writer, l []control.MountStatus) { printStatus(w, l, time.Now()) })
 		},
 	}
 	c.socketFlag(cmd)
 	return cmd
 }
 
-func printStatus(w io.Writer, l []daemon.MountStatus, now time.Time) {
+// optionalDir is the only argument as an absolute path, or "".
+func optionalDir(args []string) (string, error) {
+	if len(args) == 0 {
+		return "", nil
+	}
+	return control.AbsolutePath(args[0])
+}
+
+func printStatus(w io.Writer, l []control.MountStatus, now time.Time) {
 	if len(l) == 0 {
 		nothing(w)
 	}
@@ -52,9 +60,9 @@ func printStatus(w io.Writer, l []daemon.MountStatus, now time.Time) {
 	}
 }
 
-func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
+func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	if m.FaultInjection != "" {
-		item(w, "", daemon.FaultBanner+m.FaultInjection, ",")
+		item(w, "", control.FaultBanner+m.FaultInjection, ",")
 	}
 	item(w, "", fmt.Sprintf("%s on %s: %s since %s", printable(m.Spec), printable(m.Dir), m.State,
 		m.Since.Local().Format(time.DateTime)), " ")
@@ -84,7 +92,7 @@ func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
 	}
 }
 
-func callsLine(m *daemon.MountStatus) string {
+func callsLine(m *control.MountStatus) string {
 	s := fmt.Sprintf("%d sent, %d answered, ", m.Sends, m.Receives)
 	if len(m.Calls) == 0 {
 		return s + "none waits"
@@ -97,7 +105,7 @@ func callsLine(m *daemon.MountStatus) string {
 }
 
 // printCalls is the table of waiting calls, the oldest first.
-func printCalls(w io.Writer, m *daemon.MountStatus) {
+func printCalls(w io.Writer, m *control.MountStatus) {
 	if len(m.Calls) == 0 {
 		return
 	}
@@ -118,29 +126,29 @@ func printCalls(w io.Writer, m *daemon.MountStatus) {
 	t.Flush()
 }
 
-func severalConnections(m *daemon.MountStatus) bool {
-	return slices.ContainsFunc(m.History, func(n daemon.ConnEvent) bool { return n.Connection > 0 })
+func severalConnections(m *control.MountStatus) bool {
+	return slices.ContainsFunc(m.History, func(n control.ConnEvent) bool { return n.Connection > 0 })
 }
 
 // owner is for whom a call is made, as a few words.
-func owner(c *daemon.PendingCall) string {
+func owner(c *control.PendingCall) string {
 	switch c.Owner {
-	case daemon.OwnerProcess:
+	case control.OwnerProcess:
 		command := "(ended)"
 		if c.Command != "" {
 			command = printable(c.Command)
 		}
 		return fmt.Sprintf("%d %s uid %d", c.PID, command, c.UID)
-	case daemon.OwnerGone:
+	case control.OwnerGone:
 		return "(caller has gone)"
-	case daemon.OwnerKernel:
+	case control.OwnerKernel:
 		return fmt.Sprintf("kernel uid %d", c.UID)
 	}
 	return c.Owner
 }
 
 // printStory is the table of what became of the connections, the newest last.
-func printStory(w io.Writer, m *daemon.MountStatus, now time.Time) {
+func printStory(w io.Writer, m *control.MountStatus, now time.Time) {
 	if len(m.History) == 0 {
 		return
 	}

@@ -5,7 +5,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 const traceLong = `Show what happens to a mount's calls and memory regions, event by event, as it
@@ -25,7 +25,7 @@ func traceCommand(c *common) *cobra.Command {
 		Long:  traceLong,
 		Args:  takes(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			dir, err := daemon.OptionalDir(args)
+			dir, err := optionalDir(args)
 			if err != nil {
 				return err
 			}
@@ -36,8 +36,8 @@ func traceCommand(c *common) *cobra.Command {
 			if !given && !follow {
 				last = -1 // everything that is kept
 			}
-			r := daemon.TraceRequest{Dir: dir, JSON: c.output == "json", Follow: follow, Last: last}
-			return daemon.NewClient(c.socket).Trace(cmd.Context(), r, cmd.OutOrStdout())
+			r := control.TraceRequest{Dir: dir, JSON: c.output == "json", Follow: follow, Last: last}
+			return control.NewClient(c.socket).Trace(cmd.Context(), r, cmd.OutOrStdout())
 		},
 	}
 	c.socketFlag(cmd)

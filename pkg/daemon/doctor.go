@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 )
 
@@ -26,15 +28,15 @@ func Examine(ctx context.Context, socket string) []Finding {
 }
 
 func examineFuse() Finding {
-	f := Finding{Subject: "mounting", OK: true, Needed: true, Text: "CAP_SYS_ADMIN and " + fuseDevice + " are there"}
-	if err := CheckPrivilege(); err != nil {
+	f := Finding{Subject: "mounting", OK: true, Needed: true, Text: "CAP_SYS_ADMIN and /dev/fuse are there"}
+	if err := mount.CheckPrivilege(); err != nil {
 		f.OK, f.Text = false, err.Error()
 	}
 	return f
 }
 
 func examineDaemon(ctx context.Context, socket string) Finding {
-	l, err := NewClient(socket).List(ctx)
+	l, err := control.NewClient(socket).List(ctx)
 	if err != nil {
 		return Finding{Subject: "daemon", Text: err.Error()}
 	}

@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"bufio"
@@ -7,12 +7,12 @@ import (
 	"encoding/json"
 	"io"
 	"net"
-	"net/http"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
@@ -20,12 +20,15 @@ func testRing(size int) *trace.Ring {
 	return trace.NewRing(size, func(uint8) string { return "success" })
 }
 
+// readTimeout of the control server in these tests: short, so that a trace outlasts it.
+const readTimeout = 2 * time.Second
+
 // tracedMount serves the control API for a table with one mount that has these rings.
-func tracedMount(t *testing.T, rings ...*trace.Ring) (c *Client, dir string, mount *standIn) {
+func tracedMount(t *testing.T, rings ...*trace.Ring) (c *control.Client, dir string, mount *standIn) {
 	t.Helper()
 	mount = newStandIn()
 	mount.rings = rings
-	tab, r := testTable(t, func(context.Context, plan) (live, error) { return mount, nil })
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return mount, nil })
 	if _, err := tab.Mount(context.Background(), r); err != nil {
 		t.Fatal(err)
 	}
@@ -34,11 +37,12 @@ func tracedMount(t *testing.T, rings ...*trace.Ring) (c *Client, dir string, mou
 	if err != nil {
 		t.Fatal(err)
 	}
-	srv := controlServer(tab, VersionInfo{})
+	srv := control.NewServer(tab, control.VersionInfo{})
+	srv.ReadTimeout = readTimeout
 	served := make(chan struct{})
 	go func() { defer close(served); _ = srv.Serve(l) }()
 	t.Cleanup(func() { srv.Close(); <-served })
-	return NewClient(socket), r.Dir, mount
+	return control.NewClient(socket), r.Dir, mount
 }
 
 func add(r *trace.Ring, xids ...uint32) {
@@ -77,7 +81,7 @@ func TestTraceOfThePast(t *testing.T) {
 		want string // connection and XID of each
 	}{{-1, "0:1 0:2 1:3 0:4"}, {2, "1:3 0:4"}, {0, ""}, {100, "0:1 0:2 1:3 0:4"}} {
 		var out bytes.Buffer
-		if err := c.Trace(context.Background(), TraceRequest{Dir: dir, JSON: true, Last: tt.last}, &out); err != nil {
+		if err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, JSON: true, Last: tt.last}, &out); err != nil {
 			t.Fatal(err)
 		}
 		var got []string
@@ -89,7 +93,7 @@ func TestTraceOfThePast(t *testing.T) {
 		}
 	}
 	var out bytes.Buffer
-	if err := c.Trace(context.Background(), TraceRequest{Dir: dir, Last: 1}, &out); err != nil ||
+	if err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, Last: 1}, &out); err != nil ||
 		!strings.HasPrefix(out.String(), "#0 ") ||
 		!strings.Contains(out.String(), "post_send     xid=0x4 requests=2 inline=100\n") {
 		t.Errorf("text %q, %v", out.String(), err)
@@ -97,7 +101,7 @@ func TestTraceOfThePast(t *testing.T) {
 }
 
 // follow starts a trace and returns its lines, and what it ends with.
-func follow(ctx context.Context, c *Client, r TraceRequest) (*bufio.Reader, <-chan error) {
+func follow(ctx context.Context, c *control.Client, r control.TraceRequest) (*bufio.Reader, <-chan error) {
 	pr, pw := io.Pipe()
 	ended := make(chan error, 1)
 	r.Follow = true
@@ -140,9 +144,9 @@ func TestTraceEndsWithTheMount(t *testing.T) {
 	ring := testRing(64)
 	c, dir, mount := tracedMount(t, ring)
 	add(ring, 0xa)
-	lines, ended := follow(context.Background(), c, TraceRequest{Dir: dir, Last: 1})
+	lines, ended := follow(context.Background(), c, control.TraceRequest{Dir: dir, Last: 1})
 	await(t, lines, "xid=0xa")
-	time.Sleep(headerTimeout + time.Second)
+	time.Sleep(readTimeout + time.Second)
 	add(ring, 0xb)
 	await(t, lines, "xid=0xb")
 	add(ring, 0xc)
@@ -159,37 +163,12 @@ func TestTraceEndsWithItsReader(t *testing.T) {
 	c, dir, _ := tracedMount(t, ring)
 	ctx, interrupt := context.WithCancel(context.Background())
 	add(ring, 0xa)
-	lines, ended := follow(ctx, c, TraceRequest{Dir: dir, Last: 1})
+	lines, ended := follow(ctx, c, control.TraceRequest{Dir: dir, Last: 1})
 	await(t, lines, "xid=0xa")
 	go io.Copy(io.Discard, lines)
 	interrupt()
 	if err := within(t, ended); err != nil {
 		t.Error(err)
-	}
-}
-
-// A daemon that is gone in the middle is no end of the mount.
-func TestTraceSaysThatTheDaemonDied(t *testing.T) {
-	ring := testRing(64)
-	add(ring, 0xa)
-	socket := filepath.Join(t.TempDir(), "s")
-	l, err := net.Listen("unix", socket)
-	if err != nil {
-		t.Fatal(err)
-	}
-	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		_, _ = io.WriteString(w, "one line\n")
-		_ = http.NewResponseController(w).Flush()
-		panic(http.ErrAbortHandler)
-	})}
-	served := make(chan struct{})
-	go func() { defer close(served); _ = srv.Serve(l) }()
-	t.Cleanup(func() { srv.Close(); <-served })
-	var out bytes.Buffer
-	err = NewClient(socket).Trace(context.Background(), TraceRequest{Dir: "/x", Follow: true}, &out)
-	isError(t, err, CodeSystem, "the daemon at "+socket+" ended")
-	if out.String() != "one line\n" {
-		t.Errorf("got %q", out.String())
 	}
 }
 
@@ -202,7 +181,7 @@ func TestSlowTraceReader(t *testing.T) {
 	ended := make(chan error, 1)
 	add(ring, 1)
 	go func() {
-		err := c.Trace(context.Background(), TraceRequest{Dir: dir, JSON: true, Follow: true, Last: 1}, pw)
+		err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, JSON: true, Follow: true, Last: 1}, pw)
 		pw.Close()
 		ended <- err
 	}()
@@ -260,7 +239,7 @@ func TestTraceLossInWords(t *testing.T) {
 		{[]*trace.Ring{testRing(16), ring}, false, "… #1 17 events lost\n"},
 		{[]*trace.Ring{testRing(16), ring}, true, "{\"connection\":1,\"lost\":17}\n"},
 	} {
-		s := newTraceStream(tt.rings, &TraceRequest{JSON: tt.json})
+		s := newTraceStream(tt.rings, nil, &control.TraceRequest{JSON: tt.json})
 		for range 33 {
 			add(ring, 7)
 		}
@@ -273,19 +252,19 @@ func TestTraceLossInWords(t *testing.T) {
 
 func TestTraceErrors(t *testing.T) {
 	c, dir, _ := tracedMount(t, nil)
-	err := c.Trace(context.Background(), TraceRequest{Dir: dir}, io.Discard)
-	isError(t, err, CodeUsage, "-o trace=1024")
-	isError(t, err, CodeUsage, dir)
-	err = c.Trace(context.Background(), TraceRequest{Dir: filepath.Dir(dir)}, io.Discard)
-	isError(t, err, CodeNotMounted, "nfsrdmad list")
-	isError(t, c.Trace(context.Background(), TraceRequest{Dir: dir, Last: -2}, io.Discard), CodeUsage, `last = "-2"`)
+	err := c.Trace(context.Background(), control.TraceRequest{Dir: dir}, io.Discard)
+	isError(t, err, control.CodeUsage, "-o trace=1024")
+	isError(t, err, control.CodeUsage, dir)
+	err = c.Trace(context.Background(), control.TraceRequest{Dir: filepath.Dir(dir)}, io.Discard)
+	isError(t, err, control.CodeNotMounted, "nfsrdmad list")
+	isError(t, c.Trace(context.Background(), control.TraceRequest{Dir: dir, Last: -2}, io.Discard), control.CodeUsage, `last = "-2"`)
 	b := newBuilding()
 	tab, r := testTable(t, b.build)
 	done := make(chan struct{})
 	go func() { defer close(done); _, _ = tab.Mount(context.Background(), r) }()
 	<-b.begun
 	_, _, err = tab.traced(context.Background(), r.Dir)
-	isError(t, err, CodeNotMounted, "still being mounted")
+	isError(t, err, control.CodeNotMounted, "still being mounted")
 	b.result <- newStandIn()
 	<-done
 }

@@ -1,4 +1,4 @@
-package daemon
+package control
 
 import (
 	"errors"
@@ -23,20 +23,20 @@ const (
 	probeTimeout  = 2 * time.Second
 )
 
-// A controlSocket is the listener of the control API and the lock beside it, which says that a
+// A Listener is the listener of the control API and the lock beside it, which says that a
 // daemon lives. The kernel drops the lock with its holder, so a socket without a lock was left by a
 // dead daemon.
-type controlSocket struct {
+type Listener struct {
 	net.Listener
 	path string
 	lock *os.File
 	once sync.Once
 }
 
-// listenControl takes the socket at path. A second daemon is refused with the pid of the first.
-func listenControl(path string) (*controlSocket, error) {
+// Listen takes the socket at path. A second daemon is refused with the pid of the first.
+func Listen(path string) (*Listener, error) {
 	if len(path) > maxSocketPath {
-		return nil, errorf(CodeUsage, "control socket %s: a socket's path has at most %d octets", path, maxSocketPath)
+		return nil, Errorf(CodeUsage, "control socket %s: a socket's path has at most %d octets", path, maxSocketPath)
 	}
 	if err := os.MkdirAll(filepath.Dir(path), socketDirMode); err != nil {
 		return nil, socketError(path, err)
@@ -51,7 +51,7 @@ func listenControl(path string) (*controlSocket, error) {
 		lock.Close()
 		return nil, err
 	}
-	return &controlSocket{Listener: l, path: path, lock: lock}, nil
+	return &Listener{Listener: l, path: path, lock: lock}, nil
 }
 
 // lockFor takes the lock file. Its last holder may have removed it meanwhile: then the lock is
@@ -66,11 +66,11 @@ func lockFor(path string) (*os.File, error) {
 			pid, _ := io.ReadAll(io.LimitReader(f, 32))
 			f.Close()
 			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, errorf(CodeSystem,
+				return nil, Errorf(CodeSystem,
 					"control socket %s: a daemon runs there already (pid %s); stop it, or choose another --control-socket",
 					path, strings.TrimSpace(string(pid)))
 			}
-			return nil, errorf(CodeSystem, "control socket %s: locking %s.lock: %w", path, path, err)
+			return nil, Errorf(CodeSystem, "control socket %s: locking %s.lock: %w", path, path, err)
 		}
 		if !isNamed(f) {
 			f.Close()
@@ -78,20 +78,20 @@ func lockFor(path string) (*os.File, error) {
 		}
 		if err := errors.Join(f.Truncate(0), writeAt(f, fmt.Sprintln(os.Getpid()))); err != nil {
 			f.Close()
-			return nil, errorf(CodeSystem, "control socket %s: writing its lock: %w", path, err)
+			return nil, Errorf(CodeSystem, "control socket %s: writing its lock: %w", path, err)
 		}
 		return f, nil
 	}
-	return nil, errorf(CodeSystem, "control socket %s: other daemons start and stop there; try again", path)
+	return nil, Errorf(CodeSystem, "control socket %s: other daemons start and stop there; try again", path)
 }
 
 // socketError says what to do about a socket that cannot be made at path.
 func socketError(path string, err error) error {
 	if errors.Is(err, os.ErrPermission) {
-		return errorf(CodePermission, "control socket %s: %w; run as root, or choose another --control-socket", path,
+		return Errorf(CodePermission, "control socket %s: %w; run as root, or choose another --control-socket", path,
 			err)
 	}
-	return errorf(CodeSystem, "control socket %s: %w; choose another --control-socket", path, err)
+	return Errorf(CodeSystem, "control socket %s: %w; choose another --control-socket", path, err)
 }
 
 // isNamed tells whether f is still the file of its name.
@@ -112,18 +112,18 @@ func bindFresh(path string) (net.Listener, error) {
 	fi, err := os.Lstat(path)
 	switch {
 	case err == nil && fi.Mode()&os.ModeSocket == 0:
-		return nil, errorf(CodeSystem, "control socket %s: a file that is no socket is in the way; remove it, or choose another --control-socket", path)
+		return nil, Errorf(CodeSystem, "control socket %s: a file that is no socket is in the way; remove it, or choose another --control-socket", path)
 	case err == nil:
 		conn, err := net.DialTimeout("unix", path, probeTimeout)
 		if err == nil {
 			conn.Close()
 		}
 		if !errors.Is(err, unix.ECONNREFUSED) && !errors.Is(err, os.ErrNotExist) {
-			return nil, errorf(CodeSystem,
+			return nil, Errorf(CodeSystem,
 				"control socket %s: another program listens there; choose another --control-socket", path)
 		}
 	case !errors.Is(err, os.ErrNotExist):
-		return nil, errorf(CodeSystem, "control socket %s: %w", path, err)
+		return nil, Errorf(CodeSystem, "control socket %s: %w", path, err)
 	}
 	fresh := path + freshSuffix
 	_ = os.Remove(fresh)
@@ -135,13 +135,13 @@ func bindFresh(path string) (net.Listener, error) {
 	if err := errors.Join(os.Chmod(fresh, socketMode), os.Rename(fresh, path)); err != nil {
 		l.Close()
 		os.Remove(fresh)
-		return nil, errorf(CodeSystem, "control socket %s: %w", path, err)
+		return nil, Errorf(CodeSystem, "control socket %s: %w", path, err)
 	}
 	return l, nil
 }
 
 // Close stops listening and removes the socket. Idempotent.
-func (s *controlSocket) Close() error {
+func (s *Listener) Close() error {
 	var err error
 	s.once.Do(func() {
 		err = s.Listener.Close()
@@ -152,8 +152,8 @@ func (s *controlSocket) Close() error {
 	return err
 }
 
-// release ends the claim on the path. Another daemon may start from here on.
-func (s *controlSocket) release() {
+// Release ends the claim on the path. Another daemon may start from here on.
+func (s *Listener) Release() {
 	os.Remove(s.lock.Name())
 	s.lock.Close()
 }

@@ -1,16 +1,15 @@
-package daemon
+package mount
 
 import (
 	"bytes"
 	"cmp"
 	"context"
 	"fmt"
-	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
@@ -18,31 +17,7 @@ const (
 	// tracePoll is how often the rings are looked at: writers of events tell nobody, as that would
 	// cost them.
 	tracePoll = 50 * time.Millisecond
-	// traceGrace is what a reader gets to take what is left when the mount has ended.
-	traceGrace = time.Second
 )
-
-func (r *TraceRequest) query() string {
-	return url.Values{"dir": {r.Dir}, "json": {strconv.FormatBool(r.JSON)}, "follow": {strconv.FormatBool(r.Follow)},
-		"last": {strconv.Itoa(r.Last)}}.Encode()
-}
-
-func parseTraceRequest(q url.Values) (r TraceRequest, err error) {
-	bad := func(name string) (TraceRequest, error) {
-		return r, errorf(CodeUsage, "control API: %s = %q of a trace is not understood; the daemon and its client may be of different versions", name, q.Get(name))
-	}
-	r.Dir = q.Get("dir")
-	if r.JSON, err = strconv.ParseBool(q.Get("json")); err != nil {
-		return bad("json")
-	}
-	if r.Follow, err = strconv.ParseBool(q.Get("follow")); err != nil {
-		return bad("follow")
-	}
-	if r.Last, err = strconv.Atoi(q.Get("last")); err != nil || r.Last < -1 {
-		return bad("last")
-	}
-	return r, nil
-}
 
 // traced finds the mount whose trace is asked for: its rings, and when it is gone.
 func (t *Table) traced(ctx context.Context, dir string) (rings []*trace.Ring, gone <-chan struct{}, err error) {
@@ -50,15 +25,15 @@ func (t *Table) traced(ctx context.Context, dir string) (rings []*trace.Ring, go
 	if err != nil {
 		return nil, nil, err
 	}
-	e := t.find(dir, UmountForce)
+	e := t.find(dir, control.UmountForce)
 	if e == nil {
-		return nil, nil, errorf(CodeNotMounted, "trace of %s: no mount of this daemon is there; see nfsrdmad list", dir)
+		return nil, nil, control.Errorf(control.CodeNotMounted, "trace of %s: no mount of this daemon is there; see nfsrdmad list", dir)
 	}
 	t.mu.Lock()
-	l := e.live
+	l := e.instance
 	t.mu.Unlock()
 	if l == nil {
-		return nil, nil, errorf(CodeNotMounted, "trace of %s: it is still being mounted; try again when it is", dir)
+		return nil, nil, control.Errorf(control.CodeNotMounted, "trace of %s: it is still being mounted; try again when it is", dir)
 	}
 	for _, r := range l.Rings() {
 		if r != nil {
@@ -66,54 +41,25 @@ func (t *Table) traced(ctx context.Context, dir string) (rings []*trace.Ring, go
 		}
 	}
 	if len(rings) == 0 {
-		return nil, nil, errorf(CodeUsage,
+		return nil, nil, control.Errorf(control.CodeUsage,
 			"trace of %s: it is off for this mount; mount it again with -o trace=%d (events to keep)", dir, DefaultOptions().TraceEvents)
 	}
 	return rings, e.gone, nil
 }
 
-// traceHandler streams trace events. Whatever the reader does, the mount only writes into its
-// rings: a slow reader loses events.
-func traceHandler(t *Table) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		req, err := parseTraceRequest(r.URL.Query())
-		if err != nil {
-			writeError(w, err)
-			return
-		}
-		found, cancel := context.WithTimeout(r.Context(), statusTimeout)
-		defer cancel()
-		rings, gone, err := t.traced(found, req.Dir)
-		if err != nil {
-			writeError(w, err)
-			return
-		}
-		ctl := http.NewResponseController(w)
-		_ = ctl.SetReadDeadline(time.Time{}) // the server's own would take its end for the reader's
-		s := newTraceStream(rings, &req)
-		w.Header().Set("Content-Type", s.contentType())
-		_ = ctl.Flush() // so that the reader knows that it is heard
-		ended := make(chan struct{})
-		defer close(ended)
-		go func() { // a reader that takes nothing must not hold what is left of the mount
-			select {
-			case <-gone:
-				_ = ctl.SetWriteDeadline(time.Now().Add(traceGrace))
-			case <-ended:
-			}
-		}()
-		s.run(r.Context(), gone, func(b []byte) error {
-			if _, err := w.Write(b); err != nil {
-				return err
-			}
-			return ctl.Flush()
-		})
-	})
+// Trace returns a stream of the trace events of the mount at r.Dir.
+func (t *Table) Trace(ctx context.Context, r control.TraceRequest) (control.TraceStream, error) {
+	rings, gone, err := t.traced(ctx, r.Dir)
+	if err != nil {
+		return nil, err
+	}
+	return newTraceStream(rings, gone, &r), nil
 }
 
 // A traceStream reads the rings of one mount and formats their events, merged by time.
 type traceStream struct {
-	req     *TraceRequest
+	gone    <-chan struct{} // closed when the mount has ended
+	req     *control.TraceRequest
 	sources []traceSource
 	merged  []tracedEvent
 	out     bytes.Buffer
@@ -131,8 +77,8 @@ type tracedEvent struct {
 	event  *trace.Event
 }
 
-func newTraceStream(rings []*trace.Ring, req *TraceRequest) *traceStream {
-	s := &traceStream{req: req}
+func newTraceStream(rings []*trace.Ring, gone <-chan struct{}, req *control.TraceRequest) *traceStream {
+	s := &traceStream{req: req, gone: gone}
 	for i, r := range rings {
 		src := traceSource{ring: r, next: r.Next()}
 		if len(rings) > 1 {
@@ -152,15 +98,11 @@ func newTraceStream(rings []*trace.Ring, req *TraceRequest) *traceStream {
 	return s
 }
 
-func (s *traceStream) contentType() string {
-	if s.req.JSON {
-		return "application/x-ndjson"
-	}
-	return "text/plain; charset=utf-8"
-}
+// Gone implements control.TraceStream.
+func (s *traceStream) Gone() <-chan struct{} { return s.gone }
 
-// run writes until ctx ends, a write fails, or gone is closed; one round only without Follow.
-func (s *traceStream) run(ctx context.Context, gone <-chan struct{}, write func([]byte) error) {
+// Run implements control.TraceStream.
+func (s *traceStream) Run(ctx context.Context, write func([]byte) error) {
 	tick := time.NewTicker(tracePoll)
 	defer tick.Stop()
 	trim := s.req.Last > 0 // of several connections the newest together
@@ -172,7 +114,7 @@ func (s *traceStream) run(ctx context.Context, gone <-chan struct{}, write func(
 		}
 		select {
 		case <-tick.C:
-		case <-gone:
+		case <-s.gone:
 			over = true // one more round for its last events
 		case <-ctx.Done():
 			return

@@ -1,9 +1,11 @@
-package daemon
+package mount
 
 import (
 	"fmt"
 	"net/netip"
 	"strings"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // A Spec is what to mount: HOST:/EXPORT.
@@ -21,8 +23,8 @@ const maxHostLen = 255
 // ParseSpec reads HOST:/EXPORT; an IPv6 address stands in brackets, as in nfs(5).
 func ParseSpec(s string) (Spec, error) {
 	bad := func(why string) (Spec, error) {
-		return Spec{}, errorf(CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6",
-			brief(s), why)
+		return Spec{}, control.Errorf(control.CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6",
+			control.Brief(s), why)
 	}
 	var host, export string
 	if rest, ok := strings.CutPrefix(s, "["); ok {

@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"errors"
@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 func TestParseOptions(t *testing.T) {
@@ -111,8 +113,8 @@ func TestParseOptionsErrors(t *testing.T) {
 			if !strings.Contains(err.Error(), tt.option) || !strings.Contains(err.Error(), tt.says) {
 				t.Errorf("%q names not both %s and %q", err, tt.option, tt.says)
 			}
-			if ExitCode(err) != ExitUsage {
-				t.Errorf("exit code %d", ExitCode(err))
+			if control.ExitCode(err) != control.ExitUsage {
+				t.Errorf("exit code %d", control.ExitCode(err))
 			}
 		})
 	}
@@ -191,7 +193,7 @@ func TestParseSpec(t *testing.T) {
 	for _, in := range []string{"", "host", ":/x", "host:x", "host:", "2001:db8::1:/x", "[::1:/x", "[host]:/x",
 		"[::1]/x", "h ost:/x", "a/b:/x", "host:/" + strings.Repeat("x", 1024), "host:/a\nb"} {
 		_, err := ParseSpec(in)
-		if err == nil || ExitCode(err) != ExitUsage || strings.Contains(err.Error(), "\n") {
+		if err == nil || control.ExitCode(err) != control.ExitUsage || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%q: got %v", in, err)
 		}
 	}

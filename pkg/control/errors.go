@@ -1,4 +1,4 @@
-package daemon
+package control
 
 import (
 	"errors"
@@ -45,10 +45,23 @@ func (e *Error) Error() string { return e.Text }
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
-// errorf makes an *Error; a %w operand becomes the cause.
-func errorf(code Code, format string, args ...any) *Error {
+// ErrorCode returns the class of e.
+func (e *Error) ErrorCode() Code { return e.Code }
+
+// Errorf makes an *Error; a %w operand becomes the cause.
+func Errorf(code Code, format string, args ...any) *Error {
 	err := fmt.Errorf(format, args...)
 	return &Error{Code: code, Text: err.Error(), Err: errors.Unwrap(err)}
+}
+
+// CodeOf returns the class of err: that of the first error in its chain that has an ErrorCode
+// method, and "" if there is none.
+func CodeOf(err error) Code {
+	var coded interface{ ErrorCode() Code }
+	if errors.As(err, &coded) {
+		return coded.ErrorCode()
+	}
+	return ""
 }
 
 // ExitCode maps err to mount(8)'s exit codes. Errors that carry no [Code] are taken as usage
@@ -57,16 +70,8 @@ func ExitCode(err error) int {
 	if err == nil {
 		return ExitOK
 	}
-	var oe *OptionError
-	if errors.As(err, &oe) {
-		return ExitUsage
-	}
-	var e *Error
-	if !errors.As(err, &e) {
-		return ExitUsage
-	}
-	switch e.Code {
-	case CodeUsage, CodePermission:
+	switch CodeOf(err) {
+	case CodeUsage, CodePermission, "":
 		return ExitUsage
 	case CodeSystem:
 		return ExitSystem
@@ -78,16 +83,16 @@ func ExitCode(err error) int {
 	return ExitInternal
 }
 
-// oneLine keeps foreign error texts to the one line that an error has here.
-func oneLine(s string) string {
+// OneLine keeps foreign error texts to the one line that an error has here.
+func OneLine(s string) string {
 	return strings.Join(strings.Fields(s), " ")
 }
 
 // maxQuoted bounds what an error repeats of its cause's text, in octets.
 const maxQuoted = 200
 
-// brief is s, or the beginning of it where it is too long to be repeated.
-func brief(s string) string {
+// Brief is s, or the beginning of it where it is too long to be repeated.
+func Brief(s string) string {
 	if len(s) <= maxQuoted {
 		return s
 	}

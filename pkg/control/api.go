@@ -1,6 +1,10 @@
-package daemon
+package control
 
-import "time"
+import (
+	"runtime"
+	"runtime/debug"
+	"time"
+)
 
 // A MountRequest asks for a mount. It is the body of POST /v1/mount.
 type MountRequest struct {
@@ -104,6 +108,16 @@ type PendingCall struct {
 	UID     uint32 `json:"uid"`               // of a process, and the kernel
 }
 
+// Owners of a PendingCall.
+const (
+	OwnerProcess   = "process"
+	OwnerWriteBack = "write-back"
+	OwnerLiveness  = "liveness"
+	OwnerDaemon    = "daemon"
+	OwnerGone      = "gone"
+	OwnerKernel    = "kernel"
+)
+
 // A ConnEvent is one event of a connection.
 type ConnEvent struct {
 	Time       time.Time `json:"time"`
@@ -130,6 +144,28 @@ type VersionInfo struct {
 	// FaultInjection is the plan of the faults that the daemon injects into each mount, "" for
 	// none.
 	FaultInjection string `json:"fault_injection,omitempty"`
+}
+
+// FaultBanner is what everything says first that shows a plan of faults.
+const FaultBanner = "FAULT INJECTION IS ON: "
+
+// DefaultSocket is where the daemon listens and its clients look.
+const DefaultSocket = "/run/nfsrdmad/control.sock"
+
+const (
+	// MaxMountTimeout is the most that a daemon may let a mount take: what a client waits for.
+	MaxMountTimeout = 5 * time.Minute
+	// StatusTimeout bounds a request that asks no server.
+	StatusTimeout = 6 * time.Second
+)
+
+// Version of this program, from the build.
+func Version() VersionInfo {
+	v := VersionInfo{Version: "devel", Go: runtime.Version()}
+	if bi, ok := debug.ReadBuildInfo(); ok && bi.Main.Version != "" && bi.Main.Version != "(devel)" {
+		v.Version = bi.Main.Version
+	}
+	return v
 }
 
 // errorReply is the body of every answer that is no success.

@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"context"
@@ -38,25 +38,5 @@ func TestChooseProvider(t *testing.T) {
 		case c.name != "" && (err != nil || p.Name() != c.name || !strings.HasPrefix(why, c.why)):
 			t.Errorf("%+v: %v, because %q, error %v", c.o, p, why, err)
 		}
-	}
-}
-
-func TestExamine(t *testing.T) {
-	seen := map[string]Finding{}
-	for _, f := range Examine(context.Background(), t.TempDir()+"/no.sock") {
-		seen[f.Subject] = f
-		if f.Text == "" {
-			t.Errorf("%+v says nothing", f)
-		}
-	}
-	if f := seen["mounting"]; !f.OK || !f.Needed {
-		t.Errorf("%+v", f)
-	}
-	if f := seen["daemon"]; f.OK || !strings.Contains(f.Text, "no.sock") ||
-		!strings.Contains(f.Text, "nfsrdmad daemon") {
-		t.Errorf("%+v", f)
-	}
-	if !seen["softiwarp"].OK || seen["rdma-core"].Needed {
-		t.Errorf("%+v", seen)
 	}
 }

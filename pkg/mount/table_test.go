@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"context"
@@ -13,34 +13,35 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
-// A standIn is a live whose end the test decides, so that every order of events can be played. Real
+// A standIn is a mountInstance whose end the test decides, so that every order of events can be played. Real
 // mounts are tested with the command.
 type standIn struct {
 	once     sync.Once
 	gone     chan struct{}
-	unmount  func(UmountMode) (ends bool, err error)
+	unmount  func(control.UmountMode) (ends bool, err error)
 	isClosed chan struct{}
 	rings    []*trace.Ring
 }
 
 func newStandIn() *standIn {
 	return &standIn{gone: make(chan struct{}), isClosed: make(chan struct{}),
-		unmount: func(m UmountMode) (bool, error) { return m != UmountLazy, nil }}
+		unmount: func(m control.UmountMode) (bool, error) { return m != control.UmountLazy, nil }}
 }
 
-func (s *standIn) Wait()                      { <-s.gone }
-func (s *standIn) Close()                     { close(s.isClosed) }
-func (s *standIn) Status() MountStatus        { return MountStatus{} }
-func (s *standIn) Snapshot() metrics.Snapshot { return metrics.Snapshot{} }
-func (s *standIn) Describe(*MountInfo)        {}
-func (s *standIn) Rings() []*trace.Ring       { return s.rings }
-func (s *standIn) end()                       { s.once.Do(func() { close(s.gone) }) }
+func (s *standIn) Wait()                       { <-s.gone }
+func (s *standIn) Close()                      { close(s.isClosed) }
+func (s *standIn) Status() control.MountStatus { return control.MountStatus{} }
+func (s *standIn) Snapshot() metrics.Snapshot  { return metrics.Snapshot{} }
+func (s *standIn) Describe(*control.MountInfo) {}
+func (s *standIn) Rings() []*trace.Ring        { return s.rings }
+func (s *standIn) end()                        { s.once.Do(func() { close(s.gone) }) }
 
-func (s *standIn) Unmount(_ context.Context, mode UmountMode) error {
+func (s *standIn) Unmount(_ context.Context, mode control.UmountMode) error {
 	ends, err := s.unmount(mode)
 	if ends {
 		s.end()
@@ -48,7 +49,7 @@ func (s *standIn) Unmount(_ context.Context, mode UmountMode) error {
 	return err
 }
 
-func testTable(t *testing.T, build builder) (*Table, MountRequest) {
+func testTable(t *testing.T, build builder) (*Table, control.MountRequest) {
 	t.Helper()
 	tab := newTable(hclog.NewNullLogger(), DefaultOptions(), time.Minute, build)
 	t.Cleanup(func() {
@@ -57,12 +58,12 @@ func testTable(t *testing.T, build builder) (*Table, MountRequest) {
 			t.Errorf("left: %+v", l)
 		}
 	})
-	return tab, MountRequest{Spec: "server:/export", Dir: t.TempDir()}
+	return tab, control.MountRequest{Spec: "server:/export", Dir: t.TempDir()}
 }
 
-func isError(t *testing.T, err error, code Code, says string) {
+func isError(t *testing.T, err error, code control.Code, says string) {
 	t.Helper()
-	var e *Error
+	var e *control.Error
 	if !errors.As(err, &e) || e.Code != code || !strings.Contains(e.Text, says) {
 		t.Errorf("got %v, want code %s and %q", err, code, says)
 	}
@@ -72,14 +73,14 @@ func isError(t *testing.T, err error, code Code, says string) {
 // nothing sent it ends with its context.
 type building struct {
 	begun  chan struct{}
-	result chan live
+	result chan mountInstance
 }
 
 func newBuilding() *building {
-	return &building{begun: make(chan struct{}, 16), result: make(chan live)}
+	return &building{begun: make(chan struct{}, 16), result: make(chan mountInstance)}
 }
 
-func (b *building) build(ctx context.Context, _ plan) (live, error) {
+func (b *building) build(ctx context.Context, _ plan) (mountInstance, error) {
 	b.begun <- struct{}{}
 	select {
 	case l := <-b.result:
@@ -95,25 +96,25 @@ func TestUmountWhileMounting(t *testing.T) {
 	mounted := make(chan error, 1)
 	go func() { _, err := tab.Mount(context.Background(), r); mounted <- err }()
 	<-b.begun
-	if l := tab.List(); len(l) != 1 || l[0].State != StateMounting {
+	if l := tab.List(); len(l) != 1 || l[0].State != control.StateMounting {
 		t.Errorf("list %+v", l)
 	}
 	st, err := tab.Status(context.Background(), r.Dir)
 	// lists, for who goes through them
-	if text, _ := json.Marshal(st); err != nil || !strings.Contains(string(text), `"calls":[],"story":[]`) {
+	if text, _ := json.Marshal(st); err != nil || !strings.Contains(string(text), `"calls":[],"history":[]`) {
 		t.Errorf("status %s, %v", text, err)
 	}
-	if err := tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}); err != nil {
+	if err := tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}); err != nil {
 		t.Error(err)
 	}
-	isError(t, <-mounted, CodeCanceled, "interrupted")
+	isError(t, <-mounted, control.CodeCanceled, "interrupted")
 }
 
 // A mount that stands before it hears of the unmount is unmounted all the same.
 func TestUmountMeetsTheEndOfMounting(t *testing.T) {
 	s := newStandIn()
 	begun, canceled := make(chan struct{}), make(chan struct{})
-	tab, r := testTable(t, func(ctx context.Context, _ plan) (live, error) {
+	tab, r := testTable(t, func(ctx context.Context, _ plan) (mountInstance, error) {
 		close(begun)
 		<-ctx.Done()
 		close(canceled)
@@ -121,7 +122,7 @@ func TestUmountMeetsTheEndOfMounting(t *testing.T) {
 	})
 	go tab.Mount(context.Background(), r)
 	<-begun
-	if err := tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}); err != nil {
+	if err := tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}); err != nil {
 		t.Error(err)
 	}
 	<-canceled
@@ -132,7 +133,7 @@ func TestUmountMeetsTheEndOfMounting(t *testing.T) {
 func TestMountPointIsNotLookedAt(t *testing.T) {
 	s := newStandIn()
 	s.rings = []*trace.Ring{testRing(8)}
-	tab, r := testTable(t, func(context.Context, plan) (live, error) { return s, nil })
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
 	around := filepath.Join(r.Dir, "around")
 	r.Dir = filepath.Join(around, "mnt")
 	if err := os.MkdirAll(r.Dir, 0o755); err != nil {
@@ -150,7 +151,7 @@ func TestMountPointIsNotLookedAt(t *testing.T) {
 	if _, _, err := tab.traced(context.Background(), r.Dir); err != nil {
 		t.Errorf("trace: %v", err)
 	}
-	if err := tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}); err != nil {
+	if err := tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}); err != nil {
 		t.Errorf("umount: %v", err)
 	}
 }
@@ -165,7 +166,7 @@ func TestTwoMountsOfOneDirectory(t *testing.T) {
 	}
 	<-b.begun
 	for range n - 1 {
-		isError(t, <-results, CodeMount, "taken by server:/export (mounting)")
+		isError(t, <-results, control.CodeMount, "taken by server:/export (mounting)")
 	}
 	b.result <- newStandIn()
 	if err := <-results; err != nil {
@@ -177,7 +178,7 @@ func TestCloseWhileMounting(t *testing.T) {
 	for name, late := range map[string]bool{"and it hears of it": false, "and it does not": true} {
 		t.Run(name, func(t *testing.T) {
 			s, begun := newStandIn(), make(chan struct{})
-			tab, r := testTable(t, func(ctx context.Context, _ plan) (live, error) {
+			tab, r := testTable(t, func(ctx context.Context, _ plan) (mountInstance, error) {
 				close(begun)
 				<-ctx.Done()
 				if late {
@@ -192,9 +193,9 @@ func TestCloseWhileMounting(t *testing.T) {
 			if late {
 				<-s.isClosed
 			}
-			isError(t, <-mounted, CodeMount, "the daemon is stopping")
+			isError(t, <-mounted, control.CodeMount, "the daemon is stopping")
 			_, err := tab.Mount(context.Background(), r)
-			isError(t, err, CodeMount, "the daemon is stopping")
+			isError(t, err, control.CodeMount, "the daemon is stopping")
 		})
 	}
 }
@@ -203,7 +204,7 @@ func TestCloseWhileMounting(t *testing.T) {
 // and force and Close reach it.
 func TestLazyFreesTheMountPoint(t *testing.T) {
 	var made []*standIn
-	tab, r := testTable(t, func(context.Context, plan) (live, error) {
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) {
 		made = append(made, newStandIn())
 		return made[len(made)-1], nil
 	})
@@ -212,18 +213,18 @@ func TestLazyFreesTheMountPoint(t *testing.T) {
 		if _, err := tab.Mount(ctx, r); err != nil {
 			t.Fatal(err)
 		}
-		if err := tab.Umount(ctx, UmountRequest{Dir: r.Dir, Mode: UmountLazy}); err != nil {
+		if err := tab.Umount(ctx, control.UmountRequest{Dir: r.Dir, Mode: control.UmountLazy}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if l := tab.List(); len(l) != 3 || l[0].State != StateUnmounting {
+	if l := tab.List(); len(l) != 3 || l[0].State != control.StateUnmounting {
 		t.Errorf("list %+v", l)
 	}
 	if n := len(tab.Snapshots()); n != 0 {
 		t.Errorf("%d snapshots: two of one mount point would be refused by a collector", n)
 	}
-	isError(t, tab.Umount(ctx, UmountRequest{Dir: r.Dir}), CodeNotMounted, r.Dir)
-	if err := tab.Umount(ctx, UmountRequest{Dir: r.Dir, Mode: UmountForce}); err != nil {
+	isError(t, tab.Umount(ctx, control.UmountRequest{Dir: r.Dir}), control.CodeNotMounted, r.Dir)
+	if err := tab.Umount(ctx, control.UmountRequest{Dir: r.Dir, Mode: control.UmountForce}); err != nil {
 		t.Error(err)
 	}
 	if l := tab.List(); len(l) != 2 {
@@ -244,20 +245,20 @@ func TestLazyFreesTheMountPoint(t *testing.T) {
 // A mount that a normal unmount cannot end is ended by force, within the time of Close.
 func TestCloseForces(t *testing.T) {
 	s := newStandIn()
-	modes := make(chan UmountMode, 2)
-	s.unmount = func(m UmountMode) (bool, error) {
+	modes := make(chan control.UmountMode, 2)
+	s.unmount = func(m control.UmountMode) (bool, error) {
 		modes <- m
-		if m == UmountForce {
+		if m == control.UmountForce {
 			return true, nil
 		}
-		return false, errorf(CodeMount, "busy")
+		return false, control.Errorf(control.CodeMount, "busy")
 	}
-	tab, r := testTable(t, func(context.Context, plan) (live, error) { return s, nil })
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
 	if _, err := tab.Mount(context.Background(), r); err != nil {
 		t.Fatal(err)
 	}
 	tab.Close(context.Background())
-	if a, b := <-modes, <-modes; a != UmountNormal || b != UmountForce {
+	if a, b := <-modes, <-modes; a != control.UmountNormal || b != control.UmountForce {
 		t.Errorf("tried %q, then %q", a, b)
 	}
 }
@@ -265,21 +266,21 @@ func TestCloseForces(t *testing.T) {
 // A busy mount goes on after a failed unmount.
 func TestBusyStaysMounted(t *testing.T) {
 	s := newStandIn()
-	s.unmount = func(m UmountMode) (bool, error) {
-		if m == UmountForce {
+	s.unmount = func(m control.UmountMode) (bool, error) {
+		if m == control.UmountForce {
 			return true, nil
 		}
-		return false, errorf(CodeMount, "busy")
+		return false, control.Errorf(control.CodeMount, "busy")
 	}
-	tab, r := testTable(t, func(context.Context, plan) (live, error) { return s, nil })
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
 	if _, err := tab.Mount(context.Background(), r); err != nil {
 		t.Fatal(err)
 	}
-	isError(t, tab.Umount(context.Background(), UmountRequest{Dir: r.Dir}), CodeMount, "busy")
-	if l := tab.List(); len(l) != 1 || l[0].State != StateMounted {
+	isError(t, tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}), control.CodeMount, "busy")
+	if l := tab.List(); len(l) != 1 || l[0].State != control.StateMounted {
 		t.Errorf("list %+v", l)
 	}
-	isError(t, tab.Umount(context.Background(), UmountRequest{Dir: r.Dir, Mode: "hard"}), CodeUsage, `"hard"`)
+	isError(t, tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir, Mode: "hard"}), control.CodeUsage, `"hard"`)
 	_, err := tab.Status(context.Background(), filepath.Join(r.Dir, "x"))
-	isError(t, err, CodeNotMounted, "nfsrdmad list")
+	isError(t, err, control.CodeNotMounted, "nfsrdmad list")
 }

@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"reflect"
@@ -12,7 +12,7 @@ import (
 
 // Operations of the kernel appear by name once they were made, and only those.
 func TestSnapshotHasOperations(t *testing.T) {
-	s := &stack{provider: softiwarp.New(softiwarp.Config{})}
+	s := &mountStack{provider: softiwarp.New(softiwarp.Config{})}
 	observe := s.fsOptions().Observe
 	observe(fusefs.OpRead, 2*time.Millisecond)
 	observe(fusefs.OpRead, 3*time.Millisecond)

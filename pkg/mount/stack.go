@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"context"
@@ -14,6 +14,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -32,8 +33,8 @@ const (
 	writeBackTimeout = 5 * time.Second
 )
 
-// A stack is one mount from the provider to /dev/fuse. It implements live.
-type stack struct {
+// A mountStack is one mount from the provider to /dev/fuse. It implements mountInstance.
+type mountStack struct {
 	plan
 	inject     *faults.Plan // nil for none
 	mountArgs  mountd.Args
@@ -65,8 +66,8 @@ func settleConnects() {
 
 // newBuilder returns the builder of real mounts.
 func newBuilder(log hclog.Logger, inject *faults.Plan) builder {
-	return func(ctx context.Context, p plan) (live, error) {
-		s := &stack{plan: p, inject: inject}
+	return func(ctx context.Context, p plan) (mountInstance, error) {
+		s := &mountStack{plan: p, inject: inject}
 		if err := s.build(ctx, log.Named("nfs")); err != nil {
 			return nil, err
 		}
@@ -75,7 +76,7 @@ func newBuilder(log hclog.Logger, inject *faults.Plan) builder {
 }
 
 // build makes the layers bottom up, and takes them down again when one fails.
-func (s *stack) build(ctx context.Context, log hclog.Logger) (err error) {
+func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	var undo []func()
 	defer func() {
 		if err == nil {
@@ -130,7 +131,7 @@ func (s *stack) build(ctx context.Context, log hclog.Logger) (err error) {
 	return err
 }
 
-func (s *stack) connect(ctx context.Context, addr netip.AddrPort, log hclog.Logger) error {
+func (s *mountStack) connect(ctx context.Context, addr netip.AddrPort, log hclog.Logger) error {
 	for i := range s.opts.NConnect {
 		name := s.dir
 		if s.opts.NConnect > 1 {
@@ -163,7 +164,7 @@ func orNever(d time.Duration) time.Duration {
 var recoveries = map[Recovery]xprt.Recovery{RecoveryHard: xprt.Hard, RecoverySoft: xprt.Soft,
 	RecoverySoftErr: xprt.SoftErr}
 
-func (s *stack) fsOptions() fusefs.Options {
+func (s *mountStack) fsOptions() fusefs.Options {
 	o := fusefs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
 		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, Observe: s.observeOp}
 	switch s.opts.LookupCache {
@@ -175,7 +176,7 @@ func (s *stack) fsOptions() fusefs.Options {
 	return o
 }
 
-func (s *stack) observeOp(op fusefs.Op, d time.Duration) { s.ops[op].Observe(d) }
+func (s *mountStack) observeOp(op fusefs.Op, d time.Duration) { s.ops[op].Observe(d) }
 
 // remaining is the time that ctx leaves.
 func remaining(ctx context.Context) time.Duration {
@@ -186,7 +187,7 @@ func remaining(ctx context.Context) time.Duration {
 }
 
 // tellServer sends UMNT, which is a courtesy.
-func (s *stack) tellServer() {
+func (s *mountStack) tellServer() {
 	ctx, cancel := context.WithTimeout(context.Background(), umntTimeout)
 	defer cancel()
 	args := s.mountArgs
@@ -194,17 +195,17 @@ func (s *stack) tellServer() {
 	_ = mountd.Unmount(ctx, args)
 }
 
-func (s *stack) closeFS() {
+func (s *mountStack) closeFS() {
 	ctx, cancel := context.WithTimeout(context.Background(), writeBackTimeout)
 	defer cancel()
 	s.fs.Close(ctx)
 }
 
-// Wait implements live.
-func (s *stack) Wait() { s.server.Wait() }
+// Wait implements mountInstance.
+func (s *mountStack) Wait() { s.server.Wait() }
 
-// Close implements live.
-func (s *stack) Close() {
+// Close implements mountInstance.
+func (s *mountStack) Close() {
 	s.mu.Lock()
 	s.closing = true
 	s.mu.Unlock()
@@ -216,9 +217,9 @@ func (s *stack) Close() {
 	}
 }
 
-// Unmount implements live. umount(2) may wait for the server to take dirty pages, so it gets a
+// Unmount implements mountInstance. umount(2) may wait for the server to take dirty pages, so it gets a
 // goroutine of its own, which ends at the latest with the forced unmount that comes next.
-func (s *stack) Unmount(ctx context.Context, mode UmountMode) error {
+func (s *mountStack) Unmount(ctx context.Context, mode control.UmountMode) error {
 	done := make(chan error, 1)
 	s.mu.Lock()
 	if s.closing { // gone already
@@ -227,9 +228,9 @@ func (s *stack) Unmount(ctx context.Context, mode UmountMode) error {
 	}
 	s.unmounts.Go(func() {
 		switch mode {
-		case UmountLazy:
+		case control.UmountLazy:
 			done <- s.server.UnmountLazy()
-		case UmountForce:
+		case control.UmountForce:
 			s.aborted.Store(true)
 			done <- s.server.ForceUnmount()
 		default:
@@ -241,24 +242,24 @@ func (s *stack) Unmount(ctx context.Context, mode UmountMode) error {
 	case err := <-done:
 		return s.explain(err)
 	case <-ctx.Done():
-		return errorf(CodeMount, "unmounting %s: the server does not take what is still to be written; wait, or lose it with --force", s.dir)
+		return control.Errorf(control.CodeMount, "unmounting %s: the server does not take what is still to be written; wait, or lose it with --force", s.dir)
 	}
 }
 
 // explain says what to do about an error of umount(2).
-func (s *stack) explain(err error) error {
+func (s *mountStack) explain(err error) error {
 	switch {
 	case err == nil, errors.Is(err, unix.EINVAL): // not mounted any more: somebody was faster
 		return nil
 	case errors.Is(err, unix.EBUSY):
-		return &Error{Code: CodeMount, Err: err, Text: "unmounting " + s.dir +
+		return &control.Error{Code: control.CodeMount, Err: err, Text: "unmounting " + s.dir +
 			": it is in use; close the files there (fuser -m tells whose), or use --lazy or --force"}
 	}
-	return errorf(CodeMount, "unmounting %s: %w; try --force", s.dir, err)
+	return control.Errorf(control.CodeMount, "unmounting %s: %w; try --force", s.dir, err)
 }
 
 // flag tells whether one of the kernel's mount flags was asked for.
-func (s *stack) flag(name string) bool { return slices.Contains(s.opts.Kernel, name) }
+func (s *mountStack) flag(name string) bool { return slices.Contains(s.opts.Kernel, name) }
 
 // resolveHost looks the server's name up. Its first address is taken, as by mount.nfs(8).
 func resolveHost(ctx context.Context, host string) (netip.Addr, error) {

@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"cmp"
@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -86,8 +87,11 @@ func (e *OptionError) Error() string {
 	if e.Value != "" {
 		opt += "=" + e.Value
 	}
-	return fmt.Sprintf("mount option %q: %s", brief(opt), e.Want)
+	return fmt.Sprintf("mount option %q: %s", control.Brief(opt), e.Want)
 }
+
+// ErrorCode makes it a usage error.
+func (e *OptionError) ErrorCode() control.Code { return control.CodeUsage }
 
 // An option is one row of the option table: either a word (set is called with "") or name=value
 // with a value checked by parse.
@@ -314,6 +318,18 @@ func ParseOptions(base Options, list string) (Options, error) {
 		given[opt.group] = canonical
 	}
 	return o, o.check(given)
+}
+
+// KnownOptions leaves out the options whose names nobody knows.
+func KnownOptions(list string) string {
+	var known []string
+	for item := range strings.SplitSeq(list, ",") {
+		name, _, _ := strings.Cut(item, "=")
+		if optionByName[name] != nil {
+			known = append(known, item)
+		}
+	}
+	return strings.Join(known, ",")
 }
 
 // isForOthers tells the options that mount(8) and fstab(5) reserve for user space programs. Who may

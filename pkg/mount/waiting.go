@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"bytes"
@@ -10,37 +10,28 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// Owners of a WaitingCall.
-const (
-	OwnerProcess   = "process"
-	OwnerWriteBack = "write-back"
-	OwnerLiveness  = "liveness"
-	OwnerDaemon    = "daemon"
-	OwnerGone      = "gone"
-	OwnerKernel    = "kernel"
-)
-
 // waiting lists the calls of all connections that have not ended, the oldest first. It waits for no
 // server.
-func (s *stack) waiting() []PendingCall {
-	calls := []PendingCall{}
+func (s *mountStack) waiting() []control.PendingCall {
+	calls := []control.PendingCall{}
 	now := time.Now()
 	for i, t := range s.transports.all {
 		for _, c := range t.Calls() {
 			calls = append(calls, explainCall(i, &c, now))
 		}
 	}
-	slices.SortStableFunc(calls, func(a, b PendingCall) int { return cmp.Compare(b.Age, a.Age) })
+	slices.SortStableFunc(calls, func(a, b control.PendingCall) int { return cmp.Compare(b.Age, a.Age) })
 	return calls
 }
 
-func explainCall(connection int, c *xprt.Call, now time.Time) PendingCall {
-	w := PendingCall{Procedure: procedure(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits,
+func explainCall(connection int, c *xprt.Call, now time.Time) control.PendingCall {
+	w := control.PendingCall{Procedure: procedure(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits,
 		Age: now.Sub(c.Began).Seconds(), SinceSent: -1}
 	if c.XID != 0 {
 		w.XID = fmt.Sprintf("%#x", c.XID)
@@ -48,7 +39,7 @@ func explainCall(connection int, c *xprt.Call, now time.Time) PendingCall {
 	if !c.Sent.IsZero() {
 		w.SinceSent = now.Sub(c.Sent).Seconds()
 	}
-	w.owner(c)
+	setOwner(&w, c)
 	return w
 }
 
@@ -60,24 +51,25 @@ func procedure(c *xprt.Call) string {
 	return fmt.Sprintf("%d.%d.%d", c.Prog, c.Vers, c.Proc)
 }
 
-func (w *PendingCall) owner(c *xprt.Call) {
+// setOwner fills in who waits for c.
+func setOwner(w *control.PendingCall, c *xprt.Call) {
 	if c.Ctx == nil {
-		w.Owner = OwnerGone
+		w.Owner = control.OwnerGone
 		return
 	}
 	o, ok := fusefs.OwnerOf(c.Ctx)
 	switch {
 	case ok && o.WriteBack:
-		w.Owner = OwnerWriteBack
+		w.Owner = control.OwnerWriteBack
 	case ok && o.PID == 0:
-		w.Owner, w.UID = OwnerKernel, o.UID
+		w.Owner, w.UID = control.OwnerKernel, o.UID
 	case ok:
-		w.Owner, w.UID = OwnerProcess, o.UID
+		w.Owner, w.UID = control.OwnerProcess, o.UID
 		w.PID, w.Command = process(o.PID)
 	case nfs3.Proc(c.Proc) == nfs3.ProcNull: // nobody else calls it
-		w.Owner = OwnerLiveness
+		w.Owner = control.OwnerLiveness
 	default:
-		w.Owner = OwnerDaemon
+		w.Owner = control.OwnerDaemon
 	}
 }
 
@@ -107,14 +99,14 @@ func process(tid uint32) (pid uint32, command string) {
 }
 
 // story is that of all connections, the oldest event first.
-func (s *stack) story() []ConnEvent {
-	notes := []ConnEvent{}
+func (s *mountStack) story() []control.ConnEvent {
+	notes := []control.ConnEvent{}
 	for i, t := range s.transports.all {
 		for _, n := range t.History() {
-			notes = append(notes, ConnEvent{Time: n.Time, Connection: i, Event: n.Event, Cause: n.Cause,
+			notes = append(notes, control.ConnEvent{Time: n.Time, Connection: i, Event: n.Event, Cause: n.Cause,
 				Times: n.Times})
 		}
 	}
-	slices.SortStableFunc(notes, func(a, b ConnEvent) int { return a.Time.Compare(b.Time) })
+	slices.SortStableFunc(notes, func(a, b control.ConnEvent) int { return a.Time.Compare(b.Time) })
 	return notes
 }

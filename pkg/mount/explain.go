@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"context"
@@ -26,7 +26,7 @@ func connectError(addr netip.AddrPort, err error) error {
 }
 
 // serverError says what to do about a server that was reached and whose answers make no mount.
-func (s *stack) serverError(ctx context.Context, addr netip.AddrPort, err error) error {
+func (s *mountStack) serverError(ctx context.Context, addr netip.AddrPort, err error) error {
 	text := strings.TrimPrefix(err.Error(), "fusefs: ")
 	var accept *sunrpc.AcceptError
 	var denied *sunrpc.DeniedError
@@ -37,7 +37,7 @@ func (s *stack) serverError(ctx context.Context, addr netip.AddrPort, err error)
 	case ctx.Err() != nil && errors.Is(err, ctx.Err()):
 		return &serverSilence{text: fmt.Sprintf(
 			"NFS server %s: it took the RDMA connection and did not answer%s; check that NFS version 3 is served there, or name the port with port=",
-			addr, s.transports.complaint()), err: err}
+			addr, s.transports.errorSummary()), err: err}
 	case errors.As(err, &accept):
 		advice = "start NFS version 3 on the server, or name its port with port="
 	case errors.As(err, &denied) && denied.Stat == sunrpc.AuthError:
@@ -61,8 +61,8 @@ func (e *serverSilence) Error() string { return e.text }
 
 func (e *serverSilence) Unwrap() error { return e.err }
 
-// complaint tells what the transports saw instead of answers, "" if nothing.
-func (c *caller) complaint() string {
+// errorSummary tells what the transports saw instead of answers, "" if nothing.
+func (c *caller) errorSummary() string {
 	var bad, strange uint64
 	last := ""
 	for _, t := range c.all {

@@ -1,6 +1,7 @@
-package daemon
+package control
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,23 +17,43 @@ const (
 	maxRequestBody = 64 << 10
 	// how long a normal unmount waits for data on its way to the server
 	umountTimeout = 30 * time.Second
-	statusTimeout = pathTimeout + time.Second
 	headerTimeout = 5 * time.Second
+	// traceGrace is what a reader gets to take what is left when the mount has ended.
+	traceGrace = time.Second
 )
 
 // peerKey is the context key of a connection's peer credentials.
 type peerKey struct{}
 
-// controlServer serves the control API. Only root and the daemon's own user are let in
-// (SO_PEERCRED, unix(7)).
-func controlServer(t *Table, v VersionInfo) *http.Server {
+// Mounts are what a server of the control API serves. All methods may be called concurrently.
+type Mounts interface {
+	Mount(context.Context, MountRequest) (MountInfo, error)
+	Umount(context.Context, UmountRequest) error
+	List() []MountInfo
+	// Status returns the status of the mount at dir, or of all mounts if dir is empty.
+	Status(ctx context.Context, dir string) ([]MountStatus, error)
+	Trace(context.Context, TraceRequest) (TraceStream, error)
+}
+
+// A TraceStream writes the trace events of one mount.
+type TraceStream interface {
+	// Gone returns a channel that is closed when the mount has ended.
+	Gone() <-chan struct{}
+	// Run calls write with one or more whole lines at a time. It returns when ctx ends, when write
+	// fails, when the mount has ended, and, without TraceRequest.Follow, after one round.
+	Run(ctx context.Context, write func([]byte) error)
+}
+
+// NewServer serves the control API for m. Only root and the daemon's own user are let in
+// (SO_PEERCRED, unix(7)). The caller serves it on a [Listener].
+func NewServer(m Mounts, v VersionInfo) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("POST "+pathMount, handle(func(r *http.Request) (any, error) {
 		req, err := decode[MountRequest](r)
 		if err != nil {
 			return nil, err
 		}
-		return t.Mount(r.Context(), req)
+		return m.Mount(r.Context(), req)
 	}))
 	mux.Handle("POST "+pathUmount, handle(func(r *http.Request) (any, error) {
 		req, err := decode[UmountRequest](r)
@@ -41,18 +62,18 @@ func controlServer(t *Table, v VersionInfo) *http.Server {
 		}
 		ctx, cancel := context.WithTimeout(r.Context(), umountTimeout)
 		defer cancel()
-		return struct{}{}, t.Umount(ctx, req)
+		return struct{}{}, m.Umount(ctx, req)
 	}))
-	mux.Handle("GET "+pathMounts, handle(func(*http.Request) (any, error) { return t.List(), nil }))
+	mux.Handle("GET "+pathMounts, handle(func(*http.Request) (any, error) { return m.List(), nil }))
 	mux.Handle("GET "+pathStatus, handle(func(r *http.Request) (any, error) {
-		ctx, cancel := context.WithTimeout(r.Context(), statusTimeout)
+		ctx, cancel := context.WithTimeout(r.Context(), StatusTimeout)
 		defer cancel()
-		return t.Status(ctx, r.URL.Query().Get("dir"))
+		return m.Status(ctx, r.URL.Query().Get("dir"))
 	}))
-	mux.Handle("GET "+pathTrace, traceHandler(t))
+	mux.Handle("GET "+pathTrace, traceHandler(m))
 	mux.Handle("GET "+pathVersion, handle(func(*http.Request) (any, error) { return v, nil }))
 	mux.Handle("/", handle(func(r *http.Request) (any, error) {
-		return nil, errorf(CodeUsage, "control API: no %s %s; the daemon and its client may be of different versions",
+		return nil, Errorf(CodeUsage, "control API: no %s %s; the daemon and its client may be of different versions",
 			r.Method, r.URL.Path)
 	}))
 	return &http.Server{
@@ -93,7 +114,7 @@ func onlyOwner(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		cred, ok := r.Context().Value(peerKey{}).(*unix.Ucred)
 		if !ok || (cred.Uid != 0 && cred.Uid != own) {
-			writeError(w, errorf(CodePermission,
+			writeError(w, Errorf(CodePermission,
 				"control API: only root and the daemon's own user may use it; run as root"))
 			return
 		}
@@ -107,7 +128,7 @@ func decode[T any](r *http.Request) (T, error) {
 	dec := json.NewDecoder(http.MaxBytesReader(nil, r.Body, maxRequestBody))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(&v); err != nil {
-		return v, errorf(CodeUsage, "control API: the body of %s is not what is expected: %w", r.URL.Path, err)
+		return v, Errorf(CodeUsage, "control API: the body of %s is not what is expected: %w", r.URL.Path, err)
 	}
 	return v, nil
 }
@@ -135,16 +156,8 @@ var statusByCode = map[Code]int{
 }
 
 func writeError(w http.ResponseWriter, err error) {
-	code := CodeInternal
-	var e *Error
-	var oe *OptionError
-	switch {
-	case errors.As(err, &e):
-		code = e.Code
-	case errors.As(err, &oe):
-		code = CodeUsage
-	}
+	code := cmp.Or(CodeOf(err), CodeInternal)
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(statusByCode[code])
-	_ = json.NewEncoder(w).Encode(errorReply{Code: code, Error: oneLine(err.Error())})
+	_ = json.NewEncoder(w).Encode(errorReply{Code: code, Error: OneLine(err.Error())})
 }

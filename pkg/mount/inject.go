@@ -1,10 +1,11 @@
-package daemon
+package mount
 
 import (
 	"strings"
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
@@ -17,10 +18,10 @@ func ParseFaults(spec string) (*faults.Plan, error) {
 	}
 	p, err := faults.Parse(spec)
 	if err != nil {
-		return nil, errorf(CodeUsage, "fault injection: %s", strings.TrimPrefix(err.Error(), "faults: "))
+		return nil, control.Errorf(control.CodeUsage, "fault injection: %s", strings.TrimPrefix(err.Error(), "faults: "))
 	}
 	if p.Empty() {
-		return nil, errorf(CodeUsage, "fault injection: %q injects nothing; name a fault, such as disconnect-every=100, or leave it out", spec)
+		return nil, control.Errorf(control.CodeUsage, "fault injection: %q injects nothing; name a fault, such as disconnect-every=100, or leave it out", spec)
 	}
 	return p, nil
 }
@@ -32,9 +33,6 @@ func WithFaults(inner verbs.Provider, plan *faults.Plan, log hclog.Logger) verbs
 	}
 	return faults.New(inner, plan, log)
 }
-
-// FaultBanner is what everything says first that shows a plan.
-const FaultBanner = "FAULT INJECTION IS ON: "
 
 // injected counts the faults of p by name; nil when it is a provider without.
 func injected(p verbs.Provider) (plan string, counts map[string]uint64) {
@@ -49,8 +47,8 @@ func injected(p verbs.Provider) (plan string, counts map[string]uint64) {
 	return f.Plan().String(), counts
 }
 
-// planText is plan as text, "" for none.
-func planText(plan *faults.Plan) string {
+// PlanText is plan as text, "" for none.
+func PlanText(plan *faults.Plan) string {
 	if plan == nil {
 		return ""
 	}

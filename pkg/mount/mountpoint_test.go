@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"context"
@@ -7,6 +7,8 @@ import (
 	"os"
 	"syscall"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // A directory that an automounter watches is told from one where something is mounted that could be
@@ -29,5 +31,5 @@ func TestAutomountPoint(t *testing.T) {
 	}
 	defer syscall.Unmount(dir, syscall.MNT_DETACH)
 	_, err = CheckMountPoint(context.Background(), dir)
-	isError(t, err, CodeMount, "x-systemd.automount")
+	isError(t, err, control.CodeMount, "x-systemd.automount")
 }

@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"bufio"
@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 )
 
@@ -25,7 +26,7 @@ const (
 	ourType       = "fuse." + fusefs.Subtype
 	autofsType    = "autofs"
 	// pathTimeout bounds looking at a mount point, which may lie within a file system that hangs.
-	pathTimeout = 5 * time.Second
+	pathTimeout = control.StatusTimeout - time.Second
 )
 
 // CheckPrivilege tells whether this process may mount: it needs CAP_SYS_ADMIN and /dev/fuse.
@@ -33,10 +34,10 @@ func CheckPrivilege() error {
 	hdr := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var data [2]unix.CapUserData
 	if err := unix.Capget(&hdr, &data[0]); err != nil {
-		return errorf(CodeSystem, "asking for this process's capabilities: %w", err)
+		return control.Errorf(control.CodeSystem, "asking for this process's capabilities: %w", err)
 	}
 	if data[0].Effective&(1<<unix.CAP_SYS_ADMIN) == 0 {
-		return errorf(CodePermission, "no privilege to mount (CAP_SYS_ADMIN is missing): run as root, or give the container or unit this capability")
+		return control.Errorf(control.CodePermission, "no privilege to mount (CAP_SYS_ADMIN is missing): run as root, or give the container or unit this capability")
 	}
 	f, err := os.OpenFile(fuseDevice, os.O_RDWR, 0)
 	switch {
@@ -44,13 +45,13 @@ func CheckPrivilege() error {
 		defer f.Close()
 		return checkFuseDevice(f)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENODEV):
-		return errorf(CodeSystem, "%s: %w: load the module with \"modprobe fuse\", or give the container the device",
+		return control.Errorf(control.CodeSystem, "%s: %w: load the module with \"modprobe fuse\", or give the container the device",
 			fuseDevice, unwrapPath(err))
 	case errors.Is(err, fs.ErrPermission):
-		return errorf(CodePermission, "%s: %w: run as root, or give the container the device", fuseDevice,
+		return control.Errorf(control.CodePermission, "%s: %w: run as root, or give the container the device", fuseDevice,
 			unwrapPath(err))
 	}
-	return errorf(CodeSystem, "opening %s: %w", fuseDevice, unwrapPath(err))
+	return control.Errorf(control.CodeSystem, "opening %s: %w", fuseDevice, unwrapPath(err))
 }
 
 // checkFuseDevice tells the device from what else may have its name, such as the null device of a
@@ -58,10 +59,10 @@ func CheckPrivilege() error {
 func checkFuseDevice(f *os.File) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
-		return errorf(CodeSystem, "looking at %s: %w", fuseDevice, err)
+		return control.Errorf(control.CodeSystem, "looking at %s: %w", fuseDevice, err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFCHR || unix.Major(st.Rdev) != fuseMajor || unix.Minor(st.Rdev) != fuseMinor {
-		return errorf(CodeSystem, "%s: it is not the device of FUSE (character device %d:%d): give the container the device, or make it with mknod(1)", fuseDevice, fuseMajor, fuseMinor)
+		return control.Errorf(control.CodeSystem, "%s: it is not the device of FUSE (character device %d:%d): give the container the device, or make it with mknod(1)", fuseDevice, fuseMajor, fuseMinor)
 	}
 	return nil
 }
@@ -80,7 +81,7 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	clean, err := ResolveMountPoint(ctx, dir)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return "", &Error{Code: CodeMount, Err: err, Text: err.Error() + "; create it with mkdir -p"}
+		return "", &control.Error{Code: control.CodeMount, Err: err, Text: err.Error() + "; create it with mkdir -p"}
 	case err != nil:
 		return "", err
 	}
@@ -89,21 +90,21 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	case err != nil:
 		return "", err
 	case there == ourType:
-		return "", errorf(CodeMount, "mount point %s: an nfsrdma mount is there already; unmount it first, with umount(8) if its daemon was killed", clean)
+		return "", control.Errorf(control.CodeMount, "mount point %s: an nfsrdma mount is there already; unmount it first, with umount(8) if its daemon was killed", clean)
 	// its kernel side lets nobody but the automounter's own process group by
 	case there == autofsType:
-		return "", errorf(CodeMount, "mount point %s: an automounter waits there, and nfsrdma is mounted by its daemon, whom that would not let in; take x-systemd.automount out of fstab(5), or the directory out of the automounter's map", clean)
+		return "", control.Errorf(control.CodeMount, "mount point %s: an automounter waits there, and nfsrdma is mounted by its daemon, whom that would not let in; take x-systemd.automount out of fstab(5), or the directory out of the automounter's map", clean)
 	case there != "":
-		return "", errorf(CodeMount, "mount point %s: something is mounted there already; unmount it first", clean)
+		return "", control.Errorf(control.CodeMount, "mount point %s: something is mounted there already; unmount it first", clean)
 	}
 	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(clean) })
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return "", errorf(CodeMount, "mount point %s does not exist; create it with mkdir", clean)
+		return "", control.Errorf(control.CodeMount, "mount point %s does not exist; create it with mkdir", clean)
 	case err != nil:
-		return "", errorf(CodeMount, "mount point %s: %w", clean, unwrapPath(err))
+		return "", control.Errorf(control.CodeMount, "mount point %s: %w", clean, unwrapPath(err))
 	case !fi.IsDir():
-		return "", errorf(CodeMount, "mount point %s is not a directory; name a directory", clean)
+		return "", control.Errorf(control.CodeMount, "mount point %s is not a directory; name a directory", clean)
 	}
 	return clean, nil
 }
@@ -113,18 +114,18 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 // of a parent that does not exist wraps [fs.ErrNotExist].
 func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	if dir == "" || strings.ContainsRune(dir, 0) {
-		return "", errorf(CodeUsage, "mount point %q: not a path; name a directory", dir)
+		return "", control.Errorf(control.CodeUsage, "mount point %q: not a path; name a directory", dir)
 	}
 	abs, err := filepath.Abs(dir)
 	if err != nil {
-		return "", errorf(CodeUsage, "mount point %s: %w", dir, err)
+		return "", control.Errorf(control.CodeUsage, "mount point %s: %w", dir, err)
 	}
 	parent, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(filepath.Dir(abs)) })
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return "", &Error{Code: CodeMount, Err: fs.ErrNotExist, Text: "mount point " + abs + " does not exist"}
+		return "", &control.Error{Code: control.CodeMount, Err: fs.ErrNotExist, Text: "mount point " + abs + " does not exist"}
 	case err != nil:
-		return "", errorf(CodeMount, "mount point %s: %w", abs, unwrapPath(err))
+		return "", control.Errorf(control.CodeMount, "mount point %s: %w", abs, unwrapPath(err))
 	}
 	abs = filepath.Join(parent, filepath.Base(abs))
 	mounted, err := isMountPoint(abs)
@@ -137,7 +138,7 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	}
 	target, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(abs) })
 	if err != nil {
-		return "", errorf(CodeMount, "mount point %s: %w", abs, unwrapPath(err))
+		return "", control.Errorf(control.CodeMount, "mount point %s: %w", abs, unwrapPath(err))
 	}
 	return target, nil
 }
@@ -159,9 +160,9 @@ func mountedAt(dir string) (there string, err error) {
 	return there, err
 }
 
-// othersMounts are the mount points of nfsrdma mounts that there are; at the start of a daemon none
+// Mounted are the mount points of nfsrdma mounts that there are; at the start of a daemon none
 // is its own.
-func othersMounts() []string {
+func Mounted() []string {
 	var dirs []string
 	_ = eachMount(func(at, kind string) { // only the log is to have it
 		if kind == ourType {
@@ -175,7 +176,7 @@ func othersMounts() []string {
 func eachMount(f func(dir, kind string)) error {
 	table, err := os.Open(mountInfoFile)
 	if err != nil {
-		return errorf(CodeSystem, "reading the mount table: %w", err)
+		return control.Errorf(control.CodeSystem, "reading the mount table: %w", err)
 	}
 	defer table.Close()
 	sc := bufio.NewScanner(table)
@@ -190,7 +191,7 @@ func eachMount(f func(dir, kind string)) error {
 		}
 	}
 	if err := sc.Err(); err != nil {
-		return errorf(CodeSystem, "reading the mount table: %w", err)
+		return control.Errorf(control.CodeSystem, "reading the mount table: %w", err)
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-package daemon
+package mount
 
 import (
 	"context"
@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -37,8 +38,8 @@ func (c *caller) close() {
 	}
 }
 
-// Snapshot implements live.
-func (s *stack) Snapshot() metrics.Snapshot {
+// Snapshot implements mountInstance.
+func (s *mountStack) Snapshot() metrics.Snapshot {
 	snap := metrics.Snapshot{Mount: s.dir, Provider: s.provider.Name()}
 	_, snap.Faults = injected(s.provider)
 	snap.Transport.MRs, snap.Transport.Connections = make(map[string]uint64), make(map[string]uint64)
@@ -83,14 +84,14 @@ func files(c *fusefs.Counters) metrics.Files {
 	return f
 }
 
-// Describe implements live.
-func (s *stack) Describe(i *MountInfo) {
+// Describe implements mountInstance.
+func (s *mountStack) Describe(i *control.MountInfo) {
 	i.Server, i.Provider, i.ProviderReason = s.address.String(), s.provider.Name(), s.why
 	i.FaultInjection, _ = injected(s.provider)
 }
 
-// Rings implements live.
-func (s *stack) Rings() []*trace.Ring {
+// Rings implements mountInstance.
+func (s *mountStack) Rings() []*trace.Ring {
 	var rings []*trace.Ring
 	for _, t := range s.transports.all {
 		rings = append(rings, t.Trace())
@@ -159,11 +160,11 @@ func addStats(to *metrics.Transport, s *xprt.Stats) {
 	}
 }
 
-// Status implements live.
-func (s *stack) Status() MountStatus {
+// Status implements mountInstance.
+func (s *mountStack) Status() control.MountStatus {
 	snap := s.Snapshot()
 	t := &snap.Transport
-	st := MountStatus{
+	st := control.MountStatus{
 		Credits: t.Credits, Slots: t.Slots, SlotsInUse: t.SlotsInUse, Connects: t.Connects, Sends: t.Sends, Receives: t.Receives,
 		MRs: t.MRs, XprtLine: metrics.XprtLine(t), RPCs: make(
 			map[string]uint64), MRsRecycled: t.MRsRecycled, MRsOrphaned: t.MRsOrphaned,

@@ -1,4 +1,4 @@
-package daemon
+package control
 
 import (
 	"bytes"
@@ -18,7 +18,7 @@ import (
 const (
 	clientQuick    = 10 * time.Second
 	clientUmount   = umountTimeout + 10*time.Second
-	clientMount    = maxTimeout + 10*time.Second
+	clientMount    = MaxMountTimeout + 10*time.Second
 	maxAnswerBytes = 16 << 20
 )
 
@@ -82,13 +82,13 @@ func (c *Client) do(ctx context.Context, limit time.Duration, method, path strin
 	if in != nil {
 		b, err := json.Marshal(in)
 		if err != nil {
-			return errorf(CodeInternal, "control API: encoding the request: %w", err)
+			return Errorf(CodeInternal, "control API: encoding the request: %w", err)
 		}
 		body = bytes.NewReader(b)
 	}
 	req, err := http.NewRequestWithContext(limited, method, "http://nfsrdmad"+path, body)
 	if err != nil {
-		return errorf(CodeInternal, "control API: %w", err)
+		return Errorf(CodeInternal, "control API: %w", err)
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {
@@ -103,7 +103,7 @@ func (c *Client) do(ctx context.Context, limit time.Duration, method, path strin
 		return nil
 	}
 	if err := dec.Decode(out); err != nil {
-		return errorf(CodeSystem, "asking the daemon at %s: its answer is not understood (%w); is it of another version?", c.socket, err)
+		return Errorf(CodeSystem, "asking the daemon at %s: its answer is not understood (%w); is it of another version?", c.socket, err)
 	}
 	return nil
 }
@@ -112,7 +112,7 @@ func (c *Client) do(ctx context.Context, limit time.Duration, method, path strin
 func (c *Client) refusal(resp *http.Response) error {
 	var e errorReply
 	if json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes)).Decode(&e) != nil || e.Error == "" {
-		return errorf(CodeSystem, "asking the daemon at %s: it answered %s; is that an nfsrdmad?", c.socket,
+		return Errorf(CodeSystem, "asking the daemon at %s: it answered %s; is that an nfsrdmad?", c.socket,
 			resp.Status)
 	}
 	return &Error{Code: e.Code, Text: e.Error}
@@ -126,7 +126,7 @@ func (c *Client) Trace(ctx context.Context, r TraceRequest, w io.Writer) error {
 	defer cancel()
 	req, err := http.NewRequestWithContext(limited, http.MethodGet, "http://nfsrdmad"+pathTrace+"?"+r.query(), nil)
 	if err != nil {
-		return errorf(CodeInternal, "control API: %w", err)
+		return Errorf(CodeInternal, "control API: %w", err)
 	}
 	late := time.AfterFunc(clientQuick, cancel)
 	resp, err := c.http.Do(req)
@@ -153,9 +153,9 @@ func (c *Client) Trace(ctx context.Context, r TraceRequest, w io.Writer) error {
 	case err == nil, ctx.Err() != nil:
 		return nil
 	case out.err != nil:
-		return errorf(CodeSystem, "trace of %s: writing it: %w", r.Dir, out.err)
+		return Errorf(CodeSystem, "trace of %s: writing it: %w", r.Dir, out.err)
 	}
-	return errorf(CodeSystem, "trace of %s: the daemon at %s ended; see its log", r.Dir, c.socket)
+	return Errorf(CodeSystem, "trace of %s: the daemon at %s ended; see its log", r.Dir, c.socket)
 }
 
 // A traceOutput remembers why it could not write.
@@ -181,7 +181,7 @@ func (c *Client) unreachable(ctx context.Context, err error) error {
 		return &Error{Code: CodeUsage, Err: err,
 			Text: "asking the daemon: no control socket is named; give its path with --control-socket"}
 	case errors.Is(ctx.Err(), context.Canceled):
-		return errorf(CodeCanceled, "asking the daemon at %s: interrupted", c.socket)
+		return Errorf(CodeCanceled, "asking the daemon at %s: interrupted", c.socket)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
 		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket +
 			": no daemon runs there; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\", or mount with --foreground"}
@@ -192,5 +192,5 @@ func (c *Client) unreachable(ctx context.Context, err error) error {
 		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket +
 			": no answer in time; see its log"}
 	}
-	return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": " + oneLine(err.Error())}
+	return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": " + OneLine(err.Error())}
 }
