@@ -15,7 +15,7 @@
 //
 // A device that registers memory for each use (verbs.CapPerIOReg) registers it in Map, because only
 // the registration returns the key for the header. Its FastRegs and LOCAL_INVs still take their
-// places in the chains. Unmap invalidates such an MR at once.
+// places in the chains. Unmap invalidates the MR at once.
 //
 // # Recovery
 //
