@@ -47,7 +47,7 @@ func rejectUnknownCommand(cmd *cobra.Command, args []string) error {
 	}
 	hint := ""
 	if similar := cmd.SuggestionsFor(args[0]); len(similar) > 0 {
-		hint = "; did you mean " + strings.Join(similar, " or ") + "?"
+		hint = " (did you mean " + strings.Join(similar, " or ") + "?)"
 	}
 	return fmt.Errorf("unknown command %q%s; see %s --help", args[0], hint, cmd.CommandPath())
 }

@@ -34,7 +34,7 @@ func rootCommand() *cobra.Command {
 		},
 	}
 	root.PersistentFlags().StringVar(&c.output, "output", "text",
-		"output `format` of mount, list, status, trace, doctor and version: text or json; errors are always text")
+		"text or json, for mount, list, status, trace, doctor and version")
 	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c),
 		traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
 	root.SetVersionTemplate("nfsrdmad {{.Version}}\n")
