@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -220,7 +220,7 @@ func asNobody(t *testing.T, cmd *exec.Cmd) {
 func TestForegroundWithoutPrivilege(t *testing.T) {
 	cmd := program(t, "nfsrdmad", "mount", "--foreground", "127.0.0.1:/", "/mnt")
 	asNobody(t, cmd)
-	finish(t, cmd).fails(t, daemon.ExitUsage, "no privilege", "run as root")
+	finish(t, cmd).fails(t, control.ExitUsage, "no privilege", "run as root")
 }
 
 func TestNoFuseDevice(t *testing.T) {
@@ -228,7 +228,7 @@ func TestNoFuseDevice(t *testing.T) {
 	cmd := exec.Command("unshare", "-m", "sh", "-c",
 		`mount -t tmpfs none /dev && exec "$0" mount --foreground 127.0.0.1:/ /mnt`, inner.Path)
 	cmd.Env = inner.Env
-	finish(t, cmd).fails(t, daemon.ExitSystem, "/dev/fuse", "modprobe fuse")
+	finish(t, cmd).fails(t, control.ExitSystem, "/dev/fuse", "modprobe fuse")
 }
 
 func TestUsageErrors(t *testing.T) {
@@ -255,7 +255,7 @@ func TestUsageErrors(t *testing.T) {
 		{"no number", []string{"trace", "/mnt", "--last", "x"}, 1,
 			[]string{`"x"`, "--last", "must be a number; see nfsrdmad trace --help"}},
 		{"force and lazy", []string{"umount", "--force", "--lazy", "/mnt"}, 1,
-			[]string{"--force and --lazy", "contradict"}},
+			[]string{"[force lazy]", "none of the others"}},
 		{"empty socket", []string{"list", "--control-socket", ""}, 1,
 			[]string{"no control socket is named", "--control-socket"}},
 		{"socket path too long", []string{"list", "--control-socket", "/tmp/" + strings.Repeat("x", 200)}, 2,
@@ -294,7 +294,7 @@ func TestAnotherDeviceAsFuse(t *testing.T) {
 		cmd := exec.Command("unshare", "-m", "sh", "-c", `mount --bind /dev/null /dev/fuse && exec "$0" `+args,
 			inner.Path)
 		cmd.Env = inner.Env
-		if o := finish(t, cmd); o.code != daemon.ExitSystem ||
+		if o := finish(t, cmd); o.code != control.ExitSystem ||
 			!strings.Contains(o.stderr, "/dev/fuse: it is not the device of FUSE") ||
 			strings.Count(o.stderr, "\n") != 1 {
 			t.Errorf("%s: exit code %d: %s", args, o.code, o.stderr)

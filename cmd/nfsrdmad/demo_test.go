@@ -7,7 +7,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // Signals in the middle of the demo: one line, the exit code of an interrupt, and no mount and no
@@ -36,7 +36,7 @@ func TestDemoSignals(t *testing.T) {
 					}
 				}
 				_ = cmd.Wait()
-				outcome{cmd.ProcessState.ExitCode(), "", errOut.String()}.fails(t, daemon.ExitInterrupted,
+				outcome{cmd.ProcessState.ExitCode(), "", errOut.String()}.fails(t, control.ExitInterrupted,
 					"interrupted")
 				if left, err := os.ReadDir(tmp); err != nil || len(left) != 0 {
 					t.Errorf("left: %v, %v", left, err)

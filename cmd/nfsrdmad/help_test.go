@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
 // Help fits a terminal of 80 columns: a line that is longer breaks in the middle of a word.
@@ -54,7 +54,7 @@ func TestHelpHasEveryOption(t *testing.T) {
 	words := strings.FieldsFunc(mountLong, func(r rune) bool { return strings.ContainsRune(" \n,=|()", r) })
 	of := strings.Fields(`auto noauto nofail defaults _netdev relatime norelatime strictatime nostrictatime async fg
 		suid dev exec atime diratime`) // mount(8)'s and fstab(5)'s
-	for _, name := range daemon.OptionNames() {
+	for _, name := range mount.OptionNames() {
 		// words of the page, too
 		if slices.Contains(of, name) == slices.Contains(words, name) && name != "auto" && name != "defaults" {
 			t.Errorf("option %q: in help is %v", name, slices.Contains(words, name))

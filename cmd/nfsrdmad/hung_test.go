@@ -17,7 +17,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -113,9 +113,9 @@ func newHung(t *testing.T, options string, files map[string]int) *hung {
 	return h
 }
 
-func (h *hung) status(t *testing.T) daemon.MountStatus {
+func (h *hung) status(t *testing.T) control.MountStatus {
 	t.Helper()
-	var l []daemon.MountStatus
+	var l []control.MountStatus
 	out := nfsrdmad(t, "status", "--control-socket", h.socket, "--output", "json", h.mnt).succeeds(t).stdout
 	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 {
 		t.Fatalf("%v: %s", err, out)
@@ -124,7 +124,7 @@ func (h *hung) status(t *testing.T) daemon.MountStatus {
 }
 
 // until asks for the status until ok is content with it, not as long as a pause may last.
-func (h *hung) until(t *testing.T, what string, ok func(*daemon.MountStatus) bool) daemon.MountStatus {
+func (h *hung) until(t *testing.T, what string, ok func(*control.MountStatus) bool) control.MountStatus {
 	t.Helper()
 	for deadline := time.Now().Add(pauseLimit / 2); ; time.Sleep(20 * time.Millisecond) {
 		s := h.status(t)
@@ -137,7 +137,7 @@ func (h *hung) until(t *testing.T, what string, ok func(*daemon.MountStatus) boo
 	}
 }
 
-func callOf(s *daemon.MountStatus, is func(*daemon.PendingCall) bool) *daemon.PendingCall {
+func callOf(s *control.MountStatus, is func(*control.PendingCall) bool) *control.PendingCall {
 	for i := range s.Calls {
 		if is(&s.Calls[i]) {
 			return &s.Calls[i]
@@ -151,13 +151,13 @@ func callOf(s *daemon.MountStatus, is func(*daemon.PendingCall) bool) *daemon.Pe
 func TestStatusTellsTheStory(t *testing.T) {
 	h := newHung(t, "keepalive=2,nconnect=2", nil)
 	h.pause(t)
-	h.until(t, "liveness call", func(s *daemon.MountStatus) bool {
-		return callOf(s, func(c *daemon.PendingCall) bool {
-			return c.Owner == daemon.OwnerLiveness &&
+	h.until(t, "liveness call", func(s *control.MountStatus) bool {
+		return callOf(s, func(c *control.PendingCall) bool {
+			return c.Owner == control.OwnerLiveness &&
 				c.Procedure == "NULL"
 		}) != nil
 	})
-	h.until(t, "loss of both connections", func(s *daemon.MountStatus) bool {
+	h.until(t, "loss of both connections", func(s *control.MountStatus) bool {
 		lost := map[int]bool{}
 		for _, n := range s.History {
 			if n.Event == "disconnected" {
@@ -171,7 +171,7 @@ func TestStatusTellsTheStory(t *testing.T) {
 		t.Errorf("story: %s", out)
 	}
 	h.resume(t)
-	s := h.until(t, "connections", func(s *daemon.MountStatus) bool {
+	s := h.until(t, "connections", func(s *control.MountStatus) bool {
 		now := map[int]string{}
 		for _, n := range s.History {
 			now[n.Connection] = n.Event
@@ -254,13 +254,13 @@ func (s *sleeper) ended(t *testing.T) error {
 	}
 }
 
-func (s *sleeper) is(c *daemon.PendingCall) bool {
-	return c.Owner == daemon.OwnerProcess && int(c.PID) == s.cmd.Process.Pid
+func (s *sleeper) is(c *control.PendingCall) bool {
+	return c.Owner == control.OwnerProcess && int(c.PID) == s.cmd.Process.Pid
 }
 
 // newSleepers mounts a server, has processes make their calls while it hangs, and waits until
 // status knows of all of them.
-func newSleepers(t *testing.T, kinds ...kind) (*hung, []*sleeper, daemon.MountStatus) {
+func newSleepers(t *testing.T, kinds ...kind) (*hung, []*sleeper, control.MountStatus) {
 	t.Helper()
 	h := newHung(t, "keepalive=0,timeo=6000,actimeo=600", sleepersFiles)
 	var l []*sleeper
@@ -279,7 +279,7 @@ func newSleepers(t *testing.T, kinds ...kind) (*hung, []*sleeper, daemon.MountSt
 			t.Fatal(err)
 		}
 	}
-	status := h.until(t, "calls of all", func(m *daemon.MountStatus) bool {
+	status := h.until(t, "calls of all", func(m *control.MountStatus) bool {
 		for _, s := range l {
 			if c := callOf(m, s.is); c == nil || c.Command != s.command {
 				return false
@@ -328,7 +328,7 @@ func TestStatusOfAHungServer(t *testing.T) {
 			t.Errorf("%s: %v", s.command, err)
 		}
 	}
-	h.until(t, "rest", func(m *daemon.MountStatus) bool { return len(m.Calls) == 0 })
+	h.until(t, "rest", func(m *control.MountStatus) bool { return len(m.Calls) == 0 })
 }
 
 // A process that waits for a hung server can be killed. The reply comes late then, and harms
@@ -346,11 +346,11 @@ func TestKilledWhileTheServerHangs(t *testing.T) {
 	// refused, which ends the connection.
 	t.Run("data refused", func(t *testing.T) {
 		h := killSleepers(t, directReader)
-		m := h.until(t, "rest on another connection", func(m *daemon.MountStatus) bool {
+		m := h.until(t, "rest on another connection", func(m *control.MountStatus) bool {
 			return atRest(m) &&
 				m.Connects == 2
 		})
-		if i := slices.IndexFunc(m.History, func(n daemon.ConnEvent) bool {
+		if i := slices.IndexFunc(m.History, func(n control.ConnEvent) bool {
 			return n.Event == "disconnected" &&
 				n.Cause != ""
 		}); i < 0 {
@@ -364,7 +364,7 @@ func TestKilledWhileTheServerHangs(t *testing.T) {
 	})
 }
 
-func atRest(m *daemon.MountStatus) bool { return len(m.Calls) == 0 && m.SlotsInUse == 0 }
+func atRest(m *control.MountStatus) bool { return len(m.Calls) == 0 && m.SlotsInUse == 0 }
 
 // killSleepers has processes of these kinds killed while the server hangs, sees that the server's
 // view of their calls is kept, and resumes it.
@@ -380,10 +380,10 @@ func killSleepers(t *testing.T, kinds ...kind) *hung {
 			t.Errorf("%s: %v", s.command, s.cmd.ProcessState)
 		}
 	}
-	h.until(t, "late replies", func(m *daemon.MountStatus) bool {
+	h.until(t, "late replies", func(m *control.MountStatus) bool {
 		return !slices.ContainsFunc(sleepers, func(s *sleeper) bool {
-			c := callOf(m, func(c *daemon.PendingCall) bool { return c.XID == callOf(&before, s.is).XID })
-			return s.late && (c == nil || c.WaitsFor != xprt.WaitLate || c.Owner != daemon.OwnerGone ||
+			c := callOf(m, func(c *control.PendingCall) bool { return c.XID == callOf(&before, s.is).XID })
+			return s.late && (c == nil || c.WaitsFor != xprt.WaitLate || c.Owner != control.OwnerGone ||
 				c.Procedure != s.procedure)
 		})
 	})

@@ -18,7 +18,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // noise is always the same n octets for a name.
@@ -119,7 +119,7 @@ func TestInject(t *testing.T) {
 	if v := scrape(t, metrics)["nfsrdmad_fault_injection_enabled"]; v != 0 {
 		t.Errorf("fault injection is %v without", v)
 	}
-	if out := w.version(t); strings.Contains(out, daemon.FaultBanner) {
+	if out := w.version(t); strings.Contains(out, control.FaultBanner) {
 		t.Errorf("a banner without faults: %s", out)
 	}
 	w.stop(t, w.daemon)
@@ -142,7 +142,7 @@ func TestInject(t *testing.T) {
 	sameAll(t, out)
 	sameAll(t, filepath.Join(dir, "out"))
 
-	w.bannered(t, dir, daemon.FaultBanner+spec)
+	w.bannered(t, dir, control.FaultBanner+spec)
 	w.countedFaults(t, dir, metrics)
 	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
 	events := traced()
@@ -199,7 +199,7 @@ func (w *world) countedFaults(t *testing.T, dir, metrics string) {
 		m["nfsrdmad_rpc_resends_total"] == 0 {
 		t.Errorf("metrics: %v", m)
 	}
-	var l []daemon.MountStatus
+	var l []control.MountStatus
 	out := nfsrdmad(t, "status", "--control-socket", w.socket, "--output", "json", dir).succeeds(t).stdout
 	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 {
 		t.Fatalf("%v: %s", err, out)
@@ -334,7 +334,7 @@ func TestBadInjection(t *testing.T) {
 			if args[0] != "serve" {
 				args = append(args, "--control-socket", socket)
 			}
-			nfsrdmad(t, args...).fails(t, daemon.ExitUsage, tt.says...)
+			nfsrdmad(t, args...).fails(t, control.ExitUsage, tt.says...)
 		})
 	}
 	if _, err := os.Lstat(socket); err == nil {

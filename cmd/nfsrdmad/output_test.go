@@ -6,7 +6,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // With --output json, mount tells of the mount what list does, verbose or not, and umount nothing;
@@ -16,12 +16,12 @@ func TestMountAsJSON(t *testing.T) {
 	dir := w.mkdir(t, "mnt")
 	mount := []string{"mount", "--control-socket", w.socket, "--output", "json", "127.0.0.1:/", dir, "-o",
 		w.opts(w.server.RDMAAddr)}
-	var told daemon.MountInfo
+	var told control.MountInfo
 	if out := nfsrdmad(t, mount...).succeeds(t).stdout; json.Unmarshal([]byte(out), &told) != nil ||
-		told.Dir != dir || told.State != daemon.StateMounted {
+		told.Dir != dir || told.State != control.StateMounted {
 		t.Errorf("mount says %q", out)
 	}
-	var listed []daemon.MountInfo
+	var listed []control.MountInfo
 	out := nfsrdmad(t, "list", "--control-socket", w.socket, "--output", "json").succeeds(t).stdout
 	if json.Unmarshal([]byte(out), &listed) != nil || len(listed) != 1 || !reflect.DeepEqual(listed[0], told) {
 		t.Errorf("mount says %+v, list %s", told, out)
@@ -46,14 +46,14 @@ func TestForegroundMountAsJSON(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	told := make(chan daemon.MountInfo, 1)
+	told := make(chan control.MountInfo, 1)
 	go func() {
-		var i daemon.MountInfo
+		var i control.MountInfo
 		_ = json.NewDecoder(stdout).Decode(&i)
 		_ = cmd.Process.Signal(syscall.SIGTERM)
 		told <- i
 	}()
-	if i := <-told; i.Dir != dir || i.State != daemon.StateMounted {
+	if i := <-told; i.Dir != dir || i.State != control.StateMounted {
 		t.Errorf("says %+v", i)
 	}
 	if err := cmd.Wait(); err != nil {

@@ -13,7 +13,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/demo"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
@@ -24,13 +26,13 @@ func serveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
-		Args:  takes(0, 1),
+		Args:  argCount(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
 			if err := limits.apply(&cfg.RDMA); err != nil {
 				return err
 			}
-			plan, err := daemon.ParseFaults(inject)
+			plan, err := mount.ParseFaults(inject)
 			if err != nil {
 				return err
 			}
@@ -40,12 +42,12 @@ func serveCommand() *cobra.Command {
 				return err
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
-			cfg.Provider = daemon.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
-			outliveReaders()
+			cfg.Provider = mount.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
+			ignoreSIGPIPE()
 			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {
-					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", daemon.FaultBanner, plan)
+					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", control.FaultBanner, plan)
 				}
 			})
 		},
@@ -98,7 +100,7 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 	if err != nil {
 		return
 	}
-	root := daemon.Spec{Host: "localhost", Export: "/"}
+	root := mount.Spec{Host: "localhost", Export: "/"}
 	switch r, m := s.RDMAAddr.Addr(), tcp.Addr(); { // a mount has one name for both
 	case !r.IsUnspecified() && !m.IsUnspecified() && r != m:
 		return
@@ -108,7 +110,7 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 		root.Host = r.String()
 	}
 	var options []string
-	if p := s.RDMAAddr.Port(); p != daemon.DefaultOptions().Port {
+	if p := s.RDMAAddr.Port(); p != mount.DefaultOptions().Port {
 		options = append(options, fmt.Sprintf("port=%d", p))
 	}
 	if tcp.Port() != portMapper {
@@ -130,7 +132,7 @@ func demoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Copy a tree through a mount of an embedded server, and compare",
-		Args:  takes(0, 0),
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cfg.MaxFiles < 1 {
 				return fmt.Errorf("flag --files=%d: must be 1 or more", cfg.MaxFiles)

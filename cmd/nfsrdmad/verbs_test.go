@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 func TestVerbs(t *testing.T) {
@@ -33,12 +33,12 @@ func TestVerbs(t *testing.T) {
 	if err := syscall.Statfs(dir, &statfs); err != nil || statfs.Blocks == 0 {
 		t.Errorf("statfs: %d blocks, %v", statfs.Blocks, err)
 	}
-	var list []daemon.MountStatus
+	var list []control.MountStatus
 	out := nfsrdmad(t, "status", "--control-socket", w.socket, "--output", "json", dir).succeeds(t).stdout
 	if err := json.Unmarshal([]byte(out), &list); err != nil || len(list) != 1 {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if s := list[0]; s.Dir != dir || s.State != daemon.StateMounted || s.Connects != 1 || s.RPCs["WRITE"] == 0 ||
+	if s := list[0]; s.Dir != dir || s.State != control.StateMounted || s.Connects != 1 || s.RPCs["WRITE"] == 0 ||
 		!strings.HasPrefix(s.XprtLine, "\txprt:\trdma 0 0 1 ") {
 		t.Errorf("status %+v", s)
 	}
@@ -69,7 +69,7 @@ func TestLazyUnmount(t *testing.T) {
 	}
 	defer f.Close()
 	nfsrdmad(t, "umount", "--control-socket", w.socket, "--lazy", dir).succeeds(t)
-	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).fails(t, daemon.ExitMount, dir, "no mount of this daemon")
+	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).fails(t, control.ExitMount, dir, "no mount of this daemon")
 	w.mount(t, dir).succeeds(t)
 	w.unharmed(t, dir)
 	if b, err := io.ReadAll(f); err != nil || string(b) != "world" {

@@ -10,6 +10,7 @@ import (
 	"runtime/pprof"
 	"syscall"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
@@ -51,7 +52,7 @@ func profiledMount(args []string) error {
 		}
 	}()
 	return daemon.MountCommand(context.Background(), daemon.MountCommandConfig{
-		Request: daemon.MountRequest{Spec: f.Arg(0), Dir: f.Arg(1),
+		Request: control.MountRequest{Spec: f.Arg(0), Dir: f.Arg(1),
 			Options: *options}, Foreground: true, LogLevel: "warn", Log: os.Stderr,
 	})
 }
