@@ -58,9 +58,9 @@ type deviceContext struct {
 
 // devices are all that are open in this process.
 var devices struct {
-	mu          sync.Mutex
-	all         map[*C.struct_ibv_context]*deviceContext // guarded by mu, as all below
-	polling     bool                                     // a timer runs
+	mu      sync.Mutex
+	all     map[*C.struct_ibv_context]*deviceContext // guarded by mu, as all below
+	polling bool                                     // a timer runs
 	// what the last removed one was called, and
 	lastRemoved string
 	lastTime    time.Time
