@@ -26,7 +26,7 @@ func serveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
-		Args:  takes(0, 1),
+		Args:  argCount(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
 			if err := limits.apply(&cfg.RDMA); err != nil {
@@ -132,7 +132,7 @@ func demoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Copy a tree through a mount of an embedded server, and compare",
-		Args:  takes(0, 0),
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cfg.MaxFiles < 1 {
 				return fmt.Errorf("flag --files=%d: must be 1 or more", cfg.MaxFiles)

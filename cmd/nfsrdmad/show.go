@@ -10,13 +10,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-func listCommand(c *common) *cobra.Command {
+func listCommand(c *commonFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list",
-		Short: "List the daemon's mounts",
-		Args:  takes(0, 0),
+		Short: "List the mounts of the daemon",
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return ask(c, cmd, func(d *control.Client) ([]control.MountInfo, error) { return d.List(cmd.Context()) },
+			return printFromDaemon(c, cmd, func(d *control.Client) ([]control.MountInfo, error) { return d.List(cmd.Context()) },
 				printList)
 		},
 	}
@@ -39,12 +39,12 @@ func printList(w io.Writer, l []control.MountInfo) {
 	t.Flush()
 }
 
-func versionCommand(c *common) *cobra.Command {
+func versionCommand(c *commonFlags) *cobra.Command {
 	var verbose bool
 	cmd := &cobra.Command{
 		Use:   "version [--verbose]",
-		Short: "Print the version of this program",
-		Args:  takes(0, 0),
+		Short: "Print the version",
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := versions{VersionInfo: control.Version()}
 			if verbose {
@@ -58,11 +58,11 @@ func versionCommand(c *common) *cobra.Command {
 		},
 	}
 	c.socketFlag(cmd)
-	cmd.Flags().BoolVarP(&verbose, "verbose", "v", false, "ask the daemon for its version, too")
+	cmd.Flags().BoolVarP(&verbose, "verbose", "v", false, "also print the version of the daemon")
 	return cmd
 }
 
-// versions are those of this program and, if it was asked, of the daemon.
+// versions holds the version of this program and, with --verbose, of the daemon.
 type versions struct {
 	control.VersionInfo
 	Daemon *control.VersionInfo `json:"daemon,omitempty"`

@@ -20,9 +20,9 @@ type Finding struct {
 	Text   string `json:"text"` // what was found, and what to do where it is not good
 }
 
-// Examine looks at what mounting needs on this host: the privilege, /dev/fuse, the daemon at the
+// CheckHost checks what mounting needs on this host: the privilege, /dev/fuse, the daemon at the
 // control socket, RDMA devices. It asks no server.
-func Examine(ctx context.Context, socket string) []Finding {
+func CheckHost(ctx context.Context, socket string) []Finding {
 	return []Finding{examineFuse(), examineDaemon(ctx, socket),
 		{Subject: "softiwarp", OK: true, Text: "built in; needs nothing of this host but TCP"}, examineDevices()}
 }

@@ -49,7 +49,7 @@ func (g *Guest) Capture(t testing.TB, name string) *Capture {
 		return g.captureRemote(t, name)
 	}
 	if g.port != nil {
-		return g.port.link.capture(t, name, g.port)
+		return g.captureLink(t, name)
 	}
 	c := &Capture{File: filepath.Join(t.ArtifactDir(), name+".pcapng")}
 	d := startDumpcap(t, "-i", "lo", "-f", fmt.Sprintf("tcp port %d", g.RDMA.Port()), "-B", fmt.Sprint(captureBuffer),

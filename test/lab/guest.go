@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 )
@@ -56,6 +57,8 @@ type Guest struct {
 	rdma    *forwarder     // between RDMA and QEMU's own port
 	lend    netip.AddrPort // where the guest's remotePort is reached
 	port    *port          // of Options.Link; nil without
+	// captures numbers the captures of the link.
+	captures atomic.Int32
 	// does everything, where this process runs in a guest itself; what is below and above it is not
 	// used then
 	remote *remoteGuest

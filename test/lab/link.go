@@ -20,6 +20,8 @@ const (
 	// which 1500 leaves 1024; and every frame costs an emulated guest the same, whatever its size.
 	// More than that no network card of a real server takes.
 	linkMTU = 9000
+	// linkNetdev is the name of the link's network back end in QEMU.
+	linkNetdev = "link"
 	// ethernetHeader is in octets: two addresses and a type.
 	ethernetHeader = 14
 	// maxFrame is what a card can send at most: with a VLAN tag, and 64 KiB.
@@ -44,9 +46,8 @@ type Link struct {
 	work sync.WaitGroup // one for each port that has a cable
 
 	mu    sync.Mutex
-	ports []*port        // guarded by mu; one for each guest that ever was here
-	cut   bool           // guarded by mu
-	taps  map[*tap]*port // guarded by mu; with the port whose frames it records, nil for all
+	ports []*port // guarded by mu; one for each guest that ever was here
+	cut   bool    // guarded by mu
 }
 
 // A port is a guest's end of a link.
@@ -68,7 +69,7 @@ type port struct {
 // NewLink makes a link that ends with the test. The guests of it are started after it, and so end
 // before.
 func NewLink(t testing.TB) *Link {
-	l := &Link{taps: make(map[*tap]*port)}
+	l := &Link{}
 	t.Cleanup(func() {
 		l.mu.Lock()
 		ports := l.ports
@@ -120,8 +121,8 @@ func (l *Link) join(addr netip.Prefix) (*port, error) {
 // arguments are QEMU's, where the cable is descriptor fd.
 func (p *port) arguments(fd int) []string {
 	return []string{
-		"-netdev", "dgram,id=link,local.type=fd,local.str=" + strconv.Itoa(fd),
-		"-device", "virtio-net-pci,netdev=link,romfile=,mac=" + net.HardwareAddr(p.mac[:]).String(),
+		"-netdev", "dgram,id=" + linkNetdev + ",local.type=fd,local.str=" + strconv.Itoa(fd),
+		"-device", "virtio-net-pci,netdev=" + linkNetdev + ",romfile=,mac=" + net.HardwareAddr(p.mac[:]).String(),
 	}
 }
 
@@ -183,23 +184,19 @@ func (l *Link) forward(from *port, frame []byte) {
 	if len(frame) < ethernetHeader {
 		return
 	}
-	targets, taps := l.route(from, [6]byte(frame))
-	for _, tap := range taps {
-		tap.record(frame)
-	}
-	for _, t := range targets {
+	for _, t := range l.route(from, [6]byte(frame)) {
 		t.port.send(t.conn, frame)
 	}
 }
 
-// route says where a frame to an address goes, and who records it if it goes anywhere.
-func (l *Link) route(from *port, to [6]byte) (targets []target, taps []*tap) {
+// route returns where a frame to an address goes.
+func (l *Link) route(from *port, to [6]byte) []target {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.cut || from.cut {
-		return nil, nil
+		return nil
 	}
-	targets = make([]target, 0, 4)
+	targets := make([]target, 0, 4)
 	for _, p := range l.ports {
 		// The addresses of the cards are the link's own choice, so it need not learn them; what
 		// else there is, such as a broadcast, is for all.
@@ -209,16 +206,7 @@ func (l *Link) route(from *port, to [6]byte) (targets []target, taps []*tap) {
 		}
 		targets = append(targets, target{p, p.conn})
 	}
-	targets = slices.DeleteFunc(targets, func(t target) bool { return t.port == from || t.port.cut || t.conn == nil })
-	if len(targets) == 0 {
-		return nil, nil
-	}
-	for tap, of := range l.taps {
-		if of == nil || of == from || slices.ContainsFunc(targets, func(t target) bool { return t.port == of }) {
-			taps = append(taps, tap)
-		}
-	}
-	return targets, taps
+	return slices.DeleteFunc(targets, func(t target) bool { return t.port == from || t.port.cut || t.conn == nil })
 }
 
 // send hands a frame to the guest, and waits while the guest has no room, but not for ever.

@@ -32,7 +32,7 @@ func TestLink(t *testing.T) {
 		t.Errorf("RDMA links: %s", out)
 	}
 	t.Run("frames", func(t *testing.T) { testLinkFrames(t, link, client, server) })
-	t.Run("capture", func(t *testing.T) { testLinkCapture(t, link, client, server) })
+	t.Run("capture", func(t *testing.T) { testLinkCapture(t, client, server) })
 	t.Run("outages", func(t *testing.T) { testLinkOutages(t, link, client, server) })
 }
 
@@ -98,8 +98,8 @@ func testLinkFrames(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 	}
 }
 
-func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
-	all, one := link.Capture(t, "link"), client.Capture(t, "client")
+func testLinkCapture(t *testing.T, client, server *lab.Guest) {
+	atServer, atClient := server.Capture(t, "server"), client.Capture(t, "client")
 	const calls = 8
 	client.MustRun(mountLinked(server) + fmt.Sprintf(`
 		set -e
@@ -110,7 +110,7 @@ func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		cmp /tmp/f /mnt/f
 		umount /mnt`, calls))
 	server.MustRun("test -s /export/f")
-	for _, c := range []*lab.Capture{all, one} {
+	for _, c := range []*lab.Capture{atServer, atClient} {
 		if err := c.Stop(); err != nil {
 			t.Fatal(err)
 		}

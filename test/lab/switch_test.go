@@ -2,10 +2,8 @@ package lab
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"net/netip"
-	"os"
 	"testing"
 	"time"
 
@@ -160,53 +158,6 @@ func TestSwitchStall(t *testing.T) {
 	}
 	a.pass(b.mac, "again")
 	b.want(t, "again")
-}
-
-// TestTap compares a record with what was sent, octet by octet but for the time.
-func TestTap(t *testing.T) {
-	l := NewLink(t)
-	a, b, c := newStation(t, l), newStation(t, l), newStation(t, l)
-	all, one := l.Capture(t, "all"), l.capture(t, "one", c.port)
-	a.pass(b.mac, "ab")
-	b.want(t, "ab")
-	a.pass(c.mac, "ac")
-	c.want(t, "ac")
-	b.pass(broadcast, "b-all")
-	a.want(t, "b-all")
-	c.want(t, "b-all")
-	l.Cut()
-	a.pass(c.mac, "lost")
-	c.want(t, "")
-	header := []byte{0x4d, 0x3c, 0xb2, 0xa1, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x12, 0, 1, 0, 1, 0, 0, 0}
-	for capture, frames := range map[*Capture][][]byte{
-		all: {a.frame(b.mac, "ab"), a.frame(c.mac, "ac"), b.frame(broadcast, "b-all")},
-		one: {a.frame(c.mac, "ac"), b.frame(broadcast, "b-all")},
-	} {
-		if err := capture.Stop(); err != nil {
-			t.Fatal(err)
-		}
-		file, err := os.ReadFile(capture.File)
-		if err != nil {
-			t.Fatal(err)
-		}
-		want := bytes.Clone(header)
-		for _, f := range frames {
-			if at := len(want); len(file) >= at+8 {
-				when := time.Unix(int64(binary.LittleEndian.Uint32(file[at:])),
-					int64(binary.LittleEndian.Uint32(file[at+4:])))
-				if age := time.Since(when); age < 0 || age > time.Minute {
-					t.Errorf("a frame's time is %v", when)
-				}
-				want = append(want, file[at:at+8]...)
-			}
-			want = binary.LittleEndian.AppendUint32(want, uint32(len(f)))
-			want = binary.LittleEndian.AppendUint32(want, uint32(len(f)))
-			want = append(want, f...)
-		}
-		if !bytes.Equal(file, want) {
-			t.Errorf("%s holds\n%x, want\n%x", capture.File, file, want)
-		}
-	}
 }
 
 // TestAddresses gives out those that nobody chose, and none twice.
