@@ -337,8 +337,8 @@ func TestKilledWhileTheServerHangs(t *testing.T) {
 	t.Run("reply taken", func(t *testing.T) {
 		h := killSleepers(t, statter, cachedReader)
 		m := h.until(t, "rest", atRest)
-		if m.Connects != 1 || m.Receives != m.Sends {
-			t.Errorf("%d connects, %d sends, %d receives", m.Connects, m.Sends, m.Receives)
+		if m.Connects != 1 || m.Recvs != m.Sends {
+			t.Errorf("%d connects, %d sends, %d receives", m.Connects, m.Sends, m.Recvs)
 		}
 		h.reads(t)
 	})

@@ -16,6 +16,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -166,7 +167,7 @@ type Transport struct {
 
 // States of a transport.
 const (
-	StateConnected    = "connected"
+	StateConnected    = stats.Connected
 	StateConnecting   = "connecting"
 	StateDisconnected = "disconnected"
 	StateIdle         = "idle" // until the next call

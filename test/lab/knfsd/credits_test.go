@@ -61,7 +61,7 @@ func testCredits(t *testing.T, b bench) {
 			}
 			wg.Wait()
 			stats := s.tr.Stats()
-			if stats.Credits != credits || stats.Connects != 1 || stats.Recvs < callers*calls {
+			if int(stats.Credits) != credits || stats.Connects != 1 || stats.Recvs < callers*calls {
 				t.Errorf("the server grants %d: %+v", credits, stats)
 			}
 		})

@@ -74,7 +74,7 @@ func testSignals(t *testing.T, b bench) {
 	}
 	waitFor(t, "all calls to end", func() bool { return len(m.tr.Calls()) == 0 })
 	s := m.tr.Stats()
-	var states int64
+	var states uint64
 	for _, n := range s.MRStates {
 		states += n
 	}
