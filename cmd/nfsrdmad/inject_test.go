@@ -191,7 +191,8 @@ func (w *testEnv) checkFaultCounters(t *testing.T, dir, metrics string) {
 	var m map[string]float64
 	for deadline := time.Now().Add(limit); ; time.Sleep(50 * time.Millisecond) {
 		m = scrape(t, metrics)
-		if ends := m["nfsrdmad_mrs_recovered_total"] + m["nfsrdmad_mrs_recycled_total"] + m["nfsrdmad_mrs_orphaned_total"]; ends == m[failed] {
+		ended := m["nfsrdmad_mrs_recovered_total"] + m["nfsrdmad_mrs_recycled_total"] + m["nfsrdmad_mrs_orphaned_total"]
+		if ended == m[failed] {
 			break
 		}
 		if time.Now().After(deadline) {

@@ -200,7 +200,8 @@ var blockedFiles = map[string]int{"fresh": 1, "direct": 200_000, "cached": 200_0
 
 var (
 	statter      = callKind{`echo ready; read go; exec stat "$0/fresh"`, "stat", "LOOKUP", true}
-	directReader = callKind{`exec 3<"$0/direct"; echo ready; read go; exec dd iflag=direct bs=64k count=1 status=none <&3`, "dd", "READ", true}
+	directReader = callKind{`exec 3<"$0/direct"; echo ready; read go
+		exec dd iflag=direct bs=64k count=1 status=none <&3`, "dd", "READ", true}
 	// The kernel reads ahead for all readers.
 	cachedReader = callKind{`exec 3<"$0/cached"; echo ready; read go; exec cat <&3`, "cat", "READ", false}
 )
