@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"github.com/moby/sys/mountinfo"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
@@ -185,8 +186,7 @@ func (s *site) tearDown(root string) error {
 	if s.server != nil {
 		err = s.server.Close()
 	}
-	if mounts, mErr := os.ReadFile("/proc/self/mountinfo"); mErr != nil ||
-		strings.Contains(string(mounts), " "+s.dir+" ") {
+	if mounts, mErr := mountinfo.GetMounts(mountinfo.SingleEntryFilter(s.dir)); mErr != nil || len(mounts) > 0 {
 		return both(err, fmt.Errorf("%s is still mounted, so %s was left; unmount it with umount -l", s.dir, root))
 	}
 	return both(err, os.RemoveAll(root))
