@@ -183,7 +183,7 @@ func TestOpenBesideSlowRemove(t *testing.T) {
 				victimOpened <- err
 			}()
 			// long enough for it to have asked the server what is removed
-			time.Sleep(5 * blindPatience)
+			time.Sleep(5 * unresolvedTimeout)
 			s.on(nil, nfs3.ProcRemove, nfs3.ProcRename)
 			close(proceed)
 			must(t, <-removed)

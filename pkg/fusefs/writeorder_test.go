@@ -101,9 +101,9 @@ func TestWriteThenChange(t *testing.T) {
 
 // theFile is the only file that is open on the mount.
 func (m *testMount) theFile() *inode {
-	m.fs.handlesMu.Lock()
-	defer m.fs.handlesMu.Unlock()
-	for _, h := range m.fs.files {
+	m.fs.handles.Lock()
+	defer m.fs.handles.Unlock()
+	for _, h := range m.fs.handles.files {
 		return h.ino
 	}
 	return nil
