@@ -38,9 +38,8 @@ const (
 )
 
 var opNames = [NumOps]string{"lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink",
-	"rmdir", "symlink",
-	"rename", "link", "open", "create", "read", "write", "flush", "release", "fsync", "opendir", "readdir", "readdirplus",
-	"fsyncdir", "statfs", "access"}
+	"rmdir", "symlink", "rename", "link", "open", "create", "read", "write", "flush", "release", "fsync", "opendir",
+	"readdir", "readdirplus", "fsyncdir", "statfs", "access"}
 
 func (o Op) String() string {
 	if o < NumOps {

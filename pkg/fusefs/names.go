@@ -111,8 +111,8 @@ func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, s
 }
 
 // entryAttr returns the node's attributes: those of the reply, or newer ones.
-func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr, start uint64) (a nfs3.Attr, cacheable bool,
-	err error) {
+func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr,
+	start uint64) (a nfs3.Attr, cacheable bool, err error) {
 	if post.Present && fs.updateAttr(ino, &post.Attr, start) {
 		ino.mu.Lock()
 		defer ino.mu.Unlock()
