@@ -213,7 +213,7 @@ func TestCallsThatWereNotPostedAreNotReplays(t *testing.T) {
 func TestPatience(t *testing.T) {
 	tr := &Transport{cfg: Config{Timeout: 60 * time.Second}}
 	for sends, want := range []float64{60, 60, 4.8, 9.6, 19.2, 38.4, 60, 60} {
-		if got := tr.patience(sends); got.Seconds() != want {
+		if got := tr.replyTimeout(sends); got.Seconds() != want {
 			t.Errorf("sent %d times: %v, want %v s", sends, got, want)
 		}
 	}

@@ -14,7 +14,7 @@ import (
 // back, and nobody else does.
 func TestAbandonedSlotEndsOnce(t *testing.T) {
 	leave := func(s *slot) {
-		if _, ok := s.leave(); !ok {
+		if _, ok := s.tryReturn(); !ok {
 			t.Error("the caller may not leave")
 		}
 	}
@@ -28,7 +28,7 @@ func TestAbandonedSlotEndsOnce(t *testing.T) {
 		{"caller, connection", []func(*slot){leave, (*slot).connectionEnded}},
 		{"reply, connection, caller", []func(*slot){(*slot).lateReply, (*slot).connectionEnded, leave}},
 		// leave has seen that the late reply is here, and has not ended the slot yet.
-		{"reply, connection amid caller", []func(*slot){(*slot).lateReply, func(s *slot) { s.left = true },
+		{"reply, connection amid caller", []func(*slot){(*slot).lateReply, func(s *slot) { s.callerReturned = true },
 			(*slot).connectionEnded, (*slot).end}},
 	} {
 		tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
@@ -61,7 +61,7 @@ func TestTimeoutIsCountedOnce(t *testing.T) {
 	defer tr.Close()
 	s := <-tr.free
 	s.begin(context.Background(), &sunrpc.Message{}, time.Now())
-	s.state, s.sends, s.sentAt, s.conn = slotSent, 1, time.Now(), &conn{dead: make(chan struct{})}
+	s.state, s.sends, s.sentAt, s.conn = slotSent, 1, time.Now(), &conn{ended: make(chan struct{})}
 	for range 3 {
 		tr.checkSlot(s, s.sentAt.Add(2*tr.cfg.Timeout))
 	}

@@ -48,13 +48,13 @@ func TestReplyOfALostConnectionGrantsNothing(t *testing.T) {
 		t.Fatal("want one credit")
 	}
 	w.reset(0, false)
-	w.replied(sent, 64)
+	w.grant(sent, 64)
 	if w.limit != 0 || w.inFlight != 0 || w.holds(next) {
 		t.Errorf("without a connection: limit %d, %d in flight, the next call holds a credit: %v", w.limit,
 			w.inFlight, w.holds(next))
 	}
 	w.reset(1, false)
-	w.replied(sent, 64)
+	w.grant(sent, 64)
 	if w.limit != 1 || w.inFlight != 1 || !w.holds(next) {
 		t.Errorf("on the next connection: limit %d, %d in flight, the next call holds a credit: %v", w.limit,
 			w.inFlight, w.holds(next))

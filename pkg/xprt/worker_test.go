@@ -65,7 +65,7 @@ func TestWhoseLoss(t *testing.T) {
 		{&postError{"RPC", verbs.ErrQueueFull}, true},
 		{&postError{"RPC", fmt.Errorf("late: %w", verbs.ErrQPState)}, false},
 	} {
-		if got := ours(c.err); got != c.ours {
+		if got := localFault(c.err); got != c.ours {
 			t.Errorf("%v is ours: %v", c.err, got)
 		}
 	}
