@@ -29,9 +29,9 @@
 //
 // # The send queue
 //
-// The type sendQueue prevents overflow, and its comment has the proof. Few Sends are signaled. A call
-// whose Send is signaled ends only after that Send has completed, so the device no longer uses the
-// buffers of the slot when another call takes it (S8).
+// The type sendQueue prevents overflow, and its comment has the proof. Few Sends are signaled. A
+// call whose Send is signaled ends only after that Send has completed, so the device no longer uses
+// the buffers of the slot when another call takes it (S8).
 //
 // # Connections
 //
