@@ -35,7 +35,7 @@ const (
 )
 
 func testCutByUs(t *testing.T, b bench) {
-	b = b.another(lab.Options{Complaints: cutComplaints})
+	b = b.another(lab.Options{ExpectedKernelErrors: cutComplaints})
 	plan, err := faults.Parse("disconnect-every=~60")
 	if err != nil {
 		t.Fatal(err)
@@ -59,7 +59,7 @@ func testCutByUs(t *testing.T, b bench) {
 // testCutByServer has the server's kernel abort its connections, each when it has carried calls:
 // what siw has not looked at must not be cut.
 func testCutByServer(t *testing.T, b bench) {
-	b = b.another(lab.Options{Complaints: cutComplaints})
+	b = b.another(lab.Options{ExpectedKernelErrors: cutComplaints})
 	m := b.mount(t, func(c *xprt.Config) {
 		shortWaits(c)
 		c.ReconnectMin, c.ReconnectMax = 100*time.Millisecond, time.Second

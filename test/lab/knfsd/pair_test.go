@@ -44,7 +44,7 @@ type pair struct {
 // startPair builds the programs, and starts both guests.
 func startPair(t *testing.T, s setup) *pair {
 	t.Helper()
-	lab.SkipUnwanted(t)
+	lab.SkipIfDisabled(t)
 	p := &pair{setup: s, share: t.TempDir()}
 	lab.BuildRDMA(t, "test", "-c", "-o", filepath.Join(p.share, testProgram), ".")
 	lab.BuildRDMA(t, "build", "-o", filepath.Join(p.share, ourProgram), "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
@@ -53,7 +53,7 @@ func startPair(t *testing.T, s setup) *pair {
 
 // run runs a case in the client guest. It passes if the guest says that it has passed.
 func (p *pair) run(t *testing.T, c testCase) {
-	p.client.Lend(t, p.server, p.adapt)
+	p.client.ServeRemote(t, p.server, p.adapt)
 	name := "TestServers/" + p.test() + "/" + strings.ReplaceAll(c.name, " ", "_")
 	pattern := "^TestServers$/^" + regexp.QuoteMeta(p.test()) + "$/^" + regexp.QuoteMeta(c.name) + "$"
 	out, err := p.client.RunFor(p.command(pattern), caseLimit+caseSays)

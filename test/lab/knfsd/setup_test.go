@@ -64,10 +64,10 @@ var providers = []provider{
 // servers are those that it is tested with by default.
 func (p provider) servers() (names []string) {
 	devices := p.devices
-	if !lab.Whole() {
+	if !lab.FullRun() {
 		devices = devices[:1]
 	}
-	for _, kernel := range lab.Tested() {
+	for _, kernel := range lab.TestedKernels() {
 		for _, device := range devices {
 			names = append(names, kernel+"/"+device)
 		}
@@ -182,7 +182,7 @@ func TestServers(t *testing.T) {
 			run := func(t *testing.T, c testCase) { c.run(t, bench{Guest: server, setup: s, t: t}) }
 			switch {
 			case lab.Remote():
-				server = lab.Borrow(t)
+				server = lab.RemoteServer(t)
 			case s.inGuest:
 				p := startPair(t, s)
 				server, run = p.server, p.run

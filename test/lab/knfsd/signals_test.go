@@ -42,10 +42,10 @@ func testSignals(t *testing.T, b bench) {
 	if err := os.WriteFile(file, want, 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if err := b.SlowNetwork(lab.Line{KbitSec: slowLine}); err != nil {
+	if err := b.SlowNetwork(lab.Impairment{KbitSec: slowLine}); err != nil {
 		t.Fatal(err)
 	}
-	defer b.SlowNetwork(lab.Line{})
+	defer b.SlowNetwork(lab.Impairment{})
 	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGKILL} {
 		before := m.tr.Stats()
 		endInCall(t, m, sig, readAll, file, func() bool { return m.tr.Stats().WriteChunks > before.WriteChunks })
@@ -57,7 +57,7 @@ func testSignals(t *testing.T, b bench) {
 		before = m.tr.Stats()
 		endInCall(t, m, sig, writeAll, written, func() bool { return m.tr.Stats().ReadChunks > before.ReadChunks })
 	}
-	if err := b.SlowNetwork(lab.Line{}); err != nil {
+	if err := b.SlowNetwork(lab.Impairment{}); err != nil {
 		t.Fatal(err)
 	}
 	// The mount goes on, and the server does.

@@ -54,13 +54,13 @@ type goneGuest struct {
 }
 
 func startGone(t *testing.T, kernel, provider string) *goneGuest {
-	lab.SkipUnwanted(t)
+	lab.SkipIfDisabled(t)
 	share := t.TempDir()
 	build(t, share, "mount.test", "github.com/nfsrdmad/nfsrdmad/test/lab/rdmacore")
 	lab.BuildRDMA(t, "build", "-trimpath", "-o", filepath.Join(share, "nfsrdmad"),
 		"github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
 	g := &goneGuest{Guest: lab.Start(t, lab.Options{Kernel: kernel, Provider: provider, Share: share,
-		Complaints: goneComplaints}), t: t, device: provider + "0", kind: provider}
+		ExpectedKernelErrors: goneComplaints}), t: t, device: provider + "0", kind: provider}
 	t.Cleanup(func() {
 		if t.Failed() {
 			out, _ := g.Run("nfsrdmad status " + goneMount + "; rdma link; rdma res show qp; tail -c 6000 " +
@@ -224,10 +224,10 @@ func (g *goneGuest) renew() {
 // status says why, readers can be killed, and the mount be unmounted.
 func TestGone(t *testing.T) {
 	devices := []string{lab.RXE}
-	if lab.Whole() {
+	if lab.FullRun() {
 		devices = append(devices, lab.SIW)
 	}
-	for _, kernel := range lab.Tested() {
+	for _, kernel := range lab.TestedKernels() {
 		for _, device := range devices {
 			t.Run(kernel+"-"+device, func(t *testing.T) { testGone(t, kernel, device) })
 		}

@@ -87,11 +87,11 @@ func build(t *testing.T, dir, name, pkg string) {
 // another guest's, and the conformance suite, which has both ends in one process and so in one
 // guest.
 func TestDevices(t *testing.T) {
-	lab.SkipUnwanted(t)
+	lab.SkipIfDisabled(t)
 	dir := t.TempDir()
 	build(t, dir, "provider.test", "github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore")
 	build(t, dir, "mount.test", "github.com/nfsrdmad/nfsrdmad/test/lab/rdmacore")
-	for _, kernel := range lab.Tested() {
+	for _, kernel := range lab.TestedKernels() {
 		for _, c := range targets {
 			t.Run(kernel+"-"+c.provider, func(t *testing.T) { testDevice(t, kernel, c, dir) })
 		}
