@@ -16,12 +16,13 @@ import (
 )
 
 const (
-	captureStart  = 60 * time.Second
-	captureStop   = 60 * time.Second
-	captureBuffer = 256 // size in MiB of the kernel's ring buffer, so that a busy host drops no packet
+	captureStart = 60 * time.Second
+	captureStop  = 60 * time.Second
+	// size in MiB of the kernel's ring buffer, so that a busy host drops no packet
+	captureBuffer = 256
 	// captureSettle is the time between the end of the traffic and the end of a capture. dumpcap
-	// drops packets that the kernel has not passed to it yet, and a guest's kernel sends a program's
-	// data from its own threads.
+	// drops packets that the kernel has not passed to it yet, and a guest's kernel sends a
+	// program's data from its own threads.
 	captureSettle = time.Second
 )
 
@@ -40,8 +41,8 @@ type Capture struct {
 	err  error
 }
 
-// Capture starts a capture that ends with Stop, or with the test. It records the host's traffic with
-// the guest's RDMA port. For a guest on a link it records all frames that the guest sends and
+// Capture starts a capture that ends with Stop, or with the test. It records the host's traffic
+// with the guest's RDMA port. For a guest on a link it records all frames that the guest sends and
 // receives there. The file is in the test's artifact directory.
 func (g *Guest) Capture(t testing.TB, name string) *Capture {
 	t.Helper()
@@ -103,7 +104,8 @@ func startDumpcap(t testing.TB, args ...string) *dumpcap {
 			d.mu.Lock()
 			d.stderr.WriteString(sc.Text() + "\n")
 			d.mu.Unlock()
-			if !open && strings.Contains(sc.Text(), "File:") { // dumpcap prints this line when it captures
+			// dumpcap prints this line when it captures
+			if !open && strings.Contains(sc.Text(), "File:") {
 				open = true
 				close(d.ready)
 			}
@@ -170,8 +172,8 @@ func (c *Capture) Tshark(args ...string) (string, error) {
 }
 
 // Malformed returns a line for each packet that does not decode up to RPC. It leaves NFS out: the
-// decoder does not insert RDMA Write data into NFS replies, and would report each of these replies as
-// truncated.
+// decoder does not insert RDMA Write data into NFS replies, and would report each of these replies
+// as truncated.
 func (c *Capture) Malformed() (string, error) {
 	return c.Tshark("--disable-protocol", "nfs", "-Y", "_ws.malformed || _ws.unreassembled || _ws.short")
 }

@@ -31,8 +31,8 @@ type console struct {
 	hasPanicked bool
 }
 
-// ErrPanic reports that the guest's kernel panicked while a command ran. The guest then stands still
-// until Reset.
+// ErrPanic reports that the guest's kernel panicked while a command ran. The guest then stands
+// still until Reset.
 var ErrPanic = errors.New("guest kernel panicked")
 
 // beginBoot begins a new boot.
@@ -101,9 +101,9 @@ func (c *console) line(line string) {
 	}
 }
 
-// emulatorFault matches a kernel error that the emulator causes. The kernel patches its code at boot
-// by means of breakpoints, and QEMU's emulation of several processors sometimes executes a breakpoint
-// that the kernel has already removed.
+// emulatorFault matches a kernel error that the emulator causes. The kernel patches its code at
+// boot by means of breakpoints, and QEMU's emulation of several processors sometimes executes a
+// breakpoint that the kernel has already removed.
 var emulatorFault = regexp.MustCompile(`Oops: int3`)
 
 // mark returns the current end of the log, for dropEmulatorFault.

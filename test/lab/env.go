@@ -48,8 +48,8 @@ const rdmaHeader = "/usr/include/rdma/rdma_cma.h"
 // buildLimit bounds a build; it is far longer than a build takes.
 const buildLimit = 10 * time.Minute
 
-// BuildRDMA runs the go command "build" or "test" with the rdma-core provider. The resulting program
-// needs the libraries of the guest in which it runs.
+// BuildRDMA runs the go command "build" or "test" with the rdma-core provider. The resulting
+// program needs the libraries of the guest in which it runs.
 func BuildRDMA(t testing.TB, command string, args ...string) {
 	t.Helper()
 	if _, err := os.Stat(rdmaHeader); err != nil {

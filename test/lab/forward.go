@@ -120,8 +120,8 @@ func (f *forwarder) untrack(conn net.Conn) {
 }
 
 // settleDelay is the time for which a held connection stays open before it is forwarded, and again
-// before its data is forwarded. A client that gives a connection up may keep it open for a moment for
-// the sake of a server that has just accepted it. This server has not accepted it yet.
+// before its data is forwarded. A client that gives a connection up may keep it open for a moment
+// for the sake of a server that has just accepted it. This server has not accepted it yet.
 const settleDelay = time.Second
 
 // awaitReachable waits until the guest can be reached. held reports whether it had to wait; ok is

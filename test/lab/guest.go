@@ -26,7 +26,8 @@ const (
 
 const (
 	// The host's ports are below the range from which Linux takes source ports. Otherwise a connect
-	// to such a port while the guest is off could get that port as its source and connect to itself.
+	// to such a port while the guest is off could get that port as its source and connect to
+	// itself.
 	firstHostPort = 20100
 	lastHostPort  = 32000
 	// startTries bounds the retries after another process takes a host port before QEMU binds it.
@@ -37,8 +38,8 @@ const (
 	logLines = 60
 )
 
-// A Guest is a virtual machine with an NFS/RDMA server. Its addresses are ports of the host and stay
-// the same over resets.
+// A Guest is a virtual machine with an NFS/RDMA server. Its addresses are ports of the host and
+// stay the same over resets.
 type Guest struct {
 	RDMA    netip.AddrPort // NFS over RDMA, with SIW
 	NFS     netip.AddrPort // NFS over TCP
@@ -207,19 +208,27 @@ func (g *Guest) choosePorts() error {
 	return nil
 }
 
-// arguments returns QEMU's arguments except those for the disk, the console and the control sockets.
+// arguments returns QEMU's arguments except those for the disk, the console and the control
+// sockets.
 func (g *Guest) arguments() []string {
 	network := "user,id=net0,restrict=on,ipv6=off"
 	for _, f := range []struct {
 		host  netip.AddrPort
 		guest int
-	}{{g.rdma.to, rdmaPort}, {g.NFS, nfsPort}, {g.Mount, mountPort}, {g.Portmap, portmapPort}, {g.remoteAddr, remotePort}} {
+	}{
+		{g.rdma.to, rdmaPort},
+		{g.NFS, nfsPort},
+		{g.Mount, mountPort},
+		{g.Portmap, portmapPort},
+		{g.remoteAddr, remotePort},
+	} {
 		network += fmt.Sprintf(",hostfwd=tcp:%s-%s:%d", f.host, guestAddr, f.guest)
 	}
 	o := g.opts
 	// Level 5 prints warnings on the console and little else, because a serial port is slow.
 	// Watchdogs and the timer check at boot would report a busy host as an error.
-	line := "console=ttyS0 loglevel=5 panic=0 mitigations=off nokaslr net.ifnames=0 tsc=reliable no_timer_check nowatchdog rcupdate.rcu_cpu_stall_suppress=1"
+	line := "console=ttyS0 loglevel=5 panic=0 mitigations=off nokaslr net.ifnames=0 " +
+		"tsc=reliable no_timer_check nowatchdog rcupdate.rcu_cpu_stall_suppress=1"
 	if khz := tscKHz(); khz > 0 {
 		line += fmt.Sprintf(" tsc_early_khz=%d", khz)
 	}
@@ -237,7 +246,8 @@ func (g *Guest) arguments() []string {
 	// After a reset QEMU keeps the translated code of the previous boot. This makes the boot three
 	// times as slow until the translation buffer is full and flushed; a small buffer fills early.
 	args := []string{
-		"-name", "nfsrdmad-lab-" + o.Name, "-M", "q35", "-accel", "tcg,thread=multi,tb-size=64", "-cpu", "max", "-smp", strconv.Itoa(o.CPUs), "-m", strconv.Itoa(o.MemoryMiB),
+		"-name", "nfsrdmad-lab-" + o.Name, "-M", "q35", "-accel", "tcg,thread=multi,tb-size=64", "-cpu", "max",
+		"-smp", strconv.Itoa(o.CPUs), "-m", strconv.Itoa(o.MemoryMiB),
 		"-nodefaults", "-no-user-config", "-display", "none",
 		"-kernel", g.img.kernel, "-initrd", g.img.initramfs,
 		"-netdev", network, "-device", "virtio-net-pci,netdev=net0,romfile=", "-device", "virtio-rng-pci",
@@ -278,8 +288,8 @@ func (g *Guest) Boot() error {
 	})
 }
 
-// retryEmulatorFaults repeats a boot in which the emulator caused a kernel error, whether or not the
-// boot succeeded, and removes that boot's output from the log.
+// retryEmulatorFaults repeats a boot in which the emulator caused a kernel error, whether or not
+// the boot succeeded, and removes that boot's output from the log.
 func (g *Guest) retryEmulatorFaults(boot func(try int) error) error {
 	for try := 1; ; try++ {
 		from := g.console.mark()

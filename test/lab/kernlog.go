@@ -6,7 +6,9 @@ import (
 )
 
 // kernelError matches the first line of a kernel's report of an internal error.
-var kernelError = regexp.MustCompile(`BUG:|kernel BUG at|Oops|WARNING: |general protection fault|Kernel panic|UBSAN:|refcount_t: |list_(add|del) corruption|EXT4-fs error|I/O error,|unregister_netdevice: waiting`)
+var kernelError = regexp.MustCompile(`BUG:|kernel BUG at|Oops|WARNING: |general protection fault|` +
+	`Kernel panic|UBSAN:|refcount_t: |list_(add|del) corruption|` +
+	`EXT4-fs error|I/O error,|unregister_netdevice: waiting`)
 
 // knownKernelErrors are errors of the stock kernels, by series, that do not depend on the client.
 var knownKernelErrors = map[string][]*regexp.Regexp{

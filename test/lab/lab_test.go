@@ -91,7 +91,10 @@ func testSettings(t *testing.T, g *lab.Guest) {
 
 // kernelMount is a shell command that mounts the guest's export in the guest, with the kernel's
 // client.
-const kernelMount = "modprobe -a nfs nfsv3 && mount -t nfs -o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp 10.0.2.15:/export /mnt"
+const kernelMount = "modprobe -a nfs nfsv3 && mount -t nfs " + kernelOptions + " 10.0.2.15:/export /mnt"
+
+// kernelOptions are the mount options of the kernel's client.
+const kernelOptions = "-o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp"
 
 func testKernelClient(t *testing.T, g *lab.Guest) {
 	g.MustRun(`set -e
@@ -309,7 +312,7 @@ func TestKernelErrorsFailTheTest(t *testing.T) {
 	r := &recorder{TB: t}
 	g := lab.Start(r, lab.Options{MemoryMiB: 512, ExpectedKernelErrors: []string{"WARNING: .* at expected"}})
 	defer r.end()
-	g.MustRun("echo '<4>WARNING: CPU: 0 PID: 1 at expected.c:1' >/dev/kmsg; echo '<4>WARNING: CPU: 0 PID: 1 at other.c:1' >/dev/kmsg")
+	g.MustRun(twoWarnings)
 	if _, err := g.RunFor("echo c >/proc/sysrq-trigger", answerTimeout); !errors.Is(err, lab.ErrPanic) {
 		t.Errorf("command that causes a panic: got error %v, want ErrPanic", err)
 	}
@@ -325,6 +328,10 @@ func TestKernelErrorsFailTheTest(t *testing.T) {
 		}
 	}
 }
+
+// twoWarnings is a shell command that logs two kernel warnings.
+const twoWarnings = "echo '<4>WARNING: CPU: 0 PID: 1 at expected.c:1' >/dev/kmsg; " +
+	"echo '<4>WARNING: CPU: 0 PID: 1 at other.c:1' >/dev/kmsg"
 
 // TestTwoKernelsAtOnce runs guests of both kernels at once.
 func TestTwoKernelsAtOnce(t *testing.T) {
@@ -353,7 +360,8 @@ func TestTwoKernelsAtOnce(t *testing.T) {
 // childEnv makes the test program start a guest and wait until it is killed.
 const childEnv = "NFSRDMAD_LAB_TEST_CHILD"
 
-// TestGuestEndsWithKilledTest checks that a guest and a capture end when their test's process is killed.
+// TestGuestEndsWithKilledTest checks that a guest and a capture end when their test's process is
+// killed.
 func TestGuestEndsWithKilledTest(t *testing.T) {
 	if os.Getenv(childEnv) != "" {
 		g := lab.Start(t, lab.Options{MemoryMiB: 512})
@@ -362,7 +370,8 @@ func TestGuestEndsWithKilledTest(t *testing.T) {
 		select {}
 	}
 	cmd := exec.Command(os.Args[0], "-test.run", "^TestGuestEndsWithKilledTest$", "-test.v")
-	cmd.Env = append(os.Environ(), childEnv+"=1", "TMPDIR="+t.TempDir()) // a killed process leaves its directory
+	// a killed process leaves its directory
+	cmd.Env = append(os.Environ(), childEnv+"=1", "TMPDIR="+t.TempDir())
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)

@@ -16,9 +16,9 @@ import (
 )
 
 const (
-	// linkMTU is the usual MTU of jumbo frames, the largest that real network cards support. rxe needs
-	// it for its largest path MTU, 4096; an MTU of 1500 allows only 1024. An emulated guest pays for
-	// frames, not for their size.
+	// linkMTU is the usual MTU of jumbo frames, the largest that real network cards support. rxe
+	// needs it for its largest path MTU, 4096; an MTU of 1500 allows only 1024. An emulated guest
+	// pays for frames, not for their size.
 	linkMTU = 9000
 	// linkNetdev is QEMU's name for the guest's end of the link.
 	linkNetdev = "link"
@@ -28,10 +28,10 @@ const (
 	maxFrame = ethernetHeader + 4 + 65536
 	// portBuffer is the size in bytes of the buffer for frames, in each direction of a port.
 	portBuffer = 4 << 20
-	// stallLimit is how long a sender waits for a port without room, as with Ethernet's flow control,
-	// so that a busy host loses nothing. After it the port, for example of a frozen guest, drops
-	// frames until it has room again. A guest's kernel reports a transmit queue that is blocked for
-	// five seconds as an error.
+	// stallLimit is how long a sender waits for a port without room, as with Ethernet's flow
+	// control, so that a busy host loses nothing. After it the port, for example of a frozen guest,
+	// drops frames until it has room again. A guest's kernel reports a transmit queue that is
+	// blocked for five seconds as an error.
 	stallLimit = 2 * time.Second
 )
 
@@ -40,8 +40,8 @@ var linkNet = netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 9, 0, 0}), 24)
 
 // A Link is an Ethernet between guests, with a switch. Each guest that Options.Link joins to it has
 // a card eth1 there, which carries its RDMA device. The link has no connection to other networks.
-// Frames arrive complete and in order, or not at all if the link is cut or a guest is off. A Link is
-// safe for concurrent use.
+// Frames arrive complete and in order, or not at all if the link is cut or a guest is off. A Link
+// is safe for concurrent use.
 type Link struct {
 	work sync.WaitGroup // one for each port that is plugged in
 
@@ -197,8 +197,8 @@ func (l *Link) route(from *port, to [6]byte) []target {
 	}
 	targets := make([]target, 0, 4)
 	for _, p := range l.ports {
-		// The link assigns the cards' addresses and need not learn them. Frames to other addresses, such
-		// as broadcasts, go to every port.
+		// The link assigns the cards' addresses and need not learn them. Frames to other addresses,
+		// such as broadcasts, go to every port.
 		if p.mac == to {
 			targets = append(targets[:0], target{p, p.conn})
 			break

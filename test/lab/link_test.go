@@ -9,10 +9,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// mountLinked returns a shell command that mounts another guest's export over RDMA, with the kernel's
-// client.
+// mountLinked returns a shell command that mounts another guest's export over RDMA, with the
+// kernel's client.
 func mountLinked(server *lab.Guest) string {
-	return fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs -o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp %v:/export /mnt && grep ' /mnt nfs .*proto=rdma' /proc/mounts", server.Linked)
+	return fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs %s %v:/export /mnt && "+
+		"grep ' /mnt nfs .*proto=rdma' /proc/mounts", kernelOptions, server.Linked)
 }
 
 // TestLink joins two guests by a link. One mounts the other's export over RoCE, with the kernel's
@@ -81,7 +82,8 @@ func testLinkFrames(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 	}
 	begin := time.Now()
 	if reached := reaches(client, server, one); !reached || time.Since(begin) < 2*delay {
-		t.Errorf("ping over the slow network: got reply %v after %v, want at least two delays of %v", reached, time.Since(begin), delay)
+		t.Errorf("ping over the slow network: got reply %v after %v, want at least two delays of %v", reached,
+			time.Since(begin), delay)
 	}
 	if err := server.SlowNetwork(lab.Impairment{}); err != nil {
 		t.Fatal(err)

@@ -56,102 +56,136 @@ type machine struct {
 	current *session // guarded by mu; nil until the first boot is ready
 }
 
-// startMachine runs QEMU with these arguments, a disk, and the cable of a link if p is not nil. It
-// waits for QEMU's control socket, not for the guest.
-func startMachine(name string, args []string, disk *os.File, p *port, c *console) (m *machine, err error) {
-	m = &machine{name: name, console: c, ended: make(chan struct{})}
-	var theirs []*os.File
-	defer func() {
-		for _, f := range theirs {
-			f.Close()
-		}
-	}()
-	var ours []net.Conn
-	closeOurs := func() {
-		for _, conn := range ours {
-			conn.Close()
-		}
+// A launch collects the arguments and descriptors of a QEMU process before its start.
+type launch struct {
+	args   []string
+	disk   *os.File
+	theirs []*os.File // QEMU's ends, whose descriptors follow the disk's
+	ours   []net.Conn
+}
+
+// pass passes a descriptor to QEMU and returns its number there.
+func (l *launch) pass(f *os.File) int {
+	l.theirs = append(l.theirs, f)
+	return firstFD + len(l.theirs) // the disk has firstFD
+}
+
+// socket makes a connection to QEMU and returns its descriptor number there.
+func (l *launch) socket() (net.Conn, int, error) {
+	conn, f, err := socketPair()
+	if err != nil {
+		return nil, 0, err
 	}
-	// socket makes a connection to QEMU and returns its descriptor number in QEMU.
-	socket := func() (net.Conn, int, error) {
-		conn, f, err := socketPair()
-		if err != nil {
-			return nil, 0, err
-		}
-		ours, theirs = append(ours, conn), append(theirs, f)
-		return conn, firstFD + len(theirs), nil // the disk has firstFD
+	l.ours = append(l.ours, conn)
+	return conn, l.pass(f), nil
+}
+
+func (l *launch) closeTheirs() {
+	for _, f := range l.theirs {
+		f.Close()
 	}
-	// Flushes are disabled: a test cuts the guest's power, not the host's.
-	args = append(args, "-add-fd", fmt.Sprintf("fd=%d,set=1", firstFD), "-device", "virtio-blk-pci,drive=disk",
-		"-blockdev", "driver=raw,node-name=disk,discard=unmap,cache.no-flush=on,file.driver=file,file.filename=/dev/fdset/1,file.locking=off,file.discard=unmap")
+	l.theirs = nil
+}
+
+func (l *launch) closeOurs() {
+	for _, conn := range l.ours {
+		conn.Close()
+	}
+}
+
+// diskDevice is the -blockdev argument for the disk. Flushes are disabled: a test cuts the guest's
+// power, not the host's.
+const diskDevice = "driver=raw,node-name=disk,discard=unmap,cache.no-flush=on,file.driver=file," +
+	"file.filename=/dev/fdset/1,file.locking=off,file.discard=unmap"
+
+// addDevices adds the disk, the cable of a link if p is not nil, the console, the control socket
+// and the command ports.
+func (l *launch) addDevices(m *machine, p *port) (console, control net.Conn, err error) {
+	l.args = append(l.args, "-add-fd", fmt.Sprintf("fd=%d,set=1", firstFD), "-device", "virtio-blk-pci,drive=disk",
+		"-blockdev", diskDevice)
 	if p != nil {
 		f, err := p.plug()
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
-		theirs = append(theirs, f)
-		args = append(args, p.arguments(firstFD+len(theirs))...)
+		l.args = append(l.args, p.arguments(l.pass(f))...)
 	}
-	con, fd, err := socket()
+	console, fd, err := l.socket()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	args = append(args, "-chardev", fmt.Sprintf("socket,id=console,fd=%d", fd), "-serial", "chardev:console")
-	control, fd, err := socket()
+	l.args = append(l.args, "-chardev", fmt.Sprintf("socket,id=console,fd=%d", fd), "-serial", "chardev:console")
+	control, fd, err = l.socket()
 	if err != nil {
-		closeOurs()
-		return nil, err
+		return nil, nil, err
 	}
-	args = append(args, "-chardev", fmt.Sprintf("socket,id=control,fd=%d", fd), "-mon",
+	l.args = append(l.args, "-chardev", fmt.Sprintf("socket,id=control,fd=%d", fd), "-mon",
 		"chardev=control,mode=control", "-device", "virtio-serial-pci")
 	for i := range commandPorts {
-		conn, fd, err := socket()
+		conn, fd, err := l.socket()
 		if err != nil {
-			closeOurs()
-			return nil, err
+			return nil, nil, err
 		}
 		m.ports = append(m.ports, &commandPort{conn: conn, r: bufio.NewReader(conn)})
-		args = append(args, "-chardev", fmt.Sprintf("socket,id=cmd%d,fd=%d", i, fd), "-device",
+		l.args = append(l.args, "-chardev", fmt.Sprintf("socket,id=cmd%d,fd=%d", i, fd), "-device",
 			fmt.Sprintf("virtserialport,chardev=cmd%d,name=lab.cmd%[1]d", i))
 	}
-	cmd := exec.Command(qemu, args...)
-	cmd.ExtraFiles = append([]*os.File{disk}, theirs...)
+	return console, control, nil
+}
+
+// startMachine runs QEMU with these arguments, a disk, and the cable of a link if p is not nil. It
+// waits for QEMU's control socket, not for the guest.
+func startMachine(name string, args []string, disk *os.File, p *port, c *console) (*machine, error) {
+	m := &machine{name: name, console: c, ended: make(chan struct{})}
+	l := &launch{args: args, disk: disk}
+	defer l.closeTheirs() // so that our ends see EOF when QEMU ends
+	con, control, err := l.addDevices(m, p)
+	if err != nil {
+		l.closeOurs()
+		return nil, err
+	}
+	if err := m.start(l, con); err != nil {
+		l.closeOurs()
+		return nil, fmt.Errorf("start %s: %w; run \"make lab\"", qemu, err)
+	}
+	l.closeTheirs()
+	if m.qmp, err = newQMP(control); err != nil {
+		m.kill()
+		return nil, errors.Join(err, m.endErr)
+	}
+	return m, nil
+}
+
+// start starts QEMU. A goroutine waits for its end, and another one reads its console.
+func (m *machine) start(l *launch, con net.Conn) error {
+	cmd := exec.Command(qemu, l.args...)
+	cmd.ExtraFiles = append([]*os.File{l.disk}, l.theirs...)
 	var output bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &output, &output
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
-	var reading sync.WaitGroup
 	go func() {
 		// The end of the parent's thread sends the signal, not the end of the parent's process.
 		// This thread must therefore outlive QEMU.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
+		if err == nil {
+			m.pid = cmd.Process.Pid
+		}
 		started <- err
 		if err != nil {
 			return
 		}
+		var reading sync.WaitGroup
+		reading.Go(func() { m.console.read(con) })
 		err = cmd.Wait()
 		reading.Wait()
-		closeOurs()
+		l.closeOurs()
 		m.endErr = fmt.Errorf("QEMU ended (%v): %s", err, strings.TrimSpace(output.String()))
 		close(m.ended)
 	}()
-	if err := <-started; err != nil {
-		closeOurs()
-		return nil, fmt.Errorf("%s: %w; run \"make lab\"", qemu, err)
-	}
-	m.pid = cmd.Process.Pid
-	reading.Go(func() { c.read(con) })
-	for _, f := range theirs { // so that our ends see EOF when QEMU ends
-		f.Close()
-	}
-	theirs = nil
-	if m.qmp, err = newQMP(control); err != nil {
-		m.kill()
-		return nil, errors.Join(err, m.endErr)
-	}
-	return m, nil
+	return <-started
 }
 
 // socketPair returns a connection and its other end, for a child process.

@@ -21,7 +21,8 @@ const (
 	ExportSquash  = "/squash"  // root squash
 	ExportSecure  = "/secure"  // requires a source port below 1024
 	ExportRefused = "/refused" // exported to another host only
-	// ExportFast is in the guest's memory. It replies before data is safe, and is empty after a reset.
+	// ExportFast is in the guest's memory. It replies before data is safe, and is empty after a
+	// reset.
 	ExportFast = "/fast"
 )
 
@@ -36,17 +37,17 @@ type Options struct {
 	Threads   int    // nfsd threads; 0 is 8
 	Credits   int    // credits of each connection, 4 to 16384; 0 is the kernel's default, 64
 	Inline    int    // inline threshold in bytes, 4096 to 65536; 0 is the kernel's default, 4096
-	// MaxBlock is the largest READ and WRITE in bytes. 0 is 1 MiB, which the kernel by itself offers
-	// only with more than 4 GiB of memory.
+	// MaxBlock is the largest READ and WRITE in bytes. 0 is 1 MiB, which the kernel by itself
+	// offers only with more than 4 GiB of memory.
 	MaxBlock int
 	// Share is a directory of the host that the guest mounts read-write at /share; "" is none. It
 	// cannot contain spaces, commas or quotes.
 	Share string
 	// HostRoot mounts the host's root file system read-only at /host. "chroot /host PROGRAM" runs a
-	// program of the host, with its libraries, on the guest's kernel and devices, including /dev/fuse
-	// and RDMA. In the chroot /tmp, /var/tmp and /run are empty tmpfs mounts, and Share has its host
-	// path. A guest may not see the host's changes to files that the guest has already read: put
-	// results into Share.
+	// program of the host, with its libraries, on the guest's kernel and devices, including
+	// /dev/fuse and RDMA. In the chroot /tmp, /var/tmp and /run are empty tmpfs mounts, and Share
+	// has its host path. A guest may not see the host's changes to files that the guest has already
+	// read: put results into Share.
 	HostRoot bool
 	// Link joins the guest to a link, by a card eth1 with Address. Without Address the link assigns
 	// the next one of 10.9.0.0/24. The RDMA device is then on eth1, not on eth0: other guests reach

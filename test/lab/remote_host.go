@@ -26,8 +26,8 @@ const (
 // ServeRemote lets processes in the guest that have RemoteEnv in their environment use the lab, one
 // at a time, until the test ends. In such a process RemoteServer returns server, which outlives the
 // process. Start boots further guests, with the options that adapt has changed; they end with the
-// process at the latest. Captures are in the artifact directory of t. ServeRemote can be called again
-// after the test has ended.
+// process at the latest. Captures are in the artifact directory of t. ServeRemote can be called
+// again after the test has ended.
 func (g *Guest) ServeRemote(t testing.TB, server *Guest, adapt func(*Options)) {
 	stopC := make(chan struct{})
 	var work sync.WaitGroup
