@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -220,12 +221,14 @@ func asUnprivileged(t *testing.T, cmd *exec.Cmd) {
 }
 
 func TestForegroundWithoutPrivilege(t *testing.T) {
+	testutil.NeedsRoot(t)
 	cmd := program(t, "nfsrdmad", "mount", "--foreground", "127.0.0.1:/", "/mnt")
 	asUnprivileged(t, cmd)
 	finish(t, cmd).fails(t, control.ExitUsage, "no privilege", "run as root")
 }
 
 func TestNoFuseDevice(t *testing.T) {
+	testutil.NeedsRoot(t)
 	inner := program(t, "nfsrdmad")
 	cmd := exec.Command("unshare", "-m", "sh", "-c",
 		`mount -t tmpfs none /dev && exec "$0" mount --foreground 127.0.0.1:/ /mnt`, inner.Path)
@@ -269,13 +272,16 @@ func TestUsageErrors(t *testing.T) {
 		{"background", []string{"mount", "a:/b", "/mnt", "-o", "bg"}, 1, []string{`"bg"`, "nofail"}},
 		{"quote in an option", []string{"mount", "a:/b", "/mnt", "-o", `rsize=8192,"x`}, 1, []string{"unknown"}},
 		{"demo of no files", []string{"demo", "--files", "0"}, 1, []string{"--files=0", "1 or more"}},
-		{"demo without time", []string{"demo", "--timeout", "1ns"}, 32, []string{"not done after 1ns", "--timeout"}},
 		{"another namespace", []string{"mount", "a:/b", "/mnt", "-N", "/proc/1/ns/mnt"}, 1, []string{"-N"}},
 		{"config missing", []string{"daemon", "--config", gone}, 1, []string{gone}},
 		{"serve nothing", []string{"serve"}, 1, []string{"directory or a backend"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) { nfsrdmad(t, tt.args...).fails(t, tt.code, tt.want...) })
 	}
+	t.Run("demo without time", func(t *testing.T) {
+		testutil.NeedsFUSE(t)
+		nfsrdmad(t, "demo", "--timeout", "1ns").fails(t, 32, "not done after 1ns", "--timeout")
+	})
 	t.Run("long option", func(t *testing.T) {
 		o := nfsrdmad(t, "mount", "a:/b", "/mnt", "-o", strings.Repeat("x", 9000))
 		o.fails(t, 1, "unknown", "9000 octets")
@@ -292,6 +298,7 @@ func TestUsageErrors(t *testing.T) {
 // TestWrongFUSEDevice binds another device over /dev/fuse. mount and doctor must report it before
 // they contact a server.
 func TestWrongFUSEDevice(t *testing.T) {
+	testutil.NeedsRoot(t)
 	for _, args := range []string{"mount --foreground 127.0.0.1:/ /mnt", "doctor --output json"} {
 		inner := program(t, "nfsrdmad")
 		cmd := exec.Command("unshare", "-m", "sh", "-c", `mount --bind /dev/null /dev/fuse && exec "$0" `+args,
@@ -306,12 +313,14 @@ func TestWrongFUSEDevice(t *testing.T) {
 }
 
 func TestForegroundMountReportsErrorOnce(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	nfsrdmad(t, "mount", "--foreground", "127.0.0.1:/", t.TempDir(), "-o",
 		fmt.Sprintf("mountport=%d", closedPort(t).Port())).fails(t, 32, "refused", "mountport=")
 }
 
 // TestDaemonWithoutPrivilege checks that a daemon that cannot mount logs the reason when it starts.
 func TestDaemonWithoutPrivilege(t *testing.T) {
+	testutil.NeedsRoot(t)
 	inner := program(t, "nfsrdmad")
 	cmd := exec.Command("setpriv", "--bounding-set=-sys_admin", inner.Path, "daemon", "--control-socket",
 		filepath.Join(t.TempDir(), "s"), "--metrics-listen", "")

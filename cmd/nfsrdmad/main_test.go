@@ -122,6 +122,7 @@ type testEnv struct {
 
 func newTestEnv(t *testing.T) *testEnv {
 	t.Helper()
+	testutil.NeedsFUSE(t)
 	w := &testEnv{dir: t.TempDir(), log: &bytes.Buffer{}}
 	w.socket = filepath.Join(w.dir, "s")
 	export := filepath.Join(w.dir, "export")

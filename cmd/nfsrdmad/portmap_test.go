@@ -9,11 +9,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // TestPortMapperErrors runs in a new network namespace, where the port of the port mapper is free.
 func TestPortMapperErrors(t *testing.T) {
+	testutil.NeedsFUSE(t)
+	testutil.NeedsPrograms(t, "ip")
 	// The thread is never unlocked: it ends with the goroutine, and the namespace ends with it.
 	done := make(chan struct{})
 	go func() {
