@@ -167,7 +167,7 @@ func (s *site) mount(ctx context.Context) error {
 	}
 	info, err := s.client.Mount(ctx, control.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
 	if err == nil {
-		fusefs.SettlePoll(s.dir) // the demo uses what it serves
+		fusefs.DisablePoll(s.dir) // the demo uses what it serves
 		s.out.line("mounted    %s on %s", info.Spec, info.Dir)
 	}
 	return err

@@ -2,7 +2,7 @@
 // kernel client's trace points (docs/features.md S24). `nfsrdmad trace` shows the ring, and the
 // transport logs its last events when a connection fails.
 //
-// To record an event takes no lock and no allocation. A nil *Ring records nothing and costs one
+// Add takes no lock and allocates nothing. A nil *Ring records nothing and costs one
 // comparison. Writers never wait: if the cell of an event is still being written for an event one
 // whole ring earlier, the new event is dropped and counted.
 package trace

@@ -11,7 +11,7 @@ import (
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
-// attacked is a transport as the hostile server's tests see it.
+// An attacked transport adapts the statistics to the tests of the hostile server.
 type attacked struct{ *Transport }
 
 func (a attacked) Stats() hostile.Stats {
@@ -20,9 +20,9 @@ func (a attacked) Stats() hostile.Stats {
 		MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
 }
 
-// TestAttacks plays a server that reaches for memory it has no right to. Each attempt must be
-// refused by the device, end the connection, be counted, and leave the memory and the next call's
-// data alone.
+// TestAttacks runs a server that accesses memory without permission. The device must refuse each
+// attempt, the attempt must end the connection and be counted, and the memory and the data of the
+// next call must be intact.
 func TestAttacks(t *testing.T) {
 	hostile.Attacks(t, hostile.Config{
 		Provider:   func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) },

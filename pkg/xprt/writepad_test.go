@@ -10,7 +10,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// deregWatch is a provider that notes how many buffers there are when the first MR is deregistered.
+// A deregWatch provider records how many buffers exist when the first MR is deregistered.
 type deregWatch struct {
 	verbs.Provider
 	left *atomic.Int64
@@ -66,7 +66,7 @@ func (m *deregWatchMR) Dereg() error {
 	return m.MR.Dereg()
 }
 
-// unwrapQP gives the device its own MRs.
+// An unwrapQP passes the original MRs to the device.
 type unwrapQP struct{ verbs.QP }
 
 func (q *unwrapQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
@@ -78,11 +78,11 @@ func (q *unwrapQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error
 	return q.QP.PostSend(first)
 }
 
-// TestPadOutlivesItsRegistration ends a connection with a write-pad registration: the memory goes
-// when the MR has gone, not before.
+// TestPadOutlivesItsRegistration ends a connection with a write pad. The memory of the pad must be
+// freed only after its MR is destroyed.
 func TestPadOutlivesItsRegistration(t *testing.T) {
 	var left atomic.Int64
-	tr := dial(t, serveElsewhere(t), func(c *Config) {
+	tr := dial(t, startServerProcess(t), func(c *Config) {
 		c.WritePad, c.Provider = true, &deregWatch{c.Provider, &left}
 	})
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
@@ -90,8 +90,8 @@ func TestPadOutlivesItsRegistration(t *testing.T) {
 	}
 	connected := leakcheck.Count(leakcheck.Buffer)
 	tr.conn.Load().fail(errIdle)
-	eventually(t, "the MR of the pad destroyed", func() bool { return left.Load() != 0 })
+	eventually(t, "deregistration of the pad", func() bool { return left.Load() != 0 })
 	if n := left.Load(); n < connected {
-		t.Errorf("%d buffers when the MR was destroyed, %d before: the pad's was gone", n, connected)
+		t.Errorf("buffers when the MR is destroyed: got %d, want at least %d", n, connected)
 	}
 }

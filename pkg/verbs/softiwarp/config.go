@@ -47,7 +47,7 @@ const (
 	defaultSocketBuffer   = 4 << 20
 	// abandonWait is how long a connect whose caller gave up still waits for the reply: a stock siw
 	// listener dies when a fresh connection is closed within some 10 ms, should that be heard (see
-	// mute).
+	// setTCPRepair).
 	abandonWait = 60 * time.Millisecond
 )
 

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // A turnstile lets one connect to a remote address through at a time. A stock
@@ -55,7 +56,7 @@ func (t *turnstile) enter(ctx context.Context, closed <-chan struct{}, a netip.A
 	select {
 	case <-closed:
 		drop()
-		return nil, errClosed
+		return nil, base.ErrClosed
 	default:
 	}
 	select {
@@ -64,7 +65,7 @@ func (t *turnstile) enter(ctx context.Context, closed <-chan struct{}, a netip.A
 	case <-ctx.Done():
 		err = ctx.Err()
 	case <-closed:
-		err = errClosed
+		err = base.ErrClosed
 	}
 	drop()
 	return nil, err
@@ -141,20 +142,18 @@ type attempt struct {
 // Connect performs the TCP and MPA handshakes.
 func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	if a.tried.Swap(true) {
-		return a.fail(verbs.ConnLocal, phaseStart, errTwice)
+		return a.Fail(verbs.ConnLocal, phaseStart, base.ErrReused)
 	}
-	a.mu.Lock()
-	q := a.qp
-	a.mu.Unlock()
+	q := a.QP()
 	switch {
 	case q == nil:
-		return a.fail(verbs.ConnLocal, phaseStart, errNoQP)
+		return a.Fail(verbs.ConnLocal, phaseStart, base.ErrNoQP)
 	case len(param.PrivateData) > maxULPData:
-		return a.fail(verbs.ConnLocal, phaseSendRequest, errDataTooLong)
+		return a.Fail(verbs.ConnLocal, phaseSendRequest, errDataTooLong)
 	}
-	leave, err := connects.enter(ctx, a.closed, a.remote)
+	leave, err := connects.enter(ctx, a.Done(), a.RemoteAddr())
 	if err != nil {
-		return a.fail(ioKind(err), phaseQueue, err)
+		return a.Fail(ioKind(err), phaseQueue, err)
 	}
 	t := &attempt{
 		id: a, param: param, qp: q, leave: leave,
@@ -169,14 +168,14 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 		return err
 	case <-ctx.Done():
 		err = ctx.Err()
-	case <-a.closed:
-		err = errClosed
+	case <-a.Done():
+		err = base.ErrClosed
 	}
 	close(t.givenUp)
 	if t.reached.Load() {
 		return t.replyError(err)
 	}
-	return a.fail(ioKind(err), phaseConnect, err)
+	return a.Fail(ioKind(err), phaseConnect, err)
 }
 
 func (t *attempt) abandoned() bool {
@@ -204,7 +203,7 @@ func (t *attempt) run() {
 	}
 	if !t.qp.start(s) {
 		conn.Close()
-		t.done <- t.id.fail(verbs.ConnLocal, phaseStart, errClosed)
+		t.done <- t.id.Fail(verbs.ConnLocal, phaseStart, base.ErrClosed)
 		return
 	}
 	t.done <- nil
@@ -221,17 +220,17 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 	}
 	raw, err := conn.SyscallConn()
 	if err != nil {
-		return stream{}, id.fail(verbs.ConnLocal, phaseSendRequest, err)
+		return stream{}, id.Fail(verbs.ConnLocal, phaseSendRequest, err)
 	}
 	conn.SetDeadline(time.Now().Add(cfg.ReplyTimeout))
-	if err := muteConn(raw, false); err != nil {
-		return stream{}, id.fail(verbs.ConnLocal, phaseSendRequest, err)
+	if err := setConnTCPRepair(raw, false); err != nil {
+		return stream{}, id.Fail(verbs.ConnLocal, phaseSendRequest, err)
 	}
 	// One write: kernels before 6.6 give up on a request that TCP delivers in parts.
 	if _, err := conn.Write(req.append(nil)); err != nil {
-		return stream{}, id.fail(ioKind(err), phaseSendRequest, err)
+		return stream{}, id.Fail(ioKind(err), phaseSendRequest, err)
 	}
-	muteConn(raw, true)
+	setConnTCPRepair(raw, true)
 	got := make(chan struct{})
 	watched := make(chan struct{})
 	go func() {
@@ -244,7 +243,7 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 	}()
 	var rep mpaFrame
 	if err = awaitOctets(raw); err == nil {
-		muteConn(raw, false)
+		setConnTCPRepair(raw, false)
 		rep, err = readMPAFrame(conn, true)
 	}
 	close(got)
@@ -255,23 +254,17 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 	conn.SetDeadline(time.Time{})
 	peer := verbs.ConnParam{PrivateData: rep.data, ResponderResources: rep.ird, InitiatorDepth: rep.ord}
 	if rep.reject {
-		e := id.fail(verbs.ConnRejected, phaseReadReply, errors.New("the peer rejected the connection"))
+		e := id.Fail(verbs.ConnRejected, phaseReadReply, errors.New("the peer rejected the connection"))
 		e.PrivateData = rep.data
-		id.setPeer(peer)
+		id.SetPeer(peer)
 		return stream{}, e
 	}
 	s, err := t.adopt(conn, &rep)
 	if err != nil {
 		return stream{}, err
 	}
-	id.setPeer(peer)
+	id.SetPeer(peer)
 	return s, nil
-}
-
-func (c *connID) setPeer(p verbs.ConnParam) {
-	c.mu.Lock()
-	c.peer = p
-	c.mu.Unlock()
 }
 
 // replyError says what was wrong instead of a Reply.
@@ -287,7 +280,7 @@ func (t *attempt) replyError(err error) error {
 	case errors.Is(err, errMPAKey):
 		err = fmt.Errorf("the peer does not speak MPA: is it an RDMA port? %w", err)
 	}
-	return t.id.fail(kind, phaseReadReply, err)
+	return t.id.Fail(kind, phaseReadReply, err)
 }
 
 // adopt settles the parameters of an accepting Reply.
@@ -295,17 +288,17 @@ func (t *attempt) adopt(conn *net.TCPConn, rep *mpaFrame) (stream, error) {
 	id := t.id
 	switch {
 	case !rep.enhanced:
-		return stream{}, id.fail(verbs.ConnProtocol, phaseCheckReply,
+		return stream{}, id.Fail(verbs.ConnProtocol, phaseCheckReply,
 			fmt.Errorf("MPA revision %d reply without enhanced connection data to an enhanced request", rep.rev))
 	case rep.markers:
-		return stream{}, id.fail(verbs.ConnProtocol, phaseCheckReply,
+		return stream{}, id.Fail(verbs.ConnProtocol, phaseCheckReply,
 			errors.New("the peer demands MPA markers, which are not supported"))
 	}
 	s := stream{conn: conn, crc: rep.crc || id.dev.cfg.CRC, active: true}
 	var ok bool
 	if s.depths, ok = adoptDepths(rep, t.own, maxReadDepth); !ok {
 		sendTerminate(conn, termInsufficientIRD, s.crc)
-		return stream{}, id.fail(verbs.ConnProtocol, phaseCheckReply,
+		return stream{}, id.Fail(verbs.ConnProtocol, phaseCheckReply,
 			fmt.Errorf("the peer wants to have %d RDMA Reads outstanding, %d are possible", rep.ord, maxReadDepth))
 	}
 	return s, nil

@@ -20,10 +20,10 @@ import (
 // TCP_REPAIR that does this, which takes CAP_NET_ADMIN; without it abandonWait has to do.
 //
 // A mute socket does all that TCP does, but that data is neither sent nor received by this side:
-// the MPA Request goes out between two calls of mute.
+// the MPA Request goes out between two calls of setTCPRepair.
 
-// mute turns a socket's silence on or off.
-func mute(fd int, on bool) {
+// setTCPRepair turns a socket's silence on or off.
+func setTCPRepair(fd int, on bool) {
 	value := unix.TCP_REPAIR_ON
 	if !on {
 		value = unix.TCP_REPAIR_OFF_NO_WP
@@ -34,9 +34,9 @@ func mute(fd int, on bool) {
 	}
 }
 
-// muteConn is mute for a connection.
-func muteConn(raw syscall.RawConn, on bool) error {
-	return raw.Control(func(fd uintptr) { mute(int(fd), on) })
+// setConnTCPRepair is mute for a connection.
+func setConnTCPRepair(raw syscall.RawConn, on bool) error {
+	return raw.Control(func(fd uintptr) { setTCPRepair(int(fd), on) })
 }
 
 // awaitOctets waits until something can be read from a connection: its end, too. The connection's
@@ -58,24 +58,22 @@ var errSelf = os.NewSyscallError("connect", unix.ECONNREFUSED)
 func (t *attempt) dial() (*net.TCPConn, error) {
 	f, err := t.dialFile()
 	if err != nil {
-		return nil, t.id.fail(dialKind(err), phaseConnect,
-			&net.OpError{Op: "dial", Net: "tcp", Addr: net.TCPAddrFromAddrPort(t.id.remote), Err: err})
+		return nil, t.id.Fail(dialKind(err), phaseConnect,
+			&net.OpError{Op: "dial", Net: "tcp", Addr: net.TCPAddrFromAddrPort(t.id.RemoteAddr()), Err: err})
 	}
 	c, err := net.FileConn(f)
 	f.Close() // FileConn has its own
 	if err != nil {
-		return nil, t.id.fail(dialKind(err), phaseConnect, err)
+		return nil, t.id.Fail(dialKind(err), phaseConnect, err)
 	}
 	conn := c.(*net.TCPConn)
 	t.reached.Store(true)
-	t.id.mu.Lock()
-	t.id.local = addrPort(conn.LocalAddr())
-	t.id.mu.Unlock()
+	t.id.SetLocalAddr(addrPort(conn.LocalAddr()))
 	return conn, nil
 }
 
 func (t *attempt) dialFile() (f *os.File, err error) {
-	to, family, err := sockaddr(t.id.remote)
+	to, family, err := sockaddr(t.id.RemoteAddr())
 	if err != nil {
 		return nil, err
 	}
@@ -91,7 +89,7 @@ func (t *attempt) dialFile() (f *os.File, err error) {
 	}()
 	t.id.dev.tuneSocket(fd)
 	connectErr := unix.Connect(fd, to)
-	mute(fd, true)
+	setTCPRepair(fd, true)
 	if connectErr != nil && connectErr != unix.EINPROGRESS {
 		return nil, os.NewSyscallError("connect", connectErr)
 	}

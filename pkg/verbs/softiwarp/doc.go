@@ -56,7 +56,7 @@
 //	completionQueue.mu   its ring; may be taken inside qp.mu or qp.rqMu
 //	mr.mu                one registration; held around the non-blocking system call or copy that moves its octets
 //	stagTable.mu         STag index to MR
-//	connID.mu            what is known of a connection
+//	base.ConnID          address, queue pair and peer parameters of a connection; held while newQP runs
 //
 // mr.mu may be taken inside qp.mu (PostSend executes a FastReg or LocalInv itself when the writer
 // is not in the send queue); never the other way round. No lock is held while waiting for a socket.

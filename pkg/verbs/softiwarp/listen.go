@@ -12,6 +12,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // maxPending is how many connections may be between TCP accept and Accept. More are closed.
@@ -125,7 +126,7 @@ func (l *listener) handshake(c *net.TCPConn) {
 	c.SetDeadline(time.Time{})
 	r := &connRequest{connID: newConnID(l.dev, addrPort(c.LocalAddr()), addrPort(c.RemoteAddr())), conn: c, req: req}
 	r.hold()
-	r.peer = verbs.ConnParam{PrivateData: req.data, ResponderResources: req.ird, InitiatorDepth: req.ord}
+	r.SetPeer(verbs.ConnParam{PrivateData: req.data, ResponderResources: req.ird, InitiatorDepth: req.ord})
 	l.ready <- r
 }
 
@@ -188,16 +189,14 @@ type connRequest struct {
 
 // Accept sends the MPA Reply and starts the queue pair.
 func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
-	r.mu.Lock()
-	q := r.qp
-	r.mu.Unlock()
+	q := r.QP()
 	switch {
 	case q == nil:
-		return r.fail(verbs.ConnLocal, phaseStart, errNoQP)
+		return r.Fail(verbs.ConnLocal, phaseStart, base.ErrNoQP)
 	case len(param.PrivateData) > maxULPData:
-		return r.fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
+		return r.Fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
 	case r.answered.Swap(true):
-		return r.fail(verbs.ConnLocal, phaseSendReply, errTwice)
+		return r.Fail(verbs.ConnLocal, phaseSendReply, base.ErrReused)
 	}
 	rep := replyTo(&r.req)
 	rep.crc = r.req.crc || r.dev.cfg.CRC
@@ -214,7 +213,7 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 		return err
 	}
 	if !q.start(s) {
-		return r.fail(verbs.ConnLocal, phaseStart, errClosed)
+		return r.Fail(verbs.ConnLocal, phaseStart, base.ErrClosed)
 	}
 	return nil
 }
@@ -254,11 +253,11 @@ func (r *connRequest) sendReply(ctx context.Context, rep *mpaFrame) error {
 		deadline = d
 	}
 	if err := ctx.Err(); err != nil {
-		return r.fail(ioKind(err), phaseSendReply, err)
+		return r.Fail(ioKind(err), phaseSendReply, err)
 	}
 	r.conn.SetWriteDeadline(deadline)
 	if _, err := r.conn.Write(rep.append(nil)); err != nil {
-		return r.fail(ioKind(err), phaseSendReply, err)
+		return r.Fail(ioKind(err), phaseSendReply, err)
 	}
 	r.conn.SetWriteDeadline(time.Time{})
 	return nil
@@ -268,10 +267,10 @@ func (r *connRequest) sendReply(ctx context.Context, rep *mpaFrame) error {
 func (r *connRequest) Reject(privateData []byte) error {
 	defer r.Close()
 	if len(privateData) > maxULPData {
-		return r.fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
+		return r.Fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
 	}
 	if r.answered.Swap(true) {
-		return r.fail(verbs.ConnLocal, phaseSendReply, errTwice)
+		return r.Fail(verbs.ConnLocal, phaseSendReply, base.ErrReused)
 	}
 	rep := replyTo(&r.req)
 	rep.reject, rep.data = true, privateData
@@ -292,10 +291,7 @@ func (r *connRequest) Reject(privateData []byte) error {
 
 // Close ends the connection and releases the ConnID.
 func (r *connRequest) Close() error {
-	r.close(func() {
-		r.mu.Lock()
-		q := r.qp
-		r.mu.Unlock()
+	r.close(func(q *qp) {
 		if q == nil || !q.started() {
 			r.conn.Close()
 		}

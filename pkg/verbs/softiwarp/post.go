@@ -1,8 +1,6 @@
 package softiwarp
 
 import (
-	"fmt"
-
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -39,8 +37,8 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	wake := q.sqSent != q.sqTail && q.txIdle
 	q.mu.Unlock()
 	if posted > 0 {
-		q.stats.chains.Add(1)
-		q.stats.sendWRs.Add(uint64(posted))
+		q.stats.PostedChains.Add(1)
+		q.stats.PostedSendWRs.Add(uint64(posted))
 	}
 	if wake {
 		q.kick()
@@ -51,60 +49,36 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	return nil, nil
 }
 
-func invalid(wr *verbs.WorkRequest, format string, args ...any) error {
-	return fmt.Errorf("softiwarp: post %v: %s: %w", wr.Opcode, fmt.Sprintf(format, args...), verbs.ErrInvalid)
+// checkSend checks one request and returns the length of its message.
+func (q *qp) checkSend(wr *verbs.WorkRequest) (uint32, error) {
+	n, err := q.checks.Send(wr, q.ord)
+	if err == nil && wr.Opcode == verbs.OpFastReg {
+		err = q.checkReg(wr)
+	}
+	return n, err
 }
 
-// checkSend refuses what can be seen to be wrong at once, and returns the length of the message.
-func (q *qp) checkSend(wr *verbs.WorkRequest) (uint32, error) {
-	if wr.Done == nil {
-		return 0, invalid(wr, "no completion handler")
+// checkReg checks a FastReg.
+func (q *qp) checkReg(wr *verbs.WorkRequest) error {
+	m, ok := wr.MR.(*mr)
+	if !ok || m.pd != q.pd {
+		return q.checks.Invalid(wr, "the MR is not a fast-registration MR of this protection domain")
 	}
-	switch wr.Opcode {
-	case verbs.OpSend, verbs.OpSendWithInv, verbs.OpRDMAWrite, verbs.OpRDMARead:
-		if len(wr.SGList) > q.attr.MaxSendSGE {
-			return 0, invalid(wr, "%d SGEs, the queue was made for %d", len(wr.SGList), q.attr.MaxSendSGE)
-		}
-		var n uint64
-		for i := range wr.SGList {
-			n += uint64(len(wr.SGList[i].Buf))
-		}
-		if n > maxMessageLen {
-			return 0, invalid(wr, "message of %d octets, the limit is %d", n, uint64(maxMessageLen))
-		}
-		if wr.Opcode == verbs.OpRDMARead {
-			if len(wr.SGList) != 1 {
-				return 0, invalid(wr, "%d SGEs, an RDMA Read has one", len(wr.SGList))
-			}
-			if q.ord == 0 {
-				return 0, invalid(wr, "no RDMA Read may be outstanding: this side's InitiatorDepth or the peer's ResponderResources is 0")
-			}
-		}
-		return uint32(n), nil
-	case verbs.OpFastReg:
-		m, ok := wr.MR.(*mr)
-		if !ok || m.pd != q.pd {
-			return 0, invalid(wr, "the MR is not a fast-registration MR of this protection domain")
-		}
-		var n uint64
-		for _, s := range wr.Segs {
-			n += uint64(len(s))
-		}
-		switch {
-		case len(wr.Segs) > m.depth:
-			return 0, invalid(wr, "%d segments, the MR is %d deep", len(wr.Segs), m.depth)
-		case n == 0:
-			return 0, invalid(wr, "no memory")
-		case n > uint64(m.depth)*uint64(pageSize):
-			return 0, invalid(wr, "%d octets, the MR is %d pages deep", n, m.depth)
-		case wr.IOVA+n < wr.IOVA:
-			return 0, invalid(wr, "the address wraps")
-		}
-		return 0, nil
-	case verbs.OpLocalInv:
-		return 0, nil
+	var n uint64
+	for _, s := range wr.Segs {
+		n += uint64(len(s))
 	}
-	return 0, invalid(wr, "unknown opcode %d", wr.Opcode)
+	switch {
+	case len(wr.Segs) > m.depth:
+		return q.checks.Invalid(wr, "%d segments, the MR is %d deep", len(wr.Segs), m.depth)
+	case n == 0:
+		return q.checks.Invalid(wr, "no memory")
+	case n > uint64(m.depth)*uint64(pageSize):
+		return q.checks.Invalid(wr, "%d bytes, the MR is %d pages deep", n, m.depth)
+	case wr.IOVA+n < wr.IOVA:
+		return q.checks.Invalid(wr, "the address wraps")
+	}
+	return nil
 }
 
 // enqueue copies wr to the tail. Caller holds mu and has seen that there is room.
@@ -155,20 +129,16 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 	q.rqMu.Lock()
 	defer q.rqMu.Unlock()
 	for rr := first; rr != nil; rr = rr.Next {
-		switch {
-		case q.rqClosed:
-			return rr, verbs.ErrQPState
-		case rr.Done == nil:
-			return rr, fmt.Errorf("softiwarp: post Receive: no completion handler: %w", verbs.ErrInvalid)
-		case int(q.rqUsed.Load()) >= q.attr.MaxRecvWR:
-			return rr, verbs.ErrQueueFull
+		full := int(q.rqUsed.Load()) >= q.attr.MaxRecvWR
+		if err := q.checks.Recv(rr, q.rqClosed, full); err != nil {
+			return rr, err
 		}
 		q.rqUsed.Add(1)
 		q.inflight.Add(1)
 		e := &q.rq[q.rqTail&uint32(len(q.rq)-1)]
 		e.buf, e.done = rr.SGE.Buf, rr.Done
 		q.rqTail++
-		q.stats.recvWRs.Add(1)
+		q.stats.PostedRecvWRs.Add(1)
 	}
 	return nil, nil
 }

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/bits"
 	"net"
 	"os"
 	"sync"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // qpState of a queue pair.
@@ -72,11 +72,13 @@ type outstandingRead struct {
 //
 // Lock order: mu, then an MR's lock; mu, then a CQ's lock; rqMu, then a CQ's lock.
 type qp struct {
-	dev    *device
-	pd     *protectionDomain
-	attr   verbs.QPInitAttr
-	sendCQ *completionQueue
-	recvCQ *completionQueue
+	dev      *device
+	pd       *protectionDomain
+	attr     verbs.QPInitAttr
+	sendCQ   *completionQueue
+	recvCQ   *completionQueue
+	reserved base.Reservation
+	checks   base.PostChecks
 
 	conn *net.TCPConn // set by start, as the next four
 	crc  bool
@@ -122,21 +124,7 @@ type qp struct {
 	current       rqe // the reader's: the Receive that a message is going into
 	currentStatus verbs.Status
 
-	stats counters
-}
-
-// counters are those of verbs.QPStats.
-type counters struct {
-	chains, sendWRs, recvWRs, sendComps, recvComps  atomic.Uint64
-	accessErrors, remoteInvs, bytesSent, bytesRcvd  atomic.Uint64
-	readsServed, terminatesSent, terminatesReceived atomic.Uint64
-}
-
-func ring(n int) int {
-	if n <= 1 {
-		return 1
-	}
-	return 1 << bits.Len(uint(n-1))
+	stats base.Counters
 }
 
 // newQP makes a QP in the init state.
@@ -152,31 +140,18 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		return nil, fmt.Errorf("softiwarp: create QP: a completion queue belongs to another device: %w",
 			verbs.ErrInvalid)
 	}
-	if attr.MaxSendWR <= 0 || attr.MaxSendWR > maxQPWR || attr.MaxRecvWR <= 0 || attr.MaxRecvWR > maxQPWR {
-		return nil, fmt.Errorf("softiwarp: create QP with %d send and %d receive requests: both must be 1 to %d: %w",
-			attr.MaxSendWR, attr.MaxRecvWR, maxQPWR, verbs.ErrInvalid)
-	}
-	if attr.MaxSendSGE < 0 || attr.MaxSendSGE > maxSendSGE {
-		return nil, fmt.Errorf("softiwarp: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, maxSendSGE,
-			verbs.ErrInvalid)
-	}
-	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
-	if err := pd.uses.Take(); err != nil {
+	if err := base.CheckQPAttr(Name, &attr, d.Attrs()); err != nil {
 		return nil, err
 	}
-	if err := scq.reserve(attr.MaxSendWR); err != nil {
-		pd.uses.Drop()
-		return nil, err
-	}
-	if err := rcq.reserve(attr.MaxRecvWR); err != nil {
-		scq.unreserve(attr.MaxSendWR)
-		pd.uses.Drop()
+	reserved, err := base.Reserve(&pd.uses, scq.entries, rcq.entries, attr)
+	if err != nil {
 		return nil, err
 	}
 	q := &qp{
-		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq,
-		wake: make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
-		sq: make([]sqe, ring(attr.MaxSendWR)), rq: make([]rqe, ring(attr.MaxRecvWR)),
+		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq, reserved: reserved,
+		checks: base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessageLen},
+		wake:   make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
+		sq: make([]sqe, base.RingSize(attr.MaxSendWR)), rq: make([]rqe, base.RingSize(attr.MaxRecvWR)),
 	}
 	sges := make([]verbs.SGE, len(q.sq)*attr.MaxSendSGE)
 	for i := range q.sq {
@@ -209,8 +184,8 @@ func (q *qp) start(s stream) bool {
 	}
 	q.conn, q.crc, q.rtr = s.conn, s.crc, s.rtr
 	q.ird, q.ord = s.depths.ird, s.depths.ord
-	q.rrq = make([]readRequest, ring(q.ird))
-	q.reads = make([]outstandingRead, ring(q.ord))
+	q.rrq = make([]readRequest, base.RingSize(q.ird))
+	q.reads = make([]outstandingRead, base.RingSize(q.ord))
 	q.txOpen = s.active
 	q.state = qpReady
 	q.users.Store(2)
@@ -357,7 +332,7 @@ func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	if op == verbs.OpRDMARead {
 		wc.ByteLen = n
 	}
-	q.stats.sendComps.Add(1)
+	q.stats.SendCompletions.Add(1)
 	q.sendCQ.push(q, false, done, &wc)
 }
 
@@ -366,7 +341,7 @@ func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 	done := e.done
 	e.buf, e.done = nil, nil
 	wc.Opcode, wc.QP = verbs.OpRecv, q
-	q.stats.recvComps.Add(1)
+	q.stats.RecvCompletions.Add(1)
 	q.recvCQ.push(q, true, done, wc)
 }
 
@@ -404,20 +379,9 @@ func (q *qp) Drain() {
 func (q *qp) destroy() {
 	q.Drain()
 	<-q.ioDone
-	q.sendCQ.unreserve(q.attr.MaxSendWR)
-	q.recvCQ.unreserve(q.attr.MaxRecvWR)
-	q.pd.uses.Drop()
+	q.reserved.Release()
 	leakcheck.Track(leakcheck.QP, -1)
 }
 
-// Stats is a snapshot of the counters.
-func (q *qp) Stats() verbs.QPStats {
-	c := &q.stats
-	return verbs.QPStats{
-		PostedChains: c.chains.Load(), PostedSendWRs: c.sendWRs.Load(), PostedRecvWRs: c.recvWRs.Load(),
-		SendCompletions: c.sendComps.Load(), RecvCompletions: c.recvComps.Load(),
-		RemoteAccessErrors: c.accessErrors.Load(), RemoteInvalidates: c.remoteInvs.Load(),
-		BytesSent: c.bytesSent.Load(), BytesReceived: c.bytesRcvd.Load(), ReadRequestsServed: c.readsServed.Load(),
-		TerminatesSent: c.terminatesSent.Load(), TerminatesReceived: c.terminatesReceived.Load(),
-	}
-}
+// Stats returns a snapshot of the counters.
+func (q *qp) Stats() verbs.QPStats { return q.stats.Stats() }

@@ -135,7 +135,7 @@ func (x *receiver) body() error {
 	if code, bad := h.check(); bad {
 		return x.refuse(code, hdr)
 	}
-	x.q.stats.bytesRcvd.Add(uint64(ulpdu - h.size()))
+	x.q.stats.BytesReceived.Add(uint64(ulpdu - h.size()))
 	switch {
 	case h.op == opWrite:
 		return x.write(hdr, tail)
@@ -197,7 +197,7 @@ func (x *receiver) write(hdr []byte, tail int) error {
 	}
 	g, deny := x.q.access(h.stag, h.to, uint64(n), verbs.AccessRemoteWrite)
 	if deny != granted {
-		x.q.stats.accessErrors.Add(1)
+		x.q.stats.RemoteAccessErrors.Add(1)
 		return x.refuse(deny.placementCode(), hdr)
 	}
 	x.take(hdr)
@@ -208,7 +208,7 @@ func (x *receiver) write(hdr []byte, tail int) error {
 func (x *receiver) placed(s sink, tail int) error {
 	err := x.in.place(s)
 	if err == errRevoked {
-		x.q.stats.accessErrors.Add(1)
+		x.q.stats.RemoteAccessErrors.Add(1)
 		return x.refuse(termTaggedInvalidSTag, x.rebuilt())
 	}
 	if err != nil {
@@ -257,7 +257,7 @@ func (x *receiver) readResponse(hdr []byte, tail int) error {
 		return nil
 	}
 	x.failRead(r, verbs.StatusBadRespErr)
-	q.stats.accessErrors.Add(1)
+	q.stats.RemoteAccessErrors.Add(1)
 	return x.refuse(code, hdr)
 }
 
@@ -339,7 +339,7 @@ func (x *receiver) deliver() error {
 			putUntagged(hdr[:], h.op, h.last, h.stag, h.qn, h.msn, h.mo, h.ulpdu-untaggedHdr)
 			return x.refuse(termCannotInvalidate, hdr[:])
 		}
-		q.stats.remoteInvs.Add(1)
+		q.stats.RemoteInvalidates.Add(1)
 		wc.WithInv, wc.InvalidatedRKey = true, verbs.RKey(h.stag)
 	}
 	x.expect[qnSend]++
@@ -398,7 +398,7 @@ func (x *receiver) terminate(hdr []byte, tail int) error {
 		return err
 	}
 	code, readMSN := decodeTerminate(in.buf[in.r+fpduLenSize+untaggedHdr : in.r+fpduLenSize+h.ulpdu])
-	q.stats.terminatesReceived.Add(1)
+	q.stats.TerminatesReceived.Add(1)
 	x.blameRead(code, readMSN)
 	q.fail(code.asError(false), nil, false)
 	return errRefused

@@ -360,7 +360,7 @@ func (t *transmitter) respond(rr *readRequest) error {
 			break
 		}
 	}
-	q.stats.readsServed.Add(1)
+	q.stats.ReadRequestsServed.Add(1)
 	t.b.begin()
 	return nil
 }
@@ -432,7 +432,7 @@ func (b *batch) addRegistered(m *mr, off uint64, n int) {
 func (t *transmitter) refuseRead(rr *readRequest, served uint32, code termCode) error {
 	q := t.q
 	t.b.begin()
-	q.stats.accessErrors.Add(1)
+	q.stats.RemoteAccessErrors.Add(1)
 	at := *rr
 	at.srcTO += uint64(served)
 	at.size -= served
@@ -450,7 +450,7 @@ func (t *transmitter) transmit() error {
 	if err := t.b.send(); err != nil {
 		return err
 	}
-	t.q.stats.bytesSent.Add(uint64(t.b.payload))
+	t.q.stats.BytesSent.Add(uint64(t.b.payload))
 	if t.toMSS--; t.toMSS <= 0 {
 		t.updateMULPDU()
 	}
@@ -473,7 +473,7 @@ func (t *transmitter) end() {
 			t.b.closeHeader()
 			t.b.trailer(n - fpduLenSize)
 			if t.b.send() == nil {
-				q.stats.terminatesSent.Add(1)
+				q.stats.TerminatesSent.Add(1)
 			}
 		}
 		t.conn.CloseWrite()

@@ -97,7 +97,7 @@ func TestBeside(t *testing.T) {
 		s.profile()
 		return
 	}
-	if *onlyFlag == "" && !lab.Whole() && !*updateFlag {
+	if *onlyFlag == "" && !lab.FullRun() && !*updateFlag {
 		*onlyFlag = "sequential .*, 1 MiB"
 	}
 	out, err := s.RunFor(fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -rounds %d -only '%s'", kernelDir,

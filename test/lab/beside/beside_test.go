@@ -53,7 +53,7 @@ func build(t *testing.T, share, name, pkg string) {
 // start boots a guest and mounts an export twice.
 func start(t *testing.T, export string) *sides {
 	t.Helper()
-	lab.SkipUnwanted(t)
+	lab.SkipIfDisabled(t)
 	s := &sides{t: t, share: t.TempDir(), export: export}
 	build(t, s.share, "nfsrdmad", "../../../cmd/nfsrdmad")
 	build(t, s.share, "program", "./program")

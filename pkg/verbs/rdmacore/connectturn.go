@@ -15,16 +15,16 @@ import (
 // all that can be done from here: when the process is killed the kernel ends the connection at
 // once.
 
-// politeWait bounds the wait for the answer to a connect that was given up. An answer takes
+// answerTimeout bounds the wait for the answer to a connect that was given up. An answer takes
 // milliseconds, of a busy peer more.
-const politeWait = 2 * time.Second
+const answerTimeout = 2 * time.Second
 
 // iwarpTurn holds a token for the connect to an iWARP peer that is under way.
 var iwarpTurn = make(chan struct{}, 1)
 
-// takeTurn waits until no other connect to an iWARP peer is under way. It returns false when the
+// acquireTurn waits until no other connect to an iWARP peer is under way. It returns false when the
 // connect is given up first.
-func (c *connID) takeTurn(ctx context.Context) bool {
+func (c *connID) acquireTurn(ctx context.Context) bool {
 	if c.dev.attrs.Transport != verbs.TransportIWARP {
 		return true
 	}
@@ -34,15 +34,15 @@ func (c *connID) takeTurn(ctx context.Context) bool {
 		return true
 	case <-ctx.Done():
 		return false
-	case <-c.closed:
+	case <-c.Done():
 		return false
 	case <-c.removed():
 		return false
 	}
 }
 
-// giveTurn ends takeTurn, if it has not ended yet.
-func (c *connID) giveTurn() {
+// releaseTurn ends acquireTurn, if it has not ended yet.
+func (c *connID) releaseTurn() {
 	if c.turn.CompareAndSwap(true, false) {
 		<-iwarpTurn
 	}
@@ -54,7 +54,7 @@ func (c *connID) linger() {
 	if !c.turn.Load() || !c.asked.Load() {
 		return
 	}
-	timer := time.NewTimer(politeWait)
+	timer := time.NewTimer(answerTimeout)
 	defer timer.Stop()
 	select {
 	case <-c.answered:

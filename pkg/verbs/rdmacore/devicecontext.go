@@ -23,20 +23,20 @@ import (
 )
 
 const (
-	// lookEvery is how often it is looked whether the devices that are open are still there.
-	lookEvery = time.Second
+	// pollInterval is how often it is looked whether the devices that are open are still there.
+	pollInterval = time.Second
 	// slowRelease is after how long it is said that a removed device is still in use here.
 	slowRelease = 10 * time.Second
 )
 
-// An opened is an RDMA device that librdmacm has opened in this process: it opens all when they are
-// listed, and by itself closes none before it is listed again, if then. Each is held, so that only
-// takeDown decides when the context goes.
+// A deviceContext is an RDMA device that librdmacm has opened in this process: it opens all when
+// they are listed, and by itself closes none before it is listed again, if then. Each is held, so
+// that only takeDown decides when the context goes.
 //
 //	┌──────┐ its place in sysfs is gone, or the connection manager says so ┌──────┐ nothing of it is left ┌─────────┐
 //	│ open │ ────────────────────────────────────────────────────────────▶ │ gone │ ────────────────────▶ │ cut off │
 //	└──────┘                                                               └──────┘                       └─────────┘
-type opened struct {
+type deviceContext struct {
 	c     *C.struct_ibv_context
 	hold  **C.struct_ibv_context
 	name  string
@@ -44,7 +44,7 @@ type opened struct {
 	inode uint64       // of path
 	log   hclog.Logger // of the first who used it; guarded by devices.mu
 
-	firstPages *C.struct_ibv_cq // of siw; guarded by devices.mu
+	brokenOffsetCQ *C.struct_ibv_cq // of siw; guarded by devices.mu
 
 	current *device   // for new connections, nil: none yet; guarded by devices.mu
 	values  []*device // all that may have something of the context; guarded by devices.mu
@@ -58,11 +58,12 @@ type opened struct {
 
 // devices are all that are open in this process.
 var devices struct {
-	mu       sync.Mutex
-	all      map[*C.struct_ibv_context]*opened // guarded by mu, as all below
-	looking  bool                              // a timer runs
-	lastGone string                            // what the last removed one was called, and
-	lastTime time.Time
+	mu      sync.Mutex
+	all     map[*C.struct_ibv_context]*deviceContext // guarded by mu, as all below
+	polling bool                                     // a timer runs
+	// what the last removed one was called, and
+	lastRemoved string
+	lastTime    time.Time
 }
 
 // openAll opens the devices that there are. Caller holds devices.mu.
@@ -79,7 +80,7 @@ func openAll(log hclog.Logger) error {
 			C.rc_let_go(hold)
 			continue
 		}
-		o := &opened{c: ctx, hold: hold, name: C.GoString(C.rc_device_name(ctx)),
+		o := &deviceContext{c: ctx, hold: hold, name: C.GoString(C.rc_device_name(ctx)),
 			path: C.GoString(C.rc_device_path(ctx)), log: log, removed: make(chan struct{})}
 		var st syscall.Stat_t
 		if syscall.Stat(o.path, &st) == nil {
@@ -88,22 +89,22 @@ func openAll(log hclog.Logger) error {
 			o.path = ""
 		}
 		if devices.all == nil {
-			devices.all = make(map[*C.struct_ibv_context]*opened)
+			devices.all = make(map[*C.struct_ibv_context]*deviceContext)
 		}
 		devices.all[ctx] = o
 	}
-	if !devices.looking && len(devices.all) > 0 {
-		devices.looking = true
-		time.AfterFunc(lookEvery, look)
+	if !devices.polling && len(devices.all) > 0 {
+		devices.polling = true
+		time.AfterFunc(pollInterval, pollDevices)
 	}
 	return nil
 }
 
-// openedOf is the opened device of a context that librdmacm gave. Caller holds devices.mu.
-func openedOf(ctx *C.struct_ibv_context, log hclog.Logger) (*opened, error) {
+// contextOf is the deviceContext of a context that librdmacm gave. Caller holds devices.mu.
+func contextOf(ctx *C.struct_ibv_context, log hclog.Logger) (*deviceContext, error) {
 	if C.rc_is_cut_off(ctx) != 0 {
 		openAll(log) // librdmacm lets go of what it does not find any more
-		return nil, &RemovedError{Device: devices.lastGone}
+		return nil, &RemovedError{Device: devices.lastRemoved}
 	}
 	if devices.all[ctx] == nil {
 		if err := openAll(log); err != nil {
@@ -118,30 +119,30 @@ func openedOf(ctx *C.struct_ibv_context, log hclog.Logger) (*opened, error) {
 	case o.gone.Load():
 		return nil, &RemovedError{Device: o.name}
 	case !o.present():
-		go o.remove(whyMissing)
+		go o.remove(reasonMissing)
 		return nil, &RemovedError{Device: o.name}
 	}
 	return o, nil
 }
 
-// look is the timer's: a kernel that removes a soft device waits for the programs that have it
-// open, and tells them nothing.
-func look() {
+// pollDevices is the timer's: a kernel that removes a soft device waits for the programs that have
+// it open, and tells them nothing.
+func pollDevices() {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
 	for _, o := range devices.all {
 		if !o.gone.Load() && !o.present() {
-			go o.remove(whyMissing)
+			go o.remove(reasonMissing)
 		}
 	}
-	devices.looking = len(devices.all) > 0
-	if devices.looking {
-		time.AfterFunc(lookEvery, look)
+	devices.polling = len(devices.all) > 0
+	if devices.polling {
+		time.AfterFunc(pollInterval, pollDevices)
 	}
 }
 
 // present reports whether the device is where it was.
-func (o *opened) present() bool {
+func (o *deviceContext) present() bool {
 	if o.path == "" {
 		return true
 	}
@@ -154,7 +155,7 @@ func (o *opened) present() bool {
 
 // use begins a call that makes something of the context, unless the device is gone; done ends it.
 // It never waits: only takeDown locks life for writing, so whoever calls may hold any lock.
-func (o *opened) use() error {
+func (o *deviceContext) use() error {
 	if !o.life.TryRLock() {
 		return &RemovedError{Device: o.name}
 	}
@@ -165,21 +166,21 @@ func (o *opened) use() error {
 	return nil
 }
 
-func (o *opened) done() { o.life.RUnlock() }
+func (o *deviceContext) done() { o.life.RUnlock() }
 
 // How the removal of a device was learned of.
 const (
-	whyMissing = "it is not where it was in sysfs"
-	whyEvent   = "the connection manager said so"
+	reasonMissing = "it is not where it was in sysfs"
+	reasonEvent   = "the connection manager said so"
 )
 
 // remove takes everything down that this process has of a device that goes away, and gives the
 // kernel back what it has open of it, which a soft device's removal waits for. Every wait of it
 // ends: queue pairs are destroyed with what is posted on them, but for one that the kernel is just
 // connecting. What consumers have of it are empty shells then, for them to close.
-func (o *opened) remove(why string) { o.removal.Do(func() { o.takeDown(why) }) }
+func (o *deviceContext) remove(why string) { o.removal.Do(func() { o.takeDown(why) }) }
 
-func (o *opened) takeDown(why string) {
+func (o *deviceContext) takeDown(why string) {
 	o.life.Lock()
 	o.gone.Store(true)
 	close(o.removed)
@@ -195,7 +196,7 @@ func (o *opened) takeDown(why string) {
 	defer slow.Stop()
 	began := time.Now()
 	devices.mu.Lock()
-	devices.lastGone, devices.lastTime = o.name, began
+	devices.lastRemoved, devices.lastTime = o.name, began
 	values := slices.Clone(o.values)
 	devices.mu.Unlock()
 
@@ -223,7 +224,7 @@ func (o *opened) takeDown(why string) {
 
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
-	o.emptyFirstPages()
+	o.releaseBrokenOffset()
 	if err := errnoOf(C.rc_cut_off(o.c)); err != nil {
 		log.Error("RDMA device was removed, and could not be closed: its removal waits until this process ends",
 			"device", o.name, "error", err)
@@ -233,14 +234,14 @@ func (o *opened) takeDown(why string) {
 	log.Warn("RDMA device was released", "device", o.name, "after", time.Since(began).Round(time.Millisecond).String())
 }
 
-// goneHint tells of a device that was removed, after an error that says that no device leads to a
-// peer.
-func goneHint(err error) error {
+// removalHint tells of a device that was removed, after an error that says that no device leads to
+// a peer.
+func removalHint(err error) error {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
-	if devices.lastGone == "" || !errors.Is(err, syscall.ENODEV) {
+	if devices.lastRemoved == "" || !errors.Is(err, syscall.ENODEV) {
 		return err
 	}
-	return fmt.Errorf("%w: RDMA device %s was removed at %s", err, devices.lastGone,
+	return fmt.Errorf("%w: RDMA device %s was removed at %s", err, devices.lastRemoved,
 		devices.lastTime.Format(time.TimeOnly))
 }
