@@ -40,23 +40,6 @@ type Config struct {
 	inside func(*site) // for tests: called once all is set up
 }
 
-// Serve runs a server until ctx ends, and tells started where it is.
-func Serve(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
-	s, err := nfsserve.Run(ctx, cfg)
-	var usage *nfsserve.ConfigError
-	switch {
-	case errors.As(err, &usage):
-		return &control.Error{Code: control.CodeUsage, Text: err.Error(), Err: err}
-	case err != nil:
-		return &control.Error{Code: control.CodeSystem, Text: "serving: " + err.Error(), Err: err}
-	}
-	started(s)
-	if err := s.Wait(); err != nil && ctx.Err() == nil {
-		return &control.Error{Code: control.CodeSystem, Text: "serving: " + err.Error(), Err: err}
-	}
-	return nil
-}
-
 // Run runs the demo. Its errors are *control.Error.
 func Run(ctx context.Context, cfg Config) error {
 	if cfg.MaxFiles <= 0 {
