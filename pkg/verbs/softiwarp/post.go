@@ -4,8 +4,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// PostSend queues a chain. It never waits for the socket: the requests are copied into the ring and
-// the writer is woken.
+// PostSend copies a chain into the ring and wakes the writer. It never waits for the socket.
 func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	q.mu.Lock()
 	if q.state != qpReady {
@@ -14,7 +13,7 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	}
 	var err error
 	posted := 0
-	ahead := q.sqSent == q.sqTail // the writer is not in the send queue
+	ahead := q.sqSent == q.sqTail // the writer is not executing the send queue
 	wr := first
 	for ; wr != nil; wr = wr.Next {
 		length, e := q.checkSend(wr)
@@ -41,7 +40,7 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 		q.stats.PostedSendWRs.Add(uint64(posted))
 	}
 	if wake {
-		q.kick()
+		q.wakeWriter()
 	}
 	if err != nil {
 		return wr, err
@@ -81,7 +80,7 @@ func (q *qp) checkReg(wr *verbs.WorkRequest) error {
 	return nil
 }
 
-// enqueue copies wr to the tail. Caller holds mu and has seen that there is room.
+// enqueue copies wr to the tail. The caller holds mu and has checked that a slot is free.
 func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	e := &q.sq[q.sqTail&uint32(len(q.sq)-1)]
 	e.op, e.signaled, e.done, e.length = wr.Opcode, wr.Signaled, wr.Done, length
@@ -98,10 +97,10 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	q.sqTail++
 }
 
-// runLocal executes the requests at the front of the queue that need no wire. It may do the
-// writer's work because the writer has executed everything before and looks at the queue again
-// under mu; so an invalidation never waits behind a Read Response that the peer is slow to take.
-// What fails is left to the writer. Caller holds mu.
+// runLocal executes FastReg and LocalInv requests at the front of the queue. It may do the writer's
+// work, because the writer has executed everything before and reads the queue again under mu. An
+// invalidation therefore never waits for a Read Response that the peer takes slowly. The writer
+// handles a request that fails. The caller holds mu.
 func (q *qp) runLocal() {
 	from := q.sqSent
 	for q.sqSent != q.sqTail && q.executeLocal(&q.sq[q.sqSent&uint32(len(q.sq)-1)]) {

@@ -26,7 +26,7 @@ func TestReceivedTerminate(t *testing.T) {
 		{"no buffer", "1202c000 001a 4143 00000000 00000000 00000048 00000000", termNoBuffer, verbs.StatusWRFlushErr},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			p, v := attack(t, quiet)
+			p, v := connectRaw(t, defaultConfig)
 			p.send(tagged(opWrite, true, 0, 0, nil)) // lets the responder speak
 			read := make(chan verbs.WorkCompletion, 1)
 			if _, err := v.qp.PostSend(&verbs.WorkRequest{
@@ -37,7 +37,7 @@ func TestReceivedTerminate(t *testing.T) {
 			}); err != nil {
 				t.Fatal(err)
 			}
-			p.must()
+			p.mustNext()
 			p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0, unhex(t, c.wire)))
 			var te *verbs.TerminateError
 			if err := v.cause(); !errors.As(err, &te) || te.Local || (termCode{te.Layer, te.EType, te.Code}) != c.want {
@@ -59,7 +59,7 @@ func TestReceivedTerminate(t *testing.T) {
 
 // TestReadResponses: what a Data Source must not answer.
 func TestReadResponses(t *testing.T) {
-	data := quiteSome(100)
+	data := filler(100)
 	for _, c := range []struct {
 		name   string
 		answer func(r readRequest) [][]byte
@@ -74,7 +74,7 @@ func TestReadResponses(t *testing.T) {
 				r.sinkTO+1, data)}
 		}, termTaggedBounds},
 		{"too long", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, quiteSome(101))}
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, filler(101))}
 		}, termTaggedBounds},
 		{"too short", func(r readRequest) [][]byte {
 			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data[:99])}
@@ -97,7 +97,7 @@ func TestReadResponses(t *testing.T) {
 		}, termTaggedInvalidSTag},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			p, v := attack(t, quiet)
+			p, v := connectRaw(t, defaultConfig)
 			p.send(tagged(opWrite, true, 0, 0, nil))
 			read := make(chan verbs.WorkCompletion, 1)
 			sink := make([]byte, 200)
@@ -107,7 +107,7 @@ func TestReadResponses(t *testing.T) {
 			}); err != nil {
 				t.Fatal(err)
 			}
-			h, b := p.must()
+			h, b := p.mustNext()
 			if h.op != opReadRequest || h.qn != qnReadReq || h.msn != 1 || h.mo != 0 || !h.last {
 				t.Fatalf("Read Request %+v", h)
 			}
@@ -117,7 +117,7 @@ func TestReadResponses(t *testing.T) {
 				t.Fatalf("Read Request %+v", r)
 			}
 			p.send(c.answer(r)...)
-			if got, _ := p.terminated(); got != c.want {
+			if got, _ := p.readTerminate(); got != c.want {
 				t.Errorf("Terminate %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
 			}
 			wc := <-read

@@ -73,15 +73,15 @@ func tshark(t *testing.T, file string, args ...string) string {
 // and nothing malformed.
 func TestIndependentDecoder(t *testing.T) {
 	for _, cfg := range []Config{{CRC: true}, {}, {CRC: true, MaxFPDU: 1448}} {
-		d := newDuoLater(t, cfg)
+		d := newUnconnectedPair(t, cfg)
 		file := capture(t, d.port, func() {
 			d.connect()
-			r := newRPC(d.duo, 100001)
+			r := newRPC(d.pair, 100001)
 			for range 3 {
 				r.run()
 			}
 			// And an end with a Terminate that quotes a Read Request.
-			d.b.run(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: 1, SGList: one(8)})
+			d.b.run(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: 1, SGList: sges(8)})
 			d.a.cause()
 			d.a.id.Close()
 			d.b.id.Close()

@@ -20,162 +20,162 @@ func withControl(u []byte, clear, set uint16) []byte {
 	return u
 }
 
-func quiteSome(n int) []byte { return bytes.Repeat([]byte{0xee}, n) }
+func filler(n int) []byte { return bytes.Repeat([]byte{0xee}, n) }
 
 // violations are what a peer must not do, with the Terminate that RFC 5040, RFC 5041 and RFC 5044
 // have for it.
 var violations = []struct {
 	name   string
-	ulpdus func(v *victim) [][]byte
+	ulpdus func(v *endpoint) [][]byte
 	want   termCode
 	quoted int // octets behind the fixed part of the Terminate
 }{
-	{"write, unknown STag", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey^1<<30, winIOVA, quiteSome(8))}
+	{"write, unknown STag", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey^1<<30, winIOVA, filler(8))}
 	}, termTaggedInvalidSTag, 16},
-	{"write, stale key", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey-1, winIOVA, quiteSome(8))}
+	{"write, stale key", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey-1, winIOVA, filler(8))}
 	}, termTaggedInvalidSTag, 16},
-	{"write, STag 0", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, 0, winIOVA, quiteSome(8))}
+	{"write, STag 0", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, 0, winIOVA, filler(8))}
 	}, termTaggedInvalidSTag, 16},
-	{"write, wrong direction", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.rkey, winIOVA, quiteSome(8))}
+	{"write, wrong direction", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.rkey, winIOVA, filler(8))}
 	}, termTaggedInvalidSTag, 16},
-	{"write, other PD and stream", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.foreign, winIOVA, quiteSome(8))}
-	}, termTaggedNotOurs, 16},
-	{"write, before the window", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA-1, quiteSome(8))}
+	{"write, other PD and stream", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.foreign, winIOVA, filler(8))}
+	}, termTaggedOtherStream, 16},
+	{"write, before the window", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA-1, filler(8))}
 	}, termTaggedBounds, 16},
-	{"write, over the end", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen-7, quiteSome(8))}
+	{"write, over the end", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen-7, filler(8))}
 	}, termTaggedBounds, 16},
-	{"write, behind the window", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen, quiteSome(1))}
+	{"write, behind the window", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen, filler(1))}
 	}, termTaggedBounds, 16},
-	{"write, longer than all there is", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA, quiteSome(60000))}
+	{"write, longer than all there is", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA, filler(60000))}
 	}, termTaggedBounds, 16},
-	{"write, offset wraps", func(v *victim) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, 1<<64-4, quiteSome(8))}
+	{"write, offset wraps", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, 1<<64-4, filler(8))}
 	}, termTaggedWrap, 16},
-	{"write, DDP version 2", func(v *victim) [][]byte {
-		return [][]byte{withControl(tagged(opWrite, true, v.wkey, winIOVA, quiteSome(8)), ctrlDVMask, 0x200)}
+	{"write, DDP version 2", func(v *endpoint) [][]byte {
+		return [][]byte{withControl(tagged(opWrite, true, v.wkey, winIOVA, filler(8)), ctrlDVMask, 0x200)}
 	}, termTaggedVersion, 16},
-	{"write, RDMAP version 0", func(v *victim) [][]byte {
-		return [][]byte{withControl(tagged(opWrite, true, v.wkey, winIOVA, quiteSome(8)), ctrlRVMask, 0)}
+	{"write, RDMAP version 0", func(v *endpoint) [][]byte {
+		return [][]byte{withControl(tagged(opWrite, true, v.wkey, winIOVA, filler(8)), ctrlRVMask, 0)}
 	}, termRDMAPVersion, 16},
-	{"write, untagged", func(*victim) [][]byte {
-		return [][]byte{untagged(opWrite, true, 0, qnSend, 1, 0, quiteSome(8))}
+	{"write, untagged", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opWrite, true, 0, qnSend, 1, 0, filler(8))}
 	}, termOpcode, 20},
-	{"unasked Read Response", func(v *victim) [][]byte {
-		return [][]byte{tagged(opReadResp, true, v.wkey, winIOVA, quiteSome(8))}
+	{"unasked Read Response", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opReadResp, true, v.wkey, winIOVA, filler(8))}
 	}, termOpcode, 16},
-	{"Send, tagged", func(v *victim) [][]byte {
-		return [][]byte{tagged(opSend, true, v.wkey, winIOVA, quiteSome(8))}
+	{"Send, tagged", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opSend, true, v.wkey, winIOVA, filler(8))}
 	}, termOpcode, 16},
-	{"Send, DDP version 0", func(*victim) [][]byte {
-		return [][]byte{withControl(untagged(opSend, true, 0, qnSend, 1, 0, quiteSome(8)), ctrlDVMask, 0)}
+	{"Send, DDP version 0", func(*endpoint) [][]byte {
+		return [][]byte{withControl(untagged(opSend, true, 0, qnSend, 1, 0, filler(8)), ctrlDVMask, 0)}
 	}, termUntaggedVersion, 20},
-	{"Send, RDMAP version 2", func(*victim) [][]byte {
-		return [][]byte{withControl(untagged(opSend, true, 0, qnSend, 1, 0, quiteSome(8)), ctrlRVMask, 0x80)}
+	{"Send, RDMAP version 2", func(*endpoint) [][]byte {
+		return [][]byte{withControl(untagged(opSend, true, 0, qnSend, 1, 0, filler(8)), ctrlRVMask, 0x80)}
 	}, termRDMAPVersion, 20},
-	{"opcode 8", func(*victim) [][]byte { return [][]byte{untagged(8, true, 0, qnSend, 1, 0, nil)} }, termOpcode, 20},
-	{"opcode 11, tagged", func(*victim) [][]byte { return [][]byte{tagged(11, true, 1, 0, nil)} }, termOpcode, 16},
-	{"queue 3", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, 3, 1, 0, nil)} }, termUntaggedQN,
+	{"opcode 8", func(*endpoint) [][]byte { return [][]byte{untagged(8, true, 0, qnSend, 1, 0, nil)} }, termOpcode, 20},
+	{"opcode 11, tagged", func(*endpoint) [][]byte { return [][]byte{tagged(11, true, 1, 0, nil)} }, termOpcode, 16},
+	{"queue 3", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, 3, 1, 0, nil)} }, termUntaggedQN,
 		20},
-	{"Send on queue 1", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnReadReq, 1, 0, nil)} },
+	{"Send on queue 1", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnReadReq, 1, 0, nil)} },
 		termOpcode, 20},
-	{"Send, MSN 0", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 0, 0, nil)} },
+	{"Send, MSN 0", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 0, 0, nil)} },
 		termMSNRange, 20},
-	{"Send, MSN repeated", func(*victim) [][]byte {
+	{"Send, MSN repeated", func(*endpoint) [][]byte {
 		u := untagged(opSend, true, 0, qnSend, 1, 0, nil)
 		return [][]byte{u, u}
 	}, termMSNRange, 20},
-	{"Send, MSN skipped", func(*victim) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 2, 0, nil)} },
+	{"Send, MSN skipped", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 2, 0, nil)} },
 		termMSNRange, 20},
-	{"Send, MO 4 at first", func(*victim) [][]byte {
+	{"Send, MO 4 at first", func(*endpoint) [][]byte {
 		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4,
-			quiteSome(4))}
+			filler(4))}
 	}, termMO, 20},
-	{"Send, hole between segments", func(*victim) [][]byte {
-		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(4)),
-			untagged(opSend, true, 0, qnSend, 1, 8, quiteSome(4))}
+	{"Send, hole between segments", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, filler(4)),
+			untagged(opSend, true, 0, qnSend, 1, 8, filler(4))}
 	}, termMO, 20},
-	{"Send, segments overlap", func(*victim) [][]byte {
-		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(4)),
-			untagged(opSend, true, 0, qnSend, 1, 0, quiteSome(4))}
+	{"Send, segments overlap", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, filler(4)),
+			untagged(opSend, true, 0, qnSend, 1, 0, filler(4))}
 	}, termMO, 20},
-	{"Send, too long", func(*victim) [][]byte {
-		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, quiteSome(recvSize+1))}
+	{"Send, too long", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, filler(recvSize+1))}
 	}, termTooLong, 20},
-	{"Send, far too long", func(*victim) [][]byte {
-		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, quiteSome(60000))}
+	{"Send, far too long", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, filler(60000))}
 	}, termTooLong, 20},
-	{"Send, too long in the third segment", func(*victim) [][]byte {
+	{"Send, too long in the third segment", func(*endpoint) [][]byte {
 		return [][]byte{
-			untagged(opSend, false, 0, qnSend, 1, 0, quiteSome(30)), untagged(opSend, false, 0, qnSend, 1, 30,
-				quiteSome(34)),
-			untagged(opSend, true, 0, qnSend, 1, 64, quiteSome(1)),
+			untagged(opSend, false, 0, qnSend, 1, 0, filler(30)), untagged(opSend, false, 0, qnSend, 1, 30,
+				filler(34)),
+			untagged(opSend, true, 0, qnSend, 1, 64, filler(1)),
 		}
 	}, termTooLong, 20},
-	{"Send, no Receive", func(*victim) [][]byte {
+	{"Send, no Receive", func(*endpoint) [][]byte {
 		var l [][]byte
 		for i := range uint32(numRecvs + 1) {
 			l = append(l, untagged(opSend, true, 0, qnSend, 1+i, 0, nil))
 		}
 		return l
 	}, termNoBuffer, 20},
-	{"Send With Invalidate, unknown STag", func(v *victim) [][]byte {
-		return [][]byte{untagged(opSendInv, true, v.wkey^1<<30, qnSend, 1, 0, quiteSome(8))}
+	{"Send With Invalidate, unknown STag", func(v *endpoint) [][]byte {
+		return [][]byte{untagged(opSendInv, true, v.wkey^1<<30, qnSend, 1, 0, filler(8))}
 	}, termCannotInvalidate, 20},
-	{"Send With Invalidate, stale key", func(v *victim) [][]byte {
-		return [][]byte{untagged(opSendInv, true, v.wkey+1, qnSend, 1, 0, quiteSome(8))}
+	{"Send With Invalidate, stale key", func(v *endpoint) [][]byte {
+		return [][]byte{untagged(opSendInv, true, v.wkey+1, qnSend, 1, 0, filler(8))}
 	}, termCannotInvalidate, 20},
-	{"Send With Invalidate, other stream", func(v *victim) [][]byte {
-		return [][]byte{untagged(opSendSEInv, true, v.foreign, qnSend, 1, 0, quiteSome(8))}
+	{"Send With Invalidate, other stream", func(v *endpoint) [][]byte {
+		return [][]byte{untagged(opSendSEInv, true, v.foreign, qnSend, 1, 0, filler(8))}
 	}, termCannotInvalidate, 20},
-	{"Read, unknown STag", func(v *victim) [][]byte {
+	{"Read, unknown STag", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey ^ 1<<30, srcTO: winIOVA})}
 	}, termReadInvalidSTag, 48},
-	{"Read, other PD and stream", func(v *victim) [][]byte {
+	{"Read, other PD and stream", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.foreign, srcTO: winIOVA})}
-	}, termReadNotOurs, 48},
-	{"Read, wrong direction", func(v *victim) [][]byte {
+	}, termReadOtherStream, 48},
+	{"Read, wrong direction", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.wkey, srcTO: winIOVA})}
 	}, termReadAccess, 48},
-	{"Read, over the end", func(v *victim) [][]byte {
+	{"Read, over the end", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: winLen, srcSTag: v.rkey, srcTO: winIOVA + 1})}
 	}, termReadBounds, 48},
-	{"Read, 4 GiB", func(v *victim) [][]byte {
+	{"Read, 4 GiB", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: 1<<32 - 1, srcSTag: v.rkey, srcTO: winIOVA})}
 	}, termReadBounds, 48},
-	{"Read, offset wraps", func(v *victim) [][]byte {
+	{"Read, offset wraps", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: 1<<64 - 4})}
 	}, termReadWrap, 48},
-	{"Read, MSN 2", func(v *victim) [][]byte {
+	{"Read, MSN 2", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 2, size: 8, srcSTag: v.rkey, srcTO: winIOVA})}
 	}, termMSNRange, 20},
-	{"Read, not last", func(v *victim) [][]byte {
+	{"Read, not last", func(v *endpoint) [][]byte {
 		return [][]byte{withControl(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), ctrlLast,
 			0)}
 	}, termTooLong, 20},
-	{"Read, too long", func(v *victim) [][]byte {
+	{"Read, too long", func(v *endpoint) [][]byte {
 		return [][]byte{append(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), 0)}
 	}, termTooLong, 20},
-	{"Read, too short", func(v *victim) [][]byte {
+	{"Read, too short", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA})[:readReqULPDU-1]}
 	}, termFPDULength, 0},
-	{"Terminate, MSN 2", func(*victim) [][]byte {
+	{"Terminate, MSN 2", func(*endpoint) [][]byte {
 		return [][]byte{untagged(opTerminate, true, 0, qnTerminate, 2, 0, make([]byte, 4))}
 	}, termMSNRange, 20},
-	{"ULPDU of 0", func(*victim) [][]byte { return [][]byte{{}} }, termFPDULength, 0},
-	{"ULPDU of 1", func(*victim) [][]byte { return [][]byte{{0x41}} }, termFPDULength, 0},
-	{"ULPDU of 10 for a Send", func(*victim) [][]byte {
+	{"ULPDU of 0", func(*endpoint) [][]byte { return [][]byte{{}} }, termFPDULength, 0},
+	{"ULPDU of 1", func(*endpoint) [][]byte { return [][]byte{{0x41}} }, termFPDULength, 0},
+	{"ULPDU of 10 for a Send", func(*endpoint) [][]byte {
 		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, nil)[:10]}
 	}, termFPDULength, 0},
-	{"ULPDU of 13 for a Write", func(v *victim) [][]byte {
+	{"ULPDU of 13 for a Write", func(v *endpoint) [][]byte {
 		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA, nil)[:13]}
 	}, termFPDULength, 0},
 }
@@ -189,11 +189,11 @@ func TestViolations(t *testing.T) {
 				name += ", CRC on"
 			}
 			t.Run(name, func(t *testing.T) {
-				cfg := quiet
+				cfg := defaultConfig
 				cfg.CRC = crc
-				p, v := attack(t, cfg)
+				p, v := connectRaw(t, cfg)
 				p.send(c.ulpdus(v)...)
-				got, b := p.terminated()
+				got, b := p.readTerminate()
 				if got != c.want {
 					t.Errorf("Terminate %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
 				}
@@ -216,11 +216,11 @@ func TestViolations(t *testing.T) {
 }
 
 func TestBadCRC(t *testing.T) {
-	cfg := quiet
+	cfg := defaultConfig
 	cfg.CRC = true
 	for _, at := range []int{0, 2, 8, 16, 25, -1} { // from the length field to the CRC
-		p, v := attack(t, cfg)
-		b := fpdu(tagged(opWrite, true, v.wkey, winIOVA, quiteSome(21)), true)
+		p, v := connectRaw(t, cfg)
+		b := fpdu(tagged(opWrite, true, v.wkey, winIOVA, filler(21)), true)
 		if at < 0 {
 			at += len(b)
 		}
@@ -229,7 +229,7 @@ func TestBadCRC(t *testing.T) {
 			b = append(b, make([]byte, 300)...) // the length is now 256 more
 		}
 		p.write(b)
-		if got, _ := p.terminated(); got != termCRC {
+		if got, _ := p.readTerminate(); got != termCRC {
 			t.Errorf("octet %d flipped: Terminate %+v, want %+v", at, got, termCRC)
 		}
 		v.id.Close()
@@ -241,7 +241,7 @@ func TestBadCRC(t *testing.T) {
 
 // TestTolerated is what is no error.
 func TestTolerated(t *testing.T) {
-	p, v := attack(t, quiet)
+	p, v := connectRaw(t, defaultConfig)
 	p.send(
 		// zero-length Write: nothing is checked
 		tagged(opWrite, true, 0xdeadbeef, 1<<64-1, nil),
@@ -252,7 +252,7 @@ func TestTolerated(t *testing.T) {
 		untagged(opSendSE, true, 0x77, qnSend, 2, 0, []byte("abc")),
 		withControl(untagged(opSend, true, 0, qnSend, 3, 0, []byte("reserved bits")), 0, 0x3c00|0x30),
 	)
-	if h, b := p.must(); h.op != opReadResp || !h.last || h.stag != 5 || h.to != 6 || len(b) != 0 {
+	if h, b := p.mustNext(); h.op != opReadResp || !h.last || h.stag != 5 || h.to != 6 || len(b) != 0 {
 		t.Errorf("answer to a zero-length Read: %+v %x", h, b)
 	}
 	for i, want := range []string{"", "abc", "reserved bits"} {
@@ -268,14 +268,14 @@ func TestTolerated(t *testing.T) {
 		string(v.bufs[3][:wc.ByteLen]) != "inval" {
 		t.Errorf("Receive: %+v", wc)
 	}
-	p.send(tagged(opWrite, true, v.wkey, winIOVA, quiteSome(1)))
-	if got, _ := p.terminated(); got != termTaggedInvalidSTag {
+	p.send(tagged(opWrite, true, v.wkey, winIOVA, filler(1)))
+	if got, _ := p.readTerminate(); got != termTaggedInvalidSTag {
 		t.Errorf("write after Send With Invalidate: %+v", got)
 	}
 }
 
 // talk is a conversation with everything in it, and what is to come of it.
-func talk(v *victim) (stream []byte, want []byte) {
+func exchange(v *endpoint) (stream []byte, want []byte) {
 	data := make([]byte, 301)
 	for i := range data {
 		data[i] = byte(i)
@@ -296,8 +296,8 @@ func talk(v *victim) (stream []byte, want []byte) {
 	return stream, want
 }
 
-// checkTalk checks the outcome of talk.
-func checkTalk(t *testing.T, p *rawPeer, v *victim, want []byte) {
+// checkExchange checks the outcome of talk.
+func checkExchange(t *testing.T, p *rawPeer, v *endpoint, want []byte) {
 	t.Helper()
 	if wc := v.received(); wc.Status != verbs.StatusSuccess || wc.ByteLen != 33 || v.bufs[0][32] != 32 {
 		t.Fatalf("first Receive: %+v", wc)
@@ -308,7 +308,7 @@ func checkTalk(t *testing.T, p *rawPeer, v *victim, want []byte) {
 	if !bytes.Equal(v.mem, want) {
 		t.Fatal("the RDMA Write did not arrive as sent, or wrote elsewhere")
 	}
-	if h, b := p.must(); h.op != opReadResp || h.stag != 9 || h.to != 0 || !h.last ||
+	if h, b := p.mustNext(); h.op != opReadResp || h.stag != 9 || h.to != 0 || !h.last ||
 		!bytes.Equal(b, want[guard+649:][:303]) {
 		t.Fatalf("Read Response %+v with %d octets", h, len(b))
 	}
@@ -317,21 +317,21 @@ func checkTalk(t *testing.T, p *rawPeer, v *victim, want []byte) {
 // TestSplits: TCP may cut the stream anywhere.
 func TestSplits(t *testing.T) {
 	for _, crc := range []bool{false, true} {
-		cfg := quiet
+		cfg := defaultConfig
 		cfg.CRC = crc
-		p, v := attack(t, cfg)
-		s, _ := talk(v)
+		p, v := connectRaw(t, cfg)
+		s, _ := exchange(v)
 		p.c.Close()
 		for at := 1; at < len(s); at++ {
 			if testing.Short() && at%7 != 0 {
 				continue
 			}
-			p, v := attack(t, cfg)
-			s, want := talk(v)
+			p, v := connectRaw(t, cfg)
+			s, want := exchange(v)
 			p.write(s[:at])
 			time.Sleep(200 * time.Microsecond) // mostly lets the reader get this part alone
 			p.write(s[at:])
-			checkTalk(t, p, v, want)
+			checkExchange(t, p, v, want)
 			p.c.Close()
 			v.id.Close()
 			if t.Failed() {
@@ -343,14 +343,14 @@ func TestSplits(t *testing.T) {
 
 func TestByteByByte(t *testing.T) {
 	for _, crc := range []bool{false, true} {
-		cfg := quiet
+		cfg := defaultConfig
 		cfg.CRC = crc
-		p, v := attack(t, cfg)
-		s, want := talk(v)
+		p, v := connectRaw(t, cfg)
+		s, want := exchange(v)
 		for i := range s {
 			p.write(s[i : i+1])
 		}
-		checkTalk(t, p, v, want)
+		checkExchange(t, p, v, want)
 	}
 }
 
@@ -358,7 +358,7 @@ func TestByteByByte(t *testing.T) {
 // new message every 5 pages. The Last flag is set at each cut.
 func TestSiwWrites(t *testing.T) {
 	const size, message, segment = 1 << 20, 5 * 4096, 1436
-	p, v := attack(t, quiet)
+	p, v := connectRaw(t, defaultConfig)
 	mem := make([]byte, size)
 	_, key := v.register(verbs.AccessLocalWrite|verbs.AccessRemoteWrite, 1, mem)
 	src := make([]byte, size)
@@ -385,9 +385,9 @@ func TestSiwWrites(t *testing.T) {
 // TestFPDUSizes: segments of any size are taken, up to what the length field can say.
 func TestFPDUSizes(t *testing.T) {
 	for _, crc := range []bool{false, true} {
-		cfg := quiet
+		cfg := defaultConfig
 		cfg.CRC = crc
-		p, v := attack(t, cfg)
+		p, v := connectRaw(t, cfg)
 		mem := make([]byte, 1<<17)
 		_, key := v.register(verbs.AccessRemoteWrite, 1, mem[:70001], mem[70001:])
 		want := make([]byte, len(mem))
@@ -408,8 +408,8 @@ func TestFPDUSizes(t *testing.T) {
 // the rest finds nothing.
 func TestLateWrite(t *testing.T) {
 	for _, dereg := range []bool{false, true} {
-		p, v := attack(t, quiet)
-		b := fpdu(tagged(opWrite, true, v.wkey, winIOVA, quiteSome(1500)), false)
+		p, v := connectRaw(t, defaultConfig)
+		b := fpdu(tagged(opWrite, true, v.wkey, winIOVA, filler(1500)), false)
 		p.write(b[:700])
 		for v.qp.Stats().BytesReceived == 0 { // the FPDU has been begun
 			time.Sleep(time.Millisecond)
@@ -424,7 +424,7 @@ func TestLateWrite(t *testing.T) {
 		}
 		copy(v.mem, v.clean) // ours again
 		p.write(b[700:])
-		if got, _ := p.terminated(); got != termTaggedInvalidSTag {
+		if got, _ := p.readTerminate(); got != termTaggedInvalidSTag {
 			t.Errorf("Terminate %+v, want %+v", got, termTaggedInvalidSTag)
 		}
 		v.id.Close()
@@ -442,10 +442,10 @@ func TestLateWrite(t *testing.T) {
 // holds afterwards.
 func TestInvalidateWhileRead(t *testing.T) {
 	const size, secret = 4 << 20, 0x5e
-	cfg := quiet
+	cfg := defaultConfig
 	cfg.SocketBuffer = 16 << 10
 	cfg.MaxFPDU = 8192
-	p, v := attack(t, cfg)
+	p, v := connectRaw(t, cfg)
 	mem := make([]byte, size)
 	_, key := v.register(verbs.AccessRemoteRead, 1, mem)
 	p.send(readReq(readRequest{msn: 1, sinkSTag: 1, size: size, srcSTag: key, srcTO: winIOVA}))
@@ -475,9 +475,9 @@ func TestInvalidateWhileRead(t *testing.T) {
 
 // TestReadQueueOverrun: more Read Requests than the negotiated depth.
 func TestReadQueueOverrun(t *testing.T) {
-	cfg := quiet
+	cfg := defaultConfig
 	cfg.SocketBuffer = 16 << 10
-	p, v := attack(t, cfg)
+	p, v := connectRaw(t, cfg)
 	mem := make([]byte, 4<<20)
 	_, key := v.register(verbs.AccessRemoteRead, 1, mem)
 	var l [][]byte
@@ -494,7 +494,7 @@ func TestReadQueueOverrun(t *testing.T) {
 func TestEnds(t *testing.T) {
 	whole := fpdu(untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello")), false)
 	t.Run("FIN", func(t *testing.T) {
-		p, v := attack(t, quiet)
+		p, v := connectRaw(t, defaultConfig)
 		p.write(whole)
 		p.c.CloseWrite()
 		if err := v.cause(); err != io.EOF {
@@ -505,7 +505,7 @@ func TestEnds(t *testing.T) {
 		}
 	})
 	for n := 1; n < len(whole); n += 5 {
-		p, v := attack(t, quiet)
+		p, v := connectRaw(t, defaultConfig)
 		p.write(whole[:n])
 		p.c.CloseWrite()
 		var oe *net.OpError
@@ -516,7 +516,7 @@ func TestEnds(t *testing.T) {
 		v.id.Close()
 	}
 	t.Run("RST", func(t *testing.T) {
-		p, v := attack(t, quiet)
+		p, v := connectRaw(t, defaultConfig)
 		p.c.SetLinger(0)
 		p.c.Close()
 		var oe *net.OpError
@@ -525,10 +525,10 @@ func TestEnds(t *testing.T) {
 		}
 	})
 	t.Run("hang", func(t *testing.T) { // a peer that takes and gives nothing does not hold Close up
-		cfg := quiet
+		cfg := defaultConfig
 		cfg.Linger = 50 * time.Millisecond
 		cfg.SocketBuffer = 16 << 10
-		p, v := attack(t, cfg)
+		p, v := connectRaw(t, cfg)
 		p.send(tagged(opWrite, true, 0, 0, nil))
 		big := make([]byte, 8<<20)
 		done := make(chan verbs.WorkCompletion, 1)
@@ -541,7 +541,7 @@ func TestEnds(t *testing.T) {
 		go func() { v.id.Close(); close(closed) }()
 		select {
 		case <-closed:
-		case <-time.After(patience):
+		case <-time.After(testTimeout):
 			t.Fatal("Close hangs")
 		}
 		if wc := <-done; wc.Status != verbs.StatusWRFlushErr {
@@ -553,14 +553,14 @@ func TestEnds(t *testing.T) {
 // TestGarbage: random octets end the connection, never the process, and never touch memory.
 func TestGarbage(t *testing.T) {
 	for seed := range uint64(40) {
-		p, v := attack(t, Config{CRC: seed%2 == 1})
+		p, v := connectRaw(t, Config{CRC: seed%2 == 1})
 		r := rand.New(rand.NewPCG(seed, 1))
 		b := make([]byte, 1+r.IntN(100000))
 		for i := range b {
 			b[i] = byte(r.Uint32())
 		}
-		p.c.SetWriteDeadline(time.Now().Add(patience))
-		p.c.Write(b) // may fail when the victim has had enough
+		p.c.SetWriteDeadline(time.Now().Add(testTimeout))
+		p.c.Write(b) // may fail when the endpoint has had enough
 		p.c.CloseWrite()
 		v.cause()
 		v.id.Close()
@@ -573,7 +573,7 @@ func TestGarbage(t *testing.T) {
 
 // TestNothingFirst: a responder sends no FPDU before it has received one (RFC 5044 §7.1.2).
 func TestNothingFirst(t *testing.T) {
-	p, v := attack(t, quiet)
+	p, v := connectRaw(t, defaultConfig)
 	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
 		Done: func(*verbs.WorkCompletion) {}}); err != nil {
 		t.Fatal(err)
@@ -583,7 +583,7 @@ func TestNothingFirst(t *testing.T) {
 		t.Fatalf("the responder spoke first (%v)", err)
 	}
 	p.send(tagged(opWrite, true, 0, 0, nil))
-	if h, _ := p.must(); h.op != opSend {
+	if h, _ := p.mustNext(); h.op != opSend {
 		t.Errorf("then came %+v", h)
 	}
 }
