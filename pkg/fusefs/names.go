@@ -148,8 +148,7 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 // createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. It makes the call and gets
 // what the server left out of its reply.
 func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOut,
-	call func(*nfs3.CreateResult) error) (
-	*inode, error) {
+	call func(*nfs3.CreateResult) error) (*inode, error) {
 	var res nfs3.CreateResult
 	var start uint64
 	for try := 0; ; try++ {
