@@ -59,7 +59,8 @@ const (
 
 var names = [kinds]string{
 	"none",
-	"map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan", "dereg", "alloc", "sgerr", "maperr",
+	"map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan", "dereg", "alloc",
+	"sgerr", "maperr",
 	"post_send", "post_send_err", "post_linv", "post_linv_err",
 	"wc_fastreg", "wc_li", "wc_li_wake", "wc_li_done", "wc_send",
 	"reply", "bad_reply", "done", "resend", "interrupt", "timeout",

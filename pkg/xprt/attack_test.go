@@ -16,8 +16,8 @@ type attacked struct{ *Transport }
 
 func (a attacked) Stats() hostile.Stats {
 	s := a.Transport.Stats()
-	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: uint64(s.MRsFailed),
-		MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
+	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: s.MRsFailed,
+		MRsRecovered: s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned}
 }
 
 // TestAttacks runs a server that accesses memory without permission. The device must refuse each

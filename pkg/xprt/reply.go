@@ -232,8 +232,11 @@ func (s *slot) results(m *sunrpc.Message) error {
 		return s.err
 	}
 	err := s.parseReply(m, s.longReply[:s.longLen])
-	if _, bad := err.(*ProtocolError); bad {
-		s.t.stats.badReply.Add(1)
+	if err != nil {
+		var bad *ProtocolError
+		if errors.As(err, &bad) {
+			s.t.stats.badReply.Add(1)
+		}
 	}
 	return err
 }
