@@ -29,7 +29,7 @@ const (
 type Params struct {
 	Depth      int  // pages that one MR maps
 	Gaps       bool // an MR may map segments with holes between them
-	Contiguous bool // an MR maps contiguous memory alone
+	Contiguous bool // an MR maps only contiguous memory
 	PerIO      bool // Map registers the memory, which returns the key (verbs.CapPerIOReg)
 	ArenasOnly bool // only memory from membuf.Alloc can be registered
 	ChosenIOVA bool // the registered address may carry the XID
@@ -59,8 +59,9 @@ func (e *DeviceError) Error() string {
 // Unwrap returns the errno.
 func (e *DeviceError) Unwrap() error { return e.Errno }
 
-// Query derives the parameters of a connection from the attributes of a device (S17, S18). slots is
-// the most RPCs in flight; a small device gets fewer. The error is a *DeviceError.
+// Query derives the parameters of a connection from the attributes of a device (S17, S18). The
+// argument slots is the most RPCs in flight; a small device gets fewer. The error is a
+// *DeviceError.
 func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	fail := func(errno syscall.Errno, format string, args ...any) (Params, error) {
 		return Params{}, &DeviceError{Device: a.Name, Reason: fmt.Sprintf(format, args...), Errno: errno}

@@ -21,7 +21,7 @@ func (a attacked) Stats() hostile.Stats {
 }
 
 // TestAttacks runs a server that accesses memory without permission. The device must refuse each
-// attempt, the attempt must end the connection and be counted, and the memory and the data of the
+// attempt, and the attempt must be counted and end the connection. The memory and the data of the
 // next call must be intact.
 func TestAttacks(t *testing.T) {
 	hostile.Attacks(t, hostile.Config{

@@ -479,9 +479,8 @@ func (t *Transport) softError(startedAt time.Time) error {
 	return e
 }
 
-// awaitReply waits for the outcome of a posted call. It returns slotDone, slotLost, or
-// slotAbandoned. slotAbandoned means that the caller gave up and its memory is fenced; the caller
-// must then not use the slot.
+// awaitReply waits for the outcome of a posted call: slotDone, slotLost, or slotAbandoned. After
+// slotAbandoned, the memory of the call is fenced, and the caller must not use the slot.
 func (t *Transport) awaitReply(ctx context.Context, s *slot) slotState {
 	for {
 		select {
