@@ -16,12 +16,12 @@ type attacked struct{ *Transport }
 
 func (a attacked) Stats() hostile.Stats {
 	s := a.Transport.Stats()
-	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: uint64(s.MRsFailed),
-		MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
+	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: s.MRsFailed,
+		MRsRecovered: s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned}
 }
 
 // TestAttacks runs a server that accesses memory without permission. The device must refuse each
-// attempt, the attempt must end the connection and be counted, and the memory and the data of the
+// attempt, and the attempt must be counted and end the connection. The memory and the data of the
 // next call must be intact.
 func TestAttacks(t *testing.T) {
 	hostile.Attacks(t, hostile.Config{

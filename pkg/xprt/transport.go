@@ -2,6 +2,7 @@ package xprt
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/bits"
 	"math/rand/v2"
@@ -311,8 +312,11 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 		err = t.run(ctx, s, m, startedAt)
 		t.lastCall.Store(t.now())
 	}
-	if _, given := err.(*InterruptedError); given {
-		t.stats.interrupts.Add(1)
+	if err != nil {
+		var interrupted *InterruptedError
+		if errors.As(err, &interrupted) {
+			t.stats.interrupts.Add(1)
+		}
 	}
 	return err
 }
@@ -366,25 +370,12 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, started
 			return err
 		}
 		sent, err := t.transmit(s)
-		switch e := err.(type) {
-		case nil:
-		case *shortageError:
-			if pause == 0 {
-				t.log.Warn("no memory to send RPC, retrying; reduce slots= to need less", "error", e.error,
-					"server", t.cfg.Addr)
+		if err != nil {
+			if !t.waitRetry(ctx, s, err, &pause) {
+				s.end()
+				return err
 			}
-			pause = min(max(2*pause, marshalRetry), marshalRetryMax)
-			t.window.leave(s)
-			timer := time.NewTimer(pause)
-			t.waitRoom(ctx, s, timer.C, nil, nil)
-			timer.Stop()
 			continue
-		case *queueFullError:
-			t.waitRoom(ctx, s, nil, e.room, e.connEnded)
-			continue
-		default:
-			s.end()
-			return err
 		}
 		if !sent {
 			continue
@@ -403,7 +394,31 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, started
 	}
 }
 
-// waitRoom waits until a call that could not be posted may be retried, or must end.
+// waitRetry waits until a call that could not be posted may be retried, or must end. It reports
+// false if err is final. pause is the last pause for lack of memory.
+func (t *Transport) waitRetry(ctx context.Context, s *slot, err error, pause *time.Duration) bool {
+	var short *shortageError
+	var full *queueFullError
+	switch {
+	case errors.As(err, &full):
+		t.waitRoom(ctx, s, nil, full.room, full.connEnded)
+	case errors.As(err, &short):
+		if *pause == 0 {
+			t.log.Warn("no memory to send RPC, retrying; reduce slots= to need less", "error", short.error,
+				"server", t.cfg.Addr)
+		}
+		*pause = min(max(2**pause, marshalRetry), marshalRetryMax)
+		t.window.leave(s)
+		timer := time.NewTimer(*pause)
+		defer timer.Stop()
+		t.waitRoom(ctx, s, timer.C, nil, nil)
+	default:
+		return false
+	}
+	return true
+}
+
+// waitRoom waits for one of the channels, or for an event that may end the call.
 func (t *Transport) waitRoom(ctx context.Context, s *slot, timer <-chan time.Time, room, connEnded <-chan struct{}) {
 	s.setNoRoom(true)
 	defer s.setNoRoom(false)
@@ -465,9 +480,8 @@ func (t *Transport) softError(startedAt time.Time) error {
 	return e
 }
 
-// awaitReply waits for the outcome of a posted call. It returns slotDone, slotLost, or
-// slotAbandoned. slotAbandoned means that the caller gave up and its memory is fenced; the caller
-// must then not use the slot.
+// awaitReply waits for the outcome of a posted call: slotDone, slotLost, or slotAbandoned. After
+// slotAbandoned, the memory of the call is fenced, and the caller must not use the slot.
 func (t *Transport) awaitReply(ctx context.Context, s *slot) slotState {
 	for {
 		select {
