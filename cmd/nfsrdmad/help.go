@@ -9,8 +9,8 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// configureHelp wraps the help of cmd and its subcommands at 80 columns. Usage errors become one line
-// that names the command for help.
+// configureHelp wraps the help of cmd and its subcommands at 80 columns. Usage errors become one
+// line that names the command for help.
 func configureHelp(cmd *cobra.Command) {
 	cobra.AddTemplateFunc("wrapped", func(f interface{ FlagUsagesWrapped(int) string }) string {
 		return f.FlagUsagesWrapped(columns)

@@ -105,13 +105,16 @@ func mountCommand(c *commonFlags) *cobra.Command {
 	cmd.Flags().BoolVarP(&f.verbose, "verbose", "v", false, "print the mount when it succeeds")
 	cmd.Flags().BoolVar(&f.foreground, "foreground", false,
 		"serve the mount in this process until it is interrupted or unmounted; needs no daemon")
-	cmd.Flags().StringVar(&f.logLevel, "log-level", "warn", "log `level` with --foreground: trace, debug, info, warn or error")
-	cmd.Flags().StringVar(&f.inject, "inject", "", "inject faults for tests, with --foreground: seed=S,disconnect-every=N,... (see docs/operator.md)")
+	cmd.Flags().StringVar(&f.logLevel, "log-level", "warn",
+		"log `level` with --foreground: trace, debug, info, warn or error")
+	cmd.Flags().StringVar(&f.inject, "inject", "",
+		"inject faults for tests, with --foreground: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	return cmd
 }
 
-// helperCommand returns the command for mount.nfsrdma. mount(8), section "External helpers", defines
-// its arguments: mount.nfsrdma SPEC DIR [-sfnv] [-N namespace] [-o options] [-t type.subtype].
+// helperCommand returns the command for mount.nfsrdma. mount(8), section "External helpers",
+// defines its arguments: mount.nfsrdma SPEC DIR [-sfnv] [-N namespace] [-o options] [-t
+// type.subtype].
 func helperCommand() *cobra.Command {
 	f := &mountFlags{}
 	var ignored, namespace string
@@ -131,7 +134,8 @@ func helperCommand() *cobra.Command {
 	cmd.Flags().StringArrayVarP(&f.options, "options", "o", nil, "mount `options`, comma separated")
 	cmd.Flags().BoolVarP(&f.verbose, "verbose", "v", false, "print the mount when it succeeds")
 	cmd.Flags().BoolVarP(&f.sloppy, "sloppy", "s", false, "ignore unknown options")
-	cmd.Flags().BoolVarP(&f.check, "fake", "f", false, "check the arguments without contacting the server; do not mount")
+	cmd.Flags().BoolVarP(&f.check, "fake", "f", false,
+		"check the arguments without contacting the server; do not mount")
 	cmd.Flags().BoolVarP(&f.noMtab, "no-mtab", "n", false, "no effect")
 	cmd.Flags().StringVarP(&ignored, "types", "t", "", "no effect")
 	cmd.Flags().StringVarP(&namespace, "namespace", "N", "", "not supported")

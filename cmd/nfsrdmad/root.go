@@ -59,7 +59,8 @@ func (c *commonFlags) print(w io.Writer, v any, text func(io.Writer)) error {
 }
 
 // printFromDaemon fetches a value from the daemon and prints it.
-func printFromDaemon[T any](c *commonFlags, cmd *cobra.Command, fetch func(*control.Client) (T, error), text func(io.Writer, T)) error {
+func printFromDaemon[T any](c *commonFlags, cmd *cobra.Command, fetch func(*control.Client) (T, error),
+	text func(io.Writer, T)) error {
 	v, err := fetch(control.NewClient(c.socket))
 	if err != nil {
 		return err

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
@@ -44,7 +46,7 @@ func serveCommand() *cobra.Command {
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
 			cfg.Provider = mount.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
 			ignoreSIGPIPE()
-			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
+			return runServer(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {
 					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", control.FaultBanner, plan)
@@ -65,6 +67,23 @@ func serveCommand() *cobra.Command {
 		"break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
+}
+
+// runServer runs a server until ctx ends. It calls started once the server listens.
+func runServer(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
+	s, err := nfsserve.Run(ctx, cfg)
+	var usage *nfsserve.ConfigError
+	switch {
+	case errors.As(err, &usage):
+		return &control.Error{Code: control.CodeUsage, Text: err.Error(), Err: err}
+	case err != nil:
+		return control.Errorf(control.CodeSystem, "serve: %w", err)
+	}
+	started(s)
+	if err := s.Wait(); err != nil && ctx.Err() == nil {
+		return control.Errorf(control.CodeSystem, "serve: %w", err)
+	}
+	return nil
 }
 
 // serveLimits are what a server may take of its host.

@@ -16,7 +16,10 @@ func listCommand(c *commonFlags) *cobra.Command {
 		Short: "List the mounts of the daemon",
 		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return printFromDaemon(c, cmd, func(d *control.Client) ([]control.MountInfo, error) { return d.List(cmd.Context()) },
+			return printFromDaemon(c, cmd, func(d *control.Client) ([]control.MountInfo,
+				error) {
+				return d.List(cmd.Context())
+			},
 				printList)
 		},
 	}

@@ -80,7 +80,7 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	}
 	item(w, "sizes", fmt.Sprintf("rsize %d, wsize %d", m.MaxRead, m.MaxWrite), " ")
 	item(w, "slots", fmt.Sprintf("%d of %d in use, %s", m.SlotsInUse, m.Slots, plural(m.Credits, "credit")), " ")
-	item(w, "MRs", fmt.Sprintf("%s; failed %d: recovered %d, recycled %d, orphaned %d", counts(m.MRs), m.MRsFailed,
+	item(w, "MRs", fmt.Sprintf("%s; failed %d: recovered %d, recycled %d, orphaned %d", counts(m.MRStates), m.MRsFailed,
 		m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
 	item(w, "calls", callsLine(m), " ")
 	printCalls(w, m)
@@ -91,7 +91,7 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 }
 
 func callsLine(m *control.MountStatus) string {
-	s := fmt.Sprintf("%d sent, %d completed, ", m.Sends, m.Receives)
+	s := fmt.Sprintf("%d sent, %d completed, ", m.Sends, m.Recvs)
 	if len(m.Calls) == 0 {
 		return s + "0 pending"
 	}

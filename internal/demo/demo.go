@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"github.com/moby/sys/mountinfo"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
@@ -37,23 +38,6 @@ type Config struct {
 	Out      io.Writer
 
 	inside func(*site) // for tests: called once all is set up
-}
-
-// Serve runs a server until ctx ends, and tells started where it is.
-func Serve(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
-	s, err := nfsserve.Run(ctx, cfg)
-	var usage *nfsserve.ConfigError
-	switch {
-	case errors.As(err, &usage):
-		return &control.Error{Code: control.CodeUsage, Text: err.Error(), Err: err}
-	case err != nil:
-		return &control.Error{Code: control.CodeSystem, Text: "serving: " + err.Error(), Err: err}
-	}
-	started(s)
-	if err := s.Wait(); err != nil && ctx.Err() == nil {
-		return &control.Error{Code: control.CodeSystem, Text: "serving: " + err.Error(), Err: err}
-	}
-	return nil
 }
 
 // Run runs the demo. Its errors are *control.Error.
@@ -166,7 +150,7 @@ func (s *site) mount(ctx context.Context) error {
 	}
 	info, err := s.client.Mount(ctx, control.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
 	if err == nil {
-		fusefs.SettlePoll(s.dir) // the demo uses what it serves
+		fusefs.DisablePoll(s.dir) // the demo uses what it serves
 		s.out.line("mounted    %s on %s", info.Spec, info.Dir)
 	}
 	return err
@@ -185,8 +169,7 @@ func (s *site) tearDown(root string) error {
 	if s.server != nil {
 		err = s.server.Close()
 	}
-	if mounts, mErr := os.ReadFile("/proc/self/mountinfo"); mErr != nil ||
-		strings.Contains(string(mounts), " "+s.dir+" ") {
+	if mounts, mErr := mountinfo.GetMounts(mountinfo.SingleEntryFilter(s.dir)); mErr != nil || len(mounts) > 0 {
 		return both(err, fmt.Errorf("%s is still mounted, so %s was left; unmount it with umount -l", s.dir, root))
 	}
 	return both(err, os.RemoveAll(root))

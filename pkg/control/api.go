@@ -4,6 +4,8 @@ import (
 	"runtime"
 	"runtime/debug"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
 // A MountRequest asks for a mount. It is the body of POST /v1/mount.
@@ -56,33 +58,22 @@ type MountInfo struct {
 	FaultInjection string `json:"fault_injection,omitempty"`
 }
 
-// A MountStatus is all that is known about one mount; "status" shows it.
+// A MountStatus is the complete state of one mount; "status" shows it.
 type MountStatus struct {
 	MountInfo
-	Connection   string            `json:"connection,omitempty"` // state of the transport
-	LastError    string            `json:"last_error,omitempty"` // of the transport
-	MaxRead      int               `json:"rsize,omitempty"`
-	MaxWrite     int               `json:"wsize,omitempty"`
-	Credits      uint64            `json:"credits"`
-	Slots        uint64            `json:"slots"`
-	SlotsInUse   uint64            `json:"slots_in_use"`
-	Connects     uint64            `json:"connects"`
-	Sends        uint64            `json:"rpc_sends"`
-	Receives     uint64            `json:"rpc_receives"`
-	MRs          map[string]uint64 `json:"mrs,omitempty"`
-	XprtLine     string            `json:"xprt,omitempty"` // as in the kernel's mountstats
-	RPCs         map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
-	MRsFailed    uint64            `json:"mrs_failed"`
-	MRsRecovered uint64            `json:"mrs_recovered"`
-	MRsRecycled  uint64            `json:"mrs_recycled"`
-	MRsOrphaned  uint64            `json:"mrs_orphaned"`
-	// Calls are all that have not ended, the oldest first; Story the last events of the
-	// connections, the oldest first.
-	Calls   []PendingCall `json:"calls"`
-	History []ConnEvent   `json:"history"`
-	// FaultsInjected counts the faults that were injected into this mount.
+	Connection string `json:"connection,omitempty"` // state of the transport that changed last
+	LastError  string `json:"last_error,omitempty"` // of that transport
+	MaxRead    int    `json:"rsize,omitempty"`      // bytes
+	MaxWrite   int    `json:"wsize,omitempty"`      // bytes
+	// Transport is the sum over the connections of the mount.
+	stats.Transport
+	XprtLine string            `json:"xprt,omitempty"` // as in the kernel's mountstats
+	RPCs     map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
+	Calls    []PendingCall     `json:"calls"`          // all pending calls, the oldest first
+	History  []ConnEvent       `json:"history"`        // the last events of the connections, the oldest first
+	// FaultsInjected are the faults injected into this mount, by name.
 	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
-	Trace          int               `json:"trace_events"` // that are kept for each connection
+	Trace          int               `json:"trace_events"` // events kept for each connection
 }
 
 // A PendingCall is an RPC that has not ended.

@@ -6,9 +6,9 @@ import (
 	"testing"
 )
 
-func TestExamine(t *testing.T) {
+func TestCheckHost(t *testing.T) {
 	seen := map[string]Finding{}
-	for _, f := range Examine(context.Background(), t.TempDir()+"/no.sock") {
+	for _, f := range CheckHost(context.Background(), t.TempDir()+"/no.sock") {
 		seen[f.Subject] = f
 		if f.Text == "" {
 			t.Errorf("%+v says nothing", f)

@@ -22,9 +22,11 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	if err := mount.CheckPrivilege(); err != nil {
 		log.Warn("every mount will fail", "reason", err)
 	}
-	if dirs := mount.Mounted(); len(dirs) > 0 {
-		log.Warn("other processes' nfsrdma mounts are there; umount(8) takes away what a killed daemon left", "dirs",
-			dirs)
+	switch dirs, err := mount.Mounted(); {
+	case err != nil:
+		log.Warn("looking for mounts of other processes failed", "error", err)
+	case len(dirs) > 0:
+		log.Warn("other processes own nfsrdma mounts; remove those of a killed daemon with umount(8)", "dirs", dirs)
 	}
 	status := "serving " + string(cfg.ControlSocket)
 	if d.inject != "" {

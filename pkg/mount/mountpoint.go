@@ -1,7 +1,6 @@
 package mount
 
 import (
-	"bufio"
 	"cmp"
 	"context"
 	"errors"
@@ -13,6 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/moby/sys/mountinfo"
+
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 )
@@ -22,9 +23,8 @@ const (
 	// Numbers of the device, from Linux' list of devices.
 	fuseMajor, fuseMinor = 10, 229
 
-	mountInfoFile = "/proc/self/mountinfo"
-	ourType       = "fuse." + fusefs.Subtype
-	autofsType    = "autofs"
+	ourType    = "fuse." + fusefs.Subtype
+	autofsType = "autofs"
 	// pathTimeout bounds looking at a mount point, which may lie within a file system that hangs.
 	pathTimeout = control.StatusTimeout - time.Second
 )
@@ -149,56 +149,32 @@ func isMountPoint(dir string) (bool, error) {
 	return there != "", err
 }
 
-// mountedAt looks dir up in the mount table, and returns the type of what is mounted there last, ""
-// for nothing. It asks no file system.
-func mountedAt(dir string) (there string, err error) {
-	err = eachMount(func(at, kind string) {
-		if at == dir {
-			there = cmp.Or(kind, "unknown")
-		}
-	})
-	return there, err
-}
-
-// Mounted are the mount points of nfsrdma mounts that there are; at the start of a daemon none
-// is its own.
-func Mounted() []string {
-	var dirs []string
-	_ = eachMount(func(at, kind string) { // only the log is to have it
-		if kind == ourType {
-			dirs = append(dirs, at)
-		}
-	})
-	return dirs
-}
-
-// eachMount reads the mount table.
-func eachMount(f func(dir, kind string)) error {
-	table, err := os.Open(mountInfoFile)
+// mountedAt returns the type of the topmost file system that is mounted at dir, and "" if nothing is
+// mounted there. It reads /proc alone, so no file system can block it.
+func mountedAt(dir string) (fsType string, err error) {
+	mounts, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) { return m.Mountpoint != dir, false })
 	if err != nil {
-		return control.Errorf(control.CodeSystem, "reading the mount table: %w", err)
+		return "", control.Errorf(control.CodeSystem, "read mount table: %w", err)
 	}
-	defer table.Close()
-	sc := bufio.NewScanner(table)
-	sc.Buffer(nil, 1<<20)
-	// proc_pid_mountinfo(5): the fifth field is the mount point, the type is the first behind a
-	// lone hyphen
-	for sc.Scan() {
-		mount, file, _ := strings.Cut(sc.Text(), " - ")
-		if fields := strings.Fields(mount); len(fields) > 4 {
-			kind, _, _ := strings.Cut(file, " ")
-			f(unescapeMount(fields[4]), kind)
-		}
+	if len(mounts) == 0 {
+		return "", nil
 	}
-	if err := sc.Err(); err != nil {
-		return control.Errorf(control.CodeSystem, "reading the mount table: %w", err)
-	}
-	return nil
+	return cmp.Or(mounts[len(mounts)-1].FSType, "unknown"), nil
 }
 
-// unescapeMount undoes the octal escapes that the kernel uses for blanks, tabs, newlines and
-// backslashes in its mount table.
-var unescapeMount = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace
+// Mounted returns the mount points of all nfsrdma mounts of this mount namespace. It reads /proc
+// alone, so no file system can block it.
+func Mounted() ([]string, error) {
+	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter(ourType))
+	if err != nil {
+		return nil, control.Errorf(control.CodeSystem, "read mount table: %w", err)
+	}
+	dirs := make([]string, len(mounts))
+	for i, m := range mounts {
+		dirs[i] = m.Mountpoint
+	}
+	return dirs, nil
+}
 
 // bounded runs a path lookup that may hang in a dead file system. When it does, its goroutine ends
 // once that file system answers.

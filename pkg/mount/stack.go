@@ -124,7 +124,7 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	}
 	undo = append(undo, func() { s.closeFS() })
 	s.server, err = fusefs.Mount(s.dir, s.fs, fusefs.MountOptions{
-		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, NotUsedHere: true,
+		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
 		Suid: !s.flag("nosuid"), Dev: !s.flag("nodev"), NoExec: s.flag("noexec"),
 		Logger: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
 	})

@@ -16,9 +16,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// waiting lists the calls of all connections that have not ended, the oldest first. It waits for no
+// pendingCalls lists the calls of all connections that have not ended, the oldest first. It waits for no
 // server.
-func (s *mountStack) waiting() []control.PendingCall {
+func (s *mountStack) pendingCalls() []control.PendingCall {
 	calls := []control.PendingCall{}
 	now := time.Now()
 	for i, t := range s.transports.all {
@@ -98,8 +98,8 @@ func process(tid uint32) (pid uint32, command string) {
 	return pid, string(bytes.TrimSuffix(comm, []byte("\n")))
 }
 
-// story is that of all connections, the oldest event first.
-func (s *mountStack) story() []control.ConnEvent {
+// history is that of all connections, the oldest event first.
+func (s *mountStack) history() []control.ConnEvent {
 	notes := []control.ConnEvent{}
 	for i, t := range s.transports.all {
 		for _, n := range t.History() {

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A station is a port's other end, without a guest.
+// A station is the other end of a port's cable, in place of a guest.
 type station struct {
 	*port
 	fd int
@@ -27,7 +27,7 @@ func newStation(t *testing.T, l *Link) station {
 	return s
 }
 
-// plugIn gives the station its cable, for the test.
+// plugIn connects a cable for the rest of the test.
 func (s *station) plugIn(t *testing.T) {
 	t.Helper()
 	f, err := s.plug()
@@ -45,13 +45,13 @@ func (s *station) plugIn(t *testing.T) {
 
 var broadcast = [6]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff}
 
-// frame makes a frame.
+// frame returns a frame from s.
 func (s station) frame(to [6]byte, body string) []byte {
-	// 88b5 is for experiments, IEEE 802
+	// IEEE 802 reserves EtherType 88b5 for experiments.
 	return append(append(append(to[:], s.mac[:]...), 0x88, 0xb5), body...)
 }
 
-// put sends a frame by the cable.
+// put sends a frame over the cable.
 func (s station) put(t *testing.T, to [6]byte, body string) {
 	t.Helper()
 	if _, err := unix.Write(s.fd, s.frame(to, body)); err != nil {
@@ -59,10 +59,10 @@ func (s station) put(t *testing.T, to [6]byte, body string) {
 	}
 }
 
-// pass has the switch take a frame at once: it has gone where it goes afterwards.
+// pass makes the switch forward a frame synchronously.
 func (s station) pass(to [6]byte, body string) { s.link.forward(s.port, s.frame(to, body)) }
 
-// want reads a frame with this body, or none, and does not wait, if it is empty.
+// want reads a frame and compares its body. With an empty body it checks that no frame is there.
 func (s station) want(t *testing.T, body string) {
 	t.Helper()
 	flags := 0
@@ -82,8 +82,8 @@ func (s station) want(t *testing.T, body string) {
 	}
 }
 
-// TestSwitch sends frames between three ports without guests.
-func TestSwitch(t *testing.T) {
+// TestSwitchForwardsFrames sends frames between three ports.
+func TestSwitchForwardsFrames(t *testing.T) {
 	l := NewLink(t)
 	a, b, c := newStation(t, l), newStation(t, l), newStation(t, l)
 	jumbo := string(bytes.Repeat([]byte("j"), 65536))
@@ -121,7 +121,7 @@ func TestSwitch(t *testing.T) {
 		b.want(t, "")
 		l.set(&cut.cut, false)
 	}
-	c.want(t, "lost") // from b while a was cut
+	c.want(t, "lost") // from b, while a was cut
 	none()
 
 	b.unplug()
@@ -132,8 +132,8 @@ func TestSwitch(t *testing.T) {
 	b.want(t, "three")
 }
 
-// TestSwitchStall holds a port that takes nothing to losing its frames, and only those.
-func TestSwitchStall(t *testing.T) {
+// TestStalledPortLosesOnlyItsFrames checks that only a port that accepts no frames loses frames.
+func TestStalledPortLosesOnlyItsFrames(t *testing.T) {
 	l := NewLink(t)
 	a, b, c := newStation(t, l), newStation(t, l), newStation(t, l)
 	const size, frames = 8192, 4 * portBuffer / 8192
@@ -145,7 +145,7 @@ func TestSwitchStall(t *testing.T) {
 	a.put(t, c.mac, "past")
 	c.want(t, "past")
 	if took := time.Since(begin); took < stallLimit {
-		t.Errorf("frames were lost after %v", took)
+		t.Errorf("got lost frames after %v, want at least stallLimit", took)
 	}
 	kept := 0
 	for buf := make([]byte, maxFrame); ; kept++ {
@@ -154,14 +154,14 @@ func TestSwitchStall(t *testing.T) {
 		}
 	}
 	if kept == 0 || kept >= frames {
-		t.Errorf("%d of %d frames reached a port that took none", kept, frames)
+		t.Errorf("got %d of %d frames at the stalled port, want some", kept, frames)
 	}
 	a.pass(b.mac, "again")
 	b.want(t, "again")
 }
 
-// TestAddresses gives out those that nobody chose, and none twice.
-func TestAddresses(t *testing.T) {
+// TestLinkAssignsUniqueAddresses checks that a link assigns addresses, and accepts none twice.
+func TestLinkAssignsUniqueAddresses(t *testing.T) {
 	l := NewLink(t)
 	for _, c := range []struct {
 		chosen, want string
@@ -181,7 +181,7 @@ func TestAddresses(t *testing.T) {
 			t.Fatalf("%+v: %v", c, err)
 		}
 		if err == nil && p.addr.String() != c.want {
-			t.Errorf("%+v: address %v", c, p.addr)
+			t.Errorf("%+v: got address %v", c, p.addr)
 		}
 	}
 }

@@ -8,10 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A mount in the foreground that is killed at any moment is gone, and leaves nothing behind but a
-// mount point that can be unmounted: it waits for no answer that only it could give.
-func TestKilledWhileMounting(t *testing.T) {
-	w := newWorld(t)
+// TestKillDuringForegroundMount kills a foreground mount at random moments. The process must exit
+// and leave at most a mount that can be unmounted. A process that waited for a reply from its own
+// file system would stay as a zombie.
+func TestKillDuringForegroundMount(t *testing.T) {
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	begin := time.Now()
 	w.mount(t, dir).succeeds(t)
@@ -30,8 +31,8 @@ func TestKilledWhileMounting(t *testing.T) {
 		select {
 		case <-gone:
 		case <-time.After(limit):
-			t.Errorf("process %d was killed and is not gone", cmd.Process.Pid)
-			_ = unix.Unmount(dir, unix.MNT_FORCE) // answers it
+			t.Errorf("process %d still exists after SIGKILL", cmd.Process.Pid)
+			_ = unix.Unmount(dir, unix.MNT_FORCE) // ends the wait
 			<-gone
 		}
 		for unix.Unmount(dir, unix.MNT_DETACH) == nil {

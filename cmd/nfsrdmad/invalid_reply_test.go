@@ -10,10 +10,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A server whose RDMA connection stands and whose answers are wrong: each mount fails in bounded
-// time, with one line that names the server and what it did; daemon and other mount unharmed.
-func TestLyingServer(t *testing.T) {
-	w := newWorld(t)
+// TestMountRejectsInvalidReplies mounts servers that accept the RDMA connection and send invalid
+// replies. Each mount must fail in bounded time with one line that names the server and the
+// problem. The daemon and the other mount must go on.
+func TestMountRejectsInvalidReplies(t *testing.T) {
+	w := newTestEnv(t)
 	good := w.mkdir(t, "good")
 	w.mount(t, good).succeeds(t)
 	mountPort := rpcPeer(t, "127.0.0.1:0", goodMount).Port()
@@ -39,18 +40,18 @@ func TestLyingServer(t *testing.T) {
 		}
 	}
 	raw := func(n int) func(*rdmaCall) []byte {
-		// the client may ask for nothing besides, which has a short answer
+		// The valid reply of a keepalive NULL call may be shorter than n.
 		return func(c *rdmaCall) []byte {
-			b := c.honest()
+			b := c.valid()
 			return b[:min(n, len(b))]
 		}
 	}
-	fsinfo := func(lie func(*rdmaCall) []byte) func(*rdmaCall) []byte {
+	fsinfo := func(change func(*rdmaCall) []byte) func(*rdmaCall) []byte {
 		return func(c *rdmaCall) []byte {
 			if nfs3.Proc(c.rpc.Proc) == nfs3.ProcFSInfo {
-				return lie(c)
+				return change(c)
 			}
-			return c.honest()
+			return c.valid()
 		}
 	}
 	silence := func(*rdmaCall) []byte { return nil }
@@ -59,10 +60,10 @@ func TestLyingServer(t *testing.T) {
 	for _, tt := range []struct {
 		name   string
 		answer func(*rdmaCall) []byte
-		says   []string
+		want   []string
 	}{
-		{"never answers", silence, []string{"did not answer"}},
-		{"never answers FSINFO", fsinfo(silence), []string{"did not answer"}},
+		{"no reply", silence, []string{"did not answer"}},
+		{"no reply to FSINFO", fsinfo(silence), []string{"did not answer"}},
 		{"wrong XID in the transport header", header(func(h *rpcrdma.Header) { h.XID += 1 << 16 }),
 			[]string{"did not answer", "replies to no call: 1"}},
 		{"wrong XID in the RPC reply", rpc(func(xid uint32) []byte { return acceptedWords(xid+1, 0) }),
@@ -72,17 +73,18 @@ func TestLyingServer(t *testing.T) {
 		{"unknown transport procedure", header(func(h *rpcrdma.Header) { h.Proc = 77 }), []string{"did not answer"}},
 		{"empty message", raw(0), []string{"did not answer"}},
 		{"short header", raw(12), []string{"did not answer", "not understood: 1"}},
-		{"cut chunk lists", raw(24), []string{"did not answer"}},
-		{"cut RPC header", raw(36), []string{"malformed"}},
-		{"cut results", raw(28 + 24 + 40), []string{"GETATTR"}},
-		{"write list for nothing", header(func(h *rpcrdma.Header) { h.Writes = []rpcrdma.Chunk{{segment}} }),
+		{"truncated chunk lists", raw(24), []string{"did not answer"}},
+		{"truncated RPC header", raw(36), []string{"malformed"}},
+		{"truncated results", raw(28 + 24 + 40), []string{"GETATTR"}},
+		{"unexpected write list", header(func(h *rpcrdma.Header) { h.Writes = []rpcrdma.Chunk{{segment}} }),
 			[]string{"chunk"}},
 		{"read list in a reply", header(
 			func(h *rpcrdma.Header) { h.Reads = []rpcrdma.ReadSegment{{Segment: segment}} }), []string{"Read list"}},
-		{"reply chunk for nothing", header(func(h *rpcrdma.Header) {
+		{"unexpected reply chunk", header(func(h *rpcrdma.Header) {
 			h.HasReply, h.Reply = true,
 				rpcrdma.Chunk{segment}
-		}), []string{"chunk"}},
+		}),
+			[]string{"chunk"}},
 		{"no message and no reply chunk", func(c *rdmaCall) []byte {
 			h := c.reply()
 			h.Proc = rpcrdma.ProcNoMsg
@@ -98,9 +100,8 @@ func TestLyingServer(t *testing.T) {
 			copy(b[16:], []byte{0xff, 0xff, 0xff, 0xfc})
 			return b
 		}), []string{"longer than 400 octets"}},
-		{"is a call", rpc(func(xid uint32) []byte {
-			return sunrpc.AppendCall(nil, xid, 100003, 3, 1,
-				sunrpc.AppendAuthNone(nil))
+		{"call instead of a reply", rpc(func(xid uint32) []byte {
+			return sunrpc.AppendCall(nil, xid, 100003, 3, 1, sunrpc.AppendAuthNone(nil))
 		}), []string{"did not answer", "not understood: 1"}},
 		{"reply status out of range", rpc(func(xid uint32) []byte {
 			b := acceptedWords(xid, 0)
@@ -111,17 +112,15 @@ func TestLyingServer(t *testing.T) {
 			return sunrpc.AppendAcceptedReply(nil, xid,
 				77)
 		}), []string{"accept_stat"}},
-		{"no NFS there", rpc(func(xid uint32) []byte {
-			return sunrpc.AppendAcceptedReply(nil, xid,
-				sunrpc.ProgUnavail)
+		{"NFS program unavailable", rpc(func(xid uint32) []byte {
+			return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProgUnavail)
 		}), []string{"program"}},
 		{"NFS version 4 only", rpc(func(xid uint32) []byte { return sunrpc.AppendProgMismatchReply(nil, xid, 4, 4) }),
 			[]string{"version", "4"}},
 		{"RPC version mismatch", rpc(func(xid uint32) []byte { return sunrpc.AppendMismatchReply(nil, xid) }),
 			[]string{"version"}},
 		{"credential denied", rpc(func(xid uint32) []byte {
-			return sunrpc.AppendDeniedReply(nil, xid,
-				sunrpc.AuthTooWeak)
+			return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak)
 		}), []string{"flavor"}},
 		{"NFS status out of range", nfsStatus(4711), []string{"4711"}},
 		{"stale handle", nfsStatus(70), []string{"NFS3ERR_STALE"}},
@@ -142,9 +141,9 @@ func TestLyingServer(t *testing.T) {
 			addr := rdmaPeer(t, tt.answer)
 			dir := w.mkdir(t, strings.ReplaceAll(tt.name, " ", "-"))
 			opts := fmt.Sprintf("port=%d,mountport=%d", addr.Port(), mountPort)
-			says := append([]string{"127.0.0.1:/ on " + dir, addr.String(), "; "}, tt.says...)
-			nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", opts).fails(t, 32, says...)
-			w.unharmed(t, good)
+			want := append([]string{"127.0.0.1:/ on " + dir, addr.String(), "; "}, tt.want...)
+			nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", opts).fails(t, 32, want...)
+			w.checkMount(t, good)
 		})
 	}
 }

@@ -10,21 +10,21 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// Messages of InfiniBand's communication management (volume 1, release 1.4, §12.6), which makes
-// RoCE's connections too: attribute IDs.
+// Attribute IDs of messages of InfiniBand's communication manager, which also makes RoCE's
+// connections (InfiniBand volume 1, release 1.4, §12.6).
 const (
 	cmRequest           = 0x10
 	cmReply             = 0x13
 	cmDisconnectRequest = 0x15
 )
 
-// managed reads the beginnings and the ends of connections that communication management makes,
-// which may say everything more than once.
-func managed(t *testing.T, w wire, c *lab.Capture) []*connection {
+// cmConnections returns the start and end times of connections that the communication manager
+// makes. It may send each message more than once.
+func cmConnections(t *testing.T, w wire, c *lab.Capture) []*connection {
 	t.Helper()
-	byID := make(map[string]*connection) // the client's own number
+	byID := make(map[string]*connection) // by the client's connection ID
 	var all []*connection
-	for _, dir := range []string{w.to, w.from} { // first those that begin connections
+	for _, dir := range []string{w.to, w.from} { // requests first, which start connections
 		for _, f := range frames(t, c, dir+"infiniband.mad.mgmtclass == 0x07", "frame.time_relative",
 			"infiniband.mad.attributeid",
 			"infiniband.cm.req", "infiniband.cm.rep.remotecommid", "infiniband.cm.dreq.localcommid") {
@@ -42,7 +42,7 @@ func managed(t *testing.T, w wire, c *lab.Capture) []*connection {
 			}
 			switch kind := number(t, f[1][0]); {
 			case kind == cmRequest && dir == w.to && byID[f[2][0]] == nil:
-				conn := &connection{port: f[2][0], begun: at, requested: at}
+				conn := &connection{port: f[2][0], started: at, requested: at}
 				byID[f[2][0]] = conn
 				all = append(all, conn)
 			case kind == cmReply && dir == w.from:
@@ -53,6 +53,6 @@ func managed(t *testing.T, w wire, c *lab.Capture) []*connection {
 			}
 		}
 	}
-	slices.SortFunc(all, func(a, b *connection) int { return cmp.Compare(a.begun, b.begun) })
+	slices.SortFunc(all, func(a, b *connection) int { return cmp.Compare(a.started, b.started) })
 	return all
 }

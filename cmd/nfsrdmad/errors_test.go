@@ -16,17 +16,19 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// mpaRequestOctets is the fixed part of an MPA request (RFC 5044 §7.1.1).
-const mpaRequestOctets = 20
+// mpaRequestBytes is the size of the fixed part of an MPA request (RFC 5044 §7.1.1).
+const mpaRequestBytes = 20
 
-// Each bad input: one line that names what was tried, the exit code, in bounded time; daemon and
-// other mount unharmed.
-func TestBadInput(t *testing.T) {
-	w := newWorld(t)
+// TestMountErrors gives invalid input and invalid servers to the mount command. Each mount must
+// fail in bounded time with one line that names the operation and the object. The daemon and the
+// other mount must go on.
+func TestMountErrors(t *testing.T) {
+	w := newTestEnv(t)
 	good := w.mkdir(t, "good")
 	w.mount(t, good).succeeds(t)
 	free := w.mkdir(t, "free")
@@ -35,9 +37,9 @@ func TestBadInput(t *testing.T) {
 		t.Fatal(err)
 	}
 	closed := closedPort(t)
-	readRequest := func(c net.Conn) { _, _ = io.ReadFull(c, make([]byte, mpaRequestOctets)) }
+	readRequest := func(c net.Conn) { _, _ = io.ReadFull(c, make([]byte, mpaRequestBytes)) }
 	hangs := peer(t, func(net.Conn) {})
-	hangsLater := peer(t, func(c net.Conn) { readRequest(c); _, _ = c.Write([]byte("MPA ID Rep")) })
+	hangsInReply := peer(t, func(c net.Conn) { readRequest(c); _, _ = c.Write([]byte("MPA ID Rep")) })
 	web := peer(t, func(c net.Conn) {
 		readRequest(c)
 		_, _ = io.WriteString(c, "HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
@@ -57,9 +59,9 @@ func TestBadInput(t *testing.T) {
 	spec := "127.0.0.1:/"
 	for _, tt := range []struct {
 		name            string
-		spec, dir, opts string // no dir: one of its own
+		spec, dir, opts string // an empty dir stands for a new directory
 		code            int
-		says            []string
+		want            []string
 	}{
 		{"unknown host", "no-such-host.invalid:/", "", good0, 32,
 			[]string{`"no-such-host.invalid"`, "check the spelling"}},
@@ -69,7 +71,8 @@ func TestBadInput(t *testing.T) {
 		{"closes at once", spec, "", at(closes), 32, []string{closes.String(), "closed the connection"}},
 		{"MPA reject", spec, "", at(rejects), 32, []string{rejects.String(), "reject"}},
 		{"hangs after connect", spec, "", at(hangs), 32, []string{hangs.String(), "did not answer"}},
-		{"hangs within the MPA reply", spec, "", at(hangsLater), 32, []string{hangsLater.String(), "did not answer"}},
+		{"hangs within the MPA reply", spec, "", at(hangsInReply), 32,
+			[]string{hangsInReply.String(), "did not answer"}},
 
 		{"MOUNT port closed", spec, "", fmt.Sprintf("port=%d,mountport=%d", w.server.RDMAAddr.Port(), closed.Port()),
 			32, []string{"MOUNT", closed.String(), "refused", "mountport="}},
@@ -84,9 +87,9 @@ func TestBadInput(t *testing.T) {
 			[]string{"MNT /", "MNT3ERR_ACCES", "exports it to this client"}},
 		{"export not permitted", spec, "", mountd(words(1)), 32,
 			[]string{"MNT /", "MNT3ERR_PERM", "exports it to this client"}},
-		{"export of no directory", spec, "", mountd(words(20)), 32, []string{"MNT3ERR_NOTDIR"}},
+		{"export is not a directory", spec, "", mountd(words(20)), 32, []string{"MNT3ERR_NOTDIR"}},
 		{"MOUNT status out of range", spec, "", mountd(words(4711)), 32, []string{"4711"}},
-		{"MOUNT reply cut", spec, "", mountd(words(0, 64)), 32, []string{"MNT /", "NFS version 3"}},
+		{"MOUNT reply is truncated", spec, "", mountd(words(0, 64)), 32, []string{"MNT /", "NFS version 3"}},
 		{"MOUNT handle length overflows", spec, "", mountd(words(0, 0xfffffffc, 1)), 32,
 			[]string{"MNT /", "NFS version 3"}},
 		{"MOUNT flavors overflow", spec, "", mountd(words(0, 4, 1, 0x40000001, 1)), 32,
@@ -101,8 +104,7 @@ func TestBadInput(t *testing.T) {
 			}), 32, []string{"MNT /", "version"}},
 		{"MOUNT denies the credential", spec, "",
 			mountd(func(c sunrpc.CallHeader) []byte {
-				return sunrpc.AppendDeniedReply(nil, c.XID,
-					sunrpc.AuthTooWeak)
+				return sunrpc.AppendDeniedReply(nil, c.XID, sunrpc.AuthTooWeak)
 			}), 32, []string{"MNT /", "credential"}},
 		{"no such export", "127.0.0.1:/nowhere", "", good0, 32, []string{"/nowhere"}},
 
@@ -132,13 +134,13 @@ func TestBadInput(t *testing.T) {
 				dir = w.mkdir(t, strings.ReplaceAll(tt.name, " ", "-"))
 			}
 			nfsrdmad(t, "mount", "--control-socket", w.socket, tt.spec, dir, "-o", tt.opts).fails(t, tt.code,
-				tt.says...)
-			w.unharmed(t, good)
+				tt.want...)
+			w.checkMount(t, good)
 		})
 	}
 }
 
-// closedPort is a port that nobody listens on.
+// closedPort returns a TCP port without a listener.
 func closedPort(t *testing.T) netip.AddrPort {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -149,22 +151,22 @@ func closedPort(t *testing.T) netip.AddrPort {
 	return netip.MustParseAddrPort(l.Addr().String())
 }
 
-// What the daemon refuses besides mounts.
-func TestRefused(t *testing.T) {
-	w := newWorld(t)
+// TestDaemonRefusesCommands covers commands other than mount that the daemon must refuse.
+func TestDaemonRefusesCommands(t *testing.T) {
+	w := newTestEnv(t)
 	good := w.mkdir(t, "good")
 	w.mount(t, good).succeeds(t)
 	free := w.mkdir(t, "free")
 	t.Run("second daemon", func(t *testing.T) {
 		nfsrdmad(t, "daemon", "--control-socket", w.socket, "--metrics-listen", "").fails(t, 2, w.socket,
 			fmt.Sprint("pid ", w.daemon.Process.Pid))
-		w.unharmed(t, good)
+		w.checkMount(t, good)
 	})
-	t.Run("umount of nothing", func(t *testing.T) {
+	t.Run("umount of a directory without a mount", func(t *testing.T) {
 		nfsrdmad(t, "umount", "--control-socket", w.socket, free).fails(t, 32, free)
-		w.unharmed(t, good)
+		w.checkMount(t, good)
 	})
-	t.Run("umount of what is another's", func(t *testing.T) {
+	t.Run("umount of a mount of another process", func(t *testing.T) {
 		nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", "/proc").fails(t, 32, "/proc",
 			"not this daemon's", "umount(8)")
 		nfsrdmad(t, "status", "--control-socket", w.socket, "/proc").fails(t, 32, "/proc", "not this daemon's")
@@ -177,7 +179,7 @@ func TestRefused(t *testing.T) {
 				t.Errorf("%s: %s", verb, o.stderr)
 			}
 		}
-		w.unharmed(t, good)
+		w.checkMount(t, good)
 	})
 	t.Run("umount while in use", func(t *testing.T) {
 		f, err := os.Open(filepath.Join(good, "hello"))
@@ -186,20 +188,21 @@ func TestRefused(t *testing.T) {
 		}
 		defer f.Close()
 		nfsrdmad(t, "umount", "--control-socket", w.socket, good).fails(t, 32, good, "in use", "--lazy")
-		w.unharmed(t, good)
+		w.checkMount(t, good)
 	})
 	t.Run("another user", func(t *testing.T) {
 		_ = os.Chmod(w.dir, 0o755)
 		cmd := program(t, "nfsrdmad", "list", "--control-socket", w.socket)
-		asNobody(t, cmd)
+		asUnprivileged(t, cmd)
 		finish(t, cmd).fails(t, 1, w.socket, "run as root")
 	})
 }
 
-// asNobody runs a copy of the program that nobody may read, as nobody.
-func asNobody(t *testing.T, cmd *exec.Cmd) {
+// asUnprivileged makes cmd run as an unprivileged user. It uses a copy of the program that this
+// user can read.
+func asUnprivileged(t *testing.T, cmd *exec.Cmd) {
 	t.Helper()
-	const nobody = 65534
+	const uid = 65534
 	dir, err := os.MkdirTemp("/tmp", "nfsrdmad-test-")
 	if err != nil {
 		t.Fatal(err)
@@ -213,17 +216,19 @@ func asNobody(t *testing.T, cmd *exec.Cmd) {
 	if err := errors.Join(os.Chmod(dir, 0o755), os.WriteFile(cmd.Path, bin, 0o755)); err != nil {
 		t.Fatal(err)
 	}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
 	cmd.Dir = "/"
 }
 
 func TestForegroundWithoutPrivilege(t *testing.T) {
+	testutil.NeedsRoot(t)
 	cmd := program(t, "nfsrdmad", "mount", "--foreground", "127.0.0.1:/", "/mnt")
-	asNobody(t, cmd)
+	asUnprivileged(t, cmd)
 	finish(t, cmd).fails(t, control.ExitUsage, "no privilege", "run as root")
 }
 
 func TestNoFuseDevice(t *testing.T) {
+	testutil.NeedsRoot(t)
 	inner := program(t, "nfsrdmad")
 	cmd := exec.Command("unshare", "-m", "sh", "-c",
 		`mount -t tmpfs none /dev && exec "$0" mount --foreground 127.0.0.1:/ /mnt`, inner.Path)
@@ -237,21 +242,22 @@ func TestUsageErrors(t *testing.T) {
 		name string
 		args []string
 		code int
-		says []string
+		want []string
 	}{
 		{"no daemon", []string{"list", "--control-socket", gone}, 2,
 			[]string{gone, "no daemon runs there", "systemctl start"}},
 		{"unknown command", []string{"frobnicate"}, 1, []string{"frobnicate"}},
 		{"unknown flag", []string{"list", "--frobnicate"}, 1, []string{"frobnicate"}},
 		{"output", []string{"version", "--output", "xml"}, 1, []string{"xml", "text or json"}},
-		{"mistyped command", []string{"mont"}, 1, []string{`"mont"`, "is mount or umount meant?", "nfsrdmad --help"}},
-		{"unknown flag says where help is", []string{"umount", "--frobnicate", "/mnt"}, 1,
+		{"mistyped command", []string{"mont"}, 1, []string{`"mont"`, "did you mean mount or umount?",
+			"nfsrdmad --help"}},
+		{"unknown flag names the help command", []string{"umount", "--frobnicate", "/mnt"}, 1,
 			[]string{"nfsrdmad umount --help"}},
 		{"too few arguments", []string{"mount", "a:/b"}, 1,
 			[]string{"1 argument given", "nfsrdmad mount HOST:/EXPORT DIR"}},
 		{"too many arguments", []string{"mount", "a:/b", "/mnt", "-o", "hard", "soft"}, 1,
 			[]string{"3 arguments given", "HOST:/EXPORT DIR"}},
-		{"argument for nothing", []string{"list", "/mnt"}, 1, []string{"1 argument given", "usage: nfsrdmad list"}},
+		{"unexpected argument", []string{"list", "/mnt"}, 1, []string{"1 argument given", "usage: nfsrdmad list"}},
 		{"no number", []string{"trace", "/mnt", "--last", "x"}, 1,
 			[]string{`"x"`, "--last", "must be a number; see nfsrdmad trace --help"}},
 		{"force and lazy", []string{"umount", "--force", "--lazy", "/mnt"}, 1,
@@ -266,29 +272,33 @@ func TestUsageErrors(t *testing.T) {
 		{"background", []string{"mount", "a:/b", "/mnt", "-o", "bg"}, 1, []string{`"bg"`, "nofail"}},
 		{"quote in an option", []string{"mount", "a:/b", "/mnt", "-o", `rsize=8192,"x`}, 1, []string{"unknown"}},
 		{"demo of no files", []string{"demo", "--files", "0"}, 1, []string{"--files=0", "1 or more"}},
-		{"demo without time", []string{"demo", "--timeout", "1ns"}, 32, []string{"not done after 1ns", "--timeout"}},
 		{"another namespace", []string{"mount", "a:/b", "/mnt", "-N", "/proc/1/ns/mnt"}, 1, []string{"-N"}},
 		{"config missing", []string{"daemon", "--config", gone}, 1, []string{gone}},
 		{"serve nothing", []string{"serve"}, 1, []string{"directory or a backend"}},
 	} {
-		t.Run(tt.name, func(t *testing.T) { nfsrdmad(t, tt.args...).fails(t, tt.code, tt.says...) })
+		t.Run(tt.name, func(t *testing.T) { nfsrdmad(t, tt.args...).fails(t, tt.code, tt.want...) })
 	}
+	t.Run("demo without time", func(t *testing.T) {
+		testutil.NeedsFUSE(t)
+		nfsrdmad(t, "demo", "--timeout", "1ns").fails(t, 32, "not done after 1ns", "--timeout")
+	})
 	t.Run("long option", func(t *testing.T) {
 		o := nfsrdmad(t, "mount", "a:/b", "/mnt", "-o", strings.Repeat("x", 9000))
 		o.fails(t, 1, "unknown", "9000 octets")
 		if len(o.stderr) > 500 {
-			t.Errorf("it is repeated in %d octets", len(o.stderr))
+			t.Errorf("got an error of %d bytes, want at most 500", len(o.stderr))
 		}
 	})
 	t.Run("helper and namespace", func(t *testing.T) {
 		finish(t, program(t, helperName, "a:/b", "/mnt", "-N", "/proc/1/ns/mnt")).fails(t, 1, "-N",
-			"run a daemon in that one")
+			"run a daemon or nfsrdmad mount --foreground in that namespace")
 	})
 }
 
-// What has the name of FUSE's device and is another: seen by mount and by doctor, before a server
-// is asked.
-func TestAnotherDeviceAsFuse(t *testing.T) {
+// TestWrongFUSEDevice binds another device over /dev/fuse. mount and doctor must report it before
+// they contact a server.
+func TestWrongFUSEDevice(t *testing.T) {
+	testutil.NeedsRoot(t)
 	for _, args := range []string{"mount --foreground 127.0.0.1:/ /mnt", "doctor --output json"} {
 		inner := program(t, "nfsrdmad")
 		cmd := exec.Command("unshare", "-m", "sh", "-c", `mount --bind /dev/null /dev/fuse && exec "$0" `+args,
@@ -297,19 +307,20 @@ func TestAnotherDeviceAsFuse(t *testing.T) {
 		if o := finish(t, cmd); o.code != control.ExitSystem ||
 			!strings.Contains(o.stderr, "/dev/fuse: it is not the device of FUSE") ||
 			strings.Count(o.stderr, "\n") != 1 {
-			t.Errorf("%s: exit code %d: %s", args, o.code, o.stderr)
+			t.Errorf("%s: got exit code %d: %s", args, o.code, o.stderr)
 		}
 	}
 }
 
-// A failed mount in the foreground is told once.
-func TestForegroundFailsOnce(t *testing.T) {
+func TestForegroundMountReportsErrorOnce(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	nfsrdmad(t, "mount", "--foreground", "127.0.0.1:/", t.TempDir(), "-o",
 		fmt.Sprintf("mountport=%d", closedPort(t).Port())).fails(t, 32, "refused", "mountport=")
 }
 
-// A daemon that can mount nothing says so at its start.
+// TestDaemonWithoutPrivilege checks that a daemon that cannot mount logs the reason when it starts.
 func TestDaemonWithoutPrivilege(t *testing.T) {
+	testutil.NeedsRoot(t)
 	inner := program(t, "nfsrdmad")
 	cmd := exec.Command("setpriv", "--bounding-set=-sys_admin", inner.Path, "daemon", "--control-socket",
 		filepath.Join(t.TempDir(), "s"), "--metrics-listen", "")
@@ -335,15 +346,15 @@ func TestDaemonWithoutPrivilege(t *testing.T) {
 	}
 }
 
-// A configuration that is wrong: the daemon names the file, the line and the key, and does not
-// start.
-func TestBadConfiguration(t *testing.T) {
+// TestConfigurationErrors checks that the daemon names the file, the line and the key of a
+// configuration error, and does not start.
+func TestConfigurationErrors(t *testing.T) {
 	taken := peer(t, func(net.Conn) {}).String()
 	for _, tt := range []struct {
 		name, text string
 		args       []string
 		code       int
-		says       []string
+		want       []string
 	}{
 		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", nil, 1,
 			[]string{"c.toml:3", `unknown key "log_colour"`, "remove it"}},
@@ -353,14 +364,14 @@ func TestBadConfiguration(t *testing.T) {
 		{"capitals", "log_format = \"json\"\nConnect_Timeout = 30000000000\n", nil, 1,
 			[]string{"c.toml:2", `"Connect_Timeout"`, "write it connect_timeout"}},
 		{"table", "[daemon]\nlog_level = \"info\"\n", nil, 1, []string{"c.toml:1", `"daemon"`}},
-		{"no TOML", "log_level: info\n", nil, 1, []string{"c.toml:1"}},
+		{"not TOML", "log_level: info\n", nil, 1, []string{"c.toml:1"}},
 		{"out of range", "shutdown_timeout = \"2h\"\n", nil, 1,
 			[]string{"c.toml", "shutdown_timeout", "from 1s to 5m0s"}},
-		{"no duration", "shutdown_timeout = \"soon\"\n", nil, 1, []string{"c.toml", `"soon"`, "30s"}},
+		{"not a duration", "shutdown_timeout = \"soon\"\n", nil, 1, []string{"c.toml", `"soon"`, "30s"}},
 		{"mount options", "mount_options = \"hard,soft\"\n", nil, 1, []string{"c.toml", "mount_options", `"soft"`,
 			`contradicts "hard"`}},
 		{"flag out of range", "", []string{"--connect-timeout", "1ms"}, 1, []string{"connect_timeout", "from 1s"}},
-		{"flag of no duration", "", []string{"--connect-timeout", "soon"}, 1, []string{"connect-timeout", `"soon"`}},
+		{"flag is not a duration", "", []string{"--connect-timeout", "soon"}, 1, []string{"connect-timeout", `"soon"`}},
 		{"metrics port in use", "", []string{"--metrics-listen", taken}, 2,
 			[]string{taken, "in use", "--metrics-listen"}},
 		{"socket path too long", "", []string{"--control-socket", "/tmp/" + strings.Repeat("x", 120)}, 1,
@@ -375,39 +386,39 @@ func TestBadConfiguration(t *testing.T) {
 			}
 			args := append([]string{"daemon", "--config", file, "--control-socket", filepath.Join(dir, "s"),
 				"--metrics-listen", ""}, tt.args...)
-			nfsrdmad(t, args...).fails(t, tt.code, tt.says...)
+			nfsrdmad(t, args...).fails(t, tt.code, tt.want...)
 			if left, err := os.ReadDir(dir); err != nil || len(left) != 1 {
-				t.Errorf("left beside the configuration: %v, %v", left, err)
+				t.Errorf("got files %v, %v; want only the configuration", left, err)
 			}
 		})
 	}
 }
 
-// A socket that a killed daemon left is replaced.
-func TestSocketOfADeadDaemon(t *testing.T) {
-	w := newWorld(t)
+func TestDaemonReplacesSocketOfKilledDaemon(t *testing.T) {
+	w := newTestEnv(t)
 	_ = w.daemon.Process.Kill()
 	_ = w.daemon.Wait()
 	if _, err := os.Lstat(w.socket); err != nil {
-		t.Fatal("the killed daemon left no socket, so nothing is shown: ", err)
+		t.Fatal("the killed daemon left no socket to replace: ", err)
 	}
 	nfsrdmad(t, "list", "--control-socket", w.socket).fails(t, 2, w.socket, "no daemon runs there")
 	w.startDaemon(t)
 	if fi, err := os.Lstat(w.socket); err != nil || fi.Mode().Perm() != 0o600 {
-		t.Errorf("%v, %v", fi.Mode(), err)
+		t.Errorf("got socket mode %v, %v; want 0600", fi.Mode(), err)
 	}
 }
 
-// A daemon that follows a killed one says which mounts that left, and how to mount there again.
-func TestMountsOfADeadDaemon(t *testing.T) {
-	w := newWorld(t)
+// TestDaemonReportsMountsOfKilledDaemon checks that a new daemon logs the mounts that a killed
+// daemon left, and that a mount error there says what to do.
+func TestDaemonReportsMountsOfKilledDaemon(t *testing.T) {
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	w.mount(t, dir).succeeds(t)
 	_ = w.daemon.Process.Kill()
 	_ = w.daemon.Wait()
 	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
 	if _, err := os.ReadDir(dir); !errors.Is(err, syscall.ENOTCONN) {
-		t.Errorf("the mount of the killed daemon: %v", err)
+		t.Errorf("read of the mount of the killed daemon: got %v, want ENOTCONN", err)
 	}
 	w.log.Reset()
 	w.startDaemon(t)
@@ -416,21 +427,20 @@ func TestMountsOfADeadDaemon(t *testing.T) {
 		t.Error(err)
 	}
 	w.mount(t, dir).succeeds(t)
-	w.unharmed(t, dir)
+	w.checkMount(t, dir)
 	w.stop(t, w.daemon)
 	if log := w.log.String(); !strings.Contains(log, "a killed daemon left") || !strings.Contains(log, dir) {
-		t.Errorf("log: %s", log)
+		t.Errorf("got log %s, want a line about mounts of a killed daemon", log)
 	}
 }
 
-// What is in the socket's way and is no socket is not removed.
-func TestFileInTheSocketsWay(t *testing.T) {
+func TestDaemonKeepsFileAtSocketPath(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
-	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
+	if err := os.WriteFile(path, []byte("content"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	nfsrdmad(t, "daemon", "--control-socket", path, "--metrics-listen", "").fails(t, 2, path, "no socket")
-	if b, _ := os.ReadFile(path); !strings.Contains(string(b), "precious") {
-		t.Error("it was removed")
+	if b, _ := os.ReadFile(path); !strings.Contains(string(b), "content") {
+		t.Error("the daemon removed the file")
 	}
 }

@@ -13,25 +13,26 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-func TestVerbs(t *testing.T) {
-	w := newWorld(t)
+// TestCommands runs mount, status, umount and a forced umount with an open file.
+func TestCommands(t *testing.T) {
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	if out := w.mount(t, dir).succeeds(t).stdout; !strings.Contains(out, dir) {
-		t.Errorf("mount -v says %q", out)
+		t.Errorf("mount -v: got %q, want the mount point", out)
 	}
 	mounts, _ := os.ReadFile("/proc/mounts")
 	if !strings.Contains(string(mounts), "127.0.0.1:/ "+dir+" fuse.nfsrdma ") {
-		t.Error("not in /proc/mounts as fuse.nfsrdma")
+		t.Error("/proc/mounts does not list the mount as fuse.nfsrdma")
 	}
 	if err := os.WriteFile(filepath.Join(dir, "new"), []byte("data"), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	if b, err := os.ReadFile(filepath.Join(w.dir, "export", "new")); err != nil || string(b) != "data" {
-		t.Errorf("on the server: %q, %v", b, err)
+		t.Errorf("read on the server: got %q, %v", b, err)
 	}
 	var statfs syscall.Statfs_t
 	if err := syscall.Statfs(dir, &statfs); err != nil || statfs.Blocks == 0 {
-		t.Errorf("statfs: %d blocks, %v", statfs.Blocks, err)
+		t.Errorf("statfs: got %d blocks, %v", statfs.Blocks, err)
 	}
 	var list []control.MountStatus
 	out := nfsrdmad(t, "status", "--control-socket", w.socket, "--output", "json", dir).succeeds(t).stdout
@@ -40,11 +41,11 @@ func TestVerbs(t *testing.T) {
 	}
 	if s := list[0]; s.Dir != dir || s.State != control.StateMounted || s.Connects != 1 || s.RPCs["WRITE"] == 0 ||
 		!strings.HasPrefix(s.XprtLine, "\txprt:\trdma 0 0 1 ") {
-		t.Errorf("status %+v", s)
+		t.Errorf("got status %+v", s)
 	}
 	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
 	if _, err := os.Stat(filepath.Join(dir, "hello")); err == nil {
-		t.Error("still mounted")
+		t.Error("the directory is still mounted")
 	}
 	w.mount(t, dir).succeeds(t)
 	f, err := os.Open(filepath.Join(dir, "hello"))
@@ -54,13 +55,14 @@ func TestVerbs(t *testing.T) {
 	defer f.Close()
 	nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", dir).succeeds(t)
 	if _, err := io.ReadAll(f); err == nil {
-		t.Error("an open file survived a forced unmount")
+		t.Error("read of an open file succeeded after a forced unmount")
 	}
 }
 
-// A lazy unmount frees the mount point for another mount, while an open file of the first goes on.
-func TestLazyUnmount(t *testing.T) {
-	w := newWorld(t)
+// TestLazyUnmountFreesMountPoint checks that the mount point can be used again while an open file
+// of the first mount still works.
+func TestLazyUnmountFreesMountPoint(t *testing.T) {
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	w.mount(t, dir).succeeds(t)
 	f, err := os.Open(filepath.Join(dir, "hello"))
@@ -71,28 +73,27 @@ func TestLazyUnmount(t *testing.T) {
 	nfsrdmad(t, "umount", "--control-socket", w.socket, "--lazy", dir).succeeds(t)
 	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).fails(t, control.ExitMount, dir, "no mount of this daemon")
 	w.mount(t, dir).succeeds(t)
-	w.unharmed(t, dir)
+	w.checkMount(t, dir)
 	if b, err := io.ReadAll(f); err != nil || string(b) != "world" {
-		t.Errorf("the open file: %q, %v", b, err)
+		t.Errorf("read of the open file: got %q, %v", b, err)
 	}
 	listed := func() int {
 		return strings.Count(nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout, dir+" ")
 	}
 	if n := listed(); n != 2 {
-		t.Errorf("%d are listed, one that is mounted and one that is unmounting are there", n)
+		t.Errorf("got %d mounts in the list, want one mounted and one unmounting", n)
 	}
 	f.Close()
 	for deadline := time.Now().Add(limit); listed() != 1; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatal("the first is still listed")
+			t.Fatal("the list still shows the first mount")
 		}
 	}
-	w.unharmed(t, dir)
+	w.checkMount(t, dir)
 }
 
-// umount(8) from outside takes the mount off the list too.
-func TestUnmountFromOutside(t *testing.T) {
-	w := newWorld(t)
+func TestSystemUmountRemovesMountFromList(t *testing.T) {
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	w.mount(t, dir).succeeds(t)
 	if err := syscall.Unmount(dir, 0); err != nil {
@@ -103,14 +104,15 @@ func TestUnmountFromOutside(t *testing.T) {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatal("still listed")
+			t.Fatal("the list still shows the mount")
 		}
 	}
 }
 
-// A dead server stalls neither list nor status, and a forced unmount ends the mount.
-func TestDeadServer(t *testing.T) {
-	w := newWorld(t)
+// TestCommandsWithStoppedServer checks that list, status and a forced umount do not wait for a
+// server that has ended.
+func TestCommandsWithStoppedServer(t *testing.T) {
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	w.mount(t, dir).succeeds(t)
 	w.server.Close()
@@ -120,7 +122,7 @@ func TestDeadServer(t *testing.T) {
 }
 
 func TestForeground(t *testing.T) {
-	w := newWorld(t)
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "fg")
 	cmd := program(t, "nfsrdmad", "mount", "--foreground", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
 	if err := cmd.Start(); err != nil {
@@ -131,7 +133,7 @@ func TestForeground(t *testing.T) {
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Error("not mounted")
+			t.Error("the mount does not appear")
 			break
 		}
 	}
@@ -141,8 +143,8 @@ func TestForeground(t *testing.T) {
 	}
 }
 
-// mount(8) calls its helper so, with -f to check only.
-func TestHelper(t *testing.T) {
+// TestMountHelper calls the helper with the arguments of mount(8). With -f it checks only.
+func TestMountHelper(t *testing.T) {
 	dir := t.TempDir()
 	helper := func(args ...string) outcome { return finish(t, program(t, "/sbin/mount.nfsrdma", args...)) }
 	helper("127.0.0.1:/", dir, "-fnv", "-o", "rw,soft").succeeds(t)

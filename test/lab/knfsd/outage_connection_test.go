@@ -18,24 +18,24 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// These cases cut the connection again and again under calls that cannot be done twice: a replay
-// that is executed again ends in EEXIST or ENOENT.
+// These cases repeatedly cut the connection during calls that are not idempotent. A replayed call
+// that the server executes twice fails with EEXIST or ENOENT.
 var (
-	_ = register("cut by us", "names and data while we cut the connection again and again", testCutByUs)
-	_ = register("cut by the server", "names and data while the server cuts the connection again and again",
+	_ = register("cut by the client", "names and data while the client repeatedly cuts the connection", testCutByClient)
+	_ = register("cut by the server", "names and data while the server repeatedly cuts the connection",
 		testCutByServer)
-	_ = register("nfsd restarted", "nfsd stopped under a mount and started again", testRestart)
+	_ = register("nfsd restarted", "nfsd stopped and restarted under a mount", testRestart)
 )
 
 const (
-	cutWorkers = 6
-	cutsByUs   = 40
-	cutsByIt   = 8
-	cutSize    = 128 << 10 // of each worker's file
+	cutWorkers   = 6
+	cutsByClient = 40
+	cutsByServer = 8
+	cutSize      = 128 << 10 // size in bytes of each worker's file
 )
 
-func testCutByUs(t *testing.T, b bench) {
-	b = b.another(lab.Options{Complaints: cutComplaints})
+func testCutByClient(t *testing.T, b bench) {
+	b = b.ownServer(lab.Options{ExpectedKernelErrors: cutErrors})
 	plan, err := faults.Parse("disconnect-every=~60")
 	if err != nil {
 		t.Fatal(err)
@@ -48,66 +48,66 @@ func testCutByUs(t *testing.T, b bench) {
 		c.Provider, c.ReconnectMin, c.ReconnectMax, c.Logger = p, time.Millisecond, 10*time.Millisecond, nil
 	})
 	w := startWork(t, m, plan.Seed())
-	w.await(func() bool { return m.tr.Stats().Connects > cutsByUs })
+	w.await(func() bool { return m.tr.Stats().Connects > cutsByClient })
 	w.stop()
 	if m.tr.Stats().Resends == 0 {
-		t.Error("no call was cut off")
+		t.Error("got no resend, want at least one")
 	}
-	gentle(t, b, capture, 1, false)
+	checkConnections(t, b, capture, 1, false)
 }
 
-// testCutByServer has the server's kernel abort its connections, each when it has carried calls:
-// what siw has not looked at must not be cut.
+// testCutByServer makes the server's kernel abort its connections. Each has carried calls by then,
+// because siw must not lose a connection that it has not handled yet.
 func testCutByServer(t *testing.T, b bench) {
-	b = b.another(lab.Options{Complaints: cutComplaints})
+	b = b.ownServer(lab.Options{ExpectedKernelErrors: cutErrors})
 	m := b.mount(t, func(c *xprt.Config) {
 		shortWaits(c)
 		c.ReconnectMin, c.ReconnectMax = 100*time.Millisecond, time.Second
 	})
 	w := startWork(t, m, 1)
-	for range cutsByIt {
+	for range cutsByServer {
 		before := m.tr.Stats()
 		w.await(func() bool {
 			s := m.tr.Stats()
 			return s.State == xprt.StateConnected && s.Recvs > before.Recvs+50
 		})
 		before = m.tr.Stats()
-		b.abort()
+		b.abortConnections()
 		w.await(func() bool { return m.tr.Stats().Connects > before.Connects })
 	}
 	w.stop()
 }
 
-// cutComplaints are what the kernel's server may say of its own when connections end under traffic,
-// or its device is removed. These cases have servers of their own for that.
-var cutComplaints = []string{
-	// A queue pair is destroyed that still has registrations in use, and the device is told to be
-	// left with something of the server's.
+// cutErrors are kernel errors of the server when connections end under traffic or its device is
+// removed. The cases that cause them use their own servers.
+var cutErrors = []string{
+	// The server destroys a queue pair with active registrations, and the device still has
+	// resources of the server.
 	`WARNING: .*drivers/infiniband/core/(verbs|restrack)\.c`,
-	// A receive context, and the pages that it reads a chunk into, are given back twice (seen once,
-	// below svc_rdma_free).
+	// The server frees a receive context and its pages twice (seen once, below svc_rdma_free).
 	`BUG: Bad page state in process nfsd`, `kernel BUG at mm/slub\.c`, `Oops: invalid opcode`,
 }
 
-// abort ends all connections to the server, as the server's own doing. Where they are not TCP its
-// device goes, and another comes in its place.
-func (b bench) abort() {
+// abortConnections makes the server end all its connections. Without TCP it deletes the server's
+// device and adds it again.
+func (b bench) abortConnections() {
 	b.t.Helper()
 	if b.device == lab.RXE {
-		b.MustRun("set -e; card=$(rdma link show rxe0/1 | sed 's/.*netdev //'); rdma link delete rxe0; rdma link add rxe0 type rxe netdev $card")
+		b.MustRun("set -e; card=$(rdma link show rxe0/1 | sed 's/.*netdev //'); rdma link delete rxe0; " +
+			"rdma link add rxe0 type rxe netdev $card")
 		return
 	}
 	if out := b.MustRun("modprobe tcp_diag; ss -nK state established sport = :20049"); !strings.Contains(out,
 		":20049") {
-		b.t.Fatalf("nothing was cut: %s", out)
+		b.t.Fatalf("ss -K: got no aborted connection: %s", out)
 	}
 }
 
-// testRestart stops the server's threads, and with them its listeners and connections, under an
-// idle mount, has work wait for it, and starts it again. Under calls a kernel of 6.1 may never get
-// its threads back.
+// testRestart stops the server's threads under an idle mount, which ends its listeners and
+// connections. It starts I/O, and then starts the threads again. If calls are in flight, a kernel
+// 6.1 may never get its threads back.
 func testRestart(t *testing.T, b bench) {
-	b = b.another(lab.Options{}) // and so it may after connections that were cut
+	b = b.ownServer(lab.Options{}) // the same can happen after the cases that cut connections
 	m := b.mount(t, shortWaits)
 	b.MustRun("rpc.nfsd 0")
 	waitFor(t, "the loss of the connection to be noticed",
@@ -121,7 +121,7 @@ func testRestart(t *testing.T, b bench) {
 	w.stop()
 }
 
-// work is workers that use a mount.
+// A work is a set of workers that use a mount.
 type work struct {
 	t     *testing.T
 	m     *mount
@@ -148,41 +148,43 @@ func startWork(t *testing.T, m *mount, seed uint64) *work {
 	return w
 }
 
-// await waits while the workers work.
+// await waits for a condition while the workers run.
 func (w *work) await(happened func() bool) {
 	w.t.Helper()
-	for end := time.Now().Add(patience); !happened() && !w.over.Load(); time.Sleep(5 * time.Millisecond) {
+	for end := time.Now().Add(waitTimeout); !happened() && !w.over.Load(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(end) {
 			w.over.Store(true)
 			for _, c := range w.m.tr.Calls() {
 				w.t.Logf("call %+v", c)
 			}
-			w.t.Fatalf("waited %v in vain: %+v", patience, w.m.tr.Stats())
+			w.t.Fatalf("condition not met within %v: %+v", waitTimeout, w.m.tr.Stats())
 		}
 	}
 }
 
-// stop ends the work, and holds the transport to its promises.
+// stop ends the work and checks the transport's counters.
 func (w *work) stop() {
 	w.t.Helper()
 	w.over.Store(true)
 	w.all.Wait()
 	s := w.m.tr.Stats()
-	w.t.Logf("%d steps, %d RPCs, %d connects, %d failed, %d resends, %d timeouts, %d nudges; %d MRs hurt = %d recovered + %d recycled + %d orphaned", w.steps.Load(), s.Sends, s.Connects,
-		s.ConnectFailures, s.Resends, s.Timeouts, s.Nudges, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	w.t.Logf("%d steps, %d RPCs, %d connects, %d failed, %d resends, %d timeouts, %d nudges",
+		w.steps.Load(), s.Sends, s.Connects, s.ConnectFailures, s.Resends, s.Timeouts, s.Nudges)
+	w.t.Logf("%d MRs failed, %d recovered, %d recycled, %d orphaned",
+		s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 	if s.Connects < 2 {
-		w.t.Error("the connection was never lost")
+		w.t.Error("got no reconnect, want at least one")
 	}
 	if s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned {
-		w.t.Error("the MRs do not add up")
+		w.t.Error("got failed MRs that are not the sum of recovered, recycled and orphaned MRs")
 	}
 	if left, err := os.ReadDir(w.m.dir); err != nil || len(left) != 0 {
-		w.t.Errorf("left in the export: %v, %v", left, err)
+		w.t.Errorf("got remaining files %v, error %v", left, err)
 	}
 }
 
-// worker keeps a file and its shadow in step, and makes and removes names that nobody else has.
-// Every error is wrong.
+// worker compares a file with a copy in memory, and creates and removes names that no other worker
+// uses. It returns the first error.
 func (w *work) worker(id int, rng *rand.Rand) error {
 	shadow, got := make([]byte, cutSize), make([]byte, cutSize)
 	name := filepath.Join(w.m.dir, fmt.Sprint("file", id))
@@ -206,10 +208,10 @@ func (w *work) worker(id int, rng *rand.Rand) error {
 			_, err = f.WriteAt(shadow[off:off+n], int64(off))
 		case 1:
 			if _, err = f.ReadAt(got[:n], int64(off)); err == nil && !bytes.Equal(got[:n], shadow[off:off+n]) {
-				err = fmt.Errorf("step %d: %d octets at %d are not what was written", i, n, off)
+				err = fmt.Errorf("step %d: read of %d bytes at %d: data differs from what was written", i, n, off)
 			}
 		case 2:
-			err = w.names(fmt.Sprintf("d%d.%d", id, i))
+			err = w.changeNames(fmt.Sprintf("d%d.%d", id, i))
 		}
 		if err != nil {
 			return err
@@ -219,7 +221,7 @@ func (w *work) worker(id int, rng *rand.Rand) error {
 		return err
 	}
 	if !bytes.Equal(got, shadow) {
-		return fmt.Errorf("the file is not what was written")
+		return fmt.Errorf("final read: data differs from what was written")
 	}
 	if err := f.Close(); err != nil {
 		return err
@@ -227,8 +229,8 @@ func (w *work) worker(id int, rng *rand.Rand) error {
 	return os.Remove(name)
 }
 
-// names does once what cannot be done twice.
-func (w *work) names(dir string) error {
+// changeNames executes operations on names that are not idempotent.
+func (w *work) changeNames(dir string) error {
 	d := filepath.Join(w.m.dir, dir)
 	a, b, c := filepath.Join(d, "a"), filepath.Join(d, "b"), filepath.Join(d, "c")
 	for _, step := range []func() error{
