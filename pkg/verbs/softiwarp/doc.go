@@ -57,8 +57,8 @@
 // Handlers run on the dispatcher, OnDisconnect on a separate goroutine.
 //
 //	qp.mu                state, send queue, inbound Read Requests, outstanding Reads
-//	qp.rqMu              receive queue
-//	completionQueue.mu   its ring; may be taken inside qp.mu or qp.rqMu
+//	qp.rq                receive queue
+//	completionQueue.mu   its ring; may be taken inside qp.mu or qp.rq
 //	mr.mu                one registration; held around the non-blocking system call or copy of its data
 //	stagTable.mu         STag index to MR
 //	base.ConnID          addresses, queue pair and peer parameters; held while newQP runs

@@ -123,7 +123,7 @@ func fixSTag(m verbs.MR, stag uint32) {
 // FuzzDDPStream sends a stream to a QP with valid registrations. The QP must not panic or hang, and
 // may write only the window for writing and the Receives. If framed, the data is a list of ULPDUs,
 // each after a length of two bytes, and the test adds pads and CRCs. Run it with -fuzzminimizetime
-// 1x: the coverage of one input varies because of the goroutines, so minimizing never ends.
+// 1x: the coverage of one input varies because of the goroutines, so minimizing does not work.
 func FuzzDDPStream(f *testing.F) {
 	ulpdu := func(us ...[]byte) (b []byte) {
 		for _, u := range us {

@@ -20,7 +20,7 @@ type pair struct {
 
 const pairDepth = 64
 
-// A unconnectedPair listens, and connects when it is told to.
+// An unconnectedPair is a pair that listens. Its method connect makes the connection.
 type unconnectedPair struct {
 	*pair
 	p    verbs.Provider

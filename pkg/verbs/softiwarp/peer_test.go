@@ -293,7 +293,7 @@ func (v *endpoint) terminate() termCode {
 	return termCode{te.Layer, te.EType, te.Code}
 }
 
-// attack connects a rawPeer to a fresh endpoint.
+// connectRaw connects a rawPeer to a new endpoint with windows.
 func connectRaw(t testing.TB, cfg Config) (*rawPeer, *endpoint) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
