@@ -13,7 +13,7 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	}
 	var err error
 	posted := 0
-	ahead := q.sqSent == q.sqTail // the writer is not executing the send queue
+	ahead := q.sq.sent == q.sq.Tail // the writer is not executing the send queue
 	wr := first
 	for ; wr != nil; wr = wr.Next {
 		length, e := q.checkSend(wr)
@@ -33,7 +33,7 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	if ahead {
 		q.runLocal()
 	}
-	wake := q.sqSent != q.sqTail && q.txIdle
+	wake := q.sq.sent != q.sq.Tail && q.txIdle
 	q.mu.Unlock()
 	if posted > 0 {
 		q.stats.PostedChains.Add(1)
@@ -82,7 +82,7 @@ func (q *qp) checkReg(wr *verbs.WorkRequest) error {
 
 // enqueue copies wr to the tail. The caller holds mu and has checked that a slot is free.
 func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
-	e := &q.sq[q.sqTail&uint32(len(q.sq)-1)]
+	e := q.sq.At(q.sq.Tail)
 	e.op, e.signaled, e.done, e.length = wr.Opcode, wr.Signaled, wr.Done, length
 	e.raddr, e.rkey, e.inv = wr.RemoteAddr, wr.RKey, wr.InvalidateRKey
 	e.sges = e.sges[:0]
@@ -94,7 +94,7 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	default:
 		e.sges = append(e.sges, wr.SGList...)
 	}
-	q.sqTail++
+	q.sq.Tail++
 }
 
 // runLocal executes FastReg and LocalInv requests at the front of the queue. It may do the writer's
@@ -102,11 +102,11 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 // invalidation therefore never waits for a Read Response that the peer takes slowly. The writer
 // handles a request that fails. The caller holds mu.
 func (q *qp) runLocal() {
-	from := q.sqSent
-	for q.sqSent != q.sqTail && q.executeLocal(&q.sq[q.sqSent&uint32(len(q.sq)-1)]) {
-		q.sqSent++
+	from := q.sq.sent
+	for q.sq.sent != q.sq.Tail && q.executeLocal(q.sq.At(q.sq.sent)) {
+		q.sq.sent++
 	}
-	if q.sqSent != from {
+	if q.sq.sent != from {
 		q.reap()
 	}
 }
@@ -134,9 +134,7 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 		}
 		q.rqUsed.Add(1)
 		q.inflight.Add(1)
-		e := &q.rq.ring[q.rq.tail&uint32(len(q.rq.ring)-1)]
-		e.buf, e.done = rr.SGE.Buf, rr.Done
-		q.rq.tail++
+		q.rq.Push(rqe{buf: rr.SGE.Buf, done: rr.Done})
 		q.stats.PostedRecvWRs.Add(1)
 	}
 	return nil, nil
@@ -146,12 +144,12 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 func (q *qp) takeRecv() bool {
 	q.rq.Lock()
 	defer q.rq.Unlock()
-	if q.rq.head == q.rq.tail || q.rq.closed {
+	if q.rq.Len() == 0 || q.rq.closed {
 		return false
 	}
-	e := &q.rq.ring[q.rq.head&uint32(len(q.rq.ring)-1)]
+	e := q.rq.At(q.rq.Head)
 	q.current = *e
 	e.buf, e.done = nil, nil
-	q.rq.head++
+	q.rq.Head++
 	return true
 }

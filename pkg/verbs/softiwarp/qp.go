@@ -107,20 +107,17 @@ type qp struct {
 	txIdle  bool       // the writer waits for wake
 	txOpen  bool       // FPDUs may be sent; a responder first waits for an FPDU of the peer
 
-	sq                 []sqe // ring of a power of two
-	sqHead             uint32
-	sqSent             uint32 // entries before it are on the wire or executed
-	sqTail             uint32
-	reads              []outstandingRead // ring of a power of two
-	readHead, readTail uint32
-	rrq                []readRequest // ring of a power of two: inbound Read Requests
-	rrHead, rrTail     uint32
+	sq struct {
+		base.Ring[sqe]
+		sent uint32 // entries before it are on the wire or executed
+	}
+	reads base.Ring[outstandingRead]
+	rrq   base.Ring[readRequest] // inbound Read Requests
 
 	rq struct {
 		sync.Mutex
-		closed     bool
-		ring       []rqe // its size is a power of two
-		head, tail uint32
+		closed bool
+		base.Ring[rqe]
 	}
 
 	current       rqe // used only by the reader: the Receive of the current message
@@ -153,12 +150,13 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq, reserved: reserved,
 		checks: base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessageLen},
 		wake:   make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
-		sq: make([]sqe, base.RingSize(attr.MaxSendWR)),
 	}
-	q.rq.ring = make([]rqe, base.RingSize(attr.MaxRecvWR))
-	sges := make([]verbs.SGE, len(q.sq)*attr.MaxSendSGE)
-	for i := range q.sq {
-		q.sq[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
+	q.rq.Ring = base.NewRing[rqe](attr.MaxRecvWR)
+	q.sq.Ring = base.NewRing[sqe](attr.MaxSendWR)
+	slots := q.sq.Slots()
+	sges := make([]verbs.SGE, len(slots)*attr.MaxSendSGE)
+	for i := range slots {
+		slots[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
 	}
 	leakcheck.Track(leakcheck.QP, 1)
 	return q, nil
@@ -188,8 +186,8 @@ func (q *qp) start(s stream) bool {
 	}
 	q.conn, q.crc, q.rtr = s.conn, s.crc, s.rtr
 	q.ird, q.ord = s.depths.ird, s.depths.ord
-	q.rrq = make([]readRequest, base.RingSize(q.ird))
-	q.reads = make([]outstandingRead, base.RingSize(q.ord))
+	q.rrq = base.NewRing[readRequest](q.ird)
+	q.reads = base.NewRing[outstandingRead](q.ord)
 	q.txOpen = s.active
 	q.state = qpReady
 	q.users.Store(2)
@@ -288,16 +286,16 @@ func (q *qp) leaveSocket() {
 // connection.
 func (q *qp) flush() {
 	q.mu.Lock()
-	for q.sqHead != q.sqTail {
-		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
+	for q.sq.Len() > 0 {
+		e := q.sq.At(q.sq.Head)
 		status := e.status
 		if status == verbs.StatusSuccess {
 			status = verbs.StatusWRFlushErr
 		}
-		q.sqHead++
+		q.sq.Head++
 		q.completeSend(e, status)
 	}
-	q.sqSent = q.sqTail
+	q.sq.sent = q.sq.Tail
 	local, cause := q.local, q.cause
 	q.mu.Unlock()
 
@@ -310,9 +308,9 @@ func (q *qp) flush() {
 	}
 	q.rq.Lock()
 	q.rq.closed = true // fail, on another goroutine, may not have set it yet
-	for q.rq.head != q.rq.tail {
-		e := &q.rq.ring[q.rq.head&uint32(len(q.rq.ring)-1)]
-		q.rq.head++
+	for q.rq.Len() > 0 {
+		e := q.rq.At(q.rq.Head)
+		q.rq.Head++
 		q.completeRecv(e, &verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	}
 	q.rq.Unlock()
@@ -353,12 +351,12 @@ func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 // reap completes the executed requests at the head of the send queue, in order. The caller holds
 // mu.
 func (q *qp) reap() {
-	for q.sqHead != q.sqSent {
-		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
+	for q.sq.Head != q.sq.sent {
+		e := q.sq.At(q.sq.Head)
 		if e.op == verbs.OpRDMARead && !e.readDone {
 			return
 		}
-		q.sqHead++
+		q.sq.Head++
 		q.completeSend(e, verbs.StatusSuccess)
 	}
 }

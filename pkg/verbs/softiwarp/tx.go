@@ -142,12 +142,12 @@ func (t *transmitter) wait() (work, readRequest) {
 		}
 		queue := t.queueReady()
 		switch {
-		case q.txOpen && q.rrHead != q.rrTail && !(t.answered && queue):
-			rr := q.rrq[q.rrHead&uint32(len(q.rrq)-1)]
-			q.rrHead++
+		case q.txOpen && q.rrq.Head != q.rrq.Tail && !(t.answered && queue):
+			rr := *q.rrq.At(q.rrq.Head)
+			q.rrq.Head++
 			return workRespond, rr
 		case queue:
-			t.from, t.tail, t.open = q.sqSent, q.sqTail, q.txOpen
+			t.from, t.tail, t.open = q.sq.sent, q.sq.Tail, q.txOpen
 			return workQueue, readRequest{}
 		}
 		t.answered = false
@@ -162,14 +162,14 @@ func (t *transmitter) wait() (work, readRequest) {
 // queueReady reports whether the next send queue entry can be executed. The caller holds mu.
 func (t *transmitter) queueReady() bool {
 	q := t.q
-	if q.sqSent == q.sqTail {
+	if q.sq.sent == q.sq.Tail {
 		return false
 	}
-	switch q.sq[q.sqSent&uint32(len(q.sq)-1)].op {
+	switch q.sq.At(q.sq.sent).op {
 	case verbs.OpFastReg, verbs.OpLocalInv:
 		return true
 	case verbs.OpRDMARead:
-		return q.txOpen && q.readTail-q.readHead < uint32(q.ord)
+		return q.txOpen && !q.reads.Full()
 	}
 	return q.txOpen
 }
@@ -181,7 +181,7 @@ func (t *transmitter) runQueue() error {
 	q, at, tail, open := t.q, t.from, t.tail, t.open
 	t.b.begin()
 	for at != tail {
-		e := &q.sq[at&uint32(len(q.sq)-1)]
+		e := q.sq.At(at)
 		if !open && e.op != verbs.OpFastReg && e.op != verbs.OpLocalInv {
 			break
 		}
@@ -227,7 +227,7 @@ func (t *transmitter) flush(at uint32) error {
 	}
 	q := t.q
 	q.mu.Lock()
-	q.sqSent = at
+	q.sq.sent = at
 	q.reap()
 	q.mu.Unlock()
 	t.b.begin()
@@ -320,14 +320,12 @@ func (t *transmitter) startRead(at uint32, e *sqe) bool {
 		srcSTag: uint32(e.rkey), srcTO: e.raddr,
 	}
 	q.mu.Lock()
-	if q.readTail-q.readHead >= uint32(q.ord) {
+	if q.reads.Full() {
 		q.mu.Unlock()
 		return false
 	}
 	// The response may arrive before this goroutine continues, so the entry comes first.
-	q.reads[q.readTail&uint32(len(q.reads)-1)] = outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag,
-		buf: e.sges[0].Buf}
-	q.readTail++
+	q.reads.Push(outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag, buf: e.sges[0].Buf})
 	q.mu.Unlock()
 	t.readMSN++
 	putReadRequest(t.b.header(maxHeaderSize), &r)

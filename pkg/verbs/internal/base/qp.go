@@ -2,7 +2,6 @@ package base
 
 import (
 	"fmt"
-	"math/bits"
 	"sync/atomic"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -55,15 +54,6 @@ func (r Reservation) Release() {
 	r.send.unreserve(r.sendWRs)
 	r.recv.unreserve(r.recvWRs)
 	r.uses.Drop()
-}
-
-// RingSize returns the smallest power of two that is at least n, and at least 1. A ring of this
-// size finds the slot of a free-running position with a mask.
-func RingSize(n int) int {
-	if n <= 1 {
-		return 1
-	}
-	return 1 << bits.Len(uint(n-1))
 }
 
 // Counters are the counters behind verbs.QPStats. Each field counts what the field of the same name
