@@ -68,8 +68,8 @@ func (p *Pool) Size() int { return p.size }
 // allocRetry is how long Get waits before it tries a failed allocation again.
 const allocRetry = 50 * time.Millisecond
 
-// TryGet returns a buffer. It returns nil when all buffers are in use, the system has no memory, or
-// the pool is closed.
+// TryGet returns a buffer, or nil when all buffers are in use, the system has no memory, or the
+// pool is closed.
 func (p *Pool) TryGet() []byte {
 	b, _ := p.tryGet()
 	return b
@@ -95,7 +95,7 @@ func (p *Pool) tryGet() (b []byte, noMemory bool) {
 	return b, false
 }
 
-// Get returns a buffer. It waits while all buffers are in use or the system has no memory. It
+// Get returns a buffer. Get waits while all buffers are in use or the system has no memory. Get
 // returns nil when done or the pool is closed.
 func (p *Pool) Get(done <-chan struct{}) []byte {
 	for {

@@ -143,9 +143,10 @@ func TestPeerThatStopsReading(t *testing.T) {
 	}
 }
 
-// TestMessagesAreNotInterleaved posts requests while a Read Response is sent. They must follow its
-// last segment. That includes an RDMA Write of zero bytes, with which a consumer wakes a stock siw
-// peer that left the first FPDU unread. Read Responses and the send queue alternate.
+// TestMessagesAreNotInterleaved posts requests while a Read Response is sent. The requests must
+// follow the last segment of the response. One of them is an RDMA Write of zero bytes, with which a
+// consumer wakes a stock siw peer that left the first FPDU unread. Read Responses and the send
+// queue alternate.
 func TestMessagesAreNotInterleaved(t *testing.T) {
 	const size = 1 << 20
 	for _, crc := range []bool{false, true} {

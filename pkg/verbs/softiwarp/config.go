@@ -9,8 +9,8 @@ import (
 
 // Config configures a provider. The zero value is ready to use.
 type Config struct {
-	// CRC asks for the MPA CRC on every connection. It is off by default, which departs from RFC
-	// 5044 §4.4: a stock siw peer drops the connection whenever TCP splits an FPDU's trailer, and
+	// CRC asks for the MPA CRC on every connection. The default is off, which departs from RFC 5044
+	// §4.4: a stock siw peer drops the connection whenever TCP splits an FPDU's trailer, and
 	// Linux's client leaves CRCs off. CRCs are also used when the peer asks for them.
 	CRC bool
 	// MaxFPDU is the size of the largest sent FPDU in bytes. 0 means the effective MSS (RFC 5044

@@ -77,8 +77,8 @@ func (t *connectLimiter) acquire(ctx context.Context, closed <-chan struct{}, a 
 const settleInterval = 5 * time.Millisecond
 
 // Settle returns when no connect of this process is in progress, or ctx ends. A program that has
-// closed everything calls it before it exits: a cancelled connect still waits up to abandonTimeout
-// for the peer's answer, and the kernel would otherwise close its TCP connection at once.
+// closed everything calls Settle before it exits. A cancelled connect still waits up to
+// abandonTimeout for the peer's answer, and an exit would close the TCP connection at once.
 func Settle(ctx context.Context) {
 	for connects.busy() && ctx.Err() == nil {
 		time.Sleep(settleInterval)
@@ -91,7 +91,7 @@ func (t *connectLimiter) busy() bool {
 	return len(t.addrs) > 0
 }
 
-// Resolve finds the local address that reaches raddr. It sends no packet.
+// Resolve finds the local address that reaches raddr. Resolve sends no packet.
 func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.ActiveID, error) {
 	raddr = netip.AddrPortFrom(raddr.Addr().Unmap(), raddr.Port())
 	fail := func(kind verbs.ConnErrorKind, err error) error {
@@ -127,8 +127,8 @@ func (a *activeID) Close() error {
 	return nil
 }
 
-// An attempt is one connection set-up. It runs on a separate goroutine, because a cancelled attempt
-// must not close a new TCP connection at once (see abandonTimeout).
+// An attempt is one connection set-up. An attempt runs on a separate goroutine, because a cancelled
+// attempt must not close a new TCP connection at once (see abandonTimeout).
 type attempt struct {
 	id          *activeID
 	param       verbs.ConnParam

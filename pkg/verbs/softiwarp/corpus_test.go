@@ -243,8 +243,8 @@ func terminatedConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr
 	req.Close()
 }
 
-// split parses a recorded direction into its MPA frame and ULPDUs. It does not use the parser of
-// package softiwarp. It fails the test on data that is not a whole FPDU.
+// split parses a recorded direction into its MPA frame and ULPDUs. split does not use the parser of
+// package softiwarp. split fails the test on data that is not a whole FPDU.
 func split(t *testing.T, b []byte) (frame []byte, ulpdus [][]byte) {
 	t.Helper()
 	const hdr, key = 20, 16

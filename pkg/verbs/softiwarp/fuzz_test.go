@@ -91,7 +91,7 @@ func FuzzTerminate(f *testing.F) {
 	})
 }
 
-// STags of the fuzzed endpoint. They are fixed, so that a corpus can contain them.
+// STags of the fuzzed endpoint. The STags are fixed, so that a corpus can contain them.
 const (
 	fuzzWrite = 0x00000111
 	fuzzRead  = 0x00000222

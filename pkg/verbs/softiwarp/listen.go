@@ -94,7 +94,7 @@ func (l *listener) run() {
 	}
 }
 
-// enroll registers c for Close. It returns false when the listener is closed.
+// enroll registers c for Close. enroll returns false when the listener is closed.
 func (l *listener) enroll(c *net.TCPConn) bool {
 	l.handshakes.Lock()
 	defer l.handshakes.Unlock()
@@ -107,8 +107,8 @@ func (l *listener) enroll(c *net.TCPConn) bool {
 	return true
 }
 
-// handshake reads the MPA Request. It closes the connection without an answer when the Request is
-// invalid (RFC 5044 §7.1.2).
+// handshake reads the MPA Request. handshake closes the connection without an answer when the
+// Request is invalid (RFC 5044 §7.1.2).
 func (l *listener) handshake(c *net.TCPConn) {
 	defer l.wg.Done()
 	req, err := readMPAFrame(c, false)
@@ -223,9 +223,9 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 	return nil
 }
 
-// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). It prefers the zero-length Write, which
-// uses no resources, and offers it when the peer names no other option. It reports whether it chose
-// the zero-length Send.
+// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). chooseRTR prefers the zero-length
+// Write, which uses no resources, and offers it when the peer names no other option. chooseRTR
+// reports whether it chose the zero-length Send.
 func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 	if !r.req.peer {
 		return false

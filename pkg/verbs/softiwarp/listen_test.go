@@ -10,8 +10,8 @@ import (
 )
 
 // TestPendingConnectionsAreBounded opens connections that send no request or are not accepted. The
-// listener keeps maxPending of them and closes further ones. It accepts new ones after a timeout or
-// an Accept.
+// listener keeps maxPending of them and closes further ones. The listener accepts new ones after a
+// timeout or an Accept.
 func TestPendingConnectionsAreBounded(t *testing.T) {
 	dial := func(t *testing.T, l verbs.Listener, send []byte) *net.TCPConn {
 		t.Helper()

@@ -20,7 +20,7 @@ type pair struct {
 
 const pairDepth = 64
 
-// An unconnectedPair is a pair that listens. Its method connect makes the connection.
+// An unconnectedPair is a pair that listens. The method connect makes the connection.
 type unconnectedPair struct {
 	*pair
 	p    verbs.Provider

@@ -17,7 +17,7 @@ import (
 // testTimeout bounds every wait of these tests.
 const testTimeout = 20 * time.Second
 
-// A rawPeer is the connecting end of a TCP connection. It sends any bytes that a test needs.
+// A rawPeer is the connecting end of a TCP connection. A rawPeer sends any bytes that a test needs.
 type rawPeer struct {
 	t   testing.TB
 	c   *net.TCPConn
@@ -105,8 +105,8 @@ func (p *rawPeer) mustNext() (header, []byte) {
 	return h, b
 }
 
-// readTerminate skips FPDUs until a Terminate and returns it. It checks the form of the Terminate,
-// and that the stream ends after it.
+// readTerminate skips FPDUs until a Terminate and returns it. readTerminate checks the form of the
+// Terminate, and that the stream ends after it.
 func (p *rawPeer) readTerminate() (termCode, []byte) {
 	p.t.Helper()
 	for {

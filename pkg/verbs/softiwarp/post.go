@@ -4,7 +4,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// PostSend copies a chain into the ring and wakes the writer. It never waits for the socket.
+// PostSend copies a chain into the ring and wakes the writer. PostSend never waits for the socket.
 func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	q.mu.Lock()
 	if q.state != qpReady {
@@ -97,10 +97,10 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	q.sq.Tail++
 }
 
-// runLocal executes FastReg and LocalInv requests at the front of the queue. It may do the writer's
-// work, because the writer has executed everything before and reads the queue again under mu. An
-// invalidation therefore never waits for a Read Response that the peer takes slowly. The writer
-// handles a request that fails. The caller holds mu.
+// runLocal executes FastReg and LocalInv requests at the front of the queue. runLocal may do the
+// writer's work, because the writer has executed everything before and reads the queue again under
+// mu. An invalidation therefore never waits for a Read Response that the peer takes slowly. The
+// writer handles a request that fails. The caller holds mu.
 func (q *qp) runLocal() {
 	from := q.sq.sent
 	for q.sq.sent != q.sq.Tail && q.executeLocal(q.sq.At(q.sq.sent)) {

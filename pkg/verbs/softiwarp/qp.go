@@ -57,8 +57,8 @@ type rqe struct {
 	done func(*verbs.WorkCompletion)
 }
 
-// An outstandingRead is an RDMA Read that waits for its response. Its sink STag exists only here,
-// so no RDMA Write can use it. The STag becomes invalid when the entry is removed.
+// An outstandingRead is an RDMA Read that waits for its response. The sink STag exists only in this
+// entry, so no RDMA Write can use the STag. The STag becomes invalid when the entry is removed.
 type outstandingRead struct {
 	wr   uint32 // send queue position
 	msn  uint32
@@ -171,8 +171,8 @@ type stream struct {
 	depths depths
 }
 
-// start makes the QP ready and starts its reader and writer. It returns false when the QP is not in
-// the init state.
+// start makes the QP ready and starts its reader and writer. start returns false when the QP is not
+// in the init state.
 func (q *qp) start(s stream) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -225,8 +225,8 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.state, q.cause, q.local, q.term = qpDead, cause, local, t
 	q.dead.Store(true)
 	if was == qpReady {
-		// This ends the wait of the reader and bounds that of the writer. The reader sets its next
-		// deadline under mu, so this one cannot replace it.
+		// The expired deadline ends the wait of the reader. The reader sets its next deadline under
+		// mu, so this one cannot replace the next one.
 		q.conn.SetReadDeadline(time.Unix(1, 0))
 		q.conn.SetWriteDeadline(time.Now().Add(q.dev.cfg.Linger))
 	}
@@ -245,8 +245,8 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.wakeWriter()
 }
 
-// streamError adds the operation and the addresses to an error of the stream. It returns io.EOF, an
-// orderly end, unchanged.
+// streamError adds the operation and the addresses to an error of the stream. streamError returns
+// io.EOF, an orderly end, unchanged.
 func (q *qp) streamError(op string, err error) error {
 	var errno syscall.Errno
 	if errors.As(err, &errno) {
@@ -282,8 +282,8 @@ func (q *qp) leaveSocket() {
 	}
 }
 
-// flush completes all queued requests in order. It calls OnDisconnect unless the consumer ended the
-// connection.
+// flush completes all queued requests in order. flush calls OnDisconnect unless the consumer ended
+// the connection.
 func (q *qp) flush() {
 	q.mu.Lock()
 	for q.sq.Len() > 0 {
@@ -339,7 +339,7 @@ func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	q.sendCQ.push(q, false, done, &wc)
 }
 
-// completeRecv completes e. It fills in the Opcode and the QP of wc.
+// completeRecv completes e, and fills in the Opcode and the QP of wc.
 func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 	done := e.done
 	e.buf, e.done = nil, nil

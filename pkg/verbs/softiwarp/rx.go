@@ -14,8 +14,8 @@ import (
 // discarded.
 var errRefused = errors.New("softiwarp: stream refused")
 
-// A receiver is the reader goroutine of a QP. It parses the stream, places payload and completes
-// Receives and RDMA Reads. It calls no consumer code.
+// A receiver is the reader goroutine of a QP. A receiver parses the stream, places payload and
+// completes Receives and RDMA Reads. A receiver calls no consumer code.
 type receiver struct {
 	q  *qp
 	in intake

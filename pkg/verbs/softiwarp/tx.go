@@ -16,8 +16,9 @@ import (
 // mssInterval is the number of batches between two queries of the MSS.
 const mssInterval = 1024
 
-// A transmitter is the writer goroutine of a QP. It executes the send queue in order and answers
-// RDMA Read Requests. It sends one whole message after the other (RFC 5041 §5.3).
+// A transmitter is the writer goroutine of a QP. A transmitter executes the send queue in order and
+// answers RDMA Read Requests. A transmitter sends one whole message after the other (RFC 5041
+// §5.3).
 type transmitter struct {
 	q      *qp
 	conn   *net.TCPConn
@@ -113,8 +114,8 @@ func (t *transmitter) run() {
 }
 
 // waitForReader lets the reader read the data that the peer sent before it reset the connection.
-// That is usually a Terminate, which explains more than the reset. The reader sees the end of the
-// stream at once; Linger is only an upper bound.
+// The data is usually a Terminate, which explains more than the reset. The reader sees the end of
+// the stream at once; Linger is only an upper bound.
 func (t *transmitter) waitForReader(err error) {
 	q := t.q
 	q.mu.Lock()
@@ -174,9 +175,9 @@ func (t *transmitter) queueReady() bool {
 	return q.txOpen
 }
 
-// runQueue executes the send queue entries that wait has chosen, and waits only for the socket. It
-// stops at an entry that must wait for the peer. Until flush marks the entries as executed, only
-// this goroutine accesses them.
+// runQueue executes the send queue entries that wait has chosen, and waits only for the socket.
+// runQueue stops at an entry that must wait for the peer. Until flush marks the entries as
+// executed, only this goroutine accesses them.
 func (t *transmitter) runQueue() error {
 	q, at, tail, open := t.q, t.from, t.tail, t.open
 	t.b.begin()
@@ -304,8 +305,8 @@ func (t *transmitter) message(at uint32, e *sqe) (whole bool, err error) {
 	return true, nil
 }
 
-// startRead adds an RDMA Read Request to the batch. It returns false when the limit of outstanding
-// Reads is reached. A Read of zero bytes completes without a Read Request.
+// startRead adds an RDMA Read Request to the batch. startRead returns false when the limit of
+// outstanding Reads is reached. A Read of zero bytes completes without a Read Request.
 func (t *transmitter) startRead(at uint32, e *sqe) bool {
 	q := t.q
 	if e.length == 0 {
@@ -334,7 +335,7 @@ func (t *transmitter) startRead(at uint32, e *sqe) bool {
 	return true
 }
 
-// respond answers an RDMA Read Request. It checks the registration again for every batch.
+// respond answers an RDMA Read Request. respond checks the registration again for every batch.
 func (t *transmitter) respond(rr *readRequest) error {
 	q := t.q
 	t.b.begin()

@@ -263,8 +263,8 @@ func TestUnusualMessagesAreAccepted(t *testing.T) {
 			t.Errorf("Receive %d: got %+v %q, want %q", i, wc, v.bufs[i], want)
 		}
 	}
-	// The STag is in both segments of the Send With Invalidate. It is invalid when the Receive
-	// completes.
+	// The STag is in both segments of the Send With Invalidate. The STag is invalid when the
+	// Receive completes.
 	p.send(untagged(opSendSEInv, false, v.wkey, qnSend, 4, 0, []byte("in")),
 		untagged(opSendSEInv, true, v.wkey, qnSend, 4, 2, []byte("val")))
 	if wc := v.received(); !wc.WithInv || uint32(wc.InvalidatedRKey) != v.wkey ||

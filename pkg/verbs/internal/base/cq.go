@@ -54,7 +54,7 @@ func (c *CQEntries) unreserve(n int) {
 }
 
 // Close marks the completion queue as closed, and reports whether this is the first call that did.
-// It fails with verbs.ErrBusy while a work queue uses the completion queue.
+// Close fails with verbs.ErrBusy while a work queue uses the completion queue.
 func (c *CQEntries) Close() (first bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -2,8 +2,8 @@
 // count of a protection domain, the accounts of a completion queue, the rings of the work queues,
 // the checks of posted requests, the counters of a queue pair, and the common part of a ConnID.
 //
-// Only the packages below pkg/verbs import it. It performs no I/O, starts no goroutine, and
-// allocates nothing for a request that passes its checks.
+// Only the packages below pkg/verbs import it. The package performs no I/O, starts no goroutine,
+// and allocates nothing for a request that passes its checks.
 //
 // # Locks
 //

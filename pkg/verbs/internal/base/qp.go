@@ -8,7 +8,7 @@ import (
 )
 
 // CheckQPAttr checks the sizes in attr against the limits of the device, and raises MaxSendSGE to
-// 1. It fails with verbs.ErrInvalid.
+// 1. CheckQPAttr fails with verbs.ErrInvalid.
 func CheckQPAttr(provider string, attr *verbs.QPInitAttr, limits verbs.DeviceAttrs) error {
 	if attr.MaxSendWR <= 0 || attr.MaxSendWR > limits.MaxQPWR || attr.MaxRecvWR <= 0 ||
 		attr.MaxRecvWR > limits.MaxQPWR {
@@ -49,7 +49,7 @@ func Reserve(uses *Uses, send, recv *CQEntries, attr verbs.QPInitAttr) (Reservat
 	return r, nil
 }
 
-// Release gives the reservation back. It must be called once.
+// Release gives the reservation back, and must be called once.
 func (r Reservation) Release() {
 	r.send.unreserve(r.sendWRs)
 	r.recv.unreserve(r.recvWRs)

@@ -2,8 +2,9 @@ package base
 
 import "math/bits"
 
-// A Ring is a queue of at most limit entries. Positions are free-running counters that wrap: Head is
-// the position of the oldest entry, and Tail is that of the next one. The caller provides locking.
+// A Ring is a queue of at most limit entries. Positions are free-running counters that wrap: Head
+// is the position of the oldest entry, and Tail is that of the next one. The caller provides
+// locking.
 type Ring[T any] struct {
 	Head, Tail uint32
 	slots      []T // its size is a power of two
