@@ -186,7 +186,7 @@ func (s *service) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []
 	return reply, nil
 }
 
-// A handlerFunc sends an empty reply to every call after it returns.
+// A handlerFunc handles every call. The reply is empty and follows when the function returns.
 type handlerFunc func(ctx context.Context, proc uint32)
 
 func (f handlerFunc) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
