@@ -24,7 +24,7 @@ var floors = [][]string{
 	{"internal/demo"},
 	{"pkg/daemon", "internal/nfsserve"},
 	{"pkg/fusefs"},
-	{"pkg/nfs3/mountd"},
+	{"pkg/nfs3/mountd", "internal/nfsd"},
 	{"pkg/nfs3"},
 	{"internal/rpctcp"},
 	{"pkg/xprt", "internal/svcrdma"},

@@ -37,23 +37,6 @@ type Config struct {
 	inside func(*site) // for tests: called once all is set up
 }
 
-// Serve runs a server until ctx ends, and tells started where it is.
-func Serve(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
-	s, err := nfsserve.Run(ctx, cfg)
-	var usage *nfsserve.ConfigError
-	switch {
-	case errors.As(err, &usage):
-		return &daemon.Error{Code: daemon.CodeUsage, Text: err.Error(), Err: err}
-	case err != nil:
-		return &daemon.Error{Code: daemon.CodeSystem, Text: "serving: " + err.Error(), Err: err}
-	}
-	started(s)
-	if err := s.Wait(); err != nil && ctx.Err() == nil {
-		return &daemon.Error{Code: daemon.CodeSystem, Text: "serving: " + err.Error(), Err: err}
-	}
-	return nil
-}
-
 // Run runs the demo. Its errors are *daemon.Error.
 func Run(ctx context.Context, cfg Config) error {
 	if cfg.MaxFiles <= 0 {
@@ -134,7 +117,7 @@ func (s *site) setUp(ctx context.Context, root string) error {
 	}
 	log := hclog.New(&hclog.LoggerOptions{Name: "demo", Level: hclog.Error, Output: s.out})
 	serve := nfsserve.Config{Dir: s.export, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0",
-		Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
+		NoRootSquash: true, StateDir: root, Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
 	var err error
 	// The server outlives an interrupt, so that the unmount finds it.
 	if s.server, err = nfsserve.Run(context.WithoutCancel(ctx), serve); err != nil {

@@ -13,11 +13,15 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsd"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
+
+// maxRecord is the largest call or reply in bytes.
+const maxRecord = nfsd.MaxRecord
 
 // Bounds of the way to the backend.
 const (
@@ -286,7 +290,7 @@ func (b *backendConn) fail(err error) {
 // read hands each reply to its call. A reply that nobody waits for is read and forgotten.
 func (b *backendConn) read() {
 	defer close(b.ended)
-	r := bufio.NewReaderSize(b.conn, pipeBuffer)
+	r := bufio.NewReaderSize(b.conn, readBuffer)
 	var stray []byte
 	for {
 		// The mark and the XID come first, so that the rest can be read straight into the call's

@@ -31,6 +31,9 @@ func PutMark(b []byte, n int) { binary.BigEndian.PutUint32(b, lastFragment|uint3
 // FragmentSize is the length in octets of the fragment whose mark b begins with.
 func FragmentSize(b []byte) int { return int(binary.BigEndian.Uint32(b) & maxFragment) }
 
+// LastFragment tells whether the fragment whose mark b begins with is the record's last.
+func LastFragment(b []byte) bool { return binary.BigEndian.Uint32(b)&lastFragment != 0 }
+
 // A SizeError is a record of more octets than the reader takes. It wraps [ErrRecord].
 type SizeError struct {
 	Bytes int // of the record up to here, at least
