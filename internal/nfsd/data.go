@@ -1,7 +1,6 @@
 package nfsd
 
 import (
-
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -234,4 +233,3 @@ func linkMax(v *unix.Statfs_t) uint32 {
 	}
 	return 127 // LINUX_LINK_MAX
 }
-
