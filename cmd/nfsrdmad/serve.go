@@ -15,7 +15,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/demo"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
@@ -27,7 +29,7 @@ func serveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
-		Args:  takes(0, 1),
+		Args:  argCount(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
 			var err error
@@ -37,7 +39,7 @@ func serveCommand() *cobra.Command {
 			if err := limits.apply(&cfg.RDMA); err != nil {
 				return err
 			}
-			plan, err := daemon.ParseFaults(inject)
+			plan, err := mount.ParseFaults(inject)
 			if err != nil {
 				return err
 			}
@@ -47,12 +49,12 @@ func serveCommand() *cobra.Command {
 				return err
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
-			cfg.Provider = daemon.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
-			outliveReaders()
+			cfg.Provider = mount.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
+			ignoreSIGPIPE()
 			return runServer(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {
-					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", daemon.FaultBanner, plan)
+					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", control.FaultBanner, plan)
 				}
 			})
 		},
@@ -97,19 +99,19 @@ func parseAllow(list []string) (nets []netip.Prefix, err error) {
 	return nets, nil
 }
 
-// runServer runs a server until ctx ends, and calls started when both ports are open.
+// runServer runs a server until ctx ends. It calls started once the server listens.
 func runServer(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
 	s, err := nfsserve.Run(ctx, cfg)
 	var usage *nfsserve.ConfigError
 	switch {
 	case errors.As(err, &usage):
-		return &daemon.Error{Code: daemon.CodeUsage, Text: err.Error(), Err: err}
+		return &control.Error{Code: control.CodeUsage, Text: err.Error(), Err: err}
 	case err != nil:
-		return &daemon.Error{Code: daemon.CodeSystem, Text: "serve: " + err.Error(), Err: err}
+		return control.Errorf(control.CodeSystem, "serve: %w", err)
 	}
 	started(s)
 	if err := s.Wait(); err != nil && ctx.Err() == nil {
-		return &daemon.Error{Code: daemon.CodeSystem, Text: "serve: " + err.Error(), Err: err}
+		return control.Errorf(control.CodeSystem, "serve: %w", err)
 	}
 	return nil
 }
@@ -147,7 +149,7 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 	if err != nil {
 		return
 	}
-	root := daemon.Spec{Host: "localhost", Export: "/"}
+	root := mount.Spec{Host: "localhost", Export: "/"}
 	switch r, m := s.RDMAAddr.Addr(), tcp.Addr(); { // a mount has one name for both
 	case !r.IsUnspecified() && !m.IsUnspecified() && r != m:
 		return
@@ -157,7 +159,7 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 		root.Host = r.String()
 	}
 	var options []string
-	if p := s.RDMAAddr.Port(); p != daemon.DefaultOptions().Port {
+	if p := s.RDMAAddr.Port(); p != mount.DefaultOptions().Port {
 		options = append(options, fmt.Sprintf("port=%d", p))
 	}
 	if tcp.Port() != portMapper {
@@ -179,7 +181,7 @@ func demoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Copy a tree through a mount of an embedded server, and compare",
-		Args:  takes(0, 0),
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cfg.MaxFiles < 1 {
 				return fmt.Errorf("flag --files=%d: must be 1 or more", cfg.MaxFiles)
