@@ -13,13 +13,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// statBlock is the unit of st_blocks in octets (stat(2)).
+// statBlock is the unit of st_blocks in bytes (stat(2)).
 const statBlock = 512
 
 var modeOfType = [...]uint32{nfs3.NF3REG: syscall.S_IFREG, nfs3.NF3DIR: syscall.S_IFDIR, nfs3.NF3BLK: syscall.S_IFBLK,
 	nfs3.NF3CHR: syscall.S_IFCHR, nfs3.NF3LNK: syscall.S_IFLNK, nfs3.NF3SOCK: syscall.S_IFSOCK, nfs3.NF3FIFO: syscall.S_IFIFO}
 
-// fileMode is the st_mode of attributes.
+// fileMode returns the st_mode for attributes.
 func fileMode(a *nfs3.Attr) uint32 {
 	if int(a.Type) >= len(modeOfType) {
 		return a.Mode & nfs3.ModeMask
@@ -27,7 +27,7 @@ func fileMode(a *nfs3.Attr) uint32 {
 	return modeOfType[a.Type] | a.Mode&nfs3.ModeMask
 }
 
-// nsec keeps a server's nanoseconds below a second, as the kernel expects them.
+// nsec returns the server's nanoseconds, below one second as the kernel requires.
 func nsec(t nfs3.Time3) uint32 { return min(t.Nsec, uint32(time.Second-1)) }
 
 func (fs *FS) fillAttr(out *fuse.Attr, a *nfs3.Attr) {
@@ -40,116 +40,118 @@ func (fs *FS) fillAttr(out *fuse.Attr, a *nfs3.Attr) {
 		Blksize: uint32(fs.opts.WSize),
 	}
 	if a.Type == nfs3.NF3BLK || a.Type == nfs3.NF3CHR {
-		// The kernel's FUSE carries a device in 32 bits, in the encoding of its new_encode_dev.
+		// The kernel's FUSE protocol carries a device in 32 bits, encoded by new_encode_dev.
 		out.Rdev = uint32(unix.Mkdev(a.Rdev.Major, a.Rdev.Minor))
 	}
 }
 
-// tick begins an RPC whose attributes will be absorbed: they are as fresh as the moment it was
-// sent.
-func (fs *FS) tick() uint64 { return fs.clock.Load() }
+// callStart returns the clock value at which an RPC starts. Pass this value to updateAttr with the
+// attributes of the reply.
+func (fs *FS) callStart() uint64 { return fs.clock.Load() }
 
-// mark sets a moment of the clock to now, unless it is later already.
-func (fs *FS) mark(moment *atomic.Uint64) {
+// setToNow advances moment to the current clock value. It never moves moment back.
+func (fs *FS) setToNow(moment *atomic.Uint64) {
 	now := fs.clock.Add(1)
 	for old := moment.Load(); old < now && !moment.CompareAndSwap(old, now); old = moment.Load() {
 	}
 }
 
-// absorb takes over attributes from a reply whose call was sent at start. It returns false, and
-// does nothing, when the node was changed or seen since then, because nobody could tell which of
-// the two is newer, while it has data that the server has not, and when they are another object's.
-func (fs *FS) absorb(ino *inode, a *nfs3.Attr, start uint64) bool {
+// updateAttr stores attributes from a reply whose call was sent at start. It returns false and
+// stores nothing in three cases: the node was changed or updated after start, so that the newer
+// state is unknown; the node has data that the server does not have; or the attributes describe
+// another object.
+func (fs *FS) updateAttr(ino *inode, a *nfs3.Attr, start uint64) bool {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	if start < ino.attrClock || ino.pending > 0 || ino.isOther(a) {
+	if start < ino.changeClock || ino.pending > 0 || ino.isOtherObjectLocked(a) {
 		return false
 	}
-	least, most := fs.opts.AcRegMin, fs.opts.AcRegMax
+	minAge, maxAge := fs.opts.AcRegMin, fs.opts.AcRegMax
 	if a.Type == nfs3.NF3DIR {
-		least, most = fs.opts.AcDirMin, fs.opts.AcDirMax
+		minAge, maxAge = fs.opts.AcDirMin, fs.opts.AcDirMax
 	}
 	now := time.Now()
 	switch {
 	case !ino.known || stampOf(&ino.attr) != stampOf(a):
-		ino.ttl, ino.checked = least, now
-	case now.Sub(ino.checked) >= ino.ttl:
-		ino.ttl, ino.checked = min(2*max(ino.ttl, least), most), now
+		ino.ttl, ino.ttlSetAt = minAge, now
+	case now.Sub(ino.ttlSetAt) >= ino.ttl:
+		ino.ttl, ino.ttlSetAt = min(2*max(ino.ttl, minAge), maxAge), now
 	}
 	ino.attr, ino.known, ino.valid = *a, true, true
-	ino.seen, ino.seenClock = now, start
+	ino.receivedAt, ino.requestClock = now, start
 	if ino.silly != nil && ino.attr.Nlink > 0 {
-		ino.attr.Nlink-- // the name that is left is not one of the user's
+		ino.attr.Nlink-- // do not count the hidden name
 	}
 	ino.size = a.Size
-	ino.attrClock = fs.clock.Add(1)
+	ino.changeClock = fs.clock.Add(1)
 	return true
 }
 
-// outdate says that the node is being changed: attributes fetched before now are not to be
-// believed.
-func (fs *FS) outdate(ino *inode) {
+// invalidateAttr marks the attributes as outdated because the node is being changed. updateAttr
+// then refuses replies to calls that were sent before.
+func (fs *FS) invalidateAttr(ino *inode) {
 	ino.mu.Lock()
-	ino.valid, ino.untold = false, false
-	ino.attrClock = fs.clock.Add(1)
+	ino.valid, ino.unsent = false, false
+	ino.changeClock = fs.clock.Add(1)
 	ino.mu.Unlock()
 }
 
-// news are attributes that the kernel has not been told yet, and asks for because of the very
-// change whose reply they came with: for how long it may believe them, and false if there are none.
-// Whoever asks a second time wants the server's word.
-func (fs *FS) news(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool) {
+// takeUnsent returns attributes that came with the reply to a change by this mount and that the
+// kernel does not have yet. The kernel asks for them because of that change. left is how long the
+// kernel may cache them. ok is false when there are none. A second request gets none, so that it
+// asks the server.
+func (fs *FS) takeUnsent(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	told := !ino.untold
-	ino.untold = false
-	// A removal changes an object of which its reply says nothing, and a rename may change a
-	// directory in such a way.
-	other := fs.renamed.Load()
+	sent := !ino.unsent
+	ino.unsent = false
+	// The reply to a removal does not contain the attributes of the removed object. A rename can
+	// change a directory whose attributes its reply does not contain.
+	changed := fs.lastRename.Load()
 	if !ino.isDir() {
-		other = max(other, fs.removed.Load())
+		changed = max(changed, fs.lastRemoval.Load())
 	}
-	left = ino.ttl - time.Since(ino.seen)
-	if told || !ino.valid || ino.pending > 0 || ino.seenClock < other || left <= 0 || fs.opts.NoAC {
+	left = ino.ttl - time.Since(ino.receivedAt)
+	if sent || !ino.valid || ino.pending > 0 || ino.requestClock < changed || left <= 0 || fs.opts.NoAC {
 		return 0, false
 	}
 	*a = ino.attr
 	return left, true
 }
 
-// absorbWcc takes over what a reply says of an object that our own call changed (RFC 1813 §2.6).
-// alone says that no other call of ours was changing it at the time; only then do the attributes
-// before the call tell of others.
-func (fs *FS) absorbWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool) {
+// updateWcc stores the attributes in a reply to a change by this mount (RFC 1813 §2.6). alone means
+// that this mount had no other change of the object in flight. Only then do the attributes before
+// the call show changes by other clients.
+func (fs *FS) updateWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool) {
 	ino.mu.Lock()
-	if alone && wcc.HasBefore && ino.baseOK && stampOfWcc(&wcc.Before) != ino.base {
-		ino.baseOK = false
+	if alone && wcc.HasBefore && ino.pageStampValid && stampOfWcc(&wcc.Before) != ino.pageStamp {
+		ino.pageStampValid = false
 	}
-	if wcc.HasAfter && ino.baseOK {
-		ino.base = stampOf(&wcc.After)
+	if wcc.HasAfter && ino.pageStampValid {
+		ino.pageStamp = stampOf(&wcc.After)
 	}
 	ino.mu.Unlock()
-	if !wcc.HasAfter || !fs.absorb(ino, &wcc.After, start) {
-		fs.outdate(ino)
+	if !wcc.HasAfter || !fs.updateAttr(ino, &wcc.After, start) {
+		fs.invalidateAttr(ino)
 		return
 	}
 	ino.mu.Lock()
-	ino.untold = ino.valid
+	ino.unsent = ino.valid
 	ino.mu.Unlock()
 }
 
-// fetchTries is how often attributes are asked for again because the node changed meanwhile.
+// fetchTries is the number of GETATTR calls while other calls keep changing the node.
 const fetchTries = 3
 
-// fetch asks the server for the node's attributes (GETATTR) and absorbs them. settled is false when
-// others of our calls kept changing the node: then the attributes must not be cached.
-func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) (settled bool, err error) {
+// fetch gets the node's attributes from the server (GETATTR) and stores them. cacheable is false
+// when other calls of this mount kept changing the node: the attributes must then not be cached.
+func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) (cacheable bool, err error) {
 	for range fetchTries {
-		start := fs.tick()
+		start := fs.callStart()
 		if err := fs.getAttr(ctx, cred, ino, a); err != nil {
 			return false, err
 		}
-		if fs.absorb(ino, a, start) {
+		if fs.updateAttr(ino, a, start) {
 			ino.mu.Lock()
 			*a = ino.attr
 			ino.mu.Unlock()
@@ -165,19 +167,19 @@ func (fs *FS) fetch(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) 
 func (fs *FS) getAttr(ctx context.Context, cred []byte, ino *inode, a *nfs3.Attr) error {
 	for try := 0; ; try++ {
 		err := fs.client.GetAttr(ctx, cred, ino.fh, a)
-		if fs.again(ctx, err, try) {
+		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
-		if err == nil && ino.otherObject(a) {
+		if err == nil && ino.isOtherObject(a) {
 			fs.dropStale(ino)
-			return syscall.ESTALE // the server uses the handle again
+			return syscall.ESTALE // the server reused the handle for another object
 		}
-		return fs.nodeErr(ino, err)
+		return fs.checkStale(ino, err)
 	}
 }
 
-// timeout is for how long the kernel may believe attributes that were just absorbed.
-func (fs *FS) timeout(ino *inode) time.Duration {
+// attrTimeout returns how long the kernel may cache attributes that were just stored.
+func (fs *FS) attrTimeout(ino *inode) time.Duration {
 	if fs.opts.NoAC {
 		return 0
 	}
@@ -189,22 +191,22 @@ func (fs *FS) timeout(ino *inode) time.Duration {
 	return ino.ttl
 }
 
-// jukeboxFirst and jukeboxMost bound the pause before a call is made again after NFS3ERR_JUKEBOX
-// (RFC 1813 §2.6: wait and try again).
+// jukeboxMinDelay and jukeboxMaxDelay bound the delay before a retry after NFS3ERR_JUKEBOX (RFC
+// 1813 §2.6).
 const (
-	jukeboxFirst = 100 * time.Millisecond
-	jukeboxMost  = 5 * time.Second
+	jukeboxMinDelay = 100 * time.Millisecond
+	jukeboxMaxDelay = 5 * time.Second
 )
 
-// again tells whether to make a call again that returned err, after a pause: the server asked for
-// it, and ctx has not ended.
-func (fs *FS) again(ctx context.Context, err error, try int) bool {
+// retryJukebox reports whether to retry a call that returned err, after a delay. It returns false
+// when the error is not NFS3ERR_JUKEBOX or when ctx ends during the delay.
+func (fs *FS) retryJukebox(ctx context.Context, err error, try int) bool {
 	if err == nil || !hasStatus(err, nfs3.ErrJukebox) {
 		return false
 	}
-	pause := jukeboxMost
-	if try < 6 { // 2^6 times the first pause is beyond the most
-		pause = min(jukeboxFirst<<try, jukeboxMost)
+	pause := jukeboxMaxDelay
+	if try < 6 { // 2^6 times the minimum exceeds the maximum
+		pause = min(jukeboxMinDelay<<try, jukeboxMaxDelay)
 	}
 	t := time.NewTimer(pause)
 	defer t.Stop()
@@ -219,28 +221,28 @@ func (fs *FS) again(ctx context.Context, err error, try int) bool {
 
 func hasStatus(err error, s nfs3.Status) bool {
 	if err == nil {
-		return false // without the allocation below
+		return false // returns before the allocation below
 	}
 	var e *nfs3.Error
 	return errors.As(err, &e) && e.Status == s
 }
 
-// nodeErr passes err on, and drops the node when the server does not know it any more.
-func (fs *FS) nodeErr(ino *inode, err error) error {
+// checkStale returns err. It drops the node when the server no longer knows the node's handle.
+func (fs *FS) checkStale(ino *inode, err error) error {
 	if err != nil && (hasStatus(err, nfs3.ErrStale) || hasStatus(err, nfs3.ErrBadHandle)) {
 		fs.dropStale(ino)
 	}
 	return err
 }
 
-// dropStale makes lookups miss a node that the server does not know any more.
+// dropStale removes a node from lookups because the server no longer knows its handle.
 func (fs *FS) dropStale(ino *inode) {
 	fs.Counters.Stale.Add(1)
 	fs.inodes.stale(ino)
-	fs.outdate(ino)
+	fs.invalidateAttr(ino)
 }
 
-// errno is the error number of any error that this package meets.
+// errno returns the error number for any error of this package.
 func errno(err error) syscall.Errno {
 	switch err := err.(type) {
 	case nil:
@@ -249,15 +251,15 @@ func errno(err error) syscall.Errno {
 		return err
 	case *nfs3.Error:
 		if err.Status == nfs3.ErrJukebox {
-			return syscall.EINTR // only an interrupt ends the waiting
+			return syscall.EINTR // only an interrupt ends the retries
 		}
 		return nfs3.Errno(err)
 	}
 	return wrappedErrno(err)
 }
 
-// wrappedErrno is apart from errno because what it looks for would be allocated at each of the
-// calls that go well.
+// wrappedErrno is separate from errno because errors.As allocates its targets. Successful calls
+// must not pay for this allocation.
 func wrappedErrno(err error) syscall.Errno {
 	var n syscall.Errno
 	var e *nfs3.Error

@@ -9,20 +9,20 @@ import (
 )
 
 const (
-	// commitExtents is the number of UNSTABLE extents of one file at which they are committed in
-	// the background.
+	// commitExtents is the number of UNSTABLE extents of one file that starts a COMMIT in the
+	// background.
 	commitExtents = 16
-	// unstableReplays is how often data is sent again UNSTABLE after a verifier changed; then it is
-	// sent FILE_SYNC.
+	// unstableReplays is the number of UNSTABLE replays after verifier changes. Later replays use
+	// FILE_SYNC.
 	unstableReplays = 2
-	// maxReplays is how often it is sent again at all: a server that neither keeps a verifier nor
-	// obeys FILE_SYNC cannot store anything.
+	// maxReplays bounds all replays. A server that neither keeps a verifier nor obeys FILE_SYNC
+	// cannot store data.
 	maxReplays = 6
 )
 
-// sync brings everything written to the file so far to stable storage: it returns when the server
-// has confirmed it, or has refused it, which fileHandle.report tells. The error is EINTR when ctx
-// ended before; then nothing is given up.
+// sync writes the file's data to stable storage. It returns when the server has confirmed or
+// refused all data; fileHandle.report returns the refusal. The error is EINTR when ctx ends first.
+// The data then stays in memory.
 func (fs *FS) sync(ctx context.Context, ino *inode) error {
 	w := &ino.wb
 	w.mu.Lock()
@@ -38,15 +38,15 @@ func (fs *FS) sync(ctx context.Context, ino *inode) error {
 	}
 	w.syncing = true
 	if w.filling != nil && len(w.sending) == 0 && len(w.unstable) == 0 {
-		// One WRITE that is stable at once costs less than a WRITE and a COMMIT.
+		// One FILE_SYNC WRITE costs less than a WRITE and a COMMIT.
 		fs.seal(ino, nfs3.FileSync)
 	}
 	w.mu.Unlock()
 
 	err := fs.push(ctx, ino)
 	for replays := 0; err == nil; replays++ {
-		var again bool
-		if again, err = fs.commit(ctx, ino, replays); !again {
+		var replayed bool
+		if replayed, err = fs.commit(ctx, ino, replays); !replayed {
 			break
 		}
 	}
@@ -58,9 +58,9 @@ func (fs *FS) sync(ctx context.Context, ino *inode) error {
 	return err
 }
 
-// commit makes one COMMIT call for the extents that are unstable now. again is true when the
-// verifier had changed, and the data was sent once more.
-func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (again bool, err error) {
+// commit sends one COMMIT for the extents that are unstable now. replayed is true when the verifier
+// changed and the data was sent again.
+func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed bool, err error) {
 	w := &ino.wb
 	w.mu.Lock()
 	set := slices.Clone(w.unstable)
@@ -71,14 +71,14 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (again bool, 
 	var res nfs3.CommitResult
 	for try := 0; ; try++ {
 		fs.Counters.Commits.Add(1)
-		start := fs.tick()
-		// Offset 0 and count 0 are the whole file (RFC 1813 §3.3.21).
+		start := fs.callStart()
+		// Offset 0 and count 0 mean the whole file (RFC 1813 §3.3.21).
 		err = fs.client.Commit(ctx, set[0].cred, ino.fh, 0, 0, &res)
-		if fs.again(ctx, err, try) {
+		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
 		if err == nil {
-			fs.absorbWcc(ino, &res.Wcc, start, false)
+			fs.updateWcc(ino, &res.Wcc, start, false)
 		}
 		break
 	}
@@ -86,13 +86,13 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (again bool, 
 	case err != nil && ctx.Err() != nil:
 		return false, syscall.EINTR
 	case err != nil:
-		fs.giveUp(ino, set, fs.nodeErr(ino, err))
+		fs.discard(ino, set, fs.checkStale(ino, err))
 		return false, nil
 	case !slices.ContainsFunc(set, func(e *extent) bool { return e.lost || e.verf != res.Verf }):
-		fs.drop(ino, set)
+		fs.releaseExtents(ino, set)
 		return false, nil
 	case replays >= maxReplays:
-		fs.giveUp(ino, set, syscall.EIO)
+		fs.discard(ino, set, syscall.EIO)
 		return false, nil
 	}
 	stable := nfs3.Unstable
@@ -102,39 +102,39 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (again bool, 
 	return true, fs.replay(ctx, ino, stable)
 }
 
-// drop forgets extents that are stable now.
-func (fs *FS) drop(ino *inode, set []*extent) {
+// releaseExtents releases extents whose data is stable or lost.
+func (fs *FS) releaseExtents(ino *inode, set []*extent) {
 	w := &ino.wb
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, e := range set {
-		w.unstable = without(w.unstable, e)
+		w.unstable = removeExtent(w.unstable, e)
 		fs.release(ino, e)
 	}
 	w.changed()
 }
 
-// giveUp forgets extents whose data is lost, and remembers why.
-func (fs *FS) giveUp(ino *inode, set []*extent, err error) {
+// discard releases extents whose data is lost and records err for the file's open handles.
+func (fs *FS) discard(ino *inode, set []*extent, err error) {
 	fs.Counters.WriteErrors.Add(uint64(len(set)))
 	w := &ino.wb
 	w.mu.Lock()
 	w.fail(err)
 	w.mu.Unlock()
-	fs.drop(ino, set)
+	fs.releaseExtents(ino, set)
 }
 
-// replay sends all unstable extents again, in the order in which they were written: one sent after
-// the server restarted is on it already, but an older one that is sent again now may overwrite it.
-// No other WRITE to the file is under way meanwhile.
+// replay sends all unstable extents again in the order of their writes. It includes extents that
+// were sent after the server restarted: an older extent that is sent now may overwrite them. No
+// other WRITE to the file is in flight during a replay.
 func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) error {
 	fs.Counters.Replays.Add(1)
 	w := &ino.wb
 	w.mu.Lock()
-	w.held = true
+	w.paused = true
 	defer func() {
 		w.mu.Lock()
-		w.held = false
+		w.paused = false
 		w.changed()
 		w.mu.Unlock()
 	}()
@@ -152,7 +152,7 @@ func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) err
 		return 1
 	})
 	for _, e := range set {
-		// until it is sent: an interrupted replay must not be taken for a complete one
+		// An interrupted replay must not pass for a complete one. writeExtent resets the flag.
 		e.lost = true
 	}
 	w.mu.Unlock()
@@ -166,12 +166,12 @@ func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) err
 			e.lost = true
 			return syscall.EINTR
 		case err != nil:
-			fs.giveUp(ino, []*extent{e}, err)
+			fs.discard(ino, []*extent{e}, err)
 			continue
 		case stable == nfs3.FileSync && committed == nfs3.FileSync:
-			fs.drop(ino, []*extent{e})
+			fs.releaseExtents(ino, []*extent{e})
 		}
-		fs.absorbWcc(ino, &wcc, start, false)
+		fs.updateWcc(ino, &wcc, start, false)
 	}
 	return nil
 }

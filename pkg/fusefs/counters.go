@@ -38,9 +38,8 @@ const (
 )
 
 var opNames = [NumOps]string{"lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink",
-	"rmdir", "symlink",
-	"rename", "link", "open", "create", "read", "write", "flush", "release", "fsync", "opendir", "readdir", "readdirplus",
-	"fsyncdir", "statfs", "access"}
+	"rmdir", "symlink", "rename", "link", "open", "create", "read", "write", "flush", "release", "fsync", "opendir",
+	"readdir", "readdirplus", "fsyncdir", "statfs", "access"}
 
 func (o Op) String() string {
 	if o < NumOps {
@@ -49,25 +48,26 @@ func (o Op) String() string {
 	return "unknown"
 }
 
-// Counters are what an FS counts since it was made. They only grow and may be read at any time.
+// Counters holds the counters of one FS. They only grow. Reading them is safe at any time.
 type Counters struct {
 	Ops    [NumOps]atomic.Uint64 // requests by kind
-	Errors [NumOps]atomic.Uint64 // those of them answered with an error
+	Errors [NumOps]atomic.Uint64 // requests that failed, by kind
 
-	ReadBytes    atomic.Uint64 // octets given to the kernel
-	WrittenBytes atomic.Uint64 // octets taken from the kernel
+	ReadBytes    atomic.Uint64 // bytes returned to the kernel
+	WrittenBytes atomic.Uint64 // bytes received from the kernel
 
-	SentBytes      atomic.Uint64 // octets that the server took by WRITE, replays included
+	SentBytes      atomic.Uint64 // bytes accepted by the server's WRITE, including replays
 	Commits        atomic.Uint64 // COMMIT calls
-	Replays        atomic.Uint64 // times a write verifier changed and data was sent again
-	ReplayedBytes  atomic.Uint64 // octets sent again
-	WriteErrors    atomic.Uint64 // extents whose data was given up after an error
-	BufferWaits    atomic.Uint64 // times the buffer pool was found empty
+	Replays        atomic.Uint64 // replays after a write verifier changed
+	ReplayedBytes  atomic.Uint64 // bytes sent again by replays
+	WriteErrors    atomic.Uint64 // extents whose data was discarded after an error
+	BufferWaits    atomic.Uint64 // requests that found the buffer pool empty
 	SillyRenames   atomic.Uint64 // open files that were renamed instead of removed
-	JukeboxRetries atomic.Uint64 // calls made again after NFS3ERR_JUKEBOX
-	// requests given up for a deadly signal, or because the kernel ended the connection
+	JukeboxRetries atomic.Uint64 // retries after NFS3ERR_JUKEBOX
+	// Interrupts counts requests that ended early: a fatal signal arrived, or the kernel ended the
+	// connection.
 	Interrupts      atomic.Uint64
 	Stale           atomic.Uint64 // nodes dropped because the server no longer knew the handle
-	CacheDrops      atomic.Uint64 // opens that found the file changed by someone else
-	ReadDirRestarts atomic.Uint64 // directories read again from the start after NFS3ERR_BAD_COOKIE
+	CacheDrops      atomic.Uint64 // opens that found a change by another client
+	ReadDirRestarts atomic.Uint64 // directory listings restarted after NFS3ERR_BAD_COOKIE
 }

@@ -12,18 +12,18 @@ import (
 )
 
 const (
-	// groupsAge is for how long the groups of a process are taken as read. It bounds how late a
-	// setgroups(2) is noticed.
+	// groupsAge is how long the groups of a process stay cached. A setgroups(2) takes effect after
+	// this time.
 	groupsAge = 500 * time.Millisecond
-	// maxCallers and maxCredentials bound the two caches; a full one is emptied, which costs no
-	// more than filling it again.
+	// maxCallers and maxCredentials bound the two caches. A full cache is cleared; refilling it is
+	// cheap.
 	maxCallers     = 4096
 	maxCredentials = 1024
 )
 
-// credentials makes AUTH_SYS credentials (RFC 5531 appendix A) of callers: uid and gid as the
-// kernel says, the supplementary groups from /proc. Each encoding is made once and shared; nobody
-// writes to it.
+// credentials makes AUTH_SYS credentials (RFC 5531 appendix A) for callers. The kernel supplies uid
+// and gid; /proc supplies the supplementary groups. Each encoding is made once, shared, and never
+// modified.
 type credentials struct {
 	machine string
 
@@ -35,8 +35,8 @@ type credentials struct {
 type callerKey struct{ pid, uid, gid uint32 }
 
 type caller struct {
-	cred  []byte
-	until time.Time
+	cred    []byte
+	expires time.Time
 }
 
 func newCredentials() *credentials {
@@ -47,19 +47,20 @@ func newCredentials() *credentials {
 	return &credentials{machine: machine, callers: make(map[callerKey]caller), encoded: make(map[string][]byte)}
 }
 
-// of is the credential of a caller. pid 0 is one whose groups cannot be known.
+// of returns the credential of a caller. The groups of a caller with pid 0 are unknown and left
+// out.
 func (c *credentials) of(uid, gid, pid uint32) []byte {
 	key := callerKey{pid, uid, gid}
 	now := time.Now()
 	c.mu.Lock()
 	known, ok := c.callers[key]
 	c.mu.Unlock()
-	if ok && now.Before(known.until) {
+	if ok && now.Before(known.expires) {
 		return known.cred
 	}
 
-	var room [sunrpc.MaxGIDs]uint32
-	groups := processGroups(pid, room[:0])
+	var array [sunrpc.MaxGIDs]uint32
+	groups := processGroups(pid, array[:0])
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -71,10 +72,10 @@ func (c *credentials) of(uid, gid, pid uint32) []byte {
 	return cred
 }
 
-// encode is called with mu held.
+// encode returns the encoded credential. The caller holds mu.
 func (c *credentials) encode(uid, gid uint32, groups []uint32) []byte {
-	var keyRoom [(2 + sunrpc.MaxGIDs) * 4]byte
-	key := binary.BigEndian.AppendUint32(keyRoom[:0], uid)
+	var keyArray [(2 + sunrpc.MaxGIDs) * 4]byte
+	key := binary.BigEndian.AppendUint32(keyArray[:0], uid)
 	key = binary.BigEndian.AppendUint32(key, gid)
 	for _, g := range groups {
 		key = binary.BigEndian.AppendUint32(key, g)
@@ -90,8 +91,7 @@ func (c *credentials) encode(uid, gid uint32, groups []uint32) []byte {
 	return cred
 }
 
-// processGroups appends the first 16 supplementary groups of a process, as many as AUTH_SYS
-// carries.
+// processGroups appends the first 16 supplementary groups of a process, the maximum of AUTH_SYS.
 func processGroups(pid uint32, groups []uint32) []uint32 {
 	if pid == 0 {
 		return groups

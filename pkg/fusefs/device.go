@@ -4,9 +4,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 )
 
@@ -15,12 +15,12 @@ const (
 	fsType         = "fuse." + Subtype
 )
 
-// A fuseDevice is our own descriptor of an open /dev/fuse, beside the one that go-fuse reads
-// requests from: it tells whether the kernel has ended the connection, also while every request
+// A fuseDevice is a second descriptor of the open /dev/fuse. go-fuse reads requests from the first
+// one. The second one shows whether the kernel has ended the connection, even while every request
 // waits for a server.
 type fuseDevice struct {
 	mu sync.Mutex
-	fd int // guarded by mu; -1 when closed
+	fd int // guarded by mu; -1 after close
 }
 
 func openFuse() (*fuseDevice, error) {
@@ -31,15 +31,12 @@ func openFuse() (*fuseDevice, error) {
 	return &fuseDevice{fd: fd}, nil
 }
 
-// mount makes the mount(2) call.
+// mount calls mount(2).
 func (d *fuseDevice) mount(dir string, opts *MountOptions, maxRead int) error {
-	// Without default_permissions names in the kernel's cache would let users through directories
-	// that are closed to them.
-	data := fmt.Sprintf("fd=%d,rootmode=%o,user_id=%d,group_id=%d,max_read=%d,default_permissions", d.fd,
-		unix.S_IFDIR, os.Geteuid(), os.Getegid(), maxRead)
-	if !opts.OnlyOwner {
-		data += ",allow_other"
-	}
+	// Without default_permissions, cached names would let users pass through directories that they
+	// may not search.
+	data := fmt.Sprintf("fd=%d,rootmode=%o,user_id=%d,group_id=%d,max_read=%d,default_permissions,allow_other",
+		d.fd, unix.S_IFDIR, os.Geteuid(), os.Getegid(), maxRead)
 	source := opts.FsName
 	if source == "" {
 		source = Subtype
@@ -47,7 +44,8 @@ func (d *fuseDevice) mount(dir string, opts *MountOptions, maxRead int) error {
 	return os.NewSyscallError("mount", unix.Mount(source, dir, fsType, opts.flags(), data))
 }
 
-// pathForServer is a path by which go-fuse takes over a descriptor of its own, which it closes.
+// pathForServer returns the path of a new descriptor. go-fuse takes over this descriptor and closes
+// it.
 func (d *fuseDevice) pathForServer() (string, error) {
 	fd, err := unix.FcntlInt(uintptr(d.fd), unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
@@ -56,15 +54,15 @@ func (d *fuseDevice) pathForServer() (string, error) {
 	return fmt.Sprintf("/dev/fd/%d", fd), nil
 }
 
-// dead tells whether the kernel has ended the connection.
-func (d *fuseDevice) dead() bool {
+// disconnected reports whether the kernel has ended the connection.
+func (d *fuseDevice) disconnected() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.fd < 0 {
 		return true
 	}
 	fds := []unix.PollFd{{Fd: int32(d.fd)}}
-	n, err := unix.Poll(fds, 0) // POLLERR needs no asking for
+	n, err := unix.Poll(fds, 0) // poll(2) always reports POLLERR
 	return err == nil && n == 1 && fds[0].Revents&unix.POLLERR != 0
 }
 
@@ -77,14 +75,14 @@ func (d *fuseDevice) close() {
 	}
 }
 
-// epollFile is a file that go-fuse itself answers for, below the root of every file system it
-// serves.
+// epollFile is a file name below the root of every go-fuse file system. go-fuse itself serves this
+// file.
 const epollFile = ".go-fuse-epoll-hack"
 
-// settlePoll makes the kernel ask once whether files can be polled, and hear that they cannot.
-// Otherwise it would ask when this process opens a file on the mount, while the runtime holds the
-// processor that the answer needs.
-func settlePoll(dir string) {
+// disablePoll makes the kernel learn that files on the mount do not support poll(2). Otherwise the
+// kernel sends POLL when this process first opens a file on the mount. The runtime then blocks the
+// processor that has to answer.
+func disablePoll(dir string) {
 	fd, err := unix.Open(filepath.Join(dir, epollFile), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return
@@ -93,11 +91,11 @@ func settlePoll(dir string) {
 	_, _ = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN | unix.POLLOUT}}, 0)
 }
 
-// A device is the number of a file system.
+// A device is the device number of a file system.
 type device struct{ major, minor uint32 }
 
-// deviceAt is that of the file system at a path. It makes no request of a file system that is
-// mounted there: AT_STATX_DONT_SYNC has the kernel answer.
+// deviceAt returns the device number of the file system at path. It sends no request to that file
+// system: with AT_STATX_DONT_SYNC the kernel answers.
 func deviceAt(dirfd int, path string) (device, error) {
 	flags := unix.AT_STATX_DONT_SYNC | unix.AT_NO_AUTOMOUNT | unix.AT_SYMLINK_NOFOLLOW
 	if path == "" {
@@ -110,31 +108,17 @@ func deviceAt(dirfd int, path string) (device, error) {
 	return device{st.Dev_major, st.Dev_minor}, nil
 }
 
-const mountInfo = "/proc/self/mountinfo"
-
-// mountedAt tells whether the kernel's mount table has a file system of ours at dir, whatever may
-// be mounted over it.
+// mountedAt reports whether the kernel's mount table has the file system dev of this package at dir,
+// also where another file system covers it. It reads /proc alone, so no file system can block it.
 func mountedAt(dir string, dev device) (bool, error) {
-	table, err := os.ReadFile(mountInfo)
-	if err != nil {
-		return false, err
-	}
-	return inMountInfo(string(table), dir, dev), nil
+	mounts, err := mountinfo.GetMounts(isMount(dir, dev))
+	return len(mounts) > 0, err
 }
 
-// inMountInfo looks for a file system in a mount table (proc_pid_mountinfo(5): the third field is
-// its number, the fifth the mount point, the one behind the hyphen its type).
-func inMountInfo(table, dir string, dev device) bool {
-	number := fmt.Sprintf("%d:%d", dev.major, dev.minor)
-	for line := range strings.Lines(table) {
-		_, rest, _ := strings.Cut(line, " - ")
-		f := strings.Fields(line)
-		if len(f) > 4 && f[2] == number && unescapeMount(f[4]) == dir && strings.HasPrefix(rest, fsType+" ") {
-			return true
-		}
+// isMount keeps the mounts of the file system dev at dir.
+func isMount(dir string, dev device) mountinfo.FilterFunc {
+	return func(m *mountinfo.Info) (skip, stop bool) {
+		found := m.Mountpoint == dir && m.FSType == fsType && device{uint32(m.Major), uint32(m.Minor)} == dev
+		return !found, found
 	}
-	return false
 }
-
-// unescapeMount undoes the octal escapes of the mount table.
-var unescapeMount = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace

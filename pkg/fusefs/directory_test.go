@@ -16,65 +16,65 @@ import (
 
 var dirProcs = []nfs3.Proc{nfs3.ProcReadDir, nfs3.ProcReadDirPlus}
 
-// TestDirectoryCircles lists directories of servers whose cookies lead nowhere. Each ends with an
-// error after few calls.
-func TestDirectoryCircles(t *testing.T) {
-	const most = 40 // calls
+// TestReadDirCookieLoopsFail lists directories of servers whose cookies repeat or never end. Each
+// listing fails after few calls.
+func TestReadDirCookieLoopsFail(t *testing.T) {
+	const maxCalls = 40 // maximum calls per listing
 	e := startExport(t)
 	for _, c := range []struct {
 		name string
 		a    answer
 	}{
-		{"same reply again and again", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
-			putDir(m, false, scriptedEntry{"a", 1}, scriptedEntry{"b", 2})
+		{"the same reply every time", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
+			setDirResult(m, false, scriptedEntry{"a", 1}, scriptedEntry{"b", 2})
 			return nil
 		}},
-		{"two replies in turns", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
+		{"two alternating replies", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
 			next := map[uint64]uint64{0: 1, 1: 2, 2: 1}[dirCookie(m)]
-			putDir(m, false, scriptedEntry{fmt.Sprint("f", next), next})
+			setDirResult(m, false, scriptedEntry{fmt.Sprint("f", next), next})
 			return nil
 		}},
-		{"one cookie for all", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
-			putDir(m, true, scriptedEntry{"a", 7}, scriptedEntry{"b", 7})
+		{"one cookie for two entries", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
+			setDirResult(m, true, scriptedEntry{"a", 7}, scriptedEntry{"b", 7})
 			return nil
 		}},
-		{"back to the start", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
-			putDir(m, false, scriptedEntry{"a", 1}, scriptedEntry{"b", 0})
+		{"a cookie of 0", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
+			setDirResult(m, false, scriptedEntry{"a", 1}, scriptedEntry{"b", 0})
 			return nil
 		}},
-		{"nothing, and no end", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
-			putDir(m, false)
+		{"no entries and no EOF", func(_ context.Context, m *sunrpc.Message, _ func() error) error {
+			setDirResult(m, false)
 			return nil
 		}},
-		{"every cookie is bad", func(ctx context.Context, m *sunrpc.Message, pass func() error) error {
+		{"BAD_COOKIE for every cookie", func(ctx context.Context, m *sunrpc.Message, pass func() error) error {
 			if dirCookie(m) != 0 {
 				return status(nfs3.ErrBadCookie)(ctx, m, pass)
 			}
-			putDir(m, false, scriptedEntry{"a", 1})
+			setDirResult(m, false, scriptedEntry{"a", 1})
 			return nil
 		}},
-		{"even the start is bad", status(nfs3.ErrBadCookie)},
+		{"BAD_COOKIE at the start", status(nfs3.ErrBadCookie)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m, s := e.mountScripted(t, mountConfig{})
 			must(t, os.MkdirAll(m.path("d"), 0o755))
 			s.on(c.a, dirProcs...)
 			if _, err := os.ReadDir(m.path("d")); err == nil {
-				t.Error("the listing ended well")
+				t.Error("readdir: got no error, want one")
 			}
-			if n := s.count(nfs3.ProcReadDir) + s.count(nfs3.ProcReadDirPlus); n == 0 || n > most {
-				t.Errorf("%d calls", n)
+			if n := s.count(nfs3.ProcReadDir) + s.count(nfs3.ProcReadDirPlus); n == 0 || n > maxCalls {
+				t.Errorf("READDIR calls: got %d, want 1 to %d", n, maxCalls)
 			}
 			s.on(nil, dirProcs...)
 			if list, err := os.ReadDir(m.path("d")); err != nil || len(list) != 0 {
-				t.Errorf("afterwards: %v, %v", list, err)
+				t.Errorf("readdir after the server recovered: got %v, %v, want an empty list", list, err)
 			}
 		})
 	}
 }
 
-// plantNames makes empty files on the server, and returns their names in order.
-func plantNames(t *testing.T, dir string, n int) []string {
+// createNames creates n empty files in a new directory and returns their names in order.
+func createNames(t *testing.T, dir string, n int) []string {
 	t.Helper()
 	must(t, os.Mkdir(dir, 0o755))
 	var names []string
@@ -94,18 +94,18 @@ func wantNames(t *testing.T, dir string, want []string) {
 		got = append(got, entry.Name())
 	}
 	if !slices.Equal(got, want) {
-		t.Errorf("%d names, want %d", len(got), len(want))
+		t.Errorf("names: got %d, want %d in the same order", len(got), len(want))
 	}
 }
 
-// TestBadCookie lists a directory whose server forgets its cookies now and then (RFC 1813 §3.3.16):
-// no name is missing, none comes twice.
-func TestBadCookie(t *testing.T) {
+// TestReadDirRestartsAfterBadCookie lists a directory while the server returns NFS3ERR_BAD_COOKIE
+// three times (RFC 1813 §3.3.16). The listing has each name once.
+func TestReadDirRestartsAfterBadCookie(t *testing.T) {
 	e := startExport(t)
-	want := plantNames(t, filepath.Join(e.dir, "d"), 1500)
+	want := createNames(t, filepath.Join(e.dir, "d"), 1500)
 	m, s := e.mountScripted(t, mountConfig{opts: Options{DirCount: 8 << 10}})
 	calls := 0
-	// the second while the reader's place is looked for
+	// The second one occurs while the client looks for the reader's position.
 	forgets := map[int]bool{6: true, 9: true, 40: true}
 	s.on(func(ctx context.Context, msg *sunrpc.Message, pass func() error) error {
 		if calls++; dirCookie(msg) != 0 && forgets[calls] {
@@ -115,14 +115,15 @@ func TestBadCookie(t *testing.T) {
 	}, dirProcs...)
 	wantNames(t, m.path("d"), want)
 	if m.fs.Counters.ReadDirRestarts.Load() == 0 {
-		t.Error("the directory was never begun again: the test tests nothing")
+		t.Error("restarts of the listing: got 0, want at least 1")
 	}
 }
 
-// TestWithoutReadDirPlus lists on servers that do not have READDIRPLUS, and asks them for it once.
-func TestWithoutReadDirPlus(t *testing.T) {
+// TestReadDirWithoutReadDirPlus lists directories of servers without READDIRPLUS. The client tries
+// READDIRPLUS only once.
+func TestReadDirWithoutReadDirPlus(t *testing.T) {
 	e := startExport(t)
-	want := plantNames(t, filepath.Join(e.dir, "d"), 300)
+	want := createNames(t, filepath.Join(e.dir, "d"), 300)
 	for name, a := range map[string]answer{
 		"NFS3ERR_NOTSUPP": status(nfs3.ErrNotSupp),
 		"PROC_UNAVAIL": func(context.Context, *sunrpc.Message, func() error) error {
@@ -136,22 +137,26 @@ func TestWithoutReadDirPlus(t *testing.T) {
 				wantNames(t, m.path("d"), want)
 			}
 			if n := s.count(nfs3.ProcReadDirPlus); n != 1 {
-				t.Errorf("%d READDIRPLUS calls, want 1", n)
+				t.Errorf("READDIRPLUS calls: got %d, want 1", n)
 			}
 		})
 	}
 }
 
-// TestDirectoryErrors sees the server's error at the reader, and nothing else.
-func TestDirectoryErrors(t *testing.T) {
+// TestReadDirReturnsServerError checks that readdir returns the server's error.
+func TestReadDirReturnsServerError(t *testing.T) {
 	e := startExport(t)
 	m, s := e.mountScripted(t, mountConfig{})
 	must(t, os.Mkdir(m.path("d"), 0o755))
-	for st, want := range map[nfs3.Status]syscall.Errno{nfs3.ErrIO: syscall.EIO, nfs3.ErrAcces: syscall.EACCES,
-		nfs3.ErrStale: syscall.ESTALE, nfs3.Status(4711): syscall.EIO} {
+	for st, want := range map[nfs3.Status]syscall.Errno{
+		nfs3.ErrIO:        syscall.EIO,
+		nfs3.ErrAcces:     syscall.EACCES,
+		nfs3.ErrStale:     syscall.ESTALE,
+		nfs3.Status(4711): syscall.EIO,
+	} {
 		s.on(status(st), dirProcs...)
 		if _, err := os.ReadDir(m.path("d")); !errors.Is(err, want) {
-			t.Errorf("%v: %v, want %v", st, err, want)
+			t.Errorf("readdir after %v: got %v, want %v", st, err, want)
 		}
 	}
 }

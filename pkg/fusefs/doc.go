@@ -1,65 +1,69 @@
 // Package fusefs serves an NFSv3 file system through /dev/fuse.
 //
-// It turns the requests of the kernel's FUSE client into NFSv3 procedures (RFC 1813) and keeps what
-// a client must keep: which file handle stands behind which node, what attributes were seen when,
-// and which written data the server has not made stable yet. It knows no transport: an nfs3.Client
-// carries its calls.
+// It translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813). It keeps
+// the state of an NFS client: the file handle of each node, cached attributes with their age, and
+// written data that is not yet stable on the server. It knows no transport: an nfs3.Client makes
+// its calls.
 //
-// # What is where
+// # Files
 //
 //	fs.go         FS, Options, New, Close
 //	mount.go      Mount and Server
-//	unmount.go    unmount, abort, and mount points that others left behind
+//	unmount.go    unmount, abort, and mount points that other programs detached
 //	device.go     /dev/fuse, mount(2), the mount table
-//	request.go    one kernel request as a context: interrupts (RFC 1813 knows none; the RPC is given up)
+//	request.go    one kernel request as a context; interrupts end its RPCs
 //	cred.go       uid, gid and groups of the calling process as AUTH_SYS (RFC 5531 appendix A)
 //	inode.go      the inode table: node number, file handle, lookup count
 //	attr.go       attributes: conversion, age, weak cache consistency (RFC 1813 §2.6, §3.3.1)
 //	nodes.go      GETATTR, SETATTR, ACCESS, READLINK, FSSTAT
 //	names.go      LOOKUP and the procedures that make names (RFC 1813 §3.3.3, §3.3.8 to §3.3.11, §3.3.15)
 //	remove.go     REMOVE, RMDIR, RENAME, and the renaming of open files ("silly rename")
-//	openremove.go an open beside a removal of the same file
+//	openremove.go the order of an open and a concurrent removal of the same file
 //	file.go       open, create, flush, fsync, release: close-to-open consistency
 //	read.go       READ into the buffer that is written to /dev/fuse
 //	write.go      write-behind: extents, WRITE
 //	commit.go     COMMIT, write verifiers, replay (RFC 1813 §3.3.7, §3.3.21, §4.8)
 //	readdir.go    READDIR and READDIRPLUS (RFC 1813 §3.3.16, §3.3.17)
-//	counters.go   what is counted
+//	owner.go      the process on whose behalf an RPC is made
+//	counters.go   counters
 //
 // # Promises
 //
-// Close-to-open: an open asks the server for the file's attributes and drops the kernel's pages
-// when they changed; a close returns when every octet written is on stable storage, or returns the
-// error that kept it from there. Data is sent UNSTABLE and kept until a COMMIT returned the
-// verifier of every WRITE; a server that restarted in between gets it again, in order. A read of a
-// file sees every write made before it on the same mount.
+// Consistency is close-to-open. An open gets the file's attributes from the server and drops the
+// kernel's cached pages when the attributes changed. A close returns after all written data is on
+// stable storage, or returns the write error. A read returns all earlier writes on the same mount.
 //
-// Memory for data is bounded by the buffer pool, which readers and writers share. Who finds it
-// empty writes back other files first, so a pool of a single buffer is slow and correct.
+// Data is sent UNSTABLE and kept until a COMMIT returns the verifier of every WRITE. When the
+// server restarts in between, the data is sent again in order.
 //
-// Nothing that a server sends panics or loops: handles, names and lengths are checked below in
-// nfs3; here, directory cookies that repeat, reads that make no progress, and verifiers that never
-// settle end in EIO.
+// The buffer pool bounds the memory for data. Readers and writers share it. A request that finds
+// the pool empty first writes back other files. A pool with a single buffer is slow but correct.
 //
-// A file that is open on the mount keeps working after this mount removed or replaced it, also when
-// the open and the removal run side by side. What other clients remove is stale.
+// No reply of a server causes a panic or an endless loop. Package nfs3 checks handles, names and
+// lengths. This package returns EIO for repeated directory cookies, for reads without progress, and
+// for write verifiers that keep changing.
 //
-// A signal that does not kill a process does not disturb its calls, as on every disk and as in
-// Linux's own NFS client (nfs(5), "intr"); a deadly one ends the RPC, and the call returns EINTR.
-// What such a process wrote before is written back behind it. When the mount is aborted, calls
-// return EIO.
+// A file that is open on the mount stays usable after this mount removes or replaces it, even when
+// the open and the removal run concurrently. A file that another client removes becomes stale.
 //
-// After Unmount and ForceUnmount succeed, nothing of ours is mounted at the mount point; what
-// others mounted there stays. A mount whose connection is ended from outside leaves the mount point
-// by itself.
+// A signal that does not terminate the process does not interrupt its calls. Local file systems and
+// Linux's NFS client behave the same (nfs(5), "intr"). A fatal signal ends the RPC, and the call
+// returns EINTR. Data that the process wrote before is written in the background. When the mount is
+// aborted, calls return EIO.
+//
+// After Unmount or ForceUnmount succeeds, this file system is not mounted at the mount point.
+// Mounts of other programs there stay. When the connection is ended from outside, the file system
+// is unmounted automatically.
 //
 // # Locks
 //
-// inodeTable.mu guards the maps, lookup counts, open counts and the removals under way. inode.mu
-// guards one node's attributes. writeback.mu (in the inode) guards its extents. dirHandle.mu makes
-// the reads of one open directory take turns, and is the only one held during an RPC: it belongs to
-// one open directory. Order: writeback.mu before FS.dirtyMu and inode.mu, inodeTable.mu before
-// inode.mu; the others are taken alone. interrupts.mu guards the requests under way, reopens.mu and
-// FS.handlesMu a table each. Server.mu is held during umount(2), which may wait for the server, and
-// only by those who unmount.
+// inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
+// one node's attributes. writeback.mu (in the inode) guards the node's extents. interrupts.mu
+// guards the active requests. reopens.mu, FS.handles and FS.dirty each guard one table.
+//
+// dirHandle.mu serializes the reads of one open directory. It is the only lock that is held during
+// an RPC. Server.mu is held during umount(2), which may wait for the server. Only unmounts take it.
+//
+// Lock writeback.mu before FS.dirty and inode.mu, and inodeTable.mu before inode.mu. Take each
+// other lock alone.
 package fusefs

@@ -9,13 +9,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// A fileHandle is one open file. Its READs and WRITEs go out as the user who opened it, whoever
-// holds it now, as on any file system.
+// A fileHandle is one open file. Its READs and WRITEs use the credential of the user who opened it,
+// whichever process uses it later.
 type fileHandle struct {
 	ino      *inode
 	cred     []byte
 	writable bool
-	errSeen  uint64 // guarded by ino.wb.mu: errors up to here were reported
+	errSeen  uint64 // guarded by ino.wb.mu: number of errors reported so far
 }
 
 func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
@@ -26,27 +26,29 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 	return fs.addFile(h)
 }
 
-// claim counts the inode as open, so that a removal from now on hides the file. removed tells that
-// it may have been removed just now. disclaim takes that back, and removes the file if it was
-// hidden and nobody has it open any more.
-func (fs *FS) claim(r *request, ino *inode) (removed bool, err error) {
+// pin counts the inode as open, so that a later removal hides the file instead of removing it.
+// removed is true when a removal in flight may have removed the file. On error the inode is not
+// pinned.
+//
+// unpin reverses pin. It removes the file when the file is hidden and was open only here.
+func (fs *FS) pin(r *request, ino *inode) (removed bool, err error) {
 	fs.inodes.openFile(ino)
 	removed, err = fs.awaitRemovals(r, ino)
 	if err != nil {
-		fs.disclaim(ino)
+		fs.unpin(ino)
 	}
 	return removed, err
 }
 
-func (fs *FS) disclaim(ino *inode) {
+func (fs *FS) unpin(ino *inode) {
 	if fs.inodes.closeFile(ino) == 0 && ino.sillyName() != nil {
-		// A server that does not answer must not keep the end of the mount waiting for this
+		// The request must not wait for a server that does not answer: an unmount waits for the
 		// request.
 		fs.work.Go(func() { fs.removeSilly(background{fs}, ino) })
 	}
 }
 
-// openFlags chooses how the kernel treats the pages of an open file.
+// openFlags chooses how the kernel caches the pages of an open file.
 func openFlags(flags uint32, unchanged bool) uint32 {
 	var out uint32
 	if unchanged {
@@ -54,14 +56,13 @@ func openFlags(flags uint32, unchanged bool) uint32 {
 	}
 	appends := flags&syscall.O_APPEND != 0 && flags&syscall.O_ACCMODE != syscall.O_RDONLY
 	if flags&syscall.O_DIRECT != 0 || appends {
-		// Only the server knows where the end of the file is, so that the kernel must not put
-		// appended data into its pages.
+		// Only the server knows the end of the file. The kernel must not cache appended data.
 		out |= fuse.FOPEN_DIRECT_IO
 	}
 	return out
 }
 
-// Open answers open(2) of a file that exists.
+// Open handles open(2) of an existing file.
 func (fs *FS) Open(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
 	r := fs.begin(OpOpen, cancel, &in.InHeader)
 	return fs.end(OpOpen, r, fs.open(r, in, out))
@@ -72,18 +73,18 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 	if ino == nil {
 		return syscall.ESTALE
 	}
-	removed, err := fs.claim(r, ino) // before the server is asked
-	fs.reopens.over(r.pid)
+	removed, err := fs.pin(r, ino) // before any call to the server
+	fs.reopens.finish(r.pid)
 	if err != nil {
 		return err
 	}
 	if removed {
-		err = syscall.ESTALE // the kernel looks the name up anew
+		err = syscall.ESTALE // the kernel repeats the lookup
 	} else {
-		err = fs.openClaimed(r, ino, in.Flags, out)
+		err = fs.openPinned(r, ino, in.Flags, out)
 	}
 	if err != nil {
-		fs.disclaim(ino)
+		fs.unpin(ino)
 	}
 	if removed || hasStatus(err, nfs3.ErrStale) {
 		fs.reopens.expect(r.pid)
@@ -91,11 +92,11 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 	return err
 }
 
-func (fs *FS) openClaimed(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
+func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
-	// ACCESS tells both whether the server lets this user in and what the file looks like now.
+	// ACCESS returns both the user's permission and the current attributes.
 	var res nfs3.AccessResult
 	want := wantedAccess(flags)
 	if err := fs.askAccess(r, r.cred, ino, want, &res); err != nil {
@@ -104,18 +105,18 @@ func (fs *FS) openClaimed(r *request, ino *inode, flags uint32, out *fuse.OpenOu
 	if !granted(flags, res.Access) {
 		return syscall.EACCES
 	}
-	a, settled := res.Attr.Attr, res.Attr.Present
-	if !settled {
+	a, cacheable := res.Attr.Attr, res.Attr.Present
+	if !cacheable {
 		var err error
-		if settled, err = fs.fetch(r, r.cred, ino, &a); err != nil {
+		if cacheable, err = fs.fetch(r, r.cred, ino, &a); err != nil {
 			return err
 		}
 	}
-	unchanged := ino.revalidate(&a, settled)
+	unchanged := ino.revalidate(&a, cacheable)
 	if !unchanged {
 		fs.Counters.CacheDrops.Add(1)
 		ino.mu.Lock()
-		ino.untold = ino.valid
+		ino.unsent = ino.valid
 		ino.mu.Unlock()
 		fs.dropAttr(ino)
 	}
@@ -124,19 +125,19 @@ func (fs *FS) openClaimed(r *request, ino *inode, flags uint32, out *fuse.OpenOu
 	return nil
 }
 
-// revalidate tells whether the file is as the kernel's pages show it, and takes a, fresh from the
-// server, as the state that they show from now on.
-func (ino *inode) revalidate(a *nfs3.Attr, settled bool) (unchanged bool) {
+// revalidate reports whether the kernel's cached pages match the attributes a, which are new from
+// the server. It records a as the state of the pages from now on.
+func (ino *inode) revalidate(a *nfs3.Attr, cacheable bool) (unchanged bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	now := stampOf(a)
-	unchanged = settled && ino.baseOK && ino.base == now
-	ino.base, ino.baseOK = now, settled
+	unchanged = cacheable && ino.pageStampValid && ino.pageStamp == now
+	ino.pageStamp, ino.pageStampValid = now, cacheable
 	return unchanged
 }
 
-// wantedAccess and granted judge an open by the ACCESS bits: who may execute a file may read it,
-// since that is how the kernel executes it.
+// wantedAccess and granted check an open by the ACCESS bits. Permission to execute includes
+// permission to read, because the kernel executes a file by reading it.
 func wantedAccess(flags uint32) (want uint32) {
 	if flags&syscall.O_ACCMODE != syscall.O_WRONLY {
 		want |= nfs3.AccessRead | nfs3.AccessExecute
@@ -154,7 +155,7 @@ func granted(flags, access uint32) bool {
 	return flags&syscall.O_ACCMODE == syscall.O_RDONLY || access&(nfs3.AccessModify|nfs3.AccessExtend) != 0
 }
 
-// Create answers open(2) with O_CREAT of a name that does not exist as far as the kernel knows.
+// Create handles open(2) with O_CREAT of a name that the kernel does not know.
 func (fs *FS) Create(cancel <-chan struct{}, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
 	r := fs.begin(OpCreate, cancel, &in.InHeader)
 	return fs.end(OpCreate, r, fs.create(r, in, name, out))
@@ -167,7 +168,8 @@ func (fs *FS) create(r *request, in *fuse.CreateIn, name string, out *fuse.Creat
 	}
 	how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: modeOnly(in.Mode)}
 	if in.Flags&syscall.O_TRUNC != 0 {
-		how.Attr.HasSize = true // another client may have made the file since the kernel looked
+		// another client may have created the file after the kernel's lookup
+		how.Attr.HasSize = true
 	}
 	var ino *inode
 	var err error
@@ -180,22 +182,22 @@ func (fs *FS) create(r *request, in *fuse.CreateIn, name string, out *fuse.Creat
 		return err
 	}
 	ino.mu.Lock()
-	ino.base, ino.baseOK = stampOf(&ino.attr), ino.valid
+	ino.pageStamp, ino.pageStampValid = stampOf(&ino.attr), ino.valid
 	ino.mu.Unlock()
-	fs.inodes.openFile(ino) // the kernel lets nobody change the directory meanwhile
+	fs.inodes.openFile(ino) // the kernel holds the directory's lock, so no removal can run
 	out.OpenOut = fuse.OpenOut{Fh: fs.newFile(ino, r.cred, in.Flags), OpenFlags: openFlags(in.Flags, true)}
 	return nil
 }
 
 func (fs *FS) createFile(r *request, dir *inode, name string, how *nfs3.CreateHow, out *fuse.EntryOut) (*inode, error) {
-	return fs.make(r, dir, name, out, func(res *nfs3.CreateResult) error {
+	return fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
 		return fs.client.Create(r, r.cred, dir.fh, name, how, res)
 	})
 }
 
-// createExclusive makes a file that must not exist. The verifier lets the server tell a call that
-// reaches it twice from a second file of the same name; it may keep it where the attributes are, so
-// they are set afterwards (RFC 1813 §3.3.8).
+// createExclusive creates a file that must not exist. The verifier lets the server recognize a
+// retransmitted call. The server may store the verifier in the attributes, so a SETATTR follows
+// (RFC 1813 §3.3.8).
 func (fs *FS) createExclusive(r *request, dir *inode, name string, mode uint32, out *fuse.EntryOut) (*inode, error) {
 	how := nfs3.CreateHow{Mode: nfs3.Exclusive}
 	_, _ = rand.Read(how.Verf[:]) // never fails
@@ -211,14 +213,9 @@ func (fs *FS) createExclusive(r *request, dir *inode, name string, mode uint32, 
 	set.AtimeHow, set.MtimeHow = nfs3.SetToServerTime, nfs3.SetToServerTime
 	var wcc nfs3.WccData
 	var a nfs3.Attr
-	err = fs.setAttrs(r, r.cred, ino, &set, &wcc)
-	settled := err == nil && ino.validAfter(&wcc)
-	if settled {
-		ino.mu.Lock()
-		a, ino.untold = ino.attr, false
-		ino.mu.Unlock()
-	} else if err == nil {
-		settled, err = fs.fetch(r, r.cred, ino, &a)
+	var cacheable bool
+	if err = fs.setAttrs(r, r.cred, ino, &set, &wcc); err == nil {
+		cacheable, err = fs.attrAfterChange(r, r.cred, ino, &wcc, &a)
 	}
 	if err != nil {
 		fs.inodes.forget(ino.id, 1)
@@ -226,8 +223,8 @@ func (fs *FS) createExclusive(r *request, dir *inode, name string, mode uint32, 
 	}
 	fs.fillAttr(&out.Attr, &a)
 	out.SetAttrTimeout(0)
-	if settled {
-		out.SetAttrTimeout(fs.timeout(ino))
+	if cacheable {
+		out.SetAttrTimeout(fs.attrTimeout(ino))
 	}
 	return ino, nil
 }
@@ -236,8 +233,7 @@ func modeOnly(mode uint32) nfs3.SetAttr {
 	return nfs3.SetAttr{HasMode: true, Mode: mode & nfs3.ModeMask}
 }
 
-// Flush answers close(2): what was written is stable when it returns, or the caller learns that it
-// is not.
+// Flush handles close(2). It returns after the file's data is stable, or returns the write error.
 func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	r := fs.begin(OpFlush, cancel, &in.InHeader)
 	h := fs.file(in.Fh)
@@ -247,37 +243,38 @@ func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	case !h.writable:
 		return fs.end(OpFlush, r, nil)
 	}
-	return fs.end(OpFlush, r, fs.settle(r, h))
+	return fs.end(OpFlush, r, fs.syncFile(r, h))
 }
 
-// Fsync answers fsync(2) and fdatasync(2).
+// Fsync handles fsync(2) and fdatasync(2).
 func (fs *FS) Fsync(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
 	r := fs.begin(OpFsync, cancel, &in.InHeader)
 	h := fs.file(in.Fh)
 	if h == nil {
 		return fs.end(OpFsync, r, syscall.EBADF)
 	}
-	return fs.end(OpFsync, r, fs.settle(r, h))
+	return fs.end(OpFsync, r, fs.syncFile(r, h))
 }
 
-func (fs *FS) settle(r *request, h *fileHandle) error {
+func (fs *FS) syncFile(r *request, h *fileHandle) error {
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
 	if fs.isAborted() {
-		return syscall.EIO // what was given up may have been reported, but nothing is stable since
+		// an earlier call may have reported the error, but the data is still not stable
+		return syscall.EIO
 	}
 	return h.report()
 }
 
-// Release ends an open file. Nobody waits for it, so that data which a deadly signal kept from
-// being written at close(2) is written behind it.
+// Release ends an open file. The kernel does not wait for it. When a fatal signal interrupted
+// close(2), Release writes the remaining data in the background.
 func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	fs.Counters.Ops[OpRelease].Add(1)
-	fs.handlesMu.Lock()
-	h := fs.files[in.Fh]
-	delete(fs.files, in.Fh)
-	fs.handlesMu.Unlock()
+	fs.handles.Lock()
+	h := fs.handles.files[in.Fh]
+	delete(fs.handles.files, in.Fh)
+	fs.handles.Unlock()
 	if h == nil {
 		return
 	}
@@ -286,11 +283,11 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	dirty := h.writable && !w.clean()
 	w.mu.Unlock()
 	if !dirty {
-		fs.disclaim(h.ino)
+		fs.unpin(h.ino)
 		return
 	}
 	fs.work.Go(func() {
-		_ = fs.sync(background{fs}, h.ino) // there is nobody to tell
-		fs.disclaim(h.ino)
+		_ = fs.sync(background{fs}, h.ino) // no caller to report an error to
+		fs.unpin(h.ino)
 	})
 }

@@ -14,109 +14,113 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// LookupCache says which directory entries the kernel may keep (nfs(5), lookupcache).
+// LookupCache selects the directory entries that the kernel may cache (nfs(5), lookupcache).
 type LookupCache uint8
 
 // Kinds of lookup caching.
 const (
-	LookupCacheAll      LookupCache = iota // names that exist, and names that do not
-	LookupCachePositive                    // names that exist
-	LookupCacheNone                        // none: each use of a name asks the server
+	LookupCacheAll      LookupCache = iota // existing and missing names
+	LookupCachePositive                    // existing names
+	LookupCacheNone                        // no names: each use of a name asks the server
 )
 
 // Limits and defaults of Options.
 const (
-	// octets, RSize and WSize; the kernel's FUSE makes no larger requests
+	// MaxIOSize is the largest RSize and WSize in bytes. The kernel's FUSE client sends no larger
+	// requests.
 	MaxIOSize         = 1 << 20
-	MinIOSize         = 4096     // octets
-	DefaultDirCount   = 64 << 10 // octets
+	MinIOSize         = 4096     // bytes
+	DefaultDirCount   = 64 << 10 // bytes
 	DefaultMaxWrites  = 16
 	defaultPoolBuffer = 32
 )
 
-// Options of an FS. The attribute cache times are used as they are; the other fields mean their
-// default when zero.
+// Options configures an FS. The attribute cache times have no defaults. Each other field has a
+// default for its zero value.
 type Options struct {
-	// RSize and WSize bound one READ and one WRITE in octets, MinIOSize to MaxIOSize; default
-	// MaxIOSize. The server's own limits bound them too.
+	// RSize and WSize bound one READ and one WRITE in bytes, from MinIOSize to MaxIOSize. The
+	// default is MaxIOSize. The server's limits also apply.
 	RSize, WSize int
-	// AcRegMin to AcDirMax are for how long attributes of files and of directories are trusted, at
-	// least and at most: the time doubles while they stay the same (nfs(5)).
+	// AcRegMin, AcRegMax, AcDirMin and AcDirMax bound how long attributes of files and directories
+	// are cached. The time doubles while the attributes stay the same (nfs(5)).
 	AcRegMin, AcRegMax, AcDirMin, AcDirMax time.Duration
-	// NoAC turns attribute caching off and makes every write synchronous (nfs(5), noac).
+	// NoAC disables attribute caching and makes every write synchronous (nfs(5), noac).
 	NoAC bool
-	// LookupCache says which names are kept.
+	// LookupCache selects the names that the kernel may cache.
 	LookupCache LookupCache
-	// DirCount bounds one READDIR or READDIRPLUS reply in octets; default DefaultDirCount.
+	// DirCount bounds one READDIR or READDIRPLUS reply in bytes. The default is DefaultDirCount.
 	DirCount uint32
-	// MaxWrites bounds the WRITE calls under way at a time; default DefaultMaxWrites.
+	// MaxWrites bounds the WRITE calls in flight. The default is DefaultMaxWrites.
 	MaxWrites int
-	// Buffers holds the data of reads and writes. Its buffers must have MinIOSize octets, and bound
-	// a request's size. Default: a pool of 32 buffers of MaxIOSize of the FS's own. A pool that is
-	// given stays the caller's to close, after FS.Close.
+	// Buffers holds the data of reads and writes. Its buffers must have at least MinIOSize bytes
+	// and bound the size of a request. The default is a private pool of 32 buffers of MaxIOSize.
+	// The caller closes a pool that it supplies, after FS.Close.
 	Buffers *membuf.Pool
 	// Observe, if not nil, is called after each request that the kernel waits for, with the time
-	// from its arrival to its answer. It runs on the calling path, concurrently, and must not
-	// block. FORGET, RELEASE and FSYNCDIR are not among them.
+	// that the request took. Observe runs on the request's goroutine, may run concurrently, and
+	// must not block. It is not called for FORGET, RELEASE and FSYNCDIR.
 	Observe func(op Op, d time.Duration)
 }
 
-// DefaultOptions are nfs(5)'s defaults.
+// DefaultOptions returns the defaults of nfs(5).
 func DefaultOptions() Options {
 	return Options{AcRegMin: 3 * time.Second, AcRegMax: 60 * time.Second, AcDirMin: 30 * time.Second,
 		AcDirMax: 60 * time.Second}
 }
 
-// An FS is one NFSv3 file system for one mount. Its methods are those of fuse.RawFileSystem; the
-// kernel calls them concurrently.
+// An FS is one NFSv3 file system for one mount. It implements fuse.RawFileSystem. The kernel calls
+// its methods concurrently.
 type FS struct {
-	// answers ENOSYS to what NFSv3 does not have: extended attributes, fallocate, locks (the kernel
-	// keeps those itself)
+	// RawFileSystem returns ENOSYS for operations that NFSv3 does not have: extended attributes,
+	// fallocate and locks. The kernel then keeps locks itself.
 	fuse.RawFileSystem
 
-	// Counters may be read at any time.
+	// Counters is safe to read at any time.
 	Counters Counters
 
-	client     *nfs3.Client
-	opts       Options
-	buffers    *membuf.Pool
-	ownBuffers bool
-	creds      *credentials
-	inodes     inodeTable
-	interrupts interrupts
-	clock      atomic.Uint64 // orders replies and changes: see absorb
-	removed    atomic.Uint64 // clock after the last removal of ours
-	renamed    atomic.Uint64 // and after the last rename
-	server     atomic.Pointer[fuse.Server]
+	client      *nfs3.Client
+	opts        Options
+	buffers     *membuf.Pool
+	ownBuffers  bool
+	creds       *credentials
+	inodes      inodeTable
+	interrupts  interrupts
+	clock       atomic.Uint64 // orders replies and changes: see updateAttr
+	lastRemoval atomic.Uint64 // clock after this mount's last removal
+	lastRename  atomic.Uint64 // clock after this mount's last rename
+	server      atomic.Pointer[fuse.Server]
 
-	handlesMu  sync.Mutex
-	lastHandle uint64
-	files      map[uint64]*fileHandle
-	dirs       map[uint64]*dirHandle
+	handles struct {
+		sync.Mutex
+		last  uint64
+		files map[uint64]*fileHandle
+		dirs  map[uint64]*dirHandle
+	}
+	dirty struct {
+		sync.Mutex
+		inodes map[*inode]struct{} // files that hold buffers
+	}
 
 	reopens     reopens
-	noPlus      atomic.Bool // the server does not have READDIRPLUS
-	maxFileSize uint64      // octets, as the server says; set before the FS is used
+	noPlus      atomic.Bool // the server does not support READDIRPLUS
+	maxFileSize uint64      // the server's limit in bytes; set before the FS is used
 	writeSlots  chan struct{}
 	work        sync.WaitGroup // goroutines that write back
-	dirtyMu     sync.Mutex
-	dirty       map[*inode]struct{} // files that hold buffers
 
 	abortOnce sync.Once
 	aborted   chan struct{}
 }
 
-// New returns an FS on the export whose root directory is root. It asks the server for the root's
-// attributes and for its limits, as uid 0 with ctx, and returns the error of either.
+// New returns an FS for the export whose root directory is root. It gets the root's attributes and
+// the server's limits as uid 0. It returns an error when either call fails.
 func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (*FS, error) {
 	if err := opts.setDefaults(); err != nil {
 		return nil, err
 	}
 	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), client: client, opts: opts, buffers: opts.Buffers,
-		creds: newCredentials(),
-		files: make(map[uint64]*fileHandle), dirs: make(map[uint64]*dirHandle), writeSlots: make(chan struct{},
-			opts.MaxWrites),
-		dirty: make(map[*inode]struct{}), aborted: make(chan struct{})}
+		creds: newCredentials(), writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{})}
+	fs.handles.files, fs.handles.dirs = make(map[uint64]*fileHandle), make(map[uint64]*dirHandle)
+	fs.dirty.inodes = make(map[*inode]struct{})
 	fs.interrupts.onInterrupt = func() { fs.Counters.Interrupts.Add(1) }
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
 	fs.inodes.init(rootInode)
@@ -124,17 +128,17 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	cred := fs.creds.of(0, 0, 0)
 	var attr nfs3.Attr
 	if _, err := fs.fetch(ctx, cred, rootInode, &attr); err != nil {
-		return nil, fmt.Errorf("fusefs: read the attributes of the export's root: %w", err)
+		return nil, fmt.Errorf("fusefs: get attributes of export root: %w", err)
 	}
 	if attr.Type != nfs3.NF3DIR {
-		return nil, fmt.Errorf("fusefs: the export's root is a %s, not a directory", attr.Type)
+		return nil, fmt.Errorf("fusefs: export root is a %s, not a directory", attr.Type)
 	}
 	var info nfs3.FSInfoResult
 	if err := client.FSInfo(ctx, cred, root, &info); err != nil {
-		return nil, fmt.Errorf("fusefs: ask the server for its limits: %w", err)
+		return nil, fmt.Errorf("fusefs: get server limits (FSINFO): %w", err)
 	}
 	if fs.maxFileSize = info.MaxFileSize; fs.maxFileSize == 0 || fs.maxFileSize > math.MaxInt64 {
-		fs.maxFileSize = math.MaxInt64 // no limit that makes sense, so the kernel's own
+		fs.maxFileSize = math.MaxInt64 // not a usable limit: use the kernel's
 	}
 	fs.opts.RSize = serverLimit(fs.opts.RSize, info.ReadMax)
 	fs.opts.WSize = serverLimit(fs.opts.WSize, info.WriteMax)
@@ -145,7 +149,7 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	return fs, nil
 }
 
-// serverLimit is the lesser of our size and the server's, which counts only when it is sane.
+// serverLimit returns the smaller of own and the server's limit. It ignores a limit of 0.
 func serverLimit(own int, server uint32) int {
 	if server == 0 || int64(server) >= int64(own) {
 		return own
@@ -162,24 +166,24 @@ func (o *Options) setDefaults() error {
 			*size.v = MaxIOSize
 		}
 		if *size.v < MinIOSize || *size.v > MaxIOSize {
-			return fmt.Errorf("fusefs: %s=%d is out of range: it must be %d to %d octets", size.name, *size.v,
+			return fmt.Errorf("fusefs: %s=%d is out of range; use %d to %d bytes", size.name, *size.v,
 				MinIOSize, MaxIOSize)
 		}
 	}
 	for _, ac := range []struct {
-		name        string
-		least, most time.Duration
+		name     string
+		min, max time.Duration
 	}{{"acreg", o.AcRegMin, o.AcRegMax}, {"acdir", o.AcDirMin, o.AcDirMax}} {
-		if ac.least < 0 || ac.most < ac.least {
-			return fmt.Errorf("fusefs: %[1]smin=%[2]v and %[1]smax=%[3]v contradict each other", ac.name, ac.least,
-				ac.most)
+		if ac.min < 0 || ac.max < ac.min {
+			return fmt.Errorf("fusefs: %[1]smin=%[2]v is negative or larger than %[1]smax=%[3]v", ac.name, ac.min,
+				ac.max)
 		}
 	}
 	if o.LookupCache > LookupCacheNone {
 		return fmt.Errorf("fusefs: unknown lookupcache %d", o.LookupCache)
 	}
 	if o.Buffers != nil && o.Buffers.Size() < MinIOSize {
-		return fmt.Errorf("fusefs: buffers of %d octets are too small: at least %d", o.Buffers.Size(), MinIOSize)
+		return fmt.Errorf("fusefs: buffers have %d bytes; use at least %d", o.Buffers.Size(), MinIOSize)
 	}
 	if o.DirCount == 0 {
 		o.DirCount = DefaultDirCount
@@ -191,14 +195,14 @@ func (o *Options) setDefaults() error {
 	return nil
 }
 
-// IOSizes are the sizes in octets of one READ and one WRITE, as agreed with the server.
+// IOSizes returns the negotiated sizes of one READ and one WRITE in bytes.
 func (fs *FS) IOSizes() (rsize, wsize int) { return fs.opts.RSize, fs.opts.WSize }
 
-// Inodes is the number of objects that the FS keeps for the kernel.
+// Inodes returns the number of inodes that the FS keeps for the kernel.
 func (fs *FS) Inodes() int { return fs.inodes.len() }
 
-// Abort ends every call under way and to come; data that is not written is lost, and its writers
-// are told. It returns at once.
+// Abort ends all current and later calls. Data that is not yet written is lost, and its writers get
+// an error. Abort does not block.
 func (fs *FS) Abort() {
 	fs.abortOnce.Do(func() { close(fs.aborted) })
 	fs.interrupts.abort()
@@ -213,39 +217,39 @@ func (fs *FS) isAborted() bool {
 	}
 }
 
-// Close writes back what is left, ends the FS and frees what it holds. The mount must be gone. With
-// ctx ended the rest is given up as by Abort.
+// Close writes the remaining data, stops the FS and frees its memory. The file system must be
+// unmounted. When ctx ends, Close discards the remaining data as Abort does.
 func (fs *FS) Close(ctx context.Context) {
-	fs.dirtyMu.Lock()
-	left := make([]*inode, 0, len(fs.dirty))
-	for ino := range fs.dirty {
-		left = append(left, ino)
+	fs.dirty.Lock()
+	dirty := make([]*inode, 0, len(fs.dirty.inodes))
+	for ino := range fs.dirty.inodes {
+		dirty = append(dirty, ino)
 	}
-	fs.dirtyMu.Unlock()
-	for _, ino := range left {
-		_ = fs.sync(ctx, ino) // who wrote is gone, and heard of it at close(2)
+	fs.dirty.Unlock()
+	for _, ino := range dirty {
+		_ = fs.sync(ctx, ino) // the writers got their errors from close(2)
 	}
-	fs.idle(ctx)
+	fs.waitBackground(ctx)
 	fs.Abort()
 	fs.work.Wait()
 	fs.interrupts.stop()
-	for _, ino := range left {
-		fs.abandon(ino)
+	for _, ino := range dirty {
+		fs.freeExtents(ino)
 	}
 	if fs.ownBuffers {
 		fs.buffers.Close()
 	}
 }
 
-// idle waits until nothing is done in the background, or ctx ended.
-func (fs *FS) idle(ctx context.Context) {
+// waitBackground waits until background work has finished. When ctx ends, it aborts the FS.
+func (fs *FS) waitBackground(ctx context.Context) {
 	stop := context.AfterFunc(ctx, fs.Abort)
 	defer stop()
 	fs.work.Wait()
 }
 
-// abandon frees the buffers of a file when no call is under way any more.
-func (fs *FS) abandon(ino *inode) {
+// freeExtents frees the buffers of a file after all calls have ended.
+func (fs *FS) freeExtents(ino *inode) {
 	w := &ino.wb
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -260,47 +264,47 @@ func (fs *FS) abandon(ino *inode) {
 	}
 }
 
-// String is the name of the file system in go-fuse's messages.
+// String returns the name of the file system in go-fuse's messages.
 func (fs *FS) String() string { return "nfsrdma" }
 
-// SetDebug does nothing: MountOptions.Debug says it.
+// SetDebug does nothing. go-fuse requires it.
 func (fs *FS) SetDebug(bool) {}
 
 // Init is called by go-fuse with the first request.
 func (fs *FS) Init(s *fuse.Server) { fs.server.Store(s) }
 
-// OnUnmount is called by go-fuse when the mount is gone.
+// OnUnmount is called by go-fuse after the unmount.
 func (fs *FS) OnUnmount() {}
 
-// dropAttr makes the kernel ask for the node's attributes before it uses them again.
+// dropAttr makes the kernel discard its cached attributes of the node.
 func (fs *FS) dropAttr(ino *inode) {
 	if s := fs.server.Load(); s != nil {
-		s.InodeNotify(ino.id, -1, 0) // a negative offset leaves the pages alone
+		s.InodeNotify(ino.id, -1, 0) // a negative offset keeps the cached pages
 	}
 }
 
-// Forget takes back references of the kernel's.
+// Forget releases lookup references of the kernel.
 func (fs *FS) Forget(id, nlookup uint64) {
 	fs.Counters.Ops[OpForget].Add(1)
 	fs.inodes.forget(id, nlookup)
 }
 
-// addHandle gives an open file or directory its number, which is never used again.
+// addFile returns a new handle number for an open file. Numbers are never reused.
 func (fs *FS) addFile(h *fileHandle) uint64 {
-	fs.handlesMu.Lock()
-	defer fs.handlesMu.Unlock()
-	fs.lastHandle++
-	fs.files[fs.lastHandle] = h
-	return fs.lastHandle
+	fs.handles.Lock()
+	defer fs.handles.Unlock()
+	fs.handles.last++
+	fs.handles.files[fs.handles.last] = h
+	return fs.handles.last
 }
 
 func (fs *FS) file(id uint64) *fileHandle {
-	fs.handlesMu.Lock()
-	defer fs.handlesMu.Unlock()
-	return fs.files[id]
+	fs.handles.Lock()
+	defer fs.handles.Unlock()
+	return fs.handles.files[id]
 }
 
-// fileOf is the open file that a SETATTR request came through, or nil.
+// fileOf returns the open file of a SETATTR request, or nil.
 func (fs *FS) fileOf(in *fuse.SetAttrIn) *fileHandle {
 	id, ok := in.GetFh()
 	if !ok || id == math.MaxUint64 {

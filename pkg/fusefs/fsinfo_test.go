@@ -13,27 +13,27 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A smallServer stands before a server and has FSINFO offer small READs and WRITEs, as a Linux
-// server with little memory does.
-type smallServer struct {
+// A limitedServer changes the FSINFO replies of a server: small READs and WRITEs, as on a Linux
+// server with little memory, and a maximum file size.
+type limitedServer struct {
 	nfs3.Caller
 	block uint32
-	file  uint64 // largest file; 0 is the server's own limit
+	file  uint64 // maximum file size in bytes; 0 means the server's own limit
 
-	mu   sync.Mutex
-	most int // octets of the largest READ or WRITE, guarded by mu
+	mu      sync.Mutex
+	largest int // bytes of the largest READ or WRITE
 }
 
-// Offsets in the results of FSINFO behind the directory's attributes (RFC 1813 §3.3.19).
+// Offsets in the results of FSINFO, after the directory's attributes (RFC 1813 §3.3.19).
 const (
 	fsInfoReadMax  = 4 + 4 + 84
 	fsInfoWriteMax = fsInfoReadMax + 12
 	fsInfoMaxFile  = fsInfoWriteMax + 12 + 4
 )
 
-func (s *smallServer) Call(ctx context.Context, m *sunrpc.Message) error {
+func (s *limitedServer) Call(ctx context.Context, m *sunrpc.Message) error {
 	s.mu.Lock()
-	s.most = max(s.most, len(m.ArgData), len(m.ResultData))
+	s.largest = max(s.largest, len(m.ArgData), len(m.ResultData))
 	s.mu.Unlock()
 	err := s.Caller.Call(ctx, m)
 	if err == nil && nfs3.Proc(m.Proc) == nfs3.ProcFSInfo {
@@ -46,33 +46,34 @@ func (s *smallServer) Call(ctx context.Context, m *sunrpc.Message) error {
 	return err
 }
 
-// TestServerLimits: no READ or WRITE is larger than FSINFO offers.
-func TestServerLimits(t *testing.T) {
+// TestFSInfoBoundsRequestSize checks that no READ or WRITE exceeds the limits of FSINFO.
+func TestFSInfoBoundsRequestSize(t *testing.T) {
 	const block = 64 << 10
 	e := startOwnExport(t)
-	want := noise(1, 1<<20+5)
-	small := func() (*smallServer, mountConfig) {
-		s := &smallServer{block: block}
+	want := randomBytes(1, 1<<20+5)
+	small := func() (*limitedServer, mountConfig) {
+		s := &limitedServer{block: block}
 		return s, mountConfig{wrap: func(c nfs3.Caller) nfs3.Caller { s.Caller = c; return s }}
 	}
 	writes, cfg := small()
 	must(t, os.WriteFile(e.mount(t, cfg).path("file"), want, 0o600))
 	reads, cfg := small()
 	wantContent(t, e.mount(t, cfg).path("file"), want)
-	for _, s := range []*smallServer{writes, reads} {
+	for _, s := range []*limitedServer{writes, reads} {
 		s.mu.Lock()
-		if s.most != block {
-			t.Errorf("the largest READ or WRITE has %d octets, want %d", s.most, block)
+		if s.largest != block {
+			t.Errorf("largest READ or WRITE: got %d bytes, want %d", s.largest, block)
 		}
 		s.mu.Unlock()
 	}
 }
 
-// TestLargestFile: who writes or truncates beyond what the server's files hold hears of it at once.
-func TestLargestFile(t *testing.T) {
+// TestFSInfoBoundsFileSize checks that a write or truncation beyond the server's maximum file size
+// fails at once.
+func TestFSInfoBoundsFileSize(t *testing.T) {
 	const largest = 1<<32 + 10
 	e := startOwnExport(t)
-	s := &smallServer{block: 64 << 10, file: largest}
+	s := &limitedServer{block: 64 << 10, file: largest}
 	m := e.mount(t, mountConfig{wrap: func(c nfs3.Caller) nfs3.Caller { s.Caller = c; return s }})
 	for name, flags := range map[string]int{"buffered": 0, "direct": unix.O_DIRECT, "append": unix.O_APPEND} {
 		t.Run(name, func(t *testing.T) {
@@ -82,23 +83,23 @@ func TestLargestFile(t *testing.T) {
 			defer unix.Close(fd)
 			must(t, unix.Ftruncate(fd, largest-5))
 			if n, err := unix.Pwrite(fd, []byte("123456789"), largest-5); n != 5 || err != nil {
-				t.Errorf("a write across the end of the largest file: %d octets, %v", n, err)
+				t.Errorf("write across the maximum file size: got %d bytes, %v, want 5 bytes", n, err)
 			}
 			if n, err := unix.Pwrite(fd, []byte("1"), largest); err != unix.EFBIG {
-				t.Errorf("a write behind the largest file: %d octets, %v", n, err)
+				t.Errorf("write at the maximum file size: got %d bytes, %v, want EFBIG", n, err)
 			}
 			if n, err := unix.Pwrite(fd, nil, largest); n != 0 || err != nil {
-				t.Errorf("a write of nothing: %d octets, %v", n, err)
+				t.Errorf("empty write at the maximum file size: got %d bytes, %v, want 0 bytes", n, err)
 			}
 			if err := unix.Ftruncate(fd, largest+1); err != unix.EFBIG {
-				t.Errorf("ftruncate: %v", err)
+				t.Errorf("ftruncate: got %v, want EFBIG", err)
 			}
 			if err := unix.Truncate(path, largest+1); err != unix.EFBIG {
-				t.Errorf("truncate: %v", err)
+				t.Errorf("truncate: got %v, want EFBIG", err)
 			}
 			must(t, unix.Fsync(fd))
 			if st, err := os.Stat(path); err != nil || st.Size() != largest {
-				t.Errorf("the file has %d octets, %v, want %d", st.Size(), err, int64(largest))
+				t.Errorf("file size: got %d bytes, %v, want %d", st.Size(), err, int64(largest))
 			}
 		})
 	}

@@ -10,11 +10,12 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
 
-// subdir makes a new directory on the mount for a test.
+// subdir makes a new directory on the mount.
 func subdir(t *testing.T, m *testMount) string {
 	t.Helper()
 	dir, err := os.MkdirTemp(m.dir, "t")
@@ -24,9 +25,9 @@ func subdir(t *testing.T, m *testMount) string {
 	return dir
 }
 
-// run runs a program in a directory. The program's own process goes there: one that Go forks would,
-// before it execs, and hold the runtime up while the mount, which this process serves, is asked
-// about the directory.
+// run runs a program in a directory of the mount. The shell changes the directory, not Go's fork:
+// until its exec, a forked child blocks the Go runtime. The runtime has to answer the request for
+// the directory.
 func run(t *testing.T, dir, name string, args ...string) string {
 	t.Helper()
 	cmd := exec.Command("sh", append([]string{"-c", `cd -- "$0" && exec "$@"`, dir, name}, args...)...)
@@ -46,7 +47,17 @@ func must(t *testing.T, err error) {
 	}
 }
 
-func noise(seed uint64, n int) []byte {
+// eventually polls until done returns true. It returns false after testTimeout.
+func eventually(done func() bool) bool {
+	for end := time.Now().Add(testTimeout); !done(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			return false
+		}
+	}
+	return true
+}
+
+func randomBytes(seed uint64, n int) []byte {
 	src := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8)})
 	b := make([]byte, n)
 	_, _ = src.Read(b)
@@ -62,11 +73,12 @@ func wantContent(t *testing.T, path string, want []byte) {
 		for at < min(len(got), len(want)) && got[at] == want[at] {
 			at++
 		}
-		t.Fatalf("%s: %d octets, want %d; they differ from octet %d on", path, len(got), len(want), at)
+		t.Fatalf("content of %s: got %d bytes, want %d; the first difference is at byte %d", path, len(got),
+			len(want), at)
 	}
 }
 
-// dropCaches makes the kernel forget the pages of a mount.
+// dropCaches makes the kernel drop the cached pages of a file.
 func dropCaches(t *testing.T, path string) {
 	t.Helper()
 	f, err := os.Open(path)
@@ -75,7 +87,7 @@ func dropCaches(t *testing.T, path string) {
 	must(t, unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED))
 }
 
-// tree describes a directory tree: mode, owner, size, mtime and content of everything in it.
+// tree describes everything in a directory tree: mode, owner, size, mtime and content.
 func tree(t *testing.T, root string) string {
 	t.Helper()
 	var b strings.Builder
@@ -112,7 +124,7 @@ func tree(t *testing.T, root string) string {
 	return b.String()
 }
 
-// openFiles is the number of files that count as open.
+// openFiles returns the number of open files.
 func (t *inodeTable) openFiles() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()

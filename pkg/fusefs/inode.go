@@ -9,40 +9,45 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// An inode is an object of the server's that the kernel knows, or that is open.
+// An inode is an object of the server that the kernel knows or that is open.
 type inode struct {
 	id uint64
 	fh nfs3.FH
 
-	// Guarded by inodeTable.mu.
-	nlookup  uint64 // references that the kernel holds
-	opens    int    // open files and directories
-	removals int    // calls under way that may remove the object, begun while it was not open
-	hidden   int    // names in this directory of open files that were removed
-	hid      bool   // there was ever one
-	leaving  int    // those of them whose file was closed, so that they are being removed
+	// The fields up to hiddenRemovals are guarded by inodeTable.mu.
+	nlookup uint64 // lookup references of the kernel
+	opens   int    // open files and directories
+	// calls in flight that may remove the object and began while it was not open
+	removals       int
+	hidden         int  // hidden names in this directory, each of an open file that was removed
+	hadHidden      bool // the directory had a hidden name at some time
+	hiddenRemovals int  // hidden names whose files were closed and that are being removed
 
-	mu        sync.Mutex
-	attr      nfs3.Attr     // last seen
-	known     bool          // attr was ever filled
-	valid     bool          // attr is not known to be outdated
-	size      uint64        // attr.Size, or beyond it for data written since
-	ttl       time.Duration // for how long attributes are trusted: doubles while they stay the same
-	checked   time.Time     // when ttl was last chosen
-	attrClock uint64        // FS.clock when the node last changed hands; older answers are outdated
-	seen      time.Time     // when attr was received
-	seenClock uint64        // FS.clock when attr was asked for
-	// attr came with the reply to a change of ours, and the kernel does not have it
-	untold  bool
-	base    stamp      // the file as the kernel's pages show it
-	baseOK  bool       // base can be compared: nobody else is known to have changed the file
-	pending int        // extents that the server does not have yet
-	silly   *sillyName // the name that an open, removed file has now
+	mu    sync.Mutex
+	attr  nfs3.Attr // latest attributes
+	known bool      // attr was set at least once
+	valid bool      // attr is not known to be outdated
+	size  uint64    // attr.Size, or the end of data written since, whichever is larger
+	// how long attr may be cached; doubles while the attributes stay the same
+	ttl      time.Duration
+	ttlSetAt time.Time // time of the last change of ttl
+	// FS.clock of the last change or update; replies to earlier calls are outdated
+	changeClock  uint64
+	receivedAt   time.Time // time when attr was received
+	requestClock uint64    // FS.clock when the call that returned attr was sent
+	// unsent is true when attr came with the reply to a change by this mount and the kernel does
+	// not have it yet.
+	unsent    bool
+	pageStamp stamp // state of the file in the kernel's cached pages
+	// pageStamp is known, and no other client is known to have changed the file
+	pageStampValid bool
+	pending        int        // extents that the server does not have yet
+	silly          *sillyName // current name of a removed file that is still open
 
 	wb writeback
 }
 
-// A stamp tells one state of a file's content from another.
+// A stamp identifies one state of a file's content.
 type stamp struct {
 	size         uint64
 	mtime, ctime nfs3.Time3
@@ -53,17 +58,18 @@ func stampOfWcc(a *nfs3.WccAttr) stamp   { return stamp{a.Size, a.Mtime, a.Ctime
 func (ino *inode) isDir() bool           { return ino.attr.Type == nfs3.NF3DIR }
 func (ino *inode) sillyName() *sillyName { ino.mu.Lock(); defer ino.mu.Unlock(); return ino.silly }
 
-// An inodeTable finds inodes by node number and by file handle. A number is never used for a second
-// handle, so that every node is of generation 0.
+// An inodeTable finds inodes by node number and by file handle. It never reuses a number, so that
+// every node has generation 0.
 type inodeTable struct {
 	mu     sync.Mutex
 	byID   map[uint64]*inode
-	byFH   map[nfs3.FH]*inode // those that a lookup may still find
+	byFH   map[nfs3.FH]*inode // inodes that a lookup can find
 	lastID uint64
 
-	files   int // open files, and opens under way
-	blind   []*blindRemoval
-	removed chan struct{} // closed and forgotten when a removal ended; nil while nobody waits
+	files      int // open files, and opens in flight
+	unresolved []*unresolvedRemoval
+	// closed and set to nil when a removal ends; nil while no goroutine waits
+	removalDone chan struct{}
 }
 
 func (t *inodeTable) init(root *inode) {
@@ -72,28 +78,28 @@ func (t *inodeTable) init(root *inode) {
 	t.lastID = root.id
 }
 
-// get is the inode of a number, or nil.
+// get returns the inode with the number id, or nil.
 func (t *inodeTable) get(id uint64) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.byID[id]
 }
 
-// find is the inode of a handle, or nil.
+// find returns the inode with the handle fh, or nil.
 func (t *inodeTable) find(fh nfs3.FH) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.byFH[fh]
 }
 
-// ref is the inode of a handle, made if need be, with one more reference of the kernel's. attr, if
-// the server sent it, tells when a server uses a handle again for another object: such an object is
-// another node.
+// ref returns the inode with the handle fh and adds one lookup reference. It creates the inode if
+// necessary. attr holds the server's attributes, or is nil. When attr shows that the server reused
+// the handle for another object, ref creates a new inode.
 func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino := t.byFH[fh]
-	if ino == nil || attr != nil && ino.id != fuse.FUSE_ROOT_ID && ino.otherObject(attr) {
+	if ino == nil || attr != nil && ino.id != fuse.FUSE_ROOT_ID && ino.isOtherObject(attr) {
 		t.lastID++
 		ino = &inode{id: t.lastID, fh: fh}
 		t.byID[ino.id] = ino
@@ -103,20 +109,20 @@ func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
 	return ino
 }
 
-func (ino *inode) otherObject(attr *nfs3.Attr) bool {
+func (ino *inode) isOtherObject(attr *nfs3.Attr) bool {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
-	return ino.isOther(attr)
+	return ino.isOtherObjectLocked(attr)
 }
 
-// isOther tells whether attributes that came for the node's handle are those of another object. An
-// export's root may be numbered anew, by a file system that is mounted over it on the server, but
-// stays a directory. Called with mu held.
-func (ino *inode) isOther(attr *nfs3.Attr) bool {
+// isOtherObjectLocked reports whether attributes for the node's handle describe another object. A
+// mount on the server can change the file ID of an export's root, but the root stays a directory.
+// The caller holds mu.
+func (ino *inode) isOtherObjectLocked(attr *nfs3.Attr) bool {
 	return ino.known && (ino.attr.Type != attr.Type || ino.attr.FileID != attr.FileID && ino.id != fuse.FUSE_ROOT_ID)
 }
 
-// forget takes n of the kernel's references back.
+// forget releases n lookup references of the kernel.
 func (t *inodeTable) forget(id, n uint64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -128,14 +134,14 @@ func (t *inodeTable) forget(id, n uint64) {
 	t.dropIfUnused(ino)
 }
 
-// open and close count open directories and files.
+// open counts an open directory or file.
 func (t *inodeTable) open(ino *inode) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino.opens++
 }
 
-// close returns the number of times that the object is still open.
+// close ends one open and returns the number of remaining opens.
 func (t *inodeTable) close(ino *inode) int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -150,7 +156,7 @@ func (t *inodeTable) opensOf(ino *inode) int {
 	return ino.opens
 }
 
-// stale makes lookups miss the inode, because the server does not know its handle any more.
+// stale removes the inode from lookups because the server no longer knows its handle.
 func (t *inodeTable) stale(ino *inode) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -169,7 +175,7 @@ func (t *inodeTable) dropIfUnused(ino *inode) {
 	}
 }
 
-// Len is the number of inodes in the table.
+// len returns the number of inodes in the table.
 func (t *inodeTable) len() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()

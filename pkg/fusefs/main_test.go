@@ -3,6 +3,7 @@ package fusefs
 import (
 	"context"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -25,10 +26,10 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// testTimeout bounds what ends by itself.
+// testTimeout bounds each wait of a test.
 const testTimeout = 60 * time.Second
 
-// An export is a directory that a server serves.
+// An export is a directory that a server exports.
 type export struct {
 	dir  string // on the server
 	root nfs3.FH
@@ -40,7 +41,7 @@ type transport interface {
 	Close() error
 }
 
-// startExport exports by NFS-Ganesha over TCP.
+// startExport exports a directory with NFS-Ganesha over TCP.
 func startExport(t *testing.T) *export {
 	t.Helper()
 	dir := t.TempDir()
@@ -54,23 +55,22 @@ func startExport(t *testing.T) *export {
 		t.Fatal(err)
 	}
 	return &export{dir, res.FH, func(ctx context.Context) (transport, error) {
-		return rpctcp.Dial(ctx, s.Addr(),
-			rpctcp.Options{})
+		return rpctcp.Dial(ctx, s.Addr(), rpctcp.Options{})
 	}}
 }
 
-// startOwnExport exports by our own server, over RDMA.
+// startOwnExport exports a directory with this project's server over RDMA.
 func startOwnExport(t *testing.T) *export {
 	t.Helper()
 	dir := t.TempDir()
 	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
-		Provider: softiwarp.New(softiwarp.Config{})})
+		NoRootSquash: true, StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {
-			t.Errorf("server: %v", err)
+			t.Errorf("close server: %v", err)
 		}
 	})
 	host, port, err := net.SplitHostPort(s.TCPAddr)
@@ -80,33 +80,36 @@ func startOwnExport(t *testing.T) *export {
 	res, err := mountd.Mount(t.Context(), mountd.Args{Host: host, Port: number, Export: dir,
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	must(t, err)
-	return &export{dir, res.FH, func(ctx context.Context) (transport, error) {
-		tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr})
-		if err != nil {
-			return nil, err
-		}
-		if err := tr.Connect(ctx); err != nil {
-			tr.Close()
-			return nil, err
-		}
-		return tr, nil
-	}}
+	return &export{dir, res.FH, func(ctx context.Context) (transport, error) { return dialRDMA(ctx, s.RDMAAddr) }}
 }
 
-// A testMount is an FS mounted on a directory of its own.
+func dialRDMA(ctx context.Context, addr netip.AddrPort) (transport, error) {
+	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr})
+	if err != nil {
+		return nil, err
+	}
+	if err := tr.Connect(ctx); err != nil {
+		tr.Close()
+		return nil, err
+	}
+	return tr, nil
+}
+
+// A testMount is an FS mounted on a temporary directory.
 type testMount struct {
 	dir string
 	fs  *FS
 	srv *Server
 }
 
-// mountConfig says how a test mounts; the zero value is the usual.
+// mountConfig configures a test mount. The zero value gives the defaults.
 type mountConfig struct {
 	opts    Options
 	mount   MountOptions
-	buffers int                           // number of buffers; 0 is 16
-	bufSize int                           // 0 is MaxIOSize
-	wrap    func(nfs3.Caller) nfs3.Caller // stands between the client and the server
+	buffers int // number of buffers; 0 means 16
+	bufSize int // bytes; 0 means MaxIOSize
+	// returns a caller between the client and the server, if not nil
+	wrap func(nfs3.Caller) nfs3.Caller
 }
 
 // mount mounts the export until the test ends.
@@ -122,7 +125,8 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 	}
 	if cfg.opts.AcDirMax == 0 {
 		d := DefaultOptions()
-		cfg.opts.AcRegMin, cfg.opts.AcRegMax, cfg.opts.AcDirMin, cfg.opts.AcDirMax = d.AcRegMin, d.AcRegMax, d.AcDirMin, d.AcDirMax
+		cfg.opts.AcRegMin, cfg.opts.AcRegMax = d.AcRegMin, d.AcRegMax
+		cfg.opts.AcDirMin, cfg.opts.AcDirMax = d.AcDirMin, d.AcDirMax
 	}
 	if cfg.buffers == 0 {
 		cfg.buffers = 16
@@ -138,7 +142,7 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 		t.Fatal(err)
 	}
 	dir := t.TempDir()
-	// other users get to the mount through it
+	// Tests access the mount as other users too.
 	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -158,7 +162,7 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 		defer cancel()
 		fs.Close(ctx)
 		if n := pool.Out(); n != 0 {
-			t.Errorf("%d buffers are still out", n)
+			t.Errorf("buffers in use after close: got %d, want 0", n)
 		}
 		pool.Close()
 		conn.Close()
@@ -169,14 +173,14 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 func (m *testMount) unmount(t *testing.T) {
 	t.Helper()
 	err := m.srv.Unmount()
-	for range 50 { // a process that ended lets go of its files a little later
+	for range 50 { // a process that has exited may still be closing its files
 		if err == nil {
 			return
 		}
 		time.Sleep(20 * time.Millisecond)
 		err = m.srv.Unmount()
 	}
-	t.Errorf("%v; taking it away by force", err)
+	t.Errorf("unmount: %v; unmounting by force", err)
 	if err := m.srv.ForceUnmount(); err != nil {
 		t.Error(err)
 		_ = unix.Unmount(m.dir, unix.MNT_DETACH)

@@ -18,65 +18,52 @@ import (
 // Subtype makes the mount's type in /proc/mounts "fuse.nfsrdma".
 const Subtype = "nfsrdma"
 
-// maxBackground is the number of read-ahead and direct requests that the kernel may have under way.
+// maxBackground bounds the kernel's read-ahead and direct requests in flight.
 const maxBackground = 64
 
-// settleTime is how long SettlePoll waits for what only matters to programs that use their own
-// mounts.
-const settleTime = 5 * time.Second
+// disablePollTimeout bounds DisablePoll. Only programs that use their own mounts need DisablePoll,
+// so a mount does not fail without it.
+const disablePollTimeout = 5 * time.Second
 
-// MountOptions say how an FS is mounted.
+// MountOptions configures the mount of an FS.
 type MountOptions struct {
 	// FsName is the source shown in /proc/mounts: "host:/export".
 	FsName string
-	// ReadOnly mounts for reading only.
+	// ReadOnly makes the mount read-only.
 	ReadOnly bool
-	// OnlyOwner keeps all users but the one who mounts out of the mount. By default all users get
-	// in, with their own rights.
-	OnlyOwner bool
-	// Suid and Dev let set-id bits and device files on the mount work. NoExec keeps programs on it
-	// from running.
+	// Suid allows set-user-ID and set-group-ID programs on the mount, and Dev allows device files.
+	// NoExec forbids running programs from the mount.
 	Suid, Dev, NoExec bool
-	// MaxWrite bounds one request's data in octets, MinIOSize to MaxIOSize; default and upper
-	// bound: the FS's buffers.
-	MaxWrite int
-	// NotUsedHere says that this process opens no file on the mount itself, or calls SettlePoll
-	// before. Mount then makes no call on the new mount: a process that is killed during one waits
-	// for its own answer for ever, as a zombie that keeps the mount with it.
-	NotUsedHere bool
-	// Debug prints every request to Logger.
-	Debug bool
-	// Logger gets go-fuse's messages; default: the standard logger.
+	// SkipDisablePoll makes Mount skip DisablePoll. Set it when this process opens no file on the
+	// mount, or calls DisablePoll first. Mount then makes no system call on the new mount. A
+	// process that is killed during such a call waits for its own reply forever: it stays a zombie
+	// and the mount stays.
+	SkipDisablePoll bool
+	// Logger receives go-fuse's messages. The default is the standard logger.
 	Logger *log.Logger
 }
 
-// A Server is one mounted FS. Its methods may be called concurrently.
+// A Server is one mounted FS. Its methods are safe for concurrent use.
 type Server struct {
 	fs     *FS
 	dir    string // without symbolic links
 	dev    device // of the mounted file system
 	device *fuseDevice
-	done   chan struct{} // closed when no request is worked on any more and the mount point is free
+	done   chan struct{} // closed when all requests have ended and the mount point is free
 
 	mu    sync.Mutex // held during umount(2)
-	ended ending     // what we did to the mount
+	state mountState // guarded by mu
 }
 
-// Mount mounts fs on dir with mount(2), which takes CAP_SYS_ADMIN, and serves it until it is
-// unmounted. dir must be an existing directory. The FS can be mounted once.
+// Mount mounts fs on dir with mount(2), which requires CAP_SYS_ADMIN, and serves it until it is
+// unmounted. dir must be an existing directory. All users can access the mount with their own
+// permissions. An FS can be mounted only once.
 func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 	abs, err := mountPoint(dir)
 	if err != nil {
 		return nil, err
 	}
 	maxWrite := min(fs.buffers.Size(), MaxIOSize)
-	if opts.MaxWrite != 0 {
-		if opts.MaxWrite < MinIOSize || opts.MaxWrite > MaxIOSize {
-			return nil, fmt.Errorf("mount %s: requests of %d octets: they must be %d to %d octets", abs,
-				opts.MaxWrite, MinIOSize, MaxIOSize)
-		}
-		maxWrite = min(maxWrite, opts.MaxWrite)
-	}
 	s := &Server{fs: fs, dir: abs, done: make(chan struct{})}
 	if s.device, err = openFuse(); err != nil {
 		return nil, mountError(abs, err)
@@ -88,29 +75,30 @@ func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 	}
 	fs.interrupts.watch(s.device)
 	go s.serve(srv)
-	if !opts.NotUsedHere {
-		SettlePoll(abs)
+	if !opts.SkipDisablePoll {
+		DisablePoll(abs)
 	}
 	s.tune(maxWrite)
 	return s, nil
 }
 
-// SettlePoll readies the mount at dir for a process that serves it and opens files on it, too. It
-// waits for the server for a few seconds at most.
-func SettlePoll(dir string) {
-	settled := make(chan struct{})
+// DisablePoll makes the kernel learn that files on the mount at dir do not support poll(2). A
+// process that serves a mount and also opens files on it must call DisablePoll first. DisablePoll
+// returns after 5 seconds at most, even if the server does not answer.
+func DisablePoll(dir string) {
+	done := make(chan struct{})
 	go func() {
-		defer close(settled)
-		settlePoll(dir)
+		defer close(done)
+		disablePoll(dir)
 	}()
 	select {
-	case <-settled:
-	// the kernel asks for the root's attributes first, and the server does not answer
-	case <-time.After(settleTime):
+	case <-done:
+	case <-time.After(disablePollTimeout):
+		// The kernel first requests the root's attributes, and the server does not answer.
 	}
 }
 
-// mountPoint is the directory without symbolic links, as the kernel names it in its mount table.
+// mountPoint returns the directory without symbolic links, as in the kernel's mount table.
 func mountPoint(dir string) (string, error) {
 	abs, err := filepath.Abs(dir)
 	if err != nil {
@@ -127,7 +115,7 @@ func mountPoint(dir string) (string, error) {
 	return abs, nil
 }
 
-// start mounts and shakes hands with the kernel.
+// start mounts the file system and negotiates the FUSE protocol with the kernel.
 func (s *Server) start(opts *MountOptions, maxWrite int) (*fuse.Server, error) {
 	if err := s.device.mount(s.dir, opts, maxWrite); err != nil {
 		return nil, err
@@ -135,23 +123,22 @@ func (s *Server) start(opts *MountOptions, maxWrite int) (*fuse.Server, error) {
 	var err error
 	if s.dev, err = deviceAt(unix.AT_FDCWD, s.dir); err != nil {
 		_ = unix.Unmount(s.dir, unix.MNT_DETACH)
-		return nil, fmt.Errorf("look at what was just mounted: %w", err)
+		return nil, fmt.Errorf("find device number of new mount: %w", err)
 	}
 	path, err := s.device.pathForServer()
 	if err != nil {
 		_ = s.detach(unix.MNT_DETACH)
 		return nil, err
 	}
-	// The server takes set-id bits away from a file that others write to or chown. Without
-	// HANDLE_KILLPRIV the kernel would ask for that with a SETATTR of the writer's, who may write
-	// but not do that.
+	// The server clears set-user-ID and set-group-ID bits when another user writes to or chowns a
+	// file. Without HANDLE_KILLPRIV the kernel would send a SETATTR as the writer, who may not have
+	// permission for it.
 	srv, err := fuse.NewServer(s.fs, path, &fuse.MountOptions{
 		MaxBackground:     maxBackground,
 		MaxWrite:          maxWrite,
 		MaxReadAhead:      maxWrite,
 		DisableXAttrs:     true,
 		ExtraCapabilities: fuse.CAP_READDIRPLUS_AUTO | fuse.CAP_DIRECT_IO_ALLOW_MMAP | fuse.CAP_HANDLE_KILLPRIV,
-		Debug:             opts.Debug,
 		Logger:            opts.Logger,
 	})
 	if err != nil {
@@ -161,15 +148,14 @@ func (s *Server) start(opts *MountOptions, maxWrite int) (*fuse.Server, error) {
 	return srv, nil
 }
 
-// serve works on the kernel's requests until the connection ends. One that was aborted leaves a
-// mount point on which every call fails; nobody could use or unmount it through us later, so it
-// goes.
+// serve handles the kernel's requests until the connection ends. After an abort every call on the
+// mount point fails, so serve unmounts it.
 func (s *Server) serve(srv *fuse.Server) {
 	defer close(s.done)
 	srv.Serve()
 	s.fs.interrupts.watch(nil)
 	s.device.close()
-	_, _ = s.umount(unix.MNT_DETACH) // whoever unmounts hears of an error
+	_, _ = s.umount(unix.MNT_DETACH) // callers of Unmount get the error
 }
 
 func (o *MountOptions) flags() uintptr {
@@ -188,20 +174,19 @@ func (o *MountOptions) flags() uintptr {
 func mountError(dir string, err error) error {
 	switch {
 	case errors.Is(err, syscall.ENOENT):
-		return fmt.Errorf("mount %s: no /dev/fuse: load the fuse kernel module, or give the container the device: %w",
-			dir, err)
+		return fmt.Errorf("mount %s: %w; load the fuse kernel module, or pass /dev/fuse to the container", dir, err)
 	case errors.Is(err, syscall.EPERM):
-		return fmt.Errorf("mount %s: mount(2) needs root (CAP_SYS_ADMIN): %w", dir, err)
+		return fmt.Errorf("mount %s: %w; mount(2) requires CAP_SYS_ADMIN, run as root", dir, err)
 	}
 	return fmt.Errorf("mount %s: %w", dir, err)
 }
 
-// tune lets the kernel read ahead by whole requests: its default of 128 KiB would bound every
-// buffered read. Where /sys cannot be written, reads are smaller and right.
+// tune raises the kernel's read-ahead to one full request. The default of 128 KiB would bound every
+// buffered read. Where /sys is read-only, reads are smaller but correct.
 func (s *Server) tune(maxRead int) {
 	path := fmt.Sprintf("/sys/class/bdi/%d:%d/read_ahead_kb", s.dev.major, s.dev.minor)
 	_ = os.WriteFile(path, []byte(strconv.Itoa(maxRead>>10)), 0)
 }
 
-// Dir is the absolute path of the mount point, without symbolic links.
+// Dir returns the absolute path of the mount point, without symbolic links.
 func (s *Server) Dir() string { return s.dir }

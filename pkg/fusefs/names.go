@@ -23,7 +23,7 @@ func (fs *FS) lookup(r *request, dirID uint64, name string, out *fuse.EntryOut) 
 	}
 	ino, err := fs.lookupOnce(r, dir, name, out)
 	if err != nil || ino == nil {
-		fs.reopens.over(r.pid)
+		fs.reopens.finish(r.pid)
 		return err
 	}
 	if out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR {
@@ -33,36 +33,35 @@ func (fs *FS) lookup(r *request, dirID uint64, name string, out *fuse.EntryOut) 
 	if reopen == nil {
 		return nil
 	}
-	for range heldTries {
-		if err := fs.hold(r, ino, reopen); err != nil {
+	for range pinTries {
+		if err := fs.pinUntilReopen(r, ino, reopen); err != nil {
 			fs.inodes.forget(ino.id, 1)
 			return err
 		}
-		held := ino // but it may have been removed before that
+		pinned := ino // the name may stand for another object now
 		if ino, err = fs.lookupOnce(r, dir, name, out); err != nil || ino == nil {
-			fs.inodes.forget(held.id, 1)
-			fs.reopens.over(r.pid)
+			fs.inodes.forget(pinned.id, 1)
+			fs.reopens.finish(r.pid)
 			return err
 		}
-		fs.inodes.forget(held.id, 1)
-		if ino == held {
+		fs.inodes.forget(pinned.id, 1)
+		if ino == pinned {
 			return nil
 		}
 	}
 	return nil
 }
 
-// lookupOnce finds a name; the node is nil when the kernel is told that there is none. When the
-// object is gone before its attributes were asked for, the name stands for another one, or for
-// none.
+// lookupOnce finds a name. The returned node is nil when the kernel may cache the name as missing.
+// When the object disappears before its attributes arrive, lookupOnce looks the name up again.
 func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
 	for try := 0; ; try++ {
 		var res nfs3.LookupResult
 		start, err := fs.lookupRPC(r, dir, name, &res)
 		if hasStatus(err, nfs3.ErrNoEnt) && fs.opts.LookupCache == LookupCacheAll && !fs.opts.NoAC {
-			// Node 0 with a time is a name that the kernel may take as missing for that long.
+			// Node 0 with a timeout makes the kernel cache the name as missing for that time.
 			*out = fuse.EntryOut{}
-			out.SetEntryTimeout(fs.timeout(dir))
+			out.SetEntryTimeout(fs.attrTimeout(dir))
 			return nil, nil
 		}
 		if err != nil {
@@ -75,26 +74,26 @@ func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut
 	}
 }
 
-// staleTries bounds how often in a row a server may name an object and not know it.
+// staleTries bounds the consecutive lookups that return an object whose handle is stale.
 const staleTries = 16
 
-// lookupRPC makes the LOOKUP call, sent at start, and absorbs what it says of the directory.
+// lookupRPC sends a LOOKUP at start and stores the directory attributes of the reply.
 func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupResult) (start uint64, err error) {
 	for try := 0; ; try++ {
-		start = fs.tick()
+		start = fs.callStart()
 		err = fs.client.Lookup(r, r.cred, dir.fh, name, res)
-		if fs.again(r, err, try) {
+		if fs.retryJukebox(r, err, try) {
 			continue
 		}
 		if res.DirAttr.Present {
-			fs.absorb(dir, &res.DirAttr.Attr, start)
+			fs.updateAttr(dir, &res.DirAttr.Attr, start)
 		}
-		return start, fs.nodeErr(dir, err)
+		return start, fs.checkStale(dir, err)
 	}
 }
 
-// entry answers a request for a name with the node of fh, of which the kernel gets one more
-// reference. post are the attributes that came with fh in the reply to a call sent at start.
+// entry fills the reply for a name with the node of fh and adds one lookup reference to it. post
+// holds the attributes that came with fh in the reply to a call sent at start.
 func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64,
 	out *fuse.EntryOut) (*inode, error) {
 	var known *nfs3.Attr
@@ -102,19 +101,19 @@ func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, s
 		known = &post.Attr
 	}
 	ino := fs.inodes.ref(fh, known)
-	a, settled, err := fs.entryAttr(r, ino, post, start)
+	a, cacheable, err := fs.entryAttr(r, ino, post, start)
 	if err != nil {
 		fs.inodes.forget(ino.id, 1)
 		return nil, err
 	}
-	fs.fillEntry(dir, ino, &a, settled, out)
+	fs.fillEntry(dir, ino, &a, cacheable, out)
 	return ino, nil
 }
 
-// entryAttr are the node's attributes: those of the reply, or newer ones.
-func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr, start uint64) (a nfs3.Attr, settled bool,
-	err error) {
-	if post.Present && fs.absorb(ino, &post.Attr, start) {
+// entryAttr returns the node's attributes: those of the reply, or newer ones.
+func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr,
+	start uint64) (a nfs3.Attr, cacheable bool, err error) {
+	if post.Present && fs.updateAttr(ino, &post.Attr, start) {
 		ino.mu.Lock()
 		defer ino.mu.Unlock()
 		return ino.attr, true, nil
@@ -122,46 +121,45 @@ func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr, start uin
 	if err := fs.push(r, ino); err != nil {
 		return a, false, err
 	}
-	settled, err = fs.fetch(r, r.cred, ino, &a)
-	return a, settled, err
+	cacheable, err = fs.fetch(r, r.cred, ino, &a)
+	return a, cacheable, err
 }
 
-func (fs *FS) fillEntry(dir, ino *inode, a *nfs3.Attr, settled bool, out *fuse.EntryOut) {
+func (fs *FS) fillEntry(dir, ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.EntryOut) {
 	*out = fuse.EntryOut{NodeId: ino.id}
 	fs.fillAttr(&out.Attr, a)
 	out.SetEntryTimeout(fs.entryTimeout(dir))
-	if settled {
-		out.SetAttrTimeout(fs.timeout(ino))
+	if cacheable {
+		out.SetAttrTimeout(fs.attrTimeout(ino))
 	}
 }
 
-// entryTimeout is for how long the kernel may believe that a name stands for what it did: as long
-// as for the directory's attributes.
+// entryTimeout returns how long the kernel may cache a name: as long as the directory's attributes.
 func (fs *FS) entryTimeout(dir *inode) time.Duration {
 	if fs.opts.LookupCache == LookupCacheNone || fs.opts.NoAC {
 		return 0
 	}
-	if t := fs.timeout(dir); t > 0 {
+	if t := fs.attrTimeout(dir); t > 0 {
 		return t
 	}
 	return fs.opts.AcDirMin
 }
 
-// make does what CREATE, MKDIR, SYMLINK and MKNOD have in common: it makes the call, and asks for
+// createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. It makes the call and gets
 // what the server left out of its reply.
-func (fs *FS) make(r *request, dir *inode, name string, out *fuse.EntryOut, call func(*nfs3.CreateResult) error) (
-	*inode, error) {
+func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOut,
+	call func(*nfs3.CreateResult) error) (*inode, error) {
 	var res nfs3.CreateResult
 	var start uint64
 	for try := 0; ; try++ {
-		start = fs.tick()
+		start = fs.callStart()
 		err := call(&res)
-		if fs.again(r, err, try) {
+		if fs.retryJukebox(r, err, try) {
 			continue
 		}
-		fs.absorbWcc(dir, &res.DirWcc, start, true)
+		fs.updateWcc(dir, &res.DirWcc, start, true)
 		if err != nil {
-			return nil, fs.nodeErr(dir, err)
+			return nil, fs.checkStale(dir, err)
 		}
 		break
 	}
@@ -176,7 +174,7 @@ func (fs *FS) make(r *request, dir *inode, name string, out *fuse.EntryOut, call
 	return fs.entry(r, dir, res.FH, &res.Attr, start, out)
 }
 
-// Mkdir answers mkdir(2).
+// Mkdir handles mkdir(2).
 func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
 	r := fs.begin(OpMkdir, cancel, &in.InHeader)
 	return fs.end(OpMkdir, r, fs.mkdir(r, in, name, out))
@@ -188,13 +186,13 @@ func (fs *FS) mkdir(r *request, in *fuse.MkdirIn, name string, out *fuse.EntryOu
 		return syscall.ESTALE
 	}
 	set := modeOnly(in.Mode)
-	_, err := fs.make(r, dir, name, out, func(res *nfs3.CreateResult) error {
+	_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
 		return fs.client.Mkdir(r, r.cred, dir.fh, name, &set, res)
 	})
 	return err
 }
 
-// Mknod answers mknod(2), also of regular files.
+// Mknod handles mknod(2), including regular files.
 func (fs *FS) Mknod(cancel <-chan struct{}, in *fuse.MknodIn, name string, out *fuse.EntryOut) fuse.Status {
 	r := fs.begin(OpMknod, cancel, &in.InHeader)
 	return fs.end(OpMknod, r, fs.mknod(r, in, name, out))
@@ -223,13 +221,13 @@ func (fs *FS) mknod(r *request, in *fuse.MknodIn, name string, out *fuse.EntryOu
 		return syscall.EINVAL
 	}
 	dev := nfs3.Device{Major: unix.Major(uint64(in.Rdev)), Minor: unix.Minor(uint64(in.Rdev))}
-	_, err := fs.make(r, dir, name, out, func(res *nfs3.CreateResult) error {
+	_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
 		return fs.client.Mknod(r, r.cred, dir.fh, name, typ, &set, dev, res)
 	})
 	return err
 }
 
-// Symlink answers symlink(2).
+// Symlink handles symlink(2).
 func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
 	r := fs.begin(OpSymlink, cancel, h)
 	return fs.end(OpSymlink, r, fs.symlink(r, h.NodeId, target, name, out))
@@ -240,14 +238,14 @@ func (fs *FS) symlink(r *request, dirID uint64, target, name string, out *fuse.E
 	if dir == nil {
 		return syscall.ESTALE
 	}
-	set := modeOnly(0o777) // what lstat(2) shows of a symbolic link everywhere
-	_, err := fs.make(r, dir, name, out, func(res *nfs3.CreateResult) error {
+	set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
+	_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
 		return fs.client.Symlink(r, r.cred, dir.fh, name, target, &set, res)
 	})
 	return err
 }
 
-// Link answers link(2).
+// Link handles link(2).
 func (fs *FS) Link(cancel <-chan struct{}, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status {
 	r := fs.begin(OpLink, cancel, &in.InHeader)
 	return fs.end(OpLink, r, fs.link(r, in, name, out))
@@ -261,18 +259,18 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
-	fs.outdate(ino)
+	fs.invalidateAttr(ino)
 	var res nfs3.LinkResult
 	var start uint64
 	for try := 0; ; try++ {
-		start = fs.tick()
+		start = fs.callStart()
 		err := fs.client.Link(r, r.cred, ino.fh, dir.fh, name, &res)
-		if fs.again(r, err, try) {
+		if fs.retryJukebox(r, err, try) {
 			continue
 		}
-		fs.absorbWcc(dir, &res.DirWcc, start, true)
+		fs.updateWcc(dir, &res.DirWcc, start, true)
 		if err != nil {
-			return fs.nodeErr(ino, err)
+			return fs.checkStale(ino, err)
 		}
 		break
 	}

@@ -11,8 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// GetAttr answers stat(2). The kernel keeps attributes for as long as it was told, so that a
-// request means that it wants new ones, or that a change made it forget the old ones.
+// GetAttr handles stat(2). The kernel caches attributes for the time that it was given. A request
+// therefore means that it wants new ones, or that a change invalidated the cached ones.
 func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	r := fs.begin(OpGetAttr, cancel, &in.InHeader)
 	return fs.end(OpGetAttr, r, fs.getattr(r, in.NodeId, out))
@@ -27,28 +27,28 @@ func (fs *FS) getattr(r *request, id uint64, out *fuse.AttrOut) error {
 		return err
 	}
 	var a nfs3.Attr
-	if left, ok := fs.news(ino, &a); ok {
+	if left, ok := fs.takeUnsent(ino, &a); ok {
 		fs.fillAttr(&out.Attr, &a)
 		out.SetTimeout(left)
 		return nil
 	}
-	settled, err := fs.fetch(r, r.cred, ino, &a)
+	cacheable, err := fs.fetch(r, r.cred, ino, &a)
 	if err != nil {
 		return err
 	}
-	fs.attrOut(ino, &a, settled, out)
+	fs.fillAttrOut(ino, &a, cacheable, out)
 	return nil
 }
 
-func (fs *FS) attrOut(ino *inode, a *nfs3.Attr, settled bool, out *fuse.AttrOut) {
+func (fs *FS) fillAttrOut(ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.AttrOut) {
 	fs.fillAttr(&out.Attr, a)
 	out.SetTimeout(0)
-	if settled {
-		out.SetTimeout(fs.timeout(ino))
+	if cacheable {
+		out.SetTimeout(fs.attrTimeout(ino))
 	}
 }
 
-// SetAttr answers chmod(2), chown(2), utimensat(2) and truncate(2).
+// SetAttr handles chmod(2), chown(2), utimensat(2) and truncate(2).
 func (fs *FS) SetAttr(cancel <-chan struct{}, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
 	r := fs.begin(OpSetAttr, cancel, &in.InHeader)
 	return fs.end(OpSetAttr, r, fs.setattr(r, in, out))
@@ -66,72 +66,72 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 			return syscall.EFBIG
 		}
 		if h := fs.fileOf(in); h != nil {
-			cred = h.cred // ftruncate(2): what counts is what the file was opened with
+			cred = h.cred // ftruncate(2) uses the credential of the open
 		}
 	}
 	if set == (nfs3.SetAttr{}) {
 		return fs.getattr(r, in.NodeId, out)
 	}
-	// A WRITE that arrived later would undo the new times, and a replay would undo a truncation. A
-	// COMMIT that came later might be refused to the old owner.
-	settle := fs.push
+	// A later WRITE would undo the new times, and a replay would undo a truncation. The server may
+	// refuse a later COMMIT by the old owner.
+	flush := fs.push
 	if set.HasSize || set.HasUID || set.HasGID || set.HasMode {
-		settle = fs.sync
+		flush = fs.sync
 	}
-	if err := settle(r, ino); err != nil {
+	if err := flush(r, ino); err != nil {
 		return err
 	}
 	var wcc nfs3.WccData
 	if err := fs.setAttrs(r, cred, ino, &set, &wcc); err != nil {
 		return err
 	}
-	if ino.validAfter(&wcc) {
-		var a nfs3.Attr
-		ino.mu.Lock()
-		a, ino.untold = ino.attr, false
-		ino.mu.Unlock()
-		fs.attrOut(ino, &a, true, out)
-		return nil
-	}
 	var a nfs3.Attr
-	settled, err := fs.fetch(r, cred, ino, &a)
+	cacheable, err := fs.attrAfterChange(r, cred, ino, &wcc, &a)
 	if err != nil {
 		return err
 	}
-	fs.attrOut(ino, &a, settled, out)
+	fs.fillAttrOut(ino, &a, cacheable, out)
 	return nil
 }
 
-func (ino *inode) validAfter(wcc *nfs3.WccData) bool {
+// attrAfterChange sets a to the attributes after a change by this mount. It uses the reply wcc if
+// those attributes are valid, else it sends a GETATTR. cacheable is as in fetch.
+func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc *nfs3.WccData,
+	a *nfs3.Attr) (cacheable bool, err error) {
 	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	return wcc.HasAfter && ino.valid
+	if wcc.HasAfter && ino.valid {
+		*a, ino.unsent = ino.attr, false
+		ino.mu.Unlock()
+		return true, nil
+	}
+	ino.mu.Unlock()
+	return fs.fetch(ctx, cred, ino, a)
 }
 
-// setAttrs makes the SETATTR call and absorbs its result.
+// setAttrs sends a SETATTR and stores the attributes of the reply.
 func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.SetAttr, wcc *nfs3.WccData) error {
-	fs.outdate(ino)
+	fs.invalidateAttr(ino)
 	for try := 0; ; try++ {
-		start := fs.tick()
+		start := fs.callStart()
 		err := fs.client.SetAttr(ctx, cred, ino.fh, set, nil, wcc)
-		if fs.again(ctx, err, try) {
+		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
 		if err != nil {
-			fs.outdate(ino)
-			return fs.nodeErr(ino, err)
+			fs.invalidateAttr(ino)
+			return fs.checkStale(ino, err)
 		}
 		if set.HasSize {
 			ino.mu.Lock()
 			ino.size = set.Size
 			ino.mu.Unlock()
 		}
-		fs.absorbWcc(ino, wcc, start, true)
+		fs.updateWcc(ino, wcc, start, true)
 		return nil
 	}
 }
 
-// sattrOf is what a SETATTR request of the kernel's asks for, as sattr3 (RFC 1813 §2.5).
+// sattrOf converts a SETATTR request of the kernel to sattr3 (RFC 1813 §2.5).
 func sattrOf(in *fuse.SetAttrIn) (set nfs3.SetAttr) {
 	if mode, ok := in.GetMode(); ok {
 		set.HasMode, set.Mode = true, mode&nfs3.ModeMask
@@ -156,7 +156,7 @@ func timeHow(valid, bit, now uint32, sec uint64, nsec uint32) (nfs3.TimeHow, nfs
 		return nfs3.SetToServerTime, nfs3.Time3{}
 	case valid&bit == 0:
 		return nfs3.DontChange, nfs3.Time3{}
-	case int64(sec) < 0: // before 1970: nfstime3 has no such time
+	case int64(sec) < 0: // nfstime3 cannot represent times before 1970
 		return nfs3.SetToClientTime, nfs3.Time3{}
 	case sec > 1<<32-1:
 		return nfs3.SetToClientTime, nfs3.Time3{Sec: 1<<32 - 1}
@@ -164,7 +164,7 @@ func timeHow(valid, bit, now uint32, sec uint64, nsec uint32) (nfs3.TimeHow, nfs
 	return nfs3.SetToClientTime, nfs3.Time3{Sec: uint32(sec), Nsec: nsec}
 }
 
-// Access answers access(2) where the kernel does not judge by itself.
+// Access handles access(2) where the kernel does not check permissions itself.
 func (fs *FS) Access(cancel <-chan struct{}, in *fuse.AccessIn) fuse.Status {
 	r := fs.begin(OpAccess, cancel, &in.InHeader)
 	return fs.end(OpAccess, r, fs.access(r, in))
@@ -201,25 +201,25 @@ func (fs *FS) access(r *request, in *fuse.AccessIn) error {
 	return nil
 }
 
-// askAccess makes the ACCESS call and absorbs its attributes.
+// askAccess sends an ACCESS and stores the attributes of the reply.
 func (fs *FS) askAccess(ctx context.Context, cred []byte, ino *inode, want uint32, res *nfs3.AccessResult) error {
 	for try := 0; ; try++ {
-		start := fs.tick()
+		start := fs.callStart()
 		err := fs.client.Access(ctx, cred, ino.fh, want, res)
-		if fs.again(ctx, err, try) {
+		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
 		if err != nil {
-			return fs.nodeErr(ino, err)
+			return fs.checkStale(ino, err)
 		}
 		if res.Attr.Present {
-			fs.absorb(ino, &res.Attr.Attr, start)
+			fs.updateAttr(ino, &res.Attr.Attr, start)
 		}
 		return nil
 	}
 }
 
-// Readlink answers readlink(2).
+// Readlink handles readlink(2).
 func (fs *FS) Readlink(cancel <-chan struct{}, h *fuse.InHeader) ([]byte, fuse.Status) {
 	r := fs.begin(OpReadlink, cancel, h)
 	path, err := fs.readlink(r, h.NodeId)
@@ -231,7 +231,7 @@ func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
 	if ino == nil {
 		return nil, syscall.ESTALE
 	}
-	// the server may write to it, as to that of a READ: not every device reaches other memory
+	// The server may write the path with RDMA. Not every device reaches memory outside the pool.
 	buf := fs.getBuffer(r)
 	if buf == nil {
 		return nil, syscall.EINTR
@@ -239,28 +239,28 @@ func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
 	defer fs.buffers.Put(buf)
 	for try := 0; ; try++ {
 		var res nfs3.ReadLinkResult
-		start := fs.tick()
+		start := fs.callStart()
 		err := fs.client.ReadLink(r, r.cred, ino.fh, buf[:nfs3.MaxPath], &res)
-		if fs.again(r, err, try) {
+		if fs.retryJukebox(r, err, try) {
 			continue
 		}
 		if hasStatus(err, nfs3.ErrStale) {
 			fs.reopens.expect(r.pid)
 		}
 		if err != nil {
-			return nil, fs.nodeErr(ino, err)
+			return nil, fs.checkStale(ino, err)
 		}
 		if res.Attr.Present {
-			fs.absorb(ino, &res.Attr.Attr, start)
+			fs.updateAttr(ino, &res.Attr.Attr, start)
 		}
 		return slices.Clone(buf[:res.N]), nil
 	}
 }
 
-// statfsBlock is the unit in octets in which statfs(2) counts.
+// statfsBlock is the block size in bytes that statfs(2) reports.
 const statfsBlock = 4096
 
-// StatFs answers statfs(2).
+// StatFs handles statfs(2).
 func (fs *FS) StatFs(cancel <-chan struct{}, h *fuse.InHeader, out *fuse.StatfsOut) fuse.Status {
 	r := fs.begin(OpStatFs, cancel, h)
 	return fs.end(OpStatFs, r, fs.statfs(r, h.NodeId, out))
@@ -274,11 +274,11 @@ func (fs *FS) statfs(r *request, id uint64, out *fuse.StatfsOut) error {
 	var res nfs3.FSStatResult
 	for try := 0; ; try++ {
 		err := fs.client.FSStat(r, r.cred, ino.fh, &res)
-		if fs.again(r, err, try) {
+		if fs.retryJukebox(r, err, try) {
 			continue
 		}
 		if err != nil {
-			return fs.nodeErr(ino, err)
+			return fs.checkStale(ino, err)
 		}
 		break
 	}

@@ -9,15 +9,16 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// An open and a removal of the same file on this mount come in one order or the other, although the
-// server would let them overlap:
+// An open and a removal of the same file on this mount run in one of two orders, although the
+// server would allow them to overlap:
 //
-//	open first:     the removal sees that the file is open, and hides it (remove.go)
-//	removal first:  the open waits for the removal's reply, and then begins anew with the name, as a server may still answer for the file
+//	open first:     the removal finds the file open and hides it (remove.go)
+//	removal first:  the open waits for the removal's reply and then repeats the lookup of the name,
+//	                because the server may still accept the removed file's handle
 //
-// Which it is, is decided under inodeTable.mu, where the opens and the removals are counted; no
-// lock is held during the calls. While no file is open, removals spare themselves the LOOKUP that
-// tells what they remove.
+// inodeTable.mu guards the counts of opens and removals and so decides the order. No lock is held
+// during the calls. While no file is open, a removal skips the LOOKUP that would find the object it
+// removes.
 
 // openFile counts the file as open.
 func (t *inodeTable) openFile(ino *inode) {
@@ -27,7 +28,7 @@ func (t *inodeTable) openFile(ino *inode) {
 	t.files++
 }
 
-// closeFile returns the number of times that the file is still open.
+// closeFile ends one open and returns the number of remaining opens of the file.
 func (t *inodeTable) closeFile(ino *inode) int {
 	t.mu.Lock()
 	t.files--
@@ -35,52 +36,52 @@ func (t *inodeTable) closeFile(ino *inode) int {
 	return t.close(ino)
 }
 
-// A blindRemoval is one under way without a look at what is removed, begun while no file was open,
-// or while the kernel did not know what is removed.
-type blindRemoval struct {
+// An unresolvedRemoval is a removal in flight whose object is not known. It began while no file was
+// open, or while the kernel did not know the object.
+type unresolvedRemoval struct {
 	dir  *inode
 	name string
 }
 
-// blindPatience is how long an open waits for blind removals before it asks the server what they
-// are about: freeing a large file may take a server long, and is no affair of those who open
-// others.
-const blindPatience = 20 * time.Millisecond
+// unresolvedTimeout is how long an open waits for unresolved removals. Then the open asks the
+// server which objects they remove. A server may take long to free a large file, and opens of other
+// files must not wait for it.
+const unresolvedTimeout = 20 * time.Millisecond
 
-// awaitRemovals returns when no removal of ino is under way that did not see it open. No such
-// removal begins once openFile was called. waited is true when there was one, or may have been.
+// awaitRemovals waits for the removals of ino that began before openFile. No such removal begins
+// after openFile. waited is true when there was, or may have been, a removal of ino.
 func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
 	t := &fs.inodes
 	t.mu.Lock()
-	if ino.removals == 0 && len(t.blind) == 0 { // as nearly always
+	if ino.removals == 0 && len(t.unresolved) == 0 { // the usual case
 		t.mu.Unlock()
 		return false, nil
 	}
 	t.mu.Unlock()
-	patience := time.NewTimer(blindPatience)
-	defer patience.Stop()
-	others := make(map[*blindRemoval]bool) // those known to be about something else
+	timer := time.NewTimer(unresolvedTimeout)
+	defer timer.Stop()
+	others := make(map[*unresolvedRemoval]bool) // removals known to be of other objects
 	for {
 		t.mu.Lock()
 		mine := ino.removals > 0
-		var unknown []*blindRemoval
-		for _, b := range t.blind {
+		var unknown []*unresolvedRemoval
+		for _, b := range t.unresolved {
 			if !others[b] {
 				unknown = append(unknown, b)
 			}
 		}
-		if t.removed == nil {
-			t.removed = make(chan struct{})
+		if t.removalDone == nil {
+			t.removalDone = make(chan struct{})
 		}
-		removed := t.removed
+		removalDone := t.removalDone
 		t.mu.Unlock()
 		if !mine && len(unknown) == 0 {
 			return waited, nil
 		}
 		select {
-		case <-removed:
+		case <-removalDone:
 			waited = true
-		case <-patience.C:
+		case <-timer.C:
 			for _, b := range unknown {
 				target, err := fs.targetOf(r, b.dir, b.name)
 				others[b] = err == nil && target != ino
@@ -91,40 +92,40 @@ func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
 	}
 }
 
-// beginBlind begins a removal without a look at what is removed. It returns nil, and nothing
-// begins, when any file is open.
-func (t *inodeTable) beginBlind(dir *inode, name string) *blindRemoval {
+// beginUnresolved begins a removal without a LOOKUP. It returns nil and begins nothing when any
+// file is open.
+func (t *inodeTable) beginUnresolved(dir *inode, name string) *unresolvedRemoval {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.files > 0 {
 		return nil
 	}
-	b := &blindRemoval{dir, name}
-	t.blind = append(t.blind, b)
+	b := &unresolvedRemoval{dir, name}
+	t.unresolved = append(t.unresolved, b)
 	return b
 }
 
-// findOrBlind is the inode of a handle, or, when there is none, a blind removal of the name that
-// stands for it.
-func (t *inodeTable) findOrBlind(fh nfs3.FH, dir *inode, name string) (*inode, *blindRemoval) {
+// findOrBeginUnresolved returns the inode with the handle fh. When there is none, it begins an
+// unresolved removal of the name that stands for fh.
+func (t *inodeTable) findOrBeginUnresolved(fh nfs3.FH, dir *inode, name string) (*inode, *unresolvedRemoval) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if ino := t.byFH[fh]; ino != nil {
 		return ino, nil
 	}
-	b := &blindRemoval{dir, name}
-	t.blind = append(t.blind, b)
+	b := &unresolvedRemoval{dir, name}
+	t.unresolved = append(t.unresolved, b)
 	return nil, b
 }
 
-func (t *inodeTable) endBlind(b *blindRemoval) {
+func (t *inodeTable) endUnresolved(b *unresolvedRemoval) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.blind = slices.DeleteFunc(t.blind, func(c *blindRemoval) bool { return c == b })
+	t.unresolved = slices.DeleteFunc(t.unresolved, func(c *unresolvedRemoval) bool { return c == b })
 	t.removalEnded()
 }
 
-// beginRemoval begins a removal of ino. It returns false, and nothing begins, when ino is open.
+// beginRemoval begins a removal of ino. It returns false and begins nothing when ino is open.
 func (t *inodeTable) beginRemoval(ino *inode) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -142,164 +143,165 @@ func (t *inodeTable) endRemoval(ino *inode) {
 	t.removalEnded()
 }
 
-// removalEnded is called with mu held.
+// removalEnded wakes the goroutines that wait for removals. The caller holds mu.
 func (t *inodeTable) removalEnded() {
-	if t.removed != nil {
-		close(t.removed)
-		t.removed = nil
+	if t.removalDone != nil {
+		close(t.removalDone)
+		t.removalDone = nil
 	}
 }
 
-// The hidden name of a removed file goes behind the file's last close, for which the kernel does
-// not wait. Who removes the directory next would find it not empty, so that rmdir(2) waits for
-// names that are about to go.
+// The hidden name of a removed file is removed after the file's last close, and the kernel does not
+// wait for this removal. An rmdir(2) of the directory in between would find it not empty. rmdir
+// therefore waits for hidden names that are being removed.
 
-// hiddenPatience is how long it waits for a close that the kernel may not have passed on yet.
-const hiddenPatience = 100 * time.Millisecond
+// hiddenTimeout is how long rmdir waits for a close that the kernel may not have sent yet.
+const hiddenTimeout = 100 * time.Millisecond
 
-func (t *inodeTable) hide(dir *inode) {
+func (t *inodeTable) addHidden(dir *inode) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	dir.hidden++
-	dir.hid = true
+	dir.hadHidden = true
 }
 
-// leave begins the removal of a hidden name, and left ends it.
-func (t *inodeTable) leave(dir *inode) {
+// beginHiddenRemoval begins the removal of a hidden name, and endHiddenRemoval ends it.
+func (t *inodeTable) beginHiddenRemoval(dir *inode) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	dir.leaving++
+	dir.hiddenRemovals++
 }
 
-func (t *inodeTable) left(dir *inode) {
+func (t *inodeTable) endHiddenRemoval(dir *inode) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	dir.leaving--
+	dir.hiddenRemovals--
 	dir.hidden--
 	t.removalEnded()
 }
 
-// awaitHidden returns true when the directory had hidden names, perhaps until just now, and has
-// none any more; false when it has those of files that stay open.
-func (fs *FS) awaitHidden(r *request, dir *inode) bool {
+// awaitHiddenRemovals waits until the directory has no hidden names. It returns true when the
+// directory had hidden names at some time and has none now. It returns false when the files of the
+// hidden names stay open, or when r ends.
+func (fs *FS) awaitHiddenRemovals(r *request, dir *inode) bool {
 	t := &fs.inodes
-	patience := time.NewTimer(hiddenPatience)
-	defer patience.Stop()
-	for impatient := false; ; {
+	timer := time.NewTimer(hiddenTimeout)
+	defer timer.Stop()
+	for timedOut := false; ; {
 		t.mu.Lock()
-		hid, hidden, leaving := dir.hid, dir.hidden, dir.leaving
-		if t.removed == nil {
-			t.removed = make(chan struct{})
+		hadHidden, hidden, removing := dir.hadHidden, dir.hidden, dir.hiddenRemovals
+		if t.removalDone == nil {
+			t.removalDone = make(chan struct{})
 		}
-		removed := t.removed
+		removalDone := t.removalDone
 		t.mu.Unlock()
 		if hidden == 0 {
-			return hid
+			return hadHidden
 		}
-		if impatient && leaving == 0 {
+		if timedOut && removing == 0 {
 			return false
 		}
 		select {
-		case <-removed:
-		case <-patience.C:
-			impatient = true
+		case <-removalDone:
+		case <-timer.C:
+			timedOut = true
 		case <-r.Done():
 			return false
 		}
 	}
 }
 
-// When an open finds its file gone, or the symbolic link on the way to it, the kernel looks the
-// name up anew and opens what it finds, once. If that were gone again, the caller would see ESTALE,
-// so that what such lookups find counts as open until the open comes. The kernel may look up more
-// than once: when the name stands for another file than it knew, it asks again.
+// When an open finds that its file or a symbolic link in its path was removed, the kernel repeats
+// the lookup and the open once. If the new file also disappeared, the caller would get ESTALE. The
+// files that these lookups find are therefore pinned until the open arrives. The kernel may look up
+// more than once: it repeats the lookup when the name stands for another file.
 
 const (
-	// reopenTime is for how long lookups may follow an open that failed, and an open such a lookup.
+	// reopenTime is how long after a failed open its second lookup and open are expected.
 	reopenTime = 3 * time.Second
-	// reopenLookups bounds the lookups of files and symbolic links on the way of one open.
+	// reopenLookups bounds the lookups of files and symbolic links in the path of one open.
 	reopenLookups = 16
-	// maxReopens bounds the threads that are remembered.
+	// maxReopens bounds the number of remembered threads.
 	maxReopens = 256
-	// heldTries bounds how often a name may stand for another file by the time that the file counts
-	// as open.
-	heldTries = 16
+	// pinTries bounds how often a name may change to another file while the found file is being
+	// pinned.
+	pinTries = 16
 )
 
-// A reopen is the second try of an open.
+// A reopen is the second attempt of an open.
 type reopen struct {
-	until   time.Time
-	lookups int           // so far
-	over    chan struct{} // closed when the open was tried, or will not be
+	expires time.Time
+	lookups int           // lookups so far
+	done    chan struct{} // closed when the open was attempted or is no longer expected
 }
 
-// reopens remembers the threads whose open found its file gone.
+// reopens holds the threads whose open found a stale file.
 type reopens struct {
-	mu sync.Mutex
-	of map[uint32]*reopen
+	mu       sync.Mutex
+	byThread map[uint32]*reopen
 }
 
-// expect notes that the thread is about to look up and open again.
+// expect records that the thread will repeat its lookup and open.
 func (o *reopens) expect(pid uint32) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.of == nil {
-		o.of = make(map[uint32]*reopen)
+	if o.byThread == nil {
+		o.byThread = make(map[uint32]*reopen)
 	}
-	if len(o.of) >= maxReopens {
-		for pid := range o.of {
-			o.end(pid)
+	if len(o.byThread) >= maxReopens {
+		for pid := range o.byThread {
+			o.finishLocked(pid)
 		}
 	}
-	o.end(pid)
-	o.of[pid] = &reopen{until: time.Now().Add(reopenTime), over: make(chan struct{})}
+	o.finishLocked(pid)
+	o.byThread[pid] = &reopen{expires: time.Now().Add(reopenTime), done: make(chan struct{})}
 }
 
-// lookup tells whether the thread's next open would be its last try: then it is not nil.
+// lookup returns the reopen of the thread when the thread's next open is its last attempt, else
+// nil.
 func (o *reopens) lookup(pid uint32) *reopen {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	e := o.of[pid]
+	e := o.byThread[pid]
 	if e == nil {
 		return nil
 	}
-	if e.lookups++; e.lookups > reopenLookups || !time.Now().Before(e.until) {
-		o.end(pid)
+	if e.lookups++; e.lookups > reopenLookups || !time.Now().Before(e.expires) {
+		o.finishLocked(pid)
 		return nil
 	}
 	return e
 }
 
-// over says that the thread has made its open, or has nothing to open.
-func (o *reopens) over(pid uint32) {
+// finish records that the thread has attempted its open or has nothing to open.
+func (o *reopens) finish(pid uint32) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.end(pid)
+	o.finishLocked(pid)
 }
 
-// end is called with mu held.
-func (o *reopens) end(pid uint32) {
-	if e := o.of[pid]; e != nil {
-		close(e.over)
-		delete(o.of, pid)
+// finishLocked is finish for callers that hold mu.
+func (o *reopens) finishLocked(pid uint32) {
+	if e := o.byThread[pid]; e != nil {
+		close(e.done)
+		delete(o.byThread, pid)
 	}
 }
 
-// hold counts a file as open until the open is tried, and waits for the removals that did not see
-// that.
-func (fs *FS) hold(r *request, ino *inode, e *reopen) error {
-	if _, err := fs.claim(r, ino); err != nil {
+// pinUntilReopen pins a file until the open is attempted. It waits for removals that began before.
+func (fs *FS) pinUntilReopen(r *request, ino *inode, e *reopen) error {
+	if _, err := fs.pin(r, ino); err != nil {
 		return err
 	}
 	fs.work.Go(func() {
-		t := time.NewTimer(time.Until(e.until))
+		t := time.NewTimer(time.Until(e.expires))
 		defer t.Stop()
 		select {
-		case <-e.over:
+		case <-e.done:
 		case <-t.C:
 		case <-fs.aborted:
 		}
-		fs.disclaim(ino)
+		fs.unpin(ino)
 	})
 	return nil
 }

@@ -2,22 +2,23 @@ package fusefs
 
 import "context"
 
-// An Owner is whom an RPC is made for.
+// An Owner is the process on whose behalf an RPC is made.
 type Owner struct {
-	// thread that made the call; 0 when it lives in another PID namespace, or is the kernel
+	// PID is the thread that made the system call. It is 0 when the thread is in another PID
+	// namespace or belongs to the kernel.
 	PID uint32
 	UID uint32
-	// WriteBack: nobody waits for it alone: dirty data goes to the server, or a name of an open
-	// file that was removed. PID and UID are 0.
+	// WriteBack is true for background work: writing dirty data, or removing the name of a removed
+	// file. PID and UID are then 0.
 	WriteBack bool
 }
 
-// ownerKey asks the contexts of this package for themselves.
+// ownerKey is the context key under which the contexts of this package return themselves.
 type ownerKey struct{}
 
-// OwnerOf tells for whom the RPCs with the context ctx are made; ok is false for a context that
-// comes from no file system. It is for those who look at a mount while it works: just when a call
-// ends it may name the owner of the next one. Safe for concurrent use.
+// OwnerOf returns the owner of the RPCs that use ctx. ok is false for a context that does not come
+// from this package. OwnerOf is for observers of a running mount and safe for concurrent use. At
+// the moment when a call ends it may return the owner of the next call.
 func OwnerOf(ctx context.Context) (o Owner, ok bool) {
 	switch v := ctx.Value(ownerKey{}).(type) {
 	case *request:
@@ -29,11 +30,11 @@ func OwnerOf(ctx context.Context) (o Owner, ok bool) {
 	return Owner{}, false
 }
 
-// setOwner notes the caller of r where OwnerOf finds it: in one word, as r may be in use again
-// while somebody looks.
+// setOwner stores the caller of r for OwnerOf. PID and UID share one word because r may be reused
+// while OwnerOf reads it.
 func (r *request) setOwner(pid, uid uint32) { r.owner.Store(uint64(uid)<<32 | uint64(pid)) }
 
-// Value is r itself for OwnerOf, nil for everybody else.
+// Value returns r for OwnerOf and nil for other keys.
 func (r *request) Value(key any) any {
 	if key == (ownerKey{}) {
 		return r
@@ -41,7 +42,7 @@ func (r *request) Value(key any) any {
 	return nil
 }
 
-// Value is b itself for OwnerOf, nil for everybody else.
+// Value returns b for OwnerOf and nil for other keys.
 func (b background) Value(key any) any {
 	if key == (ownerKey{}) {
 		return b

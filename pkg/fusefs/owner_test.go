@@ -15,26 +15,26 @@ func TestOwnerOf(t *testing.T) {
 		want Owner
 		ok   bool
 	}{
-		"request":               {r, Owner{PID: 4711, UID: 4294967294}, true},
-		"derived from one":      {derived, Owner{PID: 4711, UID: 4294967294}, true},
-		"background":            {background{}, Owner{WriteBack: true}, true},
-		"of no file system":     {context.Background(), Owner{}, false},
-		"with other values too": {context.WithValue(context.Background(), otherKey{}, 1), Owner{}, false},
+		"request":                   {r, Owner{PID: 4711, UID: 4294967294}, true},
+		"derived from request":      {derived, Owner{PID: 4711, UID: 4294967294}, true},
+		"background":                {background{}, Owner{WriteBack: true}, true},
+		"other context":             {context.Background(), Owner{}, false},
+		"context with other values": {context.WithValue(context.Background(), otherKey{}, 1), Owner{}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got, ok := OwnerOf(tt.ctx); got != tt.want || ok != tt.ok {
-				t.Errorf("got %+v, %v", got, ok)
+				t.Errorf("got %+v, %v, want %+v, %v", got, ok, tt.want, tt.ok)
 			}
 		})
 	}
 	if r.Value("other") != nil || (background{}).Value("other") != nil {
-		t.Error("values for others")
+		t.Error("Value of another key: got a value, want nil")
 	}
 	var ctx context.Context = r
 	if n := testing.AllocsPerRun(100, func() { OwnerOf(ctx) }); n != 0 {
-		t.Errorf("%v allocations", n)
+		t.Errorf("allocations of OwnerOf: got %v, want 0", n)
 	}
 }
 
-// otherKey is somebody else's.
+// otherKey is a context key of another package.
 type otherKey struct{}

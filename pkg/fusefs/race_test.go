@@ -19,9 +19,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// readWhole uses a descriptor as a program does that just opened a file: what it opened must stay
-// usable.
-func readWhole(fd int) ([]byte, error) {
+// statAndRead calls fstat and read on a descriptor, as programs do after an open.
+func statAndRead(fd int) ([]byte, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return nil, fmt.Errorf("fstat: %w", err)
@@ -34,18 +33,21 @@ func readWhole(fd int) ([]byte, error) {
 	return buf[:n], nil
 }
 
-// TestOpenRemoveRace opens a file while the same mount replaces it and removes it, in turns. An
-// open succeeds, or finds no file when there may be none; what was opened is one of the versions,
-// whole.
-func TestOpenRemoveRace(t *testing.T) {
+// TestOpenDuringReplaceAndRemove opens a file while the same mount repeatedly replaces and removes
+// it. Each open succeeds, or returns ENOENT where that is possible. An opened file has the full
+// content of one version.
+func TestOpenDuringReplaceAndRemove(t *testing.T) {
 	const rounds, openers = 200, 3
 	e := startExport(t)
 	for _, c := range []struct {
 		name   string
 		remove bool // the name is missing at times
 		opts   Options
-	}{{"rename", false, Options{}}, {"unlink", true, Options{}}, {"rename, no attribute cache", false,
-		Options{NoAC: true}}} {
+	}{
+		{"rename", false, Options{}},
+		{"unlink", true, Options{}},
+		{"rename with noac", false, Options{NoAC: true}},
+	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := e.mount(t, mountConfig{opts: c.opts})
 			dir := subdir(t, m)
@@ -71,15 +73,15 @@ func TestOpenRemoveRace(t *testing.T) {
 						} else if err == syscall.ENOENT && c.remove {
 							missing++
 						} else {
-							t.Errorf("open: %v", err)
+							t.Errorf("open: got %v, want success or ENOENT during a removal", err)
 						}
 						mu.Unlock()
 						if err != nil {
 							continue
 						}
-						got, err := readWhole(fd)
+						got, err := statAndRead(fd)
 						if err != nil || len(got) != 100 || !bytes.Equal(got, bytes.Repeat(got[:1], 100)) {
-							t.Errorf("an open file became unusable: %q, %v", got, err)
+							t.Errorf("read after open: got %q, %v, want 100 equal bytes", got, err)
 						}
 						_ = unix.Close(fd)
 					}
@@ -95,109 +97,110 @@ func TestOpenRemoveRace(t *testing.T) {
 			close(over)
 			wg.Wait()
 			keptOpen = int(m.fs.Counters.SillyRenames.Load())
-			t.Logf("%d opens, %d found no file, %d files hidden while open, %d found stale", opened, missing,
+			t.Logf("%d opens succeeded, %d returned ENOENT; %d files hidden while open; %d stale nodes", opened,
+				missing,
 				keptOpen, m.fs.Counters.Stale.Load())
 			if opened == 0 || keptOpen == 0 {
-				t.Error("nothing raced: the test tests nothing")
+				t.Error("opens and removals did not overlap")
 			}
 		})
 	}
 }
 
-// TestOpenBesideSlowRemove removes a file that takes the server long. Who opens another one is not
-// held up; who opens that one gets it whole or not at all.
-func TestOpenBesideSlowRemove(t *testing.T) {
+// rememberReplies returns an answer to ACCESS that repeats the first reply for each handle. A
+// server with this behavior accepts the handle of a removed file.
+func rememberReplies() answer {
+	var mu sync.Mutex
+	replies := make(map[string][]byte)
+	return func(_ context.Context, m *sunrpc.Message, pass func() error) error {
+		mu.Lock()
+		defer mu.Unlock()
+		if old := replies[string(m.Args)]; old != nil {
+			m.Result = append(m.Result[:0], old...)
+			return nil
+		}
+		err := pass()
+		replies[string(m.Args)] = bytes.Clone(m.Result)
+		return err
+	}
+}
+
+// TestOpenDuringSlowRemove checks opens while the server takes long to remove a file. An open of
+// another file does not wait. An open of the removed file gets the whole new file or ENOENT.
+func TestOpenDuringSlowRemove(t *testing.T) {
 	e := startExport(t)
-	for _, name := range []string{"unlink", "rename"} {
-		t.Run(name, func(t *testing.T) {
-			m, s := e.mountScripted(t, mountConfig{})
-			for _, file := range []string{"victim", "other", "new"} {
-				must(t, os.WriteFile(m.path(file), []byte(file), 0o644))
-			}
-			for range 100 { // until the kernel has let go of what was open
-				if m.fs.inodes.openFiles() == 0 {
-					break
-				}
-				time.Sleep(20 * time.Millisecond)
-			}
-			// This server lets a removed file be opened for as long as it remembers the file.
-			var mu sync.Mutex
-			remembered := make(map[string][]byte)
-			s.on(func(_ context.Context, m *sunrpc.Message, pass func() error) error {
-				mu.Lock()
-				defer mu.Unlock()
-				if old := remembered[string(m.Args)]; old != nil {
-					m.Result = append(m.Result[:0], old...)
-					return nil
-				}
-				err := pass()
-				remembered[string(m.Args)] = append([]byte(nil), m.Result...)
-				return err
-			}, nfs3.ProcAccess)
-			if got, err := os.ReadFile(m.path("victim")); string(got) != "victim" {
-				t.Fatalf("%q, %v", got, err)
-			}
-			for range 100 {
-				if m.fs.inodes.openFiles() == 0 {
-					break
-				}
-				time.Sleep(20 * time.Millisecond)
-			}
-			slow, proceed := make(chan struct{}), make(chan struct{})
-			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
-				close(slow)
-				<-proceed
-				return pass()
-			}, nfs3.ProcRemove, nfs3.ProcRename)
-			removed := make(chan error, 1)
-			go func() {
-				if name == "unlink" {
-					removed <- os.Remove(m.path("victim"))
-				} else {
-					removed <- os.Rename(m.path("new"), m.path("victim"))
-				}
-			}()
-			<-slow
-			otherOpened := make(chan error, 1)
-			go func() {
-				f, err := os.Open(m.path("other"))
-				if err == nil {
-					f.Close()
-				}
-				otherOpened <- err
-			}()
-			select {
-			case err := <-otherOpened:
-				must(t, err)
-			case <-time.After(testTimeout):
-				t.Error("an open of another file waits")
-			}
-			// The kernel looks names up beside a removal only while it has them in its cache; this
-			// one it has.
-			victimOpened := make(chan error, 1)
-			go func() {
-				got, err := os.ReadFile(m.path("victim"))
-				if err == nil && string(got) != "new" {
-					err = fmt.Errorf("the file reads %q", got)
-				}
-				victimOpened <- err
-			}()
-			// long enough for it to have asked the server what is removed
-			time.Sleep(5 * blindPatience)
-			s.on(nil, nfs3.ProcRemove, nfs3.ProcRename)
-			close(proceed)
-			must(t, <-removed)
-			if err := <-victimOpened; name == "unlink" && !errors.Is(err, syscall.ENOENT) || name == "rename" &&
-				err != nil {
-				t.Errorf("the file that was removed: %v", err)
-			}
-		})
-	}
+	t.Run("unlink", func(t *testing.T) {
+		m, s := e.mountScripted(t, mountConfig{})
+		err := openDuringRemoval(t, m, s, func() error { return os.Remove(m.path("victim")) })
+		if !errors.Is(err, syscall.ENOENT) {
+			t.Errorf("open of the removed file: got %v, want ENOENT", err)
+		}
+	})
+	t.Run("rename", func(t *testing.T) {
+		m, s := e.mountScripted(t, mountConfig{})
+		err := openDuringRemoval(t, m, s, func() error { return os.Rename(m.path("new"), m.path("victim")) })
+		if err != nil {
+			t.Errorf("open of the replaced file: got %v, want no error", err)
+		}
+	})
 }
 
-// TestAppendTogether appends through several open files of one mount at a time: no line is lost or
-// torn.
-func TestAppendTogether(t *testing.T) {
+// openDuringRemoval calls remove, which removes or replaces the file victim. While the server works
+// on it, openDuringRemoval opens another file and then victim. It returns the error of the latter.
+func openDuringRemoval(t *testing.T, m *testMount, s *scripted, remove func() error) error {
+	t.Helper()
+	for _, file := range []string{"victim", "other", "new"} {
+		must(t, os.WriteFile(m.path(file), []byte(file), 0o644))
+	}
+	noneOpen := func() bool { return m.fs.inodes.openFiles() == 0 }
+	eventually(noneOpen) // the kernel does not wait for the release
+	s.on(rememberReplies(), nfs3.ProcAccess)
+	wantContent(t, m.path("victim"), []byte("victim"))
+	eventually(noneOpen)
+
+	slow, proceed := make(chan struct{}), make(chan struct{})
+	s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
+		close(slow)
+		<-proceed
+		return pass()
+	}, nfs3.ProcRemove, nfs3.ProcRename)
+	removed := make(chan error, 1)
+	go func() { removed <- remove() }()
+	<-slow
+
+	otherOpened := make(chan error, 1)
+	go func() {
+		f, err := os.Open(m.path("other"))
+		if err == nil {
+			f.Close()
+		}
+		otherOpened <- err
+	}()
+	select {
+	case err := <-otherOpened:
+		must(t, err)
+	case <-time.After(testTimeout):
+		t.Error("an open of another file waits for the removal")
+	}
+	// During a removal the kernel opens only names that it has cached. It has cached this name.
+	victimOpened := make(chan error, 1)
+	go func() {
+		got, err := os.ReadFile(m.path("victim"))
+		if err == nil && string(got) != "new" {
+			err = fmt.Errorf("read victim: got %q, want %q", got, "new")
+		}
+		victimOpened <- err
+	}()
+	time.Sleep(5 * unresolvedTimeout) // until the open has asked the server which object is removed
+	s.on(nil, nfs3.ProcRemove, nfs3.ProcRename)
+	close(proceed)
+	must(t, <-removed)
+	return <-victimOpened
+}
+
+// TestConcurrentAppend appends through several open files of one mount. Each line arrives once and
+// whole.
+func TestConcurrentAppend(t *testing.T) {
 	const writers, lines = 4, 100
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})
@@ -227,22 +230,22 @@ func TestAppendTogether(t *testing.T) {
 	for line := range strings.Lines(string(got)) {
 		var w, i int
 		if _, err := fmt.Sscanf(line, "writer %d line %d\n", &w, &i); err != nil || next[w] != i {
-			t.Fatalf("line %q: %v, want line %d of its writer", line, err, next[w])
+			t.Fatalf("line %q: got error %v, want line %d of its writer", line, err, next[w])
 		}
 		next[w]++
 	}
 	for w := range writers {
 		if next[w] != lines {
-			t.Errorf("writer %d has %d lines, want %d", w, next[w], lines)
+			t.Errorf("lines of writer %d: got %d, want %d", w, next[w], lines)
 		}
 	}
 }
 
-// TestForget sees the node table shrink to what the kernel still knows.
-func TestForget(t *testing.T) {
+// TestForgetShrinksInodeTable checks that inodes disappear after the kernel's FORGET requests.
+func TestForgetShrinksInodeTable(t *testing.T) {
 	const files = 200
 	e := startExport(t)
-	want := plantNames(t, filepath.Join(e.dir, "d"), files)
+	want := createNames(t, filepath.Join(e.dir, "d"), files)
 	m := e.mount(t, mountConfig{})
 	for range 3 {
 		wantNames(t, m.path("d"), want)
@@ -252,7 +255,7 @@ func TestForget(t *testing.T) {
 		}
 	}
 	if n := m.fs.Inodes(); n < files {
-		t.Fatalf("%d nodes: the test tests nothing", n)
+		t.Fatalf("inodes after the lookups: got %d, want at least %d", n, files)
 	}
 	var st unix.Stat_t
 	must(t, unix.Stat(m.path("d"), &st))
@@ -269,11 +272,7 @@ func TestForget(t *testing.T) {
 	for _, name := range want {
 		m.fs.server.Load().EntryNotify(dir, name)
 	}
-	for range 100 {
-		if m.fs.Inodes() <= 3 {
-			return
-		}
-		time.Sleep(20 * time.Millisecond)
+	if !eventually(func() bool { return m.fs.Inodes() <= 3 }) {
+		t.Errorf("inodes after the kernel's FORGETs: got %d, want at most 3", m.fs.Inodes())
 	}
-	t.Errorf("%d nodes are left", m.fs.Inodes())
 }

@@ -9,11 +9,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// maxIdleReads is how often in a row a server may answer a READ with nothing and without EOF.
-const maxIdleReads = 8
+// maxEmptyReads bounds the consecutive READ replies without data and without EOF.
+const maxEmptyReads = 8
 
-// A readResult is data in a pool buffer, which goes to /dev/fuse from there and back to the pool
-// afterwards.
+// A readResult is data in a pool buffer. go-fuse writes the buffer to /dev/fuse, then Done returns
+// it to the pool.
 type readResult struct {
 	fs   *FS
 	buf  []byte
@@ -23,17 +23,17 @@ type readResult struct {
 
 var readResults = sync.Pool{New: func() any { return new(readResult) }}
 
-// Bytes is the data itself; go-fuse's own buffer stays unused.
+// Bytes returns the data. It does not use go-fuse's buffer.
 func (res *readResult) Bytes([]byte) ([]byte, fuse.Status) { return res.buf[:res.n], fuse.OK }
 
-// Size is the number of octets.
+// Size returns the number of bytes.
 func (res *readResult) Size() int { return res.n }
 
-// Slices makes go-fuse write the buffer to /dev/fuse as it is, with writev(2), rather than through
-// a pipe.
+// Slices makes go-fuse write the buffer to /dev/fuse with writev(2) rather than through a pipe.
 func (res *readResult) Slices() ([][]byte, fuse.Status) { return res.vecs[:], fuse.OK }
 
-// Done is called when the kernel has the data, but not for a result without any.
+// Done releases the buffer after the kernel has the data. go-fuse does not call Done for an empty
+// result.
 func (res *readResult) Done() {
 	if res.buf != nil {
 		res.fs.buffers.Put(res.buf)
@@ -42,8 +42,8 @@ func (res *readResult) Done() {
 	readResults.Put(res)
 }
 
-// Read answers read(2) and reads of pages. It returns less than was asked for only at the end of
-// the file, because that is what the kernel takes a short answer for.
+// Read handles read(2) and page reads. It returns fewer bytes than requested only at the end of the
+// file, because the kernel takes a short reply for the end.
 func (fs *FS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
 	r := fs.begin(OpRead, cancel, &in.InHeader)
 	res, err := fs.read(r, in)
@@ -61,7 +61,7 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 		return nil, syscall.EBADF
 	}
 	if int64(in.Size) > int64(fs.buffers.Size()) {
-		return nil, syscall.EIO // Mount bounds the kernel's requests by the buffers
+		return nil, syscall.EIO // Mount bounds the kernel's requests by the buffer size
 	}
 	if err := fs.push(r, h.ino); err != nil {
 		return nil, err
@@ -75,7 +75,7 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 		fs.buffers.Put(buf)
 		return nil, err
 	}
-	if n == 0 { // go-fuse says Done only when there is something to send
+	if n == 0 { // go-fuse does not call Done for an empty result
 		fs.buffers.Put(buf)
 		buf = nil
 	}
@@ -85,34 +85,34 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 	return res, nil
 }
 
-// readFull reads until buf is full or the file ends.
+// readFull reads until buf is full or the file ends. It returns the number of bytes.
 func (fs *FS) readFull(r *request, h *fileHandle, off uint64, buf []byte) (int, error) {
 	var res nfs3.ReadResult
-	for done, idle, try := 0, 0, 0; ; {
+	for done, empty, try := 0, 0, 0; ; {
 		if done == len(buf) {
 			return done, nil
 		}
 		part := buf[done:min(len(buf), done+fs.opts.RSize)]
-		start := fs.tick()
+		start := fs.callStart()
 		err := fs.client.Read(r, h.cred, h.ino.fh, off+uint64(done), part, &res)
-		if fs.again(r, err, try) {
+		if fs.retryJukebox(r, err, try) {
 			try++
 			continue
 		}
 		if err != nil {
-			return 0, fs.nodeErr(h.ino, err)
+			return 0, fs.checkStale(h.ino, err)
 		}
 		if res.Attr.Present {
-			fs.absorb(h.ino, &res.Attr.Attr, start)
+			fs.updateAttr(h.ino, &res.Attr.Attr, start)
 		}
 		done += res.N
 		if res.EOF {
 			return done, nil
 		}
-		if idle++; res.N > 0 {
-			idle = 0
+		if empty++; res.N > 0 {
+			empty = 0
 		}
-		if idle > maxIdleReads {
+		if empty > maxEmptyReads {
 			return 0, syscall.EIO
 		}
 		try = 0

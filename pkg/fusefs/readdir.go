@@ -11,32 +11,30 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// maxDirReplies bounds the replies that one pass through a directory may take: a server whose
-// cookies never repeat and never end would keep a reader busy for ever.
+// maxDirReplies bounds the replies of one pass through a directory. Without it, a server whose
+// cookies never repeat and never end would keep a reader busy forever.
 const maxDirReplies = 1 << 20
 
-// maxDirRestarts bounds how often in a row a server may forget its cookies before the reader's next
-// entry is found.
+// maxDirRestarts bounds the consecutive restarts of a listing that return no further entry.
 const maxDirRestarts = 4
 
-// A dirHandle is one open directory. The server's cookies are the kernel's offsets; cookie 0 is the
-// start.
+// A dirHandle is one open directory. The server's cookies serve as the kernel's offsets. Cookie 0
+// is the start.
 type dirHandle struct {
 	ino  *inode
 	cred []byte
 
-	mu      sync.Mutex // held during the RPCs of this open directory
+	mu      sync.Mutex // held during the RPCs of this open directory; guards the fields below
 	verf    nfs3.Verifier
-	entries []dirEntry // the last reply
-	pos     int        // the entry of it that comes next, when the reader is at offset
-	offset  uint64     // where the reader is: the cookie of the last entry given, or 0
+	entries []dirEntry // entries of the last reply
+	pos     int        // index of the next entry in entries
+	offset  uint64     // reader's position: the cookie of the last returned entry, or 0
 	eof     bool       // the last reply ended the directory
-	start   uint64     // FS.clock when the last reply was asked for
-	// times in a row that the directory was begun again without another entry found
-	begun int
+	start   uint64     // FS.clock when the last call was sent
+	// restarts counts the consecutive restarts without a further entry.
+	restarts int
 
-	// seen holds the cookies from which replies were asked for since the start, to notice a
-	// directory that runs in circles.
+	// seen holds the cookies of all calls since the start, to detect cookies that repeat.
 	seen map[uint64]struct{}
 }
 
@@ -49,7 +47,7 @@ type dirEntry struct {
 	fh     nfs3.FH
 }
 
-// OpenDir answers opendir(3).
+// OpenDir handles opendir(3).
 func (fs *FS) OpenDir(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
 	r := fs.begin(OpOpenDir, cancel, &in.InHeader)
 	return fs.end(OpOpenDir, r, fs.openDir(r, in.NodeId, out))
@@ -60,7 +58,8 @@ func (fs *FS) openDir(r *request, id uint64, out *fuse.OpenOut) error {
 	if ino == nil {
 		return syscall.ESTALE
 	}
-	// As for files, the server is asked at each open; also, the kernel judges by the mode alone.
+	// Each open of a directory asks the server, as for files. The kernel alone would check only the
+	// mode.
 	var res nfs3.AccessResult
 	if err := fs.askAccess(r, r.cred, ino, nfs3.AccessRead, &res); err != nil {
 		return err
@@ -70,45 +69,45 @@ func (fs *FS) openDir(r *request, id uint64, out *fuse.OpenOut) error {
 	}
 	fs.inodes.open(ino)
 	d := &dirHandle{ino: ino, cred: r.cred}
-	fs.handlesMu.Lock()
-	defer fs.handlesMu.Unlock()
-	fs.lastHandle++
-	fs.dirs[fs.lastHandle] = d
-	out.Fh = fs.lastHandle
+	fs.handles.Lock()
+	defer fs.handles.Unlock()
+	fs.handles.last++
+	fs.handles.dirs[fs.handles.last] = d
+	out.Fh = fs.handles.last
 	return nil
 }
 
-// ReleaseDir ends an open directory.
+// ReleaseDir closes an open directory.
 func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
-	fs.handlesMu.Lock()
-	d := fs.dirs[in.Fh]
-	delete(fs.dirs, in.Fh)
-	fs.handlesMu.Unlock()
+	fs.handles.Lock()
+	d := fs.handles.dirs[in.Fh]
+	delete(fs.handles.dirs, in.Fh)
+	fs.handles.Unlock()
 	if d != nil {
 		fs.inodes.close(d.ino)
 	}
 }
 
-// FsyncDir answers fsync(2) of a directory: what an NFSv3 server says it did to a directory is
-// stable (RFC 1813 §1.7).
+// FsyncDir handles fsync(2) of a directory. It does nothing: an NFSv3 server replies to directory
+// changes after they are stable (RFC 1813 §1.7).
 func (fs *FS) FsyncDir(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
 	fs.Counters.Ops[OpFsyncDir].Add(1)
 	return fuse.OK
 }
 
-// ReadDir answers getdents(2) with names.
+// ReadDir handles getdents(2) and returns names.
 func (fs *FS) ReadDir(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
 	r := fs.begin(OpReadDir, cancel, &in.InHeader)
 	return fs.end(OpReadDir, r, fs.readDir(r, in, false, func(_ *dirHandle, e *dirEntry) bool {
-		return out.AddDirEntry(e.forKernel())
+		return out.AddDirEntry(e.fuseEntry())
 	}))
 }
 
-// ReadDirPlus answers getdents(2) with names and what a lookup of each would return.
+// ReadDirPlus handles getdents(2) and returns names with the result of a lookup for each.
 func (fs *FS) ReadDirPlus(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
 	r := fs.begin(OpReadDirPlus, cancel, &in.InHeader)
 	return fs.end(OpReadDirPlus, r, fs.readDir(r, in, true, func(d *dirHandle, e *dirEntry) bool {
-		entry := out.AddDirLookupEntry(e.forKernel())
+		entry := out.AddDirLookupEntry(e.fuseEntry())
 		if entry == nil {
 			return false
 		}
@@ -117,7 +116,7 @@ func (fs *FS) ReadDirPlus(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.Dir
 	}))
 }
 
-func (e *dirEntry) forKernel() fuse.DirEntry {
+func (e *dirEntry) fuseEntry() fuse.DirEntry {
 	de := fuse.DirEntry{Name: e.name, Ino: e.fileID, Off: e.cookie}
 	if e.attr.Present {
 		de.Mode = fileMode(&e.attr.Attr)
@@ -125,15 +124,15 @@ func (e *dirEntry) forKernel() fuse.DirEntry {
 	return de
 }
 
-// fillPlus adds the node to an entry. Without one the kernel looks the name up when it needs it: so
-// it does for "." and "..", for which it takes no reference, and for nodes that changed since the
-// reply was asked for.
+// fillPlus adds the node to an entry. For an entry without a node, the kernel sends a lookup when
+// it needs the node. "." and ".." have no node because the kernel takes no reference to them. Nodes
+// that changed since the call was sent are also left out.
 func (fs *FS) fillPlus(d *dirHandle, e *dirEntry, out *fuse.EntryOut) {
 	if !e.hasFH || !e.attr.Present || e.name == "." || e.name == ".." {
 		return
 	}
 	ino := fs.inodes.ref(e.fh, &e.attr.Attr)
-	if !fs.absorb(ino, &e.attr.Attr, d.start) {
+	if !fs.updateAttr(ino, &e.attr.Attr, d.start) {
 		fs.inodes.forget(ino.id, 1)
 		return
 	}
@@ -143,11 +142,11 @@ func (fs *FS) fillPlus(d *dirHandle, e *dirEntry, out *fuse.EntryOut) {
 	fs.fillEntry(d.ino, ino, &a, true, out)
 }
 
-// readDir gives entries from in.Offset on to add until it refuses one or the directory ends.
+// readDir passes entries from in.Offset on to add, until add refuses one or the directory ends.
 func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandle, *dirEntry) bool) error {
-	fs.handlesMu.Lock()
-	d := fs.dirs[in.Fh]
-	fs.handlesMu.Unlock()
+	fs.handles.Lock()
+	d := fs.handles.dirs[in.Fh]
+	fs.handles.Unlock()
 	if d == nil {
 		return syscall.EBADF
 	}
@@ -161,12 +160,13 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 				return nil
 			}
 			given = true
-			d.begun = 0
+			d.restarts = 0
 			d.pos++
 			d.offset = e.cookie
 		}
 		if d.eof || given {
-			// the kernel comes back for more; what it has is not held up by a slow server
+			// The kernel requests the rest later. A slow server must not delay the entries found so
+			// far.
 			return nil
 		}
 		if err := fs.fillDir(r, d, plus); err != nil {
@@ -175,7 +175,7 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 	}
 }
 
-// seek goes to an offset: where the reader is, back to the start, or to the cookie of any entry.
+// seek moves to an offset: the current position, the start, or the cookie of an entry.
 func (d *dirHandle) seek(offset uint64) {
 	switch {
 	case offset == 0:
@@ -193,19 +193,19 @@ func (d *dirHandle) seek(offset uint64) {
 	}
 }
 
-// rewind forgets the last reply and the way that led to it.
+// rewind drops the last reply and the seen cookies.
 func (d *dirHandle) rewind(offset uint64) {
 	d.entries, d.pos, d.offset, d.eof = d.entries[:0], 0, offset, false
-	d.begun = 0
+	d.restarts = 0
 	clear(d.seen)
 }
 
-// fillDir asks the server for the entries behind d.offset.
+// fillDir gets the entries after d.offset from the server.
 func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 	if d.seen == nil {
 		d.seen = make(map[uint64]struct{})
 	}
-	if _, circle := d.seen[d.offset]; circle || len(d.seen) >= maxDirReplies {
+	if _, loop := d.seen[d.offset]; loop || len(d.seen) >= maxDirReplies {
 		return syscall.EIO
 	}
 	d.seen[d.offset] = struct{}{}
@@ -216,28 +216,28 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 	return err
 }
 
-// restart finds the reader's place again after the server has forgotten its cookies: it reads the
-// directory from the start until the entry with the reader's cookie.
+// restart finds the reader's position again after the server returned NFS3ERR_BAD_COOKIE. It reads
+// the directory from the start until the entry with the reader's cookie.
 func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
-	place := d.offset
+	cookie := d.offset
 	for {
-		if d.begun++; d.begun > maxDirRestarts {
+		if d.restarts++; d.restarts > maxDirRestarts {
 			return syscall.EIO
 		}
 		fs.Counters.ReadDirRestarts.Add(1)
-		err := fs.findPlace(r, d, plus, place)
+		err := fs.findCookie(r, d, plus, cookie)
 		if !hasStatus(err, nfs3.ErrBadCookie) {
 			return err
 		}
 	}
 }
 
-// findPlace reads from the start until the entry with the cookie place.
-func (fs *FS) findPlace(r *request, d *dirHandle, plus bool, place uint64) error {
+// findCookie reads from the start of the directory until the entry with the given cookie.
+func (fs *FS) findCookie(r *request, d *dirHandle, plus bool, cookie uint64) error {
 	d.verf = nfs3.Verifier{}
 	clear(d.seen)
 	for from := uint64(0); ; {
-		if _, circle := d.seen[from]; circle || len(d.seen) >= maxDirReplies {
+		if _, loop := d.seen[from]; loop || len(d.seen) >= maxDirReplies {
 			return syscall.EIO
 		}
 		d.seen[from] = struct{}{}
@@ -245,20 +245,20 @@ func (fs *FS) findPlace(r *request, d *dirHandle, plus bool, place uint64) error
 			return err
 		}
 		for i := range d.entries {
-			if d.entries[i].cookie == place {
+			if d.entries[i].cookie == cookie {
 				d.pos = i + 1
 				return nil
 			}
 		}
 		if d.eof || len(d.entries) == 0 {
-			return syscall.EIO // nobody can tell which entries the reader has had
+			return syscall.EIO // the entries that the reader already has are unknown
 		}
 		from = d.entries[len(d.entries)-1].cookie
 	}
 }
 
-// unsupported tells whether a server does not have a procedure, which servers say at one of two
-// levels.
+// unsupported reports whether the server does not support a procedure: it returned NFS3ERR_NOTSUPP
+// or PROC_UNAVAIL.
 func unsupported(err error) bool {
 	if err == nil {
 		return false
@@ -267,19 +267,19 @@ func unsupported(err error) bool {
 	return hasStatus(err, nfs3.ErrNotSupp) || errors.As(err, &accept) && accept.Stat == sunrpc.ProcUnavail
 }
 
-// dirRPC makes one READDIRPLUS or READDIR call from a cookie.
+// dirRPC sends one READDIRPLUS or READDIR from a cookie.
 func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	var res nfs3.ReadDirResult
 	plus = plus && !fs.noPlus.Load()
-	sane := true
+	valid := true
 	last := cookie
 	keep := func(e *nfs3.DirEntry) bool {
 		if e.Cookie == 0 && string(e.Name) == "." {
-			// some servers number from 0, which is where the reader begins; nobody misses this
-			// entry
+			// Some servers number entries from 0, but cookie 0 is the start. The "." entry is
+			// optional, so skip it.
 			return true
 		}
-		sane = sane && e.Cookie != 0 && e.Cookie != last
+		valid = valid && e.Cookie != 0 && e.Cookie != last
 		last = e.Cookie
 		d.entries = append(d.entries, dirEntry{name: string(e.Name), fileID: e.FileID, cookie: e.Cookie,
 			attr: e.Attr, hasFH: e.HasFH, fh: e.FH})
@@ -287,7 +287,7 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	}
 	for try := 0; ; try++ {
 		d.entries, d.pos, d.eof = d.entries[:0], 0, false
-		d.start = fs.tick()
+		d.start = fs.callStart()
 		var err error
 		if plus {
 			err = fs.client.ReadDirPlus(r, d.cred, d.ino.fh, cookie, d.verf, fs.opts.DirCount, fs.opts.DirCount, &res,
@@ -300,21 +300,21 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 			fs.noPlus.Store(true)
 			continue
 		}
-		if fs.again(r, err, try) {
+		if fs.retryJukebox(r, err, try) {
 			continue
 		}
 		if err != nil {
-			return fs.nodeErr(d.ino, err)
+			return fs.checkStale(d.ino, err)
 		}
 		break
 	}
 	if res.DirAttr.Present {
-		fs.absorb(d.ino, &res.DirAttr.Attr, d.start)
+		fs.updateAttr(d.ino, &res.DirAttr.Attr, d.start)
 	}
 	d.verf, d.eof = res.Verf, res.EOF
-	if !sane || res.Entries == 0 && !res.EOF {
+	if !valid || res.Entries == 0 && !res.EOF {
 		d.entries = d.entries[:0]
-		return syscall.EIO // a directory that does not advance
+		return syscall.EIO // the directory does not advance
 	}
 	return nil
 }

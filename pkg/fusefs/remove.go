@@ -11,19 +11,19 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// NFSv3 servers know no open files: a file whose last name is removed is gone, also for those who
-// have it open. A client that wants to be a UNIX renames such a file instead, to a name that says
-// what it is, and removes that name with the last close.
+// NFSv3 servers have no open files: a file without a name is gone, even for processes that have it
+// open. An NFSv3 client therefore renames the file of an open handle to a hidden name ("silly
+// rename"). It removes the hidden name after the last close.
 
-// sillyPrefix begins the names of such files; what cleans up behind crashed clients on servers
-// looks for it.
+// sillyPrefix begins the hidden names. Servers have cleanup jobs that look for it after client
+// crashes.
 const sillyPrefix = ".nfs"
 
-// A sillyName is where an open file is that its user removed.
+// A sillyName is the hidden name of a removed file that is still open.
 type sillyName struct {
 	dir  *inode
 	name string
-	cred []byte // of who removed it
+	cred []byte // of the user who removed the file
 }
 
 func newSillyName() string {
@@ -32,7 +32,7 @@ func newSillyName() string {
 	return sillyPrefix + hex.EncodeToString(b[:])
 }
 
-// Unlink answers unlink(2).
+// Unlink handles unlink(2).
 func (fs *FS) Unlink(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
 	r := fs.begin(OpUnlink, cancel, h)
 	return fs.end(OpUnlink, r, fs.unlink(r, h.NodeId, name))
@@ -45,17 +45,17 @@ func (fs *FS) unlink(r *request, dirID uint64, name string) error {
 	}
 	for try := 0; ; try++ {
 		err := fs.unlinkOnce(r, dir, name)
-		if !fs.again(r, err, try) {
+		if !fs.retryJukebox(r, err, try) {
 			return err
 		}
 	}
 }
 
-// unlinkOnce removes or hides a name. It gives up at NFS3ERR_JUKEBOX, so that nobody's open waits
-// through the pause.
+// unlinkOnce removes or hides a name. It returns NFS3ERR_JUKEBOX to its caller, so that opens need
+// not wait during the delay before the retry.
 func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
-	if b := fs.inodes.beginBlind(dir, name); b != nil {
-		defer fs.inodes.endBlind(b)
+	if b := fs.inodes.beginUnresolved(dir, name); b != nil {
+		defer fs.inodes.endUnresolved(b)
 		return fs.removeRPC(r, r.cred, dir, name)
 	}
 	target, b, err := fs.targetFor(r, dir, name)
@@ -63,7 +63,7 @@ func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 		return err
 	}
 	if b != nil {
-		defer fs.inodes.endBlind(b)
+		defer fs.inodes.endUnresolved(b)
 	}
 	if target != nil {
 		if fs.inodes.beginRemoval(target) {
@@ -71,43 +71,48 @@ func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 		} else if last, err := fs.lastName(r, target); err != nil {
 			return err
 		} else if last && target.sillyName() != nil {
-			return syscall.EBUSY // it is the hidden name of a file in use
+			return syscall.EBUSY // name is the hidden name of an open file
 		} else if last {
 			return fs.sillyRename(r, dir, name, target)
 		}
-		defer fs.outdate(target)
+		defer fs.invalidateAttr(target)
 	}
 	return fs.removeRPC(r, r.cred, dir, name)
 }
 
-// targetOf is the inode that name stands for, or nil when the name is missing or the inode unknown,
-// and so not open. Only the server can say what a name stands for.
+// targetOf returns the inode that name stands for on the server. It returns nil when the name does
+// not exist, or when the inode is unknown and therefore not open.
 func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
-	var res nfs3.LookupResult
-	if _, err := fs.lookupRPC(r, dir, name, &res); err != nil {
-		if hasStatus(err, nfs3.ErrNoEnt) {
-			return nil, nil // whoever asked gets the answer of its own call
-		}
+	fh, ok, err := fs.lookupHandle(r, dir, name)
+	if !ok {
 		return nil, err
 	}
-	return fs.inodes.find(res.FH), nil
+	return fs.inodes.find(fh), nil
 }
 
-// targetFor is targetOf for a removal that begins now: where the inode is unknown it is a blind
-// one, so that nobody opens the file beside it.
-func (fs *FS) targetFor(r *request, dir *inode, name string) (*inode, *blindRemoval, error) {
+// lookupHandle returns the handle of the object that name stands for. ok is false without an error
+// when the name does not exist.
+func (fs *FS) lookupHandle(r *request, dir *inode, name string) (fh nfs3.FH, ok bool, err error) {
 	var res nfs3.LookupResult
-	if _, err := fs.lookupRPC(r, dir, name, &res); err != nil {
-		if hasStatus(err, nfs3.ErrNoEnt) {
-			return nil, nil, nil
-		}
+	_, err = fs.lookupRPC(r, dir, name, &res)
+	if hasStatus(err, nfs3.ErrNoEnt) {
+		return fh, false, nil // the caller's next call returns this error
+	}
+	return res.FH, err == nil, err
+}
+
+// targetFor is targetOf for a removal that begins now. When the inode is unknown, it begins an
+// unresolved removal, so that concurrent opens wait for the removal.
+func (fs *FS) targetFor(r *request, dir *inode, name string) (*inode, *unresolvedRemoval, error) {
+	fh, ok, err := fs.lookupHandle(r, dir, name)
+	if !ok {
 		return nil, nil, err
 	}
-	target, b := fs.inodes.findOrBlind(res.FH, dir, name)
+	target, b := fs.inodes.findOrBeginUnresolved(fh, dir, name)
 	return target, b, nil
 }
 
-// lastName tells whether an open file would be gone with one name.
+// lastName reports whether the open file ino has only one name left.
 func (fs *FS) lastName(r *request, ino *inode) (bool, error) {
 	var a nfs3.Attr
 	if err := fs.getAttr(r, r.cred, ino, &a); err != nil {
@@ -116,27 +121,27 @@ func (fs *FS) lastName(r *request, ino *inode) (bool, error) {
 	return a.Type != nfs3.NF3DIR && a.Nlink <= 1, nil
 }
 
-// sillyRename hides an open file instead of removing it.
+// sillyRename renames an open file to a hidden name instead of removing it.
 func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) error {
 	silly := &sillyName{dir: dir, name: newSillyName(), cred: r.cred}
 	if err := fs.renameRPC(r, dir, name, dir, silly.name); err != nil {
 		return err
 	}
 	fs.Counters.SillyRenames.Add(1)
-	fs.inodes.hide(dir)
+	fs.inodes.addHidden(dir)
 	target.mu.Lock()
 	target.silly = silly
 	target.mu.Unlock()
-	fs.outdate(target)
-	// it was closed meanwhile, and whoever closed it saw no name to remove
+	fs.invalidateAttr(target)
+	// When the last close came before silly was set, that close found no hidden name to remove.
 	if fs.inodes.opensOf(target) == 0 {
 		fs.work.Go(func() { fs.removeSilly(background{fs}, target) })
 	}
 	return nil
 }
 
-// removeSilly removes a file that was hidden, if it was, unless it is open again, through
-// /proc/PID/fd.
+// removeSilly removes the hidden name of a file, if it has one. It does nothing when the file was
+// opened again through /proc/PID/fd.
 func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	if !fs.inodes.beginRemoval(ino) {
 		return
@@ -149,24 +154,24 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	if silly == nil {
 		return
 	}
-	fs.inodes.leave(silly.dir)
-	defer fs.inodes.left(silly.dir)
-	for try := 0; fs.again(ctx, fs.removeRPC(ctx, silly.cred, silly.dir, silly.name), try); try++ {
+	fs.inodes.beginHiddenRemoval(silly.dir)
+	defer fs.inodes.endHiddenRemoval(silly.dir)
+	for try := 0; fs.retryJukebox(ctx, fs.removeRPC(ctx, silly.cred, silly.dir, silly.name), try); try++ {
 	}
-	fs.outdate(ino)
-	fs.dropAttr(silly.dir) // nobody asked for this change, so that the kernel does not know of it
+	fs.invalidateAttr(ino)
+	fs.dropAttr(silly.dir) // the kernel did not request this change
 }
 
 func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name string) error {
 	var wcc nfs3.WccData
-	start := fs.tick()
+	start := fs.callStart()
 	err := fs.client.Remove(ctx, cred, dir.fh, name, &wcc)
-	fs.mark(&fs.removed)
-	fs.absorbWcc(dir, &wcc, start, true)
-	return fs.nodeErr(dir, err)
+	fs.setToNow(&fs.lastRemoval)
+	fs.updateWcc(dir, &wcc, start, true)
+	return fs.checkStale(dir, err)
 }
 
-// Rmdir answers rmdir(2).
+// Rmdir handles rmdir(2).
 func (fs *FS) Rmdir(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
 	r := fs.begin(OpRmdir, cancel, h)
 	return fs.end(OpRmdir, r, fs.rmdir(r, h.NodeId, name))
@@ -182,32 +187,31 @@ func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
 		return err
 	}
 	target, lookupErr := fs.targetOf(r, dir, name)
-	if lookupErr != nil || target == nil || !fs.awaitHidden(r, target) {
+	if lookupErr != nil || target == nil || !fs.awaitHiddenRemovals(r, target) {
 		return err
 	}
 	return fs.rmdirRPC(r, dir, name)
 }
 
-// rmdirRPC makes the RMDIR call. Whatever the server's words, its error for a directory that is not
-// empty is ENOTEMPTY.
+// rmdirRPC sends an RMDIR. It returns ENOTEMPTY for a directory that is not empty.
 func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		var wcc nfs3.WccData
-		start := fs.tick()
+		start := fs.callStart()
 		err := fs.client.Rmdir(r, r.cred, dir.fh, name, &wcc)
-		if fs.again(r, err, try) {
+		if fs.retryJukebox(r, err, try) {
 			continue
 		}
-		fs.absorbWcc(dir, &wcc, start, true)
-		// some servers say the latter
+		fs.updateWcc(dir, &wcc, start, true)
+		// Some servers return NFS3ERR_EXIST.
 		if hasStatus(err, nfs3.ErrNotEmpty) || hasStatus(err, nfs3.ErrExist) {
 			return syscall.ENOTEMPTY
 		}
-		return fs.nodeErr(dir, err)
+		return fs.checkStale(dir, err)
 	}
 }
 
-// Rename answers rename(2). NFSv3 has none of renameat2(2)'s flags.
+// Rename handles rename(2). NFSv3 supports none of the flags of renameat2(2).
 func (fs *FS) Rename(cancel <-chan struct{}, in *fuse.RenameIn, oldName, newName string) fuse.Status {
 	r := fs.begin(OpRename, cancel, &in.InHeader)
 	return fs.end(OpRename, r, fs.rename(r, in, oldName, newName))
@@ -223,17 +227,17 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 	}
 	for try := 0; ; try++ {
 		err := fs.renameOnce(r, from, oldName, to, newName)
-		if !fs.again(r, err, try) {
+		if !fs.retryJukebox(r, err, try) {
 			return err
 		}
 	}
 }
 
-// renameOnce renames, and hides what it would remove if that is open. It gives up at
-// NFS3ERR_JUKEBOX as unlinkOnce does.
+// renameOnce renames a file. It hides the target if the target is open. It returns NFS3ERR_JUKEBOX
+// to its caller, as unlinkOnce does.
 func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, newName string) error {
-	if b := fs.inodes.beginBlind(to, newName); b != nil {
-		defer fs.inodes.endBlind(b)
+	if b := fs.inodes.beginUnresolved(to, newName); b != nil {
+		defer fs.inodes.endUnresolved(b)
 		return fs.renameRPC(r, from, oldName, to, newName)
 	}
 	target, b, err := fs.targetFor(r, to, newName)
@@ -241,12 +245,12 @@ func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, new
 		return err
 	}
 	if b != nil {
-		defer fs.inodes.endBlind(b)
+		defer fs.inodes.endUnresolved(b)
 	}
 	if target == nil {
 		return fs.renameRPC(r, from, oldName, to, newName)
 	}
-	defer fs.outdate(target)
+	defer fs.invalidateAttr(target)
 	if fs.inodes.beginRemoval(target) {
 		defer fs.inodes.endRemoval(target)
 		return fs.renameRPC(r, from, oldName, to, newName)
@@ -267,14 +271,14 @@ func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, new
 	return err
 }
 
-// isNamed tells whether name stands for ino: a file must not be hidden from a rename to itself.
+// isNamed reports whether name stands for ino. A file that is renamed to itself must not be hidden.
 func (fs *FS) isNamed(r *request, dir *inode, name string, ino *inode) bool {
 	var res nfs3.LookupResult
 	_, err := fs.lookupRPC(r, dir, name, &res)
 	return err != nil || res.FH == ino.fh
 }
 
-// unhide gives a hidden file its name back, after what hid it failed.
+// unhide renames a hidden file back to its name after the rename over it failed.
 func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
 	ino.mu.Lock()
 	silly := ino.silly
@@ -289,14 +293,14 @@ func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
 		ino.mu.Unlock()
 		return
 	}
-	fs.inodes.leave(silly.dir)
-	fs.inodes.left(silly.dir)
+	fs.inodes.beginHiddenRemoval(silly.dir)
+	fs.inodes.endHiddenRemoval(silly.dir)
 }
 
-// renameWaiting renames, and waits where the server asks for it.
+// renameWaiting renames, and retries after NFS3ERR_JUKEBOX.
 func (fs *FS) renameWaiting(r *request, from *inode, oldName string, to *inode, newName string) (err error) {
 	for try := 0; ; try++ {
-		if err = fs.renameRPC(r, from, oldName, to, newName); !fs.again(r, err, try) {
+		if err = fs.renameRPC(r, from, oldName, to, newName); !fs.retryJukebox(r, err, try) {
 			return err
 		}
 	}
@@ -304,15 +308,15 @@ func (fs *FS) renameWaiting(r *request, from *inode, oldName string, to *inode, 
 
 func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newName string) error {
 	var res nfs3.RenameResult
-	start := fs.tick()
+	start := fs.callStart()
 	err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
-	fs.mark(&fs.renamed)
-	fs.absorbWcc(from, &res.From, start, true)
+	fs.setToNow(&fs.lastRename)
+	fs.updateWcc(from, &res.From, start, true)
 	if from != to {
-		fs.absorbWcc(to, &res.To, start, true)
+		fs.updateWcc(to, &res.To, start, true)
 	}
 	if hasStatus(err, nfs3.ErrStale) {
-		fs.outdate(to)
+		fs.invalidateAttr(to)
 	}
 	return err
 }

@@ -13,30 +13,30 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 )
 
-// A request is one request from the kernel, as the context of the RPCs it needs. Its Done channel
-// is closed when the caller was hit by a deadly signal, or when the mount is aborted.
+// A request is one request from the kernel and the context of its RPCs. Its Done channel is closed
+// when the calling thread gets a fatal signal or when the mount is aborted.
 type request struct {
-	cancel <-chan struct{} // closed by go-fuse when the kernel sends INTERRUPT: any signal
-	pid    uint32          // thread that made the call; 0 when it lives in another PID namespace
+	cancel <-chan struct{} // closed by go-fuse when the kernel sends INTERRUPT for any signal
+	pid    uint32          // calling thread; 0 when it is in another PID namespace
 	cred   []byte
-	start  time.Time     // zero when nobody asks
+	start  time.Time     // zero without Options.Observe
 	owner  atomic.Uint64 // for OwnerOf
 
 	done  chan struct{}
 	ended bool   // guarded by interrupts.mu: done is closed
-	index int    // guarded by interrupts.mu: place in live
-	gen   uint64 // guarded by interrupts.mu: changes when the struct is used again
+	index int    // guarded by interrupts.mu: index in active
+	gen   uint64 // guarded by interrupts.mu: changes when the struct is reused
 }
 
 var _ context.Context = (*request)(nil)
 
-// Deadline is none.
+// Deadline returns no deadline.
 func (r *request) Deadline() (time.Time, bool) { return time.Time{}, false }
 
-// Done is closed when the request should be given up.
+// Done returns a channel that is closed when the request should end.
 func (r *request) Done() <-chan struct{} { return r.done }
 
-// Err is context.Canceled once Done is closed.
+// Err returns context.Canceled after Done is closed.
 func (r *request) Err() error {
 	select {
 	case <-r.done:
@@ -46,25 +46,25 @@ func (r *request) Err() error {
 	}
 }
 
-// interruptPoll is how often interrupted requests are looked at. A deadly signal may follow a
-// harmless one, and the kernel tells of the first only, so there is no way around looking.
+// interruptPoll is the interval of checks of interrupted requests. A fatal signal may follow a
+// harmless one, and the kernel reports only the first signal, so polling is necessary.
 const interruptPoll = 50 * time.Millisecond
 
-// interrupts watches the requests that are being worked on. One timer serves all of them and runs
-// only while there are any, because a goroutine for each would cost more than most requests do.
+// interrupts watches the active requests for fatal signals. One timer serves all requests and runs
+// only while requests are active. A goroutine per request would cost more than most requests.
 type interrupts struct {
-	onInterrupt func() // called for each request that was given up
+	onInterrupt func() // called for each request that ended early
 
 	mu      sync.Mutex
-	live    []*request
+	active  []*request
 	timer   *time.Timer
 	armed   bool
 	aborted bool
-	device  *fuseDevice // nil while nothing is mounted
+	device  *fuseDevice // nil while not mounted
 	pool    []*request
 }
 
-// watch names the device that the requests come from.
+// watch sets the device that the requests come from.
 func (w *interrupts) watch(device *fuseDevice) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -83,9 +83,9 @@ func (w *interrupts) begin(cancel <-chan struct{}, pid uint32) *request {
 	if r.done == nil || r.ended {
 		r.done, r.ended = make(chan struct{}), false
 	}
-	r.cancel, r.pid, r.index = cancel, pid, len(w.live)
+	r.cancel, r.pid, r.index = cancel, pid, len(w.active)
 	r.gen++
-	w.live = append(w.live, r)
+	w.active = append(w.active, r)
 	if w.aborted {
 		r.end()
 		return r
@@ -101,15 +101,15 @@ func (w *interrupts) begin(cancel <-chan struct{}, pid uint32) *request {
 	return r
 }
 
-// finish takes r off the watch; r must not be used afterwards.
+// finish stops watching r and reuses it. The caller must not use r afterwards.
 func (w *interrupts) finish(r *request) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	last := len(w.live) - 1
-	w.live[r.index] = w.live[last]
-	w.live[r.index].index = r.index
-	w.live[last] = nil
-	w.live = w.live[:last]
+	last := len(w.active) - 1
+	w.active[r.index] = w.active[last]
+	w.active[r.index].index = r.index
+	w.active[last] = nil
+	w.active = w.active[:last]
 	r.cancel, r.cred = nil, nil
 	w.pool = append(w.pool, r)
 }
@@ -121,17 +121,17 @@ func (r *request) end() {
 	}
 }
 
-// abort ends all requests, now and later.
+// abort ends all current and later requests.
 func (w *interrupts) abort() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.aborted = true
-	for _, r := range w.live {
+	for _, r := range w.active {
 		r.end()
 	}
 }
 
-// stop ends the timer. No request may be live.
+// stop ends the timer. No request may be active.
 func (w *interrupts) stop() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -141,23 +141,23 @@ func (w *interrupts) stop() {
 }
 
 func (w *interrupts) tick() {
-	type suspect struct {
+	type candidate struct {
 		r   *request
 		gen uint64
 		pid uint32
 	}
-	var suspects []suspect
+	var interrupted []candidate
 	w.mu.Lock()
-	for _, r := range w.live {
+	for _, r := range w.active {
 		select {
 		case <-r.cancel:
 			if !r.ended {
-				suspects = append(suspects, suspect{r, r.gen, r.pid})
+				interrupted = append(interrupted, candidate{r, r.gen, r.pid})
 			}
 		default:
 		}
 	}
-	if len(suspects) == 0 {
+	if len(interrupted) == 0 {
 		w.rearm()
 		w.mu.Unlock()
 		return
@@ -165,19 +165,18 @@ func (w *interrupts) tick() {
 	device := w.device
 	w.mu.Unlock()
 
-	// go-fuse cancels every request when the kernel has ended the connection, and then there is
-	// nobody left to answer.
-	over := device != nil && device.dead()
-	for i := range suspects {
-		if !over && !dying(suspects[i].pid) {
-			suspects[i].r = nil
+	// go-fuse cancels every request when the kernel ends the connection. No reply is needed then.
+	disconnected := device != nil && device.disconnected()
+	for i := range interrupted {
+		if !disconnected && !terminating(interrupted[i].pid) {
+			interrupted[i].r = nil
 		}
 	}
 
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for _, s := range suspects {
-		if s.r != nil && s.r.gen == s.gen && s.r.index < len(w.live) && w.live[s.r.index] == s.r {
+	for _, s := range interrupted {
+		if s.r != nil && s.r.gen == s.gen && s.r.index < len(w.active) && w.active[s.r.index] == s.r {
 			s.r.end()
 			w.onInterrupt()
 		}
@@ -185,19 +184,19 @@ func (w *interrupts) tick() {
 	w.rearm()
 }
 
-// rearm is called with mu held, by tick only.
+// rearm restarts the timer while requests are active. Only tick calls it, with mu held.
 func (w *interrupts) rearm() {
-	w.armed = len(w.live) > 0 && !w.aborted
+	w.armed = len(w.active) > 0 && !w.aborted
 	if w.armed {
 		w.timer.Reset(interruptPoll)
 	}
 }
 
-// dying tells whether the thread has a deadly signal pending, or ends already and closes its files:
-// what it wrote is written back behind it. The kernel turns every signal that will end a process
-// into a SIGKILL pending for each of its threads, which is gone once they begin to end. A thread
-// that cannot be seen counts as dying: nobody could end its call otherwise.
-func dying(pid uint32) bool {
+// terminating reports whether the thread has a fatal signal pending or is exiting. An exiting
+// thread closes its files, and their data is written in the background. For a fatal signal the
+// kernel makes SIGKILL pending for each thread of the process, until the thread begins to exit. A
+// thread that is not visible counts as terminating, because no signal to it could end the call.
+func terminating(pid uint32) bool {
 	if pid == 0 {
 		return true
 	}
@@ -218,15 +217,15 @@ func dying(pid uint32) bool {
 	return exiting(b)
 }
 
-// exiting reads /proc/PID/status: a thread lets go of its memory, and with it of these lines,
-// before it closes its files. Not /proc/PID/stat, which has the flag itself but waits for whoever
-// is in the middle of an exec, and that may be waiting for us.
+// exiting reports whether a thread is exiting, from its /proc/PID/status. A thread releases its
+// memory, and with it the Vm lines, before it closes its files. /proc/PID/stat contains the exit
+// flag, but reading it blocks during an exec, which may wait for this daemon.
 func exiting(status []byte) bool {
 	_, alive := statusField(status, "\nVmSize:")
 	return !alive
 }
 
-// statusField is the value of a line of /proc/PID/status; name is "\nName:".
+// statusField returns the value of a line of /proc/PID/status. name has the form "\nName:".
 func statusField(status []byte, name string) ([]byte, bool) {
 	_, rest, ok := bytes.Cut(status, []byte(name))
 	if !ok {
@@ -236,8 +235,7 @@ func statusField(status []byte, name string) ([]byte, bool) {
 	return bytes.TrimSpace(line), true
 }
 
-// begin starts the work on a request of the kernel's: it counts and times it, and finds the
-// caller's credential.
+// begin starts a request: it counts it, starts its timer, and finds the caller's credential.
 func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	fs.Counters.Ops[op].Add(1)
 	r := fs.interrupts.begin(cancel, h.Pid)
@@ -249,7 +247,7 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	return r
 }
 
-// end finishes the work on r and is the answer to the kernel.
+// end finishes r and returns the status for the kernel.
 func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	if fs.opts.Observe != nil {
 		fs.opts.Observe(op, time.Since(r.start))
@@ -257,7 +255,7 @@ func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	fs.interrupts.finish(r)
 	status := toStatus(err)
 	if status == fuse.EINTR && fs.isAborted() {
-		status = fuse.EIO // no signal came, and there is no use in trying again
+		status = fuse.EIO // no signal arrived, and a retry would fail again
 	}
 	if status != fuse.OK {
 		fs.Counters.Errors[op].Add(1)
@@ -265,7 +263,7 @@ func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	return status
 }
 
-// background is the context of work that no request waits for alone: it ends when the mount is
+// background is the context of work that serves no single request. It ends when the mount is
 // aborted.
 type background struct{ fs *FS }
 

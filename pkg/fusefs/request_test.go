@@ -11,8 +11,9 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 )
 
-// TestObserve sees a time for each operation that the kernel waits for.
-func TestObserve(t *testing.T) {
+// TestObserveTimesRequests checks that Observe gets a time for each request that the kernel waits
+// for.
+func TestObserveTimesRequests(t *testing.T) {
 	e := startExport(t)
 	var mu sync.Mutex
 	seen := make(map[Op]int)
@@ -21,7 +22,7 @@ func TestObserve(t *testing.T) {
 		defer mu.Unlock()
 		seen[op]++
 		if d <= 0 || d > testTimeout {
-			t.Errorf("%v took %v", op, d)
+			t.Errorf("time of %v: got %v, want above 0 and below testTimeout", op, d)
 		}
 	}}})
 	must(t, os.WriteFile(m.path("file"), []byte("x"), 0o644))
@@ -30,32 +31,32 @@ func TestObserve(t *testing.T) {
 	defer mu.Unlock()
 	for _, op := range []Op{OpCreate, OpWrite, OpFlush, OpOpen, OpRead} {
 		if seen[op] == 0 || uint64(seen[op]) != m.fs.Counters.Ops[op].Load() {
-			t.Errorf("%v: %d times, of %d", op, seen[op], m.fs.Counters.Ops[op].Load())
+			t.Errorf("%v: observed %d times, want %d", op, seen[op], m.fs.Counters.Ops[op].Load())
 		}
 	}
 }
 
-// What surrounds each request allocates nothing once it is warm.
-func TestRequestAllocatesNothing(t *testing.T) {
+// TestRequestDoesNotAllocate checks that begin and end of a request do not allocate.
+func TestRequestDoesNotAllocate(t *testing.T) {
 	var sum time.Duration
 	fs := &FS{creds: newCredentials(), opts: Options{Observe: func(_ Op, d time.Duration) { sum += d }}}
 	defer fs.interrupts.stop()
-	var h fuse.InHeader // of no process, whose groups would be read again now and then
+	var h fuse.InHeader // pid 0, so that no groups are read from /proc
 	if n := testing.AllocsPerRun(1000, func() { fs.end(OpRead, fs.begin(OpRead, nil, &h), nil) }); n != 0 {
-		t.Errorf("%v allocations", n)
+		t.Errorf("allocations per request: got %v, want 0", n)
 	}
 	if sum == 0 {
-		t.Error("no time was observed")
+		t.Error("observed time: got 0, want more")
 	}
 }
 
-func TestExiting(t *testing.T) {
+func TestExitingProcess(t *testing.T) {
 	own, err := os.ReadFile("/proc/self/status")
 	must(t, err)
 	if exiting(own) {
-		t.Error("this process ends")
+		t.Error("exiting: got true for this process, want false")
 	}
-	// A child that nobody has waited for yet has let go of its memory.
+	// A child that has exited but was not waited for has released its memory.
 	cmd := exec.Command("true")
 	must(t, cmd.Start())
 	defer cmd.Wait()
@@ -64,12 +65,12 @@ func TestExiting(t *testing.T) {
 		must(t, err)
 		if state, _ := statusField(b, "\nState:"); len(state) > 0 && state[0] == 'Z' {
 			if !exiting(b) {
-				t.Errorf("a process that has ended is not taken for one:\n%s", b)
+				t.Errorf("exiting: got false for a zombie, want true:\n%s", b)
 			}
 			return
 		}
 		if time.Now().After(end) {
-			t.Fatal("the child does not end")
+			t.Fatal("the child did not become a zombie")
 		}
 	}
 }

@@ -14,10 +14,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// An answer is what a scripted server does with one call; pass has the real server do it.
+// An answer handles one call of a scripted server. pass sends the call to the real server.
 type answer func(ctx context.Context, m *sunrpc.Message, pass func() error) error
 
-// scripted stands before a server and answers some of the procedures in its place.
+// scripted handles some procedures in place of the real server.
 type scripted struct {
 	nfs3.Caller
 	mu      sync.Mutex
@@ -25,7 +25,7 @@ type scripted struct {
 	calls   map[nfs3.Proc]int
 }
 
-// mountScripted mounts the export behind a scripted server that does nothing yet.
+// mountScripted mounts the export through a scripted server, which passes all calls at first.
 func (e *export) mountScripted(t *testing.T, cfg mountConfig) (*testMount, *scripted) {
 	t.Helper()
 	s := &scripted{answers: make(map[nfs3.Proc]answer), calls: make(map[nfs3.Proc]int)}
@@ -33,7 +33,7 @@ func (e *export) mountScripted(t *testing.T, cfg mountConfig) (*testMount, *scri
 	return e.mount(t, cfg), s
 }
 
-// on sets the answer to some procedures; nil has the real server answer again.
+// on sets the answer to some procedures. A nil answer passes the calls to the real server.
 func (s *scripted) on(a answer, procs ...nfs3.Proc) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -42,7 +42,7 @@ func (s *scripted) on(a answer, procs ...nfs3.Proc) {
 	}
 }
 
-// count is the number of calls of a procedure so far.
+// count returns the number of calls of a procedure so far.
 func (s *scripted) count(p nfs3.Proc) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -62,7 +62,7 @@ func (s *scripted) Call(ctx context.Context, m *sunrpc.Message) error {
 	return a(ctx, m, pass)
 }
 
-// allProcs are the procedures of a mount in use.
+// allProcs returns all NFSv3 procedures.
 func allProcs() (all []nfs3.Proc) {
 	for p := range nfs3.Proc(nfs3.NumProcs) {
 		all = append(all, p)
@@ -70,8 +70,7 @@ func allProcs() (all []nfs3.Proc) {
 	return all
 }
 
-// status is a result that consists of a status, and of no attributes where those of the procedure
-// follow.
+// status returns an answer with status s and without attributes.
 func status(s nfs3.Status) answer {
 	return func(_ context.Context, m *sunrpc.Message, _ func() error) error {
 		m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(s)), make([]byte, 16)...)
@@ -79,7 +78,7 @@ func status(s nfs3.Status) answer {
 	}
 }
 
-// times answers a so often, then passes.
+// times returns an answer that uses a for the first n calls and passes later calls.
 func times(n int, a answer) answer {
 	var mu sync.Mutex
 	return func(ctx context.Context, m *sunrpc.Message, pass func() error) error {
@@ -94,14 +93,32 @@ func times(n int, a answer) answer {
 	}
 }
 
-// hang waits until the call is given up.
+// hang blocks until the call is canceled.
 func hang(ctx context.Context, _ *sunrpc.Message, _ func() error) error {
 	<-ctx.Done()
 	return ctx.Err()
 }
 
-// Where the cookie of READDIR and READDIRPLUS stands in their arguments: behind the handle, before
-// the verifier (RFC 1813 §3.3.16, §3.3.17).
+// blockUntil returns an answer that blocks until the call is canceled or over is closed, and a
+// channel that receives a value when a call blocks.
+func blockUntil(over <-chan struct{}) (a answer, blocked <-chan struct{}) {
+	waiting := make(chan struct{}, 1)
+	return func(ctx context.Context, _ *sunrpc.Message, pass func() error) error {
+		select {
+		case waiting <- struct{}{}:
+		default:
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-over:
+			return pass()
+		}
+	}, waiting
+}
+
+// dirCookie returns the cookie in the arguments of READDIR or READDIRPLUS. It stands between the
+// handle and the verifier (RFC 1813 §3.3.16, §3.3.17).
 func dirCookie(m *sunrpc.Message) uint64 {
 	at := 4 + int(binary.BigEndian.Uint32(m.Args))
 	at += (4 - at%4) % 4
@@ -113,8 +130,8 @@ type scriptedEntry struct {
 	cookie uint64
 }
 
-// putDir is the result of READDIR, or of READDIRPLUS without attributes and handles.
-func putDir(m *sunrpc.Message, eof bool, entries ...scriptedEntry) {
+// setDirResult sets the result of READDIR, or of READDIRPLUS without attributes and handles.
+func setDirResult(m *sunrpc.Message, eof bool, entries ...scriptedEntry) {
 	b := sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.OK))
 	b = sunrpc.AppendBool(b, false)
 	b = append(b, make([]byte, nfs3.CookieVerfSize)...)
@@ -130,9 +147,10 @@ func putDir(m *sunrpc.Message, eof bool, entries ...scriptedEntry) {
 	m.Result = sunrpc.AppendBool(sunrpc.AppendBool(b, false), eof)
 }
 
-// killed starts a program that must block on the mount, waits for blocked, signals the program and
-// its children as a terminal does, and sees it end while the server is as silent as before.
-func killed(t *testing.T, sig syscall.Signal, blocked <-chan struct{}, cmd *exec.Cmd) {
+// killBlocked starts a program that blocks on the mount and waits for blocked. It then sends sig to
+// the program's process group, as a terminal does, and checks that the program ends although the
+// server does not answer.
+func killBlocked(t *testing.T, sig syscall.Signal, blocked <-chan struct{}, cmd *exec.Cmd) {
 	t.Helper()
 	name := filepath.Base(cmd.Path)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -144,15 +162,15 @@ func killed(t *testing.T, sig syscall.Signal, blocked <-chan struct{}, cmd *exec
 	case err := <-ended:
 		t.Fatalf("%s ended before it blocked: %v", name, err)
 	case <-time.After(testTimeout):
-		t.Fatalf("%s never called the server", name)
+		t.Fatalf("%s made no call to the server", name)
 	}
 	must(t, syscall.Kill(-cmd.Process.Pid, sig))
 	select {
 	case err := <-ended:
 		if err == nil {
-			t.Errorf("%s succeeded", name)
+			t.Errorf("%s after %v: got success, want failure", name, sig)
 		}
 	case <-time.After(testTimeout):
-		t.Fatalf("%s does not end on %v", name, sig)
+		t.Fatalf("%s did not end after %v", name, sig)
 	}
 }

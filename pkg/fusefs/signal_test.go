@@ -17,10 +17,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
-	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// A relay stands between an RDMA front and its NFS server, and can keep the server's replies back.
+// A relay forwards TCP between an RDMA front and its NFS server. It can hold the server's replies
+// back.
 type relay struct {
 	ln     net.Listener
 	target string
@@ -28,7 +28,7 @@ type relay struct {
 
 	mu     sync.Mutex
 	open   chan struct{} // closed while replies pass
-	asked  chan struct{} // closed when a call came while replies are kept back
+	asked  chan struct{} // closed when a call arrives while replies are held back
 	conns  []net.Conn
 	closed bool
 }
@@ -99,7 +99,7 @@ func (r *relay) waitOpen() {
 	<-open
 }
 
-// pause keeps replies back; the channel is closed with the next call.
+// pause holds replies back. The next call closes the returned channel.
 func (r *relay) pause() (asked <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -130,7 +130,8 @@ func (r *relay) close() {
 	r.work.Wait()
 }
 
-// startRelayedExport exports by NFS-Ganesha behind the RDMA front, with a relay between the two.
+// startRelayedExport exports a directory with NFS-Ganesha through the RDMA front, with a relay
+// between the two.
 func startRelayedExport(t *testing.T) (*export, *relay) {
 	t.Helper()
 	dir := t.TempDir()
@@ -146,28 +147,20 @@ func startRelayedExport(t *testing.T) (*export, *relay) {
 	t.Cleanup(func() {
 		r.resume()
 		if err := s.Close(); err != nil {
-			t.Errorf("server: %v", err)
+			t.Errorf("close server: %v", err)
 		}
 	})
-	return &export{dir, res.FH, func(ctx context.Context) (transport, error) {
-		tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr})
-		if err != nil {
-			return nil, err
-		}
-		if err := tr.Connect(ctx); err != nil {
-			return nil, err
-		}
-		return tr, nil
-	}}, r
+	return &export{dir, res.FH, func(ctx context.Context) (transport, error) { return dialRDMA(ctx, s.RDMAAddr) }}, r
 }
 
-// TestSignals ends processes that wait for a server which does not answer, over RDMA. Each is gone
-// at once, nobody else notices, and the mount goes on when the server does.
-func TestSignals(t *testing.T) {
+// TestSignalEndsBlockedCall sends signals to processes that wait for a server that does not answer,
+// over RDMA. Each process ends, other calls are not disturbed, and the mount works after the server
+// answers again.
+func TestSignalEndsBlockedCall(t *testing.T) {
 	e, r := startRelayedExport(t)
-	// nothing is answered from a cache
+	// noac: no call is answered from a cache.
 	m := e.mount(t, mountConfig{buffers: 6, opts: Options{NoAC: true}})
-	want := noise(8, 300_000)
+	want := randomBytes(8, 300_000)
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), want, 0o644))
 	must(t, os.Mkdir(filepath.Join(e.dir, "dir"), 0o755))
 	must(t, os.Symlink("file", filepath.Join(e.dir, "link")))
@@ -188,18 +181,18 @@ func TestSignals(t *testing.T) {
 			{"mkdir", []string{"mkdir", m.path("newdir")}},
 			{"unlink", []string{"unlink", m.path("nothing")}},
 			{"chmod", []string{"chmod", "600", m.path("file")}},
-			{"read", []string{"cat"}}, // of standard input, which is open already
+			{"read", []string{"cat"}}, // reads standard input, which is already open
 		} {
 			t.Run(c.name+" "+sig.String(), func(t *testing.T) {
 				cmd := exec.Command(c.args[0], c.args[1:]...)
 				cmd.Stdin = held
 				asked := r.pause()
 				defer r.resume()
-				killed(t, sig, asked, cmd)
+				killBlocked(t, sig, asked, cmd)
 			})
 		}
 	}
-	// What was given up leaves the mount as it should be, and every later call is answered.
+	// After the interrupted calls the mount works as before.
 	wantContent(t, m.path("file"), want)
 	must(t, os.WriteFile(m.path("after"), want, 0o644))
 	wantContent(t, filepath.Join(e.dir, "after"), want)
@@ -207,10 +200,9 @@ func TestSignals(t *testing.T) {
 	must(t, err)
 }
 
-// TestSignalWhileWriting ends processes that wait for the server in write(2), in fsync(2) and in
-// close(2). What was written before is not given up with them: it is written back when the server
-// answers again.
-func TestSignalWhileWriting(t *testing.T) {
+// TestSignalKeepsEarlierWrites sends signals to processes that wait in write(2), fsync(2) or
+// close(2). Data that they wrote before reaches the server after it answers again.
+func TestSignalKeepsEarlierWrites(t *testing.T) {
 	e, r := startRelayedExport(t)
 	m := e.mount(t, mountConfig{buffers: 6})
 	for _, sig := range []syscall.Signal{syscall.SIGKILL, syscall.SIGINT} {
@@ -220,7 +212,7 @@ func TestSignalWhileWriting(t *testing.T) {
 			"close": "head -c 153600 /dev/zero; exec >&-; sleep 1000",
 		} {
 			if name == "fsync" && sig == syscall.SIGINT {
-				continue // dd has a handler for it, so that it is not deadly
+				continue // dd has a handler for SIGINT, so SIGINT is not fatal
 			}
 			t.Run(name+" "+sig.String(), func(t *testing.T) {
 				f, err := os.Create(m.path(name + sig.String()))
@@ -230,16 +222,16 @@ func TestSignalWhileWriting(t *testing.T) {
 				cmd.Stdout = f
 				asked := r.pause()
 				defer r.resume()
-				killed(t, sig, asked, cmd)
+				killBlocked(t, sig, asked, cmd)
 				r.resume()
 				must(t, f.Sync())
 				got, err := os.ReadFile(filepath.Join(e.dir, name+sig.String()))
 				must(t, err)
 				if len(got) < 150<<10 || len(bytes.Trim(got, "\x00")) != 0 {
-					t.Errorf("the server has %d octets", len(got))
+					t.Errorf("file on the server: got %d bytes, want at least 153600 zero bytes", len(got))
 				}
 				if st, err := f.Stat(); err != nil || st.Size() != int64(len(got)) {
-					t.Errorf("the server has %d octets, the mount %d (%v)", len(got), st.Size(), err)
+					t.Errorf("file size: server has %d bytes, mount has %d (%v)", len(got), st.Size(), err)
 				}
 			})
 		}

@@ -13,17 +13,17 @@ import (
 
 func hash(b []byte) [32]byte { return sha256.Sum256(b) }
 
-// plant makes a tree with everything that a copy must keep.
-func plant(t *testing.T, root string) {
+// createTree makes a tree with all kinds of objects that a copy must preserve.
+func createTree(t *testing.T, root string) {
 	t.Helper()
 	must(t, os.MkdirAll(root, 0o755))
 	for i := range 300 {
 		dir := filepath.Join(root, fmt.Sprintf("d%02d", i%17), fmt.Sprintf("e%d", i%3))
 		must(t, os.MkdirAll(dir, 0o750))
-		must(t, os.WriteFile(filepath.Join(dir, fmt.Sprintf("f%03d", i)), noise(uint64(i), i*i*7%200_000),
+		must(t, os.WriteFile(filepath.Join(dir, fmt.Sprintf("f%03d", i)), randomBytes(uint64(i), i*i*7%200_000),
 			os.FileMode(0o400|i%0o400)))
 	}
-	must(t, os.WriteFile(filepath.Join(root, "large"), noise(1000, 3<<20+17), 0o644))
+	must(t, os.WriteFile(filepath.Join(root, "large"), randomBytes(1000, 3<<20+17), 0o644))
 	must(t, os.Link(filepath.Join(root, "large"), filepath.Join(root, "hardlink")))
 	must(t, os.Symlink("d00/e0", filepath.Join(root, "symlink")))
 	must(t, unix.Mkfifo(filepath.Join(root, "fifo"), 0o600))
@@ -38,7 +38,7 @@ func plant(t *testing.T, root string) {
 		{Sec: 1e9 + 7, Nsec: 987654321}}, 0))
 }
 
-func sameTree(t *testing.T, got, want string) {
+func wantTree(t *testing.T, got, want string) {
 	t.Helper()
 	if got == want {
 		return
@@ -49,14 +49,15 @@ func sameTree(t *testing.T, got, want string) {
 			t.Fatalf("trees differ:\n got %s\nwant %s", g[i], w[i])
 		}
 	}
-	t.Fatalf("trees differ: %d entries, want %d", len(g), len(w))
+	t.Fatalf("tree: got %d entries, want %d", len(g), len(w))
 }
 
-// TestCopyTree copies a tree in and out with the programs that people use, and compares both sides.
+// TestCopyTree copies a tree to and from the mount with cp, rsync and tar, and compares source and
+// copy.
 func TestCopyTree(t *testing.T) {
 	e := startExport(t)
 	src := filepath.Join(t.TempDir(), "src")
-	plant(t, src)
+	createTree(t, src)
 	want := tree(t, src)
 	for name, copyTree := range map[string]func(t *testing.T, from, to string){
 		"cp":    func(t *testing.T, from, to string) { run(t, ".", "cp", "-a", from, to) },
@@ -65,7 +66,7 @@ func TestCopyTree(t *testing.T) {
 			must(t, os.Mkdir(to, 0o755))
 			run(t, ".", "sh", "-c", "tar -C '"+from+"' --format=posix -cf - --exclude=./socket . | tar -C '"+to+
 				"' -xpf -")
-			// tar leaves sockets out
+			// tar does not copy sockets.
 			if _, err := os.Lstat(filepath.Join(from, "socket")); err == nil {
 				must(t, unix.Mknod(filepath.Join(to, "socket"), unix.S_IFSOCK|0o600, 0))
 			}
@@ -74,26 +75,26 @@ func TestCopyTree(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			m := e.mount(t, mountConfig{})
 			copyTree(t, src, m.path(name))
-			sameTree(t, tree(t, filepath.Join(e.dir, name)), want)
-			again := e.mount(t, mountConfig{}) // nothing of it is in a cache
-			sameTree(t, tree(t, again.path(name)), want)
+			wantTree(t, tree(t, filepath.Join(e.dir, name)), want)
+			again := e.mount(t, mountConfig{}) // a new mount with empty caches
+			wantTree(t, tree(t, again.path(name)), want)
 			back := filepath.Join(t.TempDir(), "back")
 			copyTree(t, again.path(name), back)
-			sameTree(t, tree(t, back), want)
+			wantTree(t, tree(t, back), want)
 			run(t, ".", "rm", "-rf", m.path(name))
 			if left, err := os.ReadDir(e.dir); err != nil || len(left) != 0 {
-				t.Errorf("left on the server: %v, %v", left, err)
+				t.Errorf("files on the server after rm: got %v, %v, want none", left, err)
 			}
 		})
 	}
 }
 
-// TestGit clones a repository on the mount and checks it.
-func TestGit(t *testing.T) {
+// TestGitClone clones a repository to the mount and checks it.
+func TestGitClone(t *testing.T) {
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})
 	src := filepath.Join(t.TempDir(), "src")
-	plant(t, src)
+	createTree(t, src)
 	for _, special := range []string{"fifo", "device", "socket"} {
 		must(t, os.Remove(filepath.Join(src, special)))
 	}
@@ -109,12 +110,12 @@ func TestGit(t *testing.T) {
 	run(t, clone, "git", "gc", "-q")
 	run(t, clone, "git", "fsck", "--full", "--strict")
 	if out := run(t, clone, "git", "status", "--porcelain"); out != "" {
-		t.Errorf("git status: %s", out)
+		t.Errorf("git status: got %s, want no output", out)
 	}
 }
 
-// TestManyEntries reads a directory that takes many replies, twice and from the middle.
-func TestManyEntries(t *testing.T) {
+// TestReadLargeDirectory lists a directory that takes many replies, twice.
+func TestReadLargeDirectory(t *testing.T) {
 	const entries = 10_000
 	e := startExport(t)
 	must(t, os.Mkdir(filepath.Join(e.dir, "many"), 0o755))
@@ -126,20 +127,20 @@ func TestManyEntries(t *testing.T) {
 		list, err := os.ReadDir(m.path("many"))
 		must(t, err)
 		if len(list) != entries {
-			t.Fatalf("%d entries, want %d", len(list), entries)
+			t.Fatalf("entries: got %d, want %d", len(list), entries)
 		}
-		for i, entry := range list { // sorted
+		for i, entry := range list { // os.ReadDir sorts the entries
 			if want := fmt.Sprintf("file-with-some-name-%05d", i); entry.Name() != want {
-				t.Fatalf("entry %d is %s, want %s", i, entry.Name(), want)
+				t.Fatalf("entry %d: got %s, want %s", i, entry.Name(), want)
 			}
 		}
 	}
-	if out := run(t, m.dir, "sh", "-c", "find many -type f -size 0 | wc -l"); strings.TrimSpace(out) != fmt.Sprint(
-		entries) {
-		t.Errorf("find counts %s", out)
+	if out := run(t, m.dir, "sh", "-c", "find many -type f -size 0 | wc -l"); strings.TrimSpace(out) !=
+		fmt.Sprint(entries) {
+		t.Errorf("files counted by find: got %s, want %d", out, entries)
 	}
 	if n := m.fs.Counters.Ops[OpReadDirPlus].Load(); n == 0 {
-		t.Error("READDIRPLUS was never used")
+		t.Error("READDIRPLUS requests: got 0, want at least 1")
 	}
 	run(t, m.dir, "rm", "-rf", "many")
 }

@@ -1,7 +1,6 @@
 package fusefs
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -13,26 +12,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// An ending says how far we have taken a mount down.
-type ending uint8
+// A mountState is how far a mount has been taken down.
+type mountState uint8
 
 const (
-	standing  ending = iota
-	detached         // out of the tree; processes may still have files of it open
-	unmounted        // out of the tree and, in this mount namespace, out of use
-	// out of the tree with its connection ended: the kernel may give its device number to another
-	// file system
-	gone
+	mounted   mountState = iota
+	detached             // not in the directory tree; processes may still have files open
+	unmounted            // not in the directory tree and, in this mount namespace, not in use
+	// disconnected: not in the directory tree, and the connection has ended. The kernel may reuse
+	// the device number.
+	disconnected
 )
 
-// copyGrace is how long an unmount waits for the kernel to end the connection, which it does at
-// once unless another mount namespace (a container's, a service's) holds a copy of the mount.
-const copyGrace = 2 * time.Second
+// disconnectTimeout is how long an unmount waits for the kernel to end the connection. The kernel
+// ends it at once unless another mount namespace (of a container or service) has a copy of the
+// mount.
+const disconnectTimeout = 2 * time.Second
 
-// Unmount unmounts and waits for the last request. It returns EBUSY while files are open, also when
-// someone else has taken the mount out of the tree, and when another file system is mounted over
-// it. Copies of the mount in other mount namespaces end with it. After success nothing of ours is
-// mounted on Dir; what others mounted there stays.
+// Unmount unmounts the file system and waits for the last request. It returns EBUSY while files are
+// open, even if another program has already detached the mount. It also returns EBUSY when another
+// file system is mounted over this one. Copies of the mount in other mount namespaces end too.
+// After success this file system is not mounted on Dir. Mounts of other programs on Dir stay.
 func (s *Server) Unmount() error {
 	how, err := s.umount(0)
 	if err != nil {
@@ -41,10 +41,10 @@ func (s *Server) Unmount() error {
 	select {
 	case <-s.done:
 		return nil
-	case <-time.After(copyGrace):
+	case <-time.After(disconnectTimeout):
 	}
 	if how < unmounted {
-		return fmt.Errorf("umount %s: the mount is out of the tree, and processes still have files of it open: %w",
+		return fmt.Errorf("umount %s: %w: the mount is detached but still has open files",
 			s.dir, syscall.EBUSY)
 	}
 	s.abortConnection()
@@ -52,16 +52,15 @@ func (s *Server) Unmount() error {
 	return nil
 }
 
-// UnmountLazy takes the mount out of the tree at once; it ends when its last file is closed (see
-// Wait).
+// UnmountLazy detaches the mount at once. The mount ends when its last file is closed (see Wait).
 func (s *Server) UnmountLazy() error {
 	_, err := s.umount(unix.MNT_DETACH)
 	return err
 }
 
-// ForceUnmount unmounts whatever is going on: calls under way end with an error, and data that is
-// not written is lost. It asks the server nothing and does not wait for it. An error says that the
-// mount point could not be freed; the connection is ended then, too.
+// ForceUnmount unmounts even while calls are in flight. The calls fail, and data that is not
+// written is lost. ForceUnmount does not wait for the server. An error means that the mount point
+// is still in use; the connection has ended nevertheless.
 func (s *Server) ForceUnmount() error {
 	s.fs.Abort()
 	_, err := s.umount(unix.MNT_DETACH)
@@ -70,78 +69,79 @@ func (s *Server) ForceUnmount() error {
 	return err
 }
 
-// umount takes the mount out of the tree, if it is there. A connection that is dead already leaves
-// nothing to be lost or waited for.
-func (s *Server) umount(flags int) (ending, error) {
+// umount detaches the mount if it is still in the tree. If the kernel has already ended the
+// connection, no data can be lost, and umount detaches lazily.
+func (s *Server) umount(flags int) (mountState, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	dead := s.device.dead()
-	if dead {
+	disconnectedByKernel := s.device.disconnected()
+	if disconnectedByKernel {
 		flags = unix.MNT_DETACH
 	}
-	there, err := s.topmost()
+	there, err := s.isTopMount()
 	if err == nil && there {
 		err = s.detach(flags)
 	}
 	switch {
 	case err != nil:
-	case dead:
-		s.ended = gone
+	case disconnectedByKernel:
+		s.state = disconnected
 	case there && flags&unix.MNT_DETACH == 0:
-		s.ended = unmounted
+		s.state = unmounted
 	default:
-		s.ended = max(s.ended, detached)
+		s.state = max(s.state, detached)
 	}
-	return s.ended, err
+	return s.state, err
 }
 
-// detachTries bounds how often umount(2) may answer that nothing is mounted where something is.
+// detachTries bounds the retries after umount(2) returned EINVAL.
 const detachTries = 16
 
-// detach makes umount(2) calls until nothing of ours is at the mount point. Called with mu held, or
-// before anybody has s.
+// detach calls umount(2) until this file system is not at the mount point. The caller holds mu or
+// has the only reference to s.
 func (s *Server) detach(flags int) error {
 	for try := 0; ; try++ {
-		there, err := s.topmost()
+		there, err := s.isTopMount()
 		if err != nil || !there {
 			return err
 		}
 		if flags&unix.MNT_DETACH != 0 {
-			err = s.detachTop()
+			err = s.detachTopMount()
 		} else {
 			err = unix.Unmount(s.dir, flags|unix.UMOUNT_NOFOLLOW)
 		}
-		faster := errors.Is(err, unix.EINVAL) && try < detachTries // someone else was
-		if err != nil && !faster {
+		// another program unmounted it first
+		retry := errors.Is(err, unix.EINVAL) && try < detachTries
+		if err != nil && !retry {
 			return fmt.Errorf("umount %s: %w", s.dir, err)
 		}
 	}
 }
 
-// topmost tells whether what is seen at the mount point is ours. That ours is there below something
-// else is an error.
-func (s *Server) topmost() (bool, error) {
-	if s.ended == gone {
+// isTopMount reports whether the visible file system at the mount point is this one. It returns
+// EBUSY when another file system covers this one.
+func (s *Server) isTopMount() (bool, error) {
+	if s.state == disconnected {
 		return false, nil
 	}
 	there, err := mountedAt(s.dir, s.dev)
 	if err != nil {
-		return false, fmt.Errorf("umount %s: see what is mounted there: %w", s.dir, err)
+		return false, fmt.Errorf("umount %s: read mount table: %w", s.dir, err)
 	}
 	if !there {
 		return false, nil
 	}
 	if dev, err := deviceAt(unix.AT_FDCWD, s.dir); err != nil || dev != s.dev {
-		return false, fmt.Errorf("umount %s: another file system is mounted over it; unmount that first: %w", s.dir,
+		return false, fmt.Errorf("umount %s: %w: another file system is mounted over it; unmount that one first", s.dir,
 			syscall.EBUSY)
 	}
 	return true, nil
 }
 
-// detachTop detaches what is at the mount point if it is ours, and nothing that comes there at the
-// same time: a descriptor stays with what it was opened on. It would keep a mount busy, so that
-// only a lazy umount(2) can be made through it.
-func (s *Server) detachTop() error {
+// detachTopMount detaches the file system at the mount point if it is this one. It works through a
+// descriptor, so that it cannot detach a file system mounted at the same moment. The descriptor
+// keeps the mount busy, so only a lazy umount(2) works.
+func (s *Server) detachTopMount() error {
 	fd, err := unix.Open(s.dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return err
@@ -153,20 +153,19 @@ func (s *Server) detachTop() error {
 	return unix.Unmount("/proc/self/fd/"+strconv.Itoa(fd), unix.MNT_DETACH)
 }
 
-// connectionsDir is where the kernel's control file system usually is.
+// connectionsDir is the usual mount point of the kernel's FUSE control file system.
 const connectionsDir = "/sys/fs/fuse/connections"
 
-// abortConnection has the kernel drop the requests it has, so that processes which hold files of
-// the mount open get on.
+// abortConnection makes the kernel end all requests, so that processes with open files continue.
 func (s *Server) abortConnection() {
-	if s.device.dead() {
-		return // its number may be another's by now
+	if s.device.disconnected() {
+		return // the device number may belong to another mount now
 	}
 	name := filepath.Join(strconv.FormatUint(uint64(s.dev.minor), 10), "abort")
 	if os.WriteFile(filepath.Join(connectionsDir, name), []byte("1"), 0) == nil {
 		return
 	}
-	// The control file system is not mounted everywhere: look at it for a moment.
+	// The control file system is not mounted on every host. Mount it temporarily.
 	dir, err := os.MkdirTemp("", "nfsrdmad-fusectl")
 	if err != nil {
 		return
@@ -179,15 +178,5 @@ func (s *Server) abortConnection() {
 	_ = os.WriteFile(filepath.Join(dir, name), []byte("1"), 0)
 }
 
-// Wait returns when the mount is gone, by whatever hand.
+// Wait returns when the mount has ended, however it was unmounted.
 func (s *Server) Wait() { <-s.done }
-
-// WaitContext is Wait bounded by ctx.
-func (s *Server) WaitContext(ctx context.Context) error {
-	select {
-	case <-s.done:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}

@@ -12,11 +12,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/moby/sys/mountinfo"
+
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// abortOutside ends the mount's connection as an administrator does.
-func abortOutside(t *testing.T, m *testMount) {
+// abortConnection ends the mount's connection through the control file system, as an administrator
+// does.
+func abortConnection(t *testing.T, m *testMount) {
 	t.Helper()
 	fusectl := t.TempDir()
 	must(t, unix.Mount("fusectl", fusectl, "fusectl", 0, ""))
@@ -24,10 +27,10 @@ func abortOutside(t *testing.T, m *testMount) {
 	must(t, os.WriteFile(filepath.Join(fusectl, fmt.Sprint(m.srv.dev.minor), "abort"), []byte("1"), 0))
 }
 
-// mountLines are the lines of the mount table that name the mount point.
+// mountLines returns the lines of the mount table that name the mount point.
 func mountLines(t *testing.T, m *testMount) []string {
 	t.Helper()
-	table, err := os.ReadFile(mountInfo)
+	table, err := os.ReadFile("/proc/self/mountinfo")
 	must(t, err)
 	var lines []string
 	for line := range strings.Lines(string(table)) {
@@ -38,37 +41,37 @@ func mountLines(t *testing.T, m *testMount) []string {
 	return lines
 }
 
-func (m *testMount) waitGone(t *testing.T) {
+func (m *testMount) waitEnded(t *testing.T) {
 	t.Helper()
 	gone := make(chan struct{})
 	go func() { m.srv.Wait(); close(gone) }()
 	select {
 	case <-gone:
 	case <-time.After(testTimeout):
-		t.Fatal("the mount goes on")
+		t.Fatal("the mount did not end")
 	}
 }
 
-// TestAbortedOutside sees that no stale mount point stays behind a connection that someone else
-// ended, whoever unmounts, and whether or not the server answers.
-func TestAbortedOutside(t *testing.T) {
+// TestExternalAbortUnmounts checks that the mount point is unmounted after an external abort of the
+// connection, with each way to unmount, while the server does not answer.
+func TestExternalAbortUnmounts(t *testing.T) {
 	e := startExport(t)
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("x"), 0o644))
 	for name, end := range map[string]func(*testMount) error{
-		"nobody":  func(m *testMount) error { return nil },
+		"none":    func(m *testMount) error { return nil },
 		"Unmount": func(m *testMount) error { return m.srv.Unmount() },
 		"lazy":    func(m *testMount) error { return m.srv.UnmountLazy() },
 		"force":   func(m *testMount) error { return m.srv.ForceUnmount() },
 	} {
 		t.Run(name, func(t *testing.T) {
 			over := make(chan struct{})
-			d := &delaying{waiting: make(chan struct{}, 1), over: over}
-			m := e.mount(t, mountConfig{wrap: func(c nfs3.Caller) nfs3.Caller { d.Caller = c; return d }})
-			t.Cleanup(func() { close(over) }) // before the mount's own clean-up
+			m, s := e.mountScripted(t, mountConfig{})
+			t.Cleanup(func() { close(over) }) // runs before the unmount
 			if len(mountLines(t, m)) != 1 {
-				t.Fatal("not mounted: the test tests nothing")
+				t.Fatal("mount table: got no entry for the mount, want one")
 			}
-			d.on.Store(true)
+			block, blocked := blockUntil(over)
+			s.on(block, nfs3.ProcRead)
 			f, err := os.Open(m.path("file"))
 			must(t, err)
 			defer f.Close()
@@ -77,40 +80,40 @@ func TestAbortedOutside(t *testing.T) {
 				_, err := f.Read(make([]byte, 1))
 				read <- err
 			}()
-			<-d.waiting // a request waits for the server while the connection ends
-			abortOutside(t, m)
+			<-blocked // a request waits for the server while the connection ends
+			abortConnection(t, m)
 			if err := <-read; err == nil {
-				t.Error("the read succeeded")
+				t.Error("read after abort: got success, want an error")
 			}
 			if err := end(m); err != nil {
 				t.Error(err)
 			}
-			m.waitGone(t)
+			m.waitEnded(t)
 			if lines := mountLines(t, m); len(lines) != 0 {
-				t.Errorf("still mounted: %s", lines)
+				t.Errorf("mount table after abort: got %s, want no entry", lines)
 			}
-			// the directory below can be used again
+			// The directory below the mount is usable again.
 			must(t, os.WriteFile(filepath.Join(m.dir, "below"), nil, 0o600))
 			must(t, m.srv.Unmount())
 		})
 	}
 }
 
-// TestDetachedOutside sees that an unmount after someone else's umount -l spares who still has a
-// file open, unless forced.
-func TestDetachedOutside(t *testing.T) {
+// TestUnmountAfterExternalDetach checks that Unmount returns EBUSY after another program's umount
+// -l while a file is open. ForceUnmount succeeds.
+func TestUnmountAfterExternalDetach(t *testing.T) {
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})
 	f, err := os.Create(m.path("file"))
 	must(t, err)
 	must(t, unix.Unmount(m.dir, unix.MNT_DETACH))
 	if err := m.srv.Unmount(); !errors.Is(err, syscall.EBUSY) {
-		t.Errorf("unmount: %v, want EBUSY", err)
+		t.Errorf("unmount: got %v, want EBUSY", err)
 	}
 	_, err = f.Write([]byte("data"))
 	must(t, err)
 	must(t, f.Close())
-	m.waitGone(t)
+	m.waitEnded(t)
 	must(t, m.srv.Unmount())
 	wantContent(t, filepath.Join(e.dir, "file"), []byte("data"))
 
@@ -122,8 +125,8 @@ func TestDetachedOutside(t *testing.T) {
 	must(t, m.srv.ForceUnmount())
 }
 
-// TestCovered mounts something else on the mount point, which no unmount of ours may take away.
-func TestCovered(t *testing.T) {
+// TestUnmountKeepsOtherMount mounts a tmpfs over the mount point. No unmount may remove the tmpfs.
+func TestUnmountKeepsOtherMount(t *testing.T) {
 	e := startExport(t)
 	m := e.mount(t, mountConfig{})
 	must(t, unix.Mount("tmpfs", m.dir, "tmpfs", 0, ""))
@@ -135,40 +138,40 @@ func TestCovered(t *testing.T) {
 		}
 	}
 	defer uncover()
-	must(t, os.WriteFile(m.path("of the other"), nil, 0o600))
+	must(t, os.WriteFile(m.path("other file"), nil, 0o600))
 	for name, unmount := range map[string]func() error{"Unmount": m.srv.Unmount, "UnmountLazy": m.srv.UnmountLazy} {
 		if err := unmount(); !errors.Is(err, syscall.EBUSY) {
-			t.Errorf("%s below another mount: %v, want EBUSY", name, err)
+			t.Errorf("%s below another mount: got %v, want EBUSY", name, err)
 		}
 	}
-	abortOutside(t, m)
-	m.waitGone(t)
+	abortConnection(t, m)
+	m.waitEnded(t)
 	if err := m.srv.ForceUnmount(); !errors.Is(err, syscall.EBUSY) {
-		t.Errorf("ForceUnmount below another mount: %v, want EBUSY", err)
+		t.Errorf("ForceUnmount below another mount: got %v, want EBUSY", err)
 	}
-	if _, err := os.Stat(m.path("of the other")); err != nil {
-		t.Errorf("the other file system is gone: %v", err)
+	if _, err := os.Stat(m.path("other file")); err != nil {
+		t.Errorf("file of the other mount: %v", err)
 	}
 	uncover()
 	must(t, m.srv.Unmount())
 	if lines := mountLines(t, m); len(lines) != 0 {
-		t.Errorf("still mounted: %s", lines)
+		t.Errorf("mount table after unmount: got %s, want no entry", lines)
 	}
-	// Gone, and something else in its place: nothing of ours, so nothing to unmount.
+	// The mount has ended and a tmpfs is mounted in its place: Unmount and ForceUnmount keep the
+	// tmpfs.
 	must(t, unix.Mount("tmpfs", m.dir, "tmpfs", 0, ""))
 	covered = true
 	must(t, m.srv.Unmount())
 	must(t, m.srv.ForceUnmount())
 	if lines := mountLines(t, m); len(lines) != 1 {
-		t.Errorf("the mount table has %s", lines)
+		t.Errorf("mount table: got %s, want one entry", lines)
 	}
 }
 
-func TestInMountInfo(t *testing.T) {
+func TestIsMount(t *testing.T) {
 	const table = `22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 90 22 0:77 / /mnt/with\040blank\134and\011more rw,nosuid - fuse.nfsrdma host:/x rw
 91 90 0:78 /sub /mnt/plain rw - fuse.nfsrdma host:/x rw
-short line
 `
 	for _, c := range []struct {
 		name, dir string
@@ -182,8 +185,9 @@ short line
 		{"below", "/mnt", device{0, 78}, false},
 		{"same number and place, other type", "/", device{8, 1}, false},
 	} {
-		if got := inMountInfo(table, c.dir, c.dev); got != c.want {
-			t.Errorf("%s: %v, want %v", c.name, got, c.want)
+		mounts, err := mountinfo.GetMountsFromReader(strings.NewReader(table), isMount(c.dir, c.dev))
+		if got := len(mounts) > 0; err != nil || got != c.want {
+			t.Errorf("%s: got %v and error %v, want %v", c.name, got, err, c.want)
 		}
 	}
 }

@@ -2,6 +2,7 @@ package fusefs
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -11,45 +12,45 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// An extent is a run of written octets in one pool buffer, on its way to the server:
+// An extent is a range of written bytes in one pool buffer. It passes through these states:
 //
-//	filling --seal--> sending --WRITE, UNSTABLE--> unstable --COMMIT, same verifier--> gone
-//	                     |                            ^  |
-//	                     +--WRITE, FILE_SYNC--> gone  +--+ another verifier: WRITE again
+//	filling --seal--> sending --WRITE, UNSTABLE------> unstable --COMMIT, same verifier--> released
+//	                     |                                ^  |
+//	                     +--WRITE, FILE_SYNC--> released  +--+ another verifier: WRITE again
 //
-// An error of WRITE or COMMIT gives the data up and is remembered for the file.
+// After an error of WRITE or COMMIT the data is discarded and the error is recorded for the file.
 type extent struct {
-	seq     uint64 // order in which extents were sealed: a later one wins where two overlap
+	seq     uint64 // order of sealing; where extents overlap, the later one wins
 	off     uint64
 	buf     []byte // a pool buffer
-	n       int    // octets of it that are filled
-	cred    []byte // of the file that was written through
+	n       int    // bytes used in buf
+	cred    []byte // of the open file
 	stable  nfs3.StableHow
-	started bool // WRITE is on its way
+	started bool // WRITE was sent
 	verf    nfs3.Verifier
-	lost    bool // parts of it are known to have been written under different verifiers
+	lost    bool // parts were written under different verifiers
 }
 
 func (e *extent) end() uint64 { return e.off + uint64(e.n) }
 
 func (e *extent) overlaps(f *extent) bool { return e.off < f.end() && f.off < e.end() }
 
-// A writeback is the data of one file that is not known to be on stable storage.
+// A writeback holds the data of one file that is not known to be on stable storage.
 type writeback struct {
 	mu sync.Mutex
-	// closed and forgotten when anything below changes; nil while nobody waits
+	// wake is closed and set to nil when a field below changes. It is nil while no goroutine waits.
 	wake     chan struct{}
 	seq      uint64
 	filling  *extent
 	sending  []*extent // sealed, in order
-	unstable []*extent // written UNSTABLE, in no order
-	syncing  bool      // one sync at a time
-	held     bool      // no WRITE may start: a replay is under way
+	unstable []*extent // written UNSTABLE, in any order
+	syncing  bool      // a sync is running; others wait
+	paused   bool      // no WRITE may start because a replay is running
 	err      syscall.Errno
-	errSeq   uint64 // number of errors so far: each open file reports those it has not seen
+	errSeq   uint64 // number of errors so far; each open file reports those it has not reported
 }
 
-// changed wakes those who wait. Called with mu held.
+// changed wakes the goroutines that wait. The caller holds mu.
 func (w *writeback) changed() {
 	if w.wake != nil {
 		close(w.wake)
@@ -57,8 +58,8 @@ func (w *writeback) changed() {
 	}
 }
 
-// wait lets go of mu until something changed; it returns EINTR when ctx ended, with mu held in any
-// case.
+// wait releases mu until a field changes or ctx ends. It returns EINTR when ctx ends. It returns
+// with mu held in both cases.
 func (w *writeback) wait(ctx context.Context) error {
 	if w.wake == nil {
 		w.wake = make(chan struct{})
@@ -78,16 +79,17 @@ func (w *writeback) clean() bool {
 	return w.filling == nil && len(w.sending) == 0 && len(w.unstable) == 0
 }
 
-// fail remembers an error. Called with mu held.
+// fail records an error. The caller holds mu.
 func (w *writeback) fail(err error) {
 	w.err = errno(err)
 	if w.err == syscall.EINTR {
-		w.err = syscall.EIO // it was the mount that ended, not the call of whoever hears of it
+		// the mount was aborted; no signal interrupted the caller that gets this error
+		w.err = syscall.EIO
 	}
 	w.errSeq++
 }
 
-// report is the error that h has not heard of yet.
+// report returns the file's last error if h has not reported it, else nil.
 func (h *fileHandle) report() error {
 	w := &h.ino.wb
 	w.mu.Lock()
@@ -99,8 +101,7 @@ func (h *fileHandle) report() error {
 	return w.err
 }
 
-// Write takes data from the kernel: from write(2), and from pages that were written through a
-// mapping.
+// Write takes data from the kernel: from write(2), and from pages written through a mapping.
 func (fs *FS) Write(cancel <-chan struct{}, in *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
 	r := fs.begin(OpWrite, cancel, &in.InHeader)
 	n, err := fs.write(r, in, data)
@@ -124,7 +125,7 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 		}
 	}
 	if len(data) > 0 && off >= fs.maxFileSize {
-		return 0, syscall.EFBIG // now: at close(2) nobody could tell which write it was
+		return 0, syscall.EFBIG // return the error now: close(2) could not say which write failed
 	}
 	data = data[:min(uint64(len(data)), fs.maxFileSize-min(off, fs.maxFileSize))]
 	n, err := fs.buffer(r, h, off, data)
@@ -142,8 +143,8 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	return n, nil
 }
 
-// endOfFile is where data for a file opened with O_APPEND goes. What others append at the same time
-// is not seen: NFSv3 has no append.
+// endOfFile returns the offset for data of a file opened with O_APPEND. NFSv3 has no append, so
+// concurrent appends by other clients are not seen.
 func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 	w, ino := &h.ino.wb, h.ino
 	w.mu.Lock()
@@ -162,8 +163,8 @@ func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 	return a.Size, nil
 }
 
-// buffer copies data into extents. It returns how much of it was taken, less than all of it only
-// with an error.
+// buffer copies data into extents. It returns the number of bytes taken, which is less than
+// len(data) only with an error.
 func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken int, err error) {
 	w := &h.ino.wb
 	var spare []byte // a buffer for the next extent
@@ -177,7 +178,7 @@ func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken 
 		if e := w.filling; e != nil {
 			n := e.take(h.cred, off, data[taken:], fs.opts.WSize)
 			if n > 0 {
-				fs.grew(h.ino, off+uint64(n))
+				fs.extendSize(h.ino, off+uint64(n))
 				off, taken = off+uint64(n), taken+n
 			}
 			if n == 0 || e.n == fs.opts.WSize {
@@ -204,28 +205,28 @@ func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken 
 	return taken, nil
 }
 
-// take copies as much of data as belongs into the extent and fits; 0 when it does not continue or
-// overwrite it.
-func (e *extent) take(cred []byte, off uint64, data []byte, room int) int {
+// take copies as much of data as fits into the extent. It returns 0 when data neither continues nor
+// overwrites the extent.
+func (e *extent) take(cred []byte, off uint64, data []byte, limit int) int {
 	if off < e.off || off > e.end() || &cred[0] != &e.cred[0] {
 		return 0
 	}
 	at := int(off - e.off)
-	n := copy(e.buf[at:room], data)
+	n := copy(e.buf[at:limit], data)
 	e.n = max(e.n, at+n)
 	return n
 }
 
-// grew notes that the file was written up to end. Called with writeback.mu held.
-func (fs *FS) grew(ino *inode, end uint64) {
+// extendSize records that the file was written up to end. The caller holds writeback.mu.
+func (fs *FS) extendSize(ino *inode, end uint64) {
 	ino.mu.Lock()
 	ino.size = max(ino.size, end)
 	ino.valid = false
-	ino.attrClock = fs.clock.Add(1)
+	ino.changeClock = fs.clock.Add(1)
 	ino.mu.Unlock()
 }
 
-// seal ends the filling extent, which is not nil, and sends it. Called with mu held.
+// seal ends the filling extent, which must not be nil, and sends it. The caller holds mu.
 func (fs *FS) seal(ino *inode, stable nfs3.StableHow) {
 	w := &ino.wb
 	e := w.filling
@@ -237,14 +238,14 @@ func (fs *FS) seal(ino *inode, stable nfs3.StableHow) {
 	go fs.send(ino, e)
 }
 
-// send brings a sealed extent to the server.
+// send writes a sealed extent to the server.
 func (fs *FS) send(ino *inode, e *extent) {
 	defer fs.work.Done()
 	w := &ino.wb
 	bg := background{fs}
 
 	w.mu.Lock()
-	for w.held || w.blocked(e) {
+	for w.paused || w.blocked(e) {
 		if w.wait(bg) != nil {
 			break // aborted: the WRITE below fails at once
 		}
@@ -258,14 +259,14 @@ func (fs *FS) send(ino *inode, e *extent) {
 	<-fs.writeSlots
 
 	w.mu.Lock()
-	w.sending = without(w.sending, e)
-	fs.arrived(ino, &wcc, start, err)
+	w.sending = removeExtent(w.sending, e)
+	fs.extentWritten(ino, &wcc, start, err)
 	switch {
 	case err != nil:
 		fs.Counters.WriteErrors.Add(1)
 		w.fail(err)
 		fs.release(ino, e)
-	case committed == nfs3.FileSync && !w.replayable(e):
+	case committed == nfs3.FileSync && !w.overlapsUnstable(e):
 		fs.release(ino, e)
 	default:
 		w.unstable = append(w.unstable, e)
@@ -274,14 +275,14 @@ func (fs *FS) send(ino *inode, e *extent) {
 	w.changed()
 	w.mu.Unlock()
 	if commit {
-		// Buffers come back while the writer goes on: it would wait for all of them at once
-		// otherwise.
+		// Commit early, so that buffers return while the writer continues. Otherwise the writer
+		// would wait for all of them at once.
 		_ = fs.sync(bg, ino)
 	}
 }
 
-// blocked tells whether e must wait because an earlier extent in sending holds some of the same
-// octets: the server may execute WRITEs in any order.
+// blocked reports whether e must wait because an earlier extent in sending overlaps it. The server
+// may execute WRITEs in any order.
 func (w *writeback) blocked(e *extent) bool {
 	for _, f := range w.sending {
 		if f.seq < e.seq && f.overlaps(e) {
@@ -291,9 +292,9 @@ func (w *writeback) blocked(e *extent) bool {
 	return false
 }
 
-// replayable tells whether an older extent that overlaps e might be sent again, which e must then
-// follow.
-func (w *writeback) replayable(e *extent) bool {
+// overlapsUnstable reports whether an unstable extent overlaps e. If that extent is replayed, e
+// must be replayed after it.
+func (w *writeback) overlapsUnstable(e *extent) bool {
 	for _, f := range w.unstable {
 		if f.overlaps(e) {
 			return true
@@ -302,21 +303,21 @@ func (w *writeback) replayable(e *extent) bool {
 	return false
 }
 
-// writeExtent makes the WRITE calls for e and sets its verifier. committed is the least stability
-// among the replies; wcc is that of the last of them, whose call was sent at start.
+// writeExtent sends the WRITEs for e and sets its verifier. committed is the lowest stability level
+// of the replies. wcc is that of the last reply, whose call was sent at start.
 func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs3.StableHow,
 	wcc *nfs3.WccData) (committed nfs3.StableHow, start uint64, err error) {
 	committed, e.lost = nfs3.FileSync, false
 	var res nfs3.WriteResult
 	for done, try := 0, 0; done < e.n; {
-		start = fs.tick()
+		start = fs.callStart()
 		err := fs.client.Write(ctx, e.cred, ino.fh, e.off+uint64(done), e.buf[done:e.n], stable, &res)
-		if fs.again(ctx, err, try) {
+		if fs.retryJukebox(ctx, err, try) {
 			try++
 			continue
 		}
 		if err != nil {
-			return committed, start, fs.nodeErr(ino, err)
+			return committed, start, fs.checkStale(ino, err)
 		}
 		fs.Counters.SentBytes.Add(uint64(res.Count))
 		if done > 0 && res.Verf != e.verf {
@@ -331,27 +332,27 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 	return committed, start, nil
 }
 
-// arrived counts an extent as known to the server. What the last reply says of the file holds when
-// no other extent is on its way, and no other reply came while it was: the server may have worked
-// on the calls in another order than it answered them. Called with writeback.mu held.
-func (fs *FS) arrived(ino *inode, wcc *nfs3.WccData, start uint64, err error) {
+// extentWritten counts an extent as known to the server. It stores the attributes of the last reply
+// only when no other extent was in flight and no other reply arrived in between. The server may
+// execute the calls in another order than it answers them. The caller holds writeback.mu.
+func (fs *FS) extentWritten(ino *inode, wcc *nfs3.WccData, start uint64, err error) {
 	ino.mu.Lock()
 	ino.pending--
 	alone := ino.pending == 0
 	if !alone {
-		ino.attrClock = fs.clock.Add(1) // absorb refuses what was asked for before
+		ino.changeClock = fs.clock.Add(1) // updateAttr refuses replies to earlier calls
 	}
 	ino.mu.Unlock()
 	switch {
 	case err != nil:
-		fs.outdate(ino)
+		fs.invalidateAttr(ino)
 	case alone:
-		fs.absorbWcc(ino, wcc, start, false)
+		fs.updateWcc(ino, wcc, start, false)
 	}
 }
 
-// push sends what is written and not sent, and waits until the server has all of it, so that its
-// answers take it into account. It makes nothing stable.
+// push sends the unsent data and waits until the server has all of it, so that the server's replies
+// include the data. push does not make data stable.
 func (fs *FS) push(ctx context.Context, ino *inode) error {
 	w := &ino.wb
 	w.mu.Lock()
@@ -368,31 +369,31 @@ func (fs *FS) push(ctx context.Context, ino *inode) error {
 	return nil
 }
 
-// markDirty and release keep the set of files that hold buffers. Called with writeback.mu held.
+// markDirty adds a file to the set of files that hold buffers. The caller holds writeback.mu.
 func (fs *FS) markDirty(ino *inode) {
-	fs.dirtyMu.Lock()
-	fs.dirty[ino] = struct{}{}
-	fs.dirtyMu.Unlock()
+	fs.dirty.Lock()
+	fs.dirty.inodes[ino] = struct{}{}
+	fs.dirty.Unlock()
 }
 
-// release gives the extent's buffer back; the extent is in none of the lists any more.
+// release returns the extent's buffer to the pool. The extent must not be in any list. The caller
+// holds writeback.mu.
 func (fs *FS) release(ino *inode, e *extent) {
 	fs.buffers.Put(e.buf)
 	e.buf = nil
 	if ino.wb.clean() {
-		fs.dirtyMu.Lock()
-		delete(fs.dirty, ino)
-		fs.dirtyMu.Unlock()
+		fs.dirty.Lock()
+		delete(fs.dirty.inodes, ino)
+		fs.dirty.Unlock()
 	}
 }
 
-// bufferPoll is how long to wait for a buffer before looking again whether some file holds one
-// without need.
-const bufferPoll = 20 * time.Millisecond
+// bufferPollInterval is how long getBuffer waits for a buffer before it syncs another file.
+const bufferPollInterval = 20 * time.Millisecond
 
-// getBuffer takes a buffer from the pool. When there is none, it makes other files' data stable to
-// free theirs, so that readers and writers cannot starve each other. It returns nil when ctx ended.
-// The caller holds no lock and no other buffer.
+// getBuffer takes a buffer from the pool. When the pool is empty, getBuffer syncs other files to
+// free their buffers, so that readers and writers cannot starve each other. It returns nil when ctx
+// ends. The caller must hold no lock and no other buffer.
 func (fs *FS) getBuffer(ctx context.Context) []byte {
 	if b := fs.buffers.TryGet(); b != nil {
 		return b
@@ -401,7 +402,7 @@ func (fs *FS) getBuffer(ctx context.Context) []byte {
 	for ctx.Err() == nil {
 		fs.reclaim(ctx)
 		over := make(chan struct{})
-		timer := time.AfterFunc(bufferPoll, func() { close(over) })
+		timer := time.AfterFunc(bufferPollInterval, func() { close(over) })
 		b := fs.buffers.Get(over)
 		timer.Stop()
 		if b != nil {
@@ -411,24 +412,22 @@ func (fs *FS) getBuffer(ctx context.Context) []byte {
 	return nil
 }
 
-// reclaim frees the buffers of one file that holds some.
+// reclaim syncs one file that holds buffers.
 func (fs *FS) reclaim(ctx context.Context) {
-	fs.dirtyMu.Lock()
+	fs.dirty.Lock()
 	var ino *inode
-	for ino = range fs.dirty {
+	for ino = range fs.dirty.inodes {
 		break
 	}
-	fs.dirtyMu.Unlock()
+	fs.dirty.Unlock()
 	if ino != nil {
-		_ = fs.sync(ctx, ino) // its own writers hear of an error
+		_ = fs.sync(ctx, ino) // the file's writers get the error
 	}
 }
 
-func without(list []*extent, e *extent) []*extent {
-	for i, f := range list {
-		if f == e {
-			return append(list[:i], list[i+1:]...)
-		}
+func removeExtent(list []*extent, e *extent) []*extent {
+	if i := slices.Index(list, e); i >= 0 {
+		return slices.Delete(list, i, i+1)
 	}
 	return list
 }

@@ -5,7 +5,6 @@ import (
 	"os"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -13,32 +12,30 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// TestWriteRepliesOutOfOrder has two WRITEs under way. The server makes the file longer with the
-// second one that it works on, whose reply comes first; the other reply tells of a shorter file.
-func TestWriteRepliesOutOfOrder(t *testing.T) {
+// TestReorderedWriteRepliesKeepSize has two WRITEs in flight. The server executes the WRITE at
+// offset 0 first but answers it last. This last reply contains a smaller file size than the first.
+func TestReorderedWriteRepliesKeepSize(t *testing.T) {
 	const low, high, far = 100, 200, 1 << 20
 	m, s := startExport(t).mountScripted(t, mountConfig{})
 	f, err := os.Create(m.path("file"))
 	must(t, err)
 	defer f.Close()
-	lowDone := make(chan struct{}) // the server has done the WRITE to the beginning
+	lowDone := make(chan struct{}) // closed when the server has executed the WRITE at offset 0
 	s.on(func(_ context.Context, call *sunrpc.Message, pass func() error) error {
 		if len(call.ArgData) != low {
 			<-lowDone
 			return pass()
 		}
 		err := pass()
-		ino := m.theFile()
+		ino := m.openInode()
 		close(lowDone)
-		for end := time.Now().Add(testTimeout); time.Now().Before(end); time.Sleep(time.Millisecond) {
+		if !eventually(func() bool {
 			ino.mu.Lock()
-			pending := ino.pending
-			ino.mu.Unlock()
-			if pending == 1 {
-				return err
-			}
+			defer ino.mu.Unlock()
+			return ino.pending == 1
+		}) {
+			t.Error("the other WRITE's reply was not processed")
 		}
-		t.Error("the other reply was not taken in")
 		return err
 	}, nfs3.ProcWrite)
 	for _, w := range []struct {
@@ -53,15 +50,15 @@ func TestWriteRepliesOutOfOrder(t *testing.T) {
 		st, err := f.Stat()
 		must(t, err)
 		if st.Size() != far+high {
-			t.Errorf("the file has %d octets, want %d", st.Size(), far+high)
+			t.Errorf("file size: got %d, want %d", st.Size(), far+high)
 		}
 		must(t, f.Sync())
 	}
 }
 
-// TestWriteThenChange: what was written is stable before the file is another's, or its mode another
-// one: the server may refuse a later COMMIT.
-func TestWriteThenChange(t *testing.T) {
+// TestSetattrCommitsWritesFirst checks that written data is stable before a chown or chmod, because
+// the server may refuse a later COMMIT.
+func TestSetattrCommitsWritesFirst(t *testing.T) {
 	m, s := startExport(t).mountScripted(t, mountConfig{})
 	for name, change := range map[string]func(*os.File) error{
 		"chown": func(f *os.File) error { return f.Chown(1, -1) },
@@ -77,33 +74,31 @@ func TestWriteThenChange(t *testing.T) {
 			var asked atomic.Bool
 			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
 				asked.Store(true)
-				w := &m.theFile().wb
+				w := &m.openInode().wb
 				w.mu.Lock()
 				defer w.mu.Unlock()
 				if !w.clean() {
-					t.Error("there is data that is not stable")
+					t.Error("SETATTR was sent before the data was stable")
 				}
 				return pass()
 			}, nfs3.ProcSetAttr)
 			must(t, change(f))
 			s.on(nil, nfs3.ProcSetAttr)
 			must(t, f.Close())
-			for end := time.Now().Add(testTimeout); m.theFile() != nil && time.Now().Before(end); {
-				time.Sleep(time.Millisecond)
-			}
+			eventually(func() bool { return m.openInode() == nil })
 			if !asked.Load() {
-				t.Error("the server was not asked for the change")
+				t.Error("SETATTR was not sent")
 			}
 			wantContent(t, m.path(name), []byte("data"))
 		})
 	}
 }
 
-// theFile is the only file that is open on the mount.
-func (m *testMount) theFile() *inode {
-	m.fs.handlesMu.Lock()
-	defer m.fs.handlesMu.Unlock()
-	for _, h := range m.fs.files {
+// openInode returns the inode of the only open file, or nil.
+func (m *testMount) openInode() *inode {
+	m.fs.handles.Lock()
+	defer m.fs.handles.Unlock()
+	for _, h := range m.fs.handles.files {
 		return h.ino
 	}
 	return nil

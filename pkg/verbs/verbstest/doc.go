@@ -1,0 +1,2 @@
+// Package verbstest holds the conformance suite that every provider must pass: [Conformance].
+package verbstest
