@@ -312,16 +312,14 @@ func TestMessageForms(t *testing.T) {
 				s := tr.Stats()
 				if s.NomsgCall == 0 || s.ReplyChunks == 0 || s.ReadChunks == 0 {
 					t.Errorf("message forms: got %d long calls, %d reply chunks, %d read chunks; want some of each",
-						s.NomsgCall,
-						s.ReplyChunks, s.ReadChunks)
+						s.NomsgCall, s.ReplyChunks, s.ReadChunks)
 				}
 				if inv && s.RemoteInvalidations == 0 {
 					t.Error("remote invalidations: got 0, want some")
 				}
 				if !inv && (s.RemoteInvalidations != 0 || s.LocalInvNeeded == 0) {
 					t.Errorf("without the flag: got %d remote, %d local invalidations; want 0, some",
-						s.RemoteInvalidations,
-						s.LocalInvNeeded)
+						s.RemoteInvalidations, s.LocalInvNeeded)
 				}
 			})
 		}
