@@ -46,7 +46,7 @@ func Free(b []byte) {
 type Pool struct {
 	size  int
 	free  chan []byte
-	max   int
+	limit int
 	ended chan struct{} // closed by Close
 
 	state struct {
@@ -56,10 +56,10 @@ type Pool struct {
 	}
 }
 
-// NewPool makes a pool of at most max buffers of size bytes each. The pool allocates a buffer when
+// NewPool makes a pool of at most limit buffers of size bytes each. The pool allocates a buffer when
 // it is first needed.
-func NewPool(size, max int) *Pool {
-	return &Pool{size: size, max: max, free: make(chan []byte, max), ended: make(chan struct{})}
+func NewPool(size, limit int) *Pool {
+	return &Pool{size: size, limit: limit, free: make(chan []byte, limit), ended: make(chan struct{})}
 }
 
 // Size returns the length of each buffer in bytes.
@@ -84,7 +84,7 @@ func (p *Pool) tryGet() (b []byte, noMemory bool) {
 	}
 	p.state.Lock()
 	defer p.state.Unlock()
-	if p.state.closed || p.state.allocated >= p.max {
+	if p.state.closed || p.state.allocated >= p.limit {
 		return nil, false
 	}
 	b, err := Alloc(p.size)

@@ -60,8 +60,7 @@ func TestTruncatedMessageFails(t *testing.T) {
 		t.Fatal("the socket accepted the whole message; use a larger one")
 	}
 	if wc.Status != verbs.StatusWRFlushErr {
-		t.Errorf("RDMA Write with %d of %d bytes sent: got %v, want %v", n, size, wc.Status,
-			verbs.StatusWRFlushErr)
+		t.Errorf("RDMA Write with %d of %d bytes sent: got %v, want %v", n, size, wc.Status, verbs.StatusWRFlushErr)
 	}
 }
 

@@ -44,7 +44,7 @@ const (
 	defaultRequestTimeout = 5 * time.Second
 	defaultLinger         = 500 * time.Millisecond
 	defaultSocketBuffer   = 4 << 20
-	// abandonTimeout is how long a cancelled connect still waits for the reply. A stock siw
+	// abandonTimeout is how long a canceled connect still waits for the reply. A stock siw
 	// listener fails permanently when a new connection is closed within about 10 ms and siw sees
 	// the close (see setTCPRepair).
 	abandonTimeout = 60 * time.Millisecond

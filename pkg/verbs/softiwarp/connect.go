@@ -77,7 +77,7 @@ func (t *connectLimiter) acquire(ctx context.Context, closed <-chan struct{}, a 
 const settleInterval = 5 * time.Millisecond
 
 // Settle returns when no connect of this process is in progress, or ctx ends. A program that has
-// closed everything calls Settle before it exits. A cancelled connect still waits up to
+// closed everything calls Settle before it exits. A canceled connect still waits up to
 // abandonTimeout for the peer's answer, and an exit would close the TCP connection at once.
 func Settle(ctx context.Context) {
 	for connects.busy() && ctx.Err() == nil {
@@ -127,7 +127,7 @@ func (a *activeID) Close() error {
 	return nil
 }
 
-// An attempt is one connection set-up. An attempt runs on a separate goroutine, because a cancelled
+// An attempt is one connection set-up. An attempt runs on a separate goroutine, because a canceled
 // attempt must not close a new TCP connection at once (see abandonTimeout).
 type attempt struct {
 	id          *activeID
@@ -137,7 +137,7 @@ type attempt struct {
 	releaseTurn func()
 
 	connected atomic.Bool   // the TCP connection is established
-	cancelled chan struct{} // closed when the caller no longer waits
+	canceled  chan struct{} // closed when the caller no longer waits
 	done      chan error    // capacity 1
 }
 
@@ -161,7 +161,7 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 		id: a, param: param, qp: q, releaseTurn: release,
 		own: depths{ird: roundDepth(int(param.ResponderResources), maxReadDepth),
 			ord: min(int(param.InitiatorDepth), maxReadDepth)},
-		cancelled: make(chan struct{}), done: make(chan error, 1),
+		canceled: make(chan struct{}), done: make(chan error, 1),
 	}
 	a.hold()
 	go t.run()
@@ -173,7 +173,7 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	case <-a.Done():
 		err = base.ErrClosed
 	}
-	close(t.cancelled)
+	close(t.canceled)
 	if t.connected.Load() {
 		return t.replyError(err)
 	}
@@ -182,7 +182,7 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 
 func (t *attempt) abandoned() bool {
 	select {
-	case <-t.cancelled:
+	case <-t.canceled:
 		return true
 	default:
 		return false
@@ -209,7 +209,7 @@ func (t *attempt) run() {
 		return
 	}
 	t.done <- nil
-	// If the caller was cancelled at this moment it has not taken the result, but it still owns the
+	// If the caller was canceled at this moment it has not taken the result, but it still owns the
 	// ConnID and closes it.
 }
 
@@ -239,7 +239,7 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 		defer close(watched)
 		select {
 		case <-got:
-		case <-t.cancelled:
+		case <-t.canceled:
 			conn.SetReadDeadline(time.Now().Add(abandonTimeout))
 		}
 	}()

@@ -45,16 +45,16 @@ func expectResetAfterReply(t *testing.T, c *net.TCPConn) {
 	}
 }
 
-// TestCancelledConnectStaysOpen cancels a connect, or lets it time out. Connect must return at
+// TestCanceledConnectStaysOpen cancels a connect, or lets it time out. Connect must return at
 // once, but the peer must receive the request, and no end of the stream before it replies.
-func TestCancelledConnectStaysOpen(t *testing.T) {
+func TestCanceledConnectStaysOpen(t *testing.T) {
 	needTCPRepair(t)
 	for _, c := range []struct {
 		name string
 		cfg  Config
 		kind verbs.ConnErrorKind
 	}{
-		{"cancelled", defaultConfig, verbs.ConnLocal},
+		{"canceled", defaultConfig, verbs.ConnLocal},
 		{"no reply", Config{ReplyTimeout: 50 * time.Millisecond}, verbs.ConnTimeout},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -120,11 +120,8 @@ func fixSTag(m verbs.MR, stag uint32) {
 	x.mu.Unlock()
 }
 
-// FuzzDDPStream sends a stream to a QP with valid registrations. The QP must not panic or hang, and
-// may write only the window for writing and the Receives. If framed, the data is a list of ULPDUs,
-// each after a length of two bytes, and the test adds pads and CRCs. Run it with -fuzzminimizetime
-// 1x: the coverage of one input varies because of the goroutines, so minimizing does not work.
-func FuzzDDPStream(f *testing.F) {
+// addDDPSeeds adds streams with messages of every kind to the corpus of FuzzDDPStream.
+func addDDPSeeds(f *testing.F) {
 	ulpdu := func(us ...[]byte) (b []byte) {
 		for _, u := range us {
 			b = binary.BigEndian.AppendUint16(b, uint16(len(u)))
@@ -140,15 +137,33 @@ func FuzzDDPStream(f *testing.F) {
 		ulpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("he")), write,
 			untagged(opSendInv, true, fuzzWrite, qnSend, 1, 2, []byte("llo")), write),
 		ulpdu(untagged(opTerminate, true, 0, qnTerminate, 1, 0, []byte{0x11, 0, 0xc0, 0})),
-		ulpdu(tagged(opReadResp, true, 1, 0, nil)), ulpdu(tagged(opWrite, true, fuzzWrite, winIOVA+winLen-1,
-			[]byte{1, 2})), {0, 0},
+		ulpdu(tagged(opReadResp, true, 1, 0, nil)),
+		ulpdu(tagged(opWrite, true, fuzzWrite, winIOVA+winLen-1, []byte{1, 2})),
+		{0, 0},
 	} {
 		f.Add(s, true, false, uint16(5))
 		f.Add(s, true, true, uint16(0))
 	}
 	f.Add(fpdu(write, false), false, false, uint16(33))
 	f.Add(append(fpdu(read, false), fpdu(send, false)...), false, false, uint16(7))
+}
 
+// frame returns the FPDUs of a list of ULPDUs, each after a length of two bytes.
+func frame(ulpdus []byte, crc bool) (stream []byte) {
+	for len(ulpdus) >= fpduLenSize {
+		n := min(int(binary.BigEndian.Uint16(ulpdus)), len(ulpdus)-fpduLenSize)
+		stream = append(stream, fpdu(ulpdus[fpduLenSize:][:n], crc)...)
+		ulpdus = ulpdus[fpduLenSize+n:]
+	}
+	return stream
+}
+
+// FuzzDDPStream sends a stream to a QP with valid registrations. The QP must not panic or hang, and
+// may write only the window for writing and the Receives. If framed, the data is a list of ULPDUs,
+// each after a length of two bytes, and the test adds pads and CRCs. Run it with -fuzzminimizetime
+// 1x: the coverage of one input varies because of the goroutines, so minimizing does not work.
+func FuzzDDPStream(f *testing.F) {
+	addDDPSeeds(f)
 	ctx := context.Background()
 	var listeners [2]verbs.Listener
 	for i := range listeners {
@@ -186,12 +201,7 @@ func FuzzDDPStream(f *testing.F) {
 		fixSTag(rm, fuzzRead)
 		stream := data
 		if framed {
-			stream = nil
-			for len(data) >= fpduLenSize {
-				n := min(int(binary.BigEndian.Uint16(data)), len(data)-fpduLenSize)
-				stream = append(stream, fpdu(data[fpduLenSize:][:n], crc)...)
-				data = data[fpduLenSize+n:]
-			}
+			stream = frame(data, crc)
 		}
 		go io.Copy(io.Discard, c)
 		at := min(int(cut), len(stream))

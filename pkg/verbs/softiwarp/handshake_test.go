@@ -19,7 +19,7 @@ import (
 )
 
 // serveOnce runs f on the first connection to a new port. At the end of the test the reads of f
-// fail, because a client whose connect was cancelled sends no FIN (dial.go).
+// fail, because a client whose connect was canceled sends no FIN (dial.go).
 func serveOnce(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 	t.Helper()
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
@@ -86,71 +86,72 @@ func readRequestFrame(c net.Conn) mpaFrame {
 	return f
 }
 
-// TestConnectToWrongServerFails connects to servers that do not follow the protocol. Each attempt
-// must fail with the named error, within the timeouts.
+// replyWith returns a server that answers a Request with a valid Reply after change.
+func replyWith(change func(f *mpaFrame)) func(c *net.TCPConn) {
+	f := validReply()
+	change(&f)
+	return func(c *net.TCPConn) {
+		readRequestFrame(c)
+		c.Write(f.append(nil))
+		io.Copy(io.Discard, c)
+	}
+}
+
+// wrongServers are servers that do not follow the protocol, with the error of a connect.
+var wrongServers = []struct {
+	name  string
+	serve func(c *net.TCPConn)
+	kind  verbs.ConnErrorKind
+	phase string
+	want  string // in the error text
+}{
+	{"HTTP server", func(c *net.TCPConn) {
+		c.Read(make([]byte, 10))
+		c.Write([]byte("HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"))
+	}, verbs.ConnProtocol, phaseReadReply, "HTTP"},
+	{"SSH banner before the request", func(c *net.TCPConn) {
+		c.Write([]byte("SSH-2.0-x\r\n"))
+		io.Copy(io.Discard, c)
+	}, verbs.ConnProtocol, phaseReadReply, "SSH"},
+	{"random bytes", func(c *net.TCPConn) {
+		readRequestFrame(c)
+		c.Write([]byte{0x9a, 0x11, 0, 1})
+		io.Copy(io.Discard, c)
+	}, verbs.ConnProtocol, phaseReadReply, "does not speak MPA"},
+	{"closes before the request", func(*net.TCPConn) {}, verbs.ConnProtocol, phaseReadReply,
+		"closed the connection without"},
+	{"closes after the request", func(c *net.TCPConn) { readRequestFrame(c) }, verbs.ConnProtocol, phaseReadReply,
+		"closed the connection without"},
+	// after the request, because dial could otherwise return the error
+	{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"},
+	{"closes inside the reply", func(c *net.TCPConn) {
+		readRequestFrame(c)
+		r := validReply()
+		c.Write(r.append(nil)[:21])
+	}, verbs.ConnProtocol, phaseReadReply, "in the middle"},
+	{"does not reply", func(c *net.TCPConn) { io.Copy(io.Discard, c) }, verbs.ConnTimeout, phaseReadReply,
+		"did not answer"},
+	{"sends only a part of the reply", func(c *net.TCPConn) {
+		readRequestFrame(c)
+		c.Write([]byte(mpaRepKey))
+		io.Copy(io.Discard, c)
+	}, verbs.ConnTimeout, phaseReadReply, "did not answer"},
+	{"rejects", replyWith(func(f *mpaFrame) { f.reject, f.data = true, []byte("no") }), verbs.ConnRejected,
+		phaseReadReply, "rejected"},
+	{"both are initiators", replyWith(func(f *mpaFrame) { f.reply = false }), verbs.ConnProtocol, phaseReadReply,
+		"initiator"},
+	{"revision 3", replyWith(func(f *mpaFrame) { f.rev = 3 }), verbs.ConnProtocol, phaseReadReply, "revision 3"},
+	{"plain reply", replyWith(func(f *mpaFrame) { f.enhanced = false }), verbs.ConnProtocol, phaseCheckReply,
+		"enhanced"},
+	{"markers", replyWith(func(f *mpaFrame) { f.markers = true }), verbs.ConnProtocol, phaseCheckReply, "markers"},
+	{"private data too long", replyWith(func(f *mpaFrame) { f.data = make([]byte, 600) }), verbs.ConnProtocol,
+		phaseReadReply, "604"},
+}
+
+// TestConnectToWrongServerFails checks that a connect to each of wrongServers fails within the
+// timeouts.
 func TestConnectToWrongServerFails(t *testing.T) {
-	reply := func(f mpaFrame) func(c *net.TCPConn) {
-		return func(c *net.TCPConn) {
-			readRequestFrame(c)
-			c.Write(f.append(nil))
-			io.Copy(io.Discard, c)
-		}
-	}
-	with := func(change func(f *mpaFrame)) mpaFrame {
-		f := validReply()
-		change(&f)
-		return f
-	}
-	for _, c := range []struct {
-		name  string
-		serve func(c *net.TCPConn)
-		kind  verbs.ConnErrorKind
-		phase string
-		want  string // in the error text
-	}{
-		{"HTTP server", func(c *net.TCPConn) {
-			c.Read(make([]byte, 10))
-			c.Write([]byte("HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"))
-		}, verbs.ConnProtocol, phaseReadReply, "HTTP"},
-		{"SSH banner before the request", func(c *net.TCPConn) {
-			c.Write([]byte("SSH-2.0-x\r\n"))
-			io.Copy(io.Discard, c)
-		}, verbs.ConnProtocol, phaseReadReply, "SSH"},
-		{"random bytes", func(c *net.TCPConn) {
-			readRequestFrame(c)
-			c.Write([]byte{0x9a, 0x11, 0, 1})
-			io.Copy(io.Discard, c)
-		}, verbs.ConnProtocol, phaseReadReply, "does not speak MPA"},
-		{"closes before the request", func(*net.TCPConn) {}, verbs.ConnProtocol, phaseReadReply,
-			"closed the connection without"},
-		{"closes after the request", func(c *net.TCPConn) { readRequestFrame(c) }, verbs.ConnProtocol, phaseReadReply,
-			"closed the connection without"},
-		// after the request, because dial could otherwise return the error
-		{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"},
-		{"closes inside the reply", func(c *net.TCPConn) {
-			readRequestFrame(c)
-			r := validReply()
-			c.Write(r.append(nil)[:21])
-		}, verbs.ConnProtocol, phaseReadReply, "in the middle"},
-		{"does not reply", func(c *net.TCPConn) { io.Copy(io.Discard, c) }, verbs.ConnTimeout, phaseReadReply,
-			"did not answer"},
-		{"sends only a part of the reply", func(c *net.TCPConn) {
-			readRequestFrame(c)
-			c.Write([]byte(mpaRepKey))
-			io.Copy(io.Discard, c)
-		}, verbs.ConnTimeout, phaseReadReply, "did not answer"},
-		{"rejects", reply(with(func(f *mpaFrame) { f.reject, f.data = true, []byte("no") })), verbs.ConnRejected,
-			phaseReadReply, "rejected"},
-		{"both are initiators", reply(with(func(f *mpaFrame) { f.reply = false })), verbs.ConnProtocol, phaseReadReply,
-			"initiator"},
-		{"revision 3", reply(with(func(f *mpaFrame) { f.rev = 3 })), verbs.ConnProtocol, phaseReadReply, "revision 3"},
-		{"plain reply", reply(with(func(f *mpaFrame) { f.enhanced = false })), verbs.ConnProtocol, phaseCheckReply,
-			"enhanced"},
-		{"markers", reply(with(func(f *mpaFrame) { f.markers = true })), verbs.ConnProtocol, phaseCheckReply,
-			"markers"},
-		{"private data too long", reply(with(func(f *mpaFrame) { f.data = make([]byte, 600) })), verbs.ConnProtocol,
-			phaseReadReply, "604"},
-	} {
+	for _, c := range wrongServers {
 		t.Run(c.name, func(t *testing.T) {
 			cfg := defaultConfig
 			cfg.ReplyTimeout = 200 * time.Millisecond
@@ -164,8 +165,7 @@ func TestConnectToWrongServerFails(t *testing.T) {
 			if ce.Kind != c.kind || c.phase != "" && ce.Phase != c.phase || ce.Addr != addr.String() ||
 				!strings.Contains(ce.Error(), c.want) {
 				t.Errorf("error %q: got kind %v, phase %q, want %v, %q and the text %q", ce, ce.Kind, ce.Phase,
-					c.kind, c.phase,
-					c.want)
+					c.kind, c.phase, c.want)
 			}
 			if c.name == "rejects" && string(ce.PrivateData) != "no" {
 				t.Errorf("private data: got %q, want %q", ce.PrivateData, "no")
@@ -236,9 +236,9 @@ func TestReplyEnablesCRC(t *testing.T) {
 	}
 }
 
-// TestConnectWithCancelledContextFails checks that a TCP connection, if there is one, still carries
+// TestConnectWithCanceledContextFails checks that a TCP connection, if there is one, still carries
 // the Request.
-func TestConnectWithCancelledContextFails(t *testing.T) {
+func TestConnectWithCanceledContextFails(t *testing.T) {
 	got := make(chan mpaFrame, 1)
 	addr := serveOnce(t, func(c *net.TCPConn) { got <- readRequestFrame(c) })
 	ctx, cancel := context.WithCancel(context.Background())
@@ -249,7 +249,7 @@ func TestConnectWithCancelledContextFails(t *testing.T) {
 	newEndpoint(t, id)
 	cancel()
 	if err := id.Connect(ctx, endpointParam); err == nil {
-		t.Error("Connect with a cancelled context: got nil, want an error")
+		t.Error("Connect with a canceled context: got nil, want an error")
 	}
 	select {
 	case f := <-got:
@@ -299,7 +299,7 @@ func TestConnectTimesOut(t *testing.T) {
 	if !errors.As(err, &ce) || ce.Kind != verbs.ConnTimeout || ce.Phase != phaseConnect {
 		t.Errorf("connect without an answer to the SYN: got %v, want a timeout in phase connect", err)
 	}
-	// A cancelled connect does not delay the next one.
+	// A canceled connect does not delay the next one.
 	cfg.ConnectTimeout = 10 * time.Minute
 	for range 2 {
 		ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)

@@ -66,12 +66,10 @@ func TestInvalidReadResponseTerminates(t *testing.T) {
 		want   termCode
 	}{
 		{"other STag", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag+1, r.sinkTO,
-				data)}
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag+1, r.sinkTO, data)}
 		}, termTaggedInvalidSTag},
 		{"other offset", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag,
-				r.sinkTO+1, data)}
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO+1, data)}
 		}, termTaggedBounds},
 		{"too long", func(r readRequest) [][]byte {
 			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, filler(101))}
@@ -80,8 +78,7 @@ func TestInvalidReadResponseTerminates(t *testing.T) {
 			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data[:99])}
 		}, termUnspecified},
 		{"never last", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO,
-				data)}
+			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data)}
 		}, termUnspecified},
 		{"gap", func(r readRequest) [][]byte {
 			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data[:50]),
@@ -92,8 +89,7 @@ func TestInvalidReadResponseTerminates(t *testing.T) {
 			return [][]byte{u, u}
 		}, termOpcode},
 		{"Write to the sink", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opWrite, true, r.sinkSTag,
-				r.sinkTO, data)}
+			return [][]byte{tagged(opWrite, true, r.sinkSTag, r.sinkTO, data)}
 		}, termTaggedInvalidSTag},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -97,8 +97,7 @@ var violations = []struct {
 	{"Send, MSN skipped", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 2, 0, nil)} },
 		termMSNRange, 20},
 	{"Send, MO 4 in the first segment", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4,
-			filler(4))}
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4, filler(4))}
 	}, termMO, 20},
 	{"Send, gap between segments", func(*endpoint) [][]byte {
 		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, filler(4)),
