@@ -56,8 +56,8 @@ type Pool struct {
 	}
 }
 
-// NewPool makes a pool of at most limit buffers of size bytes each. The pool allocates a buffer when
-// it is first needed.
+// NewPool makes a pool of at most limit buffers of size bytes each. The pool allocates a buffer
+// when it is first needed.
 func NewPool(size, limit int) *Pool {
 	return &Pool{size: size, limit: limit, free: make(chan []byte, limit), ended: make(chan struct{})}
 }

@@ -52,5 +52,5 @@ func (u *Uses) End() error {
 }
 
 func (u *Uses) errDeallocated() error {
-	return fmt.Errorf("%s: protection domain was deallocated: %w", u.Provider, verbs.ErrInvalid)
+	return fmt.Errorf("%s: use protection domain: already deallocated: %w", u.Provider, verbs.ErrInvalid)
 }
