@@ -59,7 +59,7 @@
 //   - stale-key=N: after every Nth Send with an RDMA Write in its chain, a Write with the previous
 //     key goes to the same address. The peer must refuse the access, count it, disconnect.
 //   - wild-write=N: after every Nth Send with an RDMA Write in its chain, a Write with the same key
-//     goes to one byte before the memory or far behind it. The peer must refuse the access, count
+//     goes to one byte before the memory or far after it. The peer must refuse the access, count
 //     it, disconnect.
 //
 // At most one of disconnect-every, post-fail, flush-reg, reg-error and linv-error fires for one

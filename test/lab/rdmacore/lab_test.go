@@ -53,7 +53,7 @@ var targets = []target{
 		"TestConformance/SharedPDOtherKey/SendWithInv",
 		// A window lets the peer reach all of the region that it is bound to: its own bounds are
 		// not looked at.
-		"TestConformance/AccessRefused/(write,_behind|write,_before|write,_over_the_end|read,_over_the_end|read,_before)$",
+		"TestConformance/AccessRefused/(write,_after_the_end|write,_before|write,_across_the_end|read,_across_the_end|read,_before)$",
 		// A Read that was begun goes on when its window is invalidated, and a packet of a Write
 		// that was let in is placed after it.
 		"TestConformance/(LocalInvFences|DeregFences|ReadFence)$",
