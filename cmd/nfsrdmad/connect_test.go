@@ -15,46 +15,45 @@ import (
 	"time"
 )
 
-// A stock Linux server loses its listener when a connection ends that it has not looked at yet, and
-// when more than ten come at once.
+// A stock Linux server with siw loses its listener in two cases: a connection ends before the
+// server has accepted it, or more than ten connections arrive at once. The tests below check that
+// the client avoids both.
 
-// hearsNothing is how long a peer listens for the end of a connection that it has not answered.
-const hearsNothing = 300 * time.Millisecond
+// quietTime is how long a peer waits to see that an unanswered connection stays open.
+const quietTime = 300 * time.Millisecond
 
-// Whoever ends in the middle of a connect, and however, its peer hears nothing of it before it
-// answers.
-func TestEndInMidConnect(t *testing.T) {
+// TestInterruptedConnectStaysOpen ends the daemon or the mount command during the MPA handshake.
+// The peer must not see the end of the connection before it has answered.
+func TestInterruptedConnectStaysOpen(t *testing.T) {
 	for _, tt := range []struct {
 		name       string
 		foreground bool
-		end        func(w *world, mount *exec.Cmd) error
+		end        func(w *testEnv, mount *exec.Cmd) error
 	}{
-		{"daemon terminated", false, func(w *world,
-			_ *exec.Cmd) error {
-			return w.daemon.Process.Signal(syscall.SIGTERM)
-		}},
-		{"daemon killed", false, func(w *world, _ *exec.Cmd) error {
+		{"daemon terminated", false,
+			func(w *testEnv, _ *exec.Cmd) error { return w.daemon.Process.Signal(syscall.SIGTERM) }},
+		{"daemon killed", false, func(w *testEnv, _ *exec.Cmd) error {
 			err := w.daemon.Process.Kill()
 			_ = w.daemon.Wait()
 			return err
 		}},
 		{"mount command interrupted", false,
-			func(_ *world, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
-		{"mount command killed", false, func(_ *world, mount *exec.Cmd) error { return mount.Process.Kill() }},
+			func(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
+		{"mount command killed", false, func(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Kill() }},
 		{"foreground mount interrupted", true,
-			func(_ *world, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
-		{"foreground mount killed", true, func(_ *world, mount *exec.Cmd) error { return mount.Process.Kill() }},
+			func(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
+		{"foreground mount killed", true, func(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Kill() }},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			w := newWorld(t)
-			asked, ended, heard := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+			w := newTestEnv(t)
+			requested, ended, readErr := make(chan struct{}), make(chan struct{}), make(chan error, 1)
 			addr := peer(t, func(c net.Conn) {
 				_, _ = c.Read(make([]byte, 1024)) // the MPA request
-				close(asked)
+				close(requested)
 				<-ended
-				_ = c.SetReadDeadline(time.Now().Add(hearsNothing))
+				_ = c.SetReadDeadline(time.Now().Add(quietTime))
 				_, err := c.Read(make([]byte, 1))
-				heard <- err
+				readErr <- err
 			})
 			args := []string{"mount", "--control-socket", w.socket}
 			if tt.foreground {
@@ -64,29 +63,29 @@ func TestEndInMidConnect(t *testing.T) {
 			if err := mount.Start(); err != nil {
 				t.Fatal(err)
 			}
-			<-asked
-			// it has come before its sender knows that it has sent it
+			<-requested
+			// The request can arrive before its sender returns from the system call.
 			time.Sleep(10 * time.Millisecond)
 			if err := tt.end(w, mount); err != nil {
 				t.Fatal(err)
 			}
 			_ = mount.Wait()
 			close(ended)
-			if err := <-heard; !errors.Is(err, os.ErrDeadlineExceeded) {
-				t.Errorf("the peer heard %v", err)
+			if err := <-readErr; !errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Errorf("peer read: got %v, want no end of the connection", err)
 			}
 		})
 	}
 }
 
-// copyPlain copies without splice(2), whose pipes the runtime keeps for later.
+// copyPlain copies without splice(2): the runtime keeps the pipes of splice(2), which the leak
+// check would report.
 func copyPlain(w io.Writer, r io.Reader) {
 	_, _ = io.Copy(struct{ io.Writer }{w}, struct{ io.Reader }{r})
 }
 
-// Many mounts of one server at a time connect one after the other.
-func TestConnectsOneAtATime(t *testing.T) {
-	w := newWorld(t)
+func TestMountsConnectOneAtATime(t *testing.T) {
+	w := newTestEnv(t)
 	var inside, most, total atomic.Int32
 	proxy := peer(t, func(c net.Conn) {
 		n := inside.Add(1)
@@ -106,7 +105,7 @@ func TestConnectsOneAtATime(t *testing.T) {
 		back.Go(func() {
 			reply := make([]byte, 4096)
 			n, err := server.Read(reply)
-			time.Sleep(10 * time.Millisecond) // room for others to come in
+			time.Sleep(10 * time.Millisecond) // time for other connections to arrive
 			inside.Add(-1)
 			if err == nil {
 				_, err = c.Write(reply[:n])
@@ -137,6 +136,6 @@ func TestConnectsOneAtATime(t *testing.T) {
 	}
 	all.Wait()
 	if most.Load() != 1 || total.Load() != mounts {
-		t.Errorf("%d of %d connects at a time", most.Load(), total.Load())
+		t.Errorf("got %d connects, at most %d at a time; want %d, 1 at a time", total.Load(), most.Load(), mounts)
 	}
 }

@@ -14,18 +14,18 @@ func daemonCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "daemon [--config FILE]",
 		Short: "Run the daemon",
-		Args:  takes(0, 0),
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := daemon.ConfigFrom(file, flags,
 				func(f daemon.Field) bool { return cmd.Flags().Changed(f.Flag()) })
 			if err != nil {
 				return err
 			}
-			outliveReaders()
+			ignoreSIGPIPE()
 			return daemon.Run(cmd.Context(), cfg, daemon.NewLogger(cfg, os.Stderr))
 		},
 	}
-	cmd.Flags().StringVar(&file, "config", "", "configuration file (TOML); flags win over it")
+	cmd.Flags().StringVar(&file, "config", "", "configuration `file` (TOML); flags override it")
 	for _, f := range flags.Fields() {
 		cmd.Flags().Var(f.Value, f.Flag(), f.Usage)
 	}

@@ -7,16 +7,23 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// Signals in the middle of the demo: one line, the exit code of an interrupt, and no mount and no
-// file left.
-func TestDemoSignals(t *testing.T) {
+// TestInterruptedDemoCleansUp sends a signal in each phase of the demo. The demo must print one
+// line, exit with the code of an interrupt, and leave neither mounts nor files.
+func TestInterruptedDemoCleansUp(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
 		for _, phase := range []string{"server ", "mounted ", "copy in ", "remount ", "read back "} {
 			t.Run(sig.String()+" at "+strings.TrimSpace(phase), func(t *testing.T) {
-				tmp := t.TempDir()
+				// t.TempDir is too long for a path of a Unix socket.
+				tmp, err := os.MkdirTemp("", "demo")
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { os.RemoveAll(tmp) })
 				cmd := program(t, "nfsrdmad", "demo", "--files", "40")
 				cmd.Env = append(cmd.Env, "TMPDIR="+tmp)
 				stdout, err := cmd.StdoutPipe()
@@ -36,14 +43,14 @@ func TestDemoSignals(t *testing.T) {
 					}
 				}
 				_ = cmd.Wait()
-				outcome{cmd.ProcessState.ExitCode(), "", errOut.String()}.fails(t, daemon.ExitInterrupted,
+				outcome{cmd.ProcessState.ExitCode(), "", errOut.String()}.fails(t, control.ExitInterrupted,
 					"interrupted")
 				if left, err := os.ReadDir(tmp); err != nil || len(left) != 0 {
-					t.Errorf("left: %v, %v", left, err)
+					t.Errorf("got files %v, %v; want none", left, err)
 				}
 				if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil ||
 					strings.Contains(string(mounts), tmp) {
-					t.Errorf("a mount is left, %v", err)
+					t.Errorf("a mount still exists, %v", err)
 				}
 			})
 		}

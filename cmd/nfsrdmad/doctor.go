@@ -7,23 +7,24 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
-func doctorCommand(c *common) *cobra.Command {
+func doctorCommand(c *commonFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "doctor",
-		Short: "Say what this host has for mounting, and what is missing",
-		Args:  takes(0, 0),
+		Short: "Check whether this host can mount, and report what is missing",
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			findings := daemon.Examine(cmd.Context(), c.socket)
+			findings := daemon.CheckHost(cmd.Context(), c.socket)
 			if err := c.print(cmd.OutOrStdout(), findings,
 				func(w io.Writer) { printFindings(w, findings) }); err != nil {
 				return err
 			}
 			for _, f := range findings {
 				if f.Needed && !f.OK {
-					return &daemon.Error{Code: daemon.CodeSystem, Text: "doctor: this host cannot mount: " + f.Text,
+					return &control.Error{Code: control.CodeSystem, Text: "doctor: this host cannot mount: " + f.Text,
 						Err: errors.New(f.Subject)}
 				}
 			}
@@ -43,6 +44,6 @@ func printFindings(w io.Writer, l []daemon.Finding) {
 		case !f.OK:
 			mark = "no"
 		}
-		hang(w, fmt.Sprintf("%-8s %-10s ", mark, f.Subject), printable(f.Text), " ")
+		wrapIndented(w, fmt.Sprintf("%-8s %-10s ", mark, f.Subject), printable(f.Text), " ")
 	}
 }

@@ -3,18 +3,16 @@ package main
 import (
 	"errors"
 	"fmt"
-	"io"
 	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
 )
 
-// forPeople makes help and usage errors of cmd and the commands below it readable: help within 80
-// columns, errors of one line that say where the help is.
-func forPeople(cmd *cobra.Command) {
-	cobra.AddTemplateFunc("wrapped", func(
-		f interface{ FlagUsagesWrapped(int) string }) string {
+// configureHelp wraps the help of cmd and its subcommands at 80 columns. Usage errors become one
+// line that names the command for help.
+func configureHelp(cmd *cobra.Command) {
+	cobra.AddTemplateFunc("wrapped", func(f interface{ FlagUsagesWrapped(int) string }) string {
 		return f.FlagUsagesWrapped(columns)
 	})
 	cmd.SetUsageTemplate(strings.NewReplacer(
@@ -32,8 +30,8 @@ func forPeople(cmd *cobra.Command) {
 	cmd.SilenceUsage, cmd.SilenceErrors = true, true
 }
 
-// takes allows so many arguments, and says else what they are.
-func takes(lo, hi int) cobra.PositionalArgs {
+// argCount accepts lo to hi arguments. For any other number the error shows the usage.
+func argCount(lo, hi int) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if len(args) < lo || len(args) > hi {
 			return fmt.Errorf("%s given; usage: %s", plural(uint64(len(args)), "argument"), cmd.UseLine())
@@ -42,25 +40,14 @@ func takes(lo, hi int) cobra.PositionalArgs {
 	}
 }
 
-// onlyCommands refuses what is no command, and names those that may be meant.
-func onlyCommands(cmd *cobra.Command, args []string) error {
+// rejectUnknownCommand returns an error that names the unknown command and similar commands.
+func rejectUnknownCommand(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
 	hint := ""
-	if meant := cmd.SuggestionsFor(args[0]); len(meant) > 0 {
-		hint = " (is " + strings.Join(meant, " or ") + " meant?)"
+	if similar := cmd.SuggestionsFor(args[0]); len(similar) > 0 {
+		hint = " (did you mean " + strings.Join(similar, " or ") + "?)"
 	}
 	return fmt.Errorf("unknown command %q%s; see %s --help", args[0], hint, cmd.CommandPath())
 }
-
-// notBoth refuses two flags that contradict each other.
-func notBoth(cmd *cobra.Command, a, b string) error {
-	if cmd.Flags().Changed(a) && cmd.Flags().Changed(b) {
-		return fmt.Errorf("flags --%s and --%s contradict each other; give one of them", a, b)
-	}
-	return nil
-}
-
-// nothing is said instead of an empty list.
-func nothing(w io.Writer) { fmt.Fprintln(w, "nothing is mounted by this daemon") }

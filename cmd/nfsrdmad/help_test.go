@@ -14,15 +14,14 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
-// Help fits a terminal of 80 columns: a line that is longer breaks in the middle of a word.
-func TestHelpFits(t *testing.T) {
+func TestHelpFits80Columns(t *testing.T) {
 	var visit func(*cobra.Command)
 	pages := 0
 	visit = func(cmd *cobra.Command) {
-		if cmd.Name() == "completion" { // its pages are cobra's
+		if cmd.Name() == "completion" { // cobra writes its pages
 			return
 		}
 		var out bytes.Buffer
@@ -33,7 +32,7 @@ func TestHelpFits(t *testing.T) {
 		pages++
 		for line := range strings.Lines(out.String()) {
 			if n := utf8.RuneCountInString(strings.TrimSuffix(line, "\n")); n > columns {
-				t.Errorf("%s --help: %d columns: %s", cmd.CommandPath(), n, line)
+				t.Errorf("%s --help: got a line of %d columns: %s", cmd.CommandPath(), n, line)
 			}
 		}
 		for _, sub := range cmd.Commands() {
@@ -45,41 +44,43 @@ func TestHelpFits(t *testing.T) {
 		visit(root)
 	}
 	if pages < 12 {
-		t.Errorf("%d pages", pages)
+		t.Errorf("got %d help pages, want 12 or more", pages)
 	}
 }
 
-// Help tells every mount option that is this client's to understand.
-func TestHelpHasEveryOption(t *testing.T) {
+// TestHelpListsMountOptions checks that the help lists every option that this client interprets. It
+// leaves the options of mount(8) and fstab(5) to their own pages.
+func TestHelpListsMountOptions(t *testing.T) {
 	words := strings.FieldsFunc(mountLong, func(r rune) bool { return strings.ContainsRune(" \n,=|()", r) })
-	of := strings.Fields(`auto noauto nofail defaults _netdev relatime norelatime strictatime nostrictatime async fg
-		suid dev exec atime diratime`) // mount(8)'s and fstab(5)'s
-	for _, name := range daemon.OptionNames() {
-		// words of the page, too
-		if slices.Contains(of, name) == slices.Contains(words, name) && name != "auto" && name != "defaults" {
-			t.Errorf("option %q: in help is %v", name, slices.Contains(words, name))
+	others := strings.Fields(`auto noauto nofail defaults _netdev relatime norelatime strictatime nostrictatime async fg
+		suid dev exec atime diratime`) // options of mount(8) and fstab(5)
+	for _, name := range mount.OptionNames() {
+		// "auto" and "defaults" also occur as plain words.
+		if slices.Contains(others, name) == slices.Contains(words, name) && name != "auto" && name != "defaults" {
+			t.Errorf("option %q: got %v for its presence in the help, want %v", name, slices.Contains(words, name),
+				!slices.Contains(others, name))
 		}
 	}
 }
 
-// What serve says to type is what mounts it.
-func TestServeSaysHowToMount(t *testing.T) {
-	w := newWorld(t)
+func TestServePrintsWorkingMountCommand(t *testing.T) {
+	w := newTestEnv(t)
 	var out bytes.Buffer
 	printServing(&out, &nfsserve.Config{}, w.server)
 	_, command, found := strings.Cut(out.String(), "to mount it: nfsrdmad mount ")
 	if !found {
-		t.Fatalf("says %q", &out)
+		t.Fatalf("got output %q, want a mount command", &out)
 	}
-	dir := w.mkdir(t, "as-told")
+	dir := w.mkdir(t, "from-output")
 	args := strings.Fields(strings.Replace(command, " DIR ", " "+dir+" ", 1))
 	nfsrdmad(t, append([]string{"mount", "--control-socket", w.socket}, args...)...).succeeds(t)
-	w.unharmed(t, dir)
+	w.checkMount(t, dir)
 }
 
-// The name that serve says to mount is one that reaches both ports; where none does, it says none.
-func TestServeSaysWhatReachesBothPorts(t *testing.T) {
-	for _, tt := range []struct{ rdma, tcp, says string }{
+// TestServePrintsAddressForBothPorts checks that the printed mount command uses an address that
+// reaches the RDMA port and the TCP port. Without one, serve prints no command.
+func TestServePrintsAddressForBothPorts(t *testing.T) {
+	for _, tt := range []struct{ rdma, tcp, want string }{
 		{"[::]:20049", "127.0.0.1:111", "mount 127.0.0.1:/ DIR\n"},
 		{"[::]:20049", "[::]:111", "mount localhost:/ DIR\n"},
 		{"192.0.2.1:20049", "0.0.0.0:2049", "mount 192.0.2.1:/ DIR -o mountport=2049\n"},
@@ -89,15 +90,16 @@ func TestServeSaysWhatReachesBothPorts(t *testing.T) {
 		var out bytes.Buffer
 		printServing(&out, &nfsserve.Config{}, &nfsserve.Server{RDMAAddr: netip.MustParseAddrPort(tt.rdma),
 			TCPAddr: tt.tcp})
-		if _, says, _ := strings.Cut(out.String(), "to mount it: nfsrdmad "); says != tt.says {
-			t.Errorf("RDMA on %s, TCP on %s: says %q, want %q", tt.rdma, tt.tcp, says, tt.says)
+		if _, got, _ := strings.Cut(out.String(), "to mount it: nfsrdmad "); got != tt.want {
+			t.Errorf("RDMA on %s, TCP on %s: got command %q, want %q", tt.rdma, tt.tcp, got, tt.want)
 		}
 	}
 }
 
-// Names of directories are anything: none commands the terminal, or costs the others their metrics.
-func TestStrangeMountPoints(t *testing.T) {
-	w := newWorld(t)
+// TestMountPointsWithUnusualNames checks that a name with control characters does not reach the
+// terminal, and that a name that is not UTF-8 is refused.
+func TestMountPointsWithUnusualNames(t *testing.T) {
+	w := newTestEnv(t)
 	latin, escape, link := filepath.Join(w.dir, "caf\xe9"), w.mkdir(t, "\x1b[31mred"), filepath.Join(w.dir, "link")
 	if err := errors.Join(os.Mkdir(latin, 0o755), os.Symlink(latin, link)); err != nil {
 		t.Fatal(err)
@@ -111,7 +113,7 @@ func TestStrangeMountPoints(t *testing.T) {
 	for _, verb := range []string{"list", "status"} {
 		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; strings.Contains(out, "\x1b") ||
 			!strings.Contains(out, "?[31mred") {
-			t.Errorf("%s says %q", verb, out)
+			t.Errorf("%s: got output %q, want control characters replaced", verb, out)
 		}
 	}
 	nfsrdmad(t, "umount", "--control-socket", w.socket, link).succeeds(t)
@@ -120,14 +122,13 @@ func TestStrangeMountPoints(t *testing.T) {
 func TestVersionFlag(t *testing.T) {
 	word, _, _ := strings.Cut(strings.TrimPrefix(nfsrdmad(t, "version").succeeds(t).stdout, "nfsrdmad "), " ")
 	if out := nfsrdmad(t, "--version").succeeds(t).stdout; word == "" || out != "nfsrdmad "+word+"\n" {
-		t.Errorf("says %q, and \"version\" says %q", out, word)
+		t.Errorf("got %q from --version and %q from version, want the same", out, word)
 	}
 }
 
-func TestStatusOfNothing(t *testing.T) {
-	w := newWorld(t)
-	if out := nfsrdmad(t, "status", "--control-socket",
-		w.socket).succeeds(t).stdout; out != "nothing is mounted by this daemon\n" {
-		t.Errorf("says %q", out)
+func TestStatusWithoutMounts(t *testing.T) {
+	w := newTestEnv(t)
+	if out := nfsrdmad(t, "status", "--control-socket", w.socket).succeeds(t).stdout; out != "no mounts\n" {
+		t.Errorf("got %q, want %q", out, "no mounts\n")
 	}
 }

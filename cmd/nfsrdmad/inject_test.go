@@ -18,10 +18,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// noise is always the same n octets for a name.
+// noise returns n pseudorandom bytes. The same name gives the same bytes.
 func noise(name string, n int) []byte {
 	var seed [32]byte
 	copy(seed[:], name)
@@ -30,8 +30,8 @@ func noise(name string, n int) []byte {
 	return b
 }
 
-// scrape reads the metrics at addr: the value of each series, summed over labels, and over those of
-// one label too, as name{label="value"}.
+// scrape reads the metrics at addr. The keys of the map are the names of the series, with values
+// summed over all labels, and name{label="value"}, summed over the other labels.
 func scrape(t *testing.T, addr string) map[string]float64 {
 	t.Helper()
 	r, err := http.Get("http://" + addr + "/metrics")
@@ -62,7 +62,7 @@ func scrape(t *testing.T, addr string) map[string]float64 {
 	return m
 }
 
-// copies are the files of TestInject: many, most of them small, together some MB.
+// The files of TestInjectedFaults: most are small, some are big.
 const (
 	copies    = 120
 	smallSize = 3000
@@ -80,7 +80,7 @@ func copySize(i int) int {
 	return smallSize + i
 }
 
-// copyAll reads every file of from and writes it to to, several at a time.
+// copyAll copies all files from one directory to another with several goroutines.
 func copyAll(from, to string) error {
 	errs := make([]error, copiers)
 	var all sync.WaitGroup
@@ -99,28 +99,31 @@ func copyAll(from, to string) error {
 	return errors.Join(errs...)
 }
 
-func sameAll(t *testing.T, dir string) {
+// checkCopies checks the content of all files in dir.
+func checkCopies(t *testing.T, dir string) {
 	t.Helper()
 	for i := range copies {
 		b, err := os.ReadFile(filepath.Join(dir, copyName(i)))
 		if err != nil || !bytes.Equal(b, noise(copyName(i), copySize(i))) {
-			t.Errorf("%s of %s: %d octets, want %d as they were: %v", copyName(i), dir, len(b), copySize(i), err)
+			t.Errorf("read %s in %s: got %d bytes, %v; want the %d original bytes", copyName(i), dir, len(b), err,
+				copySize(i))
 		}
 	}
 }
 
-// A daemon that breaks its own connections says so everywhere, and no octet is wrong.
-func TestInject(t *testing.T) {
+// TestInjectedFaults copies files while the daemon injects faults. The data must be right, and all
+// commands, the log and the metrics must show that fault injection is on.
+func TestInjectedFaults(t *testing.T) {
 	const spec = "seed=7,disconnect-every=60,post-fail=90:*"
-	w := newWorld(t)
+	w := newTestEnv(t)
 	w.stop(t, w.daemon)
 	metrics := closedPort(t).String()
 	w.startDaemonWith(t, "--metrics-listen", metrics)
 	if v := scrape(t, metrics)["nfsrdmad_fault_injection_enabled"]; v != 0 {
-		t.Errorf("fault injection is %v without", v)
+		t.Errorf("got fault_injection_enabled %v, want 0", v)
 	}
-	if out := w.version(t); strings.Contains(out, daemon.FaultBanner) {
-		t.Errorf("a banner without faults: %s", out)
+	if out := w.version(t); strings.Contains(out, control.FaultBanner) {
+		t.Errorf("got version %s, want no banner", out)
 	}
 	w.stop(t, w.daemon)
 	w.startDaemonWith(t, "--metrics-listen", metrics, "--inject", spec)
@@ -139,88 +142,90 @@ func TestInject(t *testing.T) {
 	if err := copyAll(filepath.Join(dir, "in"), filepath.Join(dir, "out")); err != nil {
 		t.Fatal(err)
 	}
-	sameAll(t, out)
-	sameAll(t, filepath.Join(dir, "out"))
+	checkCopies(t, out)
+	checkCopies(t, filepath.Join(dir, "out"))
 
-	w.bannered(t, dir, daemon.FaultBanner+spec)
-	w.countedFaults(t, dir, metrics)
+	w.checkBanner(t, dir, control.FaultBanner+spec)
+	w.checkFaultCounters(t, dir, metrics)
 	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
 	events := traced()
 	for _, e := range []string{"disconnect", "connect", "post_send", "post_send_err", "resend", "reply", "map",
 		"done"} {
 		if events[e] == 0 {
-			t.Errorf("the trace has no %q: %v", e, events)
+			t.Errorf("got no %q in the trace: %v", e, events)
 		}
 	}
 	w.stop(t, w.daemon)
 	if !strings.Contains(w.log.String(), "FAULT INJECTION IS ON") {
-		t.Errorf("the log says nothing of it: %s", w.log)
+		t.Errorf("got log %s, want the banner", w.log)
 	}
 }
 
-func (w *world) version(t *testing.T) string {
+func (w *testEnv) version(t *testing.T) string {
 	t.Helper()
 	return nfsrdmad(t, "version", "--verbose", "--control-socket", w.socket).succeeds(t).stdout
 }
 
-// bannered checks who shows the banner.
-func (w *world) bannered(t *testing.T, dir, banner string) {
+// checkBanner checks that status, list and version show the banner.
+func (w *testEnv) checkBanner(t *testing.T, dir, banner string) {
 	t.Helper()
 	for _, verb := range []string{"status", "list"} {
 		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; !strings.HasPrefix(out,
 			banner+"\n") {
-			t.Errorf("%s does not begin with %q: %s", verb, banner, out)
+			t.Errorf("%s: got %s, want %q first", verb, out, banner)
 		}
 	}
 	if out := w.version(t); !strings.Contains(out, banner+"\n") {
-		t.Errorf("version does not say %q: %s", banner, out)
+		t.Errorf("version: got %s, want %q", out, banner)
 	}
 }
 
-// countedFaults checks the counters when everything has come to rest: nothing more is posted then.
-func (w *world) countedFaults(t *testing.T, dir, metrics string) {
+// checkFaultCounters checks the counters when no call is pending.
+func (w *testEnv) checkFaultCounters(t *testing.T, dir, metrics string) {
 	t.Helper()
 	const (
-		hurt       = "nfsrdmad_mrs_failed_total"
+		failed     = "nfsrdmad_mrs_failed_total"
 		disconnect = `nfsrdmad_faults_injected_total{fault="disconnect-every"}`
 		postFail   = `nfsrdmad_faults_injected_total{fault="post-fail"}`
 	)
 	var m map[string]float64
 	for deadline := time.Now().Add(limit); ; time.Sleep(50 * time.Millisecond) {
 		m = scrape(t, metrics)
-		if ends := m["nfsrdmad_mrs_recovered_total"] + m["nfsrdmad_mrs_recycled_total"] + m["nfsrdmad_mrs_orphaned_total"]; ends == m[hurt] {
+		ended := m["nfsrdmad_mrs_recovered_total"] + m["nfsrdmad_mrs_recycled_total"] + m["nfsrdmad_mrs_orphaned_total"]
+		if ended == m[failed] {
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("MRs are lost: %v", m)
+			t.Fatalf("recovered, recycled and orphaned MRs do not add up to failed MRs: %v", m)
 		}
 	}
-	if m["nfsrdmad_fault_injection_enabled"] != 1 || m[hurt] == 0 || m[disconnect] == 0 || m[postFail] == 0 ||
+	if m["nfsrdmad_fault_injection_enabled"] != 1 || m[failed] == 0 || m[disconnect] == 0 || m[postFail] == 0 ||
 		m["nfsrdmad_rpc_resends_total"] == 0 {
 		t.Errorf("metrics: %v", m)
 	}
-	var l []daemon.MountStatus
+	var l []control.MountStatus
 	out := nfsrdmad(t, "status", "--control-socket", w.socket, "--output", "json", dir).succeeds(t).stdout
 	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 {
 		t.Fatalf("%v: %s", err, out)
 	}
 	s := &l[0]
-	// Each disconnect costs a connection, and the first connection was none's fault.
+	// Each injected disconnect causes one connect. The first connect has no fault as its cause.
 	if float64(s.Connects) <= m[disconnect] || float64(s.FaultsInjected["disconnect-every"]) < m[disconnect] ||
 		float64(s.FaultsInjected["post-fail"]) < m[postFail] || s.FaultInjection == "" {
-		t.Errorf("%d connects, faults %v; metrics: %v", s.Connects, s.FaultsInjected, m)
+		t.Errorf("got %d connects, faults %v, metrics %v", s.Connects, s.FaultsInjected, m)
 	}
-	if s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned || float64(s.MRsFailed) < m[hurt] {
-		t.Errorf("%d MRs hurt, recovered %d, recycled %d, orphaned %d", s.MRsFailed, s.MRsRecovered, s.MRsRecycled,
+	if s.MRsFailed != s.MRsRecovered+s.MRsRecycled+s.MRsOrphaned || float64(s.MRsFailed) < m[failed] {
+		t.Errorf("got %d failed MRs, %d recovered, %d recycled, %d orphaned; want the sum", s.MRsFailed,
+			s.MRsRecovered, s.MRsRecycled,
 			s.MRsOrphaned)
 	}
-	t.Logf("%d connects, faults %v; %d MRs hurt: recovered %d, recycled %d, orphaned %d", s.Connects,
+	t.Logf("%d connects, faults %v; %d failed MRs: %d recovered, %d recycled, %d orphaned", s.Connects,
 		s.FaultsInjected, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 }
 
-// trace has "nfsrdmad trace" write into a file from now on. What it returns is called after the
-// mount has ended, and counts the events.
-func (w *world) trace(t *testing.T, dir string) (events func() map[string]int) {
+// trace starts "nfsrdmad trace" with output to a file. The returned function counts the events;
+// call it after the unmount.
+func (w *testEnv) trace(t *testing.T, dir string) (events func() map[string]int) {
 	t.Helper()
 	file, err := os.Create(filepath.Join(w.dir, "trace"))
 	if err != nil {
@@ -234,11 +239,11 @@ func (w *world) trace(t *testing.T, dir string) (events func() map[string]int) {
 	}
 	t.Cleanup(func() { _ = cmd.Process.Kill() })
 	for deadline := time.Now().Add(limit); ; time.Sleep(20 * time.Millisecond) {
-		if st, err := os.Stat(file.Name()); err == nil && st.Size() > 0 { // it has the event before
+		if st, err := os.Stat(file.Name()); err == nil && st.Size() > 0 { // the event of --last 1
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatal("the trace does not begin")
+			t.Fatal("the trace has no output")
 		}
 	}
 	return func() map[string]int {
@@ -252,8 +257,8 @@ func (w *world) trace(t *testing.T, dir string) (events func() map[string]int) {
 	}
 }
 
-// countEvents counts the events of a trace by name. The lines account for every event between the
-// first and the last.
+// countEvents counts the events of a trace by name. It checks that the lines and the counts of lost
+// events cover every sequence number from the first to the last.
 func countEvents(t *testing.T, path string) map[string]int {
 	t.Helper()
 	f, err := os.Open(path)
@@ -284,20 +289,20 @@ func countEvents(t *testing.T, path string) map[string]int {
 			continue
 		}
 		if e.Event == "" || e.Time.IsZero() || seen[*e.Seq] {
-			t.Errorf("event %q", line)
+			t.Errorf("got invalid or repeated event %q", line)
 		}
 		counts[e.Event]++
 		seen[*e.Seq] = true
 		first, last = min(first, *e.Seq), max(last, *e.Seq)
 	}
 	if last-first+1 != uint64(len(seen))+lost {
-		t.Errorf("the trace goes from %d to %d with %d events and %d lost", first, last, len(seen), lost)
+		t.Errorf("got %[3]d events and %[4]d lost for sequence numbers %[1]d to %[2]d", first, last, len(seen), lost)
 	}
 	return counts
 }
 
-// A plan with a mistake ends the command, with one line that names the word.
-func TestBadInjection(t *testing.T) {
+// TestInjectErrors checks that an invalid fault plan is a usage error that names the invalid word.
+func TestInjectErrors(t *testing.T) {
 	dir := t.TempDir()
 	config := filepath.Join(dir, "c.toml")
 	if err := os.WriteFile(config, []byte("inject = \"disconnect-every=often\"\n"), 0o600); err != nil {
@@ -307,7 +312,7 @@ func TestBadInjection(t *testing.T) {
 	for _, tt := range []struct {
 		name string
 		args []string
-		says []string
+		want []string
 	}{
 		{"unknown fault", []string{"daemon", "--inject", "seed=7,disconect-every=60"},
 			[]string{`"disconect-every=60"`, "no such fault", "disconnect-every=N"}},
@@ -334,10 +339,10 @@ func TestBadInjection(t *testing.T) {
 			if args[0] != "serve" {
 				args = append(args, "--control-socket", socket)
 			}
-			nfsrdmad(t, args...).fails(t, daemon.ExitUsage, tt.says...)
+			nfsrdmad(t, args...).fails(t, control.ExitUsage, tt.want...)
 		})
 	}
 	if _, err := os.Lstat(socket); err == nil {
-		t.Error("there is a socket")
+		t.Error("a daemon with an invalid plan created its socket")
 	}
 }

@@ -1,5 +1,5 @@
-// Command nfsrdmad mounts NFS exports over RDMA in user space. Under the name mount.nfsrdma it is
-// the helper of mount(8).
+// Command nfsrdmad mounts NFS exports over RDMA in user space. When it is started as mount.nfsrdma,
+// it is the helper that mount(8) calls for "-t nfsrdma".
 package main
 
 import (
@@ -12,14 +12,14 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// helperName is what mount(8) calls for "-t nfsrdma".
+// helperName is the name under which mount(8) starts this program.
 const helperName = "mount.nfsrdma"
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), endingSignals()...)
+	ctx, stop := signal.NotifyContext(context.Background(), terminationSignals()...)
 	defer stop()
 	cmd := rootCommand()
 	if filepath.Base(os.Args[0]) == helperName {
@@ -28,9 +28,9 @@ func main() {
 	os.Exit(run(ctx, cmd))
 }
 
-// endingSignals ask for an end in order. A terminal that is closed is one of them, unless nohup(1)
-// said otherwise: mounts of a process that just dies hang in the tree.
-func endingSignals() []os.Signal {
+// terminationSignals returns the signals that end the process in order. SIGHUP is one of them,
+// because a process that it kills leaves dead mounts behind. Under nohup(1) SIGHUP stays ignored.
+func terminationSignals() []os.Signal {
 	signals := []os.Signal{syscall.SIGINT, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) {
 		signals = append(signals, syscall.SIGHUP)
@@ -38,13 +38,13 @@ func endingSignals() []os.Signal {
 	return signals
 }
 
-// outliveReaders keeps a process that serves mounts alive when nobody reads what it says any more.
-func outliveReaders() { signal.Ignore(syscall.SIGPIPE) }
+// ignoreSIGPIPE keeps a process that serves mounts alive when the reader of its output is gone.
+func ignoreSIGPIPE() { signal.Ignore(syscall.SIGPIPE) }
 
 func run(ctx context.Context, cmd *cobra.Command) int {
 	err := cmd.ExecuteContext(ctx)
 	if err != nil {
 		fmt.Fprintf(cmd.ErrOrStderr(), "%s: %v\n", cmd.Name(), err)
 	}
-	return daemon.ExitCode(err)
+	return control.ExitCode(err)
 }

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -19,23 +20,28 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// asProgram makes the test binary be the program, under the name that it holds.
-const asProgram = "NFSRDMAD_TEST_AS"
+// programNameEnv makes the test binary run as the program. Its value is the name of the program.
+const programNameEnv = "NFSRDMAD_TEST_AS"
 
 func TestMain(m *testing.M) {
-	if name := os.Getenv(asProgram); name != "" {
+	if name := os.Getenv(programNameEnv); name != "" {
 		os.Args[0] = name
 		main()
 	}
-	os.Setenv("GORACE", "atexit_sleep_ms=0") // each program would sleep for a second at its end
-	// parallel tests here wait for timeouts, they do not compute
+	// A child process inherits an ignored SIGHUP (nohup make test) but not a handler. With a
+	// handler here, the programs start with the default action, as the tests of SIGHUP expect.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
+	// With the race detector each program sleeps for one second when it exits.
+	os.Setenv("GORACE", "atexit_sleep_ms=0")
+	// The parallel tests wait for timeouts and need little processor time.
 	_ = flag.Set("test.parallel", "32")
 	testutil.Main(m)
 }
 
-// limit is far above what any command may take here: 10 s for a mount that hangs.
+// limit bounds one command. A mount that gets no answer ends after 10 s.
 const limit = 60 * time.Second
 
+// program returns a command that runs this program under the given name.
 func program(t *testing.T, name string, args ...string) *exec.Cmd {
 	t.Helper()
 	self, err := os.Executable()
@@ -43,15 +49,17 @@ func program(t *testing.T, name string, args ...string) *exec.Cmd {
 		t.Fatal(err)
 	}
 	cmd := exec.Command(self, args...)
-	cmd.Env = append(os.Environ(), asProgram+"="+name)
+	cmd.Env = append(os.Environ(), programNameEnv+"="+name)
 	return cmd
 }
 
+// An outcome is how a command ended.
 type outcome struct {
 	code           int
 	stdout, stderr string
 }
 
+// finish runs a command to its end.
 func finish(t *testing.T, cmd *exec.Cmd) outcome {
 	t.Helper()
 	var out, errOut bytes.Buffer
@@ -71,38 +79,40 @@ func finish(t *testing.T, cmd *exec.Cmd) outcome {
 	return outcome{cmd.ProcessState.ExitCode(), out.String(), errOut.String()}
 }
 
+// nfsrdmad runs the program to its end.
 func nfsrdmad(t *testing.T, args ...string) outcome {
 	t.Helper()
 	return finish(t, program(t, "nfsrdmad", args...))
 }
 
-// fails checks a failure: exit code, one line on stderr that holds all of says, and nothing on
-// stdout.
-func (o outcome) fails(t *testing.T, code int, says ...string) {
+// fails checks that the command failed with the exit code, wrote one line with all the wanted words
+// to stderr, and wrote nothing to stdout.
+func (o outcome) fails(t *testing.T, code int, want ...string) {
 	t.Helper()
 	if o.code != code {
-		t.Errorf("exit code %d, want %d", o.code, code)
+		t.Errorf("got exit code %d, want %d", o.code, code)
 	}
 	if strings.Count(o.stderr, "\n") != 1 || !strings.HasSuffix(o.stderr, "\n") || o.stdout != "" {
-		t.Errorf("not one line: stdout %q, stderr %q", o.stdout, o.stderr)
+		t.Errorf("got stdout %q, stderr %q; want one line on stderr only", o.stdout, o.stderr)
 	}
-	for _, s := range says {
+	for _, s := range want {
 		if !strings.Contains(o.stderr, s) {
-			t.Errorf("%q says nothing of %q", o.stderr, s)
+			t.Errorf("got error %q, want it to contain %q", o.stderr, s)
 		}
 	}
 }
 
+// succeeds fails the test if the command failed.
 func (o outcome) succeeds(t *testing.T) outcome {
 	t.Helper()
 	if o.code != 0 {
-		t.Fatalf("exit code %d: %s", o.code, o.stderr)
+		t.Fatalf("got exit code %d, want 0: %s", o.code, o.stderr)
 	}
 	return o
 }
 
-// A world is a daemon process and an embedded server.
-type world struct {
+// A testEnv is a daemon process, an embedded server, and a directory for mount points.
+type testEnv struct {
 	dir, socket string
 	daemon      *exec.Cmd
 	log         *bytes.Buffer
@@ -110,9 +120,10 @@ type world struct {
 	tcpPort     string
 }
 
-func newWorld(t *testing.T) *world {
+func newTestEnv(t *testing.T) *testEnv {
 	t.Helper()
-	w := &world{dir: t.TempDir(), log: &bytes.Buffer{}}
+	testutil.NeedsFUSE(t)
+	w := &testEnv{dir: t.TempDir(), log: &bytes.Buffer{}}
 	w.socket = filepath.Join(w.dir, "s")
 	export := filepath.Join(w.dir, "export")
 	if err := errors.Join(os.Mkdir(export, 0o755), os.WriteFile(filepath.Join(export, "hello"), []byte("world"),
@@ -121,7 +132,7 @@ func newWorld(t *testing.T) *world {
 	}
 	var err error
 	w.server, err = nfsserve.Run(context.Background(), nfsserve.Config{Dir: export, RDMAListen: "127.0.0.1:0",
-		Provider: softiwarp.New(softiwarp.Config{})})
+		NoRootSquash: true, StateDir: w.dir, Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -131,19 +142,19 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-func (w *world) startDaemon(t *testing.T) {
+func (w *testEnv) startDaemon(t *testing.T) {
 	t.Helper()
 	w.startDaemonFor(t, "10s")
 }
 
-// startDaemonFor starts a daemon that gives a mount so much time.
-func (w *world) startDaemonFor(t *testing.T, connect string) {
+// startDaemonFor starts a daemon with a connect timeout.
+func (w *testEnv) startDaemonFor(t *testing.T, connect string) {
 	t.Helper()
 	w.startDaemonWith(t, "--metrics-listen", "127.0.0.1:0", "--connect-timeout", connect)
 }
 
-// startDaemonWith starts a daemon with further flags.
-func (w *world) startDaemonWith(t *testing.T, flags ...string) {
+// startDaemonWith starts a daemon with the given flags.
+func (w *testEnv) startDaemonWith(t *testing.T, flags ...string) {
 	t.Helper()
 	w.daemon = program(t, "nfsrdmad", append([]string{"daemon", "--control-socket", w.socket}, flags...)...)
 	w.daemon.Stderr = w.log
@@ -157,13 +168,13 @@ func (w *world) startDaemonWith(t *testing.T, flags ...string) {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("the daemon does not answer: %s", w.log)
+			t.Fatalf("daemon does not answer: %s", w.log)
 		}
 	}
 }
 
-// stop ends a daemon and checks that nothing of it is left.
-func (w *world) stop(t *testing.T, d *exec.Cmd) {
+// stop terminates a daemon and checks that it leaves no socket and no mount.
+func (w *testEnv) stop(t *testing.T, d *exec.Cmd) {
 	if d.ProcessState != nil {
 		return
 	}
@@ -173,15 +184,15 @@ func (w *world) stop(t *testing.T, d *exec.Cmd) {
 	}
 	for _, path := range []string{w.socket, w.socket + ".lock"} {
 		if _, err := os.Lstat(path); err == nil {
-			t.Errorf("%s is left", path)
+			t.Errorf("%s still exists after the daemon exited", path)
 		}
 	}
 	if mounts, _ := os.ReadFile("/proc/self/mountinfo"); strings.Contains(string(mounts), w.dir) {
-		t.Errorf("a mount is left below %s", w.dir)
+		t.Errorf("a mount below %s still exists after the daemon exited", w.dir)
 	}
 }
 
-func (w *world) mkdir(t *testing.T, name string) string {
+func (w *testEnv) mkdir(t *testing.T, name string) string {
 	t.Helper()
 	d := filepath.Join(w.dir, name)
 	if err := os.MkdirAll(d, 0o755); err != nil {
@@ -190,22 +201,22 @@ func (w *world) mkdir(t *testing.T, name string) string {
 	return d
 }
 
-func (w *world) opts(rdma netip.AddrPort) string {
+func (w *testEnv) opts(rdma netip.AddrPort) string {
 	return "port=" + rdma.String()[strings.LastIndex(rdma.String(), ":")+1:] + ",mountport=" + w.tcpPort
 }
 
-func (w *world) mount(t *testing.T, dir string) outcome {
+func (w *testEnv) mount(t *testing.T, dir string) outcome {
 	t.Helper()
 	return nfsrdmad(t, "mount", "--control-socket", w.socket, "-v", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
 }
 
-// unharmed checks that the daemon lives and the mount at dir serves.
-func (w *world) unharmed(t *testing.T, dir string) {
+// checkMount checks that the daemon answers and that the mount at dir serves files.
+func (w *testEnv) checkMount(t *testing.T, dir string) {
 	t.Helper()
 	if b, err := os.ReadFile(filepath.Join(dir, "hello")); err != nil || string(b) != "world" {
-		t.Errorf("the other mount: %q, %v", b, err)
+		t.Errorf("read of the other mount: got %q, %v", b, err)
 	}
 	if out := nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout; !strings.Contains(out, dir+" ") {
-		t.Errorf("the other mount is not listed: %s", out)
+		t.Errorf("list does not show the other mount: %s", out)
 	}
 }

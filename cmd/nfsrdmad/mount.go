@@ -8,10 +8,11 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
-// mountFlags are those of "mount" and of mount.nfsrdma.
+// mountFlags are the flags of "mount" and of mount.nfsrdma.
 type mountFlags struct {
 	options    []string
 	verbose    bool
@@ -23,24 +24,24 @@ type mountFlags struct {
 	inject     string
 }
 
-func (f *mountFlags) request(args []string) daemon.MountRequest {
-	return daemon.MountRequest{Spec: args[0], Dir: args[1], Options: strings.Join(f.options, ",")}
+func (f *mountFlags) request(args []string) control.MountRequest {
+	return control.MountRequest{Spec: args[0], Dir: args[1], Options: strings.Join(f.options, ",")}
 }
 
-func (f *mountFlags) run(cmd *cobra.Command, c *common, args []string) error {
+func (f *mountFlags) run(cmd *cobra.Command, c *commonFlags, args []string) error {
 	if f.foreground {
-		outliveReaders()
+		ignoreSIGPIPE()
 	}
 	return daemon.MountCommand(cmd.Context(), daemon.MountCommandConfig{
 		Request: f.request(args), Socket: c.socket, Foreground: f.foreground, CheckOnly: f.check, Sloppy: f.sloppy,
 		LogLevel: f.logLevel, Inject: f.inject, Log: os.Stderr,
-		Mounted: func(i daemon.MountInfo) { // it stands, whoever reads of it
+		Mounted: func(i control.MountInfo) { // an error of the output does not undo the mount
 			_ = c.print(cmd.OutOrStdout(), i, func(w io.Writer) { f.print(w, &i) })
 		},
 	})
 }
 
-func (f *mountFlags) print(w io.Writer, i *daemon.MountInfo) {
+func (f *mountFlags) print(w io.Writer, i *control.MountInfo) {
 	if f.verbose {
 		fmt.Fprintf(w, "%s on %s type nfsrdma (%s)\n", printable(i.Spec), printable(i.Dir), i.Options)
 	}
@@ -48,107 +49,124 @@ func (f *mountFlags) print(w io.Writer, i *daemon.MountInfo) {
 
 const mountLong = `Mount the export of an NFS server over RDMA.
 
-Options of -o, with nfs(5)'s names and meanings; defaults in parentheses:
-  ro | rw               (rw)
-  hard | soft | softerr a call without answer: wait for ever, EIO, ETIMEDOUT
-                        (hard)
-  timeo=TENTHS          after which a call ends its connection (600: 60 s)
-  retrans=N             times that soft and softerr try again (2)
-  rsize=N, wsize=N      most octets of a READ, a WRITE, 4096 to 1048576
-                        (as many as the server takes)
+Options of -o with the names and meanings of nfs(5); defaults in parentheses:
+  ro | rw               mount read-only or read-write (rw)
+  hard | soft | softerr when the server does not reply: retry forever, return
+                        EIO, or return ETIMEDOUT (hard)
+  timeo=TENTHS          reply timeout in tenths of a second; the client then
+                        reconnects (600)
+  retrans=N             retries before soft or softerr returns an error (2)
+  rsize=N, wsize=N      maximum bytes of a READ or WRITE, 4096 to 1048576
+                        (the server's maximum)
   port=N                RDMA port of the server (20049)
-  mountport=N           TCP port of its MOUNT service (its port mapper tells)
-  nconnect=N            connections, 1 to 16 (1)
+  mountport=N           TCP port of the server's MOUNT service (ask the port
+                        mapper)
+  nconnect=N            number of connections, 1 to 16 (1)
   acregmin=, acregmax=, acdirmin=, acdirmax=SECONDS
-                        for which attributes are kept (3, 60, 30, 60)
-  actimeo=SECONDS       all four of them
-  ac | noac             keep attributes, or do not (ac)
+                        minimum and maximum time to cache attributes of files
+                        and directories (3, 60, 30, 60)
+  actimeo=SECONDS       set all four cache times
+  ac | noac             cache attributes or not (ac)
   lookupcache=all | pos | none
-                        names that are kept (all)
+                        cache all names, existing names, or none (all)
   nosuid, nodev, noexec, noatime, nodiratime and their opposites
-                        as in mount(8)
-Accepted, because it is so anyhow: vers=3, nfsvers=3, mountvers=3, proto=rdma,
-  rdma, mountproto=tcp, sec=sys, nolock, local_lock=all, cto, rdirplus, intr,
-  nointr, and what fstab(5) says to others.
+                        see mount(8)
+Accepted for compatibility; no effect: vers=3, nfsvers=3, mountvers=3,
+  proto=rdma, rdma, mountproto=tcp, sec=sys, nolock, local_lock=all, cto,
+  rdirplus, intr, nointr, and options of fstab(5) for other programs.
 
-This client's own:
+Options of this client:
   provider=auto | softiwarp | rdmacore
-                        what carries RDMA (auto: rdmacore where the route to
-                        the server goes through an RDMA device)
-  device=NAME           the one RDMA device to use
-  slots=N               calls in flight on a connection, 4 to 1024 (64)
-  inline=N              octets of a message without chunks, 1024 to 65536, in
-                        steps of 1024 (4096)
-  mpacrc=off | on       make and check CRCs on iWARP (off)
-  writepad              room for the padding that old servers write
-  trace=N               events kept for "nfsrdmad trace", 0 for none (1024)
-  keepalive=SECONDS     of silence until the server is asked for a sign of
-                        life, 0 for never (10)
-  idle=SECONDS          after which an unused connection is closed, 0 for
+                        RDMA provider (auto: rdmacore if the route to the
+                        server uses an RDMA device, else softiwarp)
+  device=NAME           RDMA device to use
+  slots=N               maximum calls in flight per connection, 4 to 1024 (64)
+  inline=N              inline threshold in bytes, 1024 to 65536 in steps of
+                        1024 (4096)
+  mpacrc=off | on       send and check iWARP CRCs (off)
+  writepad              offer memory for XDR padding, for old servers
+  trace=N               trace events to keep, 0 for none (1024)
+  keepalive=SECONDS     idle time before a keepalive NULL call, 0 for never
+                        (10)
+  idle=SECONDS          close a connection that is unused for this time, 0 for
                         never (300)`
 
-func mountCommand(c *common) *cobra.Command {
+func mountCommand(c *commonFlags) *cobra.Command {
 	f := &mountFlags{}
 	cmd := &cobra.Command{
 		Use:   "mount HOST:/EXPORT DIR [-o OPTIONS]",
 		Short: "Mount an export",
 		Long:  mountLong,
-		Args:  takes(2, 2),
+		Args:  argCount(2, 2),
 		RunE:  func(cmd *cobra.Command, args []string) error { return f.run(cmd, c, args) },
 	}
 	c.socketFlag(cmd)
 	cmd.Flags().StringArrayVarP(&f.options, "options", "o", nil, "mount `options`, comma separated")
-	cmd.Flags().BoolVarP(&f.verbose, "verbose", "v", false, "say what was done")
+	cmd.Flags().BoolVarP(&f.verbose, "verbose", "v", false, "print the mount when it succeeds")
 	cmd.Flags().BoolVar(&f.foreground, "foreground", false,
-		"serve the mount in this process until it is interrupted or unmounted; no daemon needed")
-	cmd.Flags().StringVar(&f.logLevel, "log-level", "warn", "trace, debug, info, warn or error, with --foreground")
-	cmd.Flags().StringVar(&f.inject, "inject", "", "break connections on purpose, for tests, with --foreground")
+		"serve the mount in this process until it is interrupted or unmounted; needs no daemon")
+	cmd.Flags().StringVar(&f.logLevel, "log-level", "warn",
+		"log `level` with --foreground: trace, debug, info, warn or error")
+	cmd.Flags().StringVar(&f.inject, "inject", "",
+		"inject faults for tests, with --foreground: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	return cmd
 }
 
-// helperCommand follows mount(8), "External helpers": mount.nfsrdma SPEC DIR [-sfnv] [-N namespace]
-// [-o options] [-t type.subtype].
+// helperCommand returns the command for mount.nfsrdma. mount(8), section "External helpers",
+// defines its arguments: mount.nfsrdma SPEC DIR [-sfnv] [-N namespace] [-o options] [-t
+// type.subtype].
 func helperCommand() *cobra.Command {
 	f := &mountFlags{}
 	var ignored, namespace string
 	cmd := &cobra.Command{
 		Use:   helperName + " HOST:/EXPORT DIR [-sfnv] [-o OPTIONS]",
-		Short: "Mount an export, for mount(8)",
+		Short: "Mount an export; mount(8) calls this helper",
 		Long:  mountLong,
-		Args:  takes(2, 2),
+		Args:  argCount(2, 2),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if namespace != "" {
-				return fmt.Errorf("flag -N %s: the daemon mounts in its own mount namespace; run a daemon in that one, or nfsrdmad mount --foreground", namespace)
+				return fmt.Errorf("-N %s is not supported: the daemon mounts in its own mount namespace; "+
+					"run a daemon or nfsrdmad mount --foreground in that namespace", namespace)
 			}
-			return f.run(cmd, &common{socket: daemon.DefaultControlSocket}, args)
+			return f.run(cmd, &commonFlags{socket: control.DefaultSocket}, args)
 		},
 	}
 	cmd.Flags().StringArrayVarP(&f.options, "options", "o", nil, "mount `options`, comma separated")
-	cmd.Flags().BoolVarP(&f.verbose, "verbose", "v", false, "say what was done")
+	cmd.Flags().BoolVarP(&f.verbose, "verbose", "v", false, "print the mount when it succeeds")
 	cmd.Flags().BoolVarP(&f.sloppy, "sloppy", "s", false, "ignore unknown options")
-	cmd.Flags().BoolVarP(&f.check, "fake", "f", false, "check everything that needs no server, and mount nothing")
-	cmd.Flags().BoolVarP(&f.noMtab, "no-mtab", "n", false, "without effect: there is no mtab")
-	cmd.Flags().StringVarP(&ignored, "types", "t", "", "without effect")
-	cmd.Flags().StringVarP(&namespace, "namespace", "N", "", "refused: the daemon mounts where it runs")
-	forPeople(cmd)
+	cmd.Flags().BoolVarP(&f.check, "fake", "f", false,
+		"check the arguments without contacting the server; do not mount")
+	cmd.Flags().BoolVarP(&f.noMtab, "no-mtab", "n", false, "no effect")
+	cmd.Flags().StringVarP(&ignored, "types", "t", "", "no effect")
+	cmd.Flags().StringVarP(&namespace, "namespace", "N", "", "not supported")
+	configureHelp(cmd)
 	return cmd
 }
 
-func umountCommand(c *common) *cobra.Command {
+func umountCommand(c *commonFlags) *cobra.Command {
 	var force, lazy bool
 	cmd := &cobra.Command{
 		Use:   "umount [--force|--lazy] DIR",
-		Short: "End a mount",
-		Args:  takes(1, 1),
+		Short: "Unmount a file system",
+		Args:  argCount(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if err := notBoth(cmd, "force", "lazy"); err != nil {
+			dir, err := control.AbsolutePath(args[0])
+			if err != nil {
 				return err
 			}
-			return daemon.UmountCommand(cmd.Context(), c.socket, args[0], force, lazy)
+			mode := control.UmountNormal
+			switch {
+			case force:
+				mode = control.UmountForce
+			case lazy:
+				mode = control.UmountLazy
+			}
+			return control.NewClient(c.socket).Umount(cmd.Context(), control.UmountRequest{Dir: dir, Mode: mode})
 		},
 	}
 	c.socketFlag(cmd)
-	cmd.Flags().BoolVarP(&force, "force", "f", false, "abort what is under way; data not yet written is lost")
-	cmd.Flags().BoolVarP(&lazy, "lazy", "l", false, "detach now; open files stay usable")
+	cmd.Flags().BoolVarP(&force, "force", "f", false, "abort pending operations and unmount; unwritten data is lost")
+	cmd.Flags().BoolVarP(&lazy, "lazy", "l", false, "detach now; clean up when the last open file is closed")
+	cmd.MarkFlagsMutuallyExclusive("force", "lazy")
 	return cmd
 }

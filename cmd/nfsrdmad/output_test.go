@@ -6,36 +6,36 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// With --output json, mount tells of the mount what list does, verbose or not, and umount nothing;
-// errors stay a line of text.
-func TestMountAsJSON(t *testing.T) {
-	w := newWorld(t)
+// TestMountPrintsJSON checks that mount --output json prints the object that list prints. umount
+// prints nothing, and errors are one line of text.
+func TestMountPrintsJSON(t *testing.T) {
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	mount := []string{"mount", "--control-socket", w.socket, "--output", "json", "127.0.0.1:/", dir, "-o",
 		w.opts(w.server.RDMAAddr)}
-	var told daemon.MountInfo
-	if out := nfsrdmad(t, mount...).succeeds(t).stdout; json.Unmarshal([]byte(out), &told) != nil ||
-		told.Dir != dir || told.State != daemon.StateMounted {
-		t.Errorf("mount says %q", out)
+	var printed control.MountInfo
+	if out := nfsrdmad(t, mount...).succeeds(t).stdout; json.Unmarshal([]byte(out), &printed) != nil ||
+		printed.Dir != dir || printed.State != control.StateMounted {
+		t.Errorf("mount: got %q, want the mount as JSON", out)
 	}
-	var listed []daemon.MountInfo
+	var listed []control.MountInfo
 	out := nfsrdmad(t, "list", "--control-socket", w.socket, "--output", "json").succeeds(t).stdout
-	if json.Unmarshal([]byte(out), &listed) != nil || len(listed) != 1 || !reflect.DeepEqual(listed[0], told) {
-		t.Errorf("mount says %+v, list %s", told, out)
+	if json.Unmarshal([]byte(out), &listed) != nil || len(listed) != 1 || !reflect.DeepEqual(listed[0], printed) {
+		t.Errorf("got %+v from mount and %s from list, want the same", printed, out)
 	}
 	nfsrdmad(t, append(mount, "-v")...).fails(t, 32, "nfsrdma mount is there already")
 	umount := []string{"umount", "--control-socket", w.socket, "--output", "json", dir}
 	if out := nfsrdmad(t, umount...).succeeds(t); out.stdout+out.stderr != "" {
-		t.Errorf("umount says %q, %q", out.stdout, out.stderr)
+		t.Errorf("umount: got %q, %q, want no output", out.stdout, out.stderr)
 	}
 	nfsrdmad(t, umount...).fails(t, 32, "no mount of this daemon")
 }
 
-func TestForegroundMountAsJSON(t *testing.T) {
-	w := newWorld(t)
+func TestForegroundMountPrintsJSON(t *testing.T) {
+	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	cmd := program(t, "nfsrdmad", "mount", "--foreground", "--output", "json", "127.0.0.1:/", dir, "-o",
 		w.opts(w.server.RDMAAddr))
@@ -46,15 +46,15 @@ func TestForegroundMountAsJSON(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	told := make(chan daemon.MountInfo, 1)
+	printed := make(chan control.MountInfo, 1)
 	go func() {
-		var i daemon.MountInfo
+		var i control.MountInfo
 		_ = json.NewDecoder(stdout).Decode(&i)
 		_ = cmd.Process.Signal(syscall.SIGTERM)
-		told <- i
+		printed <- i
 	}()
-	if i := <-told; i.Dir != dir || i.State != daemon.StateMounted {
-		t.Errorf("says %+v", i)
+	if i := <-printed; i.Dir != dir || i.State != control.StateMounted {
+		t.Errorf("got %+v, want the mount", i)
 	}
 	if err := cmd.Wait(); err != nil {
 		t.Error(err)

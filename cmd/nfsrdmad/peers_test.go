@@ -16,8 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// peerAt plays a TCP service that is not what it should be: play gets each connection, which stays
-// open until the test ends.
+// peerAt listens on addr and calls play with each connection. Connections stay open until the test
+// ends.
 func peerAt(t *testing.T, addr string, play func(net.Conn)) netip.AddrPort {
 	t.Helper()
 	l, err := net.Listen("tcp", addr)
@@ -28,7 +28,7 @@ func peerAt(t *testing.T, addr string, play func(net.Conn)) netip.AddrPort {
 	return netip.MustParseAddrPort(l.Addr().String())
 }
 
-// playTCP serves l by play until the function that it returns is called.
+// playTCP calls play with each connection of l until the returned function is called.
 func playTCP(l net.Listener, play func(net.Conn)) (end func()) {
 	var mu sync.Mutex
 	var conns []net.Conn // guarded by mu
@@ -58,10 +58,10 @@ func playTCP(l net.Listener, play func(net.Conn)) (end func()) {
 
 func peer(t *testing.T, play func(net.Conn)) netip.AddrPort { return peerAt(t, "127.0.0.1:0", play) }
 
-// A tcpAnswer makes the reply record to a call; nil is silence.
+// A tcpAnswer returns the reply record to a call, or nil to send no reply.
 type tcpAnswer func(call sunrpc.CallHeader) []byte
 
-// rpcPeer plays an RPC service on TCP, such as MOUNT or the port mapper.
+// rpcPeer runs an RPC service on TCP, for example MOUNT or the port mapper.
 func rpcPeer(t *testing.T, addr string, answer tcpAnswer) netip.AddrPort {
 	t.Helper()
 	return peerAt(t, addr, func(c net.Conn) { answerRPC(c, answer) })
@@ -91,7 +91,7 @@ func answerRPC(c net.Conn, answer tcpAnswer) {
 	}
 }
 
-// words is a reply that was accepted and these results.
+// words returns accepted replies with the given results.
 func words(results ...uint32) tcpAnswer {
 	return func(call sunrpc.CallHeader) []byte { return acceptedWords(call.XID, results...) }
 }
@@ -104,24 +104,24 @@ func acceptedWords(xid uint32, results ...uint32) []byte {
 	return b
 }
 
-// goodMount answers MNT with a handle of one word and AUTH_SYS (RFC 1813 §5.2.1).
+// goodMount replies to MNT with a handle of one word and AUTH_SYS (RFC 1813 §5.2.1).
 var goodMount = words(0, 4, 0x12345678, 1, sunrpc.FlavorSys)
 
-// An rdmaCall is a call that came over RDMA.
+// An rdmaCall is a call received over RDMA.
 type rdmaCall struct {
 	header rpcrdma.Header
 	rpc    sunrpc.CallHeader
 }
 
-// wire is the message with header h and this RPC reply.
+// wire returns a message with header h and an RPC reply.
 func wire(h rpcrdma.Header, reply []byte) []byte { return append(h.Append(nil), reply...) }
 
-// reply is the header of an honest answer.
+// reply returns the header of a valid reply.
 func (c *rdmaCall) reply() rpcrdma.Header {
 	return rpcrdma.Header{XID: c.header.XID, Vers: rpcrdma.Version, Credits: 16, Proc: rpcrdma.ProcMsg}
 }
 
-// results is an honest RPC reply to what a mount asks, GETATTR and FSINFO (RFC 1813 §3.3.1,
+// results returns a valid RPC reply to the calls of a mount, GETATTR and FSINFO (RFC 1813 §3.3.1,
 // §3.3.19).
 func (c *rdmaCall) results() []byte {
 	switch nfs3.Proc(c.rpc.Proc) {
@@ -135,10 +135,11 @@ func (c *rdmaCall) results() []byte {
 	return sunrpc.AppendAcceptedReply(nil, c.rpc.XID, sunrpc.ProcUnavail)
 }
 
-func (c *rdmaCall) honest() []byte { return wire(c.reply(), c.results()) }
+// valid returns a valid reply message.
+func (c *rdmaCall) valid() []byte { return wire(c.reply(), c.results()) }
 
-// rdmaPeer plays an NFS/RDMA server on softiwarp. answer makes the Send for each call; nil is
-// silence.
+// rdmaPeer runs an NFS/RDMA server on softiwarp. answer returns the message to send for each call,
+// or nil to send nothing.
 func rdmaPeer(t *testing.T, answer func(*rdmaCall) []byte) netip.AddrPort {
 	t.Helper()
 	l, err := softiwarp.New(softiwarp.Config{}).Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))
@@ -208,7 +209,7 @@ func serveRDMA(ctx context.Context, req verbs.ConnRequest, answer func(*rdmaCall
 	}
 	private := rpcrdma.Private{SendSize: peerInline, RecvSize: peerInline}.Append(nil)
 	if req.Accept(ctx, verbs.ConnParam{PrivateData: private, InitiatorDepth: 16}) != nil {
-		return nil // the client went away
+		return nil // the client closed the connection
 	}
 	for {
 		select {

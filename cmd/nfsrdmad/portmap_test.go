@@ -9,22 +9,25 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// In a network namespace of its own the port mapper's port is free for peers of every kind.
-func TestPortMapper(t *testing.T) {
-	// The thread keeps the namespace, and ends with the goroutine: it is never unlocked.
+// TestPortMapperErrors runs in a new network namespace, where the port of the port mapper is free.
+func TestPortMapperErrors(t *testing.T) {
+	testutil.NeedsFUSE(t)
+	testutil.NeedsPrograms(t, "ip")
+	// The thread is never unlocked: it ends with the goroutine, and the namespace ends with it.
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		runtime.LockOSThread()
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			t.Errorf("a network namespace: %v", err)
+			t.Errorf("unshare the network namespace: %v", err)
 			return
 		}
 		if out, err := exec.Command("ip", "link", "set", "lo", "up").CombinedOutput(); err != nil {
-			t.Errorf("loopback: %v: %s", err, out)
+			t.Errorf("set loopback up: %v: %s", err, out)
 			return
 		}
 		portMapperCases(t)
@@ -32,10 +35,10 @@ func TestPortMapper(t *testing.T) {
 	<-done
 }
 
-// portMapperCases runs on one thread: what it starts, and each socket that it makes, is in that
-// thread's network namespace.
+// portMapperCases runs on one thread. The processes that it starts and the sockets that it creates
+// are in the network namespace of this thread.
 func portMapperCases(t *testing.T) {
-	w := &world{dir: t.TempDir(), log: &bytes.Buffer{}}
+	w := &testEnv{dir: t.TempDir(), log: &bytes.Buffer{}}
 	w.socket = w.dir + "/s"
 	w.startDaemonFor(t, "3s")
 	dir := w.mkdir(t, "free")
@@ -43,20 +46,21 @@ func portMapperCases(t *testing.T) {
 	hang := func(sunrpc.CallHeader) []byte { return nil }
 	for _, tt := range []struct {
 		name           string
-		mapper, mountd tcpAnswer // nil: nobody listens
-		says           []string
+		mapper, mountd tcpAnswer // nil for no listener
+		want           []string
 	}{
-		{"nobody", nil, nil, []string{"MNT / at " + mapper, "port mapper", "refused", "start rpcbind", "mountport="}},
-		{"the port mapper hangs", hang, nil, []string{"MNT / at " + mapper, "port mapper", "mountport="}},
+		{"no port mapper", nil, nil, []string{"MNT / at " + mapper, "port mapper", "refused", "start rpcbind",
+			"mountport="}},
+		{"port mapper does not reply", hang, nil, []string{"MNT / at " + mapper, "port mapper", "mountport="}},
 		{"MOUNT is not registered", words(0), nil, []string{"MNT / at " + mapper, "does not know",
 			"start the NFS server"}},
-		{"a port out of range", words(70000), nil, []string{"MNT / at " + mapper, "70000"}},
-		{"an answer that is cut", words(), nil, []string{"MNT / at " + mapper, "does not speak the protocol"}},
-		{"the port of nobody", words(20048), nil, []string{"MNT / at " + mountd, "refused"}},
-		{"the MOUNT service hangs", words(20048), hang,
+		{"port out of range", words(70000), nil, []string{"MNT / at " + mapper, "70000"}},
+		{"truncated reply", words(), nil, []string{"MNT / at " + mapper, "does not speak the protocol"}},
+		{"closed port", words(20048), nil, []string{"MNT / at " + mountd, "refused"}},
+		{"MOUNT service does not reply", words(20048), hang,
 			[]string{"MNT / at " + mountd, "MOUNT service does not answer"}},
-		{"no port mapper, but MOUNT at its own port", nil, words(13), []string{"MNT / at " + mountd, "MNT3ERR_ACCES"}},
-		{"MOUNT answers, and nobody at the RDMA port", words(20048), goodMount,
+		{"no port mapper, MOUNT at its usual port", nil, words(13), []string{"MNT / at " + mountd, "MNT3ERR_ACCES"}},
+		{"MOUNT replies, RDMA port closed", words(20048), goodMount,
 			[]string{"RDMA connection to 127.0.0.1:20049", "refused", "port="}},
 	} {
 		var close []func()
@@ -74,7 +78,7 @@ func portMapperCases(t *testing.T) {
 		if t.Failed() {
 			return
 		}
-		o.fails(t, 32, tt.says...)
+		o.fails(t, 32, tt.want...)
 		if t.Failed() {
 			t.Log("in case:", tt.name)
 		}

@@ -7,48 +7,48 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// common are the flags that most commands have.
-type common struct {
+// commonFlags are the flags that most commands have.
+type commonFlags struct {
 	socket string
 	output string
 }
 
 func rootCommand() *cobra.Command {
-	c := &common{}
+	c := &commonFlags{}
 	root := &cobra.Command{
 		Use:                        "nfsrdmad",
-		Short:                      "Mount NFS exports over RDMA, in user space",
-		Version:                    daemon.Version().Version,
+		Short:                      "Mount NFS exports over RDMA in user space",
+		Version:                    control.Version().Version,
 		DisableFlagsInUseLine:      true,
 		SuggestionsMinimumDistance: 2,
-		Args:                       onlyCommands,
+		Args:                       rejectUnknownCommand,
 		RunE:                       func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if c.output != "text" && c.output != "json" {
-				return fmt.Errorf("flag --output=%s: must be text or json", c.output)
+				return fmt.Errorf("invalid --output %q: use text or json", c.output)
 			}
 			return nil
 		},
 	}
 	root.PersistentFlags().StringVar(&c.output, "output", "text",
-		"text, or json for programs, of mount, list, status, trace, doctor and version; errors are text")
+		"text or json, for mount, list, status, trace, doctor and version")
 	root.AddCommand(daemonCommand(), mountCommand(c), umountCommand(c), listCommand(c), statusCommand(c),
 		traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
 	root.SetVersionTemplate("nfsrdmad {{.Version}}\n")
-	forPeople(root)
+	configureHelp(root)
 	return root
 }
 
-// socketFlag is for the commands that ask the daemon.
-func (c *common) socketFlag(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&c.socket, "control-socket", daemon.DefaultControlSocket, "unix socket of the daemon")
+// socketFlag adds the flag --control-socket.
+func (c *commonFlags) socketFlag(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&c.socket, "control-socket", control.DefaultSocket, "Unix socket of the daemon")
 }
 
-// print writes v as JSON, or as text makes it.
-func (c *common) print(w io.Writer, v any, text func(io.Writer)) error {
+// print writes v as JSON, or calls text to write it as text.
+func (c *commonFlags) print(w io.Writer, v any, text func(io.Writer)) error {
 	if c.output == "json" {
 		enc := json.NewEncoder(w)
 		enc.SetIndent("", "  ")
@@ -58,9 +58,10 @@ func (c *common) print(w io.Writer, v any, text func(io.Writer)) error {
 	return nil
 }
 
-// ask fetches from the daemon and prints.
-func ask[T any](c *common, cmd *cobra.Command, fetch func(*daemon.Client) (T, error), text func(io.Writer, T)) error {
-	v, err := fetch(daemon.NewClient(c.socket))
+// printFromDaemon fetches a value from the daemon and prints it.
+func printFromDaemon[T any](c *commonFlags, cmd *cobra.Command, fetch func(*control.Client) (T, error),
+	text func(io.Writer, T)) error {
+	v, err := fetch(control.NewClient(c.socket))
 	if err != nil {
 		return err
 	}

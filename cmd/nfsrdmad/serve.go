@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
@@ -13,24 +15,31 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/demo"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 func serveCommand() *cobra.Command {
 	var cfg nfsserve.Config
 	var level, inject string
+	var allow []string
 	limits := serveLimits{connections: svcrdma.DefaultMaxConns, memory: svcrdma.DefaultMessageMemory >> 20}
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
-		Args:  takes(0, 1),
+		Args:  argCount(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
+			var err error
+			if cfg.Allow, err = parseAllow(allow); err != nil {
+				return err
+			}
 			if err := limits.apply(&cfg.RDMA); err != nil {
 				return err
 			}
-			plan, err := daemon.ParseFaults(inject)
+			plan, err := mount.ParseFaults(inject)
 			if err != nil {
 				return err
 			}
@@ -40,21 +49,28 @@ func serveCommand() *cobra.Command {
 				return err
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
-			cfg.Provider = daemon.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
-			outliveReaders()
-			return demo.Serve(cmd.Context(), cfg, func(s *nfsserve.Server) {
+			cfg.Provider = mount.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
+			ignoreSIGPIPE()
+			return runServer(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {
-					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", daemon.FaultBanner, plan)
+					fmt.Fprintf(cmd.OutOrStdout(), "%s%s\n", control.FaultBanner, plan)
 				}
 			})
 		},
 	}
-	cmd.Flags().StringVar(&cfg.Backend, "backend", "", "HOST:PORT of an NFSv3 server on TCP")
-	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen, "ADDRESS:PORT of the RDMA side")
+	cmd.Flags().StringVar(&cfg.Backend, "backend", "",
+		"`HOST:PORT` of an NFSv3 server on TCP to relay to; it sees every client as this host and an unprivileged "+
+			"port, so its own export rules cannot tell clients apart: restrict them with --allow")
+	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen,
+		"`ADDRESS:PORT` for NFS over RDMA; without ADDRESS on all addresses of this host")
 	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen,
-		"ADDRESS:PORT of MOUNT, NFS and port mapper of a directory; other hosts need one that they reach")
+		"`ADDRESS:PORT` for MOUNT, NFS and port mapper over TCP; without ADDRESS on all addresses of this host")
+	cmd.Flags().StringSliceVar(&allow, "allow", nil,
+		"`CIDR,...` of the clients to serve, over RDMA and TCP; can be repeated (default all)")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
+	cmd.Flags().BoolVar(&cfg.NoRootSquash, "no-root-squash", false,
+		"run calls of uid 0 as root; by default uid 0 and gid 0 become 65534")
 	cmd.Flags().IntVar(&limits.connections, "max-connections", limits.connections,
 		"most RDMA connections at a time; one client address has at most half of them")
 	cmd.Flags().IntVar(&limits.memory, "message-memory", limits.memory,
@@ -63,6 +79,41 @@ func serveCommand() *cobra.Command {
 		"break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
+}
+
+// parseAllow reads the addresses and networks of --allow.
+func parseAllow(list []string) (nets []netip.Prefix, err error) {
+	for _, text := range list {
+		p, err := netip.ParsePrefix(text)
+		if a, aErr := netip.ParseAddr(text); aErr == nil {
+			p, err = netip.PrefixFrom(a, a.BitLen()), nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("invalid --allow %q: use ADDRESS or ADDRESS/BITS", text)
+		}
+		if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
+			p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)
+		}
+		nets = append(nets, p.Masked())
+	}
+	return nets, nil
+}
+
+// runServer runs a server until ctx ends. It calls started once the server listens.
+func runServer(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
+	s, err := nfsserve.Run(ctx, cfg)
+	var usage *nfsserve.ConfigError
+	switch {
+	case errors.As(err, &usage):
+		return &control.Error{Code: control.CodeUsage, Text: err.Error(), Err: err}
+	case err != nil:
+		return control.Errorf(control.CodeSystem, "serve: %w", err)
+	}
+	started(s)
+	if err := s.Wait(); err != nil && ctx.Err() == nil {
+		return control.Errorf(control.CodeSystem, "serve: %w", err)
+	}
+	return nil
 }
 
 // serveLimits are what a server may take of its host.
@@ -98,7 +149,7 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 	if err != nil {
 		return
 	}
-	root := daemon.Spec{Host: "localhost", Export: "/"}
+	root := mount.Spec{Host: "localhost", Export: "/"}
 	switch r, m := s.RDMAAddr.Addr(), tcp.Addr(); { // a mount has one name for both
 	case !r.IsUnspecified() && !m.IsUnspecified() && r != m:
 		return
@@ -108,7 +159,7 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 		root.Host = r.String()
 	}
 	var options []string
-	if p := s.RDMAAddr.Port(); p != daemon.DefaultOptions().Port {
+	if p := s.RDMAAddr.Port(); p != mount.DefaultOptions().Port {
 		options = append(options, fmt.Sprintf("port=%d", p))
 	}
 	if tcp.Port() != portMapper {
@@ -130,7 +181,7 @@ func demoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Copy a tree through a mount of an embedded server, and compare",
-		Args:  takes(0, 0),
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cfg.MaxFiles < 1 {
 				return fmt.Errorf("flag --files=%d: must be 1 or more", cfg.MaxFiles)

@@ -14,14 +14,14 @@ import (
 	"time"
 )
 
-// servingLine is what serve says first.
+// servingLine matches the first line of serve.
 var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), (?:MOUNT and NFS on|for the NFS server at) TCP (\S+)\n$`)
 
-// serve starts "nfsrdmad serve" and returns its two addresses, and a function that ends it with
-// SIGTERM.
+// serve starts "nfsrdmad serve". It returns the two addresses of the server and a function that
+// ends the server with SIGTERM.
 func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {
 	t.Helper()
-	cmd := program(t, "nfsrdmad", append([]string{"serve", "--rdma-listen", "127.0.0.1:0"}, args...)...)
+	cmd := program(t, "nfsrdmad", append([]string{"serve", "--rdma-listen", "127.0.0.1:0", "--no-root-squash"}, args...)...)
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -45,7 +45,7 @@ func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {
 	line, err := bufio.NewReader(stdout).ReadString('\n')
 	m := servingLine.FindStringSubmatch(line)
 	if err != nil || m == nil {
-		t.Fatalf("serve %v says %q, %v", args, line, err)
+		t.Fatalf("serve %v: got output %q, %v", args, line, err)
 	}
 	return m[1], m[2], end
 }
@@ -59,14 +59,14 @@ func portOf(t *testing.T, addr string) string {
 	return port
 }
 
-// A tree through "serve DIR" as the TCP back end, "serve --backend" in front of it, a mount, and
-// back: all of them processes.
+// TestServeBackend writes a file through three processes: a mount, "serve --backend", and "serve
+// DIR" as the backend on TCP.
 func TestServeBackend(t *testing.T) {
-	w := newWorld(t)
+	w := newTestEnv(t)
 	_, tcp, endBackend := serve(t, filepath.Join(w.dir, "export"))
-	front, said, _ := serve(t, "--backend", tcp)
-	if said != tcp {
-		t.Errorf("serve --backend %s names %s", tcp, said)
+	front, named, _ := serve(t, "--backend", tcp)
+	if named != tcp {
+		t.Errorf("serve --backend %s: got backend %s in the output", tcp, named)
 	}
 	dir := w.mkdir(t, "mnt")
 	opts := "soft,timeo=50,retrans=0,port=" + portOf(t, front) + ",mountport=" + portOf(t, tcp)
@@ -77,12 +77,12 @@ func TestServeBackend(t *testing.T) {
 	}
 	for _, path := range []string{filepath.Join(w.dir, "export", "big"), filepath.Join(dir, "big")} {
 		if b, err := os.ReadFile(path); err != nil || string(b) != big {
-			t.Errorf("%s: %d octets, %v", path, len(b), err)
+			t.Errorf("read %s: got %d bytes, %v", path, len(b), err)
 		}
 	}
 	endBackend()
 	if _, err := os.ReadDir(dir); err == nil {
-		t.Error("the directory is read although the backend is gone")
+		t.Error("ReadDir succeeded after the backend ended")
 	}
 	nfsrdmad(t, "status", "--control-socket", w.socket, dir).succeeds(t)
 	nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", dir).succeeds(t)
@@ -95,46 +95,44 @@ func TestServeErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	taken := peer(t, func(net.Conn) {}).String()
+	mail := peer(t, func(c net.Conn) { _, _ = c.Write([]byte("220 mail.example\r\n")) }).String()
 	free := "127.0.0.1:0"
 	for _, tt := range []struct {
 		name string
 		args []string
 		code int
-		says []string
+		want []string
 	}{
 		{"directory missing", []string{dir + "/no", "--rdma-listen", free}, 2, []string{dir + "/no", "no such file"}},
 		{"directory a file", []string{file, "--rdma-listen", free}, 2, []string{file, "not a directory"}},
 		{"RDMA port in use", []string{dir, "--rdma-listen", taken}, 2, []string{taken, "in use", "--rdma-listen"}},
 		{"TCP port in use", []string{dir, "--rdma-listen", free, "--tcp-listen", taken}, 2,
 			[]string{taken, "in use", "--tcp-listen"}},
-		{"no address", []string{dir, "--rdma-listen", "nowhere"}, 1, []string{`"nowhere"`, "ADDRESS:PORT"}},
+		{"invalid address", []string{dir, "--rdma-listen", "nowhere"}, 1, []string{`"nowhere"`, "ADDRESS:PORT"}},
 		{"not this host's address", []string{dir, "--rdma-listen", "192.0.2.1:0"}, 2, []string{"192.0.2.1"}},
 		{"backend without port", []string{"--backend", "127.0.0.1", "--rdma-listen", free}, 1,
 			[]string{`"127.0.0.1"`, "HOST:PORT"}},
-		{"backend no NFS server", []string{"--backend",
-			peer(t, func(c net.Conn) {
-				_,
-					_ = c.Write([]byte("220 mail.example\r\n"))
-			}).String(), "--rdma-listen", free}, 2, []string{"NFSv3 on that TCP port"}},
-		{"backend dead", []string{"--backend", closedPort(t).String(), "--rdma-listen", free}, 2,
+		{"backend is not an NFS server", []string{"--backend", mail, "--rdma-listen", free}, 2,
+			[]string{"NFSv3 on that TCP port"}},
+		{"backend not running", []string{"--backend", closedPort(t).String(), "--rdma-listen", free}, 2,
 			[]string{"NFS server 127", "refused", "is it running"}},
 		{"directory and backend", []string{dir, "--backend", taken}, 1, []string{"directory or a backend"}},
-		{"nothing", nil, 1, []string{"directory or a backend"}},
+		{"no arguments", nil, 1, []string{"directory or a backend"}},
 		{"no connections", []string{dir, "--max-connections", "1"}, 1,
 			[]string{"--max-connections=1", "from 2 to 65536"}},
 		{"no memory", []string{dir, "--message-memory", "0"}, 1, []string{"--message-memory=0", "from 4 to"}},
 		{"log level", []string{dir, "--log-level", "loud"}, 1, []string{`loud`, "trace, debug"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			nfsrdmad(t, append([]string{"serve"}, tt.args...)...).fails(t, tt.code, tt.says...)
+			nfsrdmad(t, append([]string{"serve"}, tt.args...)...).fails(t, tt.code, tt.want...)
 		})
 	}
 }
 
-// A server of two connections has one for each client: the second mount of a client is refused,
-// with words, and takes the place of the first when that is gone.
-func TestServeLimits(t *testing.T) {
-	w := newWorld(t)
+// TestServeLimitsConnectionsPerClient allows two connections, of which one client gets one. The
+// second mount of the client must fail, and must succeed after the first mount has ended.
+func TestServeLimitsConnectionsPerClient(t *testing.T) {
+	w := newTestEnv(t)
 	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--max-connections", "2", "--message-memory", "4")
 	opts := "port=" + portOf(t, rdma) + ",mountport=" + portOf(t, tcp)
 	first, second := w.mkdir(t, "first"), w.mkdir(t, "second")
@@ -142,14 +140,14 @@ func TestServeLimits(t *testing.T) {
 		return nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", opts)
 	}
 	mount(first).succeeds(t)
-	w.unharmed(t, first)
-	big := strings.Repeat("as much memory as one call takes", 100_000)
+	w.checkMount(t, first)
+	big := strings.Repeat("more than one call needs as data", 100_000)
 	if err := os.WriteFile(filepath.Join(first, "big"), []byte(big), 0o644); err != nil {
 		t.Error(err)
 	}
 	mount(second).fails(t, 32, rdma, "reject")
 	nfsrdmad(t, "umount", "--control-socket", w.socket, first).succeeds(t)
-	// the server sees the end of the connection a moment later
+	// The server notices the end of the connection a moment later.
 	for deadline := time.Now().Add(limit); ; {
 		o := mount(second)
 		if o.code == 0 {
@@ -159,29 +157,29 @@ func TestServeLimits(t *testing.T) {
 			t.Fatal(o.stderr)
 		}
 	}
-	w.unharmed(t, second)
+	w.checkMount(t, second)
 }
 
-// IPv6: served, mounted, listed, and in errors.
+// TestIPv6 serves, mounts and lists over IPv6, and checks addresses in errors.
 func TestIPv6(t *testing.T) {
-	w := newWorld(t)
+	w := newTestEnv(t)
 	cmd := exec.Command("ip", "-6", "addr", "show", "dev", "lo")
 	if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "::1") {
-		t.Fatalf("no IPv6 loopback to test with: %v: %s", err, out)
+		t.Fatalf("this test needs an IPv6 loopback address: %v: %s", err, out)
 	}
 	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--rdma-listen", "[::1]:0", "--tcp-listen", "[::1]:0")
 	dir, free := w.mkdir(t, "mnt"), w.mkdir(t, "free")
 	opts := "port=" + portOf(t, rdma) + ",mountport=" + portOf(t, tcp)
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", dir, "-o", opts).succeeds(t)
-	w.unharmed(t, dir)
+	w.checkMount(t, dir)
 	if out := nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout; !strings.Contains(out,
 		"[::1]:/ ") || !strings.Contains(out, rdma) {
-		t.Errorf("list: %s", out)
+		t.Errorf("list: got %s, want the mount and its server", out)
 	}
 	if mounts, _ := os.ReadFile("/proc/mounts"); !strings.Contains(string(mounts), "[::1]:/ "+dir+" fuse.nfsrdma ") {
-		t.Error("not in /proc/mounts as [::1]:/")
+		t.Error("/proc/mounts does not list [::1]:/")
 	}
-	closed := closedPort(t).Port() // nobody listens there on [::1] either
+	closed := closedPort(t).Port() // also closed on [::1]
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o",
 		fmt.Sprintf("port=%d,mountport=%s", closed, portOf(t, tcp))).
 		fails(t, 32, "[::1]:/ on ", fmt.Sprintf("RDMA connection to [::1]:%d: ", closed), "refused")

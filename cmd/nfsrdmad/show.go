@@ -7,16 +7,19 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-func listCommand(c *common) *cobra.Command {
+func listCommand(c *commonFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list",
-		Short: "List the daemon's mounts",
-		Args:  takes(0, 0),
+		Short: "List the mounts of the daemon",
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountInfo, error) { return d.List(cmd.Context()) },
+			return printFromDaemon(c, cmd, func(d *control.Client) ([]control.MountInfo,
+				error) {
+				return d.List(cmd.Context())
+			},
 				printList)
 		},
 	}
@@ -24,10 +27,10 @@ func listCommand(c *common) *cobra.Command {
 	return cmd
 }
 
-func printList(w io.Writer, l []daemon.MountInfo) {
+func printList(w io.Writer, l []control.MountInfo) {
 	for _, m := range l {
 		if m.FaultInjection != "" {
-			item(w, "", daemon.FaultBanner+m.FaultInjection, ",")
+			item(w, "", control.FaultBanner+m.FaultInjection, ",")
 			break
 		}
 	}
@@ -39,16 +42,16 @@ func printList(w io.Writer, l []daemon.MountInfo) {
 	t.Flush()
 }
 
-func versionCommand(c *common) *cobra.Command {
+func versionCommand(c *commonFlags) *cobra.Command {
 	var verbose bool
 	cmd := &cobra.Command{
 		Use:   "version [--verbose]",
-		Short: "Print the version of this program",
-		Args:  takes(0, 0),
+		Short: "Print the version",
+		Args:  argCount(0, 0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			v := versions{VersionInfo: daemon.Version()}
+			v := versions{VersionInfo: control.Version()}
 			if verbose {
-				d, err := daemon.NewClient(c.socket).Version(cmd.Context())
+				d, err := control.NewClient(c.socket).Version(cmd.Context())
 				if err != nil {
 					return err
 				}
@@ -58,14 +61,14 @@ func versionCommand(c *common) *cobra.Command {
 		},
 	}
 	c.socketFlag(cmd)
-	cmd.Flags().BoolVarP(&verbose, "verbose", "v", false, "ask the daemon for its version, too")
+	cmd.Flags().BoolVarP(&verbose, "verbose", "v", false, "also print the version of the daemon")
 	return cmd
 }
 
-// versions are those of this program and, if it was asked, of the daemon.
+// versions holds the version of this program and, with --verbose, of the daemon.
 type versions struct {
-	daemon.VersionInfo
-	Daemon *daemon.VersionInfo `json:"daemon,omitempty"`
+	control.VersionInfo
+	Daemon *control.VersionInfo `json:"daemon,omitempty"`
 }
 
 func (v versions) print(w io.Writer) {
@@ -75,6 +78,6 @@ func (v versions) print(w io.Writer) {
 	}
 	fmt.Fprintf(w, "daemon   %s %s, pid %d\n", v.Daemon.Version, v.Daemon.Go, v.Daemon.PID)
 	if v.Daemon.FaultInjection != "" {
-		item(w, "", daemon.FaultBanner+v.Daemon.FaultInjection, ",")
+		item(w, "", control.FaultBanner+v.Daemon.FaultInjection, ",")
 	}
 }

@@ -12,28 +12,28 @@ import (
 	"time"
 )
 
-// A terminal that is closed, and a log that nobody reads any more, leave no mount behind that
-// nobody serves.
-func TestTerminalClosed(t *testing.T) {
+// TestClosedTerminal checks that SIGHUP unmounts in order, that nohup(1) keeps the mount, and that
+// a closed log does not end the process.
+func TestClosedTerminal(t *testing.T) {
 	t.Run("daemon", func(t *testing.T) {
-		w := newWorld(t)
+		w := newTestEnv(t)
 		w.mount(t, w.mkdir(t, "mnt")).succeeds(t)
 		_ = w.daemon.Process.Signal(syscall.SIGHUP)
-		w.stop(t, w.daemon) // finds nothing left
+		w.stop(t, w.daemon)
 	})
 	t.Run("foreground", func(t *testing.T) {
-		w := newWorld(t)
+		w := newTestEnv(t)
 		cmd := w.foreground(t)
 		_ = cmd.Process.Signal(syscall.SIGHUP)
 		if err := cmd.Wait(); err != nil {
 			t.Error(err)
 		}
 		if mounts, _ := os.ReadFile("/proc/self/mountinfo"); strings.Contains(string(mounts), w.dir) {
-			t.Error("a mount is left")
+			t.Error("a mount still exists after the process exited")
 		}
 	})
 	t.Run("nohup", func(t *testing.T) {
-		w := newWorld(t)
+		w := newTestEnv(t)
 		dir := w.mkdir(t, "mnt")
 		inner := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir,
 			"-o", w.opts(w.server.RDMAAddr))
@@ -42,17 +42,18 @@ func TestTerminalClosed(t *testing.T) {
 		cmd.Env = inner.Env
 		w.startForeground(t, cmd, dir)
 		_ = cmd.Process.Signal(syscall.SIGHUP)
-		time.Sleep(200 * time.Millisecond) // an end would take less; a later one fails below, too
+		// enough for a process that does not ignore SIGHUP to end
+		time.Sleep(200 * time.Millisecond)
 		if b, err := os.ReadFile(filepath.Join(dir, "hello")); err != nil || string(b) != "world" {
-			t.Errorf("%q, %v", b, err)
+			t.Errorf("read after SIGHUP: got %q, %v", b, err)
 		}
 		_ = cmd.Process.Signal(syscall.SIGTERM)
 		if err := cmd.Wait(); err != nil {
 			t.Error(err)
 		}
 	})
-	t.Run("log without reader", func(t *testing.T) {
-		w := newWorld(t)
+	t.Run("closed log", func(t *testing.T) {
+		w := newTestEnv(t)
 		dir := w.mkdir(t, "mnt")
 		cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "--log-level", "info",
 			"127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
@@ -61,7 +62,7 @@ func TestTerminalClosed(t *testing.T) {
 			t.Fatal(err)
 		}
 		cmd.Stderr = stderr
-		r.Close() // each line of the log is a broken pipe
+		r.Close() // every write of the log fails with EPIPE
 		w.startForeground(t, cmd, dir)
 		stderr.Close()
 		_ = cmd.Process.Signal(syscall.SIGTERM)
@@ -71,16 +72,16 @@ func TestTerminalClosed(t *testing.T) {
 	})
 }
 
-// systemd hears when mounts can be made, and for how long their end may take: a shutdown timeout
-// above the unit's own would be cut short else.
-func TestTellsSystemd(t *testing.T) {
+// TestNotifiesSystemd checks the notifications READY and STOPPING. STOPPING must extend the stop
+// timeout of the unit when shutdown_timeout is longer.
+func TestNotifiesSystemd(t *testing.T) {
 	dir := t.TempDir()
 	l, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(dir, "notify"), Net: "unixgram"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	hears := func() string {
+	message := func() string {
 		t.Helper()
 		b := make([]byte, 4096)
 		_ = l.SetReadDeadline(time.Now().Add(limit))
@@ -98,27 +99,27 @@ func TestTellsSystemd(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer cmd.Process.Kill()
-	if s := hears(); !strings.Contains(s, "\nREADY=1\n") {
-		t.Errorf("says %q", s)
+	if s := message(); !strings.Contains(s, "\nREADY=1\n") {
+		t.Errorf("got notification %q", s)
 	}
 	nfsrdmad(t, "list", "--control-socket", socket).succeeds(t)
 	_ = cmd.Process.Signal(syscall.SIGTERM)
-	s := hears()
+	s := message()
 	var usec int
 	if _, value, found := strings.Cut(s, "\nEXTEND_TIMEOUT_USEC="); found {
 		usec, _ = strconv.Atoi(value[:strings.IndexByte(value, '\n')])
 	}
 	if d := time.Duration(usec) * time.Microsecond; !strings.Contains(s, "\nSTOPPING=1\n") || d <= 100*time.Second ||
 		d > 200*time.Second {
-		t.Errorf("says %q", s)
+		t.Errorf("got notification %q", s)
 	}
 	if err := cmd.Wait(); err != nil {
 		t.Error(err)
 	}
 }
 
-// foreground starts a mount in the foreground.
-func (w *world) foreground(t *testing.T) *exec.Cmd {
+// foreground starts a foreground mount.
+func (w *testEnv) foreground(t *testing.T) *exec.Cmd {
 	t.Helper()
 	dir := w.mkdir(t, "mnt")
 	cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir, "-o",
@@ -128,7 +129,7 @@ func (w *world) foreground(t *testing.T) *exec.Cmd {
 }
 
 // startForeground starts cmd and waits until it has mounted at dir.
-func (w *world) startForeground(t *testing.T, cmd *exec.Cmd, dir string) {
+func (w *testEnv) startForeground(t *testing.T, cmd *exec.Cmd, dir string) {
 	t.Helper()
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -145,7 +146,7 @@ func (w *world) startForeground(t *testing.T, cmd *exec.Cmd, dir string) {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatal("it does not mount")
+			t.Fatal("the mount does not appear")
 		}
 	}
 }

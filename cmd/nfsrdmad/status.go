@@ -13,36 +13,42 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// columns is the width that status is made for.
+// columns is the maximum width of the output in columns.
 const columns = 80
 
-func statusCommand(c *common) *cobra.Command {
+func statusCommand(c *commonFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status [DIR]",
-		Short: "Show a mount, or all: connection, waiting calls, memory regions",
-		Args:  takes(0, 1),
+		Short: "Show connection, pending calls and memory regions of mounts",
+		Args:  argCount(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			dir, err := daemon.OptionalDir(args)
+			dir, err := optionalDir(args)
 			if err != nil {
 				return err
 			}
-			return ask(c, cmd, func(d *daemon.Client) ([]daemon.MountStatus,
-				error) {
-				return d.Status(cmd.Context(), dir)
-			},
-				func(w io.Writer, l []daemon.MountStatus) { printStatus(w, l, time.Now()) })
+			fetch := func(d *control.Client) ([]control.MountStatus, error) { return d.Status(cmd.Context(), dir) }
+			return printFromDaemon(c, cmd, fetch,
+				func(w io.Writer, l []control.MountStatus) { printStatus(w, l, time.Now()) })
 		},
 	}
 	c.socketFlag(cmd)
 	return cmd
 }
 
-func printStatus(w io.Writer, l []daemon.MountStatus, now time.Time) {
+// optionalDir returns the first argument as an absolute path, or "" without arguments.
+func optionalDir(args []string) (string, error) {
+	if len(args) == 0 {
+		return "", nil
+	}
+	return control.AbsolutePath(args[0])
+}
+
+func printStatus(w io.Writer, l []control.MountStatus, now time.Time) {
 	if len(l) == 0 {
-		nothing(w)
+		fmt.Fprintln(w, "no mounts")
 	}
 	for i := range l {
 		if i > 0 {
@@ -52,9 +58,9 @@ func printStatus(w io.Writer, l []daemon.MountStatus, now time.Time) {
 	}
 }
 
-func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
+func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	if m.FaultInjection != "" {
-		item(w, "", daemon.FaultBanner+m.FaultInjection, ",")
+		item(w, "", control.FaultBanner+m.FaultInjection, ",")
 	}
 	item(w, "", fmt.Sprintf("%s on %s: %s since %s", printable(m.Spec), printable(m.Dir), m.State,
 		m.Since.Local().Format(time.DateTime)), " ")
@@ -74,36 +80,36 @@ func printMount(w io.Writer, m *daemon.MountStatus, now time.Time) {
 	}
 	item(w, "sizes", fmt.Sprintf("rsize %d, wsize %d", m.MaxRead, m.MaxWrite), " ")
 	item(w, "slots", fmt.Sprintf("%d of %d in use, %s", m.SlotsInUse, m.Slots, plural(m.Credits, "credit")), " ")
-	item(w, "MRs", fmt.Sprintf("%s; hurt %d: recovered %d, recycled %d, orphaned %d", counts(m.MRs), m.MRsFailed,
+	item(w, "MRs", fmt.Sprintf("%s; failed %d: recovered %d, recycled %d, orphaned %d", counts(m.MRStates), m.MRsFailed,
 		m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
 	item(w, "calls", callsLine(m), " ")
 	printCalls(w, m)
-	printStory(w, m, now)
+	printHistory(w, m, now)
 	if m.XprtLine != "" {
 		fmt.Fprintln(w, m.XprtLine)
 	}
 }
 
-func callsLine(m *daemon.MountStatus) string {
-	s := fmt.Sprintf("%d sent, %d answered, ", m.Sends, m.Receives)
+func callsLine(m *control.MountStatus) string {
+	s := fmt.Sprintf("%d sent, %d completed, ", m.Sends, m.Recvs)
 	if len(m.Calls) == 0 {
-		return s + "none waits"
+		return s + "0 pending"
 	}
 	by := make(map[string]uint64)
 	for i := range m.Calls {
 		by[m.Calls[i].WaitsFor]++
 	}
-	return s + fmt.Sprintf("%d waiting (%s)", len(m.Calls), counts(by))
+	return s + fmt.Sprintf("%d pending (%s)", len(m.Calls), counts(by))
 }
 
-// printCalls is the table of waiting calls, the oldest first.
-func printCalls(w io.Writer, m *daemon.MountStatus) {
+// printCalls prints the table of pending calls, oldest first.
+func printCalls(w io.Writer, m *control.MountStatus) {
 	if len(m.Calls) == 0 {
 		return
 	}
 	several := severalConnections(m)
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	fmt.Fprintln(t, "  AGE\tXID\tPROCEDURE\tSLOT\tWAITS FOR\tOWNER")
+	fmt.Fprintln(t, "  AGE\tXID\tPROCEDURE\tSLOT\tWAITING FOR\tOWNER")
 	for i := range m.Calls {
 		c := &m.Calls[i]
 		xid, slot := c.XID, strconv.Itoa(c.Slot)
@@ -118,34 +124,34 @@ func printCalls(w io.Writer, m *daemon.MountStatus) {
 	t.Flush()
 }
 
-func severalConnections(m *daemon.MountStatus) bool {
-	return slices.ContainsFunc(m.History, func(n daemon.ConnEvent) bool { return n.Connection > 0 })
+func severalConnections(m *control.MountStatus) bool {
+	return slices.ContainsFunc(m.History, func(n control.ConnEvent) bool { return n.Connection > 0 })
 }
 
-// owner is for whom a call is made, as a few words.
-func owner(c *daemon.PendingCall) string {
+// owner describes the process or the part of the daemon that waits for a call.
+func owner(c *control.PendingCall) string {
 	switch c.Owner {
-	case daemon.OwnerProcess:
+	case control.OwnerProcess:
 		command := "(ended)"
 		if c.Command != "" {
 			command = printable(c.Command)
 		}
 		return fmt.Sprintf("%d %s uid %d", c.PID, command, c.UID)
-	case daemon.OwnerGone:
-		return "(caller has gone)"
-	case daemon.OwnerKernel:
+	case control.OwnerGone:
+		return "(caller exited)"
+	case control.OwnerKernel:
 		return fmt.Sprintf("kernel uid %d", c.UID)
 	}
 	return c.Owner
 }
 
-// printStory is the table of what became of the connections, the newest last.
-func printStory(w io.Writer, m *daemon.MountStatus, now time.Time) {
+// printHistory prints the events of the connections, newest last.
+func printHistory(w io.Writer, m *control.MountStatus, now time.Time) {
 	if len(m.History) == 0 {
 		return
 	}
 	several := severalConnections(m)
-	fmt.Fprintln(w, "  story:")
+	fmt.Fprintln(w, "  history:")
 	for _, n := range m.History {
 		text := n.Event
 		if n.Cause != "" {
@@ -157,22 +163,22 @@ func printStory(w io.Writer, m *daemon.MountStatus, now time.Time) {
 		if several {
 			text = fmt.Sprintf("#%d %s", n.Connection, text)
 		}
-		hang(w, fmt.Sprintf("  %8s ago  ", age(now.Sub(n.Time))), text, " ")
+		wrapIndented(w, fmt.Sprintf("  %8s ago  ", age(now.Sub(n.Time))), text, " ")
 	}
 }
 
-// item is one line "  name:  text", or more where the text is long.
+// item prints "  name:  text" and wraps a long text.
 func item(w io.Writer, name, text, separator string) {
 	first := ""
 	if name != "" {
 		first = fmt.Sprintf("  %-11s ", name+":")
 	}
-	hang(w, first, text, separator)
+	wrapIndented(w, first, text, separator)
 }
 
-// hang prints text behind first, broken behind separators, the further lines under the beginning of
-// text.
-func hang(w io.Writer, first, text, separator string) {
+// wrapIndented prints first and text. It breaks a long text after separators and indents the
+// following lines to the start of the text.
+func wrapIndented(w io.Writer, first, text, separator string) {
 	indent := strings.Repeat(" ", max(len(first), 2))
 	line := first
 	empty := true
@@ -186,7 +192,7 @@ func hang(w io.Writer, first, text, separator string) {
 	fmt.Fprintln(w, strings.TrimRight(line, " "))
 }
 
-// counts lists what there is any of, by name.
+// counts lists the counters that are not zero, sorted by name.
 func counts(m map[string]uint64) string {
 	var l []string
 	for _, name := range slices.Sorted(maps.Keys(m)) {
@@ -209,7 +215,7 @@ func plural(n uint64, noun string) string {
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
-// age is a duration as people say it: what matters of it.
+// age formats a duration with the precision that its size needs.
 func age(d time.Duration) string {
 	switch {
 	case d < time.Minute:
@@ -222,7 +228,8 @@ func age(d time.Duration) string {
 	return fmt.Sprintf("%dd", d/(24*time.Hour))
 }
 
-// printable keeps what others named from commanding the terminal.
+// printable replaces control characters, so that a name from a server cannot send commands to the
+// terminal.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {

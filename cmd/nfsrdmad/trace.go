@@ -5,44 +5,44 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-const traceLong = `Show what happens to a mount's calls and memory regions, event by event, as it
-happens.
+const traceLong = `Show trace events of the calls and memory regions of a mount.
 
-With --follow (the default) it goes on until Ctrl-C, or until the mount ends.
-Events of the past that are still kept come first with --last N;
---follow=false shows them and ends. The mount never waits for a reader: one
-that is too slow is told how many events it lost.`
+With --follow (the default) the command prints new events until Ctrl-C or
+until the mount ends. --last N first prints the newest N stored events.
+--follow=false prints the stored events and exits. The mount never waits for
+a reader: when a reader is too slow, the output says how many events were
+lost.`
 
-func traceCommand(c *common) *cobra.Command {
+func traceCommand(c *commonFlags) *cobra.Command {
 	var follow bool
 	var last int
 	cmd := &cobra.Command{
 		Use:   "trace DIR [--follow=false] [--last N]",
-		Short: "Show a mount's trace events",
+		Short: "Show the trace events of a mount",
 		Long:  traceLong,
-		Args:  takes(1, 1),
+		Args:  argCount(1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			dir, err := daemon.OptionalDir(args)
+			dir, err := optionalDir(args)
 			if err != nil {
 				return err
 			}
 			given := cmd.Flags().Changed("last")
 			if given && last < 0 {
-				return fmt.Errorf("flag --last=%d: must not be negative", last)
+				return fmt.Errorf("invalid --last %d: use 0 or more", last)
 			}
 			if !given && !follow {
-				last = -1 // everything that is kept
+				last = -1 // all stored events
 			}
-			r := daemon.TraceRequest{Dir: dir, JSON: c.output == "json", Follow: follow, Last: last}
-			return daemon.NewClient(c.socket).Trace(cmd.Context(), r, cmd.OutOrStdout())
+			r := control.TraceRequest{Dir: dir, JSON: c.output == "json", Follow: follow, Last: last}
+			return control.NewClient(c.socket).Trace(cmd.Context(), r, cmd.OutOrStdout())
 		},
 	}
 	c.socketFlag(cmd)
-	cmd.Flags().BoolVar(&follow, "follow", true, "go on with new events; false shows what is kept and ends")
+	cmd.Flags().BoolVar(&follow, "follow", true, "print new events; false prints the stored events and exits")
 	cmd.Flags().IntVar(&last, "last", 0,
-		"begin with so many of the newest events that are kept (default: none, or all with --follow=false)")
+		"first print the newest `N` stored events (default none; all with --follow=false)")
 	return cmd
 }

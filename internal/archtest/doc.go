@@ -1,3 +1,6 @@
-// Package archtest keeps the shape of the house: imports run downward only, and every room has its
-// page of package doc. It holds nothing but tests and no locks.
+// Package archtest checks the structure and the style of the whole repository. It holds only tests.
+//
+//   - imports_test.go: every import between packages of this module is in a list.
+//   - docs_test.go: every package has a package page, and the documents name tests that exist.
+//   - style_test.go: line lengths, and words that the project does not use.
 package archtest

@@ -13,10 +13,13 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"github.com/moby/sys/mountinfo"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
@@ -37,24 +40,7 @@ type Config struct {
 	inside func(*site) // for tests: called once all is set up
 }
 
-// Serve runs a server until ctx ends, and tells started where it is.
-func Serve(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
-	s, err := nfsserve.Run(ctx, cfg)
-	var usage *nfsserve.ConfigError
-	switch {
-	case errors.As(err, &usage):
-		return &daemon.Error{Code: daemon.CodeUsage, Text: err.Error(), Err: err}
-	case err != nil:
-		return &daemon.Error{Code: daemon.CodeSystem, Text: "serving: " + err.Error(), Err: err}
-	}
-	started(s)
-	if err := s.Wait(); err != nil && ctx.Err() == nil {
-		return &daemon.Error{Code: daemon.CodeSystem, Text: "serving: " + err.Error(), Err: err}
-	}
-	return nil
-}
-
-// Run runs the demo. Its errors are *daemon.Error.
+// Run runs the demo. Its errors are *control.Error.
 func Run(ctx context.Context, cfg Config) error {
 	if cfg.MaxFiles <= 0 {
 		cfg.MaxFiles = DefaultMaxFiles
@@ -64,7 +50,7 @@ func Run(ctx context.Context, cfg Config) error {
 		ctx, cancel = context.WithTimeout(ctx, cfg.Timeout)
 		defer cancel()
 	}
-	if err := daemon.CheckPrivilege(); err != nil {
+	if err := mount.CheckPrivilege(); err != nil {
 		return err
 	}
 	var err error
@@ -74,25 +60,25 @@ func Run(ctx context.Context, cfg Config) error {
 	if err == nil {
 		err = run(ctx, cfg)
 	}
-	var known *daemon.Error
+	var known *control.Error
 	switch {
 	case err == nil || errors.As(err, &known) && ctx.Err() == nil:
 		return err
 	case errors.Is(ctx.Err(), context.Canceled):
-		return &daemon.Error{Code: daemon.CodeCanceled, Text: "demo: interrupted; everything was cleaned up", Err: err}
+		return &control.Error{Code: control.CodeCanceled, Text: "demo: interrupted; everything was cleaned up", Err: err}
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
-		return &daemon.Error{Code: daemon.CodeMount,
+		return &control.Error{Code: control.CodeMount,
 			Text: fmt.Sprintf("demo: not done after %v; try fewer --files or a longer --timeout",
 				cfg.Timeout), Err: err}
 	}
-	return &daemon.Error{Code: daemon.CodeMount, Text: "demo: " + err.Error(), Err: err}
+	return &control.Error{Code: control.CodeMount, Text: "demo: " + err.Error(), Err: err}
 }
 
 // goSource finds a tree that every machine with Go has.
 func goSource(ctx context.Context) (string, error) {
 	out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
 	if err != nil {
-		return "", &daemon.Error{Code: daemon.CodeUsage, Text: "demo: finding Go's source with \"go env GOROOT\": " +
+		return "", &control.Error{Code: control.CodeUsage, Text: "demo: finding Go's source with \"go env GOROOT\": " +
 			err.Error() + "; name a tree with --source", Err: err}
 	}
 	return filepath.Join(strings.TrimSpace(string(out)), "src"), nil
@@ -104,7 +90,7 @@ type site struct {
 	out    *screen
 	server *nfsserve.Server
 	daemon *daemon.Daemon
-	client *daemon.Client
+	client *control.Client
 	export string // the served directory
 	dir    string // the mount point
 }
@@ -134,7 +120,7 @@ func (s *site) setUp(ctx context.Context, root string) error {
 	}
 	log := hclog.New(&hclog.LoggerOptions{Name: "demo", Level: hclog.Error, Output: s.out})
 	serve := nfsserve.Config{Dir: s.export, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0",
-		Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
+		NoRootSquash: true, StateDir: root, Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
 	var err error
 	// The server outlives an interrupt, so that the unmount finds it.
 	if s.server, err = nfsserve.Run(context.WithoutCancel(ctx), serve); err != nil {
@@ -147,7 +133,7 @@ func (s *site) setUp(ctx context.Context, root string) error {
 	if s.daemon, err = daemon.Start(cfg, log); err != nil {
 		return err
 	}
-	s.client = daemon.NewClient(string(cfg.ControlSocket))
+	s.client = control.NewClient(string(cfg.ControlSocket))
 	s.out.line("server     NFS/RDMA (softiwarp) %s, MOUNT %s (TCP)", s.server.RDMAAddr, s.server.TCPAddr)
 	s.out.line("export     %s", s.export)
 	return s.mount(ctx)
@@ -162,7 +148,7 @@ func (s *site) mount(ctx context.Context) error {
 	if s.cfg.Options != "" {
 		opts += "," + s.cfg.Options
 	}
-	info, err := s.client.Mount(ctx, daemon.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
+	info, err := s.client.Mount(ctx, control.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
 	if err == nil {
 		fusefs.DisablePoll(s.dir) // the demo uses what it serves
 		s.out.line("mounted    %s on %s", info.Spec, info.Dir)
@@ -183,8 +169,7 @@ func (s *site) tearDown(root string) error {
 	if s.server != nil {
 		err = s.server.Close()
 	}
-	if mounts, mErr := os.ReadFile("/proc/self/mountinfo"); mErr != nil ||
-		strings.Contains(string(mounts), " "+s.dir+" ") {
+	if mounts, mErr := mountinfo.GetMounts(mountinfo.SingleEntryFilter(s.dir)); mErr != nil || len(mounts) > 0 {
 		return both(err, fmt.Errorf("%s is still mounted, so %s was left; unmount it with umount -l", s.dir, root))
 	}
 	return both(err, os.RemoveAll(root))

@@ -15,7 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 func TestMain(m *testing.M) { testutil.Main(m) }
@@ -93,8 +93,8 @@ func TestInterruptLeavesNothing(t *testing.T) {
 		phase.do = cancel
 		err := Run(ctx, Config{Source: tree, Out: &phase})
 		cancel()
-		var e *daemon.Error
-		if !errors.As(err, &e) || e.Code != daemon.CodeCanceled {
+		var e *control.Error
+		if !errors.As(err, &e) || e.Code != control.CodeCanceled {
 			t.Errorf("at %s: %v", name, err)
 		}
 		nothingLeft(t, tmp)
@@ -125,8 +125,8 @@ func TestFailureLeavesNothing(t *testing.T) {
 			ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 			defer cancel()
 			err := Run(ctx, Config{Source: tree, Out: &tt.at, inside: func(s *site) { export = s.export }})
-			var e *daemon.Error
-			if !errors.As(err, &e) || e.Code != daemon.CodeMount || !strings.Contains(e.Text, tt.says) ||
+			var e *control.Error
+			if !errors.As(err, &e) || e.Code != control.CodeMount || !strings.Contains(e.Text, tt.says) ||
 				strings.Contains(e.Text, "\n") {
 				t.Errorf("got %v", err)
 			}
@@ -147,7 +147,7 @@ func TestDeadServerLeavesNothing(t *testing.T) {
 	out := &on{text: "tree ", nth: 1, do: func() { server.Close() }}
 	err := Run(context.Background(), Config{Source: tree, Out: out, Timeout: 3 * time.Second,
 		inside: func(s *site) { server = s.server }})
-	var e *daemon.Error
+	var e *control.Error
 	if !errors.As(err, &e) || !strings.Contains(e.Text, "not done after 3s") {
 		t.Errorf("got %v", err)
 	}

@@ -14,7 +14,7 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // show does the work: copy in, remount for a cold cache, compare, tell.
@@ -37,7 +37,7 @@ func (s *site) show(ctx context.Context) error {
 	}
 	s.out.line("remount    for empty caches")
 	// A new mount has empty caches: every octet comes from the server again.
-	if err := s.client.Umount(ctx, daemon.UmountRequest{Dir: s.dir}); err != nil {
+	if err := s.client.Umount(ctx, control.UmountRequest{Dir: s.dir}); err != nil {
 		return err
 	}
 	if err := s.mount(ctx); err != nil {
@@ -54,7 +54,7 @@ func (s *site) show(ctx context.Context) error {
 		return err
 	}
 	table(s.out, t, []pass{{"copy in", copied, first}, {"read back", compared, second}})
-	return s.client.Umount(ctx, daemon.UmountRequest{Dir: s.dir})
+	return s.client.Umount(ctx, control.UmountRequest{Dir: s.dir})
 }
 
 // A pass is one half of the demo with the mount's metrics at its end.

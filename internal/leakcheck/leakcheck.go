@@ -27,20 +27,21 @@ const (
 
 var kindNames = [numKinds]string{"buffer", "PD", "MR", "CQ", "QP", "connection", "listener", "slot"}
 
-var live [numKinds]atomic.Int64
+var counts [numKinds]atomic.Int64
 
-// Track counts a resource made (delta 1) or released (-1). Providers and pools call it; test mains
-// fail when anything is left (Report). It is never called on a data path.
-func Track(k Kind, delta int64) { live[k].Add(delta) }
+// Track counts delta resources of kind k as created, or as released when delta is negative.
+// Providers and pools call it, never on a data path. It is safe for concurrent use.
+func Track(k Kind, delta int64) { counts[k].Add(delta) }
 
-// Count is the number of resources of kind k that exist in this process now.
-func Count(k Kind) int64 { return live[k].Load() }
+// Count returns the number of resources of kind k that exist in this process.
+func Count(k Kind) int64 { return counts[k].Load() }
 
-// Report names every kind of which something exists, or returns "".
+// Report lists the number of resources of every kind that has any. It returns "" when there are
+// none.
 func Report() string {
 	var parts []string
-	for k := range live {
-		if n := live[k].Load(); n != 0 {
+	for k := range counts {
+		if n := counts[k].Load(); n != 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", n, kindNames[k]))
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -107,6 +108,9 @@ type Config struct {
 	// then, and the second is executed like a new call. Default 5 minutes.
 	CallTimeout time.Duration
 
+	// Allow lists the client addresses that may connect; empty means all.
+	Allow []netip.Prefix
+
 	Handler Handler
 	Logger  hclog.Logger
 	Hooks   Hooks
@@ -196,6 +200,13 @@ func (c *Config) complete() error {
 	return nil
 }
 
+// allows tells whether a client address may connect.
+func (c *Config) allows(a netip.Addr) bool {
+	return len(c.Allow) == 0 || slices.ContainsFunc(c.Allow, func(p netip.Prefix) bool {
+		return p.Contains(a.WithZone(""))
+	})
+}
+
 type server struct {
 	cfg   Config
 	drc   *drc
@@ -232,6 +243,11 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 			continue
 		}
 		client := req.RemoteAddr().Addr().Unmap()
+		if !s.cfg.allows(client) {
+			s.log.Warn("connection refused: address is not allowed", "peer", req.RemoteAddr())
+			conns.Go(func() { _ = req.Reject(nil) })
+			continue
+		}
 		if !s.conns.admit(client) {
 			s.log.Warn("connection refused: too many", "peer", req.RemoteAddr(), "limit", s.conns.max,
 				"limit_of_a_client", s.conns.maxOwn)

@@ -8,11 +8,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 )
 
-// TestLeaksAreFound: each kind of thing left behind fails the check that Main makes.
-func TestLeaksAreFound(t *testing.T) {
+func TestCheckLeaksFindsEveryKind(t *testing.T) {
 	before := openDescriptors()
 	if code := checkLeaks(before, nil, leakTimeout); code != 0 {
-		t.Fatalf("nothing is left, and the check says %d", code)
+		t.Fatalf("exit code without a leak: got %d, want 0", code)
 	}
 	for name, leak := range map[string]func() func(){
 		"MR": func() func() {
@@ -34,7 +33,7 @@ func TestLeaksAreFound(t *testing.T) {
 	} {
 		undo := leak()
 		if code := checkLeaks(before, nil, 200*time.Millisecond); code == 0 {
-			t.Errorf("a %s was left and not found", name)
+			t.Errorf("exit code with a leaked %s: got 0, want 1", name)
 		}
 		undo()
 	}

@@ -14,8 +14,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 )
 
-// Main runs the tests of a package and fails when a goroutine, a file descriptor, or any resource
-// that verbs tracks (MR, QP, CQ, PD, slot, buffer, connection) is left at their end.
+// Main runs the tests of a package and exits. It fails when a goroutine, a file descriptor, or a
+// resource that leakcheck tracks (MR, QP, CQ, PD, slot, buffer, connection) remains after the
+// tests. It also turns the invariant checks of package verify on.
 func Main(m *testing.M, opts ...goleak.Option) {
 	verify.Enable()
 	before := openDescriptors()
@@ -26,24 +27,24 @@ func Main(m *testing.M, opts ...goleak.Option) {
 	os.Exit(code)
 }
 
-// leakTimeout is what is left gets to end: on a busy host goroutines take their time, and the
-// runtime closes their descriptors a little later.
+// leakTimeout is how long checkLeaks waits for goroutines to end. On a busy host that takes a
+// while, and the runtime closes their descriptors a little later.
 const leakTimeout = 30 * time.Second
 
 func checkLeaks(fdsBefore int, opts []goleak.Option, timeout time.Duration) int {
-	for over := time.Now().Add(timeout); ; time.Sleep(20 * time.Millisecond) {
-		goroutines, left, fds := goleak.Find(opts...), leakcheck.Report(), openDescriptors()
-		if goroutines == nil && left == "" && fds <= fdsBefore {
+	for deadline := time.Now().Add(timeout); ; time.Sleep(20 * time.Millisecond) {
+		goroutines, resources, fds := goleak.Find(opts...), leakcheck.Report(), openDescriptors()
+		if goroutines == nil && resources == "" && fds <= fdsBefore {
 			return 0
 		}
-		if time.Now().Before(over) {
+		if time.Now().Before(deadline) {
 			continue
 		}
 		if goroutines != nil {
 			fmt.Fprintln(os.Stderr, "leak check:", goroutines)
 		}
-		if left != "" {
-			fmt.Fprintln(os.Stderr, "leak check: left at the end of the tests:", left)
+		if resources != "" {
+			fmt.Fprintln(os.Stderr, "leak check: not released by the tests:", resources)
 		}
 		if fds > fdsBefore {
 			fmt.Fprintf(os.Stderr, "leak check: %d descriptors open, %d before the tests\n", fds, fdsBefore)
@@ -52,8 +53,8 @@ func checkLeaks(fdsBefore int, opts []goleak.Option, timeout time.Duration) int 
 	}
 }
 
-// openDescriptors counts descriptors other than the poller's own, which the runtime opens once and
-// keeps.
+// openDescriptors counts the open descriptors, except those of the runtime's poller, which the
+// runtime never closes.
 func openDescriptors() int {
 	entries, err := os.ReadDir("/proc/self/fd")
 	if err != nil {

@@ -1,6 +1,6 @@
-// Package verify is the switch of the invariant checks: NFSRDMAD_VERIFY=all turns them on in a
-// daemon, and every test main turns them on. A breach stops the process where it is seen: after it
-// nothing that the daemon says about its memory could be trusted.
+// Package verify switches the invariant checks. NFSRDMAD_VERIFY=all turns them on in a daemon, and
+// every test main turns them on. A broken invariant stops the process at once, because the daemon's
+// memory can no longer be trusted.
 package verify
 
 import (
@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 )
 
-// Env is the variable that turns the checks on, All the value that does it.
+// The environment variable Env with the value All turns the checks on.
 const (
 	Env = "NFSRDMAD_VERIFY"
 	All = "all"
@@ -19,16 +19,16 @@ var on atomic.Bool
 
 func init() { on.Store(os.Getenv(Env) == All) }
 
-// On reports whether the checks are on. Cheap enough for the hot path.
+// On reports whether the checks are on. It is one atomic load, so a hot path may call it.
 func On() bool { return on.Load() }
 
-// Enable turns the checks on, here and in processes started from here.
+// Enable turns the checks on in this process and in processes that it starts later.
 func Enable() {
 	on.Store(true)
 	os.Setenv(Env, All)
 }
 
-// Failf reports a broken invariant. It does not return.
+// Failf panics with a description of the broken invariant.
 func Failf(format string, args ...any) {
 	panic("invariant broken: " + fmt.Sprintf(format, args...))
 }

@@ -11,6 +11,9 @@ import (
 
 	"github.com/pelletier/go-toml/v2"
 	"github.com/pelletier/go-toml/v2/unstable"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
 // A Config is the daemon's configuration: configs/nfsrdmad.toml, and one flag for each key with the
@@ -26,17 +29,10 @@ type Config struct {
 	Inject          Text     `toml:"inject"` // faults; "" for none
 }
 
-// DefaultControlSocket is where the daemon listens and its clients look.
-const DefaultControlSocket = "/run/nfsrdmad/control.sock"
-
-// maxTimeout is the most that a configured timeout may be: what a client of the control API waits
-// for.
-const maxTimeout = 5 * time.Minute
-
 // DefaultConfig returns the configuration without a file.
 func DefaultConfig() Config {
 	return Config{
-		ControlSocket:   DefaultControlSocket,
+		ControlSocket:   control.DefaultSocket,
 		MetricsListen:   "127.0.0.1:9620",
 		LogLevel:        "info",
 		LogFormat:       "text",
@@ -81,14 +77,14 @@ func LoadConfig(path string) (Config, error) {
 	c := DefaultConfig()
 	data, err := os.ReadFile(path)
 	if err != nil {
-		return c, errorf(CodeUsage, "reading the configuration: %w; give its path with --config", err)
+		return c, control.Errorf(control.CodeUsage, "reading the configuration: %w; give its path with --config", err)
 	}
 	if err := c.checkTypes(path, data); err != nil {
 		return c, err
 	}
 	dec := toml.NewDecoder(bytes.NewReader(data)).DisallowUnknownFields()
 	if err := dec.Decode(&c); err != nil {
-		return c, &Error{Code: CodeUsage, Text: configErrorText(path, err), Err: err}
+		return c, &control.Error{Code: control.CodeUsage, Text: configErrorText(path, err), Err: err}
 	}
 	return c, c.Check(path)
 }
@@ -115,11 +111,11 @@ func (c *Config) checkTypes(path string, data []byte) error {
 		key := it.Node()
 		// the decoder would take it
 		if right := strings.ToLower(string(key.Data)); right != string(key.Data) && hasKey(keys, right) {
-			return errorf(CodeUsage, "configuration %s:%d: unknown key %q; write it %s", path,
+			return control.Errorf(control.CodeUsage, "configuration %s:%d: unknown key %q; write it %s", path,
 				p.Shape(key.Raw).Start.Line, key.Data, right)
 		}
 		if example, ours := keys[string(key.Data)]; ours && e.Value().Kind != unstable.String {
-			return errorf(CodeUsage, "configuration %s:%d: %s must be a string, in quotes, such as %q", path,
+			return control.Errorf(control.CodeUsage, "configuration %s:%d: %s must be a string, in quotes, such as %q", path,
 				p.Shape(key.Raw).Start.Line, key.Data, example)
 		}
 	}
@@ -150,7 +146,7 @@ func configErrorText(path string, err error) string {
 // Check finds values that cannot work. source is named in the error.
 func (c *Config) Check(source string) error {
 	bad := func(key string, value any, want string) error {
-		return errorf(CodeUsage, "configuration %s: %s = %q: %s", source, key, fmt.Sprint(value), want)
+		return control.Errorf(control.CodeUsage, "configuration %s: %s = %q: %s", source, key, fmt.Sprint(value), want)
 	}
 	if !strings.HasPrefix(string(c.ControlSocket), "/") {
 		return bad("control_socket", c.ControlSocket, "must be an absolute path")
@@ -168,18 +164,18 @@ func (c *Config) Check(source string) error {
 	if c.LogFormat != "text" && c.LogFormat != "json" {
 		return bad("log_format", c.LogFormat, "must be text or json")
 	}
-	if _, err := ParseOptions(DefaultOptions(), string(c.MountOptions)); err != nil {
+	if _, err := mount.ParseOptions(mount.DefaultOptions(), string(c.MountOptions)); err != nil {
 		return bad("mount_options", c.MountOptions, err.Error())
 	}
-	if _, err := ParseFaults(string(c.Inject)); err != nil {
+	if _, err := mount.ParseFaults(string(c.Inject)); err != nil {
 		return bad("inject", c.Inject, err.Error())
 	}
 	for _, d := range []struct {
 		key string
 		v   Duration
 	}{{"connect_timeout", c.ConnectTimeout}, {"shutdown_timeout", c.ShutdownTimeout}} {
-		if d.v < Duration(time.Second) || d.v > Duration(maxTimeout) {
-			return bad(d.key, d.v, "must be from 1s to "+maxTimeout.String())
+		if d.v < Duration(time.Second) || d.v > Duration(control.MaxMountTimeout) {
+			return bad(d.key, d.v, "must be from 1s to "+control.MaxMountTimeout.String())
 		}
 	}
 	return nil

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/pelletier/go-toml/v2"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 const shippedConfig = "../../configs/nfsrdmad.toml"
@@ -112,8 +114,8 @@ func TestConfigErrors(t *testing.T) {
 			if err == nil || !strings.Contains(err.Error(), tt.says) || !strings.Contains(err.Error(), path) {
 				t.Fatalf("got %v, want the path and %q", err, tt.says)
 			}
-			if strings.Contains(err.Error(), "\n") || ExitCode(err) != ExitUsage {
-				t.Errorf("not one line, or exit code %d: %q", ExitCode(err), err)
+			if strings.Contains(err.Error(), "\n") || control.ExitCode(err) != control.ExitUsage {
+				t.Errorf("not one line, or exit code %d: %q", control.ExitCode(err), err)
 			}
 		})
 	}

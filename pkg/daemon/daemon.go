@@ -8,8 +8,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"runtime"
-	"runtime/debug"
 	"sync"
 	"time"
 
@@ -18,20 +16,19 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
 // httpGrace is what requests under way get at the end, after all mounts are gone.
 const httpGrace = 2 * time.Second
 
-// Version of this program, from the build.
-func Version() VersionInfo {
-	v := VersionInfo{Version: "devel", Go: runtime.Version()}
-	if bi, ok := debug.ReadBuildInfo(); ok && bi.Main.Version != "" && bi.Main.Version != "(devel)" {
-		v.Version = bi.Main.Version
-	}
-	return v
-}
+// Timeouts of the metrics listener.
+const (
+	headerTimeout = 5 * time.Second
+	scrapeTimeout = 10 * time.Second
+)
 
 // NewLogger makes the logger that c asks for.
 func NewLogger(c Config, w io.Writer) hclog.Logger {
@@ -48,8 +45,8 @@ type Daemon struct {
 	cfg     Config
 	log     hclog.Logger
 	inject  string // the plan of faults, "" for none
-	table   *Table
-	socket  *controlSocket
+	table   *mount.Table
+	socket  *control.Listener
 	control *http.Server
 	metrics *http.Server // nil when off
 	address net.Addr     // of the metrics listener
@@ -58,33 +55,37 @@ type Daemon struct {
 	failed  chan error
 }
 
-// start is Start with a builder of mounts, which injects the faults of the plan inject, "" for
-// none.
-func start(cfg Config, log hclog.Logger, inject string, build builder) (*Daemon, error) {
+// Start starts a daemon: when it returns nil, the control API and the metrics listener answer.
+// [Daemon.Close] ends it.
+func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	if err := cfg.Check("flags"); err != nil {
 		return nil, err
 	}
-	base, err := ParseOptions(DefaultOptions(), string(cfg.MountOptions))
+	plan, err := mount.ParseFaults(string(cfg.Inject))
 	if err != nil {
 		return nil, err
 	}
-	d := &Daemon{cfg: cfg, log: log, inject: inject, failed: make(chan error, 2)}
-	d.table = newTable(log.Named("mount"), base, time.Duration(cfg.ConnectTimeout), build)
-	if d.socket, err = listenControl(string(cfg.ControlSocket)); err != nil {
+	base, err := mount.ParseOptions(mount.DefaultOptions(), string(cfg.MountOptions))
+	if err != nil {
+		return nil, err
+	}
+	d := &Daemon{cfg: cfg, log: log, inject: mount.PlanText(plan), failed: make(chan error, 2)}
+	d.table = mount.NewTable(mount.TableConfig{Log: log, Base: base, Timeout: cfg.ConnectTimeout.Std(), Faults: plan})
+	if d.socket, err = control.Listen(string(cfg.ControlSocket)); err != nil {
 		return nil, err
 	}
 	if err := d.startMetrics(); err != nil {
 		d.socket.Close()
-		d.socket.release()
+		d.socket.Release()
 		return nil, err
 	}
-	v := Version()
-	v.PID, v.FaultInjection = os.Getpid(), inject
-	d.control = controlServer(d.table, v)
+	v := control.Version()
+	v.PID, v.FaultInjection = os.Getpid(), d.inject
+	d.control = control.NewServer(d.table, v)
 	d.serve(d.control, d.socket)
 	log.Info("started", "version", v.Version, "control_socket", cfg.ControlSocket, "metrics", d.MetricsAddr())
-	if inject != "" {
-		log.Warn(FaultBanner+"every connection of this daemon is broken on purpose", "plan", inject)
+	if d.inject != "" {
+		log.Warn(control.FaultBanner+"every connection of this daemon is broken on purpose", "plan", d.inject)
 	}
 	return d, nil
 }
@@ -95,7 +96,7 @@ func (d *Daemon) startMetrics() error {
 	}
 	l, err := net.Listen("tcp", string(d.cfg.MetricsListen))
 	if err != nil {
-		return errorf(CodeSystem, "metrics listener %s: %w; choose another --metrics-listen",
+		return control.Errorf(control.CodeSystem, "metrics listener %s: %w; choose another --metrics-listen",
 			string(d.cfg.MetricsListen), err)
 	}
 	registry := prometheus.NewRegistry()
@@ -110,7 +111,7 @@ func (d *Daemon) startMetrics() error {
 		fmt.Fprintln(w, "nfsrdmad: see /metrics and /healthz")
 	})
 	d.metrics = &http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout,
-		WriteTimeout: clientQuick}
+		WriteTimeout: scrapeTimeout}
 	d.address = l.Addr()
 	d.serve(d.metrics, l)
 	return nil
@@ -119,7 +120,7 @@ func (d *Daemon) startMetrics() error {
 func (d *Daemon) serve(s *http.Server, l net.Listener) {
 	d.serving.Go(func() {
 		if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-			d.failed <- errorf(CodeSystem, "serving %s: %w", l.Addr(), err)
+			d.failed <- control.Errorf(control.CodeSystem, "serving %s: %w", l.Addr(), err)
 		}
 	})
 }
@@ -133,7 +134,7 @@ func (d *Daemon) MetricsAddr() string {
 }
 
 // Table returns the mounts.
-func (d *Daemon) Table() *Table { return d.table }
+func (d *Daemon) Table() *mount.Table { return d.table }
 
 // Close unmounts everything and ends the daemon. It takes the shutdown timeout and a few seconds at
 // most.
@@ -141,7 +142,6 @@ func (d *Daemon) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(d.cfg.ShutdownTimeout))
 	defer cancel()
 	d.table.Close(ctx)
-	settleConnects()
 	for _, s := range []*http.Server{d.control, d.metrics} {
 		if s == nil {
 			continue
@@ -154,6 +154,6 @@ func (d *Daemon) Close() {
 	}
 	d.serving.Wait()
 	d.socket.Close()
-	d.socket.release()
+	d.socket.Release()
 	d.log.Info("stopped")
 }

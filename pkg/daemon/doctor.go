@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 )
 
@@ -18,23 +20,23 @@ type Finding struct {
 	Text   string `json:"text"` // what was found, and what to do where it is not good
 }
 
-// Examine looks at what mounting needs on this host: the privilege, /dev/fuse, the daemon at the
+// CheckHost checks what mounting needs on this host: the privilege, /dev/fuse, the daemon at the
 // control socket, RDMA devices. It asks no server.
-func Examine(ctx context.Context, socket string) []Finding {
+func CheckHost(ctx context.Context, socket string) []Finding {
 	return []Finding{examineFuse(), examineDaemon(ctx, socket),
 		{Subject: "softiwarp", OK: true, Text: "built in; needs nothing of this host but TCP"}, examineDevices()}
 }
 
 func examineFuse() Finding {
-	f := Finding{Subject: "mounting", OK: true, Needed: true, Text: "CAP_SYS_ADMIN and " + fuseDevice + " are there"}
-	if err := CheckPrivilege(); err != nil {
+	f := Finding{Subject: "mounting", OK: true, Needed: true, Text: "CAP_SYS_ADMIN and /dev/fuse are there"}
+	if err := mount.CheckPrivilege(); err != nil {
 		f.OK, f.Text = false, err.Error()
 	}
 	return f
 }
 
 func examineDaemon(ctx context.Context, socket string) Finding {
-	l, err := NewClient(socket).List(ctx)
+	l, err := control.NewClient(socket).List(ctx)
 	if err != nil {
 		return Finding{Subject: "daemon", Text: err.Error()}
 	}

@@ -7,17 +7,10 @@ import (
 
 	sdnotify "github.com/coreos/go-systemd/v22/daemon"
 	"github.com/hashicorp/go-hclog"
-)
 
-// Start starts a daemon: when it returns nil, the control API and the metrics listener answer.
-// [Daemon.Close] ends it.
-func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
-	plan, err := ParseFaults(string(cfg.Inject))
-	if err != nil {
-		return nil, err
-	}
-	return start(cfg, log, planText(plan), newBuilder(log, plan))
-}
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
+)
 
 // Run runs a daemon until ctx ends, and unmounts everything then. It tells systemd (sd_notify(3))
 // when it is ready and when it stops.
@@ -26,16 +19,18 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	if err != nil {
 		return err
 	}
-	if err := CheckPrivilege(); err != nil {
+	if err := mount.CheckPrivilege(); err != nil {
 		log.Warn("every mount will fail", "reason", err)
 	}
-	if dirs := othersMounts(); len(dirs) > 0 {
-		log.Warn("other processes' nfsrdma mounts are there; umount(8) takes away what a killed daemon left", "dirs",
-			dirs)
+	switch dirs, err := mount.Mounted(); {
+	case err != nil:
+		log.Warn("looking for mounts of other processes failed", "error", err)
+	case len(dirs) > 0:
+		log.Warn("other processes own nfsrdma mounts; remove those of a killed daemon with umount(8)", "dirs", dirs)
 	}
 	status := "serving " + string(cfg.ControlSocket)
 	if d.inject != "" {
-		status = FaultBanner + d.inject
+		status = control.FaultBanner + d.inject
 	}
 	notify(log, sdnotify.SdNotifyReady+"\nSTATUS="+status)
 	select {
@@ -51,7 +46,7 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 
 // stopTime is the most that [Daemon.Close] takes.
 func stopTime(cfg Config) time.Duration {
-	return cfg.ShutdownTimeout.Std() + pathTimeout + releaseTimeout + settleTimeout + 2*httpGrace
+	return cfg.ShutdownTimeout.Std() + mount.CloseGrace + 2*httpGrace
 }
 
 func notify(log hclog.Logger, state string) {
@@ -62,10 +57,24 @@ func notify(log hclog.Logger, state string) {
 
 // RunForeground mounts what r asks for in this process, calls mounted, and serves the mount until
 // ctx ends or somebody unmounts it.
-func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r MountRequest, mounted func(MountInfo)) error {
-	plan, err := ParseFaults(string(cfg.Inject))
+func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r control.MountRequest,
+	mounted func(control.MountInfo)) error {
+	plan, err := mount.ParseFaults(string(cfg.Inject))
 	if err != nil {
 		return err
 	}
-	return foreground(ctx, cfg, log, r, newBuilder(log, plan), mounted)
+	t := mount.NewTable(mount.TableConfig{Log: log, Base: mount.DefaultOptions(), Timeout: cfg.ConnectTimeout.Std(),
+		Faults: plan, Quiet: true})
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cfg.ShutdownTimeout.Std())
+		defer cancel()
+		t.Close(ctx)
+	}()
+	info, err := t.Mount(ctx, r)
+	if err != nil {
+		return err
+	}
+	mounted(info)
+	t.Wait(ctx, info.Dir)
+	return nil
 }

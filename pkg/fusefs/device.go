@@ -4,9 +4,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 )
 
@@ -108,31 +108,17 @@ func deviceAt(dirfd int, path string) (device, error) {
 	return device{st.Dev_major, st.Dev_minor}, nil
 }
 
-const mountInfo = "/proc/self/mountinfo"
-
-// mountedAt tells whether the kernel's mount table has a file system of ours at dir, whatever may
-// be mounted over it.
+// mountedAt reports whether the kernel's mount table has the file system dev of this package at dir,
+// also where another file system covers it. It reads /proc alone, so no file system can block it.
 func mountedAt(dir string, dev device) (bool, error) {
-	table, err := os.ReadFile(mountInfo)
-	if err != nil {
-		return false, err
-	}
-	return inMountInfo(string(table), dir, dev), nil
+	mounts, err := mountinfo.GetMounts(isMount(dir, dev))
+	return len(mounts) > 0, err
 }
 
-// inMountInfo looks for a file system in a mount table (proc_pid_mountinfo(5): the third field is
-// its number, the fifth the mount point, the one behind the hyphen its type).
-func inMountInfo(table, dir string, dev device) bool {
-	number := fmt.Sprintf("%d:%d", dev.major, dev.minor)
-	for line := range strings.Lines(table) {
-		_, rest, _ := strings.Cut(line, " - ")
-		f := strings.Fields(line)
-		if len(f) > 4 && f[2] == number && unescapeMount(f[4]) == dir && strings.HasPrefix(rest, fsType+" ") {
-			return true
-		}
+// isMount keeps the mounts of the file system dev at dir.
+func isMount(dir string, dev device) mountinfo.FilterFunc {
+	return func(m *mountinfo.Info) (skip, stop bool) {
+		found := m.Mountpoint == dir && m.FSType == fsType && device{uint32(m.Major), uint32(m.Minor)} == dev
+		return !found, found
 	}
-	return false
 }
-
-// unescapeMount undoes the octal escapes of the mount table.
-var unescapeMount = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace

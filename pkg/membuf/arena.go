@@ -11,28 +11,28 @@ import (
 // ErrFreed means that the arena's memory was already freed.
 var ErrFreed = errors.New("membuf: arena was freed")
 
-// An Arena is one allocation of Alloc, for providers that register memory as a whole and keep it
-// registered: each attaches what it has made of the arena, and is told before the memory goes. Safe
-// for concurrent use.
+// An Arena is one allocation of Alloc. A provider that registers memory once and keeps it
+// registered attaches its registration to the arena, and Free detaches it before it unmaps the
+// memory. An Arena is safe for concurrent use.
 type Arena struct {
 	mem []byte // whole pages
 
 	mu       sync.Mutex
-	attached map[any]Attachment // guarded by mu; by owner
+	attached map[any]Attachment // by owner; guarded by mu
 	freed    bool               // guarded by mu
 }
 
-// An Attachment is what a provider has made of an arena.
+// An Attachment is a provider's registration of an arena.
 type Attachment interface {
-	// Detach releases it: Free calls it once, before it unmaps the memory. It must not use the
-	// arena.
+	// Detach releases the registration. Free calls it once, before it unmaps the memory. Detach
+	// must not call methods of the arena.
 	Detach()
 }
 
-// arenas are all that live, in the order of their addresses. The slice is replaced, never changed,
-// so that ArenaOf takes no lock.
+// arenas lists the allocated arenas in the order of their addresses. A change replaces the slice,
+// so that ArenaOf needs no lock.
 var arenas struct {
-	mu   sync.Mutex // held by those who replace it
+	mu   sync.Mutex // held while list is replaced
 	list atomic.Pointer[[]*Arena]
 }
 
@@ -50,8 +50,8 @@ func addArena(mem []byte) {
 	arenas.list.Store(&list)
 }
 
-// dropArena takes the arena that starts at mem off the list and releases what is attached to it.
-// Without such an arena it does nothing.
+// dropArena removes the arena that starts at mem from the list and detaches its attachments. It
+// does nothing when there is no arena at mem.
 func dropArena(mem []byte) {
 	arenas.mu.Lock()
 	var a *Arena
@@ -75,7 +75,7 @@ func dropArena(mem []byte) {
 	}
 }
 
-// findArena is the place of the arena that starts at addr, or where it would be.
+// findArena returns the index of the arena that starts at addr, or the index to insert it at.
 func findArena(list []*Arena, addr uintptr) (int, bool) {
 	lo, hi := 0, len(list)
 	for lo < hi {
@@ -88,8 +88,8 @@ func findArena(list []*Arena, addr uintptr) (int, bool) {
 	return lo, lo < len(list) && address(list[lo].mem) == addr
 }
 
-// ArenaOf returns the arena that all of b lies in, or nil when b is empty or is not memory of
-// Alloc. It takes no lock.
+// ArenaOf returns the arena that contains all of b. It returns nil when b is empty or does not lie
+// in memory of Alloc. It takes no lock.
 func ArenaOf(b []byte) *Arena {
 	p := arenas.list.Load()
 	if len(b) == 0 || p == nil {
@@ -110,12 +110,13 @@ func ArenaOf(b []byte) *Arena {
 	return a
 }
 
-// Bytes is the arena's memory, whole pages. Whoever keeps it must not use it once its Attachment
-// was detached.
+// Bytes returns the arena's memory, which is a whole number of pages. The caller must not use it
+// after its Attachment was detached.
 func (a *Arena) Bytes() []byte { return a.mem }
 
-// Attached returns what owner has attached, or attaches what attach makes. attach runs with the
-// arena locked, so that it runs once.
+// Attached returns owner's attachment. When there is none, it calls attach and keeps the result. It
+// calls attach with the arena locked, so that only one caller attaches. It returns ErrFreed when
+// the arena was freed, or the error of attach.
 func (a *Arena) Attached(owner any, attach func() (Attachment, error)) (Attachment, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -136,7 +137,8 @@ func (a *Arena) Attached(owner any, attach func() (Attachment, error)) (Attachme
 	return x, nil
 }
 
-// Forget takes what owner has attached off the arena and returns it, without detaching it, or nil.
+// Forget removes owner's attachment from the arena and returns it without detaching it. It returns
+// nil when there is none.
 func (a *Arena) Forget(owner any) Attachment {
 	a.mu.Lock()
 	defer a.mu.Unlock()

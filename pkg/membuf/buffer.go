@@ -11,103 +11,106 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 )
 
-// Alloc returns n octets, rounded up to whole pages, of zeroed anonymous memory outside the Go
-// heap. The slice has length n. Free it with Free.
+// Alloc returns n bytes of zeroed anonymous memory outside the Go heap. The mapping is rounded up
+// to whole pages; the slice has length n. Release it with Free.
 func Alloc(n int) ([]byte, error) {
 	if n <= 0 {
-		return nil, fmt.Errorf("membuf: allocate buffer of %d octets: size must be positive", n)
+		return nil, fmt.Errorf("membuf: allocate buffer of %d bytes: size must be positive", n)
 	}
 	page := os.Getpagesize()
 	size := (n + page - 1) &^ (page - 1)
 	b, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
-		return nil, fmt.Errorf("membuf: allocate buffer of %d octets: %w", size, err)
+		return nil, fmt.Errorf("membuf: allocate buffer of %d bytes: %w", size, err)
 	}
 	addArena(b)
 	leakcheck.Track(leakcheck.Buffer, 1)
 	return b[:n], nil
 }
 
-// Free returns memory to the system, after every provider has let go of it (Attachment). b must be
-// a slice that Alloc returned, and no request or registration may be using it. It panics when it is
-// not such a slice: that is memory corruption in the making.
+// Free detaches every Attachment and returns the memory to the system. b must be a slice that Alloc
+// returned, and no request or registration may use it. Free panics when Alloc did not return b,
+// because unmapping other memory corrupts the process.
 func Free(b []byte) {
 	page := os.Getpagesize()
 	size := (cap(b) + page - 1) &^ (page - 1)
 	dropArena(b)
 	if err := unix.Munmap(b[:size:size]); err != nil {
-		panic(fmt.Sprintf("membuf: free buffer of %d octets: %v", size, err))
+		panic(fmt.Sprintf("membuf: free buffer of %d bytes: %v", size, err))
 	}
 	leakcheck.Track(leakcheck.Buffer, -1)
 }
 
-// A Pool hands out equal buffers of Alloc up to a hard maximum.
-// Get waits when all are out. Safe for concurrent use.
+// A Pool hands out buffers of equal size up to a hard maximum. Get waits while all buffers are in
+// use. A Pool is safe for concurrent use.
 type Pool struct {
 	size  int
 	free  chan []byte
+	max   int
 	ended chan struct{} // closed by Close
 
-	mu     sync.Mutex
-	made   int // guarded by mu
-	max    int
-	closed bool // guarded by mu
+	state struct {
+		sync.Mutex
+		allocated int // buffers in the pool or in use
+		closed    bool
+	}
 }
 
-// NewPool makes a pool of at most max buffers of size octets each. Buffers are made when first
-// needed.
+// NewPool makes a pool of at most max buffers of size bytes each. The pool allocates a buffer when
+// it is first needed.
 func NewPool(size, max int) *Pool {
 	return &Pool{size: size, max: max, free: make(chan []byte, max), ended: make(chan struct{})}
 }
 
-// Size is the length of each buffer in octets.
+// Size returns the length of each buffer in bytes.
 func (p *Pool) Size() int { return p.size }
 
-// shortRetry is how long Get waits before it asks the system for memory again.
-const shortRetry = 50 * time.Millisecond
+// allocRetry is how long Get waits before it tries a failed allocation again.
+const allocRetry = 50 * time.Millisecond
 
-// TryGet returns a buffer, or nil when all are out or memory is short.
+// TryGet returns a buffer. It returns nil when all buffers are in use, the system has no memory, or
+// the pool is closed.
 func (p *Pool) TryGet() []byte {
 	b, _ := p.tryGet()
 	return b
 }
 
-// tryGet also reports whether the system had no memory for a buffer that may be made.
-func (p *Pool) tryGet() (b []byte, short bool) {
+// tryGet also reports whether the system had no memory for a new buffer.
+func (p *Pool) tryGet() (b []byte, noMemory bool) {
 	select {
 	case b := <-p.free:
 		return b, false
 	default:
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.closed || p.made >= p.max {
+	p.state.Lock()
+	defer p.state.Unlock()
+	if p.state.closed || p.state.allocated >= p.max {
 		return nil, false
 	}
 	b, err := Alloc(p.size)
 	if err != nil {
 		return nil, true
 	}
-	p.made++
+	p.state.allocated++
 	return b, false
 }
 
-// Get returns a buffer, waiting for one, or for memory, until done or the pool is closed, when it
-// returns nil.
+// Get returns a buffer. It waits while all buffers are in use or the system has no memory. It
+// returns nil when done or the pool is closed.
 func (p *Pool) Get(done <-chan struct{}) []byte {
 	for {
-		b, short := p.tryGet()
+		b, noMemory := p.tryGet()
 		if b != nil {
 			return b
 		}
-		var again <-chan time.Time
-		if short { // nobody may be there to Put one
-			again = time.After(shortRetry)
+		var retry <-chan time.Time
+		if noMemory { // perhaps no buffer is in use, so that no Put follows
+			retry = time.After(allocRetry)
 		}
 		select {
 		case b := <-p.free:
 			return b
-		case <-again:
+		case <-retry:
 		case <-done:
 			return nil
 		case <-p.ended:
@@ -116,39 +119,40 @@ func (p *Pool) Get(done <-chan struct{}) []byte {
 	}
 }
 
-// Put gives back a buffer that Get or TryGet returned (any reslice that starts at its first octet).
+// Put returns a buffer of Get or TryGet to the pool. b may be any reslice that starts at the first
+// byte.
 func (p *Pool) Put(b []byte) {
 	b = b[:p.size]
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.closed {
-		p.made--
+	p.state.Lock()
+	defer p.state.Unlock()
+	if p.state.closed {
+		p.state.allocated--
 		Free(b)
 		return
 	}
-	p.free <- b // never blocks: the channel holds all that were made
+	p.free <- b // never blocks: the channel has a slot for every buffer
 }
 
-// Out is the number of buffers that are handed out now.
+// Out returns the number of buffers that are handed out.
 func (p *Pool) Out() int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.made - len(p.free)
+	p.state.Lock()
+	defer p.state.Unlock()
+	return p.state.allocated - len(p.free)
 }
 
-// Close frees the buffers that are in the pool, and each other one when it is Put. Nobody gets a
-// buffer any more. Idempotent.
+// Close frees the buffers in the pool; Put frees the others. Get and TryGet return nil from then
+// on. Further calls have no effect.
 func (p *Pool) Close() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if !p.closed {
-		p.closed = true
+	p.state.Lock()
+	defer p.state.Unlock()
+	if !p.state.closed {
+		p.state.closed = true
 		close(p.ended)
 	}
 	for {
 		select {
 		case b := <-p.free:
-			p.made--
+			p.state.allocated--
 			Free(b)
 		default:
 			return

@@ -14,7 +14,7 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-func TestAllocBuffer(t *testing.T) {
+func TestAllocReturnsZeroedPages(t *testing.T) {
 	page := os.Getpagesize()
 	for _, n := range []int{1, page - 1, page, page + 1, 1<<20 + 3} {
 		b, err := membuf.Alloc(n)
@@ -22,11 +22,11 @@ func TestAllocBuffer(t *testing.T) {
 			t.Fatal(err)
 		}
 		if len(b) != n || cap(b)%page != 0 && cap(b) < n {
-			t.Errorf("Alloc(%d): length %d, capacity %d", n, len(b), cap(b))
+			t.Errorf("Alloc(%d): got length %d and capacity %d, want length %d in whole pages", n, len(b), cap(b), n)
 		}
 		for i := range b {
 			if b[i] != 0 {
-				t.Fatalf("Alloc(%d): octet %d is not zero", n, i)
+				t.Fatalf("Alloc(%d): byte %d: got %#x, want 0", n, i, b[i])
 			}
 		}
 		b[0], b[n-1] = 1, 1
@@ -34,13 +34,12 @@ func TestAllocBuffer(t *testing.T) {
 	}
 	for _, n := range []int{0, -1} {
 		if _, err := membuf.Alloc(n); err == nil || !strings.Contains(err.Error(), "positive") {
-			t.Errorf("Alloc(%d): %v", n, err)
+			t.Errorf("Alloc(%d): got error %v, want one that says positive", n, err)
 		}
 	}
 }
 
-// TestFreeBufferPanics: what Alloc did not return is not unmapped.
-func TestFreeBufferPanics(t *testing.T) {
+func TestFreePanicsOnForeignMemory(t *testing.T) {
 	b, err := membuf.Alloc(3 * os.Getpagesize())
 	if err != nil {
 		t.Fatal(err)
@@ -51,7 +50,7 @@ func TestFreeBufferPanics(t *testing.T) {
 		func() {
 			defer func() {
 				if recover() == nil {
-					t.Errorf("%s was freed", name)
+					t.Errorf("Free of %s: got no panic", name)
 				}
 			}()
 			membuf.Free(wrong)
@@ -59,34 +58,33 @@ func TestFreeBufferPanics(t *testing.T) {
 	}
 }
 
-func TestBufferPool(t *testing.T) {
+func TestPoolLimitsBuffers(t *testing.T) {
 	const size, most = 5000, 3
 	p := membuf.NewPool(size, most)
 	var out [][]byte
 	for range most {
 		b := p.Get(nil)
 		if len(b) != size {
-			t.Fatalf("a buffer of %d octets", len(b))
+			t.Fatalf("length of a buffer: got %d, want %d", len(b), size)
 		}
 		out = append(out, b)
 	}
 	if p.TryGet() != nil || p.Out() != most {
-		t.Errorf("more than %d buffers, or %d are out", most, p.Out())
+		t.Errorf("buffers in use: got %d, want %d and no further one", p.Out(), most)
 	}
 	done := make(chan struct{})
 	close(done)
 	if p.Get(done) != nil {
-		t.Error("Get gave a buffer although all are out")
+		t.Error("Get with all buffers in use: got a buffer, want nil")
 	}
 	waiting := make(chan []byte)
 	go func() { waiting <- p.Get(nil) }()
 	p.Put(out[0][:10]) // a reslice from the first octet on
 	if b := <-waiting; &b[0] != &out[0][0] || len(b) != size {
-		t.Error("the waiter got another buffer, or a short one")
+		t.Errorf("waiting Get: got another buffer or %d bytes, want the buffer of Put with %d bytes", len(b), size)
 	}
 
-	// Close with buffers out and somebody waiting: the waiter is let go, the buffers are freed as
-	// they come back.
+	// Close wakes a waiting Get, and Put frees the buffers that were in use.
 	go func() { waiting <- p.Get(nil) }()
 	time.Sleep(5 * time.Millisecond)
 	p.Close()
@@ -94,25 +92,24 @@ func TestBufferPool(t *testing.T) {
 	select {
 	case b := <-waiting:
 		if b != nil {
-			t.Error("a closed pool gave a buffer")
+			t.Error("waiting Get after Close: got a buffer, want nil")
 		}
 	case <-time.After(20 * time.Second):
-		t.Fatal("Get waits for a closed pool")
+		t.Fatal("Get does not return after Close")
 	}
 	if p.TryGet() != nil || p.Get(nil) != nil {
-		t.Error("a closed pool gave a buffer")
+		t.Error("Get of a closed pool: got a buffer, want nil")
 	}
 	before := leakcheck.Count(leakcheck.Buffer)
 	for _, b := range out {
 		p.Put(b)
 	}
 	if n := before - leakcheck.Count(leakcheck.Buffer); n != most || p.Out() != 0 {
-		t.Errorf("%d buffers freed after Close, %d out", n, p.Out())
+		t.Errorf("after Close: %d buffers freed, %d in use; want %d and 0", n, p.Out(), most)
 	}
 }
 
-// TestBufferPoolConcurrently: never more than the maximum, and no buffer is given to two.
-func TestBufferPoolConcurrently(t *testing.T) {
+func TestPoolGivesBufferToOneUserAtATime(t *testing.T) {
 	const most = 4
 	p := membuf.NewPool(64, most)
 	var wg sync.WaitGroup
@@ -126,7 +123,7 @@ func TestBufferPoolConcurrently(t *testing.T) {
 				b := p.Get(nil)
 				mu.Lock()
 				if held[&b[0]] || len(held) >= most {
-					t.Error("a buffer was given out twice, or too many were")
+					t.Errorf("Get: got a buffer in use, or more than %d buffers are in use", most)
 				}
 				held[&b[0]] = true
 				mu.Unlock()

@@ -1,13 +1,11 @@
-// Package membuf allocates page-aligned buffers outside the Go heap and pools
-// them with a hard limit.
+// Package membuf allocates page-aligned buffers outside the Go heap and pools them with a hard
+// limit.
 //
-// RDMA devices read and write memory that the Go garbage collector must not
-// move, free or scan. [Alloc] maps anonymous memory for such buffers. Each
-// allocation is an [Arena]: a provider that registers a whole allocation once
-// attaches the registration to the arena, and [Free] releases the registration
-// before it unmaps the memory.
+// RDMA devices read and write memory that the Go garbage collector must not move, free or scan.
+// [Alloc] maps anonymous memory for such buffers. Each allocation is an [Arena]: a provider that
+// registers a whole allocation once attaches the registration to the arena, and [Free] releases the
+// registration before it unmaps the memory.
 //
-// The package knows nothing about RDMA. All functions and all methods are safe
-// for concurrent use. A list of all arenas is replaced as a whole on each change,
-// so [ArenaOf] takes no lock.
+// The package does not depend on RDMA. All functions and methods are safe for concurrent use. Each
+// change replaces the list of arenas as a whole, so [ArenaOf] takes no lock.
 package membuf

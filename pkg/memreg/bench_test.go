@@ -11,7 +11,7 @@ import (
 
 var succeeded verbs.WorkCompletion
 
-// doneQP executes every chain at once and completes what is signaled.
+// A doneQP executes every chain at once and completes the signaled requests.
 type doneQP struct{}
 
 func (doneQP) PostSend(wr *verbs.WorkRequest) (*verbs.WorkRequest, error) {
@@ -27,9 +27,9 @@ func (doneQP) PostRecv(*verbs.RecvRequest) (*verbs.RecvRequest, error) { return 
 func (doneQP) Drain()                                                  {}
 func (doneQP) Stats() verbs.QPStats                                    { return verbs.QPStats{} }
 
-// BenchmarkMapUnmap is what memory registration costs an RPC of 1 MiB: map, chain, invalidate, back
-// to the free list; on 1 to 128 slots that are used in turn, and by as many goroutines as there are
-// cores at a time. The cost is flat: slots share nothing but counters (S2).
+// BenchmarkMapUnmap measures the memory registration of a 1 MiB RPC: map, chain, invalidate,
+// release. It uses 1 to 128 slots in turn, and then from one goroutine per core. Slots share only
+// counters, so the cost does not depend on the number of slots (S2).
 func BenchmarkMapUnmap(b *testing.B) {
 	mem, err := membuf.Alloc(1 << 20)
 	if err != nil {

@@ -1,55 +1,43 @@
-// Package memreg is memory registration by fast-registration work requests (FRWR), the part of an
-// NFS/RDMA client that decides what a server may touch, and for how long.
+// Package memreg registers memory by fast-registration work requests (FRWR). It decides which
+// memory a server can reach, and for how long.
 //
 // # Normal operation
 //
-// A [List] belongs to one RPC slot. [List.Map] takes MRs one at a time (docs/features.md S2), lays
-// the caller's memory out on them (S3), gives each a fresh key that the server cannot guess (S4),
-// an address that carries the XID (S5), and the least access that does (S6). [List.Chain] puts the
-// registrations in front of the Send, so that one post carries all of it (S7). When the reply has
-// come, either the server has already invalidated the one MR that its Send With Invalidate named
-// ([List.RemoteInvalidated], S11), or [List.Invalidate] posts LOCAL_INVs for the rest as one chain
-// whose last request is signaled (S9, S10). No RPC ends before its keys are dead.
+// A [List] belongs to one RPC slot. [List.Map] takes MRs one at a time (docs/features.md S2) and
+// lays the caller's memory out on them (S3). Each MR gets a new key that the server cannot predict
+// (S4). Its address carries the XID (S5), and its access is the least that the RPC needs (S6).
+// [List.Chain] puts the registrations in front of the Send, so that one post carries the whole RPC
+// (S7).
 //
-// # States
+// A Send With Invalidate of the server invalidates one MR ([List.RemoteInvalidated], S11).
+// [List.Invalidate] posts LOCAL_INVs for the others as one chain whose last request is signaled
+// (S9, S10). An RPC ends only after all of its keys are invalidated.
 //
-// state.go has the machine as one table; this is its drawing (S12):
-//
-//	              map                  FastReg flushed
-//	+--> INVALID -----> VALID --------------------------------> FLUSHED_FR
-//	|       ^  ^          | |\                                      |
-//	|       |  +----------+ | \         LOCAL_INV flushed           v
-//	|       |  unsent,      |  +------------------------------> FLUSHED_LI
-//	|       |  LOCAL_INV,   |                                       |
-//	|       |  remote inv.  | LOCAL_INV failed, or not posted       | (from any of the three)
-//	|       |               v                                       |
-//	|       |           CONDEMNED --> destroyed: recycled           |
-//	|       |                                                       |
-//	|       |     made anew             the connection ended        |
-//	|       +---------------- RECOVERING <--------------------------+ (and from VALID)
-//	|                              |
-//	+-- a new MR, on demand        +--> destroyed: orphaned, if it could not be destroyed or not made anew
-//
-// A device that registers memory for each use (verbs.CapPerIOReg) does so in Map already, as only
-// that tells the key that goes into the header; its FastReg and LOCAL_INV take their places in the
-// chains all the same, and an MR that is unmapped is invalidated at once.
+// A device that registers memory for each use (verbs.CapPerIOReg) registers it in Map, because only
+// the registration returns the key for the header. Its FastRegs and LOCAL_INVs still take their
+// places in the chains. Unmap invalidates the MR at once.
 //
 // # Recovery
 //
-// An MR whose state is not certain is hurt, and never used again as it is. Hurt by the end of a
-// connection, it is taken aside, destroyed, which fences it, and made anew in its place
-// ([Pool.Recover]: recovered, S13). Hurt because its LOCAL_INV failed or could not be posted, it is
-// destroyed, and another is made when one is needed (recycled, S14). What can be neither is off
-// every list (orphaned); when it was the destruction that failed, the memory may still be reached
-// through the protection domain, so the pool must not see another connection. Recovered, recycled
-// and orphaned add up to the hurt.
+// An MR whose state is uncertain has failed, and is not used again as it is. [State] shows the
+// state machine. There are three outcomes:
 //
-// With NFSRDMAD_VERIFY=all every step is held to the table, every list to its owner and the gauges
-// to the pool ([Pool.Check]); a breach stops the process.
+//   - Recovered: the MR failed because the connection ended. [Pool.Recover] destroys the provider's
+//     MR, which fences its memory, and allocates another in its place (S13).
+//   - Recycled: the LOCAL_INV of the MR failed or could not be posted. The pool destroys the MR and
+//     allocates another on demand (S14).
+//   - Orphaned: the MR could not be destroyed or replaced. The pool removes it from every list. If
+//     the destruction failed, the server may still reach the memory through the protection domain,
+//     so the pool must not serve another connection.
+//
+// The sum of recovered, recycled and orphaned MRs equals the number of failed MRs.
+//
+// With NFSRDMAD_VERIFY=all, every transition is checked against the state table, every list against
+// its owner, and the gauges against the pool ([Pool.Check]). A violation stops the process.
 //
 // # Locks
 //
-// A List has no lock: it belongs to whoever owns its slot at the moment. Pool.mu guards the list of
-// all MRs and is taken when an MR is made or destroyed only, never in the steady state. Recover,
-// Check and Destroy need every List of the pool to be at rest.
+// A List has no lock. It belongs to the current owner of its slot. Pool.mrs guards the set of all
+// MRs. The pool locks it only to allocate or destroy an MR, never in the steady state. Recover,
+// Check and Destroy must not run while any List of the pool is in use.
 package memreg

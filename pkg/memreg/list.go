@@ -11,33 +11,32 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// ErrTooManySegments: the memory needs more MRs than one chunk may have.
+// ErrTooManySegments reports that the memory needs more MRs than one chunk may have.
 var ErrTooManySegments = errors.New("memreg: memory is too scattered for one chunk")
 
-// ErrForeignMemory: the device cannot reach the memory, which did not come from membuf.Alloc.
+// ErrForeignMemory reports memory that the device cannot reach because it is not from membuf.Alloc.
 var ErrForeignMemory = errors.New("memreg: memory for this RDMA device must come from membuf.Alloc")
 
-// A List is the MRs of one RPC slot: those free, and those registered for the RPC at hand. It has
-// no lock; it belongs to whoever owns the slot.
+// A List holds the MRs of one RPC slot: the free ones, and those that are registered for the
+// current RPC. It has no lock; it belongs to the owner of the slot. Call Use before any other
+// method.
 type List struct {
 	pool       *Pool
 	free       []*MR
 	registered []*MR
-	left       bool // the RPC at hand was given up: for the trace
+	abandoned  bool // the caller gave up the current RPC; only trace events depend on it
 }
 
-// Use binds the list to a pool; not while it has MRs of another.
+// Use adds the list to a pool. The list must not have MRs of another pool.
 func (l *List) Use(p *Pool) {
 	if l.pool == p {
 		return
 	}
 	l.pool = p
-	p.mu.Lock()
-	p.lists = append(p.lists, l)
-	p.mu.Unlock()
+	p.addList(l)
 }
 
-// reset forgets all MRs.
+// reset removes all MRs and the pool.
 func (l *List) reset() {
 	if l.pool != nil {
 		l.pool.stats.free.Add(-int64(len(l.free)))
@@ -47,46 +46,55 @@ func (l *List) reset() {
 	l.free, l.registered, l.pool = l.free[:0], l.registered[:0], nil
 }
 
-// Registered is the MRs registered for the RPC, in the order of Map. Valid until the next call on
-// l.
+// Registered returns the MRs that are registered for the RPC, in the order of Map. The result is
+// valid until the next call on l.
 func (l *List) Registered() []*MR { return l.registered }
 
-// Map prepares the registration of all of segs as one chunk: the server may write to it when
-// writing is set and read from it when it is not (S6). It appends to Registered and returns how
-// many MRs it took. On error nothing is added and no MR is lost (S22). No segment may be empty.
+// Map prepares the registration of all segments as one chunk and appends the MRs to Registered. It
+// returns how many MRs it added. The server may write to the chunk if writing is true, and read
+// from it otherwise (S6). On error Map adds nothing and loses no MR (S22). No segment may be empty.
+//
+// Errors: ErrTooManySegments, ErrForeignMemory, and those of the provider.
 func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 	start := len(l.registered)
 	if start == 0 {
-		l.left = false
+		l.abandoned = false
 	}
+	if err := l.mapSegments(segs, writing, xid); err != nil {
+		l.unmapFrom(start)
+		kind := trace.MapErr
+		if errors.Is(err, ErrTooManySegments) {
+			kind = trace.SGErr
+		}
+		l.pool.event(kind, xid, len(segs))
+		return 0, err
+	}
+	return len(l.registered) - start, nil
+}
+
+func (l *List) mapSegments(segs [][]byte, writing bool, xid uint32) error {
 	if l.pool.params.ArenasOnly {
 		for _, seg := range segs {
 			if membuf.ArenaOf(seg) == nil {
-				l.pool.event(trace.MapErr, xid, len(segs))
-				return 0, ErrForeignMemory
+				return ErrForeignMemory
 			}
 		}
 	}
 	var pos cursor
-	for pos.i < len(segs) {
-		if len(l.registered)-start == l.pool.params.MaxSegs {
-			l.unmapFrom(start)
-			l.pool.event(trace.SGErr, xid, len(segs))
-			return 0, ErrTooManySegments
+	for n := 0; pos.i < len(segs); n++ {
+		if n == l.pool.params.MaxSegs {
+			return ErrTooManySegments
 		}
-		m, err := l.get()
+		m, err := l.takeFree()
 		if err != nil {
-			l.unmapFrom(start)
-			l.pool.event(trace.MapErr, xid, len(segs))
-			return 0, err
+			l.pool.stats.MapErrors.Add(1)
+			return err
 		}
 		m.fill(segs, &pos)
-		if err := m.arm(writing, xid); err != nil {
+		if err := m.prepare(writing, xid); err != nil {
 			l.pool.stats.MapErrors.Add(1)
 			l.release(m)
-			l.unmapFrom(start)
-			l.pool.event(trace.MapErr, xid, len(segs))
-			return 0, err
+			return err
 		}
 		l.registered = append(l.registered, m)
 		if r := l.pool.hooks.Trace; r != nil {
@@ -94,33 +102,30 @@ func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 				A: uint64(m.length), B: m.iova})
 		}
 	}
-	return len(l.registered) - start, nil
+	return nil
 }
 
-func (l *List) get() (*MR, error) {
+// takeFree returns a free MR. It allocates one if there is none.
+func (l *List) takeFree() (*MR, error) {
 	if n := len(l.free); n > 0 {
 		m := l.free[n-1]
 		l.free = l.free[:n-1]
 		l.pool.stats.free.Add(-1)
 		return m, nil
 	}
-	m, err := l.pool.newMR(l)
-	if err != nil {
-		l.pool.stats.MapErrors.Add(1)
-	}
-	return m, err
+	return l.pool.newMR(l)
 }
 
-// put gives an MR back that e made invalid.
-func (l *List) put(m *MR, e event) {
-	if verify.On() && m.home != l {
-		verify.Failf("MR %d is given to a list that is not its own", m.id)
+// releaseAfter applies e, which invalidates m, and puts m onto the free list.
+func (l *List) releaseAfter(m *MR, e event) {
+	if verify.On() && m.list != l {
+		verify.Failf("MR %d is released to the list of another slot", m.id)
 	}
-	m.move(e)
+	m.apply(e)
 	l.release(m)
 }
 
-// release puts an MR that is invalid onto the free list.
+// release puts an INVALID MR onto the free list.
 func (l *List) release(m *MR) {
 	clear(m.segs)
 	m.segs = m.segs[:0]
@@ -128,53 +133,54 @@ func (l *List) release(m *MR) {
 	l.pool.stats.free.Add(1)
 }
 
-// unmapFrom gives MRs that were mapped but never posted back as they are (S19).
+// unmapFrom releases the MRs from index start on, which were mapped but not posted (S19).
 func (l *List) unmapFrom(start int) {
 	for _, m := range l.registered[start:] {
 		if verify.On() && m.posted {
-			verify.Failf("MR %d was posted and is given back as unsent", m.id)
+			verify.Failf("MR %d was posted and is released as not posted", m.id)
 		}
 		m.event(trace.Unmap, 0)
-		if m.perIO != nil && m.perIO.Unregister() != nil { // the key may be alive
-			m.move(evFailLI)
+		if m.perIO != nil && m.perIO.Unregister() != nil { // the key may still be valid
+			m.apply(evFailLI)
 			l.pool.recycle(m)
 			continue
 		}
-		l.put(m, evUnsent)
+		l.releaseAfter(m, evUnmap)
 	}
 	clear(l.registered[start:])
 	l.registered = l.registered[:start]
 }
 
-// Unmap gives everything that was mapped and not posted back, after a failed marshal (S19).
+// Unmap releases all MRs that were mapped and not posted, after a failed marshal (S19).
 func (l *List) Unmap() { l.unmapFrom(0) }
 
-// cursor is a place in a list of segments.
+// A cursor is a position in a list of segments.
 type cursor struct {
-	i   int // segment
-	off int // octet in it
+	i   int // index of the segment
+	off int // offset in the segment in bytes
 }
 
 func offsetInPage(b []byte, page int) int {
 	return int(uintptr(unsafe.Pointer(unsafe.SliceData(b))) & uintptr(page-1))
 }
 
-func follows(a, b []byte) bool {
+// adjacent reports whether b begins where a ends.
+func adjacent(a, b []byte) bool {
 	return uintptr(unsafe.Pointer(unsafe.SliceData(a)))+uintptr(len(a)) == uintptr(unsafe.Pointer(unsafe.SliceData(b)))
 }
 
-// fill takes segments from pos for as long as one MR can hold them: up to the depth in pages, and
-// on a device without gaps only while each seam lies on a page boundary, if it takes pages at all,
-// or inside contiguous memory (S3).
+// fill adds segments from pos on to m while m can hold them, and advances pos (S3). The depth of
+// the MR in pages is the limit. Adjacent segments always join. A device with gaps joins all
+// segments, and a device with page lists joins segments that meet at page boundaries.
 func (m *MR) fill(segs [][]byte, pos *cursor) {
 	p := &m.pool.params
 	m.segs, m.length = m.segs[:0], 0
-	pages, tail := 0, 0 // pages used; octets of the last page that are used
+	pages, tail := 0, 0 // pages used, bytes used of the last page
 	for pos.i < len(segs) {
 		seg := segs[pos.i][pos.off:]
 		start := offsetInPage(seg, p.PageSize)
-		joined := len(m.segs) > 0 && follows(m.segs[len(m.segs)-1], seg)
-		if len(m.segs) > 0 && !joined && !p.Gaps && (p.OnePiece || start != 0 || tail != p.PageSize) {
+		joined := len(m.segs) > 0 && adjacent(m.segs[len(m.segs)-1], seg)
+		if len(m.segs) > 0 && !joined && !p.Gaps && (p.Contiguous || start != 0 || tail != p.PageSize) {
 			return
 		}
 		room := (p.Depth - pages) * p.PageSize
@@ -204,14 +210,14 @@ func (m *MR) fill(segs [][]byte, pos *cursor) {
 	}
 }
 
-// arm gives the MR its key, address and rights, and marks it as one that the server may reach. On
-// error it is as before.
-func (m *MR) arm(writing bool, xid uint32) error {
+// prepare sets the key, address and access rights of the MR, and marks it VALID. On error the MR
+// stays INVALID.
+func (m *MR) prepare(writing bool, xid uint32) error {
 	m.iova = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.segs[0]))))
 	if m.pool.params.ChosenIOVA {
 		m.iova = uint64(xid)<<32 | m.iova&0xffffffff // S5
 		if m.iova&0xffffffff+uint64(m.length) > 1<<32 {
-			m.iova &^= 0xffff0000 // stay inside the XID's 4 GiB
+			m.iova &^= 0xffff0000 // the range must not cross into the next XID
 		}
 	}
 	m.reg.Access = verbs.AccessRemoteRead
@@ -219,23 +225,23 @@ func (m *MR) arm(writing bool, xid uint32) error {
 		m.reg.Access = verbs.AccessRemoteWrite | verbs.AccessLocalWrite
 	}
 	if m.perIO != nil {
-		// The segments follow one another: OnePiece.
+		// The segments are adjacent, because the device maps only contiguous memory.
 		handle, err := m.perIO.Register(m.reg.Access, unsafe.Slice(unsafe.SliceData(m.segs[0]), m.length))
 		if err != nil {
-			return fmt.Errorf("register %d octets: %w", m.length, err)
+			return fmt.Errorf("register %d bytes: %w", m.length, err)
 		}
 		m.handle = handle
 	} else {
-		m.handle = m.vmr.RKey().WithKey(m.deck.deal())
+		m.handle = m.vmr.RKey().WithKey(m.keys.nextKey())
 	}
 	m.reg.NewKey, m.reg.IOVA, m.reg.Segs = m.handle.Key(), m.iova, m.segs
 	m.xid, m.posted, m.onFenced = xid, false, nil
-	m.move(evMap)
+	m.apply(evMap)
 	return nil
 }
 
-// Chain puts the registrations in front of last and returns the head of the chain, in the order of
-// Map (S7), and how many requests stand before last.
+// Chain puts the registrations in front of last, in the order of Map (S7). It returns the head of
+// the chain and the number of requests before last.
 func (l *List) Chain(last *verbs.WorkRequest) (head *verbs.WorkRequest, n int) {
 	head = last
 	for i := len(l.registered) - 1; i >= 0; i-- {
@@ -248,31 +254,34 @@ func (l *List) Chain(last *verbs.WorkRequest) (head *verbs.WorkRequest, n int) {
 	return head, len(l.registered)
 }
 
-// RemoteInvalidated takes the MR that the server's Send With Invalidate named off the registered
-// ones (S11). It reports false when the key is none of this RPC's: the server broke the protocol.
+// RemoteInvalidated releases the MR whose key the server's Send With Invalidate named (S11). It
+// reports false if no registered MR has the key: the server then violated the protocol.
 func (l *List) RemoteInvalidated(key verbs.RKey) bool {
 	for i, m := range l.registered {
 		if m.handle == key {
 			l.registered = append(l.registered[:i], l.registered[i+1:]...)
 			l.pool.stats.RemoteInv.Add(1)
 			m.event(trace.RemInv, 0)
-			l.put(m, evRemoteInv)
+			l.releaseAfter(m, evRemoteInv)
 			return true
 		}
 	}
 	return false
 }
 
-// Abandon notes that the caller of the RPC has given up, before Invalidate.
-func (l *List) Abandon() { l.left = true }
+// Abandon records that the caller gave up the RPC. Call it before Invalidate.
+func (l *List) Abandon() { l.abandoned = true }
 
-// Invalidate posts LOCAL_INVs for all registered MRs as one chain with the last one signaled (S9,
-// S10). fenced is called at most once: with true when all keys are dead (at once, when there were
-// none), with false when the chain was flushed; it may be called before Invalidate returns. With
-// true, the caller of fenced must call Fenced before the slot is used again. On false, and on an
-// error, the memory is fenced by the end of the connection only, and the caller must bring that
-// about: MRs whose LOCAL_INV could not be posted are destroyed at once, those whose could are
-// waited for by Recover (S14, S15).
+// Invalidate posts LOCAL_INVs for all registered MRs as one chain whose last request is signaled
+// (S9, S10). It calls fenced at most once, perhaps before it returns:
+//
+//   - with true after all keys are invalidated, immediately if no MR is registered. The owner must
+//     then call Fenced before it uses the slot again;
+//   - with false if the chain was flushed.
+//
+// After false, or an error, only the end of the connection fences the memory, and the caller must
+// end it. MRs whose LOCAL_INV could not be posted are destroyed at once (S14). Recover handles the
+// others (S15).
 func (l *List) Invalidate(qp verbs.QP, fenced func(ok bool)) error {
 	n := len(l.registered)
 	if n == 0 {
@@ -287,7 +296,7 @@ func (l *List) Invalidate(qp verbs.QP, fenced func(ok bool)) error {
 		m.onFenced = nil
 		head = &m.inv
 	}
-	// Once posted the list belongs to the completion handler.
+	// The list belongs to the completion handler once the chain is posted.
 	p, xid := l.pool, l.registered[0].xid
 	l.registered[n-1].onFenced = fenced
 	p.stats.LocalInvNeeded.Add(uint64(n))
@@ -296,7 +305,7 @@ func (l *List) Invalidate(qp verbs.QP, fenced func(ok bool)) error {
 		p.event(trace.PostLinv, xid, n)
 		return nil
 	}
-	// The last one was not posted, so nobody else has the list.
+	// The last LOCAL_INV was not posted, so the list still belongs to the caller.
 	posted := 0
 	for posted < n && &l.registered[posted].inv != bad {
 		posted++
@@ -305,7 +314,7 @@ func (l *List) Invalidate(qp verbs.QP, fenced func(ok bool)) error {
 	p.stats.LocalInvNeeded.Add(-uint64(n - posted))
 	for _, m := range l.registered[posted:] {
 		m.onFenced = nil
-		m.move(evFailLI)
+		m.apply(evFailLI)
 		p.recycle(m)
 	}
 	clear(l.registered[posted:])
@@ -313,20 +322,20 @@ func (l *List) Invalidate(qp verbs.QP, fenced func(ok bool)) error {
 	return fmt.Errorf("post LOCAL_INV: %w", err)
 }
 
-// Fenced puts the MRs of a chain that was invalidated back on the free list.
+// Fenced puts the MRs of a completed LOCAL_INV chain back onto the free list.
 func (l *List) Fenced() {
 	for _, m := range l.registered {
-		l.put(m, evInvalidated)
+		l.releaseAfter(m, evInvalidated)
 	}
 	clear(l.registered)
 	l.registered = l.registered[:0]
 }
 
-// recover empties the registered MRs after a connection: each is made anew, or dropped.
+// recover replaces or drops every registered MR after the end of a connection.
 func (l *List) recover() {
 	for _, m := range l.registered {
 		if l.pool.recover(m) {
-			l.put(m, evRecovered)
+			l.releaseAfter(m, evRecovered)
 		}
 	}
 	clear(l.registered)

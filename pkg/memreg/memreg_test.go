@@ -12,11 +12,12 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// device is an invented one that carries NFS/RDMA with room to spare.
+// device returns the attributes of an imaginary device that exceeds all requirements.
 func device(change func(*verbs.DeviceAttrs)) verbs.DeviceAttrs {
-	a := verbs.DeviceAttrs{Name: "inv0", Caps: verbs.CapFastReg | verbs.CapRegisterAny, PageSize: 4096,
-		MaxFastRegPageListLen: 512,
-		MaxQPWR:               32768, MaxCQE: 65536, MaxMR: 65536, MaxSendSGE: 6, MaxRecvSGE: 6, MaxSGERd: 1}
+	a := verbs.DeviceAttrs{
+		Name: "test0", Caps: verbs.CapFastReg | verbs.CapRegisterAny, PageSize: 4096, MaxFastRegPageListLen: 512,
+		MaxQPWR: 32768, MaxCQE: 65536, MaxMR: 65536, MaxSendSGE: 6, MaxRecvSGE: 6, MaxSGERd: 1,
+	}
 	if change != nil {
 		change(&a)
 	}
@@ -43,31 +44,31 @@ func TestQuery(t *testing.T) {
 		{"read-SGE quirk", func(a *verbs.DeviceAttrs) { a.MaxSGERd = 32 }, 64, 0,
 			Params{Depth: 32, PageSize: 4096, Slots: 64, SendWRs: 64*(7+2*8) + 33, WRsPerRPC: 7 + 2*8, RecvWRs: 104,
 				SendSGEs: 6, MaxSegs: 11, MaxPayload: 1 << 20}},
-		{"gaps and chosen address", func(
-			a *verbs.DeviceAttrs) {
+		{"gaps and chosen address", func(a *verbs.DeviceAttrs) {
 			a.Caps |= verbs.CapGaps | verbs.CapChosenIOVA
 			a.MaxSendSGE = 64
 		}, 4, 0,
 			Params{Depth: 257, Gaps: true, ChosenIOVA: true, PageSize: 4096, Slots: 4, SendWRs: 4*7 + 33,
 				WRsPerRPC: 7, RecvWRs: 44, SendSGEs: 19, MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"small queue cuts the slots", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 10*7 + 6 }, 128, 0,
+		{"small send queue limits the slots", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 10*7 + 6 }, 128, 0,
 			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6,
 				MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"small completion queue cuts the slots", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 10*8 + 7 }, 128, 0,
+		{"small completion queue limits the slots", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 10*8 + 7 }, 128,
+			0,
 			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6,
 				MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"few MRs cut the slots", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, 5*11 }, 64, 0,
+		{"few MRs limit the slots", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, 5*11 }, 64, 0,
 			Params{Depth: 64, PageSize: 4096, Slots: 11, SendWRs: 11*15 + 33, WRsPerRPC: 15, RecvWRs: 51, SendSGEs: 6,
 				MaxSegs: 7, MaxPayload: 1 << 20}},
 		{"memory windows", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapMemWindow2B }, 128, 0,
-			Params{Depth: 257, OnePiece: true, ArenasOnly: true, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33,
+			Params{Depth: 257, Contiguous: true, ArenasOnly: true, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33,
 				WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"registration for each use", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapPerIOReg },
 			128, 0,
-			Params{Depth: 257, OnePiece: true, PerIO: true, ArenasOnly: true, PageSize: 4096, Slots: 128,
+			Params{Depth: 257, Contiguous: true, PerIO: true, ArenasOnly: true, PageSize: 4096, Slots: 128,
 				SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
 		{"no fast registration", func(a *verbs.DeviceAttrs) { a.Caps = 0 }, 128, syscall.EINVAL, Params{}},
-		{"page list of nothing", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 0 }, 128, syscall.EINVAL,
+		{"no page list", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 0 }, 128, syscall.EINVAL,
 			Params{}},
 		{"two send SGEs", func(a *verbs.DeviceAttrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
 		{"queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 4*7 - 1 }, 128, syscall.ENOMEM,
@@ -85,24 +86,23 @@ func TestQuery(t *testing.T) {
 			got, err := Query(device(c.change), c.slots)
 			if c.errno != 0 {
 				if !errors.Is(err, c.errno) {
-					t.Fatalf("error %v, want %v", err, c.errno)
+					t.Fatalf("Query: got error %v, want %v", err, c.errno)
 				}
 				return
 			}
 			if err != nil || got != c.want {
-				t.Errorf("\n got %+v, %v\nwant %+v", got, err, c.want)
+				t.Errorf("Query:\n got %+v, %v\nwant %+v", got, err, c.want)
 			}
 		})
 	}
 }
 
-// fakePD gives MRs that remember nothing: these tests are about layout, keys and states, not about
-// wires.
+// A fakePD allocates MRs that do nothing. It serves tests of layout, keys and states.
 type fakePD struct {
-	index   uint32
-	fail    error
-	failMR  error
-	present int
+	index    uint32
+	allocErr error
+	deregErr error
+	present  int // MRs that are not deregistered
 }
 
 type fakeMR struct {
@@ -111,8 +111,8 @@ type fakeMR struct {
 }
 
 func (p *fakePD) AllocMR(int) (verbs.MR, error) {
-	if p.fail != nil {
-		return nil, p.fail
+	if p.allocErr != nil {
+		return nil, p.allocErr
 	}
 	p.index++
 	p.present++
@@ -123,8 +123,8 @@ func (p *fakePD) Dealloc() error                 { return nil }
 func (m *fakeMR) LKey() uint32                   { return 0 }
 func (m *fakeMR) RKey() verbs.RKey               { return m.key }
 func (m *fakeMR) Dereg() error {
-	if m.pd.failMR != nil {
-		return m.pd.failMR
+	if m.pd.deregErr != nil {
+		return m.pd.deregErr
 	}
 	m.pd.present--
 	return nil
@@ -149,21 +149,22 @@ func TestMapLayout(t *testing.T) {
 		depth int
 		gaps  bool
 		segs  [][]byte
-		want  []int // octets of each MR; nil: too many
+		want  []int // bytes of each MR; nil: ErrTooManySegments
 	}{
 		{"one page", 4, false, [][]byte{cut(0, page)}, []int{page}},
 		{"1 MiB, deep enough", 257, false, [][]byte{cut(0, 256*page)}, []int{256 * page}},
-		{"1 MiB off by one octet takes 257 pages", 257, false, [][]byte{cut(1, 256*page)}, []int{256 * page}},
+		{"1 MiB at offset 1 takes 257 pages", 257, false, [][]byte{cut(1, 256*page)}, []int{256 * page}},
 		{"1 MiB, depth 64", 64, false, [][]byte{cut(0, 256*page)}, []int{64 * page, 64 * page, 64 * page, 64 * page}},
-		{"unaligned start costs part of a page", 2, false, [][]byte{cut(100, 3*page)}, []int{2*page - 100, page + 100}},
-		{"contiguous pieces merge", 2, false, [][]byte{cut(10, 20), cut(30, 40), cut(70, page)}, []int{20 + 40 + page}},
-		{"contiguous pieces share a page", 1, false, [][]byte{cut(0, 100), cut(100, page-100)}, []int{page}},
-		{"page-aligned jump needs no second MR", 4, false, [][]byte{cut(0, page), cut(5*page, page)}, []int{2 * page}},
-		{"hole: second piece starts inside a page", 4, false, [][]byte{cut(0, page), cut(5*page+8, 8)}, []int{page, 8}},
-		{"hole: first piece ends inside a page", 4, false, [][]byte{cut(0, 8), cut(5*page, 8)}, []int{8, 8}},
+		{"unaligned start loses part of a page", 2, false, [][]byte{cut(100, 3*page)}, []int{2*page - 100, page + 100}},
+		{"adjacent segments merge", 2, false, [][]byte{cut(10, 20), cut(30, 40), cut(70, page)}, []int{20 + 40 + page}},
+		{"adjacent segments share a page", 1, false, [][]byte{cut(0, 100), cut(100, page-100)}, []int{page}},
+		{"page-aligned hole needs no second MR", 4, false, [][]byte{cut(0, page), cut(5*page, page)}, []int{2 * page}},
+		{"hole: second segment starts inside a page", 4, false, [][]byte{cut(0, page), cut(5*page+8, 8)},
+			[]int{page, 8}},
+		{"hole: first segment ends inside a page", 4, false, [][]byte{cut(0, 8), cut(5*page, 8)}, []int{8, 8}},
 		{"gaps allowed: one MR", 4, true, [][]byte{cut(0, 8), cut(5*page+8, 8), cut(9*page+1, 3)}, []int{19}},
 		{"gaps allowed, depth used up", 2, true, [][]byte{cut(0, 8), cut(5*page+8, 8), cut(9*page+1, 3)}, []int{16, 3}},
-		{"more MRs than a chunk may have", 1, false, [][]byte{cut(0, 9*page)}, nil},
+		{"more MRs than one chunk may have", 1, false, [][]byte{cut(0, 9*page)}, nil},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -176,31 +177,33 @@ func TestMapLayout(t *testing.T) {
 			if c.want == nil {
 				if !errors.Is(err, ErrTooManySegments) || len(l.Registered()) != 0 || stats.InState(Valid) != 0 ||
 					stats.Free() != stats.Total() {
-					t.Errorf("Map = %d, %v with %d registered, %d valid, %d of %d free", n, err, len(l.Registered()),
-						stats.InState(Valid), stats.Free(), stats.Total())
+					t.Errorf("Map: got %v, %d MRs with %d registered, %d VALID, %d of %d free; want an error, all free",
+						err, n, len(l.Registered()), stats.InState(Valid), stats.Free(), stats.Total())
 				}
 			} else if err != nil || n != len(c.want) {
-				t.Fatalf("Map = %d, %v; want %d MRs", n, err, len(c.want))
+				t.Fatalf("Map: got %d MRs, %v; want %d", n, err, len(c.want))
 			}
 			for i, m := range l.Registered() {
 				if int(m.Length()) != c.want[i] {
-					t.Errorf("MR %d has %d octets, want %d", i, m.Length(), c.want[i])
+					t.Errorf("length of MR %d: got %d bytes, want %d", i, m.Length(), c.want[i])
 				}
 			}
 			l.Unmap()
 			if got := stats.InState(Invalid); got != stats.Total() || stats.Free() != got {
-				t.Errorf("after Unmap %d of %d invalid, %d free", got, stats.Total(), stats.Free())
+				t.Errorf("after Unmap: got %d INVALID and %d free of %d MRs, want all", got, stats.Free(),
+					stats.Total())
 			}
 			if pool.Destroy(); pd.present != 0 || stats.Total() != 0 || stats.Free() != 0 ||
 				stats.Recycled.Load() != 0 {
-				t.Errorf("after Destroy %d MRs, gauges %d total, %d free, %d recycled", pd.present, stats.Total(),
-					stats.Free(), stats.Recycled.Load())
+				t.Errorf("after Destroy: got %d MRs on the device, gauges of %d total and %d free, %d recycled; want 0",
+					pd.present, stats.Total(), stats.Free(), stats.Recycled.Load())
 			}
 		})
 	}
 }
 
-func TestKeysAndAddress(t *testing.T) {
+// TestMapChangesKeysAndCarriesXID maps the same memory many times (S4, S5).
+func TestMapChangesKeysAndCarriesXID(t *testing.T) {
 	var stats Counters
 	pool := NewPool(&fakePD{}, Params{Depth: 4, ChosenIOVA: true, PageSize: 4096, MaxSegs: 3}, &stats, Hooks{})
 	var l List
@@ -215,10 +218,10 @@ func TestKeysAndAddress(t *testing.T) {
 		}
 		m := l.Registered()[0]
 		if m.Offset()>>32 != 0xdeadbeef {
-			t.Fatalf("address %#x does not carry the XID", m.Offset())
+			t.Fatalf("upper half of address %#x: want XID 0xdeadbeef", m.Offset())
 		}
 		if i > 0 && m.Handle() == last {
-			t.Fatalf("key %#x twice in a row", last)
+			t.Fatalf("got key %#x twice in a row", last)
 		}
 		if m.Handle()&0xff == (last+1)&0xff {
 			inOrder++
@@ -226,20 +229,20 @@ func TestKeysAndAddress(t *testing.T) {
 		last = m.Handle()
 		seen[m.Handle()&0xff]++
 		if m.reg.Access != verbs.AccessRemoteRead {
-			t.Fatalf("data going out has rights %b", m.reg.Access)
+			t.Fatalf("access to outgoing data: got %b, want remote read", m.reg.Access)
 		}
 		l.Unmap()
 	}
 	for k, n := range seen {
 		if n != 4 {
-			t.Errorf("key %#x used %d times in 4 rounds of 256", k, n)
+			t.Errorf("uses of key %#x in 1024 registrations: got %d, want 4", k, n)
 		}
 	}
 	if inOrder > 100 {
-		t.Errorf("%d of 1024 keys followed the one before by one: predictable", inOrder)
+		t.Errorf("keys that equal the previous key plus one: got %d of 1024, want at most 100", inOrder)
 	}
 	if stats.Allocated.Load() != 1 {
-		t.Errorf("%d MRs made, one would do", stats.Allocated.Load())
+		t.Errorf("allocated MRs: got %d, want 1", stats.Allocated.Load())
 	}
 	if n := testing.AllocsPerRun(300, func() {
 		if _, err := l.Map([][]byte{mem}, true, 7); err != nil {
@@ -247,12 +250,13 @@ func TestKeysAndAddress(t *testing.T) {
 		}
 		l.Unmap()
 	}); n != 0 {
-		t.Errorf("map and unmap allocate %v times, want 0", n)
+		t.Errorf("allocations of Map and Unmap: got %v, want 0", n)
 	}
 	pool.Destroy()
 }
 
-func TestAllocationFailureLosesNothing(t *testing.T) {
+// TestFailedAllocationKeepsMRs checks that a failed Map releases the MRs that it took (S22).
+func TestFailedAllocationKeepsMRs(t *testing.T) {
 	var stats Counters
 	pd := &fakePD{}
 	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, Hooks{})
@@ -263,18 +267,18 @@ func TestAllocationFailureLosesNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	l.Unmap()
-	pd.fail = syscall.ENOMEM
+	pd.allocErr = syscall.ENOMEM
 	if _, err := l.Map([][]byte{mem}, true, 1); !errors.Is(err, syscall.ENOMEM) {
-		t.Fatalf("error %v, want ENOMEM", err)
+		t.Fatalf("Map: got %v, want ENOMEM", err)
 	}
 	if len(l.Registered()) != 0 || stats.Free() != 2 || stats.InState(Invalid) != 2 {
-		t.Errorf("%d registered, %d free, %d invalid; want 0, 2, 2", len(l.Registered()), stats.Free(),
+		t.Errorf("got %d registered, %d free, %d INVALID; want 0, 2, 2", len(l.Registered()), stats.Free(),
 			stats.InState(Invalid))
 	}
 	pool.Destroy()
 }
 
-func TestDestroyCountsTheHurt(t *testing.T) {
+func TestDestroyCountsFailedMRs(t *testing.T) {
 	var stats Counters
 	pd := &fakePD{}
 	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, Hooks{})
@@ -287,11 +291,11 @@ func TestDestroyCountsTheHurt(t *testing.T) {
 	reg[0].regDone(&verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	reg[1].invDone(&verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	if stats.InState(FlushedFR) != 1 || stats.InState(FlushedLI) != 1 || stats.InState(Valid) != 1 {
-		t.Errorf("gauges: %d FLUSHED_FR, %d FLUSHED_LI, %d VALID; want 1 each", stats.InState(FlushedFR),
+		t.Errorf("gauges: got %d FLUSHED_FR, %d FLUSHED_LI, %d VALID; want 1 each", stats.InState(FlushedFR),
 			stats.InState(FlushedLI), stats.InState(Valid))
 	}
-	pd.failMR = syscall.EBUSY
+	pd.deregErr = syscall.EBUSY
 	if n := pool.Destroy(); n != 3 || stats.Orphaned.Load() != 3 || stats.Total() != 0 {
-		t.Errorf("Destroy = %d, %d orphaned, %d left; want 3, 3, 0", n, stats.Orphaned.Load(), stats.Total())
+		t.Errorf("Destroy: got %d, %d orphaned, %d remaining; want 3, 3, 0", n, stats.Orphaned.Load(), stats.Total())
 	}
 }

@@ -13,68 +13,67 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// modelSteps is how many steps TestModel takes at least.
-const modelSteps = 100_000
+// minModelSteps is the smallest number of steps of TestModel.
+const minModelSteps = 100_000
 
-// A rig is the pool under test on a device whose truth is known: which key reaches memory, at every
-// moment.
-type rig struct {
+// A model is a pool on a device that knows at every moment which keys reach memory.
+type model struct {
 	params Params
 	stats  Counters
-	pd     *truePD
+	pd     *modelPD
 	pool   *Pool
-	qp     *trueQP
+	qp     *modelQP
 	slots  []*modelSlot
 	mem    []byte
 	xid    uint32
 
-	failAlloc, failDereg int // calls to fail
+	failAlloc, failDereg int // number of calls that fail next
 }
 
-// truePD knows every MR that was allocated on it.
-type truePD struct {
-	rig   *rig
+// A modelPD knows every MR that is allocated on it.
+type modelPD struct {
+	model *model
 	index uint32
-	mrs   map[uint32]*trueMR // by index
+	mrs   map[uint32]*modelMR // by index
 }
 
-type trueMR struct {
-	pd    *truePD
-	index uint32
-	key   verbs.RKey
-	valid bool
-	dead  bool
+type modelMR struct {
+	pd        *modelPD
+	index     uint32
+	key       verbs.RKey
+	valid     bool
+	destroyed bool
 }
 
-func (p *truePD) AllocMR(int) (verbs.MR, error) {
-	if p.rig.failAlloc > 0 {
-		p.rig.failAlloc--
+func (p *modelPD) AllocMR(int) (verbs.MR, error) {
+	if p.model.failAlloc > 0 {
+		p.model.failAlloc--
 		return nil, syscall.ENOMEM
 	}
 	p.index++
-	m := &trueMR{pd: p, index: p.index, key: verbs.RKey(p.index << 8)}
+	m := &modelMR{pd: p, index: p.index, key: verbs.RKey(p.index << 8)}
 	p.mrs[m.index] = m
 	return m, nil
 }
-func (p *truePD) RegMR([]byte) (verbs.MR, error) { return nil, verbs.ErrInvalid }
-func (p *truePD) Dealloc() error                 { return nil }
-func (m *trueMR) LKey() uint32                   { return 0 }
-func (m *trueMR) RKey() verbs.RKey               { return verbs.RKey(m.index << 8) }
-func (m *trueMR) Dereg() error {
-	if m.dead {
-		panic("an MR is deregistered twice")
+func (p *modelPD) RegMR([]byte) (verbs.MR, error) { return nil, verbs.ErrInvalid }
+func (p *modelPD) Dealloc() error                 { return nil }
+func (m *modelMR) LKey() uint32                   { return 0 }
+func (m *modelMR) RKey() verbs.RKey               { return verbs.RKey(m.index << 8) }
+func (m *modelMR) Dereg() error {
+	if m.destroyed {
+		panic("MR is deregistered twice")
 	}
-	if m.pd.rig.failDereg > 0 {
-		m.pd.rig.failDereg--
+	if m.pd.model.failDereg > 0 {
+		m.pd.model.failDereg--
 		return syscall.EBUSY
 	}
-	m.valid, m.dead = false, true
+	m.valid, m.destroyed = false, true
 	delete(m.pd.mrs, m.index)
 	return nil
 }
 
-// valid are the keys that reach memory.
-func (p *truePD) valid() map[verbs.RKey]bool {
+// validKeys returns the keys that reach memory.
+func (p *modelPD) validKeys() map[verbs.RKey]bool {
 	keys := map[verbs.RKey]bool{}
 	for _, m := range p.mrs {
 		if m.valid {
@@ -84,22 +83,22 @@ func (p *truePD) valid() map[verbs.RKey]bool {
 	return keys
 }
 
-// trueQP executes requests in order, when it is told to.
-type trueQP struct {
-	rig   *rig
-	queue []verbs.WorkRequest
-	dead  bool
-	chop  int // position at which the next chain fails, -1 for none
+// A modelQP executes requests in order, one at each call of step.
+type modelQP struct {
+	model  *model
+	queue  []verbs.WorkRequest
+	ended  bool
+	failAt int // position at which the next chain fails, -1 for none
 }
 
-func (q *trueQP) PostRecv(*verbs.RecvRequest) (*verbs.RecvRequest, error) { return nil, nil }
-func (q *trueQP) Stats() verbs.QPStats                                    { return verbs.QPStats{} }
+func (q *modelQP) PostRecv(*verbs.RecvRequest) (*verbs.RecvRequest, error) { return nil, nil }
+func (q *modelQP) Stats() verbs.QPStats                                    { return verbs.QPStats{} }
 
-func (q *trueQP) PostSend(wr *verbs.WorkRequest) (*verbs.WorkRequest, error) {
-	chop := q.chop
-	q.chop = -1
+func (q *modelQP) PostSend(wr *verbs.WorkRequest) (*verbs.WorkRequest, error) {
+	failAt := q.failAt
+	q.failAt = -1
 	for n := 0; wr != nil; wr, n = wr.Next, n+1 {
-		if q.dead || n == chop {
+		if q.ended || n == failAt {
 			return wr, verbs.ErrQueueFull
 		}
 		q.queue = append(q.queue, *wr)
@@ -107,24 +106,24 @@ func (q *trueQP) PostSend(wr *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	return nil, nil
 }
 
-// step executes, or flushes, the request at the head.
-func (q *trueQP) step() bool {
+// step executes or flushes the first request of the queue. It reports whether there was one.
+func (q *modelQP) step() bool {
 	if len(q.queue) == 0 {
 		return false
 	}
 	wr := q.queue[0]
 	q.queue = q.queue[1:]
 	wc := verbs.WorkCompletion{QP: q, Opcode: wr.Opcode}
-	if q.dead {
+	if q.ended {
 		wc.Status = verbs.StatusWRFlushErr
 		wr.Done(&wc)
 		return true
 	}
 	switch wr.Opcode {
 	case verbs.OpFastReg:
-		m := wr.MR.(*trueMR)
-		if m.valid || m.dead {
-			panic("an MR is registered that is registered, or destroyed")
+		m := wr.MR.(*modelMR)
+		if m.valid || m.destroyed {
+			panic("FastReg of an MR that is registered or destroyed")
 		}
 		m.valid, m.key = true, m.RKey().WithKey(wr.NewKey)
 	case verbs.OpLocalInv:
@@ -136,38 +135,38 @@ func (q *trueQP) step() bool {
 	return true
 }
 
-func (q *trueQP) invalidate(key verbs.RKey) {
-	if m := q.rig.pd.mrs[uint32(key)>>8]; m != nil && m.key == key {
+func (q *modelQP) invalidate(key verbs.RKey) {
+	if m := q.model.pd.mrs[uint32(key)>>8]; m != nil && m.key == key {
 		m.valid = false
 	}
 }
 
-// Drain ends the QP and flushes what it has.
-func (q *trueQP) Drain() {
-	q.dead = true
+// Drain ends the QP and flushes its queue.
+func (q *modelQP) Drain() {
+	q.ended = true
 	for q.step() {
 	}
 }
 
-// What a model slot does.
+// A phase is the progress of the RPC of a slot.
 type phase int
 
 const (
 	idle phase = iota
 	sent
 	fencing
-	ended // by a connection that died
+	connectionEnded
 )
 
 type modelSlot struct {
 	list  List
 	phase phase
-	keys  []verbs.RKey // of the RPC at hand
+	keys  []verbs.RKey // of the current RPC
 	send  verbs.WorkRequest
 }
 
-func newRig(seed uint64) *rig {
-	r := &rig{params: Params{Depth: 2, PageSize: 4096, MaxSegs: 4}}
+func newModel(seed uint64) *model {
+	r := &model{params: Params{Depth: 2, PageSize: 4096, MaxSegs: 4}}
 	r.mem = make([]byte, 16*4096)
 	rng := rand.New(rand.NewPCG(seed, 1))
 	r.xid = rng.Uint32()
@@ -178,33 +177,31 @@ func newRig(seed uint64) *rig {
 	return r
 }
 
-func (r *rig) connect() {
+func (r *model) connect() {
 	if r.pool == nil {
-		r.pd = &truePD{rig: r, mrs: map[uint32]*trueMR{}}
+		r.pd = &modelPD{model: r, mrs: map[uint32]*modelMR{}}
 		r.pool = NewPool(r.pd, r.params, &r.stats, Hooks{})
 	}
-	r.qp = &trueQP{rig: r, chop: -1}
+	r.qp = &modelQP{model: r, failAt: -1}
 }
 
-// disconnect is what the transport does when a connection ends.
-func (r *rig) disconnect(t *rapid.T) {
+// disconnect does what the transport does when a connection ends.
+func (r *model) disconnect(t *rapid.T) {
 	r.qp.Drain()
 	usable := r.pool.Recover()
 	if usable {
-		if n := len(r.pd.valid()); n != 0 {
-			t.Fatalf("%d keys are alive after recovery", n)
+		if n := len(r.pd.validKeys()); n != 0 {
+			t.Fatalf("valid keys after recovery: got %d, want 0", n)
 		}
 	} else if r.stats.Orphaned.Load() == 0 {
-		t.Fatalf("the pool is tainted, nothing is orphaned")
+		t.Fatal("pool is unusable without an orphaned MR")
 	}
-	if err := r.pool.Check(); err != nil {
-		t.Fatal(err)
-	}
+	r.check(t)
 	if !usable {
 		r.pool.Destroy()
 		r.pool = nil
 		if r.stats.Total() != 0 || r.stats.Free() != 0 {
-			t.Fatalf("gauges after the pool: %d, free %d", r.stats.Total(), r.stats.Free())
+			t.Fatalf("gauges after Destroy: got %d MRs, %d free; want 0, 0", r.stats.Total(), r.stats.Free())
 		}
 	}
 	for _, s := range r.slots {
@@ -213,33 +210,75 @@ func (r *rig) disconnect(t *rapid.T) {
 	r.connect()
 }
 
-// fenced checks the promise: when it is called no key of the RPC reaches memory.
-func (r *rig) fenced(t *rapid.T, s *modelSlot) {
-	alive := r.pd.valid()
+// fenced checks that no key of the RPC reaches memory.
+func (r *model) fenced(t *rapid.T, s *modelSlot) {
+	valid := r.pd.validKeys()
 	for _, k := range s.keys {
-		if alive[k] {
-			t.Fatalf("fenced with key %#x alive", k)
+		if valid[k] {
+			t.Fatalf("key %#x is valid in the fenced callback", k)
 		}
 	}
 	s.list.Fenced()
 	s.phase, s.keys = idle, nil
 }
 
-func (r *rig) pick(t *rapid.T, p phase) *modelSlot {
-	var of []*modelSlot
+func (r *model) pick(t *rapid.T, p phase) *modelSlot {
+	var slots []*modelSlot
 	for _, s := range r.slots {
 		if s.phase == p {
-			of = append(of, s)
+			slots = append(slots, s)
 		}
 	}
-	if len(of) == 0 {
-		t.Skip("no slot is in this phase: another step is drawn")
+	if len(slots) == 0 {
+		t.Skip("no slot in this phase: rapid draws another step")
 	}
-	return of[rapid.IntRange(0, len(of)-1).Draw(t, "slot")]
+	return slots[rapid.IntRange(0, len(slots)-1).Draw(t, "slot")]
 }
 
-// reply fences a slot's RPC as the reply handler does.
-func (r *rig) reply(t *rapid.T, s *modelSlot) {
+// call maps zero to two chunks of a slot and posts or unmaps them.
+func (r *model) call(t *rapid.T) {
+	s := r.pick(t, idle)
+	s.list.Use(r.pool)
+	r.xid++
+	chunks := rapid.IntRange(0, 2).Draw(t, "chunks")
+	for range chunks {
+		n := rapid.IntRange(1, 10*4096).Draw(t, "bytes")
+		before := len(s.list.Registered())
+		added, err := s.list.Map([][]byte{r.mem[:n]}, rapid.Bool().Draw(t, "writing"), r.xid)
+		if err != nil {
+			if len(s.list.Registered()) != before || added != 0 {
+				t.Fatalf("MRs of a failed Map: got %d registered, %d added; want %d, 0", len(s.list.Registered()),
+					added, before)
+			}
+			if !errors.Is(err, ErrTooManySegments) && !errors.Is(err, syscall.ENOMEM) {
+				t.Fatal(err)
+			}
+			s.list.Unmap()
+			return
+		}
+	}
+	if rapid.IntRange(0, 9).Draw(t, "unsent") == 0 {
+		s.list.Unmap()
+		return
+	}
+	valid := r.pd.validKeys()
+	for _, m := range s.list.Registered() {
+		key := verbs.RKey(m.Handle())
+		if valid[key] {
+			t.Fatalf("Map chose key %#x, which is valid", key)
+		}
+		s.keys = append(s.keys, key)
+	}
+	s.send = verbs.WorkRequest{Opcode: verbs.OpSend, Done: func(*verbs.WorkCompletion) {}}
+	head, _ := s.list.Chain(&s.send)
+	s.phase = sent
+	if _, err := r.qp.PostSend(head); err != nil {
+		r.disconnect(t)
+	}
+}
+
+// reply fences the RPC of a slot as the reply handler does.
+func (r *model) reply(t *rapid.T, s *modelSlot) {
 	s.phase = fencing
 	err := s.list.Invalidate(r.qp, func(ok bool) {
 		if ok {
@@ -248,15 +287,90 @@ func (r *rig) reply(t *rapid.T, s *modelSlot) {
 	})
 	if err != nil {
 		if s.phase == fencing {
-			s.phase = ended
+			s.phase = connectionEnded
 		}
 		r.disconnect(t)
 	}
 }
 
-// TestModel runs random sequences of what a transport does with its MRs, on a device that knows
-// which keys are alive, with every fault that a device has: no MR is lost or used twice, no RPC
-// ends with a key alive, and the counters add up.
+// replyWithInvalidation is a reply by Send With Invalidate.
+func (r *model) replyWithInvalidation(t *rapid.T) {
+	s := r.pick(t, sent)
+	valid := r.pd.validKeys()
+	for _, k := range s.keys {
+		if valid[k] { // the device lets the peer invalidate only valid keys
+			r.qp.invalidate(k)
+			if !s.list.RemoteInvalidated(k) {
+				t.Fatalf("RemoteInvalidated(%#x): got false for a key of the RPC", k)
+			}
+			break
+		}
+	}
+	if s.list.RemoteInvalidated(verbs.RKey(0xffffff00)) {
+		t.Fatal("RemoteInvalidated: got true for an unknown key")
+	}
+	r.reply(t, s)
+}
+
+// failLocalInv executes the queue up to the first LOCAL_INV, which fails.
+func (r *model) failLocalInv(t *rapid.T) {
+	for i := range r.qp.queue {
+		if r.qp.queue[i].Opcode != verbs.OpLocalInv {
+			continue
+		}
+		for r.qp.queue[0].Opcode != verbs.OpLocalInv {
+			r.qp.step()
+		}
+		wr := r.qp.queue[0]
+		r.qp.queue = r.qp.queue[1:]
+		wr.Done(&verbs.WorkCompletion{QP: r.qp, Status: verbs.StatusMWBindErr})
+		r.disconnect(t)
+		return
+	}
+	t.Skip("no LOCAL_INV is queued: rapid draws another step")
+}
+
+func (r *model) check(t *rapid.T) {
+	if err := r.pool.Check(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// steps returns the random steps of the model. count is called at each.
+func (r *model) steps(count func()) map[string]func(*rapid.T) {
+	steps := map[string]func(*rapid.T){
+		"call": r.call,
+		"execute": func(t *rapid.T) {
+			for range rapid.IntRange(1, 8).Draw(t, "n") {
+				if !r.qp.step() {
+					return
+				}
+			}
+		},
+		"reply":                   func(t *rapid.T) { r.reply(t, r.pick(t, sent)) },
+		"reply with invalidation": r.replyWithInvalidation,
+		"disconnect": func(t *rapid.T) {
+			if rapid.IntRange(0, 3).Draw(t, "rare") == 0 {
+				r.disconnect(t)
+			}
+		},
+		"fail a LOCAL_INV":   r.failLocalInv,
+		"fail a chain":       func(t *rapid.T) { r.qp.failAt = rapid.IntRange(0, 3).Draw(t, "position") },
+		"fail an allocation": func(t *rapid.T) { r.failAlloc = rapid.IntRange(0, 2).Draw(t, "times") },
+		"fail a deregistration": func(t *rapid.T) {
+			r.failDereg = rapid.IntRange(0, 3).Draw(t, "times") * rapid.IntRange(0, 1).Draw(t, "rare")
+		},
+	}
+	for name, f := range steps {
+		steps[name] = func(t *rapid.T) { count(); f(t) }
+	}
+	steps[""] = r.check
+	return steps
+}
+
+// TestModel runs random sequences of what a transport does with its MRs, with every fault that a
+// device has. No MR may be lost or used twice, no RPC may end with a valid key, and the counters
+// must agree.
 func TestModel(t *testing.T) {
 	steps := 0
 	seed := rand.Uint64()
@@ -271,118 +385,20 @@ func TestModel(t *testing.T) {
 	}
 	t.Logf("repeat with -rapid.seed=%d", seed)
 	rapid.Check(t, func(t *rapid.T) {
-		r := newRig(rapid.Uint64().Draw(t, "xid"))
-		count := func(f func(*rapid.T)) func(*rapid.T) {
-			return func(t *rapid.T) { steps++; f(t) }
-		}
-		t.Repeat(map[string]func(*rapid.T){
-			"call": count(func(t *rapid.T) {
-				s := r.pick(t, idle)
-				s.list.Use(r.pool)
-				r.xid++
-				chunks := rapid.IntRange(0, 2).Draw(t, "chunks")
-				for range chunks {
-					n := rapid.IntRange(1, 10*4096).Draw(t, "octets")
-					before := len(s.list.Registered())
-					took, err := s.list.Map([][]byte{r.mem[:n]}, rapid.Bool().Draw(t, "writing"), r.xid)
-					if err != nil {
-						if len(s.list.Registered()) != before || took != 0 {
-							t.Fatalf("a failed Map left MRs")
-						}
-						if !errors.Is(err, ErrTooManySegments) && !errors.Is(err, syscall.ENOMEM) {
-							t.Fatal(err)
-						}
-						s.list.Unmap()
-						return
-					}
-				}
-				if rapid.IntRange(0, 9).Draw(t, "unsent") == 0 {
-					s.list.Unmap()
-					return
-				}
-				alive := r.pd.valid()
-				for _, m := range s.list.Registered() {
-					key := verbs.RKey(m.Handle())
-					if alive[key] {
-						t.Fatalf("key %#x is given out while it is alive", key)
-					}
-					s.keys = append(s.keys, key)
-				}
-				s.send = verbs.WorkRequest{Opcode: verbs.OpSend, Done: func(*verbs.WorkCompletion) {}}
-				head, _ := s.list.Chain(&s.send)
-				s.phase = sent
-				if _, err := r.qp.PostSend(head); err != nil {
-					r.disconnect(t)
-				}
-			}),
-			"execute": count(func(t *rapid.T) {
-				for range rapid.IntRange(1, 8).Draw(t, "n") {
-					if !r.qp.step() {
-						return
-					}
-				}
-			}),
-			"reply": count(func(t *rapid.T) { r.reply(t, r.pick(t, sent)) }),
-			"reply with invalidation": count(func(t *rapid.T) {
-				s := r.pick(t, sent)
-				alive := r.pd.valid()
-				for _, k := range s.keys {
-					if alive[k] { // the device lets the peer invalidate live keys only
-						r.qp.invalidate(k)
-						if !s.list.RemoteInvalidated(k) {
-							t.Fatalf("key %#x of the RPC is not known", k)
-						}
-						break
-					}
-				}
-				if s.list.RemoteInvalidated(verbs.RKey(0xffffff00)) {
-					t.Fatal("a foreign key is known")
-				}
-				r.reply(t, s)
-			}),
-			"disconnect": count(func(t *rapid.T) {
-				if rapid.IntRange(0, 3).Draw(t, "rare") == 0 {
-					r.disconnect(t)
-				}
-			}),
-			"fail a LOCAL_INV": count(func(t *rapid.T) {
-				for i := range r.qp.queue {
-					if wr := &r.qp.queue[i]; wr.Opcode == verbs.OpLocalInv {
-						for r.qp.queue[0].Opcode != verbs.OpLocalInv {
-							r.qp.step()
-						}
-						wr := r.qp.queue[0]
-						r.qp.queue = r.qp.queue[1:]
-						wr.Done(&verbs.WorkCompletion{QP: r.qp, Status: verbs.StatusMWBindErr})
-						r.disconnect(t)
-						return
-					}
-				}
-				t.Skip("no LOCAL_INV is queued: another step is drawn")
-			}),
-			"chop a chain":       count(func(t *rapid.T) { r.qp.chop = rapid.IntRange(0, 3).Draw(t, "position") }),
-			"fail an allocation": count(func(t *rapid.T) { r.failAlloc = rapid.IntRange(0, 2).Draw(t, "times") }),
-			"fail a deregistration": count(func(t *rapid.T) {
-				r.failDereg = rapid.IntRange(0, 3).Draw(t, "times") * rapid.IntRange(0, 1).Draw(t, "rare")
-			}),
-			"": func(t *rapid.T) {
-				if err := r.pool.Check(); err != nil {
-					t.Fatal(err)
-				}
-			},
-		})
+		r := newModel(rapid.Uint64().Draw(t, "xid"))
+		t.Repeat(r.steps(func() { steps++ }))
 		r.failAlloc, r.failDereg = 0, 0
 		r.disconnect(t)
 		r.pool.Destroy()
-		c := &r.stats
-		if c.Total() != 0 || c.Free() != 0 || c.Failed.Load() != c.Recovered.Load()+c.Recycled.Load()+
-			c.Orphaned.Load() {
-			t.Fatalf("in the end %d MRs, %d free; %d hurt = %d recovered + %d recycled + %d orphaned", c.Total(),
-				c.Free(), c.Failed.Load(), c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load())
+		if r.stats.Total() != 0 || r.stats.Free() != 0 {
+			t.Fatalf("gauges after the last Destroy: got %d MRs, %d free; want 0, 0", r.stats.Total(), r.stats.Free())
+		}
+		if err := r.stats.checkFailed(); err != nil {
+			t.Fatal(err)
 		}
 	})
 	t.Logf("%d steps", steps)
-	if steps < modelSteps && !t.Failed() {
-		t.Errorf("only %d steps, want %d", steps, modelSteps)
+	if steps < minModelSteps && !t.Failed() {
+		t.Errorf("steps: got %d, want at least %d", steps, minModelSteps)
 	}
 }

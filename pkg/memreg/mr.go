@@ -8,51 +8,53 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An MR is one memory region of a pool with the work requests that register and invalidate it.
+// An MR is one memory region of a pool, with the work requests that register and invalidate it.
 type MR struct {
 	pool  *Pool
-	home  *List // the only list that it is ever on
+	list  *List // never changes
 	id    uint32
 	vmr   verbs.MR
-	perIO verbs.PerIOMR // vmr, on a device that registers for each use; else nil
+	perIO verbs.PerIOMR // vmr if the device registers memory for each use, else nil
 	state atomic.Uint32
-	deck  keyDeck
+	keys  keySequence
 
-	segs   [][]byte // page list of the registration in force
+	// The current registration.
+	segs   [][]byte
 	handle verbs.RKey
 	length uint32
 	iova   uint64
 	xid    uint32
-	posted bool // on a chain that was given to the provider since arm
+	posted bool // part of a chain that was given to the provider
 
 	reg, inv verbs.WorkRequest
 	onFenced func(ok bool) // set on the last LOCAL_INV of a chain
 }
 
-// Handle, Length and Offset are what goes into an RPC-over-RDMA segment.
+// Handle returns the STag for an RPC-over-RDMA segment.
 func (m *MR) Handle() uint32 { return uint32(m.handle) }
 
-// Length of the registration in octets.
+// Length returns the length of the registration in bytes.
 func (m *MR) Length() uint32 { return m.length }
 
-// Offset is the registered address.
+// Offset returns the registered address.
 func (m *MR) Offset() uint64 { return m.iova }
 
-// State of the MR.
+// State returns the current state. Safe for concurrent use.
 func (m *MR) State() State { return State(m.state.Load()) }
 
-// move changes the state as the table says, and the gauges with it. A destroyed MR stays destroyed.
-// What the table does not have leaves the state alone, and stops a process that verifies.
-func (m *MR) move(e event) {
+// apply changes the state and the gauges as the table of transitions says. A destroyed MR stays
+// destroyed. An event that the table does not allow changes nothing, and stops the process if the
+// invariant checks are on.
+func (m *MR) apply(e event) {
 	for {
 		from := State(m.state.Load())
-		if from == gone {
+		if from == destroyed {
 			return
 		}
 		to := transitions[from][e]
 		if to == never {
 			if verify.On() {
-				verify.Failf("MR %d: %v in state %v", m.id, e, from)
+				verify.Failf("MR %d: event %q is not allowed in state %v", m.id, e, from)
 			}
 			return
 		}
@@ -62,10 +64,10 @@ func (m *MR) move(e event) {
 		if m.state.CompareAndSwap(uint32(from), uint32(to)) {
 			c := m.pool.stats
 			c.gauges[from].Add(-1)
-			if to != gone {
+			if to != destroyed {
 				c.gauges[to].Add(1)
 			}
-			if to.hurts() && !from.hurts() {
+			if to.failed() && !from.failed() {
 				c.Failed.Add(1)
 			}
 			return
@@ -73,46 +75,47 @@ func (m *MR) move(e event) {
 	}
 }
 
-// bind takes a provider's MR that was just made.
-func (m *MR) bind(vmr verbs.MR) {
+// attach makes vmr, which was just allocated, the provider's MR of m.
+func (m *MR) attach(vmr verbs.MR) {
 	m.vmr, m.reg.MR = vmr, vmr
 	if m.pool.params.PerIO {
 		m.perIO = vmr.(verbs.PerIOMR)
 	}
-	m.deck.last = vmr.RKey().Key()
-	m.deck.next = len(m.deck.cards)
+	m.keys.last = vmr.RKey().Key()
+	m.keys.next = len(m.keys.order)
 }
 
-// event is e of this MR and its RPC.
+// event records a trace event of m and its RPC.
 func (m *MR) event(k trace.Kind, status verbs.Status) {
 	if r := m.pool.hooks.Trace; r != nil {
 		r.Add(trace.Event{Kind: k, Status: uint8(status), XID: m.xid, MR: m.id, Handle: uint32(m.handle)})
 	}
 }
 
-// regDone is called when a FastReg failed or was flushed: it is never signaled.
+// regDone handles a FastReg that failed or was flushed. FastRegs are never signaled, so a
+// successful one has no completion.
 func (m *MR) regDone(wc *verbs.WorkCompletion) {
 	if wc.Status == verbs.StatusSuccess {
 		return
 	}
 	m.event(trace.WCFastReg, wc.Status)
-	m.move(evFlushFR)
+	m.apply(evFlushFR)
 	m.pool.completionError("fastreg", wc)
 }
 
 func (m *MR) invDone(wc *verbs.WorkCompletion) {
 	ok := wc.Status == verbs.StatusSuccess
 	switch {
-	case ok && m.home.left:
+	case ok && m.list.abandoned:
 		m.event(trace.WCLocalInvWake, wc.Status)
 	case ok:
 		m.event(trace.WCLocalInvDone, wc.Status)
 	case wc.Status == verbs.StatusWRFlushErr:
 		m.event(trace.WCLocalInv, wc.Status)
-		m.move(evFlushLI)
+		m.apply(evFlushLI)
 	default:
 		m.event(trace.WCLocalInv, wc.Status)
-		m.move(evFailLI)
+		m.apply(evFailLI)
 	}
 	if !ok {
 		m.pool.completionError("localinv", wc)

@@ -1,7 +1,6 @@
 package memreg
 
 import (
-	"crypto/rand"
 	"fmt"
 	"sync"
 
@@ -9,33 +8,37 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Hooks are what a pool tells its owner. All are optional.
+// Hooks report the events of a pool to its owner. All are optional.
 type Hooks struct {
-	// Failed is told of every work completion that failed, flushes included. It is called from
-	// completion handlers and must not block (S25).
+	// Failed receives every failed work completion, flushes included. Completion handlers call it,
+	// so it must not block (S25).
 	Failed func(what string, wc *verbs.WorkCompletion)
-	// Trace takes the pool's events.
+	// Trace receives the trace events of the pool.
 	Trace *trace.Ring
 }
 
-// A Pool owns the MRs of one protection domain, over all connections of a transport to one device.
-// It grows on demand (S1). Its MRs are on the Lists that are bound to it. Safe for concurrent use,
-// but for Recover, Check and Destroy, beside which no List may be used.
+// A Pool owns the MRs of one protection domain, across all connections of a transport to one
+// device. It grows on demand (S1). Each MR belongs to one List of the pool. Methods are safe for
+// concurrent use, except Recover, Check and Destroy: no List may be in use while they run.
 type Pool struct {
 	pd     verbs.PD
 	params Params
 	stats  *Counters
 	hooks  Hooks
 
-	mu      sync.Mutex
-	all     map[*MR]struct{} // guarded by mu
-	lists   []*List          // guarded by mu
-	tainted bool             // guarded by mu
+	mrs struct {
+		sync.Mutex
+		all      map[*MR]struct{}
+		lists    []*List
+		unusable bool // an MR could not be destroyed
+	}
 }
 
-// NewPool makes an empty pool on pd.
+// NewPool returns an empty pool on pd.
 func NewPool(pd verbs.PD, params Params, stats *Counters, hooks Hooks) *Pool {
-	return &Pool{pd: pd, params: params, stats: stats, hooks: hooks, all: map[*MR]struct{}{}}
+	p := &Pool{pd: pd, params: params, stats: stats, hooks: hooks}
+	p.mrs.all = map[*MR]struct{}{}
+	return p
 }
 
 func (p *Pool) completionError(what string, wc *verbs.WorkCompletion) {
@@ -48,148 +51,159 @@ func (p *Pool) event(k trace.Kind, xid uint32, n int) {
 	p.hooks.Trace.Add(trace.Event{Kind: k, XID: xid, N: uint16(n)})
 }
 
-func (p *Pool) newMR(home *List) (*MR, error) {
+func (p *Pool) addList(l *List) {
+	p.mrs.Lock()
+	defer p.mrs.Unlock()
+	p.mrs.lists = append(p.mrs.lists, l)
+}
+
+func (p *Pool) newMR(l *List) (*MR, error) {
 	vmr, err := p.pd.AllocMR(p.params.Depth)
 	if err != nil {
 		return nil, fmt.Errorf("allocate MR of %d pages: %w", p.params.Depth, err)
 	}
-	m := &MR{pool: p, home: home, id: uint32(p.stats.Allocated.Add(1)), segs: make([][]byte, 0, 4)}
-	m.bind(vmr)
+	m := &MR{pool: p, list: l, id: uint32(p.stats.Allocated.Add(1)), segs: make([][]byte, 0, 4)}
+	m.attach(vmr)
 	m.reg.Opcode, m.reg.Done = verbs.OpFastReg, m.regDone
 	m.inv.Opcode, m.inv.Done = verbs.OpLocalInv, m.invDone
-	p.mu.Lock()
-	p.all[m] = struct{}{}
-	p.mu.Unlock()
+	p.mrs.Lock()
+	p.mrs.all[m] = struct{}{}
+	p.mrs.Unlock()
 	p.stats.gauges[Invalid].Add(1)
 	m.event(trace.Alloc, 0)
 	return m, nil
 }
 
-// forget takes m out of the pool. It reports false when it is not in it.
-func (p *Pool) forget(m *MR) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	_, ours := p.all[m]
-	delete(p.all, m)
-	return ours
+// remove takes m out of the pool. It reports whether m was in the pool.
+func (p *Pool) remove(m *MR) bool {
+	p.mrs.Lock()
+	defer p.mrs.Unlock()
+	_, ok := p.mrs.all[m]
+	delete(p.mrs.all, m)
+	return ok
 }
 
-// recycle destroys an MR that is condemned; a new one is made when one is needed (S14).
+// recycle destroys an MR in state RECYCLING. The pool allocates another on demand (S14).
 func (p *Pool) recycle(m *MR) {
 	m.event(trace.Recycle, 0)
-	if p.forget(m) && p.destroy(m) {
+	if p.remove(m) && p.destroy(m) {
 		p.stats.Recycled.Add(1)
 	}
 }
 
-// destroy ends m, which is in the pool no more. It reports false when the provider would not: then
-// the memory can be reached by any connection of this protection domain, and the pool must not see
-// another.
+// destroy destroys m, which was already removed from the pool. It reports false if the provider
+// returns an error. The pool must then not serve another connection, because any connection of the
+// protection domain may still reach the memory.
 func (p *Pool) destroy(m *MR) bool {
 	err := m.vmr.Dereg()
-	m.move(evDestroy)
+	m.apply(evDestroy)
 	if err == nil {
 		m.event(trace.Dereg, 0)
 		return true
 	}
-	m.event(trace.Orphan, 0)
-	p.stats.Orphaned.Add(1)
-	p.mu.Lock()
-	p.tainted = true
-	p.mu.Unlock()
+	p.orphan(m)
+	p.mrs.Lock()
+	p.mrs.unusable = true
+	p.mrs.Unlock()
 	return false
 }
 
-// recover makes an MR anew in its place (S13): the provider's MR is destroyed, which fences it, and
-// another made. It reports whether there is one; if not, m is off every list.
+func (p *Pool) orphan(m *MR) {
+	m.event(trace.Orphan, 0)
+	p.stats.Orphaned.Add(1)
+}
+
+// recover destroys the provider's MR of m, which fences the memory, and allocates another in its
+// place (S13). If it reports false, the caller must drop m.
 func (p *Pool) recover(m *MR) bool {
-	if m.State() == Condemned {
+	if m.State() == Recycling {
 		p.recycle(m)
 		return false
 	}
-	m.move(evTake)
+	m.apply(evRecover)
 	if m.vmr.Dereg() == nil {
 		if vmr, err := p.pd.AllocMR(p.params.Depth); err == nil {
-			m.bind(vmr)
+			m.attach(vmr)
 			p.stats.Recovered.Add(1)
 			m.event(trace.Recover, 0)
 			return true
 		}
-		p.forget(m)
-		m.move(evDestroy)
-		m.event(trace.Orphan, 0)
-		p.stats.Orphaned.Add(1)
+		p.remove(m)
+		m.apply(evDestroy)
+		p.orphan(m)
 		return false
 	}
-	p.forget(m)
-	if p.destroy(m) { // it had failed only once
+	p.remove(m)
+	if p.destroy(m) { // the second attempt succeeded
 		p.stats.Recycled.Add(1)
 	}
 	return false
 }
 
-// Recover makes the pool fit for the next connection, after the queue pair of the last one was
-// drained and closed: every MR that was registered, or on its way to be or not to be, is made anew
-// or dropped (S13). When it returns every MR of the pool is INVALID. It reports whether the pool
-// may serve another connection: not when an MR could not be destroyed.
+// Recover prepares the pool for the next connection. Call it after the queue pair of the last
+// connection was drained and closed. It replaces or drops every MR that may be registered (S13), so
+// that every MR of the pool is then INVALID. It reports whether the pool may serve another
+// connection; it may not if an MR could not be destroyed.
 func (p *Pool) Recover() (usable bool) {
-	p.mu.Lock()
-	lists := p.lists
-	p.mu.Unlock()
+	p.mrs.Lock()
+	lists := p.mrs.lists
+	p.mrs.Unlock()
 	for _, l := range lists {
 		l.recover()
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return !p.tainted
+	p.mrs.Lock()
+	defer p.mrs.Unlock()
+	return !p.mrs.unusable
 }
 
-// Destroy releases every MR of the pool and unbinds its Lists. Those in use, whose queue pair must
-// have been drained and closed, are recycled. It reports how many could not be destroyed.
+// Destroy destroys every MR of the pool and detaches its Lists. MRs in use count as recycled; their
+// queue pair must have been drained and closed. Destroy returns how many MRs it could not destroy.
 func (p *Pool) Destroy() (orphaned int) {
-	p.mu.Lock()
-	all, lists := p.all, p.lists
-	p.all, p.lists = map[*MR]struct{}{}, nil
-	p.mu.Unlock()
+	p.mrs.Lock()
+	all, lists := p.mrs.all, p.mrs.lists
+	p.mrs.all, p.mrs.lists = map[*MR]struct{}{}, nil
+	p.mrs.Unlock()
 	for _, l := range lists {
 		l.reset()
 	}
 	for m := range all {
-		hurt := m.State() != Invalid
-		if hurt {
-			m.move(evFailLI)
+		inUse := m.State() != Invalid
+		if inUse {
+			m.apply(evFailLI)
 		}
 		switch ok := p.destroy(m); {
 		case !ok:
 			orphaned++
-			if !hurt {
+			if !inUse {
 				p.stats.Failed.Add(1)
 			}
-		case hurt:
+		case inUse:
 			p.stats.Recycled.Add(1)
 		}
 	}
 	return orphaned
 }
 
-// Check reports the first invariant that is broken, while nobody uses the pool: every MR is on one
-// list, once; those free are INVALID, those registered are not; the gauges, which must be of this
-// pool alone, add up to it.
+// Check returns an error for the first invariant that does not hold:
+//
+//   - each MR is on exactly one list, and only there;
+//   - free MRs are INVALID, registered ones are not;
+//   - the gauges equal the numbers of the pool. The pool must be the only one that uses them.
 func (p *Pool) Check() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	seen := make(map[*MR]bool, len(p.all))
+	p.mrs.Lock()
+	defer p.mrs.Unlock()
+	seen := make(map[*MR]bool, len(p.mrs.all))
 	free := 0
-	for _, l := range p.lists {
+	for _, l := range p.mrs.lists {
 		for i, m := range append(append([]*MR(nil), l.free...), l.registered...) {
-			_, ours := p.all[m]
+			_, known := p.mrs.all[m]
 			switch isFree := i < len(l.free); {
-			case m.home != l || !ours:
-				return fmt.Errorf("memreg: MR %d is on a list that is not its own", m.id)
+			case m.list != l || !known:
+				return fmt.Errorf("memreg: MR %d is on a list of another slot or pool", m.id)
 			case seen[m]:
 				return fmt.Errorf("memreg: MR %d is on two lists", m.id)
 			case isFree != (m.State() == Invalid):
-				return fmt.Errorf("memreg: MR %d is %v, free: %v", m.id, m.State(), isFree)
+				return fmt.Errorf("memreg: MR %d is %v, on the free list: %v", m.id, m.State(), isFree)
 			}
 			seen[m] = true
 		}
@@ -197,52 +211,28 @@ func (p *Pool) Check() error {
 	}
 	c := p.stats
 	switch {
-	case len(seen) != len(p.all):
-		return fmt.Errorf("memreg: %d MRs, %d of them on lists", len(p.all), len(seen))
+	case len(seen) != len(p.mrs.all):
+		return fmt.Errorf("memreg: pool has %d MRs, its lists have %d", len(p.mrs.all), len(seen))
 	case c.Free() != int64(free):
-		return fmt.Errorf("memreg: %d MRs are free, the gauge says %d", free, c.Free())
-	case c.Total() != int64(len(p.all)):
-		return fmt.Errorf("memreg: %d MRs, the gauges add up to %d", len(p.all), c.Total())
-	case c.Failed.Load() != c.Recovered.Load()+c.Recycled.Load()+c.Orphaned.Load()+
-		uint64(c.InState(FlushedFR)+c.InState(FlushedLI)+c.InState(Condemned)+c.InState(Recovering)):
-		return fmt.Errorf("memreg: %d MRs hurt, but %d recovered, %d recycled, %d orphaned", c.Failed.Load(),
-			c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load())
+		return fmt.Errorf("memreg: free lists have %d MRs, gauge of free MRs is %d", free, c.Free())
+	case c.Total() != int64(len(p.mrs.all)):
+		return fmt.Errorf("memreg: pool has %d MRs, sum of gauges is %d", len(p.mrs.all), c.Total())
+	}
+	return c.checkFailed()
+}
+
+// checkFailed returns an error unless each failed MR is pending or has one outcome.
+func (c *Counters) checkFailed() error {
+	pending := uint64(0)
+	for _, s := range States {
+		if s.failed() {
+			pending += uint64(c.InState(s))
+		}
+	}
+	failed, recovered, recycled, orphaned := c.Failed.Load(), c.Recovered.Load(), c.Recycled.Load(), c.Orphaned.Load()
+	if failed != recovered+recycled+orphaned+pending {
+		return fmt.Errorf("memreg: %d MRs failed, but %d recovered + %d recycled + %d orphaned + %d pending",
+			failed, recovered, recycled, orphaned, pending)
 	}
 	return nil
-}
-
-// A keyDeck deals the 8-bit keys of an MR: all 256 in an order that the peer cannot predict, then
-// all again in another, never the same twice in a row. So a stale key misses for as long as 8 bits
-// allow, and a guess is no better than chance.
-type keyDeck struct {
-	cards [256]uint8
-	next  int
-	last  uint8
-}
-
-func (d *keyDeck) deal() uint8 {
-	if d.next == len(d.cards) {
-		d.shuffle()
-	}
-	d.last = d.cards[d.next]
-	d.next++
-	return d.last
-}
-
-func (d *keyDeck) shuffle() {
-	var r [2 * len(d.cards)]byte
-	rand.Read(r[:]) // never fails
-	for i := range d.cards {
-		d.cards[i] = uint8(i)
-	}
-	for i := len(d.cards) - 1; i > 0; i-- {
-		// 16 random bits against at most 256 places: the bias is below 1 in 256.
-		j := (int(r[2*i])<<8 | int(r[2*i+1])) % (i + 1)
-		d.cards[i], d.cards[j] = d.cards[j], d.cards[i]
-	}
-	if d.cards[0] == d.last {
-		n := 1 + int(r[0])%(len(d.cards)-1)
-		d.cards[0], d.cards[n] = d.cards[n], d.cards[0]
-	}
-	d.next = 0
 }

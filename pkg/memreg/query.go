@@ -7,46 +7,44 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Numbers of the transport, as the kernel's client has them (docs/features.md S17, S18).
+// Limits of the transport. The kernel's client uses the same values (docs/features.md S17, S18).
 const (
-	MaxHdrSegs   = 16  // segments in one chunk list
-	MaxDataPages = 257 // pages of the largest payload, 1 MiB at any alignment
-	// payload, head, tail and one to spare: what a chunk must be able to convey
-	maxSegs     = MaxDataPages + 3
-	backwardWRs = 32 // reserved for the back channel
-	drainWRs    = 1  // for draining a queue
-	recvBatch   = 7  // Receives posted beyond those needed
+	maxHdrSegs   = 16  // segments in one chunk list
+	maxDataPages = 257 // pages of the largest payload, 1 MiB at any alignment
+	MinSlots     = 4   // the smallest useful number of RPCs in flight
+
+	chunkPages  = maxDataPages + 3 // pages that a chunk must convey: payload, head, tail, one spare
+	backwardWRs = 32               // reserved for the back channel
+	drainWRs    = 1                // reserved to drain a queue
+	recvBatch   = 7                // extra Receives
 	sendReserve = backwardWRs + drainWRs
 	recvReserve = backwardWRs + recvBatch + drainWRs
-	MinSlots    = 4                      // fewer are not worth a connection
 	minSendSGEs = 3                      // head, payload, tail
-	maxSendSGEs = 1 + 1 + MaxHdrSegs + 1 // the most that a Send is given
-	// register and invalidate for head, payload and tail, and the Send
+	maxSendSGEs = 1 + 1 + maxHdrSegs + 1 // the most SGEs of one Send
+	// FastReg and LOCAL_INV of head, payload and tail, and the Send
 	wrsPerRPC = 7
 )
 
-// Params is what a connection on a device may count on.
+// Params are the parameters of a connection on one device.
 type Params struct {
-	Depth    int  // pages that one MR maps
-	Gaps     bool // an MR may gather segments with holes between them
-	OnePiece bool // an MR maps one piece of memory only
-	// memory is registered before the chain is posted, which alone tells its key
-	// (verbs.CapPerIOReg)
-	PerIO      bool
-	ArenasOnly bool // only memory of membuf.Alloc can be registered
+	Depth      int  // pages that one MR maps
+	Gaps       bool // an MR may map segments with holes between them
+	Contiguous bool // an MR maps only contiguous memory
+	PerIO      bool // Map registers the memory, which returns the key (verbs.CapPerIOReg)
+	ArenasOnly bool // only memory from membuf.Alloc can be registered
 	ChosenIOVA bool // the registered address may carry the XID
-	PageSize   int
-	Slots      int // RPCs at a time
-	SendWRs    int // depth of the send queue
-	RecvWRs    int // depth of the receive queue
-	WRsPerRPC  int // requests that one RPC may need: its registrations, its Send, its LOCAL_INVs
-	SendSGEs   int
-	MaxSegs    int // MRs that one chunk may take
-	MaxPayload int // octets of the largest chunk
+	PageSize   int  // bytes
+	Slots      int  // RPCs in flight
+	SendWRs    int  // depth of the send queue
+	RecvWRs    int  // depth of the receive queue
+	WRsPerRPC  int  // most send queue entries of one RPC: registrations, Send, LOCAL_INVs
+	SendSGEs   int  // most SGEs of one Send
+	MaxSegs    int  // most MRs of one chunk
+	MaxPayload int  // bytes of the largest chunk
 }
 
-// A DeviceError says why a device cannot carry NFS/RDMA. It wraps EINVAL (no fast registration) or
-// ENOMEM (too small).
+// A DeviceError says why a device does not support NFS/RDMA. It wraps EINVAL (no fast registration)
+// or ENOMEM (too few resources).
 type DeviceError struct {
 	Device string
 	Reason string
@@ -54,25 +52,26 @@ type DeviceError struct {
 }
 
 func (e *DeviceError) Error() string {
-	return fmt.Sprintf("RDMA device %s cannot carry NFS: %s; choose another with device= or provider=", e.Device,
+	return fmt.Sprintf("RDMA device %s does not support NFS: %s; choose another with device= or provider=", e.Device,
 		e.Reason)
 }
 
 // Unwrap returns the errno.
 func (e *DeviceError) Unwrap() error { return e.Errno }
 
-// Query derives the parameters of a connection with up to slots RPCs at a time from what the device
-// can do (S17, S18).
+// Query derives the parameters of a connection from the attributes of a device (S17, S18). The
+// argument slots is the most RPCs in flight; a small device gets fewer. The error is a
+// *DeviceError.
 func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	fail := func(errno syscall.Errno, format string, args ...any) (Params, error) {
 		return Params{}, &DeviceError{Device: a.Name, Reason: fmt.Sprintf(format, args...), Errno: errno}
 	}
 	if !a.Caps.Has(verbs.CapFastReg) || a.MaxFastRegPageListLen == 0 {
-		return fail(syscall.EINVAL, "it has no fast memory registration")
+		return fail(syscall.EINVAL, "no fast memory registration")
 	}
 	p := Params{
 		Gaps:       a.Caps.Has(verbs.CapGaps),
-		OnePiece:   a.Caps&(verbs.CapMemWindow2B|verbs.CapPerIOReg) != 0,
+		Contiguous: a.Caps&(verbs.CapMemWindow2B|verbs.CapPerIOReg) != 0,
 		PerIO:      a.Caps.Has(verbs.CapPerIOReg),
 		ArenasOnly: !a.Caps.Has(verbs.CapRegisterAny),
 		ChosenIOVA: a.Caps.Has(verbs.CapChosenIOVA),
@@ -80,18 +79,19 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 		SendSGEs:   min(a.MaxSendSGE, maxSendSGEs),
 	}
 	if p.SendSGEs < minSendSGEs {
-		return fail(syscall.ENOMEM, "a Send takes only %d SGEs, %d are needed", p.SendSGEs, minSendSGEs)
+		return fail(syscall.ENOMEM, "a Send takes %d SGEs, want at least %d", p.SendSGEs, minSendSGEs)
 	}
-	// A device that takes many SGEs in an RDMA Read performs best with MRs no deeper than that.
+	// A device that takes many SGEs in an RDMA Read performs best with MRs of at most that depth.
 	p.Depth = a.MaxFastRegPageListLen
-	if a.MaxSGERd > MaxHdrSegs {
+	if a.MaxSGERd > maxHdrSegs {
 		p.Depth = a.MaxSGERd
 	}
-	p.Depth = min(p.Depth, MaxDataPages)
+	p.Depth = min(p.Depth, maxDataPages)
 
-	perRPC, mrs := wrsPerRPC, 1
-	for left := MaxDataPages - p.Depth; left > 0; left -= p.Depth {
-		perRPC += 2 // one more to register, and to invalidate
+	p.WRsPerRPC = wrsPerRPC
+	mrs := 1 // per payload
+	for rest := maxDataPages - p.Depth; rest > 0; rest -= p.Depth {
+		p.WRsPerRPC += 2 // FastReg and LOCAL_INV of one more MR
 		mrs++
 	}
 	p.Slots = slots
@@ -99,29 +99,29 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 		what                  string
 		has, reserved, perRPC int
 	}{
-		{"a queue of %d work requests", a.MaxQPWR, sendReserve, perRPC},
-		// all completions of a connection go there
-		{"a completion queue of %d entries", a.MaxCQE, sendReserve + recvReserve, perRPC + 1},
-		{"a device of %d MRs", a.MaxMR, 0, mrs},
+		{"send queue of %d work requests", a.MaxQPWR, sendReserve, p.WRsPerRPC},
+		// All completions of a connection use one queue.
+		{"completion queue of %d entries", a.MaxCQE, sendReserve + recvReserve, p.WRsPerRPC + 1},
+		{"device of %d MRs", a.MaxMR, 0, mrs},
 	} {
-		room := max(limit.has-limit.reserved, 0) / limit.perRPC
-		if room < MinSlots {
-			return fail(syscall.ENOMEM, limit.what+" has room for %d RPCs of %d each, %d are needed", limit.has, room,
-				limit.perRPC, MinSlots)
+		fits := max(limit.has-limit.reserved, 0) / limit.perRPC
+		if fits < MinSlots {
+			return fail(syscall.ENOMEM, limit.what+" has room for %d RPCs of %d each, want at least %d", limit.has,
+				fits, limit.perRPC, MinSlots)
 		}
-		p.Slots = min(p.Slots, room)
+		p.Slots = min(p.Slots, fits)
 	}
-	p.WRsPerRPC = perRPC
-	p.SendWRs = p.Slots*perRPC + sendReserve
-	// there is room for them where there is for MinSlots in the send queue
+	p.SendWRs = p.Slots*p.WRsPerRPC + sendReserve
+	// A send queue with room for MinSlots RPCs implies a receive queue of this depth.
 	p.RecvWRs = p.Slots + recvReserve
 
-	// Reply chunks have a head and a tail of their own.
-	p.MaxSegs = min((MaxDataPages+p.Depth-1)/p.Depth+2, MaxHdrSegs)
-	if p.MaxSegs*p.Depth < maxSegs {
-		return fail(syscall.ENOMEM, "%d MRs of %d pages cannot hold a payload of %d", p.MaxSegs, p.Depth, maxSegs)
+	// A reply chunk needs two more MRs, for its head and tail.
+	p.MaxSegs = min((maxDataPages+p.Depth-1)/p.Depth+2, maxHdrSegs)
+	if p.MaxSegs*p.Depth < chunkPages {
+		return fail(syscall.ENOMEM, "a chunk has %d MRs of %d pages, want at least %d pages", p.MaxSegs, p.Depth,
+			chunkPages)
 	}
-	// One page of the depth is lost to a payload that does not start on a page.
-	p.MaxPayload = min(MaxDataPages-1, p.MaxSegs*p.Depth-p.MaxSegs) * p.PageSize
+	// A payload that does not start at a page boundary loses one page of the depth in each MR.
+	p.MaxPayload = min(maxDataPages-1, p.MaxSegs*p.Depth-p.MaxSegs) * p.PageSize
 	return p, nil
 }

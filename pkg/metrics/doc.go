@@ -1,19 +1,19 @@
-// Package metrics shows the plain counters that the layers keep: as Prometheus collectors, and as
-// the "xprt:" line of the kernel's mountstats.
+// Package metrics shows the statistics of mounts as Prometheus metrics, and as the "xprt:" line of
+// the kernel's mountstats.
 //
-// It counts nothing itself but time ([Histogram]), knows no transport and no file system, and keeps
-// no state between scrapes: a [Collector] asks a function for one [Snapshot] per mount when it is
-// scraped, so a mount that is gone is gone from the next scrape, and a scrape costs the data path
-// nothing.
+// The counters belong to other packages: stats.Transport to the transports, fusefs.Counters to
+// the file system. This package counts only times ([Histogram]). A [Collector] keeps no state
+// between scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended
+// is missing from the next scrape, and the data path does no work for a scrape.
 //
 // # Names
 //
-// Prefix nfsrdmad_, base units, counters end in _total, labels mount, server and provider. The
-// transport's counters keep the names that the kernel's NFS/RDMA client gives them.
-// docs/features.md row S23 (orphaned, recovered, recycled, allocated, local_inv_needed) is answered
-// by [Transport] and [XprtLine], rows S1 and S12 (MRs by state) by [Transport.MRs].
+// All names begin with nfsrdmad_ and use base units. Counters end in _total. The labels of a mount
+// are mount, server and provider. The transport counters keep the names of the kernel's NFS/RDMA
+// client. [XprtLine] and the transport counters answer row S23 of features.md; the metric
+// nfsrdmad_mrs answers rows S1 and S12.
 //
 // # Locks
 //
-// There are none: [Histogram] is made of atomics, everything else is passed by value.
+// The package has no locks. A [Histogram] consists of atomics; everything else is a copy.
 package metrics

@@ -5,9 +5,9 @@ import (
 	"time"
 )
 
-// Bounds are the upper bounds of a [Histogram]'s buckets: from a local cache hit to a call that
-// waited out a reconnect. Longer times are counted in no bucket but in the sum and the count, as
-// Prometheus' +Inf.
+// Bounds are the upper bounds of the buckets of a [Histogram], from a cache hit to a call that waited
+// for a reconnect. A longer time is in no bucket; the count and the sum include it, as Prometheus
+// expects of the bucket +Inf.
 var Bounds = [...]time.Duration{
 	50 * time.Microsecond, 100 * time.Microsecond, 250 * time.Microsecond, 500 * time.Microsecond,
 	time.Millisecond, 2500 * time.Microsecond, 5 * time.Millisecond, 10 * time.Millisecond,
@@ -15,15 +15,15 @@ var Bounds = [...]time.Duration{
 	time.Second, 5 * time.Second, 30 * time.Second, 120 * time.Second,
 }
 
-// A Histogram counts durations. The zero value is ready. Observe allocates nothing and takes no
-// lock; all methods may be called concurrently.
+// A Histogram counts durations. The zero value is an empty histogram. Observe allocates nothing and
+// takes no lock. All methods may be called concurrently.
 type Histogram struct {
 	buckets [len(Bounds)]atomic.Uint64
 	over    atomic.Uint64
 	sum     atomic.Int64
 }
 
-// HistogramData is what a [Histogram] held when it was read. Buckets are not cumulative.
+// HistogramData is a snapshot of a [Histogram]. Its buckets are not cumulative.
 type HistogramData struct {
 	Buckets [len(Bounds)]uint64
 	Count   uint64
@@ -42,7 +42,7 @@ func (h *Histogram) Observe(d time.Duration) {
 	h.over.Add(1)
 }
 
-// Data reads h. A sample observed meanwhile may be in the sum already and not yet in the count.
+// Data returns a snapshot of h. Its sum may include a concurrent Observe that its count lacks.
 func (h *Histogram) Data() HistogramData {
 	var d HistogramData
 	for i := range h.buckets {
@@ -54,8 +54,7 @@ func (h *Histogram) Data() HistogramData {
 	return d
 }
 
-// cumulative returns the buckets as Prometheus wants them: by upper bound in seconds, each with all
-// below.
+// cumulative returns the cumulative buckets by upper bound in seconds.
 func (d *HistogramData) cumulative() map[float64]uint64 {
 	m := make(map[float64]uint64, len(Bounds))
 	var n uint64

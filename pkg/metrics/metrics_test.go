@@ -11,26 +11,30 @@ import (
 	promtest "github.com/prometheus/client_golang/prometheus/testutil"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// distinct gives each counter a value of its own, so that a swapped field shows.
-func distinct() Transport {
-	return Transport{
-		Connects: 3, ConnectTime: 4 * time.Second, Idle: 5 * time.Second, Sends: 6, Receives: 7, BadXIDs: 8, InflightSum: 9, BacklogSum: 10,
-		ReadChunks: 11, WriteChunks: 12, ReplyChunks: 13, TotalRDMARequest: 14, TotalRDMAReply: 15, PullupCopyBytes: 16, FixupCopyBytes: 17,
-		HardwayRegister: 18, FailedMarshal: 19, BadReply: 20, NomsgCall: 21, MRsRecovered: 20, MRsRecycled: 2, MRsOrphaned: 23, MRsAllocated: 24,
-		LocalInvNeeded: 25, EmptySendctx: 26, ReplyWaitsForSend: 27,
-		Credits: 64, Slots: 128, SlotsInUse: 2, Connected: true, MRs: map[string]uint64{"valid": 4, "invalid": 28},
+// distinct returns a Transport whose counters differ, so that a swapped field fails a test.
+func distinct() stats.Transport {
+	return stats.Transport{
+		Connections: map[string]uint64{stats.Connected: 1},
+		Connects:    3, ConnectTime: 4 * time.Second, IdleTime: 5 * time.Second, Sends: 6, Recvs: 7, BadXIDs: 8,
+		InFlightSum: 9, QueuedSum: 10, ReadChunks: 11, WriteChunks: 12, ReplyChunks: 13, TotalRDMARequest: 14,
+		TotalRDMAReply: 15, PullupCopyBytes: 16, FixupCopyBytes: 17, FailedMarshal: 19, BadReply: 20, NomsgCall: 21,
+		MRsRecovered: 20, MRsRecycled: 2, MRsOrphaned: 23, MRsAllocated: 24, LocalInvNeeded: 25, EmptySendCtx: 26,
+		ReplyWaitsForSend: 27, Credits: 64, Slots: 128, SlotsInUse: 2,
+		MRStates: map[string]uint64{"valid": 4, "invalid": 28},
 	}
 }
 
-func TestXprtLineHasTheKernelsFieldsInOrder(t *testing.T) {
+func TestXprtLineKeepsKernelOrder(t *testing.T) {
 	tr := distinct()
-	want := "\txprt:\trdma 0 0 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27"
+	want := "\txprt:\trdma 0 0 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 0 19 20 21 22 23 24 25 26 27"
 	if got := XprtLine(&tr); got != want {
-		t.Errorf("got  %q\nwant %q", got, want)
+		t.Errorf("xprt line: got %q, want %q", got, want)
 	}
 }
 
@@ -38,12 +42,15 @@ func snapshots() []Snapshot {
 	var h Histogram
 	h.Observe(time.Millisecond)
 	h.Observe(time.Hour)
+	var f fusefs.Counters
+	f.ReadBytes.Add(30)
+	f.Ops[fusefs.OpRead].Add(31)
+	f.Errors[fusefs.OpRead].Add(33)
+	f.Ops[fusefs.OpForget].Add(32)
 	return []Snapshot{
-		{Mount: "/mnt/a", Server: "192.0.2.1:20049", Provider: "softiwarp", Transport: distinct(),
-			Files: Files{ReadBytes: 30, Ops: map[string]uint64{"read": 31, "forget": 32},
-				OpErrors: map[string]uint64{"read": 33}},
+		{Mount: "/mnt/a", Server: "192.0.2.1:20049", Provider: "softiwarp", Transport: distinct(), Files: &f,
 			Procs: []NamedHistogram{{"READ", h.Data()}}, Ops: []NamedHistogram{{"READ", h.Data()}}},
-		{Mount: "/mnt/b", Server: "192.0.2.1:20049", Provider: "softiwarp"},
+		{Mount: "/mnt/b", Server: "192.0.2.1:20049", Provider: "softiwarp", Files: new(fusefs.Counters)},
 	}
 }
 
@@ -57,26 +64,31 @@ func TestCollectorIsLintClean(t *testing.T) {
 	}
 }
 
-// The names are a contract with dashboards.
+// Dashboards rely on these names.
 func TestContractNames(t *testing.T) {
 	c := NewCollector(snapshots)
 	for _, name := range strings.Fields(`mrs_orphaned_total mrs_recovered_total mrs_recycled_total mrs_allocated_total
 		local_inv_needed_total read_chunk_total write_chunk_total reply_chunk_total pullup_copy_bytes_total failed_marshal_total
 		bad_reply_total nomsg_call_total reply_waits_for_send_total empty_sendctx_total bad_xids_total connects_total credits slots_in_use`) {
 		if n := promtest.CollectAndCount(c, "nfsrdmad_"+name); n != 2 {
-			t.Errorf("nfsrdmad_%s: %d series, want one for each of the 2 mounts", name, n)
+			t.Errorf("series of nfsrdmad_%s: got %d, want 2, one per mount", name, n)
 		}
 	}
-	for _, name := range []string{"rpc_duration_seconds", "fuse_op_duration_seconds", "fuse_op_errors_total"} {
-		if n := promtest.CollectAndCount(c, "nfsrdmad_"+name); n != 1 {
-			t.Errorf("nfsrdmad_%s: %d series, want 1", name, n)
+	for name, want := range map[string]int{"rpc_duration_seconds": 1, "fuse_op_duration_seconds": 1,
+		"fuse_ops_total": 2, "fuse_op_errors_total": 2} {
+		if n := promtest.CollectAndCount(c, "nfsrdmad_"+name); n != want {
+			t.Errorf("series of nfsrdmad_%s: got %d, want %d", name, n, want)
 		}
 	}
 }
 
 func TestCollectorValues(t *testing.T) {
 	const want = `
-# HELP nfsrdmad_local_inv_needed_total Memory regions that had to be invalidated locally.
+# HELP nfsrdmad_fuse_op_errors_total FUSE requests that failed, including lookups of missing names.
+# TYPE nfsrdmad_fuse_op_errors_total counter
+nfsrdmad_fuse_op_errors_total{mount="/mnt/a",operation="forget",provider="softiwarp",server="192.0.2.1:20049"} 0
+nfsrdmad_fuse_op_errors_total{mount="/mnt/a",operation="read",provider="softiwarp",server="192.0.2.1:20049"} 33
+# HELP nfsrdmad_local_inv_needed_total Memory regions that the client had to invalidate.
 # TYPE nfsrdmad_local_inv_needed_total counter
 nfsrdmad_local_inv_needed_total{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049"} 25
 nfsrdmad_local_inv_needed_total{mount="/mnt/b",provider="softiwarp",server="192.0.2.1:20049"} 0
@@ -86,14 +98,12 @@ nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state=
 nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state="valid"} 4
 `
 	if err := promtest.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want),
-		"nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs"); err != nil {
+		"nfsrdmad_fuse_op_errors_total", "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs"); err != nil {
 		t.Error(err)
 	}
 }
 
-// The documentation names no metric that there is not, and what the package says of one it says
-// where /metrics does.
-func TestDocumentedNames(t *testing.T) {
+func TestDocumentsNameExistingMetrics(t *testing.T) {
 	all := make(map[string]bool)
 	ch := make(chan *prometheus.Desc, 200)
 	NewCollector(snapshots).Describe(ch)
@@ -103,7 +113,7 @@ func TestDocumentedNames(t *testing.T) {
 		all[regexp.MustCompile(`fqName: "([^"]*)"`).FindStringSubmatch(d.String())[1]] = true
 	}
 	if len(all) < 60 {
-		t.Fatalf("%d names", len(all))
+		t.Fatalf("names of metrics: got %d, want 60 or more", len(all))
 	}
 	suffix := regexp.MustCompile(`_(bucket|sum|count)$`)
 	n := 0
@@ -115,22 +125,22 @@ func TestDocumentedNames(t *testing.T) {
 		for _, name := range regexp.MustCompile(`\bnfsrdmad_[a-z0-9_]+`).FindAllString(string(text), -1) {
 			n++
 			if !all[name] && !all[suffix.ReplaceAllString(name, "")] {
-				t.Errorf("%s: there is no %s", page, name)
+				t.Errorf("%s names the metric %s, which does not exist", page, name)
 			}
 		}
 	}
 	if n < 10 {
-		t.Errorf("%d names in the documentation", n)
+		t.Errorf("names in the documents: got %d, want 10 or more; the pattern may be wrong", n)
 	}
 }
 
-// A mount point whose name is no UTF-8 costs nobody the scrape.
-func TestMountPointIsNotUTF8(t *testing.T) {
+// Prometheus refuses a scrape with a label that is not UTF-8.
+func TestCollectorEscapesMountPoint(t *testing.T) {
 	c := NewCollector(func() []Snapshot {
 		return []Snapshot{{Mount: "/mnt/a"}, {Mount: "/mnt/\xff"}, {Mount: "/mnt/\xfe"}}
 	})
 	const want = `
-# HELP nfsrdmad_credits Calls that the server grants in parallel.
+# HELP nfsrdmad_credits Credits granted by the server: calls that may be in flight.
 # TYPE nfsrdmad_credits gauge
 nfsrdmad_credits{mount="/mnt/\\xfe",provider="",server=""} 0
 nfsrdmad_credits{mount="/mnt/\\xff",provider="",server=""} 0
@@ -148,15 +158,15 @@ func TestHistogram(t *testing.T) {
 	}
 	d := h.Data()
 	if d.Count != 4 || d.Buckets[0] != 2 || d.Buckets[1] != 1 {
-		t.Errorf("got %+v", d)
+		t.Errorf("histogram: got %+v, want count 4 and buckets 2, 1", d)
 	}
 	if want := 2*Bounds[0] + 1 + time.Hour; d.Sum != want {
-		t.Errorf("sum %v, want %v", d.Sum, want)
+		t.Errorf("sum: got %v, want %v", d.Sum, want)
 	}
 	if cum := d.cumulative(); cum[Bounds[len(Bounds)-1].Seconds()] != 3 {
-		t.Errorf("the last bucket must hold all but the hour: %v", cum)
+		t.Errorf("last bucket: got %v, want 3 samples, all but the hour", cum)
 	}
 	if n := testing.AllocsPerRun(100, func() { h.Observe(time.Second) }); n != 0 {
-		t.Errorf("Observe allocates %v times", n)
+		t.Errorf("allocations of Observe: got %v, want 0", n)
 	}
 }

@@ -3,25 +3,29 @@ package metrics
 import (
 	"strconv"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
 // XprtLine returns t as the "xprt:" line that the kernel's RDMA transport prints in
-// /proc/self/mountstats, and nfs-utils' mountstats reads: a tab, "xprt:", a tab, "rdma", and 27
-// numbers in the kernel's order. Port and bind count are 0, as port discovery is not the
-// transport's here; times are whole seconds. The column that kernels first called mrs_recovered and
-// later mrs_recycled is the sum of both.
-func XprtLine(t *Transport) string {
+// /proc/self/mountstats, and that the mountstats of nfs-utils reads: a tab, "xprt:", a tab, "rdma",
+// and 27 numbers in the order of net/sunrpc/xprtrdma/transport.c.
+//
+// Times are whole seconds. Port, bind count and hardway_register are always 0: this transport
+// discovers no port, and its buffers never grow. Kernels call one column mrs_recovered at first and
+// mrs_recycled later; XprtLine prints the sum of both there.
+func XprtLine(t *stats.Transport) string {
 	fields := [...]uint64{
 		0, // port
 		0, // bind_count
 		t.Connects,
 		uint64(t.ConnectTime / time.Second),
-		uint64(t.Idle / time.Second),
+		uint64(t.IdleTime / time.Second),
 		t.Sends,
-		t.Receives,
+		t.Recvs,
 		t.BadXIDs,
-		t.InflightSum,
-		t.BacklogSum,
+		t.InFlightSum,
+		t.QueuedSum,
 		t.ReadChunks,
 		t.WriteChunks,
 		t.ReplyChunks,
@@ -29,7 +33,7 @@ func XprtLine(t *Transport) string {
 		t.TotalRDMAReply,
 		t.PullupCopyBytes,
 		t.FixupCopyBytes,
-		t.HardwayRegister,
+		0, // hardway_register
 		t.FailedMarshal,
 		t.BadReply,
 		t.NomsgCall,
@@ -37,7 +41,7 @@ func XprtLine(t *Transport) string {
 		t.MRsOrphaned,
 		t.MRsAllocated,
 		t.LocalInvNeeded,
-		t.EmptySendctx,
+		t.EmptySendCtx,
 		t.ReplyWaitsForSend,
 	}
 	line := []byte("\txprt:\trdma")

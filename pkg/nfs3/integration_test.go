@@ -6,21 +6,20 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
 	"syscall"
 	"testing"
 
-	gonfs "github.com/willscott/go-nfs"
-	"github.com/willscott/go-nfs/helpers"
-
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 // TestGanesha makes every procedure against NFS-Ganesha.
@@ -34,26 +33,24 @@ func TestGanesha(t *testing.T) {
 	}.run(t)
 }
 
-// TestGoNFS makes every procedure against go-nfs in this process.
-func TestGoNFS(t *testing.T) {
+// TestEmbeddedServer makes every procedure against the server of `nfsrdmad serve` in this process.
+func TestEmbeddedServer(t *testing.T) {
 	dir := t.TempDir()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	s, err := nfsserve.Run(t.Context(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0", NoRootSquash: true,
+		StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}
-	ended := make(chan error, 1)
-	handler := helpers.NewCachingHandler(helpers.NewNullAuthHandler(diskFS{dir}), 4096)
-	go func() { ended <- gonfs.Serve(ln, handler) }()
 	t.Cleanup(func() {
-		ln.Close()
-		<-ended
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
 	})
-	port := ln.Addr().(*net.TCPAddr).Port
+	addr := netip.MustParseAddrPort(s.TCPAddr)
 	session{
-		root:  mount(t, mountd.Args{Host: "127.0.0.1", Port: port, Export: "/any"}),
-		c:     dial(t, ln.Addr().String()),
-		dir:   dir,
-		goNFS: true,
+		root: mount(t, mountd.Args{Host: addr.Addr().String(), Port: int(addr.Port()), Export: "/"}),
+		c:    dial(t, s.TCPAddr),
+		dir:  dir,
 	}.run(t)
 }
 
@@ -79,10 +76,9 @@ func dial(t *testing.T, addr string) *nfs3.Client {
 
 // session is one server under test and the directory that it exports.
 type session struct {
-	c     *nfs3.Client
-	root  nfs3.FH
-	dir   string
-	goNFS bool // a server that departs from RFC 1813 in some places, named where they are
+	c    *nfs3.Client
+	root nfs3.FH
+	dir  string
 }
 
 var (
@@ -118,7 +114,7 @@ func (s session) fileSystem(t *testing.T) {
 		t.Errorf("attributes of the root: %+v, error %v", attr, err)
 	}
 	var st syscall.Stat_t
-	if err := syscall.Stat(s.dir, &st); err != nil || attr.FileID != st.Ino && !s.goNFS ||
+	if err := syscall.Stat(s.dir, &st); err != nil || attr.FileID != st.Ino ||
 		attr.Mode != st.Mode&nfs3.ModeMask {
 		t.Errorf("attributes of the root: %+v, on disk %+v", attr, st)
 	}
@@ -174,7 +170,7 @@ func (s session) file(t *testing.T) {
 		t.Fatalf("WRITE %+v, error %v", wrote, err)
 	}
 	var com nfs3.CommitResult
-	if err := s.c.Commit(ctx, root, fh, 0, 0, &com); err != nil || !s.goNFS && com.Verf != wrote.Verf {
+	if err := s.c.Commit(ctx, root, fh, 0, 0, &com); err != nil || com.Verf != wrote.Verf {
 		t.Errorf("COMMIT %+v, error %v; WRITE's verifier was %x", com, err, wrote.Verf)
 	}
 	if err := s.c.Write(ctx, root, fh, 5, []byte("CONT"), nfs3.FileSync, &wrote); err != nil ||
@@ -251,9 +247,7 @@ func (s session) names(t *testing.T) {
 	}
 	dir := s.handle(t, s.root, "dir", &made)
 	fh := s.create(t, dir, "one")
-	if s.goNFS { // its LINK takes SYMLINK's arguments
-		s.create(t, dir, "two")
-	} else if err := s.c.Link(ctx, root, fh, dir, "two", new(nfs3.LinkResult)); err != nil {
+	if err := s.c.Link(ctx, root, fh, dir, "two", new(nfs3.LinkResult)); err != nil {
 		t.Errorf("LINK: %v", err)
 	}
 	var ren nfs3.RenameResult
@@ -261,10 +255,10 @@ func (s session) names(t *testing.T) {
 		t.Errorf("RENAME: %v", err)
 	}
 	var look nfs3.LookupResult
-	if err := s.c.Lookup(ctx, root, s.root, "three", &look); err != nil || !s.goNFS && look.Attr.Nlink != 2 {
+	if err := s.c.Lookup(ctx, root, s.root, "three", &look); err != nil || look.Attr.Nlink != 2 {
 		t.Errorf("LOOKUP %+v, error %v", look, err)
 	}
-	if err := s.c.Rmdir(ctx, root, s.root, "dir", new(nfs3.WccData)); !errors.Is(err, syscall.ENOTEMPTY) && !s.goNFS {
+	if err := s.c.Rmdir(ctx, root, s.root, "dir", new(nfs3.WccData)); !errors.Is(err, syscall.ENOTEMPTY) {
 		t.Errorf("RMDIR of a full directory: %v", err)
 	}
 	if err := s.c.Remove(ctx, root, dir, "two", new(nfs3.WccData)); err != nil {
@@ -287,7 +281,7 @@ func (s session) names(t *testing.T) {
 		t.Errorf("on disk %q, error %v", onDisk, err)
 	}
 	exclusive := nfs3.CreateHow{Mode: nfs3.Exclusive, Verf: nfs3.Verifier{1, 2, 3, 4, 5, 6, 7, 8}}
-	if err := s.c.Create(ctx, root, s.root, "excl", &exclusive, &made); err != nil && !s.goNFS {
+	if err := s.c.Create(ctx, root, s.root, "excl", &exclusive, &made); err != nil {
 		t.Errorf("CREATE exclusive: %v", err)
 	}
 	if err := s.c.Create(ctx, root, s.root, "three", &nfs3.CreateHow{Mode: nfs3.Guarded}, &made); !errors.Is(err,
@@ -308,11 +302,6 @@ func (s session) specialFiles(t *testing.T) {
 		{"pipe", nfs3.NF3FIFO, nfs3.Device{}, syscall.S_IFIFO},
 		{"sock", nfs3.NF3SOCK, nfs3.Device{}, syscall.S_IFSOCK},
 	} {
-		if s.goNFS && x.typ != nfs3.NF3FIFO {
-			// it takes devices for success without making them, and sockets depend on the working
-			// directory
-			continue
-		}
 		var made nfs3.CreateResult
 		set := nfs3.SetAttr{HasMode: true, Mode: 0o600}
 		if err := s.c.Mknod(ctx, root, s.root, x.name, x.typ, &set, x.dev, &made); err != nil {
@@ -351,15 +340,12 @@ func (s session) attributes(t *testing.T) {
 	}
 	// By itself, because a change of the owner clears set-id bits.
 	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o6711}, nil, &wcc); err != nil ||
-		!s.goNFS && wcc.After.Mode != 0o6711 {
+		wcc.After.Mode != 0o6711 {
 		t.Errorf("SETATTR of the mode: %+v, error %v", wcc, err)
 	}
 	wrong := nfs3.Time3{Sec: before.Ctime.Sec - 5}
 	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true}, &wrong, &wcc); !errors.Is(err, syscall.EAGAIN) {
 		t.Errorf("SETATTR with a stale guard: %v", err)
-	}
-	if s.goNFS {
-		return // it does as every user what its process may
 	}
 	var acc nfs3.AccessResult
 	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o640, HasUID: true, UID: 5}, nil,
@@ -403,7 +389,7 @@ func (s session) directory(t *testing.T) {
 				cookie = e.Cookie
 				if name := string(e.Name); name != "." && name != ".." {
 					got = append(got, name)
-					if plus && !s.goNFS && (!e.HasFH || !e.Attr.Present || e.Attr.FileID != e.FileID) {
+					if plus && (!e.HasFH || !e.Attr.Present || e.Attr.FileID != e.FileID) {
 						t.Errorf("entry %+v", e)
 					}
 				}

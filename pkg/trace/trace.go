@@ -1,9 +1,10 @@
-// Package trace is the flight recorder of a transport: a ring of typed events with the names of the
-// kernel client's trace points (docs/features.md S24), written without a lock or an allocation,
-// read by whoever wants to see, and written to the log when a connection dies of an error.
+// Package trace records the events of a transport in a ring. The events have the names of the
+// kernel client's trace points (docs/features.md S24). `nfsrdmad trace` shows the ring, and the
+// transport logs its last events when a connection fails.
 //
-// A nil *Ring records nothing and costs one comparison. Writers never wait: an event that meets
-// another in its cell, one whole ring later, is dropped and counted.
+// Add takes no lock and allocates nothing. A nil *Ring records nothing and costs one comparison.
+// Writers never wait. A new event is dropped and counted if the writer of the event one whole ring
+// earlier still uses its cell.
 package trace
 
 import (
@@ -14,52 +15,57 @@ import (
 	"time"
 )
 
-// Kind of an event.
+// A Kind is the kind of an event.
 type Kind uint8
 
-// The events. The comment says what N, A and B hold; Status is that of a work completion, as its
-// own text.
+// The kinds of events. The comments name the fields N, A and B that a kind uses. Status is the
+// status of a work completion.
 const (
 	None           Kind = iota
-	Map                 // N segments given, MR registered for them, length A, address B
-	Unmap               // MR given back unsent
-	FastReg             // MR put on a chain
-	LocalInv            // MR put on a chain of LOCAL_INVs
+	Map                 // MR mapped N segments of A bytes at address B
+	Unmap               // MR released before it was posted
+	FastReg             // FastReg of the MR added to a chain
+	LocalInv            // LOCAL_INV of the MR added to a chain
 	RemInv              // the server invalidated the MR
-	Recycle             // MR destroyed, a new one is made on demand
-	Recover             // MR destroyed and made anew in its place
-	Orphan              // MR could not be destroyed or made anew
+	Recycle             // MR is destroyed; another is allocated on demand
+	Recover             // MR destroyed, another allocated in its place
+	Orphan              // MR could not be destroyed or replaced
 	Dereg               // MR destroyed
-	Alloc               // MR made
-	SGErr               // memory of N segments does not fit a chunk
-	MapErr              // no MR for N segments
-	PostSend            // RPC posted as one chain of N requests; A octets inline
-	PostSendErr         // the post failed after N requests
+	Alloc               // MR allocated
+	SGErr               // N segments need more MRs than one chunk may have
+	MapErr              // N segments could not be mapped
+	PostSend            // RPC posted as one chain of N requests, A bytes inline
+	PostSendErr         // post of an RPC failed after N requests
 	PostLinv            // chain of N LOCAL_INVs posted
-	PostLinvErr         // the post failed after N requests
-	WCFastReg           // FastReg completed, in error
-	WCLocalInv          // LOCAL_INV completed, in error
-	WCLocalInvWake      // the last LOCAL_INV of an interrupted RPC completed: its caller may leave
-	WCLocalInvDone      // the last LOCAL_INV of an answered RPC completed
+	PostLinvErr         // post of LOCAL_INVs failed after N requests
+	WCFastReg           // FastReg failed or was flushed
+	WCLocalInv          // LOCAL_INV failed or was flushed
+	WCLocalInvWake      // last LOCAL_INV of an interrupted RPC completed: its caller may return
+	WCLocalInvDone      // last LOCAL_INV of an answered RPC completed
 	WCSend              // Send completed
-	Reply               // reply of A octets taken: N credits granted
-	BadReply            // message of the server discarded
-	Done                // RPC ended, A nanoseconds after it began
-	Resend              // RPC goes again, with the same XID, on another connection
-	Interrupt           // the caller of the RPC gave up
-	Timeout             // the RPC waited too long
+	Reply               // reply of A bytes received, N credits granted
+	BadReply            // invalid message from the server discarded
+	Done                // RPC ended A nanoseconds after its start
+	Resend              // RPC posted again with the same XID on another connection
+	Interrupt           // caller gave up the RPC
+	Timeout             // RPC exceeded its timeout
 	Connect             // connection made
 	Disconnect          // connection ended
-	Nudge               // the first reply is late: an empty RDMA Write was sent
-	Ping                // liveness NULL sent
-	NoSendCtx           // the send queue has no room for the RPC
+	Nudge               // empty RDMA Write sent because the first reply is late
+	Ping                // keepalive NULL call started
+	NoSendCtx           // send queue has no room for the RPC
 	kinds
 )
 
-var names = [kinds]string{"none", "map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan",
-	"dereg", "alloc",
-	"sgerr", "maperr", "post_send", "post_send_err", "post_linv", "post_linv_err", "wc_fastreg", "wc_li", "wc_li_wake", "wc_li_done",
-	"wc_send", "reply", "bad_reply", "done", "resend", "interrupt", "timeout", "connect", "disconnect", "nudge", "ping", "empty_sendctx"}
+var names = [kinds]string{
+	"none",
+	"map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan", "dereg", "alloc",
+	"sgerr", "maperr",
+	"post_send", "post_send_err", "post_linv", "post_linv_err",
+	"wc_fastreg", "wc_li", "wc_li_wake", "wc_li_done", "wc_send",
+	"reply", "bad_reply", "done", "resend", "interrupt", "timeout",
+	"connect", "disconnect", "nudge", "ping", "empty_sendctx",
+}
 
 func (k Kind) String() string {
 	if k < kinds {
@@ -68,33 +74,33 @@ func (k Kind) String() string {
 	return "?"
 }
 
-// An Event is one thing that happened. Fields that a kind does not name are zero.
+// An Event is one event of a ring. Fields that its kind does not use are zero.
 type Event struct {
-	Seq    uint64    // grows by one with each event of the ring
+	Seq    uint64    // sequence number in the ring, from 0
 	Time   time.Time // wall clock
 	Kind   Kind
 	Status uint8 // verbs.Status
 	N      uint16
 	XID    uint32
-	MR     uint32 // number of the MR, 1 for the first of the mount
-	Handle uint32 // its STag
+	MR     uint32 // number of the MR in the mount, from 1
+	Handle uint32 // STag of the MR
 	A, B   uint64
 }
 
-// words is how many 64-bit words an event takes in the ring.
+// words is the number of 64-bit words of an event in the ring.
 const words = 5
 
+// A cell holds one event.
 type cell struct {
-	// lap is 0 for an empty cell, odd while event (lap-1)/2 is being written, and even, 2·seq+2,
-	// when it stands.
+	// lap is 0 for an empty cell, 2·seq+1 while event seq is being written, and 2·seq+2 after.
 	lap  atomic.Uint64
 	word [words]atomic.Uint64
-	// skip is 2·seq+2 for the newest event of this cell that was dropped, 0 for none: a reader
-	// waits for an event on its way, and not for that.
+	// skip is 2·seq+2 for the newest dropped event of this cell, 0 for none. A reader does not wait
+	// for a dropped event.
 	skip atomic.Uint64
 }
 
-// A Ring holds the last events. Safe for concurrent use; the nil Ring is off.
+// A Ring holds the most recent events. Safe for concurrent use. A nil Ring records nothing.
 type Ring struct {
 	start   time.Time
 	next    atomic.Uint64
@@ -104,8 +110,8 @@ type Ring struct {
 	status  func(uint8) string
 }
 
-// NewRing makes a ring of at least size events; none, nil, for size 0. status names the statuses of
-// work completions.
+// NewRing returns a ring of at least size events. It returns nil if size is not positive. The
+// function status returns the name of a work completion status.
 func NewRing(size int, status func(uint8) string) *Ring {
 	if size <= 0 {
 		return nil
@@ -117,7 +123,7 @@ func NewRing(size int, status func(uint8) string) *Ring {
 	return &Ring{start: time.Now(), cells: make([]cell, n), mask: uint64(n - 1), status: status}
 }
 
-// Add records an event; its Seq and Time are set here.
+// Add records an event and sets its Seq and Time.
 func (r *Ring) Add(e Event) {
 	if r == nil {
 		return
@@ -142,7 +148,7 @@ func (r *Ring) add(e *Event) {
 	c.lap.Store(2*seq + 2)
 }
 
-// drop tells readers that event seq will not come.
+// drop records for readers that event seq was dropped.
 func (c *cell) drop(seq uint64) {
 	for {
 		newest := c.skip.Load()
@@ -152,8 +158,8 @@ func (c *cell) drop(seq uint64) {
 	}
 }
 
-// Next is the number that the next event will have: where a reader that wants new events only
-// begins.
+// Next returns the sequence number of the next event. A reader that wants only new events starts
+// there.
 func (r *Ring) Next() uint64 {
 	if r == nil {
 		return 0
@@ -161,9 +167,9 @@ func (r *Ring) Next() uint64 {
 	return r.next.Load()
 }
 
-// Read appends the events from number from on to buf, oldest first, and returns where to go on and
-// how many between were lost: overwritten, or dropped. An event that is being written at the moment
-// ends the reading.
+// Read appends the events from sequence number from on to buf, oldest first. The next Read
+// continues at next. The result lost counts the overwritten or dropped events in between. Read
+// stops before an event that is still being written.
 func (r *Ring) Read(from uint64, buf []Event) (events []Event, next, lost uint64) {
 	if r == nil {
 		return buf, from, 0
@@ -176,14 +182,14 @@ func (r *Ring) Read(from uint64, buf []Event) (events []Event, next, lost uint64
 		c := &r.cells[from&r.mask]
 		lap := c.lap.Load()
 		if lap < 2*from+2 && c.skip.Load() < 2*from+2 && from+uint64(len(r.cells))/2 > end {
-			break // on its way
+			break // still being written
 		}
 		e := Event{Seq: from, Time: r.start.Add(time.Duration(c.word[0].Load()))}
 		w1, w2 := c.word[1].Load(), c.word[2].Load()
 		e.Kind, e.Status, e.N, e.XID = Kind(w1>>56), uint8(w1>>48), uint16(w1>>32), uint32(w1)
 		e.MR, e.Handle, e.A, e.B = uint32(w2>>32), uint32(w2), c.word[3].Load(), c.word[4].Load()
 		if lap != 2*from+2 || c.lap.Load() != lap {
-			lost++ // overwritten, or dropped
+			lost++ // overwritten or dropped
 			continue
 		}
 		buf = append(buf, e)
@@ -191,7 +197,7 @@ func (r *Ring) Read(from uint64, buf []Event) (events []Event, next, lost uint64
 	return buf, from, lost
 }
 
-// Dropped is how many events met another in their cell and were not recorded.
+// Dropped returns the number of events that were not recorded because their cell was in use.
 func (r *Ring) Dropped() uint64 {
 	if r == nil {
 		return 0
@@ -199,7 +205,7 @@ func (r *Ring) Dropped() uint64 {
 	return r.dropped.Load()
 }
 
-// Last returns up to n of the newest events, oldest first.
+// Last returns the n newest events or fewer, oldest first.
 func (r *Ring) Last(n int) []Event {
 	if r == nil {
 		return nil
@@ -212,7 +218,7 @@ func (r *Ring) Last(n int) []Event {
 	return events
 }
 
-// Text is e as one line for people.
+// Text formats e as one line of text.
 func (r *Ring) Text(e *Event) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s %-13s", e.Time.Format("15:04:05.000000"), e.Kind)
@@ -222,7 +228,7 @@ func (r *Ring) Text(e *Event) string {
 	return b.String()
 }
 
-// JSON is e as one object for programs.
+// JSON formats e as one JSON object.
 func (r *Ring) JSON(e *Event) []byte {
 	m := map[string]any{"seq": e.Seq, "time": e.Time.UTC().Format(time.RFC3339Nano), "event": e.Kind.String()}
 	for _, f := range r.fields(e) {
@@ -230,7 +236,7 @@ func (r *Ring) JSON(e *Event) []byte {
 	}
 	b, err := json.Marshal(m)
 	if err != nil {
-		return []byte("{}") // numbers and strings always have a form
+		return []byte("{}") // cannot happen: numbers and strings always have a JSON form
 	}
 	return b
 }
@@ -240,7 +246,7 @@ type field struct {
 	value any
 }
 
-// hex is a number that is read in hexadecimal, also by programs.
+// A hex is a number that text and JSON show in hexadecimal.
 type hex uint64
 
 func (h hex) String() string               { return fmt.Sprintf("%#x", uint64(h)) }

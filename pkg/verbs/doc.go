@@ -1,31 +1,26 @@
-// Package verbs is the RDMA vocabulary of this project: device, protection
-// domain, memory region, queue pair, completion queue, work requests, work
-// completions and connection events, as small interfaces in the field's own
-// terms. It holds no provider; softiwarp and rdmacore implement it and every
-// room above (memreg, xprt, svcrdma) speaks only this.
+// Package verbs defines the RDMA vocabulary of this project as small interfaces: device, protection
+// domain, memory region, queue pair, completion queue, work request, work completion and connection
+// event. It contains no provider. Packages softiwarp and rdmacore implement it; memreg, xprt and
+// svcrdma use only these interfaces.
 //
 // # Ownership and ordering
 //
-// A chain of work requests given to [QP.PostSend] is executed in order. The
-// provider copies each [WorkRequest] and its SGE list before PostSend returns, so the
-// structs may be reused at once; the memory that they name may not, until the
-// request (or a later signaled one on the same queue) has completed. The Segs
-// of a FastReg are the exception that every FRWR consumer knows from its page
-// list: the slice itself belongs to the registration and must not change until
-// the MR is invalidated, or destroyed, or the QP has been closed.
+// A chain of work requests given to [QP.PostSend] is executed in order. The provider copies each
+// [WorkRequest] and its SGE list before PostSend returns, so the caller may reuse the structs at
+// once. The memory that they name must not change until the request, or a later signaled one on the
+// same queue, has completed. The Segs of a FastReg are an exception: the slice belongs to the
+// registration and must not change until the MR is invalidated or destroyed, or the QP is closed.
 //
-// Each completion carries its own handler ([WorkRequest.Done]). Handlers of one
-// CQ are called one after the other from one goroutine that belongs to the CQ;
-// a handler must not block, and may post. The goroutines that read and write the wire never
-// call a handler, so nothing a handler does delays an answer to an RDMA Read.
+// Each completion carries its handler ([WorkRequest.Done]). One goroutine per CQ calls the handlers
+// of that CQ one after the other. A handler must not block, and may post. The goroutines that read
+// and write the wire never call a handler, so a handler cannot delay the answer to an RDMA Read.
 //
-// An unsignaled request produces a completion only when it fails or is flushed.
-// When a QP leaves the ready state every request still queued, signaled or
-// not, completes with [StatusWRFlushErr] (or with the error that ended the connection).
+// An unsignaled request produces a completion only when it fails or is flushed. When a QP leaves
+// the ready state, every queued request completes with [StatusWRFlushErr] or with the error that
+// ended the connection, whether it is signaled or not.
 //
 // # Memory
 //
-// Memory that a device touches comes from [AllocBuffer]: anonymous mmap, page
-// aligned, outside the garbage collector's reach. A provider that can register
-// any memory says so with [CapRegisterAny].
+// Memory that a device accesses comes from membuf.Alloc: anonymous mmap, page aligned, outside the
+// Go heap. A provider that can register any memory has [CapRegisterAny].
 package verbs

@@ -7,15 +7,15 @@ import (
 
 // Errors of posting and of resources.
 var (
-	// ErrQPState: the QP is not in a state that takes this request.
+	// ErrQPState: the state of the QP does not allow this request.
 	ErrQPState = errors.New("verbs: queue pair is not ready")
-	// ErrQueueFull: the send or receive queue has no room for the request.
+	// ErrQueueFull: the send or receive queue has no free entry for the request.
 	ErrQueueFull = errors.New("verbs: work queue is full")
 	// ErrInvalid: the request is malformed (no handler, too many SGEs, an MR of another PD…).
 	ErrInvalid = errors.New("verbs: invalid work request")
-	// ErrBusy: the object is still used by another.
+	// ErrBusy: another object still uses this one.
 	ErrBusy = errors.New("verbs: object is in use")
-	// ErrNoResources: a device limit was reached.
+	// ErrNoResources: a limit of the device is reached.
 	ErrNoResources = errors.New("verbs: no resources left")
 )
 
@@ -24,13 +24,13 @@ type ConnErrorKind uint8
 
 // Kinds of connection errors.
 const (
-	// ConnUnreachable: no route, no answer to the TCP handshake, port closed.
+	// ConnUnreachable: no route, no answer to the TCP handshake, or the port is closed.
 	ConnUnreachable ConnErrorKind = iota + 1
-	// ConnRejected: the peer speaks the protocol and said no.
+	// ConnRejected: the peer speaks the protocol and rejected the connection.
 	ConnRejected
-	// ConnProtocol: the peer answered something that is not the protocol.
+	// ConnProtocol: the peer's answer does not follow the protocol.
 	ConnProtocol
-	// ConnTimeout: the peer did not answer in time.
+	// ConnTimeout: the peer did not answer before the timeout.
 	ConnTimeout
 	// ConnLocal: this side failed (no descriptor, no memory, closed).
 	ConnLocal
@@ -52,13 +52,13 @@ func (k ConnErrorKind) String() string {
 	return "unknown"
 }
 
-// A ConnError tells why a connection was not made.
+// A ConnError reports why a connection attempt failed.
 type ConnError struct {
 	Kind ConnErrorKind
-	// Phase names what was going on: "connect", "send MPA request", "read MPA reply"…
+	// Phase names the step that failed: "connect", "send MPA request", "read MPA reply"…
 	Phase string
 	Addr  string
-	// PrivateData of a rejecting peer, if it sent any.
+	// PrivateData is what a rejecting peer sent, if anything.
 	PrivateData []byte
 	Err         error
 }
@@ -76,7 +76,7 @@ type TerminateError struct {
 	Layer uint8
 	EType uint8
 	Code  uint8
-	// Text explains the triple in the RFCs' words.
+	// Text explains Layer, EType and Code in the words of the RFCs.
 	Text string
 }
 

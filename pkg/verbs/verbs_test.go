@@ -9,61 +9,74 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-func TestRKey(t *testing.T) {
+func TestRKeyKeepsIndex(t *testing.T) {
 	const k = verbs.RKey(0xabcdef12)
-	if k.Key() != 0x12 || k.WithKey(0xff) != 0xabcdefff || k.WithKey(0xff).WithKey(0) != 0xabcdef00 {
-		t.Errorf("the key of %#x is %#x, with others %#x", k, k.Key(), k.WithKey(0xff))
+	if got := k.Key(); got != 0x12 {
+		t.Errorf("key of %#x: got %#x, want 0x12", k, got)
+	}
+	if got := k.WithKey(0xff); got != 0xabcdefff {
+		t.Errorf("%#x with key 0xff: got %#x, want 0xabcdefff", k, got)
+	}
+	if got := k.WithKey(0xff).WithKey(0); got != 0xabcdef00 {
+		t.Errorf("%#x with key 0: got %#x, want 0xabcdef00", k, got)
 	}
 }
 
-func TestCaps(t *testing.T) {
+func TestCapsHas(t *testing.T) {
 	c := verbs.CapFastReg | verbs.CapGaps
-	if !c.Has(0) || !c.Has(verbs.CapGaps) || c.Has(verbs.CapGaps|verbs.CapRemoteInv) {
-		t.Error("Has is wrong")
+	for want, ok := range map[verbs.Caps]bool{0: true, verbs.CapGaps: true, verbs.CapGaps | verbs.CapRemoteInv: false} {
+		if c.Has(want) != ok {
+			t.Errorf("%b has %b: got %v, want %v", c, want, !ok, ok)
+		}
 	}
 }
 
-// TestNames: every value that a consumer may print has a name, and one out of range does not panic.
-func TestNames(t *testing.T) {
-	for s := verbs.StatusSuccess; s <= verbs.StatusGeneralErr; s++ {
+// TestStringsHaveNames checks that every value has a name, and that String accepts unknown values.
+func TestStringsHaveNames(t *testing.T) {
+	for s := verbs.StatusSuccess; s <= verbs.StatusRNRRetryExcErr; s++ {
 		if s.String() == "" || s.String() == "unknown status" {
-			t.Errorf("status %d has no name", s)
+			t.Errorf("name of status %d: got %q", s, s)
 		}
 	}
 	for o := verbs.OpSend; o <= verbs.OpRecv; o++ {
 		if o.String() == "" || o.String() == "?" {
-			t.Errorf("opcode %d has no name", o)
+			t.Errorf("name of opcode %d: got %q", o, o)
 		}
 	}
 	for k := verbs.ConnUnreachable; k <= verbs.ConnLocal; k++ {
 		if k.String() == "" || k.String() == "unknown" {
-			t.Errorf("kind %d has no name", k)
+			t.Errorf("name of error kind %d: got %q", k, k)
 		}
 	}
 	for _, s := range []string{verbs.Status(200).String(), verbs.Opcode(200).String(),
 		verbs.ConnErrorKind(200).String(), verbs.Transport(200).String()} {
 		if s == "" {
-			t.Error("a value out of range has no text at all")
+			t.Error("name of an unknown value: got an empty string")
 		}
 	}
 }
 
-func TestErrorTexts(t *testing.T) {
-	ce := &verbs.ConnError{Kind: verbs.ConnTimeout, Phase: "read MPA reply", Addr: "192.0.2.1:20049",
+func TestConnErrorNamesPhaseAndCause(t *testing.T) {
+	err := &verbs.ConnError{Kind: verbs.ConnTimeout, Phase: "read MPA reply", Addr: "192.0.2.1:20049",
 		Err: io.ErrUnexpectedEOF}
 	for _, want := range []string{"192.0.2.1:20049", "read MPA reply", "timed out", io.ErrUnexpectedEOF.Error()} {
-		if !strings.Contains(ce.Error(), want) {
-			t.Errorf("%q does not say %q", ce, want)
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("error text: got %q, want it to contain %q", err, want)
 		}
 	}
-	if !errors.Is(ce, io.ErrUnexpectedEOF) {
-		t.Error("the cause cannot be found")
+	if !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("errors.Is(%v, %v): got false, want true", err, io.ErrUnexpectedEOF)
 	}
-	for _, local := range []bool{true, false} {
-		te := &verbs.TerminateError{Local: local, Layer: 1, EType: 2, Code: 5, Text: "too long"}
-		if s := te.Error(); !strings.Contains(s, "too long") || strings.Contains(s, "this side") != local ||
-			!strings.Contains(s, "0x05") {
-			t.Errorf("Terminate, local %v: %q", local, s)
+}
+
+func TestTerminateErrorNamesSide(t *testing.T) {
+	for local, want := range map[bool]string{
+		true:  "stream terminated by this side: too long (layer 1, type 2, code 0x05)",
+		false: "stream terminated by peer: too long (layer 1, type 2, code 0x05)",
+	} {
+		err := &verbs.TerminateError{Local: local, Layer: 1, EType: 2, Code: 5, Text: "too long"}
+		if got := err.Error(); got != want {
+			t.Errorf("Local %v: got %q, want %q", local, got, want)
 		}
 	}
 }

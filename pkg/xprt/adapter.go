@@ -8,9 +8,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An adapter is what a transport has on one device, over all its connections to it: the protection
-// domain with the pool of MRs, and the registered memory of Sends and Receives. Its fields do not
-// change.
+// An adapter holds the resources of a transport on one device, across all connections to it. These
+// are the protection domain, the pool of MRs, and the registered memory of Sends and Receives. Its
+// fields do not change.
 type adapter struct {
 	t      *Transport
 	dev    verbs.Device
@@ -21,10 +21,10 @@ type adapter struct {
 	sendMR, recvMR verbs.MR
 	sendLKey       uint32
 	recvArena      []byte
-	recvSize       int // octets of one Receive buffer
+	recvSize       int // bytes of one Receive buffer
 }
 
-// openAdapter makes ready for connections on dev.
+// openAdapter allocates the resources for connections on dev.
 func (t *Transport) openAdapter(dev verbs.Device) (_ *adapter, err error) {
 	a := &adapter{t: t, dev: dev, recvSize: max(recvSlack, 2*t.cfg.InlineBytes)}
 	if a.params, err = memreg.Query(dev.Attrs(), t.cfg.Slots); err != nil {
@@ -52,10 +52,11 @@ func (t *Transport) openAdapter(dev verbs.Device) (_ *adapter, err error) {
 	return a, nil
 }
 
-// receives is how many Receives a connection has; one place of the queue is for draining.
+// receives returns the number of Receives of a connection. One place of the receive queue is
+// reserved to drain it.
 func (a *adapter) receives() int { return a.params.RecvWRs - 1 }
 
-// postReceives gives the Receives to a queue pair that is not connected yet.
+// postReceives posts all Receives to a queue pair that is not connected yet.
 func (a *adapter) postReceives(cn *conn) error {
 	for i := range a.receives() {
 		r := &recvBuf{}
@@ -69,24 +70,24 @@ func (a *adapter) postReceives(cn *conn) error {
 	return nil
 }
 
-// close releases everything, when no connection of the adapter is left.
+// close releases all resources. No connection of the adapter may remain.
 func (a *adapter) close() {
 	log := a.t.log.With("server", a.t.cfg.Addr)
 	if a.pool != nil {
 		if n := a.pool.Destroy(); n > 0 {
-			log.Error("memory regions could not be destroyed", "orphaned", n)
+			log.Error("failed to destroy memory regions", "orphaned", n)
 		}
 	}
 	for _, mr := range []verbs.MR{a.sendMR, a.recvMR} {
 		if mr != nil {
 			if err := mr.Dereg(); err != nil {
-				log.Error("message buffers could not be deregistered", "error", err)
+				log.Error("failed to deregister message buffers", "error", err)
 			}
 		}
 	}
 	if a.pd != nil {
 		if err := a.pd.Dealloc(); err != nil {
-			log.Error("protection domain could not be released", "error", err)
+			log.Error("failed to release protection domain", "error", err)
 		}
 	}
 	if a.recvArena != nil {
@@ -94,9 +95,8 @@ func (a *adapter) close() {
 	}
 }
 
-// adapterFor returns the adapter for a connection on dev: the one that there is, when it is of this
-// device and every MR of it is certain, or a new one. Only for whoever connects: Connect, and then
-// the worker.
+// adapterFor returns the adapter for a connection on dev. It opens a new one if the current adapter
+// belongs to another device. Only Connect and then the worker call it.
 func (t *Transport) adapterFor(dev verbs.Device) (*adapter, error) {
 	if t.adapter != nil && t.adapter.dev == dev {
 		return t.adapter, nil
@@ -112,8 +112,8 @@ func (t *Transport) adapterFor(dev verbs.Device) (*adapter, error) {
 	return a, nil
 }
 
-// dropAdapter closes the adapter. Only for whoever connects, with the send lock held or no call
-// left.
+// dropAdapter closes the adapter. Only Connect, the worker and Close call it, with the send lock
+// held or without pending calls.
 func (t *Transport) dropAdapter() {
 	if t.adapter != nil {
 		t.adapter.close()

@@ -11,18 +11,18 @@ import (
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
-// attacked is a transport as the hostile server's tests see it.
+// An attacked transport adapts the statistics to the tests of the hostile server.
 type attacked struct{ *Transport }
 
 func (a attacked) Stats() hostile.Stats {
 	s := a.Transport.Stats()
-	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: uint64(s.MRsFailed),
-		MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
+	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: s.MRsFailed,
+		MRsRecovered: s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned}
 }
 
-// TestAttacks plays a server that reaches for memory it has no right to. Each attempt must be
-// refused by the device, end the connection, be counted, and leave the memory and the next call's
-// data alone.
+// TestAttacks runs a server that accesses memory without permission. The device must refuse each
+// attempt, and the attempt must be counted and end the connection. The memory and the data of the
+// next call must be intact.
 func TestAttacks(t *testing.T) {
 	hostile.Attacks(t, hostile.Config{
 		Provider:   func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) },

@@ -12,9 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// BenchmarkRPC measures whole RPCs against a server in the same process; BenchmarkTCPEcho is the
-// yardstick: the same octets over a raw TCP connection with no protocol at all. Compare the two of
-// one run.
+// BenchmarkRPC measures whole RPCs to a server in the same process. BenchmarkTCPEcho sends the same
+// number of bytes over a raw TCP connection. Compare the two in one run.
 func BenchmarkRPC(b *testing.B) {
 	tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}), nil)
 	head := sunrpc.AppendUint64(sunrpc.AppendOpaque(nil, []byte("the file")), 0)
@@ -54,7 +53,7 @@ func BenchmarkRPC(b *testing.B) {
 	}
 }
 
-// BenchmarkTrace is what the ring of trace events costs: the same calls without and with it.
+// BenchmarkTrace measures the cost of the ring of trace events: the same calls without and with it.
 func BenchmarkTrace(b *testing.B) {
 	for _, events := range []int{0, DefaultTraceEvents} {
 		tr := dial(b, serve(b, svcrdma.Config{Handler: &service{}, RemoteInv: true}),
@@ -71,13 +70,17 @@ func BenchmarkTrace(b *testing.B) {
 	}
 }
 
+// BenchmarkTCPEcho is the reference for BenchmarkRPC.
 func BenchmarkTCPEcho(b *testing.B) {
 	for _, c := range []struct {
 		name      string
 		out, back int
 	}{
-		{"NULL", 96, 52}, {"READ_4KiB", 120, 4096}, {"READ_1MiB", 120, 1 << 20}, {"WRITE_4KiB", 4096,
-			120}, {"WRITE_1MiB", 1 << 20, 120},
+		{"NULL", 96, 52},
+		{"READ_4KiB", 120, 4096},
+		{"READ_1MiB", 120, 1 << 20},
+		{"WRITE_4KiB", 4096, 120},
+		{"WRITE_1MiB", 1 << 20, 120},
 	} {
 		b.Run(c.name, func(b *testing.B) {
 			l, err := net.Listen("tcp", "127.0.0.1:0")

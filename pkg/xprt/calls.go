@@ -11,31 +11,30 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
-// What a call waits for.
+// Values of Call.Waits: what a call waits for.
 const (
-	WaitSlot      = "slot"      // all slots are taken
-	WaitCredit    = "credit"    // the server's credits are taken
-	WaitReconnect = "reconnect" // there is no connection
-	// the send queue is full or memory is short, or the reply is here and the Send is not done
-	WaitSend       = "send"
-	WaitReply      = "reply"        // the server
-	WaitInvalidate = "invalidation" // the reply is here, its keys are not dead yet
-	WaitLate       = "late reply"   // the caller has left; the server still counts the call
+	WaitSlot       = "slot"         // all slots are in use
+	WaitCredit     = "credit"       // all credits of the server are in use
+	WaitReconnect  = "reconnect"    // there is no connection
+	WaitSend       = "send"         // no room in the send queue, no memory, or the Send is pending
+	WaitReply      = "reply"        // the server has not answered
+	WaitInvalidate = "invalidation" // the reply arrived, and LOCAL_INVs are pending
+	WaitLate       = "late reply"   // the caller has returned, and the server still counts the call
 )
 
-// A Call is one call that has not ended.
+// A Call describes a pending call.
 type Call struct {
 	XID              uint32 // 0 before the call has a slot
 	Prog, Vers, Proc uint32
-	Slot             int             // -1 before it has one
-	Waits            string          // for what, one of the Wait constants
-	Began            time.Time       // when its caller came
-	Sent             time.Time       // when it was last sent; zero if it was not
-	Ctx              context.Context // of the caller; nil when the caller has left
+	Slot             int             // -1 before the call has a slot
+	Waits            string          // one of the Wait constants
+	Began            time.Time       // start of Transport.Call
+	Sent             time.Time       // last post of the call; zero if none
+	Ctx              context.Context // context of the caller; nil after the caller has returned
 }
 
-// Calls returns all calls that have not ended, the oldest first. Safe for concurrent use; it waits
-// for nothing but short locks.
+// Calls returns all pending calls, oldest first. Safe for concurrent use; it takes only short
+// locks.
 func (t *Transport) Calls() []Call {
 	connected := t.conn.Load() != nil
 	calls := t.waiters.list()
@@ -54,7 +53,7 @@ func (s *slot) call(connected bool) (Call, bool) {
 	if s.state == slotIdle {
 		return Call{}, false
 	}
-	c := Call{XID: s.xid, Slot: int(s.index), Began: s.started, Ctx: s.ctx, Prog: s.prog, Vers: s.vers, Proc: s.proc}
+	c := Call{XID: s.xid, Slot: int(s.index), Began: s.startedAt, Ctx: s.ctx, Prog: s.prog, Vers: s.vers, Proc: s.proc}
 	if s.conn != nil {
 		c.Sent = s.sentAt
 	}
@@ -77,7 +76,7 @@ func (s *slot) call(connected bool) (Call, bool) {
 		}
 	case slotAbandoned:
 		c.Waits = WaitLate
-		if s.left {
+		if s.callerReturned {
 			c.Ctx = nil
 		}
 	}
@@ -90,15 +89,15 @@ func (s *slot) setNoRoom(yes bool) {
 	s.mu.Unlock()
 }
 
-// waiters are the calls that wait for a slot. They are noted only when there is none, so the steady
-// state takes no lock.
+// waiters holds the calls that wait for a slot. A call is added only if no slot is free, so the
+// steady state takes no lock.
 type waiters struct {
-	mu  sync.Mutex
-	all map[*Call]struct{} // guarded by mu
+	mu  sync.Mutex // guards all
+	all map[*Call]struct{}
 }
 
-func (w *waiters) add(ctx context.Context, m *sunrpc.Message, came time.Time) *Call {
-	c := &Call{Prog: m.Prog, Vers: m.Vers, Proc: m.Proc, Slot: -1, Waits: WaitSlot, Began: came, Ctx: ctx}
+func (w *waiters) add(ctx context.Context, m *sunrpc.Message, startedAt time.Time) *Call {
+	c := &Call{Prog: m.Prog, Vers: m.Vers, Proc: m.Proc, Slot: -1, Waits: WaitSlot, Began: startedAt, Ctx: ctx}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.all == nil {
@@ -124,41 +123,41 @@ func (w *waiters) list() []Call {
 	return calls
 }
 
-// A ConnEvent is one line of a connection's story.
+// A ConnEvent is an event of the connection history.
 type ConnEvent struct {
 	Time  time.Time
-	Event string // "connected", "disconnected", "connect failed"
-	Cause string // why, where there is a why
-	Times int    // in a row, the last one at Time
+	Event string // "connected", "disconnected", "connect failed" or "closed while idle"
+	Cause string // the error, or empty
+	Times int    // number of equal events in a row; Time is that of the last one
 }
 
-// maxNotes is how much of the story is kept.
-const maxNotes = 16
+// maxConnEvents is the length of the connection history.
+const maxConnEvents = 16
 
-func (t *Transport) note(event string, cause error) {
-	n := ConnEvent{Time: time.Now(), Event: event, Times: 1}
+func (t *Transport) recordEvent(event string, cause error) {
+	e := ConnEvent{Time: time.Now(), Event: event, Times: 1}
 	if cause != nil {
-		n.Cause = cause.Error()
+		e.Cause = cause.Error()
 	}
 	t.stateMu.Lock()
 	defer t.stateMu.Unlock()
-	if last := len(t.story) - 1; last >= 0 && t.story[last].Event == n.Event && t.story[last].Cause == n.Cause {
-		t.story[last].Time = n.Time
-		t.story[last].Times++
+	if last := len(t.history) - 1; last >= 0 && t.history[last].Event == e.Event && t.history[last].Cause == e.Cause {
+		t.history[last].Time = e.Time
+		t.history[last].Times++
 		return
 	}
-	if len(t.story) == maxNotes {
-		t.story = append(t.story[:0], t.story[1:]...)
+	if len(t.history) == maxConnEvents {
+		t.history = append(t.history[:0], t.history[1:]...)
 	}
-	t.story = append(t.story, n)
+	t.history = append(t.history, e)
 }
 
-// History returns the last events of the connection, oldest first.
+// History returns the last events of the connection, oldest first. Safe for concurrent use.
 func (t *Transport) History() []ConnEvent {
 	t.stateMu.Lock()
 	defer t.stateMu.Unlock()
-	return slices.Clone(t.story)
+	return slices.Clone(t.history)
 }
 
-// Trace is the ring of trace events; nil when it is off.
+// Trace returns the ring of trace events, or nil if tracing is off.
 func (t *Transport) Trace() *trace.Ring { return t.trace }

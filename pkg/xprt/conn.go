@@ -14,21 +14,30 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// maxReadDepth is how many RDMA Reads of the server are answered at a time. A power of two: stock
-// siw rounds others up and overruns them.
+// maxReadDepth is the largest number of RDMA Reads that the server may have in flight. It is a
+// power of two: stock siw rounds other values up and then exceeds them.
 const maxReadDepth = 128
 
-// signalPart is the part of the slots after whose Sends one is signaled (S8).
+// signalPart is the fraction of the slots after whose Sends one Send is signaled: 1/8 (S8).
 const signalPart = 8
 
-// maxNudgePause bounds the pause between nudges.
+// maxNudgePause is the longest pause between nudges.
 const maxNudgePause = time.Second
 
-// causeWait bounds the wait for a provider's reason: it may first have to get its own requests off
-// a socket that does not move.
+// causeWait is the longest wait for the cause of a lost connection. The provider may first have to
+// write its own requests to a socket that is blocked.
 const causeWait = 2 * time.Second
 
 // A conn is one connection.
+//
+//	dial --> install (first keepalive call, one credit) --> in use
+//	                                                          |
+//	      fail: completion, post or protocol error, timeout,  |
+//	      loss, idle, Close                                   v
+//	                                                        ended
+//	                                                          | waitCause
+//	                                                          v
+//	      uninstall: send lock, drain, close, recover MRs, wake calls
 type conn struct {
 	*adapter
 	id verbs.ActiveID
@@ -36,70 +45,74 @@ type conn struct {
 	qp verbs.QP
 	sq sendQueue
 
-	inlineSend, inlineRecv int
-	hdr                    rpcrdma.Header // of the message in hand; CQ goroutine only
-	// when a discarded message was logged last; CQ goroutine only
-	warned int64
+	inlineSend, inlineRecv int // inline thresholds in bytes
 
-	writePad *rpcrdma.Segment // the registration for pads, if the mount wants it (S20)
+	// Used by the goroutine of the CQ only.
+	hdr         rpcrdma.Header // of the current message
+	lastWarning int64          // last log of warnDiscarded, in nanoseconds after Transport.epoch
+
+	writePad *rpcrdma.Segment // registration for pads; nil without the option writepad (S20)
 	padMem   []byte
 
-	dead   chan struct{}
-	failed sync.Once
-	err    error // set before dead is closed, and then the worker's
-	hear   sync.Once
-	told   chan struct{} // closed when the provider has said why it lost the connection
-	cause  error         // set before told is closed
+	failed    sync.Once
+	ended     chan struct{} // closed by fail
+	err       error         // set before ended is closed; then owned by the worker
+	causeOnce sync.Once
+	causeSet  chan struct{} // closed when the provider has reported why it lost the connection
+	cause     error         // set before causeSet is closed
 
-	replied    atomic.Bool  // to a call, a liveness call perhaps
-	served     atomic.Bool  // a call of the consumer
-	installed  int64        // when it was put up, in nanoseconds after Transport.epoch
-	pinging    atomic.Int32 // liveness calls under way
-	lastHeard  atomic.Int64 // when the last message came, in nanoseconds after Transport.epoch
-	nudgeOnce  sync.Once
-	nudgeMu    sync.Mutex
-	nudgeTimer *time.Timer // guarded by nudgeMu
+	installedAt   int64        // in nanoseconds after Transport.epoch
+	lastReceived  atomic.Int64 // time of the last message, in nanoseconds after Transport.epoch
+	answered      atomic.Bool  // the server answered a call, keepalive calls included
+	served        atomic.Bool  // the server answered a call of the consumer
+	pingsInFlight atomic.Int32 // pending keepalive calls
+
+	nudge struct {
+		once sync.Once
+		sync.Mutex
+		timer *time.Timer
+	}
 }
 
 type recvBuf struct{ wr verbs.RecvRequest }
 
-// fail ends the connection, once, for a reason. It only tells the worker, and may be called from
-// anywhere.
+// fail ends the connection with the first err. It only notifies the worker, so any goroutine may
+// call it.
 func (cn *conn) fail(err error) {
 	cn.failed.Do(func() {
 		cn.err = err
-		close(cn.dead)
+		close(cn.ended)
 	})
 }
 
-// disconnected is told by the provider why it lost the connection.
+// disconnected records why the provider lost the connection. The provider calls it.
 func (cn *conn) disconnected(cause error) {
-	cn.hear.Do(func() {
+	cn.causeOnce.Do(func() {
 		cn.cause = cause
-		close(cn.told)
+		close(cn.causeSet)
 	})
 	cn.fail(cause)
 }
 
-// learnCause puts the provider's reason for a lost connection in the place of what only follows
-// from the loss: flushes, and posts that are refused, which may come first. For the worker, when
-// dead is closed.
-func (cn *conn) learnCause(closing <-chan struct{}) {
+// waitCause waits for the cause that the provider reports, if err is only a consequence of the
+// loss. Flushes and rejected posts may come before the cause. The worker calls waitCause after
+// ended is closed.
+func (cn *conn) waitCause(closing <-chan struct{}) {
 	if !followsLoss(cn.err) {
 		return
 	}
 	timer := time.NewTimer(causeWait)
 	defer timer.Stop()
 	select {
-	case <-cn.told:
+	case <-cn.causeSet:
 		cn.err = cn.cause
 	case <-timer.C:
 	case <-closing:
 	}
 }
 
-// completionError handles a work completion that is not a success: flushes are quiet, others are
-// logged once with their status; both end the connection (S25).
+// completionError handles a failed work completion. It logs each failure once with its status,
+// except flushes, which are not logged. Failures and flushes end the connection (S25).
 func (t *Transport) completionError(what string, wc *verbs.WorkCompletion) {
 	cn := t.conn.Load()
 	if cn == nil || wc.QP != cn.qp {
@@ -118,17 +131,17 @@ func (t *Transport) sendDone(wc *verbs.WorkCompletion) {
 	}
 }
 
-// dial makes a connection: device, queues, Receives, handshake, in that order. It holds no lock.
+// dial makes a connection: device, queues, Receives, handshake, in this order. It holds no lock.
 func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	ctx, cancel := context.WithTimeout(ctx, t.cfg.ConnectTimeout)
 	defer cancel()
-	cn := &conn{dead: make(chan struct{}), told: make(chan struct{})}
+	cn := &conn{ended: make(chan struct{}), causeSet: make(chan struct{})}
 	began := time.Now()
 	defer func() { t.stats.connectNanos.Add(uint64(time.Since(began))) }()
 	defer func() {
 		if err != nil {
 			t.stats.connectFailures.Add(1)
-			t.release(cn)
+			t.closeConn(cn)
 		}
 	}()
 	if cn.id, err = t.cfg.Provider.Resolve(ctx, t.cfg.Addr); err != nil {
@@ -170,7 +183,7 @@ func (cn *conn) makeQueues() (err error) {
 	return cn.postReceives(cn)
 }
 
-// registerPad makes the registration for pads, with the first post of the connection (S20).
+// registerPad registers the memory for pads with the first post of the connection (S20).
 func (cn *conn) registerPad() error {
 	mem, err := membuf.Alloc(4)
 	if err != nil {
@@ -183,8 +196,7 @@ func (cn *conn) registerPad() error {
 		return err
 	}
 	mr := pad.Registered()[0]
-	// An empty RDMA Write carries the registration: it has no other effect. The queue is new and
-	// has room.
+	// The empty RDMA Write only ends the chain of the registration. The queue is new and has room.
 	head, n := pad.Chain(cn.emptyWrite())
 	cn.sq.take(n + 1)
 	if _, err := cn.qp.PostSend(head); err != nil {
@@ -195,18 +207,18 @@ func (cn *conn) registerPad() error {
 	return nil
 }
 
-// emptyWrite is a zero-length RDMA Write: the peer checks no STag and consumes no Receive (RFC 5041
-// §5.2).
+// emptyWrite returns an RDMA Write of zero bytes. The peer does not check its STag and consumes no
+// Receive (RFC 5041 §5.2).
 func (cn *conn) emptyWrite() *verbs.WorkRequest {
 	return &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, Done: cn.t.sendDone}
 }
 
-// firstSend starts the watch over the first reply of the connection.
-func (cn *conn) firstSend() {
-	if cn.replied.Load() {
+// startNudges schedules a nudge for the case that the first reply of the connection is late.
+func (cn *conn) startNudges() {
+	if cn.answered.Load() {
 		return
 	}
-	cn.nudgeOnce.Do(func() {
+	cn.nudge.once.Do(func() {
 		if cn.id.Device().Attrs().Transport != verbs.TransportIWARP {
 			return
 		}
@@ -215,19 +227,20 @@ func (cn *conn) firstSend() {
 }
 
 func (cn *conn) scheduleNudge(after time.Duration) {
-	cn.nudgeMu.Lock()
-	defer cn.nudgeMu.Unlock()
+	cn.nudge.Lock()
+	defer cn.nudge.Unlock()
 	select {
-	case <-cn.dead:
+	case <-cn.ended:
 		return
 	default:
 	}
-	cn.nudgeTimer = time.AfterFunc(after, func() { cn.nudge(after) })
+	cn.nudge.timer = time.AfterFunc(after, func() { cn.sendNudge(after) })
 }
 
-// nudge wakes a server that left the first FPDU in its socket.
-func (cn *conn) nudge(after time.Duration) {
-	if cn.replied.Load() {
+// sendNudge sends an empty RDMA Write, which makes a server read a first FPDU that it left in its
+// socket.
+func (cn *conn) sendNudge(after time.Duration) {
+	if cn.answered.Load() {
 		return
 	}
 	t := cn.t
@@ -236,7 +249,7 @@ func (cn *conn) nudge(after time.Duration) {
 	if t.conn.Load() != cn || !cn.sq.take(1) {
 		return
 	}
-	t.stats.nudges.Add(1) // before the reply that it may bring
+	t.stats.nudges.Add(1) // before the post, because a reply may follow at once
 	t.trace.Add(trace.Event{Kind: trace.Nudge})
 	if _, err := cn.qp.PostSend(cn.emptyWrite()); err != nil {
 		return
@@ -245,56 +258,56 @@ func (cn *conn) nudge(after time.Duration) {
 	cn.scheduleNudge(min(2*after, maxNudgePause))
 }
 
-// sawReply notes the first valid replies of the connection.
-func (cn *conn) sawReply(s *slot) {
-	if !cn.replied.Load() {
-		cn.replied.Store(true)
+// recordReply records that the server answered the call of s.
+func (cn *conn) recordReply(s *slot) {
+	if !cn.answered.Load() {
+		cn.answered.Store(true)
 	}
 	if !s.ping && !cn.served.Load() {
 		cn.served.Store(true)
 	}
 }
 
-// use is what the connection was good for: aWhile is how long it must have stood to count as good
-// without a call.
-func (cn *conn) use(aWhile time.Duration) usefulness {
+// usefulness classifies the connection. A connection that lasted minLife and answered keepalive
+// calls counts like one that answered calls.
+func (cn *conn) usefulness(minLife time.Duration) usefulness {
 	switch {
 	case cn.served.Load():
 		return useCalls
-	case !cn.replied.Load():
+	case !cn.answered.Load():
 		return useNone
-	case cn.t.now()-cn.installed >= int64(aWhile):
+	case cn.t.now()-cn.installedAt >= int64(minLife):
 		return useCalls
 	}
 	return useAlive
 }
 
-// release takes apart what dial and the life of the connection made, in the reverse order. When it
-// returns no memory can be reached through the connection. Only for whoever connects; not from a
-// completion handler.
-func (t *Transport) release(cn *conn) {
+// closeConn releases everything that dial and the connection allocated, in reverse order. After it
+// returns, no memory can be reached through the connection. Only Connect and the worker call it,
+// never a completion handler.
+func (t *Transport) closeConn(cn *conn) {
 	cn.fail(ErrClosed)
-	cn.nudgeMu.Lock()
-	if cn.nudgeTimer != nil {
-		cn.nudgeTimer.Stop()
+	cn.nudge.Lock()
+	if cn.nudge.timer != nil {
+		cn.nudge.timer.Stop()
 	}
-	cn.nudgeMu.Unlock()
+	cn.nudge.Unlock()
 	if cn.qp != nil {
 		cn.qp.Drain()
 	}
 	if cn.id != nil {
 		cn.id.Close()
 	}
-	t.retire(cn)
+	t.detach(cn)
 	if cn.cq != nil {
 		if err := cn.cq.Close(); err != nil {
-			t.log.Error("completion queue could not be released", "error", err, "server", t.cfg.Addr)
+			t.log.Error("failed to close completion queue", "error", err, "server", t.cfg.Addr)
 		}
 	}
 }
 
-// retire adds the counters of a queue pair that is no more to the transport's.
-func (t *Transport) retire(cn *conn) {
+// detach removes the connection from the transport and adds the counters of its queue pair.
+func (t *Transport) detach(cn *conn) {
 	t.stateMu.Lock()
 	defer t.stateMu.Unlock()
 	if cn.qp != nil {
@@ -303,22 +316,21 @@ func (t *Transport) retire(cn *conn) {
 	t.conn.Store(nil)
 }
 
-// settle makes the adapter of a connection that was released fit for the next one, or drops it.
-// When it returns no memory of any call can be reached by the server, nor will be. Called by the
-// worker with the send lock held for writing.
-func (t *Transport) settle(cn *conn) {
+// recoverMRs prepares the adapter of a closed connection for the next one, or drops it. After it
+// returns, the server cannot reach the memory of any call. The worker calls it with the send lock
+// held for writing.
+func (t *Transport) recoverMRs(cn *conn) {
 	if cn.padMem != nil {
-		defer membuf.Free(cn.padMem) // when its MR is no more
+		defer membuf.Free(cn.padMem) // after its MR is destroyed
 	}
 	if !cn.pool.Recover() {
-		t.log.Error("a memory region could not be destroyed: the protection domain is given up with it", "server",
-			t.cfg.Addr)
+		t.log.Error("failed to destroy a memory region, closing its protection domain", "server", t.cfg.Addr)
 		t.dropAdapter()
 		return
 	}
 	if verify.On() {
 		if err := cn.pool.Check(); err != nil {
-			verify.Failf("after a connection: %v", err)
+			verify.Failf("MR pool after a connection: %v", err)
 		}
 	}
 }

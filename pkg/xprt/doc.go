@@ -1,61 +1,69 @@
-// Package xprt is the client end of RPC-over-RDMA version 1 (RFC 8166) on any verbs provider:
-// slots, credits, the choice of the message form, the reply handler, and the worker that connects
-// again.
+// Package xprt is the client transport of RPC-over-RDMA version 1 (RFC 8166) on any verbs provider.
+// It manages slots and credits, chooses the message form of each call, handles replies, and
+// reconnects.
 //
 // # A call
 //
 //	Call: slot -> credit -> marshal + post (one chain) -> reply -> fence -> results
 //	        |        |                                      |
-//	        |        +-- no connection: wait here           +-- connection lost: same XID, from "credit" on
+//	        |        +-- no connection: wait here           +-- connection lost: same XID, again from "credit"
 //	        +-- all slots taken: wait here
 //
-// Each slot is made once, with its send buffer and its list of MRs. Its XIDs carry the slot's
-// number in their low bits, so that a reply finds its call without a lock or a map. A call is never
-// sent twice on one connection; it is sent again, with the same XID, on the next one, where the
-// server's duplicate request cache finds it.
+// New allocates all slots, each with its send buffer and its list of MRs. The low bits of an XID
+// are the number of its slot, so a reply finds its call without a lock or a map. A call is never
+// sent twice on one connection. It is sent again, with the same XID, on the next connection, where
+// the duplicate request cache of the server finds it.
 //
-// [Transport.Call] returns only when no octet of the caller's memory can be reached by the server
-// any more, whatever the outcome (docs/features.md S9, S21). A call that its caller gives up is
-// fenced and left at once; its slot and its credit stay taken until the late reply comes or the
-// connection ends, since the server still counts it (RFC 8166 §3.3.1).
+// [Transport.Call] returns only after the server can no longer reach any memory of the caller,
+// whatever the outcome (docs/features.md S9, S21). If the caller gives up a call, the transport
+// fences the memory and the caller returns at once. The slot and the credit stay in use until the
+// late reply arrives or the connection ends. The server still counts the call (RFC 8166 §3.3.1).
 //
 // # Credits
 //
-// A new connection has one credit until the first valid reply (RFC 8166 §3.3.3); without a
-// connection there are none, so the queue for credits is also the queue for the connection.
-// Receives are posted again before the window widens. From 16 credits on one is kept for liveness
-// calls.
+// A new connection has one credit until the first valid reply (RFC 8166 §3.3.3). A transport
+// without a connection has no credits, so calls wait for credits and for the connection in one
+// queue. Receives are posted again before the window grows. From 16 credits on, one is reserved for
+// keepalive calls.
 //
 // # The send queue
 //
-// sendqueue.go keeps it from overflowing, with the proof. Few Sends are signaled; a call whose Send
-// is signaled ends only when that has completed too, so nothing of the slot is used again before
-// the device has let go of it (S8).
+// The type sendQueue prevents overflow, and its comment has the proof. Few Sends are signaled. A
+// call whose Send is signaled ends only after that Send has completed. The device then no longer
+// uses the buffers of the slot (S8).
 //
 // # Connections
 //
-// What is made for a device (adapter.go: protection domain, MR pool, message buffers) outlives its
-// connections. The worker takes a connection down in this order: no credits; the send lock; the
-// queue pair drained and closed, so that the server reaches nothing; MRs that were in use made
-// anew; then each call is told, and waits for a credit of the next connection (S13, S16). Back-off
-// is 5 s, doubled up to 60 s; none after a connection that answered a call, or liveness calls for a
-// while, nor after a first one that answered a liveness call alone or whose loss is of our own
-// making.
+// An adapter holds the resources of one device: protection domain, MR pool, message buffers. It
+// outlives its connections. The worker takes a connection down in this order (S13, S16):
 //
-// The first call of a connection is a NULL, and after each silence of KeepAlive another: a server
-// that stays silent for as long again is taken for dead, whether calls wait or not. An NFSv3 server
-// drops a connection that makes no calls within minutes (knfsd: 6 to 12), and RDMA Writes do not
-// count. A connection without a call of the consumer for IdleTimeout is closed; the next call makes
-// a new one.
+//  1. It sets the credits to zero and takes the send lock.
+//  2. It drains and closes the queue pair, so the server no longer reaches any memory.
+//  3. It replaces the MRs that were in use.
+//  4. It wakes each call, which waits for a credit of the next connection.
+//
+// The pause before a reconnect is 5 s at first and doubles up to 60 s. The worker reconnects
+// without a pause in these cases:
+//
+//   - The connection answered a call, or answered keepalive calls for at least ReconnectMin.
+//   - The first pause would be due, and the connection answered a keepalive call.
+//   - The first pause would be due, and a local fault ended the connection.
+//
+// The first call of a connection is a NULL call. After each idle period of KeepAlive, the transport
+// sends another. If the server stays silent for that long again, the transport reconnects, even if
+// no call is pending. An NFSv3 server drops a connection without calls within minutes (knfsd: 6 to
+// 12), and RDMA Writes do not count as calls. The transport closes a connection after IdleTimeout
+// without a call of the consumer. The next call makes a new connection.
 //
 // # Locks
 //
-//   - Transport.send (RWMutex): held for reading while a call is marshaled and posted, for writing by the worker while it takes a
-//     connection down or puts one up, so that map and unmap never run beside it (S16).
-//   - slot.mu: the state of one call. Taken by its caller, by the reply handler and by the worker.
-//   - window.mu: credits and the queue for them.
+//   - Transport.send (RWMutex): callers hold it for reading while they marshal and post a call. The
+//     worker holds it for writing while it installs a connection or takes it down. Map and unmap
+//     therefore never run concurrently with the worker (S16).
+//   - slot.mu: the state of one call. Its caller, the reply handler and the worker take it.
+//   - window.mu: credits and the queue of calls that wait for them.
 //
-// Order: send, then slot.mu, then window.mu. None is held across I/O, but send by the worker while
-// it has a queue pair drained and closed, for as long as the provider takes: calls have no
-// connection then anyhow.
+// The order is send, slot.mu, window.mu. No lock is held across I/O, with one exception: the worker
+// holds send while the provider drains and closes a queue pair. Calls have no connection during
+// that time.
 package xprt

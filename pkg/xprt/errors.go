@@ -10,25 +10,25 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// ErrClosed: the transport was closed while, or before, the call waited.
+// ErrClosed reports that the transport was closed before the call completed.
 var ErrClosed = errors.New("xprt: transport is closed")
 
-// An InterruptedError ends a call that its caller gave up. Its memory is fenced. It wraps EINTR and
-// the context's error.
+// An InterruptedError reports a call that its caller gave up. The memory of the call is fenced. It
+// wraps EINTR and the error of the context.
 type InterruptedError struct{ Cause error }
 
 func (e *InterruptedError) Error() string { return "RPC interrupted: " + e.Cause.Error() }
 
-// Unwrap returns EINTR and the context's error.
+// Unwrap returns EINTR and the error of the context.
 func (e *InterruptedError) Unwrap() []error { return []error{syscall.EINTR, e.Cause} }
 
-// A TimeoutError ends a call of a soft mount, or says why a connection was dropped. It wraps the
-// errno that the recovery mode asks for.
+// A TimeoutError reports that the server did not answer a call in time. It ends a call of a soft
+// mount, or a connection. It wraps the errno of the recovery mode.
 type TimeoutError struct {
 	Server string
 	After  time.Duration
 	Errno  syscall.Errno
-	Last   string // the connection's last error, if any
+	Last   string // last error of the connection, or empty
 }
 
 func (e *TimeoutError) Error() string {
@@ -42,8 +42,8 @@ func (e *TimeoutError) Error() string {
 // Unwrap returns the errno.
 func (e *TimeoutError) Unwrap() error { return e.Errno }
 
-// A ServerError is an RDMA_ERROR message of the server: the call cannot be conveyed, and is not
-// tried again (RFC 8166 §4.5). It wraps EREMOTEIO.
+// A ServerError is an RDMA_ERROR message of the server. The server cannot accept the call, so the
+// transport does not retry it (RFC 8166 §4.5). It wraps EREMOTEIO.
 type ServerError struct {
 	Code      rpcrdma.ErrCode
 	Low, High uint32
@@ -51,16 +51,17 @@ type ServerError struct {
 
 func (e *ServerError) Error() string {
 	if e.Code == rpcrdma.ErrVers {
-		return fmt.Sprintf("NFS server refused RPC-over-RDMA version %d: it speaks %d to %d", rpcrdma.Version, e.Low,
-			e.High)
+		return fmt.Sprintf("NFS server rejected RPC-over-RDMA version %d; it supports versions %d to %d",
+			rpcrdma.Version, e.Low, e.High)
 	}
-	return "NFS server could not use the call's chunks (RDMA_ERROR ERR_CHUNK)"
+	return "NFS server rejected the chunks of the call: RDMA_ERROR ERR_CHUNK"
 }
 
 // Unwrap returns EREMOTEIO.
 func (e *ServerError) Unwrap() error { return syscall.EREMOTEIO }
 
-// A ProtocolError is a reply that breaks RFC 8166, or a call that does not fit it. It wraps EIO.
+// A ProtocolError is a reply that violates RFC 8166, or a call that RFC 8166 cannot convey. It
+// wraps EIO.
 type ProtocolError struct{ Reason string }
 
 func (e *ProtocolError) Error() string { return "RPC-over-RDMA: " + e.Reason }
@@ -68,7 +69,7 @@ func (e *ProtocolError) Error() string { return "RPC-over-RDMA: " + e.Reason }
 // Unwrap returns EIO.
 func (e *ProtocolError) Unwrap() error { return syscall.EIO }
 
-// A completionFailure says which request of a connection failed. It ends the connection.
+// A completionFailure is a failed work request. It ends the connection.
 type completionFailure struct {
 	what   string
 	status verbs.Status
@@ -76,7 +77,7 @@ type completionFailure struct {
 
 func (e *completionFailure) Error() string { return e.what + ": " + e.status.String() }
 
-// A postError is a request that the provider would not take. It ends the connection.
+// A postError is a work request that the provider rejected. It ends the connection.
 type postError struct {
 	what string
 	err  error
@@ -85,11 +86,11 @@ type postError struct {
 func (e *postError) Error() string { return "post " + e.what + ": " + e.err.Error() }
 func (e *postError) Unwrap() error { return e.err }
 
-// errIdle ends a connection that nobody needs.
-var errIdle = errors.New("xprt: connection was idle")
+// errIdle ends a connection without calls.
+var errIdle = errors.New("xprt: connection is idle")
 
-// followsLoss reports whether err is what happens to a request on a connection that is lost
-// already, so that it says nothing of the reason.
+// followsLoss reports whether err is only a consequence of a lost connection. It then says nothing
+// about the cause.
 func followsLoss(err error) bool {
 	var failed *completionFailure
 	if errors.As(err, &failed) {
@@ -98,9 +99,9 @@ func followsLoss(err error) bool {
 	return errors.Is(err, verbs.ErrQPState)
 }
 
-// ours reports whether a connection ended by something on this side, so that there is no reason to
-// spare the server.
-func ours(err error) bool {
+// localFault reports whether the fault that ended a connection is local. The server needs no time
+// to recover from a local fault.
+func localFault(err error) bool {
 	if followsLoss(err) {
 		return false
 	}
@@ -113,8 +114,8 @@ func ours(err error) bool {
 		return false
 	}
 	switch failed.status {
-	case verbs.StatusLocLenErr, verbs.StatusLocQPOpErr, verbs.StatusLocProtErr, verbs.StatusMWBindErr, verbs.StatusLocAccessErr,
-		verbs.StatusFatalErr, verbs.StatusGeneralErr:
+	case verbs.StatusLocLenErr, verbs.StatusLocQPOpErr, verbs.StatusLocProtErr, verbs.StatusMWBindErr,
+		verbs.StatusLocAccessErr, verbs.StatusFatalErr, verbs.StatusGeneralErr:
 		return true
 	}
 	return false

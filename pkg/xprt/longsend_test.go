@@ -10,10 +10,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// TestSendLongerThanPromised has a server put results inline that exceed the inline threshold, as
-// stock Linux servers do when they are offered no chunk. They must find room in the Receive;
-// results that exceed what the procedure has end the call, and nothing else.
-func TestSendLongerThanPromised(t *testing.T) {
+// TestSendLongerThanInlineThreshold has a server whose inline results exceed the inline threshold.
+// Stock Linux servers send these if the call offers no chunk. The message must fit into the
+// Receive. Results that exceed the limit of the procedure fail the call, and nothing else.
+func TestSendLongerThanInlineThreshold(t *testing.T) {
 	tr := dial(t, hostile.Serve(t, softiwarp.New(softiwarp.Config{}), loopback).Addr(), nil)
 	ctx, fh := testContext(t), testFH(t)
 	const count = 8400
@@ -25,16 +25,16 @@ func TestSendLongerThanPromised(t *testing.T) {
 			Args: args, ArgDataPos: len(args),
 			MaxResult: room, Result: make([]byte, 0, room), ResultDataLen: -1}
 		if err := tr.Call(ctx, &m); !isProtocol(err) {
-			t.Errorf("%d octets of data with room for %d of results: %v", count, room, err)
+			t.Errorf("READ of %d bytes with MaxResult %d: got %v, want a ProtocolError", count, room, err)
 		}
 	}
 	buf := make([]byte, 40000)
 	var r nfs3.ReadResult
 	if err := nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, fh, 5, buf, &r); err != nil ||
 		!bytes.Equal(buf, hostile.Content(5, len(buf))) {
-		t.Errorf("the next read: %v, or wrong octets", err)
+		t.Errorf("next READ: got %v, or wrong data", err)
 	}
 	if s := tr.Stats(); s.Connects != 1 || s.BadReply != 2 {
-		t.Errorf("%d connections, %d bad replies; want 1 and 2: %s", s.Connects, s.BadReply, s.LastError)
+		t.Errorf("got %d connects, %d bad replies; want 1, 2; last error: %s", s.Connects, s.BadReply, s.LastError)
 	}
 }

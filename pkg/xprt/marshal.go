@@ -12,27 +12,29 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A call that found no memory for its registration is tried again after marshalRetry, and then
-// after twice as long, up to marshalRetryMax.
+// If no memory can be registered for a call, the transport retries after marshalRetry. The pause
+// doubles up to marshalRetryMax.
 const (
 	marshalRetry    = 10 * time.Millisecond
 	marshalRetryMax = time.Second
 )
 
-var errNoBuffer = errors.New("xprt: no buffer for a long message")
+var errNoBuffer = errors.New("xprt: all buffers for long messages are in use")
 
-// A shortageError is a marshal that failed for want of memory, and may succeed later.
+// A shortageError reports that marshal failed because memory is short. A retry may succeed.
 type shortageError struct{ error }
 
-// A queueFullError is a send queue without places for one more RPC: room is closed when there may
-// be some.
-type queueFullError struct{ room, dead <-chan struct{} }
+// A queueFullError reports that the send queue has no room for one more RPC. room is closed when
+// places become free.
+type queueFullError struct{ room, connEnded <-chan struct{} }
 
-func (*queueFullError) Error() string { return "xprt: the send queue is full" }
+func (*queueFullError) Error() string { return "xprt: send queue is full" }
 
-// transmit marshals the call of s and posts it. It returns false without an error when the
-// connection went away first: the caller begins again with the wait for a credit. A *shortageError
-// asks for another try after a pause, a *queueFullError for one when there is room.
+// transmit marshals and posts the call of s. It returns false without an error if the connection
+// ended; the caller must then wait for a credit again. Other errors of interest:
+//
+//   - *shortageError: retry after a pause;
+//   - *queueFullError: retry when there is room.
 func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	t.send.RLock()
 	defer t.send.RUnlock()
@@ -46,7 +48,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		if !cn.sq.take(need) {
 			t.stats.emptySendCtx.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.NoSendCtx, XID: s.xid})
-			return false, &queueFullError{room, cn.dead}
+			return false, &queueFullError{room, cn.ended}
 		}
 	}
 	s.mrs.Use(cn.pool)
@@ -55,7 +57,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		t.stats.failedMarshal.Add(1)
 		s.mrs.Unmap()
 		s.mu.Lock()
-		s.dropLong()
+		s.releaseLong()
 		s.mu.Unlock()
 		var bad *ProtocolError
 		if errors.As(err, &bad) || errors.Is(err, memreg.ErrTooManySegments) ||
@@ -65,11 +67,12 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		return false, &shortageError{err}
 	}
 	head, n := s.mrs.Chain(&s.sendWR)
-	s.taken = n // for the LOCAL_INVs
+	s.sqTaken = n // for the LOCAL_INVs
 	cn.sq.giveBack(need - n - 1 - n)
 	shared := len(s.sendWR.SGList) > 1
 	s.sendWR.Signaled = cn.sq.signalNow(n+1) || shared
-	// The lock is held over the post, so that no forged reply can have the MRs taken from under it.
+	// s.mu is held during the post, so that a forged reply cannot release the MRs before the post
+	// returns.
 	s.mu.Lock()
 	s.state, s.conn, s.sentAt = slotSent, cn, time.Now()
 	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.mark(n+1)
@@ -86,16 +89,16 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	}
 	s.mu.Unlock()
 	if err != nil {
-		// Whatever part of the chain was posted ends with the connection, and the worker finds the
+		// The end of the connection fences the posted part of the chain, and the worker updates the
 		// call (S15).
 		cn.fail(&postError{"RPC", err})
 	}
 	cn.sq.posted.Add(int64(n + 1))
-	cn.firstSend()
+	cn.startNudges()
 	return true, nil
 }
 
-// before counts the requests of a chain in front of bad.
+// before returns the number of requests in front of bad.
 func before(head, bad *verbs.WorkRequest) (n int) {
 	for ; head != nil && head != bad; head = head.Next {
 		n++
@@ -105,13 +108,15 @@ func before(head, bad *verbs.WorkRequest) (n int) {
 
 // marshal chooses the message form and fills the send buffer.
 //
-// Reply side: inline if the largest possible reply fits; else a write chunk, if there is a
-// DDP-eligible result and what is left fits inline; else a reply chunk (RFC 8166 §4.3.3, RFC 8267
-// §3). A server uses a reply chunk whenever it is offered one, so none is offered just in case, and
-// never one beside a write chunk.
+// The reply side has three forms (RFC 8166 §4.3.3, RFC 8267 §3):
 //
-// Call side: inline if it fits; else the eligible argument as a read chunk, without its pad (RFC
-// 8166 §3.4.5.2); else the whole call as a position-zero read chunk.
+//   - inline, if the largest possible reply fits;
+//   - a write chunk, if there is a DDP-eligible result and the rest of the reply fits inline;
+//   - a reply chunk otherwise. A server uses a reply chunk whenever it has one. The call therefore
+//     offers it only when it is needed, and never together with a write chunk.
+//
+// The call is inline if it fits. Otherwise its eligible argument is a read chunk without a pad (RFC
+// 8166 §3.4.5.2), or else the whole call is a position-zero read chunk.
 func (t *Transport) marshal(s *slot, cn *conn) error {
 	m, h := s.msg, &s.hdr
 	h.Reset()
@@ -147,17 +152,17 @@ func (t *Transport) marshal(s *slot, cn *conn) error {
 	return nil
 }
 
-// pullupMax is the most inline data in octets that is copied behind the header; to wait for the
-// completion of a Send that gathers it costs more than to copy as much as this.
+// pullupMax is the largest inline data in bytes that is copied after the header. For more data, a
+// gathering Send is cheaper, although the call must wait for its completion.
 const pullupMax = 4096
 
-// gathers reports whether the device sends from memory that was not registered for it.
+// gathers reports whether the device can send from memory that was not registered for Sends.
 func (cn *conn) gathers() bool {
 	return cn.params.SendSGEs >= 3 && cn.dev.Attrs().Caps.Has(verbs.CapRegisterAny)
 }
 
-// gatherSend fills the Send with b, the arguments, and the data straight from the caller's memory.
-// Such a Send is signaled, and the call does not end before it has completed (S8).
+// gatherSend fills the Send with b, the arguments, and the data in the memory of the caller. The
+// Send is signaled, and the call ends only after its completion (S8).
 func (s *slot) gatherSend(cn *conn, b []byte) {
 	m, n := s.msg, len(b)+s.msg.ArgDataPos
 	b = append(b, m.Args[:m.ArgDataPos]...)
@@ -181,7 +186,7 @@ func (s *slot) fillSend(cn *conn, b []byte) {
 	s.sendWR.Next = nil
 }
 
-// appendArgs appends the arguments, with their data in its place or left out.
+// appendArgs appends the arguments, with or without their data.
 func appendArgs(b []byte, m *sunrpc.Message, withData bool) []byte {
 	b = append(b, m.Args[:m.ArgDataPos]...)
 	if withData {
@@ -216,7 +221,7 @@ func (s *slot) marshalReplySide(cn *conn) error {
 		return nil
 	}
 	size := sunrpc.MaxReplyHeader + m.MaxResult + data
-	buf, err := s.takeLong(&s.longReply, size)
+	buf, err := s.getLong(&s.longReply, size)
 	if err != nil {
 		return err
 	}
@@ -229,11 +234,11 @@ func (s *slot) marshalReplySide(cn *conn) error {
 	return nil
 }
 
-// takeLong gets a long buffer into *p, and returns its first size octets. Those of an earlier try
-// were given back with it.
-func (s *slot) takeLong(p *[]byte, size int) ([]byte, error) {
+// getLong stores a long buffer in *p and returns its first size bytes. The buffer of an earlier
+// attempt was returned to the pool before.
+func (s *slot) getLong(p *[]byte, size int) ([]byte, error) {
 	if size > longBytes {
-		return nil, &ProtocolError{Reason: fmt.Sprintf("message of %d octets exceeds the largest long message, %d",
+		return nil, &ProtocolError{Reason: fmt.Sprintf("message of %d bytes exceeds the largest long message, %d",
 			size, longBytes)}
 	}
 	buf := s.t.long.TryGet()
@@ -246,10 +251,10 @@ func (s *slot) takeLong(p *[]byte, size int) ([]byte, error) {
 	return buf[:size], nil
 }
 
-// mapWrites registers mem for the server to write to, and appends its segments to c.
+// mapWrites registers mem for RDMA Writes of the server and appends the segments to c.
 func (s *slot) mapWrites(c rpcrdma.Chunk, mem []byte) (rpcrdma.Chunk, error) {
-	s.one[0] = mem
-	n, err := s.mrs.Map(s.one[:], true, s.xid)
+	s.single[0] = mem
+	n, err := s.mrs.Map(s.single[:], true, s.xid)
 	if err != nil {
 		return c, err
 	}
@@ -260,11 +265,11 @@ func (s *slot) mapWrites(c rpcrdma.Chunk, mem []byte) (rpcrdma.Chunk, error) {
 	return c, nil
 }
 
-// mapReads registers mem for the server to read, and adds its segments to the Read list at position
-// pos.
+// mapReads registers mem for RDMA Reads of the server and adds the segments to the Read list at
+// position pos.
 func (s *slot) mapReads(mem []byte, pos uint32) error {
-	s.one[0] = mem
-	n, err := s.mrs.Map(s.one[:], false, s.xid)
+	s.single[0] = mem
+	n, err := s.mrs.Map(s.single[:], false, s.xid)
 	if err != nil {
 		return err
 	}
@@ -277,11 +282,11 @@ func (s *slot) mapReads(mem []byte, pos uint32) error {
 	return nil
 }
 
-// marshalLongCall conveys the whole call, of rest octets and the data, by a position-zero read
-// chunk (RFC 8166 §3.5.3).
+// marshalLongCall conveys the whole call as a position-zero read chunk (RFC 8166 §3.5.3). The
+// argument rest is the size of the call in bytes without its data.
 func (s *slot) marshalLongCall(cn *conn, rest int) error {
 	m, h := s.msg, &s.hdr
-	buf, err := s.takeLong(&s.longCall, rest+sunrpc.Pad4(len(m.ArgData)))
+	buf, err := s.getLong(&s.longCall, rest+sunrpc.Pad4(len(m.ArgData)))
 	if err != nil {
 		return err
 	}
@@ -295,7 +300,7 @@ func (s *slot) marshalLongCall(cn *conn, rest int) error {
 	}
 	if n := h.Size(); n > cn.inlineSend {
 		return &ProtocolError{Reason: fmt.Sprintf(
-			"transport header of %d octets exceeds the server's inline threshold, %d", n, cn.inlineSend)}
+			"transport header of %d bytes exceeds the inline threshold of the server, %d", n, cn.inlineSend)}
 	}
 	s.fillSend(cn, h.Append(s.send[:0]))
 	return nil

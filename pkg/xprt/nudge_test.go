@@ -14,7 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// readFPDU reads one FPDU without CRC and returns its ULPDU.
+// readFPDU reads one FPDU without a CRC and returns its ULPDU.
 func readFPDU(c net.Conn) ([]byte, error) {
 	var l [2]byte
 	if _, err := io.ReadFull(c, l[:]); err != nil {
@@ -26,7 +26,7 @@ func readFPDU(c net.Conn) ([]byte, error) {
 	return b[:n], err
 }
 
-// sendFPDU is an RDMAP Send of msg.
+// sendFPDU returns an FPDU with an RDMAP Send of msg.
 func sendFPDU(msn uint32, msg []byte) []byte {
 	u := []byte{0x41, 0x43, 0, 0, 0, 0, 0, 0, 0, 0}
 	u = binary.BigEndian.AppendUint32(u, msn)
@@ -38,14 +38,14 @@ func sendFPDU(msn uint32, msg []byte) []byte {
 	return append(b, 0, 0, 0, 0)
 }
 
-// A stuckServer does as stock siw can: it looks at the first FPDU of a connection only when another
-// has come.
+// A stuckServer reads the first FPDU of a connection only after another has arrived, as stock siw
+// sometimes does.
 type stuckServer struct {
 	t      *testing.T
-	nudged chan int // how many zero-length Writes came before each reply
+	nudged chan int // number of nudges before each reply
 }
 
-// serve answers two calls; the second reply is late, which is no reason for a nudge.
+// serve answers two calls. It delays the second reply, which must not cause a nudge.
 func (s *stuckServer) serve(c *net.TCPConn) {
 	defer c.Close()
 	c.SetDeadline(time.Now().Add(time.Minute))
@@ -60,7 +60,7 @@ func (s *stuckServer) serve(c *net.TCPConn) {
 		call, err := readFPDU(c)
 		nudges := 0
 		if msn == 2 {
-			// one may have been on its way when the first reply went out
+			// A nudge may have been in flight when the first reply was sent.
 			for err == nil && call[1]&0xf == 0 {
 				call, err = readFPDU(c)
 			}
@@ -70,17 +70,17 @@ func (s *stuckServer) serve(c *net.TCPConn) {
 			if next, err = readFPDU(c); err == nil {
 				nudges++
 				if len(next) != 14 || !bytes.Equal(next[:2], []byte{0xc1, 0x40}) {
-					s.t.Errorf("behind the first call came %x, want an RDMA Write of no octets", next)
+					s.t.Errorf("FPDU after the first call: got %x, want an empty RDMA Write", next)
 				}
 			}
 		}
 		if err != nil || call[1]&0xf != 3 {
-			s.t.Errorf("call %d: %x, %v", msn, call, err)
+			s.t.Errorf("call %d: got %x, %v; want a Send", msn, call, err)
 			return
 		}
 		xid := binary.BigEndian.Uint32(call[18:])
 		reply := binary.BigEndian.AppendUint32(nil, xid)
-		// version, credits, RDMA_MSG, three empty lists
+		// Version, credits, RDMA_MSG, three empty lists.
 		for _, w := range []uint32{1, 32, 0, 0, 0, 0} {
 			reply = binary.BigEndian.AppendUint32(reply, w)
 		}
@@ -89,12 +89,12 @@ func (s *stuckServer) serve(c *net.TCPConn) {
 	}
 	c.SetReadDeadline(time.Now().Add(100 * time.Millisecond))
 	if b, err := readFPDU(c); err == nil {
-		s.t.Errorf("after two replies came %x", b)
+		s.t.Errorf("after two replies: got %x, want nothing", b)
 	}
 }
 
-// TestNudge: a server that leaves the first call unread is woken by an RDMA Write of no octets; one
-// that has answered never gets any.
+// TestNudge checks that an empty RDMA Write wakes a server that has not read the first call. A
+// server that has answered must get none.
 func TestNudge(t *testing.T) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
@@ -120,20 +120,20 @@ func TestNudge(t *testing.T) {
 	if err := x.Connect(ctx); err != nil {
 		t.Fatal(err)
 	}
-	var after uint64
+	var previous uint64
 	for call := range 2 {
 		if err := x.Call(ctx, &sunrpc.Message{Prog: echoProg, Vers: 1, MaxResult: 100,
 			Result: make([]byte, 0, 100)}); err != nil {
 			t.Fatalf("call %d: %v", call, err)
 		}
 		if n := <-s.nudged; n != 1-call {
-			t.Errorf("call %d was answered after %d nudges", call, n)
+			t.Errorf("nudges before the reply to call %d: got %d, want %d", call, n, 1-call)
 		}
-		// one may have been between post and count
-		if n := x.Stats().Nudges; call == 0 && n == 0 || call == 1 && n > after+1 {
-			t.Errorf("%d nudges counted after call %d, %d before", n, call, after)
+		// The count may be late by one nudge.
+		if n := x.Stats().Nudges; call == 0 && n == 0 || call == 1 && n > previous+1 {
+			t.Errorf("nudges after call %d: got %d, %d before", call, n, previous)
 		} else {
-			after = n
+			previous = n
 		}
 	}
 	<-ended

@@ -12,8 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// received handles one completed Receive. It runs on the CQ's goroutine, and posts the buffer again
-// before it widens the window.
+// received handles a completed Receive. It runs on the goroutine of the CQ. It posts the buffer
+// again before the window grows.
 func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	if wc.Status != verbs.StatusSuccess {
 		cn.t.completionError("receive", wc)
@@ -21,7 +21,7 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	}
 	t := cn.t
 	t.stats.recvs.Add(1)
-	cn.lastHeard.Store(t.now())
+	cn.lastReceived.Store(t.now())
 	b := r.wr.SGE.Buf[:wc.ByteLen]
 	s, fence, err := cn.reply(b)
 	if _, perr := cn.qp.PostRecv(&r.wr); perr != nil {
@@ -34,19 +34,19 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	}
 	if s == nil {
 		if wc.WithInv {
-			cn.fail(&ProtocolError{Reason: "server invalidated a key with a message that answers no call"})
+			cn.fail(&ProtocolError{Reason: "server invalidated a key in a message that answers no call"})
 		}
 		return
 	}
 	t.trace.Add(trace.Event{Kind: trace.Reply, XID: cn.hdr.XID, N: uint16(min(cn.hdr.Credits, 0xffff)),
 		A: uint64(wc.ByteLen)})
-	t.window.replied(s, cn.granted(cn.hdr.Credits))
-	if !fence { // abandoned earlier
+	t.window.grant(s, cn.granted(cn.hdr.Credits))
+	if !fence { // the call was abandoned
 		s.lateReply()
 		return
 	}
 	if wc.WithInv && !s.mrs.RemoteInvalidated(wc.InvalidatedRKey) {
-		cn.fail(&ProtocolError{Reason: "server invalidated a key that the answered call does not have"})
+		cn.fail(&ProtocolError{Reason: "server invalidated a key that does not belong to the answered call"})
 		return
 	}
 	if err := s.invalidate(cn); err != nil {
@@ -54,50 +54,50 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	}
 }
 
-// discardPause is how often at most a discarded message is written to the log: the server decides
-// how many there are. The metrics count each.
+// discardPause is the shortest pause between log messages about discarded messages. The server
+// controls their number. A metric counts each.
 const discardPause = time.Second
 
-// warnDiscarded tells of a message that could not be used. It runs on the CQ's goroutine.
+// warnDiscarded logs that a message was discarded. It runs on the goroutine of the CQ.
 func (cn *conn) warnDiscarded(err error) {
 	t := cn.t
 	now := t.now()
-	if cn.warned != 0 && now-cn.warned < int64(discardPause) {
+	if cn.lastWarning != 0 && now-cn.lastWarning < int64(discardPause) {
 		return
 	}
-	cn.warned = max(now, 1)
-	t.log.Warn("discarded a message of the server", "server", t.cfg.Addr, "error", err)
+	cn.lastWarning = max(now, 1)
+	t.log.Warn("discarded invalid message from server", "server", t.cfg.Addr, "error", err)
 }
 
-// granted is the window that a reply allows: at least one call (RFC 8166 §3.3.1 forbids a grant of
-// zero), at most ours.
+// granted returns the window for the credits of a reply. It is at least one call, because RFC 8166
+// §3.3.1 forbids a grant of zero. It is at most the number of slots.
 func (cn *conn) granted(credits uint32) int {
 	return int(min(max(credits, 1), uint32(cn.params.Slots)))
 }
 
-// lateReply ends an abandoned call whose reply came after all.
+// lateReply records the reply of an abandoned call, and ends the slot if its caller has returned.
 func (s *slot) lateReply() {
 	s.mu.Lock()
-	s.late = true
-	done := s.left
+	s.lateDone = true
+	done := s.callerReturned
 	s.mu.Unlock()
 	if done {
 		s.end()
 	}
 }
 
-// reply parses a message and takes what it says to the slot of its call. It returns the slot, nil
-// when there is none, and whether the call is to be fenced. err says why a message was discarded
-// (RFC 8166 §4.5).
+// reply parses a message and updates the slot of its call. It returns the slot, or nil if there is
+// none. The result fence says whether the caller must fence the call. The error says why the
+// message was discarded (RFC 8166 §4.5).
 func (cn *conn) reply(b []byte) (s *slot, fence bool, err error) {
 	h := &cn.hdr
 	n, err := h.Decode(b)
 	if err != nil && !errors.Is(err, rpcrdma.ErrBadChunks) {
-		return nil, false, err // the XID is not to be trusted
+		return nil, false, err // the XID may be wrong
 	}
 	t := cn.t
 	if err == nil && h.Proc == rpcrdma.ProcMsg && isCall(b[n:]) {
-		return nil, false, errBackchannel // its XID may well equal one of ours (RFC 8167 §2.4.1)
+		return nil, false, errBackchannel // its XID may equal an XID of ours (RFC 8167 §2.4.1)
 	}
 	s = t.slotOf(h.XID)
 	if s == nil {
@@ -106,17 +106,17 @@ func (cn *conn) reply(b []byte) (s *slot, fence bool, err error) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.xid != h.XID || s.conn != cn || (s.state != slotSent && s.state != slotAbandoned) || s.late {
+	if s.xid != h.XID || s.conn != cn || (s.state != slotSent && s.state != slotAbandoned) || s.lateDone {
 		t.stats.badXIDs.Add(1)
 		return nil, false, nil
 	}
-	cn.sawReply(s)
+	cn.recordReply(s)
 	if s.state == slotAbandoned {
 		return s, false, nil
 	}
 	s.state = slotFencing
 	if err != nil {
-		s.err = &ProtocolError{Reason: "reply with malformed chunk lists"}
+		s.err = &ProtocolError{Reason: "reply has malformed chunk lists"}
 		return s, true, err
 	}
 	if s.err = s.accept(h, b[n:]); s.err != nil {
@@ -135,69 +135,71 @@ func (t *Transport) slotOf(xid uint32) *slot {
 	return nil
 }
 
-// accept checks a reply against what was offered and takes its inline part. Called with s.mu held.
+// accept checks a reply against the offered chunks and stores its inline part. The caller holds
+// s.mu.
 func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 	m := s.msg
 	if h.Proc == rpcrdma.ProcError {
 		s.t.stats.remoteErrs.Add(1)
-		s.t.stats.badReply.Add(1) // as the kernel's client counts
+		s.t.stats.badReply.Add(1) // as the client of the kernel counts
 		return &ServerError{Code: h.Err, Low: h.Low, High: h.High}
 	}
 	if len(h.Reads) != 0 {
-		return &ProtocolError{Reason: "reply with a Read list"}
+		return &ProtocolError{Reason: "reply has a Read list"}
 	}
 	m.ResultDataLen = -1
 	if len(s.wchunk) > 0 {
 		if len(h.Writes) != 1 {
-			return &ProtocolError{Reason: fmt.Sprintf("reply returns %d write chunks, 1 was offered", len(h.Writes))}
+			return &ProtocolError{Reason: fmt.Sprintf("reply returns %d write chunks, the call offered 1",
+				len(h.Writes))}
 		}
-		n, err := returned(h.Writes[0], s.wchunk)
+		n, err := checkReturned(h.Writes[0], s.wchunk)
 		if err != nil {
 			return err
 		}
-		m.ResultDataLen = min(n, len(m.ResultData)) // what lies beyond went to the pad
+		m.ResultDataLen = min(n, len(m.ResultData)) // more bytes went to the pad
 		s.t.stats.totalReply.Add(uint64(n))
 	} else if len(h.Writes) != 0 {
-		return &ProtocolError{Reason: "reply returns a write chunk, none was offered"}
+		return &ProtocolError{Reason: "reply returns a write chunk, the call offered none"}
 	}
 	long := 0
 	if h.HasReply {
 		var err error
-		if long, err = returned(h.Reply, s.rchunk); err != nil {
+		if long, err = checkReturned(h.Reply, s.rchunk); err != nil {
 			return err
 		}
 		s.t.stats.totalReply.Add(uint64(long))
 	}
 	if h.Proc == rpcrdma.ProcNoMsg {
 		if len(s.rchunk) == 0 || !h.HasReply {
-			return &ProtocolError{Reason: "long reply, but no reply chunk was offered"}
+			return &ProtocolError{Reason: "reply is in a reply chunk, the call offered none"}
 		}
-		s.longLen = long // parsed when it is fenced
+		s.longLen = long // parsed after the memory is fenced
 		return nil
 	}
 	if long != 0 {
-		return &ProtocolError{Reason: "inline reply with octets in the reply chunk"}
+		return &ProtocolError{Reason: "inline reply uses the reply chunk"}
 	}
 	s.t.stats.fixupBytes.Add(uint64(len(msg)))
-	return s.take(m, msg)
+	return s.parseReply(m, msg)
 }
 
-// returned checks a returned chunk against the offered one: the same segments, filled from the
-// front (RFC 8166 §3.4.6). It returns the octets written. A chunk without segments counts as
-// unused.
-func returned(got, offered rpcrdma.Chunk) (int, error) {
+// checkReturned compares a returned chunk with the offered one: it must have the same segments,
+// filled from the front (RFC 8166 §3.4.6). It returns the number of bytes written. A chunk without
+// segments is unused.
+func checkReturned(got, offered rpcrdma.Chunk) (int, error) {
 	if len(got) == 0 {
 		return 0, nil
 	}
 	if len(got) != len(offered) {
-		return 0, &ProtocolError{Reason: fmt.Sprintf("reply returns a chunk of %d segments, %d were offered",
+		return 0, &ProtocolError{Reason: fmt.Sprintf("reply returns a chunk of %d segments, the call offered %d",
 			len(got), len(offered))}
 	}
 	total, full := 0, true
 	for i := range got {
 		g, o := &got[i], &offered[i]
 		if g.Handle != o.Handle || g.Offset != o.Offset || g.Length > o.Length || (g.Length > 0 && !full) {
-			return 0, &ProtocolError{Reason: "reply returns a chunk that is not the one offered"}
+			return 0, &ProtocolError{Reason: "reply returns a chunk that differs from the offered one"}
 		}
 		full = g.Length == o.Length
 		total += int(g.Length)
@@ -205,41 +207,43 @@ func returned(got, offered rpcrdma.Chunk) (int, error) {
 	return total, nil
 }
 
-// take parses an RPC reply and copies its results to the caller's message.
-func (s *slot) take(m *sunrpc.Message, msg []byte) error {
+// parseReply parses an RPC reply and copies its results to the message of the caller.
+func (s *slot) parseReply(m *sunrpc.Message, msg []byte) error {
 	xid, results, err := sunrpc.ParseReply(msg)
 	if len(msg) >= 4 && xid != s.xid {
-		return &ProtocolError{Reason: fmt.Sprintf("RPC XID %#08x under transport XID %#08x", xid, s.xid)}
+		return &ProtocolError{Reason: fmt.Sprintf("reply has RPC XID %#08x, but transport XID %#08x", xid, s.xid)}
 	}
 	if err != nil {
 		return err
 	}
 	if limit := m.MaxResult + sunrpc.Pad4(len(m.ResultData)); len(results) > limit {
-		return &ProtocolError{Reason: fmt.Sprintf("results of %d octets, the procedure has at most %d", len(results),
-			limit)}
+		return &ProtocolError{Reason: fmt.Sprintf("reply has results of %d bytes, the procedure has at most %d",
+			len(results), limit)}
 	}
 	m.Result = append(m.Result[:0], results...)
 	return nil
 }
 
-// results ends an answered call on its caller's side.
+// results returns the outcome of an answered call to its caller.
 func (s *slot) results(m *sunrpc.Message) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.err != nil || s.longLen < 0 {
 		return s.err
 	}
-	err := s.take(m, s.longReply[:s.longLen])
-	if _, bad := err.(*ProtocolError); bad {
-		s.t.stats.badReply.Add(1)
+	err := s.parseReply(m, s.longReply[:s.longLen])
+	if err != nil {
+		var bad *ProtocolError
+		if errors.As(err, &bad) {
+			s.t.stats.badReply.Add(1)
+		}
 	}
 	return err
 }
 
-var errBackchannel = errors.New("xprt: a call from the server, which NFSv3 has no use for")
+var errBackchannel = errors.New("xprt: server sent a call; NFSv3 has no backward calls")
 
-// isCall reports whether an RPC message is a call of the server, on the back channel (RFC 8167
-// §4.1).
+// isCall reports whether an RPC message is a backward call of the server (RFC 8167 §4.1).
 func isCall(msg []byte) bool {
 	return len(msg) >= 8 && binary.BigEndian.Uint32(msg[4:]) == sunrpc.MsgCall
 }

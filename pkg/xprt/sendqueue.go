@@ -5,41 +5,44 @@ import (
 	"sync/atomic"
 )
 
-// A sendQueue keeps the send queue of a connection from overflowing, and decides which Sends are
+// A sendQueue prevents overflow of the send queue of a connection, and decides which Sends are
 // signaled (S8).
 //
-// A place of the queue is taken before a request is posted and is free again when the request is
-// known to have been executed: when it, or one behind it, has completed. So at any time
+// A caller takes a place in the queue before it posts a request. The place is free again when the
+// request is known to be executed, that is, after it or a later request has completed. So at any
+// time
 //
-//	requests on the queue  <=  taken - retired  <=  size
+//	requests in the queue  <=  taken - retired  <=  size
 //
-// The left half: whatever is posted was taken before, and what retire counts stands, in the order
-// of the queue, at or before a request that completed. The right half is the condition of take. An
-// RPC takes the places of its registrations, its Send and its LOCAL_INVs together, before it is
-// marshaled, so that the reply handler never waits for a place.
+// The first inequality holds because every posted request has a place, and because retired never
+// counts a request after the last completed one. The second is the condition of take. An RPC takes
+// the places of its registrations, its Send and its LOCAL_INVs together, before it is marshaled.
+// The reply handler therefore never waits for a place.
 //
-// Whoever waits for places gets them: the last request of every LOCAL_INV chain is signaled, and so
-// is a Send as soon as signalAfter requests, or half of the queue, are not known to be executed; so
-// there is always one on its way that frees those before it.
+// A waiting call always gets its places. The last request of every LOCAL_INV chain is signaled. So
+// is a Send once signalAfter requests, or half of the queue, are not known to be executed. A
+// request that frees the places before it is therefore always in flight.
 type sendQueue struct {
 	size        int64
 	signalAfter int64
 
-	taken      atomic.Int64 // places ever taken, less those given back
+	taken      atomic.Int64 // places taken, less those returned
 	posted     atomic.Int64 // requests whose post has returned
-	retired    atomic.Int64 // requests known to be executed: a lower bound
+	retired    atomic.Int64 // lower bound of the requests that are known to be executed
 	unsignaled atomic.Int64
 
-	waiting atomic.Bool
-	mu      sync.Mutex
-	room    chan struct{} // guarded by mu: closed when places become free
+	waiting atomic.Bool // a caller may wait for room
+	room    struct {
+		sync.Mutex
+		freed chan struct{} // closed when places become free
+	}
 }
 
 func (q *sendQueue) init(size, signalAfter int) {
 	q.size, q.signalAfter = int64(size), int64(max(signalAfter, 1))
 }
 
-// take takes n places. It reports false when there are not as many.
+// take takes n places and reports whether there were as many.
 func (q *sendQueue) take(n int) bool {
 	for {
 		t := q.taken.Load()
@@ -60,7 +63,7 @@ func (q *sendQueue) giveBack(n int) {
 	}
 }
 
-// signalNow reports whether a Send behind n-1 other requests is to be signaled.
+// signalNow reports whether to signal a Send at the end of a chain of n requests.
 func (q *sendQueue) signalNow(n int) bool {
 	if q.unsignaled.Add(int64(n)) < q.signalAfter && 2*(q.taken.Load()-q.retired.Load()) < q.size {
 		return false
@@ -69,12 +72,11 @@ func (q *sendQueue) signalNow(n int) bool {
 	return true
 }
 
-// mark is asked for before a chain of n requests is posted whose last one is signaled; its
-// completion retires up to the mark.
+// mark returns the mark of a chain of n requests whose last one is signaled. Call it before the
+// post, and retire with the mark after the completion.
 func (q *sendQueue) mark(n int) int64 { return q.posted.Load() + int64(n) }
 
-// retire notes that the request with this mark has completed: it and everything posted before it
-// has been executed.
+// retire records that the request with this mark, and everything posted before it, was executed.
 func (q *sendQueue) retire(mark int64) {
 	for {
 		r := q.retired.Load()
@@ -85,27 +87,27 @@ func (q *sendQueue) retire(mark int64) {
 	q.wake()
 }
 
-// full returns a channel that is closed when places become free. Ask it, then take once more, then
-// wait.
+// full returns a channel that is closed when places become free. After full, call take once more
+// before waiting.
 func (q *sendQueue) full() <-chan struct{} {
-	q.mu.Lock()
-	defer q.mu.Unlock()
+	q.room.Lock()
+	defer q.room.Unlock()
 	q.waiting.Store(true)
-	if q.room == nil {
-		q.room = make(chan struct{})
+	if q.room.freed == nil {
+		q.room.freed = make(chan struct{})
 	}
-	return q.room
+	return q.room.freed
 }
 
 func (q *sendQueue) wake() {
 	if !q.waiting.Load() {
 		return
 	}
-	q.mu.Lock()
-	defer q.mu.Unlock()
+	q.room.Lock()
+	defer q.room.Unlock()
 	q.waiting.Store(false)
-	if q.room != nil {
-		close(q.room)
-		q.room = nil
+	if q.room.freed != nil {
+		close(q.room.freed)
+		q.room.freed = nil
 	}
 }

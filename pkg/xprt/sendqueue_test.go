@@ -6,7 +6,9 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
@@ -14,15 +16,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A boundedQueue is a send queue of a device: requests stand on it in order until they are executed
-// and a completion at or behind them has been seen.
+// A boundedQueue is the send queue of a device. Requests stay in it, in order, until a completion
+// of them or of a later request was seen.
 type boundedQueue struct {
 	t    *testing.T
 	size int
 
-	mu      sync.Mutex
+	mu      sync.Mutex // guards the fields below
 	entries []queued
-	most    int
+	longest int
 }
 
 type queued struct{ done func() } // nil: unsignaled
@@ -34,13 +36,13 @@ func (q *boundedQueue) post(n int, done func()) {
 		q.entries = append(q.entries, queued{})
 	}
 	q.entries = append(q.entries, queued{done})
-	q.most = max(q.most, len(q.entries))
+	q.longest = max(q.longest, len(q.entries))
 	if len(q.entries) > q.size {
-		q.t.Errorf("%d requests on a queue of %d", len(q.entries), q.size)
+		q.t.Errorf("requests in the queue: got %d, want at most %d", len(q.entries), q.size)
 	}
 }
 
-// complete delivers the first completion on the queue, which frees the places up to it.
+// complete delivers the first completion in the queue, which frees the places up to it.
 func (q *boundedQueue) complete() bool {
 	q.mu.Lock()
 	for i, e := range q.entries {
@@ -55,89 +57,99 @@ func (q *boundedQueue) complete() bool {
 	return false
 }
 
-// TestSendQueueNeverOverflows drives the accounting from many goroutines against a queue of the
-// same size, as small as it may be and with completions as late as they may be: it never overflows,
-// and everybody gets through.
+// TestSendQueueNeverOverflows uses the accounting from many goroutines on a queue of the same size.
+// The queue is as small as possible, and completions come as late as possible. The queue must not
+// overflow, and every call must finish.
 func TestSendQueueNeverOverflows(t *testing.T) {
-	const perRPC, callers, rounds = 7, 16, 3000
+	const perRPC = 7
 	for _, size := range []int{2 * perRPC, 3*perRPC + 1, 20 * perRPC} {
-		q := &boundedQueue{t: t, size: size}
-		var sq sendQueue
-		sq.init(size, 3)
-		stop := make(chan struct{})
-		var device, all sync.WaitGroup
-		device.Go(func() {
-			for {
-				if q.complete() {
-					continue
-				}
-				select {
-				case <-stop:
-					return
-				case <-time.After(10 * time.Microsecond):
-				}
-			}
-		})
-		waits := 0
-		var mu sync.Mutex
-		for c := range callers {
-			rng := rand.New(rand.NewPCG(1, uint64(c)))
-			all.Go(func() {
-				for range rounds {
-					for !sq.take(perRPC) {
-						room := sq.full()
-						if sq.take(perRPC) {
-							break
-						}
-						mu.Lock()
-						waits++
-						mu.Unlock()
-						<-room
-					}
-					regs := rng.IntN(4)
-					sq.giveBack(perRPC - 2*regs - 1)
-					mark := sq.mark(regs + 1)
-					sent := make(chan struct{})
-					if sq.signalNow(regs + 1) {
-						q.post(regs+1, func() { sq.retire(mark); close(sent) })
-					} else {
-						q.post(regs+1, nil)
-						close(sent)
-					}
-					sq.posted.Add(int64(regs + 1))
-					invs := rng.IntN(regs + 1) // the rest was invalidated by the server
-					sq.giveBack(regs - invs)
-					fenced := make(chan struct{})
-					if invs > 0 {
-						mark := sq.mark(invs)
-						q.post(invs, func() { sq.retire(mark); close(fenced) })
-						sq.posted.Add(int64(invs))
-					} else {
-						close(fenced)
-					}
-					<-fenced
-					<-sent
-				}
-			})
-		}
-		all.Wait()
-		close(stop)
-		device.Wait()
-		if left := sq.taken.Load() - sq.retired.Load(); left < int64(len(q.entries)) || left > int64(size) {
-			t.Errorf("size %d: %d places are accounted for, %d requests stand", size, left, len(q.entries))
-		}
-		if size == 2*perRPC && waits == 0 {
-			t.Error("nobody ever waited")
-		}
-		t.Logf("size %d: at most %d requests at a time, %d waits", size, q.most, waits)
+		// In the bubble, the device waits until all callers are blocked.
+		synctest.Test(t, func(t *testing.T) { fillSendQueue(t, size, perRPC) })
 	}
 }
 
-// TestFullSendQueueMakesCallsWait gives a connection a send queue for little more than one RPC
+// fillSendQueue has many callers use a send queue of the given size.
+func fillSendQueue(t *testing.T, size, perRPC int) {
+	const callers, rounds = 16, 3000
+	q := &boundedQueue{t: t, size: size}
+	var sq sendQueue
+	sq.init(size, 3)
+	stop := make(chan struct{})
+	var device, all sync.WaitGroup
+	device.Go(func() {
+		for {
+			if q.complete() {
+				continue
+			}
+			select {
+			case <-stop:
+				return
+			case <-time.After(10 * time.Microsecond):
+			}
+		}
+	})
+	var waits atomic.Int64
+	for c := range callers {
+		rng := rand.New(rand.NewPCG(1, uint64(c)))
+		all.Go(func() {
+			for range rounds {
+				for !sq.take(perRPC) {
+					room := sq.full()
+					if sq.take(perRPC) {
+						break
+					}
+					waits.Add(1)
+					<-room
+				}
+				useSendQueue(q, &sq, perRPC, rng)
+			}
+		})
+	}
+	all.Wait()
+	close(stop)
+	device.Wait()
+	if left := sq.taken.Load() - sq.retired.Load(); left < int64(len(q.entries)) || left > int64(size) {
+		t.Errorf("size %d: got %d places in use, want %d to %d", size, left, len(q.entries), size)
+	}
+	if size == 2*perRPC && waits.Load() == 0 {
+		t.Error("waits for room: got 0, want some")
+	}
+	t.Logf("size %d: at most %d requests in the queue, %d waits", size, q.longest, waits.Load())
+}
+
+// useSendQueue posts the requests of one RPC, whose perRPC places were taken, and waits for their
+// completions.
+func useSendQueue(q *boundedQueue, sq *sendQueue, perRPC int, rng *rand.Rand) {
+	regs := rng.IntN(4)
+	sq.giveBack(perRPC - 2*regs - 1)
+	mark := sq.mark(regs + 1)
+	sent := make(chan struct{})
+	if sq.signalNow(regs + 1) {
+		q.post(regs+1, func() { sq.retire(mark); close(sent) })
+	} else {
+		q.post(regs+1, nil)
+		close(sent)
+	}
+	sq.posted.Add(int64(regs + 1))
+	invs := rng.IntN(regs + 1) // the server invalidated the others
+	sq.giveBack(regs - invs)
+	fenced := make(chan struct{})
+	if invs > 0 {
+		mark := sq.mark(invs)
+		q.post(invs, func() { sq.retire(mark); close(fenced) })
+		sq.posted.Add(int64(invs))
+	} else {
+		close(fenced)
+	}
+	<-fenced
+	<-sent
+}
+
+// TestFullSendQueueMakesCallsWait uses a send queue that is little larger than one RPC needs
 // (docs/features.md S8, empty_sendctx).
 func TestFullSendQueueMakesCallsWait(t *testing.T) {
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), nil)
-	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // the connection is up
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // wait for the connection
 		t.Fatal(err)
 	}
 	tr.conn.Load().sq.size = int64(tr.conn.Load().params.WRsPerRPC) + 3
@@ -158,11 +170,11 @@ func TestFullSendQueueMakesCallsWait(t *testing.T) {
 	}
 	wg.Wait()
 	if s := tr.Stats(); s.EmptySendCtx == 0 || s.Connects != 1 {
-		t.Errorf("%d waits for the send queue, %d connects", s.EmptySendCtx, s.Connects)
+		t.Errorf("got %d waits for the send queue, %d connects; want some, 1", s.EmptySendCtx, s.Connects)
 	}
 }
 
-// slowSends is a provider whose Sends complete later than they are executed.
+// A slowSends provider delivers the completions of Sends late.
 type slowSends struct {
 	verbs.Provider
 	after time.Duration
@@ -222,8 +234,9 @@ func (q *slowQP) Drain() {
 	q.late.Wait()
 }
 
-// TestReplyWaitsForSend sends data straight from the caller's memory: the call does not end before
-// the Send has let go of it, though the reply is there (docs/features.md S8, reply_waits_for_send).
+// TestReplyWaitsForSend sends data from the memory of the caller. The call must not return before
+// the Send has completed, even if the reply has arrived (docs/features.md S8,
+// reply_waits_for_send).
 func TestReplyWaitsForSend(t *testing.T) {
 	const after = 30 * time.Millisecond
 	addr := serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true, InlineBytes: 65536})
@@ -244,13 +257,13 @@ func TestReplyWaitsForSend(t *testing.T) {
 			}
 			s := tr.Stats()
 			if s.PullupCopyBytes != before.PullupCopyBytes || s.ReadChunks != before.ReadChunks {
-				t.Errorf("%d octets were copied or sent as a chunk", n)
+				t.Errorf("WRITE of %d bytes: data was copied or sent as a chunk, want a gathering Send", n)
 			}
 			if s.SendCompletions == before.SendCompletions {
-				t.Errorf("the Send of %d octets was not signaled", n)
+				t.Errorf("WRITE of %d bytes: the Send was not signaled", n)
 			}
 			if slow && (time.Since(began) < after || s.ReplyWaitsForSend == before.ReplyWaitsForSend) {
-				t.Errorf("the write of %d octets did not wait for its Send", n)
+				t.Errorf("WRITE of %d bytes: the call returned before its Send completed", n)
 			}
 		}
 	}

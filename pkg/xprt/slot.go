@@ -14,126 +14,135 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// slotState is the state of one call.
+// A slotState is the state of one call.
 //
-//	idle -> waiting -> sent -> fencing -> done -> idle
-//	           ^         |        |
-//	           |         +-> lost (connection ended, no reply: again with the same XID)
-//	           +--------------+
-//	                     +-> abandoned (the caller gave up) -> idle, when fenced, left and answered
+//	      begin           post           reply             keys invalidated,
+//	                                                       Send completed
+//	idle ------> waiting -------> sent ---------> fencing ------------------> done ---> idle
+//	                ^              |  |              |                         ^
+//	                |              |  |              |   connection ended      |
+//	  same XID      |              |  |              +-------------------------+
+//	                +---- lost <---+  |
+//	                   connection     | caller gave up
+//	                   ended          v
+//	                              abandoned ----------------------------------------> idle
+//	                                 after all of: memory fenced, caller returned,
+//	                                 late reply arrived or connection ended
+//
+// A call that fails before the post goes from waiting to idle.
 type slotState uint8
 
 const (
-	slotIdle    slotState = iota
-	slotWaiting           // for a credit
-	slotSent              // posted, no reply yet
-	// the reply is here, keys are being invalidated, or the Send still has the buffers
-	slotFencing
-	slotDone      // result or error is ready for the caller
-	slotLost      // the connection ended first
-	slotAbandoned // the caller gave up after it was sent
+	slotIdle      slotState = iota
+	slotWaiting             // waits for a credit, or for room to post
+	slotSent                // posted, no reply yet
+	slotFencing             // the reply arrived; LOCAL_INVs or the Send are pending
+	slotDone                // result or error is ready for the caller
+	slotLost                // the connection ended before the reply
+	slotAbandoned           // the caller gave up the posted call
 )
 
-// A slot carries one RPC at a time. It is made once.
+// A slot carries one RPC at a time. New allocates it.
 type slot struct {
-	t     *Transport
-	index uint32
-	ping  bool          // for liveness calls alone
-	home  chan *slot    // where it goes when it is free
-	send  []byte        // inline send buffer
-	wake  chan struct{} // capacity 1: something that the caller waits for may have happened
-	// owned by the caller until the post, then by the completion handlers, then by the caller
-	mrs memreg.List
+	t        *Transport
+	index    uint32
+	ping     bool          // for keepalive calls only
+	freeList chan *slot    // receives the slot when it becomes idle
+	send     []byte        // inline send buffer
+	wake     chan struct{} // capacity 1: the caller must look at the state again
 
+	// Owned by the caller until the post, then by the completion handlers, then by the caller.
+	mrs    memreg.List
 	sendWR verbs.WorkRequest
-	sge    [3]verbs.SGE // all inline; or before the data, the data, behind the data
+	sge    [3]verbs.SGE // everything inline, or the parts before, of and after the data
 	hdr    rpcrdma.Header
-	one    [1][]byte // a chunk of one piece, for List.Map
+	single [1][]byte // one segment, for List.Map
 	wchunk rpcrdma.Chunk
 	rchunk rpcrdma.Chunk
 
-	onFenced func(ok bool) // made once, so that no call allocates a closure
+	onFenced func(ok bool) // allocated once, so that a call allocates no closure
 
-	taken   int         // places taken on the send queue; owned like mrs
-	invMark int64       // of the LOCAL_INV chain on the send queue, 0 for none
-	started time.Time   // when the caller came; set before the slot is waiting
-	expired atomic.Bool // a soft mount's time is over
+	sqTaken   int         // places taken in the send queue; owned like mrs
+	invMark   int64       // mark of the LOCAL_INV chain in the send queue, 0 for none
+	startedAt time.Time   // start of the call; set before the slot is waiting
+	expired   atomic.Bool // the call exceeded the timeout of a soft mount
 
-	mu        sync.Mutex
-	state     slotState
-	xid       uint32
-	msg       *sunrpc.Message // nil once the caller has left
-	conn      *conn           // that it was sent on
-	sentAt    time.Time
-	sends     int // of the call at hand that were posted, each on another connection
-	err       error
-	longCall  []byte // PZRC, from the pool
-	longReply []byte // reply chunk, from the pool
-	longLen   int    // octets of the reply in longReply, -1 when it came inline
-	prog      uint32 // the procedure, for those who ask
-	vers      uint32
-	proc      uint32
-	ctx       context.Context // of the caller, for those who ask whose call it is
-	noRoom    bool            // waits for a place on the send queue, or for memory
-	// its Send is signaled and has not completed: send and the data are in use
-	sendBusy bool
-	sendMark int64 // of that Send on the send queue
-	fenced   bool  // its keys are dead
-	left     bool  // abandoned: the caller has returned
-	late     bool  // abandoned: the late reply has come, or never will
+	mu             sync.Mutex // guards the fields below
+	state          slotState
+	xid            uint32
+	msg            *sunrpc.Message // nil after the caller has returned
+	conn           *conn           // connection of the last post
+	sentAt         time.Time
+	sends          int // posts of the current call, each on another connection
+	err            error
+	longCall       []byte // position-zero read chunk, from the pool
+	longReply      []byte // reply chunk, from the pool
+	longLen        int    // bytes of the reply in longReply, -1 if the reply came inline
+	prog           uint32 // program, version and procedure, for Calls
+	vers           uint32
+	proc           uint32
+	ctx            context.Context // of the caller, for Calls
+	noRoom         bool            // waits for room in the send queue, or for memory
+	sendBusy       bool            // a signaled Send is pending: its buffers are in use
+	sendMark       int64           // mark of that Send in the send queue
+	fenced         bool            // all keys are invalidated
+	callerReturned bool            // abandoned: the caller has returned
+	lateDone       bool            // abandoned: the late reply arrived, or the connection ended
 
-	// Guarded by window.mu.
-	credit, queued bool
-	creditGen      uint64
+	credit struct { // guarded by window.mu
+		held, queued bool
+		gen          uint64
+	}
 }
 
 func newSlot(t *Transport, index uint32, xid uint32, send []byte) *slot {
-	s := &slot{t: t, index: index, xid: xid, home: t.free, send: send, wake: make(chan struct{}, 1)}
+	s := &slot{t: t, index: index, xid: xid, freeList: t.free, send: send, wake: make(chan struct{}, 1)}
 	s.onFenced = s.fencedDone
 	s.sendWR.Opcode, s.sendWR.Done = verbs.OpSend, s.sendDone
 	leakcheck.Track(leakcheck.Slot, 1)
 	return s
 }
 
-// signal tells the caller that something may have happened. It never blocks.
-func (s *slot) signal() {
+// wakeCaller makes the caller look at the state again. It never blocks.
+func (s *slot) wakeCaller() {
 	select {
 	case s.wake <- struct{}{}:
 	default:
 	}
 }
 
-// begin takes the slot for a new call, which came then, with a new XID.
-func (s *slot) begin(ctx context.Context, m *sunrpc.Message, came time.Time) {
+// begin assigns the slot to a new call and chooses its XID.
+func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt time.Time) {
 	select {
 	case <-s.wake:
 	default:
 	}
-	s.expired.Store(s.t.tooLong(came, time.Now()))
+	s.expired.Store(s.t.softExpired(startedAt, time.Now()))
 	s.mu.Lock()
-	s.started = came
+	s.startedAt = startedAt
 	s.xid += s.t.xidStep
 	s.state, s.msg, s.err, s.conn, s.ctx = slotWaiting, m, nil, nil, ctx
 	s.prog, s.vers, s.proc = m.Prog, m.Vers, m.Proc
 	s.longLen, s.sends = -1, 0
-	s.noRoom, s.fenced, s.left, s.late = false, false, false, false
+	s.noRoom, s.fenced, s.callerReturned, s.lateDone = false, false, false, false
 	m.XID = s.xid
 	s.mu.Unlock()
 }
 
-// end gives the slot back. The caller must own it, its memory must be fenced.
+// end returns the slot to its free list. The caller must own the slot, and the memory of the call
+// must be fenced.
 func (s *slot) end() {
 	s.t.window.leave(s)
 	s.mu.Lock()
-	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.started))})
+	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.startedAt))})
 	s.state, s.msg, s.conn, s.ctx = slotIdle, nil, nil, nil
-	s.dropLong()
+	s.releaseLong()
 	s.mu.Unlock()
-	s.home <- s
+	s.freeList <- s
 }
 
-// dropLong gives the long buffers back. Called with mu held.
-func (s *slot) dropLong() {
+// releaseLong returns the long buffers to their pool. The caller holds mu.
+func (s *slot) releaseLong() {
 	if s.longCall != nil {
 		s.t.long.Put(s.longCall)
 		s.longCall = nil
@@ -144,7 +153,7 @@ func (s *slot) dropLong() {
 	}
 }
 
-// sendDone handles the completion of the slot's Send: when it was signaled, or when it failed.
+// sendDone handles the completion of a Send that was signaled or failed.
 func (s *slot) sendDone(wc *verbs.WorkCompletion) {
 	s.mu.Lock()
 	s.t.trace.Add(trace.Event{Kind: trace.WCSend, XID: s.xid, Status: uint8(wc.Status)})
@@ -157,24 +166,25 @@ func (s *slot) sendDone(wc *verbs.WorkCompletion) {
 		s.conn.sq.retire(s.sendMark)
 	}
 	s.sendBusy = false
-	s.maybeDone()
+	s.finishIfReady()
 	s.mu.Unlock()
 }
 
-// maybeDone ends an answered call, or lets an abandoned one go, when its keys are dead and its Send
-// has let go of the buffers. Called with mu held.
-func (s *slot) maybeDone() {
+// finishIfReady finishes an answered call after its keys are invalidated and its Send has
+// completed. It wakes the caller of an answered or abandoned call. The caller of finishIfReady
+// holds mu.
+func (s *slot) finishIfReady() {
 	if !s.fenced || s.sendBusy {
 		return
 	}
 	if s.state == slotFencing {
 		s.state = slotDone
 	}
-	s.signal()
+	s.wakeCaller()
 }
 
-// fencedDone goes on with a call, answered or abandoned, whose keys are dead. A flush is left to
-// the worker: the memory is fenced only when the connection is gone.
+// fencedDone handles the end of the LOCAL_INV chain of an answered or abandoned call. It ignores a
+// flush: the memory is fenced only when the connection has ended, and the worker handles that.
 func (s *slot) fencedDone(ok bool) {
 	if !ok {
 		return
@@ -188,16 +198,16 @@ func (s *slot) fencedDone(ok bool) {
 	if s.sendBusy && s.state == slotFencing {
 		s.t.stats.replyWaits.Add(1)
 	}
-	s.maybeDone()
+	s.finishIfReady()
 	s.mu.Unlock()
 }
 
-// invalidate posts the LOCAL_INVs of the call, and gives the places on the send queue back that it
-// does not need.
+// invalidate posts the LOCAL_INVs of the call, and returns the places in the send queue that they
+// do not need.
 func (s *slot) invalidate(cn *conn) error {
 	n := len(s.mrs.Registered())
-	cn.sq.giveBack(s.taken - n)
-	s.taken, s.invMark = 0, 0
+	cn.sq.giveBack(s.sqTaken - n)
+	s.sqTaken, s.invMark = 0, 0
 	if n > 0 {
 		s.invMark = cn.sq.mark(n)
 	}
@@ -208,21 +218,22 @@ func (s *slot) invalidate(cn *conn) error {
 	return nil
 }
 
-// connectionEnded is called by the worker when the connection of the slot is gone and all its
-// memory fenced.
+// connectionEnded updates the call after its connection was closed and all its memory fenced. The
+// worker calls it.
 func (s *slot) connectionEnded() {
-	s.taken = 0
+	s.sqTaken = 0
 	s.mu.Lock()
 	s.sendBusy = false
 	switch s.state {
 	case slotSent:
 		s.state = slotLost
-		s.dropLong()
+		s.releaseLong()
 	case slotFencing:
 		s.state, s.fenced = slotDone, true
 	case slotAbandoned:
-		ends := s.left && !s.late // with both set before, whoever set the second is about to end it
-		s.fenced, s.late = true, true
+		// If both are set, the goroutine that set the second one ends the slot.
+		ends := s.callerReturned && !s.lateDone
+		s.fenced, s.lateDone = true, true
 		if ends {
 			s.mu.Unlock()
 			s.end()
@@ -230,5 +241,5 @@ func (s *slot) connectionEnded() {
 		}
 	}
 	s.mu.Unlock()
-	s.signal()
+	s.wakeCaller()
 }

@@ -9,27 +9,27 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// TestAbandonedSlotEndsOnce ends the connection at each step of an abandoned call's way home:
-// whichever of its caller, the late reply and the end of the connection comes last gives the slot
-// back, and nobody else does.
+// TestAbandonedSlotEndsOnce orders the return of the caller, the late reply and the end of the
+// connection in different ways. The last of them must return the slot, once.
 func TestAbandonedSlotEndsOnce(t *testing.T) {
-	leave := func(s *slot) {
-		if _, ok := s.leave(); !ok {
-			t.Error("the caller may not leave")
+	callerReturns := func(s *slot) {
+		if _, ok := s.tryReturn(); !ok {
+			t.Error("tryReturn: got false, want true")
 		}
 	}
 	for _, c := range []struct {
 		name  string
 		steps []func(*slot)
 	}{
-		{"reply, caller", []func(*slot){(*slot).lateReply, leave}},
-		{"caller, reply", []func(*slot){leave, (*slot).lateReply}},
-		{"connection, caller", []func(*slot){(*slot).connectionEnded, leave}},
-		{"caller, connection", []func(*slot){leave, (*slot).connectionEnded}},
-		{"reply, connection, caller", []func(*slot){(*slot).lateReply, (*slot).connectionEnded, leave}},
-		// leave has seen that the late reply is here, and has not ended the slot yet.
-		{"reply, connection amid caller", []func(*slot){(*slot).lateReply, func(s *slot) { s.left = true },
-			(*slot).connectionEnded, (*slot).end}},
+		{"reply, caller", []func(*slot){(*slot).lateReply, callerReturns}},
+		{"caller, reply", []func(*slot){callerReturns, (*slot).lateReply}},
+		{"connection, caller", []func(*slot){(*slot).connectionEnded, callerReturns}},
+		{"caller, connection", []func(*slot){callerReturns, (*slot).connectionEnded}},
+		{"reply, connection, caller", []func(*slot){(*slot).lateReply, (*slot).connectionEnded, callerReturns}},
+		// tryReturn has seen the late reply and has not ended the slot yet.
+		{"reply, connection during tryReturn",
+			[]func(*slot){(*slot).lateReply, func(s *slot) { s.callerReturned = true },
+				(*slot).connectionEnded, (*slot).end}},
 	} {
 		tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
 		if err != nil {
@@ -41,18 +41,18 @@ func TestAbandonedSlotEndsOnce(t *testing.T) {
 		s.state, s.fenced = slotAbandoned, true
 		for _, step := range c.steps {
 			if len(tr.free) == cap(tr.free) {
-				t.Fatalf("%s: the slot is free before its last user has let go", c.name)
+				t.Fatalf("%s: slot is free before the last step", c.name)
 			}
 			step(s)
 		}
 		if n := len(tr.free); n != cap(tr.free) || s.state != slotIdle {
-			t.Errorf("%s: %d free slots of %d, state %d", c.name, n, cap(tr.free), s.state)
+			t.Errorf("%s: got %d free slots, state %d; want %d, idle", c.name, n, s.state, cap(tr.free))
 		}
 	}
 }
 
-// TestTimeoutIsCountedOnce looks again and again at a call that waited too long, while its
-// connection is taken down.
+// TestTimeoutIsCountedOnce checks a call repeatedly that exceeded its timeout while its connection
+// is taken down.
 func TestTimeoutIsCountedOnce(t *testing.T) {
 	tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
 	if err != nil {
@@ -61,11 +61,11 @@ func TestTimeoutIsCountedOnce(t *testing.T) {
 	defer tr.Close()
 	s := <-tr.free
 	s.begin(context.Background(), &sunrpc.Message{}, time.Now())
-	s.state, s.sends, s.sentAt, s.conn = slotSent, 1, time.Now(), &conn{dead: make(chan struct{})}
+	s.state, s.sends, s.sentAt, s.conn = slotSent, 1, time.Now(), &conn{ended: make(chan struct{})}
 	for range 3 {
 		tr.checkSlot(s, s.sentAt.Add(2*tr.cfg.Timeout))
 	}
 	if n := tr.Stats().Timeouts; n != 1 || !isTimeout(s.conn.err) {
-		t.Errorf("%d timeouts, want 1; the connection ended with %v", n, s.conn.err)
+		t.Errorf("got %d timeouts, connection error %v; want 1, a TimeoutError", n, s.conn.err)
 	}
 }

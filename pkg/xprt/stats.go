@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -13,7 +14,7 @@ type counters struct {
 	connects, connectFailures        atomic.Uint64
 	sends, recvs, badXIDs            atomic.Uint64
 	readChunks, writeChunks, replies atomic.Uint64 // segments encoded
-	// octets offered in write and reply chunks, octets returned
+	// bytes offered in write and reply chunks, bytes returned
 	totalRequest, totalReply        atomic.Uint64
 	pullupBytes, fixupBytes         atomic.Uint64
 	failedMarshal, badReply, nomsg  atomic.Uint64
@@ -32,86 +33,21 @@ func (q *qpTotals) add(s verbs.QPStats) {
 	q.completions += s.SendCompletions
 }
 
-// Stats is a snapshot of a transport's counters and gauges. Counters only grow while the Transport
-// lives.
+// Stats is a snapshot of a transport. Its counters only grow while the Transport exists.
 type Stats struct {
-	State     string // one of the State constants
-	LastError string // why the last connection ended or was not made
-	Since     time.Time
-	Server    string
-	Provider  string
+	State     string    // one of the State constants
+	Since     time.Time // when State began
+	LastError string    // why the last connection ended or failed
 
-	Slots, SlotsInUse  int
-	Credits, InFlight  int
-	InlineSend         int // octets
-	InlineRecv         int
-	MaxPayload         int
-	Connects           uint64
-	ConnectFailures    uint64
-	Sends, Recvs       uint64
-	BadXIDs            uint64
-	ReadChunks         uint64
-	WriteChunks        uint64
-	ReplyChunks        uint64
-	TotalRDMARequest   uint64
-	TotalRDMAReply     uint64
-	PullupCopyBytes    uint64
-	FixupCopyBytes     uint64
-	FailedMarshal      uint64
-	BadReply           uint64
-	NomsgCall          uint64
-	Nudges             uint64
-	Timeouts           uint64
-	Resends            uint64
-	Interrupted        uint64
-	RDMAErrors         uint64 // RDMA_ERROR messages received
-	RemoteAccessErrors uint64
-	PostedChains       uint64
-	SendCompletions    uint64
-	EmptySendCtx       uint64 // the send queue was full
-	ReplyWaitsForSend  uint64 // replies that came before their Send had completed
-	KeepAlives         uint64 // liveness calls
-	Queued             int    // calls that wait for a credit or the connection
-	// calls in flight, and in the queue, summed over the times at which a call asked for a credit
-	InFlightSum  uint64
-	QueuedSum    uint64
-	ConnectTime  time.Duration // spent connecting, over all attempts
-	IdleTime     time.Duration // since the last call
-	TraceDropped uint64
+	// Inline thresholds of the current connection, in bytes.
+	InlineSend, InlineRecv int
 
-	MRsAllocated, MRsRecycled, MRsOrphaned, MRsRecovered uint64
-	MRsFailed, MapErrors                                 uint64
-	LocalInvNeeded, RemoteInvalidations                  uint64
-	MRsFree, MRsTotal                                    int64
-	MRStates                                             map[string]int64
+	stats.Transport
 }
 
 // Stats returns a snapshot. Safe for concurrent use.
 func (t *Transport) Stats() Stats {
-	c, m := &t.stats, &t.mrs
-	s := Stats{
-		Server: t.cfg.Addr.String(), Provider: t.cfg.Provider.Name(),
-		Slots: t.cfg.Slots, SlotsInUse: t.cfg.Slots - len(t.free), MaxPayload: t.MaxPayload(),
-		Connects: c.connects.Load(), ConnectFailures: c.connectFailures.Load(),
-		Sends: c.sends.Load(), Recvs: c.recvs.Load(), BadXIDs: c.badXIDs.Load(),
-		ReadChunks: c.readChunks.Load(), WriteChunks: c.writeChunks.Load(), ReplyChunks: c.replies.Load(),
-		TotalRDMARequest: c.totalRequest.Load(), TotalRDMAReply: c.totalReply.Load(),
-		PullupCopyBytes: c.pullupBytes.Load(), FixupCopyBytes: c.fixupBytes.Load(),
-		FailedMarshal: c.failedMarshal.Load(), BadReply: c.badReply.Load(), NomsgCall: c.nomsg.Load(),
-		Nudges: c.nudges.Load(), Timeouts: c.timeouts.Load(), Resends: c.resends.Load(),
-		Interrupted: c.interrupts.Load(), RDMAErrors: c.remoteErrs.Load(),
-		EmptySendCtx: c.emptySendCtx.Load(), ReplyWaitsForSend: c.replyWaits.Load(), KeepAlives: c.pings.Load(),
-		ConnectTime: time.Duration(c.connectNanos.Load()), IdleTime: time.Duration(
-			t.now() - t.lastCall.Load()), TraceDropped: t.trace.Dropped(),
-		MRsFailed: m.Failed.Load(), MapErrors: m.MapErrors.Load(),
-		MRsAllocated: m.Allocated.Load(), MRsRecycled: m.Recycled.Load(), MRsOrphaned: m.Orphaned.Load(), MRsRecovered: m.Recovered.Load(),
-		LocalInvNeeded: m.LocalInvNeeded.Load(), RemoteInvalidations: m.RemoteInv.Load(),
-		MRsFree: m.Free(), MRsTotal: m.Total(), MRStates: map[string]int64{},
-	}
-	for _, st := range memreg.States {
-		s.MRStates[st.String()] = m.InState(st)
-	}
-	s.Credits, s.InFlight, s.Queued, s.InFlightSum, s.QueuedSum = t.window.snapshot()
+	s := Stats{Transport: t.counts()}
 	t.stateMu.Lock()
 	defer t.stateMu.Unlock()
 	q := t.ended
@@ -121,8 +57,48 @@ func (t *Transport) Stats() Stats {
 	}
 	s.RemoteAccessErrors, s.PostedChains, s.SendCompletions = q.accessErrs, q.posts, q.completions
 	s.State, s.Since = t.state, t.since
+	s.Connections = map[string]uint64{StateConnected: 0, StateConnecting: 0, StateDisconnected: 0, StateIdle: 0}
+	s.Connections[s.State]++
+	if s.State == StateConnected {
+		s.IdleTime = time.Duration(t.now() - t.lastCall.Load())
+	}
 	if t.lastErr != nil {
 		s.LastError = t.lastErr.Error()
 	}
 	return s
 }
+
+// counts reads what needs no lock of t.
+func (t *Transport) counts() stats.Transport {
+	c, m := &t.stats, &t.mrs
+	s := stats.Transport{
+		Slots: uint64(t.cfg.Slots), SlotsInUse: uint64(t.cfg.Slots - len(t.free)), MaxPayload: uint64(t.MaxPayload()),
+		Connects: c.connects.Load(), ConnectFailures: c.connectFailures.Load(),
+		ConnectTime: time.Duration(c.connectNanos.Load()),
+		Sends:       c.sends.Load(), Recvs: c.recvs.Load(), BadXIDs: c.badXIDs.Load(),
+		ReadChunks: c.readChunks.Load(), WriteChunks: c.writeChunks.Load(), ReplyChunks: c.replies.Load(),
+		TotalRDMARequest: c.totalRequest.Load(), TotalRDMAReply: c.totalReply.Load(),
+		PullupCopyBytes: c.pullupBytes.Load(), FixupCopyBytes: c.fixupBytes.Load(),
+		FailedMarshal: c.failedMarshal.Load(), BadReply: c.badReply.Load(), NomsgCall: c.nomsg.Load(),
+		Nudges: c.nudges.Load(), Timeouts: c.timeouts.Load(), Resends: c.resends.Load(),
+		Interrupted: c.interrupts.Load(), RDMAErrors: c.remoteErrs.Load(),
+		EmptySendCtx: c.emptySendCtx.Load(), ReplyWaitsForSend: c.replyWaits.Load(), KeepAlives: c.pings.Load(),
+		TraceDropped: t.trace.Dropped(),
+		MRsFailed:    m.Failed.Load(), MapErrors: m.MapErrors.Load(),
+		MRsAllocated: m.Allocated.Load(), MRsRecycled: m.Recycled.Load(),
+		MRsOrphaned: m.Orphaned.Load(), MRsRecovered: m.Recovered.Load(),
+		LocalInvNeeded: m.LocalInvNeeded.Load(), RemoteInvalidations: m.RemoteInv.Load(),
+		MRsFree: gauge(m.Free()), MRsTotal: gauge(m.Total()),
+		MRStates: make(map[string]uint64, len(memreg.States)),
+	}
+	for _, st := range memreg.States {
+		s.MRStates[st.String()] = gauge(m.InState(st))
+	}
+	credits, inFlight, queued, inFlightSum, queuedSum := t.window.snapshot()
+	s.Credits, s.InFlight, s.Queued = uint64(credits), uint64(inFlight), uint64(queued)
+	s.InFlightSum, s.QueuedSum = inFlightSum, queuedSum
+	return s
+}
+
+// gauge is n, or 0 if n is negative: a reader may see the second of two concurrent changes first.
+func gauge(n int64) uint64 { return uint64(max(n, 0)) }

@@ -2,6 +2,7 @@ package xprt
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/bits"
 	"math/rand/v2"
@@ -16,22 +17,23 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Recovery says what becomes of a call that the server does not answer (nfs(5)).
+// A Recovery selects what happens to a call that the server does not answer (nfs(5)).
 type Recovery uint8
 
 // Recovery modes.
 const (
-	Hard    Recovery = iota // wait for as long as it takes
+	Hard    Recovery = iota // retry forever
 	Soft                    // EIO after Timeout × (Retrans + 1)
-	SoftErr                 // ETIMEDOUT after the same
+	SoftErr                 // ETIMEDOUT after the same time
 )
 
-// Defaults, and limits that Config is held to.
+// Defaults and limits of Config.
 const (
 	DefaultSlots       = 128
 	MaxSlots           = 1024
@@ -43,49 +45,48 @@ const (
 	DefaultIdleTimeout = 5 * time.Minute
 	DefaultTraceEvents = 1024
 
-	// recvSlack is the least size of a Receive buffer in octets: stock Linux servers send messages
-	// longer than they promised.
+	// recvSlack is the smallest size of a Receive buffer in bytes. Stock Linux servers send longer
+	// messages than they announce.
 	recvSlack = 16 << 10
-	// longBytes is the size of the buffers for long calls and replies in octets.
+	// longBytes is the size in bytes of the buffers for long calls and replies.
 	longBytes = 1<<20 + 16<<10
-	// fenceTimeout is how long an interrupted call waits for its LOCAL_INV before the connection is
+	// fenceTimeout is how long an interrupted call waits for its LOCAL_INVs. Then the connection is
 	// dropped instead.
 	fenceTimeout = time.Second
 )
 
-// A Config says how to reach one server. Zero fields take their defaults.
+// A Config configures a Transport. Zero fields select the defaults.
 type Config struct {
 	Provider verbs.Provider
 	Addr     netip.AddrPort
-	Slots    int // RPCs at a time; the credits asked for
-	// InlineBytes is the inline threshold offered in both directions, a multiple of 1024.
+	Slots    int // RPCs in flight, and the credits requested; MinSlots to MaxSlots
+	// InlineBytes is the inline threshold in both directions, a multiple of 1024 from
+	// MinInlineBytes to MaxInlineBytes.
 	InlineBytes int
-	// Timeout for one try of a call; a call that takes longer ends the connection. Retrans is the
-	// tries after the first on soft mounts.
+	// Timeout is the time for one attempt of a call. A call that exceeds it ends the connection.
+	// Retrans is the number of further attempts on soft mounts.
 	Timeout  time.Duration
 	Retrans  int
 	Recovery Recovery
-	// WritePad offers room for the XDR pad behind write chunks, for old servers that write it
-	// (S20).
+	// WritePad offers room for the XDR pad after write chunks, for old servers that write it (S20).
 	WritePad bool
-	// ConnectTimeout bounds one attempt to connect; ReconnectMin doubles up to ReconnectMax between
-	// attempts.
+	// ConnectTimeout is the time for one attempt to connect. The pause between attempts is
+	// ReconnectMin at first and doubles up to ReconnectMax.
 	ConnectTimeout             time.Duration
 	ReconnectMin, ReconnectMax time.Duration
-	// NudgeAfter is how long the first reply of a connection may take before the server is nudged
-	// by a zero-length RDMA Write: a stock siw can leave the first FPDU unread until more octets
-	// come.
+	// NudgeAfter is the time after which a missing first reply causes a nudge, an RDMA Write of
+	// zero bytes. Stock siw may leave the first FPDU unread until more data arrives.
 	NudgeAfter time.Duration
-	// KeepAlive is the silence after which the server is asked for a sign of life, and the wait for
-	// it after which the connection is dropped. Negative: never.
+	// KeepAlive is the idle time before a keepalive NULL call, and then the timeout of that call,
+	// after which the connection is dropped. A negative value disables keepalive calls.
 	KeepAlive time.Duration
-	// IdleTimeout is how long a connection is kept without a call; the next call makes a new one.
-	// Negative: for ever.
+	// IdleTimeout is the time without a call after which the connection is closed. The next call
+	// makes a new one. A negative value keeps the connection.
 	IdleTimeout time.Duration
-	// TraceEvents is the size of the ring of trace events; 0 is none.
+	// TraceEvents is the size of the ring of trace events; 0 turns tracing off.
 	TraceEvents int
-	Logger      hclog.Logger
-	Name        string // of the mount, for logs
+	Logger      hclog.Logger // default: no logs
+	Name        string       // name of the mount
 }
 
 func (c *Config) fill() error {
@@ -111,69 +112,82 @@ func (c *Config) fill() error {
 		c.Logger = hclog.NewNullLogger()
 	}
 	if c.Slots < memreg.MinSlots || c.Slots > MaxSlots {
-		return fmt.Errorf("xprt: slots=%d is out of range %d to %d", c.Slots, memreg.MinSlots, MaxSlots)
+		return fmt.Errorf("xprt: slots=%d is out of range; choose %d to %d", c.Slots, memreg.MinSlots, MaxSlots)
 	}
 	if c.InlineBytes < MinInlineBytes || c.InlineBytes > MaxInlineBytes || c.InlineBytes%1024 != 0 {
-		return fmt.Errorf("xprt: inline=%d is not a multiple of 1024 from %d to %d", c.InlineBytes, MinInlineBytes,
-			MaxInlineBytes)
+		return fmt.Errorf("xprt: inline=%d is invalid; choose a multiple of 1024 from %d to %d",
+			c.InlineBytes, MinInlineBytes, MaxInlineBytes)
 	}
 	return nil
 }
 
 // A Transport carries RPCs to one server over one connection at a time. Safe for concurrent use.
+//
+//	                         Connect
+//	     +------------------------------------------+
+//	     |                                          v
+//	disconnected --------> connecting --------> connected
+//	     ^       pause over  |  ^                 |  |
+//	     |                   |  |  a call waits   |  |
+//	     |       failed      |  +---- idle <------+  |
+//	     +-------------------+         no calls      |
+//	     +-------------------------------------------+
+//	             lost
+//
+// Close leads from any state to closed.
 type Transport struct {
 	cfg    Config
 	log    hclog.Logger
 	stats  counters
 	mrs    memreg.Counters
-	trace  *trace.Ring // nil: off
+	trace  *trace.Ring // nil if tracing is off
 	window window
-	slots  []*slot // the last one is for liveness calls
+	slots  []*slot // the last one is for keepalive calls
 	free   chan *slot
-	arena  []byte // the slots' send buffers
+	arena  []byte // send buffers of the slots
 	long   *membuf.Pool
 	epoch  time.Time
 
 	pingSlot chan *slot
-	lastCall atomic.Int64 // when the last call began or ended, in nanoseconds after epoch
-	waiters  waiters      // calls that wait for a slot
+	lastCall atomic.Int64 // start or end of the last call, in nanoseconds after epoch
+	waiters  waiters
 
 	xidMask, xidStep uint32
-	payload          atomic.Int64 // largest payload in octets, after the first connection
+	payload          atomic.Int64 // largest payload in bytes; 0 before the first connection
 
-	send sync.RWMutex         // see doc.go
-	conn atomic.Pointer[conn] // replaced with send held for writing, taken away with stateMu held
+	send sync.RWMutex         // see the package comment
+	conn atomic.Pointer[conn] // set with send held for writing, cleared with stateMu held
 
-	// Owned by whoever connects: Connect, and then the worker.
-	adapter   *adapter
-	padList   memreg.List // the write-pad MR (S20)
-	storyTold time.Time
+	// Owned by Connect, and then by the worker.
+	adapter       *adapter
+	padList       memreg.List // the write-pad MR (S20)
+	historyLogged time.Time
 
 	closing   chan struct{}
 	closeOnce sync.Once
 	workers   sync.WaitGroup
 	calls     sync.WaitGroup
 
-	stateMu sync.Mutex
-	closed  bool        // guarded by stateMu: no call begins any more
-	running bool        // guarded by stateMu
-	state   string      // guarded by stateMu
-	since   time.Time   // guarded by stateMu
-	lastErr error       // guarded by stateMu
-	ended   qpTotals    // guarded by stateMu
-	story   []ConnEvent // guarded by stateMu
+	stateMu sync.Mutex // guards the fields below
+	closed  bool       // new calls fail
+	running bool       // the worker was started
+	state   string     // one of the State constants
+	since   time.Time  // when state changed
+	lastErr error
+	ended   qpTotals // counters of closed queue pairs
+	history []ConnEvent
 }
 
 // States of a transport.
 const (
-	StateConnected    = "connected"
+	StateConnected    = stats.Connected
 	StateConnecting   = "connecting"
 	StateDisconnected = "disconnected"
-	StateIdle         = "idle" // until the next call
+	StateIdle         = "idle" // closed until the next call
 	StateClosed       = "closed"
 )
 
-// New makes a transport; nothing is sent before Connect. Close it in the end.
+// New returns a transport without a connection. Call Connect next, and Close at the end.
 func New(cfg Config) (*Transport, error) {
 	if err := cfg.fill(); err != nil {
 		return nil, err
@@ -185,7 +199,7 @@ func New(cfg Config) (*Transport, error) {
 	n := cfg.Slots + 1
 	arena, err := membuf.Alloc(n * cfg.InlineBytes)
 	if err != nil {
-		return nil, fmt.Errorf("xprt: send buffers: %w", err)
+		return nil, fmt.Errorf("xprt: allocate send buffers: %w", err)
 	}
 	t.arena = arena
 	t.long = membuf.NewPool(longBytes, 2*cfg.Slots)
@@ -196,17 +210,17 @@ func New(cfg Config) (*Transport, error) {
 		xid := rand.Uint32()&^t.xidMask | uint32(i)
 		s := newSlot(t, uint32(i), xid, arena[i*cfg.InlineBytes:(i+1)*cfg.InlineBytes:(i+1)*cfg.InlineBytes])
 		if i == cfg.Slots {
-			s.ping, s.home = true, t.pingSlot
+			s.ping, s.freeList = true, t.pingSlot
 		}
 		t.slots = append(t.slots, s)
-		s.home <- s
+		s.freeList <- s
 	}
 	return t, nil
 }
 
-// Connect makes the first connection, so that its error reaches whoever mounts, and starts the
-// worker that makes all later ones. It may be tried again after an error, by one goroutine at a
-// time, and not beside Close.
+// Connect makes the first connection and starts the worker, which makes all later ones. It returns
+// the error of the first attempt, so that a mount fails at once. After an error Connect may be
+// called again, by one goroutine at a time, and not concurrently with Close.
 func (t *Transport) Connect(ctx context.Context) error {
 	cn, err := t.dial(ctx)
 	if err != nil {
@@ -222,7 +236,7 @@ func (t *Transport) Connect(ctx context.Context) error {
 	}
 	t.stateMu.Unlock()
 	if !start {
-		t.release(cn)
+		t.closeConn(cn)
 		t.dropAdapter()
 		return ErrClosed
 	}
@@ -231,11 +245,12 @@ func (t *Transport) Connect(ctx context.Context) error {
 	return nil
 }
 
-// MaxPayload is the largest ArgData or ResultData in octets that the device conveys (S18). Known
-// after Connect.
+// MaxPayload returns the largest ArgData or ResultData in bytes that the device conveys (S18), or 0
+// before the first connection.
 func (t *Transport) MaxPayload() int { return int(t.payload.Load()) }
 
-// Close ends all calls with ErrClosed, fences their memory, and releases everything. Idempotent.
+// Close ends all calls with ErrClosed, fences their memory, and releases all resources. It may be
+// called repeatedly.
 func (t *Transport) Close() error {
 	t.stateMu.Lock()
 	t.closed = true
@@ -266,8 +281,8 @@ func (t *Transport) setState(state string, err error) {
 	}
 }
 
-// enterCall counts a call in, unless the transport is closed.
-func (t *Transport) enterCall() bool {
+// beginCall registers a call and reports true, unless the transport is closed.
+func (t *Transport) beginCall() bool {
 	t.stateMu.Lock()
 	defer t.stateMu.Unlock()
 	if t.closed {
@@ -277,52 +292,59 @@ func (t *Transport) enterCall() bool {
 	return true
 }
 
-// Call performs one RPC. When it returns, whatever the outcome, the server can no longer reach any
-// memory of m. Errors: *InterruptedError, *TimeoutError, *ServerError, *ProtocolError, ErrClosed,
-// and those of sunrpc.ParseReply.
+// Call performs one RPC. After it returns, whatever the outcome, the server can no longer reach any
+// memory of m. Safe for concurrent use.
+//
+// Errors: *InterruptedError, *TimeoutError, *ServerError, *ProtocolError, ErrClosed, and those of
+// sunrpc.ParseReply.
 func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	if err := t.checkCall(m); err != nil {
 		return err
 	}
-	if !t.enterCall() {
+	if !t.beginCall() {
 		return ErrClosed
 	}
 	defer t.calls.Done()
 	t.lastCall.Store(t.now())
-	came := time.Now()
-	s, err := t.takeSlot(ctx, m, came)
+	startedAt := time.Now()
+	s, err := t.takeSlot(ctx, m, startedAt)
 	if err == nil {
-		err = t.run(ctx, s, m, came)
+		err = t.run(ctx, s, m, startedAt)
 		t.lastCall.Store(t.now())
 	}
-	if _, given := err.(*InterruptedError); given {
-		t.stats.interrupts.Add(1)
+	if err != nil {
+		var interrupted *InterruptedError
+		if errors.As(err, &interrupted) {
+			t.stats.interrupts.Add(1)
+		}
 	}
 	return err
 }
 
-// now is the time in nanoseconds after the epoch.
+// now returns the time in nanoseconds after epoch.
 func (t *Transport) now() int64 { return int64(time.Since(t.epoch)) }
 
-// tooLong reports whether a call that came then has waited for longer than the mount allows.
-func (t *Transport) tooLong(came, now time.Time) bool {
-	return t.cfg.Recovery != Hard && now.Sub(came) > t.softTime()
+// softExpired reports whether a call has exceeded the timeout of a soft mount.
+func (t *Transport) softExpired(startedAt, now time.Time) bool {
+	return t.cfg.Recovery != Hard && now.Sub(startedAt) > t.softTimeout()
 }
 
-// softTime is how long a call of a soft mount may take.
-func (t *Transport) softTime() time.Duration { return t.cfg.Timeout * time.Duration(t.cfg.Retrans+1) }
+// softTimeout returns the timeout of a call on a soft mount.
+func (t *Transport) softTimeout() time.Duration {
+	return t.cfg.Timeout * time.Duration(t.cfg.Retrans+1)
+}
 
-func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, came time.Time) (*slot, error) {
+func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt time.Time) (*slot, error) {
 	select {
 	case s := <-t.free:
 		return s, nil
 	default:
 	}
-	w := t.waiters.add(ctx, m, came)
+	w := t.waiters.add(ctx, m, startedAt)
 	defer t.waiters.remove(w)
 	var over <-chan time.Time
 	if t.cfg.Recovery != Hard {
-		timer := time.NewTimer(t.softTime())
+		timer := time.NewTimer(t.softTimeout())
 		defer timer.Stop()
 		over = timer.C
 	}
@@ -330,7 +352,7 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, came time.T
 	case s := <-t.free:
 		return s, nil
 	case <-over:
-		return nil, t.softError(came)
+		return nil, t.softError(startedAt)
 	case <-ctx.Done():
 		return nil, &InterruptedError{Cause: context.Cause(ctx)}
 	case <-t.closing:
@@ -338,46 +360,33 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, came time.T
 	}
 }
 
-// run performs a call that came then on slot s, which it ends, or leaves to the late reply.
-func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, came time.Time) error {
-	s.begin(ctx, m, came)
-	var pause time.Duration // before the next try, when memory was short
+// run performs a call on slot s. It ends the slot, or leaves it to the late reply.
+func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, startedAt time.Time) error {
+	s.begin(ctx, m, startedAt)
+	var pause time.Duration // before the next attempt if memory is short
 	for {
 		if err := t.waitCredit(ctx, s); err != nil {
 			s.end()
 			return err
 		}
 		sent, err := t.transmit(s)
-		switch e := err.(type) {
-		case nil:
-		case *shortageError:
-			if pause == 0 {
-				t.log.Warn("no memory to send an RPC: it is tried until there is some; fewer slots= need less",
-					"error", e.error, "server", t.cfg.Addr)
+		if err != nil {
+			if !t.waitRetry(ctx, s, err, &pause) {
+				s.end()
+				return err
 			}
-			pause = min(max(2*pause, marshalRetry), marshalRetryMax)
-			t.window.leave(s)
-			timer := time.NewTimer(pause)
-			t.waitRoom(ctx, s, timer.C, nil, nil)
-			timer.Stop()
 			continue
-		case *queueFullError:
-			t.waitRoom(ctx, s, nil, e.room, e.dead)
-			continue
-		default:
-			s.end()
-			return err
 		}
 		if !sent {
 			continue
 		}
 		switch t.awaitReply(ctx, s) {
 		case slotDone:
-			s.checkFenced()
+			s.verifyFenced()
 			err := s.results(m)
 			s.end()
 			return err
-		case slotLost: // once more
+		case slotLost: // send again on the next connection
 		case slotAbandoned:
 			t.trace.Add(trace.Event{Kind: trace.Interrupt, XID: m.XID})
 			return &InterruptedError{Cause: context.Cause(ctx)}
@@ -385,15 +394,39 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, came ti
 	}
 }
 
-// waitRoom waits until a call that could not be posted is to be tried again, or to end.
-func (t *Transport) waitRoom(ctx context.Context, s *slot, timer <-chan time.Time, room, dead <-chan struct{}) {
+// waitRetry waits until a call that could not be posted may be retried, or must end. It reports
+// false if err is final. pause is the last pause for lack of memory.
+func (t *Transport) waitRetry(ctx context.Context, s *slot, err error, pause *time.Duration) bool {
+	var short *shortageError
+	var full *queueFullError
+	switch {
+	case errors.As(err, &full):
+		t.waitRoom(ctx, s, nil, full.room, full.connEnded)
+	case errors.As(err, &short):
+		if *pause == 0 {
+			t.log.Warn("no memory to send RPC, retrying; reduce slots= to need less", "error", short.error,
+				"server", t.cfg.Addr)
+		}
+		*pause = min(max(2**pause, marshalRetry), marshalRetryMax)
+		t.window.leave(s)
+		timer := time.NewTimer(*pause)
+		defer timer.Stop()
+		t.waitRoom(ctx, s, timer.C, nil, nil)
+	default:
+		return false
+	}
+	return true
+}
+
+// waitRoom waits for one of the channels, or for an event that may end the call.
+func (t *Transport) waitRoom(ctx context.Context, s *slot, timer <-chan time.Time, room, connEnded <-chan struct{}) {
 	s.setNoRoom(true)
 	defer s.setNoRoom(false)
 	select {
 	case <-timer:
 	case <-room:
-	case <-dead:
-	case <-s.wake: // the time of a soft mount is over, perhaps
+	case <-connEnded:
+	case <-s.wake: // a soft mount may have expired
 	case <-ctx.Done():
 	case <-t.closing:
 	}
@@ -401,15 +434,16 @@ func (t *Transport) waitRoom(ctx context.Context, s *slot, timer <-chan time.Tim
 
 func (t *Transport) checkCall(m *sunrpc.Message) error {
 	if n := max(len(m.ArgData), len(m.ResultData)); n > t.MaxPayload() && t.MaxPayload() > 0 {
-		return &ProtocolError{Reason: fmt.Sprintf("payload of %d octets exceeds the device's %d", n, t.MaxPayload())}
+		return &ProtocolError{Reason: fmt.Sprintf("payload of %d bytes exceeds the limit of the device, %d", n,
+			t.MaxPayload())}
 	}
 	if m.ArgDataPos < 0 || m.ArgDataPos > len(m.Args) || m.ArgDataPos%4 != 0 || m.MaxResult < 0 {
-		return &ProtocolError{Reason: "malformed message: the data does not lie inside the arguments"}
+		return &ProtocolError{Reason: "malformed message: position of the data is outside the arguments"}
 	}
 	return nil
 }
 
-// waitCredit returns nil when s holds a credit of a connection.
+// waitCredit waits for a credit and returns nil when s holds one.
 func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 	for !s.expired.Load() && !t.window.enter(s) {
 		select {
@@ -421,7 +455,7 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 		}
 	}
 	if s.expired.Load() {
-		return t.softError(s.started)
+		return t.softError(s.startedAt)
 	}
 	select {
 	case <-t.closing:
@@ -433,8 +467,8 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 	}
 }
 
-func (t *Transport) softError(came time.Time) error {
-	e := &TimeoutError{Server: t.cfg.Addr.String(), After: time.Since(came), Errno: syscall.EIO}
+func (t *Transport) softError(startedAt time.Time) error {
+	e := &TimeoutError{Server: t.cfg.Addr.String(), After: time.Since(startedAt), Errno: syscall.EIO}
 	if t.cfg.Recovery == SoftErr {
 		e.Errno = syscall.ETIMEDOUT
 	}
@@ -446,8 +480,8 @@ func (t *Transport) softError(came time.Time) error {
 	return e
 }
 
-// awaitReply returns slotDone, slotLost, or, when the caller gave up and its memory is fenced,
-// slotAbandoned: then the slot is no longer the caller's.
+// awaitReply waits for the outcome of a posted call: slotDone, slotLost, or slotAbandoned. After
+// slotAbandoned, the memory of the call is fenced, and the caller must not use the slot.
 func (t *Transport) awaitReply(ctx context.Context, s *slot) slotState {
 	for {
 		select {
@@ -483,7 +517,7 @@ func (t *Transport) interrupt(s *slot) slotState {
 			cn.fail(err)
 		}
 	case slotDone, slotFencing:
-	default: // lost: nothing is on its way
+	default: // lost: nothing is in flight
 		t.send.RUnlock()
 		s.end()
 		return slotAbandoned
@@ -493,7 +527,7 @@ func (t *Transport) interrupt(s *slot) slotState {
 	timer := time.NewTimer(fenceTimeout)
 	defer timer.Stop()
 	for {
-		if st, ok := s.leave(); ok {
+		if st, ok := s.tryReturn(); ok {
 			return st
 		}
 		select {
@@ -504,8 +538,9 @@ func (t *Transport) interrupt(s *slot) slotState {
 	}
 }
 
-// leave reports whether an interrupted call may return: it was answered after all, or it is fenced.
-func (s *slot) leave() (slotState, bool) {
+// tryReturn reports whether the caller of an interrupted call may return, because the call was
+// answered or its memory is fenced.
+func (s *slot) tryReturn() (slotState, bool) {
 	s.mu.Lock()
 	if s.state == slotDone {
 		s.mu.Unlock()
@@ -515,8 +550,8 @@ func (s *slot) leave() (slotState, bool) {
 		s.mu.Unlock()
 		return 0, false
 	}
-	s.left = true
-	late := s.late
+	s.callerReturned = true
+	late := s.lateDone
 	s.mu.Unlock()
 	if late {
 		s.end()

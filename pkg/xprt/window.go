@@ -2,60 +2,61 @@ package xprt
 
 import "sync"
 
-// A window is the credits of a transport and the queue of slots that wait for one, first come first
-// served. Without a connection the limit is zero.
+// A window manages the credits of a transport and the queue of slots that wait for a credit. The
+// queue is first come, first served. The limit is zero while there is no connection.
 type window struct {
-	mu       sync.Mutex
-	limit    int
-	inFlight int
-	gen      uint64 // the connection whose credits these are; grows with each
-	queue    []*slot
-	wanted   chan struct{} // capacity 1: a call waits, and there is no connection
-	fresh    bool          // the one credit of a new connection is for the liveness call
+	wanted chan struct{} // capacity 1: a call waits, and there is no connection
 
-	// Sums over all calls, at the time each asks for a credit: the calls in flight and those in the
-	// queue (req_u and bklog_u of the kernel).
+	mu        sync.Mutex // guards the fields below and slot.credit
+	limit     int
+	inFlight  int
+	gen       uint64 // generation of the credits; each connection has another
+	queue     []*slot
+	pingFirst bool // the one credit of a new connection is for the keepalive call
+
+	// Sums over all calls, taken when a call asks for a credit: calls in flight and calls in the
+	// queue. The kernel's names are req_u and bklog_u.
 	inFlightSum, queueSum uint64
 }
 
-// reserveFrom is the limit from which one credit is kept for liveness calls, so that a server that
-// answers nothing any more can be told from one that is busy even when every other credit is taken.
+// reserveFrom is the limit from which one credit is reserved for keepalive calls. The reserve
+// distinguishes a dead server from a busy one even when all other credits are in use.
 const reserveFrom = 16
 
-// room reports whether s may have a credit now. Called with mu held.
-func (w *window) room(s *slot) bool {
+// mayGrant reports whether s may have a credit now. The caller holds mu.
+func (w *window) mayGrant(s *slot) bool {
 	limit := w.limit
-	if !s.ping && (w.fresh || limit >= reserveFrom) {
+	if !s.ping && (w.pingFirst || limit >= reserveFrom) {
 		limit--
 	}
 	return w.inFlight < limit
 }
 
-// enter asks for a credit of the present connection for s. It returns true when s has one; else s
-// is in the queue, and is signaled when it has. It may be called again at any time.
+// enter requests a credit of the current connection for s and reports whether s has one. If not, s
+// is in the queue, and its caller is woken when s gets a credit. enter may be called repeatedly.
 func (w *window) enter(s *slot) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
-	case s.credit && s.creditGen == w.gen:
+	case s.credit.held && s.credit.gen == w.gen:
 		return true
-	case s.queued:
+	case s.credit.queued:
 		return false
 	}
 	w.inFlightSum += uint64(w.inFlight)
 	w.queueSum += uint64(len(w.queue))
-	if (len(w.queue) == 0 || s.ping) && w.room(s) {
+	if (len(w.queue) == 0 || s.ping) && w.mayGrant(s) {
 		w.inFlight++
-		s.creditGen, s.credit = w.gen, true
+		s.credit.gen, s.credit.held = w.gen, true
 		return true
 	}
-	s.credit, s.queued = false, true
+	s.credit.held, s.credit.queued = false, true
 	w.queue = append(w.queue, s)
-	if s.ping { // to the front
+	if s.ping { // keepalive calls go first
 		copy(w.queue[1:], w.queue)
 		w.queue[0] = s
 	}
-	if w.limit == 0 && !s.ping { // a liveness call is of a connection that there is
+	if w.limit == 0 && !s.ping { // a keepalive call requests no connection
 		select {
 		case w.wanted <- struct{}{}:
 		default:
@@ -64,7 +65,7 @@ func (w *window) enter(s *slot) bool {
 	return false
 }
 
-// leave takes s out of the queue, or gives its credit back.
+// leave removes s from the queue, or returns its credit.
 func (w *window) leave(s *slot) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -73,31 +74,31 @@ func (w *window) leave(s *slot) {
 			copy(w.queue[i:], w.queue[i+1:])
 			w.queue[len(w.queue)-1] = nil
 			w.queue = w.queue[:len(w.queue)-1]
-			s.queued = false
+			s.credit.queued = false
 			return
 		}
 	}
 	w.release(s)
 }
 
-// release gives the credit of s back, if it has one of this connection. Called with mu held.
+// release returns the credit of s if it belongs to the current connection. The caller holds mu.
 func (w *window) release(s *slot) {
-	if s.credit && s.creditGen == w.gen {
+	if s.credit.held && s.credit.gen == w.gen {
 		w.inFlight--
 		w.dispatch()
 	}
-	s.credit = false
+	s.credit.held = false
 }
 
-// dispatch hands free credits to the queue. Called with mu held.
+// dispatch grants free credits to the queue. The caller holds mu.
 func (w *window) dispatch() {
 	n := 0
-	for n < len(w.queue) && w.room(w.queue[n]) {
+	for n < len(w.queue) && w.mayGrant(w.queue[n]) {
 		s := w.queue[n]
 		n++
 		w.inFlight++
-		s.creditGen, s.credit, s.queued = w.gen, true, false
-		s.signal()
+		s.credit.gen, s.credit.held, s.credit.queued = w.gen, true, false
+		s.wakeCaller()
 	}
 	if n > 0 {
 		rest := copy(w.queue, w.queue[n:])
@@ -106,48 +107,49 @@ func (w *window) dispatch() {
 	}
 }
 
-// holds reports whether s holds a credit of the present connection.
+// holds reports whether s holds a credit of the current connection.
 func (w *window) holds(s *slot) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return s.credit && s.creditGen == w.gen
+	return s.credit.held && s.credit.gen == w.gen
 }
 
-// replied gives the credit of s back and sets the limit to what its reply granted (RFC 8166 §3.3.1:
-// absolute, and it may shrink).
-func (w *window) replied(s *slot, limit int) {
+// grant returns the credit of s and sets the limit that its reply granted. The grant is absolute
+// and may shrink (RFC 8166 §3.3.1).
+func (w *window) grant(s *slot, limit int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if !s.credit || s.creditGen != w.gen {
-		return // what a connection that is being taken down grants is good for no other
+	if !s.credit.held || s.credit.gen != w.gen {
+		return // the grant belongs to a connection that ended
 	}
-	w.limit, w.fresh = limit, false
+	w.limit, w.pingFirst = limit, false
 	w.inFlight--
-	s.credit = false
+	s.credit.held = false
 	w.dispatch()
 }
 
-// reset starts the credits of a new connection (limit 1), or of none (limit 0). Credits held are
-// void. With pingFirst the first credit is for the liveness call.
+// reset starts the credits of a new connection (limit 1) or of no connection (limit 0). It voids
+// all credits held. With pingFirst, the first credit is for the keepalive call.
 func (w *window) reset(limit int, pingFirst bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.gen++
-	w.inFlight, w.limit, w.fresh = 0, limit, pingFirst
+	w.inFlight, w.limit, w.pingFirst = 0, limit, pingFirst
 	w.dispatch()
 }
 
-// generation names the connection whose credits these are, for closeIfUnused. A connection is there
-// before its credits are, so the one loaded after the generation is its own, or a later one.
+// generation returns the generation of the credits, for closeIfUnused. A connection is installed
+// before its credits are. A connection that is loaded after the generation therefore has this
+// generation or a later one.
 func (w *window) generation() uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.gen
 }
 
-// closeIfUnused takes the credits of a connection away if no call holds or waits for one. It
-// reports whether it did: not when they are those of another connection by now, which nobody would
-// take down then.
+// closeIfUnused sets the limit to zero if no call holds or waits for a credit, and reports whether
+// it did. It does nothing if the credits have another generation: their connection would stay up
+// without credits.
 func (w *window) closeIfUnused(gen uint64) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -155,7 +157,7 @@ func (w *window) closeIfUnused(gen uint64) bool {
 		return false
 	}
 	w.limit = 0
-	select { // what was wanted before is not any more
+	select { // discard an earlier request for a connection
 	case <-w.wanted:
 	default:
 	}

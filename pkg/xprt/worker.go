@@ -12,14 +12,14 @@ import (
 )
 
 const (
-	// storyEvents is how many trace events are written out when a connection dies of an error,
-	// storyPause how often at most.
-	storyEvents = 32
-	storyPause  = 10 * time.Second
+	// historyEvents is the number of trace events that are logged when a connection fails.
+	// historyPause is the shortest pause between these logs.
+	historyEvents = 32
+	historyPause  = 10 * time.Second
 )
 
-// connectWorker owns the connection: it puts cn up, waits for its end, takes it down, and makes the
-// next, until the transport is closed.
+// connectWorker owns the connection. It installs cn, waits for its end, takes it down, and makes
+// the next one, until the transport is closed.
 func (t *Transport) connectWorker(cn *conn) {
 	defer t.workers.Done()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -35,27 +35,27 @@ func (t *Transport) connectWorker(cn *conn) {
 	for {
 		t.install(cn)
 		select {
-		case <-cn.dead:
-			// while the reason is on its way no call shall go to a connection that is lost
+		case <-cn.ended:
+			// No call may use the lost connection during the wait for the cause.
 			t.window.reset(0, false)
-			cn.learnCause(t.closing)
+			cn.waitCause(t.closing)
 		case <-t.closing:
 		}
-		use := cn.use(t.cfg.ReconnectMin)
+		use := cn.usefulness(t.cfg.ReconnectMin)
 		t.uninstall(cn)
 		if isClosed(t.closing) {
 			return
 		}
 		var pause time.Duration
-		if errors.Is(cn.err, errIdle) { // no loss
-			t.log.Debug("connection was idle", "server", t.cfg.Addr)
+		if errors.Is(cn.err, errIdle) {
+			t.log.Debug("closed idle connection", "server", t.cfg.Addr)
 			if !t.waitWanted() {
 				return
 			}
 		} else {
 			t.log.Warn("connection lost", "server", t.cfg.Addr, "error", cn.err)
-			t.tellStory(cn.err)
-			pause = back.afterLoss(&t.cfg, use, ours(cn.err))
+			t.logHistory(cn.err)
+			pause = back.afterLoss(&t.cfg, use, localFault(cn.err))
 		}
 		if cn = t.reconnect(ctx, &back, pause); cn == nil {
 			return
@@ -63,7 +63,7 @@ func (t *Transport) connectWorker(cn *conn) {
 	}
 }
 
-// waitWanted waits until a call needs a connection. It reports false when the transport is closed
+// waitWanted waits until a call needs a connection. It reports false if the transport is closed
 // first.
 func (t *Transport) waitWanted() bool {
 	select {
@@ -83,7 +83,7 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// A backOff is the pause before an attempt to connect: from ReconnectMin, doubled up to
+// A backOff computes the pause before an attempt to connect: ReconnectMin at first, doubled up to
 // ReconnectMax.
 type backOff struct{ last time.Duration }
 
@@ -92,32 +92,32 @@ func (b *backOff) next(c *Config) time.Duration {
 	return b.last
 }
 
-// A usefulness is what a connection was good for.
+// A usefulness says what a connection achieved.
 type usefulness uint8
 
 const (
-	useNone usefulness = iota // it answered nothing
-	// it answered liveness calls, and did not stand for long: the next call may have killed it
-	useAlive
-	useCalls // it answered a call, or stood for a while
+	useNone  usefulness = iota // it answered nothing
+	useAlive                   // it answered only keepalive calls, and ended early
+	useCalls                   // it answered a call, or keepalive calls for a while
 )
 
-// afterLoss is the pause after the loss of a connection: none when it had been of use, and none,
-// the first time, when the server was alive at least, or the loss was of this side's making.
-func (b *backOff) afterLoss(c *Config, use usefulness, ours bool) time.Duration {
+// afterLoss returns the pause after the loss of a connection. There is no pause after a connection
+// that answered calls. There is no first pause if the server answered keepalive calls or the fault
+// is local.
+func (b *backOff) afterLoss(c *Config, use usefulness, local bool) time.Duration {
 	if use == useCalls {
 		b.last = 0
 		return 0
 	}
 	first := b.last == 0
 	pause := b.next(c)
-	if first && (ours || use == useAlive) {
+	if first && (local || use == useAlive) {
 		return 0
 	}
 	return pause
 }
 
-// reconnect tries until there is a connection, or the transport is closed (nil).
+// reconnect retries until there is a connection. It returns nil if the transport is closed first.
 func (t *Transport) reconnect(ctx context.Context, back *backOff, pause time.Duration) *conn {
 	for {
 		if pause > 0 {
@@ -139,26 +139,26 @@ func (t *Transport) reconnect(ctx context.Context, back *backOff, pause time.Dur
 		}
 		pause = back.next(&t.cfg)
 		t.setState(StateDisconnected, err)
-		t.note("connect failed", err)
+		t.recordEvent("connect failed", err)
 		t.log.Warn("reconnect failed", "server", t.cfg.Addr, "error", err, "next", pause)
 	}
 }
 
-// install puts a new connection up, with one credit.
+// install makes cn the current connection, with one credit.
 func (t *Transport) install(cn *conn) {
 	t.send.Lock()
-	cn.installed = t.now()
-	cn.lastHeard.Store(cn.installed)
+	cn.installedAt = t.now()
+	cn.lastReceived.Store(cn.installedAt)
 	t.conn.Store(cn)
 	if t.cfg.WritePad {
 		if err := cn.registerPad(); err != nil {
-			cn.fail(&postError{"write-pad registration", err})
+			cn.fail(&postError{"write pad registration", err})
 		}
 	}
 	t.send.Unlock()
 	t.stats.connects.Add(1)
 	t.setState(StateConnected, nil)
-	t.note("connected", nil)
+	t.recordEvent("connected", nil)
 	t.trace.Add(trace.Event{Kind: trace.Connect})
 	t.log.Info("connected", "server", t.cfg.Addr, "device", cn.dev.Attrs().Name, "inline_send", cn.inlineSend,
 		"inline_recv", cn.inlineRecv, "slots", cn.params.Slots)
@@ -168,9 +168,9 @@ func (t *Transport) install(cn *conn) {
 	}
 }
 
-// uninstall takes the connection down. With the send lock held for writing no call is being
-// marshaled; the queues are drained, and every MR that was in use is made anew, before any call
-// hears of it, so each finds its memory fenced (S16).
+// uninstall takes the connection down. No call is marshaled while it holds the send lock. It wakes
+// the calls only after it has drained the queues and replaced every MR that was in use. Each call
+// then finds its memory fenced (S16).
 func (t *Transport) uninstall(cn *conn) {
 	t.window.reset(0, false)
 	t.send.Lock()
@@ -178,35 +178,36 @@ func (t *Transport) uninstall(cn *conn) {
 	cn.fail(ErrClosed)
 	if errors.Is(cn.err, errIdle) {
 		t.setState(StateIdle, nil)
-		t.note("closed, as it was idle", nil)
+		t.recordEvent("closed while idle", nil)
 	} else {
 		t.setState(StateDisconnected, cn.err)
-		t.note("disconnected", cn.err)
+		t.recordEvent("disconnected", cn.err)
 	}
 	t.trace.Add(trace.Event{Kind: trace.Disconnect})
-	t.release(cn)
-	t.settle(cn)
+	t.closeConn(cn)
+	t.recoverMRs(cn)
 	for _, s := range t.slots {
 		s.connectionEnded()
 	}
 }
 
-// tellStory writes the last events of a connection that died of an error to the log.
-func (t *Transport) tellStory(err error) {
-	if errors.Is(err, io.EOF) || errors.Is(err, ErrClosed) || t.trace == nil || time.Since(t.storyTold) < storyPause {
+// logHistory logs the last trace events of a connection that failed.
+func (t *Transport) logHistory(err error) {
+	if errors.Is(err, io.EOF) || errors.Is(err, ErrClosed) || t.trace == nil ||
+		time.Since(t.historyLogged) < historyPause {
 		return
 	}
-	t.storyTold = time.Now()
-	for _, e := range t.trace.Last(storyEvents) {
-		t.log.Info("before the connection was lost", "trace", t.trace.Text(&e))
+	t.historyLogged = time.Now()
+	for _, e := range t.trace.Last(historyEvents) {
+		t.log.Info("trace event before connection loss", "trace", t.trace.Text(&e))
 	}
 }
 
-// watch ends connections whose calls wait too long or whose server is dead or not needed, and the
-// calls of soft mounts whose time is over.
+// watch ends connections whose calls exceed their timeout, whose server is dead, or which are idle.
+// It also ends calls that exceed the timeout of a soft mount.
 func (t *Transport) watch() {
 	defer t.workers.Done()
-	every := t.patience(2) / 2
+	every := t.replyTimeout(2) / 2
 	if t.cfg.KeepAlive > 0 {
 		every = min(every, t.cfg.KeepAlive/4)
 	}
@@ -233,40 +234,39 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 	defer s.mu.Unlock()
 	switch s.state {
 	case slotSent, slotFencing, slotAbandoned:
-		if waited := now.Sub(s.sentAt); waited > t.patience(s.sends) && s.conn != nil && !s.late &&
-			!isClosed(s.conn.dead) {
+		if waited := now.Sub(s.sentAt); waited > t.replyTimeout(s.sends) && s.conn != nil && !s.lateDone &&
+			!isClosed(s.conn.ended) {
 			t.stats.timeouts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})
 		}
 	}
-	if s.state != slotIdle && t.tooLong(s.started, now) {
+	if s.state != slotIdle && t.softExpired(s.startedAt, now) {
 		s.expired.Store(true)
-		s.signal()
+		s.wakeCaller()
 	}
 }
 
-// replayPatience is how long the first replay of a call may take, in one hundredths of the timeout:
-// see patience.
-const replayPatience = 8
+// replayTimeoutPercent is the timeout of the first replay of a call, in percent of Config.Timeout.
+const replayTimeoutPercent = 8
 
-// patience is how long a call that was sent so many times may go without an answer before its
-// connection is given up. A server that still executes the first copy of a call discards the second
-// (knfsd does), and will never answer it; the call is not to wait for a whole timeout then.
-func (t *Transport) patience(sends int) time.Duration {
+// replyTimeout returns how long a call that was sent the given number of times may wait for a reply
+// before its connection is dropped. The timeout of the first replay is short. Each further replay
+// doubles it, up to Config.Timeout. A server that still executes the first copy of a call discards
+// the replay and never answers it (knfsd does).
+func (t *Transport) replyTimeout(sends int) time.Duration {
 	if sends <= 1 {
 		return t.cfg.Timeout
 	}
-	d := t.cfg.Timeout * replayPatience / 100
+	d := t.cfg.Timeout * replayTimeoutPercent / 100
 	for ; sends > 2 && d < t.cfg.Timeout; sends-- {
 		d *= 2
 	}
 	return min(d, t.cfg.Timeout)
 }
 
-// checkConnection looks after the liveness of the connection: after KeepAlive of silence the server
-// is asked by a NULL call, whose silence for as long again ends the connection; when no call was
-// made for IdleTimeout the connection is closed, until the next.
+// checkConnection sends a keepalive NULL call after KeepAlive of silence, and ends the connection
+// after as much silence again. It closes the connection after IdleTimeout without a call.
 func (t *Transport) checkConnection() {
 	gen := t.window.generation()
 	cn := t.conn.Load()
@@ -278,53 +278,53 @@ func (t *Transport) checkConnection() {
 		cn.fail(errIdle)
 		return
 	}
-	silent := time.Duration(now - cn.lastHeard.Load())
+	silent := time.Duration(now - cn.lastReceived.Load())
 	if t.cfg.KeepAlive <= 0 || silent < t.cfg.KeepAlive {
 		return
 	}
-	if cn.pinging.Load() == 0 {
+	if cn.pingsInFlight.Load() == 0 {
 		t.startPing(cn)
 		return
 	}
-	// One is under way. Only what was sent can be answered: without a credit for it the calls' own
-	// timeout decides.
+	// A keepalive call is pending. If it was not sent for lack of a credit, only the timeouts of
+	// the other calls apply.
 	s := t.slots[t.cfg.Slots]
 	s.mu.Lock()
-	asked := s.state == slotSent && s.conn == cn
+	sent := s.state == slotSent && s.conn == cn
 	waited := time.Since(s.sentAt)
 	s.mu.Unlock()
-	if asked && waited > t.cfg.KeepAlive && silent >= waited {
+	if sent && waited > t.cfg.KeepAlive && silent >= waited {
 		cn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: silent})
 	}
 }
 
-// The procedure that asks a server whether it is there: NULL of NFSv3.
+// The keepalive call is NULL of NFSv3.
 const (
 	pingProgram = 100003
 	pingVersion = 3
 )
 
-// startPing asks the server of cn for a sign of life. It is also the first call of every
-// connection: a server that takes connections and answers nothing is found out by it, and it brings
-// the credits that all other calls wait for.
+// startPing sends a keepalive call. It is also the first call of every connection. It detects a
+// server that accepts connections and answers nothing. Its reply grants the credits for all other
+// calls.
 func (t *Transport) startPing(cn *conn) {
-	if !t.enterCall() {
+	if !t.beginCall() {
 		return
 	}
-	cn.pinging.Add(1)
+	cn.pingsInFlight.Add(1)
 	go t.ping(cn)
 }
 
 func (t *Transport) ping(cn *conn) {
 	defer t.calls.Done()
-	defer cn.pinging.Add(-1)
+	defer cn.pingsInFlight.Add(-1)
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	stop := make(chan struct{})
 	defer close(stop)
-	go func() { // a ping is of its connection alone
+	go func() { // the ping ends with its connection
 		select {
-		case <-cn.dead:
+		case <-cn.ended:
 		case <-t.closing:
 		case <-stop:
 		}
@@ -340,18 +340,18 @@ func (t *Transport) ping(cn *conn) {
 	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
 	t.trace.Add(trace.Event{Kind: trace.Ping})
 	if err := t.run(ctx, s, &m, time.Now()); err != nil {
-		t.log.Debug("liveness call failed", "server", t.cfg.Addr, "error", err)
+		t.log.Debug("keepalive call failed", "server", t.cfg.Addr, "error", err)
 	}
 }
 
-// checkFenced holds an ended call to the promise that its keys are dead.
-func (s *slot) checkFenced() {
+// verifyFenced checks that an ended call has no valid keys, if the invariant checks are on.
+func (s *slot) verifyFenced() {
 	if !verify.On() {
 		return
 	}
 	s.t.send.RLock()
 	defer s.t.send.RUnlock()
 	if n := len(s.mrs.Registered()); n > 0 {
-		verify.Failf("RPC %#x ends with %d keys alive", s.xid, n)
+		verify.Failf("RPC %#x ends with %d registered MRs", s.xid, n)
 	}
 }

@@ -26,17 +26,17 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// serverEnv makes the test binary a server alone, so that what is measured in a test is the
-// client's.
+// serverEnv makes the test binary a server, so that measurements of a test cover the client alone.
 const serverEnv = "XPRT_TEST_SERVER"
 
 func TestMain(m *testing.M) {
 	if os.Getenv(serverEnv) != "" {
-		if err := serveAlone(); err != nil {
+		if err := serveProcess(); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
@@ -45,9 +45,9 @@ func TestMain(m *testing.M) {
 	testutil.Main(m)
 }
 
-// serveAlone serves on loopback until its standard input ends, and says where on its standard
+// serveProcess serves on loopback until its standard input ends. It prints its address to standard
 // output.
-func serveAlone() error {
+func serveProcess() error {
 	l, err := softiwarp.New(softiwarp.Config{}).Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))
 	if err != nil {
 		return err
@@ -62,8 +62,8 @@ func serveAlone() error {
 	return svcrdma.Serve(ctx, l, svcrdma.Config{Handler: &service{}, RemoteInv: true})
 }
 
-// serveElsewhere starts a server in a process of its own that ends with the test.
-func serveElsewhere(t testing.TB) netip.AddrPort {
+// startServerProcess starts a server in another process, which ends with the test.
+func startServerProcess(t testing.TB) netip.AddrPort {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), serverEnv+"=1")
@@ -97,33 +97,33 @@ func serveElsewhere(t testing.TB) netip.AddrPort {
 }
 
 const (
-	// proc 0: nothing; 1: the arguments back; 2: a reply of the size asked for
+	// Procedure 0 does nothing, 1 returns its arguments, 2 returns as many bytes as requested.
 	echoProg = 0x20000001
 	nfsProg  = 100003
 )
 
-// pattern is the octet at offset off of the file that the test server has.
+// pattern returns the byte at offset off of the file of the test server.
 func pattern(off uint64) byte { return byte(off*7 + off>>8 + off>>16) }
 
-// first is the file's first MiB, made once: the benchmarks are not to measure how a pattern is
-// made.
-var first = fill(0, 1<<20)
+// firstMiB is the first MiB of the file. It is filled once, so that benchmarks do not measure the
+// pattern.
+var firstMiB = fill(0, 1<<20)
 
 func appendPattern(b []byte, off uint64, n int) []byte {
-	if off == 0 && n <= len(first) {
-		return append(b, first[:n]...)
+	if off == 0 && n <= len(firstMiB) {
+		return append(b, firstMiB[:n]...)
 	}
 	return append(b, fill(off, n)...)
 }
 
 func matchesPattern(off uint64, data []byte) bool {
-	if off == 0 && len(data) <= len(first) {
-		return bytes.Equal(data, first[:len(data)])
+	if off == 0 && len(data) <= len(firstMiB) {
+		return bytes.Equal(data, firstMiB[:len(data)])
 	}
 	return bytes.Equal(data, fill(off, len(data)))
 }
 
-// service is a small RPC server: the echo program, and READ and WRITE of one endless file.
+// A service is a small RPC server: the echo program, and READ and WRITE of one endless file.
 type service struct {
 	delay atomic.Int64 // nanoseconds before each reply
 	calls atomic.Int64
@@ -186,7 +186,7 @@ func (s *service) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []
 	return reply, nil
 }
 
-// handlerFunc answers every call with nothing, when f returns.
+// A handlerFunc sends an empty reply to every call after it returns.
 type handlerFunc func(ctx context.Context, proc uint32)
 
 func (f handlerFunc) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
@@ -198,10 +198,14 @@ func (f handlerFunc) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply
 	return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), nil
 }
 
-// serve starts a server on loopback that ends with the test.
+// serve starts a server on loopback, which ends with the test.
 func serve(t testing.TB, cfg svcrdma.Config) netip.AddrPort {
 	t.Helper()
-	p := softiwarp.New(softiwarp.Config{})
+	return serveOn(t, softiwarp.New(softiwarp.Config{}), cfg)
+}
+
+func serveOn(t testing.TB, p verbs.Provider, cfg svcrdma.Config) netip.AddrPort {
+	t.Helper()
 	l, err := p.Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))
 	if err != nil {
 		t.Fatal(err)
@@ -219,11 +223,22 @@ func serve(t testing.TB, cfg svcrdma.Config) netip.AddrPort {
 	return l.Addr()
 }
 
+// faulty returns a softiwarp provider with the faults of spec.
+func faulty(t testing.TB, spec string) *faults.Provider {
+	t.Helper()
+	plan, err := faults.Parse(spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return faults.New(softiwarp.New(softiwarp.Config{}), plan, nil)
+}
+
+// dial returns a connected transport, which is closed at the end of the test.
 func dial(t testing.TB, addr netip.AddrPort, change func(*Config)) *Transport {
 	t.Helper()
 	cfg := Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr, ReconnectMin: 10 * time.Millisecond,
 		ReconnectMax: 50 * time.Millisecond,
-		KeepAlive:    -1} // tests count the calls that they make
+		KeepAlive:    -1} // the tests count calls
 	if change != nil {
 		change(&cfg)
 	}
@@ -235,7 +250,7 @@ func dial(t testing.TB, addr netip.AddrPort, change func(*Config)) *Transport {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
 	err = tr.Connect(ctx)
-	// who mounts would be told; the tests want what comes after
+	// A mount would fail here; the tests need a connection.
 	for err != nil && strings.Contains(err.Error(), "injected fault") {
 		err = tr.Connect(ctx)
 	}
@@ -284,26 +299,28 @@ func TestMessageForms(t *testing.T) {
 					args := fill(3, n)
 					m := echo(1, args, n)
 					if err := tr.Call(ctx, m); err != nil {
-						t.Fatalf("echo of %d octets: %v", n, err)
+						t.Fatalf("echo of %d bytes: %v", n, err)
 					}
 					if !bytes.Equal(m.Result, args) {
-						t.Fatalf("echo of %d octets came back as %d others", n, len(m.Result))
+						t.Fatalf("echo of %d bytes: got %d bytes, or other ones", n, len(m.Result))
 					}
 					m = echo(2, binary.BigEndian.AppendUint32(nil, uint32(n)), n+100)
 					if err := tr.Call(ctx, m); err != nil || !bytes.Equal(m.Result, fill(0, n)) {
-						t.Fatalf("reply of %d octets: %v, got %d", n, err, len(m.Result))
+						t.Fatalf("reply of %d bytes: got %d, %v", n, len(m.Result), err)
 					}
 				}
 				s := tr.Stats()
 				if s.NomsgCall == 0 || s.ReplyChunks == 0 || s.ReadChunks == 0 {
-					t.Errorf("forms not used: %d long calls, %d reply chunks, %d read chunks", s.NomsgCall,
+					t.Errorf("message forms: got %d long calls, %d reply chunks, %d read chunks; want some of each",
+						s.NomsgCall,
 						s.ReplyChunks, s.ReadChunks)
 				}
 				if inv && s.RemoteInvalidations == 0 {
-					t.Error("the server never used Send With Invalidate")
+					t.Error("remote invalidations: got 0, want some")
 				}
 				if !inv && (s.RemoteInvalidations != 0 || s.LocalInvNeeded == 0) {
-					t.Errorf("%d remote and %d local invalidations without the flag", s.RemoteInvalidations,
+					t.Errorf("without the flag: got %d remote, %d local invalidations; want 0, some",
+						s.RemoteInvalidations,
 						s.LocalInvNeeded)
 				}
 			})
@@ -322,31 +339,31 @@ func TestReadWriteSizes(t *testing.T) {
 				buf := make([]byte, n)
 				var r nfs3.ReadResult
 				if err := c.Read(ctx, noCred, fh, 5<<30+1, buf, &r); err != nil {
-					t.Fatalf("read %d: %v", n, err)
+					t.Fatalf("READ of %d bytes: %v", n, err)
 				}
 				if r.N != n || !bytes.Equal(buf, fill(5<<30+1, n)) {
-					t.Fatalf("read %d returned %d octets, or wrong ones", n, r.N)
+					t.Fatalf("READ of %d bytes: got %d bytes, or wrong ones", n, r.N)
 				}
 				var w nfs3.WriteResult
 				if err := c.Write(ctx, noCred, fh, 77, fill(77, n), nfs3.FileSync, &w); err != nil {
-					t.Fatalf("write %d: %v", n, err)
+					t.Fatalf("WRITE of %d bytes: %v", n, err)
 				}
 				if int(w.Count) != n {
-					t.Fatalf("write %d: count %d", n, w.Count)
+					t.Fatalf("WRITE of %d bytes: got count %d", n, w.Count)
 				}
 			}
 			s := tr.Stats()
 			if s.WriteChunks == 0 || s.ReadChunks == 0 || s.MRStates["VALID"] > 1 {
-				t.Errorf("stats %+v", s)
+				t.Errorf("stats: got %+v, want read and write chunks, and no VALID MR but the pad", s)
 			}
 		})
 	}
 }
 
-// TestSteadyState holds the hot path to its promises: no allocation, one post and well under one
-// send completion per RPC.
+// TestSteadyState checks the hot path: no allocation, one post, and far fewer Send completions than
+// RPCs.
 func TestSteadyState(t *testing.T) {
-	tr := dial(t, serveElsewhere(t), nil)
+	tr := dial(t, startServerProcess(t), nil)
 	ctx := context.Background()
 	read := make([]byte, 1<<20)
 	data := fill(0, 1<<20)
@@ -381,7 +398,7 @@ func TestSteadyState(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			for range 2 * DefaultSlots { // every slot has its MR
+			for range 2 * DefaultSlots { // allocate the MR of every slot
 				call()
 			}
 			before := tr.Stats()
@@ -389,19 +406,19 @@ func TestSteadyState(t *testing.T) {
 			allocs := testing.AllocsPerRun(runs-1, call)
 			after := tr.Stats()
 			if posts := after.PostedChains - before.PostedChains; posts != runs {
-				t.Errorf("%d posts for %d RPCs", posts, runs)
+				t.Errorf("posts of %d RPCs: got %d, want one each", runs, posts)
 			}
 			if n := after.SendCompletions - before.SendCompletions; n > runs/4 {
-				t.Errorf("%d send completions for %d RPCs", n, runs)
+				t.Errorf("Send completions of %d RPCs: got %d, want at most %d", runs, n, runs/4)
 			}
 			if allocs != 0 {
-				t.Errorf("%v allocations per RPC", allocs)
+				t.Errorf("allocations per RPC: got %v, want 0", allocs)
 			}
 		})
 	}
 }
 
-func TestReplayOverDisconnects(t *testing.T) {
+func TestCallsSurviveDisconnects(t *testing.T) {
 	var n atomic.Int64
 	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict {
 		if n.Add(1)%97 == 0 {
@@ -420,16 +437,16 @@ func TestReplayOverDisconnects(t *testing.T) {
 				size := (i*2711 + w) % len(buf)
 				var r nfs3.ReadResult
 				if err := c.Read(ctx, noCred, fh, off, buf[:size], &r); err != nil {
-					t.Errorf("read: %v", err)
+					t.Errorf("READ: %v", err)
 					return
 				}
 				if !bytes.Equal(buf[:size], fill(off, size)) {
-					t.Errorf("worker %d: wrong octets at %d", w, off)
+					t.Errorf("worker %d: wrong data at offset %d", w, off)
 					return
 				}
 				var wr nfs3.WriteResult
 				if err := c.Write(ctx, noCred, fh, off, buf[:size], nfs3.FileSync, &wr); err != nil {
-					t.Errorf("write: %v", err)
+					t.Errorf("WRITE: %v", err)
 					return
 				}
 			}
@@ -438,10 +455,10 @@ func TestReplayOverDisconnects(t *testing.T) {
 	wg.Wait()
 	s := tr.Stats()
 	if s.Connects < 3 || s.Resends == 0 {
-		t.Errorf("%d connections, %d calls sent again: the test cut nothing", s.Connects, s.Resends)
+		t.Errorf("got %d connects, %d resends; want at least 3, some", s.Connects, s.Resends)
 	}
 	if s.MRsOrphaned != 0 || s.SlotsInUse != 0 || s.InFlight != 0 {
-		t.Errorf("%d orphaned, %d slots in use, %d in flight", s.MRsOrphaned, s.SlotsInUse, s.InFlight)
+		t.Errorf("got %d orphaned MRs, %d slots in use, %d in flight; want 0", s.MRsOrphaned, s.SlotsInUse, s.InFlight)
 	}
 }
 
@@ -455,29 +472,37 @@ func TestInterruptFencesAndReturns(t *testing.T) {
 		t.Fatal(err)
 	}
 	svc.delay.Store(int64(300 * time.Millisecond))
+	svc.calls.Store(0)
 	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
 	buf := make([]byte, 100000)
-	time.AfterFunc(30*time.Millisecond, cancel)
-	err := c.Read(ctx, noCred, fh, 0, buf, &r)
-	if !errors.Is(err, syscall.EINTR) || !errors.Is(err, context.Canceled) {
-		t.Fatalf("error %v, want EINTR", err)
+	returned := make(chan error, 1)
+	go func() {
+		var r nfs3.ReadResult
+		returned <- c.Read(ctx, noCred, fh, 0, buf, &r)
+	}()
+	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+	cancel()
+	if err := <-returned; !errors.Is(err, syscall.EINTR) || !errors.Is(err, context.Canceled) {
+		t.Fatalf("READ: got %v, want EINTR", err)
 	}
 	for i := range buf {
-		buf[i] = 0xee // the caller's again
+		buf[i] = 0xee // the buffer belongs to the caller again
 	}
 	svc.delay.Store(0)
-	time.Sleep(500 * time.Millisecond) // the late reply comes, and its RDMA Write before it
+	// The RDMA Write of the server comes before its late reply, which returns the slot.
+	eventually(t, "late reply", func() bool { return tr.Stats().SlotsInUse == 0 })
 	for i := range buf {
 		if buf[i] != 0xee {
-			t.Fatalf("octet %d was written after the call had returned", i)
+			t.Fatalf("byte %d was written after the call had returned", i)
 		}
 	}
 	other := make([]byte, 50000)
 	if err := c.Read(testContext(t), noCred, fh, 9, other, &r); err != nil || !bytes.Equal(other, fill(9, len(other))) {
-		t.Fatalf("next read: %v, or wrong octets", err)
+		t.Fatalf("next READ: got %v, or wrong data", err)
 	}
 	if s := tr.Stats(); s.Interrupted != 1 || s.SlotsInUse != 0 {
-		t.Errorf("%d interrupted, %d slots in use; want 1, 0", s.Interrupted, s.SlotsInUse)
+		t.Errorf("got %d interrupted calls, %d slots in use; want 1, 0", s.Interrupted, s.SlotsInUse)
 	}
 }
 
@@ -494,50 +519,46 @@ func TestSoftMountTimesOut(t *testing.T) {
 		err := tr.Call(testContext(t), echo(1, nil, 0))
 		var te *TimeoutError
 		if !errors.As(err, &te) || !errors.Is(err, c.want) {
-			t.Errorf("mode %d: %v, want %v", c.mode, err, c.want)
+			t.Errorf("Call with recovery mode %d: got %v, want %v", c.mode, err, c.want)
 		}
-		eventually(t, "another connection: a late call ends its own",
+		eventually(t, "second connection after a late call",
 			func() bool { s := tr.Stats(); return s.Timeouts > 0 && s.Connects > 1 })
 		tr.Close()
 	}
 }
 
-// TestSoftMountTimesOutWithoutMemory has a device that never gives an MR: a call that cannot even
-// be sent ends with the time of a soft mount, too, and does not fill the log meanwhile.
+// TestSoftMountTimesOutWithoutMemory has a device that never allocates an MR. A call that cannot be
+// sent must end after the timeout of the soft mount, and must be logged only once.
 func TestSoftMountTimesOutWithoutMemory(t *testing.T) {
-	plan, err := faults.Parse("alloc-fail=1")
-	if err != nil {
-		t.Fatal(err)
-	}
 	var log bytes.Buffer
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(cfg *Config) {
-		cfg.Provider = faults.New(cfg.Provider, plan, nil)
+		cfg.Provider = faulty(t, "alloc-fail=1")
 		cfg.Recovery, cfg.Timeout, cfg.Retrans = Soft, 150*time.Millisecond, 1
 		cfg.Logger = hclog.New(&hclog.LoggerOptions{Output: &log, Level: hclog.Warn, Mutex: &sync.Mutex{}})
 	})
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	var r nfs3.ReadResult
-	err = nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, testFH(t), 0, make([]byte, 9000), &r)
+	err := nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, testFH(t), 0, make([]byte, 9000), &r)
 	if !isTimeout(err) {
-		t.Errorf("the call ended with %v, want its timeout", err)
+		t.Errorf("Call: got %v, want a TimeoutError", err)
 	}
 	tr.Close()
 	if n := strings.Count(log.String(), "no memory"); n != 1 {
-		t.Errorf("%d lines about one call", n)
+		t.Errorf("log lines about one call: got %d, want 1", n)
 	}
 }
 
-// TestSoftMountCountsTheWaitForASlot has more callers than slots, and a server that answers none:
-// the time of those that wait for a slot passes, too, so that none of them is sent when a slot is
-// free at last.
-func TestSoftMountCountsTheWaitForASlot(t *testing.T) {
+// TestSoftMountCountsWaitForSlot has more callers than slots, and a server that answers no call.
+// The wait for a slot counts for the timeout. A call that waited too long must not be sent when a
+// slot becomes free.
+func TestSoftMountCountsWaitForSlot(t *testing.T) {
 	const slots = 4
 	svc := &service{}
 	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(cfg *Config) {
 		cfg.Recovery, cfg.Timeout, cfg.Slots = Soft, 2*time.Second, slots
 	})
-	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // brings the credits
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // its reply grants the credits
 		t.Fatal(err)
 	}
 	svc.delay.Store(int64(time.Hour))
@@ -546,41 +567,38 @@ func TestSoftMountCountsTheWaitForASlot(t *testing.T) {
 	for range 3 * slots {
 		wg.Go(func() {
 			if err := tr.Call(testContext(t), echo(1, nil, 0)); !isTimeout(err) {
-				t.Errorf("the call ended with %v, want its timeout", err)
+				t.Errorf("Call: got %v, want a TimeoutError", err)
 			}
 		})
 	}
 	wg.Wait()
 	if n := svc.calls.Load(); n > slots {
-		t.Errorf("%d calls came to the server, %d had a slot in time", n, slots)
+		t.Errorf("calls at the server: got %d, want at most %d", n, slots)
 	}
 }
 
-func TestLyingServer(t *testing.T) {
+func TestInvalidReplies(t *testing.T) {
 	cases := []struct {
-		name string
-		lie  func(*rpcrdma.Header)
-		err  func(error) bool
+		name   string
+		change func(*rpcrdma.Header)
+		want   func(error) bool
 	}{
 		{"write chunk longer than offered", func(h *rpcrdma.Header) { h.Writes[0][0].Length++ }, isProtocol},
 		{"write chunk of another key", func(h *rpcrdma.Header) { h.Writes[0][0].Handle++ }, isProtocol},
 		{"two write chunks", func(h *rpcrdma.Header) { h.Writes = append(h.Writes, h.Writes[0]) }, isProtocol},
 		{"no write chunk", func(h *rpcrdma.Header) { h.Writes = nil }, isProtocol},
-		{"write chunk said to be empty", func(h *rpcrdma.Header) { h.Writes[0][0].Length = 0 },
+		{"empty write chunk", func(h *rpcrdma.Header) { h.Writes[0][0].Length = 0 },
 			func(err error) bool { return errors.Is(err, nfs3.ErrMalformed) }},
 		{"read list in a reply", func(h *rpcrdma.Header) {
-			h.Reads = append(h.Reads,
-				rpcrdma.ReadSegment{Position: 4})
+			h.Reads = append(h.Reads, rpcrdma.ReadSegment{Position: 4})
 		}, isProtocol},
 		{"reply chunk that was not offered", func(h *rpcrdma.Header) {
-			h.HasReply, h.Reply = true,
-				rpcrdma.Chunk{{Handle: 1, Length: 5}}
+			h.HasReply, h.Reply = true, rpcrdma.Chunk{{Handle: 1, Length: 5}}
 		}, isProtocol},
-		{"long reply without a chunk", func(h *rpcrdma.Header) { h.Proc = rpcrdma.ProcNoMsg }, isProtocol},
+		{"long reply without a reply chunk", func(h *rpcrdma.Header) { h.Proc = rpcrdma.ProcNoMsg }, isProtocol},
 		{"ERR_CHUNK", func(h *rpcrdma.Header) { h.Proc, h.Err = rpcrdma.ProcError, rpcrdma.ErrChunk }, isServer},
 		{"ERR_VERS", func(h *rpcrdma.Header) {
-			h.Proc, h.Err, h.Low, h.High = rpcrdma.ProcError, rpcrdma.ErrVers, 2,
-				3
+			h.Proc, h.Err, h.Low, h.High = rpcrdma.ProcError, rpcrdma.ErrVers, 2, 3
 		}, isServer},
 		{"unknown XID", func(h *rpcrdma.Header) { h.XID ^= 1 << 30 }, isTimeout},
 		{"unknown slot", func(h *rpcrdma.Header) { h.XID |= 127 }, isTimeout},
@@ -588,10 +606,10 @@ func TestLyingServer(t *testing.T) {
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			var lying atomic.Bool
+			var invalid atomic.Bool
 			hooks := svcrdma.Hooks{Reply: func(h *rpcrdma.Header) svcrdma.Verdict {
-				if lying.Load() {
-					c.lie(h)
+				if invalid.Load() {
+					c.change(h)
 				}
 				return svcrdma.Send
 			}}
@@ -601,18 +619,18 @@ func TestLyingServer(t *testing.T) {
 			cl, fh := nfs3.NewClient(tr, nfs3.Options{}), testFH(t)
 			buf := make([]byte, 60000)
 			var r nfs3.ReadResult
-			lying.Store(true)
-			if err := cl.Read(testContext(t), noCred, fh, 0, buf, &r); !c.err(err) {
-				t.Errorf("error %v", err)
+			invalid.Store(true)
+			if err := cl.Read(testContext(t), noCred, fh, 0, buf, &r); !c.want(err) {
+				t.Errorf("READ: got %v, want another error", err)
 			}
-			lying.Store(false)
-			if n := tr.Stats().BadReply; (n != 0) != (c.err(&ProtocolError{}) || c.err(&ServerError{})) &&
+			invalid.Store(false)
+			if n := tr.Stats().BadReply; (n != 0) != (c.want(&ProtocolError{}) || c.want(&ServerError{})) &&
 				c.name != "wrong version" {
-				t.Errorf("%d bad replies were counted", n)
+				t.Errorf("bad replies: got %d", n)
 			}
 			if err := cl.Read(testContext(t), noCred, fh, 1, buf, &r); err != nil ||
 				!bytes.Equal(buf, fill(1, len(buf))) {
-				t.Errorf("the next read: %v, or wrong octets", err)
+				t.Errorf("next READ: got %v, or wrong data", err)
 			}
 		})
 	}
@@ -622,7 +640,7 @@ func isProtocol(err error) bool { var e *ProtocolError; return errors.As(err, &e
 func isServer(err error) bool   { var e *ServerError; return errors.As(err, &e) }
 func isTimeout(err error) bool  { var e *TimeoutError; return errors.As(err, &e) }
 
-func TestCreditsBoundTheCallsInFlight(t *testing.T) {
+func TestCreditsLimitCallsInFlight(t *testing.T) {
 	var now, most atomic.Int64
 	h := svcrdma.HandlerFunc(func(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error) {
 		n := now.Add(1)
@@ -650,10 +668,10 @@ func TestCreditsBoundTheCallsInFlight(t *testing.T) {
 	}
 	wg.Wait()
 	if m := most.Load(); m > 4 || m < 2 {
-		t.Errorf("%d calls at a time on 4 credits", m)
+		t.Errorf("calls in flight with 4 credits: got %d, want 2 to 4", m)
 	}
 	if s := tr.Stats(); s.Credits != 4 {
-		t.Errorf("credits %d, want 4", s.Credits)
+		t.Errorf("credits: got %d, want 4", s.Credits)
 	}
 }
 
@@ -665,36 +683,36 @@ func TestCloseEndsWaitingCalls(t *testing.T) {
 	for range cap(errs) {
 		go func() { errs <- tr.Call(context.Background(), echo(1, nil, 0)) }()
 	}
-	time.Sleep(50 * time.Millisecond)
+	eventually(t, "3 pending calls", func() bool { return len(tr.Calls()) == cap(errs) })
 	tr.Close()
 	for range cap(errs) {
 		if err := <-errs; !errors.Is(err, ErrClosed) {
-			t.Errorf("error %v, want ErrClosed", err)
+			t.Errorf("Call: got %v, want ErrClosed", err)
 		}
 	}
 	if err := tr.Call(context.Background(), echo(1, nil, 0)); !errors.Is(err, ErrClosed) {
-		t.Errorf("call after Close: %v", err)
+		t.Errorf("Call after Close: got %v, want ErrClosed", err)
 	}
 }
 
-func TestConfigIsChecked(t *testing.T) {
+func TestNewRejectsInvalidConfig(t *testing.T) {
 	for _, c := range []Config{{Slots: 3}, {Slots: MaxSlots + 1}, {InlineBytes: 1000}, {InlineBytes: 512},
 		{InlineBytes: MaxInlineBytes + 1024}} {
 		if _, err := New(c); err == nil {
-			t.Errorf("%+v was accepted", c)
+			t.Errorf("New(%+v): got nil, want an error", c)
 		}
 	}
 	if n := leakcheck.Count(leakcheck.Slot); n != 0 {
-		t.Errorf("%d slots left by refused configurations", n)
+		t.Errorf("slots after rejected configurations: got %d, want 0", n)
 	}
 }
 
-// TestJunkDoesNotFillTheLog has a server answer many calls with messages that are to be discarded.
-func TestJunkDoesNotFillTheLog(t *testing.T) {
+// TestDiscardedMessagesAreLoggedRarely has a server answer many calls with invalid messages.
+func TestDiscardedMessagesAreLoggedRarely(t *testing.T) {
 	const calls = 20
 	var replies atomic.Int64
 	hooks := svcrdma.Hooks{Reply: func(h *rpcrdma.Header) svcrdma.Verdict {
-		if replies.Add(1) > 1 { // the first brings the credits
+		if replies.Add(1) > 1 { // the first reply grants the credits
 			h.Vers = 9
 		}
 		return svcrdma.Send
@@ -712,11 +730,11 @@ func TestJunkDoesNotFillTheLog(t *testing.T) {
 	for range calls {
 		wg.Go(func() { tr.Call(ctx, echo(1, nil, 0)) })
 	}
-	eventually(t, "all discarded", func() bool { return tr.Stats().BadReply == calls })
+	eventually(t, "discarded message for each call", func() bool { return tr.Stats().BadReply == calls })
 	cancel()
 	wg.Wait()
 	tr.Close()
 	if n, most := strings.Count(log.String(), "discarded"), 1+int(time.Since(began)/discardPause); n == 0 || n > most {
-		t.Errorf("%d lines in the log, want 1 to %d", n, most)
+		t.Errorf("log lines: got %d, want 1 to %d", n, most)
 	}
 }

@@ -16,23 +16,24 @@ import (
 )
 
 const (
-	captureStart  = 60 * time.Second
-	captureStop   = 60 * time.Second
-	captureBuffer = 256 // MiB of the kernel's ring, so that a busy host loses nothing
-	// captureSettle is what the kernel may keep a packet before it hands it over: dumpcap leaves
-	// behind what it has not been given. A guest's kernel sends by threads of its own what a
-	// program there has asked for.
+	captureStart = 60 * time.Second
+	captureStop  = 60 * time.Second
+	// size in MiB of the kernel's ring buffer, so that a busy host drops no packet
+	captureBuffer = 256
+	// captureSettle is the time between the end of the traffic and the end of a capture. dumpcap
+	// drops packets that the kernel has not passed to it yet, and a guest's kernel sends a
+	// program's data from its own threads.
 	captureSettle = time.Second
 )
 
-// ErrPacketsLost is a capture that is not whole, and so proves nothing.
+// ErrPacketsLost reports that packets are missing from a capture, which then proves nothing.
 var ErrPacketsLost = errors.New("the capture lost packets")
 
-// A Capture records the traffic with a guest.
+// A Capture records the traffic of a guest in a file.
 type Capture struct {
-	File string // pcapng or pcap, whole after Stop
+	File string // pcapng or pcap; complete after Stop
 
-	// does everything, where this process runs in a guest; only File is set then
+	// remote carries out every method if this process runs in a guest; then only File is set.
 	remote *remoteGuest
 
 	stop func() error
@@ -40,16 +41,16 @@ type Capture struct {
 	err  error
 }
 
-// Capture records until Stop, or the end of the test: the host's traffic with the RDMA port of the
-// guest, or, of a guest on a link, all that it sends and receives there. The file is in the test's
-// artifact directory.
+// Capture starts a capture that ends with Stop, or with the test. It records the host's traffic
+// with the guest's RDMA port. For a guest on a link it records all frames that the guest sends and
+// receives there. The file is in the test's artifact directory.
 func (g *Guest) Capture(t testing.TB, name string) *Capture {
 	t.Helper()
 	if g.remote != nil {
 		return g.captureRemote(t, name)
 	}
 	if g.port != nil {
-		return g.port.link.capture(t, name, g.port)
+		return g.captureLink(t, name)
 	}
 	c := &Capture{File: filepath.Join(t.ArtifactDir(), name+".pcapng")}
 	d := startDumpcap(t, "-i", "lo", "-f", fmt.Sprintf("tcp port %d", g.RDMA.Port()), "-B", fmt.Sprint(captureBuffer),
@@ -60,8 +61,8 @@ func (g *Guest) Capture(t testing.TB, name string) *Capture {
 	return c
 }
 
-// Stop ends the capture. It returns ErrPacketsLost if packets are missing. The traffic of interest
-// must be over.
+// Stop ends the capture. Call it when the traffic of interest is over. It returns ErrPacketsLost if
+// packets are missing.
 func (c *Capture) Stop() error {
 	if c.remote != nil {
 		return c.remote.do(opStopCapture)
@@ -70,10 +71,10 @@ func (c *Capture) Stop() error {
 	return c.err
 }
 
-// A dumpcap is a run of that program.
+// A dumpcap is one running dumpcap(1) process.
 type dumpcap struct {
 	cmd    *exec.Cmd
-	ready  chan struct{} // closed when it listens
+	ready  chan struct{} // closed when dumpcap captures
 	ended  chan struct{}
 	mu     sync.Mutex
 	stderr strings.Builder // guarded by mu
@@ -90,7 +91,7 @@ func startDumpcap(t testing.TB, args ...string) *dumpcap {
 	}
 	started := make(chan error)
 	go func() {
-		runtime.LockOSThread() // as for QEMU: the signal comes with the end of this thread
+		runtime.LockOSThread() // as for QEMU: the end of this thread sends the signal
 		defer runtime.UnlockOSThread()
 		err := d.cmd.Start()
 		started <- err
@@ -103,7 +104,8 @@ func startDumpcap(t testing.TB, args ...string) *dumpcap {
 			d.mu.Lock()
 			d.stderr.WriteString(sc.Text() + "\n")
 			d.mu.Unlock()
-			if !open && strings.Contains(sc.Text(), "File:") { // it says so once it listens
+			// dumpcap prints this line when it captures
+			if !open && strings.Contains(sc.Text(), "File:") {
 				open = true
 				close(d.ready)
 			}
@@ -116,25 +118,25 @@ func startDumpcap(t testing.TB, args ...string) *dumpcap {
 	return d
 }
 
-// wait waits until it listens.
+// wait waits until dumpcap captures packets.
 func (d *dumpcap) wait(t testing.TB) {
 	t.Helper()
 	select {
 	case <-d.ready:
 	case <-d.ended:
-		t.Fatalf("dumpcap ended: %s", d.said())
+		t.Fatalf("dumpcap ended: %s", d.output())
 	case <-time.After(captureStart):
-		t.Fatalf("dumpcap did not start within %v: %s", captureStart, d.said())
+		t.Fatalf("dumpcap did not start within %v: %s", captureStart, d.output())
 	}
 }
 
-func (d *dumpcap) said() string {
+func (d *dumpcap) output() string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.stderr.String()
 }
 
-// stop ends it, and tells whether it has seen everything.
+// stop ends dumpcap and reports whether it recorded every packet.
 func (d *dumpcap) stop() error {
 	time.Sleep(captureSettle)
 	d.cmd.Process.Signal(os.Interrupt)
@@ -145,14 +147,14 @@ func (d *dumpcap) stop() error {
 		<-d.ended
 		return fmt.Errorf("dumpcap did not end within %v", captureStop)
 	}
-	if said := d.said(); !strings.Contains(said, "dropped on interface") || !strings.Contains(said, "/0 ") {
-		return fmt.Errorf("%w: %s", ErrPacketsLost, said)
+	if output := d.output(); !strings.Contains(output, "dropped on interface") || !strings.Contains(output, "/0 ") {
+		return fmt.Errorf("%w: %s", ErrPacketsLost, output)
 	}
 	return nil
 }
 
-// Tshark reads the capture with tshark, which decodes MPA, DDP, RDMAP, RoCE, RPC-over-RDMA and NFS
-// by itself, and returns what it prints.
+// Tshark runs tshark on the capture and returns its output. tshark decodes MPA, DDP, RDMAP, RoCE,
+// RPC-over-RDMA and NFS without options.
 func (c *Capture) Tshark(args ...string) (string, error) {
 	if c.remote != nil {
 		a := c.remote.ask(remoteRequest{Op: opReadCapture, Args: args})
@@ -169,9 +171,9 @@ func (c *Capture) Tshark(args ...string) (string, error) {
 	return string(out), nil
 }
 
-// Malformed returns a line for each packet that does not decode, up to RPC: the decoder does not
-// put data that went by RDMA Write back into an NFS reply, and would take each such reply for cut
-// short.
+// Malformed returns a line for each packet that does not decode up to RPC. It leaves NFS out: the
+// decoder does not insert RDMA Write data into NFS replies, and would report each of these replies
+// as truncated.
 func (c *Capture) Malformed() (string, error) {
 	return c.Tshark("--disable-protocol", "nfs", "-Y", "_ws.malformed || _ws.unreassembled || _ws.short")
 }

@@ -15,18 +15,18 @@ import (
 )
 
 const (
-	// commandPorts is how many commands a guest runs at once.
+	// commandPorts is the number of commands that a guest can run at once.
 	commandPorts = 4
-	// commandTimeout is the limit of Run.
+	// commandTimeout is the time limit of Run.
 	commandTimeout = 2 * time.Minute
-	// commandGrace is what the guest has for saying that it killed a command.
+	// commandGrace is the time that a guest has to report that it killed a command.
 	commandGrace = 20 * time.Second
 )
 
-// A CommandError is a command that ran in the guest and failed.
+// A CommandError reports a command that ran in the guest and failed.
 type CommandError struct {
 	Command  string
-	ExitCode int // 137 is a command that was killed, at its time limit for example
+	ExitCode int // 137 if the command was killed, for example at its time limit
 	Output   string
 }
 
@@ -34,18 +34,18 @@ func (e *CommandError) Error() string {
 	return fmt.Sprintf("command in the guest: exit code %d: %s\n%s", e.ExitCode, e.Command, e.Output)
 }
 
-// ErrPower is what a command ends with when the guest was reset, or lost its power, under it.
-var ErrPower = errors.New("the guest was reset or lost its power")
+// ErrPower reports that the guest was reset, or lost its power, while a command ran.
+var ErrPower = errors.New("guest was reset or lost its power")
 
-// A commandPort is one way into the guest.
+// A commandPort is a serial port through which the guest runs commands.
 type commandPort struct {
 	mu   sync.Mutex // one command at a time
 	conn net.Conn
 	r    *bufio.Reader
 }
 
-// run runs a command in the boot with this id, and returns what it wrote to both its outputs. stop
-// ends the wait early.
+// run runs a command in the boot with this ID and returns its standard output and standard error.
+// It returns early when stop ends.
 func (p *commandPort) run(stop context.Context, boot, command string, limit time.Duration) (string, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -69,7 +69,7 @@ func (p *commandPort) run(stop context.Context, boot, command string, limit time
 		if err != nil {
 			return fail(err)
 		}
-		if !began { // what an earlier command left behind
+		if !began { // output of an earlier command
 			began = strings.HasSuffix(line, nonce+" begin\n")
 			continue
 		}
@@ -78,7 +78,7 @@ func (p *commandPort) run(stop context.Context, boot, command string, limit time
 			out.WriteString(line)
 			continue
 		}
-		// the line end before the marker is not the command's
+		// command-port writes a newline before the marker; it is not part of the output.
 		text := strings.TrimSuffix(out.String(), "\n")
 		rc, err := strconv.Atoi(strings.TrimSpace(code))
 		if err != nil {
@@ -91,14 +91,15 @@ func (p *commandPort) run(stop context.Context, boot, command string, limit time
 	}
 }
 
-// Run runs a shell command in the guest and returns what it wrote, to both outputs. A command that
-// fails, or takes longer than two minutes, gives a *CommandError; ErrPower and ErrPanic are for a
-// guest that went away under it. Up to four may run at once; more wait for one another.
+// Run runs a shell command in the guest and returns its standard output and standard error. It
+// returns a *CommandError if the command fails or takes longer than two minutes, and ErrPower or
+// ErrPanic if the guest stops while the command runs. Four commands can run at once; further calls
+// wait.
 func (g *Guest) Run(command string) (string, error) {
 	return g.RunFor(command, commandTimeout)
 }
 
-// RunFor is Run with another limit.
+// RunFor is Run with another time limit.
 func (g *Guest) RunFor(command string, limit time.Duration) (string, error) {
 	if g.remote != nil {
 		a := g.remote.ask(remoteRequest{Op: opRun, Command: command, Limit: limit})
@@ -108,12 +109,12 @@ func (g *Guest) RunFor(command string, limit time.Duration) (string, error) {
 	m := g.machine
 	g.mu.Unlock()
 	if m == nil {
-		return "", fmt.Errorf("command in the guest: it is off: %s", command)
+		return "", fmt.Errorf("command in the guest: guest is off: %s", command)
 	}
 	return m.run(command, limit)
 }
 
-// MustRun is Run for a command that must succeed.
+// MustRun is Run, and ends the test if the command fails.
 func (g *Guest) MustRun(command string) string {
 	g.t.Helper()
 	out, err := g.Run(command)

@@ -11,55 +11,55 @@ import (
 	"sync"
 )
 
-// A boot is one start of a guest's kernel, as the console tells it.
+// A boot is one start of a guest's kernel, as its console shows it.
 type boot struct {
-	after string // boot id of the boot before, which may still be heard
+	after string // ID of the previous boot, whose last output may still arrive
 
 	settled chan struct{} // closed when id or err is set
-	id      string        // boot id, once the guest serves
-	err     error         // why it never will
+	id      string        // boot ID, set when the guest serves
+	err     error         // why the guest will not serve
 }
 
-// A console is what a guest's kernel and its first process say, over all boots. Safe for concurrent
-// use.
+// A console holds the output of a guest's kernel and its first process, over all boots. It is safe
+// for concurrent use.
 type console struct {
-	mu    sync.Mutex
-	lines []string
-	void  bool // what the current boot says is not kept
-	cur   *boot
-	died  chan struct{} // closed at the first panic of the current boot
-	dead  bool
+	mu          sync.Mutex
+	lines       []string
+	discard     bool // drop the rest of the current boot's output
+	current     *boot
+	panicC      chan struct{} // closed at the first panic of the current boot
+	hasPanicked bool
 }
 
-// ErrPanic is what a command ends with when the guest's kernel panicked. The guest stands still
-// then, until it is reset.
-var ErrPanic = errors.New("the guest's kernel panicked")
+// ErrPanic reports that the guest's kernel panicked while a command ran. The guest then stands
+// still until Reset.
+var ErrPanic = errors.New("guest kernel panicked")
 
-// expect begins a new boot.
-func (c *console) expect(after string) *boot {
+// beginBoot begins a new boot.
+func (c *console) beginBoot(after string) *boot {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.cur = &boot{after: after, settled: make(chan struct{})}
-	c.died = make(chan struct{})
-	c.dead, c.void = false, false
-	return c.cur
+	c.current = &boot{after: after, settled: make(chan struct{})}
+	c.panicC = make(chan struct{})
+	c.hasPanicked, c.discard = false, false
+	return c.current
 }
 
-// panicked is closed when the current boot's kernel panics.
+// panicked returns a channel that is closed when the current boot's kernel panics.
 func (c *console) panicked() <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.died
+	return c.panicC
 }
 
-// note adds a line of the lab's own.
+// note adds a line that the lab writes, not the guest.
 func (c *console) note(format string, args ...any) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.lines = append(c.lines, fmt.Sprintf("==== lab: "+format, args...))
 }
 
-// read takes in what r has until its end.
+// read adds the lines of r until its end.
 func (c *console) read(r io.Reader) {
 	br := bufio.NewReader(r)
 	for {
@@ -76,10 +76,10 @@ func (c *console) read(r io.Reader) {
 func (c *console) line(line string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.void {
+	if !c.discard {
 		c.lines = append(c.lines, line)
 	}
-	b := c.cur
+	b := c.current
 	settle := func(id string, err error) {
 		select {
 		case <-b.settled:
@@ -92,41 +92,41 @@ func (c *console) line(line string) {
 		settle(id, nil)
 	}
 	if why, ok := strings.CutPrefix(line, "LAB failed "); ok {
-		settle("", fmt.Errorf("the guest did not get ready: %s", why))
+		settle("", fmt.Errorf("guest did not get ready: %s", why))
 	}
-	if strings.Contains(line, "Kernel panic - not syncing") && !c.dead {
-		c.dead = true
-		close(c.died)
+	if strings.Contains(line, "Kernel panic - not syncing") && !c.hasPanicked {
+		c.hasPanicked = true
+		close(c.panicC)
 		settle("", ErrPanic)
 	}
 }
 
-// tripped finds what a kernel says that has met a breakpoint of its own where there is none any
-// more. It patches itself by way of breakpoints while it boots, and QEMU's emulation of several
-// processors may run one that was taken back.
-var tripped = regexp.MustCompile(`Oops: int3`)
+// emulatorFault matches a kernel error that the emulator causes. The kernel patches its code at
+// boot by means of breakpoints, and QEMU's emulation of several processors sometimes executes a
+// breakpoint that the kernel has already removed.
+var emulatorFault = regexp.MustCompile(`Oops: int3`)
 
-// mark is a place in the log: here.
+// mark returns the current end of the log, for dropEmulatorFault.
 func (c *console) mark() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return len(c.lines)
 }
 
-// forgetTripped tells whether the kernel tripped since a mark. Then a note takes the place of all
-// that it said, and will say until the next boot.
-func (c *console) forgetTripped(mark int) bool {
+// dropEmulatorFault reports whether the kernel met an emulatorFault since mark. If so, it replaces
+// the log since mark by a note, and drops the rest of this boot's output.
+func (c *console) dropEmulatorFault(mark int) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !slices.ContainsFunc(c.lines[mark:], tripped.MatchString) {
+	if !slices.ContainsFunc(c.lines[mark:], emulatorFault.MatchString) {
 		return false
 	}
-	c.lines = append(c.lines[:mark], "==== lab: a boot that does not count: its kernel tripped over the emulator")
-	c.void = true
+	c.lines = append(c.lines[:mark], "==== lab: output of a boot dropped: the emulator caused a kernel error")
+	c.discard = true
 	return true
 }
 
-// text is everything so far, one line each.
+// text returns all lines so far.
 func (c *console) text() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()

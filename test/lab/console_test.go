@@ -7,66 +7,67 @@ import (
 	"testing"
 )
 
-// TestTripped leaves out of the log what a kernel says that tripped over the emulator, and nothing
-// else.
-func TestTripped(t *testing.T) {
+// TestConsoleDropsEmulatorFaults checks that the log keeps everything but the output of a boot in
+// which the emulator caused a kernel error.
+func TestConsoleDropsEmulatorFaults(t *testing.T) {
 	c := &console{}
 	say := func(lines ...string) { c.read(strings.NewReader(strings.Join(lines, "\r\n") + "\r\n")) }
-	c.expect("")
+	c.beginBoot("")
 	say("one", "LAB ready a")
-	if mark := c.mark(); c.forgetTripped(mark) || mark != 2 {
-		t.Error("a kernel that said nothing has tripped")
+	if mark := c.mark(); c.dropEmulatorFault(mark) || mark != 2 {
+		t.Error("got an emulator fault in a boot without kernel errors")
 	}
 	for i, boot := range [][]string{{"[ 1.7] Oops: int3: 0000 [#1] PREEMPT SMP", "Kernel panic - not syncing: Fatal"},
 		{"Oops: int3: 0000", "LAB ready b"}} {
 		mark := c.mark()
 		c.note("reset")
-		b := c.expect("a")
+		b := c.beginBoot("a")
 		say(boot...)
 		<-b.settled
 		if panicked := errors.Is(b.err, ErrPanic); panicked != (i == 0) {
-			t.Errorf("boot %d: %v", i, b.err)
+			t.Errorf("boot %d: got error %v, want a panic: %v", i, b.err, i == 0)
 		}
-		if !c.forgetTripped(mark) {
-			t.Errorf("boot %d has not tripped", i)
+		if !c.dropEmulatorFault(mark) {
+			t.Errorf("boot %d: got no emulator fault, want one", i)
 		}
 		say("---[ end Kernel panic ]---")
 	}
 	mark := c.mark()
-	c.expect("b")
+	c.beginBoot("b")
 	say("WARNING: two", "Kernel panic - not syncing: another")
-	if c.forgetTripped(mark) {
-		t.Error("a panic of another kind is taken for the emulator's")
+	if c.dropEmulatorFault(mark) {
+		t.Error("got an emulator fault for an unrelated panic")
 	}
-	const note = "==== lab: a boot that does not count: its kernel tripped over the emulator"
+	const note = "==== lab: output of a boot dropped: the emulator caused a kernel error"
 	want := []string{"one", "LAB ready a", note, note, "WARNING: two", "Kernel panic - not syncing: another"}
 	if got := c.text(); !slices.Equal(got, want) {
-		t.Errorf("the log is\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+		t.Errorf("got the log\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}
 }
 
-// TestUntripped boots again while the kernel trips, but not for ever.
-func TestUntripped(t *testing.T) {
-	for _, trips := range []int{0, 1, bootTries - 1, bootTries} {
+// TestBootRetriesEmulatorFaults checks that a boot is repeated after an emulator fault, at most
+// bootTries times.
+func TestBootRetriesEmulatorFaults(t *testing.T) {
+	for _, faults := range []int{0, 1, bootTries - 1, bootTries} {
 		g := &Guest{console: &console{}}
 		tries := 0
-		err := g.untripped(func(try int) error {
+		err := g.retryEmulatorFaults(func(try int) error {
 			if tries++; try != tries {
-				t.Errorf("try %d is called %d", tries, try)
+				t.Errorf("got try number %d, want %d", try, tries)
 			}
-			b := g.console.expect("")
-			if try <= trips {
+			b := g.console.beginBoot("")
+			if try <= faults {
 				g.console.line("Oops: int3: 0000")
 				g.console.line("Kernel panic - not syncing")
 				return b.err
 			}
 			return nil
 		})
-		if want := min(trips+1, bootTries); tries != want || (err != nil) != (trips == bootTries) {
-			t.Errorf("%d boots that trip: %d tries, %v", trips, tries, err)
+		if want := min(faults+1, bootTries); tries != want || (err != nil) != (faults == bootTries) {
+			t.Errorf("%d faulty boots: got %d tries and error %v, want %d tries", faults, tries, err, want)
 		}
-		if found, _ := complaints(g.console.text(), Options{}); (len(found) > 0) != (trips == bootTries) {
-			t.Errorf("%d boots that trip: complaints %q", trips, found)
+		if found, _ := kernelErrors(g.console.text(), Options{}); (len(found) > 0) != (faults == bootTries) {
+			t.Errorf("%d faulty boots: got kernel errors %q", faults, found)
 		}
 	}
 }

@@ -12,16 +12,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A forwarder takes the host's RDMA connections and hands them on to QEMU's port. QEMU alone would
-// not do: it accepts a connection while the guest cannot be reached, and hands it on when the guest
-// can, even if it was closed meanwhile; that end, right after the beginning, takes siw's listener
-// away, which no client did. The forwarder holds such connections back, and forgets those that end
-// before the guest can be reached again: to the guest they never were, as on a real network.
+// A forwarder accepts the host's RDMA connections and forwards them to QEMU's port. QEMU's own
+// forwarding is not enough: QEMU accepts a connection while the guest cannot be reached, and later
+// passes it to the guest even if the client has closed it meanwhile. siw loses its listener when a
+// connection ends right after its start, although no client did this. The forwarder holds these
+// connections back, and drops those that end before the guest can be reached again. As on a real
+// network, the guest never sees them.
 type forwarder struct {
 	addr, to netip.AddrPort
 
 	mu       sync.Mutex
-	listener net.Listener      // guarded by mu; nil while the guest has no power
+	listener net.Listener      // guarded by mu; nil while the guest is off
 	gate     chan struct{}     // guarded by mu; closed while the guest can be reached
 	open     bool              // guarded by mu: gate is closed
 	conns    map[net.Conn]bool // guarded by mu; both sides of each
@@ -33,7 +34,7 @@ func newForwarder(addr, to netip.AddrPort) *forwarder {
 	return &forwarder{addr: addr, to: to, gate: make(chan struct{}), conns: make(map[net.Conn]bool)}
 }
 
-// listen begins to take connections, which are held back. It may be called when it listens already.
+// listen begins to accept connections, which are held back. It does nothing if f already listens.
 func (f *forwarder) listen() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -57,7 +58,7 @@ func (f *forwarder) listen() error {
 	return nil
 }
 
-// refuse ends listen: connects are refused, and connections that are held back are reset.
+// refuse ends listen: connects are refused, and all connections are reset.
 func (f *forwarder) refuse() {
 	f.hold()
 	f.mu.Lock()
@@ -71,7 +72,7 @@ func (f *forwarder) refuse() {
 	}
 }
 
-// hold holds new connections back.
+// hold holds new connections back until release.
 func (f *forwarder) hold() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -80,7 +81,7 @@ func (f *forwarder) hold() {
 	}
 }
 
-// release hands connections on, also those that were held back and are still there.
+// release forwards new connections, and the held ones that are still open.
 func (f *forwarder) release() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -90,7 +91,7 @@ func (f *forwarder) release() {
 	}
 }
 
-// close ends everything.
+// close closes all connections and waits for the forwarder's goroutines.
 func (f *forwarder) close() {
 	f.mu.Lock()
 	f.ended = true
@@ -100,8 +101,8 @@ func (f *forwarder) close() {
 	f.work.Wait()
 }
 
-// keep remembers a connection, unless all is over.
-func (f *forwarder) keep(conn net.Conn) bool {
+// track remembers a connection and reports true, or reports false after close.
+func (f *forwarder) track(conn net.Conn) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.ended {
@@ -111,41 +112,41 @@ func (f *forwarder) keep(conn net.Conn) bool {
 	return true
 }
 
-func (f *forwarder) forget(conn net.Conn) {
+func (f *forwarder) untrack(conn net.Conn) {
 	f.mu.Lock()
 	delete(f.conns, conn)
 	f.mu.Unlock()
 	conn.Close()
 }
 
-// settle is what a connection that was held back is given before it is handed on, and after. A
-// client may be about to give it up, and keeps it for a moment only to be polite to a server that
-// has just taken it; this server has not, and would see it come and go.
-const settle = time.Second
+// settleDelay is the time for which a held connection stays open before it is forwarded, and again
+// before its data is forwarded. A client that gives a connection up may keep it open for a moment
+// for the sake of a server that has just accepted it. This server has not accepted it yet.
+const settleDelay = time.Second
 
-// pass waits until the guest can be reached. held says that there was need to; ok is false for a
-// connection that is over by then.
-func (f *forwarder) pass(client *net.TCPConn) (held, ok bool) {
+// awaitReachable waits until the guest can be reached. held reports whether it had to wait; ok is
+// false if the client has closed the connection meanwhile.
+func (f *forwarder) awaitReachable(client *net.TCPConn) (held, ok bool) {
 	f.mu.Lock()
 	gate, open := f.gate, f.open
 	f.mu.Unlock()
-	if open { // whatever the client does now is its own doing
+	if open { // the guest sees what the client does from here on
 		return false, true
 	}
 	<-gate
-	time.Sleep(settle)
-	return true, !closed(client)
+	time.Sleep(settleDelay)
+	return true, !peerClosed(client)
 }
 
 func (f *forwarder) serve(client *net.TCPConn) {
-	if !f.keep(client) {
+	if !f.track(client) {
 		client.Close()
 		return
 	}
-	defer f.forget(client)
-	// A client may end a connection without a word; the reset that a probe gets then tells.
+	defer f.untrack(client)
+	// A client may end a connection without a FIN or RST. A keepalive probe then gets a reset.
 	client.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: time.Second, Interval: time.Second})
-	held, ok := f.pass(client)
+	held, ok := f.awaitReachable(client)
 	if !ok {
 		return
 	}
@@ -155,27 +156,27 @@ func (f *forwarder) serve(client *net.TCPConn) {
 		return
 	}
 	server := conn.(*net.TCPConn)
-	if !f.keep(server) {
+	if !f.track(server) {
 		server.Close()
 		return
 	}
-	defer f.forget(server)
+	defer f.untrack(server)
 	if held {
-		time.Sleep(settle)
+		time.Sleep(settleDelay)
 	}
 	var both sync.WaitGroup
-	both.Go(func() { carry(server, client) })
-	both.Go(func() { carry(client, server) })
+	both.Go(func() { copyOneWay(server, client) })
+	both.Go(func() { copyOneWay(client, server) })
 	both.Wait()
 }
 
-// copyBuffer is in octets, a few RDMA messages.
+// copyBuffer is in bytes, a few RDMA messages.
 const copyBuffer = 256 << 10
 
-// carry copies one way, and ends the way as it ended on the other side.
-func carry(to, from *net.TCPConn) {
-	// Without their wrappers the kernel would do the copying, by pipes that Go keeps open: a test's
-	// leak check would count them.
+// copyOneWay copies one direction, and ends it with a FIN or an RST as the sender did.
+func copyOneWay(to, from *net.TCPConn) {
+	// Without the wrappers the kernel copies through pipes that the Go runtime keeps open, and the
+	// tests' leak check counts these pipes.
 	_, err := io.CopyBuffer(struct{ io.Writer }{to}, struct{ io.Reader }{from}, make([]byte, copyBuffer))
 	if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) || errors.Is(err, net.ErrClosed) {
 		reset(to)
@@ -185,14 +186,14 @@ func carry(to, from *net.TCPConn) {
 	to.CloseWrite()
 }
 
-// reset ends a connection by RST.
+// reset ends a connection with an RST.
 func reset(conn *net.TCPConn) {
 	conn.SetLinger(0)
 	conn.Close()
 }
 
-// closed tells whether the peer has ended a connection, unread octets or not.
-func closed(conn *net.TCPConn) bool {
+// peerClosed reports whether the peer has closed a connection, even if bytes are unread.
+func peerClosed(conn *net.TCPConn) bool {
 	raw, err := conn.SyscallConn()
 	if err != nil {
 		return true

@@ -11,11 +11,12 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 )
 
-// Ports of a guest, as assigned to these services.
+// Ports of the services in a guest.
 const (
 	rdmaPort    = 20049 // RFC 8267 §6
 	nfsPort     = 2049
@@ -24,67 +25,69 @@ const (
 )
 
 const (
-	// Ports for the host's side are below the range that Linux takes source ports from: while the
-	// guest is off, a connect to such a port could otherwise be given that very port as its source,
-	// and connect to itself.
+	// The host's ports are below the range from which Linux takes source ports. Otherwise a connect
+	// to such a port while the guest is off could get that port as its source and connect to
+	// itself.
 	firstHostPort = 20100
 	lastHostPort  = 32000
-	// startTries is for host ports that are taken between their choice and QEMU's start.
+	// startTries bounds the retries after another process takes a host port before QEMU binds it.
 	startTries = 5
-	// bootTries is for kernels that do not come up in the emulator.
+	// bootTries bounds the retries after the emulator prevents a boot.
 	bootTries = 5
-	// logLines is how much of the console a failed test shows.
+	// logLines is the number of console lines that a failed test shows.
 	logLines = 60
 )
 
-// A Guest is a virtual machine with an NFS/RDMA server. Its addresses are on the host and stay the
-// same over resets.
+// A Guest is a virtual machine with an NFS/RDMA server. Its addresses are ports of the host and
+// stay the same over resets.
 type Guest struct {
-	RDMA    netip.AddrPort // NFS/RDMA, with SIW
+	RDMA    netip.AddrPort // NFS over RDMA, with SIW
 	NFS     netip.AddrPort // NFS over TCP
 	Mount   netip.AddrPort // MOUNT over TCP
 	Portmap netip.AddrPort // rpcbind over TCP
-	Release string         // of the kernel
-	// on Options.Link, for the guests there; the server's ports are the usual ones
+	Release string         // kernel release, as in uname -r
+	// Linked is the address on Options.Link, where the server's ports are the standard ones.
 	Linked netip.Addr
 
-	t       testing.TB
-	opts    Options
-	img     image
-	disk    *os.File
-	console *console
-	rdma    *forwarder     // between RDMA and QEMU's own port
-	lend    netip.AddrPort // where the guest's remotePort is reached
-	port    *port          // of Options.Link; nil without
-	// does everything, where this process runs in a guest itself; what is below and above it is not
-	// used then
+	t          testing.TB
+	opts       Options
+	img        image
+	disk       *os.File
+	console    *console
+	rdma       *forwarder     // from RDMA to QEMU's forwarded port
+	remoteAddr netip.AddrPort // host address of the guest's remotePort
+	port       *port          // on Options.Link; nil without a link
+	// captures numbers the captures on the link.
+	captures atomic.Int32
+	// remote carries out every method if this process runs in a guest; then the fields around it
+	// are not used.
 	remote *remoteGuest
 
 	power sync.Mutex // held while the power changes
 
 	mu      sync.Mutex
-	machine *machine // guarded by mu; nil while the power is off
-	bootID  string   // guarded by mu; of the last boot that got ready
-	cut     bool     // guarded by mu: the network is
+	machine *machine // guarded by mu; nil while the guest is off
+	bootID  string   // guarded by mu; ID of the last boot that got ready
+	cut     bool     // guarded by mu; CutNetwork is in effect
 }
 
 // Start boots a guest and waits until it serves. The guest ends with the test, which fails if the
-// guest's kernel complained. Where there is no image the test skips, or fails if NFSRDMAD_LAB is 1
-// or all; with NFSRDMAD_LAB=0 it always skips. In a process that uses its host's lab the guest runs
-// there.
+// guest's kernel logged an error. If there is no image, Start skips the test, or fails it if
+// NFSRDMAD_LAB is 1 or all. With NFSRDMAD_LAB=0 it always skips. In a process that uses its host's
+// lab, the host runs the guest.
 func Start(t testing.TB, opts Options) *Guest {
 	t.Helper()
 	if Remote() {
 		return startRemote(t, opts)
 	}
 	g := newGuest(t, opts)
-	if err := g.first(); err != nil {
+	if err := g.firstBoot(); err != nil {
 		t.Fatal(err)
 	}
 	return g
 }
 
-// StartAll is Start for several guests, which boot at the same time.
+// StartAll is Start for several guests, which boot concurrently.
 func StartAll(t testing.TB, opts ...Options) []*Guest {
 	t.Helper()
 	guests := make([]*Guest, len(opts))
@@ -100,7 +103,7 @@ func StartAll(t testing.TB, opts ...Options) []*Guest {
 	errs := make([]error, len(guests))
 	var boots sync.WaitGroup
 	for i, g := range guests {
-		boots.Go(func() { errs[i] = g.first() })
+		boots.Go(func() { errs[i] = g.firstBoot() })
 	}
 	boots.Wait()
 	if err := errors.Join(errs...); err != nil {
@@ -109,13 +112,13 @@ func StartAll(t testing.TB, opts ...Options) []*Guest {
 	return guests
 }
 
-// newGuest makes a guest that is off.
+// newGuest returns a guest that is off.
 func newGuest(t testing.TB, opts Options) *Guest {
 	t.Helper()
 	opts = opts.withDefaults()
-	img := need(t, opts.Kernel)
+	img := requireImage(t, opts.Kernel)
 	if strings.ContainsAny(opts.Share, " ,\"'") {
-		t.Fatalf("guest %s: neither a kernel's command line nor QEMU's takes the shared directory's name %q",
+		t.Fatalf("guest %s: share %q: kernel and QEMU options cannot contain spaces, commas or quotes",
 			opts.Name, opts.Share)
 	}
 	disk, err := newDisk(opts.DiskMiB)
@@ -133,8 +136,9 @@ func newGuest(t testing.TB, opts Options) *Guest {
 	return g
 }
 
-// first boots the guest for the first time.
-func (g *Guest) first() error {
+// firstBoot chooses the host's ports and boots the guest. It repeats a boot that failed for reasons
+// outside the test.
+func (g *Guest) firstBoot() error {
 	for try := 1; ; try++ {
 		err := g.choosePorts()
 		if err == nil {
@@ -151,9 +155,9 @@ func (g *Guest) first() error {
 		case try < startTries && (strings.Contains(err.Error(), "host forwarding rule") ||
 			errors.Is(err, syscall.EADDRINUSE)):
 		case try < startTries && errors.Is(err, ErrPanic), try == 1 && errors.Is(err, errNotReady):
-			// A kernel may stand still where the host has little time for all of its processors:
-			// nothing of ours has run yet.
-			g.t.Logf("guest %s: booted again: %v", g.opts.Name, err)
+			// A kernel may stall when the host gives little time to some of the guest's processors.
+			// No code of the project has run yet.
+			g.t.Logf("guest %s: boot failed, retrying: %v", g.opts.Name, err)
 			g.console = &console{}
 		default:
 			return fmt.Errorf("guest %s: %w", g.opts.Name, err)
@@ -161,7 +165,7 @@ func (g *Guest) first() error {
 	}
 }
 
-// newDisk makes a sparse file without a name.
+// newDisk returns an unlinked sparse file.
 func newDisk(mib int) (*os.File, error) {
 	dir, err := cacheDir()
 	if err != nil {
@@ -180,14 +184,14 @@ func newDisk(mib int) (*os.File, error) {
 
 func (g *Guest) choosePorts() error {
 	host := netip.AddrFrom4([4]byte{127, 0, 0, 1})
-	var open []net.Listener // until all are known, so that they differ
+	var open []net.Listener // kept open until all ports are chosen, so that they differ
 	defer func() {
 		for _, l := range open {
 			l.Close()
 		}
 	}()
 	var inner netip.AddrPort
-	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap, &g.lend} {
+	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap, &g.remoteAddr} {
 		for try := 0; ; try++ {
 			*addr = netip.AddrPortFrom(host, uint16(firstHostPort+rand.IntN(lastHostPort-firstHostPort)))
 			l, err := net.Listen("tcp", addr.String())
@@ -204,19 +208,27 @@ func (g *Guest) choosePorts() error {
 	return nil
 }
 
-// arguments are QEMU's, without the disk, the console and the control sockets.
+// arguments returns QEMU's arguments except those for the disk, the console and the control
+// sockets.
 func (g *Guest) arguments() []string {
 	network := "user,id=net0,restrict=on,ipv6=off"
 	for _, f := range []struct {
 		host  netip.AddrPort
 		guest int
-	}{{g.rdma.to, rdmaPort}, {g.NFS, nfsPort}, {g.Mount, mountPort}, {g.Portmap, portmapPort}, {g.lend, remotePort}} {
+	}{
+		{g.rdma.to, rdmaPort},
+		{g.NFS, nfsPort},
+		{g.Mount, mountPort},
+		{g.Portmap, portmapPort},
+		{g.remoteAddr, remotePort},
+	} {
 		network += fmt.Sprintf(",hostfwd=tcp:%s-%s:%d", f.host, guestAddr, f.guest)
 	}
 	o := g.opts
-	// Level 5 lets warnings through to the console, and little else, which a serial port would be
-	// slow for. Watchdogs, and the check of the timer at boot, would bark at a busy host.
-	line := "console=ttyS0 loglevel=5 panic=0 mitigations=off nokaslr net.ifnames=0 tsc=reliable no_timer_check nowatchdog rcupdate.rcu_cpu_stall_suppress=1"
+	// Level 5 prints warnings on the console and little else, because a serial port is slow.
+	// Watchdogs and the timer check at boot would report a busy host as an error.
+	line := "console=ttyS0 loglevel=5 panic=0 mitigations=off nokaslr net.ifnames=0 " +
+		"tsc=reliable no_timer_check nowatchdog rcupdate.rcu_cpu_stall_suppress=1"
 	if khz := tscKHz(); khz > 0 {
 		line += fmt.Sprintf(" tsc_early_khz=%d", khz)
 	}
@@ -231,10 +243,11 @@ func (g *Guest) arguments() []string {
 			line += fmt.Sprintf(" lab.%s=%d", s.name, s.value)
 		}
 	}
-	// Translated code of the boot before makes a reset three times as slow as a first boot, until
-	// the translator's buffer is full and emptied: a small one is so early.
+	// After a reset QEMU keeps the translated code of the previous boot. This makes the boot three
+	// times as slow until the translation buffer is full and flushed; a small buffer fills early.
 	args := []string{
-		"-name", "nfsrdmad-lab-" + o.Name, "-M", "q35", "-accel", "tcg,thread=multi,tb-size=64", "-cpu", "max", "-smp", strconv.Itoa(o.CPUs), "-m", strconv.Itoa(o.MemoryMiB),
+		"-name", "nfsrdmad-lab-" + o.Name, "-M", "q35", "-accel", "tcg,thread=multi,tb-size=64", "-cpu", "max",
+		"-smp", strconv.Itoa(o.CPUs), "-m", strconv.Itoa(o.MemoryMiB),
 		"-nodefaults", "-no-user-config", "-display", "none",
 		"-kernel", g.img.kernel, "-initrd", g.img.initramfs,
 		"-netdev", network, "-device", "virtio-net-pci,netdev=net0,romfile=", "-device", "virtio-rng-pci",
@@ -248,14 +261,13 @@ func (g *Guest) arguments() []string {
 	}
 	if o.HostRoot {
 		line += " lab.hostroot=1"
-		// The host's root has other file systems in it, whose inode numbers are not to meet.
+		// The host's root contains other file systems, whose inode numbers must not collide.
 		args = append(args, "-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap")
 	}
 	return append(args, "-append", line)
 }
 
-// Boot gives a guest that is off its power again, with the disk and the addresses it had, and waits
-// until it serves.
+// Boot powers on a guest that is off, with the same disk and addresses, and waits until it serves.
 func (g *Guest) Boot() error {
 	if g.remote != nil {
 		return g.remote.do(opBoot)
@@ -266,9 +278,9 @@ func (g *Guest) Boot() error {
 	on, last := g.machine != nil, g.bootID
 	g.mu.Unlock()
 	if on {
-		return fmt.Errorf("guest %s: is on already", g.opts.Name)
+		return fmt.Errorf("guest %s: boot: already on", g.opts.Name)
 	}
-	return g.untripped(func(try int) error {
+	return g.retryEmulatorFaults(func(try int) error {
 		if try > 1 {
 			g.powerOff()
 		}
@@ -276,13 +288,13 @@ func (g *Guest) Boot() error {
 	})
 }
 
-// untripped boots again where the kernel tripped over the emulator, whether it came up or not. What
-// it said then is left out of the log.
-func (g *Guest) untripped(boot func(try int) error) error {
+// retryEmulatorFaults repeats a boot in which the emulator caused a kernel error, whether or not
+// the boot succeeded, and removes that boot's output from the log.
+func (g *Guest) retryEmulatorFaults(boot func(try int) error) error {
 	for try := 1; ; try++ {
 		from := g.console.mark()
 		err := boot(try)
-		if try == bootTries || !g.console.forgetTripped(from) {
+		if try == bootTries || !g.console.dropEmulatorFault(from) {
 			return err
 		}
 	}
@@ -290,7 +302,7 @@ func (g *Guest) untripped(boot func(try int) error) error {
 
 func (g *Guest) powerOn(last string) error {
 	g.console.note("power on, kernel %s", g.img.release)
-	b := g.console.expect(last)
+	b := g.console.beginBoot(last)
 	m, err := startMachine(g.opts.Name, g.arguments(), g.disk, g.port, g.console)
 	if err != nil {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
@@ -301,12 +313,12 @@ func (g *Guest) powerOn(last string) error {
 	if err := g.rdma.listen(); err != nil {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
-	return g.settle(m, b)
+	return g.awaitReady(m, b)
 }
 
-// settle waits for a boot.
-func (g *Guest) settle(m *machine, b *boot) error {
-	if err := m.ready(b); err != nil {
+// awaitReady waits until the boot serves.
+func (g *Guest) awaitReady(m *machine, b *boot) error {
+	if err := m.awaitReady(b); err != nil {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
 	g.mu.Lock()
@@ -319,9 +331,9 @@ func (g *Guest) settle(m *machine, b *boot) error {
 	return nil
 }
 
-// PowerOff ends the guest at once, as it is. What it has not written to its disk is lost.
-// Connections of the host end too, with QEMU, and new ones are refused; see Freeze for a server
-// that only falls silent. No error: the guest is off afterwards, and may have been before.
+// PowerOff ends the guest at once. Data that it has not written to its disk is lost. Connections of
+// the host end, and new ones are refused; use Freeze for a server that only stops responding.
+// PowerOff does nothing if the guest is off.
 func (g *Guest) PowerOff() {
 	if g.remote != nil {
 		g.remote.do(opPowerOff)
@@ -348,19 +360,19 @@ func (g *Guest) powerOff() {
 	}
 }
 
-// running returns the machine.
+// running returns the machine, or an error if the guest is off.
 func (g *Guest) running() (*machine, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.machine == nil {
-		return nil, fmt.Errorf("guest %s: is off", g.opts.Name)
+		return nil, fmt.Errorf("guest %s: is off; call Boot", g.opts.Name)
 	}
 	return g.machine, nil
 }
 
-// Reset presses the reset button, also of a frozen guest, and waits until the guest serves again.
-// What it has not written to its disk is lost. Connections of the host stay open, to a server that
-// does not know them any more and answers the next segment with a reset.
+// Reset resets the guest, also a frozen one, and waits until it serves again. Data that it has not
+// written to its disk is lost. Connections of the host stay open until they send: the new boot does
+// not know them and answers the next segment with an RST.
 func (g *Guest) Reset() error {
 	if g.remote != nil {
 		return g.remote.do(opReset)
@@ -371,13 +383,13 @@ func (g *Guest) Reset() error {
 	if err != nil {
 		return err
 	}
-	return g.untripped(func(int) error { return g.reset(m) })
+	return g.retryEmulatorFaults(func(int) error { return g.reset(m) })
 }
 
 func (g *Guest) reset(m *machine) error {
-	m.lost(ErrPower)
+	m.endSession(ErrPower)
 	g.rdma.hold()
-	// so that the old boot cannot say anything more once the new one is expected
+	// The old boot must not print anything after the new boot is expected.
 	if err := m.qmp.do("stop", nil); err != nil {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
@@ -385,30 +397,30 @@ func (g *Guest) reset(m *machine) error {
 	last := g.bootID
 	g.mu.Unlock()
 	g.console.note("reset")
-	b := g.console.expect(last)
+	b := g.console.beginBoot(last)
 	if err := errors.Join(m.qmp.do("system_reset", nil), m.qmp.do("cont", nil)); err != nil {
 		return fmt.Errorf("guest %s: %w", g.opts.Name, err)
 	}
-	return g.settle(m, b)
+	return g.awaitReady(m, b)
 }
 
-// Freeze stops the guest's processors: the server falls silent, as if its power were gone.
-// Connections of the host stay open, and new ones are taken, but get no answer. Thaw lets it go on;
-// Reset makes the power cut true.
+// Freeze stops the guest's processors: the server stops responding, as if it had lost its power.
+// Connections of the host stay open, and new ones are accepted but get no reply. Thaw resumes the
+// guest; Reset turns the freeze into a power failure.
 func (g *Guest) Freeze() error {
 	if g.remote != nil {
 		return g.remote.do(opFreeze)
 	}
 	g.rdma.hold()
-	return g.tell("freeze", "stop")
+	return g.runQMP("freeze", "stop")
 }
 
-// Thaw ends Freeze.
+// Thaw resumes a guest after Freeze.
 func (g *Guest) Thaw() error {
 	if g.remote != nil {
 		return g.remote.do(opThaw)
 	}
-	if err := g.tell("thaw", "cont"); err != nil {
+	if err := g.runQMP("thaw", "cont"); err != nil {
 		return err
 	}
 	g.mu.Lock()
@@ -419,8 +431,8 @@ func (g *Guest) Thaw() error {
 	return nil
 }
 
-// tell has QEMU run a command.
-func (g *Guest) tell(what, command string) error {
+// runQMP runs a QMP command without arguments and notes it in the log.
+func (g *Guest) runQMP(what, command string) error {
 	g.power.Lock()
 	defer g.power.Unlock()
 	m, err := g.running()
@@ -434,7 +446,8 @@ func (g *Guest) tell(what, command string) error {
 	return nil
 }
 
-// Log is the console since the first boot, with marks where the power or the network changed.
+// Log returns the console output since the first boot, with notes where the power or the network
+// changed.
 func (g *Guest) Log() string {
 	if g.remote != nil {
 		return g.remote.ask(remoteRequest{Op: opLog}).Text
@@ -442,7 +455,7 @@ func (g *Guest) Log() string {
 	return strings.Join(g.console.text(), "\n")
 }
 
-// end is the clean-up of Start.
+// end powers the guest off and reports its kernel errors to the test.
 func (g *Guest) end() {
 	g.powerOff()
 	if g.rdma != nil {
@@ -450,22 +463,22 @@ func (g *Guest) end() {
 	}
 	g.disk.Close()
 	lines := g.console.text()
-	found, announced := complaints(lines, g.opts)
-	for _, c := range announced {
-		g.t.Logf("guest %s: its kernel complained, as it was expected to: %s", g.opts.Name, c)
+	found, expected := kernelErrors(lines, g.opts)
+	for _, c := range expected {
+		g.t.Logf("guest %s: expected kernel error: %s", g.opts.Name, c)
 	}
-	// Last is what is read first.
+	// Report kernel errors last: a reader of the output begins at its end.
 	defer func() {
 		for _, c := range found {
-			g.t.Errorf("guest %s: its kernel complained: %s", g.opts.Name, c)
+			g.t.Errorf("guest %s: kernel error: %s", g.opts.Name, c)
 		}
 	}()
 	if len(found) == 0 && !g.t.Failed() {
 		return
 	}
-	g.t.Logf("guest %s, end of its console:\n%s", g.opts.Name, strings.Join(lines[max(0, len(lines)-logLines):], "\n"))
+	g.t.Logf("guest %s, end of the console:\n%s", g.opts.Name, strings.Join(lines[max(0, len(lines)-logLines):], "\n"))
 	file := filepath.Join(g.t.ArtifactDir(), "console-"+g.opts.Name+".log")
 	if err := os.WriteFile(file, []byte(strings.Join(lines, "\n")+"\n"), 0o644); err == nil {
-		g.t.Logf("guest %s, the whole console (kept with go test -artifacts): %s", g.opts.Name, file)
+		g.t.Logf("guest %s, full console (kept with go test -artifacts): %s", g.opts.Name, file)
 	}
 }

@@ -8,16 +8,16 @@ import (
 	"testing"
 )
 
-// cacheEnv names the directory of the images, for image/build.sh too.
+// cacheEnv names the directory of the images. image/build.sh uses it too.
 const cacheEnv = "NFSRDMAD_LAB_CACHE"
 
-// An image is a guest's kernel and userland, as image/build.sh leaves them.
+// An image is a guest's kernel and userland, as image/build.sh builds them.
 type image struct {
 	kernel, initramfs string // paths
-	release           string // of the kernel, as in uname -r
+	release           string // kernel release, as in uname -r
 }
 
-// cacheDir is where image/build.sh puts the images.
+// cacheDir returns the directory of the images.
 func cacheDir() (string, error) {
 	if dir := os.Getenv(cacheEnv); dir != "" {
 		return dir, nil
@@ -36,7 +36,7 @@ func findImage(series string) (image, error) {
 	}
 	dir = filepath.Join(dir, series)
 	if _, err := os.Stat(filepath.Join(dir, "stamp")); err != nil {
-		return image{}, fmt.Errorf("no image of kernel %s: %w; run \"make lab\"", series, err)
+		return image{}, fmt.Errorf("find image of kernel %s: %w; run \"make lab\"", series, err)
 	}
 	release, err := os.ReadFile(filepath.Join(dir, "release"))
 	if err != nil {
@@ -46,13 +46,13 @@ func findImage(series string) (image, error) {
 		strings.TrimSpace(string(release))}, nil
 }
 
-// need returns the image, or skips or fails the test as wantEnv says.
-func need(t testing.TB, series string) image {
+// requireImage returns the image. If there is none it skips or fails the test, according to labEnv.
+func requireImage(t testing.TB, series string) image {
 	t.Helper()
-	SkipUnwanted(t)
+	SkipIfDisabled(t)
 	img, err := findImage(series)
 	if err != nil {
-		missing(t, err)
+		skipOrFail(t, err)
 	}
 	return img
 }

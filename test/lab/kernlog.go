@@ -5,38 +5,40 @@ import (
 	"strings"
 )
 
-// complaint finds the first line of what a kernel says about a fault of its own.
-var complaint = regexp.MustCompile(`BUG:|kernel BUG at|Oops|WARNING: |general protection fault|Kernel panic|UBSAN:|refcount_t: |list_(add|del) corruption|EXT4-fs error|I/O error,|unregister_netdevice: waiting`)
+// kernelError matches the first line of a kernel's report of an internal error.
+var kernelError = regexp.MustCompile(`BUG:|kernel BUG at|Oops|WARNING: |general protection fault|` +
+	`Kernel panic|UBSAN:|refcount_t: |list_(add|del) corruption|` +
+	`EXT4-fs error|I/O error,|unregister_netdevice: waiting`)
 
-// known are complaints of the stock kernels that say nothing about a client, by series.
-var known = map[string][]*regexp.Regexp{
-	// A connection that is refused leaves a protection domain and a completion queue behind, which
-	// is noticed with the end of the device.
+// knownKernelErrors are errors of the stock kernels, by series, that do not depend on the client.
+var knownKernelErrors = map[string][]*regexp.Regexp{
+	// 6.1 leaks a protection domain and a completion queue for each connection that it refuses, and
+	// reports them when the device is removed.
 	"6.1": {regexp.MustCompile(`WARNING: .*drivers/infiniband/core/restrack\.c`)},
 }
 
-// complaintLines is how much of the console is shown of a complaint: its trace.
-const complaintLines = 30
+// kernelErrorLines is the number of console lines that a report shows: the error and its trace.
+const kernelErrorLines = 30
 
-// complaints returns the kernel's complaints that nobody expects, each with the lines that follow
-// it, and the first lines of those that were expected.
-func complaints(lines []string, o Options) (found, announced []string) {
-	expected := known[o.Kernel]
-	for _, c := range o.Complaints {
-		expected = append(expected[:len(expected):len(expected)], regexp.MustCompile(c))
+// kernelErrors returns the kernel errors that are not expected, each with the lines that follow it,
+// and the first lines of the expected ones.
+func kernelErrors(lines []string, o Options) (found, expected []string) {
+	patterns := knownKernelErrors[o.Kernel]
+	for _, c := range o.ExpectedKernelErrors {
+		patterns = append(patterns[:len(patterns):len(patterns)], regexp.MustCompile(c))
 	}
 next:
 	for i, line := range lines {
-		if !complaint.MatchString(line) {
+		if !kernelError.MatchString(line) {
 			continue
 		}
-		for _, e := range expected {
+		for _, e := range patterns {
 			if e.MatchString(line) {
-				announced = append(announced, line)
+				expected = append(expected, line)
 				continue next
 			}
 		}
-		found = append(found, strings.Join(lines[i:min(len(lines), i+complaintLines)], "\n"))
+		found = append(found, strings.Join(lines[i:min(len(lines), i+kernelErrorLines)], "\n"))
 	}
-	return found, announced
+	return found, expected
 }

@@ -24,15 +24,15 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// TestGuest goes once through what a guest can do, on each kernel that is tested.
-func TestGuest(t *testing.T) {
-	for _, kernel := range lab.Tested() {
+// TestGuestFunctions uses every function of a guest, on each tested kernel.
+func TestGuestFunctions(t *testing.T) {
+	for _, kernel := range lab.TestedKernels() {
 		t.Run(kernel, func(t *testing.T) {
 			begin := time.Now()
 			g := lab.Start(t, lab.Options{Kernel: kernel, Credits: 32, Inline: 8192})
 			t.Logf("%s served after %v", g.Release, time.Since(begin).Round(time.Millisecond))
 			if got := strings.TrimSpace(g.MustRun("uname -r")); got != g.Release {
-				t.Errorf("the guest runs %s, its image says %s", got, g.Release)
+				t.Errorf("got kernel release %s, want %s", got, g.Release)
 			}
 			t.Run("commands", func(t *testing.T) { testCommands(t, g) })
 			t.Run("settings", func(t *testing.T) { testSettings(t, g) })
@@ -46,25 +46,25 @@ func TestGuest(t *testing.T) {
 
 func testCommands(t *testing.T, g *lab.Guest) {
 	if out := g.MustRun("printf 'one\\ntwo'; echo three >&2"); out != "one\ntwothree\n" {
-		t.Errorf("output %q", out)
+		t.Errorf("got output %q, want both outputs", out)
 	}
 	if out := g.MustRun("true"); out != "" {
-		t.Errorf("output %q of nothing", out)
+		t.Errorf("got output %q, want none", out)
 	}
 	_, err := g.Run("echo before; exit 7")
 	var failed *lab.CommandError
 	if !errors.As(err, &failed) || failed.ExitCode != 7 || failed.Output != "before\n" {
-		t.Errorf("exit 7: %v", err)
+		t.Errorf("got error %v, want exit code 7 and the output", err)
 	}
 	_, err = g.RunFor("sleep 1000", time.Second)
 	if !errors.As(err, &failed) || failed.ExitCode != 137 {
-		t.Errorf("a command over its limit: %v", err)
+		t.Errorf("command over its time limit: got error %v, want exit code 137", err)
 	}
 	big := strings.Repeat("0123456789abcdef\n", 4096)
 	if out := g.MustRun("for i in $(seq 4096); do echo 0123456789abcdef; done"); out != big {
-		t.Errorf("%d octets of output, want %d", len(out), len(big))
+		t.Errorf("got %d bytes of output, want %d", len(out), len(big))
 	}
-	// One command waits for what the other does.
+	// The two commands run concurrently: one waits for the other.
 	waits := make(chan error, 1)
 	go func() {
 		_, err := g.Run("while ! [ -e /tmp/go ]; do sleep 0.1; done")
@@ -84,14 +84,17 @@ func testSettings(t *testing.T, g *lab.Guest) {
 		"/proc/fs/nfsd/threads":                  "8",
 	} {
 		if got := strings.TrimSpace(g.MustRun("cat " + file)); got != want {
-			t.Errorf("%s holds %s, want %s", file, got, want)
+			t.Errorf("%s: got %s, want %s", file, got, want)
 		}
 	}
 }
 
-// kernelMount is a shell command that mounts the guest's export in the guest, with the kernel's own
+// kernelMount is a shell command that mounts the guest's export in the guest, with the kernel's
 // client.
-const kernelMount = "modprobe -a nfs nfsv3 && mount -t nfs -o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp 10.0.2.15:/export /mnt"
+const kernelMount = "modprobe -a nfs nfsv3 && mount -t nfs " + kernelOptions + " 10.0.2.15:/export /mnt"
+
+// kernelOptions are the mount options of the kernel's client.
+const kernelOptions = "-o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp"
 
 func testKernelClient(t *testing.T, g *lab.Guest) {
 	g.MustRun(`set -e
@@ -106,24 +109,24 @@ func testKernelClient(t *testing.T, g *lab.Guest) {
 		umount /mnt`)
 }
 
-// TestRXE has the kernel's own client meet the server over RoCE.
-func TestRXE(t *testing.T) {
-	if !lab.Whole() {
-		t.Skip("TestLink has the same between two guests")
+// TestKernelClientOverRXE mounts the server with the kernel's client over RoCE.
+func TestKernelClientOverRXE(t *testing.T) {
+	if !lab.FullRun() {
+		t.Skip("TestLink covers RoCE between two guests in a routine run")
 	}
-	for _, kernel := range lab.Tested() {
+	for _, kernel := range lab.TestedKernels() {
 		t.Run(kernel, func(t *testing.T) {
 			g := lab.Start(t, lab.Options{Kernel: kernel, Provider: lab.RXE, MemoryMiB: 512})
 			if out := g.MustRun("rdma link"); !strings.Contains(out, "rxe0/1 state ACTIVE") ||
 				strings.Contains(out, "siw") {
-				t.Errorf("RDMA links: %s", out)
+				t.Errorf("got RDMA links %s, want only rxe0", out)
 			}
 			testKernelClient(t, g)
 		})
 	}
 }
 
-// connect makes an NFS client of the guest over RDMA, until the test ends.
+// connect returns an NFS client of the guest over RDMA, for use until the test ends.
 func connect(t *testing.T, g *lab.Guest) *nfs3.Client {
 	t.Helper()
 	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{CRC: true}), Addr: g.RDMA})
@@ -159,17 +162,16 @@ func testCapture(t *testing.T, g *lab.Guest) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if n := strings.Count(out, "\n"); n < want { // the transport may have calls of its own
-			t.Errorf("%d packets are %s, want at least %d", n, filter, want)
+		if n := strings.Count(out, "\n"); n < want { // the transport may send keepalive calls
+			t.Errorf("got %d packets for filter %s, want at least %d", n, filter, want)
 		}
 	}
 	if out, err := c.Malformed(); err != nil || out != "" {
-		t.Errorf("malformed packets (%v): %s", err, out)
+		t.Errorf("got malformed packets (error %v): %s", err, out)
 	}
 }
 
-// ping asks the MOUNT service whether it is there. MOUNT goes over plain TCP: nothing that is cut
-// short can harm siw.
+// ping calls the NULL procedure of MOUNT. MOUNT uses plain TCP, so an aborted call cannot harm siw.
 func ping(g *lab.Guest, limit time.Duration) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
@@ -178,20 +180,20 @@ func ping(g *lab.Guest, limit time.Duration) (time.Duration, error) {
 	return time.Since(begin), err
 }
 
-const patient = time.Minute
+const answerTimeout = time.Minute
 
 func testNetwork(t *testing.T, g *lab.Guest) {
-	if _, err := ping(g, patient); err != nil {
-		t.Fatalf("before the cut: %v", err)
+	if _, err := ping(g, answerTimeout); err != nil {
+		t.Fatalf("ping before the cut: %v", err)
 	}
 	if err := g.CutNetwork(); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := ping(g, time.Second); err == nil {
-		t.Error("the server answers over a network that is cut")
+		t.Error("ping over a cut network: got a reply, want a timeout")
 	}
-	g.MustRun("true") // commands go another way
-	// A connection that begins and ends meanwhile is none: siw's listener would not survive it.
+	g.MustRun("true") // commands do not use the network
+	// The guest must not see a connection that ends during the cut: siw would lose its listener.
 	conn, err := net.Dial("tcp", g.RDMA.String())
 	if err != nil {
 		t.Fatal(err)
@@ -203,50 +205,50 @@ func testNetwork(t *testing.T, g *lab.Guest) {
 	if err := g.RestoreNetwork(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := ping(g, patient); err != nil {
-		t.Errorf("after the cut: %v", err)
+	if _, err := ping(g, answerTimeout); err != nil {
+		t.Errorf("ping after the cut: %v", err)
 	}
-	for range 2 { // the second tells what the first has done
+	for range 2 { // the second fails if the first removed the listener
 		connect(t, g)
 	}
 	const delay = 300 * time.Millisecond
-	if err := g.SlowNetwork(lab.Line{Delay: delay}); err != nil {
+	if err := g.SlowNetwork(lab.Impairment{Delay: delay}); err != nil {
 		t.Fatal(err)
 	}
-	// There and back, and both ways are slow: the guest's end of the TCP connection adds one more
-	// round, QEMU answers for it at once.
-	if took, err := ping(g, patient); err != nil || took < 2*delay {
-		t.Errorf("a call took %v (%v), with a delay of %v each way", took, err, delay)
+	// A call takes at least two delays, one each way. The guest's TCP handshake adds another
+	// round trip; QEMU answers the host's at once.
+	if took, err := ping(g, answerTimeout); err != nil || took < 2*delay {
+		t.Errorf("call over the slow network: got %v (error %v), want at least two delays of %v", took, err, delay)
 	}
-	if err := g.SlowNetwork(lab.Line{}); err != nil {
+	if err := g.SlowNetwork(lab.Impairment{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := g.Freeze(); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := ping(g, time.Second); err == nil {
-		t.Error("a frozen server answers")
+		t.Error("ping of a frozen guest: got a reply, want a timeout")
 	}
 	if err := g.Thaw(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := ping(g, patient); err != nil {
-		t.Errorf("after the thaw: %v", err)
+	if _, err := ping(g, answerTimeout); err != nil {
+		t.Errorf("ping after the thaw: %v", err)
 	}
 }
 
 func testPower(t *testing.T, g *lab.Guest) {
-	// A synchronous file is on the disk; the inode number is what its file handle is made of.
+	// A file handle contains the inode number, so a synced file must keep it.
 	const write = "echo kept >/export/f && sync && touch /fast/f && stat -c %i /export/f"
 	check := func(inode string) {
 		t.Helper()
 		if got := g.MustRun("cat /export/f && stat -c %i /export/f"); got != "kept\n"+inode {
-			t.Errorf("after the power was gone: %q, want the same file %s", got, inode)
+			t.Errorf("after the power failure: got %q, want the same file with inode %s", got, inode)
 		}
 		if out := g.MustRun("ls /fast"); out != "" {
-			t.Errorf("memory survived: %s", out)
+			t.Errorf("got files %s in the export in memory, want none", out)
 		}
-		if _, err := ping(g, patient); err != nil {
+		if _, err := ping(g, answerTimeout); err != nil {
 			t.Error(err)
 		}
 	}
@@ -263,7 +265,7 @@ func testPower(t *testing.T, g *lab.Guest) {
 		t.Fatal(err)
 	}
 	if err := <-ended; !errors.Is(err, lab.ErrPower) {
-		t.Errorf("a command under a reset: %v", err)
+		t.Errorf("command during a reset: got error %v, want ErrPower", err)
 	}
 	check(inode)
 
@@ -271,21 +273,21 @@ func testPower(t *testing.T, g *lab.Guest) {
 	before := g.Mount
 	g.PowerOff()
 	if _, err := g.Run("true"); err == nil {
-		t.Error("a guest without power runs commands")
+		t.Error("command in a guest that is off: got no error")
 	}
 	if _, err := ping(g, time.Second); err == nil {
-		t.Error("a guest without power answers")
+		t.Error("ping of a guest that is off: got a reply")
 	}
 	if err := g.Boot(); err != nil {
 		t.Fatal(err)
 	}
 	if g.Mount != before {
-		t.Errorf("the address was %v and is %v", before, g.Mount)
+		t.Errorf("got a changed address: before the boot %v, after it %v", before, g.Mount)
 	}
 	check(inode)
 }
 
-// A recorder is a test that may fail.
+// A recorder stands for a test whose failures are expected.
 type recorder struct {
 	testing.TB
 	errors  []string
@@ -304,66 +306,72 @@ func (r *recorder) end() {
 	r.cleanup = nil
 }
 
-// TestComplaints holds a test to what the kernel says, a warning and a panic here, unless it was
-// announced.
-func TestComplaints(t *testing.T) {
+// TestKernelErrorsFailTheTest checks that a kernel warning and a panic fail the test, and that an
+// expected warning does not.
+func TestKernelErrorsFailTheTest(t *testing.T) {
 	r := &recorder{TB: t}
-	g := lab.Start(r, lab.Options{MemoryMiB: 512, Complaints: []string{"WARNING: .* at announced"}})
+	g := lab.Start(r, lab.Options{MemoryMiB: 512, ExpectedKernelErrors: []string{"WARNING: .* at expected"}})
 	defer r.end()
-	g.MustRun("echo '<4>WARNING: CPU: 0 PID: 1 at announced.c:1' >/dev/kmsg; echo '<4>WARNING: CPU: 0 PID: 1 at other.c:1' >/dev/kmsg")
-	if _, err := g.RunFor("echo c >/proc/sysrq-trigger", patient); !errors.Is(err, lab.ErrPanic) {
-		t.Errorf("a command that makes the kernel panic: %v", err)
+	g.MustRun(twoWarnings)
+	if _, err := g.RunFor("echo c >/proc/sysrq-trigger", answerTimeout); !errors.Is(err, lab.ErrPanic) {
+		t.Errorf("command that causes a panic: got error %v, want ErrPanic", err)
 	}
-	if err := g.Reset(); err != nil { // it stands still otherwise
+	if err := g.Reset(); err != nil { // a panicked kernel stands still until then
 		t.Fatal(err)
 	}
 	g.MustRun("true")
 	r.end()
 	all := strings.Join(r.errors, "\n")
-	for what, want := range map[string]bool{"announced.c": false, "other.c": true, "Kernel panic": true} {
+	for what, want := range map[string]bool{"expected.c": false, "other.c": true, "Kernel panic": true} {
 		if strings.Contains(all, what) != want {
-			t.Errorf("complaint of %s: %v, want %v; all are:\n%s", what, !want, want, all)
+			t.Errorf("kernel error of %s: got reported %v, want %v; all reports:\n%s", what, !want, want, all)
 		}
 	}
 }
 
-// TestTwoGuests runs both kernels at once.
-func TestTwoGuests(t *testing.T) {
+// twoWarnings is a shell command that logs two kernel warnings.
+const twoWarnings = "echo '<4>WARNING: CPU: 0 PID: 1 at expected.c:1' >/dev/kmsg; " +
+	"echo '<4>WARNING: CPU: 0 PID: 1 at other.c:1' >/dev/kmsg"
+
+// TestTwoKernelsAtOnce runs guests of both kernels at once.
+func TestTwoKernelsAtOnce(t *testing.T) {
 	guests := make(chan *lab.Guest, len(lab.Kernels))
-	t.Run("start", func(both *testing.T) { // returns when both have started
+	t.Run("start", func(both *testing.T) { // returns when both subtests have ended
 		for _, kernel := range lab.Kernels {
 			both.Run(kernel, func(t *testing.T) {
 				t.Parallel()
 				g := lab.Start(t, lab.Options{Kernel: kernel, MemoryMiB: 512, CPUs: 1})
 				guests <- g
-				// each is there until both are
+				// Keep each guest until both run.
 				for len(guests) < len(lab.Kernels) && !both.Failed() {
 					time.Sleep(100 * time.Millisecond)
 				}
-				if _, err := ping(g, patient); err != nil {
+				if _, err := ping(g, answerTimeout); err != nil {
 					t.Error(err)
 				}
 				if got := strings.TrimSpace(g.MustRun("uname -r")); got != g.Release {
-					t.Errorf("guest of %s runs %s", g.Release, got)
+					t.Errorf("got kernel release %[2]s, want %[1]s", g.Release, got)
 				}
 			})
 		}
 	})
 }
 
-// childEnv makes the test binary start a guest and wait to be killed.
+// childEnv makes the test program start a guest and wait until it is killed.
 const childEnv = "NFSRDMAD_LAB_TEST_CHILD"
 
-// TestKilledTest kills a whole test process: its guest and its capture go too.
-func TestKilledTest(t *testing.T) {
+// TestGuestEndsWithKilledTest checks that a guest and a capture end when their test's process is
+// killed.
+func TestGuestEndsWithKilledTest(t *testing.T) {
 	if os.Getenv(childEnv) != "" {
 		g := lab.Start(t, lab.Options{MemoryMiB: 512})
 		g.Capture(t, "child")
 		fmt.Println("started")
 		select {}
 	}
-	cmd := exec.Command(os.Args[0], "-test.run", "^TestKilledTest$", "-test.v")
-	cmd.Env = append(os.Environ(), childEnv+"=1", "TMPDIR="+t.TempDir()) // it removes nothing
+	cmd := exec.Command(os.Args[0], "-test.run", "^TestGuestEndsWithKilledTest$", "-test.v")
+	// a killed process leaves its directory
+	cmd.Env = append(os.Environ(), childEnv+"=1", "TMPDIR="+t.TempDir())
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -373,28 +381,28 @@ func TestKilledTest(t *testing.T) {
 	}
 	defer cmd.Wait()
 	defer cmd.Process.Kill()
-	var said strings.Builder
+	var output strings.Builder
 	buf := make([]byte, 4096)
-	for !strings.Contains(said.String(), "started") {
+	for !strings.Contains(output.String(), "started") {
 		n, err := out.Read(buf)
-		said.Write(buf[:n])
+		output.Write(buf[:n])
 		if err != nil {
-			// as its own: no guest is wanted, or nothing is built and nobody asked for it
-			if strings.Contains(said.String(), "--- SKIP") {
-				t.Skip(said.String())
+			// The child skips if the lab is disabled or has no images.
+			if strings.Contains(output.String(), "--- SKIP") {
+				t.Skip(output.String())
 			}
-			t.Fatalf("%v: %s", err, said.String())
+			t.Fatalf("%v: %s", err, output.String())
 		}
 	}
 	children := childrenOf(t, cmd.Process.Pid)
 	if len(children) != 2 {
-		t.Fatalf("processes of the test: %v, want QEMU and dumpcap", children)
+		t.Fatalf("got child processes %v, want QEMU and dumpcap", children)
 	}
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	io.Copy(io.Discard, out)
-	for deadline := time.Now().Add(patient); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(answerTimeout); ; time.Sleep(50 * time.Millisecond) {
 		alive := ""
 		for pid, name := range children {
 			if now, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)); string(now) == name {
@@ -405,12 +413,12 @@ func TestKilledTest(t *testing.T) {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("still alive: %s", alive)
+			t.Fatalf("processes still running: %s", alive)
 		}
 	}
 }
 
-// childrenOf returns the names of a process's children by pid.
+// childrenOf returns the names of a process's children by PID.
 func childrenOf(t *testing.T, parent int) map[int]string {
 	t.Helper()
 	tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", parent))

@@ -16,37 +16,38 @@ import (
 )
 
 const (
-	// linkMTU is the usual one of jumbo frames. It lets rxe use its largest path MTU, 4096, for
-	// which 1500 leaves 1024; and every frame costs an emulated guest the same, whatever its size.
-	// More than that no network card of a real server takes.
+	// linkMTU is the usual MTU of jumbo frames, the largest that real network cards support. rxe
+	// needs it for its largest path MTU, 4096; an MTU of 1500 allows only 1024. An emulated guest
+	// pays for frames, not for their size.
 	linkMTU = 9000
-	// ethernetHeader is in octets: two addresses and a type.
+	// linkNetdev is QEMU's name for the guest's end of the link.
+	linkNetdev = "link"
+	// ethernetHeader is the size in bytes of two addresses and a type.
 	ethernetHeader = 14
-	// maxFrame is what a card can send at most: with a VLAN tag, and 64 KiB.
+	// maxFrame is the largest frame in bytes that a card can send: 64 KiB and a VLAN tag.
 	maxFrame = ethernetHeader + 4 + 65536
-	// portBuffer is in octets, of frames on their way into a guest or out of it.
+	// portBuffer is the size in bytes of the buffer for frames, in each direction of a port.
 	portBuffer = 4 << 20
-	// A port that takes nothing for stallLimit, of a guest that is frozen, loses frames from then
-	// on, until there is room for one. Until then whoever sends to it waits, as with Ethernet's
-	// flow control, so that a busy host loses nothing. The kernel of a guest warns of a transmit
-	// queue that stands still for five seconds.
+	// stallLimit is how long a sender waits for a port without room, as with Ethernet's flow
+	// control, so that a busy host loses nothing. After it the port, for example of a frozen guest,
+	// drops frames until it has room again. A guest's kernel reports a transmit queue that is
+	// blocked for five seconds as an error.
 	stallLimit = 2 * time.Second
 )
 
-// linkNet is where addresses on a link come from that nobody chose.
+// linkNet is the network of the addresses that a link assigns.
 var linkNet = netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 9, 0, 0}), 24)
 
-// A Link is an Ethernet cable between guests, or several with a switch between: each guest that
-// Options.Link joins to it has a card eth1 there, and its RDMA device on that. It has no other way
-// out. Frames arrive whole and in order, or, where the link is cut or a guest is off, not at all.
-// Safe for concurrent use.
+// A Link is an Ethernet between guests, with a switch. Each guest that Options.Link joins to it has
+// a card eth1 there, which carries its RDMA device. The link has no connection to other networks.
+// Frames arrive complete and in order, or not at all if the link is cut or a guest is off. A Link
+// is safe for concurrent use.
 type Link struct {
-	work sync.WaitGroup // one for each port that has a cable
+	work sync.WaitGroup // one for each port that is plugged in
 
 	mu    sync.Mutex
-	ports []*port        // guarded by mu; one for each guest that ever was here
-	cut   bool           // guarded by mu
-	taps  map[*tap]*port // guarded by mu; with the port whose frames it records, nil for all
+	ports []*port // guarded by mu; one for each guest that ever joined
+	cut   bool    // guarded by mu
 }
 
 // A port is a guest's end of a link.
@@ -55,20 +56,19 @@ type port struct {
 	mac  [6]byte
 	addr netip.Prefix
 
-	// Guarded by link.mu:
-	conn *net.UnixConn // to QEMU, a datagram for each frame; nil while the guest is off
+	// conn and cut are guarded by link.mu.
+	conn *net.UnixConn // to QEMU, one datagram for each frame; nil while the guest is off
 	cut  bool
 
-	// one frame into the guest at a time; nobody but senders takes it, as they may wait for the
-	// guest
+	// sending is held while a frame is sent to the guest. Only senders take it, because they may
+	// wait for the guest.
 	sending sync.Mutex
-	stalled bool // guarded by sending: the last frame found no room in time
+	stalled bool // guarded by sending; the last frame found no room in time
 }
 
-// NewLink makes a link that ends with the test. The guests of it are started after it, and so end
-// before.
+// NewLink returns a link that ends with the test. Its guests start later, and so end earlier.
 func NewLink(t testing.TB) *Link {
-	l := &Link{taps: make(map[*tap]*port)}
+	l := &Link{}
 	t.Cleanup(func() {
 		l.mu.Lock()
 		ports := l.ports
@@ -81,7 +81,7 @@ func NewLink(t testing.TB) *Link {
 	return l
 }
 
-// Cut makes the link lose every frame until Restore. The guests are not told: their cards stay up.
+// Cut makes the link drop every frame until Restore. The guests' cards stay up.
 func (l *Link) Cut() { l.set(&l.cut, true) }
 
 // Restore ends Cut.
@@ -99,7 +99,7 @@ func (l *Link) join(addr netip.Prefix) (*port, error) {
 	defer l.mu.Unlock()
 	n := byte(len(l.ports) + 1)
 	if n == 255 {
-		return nil, errors.New("a link has 254 guests at most")
+		return nil, errors.New("join link: it has its maximum of 254 guests")
 	}
 	if !addr.IsValid() {
 		host := linkNet.Addr().As4()
@@ -108,24 +108,24 @@ func (l *Link) join(addr netip.Prefix) (*port, error) {
 	}
 	for _, p := range l.ports {
 		if p.addr.Addr() == addr.Addr() {
-			return nil, fmt.Errorf("another guest of the link has the address %v", addr.Addr())
+			return nil, fmt.Errorf("join link: another guest has the address %v", addr.Addr())
 		}
 	}
-	// The prefix is that of QEMU's own cards, which count from 12:34:56.
+	// QEMU's cards have this prefix, and count from 12:34:56.
 	p := &port{link: l, mac: [6]byte{0x52, 0x54, 0x00, 0x09, 0x00, n}, addr: addr}
 	l.ports = append(l.ports, p)
 	return p, nil
 }
 
-// arguments are QEMU's, where the cable is descriptor fd.
+// arguments returns QEMU's arguments for a cable with descriptor fd.
 func (p *port) arguments(fd int) []string {
 	return []string{
-		"-netdev", "dgram,id=link,local.type=fd,local.str=" + strconv.Itoa(fd),
-		"-device", "virtio-net-pci,netdev=link,romfile=,mac=" + net.HardwareAddr(p.mac[:]).String(),
+		"-netdev", "dgram,id=" + linkNetdev + ",local.type=fd,local.str=" + strconv.Itoa(fd),
+		"-device", "virtio-net-pci,netdev=" + linkNetdev + ",romfile=,mac=" + net.HardwareAddr(p.mac[:]).String(),
 	}
 }
 
-// plug returns the descriptor of a new cable, for QEMU. What the last one still had is lost.
+// plug connects a new cable and returns its other end, for QEMU. Frames on the old cable are lost.
 func (p *port) plug() (*os.File, error) {
 	p.unplug()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
@@ -133,9 +133,9 @@ func (p *port) plug() (*os.File, error) {
 		return nil, os.NewSyscallError("socketpair", err)
 	}
 	own, theirs := os.NewFile(uintptr(fds[0]), "link"), os.NewFile(uintptr(fds[1]), "link")
-	defer own.Close() // FileConn has its own
+	defer own.Close() // FileConn duplicates it
 	for _, fd := range fds {
-		// only root may go beyond the system's limit
+		// Only root can exceed the system's limit.
 		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, portBuffer) != nil {
 			unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, portBuffer)
 		}
@@ -162,7 +162,7 @@ func (p *port) plug() (*os.File, error) {
 	return theirs, nil
 }
 
-// unplug takes the cable out.
+// unplug disconnects the cable.
 func (p *port) unplug() {
 	p.link.mu.Lock()
 	defer p.link.mu.Unlock()
@@ -172,70 +172,57 @@ func (p *port) unplug() {
 	}
 }
 
-// A target is where a frame goes.
+// A target is a port to which a frame goes.
 type target struct {
 	port *port
 	conn *net.UnixConn
 }
 
-// forward takes a frame from a guest to those that it is for.
+// forward sends a frame from a guest to its targets.
 func (l *Link) forward(from *port, frame []byte) {
 	if len(frame) < ethernetHeader {
 		return
 	}
-	targets, taps := l.route(from, [6]byte(frame))
-	for _, tap := range taps {
-		tap.record(frame)
-	}
-	for _, t := range targets {
+	for _, t := range l.route(from, [6]byte(frame)) {
 		t.port.send(t.conn, frame)
 	}
 }
 
-// route says where a frame to an address goes, and who records it if it goes anywhere.
-func (l *Link) route(from *port, to [6]byte) (targets []target, taps []*tap) {
+// route returns the targets of a frame to an address.
+func (l *Link) route(from *port, to [6]byte) []target {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.cut || from.cut {
-		return nil, nil
+		return nil
 	}
-	targets = make([]target, 0, 4)
+	targets := make([]target, 0, 4)
 	for _, p := range l.ports {
-		// The addresses of the cards are the link's own choice, so it need not learn them; what
-		// else there is, such as a broadcast, is for all.
+		// The link assigns the cards' addresses and need not learn them. Frames to other addresses,
+		// such as broadcasts, go to every port.
 		if p.mac == to {
 			targets = append(targets[:0], target{p, p.conn})
 			break
 		}
 		targets = append(targets, target{p, p.conn})
 	}
-	targets = slices.DeleteFunc(targets, func(t target) bool { return t.port == from || t.port.cut || t.conn == nil })
-	if len(targets) == 0 {
-		return nil, nil
-	}
-	for tap, of := range l.taps {
-		if of == nil || of == from || slices.ContainsFunc(targets, func(t target) bool { return t.port == of }) {
-			taps = append(taps, tap)
-		}
-	}
-	return targets, taps
+	return slices.DeleteFunc(targets, func(t target) bool { return t.port == from || t.port.cut || t.conn == nil })
 }
 
-// send hands a frame to the guest, and waits while the guest has no room, but not for ever.
+// send sends a frame to the guest, and waits at most stallLimit for room.
 func (p *port) send(conn *net.UnixConn, frame []byte) {
 	p.sending.Lock()
 	defer p.sending.Unlock()
-	// No deadline that is near: it could pass before the frame was tried at all.
+	// Do not use a short deadline here: it could pass before the first attempt to send.
 	if p.stalled {
 		p.stalled = errors.Is(offer(conn, frame), unix.EAGAIN)
 		return
 	}
 	conn.SetWriteDeadline(time.Now().Add(stallLimit))
 	_, err := conn.Write(frame)
-	p.stalled = errors.Is(err, os.ErrDeadlineExceeded) // any other error is a guest that went away
+	p.stalled = errors.Is(err, os.ErrDeadlineExceeded) // with any other error the guest is off
 }
 
-// offer sends a frame if there is room for it now, and is EAGAIN otherwise.
+// offer sends a frame if there is room for it, or returns EAGAIN.
 func offer(conn *net.UnixConn, frame []byte) error {
 	raw, err := conn.SyscallConn()
 	if err != nil {

@@ -9,14 +9,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// mountLinked is a shell command that mounts another guest's export with the kernel's own client,
-// over RDMA.
+// mountLinked returns a shell command that mounts another guest's export over RDMA, with the
+// kernel's client.
 func mountLinked(server *lab.Guest) string {
-	return fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs -o rdma,port=20049,vers=3,nolock,mountport=20048,mountproto=tcp %v:/export /mnt && grep ' /mnt nfs .*proto=rdma' /proc/mounts", server.Linked)
+	return fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs %s %v:/export /mnt && "+
+		"grep ' /mnt nfs .*proto=rdma' /proc/mounts", kernelOptions, server.Linked)
 }
 
-// TestLink joins two guests by a link, on which one mounts the other's export with the kernel's own
-// client over RoCE.
+// TestLink joins two guests by a link. One mounts the other's export over RoCE, with the kernel's
+// client.
 func TestLink(t *testing.T) {
 	link := lab.NewLink(t)
 	begin := time.Now()
@@ -26,67 +27,68 @@ func TestLink(t *testing.T) {
 	client, server := guests[0], guests[1]
 	t.Logf("both served after %v", time.Since(begin).Round(time.Millisecond))
 	if client.Linked.String() != "10.9.0.1" || server.Linked.String() != "10.9.0.2" {
-		t.Errorf("addresses on the link: %v and %v", client.Linked, server.Linked)
+		t.Errorf("got addresses %v and %v, want 10.9.0.1 and 10.9.0.2", client.Linked, server.Linked)
 	}
 	if out := client.MustRun("rdma link"); !strings.Contains(out, "netdev eth1") {
-		t.Errorf("RDMA links: %s", out)
+		t.Errorf("got RDMA links %s, want eth1", out)
 	}
 	t.Run("frames", func(t *testing.T) { testLinkFrames(t, link, client, server) })
-	t.Run("capture", func(t *testing.T) { testLinkCapture(t, link, client, server) })
+	t.Run("capture", func(t *testing.T) { testLinkCapture(t, client, server) })
 	t.Run("outages", func(t *testing.T) { testLinkOutages(t, link, client, server) })
 }
 
-// Pings: some, some that take several packets of 1500 octets, or one. Those that are to be lost are
-// given up soon.
+// Options of ping: two packets, two jumbo packets, one packet, and two packets that are expected to
+// get lost.
 const (
-	some  = "-W 60 -c 2"
+	small = "-W 60 -c 2"
 	large = "-W 60 -c 2 -s 8900"
 	one   = "-W 60 -c 1"
 	lost  = "-W 5 -c 2"
 )
 
-// reaches tells whether a ping comes back.
+// reaches reports whether a ping gets a reply.
 func reaches(from, to *lab.Guest, ping string) bool {
 	_, err := from.RunFor(fmt.Sprintf("ping %s %v", ping, to.Linked), 5*time.Minute)
 	return err == nil
 }
 
 func testLinkFrames(t *testing.T, link *lab.Link, client, server *lab.Guest) {
-	if !reaches(client, server, some) || !reaches(server, client, large) {
-		t.Fatal("no ping gets through")
+	if !reaches(client, server, small) || !reaches(server, client, large) {
+		t.Fatal("ping: got no reply")
 	}
 	link.Cut()
 	if reaches(client, server, lost) {
-		t.Error("a ping gets through a link that is cut")
+		t.Error("ping over a cut link: got a reply")
 	}
 	link.Restore()
-	if !reaches(client, server, some) {
-		t.Error("no ping gets through a link that was restored")
+	if !reaches(client, server, small) {
+		t.Error("ping over a restored link: got no reply")
 	}
 	if err := server.CutNetwork(); err != nil {
 		t.Fatal(err)
 	}
 	if reaches(client, server, lost) {
-		t.Error("a ping reaches a guest whose network is cut")
+		t.Error("ping of a guest with a cut network: got a reply")
 	}
 	if err := server.RestoreNetwork(); err != nil {
 		t.Fatal(err)
 	}
-	if !reaches(client, server, some) {
-		t.Error("no ping reaches a guest whose network was restored")
+	if !reaches(client, server, small) {
+		t.Error("ping of a guest with a restored network: got no reply")
 	}
 	const delay = 300 * time.Millisecond
-	if err := server.SlowNetwork(lab.Line{Delay: delay}); err != nil {
+	if err := server.SlowNetwork(lab.Impairment{Delay: delay}); err != nil {
 		t.Fatal(err)
 	}
 	begin := time.Now()
 	if reached := reaches(client, server, one); !reached || time.Since(begin) < 2*delay {
-		t.Errorf("a ping (%v) took %v, with a delay of %v each way", reached, time.Since(begin), delay)
+		t.Errorf("ping over the slow network: got reply %v after %v, want at least two delays of %v", reached,
+			time.Since(begin), delay)
 	}
-	if err := server.SlowNetwork(lab.Line{}); err != nil {
+	if err := server.SlowNetwork(lab.Impairment{}); err != nil {
 		t.Fatal(err)
 	}
-	// TCP, more of it than the switch holds.
+	// Send more over TCP than the switch can buffer.
 	client.MustRun(fmt.Sprintf(`set -e
 		modprobe -a nfs nfsv3
 		mount -t nfs -o tcp,vers=3,nolock,mountport=20048,mountproto=tcp %v:/export /mnt
@@ -94,12 +96,12 @@ func testLinkFrames(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		cp /tmp/f /mnt/tcp
 		umount /mnt`, server.Linked))
 	if got, want := server.MustRun("md5sum </export/tcp"), client.MustRun("md5sum </tmp/f; rm /tmp/f"); got != want {
-		t.Errorf("the server got a file with the sum %q, want %q", got, want)
+		t.Errorf("got a file with sum %q on the server, want %q", got, want)
 	}
 }
 
-func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
-	all, one := link.Capture(t, "link"), client.Capture(t, "client")
+func testLinkCapture(t *testing.T, client, server *lab.Guest) {
+	atServer, atClient := server.Capture(t, "server"), client.Capture(t, "client")
 	const calls = 8
 	client.MustRun(mountLinked(server) + fmt.Sprintf(`
 		set -e
@@ -110,7 +112,7 @@ func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		cmp /tmp/f /mnt/f
 		umount /mnt`, calls))
 	server.MustRun("test -s /export/f")
-	for _, c := range []*lab.Capture{all, one} {
+	for _, c := range []*lab.Capture{atServer, atClient} {
 		if err := c.Stop(); err != nil {
 			t.Fatal(err)
 		}
@@ -118,7 +120,7 @@ func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 			"infiniband.mad.attributeid == 0x0010":               1, // ConnectRequest
 			"udp.dstport == 4791 && rpcordma && rpc.msgtyp == 0": calls,
 			"udp.dstport == 4791 && rpcordma && rpc.msgtyp == 1": calls,
-			// WRITE, with data that went by RDMA Read
+			// WRITE, whose data is in RDMA Reads
 			"nfs.procedure_v3 == 7 && nfs.count3 == 1048576": 2,
 		} {
 			out, err := c.Tshark("-Y", filter)
@@ -126,21 +128,21 @@ func testLinkCapture(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 				t.Fatal(err)
 			}
 			if n := strings.Count(out, "\n"); n < want {
-				t.Errorf("%s: %d packets are %s, want at least %d", c.File, n, filter, want)
+				t.Errorf("%s: got %d packets for filter %s, want at least %d", c.File, n, filter, want)
 			}
 		}
 		if out, err := c.Malformed(); err != nil || out != "" {
-			t.Errorf("malformed packets (%v): %s", err, out)
+			t.Errorf("got malformed packets (error %v): %s", err, out)
 		}
 	}
 }
 
-// outageLimit is for work that waits for a guest to boot, and for the kernel's pauses between two
+// outageLimit bounds I/O that waits for a guest's boot and for the kernel client's pauses between
 // connects.
 const outageLimit = 15 * time.Minute
 
-// testLinkOutages has the client's kernel work on while the link, and the server's power, come and
-// go.
+// testLinkOutages checks that I/O of the kernel's client resumes after a cut link and after a power
+// failure of the server.
 func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 	client.MustRun(mountLinked(server) + " && dd if=/dev/urandom of=/tmp/f bs=1M count=4 2>/dev/null")
 	defer client.Run("umount -f -l /mnt")
@@ -162,7 +164,7 @@ func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		}()
 		select {
 		case err := <-done:
-			t.Errorf("%s: work on the mount ended before the outage did: %v", outage.name, err)
+			t.Errorf("%s: I/O ended during the outage, error %v", outage.name, err)
 			continue
 		case <-time.After(2 * time.Second):
 		}
@@ -174,10 +176,10 @@ func testLinkOutages(t *testing.T, link *lab.Link, client, server *lab.Guest) {
 		if err := <-done; err != nil {
 			t.Errorf("%s: %v", outage.name, err)
 		}
-		t.Logf("%s: over after %v, and the work on the mount after %v", outage.name, back.Round(time.Millisecond),
+		t.Logf("%s: outage ended after %v, I/O after %v", outage.name, back.Round(time.Millisecond),
 			time.Since(begin).Round(time.Millisecond))
 		if got, want := server.MustRun("md5sum </export/"+outage.name), client.MustRun("md5sum </tmp/f"); got != want {
-			t.Errorf("%s: the server's file has the sum %q, want %q", outage.name, got, want)
+			t.Errorf("%s: got a file with sum %q on the server, want %q", outage.name, got, want)
 		}
 	}
 }

@@ -21,20 +21,20 @@ import (
 
 const (
 	qemu = "qemu-system-x86_64"
-	// bootTimeout is far above the ten seconds that a boot takes on a quiet machine.
+	// bootTimeout bounds a boot, which takes ten seconds on an idle machine.
 	bootTimeout = 4 * time.Minute
-	// killTimeout bounds the end of a killed QEMU, which gives its memory back first.
+	// killTimeout bounds the end of a killed QEMU, which first frees its memory.
 	killTimeout = 2 * time.Minute
-	// guestAddr is the guest's side of QEMU's user network, its default.
+	// guestAddr is the guest's default address on QEMU's user network.
 	guestAddr = "10.0.2.15"
-	// firstFD is the first descriptor that a child gets beside the standard ones.
+	// firstFD is the first descriptor that a child gets after the standard ones.
 	firstFD = 3
 )
 
-// errNotReady is a boot that stands still.
-var errNotReady = errors.New("the guest did not get ready")
+// errNotReady reports a boot that makes no progress.
+var errNotReady = errors.New("guest did not get ready")
 
-// A session is one boot of a machine, as far as commands are concerned.
+// A session is one boot of a machine, for commands.
 type session struct {
 	ctx    context.Context // ends with the boot
 	cancel context.CancelCauseFunc
@@ -49,104 +49,106 @@ type machine struct {
 	ports   []*commandPort
 	console *console
 	pid     int
-	ended   chan struct{} // closed when QEMU is gone and its console was read
-	endErr  error         // of QEMU, with what it said; set before ended is closed
+	ended   chan struct{} // closed when QEMU has ended and its console is read
+	endErr  error         // QEMU's error and output; set before ended is closed
 
-	mu  sync.Mutex
-	now *session // guarded by mu; nil until the first boot is ready
+	mu      sync.Mutex
+	current *session // guarded by mu; nil until the first boot is ready
 }
 
-// startMachine runs QEMU with these arguments, a disk, and a cable of a link if there is one, and
-// waits for its control socket, not for the guest.
-func startMachine(name string, args []string, disk *os.File, p *port, c *console) (m *machine, err error) {
-	m = &machine{name: name, console: c, ended: make(chan struct{})}
-	var theirs []*os.File
-	defer func() {
-		for _, f := range theirs {
-			f.Close()
-		}
-	}()
-	var ours []net.Conn
-	closeOurs := func() {
-		for _, conn := range ours {
-			conn.Close()
-		}
+// A launch collects the arguments and descriptors of a QEMU process before its start.
+type launch struct {
+	args   []string
+	disk   *os.File
+	theirs []*os.File // QEMU's ends, whose descriptors follow the disk's
+	ours   []net.Conn
+}
+
+// pass passes a descriptor to QEMU and returns its number there.
+func (l *launch) pass(f *os.File) int {
+	l.theirs = append(l.theirs, f)
+	return firstFD + len(l.theirs) // the disk has firstFD
+}
+
+// socket makes a connection to QEMU and returns its descriptor number there.
+func (l *launch) socket() (net.Conn, int, error) {
+	conn, f, err := socketPair()
+	if err != nil {
+		return nil, 0, err
 	}
-	// socket makes a connection to QEMU and returns the descriptor that it will have there.
-	socket := func() (net.Conn, int, error) {
-		conn, f, err := socketPair()
-		if err != nil {
-			return nil, 0, err
-		}
-		ours, theirs = append(ours, conn), append(theirs, f)
-		return conn, firstFD + len(theirs), nil // after the disk
+	l.ours = append(l.ours, conn)
+	return conn, l.pass(f), nil
+}
+
+func (l *launch) closeTheirs() {
+	for _, f := range l.theirs {
+		f.Close()
 	}
-	// Flushes are left out: the guest's power goes, the host's does not.
-	args = append(args, "-add-fd", fmt.Sprintf("fd=%d,set=1", firstFD), "-device", "virtio-blk-pci,drive=disk",
-		"-blockdev", "driver=raw,node-name=disk,discard=unmap,cache.no-flush=on,file.driver=file,file.filename=/dev/fdset/1,file.locking=off,file.discard=unmap")
+	l.theirs = nil
+}
+
+func (l *launch) closeOurs() {
+	for _, conn := range l.ours {
+		conn.Close()
+	}
+}
+
+// diskDevice is the -blockdev argument for the disk. Flushes are disabled: a test cuts the guest's
+// power, not the host's.
+const diskDevice = "driver=raw,node-name=disk,discard=unmap,cache.no-flush=on,file.driver=file," +
+	"file.filename=/dev/fdset/1,file.locking=off,file.discard=unmap"
+
+// addDevices adds the disk, the cable of a link if p is not nil, the console, the control socket
+// and the command ports.
+func (l *launch) addDevices(m *machine, p *port) (console, control net.Conn, err error) {
+	l.args = append(l.args, "-add-fd", fmt.Sprintf("fd=%d,set=1", firstFD), "-device", "virtio-blk-pci,drive=disk",
+		"-blockdev", diskDevice)
 	if p != nil {
 		f, err := p.plug()
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
-		theirs = append(theirs, f)
-		args = append(args, p.arguments(firstFD+len(theirs))...)
+		l.args = append(l.args, p.arguments(l.pass(f))...)
 	}
-	con, fd, err := socket()
+	console, fd, err := l.socket()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	args = append(args, "-chardev", fmt.Sprintf("socket,id=console,fd=%d", fd), "-serial", "chardev:console")
-	control, fd, err := socket()
+	l.args = append(l.args, "-chardev", fmt.Sprintf("socket,id=console,fd=%d", fd), "-serial", "chardev:console")
+	control, fd, err = l.socket()
 	if err != nil {
-		closeOurs()
-		return nil, err
+		return nil, nil, err
 	}
-	args = append(args, "-chardev", fmt.Sprintf("socket,id=control,fd=%d", fd), "-mon",
+	l.args = append(l.args, "-chardev", fmt.Sprintf("socket,id=control,fd=%d", fd), "-mon",
 		"chardev=control,mode=control", "-device", "virtio-serial-pci")
 	for i := range commandPorts {
-		conn, fd, err := socket()
+		conn, fd, err := l.socket()
 		if err != nil {
-			closeOurs()
-			return nil, err
+			return nil, nil, err
 		}
 		m.ports = append(m.ports, &commandPort{conn: conn, r: bufio.NewReader(conn)})
-		args = append(args, "-chardev", fmt.Sprintf("socket,id=cmd%d,fd=%d", i, fd), "-device",
+		l.args = append(l.args, "-chardev", fmt.Sprintf("socket,id=cmd%d,fd=%d", i, fd), "-device",
 			fmt.Sprintf("virtserialport,chardev=cmd%d,name=lab.cmd%[1]d", i))
 	}
-	cmd := exec.Command(qemu, args...)
-	cmd.ExtraFiles = append([]*os.File{disk}, theirs...)
-	var output bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &output, &output
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	started := make(chan error)
-	var reading sync.WaitGroup
-	go func() {
-		// The signal comes with the end of the parent's thread, not of its process: this thread
-		// must live as long as QEMU.
-		runtime.LockOSThread()
-		defer runtime.UnlockOSThread()
-		err := cmd.Start()
-		started <- err
-		if err != nil {
-			return
-		}
-		err = cmd.Wait()
-		reading.Wait()
-		closeOurs()
-		m.endErr = fmt.Errorf("QEMU ended (%v): %s", err, strings.TrimSpace(output.String()))
-		close(m.ended)
-	}()
-	if err := <-started; err != nil {
-		closeOurs()
-		return nil, fmt.Errorf("%s: %w; run \"make lab\"", qemu, err)
+	return console, control, nil
+}
+
+// startMachine runs QEMU with these arguments, a disk, and the cable of a link if p is not nil. It
+// waits for QEMU's control socket, not for the guest.
+func startMachine(name string, args []string, disk *os.File, p *port, c *console) (*machine, error) {
+	m := &machine{name: name, console: c, ended: make(chan struct{})}
+	l := &launch{args: args, disk: disk}
+	defer l.closeTheirs() // so that our ends see EOF when QEMU ends
+	con, control, err := l.addDevices(m, p)
+	if err != nil {
+		l.closeOurs()
+		return nil, err
 	}
-	m.pid = cmd.Process.Pid
-	reading.Go(func() { c.read(con) })
-	for _, f := range theirs { // or there would be no end of file when QEMU ends
-		f.Close()
+	if err := m.start(l, con); err != nil {
+		l.closeOurs()
+		return nil, fmt.Errorf("start %s: %w; run \"make lab\"", qemu, err)
 	}
-	theirs = nil
+	l.closeTheirs()
 	if m.qmp, err = newQMP(control); err != nil {
 		m.kill()
 		return nil, errors.Join(err, m.endErr)
@@ -154,14 +156,46 @@ func startMachine(name string, args []string, disk *os.File, p *port, c *console
 	return m, nil
 }
 
-// socketPair returns a connection and its other end, for a child.
+// start starts QEMU. A goroutine waits for its end, and another one reads its console.
+func (m *machine) start(l *launch, con net.Conn) error {
+	cmd := exec.Command(qemu, l.args...)
+	cmd.ExtraFiles = append([]*os.File{l.disk}, l.theirs...)
+	var output bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &output, &output
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	started := make(chan error)
+	go func() {
+		// The end of the parent's thread sends the signal, not the end of the parent's process.
+		// This thread must therefore outlive QEMU.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		if err == nil {
+			m.pid = cmd.Process.Pid
+		}
+		started <- err
+		if err != nil {
+			return
+		}
+		var reading sync.WaitGroup
+		reading.Go(func() { m.console.read(con) })
+		err = cmd.Wait()
+		reading.Wait()
+		l.closeOurs()
+		m.endErr = fmt.Errorf("QEMU ended (%v): %s", err, strings.TrimSpace(output.String()))
+		close(m.ended)
+	}()
+	return <-started
+}
+
+// socketPair returns a connection and its other end, for a child process.
 func socketPair() (net.Conn, *os.File, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, nil, os.NewSyscallError("socketpair", err)
 	}
 	own := os.NewFile(uintptr(fds[0]), "lab")
-	defer own.Close() // FileConn has its own
+	defer own.Close() // FileConn duplicates it
 	other := os.NewFile(uintptr(fds[1]), "lab")
 	conn, err := net.FileConn(own)
 	if err != nil {
@@ -171,29 +205,29 @@ func socketPair() (net.Conn, *os.File, error) {
 	return conn, other, nil
 }
 
-// kill ends QEMU as a power cut would, and waits for it.
+// kill ends QEMU without notice, like a power failure, and waits for its end.
 func (m *machine) kill() {
-	m.lost(ErrPower)
-	unix.Kill(m.pid, unix.SIGKILL) // the pid is QEMU's until it was waited for, which ended tells
+	m.endSession(ErrPower)
+	unix.Kill(m.pid, unix.SIGKILL) // the PID is QEMU's until ended is closed
 	select {
 	case <-m.ended:
 	case <-time.After(killTimeout):
-		panic("lab: QEMU " + strconv.Itoa(m.pid) + " does not end when it is killed")
+		panic("lab: QEMU " + strconv.Itoa(m.pid) + " does not end after SIGKILL")
 	}
 }
 
-// lost ends the current session.
-func (m *machine) lost(why error) {
+// endSession ends the current session; its commands return why.
+func (m *machine) endSession(why error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.now != nil {
-		m.now.cancel(why)
-		m.now = nil
+	if m.current != nil {
+		m.current.cancel(why)
+		m.current = nil
 	}
 }
 
-// ready waits until a boot serves, and opens it to commands.
-func (m *machine) ready(b *boot) error {
+// awaitReady waits until a boot serves, and starts its session.
+func (m *machine) awaitReady(b *boot) error {
 	timeout := time.NewTimer(bootTimeout)
 	defer timeout.Stop()
 	select {
@@ -223,17 +257,17 @@ func (m *machine) ready(b *boot) error {
 	}()
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.now = s
+	m.current = s
 	return nil
 }
 
-// run runs a command on the first port that is free.
+// run runs a command on the first free port.
 func (m *machine) run(command string, limit time.Duration) (string, error) {
 	m.mu.Lock()
-	s := m.now
+	s := m.current
 	m.mu.Unlock()
 	if s == nil {
-		return "", fmt.Errorf("command in the guest: it is not ready: %s", command)
+		return "", fmt.Errorf("command in the guest: guest is not ready: %s", command)
 	}
 	var p *commandPort
 	select {
@@ -242,7 +276,7 @@ func (m *machine) run(command string, limit time.Duration) (string, error) {
 		return "", fmt.Errorf("command in the guest: %w: %s", context.Cause(s.ctx), command)
 	}
 	out, err := p.run(s.ctx, s.id, command, limit)
-	// otherwise the command cannot even be killed, and keeps its port
+	// After a deadline the guest could not even kill the command, and its port stays in use.
 	if !errors.Is(err, os.ErrDeadlineExceeded) {
 		s.free <- p
 	}

@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// CutNetwork pulls the guest's network cable: nothing goes either way until RestoreNetwork, and
-// neither end is told. Connections of the host are taken meanwhile, but get no answer; what of them
-// is left at the end reaches the guest then. Of a guest on a link the cable there is cut too.
+// CutNetwork drops all of the guest's traffic until RestoreNetwork; no connection is closed. The
+// host can still connect but gets no reply, and RestoreNetwork forwards the connections that are
+// still open. For a guest on a link, CutNetwork also cuts its port there.
 func (g *Guest) CutNetwork() error {
 	if g.remote != nil {
 		return g.remote.do(opCut)
@@ -45,61 +45,62 @@ func (g *Guest) setLink(what string, up bool) error {
 	return nil
 }
 
-// A Line is a network of a poor kind, in each direction. The zero value is the network as it is.
-type Line struct {
+// An Impairment describes a slow or lossy network, for each direction. The zero value changes
+// nothing.
+type Impairment struct {
 	Delay   time.Duration // added to every packet
-	KbitSec int           // rate; 0 is unlimited
-	LossPct float64       // packets lost, per cent
+	KbitSec int           // rate in kbit/s; 0 is unlimited
+	LossPct float64       // lost packets in percent
 }
 
-// netem renders l for tc-netem(8).
-func (l Line) netem() string {
+// netem returns i as arguments of tc-netem(8).
+func (i Impairment) netem() string {
 	var b strings.Builder
 	b.WriteString("netem limit 20000")
-	if l.Delay > 0 {
-		fmt.Fprintf(&b, " delay %dus", l.Delay.Microseconds())
+	if i.Delay > 0 {
+		fmt.Fprintf(&b, " delay %dus", i.Delay.Microseconds())
 	}
-	if l.LossPct > 0 {
-		fmt.Fprintf(&b, " loss %g%%", l.LossPct)
+	if i.LossPct > 0 {
+		fmt.Fprintf(&b, " loss %g%%", i.LossPct)
 	}
-	if l.KbitSec > 0 {
-		fmt.Fprintf(&b, " rate %dkbit", l.KbitSec)
+	if i.KbitSec > 0 {
+		fmt.Fprintf(&b, " rate %dkbit", i.KbitSec)
 	}
 	return b.String()
 }
 
-// SlowNetwork makes the guest's network a poor one, within the guest, until it is called again or
-// the guest boots. Losses are between the guest and QEMU's own TCP; the host sees delay and never a
-// loss. Of a guest on a link it is the network there.
-func (g *Guest) SlowNetwork(l Line) error {
+// SlowNetwork impairs the guest's network, inside the guest, until the next call or boot. Losses
+// occur between the guest and QEMU's TCP, so the host sees delays but no losses. For a guest on a
+// link it impairs the link instead.
+func (g *Guest) SlowNetwork(i Impairment) error {
 	if g.remote != nil {
-		return g.remote.ask(remoteRequest{Op: opSlow, Line: l}).Err.unpack()
+		return g.remote.ask(remoteRequest{Op: opSlow, Impairment: i}).Err.unpack()
 	}
 	card := "eth0"
 	if g.Linked.IsValid() {
 		card = "eth1"
 	}
-	// What comes in has no queue of its own to shape: it takes a detour over ifb0.
+	// Linux does not shape incoming traffic, so the script redirects it through ifb0.
 	script := `
 		tc qdisc del dev ` + card + ` root 2>/dev/null
 		tc qdisc del dev ` + card + ` ingress 2>/dev/null
 		ip link del ifb0 2>/dev/null
 		true`
-	if l != (Line{}) {
+	if i != (Impairment{}) {
 		script += `
 		set -e
 		modprobe -a sch_netem sch_ingress cls_matchall act_mirred
 		modprobe ifb numifbs=0
 		ip link add ifb0 type ifb
 		ip link set ifb0 up
-		tc qdisc add dev ifb0 root ` + l.netem() + `
+		tc qdisc add dev ifb0 root ` + i.netem() + `
 		tc qdisc add dev ` + card + ` ingress
 		tc filter add dev ` + card + ` ingress matchall action mirred egress redirect dev ifb0
-		tc qdisc add dev ` + card + ` root ` + l.netem()
+		tc qdisc add dev ` + card + ` root ` + i.netem()
 	}
 	_, err := g.Run(script)
 	if err == nil {
-		g.console.note("network is now %+v", l)
+		g.console.note("network is now %+v", i)
 	}
 	return err
 }

@@ -2,60 +2,61 @@ package lab
 
 import "net/netip"
 
-// Kernels are the series of which "make lab" builds images, the newest first. It is the one to take
-// where one will do: 6.1 leaks a protection domain with each connection it refuses.
+// Kernels are the kernel series for which "make lab" builds images, the newest first. Prefer the
+// newest: 6.1 leaks a protection domain for each connection that it refuses.
 var Kernels = []string{"6.12", "6.1"}
 
-// Providers of RDMA in a guest.
+// RDMA providers of a guest.
 const (
 	SIW  = "siw" // iWARP over TCP; the host reaches it at Guest.RDMA
-	RXE  = "rxe" // RoCE version 2 over UDP; within the guest, or by a Link
+	RXE  = "rxe" // RoCE version 2 over UDP; reachable in the guest or over a Link
 	Both = "siw,rxe"
-	None = "none" // NFS over TCP alone
+	None = "none" // NFS over TCP only
 )
 
-// Exports of every guest. All but ExportFast are on a disk that survives resets.
+// Exports of every guest. All except ExportFast are on a disk, whose content survives resets.
 const (
-	ExportRW      = "/export"  // read-write, root is root, any source port
+	ExportRW      = "/export"  // read-write, no root squash, any source port
 	ExportRO      = "/ro"      // read-only
-	ExportSquash  = "/squash"  // root is nobody
-	ExportSecure  = "/secure"  // from source ports below 1024 only
-	ExportRefused = "/refused" // to another host only
-	// in the guest's memory, empty after a reset, replies before data is safe
+	ExportSquash  = "/squash"  // root squash
+	ExportSecure  = "/secure"  // requires a source port below 1024
+	ExportRefused = "/refused" // exported to another host only
+	// ExportFast is in the guest's memory. It replies before data is safe, and is empty after a
+	// reset.
 	ExportFast = "/fast"
 )
 
-// Options say what to boot. The zero value is a guest of the newest kernel with siw.
+// Options describe a guest. The zero value is a guest with the newest kernel and siw.
 type Options struct {
 	Kernel    string // one of Kernels; "" is the first
-	Name      string // in logs; "" is the kernel's series
+	Name      string // name in logs; "" is the kernel series
 	Provider  string // SIW, RXE, Both or None; "" is SIW
-	MemoryMiB int    // 0 is 1024
-	CPUs      int    // 0 is 2
-	DiskMiB   int    // of a sparse disk; 0 is 8192
-	Threads   int    // of nfsd; 0 is 8
-	Credits   int    // granted to each connection, 4 to 16384; 0 is the kernel's own 64
-	Inline    int    // octets of the inline threshold, 4096 to 65536; 0 is the kernel's own 4096
-	// octets, largest READ and WRITE; 0 is 1 MiB, which the kernel itself offers above 4 GiB of
-	// memory only
+	MemoryMiB int    // memory in MiB; 0 is 1024
+	CPUs      int    // processors; 0 is 2
+	DiskMiB   int    // size in MiB of a sparse disk; 0 is 8192
+	Threads   int    // nfsd threads; 0 is 8
+	Credits   int    // credits of each connection, 4 to 16384; 0 is the kernel's default, 64
+	Inline    int    // inline threshold in bytes, 4096 to 65536; 0 is the kernel's default, 4096
+	// MaxBlock is the largest READ and WRITE in bytes. 0 is 1 MiB, which the kernel by itself
+	// offers only with more than 4 GiB of memory.
 	MaxBlock int
-	// directory of the host that is /share in the guest, read-write; "" is none. No spaces, commas
-	// or quotes
+	// Share is a directory of the host that the guest mounts read-write at /share; "" is none. It
+	// cannot contain spaces, commas or quotes.
 	Share string
-	// HostRoot puts the host's root file system at /host, read-only: "chroot /host PROGRAM" runs
-	// the host's program, with its libraries, on the guest's kernel and devices, /dev/fuse and RDMA
-	// among them. In it /tmp, /var/tmp and /run are memory and empty, and Share has the path that
-	// it has on the host. What the host changes in files that the guest has read may not be seen:
-	// results belong in Share.
+	// HostRoot mounts the host's root file system read-only at /host. "chroot /host PROGRAM" runs a
+	// program of the host, with its libraries, on the guest's kernel and devices, including
+	// /dev/fuse and RDMA. In the chroot /tmp, /var/tmp and /run are empty tmpfs mounts, and Share
+	// has its host path. A guest may not see the host's changes to files that the guest has already
+	// read: put results into Share.
 	HostRoot bool
-	// Link joins the guest to others, by a card eth1 with Address there; none chosen is the next of
-	// 10.9.0.0/24. The RDMA device is on eth1 then, and not on eth0, so that guests reach it, at
-	// Guest.Linked, and the host does not.
+	// Link joins the guest to a link, by a card eth1 with Address. Without Address the link assigns
+	// the next one of 10.9.0.0/24. The RDMA device is then on eth1, not on eth0: other guests reach
+	// it at Guest.Linked, and the host cannot reach it.
 	Link    *Link `json:"-"`
 	Address netip.Prefix
-	// Complaints are regular expressions of kernel complaints that the test provokes, each matched
-	// against the first line of one.
-	Complaints []string
+	// ExpectedKernelErrors are regular expressions for kernel errors that the test provokes. They
+	// match the first line of an error.
+	ExpectedKernelErrors []string
 }
 
 const (

@@ -8,36 +8,37 @@ import (
 	"time"
 )
 
-// A test may run in a guest itself, where the RDMA devices are, and use the lab all the same: its
-// host acts for it. Start, and the methods of what it returns, ask the host over one TCP
-// connection, which the host makes (remote_host.go) to the process in the guest (remote_guest.go),
-// through a port that QEMU forwards: a guest cannot reach the host by itself. On it the host serves
-// net/rpc, whose calls may overlap.
+// A test that runs in a guest, where the RDMA devices are, can use the lab: its host carries the
+// calls out. Start, and the methods of the guests and captures, call the host over one TCP
+// connection. A guest cannot connect to the host, so the host (remote_host.go) connects to the
+// process in the guest (remote_guest.go), through a port that QEMU forwards. On this connection the
+// host serves net/rpc, whose calls may overlap.
 
-// RemoteEnv is the environment variable that a process in a guest has which uses its host's lab,
-// with any value. See [Guest.Lend].
+// RemoteEnv is the environment variable of a process in a guest that uses its host's lab. Its value
+// does not matter. See [Guest.ServeRemote].
 const RemoteEnv = "NFSRDMAD_LAB_REMOTE"
 
 // Remote reports whether this process runs in a guest and uses its host's lab.
 func Remote() bool { return os.Getenv(RemoteEnv) != "" }
 
 const (
-	// remotePort is where a process in a guest waits for the host.
+	// remotePort is the port on which a process in a guest waits for the host.
 	remotePort = 20100
-	// remoteHello is the first line from there. QEMU's end of the connection exists whether or not
-	// somebody waits.
+	// remoteHello is the first line that the process sends. QEMU accepts the connection even if no
+	// process listens.
 	remoteHello = "nfsrdmad lab 1\n"
-	// remoteMethod is the one method that the host serves, from a remoteRequest to a remoteAnswer.
+	// remoteMethod is the only RPC method of the host. It takes a remoteRequest and returns a
+	// remoteAnswer.
 	remoteMethod = "Lab.Do"
 )
 
-// remoteOp is what the host is asked for.
+// A remoteOp is a request to the host.
 type remoteOp string
 
 const (
-	opServer       remoteOp = "server" // the guest that Lend was given
+	opServer       remoteOp = "server" // the server that ServeRemote got
 	opStart        remoteOp = "start"
-	opEnd          remoteOp = "end" // of a guest that was started
+	opEnd          remoteOp = "end" // end a guest that opStart started
 	opRun          remoteOp = "run"
 	opLog          remoteOp = "log"
 	opPowerOff     remoteOp = "power off"
@@ -51,44 +52,44 @@ const (
 	opCapture      remoteOp = "capture"
 	opStopCapture  remoteOp = "stop capture"
 	opReadCapture  remoteOp = "read capture"
-	unknownRequest          = "the host's lab does not know the request %q"
+	unknownRequest          = "host's lab: unknown request %q"
 )
 
-// A remoteRequest asks for one thing. What of it is set follows from Op.
+// A remoteRequest is one request. Op determines which other fields are set.
 type remoteRequest struct {
-	Op      remoteOp
-	ID      int           // of the guest, or of the capture
-	Options Options       // opStart
-	Command string        // opRun
-	Limit   time.Duration // opRun
-	Line    Line          // opSlow
-	Name    string        // opCapture
-	Args    []string      // opReadCapture, of tshark
-	Failed  bool          // opEnd: the test has
+	Op         remoteOp
+	ID         int           // of a guest or a capture
+	Options    Options       // opStart
+	Command    string        // opRun
+	Limit      time.Duration // opRun
+	Impairment Impairment    // opSlow
+	Name       string        // opCapture
+	Args       []string      // opReadCapture: arguments of tshark
+	Failed     bool          // opEnd: the test has failed
 }
 
-// A remoteAnswer says what came of it.
+// A remoteAnswer is the result of a request.
 type remoteAnswer struct {
-	ID                        int // of a new guest or capture
+	ID                        int // ID of a new guest or capture
 	RDMA, NFS, Mount, Portmap netip.AddrPort
 	Linked                    netip.Addr
 	Release                   string
 	Text                      string
-	Logs, Errors              []string // for the test
+	Logs, Errors              []string // output for the test
 	Err                       *remoteError
 }
 
-// A remoteError is an error on its way.
+// A remoteError is an error in a remoteAnswer.
 type remoteError struct {
 	Text    string
-	Kinds   []string      `json:",omitempty"` // of remoteKinds
-	Command *CommandError `json:",omitempty"` // if it is one
+	Kinds   []string      `json:",omitempty"` // keys of remoteKinds
+	Command *CommandError `json:",omitempty"` // set if the error is a CommandError
 }
 
-// remoteKinds are the errors that a test may look for with errors.Is.
+// remoteKinds are the errors that errors.Is finds in an error from the host.
 var remoteKinds = map[string]error{"power": ErrPower, "panic": ErrPanic, "packets lost": ErrPacketsLost}
 
-// packError makes err fit to be sent; nil stays nil.
+// packError converts err for a remoteAnswer; nil stays nil.
 func packError(err error) *remoteError {
 	if err == nil {
 		return nil
@@ -103,7 +104,7 @@ func packError(err error) *remoteError {
 	return packed
 }
 
-// unpack is the error again, as far as it can be looked for.
+// unpack converts e back to an error for errors.Is and errors.As; nil stays nil.
 func (e *remoteError) unpack() error {
 	if e == nil {
 		return nil
@@ -120,7 +121,7 @@ func (e *remoteError) unpack() error {
 	return got
 }
 
-// A hostError is an error of the host.
+// A hostError is an error that the host returned.
 type hostError struct {
 	text   string
 	causes []error
@@ -129,7 +130,7 @@ type hostError struct {
 func (e *hostError) Error() string   { return e.text }
 func (e *hostError) Unwrap() []error { return e.causes }
 
-// pack encodes a request or an answer, neither of which can fail to be.
+// pack encodes a request or an answer. Both types can always be encoded.
 func pack(v any) json.RawMessage {
 	b, err := json.Marshal(v)
 	if err != nil {

@@ -12,48 +12,48 @@ import (
 	"time"
 )
 
-// remoteWait is how long a process in a guest waits for its host.
+// remoteWait bounds the wait of a process in a guest for its host.
 const remoteWait = time.Minute
 
-// A remoteHost is the connection of this process to its host. Safe for concurrent use.
+// A remoteHost is this process's connection to its host. It is safe for concurrent use.
 type remoteHost struct {
 	rpc   *rpc.Client
-	users int // guarded by theHost.mu
+	users int // guarded by sharedHost.mu; tests that use the connection
 }
 
-// theHost is there while a test uses it: nothing is left of it at the end of the tests.
-var theHost struct {
+// sharedHost is the connection that all tests share. The last test that uses it closes it.
+var sharedHost struct {
 	mu sync.Mutex
 	*remoteHost
 }
 
-// useHost connects to the host until the test ends.
-func useHost(t testing.TB) *remoteHost {
+// connectHost returns the connection to the host, for use until the test ends.
+func connectHost(t testing.TB) *remoteHost {
 	t.Helper()
-	theHost.mu.Lock()
-	defer theHost.mu.Unlock()
-	if theHost.remoteHost == nil {
-		conn, err := awaitHost()
+	sharedHost.mu.Lock()
+	defer sharedHost.mu.Unlock()
+	if sharedHost.remoteHost == nil {
+		conn, err := acceptHost()
 		if err != nil {
-			t.Fatalf("this process is to use its host's lab (%s is set): %v", RemoteEnv, err)
+			t.Fatalf("connect to the host's lab (%s is set): %v", RemoteEnv, err)
 		}
-		theHost.remoteHost = &remoteHost{rpc: jsonrpc.NewClient(conn)}
+		sharedHost.remoteHost = &remoteHost{rpc: jsonrpc.NewClient(conn)}
 	}
-	h := theHost.remoteHost
+	h := sharedHost.remoteHost
 	h.users++
 	t.Cleanup(func() {
-		theHost.mu.Lock()
-		defer theHost.mu.Unlock()
+		sharedHost.mu.Lock()
+		defer sharedHost.mu.Unlock()
 		if h.users--; h.users == 0 {
 			h.rpc.Close()
-			theHost.remoteHost = nil
+			sharedHost.remoteHost = nil
 		}
 	})
 	return h
 }
 
-// awaitHost waits for the host.
-func awaitHost() (net.Conn, error) {
+// acceptHost waits for the host to connect.
+func acceptHost() (net.Conn, error) {
 	l, err := net.ListenTCP("tcp4", net.TCPAddrFromAddrPort(netip.AddrPortFrom(netip.IPv4Unspecified(), remotePort)))
 	if err != nil {
 		return nil, err
@@ -71,8 +71,8 @@ func awaitHost() (net.Conn, error) {
 	return conn, nil
 }
 
-// do asks the host. An error of the host's lab is in the answer; the connection's own is none that
-// a test can go on with.
+// do sends a request to the host. The answer contains an error of the host's lab, or of the
+// connection.
 func (h *remoteHost) do(r remoteRequest) (a remoteAnswer) {
 	var raw json.RawMessage
 	err := h.rpc.Call(remoteMethod, pack(r), &raw)
@@ -80,18 +80,18 @@ func (h *remoteHost) do(r remoteRequest) (a remoteAnswer) {
 		err = json.Unmarshal(raw, &a)
 	}
 	if err != nil {
-		a.Err = packError(fmt.Errorf("the host's lab, asked to %s: %w", r.Op, err))
+		a.Err = packError(fmt.Errorf("request %s to the host's lab: %w", r.Op, err))
 	}
 	return a
 }
 
-// A remoteGuest is what a Guest is to a process that only asks its host for it.
+// A remoteGuest identifies a guest, or a capture, that the host runs for this process.
 type remoteGuest struct {
 	host *remoteHost
 	id   int
 }
 
-// do asks the host for something of this guest.
+// do sends a request about this guest to the host.
 func (g *remoteGuest) do(op remoteOp) error { return g.ask(remoteRequest{Op: op}).Err.unpack() }
 
 func (g *remoteGuest) ask(r remoteRequest) remoteAnswer {
@@ -99,17 +99,17 @@ func (g *remoteGuest) ask(r remoteRequest) remoteAnswer {
 	return g.host.do(r)
 }
 
-// newRemote makes the Guest of an answer.
+// newRemote returns the Guest that an answer describes.
 func newRemote(t testing.TB, h *remoteHost, o Options, a remoteAnswer) *Guest {
 	return &Guest{t: t, opts: o, RDMA: a.RDMA, NFS: a.NFS, Mount: a.Mount, Portmap: a.Portmap, Linked: a.Linked,
 		Release: a.Release, remote: &remoteGuest{h, a.ID}}
 }
 
-// Borrow is the guest that the host's Lend was given, for a process that runs in a guest itself. It
-// goes on after the test.
-func Borrow(t testing.TB) *Guest {
+// RemoteServer returns the guest that the host passed to ServeRemote, for a process that runs in a
+// guest. This guest does not end with the test.
+func RemoteServer(t testing.TB) *Guest {
 	t.Helper()
-	h := useHost(t)
+	h := connectHost(t)
 	a := h.do(remoteRequest{Op: opServer})
 	if err := a.Err.unpack(); err != nil {
 		t.Fatal(err)
@@ -120,7 +120,7 @@ func Borrow(t testing.TB) *Guest {
 // startRemote is Start for a process in a guest.
 func startRemote(t testing.TB, o Options) *Guest {
 	t.Helper()
-	h := useHost(t)
+	h := connectHost(t)
 	a := h.do(remoteRequest{Op: opStart, Options: o})
 	for _, line := range a.Logs {
 		t.Logf("%s", line)
@@ -144,7 +144,7 @@ func startRemote(t testing.TB, o Options) *Guest {
 	return g
 }
 
-// captureRemote is Guest.Capture for a process in a guest: the host records, and reads.
+// captureRemote is Guest.Capture for a process in a guest: the host records and reads the capture.
 func (g *Guest) captureRemote(t testing.TB, name string) *Capture {
 	t.Helper()
 	a := g.remote.ask(remoteRequest{Op: opCapture, Name: name})

@@ -15,44 +15,46 @@ import (
 )
 
 const (
-	// remoteRetry is how often the host looks for a process in the guest.
+	// remoteRetry is the interval at which the host tries to connect to a process in the guest.
 	remoteRetry = 200 * time.Millisecond
-	// remoteGreeting bounds the wait for its first line. Where nobody waits the guest says so at
-	// once; who waits has one connection only, so this is not to be left for a busy host.
+	// remoteGreeting bounds the wait for remoteHello. If no process listens, the guest closes the
+	// connection at once. A process that listens accepts only one connection, so a busy host must
+	// not give this connection up too early.
 	remoteGreeting = time.Minute
 )
 
-// Lend lets processes in the guest that have RemoteEnv in their environment use the lab, one at a
-// time, until the test ends. There Borrow gives them server, which stays, and Start boots guests of
-// their own, with the options as adapt changes them; what a process leaves behind ends with it.
-// Captures are in the test's artifact directory. Lend may be called again when the test has ended.
-func (g *Guest) Lend(t testing.TB, server *Guest, adapt func(*Options)) {
-	over := make(chan struct{})
+// ServeRemote lets processes in the guest that have RemoteEnv in their environment use the lab, one
+// at a time, until the test ends. In such a process RemoteServer returns server, which outlives the
+// process. Start boots further guests, with the options that adapt has changed; they end with the
+// process at the latest. Captures are in the artifact directory of t. ServeRemote can be called
+// again after the test has ended.
+func (g *Guest) ServeRemote(t testing.TB, server *Guest, adapt func(*Options)) {
+	stopC := make(chan struct{})
 	var work sync.WaitGroup
 	work.Go(func() {
 		for {
-			conn, err := g.meet()
+			conn, err := g.dialRemote()
 			if err == nil {
-				l := &lease{t: t, server: server, adapt: adapt, guests: make(map[int]*lent),
+				s := &remoteSession{t: t, server: server, adapt: adapt, guests: make(map[int]*sessionGuest),
 					captures: make(map[int]*Capture)}
-				l.serve(conn, over)
+				s.serve(conn, stopC)
 			}
 			select {
-			case <-over:
+			case <-stopC:
 				return
 			case <-time.After(remoteRetry):
 			}
 		}
 	})
 	t.Cleanup(func() {
-		close(over)
+		close(stopC)
 		work.Wait()
 	})
 }
 
-// meet looks whether a process in the guest waits.
-func (g *Guest) meet() (net.Conn, error) {
-	conn, err := net.Dial("tcp", g.lend.String())
+// dialRemote connects to a process in the guest that waits for its host.
+func (g *Guest) dialRemote() (net.Conn, error) {
+	conn, err := net.Dial("tcp", g.remoteAddr.String())
 	if err != nil {
 		return nil, err
 	}
@@ -60,88 +62,88 @@ func (g *Guest) meet() (net.Conn, error) {
 	hello := make([]byte, len(remoteHello))
 	if _, err := io.ReadFull(conn, hello); err != nil || string(hello) != remoteHello {
 		conn.Close()
-		return nil, fmt.Errorf("greeting %q: %w", hello, err)
+		return nil, fmt.Errorf("read greeting of the guest's process: got %q: %w", hello, err)
 	}
 	conn.SetReadDeadline(time.Time{})
 	return conn, nil
 }
 
-// A lease is what one process in the guest has of the lab.
-type lease struct {
-	t      testing.TB // of Lend
+// A remoteSession serves the lab to one process in the guest.
+type remoteSession struct {
+	t      testing.TB // of ServeRemote
 	server *Guest
 	adapt  func(*Options)
 
 	mu       sync.Mutex
-	last     int              // guarded by mu: the newest id
-	guests   map[int]*lent    // guarded by mu
-	captures map[int]*Capture // guarded by mu
+	last     int                   // guarded by mu; the last ID
+	guests   map[int]*sessionGuest // guarded by mu
+	captures map[int]*Capture      // guarded by mu
 }
 
-// A lent guest runs for a process in another one.
-type lent struct {
+// A sessionGuest is a guest that runs for a process in another guest.
+type sessionGuest struct {
 	*Guest
-	test *lentTest // that it was started by; nil for the lease's server
+	test *sessionTB // receives the guest's output; nil for the session's server
 }
 
-// serve answers the process until it ends, or the lease does.
-func (l *lease) serve(conn net.Conn, over <-chan struct{}) {
+// serve answers requests until the process ends or stop is closed.
+func (s *remoteSession) serve(conn net.Conn, stopC <-chan struct{}) {
 	server := rpc.NewServer()
-	if err := server.RegisterName("Lab", l); err != nil {
+	if err := server.RegisterName("Lab", s); err != nil {
 		panic("lab: " + err.Error())
 	}
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		server.ServeCodec(jsonrpc.NewServerCodec(conn)) // returns when all calls have
+		server.ServeCodec(jsonrpc.NewServerCodec(conn)) // returns when all calls have returned
 	}()
 	select {
 	case <-ended:
-	case <-over:
+	case <-stopC:
 		conn.Close()
 		<-ended
 	}
 	conn.Close()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, c := range l.captures {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, c := range s.captures {
 		c.Stop()
 	}
-	for _, g := range l.guests {
+	for _, g := range s.guests {
 		if g.test != nil {
 			g.test.end(true)
-			l.t.Logf("guest %s: the process that had started it is gone:\n%s", g.opts.Name, g.test.report())
+			s.t.Logf("guest %s: the process that started it has ended:\n%s", g.opts.Name, g.test.report())
 		}
 	}
 }
 
-// Do is what a process in the guest calls.
-func (l *lease) Do(request json.RawMessage, answer *json.RawMessage) error {
+// Do is the RPC method that a process in the guest calls.
+func (s *remoteSession) Do(request json.RawMessage, answer *json.RawMessage) error {
 	var r remoteRequest
 	if err := json.Unmarshal(request, &r); err != nil {
 		return err
 	}
-	*answer = pack(l.do(&r))
+	*answer = pack(s.do(&r))
 	return nil
 }
 
-func (l *lease) do(r *remoteRequest) remoteAnswer {
+func (s *remoteSession) do(r *remoteRequest) remoteAnswer {
 	switch r.Op {
 	case opServer:
-		return l.add(&lent{Guest: l.server})
+		return s.add(&sessionGuest{Guest: s.server})
 	case opStart:
-		return l.start(r.Options)
+		return s.start(r.Options)
 	case opStopCapture, opReadCapture:
-		return l.capture(r)
+		return s.capture(r)
 	}
-	l.mu.Lock()
-	g := l.guests[r.ID]
+	s.mu.Lock()
+	g := s.guests[r.ID]
 	if r.Op == opEnd {
-		delete(l.guests, r.ID)
+		delete(s.guests, r.ID)
 	}
-	l.mu.Unlock()
+	s.mu.Unlock()
 	if g == nil {
-		return remoteAnswer{Err: packError(fmt.Errorf("the host's lab has no guest %d", r.ID))}
+		return remoteAnswer{Err: packError(fmt.Errorf("host's lab: unknown guest %d", r.ID))}
 	}
 	var text string
 	var err error
@@ -165,50 +167,50 @@ func (l *lease) do(r *remoteRequest) remoteAnswer {
 	case opRestore:
 		err = g.RestoreNetwork()
 	case opSlow:
-		err = g.SlowNetwork(r.Line)
+		err = g.SlowNetwork(r.Impairment)
 	case opCapture:
-		return l.record(g, r.Name)
+		return s.record(g, r.Name)
 	case opEnd:
-		return l.end(g, r.Failed)
+		return s.end(g, r.Failed)
 	default:
 		err = fmt.Errorf(unknownRequest, r.Op)
 	}
 	return remoteAnswer{Text: text, Err: packError(err)}
 }
 
-// add gives a guest a number.
-func (l *lease) add(g *lent) remoteAnswer {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.last++
-	l.guests[l.last] = g
-	a := remoteAnswer{ID: l.last, RDMA: g.RDMA, NFS: g.NFS, Mount: g.Mount, Portmap: g.Portmap, Linked: g.Linked,
+// add assigns an ID to a guest.
+func (s *remoteSession) add(g *sessionGuest) remoteAnswer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.last++
+	s.guests[s.last] = g
+	a := remoteAnswer{ID: s.last, RDMA: g.RDMA, NFS: g.NFS, Mount: g.Mount, Portmap: g.Portmap, Linked: g.Linked,
 		Release: g.Release}
 	if g.Linked.IsValid() {
-		// The addresses on the host's loopback mean nothing in another guest.
+		// Addresses on the host's loopback are not reachable from another guest.
 		a.RDMA, a.NFS = netip.AddrPortFrom(g.Linked, rdmaPort), netip.AddrPortFrom(g.Linked, nfsPort)
 		a.Mount, a.Portmap = netip.AddrPortFrom(g.Linked, mountPort), netip.AddrPortFrom(g.Linked, portmapPort)
 	}
 	return a
 }
 
-func (l *lease) start(o Options) remoteAnswer {
-	if l.adapt != nil {
-		l.adapt(&o)
+func (s *remoteSession) start(o Options) remoteAnswer {
+	if s.adapt != nil {
+		s.adapt(&o)
 	}
-	g := &lent{test: &lentTest{TB: l.t}}
+	g := &sessionGuest{test: &sessionTB{TB: s.t}}
 	err := g.test.try(func() { g.Guest = Start(g.test, o) })
 	if err != nil {
 		g.test.end(true)
 		return remoteAnswer{Logs: g.test.logs, Err: packError(err)}
 	}
-	a := l.add(g)
+	a := s.add(g)
 	a.Logs = g.test.logs
 	return a
 }
 
-// end ends a guest, and hands over what the host has to say.
-func (l *lease) end(g *lent, failed bool) remoteAnswer {
+// end ends a guest and returns its output for the test.
+func (s *remoteSession) end(g *sessionGuest, failed bool) remoteAnswer {
 	if g.test == nil {
 		return remoteAnswer{}
 	}
@@ -217,26 +219,26 @@ func (l *lease) end(g *lent, failed bool) remoteAnswer {
 	return remoteAnswer{Logs: g.test.logs[already:], Errors: g.test.errors}
 }
 
-func (l *lease) record(g *lent, name string) remoteAnswer {
-	t := &lentTest{TB: l.t}
+func (s *remoteSession) record(g *sessionGuest, name string) remoteAnswer {
+	t := &sessionTB{TB: s.t}
 	var c *Capture
 	if err := t.try(func() { c = g.Guest.Capture(t, name) }); err != nil {
 		t.end(true)
 		return remoteAnswer{Logs: t.logs, Err: packError(err)}
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.last++
-	l.captures[l.last] = c
-	return remoteAnswer{ID: l.last, Text: c.File}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.last++
+	s.captures[s.last] = c
+	return remoteAnswer{ID: s.last, Text: c.File}
 }
 
-func (l *lease) capture(r *remoteRequest) remoteAnswer {
-	l.mu.Lock()
-	c := l.captures[r.ID]
-	l.mu.Unlock()
+func (s *remoteSession) capture(r *remoteRequest) remoteAnswer {
+	s.mu.Lock()
+	c := s.captures[r.ID]
+	s.mu.Unlock()
 	if c == nil {
-		return remoteAnswer{Err: packError(fmt.Errorf("the host's lab has no capture %d", r.ID))}
+		return remoteAnswer{Err: packError(fmt.Errorf("host's lab: unknown capture %d", r.ID))}
 	}
 	if r.Op == opStopCapture {
 		return remoteAnswer{Err: packError(c.Stop())}
@@ -245,20 +247,20 @@ func (l *lease) capture(r *remoteRequest) remoteAnswer {
 	return remoteAnswer{Text: text, Err: packError(err)}
 }
 
-// A lentTest stands for a test that runs elsewhere: it keeps what is to be told there. Its artifact
-// directory is the host's test's.
-type lentTest struct {
-	testing.TB // of Lend
+// A sessionTB stands for a test in a guest's process: it collects the output for that test. Its
+// artifact directory is that of the host's test.
+type sessionTB struct {
+	testing.TB // of ServeRemote
 
 	mu           sync.Mutex
 	logs, errors []string // guarded by mu until end
-	fatal        string   // guarded by mu: what ended try
+	fatal        string   // guarded by mu; message of the Fatal or Skip that ended try
 	failed       bool     // guarded by mu
 	cleanups     []func() // guarded by mu
 }
 
-// try runs f, which may end by Fatal or Skip; that is its error then.
-func (t *lentTest) try(f func()) error {
+// try runs f and returns the message as an error if f ends with Fatal or Skip.
+func (t *sessionTB) try(f func()) error {
 	done := make(chan struct{})
 	ok := false
 	go func() {
@@ -275,8 +277,8 @@ func (t *lentTest) try(f func()) error {
 	return fmt.Errorf("%s", t.fatal)
 }
 
-// end does what is to be done at the end of the test. failed says that it has failed where it runs.
-func (t *lentTest) end(failed bool) {
+// end runs the clean-up functions. failed reports that the test has failed in its process.
+func (t *sessionTB) end(failed bool) {
 	t.mu.Lock()
 	t.failed = t.failed || failed
 	todo := t.cleanups
@@ -287,46 +289,46 @@ func (t *lentTest) end(failed bool) {
 	}
 }
 
-func (t *lentTest) report() string {
+func (t *sessionTB) report() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return fmt.Sprintln(t.errors) + fmt.Sprintln(t.logs)
 }
 
-func (t *lentTest) Helper() {}
+func (t *sessionTB) Helper() {}
 
-func (t *lentTest) Cleanup(f func()) {
+func (t *sessionTB) Cleanup(f func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.cleanups = append(t.cleanups, f)
 }
 
-func (t *lentTest) Failed() bool {
+func (t *sessionTB) Failed() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.failed
 }
 
-func (t *lentTest) Logf(format string, args ...any) {
+func (t *sessionTB) Logf(format string, args ...any) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.logs = append(t.logs, fmt.Sprintf(format, args...))
 }
 
-func (t *lentTest) Errorf(format string, args ...any) {
+func (t *sessionTB) Errorf(format string, args ...any) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.failed = true
 	t.errors = append(t.errors, fmt.Sprintf(format, args...))
 }
 
-func (t *lentTest) stop(why string) {
+func (t *sessionTB) stop(why string) {
 	t.mu.Lock()
 	t.failed, t.fatal = true, why
 	t.mu.Unlock()
 	runtime.Goexit()
 }
 
-func (t *lentTest) Fatal(args ...any)                 { t.stop(fmt.Sprint(args...)) }
-func (t *lentTest) Fatalf(format string, args ...any) { t.stop(fmt.Sprintf(format, args...)) }
-func (t *lentTest) Skipf(format string, args ...any)  { t.stop(fmt.Sprintf(format, args...)) }
+func (t *sessionTB) Fatal(args ...any)                 { t.stop(fmt.Sprint(args...)) }
+func (t *sessionTB) Fatalf(format string, args ...any) { t.stop(fmt.Sprintf(format, args...)) }
+func (t *sessionTB) Skipf(format string, args ...any)  { t.stop(fmt.Sprintf(format, args...)) }

@@ -12,7 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// TestRemote runs itself in a guest, from where it uses this host's lab.
+// TestRemote runs itself in a guest, where it uses this host's lab.
 func TestRemote(t *testing.T) {
 	if lab.Remote() {
 		testRemoteGuest(t)
@@ -20,11 +20,11 @@ func TestRemote(t *testing.T) {
 	}
 	share := t.TempDir()
 	client := lab.Start(t, lab.Options{Name: "client", MemoryMiB: 512, Share: share})
-	server := lab.Start(t, lab.Options{Name: "server", MemoryMiB: 512, Complaints: []string{"WARNING: .* at provoked"}})
+	server := lab.Start(t, lab.Options{Name: "server", MemoryMiB: 512})
 	copyFile(t, os.Args[0], filepath.Join(share, "lab.test"))
-	// Twice: the second process finds the lab as the first did.
+	// Run it twice: the host must serve a second process too.
 	t.Run("lend", func(t *testing.T) {
-		client.Lend(t, server, func(o *lab.Options) { o.MemoryMiB, o.CPUs = 512, 1 })
+		client.ServeRemote(t, server, func(o *lab.Options) { o.MemoryMiB, o.CPUs = 512, 1 })
 		for range 2 {
 			out, err := client.RunFor(lab.RemoteEnv+"=1 /share/lab.test -test.v -test.run '^TestRemote$' 2>&1",
 				20*time.Minute)
@@ -35,7 +35,7 @@ func TestRemote(t *testing.T) {
 		}
 	})
 	if got := strings.TrimSpace(server.MustRun("cat /tmp/times")); got != "twice" {
-		t.Errorf("the server was used %s", got)
+		t.Errorf("got a server used %s, want twice", got)
 	}
 }
 
@@ -58,26 +58,26 @@ func copyFile(t *testing.T, from, to string) {
 	}
 }
 
-// testRemoteGuest is the guest's part.
+// testRemoteGuest is the part of TestRemote in the guest.
 func testRemoteGuest(t *testing.T) {
-	server := lab.Borrow(t)
+	server := lab.RemoteServer(t)
 	server.MustRun("if [ -e /tmp/times ]; then echo twice; else echo once; fi >/tmp/times")
 	_, err := server.Run("echo before; exit 7")
 	var failed *lab.CommandError
 	if !errors.As(err, &failed) || failed.ExitCode != 7 || failed.Output != "before\n" {
-		t.Errorf("exit 7: %v", err)
+		t.Errorf("got error %v, want exit code 7 and the output", err)
 	}
-	// Calls overlap: one command is under way while another guest starts.
+	// Calls overlap: one command runs while another guest starts.
 	waits := make(chan error, 1)
 	go func() {
 		_, err := server.RunFor("while ! [ -e /tmp/go ]; do sleep 0.1; done; rm /tmp/go", 5*time.Minute)
 		waits <- err
 	}()
 	r := &recorder{TB: t}
-	g := lab.Start(r, lab.Options{Name: "another", Complaints: []string{"WARNING: .* at announced"}})
+	g := lab.Start(r, lab.Options{Name: "another", ExpectedKernelErrors: []string{"WARNING: .* at expected"}})
 	defer r.end()
 	if got := strings.TrimSpace(g.MustRun("cat /sys/devices/system/cpu/online")); got != "0" {
-		t.Errorf("the host's changes to the options were left out: the guest has CPUs %s", got)
+		t.Errorf("got CPUs %s, want only 0, as the host changed the options", got)
 	}
 	server.MustRun("touch /tmp/go")
 	if err := <-waits; err != nil {
@@ -90,34 +90,34 @@ func testRemoteGuest(t *testing.T) {
 		t.Error(err)
 	}
 	if out, err := c.Malformed(); err != nil || out != "" {
-		t.Errorf("an empty capture: %q, %v", out, err)
+		t.Errorf("malformed packets of an empty capture: got %q, error %v", out, err)
 	}
 	if _, err := c.Tshark("-Y", "no such field"); err == nil || !strings.Contains(err.Error(), "tshark") {
-		t.Errorf("a filter that is none: %v", err)
+		t.Errorf("invalid filter: got error %v, want tshark's", err)
 	}
-	if err := g.SlowNetwork(lab.Line{Delay: time.Millisecond}); err != nil {
+	if err := g.SlowNetwork(lab.Impairment{Delay: time.Millisecond}); err != nil {
 		t.Error(err)
 	}
 	if out := g.MustRun("tc qdisc show dev eth0"); !strings.Contains(out, "netem") {
-		t.Errorf("a slow network: %s", out)
+		t.Errorf("got queue discipline %s, want netem", out)
 	}
 	if err := errors.Join(g.CutNetwork(), g.Freeze(), g.Thaw(), g.RestoreNetwork()); err != nil {
 		t.Error(err)
 	}
-	g.MustRun("echo '<4>WARNING: CPU: 0 PID: 1 at announced.c:1' >/dev/kmsg; echo '<4>WARNING: CPU: 0 PID: 1 at other.c:1' >/dev/kmsg")
+	g.MustRun(twoWarnings)
 	if log := g.Log(); !strings.Contains(log, "==== lab: network cut") || !strings.Contains(log, "other.c") {
-		t.Errorf("the console does not have what happened:\n%s", log)
+		t.Errorf("got a console log without the cut or the warning:\n%s", log)
 	}
 	r.end()
-	if all := strings.Join(r.errors, "\n"); strings.Contains(all, "announced.c") || !strings.Contains(all, "other.c") {
-		t.Errorf("complaints of the guest's kernel: %s", all)
+	if all := strings.Join(r.errors, "\n"); strings.Contains(all, "expected.c") || !strings.Contains(all, "other.c") {
+		t.Errorf("got kernel errors %s, want only that of other.c", all)
 	}
 	if _, err := g.Run("true"); err == nil {
-		t.Error("the guest goes on after its test")
+		t.Error("command after the end of the test: got no error")
 	}
 }
 
-// remotePower takes a guest's power under a command, and gives it back.
+// remotePower resets a guest during a command, powers it off, and boots it.
 func remotePower(t *testing.T, g *lab.Guest) {
 	t.Helper()
 	ended := make(chan error, 1)
@@ -132,11 +132,11 @@ func remotePower(t *testing.T, g *lab.Guest) {
 		t.Fatal(err)
 	}
 	if err := <-ended; !errors.Is(err, lab.ErrPower) {
-		t.Errorf("a command under a reset: %v", err)
+		t.Errorf("command during a reset: got error %v, want ErrPower", err)
 	}
 	g.PowerOff()
 	if _, err := g.Run("true"); err == nil {
-		t.Error("a guest without power runs commands")
+		t.Error("command in a guest that is off: got no error")
 	}
 	if err := g.Boot(); err != nil {
 		t.Fatal(err)

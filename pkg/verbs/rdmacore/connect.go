@@ -48,8 +48,7 @@ func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.Act
 	if err != nil {
 		return nil, fail(verbs.ConnLocal, phaseResolveAddr, err)
 	}
-	c := newConnID(ch)
-	c.remote = raddr
+	c := newConnID(ch, raddr)
 	if c.c, err = ch.createID(c.handle); err != nil {
 		c.Close()
 		return nil, fail(verbs.ConnLocal, phaseResolveAddr, err)
@@ -67,26 +66,26 @@ func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) err
 		if kind == verbs.ConnLocal { // ENODEV: no device on the way
 			kind = verbs.ConnUnreachable
 		}
-		return c.fail(kind, phaseResolveAddr, goneHint(err))
+		return c.Fail(kind, phaseResolveAddr, removalHint(err))
 	}
 	if err := c.await(ctx, phaseResolveAddr, evAddrResolved); err != nil {
 		var e *verbs.ConnError
 		if errors.As(err, &e) {
-			e.Err = goneHint(e.Err)
+			e.Err = removalHint(e.Err)
 		}
 		return err
 	}
 	if err := errnoOf(C.rc_resolve_route(c.c, milliseconds(ctx))); err != nil {
-		return c.fail(errnoKind(err), phaseResolveRoute, err)
+		return c.Fail(errnoKind(err), phaseResolveRoute, err)
 	}
 	if err := c.await(ctx, phaseResolveRoute, evRouteResolved); err != nil {
 		return err
 	}
 	if err := c.attach(cfg); err != nil {
-		return c.fail(errnoKind(err), phaseResolveRoute, err)
+		return c.Fail(errnoKind(err), phaseResolveRoute, err)
 	}
 	if err := c.checkPort(); err != nil {
-		return c.fail(errnoKind(err), phaseResolveRoute, err)
+		return c.Fail(errnoKind(err), phaseResolveRoute, err)
 	}
 	return nil
 }
@@ -102,19 +101,19 @@ func milliseconds(ctx context.Context) C.int {
 
 // Connect performs the handshake.
 func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
-	err := a.shake(ctx, phaseConnect, param, false, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
-		if !a.takeTurn(ctx) {
+	err := a.handshake(ctx, phaseConnect, param, false, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
+		if !a.acquireTurn(ctx) {
 			return -C.int(syscall.ECANCELED) // nobody waits for it
 		}
 		ret := C.rc_connect(a.c, data, n, ird, ord)
 		if a.asked.Store(ret >= 0); ret < 0 {
-			a.giveTurn()
+			a.releaseTurn()
 		}
 		return ret
 	})
 	select {
 	case <-a.answered:
-		a.giveTurn()
+		a.releaseTurn()
 	default: // given up: Close gives it
 	}
 	return err

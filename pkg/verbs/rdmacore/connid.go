@@ -23,6 +23,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // Phases of connection set-up, as errors name them.
@@ -38,50 +39,38 @@ const (
 // transport may take less.
 const maxPrivate = 255
 
-var (
-	errClosed = fmt.Errorf("the connection was closed by this side: %w", net.ErrClosed)
-	errNoQP   = errors.New("no queue pair was created")
-	errTwice  = errors.New("it was tried before")
-)
-
 // A connID is what both sides' ConnIDs have in common.
 type connID struct {
-	ch     *channel
-	c      *C.struct_rdma_cm_id
-	dev    *device
-	remote netip.AddrPort
-	steps  chan *cmEvent // what set-up waits for
-	closed chan struct{} // closed by the first Close
-	gone   chan struct{} // closed when everything is released
-	once   sync.Once
-	call   sync.Mutex // held while the kernel connects or accepts, which may take long
+	*base.ConnID[qp]
+	ch    *channel
+	c     *C.struct_rdma_cm_id
+	dev   *device
+	steps chan *cmEvent // what set-up waits for
+	call  sync.Mutex    // held while the kernel connects or accepts, which may take long
 
-	turn     atomic.Bool   // it is this connection's turn to connect (gentle.go)
+	turn     atomic.Bool   // it is this connection's turn to connect (connectturn.go)
 	asked    atomic.Bool   // the kernel has sent the peer a request
 	answered chan struct{} // closed when it is known what became of it
 
-	mu      sync.Mutex
-	local   netip.AddrPort // guarded by mu, as all below
-	qp      *qp
-	peer    verbs.ConnParam
-	ord     int  // what this side asked for
-	wanted  bool // somebody waits for the connection to be made
-	settled bool // it was made, or was not: what comes now is its end
+	mu      sync.Mutex // before the lock of ConnID
+	ord     int        // guarded by mu, as all below: what this side asked for
+	wanted  bool       // somebody waits for the connection to be made
+	settled bool       // it was made, or was not: what comes now is its end
 	tried   bool
 }
 
-func newConnID(ch *channel) *connID {
+func newConnID(ch *channel, remote netip.AddrPort) *connID {
 	leakcheck.Track(leakcheck.ConnID, 1)
 	// Set-up takes a handful of events, one after the other; more would be the kernel's error and
 	// may be lost.
-	return &connID{ch: ch, steps: make(chan *cmEvent, 8), closed: make(chan struct{}), gone: make(chan struct{}),
-		answered: make(chan struct{})}
+	return &connID{ConnID: base.NewConnID[qp](Name, netip.AddrPort{}, remote), ch: ch,
+		steps: make(chan *cmEvent, 8), answered: make(chan struct{})}
 }
 
 // handle takes an event of the connection, on the goroutine of the channel.
 func (c *connID) handle(ev *cmEvent) {
 	c.mu.Lock()
-	q := c.qp
+	q := c.QP()
 	if c.tried {
 		select {
 		case <-c.answered:
@@ -94,8 +83,8 @@ func (c *connID) handle(ev *cmEvent) {
 		c.mu.Unlock()
 		return
 	case evEstablished:
-		if len(ev.private) > 0 || c.peer.ResponderResources == 0 && c.peer.InitiatorDepth == 0 {
-			c.peer = peerParam(ev)
+		if peer := c.Peer(); len(ev.private) > 0 || peer.ResponderResources == 0 && peer.InitiatorDepth == 0 {
+			c.SetPeer(peerParam(ev))
 		}
 		if c.wanted {
 			c.settled = true
@@ -105,7 +94,7 @@ func (c *connID) handle(ev *cmEvent) {
 		}
 	case evDisconnected, evDeviceRemoval, evAddrChange:
 		if ev.kind == evDeviceRemoval && c.dev != nil {
-			go c.dev.in.remove(whyEvent)
+			go c.dev.context.remove(reasonEvent)
 		}
 		if q != nil && c.settled {
 			q.lost(ending(ev.kind, ev.status), certain)
@@ -134,17 +123,17 @@ func (c *connID) await(ctx context.Context, phase string, want eventKind) error 
 			return nil
 		}
 		kind, err := failure(ev.kind, ev.status)
-		e := c.fail(kind, phase, err)
+		e := c.Fail(kind, phase, err)
 		if kind == verbs.ConnRejected {
 			e.PrivateData = ev.private
 		}
 		return e
 	case <-ctx.Done():
-		return c.fail(ctxKind(ctx.Err()), phase, ctx.Err())
+		return c.Fail(ctxKind(ctx.Err()), phase, ctx.Err())
 	case <-c.removed():
-		return c.fail(verbs.ConnUnreachable, phase, &RemovedError{Device: c.dev.attrs.Name})
-	case <-c.closed:
-		return c.fail(verbs.ConnLocal, phase, errClosed)
+		return c.Fail(verbs.ConnUnreachable, phase, &RemovedError{Device: c.dev.attrs.Name})
+	case <-c.Done():
+		return c.Fail(verbs.ConnLocal, phase, base.ErrClosed)
 	}
 }
 
@@ -153,7 +142,7 @@ func (c *connID) removed() <-chan struct{} {
 	if c.dev == nil {
 		return nil
 	}
-	return c.dev.in.removed
+	return c.dev.context.removed
 }
 
 func ctxKind(err error) verbs.ConnErrorKind {
@@ -161,10 +150,6 @@ func ctxKind(err error) verbs.ConnErrorKind {
 		return verbs.ConnTimeout
 	}
 	return verbs.ConnLocal
-}
-
-func (c *connID) fail(kind verbs.ConnErrorKind, phase string, err error) *verbs.ConnError {
-	return &verbs.ConnError{Kind: kind, Phase: phase, Addr: c.remote.String(), Err: err}
 }
 
 // attach takes the device that the connection manager has found.
@@ -185,8 +170,8 @@ func (c *connID) attach(cfg Config) error {
 	}
 	c.mu.Lock()
 	c.dev = d
-	c.local = address(c.c, false)
 	c.mu.Unlock()
+	c.SetLocalAddr(address(c.c, false))
 	return nil
 }
 
@@ -194,10 +179,10 @@ func (c *connID) attach(cfg Config) error {
 // connection manager does not get over a message that it could not send.
 func (c *connID) checkPort() error {
 	port := C.rc_port(c.c)
-	if err := c.dev.in.use(); err != nil {
+	if err := c.dev.context.use(); err != nil {
 		return err
 	}
-	defer c.dev.in.done()
+	defer c.dev.context.done()
 	if C.rc_port_state(c.dev.ctx, port) != C.IBV_PORT_DOWN {
 		return nil
 	}
@@ -208,41 +193,13 @@ func (c *connID) checkPort() error {
 // Device returns the device that reaches the peer.
 func (c *connID) Device() verbs.Device { return c.dev }
 
-// CreateQP makes the queue pair.
+// CreateQP creates the queue pair.
 func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	select {
-	case <-c.closed:
-		return nil, fmt.Errorf("rdmacore: create QP: the connection was closed: %w", verbs.ErrInvalid)
-	default:
-	}
-	if c.qp != nil {
-		return nil, fmt.Errorf("rdmacore: create QP: the connection has one: %w", verbs.ErrInvalid)
-	}
-	q, err := newQP(c, pd, attr)
+	q, err := c.MakeQP(func() (*qp, error) { return newQP(c, pd, attr) })
 	if err != nil {
 		return nil, err
 	}
-	c.qp = q
 	return q, nil
-}
-
-// LocalAddr is this side's address.
-func (c *connID) LocalAddr() netip.AddrPort {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.local
-}
-
-// RemoteAddr is the peer's address.
-func (c *connID) RemoteAddr() netip.AddrPort { return c.remote }
-
-// Peer is what the peer said.
-func (c *connID) Peer() verbs.ConnParam {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.peer
 }
 
 // timedOut explains that the peer did not answer a request to connect.
@@ -253,21 +210,21 @@ func (c *connID) timedOut(err error) error {
 	return fmt.Errorf("%w: no answer; after its link or address was away for a moment rxe may make no connections any more: \"rdma link delete %s\", and add it again", err, c.dev.attrs.Name)
 }
 
-// shake makes the connection by call, and waits for it to stand.
-func (c *connID) shake(ctx context.Context, phase string, param verbs.ConnParam, early bool,
+// handshake makes the connection by call, and waits for it to stand.
+func (c *connID) handshake(ctx context.Context, phase string, param verbs.ConnParam, early bool,
 	call func(data unsafe.Pointer, n, ird, ord C.int) C.int) error {
 	c.mu.Lock()
-	q := c.qp
+	q := c.QP()
 	switch {
 	case c.tried:
 		c.mu.Unlock()
-		return c.fail(verbs.ConnLocal, phase, errTwice)
+		return c.Fail(verbs.ConnLocal, phase, base.ErrReused)
 	case q == nil:
 		c.mu.Unlock()
-		return c.fail(verbs.ConnLocal, phase, errNoQP)
+		return c.Fail(verbs.ConnLocal, phase, base.ErrNoQP)
 	case len(param.PrivateData) > maxPrivate:
 		c.mu.Unlock()
-		return c.fail(verbs.ConnLocal, phase, fmt.Errorf("%d octets of private data, at most %d are possible",
+		return c.Fail(verbs.ConnLocal, phase, fmt.Errorf("%d octets of private data, at most %d are possible",
 			len(param.PrivateData), maxPrivate))
 	}
 	c.tried, c.wanted = true, true
@@ -276,15 +233,15 @@ func (c *connID) shake(ctx context.Context, phase string, param verbs.ConnParam,
 	c.ord = ord
 	c.mu.Unlock()
 	if err := ctx.Err(); err != nil {
-		return c.fail(ctxKind(err), phase, err)
+		return c.Fail(ctxKind(err), phase, err)
 	}
 	result := make(chan error, 1)
 	go func() {
 		c.call.Lock()
 		defer c.call.Unlock()
 		select {
-		case <-c.closed:
-			result <- errClosed
+		case <-c.Done():
+			result <- base.ErrClosed
 			return
 		case <-c.removed():
 			result <- &RemovedError{Device: c.dev.attrs.Name}
@@ -315,12 +272,12 @@ func (c *connID) settle(ctx context.Context, phase string, result chan error) er
 	select {
 	case err := <-result:
 		if err != nil {
-			return c.fail(errnoKind(err), phase, explain(err))
+			return c.Fail(errnoKind(err), phase, explain(err))
 		}
 	case <-ctx.Done():
-		return c.fail(ctxKind(ctx.Err()), phase, ctx.Err())
-	case <-c.closed:
-		return c.fail(verbs.ConnLocal, phase, errClosed)
+		return c.Fail(ctxKind(ctx.Err()), phase, ctx.Err())
+	case <-c.Done():
+		return c.Fail(verbs.ConnLocal, phase, base.ErrClosed)
 	}
 	err := c.await(ctx, phase, evEstablished)
 	var e *verbs.ConnError
@@ -340,11 +297,7 @@ func explain(err error) error {
 
 // Close ends the connection and releases the ConnID.
 func (c *connID) Close() error {
-	c.once.Do(func() {
-		c.mu.Lock()
-		close(c.closed)
-		q := c.qp
-		c.mu.Unlock()
+	c.CloseOnce(func(q *qp) {
 		c.call.Lock() // the kernel must have returned
 		c.linger()
 		if q != nil {
@@ -354,15 +307,13 @@ func (c *connID) Close() error {
 			c.ch.destroyID(c.c)
 		}
 		c.call.Unlock()
-		c.giveTurn()
+		c.releaseTurn()
 		if c.dev != nil {
 			c.dev.leave()
 		}
 		c.ch.leave()
 		leakcheck.Track(leakcheck.ConnID, -1)
-		close(c.gone)
 	})
-	<-c.gone
 	return nil
 }
 

@@ -19,6 +19,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // What a completion is of, in its wr_id: the queue pair's number on its completion queue, the
@@ -43,11 +44,12 @@ func wrID(number uint32, kind int, pos uint32) C.uint64_t {
 // A completionQueue is a CQ with its completion channel, and the goroutine that polls it and calls
 // handlers.
 type completionQueue struct {
-	dev   *device
-	c     *C.struct_ibv_cq
-	ch    *C.struct_ibv_comp_channel
-	depth int
-	file  *os.File // stands for the channel in Go's poller
+	dev     *device
+	c       *C.struct_ibv_cq
+	ch      *C.struct_ibv_comp_channel
+	depth   int
+	entries *base.CQEntries
+	file    *os.File // stands for the channel in Go's poller
 	// closed when the device's queue is destroyed, and nothing above is of use any more
 	freed chan struct{}
 	done  chan struct{} // closed when the dispatcher has ended
@@ -57,26 +59,24 @@ type completionQueue struct {
 	spin  spinner
 	out   []completion // the dispatcher's
 
-	mu       sync.Mutex
-	reserved int            // guarded by mu, as all below
-	qps      map[uint32]*qp // by number
-	users    int
-	number   uint32
-	wakers   []*qp // have something that the device does not tell
-	closed   bool
-	gone     bool // the device is
+	mu     sync.Mutex
+	qps    map[uint32]*qp // by number; guarded by mu, as all below
+	number uint32
+	wakers []*qp // have something that the device does not tell
+	gone   bool  // the device is
 }
 
 // CreateCQ makes a completion queue and starts its dispatcher.
 func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
-	if depth <= 0 || depth > d.attrs.MaxCQE {
-		return nil, fmt.Errorf("rdmacore: create completion queue of depth %d: the depth must be 1 to %d: %w", depth,
-			d.attrs.MaxCQE, verbs.ErrInvalid)
+	if err := base.CheckCQDepth(Name, depth, d.attrs.MaxCQE); err != nil {
+		return nil, err
 	}
 	if err := d.enter(); err != nil {
 		return nil, err
 	}
-	c := &completionQueue{dev: d, depth: depth, freed: make(chan struct{}), done: make(chan struct{}),
+	c := &completionQueue{dev: d, depth: depth,
+		// each QP counts twice: its two queues
+		entries: base.NewCQEntries(Name, depth, 2*spareCQE), freed: make(chan struct{}), done: make(chan struct{}),
 		soft: make(chan struct{}, 1), qps: make(map[uint32]*qp)}
 	if err := c.create(); err != nil {
 		d.leave()
@@ -90,10 +90,10 @@ func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 // create makes the device's queue.
 func (c *completionQueue) create() error {
 	d := c.dev
-	if err := d.in.use(); err != nil {
+	if err := d.context.use(); err != nil {
 		return err
 	}
-	defer d.in.done()
+	defer d.context.done()
 	err := errnoOf(C.rc_create_cq(d.ctx, C.int(c.depth+spareCQE), &c.ch, &c.c))
 	if err != nil {
 		return fmt.Errorf("rdmacore: create completion queue of depth %d on %s: %w: %w", c.depth, d.attrs.Name,
@@ -109,31 +109,6 @@ func (c *completionQueue) create() error {
 	d.cqs[c] = struct{}{}
 	d.mu.Unlock()
 	return nil
-}
-
-// reserve sets room for n completions aside.
-func (c *completionQueue) reserve(n int) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	switch {
-	case c.closed:
-		return fmt.Errorf("rdmacore: completion queue is closed: %w", verbs.ErrInvalid)
-	case c.reserved+n > c.depth:
-		return fmt.Errorf("rdmacore: completion queue of depth %d has %d entries left, the queue needs %d: make it deeper: %w",
-			c.depth, c.depth-c.reserved, n, verbs.ErrNoResources)
-	case c.users >= 2*spareCQE: // each QP counts twice: its queues
-		return fmt.Errorf("rdmacore: completion queue has %d queues already: %w", c.users, verbs.ErrNoResources)
-	}
-	c.reserved += n
-	c.users++
-	return nil
-}
-
-func (c *completionQueue) unreserve(n int) {
-	c.mu.Lock()
-	c.reserved -= n
-	c.users--
-	c.mu.Unlock()
 }
 
 // enroll gives q a number.
@@ -178,17 +153,11 @@ func (c *completionQueue) dispatch() {
 	defer close(c.done)
 	c.poll()
 	c.free()
-	for !c.isClosed() {
+	for !c.entries.Closed() {
 		<-c.soft
-		for c.wakened() {
+		for c.handleSoft() {
 		}
 	}
-}
-
-func (c *completionQueue) isClosed() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.closed
 }
 
 // free destroys the device's queue.
@@ -222,9 +191,9 @@ func (c *completionQueue) poll() {
 			continue
 		}
 		c.mu.Lock()
-		over := c.closed || c.gone
+		gone := c.gone
 		c.mu.Unlock()
-		if over {
+		if gone || c.entries.Closed() {
 			return
 		}
 		if c.spin.again(time.Now()) {
@@ -254,11 +223,11 @@ func (c *completionQueue) round() bool {
 	for i := range max(n, 0) {
 		c.handle(&c.wcs[i])
 	}
-	return c.wakened() || n > 0
+	return c.handleSoft() || n > 0
 }
 
-// wakened handles what the device does not tell, and reports whether there was anything.
-func (c *completionQueue) wakened() bool {
+// handleSoft handles what the device does not tell, and reports whether there was anything.
+func (c *completionQueue) handleSoft() bool {
 	c.mu.Lock()
 	wakers := c.wakers
 	c.wakers = nil
@@ -294,12 +263,12 @@ func (c *completionQueue) handle(w *C.struct_rc_wc) {
 			wc.ByteLen = uint32(w.byte_len)
 			if w.flags&c.dev.inv != 0 {
 				wc.WithInv, wc.InvalidatedRKey = true, verbs.RKey(w.invalidated_rkey)
-				q.stats.remoteInvs.Add(1)
+				q.stats.RemoteInvalidates.Add(1)
 				if r, ok := c.dev.regions.find(wc.InvalidatedRKey).(*window); ok {
 					r.invalidated(q, wc.InvalidatedRKey)
 				}
 			}
-			q.stats.bytesRcvd.Add(uint64(wc.ByteLen))
+			q.stats.BytesReceived.Add(uint64(wc.ByteLen))
 		}
 		out = q.recvEnded(pos, wc, out)
 	}
@@ -313,9 +282,9 @@ func (c *completionQueue) deliver(q *qp, out []completion) {
 		if e.done != nil {
 			e.wc.QP = q
 			if e.wc.Opcode == verbs.OpRecv {
-				q.stats.recvComps.Add(1)
+				q.stats.RecvCompletions.Add(1)
 			} else {
-				q.stats.sendComps.Add(1)
+				q.stats.SendCompletions.Add(1)
 			}
 			e.done(&e.wc)
 		}
@@ -328,14 +297,10 @@ func (c *completionQueue) deliver(q *qp, out []completion) {
 
 // Close stops the dispatcher and waits for it. Not from a handler.
 func (c *completionQueue) Close() error {
-	c.mu.Lock()
-	if c.users > 0 {
-		c.mu.Unlock()
-		return fmt.Errorf("rdmacore: close completion queue: %d work queues use it: %w", c.users, verbs.ErrBusy)
+	first, err := c.entries.Close()
+	if err != nil {
+		return err
 	}
-	first := !c.closed
-	c.closed = true
-	c.mu.Unlock()
 	if !first {
 		<-c.done
 		return nil

@@ -40,13 +40,13 @@ const (
 // two connections on a device see the same value, until it turns out that the device is not what it
 // said (demote) or has failed (retire): then later connections get another value.
 type device struct {
-	in    *opened
-	ctx   *C.struct_ibv_context // in.c; valid while in is not gone
-	log   hclog.Logger
-	attrs verbs.DeviceAttrs
-	perIO bool       // no windows: memory is registered for each use
-	rxe   bool       // the kernel's soft RoCE device
-	inv   C.uint32_t // flags of a completion that tell of a Send With Invalidate
+	context *deviceContext
+	ctx     *C.struct_ibv_context // in.c; valid while in is not gone
+	log     hclog.Logger
+	attrs   verbs.DeviceAttrs
+	perIO   bool       // no windows: memory is registered for each use
+	rxe     bool       // the kernel's soft RoCE device
+	inv     C.uint32_t // flags of a completion that tell of a Send With Invalidate
 
 	proven  atomic.Bool // a window was bound
 	regions regionTable
@@ -70,7 +70,7 @@ var rxeRemoteInv bool
 func deviceOf(ctx *C.struct_ibv_context, cfg Config) (*device, error) {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
-	o, err := openedOf(ctx, cfg.Logger)
+	o, err := contextOf(ctx, cfg.Logger)
 	if err != nil {
 		return nil, err
 	}
@@ -95,8 +95,8 @@ func deviceOf(ctx *C.struct_ibv_context, cfg Config) (*device, error) {
 }
 
 // newDevice makes the value for new connections on o. Caller holds devices.mu and uses o.
-func newDevice(o *opened, log hclog.Logger, perIO bool) (*device, error) {
-	d := &device{in: o, ctx: o.c, log: log, perIO: perIO, qps: make(map[*C.struct_ibv_qp]*qp),
+func newDevice(o *deviceContext, log hclog.Logger, perIO bool) (*device, error) {
+	d := &device{context: o, ctx: o.c, log: log, perIO: perIO, qps: make(map[*C.struct_ibv_qp]*qp),
 		cqs: make(map[*completionQueue]struct{}), pds: make(map[*protectionDomain]struct{})}
 	d.regions.byIndex = make(map[uint32]region)
 	var a C.struct_ibv_device_attr
@@ -127,8 +127,8 @@ func newDevice(o *opened, log hclog.Logger, perIO bool) (*device, error) {
 			d.attrs.Caps &^= verbs.CapRemoteInv
 		}
 	}
-	if a.vendor_id == siwVendor && o.firstPages == nil {
-		o.fillFirstPages()
+	if a.vendor_id == siwVendor && o.brokenOffsetCQ == nil {
+		o.reserveBrokenOffset()
 	}
 	if C.rc_is_iwarp(o.c) != 0 {
 		d.attrs.Transport = verbs.TransportIWARP
@@ -148,10 +148,10 @@ func (d *device) Attrs() verbs.DeviceAttrs { return d.attrs }
 
 // enter notes a user of the device. With the first one its asynchronous events are watched.
 func (d *device) enter() error {
-	if err := d.in.use(); err != nil {
+	if err := d.context.use(); err != nil {
 		return err
 	}
-	defer d.in.done()
+	defer d.context.done()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.watch == nil {
@@ -183,7 +183,7 @@ func (d *device) leave() {
 func (d *device) unwatch() {
 	d.mu.Lock()
 	f, done := d.watch, d.watched
-	if done == nil || d.users > 0 && !d.in.gone.Load() {
+	if done == nil || d.users > 0 && !d.context.gone.Load() {
 		d.mu.Unlock()
 		return
 	}
@@ -198,15 +198,15 @@ func (d *device) unwatch() {
 	}
 }
 
-// forget takes a value that is out of use, and has no user, off its opened device.
+// forget takes a value that is out of use, and has no user, off its device context.
 func (d *device) forget() {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
 	d.mu.Lock()
 	unused := d.users == 0
 	d.mu.Unlock()
-	if unused && d.in.current != d {
-		d.in.values = slices.DeleteFunc(d.in.values, func(v *device) bool { return v == d })
+	if unused && d.context.current != d {
+		d.context.values = slices.DeleteFunc(d.context.values, func(v *device) bool { return v == d })
 	}
 }
 
@@ -215,8 +215,8 @@ func (d *device) forget() {
 func (d *device) retire() {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
-	if d.in.current == d {
-		d.in.current = nil
+	if d.context.current == d {
+		d.context.current = nil
 	}
 }
 
@@ -226,14 +226,14 @@ func (d *device) demote(why error) {
 	devices.mu.Lock()
 	defer devices.mu.Unlock()
 	// another connection was first, or there is no device any more
-	if d.in.current != d || d.in.use() != nil {
+	if d.context.current != d || d.context.use() != nil {
 		return
 	}
-	defer d.in.done()
+	defer d.context.done()
 	d.log.Warn("RDMA device has memory windows and cannot bind them: memory is registered for each use from now on, which is slower",
 		"device", d.attrs.Name, "error", why)
-	if _, err := newDevice(d.in, d.log, true); err != nil {
-		d.in.current = nil
+	if _, err := newDevice(d.context, d.log, true); err != nil {
+		d.context.current = nil
 		d.log.Error("RDMA device could not be opened again", "device", d.attrs.Name, "error", err)
 	}
 }
@@ -290,7 +290,7 @@ func (d *device) asyncEvent(kind asyncKind, cqp *C.struct_ibv_qp, port int) {
 	case asyncQPFatal, asyncQPReqErr, asyncQPAccessErr:
 		if q := d.qps[cqp]; q != nil {
 			if kind == asyncQPAccessErr {
-				q.stats.accessErrors.Add(1)
+				q.stats.RemoteAccessErrors.Add(1)
 			}
 			q.lost(cause, certain)
 		}
@@ -307,8 +307,8 @@ func (d *device) asyncEvent(kind asyncKind, cqp *C.struct_ibv_qp, port int) {
 		}
 		go func() {
 			d.retire()
-			if !d.in.present() { // its removal is what it failed of
-				d.in.remove(whyMissing)
+			if !d.context.present() { // its removal is what it failed of
+				d.context.remove(reasonMissing)
 			}
 		}()
 	}

@@ -52,7 +52,7 @@
 //     a meeting of the two the device does not get verbs.CapRemoteInv, but a hostile peer needs no leave.
 //   - siw: ibv_dereg_mr does not wait for the FPDU that is being placed or sent. A Read without the right gets no answer. A message of a few octets that
 //     crosses a page boundary arrives changed. Its library cannot make a queue at one place of a
-//     process (firstpages.go). Its listener does not survive connects that end at once, or many at a time (gentle.go).
+//     process (siwqueues.go). Its listener does not survive connects that end at once, or many at a time (connectturn.go).
 //
 // test/lab/rdmacore names the rules of the conformance suite that each breaks. Neither is meant for
 // hostile peers.
@@ -77,10 +77,10 @@
 //
 // Then everything of the device is destroyed here, whoever uses it: queue pairs, with what is
 // posted on them flushed; completion queues; windows and registrations; protection domains
-// (opened.go). What consumers hold are shells, which they close as ever; MRs are as fenced as can
-// be, and cannot be made anew. Last, the descriptors of the context are given back to the kernel,
-// although librdmacm keeps the context: it closes one only when it lists devices again and finds
-// others. From then on the removal of the device can end.
+// (devicecontext.go). What consumers hold are shells, which they close as ever; MRs are as fenced
+// as can be, and cannot be made anew. Last, the descriptors of the context are given back to the
+// kernel, although librdmacm keeps the context: it closes one only when it lists devices again and
+// finds others. From then on the removal of the device can end.
 //
 // Connecting finds a device that is back by itself.
 //
@@ -93,7 +93,7 @@
 //	connID.call           the kernel connects or accepts; held over that call
 //	connID.mu             what is known of a connection
 //	devices.mu            the devices that are open; before device.mu
-//	opened.life           whether a device is gone: tried for reading, never waited for, around calls that make something of it
+//	deviceContext.life           whether a device is gone: tried for reading, never waited for, around calls that make something of it
 //	device.mu             users, queues and domains of a device; before qp.mu
 //	qp.mu                 state, send ring, the chain that is being posted; held around the call that posts it
 //	qp.rqMu               receive ring; held around the call that posts
@@ -106,8 +106,8 @@
 //	shim.h, shim.c                what is called of the libraries; the table of functions
 //	ring.go, spin.go, piece.go, translate.go, codes.go   what needs no device
 //	present.go, absent.go, config.go           whether there is a provider at all
-//	channel.go, connid.go, connect.go, listen.go, gentle.go   connections
-//	opened.go                     devices that are open, and their removal
-//	device.go, firstpages.go, domain.go, region.go   devices as connections see them, protection domains, memory
+//	channel.go, connid.go, connect.go, listen.go, connectturn.go   connections
+//	devicecontext.go                     devices that are open, and their removal
+//	device.go, siwqueues.go, domain.go, region.go   devices as connections see them, protection domains, memory
 //	qp.go, post.go, cq.go         queues
 package rdmacore

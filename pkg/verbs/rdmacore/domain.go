@@ -20,6 +20,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 const (
@@ -33,7 +34,7 @@ const (
 type protectionDomain struct {
 	dev  *device
 	c    *C.struct_ibv_pd // valid until freed, or the device is gone
-	uses verbs.Uses
+	uses base.Uses
 
 	mu     sync.Mutex
 	freed  bool                       // guarded by mu, as all below: c is
@@ -46,7 +47,7 @@ func (d *device) AllocPD() (verbs.PD, error) {
 	if err := d.enter(); err != nil {
 		return nil, err
 	}
-	p := &protectionDomain{dev: d, uses: verbs.Uses{Provider: Name}, arenas: make(map[*membuf.Arena]*arenaMR)}
+	p := &protectionDomain{dev: d, uses: base.Uses{Provider: Name}, arenas: make(map[*membuf.Arena]*arenaMR)}
 	if err := p.alloc(); err != nil {
 		d.leave()
 		return nil, fmt.Errorf("rdmacore: allocate protection domain on %s: %w", d.attrs.Name, err)
@@ -57,10 +58,10 @@ func (d *device) AllocPD() (verbs.PD, error) {
 
 func (p *protectionDomain) alloc() error {
 	d := p.dev
-	if err := d.in.use(); err != nil {
+	if err := d.context.use(); err != nil {
 		return err
 	}
-	defer d.in.done()
+	defer d.context.done()
 	if err := errnoOf(C.rc_alloc_pd(d.ctx, &p.c)); err != nil {
 		return err
 	}
@@ -161,10 +162,10 @@ func (p *protectionDomain) arena(b []byte) (*arenaMR, error) {
 
 // register registers an arena, which is locked.
 func (p *protectionDomain) register(a *membuf.Arena) (membuf.Attachment, error) {
-	if err := p.dev.in.use(); err != nil {
+	if err := p.dev.context.use(); err != nil {
 		return nil, err
 	}
-	defer p.dev.in.done()
+	defer p.dev.context.done()
 	access := C.int(accessLocalWrite)
 	if !p.dev.perIO {
 		access |= accessMWBind

@@ -19,6 +19,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // backlog is how many connection requests wait for Accept; more are rejected.
@@ -133,8 +134,9 @@ func (l *listener) request(ev *cmEvent) (*request, error) {
 		refuse(ev)
 		return nil, err
 	}
-	c := newConnID(ch)
-	c.c, c.peer, c.remote = ev.id, peerParam(ev), address(ev.id, true)
+	c := newConnID(ch, address(ev.id, true))
+	c.c = ev.id
+	c.SetPeer(peerParam(ev))
 	ch.adopt(c.c, c.handle)
 	if err := c.attach(l.p.cfg); err != nil {
 		C.rc_reject(c.c, nil, 0)
@@ -172,7 +174,7 @@ type request struct{ *connID }
 // Accept makes the connection. The QP is ready before the peer can know, so that its first message
 // can be answered.
 func (r *request) Accept(ctx context.Context, param verbs.ConnParam) error {
-	return r.shake(ctx, phaseAccept, param, true, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
+	return r.handshake(ctx, phaseAccept, param, true, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
 		return C.rc_accept(r.c, data, n, ird, ord)
 	})
 }
@@ -184,23 +186,23 @@ func (r *request) Reject(privateData []byte) error {
 	r.tried = true
 	r.mu.Unlock()
 	select {
-	case <-r.closed:
-		return r.fail(verbs.ConnLocal, phaseReject, errClosed)
+	case <-r.Done():
+		return r.Fail(verbs.ConnLocal, phaseReject, base.ErrClosed)
 	default:
 	}
 	if tried {
-		return r.fail(verbs.ConnLocal, phaseReject, errTwice)
+		return r.Fail(verbs.ConnLocal, phaseReject, base.ErrReused)
 	}
 	defer r.Close()
 	if len(privateData) > maxPrivate {
 		C.rc_reject(r.c, nil, 0)
-		return r.fail(verbs.ConnLocal, phaseReject, errors.New("there is too much private data"))
+		return r.Fail(verbs.ConnLocal, phaseReject, errors.New("there is too much private data"))
 	}
 	data := C.CBytes(privateData)
 	defer freeC(data)
 	if err := errnoOf(C.rc_reject(r.c, data, C.int(len(privateData)))); err != nil {
 		C.rc_reject(r.c, nil, 0)
-		return r.fail(verbs.ConnLocal, phaseReject, explain(err))
+		return r.Fail(verbs.ConnLocal, phaseReject, explain(err))
 	}
 	return nil
 }

@@ -26,10 +26,6 @@ type chained struct {
 	undo func() // nil: nothing
 }
 
-func invalid(wr *verbs.WorkRequest, format string, args ...any) error {
-	return fmt.Errorf("rdmacore: post %v: %s: %w", wr.Opcode, fmt.Sprintf(format, args...), verbs.ErrInvalid)
-}
-
 // PostSend queues a chain with one call of the device. What it does not get, as it has nothing to
 // do or is bound to fail, completes in its turn.
 func (q *qp) PostSend(first *verbs.WorkRequest) (bad *verbs.WorkRequest, err error) {
@@ -57,9 +53,9 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (bad *verbs.WorkRequest, err err
 	wake := q.ring.head != q.ring.tail && q.ring.at(q.ring.head).soft
 	q.mu.Unlock()
 	if queued > 0 {
-		q.stats.chains.Add(1)
-		q.stats.sendWRs.Add(uint64(queued))
-		q.stats.bytesSent.Add(b.octets)
+		q.stats.PostedChains.Add(1)
+		q.stats.PostedSendWRs.Add(uint64(queued))
+		q.stats.BytesSent.Add(b.bytes)
 	}
 	if wake {
 		q.sendCQ.wake(q)
@@ -75,7 +71,7 @@ type batch struct {
 	q       *qp
 	n, sges int          // requests and SGEs for the device
 	failing verbs.Status // of the first request that is bound to fail: those behind it are flushed
-	octets  uint64
+	bytes   uint64
 	undone  []chained // soft requests with something to undo
 }
 
@@ -83,8 +79,9 @@ type batch struct {
 // seen that there is room.
 func (b *batch) add(wr *verbs.WorkRequest) error {
 	q := b.q
-	if wr.Done == nil {
-		return invalid(wr, "no completion handler")
+	length, err := q.checks.Send(wr, q.ord)
+	if err != nil {
+		return err
 	}
 	to := &q.wrs[b.n]
 	*to = C.struct_rc_wr{}
@@ -92,12 +89,9 @@ func (b *batch) add(wr *verbs.WorkRequest) error {
 	var undo func()
 	switch wr.Opcode {
 	case verbs.OpSend, verbs.OpSendWithInv, verbs.OpRDMAWrite, verbs.OpRDMARead:
-		n, err := b.gather(wr, to)
-		if err != nil {
-			return err
-		}
-		e.length = n
-		b.octets += uint64(n)
+		b.gather(wr, to)
+		e.length = length
+		b.bytes += uint64(length)
 	case verbs.OpFastReg:
 		r, piece, err := q.checkReg(wr)
 		if err != nil {
@@ -114,8 +108,6 @@ func (b *batch) add(wr *verbs.WorkRequest) error {
 				e.inv, e.key = w, wr.InvalidateRKey
 			}
 		}
-	default:
-		return invalid(wr, "unknown opcode %d", wr.Opcode)
 	}
 	switch {
 	case b.failing != verbs.StatusSuccess: // the queue stopped at a request before
@@ -145,12 +137,9 @@ func (b *batch) add(wr *verbs.WorkRequest) error {
 	return nil
 }
 
-// gather translates what moves octets, and returns how many.
-func (b *batch) gather(wr *verbs.WorkRequest, to *C.struct_rc_wr) (uint32, error) {
+// gather translates a request that moves data. It has passed its checks.
+func (b *batch) gather(wr *verbs.WorkRequest, to *C.struct_rc_wr) {
 	q := b.q
-	if len(wr.SGList) > q.attr.MaxSendSGE {
-		return 0, invalid(wr, "%d SGEs, the queue was made for %d", len(wr.SGList), q.attr.MaxSendSGE)
-	}
 	switch wr.Opcode {
 	case verbs.OpSend:
 		to.opcode = C.IBV_WR_SEND
@@ -160,18 +149,11 @@ func (b *batch) gather(wr *verbs.WorkRequest, to *C.struct_rc_wr) (uint32, error
 		to.opcode = C.IBV_WR_RDMA_WRITE
 	case verbs.OpRDMARead:
 		to.opcode = C.IBV_WR_RDMA_READ
-		switch {
-		case len(wr.SGList) != 1:
-			return 0, invalid(wr, "%d SGEs, an RDMA Read has one", len(wr.SGList))
-		case q.ord == 0:
-			return 0, invalid(wr, "no RDMA Read may be outstanding: this side's InitiatorDepth is 0")
-		}
 	}
 	if wr.Opcode == verbs.OpRDMAWrite || wr.Opcode == verbs.OpRDMARead {
 		to.remote_addr, to.rkey = C.uint64_t(wr.RemoteAddr), C.uint32_t(wr.RKey)
 	}
 	to.first_sge = C.uint32_t(b.sges)
-	var total uint64
 	for i := range wr.SGList {
 		s := &wr.SGList[i]
 		if len(s.Buf) == 0 { // a length of 0 is 2 GiB to some devices
@@ -181,31 +163,25 @@ func (b *batch) gather(wr *verbs.WorkRequest, to *C.struct_rc_wr) (uint32, error
 			lkey: C.uint32_t(s.LKey)}
 		b.sges++
 		to.num_sge++
-		total += uint64(len(s.Buf))
 	}
-	if total > maxMessage {
-		b.sges -= int(to.num_sge)
-		return 0, invalid(wr, "message of %d octets, the limit is %d", total, uint64(maxMessage))
-	}
-	return uint32(total), nil
 }
 
 // checkReg refuses what can be seen to be wrong with a FastReg.
 func (q *qp) checkReg(wr *verbs.WorkRequest) (region, []byte, error) {
 	r, ok := wr.MR.(region)
 	if !ok || r.domain() != q.pd {
-		return nil, nil, invalid(wr, "the MR is not a fast-registration MR of this protection domain")
+		return nil, nil, q.checks.Invalid(wr, "the MR is not a fast-registration MR of this protection domain")
 	}
 	piece, ok := onePiece(wr.Segs)
 	switch {
 	case !ok:
-		return nil, nil, invalid(wr, "the memory is not one piece")
+		return nil, nil, q.checks.Invalid(wr, "the memory is not one piece")
 	case len(piece) == 0:
-		return nil, nil, invalid(wr, "no memory")
+		return nil, nil, q.checks.Invalid(wr, "no memory")
 	case len(piece) > r.pages()*q.dev.attrs.PageSize:
-		return nil, nil, invalid(wr, "%d octets, the MR is %d pages deep", len(piece), r.pages())
+		return nil, nil, q.checks.Invalid(wr, "%d bytes, the MR is %d pages deep", len(piece), r.pages())
 	case wr.IOVA != addressOf(piece):
-		return nil, nil, invalid(wr, "the address is %#x, the memory's own is %#x: the device does not choose others",
+		return nil, nil, q.checks.Invalid(wr, "the address is %#x, the memory's own is %#x: the device does not choose others",
 			wr.IOVA, addressOf(piece))
 	}
 	return r, piece, nil
@@ -252,13 +228,8 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 	q.rqMu.Lock()
 	defer q.rqMu.Unlock()
 	for rr := first; rr != nil; rr = rr.Next {
-		switch {
-		case q.rqClosed:
-			return rr, verbs.ErrQPState
-		case rr.Done == nil:
-			return rr, fmt.Errorf("rdmacore: post Receive: no completion handler: %w", verbs.ErrInvalid)
-		case q.recvs.full():
-			return rr, verbs.ErrQueueFull
+		if err := q.checks.Recv(rr, q.rqClosed, q.recvs.full()); err != nil {
+			return rr, err
 		}
 		pos := q.recvs.push(rr.Done)
 		buf := rr.SGE.Buf
@@ -268,7 +239,7 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 			return rr, fmt.Errorf("rdmacore: post Receive on %s: %w", q.dev.attrs.Name, err)
 		}
 		q.inflight.Add(1)
-		q.stats.recvWRs.Add(1)
+		q.stats.PostedRecvWRs.Add(1)
 	}
 	return nil, nil
 }

@@ -17,6 +17,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // qpState of a queue pair.
@@ -40,14 +41,14 @@ const (
 	certain = true
 	guessed = false
 
-	// causeWait is how long a guessed cause waits for a better one: the event of the connection
+	// causeTimeout is how long a guessed cause waits for a better one: the event of the connection
 	// comes beside the completions.
-	causeWait = 300 * time.Millisecond
-	// tellWait is how long what is posted may wait for the consumer to hear why it will fail.
-	tellWait = 100 * time.Millisecond
-	// flushWait is how long a device may make no progress in flushing before its queue pair is
+	causeTimeout = 300 * time.Millisecond
+	// notifyTimeout is how long what is posted may wait for the consumer to hear why it will fail.
+	notifyTimeout = 100 * time.Millisecond
+	// flushTimeout is how long a device may make no progress in flushing before its queue pair is
 	// destroyed and flushed without it.
-	flushWait = 2 * time.Second
+	flushTimeout = 2 * time.Second
 )
 
 // A qp is a queue pair.
@@ -62,6 +63,8 @@ type qp struct {
 	port           int
 	attr           verbs.QPInitAttr
 	sendCQ, recvCQ *completionQueue
+	reserved       base.Reservation
+	checks         base.PostChecks
 	sendNo, recvNo uint32 // its numbers there
 
 	inflight sync.WaitGroup // requests whose handler has not returned
@@ -90,61 +93,41 @@ type qp struct {
 	rqClosed bool // guarded by rqMu, as below
 	recvs    recvRing
 
-	stats counters
-}
-
-// counters are those of verbs.QPStats.
-type counters struct {
-	chains, sendWRs, recvWRs, sendComps, recvComps atomic.Uint64
-	accessErrors, remoteInvs, bytesSent, bytesRcvd atomic.Uint64
+	stats base.Counters
 }
 
 // newQP makes a QP on the connection id of c. Caller holds c.mu.
 func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	d := c.dev
 	pd, ok := vpd.(*protectionDomain)
-	if !ok || pd.dev.in != d.in {
+	if !ok || pd.dev.context != d.context {
 		return nil, fmt.Errorf("rdmacore: create QP: the protection domain belongs to another device: %w",
 			verbs.ErrInvalid)
 	}
 	scq, ok1 := attr.SendCQ.(*completionQueue)
 	rcq, ok2 := attr.RecvCQ.(*completionQueue)
-	if !ok1 || !ok2 || scq.dev.in != d.in || rcq.dev.in != d.in {
+	if !ok1 || !ok2 || scq.dev.context != d.context || rcq.dev.context != d.context {
 		return nil, fmt.Errorf("rdmacore: create QP: a completion queue belongs to another device: %w",
 			verbs.ErrInvalid)
 	}
-	if attr.MaxSendWR <= 0 || attr.MaxSendWR > d.attrs.MaxQPWR || attr.MaxRecvWR <= 0 ||
-		attr.MaxRecvWR > d.attrs.MaxQPWR {
-		return nil, fmt.Errorf("rdmacore: create QP with %d send and %d receive requests: both must be 1 to %d: %w",
-			attr.MaxSendWR, attr.MaxRecvWR, d.attrs.MaxQPWR, verbs.ErrInvalid)
-	}
-	if attr.MaxSendSGE < 0 || attr.MaxSendSGE > d.attrs.MaxSendSGE {
-		return nil, fmt.Errorf("rdmacore: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE,
-			d.attrs.MaxSendSGE, verbs.ErrInvalid)
-	}
-	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
-	if err := d.in.use(); err != nil {
+	if err := base.CheckQPAttr(Name, &attr, d.attrs); err != nil {
 		return nil, err
 	}
-	defer d.in.done()
-	if err := pd.uses.Take(); err != nil {
+	if err := d.context.use(); err != nil {
 		return nil, err
 	}
-	if err := scq.reserve(attr.MaxSendWR); err != nil {
-		pd.uses.Drop()
+	defer d.context.done()
+	reserved, err := base.Reserve(&pd.uses, scq.entries, rcq.entries, attr)
+	if err != nil {
 		return nil, err
 	}
-	if err := rcq.reserve(attr.MaxRecvWR); err != nil {
-		scq.unreserve(attr.MaxSendWR)
-		pd.uses.Drop()
-		return nil, err
-	}
-	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, better: make(chan struct{}),
-		heard: make(chan struct{}),
-		ring:  newSendRing(attr.MaxSendWR), recvs: newRecvRing(attr.MaxRecvWR)}
+	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, reserved: reserved,
+		checks: base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessage},
+		better: make(chan struct{}), heard: make(chan struct{}),
+		ring: newSendRing(attr.MaxSendWR), recvs: newRecvRing(attr.MaxRecvWR)}
 	if err := errnoOf(C.rc_create_qp(c.c, pd.c, scq.c, rcq.c, C.int(attr.MaxSendWR+markerWRs), C.int(attr.MaxRecvWR),
 		C.int(attr.MaxSendSGE), &q.c)); err != nil {
-		q.unreserve()
+		q.reserved.Release()
 		return nil, fmt.Errorf("rdmacore: create QP with %d send and %d receive requests on %s: %w: %w",
 			attr.MaxSendWR, attr.MaxRecvWR, d.attrs.Name, verbs.ErrNoResources, err)
 	}
@@ -156,12 +139,6 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	d.mu.Unlock()
 	leakcheck.Track(leakcheck.QP, 1)
 	return q, nil
-}
-
-func (q *qp) unreserve() {
-	q.sendCQ.unreserve(q.attr.MaxSendWR)
-	q.recvCQ.unreserve(q.attr.MaxRecvWR)
-	q.pd.uses.Drop()
 }
 
 // allocate makes the memory of chains, C's own, used again for every post.
@@ -220,7 +197,7 @@ func (q *qp) lost(cause error, sure bool) {
 func (q *qp) end() {
 	select {
 	case <-q.better:
-	case <-time.After(causeWait):
+	case <-time.After(causeTimeout):
 	}
 	q.mu.Lock()
 	q.state = qpDead
@@ -236,7 +213,7 @@ func (q *qp) end() {
 		// the reason first, and then what comes of it: a consumer goes by the first that it hears
 		select {
 		case <-told:
-		case <-time.After(tellWait):
+		case <-time.After(notifyTimeout):
 		}
 	}
 	close(q.heard)
@@ -306,7 +283,7 @@ func (q *qp) flush() {
 		select {
 		case <-done:
 			return
-		case <-time.After(flushWait):
+		case <-time.After(flushTimeout):
 		}
 		now := q.progress.Load()
 		if now == last {
@@ -367,7 +344,7 @@ func (q *qp) destroy() {
 		unsafe.Pointer(&q.scratch[0])} {
 		C.free(p)
 	}
-	q.unreserve()
+	q.reserved.Release()
 	leakcheck.Track(leakcheck.QP, -1)
 }
 
@@ -434,13 +411,6 @@ func (q *qp) takeSoft(c *completionQueue, out []completion) []completion {
 	return out
 }
 
-// Stats is a snapshot of the counters. The device answers RDMA Reads by itself, and does not tell.
-func (q *qp) Stats() verbs.QPStats {
-	c := &q.stats
-	return verbs.QPStats{
-		PostedChains: c.chains.Load(), PostedSendWRs: c.sendWRs.Load(), PostedRecvWRs: c.recvWRs.Load(),
-		SendCompletions: c.sendComps.Load(), RecvCompletions: c.recvComps.Load(),
-		RemoteAccessErrors: c.accessErrors.Load(), RemoteInvalidates: c.remoteInvs.Load(),
-		BytesSent: c.bytesSent.Load(), BytesReceived: c.bytesRcvd.Load(),
-	}
-}
+// Stats returns a snapshot of the counters. ReadRequestsServed and the counts of Terminates stay 0:
+// the device answers RDMA Reads and handles Terminates without reporting them.
+func (q *qp) Stats() verbs.QPStats { return q.stats.Stats() }

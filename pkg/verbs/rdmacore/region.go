@@ -19,6 +19,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // keyBits is how many low bits of a remote key are the consumer's.
@@ -68,9 +69,8 @@ type region interface {
 
 // AllocMR makes an MR for up to depth pages of one piece of memory.
 func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
-	if depth <= 0 || depth > maxRegPages {
-		return nil, fmt.Errorf("rdmacore: allocate MR of depth %d: the depth must be 1 to %d pages: %w", depth,
-			maxRegPages, verbs.ErrInvalid)
+	if err := base.CheckMRDepth(Name, depth, maxRegPages); err != nil {
+		return nil, err
 	}
 	if err := p.uses.Take(); err != nil {
 		return nil, err
@@ -79,11 +79,11 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 		leakcheck.Track(leakcheck.MR, 1)
 		return &useMR{pd: p, depth: depth}, nil
 	}
-	if err := p.dev.in.use(); err != nil {
+	if err := p.dev.context.use(); err != nil {
 		p.uses.Drop()
 		return nil, err
 	}
-	defer p.dev.in.done()
+	defer p.dev.context.done()
 	w := &window{pd: p, depth: depth, free: true}
 	if err := errnoOf(C.rc_alloc_mw(p.c, &w.c)); err != nil {
 		p.uses.Drop()
@@ -108,26 +108,7 @@ func (p *protectionDomain) RegMR(buf []byte) (verbs.MR, error) {
 		p.uses.Drop()
 		return nil, err
 	}
-	leakcheck.Track(leakcheck.MR, 1)
-	return &localMR{pd: p, lkey: a.lkey}, nil
-}
-
-// A localMR stands for memory registered for local use.
-type localMR struct {
-	pd   *protectionDomain
-	lkey uint32
-	once sync.Once
-}
-
-func (m *localMR) LKey() uint32     { return m.lkey }
-func (m *localMR) RKey() verbs.RKey { return 0 }
-
-func (m *localMR) Dereg() error {
-	m.once.Do(func() {
-		m.pd.uses.Drop()
-		leakcheck.Track(leakcheck.MR, -1)
-	})
-	return nil
+	return base.NewLocalMR(&p.uses, a.lkey), nil
 }
 
 // A window is a type-2 memory window: a FastReg binds it to its arena's registration, a LocalInv or
@@ -256,7 +237,7 @@ func (w *window) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, wr *C.stru
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.gone || w.lost {
-		return false, 0, nil, invalid(req, "the MR was destroyed, or lost with its connection")
+		return false, 0, nil, q.checks.Invalid(req, "the MR was destroyed, or lost with its connection")
 	}
 	if !w.free { // not every device says so by itself
 		return true, verbs.StatusMWBindErr, func() {}, nil
@@ -354,10 +335,10 @@ func (m *useMR) Register(access verbs.Access, seg []byte) (verbs.RKey, error) {
 
 // register is Register, checked. Caller holds mu.
 func (m *useMR) register(access verbs.Access, seg []byte) error {
-	if err := m.pd.dev.in.use(); err != nil {
+	if err := m.pd.dev.context.use(); err != nil {
 		return err
 	}
-	defer m.pd.dev.in.done()
+	defer m.pd.dev.context.done()
 	if err := errnoOf(C.rc_reg_mr(m.pd.c, unsafe.Pointer(unsafe.SliceData(seg)), C.uint64_t(len(seg)),
 		C.int(regionAccess(access)), &m.c)); err != nil {
 		m.c = nil
@@ -417,7 +398,7 @@ func (m *useMR) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, _ *C.struct
 	defer m.mu.Unlock()
 	switch {
 	case m.gone:
-		return true, 0, nil, invalid(req, "the MR was destroyed")
+		return true, 0, nil, q.checks.Invalid(req, "the MR was destroyed")
 	case m.c == nil:
 		if err := m.register(req.Access, piece); err != nil {
 			return true, 0, nil, err
@@ -427,7 +408,7 @@ func (m *useMR) fastReg(q *qp, req *verbs.WorkRequest, piece []byte, _ *C.struct
 	case m.qp != nil:
 		return true, verbs.StatusMWBindErr, func() {}, nil // valid already
 	case m.access != req.Access || len(m.piece) != len(piece) || unsafe.SliceData(m.piece) != unsafe.SliceData(piece):
-		return true, 0, nil, invalid(req, "the MR is registered for other memory or rights")
+		return true, 0, nil, q.checks.Invalid(req, "the MR is registered for other memory or rights")
 	}
 	m.qp = q
 	return true, verbs.StatusSuccess, func() {

@@ -1,9 +1,8 @@
 package rdmacore
 
 import (
-	"math/bits"
-
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // An sqe is what is kept of a request on the send queue.
@@ -38,15 +37,7 @@ type sendRing struct {
 	head, tail uint32
 }
 
-func newSendRing(max int) sendRing { return sendRing{slots: make([]sqe, ringSize(max)), max: max} }
-
-// ringSize is the power of two that holds n.
-func ringSize(n int) int {
-	if n <= 1 {
-		return 1
-	}
-	return 1 << bits.Len(uint(n-1))
-}
+func newSendRing(max int) sendRing { return sendRing{slots: make([]sqe, base.RingSize(max)), max: max} }
 
 func (r *sendRing) len() int           { return int(r.tail - r.head) }
 func (r *sendRing) full() bool         { return r.len() >= r.max }
@@ -137,7 +128,7 @@ type recvRing struct {
 }
 
 func newRecvRing(max int) recvRing {
-	return recvRing{slots: make([]func(*verbs.WorkCompletion), ringSize(max)), max: max}
+	return recvRing{slots: make([]func(*verbs.WorkCompletion), base.RingSize(max)), max: max}
 }
 
 func (r *recvRing) full() bool { return int(r.tail-r.head) >= r.max }

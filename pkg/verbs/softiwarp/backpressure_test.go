@@ -11,8 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// tight is a configuration whose socket fills up soon.
-var tight = Config{SocketBuffer: 16 << 10, MaxFPDU: 8192}
+// smallBuffers is a configuration whose socket fills up soon.
+var smallBuffers = Config{SocketBuffer: 16 << 10, MaxFPDU: 8192}
 
 // zeroWrite is an RDMA Write of no octets as a peer sends it: it lets a responder speak.
 func zeroWrite() []byte { return tagged(opWrite, true, 0, 0, nil) }
@@ -20,9 +20,9 @@ func zeroWrite() []byte { return tagged(opWrite, true, 0, 0, nil) }
 // eventually waits for cond.
 func eventually(t testing.TB, what string, cond func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !cond(); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(testTimeout); !cond(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("not within %v: %s", patience, what)
+			t.Fatalf("not within %v: %s", testTimeout, what)
 		}
 	}
 }
@@ -31,9 +31,9 @@ func eventually(t testing.TB, what string, cond func() bool) {
 // does not complete as sent.
 func TestCutShortIsNoSuccess(t *testing.T) {
 	const size = 8 << 20
-	cfg := tight
+	cfg := smallBuffers
 	cfg.Linger = 5 * time.Second
-	p, v := attack(t, cfg)
+	p, v := connectRaw(t, cfg)
 	p.send(zeroWrite())
 	done := make(chan verbs.WorkCompletion, 1)
 	if _, err := v.qp.PostSend(&verbs.WorkRequest{
@@ -69,11 +69,11 @@ func TestCutShortIsNoSuccess(t *testing.T) {
 // nothing would ever complete. (fail marks the queue too, but may be overtaken by the two
 // goroutines that it ends.)
 func TestFlushClosesTheReceiveQueue(t *testing.T) {
-	id, err := New(quiet).Resolve(soon(t), loopbackPort)
+	id, err := New(defaultConfig).Resolve(testContext(t), unusedPort)
 	if err != nil {
 		t.Fatal(err)
 	}
-	v := newVictim(t, id)
+	v := newEndpoint(t, id)
 	q := v.qp
 	q.mu.Lock()
 	q.state, q.local = qpDead, true
@@ -90,9 +90,9 @@ func TestFlushClosesTheReceiveQueue(t *testing.T) {
 // too. Every request completes once.
 func TestStoppedReader(t *testing.T) {
 	for _, crc := range []bool{false, true} {
-		cfg := tight
+		cfg := smallBuffers
 		cfg.CRC, cfg.Linger = crc, 50*time.Millisecond
-		p, v := attack(t, cfg)
+		p, v := connectRaw(t, cfg)
 		p.send(zeroWrite())
 		big := make([]byte, 1<<20)
 		done := make(chan verbs.Status, 100)
@@ -109,16 +109,16 @@ func TestStoppedReader(t *testing.T) {
 			t.Fatalf("%d messages of 1 MiB posted to a peer that does not read, then: %v, want ErrQueueFull", posted,
 				err)
 		}
-		p.must() // the writer is in the queue
+		p.mustNext() // the writer is in the queue
 		// Its own requests meanwhile: they are read, checked, and bounded by the read depth.
-		for i := range uint32(victimParam.ResponderResources) {
+		for i := range uint32(endpointParam.ResponderResources) {
 			p.send(readReq(readRequest{msn: 1 + i, size: winLen, srcSTag: v.rkey, srcTO: winIOVA}))
 		}
 		p.send(untagged(opSend, true, 0, qnSend, 1, 0, []byte("x")))
 		if wc := v.received(); wc.Status != verbs.StatusSuccess {
 			t.Errorf("a Send while the other direction is stuck: %v", wc.Status)
 		}
-		p.send(readReq(readRequest{msn: uint32(victimParam.ResponderResources) + 1, size: winLen, srcSTag: v.rkey,
+		p.send(readReq(readRequest{msn: uint32(endpointParam.ResponderResources) + 1, size: winLen, srcSTag: v.rkey,
 			srcTO: winIOVA}))
 		if said := v.terminate(); said != termNoBuffer {
 			t.Errorf("one Read Request too many: the consumer was told %+v, want %+v", said, termNoBuffer)
@@ -127,7 +127,7 @@ func TestStoppedReader(t *testing.T) {
 		go func() { v.id.Close(); close(closed) }()
 		select {
 		case <-closed:
-		case <-time.After(patience):
+		case <-time.After(testTimeout):
 			t.Fatal("Close hangs")
 		}
 		flushed := 0
@@ -148,9 +148,9 @@ func TestStoppedReader(t *testing.T) {
 func TestMessagesStayWhole(t *testing.T) {
 	const size = 1 << 20
 	for _, crc := range []bool{false, true} {
-		cfg := tight
+		cfg := smallBuffers
 		cfg.CRC = crc
-		p, v := attack(t, cfg)
+		p, v := connectRaw(t, cfg)
 		mem := make([]byte, size)
 		for i := range mem {
 			mem[i] = byte(i >> 5)
@@ -159,7 +159,7 @@ func TestMessagesStayWhole(t *testing.T) {
 		for i := range uint32(3) {
 			p.send(readReq(readRequest{msn: 1 + i, sinkSTag: 7 + i, size: size, srcSTag: key, srcTO: winIOVA}))
 		}
-		h, _ := p.must()
+		h, _ := p.mustNext()
 		if h.op != opReadResp || h.last {
 			t.Fatalf("first came %+v", h)
 		}
@@ -178,7 +178,7 @@ func TestMessagesStayWhole(t *testing.T) {
 		var order []uint8 // the messages, by opcode
 		open := true      // between the segments of one
 		for op, stag := h.op, h.stag; len(order) < 6; {
-			h, b := p.must()
+			h, b := p.mustNext()
 			if open && (h.op != op || h.tagged && h.stag != stag) {
 				t.Fatalf("CRC %v: a segment of opcode %d, STag %d in the middle of a message of opcode %d, STag %d",
 					crc, h.op, h.stag, op, stag)
@@ -206,7 +206,7 @@ func TestMessagesStayWhole(t *testing.T) {
 // TestInterleavedReadResponse: Sends and Writes between the segments of a Read Response are taken,
 // as stock siw sends and takes them.
 func TestInterleavedReadResponse(t *testing.T) {
-	p, v := attack(t, quiet)
+	p, v := connectRaw(t, defaultConfig)
 	p.send(zeroWrite())
 	sink := make([]byte, 100)
 	read := make(chan verbs.WorkCompletion, 1)
@@ -215,10 +215,10 @@ func TestInterleavedReadResponse(t *testing.T) {
 		Done:   func(wc *verbs.WorkCompletion) { read <- *wc }}); err != nil {
 		t.Fatal(err)
 	}
-	_, b := p.must()
+	_, b := p.mustNext()
 	var r readRequest
 	r.parseRDMAP(b)
-	data := quiteSome(100)
+	data := filler(100)
 	p.send(
 		tagged(opReadResp, false, r.sinkSTag, 0, data[:40]),
 		untagged(opSend, false, 0, qnSend, 1, 0, []byte("be")),
@@ -226,7 +226,7 @@ func TestInterleavedReadResponse(t *testing.T) {
 		tagged(opReadResp, false, r.sinkSTag, 40, data[40:41]),
 		untagged(opSend, true, 0, qnSend, 1, 2, []byte("tween")),
 		tagged(opReadResp, false, r.sinkSTag, 41, nil),
-		tagged(opWrite, true, v.wkey, winIOVA, quiteSome(8)),
+		tagged(opWrite, true, v.wkey, winIOVA, filler(8)),
 		tagged(opReadResp, true, r.sinkSTag, 41, data[41:]),
 	)
 	if wc := v.received(); wc.Status != verbs.StatusSuccess || string(v.bufs[0][:wc.ByteLen]) != "between" {
@@ -242,7 +242,7 @@ func TestInterleavedReadResponse(t *testing.T) {
 func TestCutOff(t *testing.T) {
 	half := fpdu(untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello")), false)[:23]
 	between := fpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("hel")), false)
-	flushedRecv := func(t *testing.T, v *victim) {
+	flushedRecv := func(t *testing.T, v *endpoint) {
 		t.Helper()
 		v.id.Close()
 		for range numRecvs {
@@ -252,7 +252,7 @@ func TestCutOff(t *testing.T) {
 		}
 	}
 	t.Run("FIN between the segments of a Send", func(t *testing.T) {
-		p, v := attack(t, quiet)
+		p, v := connectRaw(t, defaultConfig)
 		p.write(between)
 		p.c.CloseWrite()
 		if err := v.cause(); !errors.Is(err, io.ErrUnexpectedEOF) {
@@ -263,7 +263,7 @@ func TestCutOff(t *testing.T) {
 	for name, part := range map[string][]byte{"RST in the middle of an FPDU": half,
 		"RST between the segments of a Send": between} {
 		t.Run(name, func(t *testing.T) {
-			p, v := attack(t, quiet)
+			p, v := connectRaw(t, defaultConfig)
 			p.write(part)
 			eventually(t, "the FPDU has been begun", func() bool { return v.qp.Stats().BytesReceived > 0 })
 			p.c.SetLinger(0)
@@ -276,9 +276,9 @@ func TestCutOff(t *testing.T) {
 		})
 	}
 	t.Run("FIN while this side's message is stuck", func(t *testing.T) {
-		cfg := tight
+		cfg := smallBuffers
 		cfg.Linger = 50 * time.Millisecond
-		p, v := attack(t, cfg)
+		p, v := connectRaw(t, cfg)
 		p.send(zeroWrite())
 		done := make(chan verbs.Status, 1)
 		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true,
@@ -304,7 +304,7 @@ func TestCutOff(t *testing.T) {
 // TestBoundsNearTheEnd: offsets and lengths at the top of the 64-bit space do not wrap into a
 // registration.
 func TestBoundsNearTheEnd(t *testing.T) {
-	pd := &protectionDomain{dev: New(quiet).(*provider).dev}
+	pd := &protectionDomain{dev: New(defaultConfig).(*provider).dev}
 	q := &qp{dev: pd.dev, pd: pd}
 	const top = 1<<64 - 1
 	for _, c := range []struct {
@@ -353,14 +353,14 @@ func TestBoundsNearTheEnd(t *testing.T) {
 // meets the reset first.
 func TestTerminateBeforeReset(t *testing.T) {
 	for i := range 60 {
-		p, v := attack(t, tight)
+		p, v := connectRaw(t, smallBuffers)
 		p.send(zeroWrite())
 		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite,
 			SGList: []verbs.SGE{{Buf: make([]byte, 8<<20)}}, RKey: 1,
 			Done: func(*verbs.WorkCompletion) {}}); err != nil {
 			t.Fatal(err)
 		}
-		p.must() // the rest is left unread
+		p.mustNext() // the rest is left unread
 		p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0,
 			unhex(t, "21020300 001a 4143 00000000 00000000 00000048 00000000")))
 		p.c.SetLinger(0)

@@ -7,7 +7,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"sync"
 	"sync/atomic"
 	"syscall"
 
@@ -15,69 +14,34 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// A connID is what both sides' ConnIDs have in common.
+// A connID is the common part of the ConnIDs of both sides.
 type connID struct {
-	dev    *device
-	remote netip.AddrPort
-	closed chan struct{} // closed by the first Close
-	gone   chan struct{} // closed when everything is released
-	once   sync.Once
-	holds  atomic.Int32 // Close and a connection attempt each keep the ConnID tracked
-
-	mu    sync.Mutex
-	local netip.AddrPort // guarded by mu, as all below
-	qp    *qp
-	peer  verbs.ConnParam
+	*base.ConnID[qp]
+	dev   *device
+	holds atomic.Int32 // references: one of Close, one of a running attempt
 }
 
 func newConnID(d *device, local, remote netip.AddrPort) connID {
 	leakcheck.Track(leakcheck.ConnID, 1)
-	return connID{dev: d, local: local, remote: remote, closed: make(chan struct{}), gone: make(chan struct{})}
+	return connID{ConnID: base.NewConnID[qp](Name, local, remote), dev: d}
 }
 
 // Device returns the soft RNIC.
 func (c *connID) Device() verbs.Device { return c.dev }
 
-// CreateQP makes the queue pair.
+// CreateQP creates the queue pair.
 func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	select {
-	case <-c.closed:
-		return nil, fmt.Errorf("softiwarp: create QP: the connection was closed: %w", verbs.ErrInvalid)
-	default:
-	}
-	if c.qp != nil {
-		return nil, fmt.Errorf("softiwarp: create QP: the connection has one: %w", verbs.ErrInvalid)
-	}
-	q, err := newQP(c.dev, pd, attr)
+	q, err := c.MakeQP(func() (*qp, error) { return newQP(c.dev, pd, attr) })
 	if err != nil {
 		return nil, err
 	}
-	c.qp = q
 	return q, nil
 }
 
-// LocalAddr is this side's address; its port is 0 until the TCP connection exists.
-func (c *connID) LocalAddr() netip.AddrPort {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.local
-}
-
-// RemoteAddr is the peer's address.
-func (c *connID) RemoteAddr() netip.AddrPort { return c.remote }
-
-// Peer is what the peer said.
-func (c *connID) Peer() verbs.ConnParam {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.peer
-}
-
-// hold and release keep the ConnID in the leak count.
+// hold and release count references. The ConnID leaves the leak count with the last one.
 func (c *connID) hold() { c.holds.Add(1) }
 
 func (c *connID) release() {
@@ -86,27 +50,17 @@ func (c *connID) release() {
 	}
 }
 
-// close releases everything once; later callers wait for the first.
-func (c *connID) close(drop func()) {
-	c.once.Do(func() {
-		c.mu.Lock()
-		close(c.closed)
-		q := c.qp
-		c.mu.Unlock()
+// close releases the ConnID and its queue pair once, after drop, which may be nil.
+func (c *connID) close(drop func(*qp)) {
+	c.CloseOnce(func(q *qp) {
 		if drop != nil {
-			drop()
+			drop(q)
 		}
 		if q != nil {
 			q.destroy()
 		}
 		c.release()
-		close(c.gone)
 	})
-	<-c.gone
-}
-
-func (c *connID) fail(kind verbs.ConnErrorKind, phase string, err error) *verbs.ConnError {
-	return &verbs.ConnError{Kind: kind, Phase: phase, Addr: c.remote.String(), Err: err}
 }
 
 // Phases of connection set-up, as errors name them.
@@ -121,12 +75,7 @@ const (
 	phaseStart       = "start queue pair"
 )
 
-var (
-	errClosed      = fmt.Errorf("the connection was closed by this side: %w", net.ErrClosed)
-	errNoQP        = errors.New("no queue pair was created")
-	errTwice       = errors.New("it was tried before")
-	errDataTooLong = fmt.Errorf("private data is longer than %d octets", maxULPData)
-)
+var errDataTooLong = fmt.Errorf("private data is longer than %d bytes", maxULPData)
 
 // ioKind classifies an error of a handshake phase.
 func ioKind(err error) verbs.ConnErrorKind {
@@ -152,14 +101,15 @@ func dialKind(err error) verbs.ConnErrorKind {
 	return verbs.ConnUnreachable
 }
 
-// tuneListener is tuneSocket for a net.ListenConfig: connections inherit what their listener has.
+// tuneListener is tuneSocket for a net.ListenConfig. Connections inherit the buffers of their
+// listener.
 func (d *device) tuneListener(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) { d.tuneSocket(int(fd)) })
 }
 
-// tuneSocket asks for deep buffers before the handshake fixes the window scale. A process that may
-// not force them keeps the kernel's auto-tuning, which goes further than an ordinary user's
-// SO_RCVBUF.
+// tuneSocket requests large buffers before the handshake fixes the window scale. A process that may
+// not force the size keeps the kernel's auto-tuning, which reaches larger sizes than SO_RCVBUF of
+// an unprivileged process.
 func (d *device) tuneSocket(fd int) {
 	size := d.cfg.SocketBuffer
 	if size == 0 {

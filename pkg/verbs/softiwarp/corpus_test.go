@@ -117,7 +117,7 @@ func nfsRun(t *testing.T, crc bool) [][2]*tap {
 	dir := t.TempDir()
 	provider := softiwarp.New(softiwarp.Config{CRC: crc, MaxFPDU: recordedFPDU})
 	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
-		Provider: provider})
+		NoRootSquash: true, StateDir: t.TempDir(), Provider: provider})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -165,8 +165,8 @@ func nfsRun(t *testing.T, crc bool) [][2]*tap {
 	return r.finish()
 }
 
-// wrongRun makes connections that end with a Terminate each.
-func wrongRun(t *testing.T) [][2]*tap {
+// terminatedRun makes connections that end with a Terminate each.
+func terminatedRun(t *testing.T) [][2]*tap {
 	t.Helper()
 	p := softiwarp.New(softiwarp.Config{})
 	l, err := p.Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))
@@ -180,13 +180,13 @@ func wrongRun(t *testing.T) [][2]*tap {
 		{Opcode: verbs.OpRDMAWrite, RKey: 0x1234, SGList: buf}, {Opcode: verbs.OpRDMARead, RKey: 0x1234, SGList: buf},
 		{Opcode: verbs.OpSend, SGList: buf}, {Opcode: verbs.OpSendWithInv, InvalidateRKey: 0x1234},
 	} {
-		wrongConnection(t, p, l, r.addr(), wr)
+		terminatedConnection(t, p, l, r.addr(), wr)
 	}
 	return r.finish()
 }
 
-// wrongConnection connects, posts wr, which the peer refuses, and waits for the end.
-func wrongConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr netip.AddrPort, wr *verbs.WorkRequest) {
+// terminatedConnection connects, posts wr, which the peer refuses, and waits for the end.
+func terminatedConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr netip.AddrPort, wr *verbs.WorkRequest) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
@@ -266,7 +266,7 @@ func split(t *testing.T, b []byte) (frame []byte, ulpdus [][]byte) {
 	return frame, ulpdus
 }
 
-// rename makes a recorded segment one that the fuzzed victim can take: its STags, offsets inside
+// rename makes a recorded segment one that the fuzzed endpoint can take: its STags, offsets inside
 // its window, MSNs from 1. What Wireshark calls queue 0 to 2 are indices of next.
 func rename(u []byte, next *[3]uint32, base map[uint32]uint64) []byte {
 	u = bytes.Clone(u)
@@ -304,7 +304,7 @@ func rename(u []byte, next *[3]uint32, base map[uint32]uint64) []byte {
 func TestRecordedRun(t *testing.T) {
 	var c corpora
 	seen := make(map[byte]int)
-	for run, taps := range [][][2]*tap{nfsRun(t, false), nfsRun(t, true), wrongRun(t)} {
+	for run, taps := range [][][2]*tap{nfsRun(t, false), nfsRun(t, true), terminatedRun(t)} {
 		for _, both := range taps {
 			for way, d := range both {
 				frame, ulpdus := split(t, d.b)

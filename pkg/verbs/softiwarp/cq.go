@@ -1,11 +1,11 @@
 package softiwarp
 
 import (
-	"fmt"
 	"sync"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // A cqe is one completion on its way to its handler.
@@ -16,61 +16,38 @@ type cqe struct {
 	recv bool
 }
 
-// dispatchBatch is how many completions the dispatcher takes per lock.
+// dispatchBatch is how many completions the dispatcher takes at once.
 const dispatchBatch = 16
 
-// A completionQueue is a bounded ring and the goroutine that calls handlers.
-// It cannot overflow: creating a QP reserves room for all its queues, and a
-// queue's slot is free again only once the dispatcher took the completion.
+// A completionQueue is a bounded ring and the goroutine that calls handlers. It cannot overflow:
+// creating a QP reserves entries for both its queues, and a slot of a queue becomes free only after
+// the dispatcher took the completion.
 type completionQueue struct {
-	dev   *device
-	depth int
-	done  chan struct{} // closed when the dispatcher has ended
+	dev     *device
+	depth   int
+	entries *base.CQEntries
+	done    chan struct{} // closed when the dispatcher has ended
 
-	mu       sync.Mutex
-	work     sync.Cond
-	ring     []cqe // guarded by mu, as all below
-	head, n  int
-	reserved int
-	users    int
-	closed   bool
+	mu      sync.Mutex
+	work    sync.Cond
+	ring    []cqe // guarded by mu, as all below
+	head, n int
+	closing bool // the dispatcher ends when the ring is empty
 
-	batch [dispatchBatch]cqe // the dispatcher's
+	batch [dispatchBatch]cqe // used only by the dispatcher
 }
 
 func newCQ(dev *device, depth int) *completionQueue {
-	c := &completionQueue{dev: dev, depth: depth, done: make(chan struct{}), ring: make([]cqe, depth)}
+	c := &completionQueue{dev: dev, depth: depth, entries: base.NewCQEntries(Name, depth, 0),
+		done: make(chan struct{}), ring: make([]cqe, depth)}
 	c.work.L = &c.mu
 	leakcheck.Track(leakcheck.CQ, 1)
 	go c.dispatch()
 	return c
 }
 
-// reserve sets room for n completions of one QP aside.
-func (c *completionQueue) reserve(n int) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.closed {
-		return fmt.Errorf("softiwarp: completion queue is closed: %w", verbs.ErrInvalid)
-	}
-	if c.reserved+n > c.depth {
-		return fmt.Errorf("softiwarp: completion queue of depth %d has %d entries left, the queue needs %d: make it deeper: %w",
-			c.depth, c.depth-c.reserved, n, verbs.ErrNoResources)
-	}
-	c.reserved += n
-	c.users++
-	return nil
-}
-
-func (c *completionQueue) unreserve(n int) {
-	c.mu.Lock()
-	c.reserved -= n
-	c.users--
-	c.mu.Unlock()
-}
-
-// push queues a completion. The caller may hold QP locks; the dispatcher never takes one while it
-// holds mu.
+// push queues a completion. The caller may hold QP locks, because the dispatcher takes none of them
+// while it holds mu.
 func (c *completionQueue) push(q *qp, recv bool, done func(*verbs.WorkCompletion), wc *verbs.WorkCompletion) {
 	c.mu.Lock()
 	i := c.head + c.n
@@ -101,12 +78,13 @@ func (c *completionQueue) dispatch() {
 	}
 }
 
-// take waits for completions and moves some to batch; 0 means the queue is closed.
+// take waits for completions and moves up to dispatchBatch of them to batch. It returns how many,
+// and 0 when the queue is closed.
 func (c *completionQueue) take() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for c.n == 0 {
-		if c.closed {
+		if c.closing {
 			return 0
 		}
 		c.work.Wait()
@@ -124,15 +102,14 @@ func (c *completionQueue) take() int {
 	return n
 }
 
-// Close stops the dispatcher and waits for it. Not from a handler.
+// Close stops the dispatcher and waits for its end. It must not be called from a handler.
 func (c *completionQueue) Close() error {
-	c.mu.Lock()
-	if c.users > 0 {
-		c.mu.Unlock()
-		return fmt.Errorf("softiwarp: close completion queue: %d work queues use it: %w", c.users, verbs.ErrBusy)
+	first, err := c.entries.Close()
+	if err != nil {
+		return err
 	}
-	first := !c.closed
-	c.closed = true
+	c.mu.Lock()
+	c.closing = true
 	c.mu.Unlock()
 	c.work.Signal()
 	<-c.done

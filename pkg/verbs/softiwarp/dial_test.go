@@ -16,8 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// needMute fails where the kernel does not let this process be mute.
-func needMute(t *testing.T) {
+// needTCPRepair fails where the kernel does not let this process be mute.
+func needTCPRepair(t *testing.T) {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -29,17 +29,17 @@ func needMute(t *testing.T) {
 	}
 }
 
-// hearsNothing holds a peer's connection to the promise: whoever was at its other end is gone, and
+// expectResetAfterReply holds a peer's connection to the promise: whoever was at its other end is gone, and
 // it learns that when it answers, not before.
-func hearsNothing(t *testing.T, c *net.TCPConn) {
+func expectResetAfterReply(t *testing.T, c *net.TCPConn) {
 	c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("the peer heard %v of a connection that was given up", err)
 		return
 	}
-	r := goodReply()
+	r := validReply()
 	c.Write(r.append(nil))
-	c.SetReadDeadline(time.Now().Add(patience))
+	c.SetReadDeadline(time.Now().Add(testTimeout))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("the peer heard %v when it answered, want a reset", err)
 	}
@@ -48,48 +48,48 @@ func hearsNothing(t *testing.T, c *net.TCPConn) {
 // TestGivenUp: a caller who cancels, or whom nobody answers, is let go at once, yet the peer gets
 // its request, and no end before it answers.
 func TestGivenUp(t *testing.T) {
-	needMute(t)
+	needTCPRepair(t)
 	for _, c := range []struct {
 		name string
 		cfg  Config
 		kind verbs.ConnErrorKind
 	}{
-		{"cancelled", quiet, verbs.ConnLocal},
+		{"cancelled", defaultConfig, verbs.ConnLocal},
 		{"no reply", Config{ReplyTimeout: 50 * time.Millisecond}, verbs.ConnTimeout},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			released, done := make(chan struct{}), make(chan struct{})
 			ctx, cancel := context.WithCancel(context.Background())
 			defer cancel()
-			addr := server(t, func(conn *net.TCPConn) {
+			addr := serveOnce(t, func(conn *net.TCPConn) {
 				defer close(done)
-				if f := readAnyRequest(conn); f.rev != mpaRev2 {
+				if f := readRequestFrame(conn); f.rev != mpaRev2 {
 					t.Errorf("request %+v", f)
 				}
 				if c.kind == verbs.ConnLocal {
 					cancel()
 				}
 				<-released
-				hearsNothing(t, conn)
+				expectResetAfterReply(t, conn)
 			})
-			v, err := connectTo(t, ctx, c.cfg, addr, victimParam)
+			v, err := connectEndpoint(t, ctx, c.cfg, addr, endpointParam)
 			var ce *verbs.ConnError
 			if !errors.As(err, &ce) || ce.Kind != c.kind {
 				t.Errorf("error %v", err)
 			}
 			v.id.Close()
-			Settle(soon(t))
+			Settle(testContext(t))
 			close(released)
 			<-done
 		})
 	}
 }
 
-// connectorEnv makes the test binary connect to the address that it holds, until it is killed.
-const connectorEnv = "SOFTIWARP_TEST_CONNECT"
+// connectEnv makes the test binary connect to the address that it holds, until it is killed.
+const connectEnv = "SOFTIWARP_TEST_CONNECT"
 
 // connector is the process that TestKilledConnect kills.
-func connector(to string) {
+func connectUntilKilled(to string) {
 	check := func(err error) {
 		if err != nil {
 			panic(err)
@@ -103,23 +103,23 @@ func connector(to string) {
 	check(err)
 	_, err = id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1})
 	check(err)
-	check(id.Connect(context.Background(), victimParam))
+	check(id.Connect(context.Background(), endpointParam))
 	panic("it was to be killed before it is connected")
 }
 
 // TestKilledConnect kills a process that has sent its request and has no reply.
 func TestKilledConnect(t *testing.T) {
-	needMute(t)
+	needTCPRepair(t)
 	requested, killed, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
-	addr := server(t, func(c *net.TCPConn) {
+	addr := serveOnce(t, func(c *net.TCPConn) {
 		defer close(done)
-		readAnyRequest(c)
+		readRequestFrame(c)
 		close(requested)
 		<-killed
-		hearsNothing(t, c)
+		expectResetAfterReply(t, c)
 	})
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), connectorEnv+"="+addr.String())
+	cmd.Env = append(os.Environ(), connectEnv+"="+addr.String())
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -148,7 +148,7 @@ func TestLateListener(t *testing.T) {
 		t.Fatal(err)
 	}
 	raw.Control(func(fd uintptr) { unix.Listen(int(fd), 0) }) // room for one
-	first, err := net.DialTimeout("tcp", l.Addr().String(), patience)
+	first, err := net.DialTimeout("tcp", l.Addr().String(), testTimeout)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -167,14 +167,14 @@ func TestLateListener(t *testing.T) {
 			return
 		}
 		defer c.Close()
-		c.SetDeadline(time.Now().Add(patience))
-		readAnyRequest(c)
-		r := goodReply()
+		c.SetDeadline(time.Now().Add(testTimeout))
+		readRequestFrame(c)
+		r := validReply()
 		_, err = c.Write(r.append(nil))
 		served <- err
 		c.Read(make([]byte, 1))
 	}()
-	v, err := connectTo(t, soon(t), quiet, addrPort(l.Addr()), victimParam)
+	v, err := connectEndpoint(t, testContext(t), defaultConfig, addrPort(l.Addr()), endpointParam)
 	if err != nil {
 		t.Error(err)
 	}

@@ -91,14 +91,14 @@ func FuzzTerminate(f *testing.F) {
 	})
 }
 
-// The STags of the fuzzed victim. They are fixed, so that a corpus can name them.
+// The STags of the fuzzed endpoint. They are fixed, so that a corpus can name them.
 const (
 	fuzzWrite = 0x00000111
 	fuzzRead  = 0x00000222
 	fuzzRecv  = 4096 // octets of each Receive
 )
 
-// The fuzzed victim's registrations, for the recorder of the corpora.
+// The fuzzed endpoint's registrations, for the recorder of the corpora.
 const (
 	FuzzWriteSTag = fuzzWrite
 	FuzzReadSTag  = fuzzRead
@@ -174,8 +174,8 @@ func FuzzDDPStream(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		v := newVictimOf(t, r, fuzzRecv)
-		if err := r.Accept(ctx, victimParam); err != nil {
+		v := newEndpointOf(t, r, fuzzRecv)
+		if err := r.Accept(ctx, endpointParam); err != nil {
 			t.Fatal(err)
 		}
 		v.mem = bytes.Repeat([]byte{0x31}, guard+winLen+guard)

@@ -20,7 +20,7 @@ import (
 
 // server runs f on the first connection to a fresh port, which it closes at the end of the test: a
 // peer that was given up hears of that only then.
-func server(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
+func serveOnce(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 	t.Helper()
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
 	if err != nil {
@@ -34,7 +34,7 @@ func server(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 			return
 		}
 		defer c.Close()
-		c.SetDeadline(time.Now().Add(patience))
+		c.SetDeadline(time.Now().Add(testTimeout))
 		served := make(chan struct{})
 		go func() {
 			defer close(served)
@@ -55,30 +55,30 @@ func server(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 	return addrPort(l.Addr())
 }
 
-// connectTo connects a victim to addr.
-func connectTo(t testing.TB, ctx context.Context, cfg Config, addr netip.AddrPort, param verbs.ConnParam) (*victim,
+// connectEndpoint connects a endpoint to addr.
+func connectEndpoint(t testing.TB, ctx context.Context, cfg Config, addr netip.AddrPort, param verbs.ConnParam) (*endpoint,
 	error) {
 	t.Helper()
 	id, err := New(cfg).Resolve(ctx, addr)
 	if err != nil {
 		t.Fatal(err)
 	}
-	v := newVictim(t, id)
+	v := newEndpoint(t, id)
 	return v, id.Connect(ctx, param)
 }
 
-func soon(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+func testContext(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-func goodReply() mpaFrame {
+func validReply() mpaFrame {
 	return mpaFrame{reply: true, enhanced: true, rev: mpaRev2, ird: 4, ord: 4}
 }
 
-// readAnyRequest reads a request, whatever it is.
-func readAnyRequest(c net.Conn) mpaFrame {
+// readRequestFrame reads a request, whatever it is.
+func readRequestFrame(c net.Conn) mpaFrame {
 	f, _ := readMPAFrame(c, false)
 	return f
 }
@@ -88,13 +88,13 @@ func readAnyRequest(c net.Conn) mpaFrame {
 func TestWrongServers(t *testing.T) {
 	reply := func(f mpaFrame) func(c *net.TCPConn) {
 		return func(c *net.TCPConn) {
-			readAnyRequest(c)
+			readRequestFrame(c)
 			c.Write(f.append(nil))
 			io.Copy(io.Discard, c)
 		}
 	}
 	with := func(change func(f *mpaFrame)) mpaFrame {
-		f := goodReply()
+		f := validReply()
 		change(&f)
 		return f
 	}
@@ -114,23 +114,23 @@ func TestWrongServers(t *testing.T) {
 			io.Copy(io.Discard, c)
 		}, verbs.ConnProtocol, phaseReadReply, "SSH"},
 		{"random octets", func(c *net.TCPConn) {
-			readAnyRequest(c)
+			readRequestFrame(c)
 			c.Write([]byte{0x9a, 0x11, 0, 1})
 			io.Copy(io.Discard, c)
 		}, verbs.ConnProtocol, phaseReadReply, "does not speak MPA"},
 		{"closes at once", func(*net.TCPConn) {}, verbs.ConnProtocol, phaseReadReply, "closed the connection without"},
-		{"closes after the request", func(c *net.TCPConn) { readAnyRequest(c) }, verbs.ConnProtocol, phaseReadReply,
+		{"closes after the request", func(c *net.TCPConn) { readRequestFrame(c) }, verbs.ConnProtocol, phaseReadReply,
 			"closed the connection without"},
 		// not before the request: the dial could see it
 		{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"},
 		{"closes in the middle", func(c *net.TCPConn) {
-			readAnyRequest(c)
-			r := goodReply()
+			readRequestFrame(c)
+			r := validReply()
 			c.Write(r.append(nil)[:21])
 		}, verbs.ConnProtocol, phaseReadReply, "in the middle"},
 		{"hangs", func(c *net.TCPConn) { io.Copy(io.Discard, c) }, verbs.ConnTimeout, phaseReadReply, "did not answer"},
 		{"hangs in the middle", func(c *net.TCPConn) {
-			readAnyRequest(c)
+			readRequestFrame(c)
 			c.Write([]byte(mpaRepKey))
 			io.Copy(io.Discard, c)
 		}, verbs.ConnTimeout, phaseReadReply, "did not answer"},
@@ -147,10 +147,10 @@ func TestWrongServers(t *testing.T) {
 			phaseReadReply, "604"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			cfg := quiet
+			cfg := defaultConfig
 			cfg.ReplyTimeout = 200 * time.Millisecond
-			addr := server(t, c.serve)
-			v, err := connectTo(t, soon(t), cfg, addr, victimParam)
+			addr := serveOnce(t, c.serve)
+			v, err := connectEndpoint(t, testContext(t), cfg, addr, endpointParam)
 			var ce *verbs.ConnError
 			if !errors.As(err, &ce) {
 				t.Fatalf("%v, want a *verbs.ConnError", err)
@@ -164,7 +164,7 @@ func TestWrongServers(t *testing.T) {
 			if c.name == "rejects" && string(ce.PrivateData) != "no" {
 				t.Errorf("private data %q", ce.PrivateData)
 			}
-			if len(v.gone) != 0 {
+			if len(v.disconnected) != 0 {
 				t.Error("OnDisconnect was called")
 			}
 		})
@@ -174,12 +174,12 @@ func TestWrongServers(t *testing.T) {
 // TestRequestOnTheWire: the octets of the request, and that they leave in one TCP segment.
 func TestRequestOnTheWire(t *testing.T) {
 	got := make(chan []byte, 1)
-	addr := server(t, func(c *net.TCPConn) {
+	addr := serveOnce(t, func(c *net.TCPConn) {
 		b := make([]byte, 1000)
 		n, _ := c.Read(b)
 		got <- b[:n]
 	})
-	connectTo(t, soon(t), quiet, addr, verbs.ConnParam{ResponderResources: 20,
+	connectEndpoint(t, testContext(t), defaultConfig, addr, verbs.ConnParam{ResponderResources: 20,
 		PrivateData: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}})
 	want := append([]byte(mpaReqKey), 0x10, 2, 0, 12, 0, 32, 0, 0, 0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3)
 	if b := <-got; !bytes.Equal(b, want) {
@@ -191,15 +191,15 @@ func TestRequestOnTheWire(t *testing.T) {
 // §9.1).
 func TestInsufficientIRD(t *testing.T) {
 	got := make(chan termCode, 1)
-	addr := server(t, func(c *net.TCPConn) {
-		readAnyRequest(c)
-		rep := goodReply()
+	addr := serveOnce(t, func(c *net.TCPConn) {
+		readRequestFrame(c)
+		rep := validReply()
 		rep.ord = 1000
 		c.Write(rep.append(nil))
-		code, _ := (&rawPeer{t: t, c: c}).terminated()
+		code, _ := (&rawPeer{t: t, c: c}).readTerminate()
 		got <- code
 	})
-	if _, err := connectTo(t, soon(t), quiet, addr, victimParam); err == nil {
+	if _, err := connectEndpoint(t, testContext(t), defaultConfig, addr, endpointParam); err == nil {
 		t.Error("connected")
 	}
 	if code := <-got; code != termInsufficientIRD {
@@ -211,15 +211,15 @@ func TestInsufficientIRD(t *testing.T) {
 // §7.1.1).
 func TestReplyDecidesCRC(t *testing.T) {
 	got := make(chan header, 1)
-	addr := server(t, func(c *net.TCPConn) {
-		readAnyRequest(c)
-		rep := goodReply()
+	addr := serveOnce(t, func(c *net.TCPConn) {
+		readRequestFrame(c)
+		rep := validReply()
 		rep.crc = true
 		c.Write(rep.append(nil))
-		h, _ := (&rawPeer{t: t, c: c, crc: true}).must()
+		h, _ := (&rawPeer{t: t, c: c, crc: true}).mustNext()
 		got <- h
 	})
-	v, err := connectTo(t, soon(t), quiet, addr, victimParam)
+	v, err := connectEndpoint(t, testContext(t), defaultConfig, addr, endpointParam)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -232,15 +232,15 @@ func TestReplyDecidesCRC(t *testing.T) {
 // TestGivenUpBeforeRequest: the same when the context ends before the TCP connection is used.
 func TestGivenUpBeforeRequest(t *testing.T) {
 	got := make(chan mpaFrame, 1)
-	addr := server(t, func(c *net.TCPConn) { got <- readAnyRequest(c) })
+	addr := serveOnce(t, func(c *net.TCPConn) { got <- readRequestFrame(c) })
 	ctx, cancel := context.WithCancel(context.Background())
-	id, err := New(quiet).Resolve(ctx, addr)
+	id, err := New(defaultConfig).Resolve(ctx, addr)
 	if err != nil {
 		t.Fatal(err)
 	}
-	newVictim(t, id)
+	newEndpoint(t, id)
 	cancel()
-	if err := id.Connect(ctx, victimParam); err == nil {
+	if err := id.Connect(ctx, endpointParam); err == nil {
 		t.Error("connected with a cancelled context")
 	}
 	select {
@@ -252,8 +252,8 @@ func TestGivenUpBeforeRequest(t *testing.T) {
 	}
 }
 
-// deafPort is a port whose SYNs go unanswered: its accept queue is full.
-func deafPort(t *testing.T) netip.AddrPort {
+// unresponsivePort is a port whose SYNs go unanswered: its accept queue is full.
+func unresponsivePort(t *testing.T) netip.AddrPort {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -283,10 +283,10 @@ func deafPort(t *testing.T) netip.AddrPort {
 }
 
 func TestConnectHangs(t *testing.T) {
-	addr := deafPort(t)
-	cfg := quiet
+	addr := unresponsivePort(t)
+	cfg := defaultConfig
 	cfg.ConnectTimeout = 100 * time.Millisecond
-	_, err := connectTo(t, soon(t), cfg, addr, victimParam)
+	_, err := connectEndpoint(t, testContext(t), cfg, addr, endpointParam)
 	var ce *verbs.ConnError
 	if !errors.As(err, &ce) || ce.Kind != verbs.ConnTimeout || ce.Phase != phaseConnect {
 		t.Errorf("no answer to the SYN: %v", err)
@@ -295,7 +295,7 @@ func TestConnectHangs(t *testing.T) {
 	cfg.ConnectTimeout = 10 * time.Minute
 	for range 2 {
 		ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
-		if _, err := connectTo(t, ctx, cfg, addr, victimParam); !errors.As(err, &ce) || ce.Kind != verbs.ConnTimeout {
+		if _, err := connectEndpoint(t, ctx, cfg, addr, endpointParam); !errors.As(err, &ce) || ce.Kind != verbs.ConnTimeout {
 			t.Errorf("deadline: %v", err)
 		}
 		cancel()
@@ -320,10 +320,10 @@ func TestOneConnectAtATime(t *testing.T) {
 			go func() {
 				defer c.Close()
 				most.Store(max(most.Load(), inside.Add(1)))
-				readAnyRequest(c)
+				readRequestFrame(c)
 				time.Sleep(5 * time.Millisecond)
 				inside.Add(-1)
-				rep := goodReply()
+				rep := validReply()
 				c.Write(rep.append(nil))
 				io.Copy(io.Discard, c)
 			}()
@@ -331,15 +331,15 @@ func TestOneConnectAtATime(t *testing.T) {
 	}()
 	var wg sync.WaitGroup
 	for range n {
-		id, err := New(quiet).Resolve(soon(t), addrPort(l.Addr()))
+		id, err := New(defaultConfig).Resolve(testContext(t), addrPort(l.Addr()))
 		if err != nil {
 			t.Fatal(err)
 		}
-		newVictim(t, id)
+		newEndpoint(t, id)
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			if err := id.Connect(soon(t), victimParam); err != nil {
+			if err := id.Connect(testContext(t), endpointParam); err != nil {
 				t.Error(err)
 			}
 		}()
@@ -350,19 +350,19 @@ func TestOneConnectAtATime(t *testing.T) {
 	}
 	connects.mu.Lock()
 	defer connects.mu.Unlock()
-	if len(connects.gates) != 0 {
-		t.Errorf("%d turnstiles are left", len(connects.gates))
+	if len(connects.addrs) != 0 {
+		t.Errorf("%d turnstiles are left", len(connects.addrs))
 	}
 }
 
-// accepting runs a listener that accepts everything, and hands its victims out.
-func accepting(t *testing.T, cfg Config) (netip.AddrPort, chan *victim) {
+// accepting runs a listener that accepts everything, and hands its endpoints out.
+func accepting(t *testing.T, cfg Config) (netip.AddrPort, chan *endpoint) {
 	t.Helper()
-	l, err := New(cfg).Listen(soon(t), loopback)
+	l, err := New(cfg).Listen(testContext(t), loopback)
 	if err != nil {
 		t.Fatal(err)
 	}
-	victims := make(chan *victim, 10)
+	endpoints := make(chan *endpoint, 10)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
@@ -371,30 +371,30 @@ func accepting(t *testing.T, cfg Config) (netip.AddrPort, chan *victim) {
 			if err != nil {
 				return
 			}
-			v := newVictim(t, r)
-			if err := r.Accept(context.Background(), victimParam); err != nil {
+			v := newEndpoint(t, r)
+			if err := r.Accept(context.Background(), endpointParam); err != nil {
 				t.Logf("accept: %v", err)
 			}
-			victims <- v
+			endpoints <- v
 		}
 	}()
 	t.Cleanup(func() {
 		l.Close()
 		<-ended
 	})
-	return l.Addr(), victims
+	return l.Addr(), endpoints
 }
 
 // TestWrongClients: what is not an MPA Request is closed without an answer, and the listener lives.
 func TestWrongClients(t *testing.T) {
-	addr, victims := accepting(t, Config{RequestTimeout: 150 * time.Millisecond})
+	addr, endpoints := accepting(t, Config{RequestTimeout: 150 * time.Millisecond})
 	frame := func(f mpaFrame) []byte { return f.append(nil) }
 	for _, c := range []struct {
 		name string
 		b    []byte
 	}{
 		{"HTTP", []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n")},
-		{"reply", frame(goodReply())},
+		{"reply", frame(validReply())},
 		{"revision 0", frame(mpaFrame{crc: true})},
 		{"revision 3", frame(mpaFrame{rev: 3})},
 		{"too much private data", frame(mpaFrame{rev: 1, data: make([]byte, 513)})},
@@ -408,7 +408,7 @@ func TestWrongClients(t *testing.T) {
 			t.Fatal(err)
 		}
 		conn.Write(c.b)
-		conn.SetReadDeadline(time.Now().Add(patience))
+		conn.SetReadDeadline(time.Now().Add(testTimeout))
 		if n, err := conn.Read(make([]byte, 100)); n != 0 {
 			t.Errorf("%s: was answered with %d octets", c.name, n)
 		} else if ne, ok := err.(net.Error); ok && ne.Timeout() {
@@ -416,18 +416,18 @@ func TestWrongClients(t *testing.T) {
 		}
 		conn.Close()
 	}
-	if _, err := connectTo(t, soon(t), quiet, addr, victimParam); err != nil {
+	if _, err := connectEndpoint(t, testContext(t), defaultConfig, addr, endpointParam); err != nil {
 		t.Errorf("after all that: %v", err)
 	}
-	<-victims
-	if len(victims) != 0 {
+	<-endpoints
+	if len(endpoints) != 0 {
 		t.Error("a wrong client was accepted")
 	}
 }
 
 // TestReplies: the form of the Reply follows that of the Request.
 func TestReplies(t *testing.T) {
-	addr, victims := accepting(t, quiet)
+	addr, endpoints := accepting(t, defaultConfig)
 	for _, c := range []struct {
 		name string
 		req  mpaFrame
@@ -456,7 +456,7 @@ func TestReplies(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer conn.Close()
-			conn.SetDeadline(time.Now().Add(patience))
+			conn.SetDeadline(time.Now().Add(testTimeout))
 			conn.Write(c.req.append(nil))
 			got, err := readMPAFrame(conn, true)
 			if err != nil {
@@ -468,7 +468,7 @@ func TestReplies(t *testing.T) {
 			if got.reject {
 				return
 			}
-			v := <-victims
+			v := <-endpoints
 			p := &rawPeer{t: t, c: conn.(*net.TCPConn), crc: got.crc}
 			msn := uint32(1)
 			switch {
@@ -477,7 +477,7 @@ func TestReplies(t *testing.T) {
 				msn++
 			case got.rtrRead:
 				p.send(readReq(readRequest{msn: 1, sinkSTag: 1}))
-				if h, _ := p.must(); h.op != opReadResp {
+				if h, _ := p.mustNext(); h.op != opReadResp {
 					t.Errorf("answer to the RTR: %+v", h)
 				}
 			case got.rtrWrite:
@@ -493,7 +493,7 @@ func TestReplies(t *testing.T) {
 
 // TestSlowRequest: a request may come octet by octet.
 func TestSlowRequest(t *testing.T) {
-	addr, victims := accepting(t, quiet)
+	addr, endpoints := accepting(t, defaultConfig)
 	conn, err := net.Dial("tcp", addr.String())
 	if err != nil {
 		t.Fatal(err)
@@ -505,7 +505,7 @@ func TestSlowRequest(t *testing.T) {
 	if rep, err := readMPAFrame(conn, true); err != nil || rep.reject {
 		t.Errorf("reply %+v, %v", rep, err)
 	}
-	if v := <-victims; string(v.id.Peer().PrivateData) != "private" {
+	if v := <-endpoints; string(v.id.Peer().PrivateData) != "private" {
 		t.Errorf("peer %+v", v.id.Peer())
 	}
 }

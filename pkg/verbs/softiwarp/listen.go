@@ -12,21 +12,23 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// maxPending is how many connections may be between TCP accept and Accept. More are closed.
+// maxPending is how many connections may be between accept(2) and Accept. Further ones are closed.
 const maxPending = 64
 
-// acceptRetry is the pause after a failed accept (no descriptors left, for example).
-const acceptRetry = 50 * time.Millisecond
+// acceptRetryDelay is the pause after a failed accept, for example without free descriptors.
+const acceptRetryDelay = 50 * time.Millisecond
 
-// A listener accepts TCP connections and reads their MPA Requests, each on a bounded goroutine.
+// A listener accepts TCP connections and reads their MPA Requests, each on one goroutine with a
+// timeout.
 type listener struct {
 	dev    *device
 	tcp    *net.TCPListener
 	addr   netip.AddrPort
 	ready  chan *connRequest // capacity maxPending: sending never blocks
-	slots  chan struct{}     // one token for each connection not yet handed out
+	slots  chan struct{}     // one token for each connection that Accept has not returned
 	closed chan struct{}
 	once   sync.Once
 	wg     sync.WaitGroup // accept loop and handshakes
@@ -38,7 +40,7 @@ type listener struct {
 // Listen accepts connections on laddr.
 func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.Listener, error) {
 	lc := net.ListenConfig{Control: p.dev.tuneListener}
-	lc.SetMultipathTCP(false) // raw TCP socket options are used
+	lc.SetMultipathTCP(false) // this package uses socket options of plain TCP
 	tl, err := lc.Listen(ctx, "tcp", laddr.String())
 	if err != nil {
 		return nil, fmt.Errorf("softiwarp: listen for RDMA connections on %s: %w", laddr, err)
@@ -68,14 +70,14 @@ func (l *listener) run() {
 			select {
 			case <-l.closed:
 				return
-			case <-time.After(acceptRetry):
+			case <-time.After(acceptRetryDelay):
 			}
 			continue
 		}
 		select {
 		case l.slots <- struct{}{}:
 		default:
-			l.dev.cfg.Logger.Debug("connection refused: too many wait to be accepted", "peer", c.RemoteAddr())
+			l.dev.cfg.Logger.Debug("connection refused: too many connections are pending", "peer", c.RemoteAddr())
 			c.Close()
 			continue
 		}
@@ -89,7 +91,7 @@ func (l *listener) run() {
 	}
 }
 
-// enroll makes Close find c.
+// enroll registers c for Close. It returns false when the listener is closed.
 func (l *listener) enroll(c *net.TCPConn) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -102,13 +104,14 @@ func (l *listener) enroll(c *net.TCPConn) bool {
 	return true
 }
 
-// handshake reads the MPA Request. What is not one is closed without an answer (RFC 5044 §7.1.2).
+// handshake reads the MPA Request. It closes the connection without an answer when the Request is
+// invalid (RFC 5044 §7.1.2).
 func (l *listener) handshake(c *net.TCPConn) {
 	defer l.wg.Done()
 	req, err := readMPAFrame(c, false)
 	if err == nil && req.markers {
-		// We send no markers; siw answers the same.
-		err = errors.New("the peer demands MPA markers")
+		// This package does not send markers; siw rejects the request in the same way.
+		err = errors.New("the peer requires MPA markers, which are not supported")
 		rep := replyTo(&req)
 		rep.reject = true
 		c.Write(rep.append(nil))
@@ -125,16 +128,16 @@ func (l *listener) handshake(c *net.TCPConn) {
 	c.SetDeadline(time.Time{})
 	r := &connRequest{connID: newConnID(l.dev, addrPort(c.LocalAddr()), addrPort(c.RemoteAddr())), conn: c, req: req}
 	r.hold()
-	r.peer = verbs.ConnParam{PrivateData: req.data, ResponderResources: req.ird, InitiatorDepth: req.ord}
+	r.SetPeer(verbs.ConnParam{PrivateData: req.data, ResponderResources: req.ird, InitiatorDepth: req.ord})
 	l.ready <- r
 }
 
-// replyTo is a Reply of the form that the Request asks for.
+// replyTo returns a Reply in the form of the Request.
 func replyTo(req *mpaFrame) mpaFrame {
 	return mpaFrame{reply: true, rev: req.rev, enhanced: req.enhanced, crc: req.crc}
 }
 
-// Accept returns the next connection request.
+// Accept waits for the next connection request.
 func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 	select {
 	case <-l.closed:
@@ -152,7 +155,7 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 	}
 }
 
-// Close stops listening and closes connections that nobody has accepted.
+// Close stops listening and closes the connections that Accept has not returned.
 func (l *listener) Close() error {
 	l.once.Do(func() {
 		l.mu.Lock()
@@ -188,16 +191,14 @@ type connRequest struct {
 
 // Accept sends the MPA Reply and starts the queue pair.
 func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
-	r.mu.Lock()
-	q := r.qp
-	r.mu.Unlock()
+	q := r.QP()
 	switch {
 	case q == nil:
-		return r.fail(verbs.ConnLocal, phaseStart, errNoQP)
+		return r.Fail(verbs.ConnLocal, phaseStart, base.ErrNoQP)
 	case len(param.PrivateData) > maxULPData:
-		return r.fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
+		return r.Fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
 	case r.answered.Swap(true):
-		return r.fail(verbs.ConnLocal, phaseSendReply, errTwice)
+		return r.Fail(verbs.ConnLocal, phaseSendReply, base.ErrReused)
 	}
 	rep := replyTo(&r.req)
 	rep.crc = r.req.crc || r.dev.cfg.CRC
@@ -205,7 +206,7 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 	s := stream{conn: r.conn, crc: rep.crc}
 	s.depths, rep.ird, rep.ord = answerDepths(&r.req,
 		depths{int(param.ResponderResources), int(param.InitiatorDepth)}, maxReadDepth)
-	if !r.req.enhanced { // no exchange: each side's ULP knows (RFC 5044)
+	if !r.req.enhanced { // depths are not exchanged; the ULPs know them (RFC 5044)
 		s.depths = depths{roundDepth(int(param.ResponderResources), maxReadDepth),
 			min(int(param.InitiatorDepth), maxReadDepth)}
 	}
@@ -214,14 +215,14 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 		return err
 	}
 	if !q.start(s) {
-		return r.fail(verbs.ConnLocal, phaseStart, errClosed)
+		return r.Fail(verbs.ConnLocal, phaseStart, base.ErrClosed)
 	}
 	return nil
 }
 
-// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). The zero-length Write costs nobody
-// anything, so it comes first, and is offered when nothing of the peer's fits. It reports whether a
-// zero-length Send was agreed on.
+// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). It prefers the zero-length Write, which
+// uses no resources, and offers it when the peer names no other option. It reports whether it chose
+// the zero-length Send.
 func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 	if !r.req.peer {
 		return false
@@ -232,7 +233,7 @@ func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 		rep.rtrWrite = true
 	case r.req.rtrRead:
 		rep.rtrRead = true
-		if d.ird == 0 { // the indication itself needs one (RFC 6581 §9.1)
+		if d.ird == 0 { // the RTR Read itself needs a depth of 1 (RFC 6581 §9.1)
 			d.ird = 1
 			if rep.ird != depthByULP {
 				rep.ird = 1
@@ -247,39 +248,39 @@ func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 	return false
 }
 
-// sendReply writes the frame at once, within the timeout and ctx.
+// sendReply writes the frame with one system call. The timeout and ctx bound it.
 func (r *connRequest) sendReply(ctx context.Context, rep *mpaFrame) error {
 	deadline := time.Now().Add(r.dev.cfg.ReplyTimeout)
 	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
 		deadline = d
 	}
 	if err := ctx.Err(); err != nil {
-		return r.fail(ioKind(err), phaseSendReply, err)
+		return r.Fail(ioKind(err), phaseSendReply, err)
 	}
 	r.conn.SetWriteDeadline(deadline)
 	if _, err := r.conn.Write(rep.append(nil)); err != nil {
-		return r.fail(ioKind(err), phaseSendReply, err)
+		return r.Fail(ioKind(err), phaseSendReply, err)
 	}
 	r.conn.SetWriteDeadline(time.Time{})
 	return nil
 }
 
-// Reject sends an MPA Reply that says no, and closes the ConnID.
+// Reject sends a rejecting MPA Reply and closes the ConnID.
 func (r *connRequest) Reject(privateData []byte) error {
 	defer r.Close()
 	if len(privateData) > maxULPData {
-		return r.fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
+		return r.Fail(verbs.ConnLocal, phaseSendReply, errDataTooLong)
 	}
 	if r.answered.Swap(true) {
-		return r.fail(verbs.ConnLocal, phaseSendReply, errTwice)
+		return r.Fail(verbs.ConnLocal, phaseSendReply, base.ErrReused)
 	}
 	rep := replyTo(&r.req)
 	rep.reject, rep.data = true, privateData
 	if err := r.sendReply(context.Background(), &rep); err != nil {
 		return err
 	}
-	// The initiator closes (RFC 5044 §7.1.2); wait a little, so that the reply is not overtaken by
-	// a reset.
+	// The initiator closes the connection (RFC 5044 §7.1.2). Wait for that, so that a reset does
+	// not overtake the reply.
 	r.conn.CloseWrite()
 	r.conn.SetReadDeadline(time.Now().Add(r.dev.cfg.Linger))
 	var b [mpaHdrSize]byte
@@ -292,10 +293,7 @@ func (r *connRequest) Reject(privateData []byte) error {
 
 // Close ends the connection and releases the ConnID.
 func (r *connRequest) Close() error {
-	r.close(func() {
-		r.mu.Lock()
-		q := r.qp
-		r.mu.Unlock()
+	r.close(func(q *qp) {
 		if q == nil || !q.started() {
 			r.conn.Close()
 		}

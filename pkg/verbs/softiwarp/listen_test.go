@@ -31,7 +31,7 @@ func TestPendingIsBounded(t *testing.T) {
 	request := (&mpaFrame{enhanced: true, rev: mpaRev2, ird: 1}).append(nil)
 	for name, send := range map[string][]byte{"silent": nil, "not accepted": request} {
 		t.Run(name, func(t *testing.T) {
-			vl, err := New(Config{RequestTimeout: 2 * time.Second}).Listen(soon(t), loopback)
+			vl, err := New(Config{RequestTimeout: 2 * time.Second}).Listen(testContext(t), loopback)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -45,14 +45,14 @@ func TestPendingIsBounded(t *testing.T) {
 				}
 			}
 			eventually(t, "all of them are pending", func() bool { return len(l.slots) == maxPending })
-			if !ended(silent(t, l, send), patience) {
+			if !ended(silent(t, l, send), testTimeout) {
 				t.Errorf("connection %d was kept", maxPending+1)
 			}
 			if ended(first, 10*time.Millisecond) {
 				t.Error("one that was pending was dropped for it")
 			}
 			if send == nil {
-				if !ended(first, patience) {
+				if !ended(first, testTimeout) {
 					t.Error("a connection without a request was kept")
 				}
 			} else {
@@ -66,7 +66,7 @@ func TestPendingIsBounded(t *testing.T) {
 			eventually(t, "there is room", func() bool { return len(l.slots) < maxPending })
 			c := silent(t, l, request)
 			if send == nil {
-				r, err := l.Accept(soon(t))
+				r, err := l.Accept(testContext(t))
 				if err != nil {
 					t.Fatal(err)
 				}

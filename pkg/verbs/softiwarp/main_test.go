@@ -11,16 +11,16 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if to := os.Getenv(connectorEnv); to != "" {
-		connector(to)
+	if to := os.Getenv(connectEnv); to != "" {
+		connectUntilKilled(to)
 	}
 	testutil.Main(m)
 }
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
-// loopbackPort is an address to resolve; nothing is sent there.
-var loopbackPort = netip.MustParseAddrPort("127.0.0.1:9")
+// unusedPort is an address to resolve; nothing is sent there.
+var unusedPort = netip.MustParseAddrPort("127.0.0.1:9")
 
 // configs are the ways of running that the conformance suite must hold in.
 var configs = []struct {
@@ -38,7 +38,7 @@ var configs = []struct {
 func TestNothingIsSkipped(t *testing.T) {
 	var devices []verbs.Device
 	for range 2 {
-		id, err := New(Config{}).Resolve(soon(t), loopbackPort)
+		id, err := New(Config{}).Resolve(testContext(t), unusedPort)
 		if err != nil {
 			t.Fatal(err)
 		}

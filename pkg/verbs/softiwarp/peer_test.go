@@ -14,8 +14,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// patience bounds every wait of these tests.
-const patience = 20 * time.Second
+// testTimeout bounds every wait of these tests.
+const testTimeout = 20 * time.Second
 
 // A rawPeer is the connecting end of a TCP connection that speaks whatever a test wants.
 type rawPeer struct {
@@ -67,7 +67,7 @@ func (p *rawPeer) send(ulpdus ...[]byte) {
 
 func (p *rawPeer) write(b []byte) {
 	p.t.Helper()
-	p.c.SetWriteDeadline(time.Now().Add(patience))
+	p.c.SetWriteDeadline(time.Now().Add(testTimeout))
 	if _, err := p.c.Write(b); err != nil {
 		p.t.Fatalf("write %d octets: %v", len(b), err)
 	}
@@ -76,7 +76,7 @@ func (p *rawPeer) write(b []byte) {
 // next reads one FPDU, checks its trailer and returns the header and the payload.
 func (p *rawPeer) next() (header, []byte, error) {
 	p.t.Helper()
-	p.c.SetReadDeadline(time.Now().Add(patience))
+	p.c.SetReadDeadline(time.Now().Add(testTimeout))
 	var l [fpduLenSize]byte
 	if _, err := io.ReadFull(p.c, l[:]); err != nil {
 		return header{}, nil, err
@@ -96,7 +96,7 @@ func (p *rawPeer) next() (header, []byte, error) {
 }
 
 // must is next without errors.
-func (p *rawPeer) must() (header, []byte) {
+func (p *rawPeer) mustNext() (header, []byte) {
 	p.t.Helper()
 	h, b, err := p.next()
 	if err != nil {
@@ -107,10 +107,10 @@ func (p *rawPeer) must() (header, []byte) {
 
 // terminated skips FPDUs up to a Terminate, checks its form and that nothing follows it, and
 // returns it.
-func (p *rawPeer) terminated() (termCode, []byte) {
+func (p *rawPeer) readTerminate() (termCode, []byte) {
 	p.t.Helper()
 	for {
-		h, b := p.must()
+		h, b := p.mustNext()
 		if h.op != opTerminate {
 			continue
 		}
@@ -125,14 +125,14 @@ func (p *rawPeer) terminated() (termCode, []byte) {
 	}
 }
 
-// A victim is the end that a rawPeer talks to, with memory of every kind.
-type victim struct {
-	t    testing.TB
-	id   verbs.ConnID
-	pd   verbs.PD
-	cq   verbs.CQ
-	qp   *qp
-	gone chan error
+// A endpoint is the end that a rawPeer talks to, with memory of every kind.
+type endpoint struct {
+	t            testing.TB
+	id           verbs.ConnID
+	pd           verbs.PD
+	cq           verbs.CQ
+	qp           *qp
+	disconnected chan error
 
 	mem     []byte // guard, window, guard
 	clean   []byte // what mem held at first
@@ -153,21 +153,21 @@ const (
 	numRecvs = 4
 )
 
-var victimParam = verbs.ConnParam{ResponderResources: 4, InitiatorDepth: 4}
+var endpointParam = verbs.ConnParam{ResponderResources: 4, InitiatorDepth: 4}
 
-// quiet is the configuration of most tests.
-var quiet = Config{}
+// defaultConfig is the configuration of most tests.
+var defaultConfig = Config{}
 
-// newVictim gives id a QP; windows makes the registrations.
-func newVictim(t testing.TB, id verbs.ConnID) *victim {
+// newEndpoint gives id a QP; windows makes the registrations.
+func newEndpoint(t testing.TB, id verbs.ConnID) *endpoint {
 	t.Helper()
-	return newVictimOf(t, id, recvSize)
+	return newEndpointOf(t, id, recvSize)
 }
 
-// newVictimOf is newVictim with Receives of another size.
-func newVictimOf(t testing.TB, id verbs.ConnID, recvSize int) *victim {
+// newEndpointOf is newEndpoint with Receives of another size.
+func newEndpointOf(t testing.TB, id verbs.ConnID, recvSize int) *endpoint {
 	t.Helper()
-	v := &victim{t: t, id: id, gone: make(chan error, 2), recvs: make(chan verbs.WorkCompletion, 64)}
+	v := &endpoint{t: t, id: id, disconnected: make(chan error, 2), recvs: make(chan verbs.WorkCompletion, 64)}
 	var err error
 	if v.pd, err = id.Device().AllocPD(); err != nil {
 		t.Fatal(err)
@@ -177,7 +177,7 @@ func newVictimOf(t testing.TB, id verbs.ConnID, recvSize int) *victim {
 	}
 	q, err := id.CreateQP(v.pd, verbs.QPInitAttr{
 		SendCQ: v.cq, RecvCQ: v.cq, MaxSendWR: 32, MaxRecvWR: 32, MaxSendSGE: 4,
-		OnDisconnect: func(cause error) { v.gone <- cause },
+		OnDisconnect: func(cause error) { v.disconnected <- cause },
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -200,7 +200,7 @@ func newVictimOf(t testing.TB, id verbs.ConnID, recvSize int) *victim {
 }
 
 // run posts one request and waits for it.
-func (v *victim) run(wr *verbs.WorkRequest) verbs.WorkCompletion {
+func (v *endpoint) run(wr *verbs.WorkRequest) verbs.WorkCompletion {
 	v.t.Helper()
 	c := make(chan verbs.WorkCompletion, 1)
 	wr.Signaled, wr.Done = true, func(wc *verbs.WorkCompletion) { c <- *wc }
@@ -210,13 +210,13 @@ func (v *victim) run(wr *verbs.WorkRequest) verbs.WorkCompletion {
 	select {
 	case wc := <-c:
 		return wc
-	case <-time.After(patience):
+	case <-time.After(testTimeout):
 		v.t.Fatalf("%v does not complete", wr.Opcode)
 		return verbs.WorkCompletion{}
 	}
 }
 
-func (v *victim) allocMR(pd verbs.PD, depth int) verbs.MR {
+func (v *endpoint) allocMR(pd verbs.PD, depth int) verbs.MR {
 	v.t.Helper()
 	m, err := pd.AllocMR(depth)
 	if err != nil {
@@ -226,7 +226,7 @@ func (v *victim) allocMR(pd verbs.PD, depth int) verbs.MR {
 	return m
 }
 
-func (v *victim) register(access verbs.Access, key uint8, segs ...[]byte) (verbs.MR, uint32) {
+func (v *endpoint) register(access verbs.Access, key uint8, segs ...[]byte) (verbs.MR, uint32) {
 	v.t.Helper()
 	m := v.allocMR(v.pd, maxFRPages)
 	wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: winIOVA,
@@ -238,7 +238,7 @@ func (v *victim) register(access verbs.Access, key uint8, segs ...[]byte) (verbs
 }
 
 // windows registers the window for writing and for reading, and something of another PD.
-func (v *victim) windows() {
+func (v *endpoint) windows() {
 	v.t.Helper()
 	v.mem = make([]byte, guard+winLen+guard)
 	for i := range v.mem {
@@ -259,30 +259,30 @@ func (v *victim) windows() {
 }
 
 // cause waits for OnDisconnect.
-func (v *victim) cause() error {
+func (v *endpoint) cause() error {
 	v.t.Helper()
 	select {
-	case err := <-v.gone:
+	case err := <-v.disconnected:
 		return err
-	case <-time.After(patience):
+	case <-time.After(testTimeout):
 		v.t.Fatal("OnDisconnect was not called")
 		return nil
 	}
 }
 
-func (v *victim) received() verbs.WorkCompletion {
+func (v *endpoint) received() verbs.WorkCompletion {
 	v.t.Helper()
 	select {
 	case wc := <-v.recvs:
 		return wc
-	case <-time.After(patience):
+	case <-time.After(testTimeout):
 		v.t.Fatal("no Receive completes")
 		return verbs.WorkCompletion{}
 	}
 }
 
 // terminate checks that the connection ended with a Terminate of this side.
-func (v *victim) terminate() termCode {
+func (v *endpoint) terminate() termCode {
 	v.t.Helper()
 	var te *verbs.TerminateError
 	if err := v.cause(); !errors.As(err, &te) || !te.Local {
@@ -292,10 +292,10 @@ func (v *victim) terminate() termCode {
 	return termCode{te.Layer, te.EType, te.Code}
 }
 
-// attack connects a rawPeer to a fresh victim.
-func attack(t testing.TB, cfg Config) (*rawPeer, *victim) {
+// attack connects a rawPeer to a fresh endpoint.
+func connectRaw(t testing.TB, cfg Config) (*rawPeer, *endpoint) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
 	defer cancel()
 	l, err := New(cfg).Listen(ctx, loopback)
 	if err != nil {
@@ -315,8 +315,8 @@ func attack(t testing.TB, cfg Config) (*rawPeer, *victim) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	v := newVictim(t, r)
-	if err := r.Accept(ctx, victimParam); err != nil {
+	v := newEndpoint(t, r)
+	if err := r.Accept(ctx, endpointParam); err != nil {
 		t.Fatal(err)
 	}
 	if rep, err := readMPAFrame(c, true); err != nil || rep.crc != cfg.CRC || rep.reject {

@@ -1,13 +1,10 @@
 package softiwarp
 
 import (
-	"fmt"
-
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// PostSend queues a chain. It never waits for the socket: the requests are copied into the ring and
-// the writer is woken.
+// PostSend copies a chain into the ring and wakes the writer. It never waits for the socket.
 func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	q.mu.Lock()
 	if q.state != qpReady {
@@ -16,7 +13,7 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	}
 	var err error
 	posted := 0
-	ahead := q.sqSent == q.sqTail // the writer is not in the send queue
+	ahead := q.sqSent == q.sqTail // the writer is not executing the send queue
 	wr := first
 	for ; wr != nil; wr = wr.Next {
 		length, e := q.checkSend(wr)
@@ -39,11 +36,11 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	wake := q.sqSent != q.sqTail && q.txIdle
 	q.mu.Unlock()
 	if posted > 0 {
-		q.stats.chains.Add(1)
-		q.stats.sendWRs.Add(uint64(posted))
+		q.stats.PostedChains.Add(1)
+		q.stats.PostedSendWRs.Add(uint64(posted))
 	}
 	if wake {
-		q.kick()
+		q.wakeWriter()
 	}
 	if err != nil {
 		return wr, err
@@ -51,63 +48,39 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	return nil, nil
 }
 
-func invalid(wr *verbs.WorkRequest, format string, args ...any) error {
-	return fmt.Errorf("softiwarp: post %v: %s: %w", wr.Opcode, fmt.Sprintf(format, args...), verbs.ErrInvalid)
-}
-
-// checkSend refuses what can be seen to be wrong at once, and returns the length of the message.
+// checkSend checks one request and returns the length of its message.
 func (q *qp) checkSend(wr *verbs.WorkRequest) (uint32, error) {
-	if wr.Done == nil {
-		return 0, invalid(wr, "no completion handler")
+	n, err := q.checks.Send(wr, q.ord)
+	if err == nil && wr.Opcode == verbs.OpFastReg {
+		err = q.checkReg(wr)
 	}
-	switch wr.Opcode {
-	case verbs.OpSend, verbs.OpSendWithInv, verbs.OpRDMAWrite, verbs.OpRDMARead:
-		if len(wr.SGList) > q.attr.MaxSendSGE {
-			return 0, invalid(wr, "%d SGEs, the queue was made for %d", len(wr.SGList), q.attr.MaxSendSGE)
-		}
-		var n uint64
-		for i := range wr.SGList {
-			n += uint64(len(wr.SGList[i].Buf))
-		}
-		if n > maxMessageLen {
-			return 0, invalid(wr, "message of %d octets, the limit is %d", n, uint64(maxMessageLen))
-		}
-		if wr.Opcode == verbs.OpRDMARead {
-			if len(wr.SGList) != 1 {
-				return 0, invalid(wr, "%d SGEs, an RDMA Read has one", len(wr.SGList))
-			}
-			if q.ord == 0 {
-				return 0, invalid(wr, "no RDMA Read may be outstanding: this side's InitiatorDepth or the peer's ResponderResources is 0")
-			}
-		}
-		return uint32(n), nil
-	case verbs.OpFastReg:
-		m, ok := wr.MR.(*mr)
-		if !ok || m.pd != q.pd {
-			return 0, invalid(wr, "the MR is not a fast-registration MR of this protection domain")
-		}
-		var n uint64
-		for _, s := range wr.Segs {
-			n += uint64(len(s))
-		}
-		switch {
-		case len(wr.Segs) > m.depth:
-			return 0, invalid(wr, "%d segments, the MR is %d deep", len(wr.Segs), m.depth)
-		case n == 0:
-			return 0, invalid(wr, "no memory")
-		case n > uint64(m.depth)*uint64(pageSize):
-			return 0, invalid(wr, "%d octets, the MR is %d pages deep", n, m.depth)
-		case wr.IOVA+n < wr.IOVA:
-			return 0, invalid(wr, "the address wraps")
-		}
-		return 0, nil
-	case verbs.OpLocalInv:
-		return 0, nil
-	}
-	return 0, invalid(wr, "unknown opcode %d", wr.Opcode)
+	return n, err
 }
 
-// enqueue copies wr to the tail. Caller holds mu and has seen that there is room.
+// checkReg checks a FastReg.
+func (q *qp) checkReg(wr *verbs.WorkRequest) error {
+	m, ok := wr.MR.(*mr)
+	if !ok || m.pd != q.pd {
+		return q.checks.Invalid(wr, "the MR is not a fast-registration MR of this protection domain")
+	}
+	var n uint64
+	for _, s := range wr.Segs {
+		n += uint64(len(s))
+	}
+	switch {
+	case len(wr.Segs) > m.depth:
+		return q.checks.Invalid(wr, "%d segments, the MR is %d deep", len(wr.Segs), m.depth)
+	case n == 0:
+		return q.checks.Invalid(wr, "no memory")
+	case n > uint64(m.depth)*uint64(pageSize):
+		return q.checks.Invalid(wr, "%d bytes, the MR is %d pages deep", n, m.depth)
+	case wr.IOVA+n < wr.IOVA:
+		return q.checks.Invalid(wr, "the address wraps")
+	}
+	return nil
+}
+
+// enqueue copies wr to the tail. The caller holds mu and has checked that a slot is free.
 func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	e := &q.sq[q.sqTail&uint32(len(q.sq)-1)]
 	e.op, e.signaled, e.done, e.length = wr.Opcode, wr.Signaled, wr.Done, length
@@ -124,10 +97,10 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	q.sqTail++
 }
 
-// runLocal executes the requests at the front of the queue that need no wire. It may do the
-// writer's work because the writer has executed everything before and looks at the queue again
-// under mu; so an invalidation never waits behind a Read Response that the peer is slow to take.
-// What fails is left to the writer. Caller holds mu.
+// runLocal executes FastReg and LocalInv requests at the front of the queue. It may do the writer's
+// work, because the writer has executed everything before and reads the queue again under mu. An
+// invalidation therefore never waits for a Read Response that the peer takes slowly. The writer
+// handles a request that fails. The caller holds mu.
 func (q *qp) runLocal() {
 	from := q.sqSent
 	for q.sqSent != q.sqTail && q.executeLocal(&q.sq[q.sqSent&uint32(len(q.sq)-1)]) {
@@ -155,20 +128,16 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 	q.rqMu.Lock()
 	defer q.rqMu.Unlock()
 	for rr := first; rr != nil; rr = rr.Next {
-		switch {
-		case q.rqClosed:
-			return rr, verbs.ErrQPState
-		case rr.Done == nil:
-			return rr, fmt.Errorf("softiwarp: post Receive: no completion handler: %w", verbs.ErrInvalid)
-		case int(q.rqUsed.Load()) >= q.attr.MaxRecvWR:
-			return rr, verbs.ErrQueueFull
+		full := int(q.rqUsed.Load()) >= q.attr.MaxRecvWR
+		if err := q.checks.Recv(rr, q.rqClosed, full); err != nil {
+			return rr, err
 		}
 		q.rqUsed.Add(1)
 		q.inflight.Add(1)
 		e := &q.rq[q.rqTail&uint32(len(q.rq)-1)]
 		e.buf, e.done = rr.SGE.Buf, rr.Done
 		q.rqTail++
-		q.stats.recvWRs.Add(1)
+		q.stats.PostedRecvWRs.Add(1)
 	}
 	return nil, nil
 }

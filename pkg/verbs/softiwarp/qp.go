@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/bits"
 	"net"
 	"os"
 	"sync"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
 // qpState of a queue pair.
@@ -37,9 +37,9 @@ type sqe struct {
 	op       verbs.Opcode
 	signaled bool
 	readDone bool         // an RDMA Read whose response is complete
-	status   verbs.Status // what it ends with when the connection fails; StatusSuccess: flush error
+	status   verbs.Status // status if the connection fails; StatusSuccess means flush error
 	done     func(*verbs.WorkCompletion)
-	sges     []verbs.SGE // in the QP's own array
+	sges     []verbs.SGE // in an array of the QP
 	length   uint32
 	raddr    uint64
 	rkey     verbs.RKey
@@ -57,53 +57,55 @@ type rqe struct {
 	done func(*verbs.WorkCompletion)
 }
 
-// An outstandingRead is an RDMA Read whose response is awaited. Its sink STag
-// exists only here: no RDMA Write can hit it, and it dies with the entry.
+// An outstandingRead is an RDMA Read that waits for its response. Its sink STag exists only here,
+// so no RDMA Write can use it. The STag becomes invalid when the entry is removed.
 type outstandingRead struct {
 	wr   uint32 // send queue position
 	msn  uint32
 	stag uint32
 	buf  []byte
-	got  uint32 // the reader's
+	got  uint32 // placed bytes; used only by the reader
 }
 
-// A qp is a reliable connection: queues, the negotiated depths, and the two goroutines of its
+// A qp is a reliable connection: its queues, the negotiated depths, and the two goroutines of its
 // stream.
 //
 // Lock order: mu, then an MR's lock; mu, then a CQ's lock; rqMu, then a CQ's lock.
 type qp struct {
-	dev    *device
-	pd     *protectionDomain
-	attr   verbs.QPInitAttr
-	sendCQ *completionQueue
-	recvCQ *completionQueue
+	dev      *device
+	pd       *protectionDomain
+	attr     verbs.QPInitAttr
+	sendCQ   *completionQueue
+	recvCQ   *completionQueue
+	reserved base.Reservation
+	checks   base.PostChecks
 
-	conn *net.TCPConn // set by start, as the next four
+	conn *net.TCPConn // set by start, as the four fields below
 	crc  bool
-	rtr  bool // the peer may open the stream with a zero-length Send that takes no Receive
+	rtr  bool // the peer's first message may be a zero-length Send that consumes no Receive
 	ird  int
 	ord  int
 
-	sqUsed   atomic.Int32 // slots taken: posted and its completion not yet dispatched
+	sqUsed   atomic.Int32 // used slots: posted, and the completion is not dispatched
 	rqUsed   atomic.Int32
 	inflight sync.WaitGroup // requests whose handler has not returned
-	dead     atomic.Bool    // mirrors state == qpDead, for the goroutines' fast checks
-	users    atomic.Int32   // goroutines that may touch consumer memory
+	dead     atomic.Bool    // equals state == qpDead; read without mu
+	users    atomic.Int32   // goroutines that may access consumer memory
 	io       atomic.Int32   // goroutines that use the socket
 
 	wake    chan struct{} // wakes the writer, capacity 1
 	flushed chan struct{} // closed when all requests have completed
-	ioDone  chan struct{} // closed when the socket is
+	ioDone  chan struct{} // closed when the socket is closed
 
 	mu      sync.Mutex
 	state   qpState // guarded by mu, as all below
 	cause   error
 	local   bool
 	term    *terminate // to be sent
-	broken  bool       // an FPDU was cut short: nothing may be sent any more
-	sendErr error      // the writer's, which the reader reports unless it finds a better reason
+	broken  bool       // an FPDU was sent in part, so nothing more may be sent
+	sendErr error      // error of the writer; the reader reports it unless it finds a better cause
 	txIdle  bool       // the writer waits for wake
-	txOpen  bool       // FPDUs may be sent (a responder waits for the first of the peer)
+	txOpen  bool       // FPDUs may be sent; a responder first waits for an FPDU of the peer
 
 	sq                 []sqe // ring of a power of two
 	sqHead             uint32
@@ -119,27 +121,13 @@ type qp struct {
 	rq             []rqe // ring of a power of two
 	rqHead, rqTail uint32
 
-	current       rqe // the reader's: the Receive that a message is going into
+	current       rqe // used only by the reader: the Receive of the current message
 	currentStatus verbs.Status
 
-	stats counters
+	stats base.Counters
 }
 
-// counters are those of verbs.QPStats.
-type counters struct {
-	chains, sendWRs, recvWRs, sendComps, recvComps  atomic.Uint64
-	accessErrors, remoteInvs, bytesSent, bytesRcvd  atomic.Uint64
-	readsServed, terminatesSent, terminatesReceived atomic.Uint64
-}
-
-func ring(n int) int {
-	if n <= 1 {
-		return 1
-	}
-	return 1 << bits.Len(uint(n-1))
-}
-
-// newQP makes a QP in the init state.
+// newQP creates a QP in the init state.
 func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	pd, ok := vpd.(*protectionDomain)
 	if !ok || pd.dev != d {
@@ -152,31 +140,18 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		return nil, fmt.Errorf("softiwarp: create QP: a completion queue belongs to another device: %w",
 			verbs.ErrInvalid)
 	}
-	if attr.MaxSendWR <= 0 || attr.MaxSendWR > maxQPWR || attr.MaxRecvWR <= 0 || attr.MaxRecvWR > maxQPWR {
-		return nil, fmt.Errorf("softiwarp: create QP with %d send and %d receive requests: both must be 1 to %d: %w",
-			attr.MaxSendWR, attr.MaxRecvWR, maxQPWR, verbs.ErrInvalid)
-	}
-	if attr.MaxSendSGE < 0 || attr.MaxSendSGE > maxSendSGE {
-		return nil, fmt.Errorf("softiwarp: create QP with %d send SGEs: at most %d: %w", attr.MaxSendSGE, maxSendSGE,
-			verbs.ErrInvalid)
-	}
-	attr.MaxSendSGE = max(attr.MaxSendSGE, 1)
-	if err := pd.uses.Take(); err != nil {
+	if err := base.CheckQPAttr(Name, &attr, d.Attrs()); err != nil {
 		return nil, err
 	}
-	if err := scq.reserve(attr.MaxSendWR); err != nil {
-		pd.uses.Drop()
-		return nil, err
-	}
-	if err := rcq.reserve(attr.MaxRecvWR); err != nil {
-		scq.unreserve(attr.MaxSendWR)
-		pd.uses.Drop()
+	reserved, err := base.Reserve(&pd.uses, scq.entries, rcq.entries, attr)
+	if err != nil {
 		return nil, err
 	}
 	q := &qp{
-		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq,
-		wake: make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
-		sq: make([]sqe, ring(attr.MaxSendWR)), rq: make([]rqe, ring(attr.MaxRecvWR)),
+		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq, reserved: reserved,
+		checks: base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessageLen},
+		wake:   make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
+		sq: make([]sqe, base.RingSize(attr.MaxSendWR)), rq: make([]rqe, base.RingSize(attr.MaxRecvWR)),
 	}
 	sges := make([]verbs.SGE, len(q.sq)*attr.MaxSendSGE)
 	for i := range q.sq {
@@ -195,7 +170,8 @@ type stream struct {
 	depths depths
 }
 
-// start makes the QP ready and starts its reader and writer, or reports that it was closed before.
+// start makes the QP ready and starts its reader and writer. It returns false when the QP is not in
+// the init state.
 func (q *qp) start(s stream) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -209,8 +185,8 @@ func (q *qp) start(s stream) bool {
 	}
 	q.conn, q.crc, q.rtr = s.conn, s.crc, s.rtr
 	q.ird, q.ord = s.depths.ird, s.depths.ord
-	q.rrq = make([]readRequest, ring(q.ird))
-	q.reads = make([]outstandingRead, ring(q.ord))
+	q.rrq = make([]readRequest, base.RingSize(q.ird))
+	q.reads = make([]outstandingRead, base.RingSize(q.ord))
 	q.txOpen = s.active
 	q.state = qpReady
 	q.users.Store(2)
@@ -221,23 +197,23 @@ func (q *qp) start(s stream) bool {
 	return true
 }
 
-// started reports whether the QP owns a connection.
+// started reports whether the QP owns a TCP connection.
 func (q *qp) started() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.conn != nil
 }
 
-// kick wakes the writer if it waits. Caller does not hold mu.
-func (q *qp) kick() {
+// wakeWriter wakes the writer if it waits. The caller does not hold mu.
+func (q *qp) wakeWriter() {
 	select {
 	case q.wake <- struct{}{}:
 	default:
 	}
 }
 
-// fail moves the QP to the error state; the first caller's cause stands. t, if
-// not nil, is sent to the peer. local tells that the consumer wanted it.
+// fail moves the QP to the error state. Only the first call has an effect. t, if not nil, is sent
+// to the peer. local means that the consumer ended the connection.
 func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.mu.Lock()
 	if q.state == qpDead {
@@ -248,8 +224,8 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.state, q.cause, q.local, q.term = qpDead, cause, local, t
 	q.dead.Store(true)
 	if was == qpReady {
-		// Gets the reader out of its wait, and bounds the writer's. The reader sets a
-		// deadline of its own afterwards, under mu, so that this one cannot overtake it.
+		// This ends the wait of the reader and bounds that of the writer. The reader sets its next
+		// deadline under mu, so this one cannot replace it.
 		q.conn.SetReadDeadline(time.Unix(1, 0))
 		q.conn.SetWriteDeadline(time.Now().Add(q.dev.cfg.Linger))
 	}
@@ -265,10 +241,11 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 		return
 	}
 	q.dev.cfg.Logger.Debug("connection ends", "peer", q.conn.RemoteAddr(), "local", local, "cause", cause)
-	q.kick()
+	q.wakeWriter()
 }
 
-// streamError gives an error of the stream its place; io.EOF, an orderly end, stays as it is.
+// streamError adds the operation and the addresses to an error of the stream. It returns io.EOF, an
+// orderly end, unchanged.
 func (q *qp) streamError(op string, err error) error {
 	var errno syscall.Errno
 	if errors.As(err, &errno) {
@@ -279,24 +256,24 @@ func (q *qp) streamError(op string, err error) error {
 	return &net.OpError{Op: op, Net: "tcp", Source: q.conn.LocalAddr(), Addr: q.conn.RemoteAddr(), Err: err}
 }
 
-// readEnd is what a stream ended with that the reader could not go on with.
-func (q *qp) readEnd(err error) error {
+// readError returns the cause of a stream that the reader cannot read any further.
+func (q *qp) readError(err error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.sendErr != nil { // it took the socket's error; the reader sees an end only
+	if q.sendErr != nil { // the writer received the socket's error; the reader sees only the end
 		return q.sendErr
 	}
 	return q.streamError("read", err)
 }
 
-// leaveMemory is called by reader and writer when they will touch no consumer memory any more.
+// leaveMemory is called by the reader and the writer when they no longer access consumer memory.
 func (q *qp) leaveMemory() {
 	if q.users.Add(-1) == 0 {
 		q.flush()
 	}
 }
 
-// leaveSocket is called by reader and writer as their last act.
+// leaveSocket is the last call of the reader and of the writer.
 func (q *qp) leaveSocket() {
 	if q.io.Add(-1) == 0 {
 		q.conn.Close()
@@ -304,8 +281,8 @@ func (q *qp) leaveSocket() {
 	}
 }
 
-// flush completes everything that is queued, in order, and tells the consumer of an end it did not
-// ask for.
+// flush completes all queued requests in order. It calls OnDisconnect unless the consumer ended the
+// connection.
 func (q *qp) flush() {
 	q.mu.Lock()
 	for q.sqHead != q.sqTail {
@@ -329,7 +306,7 @@ func (q *qp) flush() {
 		q.completeRecv(&q.current, &verbs.WorkCompletion{Status: status})
 	}
 	q.rqMu.Lock()
-	q.rqClosed = true // fail, on another goroutine, may not have come to it yet
+	q.rqClosed = true // fail, on another goroutine, may not have set it yet
 	for q.rqHead != q.rqTail {
 		e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
 		q.rqHead++
@@ -342,7 +319,7 @@ func (q *qp) flush() {
 	}
 }
 
-// completeSend ends e. Caller holds mu.
+// completeSend completes e. The caller holds mu.
 func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	done, signaled, op, n := e.done, e.signaled, e.op, e.length
 	clear(e.sges)
@@ -357,20 +334,21 @@ func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	if op == verbs.OpRDMARead {
 		wc.ByteLen = n
 	}
-	q.stats.sendComps.Add(1)
+	q.stats.SendCompletions.Add(1)
 	q.sendCQ.push(q, false, done, &wc)
 }
 
-// completeRecv ends e; wc lacks only what is the same for all.
+// completeRecv completes e. It fills in the Opcode and the QP of wc.
 func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 	done := e.done
 	e.buf, e.done = nil, nil
 	wc.Opcode, wc.QP = verbs.OpRecv, q
-	q.stats.recvComps.Add(1)
+	q.stats.RecvCompletions.Add(1)
 	q.recvCQ.push(q, true, done, wc)
 }
 
-// reap completes what is done at the head of the send queue, in order. Caller holds mu.
+// reap completes the executed requests at the head of the send queue, in order. The caller holds
+// mu.
 func (q *qp) reap() {
 	for q.sqHead != q.sqSent {
 		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
@@ -382,7 +360,7 @@ func (q *qp) reap() {
 	}
 }
 
-// releaseSlot frees a queue slot: the dispatcher took the completion.
+// releaseSlot frees a queue slot. The dispatcher calls it when it takes the completion.
 func (q *qp) releaseSlot(recv bool) {
 	if recv {
 		q.rqUsed.Add(-1)
@@ -404,20 +382,9 @@ func (q *qp) Drain() {
 func (q *qp) destroy() {
 	q.Drain()
 	<-q.ioDone
-	q.sendCQ.unreserve(q.attr.MaxSendWR)
-	q.recvCQ.unreserve(q.attr.MaxRecvWR)
-	q.pd.uses.Drop()
+	q.reserved.Release()
 	leakcheck.Track(leakcheck.QP, -1)
 }
 
-// Stats is a snapshot of the counters.
-func (q *qp) Stats() verbs.QPStats {
-	c := &q.stats
-	return verbs.QPStats{
-		PostedChains: c.chains.Load(), PostedSendWRs: c.sendWRs.Load(), PostedRecvWRs: c.recvWRs.Load(),
-		SendCompletions: c.sendComps.Load(), RecvCompletions: c.recvComps.Load(),
-		RemoteAccessErrors: c.accessErrors.Load(), RemoteInvalidates: c.remoteInvs.Load(),
-		BytesSent: c.bytesSent.Load(), BytesReceived: c.bytesRcvd.Load(), ReadRequestsServed: c.readsServed.Load(),
-		TerminatesSent: c.terminatesSent.Load(), TerminatesReceived: c.terminatesReceived.Load(),
-	}
-}
+// Stats returns a snapshot of the counters.
+func (q *qp) Stats() verbs.QPStats { return q.stats.Stats() }

@@ -8,18 +8,18 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-var _ = register("small blocks", "a server whose largest READ and WRITE have 64 KiB", testSmallBlocks)
+var _ = register("small blocks", "READs and WRITEs limited to 64 KiB by the server", testSmallBlocks)
 
-// testSmallBlocks meets a server with little memory, which offers small READs and WRITEs: a mount
-// must keep to what FSINFO says, since a server may answer with ERR_CHUNK to more.
+// testSmallBlocks uses a server with little memory, which allows only small READs and WRITEs. A
+// mount must respect FSINFO, because a server may answer larger requests with ERR_CHUNK.
 func testSmallBlocks(t *testing.T, b bench) {
 	const block = 64 << 10
-	b = b.another(lab.Options{MaxBlock: block, MemoryMiB: 512, CPUs: 1})
+	b = b.ownServer(lab.Options{MaxBlock: block, MemoryMiB: 512, CPUs: 1})
 	var info nfs3.FSInfoResult
 	s := b.session(t, nil)
 	if err := s.FSInfo(t.Context(), s.cred, s.root, &info); err != nil || info.ReadMax != block ||
 		info.WriteMax != block {
-		t.Fatalf("FSINFO offers %d and %d, error %v", info.ReadMax, info.WriteMax, err)
+		t.Fatalf("FSINFO: got %d and %d bytes, error %v", info.ReadMax, info.WriteMax, err)
 	}
 	const size = 4<<20 + 5
 	file := randomFile(t, size)
@@ -28,20 +28,20 @@ func testSmallBlocks(t *testing.T, b bench) {
 		m = b.mount(t, nil)
 		run(t, "", "cp", file, filepath.Join(m.dir, "file"))
 		if got, want := b.serverSum(t, "file"), sum(t, file); got != want {
-			t.Errorf("the server has a file with sum %s, want %s", got, want)
+			t.Errorf("got a file with sum %s on the server, want %s", got, want)
 		}
 		run(t, "", "cmp", file, filepath.Join(b.mount(t, nil).dir, "file"))
 	})
-	b.sound(t, c)
+	b.checkCapture(t, c)
 	for _, f := range frames(t, c, b.wire().to+"rpcordma.reply_count == 0 && rpcordma.rdma_length",
 		"rpcordma.rdma_length") {
 		for _, length := range f[0] {
 			if number(t, length) > block {
-				t.Errorf("a chunk of %s octets was offered, the server takes %d", length, block)
+				t.Errorf("got a chunk of %s bytes, want at most %d", length, block)
 			}
 		}
 	}
 	if st := m.tr.Stats(); st.ReadChunks < size/block || st.RDMAErrors != 0 {
-		t.Errorf("%d read chunks, %d RDMA errors", st.ReadChunks, st.RDMAErrors)
+		t.Errorf("got %d read chunks and %d RDMA errors", st.ReadChunks, st.RDMAErrors)
 	}
 }

@@ -16,8 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// noise is a stream of random octets that is the same for the same seed.
-func noise(seed int) *rand.ChaCha8 {
+// randomStream returns a stream of random bytes, the same for the same seed.
+func randomStream(seed int) *rand.ChaCha8 {
 	var key [32]byte
 	key[0], key[1], key[2] = byte(seed), byte(seed>>8), byte(seed>>16)
 	return rand.NewChaCha8(key)
@@ -25,11 +25,11 @@ func noise(seed int) *rand.ChaCha8 {
 
 func randomBytes(n int) []byte {
 	b := make([]byte, n)
-	noise(n).Read(b)
+	randomStream(n).Read(b)
 	return b
 }
 
-// randomFile makes a file of the host.
+// randomFile creates a file on the host.
 func randomFile(t *testing.T, size int) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "random")
@@ -38,41 +38,41 @@ func randomFile(t *testing.T, size int) string {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	if _, err := io.CopyN(f, noise(size), int64(size)); err != nil {
+	if _, err := io.CopyN(f, randomStream(size), int64(size)); err != nil {
 		t.Fatal(err)
 	}
 	return file
 }
 
-// A session is an NFS client without a mount, for calls of an exact kind.
+// A session is an NFS client without a mount, for calls with exact arguments.
 type session struct {
 	*nfs3.Client
 	tr   *xprt.Transport
 	root nfs3.FH
 	cred []byte
-	mem  []byte // that every device can reach: data goes through it
+	mem  []byte // buffer for data, from membuf, so that every device can register it
 }
 
-// roomBytes is in octets, for the largest call and what lies behind it.
-const roomBytes = 2 << 20
+// bufferBytes is the size in bytes of the buffer: the largest call and a guard after it.
+const bufferBytes = 2 << 20
 
-// room is the first n octets of the session's memory, and no more.
-func (s session) room(n int) []byte { return s.mem[:n:n] }
+// buffer returns the first n bytes of the session's buffer.
+func (s session) buffer(n int) []byte { return s.mem[:n:n] }
 
 func (b bench) session(t *testing.T, change func(*xprt.Config)) session {
 	t.Helper()
 	root := b.root(t, lab.ExportRW)
-	mem, err := membuf.Alloc(roomBytes)
+	mem, err := membuf.Alloc(bufferBytes)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { membuf.Free(mem) }) // when the transport is closed
+	t.Cleanup(func() { membuf.Free(mem) }) // after the transport is closed
 	tr := b.transport(t, change)
 	return session{nfs3.NewClient(tr, nfs3.Options{}), tr, root,
 		sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test"}), mem}
 }
 
-// create makes an empty file in the root.
+// create creates an empty file in the root.
 func (s session) create(t *testing.T, name string) nfs3.FH {
 	t.Helper()
 	var made nfs3.CreateResult
@@ -83,35 +83,35 @@ func (s session) create(t *testing.T, name string) nfs3.FH {
 	return made.FH
 }
 
-// write makes one WRITE, which must take all.
+// write sends one WRITE, which must write all data.
 func (s session) write(t *testing.T, fh nfs3.FH, off uint64, data []byte) {
 	t.Helper()
 	var res nfs3.WriteResult
-	if err := s.Write(t.Context(), s.cred, fh, off, s.room(copy(s.mem, data)), nfs3.Unstable, &res); err != nil ||
+	if err := s.Write(t.Context(), s.cred, fh, off, s.buffer(copy(s.mem, data)), nfs3.Unstable, &res); err != nil ||
 		int(res.Count) != len(data) {
-		t.Fatalf("WRITE of %d octets at %d: %d, error %v", len(data), off, res.Count, err)
+		t.Fatalf("WRITE of %d bytes at %d: got %d, error %v", len(data), off, res.Count, err)
 	}
 }
 
-// read makes one READ, which must return what is wanted, and touch nothing behind it.
+// read sends one READ, which must return want and write nothing after it.
 func (s session) read(t *testing.T, fh nfs3.FH, off uint64, want []byte) {
 	t.Helper()
 	const guard = 64
-	behind := bytes.Repeat([]byte{0xA5}, len(want)+guard)
-	copy(s.mem, behind)
-	buf := s.room(len(want))
+	guarded := bytes.Repeat([]byte{0xA5}, len(want)+guard)
+	copy(s.mem, guarded)
+	buf := s.buffer(len(want))
 	var res nfs3.ReadResult
 	if err := s.Read(t.Context(), s.cred, fh, off, buf, &res); err != nil || res.N != len(want) ||
 		!bytes.Equal(buf[:res.N], want) {
-		t.Fatalf("READ of %d octets at %d: %d, error %v", len(want), off, res.N, err)
+		t.Fatalf("READ of %d bytes at %d: got %d, error %v", len(want), off, res.N, err)
 	}
-	if !bytes.Equal(s.mem[len(want):len(want)+guard], behind[len(want):]) {
-		t.Fatalf("READ of %d octets at %d wrote behind its buffer", len(want), off)
+	if !bytes.Equal(s.mem[len(want):len(want)+guard], guarded[len(want):]) {
+		t.Fatalf("READ of %d bytes at %d: got bytes after the end of its buffer", len(want), off)
 	}
 }
 
-// list reads a directory with READDIRPLUS calls of maxCount, and returns how often it saw each
-// name.
+// list reads a directory with READDIRPLUS calls of maxCount bytes, and returns how often each name
+// occurred.
 func (s session) list(ctx context.Context, dir nfs3.FH, maxCount uint32) (map[string]int, error) {
 	names := make(map[string]int)
 	var verf nfs3.Verifier

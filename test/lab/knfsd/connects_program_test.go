@@ -17,20 +17,19 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// These cases run the real program, and do to it what happens to programs. A stock server takes no
-// harm of it.
+// These cases run the nfsrdmad program and interrupt or kill it. A stock server must survive this.
 var (
-	_ = register("sixteen mounts", "sixteen mounts started together", testSixteenMounts)
+	_ = register("sixteen mounts", "sixteen concurrent mounts", testSixteenMounts)
 	_ = register("nconnect", "nconnect=8", testNConnect)
-	_ = register("cancelled mounts", "mounts interrupted and killed at any moment", testCancelledMounts)
-	_ = register("killed daemons", "daemons killed at any moment of a mount", testKilledDaemons)
+	_ = register("cancelled mounts", "mount commands interrupted and killed at random times", testCancelledMounts)
+	_ = register("killed daemons", "daemons killed at random times during a mount", testKilledDaemons)
 )
 
-// harmRounds is how often a mount is disturbed, harmRoundsIn in a guest, and harmMost where the
-// disturbance came too late each time.
-const harmRounds, harmRoundsIn, harmMost = 12, 6, 60
+// disturbRounds is the number of disturbed mounts, and disturbRoundsInGuest that in a guest.
+// disturbRoundsMax bounds the rounds if every disturbance comes too late.
+const disturbRounds, disturbRoundsInGuest, disturbRoundsMax = 12, 6, 60
 
-// A program is nfsrdmad with a control socket of its own, a guest to mount from, and files in it.
+// A program is nfsrdmad with its control socket, a guest to mount from, and files in it.
 type program struct {
 	t           *testing.T
 	b           bench
@@ -41,7 +40,7 @@ type program struct {
 
 const helloFile, helloText = "hello", "world\n"
 
-// newProgram builds the program, and puts a file on the server. No daemon runs yet.
+// newProgram builds the program and creates a file on the server. It does not start the daemon.
 func newProgram(t *testing.T, b bench) *program {
 	t.Helper()
 	p := &program{t: t, b: b, dir: t.TempDir()}
@@ -56,7 +55,7 @@ func newProgram(t *testing.T, b bench) *program {
 	return p
 }
 
-// unmount takes away what a daemon left that was killed as its case failed.
+// unmount removes the mounts of a daemon that a failed case has killed.
 func (p *program) unmount() {
 	mounts, err := os.ReadFile("/proc/self/mounts")
 	if err != nil {
@@ -71,14 +70,14 @@ func (p *program) unmount() {
 	}
 }
 
-// command is the program with these arguments, the control socket among them.
+// command returns a command of the program, with its control socket.
 func (p *program) command(args ...string) *exec.Cmd {
 	cmd := exec.Command(p.bin, append([]string{args[0], "--control-socket", p.socket}, args[1:]...)...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	return cmd
 }
 
-// mountCommand mounts the guest's export on a directory below p.dir, which it makes.
+// mountCommand returns a command that mounts the guest's export on a new directory below p.dir.
 func (p *program) mountCommand(name, options string, flags ...string) (cmd *exec.Cmd, dir string) {
 	p.t.Helper()
 	dir = filepath.Join(p.dir, name)
@@ -90,7 +89,7 @@ func (p *program) mountCommand(name, options string, flags ...string) (cmd *exec
 		"-o", opts)...), dir
 }
 
-// start starts a daemon, and waits until it answers.
+// start starts a daemon and waits until it answers.
 func (p *program) start() {
 	p.t.Helper()
 	log, err := os.OpenFile(p.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
@@ -98,7 +97,7 @@ func (p *program) start() {
 		p.t.Fatal(err)
 	}
 	defer log.Close()
-	d := p.command("daemon", "--metrics-listen", "", "--connect-timeout", limit.String())
+	d := p.command("daemon", "--metrics-listen", "", "--connect-timeout", opTimeout.String())
 	d.Stderr = log
 	if err := d.Start(); err != nil {
 		p.t.Fatal(err)
@@ -117,7 +116,7 @@ func (p *program) start() {
 	waitFor(p.t, "the daemon to answer", func() bool { return p.command("list").Run() == nil })
 }
 
-// stop ends the daemon in order, and with it all mounts.
+// stop stops the daemon, which unmounts all mounts.
 func (p *program) stop() {
 	p.t.Helper()
 	p.daemon.Process.Signal(syscall.SIGTERM)
@@ -126,22 +125,22 @@ func (p *program) stop() {
 	}
 }
 
-// serves checks that a directory is a mount of the guest.
-func (p *program) serves(dir string) {
+// checkMount checks that a directory is a mount of the guest's export.
+func (p *program) checkMount(dir string) {
 	p.t.Helper()
 	if text, err := os.ReadFile(filepath.Join(dir, helloFile)); err != nil || string(text) != helloText {
-		p.t.Errorf("%s: %q, %v", dir, text, err)
+		p.t.Errorf("read %s: got %q, error %v", dir, text, err)
 	}
 }
 
-// unharmed checks that the server takes connections, and serves them.
-func (p *program) unharmed() {
+// checkServer checks that the server accepts and checkMount a new connection.
+func (p *program) checkServer() {
 	p.t.Helper()
 	m := p.b.mount(p.t, nil)
-	p.serves(m.dir)
+	p.checkMount(m.dir)
 }
 
-// mountAll starts mounts together, and checks each.
+// mountAll runs mounts concurrently and checks each.
 func (p *program) mountAll(mounts int, options string) {
 	p.t.Helper()
 	var all sync.WaitGroup
@@ -149,10 +148,10 @@ func (p *program) mountAll(mounts int, options string) {
 		cmd, dir := p.mountCommand(fmt.Sprint("m", i), options)
 		all.Go(func() {
 			if out, err := cmd.CombinedOutput(); err != nil {
-				p.t.Errorf("mount on %s: %v: %s", dir, err, out)
+				p.t.Errorf("mount %s: %v: %s", dir, err, out)
 				return
 			}
-			p.serves(dir)
+			p.checkMount(dir)
 		})
 	}
 	all.Wait()
@@ -165,10 +164,10 @@ func testSixteenMounts(t *testing.T, b bench) {
 	capture := b.Capture(t, "sixteen")
 	p.mountAll(mounts, "")
 	p.stop()
-	if n := len(gentle(t, b, capture, 1, false)); n != mounts {
-		t.Errorf("%d connections, want %d", n, mounts)
+	if n := len(checkConnections(t, b, capture, 1, false)); n != mounts {
+		t.Errorf("got %d connections, want %d", n, mounts)
 	}
-	p.unharmed()
+	p.checkServer()
 }
 
 func testNConnect(t *testing.T, b bench) {
@@ -178,14 +177,14 @@ func testNConnect(t *testing.T, b bench) {
 	capture := b.Capture(t, "nconnect")
 	p.mountAll(mounts, fmt.Sprintf(",nconnect=%d", each))
 	p.stop()
-	if n := len(gentle(t, b, capture, 1, false)); n != mounts*each {
-		t.Errorf("%d connections, want %d", n, mounts*each)
+	if n := len(checkConnections(t, b, capture, 1, false)); n != mounts*each {
+		t.Errorf("got %d connections, want %d", n, mounts*each)
 	}
-	p.unharmed()
+	p.checkServer()
 }
 
-// typicalMount is how long an undisturbed mount takes now.
-func (p *program) typicalMount() time.Duration {
+// measureMount returns how long an undisturbed mount takes.
+func (p *program) measureMount() time.Duration {
 	p.t.Helper()
 	cmd, dir := p.mountCommand("typical", "")
 	begin := time.Now()
@@ -193,28 +192,28 @@ func (p *program) typicalMount() time.Duration {
 		p.t.Fatalf("mount: %v: %s", err, out)
 	}
 	took := time.Since(begin)
-	p.serves(dir)
+	p.checkMount(dir)
 	if out, err := p.command("umount", dir).CombinedOutput(); err != nil {
 		p.t.Fatalf("umount: %v: %s", err, out)
 	}
 	return took
 }
 
-// moments are random times in a mount, the same for the same seed.
-func moments(t *testing.T) *rand.Rand {
+// newRNG returns a random number generator and logs its seed.
+func newRNG(t *testing.T) *rand.Rand {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// testCancelledMounts interrupts and kills the command that mounts, by turns.
+// testCancelledMounts alternately interrupts and kills the mount command.
 func testCancelledMounts(t *testing.T, b bench) {
 	p := newProgram(t, b)
 	p.start()
-	typical, rng := p.typicalMount(), moments(t)
+	typical, rng := p.measureMount(), newRNG(t)
 	capture := b.Capture(t, "cancelled")
 	mounted := 0
-	rounds := b.smaller(harmRounds, harmRoundsIn)
+	rounds := b.scaled(disturbRounds, disturbRoundsInGuest)
 	for i := 0; i < rounds; i++ {
 		cmd, dir := p.mountCommand("m", "")
 		if err := cmd.Start(); err != nil {
@@ -225,10 +224,10 @@ func testCancelledMounts(t *testing.T, b bench) {
 		if cmd.Wait() == nil {
 			mounted++
 		}
-		if mounted == rounds && rounds < harmMost { // none was cancelled
+		if mounted == rounds && rounds < disturbRoundsMax { // no mount was cancelled
 			rounds++
 		}
-		// It may have been too late, or not have come to the daemon yet.
+		// The signal may have come too late, or before the daemon got the request.
 		waitFor(t, "the end of the mount", func() bool {
 			p.command("umount", dir).Run()
 			out, err := p.command("list").Output()
@@ -236,24 +235,24 @@ func testCancelledMounts(t *testing.T, b bench) {
 		})
 	}
 	p.stop()
-	t.Logf("%d of %d mounts were done before they were cancelled, %d connections", mounted, rounds,
-		len(gentle(t, b, capture, 1, false)))
+	t.Logf("%d of %d mounts completed before the signal; %d connections", mounted, rounds,
+		len(checkConnections(t, b, capture, 1, false)))
 	if mounted == rounds {
-		t.Error("no mount was cancelled")
+		t.Error("got no cancelled mount, want at least one")
 	}
-	p.unharmed()
+	p.checkServer()
 }
 
-// testKilledDaemons kills the process that connects: a daemon, and a mount in the foreground, by
-// turns.
+// testKilledDaemons kills the process that connects: alternately a daemon, and a mount in the
+// foreground.
 func testKilledDaemons(t *testing.T, b bench) {
-	b = b.another(lab.Options{}) // a kill in the handshake costs it its listener
+	b = b.ownServer(lab.Options{}) // a kill during the handshake can remove its listener
 	p := newProgram(t, b)
 	p.start()
-	typical, rng := p.typicalMount(), moments(t)
+	typical, rng := p.measureMount(), newRNG(t)
 	p.stop()
 	capture := b.Capture(t, "killed")
-	rounds := b.smaller(harmRounds, harmRoundsIn)
+	rounds := b.scaled(disturbRounds, disturbRoundsInGuest)
 	for i := range rounds {
 		var flags []string
 		if i%2 == 1 {
@@ -273,19 +272,19 @@ func testKilledDaemons(t *testing.T, b bench) {
 			cmd.Process.Kill()
 		}
 		cmd.Wait()
-		for unix.Unmount(dir, unix.MNT_DETACH) == nil { // nobody serves it any more
+		for unix.Unmount(dir, unix.MNT_DETACH) == nil { // no process checkMount the mount
 		}
 	}
-	// A killed process cannot tell the next one that its connect is still under way.
-	all := gentle(t, b, capture, 2, true)
-	unlucky := 0
+	// A killed process cannot tell the next one about its pending connect.
+	all := checkConnections(t, b, capture, 2, true)
+	killedInHandshake := 0
 	for _, c := range all {
-		if c.unlucky {
-			unlucky++
+		if c.killedInHandshake {
+			killedInHandshake++
 		}
 	}
-	t.Logf("%d connections, %d of them killed in the handshake", len(all), unlucky)
-	if unlucky == 0 {
-		p.unharmed()
+	t.Logf("%d connections, %d of them killed during the handshake", len(all), killedInHandshake)
+	if killedInHandshake == 0 {
+		p.checkServer()
 	}
 }

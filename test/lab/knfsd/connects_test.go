@@ -20,29 +20,29 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-var _ = register("many connects", "connects by the hundred under load, one after the other", testManyConnects)
+var _ = register("many connects", "hundreds of consecutive connects under load", testManyConnects)
 
 const (
-	// manyConnects are made to the newest kernel, fewerConnects to others: siw is the same.
-	// Emulated clients make no more either.
+	// manyConnects is for the newest kernel on the host, fewerConnects for the others: their siw is
+	// the same. Emulated clients also use fewerConnects.
 	manyConnects  = 1000
 	fewerConnects = 200
-	// freshLife is the least that a connection lives to which the server has said nothing: siw may
-	// not have looked at it before.
+	// freshLife is the minimum lifetime of a connection on which the server has sent nothing. siw
+	// may not have handled a younger connection yet.
 	freshLife = 50 * time.Millisecond
 )
 
-// testManyConnects looks for the connect whose first FPDU siw leaves in its socket: each call is
-// answered, and the nudge is what made it so.
+// testManyConnects provokes the race in which siw leaves the first FPDU of a connection unread.
+// Every call must complete, and on siw some of them only because of the nudge.
 func testManyConnects(t *testing.T, b bench) {
 	connects := manyConnects
 	if b.kernel != lab.Kernels[0] || b.inGuest {
 		connects = fewerConnects
 	}
-	burner := strings.TrimSpace(b.MustRun("(while :; do :; done) >/dev/null 2>&1 & echo $!"))
-	defer b.Run("kill " + burner)
+	busyLoop := strings.TrimSpace(b.MustRun("(while :; do :; done) >/dev/null 2>&1 & echo $!"))
+	defer b.Run("kill " + busyLoop)
 	capture := b.Capture(t, "connects")
-	defer pester()()
+	defer interruptThreads()()
 	var nudges uint64
 	var slowest time.Duration
 	begin := time.Now()
@@ -54,25 +54,25 @@ func testManyConnects(t *testing.T, b bench) {
 		nudges += n
 		slowest = max(slowest, took)
 	}
-	t.Logf("%d connects in %v, the slowest %v, %d nudges", connects, time.Since(begin).Round(time.Millisecond),
+	t.Logf("%d connects in %v, slowest %v, %d nudges", connects, time.Since(begin).Round(time.Millisecond),
 		slowest.Round(time.Millisecond), nudges)
 	if nudges == 0 && b.device == lab.SIW {
-		t.Error("no nudge was needed: the race was not met")
+		t.Error("got no nudge, want the race at least once")
 	}
-	all := gentle(t, b, capture, 1, false)
+	all := checkConnections(t, b, capture, 1, false)
 	if len(all) != connects {
-		t.Errorf("%d connections were captured, want %d", len(all), connects)
+		t.Errorf("got %d captured connections, want %d", len(all), connects)
 	}
 	for _, conn := range all {
 		if conn.requested == 0 || conn.answered < conn.requested || conn.ended < conn.answered {
-			t.Errorf("not a whole connection: %s", conn)
+			t.Errorf("got an incomplete connection: %s", conn)
 		}
 	}
 }
 
-// pester sends the signal that the Go runtime uses for its own purposes to all threads, again and
-// again until it is told to stop: a kernel that connects may be interrupted by it.
-func pester() (stop func()) {
+// interruptThreads repeatedly sends the Go runtime's preemption signal to all threads until stop is
+// called, because the signal can interrupt a connect in the kernel.
+func interruptThreads() (stop func()) {
 	over := make(chan struct{})
 	var work sync.WaitGroup
 	work.Go(func() {
@@ -96,11 +96,12 @@ func pester() (stop func()) {
 	}
 }
 
-// connectOnce makes a connection and one call, and ends it.
+// connectOnce makes a connection and one call, and closes the connection.
 func connectOnce(b bench, t *testing.T) (nudges uint64, took time.Duration, err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
-	// Without liveness calls the first call is the only one: a second would wake the server, too.
+	// Without keepalive calls the first call is the only one. A second call would also make siw
+	// read.
 	tr, err := xprt.New(xprt.Config{Provider: b.newProvider(t), Addr: b.RDMA, Slots: 4, KeepAlive: -1,
 		NudgeAfter: 20 * time.Millisecond})
 	if err != nil {
@@ -115,26 +116,26 @@ func connectOnce(b bench, t *testing.T) (nudges uint64, took time.Duration, err 
 	return tr.Stats().Nudges, time.Since(begin), err
 }
 
-// A connection is what a capture tells of one, in times since its begin.
+// A connection is what a capture shows of a connection, in times since the capture's begin.
 type connection struct {
-	port  string // the client's
-	begun time.Duration
-	// by the server's end of TCP; the others are 0 if it never happened, too
-	accepted  time.Duration
-	requested time.Duration // the MPA request was sent
-	answered  time.Duration // the server's first octet, or its end
-	ended     time.Duration // the client's FIN or RST
-	unlucky   bool          // its process was killed in the handshake
+	port    string // the client's
+	started time.Duration
+	// by the server's TCP; it and the times below are 0 if the event did not happen
+	accepted          time.Duration
+	requested         time.Duration // the MPA request was sent
+	answered          time.Duration // the server's first byte, or its FIN or RST
+	ended             time.Duration // the client's FIN or RST
+	killedInHandshake bool          // its process was killed during the handshake
 }
 
-// mpaRequestKey begins every MPA request (RFC 5044 §7.1), in hex.
+// mpaRequestKey is the start of every MPA request in hex (RFC 5044 §7.1).
 const mpaRequestKey = "4d504120494420526571204672616d65"
 
-// connections reads the beginnings and the ends of connections to the server.
+// connections returns the start and end times of the connections to the server.
 func connections(t *testing.T, b bench, c *lab.Capture) []*connection {
 	t.Helper()
 	if b.device == lab.RXE {
-		return managed(t, b.wire(), c)
+		return cmConnections(t, b.wire(), c)
 	}
 	port := strconv.Itoa(int(b.RDMA.Port()))
 	byStream := make(map[string]*connection)
@@ -155,7 +156,7 @@ func connections(t *testing.T, b bench, c *lab.Capture) []*connection {
 		at := time.Duration(seconds * float64(time.Second))
 		conn := byStream[value(0)]
 		if conn == nil {
-			conn = &connection{begun: at}
+			conn = &connection{started: at}
 			byStream[value(0)] = conn
 			all = append(all, conn)
 		}
@@ -174,56 +175,57 @@ func connections(t *testing.T, b bench, c *lab.Capture) []*connection {
 		first(&conn.requested, strings.HasPrefix(value(7), mpaRequestKey))
 		first(&conn.ended, over)
 	}
-	slices.SortFunc(all, func(a, b *connection) int { return cmp.Compare(a.begun, b.begun) })
+	slices.SortFunc(all, func(a, b *connection) int { return cmp.Compare(a.started, b.started) })
 	return all
 }
 
 func (c *connection) String() string {
-	return fmt.Sprintf("from port %s: begun %v, accepted %v, MPA request %v, answered %v, ended by us %v", c.port,
-		c.begun, c.accepted, c.requested, c.answered, c.ended)
+	return fmt.Sprintf("port %s: started %v, accepted %v, MPA request %v, answered %v, ended by the client %v", c.port,
+		c.started, c.accepted, c.requested, c.answered, c.ended)
 }
 
-// gentle holds all connections of a capture, which it ends and returns, to what a stock server
-// survives: no more than most are made at a time, each says what it wants, and none ends before siw
-// has looked at it. killed allows for processes that were killed in the handshake.
-func gentle(t *testing.T, b bench, c *lab.Capture, most int, killed bool) []*connection {
+// checkConnections ends a capture and checks that its connections do not harm a stock server: at
+// most most connects are pending at a time, each sends an MPA request, and none ends before siw has
+// handled it. killed permits processes that were killed during the handshake. It returns the
+// connections.
+func checkConnections(t *testing.T, b bench, c *lab.Capture, most int, killed bool) []*connection {
 	t.Helper()
 	if err := c.Stop(); err != nil {
 		t.Fatal(err)
 	}
 	all := connections(t, b, c)
-	if b.device == lab.RXE { // which survives anything
+	if b.device == lab.RXE { // rxe survives any end of a connection
 		return all
 	}
 	for i, conn := range all {
 		if conn.accepted == 0 {
-			continue // it never came to be
+			continue // it was not established
 		}
 		early := conn.ended != 0 && (conn.answered == 0 || conn.ended < conn.answered)
 		switch {
 		case early && killed && b.inGuest:
-			// A device's connections are the kernel's, which ends those of a killed process.
-			t.Logf("killed before the answer: %s", conn)
-			conn.unlucky = true
+			// The kernel ends the device's connections of a killed process.
+			t.Logf("process killed before the answer: %s", conn)
+			conn.killedInHandshake = true
 		case early && conn.requested == 0 && killed:
-			// The SYN-ACK came within connect(2), as it does over loopback, and the process was
-			// killed before its next system call.
-			t.Logf("killed between the handshake and the request: %s", conn)
-			conn.unlucky = true
+			// Over loopback the SYN-ACK arrives during connect(2), and the process was killed
+			// before its next system call.
+			t.Logf("process killed between TCP handshake and MPA request: %s", conn)
+			conn.killedInHandshake = true
 		case early && conn.requested == 0:
-			t.Errorf("no MPA request: %s", conn)
+			t.Errorf("got no MPA request: %s", conn)
 		case early && conn.ended-conn.accepted < freshLife:
-			t.Errorf("ended too early: %s", conn)
+			t.Errorf("got a connection that ended too early: %s", conn)
 		}
 		fresh := 1
 		for _, before := range all[:i] {
-			if before.accepted != 0 && conn.begun-before.begun < freshLife &&
-				(before.answered == 0 || before.answered > conn.begun) {
+			if before.accepted != 0 && conn.started-before.started < freshLife &&
+				(before.answered == 0 || before.answered > conn.started) {
 				fresh++
 			}
 		}
 		if fresh > most {
-			t.Errorf("%d at a time, the last %s", fresh, conn)
+			t.Errorf("got %d pending connects, the last %s", fresh, conn)
 		}
 	}
 	return all

@@ -16,13 +16,13 @@ import (
 )
 
 var (
-	_ = register("credits", "4 and 128 credits, more callers than credits, never more calls on the wire than granted",
+	_ = register("credits", "4 and 128 credits with more callers than credits: never more calls in flight than granted",
 		testCredits)
 	_ = register("inline", "inline thresholds of 4 and 16 KiB", testInline)
 	_ = register("crc", "MPA CRC on and off", testCRC)
 )
 
-// Settings of the server that hold from the next connection on.
+// Settings of the server that apply to new connections.
 const (
 	maxRequests = "/proc/sys/sunrpc/svc_rdma/max_requests"
 	maxReqSize  = "/proc/sys/sunrpc/svc_rdma/max_req_size"
@@ -39,8 +39,8 @@ func (b bench) set(file string, value int) {
 	})
 }
 
-// testCredits has many more callers than the server grants credits, and counts the calls on the
-// wire.
+// testCredits uses many more callers than the server grants credits, and counts the calls in
+// flight.
 func testCredits(t *testing.T, b bench) {
 	for _, credits := range []int{4, 128} {
 		b.set(maxRequests, credits)
@@ -61,38 +61,37 @@ func testCredits(t *testing.T, b bench) {
 			}
 			wg.Wait()
 			stats := s.tr.Stats()
-			if stats.Credits != credits || stats.Connects != 1 || stats.Recvs < callers*calls {
-				t.Errorf("the server grants %d: %+v", credits, stats)
+			if int(stats.Credits) != credits || stats.Connects != 1 || stats.Recvs < callers*calls {
+				t.Errorf("server that grants %d credits: got %+v", credits, stats)
 			}
 		})
-		b.sound(t, c)
+		b.checkCapture(t, c)
 		most := mostInFlight(t, b.sends(t, c))
-		t.Logf("%d credits, %d callers: at most %d calls on the wire", credits, callers, most)
-		if most < credits-1 { // one is kept for the sign of life
-			t.Errorf("never more than %d calls were on the wire, with %d credits", most, credits)
+		t.Logf("%d credits, %d callers: at most %d calls in flight", credits, callers, most)
+		if most < credits-1 { // one credit is reserved for keepalive calls
+			t.Errorf("got at most %d calls in flight with %d credits, want more", most, credits)
 		}
 	}
 }
 
-// A sent message is a frame with a Send, or more than one.
-type sent struct {
-	frame string
-	toIt  bool // to the server
-	last  int  // how many Sends there were in this direction with it
-	grant int  // of credits, if it grants some
+// A sentMessage is a frame that contains one or more Sends.
+type sentMessage struct {
+	frame    string
+	toServer bool // the server receives it
+	last     int  // number of Sends in this direction, up to and including this frame
+	grant    int  // credits that it grants, or 0
 }
 
-// sends goes through a capture of one connection.
-func (b bench) sends(t *testing.T, c *lab.Capture) (all []sent) {
+// sends returns the Sends in a capture of one connection.
+func (b bench) sends(t *testing.T, c *lab.Capture) (all []sentMessage) {
 	t.Helper()
 	if b.device == lab.RXE {
 		return sendsByXID(t, c, b.RDMA.Addr())
 	}
-	// By the sequence numbers of the Sends: the decoder looks into the first message of a frame
-	// only.
+	// Use the sequence numbers of the Sends: the decoder decodes only the first message of a frame.
 	for _, f := range frames(t, c, "iwarp_ddp.untagged && iwarp_ddp.qn == 0", "tcp.dstport", "iwarp_ddp.msn",
 		"rpcordma.flow_control", "frame.number") {
-		s := sent{frame: f[3][0], toIt: f[0][0] == strconv.Itoa(int(b.RDMA.Port())),
+		s := sentMessage{frame: f[3][0], toServer: f[0][0] == strconv.Itoa(int(b.RDMA.Port())),
 			last: int(number(t, f[1][len(f[1])-1]))}
 		if len(f[2]) > 0 {
 			s.grant = int(number(t, f[2][0]))
@@ -102,14 +101,14 @@ func (b bench) sends(t *testing.T, c *lab.Capture) (all []sent) {
 	return all
 }
 
-// sendsByXID goes by the messages themselves, each of which is in a frame of its own, and may come
-// again.
-func sendsByXID(t *testing.T, c *lab.Capture, server netip.Addr) (all []sent) {
+// sendsByXID returns the first Send of each XID. On rxe each message has its own frame, and may be
+// sent again.
+func sendsByXID(t *testing.T, c *lab.Capture, server netip.Addr) (all []sentMessage) {
 	t.Helper()
 	seen := map[bool]map[string]bool{true: {}, false: {}}
 	for _, f := range frames(t, c, "rpcordma", "ip.dst", "rpcordma.xid", "rpcordma.flow_control", "frame.number") {
-		s := sent{frame: f[3][0], toIt: f[0][0] == server.String(), grant: int(number(t, f[2][0]))}
-		if xids := seen[s.toIt]; !xids[f[1][0]] {
+		s := sentMessage{frame: f[3][0], toServer: f[0][0] == server.String(), grant: int(number(t, f[2][0]))}
+		if xids := seen[s.toServer]; !xids[f[1][0]] {
 			xids[f[1][0]] = true
 			s.last = len(xids)
 			all = append(all, s)
@@ -118,17 +117,17 @@ func sendsByXID(t *testing.T, c *lab.Capture, server netip.Addr) (all []sent) {
 	return all
 }
 
-// mostInFlight holds the calls without a reply to what the replies grant (RFC 8166 §3.3.1, one
-// before the first), and returns how many there were at most.
-func mostInFlight(t *testing.T, all []sent) (most int) {
+// mostInFlight checks that the calls in flight never exceed the granted credits (RFC 8166 §3.3.1:
+// one before the first reply), and returns their maximum.
+func mostInFlight(t *testing.T, all []sentMessage) (most int) {
 	t.Helper()
 	granted, calls, replies := 1, 0, 0
 	for _, s := range all {
-		if s.toIt {
+		if s.toServer {
 			calls = s.last
 			most = max(most, calls-replies)
 			if calls-replies > granted {
-				t.Fatalf("frame %s: %d calls are on the wire, %d are granted", s.frame, calls-replies, granted)
+				t.Fatalf("frame %s: got %d calls in flight, want at most %d", s.frame, calls-replies, granted)
 			}
 			continue
 		}
@@ -139,7 +138,7 @@ func mostInFlight(t *testing.T, all []sent) (most int) {
 	return most
 }
 
-// testInline meets servers of two inline thresholds: what goes by chunk to one goes inline to the
+// testInline uses two inline thresholds: data that needs chunks with one fits inline with the
 // other.
 func testInline(t *testing.T, b bench) {
 	const size = 9001
@@ -152,14 +151,14 @@ func testInline(t *testing.T, b bench) {
 		s.write(t, fh, 0, want)
 		s.read(t, fh, 0, want)
 		if got := b.serverSum(t, file); got != fmt.Sprintf("%x", sha256.Sum256(want)) {
-			t.Errorf("inline %d: the server has a file with sum %s", inline, got)
+			t.Errorf("inline %d: got a file with sum %s on the server", inline, got)
 		}
 		stats := s.tr.Stats()
 		if stats.InlineSend != inline || stats.InlineRecv != inline {
-			t.Errorf("inline %d: thresholds are %d and %d", inline, stats.InlineSend, stats.InlineRecv)
+			t.Errorf("inline %d: got thresholds %d and %d", inline, stats.InlineSend, stats.InlineRecv)
 		}
 		if chunks := stats.ReadChunks + stats.WriteChunks; (inline > size) != (chunks == 0) {
-			t.Errorf("inline %d: %d octets went by %d chunks", inline, size, chunks)
+			t.Errorf("inline %d: for %d bytes got %d chunks", inline, size, chunks)
 		}
 		for _, n := range []int{lastInlineWrite(s, fh), lastInlineRead(s)} {
 			for d := -1; d <= 1; d++ {
@@ -169,13 +168,13 @@ func testInline(t *testing.T, b bench) {
 			}
 		}
 		if stats := s.tr.Stats(); stats.Connects != 1 || stats.BadReply != 0 {
-			t.Errorf("inline %d: not a quiet connection: %+v", inline, stats)
+			t.Errorf("inline %d: got reconnects or bad replies: %+v", inline, stats)
 		}
 	}
 }
 
-// testCRC copies a file with MPA's CRC asked for, and without. A stock siw may end a connection
-// with CRCs when TCP splits the end of an FPDU; the copy must come through that too.
+// testCRC copies a file with MPA's CRC and without. A stock siw may end a connection with CRCs when
+// TCP splits the end of an FPDU; the copy must succeed nevertheless.
 func testCRC(t *testing.T, b bench) {
 	const size = 4<<20 + 1
 	file := randomFile(t, size)
@@ -188,29 +187,29 @@ func testCRC(t *testing.T, b bench) {
 				m := b.mount(t, nil)
 				run(t, "", "cp", file, filepath.Join(m.dir, name))
 				if got, want := b.serverSum(t, name), sum(t, file); got != want {
-					t.Errorf("CRC %v: the server has a file with sum %s, want %s", crc, got, want)
+					t.Errorf("CRC %v: got a file with sum %s on the server, want %s", crc, got, want)
 				}
 				cold := b.mount(t, nil)
 				run(t, "", "cmp", file, filepath.Join(cold.dir, name))
 				ends = m.tr.Stats().Connects + cold.tr.Stats().Connects - 2
 				if ends > 0 && !crc {
-					t.Errorf("CRC off: connections ended: %+v; %+v", m.tr.Stats(), cold.tr.Stats())
+					t.Errorf("CRC off: got reconnects: %+v; %+v", m.tr.Stats(), cold.tr.Stats())
 				}
 			})
 			t.Logf("CRC %v: %d connections ended", crc, ends)
 			good, bad := crcs(t, c)
 			if bad > 0 && ends == 0 && try < captureTries && !t.Failed() {
-				// The decoder loses its place in a direction where a TCP segment ends within the
-				// first octets of an FPDU. Both ends took these CRCs.
-				t.Logf("try %d: %d CRCs good, %d bad, which both ends took", try, good, bad)
+				// The decoder loses its position in a direction when a TCP segment ends within the
+				// first bytes of an FPDU. Both ends accepted these CRCs.
+				t.Logf("try %d: decoder reports %d good and %d bad CRCs; both ends accepted all", try, good, bad)
 				b.MustRun("rm -rf " + lab.ExportRW + "/*")
 				continue
 			}
 			if bad != 0 || (good > 0) != crc {
-				t.Errorf("CRC %v: %d CRCs good, %d bad", crc, good, bad)
+				t.Errorf("CRC %v: got %d good and %d bad CRCs", crc, good, bad)
 			}
 			if ends == 0 {
-				b.sound(t, c)
+				b.checkCapture(t, c)
 			}
 			checkCRCFlags(t, c, crc)
 			break
@@ -218,22 +217,22 @@ func testCRC(t *testing.T, b bench) {
 	}
 }
 
-// checkCRCFlags looks whether both ends of each connection agreed on CRCs.
+// checkCRCFlags checks that both ends of each connection agreed on CRCs.
 func checkCRCFlags(t *testing.T, c *lab.Capture, crc bool) {
 	t.Helper()
 	want := map[bool]string{false: "0", true: "1"}[crc]
 	flags := frames(t, c, "iwarp_mpa.req || iwarp_mpa.rep", "iwarp_mpa.crc_flag")
 	for _, f := range flags {
 		if len(f[0]) != 1 || f[0][0] != want {
-			t.Errorf("CRC %v: the flags of a request or reply are %v", crc, f[0])
+			t.Errorf("CRC %v: got flags %v in an MPA request or reply", crc, f[0])
 		}
 	}
 	if len(flags) < 4 {
-		t.Errorf("CRC %v: %d requests and replies", crc, len(flags))
+		t.Errorf("CRC %v: got %d MPA requests and replies, want at least 4", crc, len(flags))
 	}
 }
 
-// crcs counts the CRCs that are right, and that are not.
+// crcs returns the number of correct and incorrect CRCs.
 func crcs(t *testing.T, c *lab.Capture) (good, bad int) {
 	t.Helper()
 	text, err := c.Tshark("-Y", "iwarp_mpa.fpdu", "-V", "-O", "iwarp_mpa")

@@ -15,8 +15,9 @@ import (
 )
 
 var (
-	_ = register("forms", "every message form in the capture: inline, read chunk, write chunk of each length modulo 4, reply chunk, position-zero read chunk", testForms)
-	_ = register("long sends", "Sends longer than the server promised", testLongSends)
+	_ = register("forms", "every message form in a capture: inline, read chunk, "+
+		"write chunk of each length modulo 4, reply chunk, position-zero read chunk", testForms)
+	_ = register("long sends", "Sends longer than the server announced", testLongSends)
 )
 
 const (
@@ -24,7 +25,7 @@ const (
 	chunkBytes = 70_000 // more than any inline threshold
 )
 
-// testForms has every message form on the wire, and an independent decoder look for it.
+// testForms sends every message form and finds each in a capture, with an independent decoder.
 func testForms(t *testing.T, b bench) {
 	c := b.record(t, "forms", func() {
 		b.MustRun(fmt.Sprintf("mkdir /export/many && cd /export/many && seq %d | xargs touch", dirEntries))
@@ -32,7 +33,7 @@ func testForms(t *testing.T, b bench) {
 		sendForms(t, s)
 		sendLongCalls(t, s)
 	})
-	b.sound(t, c)
+	b.checkCapture(t, c)
 
 	w := b.wire()
 	const noChunks = "rpcordma.reads_count == 0 && rpcordma.writes_count == 0 && rpcordma.reply_count == 0"
@@ -50,7 +51,7 @@ func testForms(t *testing.T, b bench) {
 		"RDMA Write of the server":      w.from + w.write,
 	} {
 		if n := len(frames(t, c, filter, "frame.number")); n == 0 {
-			t.Errorf("no packet is a %s: %s", what, filter)
+			t.Errorf("got no %s: filter %s", what, filter)
 		} else {
 			t.Logf("%4d × %s", n, what)
 		}
@@ -59,12 +60,12 @@ func testForms(t *testing.T, b bench) {
 	for mod := range 4 {
 		want := strconv.Itoa(chunkBytes + mod)
 		if !slices.ContainsFunc(lengths, func(f [][]string) bool { return slices.Contains(f[0], want) }) {
-			t.Errorf("no Reply tells of a write chunk of %s octets: %v", want, lengths)
+			t.Errorf("got no Reply with a write chunk of %s bytes: %v", want, lengths)
 		}
 	}
 }
 
-// sendForms makes calls of all forms but one.
+// sendForms sends calls of all forms except the position-zero read chunk.
 func sendForms(t *testing.T, s session) {
 	t.Helper()
 	ctx := t.Context()
@@ -80,21 +81,21 @@ func sendForms(t *testing.T, s session) {
 	}
 	names, err := s.list(ctx, look.FH, 128<<10)
 	if err != nil {
-		t.Fatalf("READDIRPLUS after %d entries: %v", len(names), err)
+		t.Fatalf("READDIRPLUS: got %d entries, error %v", len(names), err)
 	}
 	if len(names) != dirEntries+2 {
-		t.Errorf("%d entries, want %d, . and ..", len(names), dirEntries)
+		t.Errorf("READDIRPLUS: got %d entries, want %d, . and ..", len(names), dirEntries)
 	}
 	for i := range dirEntries {
 		if n := names[strconv.Itoa(i+1)]; n != 1 {
-			t.Fatalf("entry %d came %d times", i+1, n)
+			t.Fatalf("READDIRPLUS: got entry %d %d times, want once", i+1, n)
 		}
 	}
 }
 
-// sendLongCalls makes calls that go by a position-zero read chunk. No call of NFSv3 is that long
-// but for its data, which goes by itself; so here the data of a WRITE and of a SYMLINK is declared
-// no data.
+// sendLongCalls sends calls that need a position-zero read chunk. In NFSv3 only calls with data are
+// that long, and their data normally has its own chunk. So this function passes the data of a WRITE
+// and a SYMLINK as ordinary arguments.
 func sendLongCalls(t *testing.T, s session) {
 	t.Helper()
 	fh := s.create(t, "long")
@@ -113,21 +114,21 @@ func sendLongCalls(t *testing.T, s session) {
 	for range 4 { // no mode, uid, gid, size
 		args = sunrpc.AppendBool(args, false)
 	}
-	args = sunrpc.AppendUint64(args, 0) // times stay
+	args = sunrpc.AppendUint64(args, 0) // keep the times
 	args = sunrpc.AppendString(args, path)
 	s.longCall(t, nfs3.ProcSymlink, args, nfs3.MaxResultCreate)
 	var link nfs3.LookupResult
 	if err := s.Lookup(t.Context(), s.cred, s.root, "link", &link); err != nil {
 		t.Fatal(err)
 	}
-	buf := s.room(nfs3.MaxPath)
+	buf := s.buffer(nfs3.MaxPath)
 	var res nfs3.ReadLinkResult
 	if err := s.ReadLink(t.Context(), s.cred, link.FH, buf, &res); err != nil || string(buf[:res.N]) != path {
-		t.Errorf("READLINK: %d octets, error %v", res.N, err)
+		t.Errorf("READLINK: got %d bytes, error %v", res.N, err)
 	}
 }
 
-// longCall makes a call that must not fit inline, and must succeed.
+// longCall sends a call that does not fit inline and must succeed.
 func (s session) longCall(t *testing.T, proc nfs3.Proc, args []byte, maxResult int) {
 	t.Helper()
 	before := s.tr.Stats().NomsgCall
@@ -136,22 +137,23 @@ func (s session) longCall(t *testing.T, proc nfs3.Proc, args []byte, maxResult i
 		MaxResult:  maxResult, Result: make([]byte, 0, maxResult), ResultDataLen: -1}
 	if err := s.tr.Call(t.Context(), &m); err != nil || len(m.Result) < 4 ||
 		!bytes.Equal(m.Result[:4], make([]byte, 4)) {
-		t.Fatalf("%s as a long call: results %x, error %v", proc, m.Result, err)
+		t.Fatalf("%s as a long call: got results %x, error %v", proc, m.Result, err)
 	}
 	if n := s.tr.Stats().NomsgCall - before; n != 1 {
-		t.Errorf("%s: %d calls were long", proc, n)
+		t.Errorf("%s: got %d long calls, want 1", proc, n)
 	}
 }
 
-// testLongSends asks for more than fits inline, and offers no chunk for it: stock servers send it
-// all the same, in a Send longer than they promised, which must find room in our Receives. The
-// reply is too large for what was asked, and ends the call; nothing else may end.
+// testLongSends asks for more data than fits inline and offers no chunk. Stock servers then send a
+// reply that is longer than they announced, and the client's Receives must have space for it. The
+// reply is larger than the call allows, so the call fails; the connection must survive.
 func testLongSends(t *testing.T, b bench) {
 	s := b.session(t, nil)
 	fh := s.create(t, "file")
 	want := randomBytes(9000)
 	s.write(t, fh, 0, want)
-	// 4777 is the first that the server does not send so, unless it is a multiple of 4
+	// 4777 is the smallest READ that the server does not send this way, unless it is a multiple of
+	// 4.
 	const count = 5000
 	args := sunrpc.AppendOpaque(nil, fh.Bytes())
 	args = sunrpc.AppendUint64(args, 0)
@@ -161,11 +163,11 @@ func testLongSends(t *testing.T, b bench) {
 		MaxResult:  nfs3.MaxResultRead, Result: make([]byte, 0, nfs3.MaxResultRead), ResultDataLen: -1}
 	var tooLong *xprt.ProtocolError
 	if err := s.tr.Call(t.Context(), &m); !errors.As(err, &tooLong) {
-		t.Errorf("a READ of %d octets with room for none: %v", count, err)
+		t.Errorf("READ of %d bytes without space for data: got error %v, want a ProtocolError", count, err)
 	}
 	s.read(t, fh, 0, want)
 	if st := s.tr.Stats(); st.Connects != 1 || st.BadReply != 1 || st.RDMAErrors != 0 {
-		t.Errorf("%d connections, %d bad replies, %d RDMA errors; want 1, 1, 0: %s", st.Connects, st.BadReply,
+		t.Errorf("got %d connections, %d bad replies, %d RDMA errors, want 1, 1, 0: %s", st.Connects, st.BadReply,
 			st.RDMAErrors, st.LastError)
 	}
 }

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// The table in docs/interop.md lies between these lines.
+// The table in docs/interop.md is between these lines.
 const (
 	interopFile  = "../../../docs/interop.md"
 	interopBegin = "<!-- written by go test ./test/lab/knfsd -update -->\n"
@@ -21,17 +21,17 @@ const (
 	with        = " with "
 )
 
-// A column of the table says what was proved with a provider against a server.
+// A column of the table lists what a provider has proved against a server.
 type column struct {
 	server   string // as in -servers
 	provider string
-	kernel   string // its release, as the server itself says
+	kernel   string // kernel release of the server
 	proved   []string
 }
 
 func (c column) name() string { return c.server + with + c.provider }
 
-// A document is docs/interop.md, with its table taken apart.
+// A document is docs/interop.md with its parsed table.
 type document struct {
 	before, after string
 	columns       []column
@@ -74,7 +74,7 @@ func readDocument() (d document, err error) {
 	before, rest, found := strings.Cut(string(text), interopBegin)
 	table, after, foundEnd := strings.Cut(rest, interopEnd)
 	if !found || !foundEnd {
-		return d, fmt.Errorf("%s: the table's marks %q and %q are not there", interopFile, interopBegin, interopEnd)
+		return d, fmt.Errorf("parse %s: table marks %q and %q not found", interopFile, interopBegin, interopEnd)
 	}
 	d.before, d.after = before, after
 	for line := range strings.Lines(table) {
@@ -84,7 +84,7 @@ func readDocument() (d document, err error) {
 			d.columns = make([]column, len(cells)-1)
 		}
 		if len(cells) != 1+len(d.columns) {
-			return d, fmt.Errorf("%s: a row of %d cells, want %d: %q", interopFile, len(cells), 1+len(d.columns), line)
+			return d, fmt.Errorf("parse %s: got a row of %d cells, want %d: %q", interopFile, len(cells), 1+len(d.columns), line)
 		}
 		for i, cell := range cells[1:] {
 			cell, c := strings.TrimSpace(cell), &d.columns[i]
@@ -101,10 +101,9 @@ func readDocument() (d document, err error) {
 	return d, nil
 }
 
-// interop holds docs/interop.md to what a run has proved: all that it claims. Of a run of some
-// cases only it asks nothing: what failed has failed by itself. With -update it writes the column
-// instead.
-func interop(t *testing.T, got column, whole bool) {
+// checkInterop checks that a complete run proved every claim in docs/interop.md. An incomplete run
+// proves nothing about the other cases. With -update it writes the column instead.
+func checkInterop(t *testing.T, got column, whole bool) {
 	t.Helper()
 	if !whole {
 		return
@@ -129,20 +128,20 @@ func interop(t *testing.T, got column, whole bool) {
 		}
 		return
 	}
-	unproved, unsaid := differences(d.columns[i].proved, got.proved)
+	unproved, undocumented := differences(d.columns[i].proved, got.proved)
 	for _, claim := range unproved {
-		t.Errorf("docs/interop.md claims of %s what this run has not proved: %s", got.name(), claim)
+		t.Errorf("docs/interop.md: %s: claim not proved by this run: %s", got.name(), claim)
 	}
-	for _, fact := range unsaid {
-		t.Logf("docs/interop.md does not say of %s what this run has proved (-update writes it): %s", got.name(), fact)
+	for _, fact := range undocumented {
+		t.Logf("docs/interop.md: %s: proved but not documented; run with -update: %s", got.name(), fact)
 	}
 	if d.columns[i].kernel != got.kernel {
-		t.Logf("docs/interop.md is about kernel %q, this run about %s", d.columns[i].kernel, got.kernel)
+		t.Logf("docs/interop.md: documented kernel %q, tested kernel %s", d.columns[i].kernel, got.kernel)
 	}
 }
 
-// differences compares claims with what was proved.
-func differences(claimed, proved []string) (unproved, unsaid []string) {
+// differences compares claims with results.
+func differences(claimed, proved []string) (unproved, undocumented []string) {
 	for _, c := range claimed {
 		if !slices.Contains(proved, c) {
 			unproved = append(unproved, c)
@@ -150,15 +149,15 @@ func differences(claimed, proved []string) (unproved, unsaid []string) {
 	}
 	for _, p := range proved {
 		if !slices.Contains(claimed, p) {
-			unsaid = append(unsaid, p)
+			undocumented = append(undocumented, p)
 		}
 	}
-	return unproved, unsaid
+	return unproved, undocumented
 }
 
-// TestInterop needs no server: the document's table is as a run would write it, so that it claims
-// nothing that no case proves any more.
-func TestInterop(t *testing.T) {
+// TestInteropTableRoundTrips needs no server. It checks that the table in the document is what a
+// run would write, and so contains no claim without a case.
+func TestInteropTableRoundTrips(t *testing.T) {
 	text, err := os.ReadFile(interopFile)
 	if err != nil {
 		t.Fatal(err)
@@ -168,15 +167,15 @@ func TestInterop(t *testing.T) {
 		t.Fatal(err)
 	}
 	if again := d.String(); again != string(text) {
-		t.Errorf("read and written again %s is\n%s", interopFile, again)
+		t.Errorf("parse and write %s: got\n%s", interopFile, again)
 	}
 	for _, c := range d.columns {
 		if c.kernel == "" || len(c.proved) == 0 {
-			t.Errorf("nothing is said of %s", c.name())
+			t.Errorf("column %s: got no kernel or no claim", c.name())
 		}
 	}
-	unproved, unsaid := differences([]string{"a", "b"}, []string{"b", "c"})
-	if !slices.Equal(unproved, []string{"a"}) || !slices.Equal(unsaid, []string{"c"}) {
-		t.Errorf("differences: %q, %q", unproved, unsaid)
+	unproved, undocumented := differences([]string{"a", "b"}, []string{"b", "c"})
+	if !slices.Equal(unproved, []string{"a"}) || !slices.Equal(undocumented, []string{"c"}) {
+		t.Errorf("differences: got %q and %q, want a and c", unproved, undocumented)
 	}
 }

@@ -10,7 +10,7 @@ import (
 )
 
 var (
-	_ = register("remote invalidation", "Send With Invalidate for every call that offers memory",
+	_ = register("remote invalidation", "Send With Invalidate for every call with chunks",
 		func(t *testing.T, b bench) {
 			c, stats := b.offerMemory(t)
 			w := b.wire()
@@ -20,32 +20,36 @@ var (
 				for _, h := range f[0] {
 					seen++
 					if !offered[number(t, h)] {
-						t.Errorf("the server invalidated %s, which no Call has offered", h)
+						t.Errorf("got an invalidation of key %s, which no Call offered", h)
 					}
 				}
 			}
 			if chunks == 0 || uint64(seen) != stats.RemoteInvalidations || stats.LocalInvNeeded != 0 || seen != chunks {
-				t.Errorf("%d Calls with chunks, %d Sends With Invalidate, %d counted; %d keys were left to us",
+				t.Errorf("got %d Calls with chunks, %d Sends With Invalidate, %d remote and %d local invalidations",
 					chunks, seen, stats.RemoteInvalidations, stats.LocalInvNeeded)
 			}
 		})
-	_ = register("own invalidation", "no Send With Invalidate where none was offered, and every key of its own for one call alone", func(t *testing.T, b bench) {
-		c, stats := b.offerMemory(t)
-		w := b.wire()
-		offered, chunks := offers(t, c, w)
-		if n := len(frames(t, c, w.from+w.sendInvalidate, "frame.number")); n != 0 {
-			t.Errorf("%d messages of the server invalidate", n)
-		}
-		// A key that was used twice would have been good in between.
-		if chunks == 0 || len(offered) != chunks || stats.LocalInvNeeded != uint64(chunks) ||
-			stats.RemoteInvalidations != 0 {
-			t.Errorf("%d Calls with chunks, with %d keys; %d keys were invalidated here and %d by the server", chunks,
-				len(offered), stats.LocalInvNeeded, stats.RemoteInvalidations)
-		}
-	})
+	_ = register("local invalidation", "no Send With Invalidate unless offered, and each key used for one call only",
+		testLocalInvalidation)
 )
 
-// offerMemory captures calls that offer memory in chunks of every kind.
+// testLocalInvalidation checks that the server never invalidates a key, and that no key is reused.
+func testLocalInvalidation(t *testing.T, b bench) {
+	c, stats := b.offerMemory(t)
+	w := b.wire()
+	offered, chunks := offers(t, c, w)
+	if n := len(frames(t, c, w.from+w.sendInvalidate, "frame.number")); n != 0 {
+		t.Errorf("got %d Sends With Invalidate, want none", n)
+	}
+	// A reused key would have been valid between its calls.
+	if chunks == 0 || len(offered) != chunks || stats.LocalInvNeeded != uint64(chunks) ||
+		stats.RemoteInvalidations != 0 {
+		t.Errorf("got %d Calls with chunks, %d keys, %d local and %d remote invalidations", chunks, len(offered),
+			stats.LocalInvNeeded, stats.RemoteInvalidations)
+	}
+}
+
+// offerMemory captures calls with every kind of chunk, and one without.
 func (b bench) offerMemory(t *testing.T) (c *lab.Capture, stats xprt.Stats) {
 	t.Helper()
 	c = b.record(t, "memory", func() {
@@ -57,20 +61,21 @@ func (b bench) offerMemory(t *testing.T) (c *lab.Capture, stats xprt.Stats) {
 			s.read(t, fh, 0, want[:chunkBytes+mod])
 		}
 		if names, err := s.list(t.Context(), s.root, 128<<10); err != nil || names["memory"] != 1 {
-			t.Errorf("READDIRPLUS: %v, %v", names, err)
+			t.Errorf("READDIRPLUS: got %v, error %v", names, err)
 		}
-		var attr nfs3.Attr // one that offers nothing
+		var attr nfs3.Attr // a call without chunks
 		if err := s.GetAttr(t.Context(), s.cred, s.root, &attr); err != nil {
 			t.Error(err)
 		}
 		sendLongCalls(t, s)
 		stats = s.tr.Stats()
 	})
-	b.sound(t, c)
+	b.checkCapture(t, c)
 	return c, stats
 }
 
-// offers reads from a capture which keys were offered, and how many Calls offer some.
+// offers returns the keys that the Calls in a capture offer, and the number of Calls that offer
+// any.
 func offers(t *testing.T, c *lab.Capture, w wire) (keys map[uint64]bool, calls int) {
 	t.Helper()
 	keys = make(map[uint64]bool)
@@ -83,7 +88,7 @@ func offers(t *testing.T, c *lab.Capture, w wire) (keys map[uint64]bool, calls i
 	return keys, calls
 }
 
-// number reads what tshark prints, in whatever base it prefers for a field.
+// number parses a number that tshark prints in the base of its field.
 func number(t *testing.T, s string) uint64 {
 	t.Helper()
 	n, err := strconv.ParseUint(s, 0, 64)

@@ -20,21 +20,20 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// A mount is an export of a guest on a directory.
+// A mount is a guest's export that is mounted on a directory.
 type mount struct {
 	dir string
 	tr  *xprt.Transport
 	fs  *fusefs.FS
 }
 
-// limit is for whatever has an end that does not depend on the amount of data. A busy machine takes
-// its time.
-const limit = 2 * time.Minute
+// opTimeout bounds every operation that does not depend on the amount of data, on a busy machine.
+const opTimeout = 2 * time.Minute
 
-// root asks the MOUNT service for an export's file handle.
+// root returns the file handle of an export from the MOUNT service.
 func (b bench) root(t *testing.T, export string) nfs3.FH {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
 	root, err := mountd.Mount(ctx, mountd.Args{Host: b.Mount.Addr().String(), Port: int(b.Mount.Port()),
 		Export: export, Cred: &sunrpc.AuthSys{Machine: "test"}})
@@ -44,7 +43,7 @@ func (b bench) root(t *testing.T, export string) nfs3.FH {
 	return root.FH
 }
 
-// A logBuffer keeps a log until it is known whether anybody wants to read it.
+// A logBuffer keeps a log, which is printed only if the test fails.
 type logBuffer struct {
 	mu  sync.Mutex
 	buf strings.Builder // guarded by mu
@@ -62,8 +61,8 @@ func (l *logBuffer) String() string {
 	return l.buf.String()
 }
 
-// transport connects to the server until the test ends. change, if not nil, changes what the
-// transport is made from.
+// transport returns a transport that is connected to the server until the test ends. change, if not
+// nil, changes its configuration.
 func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transport {
 	t.Helper()
 	var log logBuffer
@@ -82,7 +81,7 @@ func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transpor
 			t.Logf("%s%+v", log.String(), tr.Stats())
 		}
 	})
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
 	if err := tr.Connect(ctx); err != nil {
 		t.Fatal(err)
@@ -95,7 +94,7 @@ func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 	t.Helper()
 	root := b.root(t, lab.ExportRW)
 	tr := b.transport(t, change)
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
 	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, fusefs.DefaultOptions())
 	if err != nil {
@@ -119,10 +118,10 @@ func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 	return &mount{dir: dir, tr: tr, fs: fs}
 }
 
-// runLimit is for one program, several times what the longest takes on a busy host.
+// runLimit bounds one program, and is several times what the longest takes on a busy host.
 const runLimit = 10 * time.Minute
 
-// run runs a program and fails the test, with its output, when it fails.
+// run runs a program and returns its output. It fails the test if the program fails.
 func run(t *testing.T, dir, name string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), runLimit)
@@ -138,14 +137,14 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	return string(out)
 }
 
-// sum is the SHA-256 sum of a file of the host.
+// sum returns the SHA-256 sum of a file on the host.
 func sum(t *testing.T, file string) string {
 	t.Helper()
 	sum, _, _ := strings.Cut(run(t, "", "sha256sum", file), " ")
 	return sum
 }
 
-// serverSum is the SHA-256 sum of a file below /export, as the server itself sees it.
+// serverSum returns the SHA-256 sum of a file below /export, as the server computes it.
 func (b bench) serverSum(t *testing.T, file string) string {
 	t.Helper()
 	out, err := b.Run("sha256sum " + lab.ExportRW + "/" + file)
@@ -156,7 +155,7 @@ func (b bench) serverSum(t *testing.T, file string) string {
 	return sum
 }
 
-// goTree is a real source tree below GOROOT.
+// goTree returns a source tree below GOROOT.
 func goTree(t *testing.T, sub string) string {
 	t.Helper()
 	return filepath.Join(strings.TrimSpace(run(t, "", "go", "env", "GOROOT")), "src", sub)

@@ -13,27 +13,27 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// The cases of a provider that needs RDMA devices run in a guest: this very test program, in the
-// host's file system. It gets the server, and more guests, from the host's lab. Here is the host's
-// part.
+// The cases of a provider that needs RDMA devices run in a guest, in this same test program from
+// the host's file system. They get the server, and further guests, from the host's lab. This file
+// is the host's part.
 
 const (
-	// caseLimit is how long one case may run in the guest, several times what the longest took on a
-	// busy host; then it says where it stands, which takes a moment.
+	// caseLimit bounds one case in the guest, several times what the longest takes on a busy host.
+	// caseDump is the further time in which the guest prints its goroutines.
 	caseLimit = 15 * time.Minute
-	caseSays  = time.Minute
-	// clientMiB is the client guest's memory: its temporary files are there too.
+	caseDump  = time.Minute
+	// clientMiB is the client guest's memory in MiB, which also holds its temporary files.
 	clientMiB = 2048
 )
 
-// Programs of the client guest, and where they are in the host's file system as the guest has it.
+// Programs of the client guest, and their directory in the host's file system as the guest has it.
 const (
 	testProgram = "knfsd.test"
 	ourProgram  = "nfsrdmad"
 	programDir  = "/var/tmp"
 )
 
-// A pair is a guest for the cases, and one for the server.
+// A pair is a client guest for the cases and a server guest.
 type pair struct {
 	setup
 	share          string
@@ -41,43 +41,44 @@ type pair struct {
 	client, server *lab.Guest
 }
 
-// startPair builds the programs, and starts both guests.
+// startPair builds the programs and starts both guests.
 func startPair(t *testing.T, s setup) *pair {
 	t.Helper()
-	lab.SkipUnwanted(t)
+	lab.SkipIfDisabled(t)
 	p := &pair{setup: s, share: t.TempDir()}
 	lab.BuildRDMA(t, "test", "-c", "-o", filepath.Join(p.share, testProgram), ".")
 	lab.BuildRDMA(t, "build", "-o", filepath.Join(p.share, ourProgram), "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad")
 	return p.start(t)
 }
 
-// run runs a case in the client guest. It passes if the guest says that it has passed.
+// run runs a case in the client guest. The case passes if the guest reports that it has passed.
 func (p *pair) run(t *testing.T, c testCase) {
-	p.client.Lend(t, p.server, p.adapt)
+	p.client.ServeRemote(t, p.server, p.adapt)
 	name := "TestServers/" + p.test() + "/" + strings.ReplaceAll(c.name, " ", "_")
 	pattern := "^TestServers$/^" + regexp.QuoteMeta(p.test()) + "$/^" + regexp.QuoteMeta(c.name) + "$"
-	out, err := p.client.RunFor(p.command(pattern), caseLimit+caseSays)
+	out, err := p.client.RunFor(p.command(pattern), caseLimit+caseDump)
 	t.Logf("in the guest:\n%s", out)
 	var failed *lab.CommandError
 	switch {
 	case errors.As(err, &failed):
-		t.Error("failed in the guest")
+		t.Error("case failed in the guest")
 	case err != nil:
 		t.Error(err)
 	case !strings.Contains(out, "--- PASS: "+name+" ("):
-		t.Errorf("the guest does not say that %s has passed", name)
+		t.Errorf("guest did not report that %s passed", name)
 	}
 }
 
-// command is the shell command in the client guest that runs what a pattern selects.
+// command returns the shell command that runs the cases that match a pattern in the client guest.
 func (p *pair) command(pattern string) string {
-	// What a shell runs in the background, as the guest's does with commands, ignores SIGINT. Siw
-	// of 6.1 holds root to the limit of locked memory, too, which our unit lifts.
+	// Background jobs of a shell ignore SIGINT, and the guest runs commands as such. siw of 6.1
+	// also limits root's locked memory; the systemd unit of the daemon lifts this limit.
 	env := fmt.Sprintf("env --default-signal=INT,QUIT %s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"),
 		os.Getenv("PATH"))
-	return fmt.Sprintf("ulimit -l unlimited && chroot /host %s %s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s 2>&1",
-		env, filepath.Join(programDir, testProgram), caseLimit, pattern, p.name, p.serverName(), filepath.Join(
-			programDir, ourProgram))
+	test := fmt.Sprintf("%s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s",
+		filepath.Join(programDir, testProgram), caseLimit, pattern, p.name, p.serverName(),
+		filepath.Join(programDir, ourProgram))
+	return fmt.Sprintf("ulimit -l unlimited && chroot /host %s %s 2>&1", env, test)
 }
 
 // start starts the guests.
@@ -88,10 +89,10 @@ func (p *pair) start(t *testing.T) *pair {
 		lab.Options{Name: "client", Kernel: p.kernel, Provider: p.device, Link: p.link, HostRoot: true,
 			Share: p.share, MemoryMiB: clientMiB})
 	p.server, p.client = guests[0], guests[1]
-	// What lies in the shared directory is read anew by every process.
+	// Every process reads the shared directory anew, so copy the programs.
 	p.client.MustRun(fmt.Sprintf("cp /share/%s /share/%s /host%s", testProgram, ourProgram, programDir))
 	return p
 }
 
-// adapt is for guests that a case starts by itself.
+// adapt adapts the options of guests that a case starts.
 func (p *pair) adapt(o *lab.Options) { o.Link = p.link }

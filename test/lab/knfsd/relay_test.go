@@ -15,9 +15,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-var _ = register("split", "an FPDU split in its trailer: taken without CRC, and with CRC the end of the connection, not of the copy", testSplit)
+var _ = register("split", "an FPDU split in its trailer: accepted without CRC; "+
+	"with CRC the connection ends and the copy succeeds", testSplit)
 
-// RFC 5044 §4.2 and §7.1: where the lengths are in an FPDU and in an MPA Request.
+// Positions of the lengths in an FPDU and in an MPA Request (RFC 5044 §4.2 and §7.1).
 const (
 	mpaRequestHdr = 20
 	mpaPrivateLen = 18
@@ -27,12 +28,12 @@ const (
 )
 
 const (
-	splitAt    = 20 // the FPDU that is split, far into the first RDMA Read Response
+	splitAt    = 20 // number of the split FPDU, in the first RDMA Read Response
 	splitPause = 200 * time.Millisecond
 )
 
-// splitTrailer hands TCP connections on to a server until the test ends, octet by octet as they
-// come, but of one FPDU it holds the last two octets back for a moment, so that TCP cuts there.
+// splitTrailer relays TCP connections to a server until the test ends. It delays the last two bytes
+// of one FPDU, so that TCP splits the FPDU there.
 func splitTrailer(t *testing.T, server netip.AddrPort) netip.AddrPort {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -61,8 +62,8 @@ func splitTrailer(t *testing.T, server netip.AddrPort) netip.AddrPort {
 				to.(*net.TCPConn).CloseWrite()
 			})
 			work.Go(func() {
-				// Without the wrappers the kernel would copy, by pipes that Go keeps open: the leak
-				// check would count them.
+				// Without the wrappers the kernel copies through pipes that the Go runtime keeps
+				// open, and the leak check counts these pipes.
 				io.Copy(struct{ io.Writer }{client}, struct{ io.Reader }{to})
 				client.Close()
 				to.Close()
@@ -76,7 +77,7 @@ func splitTrailer(t *testing.T, server netip.AddrPort) netip.AddrPort {
 	return l.Addr().(*net.TCPAddr).AddrPort()
 }
 
-// forwardFPDUs copies an initiator's octets, frame by frame, until either end is gone, and splits
+// forwardFPDUs copies an initiator's bytes, frame by frame, until either end closes, and splits
 // FPDU number split.
 func forwardFPDUs(to io.Writer, from io.Reader, split int) {
 	r := bufio.NewReaderSize(from, 128<<10)
@@ -110,8 +111,7 @@ func forwardFPDUs(to io.Writer, from io.Reader, split int) {
 }
 
 // testSplit shows why CRCs are off by default: a stock siw ends a connection with CRCs when TCP
-// cuts within an FPDU's last octets, which is TCP's right. Whoever asks for CRCs loses no data by
-// it.
+// splits the last bytes of an FPDU, which TCP may do. With CRCs on, no data is lost either.
 func testSplit(t *testing.T, b bench) {
 	file := randomFile(t, 1<<20)
 	for _, crc := range []bool{false, true} {
@@ -120,15 +120,15 @@ func testSplit(t *testing.T, b bench) {
 		m := b.mount(t, func(c *xprt.Config) { c.Addr, c.ReconnectMin = addr, 100*time.Millisecond })
 		run(t, "", "cp", file, filepath.Join(m.dir, "split"))
 		if got, want := b.serverSum(t, "split"), sum(t, file); got != want {
-			t.Errorf("CRC %v: the server has a file with sum %s, want %s", crc, got, want)
+			t.Errorf("CRC %v: got a file with sum %s on the server, want %s", crc, got, want)
 		}
 		st := m.tr.Stats()
 		t.Logf("CRC %v: %d connections; %s", crc, st.Connects, st.LastError)
 		switch {
 		case !crc && st.Connects != 1:
-			t.Errorf("CRC off: %d connections, the last of which ended with: %s", st.Connects, st.LastError)
+			t.Errorf("CRC off: got %d connections, want 1; last error: %s", st.Connects, st.LastError)
 		case crc && (st.Connects < 2 || st.Resends == 0 || !strings.Contains(st.LastError, "CRC error")):
-			t.Errorf("CRC on: %d connections, %d calls sent again; the server's reason is not told: %s", st.Connects,
+			t.Errorf("CRC on: got %d connections, %d resends, last error %s; want a CRC error", st.Connects,
 				st.Resends, st.LastError)
 		}
 	}

@@ -17,7 +17,7 @@ import (
 
 func TestMain(m *testing.M) {
 	if lab.Remote() {
-		// librdmacm opens all devices once, for good. That is no leak of a test.
+		// librdmacm opens all devices once and never closes them. This is no leak of a test.
 		if _, err := rdmacore.Devices(); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
@@ -27,29 +27,29 @@ func TestMain(m *testing.M) {
 }
 
 var (
-	providerFlag = flag.String("provider", softi+","+rdmacore.Name, "the providers to test, separated by commas")
+	providerFlag = flag.String("provider", softiwarpName+","+rdmacore.Name, "test these `providers`, separated by commas")
 	serversFlag  = flag.String("servers", "",
-		"the servers to test against, as KERNEL/DEVICE, separated by commas; empty for what each provider is tested with: more if NFSRDMAD_LAB=all")
-	programFlag = flag.String("program", "", "nfsrdmad, where it is built already")
-	updateFlag  = flag.Bool("update", false, "write to docs/interop.md what this run has proved")
+		"test these `servers`, as KERNEL/DEVICE, separated by commas (default: by provider; more with NFSRDMAD_LAB=all)")
+	programFlag = flag.String("program", "", "use this nfsrdmad `binary` instead of building it")
+	updateFlag  = flag.Bool("update", false, "write the results to docs/interop.md")
 )
 
-const softi = "softiwarp"
+const softiwarpName = "softiwarp"
 
-// A provider is what the tests can be run with.
+// A provider is a provider to run the cases with.
 type provider struct {
 	name string
-	// make makes one. crc asks for MPA's CRC, where that is for the user to say.
+	// make returns a provider. crc requests MPA's CRC, if the user can request it.
 	make func(crc bool) (verbs.Provider, error)
-	// inGuest: it needs a kernel with RDMA devices, and so the cases run in a guest, with the
-	// server in another.
+	// inGuest reports that the provider needs a kernel with RDMA devices. The cases then run in a
+	// guest, with the server in another one.
 	inGuest bool
-	devices []string // of servers that it can reach, the one that a routine run takes first
+	devices []string // devices of servers that it can reach; a routine run uses the first
 }
 
 var providers = []provider{
 	{
-		name:    softi,
+		name:    softiwarpName,
 		make:    func(crc bool) (verbs.Provider, error) { return softiwarp.New(softiwarp.Config{CRC: crc}), nil },
 		devices: []string{lab.SIW},
 	},
@@ -61,13 +61,13 @@ var providers = []provider{
 	},
 }
 
-// servers are those that it is tested with by default.
+// servers returns the servers that p is tested with by default.
 func (p provider) servers() (names []string) {
 	devices := p.devices
-	if !lab.Whole() {
+	if !lab.FullRun() {
 		devices = devices[:1]
 	}
-	for _, kernel := range lab.Tested() {
+	for _, kernel := range lab.TestedKernels() {
 		for _, device := range devices {
 			names = append(names, kernel+"/"+device)
 		}
@@ -82,19 +82,19 @@ type setup struct {
 	device string // lab.SIW or lab.RXE
 }
 
-// test is the name of the setup's subtest of TestServers.
+// test returns the name of the setup's subtest of TestServers.
 func (s setup) test() string { return s.kernel + "-" + s.device + "-" + s.name }
 
-// serverName is the server's name in -servers and docs/interop.md.
+// serverName returns the server's name in -servers and docs/interop.md.
 func (s setup) serverName() string { return s.kernel + "/" + s.device }
 
-// setups are what the flags ask for.
+// setups returns the setups that the flags select.
 func setups(t *testing.T) (all []setup) {
 	t.Helper()
 	for name := range strings.SplitSeq(*providerFlag, ",") {
 		i := slices.IndexFunc(providers, func(p provider) bool { return p.name == name })
 		if i < 0 {
-			t.Fatalf("-provider: %q is not known", name)
+			t.Fatalf("-provider: unknown provider %q", name)
 		}
 		p := providers[i]
 		servers := p.servers()
@@ -104,7 +104,7 @@ func setups(t *testing.T) (all []setup) {
 		for _, server := range servers {
 			kernel, device, _ := strings.Cut(server, "/")
 			if !slices.Contains(lab.Kernels, kernel) || device != lab.SIW && device != lab.RXE {
-				t.Fatalf("-servers: %q is none of the lab's", server)
+				t.Fatalf("-servers: unknown server %q", server)
 			}
 			if slices.Contains(p.devices, device) {
 				all = append(all, setup{p, kernel, device})
@@ -112,20 +112,20 @@ func setups(t *testing.T) (all []setup) {
 		}
 	}
 	if len(all) == 0 {
-		t.Fatalf("-servers %s: -provider %s reaches none of them", *serversFlag, *providerFlag)
+		t.Fatalf("-servers %s: not reachable with -provider %s", *serversFlag, *providerFlag)
 	}
 	return all
 }
 
-// A bench is what a case is run on: a server, and the provider to reach it with.
+// A bench is the environment of a case: a server, and a provider to reach it.
 type bench struct {
 	*lab.Guest
 	setup
-	crc bool // ask for MPA's CRC
+	crc bool // request MPA's CRC
 	t   *testing.T
 }
 
-// MustRun is Guest.MustRun that fails the case, not the server's whole run.
+// MustRun is Guest.MustRun, but fails the case and not the server's test.
 func (b bench) MustRun(command string) string {
 	b.t.Helper()
 	out, err := b.Run(command)
@@ -135,7 +135,7 @@ func (b bench) MustRun(command string) string {
 	return out
 }
 
-// newProvider makes the provider.
+// newProvider returns a new provider.
 func (b bench) newProvider(t *testing.T) verbs.Provider {
 	t.Helper()
 	p, err := b.make(b.crc)
@@ -145,36 +145,36 @@ func (b bench) newProvider(t *testing.T) verbs.Provider {
 	return p
 }
 
-// another starts a guest of the server's kind for this case alone; it ends with the case.
-// opts.Kernel and opts.Provider are set here.
-func (b bench) another(opts lab.Options) bench {
+// ownServer starts a server like b's for this case only. It sets opts.Kernel and opts.Provider.
+func (b bench) ownServer(opts lab.Options) bench {
 	b.t.Helper()
 	opts.Kernel, opts.Provider = b.kernel, b.device
 	b.Guest = lab.Start(b.t, opts)
 	return b
 }
 
-// A testCase is run against each server.
+// A testCase runs against each server.
 type testCase struct {
 	name   string
-	proves string // what docs/interop.md says when it passed; no "|"
+	proves string // text in docs/interop.md, without "|"
 	run    func(t *testing.T, b bench)
 }
 
-// cases are all of the package, in the order in which they run: by file name, and within a file
-// from top to bottom.
+// cases are all cases, in the order in which they run: by file name, and in a file from top to
+// bottom.
 var cases []testCase
 
-// register adds a case; call it for a package variable. All cases of a server share one guest, with
-// the kernel's own settings: a case leaves it serving, with these settings, its network and power
-// on; or starts another one. /export is emptied between cases.
+// register adds a case; use it to initialize a package variable. All cases of a server share one
+// guest with the kernel's default settings. A case must leave the guest serving, with these
+// settings and with its network and power on, or use its own server. /export is emptied between
+// cases.
 func register(name, proves string, run func(t *testing.T, b bench)) struct{} {
 	cases = append(cases, testCase{name, proves, run})
 	return struct{}{}
 }
 
-// TestServers runs all cases against all servers, and compares what they prove with what
-// docs/interop.md claims. In a guest it runs there what the host's asks for (pair_test.go).
+// TestServers runs all cases against all servers, and compares the results with docs/interop.md. In
+// a guest it runs the case that the host selects (pair_test.go).
 func TestServers(t *testing.T) {
 	for _, s := range setups(t) {
 		t.Run(s.test(), func(t *testing.T) {
@@ -182,7 +182,7 @@ func TestServers(t *testing.T) {
 			run := func(t *testing.T, c testCase) { c.run(t, bench{Guest: server, setup: s, t: t}) }
 			switch {
 			case lab.Remote():
-				server = lab.Borrow(t)
+				server = lab.RemoteServer(t)
 			case s.inGuest:
 				p := startPair(t, s)
 				server, run = p.server, p.run
@@ -199,7 +199,7 @@ func runCases(t *testing.T, s setup, server *lab.Guest, run func(*testing.T, tes
 	got := column{server: s.serverName(), kernel: strings.TrimSpace(server.MustRun("uname -r")), provider: s.name}
 	whole := true
 	for _, c := range cases {
-		if why := s.spares(c.name); why != "" {
+		if why := s.skipReason(c.name); why != "" {
 			if !lab.Remote() {
 				t.Logf("%q does not apply: %s", c.name, why)
 			}
@@ -210,7 +210,7 @@ func runCases(t *testing.T, s setup, server *lab.Guest, run func(*testing.T, tes
 			ran = true
 			run(t, c)
 		})
-		if lab.Remote() { // one case, and the rest is the host's
+		if lab.Remote() { // the host does the rest
 			continue
 		}
 		if !ran {
@@ -218,25 +218,25 @@ func runCases(t *testing.T, s setup, server *lab.Guest, run func(*testing.T, tes
 			continue
 		}
 		if _, err := server.RunFor("rm -rf "+lab.ExportRW+"/*", runLimit); err != nil {
-			t.Fatalf("after %s: %v", c.name, err)
+			t.Fatalf("empty the export after %s: %v", c.name, err)
 		}
 		if passed {
 			got.proved = append(got.proved, c.proves)
 		}
 	}
 	if !lab.Remote() {
-		interop(t, got, whole)
+		checkInterop(t, got, whole)
 	}
 }
 
-// smaller is what a case takes: n, or where it runs in a guest, and both ends of the network are
-// emulated, in, which must be enough to prove the same.
-func (b bench) smaller(n, in int) int {
+// scaled returns n, or inGuest if the case runs in a guest, where both ends of the network are
+// emulated. Both values must be enough to prove the same.
+func (b bench) scaled(n, inGuest int) int {
 	if b.inGuest {
-		return in
+		return inGuest
 	}
 	return n
 }
 
-// String is for messages.
+// String returns the setup's name in messages.
 func (s setup) String() string { return fmt.Sprintf("%s with %s", s.serverName(), s.name) }

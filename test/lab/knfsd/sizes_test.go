@@ -15,34 +15,41 @@ import (
 )
 
 var (
-	_ = register("sizes", "reads and writes of sizes 0 to 1 MiB + 1 around every edge, and past 4 GiB", testSizes)
-	_ = register("sizes of files", "files of sizes 0 to 3 MiB + 1 and past 4 GiB through the mount, summed by the server itself", testFileSizes)
+	_ = register("sizes", "reads and writes of 0 to 1 MiB + 1 bytes around every size limit, and past 4 GiB", testSizes)
+	_ = register("sizes of files", "files of 0 to 3 MiB + 1 bytes and past 4 GiB through the mount, "+
+		"with checksums from the server",
+		testFileSizes)
 )
 
-// past4G is an offset that 32 bits do not hold, and no multiple of anything.
+// past4G is an offset that exceeds 32 bits and is not aligned.
 const past4G = 4<<30 + 4093
 
-// edges are sizes at which something changes, but for the inline threshold.
-var edges = []int{0, 1, 2, 3, 4, 5, 4<<10 - 1, 4 << 10, 4<<10 + 1, 64<<10 - 1, 64 << 10, 64<<10 + 1, 1<<20 - 1, 1 << 20}
+// sizeLimits are sizes around which the protocol changes, except the inline threshold.
+var sizeLimits = []int{
+	0, 1, 2, 3, 4, 5,
+	4<<10 - 1, 4 << 10, 4<<10 + 1,
+	64<<10 - 1, 64 << 10, 64<<10 + 1,
+	1<<20 - 1, 1 << 20,
+}
 
-// lastInlineWrite is the largest size whose WRITE has the data inline.
+// lastInlineWrite returns the largest size that a WRITE sends inline.
 func lastInlineWrite(s session, fh nfs3.FH) int {
 	args := sunrpc.SizeUint32 + sunrpc.Pad4(len(fh.Bytes())) + sunrpc.SizeUint64 + 3*sunrpc.SizeUint32
 	return s.tr.Stats().InlineSend - rpcrdma.MinHeaderSize - sunrpc.CallSize(s.cred) - args
 }
 
-// lastInlineRead is the largest size whose READ asks for the data inline.
+// lastInlineRead returns the largest size that a READ requests inline.
 func lastInlineRead(s session) int {
 	return s.tr.Stats().InlineRecv - rpcrdma.MinHeaderSize - sunrpc.AcceptedReplySize - nfs3.MaxResultRead
 }
 
-// testSizes makes READs and WRITEs of exact sizes, at the beginning, across a page's end, and far
-// behind.
+// testSizes sends READs and WRITEs of exact sizes at the start, across a page boundary and past 4
+// GiB.
 func testSizes(t *testing.T, b bench) {
 	s := b.session(t, nil)
 	fh := s.create(t, "sizes")
 	writeEdge, readEdge := lastInlineWrite(s, fh), lastInlineRead(s)
-	sizes := edges
+	sizes := sizeLimits
 	for d := -4; d <= 4; d++ {
 		sizes = append(sizes, writeEdge+d, readEdge+d)
 	}
@@ -54,58 +61,58 @@ func testSizes(t *testing.T, b bench) {
 			s.read(t, fh, off, want)
 			after := s.tr.Stats()
 			if inline := after.ReadChunks == before.ReadChunks; inline != (sunrpc.Pad4(n) <= writeEdge) {
-				t.Errorf("WRITE of %d octets, of at most %d inline: inline is %v", n, writeEdge, inline)
+				t.Errorf("WRITE of %d bytes, inline limit %d: got inline %v", n, writeEdge, inline)
 			}
 			if inline := after.WriteChunks == before.WriteChunks; inline != (sunrpc.Pad4(n) <= readEdge) {
-				t.Errorf("READ of %d octets, of at most %d inline: inline is %v", n, readEdge, inline)
+				t.Errorf("READ of %d bytes, inline limit %d: got inline %v", n, readEdge, inline)
 			}
 		}
 	}
-	t.Logf("inline are WRITEs of up to %d octets and READs of up to %d", writeEdge, readEdge)
-	testEnd(t, s, fh)
+	t.Logf("WRITEs are inline up to %d bytes, READs up to %d bytes", writeEdge, readEdge)
+	testReadAtEOF(t, s, fh)
 
-	// One octet more than the device conveys is refused before it is sent.
+	// The client refuses one byte more than the device can transfer before it sends the call.
 	var refused *xprt.ProtocolError
-	big := s.room(1<<20 + 1)
+	big := s.buffer(1<<20 + 1)
 	if err := s.Write(t.Context(), s.cred, fh, 0, big, nfs3.Unstable, new(nfs3.WriteResult)); !errors.As(err,
 		&refused) {
-		t.Errorf("WRITE of %d octets: %v", len(big), err)
+		t.Errorf("WRITE of %d bytes: got error %v, want a ProtocolError", len(big), err)
 	}
 	if err := s.Read(t.Context(), s.cred, fh, 0, big, new(nfs3.ReadResult)); !errors.As(err, &refused) {
-		t.Errorf("READ of %d octets: %v", len(big), err)
+		t.Errorf("READ of %d bytes: got error %v, want a ProtocolError", len(big), err)
 	}
 	if st := s.tr.Stats(); st.Connects != 1 || st.BadReply != 0 || st.RDMAErrors != 0 || st.Resends != 0 {
-		t.Errorf("not a quiet connection: %+v", st)
+		t.Errorf("got reconnects, resends or errors: %+v", st)
 	}
 }
 
-// testEnd reads across the end of the file, with and without chunks.
-func testEnd(t *testing.T, s session, fh nfs3.FH) {
+// testReadAtEOF reads across the end of the file, with and without chunks.
+func testReadAtEOF(t *testing.T, s session, fh nfs3.FH) {
 	t.Helper()
 	var attr nfs3.Attr
 	if err := s.GetAttr(t.Context(), s.cred, fh, &attr); err != nil {
 		t.Fatal(err)
 	}
 	if attr.Size != past4G+1<<20 {
-		t.Errorf("the file has %d octets, want %d", attr.Size, past4G+1<<20)
+		t.Errorf("got a file of %d bytes, want %d", attr.Size, past4G+1<<20)
 	}
 	for _, size := range []int{100, 10_000, 1 << 20} {
 		for _, there := range []int{0, 1, 2, 3, 5, 99} {
 			var res nfs3.ReadResult
-			if err := s.Read(t.Context(), s.cred, fh, attr.Size-uint64(there), s.room(size), &res); err != nil ||
+			if err := s.Read(t.Context(), s.cred, fh, attr.Size-uint64(there), s.buffer(size), &res); err != nil ||
 				res.N != there || !res.EOF {
-				t.Errorf("READ of %d octets, %d before the end: %d, end %v, error %v", size, there, res.N, res.EOF, err)
+				t.Errorf("READ of %d bytes, %d before the end: got %d, EOF %v, error %v", size, there, res.N, res.EOF, err)
 			}
 		}
 	}
 }
 
-// testFileSizes writes files of these sizes through one mount, has the server sum them, and reads
-// them through another.
+// testFileSizes writes files of these sizes through one mount, compares checksums from the server,
+// and reads the files through another mount.
 func testFileSizes(t *testing.T, b bench) {
 	m := b.mount(t, nil)
 	local := t.TempDir()
-	sizes := append([]int{3900, 3950, 4000, 1<<20 + 1, 3<<20 + 1}, edges...)
+	sizes := append([]int{3900, 3950, 4000, 1<<20 + 1, 3<<20 + 1}, sizeLimits...)
 	if err := os.Mkdir(filepath.Join(m.dir, "sizes"), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -120,17 +127,17 @@ func testFileSizes(t *testing.T, b bench) {
 	writeFar(t, filepath.Join(m.dir, "sizes", "far"), far)
 	const sums = "sha256sum [0-9]* | sort"
 	if here, there := run(t, local, "sh", "-c", sums), b.MustRun("cd /export/sizes && "+sums); here != there {
-		t.Errorf("sums here\n%s\nthere\n%s", here, there)
+		t.Errorf("got checksums on the client\n%s\nand on the server\n%s", here, there)
 	}
-	// The last full page before the data and all behind it: a file with a hole of 4 GiB is not for
-	// summing.
+	// Compare the end of the file, from the last full page before the data: a checksum of a hole of
+	// 4 GiB takes too long.
 	tail := fmt.Sprintf("dd if=/export/sizes/far bs=4096 skip=%d 2>/dev/null | sha256sum", past4G/4096)
 	want := filepath.Join(local, "far")
 	if err := os.WriteFile(want, append(make([]byte, past4G%4096), far...), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if got, _, _ := strings.Cut(b.MustRun(tail), " "); got != sum(t, want) {
-		t.Errorf("behind 4 GiB the server has data with sum %s, want %s", got, sum(t, want))
+		t.Errorf("got data past 4 GiB with sum %s on the server, want %s", got, sum(t, want))
 	}
 
 	cold := b.mount(t, nil)
@@ -160,12 +167,12 @@ func readFar(t *testing.T, file string, want []byte) {
 	}
 	defer f.Close()
 	got := make([]byte, len(want)+1)
-	n, _ := f.ReadAt(got, past4G) // ends with the file
+	n, _ := f.ReadAt(got, past4G) // returns io.EOF
 	if n != len(want) || string(got[:n]) != string(want) {
-		t.Errorf("behind 4 GiB are %d octets, want %d, or they differ", n, len(want))
+		t.Errorf("got %d bytes past 4 GiB, want %d equal bytes", n, len(want))
 	}
 	hole := make([]byte, 8192)
 	if n, err := f.ReadAt(hole, past4G-8192); err != nil || n != len(hole) || strings.Trim(string(hole), "\x00") != "" {
-		t.Errorf("the hole before is not empty: %d octets, error %v", n, err)
+		t.Errorf("read of the hole: got %d bytes or other data, error %v", n, err)
 	}
 }

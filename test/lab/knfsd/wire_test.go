@@ -9,8 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// frames returns the given fields of each frame of a capture that a filter lets through; a frame
-// with several messages has several values of a field.
+// frames returns the given fields of each frame that matches a filter. A frame with several
+// messages has several values of a field.
 func frames(t *testing.T, c *lab.Capture, filter string, fields ...string) [][][]string {
 	t.Helper()
 	args := []string{"--disable-protocol", "nfs", "-Y", filter, "-T", "fields"}
@@ -36,18 +36,18 @@ func frames(t *testing.T, c *lab.Capture, filter string, fields ...string) [][][
 	return all
 }
 
-// A wire is how a transport shows in a capture: filters of the decoder. The decoder finds
-// RPC-over-RDMA by itself in both.
+// A wire describes a transport by display filters for tshark. tshark finds RPC-over-RDMA on both
+// transports without options.
 type wire struct {
-	to, from string // messages to the server, and from it; each goes before other filters
+	to, from string // prefix of a filter for messages to the server, and from it
 
 	send, sendInvalidate, readRequest, readResponse, write string
 
-	again string // packets that came twice, or out of their order
-	fatal string // one side has told the other that it cannot go on
+	resent string // resent or reordered packets
+	fatal  string // a side reports a fatal error
 }
 
-// wire is that of the server's device.
+// wire returns the filters for the server's device.
 func (b bench) wire() wire {
 	if b.device == lab.RXE {
 		return roce(b.RDMA.Addr())
@@ -55,7 +55,7 @@ func (b bench) wire() wire {
 	return iwarp(b.RDMA.Port())
 }
 
-// iwarp is RDMAP (RFC 5040) in a TCP connection to a port.
+// iwarp returns the filters for RDMAP (RFC 5040) in a TCP connection to a port.
 func iwarp(port uint16) wire {
 	return wire{
 		to:             fmt.Sprintf("tcp.dstport == %d && ", port),
@@ -65,14 +65,15 @@ func iwarp(port uint16) wire {
 		readRequest:    "iwarp_rdma.rr",
 		readResponse:   "iwarp_rdma.opcode == 2",
 		write:          "iwarp_rdma.opcode == 0 && iwarp_ddp.tagged",
-		again:          fmt.Sprintf("tcp.port == %d && (tcp.analysis.retransmission || tcp.analysis.out_of_order || tcp.analysis.lost_segment)", port),
-		fatal:          "iwarp_rdma.terminate",
+		resent: fmt.Sprintf("tcp.port == %d && (tcp.analysis.retransmission || "+
+			"tcp.analysis.out_of_order || tcp.analysis.lost_segment)", port),
+		fatal: "iwarp_rdma.terminate",
 	}
 }
 
-// roce is RoCE version 2 with a server: reliable connections, whose packets are InfiniBand's
-// (volume 1, release 1.4, §9.2). A message of several packets has another opcode in its first, its
-// middle and its last packet.
+// roce returns the filters for RoCE version 2: reliable connections with InfiniBand's packets
+// (InfiniBand volume 1, release 1.4, §9.2). The first, middle and last packets of a message have
+// different opcodes.
 func roce(server netip.Addr) wire {
 	return wire{
 		to:             fmt.Sprintf("infiniband && ip.dst == %v && ", server),
@@ -82,19 +83,19 @@ func roce(server netip.Addr) wire {
 		readRequest:    "infiniband.bth.opcode == 12",
 		readResponse:   "infiniband.bth.opcode in {13, 14, 15, 16}",
 		write:          "infiniband.bth.opcode in {6, 7, 8, 10}",
-		// A NAK for a packet that was missing (§9.7.5.2.8) makes the other side begin again there.
-		again: "infiniband.aeth.syndrome.opcode == 3 && infiniband.aeth.syndrome.error_code == 0",
-		fatal: "infiniband.aeth.syndrome.opcode == 3 && infiniband.aeth.syndrome.error_code > 0",
+		// After a NAK for a missing packet (§9.7.5.2.8) the other side sends resent from there.
+		resent: "infiniband.aeth.syndrome.opcode == 3 && infiniband.aeth.syndrome.error_code == 0",
+		fatal:  "infiniband.aeth.syndrome.opcode == 3 && infiniband.aeth.syndrome.error_code > 0",
 	}
 }
 
-// captureTries is how often traffic is repeated for a capture that can be relied on. Two in a row
-// that could not be were seen on a busy host.
+// captureTries bounds the repetitions of traffic until its capture is reliable. On a busy host two
+// consecutive captures were unreliable.
 const captureTries = 8
 
-// record captures what traffic causes. Where something was sent again, or packets were recorded out
-// of their order, as happens on a busy host, the decoder may lose its place, and takes payload for
-// headers: then it is done once more, with an empty export.
+// record captures the frames that traffic causes. On a busy host packets may be resent or recorded
+// out of order. The decoder may then lose its position and decode payload as headers, so record
+// empties the export and repeats the traffic.
 func (b bench) record(t *testing.T, name string, traffic func()) *lab.Capture {
 	t.Helper()
 	for try := 1; ; try++ {
@@ -103,22 +104,22 @@ func (b bench) record(t *testing.T, name string, traffic func()) *lab.Capture {
 		if err := c.Stop(); err != nil {
 			t.Fatal(err)
 		}
-		again := frames(t, c, b.wire().again, "frame.number")
-		if len(again) == 0 || try == captureTries || t.Failed() {
+		resent := frames(t, c, b.wire().resent, "frame.number")
+		if len(resent) == 0 || try == captureTries || t.Failed() {
 			return c
 		}
-		t.Logf("try %d: %d packets out of order in the capture", try, len(again))
+		t.Logf("try %d: capture has %d resent or reordered packets", try, len(resent))
 		b.MustRun("rm -rf " + lab.ExportRW + "/*")
 	}
 }
 
-// sound holds a capture to what each must be: in order up to RPC, and nobody has given up.
-func (b bench) sound(t *testing.T, c *lab.Capture) {
+// checkCapture checks that a capture decodes up to RPC and contains no fatal error.
+func (b bench) checkCapture(t *testing.T, c *lab.Capture) {
 	t.Helper()
 	if out, err := c.Malformed(); err != nil || out != "" {
-		t.Errorf("malformed packets (%v):\n%.3000s", err, out)
+		t.Errorf("got malformed packets (error %v):\n%.3000s", err, out)
 	}
 	if n := len(frames(t, c, b.wire().fatal, "frame.number")); n != 0 {
-		t.Errorf("%d packets are Terminate messages, or refuse a request", n)
+		t.Errorf("got %d Terminate messages or refused requests", n)
 	}
 }

@@ -17,19 +17,24 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// allowed are the attacks that the kernel's soft devices allow by themselves, whoever uses them.
+const (
+	wholeWindow = "a memory window gives the peer access to all memory that it is bound to"
+	anyWindow   = "the kernel accepts any memory window of the machine in a peer's Send With Invalidate"
+)
+
+// allowed lists the attacks that the kernel's soft devices permit, whatever the provider does.
 var allowed = map[verbs.Transport]map[string]string{
 	verbs.TransportIB: { // rxe
-		"write beyond the end, in time":               "a window lets the peer reach all of the memory that it is bound to",
-		"overlong read, in time":                      "a window lets the peer reach all of the memory that it is bound to",
-		"invalidation of a key of another connection": "the kernel lets the peer's Send With Invalidate name any window of the machine",
+		"write beyond the end, in time":               wholeWindow,
+		"overlong read, in time":                      wholeWindow,
+		"invalidation of a key of another connection": anyWindow,
 	},
 	verbs.TransportIWARP: { // siw
-		"read of a write chunk, in time": "the kernel asks for no right of a Read, only for a good key",
+		"read of a write chunk, in time": "the kernel requires a valid key for a Read, but no access right",
 	},
 }
 
-// attacked is a transport as the hostile server's tests see it.
+// attacked is a transport in the form that the tests of package hostile need.
 type attacked struct{ *xprt.Transport }
 
 func (a attacked) Stats() hostile.Stats {
@@ -38,8 +43,8 @@ func (a attacked) Stats() hostile.Stats {
 		MRsRecovered: uint64(s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned)}
 }
 
-// TestAttacks plays a server that reaches for memory it has no right to, on a device of the
-// kernel's.
+// TestAttacks plays a server that accesses memory without permission, on a soft device of the
+// kernel.
 func TestAttacks(t *testing.T) {
 	addr := netip.AddrPortFrom(inGuest(t), 0)
 	kind := mustResolve(t).Attrs().Transport
@@ -52,7 +57,7 @@ func TestAttacks(t *testing.T) {
 	})
 }
 
-// dialAttacked connects a transport of ours.
+// dialAttacked connects a transport to the hostile server.
 func dialAttacked(t testing.TB, server netip.AddrPort) hostile.Client {
 	t.Helper()
 	tr, err := xprt.New(xprt.Config{Provider: devices(t), Addr: server, Slots: 16,
@@ -69,7 +74,7 @@ func dialAttacked(t testing.TB, server netip.AddrPort) hostile.Client {
 		if err == nil {
 			return attacked{tr}
 		}
-		// siw, now and then: the connection manager's choice of a port was taken
+		// On siw now and then: the connection manager chose a port that is in use.
 		if try == 10 || !errors.Is(err, syscall.EADDRNOTAVAIL) {
 			t.Fatal(err)
 		}

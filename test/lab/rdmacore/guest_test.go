@@ -26,8 +26,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// The tests of this file run in a guest, against its own server or another guest's; those of
-// lab_test.go put them there.
+// The tests in this file run in a guest, against its own server or that of another guest. The tests
+// in lab_test.go start them there.
 
 // Ports of the guest's server.
 const (
@@ -36,26 +36,26 @@ const (
 )
 
 const (
-	// guestEnv is the address of the server, where there is one.
+	// guestEnv contains the server's address.
 	guestEnv = "NFSRDMAD_RDMACORE_GUEST"
-	// exportEnv is where the server's export is a directory that has nothing to do with RDMA;
-	// otherwise it is the guest's own.
+	// exportEnv is a directory on which the server's export is mounted without RDMA. If it is
+	// empty, the export is the guest's own.
 	exportEnv = "NFSRDMAD_RDMACORE_EXPORT"
 )
 
 var cred = sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "guest"})
 
-// inGuest is the server's address, or skips.
+// inGuest returns the server's address. It skips the test if guestEnv is empty.
 func inGuest(t testing.TB) netip.Addr {
 	t.Helper()
 	s := os.Getenv(guestEnv)
 	if s == "" {
-		t.Skipf("this runs in a guest of the lab: %s is not set", guestEnv)
+		t.Skipf("test needs a guest of the lab: %s is not set", guestEnv)
 	}
 	return netip.MustParseAddr(s)
 }
 
-// connect gives a transport to the server, and the export's file handle.
+// connect returns a transport to the server, and the file handle of the export.
 func connect(t *testing.T, p verbs.Provider) (*xprt.Transport, nfs3.FH) {
 	t.Helper()
 	addr := inGuest(t)
@@ -93,7 +93,7 @@ func devices(t testing.TB) verbs.Provider {
 	return p
 }
 
-// create makes a file, or empties it.
+// create creates a file, or truncates it.
 func create(t *testing.T, c *nfs3.Client, dir nfs3.FH, name string) nfs3.FH {
 	t.Helper()
 	var res nfs3.CreateResult
@@ -105,7 +105,7 @@ func create(t *testing.T, c *nfs3.Client, dir nfs3.FH, name string) nfs3.FH {
 	return res.FH
 }
 
-// block fills b with octets that tell place and seed.
+// block fills b with bytes that depend on their offset and seed.
 func block(b []byte, off uint64, seed byte) {
 	for i := range b {
 		o := off + uint64(i)
@@ -123,8 +123,8 @@ func arena(t *testing.T, n int) []byte {
 	return b
 }
 
-// TestMainJob writes a file in pieces of every size, compares what the server has, and reads it
-// back on a connection of its own.
+// TestMainJob writes a file in pieces of different sizes, compares the server's file, and reads it
+// through a second connection.
 func TestMainJob(t *testing.T) {
 	const size = 8 << 20
 	buf, back := arena(t, 1<<20), arena(t, 1<<20)
@@ -140,7 +140,7 @@ func TestMainJob(t *testing.T) {
 		copy(buf, want[off:off+n])
 		var w nfs3.WriteResult
 		if err := c.Write(ctx, cred, fh, uint64(off), buf[:n], nfs3.Unstable, &w); err != nil {
-			t.Fatalf("write %d octets at %d: %v", n, off, err)
+			t.Fatalf("write %d bytes at %d: %v", n, off, err)
 		}
 		off += int(w.Count)
 	}
@@ -153,7 +153,7 @@ func TestMainJob(t *testing.T) {
 		dir = "/export"
 	}
 	if got, err := os.ReadFile(filepath.Join(dir, "job")); err != nil || !bytes.Equal(got, want) {
-		t.Fatalf("the server's file of %d octets differs (%v)", len(got), err)
+		t.Fatalf("got a different file of %d bytes on the server (error %v)", len(got), err)
 	}
 	second, _ := connect(t, devices(t))
 	rc := nfs3.NewClient(second, nfs3.Options{})
@@ -162,10 +162,10 @@ func TestMainJob(t *testing.T) {
 		var r nfs3.ReadResult
 		clear(back[:n])
 		if err := rc.Read(ctx, cred, fh, uint64(off), back[:n], &r); err != nil || r.N == 0 {
-			t.Fatalf("read %d octets at %d: %d, %v", n, off, r.N, err)
+			t.Fatalf("read %d bytes at %d: got %d, error %v", n, off, r.N, err)
 		}
 		if !bytes.Equal(back[:r.N], want[off:off+r.N]) {
-			t.Fatalf("what was read at %d differs", off)
+			t.Fatalf("read at %d: got different data", off)
 		}
 		off += r.N
 	}
@@ -174,7 +174,7 @@ func TestMainJob(t *testing.T) {
 		attrs.Caps.Has(verbs.CapPerIOReg))
 }
 
-// mustResolve is the device that reaches the server.
+// mustResolve returns the device that reaches the server.
 func mustResolve(t testing.TB) verbs.Device {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
@@ -187,7 +187,7 @@ func mustResolve(t testing.TB) verbs.Device {
 	return id.Device()
 }
 
-// TestStorm does verified I/O while faults end connections and fail registrations and
+// TestStorm checks data while injected faults end connections and fail registrations and
 // invalidations.
 func TestStorm(t *testing.T) {
 	const plan = "seed=7,disconnect-every=150,post-fail=170:0,flush-reg=90,reg-error=130,linv-error=110,alloc-fail=40"
@@ -218,7 +218,7 @@ func TestStorm(t *testing.T) {
 	t.Logf("faults: %+v", faulty.Counts())
 }
 
-// churn writes and reads at random, and compares with what it wrote.
+// churn writes and reads at random, and compares the data with a copy.
 func churn(c *nfs3.Client, fh nfs3.FH, buf []byte, seed byte, calls, span int) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
@@ -232,7 +232,7 @@ func churn(c *nfs3.Client, fh nfs3.FH, buf []byte, seed byte, calls, span int) e
 			block(buf[:n], uint64(off), seed+byte(i))
 			var w nfs3.WriteResult
 			if err := c.Write(ctx, cred, fh, uint64(off), buf[:n], nfs3.FileSync, &w); err != nil {
-				return fmt.Errorf("call %d: write %d octets at %d: %w", i, n, off, err)
+				return fmt.Errorf("call %d: write %d bytes at %d: %w", i, n, off, err)
 			}
 			copy(model[off:], buf[:w.Count])
 			end = max(end, off+int(w.Count))
@@ -244,10 +244,10 @@ func churn(c *nfs3.Client, fh nfs3.FH, buf []byte, seed byte, calls, span int) e
 		var r nfs3.ReadResult
 		clear(buf[:n])
 		if err := c.Read(ctx, cred, fh, uint64(off), buf[:n], &r); err != nil {
-			return fmt.Errorf("call %d: read %d octets at %d: %w", i, n, off, err)
+			return fmt.Errorf("call %d: read %d bytes at %d: %w", i, n, off, err)
 		}
 		if !bytes.Equal(buf[:r.N], model[off:off+r.N]) {
-			return fmt.Errorf("call %d: read %d octets at %d: they differ", i, r.N, off)
+			return fmt.Errorf("call %d: read %d bytes at %d: got different data", i, r.N, off)
 		}
 	}
 	return nil

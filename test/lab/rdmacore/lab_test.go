@@ -15,8 +15,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-// cutLengths are how long the link is cut, one after the other, and cutPause is how long it works
-// before each. cutsWanted is what must have happened before the storm is over: one of each length.
+// cutLengths are the durations for which the link is cut, and cutPause is the pause before each
+// cut. cutsWanted is the minimum number of cuts during the storm, one of each duration.
 var cutLengths = []time.Duration{300 * time.Millisecond, 10 * time.Second, 300 * time.Millisecond, 10 * time.Second}
 
 const (
@@ -25,52 +25,54 @@ const (
 )
 
 const (
-	// guestAddr is a guest's own address, where it is on no link.
+	// guestAddr is the address of a guest that is on no link.
 	guestAddr = "10.0.2.15"
-	// wireReady says to the client's guest that the server's is ready for TestWire.
+	// wireReady is a file that the server's guest creates when it is ready for TestWire.
 	wireReady = "/share/wire-ready"
-	// runLimit is how long one test program may run in the guest.
+	// runLimit bounds one test program in the guest.
 	runLimit = 12 * time.Minute
 )
 
-// A target is a device of the kernel's, and the rules of the conformance suite that it breaks by
-// itself, whoever uses it. Each was seen with the stock kernels of the lab; none can be made good
-// from a program.
+// A target is a soft device of the kernel, and the rules of the conformance suite that it breaks
+// whatever the provider does. All of them were seen with the stock kernels of the lab; no program
+// can correct them.
 type target struct {
 	provider string
 	broken   []string
-	// what tests themselves skip for want of a capability of it: these, all of them, and nothing
-	// else
+	// skipped are all tests and subtests that skip because the device lacks a capability.
 	skipped []string
 }
 
 var targets = []target{
 	{lab.RXE, []string{
-		// A window that is not bound is invalidated through a nil pointer, and the kernel panics,
-		// also when it is the peer that asks.
+		// Invalidating an unbound window, locally or by the peer, dereferences a nil pointer, and
+		// the kernel panics.
 		"TestConformance/BadRemoteInvalidate$",
-		// The peer's Send With Invalidate may name any window.
+		// The kernel accepts any window in the peer's Send With Invalidate.
 		"TestConformance/SharedPDOtherKey/SendWithInv",
-		// A window lets the peer reach all of the region that it is bound to: its own bounds are
-		// not looked at.
-		"TestConformance/AccessRefused/(write,_after_the_end|write,_before|write,_across_the_end|read,_across_the_end|read,_before)$",
-		// A Read that was begun goes on when its window is invalidated, and a packet of a Write
-		// that was let in is placed after it.
+		// The device does not check the bounds of a window: the peer can access the complete
+		// region.
+		"TestConformance/AccessRefused/" +
+			"(write,_after_the_end|write,_before|write,_across_the_end|read,_across_the_end|read,_before)$",
+		// A pending Read continues after the invalidation of its window, and the data of an
+		// accepted Write packet is placed after it.
 		"TestConformance/(LocalInvFences|DeregFences|ReadFence)$",
 	}, []string{
-		"TestAttacks/invalidation_of_a_key_of_another_connection", "TestAttacks/overlong_read,_in_time", "TestAttacks/write_beyond_the_end,_in_time",
+		"TestAttacks/invalidation_of_a_key_of_another_connection",
+		"TestAttacks/overlong_read,_in_time", "TestAttacks/write_beyond_the_end,_in_time",
 		"TestConformance/ForeignResources", "TestConformance/Gaps",
 	}},
 	{lab.SIW, []string{
-		// A message of a few octets across a page boundary arrives changed.
+		// A message of a few bytes that crosses a page boundary arrives corrupted.
 		"TestConformance/ReadSizes$",
-		// A Read without the right is neither answered nor refused.
+		// A Read without the access right is neither answered nor refused.
 		"TestConformance/AccessRefused/(read,_no_right|read,_local_right_alone)$",
-		// Deregistration does not wait for what is being placed or sent.
+		// Deregistration does not wait for data that is being placed or sent.
 		"TestConformance/(LocalInvFences|DeregFences|ReadFence)$",
 	}, []string{
 		"TestAttacks/read_of_a_write_chunk,_in_time", "TestWire/refused/read,_no_right",
-		"TestConformance/BadRemoteInvalidate", "TestConformance/ForeignResources", "TestConformance/Gaps", "TestConformance/STags",
+		"TestConformance/BadRemoteInvalidate", "TestConformance/ForeignResources",
+		"TestConformance/Gaps", "TestConformance/STags",
 		"TestConformance/SendWithInvalidate", "TestConformance/SharedPDOtherKey",
 	}},
 }
@@ -84,14 +86,13 @@ func build(t *testing.T, dir, name, pkg string) {
 }
 
 // TestDevices runs the main job and the storm on each device, against the guest's own server and
-// another guest's, and the conformance suite, which has both ends in one process and so in one
-// guest.
+// another guest's. It also runs the conformance suite, which has both ends in one process.
 func TestDevices(t *testing.T) {
-	lab.SkipUnwanted(t)
+	lab.SkipIfDisabled(t)
 	dir := t.TempDir()
 	build(t, dir, "provider.test", "github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore")
 	build(t, dir, "mount.test", "github.com/nfsrdmad/nfsrdmad/test/lab/rdmacore")
-	for _, kernel := range lab.Tested() {
+	for _, kernel := range lab.TestedKernels() {
 		for _, c := range targets {
 			t.Run(kernel+"-"+c.provider, func(t *testing.T) { testDevice(t, kernel, c, dir) })
 		}
@@ -99,7 +100,7 @@ func TestDevices(t *testing.T) {
 }
 
 func testDevice(t *testing.T, kernel string, c target, dir string) {
-	os.Remove(filepath.Join(dir, filepath.Base(wireReady))) // of the device before
+	os.Remove(filepath.Join(dir, filepath.Base(wireReady))) // left by the previous device
 	link := lab.NewLink(t)
 	guests := lab.StartAll(t,
 		lab.Options{Name: "client", Kernel: kernel, Provider: c.provider, Link: link, Share: dir},
@@ -107,10 +108,10 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 	client, server := guests[0], guests[1]
 	own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf(
 		"NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
-	var parts atomic.Int32 // that were run
-	var skips sync.Map     // names of tests
-	// run runs a command in a guest, which runs these tests; none may be missing, or be skipped,
-	// nor any part of one but as the device is known for.
+	var parts atomic.Int32 // subtests that ran
+	var skips sync.Map     // names of skipped tests
+	// run runs a command in a guest, which runs these tests. All of them must pass, and only the
+	// skips that are known for the device are permitted.
 	run := func(t *testing.T, g *lab.Guest, command string, tests ...string) {
 		t.Helper()
 		out, err := g.RunFor("cd /tmp && "+command+" 2>&1", runLimit)
@@ -122,12 +123,12 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 		for _, skip := range skipLine.FindAllStringSubmatch(out, -1) {
 			skips.Store(skip[1], true)
 			if !slices.Contains(c.skipped, skip[1]) {
-				t.Errorf("%s was skipped", skip[1])
+				t.Errorf("got unexpected skip of %s", skip[1])
 			}
 		}
 		for _, name := range tests {
 			if !strings.Contains(out, "--- PASS: "+name+" (") {
-				t.Errorf("the guest does not say that %s has passed", name)
+				t.Errorf("guest did not report that %s passed", name)
 			}
 		}
 	}
@@ -138,14 +139,15 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 		t.Helper()
 		run(t, client, env+program("mount.test", "", tests...), tests...)
 	}
-	// The mounts first: the suite leaves devices as it finds them, but not their kernels.
+	// Run the mounts first: the suite restores the devices, but not the kernels.
 	t.Run("own server", func(t *testing.T) {
 		parts.Add(1)
 		mounts(t, own, "TestMainJob", "TestStorm", "TestAttacks")
 	})
 	t.Run("another guest", func(t *testing.T) {
 		parts.Add(1)
-		client.MustRun(fmt.Sprintf("modprobe -a nfs nfsv3 && mount -t nfs -o tcp,vers=3,nolock,noac,mountport=20048,mountproto=tcp %v:/export /mnt", server.Linked))
+		client.MustRun(fmt.Sprintf("modprobe -a nfs nfsv3 && "+
+			"mount -t nfs -o tcp,vers=3,nolock,noac,mountport=20048,mountproto=tcp %v:/export /mnt", server.Linked))
 		mounts(t, other+"NFSRDMAD_RDMACORE_EXPORT=/mnt ", "TestMainJob", "TestStorm")
 		client.MustRun("umount /mnt")
 	})
@@ -160,17 +162,17 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 		parts.Add(1)
 		server.MustRun("rm -f /export/storm*")
 		done := make(chan int)
-		over := make(chan struct{})
+		stop := make(chan struct{})
 		go func() {
-			server.Run("until [ -s /export/storm0 ]; do sleep 0.1; done") // it has begun
-			done <- cuts(link, over)
+			server.Run("until [ -s /export/storm0 ]; do sleep 0.1; done") // the storm has started
+			done <- cuts(link, stop)
 		}()
 		mounts(t, other, "TestStorm")
-		close(over)
+		close(stop)
 		n := <-done
-		t.Logf("the link was cut %d times", n)
+		t.Logf("%d cuts of the link", n)
 		if n < cutsWanted {
-			t.Errorf("the storm was over before the link was cut %d times", cutsWanted)
+			t.Errorf("the storm ended before %d cuts of the link", cutsWanted)
 		}
 	})
 	t.Run("conformance", func(t *testing.T) {
@@ -184,17 +186,17 @@ func testDevice(t *testing.T, kernel string, c target, dir string) {
 	}
 	for _, name := range c.skipped {
 		if _, ok := skips.Load(name); !ok {
-			t.Errorf("%s was not skipped: the device can do it now", name)
+			t.Errorf("got no skip of %s: remove it from skipped", name)
 		}
 	}
 }
 
-// cuts cuts a link a few times: for less time than a device goes on sending what nobody
-// acknowledges, and for more. It returns how often, early if it is over.
-func cuts(link *lab.Link, over <-chan struct{}) int {
+// cuts cuts a link several times, for less and for more time than a device retransmits. It returns
+// the number of cuts, early if stop is closed.
+func cuts(link *lab.Link, stop <-chan struct{}) int {
 	wait := func(d time.Duration) bool {
 		select {
-		case <-over:
+		case <-stop:
 			return false
 		case <-time.After(d):
 			return true

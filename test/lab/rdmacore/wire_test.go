@@ -18,69 +18,67 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Rules of the conformance suite that two kernels can keep or break differently from one that talks
-// to itself, which then copies in its memory: what is sent, read and written arrives whole across
-// packets, and a key that is not in force reaches nothing. One guest runs TestPeer, which does what
-// it is told in Sends, as a server does RDMA for its client; another runs TestWire, whose memory it
-// is.
+// Two kernels can keep or break some rules of the conformance suite differently from one kernel,
+// which then copies in its own memory: data arrives complete across packets, and a key that is not
+// valid gives no access. One guest runs TestPeer, which executes orders that it receives in Sends,
+// as a server uses RDMA for its client. Another guest runs TestWire and owns the memory.
 
 const (
 	wirePort = 20050
-	// wirePatience bounds every wait.
-	wirePatience = time.Minute
-	// wireNudge is when the side that connected gives a sign of life: the kernel's siw looks at the
-	// first message that came while it was still accepting only when more comes.
+	// wireTimeout bounds every wait.
+	wireTimeout = time.Minute
+	// wireNudge is the interval of writes from the connecting side. The kernel's siw handles a
+	// message that arrived during the accept only when more data arrives.
 	wireNudge = 200 * time.Millisecond
-	// wireMessage is the largest message in octets, and wireReceives how many a receiver is ready
-	// for.
+	// wireMessage is the largest message in bytes, and wireReceives the number of posted Receives.
 	wireMessage  = 64 << 10
 	wireReceives = 8
-	// wireRoom is the memory in octets that the peer reaches.
-	wireRoom = 1<<20 + 8192
+	// wireBuffer is the size in bytes of the memory that the peer accesses.
+	wireBuffer = 1<<20 + 8192
 )
 
-// Messages begin with an octet that says what they are.
+// The first byte of a message is its type.
 const (
-	wireEcho   = 'E' // to be sent back
+	wireEcho   = 'E' // the peer sends it back
 	wireOrder  = 'O' // an order, in JSON
 	wireResult = 'R' // its result, in JSON
 )
 
-// An order tells the peer to reach the sender's memory.
+// An order requests an access to the sender's memory.
 type order struct {
-	Do   string // "write", "read", or "end" for the peer's own end
+	Do   string // "write", "read", or "end" to end the peer
 	RKey verbs.RKey
 	Addr uint64
 	Len  int
-	Seed byte // of what is to be written
+	Seed byte // seed of the data to write
 }
 
-// A result is what came of it.
+// A result is the result of an order.
 type result struct {
 	Status verbs.Status
-	Sum    uint32 // CRC-32 of what was read
+	Sum    uint32 // CRC-32 of the data read
 }
 
 // A wireEnd is one end of a connection.
 type wireEnd struct {
-	t    *testing.T
-	id   verbs.ConnID
-	pd   verbs.PD
-	qp   verbs.QP
-	in   chan []byte // messages
-	gone chan error
-	out  verbs.SGE // what is sent from
-	room verbs.SGE // what is read from and written to
-	caps verbs.Caps
-	last map[verbs.MR]uint8 // key of the registration before
+	t            *testing.T
+	id           verbs.ConnID
+	pd           verbs.PD
+	qp           verbs.QP
+	in           chan []byte // messages
+	disconnected chan error
+	out          verbs.SGE // buffer for Sends
+	data         verbs.SGE // buffer for RDMA Reads and Writes
+	caps         verbs.Caps
+	last         map[verbs.MR]uint8 // key of the last registration
 
 	dialed bool // this end connected
 }
 
-// newEnd gives id what it needs, until the test ends.
+// newEnd creates the resources of id until the test ends.
 func newEnd(t *testing.T, id verbs.ConnID) *wireEnd {
 	t.Helper()
-	e := &wireEnd{t: t, id: id, in: make(chan []byte, 4*wireReceives), gone: make(chan error, 1),
+	e := &wireEnd{t: t, id: id, in: make(chan []byte, 4*wireReceives), disconnected: make(chan error, 1),
 		caps: id.Device().Attrs().Caps, last: make(map[verbs.MR]uint8)}
 	check := func(err error) {
 		t.Helper()
@@ -102,11 +100,11 @@ func newEnd(t *testing.T, id verbs.ConnID) *wireEnd {
 		t.Cleanup(func() { release(t, m.Dereg) })
 		return verbs.SGE{Buf: b, LKey: m.LKey()}
 	}
-	e.out, e.room = buffer(wireMessage), buffer(wireRoom)
+	e.out, e.data = buffer(wireMessage), buffer(wireBuffer)
 	receives := buffer(wireReceives * wireMessage)
 	e.qp, err = id.CreateQP(e.pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: wireReceives,
 		MaxRecvWR: wireReceives, MaxSendSGE: 1,
-		OnDisconnect: func(cause error) { e.gone <- cause }})
+		OnDisconnect: func(cause error) { e.disconnected <- cause }})
 	check(err)
 	t.Cleanup(func() { release(t, id.Close) })
 	for i := range wireReceives {
@@ -144,7 +142,7 @@ func (e *wireEnd) do(wr *verbs.WorkRequest) verbs.Status {
 	select {
 	case s := <-done:
 		return s
-	case <-time.After(wirePatience):
+	case <-time.After(wireTimeout):
 		e.t.Fatalf("%v did not complete", wr.Opcode)
 		return 0
 	}
@@ -157,7 +155,7 @@ func (e *wireEnd) must(wr *verbs.WorkRequest) {
 	}
 }
 
-// message makes a Send of what and, if it is no octets alone, v in JSON.
+// message returns a Send of a type and a body: bytes as they are, other values as JSON.
 func (e *wireEnd) message(what byte, v any) *verbs.WorkRequest {
 	body, ok := v.([]byte)
 	if !ok {
@@ -168,10 +166,10 @@ func (e *wireEnd) message(what byte, v any) *verbs.WorkRequest {
 	return &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: e.out.Buf[:n], LKey: e.out.LKey}}}
 }
 
-// next waits for a message; ok is false when the connection ended instead.
+// next waits for a message. ok is false if the connection ends.
 func (e *wireEnd) next() (m []byte, ok bool) {
 	e.t.Helper()
-	over := time.After(wirePatience)
+	done := time.After(wireTimeout)
 	var again <-chan time.Time
 	if e.dialed && e.iwarp() {
 		tick := time.NewTicker(wireNudge)
@@ -182,19 +180,18 @@ func (e *wireEnd) next() (m []byte, ok bool) {
 		select {
 		case m = <-e.in:
 			return m, true
-		case <-e.gone:
+		case <-e.disconnected:
 			return nil, false
 		case <-again:
-			// of nothing; fails when the connection ends
+			// This write of no data fails when the connection ends.
 			e.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite})
-		case <-over:
-			e.t.Fatal("neither a message nor the end of the connection came")
+		case <-done:
+			e.t.Fatal("got no message and no end of the connection within the timeout")
 		}
 	}
 }
 
-// TestPeer does what it is told, over one connection after the other. It makes the file wireReady
-// when it listens.
+// TestPeer serves one connection after the other. It creates the file wireReady when it listens.
 func TestPeer(t *testing.T) {
 	addr := inGuest(t)
 	ctx, cancel := context.WithTimeout(context.Background(), runLimit)
@@ -207,7 +204,7 @@ func TestPeer(t *testing.T) {
 	if err := os.WriteFile(wireReady, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for n, over := 0, false; !over; n++ {
+	for n, done := 0, false; !done; n++ {
 		req, err := l.Accept(ctx)
 		if err != nil {
 			t.Fatal(err)
@@ -218,17 +215,17 @@ func TestPeer(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			over = e.obey()
+			done = e.serveOrders()
 		})
 	}
 }
 
-// obey serves a connection until its end, and tells whether that is the peer's own.
-func (e *wireEnd) obey() (over bool) {
+// serveOrders serves a connection until it ends, and reports whether the order was to end the peer.
+func (e *wireEnd) serveOrders() (done bool) {
 	for {
 		m, ok := e.next()
 		if !ok {
-			return over
+			return done
 		}
 		if m[0] == wireEcho {
 			e.must(e.message(wireEcho, m[1:]))
@@ -238,7 +235,7 @@ func (e *wireEnd) obey() (over bool) {
 		if err := json.Unmarshal(m[1:], &o); err != nil {
 			e.t.Fatal(err)
 		}
-		local := verbs.SGE{Buf: e.room.Buf[:o.Len], LKey: e.room.LKey}
+		local := verbs.SGE{Buf: e.data.Buf[:o.Len], LKey: e.data.LKey}
 		var res result
 		switch o.Do {
 		case "write":
@@ -250,16 +247,16 @@ func (e *wireEnd) obey() (over bool) {
 				SGList: []verbs.SGE{local}})
 			res.Sum = crc32.ChecksumIEEE(local.Buf)
 		case "end":
-			over = true
+			done = true
 		}
-		e.do(e.message(wireResult, res)) // fails where what was ordered did
+		e.do(e.message(wireResult, res)) // fails if the order ended the connection
 	}
 }
 
 // dialPeer connects to the peer.
 func dialPeer(t *testing.T) *wireEnd {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), wirePatience)
+	ctx, cancel := context.WithTimeout(context.Background(), wireTimeout)
 	defer cancel()
 	id, err := devices(t).Resolve(ctx, netip.AddrPortFrom(inGuest(t), wirePort))
 	if err != nil {
@@ -273,15 +270,14 @@ func dialPeer(t *testing.T) *wireEnd {
 	return e
 }
 
-// order has the peer do something, and returns what came of it; ok is false when the connection
-// ended over it.
+// order sends an order and returns its result. ok is false if the connection ends.
 func (e *wireEnd) order(o order) (res result, ok bool) {
 	e.t.Helper()
 	e.must(e.message(wireOrder, o))
 	return e.answer()
 }
 
-// answer is what came of an order.
+// answer returns the result of the order that was sent.
 func (e *wireEnd) answer() (res result, ok bool) {
 	e.t.Helper()
 	m, ok := e.next()
@@ -289,7 +285,7 @@ func (e *wireEnd) answer() (res result, ok bool) {
 		return res, false
 	}
 	if m[0] != wireResult {
-		e.t.Fatalf("the peer answers %q", m)
+		e.t.Fatalf("got answer %q, want a result", m)
 	}
 	if err := json.Unmarshal(m[1:], &res); err != nil {
 		e.t.Fatal(err)
@@ -297,10 +293,10 @@ func (e *wireEnd) answer() (res result, ok bool) {
 	return res, true
 }
 
-// window registers n octets of the room from off on.
+// window registers n bytes of the buffer, starting at off.
 func (e *wireEnd) window(m verbs.MR, access verbs.Access, off, n int) (verbs.RKey, uint64) {
 	e.t.Helper()
-	seg := e.room.Buf[off:][:n:n]
+	seg := e.data.Buf[off:][:n:n]
 	addr := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(seg))))
 	key := e.last[m] + 1
 	e.last[m] = key
@@ -314,7 +310,7 @@ func (e *wireEnd) window(m verbs.MR, access verbs.Access, off, n int) (verbs.RKe
 
 func (e *wireEnd) mr() verbs.MR {
 	e.t.Helper()
-	m, err := e.pd.AllocMR(wireRoom/4096 + 1)
+	m, err := e.pd.AllocMR(wireBuffer/4096 + 1)
 	if err != nil {
 		e.t.Fatal(err)
 	}
@@ -323,7 +319,7 @@ func (e *wireEnd) mr() verbs.MR {
 	return m
 }
 
-// TestWire tells the peer what to do, and looks at what it did.
+// TestWire sends orders to the peer and checks their results.
 func TestWire(t *testing.T) {
 	t.Run("messages", testWireMessages)
 	t.Run("writes", testWireWrites)
@@ -331,13 +327,13 @@ func TestWire(t *testing.T) {
 	t.Run("refused", testWireRefused)
 	t.Run("end", func(t *testing.T) {
 		if _, ok := dialPeer(t).order(order{Do: "end"}); !ok {
-			t.Error("the connection ended early")
+			t.Error("order to end: got a closed connection")
 		}
 	})
 }
 
-// wireSizes are in octets: both sides of what fits one packet, for path MTUs of 1024 and 4096 and
-// for iWARP's segments on jumbo frames.
+// wireSizes are sizes in bytes around the packet sizes of path MTUs 1024 and 4096, and around
+// iWARP's segments on jumbo frames.
 var wireSizes = []int{1, 2, 3, 4, 5, 1023, 1024, 1025, 4095, 4096, 4097, 8900, 9000, 12289, 65535}
 
 func testWireMessages(t *testing.T) {
@@ -348,10 +344,10 @@ func testWireMessages(t *testing.T) {
 		e.must(e.message(wireEcho, body))
 		m, ok := e.next()
 		if !ok {
-			t.Fatalf("the connection ended over a message of %d octets", n)
+			t.Fatalf("message of %d bytes: got a closed connection", n)
 		}
 		if m[0] != wireEcho || !bytes.Equal(m[1:], body) {
-			t.Errorf("a message of %d octets came back as %d others", n, len(m))
+			t.Errorf("message of %d bytes: got a different message of %d bytes", n, len(m))
 		}
 	}
 }
@@ -363,24 +359,24 @@ func testWireWrites(t *testing.T) {
 	for _, n := range append(wireSizes, 1<<20) {
 		for _, off := range []int{0, 1, 4095} {
 			seed++
-			clear(e.room.Buf)
-			want := make([]byte, wireRoom)
+			clear(e.data.Buf)
+			want := make([]byte, wireBuffer)
 			block(want[off:off+n], 0, seed)
-			rkey, addr := e.window(m, verbs.AccessLocalWrite|verbs.AccessRemoteWrite, 0, wireRoom)
+			rkey, addr := e.window(m, verbs.AccessLocalWrite|verbs.AccessRemoteWrite, 0, wireBuffer)
 			res, ok := e.order(order{"write", rkey, addr + uint64(off), n, seed})
 			if !ok || res.Status != verbs.StatusSuccess {
-				t.Fatalf("%d octets at %d: %v", n, off, res.Status)
+				t.Fatalf("write of %d bytes at %d: got status %v", n, off, res.Status)
 			}
 			e.must(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: rkey})
-			if !bytes.Equal(e.room.Buf, want) {
-				t.Errorf("%d octets at %d: the memory is not what was written", n, off)
+			if !bytes.Equal(e.data.Buf, want) {
+				t.Errorf("write of %d bytes at %d: got different data", n, off)
 			}
 		}
 	}
 }
 
-// siwInline is in octets: the kernel's siw sends as few together with their header, and copies them
-// wrongly where they cross a page.
+// siwInline is a size in bytes. The kernel's siw sends smaller messages together with their header,
+// and corrupts them if they cross a page boundary.
 const siwInline = 128
 
 func (e *wireEnd) iwarp() bool { return e.id.Device().Attrs().Transport == verbs.TransportIWARP }
@@ -388,7 +384,7 @@ func (e *wireEnd) iwarp() bool { return e.id.Device().Attrs().Transport == verbs
 func testWireReads(t *testing.T) {
 	e := dialPeer(t)
 	m := e.mr()
-	block(e.room.Buf, 0, 0x77)
+	block(e.data.Buf, 0, 0x77)
 	for _, n := range append(wireSizes, 1<<20) {
 		for _, off := range []int{0, 1, 4095} {
 			if e.iwarp() && n < siwInline && off+n > 4096 {
@@ -397,43 +393,42 @@ func testWireReads(t *testing.T) {
 			rkey, addr := e.window(m, verbs.AccessRemoteRead, off, n)
 			res, ok := e.order(order{Do: "read", RKey: rkey, Addr: addr, Len: n})
 			if !ok || res.Status != verbs.StatusSuccess {
-				t.Fatalf("%d octets at %d: %v", n, off, res.Status)
+				t.Fatalf("read of %d bytes at %d: got status %v", n, off, res.Status)
 			}
 			e.must(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: rkey})
-			if want := crc32.ChecksumIEEE(e.room.Buf[off : off+n]); res.Sum != want {
-				t.Errorf("%d octets at %d: the sum of what the peer read is %08x, want %08x", n, off, res.Sum, want)
+			if want := crc32.ChecksumIEEE(e.data.Buf[off : off+n]); res.Sum != want {
+				t.Errorf("read of %d bytes at %d: got checksum %08x, want %08x", n, off, res.Sum, want)
 			}
 		}
 	}
 }
 
-// refused has the peer try what must fail, and end the connection, without an octet changed. It
-// returns false when the connection ended before it was known here that the peer has the order:
-// then nobody knows whether it tried.
+// refused sends an order that must fail, end the connection and change no byte. It returns false if
+// the connection ended before the order was acknowledged, because the peer may not have tried then.
 func (e *wireEnd) refused(o order) (tried bool) {
 	e.t.Helper()
-	block(e.room.Buf, 0, 0x11)
-	want := bytes.Clone(e.room.Buf)
+	block(e.data.Buf, 0, 0x11)
+	want := bytes.Clone(e.data.Buf)
 	status := e.do(e.message(wireOrder, o))
-	if status != verbs.StatusSuccess { // flushed, or, where siw was still at it, a local error
-		e.t.Logf("the order to %s: %v", o.Do, status)
+	if status != verbs.StatusSuccess { // flushed, or a local error if siw was still sending
+		e.t.Logf("order to %s: %v", o.Do, status)
 	}
 	res, ok := e.answer()
 	if ok && res.Status == verbs.StatusSuccess {
-		e.t.Errorf("%s succeeded", o.Do)
+		e.t.Errorf("%s: got success, want an error", o.Do)
 	}
 	if ok {
 		if _, more := e.next(); more {
-			e.t.Errorf("%s: the connection goes on", o.Do)
+			e.t.Errorf("%s: got an open connection, want its end", o.Do)
 		}
 	}
-	if !bytes.Equal(e.room.Buf, want) {
-		e.t.Errorf("%s changed the memory", o.Do)
+	if !bytes.Equal(e.data.Buf, want) {
+		e.t.Errorf("%s: got changed memory", o.Do)
 	}
 	return status == verbs.StatusSuccess
 }
 
-// refusedTries is how often a refusal may come before the acknowledgment of the order.
+// refusedTries bounds the retries after a refusal that arrives before the order's acknowledgment.
 const refusedTries = 8
 
 func testWireRefused(t *testing.T) {
@@ -442,8 +437,8 @@ func testWireRefused(t *testing.T) {
 		name, do   string
 		access     verbs.Access
 		invalidate bool
-		flip       verbs.RKey // of the key
-		notIWARP   bool       // siw neither answers nor refuses this
+		flip       verbs.RKey // bits to flip in the key
+		notIWARP   bool       // the kernel's siw neither answers nor refuses this
 	}{
 		{name: "write, invalidated key", do: "write", access: writable, invalidate: true},
 		{name: "read, invalidated key", do: "read", access: readable, invalidate: true},
@@ -459,7 +454,7 @@ func testWireRefused(t *testing.T) {
 				if c.notIWARP && e.iwarp() {
 					t.Skip("the kernel's siw neither answers nor refuses this")
 				}
-				rkey, addr := e.window(e.mr(), c.access, 0, wireRoom)
+				rkey, addr := e.window(e.mr(), c.access, 0, wireBuffer)
 				if c.invalidate {
 					e.must(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: rkey})
 				}
@@ -467,7 +462,7 @@ func testWireRefused(t *testing.T) {
 					return
 				}
 			}
-			t.Error("the connection ended before each order was acknowledged")
+			t.Error("every connection ended before its order was acknowledged")
 		})
 	}
 }

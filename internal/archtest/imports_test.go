@@ -1,0 +1,109 @@
+package archtest
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// allowed lists, for each package, the packages of this module that its non-test files may import.
+// The order is from the top layer down: a package imports only packages of later lines.
+var allowed = []struct{ pkg, imports string }{
+	{"cmd/nfsrdmad", "internal/demo internal/nfsserve internal/svcrdma pkg/control pkg/daemon pkg/mount " +
+		"pkg/verbs/softiwarp"},
+	{"internal/demo", "internal/nfsserve pkg/control pkg/daemon pkg/fusefs pkg/mount pkg/verbs/softiwarp"},
+	{"test/lab/beside/program", "pkg/control pkg/daemon"},
+	{"pkg/daemon", "pkg/control pkg/metrics pkg/mount pkg/verbs/rdmacore"},
+	{"pkg/mount", "pkg/control pkg/fusefs pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc pkg/trace pkg/verbs " +
+		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+	{"internal/ganeshatest", "internal/rpctcp pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
+	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
+	{"pkg/metrics", "pkg/fusefs pkg/stats"},
+	{"pkg/xprt", "internal/leakcheck internal/verify pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace " +
+		"pkg/verbs"},
+	{"internal/hostile", "pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs"},
+	{"internal/nfsd", "pkg/nfs3 pkg/sunrpc"},
+	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
+	{"pkg/fusefs", "pkg/membuf pkg/nfs3 pkg/sunrpc"},
+	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
+	{"pkg/nfs3/mountd", "internal/rpctcp pkg/nfs3 pkg/sunrpc"},
+	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},
+	{"pkg/verbs/rdmacore", "internal/leakcheck pkg/membuf pkg/verbs pkg/verbs/internal/base"},
+	{"pkg/verbs/softiwarp", "internal/leakcheck pkg/verbs pkg/verbs/internal/base"},
+	{"pkg/verbs/verbstest", "pkg/membuf pkg/verbs"},
+	{"internal/rpctcp", "pkg/sunrpc"},
+	{"internal/testutil", "internal/leakcheck internal/verify"},
+	{"pkg/control", "pkg/stats"},
+	{"pkg/membuf", "internal/leakcheck"},
+	{"pkg/nfs3", "pkg/sunrpc"},
+	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
+	{"internal/archtest", ""},
+	{"internal/leakcheck", ""},
+	{"internal/verify", ""},
+	{"pkg/rpcrdma", ""},
+	{"pkg/stats", ""},
+	{"pkg/sunrpc", ""},
+	{"pkg/trace", ""},
+	{"pkg/verbs", ""},
+	{"test/integration", ""},
+	{"test/lab", ""},
+	{"test/lab/beside", ""},
+	{"test/lab/knfsd", ""},
+	{"test/lab/rdmacore", ""},
+}
+
+// testPackages hold helpers of tests. Only test files and other test packages may import them.
+var testPackages = []string{
+	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/testutil", "pkg/verbs/verbstest",
+	"test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd", "test/lab/rdmacore",
+}
+
+func TestImportsAreAllowed(t *testing.T) {
+	got := make(map[string]map[string]bool)
+	for _, f := range goFiles(t) {
+		if f.test {
+			continue
+		}
+		if got[f.pkg] == nil {
+			got[f.pkg] = make(map[string]bool)
+		}
+		for _, to := range f.imports {
+			got[f.pkg][to] = true
+		}
+	}
+	listed := make(map[string]bool)
+	for _, line := range allowed {
+		listed[line.pkg] = true
+		want := strings.Fields(line.imports)
+		for _, to := range want {
+			if !got[line.pkg][to] {
+				t.Errorf("%s may import %s but does not; remove the edge from the list", line.pkg, to)
+			}
+		}
+		for _, to := range slices.Sorted(maps.Keys(got[line.pkg])) {
+			if !slices.Contains(want, to) {
+				t.Errorf("%s imports %s, which is not in the list", line.pkg, to)
+			}
+		}
+	}
+	for pkg := range got {
+		if !listed[pkg] {
+			t.Errorf("package %s is not in the list; add a line for it", pkg)
+		}
+	}
+}
+
+func TestListedImportsPointDown(t *testing.T) {
+	for i, line := range allowed {
+		for _, to := range strings.Fields(line.imports) {
+			below := slices.ContainsFunc(allowed[i+1:], func(l struct{ pkg, imports string }) bool { return l.pkg == to })
+			if !below {
+				t.Errorf("%s imports %s, which is not below it in the list", line.pkg, to)
+			}
+			if slices.Contains(testPackages, to) && !slices.Contains(testPackages, line.pkg) {
+				t.Errorf("%s imports the test package %s", line.pkg, to)
+			}
+		}
+	}
+}

@@ -1,0 +1,59 @@
+package testutil
+
+import (
+	"os"
+	"os/exec"
+	"testing"
+)
+
+// Tests belong to one of two tiers:
+//
+//   - "make check" runs go test -short. It promises Go and nothing else: no root, no FUSE, no
+//     Debian packages.
+//   - "make test" promises root, /dev/fuse and the Debian packages that the Makefile installs.
+//
+// A test that needs more than Go calls one of the functions below. With -short the test is skipped,
+// because it belongs to the other tier. Without -short the test fails if something is missing: a
+// skip would hide that it did not run.
+
+// NeedsRoot marks a test that needs root privileges.
+func NeedsRoot(tb testing.TB) {
+	tb.Helper()
+	inTestTier(tb)
+	if os.Geteuid() != 0 {
+		tb.Fatal("this test needs root; run make test as root, or make check without it")
+	}
+}
+
+// NeedsFUSE marks a test that mounts a file system: it needs root and /dev/fuse.
+func NeedsFUSE(tb testing.TB) {
+	tb.Helper()
+	NeedsRoot(tb)
+	if _, err := os.Stat("/dev/fuse"); err != nil {
+		tb.Fatalf("this test needs FUSE: %v; run modprobe fuse", err)
+	}
+}
+
+// NeedsPrograms marks a test that runs programs of Debian packages.
+func NeedsPrograms(tb testing.TB, names ...string) {
+	tb.Helper()
+	inTestTier(tb)
+	for _, name := range names {
+		if _, err := exec.LookPath(name); err != nil {
+			tb.Fatalf("this test needs %s: %v; run make deps", name, err)
+		}
+	}
+}
+
+// Long marks a test that takes more than a few seconds.
+func Long(tb testing.TB) {
+	tb.Helper()
+	inTestTier(tb)
+}
+
+func inTestTier(tb testing.TB) {
+	tb.Helper()
+	if testing.Short() {
+		tb.Skip("belongs to make test")
+	}
+}

@@ -1,0 +1,200 @@
+package mount
+
+import (
+	"errors"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+)
+
+func TestParseOptions(t *testing.T) {
+	tests := []struct {
+		list   string
+		change func(*Options)
+	}{
+		{"", func(*Options) {}},
+		{"vers=3,proto=rdma,sec=sys,nolock,local_lock=all,intr,mountproto=tcp,hard,rw,defaults,_netdev,x-systemd.automount,user,user=me,users,owner,group,nouser,async,fg,nofail,noauto", func(*Options) {}},
+		{"nfsvers=3,vers=3", func(*Options) {}},
+		{"port=1,mountport=65535", func(o *Options) { o.Port, o.MountPort = 1, 65535 }},
+		{"rsize=4096,wsize=1048576", func(o *Options) { o.RSize, o.WSize = 4096, 1<<20 }},
+		// nfs(5): rounded down to a multiple of 1024
+		{"rsize=10000", func(o *Options) { o.RSize = 9216 }},
+		{"timeo=15,retrans=0,soft", func(o *Options) {
+			o.Timeout, o.Retrans, o.Recovery = 1500*time.Millisecond, 0,
+				RecoverySoft
+		}},
+		{"softerr", func(o *Options) { o.Recovery = RecoverySoftErr }},
+		{"actimeo=0", func(o *Options) { o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = 0, 0, 0, 0 }},
+		{"acregmin=1,acregmax=2,acdirmin=3,acdirmax=4", func(o *Options) {
+			o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = time.Second, 2*time.Second, 3*time.Second, 4*time.Second
+		}},
+		{"noac,lookupcache=positive", func(o *Options) { o.NoAC, o.LookupCache = true, "pos" }},
+		{"nconnect=16,ro", func(o *Options) { o.NConnect, o.ReadOnly = 16, true }},
+		{"provider=rdmacore,device=rxe0,slots=4,inline=1024,mpacrc=on,writepad", func(o *Options) {
+			o.Provider, o.Device, o.Slots, o.InlineBytes, o.MPACRC, o.WritePad = "rdmacore", "rxe0", 4, 1024, true, true
+		}},
+		{"trace=0,keepalive=0,idle=0", func(o *Options) { o.TraceEvents, o.KeepAlive, o.Idle = 0, 0, 0 }},
+		{"trace=65536,keepalive=3,idle=60", func(o *Options) {
+			o.TraceEvents, o.KeepAlive, o.Idle = 65536,
+				3*time.Second, time.Minute
+		}},
+		{"nosuid,nodev,noexec", func(o *Options) { o.Kernel = []string{"nosuid", "nodev", "noexec"} }},
+	}
+	for _, tt := range tests {
+		t.Run(tt.list, func(t *testing.T) {
+			want := DefaultOptions()
+			tt.change(&want)
+			got, err := ParseOptions(DefaultOptions(), tt.list)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !reflect.DeepEqual(got, want) {
+				t.Errorf("got  %+v\nwant %+v", got, want)
+			}
+			back, err := ParseOptions(DefaultOptions(), got.String())
+			if err != nil || !reflect.DeepEqual(back, got) {
+				t.Errorf("String %q reads back as %+v, %v", got, back, err)
+			}
+		})
+	}
+}
+
+// Each bad option is named with its value and with what is allowed.
+func TestParseOptionsErrors(t *testing.T) {
+	for _, tt := range []struct{ list, option, says string }{
+		{"rw,frobnicate", `"frobnicate"`, "unknown"},
+		{"frobnicate=7", `"frobnicate=7"`, "unknown"},
+		{"vers=4", `"vers=4"`, "must be 3"},
+		{"proto=tcp", `"proto=tcp"`, "must be rdma"},
+		{"port=0", `"port=0"`, "1 to 65535"},
+		{"port=65536", `"port=65536"`, "1 to 65535"},
+		{"port=99999999999999999999", `"port=99999999999999999999"`, "1 to 65535"},
+		{"port", `"port"`, "needs a value"},
+		{"mountproto=udp", `"mountproto=udp"`, "must be tcp"},
+		{"rsize=4095", `"rsize=4095"`, "4096 to 1048576"},
+		{"wsize=1048577", `"wsize=1048577"`, "4096 to 1048576"},
+		{"timeo=0", `"timeo=0"`, "1 to 36000"},
+		{"retrans=-1", `"retrans=-1"`, "0 to 1000"},
+		{"nconnect=17", `"nconnect=17"`, "1 to 16"},
+		{"slots=3", `"slots=3"`, "4 to 1024"},
+		{"inline=1500", `"inline=1500"`, "multiple of 1024"},
+		{"inline=131072", `"inline=131072"`, "1024 to 65536"},
+		{"mpacrc=maybe", `"mpacrc=maybe"`, "off or on"},
+		{"lookupcache=some", `"lookupcache=some"`, "all, none, pos or positive"},
+		{"local_lock=none", `"local_lock=none"`, "must be all"},
+		{"sec=krb5", `"sec=krb5"`, "must be sys"},
+		{"provider=roce", `"provider=roce"`, "auto, softiwarp or rdmacore"},
+		{"provider=softiwarp,device=rxe0", `"device=rxe0"`, "provider=softiwarp"},
+		{"device=", `"device"`, "needs a value"},
+		{"ro=1", `"ro=1"`, "takes no value"},
+		{"trace=on", `"trace=on"`, "0 to 1048576 (events"},
+		{"keepalive=1h", `"keepalive=1h"`, "0 to 3600 (seconds"},
+		{"idle=-1", `"idle=-1"`, "(seconds"},
+		{"hard,soft", `"soft"`, `contradicts "hard"`},
+		{"ro,rw", `"rw"`, `contradicts "ro"`},
+		{"port=1,port=2", `"port=2"`, `contradicts "port=1"`},
+		{"actimeo=5,acregmin=3", `"acregmin=3"`, `contradicts "actimeo=5"`},
+		{"noac,acdirmax=3", `"acdirmax=3"`, `contradicts "noac"`},
+		{"noac,actimeo=3", `"actimeo=3"`, `contradicts "noac"`},
+		{"mountport=20049", `"mountport=20049"`, "port=20049"},
+		{"acregmin=61", `"acregmin=61"`, "acregmax=60"},
+		{"acdirmin=9,acdirmax=8", `"acdirmin=9"`, "0 to 8"},
+	} {
+		t.Run(tt.list, func(t *testing.T) {
+			_, err := ParseOptions(DefaultOptions(), tt.list)
+			var oe *OptionError
+			if !errors.As(err, &oe) {
+				t.Fatalf("got %v, want an *OptionError", err)
+			}
+			if !strings.Contains(err.Error(), tt.option) || !strings.Contains(err.Error(), tt.says) {
+				t.Errorf("%q names not both %s and %q", err, tt.option, tt.says)
+			}
+			if control.ExitCode(err) != control.ExitUsage {
+				t.Errorf("exit code %d", control.ExitCode(err))
+			}
+		})
+	}
+}
+
+func TestOwnOptionsOverrideTheBase(t *testing.T) {
+	base, err := ParseOptions(DefaultOptions(), "soft,ro,port=7")
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := ParseOptions(base, "hard,rw")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if o.Recovery != RecoveryHard || o.ReadOnly || o.Port != 7 {
+		t.Errorf("got %+v", o)
+	}
+}
+
+func FuzzParseOptions(f *testing.F) {
+	f.Add("rw,vers=3,acregmin=1,,=,x-y=z")
+	f.Fuzz(func(t *testing.T, list string) {
+		o, err := ParseOptions(DefaultOptions(), list)
+		if err != nil {
+			return
+		}
+		if strings.ContainsAny(o.Device, ",") {
+			t.Fatalf("device %q", o.Device)
+		}
+		if _, err := ParseOptions(DefaultOptions(), o.String()); err != nil {
+			t.Fatalf("%q became %q: %v", list, o, err)
+		}
+	})
+}
+
+func TestOppositesOverrideTheBase(t *testing.T) {
+	base, err := ParseOptions(DefaultOptions(), "nosuid,nodev,nosuid,noac")
+	if err != nil || !slices.Equal(base.Kernel, []string{"nodev", "nosuid"}) {
+		t.Fatalf("%v, %v", base.Kernel, err)
+	}
+	for _, tt := range []struct {
+		list   string
+		kernel []string
+		noAC   bool
+	}{
+		{"", []string{"nodev", "nosuid"}, true},
+		{"suid", []string{"nodev"}, true},
+		{"suid,dev,exec,ac", []string{}, false},
+		{"actimeo=7", []string{"nodev", "nosuid"}, false},
+		{"acregmax=7", []string{"nodev", "nosuid"}, false},
+		{"noexec", []string{"nodev", "nosuid", "noexec"}, true},
+	} {
+		o, err := ParseOptions(base, tt.list)
+		if err != nil || !slices.Equal(o.Kernel, tt.kernel) || o.NoAC != tt.noAC {
+			t.Errorf("%q over nosuid,nodev,noac: %v, noac %v, %v", tt.list, o.Kernel, o.NoAC, err)
+		}
+	}
+	if len(base.Kernel) != 2 {
+		t.Errorf("the base became %v", base.Kernel)
+	}
+}
+
+func TestParseSpec(t *testing.T) {
+	for in, want := range map[string]Spec{
+		"host:/":                 {"host", "/"},
+		"host:/a:b":              {"host", "/a:b"},
+		"192.0.2.1:/export":      {"192.0.2.1", "/export"},
+		"[2001:db8::1]:/export":  {"2001:db8::1", "/export"},
+		"[fe80::1%eth0]:/export": {"fe80::1%eth0", "/export"},
+	} {
+		got, err := ParseSpec(in)
+		if err != nil || got != want || got.String() != in {
+			t.Errorf("%s: got %+v (%s), %v", in, got, got, err)
+		}
+	}
+	for _, in := range []string{"", "host", ":/x", "host:x", "host:", "2001:db8::1:/x", "[::1:/x", "[host]:/x",
+		"[::1]/x", "h ost:/x", "a/b:/x", "host:/" + strings.Repeat("x", 1024), "host:/a\nb"} {
+		_, err := ParseSpec(in)
+		if err == nil || control.ExitCode(err) != control.ExitUsage || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%q: got %v", in, err)
+		}
+	}
+}

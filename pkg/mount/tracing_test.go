@@ -1,0 +1,270 @@
+package mount
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"net"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+)
+
+func testRing(size int) *trace.Ring {
+	return trace.NewRing(size, func(uint8) string { return "success" })
+}
+
+// readTimeout of the control server in these tests: short, so that a trace outlasts it.
+const readTimeout = 2 * time.Second
+
+// tracedMount serves the control API for a table with one mount that has these rings.
+func tracedMount(t *testing.T, rings ...*trace.Ring) (c *control.Client, dir string, mount *standIn) {
+	t.Helper()
+	mount = newStandIn()
+	mount.rings = rings
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return mount, nil })
+	if _, err := tab.Mount(context.Background(), r); err != nil {
+		t.Fatal(err)
+	}
+	socket := filepath.Join(t.TempDir(), "s")
+	l, err := net.Listen("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	srv := control.NewServer(tab, control.VersionInfo{})
+	srv.ReadTimeout = readTimeout
+	served := make(chan struct{})
+	go func() { defer close(served); _ = srv.Serve(l) }()
+	t.Cleanup(func() { srv.Close(); <-served })
+	return control.NewClient(socket), r.Dir, mount
+}
+
+func add(r *trace.Ring, xids ...uint32) {
+	for _, x := range xids {
+		r.Add(trace.Event{Kind: trace.PostSend, XID: x, N: 2, A: 100})
+	}
+}
+
+type traceLine struct {
+	Seq        *uint64
+	Event, XID string
+	Connection *int
+	Lost       uint64
+}
+
+func parseLines(t *testing.T, text string) (lines []traceLine) {
+	t.Helper()
+	for one := range strings.Lines(text) {
+		var l traceLine
+		if err := json.Unmarshal([]byte(one), &l); err != nil {
+			t.Fatalf("%v: %q", err, one)
+		}
+		lines = append(lines, l)
+	}
+	return lines
+}
+
+func TestTraceOfThePast(t *testing.T) {
+	a, b := testRing(8), testRing(8)
+	add(a, 1, 2)
+	add(b, 3)
+	add(a, 4)
+	c, dir, _ := tracedMount(t, a, nil, b) // one of three is off
+	for _, tt := range []struct {
+		last int
+		want string // connection and XID of each
+	}{{-1, "0:1 0:2 1:3 0:4"}, {2, "1:3 0:4"}, {0, ""}, {100, "0:1 0:2 1:3 0:4"}} {
+		var out bytes.Buffer
+		if err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, JSON: true, Last: tt.last}, &out); err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, l := range parseLines(t, out.String()) {
+			got = append(got, string(rune('0'+*l.Connection))+":"+strings.TrimPrefix(l.XID, "0x"))
+		}
+		if s := strings.Join(got, " "); s != tt.want {
+			t.Errorf("last %d: got %q, want %q", tt.last, s, tt.want)
+		}
+	}
+	var out bytes.Buffer
+	if err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, Last: 1}, &out); err != nil ||
+		!strings.HasPrefix(out.String(), "#0 ") ||
+		!strings.Contains(out.String(), "post_send     xid=0x4 requests=2 inline=100\n") {
+		t.Errorf("text %q, %v", out.String(), err)
+	}
+}
+
+// follow starts a trace and returns its lines, and what it ends with.
+func follow(ctx context.Context, c *control.Client, r control.TraceRequest) (*bufio.Reader, <-chan error) {
+	pr, pw := io.Pipe()
+	ended := make(chan error, 1)
+	r.Follow = true
+	go func() {
+		err := c.Trace(ctx, r, pw)
+		pw.Close()
+		ended <- err
+	}()
+	return bufio.NewReader(pr), ended
+}
+
+// await reads lines until one holds text.
+func await(t *testing.T, lines *bufio.Reader, text string) {
+	t.Helper()
+	for {
+		l, err := lines.ReadString('\n')
+		if err != nil {
+			t.Fatalf("no line with %q: %v", text, err)
+		}
+		if strings.Contains(l, text) {
+			return
+		}
+	}
+}
+
+func within(t *testing.T, ended <-chan error) error {
+	t.Helper()
+	select {
+	case err := <-ended:
+		return err
+	case <-time.After(30 * time.Second):
+		t.Fatal("the trace does not end")
+		return nil
+	}
+}
+
+// A trace outlives the time that a request may take to be read, shows the last events of its mount,
+// and ends with it.
+func TestTraceEndsWithTheMount(t *testing.T) {
+	ring := testRing(64)
+	c, dir, mount := tracedMount(t, ring)
+	add(ring, 0xa)
+	lines, ended := follow(context.Background(), c, control.TraceRequest{Dir: dir, Last: 1})
+	await(t, lines, "xid=0xa")
+	time.Sleep(readTimeout + time.Second)
+	add(ring, 0xb)
+	await(t, lines, "xid=0xb")
+	add(ring, 0xc)
+	mount.end()
+	await(t, lines, "xid=0xc")
+	go io.Copy(io.Discard, lines)
+	if err := within(t, ended); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestTraceEndsWithItsReader(t *testing.T) {
+	ring := testRing(64)
+	c, dir, _ := tracedMount(t, ring)
+	ctx, interrupt := context.WithCancel(context.Background())
+	add(ring, 0xa)
+	lines, ended := follow(ctx, c, control.TraceRequest{Dir: dir, Last: 1})
+	await(t, lines, "xid=0xa")
+	go io.Copy(io.Discard, lines)
+	interrupt()
+	if err := within(t, ended); err != nil {
+		t.Error(err)
+	}
+}
+
+// A reader that does not read holds nobody up: events go on, and it is told how many it lost when
+// it reads again. Lines and losses add up.
+func TestSlowTraceReader(t *testing.T) {
+	ring := testRing(16)
+	c, dir, mount := tracedMount(t, ring)
+	pr, pw := net.Pipe() // a write waits until it is read
+	ended := make(chan error, 1)
+	add(ring, 1)
+	go func() {
+		err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, JSON: true, Follow: true, Last: 1}, pw)
+		pw.Close()
+		ended <- err
+	}()
+	one := make([]byte, 1)
+	if _, err := io.ReadFull(pr, one); err != nil { // it is under way
+		t.Fatal(err)
+	}
+	const events = 60_000 // far more than all buffers between hold
+	for i := range uint32(events) {
+		add(ring, i+2)
+		if i%16 == 0 {
+			time.Sleep(time.Microsecond)
+		}
+	}
+	var rest []byte
+	read := make(chan error, 1)
+	go func() {
+		var err error
+		rest, err = io.ReadAll(pr)
+		read <- err
+	}()
+	time.Sleep(4 * tracePoll)
+	mount.end()
+	if err := within(t, ended); err != nil {
+		t.Error(err)
+	}
+	if err := within(t, read); err != nil {
+		t.Fatal(err)
+	}
+	var seen, lost, next uint64
+	for _, l := range parseLines(t, string(one)+string(rest)) {
+		if l.Seq == nil {
+			lost += l.Lost
+			continue
+		}
+		if *l.Seq < next {
+			t.Fatalf("event %d after %d", *l.Seq, next-1)
+		}
+		seen, next = seen+1, *l.Seq+1
+	}
+	if lost == 0 || seen+lost != events+1 || next != events+1 {
+		t.Errorf("%d seen, %d lost, the last is %d; there were %d", seen, lost, next-1, events+1)
+	}
+}
+
+func TestTraceLossInWords(t *testing.T) {
+	ring := testRing(16)
+	for _, tt := range []struct {
+		rings []*trace.Ring
+		json  bool
+		want  string
+	}{
+		{[]*trace.Ring{ring}, false, "… 17 events lost\n"},
+		{[]*trace.Ring{ring}, true, "{\"lost\":17}\n"},
+		{[]*trace.Ring{testRing(16), ring}, false, "… #1 17 events lost\n"},
+		{[]*trace.Ring{testRing(16), ring}, true, "{\"connection\":1,\"lost\":17}\n"},
+	} {
+		s := newTraceStream(tt.rings, nil, &control.TraceRequest{JSON: tt.json})
+		for range 33 {
+			add(ring, 7)
+		}
+		s.round(false)
+		if got, _, _ := strings.Cut(s.out.String(), "\n"); got+"\n" != tt.want {
+			t.Errorf("got %q, want %q", got, tt.want)
+		}
+	}
+}
+
+func TestTraceErrors(t *testing.T) {
+	c, dir, _ := tracedMount(t, nil)
+	err := c.Trace(context.Background(), control.TraceRequest{Dir: dir}, io.Discard)
+	isError(t, err, control.CodeUsage, "-o trace=1024")
+	isError(t, err, control.CodeUsage, dir)
+	err = c.Trace(context.Background(), control.TraceRequest{Dir: filepath.Dir(dir)}, io.Discard)
+	isError(t, err, control.CodeNotMounted, "nfsrdmad list")
+	isError(t, c.Trace(context.Background(), control.TraceRequest{Dir: dir, Last: -2}, io.Discard), control.CodeUsage, `last = "-2"`)
+	b := newBuilding()
+	tab, r := testTable(t, b.build)
+	done := make(chan struct{})
+	go func() { defer close(done); _, _ = tab.Mount(context.Background(), r) }()
+	<-b.begun
+	_, _, err = tab.traced(context.Background(), r.Dir)
+	isError(t, err, control.CodeNotMounted, "still being mounted")
+	b.result <- newStandIn()
+	<-done
+}

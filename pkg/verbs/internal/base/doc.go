@@ -1,0 +1,13 @@
+// Package base holds what every verbs provider needs whatever its device is: the use count of a
+// protection domain, the accounts of a completion queue, the checks of posted requests, the counters
+// of a queue pair and the common part of a ConnID.
+//
+// Only the packages below pkg/verbs import it. It performs no I/O, starts no goroutine, and
+// allocates nothing for a request that passes its checks.
+//
+// # Locks
+//
+//	Uses.mu, CQEntries.mu   counts; innermost locks
+//	ConnID.state            local address, queue pair and peer parameters; held while CreateQP calls
+//	                        the provider, so the provider must not take it there
+package base

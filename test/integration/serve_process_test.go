@@ -1,0 +1,381 @@
+package integration
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+const (
+	// processTimeout bounds the start and the end of a process, and one call of a raw client.
+	processTimeout = time.Minute
+	mountProgram   = 100005 // RFC 1813 §5.1
+)
+
+// program builds nfsrdmad once for all tests of this process. The file stays in bin, which git
+// ignores, so that the linker runs only after a change.
+var program = sync.OnceValues(func() (string, error) {
+	if f := os.Getenv("OLDBIN"); f != "" {
+		return f, nil
+	}
+	file, err := filepath.Abs("../../bin/integration/nfsrdmad")
+	if err != nil {
+		return "", err
+	}
+	out, err := exec.Command("go", "build", "-o", file, "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("go build: %w\n%s", err, out)
+	}
+	return file, nil
+})
+
+// A process is a running nfsrdmad. Its output goes to the test's log when the test fails.
+type process struct {
+	cmd   *exec.Cmd
+	ended chan struct{}
+	out   lockedBuffer
+}
+
+// A lockedBuffer is a bytes.Buffer that may be read while a process writes to it.
+type lockedBuffer struct {
+	sync.Mutex
+	buf bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.Lock()
+	defer b.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.Lock()
+	defer b.Unlock()
+	return b.buf.String()
+}
+
+// startProcess starts nfsrdmad with args, behind the command wrap if that is not empty. The process
+// is killed when the test ends, unless end was called before.
+func startProcess(t *testing.T, wrap []string, args ...string) *process {
+	t.Helper()
+	file, err := program()
+	if err != nil {
+		t.Fatal(err)
+	}
+	line := append(append(append([]string{}, wrap...), file), args...)
+	p := &process{cmd: exec.Command(line[0], line[1:]...), ended: make(chan struct{})}
+	p.cmd.Stdout, p.cmd.Stderr = &p.out, &p.out
+	p.cmd.WaitDelay = time.Second
+	if err := p.cmd.Start(); err != nil {
+		t.Fatalf("start %v: %v", line, err)
+	}
+	go func() {
+		defer close(p.ended)
+		_ = p.cmd.Wait()
+	}()
+	t.Cleanup(func() {
+		_ = p.cmd.Process.Kill()
+		<-p.ended
+		if t.Failed() && p.out.String() != "" {
+			t.Logf("output of nfsrdmad %s:\n%s", strings.Join(args, " "), lastLines(p.out.String(), 40))
+		}
+	})
+	return p
+}
+
+func lastLines(text string, n int) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
+}
+
+// end sends a signal and waits until the process has exited. A process that ignores the signal
+// fails the test.
+func (p *process) end(t *testing.T, sig syscall.Signal) {
+	t.Helper()
+	_ = p.cmd.Process.Signal(sig)
+	select {
+	case <-p.ended:
+	case <-time.After(processTimeout):
+		t.Errorf("nfsrdmad still runs %v after signal %v", processTimeout, sig)
+		_ = p.cmd.Process.Kill()
+		<-p.ended
+	}
+}
+
+// waitFor polls until done returns nil. It fails the test after processTimeout, and at once when
+// the process ends.
+func (p *process) waitFor(t *testing.T, what string, done func() error) {
+	t.Helper()
+	deadline := time.Now().Add(processTimeout)
+	for {
+		err := done()
+		if err == nil {
+			return
+		}
+		select {
+		case <-p.ended:
+			t.Fatalf("nfsrdmad ended before %s: %v\n%s", what, err, p.out.String())
+		case <-time.After(20 * time.Millisecond):
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: %v after %v\n%s", what, err, processTimeout, p.out.String())
+		}
+	}
+}
+
+// A servedDir is "nfsrdmad serve DIR" as a process that can be stopped and started again with the
+// same ports.
+type servedDir struct {
+	*process
+	dir, rdma, tcp string
+	wrap, flags    []string
+}
+
+// serveDir serves dir on two free ports of 127.0.0.1 until the test ends.
+func serveDir(t *testing.T, dir string, flags ...string) *servedDir {
+	t.Helper()
+	return serveDirWith(t, nil, dir, flags...)
+}
+
+// serveDirWith is serveDir with a command in front, for example setpriv. The command must replace
+// itself by its arguments.
+func serveDirWith(t *testing.T, wrap []string, dir string, flags ...string) *servedDir {
+	t.Helper()
+	s := &servedDir{dir: dir, rdma: freePort(t), tcp: freePort(t), wrap: wrap, flags: flags}
+	s.start(t)
+	return s
+}
+
+// start starts the process and waits until both ports answer.
+func (s *servedDir) start(t *testing.T) {
+	t.Helper()
+	args := append([]string{"serve", s.dir, "--rdma-listen", s.rdma, "--tcp-listen", s.tcp}, s.flags...)
+	s.process = startProcess(t, s.wrap, args...)
+	for _, addr := range []string{s.tcp, s.rdma} {
+		s.waitFor(t, "listening on "+addr, func() error {
+			c, err := net.DialTimeout("tcp", addr, time.Second)
+			if err == nil {
+				c.Close()
+			}
+			return err
+		})
+	}
+}
+
+// restart ends the process with sig, calls down while no server runs, and starts it again.
+func (s *servedDir) restart(t *testing.T, sig syscall.Signal, down func()) {
+	t.Helper()
+	s.end(t, sig)
+	if down != nil {
+		down()
+	}
+	s.start(t)
+}
+
+// freePort returns "127.0.0.1:port" with a port that was free a moment ago.
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// mountServed mounts s with "nfsrdmad mount --foreground" until the test ends. The mount is another
+// process, so every system call of the test on the mount may block.
+func mountServed(t *testing.T, s *servedDir, options ...string) string {
+	t.Helper()
+	dir := openTempDir(t)
+	options = append(options, "port="+portOf(t, s.rdma), "mountport="+portOf(t, s.tcp))
+	p := startProcess(t, nil, "mount", "--foreground", "127.0.0.1:/", dir, "-o", strings.Join(options, ","))
+	t.Cleanup(func() {
+		p.end(t, syscall.SIGTERM)
+		if isMountPoint(dir) {
+			t.Errorf("%s is still mounted after the client ended", dir)
+			_ = unix.Unmount(dir, unix.MNT_DETACH)
+		}
+	})
+	p.waitFor(t, "mounting "+dir, func() error {
+		if !isMountPoint(dir) {
+			return errors.New("not mounted yet")
+		}
+		return nil
+	})
+	return dir
+}
+
+func portOf(t *testing.T, addr string) string {
+	t.Helper()
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return port
+}
+
+func isMountPoint(dir string) bool {
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	return err == nil && strings.Contains(string(mounts), " "+dir+" ")
+}
+
+// openTempDir is a temporary directory that every user can reach and write to.
+func openTempDir(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	for path, mode := range map[string]os.FileMode{filepath.Dir(dir): 0o755, dir: 0o777} {
+		if err := os.Chmod(path, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+// A rawClient is an NFSv3 client without caches, over TCP or RDMA.
+type rawClient struct {
+	*nfs3.Client
+	t      testing.TB
+	caller nfs3.Caller
+	ctx    context.Context
+	root   nfs3.FH
+}
+
+// dialTCP connects to addr and mounts "/". An error of the connection or of MNT is returned.
+func dialTCP(t testing.TB, addr string) (*rawClient, error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), processTimeout)
+	t.Cleanup(cancel)
+	r, err := rpctcp.Dial(ctx, addr, rpctcp.Options{})
+	if err != nil {
+		return nil, err
+	}
+	t.Cleanup(func() { r.Close() })
+	return newRawClient(ctx, t, r)
+}
+
+// dialRDMA is dialTCP for the RDMA port. It sends MNT over RDMA, too.
+func dialRDMA(t testing.TB, addr string) (*rawClient, error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), processTimeout)
+	t.Cleanup(cancel)
+	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: netip.MustParseAddrPort(addr),
+		Recovery: xprt.Soft, Timeout: 10 * time.Second})
+	if err != nil {
+		return nil, err
+	}
+	t.Cleanup(func() { tr.Close() })
+	if err := tr.Connect(ctx); err != nil {
+		return nil, err
+	}
+	return newRawClient(ctx, t, tr)
+}
+
+func newRawClient(ctx context.Context, t testing.TB, caller nfs3.Caller) (*rawClient, error) {
+	c := &rawClient{Client: nfs3.NewClient(caller, nfs3.Options{}), t: t, caller: caller, ctx: ctx}
+	var err error
+	c.root, err = c.mnt("/")
+	return c, err
+}
+
+// mnt sends MNT (RFC 1813 §5.2.1) on the client's own connection. A status other than MNT3_OK is a
+// syscall.Errno.
+func (c *rawClient) mnt(path string) (nfs3.FH, error) {
+	m := sunrpc.Message{Prog: mountProgram, Vers: 3, Proc: 1, Cred: credential(0, 0),
+		Args: sunrpc.AppendString(nil, path), MaxResult: 256, Result: make([]byte, 0, 256)}
+	if err := c.caller.Call(c.ctx, &m); err != nil {
+		return nfs3.FH{}, fmt.Errorf("MNT: %w", err)
+	}
+	d := sunrpc.NewDecoder(m.Result)
+	if st := d.Uint32(); st != 0 {
+		return nfs3.FH{}, fmt.Errorf("MNT: %w", syscall.Errno(st))
+	}
+	fh, err := nfs3.NewFH(d.Opaque(nfs3.FHSize))
+	return fh, errors.Join(err, d.Err())
+}
+
+// transports are the two ways to a served directory.
+var transports = []struct {
+	name string
+	dial func(t testing.TB, s *servedDir) (*rawClient, error)
+}{
+	{"TCP", func(t testing.TB, s *servedDir) (*rawClient, error) { return dialTCP(t, s.tcp) }},
+	{"RDMA", func(t testing.TB, s *servedDir) (*rawClient, error) { return dialRDMA(t, s.rdma) }},
+}
+
+// mustDial returns a client over TCP that has the root handle.
+func mustDial(t testing.TB, s *servedDir) *rawClient {
+	t.Helper()
+	c, err := dialTCP(t, s.tcp)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func credential(uid, gid uint32, gids ...uint32) []byte {
+	return sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test", UID: uid, GID: gid, GIDs: gids})
+}
+
+func (c *rawClient) lookup(cred []byte, dir nfs3.FH, name string) (nfs3.FH, error) {
+	var res nfs3.LookupResult
+	err := c.Lookup(c.ctx, cred, dir, name, &res)
+	return res.FH, err
+}
+
+// mustLookup finds a name of the root directory as root.
+func (c *rawClient) mustLookup(name string) nfs3.FH {
+	c.t.Helper()
+	fh, err := c.lookup(credential(0, 0), c.root, name)
+	if err != nil {
+		c.t.Fatalf("LOOKUP %s: %v", name, err)
+	}
+	return fh
+}
+
+func (c *rawClient) create(cred []byte, dir nfs3.FH, name string, mode uint32) (nfs3.FH, error) {
+	var res nfs3.CreateResult
+	err := c.Create(c.ctx, cred, dir, name,
+		&nfs3.CreateHow{Mode: nfs3.Guarded, Attr: nfs3.SetAttr{HasMode: true, Mode: mode}}, &res)
+	return res.FH, err
+}
+
+func (c *rawClient) read(cred []byte, fh nfs3.FH) (string, error) {
+	buf := make([]byte, 4096)
+	var res nfs3.ReadResult
+	err := c.Read(c.ctx, cred, fh, 0, buf, &res)
+	return string(buf[:res.N]), err
+}
+
+// writeFiles makes files of dir with their contents, and the directories they need.
+func writeFiles(t *testing.T, dir string, files map[string]string) {
+	t.Helper()
+	for name, content := range files {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
