@@ -9,8 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// A fileHandle is one open file. Its READs and WRITEs use the credential of the user who opened it,
-// whichever process uses it later.
+// A fileHandle is one open file. READs and WRITEs of a fileHandle use the credential of the user
+// who opened the file, whichever process uses the handle later.
 type fileHandle struct {
 	ino      *inode
 	cred     []byte
@@ -30,7 +30,7 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 // removed is true when a removal in flight may have removed the file. On error the inode is not
 // pinned.
 //
-// unpin reverses pin. It removes the file when the file is hidden and was open only here.
+// unpin reverses pin. unpin removes the file when the file is hidden and was open only here.
 func (fs *FS) pin(r *request, ino *inode) (removed bool, err error) {
 	fs.inodes.openFile(ino)
 	removed, err = fs.awaitRemovals(r, ino)
@@ -126,7 +126,7 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 }
 
 // revalidate reports whether the kernel's cached pages match the attributes a, which are new from
-// the server. It records a as the state of the pages from now on.
+// the server. revalidate records a as the state of the pages from now on.
 func (ino *inode) revalidate(a *nfs3.Attr, cacheable bool) (unchanged bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
@@ -233,7 +233,8 @@ func modeOnly(mode uint32) nfs3.SetAttr {
 	return nfs3.SetAttr{HasMode: true, Mode: mode & nfs3.ModeMask}
 }
 
-// Flush handles close(2). It returns after the file's data is stable, or returns the write error.
+// Flush handles close(2). Flush returns after the file's data is stable, or returns the write
+// error.
 func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	r := fs.begin(OpFlush, cancel, &in.InHeader)
 	h := fs.file(in.Fh)

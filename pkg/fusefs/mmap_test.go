@@ -87,7 +87,7 @@ func runMmapStep(t *testing.T, step, path string) {
 }
 
 // TestMmapWriteBack writes files through shared mappings, with write-back by msync, munmap, exit
-// and truncate. It then reads them through mappings of a second mount.
+// and truncate. TestMmapWriteBack then reads them through mappings of a second mount.
 func TestMmapWriteBack(t *testing.T) {
 	e := startExport(t)
 	m, cold := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})

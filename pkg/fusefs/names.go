@@ -145,8 +145,8 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 	return fs.opts.AcDirMin
 }
 
-// createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. It makes the call and gets
-// what the server left out of its reply.
+// createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. createEntry makes the call
+// and gets what the server left out of its reply.
 func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOut,
 	call func(*nfs3.CreateResult) error) (*inode, error) {
 	var res nfs3.CreateResult

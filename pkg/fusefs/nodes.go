@@ -94,8 +94,8 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	return nil
 }
 
-// attrAfterChange sets a to the attributes after a change by this mount. It uses the reply wcc if
-// those attributes are valid, else it sends a GETATTR. cacheable is as in fetch.
+// attrAfterChange sets a to the attributes after a change by this mount. attrAfterChange uses the
+// reply wcc if those attributes are valid, else it sends a GETATTR. cacheable is as in fetch.
 func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc *nfs3.WccData,
 	a *nfs3.Attr) (cacheable bool, err error) {
 	ino.mu.Lock()

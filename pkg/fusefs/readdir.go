@@ -88,8 +88,8 @@ func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
 	}
 }
 
-// FsyncDir handles fsync(2) of a directory. It does nothing: an NFSv3 server replies to directory
-// changes after they are stable (RFC 1813 §1.7).
+// FsyncDir handles fsync(2) of a directory. FsyncDir does nothing: an NFSv3 server replies to
+// directory changes after they are stable (RFC 1813 §1.7).
 func (fs *FS) FsyncDir(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
 	fs.Counters.Ops[OpFsyncDir].Add(1)
 	return fuse.OK
@@ -216,8 +216,8 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 	return err
 }
 
-// restart finds the reader's position again after the server returned NFS3ERR_BAD_COOKIE. It reads
-// the directory from the start until the entry with the reader's cookie.
+// restart finds the reader's position again after the server returned NFS3ERR_BAD_COOKIE. restart
+// reads the directory from the start until the entry with the reader's cookie.
 func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 	cookie := d.offset
 	for {
@@ -257,8 +257,8 @@ func (fs *FS) findCookie(r *request, d *dirHandle, plus bool, cookie uint64) err
 	}
 }
 
-// unsupported reports whether the server does not support a procedure: it returned NFS3ERR_NOTSUPP
-// or PROC_UNAVAIL.
+// unsupported reports whether err is NFS3ERR_NOTSUPP or PROC_UNAVAIL: the server does not support
+// the procedure.
 func unsupported(err error) bool {
 	if err == nil {
 		return false

@@ -13,7 +13,7 @@ import (
 
 // NFSv3 servers have no open files: a file without a name is gone, even for processes that have it
 // open. An NFSv3 client therefore renames the file of an open handle to a hidden name ("silly
-// rename"). It removes the hidden name after the last close.
+// rename"). The client removes the hidden name after the last close.
 
 // sillyPrefix begins the hidden names. Servers have cleanup jobs that look for it after client
 // crashes.
@@ -51,8 +51,8 @@ func (fs *FS) unlink(r *request, dirID uint64, name string) error {
 	}
 }
 
-// unlinkOnce removes or hides a name. It returns NFS3ERR_JUKEBOX to its caller, so that opens need
-// not wait during the delay before the retry.
+// unlinkOnce removes or hides a name. unlinkOnce returns NFS3ERR_JUKEBOX to its caller, so that
+// opens need not wait during the delay before the retry.
 func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 	if b := fs.inodes.beginUnresolved(dir, name); b != nil {
 		defer fs.inodes.endUnresolved(b)
@@ -80,8 +80,8 @@ func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 	return fs.removeRPC(r, r.cred, dir, name)
 }
 
-// targetOf returns the inode that name stands for on the server. It returns nil when the name does
-// not exist, or when the inode is unknown and therefore not open.
+// targetOf returns the inode that name stands for on the server. targetOf returns nil when the name
+// does not exist, or when the inode is unknown and therefore not open.
 func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
 	fh, ok, err := fs.lookupHandle(r, dir, name)
 	if !ok {
@@ -140,8 +140,8 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 	return nil
 }
 
-// removeSilly removes the hidden name of a file, if it has one. It does nothing when the file was
-// opened again through /proc/PID/fd.
+// removeSilly removes the hidden name of a file, if it has one. removeSilly does nothing when the
+// file was opened again through /proc/PID/fd.
 func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	if !fs.inodes.beginRemoval(ino) {
 		return
@@ -193,7 +193,7 @@ func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
 	return fs.rmdirRPC(r, dir, name)
 }
 
-// rmdirRPC sends an RMDIR. It returns ENOTEMPTY for a directory that is not empty.
+// rmdirRPC sends an RMDIR. rmdirRPC returns ENOTEMPTY for a directory that is not empty.
 func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		var wcc nfs3.WccData
@@ -233,8 +233,8 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 	}
 }
 
-// renameOnce renames a file. It hides the target if the target is open. It returns NFS3ERR_JUKEBOX
-// to its caller, as unlinkOnce does.
+// renameOnce renames a file. renameOnce hides the target if the target is open. renameOnce returns
+// NFS3ERR_JUKEBOX to its caller, as unlinkOnce does.
 func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, newName string) error {
 	if b := fs.inodes.beginUnresolved(to, newName); b != nil {
 		defer fs.inodes.endUnresolved(b)

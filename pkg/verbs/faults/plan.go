@@ -24,8 +24,8 @@ type rule struct {
 	value    uint32        // C
 }
 
-// A Plan defines which faults are injected and how often, and the seed of their random choices. It
-// is immutable and safe for concurrent use.
+// A Plan defines which faults are injected and how often, and the seed of their random choices. A
+// Plan is immutable and safe for concurrent use.
 type Plan struct {
 	seed  uint64
 	rules [numKinds]rule
@@ -230,7 +230,7 @@ const (
 	saltVariant
 )
 
-// draw returns a pseudo-random number that depends only on the seed and the arguments. It applies
+// draw returns a pseudo-random number that depends only on the seed and the arguments. draw applies
 // SplitMix64's finalizer to each argument.
 func (p *Plan) draw(k kind, event, salt uint64) uint64 {
 	x := p.seed

@@ -114,7 +114,8 @@ func (c *accessCase) run(t *testing.T, p *pair) {
 	}
 }
 
-// register registers mem as the case says. It returns the key and address of the forbidden access.
+// register registers mem as the case says. register returns the key and address of the forbidden
+// access.
 func (c *accessCase) register(t *testing.T, e *endpoint, mem []byte) (key verbs.RKey, addr uint64) {
 	t.Helper()
 	m, err := e.pd.AllocMR(8)
@@ -221,7 +222,7 @@ func postUntilError(e *endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
 	}
 }
 
-// testFence lets the peer write while revoke revokes the memory. It then checks that no byte
+// testFence lets the peer write while revoke revokes the memory. testFence then checks that no byte
 // changes any more.
 func testFence(t *testing.T, s *suite, revoke func(e *endpoint, w window, m verbs.MR)) {
 	const size = 200000

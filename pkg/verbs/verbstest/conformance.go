@@ -26,8 +26,8 @@ func (s *suite) pair(t *testing.T, o options) *pair {
 	return newPair(t, s.newProvider(t), s.laddr, o)
 }
 
-// Conformance runs the tests that every provider must pass. They use only the verbs interfaces.
-// Both ends of each connection are in this process and use laddr (port 0: any port).
+// Conformance runs the tests that every provider must pass. The tests use only the verbs
+// interfaces. Both ends of each connection are in this process and use laddr (port 0: any port).
 func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort) {
 	s := &suite{newProvider: newProvider, laddr: laddr}
 	caps := s.caps(t)

@@ -243,8 +243,8 @@ func testParallelConnects(t *testing.T, s *suite) {
 	}
 }
 
-// testSendBeforeAccept checks that the passive side may post before the active side sends. Its
-// message arrives after the active side's first message.
+// testSendBeforeAccept checks that the passive side may post before the active side sends. The
+// passive side's message arrives after the active side's first message.
 func testSendBeforeAccept(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
 	in, out := newCompletions(), newCompletions()

@@ -11,7 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// waitTimeout bounds each wait of the suite. It is generous because the suite does not check speed.
+// waitTimeout bounds each wait of the suite. waitTimeout is generous because the suite does not
+// check speed.
 const waitTimeout = 30 * time.Second
 
 // Default queue sizes of the suite's QPs.

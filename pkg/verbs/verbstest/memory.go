@@ -192,7 +192,7 @@ func testGaps(t *testing.T, s *suite) {
 	}
 }
 
-// testManyReads posts more RDMA Reads than the negotiated depth. They complete in order.
+// testManyReads posts more RDMA Reads than the negotiated depth. The RDMA Reads complete in order.
 func testManyReads(t *testing.T, s *suite) {
 	const n = 40
 	p := s.pair(t, options{activeParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3},
@@ -355,8 +355,8 @@ func testFastRegErrors(t *testing.T, s *suite) {
 	}
 }
 
-// testChain posts registrations and the Send that advertises them as one chain. They take effect in
-// order.
+// testChain posts registrations and the Send that advertises them as one chain. The requests take
+// effect in order.
 func testChain(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
 	m1, m2 := p.active.mr(depth), p.active.mr(depth)

@@ -53,8 +53,8 @@ func (e *sharedEnd) pair() *pair {
 	return connectPair(e.t, e.p, e.l, options{pd: e.pd, cq: e.cq}).sendFirst()
 }
 
-// useAll transfers data over p in each direction, with m registered at the active end. It leaves m
-// invalid.
+// useAll transfers data over p in each direction, with m registered at the active end. useAll
+// leaves m invalid.
 func (p *pair) useAll(m verbs.MR, key uint8) {
 	t := p.active.t
 	t.Helper()
@@ -137,8 +137,8 @@ func badWrite(e *endpoint) *verbs.WorkRequest {
 }
 
 // testSharedPDOtherKey checks that a key of one connection is refused on another connection of the
-// same PD, even after the first one has ended. It covers RDMA Write, RDMA Read, Send With
-// Invalidate and LocalInv.
+// same PD, even after the first one has ended. testSharedPDOtherKey covers RDMA Write, RDMA Read,
+// Send With Invalidate and LocalInv.
 func testSharedPDOtherKey(t *testing.T, s *suite) {
 	if s.caps(t).Has(verbs.CapPerIOReg) {
 		t.Skip("keys of this device are valid on every connection of the protection domain")
