@@ -64,15 +64,12 @@ func openFlags(flags uint32, unchanged bool) uint32 {
 
 // Open handles open(2) of an existing file.
 func (fs *FS) Open(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
-	r := fs.begin(OpOpen, cancel, &in.InHeader)
-	return fs.end(OpOpen, r, fs.open(r, in, out))
+	return fs.onNode(OpOpen, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.open(r, ino, in.Flags, out)
+	})
 }
 
-func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
-	ino := fs.inodes.get(in.NodeId)
-	if ino == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
 	removed, err := fs.pin(r, ino) // before any call to the server
 	fs.reopens.finish(r.pid)
 	if err != nil {
@@ -81,7 +78,7 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 	if removed {
 		err = syscall.ESTALE // the kernel repeats the lookup
 	} else {
-		err = fs.openPinned(r, ino, in.Flags, out)
+		err = fs.openPinned(r, ino, flags, out)
 	}
 	if err != nil {
 		fs.unpin(ino)
@@ -157,15 +154,12 @@ func granted(flags, access uint32) bool {
 
 // Create handles open(2) with O_CREAT of a name that the kernel does not know.
 func (fs *FS) Create(cancel <-chan struct{}, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
-	r := fs.begin(OpCreate, cancel, &in.InHeader)
-	return fs.end(OpCreate, r, fs.create(r, in, name, out))
+	return fs.onNode(OpCreate, cancel, &in.InHeader, func(r *request, dir *inode) error {
+		return fs.create(r, dir, in, name, out)
+	})
 }
 
-func (fs *FS) create(r *request, in *fuse.CreateIn, name string, out *fuse.CreateOut) error {
-	dir := fs.inodes.get(in.NodeId)
-	if dir == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) create(r *request, dir *inode, in *fuse.CreateIn, name string, out *fuse.CreateOut) error {
 	how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: modeOnly(in.Mode)}
 	if in.Flags&syscall.O_TRUNC != 0 {
 		// another client may have created the file after the kernel's lookup

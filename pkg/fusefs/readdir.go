@@ -49,15 +49,12 @@ type dirEntry struct {
 
 // OpenDir handles opendir(3).
 func (fs *FS) OpenDir(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
-	r := fs.begin(OpOpenDir, cancel, &in.InHeader)
-	return fs.end(OpOpenDir, r, fs.openDir(r, in.NodeId, out))
+	return fs.onNode(OpOpenDir, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.openDir(r, ino, out)
+	})
 }
 
-func (fs *FS) openDir(r *request, id uint64, out *fuse.OpenOut) error {
-	ino := fs.inodes.get(id)
-	if ino == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 	// Each open of a directory asks the server, as for files. The kernel alone would check only the
 	// mode.
 	var res nfs3.AccessResult

@@ -26,6 +26,15 @@ type sillyName struct {
 	cred []byte // of the user who removed the file
 }
 
+// takeSillyName removes and returns the hidden name of ino, or nil when ino has none.
+func (ino *inode) takeSillyName() *sillyName {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	silly := ino.silly
+	ino.silly = nil
+	return silly
+}
+
 func newSillyName() string {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // never fails
@@ -34,15 +43,10 @@ func newSillyName() string {
 
 // Unlink handles unlink(2).
 func (fs *FS) Unlink(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
-	r := fs.begin(OpUnlink, cancel, h)
-	return fs.end(OpUnlink, r, fs.unlink(r, h.NodeId, name))
+	return fs.onNode(OpUnlink, cancel, h, func(r *request, dir *inode) error { return fs.unlink(r, dir, name) })
 }
 
-func (fs *FS) unlink(r *request, dirID uint64, name string) error {
-	dir := fs.inodes.get(dirID)
-	if dir == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) unlink(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		err := fs.unlinkOnce(r, dir, name)
 		if !fs.retryJukebox(r, err, try) {
@@ -147,10 +151,7 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 		return
 	}
 	defer fs.inodes.endRemoval(ino)
-	ino.mu.Lock()
-	silly := ino.silly
-	ino.silly = nil
-	ino.mu.Unlock()
+	silly := ino.takeSillyName()
 	if silly == nil {
 		return
 	}
@@ -173,15 +174,10 @@ func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name strin
 
 // Rmdir handles rmdir(2).
 func (fs *FS) Rmdir(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
-	r := fs.begin(OpRmdir, cancel, h)
-	return fs.end(OpRmdir, r, fs.rmdir(r, h.NodeId, name))
+	return fs.onNode(OpRmdir, cancel, h, func(r *request, dir *inode) error { return fs.rmdir(r, dir, name) })
 }
 
-func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
-	dir := fs.inodes.get(dirID)
-	if dir == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) rmdir(r *request, dir *inode, name string) error {
 	err := fs.rmdirRPC(r, dir, name)
 	if err != syscall.ENOTEMPTY {
 		return err
@@ -280,10 +276,7 @@ func (fs *FS) isNamed(r *request, dir *inode, name string, ino *inode) bool {
 
 // unhide renames a hidden file back to its name after the rename over it failed.
 func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
-	ino.mu.Lock()
-	silly := ino.silly
-	ino.silly = nil
-	ino.mu.Unlock()
+	silly := ino.takeSillyName()
 	if silly == nil {
 		return
 	}

@@ -247,6 +247,17 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	return r
 }
 
+// onNode handles a request for the node of h: it runs do between begin and end. The status is ESTALE
+// when the node is not in the inode table.
+func (fs *FS) onNode(op Op, cancel <-chan struct{}, h *fuse.InHeader, do func(*request, *inode) error) fuse.Status {
+	r := fs.begin(op, cancel, h)
+	ino := fs.inodes.get(h.NodeId)
+	if ino == nil {
+		return fs.end(op, r, syscall.ESTALE)
+	}
+	return fs.end(op, r, do(r, ino))
+}
+
 // end finishes r and returns the status for the kernel.
 func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	if fs.opts.Observe != nil {
