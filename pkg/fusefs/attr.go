@@ -16,8 +16,15 @@ import (
 // statBlock is the unit of st_blocks in bytes (stat(2)).
 const statBlock = 512
 
-var modeOfType = [...]uint32{nfs3.NF3REG: syscall.S_IFREG, nfs3.NF3DIR: syscall.S_IFDIR, nfs3.NF3BLK: syscall.S_IFBLK,
-	nfs3.NF3CHR: syscall.S_IFCHR, nfs3.NF3LNK: syscall.S_IFLNK, nfs3.NF3SOCK: syscall.S_IFSOCK, nfs3.NF3FIFO: syscall.S_IFIFO}
+var modeOfType = [...]uint32{
+	nfs3.NF3REG:  syscall.S_IFREG,
+	nfs3.NF3DIR:  syscall.S_IFDIR,
+	nfs3.NF3BLK:  syscall.S_IFBLK,
+	nfs3.NF3CHR:  syscall.S_IFCHR,
+	nfs3.NF3LNK:  syscall.S_IFLNK,
+	nfs3.NF3SOCK: syscall.S_IFSOCK,
+	nfs3.NF3FIFO: syscall.S_IFIFO,
+}
 
 // fileMode returns the st_mode for attributes.
 func fileMode(a *nfs3.Attr) uint32 {
@@ -245,7 +252,7 @@ func (fs *FS) dropStale(ino *inode) {
 
 // errno returns the error number for any error of this package.
 func errno(err error) syscall.Errno {
-	switch err := err.(type) {
+	switch err := err.(type) { //nolint:errorlint // wrappedErrno handles wrapped errors
 	case nil:
 		return 0
 	case syscall.Errno:

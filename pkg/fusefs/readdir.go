@@ -174,11 +174,11 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 
 // seek moves to an offset: the current position, the start, or the cookie of an entry.
 func (d *dirHandle) seek(offset uint64) {
-	switch {
-	case offset == 0:
+	switch offset {
+	case 0:
 		d.rewind(0)
 		d.verf = nfs3.Verifier{}
-	case offset == d.offset:
+	case d.offset:
 	default:
 		for i := range d.entries {
 			if d.entries[i].cookie == offset {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
+	"errors"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -179,7 +180,7 @@ func (fs *FS) Rmdir(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.
 
 func (fs *FS) rmdir(r *request, dir *inode, name string) error {
 	err := fs.rmdirRPC(r, dir, name)
-	if err != syscall.ENOTEMPTY {
+	if !errors.Is(err, syscall.ENOTEMPTY) {
 		return err
 	}
 	target, lookupErr := fs.targetOf(r, dir, name)

@@ -167,15 +167,17 @@ func testConnectMisuse(t *testing.T, s *suite) {
 func testConnectCanceled(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	for name, kind := range map[string]verbs.ConnErrorKind{"cancelled": verbs.ConnLocal,
-		"deadline": verbs.ConnTimeout} {
+	for name, kind := range map[string]verbs.ConnErrorKind{
+		"canceled": verbs.ConnLocal,
+		"deadline": verbs.ConnTimeout,
+	} {
 		id, _ := resolve(t, p, l.Addr())
 		ctx, cancel := context.WithCancel(context.Background())
 		if name == "deadline" {
 			ctx, cancel = context.WithTimeout(context.Background(), 50*time.Millisecond)
 		}
 		time.AfterFunc(50*time.Millisecond, func() {
-			if name == "cancelled" {
+			if name == "canceled" {
 				cancel()
 			}
 		})

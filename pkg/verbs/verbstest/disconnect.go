@@ -1,6 +1,7 @@
 package verbstest
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -87,7 +88,8 @@ func testPeerCloses(t *testing.T, s *suite) {
 		if err := closing.id.Close(); err != nil {
 			t.Error(err)
 		}
-		if cause := staying.waitDisconnect(); staying.dev.Attrs().Transport == verbs.TransportIWARP && cause != io.EOF {
+		cause := staying.waitDisconnect()
+		if staying.dev.Attrs().Transport == verbs.TransportIWARP && !errors.Is(cause, io.EOF) {
 			t.Errorf("disconnect cause after the peer's Close: got %v, want io.EOF", cause)
 		}
 		for _, wc := range c.wait(t, 5) {
@@ -316,7 +318,7 @@ func (l *load) postReceives() {
 			continue
 		}
 		l.log.complete(id)
-		if err == verbs.ErrQPState {
+		if errors.Is(err, verbs.ErrQPState) {
 			return
 		}
 		time.Sleep(20 * time.Microsecond)
@@ -348,7 +350,7 @@ func (l *load) postChains(r *rand.Rand) {
 		for i := slices.Index(wrs, bad); i >= 0 && i < len(wrs); i++ {
 			l.log.complete(ids[i]) // bad and later requests were not posted
 		}
-		if err == verbs.ErrQPState {
+		if errors.Is(err, verbs.ErrQPState) {
 			return
 		}
 		time.Sleep(20 * time.Microsecond)

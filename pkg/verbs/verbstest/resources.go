@@ -81,12 +81,12 @@ func testQPErrors(t *testing.T, s *suite) {
 	}
 	t.Cleanup(func() { id.Close() })
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 100)
-	max := id.Device().Attrs().MaxQPWR
+	maxWR := id.Device().Attrs().MaxQPWR
 	for name, attr := range map[string]verbs.QPInitAttr{
 		"no CQ":                {MaxSendWR: 1, MaxRecvWR: 1},
 		"no send queue":        {SendCQ: cq, RecvCQ: cq, MaxRecvWR: 1},
 		"no receive queue":     {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1},
-		"send queue too large": {SendCQ: cq, RecvCQ: cq, MaxSendWR: max + 1, MaxRecvWR: 1},
+		"send queue too large": {SendCQ: cq, RecvCQ: cq, MaxSendWR: maxWR + 1, MaxRecvWR: 1},
 		"too many SGEs":        {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1, MaxSendSGE: 1 << 20},
 	} {
 		if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrInvalid) {
