@@ -105,14 +105,15 @@ func mountPoint(dir string) (string, error) {
 		return "", fmt.Errorf("mount %s: %w", dir, err)
 	}
 	if st, err := os.Stat(abs); err != nil {
-		return "", fmt.Errorf("mount point: %w", err)
+		return "", fmt.Errorf("mount %s: %w", abs, err)
 	} else if !st.IsDir() {
-		return "", fmt.Errorf("mount point %s: %w", abs, syscall.ENOTDIR)
+		return "", fmt.Errorf("mount %s: %w", abs, syscall.ENOTDIR)
 	}
-	if abs, err = filepath.EvalSymlinks(abs); err != nil {
-		return "", fmt.Errorf("mount point: %w", err)
+	resolved, err := filepath.EvalSymlinks(abs)
+	if err != nil {
+		return "", fmt.Errorf("mount %s: %w", abs, err)
 	}
-	return abs, nil
+	return resolved, nil
 }
 
 // start mounts the file system and negotiates the FUSE protocol with the kernel.

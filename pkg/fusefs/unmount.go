@@ -35,7 +35,7 @@ const disconnectTimeout = 2 * time.Second
 // namespaces end too. After success this file system is not mounted on Dir. Mounts of other
 // programs on Dir stay.
 func (s *Server) Unmount() error {
-	how, err := s.umount(0)
+	state, err := s.umount(0)
 	if err != nil {
 		return err
 	}
@@ -44,9 +44,8 @@ func (s *Server) Unmount() error {
 		return nil
 	case <-time.After(disconnectTimeout):
 	}
-	if how < unmounted {
-		return fmt.Errorf("umount %s: %w: the mount is detached but still has open files",
-			s.dir, syscall.EBUSY)
+	if state < unmounted {
+		return fmt.Errorf("umount %s: %w: the mount is detached but still has open files", s.dir, syscall.EBUSY)
 	}
 	s.abortConnection()
 	<-s.done
@@ -111,7 +110,7 @@ func (s *Server) detach(flags int) error {
 		} else {
 			err = unix.Unmount(s.dir, flags|unix.UMOUNT_NOFOLLOW)
 		}
-		// another program unmounted it first
+		// EINVAL: another program unmounted this file system first.
 		retry := errors.Is(err, unix.EINVAL) && try < detachTries
 		if err != nil && !retry {
 			return fmt.Errorf("umount %s: %w", s.dir, err)
