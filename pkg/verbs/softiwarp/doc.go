@@ -24,19 +24,20 @@
 //
 // # Where it departs from the RFCs, and why
 //
-//   - CRCs are off by default (RFC 5044 §4.4): a stock siw ends the connection when TCP splits an FPDU's
-//     trailer. [Config.CRC] turns them on. They are also used when the peer asks for them.
-//   - MPA markers are not sent. A Request that demands markers is rejected, as siw does. A Reply that
-//     demands them ends the attempt.
-//   - The RDMA Consortium's dialect, revision 0, is refused. An initiator does not fall back to revision 1,
-//     which cannot negotiate read depths (RFC 6581 §10 allows both).
-//   - FPDUs are no larger than the MSS unless [Config.MaxFPDU] says so. Without CRCs several FPDUs share a
-//     system call, so a TCP segment may start in the middle of one (RFC 5044 §5.1 prefers otherwise).
-//   - A FIN of the peer ends both directions. RFC 5041 §6.2.1 would let this side continue to send, which
-//     siw does not support.
+//   - CRCs are off by default (RFC 5044 §4.4): a stock siw ends the connection when TCP splits an
+//     FPDU's trailer. [Config.CRC] turns them on. They are also used when the peer asks for them.
+//   - MPA markers are not sent. A Request that demands markers is rejected, as siw does. A Reply
+//     that demands them ends the attempt.
+//   - The RDMA Consortium's dialect, revision 0, is refused. An initiator does not fall back to
+//     revision 1, which cannot negotiate read depths (RFC 6581 §10 allows both).
+//   - FPDUs are no larger than the MSS unless [Config.MaxFPDU] says so. Without CRCs several
+//     FPDUs share a system call, so a TCP segment may start in the middle of one (RFC 5044 §5.1
+//     prefers otherwise).
+//   - A FIN of the peer ends both directions. RFC 5041 §6.2.1 would let this side continue to
+//     send, which siw does not support.
 //   - An RDMA Read of zero bytes completes without a Read Request.
-//   - The peer may have one Read Request more than the negotiated depth outstanding, because a request
-//     leaves the queue when its response starts.
+//   - The peer may have one Read Request more than the negotiated depth outstanding, because a
+//     request leaves the queue when its response starts.
 //
 // For stock siw, read depths are powers of two. Connects to one address run one after the other. A
 // TCP connection that the peer has not answered ends without a packet, even when the process is
@@ -56,8 +57,8 @@
 // Handlers run on the dispatcher, OnDisconnect on a separate goroutine.
 //
 //	qp.mu                state, send queue, inbound Read Requests, outstanding Reads
-//	qp.rqMu              receive queue
-//	completionQueue.mu   its ring; may be taken inside qp.mu or qp.rqMu
+//	qp.rq                receive queue
+//	completionQueue.mu   its ring; may be taken inside qp.mu or qp.rq
 //	mr.mu                one registration; held around the non-blocking system call or copy of its data
 //	stagTable.mu         STag index to MR
 //	base.ConnID          addresses, queue pair and peer parameters; held while newQP runs

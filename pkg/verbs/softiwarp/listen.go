@@ -33,8 +33,10 @@ type listener struct {
 	once   sync.Once
 	wg     sync.WaitGroup // accept loop and handshakes
 
-	mu    sync.Mutex
-	conns map[*net.TCPConn]struct{} // in handshake; guarded by mu
+	handshakes struct {
+		sync.Mutex
+		conns map[*net.TCPConn]struct{}
+	}
 }
 
 // Listen accepts connections on laddr.
@@ -48,8 +50,9 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 	l := &listener{
 		dev: p.dev, tcp: tl.(*net.TCPListener), addr: addrPort(tl.Addr()),
 		ready: make(chan *connRequest, maxPending), slots: make(chan struct{}, maxPending),
-		closed: make(chan struct{}), conns: make(map[*net.TCPConn]struct{}),
+		closed: make(chan struct{}),
 	}
+	l.handshakes.conns = make(map[*net.TCPConn]struct{})
 	leakcheck.Track(leakcheck.Listener, 1)
 	l.wg.Add(1)
 	go l.run()
@@ -93,14 +96,14 @@ func (l *listener) run() {
 
 // enroll registers c for Close. It returns false when the listener is closed.
 func (l *listener) enroll(c *net.TCPConn) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+	l.handshakes.Lock()
+	defer l.handshakes.Unlock()
 	select {
 	case <-l.closed:
 		return false
 	default:
 	}
-	l.conns[c] = struct{}{}
+	l.handshakes.conns[c] = struct{}{}
 	return true
 }
 
@@ -116,9 +119,9 @@ func (l *listener) handshake(c *net.TCPConn) {
 		rep.reject = true
 		c.Write(rep.append(nil))
 	}
-	l.mu.Lock()
-	delete(l.conns, c)
-	l.mu.Unlock()
+	l.handshakes.Lock()
+	delete(l.handshakes.conns, c)
+	l.handshakes.Unlock()
 	if err != nil {
 		l.dev.cfg.Logger.Debug("connection refused in the MPA handshake", "peer", c.RemoteAddr(), "error", err)
 		c.Close()
@@ -158,12 +161,12 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 // Close stops listening and closes the connections that Accept has not returned.
 func (l *listener) Close() error {
 	l.once.Do(func() {
-		l.mu.Lock()
+		l.handshakes.Lock()
 		close(l.closed)
-		for c := range l.conns {
+		for c := range l.handshakes.conns {
 			c.SetDeadline(time.Unix(1, 0)) // the handshake closes it
 		}
-		l.mu.Unlock()
+		l.handshakes.Unlock()
 		l.tcp.Close()
 		l.wg.Wait()
 		for {

@@ -125,18 +125,18 @@ func (q *qp) executeLocal(e *sqe) bool {
 
 // PostRecv queues Receives.
 func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
-	q.rqMu.Lock()
-	defer q.rqMu.Unlock()
+	q.rq.Lock()
+	defer q.rq.Unlock()
 	for rr := first; rr != nil; rr = rr.Next {
 		full := int(q.rqUsed.Load()) >= q.attr.MaxRecvWR
-		if err := q.checks.Recv(rr, q.rqClosed, full); err != nil {
+		if err := q.checks.Recv(rr, q.rq.closed, full); err != nil {
 			return rr, err
 		}
 		q.rqUsed.Add(1)
 		q.inflight.Add(1)
-		e := &q.rq[q.rqTail&uint32(len(q.rq)-1)]
+		e := &q.rq.ring[q.rq.tail&uint32(len(q.rq.ring)-1)]
 		e.buf, e.done = rr.SGE.Buf, rr.Done
-		q.rqTail++
+		q.rq.tail++
 		q.stats.PostedRecvWRs.Add(1)
 	}
 	return nil, nil
@@ -144,14 +144,14 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 
 // takeRecv takes the oldest Receive for the reader.
 func (q *qp) takeRecv() bool {
-	q.rqMu.Lock()
-	defer q.rqMu.Unlock()
-	if q.rqHead == q.rqTail || q.rqClosed {
+	q.rq.Lock()
+	defer q.rq.Unlock()
+	if q.rq.head == q.rq.tail || q.rq.closed {
 		return false
 	}
-	e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
+	e := &q.rq.ring[q.rq.head&uint32(len(q.rq.ring)-1)]
 	q.current = *e
 	e.buf, e.done = nil, nil
-	q.rqHead++
+	q.rq.head++
 	return true
 }

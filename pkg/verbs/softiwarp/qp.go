@@ -70,7 +70,7 @@ type outstandingRead struct {
 // A qp is a reliable connection: its queues, the negotiated depths, and the two goroutines of its
 // stream.
 //
-// Lock order: mu, then an MR's lock; mu, then a CQ's lock; rqMu, then a CQ's lock.
+// Lock order: mu, then an MR's lock; mu, then a CQ's lock; rq, then a CQ's lock.
 type qp struct {
 	dev      *device
 	pd       *protectionDomain
@@ -116,10 +116,12 @@ type qp struct {
 	rrq                []readRequest // ring of a power of two: inbound Read Requests
 	rrHead, rrTail     uint32
 
-	rqMu           sync.Mutex
-	rqClosed       bool  // guarded by rqMu, as all below
-	rq             []rqe // ring of a power of two
-	rqHead, rqTail uint32
+	rq struct {
+		sync.Mutex
+		closed     bool
+		ring       []rqe // its size is a power of two
+		head, tail uint32
+	}
 
 	current       rqe // used only by the reader: the Receive of the current message
 	currentStatus verbs.Status
@@ -151,8 +153,9 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq, reserved: reserved,
 		checks: base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessageLen},
 		wake:   make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
-		sq: make([]sqe, base.RingSize(attr.MaxSendWR)), rq: make([]rqe, base.RingSize(attr.MaxRecvWR)),
+		sq: make([]sqe, base.RingSize(attr.MaxSendWR)),
 	}
+	q.rq.ring = make([]rqe, base.RingSize(attr.MaxRecvWR))
 	sges := make([]verbs.SGE, len(q.sq)*attr.MaxSendSGE)
 	for i := range q.sq {
 		q.sq[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
@@ -231,9 +234,9 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 	}
 	q.mu.Unlock()
 
-	q.rqMu.Lock()
-	q.rqClosed = true
-	q.rqMu.Unlock()
+	q.rq.Lock()
+	q.rq.closed = true
+	q.rq.Unlock()
 
 	if was == qpInit {
 		q.flush()
@@ -305,14 +308,14 @@ func (q *qp) flush() {
 		}
 		q.completeRecv(&q.current, &verbs.WorkCompletion{Status: status})
 	}
-	q.rqMu.Lock()
-	q.rqClosed = true // fail, on another goroutine, may not have set it yet
-	for q.rqHead != q.rqTail {
-		e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
-		q.rqHead++
+	q.rq.Lock()
+	q.rq.closed = true // fail, on another goroutine, may not have set it yet
+	for q.rq.head != q.rq.tail {
+		e := &q.rq.ring[q.rq.head&uint32(len(q.rq.ring)-1)]
+		q.rq.head++
 		q.completeRecv(e, &verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	}
-	q.rqMu.Unlock()
+	q.rq.Unlock()
 	close(q.flushed)
 	if !local && q.attr.OnDisconnect != nil {
 		go q.attr.OnDisconnect(cause)

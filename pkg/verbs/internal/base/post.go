@@ -19,7 +19,8 @@ func (c *PostChecks) Invalid(wr *verbs.WorkRequest, format string, args ...any) 
 }
 
 // Send checks one request for the send queue and returns the length of its message in bytes, 0 for
-// FastReg and LocalInv. ord is how many RDMA Reads may be outstanding. Errors wrap verbs.ErrInvalid.
+// FastReg and LocalInv. ord is how many RDMA Reads may be outstanding. Errors wrap
+// verbs.ErrInvalid.
 func (c *PostChecks) Send(wr *verbs.WorkRequest, ord int) (uint32, error) {
 	if wr.Done == nil {
 		return 0, c.Invalid(wr, "no completion handler")

@@ -8,8 +8,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// CheckQPAttr checks the sizes in attr against the limits of the device, and raises MaxSendSGE to 1.
-// It fails with verbs.ErrInvalid.
+// CheckQPAttr checks the sizes in attr against the limits of the device, and raises MaxSendSGE to
+// 1. It fails with verbs.ErrInvalid.
 func CheckQPAttr(provider string, attr *verbs.QPInitAttr, limits verbs.DeviceAttrs) error {
 	if attr.MaxSendWR <= 0 || attr.MaxSendWR > limits.MaxQPWR || attr.MaxRecvWR <= 0 ||
 		attr.MaxRecvWR > limits.MaxQPWR {
@@ -57,8 +57,8 @@ func (r Reservation) Release() {
 	r.uses.Drop()
 }
 
-// RingSize returns the smallest power of two that is at least n, and at least 1. A ring of this size
-// finds the slot of a free-running position with a mask.
+// RingSize returns the smallest power of two that is at least n, and at least 1. A ring of this
+// size finds the slot of a free-running position with a mask.
 func RingSize(n int) int {
 	if n <= 1 {
 		return 1
