@@ -11,8 +11,8 @@ import (
 )
 
 // The environment variables mmapStep and mmapFile make TestMmapChildProcess run one of mmapSteps on
-// a file. The steps need a process of their own: a page fault on the test's own mount would block
-// the Go runtime that serves the mount.
+// a file. The steps need a separate process: a page fault on the test's own mount would block the
+// Go runtime that serves the mount.
 const (
 	mmapStep = "NFSRDMAD_MMAP_STEP"
 	mmapFile = "NFSRDMAD_MMAP_FILE"

@@ -247,8 +247,8 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	return r
 }
 
-// onNode handles a request for the node of h: it runs do between begin and end. The status is ESTALE
-// when the node is not in the inode table.
+// onNode handles a request for the node of h: onNode runs do between begin and end. The status is
+// ESTALE when the node is not in the inode table.
 func (fs *FS) onNode(op Op, cancel <-chan struct{}, h *fuse.InHeader, do func(*request, *inode) error) fuse.Status {
 	r := fs.begin(op, cancel, h)
 	ino := fs.inodes.get(h.NodeId)

@@ -68,7 +68,7 @@ func testDrainFlushes(t *testing.T, s *suite) {
 	}
 	p.active.waitDisconnect()
 	if len(p.passive.disconnects) != 0 {
-		t.Error("Drain called OnDisconnect of its own side")
+		t.Error("Drain called the OnDisconnect of the draining side")
 	}
 }
 

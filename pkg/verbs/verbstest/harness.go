@@ -31,7 +31,7 @@ type options struct {
 	activeParam          verbs.ConnParam
 	passiveParam         verbs.ConnParam
 	noConnect            bool
-	// The active end uses pd and cq instead of its own if they are set.
+	// The active end uses pd and cq instead of a new PD and CQ if pd is set.
 	pd verbs.PD
 	cq verbs.CQ
 }
