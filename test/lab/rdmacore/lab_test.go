@@ -53,7 +53,7 @@ var targets = []target{
 		// The device does not check the bounds of a window: the peer can access the complete
 		// region.
 		"TestConformance/AccessRefused/" +
-			"(write,_behind|write,_before|write,_over_the_end|read,_over_the_end|read,_before)$",
+			"(write,_after_the_end|write,_before|write,_across_the_end|read,_across_the_end|read,_before)$",
 		// A pending Read continues after the invalidation of its window, and the data of an
 		// accepted Write packet is placed after it.
 		"TestConformance/(LocalInvFences|DeregFences|ReadFence)$",
