@@ -100,7 +100,11 @@ func TestParseAuthSysRejectsInvalidBodies(t *testing.T) {
 
 func TestParseReply(t *testing.T) {
 	const head = "0a0b0c0d 00000001 "
-	const accepted = head + "00000000" + noneHex
+	const accepted, gss = head + "00000000" + noneHex, head + "00000000 00000006"
+	progMismatch := &AcceptError{ProgMismatch, 2, 4}
+	rpcMismatch := &DeniedError{Stat: RPCMismatch, Low: 3, High: 5}
+	tooWeak := &DeniedError{Stat: AuthError, Auth: AuthTooWeak}
+	unknownAuth := &DeniedError{Stat: AuthError, Auth: 255}
 	for _, x := range []struct {
 		name    string
 		in      string
@@ -111,20 +115,20 @@ func TestParseReply(t *testing.T) {
 		{"success", accepted + "00000000 11223344", "11223344", nil, ""},
 		{"no results", accepted + "00000000", "", nil, ""},
 		{"verifier of 5", head + "00000000 00000002 00000005 aabbccddee000000 00000000 11223344", "11223344", nil, ""},
-		{"verifier of 400", head + "00000000 00000006 00000190" + strings.Repeat("aa", 400) + "00000000 11223344", "11223344", nil, ""},
-		{"verifier of 401", head + "00000000 00000006 00000191" + strings.Repeat("aa", 404) + "00000000", "", ErrMalformed, ""},
+		{"verifier of 400", gss + "00000190" + strings.Repeat("aa", 400) + "00000000 11223344", "11223344", nil, ""},
+		{"verifier of 401", gss + "00000191" + strings.Repeat("aa", 404) + "00000000", "", ErrMalformed, ""},
 		{"verifier of 4 GiB", head + "00000000 00000006 ffffffff 00000000", "", ErrMalformed, ""},
 		{"verifier after the end", head + "00000000 00000006 00000020 00000000", "", ErrMalformed, ""},
 		{"PROG_UNAVAIL", accepted + "00000001", "", &AcceptError{Stat: ProgUnavail}, "PROG_UNAVAIL"},
-		{"PROG_MISMATCH", accepted + "00000002 00000002 00000004", "", &AcceptError{ProgMismatch, 2, 4}, "versions 2 to 4"},
+		{"PROG_MISMATCH", accepted + "00000002 00000002 00000004", "", progMismatch, "versions 2 to 4"},
 		{"PROG_MISMATCH cut", accepted + "00000002 00000002", "", ErrMalformed, ""},
 		{"PROC_UNAVAIL", accepted + "00000003", "", &AcceptError{Stat: ProcUnavail}, "PROC_UNAVAIL"},
 		{"GARBAGE_ARGS", accepted + "00000004", "", &AcceptError{Stat: GarbageArgs}, "GARBAGE_ARGS"},
 		{"SYSTEM_ERR", accepted + "00000005", "", &AcceptError{Stat: SystemErr}, "SYSTEM_ERR"},
 		{"accept_stat 6", accepted + "00000006", "", ErrMalformed, ""},
-		{"RPC_MISMATCH", head + "00000001 00000000 00000003 00000005", "", &DeniedError{Stat: RPCMismatch, Low: 3, High: 5}, "versions 3 to 5"},
-		{"AUTH_ERROR", head + "00000001 00000001 00000005", "", &DeniedError{Stat: AuthError, Auth: AuthTooWeak}, "AUTH_TOOWEAK"},
-		{"AUTH_ERROR unknown", head + "00000001 00000001 000000ff", "", &DeniedError{Stat: AuthError, Auth: 255}, "auth_stat 255"},
+		{"RPC_MISMATCH", head + "00000001 00000000 00000003 00000005", "", rpcMismatch, "versions 3 to 5"},
+		{"AUTH_ERROR", head + "00000001 00000001 00000005", "", tooWeak, "AUTH_TOOWEAK"},
+		{"AUTH_ERROR unknown", head + "00000001 00000001 000000ff", "", unknownAuth, "auth_stat 255"},
 		{"AUTH_ERROR cut", head + "00000001 00000001", "", ErrMalformed, ""},
 		{"reject_stat 2", head + "00000001 00000002 00000000 00000000", "", ErrMalformed, ""},
 		{"reply_stat 2", head + "00000002", "", ErrMalformed, ""},
