@@ -137,8 +137,9 @@ func TestDecodersIgnorePad(t *testing.T) {
 	}
 }
 
-// TestDirectoryOfMaximumSize decodes a listing of MaxDirCount bytes. ReadDir must deliver all entries,
-// or none when the end of the list is invalid. It must not allocate memory for the entries.
+// TestDirectoryOfMaximumSize decodes a listing of MaxDirCount bytes. ReadDir must deliver all
+// entries, or none when the end of the list is invalid. It must not allocate memory for the
+// entries.
 func TestDirectoryOfMaximumSize(t *testing.T) {
 	head := unhex(okHex + noneHex + verfHex)
 	entry := unhex("00000001 0000000000000022 00000001 61000000 0000000000000002")

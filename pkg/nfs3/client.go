@@ -10,8 +10,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A Caller is an RPC transport. Call sends m and waits for the reply, as sunrpc.Message describes. It
-// is safe for concurrent use.
+// A Caller is an RPC transport. Call sends m and waits for the reply, as sunrpc.Message describes.
+// It is safe for concurrent use.
 //
 // Call returns nil when the server accepted and executed the call (sunrpc.Success) and m.Result
 // holds the results. It returns soon after ctx ends. The transport does not access m, or the memory
@@ -22,14 +22,14 @@ type Caller interface {
 
 // Options of a Client. The zero value is usable.
 type Options struct {
-	// Observe, if not nil, runs after each RPC with its duration and the error of the transport. The
-	// goroutine of the call runs it, so it must be safe for concurrent use and must not block.
+	// Observe, if not nil, runs after each RPC with its duration and the error of the transport.
+	// The goroutine of the call runs it, so it must be safe for concurrent use and must not block.
 	Observe func(p Proc, d time.Duration, err error)
 }
 
-// A Client calls the NFSv3 procedures over a Caller. It is safe for concurrent use and holds no lock
-// during a call. A successful call does not allocate, except a READDIR or READDIRPLUS of more than
-// 128 KiB.
+// A Client calls the NFSv3 procedures over a Caller. It is safe for concurrent use and holds no
+// lock during a call. A successful call does not allocate, except a READDIR or READDIRPLUS of more
+// than 128 KiB.
 //
 // Every method takes an encoded credential (see sunrpc.AppendAuthSys) and stores the results in a
 // struct of the caller. Errors:
@@ -116,8 +116,8 @@ func (c *Client) roundTrip(ctx context.Context, s *scratch) error {
 	return nil
 }
 
-// call makes the call and decodes its status into s.status. The returned reader is at the first item
-// after the status.
+// call makes the call and decodes its status into s.status. The returned reader is at the first
+// item after the status.
 func (c *Client) call(ctx context.Context, s *scratch) (reader, error) {
 	if err := c.roundTrip(ctx, s); err != nil {
 		return reader{}, err

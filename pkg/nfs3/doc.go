@@ -1,6 +1,6 @@
-// Package nfs3 implements the 22 procedures of NFS version 3 (RFC 1813) as methods of a [Client]. The
-// Client makes its calls over any RPC transport that satisfies [Caller]. MOUNT and the port mapper
-// are in package mountd.
+// Package nfs3 implements the 22 procedures of NFS version 3 (RFC 1813) as methods of a [Client].
+// The Client makes its calls over any RPC transport that satisfies [Caller]. MOUNT and the port
+// mapper are in package mountd.
 //
 // # Files
 //
@@ -18,10 +18,10 @@
 //
 // # Promises
 //
-// The data of READ and WRITE and the paths of READLINK and SYMLINK travel beside the XDR stream (RFC
-// 8267 §4). A transport can therefore place them without a copy, for example by an RDMA Write into
-// the buffer of Read. The length in the reply must equal the length of the placed data (RFC 8166
-// §3.4.6.2). Otherwise the call fails and the data is not used.
+// The data of READ and WRITE and the paths of READLINK and SYMLINK travel beside the XDR stream
+// (RFC 8267 §4). A transport can therefore place them without a copy, for example by an RDMA Write
+// into the buffer of Read. The length in the reply must equal the length of the placed data (RFC
+// 8166 §3.4.6.2). Otherwise the call fails and the data is not used.
 //
 // The Client does not trust the server. It checks every status, type, boolean, enumeration, length
 // and directory entry name. A failed check is an error that wraps [ErrMalformed]. The Client checks

@@ -5,7 +5,8 @@ import (
 	"strings"
 )
 
-// exchanges holds calls and replies of every procedure with their bytes on the wire (RFC 1813 §3.3).
+// exchanges holds calls and replies of every procedure with their bytes on the wire (RFC 1813
+// §3.3).
 var exchanges = []exchange{
 	{
 		name: "NULL", call: func(ctx context.Context, c *Client) (any, error) { return nil, c.Null(ctx, cred) },

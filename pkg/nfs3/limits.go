@@ -52,17 +52,17 @@ const (
 )
 
 // maxResultReadDirFixed is the size in bytes that READDIR and READDIRPLUS may return in addition to
-// the requested count. RFC 1813 §3.3.16 and §3.3.17 limit the complete READDIR3resok to count, which
-// gives a maximum of status + count. The Linux server limits only the entries to count, and adds the
-// attributes of the directory and the cookie verifier.
+// the requested count. RFC 1813 §3.3.16 and §3.3.17 limit the complete READDIR3resok to count,
+// which gives a maximum of status + count. The Linux server limits only the entries to count, and
+// adds the attributes of the directory and the cookie verifier.
 const maxResultReadDirFixed = sizeStatus + sizePostOpAttr + CookieVerfSize // 100
 
-// MaxResultReadDir returns the maximum size in bytes of the results of a READDIR with this count, or
-// of a READDIRPLUS with this maxcount.
+// MaxResultReadDir returns the maximum size in bytes of the results of a READDIR with this count,
+// or of a READDIRPLUS with this maxcount.
 func MaxResultReadDir(count uint32) int { return maxResultReadDirFixed + int(count) }
 
-// MaxDirCount is the maximum count in bytes of ReadDir and ReadDirPlus. They reduce a larger count to
-// this value.
+// MaxDirCount is the maximum count in bytes of ReadDir and ReadDirPlus. They reduce a larger count
+// to this value.
 const MaxDirCount = 1 << 20
 
 // maxArgs is the maximum size in bytes of the arguments of any procedure, without data. RENAME has

@@ -8,8 +8,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// ReadLink reads the path of the symbolic link fh into buf (RFC 1813 §3.3.5). The buffer should have
-// [MaxPath] bytes. A path that is longer than the buffer or contains NUL is an error.
+// ReadLink reads the path of the symbolic link fh into buf (RFC 1813 §3.3.5). The buffer should
+// have [MaxPath] bytes. A path that is longer than the buffer or contains NUL is an error.
 func (c *Client) ReadLink(ctx context.Context, cred []byte, fh FH, buf []byte, res *ReadLinkResult) error {
 	*res = ReadLinkResult{}
 	s := c.begin(ProcReadLink, cred, MaxResultReadLink)
@@ -90,9 +90,9 @@ func (d *reader) data(m *sunrpc.Message, n uint32) int {
 	return int(n)
 }
 
-// Write writes data to fh at offset off (RFC 1813 §3.3.7). res.Count may be less than len(data), but
-// is 0 only for empty data. res.Committed is the stability that the server reports. The caller must
-// check it, because a faulty server may report less than requested.
+// Write writes data to fh at offset off (RFC 1813 §3.3.7). res.Count may be less than len(data),
+// but is 0 only for empty data. res.Committed is the stability that the server reports. The caller
+// must check it, because a faulty server may report less than requested.
 func (c *Client) Write(ctx context.Context, cred []byte, fh FH, off uint64, data []byte, stable StableHow,
 	res *WriteResult) error {
 	*res = WriteResult{}

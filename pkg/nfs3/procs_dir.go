@@ -7,9 +7,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// ReadDir reads the entries of dir after cookie (RFC 1813 §3.3.16). The first call takes cookie 0 and
-// the zero Verifier. Each later call takes the cookie of the last entry and the Verifier of the last
-// result. count limits the size of the reply in bytes, at most [MaxDirCount].
+// ReadDir reads the entries of dir after cookie (RFC 1813 §3.3.16). The first call takes cookie 0
+// and the zero Verifier. Each later call takes the cookie of the last entry and the Verifier of the
+// last result. count limits the size of the reply in bytes, at most [MaxDirCount].
 //
 // ReadDir checks the complete reply before it calls each for the first entry, so an invalid reply
 // delivers no entry. It calls each for the entries in order until each returns false. The DirEntry
@@ -24,8 +24,8 @@ func (c *Client) ReadDir(ctx context.Context, cred []byte, dir FH, cookie uint64
 	return c.readDir(ctx, s, res, each)
 }
 
-// ReadDirPlus is ReadDir with attributes and handles (RFC 1813 §3.3.17). maxCount limits the size of
-// the reply in bytes, at most [MaxDirCount]. dirCount limits the size of the fields that READDIR
+// ReadDirPlus is ReadDir with attributes and handles (RFC 1813 §3.3.17). maxCount limits the size
+// of the reply in bytes, at most [MaxDirCount]. dirCount limits the size of the fields that READDIR
 // returns too.
 func (c *Client) ReadDirPlus(ctx context.Context, cred []byte, dir FH, cookie uint64, verf Verifier, dirCount,
 	maxCount uint32, res *ReadDirResult, each func(*DirEntry) bool) error {
@@ -71,8 +71,8 @@ func (c *Client) readDir(ctx context.Context, s *scratch, res *ReadDirResult, ea
 	return nil
 }
 
-// nextEntry decodes the next entry of the list into s.entry. It returns false at the end of the list
-// and on an error. The size of the reply limits the number of entries.
+// nextEntry decodes the next entry of the list into s.entry. It returns false at the end of the
+// list and on an error. The size of the reply limits the number of entries.
 func (d *reader) nextEntry(s *scratch) bool {
 	if !d.Bool() {
 		return false

@@ -63,8 +63,8 @@ func (c *Client) Symlink(ctx context.Context, cred []byte, dir FH, name, target 
 	return c.created(ctx, s, res)
 }
 
-// Mknod creates the special file name in dir (RFC 1813 §3.3.11): a device with the numbers in dev, a
-// socket, or a named pipe.
+// Mknod creates the special file name in dir (RFC 1813 §3.3.11): a device with the numbers in dev,
+// a socket, or a named pipe.
 func (c *Client) Mknod(ctx context.Context, cred []byte, dir FH, name string, typ FileType, set *SetAttr, dev Device,
 	res *CreateResult) error {
 	*res = CreateResult{}

@@ -1,8 +1,8 @@
 package nfs3
 
-// The caller provides the result structs of this file, and a method of Client overwrites all fields.
-// After an [*Error] with a status from the server, the struct holds the attributes of the reply.
-// After any other error its content is undefined.
+// The caller provides the result structs of this file, and a method of Client overwrites all
+// fields. After an [*Error] with a status from the server, the struct holds the attributes of the
+// reply. After any other error its content is undefined.
 
 // LookupResult is the result of LOOKUP (RFC 1813 §3.3.3).
 type LookupResult struct {
@@ -77,15 +77,16 @@ type ReadDirResult struct {
 type DirEntry struct {
 	FileID uint64
 	Cookie uint64 // argument of a call that continues after this entry
-	// Name has 1 to 255 bytes without '/' and NUL. It may be "." or "..". It is a slice of the reply.
+	// Name has 1 to 255 bytes without '/' and NUL. It may be "." or "..". It is a slice of the
+	// reply.
 	Name  []byte
 	Attr  PostOpAttr // READDIRPLUS only
 	HasFH bool       // READDIRPLUS only
 	FH    FH
 }
 
-// FSStatResult is the result of FSSTAT (RFC 1813 §3.3.18). Avail is the part of Free that the caller
-// may use.
+// FSStatResult is the result of FSSTAT (RFC 1813 §3.3.18). Avail is the part of Free that the
+// caller may use.
 type FSStatResult struct {
 	Attr                              PostOpAttr
 	TotalBytes, FreeBytes, AvailBytes uint64

@@ -46,8 +46,8 @@ const (
 	ErrJukebox     Status = 10008
 )
 
-// statusInfo maps each status to its name in the RFC, the error number of a system call, and a short
-// description.
+// statusInfo maps each status to its name in the RFC, the error number of a system call, and a
+// short description.
 var statusInfo = map[Status]struct {
 	name  string
 	errno syscall.Errno
@@ -90,8 +90,8 @@ func (s Status) Valid() bool {
 	return ok
 }
 
-// Errno returns the error number of a system call for s: 0 for OK, and EIO for a value that is not an
-// nfsstat3. It is EAGAIN for ErrJukebox; a caller that can wait should retry later instead.
+// Errno returns the error number of a system call for s: 0 for OK, and EIO for a value that is not
+// an nfsstat3. It is EAGAIN for ErrJukebox; a caller that can wait should retry later instead.
 func (s Status) Errno() syscall.Errno {
 	if info, ok := statusInfo[s]; ok {
 		return info.errno
@@ -131,8 +131,8 @@ func (e *Error) Error() string {
 	return s
 }
 
-// Unwrap returns ErrMalformed for a status that is not an nfsstat3, and otherwise the error number of
-// the status, for example syscall.ENOENT.
+// Unwrap returns ErrMalformed for a status that is not an nfsstat3, and otherwise the error number
+// of the status, for example syscall.ENOENT.
 func (e *Error) Unwrap() error {
 	if !e.Status.Valid() {
 		return ErrMalformed
@@ -166,8 +166,8 @@ func Errno(err error) syscall.Errno {
 	return syscall.EIO
 }
 
-// statusErrors holds one Error for each procedure and status, so that a frequent status, for example
-// NOENT of LOOKUP, does not cost an allocation. It is read-only after initialization.
+// statusErrors holds one Error for each procedure and status, so that a frequent status, for
+// example NOENT of LOOKUP, does not cost an allocation. It is read-only after initialization.
 var statusErrors = func() (table [NumProcs]map[Status]*Error) {
 	for p := range table {
 		table[p] = make(map[Status]*Error, len(statusInfo))

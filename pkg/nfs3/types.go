@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// FH is a file handle (RFC 1813 §2.5, nfs_fh3): 0 to 64 bytes with a meaning only for the server. It
-// is comparable and usable as a map key. The zero FH is not a valid handle.
+// FH is a file handle (RFC 1813 §2.5, nfs_fh3): 0 to 64 bytes with a meaning only for the server.
+// It is comparable and usable as a map key. The zero FH is not a valid handle.
 type FH struct {
 	n uint8
 	b [FHSize]byte // zero after n bytes, so that == compares handles
@@ -36,8 +36,8 @@ func (h *FH) IsZero() bool { return h.n == 0 }
 // String returns the handle in hexadecimal.
 func (h FH) String() string { return hex.EncodeToString(h.b[:h.n]) }
 
-// Time3 is nfstime3 (RFC 1813 §2.5): seconds and nanoseconds since 1970. Values from a server are not
-// checked, so Nsec may exceed a second.
+// Time3 is nfstime3 (RFC 1813 §2.5): seconds and nanoseconds since 1970. Values from a server are
+// not checked, so Nsec may exceed a second.
 type Time3 struct {
 	Sec, Nsec uint32
 }
@@ -45,8 +45,8 @@ type Time3 struct {
 // Time returns t as a time.Time.
 func (t Time3) Time() time.Time { return time.Unix(int64(t.Sec), int64(t.Nsec)) }
 
-// TimeOf returns t as a Time3. It returns 0 for times before 1970, and the maximum, in 2106, for later
-// times.
+// TimeOf returns t as a Time3. It returns 0 for times before 1970, and the maximum, in 2106, for
+// later times.
 func TimeOf(t time.Time) Time3 {
 	const last = 1<<32 - 1
 	switch sec := t.Unix(); {
@@ -82,8 +82,8 @@ type Attr struct {
 	Ctime  Time3
 }
 
-// PostOpAttr is post_op_attr (RFC 1813 §2.6): attributes that a server may omit. Attr is valid only if
-// Present is set.
+// PostOpAttr is post_op_attr (RFC 1813 §2.6): attributes that a server may omit. Attr is valid only
+// if Present is set.
 type PostOpAttr struct {
 	Present bool
 	Attr
@@ -96,8 +96,8 @@ type WccAttr struct {
 	Ctime Time3
 }
 
-// WccData is wcc_data (RFC 1813 §2.6): attributes of an object before and after an operation. A server
-// may omit each of them.
+// WccData is wcc_data (RFC 1813 §2.6): attributes of an object before and after an operation. A
+// server may omit each of them.
 type WccData struct {
 	HasBefore bool
 	Before    WccAttr
@@ -122,6 +122,6 @@ type SetAttr struct {
 	Mtime    Time3 // with SetToClientTime
 }
 
-// Verifier is a cookieverf3, createverf3 or writeverf3 (RFC 1813 §2.5): 8 opaque bytes. Only equality
-// is meaningful.
+// Verifier is a cookieverf3, createverf3 or writeverf3 (RFC 1813 §2.5): 8 opaque bytes. Only
+// equality is meaningful.
 type Verifier [8]byte

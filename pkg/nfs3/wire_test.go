@@ -247,8 +247,8 @@ func TestExchanges(t *testing.T) {
 	}
 }
 
-// TestTruncatedReplies truncates every valid reply at every byte. The call must fail, unless only the
-// pad after the data is missing.
+// TestTruncatedReplies truncates every valid reply at every byte. The call must fail, unless only
+// the pad after the data is missing.
 func TestTruncatedReplies(t *testing.T) {
 	for _, x := range exchanges {
 		if x.malformed || x.err != OK || x.proc == ProcNull {
