@@ -15,7 +15,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// maxPending is how many connections may be between accept(2) and Accept. Further ones are closed.
+// maxPending limits the connections between accept(2) and Accept. A further connection replaces one
+// that has not sent its MPA Request.
 const maxPending = 64
 
 // acceptRetryDelay is the pause after a failed accept, for example without free descriptors.
@@ -35,7 +36,7 @@ type listener struct {
 
 	handshakes struct {
 		sync.Mutex
-		conns map[*net.TCPConn]struct{}
+		conns map[*net.TCPConn]time.Time // start of each handshake
 	}
 }
 
@@ -52,7 +53,7 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 		ready: make(chan *connRequest, maxPending), slots: make(chan struct{}, maxPending),
 		closed: make(chan struct{}),
 	}
-	l.handshakes.conns = make(map[*net.TCPConn]struct{})
+	l.handshakes.conns = make(map[*net.TCPConn]time.Time)
 	leakcheck.Track(leakcheck.Listener, 1)
 	l.wg.Add(1)
 	go l.run()
@@ -77,9 +78,7 @@ func (l *listener) run() {
 			}
 			continue
 		}
-		select {
-		case l.slots <- struct{}{}:
-		default:
+		if !l.takeSlot() {
 			l.dev.cfg.Logger.Debug("connection refused: too many connections are pending", "peer", c.RemoteAddr())
 			c.Close()
 			continue
@@ -94,6 +93,51 @@ func (l *listener) run() {
 	}
 }
 
+// takeSlot acquires a slot for one more connection. When all slots are in use, takeSlot closes one
+// connection that has not sent its MPA Request: the oldest one of the address that has the most of
+// them. So clients that send nothing cannot block other clients.
+func (l *listener) takeSlot() bool {
+	select {
+	case l.slots <- struct{}{}:
+		return true
+	default:
+	}
+	if !l.closeSilent() {
+		return false
+	}
+	select {
+	case l.slots <- struct{}{}:
+		return true
+	case <-l.closed:
+	case <-time.After(acceptRetryDelay):
+	}
+	return false
+}
+
+// closeSilent ends one handshake for takeSlot. It returns false if no handshake is in progress.
+func (l *listener) closeSilent() bool {
+	l.handshakes.Lock()
+	defer l.handshakes.Unlock()
+	count := make(map[netip.Addr]int)
+	for c := range l.handshakes.conns {
+		count[addrPort(c.RemoteAddr()).Addr()]++
+	}
+	var oldest *net.TCPConn
+	most := 0
+	for c, began := range l.handshakes.conns {
+		n := count[addrPort(c.RemoteAddr()).Addr()]
+		if n > most || n == most && began.Before(l.handshakes.conns[oldest]) {
+			oldest, most = c, n
+		}
+	}
+	if oldest == nil {
+		return false
+	}
+	oldest.SetDeadline(time.Unix(1, 0)) // the handshake closes it
+	delete(l.handshakes.conns, oldest)
+	return true
+}
+
 // enroll registers c for Close. enroll returns false when the listener is closed.
 func (l *listener) enroll(c *net.TCPConn) bool {
 	l.handshakes.Lock()
@@ -103,7 +147,7 @@ func (l *listener) enroll(c *net.TCPConn) bool {
 		return false
 	default:
 	}
-	l.handshakes.conns[c] = struct{}{}
+	l.handshakes.conns[c] = time.Now()
 	return true
 }
 

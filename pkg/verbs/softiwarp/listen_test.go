@@ -46,18 +46,24 @@ func TestPendingConnectionsAreBounded(t *testing.T) {
 				}
 			}
 			eventually(t, "maxPending connections are pending", func() bool { return len(l.slots) == maxPending })
-			if !ended(dial(t, l, send), testTimeout) {
-				t.Errorf("connection %d is open, want it closed", maxPending+1)
+			if send != nil {
+				eventually(t, "all requests are read", func() bool { return len(l.ready) == maxPending })
 			}
-			if ended(first, 10*time.Millisecond) {
-				t.Error("the first pending connection was closed because of a later one")
-			}
+			next := dial(t, l, send)
 			if send == nil {
 				if !ended(first, testTimeout) {
+					t.Error("the oldest connection without a request is open, want it replaced by a later one")
+				}
+				if !ended(next, testTimeout) {
 					t.Error("a connection without a request is open after RequestTimeout")
 				}
 			} else {
-				eventually(t, "all requests are read", func() bool { return len(l.ready) == maxPending })
+				if !ended(next, testTimeout) {
+					t.Errorf("connection %d is open, want it closed", maxPending+1)
+				}
+				if ended(first, 10*time.Millisecond) {
+					t.Error("a connection with a request was closed because of a later one")
+				}
 				r, err := l.Accept(context.Background())
 				if err != nil {
 					t.Fatal(err)
