@@ -15,7 +15,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// maxPending is how many connections may be between accept(2) and Accept. Further ones are closed.
+// maxPending is how many connections may be between accept(2) and Accept. For a further one, a
+// connection is closed that has not sent its MPA Request.
 const maxPending = 64
 
 // acceptRetryDelay is the pause after a failed accept, for example without free descriptors.
@@ -34,7 +35,7 @@ type listener struct {
 	wg     sync.WaitGroup // accept loop and handshakes
 
 	mu    sync.Mutex
-	conns map[*net.TCPConn]struct{} // in handshake; guarded by mu
+	conns map[*net.TCPConn]time.Time // in handshake, by their begin; guarded by mu
 }
 
 // Listen accepts connections on laddr.
@@ -48,7 +49,7 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 	l := &listener{
 		dev: p.dev, tcp: tl.(*net.TCPListener), addr: addrPort(tl.Addr()),
 		ready: make(chan *connRequest, maxPending), slots: make(chan struct{}, maxPending),
-		closed: make(chan struct{}), conns: make(map[*net.TCPConn]struct{}),
+		closed: make(chan struct{}), conns: make(map[*net.TCPConn]time.Time),
 	}
 	leakcheck.Track(leakcheck.Listener, 1)
 	l.wg.Add(1)
@@ -74,9 +75,7 @@ func (l *listener) run() {
 			}
 			continue
 		}
-		select {
-		case l.slots <- struct{}{}:
-		default:
+		if !l.takeSlot() {
 			l.dev.cfg.Logger.Debug("connection refused: too many connections are pending", "peer", c.RemoteAddr())
 			c.Close()
 			continue
@@ -91,6 +90,51 @@ func (l *listener) run() {
 	}
 }
 
+// takeSlot takes the right to handle one more connection. Clients that connect and send nothing do
+// not keep others out: the oldest silent connection of the address that has most of them gives up
+// its slot.
+func (l *listener) takeSlot() bool {
+	select {
+	case l.slots <- struct{}{}:
+		return true
+	default:
+	}
+	if !l.closeSilent() {
+		return false
+	}
+	select {
+	case l.slots <- struct{}{}:
+		return true
+	case <-l.closed:
+	case <-time.After(acceptRetryDelay):
+	}
+	return false
+}
+
+// closeSilent ends one handshake; see takeSlot.
+func (l *listener) closeSilent() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	count := make(map[netip.Addr]int)
+	for c := range l.conns {
+		count[addrPort(c.RemoteAddr()).Addr()]++
+	}
+	var victim *net.TCPConn
+	most := 0
+	for c, began := range l.conns {
+		n := count[addrPort(c.RemoteAddr()).Addr()]
+		if n > most || n == most && began.Before(l.conns[victim]) {
+			victim, most = c, n
+		}
+	}
+	if victim == nil {
+		return false
+	}
+	victim.SetDeadline(time.Unix(1, 0)) // the handshake closes it
+	delete(l.conns, victim)
+	return true
+}
+
 // enroll registers c for Close. It returns false when the listener is closed.
 func (l *listener) enroll(c *net.TCPConn) bool {
 	l.mu.Lock()
@@ -100,7 +144,7 @@ func (l *listener) enroll(c *net.TCPConn) bool {
 		return false
 	default:
 	}
-	l.conns[c] = struct{}{}
+	l.conns[c] = time.Now()
 	return true
 }
 

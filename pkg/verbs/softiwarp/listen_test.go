@@ -45,18 +45,24 @@ func TestPendingIsBounded(t *testing.T) {
 				}
 			}
 			eventually(t, "all of them are pending", func() bool { return len(l.slots) == maxPending })
-			if !ended(silent(t, l, send), testTimeout) {
-				t.Errorf("connection %d was kept", maxPending+1)
+			if send != nil {
+				eventually(t, "all requests are read", func() bool { return len(l.ready) == maxPending })
 			}
-			if ended(first, 10*time.Millisecond) {
-				t.Error("one that was pending was dropped for it")
-			}
+			next := silent(t, l, send)
 			if send == nil {
-				if !ended(first, testTimeout) {
+				if !ended(first, time.Second) {
+					t.Error("the oldest silent connection was kept when the listener was full")
+				}
+				if !ended(next, testTimeout) {
 					t.Error("a connection without a request was kept")
 				}
 			} else {
-				eventually(t, "all requests are read", func() bool { return len(l.ready) == maxPending })
+				if !ended(next, testTimeout) {
+					t.Errorf("connection %d was kept", maxPending+1)
+				}
+				if ended(first, 10*time.Millisecond) {
+					t.Error("a connection with a request was closed for a later one")
+				}
 				r, err := l.Accept(context.Background())
 				if err != nil {
 					t.Fatal(err)
