@@ -23,6 +23,8 @@ const (
 	attackerAddr = "127.0.0.2"
 	// attackers is more than a server takes from everybody on either port.
 	attackers = 700
+	// expensiveAttackers is the number of connections where each costs the server much.
+	expensiveAttackers = 16
 	// serviceTimeout bounds what one call of a well-behaved client may take during an attack. It is
 	// long because test machines are slow.
 	serviceTimeout = 30 * time.Second
@@ -136,7 +138,7 @@ func startAttack(t *testing.T, h *hostileClient, addr string, root nfs3.FH) *att
 	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(attackerAddr)}, Timeout: serviceTimeout}
 	n := attackers
 	if h.few {
-		n = 50
+		n = expensiveAttackers
 	}
 	for range n {
 		c, err := d.Dial("tcp", addr)

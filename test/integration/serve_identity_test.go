@@ -265,3 +265,26 @@ func (c *rawClient) changes(cred []byte, f, d nfs3.FH) map[string]error {
 		"LINK":             c.Link(c.ctx, cred, f, d, "new", &linked),
 	}
 }
+
+// TestServeSearchPermission lists a directory that the caller may read and not search. The listing
+// must give no handle of a file in it, because a handle opens the file without a search.
+func TestServeSearchPermission(t *testing.T) {
+	served := openTempDir(t)
+	runScript(t, served, "r mkdir d 0755; r put d/f secret 0644; r mkdir d/sub 0755; r chmod d 0744")
+	s := serveDir(t, served, "--no-root-squash")
+	c := mustDial(t, s)
+	cred, dir := credential(1001, 1001), c.mustLookup("d")
+	if _, err := c.lookup(cred, dir, "f"); !errors.Is(err, syscall.EACCES) {
+		t.Errorf("LOOKUP without search permission: got %v, want EACCES", err)
+	}
+	var res nfs3.ReadDirResult
+	err := c.ReadDirPlus(c.ctx, cred, dir, 0, nfs3.Verifier{}, 8192, 8192, &res, func(e *nfs3.DirEntry) bool {
+		if name := string(e.Name); e.HasFH && name != "." && name != ".." {
+			t.Errorf("READDIRPLUS without search permission returns a handle of %q", name)
+		}
+		return true
+	})
+	if err != nil {
+		t.Errorf("READDIRPLUS with read permission: %v", err)
+	}
+}
