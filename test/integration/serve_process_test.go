@@ -400,6 +400,20 @@ func (c *rawClient) lookup(cred []byte, dir nfs3.FH, name string) (nfs3.FH, erro
 	return res.FH, err
 }
 
+// lookupRaw is lookup for names that nfs3 refuses to send.
+func (c *rawClient) lookupRaw(dir nfs3.FH, name string) (nfs3.FH, error) {
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcLookup), Cred: credential(0, 0),
+		Args: sunrpc.AppendString(sunrpc.AppendOpaque(nil, dir.Bytes()), name), MaxResult: 512, Result: make([]byte, 0, 512)}
+	if err := c.caller.Call(c.ctx, &m); err != nil {
+		return nfs3.FH{}, err
+	}
+	d := sunrpc.NewDecoder(m.Result)
+	if st := d.Uint32(); st != 0 {
+		return nfs3.FH{}, syscall.Errno(st)
+	}
+	return nfs3.NewFH(d.Opaque(nfs3.FHSize))
+}
+
 // mustLookup finds a name of the root directory as root.
 func (c *rawClient) mustLookup(name string) nfs3.FH {
 	c.t.Helper()

@@ -135,16 +135,18 @@ func (l *load) renames(name, dir string) {
 		if err := os.WriteFile(a, []byte("content"), 0o644); err != nil {
 			return err
 		}
-		if err := ignore(os.Rename(a, b), os.ErrNotExist); err != nil {
+		err := os.Rename(a, b)
+		if err := ignore(err, os.ErrNotExist); err != nil {
 			return err
 		}
-		if got, err := os.ReadFile(b); err != nil || string(got) != "content" {
-			return fmt.Errorf("read of a renamed file: got %q, %w", got, err)
+		// After a rename that failed the second time, the kernel may still remember that b was not there.
+		if got, readErr := os.ReadFile(b); err == nil && (readErr != nil || string(got) != "content") {
+			return fmt.Errorf("read of a renamed file: got %q, %w", got, readErr)
 		}
 		if err := ignore(os.Remove(b), os.ErrNotExist); err != nil {
 			return err
 		}
-		return ignore(os.Remove(d), os.ErrNotExist)
+		return os.RemoveAll(d)
 	}, func() error { return nil })
 }
 
@@ -197,14 +199,14 @@ func TestServeRestart(t *testing.T) {
 	}
 	l.renames("renames", filepath.Join(mnt, "names"))
 	l.listings("listings", filepath.Join(mnt, "list"), 500)
-	for i := range 6 {
+	for i := range 4 {
 		l.progress(t, 5)
 		if t.Failed() {
 			break
 		}
 		sig := []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL}[i%2]
 		s.restart(t, sig, func() {
-			if i == 3 { // the path of an open file changes while no server runs
+			if i == 1 { // the path of an open file changes while no server runs
 				if err := os.Rename(filepath.Join(served, "dir"), filepath.Join(served, "moved")); err != nil {
 					t.Error(err)
 				}
