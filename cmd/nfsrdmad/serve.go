@@ -89,7 +89,7 @@ func parseAllow(list []string) (nets []netip.Prefix, err error) {
 			p, err = netip.PrefixFrom(a, a.BitLen()), nil
 		}
 		if err != nil {
-			return nil, fmt.Errorf("flag --allow=%s: not an address or network; give ADDRESS or ADDRESS/BITS", text)
+			return nil, fmt.Errorf("invalid --allow %q: use ADDRESS or ADDRESS/BITS", text)
 		}
 		if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
 			p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)
