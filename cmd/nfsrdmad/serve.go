@@ -36,6 +36,9 @@ func serveCommand() *cobra.Command {
 			if cfg.Allow, err = parseAllow(allow); err != nil {
 				return err
 			}
+			if cmd.Flags().Changed("allow") && len(cfg.Allow) == 0 {
+				return errors.New("invalid --allow \"\": use ADDRESS or ADDRESS/BITS")
+			}
 			if err := limits.apply(&cfg.RDMA); err != nil {
 				return err
 			}

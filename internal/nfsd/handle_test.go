@@ -144,7 +144,7 @@ func TestStateDirUnusable(t *testing.T) {
 	}
 }
 
-// A directory that is moved out of the export is stale, and so is the way up from it.
+// A directory that is moved out of the export is stale at once, with everything below it.
 func TestDirectoryMovedOut(t *testing.T) {
 	both(t, func(t *testing.T, change func(*Config)) {
 		c := start(t, change)
@@ -152,7 +152,10 @@ func TestDirectoryMovedOut(t *testing.T) {
 		sub := c.mkdir(root, d, "sub", 0o755)
 		outside := filepath.Join(t.TempDir(), "d")
 		c.ok(os.Rename(c.path("d"), outside))
-		c.want(c.Lookup(c.ctx, root, d, "..", new(nfs3.LookupResult)), unix.ESTALE)
+		for _, fh := range []nfs3.FH{d, sub} { // while the server has them open
+			c.want(c.GetAttr(c.ctx, root, fh, new(nfs3.Attr)), unix.ESTALE)
+			c.want(c.Lookup(c.ctx, root, fh, "..", new(nfs3.LookupResult)), unix.ESTALE)
+		}
 		c.s.objects.end()
 		var look nfs3.LookupResult
 		for _, fh := range []nfs3.FH{d, sub} {
