@@ -164,7 +164,7 @@ func (c *call) create() error {
 	case err != nil:
 		return err
 	}
-	o, err := c.newObject(name)
+	o, err := c.createdObject(fd, name)
 	if err != nil {
 		unix.Close(fd)
 		return err
@@ -234,8 +234,24 @@ func (c *call) newObject(name string) (*object, error) {
 	if err != nil {
 		return nil, err
 	}
+	return c.objectAt(fd, name)
+}
+
+// createdObject returns the object of a created file, with a reference. It does not use the name,
+// because another file may have the name already.
+func (c *call) createdObject(created int, name string) (*object, error) {
+	fd, err := reopenPath(created)
+	if err != nil {
+		return nil, err
+	}
+	return c.objectAt(fd, name)
+}
+
+// objectAt returns the object of an O_PATH descriptor, with a reference. The descriptor then
+// belongs to the object.
+func (c *call) objectAt(fd int, name string) (*object, error) {
 	var st unix.Stat_t
-	err = unix.Fstat(fd, &st)
+	err := unix.Fstat(fd, &st)
 	var fh nfs3.FH
 	if err == nil {
 		fh, err = c.handleOf(fd, c.obj, name)

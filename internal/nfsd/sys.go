@@ -71,6 +71,11 @@ func reopen(fd, flags int) (int, error) {
 	})
 }
 
+// reopenPath opens the object of a descriptor with O_PATH.
+func reopenPath(fd int) (int, error) {
+	return retryFD(func() (int, error) { return unix.Open(procFD(fd), unix.O_PATH|unix.O_CLOEXEC, 0) })
+}
+
 // procFD names an open descriptor of this process as a path.
 func procFD(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }
 

@@ -1,0 +1,47 @@
+package nfsd
+
+import (
+	"os"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"golang.org/x/sys/unix"
+)
+
+// The descriptor of a created file belongs to the created file, also when its name is replaced at
+// the same time.
+func TestCreateWhileNameIsReplaced(t *testing.T) {
+	c := start(t, nil)
+	var stop atomic.Bool
+	var renamer sync.WaitGroup
+	defer renamer.Wait()
+	defer stop.Store(true)
+	renamer.Go(func() {
+		for !stop.Load() {
+			if os.WriteFile(c.path("g"), nil, 0o644) == nil {
+				_ = os.Rename(c.path("g"), c.path("f"))
+			}
+		}
+	})
+	for range 3000 {
+		_ = os.Remove(c.path("f"))
+		var res nfs3.CreateResult
+		if c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res) != nil {
+			continue
+		}
+		o := c.s.objects.get(&res.FH)
+		if o == nil {
+			continue
+		}
+		var st unix.Stat_t
+		if o.open.rw >= 0 && unix.Fstat(o.open.rw, &st) == nil && st.Ino != o.key.ino {
+			t.Errorf("inode of the descriptor: got %d, want %d", st.Ino, o.key.ino)
+		}
+		c.s.objects.release(o)
+		if t.Failed() {
+			return
+		}
+	}
+}
