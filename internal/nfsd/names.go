@@ -273,7 +273,7 @@ func (c *call) fixMode(o *object, want, made uint32) error {
 	}
 	mode := st.Mode & nfs3.ModeMask
 	masked := made & c.umask & 0o777
-	if masked != 0 && mode&0o777 == made&^c.umask&0o777 {
+	if masked != 0 && mode&0o777 == made&^c.umask&0o777 && !hasDefaultACL(c.obj.path) {
 		mode |= masked
 	}
 	mode |= want &^ made

@@ -151,6 +151,13 @@ func faccess(fd int, mode uint32) error {
 	return retry(func() error { return unix.Faccessat2(fd, "", mode, unix.AT_EACCESS|unix.AT_EMPTY_PATH) })
 }
 
+// hasDefaultACL reports whether the directory dir has a default access control list (acl(5)). It
+// returns true when that is not known.
+func hasDefaultACL(dir int) bool {
+	_, err := unix.Getxattr(procFD(dir), "system.posix_acl_default", nil)
+	return err != unix.ENODATA && err != unix.EOPNOTSUPP
+}
+
 // errnoOf is the error number in err, EIO where it has none.
 func errnoOf(err error) syscall.Errno {
 	var errno syscall.Errno
