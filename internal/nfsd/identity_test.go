@@ -351,3 +351,15 @@ func TestDefaultACLRestrictsMode(t *testing.T) {
 		}
 	}
 }
+
+// open(O_TRUNC) of a Linux client sets the size and the server's time in one SETATTR. Write
+// permission suffices for both.
+func TestTruncateByAnotherUser(t *testing.T) {
+	c := start(t, nil)
+	fh := c.create(user, c.root, "f", 0o666)
+	c.write(user, fh, "data")
+	set := nfs3.SetAttr{HasSize: true, MtimeHow: nfs3.SetToServerTime}
+	if err := c.SetAttr(c.ctx, credential(2000, 2000), fh, &set, nil, new(nfs3.WccData)); err != nil {
+		t.Errorf("SETATTR size and time: got %v, want success", err)
+	}
+}
