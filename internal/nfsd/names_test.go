@@ -45,3 +45,15 @@ func TestCreateWhileNameIsReplaced(t *testing.T) {
 		}
 	}
 }
+
+// A client repeats a call that ends with NFS3ERR_JUKEBOX for ever.
+func TestMountPointIsNotRemoved(t *testing.T) {
+	c := start(t, nil)
+	c.mkdir(root, c.root, "m", 0o755)
+	if err := unix.Mount("none", c.path("m"), "tmpfs", 0, ""); err != nil {
+		t.Fatalf("mount: %v", err)
+	}
+	defer unix.Unmount(c.path("m"), unix.MNT_DETACH)
+	c.want(c.Rmdir(c.ctx, root, c.root, "m", new(nfs3.WccData)), unix.EACCES)
+	c.want(c.Rename(c.ctx, root, c.root, "m", c.root, "n", new(nfs3.RenameResult)), unix.EACCES)
+}
