@@ -64,11 +64,15 @@ func openParent(dir int) (int, error) {
 }
 
 // reopen opens the object of an O_PATH descriptor for I/O. It must be a regular file or a
-// directory: opening a pipe or a device has side effects.
+// directory: opening a pipe or a device has side effects. EAGAIN means that a local process holds a
+// lease on the file (fcntl(2)), and that the kernel has asked for its release.
 func reopen(fd, flags int) (int, error) {
-	return retryFD(func() (int, error) {
-		return unix.Open(procFD(fd), flags|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
-	})
+	for {
+		fd, err := unix.Open(procFD(fd), flags|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+		if err != unix.EINTR {
+			return fd, err
+		}
+	}
 }
 
 // reopenPath opens the object of a descriptor with O_PATH.
