@@ -218,6 +218,10 @@ func (c *call) createExisting(name string) error {
 		return unix.EEXIST
 	}
 	if c.args.Set.HasSize {
+		// A concurrent WRITE must not give its client attributes from before.
+		if err := c.begin(&c.w2, o); err != nil {
+			return err
+		}
 		if err := c.truncate(o, c.args.Set.Size); err != nil {
 			return err
 		}

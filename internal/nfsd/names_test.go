@@ -5,6 +5,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"golang.org/x/sys/unix"
@@ -56,4 +57,46 @@ func TestMountPointIsNotRemoved(t *testing.T) {
 	defer unix.Unmount(c.path("m"), unix.MNT_DETACH)
 	c.want(c.Rmdir(c.ctx, root, c.root, "m", new(nfs3.WccData)), unix.EACCES)
 	c.want(c.Rename(c.ctx, root, c.root, "m", c.root, "n", new(nfs3.RenameResult)), unix.EACCES)
+}
+
+// CREATE UNCHECKED truncates an existing file, which a concurrent WRITE must not hide from its
+// client with attributes from before.
+func TestCreateTruncatesDuringWrite(t *testing.T) {
+	var block atomic.Pointer[chan struct{}]
+	c := start(t, func(cfg *Config) {
+		cfg.fsync = func(fd int) error {
+			if ch := block.Load(); ch != nil {
+				<-*ch
+			}
+			return nil
+		}
+	})
+	fh := c.create(root, c.root, "f", 0o644)
+	ch := make(chan struct{})
+	block.Store(&ch)
+	var w nfs3.WriteResult
+	var calls sync.WaitGroup
+	calls.Go(func() {
+		if err := c.Write(c.ctx, root, fh, 0, []byte("data"), nfs3.FileSync, &w); err != nil {
+			t.Error(err)
+		}
+	})
+	for c.stat("f").Size != 4 {
+		time.Sleep(time.Millisecond)
+	}
+	calls.Go(func() {
+		how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasSize: true}}
+		if err := c.Create(c.ctx, root, c.root, "f", &how, new(nfs3.CreateResult)); err != nil {
+			t.Error(err)
+		}
+	})
+	for c.stat("f").Size != 0 {
+		time.Sleep(time.Millisecond)
+	}
+	block.Store(nil)
+	close(ch)
+	calls.Wait()
+	if w.Wcc.HasBefore {
+		t.Errorf("attributes before WRITE: got size %d, want none", w.Wcc.Before.Size)
+	}
 }
