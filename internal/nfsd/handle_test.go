@@ -215,3 +215,16 @@ func TestMountBelowExport(t *testing.T) {
 		}
 	})
 }
+
+// Paths may be longer than the kernel takes at once.
+func TestDeepDirectories(t *testing.T) {
+	both(t, func(t *testing.T, change func(*Config)) {
+		c := start(t, change)
+		at := c.root
+		for range 20 {
+			at = c.mkdir(root, at, strings.Repeat("d", 250), 0o755)
+		}
+		c.s.objects.end()
+		c.getattr(at)
+	})
+}

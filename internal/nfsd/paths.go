@@ -134,7 +134,7 @@ func (t *pathTable) try(k inodeKey, body []byte) (int, error) {
 	if !ok {
 		return -1, unix.ESTALE
 	}
-	fd, err := openPath(t.root, path)
+	fd, err := openLongPath(t.root, path)
 	if err != nil {
 		return -1, unix.ESTALE
 	}
@@ -144,6 +144,30 @@ func (t *pathTable) try(k inodeKey, body []byte) (int, error) {
 		return -1, unix.ESTALE
 	}
 	return fd, nil
+}
+
+// openLongPath is openPath for a path that may exceed the PATH_MAX of the kernel.
+func openLongPath(dir int, path string) (int, error) {
+	at := dir
+	for len(path) >= unix.PathMax {
+		cut := strings.LastIndexByte(path[:unix.PathMax-1], '/')
+		if cut < 0 {
+			cut = len(path)
+		}
+		fd, err := openPath(at, path[:cut])
+		if at != dir {
+			unix.Close(at)
+		}
+		if err != nil {
+			return -1, err
+		}
+		at, path = fd, path[min(cut+1, len(path)):]
+	}
+	fd, err := openPath(at, path)
+	if at != dir {
+		unix.Close(at)
+	}
+	return fd, err
 }
 
 // search reads the export and notes the place of each file, until k is found. It tells whether k
@@ -169,7 +193,7 @@ func (t *pathTable) search(k inodeKey, body []byte) bool {
 	for queue := []dir{{t.top, "."}}; len(queue) > 0 && seen < maxPlaces && time.Now().Before(deadline); {
 		d := queue[0]
 		queue = queue[1:]
-		fd, err := openPath(t.root, d.path)
+		fd, err := openLongPath(t.root, d.path)
 		if err != nil {
 			continue
 		}
