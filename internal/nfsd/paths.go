@@ -11,10 +11,11 @@ import (
 
 // Bounds of a pathTable.
 const (
-	maxPlaces   = 1 << 20          // files whose names are remembered
-	maxWalk     = 10 * time.Second // one search of the whole export
-	walkPause   = 5 * time.Second  // between the end of a search and the next one
-	maxDepth    = 4096             // directories on the way from the export's root to a file
+	maxPlaces   = 1 << 20                // files whose names are remembered
+	maxWalk     = 10 * time.Second       // one search of the whole export
+	walkPause   = 5 * time.Second        // longest time between the end of a search and the next one
+	shortPause  = 100 * time.Millisecond // a call waits so long for the next search
+	maxDepth    = 4096                   // directories on the way from the export's root to a file
 	direntsRoom = 64 << 10
 )
 
@@ -42,7 +43,7 @@ type pathTable struct {
 	}
 	walk struct {
 		sync.Mutex
-		ended time.Time
+		began, ended time.Time
 	}
 }
 
@@ -122,8 +123,8 @@ func (t *pathTable) open(body []byte) (int, error) {
 	if fd, err := t.try(k, body); err == nil {
 		return fd, nil
 	}
-	if !t.search(k, body) {
-		return -1, unix.ESTALE
+	if err := t.search(k, body); err != nil {
+		return -1, err
 	}
 	return t.try(k, body)
 }
@@ -170,18 +171,26 @@ func openLongPath(dir int, path string) (int, error) {
 	return fd, err
 }
 
-// search reads the export and notes the place of each file, until k is found. It tells whether k
-// may be open now.
-func (t *pathTable) search(k inodeKey, body []byte) bool {
+// search reads the export and notes the place of each file. It returns ESTALE when k is not there,
+// and EAGAIN when the last search ended so short a time ago that the server does not search again.
+func (t *pathTable) search(k inodeKey, body []byte) error {
+	called := time.Now()
 	t.walk.Lock()
 	defer t.walk.Unlock()
 	if fd, err := t.try(k, body); err == nil { // found by the search before
 		unix.Close(fd)
-		return true
+		return nil
 	}
-	if time.Since(t.walk.ended) < walkPause {
-		return false
+	if t.walk.began.After(called) { // the search before saw the export as it was after the call
+		return unix.ESTALE
 	}
+	// At most half of the time goes to searches.
+	pause := min(walkPause, t.walk.ended.Sub(t.walk.began)) - time.Since(t.walk.ended)
+	if pause > shortPause {
+		return unix.EAGAIN
+	}
+	time.Sleep(pause)
+	t.walk.began = time.Now()
 	defer func() { t.walk.ended = time.Now() }()
 	deadline, seen := time.Now().Add(maxWalk), 0
 	buf := make([]byte, direntsRoom)
@@ -223,5 +232,8 @@ func (t *pathTable) search(k inodeKey, body []byte) bool {
 		}
 		unix.Close(list)
 	}
-	return found
+	if !found {
+		return unix.ESTALE
+	}
+	return nil
 }
