@@ -451,7 +451,11 @@ func (o *object) permissions(id *identity, who *cred, st *unix.Stat_t) (bits uin
 		return 0, nil, err
 	}
 	// The clock of ctime is coarse: another change may get the same time.
-	if time.Since(time.Unix(st.Ctim.Unix())) > permSettle {
+	settle := permSettle
+	if st.Ctim.Nsec == 0 {
+		settle = permSettleSeconds
+	}
+	if time.Since(time.Unix(st.Ctim.Unix())) > settle {
 		o.perms.Lock()
 		o.perms.list[o.perms.next] = e
 		o.perms.next = (o.perms.next + 1) % permSlots
@@ -463,5 +467,10 @@ func (o *object) permissions(id *identity, who *cred, st *unix.Stat_t) (bits uin
 // permKnown marks a permEntry in use.
 const permKnown = 1 << 30
 
-// permSettle is longer than the resolution of ctime on every kernel.
-const permSettle = 100 * time.Millisecond
+// permSettle is longer than the resolution of the clock that the kernel takes ctime from.
+// permSettleSeconds is longer than the resolution of file systems that keep no fractions of a
+// second, for example ext4 with inodes of 128 bytes.
+const (
+	permSettle        = 100 * time.Millisecond
+	permSettleSeconds = 2100 * time.Millisecond
+)
