@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -87,7 +88,7 @@ func TestHandlesFollowLocalChanges(t *testing.T) {
 // forgetSearches permits another search of the export at once.
 func (s *Server) forgetSearches() {
 	if s.paths != nil {
-		s.paths.walk.ended = s.paths.walk.ended.Add(-2 * walkPause)
+		s.paths.walk.next = time.Time{}
 	}
 }
 
