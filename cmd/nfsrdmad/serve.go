@@ -70,7 +70,8 @@ func serveCommand() *cobra.Command {
 	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen,
 		"accept NFS over RDMA at `ADDRESS:PORT`; no ADDRESS means all addresses of this host")
 	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen,
-		"accept MOUNT, NFS and port mapper calls over TCP at `ADDRESS:PORT`; no ADDRESS means all addresses of this host")
+		"accept MOUNT, NFS and port mapper calls over TCP at `ADDRESS:PORT`; no ADDRESS means all addresses of "+
+			"this host")
 	cmd.Flags().StringSliceVar(&allow, "allow", nil,
 		"serve only clients in `CIDR,...`, over RDMA and TCP; can be repeated (default all)")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
