@@ -44,6 +44,7 @@ func smallTree(t *testing.T) string {
 }
 
 func TestRun(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	var out bytes.Buffer
@@ -82,6 +83,7 @@ func (o *on) Write(b []byte) (int, error) {
 
 // Interrupted in any phase, it leaves nothing.
 func TestInterruptLeavesNothing(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	for _, phase := range []on{{text: "server ", nth: 1}, {text: "mounted ", nth: 1}, {text: "tree ", nth: 1},

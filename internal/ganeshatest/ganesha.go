@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -84,9 +85,7 @@ func Start(t testing.TB, dir string, opts ...Option) *Server {
 // need fails the test where a server cannot run.
 func need(t testing.TB) {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Fatal("NFS-Ganesha and its namespaces need root: run the tests as root")
-	}
+	testutil.NeedsRoot(t)
 	for program, pkg := range map[string]string{"ganesha.nfsd": "nfs-ganesha nfs-ganesha-vfs", "rpcbind": "rpcbind",
 		"unshare": "util-linux", "ip": "iproute2"} {
 		if _, err := exec.LookPath(program); err != nil {

@@ -149,6 +149,7 @@ func TestReadWriteCommit(t *testing.T) {
 // TestDiskFull: a WRITE that finds no space says so, and leaves no file open: the space of what is
 // removed then is there again.
 func TestDiskFull(t *testing.T) {
+	testutil.NeedsRoot(t)
 	var disk string
 	s, _ := start(t, func(c *Config) {
 		disk = c.Dir
@@ -252,6 +253,7 @@ func TestErrnos(t *testing.T) {
 }
 
 func TestAttributes(t *testing.T) {
+	testutil.NeedsRoot(t)
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	fh := c.create("f", 0o644)
@@ -300,6 +302,7 @@ func TestAttributes(t *testing.T) {
 }
 
 func TestExclusiveCreate(t *testing.T) {
+	testutil.NeedsRoot(t)
 	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	var cr nfs3.CreateResult
@@ -382,6 +385,7 @@ func TestConfined(t *testing.T) {
 }
 
 func TestCredentials(t *testing.T) {
+	testutil.NeedsRoot(t)
 	if os.Geteuid() != 0 {
 		t.Fatal("only root serves others under their own names: run the tests as root")
 	}

@@ -20,7 +20,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { testutil.MainNeedsRoot(m) }
 
 // serve runs the RDMA front until the test ends.
 func serve(t *testing.T, cfg nfsserve.Config) *nfsserve.Server {

@@ -25,6 +25,7 @@ import (
 // TestGanesha finds NFS-Ganesha through rpcbind, mounts and unmounts. All of it runs in a network
 // namespace of its own, where port 111 is free.
 func TestGanesha(t *testing.T) {
+	testutil.NeedsRoot(t)
 	// The thread is not unlocked: it is of no use to others, and ends with the test.
 	runtime.LockOSThread()
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
