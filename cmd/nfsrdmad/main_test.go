@@ -132,7 +132,7 @@ func newTestEnv(t *testing.T) *testEnv {
 	}
 	var err error
 	w.server, err = nfsserve.Run(context.Background(), nfsserve.Config{Dir: export, RDMAListen: "127.0.0.1:0",
-		Provider: softiwarp.New(softiwarp.Config{})})
+		NoRootSquash: true, StateDir: w.dir, Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}

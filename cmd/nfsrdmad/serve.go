@@ -24,6 +24,7 @@ import (
 func serveCommand() *cobra.Command {
 	var cfg nfsserve.Config
 	var level, inject string
+	var allow []string
 	limits := serveLimits{connections: svcrdma.DefaultMaxConns, memory: svcrdma.DefaultMessageMemory >> 20}
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
@@ -31,6 +32,10 @@ func serveCommand() *cobra.Command {
 		Args:  argCount(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
+			var err error
+			if cfg.Allow, err = parseAllow(allow); err != nil {
+				return err
+			}
 			if err := limits.apply(&cfg.RDMA); err != nil {
 				return err
 			}
@@ -54,11 +59,18 @@ func serveCommand() *cobra.Command {
 			})
 		},
 	}
-	cmd.Flags().StringVar(&cfg.Backend, "backend", "", "HOST:PORT of an NFSv3 server on TCP")
-	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen, "ADDRESS:PORT of the RDMA side")
+	cmd.Flags().StringVar(&cfg.Backend, "backend", "",
+		"`HOST:PORT` of an NFSv3 server on TCP to relay to; it sees every client as this host and an unprivileged "+
+			"port, so its own export rules cannot tell clients apart: restrict them with --allow")
+	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen,
+		"`ADDRESS:PORT` for NFS over RDMA; without ADDRESS on all addresses of this host")
 	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen,
-		"ADDRESS:PORT of MOUNT, NFS and port mapper of a directory; other hosts need one that they reach")
+		"`ADDRESS:PORT` for MOUNT, NFS and port mapper over TCP; without ADDRESS on all addresses of this host")
+	cmd.Flags().StringSliceVar(&allow, "allow", nil,
+		"`CIDR,...` of the clients to serve, over RDMA and TCP; can be repeated (default all)")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
+	cmd.Flags().BoolVar(&cfg.NoRootSquash, "no-root-squash", false,
+		"run calls of uid 0 as root; by default uid 0 and gid 0 become 65534")
 	cmd.Flags().IntVar(&limits.connections, "max-connections", limits.connections,
 		"most RDMA connections at a time; one client address has at most half of them")
 	cmd.Flags().IntVar(&limits.memory, "message-memory", limits.memory,
@@ -67,6 +79,24 @@ func serveCommand() *cobra.Command {
 		"break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
+}
+
+// parseAllow reads the addresses and networks of --allow.
+func parseAllow(list []string) (nets []netip.Prefix, err error) {
+	for _, text := range list {
+		p, err := netip.ParsePrefix(text)
+		if a, aErr := netip.ParseAddr(text); aErr == nil {
+			p, err = netip.PrefixFrom(a, a.BitLen()), nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("invalid --allow %q: use ADDRESS or ADDRESS/BITS", text)
+		}
+		if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
+			p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)
+		}
+		nets = append(nets, p.Masked())
+	}
+	return nets, nil
 }
 
 // runServer runs a server until ctx ends. It calls started once the server listens.

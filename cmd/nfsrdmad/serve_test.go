@@ -21,7 +21,7 @@ var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), (?:MOUNT and NFS o
 // ends the server with SIGTERM.
 func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {
 	t.Helper()
-	cmd := program(t, "nfsrdmad", append([]string{"serve", "--rdma-listen", "127.0.0.1:0"}, args...)...)
+	cmd := program(t, "nfsrdmad", append([]string{"serve", "--rdma-listen", "127.0.0.1:0", "--no-root-squash"}, args...)...)
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)

@@ -120,7 +120,7 @@ func (s *site) setUp(ctx context.Context, root string) error {
 	}
 	log := hclog.New(&hclog.LoggerOptions{Name: "demo", Level: hclog.Error, Output: s.out})
 	serve := nfsserve.Config{Dir: s.export, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0",
-		Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
+		NoRootSquash: true, StateDir: root, Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
 	var err error
 	// The server outlives an interrupt, so that the unmount finds it.
 	if s.server, err = nfsserve.Run(context.WithoutCancel(ctx), serve); err != nil {

@@ -96,7 +96,7 @@ func TestAttributesOfLaterPages(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		c.ok(c.ReadDirPlus(c.ctx, c.cred, c.root, cookie, verf, 8192, 8192, &res, func(e *nfs3.DirEntry) bool {
+		c.ok(c.ReadDirPlus(c.ctx, c.cred, c.root, cookie, verf, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
 			cookie = e.Cookie
 			if len(e.Name) == 2 && e.Name[0] != '.' {
 				seen++

@@ -1,9 +1,15 @@
 package nfsserve
 
 import (
+	"os"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) {
+	if code, ok := loadMain(); ok {
+		os.Exit(code)
+	}
+	testutil.Main(m)
+}

@@ -1,31 +1,27 @@
 package nfsserve
 
 import (
-	"cmp"
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
-	"hash/maphash"
-	"io/fs"
 	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 
 	"github.com/hashicorp/go-hclog"
-	nfs "github.com/willscott/go-nfs"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsd"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// DefaultRDMAListen is the port of NFS over RDMA (RFC 8267 §4.2) on every address.
-const DefaultRDMAListen = ":20049"
+// DefaultRDMAListen is the port of NFS over RDMA (RFC 8267 §4.2) on the loopback address.
+const DefaultRDMAListen = "127.0.0.1:20049"
 
-// DefaultTCPListen is where a directory's TCP port is when Config says nothing: any free port of
-// this host's own.
+// DefaultTCPListen is any free port on the loopback address.
 const DefaultTCPListen = "127.0.0.1:0"
 
 // Config says what is served and where. Exactly one of Dir and Backend is given.
@@ -43,8 +39,16 @@ type Config struct {
 
 	// Provider carries the RDMA side.
 	Provider verbs.Provider
-	// ReadOnly refuses every change of Dir. A backend decides for itself.
+	// Allow lists the client addresses that may use either port; empty means all. It is the only
+	// access rule of a relay: the backend sees every call from the relay's own address.
+	Allow []netip.Prefix
+	// ReadOnly refuses every change of Dir. A backend has its own rules.
 	ReadOnly bool
+	// NoRootSquash runs calls of uid 0 as root. By default uid 0 and gid 0 become 65534.
+	NoRootSquash bool
+	// StateDir keeps the key of Dir's file handles, so that they survive a restart. The default is
+	// $STATE_DIRECTORY, else /var/lib/nfsrdmad for root, else the user's state directory.
+	StateDir string
 
 	// NoRemoteInv leaves it to the clients to invalidate their keys; else Send With Invalidate is
 	// offered.
@@ -92,30 +96,38 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	s := &Server{cancel: cancel, done: make(chan struct{}), TCPAddr: cfg.Backend}
 	var parts sync.WaitGroup
+	var export *nfsd.Server
+	end := func() {
+		cancel()
+		parts.Wait()
+		if export != nil {
+			export.Close()
+		}
+	}
+	rdma := cfg.RDMA
 	if cfg.Dir != "" {
-		if err := s.startExport(ctx, &cfg, &parts); err != nil {
-			cancel()
-			parts.Wait()
+		if export, err = s.startExport(ctx, &cfg, &parts); err != nil {
+			end()
 			return nil, err
 		}
+		rdma.Handler = export
+	} else {
+		rdma.Handler = newProxy(s.TCPAddr, cfg.Logger.Named("backend"))
 	}
 	rl, err := cfg.Provider.Listen(ctx, raddr)
 	if err != nil {
-		cancel()
-		parts.Wait()
+		end()
 		return nil, fmt.Errorf("%w; choose another --rdma-listen", err) // it names the address
 	}
 	s.RDMAAddr = rl.Addr()
-	rdma := cfg.RDMA
-	rdma.Handler = newProxy(s.TCPAddr, cfg.Logger.Named("backend"))
 	rdma.Logger = cfg.Logger.Named("rdma")
 	rdma.RemoteInv = !cfg.NoRemoteInv
+	rdma.Allow = cfg.Allow
 	go func() {
 		defer close(s.done)
 		s.err = svcrdma.Serve(ctx, rl, rdma)
 		_ = rl.Close()
-		cancel()
-		parts.Wait()
+		end()
 	}()
 	return s, nil
 }
@@ -138,6 +150,9 @@ func (c *Config) complete() error {
 	}
 	if c.TCPListen == "" {
 		c.TCPListen = DefaultTCPListen
+	}
+	if c.StateDir == "" {
+		c.StateDir = stateDir()
 	}
 	if c.Logger == nil {
 		c.Logger = hclog.NewNullLogger()
@@ -168,65 +183,39 @@ func resolve(addr string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port()), nil
 }
 
-// startExport opens the directory and its TCP port.
-func (s *Server) startExport(ctx context.Context, cfg *Config, parts *sync.WaitGroup) error {
-	dir, err := filepath.Abs(cfg.Dir)
+// startExport opens the directory and its TCP port, and returns the handler of its calls.
+func (s *Server) startExport(ctx context.Context, cfg *Config, parts *sync.WaitGroup) (*nfsd.Server, error) {
+	d, err := nfsd.New(nfsd.Config{Dir: cfg.Dir, ReadOnly: cfg.ReadOnly, NoRootSquash: cfg.NoRootSquash,
+		Allow: cfg.Allow, StateDir: cfg.StateDir, MaxReply: cfg.RDMA.MaxMessage, Logger: cfg.Logger.Named("nfs")})
 	if err != nil {
-		return fmt.Errorf("export %s: %w; name a directory", cfg.Dir, err)
-	}
-	root, err := os.OpenRoot(dir)
-	if err != nil {
-		var path *fs.PathError
-		if errors.As(err, &path) {
-			err = path.Err
-		}
-		return fmt.Errorf("export %s: %w; name a directory", dir, err)
-	}
-	e, err := newExport(ctx, dir, root, cfg.ReadOnly, parts)
-	if err != nil {
-		root.Close()
-		return fmt.Errorf("export %s: %w", dir, err)
+		return nil, fmt.Errorf("export %s: %w; name a directory", cfg.Dir, err)
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", cfg.TCPListen)
 	if err != nil {
-		root.Close()
-		return fmt.Errorf("listen for NFS over TCP: %w; choose another --tcp-listen", err)
+		d.Close()
+		return nil, fmt.Errorf("listen for NFS over TCP: %w; choose another --tcp-listen", err)
 	}
 	s.TCPAddr = l.Addr().String()
-	e.port = uint16(l.Addr().(*net.TCPAddr).Port)
-	tcp := &tcpServer{serve: e.serve, maxConns: maxTCPConns + connsPerPeer*cmp.Or(cfg.RDMA.MaxConns,
-		svcrdma.DefaultMaxConns), log: cfg.Logger.Named("tcp")}
-	parts.Go(func() {
-		tcp.run(ctx, l)
-		root.Close()
-	})
-	return nil
+	d.SetPort(uint16(l.Addr().(*net.TCPAddr).Port))
+	tcp := newTCPServer(d, cfg.Logger.Named("tcp"))
+	parts.Go(func() { tcp.run(ctx, l) })
+	return d, nil
 }
 
-var quietLibrary = sync.OnceFunc(func() { nfs.Log.SetLevel(nfs.PanicLevel) })
-
-// newExport starts the workers of a directory. They end with ctx.
-func newExport(ctx context.Context, dir string, root *os.Root, readOnly bool, parts *sync.WaitGroup) (*export, error) {
-	quietLibrary() // it logs every failed call, which the client is told
-	t, err := newTree(root)
-	if err != nil {
-		return nil, err
+// stateDir is where the server keeps the key of its file handles: systemd's choice, or the usual
+// directory of root or of another user.
+func stateDir() string {
+	if dir, _, _ := strings.Cut(os.Getenv("STATE_DIRECTORY"), ":"); dir != "" {
+		return dir
 	}
-	e := &export{dir: dir, readOnly: readOnly, tree: t, workers: make(chan *worker, numWorkers)}
-	e.listings.seed = maphash.MakeSeed()
-	if _, err := rand.Read(e.verifier[:]); err != nil {
-		return nil, err
+	if os.Geteuid() == 0 {
+		return "/var/lib/nfsrdmad"
 	}
-	var all []*worker
-	for range numWorkers {
-		w := newWorker(ctx, e, e.verifier, parts)
-		all = append(all, w)
-		e.workers <- w
+	if dir := os.Getenv("XDG_STATE_HOME"); filepath.IsAbs(dir) {
+		return filepath.Join(dir, "nfsrdmad")
 	}
-	context.AfterFunc(ctx, func() {
-		for _, w := range all {
-			w.pipe.Close()
-		}
-	})
-	return e, nil
+	if home, err := os.UserHomeDir(); err == nil {
+		return filepath.Join(home, ".local/state/nfsrdmad")
+	}
+	return ""
 }

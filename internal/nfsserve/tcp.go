@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"net"
+	"net/netip"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -13,25 +15,91 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 )
 
-// Limits of the TCP port.
+// Limits of the TCP port. One client address gets at most half of each of the first three.
 const (
-	// from the reading of a call to the end of its reply; more wait in the socket
+	maxTCPConns = 512
+	// calls in progress: their replies are the memory that small calls can ask for
+	callsAtOnce = 256
+	largeCalls  = 128 // calls of more than smallRecord bytes in memory
+
 	callsPerConn = 32
-	// of all connections: their replies are the memory that small calls can ask for
-	callsAtOnce  = 256
-	maxTCPConns  = 512 // of clients on TCP; those of RDMA clients come on top
+	smallRecord  = 64 << 10
 	acceptPause  = 50 * time.Millisecond
-	writeTimeout = 30 * time.Second
+	readBuffer   = 32 << 10
 )
 
-// A tcpServer answers RPC over TCP. Calls of one connection run in parallel and are answered as
-// they finish.
-type tcpServer struct {
-	serve    func(ctx context.Context, call, reply []byte) ([]byte, error)
-	maxConns int
-	log      hclog.Logger
+// Deadlines of a connection. The server closes a connection that exceeds one of them.
+const (
+	firstCallTimeout = 15 * time.Second // from connect to the end of the first call
+	recordTimeout    = 30 * time.Second // from the first byte of a call to its last one
+	idleTimeout      = 12 * time.Minute // between two calls, as on the RDMA port
+	writeTimeout     = 30 * time.Second // for one reply, or one call to a backend
+
+	clockTick = time.Second // the deadlines are checked so often
+)
+
+// A tcpHandler executes calls, as nfsd.Server does.
+type tcpHandler interface {
+	ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
+	// TryServe executes a call that does not have to wait; ok is false for the others.
+	TryServe(peer netip.AddrPort, call, reply []byte) (out []byte, ok bool)
 }
 
+// A tcpServer answers RPC over TCP (RFC 5531 §11). Calls that need no disk run in the goroutine
+// that reads the connection; the others run in parallel and are answered as they finish.
+type tcpServer struct {
+	handler tcpHandler
+	log     hclog.Logger
+	room    chan struct{} // one token for each call in progress
+	large   chan struct{} // one token for each large call in memory
+	clock   atomic.Int64  // in clockTicks, from 1
+
+	clients struct {
+		sync.Mutex
+		all  int
+		addr map[netip.Addr]*tcpClient
+	}
+}
+
+// A tcpClient is what one client address uses of the server.
+type tcpClient struct {
+	conns       map[*tcpConn]struct{} // guarded by tcpServer.clients
+	room, large chan struct{}
+}
+
+// Phases of a connection in the order in which a full server closes connections.
+const (
+	phaseSilent = iota // no call yet
+	phasePart          // part of a call has arrived
+	phaseIdle
+	phaseBusy // waits for memory or for another call
+	numPhases
+)
+
+// A tcpConn is one connection. The atomic fields are for the goroutine that checks deadlines.
+type tcpConn struct {
+	*tcpServer
+	conn   net.Conn
+	peer   netip.AddrPort
+	client *tcpClient
+
+	phase   atomic.Int32
+	since   atomic.Int64 // clock when the phase began
+	running atomic.Int32 // calls in other goroutines
+	writing atomic.Int64 // clock when the present write began, or 0
+
+	write sync.Mutex
+}
+
+func newTCPServer(h tcpHandler, log hclog.Logger) *tcpServer {
+	s := &tcpServer{handler: h, log: log, room: make(chan struct{}, callsAtOnce),
+		large: make(chan struct{}, largeCalls)}
+	s.clients.addr = make(map[netip.Addr]*tcpClient)
+	s.clock.Store(1)
+	return s
+}
+
+// messages holds buffers of calls and replies.
 var messages = sync.Pool{New: func() any { return new([]byte) }}
 
 // run serves l until ctx ends, and returns when every connection has ended.
@@ -40,8 +108,7 @@ func (s *tcpServer) run(ctx context.Context, l net.Listener) {
 	defer conns.Wait()
 	stop := context.AfterFunc(ctx, func() { l.Close() })
 	defer stop()
-	slots := make(chan struct{}, s.maxConns)
-	room := make(chan struct{}, callsAtOnce)
+	conns.Go(func() { s.watch(ctx) })
 	for {
 		c, err := l.Accept()
 		if err != nil {
@@ -52,56 +119,259 @@ func (s *tcpServer) run(ctx context.Context, l net.Listener) {
 			time.Sleep(acceptPause)
 			continue
 		}
-		select {
-		case slots <- struct{}{}:
-			conns.Go(func() {
-				defer func() { <-slots }()
-				s.conn(ctx, c, room)
-			})
-		default:
+		t := s.admit(c)
+		if t == nil {
 			c.Close()
+			continue
 		}
+		conns.Go(func() {
+			defer s.leave(t)
+			t.serve(ctx)
+		})
 	}
 }
 
-// conn serves one connection until its first error. Each of its calls takes a place of room.
-func (s *tcpServer) conn(ctx context.Context, c net.Conn, room chan struct{}) {
-	var calls sync.WaitGroup
-	defer calls.Wait()
-	defer c.Close()
-	stop := context.AfterFunc(ctx, func() { c.Close() })
-	defer stop()
-	running := make(chan struct{}, callsPerConn)
-	var write sync.Mutex
-	r := bufio.NewReaderSize(c, pipeBuffer)
-	for {
-		call := messages.Get().(*[]byte)
-		var err error
-		if *call, err = rpctcp.ReadRecord(r, *call, maxRecord); err != nil {
-			return
+// admit counts a connection. Where there are too many, it closes the one that seems least useful
+// instead: connections that send nothing must not keep others out.
+func (s *tcpServer) admit(c net.Conn) *tcpConn {
+	ap := c.RemoteAddr().(*net.TCPAddr).AddrPort()
+	ap = netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port())
+	t := &tcpConn{tcpServer: s, conn: c, peer: ap}
+	s.clients.Lock()
+	defer s.clients.Unlock()
+	own := s.clients.addr[ap.Addr()]
+	if own == nil {
+		own = &tcpClient{conns: make(map[*tcpConn]struct{}), room: make(chan struct{}, callsAtOnce/2),
+			large: make(chan struct{}, largeCalls/2)}
+	}
+	var victim *tcpConn
+	switch {
+	case len(own.conns) >= maxTCPConns/2:
+		victim = leastUseful(nil, own)
+	case s.clients.all >= maxTCPConns:
+		for _, client := range s.clients.addr {
+			victim = leastUseful(victim, client)
 		}
-		running <- struct{}{}
+	}
+	if (len(own.conns) >= maxTCPConns/2 || s.clients.all >= maxTCPConns) && victim == nil {
+		s.log.Warn("connection refused: too many", "peer", ap, "limit", maxTCPConns, "limit_of_a_client", maxTCPConns/2)
+		return nil
+	}
+	if victim != nil {
+		s.log.Debug("connection closed to make room", "peer", victim.peer)
+		s.forget(victim)
+		victim.conn.Close()
+	}
+	s.clients.addr[ap.Addr()] = own
+	own.conns[t] = struct{}{}
+	s.clients.all++
+	t.client = own
+	t.enter(phaseSilent)
+	return t
+}
+
+// leastUseful returns the worse of best and the client's connections: by phase, then by age. One
+// that executes calls is never closed.
+func leastUseful(best *tcpConn, client *tcpClient) *tcpConn {
+	for t := range client.conns {
+		if t.running.Load() > 0 || t.phase.Load() == phaseBusy || t.writing.Load() != 0 {
+			continue
+		}
+		if best == nil || t.phase.Load() < best.phase.Load() ||
+			t.phase.Load() == best.phase.Load() && t.since.Load() < best.since.Load() {
+			best = t
+		}
+	}
+	return best
+}
+
+func (s *tcpServer) leave(t *tcpConn) {
+	s.clients.Lock()
+	defer s.clients.Unlock()
+	s.forget(t)
+}
+
+// forget uncounts a connection once. clients is locked.
+func (s *tcpServer) forget(t *tcpConn) {
+	if _, ok := t.client.conns[t]; !ok {
+		return
+	}
+	delete(t.client.conns, t)
+	s.clients.all--
+	if a := t.peer.Addr(); len(t.client.conns) == 0 && s.clients.addr[a] == t.client {
+		delete(s.clients.addr, a)
+	}
+}
+
+// watch advances the clock and closes connections whose deadline has passed. One ticker serves all
+// of them, so that a call sets no timer.
+func (s *tcpServer) watch(ctx context.Context) {
+	tick := time.NewTicker(clockTick)
+	defer tick.Stop()
+	for {
 		select {
-		case room <- struct{}{}:
 		case <-ctx.Done():
 			return
+		case <-tick.C:
 		}
-		calls.Go(func() {
-			defer func() { <-room; <-running }()
-			reply := messages.Get().(*[]byte)
-			out, err := s.serve(ctx, *call, (*reply)[:0])
-			messages.Put(call)
-			if err == nil {
-				*reply = out
-				write.Lock() // one record at a time; the deadline bounds a peer that does not read
-				_ = c.SetWriteDeadline(time.Now().Add(writeTimeout))
-				err = rpctcp.WriteRecord(c, out)
-				write.Unlock()
+		now := s.clock.Add(1)
+		s.clients.Lock()
+		for _, client := range s.clients.addr {
+			for t := range client.conns {
+				if t.late(now) {
+					t.conn.Close()
+				}
 			}
-			messages.Put(reply)
-			if err != nil {
-				c.Close()
-			}
-		})
+		}
+		s.clients.Unlock()
 	}
+}
+
+// late tells whether a deadline of the connection has passed.
+func (t *tcpConn) late(now int64) bool {
+	over := func(since int64, limit time.Duration) bool { return time.Duration(now-since)*clockTick > limit }
+	if w := t.writing.Load(); w != 0 && over(w, writeTimeout) {
+		return true
+	}
+	if t.running.Load() > 0 {
+		return false
+	}
+	switch since := t.since.Load(); t.phase.Load() {
+	case phaseSilent:
+		return over(since, firstCallTimeout)
+	case phasePart:
+		return over(since, recordTimeout)
+	case phaseIdle:
+		return over(since, idleTimeout)
+	}
+	return false
+}
+
+func (t *tcpConn) enter(phase int32) {
+	t.since.Store(t.clock.Load())
+	t.phase.Store(phase)
+}
+
+// serve serves the connection until its first error.
+func (t *tcpConn) serve(ctx context.Context) {
+	var calls sync.WaitGroup
+	defer calls.Wait()
+	defer t.conn.Close()
+	stop := context.AfterFunc(ctx, func() { t.conn.Close() })
+	defer stop()
+	slots := make(chan struct{}, callsPerConn)
+	r := bufio.NewReaderSize(t.conn, readBuffer)
+	var reply []byte
+	for {
+		call, isLarge, err := t.next(ctx, r)
+		if err != nil {
+			return
+		}
+		if !isLarge {
+			out, ok := t.handler.TryServe(t.peer, *call, append(reply[:0], 0, 0, 0, 0))
+			if ok {
+				err := t.send(out)
+				messages.Put(call)
+				if reply = out; err != nil {
+					return
+				}
+				t.enter(phaseIdle)
+				continue
+			}
+		}
+		t.enter(phaseBusy)
+		if !take(ctx, slots) {
+			return
+		}
+		if !take(ctx, t.client.room) {
+			return
+		}
+		if !take(ctx, t.room) {
+			<-t.client.room
+			return
+		}
+		t.running.Add(1)
+		calls.Go(func() {
+			t.execute(ctx, call)
+			if isLarge {
+				<-t.large
+				<-t.client.large
+			}
+			<-t.room
+			<-t.client.room
+			t.running.Add(-1)
+			<-slots
+		})
+		t.enter(phaseIdle)
+	}
+}
+
+// next reads one call. The phase tells how far it has come.
+func (t *tcpConn) next(ctx context.Context, r *bufio.Reader) (call *[]byte, isLarge bool, err error) {
+	if _, err := r.Peek(1); err != nil {
+		return nil, false, err
+	}
+	t.enter(phasePart)
+	mark, err := r.Peek(rpctcp.MarkSize)
+	if err != nil {
+		return nil, false, err
+	}
+	if isLarge = rpctcp.FragmentSize(mark) > smallRecord || !rpctcp.LastFragment(mark); isLarge {
+		t.enter(phaseBusy)
+		if !take(ctx, t.client.large) {
+			return nil, false, ctx.Err()
+		}
+		if !take(ctx, t.large) {
+			<-t.client.large
+			return nil, false, ctx.Err()
+		}
+		t.enter(phasePart)
+	}
+	call = messages.Get().(*[]byte)
+	if *call, err = rpctcp.ReadRecord(r, *call, maxRecord); err != nil && isLarge {
+		<-t.large
+		<-t.client.large
+	}
+	return call, isLarge, err
+}
+
+// take takes a token, unless ctx ends first.
+func take(ctx context.Context, tokens chan struct{}) bool {
+	select {
+	case tokens <- struct{}{}:
+		return true
+	default:
+	}
+	select {
+	case tokens <- struct{}{}:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// execute runs a call that may wait, and answers it.
+func (t *tcpConn) execute(ctx context.Context, call *[]byte) {
+	reply := messages.Get().(*[]byte)
+	out, err := t.handler.ServeRPC(ctx, t.peer, *call, append((*reply)[:0], 0, 0, 0, 0))
+	messages.Put(call)
+	if err == nil {
+		*reply = out
+		err = t.send(out)
+	}
+	messages.Put(reply)
+	if err != nil {
+		t.conn.Close()
+	}
+}
+
+// send writes a reply, which begins with room for its record mark.
+func (t *tcpConn) send(out []byte) error {
+	rpctcp.PutMark(out, len(out)-rpctcp.MarkSize)
+	t.write.Lock()
+	defer t.write.Unlock()
+	t.writing.Store(t.clock.Load())
+	_, err := t.conn.Write(out)
+	t.writing.Store(0)
+	return err
 }

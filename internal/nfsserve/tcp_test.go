@@ -3,6 +3,7 @@ package nfsserve
 import (
 	"context"
 	"net"
+	"net/netip"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -12,22 +13,30 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 )
 
+// handlerFunc is a tcpHandler whose calls all wait.
+type handlerFunc func(call, reply []byte) ([]byte, error)
+
+func (f handlerFunc) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
+	return f(call, reply)
+}
+
+func (f handlerFunc) TryServe(netip.AddrPort, []byte, []byte) ([]byte, bool) { return nil, false }
+
 // However many connections there are, and calls on them, no more replies are held than callsAtOnce;
 // the others have their turn.
 func TestTCPCallsAtOnce(t *testing.T) {
-	const conns = callsAtOnce/callsPerConn + 4
+	const conns = callsAtOnce/callsPerConn + 8
 	var running, most, served atomic.Int64
 	hold := make(chan struct{})
-	srv := &tcpServer{maxConns: conns, log: hclog.NewNullLogger(),
-		serve: func(_ context.Context, call, reply []byte) ([]byte, error) {
-			now := running.Add(1)
-			for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
-			}
-			<-hold
-			running.Add(-1)
-			served.Add(1)
-			return append(reply, call...), nil
-		}}
+	srv := newTCPServer(handlerFunc(func(call, reply []byte) ([]byte, error) {
+		now := running.Add(1)
+		for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
+		}
+		<-hold
+		running.Add(-1)
+		served.Add(1)
+		return append(reply, call...), nil
+	}), hclog.NewNullLogger())
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -37,8 +46,10 @@ func TestTCPCallsAtOnce(t *testing.T) {
 	go func() { defer close(ended); srv.run(ctx, l) }()
 	defer func() { cancel(); <-ended }()
 	var clients []net.Conn
-	for range conns {
-		c, err := net.Dial("tcp", l.Addr().String())
+	for i := range conns {
+		// Two addresses, because one may use only half of the room.
+		from := &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(1+i%2))}
+		c, err := (&net.Dialer{LocalAddr: from}).Dial("tcp", l.Addr().String())
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -3,8 +3,10 @@ package rpctcp
 import (
 	"bufio"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"sync"
@@ -14,15 +16,23 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// ErrClosed is the error of calls on a Client that was closed.
+// ErrClosed is returned by calls on a closed Client.
 var ErrClosed = errors.New("RPC connection is closed")
 
-// Options of a Client. The zero value is good.
+var (
+	errXIDInUse  = errors.New("forward RPC call: a call with the same XID is in flight")
+	errShortCall = fmt.Errorf("forward RPC call: %w: no XID", sunrpc.ErrMalformed)
+	errNoXID     = fmt.Errorf("%w: reply without an XID", sunrpc.ErrMalformed)
+	errNoCall    = fmt.Errorf("%w: reply with the XID of no call", sunrpc.ErrMalformed)
+	errHalfReply = errors.New("read RPC reply: peer stopped in the middle of the reply")
+)
+
+// Options of a Client. The zero value selects the defaults.
 type Options struct {
-	// MaxRecord is the largest reply in octets that is taken; 0 means DefaultMaxRecord.
+	// MaxRecord is the maximum size of a reply in bytes; 0 means DefaultMaxRecord.
 	MaxRecord int
-	// WriteTimeout bounds the writing of one call, which a context cannot interrupt; 0 means
-	// DefaultWriteTimeout. When it passes, the connection ends.
+	// WriteTimeout limits the time to write one call; 0 means DefaultWriteTimeout. A context does
+	// not interrupt a write. The connection fails when the timeout expires.
 	WriteTimeout time.Duration
 }
 
@@ -32,32 +42,46 @@ const (
 	DefaultWriteTimeout = 30 * time.Second
 )
 
-// A Client makes calls on one connection. It satisfies nfs3.Caller and is safe for concurrent use;
-// calls are answered in any order. The first error of the connection ends it for good: pending
-// calls and later ones return it.
+const (
+	// restTimeout limits how long a canceled call waits for the rest of a reply that the reader is
+	// already storing in the caller's buffer.
+	restTimeout = 2 * time.Second
+	// maxSkip is the largest excess, in bytes, of a reply over MaxRecord that the reader skips. The
+	// connection fails when the excess is larger.
+	maxSkip = 64 << 20
+)
+
+// A Client makes calls on one connection and matches the replies by XID. It is safe for concurrent
+// use, and it satisfies nfs3.Caller. The first error of the connection is final: pending calls and
+// later calls return this error.
 type Client struct {
 	conn    net.Conn
 	opts    Options
 	xid     atomic.Uint32
-	strays  atomic.Uint64
 	writer  chan struct{} // holds one token: the right to write
-	dead    chan struct{} // closed when err is set
-	readEnd chan struct{} // closed when the reader has ended
+	failed  chan struct{} // closed when state.err is set
+	readEnd chan struct{} // closed when the reader has returned
+	spare   []byte        // the reader's buffer for replies without a call
+	free    sync.Pool     // of *pendingCall
 
-	mu    sync.Mutex
-	calls map[uint32]*pending // by XID
-	err   error               // why the connection ended
+	state struct {
+		sync.Mutex
+		calls map[uint32]*pendingCall // by XID
+		// calls that ended without their reply, which may still come
+		canceled int
+		err      error // why the connection failed
+	}
 }
 
-// pending is a call that waits for its reply. Whoever takes it off the table, under Client.mu, owns
-// its message until done is sent to.
-type pending struct {
-	m    *sunrpc.Message
-	hdr  []byte
-	done chan error // of one
+// A pendingCall waits for its reply. The goroutine that removes it from state.calls owns reply
+// until it sends to done.
+type pendingCall struct {
+	header []byte
+	reply  []byte
+	done   chan error // capacity 1
 }
 
-var pendings = sync.Pool{New: func() any { return &pending{done: make(chan error, 1)} }}
+func newPendingCall() any { return &pendingCall{done: make(chan error, 1)} }
 
 // Dial connects to addr, "host:port".
 func Dial(ctx context.Context, addr string, opts Options) (*Client, error) {
@@ -69,7 +93,7 @@ func Dial(ctx context.Context, addr string, opts Options) (*Client, error) {
 	return New(conn, opts), nil
 }
 
-// New returns a Client on conn, which belongs to it from now on.
+// New returns a Client that owns conn.
 func New(conn net.Conn, opts Options) *Client {
 	if opts.MaxRecord == 0 {
 		opts.MaxRecord = DefaultMaxRecord
@@ -77,178 +101,279 @@ func New(conn net.Conn, opts Options) *Client {
 	if opts.WriteTimeout == 0 {
 		opts.WriteTimeout = DefaultWriteTimeout
 	}
-	c := &Client{conn: conn, opts: opts, writer: make(chan struct{}, 1), dead: make(chan struct{}),
-		readEnd: make(chan struct{}), calls: make(map[uint32]*pending)}
+	c := &Client{conn: conn, opts: opts, writer: make(chan struct{}, 1), failed: make(chan struct{}),
+		readEnd: make(chan struct{})}
+	c.free.New = newPendingCall
+	c.state.calls = make(map[uint32]*pendingCall)
 	c.xid.Store(rand.Uint32())
 	c.writer <- struct{}{}
 	go c.read()
 	return c
 }
 
-// Close ends the connection and every call on it, and waits for the reader's end.
+// Close closes the connection, ends every call with ErrClosed and waits until the reader has
+// returned.
 func (c *Client) Close() error {
 	c.fail(ErrClosed)
 	<-c.readEnd
 	return nil
 }
 
-// Strays is the number of replies that belonged to no call, for example to one whose context had
-// ended.
-func (c *Client) Strays() uint64 { return c.strays.Load() }
+// Err returns the error that ended the connection, or nil while calls are possible.
+func (c *Client) Err() error {
+	c.state.Lock()
+	defer c.state.Unlock()
+	return c.state.err
+}
 
-// Call makes one call; see nfs3.Caller. The results always come whole in m.Result, ResultData is
-// not used. Errors: the context's, wrapped; that of sunrpc.ParseReply; or the connection's.
+// Call makes one call; see nfs3.Caller. It stores all results in m.Result and does not use
+// m.ResultData. It returns the wrapped error of ctx, the error of [sunrpc.ParseReply], a
+// [*SizeError], or the error of the connection. Only the last one affects other calls. Errors do
+// not name the peer.
 func (c *Client) Call(ctx context.Context, m *sunrpc.Message) error {
-	if err := ctx.Err(); err != nil {
-		return fmt.Errorf("RPC to %s: %w", c.conn.RemoteAddr(), err)
-	}
-	p := pendings.Get().(*pending)
-	p.m = m
+	p := c.free.Get().(*pendingCall)
+	defer c.free.Put(p)
 	m.ResultDataLen = -1
-	if err := c.enter(p); err != nil {
-		p.release()
-		return err
+	pos := len(m.Args)
+	if len(m.ArgData) > 0 {
+		pos = m.ArgDataPos
 	}
-	if err := c.send(ctx, p); err != nil {
-		return c.abandon(p, err)
+	pad := zeroPad[:sunrpc.Pad4(len(m.ArgData))-len(m.ArgData)]
+	err := errXIDInUse
+	for err == errXIDInUse {
+		m.XID = c.xid.Add(1)
+		p.header = sunrpc.AppendCall(p.header[:0], m.XID, m.Prog, m.Vers, m.Proc, m.Cred)
+		err = c.roundTrip(ctx, m.XID, p, p.header, m.Args[:pos], m.ArgData, pad, m.Args[pos:])
 	}
-	select {
-	case err := <-p.done:
-		p.release()
-		return err
-	case <-ctx.Done():
-		return c.abandon(p, fmt.Errorf("RPC to %s: %w", c.conn.RemoteAddr(), ctx.Err()))
-	}
-}
-
-func (p *pending) release() {
-	p.m = nil
-	pendings.Put(p)
-}
-
-// enter puts p on the table under a new XID.
-func (c *Client) enter(p *pending) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.err != nil {
-		return c.err
-	}
-	for {
-		p.m.XID = c.xid.Add(1)
-		if _, taken := c.calls[p.m.XID]; !taken {
-			break
-		}
-	}
-	c.calls[p.m.XID] = p
-	return nil
-}
-
-// abandon ends p with err, unless its outcome is on its way already: then that is waited for,
-// because the reader may be filling p's message. The wait is short; no I/O is in it.
-func (c *Client) abandon(p *pending, err error) error {
-	if c.leave(p.m.XID) == nil {
-		err = <-p.done
-	}
-	p.release()
-	return err
-}
-
-// leave takes a call off the table; nil when it is not there.
-func (c *Client) leave(xid uint32) *pending {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	p := c.calls[xid]
-	delete(c.calls, xid)
-	return p
-}
-
-// send writes p's call. An error means that nothing was written, or that the connection has ended.
-func (c *Client) send(ctx context.Context, p *pending) error {
-	m := p.m
-	p.hdr = sunrpc.AppendCall(p.hdr[:0], m.XID, m.Prog, m.Vers, m.Proc, m.Cred)
-	select {
-	case <-c.writer:
-	case <-ctx.Done():
-		return fmt.Errorf("RPC to %s: %w", c.conn.RemoteAddr(), ctx.Err())
-	case <-c.dead:
-		return c.cause()
-	}
-	err := c.conn.SetWriteDeadline(time.Now().Add(c.opts.WriteTimeout))
-	if err == nil {
-		err = writeCall(c.conn, p.hdr, m)
-	}
-	c.writer <- struct{}{}
 	if err != nil {
-		c.fail(fmt.Errorf("RPC to %s: write: %w", c.conn.RemoteAddr(), err))
-		return c.cause()
+		return err
 	}
+	_, results, err := sunrpc.ParseReply(p.reply)
+	if err != nil {
+		return err
+	}
+	if len(results) > cap(m.Result) {
+		m.Result = results
+		p.reply = nil // the message owns this memory now
+		return nil
+	}
+	m.Result = append(m.Result[:0], results...)
 	return nil
 }
 
 var zeroPad [3]byte
 
-// writeCall writes the header and the arguments with ArgData at its place.
-func writeCall(conn net.Conn, hdr []byte, m *sunrpc.Message) error {
-	if len(m.ArgData) == 0 {
-		return WriteRecord(conn, hdr, m.Args)
+// Forward sends call, a complete RPC message, without changing its XID. It returns the complete
+// reply, in reply's memory when its capacity suffices. It does not check the reply. Forward does
+// not access reply after it returns. Errors are those of Call; a call with the XID of a call in
+// flight is an error.
+func (c *Client) Forward(ctx context.Context, call, reply []byte) ([]byte, error) {
+	if len(call) < sunrpc.SizeUint32 {
+		return nil, errShortCall
 	}
-	pad := zeroPad[:sunrpc.Pad4(len(m.ArgData))-len(m.ArgData)]
-	return WriteRecord(conn, hdr, m.Args[:m.ArgDataPos], m.ArgData, pad, m.Args[m.ArgDataPos:])
+	p := c.free.Get().(*pendingCall)
+	defer c.free.Put(p)
+	own := p.reply
+	p.reply = reply[:0]
+	err := c.roundTrip(ctx, binary.BigEndian.Uint32(call), p, call)
+	reply, p.reply = p.reply, own
+	if err != nil {
+		return nil, err
+	}
+	return reply, nil
 }
 
-// cause is why the connection ended.
-func (c *Client) cause() error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.err
+// roundTrip writes the parts as one call and waits until p.reply holds the reply. The reader does
+// not access p after roundTrip has returned.
+func (c *Client) roundTrip(ctx context.Context, xid uint32, p *pendingCall, parts ...[]byte) error {
+	if err := ctx.Err(); err != nil {
+		return fmt.Errorf("send RPC call: %w", err)
+	}
+	if err := c.add(xid, p); err != nil {
+		return err
+	}
+	if err := c.send(ctx, parts...); err != nil {
+		return c.cancel(xid, p, err)
+	}
+	select {
+	case err := <-p.done:
+		return err
+	case <-ctx.Done():
+		return c.cancel(xid, p, fmt.Errorf("wait for RPC reply: %w", ctx.Err()))
+	}
 }
 
-// fail ends the connection with its first error, and every call on it.
+func (c *Client) add(xid uint32, p *pendingCall) error {
+	c.state.Lock()
+	defer c.state.Unlock()
+	if c.state.err != nil {
+		return c.state.err
+	}
+	if c.state.calls[xid] != nil {
+		return errXIDInUse
+	}
+	c.state.calls[xid] = p
+	return nil
+}
+
+// send writes one call. The connection has failed when part of the call was written.
+func (c *Client) send(ctx context.Context, parts ...[]byte) error {
+	select {
+	case <-c.writer:
+	case <-ctx.Done():
+		return fmt.Errorf("send RPC call: %w", ctx.Err())
+	case <-c.failed:
+		return c.Err()
+	}
+	err := c.conn.SetWriteDeadline(time.Now().Add(c.opts.WriteTimeout))
+	if err == nil {
+		err = WriteRecord(c.conn, parts...)
+	}
+	c.writer <- struct{}{}
+	if err != nil {
+		c.fail(fmt.Errorf("send RPC call: %w", err))
+		return c.Err()
+	}
+	return nil
+}
+
+// cancel ends p and returns err. When the reader is storing the reply in p's buffer, cancel waits
+// for the reader. The connection fails when the rest of the reply does not arrive in time.
+func (c *Client) cancel(xid uint32, p *pendingCall, err error) error {
+	c.state.Lock()
+	pending := c.state.calls[xid] == p
+	if pending {
+		delete(c.state.calls, xid)
+		c.state.canceled++
+	}
+	c.state.Unlock()
+	if pending {
+		return err
+	}
+	timer := time.NewTimer(restTimeout)
+	defer timer.Stop()
+	select {
+	case <-p.done:
+	case <-timer.C:
+		c.fail(errHalfReply)
+		<-p.done // sent by the reader, whose connection is closed
+	}
+	return err
+}
+
+// fail closes the connection and ends every pending call with err. Only the first call has an
+// effect.
 func (c *Client) fail(err error) {
-	c.mu.Lock()
-	if c.err != nil {
-		c.mu.Unlock()
+	c.state.Lock()
+	if c.state.err != nil {
+		c.state.Unlock()
 		return
 	}
-	c.err = err
-	calls := c.calls
-	c.calls = nil
-	close(c.dead)
-	c.mu.Unlock()
+	c.state.err = err
+	calls := c.state.calls
+	c.state.calls = nil
+	close(c.failed)
+	c.state.Unlock()
 	c.conn.Close()
 	for _, p := range calls {
 		p.done <- err
 	}
 }
 
-// read hands each reply to its call until the connection ends.
+// read completes calls until the connection fails.
 func (c *Client) read() {
 	defer close(c.readEnd)
 	r := bufio.NewReaderSize(c.conn, growStep)
-	var buf []byte
 	for {
-		rec, err := ReadRecord(r, buf, c.opts.MaxRecord)
+		p, err := c.readReply(r)
 		if err != nil {
-			c.fail(fmt.Errorf("RPC to %s: read: %w", c.conn.RemoteAddr(), err))
+			err = fmt.Errorf("read RPC reply: %w", err)
+			c.fail(err)
+		}
+		if p != nil {
+			p.done <- err
+		}
+		if err != nil {
 			return
 		}
-		buf = rec
-		xid, results, err := sunrpc.ParseReply(rec)
-		if len(rec) < sunrpc.SizeUint32 {
-			c.fail(fmt.Errorf("RPC to %s: %w", c.conn.RemoteAddr(), err))
-			return
-		}
-		p := c.leave(xid)
-		if p == nil {
-			c.strays.Add(1)
-			continue
-		}
-		if err == nil && len(results) > cap(p.m.Result) {
-			p.m.Result = results // the record is the message's now
-			buf = nil
-		} else if err == nil {
-			p.m.Result = append(p.m.Result[:0], results...)
-		}
-		p.done <- err
 	}
+}
+
+// readReply reads one reply into the buffer of its call and returns the call, or nil when the call
+// has ended already. An error ends the connection.
+func (c *Client) readReply(r *bufio.Reader) (*pendingCall, error) {
+	mark, err := r.Peek(MarkSize)
+	if err != nil {
+		return nil, partialEOF(mark, err)
+	}
+	n := FragmentSize(mark)
+	if n < sunrpc.SizeUint32 {
+		return c.readSplitXID(r)
+	}
+	var p *pendingCall
+	if n <= c.opts.MaxRecord+maxSkip { // otherwise ReadRecord returns the error
+		// With the XID known before the read, the reply is stored directly in the call's buffer.
+		head, err := r.Peek(MarkSize + sunrpc.SizeUint32)
+		if err != nil {
+			return nil, partialEOF(head, err)
+		}
+		if p, err = c.take(binary.BigEndian.Uint32(head[MarkSize:])); err != nil {
+			return nil, err
+		}
+	}
+	if p != nil {
+		p.reply, err = ReadRecord(r, p.reply, c.opts.MaxRecord)
+	} else {
+		c.spare, err = ReadRecord(r, c.spare, c.opts.MaxRecord)
+	}
+	var long *SizeError
+	if errors.As(err, &long) && long.rest <= maxSkip {
+		// The server would send the same reply again, so only this call fails.
+		if p != nil {
+			p.done <- fmt.Errorf("read RPC reply: %w", err)
+		}
+		return nil, long.Skip(r, maxSkip)
+	}
+	return p, err
+}
+
+// readSplitXID reads one reply whose first fragment ends inside the XID. RFC 5531 §11 allows this,
+// but no known server does it, so the extra copy does not matter.
+func (c *Client) readSplitXID(r *bufio.Reader) (*pendingCall, error) {
+	var err error
+	if c.spare, err = ReadRecord(r, c.spare, c.opts.MaxRecord); err != nil {
+		return nil, err
+	}
+	if len(c.spare) < sunrpc.SizeUint32 {
+		return nil, errNoXID
+	}
+	p, err := c.take(binary.BigEndian.Uint32(c.spare))
+	if p != nil {
+		p.reply = append(p.reply[:0], c.spare...)
+	}
+	return p, err
+}
+
+// take removes and returns the call of a reply, or nil when the reply can belong to a canceled
+// call. Any other reply is an error: the peer does not follow the protocol.
+func (c *Client) take(xid uint32) (*pendingCall, error) {
+	c.state.Lock()
+	defer c.state.Unlock()
+	if p := c.state.calls[xid]; p != nil {
+		delete(c.state.calls, xid)
+		return p, nil
+	}
+	if c.state.canceled == 0 {
+		return nil, errNoCall
+	}
+	c.state.canceled--
+	return nil, nil
+}
+
+// partialEOF returns io.ErrUnexpectedEOF for an EOF after some bytes.
+func partialEOF(got []byte, err error) error {
+	if err == io.EOF && len(got) > 0 {
+		return io.ErrUnexpectedEOF
+	}
+	return err
 }

@@ -1,21 +1,21 @@
-// Package rpctcp is ONC RPC over TCP: record marking (RFC 5531 §11), and a [Client] that satisfies
-// nfs3.Caller. NFS over RDMA does not go through it; it reaches the TCP servers behind the RDMA
-// front end, MOUNT and the port mapper, and the servers that tests run.
+// Package rpctcp implements ONC RPC over TCP: record marking (RFC 5531 §11) and a [Client]. MOUNT,
+// the port mapper, the relay of `serve --backend` and the tests use this one client. NFS over RDMA
+// does not use it.
 //
-// # What is where
+// # Files
 //
-//	record.go  ReadRecord, WriteRecord: the stream's framing, for anyone who relays messages
+//	record.go  ReadRecord, WriteRecord: the framing of the stream
 //	client.go  Client: concurrent calls on one connection, matched by XID
 //
 // # Promises
 //
-// A record is never larger than the limit that its reader sets, and memory grows with the octets
-// that came, not with the length that was claimed. Any octets from the peer end in an error, and an
-// error ends the connection and every call on it. A Client does not reconnect.
+// A record is never larger than the limit of its reader. Memory grows with the bytes received, not
+// with the claimed length. Invalid input from the peer is an error, never a panic. An error of the
+// connection closes it and ends every call on it. A Client does not reconnect.
 //
-// # Locks
+// # Locks and goroutines
 //
-// Client.mu guards the table of calls and the connection's error; it is never held across I/O. The
-// right to write is a channel of one, so that a caller whose context ends does not wait for it. One
-// goroutine reads the connection; Close waits for its end.
+// Client.state guards the table of calls and the error of the connection. No I/O happens under this
+// lock. The right to write is a channel with one token, so a caller can stop waiting for it when
+// its context ends. One goroutine reads the connection; Close waits until it has returned.
 package rpctcp

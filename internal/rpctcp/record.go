@@ -10,54 +10,58 @@ import (
 	"sync"
 )
 
-// Record marking (RFC 5531 §11): each fragment is preceded by a word whose top bit marks the
-// record's last fragment and whose other bits are the fragment's length.
+// Record marking (RFC 5531 §11): a mark precedes each fragment. The top bit of the mark is set for
+// the last fragment of the record, and the other bits are the length of the fragment.
 const (
-	MarkSize     = 4
+	MarkSize     = 4 // bytes
 	lastFragment = 1 << 31
 	maxFragment  = lastFragment - 1
 )
 
-// ErrRecord is wrapped by errors about the framing itself: the peer does not speak RPC over TCP, or
-// sends more than the reader takes.
-var ErrRecord = errors.New("bad RPC record")
+// ErrRecord is wrapped by every error about the framing: the peer does not speak RPC over TCP, or
+// the record exceeds the limit.
+var ErrRecord = errors.New("invalid RPC record")
 
-// growStep bounds in octets how far the buffer runs ahead of what has arrived.
+// growStep limits, in bytes, how much larger the buffer is than the received data.
 const growStep = 64 << 10
 
-// PutMark writes the mark of a record of one fragment of n octets to b[:MarkSize].
+// PutMark writes the mark of a record with one fragment of n bytes to b[:MarkSize].
 func PutMark(b []byte, n int) { binary.BigEndian.PutUint32(b, lastFragment|uint32(n)) }
 
-// FragmentSize is the length in octets of the fragment whose mark b begins with.
+// FragmentSize returns the length in bytes of the fragment whose mark is b[:MarkSize].
 func FragmentSize(b []byte) int { return int(binary.BigEndian.Uint32(b) & maxFragment) }
 
-// A SizeError is a record of more octets than the reader takes. It wraps [ErrRecord].
-type SizeError struct {
-	Bytes int // of the record up to here, at least
-	Limit int
+// LastFragment reports whether the fragment whose mark is b[:MarkSize] is the last one of its
+// record.
+func LastFragment(b []byte) bool { return binary.BigEndian.Uint32(b)&lastFragment != 0 }
 
-	rest int  // octets of the present fragment that were not read
-	last bool // it is the record's last
+// A SizeError reports a record that exceeds the limit of the reader. It wraps [ErrRecord].
+type SizeError struct {
+	Bytes int // lower bound of the size of the record
+	Limit int // maximum size in bytes
+
+	rest int  // unread bytes of the current fragment
+	last bool // the current fragment is the last one
 }
 
 func (e *SizeError) Error() string {
-	return fmt.Sprintf("%v: %d octets or more, where at most %d are taken", ErrRecord, e.Bytes, e.Limit)
+	return fmt.Sprintf("%v: record has at least %d bytes, maximum is %d", ErrRecord, e.Bytes, e.Limit)
 }
 
 // Unwrap returns [ErrRecord].
 func (e *SizeError) Unwrap() error { return ErrRecord }
 
-// Skip reads the rest of the record from r and forgets it, so that the next record can be read. It
-// gives up with an error that wraps [ErrRecord] where more than most octets, or fragments, are
-// left.
+// Skip reads and discards the rest of the record, so that the caller can read the next record from
+// r. It returns an error that wraps [ErrRecord] when the rest has more than most bytes or more than
+// most fragments.
 func (e *SizeError) Skip(r io.Reader, most int) error {
 	rest, last := e.rest, e.last
 	for fragments := 0; ; fragments++ {
 		if rest > most || fragments > most {
-			return fmt.Errorf("%w: too long to be skipped", ErrRecord)
+			return fmt.Errorf("%w: record is too long to skip", ErrRecord)
 		}
 		if _, err := io.CopyN(io.Discard, r, int64(rest)); err != nil {
-			return noEOF(err)
+			return unexpectedEOF(err)
 		}
 		most -= rest
 		if last {
@@ -65,23 +69,24 @@ func (e *SizeError) Skip(r io.Reader, most int) error {
 		}
 		var mark [MarkSize]byte
 		if _, err := io.ReadFull(r, mark[:]); err != nil {
-			return noEOF(err)
+			return unexpectedEOF(err)
 		}
 		word := binary.BigEndian.Uint32(mark[:])
 		rest, last = int(word&maxFragment), word&lastFragment != 0
 	}
 }
 
-// ReadRecord reads one record into buf's room and returns it, without its marks; the slice is buf's
-// or, where that was too small, a new one. A record of more than limit octets is a [*SizeError],
-// before any octet of the excess is read. The end of the stream before the first octet is io.EOF,
-// later io.ErrUnexpectedEOF.
+// ReadRecord reads one record and returns it without its marks. It stores the record in buf's
+// memory, or in a larger new slice when the capacity of buf is too small.
 //
-// ReadRecord reads no octet behind the record. Without a buffered reader it takes two reads per
-// fragment.
+// A record of more than limit bytes is a [*SizeError], which ReadRecord returns before it reads the
+// excess. The end of the stream is io.EOF before the first byte, and io.ErrUnexpectedEOF later.
+//
+// ReadRecord reads nothing after the record. Each fragment takes two reads from r, so r should be
+// buffered.
 func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 	buf = buf[:0]
-	// The mark is read into the record's own buffer: a local array would escape through the
+	// The mark goes to the buffer of the record. A local array would escape to the heap through the
 	// interface, once for each record.
 	buf = slices.Grow(buf, MarkSize)
 	for first := true; ; first = false {
@@ -89,7 +94,7 @@ func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 		mark := buf[len(buf) : len(buf)+MarkSize]
 		if _, err := io.ReadFull(r, mark); err != nil {
 			if !first {
-				err = noEOF(err)
+				err = unexpectedEOF(err)
 			}
 			return buf, err
 		}
@@ -99,9 +104,8 @@ func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 		case n > limit-len(buf):
 			return buf, &SizeError{Bytes: len(buf) + n, Limit: limit, rest: n, last: last}
 		case n == 0 && !last:
-			// Legal but pointless, and a peer could send them for ever without a record getting
-			// longer.
-			return buf, fmt.Errorf("%w: an empty fragment that is not the last", ErrRecord)
+			// Legal, but a peer could send empty fragments without end below any size limit.
+			return buf, fmt.Errorf("%w: empty fragment before the last fragment", ErrRecord)
 		}
 		var err error
 		if buf, err = readN(r, buf, n); err != nil {
@@ -113,7 +117,7 @@ func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 	}
 }
 
-// readN appends n octets of r to buf, which grows as they come.
+// readN appends n bytes of r to buf, which grows with the received data.
 func readN(r io.Reader, buf []byte, n int) ([]byte, error) {
 	for n > 0 {
 		step := min(n, max(cap(buf)-len(buf), growStep))
@@ -121,22 +125,22 @@ func readN(r io.Reader, buf []byte, n int) ([]byte, error) {
 		got, err := io.ReadFull(r, buf[len(buf):len(buf)+step])
 		buf = buf[:len(buf)+got]
 		if err != nil {
-			return buf, noEOF(err)
+			return buf, unexpectedEOF(err)
 		}
 		n -= step
 	}
 	return buf, nil
 }
 
-func noEOF(err error) error {
+// unexpectedEOF returns io.ErrUnexpectedEOF in place of io.EOF.
+func unexpectedEOF(err error) error {
 	if err == io.EOF {
 		return io.ErrUnexpectedEOF
 	}
 	return err
 }
 
-// vector is what WriteRecord hands to writev. It is pooled because its parts would otherwise be
-// allocated for each record.
+// vector is the argument of writev. A pool reuses it, so that WriteRecord does not allocate.
 type vector struct {
 	mark  [MarkSize]byte
 	parts [6][]byte
@@ -145,14 +149,14 @@ type vector struct {
 
 var vectors = sync.Pool{New: func() any { return new(vector) }}
 
-// WriteRecord writes the concatenation of at most five parts as a record of one fragment, by one
-// writev where w is a TCP connection. After an error the stream is of no more use: part of the
-// record may have gone out.
+// WriteRecord writes the concatenation of at most five parts as one record with one fragment. It
+// calls writev once when w is a TCP connection. The stream is unusable after an error, because part
+// of the record may have been written.
 func WriteRecord(w io.Writer, parts ...[]byte) error {
 	v := vectors.Get().(*vector)
 	defer v.release()
 	if len(parts) >= len(v.parts) {
-		return fmt.Errorf("%w: %d parts, where at most %d are taken", ErrRecord, len(parts), len(v.parts)-1)
+		return fmt.Errorf("%w: record has %d parts, maximum is %d", ErrRecord, len(parts), len(v.parts)-1)
 	}
 	n := 0
 	bufs := append(v.parts[:0], v.mark[:])
@@ -163,7 +167,7 @@ func WriteRecord(w io.Writer, parts ...[]byte) error {
 		}
 	}
 	if n > maxFragment {
-		return fmt.Errorf("%w: %d octets are more than a fragment holds", ErrRecord, n)
+		return fmt.Errorf("%w: record has %d bytes, maximum of a fragment is %d", ErrRecord, n, maxFragment)
 	}
 	PutMark(v.mark[:], n)
 	v.bufs = bufs
@@ -171,7 +175,7 @@ func WriteRecord(w io.Writer, parts ...[]byte) error {
 	return err
 }
 
-// release forgets the parts, which are the caller's memory.
+// release drops the references to the memory of the caller.
 func (v *vector) release() {
 	v.parts = [6][]byte{}
 	v.bufs = nil

@@ -26,14 +26,14 @@ func TestReadRecord(t *testing.T) {
 		{"three fragments", "\x00\x00\x00\x02he\x00\x00\x00\x02ll\x80\x00\x00\x01o", 5, "hello", nil},
 		{"empty last fragment", "\x00\x00\x00\x05hello\x80\x00\x00\x00", 5, "hello", nil},
 		{"empty record", "\x80\x00\x00\x00", 5, "", nil},
-		{"longer than a step", "\x80\x03\x0d\x40" + long, 1 << 20, long, nil},
+		{"longer than growStep", "\x80\x03\x0d\x40" + long, 1 << 20, long, nil},
 		{"more than the limit", "\x80\x00\x00\x06hello!", 5, "", ErrRecord},
 		{"more than the limit, in fragments", "\x00\x00\x00\x04hell\x80\x00\x00\x02o!", 5, "", ErrRecord},
 		{"2 GiB claimed", "\xff\xff\xff\xffhello", 1 << 20, "", ErrRecord},
-		{"fragments for ever", strings.Repeat("\x00\x00\x00\x00", 50), 5, "", ErrRecord},
-		{"an HTTP server", "HTTP/1.1 400 Bad Request\r\n", 1 << 20, "", ErrRecord},
-		{"nothing", "", 5, "", io.EOF},
-		{"half a mark", "\x80\x00", 5, "", io.ErrUnexpectedEOF},
+		{"endless empty fragments", strings.Repeat("\x00\x00\x00\x00", 50), 5, "", ErrRecord},
+		{"HTTP", "HTTP/1.1 400 Bad Request\r\n", 1 << 20, "", ErrRecord},
+		{"empty stream", "", 5, "", io.EOF},
+		{"end in the mark", "\x80\x00", 5, "", io.ErrUnexpectedEOF},
 		{"end in the fragment", "\x80\x00\x00\x05hel", 5, "", io.ErrUnexpectedEOF},
 		{"end before the fragment", "\x80\x00\x00\x05", 5, "", io.ErrUnexpectedEOF},
 		{"end between fragments", "\x00\x00\x00\x05hello", 9, "", io.ErrUnexpectedEOF},
@@ -45,18 +45,19 @@ func TestReadRecord(t *testing.T) {
 			}
 			got, err := ReadRecord(iotest.HalfReader(r), make([]byte, 0, room), x.limit)
 			if !errors.Is(err, x.err) || err == nil && x.err != nil {
-				t.Errorf("%s, room %d: error is %v, want %v", x.name, room, err, x.err)
+				t.Errorf("%s, capacity %d: got error %v, want %v", x.name, room, err, x.err)
 				continue
 			}
 			if err == nil && (string(got) != x.want || r.Len() != len("next")) {
-				t.Errorf("%s, room %d: %d octets, want %d; %d unread", x.name, room, len(got), len(x.want), r.Len())
+				t.Errorf("%s, capacity %d: got %d bytes, want %d; %d bytes unread, want 4", x.name, room, len(got),
+					len(x.want), r.Len())
 			}
 		}
 	}
 }
 
-// A record that is too long can be left behind, so that the next one is read.
-func TestSkip(t *testing.T) {
+// TestSkipReachesNextRecord skips a record that is too long and reads the next one.
+func TestSkipReachesNextRecord(t *testing.T) {
 	const next = "\x80\x00\x00\x04next"
 	for _, x := range []struct {
 		name, in string
@@ -65,10 +66,10 @@ func TestSkip(t *testing.T) {
 	}{
 		{"one fragment", "\x80\x00\x00\x06hello!", 6, nil},
 		{"fragments", "\x00\x00\x00\x04hell\x00\x00\x00\x02o!\x00\x00\x00\x01!\x80\x00\x00\x00", 6, nil},
-		{"longer than that", "\x80\x00\x00\x07hello!!", 6, ErrRecord},
+		{"longer than the maximum", "\x80\x00\x00\x07hello!!", 6, ErrRecord},
 		{"2 GiB claimed", "\xff\xff\xff\xffhello", 1 << 20, ErrRecord},
-		{"fragments for ever", "\x00\x00\x00\x06hello!" + strings.Repeat("\x00\x00\x00\x00", 50), 6, ErrRecord},
-		{"cut", "\x00\x00\x00\x06hello!\x80\x00", 6, io.ErrUnexpectedEOF},
+		{"endless empty fragments", "\x00\x00\x00\x06hello!" + strings.Repeat("\x00\x00\x00\x00", 50), 6, ErrRecord},
+		{"end in the next mark", "\x00\x00\x00\x06hello!\x80\x00", 6, io.ErrUnexpectedEOF},
 	} {
 		in := x.in
 		if x.err != io.ErrUnexpectedEOF {
@@ -78,19 +79,19 @@ func TestSkip(t *testing.T) {
 		_, err := ReadRecord(r, nil, 5)
 		var long *SizeError
 		if !errors.As(err, &long) || !errors.Is(err, ErrRecord) {
-			t.Errorf("%s: %v is no SizeError", x.name, err)
+			t.Errorf("%s: got error %v, want a SizeError", x.name, err)
 			continue
 		}
 		if err := long.Skip(r, x.most); !errors.Is(err, x.err) || err == nil && x.err != nil {
-			t.Errorf("%s: error is %v, want %v", x.name, err, x.err)
+			t.Errorf("%s: got error %v from Skip, want %v", x.name, err, x.err)
 		} else if got, _ := ReadRecord(r, nil, 5); err == nil && string(got) != "next" {
-			t.Errorf("%s: then %q", x.name, got)
+			t.Errorf("%s: got next record %q, want next", x.name, got)
 		}
 	}
 }
 
-// TestReadRecordMemory claims the limit and sends little: memory follows what is sent.
-func TestReadRecordMemory(t *testing.T) {
+// TestReadRecordDoesNotTrustLength claims 1 GiB, sends 1000 bytes, and limits the allocated memory.
+func TestReadRecordDoesNotTrustLength(t *testing.T) {
 	const limit = 1 << 30
 	in := binary.BigEndian.AppendUint32(nil, lastFragment|limit)
 	in = append(in, make([]byte, 1000)...)
@@ -99,10 +100,10 @@ func TestReadRecordMemory(t *testing.T) {
 	_, err := ReadRecord(bytes.NewReader(in), nil, limit)
 	runtime.ReadMemStats(&after)
 	if !errors.Is(err, io.ErrUnexpectedEOF) {
-		t.Errorf("error is %v", err)
+		t.Errorf("got error %v, want %v", err, io.ErrUnexpectedEOF)
 	}
 	if grown := after.TotalAlloc - before.TotalAlloc; grown > 1<<20 {
-		t.Errorf("%d octets were allocated for 1000 that came", grown)
+		t.Errorf("allocated %d bytes for 1000 received bytes, want at most %d", grown, 1<<20)
 	}
 }
 
@@ -121,17 +122,17 @@ func TestWriteRecord(t *testing.T) {
 		}
 		var got bytes.Buffer
 		if err := WriteRecord(&got, parts...); err != nil || got.String() != x.want {
-			t.Errorf("%q: %q, error %v", x.parts, got.String(), err)
+			t.Errorf("parts %q: got %q, error %v; want %q", x.parts, got.String(), err, x.want)
 		}
 	}
 	if err := WriteRecord(io.Discard, make([][]byte, 6)...); !errors.Is(err, ErrRecord) {
-		t.Errorf("six parts: %v", err)
+		t.Errorf("six parts: got error %v, want %v", err, ErrRecord)
 	}
 	a, b := net.Pipe()
 	a.Close()
 	b.Close()
 	if err := WriteRecord(a, []byte("x")); err == nil {
-		t.Error("a closed connection took a record")
+		t.Error("write to a closed connection: got no error")
 	}
 }
 
@@ -143,12 +144,12 @@ func FuzzReadRecord(f *testing.F) {
 		r := bytes.NewReader(in)
 		got, err := ReadRecord(r, nil, int(limit))
 		if len(got) > int(limit) || len(got) > len(in) {
-			t.Fatalf("%d octets of %d, limit %d", len(got), len(in), limit)
+			t.Fatalf("got %d bytes from %d, limit %d", len(got), len(in), limit)
 		}
 		if err != nil {
 			return
 		}
-		// Framed anew as one fragment it reads the same.
+		// The record is the same after it was written as one fragment.
 		var again bytes.Buffer
 		if err := WriteRecord(&again, got); err != nil {
 			t.Fatal(err)

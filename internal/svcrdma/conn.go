@@ -52,6 +52,8 @@ type conn struct {
 	born    time.Time    // when the connection's clock began
 	idle    stopwatch    // under way while no call is being served
 	running atomic.Int32 // calls being served
+	called  atomic.Bool  // a call was made
+	leave   func()       // uncounts the connection; may be called twice
 
 	mu       sync.Mutex
 	free     []*msgBuf            // guarded by mu; last used last
@@ -67,8 +69,8 @@ type recvBuf struct {
 	n   int
 }
 
-func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest) {
-	c := &conn{server: s, id: req, peer: req.RemoteAddr(), srvCtx: srvCtx, born: time.Now(),
+func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest, leave func()) {
+	c := &conn{server: s, id: req, leave: leave, peer: req.RemoteAddr(), srvCtx: srvCtx, born: time.Now(),
 		messages: make(map[*msgBuf]struct{}), recent: make([]uint32, s.cfg.Credits)}
 	c.addr = c.peer.Addr().Unmap()
 	c.ctx, c.cancel = context.WithCancelCause(srvCtx)

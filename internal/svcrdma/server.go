@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -107,6 +108,9 @@ type Config struct {
 	// then, and the second is executed like a new call. Default 5 minutes.
 	CallTimeout time.Duration
 
+	// Allow lists the client addresses that may connect; empty means all.
+	Allow []netip.Prefix
+
 	Handler Handler
 	Logger  hclog.Logger
 	Hooks   Hooks
@@ -196,6 +200,13 @@ func (c *Config) complete() error {
 	return nil
 }
 
+// allows tells whether a client address may connect.
+func (c *Config) allows(a netip.Addr) bool {
+	return len(c.Allow) == 0 || slices.ContainsFunc(c.Allow, func(p netip.Prefix) bool {
+		return p.Contains(a.WithZone(""))
+	})
+}
+
 type server struct {
 	cfg   Config
 	drc   *drc
@@ -232,17 +243,48 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 			continue
 		}
 		client := req.RemoteAddr().Addr().Unmap()
-		if !s.conns.admit(client) {
+		if !s.cfg.allows(client) {
+			s.log.Warn("connection refused: address is not allowed", "peer", req.RemoteAddr())
+			conns.Go(func() { _ = req.Reject(nil) })
+			continue
+		}
+		if !s.conns.admit(client) && !(s.endSilent(client) && s.conns.admit(client)) {
 			s.log.Warn("connection refused: too many", "peer", req.RemoteAddr(), "limit", s.conns.max,
 				"limit_of_a_client", s.conns.maxOwn)
 			conns.Go(func() { _ = req.Reject(nil) })
 			continue
 		}
 		conns.Go(func() {
-			defer s.conns.leave(client)
-			s.serveConn(ctx, req)
+			leave := sync.OnceFunc(func() { s.conns.leave(client) })
+			defer leave()
+			s.serveConn(ctx, req, leave)
 		})
 	}
+}
+
+// silentGrace is how long a connection without a call is safe from being ended for a new one.
+const silentGrace = 2 * time.Second
+
+// endSilent ends a connection on which no call was ever made, so that a full server has room for
+// client: the oldest one of the same address where that has its share, else the oldest of all. It
+// returns false when there is none.
+func (s *server) endSilent(client netip.Addr) bool {
+	ownOnly := s.conns.shareUsed(client)
+	var victim *conn
+	s.mem.mu.Lock()
+	for c := range s.mem.conns {
+		if !c.called.Load() && c.ctx.Err() == nil && c.age() > silentGrace && (!ownOnly || c.addr == client) &&
+			(victim == nil || c.born.Before(victim.born)) {
+			victim = c
+		}
+	}
+	s.mem.mu.Unlock()
+	if victim == nil {
+		return false
+	}
+	victim.cancel(errSilent)
+	victim.leave()
+	return true
 }
 
 // A connCount bounds the connections, of all clients and of each.
@@ -268,6 +310,13 @@ func (c *connCount) admit(client netip.Addr) bool {
 	c.all++
 	c.own[client]++
 	return true
+}
+
+// shareUsed tells whether one client address has all the connections that it may have.
+func (c *connCount) shareUsed(client netip.Addr) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.own[client] >= c.maxOwn
 }
 
 func (c *connCount) leave(client netip.Addr) {

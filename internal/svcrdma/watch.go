@@ -8,6 +8,7 @@ import (
 
 // Why the server itself ends a connection.
 var (
+	errSilent  = errors.New("no call yet, and another client needs the connection")
 	errIdle    = errors.New("no call for the idle time limit")
 	errNoReply = errors.New("the handler did not answer a call within the time limit")
 	errStalled = errors.New("the client did not answer an RDMA Read, or did not take a reply, within the time limit")
@@ -101,6 +102,7 @@ func (c *conn) checkCalls(now time.Duration) {
 // served. As with the Linux server, what is no call does not count: not a Send that is discarded,
 // not an RDMA Write of no octets.
 func (c *conn) callBegins() {
+	c.called.Store(true)
 	if c.running.Add(1) == 1 {
 		c.idle.stop()
 	}

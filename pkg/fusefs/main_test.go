@@ -64,7 +64,7 @@ func startOwnExport(t *testing.T) *export {
 	t.Helper()
 	dir := t.TempDir()
 	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
-		Provider: softiwarp.New(softiwarp.Config{})})
+		NoRootSquash: true, StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,7 +5,7 @@
 //
 // A [List] belongs to one RPC slot. [List.Map] takes MRs one at a time (docs/features.md S2) and
 // lays the caller's memory out on them (S3). Each MR gets a new key that the server cannot predict
-// (S4), an address that carries the XID (S5), and the least access that the RPC needs (S6).
+// (S4). Its address carries the XID (S5), and its access is the least that the RPC needs (S6).
 // [List.Chain] puts the registrations in front of the Send, so that one post carries the whole RPC
 // (S7).
 //

@@ -3,9 +3,9 @@ package memreg
 import "crypto/rand"
 
 // A keySequence yields the 8-bit keys of an MR (S4). It yields all 256 keys in an order that the
-// peer cannot predict, then all again in another order, and never the same key twice in a row. A
-// stale key therefore stays invalid for as long as 8 bits allow, and a guess succeeds only by
-// chance.
+// peer cannot predict, and then all keys in another order. It never yields the same key twice in a
+// row. A stale key therefore stays invalid for as long as 8 bits allow, and a guess succeeds only
+// by chance.
 type keySequence struct {
 	order [256]uint8
 	next  int

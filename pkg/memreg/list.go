@@ -170,8 +170,8 @@ func adjacent(a, b []byte) bool {
 }
 
 // fill adds segments from pos on to m while m can hold them, and advances pos (S3). The depth of
-// the MR in pages is the limit. A device without gaps joins two segments only if they are adjacent,
-// or, unless it maps contiguous memory alone, if they meet at page boundaries.
+// the MR in pages is the limit. Adjacent segments always join. A device with gaps joins all
+// segments, and a device with page lists joins segments that meet at page boundaries.
 func (m *MR) fill(segs [][]byte, pos *cursor) {
 	p := &m.pool.params
 	m.segs, m.length = m.segs[:0], 0
@@ -225,7 +225,7 @@ func (m *MR) prepare(writing bool, xid uint32) error {
 		m.reg.Access = verbs.AccessRemoteWrite | verbs.AccessLocalWrite
 	}
 	if m.perIO != nil {
-		// The segments are adjacent, because the device maps contiguous memory alone.
+		// The segments are adjacent, because the device maps only contiguous memory.
 		handle, err := m.perIO.Register(m.reg.Access, unsafe.Slice(unsafe.SliceData(m.segs[0]), m.length))
 		if err != nil {
 			return fmt.Errorf("register %d bytes: %w", m.length, err)

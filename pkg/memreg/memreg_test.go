@@ -177,8 +177,8 @@ func TestMapLayout(t *testing.T) {
 			if c.want == nil {
 				if !errors.Is(err, ErrTooManySegments) || len(l.Registered()) != 0 || stats.InState(Valid) != 0 ||
 					stats.Free() != stats.Total() {
-					t.Errorf("Map: got %d, %v with %d registered, %d VALID, %d of %d free; want ErrTooManySegments, all free",
-						n, err, len(l.Registered()), stats.InState(Valid), stats.Free(), stats.Total())
+					t.Errorf("Map: got %v, %d MRs with %d registered, %d VALID, %d of %d free; want an error, all free",
+						err, n, len(l.Registered()), stats.InState(Valid), stats.Free(), stats.Total())
 				}
 			} else if err != nil || n != len(c.want) {
 				t.Fatalf("Map: got %d MRs, %v; want %d", n, err, len(c.want))

@@ -9,18 +9,18 @@ import (
 
 // Limits of the transport. The kernel's client uses the same values (docs/features.md S17, S18).
 const (
-	MaxHdrSegs   = 16  // segments in one chunk list
-	MaxDataPages = 257 // pages of the largest payload, 1 MiB at any alignment
+	maxHdrSegs   = 16  // segments in one chunk list
+	maxDataPages = 257 // pages of the largest payload, 1 MiB at any alignment
 	MinSlots     = 4   // the smallest useful number of RPCs in flight
 
-	chunkPages  = MaxDataPages + 3 // pages that a chunk must convey: payload, head, tail, one spare
+	chunkPages  = maxDataPages + 3 // pages that a chunk must convey: payload, head, tail, one spare
 	backwardWRs = 32               // reserved for the back channel
 	drainWRs    = 1                // reserved to drain a queue
 	recvBatch   = 7                // extra Receives
 	sendReserve = backwardWRs + drainWRs
 	recvReserve = backwardWRs + recvBatch + drainWRs
 	minSendSGEs = 3                      // head, payload, tail
-	maxSendSGEs = 1 + 1 + MaxHdrSegs + 1 // the most SGEs of one Send
+	maxSendSGEs = 1 + 1 + maxHdrSegs + 1 // the most SGEs of one Send
 	// FastReg and LOCAL_INV of head, payload and tail, and the Send
 	wrsPerRPC = 7
 )
@@ -29,7 +29,7 @@ const (
 type Params struct {
 	Depth      int  // pages that one MR maps
 	Gaps       bool // an MR may map segments with holes between them
-	Contiguous bool // an MR maps contiguous memory alone
+	Contiguous bool // an MR maps only contiguous memory
 	PerIO      bool // Map registers the memory, which returns the key (verbs.CapPerIOReg)
 	ArenasOnly bool // only memory from membuf.Alloc can be registered
 	ChosenIOVA bool // the registered address may carry the XID
@@ -59,8 +59,9 @@ func (e *DeviceError) Error() string {
 // Unwrap returns the errno.
 func (e *DeviceError) Unwrap() error { return e.Errno }
 
-// Query derives the parameters of a connection from the attributes of a device (S17, S18). slots is
-// the most RPCs in flight; a small device gets fewer. The error is a *DeviceError.
+// Query derives the parameters of a connection from the attributes of a device (S17, S18). The
+// argument slots is the most RPCs in flight; a small device gets fewer. The error is a
+// *DeviceError.
 func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	fail := func(errno syscall.Errno, format string, args ...any) (Params, error) {
 		return Params{}, &DeviceError{Device: a.Name, Reason: fmt.Sprintf(format, args...), Errno: errno}
@@ -82,14 +83,14 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	}
 	// A device that takes many SGEs in an RDMA Read performs best with MRs of at most that depth.
 	p.Depth = a.MaxFastRegPageListLen
-	if a.MaxSGERd > MaxHdrSegs {
+	if a.MaxSGERd > maxHdrSegs {
 		p.Depth = a.MaxSGERd
 	}
-	p.Depth = min(p.Depth, MaxDataPages)
+	p.Depth = min(p.Depth, maxDataPages)
 
 	p.WRsPerRPC = wrsPerRPC
 	mrs := 1 // per payload
-	for rest := MaxDataPages - p.Depth; rest > 0; rest -= p.Depth {
+	for rest := maxDataPages - p.Depth; rest > 0; rest -= p.Depth {
 		p.WRsPerRPC += 2 // FastReg and LOCAL_INV of one more MR
 		mrs++
 	}
@@ -115,12 +116,12 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	p.RecvWRs = p.Slots + recvReserve
 
 	// A reply chunk needs two more MRs, for its head and tail.
-	p.MaxSegs = min((MaxDataPages+p.Depth-1)/p.Depth+2, MaxHdrSegs)
+	p.MaxSegs = min((maxDataPages+p.Depth-1)/p.Depth+2, maxHdrSegs)
 	if p.MaxSegs*p.Depth < chunkPages {
 		return fail(syscall.ENOMEM, "a chunk has %d MRs of %d pages, want at least %d pages", p.MaxSegs, p.Depth,
 			chunkPages)
 	}
 	// A payload that does not start at a page boundary loses one page of the depth in each MR.
-	p.MaxPayload = min(MaxDataPages-1, p.MaxSegs*p.Depth-p.MaxSegs) * p.PageSize
+	p.MaxPayload = min(maxDataPages-1, p.MaxSegs*p.Depth-p.MaxSegs) * p.PageSize
 	return p, nil
 }

@@ -2,9 +2,9 @@
 // kernel client's trace points (docs/features.md S24). `nfsrdmad trace` shows the ring, and the
 // transport logs its last events when a connection fails.
 //
-// Add takes no lock and allocates nothing. A nil *Ring records nothing and costs one
-// comparison. Writers never wait: if the cell of an event is still being written for an event one
-// whole ring earlier, the new event is dropped and counted.
+// Add takes no lock and allocates nothing. A nil *Ring records nothing and costs one comparison.
+// Writers never wait. A new event is dropped and counted if the writer of the event one whole ring
+// earlier still uses its cell.
 package trace
 
 import (
@@ -59,7 +59,8 @@ const (
 
 var names = [kinds]string{
 	"none",
-	"map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan", "dereg", "alloc", "sgerr", "maperr",
+	"map", "unmap", "fastreg", "localinv", "reminv", "recycle", "recover", "orphan", "dereg", "alloc",
+	"sgerr", "maperr",
 	"post_send", "post_send_err", "post_linv", "post_linv_err",
 	"wc_fastreg", "wc_li", "wc_li_wake", "wc_li_done", "wc_send",
 	"reply", "bad_reply", "done", "resend", "interrupt", "timeout",
@@ -109,8 +110,8 @@ type Ring struct {
 	status  func(uint8) string
 }
 
-// NewRing returns a ring of at least size events, or nil if size is not positive. status returns
-// the name of a work completion status.
+// NewRing returns a ring of at least size events. It returns nil if size is not positive. The
+// function status returns the name of a work completion status.
 func NewRing(size int, status func(uint8) string) *Ring {
 	if size <= 0 {
 		return nil
@@ -166,9 +167,9 @@ func (r *Ring) Next() uint64 {
 	return r.next.Load()
 }
 
-// Read appends the events from sequence number from on to buf, oldest first. next is where the next
-// Read continues, and lost is the number of overwritten or dropped events in between. Read stops
-// before an event that is still being written.
+// Read appends the events from sequence number from on to buf, oldest first. The next Read
+// continues at next. The result lost counts the overwritten or dropped events in between. Read
+// stops before an event that is still being written.
 func (r *Ring) Read(from uint64, buf []Event) (events []Event, next, lost uint64) {
 	if r == nil {
 		return buf, from, 0

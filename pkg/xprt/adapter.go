@@ -8,9 +8,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An adapter holds the resources of a transport on one device, across all connections to it: the
-// protection domain, the pool of MRs, and the registered memory of Sends and Receives. Its fields
-// do not change.
+// An adapter holds the resources of a transport on one device, across all connections to it. These
+// are the protection domain, the pool of MRs, and the registered memory of Sends and Receives. Its
+// fields do not change.
 type adapter struct {
 	t      *Transport
 	dev    verbs.Device

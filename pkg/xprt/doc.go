@@ -17,8 +17,7 @@
 // [Transport.Call] returns only after the server can no longer reach any memory of the caller,
 // whatever the outcome (docs/features.md S9, S21). If the caller gives up a call, the transport
 // fences the memory and the caller returns at once. The slot and the credit stay in use until the
-// late reply arrives or the connection ends, because the server still counts the call (RFC 8166
-// §3.3.1).
+// late reply arrives or the connection ends. The server still counts the call (RFC 8166 §3.3.1).
 //
 // # Credits
 //
@@ -30,8 +29,8 @@
 // # The send queue
 //
 // The type sendQueue prevents overflow, and its comment has the proof. Few Sends are signaled. A
-// call whose Send is signaled ends only after that Send has completed, so the device no longer uses
-// the buffers of the slot when another call takes it (S8).
+// call whose Send is signaled ends only after that Send has completed. The device then no longer
+// uses the buffers of the slot (S8).
 //
 // # Connections
 //
@@ -59,10 +58,11 @@
 // # Locks
 //
 //   - Transport.send (RWMutex): callers hold it for reading while they marshal and post a call. The
-//     worker holds it for writing while it installs a connection or takes it down, so map and unmap
-//     never run concurrently with the worker (S16).
+//     worker holds it for writing while it installs a connection or takes it down. Map and unmap
+//     therefore never run concurrently with the worker (S16).
 //   - slot.mu: the state of one call. Its caller, the reply handler and the worker take it.
 //   - window.mu: credits and the queue of calls that wait for them.
+//   - Transport.status: state and history. No other lock of this package is taken while it is held.
 //
 // The order is send, slot.mu, window.mu. No lock is held across I/O, with one exception: the worker
 // holds send while the provider drains and closes a queue pair. Calls have no connection during

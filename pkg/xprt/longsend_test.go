@@ -10,9 +10,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// TestSendLongerThanInlineThreshold has a server that puts longer results inline than the inline
-// threshold allows, as stock Linux servers do when the call offers no chunk. The message must fit
-// into the Receive. Results that exceed the limit of the procedure fail the call, and nothing else.
+// TestSendLongerThanInlineThreshold has a server whose inline results exceed the inline threshold.
+// Stock Linux servers send these if the call offers no chunk. The message must fit into the
+// Receive. Results that exceed the limit of the procedure fail the call, and nothing else.
 func TestSendLongerThanInlineThreshold(t *testing.T) {
 	tr := dial(t, hostile.Serve(t, softiwarp.New(softiwarp.Config{}), loopback).Addr(), nil)
 	ctx, fh := testContext(t), testFH(t)

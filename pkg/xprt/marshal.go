@@ -108,10 +108,12 @@ func before(head, bad *verbs.WorkRequest) (n int) {
 
 // marshal chooses the message form and fills the send buffer.
 //
-// The reply is inline if the largest possible reply fits. Otherwise the call offers a write chunk
-// if it has a DDP-eligible result and the rest of the reply fits inline, and else a reply chunk
-// (RFC 8166 §4.3.3, RFC 8267 §3). A server uses a reply chunk whenever it has one. The call
-// therefore offers it only when it is needed, and never together with a write chunk.
+// The reply side has three forms (RFC 8166 §4.3.3, RFC 8267 §3):
+//
+//   - inline, if the largest possible reply fits;
+//   - a write chunk, if there is a DDP-eligible result and the rest of the reply fits inline;
+//   - a reply chunk otherwise. A server uses a reply chunk whenever it has one. The call therefore
+//     offers it only when it is needed, and never together with a write chunk.
 //
 // The call is inline if it fits. Otherwise its eligible argument is a read chunk without a pad (RFC
 // 8166 §3.4.5.2), or else the whole call is a position-zero read chunk.
@@ -280,8 +282,8 @@ func (s *slot) mapReads(mem []byte, pos uint32) error {
 	return nil
 }
 
-// marshalLongCall conveys the whole call as a position-zero read chunk (RFC 8166 §3.5.3). rest is
-// the size of the call in bytes without its data.
+// marshalLongCall conveys the whole call as a position-zero read chunk (RFC 8166 §3.5.3). The
+// argument rest is the size of the call in bytes without its data.
 func (s *slot) marshalLongCall(cn *conn, rest int) error {
 	m, h := s.msg, &s.hdr
 	buf, err := s.getLong(&s.longCall, rest+sunrpc.Pad4(len(m.ArgData)))

@@ -69,8 +69,8 @@ func (cn *conn) warnDiscarded(err error) {
 	t.log.Warn("discarded invalid message from server", "server", t.cfg.Addr, "error", err)
 }
 
-// granted returns the window for the credits of a reply: at least one call, because RFC 8166 §3.3.1
-// forbids a grant of zero, and at most all slots.
+// granted returns the window for the credits of a reply. It is at least one call, because RFC 8166
+// §3.3.1 forbids a grant of zero. It is at most the number of slots.
 func (cn *conn) granted(credits uint32) int {
 	return int(min(max(credits, 1), uint32(cn.params.Slots)))
 }
@@ -87,8 +87,8 @@ func (s *slot) lateReply() {
 }
 
 // reply parses a message and updates the slot of its call. It returns the slot, or nil if there is
-// none, and whether the caller must fence the call. err says why the message was discarded (RFC
-// 8166 §4.5).
+// none. The result fence says whether the caller must fence the call. The error says why the
+// message was discarded (RFC 8166 §4.5).
 func (cn *conn) reply(b []byte) (s *slot, fence bool, err error) {
 	h := &cn.hdr
 	n, err := h.Decode(b)
@@ -232,8 +232,11 @@ func (s *slot) results(m *sunrpc.Message) error {
 		return s.err
 	}
 	err := s.parseReply(m, s.longReply[:s.longLen])
-	if _, bad := err.(*ProtocolError); bad {
-		s.t.stats.badReply.Add(1)
+	if err != nil {
+		var bad *ProtocolError
+		if errors.As(err, &bad) {
+			s.t.stats.badReply.Add(1)
+		}
 	}
 	return err
 }

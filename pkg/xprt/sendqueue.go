@@ -14,10 +14,10 @@ import (
 //
 //	requests in the queue  <=  taken - retired  <=  size
 //
-// The first inequality holds because every posted request has a place, and because retired counts
-// only requests up to one that completed, in the order of the queue. The second is the condition of
-// take. An RPC takes the places of its registrations, its Send and its LOCAL_INVs together, before
-// it is marshaled, so the reply handler never waits for a place.
+// The first inequality holds because every posted request has a place, and because retired never
+// counts a request after the last completed one. The second is the condition of take. An RPC takes
+// the places of its registrations, its Send and its LOCAL_INVs together, before it is marshaled.
+// The reply handler therefore never waits for a place.
 //
 // A waiting call always gets its places. The last request of every LOCAL_INV chain is signaled. So
 // is a Send once signalAfter requests, or half of the queue, are not known to be executed. A

@@ -201,8 +201,9 @@ func checkMRs(t *testing.T, s Stats) {
 	if s.MRsTotal != 0 || s.MRsFree != 0 {
 		t.Errorf("MRs after Close: got %d, %d free; want 0, 0", s.MRsTotal, s.MRsFree)
 	}
-	t.Logf("%d connects, %d resends, %d timeouts; MRs: %d allocated, %d failed = %d recovered + %d recycled + %d orphaned",
-		s.Connects, s.Resends, s.Timeouts, s.MRsAllocated, s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
+	t.Logf("%d connects, %d resends, %d timeouts", s.Connects, s.Resends, s.Timeouts)
+	t.Logf("MRs: %d allocated, %d failed = %d recovered + %d recycled + %d orphaned", s.MRsAllocated, s.MRsFailed,
+		s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 }
 
 // TestFaults runs verified calls under each fault, and under all faults together (S13, S14, S15,

@@ -2,6 +2,7 @@ package xprt
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/bits"
 	"math/rand/v2"
@@ -155,7 +156,7 @@ type Transport struct {
 	payload          atomic.Int64 // largest payload in bytes; 0 before the first connection
 
 	send sync.RWMutex         // see the package comment
-	conn atomic.Pointer[conn] // set with send held for writing, cleared with stateMu held
+	conn atomic.Pointer[conn] // set with send held for writing, cleared with status held
 
 	// Owned by Connect, and then by the worker.
 	adapter       *adapter
@@ -167,14 +168,16 @@ type Transport struct {
 	workers   sync.WaitGroup
 	calls     sync.WaitGroup
 
-	stateMu sync.Mutex // guards the fields below
-	closed  bool       // new calls fail
-	running bool       // the worker was started
-	state   string     // one of the State constants
-	since   time.Time  // when state changed
-	lastErr error
-	ended   qpTotals // counters of closed queue pairs
-	history []ConnEvent
+	status struct {
+		sync.Mutex
+		closed  bool      // new calls fail
+		running bool      // the worker was started
+		state   string    // one of the State constants
+		since   time.Time // when state changed
+		lastErr error
+		ended   qpTotals // counters of closed queue pairs
+		history []ConnEvent
+	}
 }
 
 // States of a transport.
@@ -191,8 +194,8 @@ func New(cfg Config) (*Transport, error) {
 	if err := cfg.fill(); err != nil {
 		return nil, err
 	}
-	t := &Transport{cfg: cfg, log: cfg.Logger, closing: make(chan struct{}), state: StateDisconnected,
-		since: time.Now(), epoch: time.Now()}
+	t := &Transport{cfg: cfg, log: cfg.Logger, closing: make(chan struct{}), epoch: time.Now()}
+	t.status.state, t.status.since = StateDisconnected, t.epoch
 	t.trace = trace.NewRing(cfg.TraceEvents, func(s uint8) string { return verbs.Status(s).String() })
 	t.window.wanted = make(chan struct{}, 1)
 	n := cfg.Slots + 1
@@ -227,13 +230,13 @@ func (t *Transport) Connect(ctx context.Context) error {
 		t.setState(StateDisconnected, err)
 		return err
 	}
-	t.stateMu.Lock()
-	start := !t.closed && !t.running
+	t.status.Lock()
+	start := !t.status.closed && !t.status.running
 	if start {
-		t.running = true
+		t.status.running = true
 		t.workers.Add(2)
 	}
-	t.stateMu.Unlock()
+	t.status.Unlock()
 	if !start {
 		t.closeConn(cn)
 		t.dropAdapter()
@@ -251,9 +254,9 @@ func (t *Transport) MaxPayload() int { return int(t.payload.Load()) }
 // Close ends all calls with ErrClosed, fences their memory, and releases all resources. It may be
 // called repeatedly.
 func (t *Transport) Close() error {
-	t.stateMu.Lock()
-	t.closed = true
-	t.stateMu.Unlock()
+	t.status.Lock()
+	t.status.closed = true
+	t.status.Unlock()
 	t.closeOnce.Do(func() {
 		close(t.closing)
 		t.workers.Wait()
@@ -270,21 +273,21 @@ func (t *Transport) Close() error {
 }
 
 func (t *Transport) setState(state string, err error) {
-	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
-	if t.state != state {
-		t.state, t.since = state, time.Now()
+	t.status.Lock()
+	defer t.status.Unlock()
+	if t.status.state != state {
+		t.status.state, t.status.since = state, time.Now()
 	}
 	if err != nil {
-		t.lastErr = err
+		t.status.lastErr = err
 	}
 }
 
 // beginCall registers a call and reports true, unless the transport is closed.
 func (t *Transport) beginCall() bool {
-	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
-	if t.closed {
+	t.status.Lock()
+	defer t.status.Unlock()
+	if t.status.closed {
 		return false
 	}
 	t.calls.Add(1)
@@ -311,8 +314,11 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 		err = t.run(ctx, s, m, startedAt)
 		t.lastCall.Store(t.now())
 	}
-	if _, given := err.(*InterruptedError); given {
-		t.stats.interrupts.Add(1)
+	if err != nil {
+		var interrupted *InterruptedError
+		if errors.As(err, &interrupted) {
+			t.stats.interrupts.Add(1)
+		}
 	}
 	return err
 }
@@ -366,25 +372,12 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, started
 			return err
 		}
 		sent, err := t.transmit(s)
-		switch e := err.(type) {
-		case nil:
-		case *shortageError:
-			if pause == 0 {
-				t.log.Warn("no memory to send RPC, retrying; reduce slots= to need less", "error", e.error,
-					"server", t.cfg.Addr)
+		if err != nil {
+			if !t.waitRetry(ctx, s, err, &pause) {
+				s.end()
+				return err
 			}
-			pause = min(max(2*pause, marshalRetry), marshalRetryMax)
-			t.window.leave(s)
-			timer := time.NewTimer(pause)
-			t.waitRoom(ctx, s, timer.C, nil, nil)
-			timer.Stop()
 			continue
-		case *queueFullError:
-			t.waitRoom(ctx, s, nil, e.room, e.connEnded)
-			continue
-		default:
-			s.end()
-			return err
 		}
 		if !sent {
 			continue
@@ -403,7 +396,31 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, started
 	}
 }
 
-// waitRoom waits until a call that could not be posted may be retried, or must end.
+// waitRetry waits until a call that could not be posted may be retried, or must end. It reports
+// false if err is final. pause is the last pause for lack of memory.
+func (t *Transport) waitRetry(ctx context.Context, s *slot, err error, pause *time.Duration) bool {
+	var short *shortageError
+	var full *queueFullError
+	switch {
+	case errors.As(err, &full):
+		t.waitRoom(ctx, s, nil, full.room, full.connEnded)
+	case errors.As(err, &short):
+		if *pause == 0 {
+			t.log.Warn("no memory to send RPC, retrying; reduce slots= to need less", "error", short.error,
+				"server", t.cfg.Addr)
+		}
+		*pause = min(max(2**pause, marshalRetry), marshalRetryMax)
+		t.window.leave(s)
+		timer := time.NewTimer(*pause)
+		defer timer.Stop()
+		t.waitRoom(ctx, s, timer.C, nil, nil)
+	default:
+		return false
+	}
+	return true
+}
+
+// waitRoom waits for one of the channels, or for an event that may end the call.
 func (t *Transport) waitRoom(ctx context.Context, s *slot, timer <-chan time.Time, room, connEnded <-chan struct{}) {
 	s.setNoRoom(true)
 	defer s.setNoRoom(false)
@@ -457,17 +474,16 @@ func (t *Transport) softError(startedAt time.Time) error {
 	if t.cfg.Recovery == SoftErr {
 		e.Errno = syscall.ETIMEDOUT
 	}
-	t.stateMu.Lock()
-	if t.lastErr != nil {
-		e.Last = t.lastErr.Error()
+	t.status.Lock()
+	if t.status.lastErr != nil {
+		e.Last = t.status.lastErr.Error()
 	}
-	t.stateMu.Unlock()
+	t.status.Unlock()
 	return e
 }
 
-// awaitReply waits for the outcome of a posted call. It returns slotDone, slotLost, or
-// slotAbandoned. slotAbandoned means that the caller gave up and its memory is fenced; the caller
-// must then not use the slot.
+// awaitReply waits for the outcome of a posted call: slotDone, slotLost, or slotAbandoned. After
+// slotAbandoned, the memory of the call is fenced, and the caller must not use the slot.
 func (t *Transport) awaitReply(ctx context.Context, s *slot) slotState {
 	for {
 		select {

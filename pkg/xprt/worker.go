@@ -168,9 +168,9 @@ func (t *Transport) install(cn *conn) {
 	}
 }
 
-// uninstall takes the connection down. No call is marshaled while it holds the send lock. It drains
-// the queues and replaces every MR that was in use before it wakes any call, so each call finds its
-// memory fenced (S16).
+// uninstall takes the connection down. No call is marshaled while it holds the send lock. It wakes
+// the calls only after it has drained the queues and replaced every MR that was in use. Each call
+// then finds its memory fenced (S16).
 func (t *Transport) uninstall(cn *conn) {
 	t.window.reset(0, false)
 	t.send.Lock()
@@ -251,9 +251,9 @@ func (t *Transport) checkSlot(s *slot, now time.Time) {
 const replayTimeoutPercent = 8
 
 // replyTimeout returns how long a call that was sent the given number of times may wait for a reply
-// before its connection is dropped. The timeout of the first replay is short, and each further
-// replay doubles it up to Config.Timeout. The reason is a server that still executes the first copy
-// of a call: it discards the replay (as knfsd does) and never answers it.
+// before its connection is dropped. The timeout of the first replay is short. Each further replay
+// doubles it, up to Config.Timeout. A server that still executes the first copy of a call discards
+// the replay and never answers it (knfsd does).
 func (t *Transport) replyTimeout(sends int) time.Duration {
 	if sends <= 1 {
 		return t.cfg.Timeout
@@ -304,9 +304,9 @@ const (
 	pingVersion = 3
 )
 
-// startPing sends a keepalive call. It is also the first call of every connection: it detects a
-// server that accepts connections and answers nothing, and its reply grants the credits for all
-// other calls.
+// startPing sends a keepalive call. It is also the first call of every connection. It detects a
+// server that accepts connections and answers nothing. Its reply grants the credits for all other
+// calls.
 func (t *Transport) startPing(cn *conn) {
 	if !t.beginCall() {
 		return

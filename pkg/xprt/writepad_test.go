@@ -13,7 +13,7 @@ import (
 // A deregWatch provider records how many buffers exist when the first MR is deregistered.
 type deregWatch struct {
 	verbs.Provider
-	left *atomic.Int64
+	buffers *atomic.Int64
 }
 
 type deregWatchID struct {
@@ -23,17 +23,17 @@ type deregWatchID struct {
 
 type deregWatchDevice struct {
 	verbs.Device
-	left *atomic.Int64
+	buffers *atomic.Int64
 }
 
 type deregWatchPD struct {
 	verbs.PD
-	left *atomic.Int64
+	buffers *atomic.Int64
 }
 
 type deregWatchMR struct {
 	verbs.MR
-	left *atomic.Int64
+	buffers *atomic.Int64
 }
 
 func (p *deregWatch) Resolve(ctx context.Context, a netip.AddrPort) (verbs.ActiveID, error) {
@@ -41,7 +41,7 @@ func (p *deregWatch) Resolve(ctx context.Context, a netip.AddrPort) (verbs.Activ
 	if err != nil {
 		return nil, err
 	}
-	return &deregWatchID{id, &deregWatchDevice{id.Device(), p.left}}, nil
+	return &deregWatchID{id, &deregWatchDevice{id.Device(), p.buffers}}, nil
 }
 
 func (i *deregWatchID) Device() verbs.Device { return i.dev }
@@ -53,16 +53,16 @@ func (i *deregWatchID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, e
 
 func (d *deregWatchDevice) AllocPD() (verbs.PD, error) {
 	pd, err := d.Device.AllocPD()
-	return &deregWatchPD{pd, d.left}, err
+	return &deregWatchPD{pd, d.buffers}, err
 }
 
 func (p *deregWatchPD) AllocMR(depth int) (verbs.MR, error) {
 	mr, err := p.PD.AllocMR(depth)
-	return &deregWatchMR{mr, p.left}, err
+	return &deregWatchMR{mr, p.buffers}, err
 }
 
 func (m *deregWatchMR) Dereg() error {
-	m.left.CompareAndSwap(0, leakcheck.Count(leakcheck.Buffer))
+	m.buffers.CompareAndSwap(0, leakcheck.Count(leakcheck.Buffer))
 	return m.MR.Dereg()
 }
 
@@ -81,17 +81,17 @@ func (q *unwrapQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error
 // TestPadOutlivesItsRegistration ends a connection with a write pad. The memory of the pad must be
 // freed only after its MR is destroyed.
 func TestPadOutlivesItsRegistration(t *testing.T) {
-	var left atomic.Int64
+	var buffers atomic.Int64
 	tr := dial(t, startServerProcess(t), func(c *Config) {
-		c.WritePad, c.Provider = true, &deregWatch{c.Provider, &left}
+		c.WritePad, c.Provider = true, &deregWatch{c.Provider, &buffers}
 	})
 	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
 		t.Fatal(err)
 	}
 	connected := leakcheck.Count(leakcheck.Buffer)
 	tr.conn.Load().fail(errIdle)
-	eventually(t, "deregistration of the pad", func() bool { return left.Load() != 0 })
-	if n := left.Load(); n < connected {
+	eventually(t, "deregistration of the pad", func() bool { return buffers.Load() != 0 })
+	if n := buffers.Load(); n < connected {
 		t.Errorf("buffers when the MR is destroyed: got %d, want at least %d", n, connected)
 	}
 }

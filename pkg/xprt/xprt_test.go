@@ -105,20 +105,20 @@ const (
 // pattern returns the byte at offset off of the file of the test server.
 func pattern(off uint64) byte { return byte(off*7 + off>>8 + off>>16) }
 
-// first is the first MiB of the file. It is filled once, so that benchmarks do not measure the
+// firstMiB is the first MiB of the file. It is filled once, so that benchmarks do not measure the
 // pattern.
-var first = fill(0, 1<<20)
+var firstMiB = fill(0, 1<<20)
 
 func appendPattern(b []byte, off uint64, n int) []byte {
-	if off == 0 && n <= len(first) {
-		return append(b, first[:n]...)
+	if off == 0 && n <= len(firstMiB) {
+		return append(b, firstMiB[:n]...)
 	}
 	return append(b, fill(off, n)...)
 }
 
 func matchesPattern(off uint64, data []byte) bool {
-	if off == 0 && len(data) <= len(first) {
-		return bytes.Equal(data, first[:len(data)])
+	if off == 0 && len(data) <= len(firstMiB) {
+		return bytes.Equal(data, firstMiB[:len(data)])
 	}
 	return bytes.Equal(data, fill(off, len(data)))
 }
@@ -186,7 +186,7 @@ func (s *service) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []
 	return reply, nil
 }
 
-// A handlerFunc sends an empty reply to every call after it returns.
+// A handlerFunc handles every call. The reply is empty and follows when the function returns.
 type handlerFunc func(ctx context.Context, proc uint32)
 
 func (f handlerFunc) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
@@ -312,16 +312,14 @@ func TestMessageForms(t *testing.T) {
 				s := tr.Stats()
 				if s.NomsgCall == 0 || s.ReplyChunks == 0 || s.ReadChunks == 0 {
 					t.Errorf("message forms: got %d long calls, %d reply chunks, %d read chunks; want some of each",
-						s.NomsgCall,
-						s.ReplyChunks, s.ReadChunks)
+						s.NomsgCall, s.ReplyChunks, s.ReadChunks)
 				}
 				if inv && s.RemoteInvalidations == 0 {
 					t.Error("remote invalidations: got 0, want some")
 				}
 				if !inv && (s.RemoteInvalidations != 0 || s.LocalInvNeeded == 0) {
 					t.Errorf("without the flag: got %d remote, %d local invalidations; want 0, some",
-						s.RemoteInvalidations,
-						s.LocalInvNeeded)
+						s.RemoteInvalidations, s.LocalInvNeeded)
 				}
 			})
 		}
@@ -550,8 +548,8 @@ func TestSoftMountTimesOutWithoutMemory(t *testing.T) {
 }
 
 // TestSoftMountCountsWaitForSlot has more callers than slots, and a server that answers no call.
-// The wait for a slot counts for the timeout, so a call that waited too long must not be sent when
-// a slot becomes free.
+// The wait for a slot counts for the timeout. A call that waited too long must not be sent when a
+// slot becomes free.
 func TestSoftMountCountsWaitForSlot(t *testing.T) {
 	const slots = 4
 	svc := &service{}

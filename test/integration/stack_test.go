@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { testutil.Main(m) }
 // serve runs the RDMA front until the test ends.
 func serve(t *testing.T, cfg nfsserve.Config) *nfsserve.Server {
 	t.Helper()
-	cfg.RDMAListen = "127.0.0.1:0"
+	cfg.RDMAListen, cfg.NoRootSquash, cfg.StateDir = "127.0.0.1:0", true, t.TempDir()
 	if cfg.Provider == nil {
 		cfg.Provider = softiwarp.New(softiwarp.Config{})
 	}

@@ -1,84 +1,147 @@
 package mountd
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"io"
+
+	"github.com/vmware/go-nfs-client/nfs/xdr"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// Limits of MOUNT (RFC 1813 §5.1.4), in octets.
+// Limits of MOUNT (RFC 1813 §5.1.4), in bytes.
 const (
 	maxPath = 1024 // MNTPATHLEN
 	maxName = 255  // MNTNAMLEN
 )
 
-// maxFlavors bounds the list of authentication flavors; a dozen are defined.
+// maxFlavors limits the list of authentication flavors. IANA lists about a dozen flavors.
 const maxFlavors = 64
 
 var (
-	errFlavors = errors.New("too many authentication flavors")
-	errEmptyFH = errors.New("an empty file handle")
+	errTooLong = errors.New("length exceeds the maximum or the message")
+	errEmptyFH = errors.New("empty file handle")
 )
 
-// decodeMount reads a mountres3 (RFC 1813 §5.2.1).
-func decodeMount(b []byte) (Stat, Result, error) {
-	d := sunrpc.NewDecoder(b)
-	stat := Stat(d.Uint32())
-	if d.Err() != nil || stat != MNT3OK {
-		return stat, Result{}, d.Err()
+// decode calls read with the decoders of go-nfs-client. Those decoders panic on some input, so decode
+// recovers. Errors wrap [sunrpc.ErrMalformed].
+func decode[T any](b []byte, read func(r *bytes.Reader) (T, error)) (v T, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("go-nfs-client panicked: %v", p)
+		}
+		if err != nil {
+			err = fmt.Errorf("%w: %w", sunrpc.ErrMalformed, err)
+		}
+	}()
+	return read(bytes.NewReader(b))
+}
+
+// checkLength checks the length that comes next in r and does not consume it. The decoders of
+// go-nfs-client allocate what the message claims, so every string, opaque and list needs this check.
+func checkLength(r *bytes.Reader, limit int) error {
+	n, err := xdr.ReadUint32(r)
+	if err != nil {
+		return err
 	}
-	handle := d.Opaque(nfs3.FHSize)
-	n := d.Uint32()
-	if d.Err() != nil {
-		return stat, Result{}, d.Err()
+	if int64(n) > int64(min(limit, r.Len())) {
+		return errTooLong
+	}
+	_, err = r.Seek(-sunrpc.SizeUint32, io.SeekCurrent)
+	return err
+}
+
+// readValue reads a value without a length, for example a bool.
+func readValue[T bool | uint32](r *bytes.Reader) (v T, err error) {
+	err = xdr.Read(r, &v)
+	return v, err
+}
+
+// readBytes reads a string or an opaque of at most limit bytes.
+func readBytes[T string | []byte](r *bytes.Reader, limit int) (v T, err error) {
+	if err := checkLength(r, limit); err != nil {
+		return v, err
+	}
+	err = xdr.Read(r, &v)
+	return v, err
+}
+
+// readList reads an XDR linked list, in which a bool precedes each element. The record limits the
+// number of elements.
+func readList[T any](r *bytes.Reader, read func(r *bytes.Reader) (T, error)) ([]T, error) {
+	var list []T
+	for {
+		more, err := readValue[bool](r)
+		if err != nil || !more {
+			return list, err
+		}
+		v, err := read(r)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, v)
+	}
+}
+
+// A mountReply is mountres3 (RFC 1813 §5.2.1).
+type mountReply struct {
+	stat    Stat
+	fh      nfs3.FH  // only with MNT3OK
+	flavors []uint32 // only with MNT3OK
+}
+
+func readMount(r *bytes.Reader) (m mountReply, err error) {
+	stat, err := readValue[uint32](r)
+	m.stat = Stat(stat)
+	if err != nil || m.stat != MNT3OK {
+		return m, err
+	}
+	handle, err := readBytes[[]byte](r, nfs3.FHSize)
+	if err != nil {
+		return m, fmt.Errorf("file handle: %w", err)
 	}
 	if len(handle) == 0 {
-		return stat, Result{}, fmt.Errorf("%w: %w", sunrpc.ErrMalformed, errEmptyFH)
+		return m, errEmptyFH
 	}
-	if n > maxFlavors {
-		return stat, Result{}, fmt.Errorf("%w: %w", sunrpc.ErrMalformed, errFlavors)
+	if m.fh, err = nfs3.NewFH(handle); err != nil {
+		return m, err
 	}
-	var res Result
-	for range n {
-		res.AuthFlavors = append(res.AuthFlavors, d.Uint32())
+	if err := checkLength(r, maxFlavors); err != nil {
+		return m, fmt.Errorf("authentication flavors: %w", err)
 	}
-	if d.Err() != nil {
-		return stat, Result{}, d.Err()
-	}
-	fh, err := nfs3.NewFH(handle)
-	res.FH = fh
-	return stat, res, err
+	m.flavors, err = xdr.ReadUint32List(r)
+	return m, err
 }
 
-// decodeExports reads the exports of EXPORT (RFC 1813 §5.2.5). The lists are as long as the record
-// allows, and no longer.
+// readExport reads one element of the result of EXPORT (RFC 1813 §5.2.5).
+func readExport(r *bytes.Reader) (e Export, err error) {
+	if e.Dir, err = readBytes[string](r, maxPath); err != nil {
+		return e, err
+	}
+	e.Groups, err = readList(r, func(r *bytes.Reader) (string, error) { return readBytes[string](r, maxName) })
+	return e, err
+}
+
+// readEntry reads one element of the result of DUMP (RFC 1813 §5.2.2).
+func readEntry(r *bytes.Reader) (e Entry, err error) {
+	if e.Host, err = readBytes[string](r, maxName); err != nil {
+		return e, err
+	}
+	e.Dir, err = readBytes[string](r, maxPath)
+	return e, err
+}
+
+func decodeMount(b []byte) (mountReply, error) { return decode(b, readMount) }
+
 func decodeExports(b []byte) ([]Export, error) {
-	d := sunrpc.NewDecoder(b)
-	var list []Export
-	for d.Bool() {
-		e := Export{Dir: string(d.Opaque(maxPath))}
-		for d.Bool() {
-			e.Groups = append(e.Groups, string(d.Opaque(maxName)))
-		}
-		list = append(list, e)
-	}
-	if d.Err() != nil {
-		return nil, d.Err()
-	}
-	return list, nil
+	return decode(b, func(r *bytes.Reader) ([]Export, error) { return readList(r, readExport) })
 }
 
-// decodeDump reads the mountlist of DUMP (RFC 1813 §5.2.2).
 func decodeDump(b []byte) ([]Entry, error) {
-	d := sunrpc.NewDecoder(b)
-	var list []Entry
-	for d.Bool() {
-		list = append(list, Entry{Host: string(d.Opaque(maxName)), Dir: string(d.Opaque(maxPath))})
-	}
-	if d.Err() != nil {
-		return nil, d.Err()
-	}
-	return list, nil
+	return decode(b, func(r *bytes.Reader) ([]Entry, error) { return readList(r, readEntry) })
 }
+
+func decodePort(b []byte) (uint32, error) { return decode(b, readValue[uint32]) }

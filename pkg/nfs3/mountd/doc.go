@@ -1,37 +1,28 @@
-// Package mountd asks a server's MOUNT version 3 service (RFC 1813 §5) for the file handle of an
-// export, over TCP, and its port mapper (RFC 1833 §3) for the port of that service. RFC 8267 §5.1
-// has both stay on TCP beside NFS over RDMA.
+// Package mountd is a client of a server's MOUNT version 3 service (RFC 1813 §5) and of its port
+// mapper (RFC 1833 §3), both over TCP. MOUNT returns the file handle of an export, and the port
+// mapper returns the TCP port of MOUNT. RFC 8267 §5.1 keeps both on TCP beside NFS over RDMA.
 //
-// # What is where
+// # Files
 //
 //	mount.go   Mount, Unmount, Exports, Dump, Null, GetPort
-//	decode.go  the results of MOUNT
+//	decode.go  the results of MOUNT and of the port mapper
 //	errors.go  Error and its kinds, Stat (mountstat3)
-//	fence.go   the relay between go-nfs-client and the server
 //	dial.go    connections from reserved source ports
 //
-// # The fence around go-nfs-client
+// # Use of go-nfs-client
 //
-// The calls are made by the RPC client and the port mapper client of
-// github.com/vmware/go-nfs-client. That library trusts its peer: its record reader allocates what a
-// record mark claims and ignores fragments, its reply parser panics on a short verifier and on a
-// denied call, it has no deadline, and it dials by itself. So it never meets the server. It
-// connects to a listener of this package on the loopback device, behind which a relay passes one
-// call and one reply at a time: records are at most 64 KiB, memory grows with what arrived, and a
-// reply reaches the library only when it is a well-formed, accepted, successful answer to the call;
-// every other outcome becomes an error of this package. A deadline ends all of it, and a panic is
-// recovered from all the same.
+// The protocol numbers, the encoding of arguments and the decoding of results come from
+// github.com/vmware/go-nfs-client. Its decoders trust the peer: they allocate what the message
+// claims, and they can panic. File decode.go therefore checks every length first and recovers from
+// panics. The calls go through internal/rpctcp, which also checks the reply header.
 //
-// Not used are its AUTH_SYS encoder (it claims membership of group 0 for everyone), and its MOUNT
-// client with the decoders for opaque data and lists (they allocate by claimed lengths, and
-// NewTarget goes on to dial NFS over TCP): those parts are sunrpc's.
-//
-// The listener takes only a connection from a random source address of 127.0.0.0/8, so that another
-// local process cannot slip in. Where the loopback device is down there is no MOUNT.
+// This package does not use the following parts of go-nfs-client. Its RPC client has no deadline,
+// ignores fragments, and panics on a denied call. Its MOUNT client dials NFS over TCP after MNT. Its
+// AUTH_SYS encoder adds group 0 to every credential, so the credential comes from package sunrpc.
 //
 // # Promises
 //
-// Every function ends in the time given, when its context ends, or before, and leaves no goroutine
-// and no connection. Every error is an [*Error] that names host, port and export and says what to
-// do. The functions share nothing and may be called concurrently.
+// Every function returns when its timeout expires or its context ends. No goroutine and no
+// connection remains. Every error is an [*Error] that names host, port and export and says what to
+// do. The functions share no state and are safe for concurrent use.
 package mountd

@@ -30,8 +30,6 @@ const (
 	OtherStatus
 	// Protocol: whatever answered does not speak MOUNT version 3, or port mapper version 2.
 	Protocol
-	// Local: this machine failed: the loopback device is down, no descriptor is left.
-	Local
 	// Canceled: the caller's context was canceled.
 	Canceled
 	// Usage: the arguments make no sense.
@@ -40,7 +38,7 @@ const (
 
 var kindNames = [...]string{"", "unknown host", "port mapper not reachable", "not registered",
 	"MOUNT service not reachable", "no such export",
-	"refused", "error status", "protocol error", "local error", "canceled", "bad argument"}
+	"refused", "error status", "protocol error", "canceled", "bad argument"}
 
 func (k Kind) String() string {
 	if int(k) < len(kindNames) {
@@ -100,8 +98,6 @@ func (e *Error) what() string {
 			return "the server answered " + e.Status.String()
 		}
 		return "what answered does not speak the protocol"
-	case Local:
-		return "this machine could not make the call"
 	case Canceled:
 		return "given up"
 	case Usage:

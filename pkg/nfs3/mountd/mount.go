@@ -1,10 +1,10 @@
 package mountd
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"strings"
@@ -13,7 +13,9 @@ import (
 
 	"github.com/vmware/go-nfs-client/nfs"
 	"github.com/vmware/go-nfs-client/nfs/rpc"
+	"github.com/vmware/go-nfs-client/nfs/xdr"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -26,6 +28,10 @@ const (
 
 // DefaultTimeout bounds a call whose Args do not.
 const DefaultTimeout = 30 * time.Second
+
+// maxRecord is the maximum size of a reply in bytes. It is far above every MNT reply and has room for
+// some hundred exports.
+const maxRecord = 64 << 10
 
 // Procedures of MOUNT that go-nfs-client has no name for (RFC 1813 §5.2).
 const procDump = 2
@@ -71,11 +77,11 @@ type Entry struct {
 func Mount(ctx context.Context, a Args) (Result, error) {
 	var res Result
 	err := a.call(ctx, "MNT", nfs.MountProc3MNT, func(port int, b []byte) error {
-		stat, got, err := decodeMount(b)
-		if err == nil && stat != MNT3OK {
-			return &Error{Kind: stat.kind(), Status: stat}
+		reply, err := decodeMount(b)
+		if err == nil && reply.stat != MNT3OK {
+			return &Error{Kind: reply.stat.kind(), Status: reply.stat}
 		}
-		res, res.Port = got, port
+		res = Result{FH: reply.fh, AuthFlavors: reply.flavors, Port: port}
 		return err
 	})
 	if err != nil {
@@ -137,51 +143,47 @@ func (a *Args) getPort(ctx context.Context, prog, vers uint32) (int, error) {
 		mapper = PortmapPort
 	}
 	e := &Error{Op: "GETPORT", Host: a.Host, Port: mapper}
-	conn, err := dial(ctx, a.Host, mapper, false)
+	var args bytes.Buffer
+	if err := xdr.Write(&args, rpc.Mapping{Prog: prog, Vers: vers, Prot: rpc.IPProtoTCP}); err != nil {
+		return 0, e.fill(err, PortmapUnreachable)
+	}
+	results, err := a.roundTrip(ctx, mapper, false, sunrpc.Message{Prog: rpc.PmapProg, Vers: rpc.PmapVers,
+		Proc: rpc.PmapProcGetPort, Cred: sunrpc.AppendAuthNone(nil), Args: args.Bytes()})
 	if err != nil {
 		return 0, e.fill(err, PortmapUnreachable)
 	}
-	var port int
-	err = through(ctx, conn, func(c *rpc.Client) (err error) {
-		m := rpc.Portmapper{Client: c}
-		port, err = m.Getport(rpc.Mapping{Prog: prog, Vers: vers, Prot: rpc.IPProtoTCP})
-		return err
-	})
+	port, err := decodePort(results)
 	switch {
 	case err != nil:
 		return 0, e.fill(err, PortmapUnreachable)
 	case port == 0:
 		e.Kind, e.Err = NotRegistered, fmt.Errorf("program %d version %d over TCP", prog, vers)
 		return 0, e
-	case port < 0 || port > maxPort:
+	case port > maxPort:
 		e.Kind, e.Err = Protocol, fmt.Errorf("port %d for program %d", port, prog)
 		return 0, e
 	}
-	return port, nil
+	return int(port), nil
 }
 
 const maxPort = 1<<16 - 1
 
-// header and its two calls are go-nfs-client's way to say a call: the fields follow the RPC header
-// in XDR.
-type (
-	plainCall struct {
-		rpc.Header
-	}
-	pathCall struct {
-		rpc.Header
-		Dirpath string
-	}
-)
-
 // call makes one call to the MOUNT service and gives its results to decode.
 func (a *Args) call(ctx context.Context, op string, proc uint32, decode func(port int, results []byte) error) error {
 	e := &Error{Op: op, Host: a.Host}
-	msg := any(&plainCall{Header: a.header(proc)})
+	m := sunrpc.Message{Prog: nfs.MountProg, Vers: nfs.MountVers, Proc: proc, Cred: sunrpc.AppendAuthNone(nil)}
+	if a.Cred != nil {
+		m.Cred = sunrpc.AppendAuthSys(nil, a.Cred)
+	}
 	if proc == nfs.MountProc3MNT || proc == nfs.MountProc3UMNT {
 		e.Export = a.Export
-		msg = &pathCall{Header: a.header(proc), Dirpath: a.Export}
-		if err := a.checkExport(); err != nil {
+		err := a.checkExport()
+		if err == nil {
+			var args bytes.Buffer
+			err = xdr.Write(&args, a.Export)
+			m.Args = args.Bytes()
+		}
+		if err != nil {
 			e.Kind, e.Err = Usage, err
 			return e
 		}
@@ -197,25 +199,40 @@ func (a *Args) call(ctx context.Context, op string, proc uint32, decode func(por
 		return err
 	}
 	e.Port = port
-	conn, err := dial(ctx, a.Host, port, true)
-	if err != nil {
-		return e.fill(err, MountdUnreachable)
+	results, err := a.roundTrip(ctx, port, true, m)
+	if err == nil && decode != nil {
+		err = decode(port, results)
 	}
-	err = through(ctx, conn, func(c *rpc.Client) error {
-		r, err := c.Call(msg)
-		if err != nil {
-			return err
-		}
-		results, err := io.ReadAll(r) // in memory already: at most maxRecord
-		if err != nil || decode == nil {
-			return err
-		}
-		return decode(port, results)
-	})
 	if err != nil {
 		return e.fill(err, MountdUnreachable)
 	}
 	return nil
+}
+
+// roundTrip connects to the port, makes one call and returns its results. It connects from a reserved
+// source port when reserved is set.
+func (a *Args) roundTrip(ctx context.Context, port int, reserved bool, m sunrpc.Message) ([]byte, error) {
+	conn, err := dial(ctx, a.Host, port, reserved)
+	if err != nil {
+		return nil, err
+	}
+	return exchange(ctx, conn, m)
+}
+
+// exchange makes one call on conn, closes conn and returns the results.
+func exchange(ctx context.Context, conn net.Conn, m sunrpc.Message) ([]byte, error) {
+	c := rpctcp.New(conn, rpctcp.Options{MaxRecord: maxRecord})
+	defer c.Close()
+	// The connection serves only this call, so the end of ctx may interrupt a write.
+	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	defer stop()
+	if err := c.Call(ctx, &m); err != nil {
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		return nil, err
+	}
+	return m.Result, nil
 }
 
 func (a *Args) checkExport() error {
@@ -261,17 +278,6 @@ func (a *Args) listens(ctx context.Context, port int) bool {
 	return true
 }
 
-func (a *Args) header(proc uint32) rpc.Header {
-	h := rpc.Header{Rpcvers: sunrpc.RPCVersion, Prog: nfs.MountProg, Vers: nfs.MountVers, Proc: proc,
-		Cred: rpc.AuthNull, Verf: rpc.AuthNull}
-	if a.Cred != nil {
-		encoded := sunrpc.AppendAuthSys(nil, a.Cred)
-		// behind flavor and length
-		h.Cred = rpc.Auth{Flavor: sunrpc.FlavorSys, Body: encoded[sunrpc.AuthNoneSize:]}
-	}
-	return h
-}
-
 // fill completes e with its cause and the kind that the cause is; unanswered is the kind of silence
 // and of a refused connection.
 func (e *Error) fill(err error, unanswered Kind) error {
@@ -290,8 +296,6 @@ func (e *Error) fill(err error, unanswered Kind) error {
 		e.Kind = Canceled
 	case errors.As(err, &dns):
 		e.Kind = UnknownHost
-	case errors.Is(err, errLocal):
-		e.Kind = Local
 	case errors.As(err, &denied) && denied.Stat == sunrpc.AuthError:
 		e.Kind = Refused
 	case errors.As(err, &accept) && accept.Stat == sunrpc.ProgUnavail && unanswered == MountdUnreachable:

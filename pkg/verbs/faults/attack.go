@@ -7,37 +7,38 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Sizes of attacks.
+// Limits and sizes of attacks.
 const (
-	attackRoom  = 8       // attacks that one queue pair has under way
-	attackBytes = 4096    // octets of one
-	wildBytes   = 8       // octets of a Write that goes astray
-	wildBeyond  = 1 << 30 // how far behind the memory: farther than any registration reaches
-	maxTargets  = 64      // RDMA Reads remembered
-	wildOctet   = 0xdb    // what stands in memory that a stray Write got into
+	maxAttacks  = 8    // attacks in flight per queue pair
+	attackBytes = 4096 // maximum bytes per attack
+	wildSize    = 8    // bytes of a wild Write
+	// distance in bytes of a wild Write from the memory; no registration is larger
+	wildDistance = 1 << 30
+	maxTargets   = 64   // remembered RDMA Reads
+	wildByte     = 0xdb // data of a wild Write
 )
 
-// A target is memory of the peer.
+// A target is a range of the peer's memory.
 type target struct {
 	rkey verbs.RKey
 	addr uint64
 	n    int
 }
 
-// An attacker posts what a server must not, behind the Sends of one queue pair. The data of a late
-// Write are those of the Write that it repeats: only when it gets through to memory that has been
-// given to somebody else does it do harm.
+// An attacker posts forbidden requests after the Sends of one queue pair. A late Write carries the
+// data of the Write that it repeats. A late Write does harm only if it reaches memory that has a
+// new owner.
 type attacker struct {
 	q    *queuePair
 	mr   verbs.MR
 	mem  []byte
-	free chan []byte // pieces of mem that no request uses
+	free chan []byte // pieces of mem that are not in use
 
-	reads []target // RDMA Reads not repeated yet, oldest first; guarded by the queue pair's mu
+	reads []target // RDMA Reads not yet repeated, oldest first; guarded by the queue pair's mu
 	once  sync.Once
 }
 
-// An attack is drawn and has its memory, but is not posted yet.
+// An attack is a request that has its memory but is not posted yet.
 type attack struct {
 	kind  kind
 	event uint64
@@ -46,16 +47,16 @@ type attack struct {
 }
 
 func newAttacker(q *queuePair, pd verbs.PD) (*attacker, error) {
-	a := &attacker{q: q, free: make(chan []byte, attackRoom)}
+	a := &attacker{q: q, free: make(chan []byte, maxAttacks)}
 	var err error
-	if a.mem, err = membuf.Alloc(attackRoom * attackBytes); err != nil {
+	if a.mem, err = membuf.Alloc(maxAttacks * attackBytes); err != nil {
 		return nil, err
 	}
 	if a.mr, err = pd.RegMR(a.mem); err != nil {
 		membuf.Free(a.mem)
 		return nil, err
 	}
-	for i := range attackRoom {
+	for i := range maxAttacks {
 		a.free <- a.mem[i*attackBytes : (i+1)*attackBytes : (i+1)*attackBytes]
 	}
 	return a, nil
@@ -64,15 +65,15 @@ func newAttacker(q *queuePair, pd verbs.PD) (*attacker, error) {
 func (a *attacker) release() {
 	a.once.Do(func() {
 		if err := a.mr.Dereg(); err != nil {
-			a.q.p.log.Error("memory of the fault injector could not be deregistered", "error", err)
+			a.q.p.log.Error("deregister memory of fault injector", "error", err)
 			return
 		}
 		membuf.Free(a.mem)
 	})
 }
 
-// plan draws the attacks behind a chain that is about to be posted. After the post its memory may
-// belong to somebody else. Caller holds the queue pair's mu.
+// plan returns the attacks for a chain. Call it before the post: afterwards the chain's memory may
+// have a new owner. The caller holds the queue pair's mu.
 func (a *attacker) plan(chain []*verbs.WorkRequest) (list []attack) {
 	var writes []*verbs.WorkRequest // since the last Send
 	for _, wr := range chain {
@@ -96,7 +97,7 @@ func (a *attacker) plan(chain []*verbs.WorkRequest) (list []attack) {
 	return list
 }
 
-// launch posts the attacks, now or after the delay of their kind, when the chain was posted.
+// launch posts the attacks of a posted chain, at once or after the delay of their kind.
 func (a *attacker) launch(list []attack) {
 	for i := range list {
 		at := &list[i]
@@ -105,8 +106,8 @@ func (a *attacker) launch(list []attack) {
 			a.post(at)
 			continue
 		}
-		a.q.late.after(d, func(early bool) {
-			if early { // the connection is being drained
+		a.q.delayed.after(d, func(draining bool) {
+			if draining { // the queue pair is draining
 				a.free <- at.buf
 				return
 			}
@@ -115,7 +116,7 @@ func (a *attacker) launch(list []attack) {
 	}
 }
 
-// drop gives the attacks up.
+// drop cancels attacks.
 func (a *attacker) drop(list []attack) {
 	for i := range list {
 		a.free <- list[i].buf
@@ -136,8 +137,8 @@ func (a *attacker) remember(t target) {
 	a.reads = append(a.reads, t)
 }
 
-// afterReads repeats the oldest RDMA Read that was not: with several calls under way its call is
-// the likeliest to be over.
+// afterReads repeats the oldest remembered RDMA Read. With several calls in flight, the oldest call
+// is the likeliest to have ended.
 func (a *attacker) afterReads(list []attack) []attack {
 	if !a.q.p.plan.rules[lateRead].on || len(a.reads) == 0 {
 		return list
@@ -150,7 +151,7 @@ func (a *attacker) afterReads(list []attack) []attack {
 	})
 }
 
-// afterWrites attacks the memory that the last of writes went to.
+// afterWrites attacks the memory of the last Write.
 func (a *attacker) afterWrites(list []attack, writes []*verbs.WorkRequest) []attack {
 	last := writes[len(writes)-1]
 	list = a.draw(list, lateWrite, func(_ uint64, buf []byte) verbs.WorkRequest {
@@ -161,18 +162,18 @@ func (a *attacker) afterWrites(list []attack, writes []*verbs.WorkRequest) []att
 		return a.write(buf[:n], last.RKey, last.RemoteAddr)
 	})
 	list = a.draw(list, staleKey, func(_ uint64, buf []byte) verbs.WorkRequest {
-		return a.write(stray(buf), last.RKey.WithKey(last.RKey.Key()-1), last.RemoteAddr)
+		return a.write(fillWild(buf), last.RKey.WithKey(last.RKey.Key()-1), last.RemoteAddr)
 	})
 	return a.draw(list, wildWrite, func(event uint64, buf []byte) verbs.WorkRequest {
-		return a.write(stray(buf), last.RKey, wildAddr(a.q.p.plan, event, writes))
+		return a.write(fillWild(buf), last.RKey, wildAddr(a.q.p.plan, event, writes))
 	})
 }
 
-// draw decides an event of kind k, and adds the attack that build makes if it strikes and there is
-// room for it.
+// draw counts an event of kind k. If the fault fires and a buffer is free, draw appends the attack
+// that build returns.
 func (a *attacker) draw(list []attack, k kind, build func(event uint64, buf []byte) verbs.WorkRequest) []attack {
-	event, strikes := a.q.p.event(k)
-	if !strikes {
+	event, fires := a.q.p.event(k)
+	if !fires {
 		return list
 	}
 	select {
@@ -183,12 +184,12 @@ func (a *attacker) draw(list []attack, k kind, build func(event uint64, buf []by
 	}
 }
 
-// wildAddr is one octet before the memory of the last Write's key, as far as the chain shows it, or
-// far behind.
+// wildAddr returns an address far after the memory of the last Write's key, or one byte before it.
+// wildAddr knows the start of the memory only from the Writes of this chain.
 func wildAddr(plan *Plan, event uint64, writes []*verbs.WorkRequest) uint64 {
 	last := writes[len(writes)-1]
 	if plan.choose(wildWrite, event, saltVariant, 2) == 0 {
-		return last.RemoteAddr + wildBeyond
+		return last.RemoteAddr + wildDistance
 	}
 	start := last.RemoteAddr
 	for _, wr := range writes {
@@ -204,16 +205,16 @@ func (a *attacker) write(data []byte, key verbs.RKey, addr uint64) verbs.WorkReq
 		SGList: []verbs.SGE{{Buf: data, LKey: a.mr.LKey()}}}
 }
 
-// stray is what a Write that goes astray carries.
-func stray(buf []byte) []byte {
-	for i := range wildBytes {
-		buf[i] = wildOctet
+// fillWild fills buf with the data of a wild Write.
+func fillWild(buf []byte) []byte {
+	for i := range wildSize {
+		buf[i] = wildByte
 	}
-	return buf[:wildBytes]
+	return buf[:wildSize]
 }
 
-// post posts an attack past the consumer. It is signaled, so that its memory and its place on the
-// queue are free again.
+// post posts an attack that the consumer does not see. The attack is signaled, so that its
+// completion frees its buffer and queue entry.
 func (a *attacker) post(at *attack) {
 	q := a.q
 	at.wr.Signaled = true
@@ -221,7 +222,7 @@ func (a *attacker) post(at *attack) {
 		q.adjust.sendComps.Add(-1)
 		a.free <- at.buf
 	}
-	if _, err := q.inner.PostSend(&at.wr); err != nil { // the connection is gone already
+	if _, err := q.inner.PostSend(&at.wr); err != nil { // the connection has ended
 		a.free <- at.buf
 		return
 	}

@@ -12,12 +12,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// attacked is a client with registered memory in the middle of other memory, and a server with
+// An attackTest has a client with registered memory inside a larger buffer, and a server with
 // faults.
-type attacked struct {
+type attackTest struct {
 	c, s *side
 	p    *faults.Provider
-	mem  []byte // all of it
+	mem  []byte // the whole buffer
 	key  verbs.RKey
 }
 
@@ -28,26 +28,27 @@ const (
 	regIOVA = 0x70000
 )
 
-func attack(t *testing.T, spec string, access verbs.Access) *attacked {
+func newAttackTest(t *testing.T, spec string, access verbs.Access) *attackTest {
 	t.Helper()
-	a := &attacked{p: broken(t, spec)}
+	a := &attackTest{p: withFaults(t, spec)}
 	a.c, a.s = connect(t, softiwarp.New(softiwarp.Config{}), a.p)
 	a.mem = a.c.buffer(memSize).Buf
 	mr := a.c.mr()
 	a.key = mr.RKey().WithKey(0x40)
 	a.s.recv("call", a.s.buffer(16))
 	a.c.recv("reply", a.c.buffer(16))
-	a.c.post(a.c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: mr, NewKey: 0x40, Access: access,
-		IOVA: regIOVA,
-		Segs: [][]byte{a.mem[regFrom:][:regLen]}}), a.c.wr("call", &verbs.WorkRequest{Opcode: verbs.OpSend}))
+	a.c.post(
+		a.c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: mr, NewKey: 0x40, Access: access, IOVA: regIOVA,
+			Segs: [][]byte{a.mem[regFrom:][:regLen]}}),
+		a.c.wr("call", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 	a.c.log.want("reg", verbs.StatusSuccess)
 	a.c.log.want("call", verbs.StatusSuccess)
 	a.s.log.want("call", verbs.StatusSuccess)
 	return a
 }
 
-// reply writes data in two Writes and sends, with an invalidation if fenced.
-func (a *attacked) reply(data string, fenced bool) {
+// reply posts two Writes of data and a Send, which invalidates the key if fenced is true.
+func (a *attackTest) reply(data string, fenced bool) {
 	b := a.s.buffer(64)
 	n := copy(b.Buf, data)
 	half := n / 2
@@ -63,57 +64,54 @@ func (a *attacked) reply(data string, fenced bool) {
 		a.s.wr("send", send))
 }
 
-// refused asserts that the client ended the connection over one access, and that all of its memory
-// but data is clean.
-func (a *attacked) refused(t *testing.T, data string) {
+// wantRefused checks that the client refused one access and ended the connection. All of its memory
+// except data must be zero.
+func (a *attackTest) wantRefused(t *testing.T, data string) {
 	t.Helper()
-	cause := a.c.wantGone()
+	cause := a.c.wantDisconnect()
 	var te *verbs.TerminateError
 	if !errors.As(cause, &te) || !te.Local {
-		t.Errorf("cause %v, want a Terminate of the client's", cause)
+		t.Errorf("disconnect cause: got %v, want a Terminate by the client", cause)
 	}
-	a.s.wantGone()
+	a.s.wantDisconnect()
 	if got := a.c.qp.Stats().RemoteAccessErrors; got != 1 {
-		t.Errorf("%d accesses were refused, want 1", got)
+		t.Errorf("refused accesses: got %d, want 1", got)
 	}
 	want := make([]byte, memSize)
 	copy(want[regFrom:], data)
 	if !bytes.Equal(a.mem, want) {
-		t.Error("memory was written that must not be")
+		t.Error("memory outside of the reply was written")
 	}
 	a.s.qp.Drain()
 	if st := a.s.qp.Stats(); st.SendCompletions > st.PostedSendWRs {
-		t.Errorf("stats do not add up: %+v", st)
+		t.Errorf("stats: got more completions than posts: %+v", st)
 	}
 }
 
-func TestLateWrite(t *testing.T) {
-	const data = "sixteen octets.."
-	a := attack(t, "seed=1,late-write=1:1ms", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
+func TestLateWriteIsRefused(t *testing.T) {
+	const data = "sixteen bytes..."
+	a := newAttackTest(t, "seed=1,late-write=1:1ms", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
 	a.reply(data, true)
 	a.c.log.want("reply", verbs.StatusSuccess)
-	a.refused(t, data)
+	a.wantRefused(t, data)
 	if st := a.s.qp.Stats(); st.PostedSendWRs != 3 || st.PostedChains != 1 || st.SendCompletions != 3 {
-		t.Errorf("the consumer's counters have the attack in them: %+v", st)
+		t.Errorf("stats contain the attack: %+v", st)
 	}
 	wantCounts(t, a.p, faults.Count{Name: "late-write", Injected: 1})
 }
 
-// TestLateWriteRepeats: a client that does not fence gets the same octets once more, at the same
-// place.
-func TestLateWriteRepeats(t *testing.T) {
-	const data = "sixteen octets.."
-	a := attack(t, "seed=1,late-write=2:1s", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
-	a.reply("----------------", false) // event 1 is not struck
+// TestLateWriteRepeatsUnfencedWrite checks that a late Write repeats the same bytes at the same
+// address. The client here does not fence its memory.
+func TestLateWriteRepeatsUnfencedWrite(t *testing.T) {
+	const data = "sixteen bytes..."
+	a := newAttackTest(t, "seed=1,late-write=2:1s", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
+	a.reply("----------------", false) // the fault does not fire at event 1
 	a.c.log.want("reply", verbs.StatusSuccess)
 	a.c.recv("reply", a.c.buffer(16))
 	a.reply(data, false)
 	a.c.log.want("reply", verbs.StatusSuccess)
 	clear(a.mem)
-	for {
-		if a.p.Counts()[0].Injected == 1 {
-			break
-		}
+	for a.p.Counts()[0].Injected != 1 {
 		time.Sleep(time.Millisecond)
 	}
 	a.c.recv("last", a.c.buffer(16))
@@ -122,58 +120,60 @@ func TestLateWriteRepeats(t *testing.T) {
 	want := make([]byte, memSize)
 	copy(want[regFrom+8:], data[8:])
 	if !bytes.Equal(a.mem, want) {
-		t.Errorf("memory is %q, want the second Write once more", a.mem[regFrom:][:16])
+		t.Errorf("memory: got %q, want the second Write again", a.mem[regFrom:][:16])
 	}
-	if len(a.c.gone) != 0 {
-		t.Error("the connection ended")
+	if len(a.c.disconnects) != 0 {
+		t.Error("the connection ended, want it to continue")
 	}
 }
 
-func TestLateRead(t *testing.T) {
-	a := attack(t, "seed=1,late-read=1:1ms", verbs.AccessRemoteRead)
+func TestLateReadIsRefused(t *testing.T) {
+	a := newAttackTest(t, "seed=1,late-read=1:1ms", verbs.AccessRemoteRead)
 	b := a.s.buffer(8)
 	a.s.post(a.s.wr("read", &verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: a.key, RemoteAddr: regIOVA,
 		SGList: []verbs.SGE{{Buf: b.Buf[:8], LKey: b.LKey}}}))
 	a.s.log.want("read", verbs.StatusSuccess)
 	a.s.post(a.s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: a.key}))
 	a.c.log.want("reply", verbs.StatusSuccess)
-	a.refused(t, "")
+	a.wantRefused(t, "")
 	wantCounts(t, a.p, faults.Count{Name: "late-read", Injected: 1})
 }
 
-// TestLateReadOnce: a Read is repeated once, and nothing is without one.
-func TestLateReadOnce(t *testing.T) {
-	a := attack(t, "seed=1,late-read=1:1ms,late-write=1:1ms", verbs.AccessRemoteRead)
+// TestLateReadNeedsEarlierRead checks that neither late-read nor late-write fires without an RDMA
+// Read or Write.
+func TestLateReadNeedsEarlierRead(t *testing.T) {
+	a := newAttackTest(t, "seed=1,late-read=1:1ms,late-write=1:1ms", verbs.AccessRemoteRead)
 	a.s.post(a.s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 	a.c.log.want("reply", verbs.StatusSuccess)
 	a.s.qp.Drain()
 	wantCounts(t, a.p, faults.Count{Name: "late-write", Injected: 0}, faults.Count{Name: "late-read", Injected: 0})
 }
 
-func TestStaleKey(t *testing.T) {
-	const data = "sixteen octets.."
-	a := attack(t, "seed=1,stale-key=1", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
+func TestStaleKeyIsRefused(t *testing.T) {
+	const data = "sixteen bytes..."
+	a := newAttackTest(t, "seed=1,stale-key=1", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
 	a.reply(data, false)
 	a.c.log.want("reply", verbs.StatusSuccess)
-	a.refused(t, data)
+	a.wantRefused(t, data)
 	wantCounts(t, a.p, faults.Count{Name: "stale-key", Injected: 1})
 }
 
-func TestWildWrite(t *testing.T) {
-	const data = "sixteen octets.."
+func TestWildWriteIsRefused(t *testing.T) {
+	const data = "sixteen bytes..."
 	for seed := range 6 {
-		a := attack(t, fmt.Sprintf("seed=%d,wild-write=1", seed), verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
+		a := newAttackTest(t, fmt.Sprintf("seed=%d,wild-write=1", seed), verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
 		a.reply(data, false)
 		a.c.log.want("reply", verbs.StatusSuccess)
-		a.refused(t, data)
+		a.wantRefused(t, data)
 		wantCounts(t, a.p, faults.Count{Name: "wild-write", Injected: 1})
 	}
 }
 
-// TestDrainDropsAttacks: an attack that is due in an hour keeps nobody waiting, and is not counted.
-func TestDrainDropsAttacks(t *testing.T) {
-	a := attack(t, "seed=1,late-write=1:1h", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
-	a.reply("sixteen octets..", false)
+// TestDrainCancelsAttacks checks that Drain does not wait for an attack with a delay of one hour.
+// The attack is not counted.
+func TestDrainCancelsAttacks(t *testing.T) {
+	a := newAttackTest(t, "seed=1,late-write=1:1h", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
+	a.reply("sixteen bytes...", false)
 	a.c.log.want("reply", verbs.StatusSuccess)
 	a.s.qp.Drain()
 	wantCounts(t, a.p, faults.Count{Name: "late-write", Injected: 0})

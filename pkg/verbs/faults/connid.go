@@ -12,7 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A connID is what both sides' ConnIDs have in common.
+// A connID is the common part of activeID and connRequest.
 type connID struct {
 	p     *Provider
 	inner verbs.ConnID
@@ -35,13 +35,13 @@ func (c *connID) Peer() verbs.ConnParam      { return c.inner.Peer() }
 func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
 	domain, ok := pd.(*protectionDomain)
 	if !ok {
-		return nil, fmt.Errorf("faults: create QP: the protection domain belongs to another device: %w",
+		return nil, fmt.Errorf("faults: create QP: protection domain belongs to another device: %w",
 			verbs.ErrInvalid)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
-		return nil, fmt.Errorf("faults: create QP: the connection was closed: %w", verbs.ErrInvalid)
+		return nil, fmt.Errorf("faults: create QP: connection is closed: %w", verbs.ErrInvalid)
 	}
 	q, err := newQP(c.p, domain, attr, func(inner verbs.QPInitAttr) (verbs.QP, error) {
 		return c.inner.CreateQP(domain.inner, inner)
@@ -53,7 +53,8 @@ func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) 
 	return q, nil
 }
 
-// Close drains and releases. Later callers wait for the first inside Drain and the inner Close.
+// Close drains and releases the connection. A concurrent second call waits in Drain and in the
+// inner Close.
 func (c *connID) Close() error {
 	q := c.end()
 	if q != nil {
@@ -66,7 +67,7 @@ func (c *connID) Close() error {
 	return err
 }
 
-// end allows no queue pair from now on, and returns the one there is.
+// end forbids new queue pairs and returns the existing one, or nil.
 func (c *connID) end() *queuePair {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -77,19 +78,19 @@ func (c *connID) end() *queuePair {
 type activeID struct {
 	connID
 	inner   verbs.ActiveID
-	refused atomic.Bool // a Connect was made to fail
+	refused atomic.Bool // an earlier Connect failed by injection
 }
 
-var errTwice = errors.New("it was tried before")
+var errConnectRepeated = errors.New("connect was already called")
 
 func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	fail := func(kind verbs.ConnErrorKind, err error) error {
 		return &verbs.ConnError{Kind: kind, Phase: "connect", Addr: a.RemoteAddr().String(), Err: err}
 	}
 	if a.refused.Load() {
-		return fail(verbs.ConnLocal, errTwice)
+		return fail(verbs.ConnLocal, errConnectRepeated)
 	}
-	if n, strikes := a.p.event(connectFail); strikes {
+	if n, fires := a.p.event(connectFail); fires {
 		a.refused.Store(true)
 		a.p.count(connectFail, n)
 		return fail(verbs.ConnUnreachable, injectedError(connectFail, n, syscall.ECONNREFUSED))
@@ -106,7 +107,7 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 	return r.inner.Accept(ctx, param)
 }
 
-// Reject closes the ConnID as well.
+// Reject also closes the ConnID.
 func (r *connRequest) Reject(privateData []byte) error {
 	q := r.end()
 	err := r.inner.Reject(privateData)

@@ -6,13 +6,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A completionQueue calls handlers one after the other, whether the completion comes from the inner
-// queue's goroutine or, delayed or made up, from another.
+// A completionQueue runs handlers one at a time, on the inner queue's goroutine or on the
+// decorator's.
 type completionQueue struct {
 	inner verbs.CQ
 
 	mu sync.Mutex           // held while a handler runs
-	wc verbs.WorkCompletion // what the handler is shown; guarded by mu
+	wc verbs.WorkCompletion // argument of the handler; guarded by mu
 }
 
 func (c *completionQueue) Close() error { return c.inner.Close() }

@@ -1,106 +1,118 @@
-// Package faults is a verbs provider that breaks another on purpose: [New] decorates any
-// [verbs.Provider] with the faults of a [Plan], for tests, for the lab and for operators who want
-// to see how their mounts take them. It does not depend on the testing package, so that a daemon
-// may link it; whoever turns it on must say so loudly, and New itself logs a warning.
+// Package faults is a verbs provider that injects faults: [New] decorates any [verbs.Provider] with
+// the faults of a [Plan]. The package serves tests, the lab, and operators who want to see how
+// their mounts react to faults. A daemon may link the package, because it does not depend on the
+// testing package. New logs a warning. A program that enables faults must also show this to its
+// users.
 //
 // # Plans
 //
-// A plan is words with a comma between them:
+// A plan is a list of words separated by commas:
 //
 //	seed=42,disconnect-every=100,post-fail=50:2,delay-reply=~30:20ms
 //
-// N is an interval, counted in the events that the fault can strike, over all connections of the
-// provider: N strikes at exactly every Nth, ~N at random with mean N. K is a position in a chain of
-// work requests, from 0, or * for a random one. D is a duration. Whether the event numbered k of a
-// fault is struck, and every other choice, is a function of the seed, the fault and k alone: the
-// same order of events meets the same faults. Without seed= one is chosen; [Plan.String] prints it
-// with the rest, and what it prints repeats the run. With several goroutines that post at the same
-// time the order of events is theirs, and only the ordinals are the same.
+// N is an interval in events of the fault, counted over all connections of the provider: N fires at
+// every Nth event, ~N at random with mean N. K is a position in a chain of work requests, counted
+// from 0; * is a random position. D is a duration.
+//
+// Whether a fault fires at its kth event depends only on the seed, the fault and k. The same holds
+// for every other random choice. The same order of events therefore has the same faults. Without
+// seed= a seed is chosen. [Plan.String] prints it with the plan, and the printed plan repeats the
+// run. If several goroutines post at the same time, their order may differ between runs. The
+// numbers of the events at which a fault fires do not differ.
 //
 // # Faults
 //
-//   - disconnect-every=N: every Nth PostSend of all queue pairs tears its connection down, before the post
-//     (which fails), in the middle of it (a part is posted, the rest is accepted and flushed) or after it. The
-//     layer above is to reconnect, and send the calls again that were under way.
-//   - post-fail=N:K: every Nth chain that has a position K fails there: what stands before K is posted, K and
-//     what follows is not. The layer above is to give the MRs that were not registered back, and end the
-//     connection or send again.
-//   - flush-reg=N: every Nth chain with a FastReg is accepted, but from one of its FastRegs on it is flushed
-//     and the connection ends. The layer above is to treat the MRs from there on as in an unknown state,
-//     recycle them, reconnect.
-//   - reg-error=N: every Nth FastReg completes with a memory bind or local protection error, what follows is
-//     flushed and the connection ends. The layer above is to log it as an error, recycle the MR, reconnect.
-//   - linv-error=N: every Nth LocalInv completes with an error that is no flush, what follows is flushed and
-//     the connection ends. The layer above is to log it as an error, take the memory as not fenced until the MR
-//     is destroyed, reconnect.
-//   - delay-reply=N:D: the Receive of every Nth message completes D later; others overtake it and keep their
-//     order. The layer above is to wait, without holding other calls up.
-//   - lose-reply=N: every Nth message is swallowed, its Receive posted again; an invalidation that came with it
-//     stays done. The layer above is to time the call out, end the connection and send the call again on the
-//     next one.
-//   - credits=C: the credit field of every RPC-over-RDMA version 1 message received is cut to C. The layer
-//     above is to have no more than max(C, 1) calls under way.
-//   - alloc-fail=N: every Nth AllocMR fails with ENOMEM. The layer above is to let the call wait for an MR that
-//     is free; lose none.
-//   - dereg-fail=N: every Nth Dereg of an MR of AllocMR fails; the MR lives on until its protection domain is
-//     deallocated. The layer above is to count the MR as orphaned and let nobody have its memory before the
-//     connection is gone.
-//   - connect-fail=N: every Nth Connect fails as unreachable, and sends nothing. The layer above is to try
-//     again after the back-off.
-//   - late-write=N[:D]: D (5ms) after every Nth Send with an RDMA Write in its chain, the Write is done again,
-//     up to a page of it. The peer is to refuse it, count it, end the connection, hand out no octet of it.
-//   - late-read=N[:D]: D (5ms) after every Nth Send that follows an RDMA Read, the oldest Read that was not yet
-//     repeated is. The peer is to refuse it, count it, end the connection.
-//   - stale-key=N: every Nth Send with an RDMA Write in its chain is followed by a Write to the same address
-//     with the key before. The peer is to refuse it, count it, end the connection.
-//   - wild-write=N: every Nth Send with an RDMA Write in its chain is followed by a Write with its key one
-//     octet before its memory, or far behind it. The peer is to refuse it, count it, end the connection.
+//   - disconnect-every=N: every Nth PostSend of all queue pairs ends its connection: before the
+//     post, which fails; in the middle, so that a part is posted and the rest is accepted and
+//     flushed; or after the post. The layer above must reconnect and retry the pending calls.
+//   - post-fail=N:K: every Nth chain with a position K fails at K: the requests before K are
+//     posted, the others are not. The layer above must release the MRs that were not registered,
+//     and disconnect or retry.
+//   - flush-reg=N: every Nth chain with a FastReg is accepted, but one of its FastRegs and all
+//     later requests are flushed and the connection ends. The layer above must treat these MRs as
+//     being in an unknown state, recycle them, reconnect.
+//   - reg-error=N: every Nth FastReg completes with a memory bind error or local protection error,
+//     later requests are flushed and the connection ends. The layer above must log an error,
+//     recycle the MR, reconnect.
+//   - linv-error=N: every Nth LocalInv completes with an error other than a flush, later requests
+//     are flushed and the connection ends. The layer above must log an error, treat the memory as
+//     not fenced until the MR is destroyed, reconnect.
+//   - delay-reply=N:D: the Receive of every Nth message completes D later, after messages that
+//     arrived later. The layer above must wait without blocking other calls.
+//   - lose-reply=N: every Nth message is dropped and its Receive posted again; the message's
+//     invalidation stays in effect. The layer above must let the call time out, disconnect, retry
+//     the call on the next connection.
+//   - credits=C: the credit field of every received RPC-over-RDMA version 1 message is limited to
+//     C. The layer above must have at most max(C, 1) calls in flight.
+//   - alloc-fail=N: every Nth AllocMR fails with ENOMEM. The layer above must let the call wait for
+//     a free MR, lose no call.
+//   - dereg-fail=N: every Nth Dereg of an MR from AllocMR fails; the MR stays valid until its
+//     protection domain is deallocated. The layer above must count the MR as orphaned, reuse its
+//     memory only after the connection has ended.
+//   - connect-fail=N: every Nth Connect fails as unreachable and sends nothing. The layer above
+//     must retry after the back-off.
+//   - late-write=N[:D]: D (default 5ms) after every Nth Send with an RDMA Write in its chain, up to
+//     4096 bytes of the Write are repeated. The peer must refuse the access, count it, disconnect,
+//     return no byte of it.
+//   - late-read=N[:D]: D (default 5ms) after every Nth Send that follows an RDMA Read, the oldest
+//     RDMA Read not yet repeated is repeated. The peer must refuse the access, count it,
+//     disconnect.
+//   - stale-key=N: after every Nth Send with an RDMA Write in its chain, a Write with the previous
+//     key goes to the same address. The peer must refuse the access, count it, disconnect.
+//   - wild-write=N: after every Nth Send with an RDMA Write in its chain, a Write with the same key
+//     goes to one byte before the memory or far after it. The peer must refuse the access, count
+//     it, disconnect.
 //
-// A chain can be struck by one of disconnect-every, post-fail, flush-reg, reg-error and linv-error
-// only, the first of them in this order; it is then no event for those behind it. Faults that end
-// the connection do what a device does: the queue pair goes to the error state, what the device has
-// not executed is flushed, requests of earlier chains included, in the order posted; OnDisconnect
-// is called with an [*Error] that unwraps to the system's error. All errors that faults return are,
-// or wrap, an [*Error], but for the [verbs.ErrQPState] of a post that found its connection torn
-// down.
+// At most one of disconnect-every, post-fail, flush-reg, reg-error and linv-error fires for one
+// chain: the first one in this order. The chain is then no event of the faults after it.
 //
-// late-write, late-read, stale-key and wild-write are for the side that a server decorates; it is
-// the peer that must withstand them. They are posted beside the consumer's requests, at most 8 at a
-// time on one queue pair, more are left out; the devices' and queues' limits are lowered and raised
-// by so many. They take it that a server posts the last Write of a reply in one chain with the
-// Send, and that the first Write of a segment in that chain is at the segment's start. The data of
-// a late Write are those that it repeats, so that it harms nobody when the client has not fenced
-// the memory yet, and whoever got the memory next when the fence does not hold.
+// A fault that ends the connection does what a device does. The queue pair enters the error state.
+// Requests that the device has not executed are flushed in the order of their posts, including
+// those of earlier chains. OnDisconnect is called with an [*Error] that unwraps to the system's
+// error. All errors of faults are or wrap an [*Error]. The exception is the [verbs.ErrQPState] of a
+// post whose connection has ended.
 //
-// Only what was done is counted ([Provider.Counts]): a Write whose connection had ended before it
-// was due is not.
+// A server uses late-write, late-read, stale-key and wild-write to attack its clients. The
+// decorator posts the attacks beside the consumer's requests. One queue pair has at most 8 attacks
+// in flight; further attacks are skipped. The device limits and queue sizes are adjusted by 8.
 //
-// # What it promises
+// The attacks assume that a server posts the last Write of a reply in one chain with the Send. The
+// attacks also assume that the first Write to a segment in that chain is at the segment's start. A
+// late Write carries the data of the Write that it repeats. A late Write does no harm while the
+// client has not fenced the memory. A late Write does harm if fencing fails and the memory has a
+// new owner.
+//
+// [Provider.Counts] counts only what was done. An attack whose connection ended first is not
+// counted.
+//
+// # Promises
 //
 // Without faults a decorated provider passes the conformance suite of verbstest. Work requests are
-// copied, never changed. Each request posted completes exactly once, on the decorated queue pair,
-// and handlers of one completion queue run one at a time. Drain and Close return when that has
-// happened: a message that is being delayed is then delivered at once, an attack that is put off is
-// dropped. OnDisconnect is called at most once. It allocates for every post; it is not for
-// benchmarks.
+// copied and never changed. Each accepted request completes exactly once, on the decorated queue
+// pair. The handlers of one completion queue run one at a time.
+//
+// Drain and Close return after all requests have completed. Drain and Close deliver delayed
+// messages at once and cancel delayed attacks. OnDisconnect is called at most once. Each post
+// allocates memory, so the decorator does not suit benchmarks.
 //
 // # Goroutines and locks
 //
-// A timer for each message delayed and each attack put off, and one goroutine that ends a
-// connection; all of them end with the Drain or Close of their queue pair, but for a call of
+// Each delayed message and each delayed attack has a timer. One goroutine per queue pair ends a
+// connection. All of them end with the Drain or Close of their queue pair, except a call of
 // OnDisconnect that is still running.
 //
-//	completionQueue.mu    held around each handler, which may post: taken before queuePair.mu
-//	queuePair.mu          the state, the order of posts, the requests that will never reach the device; held around the inner PostSend, which never waits
-//	timers.mu             what is put off
-//	protectionDomain.mu   MRs whose Dereg was made to fail
-//	connID.mu             the queue pair of a connection
+//	completionQueue.mu    held during each handler, which may post: lock it before queuePair.mu
+//	queuePair.mu          guards the state, the order of posts and the unposted requests;
+//	                      held during the inner PostSend, which does not block
+//	timers.mu             guards the delayed jobs
+//	protectionDomain.mu   guards the MRs whose Dereg failed by injection
+//	connID.mu             guards the queue pair of a connection
 //
 // # Files
 //
-//	fault.go, plan.go         the table of faults; plans and what is drawn from their seeds
-//	provider.go, connid.go    provider, listener, device, both sides' ConnIDs
+//	fault.go, plan.go         the table of faults; plans and their random choices
+//	provider.go, connid.go    provider, listener, device, the ConnIDs of both sides
 //	memory.go, cq.go          protection domain and MRs; the order of handlers
-//	qp.go, decide.go          posting, completing, the end of a connection; which fault has a chain
-//	attack.go, timers.go      the faults of a server; what is put off
+//	qp.go, inject.go          posting, completing, disconnecting; the choice of a chain's fault
+//	attack.go, timers.go      attacks of a server; delayed jobs
 package faults

@@ -2,8 +2,8 @@ package faults
 
 import "time"
 
-// A kind is one fault. Its number is part of every decision, so that a seed means the same in every
-// run of a version.
+// A kind is one fault. The fault's decisions depend on the number of its kind. The order of the
+// constants must therefore not change within a version, or seeds change their meaning.
 type kind uint8
 
 const (
@@ -14,7 +14,7 @@ const (
 	linvError
 	delayReply
 	loseReply
-	creditCut
+	creditLimit
 	allocFail
 	deregFail
 	connectFail
@@ -25,7 +25,7 @@ const (
 	numKinds
 )
 
-// A form is what stands behind the name of a fault in a plan.
+// A form is the syntax of a fault's argument.
 type form uint8
 
 const (
@@ -38,78 +38,90 @@ const (
 
 var formSyntax = [...]string{"N", "N:K", "N:D", "N[:D]", "C"}
 
-// defaultLate is how long after the Send a late access comes unless the plan says otherwise: long
-// enough for a client to fence what the Send was the answer for.
+// defaultLate is the default delay of a late access after the Send. A client has fenced the memory
+// of the call by that time.
 const defaultLate = 5 * time.Millisecond
 
 // A Fault describes one fault for help texts and documentation.
 type Fault struct {
-	// Name as plans spell it, without the argument.
+	// Name is the name in plans, without the argument.
 	Name string
-	// Syntax is the argument: N an interval in events (~N a random one of mean N), K a position in
-	// a chain counted from 0 (* a random one), D a duration as Go writes it, C a number of credits.
+	// Syntax is the argument. N is an interval in events (~N: random with mean N). K is a position
+	// in a chain, counted from 0 (*: random). D is a duration in Go's syntax. C is a number of
+	// credits.
 	Syntax string
-	// Does tells what happens at the level of verbs.
+	// Does describes the effect on the verbs interface.
 	Does string
-	// Expect tells what the layer above is to make of it.
+	// Expect describes the correct reaction of the layer above.
 	Expect string
 }
 
-// faults is the table of all faults, by kind. doc.go repeats it in prose.
+// faults describes all faults, indexed by kind. doc.go repeats the texts.
 var faults = [numKinds]struct {
 	form form
 	Fault
 }{
 	disconnectEvery: {formEvery, Fault{Name: "disconnect-every",
-		Does:   "every Nth PostSend of all queue pairs tears its connection down, before the post (which fails), in the middle of it (a part is posted, the rest is accepted and flushed) or after it",
-		Expect: "reconnect, and send the calls again that were under way"}},
+		Does: "every Nth PostSend of all queue pairs ends its connection: before the post, which fails; " +
+			"in the middle, so that a part is posted and the rest is accepted and flushed; or after the " +
+			"post",
+		Expect: "reconnect and retry the pending calls"}},
 	postFail: {formPosition, Fault{Name: "post-fail",
-		Does:   "every Nth chain that has a position K fails there: what stands before K is posted, K and what follows is not",
-		Expect: "give the MRs that were not registered back, and end the connection or send again"}},
+		Does:   "every Nth chain with a position K fails at K: the requests before K are posted, the others are not",
+		Expect: "release the MRs that were not registered, and disconnect or retry"}},
 	flushReg: {formEvery, Fault{Name: "flush-reg",
-		Does:   "every Nth chain with a FastReg is accepted, but from one of its FastRegs on it is flushed and the connection ends",
-		Expect: "treat the MRs from there on as in an unknown state, recycle them, reconnect"}},
+		Does: "every Nth chain with a FastReg is accepted, but one of its FastRegs and all later requests " +
+			"are flushed and the connection ends",
+		Expect: "treat these MRs as being in an unknown state, recycle them, reconnect"}},
 	regError: {formEvery, Fault{Name: "reg-error",
-		Does:   "every Nth FastReg completes with a memory bind or local protection error, what follows is flushed and the connection ends",
-		Expect: "log it as an error, recycle the MR, reconnect"}},
+		Does: "every Nth FastReg completes with a memory bind error or local protection error, later " +
+			"requests are flushed and the connection ends",
+		Expect: "log an error, recycle the MR, reconnect"}},
 	linvError: {formEvery, Fault{Name: "linv-error",
-		Does:   "every Nth LocalInv completes with an error that is no flush, what follows is flushed and the connection ends",
-		Expect: "log it as an error, take the memory as not fenced until the MR is destroyed, reconnect"}},
+		Does: "every Nth LocalInv completes with an error other than a flush, later requests are flushed " +
+			"and the connection ends",
+		Expect: "log an error, treat the memory as not fenced until the MR is destroyed, reconnect"}},
 	delayReply: {formDelay, Fault{Name: "delay-reply",
-		Does:   "the Receive of every Nth message completes D later; others overtake it and keep their order",
-		Expect: "wait; other calls are not held up"}},
+		Does:   "the Receive of every Nth message completes D later, after messages that arrived later",
+		Expect: "wait without blocking other calls"}},
 	loseReply: {formEvery, Fault{Name: "lose-reply",
-		Does:   "every Nth message is swallowed, its Receive posted again; an invalidation that came with it stays done",
-		Expect: "time the call out, end the connection and send the call again on the next one"}},
-	creditCut: {formValue, Fault{Name: "credits",
-		Does:   "the credit field of every RPC-over-RDMA version 1 message received is cut to C",
-		Expect: "have no more than max(C, 1) calls under way"}},
+		Does: "every Nth message is dropped and its Receive posted again; the message's invalidation " +
+			"stays in effect",
+		Expect: "let the call time out, disconnect, retry the call on the next connection"}},
+	creditLimit: {formValue, Fault{Name: "credits",
+		Does:   "the credit field of every received RPC-over-RDMA version 1 message is limited to C",
+		Expect: "have at most max(C, 1) calls in flight"}},
 	allocFail: {formEvery, Fault{Name: "alloc-fail",
 		Does:   "every Nth AllocMR fails with ENOMEM",
-		Expect: "let the call wait for an MR that is free; lose none"}},
+		Expect: "let the call wait for a free MR, lose no call"}},
 	deregFail: {formEvery, Fault{Name: "dereg-fail",
-		Does:   "every Nth Dereg of an MR of AllocMR fails; the MR lives on until its protection domain is deallocated",
-		Expect: "count the MR as orphaned and let nobody have its memory before the connection is gone"}},
+		Does: "every Nth Dereg of an MR from AllocMR fails; the MR stays valid until its protection " +
+			"domain is deallocated",
+		Expect: "count the MR as orphaned, reuse its memory only after the connection has ended"}},
 	connectFail: {formEvery, Fault{Name: "connect-fail",
-		Does:   "every Nth Connect fails as unreachable, and sends nothing",
-		Expect: "try again after the back-off"}},
+		Does:   "every Nth Connect fails as unreachable and sends nothing",
+		Expect: "retry after the back-off"}},
 	lateWrite: {formLateDelay, Fault{Name: "late-write",
-		Does:   "D (5ms) after every Nth Send with an RDMA Write in its chain, the Write is done again, up to a page of it",
-		Expect: "(at the peer) refuse it, count it, end the connection, hand out no octet of it"}},
+		Does: "D (default 5ms) after every Nth Send with an RDMA Write in its chain, up to 4096 bytes of " +
+			"the Write are repeated",
+		Expect: "(the peer) refuse the access, count it, disconnect, return no byte of it"}},
 	lateRead: {formLateDelay, Fault{Name: "late-read",
-		Does:   "D (5ms) after every Nth Send that follows an RDMA Read, the oldest Read that was not yet repeated is",
-		Expect: "(at the peer) refuse it, count it, end the connection"}},
+		Does: "D (default 5ms) after every Nth Send that follows an RDMA Read, the oldest RDMA Read not " +
+			"yet repeated is repeated",
+		Expect: "(the peer) refuse the access, count it, disconnect"}},
 	staleKey: {formEvery, Fault{Name: "stale-key",
-		Does:   "every Nth Send with an RDMA Write in its chain is followed by a Write to the same address with the key before",
-		Expect: "(at the peer) refuse it, count it, end the connection"}},
+		Does: "after every Nth Send with an RDMA Write in its chain, a Write with the previous key goes " +
+			"to the same address",
+		Expect: "(the peer) refuse the access, count it, disconnect"}},
 	wildWrite: {formEvery, Fault{Name: "wild-write",
-		Does:   "every Nth Send with an RDMA Write in its chain is followed by a Write with its key one octet before its memory, or far behind it",
-		Expect: "(at the peer) refuse it, count it, end the connection"}},
+		Does: "after every Nth Send with an RDMA Write in its chain, a Write with the same key goes to " +
+			"one byte before the memory or far after it",
+		Expect: "(the peer) refuse the access, count it, disconnect"}},
 }
 
 func (k kind) String() string { return faults[k].Name }
 
-// All lists every fault, in the order in which plans print them.
+// All returns all faults, in the order in which plans print them.
 func All() []Fault {
 	list := make([]Fault, 0, numKinds)
 	for i := range faults {

@@ -14,7 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-const patience = 30 * time.Second
+const testTimeout = 30 * time.Second
 
 const queueDepth = 64
 
@@ -29,32 +29,32 @@ func parse(t testing.TB, spec string) *faults.Plan {
 	return p
 }
 
-// broken is a softiwarp with the faults of spec.
-func broken(t testing.TB, spec string) *faults.Provider {
+// withFaults returns a softiwarp provider with the faults of spec.
+func withFaults(t testing.TB, spec string) *faults.Provider {
 	t.Helper()
 	return faults.New(softiwarp.New(softiwarp.Config{}), parse(t, spec), nil)
 }
 
-func within(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+func timeoutContext(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
 	t.Cleanup(cancel)
 	return ctx
 }
 
 // A side is one end of a connection.
 type side struct {
-	t    testing.TB
-	id   verbs.ConnID
-	pd   verbs.PD
-	cq   verbs.CQ
-	qp   verbs.QP
-	gone chan error
-	log  *log // of every completion
+	t           testing.TB
+	id          verbs.ConnID
+	pd          verbs.PD
+	cq          verbs.CQ
+	qp          verbs.QP
+	disconnects chan error
+	log         *completionLog // all completions
 }
 
 func newSide(t testing.TB, id verbs.ConnID) *side {
 	t.Helper()
-	s := &side{t: t, id: id, gone: make(chan error, 4), log: newLog(t)}
+	s := &side{t: t, id: id, disconnects: make(chan error, 4), log: newLog(t)}
 	var err error
 	if s.pd, err = id.Device().AllocPD(); err != nil {
 		t.Fatal(err)
@@ -64,7 +64,7 @@ func newSide(t testing.TB, id verbs.ConnID) *side {
 	}
 	s.qp, err = id.CreateQP(s.pd, verbs.QPInitAttr{SendCQ: s.cq, RecvCQ: s.cq, MaxSendWR: queueDepth,
 		MaxRecvWR: queueDepth, MaxSendSGE: 2,
-		OnDisconnect: func(cause error) { s.gone <- cause }})
+		OnDisconnect: func(cause error) { s.disconnects <- cause }})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -78,36 +78,36 @@ func newSide(t testing.TB, id verbs.ConnID) *side {
 		if err := s.pd.Dealloc(); err != nil {
 			t.Errorf("deallocate protection domain: %v", err)
 		}
-		if n := len(s.gone); n > 1 {
-			t.Errorf("OnDisconnect was called %d times", n)
+		if n := len(s.disconnects); n > 1 {
+			t.Errorf("OnDisconnect calls: got %d, want at most 1", n)
 		}
 	})
 	return s
 }
 
-// connect makes a connection between two providers; the client's first message, with which the
-// server may speak, is through.
+// connect makes a connection between two providers. The server may not send before the client's
+// first message.
 func connect(t testing.TB, client, server verbs.Provider) (c, s *side) {
 	t.Helper()
-	l, err := server.Listen(within(t), loopback)
+	l, err := server.Listen(timeoutContext(t), loopback)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	id, err := client.Resolve(within(t), l.Addr())
+	id, err := client.Resolve(timeoutContext(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
 	c = newSide(t, id)
 	connected := make(chan error, 1)
 	param := verbs.ConnParam{ResponderResources: 8, InitiatorDepth: 8}
-	go func() { connected <- id.Connect(within(t), param) }()
-	req, err := l.Accept(within(t))
+	go func() { connected <- id.Connect(timeoutContext(t), param) }()
+	req, err := l.Accept(timeoutContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
 	s = newSide(t, req)
-	if err := req.Accept(within(t), param); err != nil {
+	if err := req.Accept(timeoutContext(t), param); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-connected; err != nil {
@@ -116,8 +116,9 @@ func connect(t testing.TB, client, server verbs.Provider) (c, s *side) {
 	return c, s
 }
 
-// clean is connect with an undecorated server that may speak.
-func clean(t testing.TB, client verbs.Provider) (c, s *side) {
+// connectClient makes a connection to a server without faults, and sends the client's first
+// message.
+func connectClient(t testing.TB, client verbs.Provider) (c, s *side) {
 	t.Helper()
 	c, s = connect(t, client, softiwarp.New(softiwarp.Config{}))
 	s.recv("open", s.buffer(16))
@@ -161,7 +162,7 @@ func (s *side) mr() verbs.MR {
 	return m
 }
 
-// wr makes a request signaled and logged.
+// wr makes a request signaled and records its completion.
 func (s *side) wr(name string, wr *verbs.WorkRequest) *verbs.WorkRequest {
 	wr.Signaled = true
 	wr.Done = s.log.handler(name, &s.qp)
@@ -175,7 +176,7 @@ func chain(wrs ...*verbs.WorkRequest) *verbs.WorkRequest {
 	return wrs[0]
 }
 
-// post posts a chain that must be taken.
+// post posts a chain and fails the test on an error.
 func (s *side) post(wrs ...*verbs.WorkRequest) {
 	s.t.Helper()
 	if bad, err := s.qp.PostSend(chain(wrs...)); err != nil {
@@ -183,7 +184,7 @@ func (s *side) post(wrs ...*verbs.WorkRequest) {
 	}
 }
 
-// write is an RDMA Write of no octets, which has no effect but its completion.
+// write returns an RDMA Write of 0 bytes. The only effect of the Write is its completion.
 func (s *side) write(name string) *verbs.WorkRequest {
 	return s.wr(name, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite})
 }
@@ -195,7 +196,7 @@ func (s *side) recv(name string, sge verbs.SGE) {
 	}
 }
 
-// send sends a message that holds n.
+// send sends a message with the number n.
 func (s *side) send(n uint32) {
 	s.t.Helper()
 	b := s.buffer(4)
@@ -203,40 +204,40 @@ func (s *side) send(n uint32) {
 	s.post(s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: b.Buf[:4], LKey: b.LKey}}}))
 }
 
-func (s *side) wantGone() error {
+func (s *side) wantDisconnect() error {
 	s.t.Helper()
 	select {
-	case cause := <-s.gone:
+	case cause := <-s.disconnects:
 		if cause == nil {
-			s.t.Error("OnDisconnect without a cause")
+			s.t.Error("OnDisconnect: got no cause, want one")
 		}
 		return cause
-	case <-time.After(patience):
+	case <-time.After(testTimeout):
 		s.t.Fatal("OnDisconnect was not called")
 		return nil
 	}
 }
 
-// wantCounts compares the counts of p with name, number pairs.
+// wantCounts compares the counts of p with want.
 func wantCounts(t testing.TB, p *faults.Provider, want ...faults.Count) {
 	t.Helper()
 	got := p.Counts()
 	if len(got) != len(want) {
-		t.Fatalf("counts %v, want %v", got, want)
+		t.Fatalf("counts: got %v, want %v", got, want)
 	}
 	for i := range want {
 		if got[i] != want[i] {
-			t.Errorf("counts %v, want %v", got, want)
+			t.Errorf("counts: got %v, want %v", got, want)
 		}
 	}
 }
 
-// A log keeps completions in their order, and proves that each request had one.
-type log struct {
-	t    testing.TB
-	mu   sync.Mutex
-	list []entry
-	tell chan struct{}
+// A completionLog records completions in order and checks that no request completes twice.
+type completionLog struct {
+	t      testing.TB
+	mu     sync.Mutex
+	list   []entry
+	notify chan struct{}
 }
 
 type entry struct {
@@ -244,9 +245,9 @@ type entry struct {
 	wc   verbs.WorkCompletion
 }
 
-func newLog(t testing.TB) *log { return &log{t: t, tell: make(chan struct{}, 1)} }
+func newLog(t testing.TB) *completionLog { return &completionLog{t: t, notify: make(chan struct{}, 1)} }
 
-func (l *log) handler(name string, qp *verbs.QP) func(*verbs.WorkCompletion) {
+func (l *completionLog) handler(name string, qp *verbs.QP) func(*verbs.WorkCompletion) {
 	var once sync.Once
 	return func(wc *verbs.WorkCompletion) {
 		first := false
@@ -261,16 +262,16 @@ func (l *log) handler(name string, qp *verbs.QP) func(*verbs.WorkCompletion) {
 		l.list = append(l.list, entry{name, *wc})
 		l.mu.Unlock()
 		select {
-		case l.tell <- struct{}{}:
+		case l.notify <- struct{}{}:
 		default:
 		}
 	}
 }
 
-// next removes and returns the oldest completion that has not been looked at.
-func (l *log) next() entry {
+// next removes and returns the oldest completion. next waits for one if necessary.
+func (l *completionLog) next() entry {
 	l.t.Helper()
-	timeout := time.After(patience)
+	timeout := time.After(testTimeout)
 	for {
 		l.mu.Lock()
 		if len(l.list) > 0 {
@@ -281,25 +282,25 @@ func (l *log) next() entry {
 		}
 		l.mu.Unlock()
 		select {
-		case <-l.tell:
+		case <-l.notify:
 		case <-timeout:
-			l.t.Fatalf("no completion after %v", patience)
+			l.t.Fatalf("no completion after %v", testTimeout)
 		}
 	}
 }
 
-// want asserts the next completion.
-func (l *log) want(name string, status verbs.Status) entry {
+// want checks the next completion.
+func (l *completionLog) want(name string, status verbs.Status) entry {
 	l.t.Helper()
 	e := l.next()
 	if e.name != name || e.wc.Status != status {
-		l.t.Fatalf("completion of %s: %v; want %s: %v", e.name, e.wc.Status, name, status)
+		l.t.Fatalf("completion: got %s %v, want %s %v", e.name, e.wc.Status, name, status)
 	}
 	return e
 }
 
-// quiet asserts that there is no completion left.
-func (l *log) quiet() {
+// wantEmpty checks that no completion is left.
+func (l *completionLog) wantEmpty() {
 	l.t.Helper()
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -8,10 +8,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// errNoMemory is what a device without room says.
+// errNoMemory is the error of a device that has no resources left.
 var errNoMemory = fmt.Errorf("%w: %w", verbs.ErrNoResources, syscall.ENOMEM)
 
-// A protectionDomain makes allocations fail, and keeps the MRs whose Dereg was made to fail.
+// A protectionDomain injects allocation failures and holds the MRs whose Dereg failed by injection.
 type protectionDomain struct {
 	p     *Provider
 	inner verbs.PD
@@ -21,7 +21,7 @@ type protectionDomain struct {
 }
 
 func (d *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
-	if n, strikes := d.p.event(allocFail); strikes {
+	if n, fires := d.p.event(allocFail); fires {
 		d.p.count(allocFail, n)
 		return nil, injectedError(allocFail, n, errNoMemory)
 	}
@@ -48,7 +48,7 @@ func (m *perIORegion) Register(access verbs.Access, seg []byte) (verbs.RKey, err
 
 func (m *perIORegion) Unregister() error { return m.inner.Unregister() }
 
-// innerMR is what the inner provider knows mr as.
+// innerMR returns the inner provider's MR for mr.
 func innerMR(mr verbs.MR) verbs.MR {
 	switch m := mr.(type) {
 	case *perIORegion:
@@ -59,11 +59,11 @@ func innerMR(mr verbs.MR) verbs.MR {
 	return mr
 }
 
-// RegMR is the inner domain's: nothing that it makes has a remote right.
+// RegMR calls the inner domain. RegMR has no faults because its MRs have no remote access.
 func (d *protectionDomain) RegMR(buf []byte) (verbs.MR, error) { return d.inner.RegMR(buf) }
 
-// Dealloc first destroys the MRs whose Dereg was made to fail, as the teardown of a real domain
-// does.
+// Dealloc first deregisters the MRs whose Dereg failed by injection. The teardown of a real domain
+// also destroys them.
 func (d *protectionDomain) Dealloc() error {
 	d.mu.Lock()
 	orphans := d.orphans
@@ -71,22 +71,22 @@ func (d *protectionDomain) Dealloc() error {
 	d.mu.Unlock()
 	for m := range orphans {
 		if err := m.MR.Dereg(); err != nil {
-			d.p.log.Error("memory region with an injected fault could not be deregistered", "rkey", uint32(m.RKey()),
+			d.p.log.Error("deregister memory region with injected fault", "rkey", uint32(m.RKey()),
 				"error", err)
 		}
 	}
 	return d.inner.Dealloc()
 }
 
-// A memoryRegion is an MR of AllocMR.
+// A memoryRegion is an MR from AllocMR.
 type memoryRegion struct {
 	verbs.MR
 	pd *protectionDomain
 }
 
-// Dereg may fail; the MR then lives as before, and Dereg may be tried again.
+// Dereg may fail by injection. The MR then stays valid, and Dereg can be retried.
 func (m *memoryRegion) Dereg() error {
-	if n, strikes := m.pd.p.event(deregFail); strikes {
+	if n, fires := m.pd.p.event(deregFail); fires {
 		m.pd.mu.Lock()
 		m.pd.orphans[m] = struct{}{}
 		m.pd.mu.Unlock()

@@ -11,15 +11,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-func TestAllocFail(t *testing.T) {
-	p := broken(t, "seed=1,alloc-fail=2")
-	c, _ := clean(t, p)
+func TestAllocFailReturnsENOMEM(t *testing.T) {
+	p := withFaults(t, "seed=1,alloc-fail=2")
+	c, _ := connectClient(t, p)
 	for i := range 6 {
 		m, err := c.pd.AllocMR(1)
 		if i%2 == 1 {
 			wantInjected(t, err, "alloc-fail", uint64(i+1), syscall.ENOMEM)
 			if m != nil || !errors.Is(err, verbs.ErrNoResources) {
-				t.Errorf("AllocMR: %v, %v", m, err)
+				t.Errorf("AllocMR: got %v, %v, want nil and ErrNoResources", m, err)
 			}
 			continue
 		}
@@ -33,11 +33,11 @@ func TestAllocFail(t *testing.T) {
 	wantCounts(t, p, faults.Count{Name: "alloc-fail", Injected: 3})
 }
 
-// TestDeregFail: the MR whose Dereg failed can be reached by the peer as before, is still counted,
-// and goes with its domain.
-func TestDeregFail(t *testing.T) {
-	p := broken(t, "seed=1,dereg-fail=2")
-	c, s := clean(t, p)
+// TestDeregFailKeepsMR checks that an MR stays usable by the peer after its Dereg failed.
+// Deallocating the domain releases it.
+func TestDeregFailKeepsMR(t *testing.T) {
+	p := withFaults(t, "seed=1,dereg-fail=2")
+	c, s := connectClient(t, p)
 	mem, src := c.buffer(8), s.buffer(8)
 	copy(src.Buf, "overdue!")
 	m1, err1 := c.pd.AllocMR(1)
@@ -56,7 +56,7 @@ func TestDeregFail(t *testing.T) {
 	alive := leakcheck.Count(leakcheck.MR)
 	wantInjected(t, m2.Dereg(), "dereg-fail", 2, syscall.EBUSY)
 	if n := leakcheck.Count(leakcheck.MR); n != alive {
-		t.Errorf("%d MRs are alive, want all %d", n, alive)
+		t.Errorf("MRs after the failed Dereg: got %d, want %d", n, alive)
 	}
 	if err := m3.Dereg(); err != nil {
 		t.Error(err)
@@ -67,15 +67,16 @@ func TestDeregFail(t *testing.T) {
 		s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 	c.log.want("in", verbs.StatusSuccess)
 	if string(mem.Buf[:8]) != "overdue!" {
-		t.Errorf("memory of the MR is %q: it is not alive", mem.Buf[:8])
+		t.Errorf("memory of the MR: got %q, want the peer's Write", mem.Buf[:8])
 	}
 	wantCounts(t, p, faults.Count{Name: "dereg-fail", Injected: 1})
 }
 
-// TestDeregTwice: the second try may succeed, and the domain does not try a third time.
-func TestDeregTwice(t *testing.T) {
-	p := broken(t, "seed=1,dereg-fail=2")
-	c, _ := clean(t, p)
+// TestDeregRetrySucceeds checks that Dereg can be retried, and that the domain does not deregister
+// the MR again.
+func TestDeregRetrySucceeds(t *testing.T) {
+	p := withFaults(t, "seed=1,dereg-fail=2")
+	c, _ := connectClient(t, p)
 	var mrs [2]verbs.MR
 	for i := range mrs {
 		var err error
@@ -87,7 +88,7 @@ func TestDeregTwice(t *testing.T) {
 		t.Error(err)
 	}
 	if mrs[1].Dereg() == nil {
-		t.Error("Dereg succeeded")
+		t.Error("first Dereg: got success, want an error")
 	}
 	if err := mrs[1].Dereg(); err != nil {
 		t.Error(err)
@@ -95,28 +96,28 @@ func TestDeregTwice(t *testing.T) {
 	wantCounts(t, p, faults.Count{Name: "dereg-fail", Injected: 1})
 }
 
-func TestConnectFail(t *testing.T) {
-	p := broken(t, "seed=1,connect-fail=2")
-	clean(t, p)
-	l, err := softiwarp.New(softiwarp.Config{}).Listen(within(t), loopback)
+func TestConnectFailIsUnreachable(t *testing.T) {
+	p := withFaults(t, "seed=1,connect-fail=2")
+	connectClient(t, p)
+	l, err := softiwarp.New(softiwarp.Config{}).Listen(timeoutContext(t), loopback)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	id, err := p.Resolve(within(t), l.Addr())
+	id, err := p.Resolve(timeoutContext(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
 	newSide(t, id)
-	err = id.Connect(within(t), verbs.ConnParam{})
+	err = id.Connect(timeoutContext(t), verbs.ConnParam{})
 	var ce *verbs.ConnError
 	if !errors.As(err, &ce) || ce.Kind != verbs.ConnUnreachable || ce.Addr != l.Addr().String() || ce.Phase == "" {
-		t.Errorf("Connect: %v", err)
+		t.Errorf("Connect: got %v, want unreachable", err)
 	}
 	wantInjected(t, err, "connect-fail", 2, syscall.ECONNREFUSED)
-	if err := id.Connect(within(t), verbs.ConnParam{}); !errors.As(err, &ce) || ce.Kind != verbs.ConnLocal {
-		t.Errorf("Connect once more: %v, want a local error", err)
+	if err := id.Connect(timeoutContext(t), verbs.ConnParam{}); !errors.As(err, &ce) || ce.Kind != verbs.ConnLocal {
+		t.Errorf("second Connect: got %v, want a local error", err)
 	}
-	clean(t, p)
+	connectClient(t, p)
 	wantCounts(t, p, faults.Count{Name: "connect-fail", Injected: 1})
 }

@@ -8,10 +8,10 @@ import (
 	"time"
 )
 
-// anyPosition stands for K=*.
+// anyPosition is the position for K=*.
 const anyPosition = -1
 
-// maxDelay bounds D: a typing error should not look like a hang.
+// maxDelay bounds D, so that a typing error does not look like a hang.
 const maxDelay = time.Hour
 
 // A rule is the argument of one fault.
@@ -24,16 +24,17 @@ type rule struct {
 	value    uint32        // C
 }
 
-// A Plan says which faults are injected, how often, and from which seed. It does not change once
-// parsed; safe for concurrent use.
+// A Plan defines which faults are injected and how often, and the seed of their random choices. A
+// Plan is immutable and safe for concurrent use.
 type Plan struct {
 	seed  uint64
 	rules [numKinds]rule
 }
 
-// Parse reads a plan: words with a comma between them, each a fault with its argument (see [All]),
-// or seed=S. An interval N strikes at exactly every Nth event, ~N at random with mean N. Without
-// seed= one is chosen. The empty string is a plan without faults. Errors name the word.
+// Parse parses a plan: words separated by commas. Each word is a fault with its argument (see
+// [All]) or seed=S. With an interval N a fault fires at every Nth event, with ~N at random with
+// mean N. Without seed=, Parse chooses a seed. An empty string is a plan without faults. An error
+// contains the invalid word.
 func Parse(spec string) (*Plan, error) {
 	p := &Plan{}
 	seeded := false
@@ -45,22 +46,22 @@ func Parse(spec string) (*Plan, error) {
 		word = strings.TrimSpace(word)
 		name, arg, ok := strings.Cut(word, "=")
 		if !ok {
-			return nil, badWord(word, "it has the form name=argument")
+			return nil, badWord(word, "missing argument, use name=argument")
 		}
 		if name == "seed" {
 			seed, err := strconv.ParseUint(arg, 0, 64)
 			if err != nil || seeded {
-				return nil, badWord(word, "a seed is one number of 64 bits")
+				return nil, badWord(word, "the seed must be one number of 64 bits")
 			}
 			p.seed, seeded = seed, true
 			continue
 		}
 		k, ok := lookup(name)
 		if !ok {
-			return nil, badWord(word, "there is no such fault")
+			return nil, badWord(word, "no such fault")
 		}
 		if p.rules[k].on {
-			return nil, badWord(word, "the fault is given twice")
+			return nil, badWord(word, "fault given twice")
 		}
 		r, err := parseRule(faults[k].form, arg)
 		if err != nil {
@@ -75,7 +76,7 @@ func Parse(spec string) (*Plan, error) {
 }
 
 func badWord(word, why string) error {
-	return fmt.Errorf("faults: bad word %q in the plan: %s; known are %s", word, why, known())
+	return fmt.Errorf("faults: parse plan: word %q: %s; known words are %s", word, why, known())
 }
 
 // known lists the words of a plan.
@@ -102,7 +103,7 @@ func parseRule(f form, arg string) (rule, error) {
 	if f == formValue {
 		v, err := strconv.ParseUint(arg, 10, 32)
 		if err != nil {
-			return r, fmt.Errorf("its C is a number of 32 bits")
+			return r, fmt.Errorf("value C must be a 32-bit number")
 		}
 		r.value = uint32(v)
 		return r, nil
@@ -111,7 +112,7 @@ func parseRule(f form, arg string) (rule, error) {
 	interval, r.random = strings.CutPrefix(interval, "~")
 	n, err := strconv.ParseUint(interval, 10, 64)
 	if err != nil || n == 0 {
-		return r, fmt.Errorf("its N is a number from 1, ~N for random intervals of that mean")
+		return r, fmt.Errorf("interval N must be a number from 1, or ~N for random intervals with mean N")
 	}
 	r.every = n
 	switch f {
@@ -125,7 +126,7 @@ func parseRule(f form, arg string) (rule, error) {
 		}
 	default:
 		if more {
-			err = fmt.Errorf("the argument is N alone")
+			err = fmt.Errorf("the argument must be N alone")
 		}
 	}
 	return r, err
@@ -137,7 +138,7 @@ func parsePosition(s string) (int, error) {
 	}
 	k, err := strconv.ParseUint(s, 10, 31)
 	if err != nil {
-		return 0, fmt.Errorf("its K is a position from 0, or * for any")
+		return 0, fmt.Errorf("position K must be a number from 0, or * for a random one")
 	}
 	return int(k), nil
 }
@@ -145,12 +146,12 @@ func parsePosition(s string) (int, error) {
 func parseDelay(s string) (time.Duration, error) {
 	d, err := time.ParseDuration(s)
 	if err != nil || d <= 0 || d > maxDelay {
-		return 0, fmt.Errorf("its D is a duration like 20ms, at most %v", maxDelay)
+		return 0, fmt.Errorf("delay D must be a duration such as 20ms, at most %v", maxDelay)
 	}
 	return d, nil
 }
 
-// Empty tells that the plan has no faults.
+// Empty reports whether the plan has no faults.
 func (p *Plan) Empty() bool {
 	for i := range p.rules {
 		if p.rules[i].on {
@@ -160,10 +161,10 @@ func (p *Plan) Empty() bool {
 	return true
 }
 
-// Seed is what all decisions are drawn from.
+// Seed returns the seed of all random choices.
 func (p *Plan) Seed() uint64 { return p.seed }
 
-// String is the whole plan with its seed: Parse of it repeats the run.
+// String returns the plan with its seed. Parse of the result repeats the run.
 func (p *Plan) String() string {
 	b := []byte("seed=")
 	b = strconv.AppendUint(b, p.seed, 10)
@@ -199,7 +200,7 @@ func (p *Plan) String() string {
 	return string(b)
 }
 
-// attacks tells whether the plan has faults that post requests of their own.
+// attacks reports whether the plan has faults that post their own requests.
 func (p *Plan) attacks() bool {
 	for _, k := range []kind{lateWrite, lateRead, staleKey, wildWrite} {
 		if p.rules[k].on {
@@ -209,27 +210,28 @@ func (p *Plan) attacks() bool {
 	return false
 }
 
-// strikes decides the event'th event of kind k, counted from 1: a pure function of the plan.
-func (p *Plan) strikes(k kind, event uint64) bool {
+// fires reports whether the fault k fires at an event, counted from 1. The result depends only on
+// the plan and the arguments.
+func (p *Plan) fires(k kind, event uint64) bool {
 	r := &p.rules[k]
 	switch {
 	case !r.on:
 		return false
 	case r.random:
-		return p.draw(k, event, saltStrike)%r.every == 0
+		return p.draw(k, event, saltFire)%r.every == 0
 	}
 	return event%r.every == 0
 }
 
-// Salts keep the draws for one event apart.
+// Salts separate the random choices for one event.
 const (
-	saltStrike uint64 = iota
+	saltFire uint64 = iota
 	saltPlace
 	saltVariant
 )
 
-// draw is a pseudo-random number that depends on nothing but the seed and its arguments
-// (SplitMix64's finalizer over each).
+// draw returns a pseudo-random number that depends only on the seed and the arguments. draw applies
+// SplitMix64's finalizer to each argument.
 func (p *Plan) draw(k kind, event, salt uint64) uint64 {
 	x := p.seed
 	for _, v := range [...]uint64{uint64(k) + 1, event, salt} {
@@ -241,7 +243,7 @@ func (p *Plan) draw(k kind, event, salt uint64) uint64 {
 	return x
 }
 
-// choose draws one of n.
+// choose returns a pseudo-random number from 0 to n-1.
 func (p *Plan) choose(k kind, event, salt uint64, n int) int {
 	return int(p.draw(k, event, salt) % uint64(n))
 }

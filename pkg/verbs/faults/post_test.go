@@ -13,9 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
-// linvs is a chain of n LocalInvs of an MR that is invalid already: each succeeds as soon as it is
-// posted.
-func (s *side) linvs(n int) []*verbs.WorkRequest {
+// localInvs returns a chain of n LocalInvs of an MR that is already invalid. Each of them succeeds.
+func (s *side) localInvs(n int) []*verbs.WorkRequest {
 	key := s.mr().RKey()
 	var wrs []*verbs.WorkRequest
 	for i := range n {
@@ -24,40 +23,40 @@ func (s *side) linvs(n int) []*verbs.WorkRequest {
 	return wrs
 }
 
-// wantInjected asserts an error of the fault's event that also is like.
+// wantInjected checks that err is the error of the fault's event and wraps like.
 func wantInjected(t testing.TB, err error, fault string, event uint64, like error) {
 	t.Helper()
 	var e *faults.Error
 	if !errors.As(err, &e) || e.Fault != fault || e.Event != event || !errors.Is(err, like) {
-		t.Errorf("error %v, want %s at event %d, like %v", err, fault, event, like)
+		t.Errorf("error: got %v, want %s at event %d wrapping %v", err, fault, event, like)
 	}
 }
 
-// wantDead asserts that the connection is over at both ends, for a fault at the first.
-func wantDead(t testing.TB, c, s *side, fault string, event uint64, like error) {
+// wantBothDisconnected checks that a fault of c ended the connection at both ends.
+func wantBothDisconnected(t testing.TB, c, s *side, fault string, event uint64, like error) {
 	t.Helper()
-	wantInjected(t, c.wantGone(), fault, event, like)
-	s.wantGone()
+	wantInjected(t, c.wantDisconnect(), fault, event, like)
+	s.wantDisconnect()
 	if _, err := c.qp.PostSend(c.write("late")); err != verbs.ErrQPState {
-		t.Errorf("post on the dead queue pair: %v, want %v", err, verbs.ErrQPState)
+		t.Errorf("post after disconnect: got %v, want %v", err, verbs.ErrQPState)
 	}
 	if st := c.qp.Stats(); st.SendCompletions > st.PostedSendWRs || st.RecvCompletions != st.PostedRecvWRs {
-		t.Errorf("stats do not add up: %+v", st)
+		t.Errorf("stats: completions do not match posts: %+v", st)
 	}
-	c.log.quiet()
+	c.log.wantEmpty()
 }
 
-func TestDisconnectEvery(t *testing.T) {
+func TestDisconnectBeforeDuringAndAfterPost(t *testing.T) {
 	const requests = 4
 	moments := map[string]int{}
 	for seed := range 16 {
-		p := broken(t, fmt.Sprintf("seed=%d,disconnect-every=2", seed))
-		c, s := clean(t, p) // event 1
-		wrs := c.linvs(requests)
+		p := withFaults(t, fmt.Sprintf("seed=%d,disconnect-every=2", seed))
+		c, s := connectClient(t, p) // event 1
+		wrs := c.localInvs(requests)
 		bad, err := c.qp.PostSend(chain(wrs...))
 		if err != nil {
 			if err != verbs.ErrQPState || bad != wrs[0] {
-				t.Fatalf("seed %d: post: %v", seed, err)
+				t.Fatalf("seed %d: post: got %v, want ErrQPState at the first request", seed, err)
 			}
 			moments["before"]++
 		} else {
@@ -65,13 +64,13 @@ func TestDisconnectEvery(t *testing.T) {
 			for i := range requests {
 				e := c.log.next()
 				if e.name != fmt.Sprint(i) || e.wc.Opcode != verbs.OpLocalInv {
-					t.Fatalf("seed %d: completion of %s where %d was due", seed, e.name, i)
+					t.Fatalf("seed %d: completion: got %s, want %d", seed, e.name, i)
 				}
 				switch {
 				case e.wc.Status == verbs.StatusSuccess && done == i:
 					done++
 				case e.wc.Status != verbs.StatusWRFlushErr:
-					t.Fatalf("seed %d: request %d completed: %v", seed, i, e.wc.Status)
+					t.Fatalf("seed %d: request %d: got status %v, want success or flush", seed, i, e.wc.Status)
 				}
 			}
 			if done == requests {
@@ -80,57 +79,58 @@ func TestDisconnectEvery(t *testing.T) {
 				moments["middle"]++
 			}
 		}
-		wantDead(t, c, s, "disconnect-every", 2, syscall.ECONNRESET)
+		wantBothDisconnected(t, c, s, "disconnect-every", 2, syscall.ECONNRESET)
 		wantCounts(t, p, faults.Count{Name: "disconnect-every", Injected: 1})
 	}
 	if len(moments) != 3 {
-		t.Errorf("moments %v, want before, middle and after", moments)
+		t.Errorf("times of disconnects: got %v, want before, middle and after", moments)
 	}
 }
 
-func TestPostFail(t *testing.T) {
-	p := broken(t, "seed=1,post-fail=2:2")
-	c, _ := clean(t, p) // too short to be an event
+func TestPostFailPostsPrefix(t *testing.T) {
+	p := withFaults(t, "seed=1,post-fail=2:2")
+	c, _ := connectClient(t, p) // its chain is too short for an event
 	for round := range 6 {
-		wrs := c.linvs(4)
+		wrs := c.localInvs(4)
 		bad, err := c.qp.PostSend(chain(wrs...))
 		posted := 4
 		if round%2 == 1 {
 			posted = 2
 			wantInjected(t, err, "post-fail", uint64(round+1), syscall.ENOMEM)
 			if bad != wrs[2] || !errors.Is(err, verbs.ErrNoResources) {
-				t.Errorf("round %d: post: %v, not at the third request", round, err)
+				t.Errorf("round %d: post: got %v, want ErrNoResources at the third request", round, err)
 			}
 		} else if err != nil {
-			t.Fatalf("round %d: %v", round, err)
+			t.Fatalf("round %d: post: %v", round, err)
 		}
 		for i := range posted {
 			c.log.want(fmt.Sprint(i), verbs.StatusSuccess)
 		}
-		c.post(c.write("between")) // too short as well; and the connection lives
+		c.post(c.write("between")) // too short for an event; the connection still works
 		c.log.want("between", verbs.StatusSuccess)
 	}
 	wantCounts(t, p, faults.Count{Name: "post-fail", Injected: 3})
 }
 
-// TestPostLeavesCallersChain: what the caller passed is not touched, struck or not.
-func TestPostLeavesCallersChain(t *testing.T) {
-	p := broken(t, "seed=1,post-fail=2:1")
-	c, _ := clean(t, p)
+// TestPostKeepsCallerChain checks that PostSend does not change the caller's chain, with or without
+// a fault.
+func TestPostKeepsCallerChain(t *testing.T) {
+	p := withFaults(t, "seed=1,post-fail=2:1")
+	c, _ := connectClient(t, p)
 	for range 2 {
-		wrs := c.linvs(3)
+		wrs := c.localInvs(3)
 		wrs[0].MR = c.mr()
 		first := chain(wrs...)
 		mr := wrs[0].MR
 		c.qp.PostSend(first)
 		if wrs[0].Next != wrs[1] || wrs[1].Next != wrs[2] || wrs[2].Next != nil || wrs[0].MR != mr {
-			t.Error("the chain was changed")
+			t.Error("PostSend changed the caller's chain")
 		}
 	}
 }
 
-// registrations is a chain of two FastRegs and a Send.
-func (s *side) registrations() []*verbs.WorkRequest {
+// registrationChain returns a chain of two FastRegs and a Send.
+func (s *side) registrationChain() []*verbs.WorkRequest {
 	var wrs []*verbs.WorkRequest
 	for i := range 2 {
 		wrs = append(wrs, s.wr(fmt.Sprint("reg", i), &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: s.mr(), NewKey: 3,
@@ -139,13 +139,13 @@ func (s *side) registrations() []*verbs.WorkRequest {
 	return append(wrs, s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 }
 
-func TestFlushReg(t *testing.T) {
+func TestFlushRegFlushesRest(t *testing.T) {
 	var at [2]int
 	for seed := range 8 {
-		p := broken(t, fmt.Sprintf("seed=%d,flush-reg=1", seed))
-		c, s := clean(t, p)
+		p := withFaults(t, fmt.Sprintf("seed=%d,flush-reg=1", seed))
+		c, s := connectClient(t, p)
 		s.recv("message", s.buffer(64))
-		c.post(c.registrations()...)
+		c.post(c.registrationChain()...)
 		e := c.log.next()
 		if e.wc.Status == verbs.StatusSuccess && e.name == "reg0" {
 			at[1]++
@@ -153,88 +153,89 @@ func TestFlushReg(t *testing.T) {
 		} else {
 			at[0]++
 			if e.name != "reg0" || e.wc.Status != verbs.StatusWRFlushErr {
-				t.Fatalf("seed %d: completion of %s: %v", seed, e.name, e.wc.Status)
+				t.Fatalf("seed %d: completion: got %s %v, want reg0 flushed", seed, e.name, e.wc.Status)
 			}
 			e = c.log.next()
 		}
 		if e.name != "reg1" || e.wc.Status != verbs.StatusWRFlushErr || e.wc.Opcode != verbs.OpFastReg {
-			t.Fatalf("seed %d: completion of %s: %v", seed, e.name, e.wc.Status)
+			t.Fatalf("seed %d: completion: got %s %v, want reg1 flushed", seed, e.name, e.wc.Status)
 		}
 		c.log.want("send", verbs.StatusWRFlushErr)
-		wantDead(t, c, s, "flush-reg", 1, syscall.ECONNRESET)
+		wantBothDisconnected(t, c, s, "flush-reg", 1, syscall.ECONNRESET)
 		s.log.want("message", verbs.StatusWRFlushErr)
 		wantCounts(t, p, faults.Count{Name: "flush-reg", Injected: 1})
 	}
 	if at[0] == 0 || at[1] == 0 {
-		t.Errorf("flushed from the first FastReg on %d times, from the second %d times; want both", at[0], at[1])
+		t.Errorf("first flushed FastReg: got the first one %d times and the second one %d times, want both", at[0],
+			at[1])
 	}
 }
 
-func TestRegError(t *testing.T) {
+func TestRegErrorFlushesRest(t *testing.T) {
 	statuses := map[verbs.Status]int{}
 	for seed := range 8 {
-		p := broken(t, fmt.Sprintf("seed=%d,reg-error=2", seed))
-		c, s := clean(t, p)
-		c.post(c.registrations()...)
+		p := withFaults(t, fmt.Sprintf("seed=%d,reg-error=2", seed))
+		c, s := connectClient(t, p)
+		c.post(c.registrationChain()...)
 		c.log.want("reg0", verbs.StatusSuccess)
 		e := c.log.next()
 		if e.name != "reg1" {
-			t.Fatalf("completion of %s", e.name)
+			t.Fatalf("completion: got %s, want reg1", e.name)
 		}
 		statuses[e.wc.Status]++
 		c.log.want("send", verbs.StatusWRFlushErr)
-		wantDead(t, c, s, "reg-error", 2, syscall.EIO)
+		wantBothDisconnected(t, c, s, "reg-error", 2, syscall.EIO)
 		wantCounts(t, p, faults.Count{Name: "reg-error", Injected: 1})
 	}
 	if len(statuses) != 2 || statuses[verbs.StatusMWBindErr] == 0 || statuses[verbs.StatusLocProtErr] == 0 {
-		t.Errorf("statuses %v, want bind and protection errors", statuses)
+		t.Errorf("statuses: got %v, want memory bind and local protection errors", statuses)
 	}
 }
 
-func TestLocalInvError(t *testing.T) {
-	p := broken(t, "seed=5,linv-error=6")
-	c, s := clean(t, p)
-	c.post(c.linvs(3)...)
+func TestLocalInvErrorFlushesRest(t *testing.T) {
+	p := withFaults(t, "seed=5,linv-error=6")
+	c, s := connectClient(t, p)
+	c.post(c.localInvs(3)...)
 	for i := range 3 {
 		c.log.want(fmt.Sprint(i), verbs.StatusSuccess)
 	}
-	c.post(c.linvs(4)...)
+	c.post(c.localInvs(4)...)
 	c.log.want("0", verbs.StatusSuccess)
 	c.log.want("1", verbs.StatusSuccess)
 	e := c.log.next()
 	if e.name != "2" || !slices.Contains([]verbs.Status{verbs.StatusLocProtErr, verbs.StatusLocQPOpErr,
 		verbs.StatusMWBindErr}, e.wc.Status) {
-		t.Errorf("completion of %s: %v", e.name, e.wc.Status)
+		t.Errorf("completion: got %s %v, want 2 with an error", e.name, e.wc.Status)
 	}
 	c.log.want("3", verbs.StatusWRFlushErr)
-	wantDead(t, c, s, "linv-error", 6, syscall.EIO)
+	wantBothDisconnected(t, c, s, "linv-error", 6, syscall.EIO)
 	wantCounts(t, p, faults.Count{Name: "linv-error", Injected: 1})
 }
 
-// TestOneFaultPerChain: a chain that one fault has is no event of the others.
+// TestOneFaultPerChain checks that a chain with a fault is no event of the other faults.
 func TestOneFaultPerChain(t *testing.T) {
-	p := broken(t, "seed=1,post-fail=1:1,reg-error=1")
-	c, _ := clean(t, p)
-	wrs := c.registrations()
+	p := withFaults(t, "seed=1,post-fail=1:1,reg-error=1")
+	c, _ := connectClient(t, p)
+	wrs := c.registrationChain()
 	if bad, err := c.qp.PostSend(chain(wrs...)); err == nil || bad != wrs[1] {
-		t.Errorf("post: %v", err)
+		t.Errorf("post: got %v, want an error at the second request", err)
 	}
 	c.log.want("reg0", verbs.StatusSuccess)
 	wantCounts(t, p, faults.Count{Name: "post-fail", Injected: 1}, faults.Count{Name: "reg-error", Injected: 0})
 }
 
-// struckChains posts 200 chains and lists where they failed, -1 for those that did not.
-func struckChains(t *testing.T, spec string) (at []int) {
-	p := broken(t, spec)
-	c, _ := clean(t, p)
-	struck := uint64(0)
+// failedPositions posts 200 chains and returns the position at which each failed, or -1.
+func failedPositions(t *testing.T, spec string) (at []int) {
+	p := withFaults(t, spec)
+	c, _ := connectClient(t, p)
+	failed := uint64(0)
 	for range 200 {
-		wrs := c.linvs(4)
+		wrs := c.localInvs(4)
 		bad, err := c.qp.PostSend(chain(wrs...))
 		i := -1
 		if err != nil {
 			i = slices.Index(wrs, bad)
-			struck++
+			failed++
 		}
 		at = append(at, i)
 		for n := range 4 {
@@ -244,32 +245,32 @@ func struckChains(t *testing.T, spec string) (at []int) {
 			c.log.want(fmt.Sprint(n), verbs.StatusSuccess)
 		}
 	}
-	wantCounts(t, p, faults.Count{Name: "post-fail", Injected: struck})
+	wantCounts(t, p, faults.Count{Name: "post-fail", Injected: failed})
 	return at
 }
 
-func TestSameSeedSameFaults(t *testing.T) {
-	a := struckChains(t, "seed=77,post-fail=~5:3")
-	b := struckChains(t, "seed=77,post-fail=~5:3")
-	other := struckChains(t, "seed=78,post-fail=~5:3")
+func TestSameSeedRepeatsFaults(t *testing.T) {
+	a := failedPositions(t, "seed=77,post-fail=~5:3")
+	b := failedPositions(t, "seed=77,post-fail=~5:3")
+	other := failedPositions(t, "seed=78,post-fail=~5:3")
 	if !slices.Equal(a, b) {
-		t.Errorf("the same seed gave\n%v and\n%v", a, b)
+		t.Errorf("same seed: got\n%v and\n%v, want the same positions", a, b)
 	}
 	if slices.Equal(a, other) {
-		t.Error("another seed gave the same")
+		t.Error("other seed: got the same positions, want others")
 	}
-	struck := len(slices.DeleteFunc(slices.Clone(a), func(i int) bool { return i < 0 }))
-	if struck < 20 || struck > 65 { // 40 expected; the seed is fixed
-		t.Errorf("%d of 200 chains were struck, want about a fifth", struck)
+	failed := len(slices.DeleteFunc(slices.Clone(a), func(i int) bool { return i < 0 }))
+	if failed < 20 || failed > 65 { // 40 expected; the seed is fixed
+		t.Errorf("failed chains: got %d of 200, want about 40", failed)
 	}
 }
 
-// TestDrainWaitsForTheDoomed: when Drain returns, the handlers of requests that never reached the
-// device have returned too.
-func TestDrainWaitsForTheDoomed(t *testing.T) {
-	p := broken(t, "seed=1,flush-reg=1")
-	c, _ := clean(t, p)
-	wrs := c.registrations()
+// TestDrainWaitsForUnpostedRequests checks that the handlers of unposted requests have returned
+// when Drain returns.
+func TestDrainWaitsForUnpostedRequests(t *testing.T) {
+	p := withFaults(t, "seed=1,flush-reg=1")
+	c, _ := connectClient(t, p)
+	wrs := c.registrationChain()
 	var returned atomic.Bool
 	wrs[2].Done = func(*verbs.WorkCompletion) {
 		time.Sleep(20 * time.Millisecond)
@@ -278,7 +279,7 @@ func TestDrainWaitsForTheDoomed(t *testing.T) {
 	c.post(wrs...)
 	c.qp.Drain()
 	if !returned.Load() {
-		t.Error("Drain returned before a handler had")
+		t.Error("Drain returned before a handler")
 	}
-	wantInjected(t, c.wantGone(), "flush-reg", 1, syscall.ECONNRESET)
+	wantInjected(t, c.wantDisconnect(), "flush-reg", 1, syscall.ECONNRESET)
 }

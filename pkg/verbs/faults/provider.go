@@ -11,18 +11,18 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A Provider is another provider with faults. Safe for concurrent use.
+// A Provider decorates another provider with faults. A Provider is safe for concurrent use.
 type Provider struct {
 	inner verbs.Provider
 	plan  *Plan
 	log   hclog.Logger
 
-	events   [numKinds]atomic.Uint64 // seen
-	injected [numKinds]atomic.Uint64 // struck
+	events   [numKinds]atomic.Uint64 // events so far
+	injected [numKinds]atomic.Uint64 // injected faults
 }
 
-// New decorates inner with the faults of plan. log, which may be nil, is told of the plan as a
-// warning and of each fault at debug level.
+// New decorates inner with the faults of plan. New logs a warning with the plan, and each fault at
+// debug level. log may be nil.
 func New(inner verbs.Provider, plan *Plan, log hclog.Logger) *Provider {
 	if log == nil {
 		log = hclog.NewNullLogger()
@@ -34,19 +34,19 @@ func New(inner verbs.Provider, plan *Plan, log hclog.Logger) *Provider {
 	return &Provider{inner: inner, plan: plan, log: log}
 }
 
-// Name is the inner provider's with "+faults".
+// Name returns the inner provider's name with "+faults".
 func (p *Provider) Name() string { return p.inner.Name() + "+faults" }
 
-// Plan is what the provider was made with.
+// Plan returns the provider's plan.
 func (p *Provider) Plan() *Plan { return p.plan }
 
-// A Count tells how often a fault was injected.
+// A Count is the number of times that a fault was injected.
 type Count struct {
 	Name     string
 	Injected uint64
 }
 
-// Counts lists the faults of the plan, in the order of [All].
+// Counts returns the counts of the plan's faults, in the order of [All].
 func (p *Provider) Counts() []Count {
 	var list []Count
 	for k := range numKinds {
@@ -57,16 +57,16 @@ func (p *Provider) Counts() []Count {
 	return list
 }
 
-// event notes an event of kind k and decides it.
-func (p *Provider) event(k kind) (n uint64, strikes bool) {
+// event counts an event of kind k and reports whether the fault fires.
+func (p *Provider) event(k kind) (n uint64, fires bool) {
 	if !p.plan.rules[k].on {
 		return 0, false
 	}
 	n = p.events[k].Add(1)
-	return n, p.plan.strikes(k, n)
+	return n, p.plan.fires(k, n)
 }
 
-// count notes a fault that was injected.
+// count counts and logs an injected fault.
 func (p *Provider) count(k kind, event uint64) {
 	p.injected[k].Add(1)
 	if p.log.IsDebug() {
@@ -74,12 +74,12 @@ func (p *Provider) count(k kind, event uint64) {
 	}
 }
 
-// An Error is the error, or the cause of a disconnect, that an injected fault ends in. It unwraps
-// to the error that a real device or network would have shown.
+// An Error is the error, or the cause of a disconnect, of an injected fault. An Error unwraps to
+// the error that a real device or network would return.
 type Error struct {
-	// Fault is the name as in the plan.
+	// Fault is the fault's name in the plan.
 	Fault string
-	// Event is the ordinal of the event that was struck, among those that the fault can strike.
+	// Event is the number of the event, counted from 1 over the events of this fault.
 	Event uint64
 	Err   error
 }
@@ -88,14 +88,14 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("injected fault %s at event %d: %v", e.Fault, e.Event, e.Err)
 }
 
-// Unwrap returns the real error's likeness.
+// Unwrap returns the error that a real device or network would return.
 func (e *Error) Unwrap() error { return e.Err }
 
 func injectedError(k kind, event uint64, err error) *Error {
 	return &Error{Fault: k.String(), Event: event, Err: err}
 }
 
-// Resolve is the inner provider's.
+// Resolve calls the inner provider and decorates the result.
 func (p *Provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.ActiveID, error) {
 	id, err := p.inner.Resolve(ctx, raddr)
 	if err != nil {
@@ -104,7 +104,7 @@ func (p *Provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.Act
 	return &activeID{connID: newConnID(p, id), inner: id}, nil
 }
 
-// Listen is the inner provider's; the connections accepted have the faults too.
+// Listen calls the inner provider. Accepted connections are decorated too.
 func (p *Provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.Listener, error) {
 	l, err := p.inner.Listen(ctx, laddr)
 	if err != nil {
@@ -126,19 +126,19 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 	return &connRequest{connID: newConnID(l.p, req), inner: req}, nil
 }
 
-// A device hands out decorated protection domains and completion queues.
-// It is a value, so that the devices of two connections are equal where the inner ones are.
+// A device creates decorated protection domains and completion queues. device is a value type, so
+// that the devices of two connections are equal if the inner devices are equal.
 type device struct {
 	p     *Provider
 	inner verbs.Device
 }
 
-// Attrs are the inner device's, less the room that the decorator needs for requests of its own.
+// Attrs returns the inner device's attributes, reduced by the entries that attacks need.
 func (d device) Attrs() verbs.DeviceAttrs {
 	a := d.inner.Attrs()
 	if d.p.plan.attacks() {
-		a.MaxQPWR -= attackRoom
-		a.MaxCQE -= attackRoom
+		a.MaxQPWR -= maxAttacks
+		a.MaxCQE -= maxAttacks
 	}
 	return a
 }
@@ -151,10 +151,10 @@ func (d device) AllocPD() (verbs.PD, error) {
 	return &protectionDomain{p: d.p, inner: pd, orphans: make(map[*memoryRegion]struct{})}, nil
 }
 
-// CreateCQ leaves room for the requests of the decorator on one queue pair.
+// CreateCQ adds entries for the attacks of one queue pair.
 func (d device) CreateCQ(depth int) (verbs.CQ, error) {
 	if depth > 0 && d.p.plan.attacks() {
-		depth += attackRoom
+		depth += maxAttacks
 	}
 	cq, err := d.inner.CreateCQ(depth)
 	if err != nil {

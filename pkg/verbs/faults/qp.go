@@ -11,43 +11,44 @@ import (
 
 // A queuePair is a decorated QP.
 //
-//	          fault (kill)                inner queues drained       made-up completions delivered
-//	┌──────┐ ─────────────▶ ┌──────┐ ───────────────────────────▶ ─────────────────────────────────▶ OnDisconnect
-//	│ open │                │ dead │
-//	└──────┘ ─────────────▶ └──────┘ ──▶ inner Drain ──▶ killer done ──▶ what was put off delivered
-//	          Drain, Close
+//	         fault               inner queues     unposted requests
+//	┌──────┐ ──────────▶ ┌─────┐ drained ───────▶ completed ────────▶ OnDisconnect
+//	│ open │             │ended│
+//	└──────┘ ──────────▶ └─────┘ inner Drain ───▶ unposted requests ▶ delayed messages
+//	         Drain, Close                         completed           delivered
 type queuePair struct {
 	p              *Provider
 	inner          verbs.QP
 	sendCQ, recvCQ *completionQueue
 	onDisconnect   func(error)
-	told           sync.Once
-	late           timers
+	notifyOnce     sync.Once
+	delayed        timers
 	attack         *attacker // nil when the plan has no attacks
 
-	adjust struct { // what the inner counters lack, or have too much
+	adjust struct { // difference from the inner counters
 		chains, sendWRs, sendComps, recvs atomic.Int64
 	}
 
-	mu     sync.Mutex
-	dead   bool     // guarded by mu, as all below
-	doomed []doomed // accepted, never posted
-	// closed when doomed have completed; nil while no fault ended the connection
-	killed chan struct{}
+	mu       sync.Mutex
+	ended    bool              // guarded by mu, as the fields below
+	unposted []unpostedRequest // accepted by PostSend but not posted to the device
+	// flushed is closed when the unposted requests have completed. flushed is nil unless a fault
+	// ended the connection.
+	flushed chan struct{}
 }
 
-// A doomed request was accepted and will complete without the device having seen it.
-type doomed struct {
+// An unpostedRequest was accepted by PostSend and completes without reaching the device.
+type unpostedRequest struct {
 	opcode verbs.Opcode
 	status verbs.Status
 	done   func(*verbs.WorkCompletion)
 }
 
-// newQP makes a queue pair whose inner one create makes.
+// newQP creates a queue pair. create creates the inner queue pair.
 func newQP(p *Provider, pd *protectionDomain, attr verbs.QPInitAttr,
 	create func(verbs.QPInitAttr) (verbs.QP, error)) (*queuePair, error) {
 	q := &queuePair{p: p, onDisconnect: attr.OnDisconnect}
-	// What is not ours stays, for the inner provider to refuse.
+	// The inner provider refuses completion queues of other providers.
 	if cq, ok := attr.SendCQ.(*completionQueue); ok {
 		q.sendCQ, attr.SendCQ = cq, cq.inner
 	}
@@ -56,7 +57,7 @@ func newQP(p *Provider, pd *protectionDomain, attr verbs.QPInitAttr,
 	}
 	attr.OnDisconnect = q.disconnected
 	if p.plan.attacks() && attr.MaxSendWR > 0 {
-		attr.MaxSendWR += attackRoom
+		attr.MaxSendWR += maxAttacks
 	}
 	var err error
 	if q.inner, err = create(attr); err != nil {
@@ -64,69 +65,68 @@ func newQP(p *Provider, pd *protectionDomain, attr verbs.QPInitAttr,
 	}
 	if p.plan.attacks() {
 		if q.attack, err = newAttacker(q, pd.inner); err != nil {
-			// the inner one goes with its connection
+			// Closing the connection also closes the inner queue pair.
 			return nil, fmt.Errorf("faults: create QP: %w", err)
 		}
 	}
 	return q, nil
 }
 
-// release frees what the queue pair has, once drained and its inner one closed.
+// release frees the queue pair's memory. Call it after Drain and the inner Close.
 func (q *queuePair) release() {
 	if q.attack != nil {
 		q.attack.release()
 	}
 }
 
-// disconnected tells the consumer, once.
+// disconnected calls the consumer's OnDisconnect once.
 func (q *queuePair) disconnected(cause error) {
 	q.mu.Lock()
-	q.dead = true
+	q.ended = true
 	q.mu.Unlock()
-	q.told.Do(func() {
+	q.notifyOnce.Do(func() {
 		if q.onDisconnect != nil {
 			q.onDisconnect(cause)
 		}
 	})
 }
 
-// kill ends the connection as a fault: the inner queue pair goes to the error state, the doomed
-// complete behind all that the device had, and OnDisconnect is called. Caller holds mu, and q was
-// not dead.
-func (q *queuePair) kill(cause error) {
-	q.dead = true
-	q.killed = make(chan struct{})
+// disconnect ends the connection by a fault. The inner queue pair enters the error state, and its
+// requests complete. Then the unposted requests complete, and OnDisconnect is called. The caller
+// holds mu, and q must not have ended.
+func (q *queuePair) disconnect(cause error) {
+	q.ended = true
+	q.flushed = make(chan struct{})
 	go func() {
 		q.inner.Drain()
 		q.mu.Lock()
-		list := q.doomed
-		q.doomed = nil
+		list := q.unposted
+		q.unposted = nil
 		q.mu.Unlock()
 		for _, d := range list {
 			q.adjust.sendComps.Add(1)
 			q.sendCQ.deliver(q, d.done, &verbs.WorkCompletion{Opcode: d.opcode, Status: d.status})
 		}
-		close(q.killed)
+		close(q.flushed)
 		q.disconnected(cause)
 	}()
 }
 
-// Drain waits for the inner queues, then for the completions of the decorator: what was delayed is
-// delivered at once.
+// Drain waits for the completions of the inner queues and of the decorator. Drain delivers delayed
+// messages at once.
 func (q *queuePair) Drain() {
 	q.mu.Lock()
-	q.dead = true
-	killed := q.killed
+	q.ended = true
+	flushed := q.flushed
 	q.mu.Unlock()
 	q.inner.Drain()
-	if killed != nil {
-		<-killed
+	if flushed != nil {
+		<-flushed
 	}
-	q.late.flush()
+	q.delayed.flush()
 }
 
-// Stats are the inner counters with the decorator's requests taken out, and those that it made up
-// put in.
+// Stats returns the inner counters without the attacks and with the unposted requests.
 func (q *queuePair) Stats() verbs.QPStats {
 	s := q.inner.Stats()
 	a := &q.adjust
@@ -138,17 +138,18 @@ func (q *queuePair) Stats() verbs.QPStats {
 	return s
 }
 
-// A cut is what a fault makes of a chain.
-type cut struct {
-	kind   kind
-	event  uint64
-	at     int          // requests before it are posted
-	refuse error        // PostSend's error; nil: the rest is accepted and flushed
-	status verbs.Status // of the first that is flushed
-	kill   error        // cause of the connection's end, if it ends
+// An injection is the effect of a fault on a chain.
+type injection struct {
+	kind  kind
+	event uint64
+	at    int // number of requests that are posted
+	// PostSend's error; if nil, the remaining requests are accepted and flushed
+	postErr    error
+	status     verbs.Status // status of the first remaining request
+	disconnect error        // cause of the disconnect; nil if the connection does not end
 }
 
-// PostSend posts a copy of the chain, or what a fault leaves of it.
+// PostSend posts a copy of the chain, or the part of it that a fault leaves.
 func (q *queuePair) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	n := 0
 	for wr := first; wr != nil; wr = wr.Next {
@@ -160,28 +161,28 @@ func (q *queuePair) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, erro
 		q.copySend(&copies[i], wr)
 	}
 	q.mu.Lock()
-	defer q.mu.Unlock() // the inner PostSend never waits
-	if q.dead {
+	defer q.mu.Unlock() // the inner PostSend does not block
+	if q.ended {
 		return first, verbs.ErrQPState
 	}
-	c, struck := q.decide(originals)
-	if !struck {
+	c, fired := q.decide(originals)
+	if !fired {
 		return q.postWhole(copies, originals)
 	}
 	if bad, err := q.postInner(copies[:c.at], originals); err != nil {
 		return bad, err
 	}
 	q.p.count(c.kind, c.event)
-	if c.kill != nil {
-		defer q.kill(c.kill) // still under mu: deferred later than the unlock, run before it
+	if c.disconnect != nil {
+		defer q.disconnect(c.disconnect) // runs before the deferred unlock
 	}
-	if c.refuse != nil {
-		return originals[c.at], c.refuse
+	if c.postErr != nil {
+		return originals[c.at], c.postErr
 	}
-	return q.doom(originals[c.at:], c)
+	return q.acceptUnposted(originals[c.at:], c)
 }
 
-// postWhole posts a chain that no fault struck, and the attacks behind it. Caller holds mu.
+// postWhole posts a chain without a fault, and its attacks. The caller holds mu.
 func (q *queuePair) postWhole(copies []verbs.WorkRequest, originals []*verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	if q.attack == nil {
 		return q.postInner(copies, originals)
@@ -196,19 +197,19 @@ func (q *queuePair) postWhole(copies []verbs.WorkRequest, originals []*verbs.Wor
 	return nil, nil
 }
 
-// copySend makes to a copy of wr, alone, as the inner provider is to see it.
-func (q *queuePair) copySend(to, wr *verbs.WorkRequest) {
-	*to = *wr
-	to.Next = nil
+// copySend sets dst to a copy of wr for the inner provider, without Next.
+func (q *queuePair) copySend(dst, wr *verbs.WorkRequest) {
+	*dst = *wr
+	dst.Next = nil
 	if wr.MR != nil {
-		to.MR = innerMR(wr.MR)
+		dst.MR = innerMR(wr.MR)
 	}
 	if done := wr.Done; done != nil {
-		to.Done = func(wc *verbs.WorkCompletion) { q.sendCQ.deliver(q, done, wc) }
+		dst.Done = func(wc *verbs.WorkCompletion) { q.sendCQ.deliver(q, done, wc) }
 	}
 }
 
-// postInner posts the copies as one chain. Caller holds mu.
+// postInner posts the copies as one chain. The caller holds mu.
 func (q *queuePair) postInner(copies []verbs.WorkRequest, originals []*verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	if len(copies) == 0 {
 		return nil, nil
@@ -225,24 +226,24 @@ func (q *queuePair) postInner(copies []verbs.WorkRequest, originals []*verbs.Wor
 	return nil, err
 }
 
-// doom accepts requests that will complete as c says. Caller holds mu.
-func (q *queuePair) doom(wrs []*verbs.WorkRequest, c cut) (*verbs.WorkRequest, error) {
+// acceptUnposted accepts requests that complete as c says. The caller holds mu.
+func (q *queuePair) acceptUnposted(wrs []*verbs.WorkRequest, c injection) (*verbs.WorkRequest, error) {
 	if c.at == 0 && len(wrs) > 0 {
 		q.adjust.chains.Add(1)
 	}
 	status := c.status
 	for _, wr := range wrs {
 		if wr.Done == nil {
-			return wr, fmt.Errorf("faults: post %v: no completion handler: %w", wr.Opcode, verbs.ErrInvalid)
+			return wr, fmt.Errorf("faults: post %v: completion handler is missing: %w", wr.Opcode, verbs.ErrInvalid)
 		}
 		q.adjust.sendWRs.Add(1)
-		q.doomed = append(q.doomed, doomed{opcode: wr.Opcode, status: status, done: wr.Done})
+		q.unposted = append(q.unposted, unpostedRequest{opcode: wr.Opcode, status: status, done: wr.Done})
 		status = verbs.StatusWRFlushErr
 	}
 	return nil, nil
 }
 
-// PostRecv posts copies that pass through the faults of incoming messages.
+// PostRecv posts copies whose completions pass through the faults for received messages.
 func (q *queuePair) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 	var head, tail *recvRequest
 	for rr := first; rr != nil; rr = rr.Next {
@@ -273,36 +274,36 @@ func (q *queuePair) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, erro
 	return nil, err
 }
 
-// A recvRequest is one Receive on its way.
+// A recvRequest is one posted Receive.
 type recvRequest struct {
 	q        *queuePair
-	wr       verbs.RecvRequest // the inner provider's
-	next     *recvRequest      // of the chain; set before it is posted
+	wr       verbs.RecvRequest // for the inner provider
+	next     *recvRequest      // in the chain; set before the post
 	original *verbs.RecvRequest
 	done     func(*verbs.WorkCompletion)
 }
 
-// complete is called with the inner completion.
+// complete handles the inner completion.
 func (r *recvRequest) complete(wc *verbs.WorkCompletion) {
 	q, p := r.q, r.q.p
 	if wc.Status != verbs.StatusSuccess {
 		q.recvCQ.deliver(q, r.done, wc)
 		return
 	}
-	if n, strikes := p.event(loseReply); strikes && r.lose(n) {
+	if n, fires := p.event(loseReply); fires && r.lose(n) {
 		return
 	}
-	cutCredits(p, r.wr.SGE.Buf[:wc.ByteLen])
-	if n, strikes := p.event(delayReply); strikes {
+	limitCredits(p, r.wr.SGE.Buf[:wc.ByteLen])
+	if n, fires := p.event(delayReply); fires {
 		p.count(delayReply, n)
-		kept := *wc
-		q.late.after(p.plan.rules[delayReply].delay, func(bool) { q.recvCQ.deliver(q, r.done, &kept) })
+		delayed := *wc
+		q.delayed.after(p.plan.rules[delayReply].delay, func(bool) { q.recvCQ.deliver(q, r.done, &delayed) })
 		return
 	}
 	q.recvCQ.deliver(q, r.done, wc)
 }
 
-// lose swallows a message, and reports whether it could.
+// lose drops a message and posts its Receive again. lose reports whether that was possible.
 func (r *recvRequest) lose(event uint64) bool {
 	q := r.q
 	r.wr.Next = nil

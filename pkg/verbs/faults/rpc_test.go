@@ -19,7 +19,7 @@ import (
 
 const procRead = 6 // NFSPROC3_READ (RFC 1813 §3.3.6)
 
-// file is a server of one endless file whose octets tell their place.
+// file is an NFS server of one endless file. Each byte depends on its offset.
 type file struct{}
 
 func fill(off uint64, n int) []byte {
@@ -44,7 +44,7 @@ func (file) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply []byte) ([
 	d.Opaque(64)
 	off, n := d.Uint64(), d.Uint32()
 	if h.Proc == procRead {
-		// NFS3_OK, no attributes, count, not the end, length
+		// NFS3_OK, no attributes, count, no EOF, length
 		for _, v := range []uint32{0, 0, n, 0, n} {
 			reply = sunrpc.AppendUint32(reply, v)
 		}
@@ -63,9 +63,8 @@ func (file) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply []byte) ([
 	return reply, nil
 }
 
-// TestUnderRPC: verified reads and writes come through what each fault does to the client or to its
-// server.
-func TestUnderRPC(t *testing.T) {
+// TestRPCSurvivesFaults checks reads and writes under each fault of the client or server.
+func TestRPCSurvivesFaults(t *testing.T) {
 	for _, c := range []struct{ name, client, server string }{
 		{"disconnect-every", "disconnect-every=~60", ""},
 		{"post-fail", "post-fail=~60:*", ""},
@@ -82,18 +81,19 @@ func TestUnderRPC(t *testing.T) {
 		{"stale-key", "", "stale-key=~40"},
 		{"wild-write", "", "wild-write=~40"},
 		{"server disconnects", "", "disconnect-every=~60"},
-		{"server's posts fail", "", "post-fail=~60:*"},
+		{"server posts fail", "", "post-fail=~60:*"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			// A server that invalidates itself leaves few LocalInvs to strike.
-			underRPC(t, "seed=1,"+c.client, "seed=2,"+c.server, c.name != "linv-error")
+			// With remote invalidation the client posts few LocalInvs.
+			runRPC(t, "seed=1,"+c.client, "seed=2,"+c.server, c.name != "linv-error")
 		})
 	}
 }
 
-func underRPC(t *testing.T, clientSpec, serverSpec string, remoteInv bool) {
-	client, server := broken(t, strings.TrimSuffix(clientSpec, ",")), broken(t, strings.TrimSuffix(serverSpec, ","))
-	l, err := server.Listen(within(t), loopback)
+func runRPC(t *testing.T, clientSpec, serverSpec string, remoteInv bool) {
+	client, server := withFaults(t, strings.TrimSuffix(clientSpec, ",")), withFaults(t,
+		strings.TrimSuffix(serverSpec, ","))
+	l, err := server.Listen(timeoutContext(t), loopback)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -104,7 +104,7 @@ func underRPC(t *testing.T, clientSpec, serverSpec string, remoteInv bool) {
 		cancel()
 		l.Close()
 		if err := <-done; err != nil {
-			t.Errorf("server: %v", err)
+			t.Errorf("serve: %v", err)
 		}
 	}()
 	tr, err := xprt.New(xprt.Config{Provider: client, Addr: l.Addr(), ReconnectMin: 5 * time.Millisecond,
@@ -113,10 +113,10 @@ func underRPC(t *testing.T, clientSpec, serverSpec string, remoteInv bool) {
 		t.Fatal(err)
 	}
 	defer tr.Close()
-	if err := tr.Connect(within(t)); err != nil {
+	if err := tr.Connect(timeoutContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	verified(t, tr)
+	readAndWrite(t, tr)
 	var injected uint64
 	for _, p := range []*faults.Provider{client, server} {
 		for _, c := range p.Counts() {
@@ -125,17 +125,17 @@ func underRPC(t *testing.T, clientSpec, serverSpec string, remoteInv bool) {
 	}
 	t.Log(client.Counts(), server.Counts())
 	if injected == 0 {
-		t.Error("nothing was injected")
+		t.Error("injected faults: got 0, want at least 1")
 	}
 }
 
-// verified reads and writes from several goroutines.
-func verified(t *testing.T, tr *xprt.Transport) {
+// readAndWrite reads and writes from several goroutines and checks the data.
+func readAndWrite(t *testing.T, tr *xprt.Transport) {
 	fh, err := nfs3.NewFH([]byte("the file"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cred := within(t), sunrpc.AppendAuthNone(nil)
+	ctx, cred := timeoutContext(t), sunrpc.AppendAuthNone(nil)
 	c := nfs3.NewClient(tr, nfs3.Options{})
 	var wg sync.WaitGroup
 	for w := range 4 {
@@ -154,7 +154,7 @@ func verified(t *testing.T, tr *xprt.Transport) {
 					return
 				}
 				if !bytes.Equal(buf[:size], fill(off, size)) {
-					t.Errorf("worker %d: wrong octets at %d", w, off)
+					t.Errorf("worker %d: wrong data at offset %d", w, off)
 					return
 				}
 				var wr nfs3.WriteResult

@@ -5,21 +5,21 @@ import (
 	"time"
 )
 
-// timers are what a queue pair has put off. All of it has run when flush returns.
+// timers holds the delayed jobs of a queue pair. All jobs have run when flush returns.
 type timers struct {
 	running sync.WaitGroup
 
 	mu   sync.Mutex
-	jobs []*job // guarded by mu; in the order in which they were put off
+	jobs []*job // guarded by mu; in the order of their calls of after
 }
 
 type job struct {
 	timer *time.Timer
-	run   func(early bool)
+	run   func(draining bool)
 }
 
-// after calls run(false) d from now, or run(true) from flush.
-func (t *timers) after(d time.Duration, run func(early bool)) {
+// after calls run(false) after d. If flush comes first, flush calls run(true).
+func (t *timers) after(d time.Duration, run func(draining bool)) {
 	j := &job{run: run}
 	t.running.Add(1)
 	t.mu.Lock()
@@ -33,7 +33,7 @@ func (t *timers) after(d time.Duration, run func(early bool)) {
 	})
 }
 
-// take removes j, and reports whether it was still there.
+// take removes j and reports whether j was still present.
 func (t *timers) take(j *job) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -46,8 +46,8 @@ func (t *timers) take(j *job) bool {
 	return false
 }
 
-// flush runs what is left at once, in the order in which it was put off, and waits for what is
-// running. Nothing may be put off at the same time.
+// flush runs the remaining jobs at once, in order, and waits for running jobs. The caller must not
+// call after at the same time.
 func (t *timers) flush() {
 	t.mu.Lock()
 	jobs := t.jobs

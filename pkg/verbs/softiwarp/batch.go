@@ -15,27 +15,28 @@ const (
 	maxIOV = 256
 	// arenaSize holds headers, trailers and small payload of one batch.
 	arenaSize = 16 << 10
-	// batchBytes ends a batch. It also bounds how long one system call can hold an MR's lock.
+	// batchBytes is the size at which a batch ends. The size also bounds how long one system call
+	// can hold an MR's lock.
 	batchBytes = 256 << 10
 	maxFPDUs   = 128
-	// copyBelow: payload up to this size is copied beside its header, which
-	// is cheaper than another element in the vector.
+	// copyBelow is the largest payload that is copied next to its header, which costs less than
+	// another element of the vector.
 	copyBelow = 256
-	// trailerMax is pad and CRC.
+	// trailerMax is the largest size of pad and CRC.
 	trailerMax = fpduAlign - 1 + fpduCRCSize
 )
 
-// errRevoked: the registration ended while its memory was being moved.
+// errRevoked means that the registration ended while its memory was read or written.
 var errRevoked = errors.New("softiwarp: memory was invalidated in the middle of a message")
 
 // A boundary is the end of an FPDU within a batch.
 type boundary struct {
-	end     int    // octets of the batch
-	payload uint32 // payload octets of the batch up to here
+	end     int    // bytes of the batch up to the end of the FPDU
+	payload uint32 // payload bytes of the batch up to there
 }
 
-// A batch gathers whole FPDUs and sends them with one vectored system call, or more when the socket
-// fills up. It belongs to the writer.
+// A batch gathers whole FPDUs and sends them with one vectored system call, or with several when
+// the socket is full. Only the writer uses it.
 type batch struct {
 	raw     syscall.RawConn
 	cb      func(fd uintptr) bool
@@ -48,7 +49,7 @@ type batch struct {
 	total   int
 	payload uint32
 	sum     uint32 // CRC of the current FPDU so far
-	hdr     []byte // header of the current FPDU, to be filled in by the caller
+	hdr     []byte // header of the current FPDU, which the caller fills in
 	ends    [maxFPDUs]boundary
 	nends   int
 	src     grant // the registration that the payload comes from, if any
@@ -75,9 +76,9 @@ func (b *batch) begin() {
 	b.src, b.err = grant{}, nil
 }
 
-// room reports whether an FPDU with up to pieces payload pieces still fits. With CRCs in force a
-// batch is one FPDU, so that a TCP segment starts with it.
-func (b *batch) room(pieces int) bool {
+// fits reports whether the batch has space for an FPDU with up to pieces payload pieces. With CRCs
+// a batch is one FPDU, so that a TCP segment starts with it.
+func (b *batch) fits(pieces int) bool {
 	if b.crc && b.nends > 0 {
 		return false
 	}
@@ -85,7 +86,7 @@ func (b *batch) room(pieces int) bool {
 		b.used+maxHeaderSize+trailerMax+pieces*copyBelow <= arenaSize
 }
 
-// extend appends n octets of the arena to the vector.
+// extend appends n bytes of the arena to the vector and returns them.
 func (b *batch) extend(n int) []byte {
 	p := b.arena[b.used : b.used+n : b.used+n]
 	b.used += n
@@ -100,21 +101,22 @@ func (b *batch) extend(n int) []byte {
 	return p
 }
 
-// header starts an FPDU; the caller fills in the n octets that it returns before adding payload.
+// header starts an FPDU and returns its n header bytes. The caller fills them in before it adds
+// payload.
 func (b *batch) header(n int) []byte {
 	b.hdr = b.extend(n)
 	b.sum = 0
 	return b.hdr
 }
 
-// closeHeader takes the header into the CRC.
+// closeHeader adds the header to the CRC.
 func (b *batch) closeHeader() {
 	if b.crc {
 		b.sum = crc32.Update(0, castagnoli, b.hdr)
 	}
 }
 
-// addCopy appends payload by copy.
+// addCopy appends a copy of p as payload.
 func (b *batch) addCopy(p []byte) {
 	if len(p) == 0 {
 		return
@@ -123,7 +125,7 @@ func (b *batch) addCopy(p []byte) {
 	copy(b.extend(len(p)), p)
 }
 
-// addRef appends payload by reference.
+// addRef appends p itself as payload; p must not change before the batch is sent.
 func (b *batch) addRef(p []byte) {
 	if len(p) == 0 {
 		return
@@ -142,7 +144,7 @@ func (b *batch) account(p []byte) {
 	}
 }
 
-// trailer ends an FPDU: pad, and CRC or zeros.
+// trailer ends an FPDU with its pad and its CRC, which is zero when CRCs are off.
 func (b *batch) trailer(ulpdu int) {
 	pad := padding(ulpdu)
 	t := b.extend(pad + fpduCRCSize)
@@ -154,7 +156,8 @@ func (b *batch) trailer(ulpdu int) {
 	b.nends++
 }
 
-// send writes the whole batch. After an error b.atBoundary tells where the stream stands.
+// send writes the whole batch. After an error, atBoundary reports whether the stream ends with an
+// FPDU.
 func (b *batch) send() error {
 	if b.total == 0 {
 		return nil
@@ -166,12 +169,12 @@ func (b *batch) send() error {
 	return b.err
 }
 
-// sendmsg runs inside RawConn.Write. It holds the lock of the source MR around each
-// system call, never while it waits for the socket.
+// sendmsg runs inside RawConn.Write. The lock of the source MR is held around each system call, and
+// not while waiting for the socket.
 func (b *batch) sendmsg(fd uintptr) bool {
 	flags := uintptr(unix.MSG_NOSIGNAL | unix.MSG_DONTWAIT)
 	if b.crc {
-		flags |= unix.MSG_EOR // nothing that follows may share the TCP segment
+		flags |= unix.MSG_EOR // later data must not share the TCP segment
 	}
 	for b.sent < b.total {
 		if m := b.src.mr; m != nil {
@@ -200,7 +203,7 @@ func (b *batch) sendmsg(fd uintptr) bool {
 	return true
 }
 
-// advance moves the vector past n sent octets.
+// advance moves the vector past n sent bytes.
 func (b *batch) advance(n int) {
 	b.sent += n
 	for n > 0 {
@@ -219,7 +222,7 @@ func (b *batch) advance(n int) {
 	}
 }
 
-// atBoundary reports whether the octets sent end with an FPDU, and how many payload octets they
+// atBoundary reports whether the sent bytes end with a whole FPDU, and how many payload bytes they
 // hold.
 func (b *batch) atBoundary() (payload uint32, ok bool) {
 	if b.sent == 0 {

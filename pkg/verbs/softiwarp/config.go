@@ -7,34 +7,33 @@ import (
 	"github.com/hashicorp/go-hclog"
 )
 
-// Config is what a provider is made from. The zero value is ready for use.
+// Config configures a provider. The zero value is ready to use.
 type Config struct {
-	// CRC asks for the MPA CRC on every connection. Off by default, a departure from RFC 5044 §4.4:
-	// a stock siw peer drops the connection whenever TCP splits an FPDU's trailer, and Linux's own
-	// client leaves it off. When the peer asks for CRCs they are used all the same.
+	// CRC asks for the MPA CRC on every connection. The default is off, which departs from RFC 5044
+	// §4.4: a stock siw peer drops the connection whenever TCP splits an FPDU's trailer, and
+	// Linux's client leaves CRCs off. CRCs are also used when the peer asks for them.
 	CRC bool
-	// MaxFPDU is the size of the largest FPDU sent, in octets. 0 is RFC 5044 §5.1's way: no FPDU is
-	// larger than the effective MSS. A value above the MSS is honoured while no CRCs are in force,
-	// which siw and this package take, and is faster on small segments. Never exceeds RFC 5044 §3's
-	// 64768.
+	// MaxFPDU is the size of the largest sent FPDU in bytes. 0 means the effective MSS (RFC 5044
+	// §5.1). A value above the MSS applies only while CRCs are off; siw and this package accept
+	// larger FPDUs, which are faster on small segments. The limit is 64768 (RFC 5044 §3).
 	MaxFPDU int
-	// SocketBuffer is the size asked for each TCP buffer, in octets. 0 asks for 4 MiB where
-	// the process may force that, and otherwise leaves the sizes to the kernel's auto-tuning.
+	// SocketBuffer is the requested size of each TCP buffer in bytes. 0 requests 4 MiB if the
+	// process may force that size, and otherwise leaves the sizes to the kernel's auto-tuning.
 	SocketBuffer int
 
-	// ConnectTimeout bounds the TCP handshake of an active connection. 0: 10 s.
+	// ConnectTimeout bounds the TCP handshake of an active connection. 0 means 10 s.
 	ConnectTimeout time.Duration
-	// ReplyTimeout bounds the wait for the MPA Reply, and on the passive side the sending of it. 0:
-	// 10 s.
+	// ReplyTimeout bounds the wait for the MPA Reply, and on the passive side the sending of it. 0
+	// means 10 s.
 	ReplyTimeout time.Duration
-	// RequestTimeout bounds the wait for the MPA Request on the passive side (RFC 5044 §7.1.2). 0:
-	// 5 s.
+	// RequestTimeout bounds the wait for the MPA Request on the passive side (RFC 5044 §7.1.2). 0
+	// means 5 s.
 	RequestTimeout time.Duration
-	// Linger bounds the orderly end of a connection: sending what is left of an
-	// FPDU, the Terminate, and reading until the peer's FIN. 0: 500 ms.
+	// Linger bounds the orderly end of a connection: sending the rest of an FPDU and the Terminate,
+	// and reading until the peer's FIN. 0 means 500 ms.
 	Linger time.Duration
 
-	// Logger gets connection ends and refused handshakes at debug level. nil: none.
+	// Logger receives connection ends and refused handshakes at debug level. nil means no logging.
 	Logger hclog.Logger
 }
 
@@ -45,10 +44,10 @@ const (
 	defaultRequestTimeout = 5 * time.Second
 	defaultLinger         = 500 * time.Millisecond
 	defaultSocketBuffer   = 4 << 20
-	// abandonWait is how long a connect whose caller gave up still waits for the reply: a stock siw
-	// listener dies when a fresh connection is closed within some 10 ms, should that be heard (see
-	// setTCPRepair).
-	abandonWait = 60 * time.Millisecond
+	// abandonTimeout is how long a canceled connect still waits for the reply. A stock siw
+	// listener fails permanently when a new connection is closed within about 10 ms and siw sees
+	// the close (see setTCPRepair).
+	abandonTimeout = 60 * time.Millisecond
 )
 
 var pageSize = os.Getpagesize()

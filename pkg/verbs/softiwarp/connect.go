@@ -16,40 +16,42 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// A turnstile lets one connect to a remote address through at a time. A stock
-// siw listener loses itself in a burst of them.
-type turnstile struct {
+// A connectLimiter allows one connect to a remote address at a time. A stock siw listener fails
+// permanently on a burst of connects.
+type connectLimiter struct {
 	mu    sync.Mutex
-	gates map[netip.AddrPort]*gate // guarded by mu
+	addrs map[netip.AddrPort]*addrLimit // guarded by mu
 }
 
-type gate struct {
-	free chan struct{} // holds a token when nobody is inside
-	refs int           // inside or waiting; guarded by turnstile.mu
+type addrLimit struct {
+	free chan struct{} // holds a token while no connect is running
+	refs int           // running and waiting connects; guarded by connectLimiter.mu
 }
 
-// connects is shared by all providers of the process: the peer does not care which of them knocks.
-var connects = turnstile{gates: make(map[netip.AddrPort]*gate)}
+// connects is shared by all providers of the process, because they may connect to the same peer.
+var connects = connectLimiter{addrs: make(map[netip.AddrPort]*addrLimit)}
 
-// enter waits for the turn to connect to a, and returns the function that ends it.
-func (t *turnstile) enter(ctx context.Context, closed <-chan struct{}, a netip.AddrPort) (leave func(), err error) {
+// acquire waits until no other connect to a is running, and returns the function that ends this
+// one.
+func (t *connectLimiter) acquire(ctx context.Context, closed <-chan struct{}, a netip.AddrPort) (release func(),
+	err error) {
 	t.mu.Lock()
-	g := t.gates[a]
+	g := t.addrs[a]
 	if g == nil {
-		g = &gate{free: make(chan struct{}, 1)}
+		g = &addrLimit{free: make(chan struct{}, 1)}
 		g.free <- struct{}{}
-		t.gates[a] = g
+		t.addrs[a] = g
 	}
 	g.refs++
 	t.mu.Unlock()
 	drop := func() {
 		t.mu.Lock()
 		if g.refs--; g.refs == 0 {
-			delete(t.gates, a)
+			delete(t.addrs, a)
 		}
 		t.mu.Unlock()
 	}
-	if err = ctx.Err(); err != nil { // not even when the turn is free
+	if err = ctx.Err(); err != nil { // even when no connect is running
 		drop()
 		return nil, err
 	}
@@ -71,25 +73,25 @@ func (t *turnstile) enter(ctx context.Context, closed <-chan struct{}, a netip.A
 	return nil, err
 }
 
-// settlePause is how often Settle looks.
-const settlePause = 5 * time.Millisecond
+// settleInterval is how often Settle checks.
+const settleInterval = 5 * time.Millisecond
 
-// Settle returns when no connect of this process is under way, or ctx ends. A program that has
-// closed everything calls it before it exits: a connect that was given up still waits a moment for
-// the peer's answer (see abandonWait), and the kernel would drop its TCP connection at once.
+// Settle returns when no connect of this process is in progress, or ctx ends. A program that has
+// closed everything calls Settle before it exits. A canceled connect still waits up to
+// abandonTimeout for the peer's answer, and an exit would close the TCP connection at once.
 func Settle(ctx context.Context) {
 	for connects.busy() && ctx.Err() == nil {
-		time.Sleep(settlePause)
+		time.Sleep(settleInterval)
 	}
 }
 
-func (t *turnstile) busy() bool {
+func (t *connectLimiter) busy() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return len(t.gates) > 0
+	return len(t.addrs) > 0
 }
 
-// Resolve finds the local address that reaches raddr. No packet is sent.
+// Resolve finds the local address that reaches raddr. Resolve sends no packet.
 func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.ActiveID, error) {
 	raddr = netip.AddrPortFrom(raddr.Addr().Unmap(), raddr.Port())
 	fail := func(kind verbs.ConnErrorKind, err error) error {
@@ -101,7 +103,7 @@ func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.Act
 	if !raddr.IsValid() || raddr.Port() == 0 {
 		return nil, fail(verbs.ConnLocal, errors.New("not an address with a port"))
 	}
-	// Connecting a datagram socket looks the route up and does nothing else.
+	// connect(2) on a datagram socket only looks up the route.
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(raddr))
 	if err != nil {
 		return nil, fail(verbs.ConnUnreachable, err)
@@ -125,18 +127,18 @@ func (a *activeID) Close() error {
 	return nil
 }
 
-// An attempt is one connection set-up. It runs on a goroutine of its own, because a caller who
-// gives up must not make it drop a fresh TCP connection at once (see abandonWait).
+// An attempt is one connection set-up. An attempt runs on a separate goroutine, because a canceled
+// attempt must not close a new TCP connection at once (see abandonTimeout).
 type attempt struct {
-	id    *activeID
-	param verbs.ConnParam
-	qp    *qp
-	own   depths
-	leave func()
+	id          *activeID
+	param       verbs.ConnParam
+	qp          *qp
+	own         depths
+	releaseTurn func()
 
-	reached atomic.Bool   // the peer took the TCP connection
-	givenUp chan struct{} // closed when nobody wants the connection any more
-	done    chan error    // capacity 1
+	connected atomic.Bool   // the TCP connection is established
+	canceled  chan struct{} // closed when the caller no longer waits
+	done      chan error    // capacity 1
 }
 
 // Connect performs the TCP and MPA handshakes.
@@ -151,15 +153,15 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	case len(param.PrivateData) > maxULPData:
 		return a.Fail(verbs.ConnLocal, phaseSendRequest, errDataTooLong)
 	}
-	leave, err := connects.enter(ctx, a.Done(), a.RemoteAddr())
+	release, err := connects.acquire(ctx, a.Done(), a.RemoteAddr())
 	if err != nil {
 		return a.Fail(ioKind(err), phaseQueue, err)
 	}
 	t := &attempt{
-		id: a, param: param, qp: q, leave: leave,
+		id: a, param: param, qp: q, releaseTurn: release,
 		own: depths{ird: roundDepth(int(param.ResponderResources), maxReadDepth),
 			ord: min(int(param.InitiatorDepth), maxReadDepth)},
-		givenUp: make(chan struct{}), done: make(chan error, 1),
+		canceled: make(chan struct{}), done: make(chan error, 1),
 	}
 	a.hold()
 	go t.run()
@@ -171,8 +173,8 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	case <-a.Done():
 		err = base.ErrClosed
 	}
-	close(t.givenUp)
-	if t.reached.Load() {
+	close(t.canceled)
+	if t.connected.Load() {
 		return t.replyError(err)
 	}
 	return a.Fail(ioKind(err), phaseConnect, err)
@@ -180,7 +182,7 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 
 func (t *attempt) abandoned() bool {
 	select {
-	case <-t.givenUp:
+	case <-t.canceled:
 		return true
 	default:
 		return false
@@ -189,7 +191,7 @@ func (t *attempt) abandoned() bool {
 
 func (t *attempt) run() {
 	defer t.id.release()
-	defer t.leave()
+	defer t.releaseTurn()
 	conn, err := t.dial()
 	if err != nil {
 		t.done <- err
@@ -207,11 +209,11 @@ func (t *attempt) run() {
 		return
 	}
 	t.done <- nil
-	// A caller who gave up at this very moment has not taken the result, but still owns the ConnID
-	// and closes it.
+	// If the caller was canceled at this moment it has not taken the result, but it still owns the
+	// ConnID and closes it.
 }
 
-// handshake exchanges the MPA frames, as the initiator of RFC 6581.
+// handshake exchanges the MPA frames as the initiator (RFC 6581).
 func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 	id, cfg := t.id, &t.id.dev.cfg
 	req := mpaFrame{
@@ -226,7 +228,7 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 	if err := setConnTCPRepair(raw, false); err != nil {
 		return stream{}, id.Fail(verbs.ConnLocal, phaseSendRequest, err)
 	}
-	// One write: kernels before 6.6 give up on a request that TCP delivers in parts.
+	// Kernels before 6.6 drop a request that TCP delivers in parts, so it takes one write.
 	if _, err := conn.Write(req.append(nil)); err != nil {
 		return stream{}, id.Fail(ioKind(err), phaseSendRequest, err)
 	}
@@ -237,12 +239,12 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 		defer close(watched)
 		select {
 		case <-got:
-		case <-t.givenUp:
-			conn.SetReadDeadline(time.Now().Add(abandonWait))
+		case <-t.canceled:
+			conn.SetReadDeadline(time.Now().Add(abandonTimeout))
 		}
 	}()
 	var rep mpaFrame
-	if err = awaitOctets(raw); err == nil {
+	if err = awaitReadable(raw); err == nil {
 		setConnTCPRepair(raw, false)
 		rep, err = readMPAFrame(conn, true)
 	}
@@ -267,23 +269,26 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 	return s, nil
 }
 
-// replyError says what was wrong instead of a Reply.
+// checkPort is the hint of errors that a server of another protocol may cause.
+const checkPort = "check that the port is an RDMA port"
+
+// replyError returns the error of an attempt that received no valid Reply.
 func (t *attempt) replyError(err error) error {
 	kind := ioKind(err)
 	switch {
 	case kind == verbs.ConnTimeout:
-		err = fmt.Errorf("the peer took the connection and did not answer: is it an RDMA port? %w", err)
+		err = fmt.Errorf("the peer accepted the TCP connection but did not answer: %w; %s", err, checkPort)
 	case errors.Is(err, io.ErrUnexpectedEOF):
 		err = errors.New("the peer closed the connection in the middle of its MPA reply")
 	case errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
-		err = fmt.Errorf("the peer closed the connection without an MPA reply (%w): is it an RDMA port?", err)
+		err = fmt.Errorf("the peer closed the connection without an MPA reply: %w; %s", err, checkPort)
 	case errors.Is(err, errMPAKey):
-		err = fmt.Errorf("the peer does not speak MPA: is it an RDMA port? %w", err)
+		err = fmt.Errorf("the peer does not speak MPA: %w; %s", err, checkPort)
 	}
 	return t.id.Fail(kind, phaseReadReply, err)
 }
 
-// adopt settles the parameters of an accepting Reply.
+// adopt checks an accepting Reply and returns the stream with the negotiated parameters.
 func (t *attempt) adopt(conn *net.TCPConn, rep *mpaFrame) (stream, error) {
 	id := t.id
 	switch {
@@ -292,19 +297,19 @@ func (t *attempt) adopt(conn *net.TCPConn, rep *mpaFrame) (stream, error) {
 			fmt.Errorf("MPA revision %d reply without enhanced connection data to an enhanced request", rep.rev))
 	case rep.markers:
 		return stream{}, id.Fail(verbs.ConnProtocol, phaseCheckReply,
-			errors.New("the peer demands MPA markers, which are not supported"))
+			errors.New("the peer requires MPA markers, which are not supported"))
 	}
 	s := stream{conn: conn, crc: rep.crc || id.dev.cfg.CRC, active: true}
 	var ok bool
 	if s.depths, ok = adoptDepths(rep, t.own, maxReadDepth); !ok {
 		sendTerminate(conn, termInsufficientIRD, s.crc)
 		return stream{}, id.Fail(verbs.ConnProtocol, phaseCheckReply,
-			fmt.Errorf("the peer wants to have %d RDMA Reads outstanding, %d are possible", rep.ord, maxReadDepth))
+			fmt.Errorf("the peer requires %d outstanding RDMA Reads, at most %d are supported", rep.ord, maxReadDepth))
 	}
 	return s, nil
 }
 
-// sendTerminate sends a Terminate on a stream that has no QP yet.
+// sendTerminate sends a Terminate on a stream without a QP.
 func sendTerminate(conn *net.TCPConn, code termCode, crc bool) {
 	var b batch
 	if b.init(conn) != nil {
@@ -316,7 +321,7 @@ func sendTerminate(conn *net.TCPConn, code termCode, crc bool) {
 	copy(b.header(n), p[:n])
 	b.closeHeader()
 	b.trailer(n - fpduLenSize)
-	conn.SetWriteDeadline(time.Now().Add(abandonWait))
+	conn.SetWriteDeadline(time.Now().Add(abandonTimeout))
 	b.send()
 	conn.CloseWrite()
 }

@@ -17,11 +17,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// A connID is what both sides' ConnIDs have in common.
+// A connID is the common part of the ConnIDs of both sides.
 type connID struct {
 	*base.ConnID[qp]
 	dev   *device
-	holds atomic.Int32 // Close and a connection attempt each keep the ConnID tracked
+	holds atomic.Int32 // references: one of Close, one of a running attempt
 }
 
 func newConnID(d *device, local, remote netip.AddrPort) connID {
@@ -41,7 +41,7 @@ func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) 
 	return q, nil
 }
 
-// hold and release keep the ConnID in the leak count.
+// hold and release count references. The ConnID leaves the leak count with the last one.
 func (c *connID) hold() { c.holds.Add(1) }
 
 func (c *connID) release() {
@@ -101,14 +101,15 @@ func dialKind(err error) verbs.ConnErrorKind {
 	return verbs.ConnUnreachable
 }
 
-// tuneListener is tuneSocket for a net.ListenConfig: connections inherit what their listener has.
+// tuneListener is tuneSocket for a net.ListenConfig. Connections inherit the buffers of their
+// listener.
 func (d *device) tuneListener(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) { d.tuneSocket(int(fd)) })
 }
 
-// tuneSocket asks for deep buffers before the handshake fixes the window scale. A process that may
-// not force them keeps the kernel's auto-tuning, which goes further than an ordinary user's
-// SO_RCVBUF.
+// tuneSocket requests large buffers before the handshake fixes the window scale. A process that may
+// not force the size keeps the kernel's auto-tuning, which reaches larger sizes than SO_RCVBUF of
+// an unprivileged process.
 func (d *device) tuneSocket(fd int) {
 	size := d.cfg.SocketBuffer
 	if size == 0 {

@@ -16,12 +16,12 @@ type cqe struct {
 	recv bool
 }
 
-// dispatchBatch is how many completions the dispatcher takes per lock.
+// dispatchBatch is how many completions the dispatcher takes at once.
 const dispatchBatch = 16
 
-// A completionQueue is a bounded ring and the goroutine that calls handlers.
-// It cannot overflow: creating a QP reserves room for all its queues, and a
-// queue's slot is free again only once the dispatcher took the completion.
+// A completionQueue is a bounded ring and the goroutine that calls handlers. The ring cannot
+// overflow: creating a QP reserves entries for both its queues, and a slot of a queue
+// becomes free only after the dispatcher took the completion.
 type completionQueue struct {
 	dev     *device
 	depth   int
@@ -34,7 +34,7 @@ type completionQueue struct {
 	head, n int
 	closing bool // the dispatcher ends when the ring is empty
 
-	batch [dispatchBatch]cqe // the dispatcher's
+	batch [dispatchBatch]cqe // used only by the dispatcher
 }
 
 func newCQ(dev *device, depth int) *completionQueue {
@@ -46,8 +46,8 @@ func newCQ(dev *device, depth int) *completionQueue {
 	return c
 }
 
-// push queues a completion. The caller may hold QP locks; the dispatcher never takes one while it
-// holds mu.
+// push queues a completion. The caller may hold QP locks, because the dispatcher takes none of them
+// while it holds mu.
 func (c *completionQueue) push(q *qp, recv bool, done func(*verbs.WorkCompletion), wc *verbs.WorkCompletion) {
 	c.mu.Lock()
 	i := c.head + c.n
@@ -78,7 +78,8 @@ func (c *completionQueue) dispatch() {
 	}
 }
 
-// take waits for completions and moves some to batch; 0 means the queue is closed.
+// take waits for completions, moves up to dispatchBatch of them to batch, and returns how many. 0
+// means that the queue is closed.
 func (c *completionQueue) take() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -101,7 +102,7 @@ func (c *completionQueue) take() int {
 	return n
 }
 
-// Close stops the dispatcher and waits for it. Not from a handler.
+// Close stops the dispatcher and waits for its end. Close must not be called from a handler.
 func (c *completionQueue) Close() error {
 	first, err := c.entries.Close()
 	if err != nil {

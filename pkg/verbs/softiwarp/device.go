@@ -8,15 +8,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// Name is the provider's and its device's name.
+// Name is the name of the provider and of its device.
 const Name = "softiwarp"
 
-// A provider is the one soft RNIC of a configuration.
+// A provider has one soft RNIC.
 type provider struct {
 	dev *device
 }
 
-// New makes a provider with one device. Every provider has its own STag space.
+// New makes a provider with one device. Each provider has a separate STag space.
 func New(cfg Config) verbs.Provider {
 	return &provider{dev: &device{cfg: cfg.withDefaults(), table: stagTable{mrs: make(map[uint32]*mr)}}}
 }
@@ -24,18 +24,19 @@ func New(cfg Config) verbs.Provider {
 // Name returns "softiwarp".
 func (p *provider) Name() string { return Name }
 
-// A device is a soft RNIC. It keeps nothing open by itself.
+// A device is a soft RNIC without descriptors.
 type device struct {
 	cfg   Config
 	table stagTable
 }
 
-// Attrs tells the limits and abilities.
+// Attrs returns the limits and capabilities.
 func (d *device) Attrs() verbs.DeviceAttrs {
 	return verbs.DeviceAttrs{
-		Name:                  Name,
-		Transport:             verbs.TransportIWARP,
-		Caps:                  verbs.CapFastReg | verbs.CapGaps | verbs.CapChosenIOVA | verbs.CapRegisterAny | verbs.CapRemoteInv | verbs.CapTerminates | verbs.CapLiveStats,
+		Name:      Name,
+		Transport: verbs.TransportIWARP,
+		Caps: verbs.CapFastReg | verbs.CapGaps | verbs.CapChosenIOVA | verbs.CapRegisterAny | verbs.CapRemoteInv |
+			verbs.CapTerminates | verbs.CapLiveStats,
 		PageSize:              os.Getpagesize(),
 		MaxFastRegPageListLen: maxFRPages,
 		MaxQPWR:               maxQPWR,
@@ -49,13 +50,13 @@ func (d *device) Attrs() verbs.DeviceAttrs {
 	}
 }
 
-// AllocPD makes a protection domain.
+// AllocPD allocates a protection domain.
 func (d *device) AllocPD() (verbs.PD, error) {
 	leakcheck.Track(leakcheck.PD, 1)
 	return &protectionDomain{dev: d, uses: base.Uses{Provider: Name}}, nil
 }
 
-// CreateCQ makes a completion queue and starts its dispatcher.
+// CreateCQ creates a completion queue and starts its dispatcher.
 func (d *device) CreateCQ(depth int) (verbs.CQ, error) {
 	if err := base.CheckCQDepth(Name, depth, maxCQE); err != nil {
 		return nil, err
@@ -69,7 +70,7 @@ type protectionDomain struct {
 	uses base.Uses
 }
 
-// AllocMR makes an MR for up to depth segments with up to depth pages of memory in all.
+// AllocMR allocates an MR for up to depth segments with at most depth pages of memory in total.
 func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	if err := base.CheckMRDepth(Name, depth, maxFRPages); err != nil {
 		return nil, err
@@ -86,7 +87,7 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	return m, nil
 }
 
-// RegMR is accepted for any memory: local buffers need no key here.
+// RegMR accepts any memory, because local buffers need no key.
 func (p *protectionDomain) RegMR([]byte) (verbs.MR, error) {
 	if err := p.uses.Take(); err != nil {
 		return nil, err

@@ -12,36 +12,37 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A stock siw listener is lost for good when a connection ends before siw has looked at it. Nobody
-// can promise to keep a connection open for so long: the process may be killed, and a peer that is
-// slow, or behind something that takes connections in its place, may look at it after minutes. So a
-// socket is mute until the peer's first octet is there: should it be closed, by whomever, nothing
-// is sent, and the peer learns of it from the reset that its own answer gets. It is the kernel's
-// TCP_REPAIR that does this, which takes CAP_NET_ADMIN; without it abandonWait has to do.
+// A stock siw listener fails permanently when a connection ends before siw has accepted it. This
+// side cannot guarantee that a connection stays open that long: the process may be killed, and a
+// peer that is slow, or behind a proxy, may accept it minutes later. Therefore a socket stays in
+// TCP_REPAIR mode until the peer's first byte arrives. When a socket is closed in this mode, the
+// kernel sends nothing, and the peer gets a reset only when it answers. TCP_REPAIR requires
+// CAP_NET_ADMIN; without it, abandonTimeout reduces the risk.
 //
-// A mute socket does all that TCP does, but that data is neither sent nor received by this side:
-// the MPA Request goes out between two calls of setTCPRepair.
+// A socket in repair mode acknowledges packets, but this side can neither send nor receive data.
+// The MPA Request is sent between two calls of setTCPRepair.
 
-// setTCPRepair turns a socket's silence on or off.
+// setTCPRepair turns repair mode of a socket on or off. Errors are ignored, because the mode needs
+// a capability that the process may lack.
 func setTCPRepair(fd int, on bool) {
 	value := unix.TCP_REPAIR_ON
 	if !on {
 		value = unix.TCP_REPAIR_OFF_NO_WP
 	}
 	err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_REPAIR, value)
-	if !on && errors.Is(err, unix.EINVAL) { // before Linux 4.19 a window probe has to come with it
+	if !on && errors.Is(err, unix.EINVAL) { // before Linux 4.19 the socket must send a window probe
 		_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_REPAIR, unix.TCP_REPAIR_OFF)
 	}
 }
 
-// setConnTCPRepair is mute for a connection.
+// setConnTCPRepair is setTCPRepair for a connection.
 func setConnTCPRepair(raw syscall.RawConn, on bool) error {
 	return raw.Control(func(fd uintptr) { setTCPRepair(int(fd), on) })
 }
 
-// awaitOctets waits until something can be read from a connection: its end, too. The connection's
-// read deadline holds.
-func awaitOctets(raw syscall.RawConn) error {
+// awaitReadable waits until data or the end of the stream can be read, or the read deadline
+// expires.
+func awaitReadable(raw syscall.RawConn) error {
 	return raw.Read(func(fd uintptr) bool {
 		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 		n, err := unix.Poll(p, 0)
@@ -49,12 +50,12 @@ func awaitOctets(raw syscall.RawConn) error {
 	})
 }
 
-// errSelf is a port without a listener in the range of ephemeral ports that was connected to
-// itself.
-var errSelf = os.NewSyscallError("connect", unix.ECONNREFUSED)
+// errSelfConnect means that the socket connected to itself: the port has no listener and the kernel
+// chose it as the local port.
+var errSelfConnect = os.NewSyscallError("connect", unix.ECONNREFUSED)
 
-// dial makes the TCP connection, mute. When the caller gives up while no answer has come yet the
-// attempt ends; once there is a connection it is kept for the handshake.
+// dial makes the TCP connection, in repair mode. When the caller is canceled before the peer
+// answers, dial ends. An established connection is kept for the handshake.
 func (t *attempt) dial() (*net.TCPConn, error) {
 	f, err := t.dialFile()
 	if err != nil {
@@ -62,12 +63,12 @@ func (t *attempt) dial() (*net.TCPConn, error) {
 			&net.OpError{Op: "dial", Net: "tcp", Addr: net.TCPAddrFromAddrPort(t.id.RemoteAddr()), Err: err})
 	}
 	c, err := net.FileConn(f)
-	f.Close() // FileConn has its own
+	f.Close() // FileConn duplicated the descriptor
 	if err != nil {
 		return nil, t.id.Fail(dialKind(err), phaseConnect, err)
 	}
 	conn := c.(*net.TCPConn)
-	t.reached.Store(true)
+	t.connected.Store(true)
 	t.id.SetLocalAddr(addrPort(conn.LocalAddr()))
 	return conn, nil
 }
@@ -103,8 +104,8 @@ func (t *attempt) dialFile() (f *os.File, err error) {
 		defer close(watched)
 		select {
 		case <-finished:
-		case <-t.givenUp:
-			if handshaking(raw) { // otherwise it is about to finish
+		case <-t.canceled:
+			if handshaking(raw) { // otherwise the connect finishes soon
 				f.SetWriteDeadline(time.Unix(1, 0))
 			}
 		}
@@ -126,7 +127,7 @@ func (t *attempt) dialFile() (f *os.File, err error) {
 	return f, err
 }
 
-// connectResult tells how a connect stands.
+// connectResult reports whether a non-blocking connect has succeeded or failed.
 func connectResult(fd int) (connected bool, err error) {
 	if n, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR); err != nil || n != 0 {
 		if err == nil {
@@ -139,7 +140,7 @@ func connectResult(fd int) (connected bool, err error) {
 		return false, nil // not yet
 	}
 	if local, err := unix.Getsockname(fd); err == nil && sameAddr(local, peer) {
-		return false, errSelf
+		return false, errSelfConnect
 	}
 	return true, nil
 }
@@ -171,8 +172,8 @@ func sockaddr(a netip.AddrPort) (sa unix.Sockaddr, family int, err error) {
 	return six, unix.AF_INET6, nil
 }
 
-// handshaking reports whether the peer has not answered our SYN yet, so that dropping the socket is
-// nothing to it.
+// handshaking reports whether the peer has not answered the SYN yet. Closing the socket then has no
+// effect on the peer.
 func handshaking(raw syscall.RawConn) bool {
 	waiting := false
 	raw.Control(func(fd uintptr) {

@@ -16,8 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// needMute fails where the kernel does not let this process be mute.
-func needMute(t *testing.T) {
+// needTCPRepair fails the test when this process may not use TCP_REPAIR.
+func needTCPRepair(t *testing.T) {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -25,71 +25,72 @@ func needMute(t *testing.T) {
 	}
 	defer unix.Close(fd)
 	if err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_REPAIR, unix.TCP_REPAIR_ON); err != nil {
-		t.Fatalf("TCP_REPAIR: %v; it takes CAP_NET_ADMIN: run the tests as root", err)
+		t.Fatalf("TCP_REPAIR: %v; run the tests as root, because it needs CAP_NET_ADMIN", err)
 	}
 }
 
-// hearsNothing holds a peer's connection to the promise: whoever was at its other end is gone, and
-// it learns that when it answers, not before.
-func hearsNothing(t *testing.T, c *net.TCPConn) {
+// expectResetAfterReply checks that the peer of a closed connection gets a reset when it replies,
+// and no end of the stream before.
+func expectResetAfterReply(t *testing.T, c *net.TCPConn) {
 	c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Errorf("the peer heard %v of a connection that was given up", err)
+		t.Errorf("read before the reply: got %v, want a timeout", err)
 		return
 	}
-	r := goodReply()
+	r := validReply()
 	c.Write(r.append(nil))
-	c.SetReadDeadline(time.Now().Add(patience))
+	c.SetReadDeadline(time.Now().Add(testTimeout))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
-		t.Errorf("the peer heard %v when it answered, want a reset", err)
+		t.Errorf("read after the reply: got %v, want ECONNRESET", err)
 	}
 }
 
-// TestGivenUp: a caller who cancels, or whom nobody answers, is let go at once, yet the peer gets
-// its request, and no end before it answers.
-func TestGivenUp(t *testing.T) {
-	needMute(t)
+// TestCanceledConnectStaysOpen cancels a connect, or lets it time out. Connect must return at
+// once, but the peer must receive the request, and no end of the stream before it replies.
+func TestCanceledConnectStaysOpen(t *testing.T) {
+	needTCPRepair(t)
 	for _, c := range []struct {
 		name string
 		cfg  Config
 		kind verbs.ConnErrorKind
 	}{
-		{"cancelled", quiet, verbs.ConnLocal},
+		{"canceled", defaultConfig, verbs.ConnLocal},
 		{"no reply", Config{ReplyTimeout: 50 * time.Millisecond}, verbs.ConnTimeout},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			released, done := make(chan struct{}), make(chan struct{})
 			ctx, cancel := context.WithCancel(context.Background())
 			defer cancel()
-			addr := server(t, func(conn *net.TCPConn) {
+			addr := serveOnce(t, func(conn *net.TCPConn) {
 				defer close(done)
-				if f := readAnyRequest(conn); f.rev != mpaRev2 {
-					t.Errorf("request %+v", f)
+				if f := readRequestFrame(conn); f.rev != mpaRev2 {
+					t.Errorf("request: got %+v, want revision 2", f)
 				}
 				if c.kind == verbs.ConnLocal {
 					cancel()
 				}
 				<-released
-				hearsNothing(t, conn)
+				expectResetAfterReply(t, conn)
 			})
-			v, err := connectTo(t, ctx, c.cfg, addr, victimParam)
+			v, err := connectEndpoint(t, ctx, c.cfg, addr, endpointParam)
 			var ce *verbs.ConnError
 			if !errors.As(err, &ce) || ce.Kind != c.kind {
-				t.Errorf("error %v", err)
+				t.Errorf("error: got %v, want one of kind %v", err, c.kind)
 			}
 			v.id.Close()
-			Settle(soon(t))
+			Settle(testContext(t))
 			close(released)
 			<-done
 		})
 	}
 }
 
-// connectorEnv makes the test binary connect to the address that it holds, until it is killed.
-const connectorEnv = "SOFTIWARP_TEST_CONNECT"
+// connectEnv is an environment variable. The test binary connects to the address in it until it is
+// killed.
+const connectEnv = "SOFTIWARP_TEST_CONNECT"
 
-// connector is the process that TestKilledConnect kills.
-func connector(to string) {
+// connectUntilKilled runs in the process that TestKilledConnectStaysOpen kills.
+func connectUntilKilled(to string) {
 	check := func(err error) {
 		if err != nil {
 			panic(err)
@@ -103,23 +104,23 @@ func connector(to string) {
 	check(err)
 	_, err = id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1})
 	check(err)
-	check(id.Connect(context.Background(), victimParam))
-	panic("it was to be killed before it is connected")
+	check(id.Connect(context.Background(), endpointParam))
+	panic("connected before the test killed this process")
 }
 
-// TestKilledConnect kills a process that has sent its request and has no reply.
-func TestKilledConnect(t *testing.T) {
-	needMute(t)
+// TestKilledConnectStaysOpen kills a process that has sent its request and has no reply.
+func TestKilledConnectStaysOpen(t *testing.T) {
+	needTCPRepair(t)
 	requested, killed, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
-	addr := server(t, func(c *net.TCPConn) {
+	addr := serveOnce(t, func(c *net.TCPConn) {
 		defer close(done)
-		readAnyRequest(c)
+		readRequestFrame(c)
 		close(requested)
 		<-killed
-		hearsNothing(t, c)
+		expectResetAfterReply(t, c)
 	})
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), connectorEnv+"="+addr.String())
+	cmd.Env = append(os.Environ(), connectEnv+"="+addr.String())
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +128,7 @@ func TestKilledConnect(t *testing.T) {
 	case <-requested:
 	case <-done:
 	}
-	// the request has come a system call before its sender is mute again
+	// the sender needs one more system call to enter repair mode again
 	time.Sleep(10 * time.Millisecond)
 	cmd.Process.Kill()
 	cmd.Wait()
@@ -135,9 +136,9 @@ func TestKilledConnect(t *testing.T) {
 	<-done
 }
 
-// TestLateListener: a SYN that was lost is sent again although the socket is mute, and the
-// connection that comes of it is as good as any.
-func TestLateListener(t *testing.T) {
+// TestLostSYNIsResent checks that the kernel retransmits a lost SYN in repair mode, and that the
+// connection then works.
+func TestLostSYNIsResent(t *testing.T) {
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
 	if err != nil {
 		t.Fatal(err)
@@ -147,15 +148,15 @@ func TestLateListener(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	raw.Control(func(fd uintptr) { unix.Listen(int(fd), 0) }) // room for one
-	first, err := net.DialTimeout("tcp", l.Addr().String(), patience)
+	raw.Control(func(fd uintptr) { unix.Listen(int(fd), 0) }) // a backlog of one connection
+	first, err := net.DialTimeout("tcp", l.Addr().String(), testTimeout)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer first.Close()
 	served := make(chan error, 1)
 	go func() {
-		time.Sleep(300 * time.Millisecond) // the SYN finds no room
+		time.Sleep(300 * time.Millisecond) // the SYN is dropped because the backlog is full
 		c, err := l.AcceptTCP()
 		if err != nil {
 			served <- err
@@ -167,14 +168,14 @@ func TestLateListener(t *testing.T) {
 			return
 		}
 		defer c.Close()
-		c.SetDeadline(time.Now().Add(patience))
-		readAnyRequest(c)
-		r := goodReply()
+		c.SetDeadline(time.Now().Add(testTimeout))
+		readRequestFrame(c)
+		r := validReply()
 		_, err = c.Write(r.append(nil))
 		served <- err
 		c.Read(make([]byte, 1))
 	}()
-	v, err := connectTo(t, soon(t), quiet, addrPort(l.Addr()), victimParam)
+	v, err := connectEndpoint(t, testContext(t), defaultConfig, addrPort(l.Addr()), endpointParam)
 	if err != nil {
 		t.Error(err)
 	}
@@ -184,8 +185,9 @@ func TestLateListener(t *testing.T) {
 	v.id.Close()
 }
 
-// TestSelfConnect: a port without a listener never turns out to be this side itself.
-func TestSelfConnect(t *testing.T) {
+// TestSelfConnectIsRefused connects a socket to itself, as the kernel can do for a port without a
+// listener.
+func TestSelfConnectIsRefused(t *testing.T) {
 	for _, addr := range []string{"127.0.0.1:0", "[::1]:0"} {
 		to := netip.MustParseAddrPort(addr)
 		sa, family, err := sockaddr(to)
@@ -207,7 +209,7 @@ func TestSelfConnect(t *testing.T) {
 			t.Fatal(err)
 		}
 		if ok, err := connectResult(fd); ok || !errors.Is(err, syscall.ECONNREFUSED) {
-			t.Errorf("%s connected to itself: %v, %v", addr, ok, err)
+			t.Errorf("%s connected to itself: got %v, %v, want false, ECONNREFUSED", addr, ok, err)
 		}
 	}
 }

@@ -11,37 +11,37 @@ import (
 
 // Sizes of the read-ahead buffer.
 const (
-	// intakeSize holds two of the largest FPDUs.
+	// intakeSize is enough for two of the largest FPDUs.
 	intakeSize = 2 * (fpduLenSize + maxULPDU + trailerMax)
-	// aheadSmall is enough for a trailer and the next header: with large FPDUs little more is ever
-	// copied.
+	// aheadSmall is enough for a trailer and the next header. A small read-ahead limits how much of
+	// a large FPDU is copied.
 	aheadSmall = 128
-	// largeFPDU: from this mean size on payload is worth a system call of its own.
+	// largeFPDU is the mean size from which payload is read by a separate system call.
 	largeFPDU = 8 << 10
 	maxRxIOV  = 64
 )
 
-// A sink is where payload goes: a granted part of a registration, or a buffer that the QP owns.
+// A sink is the destination of payload: a granted part of a registration, or a buffer of the QP.
 type sink struct {
 	src grant
 	buf []byte
-	n   int // octets to go
+	n   int // remaining bytes
 }
 
-// An intake reads the stream: headers and small FPDUs through a read-ahead buffer, large
-// payload straight to its place. It belongs to the reader.
+// An intake reads the stream. Headers and small FPDUs pass through a read-ahead buffer; large
+// payload is read directly into its destination. Only the reader uses it.
 type intake struct {
 	conn *net.TCPConn
 	raw  syscall.RawConn
 	cb   func(fd uintptr) bool
 	buf  []byte
-	r, w int // unread octets are buf[r:w]
+	r, w int // the unread bytes are buf[r:w]
 	mean int // running mean of the FPDU size
 
-	// Of one system call:
+	// State of one system call.
 	iov   [maxRxIOV]unix.Iovec
 	dst   sink
-	ahead int // octets of buf to offer
+	ahead int // bytes of buf to offer
 	got   int
 	err   error
 }
@@ -57,12 +57,12 @@ func (x *intake) init(conn *net.TCPConn) error {
 	return nil
 }
 
-// need waits until n octets are in buf[r:]. n is at most half of the buffer.
+// need reads until buf[r:w] has at least n bytes. n is at most half of the buffer.
 func (x *intake) need(n int) error {
 	if x.w-x.r >= n {
 		return nil
 	}
-	x.makeRoom(n)
+	x.compact(n)
 	for x.w-x.r < n {
 		x.dst = sink{}
 		x.ahead = max(n-(x.w-x.r), x.readAhead())
@@ -73,8 +73,8 @@ func (x *intake) need(n int) error {
 	return nil
 }
 
-// makeRoom moves what is unread to the front when n octets from r on would not fit.
-func (x *intake) makeRoom(n int) {
+// compact moves the unread bytes to the front when n bytes from r on would not fit.
+func (x *intake) compact(n int) {
 	switch {
 	case x.r == x.w:
 		x.r, x.w = 0, 0
@@ -84,7 +84,7 @@ func (x *intake) makeRoom(n int) {
 	}
 }
 
-// readAhead is how much to ask for beyond what is needed.
+// readAhead returns how many bytes to request beyond the needed ones.
 func (x *intake) readAhead() int {
 	if x.mean >= largeFPDU {
 		return aheadSmall
@@ -92,11 +92,11 @@ func (x *intake) readAhead() int {
 	return len(x.buf)
 }
 
-// sized notes the size of an FPDU.
-func (x *intake) sized(n int) { x.mean += (n - x.mean) / 4 }
+// noteSize adds the size of an FPDU to the running mean.
+func (x *intake) noteSize(n int) { x.mean += (n - x.mean) / 4 }
 
-// place moves the next s.n octets of the stream to s. It returns errRevoked as soon as the
-// registration has ended.
+// place moves the next s.n bytes of the stream to s. place returns errRevoked when the registration
+// has ended.
 func (x *intake) place(s sink) error {
 	for s.n > 0 {
 		n := min(s.n, x.w-x.r)
@@ -132,8 +132,8 @@ func (x *intake) place(s sink) error {
 	return nil
 }
 
-// read does one readv into dst and the read-ahead buffer. Afterwards got is the total, and w has
-// moved by the part that went into buf.
+// read does one readv into dst and the read-ahead buffer. Afterwards got is the number of bytes,
+// and w has advanced by the bytes in buf.
 func (x *intake) read() error {
 	x.got, x.err = 0, nil
 	if err := x.raw.Read(x.cb); err != nil {
@@ -151,8 +151,8 @@ func (x *intake) read() error {
 	return nil
 }
 
-// readv runs inside RawConn.Read. It holds the lock of the target MR around the system call, never
-// while it waits.
+// readv runs inside RawConn.Read. The lock of the target MR is held around the system call, and not
+// while waiting for the socket.
 func (x *intake) readv(fd uintptr) bool {
 	m := x.dst.src.mr
 	n, full := 0, true
@@ -168,7 +168,7 @@ func (x *intake) readv(fd uintptr) bool {
 		x.iov[0] = unix.Iovec{Base: &x.dst.buf[0], Len: uint64(x.dst.n)}
 		n = 1
 	}
-	if free := x.buf[x.w:]; full && len(free) > 0 { // behind the whole of the payload only
+	if free := x.buf[x.w:]; full && len(free) > 0 { // only behind the whole payload
 		x.iov[n] = unix.Iovec{Base: &free[0], Len: uint64(min(x.ahead, len(free)))}
 		n++
 	}
@@ -194,8 +194,8 @@ func (x *intake) readv(fd uintptr) bool {
 	return true
 }
 
-// vector lists the memory of dst. full is false when the vector is too short for all of it. Caller
-// holds m.mu.
+// vector fills iov with the memory of dst and returns the number of elements. full is false when
+// iov is too short for all of dst. The caller holds m.mu.
 func (x *intake) vector(m *mr) (n int, full bool) {
 	seg, in := m.find(x.dst.src.off)
 	for left := x.dst.n; left > 0; seg++ {
@@ -213,7 +213,7 @@ func (x *intake) vector(m *mr) (n int, full bool) {
 	return n, true
 }
 
-// discard reads and drops what comes until the stream or its deadline ends.
+// discard reads and drops data until the stream ends or its deadline expires.
 func (x *intake) discard() {
 	for {
 		x.r, x.w, x.dst, x.ahead = 0, 0, sink{}, len(x.buf)

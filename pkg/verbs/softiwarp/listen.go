@@ -15,31 +15,35 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// maxPending is how many connections may be between TCP accept and Accept. More are closed.
+// maxPending limits the connections between accept(2) and Accept. A further connection replaces one
+// that has not sent its MPA Request.
 const maxPending = 64
 
-// acceptRetry is the pause after a failed accept (no descriptors left, for example).
-const acceptRetry = 50 * time.Millisecond
+// acceptRetryDelay is the pause after a failed accept, for example without free descriptors.
+const acceptRetryDelay = 50 * time.Millisecond
 
-// A listener accepts TCP connections and reads their MPA Requests, each on a bounded goroutine.
+// A listener accepts TCP connections and reads their MPA Requests, each on one goroutine with a
+// timeout.
 type listener struct {
 	dev    *device
 	tcp    *net.TCPListener
 	addr   netip.AddrPort
 	ready  chan *connRequest // capacity maxPending: sending never blocks
-	slots  chan struct{}     // one token for each connection not yet handed out
+	slots  chan struct{}     // one token for each connection that Accept has not returned
 	closed chan struct{}
 	once   sync.Once
 	wg     sync.WaitGroup // accept loop and handshakes
 
-	mu    sync.Mutex
-	conns map[*net.TCPConn]struct{} // in handshake; guarded by mu
+	handshakes struct {
+		sync.Mutex
+		conns map[*net.TCPConn]time.Time // start of each handshake
+	}
 }
 
 // Listen accepts connections on laddr.
 func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.Listener, error) {
 	lc := net.ListenConfig{Control: p.dev.tuneListener}
-	lc.SetMultipathTCP(false) // raw TCP socket options are used
+	lc.SetMultipathTCP(false) // this package uses socket options of plain TCP
 	tl, err := lc.Listen(ctx, "tcp", laddr.String())
 	if err != nil {
 		return nil, fmt.Errorf("softiwarp: listen for RDMA connections on %s: %w", laddr, err)
@@ -47,8 +51,9 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 	l := &listener{
 		dev: p.dev, tcp: tl.(*net.TCPListener), addr: addrPort(tl.Addr()),
 		ready: make(chan *connRequest, maxPending), slots: make(chan struct{}, maxPending),
-		closed: make(chan struct{}), conns: make(map[*net.TCPConn]struct{}),
+		closed: make(chan struct{}),
 	}
+	l.handshakes.conns = make(map[*net.TCPConn]time.Time)
 	leakcheck.Track(leakcheck.Listener, 1)
 	l.wg.Add(1)
 	go l.run()
@@ -69,14 +74,12 @@ func (l *listener) run() {
 			select {
 			case <-l.closed:
 				return
-			case <-time.After(acceptRetry):
+			case <-time.After(acceptRetryDelay):
 			}
 			continue
 		}
-		select {
-		case l.slots <- struct{}{}:
-		default:
-			l.dev.cfg.Logger.Debug("connection refused: too many wait to be accepted", "peer", c.RemoteAddr())
+		if !l.takeSlot() {
+			l.dev.cfg.Logger.Debug("connection refused: too many connections are pending", "peer", c.RemoteAddr())
 			c.Close()
 			continue
 		}
@@ -90,33 +93,79 @@ func (l *listener) run() {
 	}
 }
 
-// enroll makes Close find c.
+// takeSlot acquires a slot for one more connection. When all slots are in use, takeSlot closes one
+// connection that has not sent its MPA Request: the oldest one of the address that has the most of
+// them. So clients that send nothing cannot block other clients.
+func (l *listener) takeSlot() bool {
+	select {
+	case l.slots <- struct{}{}:
+		return true
+	default:
+	}
+	if !l.closeSilent() {
+		return false
+	}
+	select {
+	case l.slots <- struct{}{}:
+		return true
+	case <-l.closed:
+	case <-time.After(acceptRetryDelay):
+	}
+	return false
+}
+
+// closeSilent ends one handshake for takeSlot. It returns false if no handshake is in progress.
+func (l *listener) closeSilent() bool {
+	l.handshakes.Lock()
+	defer l.handshakes.Unlock()
+	count := make(map[netip.Addr]int)
+	for c := range l.handshakes.conns {
+		count[addrPort(c.RemoteAddr()).Addr()]++
+	}
+	var oldest *net.TCPConn
+	most := 0
+	for c, began := range l.handshakes.conns {
+		n := count[addrPort(c.RemoteAddr()).Addr()]
+		if n > most || n == most && began.Before(l.handshakes.conns[oldest]) {
+			oldest, most = c, n
+		}
+	}
+	if oldest == nil {
+		return false
+	}
+	oldest.SetDeadline(time.Unix(1, 0)) // the handshake closes it
+	delete(l.handshakes.conns, oldest)
+	return true
+}
+
+// enroll registers c for Close. enroll returns false when the listener is closed.
 func (l *listener) enroll(c *net.TCPConn) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+	l.handshakes.Lock()
+	defer l.handshakes.Unlock()
 	select {
 	case <-l.closed:
 		return false
 	default:
 	}
-	l.conns[c] = struct{}{}
+	l.handshakes.conns[c] = time.Now()
 	return true
 }
 
-// handshake reads the MPA Request. What is not one is closed without an answer (RFC 5044 §7.1.2).
+// handshake reads the MPA Request. handshake closes the connection without an answer when the
+// Request is invalid (RFC 5044 §7.1.2).
 func (l *listener) handshake(c *net.TCPConn) {
 	defer l.wg.Done()
 	req, err := readMPAFrame(c, false)
 	if err == nil && req.markers {
-		// We send no markers; siw answers the same.
-		err = errors.New("the peer demands MPA markers")
+		// This package does not send markers; siw rejects the request in the same way.
+		err = errors.New("the peer requires MPA markers, which are not supported")
 		rep := replyTo(&req)
 		rep.reject = true
 		c.Write(rep.append(nil))
 	}
-	l.mu.Lock()
-	delete(l.conns, c)
-	l.mu.Unlock()
+	l.handshakes.Lock()
+	delete(l.handshakes.conns, c)
+	l.handshakes.Unlock()
 	if err != nil {
 		l.dev.cfg.Logger.Debug("connection refused in the MPA handshake", "peer", c.RemoteAddr(), "error", err)
 		c.Close()
@@ -130,12 +179,12 @@ func (l *listener) handshake(c *net.TCPConn) {
 	l.ready <- r
 }
 
-// replyTo is a Reply of the form that the Request asks for.
+// replyTo returns a Reply in the form of the Request.
 func replyTo(req *mpaFrame) mpaFrame {
 	return mpaFrame{reply: true, rev: req.rev, enhanced: req.enhanced, crc: req.crc}
 }
 
-// Accept returns the next connection request.
+// Accept waits for the next connection request.
 func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 	select {
 	case <-l.closed:
@@ -153,15 +202,15 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 	}
 }
 
-// Close stops listening and closes connections that nobody has accepted.
+// Close stops listening and closes the connections that Accept has not returned.
 func (l *listener) Close() error {
 	l.once.Do(func() {
-		l.mu.Lock()
+		l.handshakes.Lock()
 		close(l.closed)
-		for c := range l.conns {
+		for c := range l.handshakes.conns {
 			c.SetDeadline(time.Unix(1, 0)) // the handshake closes it
 		}
-		l.mu.Unlock()
+		l.handshakes.Unlock()
 		l.tcp.Close()
 		l.wg.Wait()
 		for {
@@ -204,7 +253,7 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 	s := stream{conn: r.conn, crc: rep.crc}
 	s.depths, rep.ird, rep.ord = answerDepths(&r.req,
 		depths{int(param.ResponderResources), int(param.InitiatorDepth)}, maxReadDepth)
-	if !r.req.enhanced { // no exchange: each side's ULP knows (RFC 5044)
+	if !r.req.enhanced { // depths are not exchanged; the ULPs know them (RFC 5044)
 		s.depths = depths{roundDepth(int(param.ResponderResources), maxReadDepth),
 			min(int(param.InitiatorDepth), maxReadDepth)}
 	}
@@ -218,9 +267,9 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 	return nil
 }
 
-// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). The zero-length Write costs nobody
-// anything, so it comes first, and is offered when nothing of the peer's fits. It reports whether a
-// zero-length Send was agreed on.
+// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). chooseRTR prefers the zero-length
+// Write, which uses no resources, and offers it when the peer names no other option. chooseRTR
+// reports whether it chose the zero-length Send.
 func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 	if !r.req.peer {
 		return false
@@ -231,7 +280,7 @@ func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 		rep.rtrWrite = true
 	case r.req.rtrRead:
 		rep.rtrRead = true
-		if d.ird == 0 { // the indication itself needs one (RFC 6581 §9.1)
+		if d.ird == 0 { // the RTR Read itself needs a depth of 1 (RFC 6581 §9.1)
 			d.ird = 1
 			if rep.ird != depthByULP {
 				rep.ird = 1
@@ -246,7 +295,7 @@ func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 	return false
 }
 
-// sendReply writes the frame at once, within the timeout and ctx.
+// sendReply writes the frame with one system call. The timeout and ctx bound it.
 func (r *connRequest) sendReply(ctx context.Context, rep *mpaFrame) error {
 	deadline := time.Now().Add(r.dev.cfg.ReplyTimeout)
 	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
@@ -263,7 +312,7 @@ func (r *connRequest) sendReply(ctx context.Context, rep *mpaFrame) error {
 	return nil
 }
 
-// Reject sends an MPA Reply that says no, and closes the ConnID.
+// Reject sends a rejecting MPA Reply and closes the ConnID.
 func (r *connRequest) Reject(privateData []byte) error {
 	defer r.Close()
 	if len(privateData) > maxULPData {
@@ -277,8 +326,8 @@ func (r *connRequest) Reject(privateData []byte) error {
 	if err := r.sendReply(context.Background(), &rep); err != nil {
 		return err
 	}
-	// The initiator closes (RFC 5044 §7.1.2); wait a little, so that the reply is not overtaken by
-	// a reset.
+	// The initiator closes the connection (RFC 5044 §7.1.2). Wait for that, so that a reset does
+	// not overtake the reply.
 	r.conn.CloseWrite()
 	r.conn.SetReadDeadline(time.Now().Add(r.dev.cfg.Linger))
 	var b [mpaHdrSize]byte

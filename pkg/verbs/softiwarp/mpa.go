@@ -14,15 +14,15 @@ const (
 	mpaHdrSize = 20
 	mpaReqKey  = "MPA ID Req Frame"
 	mpaRepKey  = "MPA ID Rep Frame"
-	// maxPrivateData is the protocol's limit, with the enhanced block inside it.
+	// maxPrivateData is the protocol's limit, which includes the enhanced block.
 	maxPrivateData = 512
-	// maxULPData is what is left for the consumer on an enhanced connection (RFC 6581 §9).
+	// maxULPData is the consumer's part on an enhanced connection (RFC 6581 §9).
 	maxULPData = maxPrivateData - enhSize
 )
 
-// Flag octet, RFC 5044 §7.1.1 and RFC 6581 §6. Other bits are reserved: zero
-// when sent, ignored when received. (0x08 in particular is never sent: some siw
-// versions take it as leave to send segments larger than the path allows.)
+// Flag byte, RFC 5044 §7.1.1 and RFC 6581 §6. Other bits are reserved: zero when sent, ignored when
+// received. In particular 0x08 is never sent, because some siw versions then send segments that are
+// larger than the path allows.
 const (
 	mpaMarkers  = 0x80
 	mpaCRC      = 0x40
@@ -44,7 +44,7 @@ const (
 	enhRTRWrite  = 0x8000 // C, in the ORD word
 	enhRTRRead   = 0x4000 // D, in the ORD word
 	enhDepthMask = 0x3fff
-	// depthByULP tells that the ULP settles a depth itself (RFC 6581 §9.1).
+	// depthByULP means that the ULP negotiates the depth (RFC 6581 §9.1).
 	depthByULP = 0x3fff
 )
 
@@ -53,7 +53,7 @@ var (
 	errMPARevision = errors.New("unsupported MPA revision")
 	errMPALength   = errors.New("private data length out of range")
 	errMPAShort    = errors.New("frame too short for its enhanced connection data")
-	errMPABoth     = errors.New("peer sent an MPA request where a reply belongs: both sides act as initiator")
+	errMPABoth     = errors.New("peer sent an MPA request instead of a reply: both sides act as initiator")
 )
 
 // An mpaFrame is a Request or Reply frame.
@@ -72,7 +72,7 @@ type mpaFrame struct {
 	data     []byte // the ULP's private data
 }
 
-// append encodes the frame behind b.
+// append appends the encoded frame to b.
 func (f *mpaFrame) append(b []byte) []byte {
 	key := mpaReqKey
 	if f.reply {
@@ -114,7 +114,7 @@ func (f *mpaFrame) append(b []byte) []byte {
 	return append(b, f.data...)
 }
 
-// parseMPAHeader checks the fixed part of a frame (mpaHdrSize octets) and returns the length of its
+// parseMPAHeader checks the fixed part of a frame, mpaHdrSize bytes, and returns the length of its
 // private data.
 func parseMPAHeader(b []byte, wantReply bool) (f mpaFrame, dataLen int, err error) {
 	want, other := mpaReqKey, mpaRepKey
@@ -140,15 +140,15 @@ func parseMPAHeader(b []byte, wantReply bool) (f mpaFrame, dataLen int, err erro
 		f.enhanced = false // the bit was reserved in revision 1
 	}
 	if dataLen > maxPrivateData {
-		return f, 0, fmt.Errorf("%w: %d octets, at most %d are allowed", errMPALength, dataLen, maxPrivateData)
+		return f, 0, fmt.Errorf("%w: %d bytes, at most %d are allowed", errMPALength, dataLen, maxPrivateData)
 	}
 	if f.enhanced && dataLen < enhSize {
-		return f, 0, fmt.Errorf("%w: %d octets", errMPAShort, dataLen)
+		return f, 0, fmt.Errorf("%w: %d bytes", errMPAShort, dataLen)
 	}
 	return f, dataLen, nil
 }
 
-// parseData takes the private data apart; p is kept.
+// parseData decodes the private data. The frame keeps p.
 func (f *mpaFrame) parseData(p []byte) {
 	if f.enhanced {
 		ird, ord := binary.BigEndian.Uint16(p), binary.BigEndian.Uint16(p[2:])
@@ -161,8 +161,8 @@ func (f *mpaFrame) parseData(p []byte) {
 	f.data = p
 }
 
-// readMPAFrame reads exactly one frame. A peer that speaks something else is found out by its first
-// octets.
+// readMPAFrame reads exactly one frame. readMPAFrame fails on the first byte that differs from the
+// key of an MPA frame.
 func readMPAFrame(r io.Reader, wantReply bool) (mpaFrame, error) {
 	var hdr [mpaHdrSize]byte
 	n := 0
@@ -194,8 +194,8 @@ func readMPAFrame(r io.Reader, wantReply bool) (mpaFrame, error) {
 	return f, nil
 }
 
-// roundDepth rounds a read depth up to a power of two within limit. A stock
-// siw peer rounds the depth it was offered up after the negotiation, and then uses all of it.
+// roundDepth rounds a read depth up to a power of two, at most limit. A stock siw peer rounds the
+// offered depth up after the negotiation, and then uses the rounded depth.
 func roundDepth(n, limit int) int {
 	if n <= 0 {
 		return 0
@@ -203,16 +203,17 @@ func roundDepth(n, limit int) int {
 	return min(1<<bits.Len(uint(n-1)), limit)
 }
 
-// A depths is the outcome of the IRD/ORD negotiation of one side.
+// A depths value is the result of the IRD/ORD negotiation for one side.
 type depths struct{ ird, ord int }
 
-// answerDepths is the responder's side of RFC 6581 §9.1: own depths and those of the Reply.
+// answerDepths is the responder's side of RFC 6581 §9.1. answerDepths returns the depths of this
+// side, and ird and ord for the Reply.
 func answerDepths(req *mpaFrame, own depths, limit int) (d depths, ird, ord uint16) {
 	d = depths{ird: roundDepth(own.ird, limit), ord: min(own.ord, limit)}
 	if req.ord == depthByULP {
 		ird = depthByULP
 	} else {
-		d.ird = max(d.ird, roundDepth(int(req.ord), limit)) // must reach the initiator's ORD
+		d.ird = max(d.ird, roundDepth(int(req.ord), limit)) // at least the initiator's ORD
 		ird = uint16(d.ird)
 	}
 	if req.ird == depthByULP {
@@ -224,8 +225,8 @@ func answerDepths(req *mpaFrame, own depths, limit int) (d depths, ird, ord uint
 	return d, ird, ord
 }
 
-// adoptDepths is the initiator's side of RFC 6581 §9.1. ok is false when the responder wants more
-// IRD than there is.
+// adoptDepths is the initiator's side of RFC 6581 §9.1. ok is false when the responder requires a
+// larger IRD than limit.
 func adoptDepths(rep *mpaFrame, own depths, limit int) (d depths, ok bool) {
 	d = own
 	if rep.ord != depthByULP && int(rep.ord) > d.ird {

@@ -37,9 +37,9 @@ type sqe struct {
 	op       verbs.Opcode
 	signaled bool
 	readDone bool         // an RDMA Read whose response is complete
-	status   verbs.Status // what it ends with when the connection fails; StatusSuccess: flush error
+	status   verbs.Status // status if the connection fails; StatusSuccess means flush error
 	done     func(*verbs.WorkCompletion)
-	sges     []verbs.SGE // in the QP's own array
+	sges     []verbs.SGE // in an array of the QP
 	length   uint32
 	raddr    uint64
 	rkey     verbs.RKey
@@ -57,20 +57,20 @@ type rqe struct {
 	done func(*verbs.WorkCompletion)
 }
 
-// An outstandingRead is an RDMA Read whose response is awaited. Its sink STag
-// exists only here: no RDMA Write can hit it, and it dies with the entry.
+// An outstandingRead is an RDMA Read that waits for its response. The sink STag exists only in this
+// entry, so no RDMA Write can use the STag. The STag becomes invalid when the entry is removed.
 type outstandingRead struct {
 	wr   uint32 // send queue position
 	msn  uint32
 	stag uint32
 	buf  []byte
-	got  uint32 // the reader's
+	got  uint32 // placed bytes; used only by the reader
 }
 
-// A qp is a reliable connection: queues, the negotiated depths, and the two goroutines of its
+// A qp is a reliable connection: its queues, the negotiated depths, and the two goroutines of its
 // stream.
 //
-// Lock order: mu, then an MR's lock; mu, then a CQ's lock; rqMu, then a CQ's lock.
+// Lock order: mu, then an MR's lock; mu, then a CQ's lock; rq, then a CQ's lock.
 type qp struct {
 	dev      *device
 	pd       *protectionDomain
@@ -80,54 +80,53 @@ type qp struct {
 	reserved base.Reservation
 	checks   base.PostChecks
 
-	conn *net.TCPConn // set by start, as the next four
+	conn *net.TCPConn // set by start, as the four fields below
 	crc  bool
-	rtr  bool // the peer may open the stream with a zero-length Send that takes no Receive
+	rtr  bool // the peer's first message may be a zero-length Send that consumes no Receive
 	ird  int
 	ord  int
 
-	sqUsed   atomic.Int32 // slots taken: posted and its completion not yet dispatched
+	sqUsed   atomic.Int32 // used slots: posted, and the completion is not dispatched
 	rqUsed   atomic.Int32
 	inflight sync.WaitGroup // requests whose handler has not returned
-	dead     atomic.Bool    // mirrors state == qpDead, for the goroutines' fast checks
-	users    atomic.Int32   // goroutines that may touch consumer memory
+	dead     atomic.Bool    // equals state == qpDead; read without mu
+	users    atomic.Int32   // goroutines that may access consumer memory
 	io       atomic.Int32   // goroutines that use the socket
 
 	wake    chan struct{} // wakes the writer, capacity 1
 	flushed chan struct{} // closed when all requests have completed
-	ioDone  chan struct{} // closed when the socket is
+	ioDone  chan struct{} // closed when the socket is closed
 
 	mu      sync.Mutex
 	state   qpState // guarded by mu, as all below
 	cause   error
 	local   bool
 	term    *terminate // to be sent
-	broken  bool       // an FPDU was cut short: nothing may be sent any more
-	sendErr error      // the writer's, which the reader reports unless it finds a better reason
+	broken  bool       // an FPDU was sent in part, so nothing more may be sent
+	sendErr error      // error of the writer; the reader reports it unless it finds a better cause
 	txIdle  bool       // the writer waits for wake
-	txOpen  bool       // FPDUs may be sent (a responder waits for the first of the peer)
+	txOpen  bool       // FPDUs may be sent; a responder first waits for an FPDU of the peer
 
-	sq                 []sqe // ring of a power of two
-	sqHead             uint32
-	sqSent             uint32 // entries before it are on the wire or executed
-	sqTail             uint32
-	reads              []outstandingRead // ring of a power of two
-	readHead, readTail uint32
-	rrq                []readRequest // ring of a power of two: inbound Read Requests
-	rrHead, rrTail     uint32
+	sq struct {
+		base.Ring[sqe]
+		sent uint32 // entries before it are on the wire or executed
+	}
+	reads base.Ring[outstandingRead]
+	rrq   base.Ring[readRequest] // inbound Read Requests
 
-	rqMu           sync.Mutex
-	rqClosed       bool  // guarded by rqMu, as all below
-	rq             []rqe // ring of a power of two
-	rqHead, rqTail uint32
+	rq struct {
+		sync.Mutex
+		closed bool
+		base.Ring[rqe]
+	}
 
-	current       rqe // the reader's: the Receive that a message is going into
+	current       rqe // used only by the reader: the Receive of the current message
 	currentStatus verbs.Status
 
 	stats base.Counters
 }
 
-// newQP makes a QP in the init state.
+// newQP creates a QP in the init state.
 func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	pd, ok := vpd.(*protectionDomain)
 	if !ok || pd.dev != d {
@@ -151,11 +150,13 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq, reserved: reserved,
 		checks: base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessageLen},
 		wake:   make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
-		sq: make([]sqe, base.RingSize(attr.MaxSendWR)), rq: make([]rqe, base.RingSize(attr.MaxRecvWR)),
 	}
-	sges := make([]verbs.SGE, len(q.sq)*attr.MaxSendSGE)
-	for i := range q.sq {
-		q.sq[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
+	q.rq.Ring = base.NewRing[rqe](attr.MaxRecvWR)
+	q.sq.Ring = base.NewRing[sqe](attr.MaxSendWR)
+	slots := q.sq.Slots()
+	sges := make([]verbs.SGE, len(slots)*attr.MaxSendSGE)
+	for i := range slots {
+		slots[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
 	}
 	leakcheck.Track(leakcheck.QP, 1)
 	return q, nil
@@ -170,7 +171,8 @@ type stream struct {
 	depths depths
 }
 
-// start makes the QP ready and starts its reader and writer, or reports that it was closed before.
+// start makes the QP ready and starts its reader and writer. start returns false when the QP is not
+// in the init state.
 func (q *qp) start(s stream) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -184,8 +186,8 @@ func (q *qp) start(s stream) bool {
 	}
 	q.conn, q.crc, q.rtr = s.conn, s.crc, s.rtr
 	q.ird, q.ord = s.depths.ird, s.depths.ord
-	q.rrq = make([]readRequest, base.RingSize(q.ird))
-	q.reads = make([]outstandingRead, base.RingSize(q.ord))
+	q.rrq = base.NewRing[readRequest](q.ird)
+	q.reads = base.NewRing[outstandingRead](q.ord)
 	q.txOpen = s.active
 	q.state = qpReady
 	q.users.Store(2)
@@ -196,23 +198,23 @@ func (q *qp) start(s stream) bool {
 	return true
 }
 
-// started reports whether the QP owns a connection.
+// started reports whether the QP owns a TCP connection.
 func (q *qp) started() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.conn != nil
 }
 
-// kick wakes the writer if it waits. Caller does not hold mu.
-func (q *qp) kick() {
+// wakeWriter wakes the writer if it waits. The caller does not hold mu.
+func (q *qp) wakeWriter() {
 	select {
 	case q.wake <- struct{}{}:
 	default:
 	}
 }
 
-// fail moves the QP to the error state; the first caller's cause stands. t, if
-// not nil, is sent to the peer. local tells that the consumer wanted it.
+// fail moves the QP to the error state. Only the first call has an effect. t, if not nil, is sent
+// to the peer. local means that the consumer ended the connection.
 func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.mu.Lock()
 	if q.state == qpDead {
@@ -223,16 +225,16 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.state, q.cause, q.local, q.term = qpDead, cause, local, t
 	q.dead.Store(true)
 	if was == qpReady {
-		// Gets the reader out of its wait, and bounds the writer's. The reader sets a
-		// deadline of its own afterwards, under mu, so that this one cannot overtake it.
+		// The expired deadline ends the wait of the reader. The reader sets its next deadline under
+		// mu, so this one cannot replace the next one.
 		q.conn.SetReadDeadline(time.Unix(1, 0))
 		q.conn.SetWriteDeadline(time.Now().Add(q.dev.cfg.Linger))
 	}
 	q.mu.Unlock()
 
-	q.rqMu.Lock()
-	q.rqClosed = true
-	q.rqMu.Unlock()
+	q.rq.Lock()
+	q.rq.closed = true
+	q.rq.Unlock()
 
 	if was == qpInit {
 		q.flush()
@@ -240,10 +242,11 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 		return
 	}
 	q.dev.cfg.Logger.Debug("connection ends", "peer", q.conn.RemoteAddr(), "local", local, "cause", cause)
-	q.kick()
+	q.wakeWriter()
 }
 
-// streamError gives an error of the stream its place; io.EOF, an orderly end, stays as it is.
+// streamError adds the operation and the addresses to an error of the stream. streamError returns
+// io.EOF, an orderly end, unchanged.
 func (q *qp) streamError(op string, err error) error {
 	var errno syscall.Errno
 	if errors.As(err, &errno) {
@@ -254,24 +257,24 @@ func (q *qp) streamError(op string, err error) error {
 	return &net.OpError{Op: op, Net: "tcp", Source: q.conn.LocalAddr(), Addr: q.conn.RemoteAddr(), Err: err}
 }
 
-// readEnd is what a stream ended with that the reader could not go on with.
-func (q *qp) readEnd(err error) error {
+// readError returns the cause of a stream that the reader cannot read any further.
+func (q *qp) readError(err error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.sendErr != nil { // it took the socket's error; the reader sees an end only
+	if q.sendErr != nil { // the writer received the socket's error; the reader sees only the end
 		return q.sendErr
 	}
 	return q.streamError("read", err)
 }
 
-// leaveMemory is called by reader and writer when they will touch no consumer memory any more.
+// leaveMemory is called by the reader and the writer when they no longer access consumer memory.
 func (q *qp) leaveMemory() {
 	if q.users.Add(-1) == 0 {
 		q.flush()
 	}
 }
 
-// leaveSocket is called by reader and writer as their last act.
+// leaveSocket is the last call of the reader and of the writer.
 func (q *qp) leaveSocket() {
 	if q.io.Add(-1) == 0 {
 		q.conn.Close()
@@ -279,20 +282,20 @@ func (q *qp) leaveSocket() {
 	}
 }
 
-// flush completes everything that is queued, in order, and tells the consumer of an end it did not
-// ask for.
+// flush completes all queued requests in order. flush calls OnDisconnect unless the consumer ended
+// the connection.
 func (q *qp) flush() {
 	q.mu.Lock()
-	for q.sqHead != q.sqTail {
-		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
+	for q.sq.Len() > 0 {
+		e := q.sq.At(q.sq.Head)
 		status := e.status
 		if status == verbs.StatusSuccess {
 			status = verbs.StatusWRFlushErr
 		}
-		q.sqHead++
+		q.sq.Head++
 		q.completeSend(e, status)
 	}
-	q.sqSent = q.sqTail
+	q.sq.sent = q.sq.Tail
 	local, cause := q.local, q.cause
 	q.mu.Unlock()
 
@@ -303,21 +306,21 @@ func (q *qp) flush() {
 		}
 		q.completeRecv(&q.current, &verbs.WorkCompletion{Status: status})
 	}
-	q.rqMu.Lock()
-	q.rqClosed = true // fail, on another goroutine, may not have come to it yet
-	for q.rqHead != q.rqTail {
-		e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
-		q.rqHead++
+	q.rq.Lock()
+	q.rq.closed = true // fail, on another goroutine, may not have set it yet
+	for q.rq.Len() > 0 {
+		e := q.rq.At(q.rq.Head)
+		q.rq.Head++
 		q.completeRecv(e, &verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	}
-	q.rqMu.Unlock()
+	q.rq.Unlock()
 	close(q.flushed)
 	if !local && q.attr.OnDisconnect != nil {
 		go q.attr.OnDisconnect(cause)
 	}
 }
 
-// completeSend ends e. Caller holds mu.
+// completeSend completes e. The caller holds mu.
 func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	done, signaled, op, n := e.done, e.signaled, e.op, e.length
 	clear(e.sges)
@@ -336,7 +339,7 @@ func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	q.sendCQ.push(q, false, done, &wc)
 }
 
-// completeRecv ends e; wc lacks only what is the same for all.
+// completeRecv completes e, and fills in the Opcode and the QP of wc.
 func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 	done := e.done
 	e.buf, e.done = nil, nil
@@ -345,19 +348,20 @@ func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 	q.recvCQ.push(q, true, done, wc)
 }
 
-// reap completes what is done at the head of the send queue, in order. Caller holds mu.
+// reap completes the executed requests at the head of the send queue, in order. The caller holds
+// mu.
 func (q *qp) reap() {
-	for q.sqHead != q.sqSent {
-		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
+	for q.sq.Head != q.sq.sent {
+		e := q.sq.At(q.sq.Head)
 		if e.op == verbs.OpRDMARead && !e.readDone {
 			return
 		}
-		q.sqHead++
+		q.sq.Head++
 		q.completeSend(e, verbs.StatusSuccess)
 	}
 }
 
-// releaseSlot frees a queue slot: the dispatcher took the completion.
+// releaseSlot frees a queue slot. The dispatcher calls it when it takes the completion.
 func (q *qp) releaseSlot(recv bool) {
 	if recv {
 		q.rqUsed.Add(-1)

@@ -10,12 +10,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// errRefused: the QP has failed over something the peer sent; the stream is to be read to its end
-// and dropped.
+// errRefused means that the QP has failed because of the peer's data. The rest of the stream is
+// discarded.
 var errRefused = errors.New("softiwarp: stream refused")
 
-// A receiver is the reader goroutine of a QP: it takes the stream apart, places payload and
-// completes Receives and RDMA Reads. It calls no consumer code.
+// A receiver is the reader goroutine of a QP. A receiver parses the stream, places payload and
+// completes Receives and RDMA Reads. A receiver calls no consumer code.
 type receiver struct {
 	q  *qp
 	in intake
@@ -23,8 +23,8 @@ type receiver struct {
 
 	expect   [numQueues]uint32 // next MSN of each untagged queue
 	inSend   bool              // between the segments of a Send
-	sendLen  uint32            // octets of it placed so far
-	received bool              // a first FPDU has come
+	sendLen  uint32            // bytes of it placed so far
+	received bool              // the first FPDU has arrived
 }
 
 func newReceiver(q *qp, conn *net.TCPConn) (*receiver, error) {
@@ -42,13 +42,13 @@ func (x *receiver) run() {
 		err = x.fpdu()
 	}
 	if err != nil && err != errRefused {
-		q.fail(q.readEnd(err), nil, false)
+		q.fail(q.readError(err), nil, false)
 	}
 	q.leaveMemory()
 	if err == nil || err == errRefused || q.dead.Load() && !errors.Is(err, io.EOF) {
-		// The end is this side's: read on, so that no unread octet makes TCP reset
-		// the connection before the peer has our last message (RFC 5040 §6.2.1).
-		q.mu.Lock() // fail's own deadline is set by now
+		// This side ends the connection. Unread data would make TCP reset it before the peer has
+		// received the last message, so read to the end (RFC 5040 §6.2.1).
+		q.mu.Lock() // fail sets its deadline under mu, so this one is later
 		q.conn.SetReadDeadline(time.Now().Add(q.dev.cfg.Linger))
 		q.mu.Unlock()
 		x.in.discard()
@@ -56,7 +56,7 @@ func (x *receiver) run() {
 	q.leaveSocket()
 }
 
-// refuse ends the connection with a Terminate. hdr, if not nil, is the offending segment from its
+// refuse ends the connection with a Terminate. hdr, if not nil, is the refused segment from its
 // length field on.
 func (x *receiver) refuse(code termCode, hdr []byte) error {
 	t := &terminate{code: code}
@@ -88,14 +88,15 @@ func (x *receiver) fpdu() error {
 	return nil
 }
 
-// firstFPDU opens this side's half: a responder sends nothing before (RFC 5044 §7.1.2).
+// firstFPDU allows this side to send. A responder sends nothing before the peer's first FPDU (RFC
+// 5044 §7.1.2).
 func (q *qp) firstFPDU() {
 	q.mu.Lock()
 	q.txOpen = true
 	idle := q.txIdle
 	q.mu.Unlock()
 	if idle {
-		q.kick()
+		q.wakeWriter()
 	}
 }
 
@@ -104,9 +105,9 @@ func (x *receiver) body() error {
 	in := &x.in
 	ulpdu := int(in.buf[in.r])<<8 | int(in.buf[in.r+1])
 	tail := padding(ulpdu) + fpduCRCSize
-	in.sized(fpduLenSize + ulpdu + tail)
+	in.noteSize(fpduLenSize + ulpdu + tail)
 	if x.q.crc {
-		// Nothing of an FPDU is used before its CRC is known to be good (RFC 5044 §4.4).
+		// An FPDU is not used before its CRC is verified (RFC 5044 §4.4).
 		if err := in.need(fpduLenSize + ulpdu + tail); err != nil {
 			return err
 		}
@@ -149,7 +150,8 @@ func (x *receiver) body() error {
 	return x.terminate(hdr, tail)
 }
 
-// check validates what needs no state: versions, opcode, queue (RFC 5041 §7.1, RFC 5040 §7.2).
+// check validates the fields that need no state: versions, opcode and queue (RFC 5041 §7.1, RFC
+// 5040 §7.2).
 func (h *header) check() (code termCode, bad bool) {
 	switch {
 	case h.ctrl&ctrlDVMask != ctrlDV1 && h.tagged:
@@ -191,7 +193,7 @@ func (x *receiver) trailer(tail int) error {
 func (x *receiver) write(hdr []byte, tail int) error {
 	h := x.h
 	n := h.ulpdu - taggedHdr
-	if n == 0 { // not checked at all: RFC 5041 §5.2
+	if n == 0 { // a Write of zero bytes is not checked: RFC 5041 §5.2
 		x.take(hdr)
 		return x.trailer(tail)
 	}
@@ -209,7 +211,7 @@ func (x *receiver) placed(s sink, tail int) error {
 	err := x.in.place(s)
 	if err == errRevoked {
 		x.q.stats.RemoteAccessErrors.Add(1)
-		return x.refuse(termTaggedInvalidSTag, x.rebuilt())
+		return x.refuse(termTaggedInvalidSTag, x.rebuildHeader())
 	}
 	if err != nil {
 		return err
@@ -217,9 +219,8 @@ func (x *receiver) placed(s sink, tail int) error {
 	return x.trailer(tail)
 }
 
-// rebuilt is the tagged header in hand once more; the buffer that it came from may have been used
-// again.
-func (x *receiver) rebuilt() []byte {
+// rebuildHeader encodes the current tagged header again, because its buffer may have been reused.
+func (x *receiver) rebuildHeader() []byte {
 	b := make([]byte, fpduLenSize+taggedHdr)
 	putTagged(b, x.h.op, x.h.last, x.h.stag, x.h.to, x.h.ulpdu-taggedHdr)
 	return b
@@ -231,11 +232,11 @@ func (x *receiver) readResponse(hdr []byte, tail int) error {
 	q, h := x.q, x.h
 	n := uint32(h.ulpdu - taggedHdr)
 	q.mu.Lock()
-	if q.readHead == q.readTail {
+	if q.reads.Len() == 0 {
 		q.mu.Unlock()
 		return x.refuse(termOpcode, hdr)
 	}
-	r := &q.reads[q.readHead&uint32(len(q.reads)-1)] // stays put: only this goroutine removes it
+	r := q.reads.At(q.reads.Head) // stays valid: only this goroutine removes it
 	q.mu.Unlock()
 	left := uint32(len(r.buf)) - r.got
 	var code termCode
@@ -261,25 +262,25 @@ func (x *receiver) readResponse(hdr []byte, tail int) error {
 	return x.refuse(code, hdr)
 }
 
-// finishRead completes the oldest RDMA Read; its sink STag is dead from here on.
+// finishRead completes the oldest RDMA Read and invalidates its sink STag.
 func (x *receiver) finishRead(r *outstandingRead) {
 	q := x.q
 	q.mu.Lock()
-	q.sq[r.wr&uint32(len(q.sq)-1)].readDone = true
+	q.sq.At(r.wr).readDone = true
 	*r = outstandingRead{}
-	q.readHead++
+	q.reads.Head++
 	q.reap()
 	idle := q.txIdle
 	q.mu.Unlock()
 	if idle {
-		q.kick()
+		q.wakeWriter()
 	}
 }
 
-// failRead notes what the RDMA Read r ends with.
+// failRead sets the status that the RDMA Read r completes with.
 func (x *receiver) failRead(r *outstandingRead, status verbs.Status) {
 	x.q.mu.Lock()
-	x.q.sq[r.wr&uint32(len(x.q.sq)-1)].status = status
+	x.q.sq.At(r.wr).status = status
 	x.q.mu.Unlock()
 }
 
@@ -295,8 +296,8 @@ func (x *receiver) send(hdr []byte, tail int) error {
 			return x.refuse(termMO, hdr)
 		}
 		if q.rtr && !x.received && n == 0 && h.last {
-			// The ready-to-receive indication belongs to connection set-up, not to the consumer's
-			// queues (RFC 6581 §4.4.2).
+			// The ready-to-receive indication is part of connection set-up and consumes no Receive
+			// (RFC 6581 §4.4.2).
 			x.take(hdr)
 			x.expect[qnSend]++
 			return x.trailer(tail)
@@ -327,8 +328,8 @@ func (x *receiver) send(hdr []byte, tail int) error {
 	return x.deliver()
 }
 
-// deliver completes the Receive of a whole Send, after the invalidation that it asks for (RFC 5040
-// §5.3).
+// deliver completes the Receive of a whole Send, after the invalidation that the Send requests (RFC
+// 5040 §5.3).
 func (x *receiver) deliver() error {
 	q, h := x.q, &x.h
 	wc := verbs.WorkCompletion{ByteLen: x.sendLen}
@@ -369,23 +370,22 @@ func (x *receiver) readRequest(tail int) error {
 	rr := readRequest{msn: h.msn}
 	rr.parseRDMAP(hdr[fpduLenSize+untaggedHdr:])
 	q.mu.Lock()
-	if q.rrTail-q.rrHead >= uint32(q.ird) {
+	if q.rrq.Full() {
 		q.mu.Unlock()
 		return x.refuse(termNoBuffer, hdr)
 	}
-	q.rrq[q.rrTail&uint32(len(q.rrq)-1)] = rr
-	q.rrTail++
+	q.rrq.Push(rr)
 	idle := q.txIdle
 	q.mu.Unlock()
 	if idle {
-		q.kick()
+		q.wakeWriter()
 	}
 	x.expect[qnReadReq]++
 	x.take(hdr)
 	return x.trailer(tail)
 }
 
-// terminate takes the peer's Terminate, which ends the stream (RFC 5040 §5.4).
+// terminate handles the peer's Terminate, which ends the stream (RFC 5040 §5.4).
 func (x *receiver) terminate(hdr []byte, tail int) error {
 	in, h, q := &x.in, x.h, x.q
 	switch {
@@ -399,13 +399,13 @@ func (x *receiver) terminate(hdr []byte, tail int) error {
 	}
 	code, readMSN := decodeTerminate(in.buf[in.r+fpduLenSize+untaggedHdr : in.r+fpduLenSize+h.ulpdu])
 	q.stats.TerminatesReceived.Add(1)
-	x.blameRead(code, readMSN)
+	x.failNamedRead(code, readMSN)
 	q.fail(code.asError(false), nil, false)
 	return errRefused
 }
 
-// blameRead gives the RDMA Read that a Terminate is about its status.
-func (x *receiver) blameRead(code termCode, msn uint32) {
+// failNamedRead sets the status of the RDMA Read that a Terminate names.
+func (x *receiver) failNamedRead(code termCode, msn uint32) {
 	if code.layer != layerRDMAP || code == termCannotInvalidate {
 		return
 	}
@@ -416,10 +416,10 @@ func (x *receiver) blameRead(code termCode, msn uint32) {
 	q := x.q
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	for i := q.readHead; i != q.readTail; i++ {
-		r := &q.reads[i&uint32(len(q.reads)-1)]
-		if r.msn == msn || msn == 0 { // not named: the oldest
-			q.sq[r.wr&uint32(len(q.sq)-1)].status = status
+	for i := q.reads.Head; i != q.reads.Tail; i++ {
+		r := q.reads.At(i)
+		if r.msn == msn || msn == 0 { // the Terminate names no Read: take the oldest
+			q.sq.At(r.wr).status = status
 			return
 		}
 	}

@@ -17,19 +17,20 @@ const (
 	maxSTagIndex = 1<<24 - 1
 )
 
-// A stagTable finds MRs by STag index. Indices come from a CSPRNG and are
-// sparse over the whole range (RFC 5040 §8.1.1 item 8, RFC 5042 §6.1.1).
+// A stagTable maps STag indices to MRs. Indices come from a CSPRNG and are spread over the whole
+// range (RFC 5040 §8.1.1 item 8, RFC 5042 §6.1.1).
 type stagTable struct {
 	mu  sync.RWMutex
 	mrs map[uint32]*mr // by index; guarded by mu
 }
 
-// insert gives m an index nobody else has, and a random first key.
+// insert gives m a unique random index and a random first key.
 func (t *stagTable) insert(m *mr) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.mrs) >= maxMR {
-		return fmt.Errorf("softiwarp: allocate MR: %d are allocated: %w", len(t.mrs), verbs.ErrNoResources)
+		return fmt.Errorf("softiwarp: allocate MR: %d MRs are allocated, which is the limit: %w", len(t.mrs),
+			verbs.ErrNoResources)
 	}
 	for {
 		var b [stagSize]byte
@@ -51,7 +52,7 @@ func (t *stagTable) remove(m *mr) {
 	t.mu.Unlock()
 }
 
-// lookup finds the MR whose index stag has; the key is the MR's to check.
+// lookup returns the MR with the index of stag, or nil. The caller must check the key.
 func (t *stagTable) lookup(stag uint32) *mr {
 	t.mu.RLock()
 	m := t.mrs[stag>>stagKeyBits]
@@ -80,10 +81,10 @@ const (
 
 // An mr is a fast-registration memory region.
 //
-// The fence: whoever moves octets between the wire and the memory holds mu around the one
-// non-blocking system call or copy that does it, and compares gen first. gen changes at every
-// registration and every invalidation, so when FastReg, LocalInv or Dereg has had mu once, no octet
-// of the old registration moves any more, and nobody has waited for a peer.
+// The fence: each system call or copy that moves data between the socket and the memory is
+// non-blocking and runs with mu held, after a comparison of gen. Every registration and every
+// invalidation changes gen. After FastReg, LocalInv or Dereg has held mu once, the memory of the
+// old registration is no longer accessed, and no caller has waited for a peer.
 type mr struct {
 	pd    *protectionDomain
 	first verbs.RKey // the key as allocated; its index never changes
@@ -94,20 +95,20 @@ type mr struct {
 	gen    uint64
 	stag   uint32
 	access verbs.Access
-	qp     *qp // the stream that the registration is good for (RFC 5041 §8.2)
+	qp     *qp // the stream on which the registration is valid (RFC 5041 §8.2)
 	iova   uint64
 	length uint64
 	segs   [][]byte
 	starts []uint64 // offset of each segment within the registration; as long as segs
 }
 
-// LKey is zero: local buffers need no key.
+// LKey returns 0, because local buffers need no key.
 func (m *mr) LKey() uint32 { return 0 }
 
-// RKey is the key as allocated.
+// RKey returns the key as allocated.
 func (m *mr) RKey() verbs.RKey { return m.first }
 
-// Dereg destroys the MR. It waits for no peer.
+// Dereg destroys the MR without waiting for the peer.
 func (m *mr) Dereg() error {
 	m.mu.Lock()
 	if m.state == mrDestroyed {
@@ -122,14 +123,14 @@ func (m *mr) Dereg() error {
 	return nil
 }
 
-// clear ends a registration. Caller holds mu.
+// clear ends a registration. The caller holds mu.
 func (m *mr) clear(to mrState) {
 	m.state = to
 	m.gen++
 	m.qp, m.segs = nil, nil
 }
 
-// register makes the MR valid for q, and reports whether it could.
+// register makes the MR valid on q. register returns false unless the MR is free.
 func (m *mr) register(q *qp, stag uint32, access verbs.Access, iova uint64, segs [][]byte) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -148,7 +149,8 @@ func (m *mr) register(q *qp, stag uint32, access verbs.Access, iova uint64, segs
 	return true
 }
 
-// invalidateLocal executes a LocalInv. Invalidating a free MR is allowed, as verbs have it.
+// invalidateLocal executes a LocalInv and reports whether it succeeded. A LocalInv of a free MR
+// succeeds, as in ibverbs.
 func (m *mr) invalidateLocal(q *qp, stag uint32) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -164,8 +166,8 @@ func (m *mr) invalidateLocal(q *qp, stag uint32) bool {
 	return true
 }
 
-// invalidateRemote executes the invalidation of a Send With Invalidate, which must name a
-// valid STag of this stream (RFC 5040 §5.3, §7.2).
+// invalidateRemote executes the invalidation of a Send With Invalidate. invalidateRemote returns
+// false unless stag is valid on this stream (RFC 5040 §5.3, §7.2).
 func (m *mr) invalidateRemote(q *qp, stag uint32) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -176,24 +178,24 @@ func (m *mr) invalidateRemote(q *qp, stag uint32) bool {
 	return true
 }
 
-// A denial says why a tagged access is refused.
+// A denial is the reason for which a tagged access is refused.
 type denial uint8
 
 const (
 	granted denial = iota
 	denyInvalid
-	denyNotOurs
+	denyOtherStream
 	denyAccess
 	denyBounds
 	denyWrap
 )
 
-// placementCode is the Terminate for a refused RDMA Write. A right that is missing makes the STag
-// an invalid one for placement (RFC 5041 §7.1).
+// placementCode returns the Terminate for a refused RDMA Write. Without the access right the STag
+// is invalid for placement (RFC 5041 §7.1).
 func (d denial) placementCode() termCode {
 	switch d {
-	case denyNotOurs:
-		return termTaggedNotOurs
+	case denyOtherStream:
+		return termTaggedOtherStream
 	case denyBounds:
 		return termTaggedBounds
 	case denyWrap:
@@ -202,11 +204,11 @@ func (d denial) placementCode() termCode {
 	return termTaggedInvalidSTag
 }
 
-// fetchCode is the Terminate for a refused RDMA Read Request (RFC 5040 §7.2).
+// fetchCode returns the Terminate for a refused RDMA Read Request (RFC 5040 §7.2).
 func (d denial) fetchCode() termCode {
 	switch d {
-	case denyNotOurs:
-		return termReadNotOurs
+	case denyOtherStream:
+		return termReadOtherStream
 	case denyAccess:
 		return termReadAccess
 	case denyBounds:
@@ -217,14 +219,14 @@ func (d denial) fetchCode() termCode {
 	return termReadInvalidSTag
 }
 
-// A grant is leave to move octets of one registration, as long as gen is in force.
+// A grant permits access to a part of one registration while the registration's gen equals gen.
 type grant struct {
 	mr  *mr
 	gen uint64
 	off uint64 // within the registration
 }
 
-// access checks an access of the peer to [to, to+n), n > 0, and returns the grant for it.
+// access checks an access of the peer to [to, to+n), n > 0, and returns a grant for it.
 func (q *qp) access(stag uint32, to uint64, n uint64, want verbs.Access) (grant, denial) {
 	m := q.dev.table.lookup(stag)
 	if m == nil {
@@ -236,7 +238,7 @@ func (q *qp) access(stag uint32, to uint64, n uint64, want verbs.Access) (grant,
 	case m.state != mrValid || m.stag != stag:
 		return grant{}, denyInvalid
 	case m.pd != q.pd || m.qp != q:
-		return grant{}, denyNotOurs
+		return grant{}, denyOtherStream
 	case m.access&want == 0:
 		return grant{}, denyAccess
 	case to+n < to:
@@ -247,13 +249,14 @@ func (q *qp) access(stag uint32, to uint64, n uint64, want verbs.Access) (grant,
 	return grant{mr: m, gen: m.gen, off: to - m.iova}, granted
 }
 
-// find returns the segment that offset off lies in, and the place inside it. Caller holds mu.
+// find returns the index of the segment that contains offset off, and the offset inside the
+// segment. The caller holds mu.
 func (m *mr) find(off uint64) (seg int, in int) {
 	seg = sort.Search(len(m.starts), func(i int) bool { return m.starts[i] > off }) - 1
 	return seg, int(off - m.starts[seg])
 }
 
-// copyIn copies p to offset off. Caller holds mu and has checked gen.
+// copyIn copies p to offset off. The caller holds mu and has checked gen.
 func (m *mr) copyIn(off uint64, p []byte) {
 	seg, in := m.find(off)
 	for len(p) > 0 {

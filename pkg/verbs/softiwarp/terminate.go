@@ -13,28 +13,28 @@ const (
 	layerLLP   = 2
 )
 
-// Header-control bits of a Terminate, RFC 5040 §4.8, and where siw puts them:
-// it fills C bit-fields in the order of a little-endian host, which turns the
-// nibbles and these bits around.
+// Header-control bits of a Terminate (RFC 5040 §4.8), and their positions in siw's messages. siw
+// uses C bit-fields in the order of a little-endian host, which reverses the nibbles and these
+// bits.
 const (
 	termM, termD, termR          = 0x80, 0x40, 0x20
 	siwTermM, siwTermD, siwTermR = 0x01, 0x02, 0x04
 	termSegLen                   = 2
-	// maxTermULPDU holds a Terminate that quotes a Read Request.
+	// maxTermULPDU is the size of a Terminate that quotes a Read Request.
 	maxTermULPDU = untaggedHdr + termHdr + termSegLen + untaggedHdr + readReqHdr
 )
 
 // A termCode is the layer, error type and code of a Terminate.
 type termCode struct{ layer, etype, code uint8 }
 
-// The codes this provider sends. RFC 5040 §4.8, RFC 5041 §7.2, RFC 5044 §8, RFC 6581 §8.
+// Codes that this provider sends. RFC 5040 §4.8, RFC 5041 §7.2, RFC 5044 §8, RFC 6581 §8.
 var (
 	termLocalCatastrophic = termCode{layerRDMAP, 0, 0x00}
 
 	termReadInvalidSTag  = termCode{layerRDMAP, 1, 0x00}
 	termReadBounds       = termCode{layerRDMAP, 1, 0x01}
 	termReadAccess       = termCode{layerRDMAP, 1, 0x02}
-	termReadNotOurs      = termCode{layerRDMAP, 1, 0x03}
+	termReadOtherStream  = termCode{layerRDMAP, 1, 0x03}
 	termReadWrap         = termCode{layerRDMAP, 1, 0x04}
 	termCannotInvalidate = termCode{layerRDMAP, 1, 0x09}
 
@@ -44,7 +44,7 @@ var (
 
 	termTaggedInvalidSTag = termCode{layerDDP, 1, 0x00}
 	termTaggedBounds      = termCode{layerDDP, 1, 0x01}
-	termTaggedNotOurs     = termCode{layerDDP, 1, 0x02}
+	termTaggedOtherStream = termCode{layerDDP, 1, 0x02}
 	termTaggedWrap        = termCode{layerDDP, 1, 0x03}
 	termTaggedVersion     = termCode{layerDDP, 1, 0x04}
 
@@ -65,7 +65,7 @@ var termTexts = map[termCode]string{
 	termReadInvalidSTag:   "remote protection error: invalid STag",
 	termReadBounds:        "remote protection error: base or bounds violation",
 	termReadAccess:        "remote protection error: access rights violation",
-	termReadNotOurs:       "remote protection error: STag not associated with this stream",
+	termReadOtherStream:   "remote protection error: STag not associated with this stream",
 	termReadWrap:          "remote protection error: tagged offset wraps",
 	termCannotInvalidate:  "remote protection error: STag cannot be invalidated",
 	{layerRDMAP, 1, 0xff}: "remote protection error",
@@ -78,7 +78,7 @@ var termTexts = map[termCode]string{
 	{layerDDP, 0, 0}:      "DDP local catastrophic error",
 	termTaggedInvalidSTag: "tagged buffer error: invalid STag",
 	termTaggedBounds:      "tagged buffer error: base or bounds violation",
-	termTaggedNotOurs:     "tagged buffer error: STag not associated with this stream",
+	termTaggedOtherStream: "tagged buffer error: STag not associated with this stream",
 	termTaggedWrap:        "tagged buffer error: tagged offset wraps",
 	termTaggedVersion:     "tagged buffer error: invalid DDP version",
 	termUntaggedQN:        "untagged buffer error: invalid queue number",
@@ -103,12 +103,12 @@ func (c termCode) text() string {
 	return "unknown error"
 }
 
-// asError is the TerminateError that reports c.
+// asError returns the TerminateError that reports c.
 func (c termCode) asError(local bool) *verbs.TerminateError {
 	return &verbs.TerminateError{Local: local, Layer: c.layer, EType: c.etype, Code: c.code, Text: c.text()}
 }
 
-// A terminate is a Terminate message: the code and the headers of the segment that it is about.
+// A terminate is a Terminate message: the code, and the headers of the segment that caused it.
 type terminate struct {
 	code   termCode
 	segLen uint16 // ULPDU length of that segment
@@ -118,13 +118,14 @@ type terminate struct {
 	read   bool // rdmap is present
 }
 
-// quote keeps the DDP header that b (an FPDU from its length field on) starts with.
+// quote copies the DDP header of b, an FPDU from its length field on.
 func (t *terminate) quote(b []byte, h *header) {
 	t.segLen = uint16(h.ulpdu)
 	t.ddpLen = copy(t.ddp[:h.size()], b[fpduLenSize:])
 }
 
-// quoteRead keeps the headers of a Read Request. r may have been advanced past what was served.
+// quoteRead copies the headers of a Read Request. The caller may have advanced r past the served
+// bytes.
 func (t *terminate) quoteRead(r *readRequest) {
 	var b [maxHeaderSize]byte
 	putReadRequest(b[:], r)
@@ -134,8 +135,8 @@ func (t *terminate) quoteRead(r *readRequest) {
 	copy(t.rdmap[:], b[fpduLenSize+untaggedHdr:])
 }
 
-// encode writes the FPDU up to the trailer into b (fpduLenSize+maxTermULPDU octets) and returns its
-// length.
+// encode writes the FPDU without its trailer into b, which has fpduLenSize+maxTermULPDU bytes, and
+// returns its length.
 func (t *terminate) encode(b []byte) int {
 	n := termHdr
 	if t.ddpLen > 0 {
@@ -159,8 +160,8 @@ func (t *terminate) encode(b []byte) int {
 	return fpduLenSize + untaggedHdr + n
 }
 
-// decodeTerminate reads the payload of a Terminate, in the RFC's bit order or
-// in siw's. readMSN is the MSN of the Read Request that the peer quoted, 0 when it quoted none.
+// decodeTerminate decodes the payload of a Terminate in the bit order of the RFC or of siw. readMSN
+// is the MSN of the quoted Read Request, or 0 when none is quoted.
 func decodeTerminate(p []byte) (c termCode, readMSN uint32) {
 	if len(p) < termHdr {
 		return termUnspecified, 0
@@ -168,9 +169,9 @@ func decodeTerminate(p []byte) (c termCode, readMSN uint32) {
 	hi, lo, flags := p[0]>>4, p[0]&0xf, p[2]
 	siw := flags&(termM|termD|termR) == 0 && flags&(siwTermM|siwTermD|siwTermR) != 0
 	if flags == 0 {
-		// Without headers only the code tells the orders apart. LLP errors are
-		// the usual ones here: 20 xx in RFC order, 02 xx in siw's. An RFC-order
-		// RDMAP operation error (0/2) always quotes a header.
+		// Without headers only the code distinguishes the bit orders. Most messages without headers
+		// are LLP errors: 20 xx in RFC order, 02 xx in siw's. An RDMAP operation error (0/2) in RFC
+		// order always quotes a header.
 		_, rfcKnown := termTexts[termCode{hi, lo, p[1]}]
 		_, siwKnown := termTexts[termCode{lo, hi, p[1]}]
 		siw = siwKnown && (!rfcKnown || hi == layerRDMAP && lo == layerLLP)
@@ -185,7 +186,7 @@ func decodeTerminate(p []byte) (c termCode, readMSN uint32) {
 		return c, 0
 	}
 	var h header
-	h.parseControl(seg) // the segment length stands where the FPDU's length field would
+	h.parseControl(seg) // the segment length is at the position of an FPDU's length field
 	h.parseRest(seg)
 	if !h.tagged && h.op == opReadRequest && h.qn == qnReadReq {
 		readMSN = h.msn

@@ -13,11 +13,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// mssEvery is how many batches go by before the MSS is asked for again.
-const mssEvery = 1024
+// mssInterval is the number of batches between two queries of the MSS.
+const mssInterval = 1024
 
-// A transmitter is the writer goroutine of a QP: it executes the send queue in order and answers
-// RDMA Read Requests, one whole message after the other (RFC 5041 §5.3).
+// A transmitter is the writer goroutine of a QP. A transmitter executes the send queue in order and
+// answers RDMA Read Requests. A transmitter sends one whole message after the other (RFC 5041
+// §5.3).
 type transmitter struct {
 	q      *qp
 	conn   *net.TCPConn
@@ -25,14 +26,14 @@ type transmitter struct {
 	mssCB  func(fd uintptr)
 	mss    int
 	mulpdu int
-	toMSS  int // batches until the MSS is asked for again
+	toMSS  int // batches until the next query of the MSS
 
 	sendMSN  uint32
 	readMSN  uint32
-	from     uint32 // what runQueue executes
+	from     uint32 // first entry for runQueue
 	tail     uint32
 	open     bool // FPDUs may be sent
-	answered bool // the last message was a Read Response: the send queue is next
+	answered bool // the last message was a Read Response, so the send queue is next
 	random   [stagSize]byte
 }
 
@@ -49,7 +50,7 @@ func newTransmitter(q *qp, conn *net.TCPConn) (*transmitter, error) {
 	return t, nil
 }
 
-// setup reads what start has settled.
+// setup reads the parameters that start has set.
 func (t *transmitter) setup() {
 	t.b.crc = t.q.crc
 	t.updateMULPDU()
@@ -57,7 +58,7 @@ func (t *transmitter) setup() {
 
 // updateMULPDU derives the largest ULPDU from the MSS.
 func (t *transmitter) updateMULPDU() {
-	t.toMSS = mssEvery
+	t.toMSS = mssInterval
 	t.b.raw.Control(t.mssCB)
 	emss := t.mss
 	if limit := t.q.dev.cfg.MaxFPDU; limit > 0 && (limit < emss || !t.q.crc) {
@@ -66,12 +67,13 @@ func (t *transmitter) updateMULPDU() {
 	t.mulpdu = mulpdu(emss)
 }
 
-// mulpdu is the largest ULPDU whose FPDU fits in emss octets: RFC 5044 §4.5 without markers.
+// mulpdu returns the size of the largest ULPDU whose FPDU fits in emss bytes (RFC 5044 §4.5,
+// without markers).
 func mulpdu(emss int) int {
 	return min(max(emss-(fpduLenSize+fpduCRCSize+emss%fpduAlign), minMULPDU+fpduLenSize), maxSentULPDU)
 }
 
-// work is what the writer does next.
+// work is the next task of the writer.
 type work uint8
 
 const (
@@ -103,18 +105,18 @@ func (t *transmitter) run() {
 			}
 			q.mu.Unlock()
 			if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
-				t.hearOut(q.streamError("write", err))
+				t.waitForReader(q.streamError("write", err))
 			}
-			// no effect when a Terminate was decided on already
+			// no effect when the QP has already failed
 			q.fail(q.streamError("write", err), nil, false)
 		}
 	}
 }
 
-// hearOut lets the reader take what the peer sent before it reset the connection: its Terminate,
-// most likely, which tells more than the reset does. The reader meets the end of the stream itself,
-// at once; Linger is for nothing but safety.
-func (t *transmitter) hearOut(err error) {
+// waitForReader lets the reader read the data that the peer sent before it reset the connection.
+// The data is usually a Terminate, which explains more than the reset. The reader sees the end of
+// the stream at once; Linger is only an upper bound.
+func (t *transmitter) waitForReader(err error) {
 	q := t.q
 	q.mu.Lock()
 	q.sendErr = err
@@ -122,14 +124,15 @@ func (t *transmitter) hearOut(err error) {
 	timeout := time.After(q.dev.cfg.Linger)
 	for !q.dead.Load() {
 		select {
-		case <-q.wake: // fail does, among others
+		case <-q.wake: // fail wakes the writer
 		case <-timeout:
 			return
 		}
 	}
 }
 
-// wait returns the next thing to do, workNone when the QP is dead, and takes what runQueue needs.
+// wait waits for work and returns it; workNone means that the QP is dead. For workQueue it sets the
+// range of entries to execute.
 func (t *transmitter) wait() (work, readRequest) {
 	q := t.q
 	q.mu.Lock()
@@ -140,12 +143,12 @@ func (t *transmitter) wait() (work, readRequest) {
 		}
 		queue := t.queueReady()
 		switch {
-		case q.txOpen && q.rrHead != q.rrTail && !(t.answered && queue):
-			rr := q.rrq[q.rrHead&uint32(len(q.rrq)-1)]
-			q.rrHead++
+		case q.txOpen && q.rrq.Head != q.rrq.Tail && !(t.answered && queue):
+			rr := *q.rrq.At(q.rrq.Head)
+			q.rrq.Head++
 			return workRespond, rr
 		case queue:
-			t.from, t.tail, t.open = q.sqSent, q.sqTail, q.txOpen
+			t.from, t.tail, t.open = q.sq.sent, q.sq.Tail, q.txOpen
 			return workQueue, readRequest{}
 		}
 		t.answered = false
@@ -157,28 +160,29 @@ func (t *transmitter) wait() (work, readRequest) {
 	}
 }
 
-// queueReady reports whether the next send queue entry can be executed. Caller holds mu.
+// queueReady reports whether the next send queue entry can be executed. The caller holds mu.
 func (t *transmitter) queueReady() bool {
 	q := t.q
-	if q.sqSent == q.sqTail {
+	if q.sq.sent == q.sq.Tail {
 		return false
 	}
-	switch q.sq[q.sqSent&uint32(len(q.sq)-1)].op {
+	switch q.sq.At(q.sq.sent).op {
 	case verbs.OpFastReg, verbs.OpLocalInv:
 		return true
 	case verbs.OpRDMARead:
-		return q.txOpen && q.readTail-q.readHead < uint32(q.ord)
+		return q.txOpen && !q.reads.Full()
 	}
 	return q.txOpen
 }
 
-// runQueue executes the send queue entries that wait found, as far as possible without waiting for
-// anything but the socket. Until flush says that they are executed, they are this goroutine's.
+// runQueue executes the send queue entries that wait has chosen, and waits only for the socket.
+// runQueue stops at an entry that must wait for the peer. Until flush marks the entries as
+// executed, only this goroutine accesses them.
 func (t *transmitter) runQueue() error {
 	q, at, tail, open := t.q, t.from, t.tail, t.open
 	t.b.begin()
 	for at != tail {
-		e := &q.sq[at&uint32(len(q.sq)-1)]
+		e := q.sq.At(at)
 		if !open && e.op != verbs.OpFastReg && e.op != verbs.OpLocalInv {
 			break
 		}
@@ -188,7 +192,7 @@ func (t *transmitter) runQueue() error {
 				return t.localFailure(at, e, verbs.StatusMWBindErr)
 			}
 		case verbs.OpLocalInv:
-			// What was posted before must not find its memory gone.
+			// Earlier requests may still use the memory.
 			if err := t.flush(at); err != nil {
 				return err
 			}
@@ -200,7 +204,7 @@ func (t *transmitter) runQueue() error {
 				return err
 			}
 		case verbs.OpRDMARead:
-			if !t.b.room(0) {
+			if !t.b.fits(0) {
 				if err := t.flush(at); err != nil {
 					return err
 				}
@@ -217,22 +221,22 @@ func (t *transmitter) runQueue() error {
 	return t.flush(at)
 }
 
-// flush sends the batch; with it every entry before at is executed.
+// flush sends the batch and marks every entry before at as executed.
 func (t *transmitter) flush(at uint32) error {
 	if err := t.transmit(); err != nil {
 		return err
 	}
 	q := t.q
 	q.mu.Lock()
-	q.sqSent = at
+	q.sq.sent = at
 	q.reap()
 	q.mu.Unlock()
 	t.b.begin()
 	return nil
 }
 
-// localFailure ends the connection over a request that could not be executed (RFC 5040 §7.1: no
-// headers to quote).
+// localFailure ends the connection because a request could not be executed. The Terminate quotes no
+// headers (RFC 5040 §7.1).
 func (t *transmitter) localFailure(at uint32, e *sqe, status verbs.Status) error {
 	if err := t.flush(at); err != nil {
 		return err
@@ -244,8 +248,8 @@ func (t *transmitter) localFailure(at uint32, e *sqe, status verbs.Status) error
 	return nil
 }
 
-// message puts a Send or an RDMA Write into FPDUs. whole is false when the QP died in the middle of
-// it: what is left is not sent, and the request is not executed.
+// message encodes a Send or an RDMA Write as FPDUs. whole is false when the QP failed during the
+// message; then the rest is not sent and the request is not executed.
 func (t *transmitter) message(at uint32, e *sqe) (whole bool, err error) {
 	hdr, op := untaggedHdr, uint8(opSend)
 	switch e.op {
@@ -254,9 +258,9 @@ func (t *transmitter) message(at uint32, e *sqe) (whole bool, err error) {
 	case verbs.OpRDMAWrite:
 		hdr, op = taggedHdr, opWrite
 	}
-	var seg, in int // cursor in the SGE list
+	var seg, in int // position in the SGE list
 	for done := uint32(0); ; {
-		if !t.b.room(len(e.sges)) {
+		if !t.b.fits(len(e.sges)) {
 			if err := t.flush(at); err != nil {
 				return false, err
 			}
@@ -301,8 +305,8 @@ func (t *transmitter) message(at uint32, e *sqe) (whole bool, err error) {
 	return true, nil
 }
 
-// startRead puts an RDMA Read Request into the batch, unless as many as allowed are outstanding. A
-// Read of no octets needs no wire.
+// startRead adds an RDMA Read Request to the batch. startRead returns false when the limit of
+// outstanding Reads is reached. A Read of zero bytes completes without a Read Request.
 func (t *transmitter) startRead(at uint32, e *sqe) bool {
 	q := t.q
 	if e.length == 0 {
@@ -317,14 +321,12 @@ func (t *transmitter) startRead(at uint32, e *sqe) bool {
 		srcSTag: uint32(e.rkey), srcTO: e.raddr,
 	}
 	q.mu.Lock()
-	if q.readTail-q.readHead >= uint32(q.ord) {
+	if q.reads.Full() {
 		q.mu.Unlock()
 		return false
 	}
-	// In the ring before it is on the wire: the response may overtake this goroutine.
-	q.reads[q.readTail&uint32(len(q.reads)-1)] = outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag,
-		buf: e.sges[0].Buf}
-	q.readTail++
+	// The response may arrive before this goroutine continues, so the entry comes first.
+	q.reads.Push(outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag, buf: e.sges[0].Buf})
 	q.mu.Unlock()
 	t.readMSN++
 	putReadRequest(t.b.header(maxHeaderSize), &r)
@@ -333,12 +335,12 @@ func (t *transmitter) startRead(at uint32, e *sqe) bool {
 	return true
 }
 
-// respond answers an RDMA Read Request. The source is checked anew for every piece that is fetched.
+// respond answers an RDMA Read Request. respond checks the registration again for every batch.
 func (t *transmitter) respond(rr *readRequest) error {
 	q := t.q
 	t.b.begin()
 	var src grant
-	if rr.size > 0 { // a Read of no octets needs no valid STag (RFC 5040 §5.2.1)
+	if rr.size > 0 { // a Read of zero bytes needs no valid STag (RFC 5040 §5.2.1)
 		var deny denial
 		if src, deny = q.access(rr.srcSTag, rr.srcTO, uint64(rr.size), verbs.AccessRemoteRead); deny != granted {
 			return t.refuseRead(rr, 0, deny.fetchCode())
@@ -365,8 +367,8 @@ func (t *transmitter) respond(rr *readRequest) error {
 	return nil
 }
 
-// gatherResponse fills the batch with Read Response FPDUs from offset done on. It fails when the
-// registration has ended.
+// gatherResponse fills the batch with Read Response FPDUs from offset done on, and returns the
+// number of bytes. ok is false when the registration has ended.
 func (t *transmitter) gatherResponse(rr *readRequest, src grant, done uint32) (gathered uint32, ok bool) {
 	if rr.size > 0 {
 		src.mr.mu.Lock()
@@ -388,17 +390,17 @@ func (t *transmitter) gatherResponse(rr *readRequest, src grant, done uint32) (g
 		t.b.addRegistered(src.mr, src.off+uint64(done+gathered), n)
 		t.b.trailer(taggedHdr + n)
 		gathered += uint32(n)
-		if last || !t.b.room(minPieces) {
+		if last || !t.b.fits(minPieces) {
 			return gathered, true
 		}
 	}
 }
 
-// minPieces is how much vector must be free before another Read Response FPDU is begun.
+// minPieces is how many vector elements must be free to start another Read Response FPDU.
 const minPieces = 8
 
-// coverable is how many of n octets at off can be referred to with the vector elements that are
-// left. Caller holds m.mu.
+// coverable returns how many of the n bytes at off fit into the free vector elements. The caller
+// holds m.mu.
 func (b *batch) coverable(m *mr, off uint64, n int) int {
 	seg, in := m.find(off)
 	covered := 0
@@ -412,7 +414,7 @@ func (b *batch) coverable(m *mr, off uint64, n int) int {
 	return min(covered, n)
 }
 
-// addRegistered appends n octets at off by reference. Caller holds m.mu.
+// addRegistered appends the n bytes at off of m as payload, without a copy. The caller holds m.mu.
 func (b *batch) addRegistered(m *mr, off uint64, n int) {
 	if n == 0 {
 		return
@@ -427,8 +429,8 @@ func (b *batch) addRegistered(m *mr, off uint64, n int) {
 	}
 }
 
-// refuseRead ends the connection over a Read Request, quoting it past what was served (RFC 5040
-// §4.8).
+// refuseRead ends the connection because of a Read Request. The Terminate quotes the request,
+// advanced by the served bytes (RFC 5040 §4.8).
 func (t *transmitter) refuseRead(rr *readRequest, served uint32, code termCode) error {
 	q := t.q
 	t.b.begin()
@@ -442,7 +444,7 @@ func (t *transmitter) refuseRead(rr *readRequest, served uint32, code termCode) 
 	return nil
 }
 
-// transmit sends the batch and keeps the accounts.
+// transmit sends the batch and updates the counters.
 func (t *transmitter) transmit() error {
 	if t.b.total == 0 {
 		return nil
@@ -457,7 +459,7 @@ func (t *transmitter) transmit() error {
 	return nil
 }
 
-// end closes this half of the stream: a Terminate if there is one, then FIN.
+// end sends the Terminate, if any, and a FIN.
 func (t *transmitter) end() {
 	q := t.q
 	q.leaveMemory()

@@ -10,17 +10,17 @@ const (
 	fpduLenSize = 2
 	fpduCRCSize = 4
 	fpduAlign   = 4
-	// maxULPDU is the largest ULPDU that the length field can announce; a
-	// receiver takes it although no sender should (RFC 5044 §3).
+	// maxULPDU is the largest ULPDU that the length field allows. The receiver accepts it, although
+	// senders must not send it (RFC 5044 §3).
 	maxULPDU = 0xffff
-	// maxSentULPDU is the largest ULPDU handed to MPA: RFC 5044 §3 allows
-	// 64768; this is the largest below it that needs no pad.
+	// maxSentULPDU is the largest sent ULPDU. RFC 5044 §3 allows 64768; this is the largest smaller
+	// size without a pad.
 	maxSentULPDU = 64766
 	// minMULPDU is the smallest MULPDU that MPA may offer (RFC 5044 §3).
 	minMULPDU = 128
 )
 
-// DDP and RDMAP control octets, RFC 5041 §4.1 and RFC 5040 §4.1, as one big-endian word.
+// DDP and RDMAP control bytes, RFC 5041 §4.1 and RFC 5040 §4.1, as one big-endian word.
 const (
 	ctrlTagged    = 0x8000
 	ctrlLast      = 0x4000
@@ -34,9 +34,9 @@ const (
 	stagSize      = 4
 	taggedHdr     = 14 // control, STag, TO: RFC 5041 §4.2
 	untaggedHdr   = 18 // control, RsvdULP, QN, MSN, MO: RFC 5041 §4.3
-	readReqHdr    = 28 // RFC 5040 §4.4, behind the untagged header
+	readReqHdr    = 28 // RFC 5040 §4.4, after the untagged header
 	readReqULPDU  = untaggedHdr + readReqHdr
-	termHdr       = 4 // RFC 5040 §4.8, behind the untagged header
+	termHdr       = 4 // RFC 5040 §4.8, after the untagged header
 	maxHeaderSize = fpduLenSize + readReqULPDU
 )
 
@@ -65,20 +65,20 @@ const firstMSN = 1
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// padding is the number of zero octets that bring length field, ULPDU and pad to a multiple of
+// padding returns the number of zero bytes that make length field, ULPDU and pad a multiple of
 // four.
 func padding(ulpdu int) int {
 	return -(fpduLenSize + ulpdu) & (fpduAlign - 1)
 }
 
-// putCRC stores a CRC32c in the octet order of RFC 5044 §4.4 (Figure 5 has an example).
+// putCRC stores a CRC32c in the byte order of RFC 5044 §4.4 (Figure 5 has an example).
 func putCRC(b []byte, sum uint32) { binary.LittleEndian.PutUint32(b, sum) }
 
 func getCRC(b []byte) uint32 { return binary.LittleEndian.Uint32(b) }
 
 // A header is the decoded DDP and RDMAP header of one FPDU.
 type header struct {
-	ulpdu  int // octets of the ULPDU, headers included
+	ulpdu  int // bytes of the ULPDU, headers included
 	ctrl   uint16
 	op     uint8
 	tagged bool
@@ -90,7 +90,7 @@ type header struct {
 	mo     uint32
 }
 
-// size is the length of the DDP header.
+// size returns the length of the DDP header.
 func (h *header) size() int {
 	if h.tagged {
 		return taggedHdr
@@ -98,7 +98,7 @@ func (h *header) size() int {
 	return untaggedHdr
 }
 
-// parseControl decodes the length and the control word; b holds at least four octets.
+// parseControl decodes the length and the control word. b has at least four bytes.
 func (h *header) parseControl(b []byte) {
 	h.ulpdu = int(binary.BigEndian.Uint16(b))
 	h.ctrl = binary.BigEndian.Uint16(b[2:])
@@ -107,7 +107,7 @@ func (h *header) parseControl(b []byte) {
 	h.last = h.ctrl&ctrlLast != 0
 }
 
-// parseRest decodes the rest of the DDP header; b starts at the length field and holds the whole
+// parseRest decodes the rest of the DDP header. b starts at the length field and contains the whole
 // header.
 func (h *header) parseRest(b []byte) {
 	h.stag = binary.BigEndian.Uint32(b[4:])
@@ -128,7 +128,7 @@ func control(op uint8, last bool) uint16 {
 	return c
 }
 
-// putTagged writes length field and tagged DDP header of a segment with n payload octets.
+// putTagged writes the length field and the tagged DDP header of a segment with n payload bytes.
 func putTagged(b []byte, op uint8, last bool, stag uint32, to uint64, n int) {
 	binary.BigEndian.PutUint16(b, uint16(taggedHdr+n))
 	binary.BigEndian.PutUint16(b[2:], control(op, last)|ctrlTagged)
@@ -136,7 +136,8 @@ func putTagged(b []byte, op uint8, last bool, stag uint32, to uint64, n int) {
 	binary.BigEndian.PutUint64(b[8:], to)
 }
 
-// putUntagged writes length field and untagged DDP header of a segment with n payload octets.
+// putUntagged writes the length field and the untagged DDP header of a segment with n payload
+// bytes.
 func putUntagged(b []byte, op uint8, last bool, ulp, qn, msn, mo uint32, n int) {
 	binary.BigEndian.PutUint16(b, uint16(untaggedHdr+n))
 	binary.BigEndian.PutUint16(b[2:], control(op, last))
@@ -156,7 +157,7 @@ type readRequest struct {
 	srcTO    uint64
 }
 
-// putRDMAP writes the 28 octets of the Read Request header.
+// putRDMAP writes the 28 bytes of the Read Request header.
 func (r *readRequest) putRDMAP(b []byte) {
 	binary.BigEndian.PutUint32(b, r.sinkSTag)
 	binary.BigEndian.PutUint64(b[4:], r.sinkTO)
@@ -165,7 +166,7 @@ func (r *readRequest) putRDMAP(b []byte) {
 	binary.BigEndian.PutUint64(b[20:], r.srcTO)
 }
 
-// parseRDMAP reads the 28 octets of the Read Request header.
+// parseRDMAP reads the 28 bytes of the Read Request header.
 func (r *readRequest) parseRDMAP(b []byte) {
 	r.sinkSTag = binary.BigEndian.Uint32(b)
 	r.sinkTO = binary.BigEndian.Uint64(b[4:])
@@ -174,7 +175,7 @@ func (r *readRequest) parseRDMAP(b []byte) {
 	r.srcTO = binary.BigEndian.Uint64(b[20:])
 }
 
-// putReadRequest writes the whole FPDU up to the trailer.
+// putReadRequest writes the FPDU without its trailer.
 func putReadRequest(b []byte, r *readRequest) {
 	putUntagged(b, opReadRequest, true, 0, qnReadReq, r.msn, 0, readReqHdr)
 	r.putRDMAP(b[fpduLenSize+untaggedHdr:])

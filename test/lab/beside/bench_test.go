@@ -15,26 +15,25 @@ import (
 )
 
 var (
-	roundsFlag = flag.Int("rounds", 1, "rounds of TestBeside; 3 for what is written down")
-	onlyFlag   = flag.String("only", "", "regular expression of the workloads of TestBeside")
+	roundsFlag = flag.Int("rounds", 1, "number of `rounds` of TestBeside; use 3 for docs/performance.md")
+	onlyFlag   = flag.String("only", "", "`regexp` of the workloads of TestBeside")
 )
 
-// What this test writes of docs/performance.md lies between these lines, for each provider and
-// device.
+// These lines enclose the results in docs/performance.md, for each provider and device.
 const (
 	pageFile  = "../../../docs/performance.md"
 	pageBegin = "<!-- written by go test ./test/lab/beside -run TestBeside -update -rounds 3: %s -->\n"
 	pageEnd   = "<!-- end of %s -->\n"
 )
 
-// A measurement is as in the program.
+// A measurement is a measurement of the program.
 type measurement struct {
 	Workload, Side    string
 	Round             int
 	Seconds, CPU, MiB float64
 }
 
-// ratios are those of all rounds of a workload.
+// ratios are the ratios of a workload, one for each round.
 type ratios []float64
 
 func (r ratios) String() string {
@@ -42,8 +41,8 @@ func (r ratios) String() string {
 	return fmt.Sprintf("%.2f (%.2f..%.2f)", (s[(len(s)-1)/2]+s[len(s)/2])/2, s[0], s[len(s)-1])
 }
 
-// table compares ours with the kernel's client, round by round. A ratio of speeds above 1 is for
-// ours, one of processor time against it.
+// table compares our client with the kernel's, round by round. Our client is better if the ratio of
+// speeds is above 1, or the ratio of processor times below 1.
 func table(list []measurement) (string, error) {
 	var b strings.Builder
 	b.WriteString("| workload | speed | processor time |\n|---|---|---|\n")
@@ -66,7 +65,7 @@ func table(list []measurement) (string, error) {
 		for round := range rounds {
 			k, o := by[key{w, "kernel", round}], by[key{w, "ours", round}]
 			if k.Seconds <= 0 || o.Seconds <= 0 || k.CPU <= 0 || o.CPU <= 0 {
-				return "", fmt.Errorf("%s, round %d: a side was not measured: %+v, %+v", w, round, k, o)
+				return "", fmt.Errorf("%s, round %d: measurement missing: kernel %+v, ours %+v", w, round, k, o)
 			}
 			speed, cpu = append(speed, k.Seconds/o.Seconds), append(cpu, o.CPU/k.CPU)
 		}
@@ -75,7 +74,7 @@ func table(list []measurement) (string, error) {
 	return b.String(), nil
 }
 
-// splice puts a text between a page's marks.
+// splice replaces the text between a page's marks, or appends it.
 func splice(page, name, text string) (string, error) {
 	begin, end := fmt.Sprintf(pageBegin, name), fmt.Sprintf(pageEnd, name)
 	before, rest, ok := strings.Cut(page, begin)
@@ -84,13 +83,13 @@ func splice(page, name, text string) (string, error) {
 		return strings.TrimRight(page, "\n") + "\n\n" + begin + text + end, nil
 	}
 	if !okEnd {
-		return "", fmt.Errorf("%s: no %q", pageFile, end)
+		return "", fmt.Errorf("parse %s: missing %q", pageFile, end)
 	}
 	return before + begin + text + end + after, nil
 }
 
-// TestBeside measures the two clients in turns, on an export that is in the server's memory. It
-// asserts nothing but that all of it works. A routine run has the large sequential workloads alone.
+// TestBeside measures the two clients alternately, on an export in the server's memory. It checks
+// only that all workloads succeed. A routine run has only the large sequential workloads.
 func TestBeside(t *testing.T) {
 	s := start(t, lab.ExportFast)
 	if *profileFlag {
@@ -109,14 +108,14 @@ func TestBeside(t *testing.T) {
 	for line := range strings.Lines(out) {
 		var m measurement
 		if err := json.Unmarshal([]byte(line), &m); err != nil {
-			t.Fatalf("%q: %v", line, err)
+			t.Fatalf("parse measurement %q: %v", line, err)
 		}
-		t.Logf("%-28s %-6s round %d: %6.2f s, %6.2f s of processors, %5.0f MiB", m.Workload, m.Side, m.Round,
+		t.Logf("%-28s %-6s round %d: %6.2f s, %6.2f s processor time, %5.0f MiB", m.Workload, m.Side, m.Round,
 			m.Seconds, m.CPU, m.MiB)
 		list = append(list, m)
 	}
 	if len(list) == 0 {
-		t.Fatalf("-only %q selects no workload", *onlyFlag)
+		t.Fatalf("-only %q: no matching workload", *onlyFlag)
 	}
 	text, err := table(list)
 	if err != nil {
@@ -147,15 +146,17 @@ func TestBeside(t *testing.T) {
 	}
 }
 
-// profile keeps CPU profiles of our daemon at work.
+// profile writes CPU profiles of our daemon for several workloads.
 func (s *sides) profile() {
 	s.t.Helper()
 	s.must("umount " + oursDir)
 	s.mountOurs("program mount -profile /share/cpu")
 	for i, w := range []string{"sequential write, 1 MiB", "sequential read, 1 MiB", "sequential write, 4 KiB",
 		"random read, 4 KiB", "create"} {
-		bench := fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -side ours -rounds 1 -profiled $pid -only '%s'", kernelDir, oursDir, w)
-		s.must(fmt.Sprintf("pid=$(pidof program) && %s && for i in $(seq 600); do [ -e /share/cpu%d ] && exit 0; sleep 0.1; done; exit 1", bench, i+1))
+		bench := fmt.Sprintf("program bench -kernel %s/kernel -ours %s/ours -side ours -rounds 1 -profiled $pid "+
+			"-only '%s'", kernelDir, oursDir, w)
+		s.must(fmt.Sprintf("pid=$(pidof program) && %s && "+
+			"for i in $(seq 600); do [ -e /share/cpu%d ] && exit 0; sleep 0.1; done; exit 1", bench, i+1))
 		from, to := filepath.Join(s.share, fmt.Sprintf("cpu%d", i+1)), filepath.Join(s.t.ArtifactDir(),
 			strings.ReplaceAll(w, " ", "-")+".pprof")
 		data, err := os.ReadFile(from)
@@ -169,23 +170,24 @@ func (s *sides) profile() {
 	}
 }
 
+// TestTable checks the table of results and its place in the page.
 func TestTable(t *testing.T) {
 	list := []measurement{{"a", "kernel", 0, 1, 2, 3}, {"a", "ours", 0, 2, 1, 3}, {"a", "ours", 1, 1, 2, 3},
 		{"a", "kernel", 1, 1, 2, 3}, {"a", "kernel", 2, 4, 2, 3}, {"a", "ours", 2, 1, 8, 3}}
 	got, err := table(list)
 	if want := "| a | 1.00 (0.50..4.00) | 1.00 (0.50..4.00) |\n"; err != nil || !strings.HasSuffix(got, want) {
-		t.Errorf("%q, %v; want %q", got, err, want)
+		t.Errorf("got table %q, error %v, want %q", got, err, want)
 	}
 	if _, err := table(list[:1]); err == nil {
-		t.Error("a side that was not measured is not missed")
+		t.Error("table without a measurement: got no error")
 	}
 	page, err := splice("# Page\n", "x", "one\n")
 	if err != nil {
 		t.Fatal(err)
 	}
-	page += "behind\n"
+	page += "after\n"
 	if again, err := splice(page, "x", "two\n"); err != nil || !strings.Contains(again, "\ntwo\n") ||
-		strings.Contains(again, "one") || !strings.HasSuffix(again, "behind\n") {
-		t.Errorf("%q, %v", again, err)
+		strings.Contains(again, "one") || !strings.HasSuffix(again, "after\n") {
+		t.Errorf("got page %q, error %v", again, err)
 	}
 }

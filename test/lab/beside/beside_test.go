@@ -14,43 +14,44 @@ import (
 )
 
 var (
-	providerFlag = flag.String("provider", "softiwarp", "our provider, as in the mount option")
-	linkFlag     = flag.String("link", lab.SIW, "the guest's RDMA device: siw or rxe")
-	kernelFlag   = flag.String("kernel", lab.Kernels[0], "the guest's kernel")
-	seedFlag     = flag.Uint64("seed", 1, "of the first stream of random operations")
+	providerFlag = flag.String("provider", "softiwarp", "our `provider`, as in the mount option")
+	linkFlag     = flag.String("link", lab.SIW, "the guest's RDMA `device`, siw or rxe")
+	kernelFlag   = flag.String("kernel", lab.Kernels[0], "the guest's `kernel`")
+	seedFlag     = flag.Uint64("seed", 1, "seed of the first stream of random operations")
 	streamsFlag  = flag.Int("streams", 3, "number of streams")
-	opsFlag      = flag.Int("ops", 250, "operations of a stream")
-	updateFlag   = flag.Bool("update", false, "write docs/performance.md from what this run measures")
-	profileFlag  = flag.Bool("profile", false, "instead of measuring, keep CPU profiles of our daemon, with -artifacts")
+	opsFlag      = flag.Int("ops", 250, "number of operations in a stream")
+	updateFlag   = flag.Bool("update", false, "write the results to docs/performance.md")
+	profileFlag  = flag.Bool("profile", false,
+		"write CPU profiles of our daemon instead of measuring; use with -artifacts")
 )
 
-// Where things are in the guest: both clients mount lab.ExportRW.
+// Paths and addresses in the guest. Both clients mount lab.ExportRW.
 const (
 	kernelDir = "/mnt/kernel"
 	oursDir   = "/mnt/ours"
-	serverIP  = "10.0.2.15" // the guest's own; its soft RDMA devices know no other
+	serverIP  = "10.0.2.15" // the guest's own address, the only one of its soft RDMA devices
 	daemonLog = "/tmp/nfsrdmad.log"
 )
 
-// A sides is a guest with both mounts.
+// A sides is a guest with the mounts of both clients.
 type sides struct {
 	*lab.Guest
 	t      *testing.T
-	share  string // on the host what /share is in the guest
+	share  string // host directory of /share in the guest
 	export string
 }
 
-// build builds a program of this module into the shared directory.
+// build builds a program of this module in the shared directory.
 func build(t *testing.T, share, name, pkg string) {
 	t.Helper()
-	make := lab.BuildRDMA
+	buildProgram := lab.BuildRDMA
 	if *providerFlag == "softiwarp" {
-		make = lab.BuildPure
+		buildProgram = lab.BuildPure
 	}
-	make(t, "build", "-trimpath", "-o", filepath.Join(share, name), pkg)
+	buildProgram(t, "build", "-trimpath", "-o", filepath.Join(share, name), pkg)
 }
 
-// start boots a guest and mounts an export twice.
+// start boots a guest and mounts an export with both clients.
 func start(t *testing.T, export string) *sides {
 	t.Helper()
 	lab.SkipIfDisabled(t)
@@ -59,7 +60,8 @@ func start(t *testing.T, export string) *sides {
 	build(t, s.share, "program", "./program")
 	s.Guest = lab.Start(t, lab.Options{Kernel: *kernelFlag, Provider: *linkFlag, Share: s.share, MemoryMiB: 2048})
 	s.must("cp /share/nfsrdmad /share/program /usr/bin/ && modprobe fuse && mkdir -p " + kernelDir + " " + oursDir)
-	s.must(fmt.Sprintf("mount -t nfs -o vers=3,proto=rdma,port=20049,mountport=20048,mountproto=tcp,nolock,nosuid,nodev %s:%s %s", serverIP, export, kernelDir))
+	s.must(fmt.Sprintf("mount -t nfs -o vers=3,proto=rdma,port=20049,mountport=20048,mountproto=tcp,"+
+		"nolock,nosuid,nodev %s:%s %s", serverIP, export, kernelDir))
 	s.must("mkdir -p " + kernelDir + "/kernel " + kernelDir + "/ours")
 	s.mountOurs("nfsrdmad mount --foreground")
 	t.Cleanup(func() {
@@ -74,7 +76,7 @@ func start(t *testing.T, export string) *sides {
 	return s
 }
 
-// mountOurs mounts our side with a program that stays in the foreground.
+// mountOurs mounts our side with a program that runs in the foreground.
 func (s *sides) mountOurs(program string) {
 	s.t.Helper()
 	s.must(fmt.Sprintf("%s -o mountport=20048,nosuid,nodev,provider=%s %s:%s %s >%s 2>&1 & "+
@@ -101,19 +103,20 @@ func TestDiffer(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(s.share, "known.md"), text, 0o644); err != nil {
 		t.Fatal(err)
 	}
-	out, err := s.RunFor(fmt.Sprintf("program differ -kernel %s/kernel -ours %s/ours -server-kernel %s/kernel -server-ours %[3]s/ours -known /share/known.md -seed %d -streams %d -ops %d",
+	out, err := s.RunFor(fmt.Sprintf("program differ -kernel %s/kernel -ours %s/ours -server-kernel %s/kernel "+
+		"-server-ours %[3]s/ours -known /share/known.md -seed %d -streams %d -ops %d",
 		kernelDir, oursDir, lab.ExportRW, *seedFlag, *streamsFlag, *opsFlag), 20*time.Minute)
 	t.Log("\n" + strings.TrimSpace(out))
 	var failed *lab.CommandError
 	switch {
 	case errors.As(err, &failed):
-		t.Error("the clients differ; the trace above goes into a file for: program differ -file")
+		t.Error("got differences; to repeat them, put the trace above into a file for program differ -file")
 	case err != nil:
 		t.Fatal(err)
 	}
 }
 
-// TestVisible changes files through one client and looks at them through the other.
+// TestVisible changes files through one client and reads them through the other.
 func TestVisible(t *testing.T) {
 	s := start(t, lab.ExportRW)
 	out := s.must(fmt.Sprintf("mkdir %s/both && program visible -kernel %[1]s/both -ours %s/both -seed %d", kernelDir,

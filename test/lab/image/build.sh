@@ -1,7 +1,8 @@
 #!/bin/bash
-# Builds the images of the lab's guests from Debian packages alone: for each kernel series CACHE/SERIES/{vmlinuz,initramfs.cpio,release}.
-# usage: build.sh [6.1] [6.12]     (default: both)
-# Works on Debian 12 for amd64, as root, with apt as it is configured. Does nothing where the images are there already.
+# Builds the images of the lab's guests from Debian packages: for each kernel series the files
+# CACHE/SERIES/{vmlinuz,initramfs.cpio,release}.
+# Usage: build.sh [6.1] [6.12]     (default: both)
+# Needs Debian 12 on amd64, root, and a configured apt. Does nothing if the images are up to date.
 set -euo pipefail
 shopt -s nullglob
 
@@ -10,19 +11,21 @@ SERIES=("$@")
 CACHE=${NFSRDMAD_LAB_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/nfsrdmad-lab}
 SRC=$(cd "$(dirname "$0")" && pwd)
 
-# What runs the guests and looks at their traffic, and what the build needs beside.
+# Packages that run guests and record traffic, and packages for the build.
 RUN_DEBS=(qemu-system-x86 wireshark-common tshark)
 BUILD_DEBS=(cpio gcc-12 kmod libc6-dev make xz-utils)
-# The guest's userland: package dependencies come along, maintainer scripts do not run.
-GUEST_DEBS=(busybox e2fsprogs ibverbs-providers ibverbs-utils iproute2 kmod nfs-common nfs-kernel-server rdma-core rdmacm-utils rpcbind tcpdump)
-# What of it goes into the image, with the libraries it needs.
+# Packages of the guest's userland. Dependencies are included; maintainer scripts do not run.
+GUEST_DEBS=(busybox e2fsprogs ibverbs-providers ibverbs-utils iproute2 kmod nfs-common nfs-kernel-server
+  rdma-core rdmacm-utils rpcbind tcpdump)
+# Programs in the image. Their libraries are included.
 GUEST_PROGRAMS=(
   /usr/bin/busybox /usr/bin/kmod /usr/bin/ip /usr/bin/rdma /usr/sbin/tc /usr/bin/ss
   /usr/sbin/rpcbind /usr/sbin/rpcinfo /usr/sbin/rpc.nfsd /usr/sbin/rpc.mountd /usr/sbin/exportfs /usr/sbin/nfsdcld
   /usr/sbin/mount.nfs /usr/sbin/umount.nfs /usr/sbin/showmount /usr/sbin/nfsstat /usr/sbin/rpc.statd
   /usr/sbin/mkfs.ext4 /usr/sbin/e2fsck
   /usr/bin/ibv_devices /usr/bin/ibv_devinfo /usr/bin/rping /usr/bin/tcpdump)
-# Kernel modules, with those they need. The CRC modules are asked for by name at run time, which no dependency tells.
+# Kernel modules in the image, with their dependencies. The kernel requests the CRC modules by name
+# at run time, so they are no dependencies.
 GUEST_MODULES=(
   virtio_pci virtio_net virtio_blk virtio_console virtio_rng 9pnet_virtio 9p
   ext4 libcrc32c crc32c_generic crc32c_intel crc32_generic crc32_pclmul
@@ -34,13 +37,13 @@ GUEST_MODULES=(
 say() { printf 'lab: [%ss] %s\n' "$SECONDS" "$*"; }
 die() { printf 'lab: %s\n' "$*" >&2; exit 1; }
 
-[ "$(id -u)" = 0 ] || die "needs root: packages are installed and unpacked"
-[ "$(dpkg --print-architecture)" = amd64 ] || die "only amd64 is known how to build"
+[ "$(id -u)" = 0 ] || die "build images: root required to install and unpack packages"
+[ "$(dpkg --print-architecture)" = amd64 ] || die "build images: only amd64 is supported"
 mkdir -p "$CACHE/debs/partial" "$CACHE/apt"
 exec 9>"$CACHE/lock"
-flock -n 9 || { say "another build is running, waiting for it"; flock 9; }
+flock -n 9 || { say "waiting for another build"; flock 9; }
 
-# quiet_update refreshes the package lists, at most once. A third-party source that is down does not matter here.
+# quiet_update refreshes the package lists, at most once. It ignores errors of third-party sources.
 updated=
 quiet_update() {
   [ -z "$updated" ] || return 0
@@ -49,7 +52,8 @@ quiet_update() {
   apt-get update -qq || true
 }
 
-# with_update runs an apt command, and again with fresh lists if it fails: lists age, and a bare machine has none.
+# with_update runs an apt command. If it fails, with_update refreshes the package lists, which may
+# be old or missing, and runs it again.
 with_update() {
   "$@" >"$CACHE/apt/log" 2>&1 && return
   [ -z "$updated" ] || { cat "$CACHE/apt/log" >&2; die "failed: $*"; }
@@ -67,7 +71,8 @@ host_needs() {
   DEBIAN_FRONTEND=noninteractive with_update apt-get install -y -qq --no-install-recommends "${missing[@]}"
 }
 
-# release prints release and package version of the kernel that the series' meta package stands for, or nothing where apt knows none.
+# release prints the release and the package version of the kernel that the series' meta package
+# depends on, or nothing if apt does not know it.
 release() {
   local meta rel version
   case $1 in
@@ -79,7 +84,7 @@ release() {
   [ -z "$rel" ] || echo "$rel $version"
 }
 
-# fetch downloads packages of one version, without what they depend on, unless they are in the cache.
+# fetch downloads packages of one version, without dependencies, unless they are in the cache.
 fetch() {
   local version=$1 p want=() have; shift
   mkdir -p "$CACHE/debs/kernel"
@@ -91,10 +96,11 @@ fetch() {
   (cd "$CACHE/debs/kernel" && with_update apt-get -qq -o APT::Sandbox::User=root download "${want[@]}")
 }
 
-# unpack unpacks a package over a tree whose /bin, /sbin and /lib are links into /usr.
+# unpack unpacks a package into a tree whose /bin, /sbin and /lib are links into /usr.
 unpack() { dpkg-deb --fsys-tarfile "$1" | tar -x --keep-directory-symlink -C "$2"; }
 
-# build_siw compiles siw.ko, which Debian's configuration leaves out, from the source of that very kernel.
+# build_siw compiles siw.ko from the source of the same kernel, because Debian's configuration
+# omits it.
 build_siw() {
   local series=$1 rel=$2 version=$3 dir=$CACHE/siw-$3 abi=${2%-amd64} kbuild headers tmp p
   [ ! -e "$dir/siw.ko" ] || return 0
@@ -103,45 +109,53 @@ build_siw() {
   say "kernel $rel: unpacking headers and siw's source"
   tmp=$CACHE/tmp-siw; rm -rf "$tmp"; mkdir -p "$tmp/headers" "$tmp/siw"
   headers=$tmp/headers
-  # The headers are unpacked and not installed: installed, they would bring a compiler and a kernel for this host.
-  for p in "linux-headers-$rel" "linux-headers-$abi-common" "$kbuild"; do dpkg-deb -x "$CACHE/debs/kernel/${p}_$version"_*.deb "$headers"; done
+  # Unpack the headers instead of installing them: as packages they need a compiler and a kernel.
+  for p in "linux-headers-$rel" "linux-headers-$abi-common" "$kbuild"; do
+    dpkg-deb -x "$CACHE/debs/kernel/${p}_$version"_*.deb "$headers"
+  done
   sed -i "s,include /usr/src/,include $headers/usr/src/," "$headers/usr/src/linux-headers-$rel/Makefile"
-  dpkg-deb --fsys-tarfile "$CACHE/debs/kernel/linux-source-${series}_$version"_*.deb | tar -xO "./usr/src/linux-source-$series.tar.xz" |
+  dpkg-deb --fsys-tarfile "$CACHE/debs/kernel/linux-source-${series}_$version"_*.deb |
+    tar -xO "./usr/src/linux-source-$series.tar.xz" |
     tar -xJ -C "$tmp/siw" --strip-components=5 "linux-source-$series/drivers/infiniband/sw/siw"
   say "kernel $rel: compiling siw"
-  # Type information for BPF would ask for pahole, and nobody traces the lab with BPF.
-  make -s -j"$(nproc)" -C "$headers/usr/src/linux-headers-$rel" M="$tmp/siw" CONFIG_RDMA_SIW=m CONFIG_DEBUG_INFO_BTF_MODULES= modules >"$CACHE/siw.log" 2>&1 ||
-    { tail -30 "$CACHE/siw.log" >&2; die "siw does not compile for $rel; the whole log is $CACHE/siw.log"; }
+  # BPF type information would need pahole, and the lab does not use it.
+  make -s -j"$(nproc)" -C "$headers/usr/src/linux-headers-$rel" M="$tmp/siw" CONFIG_RDMA_SIW=m \
+    CONFIG_DEBUG_INFO_BTF_MODULES= modules >"$CACHE/siw.log" 2>&1 ||
+    { tail -30 "$CACHE/siw.log" >&2; die "compile siw for $rel: see $CACHE/siw.log"; }
   strip --strip-debug "$tmp/siw/siw.ko"
   rm -rf "$dir"; mkdir -p "$dir"; mv "$tmp/siw/siw.ko" "$dir/"
   rm -rf "$tmp"
 }
 
-# build_userland unpacks the guest's packages, the whole closure of their dependencies, as if for an empty machine.
+# build_userland unpacks the guest's packages with all dependencies, as on an empty machine.
 build_userland() {
   local root=$CACHE/userland d name version
-  local apt=(apt-get -o Dir::State::status="$CACHE/apt/status" -o Dir::State::extended_states="$CACHE/apt/extended_states"
-    -o Dir::Cache="$CACHE/apt" -o Dir::Cache::archives="$CACHE/debs" -o APT::Sandbox::User=root --no-install-recommends -y)
+  local apt=(apt-get -o Dir::State::status="$CACHE/apt/status"
+    -o Dir::State::extended_states="$CACHE/apt/extended_states"
+    -o Dir::Cache="$CACHE/apt" -o Dir::Cache::archives="$CACHE/debs"
+    -o APT::Sandbox::User=root --no-install-recommends -y)
   say "fetching the guest's userland"
   : >"$CACHE/apt/status"
   with_update "${apt[@]}" --download-only install "${GUEST_DEBS[@]}"
   rm -rf "$root"
   for d in bin sbin lib lib32 lib64 libx32; do mkdir -p "$root/usr/$d"; ln -s "usr/$d" "$root/$d"; done
-  # The cache may hold older versions too: what apt would install is what is unpacked.
-  "${apt[@]}" --simulate install "${GUEST_DEBS[@]}" | sed -n 's/^Inst \([^ ]*\) (\([^ ]*\) .*/\1 \2/p' | while read -r name version; do
+  # The cache may contain older versions too, so unpack the versions that apt would install.
+  "${apt[@]}" --simulate install "${GUEST_DEBS[@]}" |
+    sed -n 's/^Inst \([^ ]*\) (\([^ ]*\) .*/\1 \2/p' | while read -r name version; do
     for d in "$CACHE/debs/${name}_${version//:/%3a}"_*.deb; do unpack "$d" "$root"; done
   done
 }
 
-# install_closure copies programs out of the userland, and every library that they load.
+# install_closure copies programs from the userland, with every library that they load.
 install_closure() {
   local dst=$1 f; shift
   {
     echo /lib64/ld-linux-x86-64.so.2
     for f in "$@"; do
-      [ -e "$CACHE/userland$f" ] || die "$f is in none of the guest's packages"
+      [ -e "$CACHE/userland$f" ] || die "find $f: not in the guest's packages"
       echo "$f"
-      chroot "$CACHE/userland" /lib64/ld-linux-x86-64.so.2 --list "$f" | grep -o '/[^ ]*' || true # a script has no libraries
+      # A script has no libraries.
+      chroot "$CACHE/userland" /lib64/ld-linux-x86-64.so.2 --list "$f" | grep -o '/[^ ]*' || true
     done
   } | sort -u | while read -r f; do
     mkdir -p "$dst${f%/*}"
@@ -149,7 +163,7 @@ install_closure() {
   done
 }
 
-# install_modules copies modules of a kernel, and those that they need, uncompressed.
+# install_modules copies modules of a kernel and their dependencies, uncompressed.
 install_modules() {
   local dst=$1 rel=$2 version=$3 kernel=$4 m f d tree
   tree=$dst/usr/lib/modules/$rel
@@ -157,7 +171,7 @@ install_modules() {
   cp "$kernel/lib/modules/$rel"/modules.{builtin,builtin.modinfo,order} "$tree/"
   depmod -b "$kernel" "$rel"
   for m in "${GUEST_MODULES[@]}"; do
-    # A module of the list may be part of the kernel itself, or not be in this series.
+    # A module may be built into the kernel, or be missing in this series.
     modprobe -d "$kernel" -S "$rel" --show-depends "$m" 2>/dev/null | sed -n 's/^insmod \([^ ]*\).*/\1/p'
   done | sort -u | while read -r f; do
     d=$tree/${f#"$kernel/lib/modules/$rel/"}
@@ -171,7 +185,7 @@ install_modules() {
   depmod -b "$dst" "$rel"
 }
 
-# build_image puts one series together.
+# build_image builds the image of one series.
 build_image() {
   local series=$1 rel=$2 version=$3 out=$CACHE/$1 root=$CACHE/tmp-image kernel=$CACHE/tmp-kernel f
   fetch "$version" "linux-image-$rel"
@@ -184,12 +198,13 @@ build_image() {
   dpkg-deb -x "$CACHE/debs/kernel/linux-image-${rel}_$version"_*.deb "$kernel"
   install_closure "$root" "${GUEST_PROGRAMS[@]}"
   mkdir -p "$root/usr/lib/x86_64-linux-gnu/libibverbs" "$root/etc/libibverbs.d"
-  cp "$CACHE"/userland/usr/lib/x86_64-linux-gnu/libibverbs/lib{siw,rxe}-*.so "$root/usr/lib/x86_64-linux-gnu/libibverbs/"
+  local libs=usr/lib/x86_64-linux-gnu
+  cp "$CACHE/userland/$libs"/libibverbs/lib{siw,rxe}-*.so "$root/$libs/libibverbs/"
   cp "$CACHE"/userland/etc/libibverbs.d/{siw,rxe}.driver "$root/etc/libibverbs.d/"
-  cp -L "$CACHE"/userland/usr/lib/x86_64-linux-gnu/libnss_files.so* "$root/usr/lib/x86_64-linux-gnu/" 2>/dev/null || true # within libc since 2.34
+  cp -L "$CACHE/userland/$libs"/libnss_files.so* "$root/$libs/" 2>/dev/null || true # in libc since 2.34
   for f in modprobe insmod lsmod rmmod; do ln -s ../bin/kmod "$root/usr/sbin/$f"; done
   ln -s mount.nfs "$root/usr/sbin/mount.nfs4"
-  # The real programs go first: busybox fills in what is not there.
+  # busybox provides only the programs that are missing.
   for f in $("$root/usr/bin/busybox" --list); do
     [ -e "$root/usr/bin/$f" ] || [ -e "$root/usr/sbin/$f" ] || ln -s busybox "$root/usr/bin/$f"
   done
@@ -199,7 +214,7 @@ build_image() {
   install -m 755 "$SRC/guest/command-port" "$root/usr/sbin/command-port"
   install_modules "$root" "$rel" "$version" "$kernel"
   mkdir -p "$out"; rm -f "$out/stamp"
-  # Guests may be starting from the image that was there: each file is whole at any time.
+  # Guests may be starting from the old image, so replace each file atomically.
   cp "$kernel/boot/vmlinuz-$rel" "$out/vmlinuz.new"
   echo "$rel" >"$out/release.new"
   (cd "$root" && find . | cpio -o -H newc --quiet) >"$out/initramfs.cpio.new"
@@ -208,9 +223,10 @@ build_image() {
   say "kernel $rel: image of $(du -h "$out/initramfs.cpio" | cut -f1) in $out"
 }
 
-# An image is what this folder, and the kernel that Debian ships now, make of it.
+# The contents of this directory and Debian's current kernel determine an image.
 inputs=$(cd "$SRC" && find . -type f | sort | xargs sha256sum | sha256sum | cut -c1-16)
-# current tells whether the image of a series needs no work. Without package lists any kernel will do.
+# current reports whether the image of a series is up to date. Without package lists it accepts any
+# kernel.
 current() {
   local have
   have=$(cat "$CACHE/$1/stamp" 2>/dev/null) || return 1
@@ -222,11 +238,11 @@ userland=
 for series in "${SERIES[@]}"; do
   kernel=$(release "$series")
   if current "$series" "$kernel"; then
-    say "kernel $(cat "$CACHE/$series/release"): the image in $CACHE/$series is up to date, nothing to do"
+    say "kernel $(cat "$CACHE/$series/release"): image in $CACHE/$series is up to date"
     continue
   fi
   [ -n "$kernel" ] || { quiet_update; kernel=$(release "$series"); }
-  [ -n "$kernel" ] || die "apt knows no kernel $series for amd64: Debian 12 has 6.1 in bookworm and 6.12 in bookworm-security; are both among the sources?"
+  [ -n "$kernel" ] || die "find kernel $series: unknown to apt; add bookworm and bookworm-security to its sources"
   host_needs "${BUILD_DEBS[@]}"
   [ -n "$userland" ] || { build_userland; userland=1; }
   build_image "$series" "${kernel% *}" "${kernel#* }"

@@ -50,7 +50,7 @@ type session struct {
 	tr   *xprt.Transport
 	root nfs3.FH
 	cred []byte
-	mem  []byte // buffer for data, registered memory for every device
+	mem  []byte // buffer for data, from membuf, so that every device can register it
 }
 
 // bufferBytes is the size in bytes of the buffer: the largest call and a guard after it.

@@ -17,30 +17,30 @@ import (
 
 // A measurement is one run of one workload on one side, as a line of JSON.
 type measurement struct {
-	Workload string  // as in workloads
+	Workload string  // name of the workload
 	Side     string  // "kernel" or "ours"
-	Round    int     // both sides of a round run one after the other
-	Seconds  float64 // until the data is safe, or read
-	// seconds of all processors of the guest: application, client, and the server too
+	Round    int     // the sides of a round run consecutively
+	Seconds  float64 // until the data is on the server, or read
+	// CPU is the processor time of the guest in seconds: application, client and server.
 	CPU float64
-	MiB float64 // moved; 0 for names
+	MiB float64 // data transferred; 0 for metadata
 }
 
 const mib = 1 << 20
 
-// blocks are the sizes of read(2) and write(2) with what is moved by each in one run: what takes a
-// few seconds in an emulated guest.
+// blocks are the sizes of read(2) and write(2), and the amounts of data that take a few seconds in
+// an emulated guest.
 var blocks = []struct {
 	name        string
 	size        int
-	sequential  int // octets
+	sequential  int // bytes
 	randomCount int // calls
 }{{"4 KiB", 4 << 10, 16 * mib, 800}, {"64 KiB", 64 << 10, 48 * mib, 300}, {"1 MiB", mib, 96 * mib, 48}}
 
-// manyFiles is the number of names that the metadata workloads make, look at and remove.
+// manyFiles is the number of names that the metadata workloads create, stat and remove.
 const manyFiles = 200
 
-// A workload works in a directory of one side. prepare is not measured.
+// A workload runs in a directory of one side. prepare is not measured.
 type workload struct {
 	name    string
 	mib     float64
@@ -52,10 +52,10 @@ func bench(args []string) error {
 	f := flag.NewFlagSet("bench", flag.ExitOnError)
 	kernel := f.String("kernel", "", "directory on the mount of the kernel's client")
 	ours := f.String("ours", "", "directory on our mount")
-	rounds := f.Int("rounds", 5, "rounds of both sides")
-	only := f.String("only", "", "regular expression of the workloads to run, each as a whole")
-	side := f.String("side", "", "run this side alone")
-	profiled := f.Int("profiled", 0, "process of a profiled mount, which is to keep a profile of each run")
+	rounds := f.Int("rounds", 5, "number of `rounds`")
+	only := f.String("only", "", "run the workloads whose complete names match `regexp`")
+	side := f.String("side", "", "run only this `side`: kernel or ours")
+	profiled := f.Int("profiled", 0, "`PID` of a profiled mount, which writes a profile of each run")
 	f.Parse(args)
 	wanted, err := regexp.Compile("^(" + *only + ")$")
 	if err != nil {
@@ -90,7 +90,7 @@ func bench(args []string) error {
 	return nil
 }
 
-// measure runs a workload once, with nothing in the caches of either client.
+// measure runs a workload once, with empty caches on both clients.
 func measure(w *workload, dir string, profiled int) (*measurement, error) {
 	if w.prepare != nil {
 		if err := w.prepare(dir); err != nil {
@@ -103,7 +103,7 @@ func measure(w *workload, dir string, profiled int) (*measurement, error) {
 	}
 	runtime.GC()
 	if profiled != 0 {
-		const settle = time.Second // for the profile to begin, and to be written
+		const settle = time.Second // time to start and to write a profile
 		if err := unix.Kill(profiled, unix.SIGUSR1); err != nil {
 			return nil, err
 		}
@@ -120,8 +120,8 @@ func measure(w *workload, dir string, profiled int) (*measurement, error) {
 	return &measurement{Workload: w.name, MiB: w.mib, Seconds: time.Since(begin).Seconds(), CPU: busyTime() - busy}, nil
 }
 
-// busyTime is the time in seconds that the guest's processors have worked: proc_stat(5), without
-// idle and iowait.
+// busyTime returns the time in seconds for which the guest's processors were not idle or in iowait
+// (proc_stat(5)).
 func busyTime() float64 {
 	text, err := os.ReadFile("/proc/stat")
 	if err != nil {
@@ -212,7 +212,7 @@ func ignoreMissing(err error) error {
 	return err
 }
 
-// withFile opens a file, and makes what was written to it safe.
+// withFile opens a file, and syncs it if it is open for writing.
 func withFile(path string, flags int, use func(*os.File) error) error {
 	f, err := os.OpenFile(path, flags, 0o644)
 	if err != nil {
@@ -239,7 +239,7 @@ func writeAll(f *os.File, buf []byte, n int) error {
 	return nil
 }
 
-// atRandom makes calls at multiples of a size, the same ones in each run.
+// atRandom calls call at random multiples of a size, the same in each run.
 func atRandom(size, fileSize, count int, buf []byte, call func([]byte, int64) (int, error)) error {
 	r := rand.New(rand.NewPCG(1, 1))
 	for range count {

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A difference is where the two sides part.
+// A difference is a value that differs between the two sides.
 type difference struct {
 	at           int // index of the operation
 	op           op
@@ -22,32 +22,33 @@ func (d difference) String() string {
 	return fmt.Sprintf("operation %d: %s: %s: kernel's client %q, ours %q", d.at, d.op, d.field, d.kernel, d.ours)
 }
 
-// A pair is where streams run: a directory on the mount of the kernel's client, one on ours, and
-// the two as the server sees them.
+// A pair is the environment of streams: a directory on the mount of the kernel's client, one on
+// ours, and both as the server sees them.
 type pair struct {
 	kernel, ours             string
-	serverKernel, serverOurs string        // "" is not known
-	ticks                    bool          // between operations a tick of the server's clock passes
-	closeWait                time.Duration // behind what closes a file
-	runs                     int
-	// operations of the last run, which may have ended before its stream
+	serverKernel, serverOurs string // "" if not available
+	// wait for a tick of the server's clock after each operation
+	ticks     bool
+	closeWait time.Duration // pause after a file is closed
+	runs      int
+	// done is the number of operations in the last run, which may end before its stream does
 	done int
-	// behind a tolerated difference after which the sides are not alike any more
-	goOn    bool
-	distort func(o *op, fields []field) // of our side; for tests
-	hung    func(o op)
+	// keepGoing continues after a tolerated difference that makes the sides diverge
+	keepGoing bool
+	distort   func(o *op, fields []field) // changes our side's values; for tests
+	onHang    func(o op)
 }
 
-// hangTime is what an operation may take.
+// hangTime bounds one operation.
 const hangTime = 2 * time.Minute
 
-// run does a stream on both sides, each time in a new directory, and returns the first difference
-// that is not tolerated, if any, and those that are.
+// run runs a stream on both sides, each time in a new directory. It returns the first difference
+// that is not tolerated, or nil, and the tolerated ones.
 func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *difference, known []difference, err error) {
 	p.runs++
 	dir := fmt.Sprintf("run%d", p.runs)
-	worlds := [2]*world{newWorld(filepath.Join(p.kernel, dir)), newWorld(filepath.Join(p.ours, dir))}
-	for _, w := range worlds {
+	sides := [2]*side{newSide(filepath.Join(p.kernel, dir)), newSide(filepath.Join(p.ours, dir))}
+	for _, w := range sides {
 		w.closeWait = p.closeWait
 		if err := os.Mkdir(w.root, 0o777); err != nil {
 			return nil, nil, err
@@ -58,12 +59,12 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 		defer func() { w.close(); os.RemoveAll(w.root) }()
 	}
 	unix.Umask(0o022)
-	parted := false // by a tolerated difference, so that what follows says nothing
+	diverged := false // after a tolerated difference the later results are meaningless
 	check := func(i int, o op, a, b []field) bool {
 		for _, d := range differences(i, o, a, b) {
 			if tolerated(&d) {
 				known = append(known, d)
-				parted = parted || d.parts()
+				diverged = diverged || d.diverges()
 				continue
 			}
 			first = &d
@@ -74,9 +75,9 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 	p.done = 0
 	for i, o := range ops {
 		p.done++
-		watchdog := time.AfterFunc(hangTime, func() { p.hung(o) })
-		a := worlds[0].do(&o)
-		b := worlds[1].do(&o)
+		watchdog := time.AfterFunc(hangTime, func() { p.onHang(o) })
+		a := sides[0].do(&o)
+		b := sides[1].do(&o)
 		watchdog.Stop()
 		if p.distort != nil {
 			p.distort(&o, b)
@@ -84,42 +85,41 @@ func (p *pair) run(ops []op, tolerated func(*difference) bool) (first *differenc
 		if !check(i, o, a, b) {
 			return first, known, nil
 		}
-		if parted && !p.goOn {
+		if diverged && !p.keepGoing {
 			return nil, known, nil
 		}
-		// tolerated, but not to be taken any further
-		if o.do == "open" && (worlds[0].fds[o.fd] < 0) != (worlds[1].fds[o.fd] < 0) {
-			worlds[0].closeSlot(o.fd)
-			worlds[1].closeSlot(o.fd)
+		// The difference is tolerated, but close the file that only one side has open.
+		if o.do == "open" && (sides[0].fds[o.fd] < 0) != (sides[1].fds[o.fd] < 0) {
+			sides[0].closeSlot(o.fd)
+			sides[1].closeSlot(o.fd)
 		}
 		if p.ticks {
 			nextTick()
 		}
 	}
-	// In the end the trees must be equal, as the clients and as the server see them.
-	for _, w := range worlds {
+	// At the end the trees must be equal, as the clients and as the server see them.
+	for _, w := range sides {
 		w.close()
 	}
 	walk := op{do: "walk"}
-	if !check(len(ops), walk, worlds[0].do(&walk), worlds[1].do(&walk)) || p.serverKernel == "" {
+	if !check(len(ops), walk, sides[0].do(&walk), sides[1].do(&walk)) || p.serverKernel == "" {
 		return first, known, nil
 	}
 	server := op{do: "walk", path: "server"}
-	check(len(ops)+1, server, newWorld(filepath.Join(p.serverKernel, dir)).do(&walk),
-		newWorld(filepath.Join(p.serverOurs, dir)).do(&walk))
+	check(len(ops)+1, server, newSide(filepath.Join(p.serverKernel, dir)).do(&walk),
+		newSide(filepath.Join(p.serverOurs, dir)).do(&walk))
 	return first, known, nil
 }
 
-// parts tells whether a side did something that the other one did not. Files that one side alone
-// has opened are closed, and what lists nothing changes nothing.
-func (d *difference) parts() bool {
+// diverges reports whether only one side executed the operation. Files that only one side opens are
+// closed, and a failed listxattr or lseek changes nothing.
+func (d *difference) diverges() bool {
 	return d.field == "errno" && (d.kernel == "ok") != (d.ours == "ok") && d.op.do != "open" &&
 		d.op.do != "listxattr" && d.op.do != "lseek"
 }
 
-// differences compares what an operation gave. Fields that one side alone has count as missing on
-// the other. Behind another errno all else is different too, and says nothing, as is what cannot be
-// looked at on one side.
+// differences compares the values of an operation. A value that only one side has differs. If the
+// errno differs, or one side cannot be checked, the other values are not compared.
 func differences(at int, o op, kernel, ours []field) (out []difference) {
 	a, b := make(map[string]string), make(map[string]string)
 	var names []string
@@ -155,8 +155,7 @@ func differences(at int, o op, kernel, ours []field) (out []difference) {
 	return out
 }
 
-// shrink leaves out operations for as long as the last one still gives the same difference, and the
-// time lasts.
+// shrink removes operations while the last one still causes the same difference, until limit.
 func (p *pair) shrink(ops []op, d *difference, tolerated func(*difference) bool, limit time.Duration) ([]op,
 	*difference) {
 	end := time.Now().Add(limit)
@@ -187,10 +186,10 @@ func trace(ops []op) string {
 	return b.String()
 }
 
-// survey runs a stream to its end and prints what is not tolerated, once for each verb, field and
-// pair of errors. What follows a difference may follow from it.
+// survey runs a stream to its end and prints the differences that are not tolerated, once for each
+// verb, field and pair of errors. Later differences may be effects of earlier ones.
 func (p *pair) survey(name string, ops []op, tolerated func(*difference) bool) error {
-	p.goOn = true
+	p.keepGoing = true
 	_, all, err := p.run(ops, func(*difference) bool { return true })
 	if err != nil {
 		return err
@@ -200,7 +199,7 @@ func (p *pair) survey(name string, ops []op, tolerated func(*difference) bool) e
 	example := make(map[string]difference)
 	for _, d := range all {
 		if tolerated(&d) {
-			if d.parts() {
+			if d.diverges() {
 				break
 			}
 			continue

@@ -8,31 +8,31 @@ import (
 	"time"
 )
 
-// localPair is two directories of one local file system, which cannot differ.
+// localPair returns two directories of one local file system, which cannot differ.
 func localPair(t *testing.T) *pair {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Fatal("streams change users: run the tests as root")
+		t.Fatal("the streams change users; run the tests as root")
 	}
 	runtime.LockOSThread()
 	t.Cleanup(runtime.UnlockOSThread)
 	kernel, ours := t.TempDir(), t.TempDir()
 	return &pair{kernel: kernel, ours: ours, serverKernel: kernel, serverOurs: ours, ticks: true,
-		hung: func(o op) { panic("hung: " + o.String()) }}
+		onHang: func(o op) { panic("onHang: " + o.String()) }}
 }
 
 func nothing(*difference) bool { return false }
 
-func TestOpText(t *testing.T) {
+func TestOpRoundTripsAsText(t *testing.T) {
 	for _, o := range generate(7, 2000) {
 		back, err := parseOp(o.String())
 		if err != nil || back != o {
-			t.Fatalf("%q reads back as %q: %v", o, back, err)
+			t.Fatalf("parse %q: got %q, error %v", o, back, err)
 		}
 	}
 	for _, bad := range []string{"", "fly path=a", "open wings=2", "open fd=x"} {
 		if o, err := parseOp(bad); err == nil {
-			t.Errorf("%q was read as %v", bad, o)
+			t.Errorf("parse %q: got %v, want an error", bad, o)
 		}
 	}
 }
@@ -41,17 +41,17 @@ func TestEqualSidesDoNotDiffer(t *testing.T) {
 	p := localPair(t)
 	found, known, err := p.run(generate(1, 300), nothing)
 	if err != nil || found != nil || known != nil {
-		t.Fatalf("%v, %v, %v", found, known, err)
+		t.Fatalf("got difference %v, known differences %v, error %v, want none", found, known, err)
 	}
 }
 
-// A stream is of use when much of it succeeds, and each verb does at times. Extended attributes may
-// be what a file system does not have.
+// TestStreamsReachTheFileSystem checks that a useful share of the operations succeeds, and that
+// every verb succeeds at least once. A file system may lack extended attributes.
 func TestStreamsReachTheFileSystem(t *testing.T) {
 	p := localPair(t)
 	good := make(map[string]int)
 	total := 0
-	w := newWorld(p.kernel)
+	w := newSide(p.kernel)
 	defer w.close()
 	if err := os.Chmod(p.kernel, 0o777); err != nil {
 		t.Fatal(err)
@@ -64,11 +64,11 @@ func TestStreamsReachTheFileSystem(t *testing.T) {
 		}
 	}
 	if total < n/5 {
-		t.Errorf("%d of %d operations succeed", total, n)
+		t.Errorf("got %d of %d successful operations, want at least a fifth", total, n)
 	}
 	for _, k := range kinds {
 		if good[k.do] == 0 && !strings.HasSuffix(k.do, "xattr") {
-			t.Errorf("no %s succeeds", k.do)
+			t.Errorf("got no successful %s", k.do)
 		}
 	}
 }
@@ -76,7 +76,7 @@ func TestStreamsReachTheFileSystem(t *testing.T) {
 func TestDifferenceIsFoundAndShrunk(t *testing.T) {
 	p := localPair(t)
 	p.ticks = false
-	// A client that loses the group of a directory which was made in another one.
+	// This client loses the group of a subdirectory.
 	p.distort = func(o *op, fields []field) {
 		if o.do != "mkdir" || !strings.Contains(o.path, "/") {
 			return
@@ -91,15 +91,15 @@ func TestDifferenceIsFoundAndShrunk(t *testing.T) {
 	ops := generate(5, 500)
 	found, _, err := p.run(ops, clockless)
 	if err != nil || found == nil || found.field != "path.gid" || found.ours != "4711" {
-		t.Fatalf("%v, %v", found, err)
+		t.Fatalf("got difference %v, error %v, want path.gid", found, err)
 	}
 	short, d := p.shrink(ops, found, clockless, time.Minute)
 	if len(short) > 3 || d.op.do != "mkdir" {
-		t.Errorf("%v after %d operations:\n%s", d, len(short), trace(short))
+		t.Errorf("got %v after %d operations:\n%s", d, len(short), trace(short))
 	}
 }
 
-// What is on the server counts, whatever the clients' caches say.
+// TestServerIsCompared checks that the server's files are compared, not only the clients' caches.
 func TestServerIsCompared(t *testing.T) {
 	p := localPair(t)
 	p.serverOurs = t.TempDir()
@@ -108,7 +108,7 @@ func TestServerIsCompared(t *testing.T) {
 		t.Fatal(err)
 	}
 	if found, _, err := p.run(ops, nothing); err != nil || found == nil || found.op.path != "server" {
-		t.Fatalf("%v, %v", found, err)
+		t.Fatalf("got difference %v, error %v, want one on the server", found, err)
 	}
 }
 
@@ -126,15 +126,15 @@ Why.
 
 ` + "```\nmkdir path=d mode=0755\nmkdir path=d/a mode=0755\n```\n"
 
-func TestKnownDifferences(t *testing.T) {
+func TestKnownDifferencesAreToleratedAndChecked(t *testing.T) {
 	p := localPair(t)
 	list, err := parseKnown(knownText)
 	if err != nil || len(list) != 1 || len(list[0].ops) != 2 {
 		t.Fatalf("%+v, %v", list, err)
 	}
-	gone, err := hold(p, list)
-	if err != nil || len(gone) != 1 {
-		t.Fatalf("what does not differ is said to be %q, %v", gone, err)
+	obsolete, err := checkKnown(p, list)
+	if err != nil || len(obsolete) != 1 {
+		t.Fatalf("equal sides: got obsolete entries %q, error %v, want one", obsolete, err)
 	}
 	p.distort = func(o *op, fields []field) {
 		for i := range fields {
@@ -143,26 +143,27 @@ func TestKnownDifferences(t *testing.T) {
 			}
 		}
 	}
-	if gone, err = hold(p, list); err != nil || len(gone) != 0 {
-		t.Fatalf("what differs is said to be %q, %v", gone, err)
+	if obsolete, err = checkKnown(p, list); err != nil || len(obsolete) != 0 {
+		t.Fatalf("different sides: got obsolete entries %q, error %v, want none", obsolete, err)
 	}
 	if found, known, err := p.run(list[0].ops, tolerate(list)); err != nil || found != nil || len(known) != 2 {
-		t.Fatalf("%v, %v, %v", found, known, err)
+		t.Fatalf("got difference %v, known differences %v, error %v, want 2 known", found, known, err)
 	}
 	for _, bad := range []string{"## a\n", "## a\n| x | y |\n", "## a\n```\nfly\n```\n"} {
 		if _, err := parseKnown(bad); err == nil {
-			t.Errorf("%q was read", bad)
+			t.Errorf("parse %q: got no error", bad)
 		}
 	}
 }
 
-// Changes are seen where there is nothing between the two sides.
-func TestVisible(t *testing.T) {
+// TestVisibleFindsMissingChanges checks that changes are visible on two sides that are one
+// directory, and not otherwise.
+func TestVisibleFindsMissingChanges(t *testing.T) {
 	dir := t.TempDir()
 	if err := visible([]string{"-kernel", dir, "-ours", dir, "-rounds", "60"}); err != nil {
 		t.Error(err)
 	}
 	if err := visible([]string{"-kernel", dir, "-ours", t.TempDir(), "-rounds", "60"}); err == nil {
-		t.Error("changes are seen in another directory")
+		t.Error("visible in another directory: got no error")
 	}
 }

@@ -16,14 +16,14 @@ import (
 type listing struct {
 	fd  int
 	buf []byte
-	at  []byte // of buf: what was read and not given out
+	at  []byte // unread part of buf
 }
 
 // direntHeader is the size of what precedes a name in struct linux_dirent64 (getdents64(2)).
 const direntHeader = 19
 
-// next is the next entry that is not hidden, and the offset at which reading goes on behind it; the
-// name is empty at the end.
+// next returns the next entry that is not hidden, and the offset of the entry after it. At the end
+// the name is empty.
 func (l *listing) next() (name string, offset int64, err error) {
 	for {
 		if len(l.at) == 0 {
@@ -43,7 +43,7 @@ func (l *listing) next() (name string, offset int64, err error) {
 	}
 }
 
-// rest are the names from here to the end.
+// rest returns the names from the current position to the end.
 func (l *listing) rest() (names []string, err error) {
 	for {
 		name, _, err := l.next()
@@ -54,17 +54,17 @@ func (l *listing) rest() (names []string, err error) {
 	}
 }
 
-// seek goes to the offset of an entry.
+// seek sets the position to the offset of an entry.
 func (l *listing) seek(offset int64) error {
 	l.at = nil
 	_, err := unix.Seek(l.fd, offset, io.SeekStart)
 	return err
 }
 
-// list opens a directory, to be read in requests of so many octets.
-func list(p string, room int) (*listing, error) {
+// list opens a directory and reads it with a buffer of this size in bytes.
+func list(p string, size int) (*listing, error) {
 	fd, err := unix.Open(p, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
-	return &listing{fd: fd, buf: make([]byte, room)}, err
+	return &listing{fd: fd, buf: make([]byte, size)}, err
 }
 
 func (l *listing) close() { unix.Close(l.fd) }
@@ -78,7 +78,7 @@ func namesField(names []string) field {
 	return field{"names", strings.Join(names, " ")}
 }
 
-// hidden begins the names that both clients give to files which are removed while they are open.
+// hidden is the prefix of the names that both clients give to open files that are removed.
 const hidden = ".nfs"
 
 func shown(name string) string {
@@ -96,7 +96,7 @@ func shownPath(path string) string {
 	return strings.Join(parts, "/")
 }
 
-// doReaddir reads a directory as the user, in one go. Hidden files do not count.
+// doReaddir reads a directory once. It ignores hidden files.
 func doReaddir(p string, _ *op) ([]field, error) {
 	l, err := list(p, 1<<15)
 	if err != nil {
@@ -107,13 +107,13 @@ func doReaddir(p string, _ *op) ([]field, error) {
 	return []field{namesField(names)}, err
 }
 
-// filling begins the names that doFill makes, which are long, so that a directory of them takes
-// several requests.
-var filling = strings.Repeat("f", 200)
+// fillPrefix is the prefix of the names that doFill creates. They are long, so that a directory of
+// them needs several requests.
+var fillPrefix = strings.Repeat("f", 200)
 
 func doFill(p string, o *op) ([]field, error) {
 	for i := range o.n {
-		fd, err := unix.Open(fmt.Sprintf("%s/%s%d", p, filling, i), unix.O_CREAT|unix.O_WRONLY|unix.O_CLOEXEC, 0o644)
+		fd, err := unix.Open(fmt.Sprintf("%s/%s%d", p, fillPrefix, i), unix.O_CREAT|unix.O_WRONLY|unix.O_CLOEXEC, 0o644)
 		if err != nil {
 			return nil, err
 		}
@@ -124,7 +124,7 @@ func doFill(p string, o *op) ([]field, error) {
 	return nil, nil
 }
 
-// doSweep removes what doFill made while it reads the directory: each entry as it comes.
+// doSweep removes the files of doFill while it reads the directory, each when it finds its entry.
 func doSweep(p string, _ *op) ([]field, error) {
 	l, err := list(p, 1<<11)
 	if err != nil {
@@ -141,7 +141,7 @@ func doSweep(p string, _ *op) ([]field, error) {
 		if name == "" {
 			break
 		}
-		if !strings.HasPrefix(name, filling) {
+		if !strings.HasPrefix(name, fillPrefix) {
 			others = append(others, name)
 		} else if err := unix.Unlink(p + "/" + name); err != nil {
 			return nil, err
@@ -152,7 +152,7 @@ func doSweep(p string, _ *op) ([]field, error) {
 	return []field{namesField(others), {"removed", fmt.Sprint(removed)}}, nil
 }
 
-// doSeekdir reads a directory, goes back to its o.off-th entry, and then to the start.
+// doSeekdir reads a directory, seeks to its o.off-th entry, and then to the start.
 func doSeekdir(p string, o *op) ([]field, error) {
 	l, err := list(p, 1<<11)
 	if err != nil {
@@ -189,7 +189,7 @@ func doSeekdir(p string, o *op) ([]field, error) {
 		{"anew", fmt.Sprint(slices.Equal(anew, all))}}, err
 }
 
-// doWalk looks at the whole tree, and at every file's content.
+// doWalk returns the attributes of the whole tree and the checksums of all files.
 func doWalk(root string) ([]field, error) {
 	var out []field
 	var visit func(dir string) error
@@ -237,7 +237,7 @@ func doWalk(root string) ([]field, error) {
 	return out, err
 }
 
-// What digestFile reads of a file, of which some have large holes.
+// digestFile reads these parts of a file, because some files have large holes.
 const digestHead, digestTail = 3 << 20, 64 << 10
 
 func digestFile(name string, size int64) (string, error) {

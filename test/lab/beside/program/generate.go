@@ -6,14 +6,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The names are few, so that operations meet. What is made by a name is mostly a file or mostly a
-// directory, so that paths lead somewhere.
+// There are few names, so that operations often use the same ones. Most operations use a name
+// either for a file or for a directory, so that paths are often valid.
 var (
 	files = []string{"a", "b", "c", "d/a", "d/b", "d/c", "e/a", "e/b", "e/d/a", "~255", "d/~255", "%ff%01",
 		"d/%20%0a"}
-	dirs    = []string{"d", "e", "e/d", "d", "e", "e/d", "f", "d/f"}
-	around  = []string{"d/..", "e/.", "d/../a", "e/d/../b"}
-	oddOnes = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "f/", "b/.", "/", "a/b/c/d", "@4094/a",
+	dirs         = []string{"d", "e", "e/d", "d", "e", "e/d", "f", "d/f"}
+	dotPaths     = []string{"d/..", "e/.", "d/../a", "e/d/../b"}
+	unusualPaths = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "f/", "b/.", "/", "a/b/c/d", "@4094/a",
 		"@4095/d/b",
 		"@4096/a", "d/...", "d//a", "d/%ff/../a"}
 	targets = []string{"a", "b", "d", "e/a", "../a", "d/a", ".", "missing", "c", "~255", "~1024", "@4095/a", "~4096",
@@ -23,11 +23,11 @@ var (
 	sizes = []int{0, 1, 100, 4095, 4096, 4097, 10000, 65536, 70001, 1 << 20, 1<<20 + 1}
 )
 
-// A generator makes a stream of operations out of a seed.
+// A generator generates a stream of operations from a seed.
 type generator struct {
-	r    *rand.Rand
-	hot  string // the file that was opened last
-	link string // the symbolic link that was made last
+	r          *rand.Rand
+	lastOpened string // the last opened file
+	link       string // the last created symbolic link
 }
 
 func newGenerator(seed uint64) *generator { return &generator{r: rand.New(rand.NewPCG(seed, 0))} }
@@ -39,24 +39,24 @@ func (g *generator) chance(percent int) bool { return g.r.IntN(100) < percent }
 func (g *generator) path() string {
 	switch at := g.r.IntN(100); {
 	case at < 3:
-		return pick(g, oddOnes)
+		return pick(g, unusualPaths)
 	case at < 8:
-		return pick(g, around)
+		return pick(g, dotPaths)
 	case at < 30:
 		return pick(g, dirs)
 	}
 	return pick(g, files)
 }
 
-// likely is a path of the sort that an operation mostly wants.
-func (g *generator) likely(list []string) string {
+// pathFrom returns a path from list in most cases.
+func (g *generator) pathFrom(list []string) string {
 	if g.chance(12) {
 		return g.path()
 	}
 	return pick(g, list)
 }
 
-// offset is one near to where files end, or pages and requests do.
+// offset returns an offset near typical file sizes, pages and requests.
 func (g *generator) offset() int {
 	if g.chance(3) {
 		return pick(g, far)
@@ -64,16 +64,25 @@ func (g *generator) offset() int {
 	return max(0, pick(g, sizes)+g.r.IntN(3)-1)
 }
 
-// far are offsets around what 32 bits, a server's file system and a client's integers hold.
+// far are offsets dotPaths the limits of 32 bits, of a server's file system and of a client's
+// integers.
 var far = []int{1<<31 - 1, 1<<32 - 1, 1 << 32, 1 << 40, 1<<44 - 4097, 1<<44 - 4096, 1 << 44, 1 << 50, 1 << 62,
 	1<<63 - 4096, 1<<63 - 1}
 
 func (g *generator) openFlags() int {
 	flags := pick(g, []int{unix.O_RDONLY, unix.O_WRONLY, unix.O_RDWR, unix.O_RDWR, unix.O_RDWR})
-	for _, f := range []struct{ bit, percent int }{{unix.O_CREAT, 75}, {unix.O_EXCL, 6}, {unix.O_TRUNC, 15},
+	for _, f := range []struct{ bit, percent int }{
+		{unix.O_CREAT, 75},
+		{unix.O_EXCL, 6},
+		{unix.O_TRUNC, 15},
 		{unix.O_APPEND, 15},
-		{unix.O_DIRECT, 8}, {unix.O_SYNC, 5}, {unix.O_DIRECTORY, 2}, {unix.O_NOFOLLOW, 5}, {unix.O_NOATIME,
-			2}, {unix.O_PATH, 1}} {
+		{unix.O_DIRECT, 8},
+		{unix.O_SYNC, 5},
+		{unix.O_DIRECTORY, 2},
+		{unix.O_NOFOLLOW, 5},
+		{unix.O_NOATIME, 2},
+		{unix.O_PATH, 1},
+	} {
 		if g.chance(f.percent) {
 			flags |= f.bit
 		}
@@ -81,17 +90,18 @@ func (g *generator) openFlags() int {
 	return flags
 }
 
-// time is one of the codes of timeOf.
+// time returns a code of timeOf.
 func (g *generator) time() int { return g.r.IntN(14) }
 
-// A kind is a verb with its weight in a stream, and what fills its fields.
+// A kind is a verb with its weight in a stream and a function that sets its fields.
 type kind struct {
 	do     string
 	weight int
 	fill   func(g *generator, o *op)
 }
 
-func onPath(*generator, *op) {}
+// noFields is for verbs without further fields.
+func noFields(*generator, *op) {}
 
 func data(g *generator, o *op) {
 	o.n, o.seed = pick(g, sizes), 1+g.r.IntN(250)
@@ -107,7 +117,7 @@ func dataAt(g *generator, o *op) {
 
 var kinds = []kind{
 	{"open", 260, func(g *generator, o *op) { o.flags, o.mode = g.openFlags(), pick(g, modes) }},
-	{"close", 40, onPath},
+	{"close", 40, noFields},
 	{"read", 50, func(g *generator, o *op) { o.n = pick(g, sizes) }},
 	{"pread", 50, func(g *generator, o *op) { o.n, o.off = pick(g, sizes), g.offset() }},
 	{"write", 60, data},
@@ -116,15 +126,15 @@ var kinds = []kind{
 	{"mmap", 30, func(g *generator, o *op) { o.n, o.flags = pick(g, []int{4096, 8192, 65536, 1 << 20}), g.r.IntN(2) }},
 	{"mread", 25, dataAt},
 	{"mwrite", 25, dataAt},
-	{"munmap", 6, onPath},
-	{"fadvise", 8, onPath},
-	{"dropcaches", 1, onPath},
+	{"munmap", 6, noFields},
+	{"fadvise", 8, noFields},
+	{"dropcaches", 1, noFields},
 	{"lseek", 30, func(g *generator, o *op) { o.flags, o.off = g.r.IntN(5), g.offset()-g.r.IntN(2)*5000 }},
 	{"ftruncate", 20, func(g *generator, o *op) { o.n = g.offset() }},
 	{"truncate", 20, func(g *generator, o *op) { o.n = g.offset() }},
 	{"fallocate", 12, func(g *generator, o *op) { o.flags, o.off, o.n = g.r.IntN(4), g.offset(), pick(g, sizes) }},
-	{"fsync", 15, onPath},
-	{"fdatasync", 5, onPath},
+	{"fsync", 15, noFields},
+	{"fdatasync", 5, noFields},
 	{"futimens", 10, func(g *generator, o *op) { o.atime, o.mtime = g.time(), g.time() }},
 	{"fchown", 6, func(g *generator, o *op) { o.uid, o.gid = pick(g, ids), pick(g, ids) }},
 	{"sendfile", 10, func(g *generator, o *op) { o.off, o.n = g.r.IntN(6), pick(g, sizes) }},
@@ -135,37 +145,37 @@ var kinds = []kind{
 	}},
 	{"lock", 5, func(g *generator, o *op) { o.flags, o.off, o.n = g.r.IntN(3), g.offset(), pick(g, sizes) }},
 	{"mkdir", 70, func(g *generator, o *op) { o.mode = pick(g, modes) }},
-	{"rmdir", 15, onPath},
-	{"unlink", 45, onPath},
+	{"rmdir", 15, noFields},
+	{"unlink", 45, noFields},
 	{"rename", 70, func(g *generator, o *op) {
 		if g.chance(10) {
 			o.flags = 1 + g.r.IntN(3) // RENAME_NOREPLACE, RENAME_EXCHANGE
 		}
 	}},
-	{"link", 40, onPath},
+	{"link", 40, noFields},
 	{"symlink", 20, func(g *generator, o *op) { o.to = pick(g, targets) }},
-	{"readlink", 20, onPath},
+	{"readlink", 20, noFields},
 	{"chmod", 40, func(g *generator, o *op) { o.mode = pick(g, modes) }},
 	{"chown", 20, func(g *generator, o *op) { o.uid, o.gid = pick(g, ids), pick(g, ids) }},
 	{"lchown", 10, func(g *generator, o *op) { o.uid, o.gid = pick(g, ids), pick(g, ids) }},
 	{"utimens", 40, func(g *generator, o *op) { o.atime, o.mtime, o.flags = g.time(), g.time(), g.r.IntN(4)/3 }},
-	{"stat", 20, onPath},
+	{"stat", 20, noFields},
 	{"access", 20, func(g *generator, o *op) { o.flags = g.r.IntN(8) }},
-	{"readdir", 40, onPath},
+	{"readdir", 40, noFields},
 	{"fill", 3, func(g *generator, o *op) { o.n = pick(g, []int{1, 3, 30, 30, 150}) }},
-	{"sweep", 5, onPath},
+	{"sweep", 5, noFields},
 	{"seekdir", 8, func(g *generator, o *op) { o.off = pick(g, []int{0, 1, 3, 20, 100}) }},
 	{"mknod", 15, func(g *generator, o *op) {
 		o.mode = pick(g, modes)&0o777 | pick(g, []int{unix.S_IFIFO, unix.S_IFREG, unix.S_IFSOCK, unix.S_IFCHR,
 			unix.S_IFBLK, 0})
 	}},
-	{"setxattr", 4, onPath},
-	{"getxattr", 4, onPath},
-	{"listxattr", 4, onPath},
-	{"removexattr", 3, onPath},
-	{"statfs", 4, onPath},
-	{"same", 10, onPath},
-	{"tmpfile", 3, onPath},
+	{"setxattr", 4, noFields},
+	{"getxattr", 4, noFields},
+	{"listxattr", 4, noFields},
+	{"removexattr", 3, noFields},
+	{"statfs", 4, noFields},
+	{"same", 10, noFields},
+	{"tmpfile", 3, noFields},
 }
 
 var ids = []int{-1, 0, 1000, 1001, lastGroup}
@@ -177,7 +187,7 @@ var totalWeight = func() (sum int) {
 	return sum
 }()
 
-// next is the next operation of the stream.
+// next returns the next operation of the stream.
 func (g *generator) next() op {
 	at := g.r.IntN(totalWeight)
 	var k kind
@@ -206,18 +216,18 @@ func (g *generator) next() op {
 			o.path = g.link
 		}
 	case "mkdir", "rmdir", "readdir", "tmpfile", "fill", "sweep", "seekdir":
-		o.path = g.likely(dirs)
+		o.path = g.pathFrom(dirs)
 	case "open", "truncate", "mknod", "symlink", "unlink", "link":
-		o.path = g.likely(files)
+		o.path = g.pathFrom(files)
 		if k.do == "link" {
-			o.to = g.likely(files)
+			o.to = g.pathFrom(files)
 		}
-		if k.do != "symlink" && k.do != "mknod" && g.chance(25) && g.hot != "" {
-			o.path = g.hot
+		if k.do != "symlink" && k.do != "mknod" && g.chance(25) && g.lastOpened != "" {
+			o.path = g.lastOpened
 		}
 		switch k.do {
 		case "open":
-			g.hot = o.path
+			g.lastOpened = o.path
 		case "symlink":
 			g.link = o.path
 		}
@@ -226,27 +236,27 @@ func (g *generator) next() op {
 		if g.chance(30) {
 			list = dirs
 		}
-		o.path, o.to = g.likely(list), g.likely(list)
+		o.path, o.to = g.pathFrom(list), g.pathFrom(list)
 	}
 	k.fill(g, &o)
 	if o.do == "truncate" || o.do == "ftruncate" {
-		o.quiet = false // a known difference of times should not show up later
+		o.quiet = false // a known difference of times must not appear later
 	}
 	return o
 }
 
-// beginning are directories that everybody may use.
-var beginning = []op{{do: "mkdir", path: "d"}, {do: "chmod", path: "d", mode: 0o777}, {do: "mkdir", path: "e"},
+// firstOps create directories that every user may write to.
+var firstOps = []op{{do: "mkdir", path: "d"}, {do: "chmod", path: "d", mode: 0o777}, {do: "mkdir", path: "e"},
 	{do: "chmod", path: "e", mode: 0o1777}}
 
-// generate is the stream of a seed.
+// generate returns the stream of a seed.
 func generate(seed uint64, n int) []op {
 	g := newGenerator(seed)
 	ops := make([]op, n)
 	for i := range ops {
 		ops[i] = g.next()
-		if i < len(beginning) {
-			ops[i] = beginning[i]
+		if i < len(firstOps) {
+			ops[i] = firstOps[i]
 		}
 	}
 	return ops

@@ -7,12 +7,12 @@ import (
 	"strings"
 )
 
-// A rule says which differences are tolerated. Its parts are patterns of path.Match, in which *
-// stands for anything without a slash.
+// A rule describes tolerated differences by patterns of path.Match, in which * matches everything
+// except a slash.
 type rule struct{ op, field, kernel, ours string }
 
-// An entry is one of KNOWN_DIFFERENCES.md: a heading, the reason, rules as a table's rows, and
-// operations in a fenced block that show it.
+// An entry is a section of KNOWN_DIFFERENCES.md: a heading, the reason, a table of rules, and
+// operations in a fenced block that show the difference.
 type entry struct {
 	name  string
 	rules []rule
@@ -62,7 +62,7 @@ func parseKnown(text string) (list []entry, err error) {
 		case len(list) == 0:
 		case line == "```" && block != nil:
 			if list[len(list)-1].ops, err = parseOps(block.String()); err != nil {
-				return nil, fmt.Errorf("%s: %w", list[len(list)-1].name, err)
+				return nil, fmt.Errorf("parse known difference %q: %w", list[len(list)-1].name, err)
 			}
 			block = nil
 		case line == "```":
@@ -71,7 +71,8 @@ func parseKnown(text string) (list []entry, err error) {
 			!strings.HasPrefix(line, "| operation "):
 			cells := strings.Split(strings.Trim(line, "|"), "|")
 			if len(cells) != 4 {
-				return nil, fmt.Errorf("%s: a row of %d cells, want 4: %q", list[len(list)-1].name, len(cells), line)
+				return nil, fmt.Errorf("parse known difference %q: got a row of %d cells, want 4: %q",
+					list[len(list)-1].name, len(cells), line)
 			}
 			for i := range cells {
 				cells[i] = strings.TrimSpace(cells[i])
@@ -82,13 +83,13 @@ func parseKnown(text string) (list []entry, err error) {
 	}
 	for _, e := range list {
 		if len(e.rules) == 0 || len(e.ops) == 0 {
-			return nil, fmt.Errorf("known difference %q: it needs a table of what differs, and operations that show it", e.name)
+			return nil, fmt.Errorf("parse known difference %q: missing table or operations", e.name)
 		}
 	}
 	return list, nil
 }
 
-// tolerate is the answer of a list of entries to a difference.
+// tolerate returns a function that reports whether an entry permits a difference.
 func tolerate(list []entry) func(*difference) bool {
 	return func(d *difference) bool {
 		for i := range list {
@@ -100,11 +101,11 @@ func tolerate(list []entry) func(*difference) bool {
 	}
 }
 
-// hold runs what the entries say that differs. It returns the names of those of which nothing
-// differs any more.
-func hold(p *pair, list []entry) (gone []string, err error) {
-	defer func(was bool) { p.goOn = was }(p.goOn)
-	p.goOn = true
+// checkKnown runs the operations of the entries, and returns the rules whose differences no longer
+// occur.
+func checkKnown(p *pair, list []entry) (obsolete []string, err error) {
+	defer func(was bool) { p.keepGoing = was }(p.keepGoing)
+	p.keepGoing = true
 	for i := range list {
 		e := &list[i]
 		_, known, err := p.run(e.ops, func(*difference) bool { return true })
@@ -121,10 +122,10 @@ func hold(p *pair, list []entry) (gone []string, err error) {
 		}
 		for _, r := range e.rules {
 			if !differs[r] {
-				gone = append(gone, fmt.Sprintf("%s: %s %s: kernel's client %s, ours %s", e.name, r.op, r.field,
+				obsolete = append(obsolete, fmt.Sprintf("%s: %s %s: kernel's client %s, ours %s", e.name, r.op, r.field,
 					r.kernel, r.ours))
 			}
 		}
 	}
-	return gone, nil
+	return obsolete, nil
 }

@@ -1,9 +1,9 @@
-// Command program runs in a guest of the lab, where the kernel's own NFS client and ours have
-// mounted the same export side by side.
+// Command program runs in a guest of the lab, in which the kernel's NFS client and ours have
+// mounted the same export.
 //
-// "differ" does streams of random operations on both and compares what comes back; "visible"
-// changes files through one and looks at them through the other; "bench" measures both in turns;
-// "mount" is our client with a CPU profile.
+// "differ" runs streams of random operations on both mounts and compares the results. "visible"
+// changes files through one mount and reads them through the other. "bench" measures both mounts
+// alternately. "mount" is our client with a CPU profile.
 package main
 
 import (
@@ -38,90 +38,112 @@ func main() {
 	}
 }
 
-// differ runs streams, or one that a file holds, and prints differences.
+// differ runs streams of random operations, or the operations in a file, and prints differences.
 func differ(args []string) error {
 	f := flag.NewFlagSet("differ", flag.ExitOnError)
-	p := &pair{ticks: true, closeWait: closeTime}
-	f.StringVar(&p.kernel, "kernel", "", "directory on the mount of the kernel's client")
-	f.StringVar(&p.ours, "ours", "", "directory on our mount")
-	f.StringVar(&p.serverKernel, "server-kernel", "", "the first as the server sees it")
-	f.StringVar(&p.serverOurs, "server-ours", "", "the second as the server sees it")
-	seed := f.Uint64("seed", 1, "of the first stream; the next has the next number")
+	d := &differRun{pair: pair{ticks: true, closeWait: closeTime}}
+	f.StringVar(&d.kernel, "kernel", "", "directory on the mount of the kernel's client")
+	f.StringVar(&d.ours, "ours", "", "directory on our mount")
+	f.StringVar(&d.serverKernel, "server-kernel", "", "directory of -kernel on the server")
+	f.StringVar(&d.serverOurs, "server-ours", "", "directory of -ours on the server")
+	seed := f.Uint64("seed", 1, "seed of the first stream; later streams use the following numbers")
 	streams := f.Int("streams", 1, "number of streams")
-	n := f.Int("ops", 300, "operations of a stream")
-	known := f.String("known", "", "KNOWN_DIFFERENCES.md, which is held to what it says first")
-	file := f.String("file", "", "run the operations of this file instead")
-	shrinkTime := f.Duration("shrink", time.Minute, "time for making the trace of a difference shorter")
-	survey := f.Bool("survey", false, "go on behind differences, and count them by what differs")
+	n := f.Int("ops", 300, "number of operations in a stream")
+	known := f.String("known", "", "check and tolerate the differences in `FILE`, KNOWN_DIFFERENCES.md")
+	file := f.String("file", "", "run the operations in `FILE` instead of random ones")
+	f.DurationVar(&d.shrinkTime, "shrink", time.Minute, "time limit for shortening the trace of a difference")
+	f.BoolVar(&d.surveyOnly, "survey", false, "continue after differences, and count them by kind")
 	f.Parse(args)
 	runtime.LockOSThread()
-	var current string
-	p.hung = func(o op) {
-		fmt.Printf("%s: no answer within %v: %s\n", current, hangTime, o)
+	d.onHang = func(o op) {
+		fmt.Printf("%s: operation did not return within %v: %s\n", d.current, hangTime, o)
 		os.Exit(3)
 	}
-	var list []entry
-	bad, done, all := 0, 0, 0
 	if *known != "" {
-		var err error
-		if list, err = readKnown(*known); err != nil {
+		if err := d.checkKnownFile(*known); err != nil {
 			return err
 		}
-		current = "known differences"
-		gone, err := hold(p, list)
-		if err != nil {
-			return err
-		}
-		for _, g := range gone {
-			fmt.Println("KNOWN_DIFFERENCES.md says what is not so any more:", g)
-			bad++
-		}
-	}
-	run := func(ops []op) error {
-		if *survey {
-			return p.survey(current, ops, tolerate(list))
-		}
-		found, tolerated, err := p.run(ops, tolerate(list))
-		if err != nil {
-			return err
-		}
-		if found == nil {
-			done, all = done+p.done, all+len(ops)
-			fmt.Printf("%s: %d of %d operations, %d known differences\n", current, p.done, len(ops), len(tolerated))
-			return nil
-		}
-		bad++
-		fmt.Printf("%s: %v\n", current, found)
-		short, d := p.shrink(ops, found, tolerate(list), *shrinkTime)
-		fmt.Printf("%s: shrunk: %v\n%s", current, d, trace(short))
-		return nil
 	}
 	if *file != "" {
-		text, err := os.ReadFile(*file)
-		if err != nil {
-			return err
-		}
-		ops, err := parseOps(string(text))
-		if err != nil {
-			return err
-		}
-		current = *file
-		if err := run(ops); err != nil {
+		if err := d.runFile(*file); err != nil {
 			return err
 		}
 	} else {
 		for s := *seed; s < *seed+uint64(*streams); s++ {
-			current = fmt.Sprintf("seed %d", s)
-			if err := run(generate(s, *n)); err != nil {
+			if err := d.runOps(fmt.Sprintf("seed %d", s), generate(s, *n)); err != nil {
 				return err
 			}
 		}
 	}
-	if bad > 0 {
-		return fmt.Errorf("%d differences", bad)
+	if d.found > 0 {
+		return fmt.Errorf("found %d differences", d.found)
 	}
-	if done < all/2 {
-		return fmt.Errorf("known differences ended the streams after %d of %d operations, which says little: take other seeds", done, all)
+	if d.executed < d.generated/2 {
+		return fmt.Errorf("known differences ended the streams after %d of %d operations; use other seeds", d.executed,
+			d.generated)
 	}
+	return nil
+}
+
+// A differRun is one run of the command differ.
+type differRun struct {
+	pair
+	known      []entry
+	surveyOnly bool
+	shrinkTime time.Duration
+
+	current             string // stream or file, for messages
+	found               int    // differences
+	executed, generated int    // operations of the streams without differences
+}
+
+// checkKnownFile reads the known differences and checks that they still occur.
+func (d *differRun) checkKnownFile(file string) (err error) {
+	if d.known, err = readKnown(file); err != nil {
+		return err
+	}
+	d.current = "known differences"
+	obsolete, err := checkKnown(&d.pair, d.known)
+	if err != nil {
+		return err
+	}
+	for _, o := range obsolete {
+		fmt.Println("KNOWN_DIFFERENCES.md: difference no longer occurs:", o)
+		d.found++
+	}
+	return nil
+}
+
+func (d *differRun) runFile(file string) error {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return err
+	}
+	ops, err := parseOps(string(text))
+	if err != nil {
+		return err
+	}
+	return d.runOps(file, ops)
+}
+
+// runOps runs operations and prints the first difference with a short trace that shows it.
+func (d *differRun) runOps(name string, ops []op) error {
+	d.current = name
+	if d.surveyOnly {
+		return d.survey(name, ops, tolerate(d.known))
+	}
+	found, tolerated, err := d.run(ops, tolerate(d.known))
+	if err != nil {
+		return err
+	}
+	if found == nil {
+		d.executed, d.generated = d.executed+d.done, d.generated+len(ops)
+		fmt.Printf("%s: %d of %d operations, %d known differences\n", name, d.done, len(ops), len(tolerated))
+		return nil
+	}
+	d.found++
+	fmt.Printf("%s: %v\n", name, found)
+	short, shortest := d.shrink(ops, found, tolerate(d.known), d.shrinkTime)
+	fmt.Printf("%s: shrunk: %v\n%s", name, shortest, trace(short))
 	return nil
 }

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// size is that of the file in a slot, or an error where it has none that can be mapped.
-func (w *world) size(slot int) (int, error) {
+// size returns the size of the file in a slot, or an error if the file cannot be mapped.
+func (w *side) size(slot int) (int, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(w.fds[slot], &st); err != nil {
 		return 0, err
@@ -20,9 +20,9 @@ func (w *world) size(slot int) (int, error) {
 	return int(st.Size), nil
 }
 
-// doMmap maps the beginning of the file in a slot. What was mapped there is let go of first; a
-// mapping outlives the descriptor that it was made from.
-func doMmap(w *world, o *op) ([]field, error) {
+// doMmap maps the start of the file in a slot, and unmaps the slot's previous mapping. A mapping
+// outlives its descriptor.
+func doMmap(w *side, o *op) ([]field, error) {
 	if err := w.unmap(o.fd); err != nil {
 		return nil, err
 	}
@@ -30,7 +30,7 @@ func doMmap(w *world, o *op) ([]field, error) {
 	if o.flags != 0 {
 		prot |= unix.PROT_WRITE
 	}
-	if _, err := w.size(o.fd); err != nil { // nobody maps devices
+	if _, err := w.size(o.fd); err != nil { // devices are not mapped
 		return nil, err
 	}
 	m, err := unix.Mmap(w.fds[o.fd], 0, o.n, prot, unix.MAP_SHARED)
@@ -40,9 +40,8 @@ func doMmap(w *world, o *op) ([]field, error) {
 	return nil, err
 }
 
-// unmap brings what was written through a mapping to the file, for which nobody else waits, and
-// ends it.
-func (w *world) unmap(slot int) error {
+// unmap writes the data of a mapping to the file and removes the mapping.
+func (w *side) unmap(slot int) error {
 	m := w.maps[slot]
 	if m == nil {
 		return nil
@@ -52,13 +51,13 @@ func (w *world) unmap(slot int) error {
 	if e := unix.Munmap(m); err == nil {
 		err = e
 	}
-	w.letGo()
+	w.awaitRelease()
 	return err
 }
 
-// reach is the part of a mapping that an operation is about. What is behind the end of the file in
-// its last page is nobody's (mmap(2)), and left alone.
-func (w *world) reach(o *op) ([]byte, error) {
+// mapped returns the part of a mapping that an operation uses. It excludes the rest of the last
+// page, whose content is undefined (mmap(2)).
+func (w *side) mapped(o *op) ([]byte, error) {
 	m := w.maps[o.fd]
 	if m == nil {
 		return nil, unix.EFAULT
@@ -73,8 +72,9 @@ func (w *world) reach(o *op) ([]byte, error) {
 	return m[o.off:n], nil
 }
 
-// touch does what touches a mapping, where pages beyond the end of the file are a SIGBUS.
-func touch(f func()) (err error) {
+// accessMapping calls f, which accesses a mapping, and returns SIGBUS for a page after the file's
+// end.
+func accessMapping(f func()) (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() {
 		if r := recover(); r != nil {
@@ -85,28 +85,28 @@ func touch(f func()) (err error) {
 	return nil
 }
 
-func doMread(w *world, o *op) ([]field, error) {
-	m, err := w.reach(o)
+func doMread(w *side, o *op) ([]field, error) {
+	m, err := w.mapped(o)
 	if err != nil {
 		return nil, err
 	}
 	b := make([]byte, len(m))
-	if err := touch(func() { copy(b, m) }); err != nil {
+	if err := accessMapping(func() { copy(b, m) }); err != nil {
 		return nil, err
 	}
 	return got(b, len(b), nil)
 }
 
-// doMwrite writes through a mapping, reads the same back through the descriptor, and syncs.
-func doMwrite(w *world, o *op) ([]field, error) {
-	m, err := w.reach(o)
+// doMwrite writes through a mapping, reads the data through the descriptor, and syncs.
+func doMwrite(w *side, o *op) ([]field, error) {
+	m, err := w.mapped(o)
 	if err != nil {
 		return nil, err
 	}
-	if err := touch(func() { m[0] = 0 }); err != nil {
+	if err := accessMapping(func() { m[0] = 0 }); err != nil {
 		return nil, err
 	}
-	if err := touch(func() { copy(m, pattern(o.seed, o.off, len(m))) }); err != nil {
+	if err := accessMapping(func() { copy(m, pattern(o.seed, o.off, len(m))) }); err != nil {
 		return nil, err
 	}
 	b := aligned(len(m))

@@ -14,13 +14,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
-// profiledMount serves a mount as "nfsrdmad mount --foreground" does. From each SIGUSR1 to the next
-// SIGUSR2 it keeps a CPU profile, whose files are numbered, and have their names when they are
-// whole.
+// profiledMount serves a mount like "nfsrdmad mount --foreground". It writes a CPU profile from
+// each SIGUSR1 to the next SIGUSR2. The files are numbered, and renamed to their final names when
+// they are complete.
 func profiledMount(args []string) error {
 	f := flag.NewFlagSet("mount", flag.ExitOnError)
 	options := f.String("o", "", "mount options")
-	prefix := f.String("profile", "/tmp/cpu", "path of the profiles, without the number")
+	prefix := f.String("profile", "/tmp/cpu", "`path` of the profiles, without the number")
 	f.Parse(args)
 	if f.NArg() != 2 {
 		return fmt.Errorf("usage: program mount [flags] HOST:/EXPORT DIR")

@@ -9,14 +9,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// observed is when a file was seen to have changed last.
+// observed contains the times of a file's last observed changes.
 type observed struct{ mtime, ctime unix.Timespec }
 
-// do does an operation as its user, and then looks as root at the files that it was about.
-func (w *world) do(o *op) []field {
-	become(o.as)
+// do executes an operation as its user, and then observes the affected files as root.
+func (w *side) do(o *op) []field {
+	setUser(o.as)
 	fields, err := verbs[o.do].run(w, o)
-	become(0)
+	setUser(0)
 	out := append([]field{{"errno", errnoName(err)}}, fields...)
 	if o.quiet {
 		return out
@@ -47,13 +47,13 @@ func errnoName(err error) string {
 	return err.Error()
 }
 
-func (w *world) lstat(what, p string) []field {
+func (w *side) lstat(what, p string) []field {
 	var st unix.Stat_t
 	if err := unix.Lstat(w.abs(p), &st); err != nil {
 		return []field{{what + ".errno", errnoName(err)}}
 	}
 	if p == ".." || strings.HasPrefix(p, "../") || p == "/" {
-		return nil // not of this world, or its root
+		return nil // outside the directory, or its root
 	}
 	out := w.attributes(what, &st)
 	if st.Mode&unix.S_IFMT != unix.S_IFLNK || what != "path" {
@@ -65,7 +65,7 @@ func (w *world) lstat(what, p string) []field {
 	return append(out, w.attributes("target", &st)...)
 }
 
-func (w *world) fstat(slot int) []field {
+func (w *side) fstat(slot int) []field {
 	var st unix.Stat_t
 	fd := w.fds[slot]
 	if fd < 0 {
@@ -84,10 +84,10 @@ func (w *world) fstat(slot int) []field {
 
 func sizeOf(st *unix.Stat_t) string { return fmt.Sprint(st.Size) }
 
-// attributes are those that two clients agree on. The times of the server's clock differ by when
-// the two were served; what must be the same is which of them an operation moved, and whether a
-// file was changed at the time of its last write.
-func (w *world) attributes(what string, st *unix.Stat_t) []field {
+// attributes returns the attributes that must be equal for both clients. Times of the server's
+// clock depend on when a request was served. So the two sides compare which times an operation
+// moved, and whether a time is one of the server's clock.
+func (w *side) attributes(what string, st *unix.Stat_t) []field {
 	out := []field{
 		{what + ".mode", fmt.Sprintf("%o", st.Mode)}, {what + ".nlink", fmt.Sprint(st.Nlink)},
 		{what + ".uid", fmt.Sprint(st.Uid)}, {what + ".gid", fmt.Sprint(st.Gid)}, {what + ".size", sizeOf(st)},
@@ -99,14 +99,14 @@ func (w *world) attributes(what string, st *unix.Stat_t) []field {
 	now := observed{st.Mtim, st.Ctim}
 	before, known := w.seen[st.Ino]
 	w.seen[st.Ino] = now
-	if !known { // on both sides, unless an inode number was used again
+	if !known { // the same on both sides, unless an inode number was reused
 		return out
 	}
 	return append(out, field{what + moved("mtime"), fmt.Sprint(compare(now.mtime, before.mtime))},
 		field{what + moved("ctime"), fmt.Sprint(compare(now.ctime, before.ctime))})
 }
 
-// movedSuffix ends the names of fields that are compared only where both sides have them.
+// movedSuffix ends the names of fields that are compared only if both sides have them.
 const movedSuffix = " moved"
 
 func moved(time string) string { return "." + time + movedSuffix }

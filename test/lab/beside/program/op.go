@@ -7,25 +7,26 @@ import (
 	"strings"
 )
 
-// An op is one operation of a stream. Its text, as String gives it and parseOp reads it, is one
-// line: the verb, and the fields that are not zero as NAME=VALUE. It says all that the operation
-// does, also the octets that it writes, so that any part of a stream can be run by itself.
+// An op is one operation of a stream. String and parseOp use one line of text for it: the verb, and
+// the nonzero fields as NAME=VALUE. The text describes the operation completely, including the
+// bytes that it writes, so that any part of a stream can run on its own.
 type op struct {
-	do    string
-	as    int    // index of users: who does it
-	fd    int    // slot of an open file
-	path  string // relative to the directory that the stream runs in; see real
-	to    string // second path, or the target of a symbolic link
-	flags int    // of open(2), renameat2(2), fallocate(2); whence of lseek(2); mask of access(2)
+	do   string
+	as   int    // index of users
+	fd   int    // slot of an open file
+	path string // relative to the stream's directory; see expandPath
+	to   string // second path, or the target of a symbolic link
+	// flags of open(2), renameat2(2) or fallocate(2); whence of lseek(2); mode of access(2)
+	flags int
 	mode  int
 	off   int
-	n     int // length, or size
+	n     int // length or size
 	uid   int
 	gid   int
 	atime int // see timeOf
 	mtime int
-	seed  int  // of the octets that are written
-	quiet bool // nothing is looked at afterwards: what caches keep stays as it is
+	seed  int  // seed of the bytes to write
+	quiet bool // do not observe the files afterwards, which keeps the caches as they are
 }
 
 func (o *op) ints() []struct {
@@ -37,10 +38,19 @@ func (o *op) ints() []struct {
 		name string
 		base int
 		v    *int
-	}{{"as", 10, &o.as}, {"fd", 10, &o.fd}, {"flags", 16, &o.flags}, {"mode", 8, &o.mode}, {"off", 10, &o.off}, {"n",
-		10, &o.n},
-		{"uid", 10, &o.uid}, {"gid", 10, &o.gid}, {"atime", 10, &o.atime}, {"mtime", 10, &o.mtime}, {"seed", 10,
-			&o.seed}}
+	}{
+		{"as", 10, &o.as},
+		{"fd", 10, &o.fd},
+		{"flags", 16, &o.flags},
+		{"mode", 8, &o.mode},
+		{"off", 10, &o.off},
+		{"n", 10, &o.n},
+		{"uid", 10, &o.uid},
+		{"gid", 10, &o.gid},
+		{"atime", 10, &o.atime},
+		{"mtime", 10, &o.mtime},
+		{"seed", 10, &o.seed},
+	}
 }
 
 var prefixes = map[int]string{8: "0", 10: "", 16: "0x"}
@@ -67,11 +77,11 @@ func (o op) String() string {
 func parseOp(line string) (o op, err error) {
 	words := strings.Fields(line)
 	if len(words) == 0 {
-		return o, fmt.Errorf("an empty operation")
+		return o, fmt.Errorf("parse operation: empty line")
 	}
 	o.do = words[0]
 	if verbs[o.do] == nil {
-		return o, fmt.Errorf("operation %q: unknown", line)
+		return o, fmt.Errorf("parse operation %q: unknown verb", line)
 	}
 next:
 	for _, w := range words[1:] {
@@ -91,18 +101,18 @@ next:
 			if f.name == name {
 				v, err := strconv.ParseInt(value, 0, 64)
 				if err != nil {
-					return o, fmt.Errorf("operation %q: %w", line, err)
+					return o, fmt.Errorf("parse operation %q: %w", line, err)
 				}
 				*f.v = int(v)
 				continue next
 			}
 		}
-		return o, fmt.Errorf("operation %q: unknown field %q", line, name)
+		return o, fmt.Errorf("parse operation %q: unknown field %q", line, name)
 	}
 	return o, nil
 }
 
-// parseOps reads operations, one a line.
+// parseOps parses operations, one on each line.
 func parseOps(text string) (ops []op, err error) {
 	for line := range strings.Lines(text) {
 		if line = strings.TrimSpace(line); line == "" {
@@ -117,10 +127,10 @@ func parseOps(text string) (ops []op, err error) {
 	return ops, nil
 }
 
-// real is a path of an op as the kernel gets it. An element ~N stands for a name of N octets, %XX
-// for the octet of that number, and a path that begins with @N/ is one of N octets, below a root of
-// rootLen of them.
-func real(path string, rootLen int) string {
+// expandPath returns a path of an op as the kernel gets it. An element ~N stands for a name of N
+// bytes, and %XX for the byte with this number. A path that begins with @N/ is expanded to N bytes,
+// below a root of rootLen bytes.
+func expandPath(path string, rootLen int) string {
 	if !strings.ContainsAny(path, "~%@") {
 		return path
 	}

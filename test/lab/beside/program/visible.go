@@ -11,14 +11,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// visible changes files of one directory through either client, and looks at them through either:
-// who opens a file after another client has closed it sees what that one wrote (nfs(5),
-// "Close-to-open cache consistency"). What the files hold is known all the time.
+// visible changes files of one directory through either client, and reads them through either. A
+// client that opens a file after another one has closed it sees the other's writes (nfs(5),
+// "Close-to-open cache consistency"). The function keeps a copy of all contents.
 func visible(args []string) error {
 	f := flag.NewFlagSet("visible", flag.ExitOnError)
 	kernel := f.String("kernel", "", "directory on the mount of the kernel's client")
 	ours := f.String("ours", "", "the same directory on our mount")
-	seed := f.Uint64("seed", 1, "of the changes")
+	seed := f.Uint64("seed", 1, "seed of the changes")
 	rounds := f.Int("rounds", 300, "number of changes")
 	f.Parse(args)
 	sides := []string{*kernel, *ours}
@@ -39,47 +39,47 @@ func visible(args []string) error {
 		}
 		want[name] = content
 		log = append(log, fmt.Sprintf("%s %s: %s", sides[by], name, text))
-		nextTick() // two changes in one tick of the server's clock look like one
+		nextTick() // within one tick of the server's clock two changes get the same time
 		for at := range sides {
 			if at == by && g.chance(70) {
 				continue
 			}
-			got, size, err := lookAt(filepath.Join(sides[at], name))
+			got, size, err := readBack(filepath.Join(sides[at], name))
 			if err == nil && bytes.Equal(got, content) && size == int64(len(content)) {
 				continue
 			}
 			for _, line := range log[max(0, len(log)-20):] {
 				fmt.Println(line)
 			}
-			return fmt.Errorf("%s sees %s of %s, %d octets by its attributes, want %s: %v", sides[at], digest(got),
+			return fmt.Errorf("read on %s: got %s of %s and size %d, want %s: error %v", sides[at], digest(got),
 				name, size, digest(content), err)
 		}
 	}
-	fmt.Printf("%d changes were seen by both clients\n", *rounds)
+	fmt.Printf("both clients saw %d changes\n", *rounds)
 	return nil
 }
 
-// change opens a file, changes what it holds, was until then, and closes it. It returns what it did
-// and what the file holds then.
-func change(g *generator, path string, was []byte) (text string, content []byte, err error) {
+// change opens a file, changes its content, which before before, and closes it. It returns a
+// description and the new content.
+func change(g *generator, path string, before []byte) (text string, content []byte, err error) {
 	o := op{off: min(pick(g, sizes), 100_000), n: 1 + min(pick(g, sizes), 100_000), seed: 1 + g.r.IntN(250)}
 	flags, do := unix.O_RDWR, pick(g, []string{"pwrite", "pwrite", "append", "replace", "truncate", "same size"})
 	switch do {
 	case "append":
 		flags |= unix.O_APPEND
-		o.off = len(was)
+		o.off = len(before)
 	case "replace":
 		flags |= unix.O_TRUNC
-		o.off, was = 0, nil
+		o.off, before = 0, nil
 	case "same size":
-		o.off, o.n = 0, max(1, len(was))
+		o.off, o.n = 0, max(1, len(before))
 	}
 	text = fmt.Sprintf("%s off=%d n=%d seed=%d", do, o.off, o.n, o.seed)
 	fd, err := unix.Open(path, flags|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return text, nil, err
 	}
-	size := len(was)
+	size := len(before)
 	if do == "truncate" {
 		size = o.n
 		err = unix.Ftruncate(fd, int64(o.n))
@@ -88,7 +88,7 @@ func change(g *generator, path string, was []byte) (text string, content []byte,
 		_, err = unix.Pwrite(fd, payload(&o), int64(o.off))
 	}
 	content = make([]byte, size)
-	copy(content, was)
+	copy(content, before)
 	if do != "truncate" {
 		copy(content[o.off:], payload(&o))
 	}
@@ -98,8 +98,8 @@ func change(g *generator, path string, was []byte) (text string, content []byte,
 	return text, content, err
 }
 
-// lookAt opens a file and reads it.
-func lookAt(path string) (content []byte, size int64, err error) {
+// readBack opens a file and reads it.
+func readBack(path string) (content []byte, size int64, err error) {
 	file, err := os.Open(path)
 	if err != nil {
 		return nil, 0, err

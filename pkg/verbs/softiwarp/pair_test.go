@@ -9,109 +9,110 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A duo is two connected victims whose completions go to channels, for tests and benchmarks of the
-// steady state.
-type duo struct {
+// A pair is two connected endpoints whose completions go to channels. Tests and benchmarks of
+// established connections use it.
+type pair struct {
 	t    testing.TB
-	a, b *victim
-	// completions of either side
+	a, b *endpoint
+	// statuses of the completions of each side
 	aSent, aRecv, bSent, bRecv chan verbs.Status
 }
 
-const duoDepth = 64
+const pairDepth = 64
 
-// A duoLater listens, and connects when it is told to.
-type duoLater struct {
-	*duo
+// An unconnectedPair is a pair that listens. The method connect makes the connection.
+type unconnectedPair struct {
+	*pair
 	p    verbs.Provider
 	l    verbs.Listener
 	port uint16
 }
 
-func newDuoLater(t testing.TB, cfg Config) *duoLater {
+func newUnconnectedPair(t testing.TB, cfg Config) *unconnectedPair {
 	t.Helper()
 	p := New(cfg)
-	l, err := p.Listen(soon(t), loopback)
+	l, err := p.Listen(testContext(t), loopback)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { l.Close() })
-	return &duoLater{duo: &duo{t: t}, p: p, l: l, port: l.Addr().Port()}
+	return &unconnectedPair{pair: &pair{t: t}, p: p, l: l, port: l.Addr().Port()}
 }
 
-func newDuo(t testing.TB, cfg Config) *duo {
+func newPair(t testing.TB, cfg Config) *pair {
 	t.Helper()
-	d := newDuoLater(t, cfg)
+	d := newUnconnectedPair(t, cfg)
 	d.connect()
-	return d.duo
+	return d.pair
 }
 
-func (d *duoLater) connect() {
+func (d *unconnectedPair) connect() {
 	t := d.t
 	t.Helper()
-	ctx := soon(t)
+	ctx := testContext(t)
 	id, err := d.p.Resolve(ctx, d.l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.a = newVictim(t, id)
+	d.a = newEndpoint(t, id)
 	for _, c := range []*chan verbs.Status{&d.aSent, &d.aRecv, &d.bSent, &d.bRecv} {
-		*c = make(chan verbs.Status, duoDepth)
+		*c = make(chan verbs.Status, pairDepth)
 	}
 	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(ctx, victimParam) }()
+	go func() { connected <- id.Connect(ctx, endpointParam) }()
 	r, err := d.l.Accept(ctx)
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.b = newVictim(t, r)
-	if err := r.Accept(ctx, victimParam); err != nil {
+	d.b = newEndpoint(t, r)
+	if err := r.Accept(ctx, endpointParam); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-connected; err != nil {
 		t.Fatal(err)
 	}
-	// Use up the small Receives that a victim starts with; the first message also lets b speak.
+	// Consume the small Receives of both endpoints. The first message also allows b to send.
 	for range numRecvs {
 		if st := d.a.run(&verbs.WorkRequest{Opcode: verbs.OpSend,
-			SGList: one(recvSize)}).Status; st != verbs.StatusSuccess {
+			SGList: sges(recvSize)}).Status; st != verbs.StatusSuccess {
 			t.Fatal(st)
 		}
 		d.b.received()
 		if st := d.b.run(&verbs.WorkRequest{Opcode: verbs.OpSend,
-			SGList: one(recvSize)}).Status; st != verbs.StatusSuccess {
+			SGList: sges(recvSize)}).Status; st != verbs.StatusSuccess {
 			t.Fatal(st)
 		}
 		d.a.received()
 	}
 }
 
-// handler sends statuses to c.
+// handler returns a completion handler that sends the status to c.
 func handler(c chan verbs.Status) func(*verbs.WorkCompletion) {
 	return func(wc *verbs.WorkCompletion) { c <- wc.Status }
 }
 
-func (d *duo) want(c chan verbs.Status) {
+func (d *pair) want(c chan verbs.Status) {
 	if st := <-c; st != verbs.StatusSuccess {
-		d.t.Fatalf("completion: %v", st)
+		d.t.Fatalf("completion: got %v, want success", st)
 	}
 }
 
-func (d *duo) post(v *victim, wr *verbs.WorkRequest) {
+func (d *pair) post(v *endpoint, wr *verbs.WorkRequest) {
 	if _, err := v.qp.PostSend(wr); err != nil {
 		d.t.Fatal(err)
 	}
 }
 
-func (d *duo) recv(v *victim, rr *verbs.RecvRequest) {
+func (d *pair) recv(v *endpoint, rr *verbs.RecvRequest) {
 	if _, err := v.qp.PostRecv(rr); err != nil {
 		d.t.Fatal(err)
 	}
 }
 
-// rpc is one NFS-like exchange, its requests made once. run leaves nothing behind.
+// An rpc is one exchange like an NFS call, with requests that are made once. After run nothing is
+// pending.
 type rpc struct {
-	d          *duo
+	d          *pair
 	recvA      verbs.RecvRequest
 	recvB      verbs.RecvRequest
 	call       [3]verbs.WorkRequest // FastReg, FastReg, Send
@@ -122,7 +123,7 @@ type rpc struct {
 	data, back []byte
 }
 
-func newRPC(d *duo, size int) *rpc {
+func newRPC(d *pair, size int) *rpc {
 	r := &rpc{d: d, data: make([]byte, size), back: make([]byte, size)}
 	pages := size/pageSize + 1
 	r.src, r.sink = d.a.allocMR(d.a.pd, pages), d.a.allocMR(d.a.pd, pages)
@@ -166,36 +167,36 @@ func (r *rpc) run() {
 	d.want(d.aSent)
 }
 
-// TestNoAllocation: Send, Receive, RDMA Write, RDMA Read, FastReg, LocalInv and Send With
-// Invalidate allocate nothing, on neither side, on no goroutine.
-func TestNoAllocation(t *testing.T) {
+// TestExchangeDoesNotAllocate checks that Send, Receive, RDMA Write, RDMA Read, FastReg, LocalInv
+// and Send With Invalidate allocate nothing on either side, on any goroutine.
+func TestExchangeDoesNotAllocate(t *testing.T) {
 	for _, c := range configs {
 		t.Run(c.name, func(t *testing.T) {
-			r := newRPC(newDuo(t, c.cfg), 300000)
+			r := newRPC(newPair(t, c.cfg), 300000)
 			for range 5 {
 				r.run()
 			}
 			if !bytes.Equal(r.data, r.back) {
-				t.Fatal("the data came back changed")
+				t.Fatal("the returned data differs from the sent data")
 			}
 			if n := testing.AllocsPerRun(100, r.run); n != 0 {
-				t.Errorf("%v allocations for each exchange", n)
+				t.Errorf("allocations per exchange: got %v, want 0", n)
 			}
 		})
 	}
 }
 
-// benchConfigs are the benchmarks' ways of running.
+// benchConfigs are the configurations for which the benchmarks run.
 var benchConfigs = []struct {
 	name string
 	cfg  Config
 }{{"CRC=off", Config{}}, {"CRC=on", Config{CRC: true}}, {"FPDU=1448", Config{MaxFPDU: 1448}}}
 
-// BenchmarkPingPong is a Send of 64 octets each way.
+// BenchmarkPingPong measures a Send of 64 bytes in each direction.
 func BenchmarkPingPong(b *testing.B) {
 	for _, c := range benchConfigs {
 		b.Run(c.name, func(b *testing.B) {
-			d := newDuo(b, c.cfg)
+			d := newPair(b, c.cfg)
 			msg := []verbs.SGE{{Buf: make([]byte, 64)}}
 			ra := verbs.RecvRequest{SGE: verbs.SGE{Buf: make([]byte, 64)}, Done: handler(d.aRecv)}
 			rb := verbs.RecvRequest{SGE: verbs.SGE{Buf: make([]byte, 64)}, Done: handler(d.bRecv)}
@@ -216,18 +217,18 @@ func BenchmarkPingPong(b *testing.B) {
 
 const megabyte = 1 << 20
 
-// BenchmarkWrite1M is an RDMA Write of 1 MiB, a Send behind it, and a Send back.
+// BenchmarkWrite1M measures a Send, and an RDMA Write of 1 MiB followed by a Send in return.
 func BenchmarkWrite1M(b *testing.B) {
 	for _, c := range benchConfigs {
 		b.Run(c.name, func(b *testing.B) {
-			d := newDuo(b, c.cfg)
+			d := newPair(b, c.cfg)
 			_, key := d.a.register(verbs.AccessRemoteWrite, 1, make([]byte, megabyte))
 			ra := verbs.RecvRequest{SGE: verbs.SGE{Buf: make([]byte, 64)}, Done: handler(d.aRecv)}
 			rb := verbs.RecvRequest{SGE: verbs.SGE{Buf: make([]byte, 64)}, Done: handler(d.bRecv)}
-			reply := verbs.WorkRequest{Opcode: verbs.OpSend, SGList: one(64), Done: handler(d.bSent)}
-			write := verbs.WorkRequest{Next: &reply, Opcode: verbs.OpRDMAWrite, SGList: one(megabyte),
+			reply := verbs.WorkRequest{Opcode: verbs.OpSend, SGList: sges(64), Done: handler(d.bSent)}
+			write := verbs.WorkRequest{Next: &reply, Opcode: verbs.OpRDMAWrite, SGList: sges(megabyte),
 				RKey: verbs.RKey(key), RemoteAddr: winIOVA, Done: handler(d.bSent)}
-			call := verbs.WorkRequest{Opcode: verbs.OpSend, SGList: one(64), Done: handler(d.aSent)}
+			call := verbs.WorkRequest{Opcode: verbs.OpSend, SGList: sges(64), Done: handler(d.aSent)}
 			b.SetBytes(megabyte)
 			b.ReportAllocs()
 			for b.Loop() {
@@ -242,15 +243,16 @@ func BenchmarkWrite1M(b *testing.B) {
 	}
 }
 
-func one(n int) []verbs.SGE { return []verbs.SGE{{Buf: make([]byte, n)}} }
+// sges returns an SGE list of one buffer of n bytes.
+func sges(n int) []verbs.SGE { return []verbs.SGE{{Buf: make([]byte, n)}} }
 
-// BenchmarkRead1M is an RDMA Read of 1 MiB.
+// BenchmarkRead1M measures an RDMA Read of 1 MiB.
 func BenchmarkRead1M(b *testing.B) {
 	for _, c := range benchConfigs {
 		b.Run(c.name, func(b *testing.B) {
-			d := newDuo(b, c.cfg)
+			d := newPair(b, c.cfg)
 			_, key := d.a.register(verbs.AccessRemoteRead, 1, make([]byte, megabyte))
-			read := verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, SGList: one(megabyte),
+			read := verbs.WorkRequest{Opcode: verbs.OpRDMARead, Signaled: true, SGList: sges(megabyte),
 				RKey: verbs.RKey(key), RemoteAddr: winIOVA, Done: handler(d.bSent)}
 			b.SetBytes(megabyte)
 			b.ReportAllocs()
@@ -262,7 +264,8 @@ func BenchmarkRead1M(b *testing.B) {
 	}
 }
 
-// BenchmarkTCP is the yardstick: the same octets over a TCP connection between two goroutines.
+// BenchmarkTCP measures the same amounts of data over a TCP connection between two goroutines, for
+// comparison.
 func BenchmarkTCP(b *testing.B) {
 	for _, c := range []struct {
 		name        string

@@ -1,0 +1,594 @@
+package softiwarp
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+)
+
+// withControl overwrites bits of a ULPDU's control word.
+func withControl(u []byte, clear, set uint16) []byte {
+	c := uint16(u[0])<<8 | uint16(u[1])
+	c = c&^clear | set
+	u[0], u[1] = byte(c>>8), byte(c)
+	return u
+}
+
+// filler returns n bytes of 0xee.
+func filler(n int) []byte { return bytes.Repeat([]byte{0xee}, n) }
+
+// violations are invalid messages of a peer, with the Terminate that RFC 5040, RFC 5041 and RFC
+// 5044 name for each.
+var violations = []struct {
+	name   string
+	ulpdus func(v *endpoint) [][]byte
+	want   termCode
+	quoted int // bytes after the fixed part of the Terminate
+}{
+	{"write, unknown STag", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey^1<<30, winIOVA, filler(8))}
+	}, termTaggedInvalidSTag, 16},
+	{"write, stale key", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey-1, winIOVA, filler(8))}
+	}, termTaggedInvalidSTag, 16},
+	{"write, STag 0", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, 0, winIOVA, filler(8))}
+	}, termTaggedInvalidSTag, 16},
+	{"write, wrong direction", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.rkey, winIOVA, filler(8))}
+	}, termTaggedInvalidSTag, 16},
+	{"write, other PD and stream", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.foreign, winIOVA, filler(8))}
+	}, termTaggedOtherStream, 16},
+	{"write, before the window", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA-1, filler(8))}
+	}, termTaggedBounds, 16},
+	{"write, across the end of the window", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen-7, filler(8))}
+	}, termTaggedBounds, 16},
+	{"write, after the window", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen, filler(1))}
+	}, termTaggedBounds, 16},
+	{"write, longer than the window", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA, filler(60000))}
+	}, termTaggedBounds, 16},
+	{"write, offset wraps", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, 1<<64-4, filler(8))}
+	}, termTaggedWrap, 16},
+	{"write, DDP version 2", func(v *endpoint) [][]byte {
+		return [][]byte{withControl(tagged(opWrite, true, v.wkey, winIOVA, filler(8)), ctrlDVMask, 0x200)}
+	}, termTaggedVersion, 16},
+	{"write, RDMAP version 0", func(v *endpoint) [][]byte {
+		return [][]byte{withControl(tagged(opWrite, true, v.wkey, winIOVA, filler(8)), ctrlRVMask, 0)}
+	}, termRDMAPVersion, 16},
+	{"write, untagged", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opWrite, true, 0, qnSend, 1, 0, filler(8))}
+	}, termOpcode, 20},
+	{"Read Response without a Read", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opReadResp, true, v.wkey, winIOVA, filler(8))}
+	}, termOpcode, 16},
+	{"Send, tagged", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opSend, true, v.wkey, winIOVA, filler(8))}
+	}, termOpcode, 16},
+	{"Send, DDP version 0", func(*endpoint) [][]byte {
+		return [][]byte{withControl(untagged(opSend, true, 0, qnSend, 1, 0, filler(8)), ctrlDVMask, 0)}
+	}, termUntaggedVersion, 20},
+	{"Send, RDMAP version 2", func(*endpoint) [][]byte {
+		return [][]byte{withControl(untagged(opSend, true, 0, qnSend, 1, 0, filler(8)), ctrlRVMask, 0x80)}
+	}, termRDMAPVersion, 20},
+	{"opcode 8", func(*endpoint) [][]byte { return [][]byte{untagged(8, true, 0, qnSend, 1, 0, nil)} }, termOpcode, 20},
+	{"opcode 11, tagged", func(*endpoint) [][]byte { return [][]byte{tagged(11, true, 1, 0, nil)} }, termOpcode, 16},
+	{"queue 3", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, 3, 1, 0, nil)} }, termUntaggedQN,
+		20},
+	{"Send on queue 1", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnReadReq, 1, 0, nil)} },
+		termOpcode, 20},
+	{"Send, MSN 0", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 0, 0, nil)} },
+		termMSNRange, 20},
+	{"Send, MSN repeated", func(*endpoint) [][]byte {
+		u := untagged(opSend, true, 0, qnSend, 1, 0, nil)
+		return [][]byte{u, u}
+	}, termMSNRange, 20},
+	{"Send, MSN skipped", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 2, 0, nil)} },
+		termMSNRange, 20},
+	{"Send, MO 4 in the first segment", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4, filler(4))}
+	}, termMO, 20},
+	{"Send, gap between segments", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, filler(4)),
+			untagged(opSend, true, 0, qnSend, 1, 8, filler(4))}
+	}, termMO, 20},
+	{"Send, segments overlap", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, filler(4)),
+			untagged(opSend, true, 0, qnSend, 1, 0, filler(4))}
+	}, termMO, 20},
+	{"Send, too long", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, filler(recvSize+1))}
+	}, termTooLong, 20},
+	{"Send, far too long", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, filler(60000))}
+	}, termTooLong, 20},
+	{"Send, too long in the third segment", func(*endpoint) [][]byte {
+		return [][]byte{
+			untagged(opSend, false, 0, qnSend, 1, 0, filler(30)), untagged(opSend, false, 0, qnSend, 1, 30,
+				filler(34)),
+			untagged(opSend, true, 0, qnSend, 1, 64, filler(1)),
+		}
+	}, termTooLong, 20},
+	{"Send, no Receive", func(*endpoint) [][]byte {
+		var l [][]byte
+		for i := range uint32(numRecvs + 1) {
+			l = append(l, untagged(opSend, true, 0, qnSend, 1+i, 0, nil))
+		}
+		return l
+	}, termNoBuffer, 20},
+	{"Send With Invalidate, unknown STag", func(v *endpoint) [][]byte {
+		return [][]byte{untagged(opSendInv, true, v.wkey^1<<30, qnSend, 1, 0, filler(8))}
+	}, termCannotInvalidate, 20},
+	{"Send With Invalidate, stale key", func(v *endpoint) [][]byte {
+		return [][]byte{untagged(opSendInv, true, v.wkey+1, qnSend, 1, 0, filler(8))}
+	}, termCannotInvalidate, 20},
+	{"Send With Invalidate, other stream", func(v *endpoint) [][]byte {
+		return [][]byte{untagged(opSendSEInv, true, v.foreign, qnSend, 1, 0, filler(8))}
+	}, termCannotInvalidate, 20},
+	{"Read, unknown STag", func(v *endpoint) [][]byte {
+		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey ^ 1<<30, srcTO: winIOVA})}
+	}, termReadInvalidSTag, 48},
+	{"Read, other PD and stream", func(v *endpoint) [][]byte {
+		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.foreign, srcTO: winIOVA})}
+	}, termReadOtherStream, 48},
+	{"Read, wrong direction", func(v *endpoint) [][]byte {
+		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.wkey, srcTO: winIOVA})}
+	}, termReadAccess, 48},
+	{"Read, across the end of the window", func(v *endpoint) [][]byte {
+		return [][]byte{readReq(readRequest{msn: 1, size: winLen, srcSTag: v.rkey, srcTO: winIOVA + 1})}
+	}, termReadBounds, 48},
+	{"Read, 4 GiB", func(v *endpoint) [][]byte {
+		return [][]byte{readReq(readRequest{msn: 1, size: 1<<32 - 1, srcSTag: v.rkey, srcTO: winIOVA})}
+	}, termReadBounds, 48},
+	{"Read, offset wraps", func(v *endpoint) [][]byte {
+		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: 1<<64 - 4})}
+	}, termReadWrap, 48},
+	{"Read, MSN 2", func(v *endpoint) [][]byte {
+		return [][]byte{readReq(readRequest{msn: 2, size: 8, srcSTag: v.rkey, srcTO: winIOVA})}
+	}, termMSNRange, 20},
+	{"Read, not last", func(v *endpoint) [][]byte {
+		return [][]byte{withControl(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), ctrlLast,
+			0)}
+	}, termTooLong, 20},
+	{"Read, too long", func(v *endpoint) [][]byte {
+		return [][]byte{append(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), 0)}
+	}, termTooLong, 20},
+	{"Read, too short", func(v *endpoint) [][]byte {
+		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA})[:readReqULPDU-1]}
+	}, termFPDULength, 0},
+	{"Terminate, MSN 2", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opTerminate, true, 0, qnTerminate, 2, 0, make([]byte, 4))}
+	}, termMSNRange, 20},
+	{"ULPDU of 0", func(*endpoint) [][]byte { return [][]byte{{}} }, termFPDULength, 0},
+	{"ULPDU of 1", func(*endpoint) [][]byte { return [][]byte{{0x41}} }, termFPDULength, 0},
+	{"ULPDU of 10 for a Send", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, nil)[:10]}
+	}, termFPDULength, 0},
+	{"ULPDU of 13 for a Write", func(v *endpoint) [][]byte {
+		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA, nil)[:13]}
+	}, termFPDULength, 0},
+}
+
+// TestViolationsTerminate checks that each violation is answered with the named Terminate, and that
+// no memory changes.
+func TestViolationsTerminate(t *testing.T) {
+	for _, crc := range []bool{false, true} {
+		for _, c := range violations {
+			name := c.name
+			if crc {
+				name += ", CRC on"
+			}
+			t.Run(name, func(t *testing.T) {
+				cfg := defaultConfig
+				cfg.CRC = crc
+				p, v := connectRaw(t, cfg)
+				p.send(c.ulpdus(v)...)
+				got, b := p.readTerminate()
+				if got != c.want {
+					t.Errorf("Terminate: got %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
+				}
+				if n := len(b) - termHdr; n != c.quoted {
+					t.Errorf("bytes that the Terminate quotes: got %d, want %d", n, c.quoted)
+				}
+				if got := v.terminate(); got != c.want {
+					t.Errorf("cause: got %+v, want %+v", got, c.want)
+				}
+				v.id.Close()
+				if !bytes.Equal(v.mem, v.clean) {
+					t.Error("the registered memory was written")
+				}
+				if st := v.qp.Stats(); st.TerminatesSent != 1 {
+					t.Errorf("TerminatesSent: got %d, want 1", st.TerminatesSent)
+				}
+			})
+		}
+	}
+}
+
+func TestInvalidCRCTerminates(t *testing.T) {
+	cfg := defaultConfig
+	cfg.CRC = true
+	for _, at := range []int{0, 2, 8, 16, 25, -1} { // from the length field to the CRC
+		p, v := connectRaw(t, cfg)
+		b := fpdu(tagged(opWrite, true, v.wkey, winIOVA, filler(21)), true)
+		if at < 0 {
+			at += len(b)
+		}
+		b[at] ^= 1
+		if at == 0 {
+			b = append(b, make([]byte, 300)...) // the length is now 256 more
+		}
+		p.write(b)
+		if got, _ := p.readTerminate(); got != termCRC {
+			t.Errorf("bit flipped in byte %d: Terminate: got %+v, want %+v", at, got, termCRC)
+		}
+		v.id.Close()
+		if !bytes.Equal(v.mem, v.clean) {
+			t.Errorf("bit flipped in byte %d: the registered memory was written", at)
+		}
+	}
+}
+
+// TestUnusualMessagesAreAccepted sends messages that are unusual but valid.
+func TestUnusualMessagesAreAccepted(t *testing.T) {
+	p, v := connectRaw(t, defaultConfig)
+	p.send(
+		// zero-length Write: nothing is checked
+		tagged(opWrite, true, 0xdeadbeef, 1<<64-1, nil),
+		// zero-length Read: nothing is checked
+		readReq(readRequest{msn: 1, sinkSTag: 5, sinkTO: 6, srcSTag: 0xdeadbeef, srcTO: 7}),
+		untagged(opSend, true, 0, qnSend, 1, 0, nil),
+		// the Invalidate field has no meaning in this message
+		untagged(opSendSE, true, 0x77, qnSend, 2, 0, []byte("abc")),
+		withControl(untagged(opSend, true, 0, qnSend, 3, 0, []byte("reserved bits")), 0, 0x3c00|0x30),
+	)
+	if h, b := p.mustNext(); h.op != opReadResp || !h.last || h.stag != 5 || h.to != 6 || len(b) != 0 {
+		t.Errorf("answer to a zero-length Read: got %+v %x, want an empty Read Response", h, b)
+	}
+	for i, want := range []string{"", "abc", "reserved bits"} {
+		if wc := v.received(); wc.Status != verbs.StatusSuccess || string(v.bufs[i][:wc.ByteLen]) != want ||
+			wc.WithInv {
+			t.Errorf("Receive %d: got %+v %q, want %q", i, wc, v.bufs[i], want)
+		}
+	}
+	// The STag is in both segments of the Send With Invalidate. The STag is invalid when the
+	// Receive completes.
+	p.send(untagged(opSendSEInv, false, v.wkey, qnSend, 4, 0, []byte("in")),
+		untagged(opSendSEInv, true, v.wkey, qnSend, 4, 2, []byte("val")))
+	if wc := v.received(); !wc.WithInv || uint32(wc.InvalidatedRKey) != v.wkey ||
+		string(v.bufs[3][:wc.ByteLen]) != "inval" {
+		t.Errorf("Receive of a Send With Invalidate: got %+v", wc)
+	}
+	p.send(tagged(opWrite, true, v.wkey, winIOVA, filler(1)))
+	if got, _ := p.readTerminate(); got != termTaggedInvalidSTag {
+		t.Errorf("Terminate of a Write after Send With Invalidate: got %+v, want %+v", got, termTaggedInvalidSTag)
+	}
+}
+
+// exchange returns a stream with messages of all kinds, and the memory that results from it.
+func exchange(v *endpoint) (stream []byte, want []byte) {
+	data := make([]byte, 301)
+	for i := range data {
+		data[i] = byte(i)
+	}
+	crc := v.qp.crc
+	for _, u := range [][]byte{
+		tagged(opWrite, false, v.wkey, winIOVA+650, data[:100]),
+		untagged(opSend, false, 0, qnSend, 1, 0, data[:31]),
+		tagged(opWrite, true, v.wkey, winIOVA+750, data[100:]), // between the segments of a Send
+		untagged(opSend, true, 0, qnSend, 1, 31, data[31:33]),
+		readReq(readRequest{msn: 1, sinkSTag: 9, size: 303, srcSTag: v.rkey, srcTO: winIOVA + 649}),
+		untagged(opSendInv, true, v.wkey, qnSend, 2, 0, data[:1]),
+	} {
+		stream = append(stream, fpdu(u, crc)...)
+	}
+	want = bytes.Clone(v.clean)
+	copy(want[guard+650:], data)
+	return stream, want
+}
+
+// checkExchange checks the outcome of talk.
+func checkExchange(t *testing.T, p *rawPeer, v *endpoint, want []byte) {
+	t.Helper()
+	if wc := v.received(); wc.Status != verbs.StatusSuccess || wc.ByteLen != 33 || v.bufs[0][32] != 32 {
+		t.Fatalf("first Receive: got %+v, want 33 bytes", wc)
+	}
+	if wc := v.received(); wc.Status != verbs.StatusSuccess || wc.ByteLen != 1 || !wc.WithInv {
+		t.Fatalf("second Receive: got %+v, want 1 byte and an invalidation", wc)
+	}
+	if !bytes.Equal(v.mem, want) {
+		t.Fatal("memory after the RDMA Write differs from the expected content")
+	}
+	if h, b := p.mustNext(); h.op != opReadResp || h.stag != 9 || h.to != 0 || !h.last ||
+		!bytes.Equal(b, want[guard+649:][:303]) {
+		t.Fatalf("Read Response: got %+v with %d bytes, want STag 9 with the registered data", h, len(b))
+	}
+}
+
+// TestStreamMaySplitAnywhere splits the stream at every byte, as TCP can.
+func TestStreamMaySplitAnywhere(t *testing.T) {
+	for _, crc := range []bool{false, true} {
+		cfg := defaultConfig
+		cfg.CRC = crc
+		p, v := connectRaw(t, cfg)
+		s, _ := exchange(v)
+		p.c.Close()
+		for at := 1; at < len(s); at++ {
+			if testing.Short() && at%7 != 0 {
+				continue
+			}
+			p, v := connectRaw(t, cfg)
+			s, want := exchange(v)
+			p.write(s[:at])
+			// so that the reader usually receives this part alone
+			time.Sleep(200 * time.Microsecond)
+			p.write(s[at:])
+			checkExchange(t, p, v, want)
+			p.c.Close()
+			v.id.Close()
+			if t.Failed() {
+				t.Fatalf("stream split at byte %d of %d, CRC %v", at, len(s), crc)
+			}
+		}
+	}
+}
+
+func TestStreamMayArriveByteByByte(t *testing.T) {
+	for _, crc := range []bool{false, true} {
+		cfg := defaultConfig
+		cfg.CRC = crc
+		p, v := connectRaw(t, cfg)
+		s, want := exchange(v)
+		for i := range s {
+			p.write(s[i : i+1])
+		}
+		checkExchange(t, p, v, want)
+	}
+}
+
+// TestWriteSegmentedBySiw receives one RDMA Write of 1 MiB in the segments of siw: FPDUs of 1436
+// bytes, and a new message every 5 pages. The last segment of each message has the Last flag.
+func TestWriteSegmentedBySiw(t *testing.T) {
+	const size, message, segment = 1 << 20, 5 * 4096, 1436
+	p, v := connectRaw(t, defaultConfig)
+	mem := make([]byte, size)
+	_, key := v.register(verbs.AccessLocalWrite|verbs.AccessRemoteWrite, 1, mem)
+	src := make([]byte, size)
+	rnd := rand.NewChaCha8([32]byte{1})
+	rnd.Read(src)
+	var s []byte
+	for off := 0; off < size; off += message {
+		m := src[off:min(off+message, size)]
+		for i := 0; i < len(m); i += segment {
+			n := min(segment, len(m)-i)
+			s = append(s, fpdu(tagged(opWrite, i+n == len(m), key, winIOVA+uint64(off+i), m[i:i+n]), false)...)
+		}
+	}
+	s = append(s, fpdu(untagged(opSendInv, true, key, qnSend, 1, 0, nil), false)...)
+	p.write(s)
+	if wc := v.received(); wc.Status != verbs.StatusSuccess || !wc.WithInv {
+		t.Fatalf("Receive: got %+v, want success and an invalidation", wc)
+	}
+	if !bytes.Equal(mem, src) {
+		t.Error("the memory differs from the sent data")
+	}
+}
+
+// TestAllFPDUSizesAreAccepted sends segments up to the limit of the length field.
+func TestAllFPDUSizesAreAccepted(t *testing.T) {
+	for _, crc := range []bool{false, true} {
+		cfg := defaultConfig
+		cfg.CRC = crc
+		p, v := connectRaw(t, cfg)
+		mem := make([]byte, 1<<17)
+		_, key := v.register(verbs.AccessRemoteWrite, 1, mem[:70001], mem[70001:])
+		want := make([]byte, len(mem))
+		for i, n := range []int{1, 7, 333, 1421, 1424, 4096, 16384, 65508, 65520, maxULPDU - taggedHdr} {
+			d := bytes.Repeat([]byte{byte(i + 1)}, n)
+			copy(want[60000-i:], d)
+			p.send(tagged(opWrite, true, key, winIOVA+60000-uint64(i), d))
+		}
+		p.send(untagged(opSend, true, 0, qnSend, 1, 0, nil))
+		v.received()
+		if !bytes.Equal(mem, want) {
+			t.Errorf("CRC %v: the memory differs from the sent data", crc)
+		}
+	}
+}
+
+// TestInvalidateDuringWrite invalidates the MR while only a part of an FPDU has arrived. LocalInv
+// and Dereg must return at once, and the rest of the FPDU must not be placed.
+func TestInvalidateDuringWrite(t *testing.T) {
+	for _, dereg := range []bool{false, true} {
+		p, v := connectRaw(t, defaultConfig)
+		b := fpdu(tagged(opWrite, true, v.wkey, winIOVA, filler(1500)), false)
+		p.write(b[:700])
+		for v.qp.Stats().BytesReceived == 0 { // wait until the reader has started the FPDU
+			time.Sleep(time.Millisecond)
+		}
+		if dereg {
+			if err := v.wmr.Dereg(); err != nil {
+				t.Fatal(err)
+			}
+		} else if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
+			InvalidateRKey: verbs.RKey(v.wkey)}); wc.Status != verbs.StatusSuccess {
+			t.Fatalf("LocalInv: got %v, want success", wc.Status)
+		}
+		copy(v.mem, v.clean) // the memory belongs to the test again
+		p.write(b[700:])
+		if got, _ := p.readTerminate(); got != termTaggedInvalidSTag {
+			t.Errorf("Terminate: got %+v, want %+v", got, termTaggedInvalidSTag)
+		}
+		v.id.Close()
+		if !bytes.Equal(v.mem, v.clean) {
+			t.Error("data was placed after the invalidation")
+		}
+		if v.qp.Stats().RemoteAccessErrors == 0 {
+			t.Error("RemoteAccessErrors: got 0, want at least 1")
+		}
+	}
+}
+
+// TestInvalidateDuringRead invalidates the MR while the peer does not take its Read Response.
+// LocalInv must not wait for the peer. The stream then ends, and must not contain data that the
+// memory holds later.
+func TestInvalidateDuringRead(t *testing.T) {
+	const size, secret = 4 << 20, 0x5e
+	cfg := defaultConfig
+	cfg.SocketBuffer = 16 << 10
+	cfg.MaxFPDU = 8192
+	p, v := connectRaw(t, cfg)
+	mem := make([]byte, size)
+	_, key := v.register(verbs.AccessRemoteRead, 1, mem)
+	p.send(readReq(readRequest{msn: 1, sinkSTag: 1, size: size, srcSTag: key, srcTO: winIOVA}))
+	if _, _, err := p.next(); err != nil { // the response has started
+		t.Fatal(err)
+	}
+	time.Sleep(20 * time.Millisecond) // fills the socket
+	if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
+		InvalidateRKey: verbs.RKey(key)}); wc.Status != verbs.StatusSuccess {
+		t.Fatalf("LocalInv: got %v, want success", wc.Status)
+	}
+	for i := range mem {
+		mem[i] = secret
+	}
+	rest, err := io.ReadAll(p.c)
+	if err != nil {
+		t.Logf("end of the stream: %v", err)
+	}
+	if len(rest) >= size {
+		t.Fatal("the socket accepted the whole response; use a larger one")
+	}
+	if bytes.Contains(rest, bytes.Repeat([]byte{secret}, 16)) {
+		t.Error("the stream contains data from after LocalInv")
+	}
+	v.cause()
+}
+
+// TestTooManyReadRequestsTerminate sends more Read Requests than the negotiated depth.
+func TestTooManyReadRequestsTerminate(t *testing.T) {
+	cfg := defaultConfig
+	cfg.SocketBuffer = 16 << 10
+	p, v := connectRaw(t, cfg)
+	mem := make([]byte, 4<<20)
+	_, key := v.register(verbs.AccessRemoteRead, 1, mem)
+	var l [][]byte
+	for i := range uint32(20) {
+		l = append(l, readReq(readRequest{msn: 1 + i, size: uint32(len(mem)), srcSTag: key, srcTO: winIOVA}))
+	}
+	p.send(l...)
+	if got := v.terminate(); got != termNoBuffer {
+		t.Errorf("cause: got %+v, want %+v", got, termNoBuffer)
+	}
+}
+
+// TestEndOfStreamIsCause ends connections without a Terminate and checks the cause.
+func TestEndOfStreamIsCause(t *testing.T) {
+	whole := fpdu(untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello")), false)
+	t.Run("FIN", func(t *testing.T) {
+		p, v := connectRaw(t, defaultConfig)
+		p.write(whole)
+		p.c.CloseWrite()
+		if err := v.cause(); err != io.EOF {
+			t.Errorf("cause: got %v, want io.EOF", err)
+		}
+		if wc := v.received(); wc.Status != verbs.StatusSuccess {
+			t.Errorf("Receive before the FIN: got %v, want success", wc.Status)
+		}
+	})
+	for n := 1; n < len(whole); n += 5 {
+		p, v := connectRaw(t, defaultConfig)
+		p.write(whole[:n])
+		p.c.CloseWrite()
+		var oe *net.OpError
+		if err := v.cause(); !errors.As(err, &oe) || !errors.Is(err, io.ErrUnexpectedEOF) {
+			t.Errorf("cause after a FIN in byte %d of an FPDU: got %v, want io.ErrUnexpectedEOF", n, err)
+		}
+		p.c.Close()
+		v.id.Close()
+	}
+	t.Run("RST", func(t *testing.T) {
+		p, v := connectRaw(t, defaultConfig)
+		p.c.SetLinger(0)
+		p.c.Close()
+		var oe *net.OpError
+		if err := v.cause(); !errors.As(err, &oe) {
+			t.Errorf("cause: got %v, want a *net.OpError", err)
+		}
+	})
+	t.Run("peer neither reads nor writes", func(t *testing.T) {
+		cfg := defaultConfig
+		cfg.Linger = 50 * time.Millisecond
+		cfg.SocketBuffer = 16 << 10
+		p, v := connectRaw(t, cfg)
+		p.send(tagged(opWrite, true, 0, 0, nil))
+		big := make([]byte, 8<<20)
+		done := make(chan verbs.WorkCompletion, 1)
+		if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true,
+			SGList: []verbs.SGE{{Buf: big}}, Done: func(wc *verbs.WorkCompletion) { done <- *wc }}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Millisecond)
+		closed := make(chan struct{})
+		go func() { v.id.Close(); close(closed) }()
+		select {
+		case <-closed:
+		case <-time.After(testTimeout):
+			t.Fatal("Close did not return")
+		}
+		if wc := <-done; wc.Status != verbs.StatusWRFlushErr {
+			t.Errorf("RDMA Write: got %v, want %v", wc.Status, verbs.StatusWRFlushErr)
+		}
+	})
+}
+
+// TestRandomStreamEndsConnection checks that random bytes end the connection, do not panic, and
+// change no memory.
+func TestRandomStreamEndsConnection(t *testing.T) {
+	for seed := range uint64(40) {
+		p, v := connectRaw(t, Config{CRC: seed%2 == 1})
+		r := rand.New(rand.NewPCG(seed, 1))
+		b := make([]byte, 1+r.IntN(100000))
+		for i := range b {
+			b[i] = byte(r.Uint32())
+		}
+		p.c.SetWriteDeadline(time.Now().Add(testTimeout))
+		p.c.Write(b) // fails when the endpoint has closed the connection
+		p.c.CloseWrite()
+		v.cause()
+		v.id.Close()
+		if !bytes.Equal(v.mem, v.clean) {
+			t.Fatalf("seed %d: the registered memory was written", seed)
+		}
+		p.c.Close()
+	}
+}
+
+// TestResponderWaitsForFirstFPDU checks that a responder sends no FPDU before it has received one
+// (RFC 5044 §7.1.2).
+func TestResponderWaitsForFirstFPDU(t *testing.T) {
+	p, v := connectRaw(t, defaultConfig)
+	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
+		Done: func(*verbs.WorkCompletion) {}}); err != nil {
+		t.Fatal(err)
+	}
+	p.c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
+	if n, err := p.c.Read(make([]byte, 1)); n != 0 {
+		t.Fatalf("read before the first FPDU: got %d bytes (%v), want 0", n, err)
+	}
+	p.send(tagged(opWrite, true, 0, 0, nil))
+	if h, _ := p.mustNext(); h.op != opSend {
+		t.Errorf("first FPDU of the responder: got %+v, want a Send", h)
+	}
+}
