@@ -85,7 +85,7 @@ type MountStatus struct {
 	XprtLine string            `json:"xprt,omitempty"` // the xprt line of the kernel's mountstats
 	RPCs     map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
 	Calls    []PendingCall     `json:"calls"`          // all pending calls, the oldest first
-	// latest events of the connections, the oldest first
+	// History are the latest events of the connections, the oldest first.
 	History []ConnEvent `json:"history"`
 	// FaultsInjected counts the injected faults by name.
 	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
@@ -94,7 +94,7 @@ type MountStatus struct {
 
 // A PendingCall is an RPC that has not ended.
 type PendingCall struct {
-	// hexadecimal, as in the trace; "" before the call has a slot
+	// XID is hexadecimal, as in the trace; "" before the call has a slot.
 	XID        string  `json:"xid,omitempty"`
 	Procedure  string  `json:"procedure"`
 	Connection int     `json:"connection"` // number of the connection, from 0

@@ -11,10 +11,9 @@ type Code string
 
 // Codes.
 const (
-	CodeUsage      Code = "usage"      // invalid request: option, source, argument
-	CodePermission Code = "permission" // the caller or the process lacks a privilege
-	// this host lacks something: /dev/fuse, a socket, the daemon
-	CodeSystem     Code = "system"
+	CodeUsage      Code = "usage"       // invalid request: option, source, argument
+	CodePermission Code = "permission"  // the caller or the process lacks a privilege
+	CodeSystem     Code = "system"      // this host lacks /dev/fuse, a socket or the daemon
 	CodeMount      Code = "mount"       // a mount or unmount failed
 	CodeNotMounted Code = "not-mounted" // this daemon has no mount there
 	CodeInternal   Code = "internal"    // a defect of this program

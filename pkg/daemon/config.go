@@ -186,7 +186,9 @@ func (c *Config) Check(source string) error {
 // Text is a string value.
 type Text string
 
-func (t *Text) String() string     { return string(*t) }
+func (t *Text) String() string { return string(*t) }
+
+// Set sets t to s.
 func (t *Text) Set(s string) error { *t = Text(s); return nil }
 
 // Type returns the name of the type in the help of a flag.

@@ -87,7 +87,7 @@ func TestFlagAndKeySetSameField(t *testing.T) {
 
 func TestConfigErrors(t *testing.T) {
 	for _, tt := range []struct{ name, text, want string }{
-		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", `c.toml:3: unknown key "log_colour"`},
+		{"unknown key", "log_level = \"info\"\n\nlog_size = \"red\"\n", `c.toml:3: unknown key "log_size"`},
 		{"unknown table", "[mounts]\na = 1\n", `c.toml:1: unknown key "mounts"`},
 		{"syntax", "log_level = \n", "c.toml:1:"},
 		{"type", "log_level = 7\n", "c.toml:1: log_level must be a string"},
@@ -100,7 +100,7 @@ func TestConfigErrors(t *testing.T) {
 		{"socket", "control_socket = \"here\"\n", "absolute"},
 		{"metrics", "metrics_listen = \"nowhere\"\n", "metrics_listen"},
 		{"unknown fault", "inject = \"disconnect-evry=9\"\n", `"disconnect-evry=9"`},
-		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known are seed=S, disconnect-every=N, post-fail=N:K,"},
+		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known words are seed=S, disconnect-every=N, post-fail=N:K,"},
 		{"no fault", "inject = \"seed=1\"\n", "injects nothing"},
 		{"options", "mount_options = \"hard,soft\"\n", `contradicts "hard"`},
 	} {
