@@ -100,7 +100,7 @@ func TestConfigErrors(t *testing.T) {
 		{"socket", "control_socket = \"here\"\n", "absolute"},
 		{"metrics", "metrics_listen = \"nowhere\"\n", "metrics_listen"},
 		{"unknown fault", "inject = \"disconnect-evry=9\"\n", `"disconnect-evry=9"`},
-		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known words are seed=S, disconnect-every=N, post-fail=N:K,"},
+		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known words are seed=S, disconnect-every=N,"},
 		{"no fault", "inject = \"seed=1\"\n", "injects nothing"},
 		{"options", "mount_options = \"hard,soft\"\n", `contradicts "hard"`},
 	} {

@@ -133,9 +133,6 @@ func (d *Daemon) MetricsAddr() string {
 	return d.address.String()
 }
 
-// Table returns the mounts.
-func (d *Daemon) Table() *mount.Table { return d.table }
-
 // Close unmounts all mounts and stops the daemon. It takes at most the shutdown timeout and a few
 // seconds.
 func (d *Daemon) Close() {
