@@ -99,7 +99,7 @@ func TestMountRejectsInvalidReplies(t *testing.T) {
 			b := acceptedWords(xid, 0)
 			copy(b[16:], []byte{0xff, 0xff, 0xff, 0xfc})
 			return b
-		}), []string{"longer than 400 octets"}},
+		}), []string{"longer than 400 bytes"}},
 		{"call instead of a reply", rpc(func(xid uint32) []byte {
 			return sunrpc.AppendCall(nil, xid, 100003, 3, 1, sunrpc.AppendAuthNone(nil))
 		}), []string{"did not answer", "invalid replies: 1"}},
