@@ -65,7 +65,8 @@ func Run(ctx context.Context, cfg Config) error {
 	case err == nil || errors.As(err, &known) && ctx.Err() == nil:
 		return err
 	case errors.Is(ctx.Err(), context.Canceled):
-		return &control.Error{Code: control.CodeCanceled, Text: "demo: interrupted; everything was cleaned up", Err: err}
+		return &control.Error{Code: control.CodeCanceled, Err: err,
+			Text: "demo: interrupted; everything was cleaned up"}
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
 		return &control.Error{Code: control.CodeMount,
 			Text: fmt.Sprintf("demo: not done after %v; try fewer --files or a longer --timeout",
