@@ -54,11 +54,16 @@ type conn struct {
 	idle      stopwatch    // runs while no call is in progress
 	running   atomic.Int32 // calls in progress
 
-	mu       sync.Mutex           // guards the fields below
-	free     []*msgBuf            // unused message buffers; most recently used last
-	messages map[*msgBuf]struct{} // all message buffers
-	recent   []uint32             // ring of the XIDs of the last replies
-	recentAt int                  // number of XIDs written to the ring
+	messages struct { // message buffers
+		sync.Mutex
+		unused []*msgBuf // most recently used last
+		all    map[*msgBuf]struct{}
+	}
+	replied struct { // calls with a reply
+		sync.Mutex
+		xids []uint32 // ring of the last XIDs
+		n    int      // XIDs written to the ring
+	}
 }
 
 // A recvBuf is one Receive.
@@ -69,8 +74,9 @@ type recvBuf struct {
 }
 
 func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest) {
-	c := &conn{server: s, id: req, peer: req.RemoteAddr(), srvCtx: srvCtx, startedAt: time.Now(),
-		messages: make(map[*msgBuf]struct{}), recent: make([]uint32, s.cfg.Credits)}
+	c := &conn{server: s, id: req, peer: req.RemoteAddr(), srvCtx: srvCtx, startedAt: time.Now()}
+	c.messages.all = make(map[*msgBuf]struct{})
+	c.replied.xids = make([]uint32, s.cfg.Credits)
 	c.addr = c.peer.Addr().Unmap()
 	c.ctx, c.cancel = context.WithCancelCause(srvCtx)
 	log := s.log.With("peer", c.peer)
@@ -210,10 +216,10 @@ func (c *conn) release() {
 		h.ConnClosed(c.peer)
 	}
 	c.mem.leave(c)
-	for b := range c.messages {
+	for b := range c.messages.all {
 		c.must(b.destroy())
 	}
-	c.mem.give(len(c.messages))
+	c.mem.give(len(c.messages.all))
 	for _, x := range c.execs {
 		x.cancelDetached()
 		c.must(x.send.destroy())

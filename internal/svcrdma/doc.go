@@ -50,10 +50,10 @@
 // Each connection has one goroutine, which owns the resources and checks the timeouts, and Credits
 // workers with one call each. A worker owns its buffers. Completion handlers only send to channels.
 //
-//   - conn.mu guards the lists of buffers and the XIDs of the last replies.
-//   - memBudget.mu guards the list of connections. conn.mu may be taken while memBudget.mu is held.
+//   - conn.messages holds the message buffers, and conn.replied the XIDs of the last replies.
+//   - memBudget.mu guards the list of connections. conn.messages may be locked while it is held.
 //   - connCount.mu, drc.mu and fatalCalls.mu guard counts and caches. No other lock is taken while
-//     one of them is held. fatalCalls.mu may be taken while conn.mu is held.
+//     one of them is held. fatalCalls.mu may be taken while conn.replied is locked.
 //
 // No lock is held during a call, during a post, or during a wait for memory.
 package svcrdma

@@ -129,10 +129,10 @@ func (f *fatalCalls) remove(e *list.Element) {
 
 // recordReply records the XID of a reply before the reply is sent.
 func (c *conn) recordReply(xid uint32) {
-	c.mu.Lock()
-	c.recent[c.recentAt%len(c.recent)] = xid
-	c.recentAt++
-	c.mu.Unlock()
+	c.replied.Lock()
+	c.replied.xids[c.replied.n%len(c.replied.xids)] = xid
+	c.replied.n++
+	c.replied.Unlock()
 }
 
 // countStrikes adds a strike to the calls of the last replies if the client refused a reply.
@@ -140,9 +140,9 @@ func (c *conn) countStrikes(cause error) {
 	if !refusedReply(cause) {
 		return
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for i := range min(c.recentAt, len(c.recent)) {
-		c.fatal.add(c.addr, c.recent[i], 1)
+	c.replied.Lock()
+	defer c.replied.Unlock()
+	for i := range min(c.replied.n, len(c.replied.xids)) {
+		c.fatal.add(c.addr, c.replied.xids[i], 1)
 	}
 }

@@ -18,7 +18,7 @@ type memBudget struct {
 	room    *semaphore.Weighted // one unit per buffer
 	waiters atomic.Int32
 
-	mu    sync.Mutex // guards conns; not taken while conn.mu is held
+	mu    sync.Mutex // guards conns; not taken while conn.messages is locked
 	conns map[*conn]struct{}
 }
 

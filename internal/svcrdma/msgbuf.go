@@ -53,31 +53,31 @@ func (c *conn) getBufs(out []*msgBuf) error {
 			return fmt.Errorf("message buffer: %w", err)
 		}
 		out[i] = b
-		c.mu.Lock()
-		c.messages[b] = struct{}{}
-		c.mu.Unlock()
+		c.messages.Lock()
+		c.messages.all[b] = struct{}{}
+		c.messages.Unlock()
 	}
 	return nil
 }
 
 // takeUnused takes unused buffers, most recently used first because their pages are in the cache.
 func (c *conn) takeUnused(out []*msgBuf) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	n := len(c.free) - len(out)
+	c.messages.Lock()
+	defer c.messages.Unlock()
+	n := len(c.messages.unused) - len(out)
 	if n < 0 {
 		return false
 	}
-	copy(out, c.free[n:])
-	c.free = c.free[:n]
+	copy(out, c.messages.unused[n:])
+	c.messages.unused = c.messages.unused[:n]
 	return true
 }
 
 // putBufs returns buffers to the connection, and frees them when a call waits for memory.
 func (c *conn) putBufs(bufs []*msgBuf) {
-	c.mu.Lock()
-	c.free = append(c.free, bufs...)
-	c.mu.Unlock()
+	c.messages.Lock()
+	c.messages.unused = append(c.messages.unused, bufs...)
+	c.messages.Unlock()
 	if c.mem.short() {
 		c.freeUnused()
 	}
@@ -85,13 +85,13 @@ func (c *conn) putBufs(bufs []*msgBuf) {
 
 // freeUnused frees the buffers that no call holds.
 func (c *conn) freeUnused() {
-	c.mu.Lock()
-	unused := c.free
-	c.free = nil
+	c.messages.Lock()
+	unused := c.messages.unused
+	c.messages.unused = nil
 	for _, b := range unused {
-		delete(c.messages, b)
+		delete(c.messages.all, b)
 	}
-	c.mu.Unlock()
+	c.messages.Unlock()
 	for _, b := range unused {
 		c.must(b.destroy())
 	}

@@ -6,10 +6,6 @@ const (
 	MaxGIDs        = 16
 )
 
-// MaxAuthSysSize is the maximum size of an encoded AUTH_SYS credential in bytes: flavor and length,
-// then stamp, machine name with its length and pad, uid, gid, and the counted list of groups.
-const MaxAuthSysSize = 2*SizeUint32 + SizeUint32 + SizeUint32 + 256 + 2*SizeUint32 + SizeUint32 + MaxGIDs*SizeUint32
-
 // AuthNoneSize is the size in bytes of the encoded AUTH_NONE credential.
 const AuthNoneSize = 2 * SizeUint32
 

@@ -64,7 +64,7 @@ func TestAuthSysIsTruncatedToLimits(t *testing.T) {
 		{"empty", AuthSys{}, AuthSys{}, 28},
 		{"too many groups", AuthSys{GIDs: many}, AuthSys{GIDs: many[:16]}, 28 + 64},
 		{"name too long", AuthSys{Machine: strings.Repeat("m", 300), GIDs: many},
-			AuthSys{Machine: strings.Repeat("m", 255), GIDs: many[:16]}, MaxAuthSysSize},
+			AuthSys{Machine: strings.Repeat("m", 255), GIDs: many[:16]}, 28 + 64 + 256},
 	} {
 		b := AppendAuthSys(nil, &x.in)
 		if len(b) != x.size {
