@@ -176,7 +176,8 @@ func (c *call) applySet(o *object, set *nfs3.SetAttr) error {
 		if set.AtimeHow == nfs3.DontChange && set.MtimeHow == nfs3.DontChange {
 			return nil
 		}
-		if max(set.Atime.Nsec, set.Mtime.Nsec) >= 1e9 { // some of these have a meaning for utimensat
+		// some of these have a meaning for utimensat
+		if max(set.Atime.Nsec, set.Mtime.Nsec) >= 1e9 {
 			return unix.EINVAL
 		}
 		return utimes(o.path, timespec(set.AtimeHow, set.Atime), timespec(set.MtimeHow, set.Mtime))

@@ -92,8 +92,8 @@ func (c *call) readData(fd int, data []byte, off int64) (int, error) {
 	return n, nil
 }
 
-// write is WRITE (RFC 1813 §3.3.7). It runs as the caller, so that the kernel clears set-id bits and
-// applies quotas.
+// write is WRITE (RFC 1813 §3.3.7). It runs as the caller, so that the kernel clears set-id bits
+// and applies quotas.
 func (c *call) write() error {
 	if err := c.notRegular(); err != nil {
 		return err

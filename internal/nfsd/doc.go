@@ -57,8 +57,8 @@
 //
 // Symbolic links are never followed. File systems mounted below the directory are not exported: a
 // LOOKUP of their mount point ends with NFS3ERR_XDEV. The objects table is bounded by the
-// descriptors that the process may have; calls in progress are bounded by slowCalls. The server
-// keeps no duplicate request cache of its own: svcrdma has one for RDMA. Over TCP, a client that
+// descriptors that the process may have; calls in progress are bounded by slowCalls. Over RDMA,
+// svcrdma keeps a duplicate request cache. Over TCP, a client that
 // sends a call again on a new connection has it executed again, so that for example a repeated
 // REMOVE ends with NFS3ERR_NOENT.
 //

@@ -385,7 +385,8 @@ func (o *object) permissions(id *identity, who *cred, st *unix.Stat_t) (bits uin
 	o.perms.Lock()
 	for i := range o.perms.list {
 		e := &o.perms.list[i]
-		if e.bits != 0 && e.ctime == st.Ctim && e.mode == st.Mode && e.uid == st.Uid && e.gid == st.Gid && e.who == *who {
+		if e.bits != 0 && e.ctime == st.Ctim && e.mode == st.Mode && e.uid == st.Uid && e.gid == st.Gid &&
+			e.who == *who {
 			bits, noWrite = e.bits, e.noWrite
 			o.perms.Unlock()
 			return bits &^ permKnown, noWrite, nil

@@ -41,8 +41,7 @@ func (c *call) readDir() error {
 		end: min(start+int(min(a.Count, MaxIO)), c.limit) - listEnd}
 	if l.plus {
 		l.names = int(min(a.DirCount, MaxIO))
-		// Names without the right to search the directory do not give access to the entries.
-		l.describe = c.permit(c.obj, &st, permExec) == nil
+		l.handles = c.permit(c.obj, &st, permExec) == nil
 	}
 	if err := l.read(int64(a.Cookie)); err != nil {
 		return err
@@ -58,12 +57,12 @@ func (c *call) readDir() error {
 // A listing is the entries of one reply.
 type listing struct {
 	*call
-	plus     bool
-	describe bool // with attributes and handles
-	end      int  // where the entries must end in the reply
-	names    int  // bytes left of dircount
-	entries  int
-	eof      bool
+	plus    bool
+	handles bool // the caller may search the directory
+	end     int  // where the entries must end in the reply
+	names   int  // bytes left of dircount
+	entries int
+	eof     bool
 }
 
 // read appends entries from the position cookie on until the reply is full.
@@ -116,12 +115,7 @@ func (l *listing) add(e *dirent) bool {
 	b = sunrpc.AppendString(b, name)
 	b = sunrpc.AppendUint64(b, uint64(e.next))
 	if l.plus {
-		fh, a, ok := l.entryOf(name)
-		if ok {
-			b = nfs3.AppendPostOpFH(nfs3.AppendPostOpAttr(b, &a), &fh)
-		} else {
-			b = sunrpc.AppendBool(nfs3.AppendPostOpAttr(b, nil), false)
-		}
+		b = l.appendPlus(b, name)
 	}
 	if len(b) > l.end {
 		l.out = b[:mark]
@@ -132,12 +126,18 @@ func (l *listing) add(e *dirent) bool {
 	return true
 }
 
-// entryOf returns handle and attributes of an entry, where they can be had: not of what was removed
-// meanwhile, nor of a directory on which another file system is mounted.
-func (l *listing) entryOf(name string) (fh nfs3.FH, a nfs3.Attr, ok bool) {
-	if !l.describe {
-		return fh, a, false
-	}
+// appendPlus appends attributes and handle of an entry, where they can be had: not of what was
+// removed meanwhile, nor of a directory on which another file system is mounted. A caller who may
+// read the directory but not search it gets attributes without handles: the type of each entry is
+// in the attributes, and the handle would give access to the entry.
+func (l *listing) appendPlus(b []byte, name string) []byte {
 	fh, a, err := l.entry(l.obj, name)
-	return fh, a, err == nil
+	if err != nil {
+		return sunrpc.AppendBool(nfs3.AppendPostOpAttr(b, nil), false)
+	}
+	b = nfs3.AppendPostOpAttr(b, &a)
+	if !l.handles {
+		return sunrpc.AppendBool(b, false)
+	}
+	return nfs3.AppendPostOpFH(b, &fh)
 }

@@ -69,7 +69,8 @@ func (s *Server) mount(h *sunrpc.CallHeader, args, reply []byte, allowed bool) [
 		for _, p := range s.cfg.Allow {
 			reply = sunrpc.AppendString(sunrpc.AppendBool(reply, true), p.String())
 		}
-		return sunrpc.AppendBool(sunrpc.AppendBool(reply, false), false) // no further group, no further export
+		// no further group, no further export
+		return sunrpc.AppendBool(sunrpc.AppendBool(reply, false), false)
 	}
 	return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.ProcUnavail)
 }

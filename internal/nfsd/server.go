@@ -49,6 +49,10 @@ type Config struct {
 	// MaxReply is the largest reply in bytes; 0 means MaxRecord.
 	MaxReply int
 	Logger   hclog.Logger
+
+	// For tests.
+	byInode bool               // never open files by handle
+	fsync   func(fd int) error // nil means fsync(2)
 }
 
 // A Server executes the calls of NFS version 3, MOUNT version 3 and the port mapper version 2 for
@@ -84,6 +88,9 @@ func New(cfg Config) (*Server, error) {
 	}
 	if s.cfg.MaxReply == 0 {
 		s.cfg.MaxReply = MaxRecord
+	}
+	if s.cfg.fsync == nil {
+		s.cfg.fsync = unix.Fsync
 	}
 	s.calls.New = func() any { return new(call) }
 	s.verifier.Store(rand.Uint64())
@@ -136,7 +143,7 @@ func (s *Server) open() (err error) {
 	s.umask = processUmask()
 	identity := binary.BigEndian.AppendUint64(nil, s.fsid)
 	var h kernelHandle
-	if s.opensByHandle(&h) {
+	if !s.cfg.byInode && s.opensByHandle(&h) {
 		identity = appendKernelHandle(identity, &h)
 	} else {
 		s.paths = newPathTable(s.rootFD, &st)
@@ -274,7 +281,7 @@ func (s *Server) syncObject(o *object) error {
 		o.dirty.Store(false)
 		fd, err := o.reader()
 		if err == nil {
-			err = retry(func() error { return unix.Fsync(fd) })
+			err = retry(func() error { return s.cfg.fsync(fd) })
 		}
 		if err == unix.EINVAL || err == unix.EROFS { // a file system without fsync
 			err = nil

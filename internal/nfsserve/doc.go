@@ -11,7 +11,7 @@
 //
 //	serve.go  Run, Config, Server: start and orderly end
 //	tcp.go    RPC over TCP server (RFC 5531 §11) in front of a directory
-//	proxy.go  calls from RDMA to the backend; XIDs stay, each client connection has TCP connections of its own
+//	proxy.go  calls from RDMA to the backend; XIDs stay; each client connection has its TCP connections
 //
 // # Promises and locks
 //

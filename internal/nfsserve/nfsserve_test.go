@@ -167,7 +167,8 @@ func TestDiskFull(t *testing.T) {
 		fh := c.create(name, 0o600)
 		c.ok(c.Write(c.ctx, c.cred, fh, 0, make([]byte, 60<<10), nfs3.Unstable, &w))
 		off := uint64(60 << 10)
-		c.ok(c.Write(c.ctx, c.cred, fh, off, make([]byte, 60<<10), nfs3.Unstable, &w)) // what there is room for
+		// what there is room for
+		c.ok(c.Write(c.ctx, c.cred, fh, off, make([]byte, 60<<10), nfs3.Unstable, &w))
 		off += uint64(w.Count)
 		c.want(c.Write(c.ctx, c.cred, fh, off, make([]byte, 60<<10), nfs3.Unstable, &w), syscall.ENOSPC)
 		if err := c.Write(c.ctx, c.cred, fh, 1<<63, []byte("x"), nfs3.Unstable, &w); err == nil {

@@ -18,7 +18,8 @@ import (
 // Limits of the TCP port. One client address gets at most half of each of the first three.
 const (
 	maxTCPConns = 512
-	callsAtOnce = 256 // calls in progress: their replies are the memory that small calls can ask for
+	// calls in progress: their replies are the memory that small calls can ask for
+	callsAtOnce = 256
 	largeCalls  = 128 // calls of more than smallRecord bytes in memory
 
 	callsPerConn = 32
@@ -44,8 +45,8 @@ type tcpHandler interface {
 	TryServe(peer netip.AddrPort, call, reply []byte) (out []byte, ok bool)
 }
 
-// A tcpServer answers RPC over TCP (RFC 5531 §11). Calls that need no disk run in the goroutine that
-// reads the connection; the others run in parallel and are answered as they finish.
+// A tcpServer answers RPC over TCP (RFC 5531 §11). Calls that need no disk run in the goroutine
+// that reads the connection; the others run in parallel and are answered as they finish.
 type tcpServer struct {
 	handler tcpHandler
 	log     hclog.Logger
@@ -91,7 +92,8 @@ type tcpConn struct {
 }
 
 func newTCPServer(h tcpHandler, log hclog.Logger) *tcpServer {
-	s := &tcpServer{handler: h, log: log, room: make(chan struct{}, callsAtOnce), large: make(chan struct{}, largeCalls)}
+	s := &tcpServer{handler: h, log: log, room: make(chan struct{}, callsAtOnce),
+		large: make(chan struct{}, largeCalls)}
 	s.clients.addr = make(map[netip.Addr]*tcpClient)
 	s.clock.Store(1)
 	return s

@@ -53,6 +53,8 @@ type conn struct {
 	startedAt time.Time    // origin of age
 	idle      stopwatch    // runs while no call is in progress
 	running   atomic.Int32 // calls in progress
+	called    atomic.Bool  // a call has arrived on the connection
+	leave     func()       // removes the connection from the count; may be called twice
 
 	messages struct { // message buffers
 		sync.Mutex
@@ -73,8 +75,8 @@ type recvBuf struct {
 	n   int
 }
 
-func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest) {
-	c := &conn{server: s, id: req, peer: req.RemoteAddr(), srvCtx: srvCtx, startedAt: time.Now()}
+func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest, leave func()) {
+	c := &conn{server: s, id: req, leave: leave, peer: req.RemoteAddr(), srvCtx: srvCtx, startedAt: time.Now()}
 	c.messages.all = make(map[*msgBuf]struct{})
 	c.replied.xids = make([]uint32, s.cfg.Credits)
 	c.addr = c.peer.Addr().Unmap()

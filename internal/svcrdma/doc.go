@@ -42,8 +42,9 @@
 // first, the reply follows when the client sends the call again. The server never replies to an
 // RDMA_ERROR or to an RPC reply. Serve releases every verbs resource before it returns.
 //
-// One client address can use at most half of the connections and of the duplicate request cache.
-// There is no other fairness: clients that use all memory delay other clients until a timeout.
+// One client address can use at most half of the connections and of the duplicate request cache. A
+// full server ends the oldest connection without any call to admit a new client. There is no other
+// fairness: clients that use all memory delay other clients until a timeout.
 //
 // # Locks and goroutines
 //

@@ -252,17 +252,43 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 			conns.Go(func() { _ = req.Reject(nil) })
 			continue
 		}
-		if !s.conns.admit(client) {
+		if !s.conns.admit(client) && !(s.endSilent(client) && s.conns.admit(client)) {
 			s.log.Warn("connection refused: too many connections", "peer", req.RemoteAddr(), "limit", s.conns.max,
 				"limit_of_a_client", s.conns.maxOwn)
 			conns.Go(func() { _ = req.Reject(nil) })
 			continue
 		}
 		conns.Go(func() {
-			defer s.conns.leave(client)
-			s.serveConn(ctx, req)
+			leave := sync.OnceFunc(func() { s.conns.leave(client) })
+			defer leave()
+			s.serveConn(ctx, req, leave)
 		})
 	}
+}
+
+// silentGrace is the minimum age at which endSilent ends a connection.
+const silentGrace = 2 * time.Second
+
+// endSilent ends the oldest connection without any call, so that a full server can admit client. If
+// client has reached its share, endSilent ends a connection of client. It returns false if it finds
+// no connection.
+func (s *server) endSilent(client netip.Addr) bool {
+	ownOnly := s.conns.shareUsed(client)
+	var oldest *conn
+	s.mem.mu.Lock()
+	for c := range s.mem.conns {
+		if !c.called.Load() && c.ctx.Err() == nil && c.age() > silentGrace && (!ownOnly || c.addr == client) &&
+			(oldest == nil || c.startedAt.Before(oldest.startedAt)) {
+			oldest = c
+		}
+	}
+	s.mem.mu.Unlock()
+	if oldest == nil {
+		return false
+	}
+	oldest.cancel(errSilent)
+	oldest.leave()
+	return true
 }
 
 // A connCount limits the number of connections in total and per client address.
@@ -288,6 +314,13 @@ func (c *connCount) admit(client netip.Addr) bool {
 	c.all++
 	c.own[client]++
 	return true
+}
+
+// shareUsed reports whether a client address has reached its limit.
+func (c *connCount) shareUsed(client netip.Addr) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.own[client] >= c.maxOwn
 }
 
 func (c *connCount) leave(client netip.Addr) {

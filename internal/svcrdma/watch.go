@@ -8,6 +8,7 @@ import (
 
 // Causes of connections that the server ends.
 var (
+	errSilent  = errors.New("connection without calls ended to admit another client")
 	errIdle    = errors.New("idle timeout expired without a call")
 	errNoReply = errors.New("call timeout expired in the handler")
 	errStalled = errors.New("transfer timeout expired: client did not answer an RDMA Read or did not accept a reply")
@@ -100,6 +101,7 @@ func (c *conn) checkCalls(now time.Duration) {
 // callBegins stops the idle stopwatch for the first call in progress, and callEnds starts it after
 // the last one. As in the Linux server, a discarded Send or an empty RDMA Write is not a call.
 func (c *conn) callBegins() {
+	c.called.Store(true)
 	if c.running.Add(1) == 1 {
 		c.idle.stop()
 	}

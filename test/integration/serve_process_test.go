@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -73,9 +74,9 @@ func (b *lockedBuffer) String() string {
 	return b.buf.String()
 }
 
-// startProcess starts nfsrdmad with args, behind the command wrap if that is not empty. The process
-// is killed when the test ends, unless end was called before.
-func startProcess(t *testing.T, wrap []string, args ...string) *process {
+// startProcess starts nfsrdmad with args, behind the command wrap if that is not empty. input may be
+// nil. The process is killed when the test ends.
+func startProcess(t *testing.T, wrap []string, input *os.File, args ...string) *process {
 	t.Helper()
 	file, err := program()
 	if err != nil {
@@ -84,6 +85,9 @@ func startProcess(t *testing.T, wrap []string, args ...string) *process {
 	line := append(append(append([]string{}, wrap...), file), args...)
 	p := &process{cmd: exec.Command(line[0], line[1:]...), ended: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = &p.out, &p.out
+	if input != nil {
+		p.cmd.Stdin = input
+	}
 	p.cmd.WaitDelay = time.Second
 	if err := p.cmd.Start(); err != nil {
 		t.Fatalf("start %v: %v", line, err)
@@ -145,10 +149,16 @@ func (p *process) waitFor(t *testing.T, what string, done func() error) {
 // A servedDir is "nfsrdmad serve DIR" as a process that can be stopped and started again with the
 // same ports.
 type servedDir struct {
-	*process
 	dir, rdma, tcp string
-	wrap, flags    []string
+	launcher       *process
+	commands       io.Writer // of the launcher
+	pid            int       // of the server; 0 while none runs
 }
+
+// launcherScript starts the server for every line of its input, and reports its process ID and its
+// end. A test with open files on a mount cannot start the server itself: the new process would close
+// its copies of the files before it becomes the server, and closing them needs the server.
+const launcherScript = `while read -r _; do "$@" & echo "pid $!"; wait $!; echo "ended"; done`
 
 // serveDir serves dir on two free ports of 127.0.0.1 until the test ends.
 func serveDir(t *testing.T, dir string, flags ...string) *servedDir {
@@ -160,7 +170,22 @@ func serveDir(t *testing.T, dir string, flags ...string) *servedDir {
 // itself by its arguments.
 func serveDirWith(t *testing.T, wrap []string, dir string, flags ...string) *servedDir {
 	t.Helper()
-	s := &servedDir{dir: dir, rdma: freePort(t), tcp: freePort(t), wrap: wrap, flags: flags}
+	s := &servedDir{dir: dir, rdma: freePort(t), tcp: freePort(t)}
+	input, output, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer input.Close()
+	t.Cleanup(func() { output.Close() })
+	s.commands = output
+	wrap = append([]string{"sh", "-c", launcherScript, "launcher"}, wrap...)
+	args := append([]string{"serve", dir, "--rdma-listen", s.rdma, "--tcp-listen", s.tcp}, flags...)
+	s.launcher = startProcess(t, wrap, input, args...)
+	t.Cleanup(func() {
+		if s.pid != 0 {
+			s.end(t, syscall.SIGTERM)
+		}
+	})
 	s.start(t)
 	return s
 }
@@ -168,17 +193,50 @@ func serveDirWith(t *testing.T, wrap []string, dir string, flags ...string) *ser
 // start starts the process and waits until both ports answer.
 func (s *servedDir) start(t *testing.T) {
 	t.Helper()
-	args := append([]string{"serve", s.dir, "--rdma-listen", s.rdma, "--tcp-listen", s.tcp}, s.flags...)
-	s.process = startProcess(t, s.wrap, args...)
+	if _, err := io.WriteString(s.commands, "start\n"); err != nil {
+		t.Fatal(err)
+	}
+	s.launcher.waitFor(t, "starting the server", func() error {
+		text := s.launcher.out.String()
+		i := strings.LastIndex(text, "pid ")
+		if strings.Count(text, "pid ") == strings.Count(text, "ended\n") {
+			return errors.New("no process ID yet")
+		}
+		_, err := fmt.Sscanf(text[i:], "pid %d\n", &s.pid)
+		return err
+	})
 	for _, addr := range []string{s.tcp, s.rdma} {
-		s.waitFor(t, "listening on "+addr, func() error {
+		s.launcher.waitFor(t, "listening on "+addr, func() error {
 			c, err := net.DialTimeout("tcp", addr, time.Second)
+			if err != nil && s.hasEnded() {
+				t.Fatalf("server ended:\n%s", s.launcher.out.String())
+			}
 			if err == nil {
 				c.Close()
 			}
 			return err
 		})
 	}
+}
+
+func (s *servedDir) hasEnded() bool {
+	text := s.launcher.out.String()
+	return strings.Count(text, "pid ") == strings.Count(text, "ended\n")
+}
+
+// end sends a signal to the server and waits until it has exited.
+func (s *servedDir) end(t *testing.T, sig syscall.Signal) {
+	t.Helper()
+	if err := syscall.Kill(s.pid, sig); err != nil {
+		t.Errorf("signal to the server: %v", err)
+	}
+	s.launcher.waitFor(t, "end of the server", func() error {
+		if !s.hasEnded() {
+			return errors.New("still running")
+		}
+		return nil
+	})
+	s.pid = 0
 }
 
 // restart ends the process with sig, calls down while no server runs, and starts it again.
@@ -208,7 +266,7 @@ func mountServed(t *testing.T, s *servedDir, options ...string) string {
 	t.Helper()
 	dir := openTempDir(t)
 	options = append(options, "port="+portOf(t, s.rdma), "mountport="+portOf(t, s.tcp))
-	p := startProcess(t, nil, "mount", "--foreground", "127.0.0.1:/", dir, "-o", strings.Join(options, ","))
+	p := startProcess(t, nil, nil, "mount", "--foreground", "127.0.0.1:/", dir, "-o", strings.Join(options, ","))
 	t.Cleanup(func() {
 		p.end(t, syscall.SIGTERM)
 		if isMountPoint(dir) {
@@ -340,6 +398,20 @@ func (c *rawClient) lookup(cred []byte, dir nfs3.FH, name string) (nfs3.FH, erro
 	var res nfs3.LookupResult
 	err := c.Lookup(c.ctx, cred, dir, name, &res)
 	return res.FH, err
+}
+
+// lookupRaw is lookup for names that nfs3 refuses to send.
+func (c *rawClient) lookupRaw(dir nfs3.FH, name string) (nfs3.FH, error) {
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcLookup), Cred: credential(0, 0),
+		Args: sunrpc.AppendString(sunrpc.AppendOpaque(nil, dir.Bytes()), name), MaxResult: 512, Result: make([]byte, 0, 512)}
+	if err := c.caller.Call(c.ctx, &m); err != nil {
+		return nfs3.FH{}, err
+	}
+	d := sunrpc.NewDecoder(m.Result)
+	if st := d.Uint32(); st != 0 {
+		return nfs3.FH{}, syscall.Errno(st)
+	}
+	return nfs3.NewFH(d.Opaque(nfs3.FHSize))
 }
 
 // mustLookup finds a name of the root directory as root.

@@ -1,0 +1,166 @@
+package nfsd
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// A client calls a Server without a transport.
+type client struct {
+	*nfs3.Client
+	t    testing.TB
+	s    *Server
+	dir  string
+	root nfs3.FH
+	ctx  context.Context
+	cred []byte
+}
+
+// A caller is an nfs3.Caller that calls a Server directly.
+type caller struct {
+	s    *Server
+	peer netip.AddrPort
+	try  bool // by TryServe first
+}
+
+func (c *caller) Call(ctx context.Context, m *sunrpc.Message) error {
+	msg := sunrpc.AppendCall(nil, 1, m.Prog, m.Vers, m.Proc, m.Cred)
+	msg = append(msg, m.Args...)
+	if len(m.ArgData) > 0 {
+		msg = sunrpc.AppendFixed(msg, m.ArgData)
+	}
+	var reply []byte
+	ok := false
+	if c.try {
+		reply, ok = c.s.TryServe(c.peer, msg, nil)
+	}
+	if !ok {
+		var err error
+		if reply, err = c.s.ServeRPC(ctx, c.peer, msg, nil); err != nil {
+			return err
+		}
+	}
+	_, results, err := sunrpc.ParseReply(reply)
+	m.Result, m.ResultDataLen = append(m.Result[:0], results...), -1
+	return err
+}
+
+func credential(uid, gid uint32, gids ...uint32) []byte {
+	return sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test", UID: uid, GID: gid, GIDs: gids})
+}
+
+var (
+	peer = netip.MustParseAddrPort("192.0.2.1:700")
+	root = credential(0, 0)
+	user = credential(1000, 1000)
+)
+
+// start exports a temporary directory, by default to root without squashing.
+func start(t testing.TB, change func(*Config)) *client {
+	t.Helper()
+	dir := t.TempDir()
+	if err := os.Chmod(dir, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	cfg := Config{Dir: dir, StateDir: t.TempDir(), NoRootSquash: true}
+	if change != nil {
+		change(&cfg)
+	}
+	c := restart(t, cfg)
+	t.Cleanup(func() { c.s.Close() })
+	return c
+}
+
+// restart starts a server; the caller closes it.
+func restart(t testing.TB, cfg Config) *client {
+	t.Helper()
+	s, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &client{Client: nfs3.NewClient(&caller{s: s, peer: peer, try: true}, nfs3.Options{}), t: t, s: s, dir: cfg.Dir,
+		root: s.rootFH, ctx: context.Background(), cred: root}
+}
+
+// both runs a test with handles of the kernel and with handles by inode number.
+func both(t *testing.T, f func(t *testing.T, change func(*Config))) {
+	t.Run("kernel handles", func(t *testing.T) { f(t, func(*Config) {}) })
+	t.Run("inode handles", func(t *testing.T) { f(t, func(c *Config) { c.byInode = true }) })
+}
+
+func (c *client) ok(err error) {
+	c.t.Helper()
+	if err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *client) want(err error, errno syscall.Errno) {
+	c.t.Helper()
+	if got := nfs3.Errno(err); err == nil || got != errno {
+		c.t.Errorf("got %v (%v), want %v", err, got, errno)
+	}
+}
+
+func (c *client) create(cred []byte, dir nfs3.FH, name string, mode uint32) nfs3.FH {
+	c.t.Helper()
+	var res nfs3.CreateResult
+	c.ok(c.Create(c.ctx, cred, dir, name,
+		&nfs3.CreateHow{Mode: nfs3.Guarded, Attr: nfs3.SetAttr{HasMode: true, Mode: mode}}, &res))
+	return res.FH
+}
+
+func (c *client) mkdir(cred []byte, dir nfs3.FH, name string, mode uint32) nfs3.FH {
+	c.t.Helper()
+	var res nfs3.CreateResult
+	c.ok(c.Mkdir(c.ctx, cred, dir, name, &nfs3.SetAttr{HasMode: true, Mode: mode}, &res))
+	return res.FH
+}
+
+func (c *client) lookup(dir nfs3.FH, name string) nfs3.LookupResult {
+	c.t.Helper()
+	var res nfs3.LookupResult
+	c.ok(c.Lookup(c.ctx, c.cred, dir, name, &res))
+	return res
+}
+
+func (c *client) write(cred []byte, fh nfs3.FH, data string) nfs3.WriteResult {
+	c.t.Helper()
+	var res nfs3.WriteResult
+	c.ok(c.Write(c.ctx, cred, fh, 0, []byte(data), nfs3.Unstable, &res))
+	return res
+}
+
+func (c *client) read(cred []byte, fh nfs3.FH) string {
+	c.t.Helper()
+	buf := make([]byte, 100)
+	var res nfs3.ReadResult
+	c.ok(c.Read(c.ctx, cred, fh, 0, buf, &res))
+	return string(buf[:res.N])
+}
+
+func (c *client) getattr(fh nfs3.FH) (a nfs3.Attr) {
+	c.t.Helper()
+	c.ok(c.GetAttr(c.ctx, c.cred, fh, &a))
+	return a
+}
+
+// path names a file of the export on this host.
+func (c *client) path(name string) string { return filepath.Join(c.dir, name) }
+
+func (c *client) stat(name string) syscall.Stat_t {
+	c.t.Helper()
+	var st syscall.Stat_t
+	c.ok(syscall.Lstat(c.path(name), &st))
+	return st
+}
+
+func asError(err error, e **nfs3.Error) bool { return errors.As(err, e) }

@@ -1,0 +1,295 @@
+package nfsd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+func TestRootIsSquashed(t *testing.T) {
+	c := start(t, func(cfg *Config) { cfg.NoRootSquash = false })
+	for _, tt := range []struct {
+		name     string
+		cred     []byte
+		uid, gid uint32
+	}{
+		{"root", credential(0, 0), anonymous, anonymous},
+		{"root of another group", credential(0, 7), anonymous, 7},
+		{"user of group 0", credential(1000, 0), 1000, anonymous},
+		{"user", credential(1000, 1001), 1000, 1001},
+		{"nobody", sunrpc.AppendAuthNone(nil), anonymous, anonymous},
+	} {
+		c.create(tt.cred, c.root, tt.name, 0o644)
+		if st := c.stat(tt.name); st.Uid != tt.uid || st.Gid != tt.gid {
+			t.Errorf("%s: got file of %d:%d, want %d:%d", tt.name, st.Uid, st.Gid, tt.uid, tt.gid)
+		}
+	}
+	c.ok(os.WriteFile(c.path("secret"), []byte("x"), 0o640)) // of root:root
+	fh := c.lookup(c.root, "secret").FH
+	for _, cred := range [][]byte{credential(0, 0), credential(1000, 0), credential(1000, 1000, 5, 0)} {
+		c.want(c.Read(c.ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
+	}
+}
+
+func TestRootIsNotSquashedOnRequest(t *testing.T) {
+	c := start(t, nil)
+	c.create(root, c.root, "f", 0o600)
+	if st := c.stat("f"); st.Uid != 0 || st.Gid != 0 {
+		t.Errorf("got file of %d:%d, want 0:0", st.Uid, st.Gid)
+	}
+}
+
+// A caller whose identity the kernel does not take gets an error, and nothing runs as root.
+func TestIdentityThatCannotBeTaken(t *testing.T) {
+	c := start(t, nil)
+	c.ok(os.WriteFile(c.path("f"), []byte("x"), 0o600))
+	open := c.create(root, c.root, "open", 0o666)
+	fh := c.lookup(c.root, "f").FH
+	for name, cred := range map[string][]byte{
+		"uid":   credential(badID, 1000),
+		"gid":   credential(1000, badID),
+		"group": credential(1000, 1000, badID),
+	} {
+		how := nfs3.CreateHow{Mode: nfs3.Guarded}
+		c.want(c.Create(c.ctx, cred, c.root, name, &how, new(nfs3.CreateResult)), unix.EACCES)
+		c.want(c.Read(c.ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
+		c.want(c.Write(c.ctx, cred, open, 0, []byte("y"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
+		c.want(c.Remove(c.ctx, cred, c.root, "f", new(nfs3.WccData)), unix.EACCES)
+		if _, err := os.Lstat(c.path(name)); err == nil {
+			t.Errorf("%s: the file was created", name)
+		}
+	}
+}
+
+func TestCredentialsThatDoNotDecode(t *testing.T) {
+	c := start(t, nil)
+	gss := sunrpc.AppendUint32(sunrpc.AppendUint32(nil, sunrpc.FlavorGSS), 0)
+	short := sunrpc.AppendOpaque(sunrpc.AppendUint32(nil, sunrpc.FlavorSys), make([]byte, 8))
+	long := sunrpc.AppendOpaque(sunrpc.AppendUint32(nil, sunrpc.FlavorSys), make([]byte, 24))
+	for name, cred := range map[string][]byte{"RPCSEC_GSS": gss, "short AUTH_SYS": short, "long AUTH_SYS": long} {
+		err := c.GetAttr(c.ctx, cred, c.root, new(nfs3.Attr))
+		var denied *sunrpc.DeniedError
+		if !errors.As(err, &denied) || denied.Auth != sunrpc.AuthBadCred {
+			t.Errorf("%s: got %v, want AUTH_BADCRED", name, err)
+		}
+	}
+}
+
+// The owner of a file may read and write it whatever the mode says, nobody else.
+func TestOwnerOverride(t *testing.T) {
+	c := start(t, nil)
+	fh := c.create(user, c.root, "f", 0)
+	c.write(user, fh, "data")
+	if got := c.read(user, fh); got != "data" {
+		t.Errorf("got %q, want what was written", got)
+	}
+	var wcc nfs3.WccData
+	c.ok(c.SetAttr(c.ctx, user, fh, &nfs3.SetAttr{HasSize: true, Size: 2}, nil, &wcc))
+	c.ok(c.Commit(c.ctx, user, fh, 0, 0, new(nfs3.CommitResult)))
+	other := credential(1001, 1000)
+	c.want(c.Read(c.ctx, other, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
+	c.want(c.Write(c.ctx, other, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
+	c.want(c.SetAttr(c.ctx, other, fh, &nfs3.SetAttr{HasSize: true}, nil, &wcc), unix.EACCES)
+	// ACCESS tells what the mode says: open(2) of a client goes by it.
+	var acc nfs3.AccessResult
+	c.ok(c.Access(c.ctx, user, fh, nfs3.AccessRead|nfs3.AccessModify, &acc))
+	if acc.Access != 0 {
+		t.Errorf("ACCESS: got %#x, want 0", acc.Access)
+	}
+}
+
+func TestExecutableIsReadable(t *testing.T) {
+	c := start(t, nil)
+	fh := c.create(root, c.root, "program", 0o711)
+	c.write(root, fh, "code")
+	if got := c.read(user, fh); got != "code" {
+		t.Errorf("got %q, want the program", got)
+	}
+	c.want(c.Write(c.ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
+}
+
+// WRITE and SETATTR of the size run as the caller, so that the kernel clears set-id bits.
+func TestWriteClearsSetID(t *testing.T) {
+	c := start(t, nil)
+	for _, tt := range []struct {
+		name string
+		do   func(fh nfs3.FH) error
+	}{
+		{"WRITE", func(fh nfs3.FH) error {
+			return c.Write(c.ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult))
+		}},
+		{"SETATTR", func(fh nfs3.FH) error {
+			return c.SetAttr(c.ctx, user, fh, &nfs3.SetAttr{HasSize: true, Size: 1}, nil, new(nfs3.WccData))
+		}},
+		{"CREATE", func(nfs3.FH) error {
+			how := nfs3.CreateHow{Attr: nfs3.SetAttr{HasSize: true, Size: 1}}
+			return c.Create(c.ctx, user, c.root, "CREATE", &how, new(nfs3.CreateResult))
+		}},
+	} {
+		fh := c.create(root, c.root, tt.name, 0o666)
+		c.ok(c.SetAttr(c.ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o6777}, nil, new(nfs3.WccData)))
+		c.ok(tt.do(fh))
+		if st := c.stat(tt.name); st.Mode&0o7777 != 0o777 {
+			t.Errorf("%s: got mode %o, want 777", tt.name, st.Mode&0o7777)
+		}
+	}
+}
+
+// A change of mode, owner or groups has an effect at once on permissions that are cached.
+func TestPermissionsAreCurrent(t *testing.T) {
+	c := start(t, nil)
+	fh := c.create(root, c.root, "f", 0o640)
+	member := credential(1000, 1000, 4242)
+	read := func(cred []byte) error {
+		return c.Read(c.ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult))
+	}
+	for range 2 {
+		c.want(read(member), unix.EACCES)
+		c.ok(os.Chown(c.path("f"), 0, 4242))
+		c.ok(read(member))
+		c.want(read(user), unix.EACCES)
+		c.ok(os.Chmod(c.path("f"), 0o600))
+		c.want(read(member), unix.EACCES)
+		c.ok(os.Chmod(c.path("f"), 0o644))
+		c.ok(read(user))
+		c.ok(os.Chmod(c.path("f"), 0o640))
+		c.ok(os.Chown(c.path("f"), 0, 0))
+	}
+}
+
+// While it acts for a caller, a thread lacks the capabilities that bypass quotas and reserved
+// blocks; afterwards every thread has the server's identity.
+func TestThreadIdentity(t *testing.T) {
+	c := start(t, nil)
+	who := cred{uid: 1000, gid: 1001, n: 2}
+	who.gids[0], who.gids[1] = 7, 8
+	before := threadStatus(t, "/proc/thread-self/status")
+	err := c.s.id.as(&who, func() error {
+		got := threadStatus(t, "/proc/thread-self/status")
+		if got.uid != "1000" || got.gid != "1001" || got.groups != "7 8" {
+			t.Errorf("got %+v, want 1000:1001 with groups 7 and 8", got)
+		}
+		for _, c := range callerCaps {
+			if got.caps&(1<<c) != 0 {
+				t.Errorf("capability %d is effective", c)
+			}
+		}
+		return nil
+	})
+	c.ok(err)
+	var wg sync.WaitGroup
+	for i := range 8 {
+		wg.Go(func() {
+			for j := range 50 {
+				name := fmt.Sprintf("%d-%d", i, j)
+				var res nfs3.CreateResult
+				how := nfs3.CreateHow{Mode: nfs3.Guarded}
+				if err := c.Create(c.ctx, credential(uint32(1000+i), 1000, 9), c.root, name, &how, &res); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	for i := range 8 {
+		if st := c.stat(fmt.Sprintf("%d-0", i)); st.Uid != uint32(1000+i) {
+			t.Errorf("got owner %d, want %d", st.Uid, 1000+i)
+		}
+	}
+	tasks, err := filepath.Glob("/proc/self/task/*/status")
+	if err != nil || len(tasks) == 0 {
+		t.Fatalf("got tasks %v, error %v", tasks, err)
+	}
+	for _, task := range tasks {
+		if got := threadStatus(t, task); got != before && got != (taskStatus{}) {
+			t.Errorf("%s: got %+v, want %+v", task, got, before)
+		}
+	}
+}
+
+type taskStatus struct {
+	uid, gid, groups string // of the file system
+	caps             uint64
+}
+
+func threadStatus(t *testing.T, name string) (s taskStatus) {
+	b, err := os.ReadFile(name)
+	if err != nil {
+		return s // the thread has ended
+	}
+	for line := range strings.Lines(string(b)) {
+		key, value, _ := strings.Cut(strings.TrimSpace(line), ":")
+		switch fields := strings.Fields(value); key {
+		case "Uid":
+			s.uid = fields[3]
+		case "Gid":
+			s.gid = fields[3]
+		case "Groups":
+			s.groups = strings.Join(fields, " ")
+		case "CapEff":
+			if _, err := fmt.Sscanf(fields[0], "%x", &s.caps); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	return s
+}
+
+// In a user namespace that maps root alone, calls of root run and calls of others are refused. The
+// kernel does not open files by handle there.
+func TestUserNamespace(t *testing.T) {
+	dir := t.TempDir()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), namespaceEnv+"="+dir)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWUSER,
+		UidMappings: []syscall.SysProcIDMap{{HostID: 0, Size: 1}},
+		GidMappings: []syscall.SysProcIDMap{{HostID: 0, Size: 1}}}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if _, err := os.Lstat(filepath.Join(dir, "export", "mine")); err != nil {
+		t.Errorf("the file of root is missing: %v", err)
+	}
+}
+
+// inNamespace is the part of TestUserNamespace that runs in the namespace.
+func inNamespace(dir string) error {
+	cfg := Config{Dir: filepath.Join(dir, "export"), StateDir: filepath.Join(dir, "state"), NoRootSquash: true}
+	if err := os.Mkdir(cfg.Dir, 0o777); err != nil {
+		return err
+	}
+	if err := os.Chmod(cfg.Dir, 0o777); err != nil {
+		return err
+	}
+	s, err := New(cfg)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	c := nfs3.NewClient(&caller{s: s, peer: peer}, nfs3.Options{})
+	var res nfs3.CreateResult
+	how := nfs3.CreateHow{Mode: nfs3.Guarded}
+	ctx := context.Background()
+	if err := c.Create(ctx, root, s.rootFH, "mine", &how, &res); err != nil {
+		return err
+	}
+	for _, id := range []uint32{1000, anonymous} {
+		err := c.Create(ctx, credential(id, id), s.rootFH, "theirs", &how, &res)
+		if nfs3.Errno(err) != unix.EACCES {
+			return fmt.Errorf("CREATE of uid %d: got %v, want EACCES", id, err)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,23 @@
+package nfsd
+
+import (
+	"fmt"
+	"os"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+)
+
+// namespaceEnv makes this binary run in a user namespace as the second half of a test.
+const namespaceEnv = "NFSD_TEST_NAMESPACE"
+
+func TestMain(m *testing.M) {
+	if dir, ok := os.LookupEnv(namespaceEnv); ok {
+		if err := inNamespace(dir); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
+	testutil.Main(m)
+}
