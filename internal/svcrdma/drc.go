@@ -42,8 +42,8 @@ type drcEntry struct {
 }
 
 // drc is the duplicate request cache of all connections. A retransmitted non-idempotent call gets
-// the first reply again, with the transport header of its own connection and chunks (RFC 8881
-// §2.9.2 on credits).
+// the first reply again, with a new transport header for the connection and chunks (RFC 8881 §2.9.2
+// on credits).
 //
 // The cache limits number, size and age of replies, and evicts the least recently used reply. One
 // client address can use at most half of the cache, so it cannot evict all replies of others.
