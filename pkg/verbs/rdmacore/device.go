@@ -61,13 +61,13 @@ type device struct {
 		cqs       map[*completionQueue]struct{}  // not closed
 		pds       map[*protectionDomain]struct{} // not deallocated
 		asyncFile *os.File                       // asynchronous events; nil without users
-		asyncDone chan struct{}                  // closed when the latest reader of the events has ended
+		asyncDone chan struct{}                  // closed when the latest reader has ended
 	}
 }
 
 // rxeRemoteInv gives rxe CapRemoteInv. rxe invalidates windows for the peer and reports it. But the
-// kernel panics when a window is invalidated that is not bound, and the peer's Send With Invalidate
-// can always meet a LOCAL_INV of this side. Only tests set rxeRemoteInv.
+// kernel panics when a window is invalidated that is not bound. The peer's Send With Invalidate can
+// always meet a LOCAL_INV of this side. Only tests set rxeRemoteInv.
 var rxeRemoteInv bool
 
 // deviceOf returns the current device of a context of librdmacm.
@@ -291,7 +291,7 @@ func (d *device) asyncEvent(kind asyncKind, cqp *C.struct_ibv_qp, port int) {
 	d.objects.Lock()
 	defer d.objects.Unlock()
 	switch kind {
-	case asyncCommEst: // data of the peer arrived before the message that establishes the connection
+	case asyncCommEst: // data arrived before the message that establishes the connection
 		if q := d.objects.qps[cqp]; q != nil {
 			C.rc_comm_established(q.cid)
 		}

@@ -19,8 +19,8 @@
 //   - On a device without windows, each use has a separate registration (verbs.CapPerIOReg).
 //     ibv_reg_mr runs before the chain is built, because only ibv_reg_mr returns the key.
 //     ibv_dereg_mr runs at the LocalInv, before the LocalInv completes. This is slower and stops
-//     the peer's access just as well, with one difference: until then the key is valid on every QP
-//     of the protection domain.
+//     the peer's access just as well, with one difference: until the LocalInv the key is valid on
+//     every QP of the protection domain.
 //
 // Opening a device allocates one window to find out whether the device has windows. Capability bits
 // are not read. If the first bind fails all the same, the connection ends. The next connection then
@@ -41,11 +41,15 @@
 //
 // # End of a connection
 //
-// The first of these events ends a connection: an event of the connection manager (disconnected,
-// device removal, address change), an asynchronous event of the device (device failure, port down,
-// access without the right), or a failed completion. OnDisconnect gets the best cause known after a
-// short wait. The cause is io.EOF if the peer disconnected. Devices do not report Terminate
-// messages, so the provider does not have verbs.CapTerminates.
+// The first of these events ends a connection:
+//
+//   - an event of the connection manager: disconnected, device removal, address change
+//   - an asynchronous event of the device: device failure, port down, access without the right
+//   - a failed completion
+//
+// OnDisconnect gets the best cause known after a short wait. The cause is io.EOF if the peer
+// disconnected. Devices do not report Terminate messages, so the provider does not have
+// verbs.CapTerminates.
 //
 // # Limits of the soft devices
 //
@@ -54,14 +58,14 @@
 //
 // rxe:
 //
-//   - It does not check the bounds of a window. The peer can access the whole arena to which the
-//     window is bound. Keep arenas small.
+//   - rxe does not check the bounds of a window. The peer can access the whole arena to which
+//     the window is bound. Keep arenas small.
 //   - An RDMA Read that the peer has started continues after the invalidation.
 //   - The kernel panics when a window is invalidated that is not bound. This package never
-//     invalidates one. The device does not get verbs.CapRemoteInv, because the peer's
-//     Send With Invalidate could meet a LOCAL_INV. A hostile peer can still send one.
-//   - Its connection manager stops working after one message without a route, for example after
-//     "ip link set … down". Its queue pair 1 stays in the error state until the device is made
+//     invalidates one. The device does not get verbs.CapRemoteInv, because the peer's Send With
+//     Invalidate could meet a LOCAL_INV. A hostile peer can still send a Send With Invalidate.
+//   - The connection manager of rxe stops working after one message without a route, for example
+//     after "ip link set … down". Its queue pair 1 stays in the error state until the device is made
 //     again. This package therefore starts no connection on a port that is down. The kernel
 //     may still send disconnect messages at that time.
 //
@@ -83,23 +87,25 @@
 //
 // # Device removal
 //
-// There are three signs that a device was removed: its place in sysfs is missing, which
-// pollDevices checks once a second; an asynchronous event reports that the device failed; or the
-// connection manager sends a removal event. The check in sysfs is for the soft devices. Their
-// drivers cannot take a device from the programs that have it open (no disassociate_ucontext), so
-// the kernel's ib_uverbs waits for these programs. If ib_uverbs was loaded after rdma_cm, the
-// kernel does not inform them before that. Drivers of cards can take a device away; then every call
-// fails with EIO.
+// This package detects the removal of a device in three ways:
 //
-// This package then destroys everything that it has of the device, although consumers still hold
-// the objects (devicecontext.go): queue pairs, whose requests are flushed; CQs; windows and
-// registrations; protection domains. Consumers keep empty objects and close them as usual. MRs no
-// longer give access as far as the device allows, and no new ones can be made. Last, the
-// descriptors of the context are returned to the kernel, so the removal of the device can finish.
-// librdmacm keeps the context itself. It closes the context only when it lists the devices again
-// and the list has changed.
+//   - The device's place in sysfs is missing. pollDevices checks this once a second.
+//   - An asynchronous event reports that the device failed.
+//   - The connection manager sends a removal event.
 //
-// Connecting finds a device that was added again; nothing needs a restart.
+// The check in sysfs is for the soft devices. Their drivers have no disassociate_ucontext, so they
+// cannot take a device from the programs that have it open. The kernel's ib_uverbs waits for these
+// programs. If ib_uverbs was loaded after rdma_cm, the connection manager sends no removal event
+// while ib_uverbs waits. Drivers of cards can take a device away; then every call fails with EIO.
+//
+// After a removal this package destroys all objects of the device, even those that consumers hold
+// (devicecontext.go). The order is: queue pairs, whose requests are flushed; CQs; windows and
+// registrations; protection domains. Consumers keep empty objects and close them as usual. The
+// peer's access to MRs ends as far as the device supports it. New MRs cannot be made. Last, the
+// descriptors of the context are closed, so the removal of the device can finish. librdmacm keeps
+// the context. It closes the context only when it lists the devices again and the list has changed.
+//
+// A device that was added again is used by the next connection. No restart is needed.
 //
 // # Goroutines and locks
 //
