@@ -180,6 +180,7 @@ const (
 // the first call has an effect.
 func (o *deviceContext) remove(reason string) { o.removal.Do(func() { o.takeDown(reason) }) }
 
+// takeDown is remove without the guard against a second call.
 func (o *deviceContext) takeDown(reason string) {
 	o.useMu.Lock()
 	o.gone.Store(true)
@@ -243,6 +244,6 @@ func removalHint(err error) error {
 	if devices.lastRemoved == "" || !errors.Is(err, syscall.ENODEV) {
 		return err
 	}
-	return fmt.Errorf("%w: RDMA device %s was removed at %s", err, devices.lastRemoved,
+	return fmt.Errorf("%w; RDMA device %s was removed at %s", err, devices.lastRemoved,
 		devices.lastTime.Format(time.TimeOnly))
 }
