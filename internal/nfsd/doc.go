@@ -62,6 +62,9 @@
 // sends a call again on a new connection has it executed again, so that for example a repeated
 // REMOVE ends with NFS3ERR_NOENT.
 //
+// A file that a client has written stays open for writing until some seconds after its COMMIT. A
+// local process cannot execute the file during that time (ETXTBSY).
+//
 // # Locks
 //
 // objects.mu guards the table and is held for no system call. object.open guards the descriptors,

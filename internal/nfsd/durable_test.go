@@ -121,19 +121,22 @@ func TestFailedSyncChangesVerifier(t *testing.T) {
 	if again := c.write(root, two, "data").Verf; again != first {
 		t.Errorf("got verifiers %x and %x, want one", first, again)
 	}
-	for name, do := range map[string]func() error{
-		"COMMIT": func() error { return c.Commit(c.ctx, root, two, 0, 0, new(nfs3.CommitResult)) },
-		"WRITE": func() error {
+	for _, tt := range []struct {
+		name string
+		do   func() error
+	}{
+		{"COMMIT", func() error { return c.Commit(c.ctx, root, two, 0, 0, new(nfs3.CommitResult)) }},
+		{"WRITE", func() error {
 			return c.Write(c.ctx, root, two, 0, []byte("x"), nfs3.FileSync, new(nfs3.WriteResult))
-		},
-		"REMOVE": func() error { return c.Remove(c.ctx, root, c.root, "two", new(nfs3.WccData)) },
+		}},
+		{"REMOVE", func() error { return c.Remove(c.ctx, root, c.root, "two", new(nfs3.WccData)) }},
 	} {
 		before := c.s.writeVerifier()
 		log.fail.Store(true)
-		c.want(do(), unix.EIO)
+		c.want(tt.do(), unix.EIO)
 		log.fail.Store(false)
 		if after := c.s.writeVerifier(); after == before {
-			t.Errorf("%s: the verifier stayed %x", name, after)
+			t.Errorf("%s: the verifier stayed %x", tt.name, after)
 		}
 	}
 	var com nfs3.CommitResult

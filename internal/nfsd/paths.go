@@ -13,7 +13,8 @@ import (
 const (
 	maxPlaces   = 1 << 20          // files whose names are remembered
 	maxWalk     = 10 * time.Second // one search of the whole export
-	walkPause   = 5 * time.Second  // between the end of a search and the next one
+	walkPause   = 5 * time.Second  // between two searches at least
+	walkShare   = 4                // and this many times the duration of the last search
 	maxDepth    = 4096             // directories on the way from the export's root to a file
 	direntsRoom = 64 << 10
 )
@@ -42,7 +43,7 @@ type pathTable struct {
 	}
 	walk struct {
 		sync.Mutex
-		ended time.Time
+		next time.Time // no search before
 	}
 }
 
@@ -146,58 +147,63 @@ func (t *pathTable) try(k inodeKey, body []byte) (int, error) {
 	return fd, nil
 }
 
-// search reads the export and notes the place of each file, until k is found. It tells whether k
-// may be open now.
+// search reads the whole export and notes the place of each file. It tells whether try may find k
+// now.
 func (t *pathTable) search(k inodeKey, body []byte) bool {
 	t.walk.Lock()
 	defer t.walk.Unlock()
-	if fd, err := t.try(k, body); err == nil { // found by the search before
+	if fd, err := t.try(k, body); err == nil { // found by the search of another call
 		unix.Close(fd)
 		return true
 	}
-	if time.Since(t.walk.ended) < walkPause {
+	began := time.Now()
+	if began.Before(t.walk.next) {
 		return false
 	}
-	defer func() { t.walk.ended = time.Now() }()
-	deadline, seen := time.Now().Add(maxWalk), 0
+	defer func() { t.walk.next = time.Now().Add(max(walkPause, walkShare*time.Since(began))) }()
+	deadline, seen, found := began.Add(maxWalk), 0, false
 	buf := make([]byte, direntsRoom)
 	type dir struct {
 		key  inodeKey
 		path string
 	}
-	found := false
 	for queue := []dir{{t.top, "."}}; len(queue) > 0 && seen < maxPlaces && time.Now().Before(deadline); {
 		d := queue[0]
 		queue = queue[1:]
-		fd, err := openPath(t.root, d.path)
-		if err != nil {
-			continue
-		}
-		list, err := reopen(fd, unix.O_RDONLY|unix.O_DIRECTORY)
-		unix.Close(fd)
-		if err != nil {
-			continue
-		}
-		for {
-			n, err := unix.Getdents(list, buf)
-			if err != nil || n <= 0 {
-				break
+		t.readDir(d.path, buf, func(e *dirent) {
+			at, name := inodeKey{t.top.dev, e.ino}, string(e.name)
+			seen++
+			t.add(at, d.key, name)
+			found = found || at == k
+			if e.typ == unix.DT_DIR || e.typ == unix.DT_UNKNOWN {
+				queue = append(queue, dir{at, d.path + "/" + name})
 			}
-			for e := range dirents(buf[:n]) {
-				name := string(e.name)
-				if name == "." || name == ".." {
-					continue
-				}
-				seen++
-				at := inodeKey{t.top.dev, e.ino}
-				t.add(at, d.key, name)
-				found = found || at == k
-				if e.typ == unix.DT_DIR || e.typ == unix.DT_UNKNOWN {
-					queue = append(queue, dir{at, d.path + "/" + name})
-				}
-			}
-		}
-		unix.Close(list)
+		})
 	}
 	return found
+}
+
+// readDir calls each for the entries of a directory. It skips what cannot be read.
+func (t *pathTable) readDir(path string, buf []byte, each func(*dirent)) {
+	fd, err := openPath(t.root, path)
+	if err != nil {
+		return
+	}
+	list, err := reopen(fd, unix.O_RDONLY|unix.O_DIRECTORY)
+	unix.Close(fd)
+	if err != nil {
+		return
+	}
+	defer unix.Close(list)
+	for {
+		n, err := unix.Getdents(list, buf)
+		if err != nil || n <= 0 {
+			return
+		}
+		for e := range dirents(buf[:n]) {
+			if name := string(e.name); name != "." && name != ".." {
+				each(&e)
+			}
+		}
+	}
 }

@@ -16,7 +16,7 @@ func statusOf(err error) nfs3.Status {
 	case unix.EPERM, unix.ENOENT, unix.EIO, unix.ENXIO, unix.EACCES, unix.EEXIST, unix.EXDEV, unix.ENODEV,
 		unix.ENOTDIR, unix.EISDIR, unix.EINVAL, unix.EFBIG, unix.ENOSPC, unix.EROFS, unix.EMLINK:
 		return nfs3.Status(errno) // Linux has the same numbers
-	case unix.ETXTBSY:
+	case unix.ETXTBSY, unix.EBUSY: // a running program; a mount point
 		return nfs3.ErrAcces
 	case unix.EOVERFLOW:
 		return nfs3.ErrFBig
@@ -32,7 +32,7 @@ func statusOf(err error) nfs3.Status {
 		return nfs3.ErrInval
 	case unix.EOPNOTSUPP, unix.ENOSYS:
 		return nfs3.ErrNotSupp
-	case unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EAGAIN, unix.EBUSY:
+	case unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EAGAIN:
 		return nfs3.ErrJukebox // the client tries again later
 	}
 	return nfs3.ErrIO

@@ -48,7 +48,7 @@ func openByHandle(mount int, h *kernelHandle, flags int) (int, error) {
 	}
 }
 
-// openat2Path opens one name below dir with O_PATH and never leaves dir, follows a link, or crosses
+// openPath opens a path below dir with O_PATH and never leaves dir, follows a link, or crosses
 // into another mount.
 func openPath(dir int, name string) (int, error) {
 	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_NOFOLLOW | unix.O_CLOEXEC,
@@ -64,7 +64,8 @@ func openParent(dir int) (int, error) {
 }
 
 // reopen opens the object of an O_PATH descriptor for I/O. It must be a regular file or a
-// directory: opening a pipe or a device has side effects.
+// directory: opening a pipe or a device has side effects. EAGAIN means that another process must
+// give up a lease first.
 func reopen(fd, flags int) (int, error) {
 	return retryFD(func() (int, error) {
 		return unix.Open(procFD(fd), flags|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
@@ -77,7 +78,7 @@ func procFD(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }
 func retryFD(f func() (int, error)) (int, error) {
 	for {
 		fd, err := f()
-		if err != unix.EINTR && err != unix.EAGAIN {
+		if err != unix.EINTR {
 			return fd, err
 		}
 	}
@@ -94,8 +95,8 @@ func retry(f func() error) error {
 // readNow reads what the page cache holds at off. EAGAIN means that the rest needs the disk.
 func readNow(fd int, b []byte, off int64) (int, error) {
 	v := unix.Iovec{Base: &b[0], Len: uint64(len(b))}
-	n, _, errno := unix.Syscall6(unix.SYS_PREADV2, uintptr(fd), uintptr(unsafe.Pointer(&v)), 1, uintptr(off), 0,
-		unix.RWF_NOWAIT)
+	n, _, errno := unix.Syscall6(unix.SYS_PREADV2, uintptr(fd), uintptr(unsafe.Pointer(&v)), 1, uintptr(off),
+		uintptr(uint64(off)>>32), unix.RWF_NOWAIT)
 	if errno != 0 {
 		return 0, errno
 	}
