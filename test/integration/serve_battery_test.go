@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// battery is the table of scripts. Each runs in an empty directory of mode 0777 that root owns, once
-// on a local directory and once on a mount, and every outcome must be equal.
+// battery is the table of scripts. Each runs in an empty directory of mode 0777 that root owns,
+// once on a local directory and once on a mount, and every outcome must be equal.
 var battery = []struct{ name, script string }{
 	{"create", "a open f f w,creat 0640; a write f hello; a close f; a stat f; b cat f; c cat f; r cat f"},
 	{"create exclusive", "a open f f w,creat,excl 0600; a open g f w,creat,excl 0600; a write f x; a stat f; b open h f w,creat,excl 0666"},
@@ -177,8 +177,8 @@ type difference struct {
 	reason string
 }
 
-// checkBattery runs every script on a local directory and on the mount, and compares with each other
-// the outcomes, and the state that the served directory has at the end.
+// checkBattery runs every script on a local directory and on the mount, and compares with each
+// other the outcomes, and the state that the served directory has at the end.
 func checkBattery(t *testing.T, local, served, mnt string, known []difference) {
 	for i, b := range battery {
 		name := fmt.Sprintf("%03d", i)

@@ -57,8 +57,8 @@ func (c *rawClient) writeAndCommit(name string) (nfs3.Verifier, error) {
 	return w.Verf, nil
 }
 
-// TestServeRestartReplaysWrites loses what a killed server had not committed, as a crash of the host
-// does. The client must write it again.
+// TestServeRestartReplaysWrites loses what a killed server had not committed, as a crash of the
+// host does. The client must write it again.
 func TestServeRestartReplaysWrites(t *testing.T) {
 	const size = 8 << 20
 	served := openTempDir(t)

@@ -166,8 +166,8 @@ func TestServeWithoutPrivilege(t *testing.T) {
 	}
 }
 
-// TestServeAllow checks the rules of --allow on both ports, for MOUNT and for NFS with a handle that
-// the client already has.
+// TestServeAllow checks the rules of --allow on both ports, for MOUNT and for NFS with a handle
+// that the client already has.
 func TestServeAllow(t *testing.T) {
 	served := identityDir(t)
 	open := serveDir(t, served)

@@ -74,8 +74,8 @@ func (b *lockedBuffer) String() string {
 	return b.buf.String()
 }
 
-// startProcess starts nfsrdmad with args, behind the command wrap if that is not empty. input may be
-// nil. The process is killed when the test ends.
+// startProcess starts nfsrdmad with args, behind the command wrap if that is not empty. input may
+// be nil. The process is killed when the test ends.
 func startProcess(t *testing.T, wrap []string, input *os.File, args ...string) *process {
 	t.Helper()
 	file, err := program()
@@ -156,8 +156,8 @@ type servedDir struct {
 }
 
 // launcherScript starts the server for every line of its input, and reports its process ID and its
-// end. A test with open files on a mount cannot start the server itself: the new process would close
-// its copies of the files before it becomes the server, and closing them needs the server.
+// end. A test with open files on a mount cannot start the server itself: the new process would
+// close its copies of the files before it becomes the server, and closing them needs the server.
 const launcherScript = `while read -r _; do "$@" & echo "pid $!"; wait $!; echo "ended"; done`
 
 // serveDir serves dir on two free ports of 127.0.0.1 until the test ends.

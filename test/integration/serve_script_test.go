@@ -310,7 +310,8 @@ func init() {
 		"rename":    {2, func(r *runner, a []string) (string, error) { return "", unix.Rename(r.path(a[0]), r.path(a[1])) }},
 		"renameat2": {3, (*runner).renameat2}, // FROM TO FLAGS
 		"link":      {2, func(r *runner, a []string) (string, error) { return "", unix.Link(r.path(a[0]), r.path(a[1])) }},
-		"symlink":   {2, func(r *runner, a []string) (string, error) { return "", unix.Symlink(a[0], r.path(a[1])) }}, // TARGET PATH
+		// TARGET PATH
+		"symlink":   {2, func(r *runner, a []string) (string, error) { return "", unix.Symlink(a[0], r.path(a[1])) }},
 		"readlink":  {1, (*runner).readlink},
 		"mknod":     {3, (*runner).mknod}, // PATH TYPE MODE [MAJOR MINOR]
 		"chmod":     {2, func(r *runner, a []string) (string, error) { return "", unix.Chmod(r.path(a[0]), mode(a[1])) }},
@@ -327,7 +328,8 @@ func init() {
 		"ftruncate": {2, func(r *runner, a []string) (string, error) {
 			return "", unix.Ftruncate(r.files[a[0]], int64(number(a[1])))
 		}},
-		"utimes":    {3, func(r *runner, a []string) (string, error) { return "", r.utimes(a, 0) }}, // PATH ATIME MTIME
+		// PATH ATIME MTIME
+		"utimes":    {3, func(r *runner, a []string) (string, error) { return "", r.utimes(a, 0) }},
 		"lutimes":   {3, func(r *runner, a []string) (string, error) { return "", r.utimes(a, unix.AT_SYMLINK_NOFOLLOW) }},
 		"times":     {1, (*runner).times},
 		"snap":      {1, (*runner).snap},
