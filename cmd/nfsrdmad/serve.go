@@ -36,6 +36,9 @@ func serveCommand() *cobra.Command {
 			if cfg.Allow, err = parseAllow(allow); err != nil {
 				return err
 			}
+			if cmd.Flags().Changed("allow") && len(cfg.Allow) == 0 {
+				return errors.New("invalid --allow \"\": use ADDRESS or ADDRESS/BITS")
+			}
 			if err := limits.apply(&cfg.RDMA); err != nil {
 				return err
 			}
@@ -89,7 +92,7 @@ func parseAllow(list []string) (nets []netip.Prefix, err error) {
 			p, err = netip.PrefixFrom(a, a.BitLen()), nil
 		}
 		if err != nil {
-			return nil, fmt.Errorf("flag --allow=%s: not an address or network; give ADDRESS or ADDRESS/BITS", text)
+			return nil, fmt.Errorf("invalid --allow %q: use ADDRESS or ADDRESS/BITS", text)
 		}
 		if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
 			p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)

@@ -30,14 +30,13 @@ var kindNames = [numKinds]string{"buffer", "PD", "MR", "CQ", "QP", "connection",
 var counts [numKinds]atomic.Int64
 
 // Track counts delta resources of kind k as created, or as released when delta is negative.
-// Providers and pools call it, never on a data path. It is safe for concurrent use.
+// Providers and pools call it, never on a data path. Track is safe for concurrent use.
 func Track(k Kind, delta int64) { counts[k].Add(delta) }
 
 // Count returns the number of resources of kind k that exist in this process.
 func Count(k Kind) int64 { return counts[k].Load() }
 
-// Report lists the number of resources of every kind that has any. It returns "" when there are
-// none.
+// Report lists the number of resources of every kind that has any, or returns "" without resources.
 func Report() string {
 	var parts []string
 	for k := range counts {

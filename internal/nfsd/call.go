@@ -201,6 +201,9 @@ func (c *call) run() error {
 			return statusError(st)
 		}
 	}
+	if c.leftExport(c.obj) || c.leftExport(c.obj2) {
+		return unix.ESTALE
+	}
 	if c.cfg.ReadOnly && changing[c.proc] {
 		return unix.EROFS
 	}

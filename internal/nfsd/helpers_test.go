@@ -2,6 +2,7 @@ package nfsd
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -161,3 +162,5 @@ func (c *client) stat(name string) syscall.Stat_t {
 	c.ok(syscall.Lstat(c.path(name), &st))
 	return st
 }
+
+func asError(err error, e **nfs3.Error) bool { return errors.As(err, e) }

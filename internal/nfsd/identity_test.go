@@ -251,20 +251,37 @@ func threadStatus(t *testing.T, name string) (s taskStatus) {
 // kernel does not open files by handle there.
 func TestUserNamespace(t *testing.T) {
 	dir := t.TempDir()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), namespaceEnv+"="+dir)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWUSER,
-		UidMappings: []syscall.SysProcIDMap{{HostID: 0, Size: 1}},
-		GidMappings: []syscall.SysProcIDMap{{HostID: 0, Size: 1}}}
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
+	runInNamespace(t, dir, 0)
 	if _, err := os.Lstat(filepath.Join(dir, "export", "mine")); err != nil {
 		t.Errorf("the file of root is missing: %v", err)
 	}
 }
 
-// inNamespace is the part of TestUserNamespace that runs in the namespace.
+// A server that is not root serves, and does everything as its own user.
+func TestServerWithoutRoot(t *testing.T) {
+	dir := t.TempDir()
+	runInNamespace(t, dir, 1000)
+	for _, name := range []string{"mine", "theirs"} {
+		if _, err := os.Lstat(filepath.Join(dir, "export", name)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// runInNamespace runs inNamespace in a user namespace in which the user of this process is uid.
+func runInNamespace(t *testing.T, dir string, uid int) {
+	t.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), namespaceEnv+"="+dir)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWUSER,
+		UidMappings: []syscall.SysProcIDMap{{ContainerID: uid, Size: 1}},
+		GidMappings: []syscall.SysProcIDMap{{ContainerID: uid, Size: 1}}}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+}
+
+// inNamespace is what runInNamespace runs.
 func inNamespace(dir string) error {
 	cfg := Config{Dir: filepath.Join(dir, "export"), StateDir: filepath.Join(dir, "state"), NoRootSquash: true}
 	if err := os.Mkdir(cfg.Dir, 0o777); err != nil {
@@ -284,6 +301,9 @@ func inNamespace(dir string) error {
 	ctx := context.Background()
 	if err := c.Create(ctx, root, s.rootFH, "mine", &how, &res); err != nil {
 		return err
+	}
+	if os.Geteuid() != 0 {
+		return c.Create(ctx, credential(1234, 1234), s.rootFH, "theirs", &how, &res)
 	}
 	for _, id := range []uint32{1000, anonymous} {
 		err := c.Create(ctx, credential(id, id), s.rootFH, "theirs", &how, &res)

@@ -476,7 +476,7 @@ func (c *call) link() error {
 		return err
 	}
 	if err := c.asCaller(func() error {
-		return unix.Linkat(unix.AT_FDCWD, procFD(c.obj.path), c.obj2.path, name, unix.AT_SYMLINK_FOLLOW)
+		return unix.Linkat(unix.AT_FDCWD, c.obj.proc, c.obj2.path, name, unix.AT_SYMLINK_FOLLOW)
 	}); err != nil {
 		return err
 	}

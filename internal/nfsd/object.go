@@ -17,6 +17,7 @@ type object struct {
 	key  inodeKey
 	kind uint32 // S_IFMT bits
 	path int    // O_PATH descriptor
+	proc string // name of path below /proc
 
 	changes changes // calls that change the object
 	syncs   syncer
@@ -112,7 +113,7 @@ func (t *objects) add(fh *nfs3.FH, fd int, st *unix.Stat_t) *object {
 		unix.Close(fd)
 		return o
 	}
-	o := &object{fh: *fh, key: keyOf(st), kind: st.Mode & unix.S_IFMT, path: fd, refs: 1}
+	o := &object{fh: *fh, key: keyOf(st), kind: st.Mode & unix.S_IFMT, path: fd, proc: procFD(fd), refs: 1}
 	o.open.ro, o.open.rw = -1, -1
 	t.table[o.fh] = o
 	t.inodes[o.key] = o

@@ -65,6 +65,7 @@ type Server struct {
 	root     *os.Root
 	rootFD   int // of the export's root, for reading
 	rootKey  inodeKey
+	rootPath atomic.Pointer[string] // path of the root now, with a slash at its end
 	rootFH   nfs3.FH
 	fsid     uint64
 	cookies  nfs3.Verifier // cookie verifier: names the file system
@@ -135,6 +136,7 @@ func (s *Server) open() (err error) {
 		return err
 	}
 	s.rootKey = keyOf(&st)
+	s.readRootPath()
 	s.fsid = uint64(uint32(vfs.Fsid.Val[0]))<<32 | uint64(uint32(vfs.Fsid.Val[1]))
 	binary.BigEndian.PutUint64(s.cookies[:], s.fsid^st.Ino)
 	if s.id, err = ownIdentity(); err != nil {
@@ -216,6 +218,7 @@ func (s *Server) sweep(ctx context.Context) {
 			return
 		case <-tick.C:
 			s.objects.sweep()
+			s.readRootPath()
 		}
 	}
 }
@@ -393,6 +396,33 @@ func (s *Server) inside(fd int, st *unix.Stat_t) bool {
 		k = keyOf(&attr)
 	}
 	return false
+}
+
+// readRootPath notes where the export's root is now.
+func (s *Server) readRootPath() {
+	path, err := os.Readlink(procFD(s.rootFD))
+	if err != nil {
+		return
+	}
+	path = strings.TrimSuffix(path, "/") + "/"
+	s.rootPath.Store(&path)
+}
+
+// leftExport tells whether an object is a directory that was moved out of the export. The kernel
+// knows the path of an open directory; where that does not say enough, the way up does.
+func (s *Server) leftExport(o *object) bool {
+	if o == nil || o.kind != unix.S_IFDIR || o.key == s.rootKey {
+		return false
+	}
+	var buf [unix.PathMax]byte
+	if root := s.rootPath.Load(); root != nil {
+		n, err := unix.Readlink(o.proc, buf[:])
+		if err == nil && n < len(buf) && n >= len(*root) && string(buf[:len(*root)]) == *root {
+			return false
+		}
+	}
+	var st unix.Stat_t
+	return unix.Fstat(o.path, &st) != nil || !s.inside(o.path, &st)
 }
 
 // slot takes the right to use the file system, until release is called.

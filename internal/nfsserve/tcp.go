@@ -69,11 +69,11 @@ type tcpClient struct {
 
 // Phases of a connection in the order in which a full server closes connections.
 const (
-	phaseSilent = iota // no call yet
-	phasePart          // part of a call has arrived
+	phaseSilent  = iota // no call yet
+	phasePart           // part of a call has arrived
+	phaseWaiting        // a large call waits for memory
 	phaseIdle
-	phaseBusy // waits for memory or for another call
-	numPhases
+	phaseBusy // a call waits for other calls; never closed for a new connection
 )
 
 // A tcpConn is one connection. The atomic fields are for the goroutine that checks deadlines.
@@ -317,7 +317,7 @@ func (t *tcpConn) next(ctx context.Context, r *bufio.Reader) (call *[]byte, isLa
 		return nil, false, err
 	}
 	if isLarge = rpctcp.FragmentSize(mark) > smallRecord || !rpctcp.LastFragment(mark); isLarge {
-		t.enter(phaseBusy)
+		t.enter(phaseWaiting)
 		if !take(ctx, t.client.large) {
 			return nil, false, ctx.Err()
 		}

@@ -31,7 +31,8 @@ func PutMark(b []byte, n int) { binary.BigEndian.PutUint32(b, lastFragment|uint3
 // FragmentSize returns the length in bytes of the fragment whose mark is b[:MarkSize].
 func FragmentSize(b []byte) int { return int(binary.BigEndian.Uint32(b) & maxFragment) }
 
-// LastFragment tells whether the fragment whose mark b begins with is the record's last.
+// LastFragment reports whether the fragment whose mark is b[:MarkSize] is the last one of its
+// record.
 func LastFragment(b []byte) bool { return binary.BigEndian.Uint32(b)&lastFragment != 0 }
 
 // A SizeError reports a record that exceeds the limit of the reader. It wraps [ErrRecord].

@@ -14,9 +14,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 )
 
-// Main runs the tests of a package and exits. It fails when a goroutine, a file descriptor, or a
+// Main runs the tests of a package and exits. Main fails when a goroutine, a file descriptor, or a
 // resource that leakcheck tracks (MR, QP, CQ, PD, slot, buffer, connection) remains after the
-// tests. It also turns the invariant checks of package verify on.
+// tests. Main also turns the invariant checks of package verify on.
 func Main(m *testing.M, opts ...goleak.Option) {
 	verify.Enable()
 	before := openDescriptors()

@@ -8,7 +8,7 @@ import (
 
 // Tests belong to one of two tiers:
 //
-//   - "make check" runs go test -short. It promises Go and nothing else: no root, no FUSE, no
+//   - "make check" runs go test -short. The tier promises only Go: no root, no FUSE, no
 //     Debian packages.
 //   - "make test" promises root, /dev/fuse and the Debian packages that the Makefile installs.
 //

@@ -19,7 +19,7 @@ var on atomic.Bool
 
 func init() { on.Store(os.Getenv(Env) == All) }
 
-// On reports whether the checks are on. It is one atomic load, so a hot path may call it.
+// On reports whether the checks are on. On is one atomic load, so a hot path may call it.
 func On() bool { return on.Load() }
 
 // Enable turns the checks on in this process and in processes that it starts later.

@@ -16,8 +16,15 @@ import (
 // statBlock is the unit of st_blocks in bytes (stat(2)).
 const statBlock = 512
 
-var modeOfType = [...]uint32{nfs3.NF3REG: syscall.S_IFREG, nfs3.NF3DIR: syscall.S_IFDIR, nfs3.NF3BLK: syscall.S_IFBLK,
-	nfs3.NF3CHR: syscall.S_IFCHR, nfs3.NF3LNK: syscall.S_IFLNK, nfs3.NF3SOCK: syscall.S_IFSOCK, nfs3.NF3FIFO: syscall.S_IFIFO}
+var modeOfType = [...]uint32{
+	nfs3.NF3REG:  syscall.S_IFREG,
+	nfs3.NF3DIR:  syscall.S_IFDIR,
+	nfs3.NF3BLK:  syscall.S_IFBLK,
+	nfs3.NF3CHR:  syscall.S_IFCHR,
+	nfs3.NF3LNK:  syscall.S_IFLNK,
+	nfs3.NF3SOCK: syscall.S_IFSOCK,
+	nfs3.NF3FIFO: syscall.S_IFIFO,
+}
 
 // fileMode returns the st_mode for attributes.
 func fileMode(a *nfs3.Attr) uint32 {
@@ -49,15 +56,15 @@ func (fs *FS) fillAttr(out *fuse.Attr, a *nfs3.Attr) {
 // attributes of the reply.
 func (fs *FS) callStart() uint64 { return fs.clock.Load() }
 
-// setToNow advances moment to the current clock value. It never moves moment back.
+// setToNow advances moment to the current clock value. setToNow never moves moment back.
 func (fs *FS) setToNow(moment *atomic.Uint64) {
 	now := fs.clock.Add(1)
 	for old := moment.Load(); old < now && !moment.CompareAndSwap(old, now); old = moment.Load() {
 	}
 }
 
-// updateAttr stores attributes from a reply whose call was sent at start. It returns false and
-// stores nothing in three cases: the node was changed or updated after start, so that the newer
+// updateAttr stores attributes from a reply whose call was sent at start. updateAttr returns false
+// and stores nothing in three cases: the node was changed or updated after start, so that the newer
 // state is unknown; the node has data that the server does not have; or the attributes describe
 // another object.
 func (fs *FS) updateAttr(ino *inode, a *nfs3.Attr, start uint64) bool {
@@ -198,8 +205,8 @@ const (
 	jukeboxMaxDelay = 5 * time.Second
 )
 
-// retryJukebox reports whether to retry a call that returned err, after a delay. It returns false
-// when the error is not NFS3ERR_JUKEBOX or when ctx ends during the delay.
+// retryJukebox reports whether to retry a call that returned err, after a delay. retryJukebox
+// returns false when the error is not NFS3ERR_JUKEBOX or when ctx ends during the delay.
 func (fs *FS) retryJukebox(ctx context.Context, err error, try int) bool {
 	if err == nil || !hasStatus(err, nfs3.ErrJukebox) {
 		return false
@@ -227,7 +234,8 @@ func hasStatus(err error, s nfs3.Status) bool {
 	return errors.As(err, &e) && e.Status == s
 }
 
-// checkStale returns err. It drops the node when the server no longer knows the node's handle.
+// checkStale returns err. checkStale drops the node when the server no longer knows the node's
+// handle.
 func (fs *FS) checkStale(ino *inode, err error) error {
 	if err != nil && (hasStatus(err, nfs3.ErrStale) || hasStatus(err, nfs3.ErrBadHandle)) {
 		fs.dropStale(ino)
@@ -244,7 +252,7 @@ func (fs *FS) dropStale(ino *inode) {
 
 // errno returns the error number for any error of this package.
 func errno(err error) syscall.Errno {
-	switch err := err.(type) {
+	switch err := err.(type) { //nolint:errorlint // wrappedErrno handles wrapped errors
 	case nil:
 		return 0
 	case syscall.Errno:

@@ -20,7 +20,7 @@ const (
 	maxReplays = 6
 )
 
-// sync writes the file's data to stable storage. It returns when the server has confirmed or
+// sync writes the file's data to stable storage. sync returns when the server has confirmed or
 // refused all data; fileHandle.report returns the refusal. The error is EINTR when ctx ends first.
 // The data then stays in memory.
 func (fs *FS) sync(ctx context.Context, ino *inode) error {
@@ -124,9 +124,9 @@ func (fs *FS) discard(ino *inode, set []*extent, err error) {
 	fs.releaseExtents(ino, set)
 }
 
-// replay sends all unstable extents again in the order of their writes. It includes extents that
-// were sent after the server restarted: an older extent that is sent now may overwrite them. No
-// other WRITE to the file is in flight during a replay.
+// replay sends all unstable extents again in the order of their writes. replay includes extents
+// that were sent after the server restarted: an older extent that is sent now may overwrite them.
+// No other WRITE to the file is in flight during a replay.
 func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) error {
 	fs.Counters.Replays.Add(1)
 	w := &ino.wb

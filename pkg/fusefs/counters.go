@@ -48,7 +48,7 @@ func (o Op) String() string {
 	return "unknown"
 }
 
-// Counters holds the counters of one FS. They only grow. Reading them is safe at any time.
+// Counters holds the counters of one FS. The counters only grow. Reading them is safe at any time.
 type Counters struct {
 	Ops    [NumOps]atomic.Uint64 // requests by kind
 	Errors [NumOps]atomic.Uint64 // requests that failed, by kind

@@ -19,8 +19,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// restartingServer simulates a server that restarts. It keeps UNSTABLE data until COMMIT. After
-// every `every` calls it drops that data and changes its verifier.
+// restartingServer simulates a server that restarts. restartingServer keeps UNSTABLE data until
+// COMMIT. After every `every` calls it drops that data and changes its verifier.
 type restartingServer struct {
 	nfs3.Caller
 	every int // calls of WRITE and COMMIT between two restarts
@@ -116,7 +116,7 @@ func (s *restartingServer) stamp(m *sunrpc.Message, unstable bool) {
 }
 
 // TestVerifierChangeReplaysWrites writes several files with overlapping ranges to a server that
-// drops unstable data. It then compares the stable data.
+// drops unstable data. TestVerifierChangeReplaysWrites then compares the stable data.
 func TestVerifierChangeReplaysWrites(t *testing.T) {
 	e := startExport(t)
 	for _, every := range []int{5, 13} {
@@ -260,7 +260,7 @@ func TestCloseToOpenConsistency(t *testing.T) {
 // a byte slice.
 func TestWriteAndTruncateMix(t *testing.T) {
 	e := startExport(t)
-	// This is the smallest possible pool.
+	// The pool has the smallest possible size.
 	m := e.mount(t, mountConfig{opts: Options{WSize: 8192}, buffers: 1, bufSize: 8192})
 	f, err := os.Create(m.path("file"))
 	must(t, err)

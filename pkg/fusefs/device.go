@@ -94,8 +94,8 @@ func disablePoll(dir string) {
 // A device is the device number of a file system.
 type device struct{ major, minor uint32 }
 
-// deviceAt returns the device number of the file system at path. It sends no request to that file
-// system: with AT_STATX_DONT_SYNC the kernel answers.
+// deviceAt returns the device number of the file system at path. deviceAt sends no request to that
+// file system: with AT_STATX_DONT_SYNC the kernel answers.
 func deviceAt(dirfd int, path string) (device, error) {
 	flags := unix.AT_STATX_DONT_SYNC | unix.AT_NO_AUTOMOUNT | unix.AT_SYMLINK_NOFOLLOW
 	if path == "" {
@@ -108,8 +108,9 @@ func deviceAt(dirfd int, path string) (device, error) {
 	return device{st.Dev_major, st.Dev_minor}, nil
 }
 
-// mountedAt reports whether the kernel's mount table has the file system dev of this package at dir,
-// also where another file system covers it. It reads /proc alone, so no file system can block it.
+// mountedAt reports whether the kernel's mount table has the file system dev of this package at
+// dir, also where another file system covers it. mountedAt reads /proc alone, so no file system can
+// block it.
 func mountedAt(dir string, dev device) (bool, error) {
 	mounts, err := mountinfo.GetMounts(isMount(dir, dev))
 	return len(mounts) > 0, err

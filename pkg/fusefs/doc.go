@@ -1,9 +1,9 @@
 // Package fusefs serves an NFSv3 file system through /dev/fuse.
 //
-// It translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813). It keeps
-// the state of an NFS client: the file handle of each node, cached attributes with their age, and
-// written data that is not yet stable on the server. It knows no transport: an nfs3.Client makes
-// its calls.
+// The package translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813).
+// The package keeps the state of an NFS client: the file handle of each node, cached attributes
+// with their age, and written data that is not yet stable on the server. The package knows no
+// transport: an nfs3.Client makes its calls.
 //
 // # Files
 //
@@ -61,8 +61,8 @@
 // one node's attributes. writeback.mu (in the inode) guards the node's extents. interrupts.mu
 // guards the active requests. reopens.mu, FS.handles and FS.dirty each guard one table.
 //
-// dirHandle.mu serializes the reads of one open directory. It is the only lock that is held during
-// an RPC. Server.mu is held during umount(2), which may wait for the server. Only unmounts take it.
+// dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
+// Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
 //
 // Lock writeback.mu before FS.dirty and inode.mu, and inodeTable.mu before inode.mu. Take each
 // other lock alone.

@@ -9,8 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// A fileHandle is one open file. Its READs and WRITEs use the credential of the user who opened it,
-// whichever process uses it later.
+// A fileHandle is one open file. READs and WRITEs of a fileHandle use the credential of the user
+// who opened the file, whichever process uses the handle later.
 type fileHandle struct {
 	ino      *inode
 	cred     []byte
@@ -30,7 +30,7 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 // removed is true when a removal in flight may have removed the file. On error the inode is not
 // pinned.
 //
-// unpin reverses pin. It removes the file when the file is hidden and was open only here.
+// unpin reverses pin. unpin removes the file when the file is hidden and was open only here.
 func (fs *FS) pin(r *request, ino *inode) (removed bool, err error) {
 	fs.inodes.openFile(ino)
 	removed, err = fs.awaitRemovals(r, ino)
@@ -64,15 +64,12 @@ func openFlags(flags uint32, unchanged bool) uint32 {
 
 // Open handles open(2) of an existing file.
 func (fs *FS) Open(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
-	r := fs.begin(OpOpen, cancel, &in.InHeader)
-	return fs.end(OpOpen, r, fs.open(r, in, out))
+	return fs.onNode(OpOpen, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.open(r, ino, in.Flags, out)
+	})
 }
 
-func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
-	ino := fs.inodes.get(in.NodeId)
-	if ino == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
 	removed, err := fs.pin(r, ino) // before any call to the server
 	fs.reopens.finish(r.pid)
 	if err != nil {
@@ -81,7 +78,7 @@ func (fs *FS) open(r *request, in *fuse.OpenIn, out *fuse.OpenOut) error {
 	if removed {
 		err = syscall.ESTALE // the kernel repeats the lookup
 	} else {
-		err = fs.openPinned(r, ino, in.Flags, out)
+		err = fs.openPinned(r, ino, flags, out)
 	}
 	if err != nil {
 		fs.unpin(ino)
@@ -126,7 +123,7 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 }
 
 // revalidate reports whether the kernel's cached pages match the attributes a, which are new from
-// the server. It records a as the state of the pages from now on.
+// the server. revalidate records a as the state of the pages from now on.
 func (ino *inode) revalidate(a *nfs3.Attr, cacheable bool) (unchanged bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
@@ -157,15 +154,12 @@ func granted(flags, access uint32) bool {
 
 // Create handles open(2) with O_CREAT of a name that the kernel does not know.
 func (fs *FS) Create(cancel <-chan struct{}, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
-	r := fs.begin(OpCreate, cancel, &in.InHeader)
-	return fs.end(OpCreate, r, fs.create(r, in, name, out))
+	return fs.onNode(OpCreate, cancel, &in.InHeader, func(r *request, dir *inode) error {
+		return fs.create(r, dir, in, name, out)
+	})
 }
 
-func (fs *FS) create(r *request, in *fuse.CreateIn, name string, out *fuse.CreateOut) error {
-	dir := fs.inodes.get(in.NodeId)
-	if dir == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) create(r *request, dir *inode, in *fuse.CreateIn, name string, out *fuse.CreateOut) error {
 	how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: modeOnly(in.Mode)}
 	if in.Flags&syscall.O_TRUNC != 0 {
 		// another client may have created the file after the kernel's lookup
@@ -233,7 +227,8 @@ func modeOnly(mode uint32) nfs3.SetAttr {
 	return nfs3.SetAttr{HasMode: true, Mode: mode & nfs3.ModeMask}
 }
 
-// Flush handles close(2). It returns after the file's data is stable, or returns the write error.
+// Flush handles close(2). Flush returns after the file's data is stable, or returns the write
+// error.
 func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	r := fs.begin(OpFlush, cancel, &in.InHeader)
 	h := fs.file(in.Fh)

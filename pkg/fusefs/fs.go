@@ -52,9 +52,9 @@ type Options struct {
 	DirCount uint32
 	// MaxWrites bounds the WRITE calls in flight. The default is DefaultMaxWrites.
 	MaxWrites int
-	// Buffers holds the data of reads and writes. Its buffers must have at least MinIOSize bytes
-	// and bound the size of a request. The default is a private pool of 32 buffers of MaxIOSize.
-	// The caller closes a pool that it supplies, after FS.Close.
+	// Buffers holds the data of reads and writes. Each buffer must have at least MinIOSize bytes
+	// and bounds the size of a request. The default is a private pool of 32 buffers of MaxIOSize. A
+	// pool that the caller supplies is closed by the caller, after FS.Close.
 	Buffers *membuf.Pool
 	// Observe, if not nil, is called after each request that the kernel waits for, with the time
 	// that the request took. Observe runs on the request's goroutine, may run concurrently, and
@@ -68,8 +68,8 @@ func DefaultOptions() Options {
 		AcDirMax: 60 * time.Second}
 }
 
-// An FS is one NFSv3 file system for one mount. It implements fuse.RawFileSystem. The kernel calls
-// its methods concurrently.
+// An FS is one NFSv3 file system for one mount. FS implements fuse.RawFileSystem. The kernel calls
+// the methods of an FS concurrently.
 type FS struct {
 	// RawFileSystem returns ENOSYS for operations that NFSv3 does not have: extended attributes,
 	// fallocate and locks. The kernel then keeps locks itself.
@@ -111,8 +111,8 @@ type FS struct {
 	aborted   chan struct{}
 }
 
-// New returns an FS for the export whose root directory is root. It gets the root's attributes and
-// the server's limits as uid 0. It returns an error when either call fails.
+// New returns an FS for the export whose root directory is root. New gets the root's attributes and
+// the server's limits as uid 0. New returns an error when either call fails.
 func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (*FS, error) {
 	if err := opts.setDefaults(); err != nil {
 		return nil, err
@@ -149,7 +149,7 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	return fs, nil
 }
 
-// serverLimit returns the smaller of own and the server's limit. It ignores a limit of 0.
+// serverLimit returns the smaller of own and the server's limit. serverLimit ignores a limit of 0.
 func serverLimit(own int, server uint32) int {
 	if server == 0 || int64(server) >= int64(own) {
 		return own

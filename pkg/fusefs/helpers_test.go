@@ -47,7 +47,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// eventually polls until done returns true. It returns false after testTimeout.
+// eventually polls until done returns true. eventually returns false after testTimeout.
 func eventually(done func() bool) bool {
 	for end := time.Now().Add(testTimeout); !done(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {

@@ -58,7 +58,7 @@ func stampOfWcc(a *nfs3.WccAttr) stamp   { return stamp{a.Size, a.Mtime, a.Ctime
 func (ino *inode) isDir() bool           { return ino.attr.Type == nfs3.NF3DIR }
 func (ino *inode) sillyName() *sillyName { ino.mu.Lock(); defer ino.mu.Unlock(); return ino.silly }
 
-// An inodeTable finds inodes by node number and by file handle. It never reuses a number, so that
+// An inodeTable finds inodes by node number and by file handle. A number is never reused, so that
 // every node has generation 0.
 type inodeTable struct {
 	mu     sync.Mutex
@@ -92,7 +92,7 @@ func (t *inodeTable) find(fh nfs3.FH) *inode {
 	return t.byFH[fh]
 }
 
-// ref returns the inode with the handle fh and adds one lookup reference. It creates the inode if
+// ref returns the inode with the handle fh and adds one lookup reference. ref creates the inode if
 // necessary. attr holds the server's attributes, or is nil. When attr shows that the server reused
 // the handle for another object, ref creates a new inode.
 func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {

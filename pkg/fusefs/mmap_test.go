@@ -11,8 +11,8 @@ import (
 )
 
 // The environment variables mmapStep and mmapFile make TestMmapChildProcess run one of mmapSteps on
-// a file. The steps need a process of their own: a page fault on the test's own mount would block
-// the Go runtime that serves the mount.
+// a file. The steps need a separate process: a page fault on the test's own mount would block the
+// Go runtime that serves the mount.
 const (
 	mmapStep = "NFSRDMAD_MMAP_STEP"
 	mmapFile = "NFSRDMAD_MMAP_FILE"
@@ -87,7 +87,7 @@ func runMmapStep(t *testing.T, step, path string) {
 }
 
 // TestMmapWriteBack writes files through shared mappings, with write-back by msync, munmap, exit
-// and truncate. It then reads them through mappings of a second mount.
+// and truncate. TestMmapWriteBack then reads them through mappings of a second mount.
 func TestMmapWriteBack(t *testing.T) {
 	e := startExport(t)
 	m, cold := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})

@@ -34,16 +34,16 @@ type MountOptions struct {
 	// Suid allows set-user-ID and set-group-ID programs on the mount, and Dev allows device files.
 	// NoExec forbids running programs from the mount.
 	Suid, Dev, NoExec bool
-	// SkipDisablePoll makes Mount skip DisablePoll. Set it when this process opens no file on the
-	// mount, or calls DisablePoll first. Mount then makes no system call on the new mount. A
-	// process that is killed during such a call waits for its own reply forever: it stays a zombie
-	// and the mount stays.
+	// SkipDisablePoll makes Mount skip DisablePoll. Set SkipDisablePoll when this process opens no
+	// file on the mount, or calls DisablePoll first. Mount then makes no system call on the new
+	// mount. A process that is killed during such a call waits for its own reply forever: the
+	// process stays a zombie and the mount stays.
 	SkipDisablePoll bool
 	// Logger receives go-fuse's messages. The default is the standard logger.
 	Logger *log.Logger
 }
 
-// A Server is one mounted FS. Its methods are safe for concurrent use.
+// A Server is one mounted FS. The methods of a Server are safe for concurrent use.
 type Server struct {
 	fs     *FS
 	dir    string // without symbolic links
@@ -105,14 +105,15 @@ func mountPoint(dir string) (string, error) {
 		return "", fmt.Errorf("mount %s: %w", dir, err)
 	}
 	if st, err := os.Stat(abs); err != nil {
-		return "", fmt.Errorf("mount point: %w", err)
+		return "", fmt.Errorf("mount %s: %w", abs, err)
 	} else if !st.IsDir() {
-		return "", fmt.Errorf("mount point %s: %w", abs, syscall.ENOTDIR)
+		return "", fmt.Errorf("mount %s: %w", abs, syscall.ENOTDIR)
 	}
-	if abs, err = filepath.EvalSymlinks(abs); err != nil {
-		return "", fmt.Errorf("mount point: %w", err)
+	resolved, err := filepath.EvalSymlinks(abs)
+	if err != nil {
+		return "", fmt.Errorf("mount %s: %w", abs, err)
 	}
-	return abs, nil
+	return resolved, nil
 }
 
 // start mounts the file system and negotiates the FUSE protocol with the kernel.

@@ -12,15 +12,10 @@ import (
 
 // Lookup finds a name in a directory.
 func (fs *FS) Lookup(cancel <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
-	r := fs.begin(OpLookup, cancel, h)
-	return fs.end(OpLookup, r, fs.lookup(r, h.NodeId, name, out))
+	return fs.onNode(OpLookup, cancel, h, func(r *request, dir *inode) error { return fs.lookup(r, dir, name, out) })
 }
 
-func (fs *FS) lookup(r *request, dirID uint64, name string, out *fuse.EntryOut) error {
-	dir := fs.inodes.get(dirID)
-	if dir == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) lookup(r *request, dir *inode, name string, out *fuse.EntryOut) error {
 	ino, err := fs.lookupOnce(r, dir, name, out)
 	if err != nil || ino == nil {
 		fs.reopens.finish(r.pid)
@@ -145,8 +140,8 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 	return fs.opts.AcDirMin
 }
 
-// createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. It makes the call and gets
-// what the server left out of its reply.
+// createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. createEntry makes the call
+// and gets what the server left out of its reply.
 func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOut,
 	call func(*nfs3.CreateResult) error) (*inode, error) {
 	var res nfs3.CreateResult
@@ -176,33 +171,23 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOu
 
 // Mkdir handles mkdir(2).
 func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
-	r := fs.begin(OpMkdir, cancel, &in.InHeader)
-	return fs.end(OpMkdir, r, fs.mkdir(r, in, name, out))
-}
-
-func (fs *FS) mkdir(r *request, in *fuse.MkdirIn, name string, out *fuse.EntryOut) error {
-	dir := fs.inodes.get(in.NodeId)
-	if dir == nil {
-		return syscall.ESTALE
-	}
 	set := modeOnly(in.Mode)
-	_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
-		return fs.client.Mkdir(r, r.cred, dir.fh, name, &set, res)
+	return fs.onNode(OpMkdir, cancel, &in.InHeader, func(r *request, dir *inode) error {
+		_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+			return fs.client.Mkdir(r, r.cred, dir.fh, name, &set, res)
+		})
+		return err
 	})
-	return err
 }
 
 // Mknod handles mknod(2), including regular files.
 func (fs *FS) Mknod(cancel <-chan struct{}, in *fuse.MknodIn, name string, out *fuse.EntryOut) fuse.Status {
-	r := fs.begin(OpMknod, cancel, &in.InHeader)
-	return fs.end(OpMknod, r, fs.mknod(r, in, name, out))
+	return fs.onNode(OpMknod, cancel, &in.InHeader, func(r *request, dir *inode) error {
+		return fs.mknod(r, dir, in, name, out)
+	})
 }
 
-func (fs *FS) mknod(r *request, in *fuse.MknodIn, name string, out *fuse.EntryOut) error {
-	dir := fs.inodes.get(in.NodeId)
-	if dir == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *fuse.EntryOut) error {
 	set := modeOnly(in.Mode)
 	var typ nfs3.FileType
 	switch in.Mode & syscall.S_IFMT {
@@ -229,20 +214,13 @@ func (fs *FS) mknod(r *request, in *fuse.MknodIn, name string, out *fuse.EntryOu
 
 // Symlink handles symlink(2).
 func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
-	r := fs.begin(OpSymlink, cancel, h)
-	return fs.end(OpSymlink, r, fs.symlink(r, h.NodeId, target, name, out))
-}
-
-func (fs *FS) symlink(r *request, dirID uint64, target, name string, out *fuse.EntryOut) error {
-	dir := fs.inodes.get(dirID)
-	if dir == nil {
-		return syscall.ESTALE
-	}
 	set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
-	_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
-		return fs.client.Symlink(r, r.cred, dir.fh, name, target, &set, res)
+	return fs.onNode(OpSymlink, cancel, h, func(r *request, dir *inode) error {
+		_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+			return fs.client.Symlink(r, r.cred, dir.fh, name, target, &set, res)
+		})
+		return err
 	})
-	return err
 }
 
 // Link handles link(2).

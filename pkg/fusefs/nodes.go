@@ -14,15 +14,12 @@ import (
 // GetAttr handles stat(2). The kernel caches attributes for the time that it was given. A request
 // therefore means that it wants new ones, or that a change invalidated the cached ones.
 func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
-	r := fs.begin(OpGetAttr, cancel, &in.InHeader)
-	return fs.end(OpGetAttr, r, fs.getattr(r, in.NodeId, out))
+	return fs.onNode(OpGetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.getattr(r, ino, out)
+	})
 }
 
-func (fs *FS) getattr(r *request, id uint64, out *fuse.AttrOut) error {
-	ino := fs.inodes.get(id)
-	if ino == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
@@ -50,15 +47,12 @@ func (fs *FS) fillAttrOut(ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.At
 
 // SetAttr handles chmod(2), chown(2), utimensat(2) and truncate(2).
 func (fs *FS) SetAttr(cancel <-chan struct{}, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
-	r := fs.begin(OpSetAttr, cancel, &in.InHeader)
-	return fs.end(OpSetAttr, r, fs.setattr(r, in, out))
+	return fs.onNode(OpSetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.setattr(r, ino, in, out)
+	})
 }
 
-func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
-	ino := fs.inodes.get(in.NodeId)
-	if ino == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	set := sattrOf(in)
 	cred := r.cred
 	if set.HasSize {
@@ -70,7 +64,7 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 		}
 	}
 	if set == (nfs3.SetAttr{}) {
-		return fs.getattr(r, in.NodeId, out)
+		return fs.getattr(r, ino, out)
 	}
 	// A later WRITE would undo the new times, and a replay would undo a truncation. The server may
 	// refuse a later COMMIT by the old owner.
@@ -94,8 +88,8 @@ func (fs *FS) setattr(r *request, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
 	return nil
 }
 
-// attrAfterChange sets a to the attributes after a change by this mount. It uses the reply wcc if
-// those attributes are valid, else it sends a GETATTR. cacheable is as in fetch.
+// attrAfterChange sets a to the attributes after a change by this mount. attrAfterChange uses the
+// reply wcc if those attributes are valid, else it sends a GETATTR. cacheable is as in fetch.
 func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc *nfs3.WccData,
 	a *nfs3.Attr) (cacheable bool, err error) {
 	ino.mu.Lock()
@@ -166,23 +160,20 @@ func timeHow(valid, bit, now uint32, sec uint64, nsec uint32) (nfs3.TimeHow, nfs
 
 // Access handles access(2) where the kernel does not check permissions itself.
 func (fs *FS) Access(cancel <-chan struct{}, in *fuse.AccessIn) fuse.Status {
-	r := fs.begin(OpAccess, cancel, &in.InHeader)
-	return fs.end(OpAccess, r, fs.access(r, in))
+	return fs.onNode(OpAccess, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.access(r, ino, in.Mask)
+	})
 }
 
-func (fs *FS) access(r *request, in *fuse.AccessIn) error {
-	ino := fs.inodes.get(in.NodeId)
-	if ino == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) access(r *request, ino *inode, mask uint32) error {
 	var want uint32
-	if in.Mask&unix.R_OK != 0 {
+	if mask&unix.R_OK != 0 {
 		want |= nfs3.AccessRead
 	}
-	if in.Mask&unix.W_OK != 0 {
+	if mask&unix.W_OK != 0 {
 		want |= nfs3.AccessModify
 	}
-	if in.Mask&unix.X_OK != 0 {
+	if mask&unix.X_OK != 0 {
 		ino.mu.Lock()
 		if ino.isDir() {
 			want |= nfs3.AccessLookup
@@ -221,16 +212,15 @@ func (fs *FS) askAccess(ctx context.Context, cred []byte, ino *inode, want uint3
 
 // Readlink handles readlink(2).
 func (fs *FS) Readlink(cancel <-chan struct{}, h *fuse.InHeader) ([]byte, fuse.Status) {
-	r := fs.begin(OpReadlink, cancel, h)
-	path, err := fs.readlink(r, h.NodeId)
-	return path, fs.end(OpReadlink, r, err)
+	var path []byte
+	status := fs.onNode(OpReadlink, cancel, h, func(r *request, ino *inode) (err error) {
+		path, err = fs.readlink(r, ino)
+		return err
+	})
+	return path, status
 }
 
-func (fs *FS) readlink(r *request, id uint64) ([]byte, error) {
-	ino := fs.inodes.get(id)
-	if ino == nil {
-		return nil, syscall.ESTALE
-	}
+func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	// The server may write the path with RDMA. Not every device reaches memory outside the pool.
 	buf := fs.getBuffer(r)
 	if buf == nil {
@@ -262,15 +252,10 @@ const statfsBlock = 4096
 
 // StatFs handles statfs(2).
 func (fs *FS) StatFs(cancel <-chan struct{}, h *fuse.InHeader, out *fuse.StatfsOut) fuse.Status {
-	r := fs.begin(OpStatFs, cancel, h)
-	return fs.end(OpStatFs, r, fs.statfs(r, h.NodeId, out))
+	return fs.onNode(OpStatFs, cancel, h, func(r *request, ino *inode) error { return fs.statfs(r, ino, out) })
 }
 
-func (fs *FS) statfs(r *request, id uint64, out *fuse.StatfsOut) error {
-	ino := fs.inodes.get(id)
-	if ino == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) statfs(r *request, ino *inode, out *fuse.StatfsOut) error {
 	var res nfs3.FSStatResult
 	for try := 0; ; try++ {
 		err := fs.client.FSStat(r, r.cred, ino.fh, &res)

@@ -36,8 +36,8 @@ func (t *inodeTable) closeFile(ino *inode) int {
 	return t.close(ino)
 }
 
-// An unresolvedRemoval is a removal in flight whose object is not known. It began while no file was
-// open, or while the kernel did not know the object.
+// An unresolvedRemoval is a removal in flight whose object is not known. Unresolved removals begin
+// while no file is open, or while the kernel does not know the object.
 type unresolvedRemoval struct {
 	dir  *inode
 	name string
@@ -92,8 +92,8 @@ func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
 	}
 }
 
-// beginUnresolved begins a removal without a LOOKUP. It returns nil and begins nothing when any
-// file is open.
+// beginUnresolved begins a removal without a LOOKUP. beginUnresolved returns nil and begins nothing
+// when any file is open.
 func (t *inodeTable) beginUnresolved(dir *inode, name string) *unresolvedRemoval {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -125,7 +125,8 @@ func (t *inodeTable) endUnresolved(b *unresolvedRemoval) {
 	t.removalEnded()
 }
 
-// beginRemoval begins a removal of ino. It returns false and begins nothing when ino is open.
+// beginRemoval begins a removal of ino. beginRemoval returns false and begins nothing when ino is
+// open.
 func (t *inodeTable) beginRemoval(ino *inode) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -180,9 +181,9 @@ func (t *inodeTable) endHiddenRemoval(dir *inode) {
 	t.removalEnded()
 }
 
-// awaitHiddenRemovals waits until the directory has no hidden names. It returns true when the
-// directory had hidden names at some time and has none now. It returns false when the files of the
-// hidden names stay open, or when r ends.
+// awaitHiddenRemovals waits until the directory has no hidden names. awaitHiddenRemovals returns
+// true when the directory had hidden names at some time and has none now. awaitHiddenRemovals
+// returns false when the files of the hidden names stay open, or when r ends.
 func (fs *FS) awaitHiddenRemovals(r *request, dir *inode) bool {
 	t := &fs.inodes
 	timer := time.NewTimer(hiddenTimeout)
@@ -213,8 +214,8 @@ func (fs *FS) awaitHiddenRemovals(r *request, dir *inode) bool {
 
 // When an open finds that its file or a symbolic link in its path was removed, the kernel repeats
 // the lookup and the open once. If the new file also disappeared, the caller would get ESTALE. The
-// files that these lookups find are therefore pinned until the open arrives. The kernel may look up
-// more than once: it repeats the lookup when the name stands for another file.
+// files that the repeated lookups find are therefore pinned until the open arrives. The kernel
+// repeats a lookup again when the name stands for another file.
 
 const (
 	// reopenTime is how long after a failed open its second lookup and open are expected.
@@ -288,7 +289,8 @@ func (o *reopens) finishLocked(pid uint32) {
 	}
 }
 
-// pinUntilReopen pins a file until the open is attempted. It waits for removals that began before.
+// pinUntilReopen pins a file until the open is attempted. pinUntilReopen waits for removals that
+// began before.
 func (fs *FS) pinUntilReopen(r *request, ino *inode, e *reopen) error {
 	if _, err := fs.pin(r, ino); err != nil {
 		return err

@@ -4,7 +4,7 @@ import "context"
 
 // An Owner is the process on whose behalf an RPC is made.
 type Owner struct {
-	// PID is the thread that made the system call. It is 0 when the thread is in another PID
+	// PID is the thread that made the system call. PID is 0 when the thread is in another PID
 	// namespace or belongs to the kernel.
 	PID uint32
 	UID uint32

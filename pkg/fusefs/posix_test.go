@@ -58,8 +58,9 @@ func TestPosix(t *testing.T) {
 	}
 }
 
-// TestKnownPosixFailures runs each known failure in a child process. It fails when a test passes:
-// remove that test from the list. None of the tests depends on timing, so one run is enough.
+// TestKnownPosixFailures runs each known failure in a child process. TestKnownPosixFailures fails
+// when a test passes: remove that test from the list. None of the tests depends on timing, so one
+// run is enough.
 func TestKnownPosixFailures(t *testing.T) {
 	for name, known := range knownFailures {
 		t.Run(name, func(t *testing.T) {

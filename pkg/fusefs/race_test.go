@@ -146,7 +146,8 @@ func TestOpenDuringSlowRemove(t *testing.T) {
 }
 
 // openDuringRemoval calls remove, which removes or replaces the file victim. While the server works
-// on it, openDuringRemoval opens another file and then victim. It returns the error of the latter.
+// on the removal, openDuringRemoval opens another file and then victim. openDuringRemoval returns
+// the error of the open of victim.
 func openDuringRemoval(t *testing.T, m *testMount, s *scripted, remove func() error) error {
 	t.Helper()
 	for _, file := range []string{"victim", "other", "new"} {
@@ -182,7 +183,8 @@ func openDuringRemoval(t *testing.T, m *testMount, s *scripted, remove func() er
 	case <-time.After(testTimeout):
 		t.Error("an open of another file waits for the removal")
 	}
-	// During a removal the kernel opens only names that it has cached. It has cached this name.
+	// During a removal the kernel opens only names that are in its cache. The name victim is in the
+	// cache.
 	victimOpened := make(chan error, 1)
 	go func() {
 		got, err := os.ReadFile(m.path("victim"))

@@ -23,7 +23,7 @@ type readResult struct {
 
 var readResults = sync.Pool{New: func() any { return new(readResult) }}
 
-// Bytes returns the data. It does not use go-fuse's buffer.
+// Bytes returns the data. Bytes does not use go-fuse's buffer.
 func (res *readResult) Bytes([]byte) ([]byte, fuse.Status) { return res.buf[:res.n], fuse.OK }
 
 // Size returns the number of bytes.
@@ -42,8 +42,8 @@ func (res *readResult) Done() {
 	readResults.Put(res)
 }
 
-// Read handles read(2) and page reads. It returns fewer bytes than requested only at the end of the
-// file, because the kernel takes a short reply for the end.
+// Read handles read(2) and page reads. Read returns fewer bytes than requested only at the end of
+// the file, because the kernel takes a short reply for the end.
 func (fs *FS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
 	r := fs.begin(OpRead, cancel, &in.InHeader)
 	res, err := fs.read(r, in)
@@ -85,7 +85,7 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 	return res, nil
 }
 
-// readFull reads until buf is full or the file ends. It returns the number of bytes.
+// readFull reads until buf is full or the file ends. readFull returns the number of bytes.
 func (fs *FS) readFull(r *request, h *fileHandle, off uint64, buf []byte) (int, error) {
 	var res nfs3.ReadResult
 	for done, empty, try := 0, 0, 0; ; {

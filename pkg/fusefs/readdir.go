@@ -49,15 +49,12 @@ type dirEntry struct {
 
 // OpenDir handles opendir(3).
 func (fs *FS) OpenDir(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.Status {
-	r := fs.begin(OpOpenDir, cancel, &in.InHeader)
-	return fs.end(OpOpenDir, r, fs.openDir(r, in.NodeId, out))
+	return fs.onNode(OpOpenDir, cancel, &in.InHeader, func(r *request, ino *inode) error {
+		return fs.openDir(r, ino, out)
+	})
 }
 
-func (fs *FS) openDir(r *request, id uint64, out *fuse.OpenOut) error {
-	ino := fs.inodes.get(id)
-	if ino == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 	// Each open of a directory asks the server, as for files. The kernel alone would check only the
 	// mode.
 	var res nfs3.AccessResult
@@ -88,8 +85,8 @@ func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
 	}
 }
 
-// FsyncDir handles fsync(2) of a directory. It does nothing: an NFSv3 server replies to directory
-// changes after they are stable (RFC 1813 §1.7).
+// FsyncDir handles fsync(2) of a directory. FsyncDir does nothing: an NFSv3 server replies to
+// directory changes after they are stable (RFC 1813 §1.7).
 func (fs *FS) FsyncDir(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
 	fs.Counters.Ops[OpFsyncDir].Add(1)
 	return fuse.OK
@@ -177,11 +174,11 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 
 // seek moves to an offset: the current position, the start, or the cookie of an entry.
 func (d *dirHandle) seek(offset uint64) {
-	switch {
-	case offset == 0:
+	switch offset {
+	case 0:
 		d.rewind(0)
 		d.verf = nfs3.Verifier{}
-	case offset == d.offset:
+	case d.offset:
 	default:
 		for i := range d.entries {
 			if d.entries[i].cookie == offset {
@@ -216,8 +213,8 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 	return err
 }
 
-// restart finds the reader's position again after the server returned NFS3ERR_BAD_COOKIE. It reads
-// the directory from the start until the entry with the reader's cookie.
+// restart finds the reader's position again after the server returned NFS3ERR_BAD_COOKIE. restart
+// reads the directory from the start until the entry with the reader's cookie.
 func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 	cookie := d.offset
 	for {
@@ -257,8 +254,8 @@ func (fs *FS) findCookie(r *request, d *dirHandle, plus bool, cookie uint64) err
 	}
 }
 
-// unsupported reports whether the server does not support a procedure: it returned NFS3ERR_NOTSUPP
-// or PROC_UNAVAIL.
+// unsupported reports whether err is NFS3ERR_NOTSUPP or PROC_UNAVAIL: the server does not support
+// the procedure.
 func unsupported(err error) bool {
 	if err == nil {
 		return false

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
+	"errors"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -13,7 +14,7 @@ import (
 
 // NFSv3 servers have no open files: a file without a name is gone, even for processes that have it
 // open. An NFSv3 client therefore renames the file of an open handle to a hidden name ("silly
-// rename"). It removes the hidden name after the last close.
+// rename"). The client removes the hidden name after the last close.
 
 // sillyPrefix begins the hidden names. Servers have cleanup jobs that look for it after client
 // crashes.
@@ -26,6 +27,15 @@ type sillyName struct {
 	cred []byte // of the user who removed the file
 }
 
+// takeSillyName removes and returns the hidden name of ino, or nil when ino has none.
+func (ino *inode) takeSillyName() *sillyName {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	silly := ino.silly
+	ino.silly = nil
+	return silly
+}
+
 func newSillyName() string {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // never fails
@@ -34,15 +44,10 @@ func newSillyName() string {
 
 // Unlink handles unlink(2).
 func (fs *FS) Unlink(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
-	r := fs.begin(OpUnlink, cancel, h)
-	return fs.end(OpUnlink, r, fs.unlink(r, h.NodeId, name))
+	return fs.onNode(OpUnlink, cancel, h, func(r *request, dir *inode) error { return fs.unlink(r, dir, name) })
 }
 
-func (fs *FS) unlink(r *request, dirID uint64, name string) error {
-	dir := fs.inodes.get(dirID)
-	if dir == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) unlink(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		err := fs.unlinkOnce(r, dir, name)
 		if !fs.retryJukebox(r, err, try) {
@@ -51,8 +56,8 @@ func (fs *FS) unlink(r *request, dirID uint64, name string) error {
 	}
 }
 
-// unlinkOnce removes or hides a name. It returns NFS3ERR_JUKEBOX to its caller, so that opens need
-// not wait during the delay before the retry.
+// unlinkOnce removes or hides a name. unlinkOnce returns NFS3ERR_JUKEBOX to its caller, so that
+// opens need not wait during the delay before the retry.
 func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 	if b := fs.inodes.beginUnresolved(dir, name); b != nil {
 		defer fs.inodes.endUnresolved(b)
@@ -80,8 +85,8 @@ func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 	return fs.removeRPC(r, r.cred, dir, name)
 }
 
-// targetOf returns the inode that name stands for on the server. It returns nil when the name does
-// not exist, or when the inode is unknown and therefore not open.
+// targetOf returns the inode that name stands for on the server. targetOf returns nil when the name
+// does not exist, or when the inode is unknown and therefore not open.
 func (fs *FS) targetOf(r *request, dir *inode, name string) (*inode, error) {
 	fh, ok, err := fs.lookupHandle(r, dir, name)
 	if !ok {
@@ -140,17 +145,14 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 	return nil
 }
 
-// removeSilly removes the hidden name of a file, if it has one. It does nothing when the file was
-// opened again through /proc/PID/fd.
+// removeSilly removes the hidden name of a file, if it has one. removeSilly does nothing when the
+// file was opened again through /proc/PID/fd.
 func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	if !fs.inodes.beginRemoval(ino) {
 		return
 	}
 	defer fs.inodes.endRemoval(ino)
-	ino.mu.Lock()
-	silly := ino.silly
-	ino.silly = nil
-	ino.mu.Unlock()
+	silly := ino.takeSillyName()
 	if silly == nil {
 		return
 	}
@@ -173,17 +175,12 @@ func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name strin
 
 // Rmdir handles rmdir(2).
 func (fs *FS) Rmdir(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
-	r := fs.begin(OpRmdir, cancel, h)
-	return fs.end(OpRmdir, r, fs.rmdir(r, h.NodeId, name))
+	return fs.onNode(OpRmdir, cancel, h, func(r *request, dir *inode) error { return fs.rmdir(r, dir, name) })
 }
 
-func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
-	dir := fs.inodes.get(dirID)
-	if dir == nil {
-		return syscall.ESTALE
-	}
+func (fs *FS) rmdir(r *request, dir *inode, name string) error {
 	err := fs.rmdirRPC(r, dir, name)
-	if err != syscall.ENOTEMPTY {
+	if !errors.Is(err, syscall.ENOTEMPTY) {
 		return err
 	}
 	target, lookupErr := fs.targetOf(r, dir, name)
@@ -193,7 +190,7 @@ func (fs *FS) rmdir(r *request, dirID uint64, name string) error {
 	return fs.rmdirRPC(r, dir, name)
 }
 
-// rmdirRPC sends an RMDIR. It returns ENOTEMPTY for a directory that is not empty.
+// rmdirRPC sends an RMDIR. rmdirRPC returns ENOTEMPTY for a directory that is not empty.
 func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		var wcc nfs3.WccData
@@ -233,8 +230,8 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 	}
 }
 
-// renameOnce renames a file. It hides the target if the target is open. It returns NFS3ERR_JUKEBOX
-// to its caller, as unlinkOnce does.
+// renameOnce renames a file. renameOnce hides the target if the target is open. renameOnce returns
+// NFS3ERR_JUKEBOX to its caller, as unlinkOnce does.
 func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, newName string) error {
 	if b := fs.inodes.beginUnresolved(to, newName); b != nil {
 		defer fs.inodes.endUnresolved(b)
@@ -280,10 +277,7 @@ func (fs *FS) isNamed(r *request, dir *inode, name string, ino *inode) bool {
 
 // unhide renames a hidden file back to its name after the rename over it failed.
 func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
-	ino.mu.Lock()
-	silly := ino.silly
-	ino.silly = nil
-	ino.mu.Unlock()
+	silly := ino.takeSillyName()
 	if silly == nil {
 		return
 	}

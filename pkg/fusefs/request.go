@@ -13,8 +13,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 )
 
-// A request is one request from the kernel and the context of its RPCs. Its Done channel is closed
-// when the calling thread gets a fatal signal or when the mount is aborted.
+// A request is one request from the kernel and the context of its RPCs. The channel of Done is
+// closed when the calling thread gets a fatal signal or when the mount is aborted.
 type request struct {
 	cancel <-chan struct{} // closed by go-fuse when the kernel sends INTERRUPT for any signal
 	pid    uint32          // calling thread; 0 when it is in another PID namespace
@@ -235,7 +235,7 @@ func statusField(status []byte, name string) ([]byte, bool) {
 	return bytes.TrimSpace(line), true
 }
 
-// begin starts a request: it counts it, starts its timer, and finds the caller's credential.
+// begin counts a request, starts its timer, and finds the caller's credential.
 func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	fs.Counters.Ops[op].Add(1)
 	r := fs.interrupts.begin(cancel, h.Pid)
@@ -245,6 +245,17 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	r.setOwner(h.Pid, h.Uid)
 	r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
 	return r
+}
+
+// onNode handles a request for the node of h: onNode runs do between begin and end. The status is
+// ESTALE when the node is not in the inode table.
+func (fs *FS) onNode(op Op, cancel <-chan struct{}, h *fuse.InHeader, do func(*request, *inode) error) fuse.Status {
+	r := fs.begin(op, cancel, h)
+	ino := fs.inodes.get(h.NodeId)
+	if ino == nil {
+		return fs.end(op, r, syscall.ESTALE)
+	}
+	return fs.end(op, r, do(r, ino))
 }
 
 // end finishes r and returns the status for the kernel.
@@ -263,8 +274,8 @@ func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	return status
 }
 
-// background is the context of work that serves no single request. It ends when the mount is
-// aborted.
+// background is the context of work that serves no single request. background ends when the mount
+// is aborted.
 type background struct{ fs *FS }
 
 func (background) Deadline() (time.Time, bool) { return time.Time{}, false }

@@ -117,8 +117,8 @@ func blockUntil(over <-chan struct{}) (a answer, blocked <-chan struct{}) {
 	}, waiting
 }
 
-// dirCookie returns the cookie in the arguments of READDIR or READDIRPLUS. It stands between the
-// handle and the verifier (RFC 1813 §3.3.16, §3.3.17).
+// dirCookie returns the cookie in the arguments of READDIR or READDIRPLUS. The cookie stands
+// between the handle and the verifier (RFC 1813 §3.3.16, §3.3.17).
 func dirCookie(m *sunrpc.Message) uint64 {
 	at := 4 + int(binary.BigEndian.Uint32(m.Args))
 	at += (4 - at%4) % 4
@@ -147,9 +147,9 @@ func setDirResult(m *sunrpc.Message, eof bool, entries ...scriptedEntry) {
 	m.Result = sunrpc.AppendBool(sunrpc.AppendBool(b, false), eof)
 }
 
-// killBlocked starts a program that blocks on the mount and waits for blocked. It then sends sig to
-// the program's process group, as a terminal does, and checks that the program ends although the
-// server does not answer.
+// killBlocked starts a program that blocks on the mount and waits for blocked. killBlocked then
+// sends sig to the program's process group, as a terminal does, and checks that the program ends
+// although the server does not answer.
 func killBlocked(t *testing.T, sig syscall.Signal, blocked <-chan struct{}, cmd *exec.Cmd) {
 	t.Helper()
 	name := filepath.Base(cmd.Path)

@@ -172,7 +172,10 @@ func TestWriteErrorReportedAtCloseAndFsync(t *testing.T) {
 			nfs3.ErrFBig:  syscall.EFBIG,
 			nfs3.ErrStale: syscall.ESTALE,
 		} {
-			for name, end := range map[string]func(*os.File) error{"close": (*os.File).Close, "fsync": (*os.File).Sync} {
+			for name, end := range map[string]func(*os.File) error{
+				"close": (*os.File).Close,
+				"fsync": (*os.File).Sync,
+			} {
 				t.Run(fmt.Sprintf("%v %v %s", proc, st, name), func(t *testing.T) {
 					m, s := e.mountScripted(t, mountConfig{opts: Options{WSize: 16 << 10}})
 					f, err := os.Create(m.path("file"))

@@ -19,8 +19,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// A relay forwards TCP between an RDMA front and its NFS server. It can hold the server's replies
-// back.
+// A relay forwards TCP between an RDMA front and its NFS server. A relay can hold the server's
+// replies back.
 type relay struct {
 	ln     net.Listener
 	target string

@@ -29,12 +29,13 @@ const (
 // mount.
 const disconnectTimeout = 2 * time.Second
 
-// Unmount unmounts the file system and waits for the last request. It returns EBUSY while files are
-// open, even if another program has already detached the mount. It also returns EBUSY when another
-// file system is mounted over this one. Copies of the mount in other mount namespaces end too.
-// After success this file system is not mounted on Dir. Mounts of other programs on Dir stay.
+// Unmount unmounts the file system and waits for the last request. Unmount returns EBUSY while
+// files are open, even if another program has already detached the mount. Unmount also returns
+// EBUSY when another file system is mounted over this one. Copies of the mount in other mount
+// namespaces end too. After success this file system is not mounted on Dir. Mounts of other
+// programs on Dir stay.
 func (s *Server) Unmount() error {
-	how, err := s.umount(0)
+	state, err := s.umount(0)
 	if err != nil {
 		return err
 	}
@@ -43,9 +44,8 @@ func (s *Server) Unmount() error {
 		return nil
 	case <-time.After(disconnectTimeout):
 	}
-	if how < unmounted {
-		return fmt.Errorf("umount %s: %w: the mount is detached but still has open files",
-			s.dir, syscall.EBUSY)
+	if state < unmounted {
+		return fmt.Errorf("umount %s: %w: the mount is detached but still has open files", s.dir, syscall.EBUSY)
 	}
 	s.abortConnection()
 	<-s.done
@@ -110,7 +110,7 @@ func (s *Server) detach(flags int) error {
 		} else {
 			err = unix.Unmount(s.dir, flags|unix.UMOUNT_NOFOLLOW)
 		}
-		// another program unmounted it first
+		// EINVAL: another program unmounted this file system first.
 		retry := errors.Is(err, unix.EINVAL) && try < detachTries
 		if err != nil && !retry {
 			return fmt.Errorf("umount %s: %w", s.dir, err)
@@ -118,8 +118,8 @@ func (s *Server) detach(flags int) error {
 	}
 }
 
-// isTopMount reports whether the visible file system at the mount point is this one. It returns
-// EBUSY when another file system covers this one.
+// isTopMount reports whether the visible file system at the mount point is this one. isTopMount
+// returns EBUSY when another file system covers this one.
 func (s *Server) isTopMount() (bool, error) {
 	if s.state == disconnected {
 		return false, nil
@@ -138,9 +138,9 @@ func (s *Server) isTopMount() (bool, error) {
 	return true, nil
 }
 
-// detachTopMount detaches the file system at the mount point if it is this one. It works through a
-// descriptor, so that it cannot detach a file system mounted at the same moment. The descriptor
-// keeps the mount busy, so only a lazy umount(2) works.
+// detachTopMount detaches the file system at the mount point if it is this one. umount(2) gets a
+// descriptor of the mount, so that it cannot detach a file system mounted at the same moment. The
+// descriptor keeps the mount busy, so only a lazy umount(2) works.
 func (s *Server) detachTopMount() error {
 	fd, err := unix.Open(s.dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {

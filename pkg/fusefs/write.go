@@ -12,7 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// An extent is a range of written bytes in one pool buffer. It passes through these states:
+// An extent is a range of written bytes in one pool buffer. An extent passes through these states:
 //
 //	filling --seal--> sending --WRITE, UNSTABLE------> unstable --COMMIT, same verifier--> released
 //	                     |                                ^  |
@@ -38,7 +38,8 @@ func (e *extent) overlaps(f *extent) bool { return e.off < f.end() && f.off < e.
 // A writeback holds the data of one file that is not known to be on stable storage.
 type writeback struct {
 	mu sync.Mutex
-	// wake is closed and set to nil when a field below changes. It is nil while no goroutine waits.
+	// wake is closed and set to nil when a field below changes. wake is nil while no goroutine
+	// waits.
 	wake     chan struct{}
 	seq      uint64
 	filling  *extent
@@ -58,8 +59,8 @@ func (w *writeback) changed() {
 	}
 }
 
-// wait releases mu until a field changes or ctx ends. It returns EINTR when ctx ends. It returns
-// with mu held in both cases.
+// wait releases mu until a field changes or ctx ends. wait returns EINTR when ctx ends. wait
+// returns with mu held in both cases.
 func (w *writeback) wait(ctx context.Context) error {
 	if w.wake == nil {
 		w.wake = make(chan struct{})
@@ -163,7 +164,7 @@ func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
 	return a.Size, nil
 }
 
-// buffer copies data into extents. It returns the number of bytes taken, which is less than
+// buffer copies data into extents. buffer returns the number of bytes taken, which is less than
 // len(data) only with an error.
 func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken int, err error) {
 	w := &h.ino.wb
@@ -205,8 +206,8 @@ func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken 
 	return taken, nil
 }
 
-// take copies as much of data as fits into the extent. It returns 0 when data neither continues nor
-// overwrites the extent.
+// take copies as much of data as fits into the extent. take returns 0 when data neither continues
+// nor overwrites the extent.
 func (e *extent) take(cred []byte, off uint64, data []byte, limit int) int {
 	if off < e.off || off > e.end() || &cred[0] != &e.cred[0] {
 		return 0
@@ -332,9 +333,10 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 	return committed, start, nil
 }
 
-// extentWritten counts an extent as known to the server. It stores the attributes of the last reply
-// only when no other extent was in flight and no other reply arrived in between. The server may
-// execute the calls in another order than it answers them. The caller holds writeback.mu.
+// extentWritten counts an extent as known to the server. extentWritten stores the attributes of the
+// last reply only when no other extent was in flight and no other reply arrived in between. The
+// server may execute the calls in another order than it answers them. The caller holds
+// writeback.mu.
 func (fs *FS) extentWritten(ino *inode, wcc *nfs3.WccData, start uint64, err error) {
 	ino.mu.Lock()
 	ino.pending--
@@ -392,8 +394,8 @@ func (fs *FS) release(ino *inode, e *extent) {
 const bufferPollInterval = 20 * time.Millisecond
 
 // getBuffer takes a buffer from the pool. When the pool is empty, getBuffer syncs other files to
-// free their buffers, so that readers and writers cannot starve each other. It returns nil when ctx
-// ends. The caller must hold no lock and no other buffer.
+// free their buffers, so that readers and writers cannot starve each other. getBuffer returns nil
+// when ctx ends. The caller must hold no lock and no other buffer.
 func (fs *FS) getBuffer(ctx context.Context) []byte {
 	if b := fs.buffers.TryGet(); b != nil {
 		return b

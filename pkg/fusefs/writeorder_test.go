@@ -13,7 +13,8 @@ import (
 )
 
 // TestReorderedWriteRepliesKeepSize has two WRITEs in flight. The server executes the WRITE at
-// offset 0 first but answers it last. This last reply contains a smaller file size than the first.
+// offset 0 first but answers it last. The last reply contains a smaller file size than the first
+// one.
 func TestReorderedWriteRepliesKeepSize(t *testing.T) {
 	const low, high, far = 100, 200, 1 << 20
 	m, s := startExport(t).mountScripted(t, mountConfig{})

@@ -50,8 +50,8 @@ func addArena(mem []byte) {
 	arenas.list.Store(&list)
 }
 
-// dropArena removes the arena that starts at mem from the list and detaches its attachments. It
-// does nothing when there is no arena at mem.
+// dropArena removes the arena that starts at mem from the list and detaches its attachments.
+// Without an arena at mem dropArena does nothing.
 func dropArena(mem []byte) {
 	arenas.mu.Lock()
 	var a *Arena
@@ -88,8 +88,8 @@ func findArena(list []*Arena, addr uintptr) (int, bool) {
 	return lo, lo < len(list) && address(list[lo].mem) == addr
 }
 
-// ArenaOf returns the arena that contains all of b. It returns nil when b is empty or does not lie
-// in memory of Alloc. It takes no lock.
+// ArenaOf returns the arena that contains all of b, or nil when b is empty or does not lie in
+// memory of Alloc. ArenaOf takes no lock.
 func ArenaOf(b []byte) *Arena {
 	p := arenas.list.Load()
 	if len(b) == 0 || p == nil {
@@ -114,9 +114,9 @@ func ArenaOf(b []byte) *Arena {
 // after its Attachment was detached.
 func (a *Arena) Bytes() []byte { return a.mem }
 
-// Attached returns owner's attachment. When there is none, it calls attach and keeps the result. It
-// calls attach with the arena locked, so that only one caller attaches. It returns ErrFreed when
-// the arena was freed, or the error of attach.
+// Attached returns owner's attachment. When there is none, it calls attach and keeps the result.
+// Attached calls attach with the arena locked, so that only one caller attaches. Attached returns
+// ErrFreed when the arena was freed, or the error of attach.
 func (a *Arena) Attached(owner any, attach func() (Attachment, error)) (Attachment, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -137,8 +137,8 @@ func (a *Arena) Attached(owner any, attach func() (Attachment, error)) (Attachme
 	return x, nil
 }
 
-// Forget removes owner's attachment from the arena and returns it without detaching it. It returns
-// nil when there is none.
+// Forget removes owner's attachment from the arena, and returns it without detaching it. Without an
+// attachment Forget returns nil.
 func (a *Arena) Forget(owner any) Attachment {
 	a.mu.Lock()
 	defer a.mu.Unlock()

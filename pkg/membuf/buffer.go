@@ -46,7 +46,7 @@ func Free(b []byte) {
 type Pool struct {
 	size  int
 	free  chan []byte
-	max   int
+	limit int
 	ended chan struct{} // closed by Close
 
 	state struct {
@@ -56,10 +56,10 @@ type Pool struct {
 	}
 }
 
-// NewPool makes a pool of at most max buffers of size bytes each. The pool allocates a buffer when
-// it is first needed.
-func NewPool(size, max int) *Pool {
-	return &Pool{size: size, max: max, free: make(chan []byte, max), ended: make(chan struct{})}
+// NewPool makes a pool of at most limit buffers of size bytes each. The pool allocates a buffer
+// when it is first needed.
+func NewPool(size, limit int) *Pool {
+	return &Pool{size: size, limit: limit, free: make(chan []byte, limit), ended: make(chan struct{})}
 }
 
 // Size returns the length of each buffer in bytes.
@@ -68,8 +68,8 @@ func (p *Pool) Size() int { return p.size }
 // allocRetry is how long Get waits before it tries a failed allocation again.
 const allocRetry = 50 * time.Millisecond
 
-// TryGet returns a buffer. It returns nil when all buffers are in use, the system has no memory, or
-// the pool is closed.
+// TryGet returns a buffer, or nil when all buffers are in use, the system has no memory, or the
+// pool is closed.
 func (p *Pool) TryGet() []byte {
 	b, _ := p.tryGet()
 	return b
@@ -84,7 +84,7 @@ func (p *Pool) tryGet() (b []byte, noMemory bool) {
 	}
 	p.state.Lock()
 	defer p.state.Unlock()
-	if p.state.closed || p.state.allocated >= p.max {
+	if p.state.closed || p.state.allocated >= p.limit {
 		return nil, false
 	}
 	b, err := Alloc(p.size)
@@ -95,7 +95,7 @@ func (p *Pool) tryGet() (b []byte, noMemory bool) {
 	return b, false
 }
 
-// Get returns a buffer. It waits while all buffers are in use or the system has no memory. It
+// Get returns a buffer. Get waits while all buffers are in use or the system has no memory. Get
 // returns nil when done or the pool is closed.
 func (p *Pool) Get(done <-chan struct{}) []byte {
 	for {

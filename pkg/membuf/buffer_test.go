@@ -79,7 +79,7 @@ func TestPoolLimitsBuffers(t *testing.T) {
 	}
 	waiting := make(chan []byte)
 	go func() { waiting <- p.Get(nil) }()
-	p.Put(out[0][:10]) // a reslice from the first octet on
+	p.Put(out[0][:10]) // a reslice from the first byte on
 	if b := <-waiting; &b[0] != &out[0][0] || len(b) != size {
 		t.Errorf("waiting Get: got another buffer or %d bytes, want the buffer of Put with %d bytes", len(b), size)
 	}

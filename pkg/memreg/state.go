@@ -20,7 +20,7 @@ package memreg
 //	                         +---> destroyed (orphaned), if not destroyed
 //	                               or not allocated again
 //
-// The end of the pool destroys an MR in any state.
+// Pool.Destroy destroys an MR in any state.
 type State uint32
 
 // MR states.

@@ -1,6 +1,7 @@
 package nfs3
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -11,8 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// Parts of the largest results, written out from RFC 1813 §2.5 and §2.6 rather than taken from the
-// sums under test.
+// Parts of the largest results (RFC 1813 §2.5, §2.6). They do not use the constants under test.
 var (
 	bigFH     = "00000040" + strings.Repeat("ab", 64)
 	bigPost   = "00000001" + attrHex
@@ -20,10 +20,10 @@ var (
 	bigWcc    = "00000001 0000000000000001 00000001 00000002 00000003 00000004 00000001" + attrHex
 )
 
-// TestLargestReplies gives each procedure the largest result that RFC 1813 allows it, and the
-// largest failing arm: the first has exactly as many octets as transports are told to make room for
-// (RFC 8267 §3), the second no more, and both decode.
-func TestLargestReplies(t *testing.T) {
+// TestLargestResultsMatchMaxResult decodes the largest successful and the largest failed result of
+// each procedure. The size of the first must equal MaxResult (RFC 8267 §3). The second must not be
+// larger.
+func TestLargestResultsMatchMaxResult(t *testing.T) {
 	ctx := context.Background()
 	buf := make([]byte, 8)
 	set := &SetAttr{}
@@ -31,8 +31,8 @@ func TestLargestReplies(t *testing.T) {
 	const status = "00000000"
 	for _, x := range []struct {
 		p          Proc
-		good, fail string // behind the status
-		data       int    // octets of good that are data, which MaxResult leaves out
+		good, fail string // after the status
+		data       int    // bytes of data in good, which MaxResult excludes
 		call       func(c *Client) error
 	}{
 		{ProcGetAttr, attrHex, "", 0, func(c *Client) error { return c.GetAttr(ctx, cred, fh1, new(Attr)) }},
@@ -63,8 +63,8 @@ func TestLargestReplies(t *testing.T) {
 			func(c *Client) error { return c.Rename(ctx, cred, fh1, "n", fh2, "m", new(RenameResult)) }},
 		{ProcLink, bigPost + bigWcc, bigPost + bigWcc, 0,
 			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "m", new(LinkResult)) }},
-		// The entries and the end of their list are the count; the rest comes on top of it, as the
-		// Linux server counts.
+		// The count limits the entries and the end of the list, as in the Linux server. The other
+		// items are not part of the count.
 		{ProcReadDir, bigPost + verfHex + "00000001 0000000000000001 00000004 61616161 0000000000000001" +
 			"00000000 00000001", bigPost, 0, func(c *Client) error {
 			return c.ReadDir(ctx, cred, fh1, 0, verf1, 36, new(ReadDirResult), each)
@@ -87,21 +87,21 @@ func TestLargestReplies(t *testing.T) {
 			t.Errorf("%v: %v", x.p, err)
 		}
 		if n := len(caller.result) - x.data; n != caller.maxResult || caller.proc != uint32(x.p) {
-			t.Errorf("%v: the largest result has %d octets, MaxResult is %d", x.p, n, caller.maxResult)
+			t.Errorf("%v: largest result has %d bytes, MaxResult is %d", x.p, n, caller.maxResult)
 		}
 		caller.result = unhex("00000005" + x.fail)
 		var nfsErr *Error
 		if err := x.call(NewClient(caller, Options{})); !errors.As(err, &nfsErr) || nfsErr.Status != ErrIO ||
 			len(caller.result) > caller.maxResult {
-			t.Errorf("%v: the failing arm of %d octets, MaxResult is %d: %v", x.p, len(caller.result),
-				caller.maxResult, err)
+			t.Errorf("%v: failed result of %d bytes: got error %v, MaxResult %d", x.p, len(caller.result), err,
+				caller.maxResult)
 		}
 	}
 }
 
-// TestPadIsNotLookedAt: senders zero the pad (RFC 4506 §4.9), and a receiver that insists would
-// only break with those that do not.
-func TestPadIsNotLookedAt(t *testing.T) {
+// TestDecodersIgnorePad sends a pad that is not zero. RFC 4506 §4.9 requires zero from senders, but
+// some servers send other bytes.
+func TestDecodersIgnorePad(t *testing.T) {
 	ctx := t.Context()
 	for name, x := range map[string]struct {
 		reply string
@@ -112,7 +112,8 @@ func TestPadIsNotLookedAt(t *testing.T) {
 			return c.Lookup(ctx, cred, fh1, "n", &res) == nil && res.FH == fh1
 		}},
 		"names": {okHex + noneHex + verfHex +
-			"00000001 0000000000000022 00000001 61eeeeee 0000000000000002 00000001 0000000000000023 00000002 6162ffff 0000000000000003 00000000 00000001", func(c *Client) bool {
+			"00000001 0000000000000022 00000001 61eeeeee 0000000000000002" +
+			"00000001 0000000000000023 00000002 6162ffff 0000000000000003 00000000 00000001", func(c *Client) bool {
 			names := ""
 			var res ReadDirResult
 			err := c.ReadDir(ctx, cred, fh1, 0, verf1, 4096, &res,
@@ -131,19 +132,20 @@ func TestPadIsNotLookedAt(t *testing.T) {
 		}},
 	} {
 		if !x.call(NewClient(&canned{result: unhex(x.reply)}, Options{})) {
-			t.Errorf("%s: not read as if the pad were zero", name)
+			t.Errorf("%s: got a wrong result for a reply with a nonzero pad", name)
 		}
 	}
 }
 
-// TestLongDirectory is a reply that holds as many entries as fit: all are delivered, or none when
-// the chain breaks behind the last, and neither costs memory beyond the reply's own.
-func TestLongDirectory(t *testing.T) {
+// TestDirectoryOfMaximumSize decodes a listing of MaxDirCount bytes. ReadDir must deliver all
+// entries, or none when the end of the list is invalid. It must not allocate memory for the
+// entries.
+func TestDirectoryOfMaximumSize(t *testing.T) {
 	head := unhex(okHex + noneHex + verfHex)
 	entry := unhex("00000001 0000000000000022 00000001 61000000 0000000000000002")
 	end := unhex("00000000 00000001")
 	fits := (MaxDirCount - len(head) - len(end)) / len(entry)
-	reply := append([]byte(nil), head...)
+	reply := bytes.Clone(head)
 	for range fits {
 		reply = append(reply, entry...)
 	}
@@ -151,8 +153,12 @@ func TestLongDirectory(t *testing.T) {
 		name string
 		end  []byte
 		want int
-	}{{"whole", end, fits}, {"cut behind an entry", nil, 0}, {"cut in the next entry", entry[:7], 0}, {"eof of 2",
-		[]byte{0, 0, 0, 0, 0, 0, 0, 2}, 0}} {
+	}{
+		{"complete", end, fits},
+		{"truncated after an entry", nil, 0},
+		{"truncated in an entry", entry[:7], 0},
+		{"eof of 2", []byte{0, 0, 0, 0, 0, 0, 0, 2}, 0},
+	} {
 		result := append(reply[:len(reply):len(reply)], x.end...)
 		c := NewClient(callerFunc(func(_ context.Context, m *sunrpc.Message) error {
 			m.Result, m.ResultDataLen = result, -1
@@ -165,17 +171,17 @@ func TestLongDirectory(t *testing.T) {
 		err := c.ReadDir(t.Context(), cred, fh1, 0, verf1, 4096, &res, func(*DirEntry) bool { n++; return true })
 		runtime.ReadMemStats(&after)
 		if n != x.want || (err == nil) != (x.want > 0) || err != nil && !errors.Is(err, ErrMalformed) {
-			t.Errorf("%s: %d of %d entries delivered, error %v", x.name, n, fits, err)
+			t.Errorf("%s: got %d entries, error %v; want %d entries", x.name, n, err, x.want)
 		}
 		if grown := after.TotalAlloc - before.TotalAlloc; grown > 256<<10 {
-			t.Errorf("%s: %d octets were allocated", x.name, grown)
+			t.Errorf("%s: allocated %d bytes, want at most %d", x.name, grown, 256<<10)
 		}
 	}
 }
 
-// TestUnknownStatus: whatever word a server answers, the outcome is its status or a malformed reply
-// that names it.
-func TestUnknownStatus(t *testing.T) {
+// TestUnknownStatusIsMalformed checks that every status is in the error, and that an unknown status
+// is also ErrMalformed.
+func TestUnknownStatusIsMalformed(t *testing.T) {
 	for _, status := range []uint32{3, 4, 7, 12, 14, 21, 23, 62, 64, 72, 99, 100, 10000, 10001, 10008, 10009, 1 << 31,
 		1<<32 - 1} {
 		reply := binary.BigEndian.AppendUint32(nil, status)
@@ -183,7 +189,7 @@ func TestUnknownStatus(t *testing.T) {
 		var nfsErr *Error
 		if !errors.As(err, &nfsErr) || nfsErr.Status != Status(status) ||
 			errors.Is(err, ErrMalformed) == Status(status).Valid() || Errno(err) == 0 {
-			t.Errorf("status %d: %v, errno %d", status, err, Errno(err))
+			t.Errorf("status %d: got error %v, errno %d", status, err, Errno(err))
 		}
 	}
 }

@@ -10,33 +10,34 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A Caller is an RPC transport. Call sends m and waits for its reply, as sunrpc.Message describes.
-// It may be called from any number of goroutines. It returns nil only when the call was accepted
-// and executed (sunrpc.Success) and m.Result holds the results; when it has returned, with or
-// without an error, nothing touches m or the memory it names any more. When ctx ends, Call ends
-// soon after.
+// A Caller is an RPC transport. Call sends m and waits for the reply, as sunrpc.Message describes.
+// It is safe for concurrent use.
+//
+// Call returns nil when the server accepted and executed the call (sunrpc.Success) and m.Result
+// holds the results. It returns soon after ctx ends. The transport does not access m, or the memory
+// m refers to, after Call has returned.
 type Caller interface {
 	Call(ctx context.Context, m *sunrpc.Message) error
 }
 
-// Options of a Client. The zero value is good.
+// Options of a Client. The zero value is usable.
 type Options struct {
-	// Observe, if not nil, is called after each RPC with its duration and the transport's error. It
-	// runs on the calling path, concurrently, and must not block.
+	// Observe, if not nil, runs after each RPC with its duration and the error of the transport.
+	// The goroutine of the call runs it, so it must be safe for concurrent use and must not block.
 	Observe func(p Proc, d time.Duration, err error)
 }
 
-// A Client makes the NFSv3 procedures over a Caller. It is safe for concurrent use, holds no lock
-// during a call, and a call that succeeds allocates nothing here; only a READDIR or READDIRPLUS of
-// more than 128 KiB gets memory for its own.
+// A Client calls the NFSv3 procedures over a Caller. It is safe for concurrent use and holds no
+// lock during a call. A successful call does not allocate, except a READDIR or READDIRPLUS of more
+// than 128 KiB.
 //
-// Every method takes the credential as sunrpc.AppendAuthSys encodes it, and fills a result that its
-// caller provides. Errors:
-//   - [*Error]: the server's status, or a name that no server could take;
-//   - one that wraps [ErrMalformed]: the reply was not NFSv3;
-//   - the transport's own error, wrapped.
+// Every method takes an encoded credential (see sunrpc.AppendAuthSys) and stores the results in a
+// struct of the caller. Errors:
+//   - [*Error]: the status from the server, or arguments that are invalid in NFSv3;
+//   - an error that wraps [ErrMalformed]: the reply is not valid NFSv3;
+//   - the wrapped error of the transport.
 //
-// [Errno] makes an error number of any of them.
+// [Errno] converts each of them to an error number.
 type Client struct {
 	caller  Caller
 	observe func(Proc, time.Duration, error)
@@ -51,27 +52,26 @@ func NewClient(caller Caller, opts Options) *Client {
 }
 
 const (
-	// resultRoom is the room in octets that each call's result has at least, so that small READs
-	// that come inline, and the large results of directories of everyday size, need no larger
-	// slice.
+	// resultRoom is the minimum capacity for results, in bytes. It suffices for a small inline READ
+	// and for the listing of an average directory.
 	resultRoom = 8 << 10
-	// resultKeep is the largest result slice in octets that goes back to the pool.
+	// resultKeep is the maximum capacity, in bytes, of a result slice in the pool.
 	resultKeep = 128 << 10
 )
 
-// scratch is what one call needs while it runs.
+// scratch holds the buffers of one call.
 type scratch struct {
 	msg    sunrpc.Message
 	proc   Proc
 	status Status
-	args   []byte // view of argBuf while encoding
+	args   []byte // slice of argBuf
 	argBuf [maxArgs]byte
-	res    []byte // room for results, length 0
-	path   []byte // SYMLINK's target
+	res    []byte // buffer for results, length 0
+	path   []byte // target of SYMLINK
 	entry  DirEntry
 }
 
-// begin takes a scratch and prepares it for a call whose results are at most maxResult octets.
+// begin prepares a scratch for a call with results of at most maxResult bytes.
 func (c *Client) begin(p Proc, cred []byte, maxResult int) *scratch {
 	s := c.pool.Get().(*scratch)
 	s.proc = p
@@ -84,7 +84,7 @@ func (c *Client) begin(p Proc, cred []byte, maxResult int) *scratch {
 	return s
 }
 
-// end gives s back. The message is cleared because it names memory of the caller's.
+// end puts s into the pool. It clears the message, which refers to memory of the caller.
 func (c *Client) end(s *scratch) {
 	s.msg = sunrpc.Message{}
 	s.entry = DirEntry{}
@@ -94,7 +94,7 @@ func (c *Client) end(s *scratch) {
 	c.pool.Put(s)
 }
 
-// roundTrip makes the call whose arguments are in s.args.
+// roundTrip makes a call with the arguments in s.args.
 func (c *Client) roundTrip(ctx context.Context, s *scratch) error {
 	m := &s.msg
 	m.Args = s.args
@@ -116,8 +116,8 @@ func (c *Client) roundTrip(ctx context.Context, s *scratch) error {
 	return nil
 }
 
-// call makes the call and reads the status of its results; the arm that belongs to s.status comes
-// next in the reader.
+// call makes the call and decodes its status into s.status. The returned reader is at the first
+// item after the status.
 func (c *Client) call(ctx context.Context, s *scratch) (reader, error) {
 	if err := c.roundTrip(ctx, s); err != nil {
 		return reader{}, err
@@ -133,7 +133,7 @@ func (c *Client) call(ctx context.Context, s *scratch) (reader, error) {
 	return d, nil
 }
 
-// finish is the call's outcome when its results have been read.
+// finish returns the error of the call after d has decoded the results.
 func (s *scratch) finish(d *reader) error {
 	if err := d.Err(); err != nil {
 		return malformed(s.proc, err)
@@ -144,18 +144,18 @@ func (s *scratch) finish(d *reader) error {
 	return nil
 }
 
-// refuse is the error of a call that is not sent.
+// refuse returns the error for invalid arguments. The call is not sent.
 func (s *scratch) refuse(status Status, what string) error {
 	return &Error{Proc: s.proc, Status: status, What: what}
 }
 
-// addDirOp appends a diropargs3: a directory and a name in it (RFC 1813 §2.6).
+// addDirOp appends a diropargs3: a directory and a name in the directory (RFC 1813 §2.6).
 func (s *scratch) addDirOp(dir *FH, name string) error {
 	switch {
 	case len(name) > MaxName:
-		return s.refuse(ErrNameTooLong, "a name has at most 255 octets")
+		return s.refuse(ErrNameTooLong, "name is longer than 255 bytes")
 	case name == "" || strings.IndexByte(name, '/') >= 0 || strings.IndexByte(name, 0) >= 0:
-		return s.refuse(ErrInval, "a name is not empty and holds no '/' and no NUL")
+		return s.refuse(ErrInval, "name is empty or contains '/' or NUL")
 	}
 	s.args = sunrpc.AppendString(appendFH(s.args, dir), name)
 	return nil

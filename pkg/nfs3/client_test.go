@@ -16,9 +16,9 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// TestRefused makes calls that no server could take: none is sent, each gets its own status.
-func TestRefused(t *testing.T) {
-	long := strings.Repeat("n", MaxName+1)
+// TestInvalidArgumentsAreNotSent checks the status of calls with invalid arguments.
+func TestInvalidArgumentsAreNotSent(t *testing.T) {
+	long, longTarget := strings.Repeat("n", MaxName+1), strings.Repeat("t", MaxPath+1)
 	var wcc WccData
 	var made CreateResult
 	var look LookupResult
@@ -36,17 +36,12 @@ func TestRefused(t *testing.T) {
 			func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, long, new(RenameResult)) }},
 		{"link to a long name", ErrNameTooLong,
 			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, long, new(LinkResult)) }},
-		{"long target", ErrNameTooLong, func(c *Client) error {
-			return c.Symlink(ctx, cred, fh1, "l", strings.Repeat("t", MaxPath+1), &SetAttr{}, &made)
-		}},
-		{"empty target", ErrInval, func(c *Client) error {
-			return c.Symlink(ctx, cred, fh1, "l", "", &SetAttr{},
-				&made)
-		}},
-		{"create mode 3", ErrInval, func(c *Client) error {
-			return c.Create(ctx, cred, fh1, "f", &CreateHow{Mode: 3},
-				&made)
-		}},
+		{"long target", ErrNameTooLong,
+			func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", longTarget, &SetAttr{}, &made) }},
+		{"empty target", ErrInval,
+			func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", "", &SetAttr{}, &made) }},
+		{"create mode 3", ErrInval,
+			func(c *Client) error { return c.Create(ctx, cred, fh1, "f", &CreateHow{Mode: 3}, &made) }},
 		{"mknod of a regular file", ErrBadType,
 			func(c *Client) error { return c.Mknod(ctx, cred, fh1, "f", NF3REG, &SetAttr{}, Device{}, &made) }},
 	} {
@@ -54,17 +49,16 @@ func TestRefused(t *testing.T) {
 		err := x.call(NewClient(caller, Options{}))
 		var nfsErr *Error
 		if !errors.As(err, &nfsErr) || nfsErr.Status != x.want || nfsErr.What == "" {
-			t.Errorf("%s: error is %v, want %v and a reason", x.name, err, x.want)
+			t.Errorf("%s: got error %v, want %v with a reason", x.name, err, x.want)
 		}
 		if caller.calls != 0 {
-			t.Errorf("%s: the call was sent", x.name)
+			t.Errorf("%s: got %d calls, want none", x.name, caller.calls)
 		}
 	}
 }
 
-// TestLargestArguments makes the calls whose arguments are the longest: they fit the room that each
-// call has.
-func TestLargestArguments(t *testing.T) {
+// TestLargestArgumentsFitMaxArgs encodes the two procedures with the largest arguments.
+func TestLargestArgumentsFitMaxArgs(t *testing.T) {
 	fh := mustFH(make([]byte, FHSize)...)
 	name := strings.Repeat("n", MaxName)
 	all := SetAttr{HasMode: true, HasUID: true, HasGID: true, HasSize: true, AtimeHow: SetToClientTime,
@@ -81,26 +75,26 @@ func TestLargestArguments(t *testing.T) {
 	}
 	for what, n := range map[string]int{"RENAME": rename, "MKNOD": len(caller.args)} {
 		if n > maxArgs || n < 300 {
-			t.Errorf("%s has %d octets of arguments, room is %d", what, n, maxArgs)
+			t.Errorf("%s: got arguments of %d bytes, want 300 to %d", what, n, maxArgs)
 		}
 	}
 }
 
-func TestTransportError(t *testing.T) {
+func TestTransportErrorIsWrappedAndObserved(t *testing.T) {
 	caller := &canned{err: fmt.Errorf("wrapped: %w", syscall.ECONNRESET)}
 	var seen error
 	c := NewClient(caller, Options{Observe: func(p Proc, d time.Duration, err error) {
 		if p != ProcGetAttr || d < 0 {
-			t.Errorf("observed %v, %v", p, d)
+			t.Errorf("Observe: got procedure %v, duration %v", p, d)
 		}
 		seen = err
 	}})
 	err := c.GetAttr(t.Context(), cred, fh1, new(Attr))
 	if !errors.Is(err, syscall.ECONNRESET) || !strings.Contains(err.Error(), "GETATTR") {
-		t.Errorf("error is %v", err)
+		t.Errorf("got error %v, want ECONNRESET of GETATTR", err)
 	}
 	if !errors.Is(seen, syscall.ECONNRESET) {
-		t.Errorf("observed error %v", seen)
+		t.Errorf("Observe: got error %v, want ECONNRESET", seen)
 	}
 }
 
@@ -123,17 +117,17 @@ func TestErrno(t *testing.T) {
 		{&sunrpc.AcceptError{Stat: sunrpc.GarbageArgs}, syscall.EIO},
 	} {
 		if got := Errno(x.err); got != x.want {
-			t.Errorf("%v: errno %v, want %v", x.err, got, x.want)
+			t.Errorf("%v: got errno %v, want %v", x.err, got, x.want)
 		}
 	}
 	if err := statusError(ProcRmdir, ErrNotEmpty); !errors.Is(err, syscall.ENOTEMPTY) || errors.Is(err, ErrMalformed) {
-		t.Errorf("%v is not ENOTEMPTY", err)
+		t.Errorf("got error %v, want ENOTEMPTY", err)
 	}
 	want := "NFSv3 RMDIR: directory not empty (NFS3ERR_NOTEMPTY)"
 	if got := statusError(ProcRmdir, ErrNotEmpty).Error(); got != want {
 		t.Errorf("text %q, want %q", got, want)
 	}
-	want = "NFSv3 READ: the server answered status 77, which NFSv3 does not have"
+	want = "NFSv3 READ: server returned the invalid status 77"
 	if got := statusError(ProcRead, 77).Error(); got != want {
 		t.Errorf("text %q, want %q", got, want)
 	}
@@ -141,26 +135,26 @@ func TestErrno(t *testing.T) {
 
 func TestFH(t *testing.T) {
 	if _, err := NewFH(make([]byte, FHSize+1)); !errors.Is(err, ErrMalformed) {
-		t.Errorf("65 octets: error is %v", err)
+		t.Errorf("65 bytes: got error %v, want %v", err, ErrMalformed)
 	}
-	// A handle must not equal one that is it and zeros.
+	// A handle must differ from the same handle with a zero appended.
 	if mustFH(1, 2) == mustFH(1, 2, 0) {
-		t.Error("handles of different lengths are equal")
+		t.Error("handles of different lengths compare equal")
 	}
 	m := map[FH]int{mustFH(1, 2): 1, mustFH(1, 2, 0): 2}
 	if m[mustFH(1, 2)] != 1 || m[mustFH(1, 2, 0)] != 2 || m[FH{}] != 0 {
-		t.Errorf("map is %v", m)
+		t.Errorf("got map %v", m)
 	}
 	h := mustFH(0xab, 0xcd)
 	if h.String() != "abcd" || h.Len() != 2 || h.IsZero() || string(h.Bytes()) != "\xab\xcd" {
-		t.Errorf("handle is %v", h)
+		t.Errorf("got handle %v, want abcd", h)
 	}
-	// A longer handle decoded into the same place before leaves nothing behind.
+	// The second handle is shorter than the first.
 	d := reader{sunrpc.NewDecoder(unhex(fhHex + fh2Hex))}
 	d.fh(&h)
 	d.fh(&h)
 	if h != fh2 {
-		t.Errorf("handle is %v, want %v", h, fh2)
+		t.Errorf("got handle %v, want %v", h, fh2)
 	}
 }
 
@@ -174,33 +168,34 @@ func TestTime(t *testing.T) {
 		{time.Unix(1<<32, 7), Time3{Sec: 1<<32 - 1}},
 	} {
 		if got := TimeOf(x.in); got != x.want {
-			t.Errorf("%v: %v, want %v", x.in, got, x.want)
+			t.Errorf("TimeOf(%v): got %v, want %v", x.in, got, x.want)
 		}
 	}
 	if got := (Time3{5, 6}).Time(); !got.Equal(time.Unix(5, 6)) {
-		t.Errorf("time is %v", got)
+		t.Errorf("got time %v, want %v", got, time.Unix(5, 6))
 	}
 }
 
-// TestStopsDirectory ends the delivery of entries; the result still tells of the whole reply.
-func TestStopsDirectory(t *testing.T) {
+// TestReadDirStopsDelivery stops after three entries. The result must still describe the complete
+// reply.
+func TestReadDirStopsDelivery(t *testing.T) {
 	reply := okHex + noneHex + verfHex
 	for range 5 {
-		reply += "00000001 0000000000000022 00000004 66696c65 0000000000000002"
+		reply += entryHex
 	}
 	c := NewClient(&canned{result: unhex(reply + "00000000 00000001")}, Options{})
 	var res ReadDirResult
 	n := 0
 	err := c.ReadDir(t.Context(), cred, fh1, 0, Verifier{}, 1<<30, &res, func(*DirEntry) bool { n++; return n < 3 })
 	if err != nil || n != 3 || res.Entries != 5 || !res.EOF {
-		t.Errorf("%d entries delivered, result %+v, error %v", n, res, err)
+		t.Errorf("got %d entries, result %+v, error %v; want 3 of 5 entries", n, res, err)
 	}
 }
 
-// TestConcurrent shares one Client among goroutines whose buffers must not mix.
-func TestConcurrent(t *testing.T) {
+// TestConcurrentCallsKeepBuffersApart shares one Client between goroutines.
+func TestConcurrentCallsKeepBuffersApart(t *testing.T) {
 	c := NewClient(callerFunc(func(_ context.Context, m *sunrpc.Message) error {
-		// The reply's path is the handle that was asked for.
+		// The path in the reply is the handle in the call.
 		m.Result = append(m.Result[:0], unhex(okHex+noneHex)...)
 		m.Result = append(m.Result, m.Args...)
 		return nil
@@ -214,7 +209,7 @@ func TestConcurrent(t *testing.T) {
 			for range 500 {
 				if err := c.ReadLink(t.Context(), cred, fh, buf, &res); err != nil ||
 					string(buf[:res.N]) != string(fh.Bytes()) {
-					t.Errorf("read %x for %v, error %v", buf[:res.N], fh, err)
+					t.Errorf("got path %x, error %v; want path %v", buf[:res.N], err, fh)
 					return
 				}
 			}
@@ -227,7 +222,7 @@ type callerFunc func(ctx context.Context, m *sunrpc.Message) error
 
 func (f callerFunc) Call(ctx context.Context, m *sunrpc.Message) error { return f(ctx, m) }
 
-// echo is a Caller that answers with fixed octets and allocates nothing.
+// echo is a Caller that returns a fixed reply and does not allocate.
 type echo struct {
 	result []byte
 	place  []byte
@@ -242,17 +237,17 @@ func (e *echo) Call(_ context.Context, m *sunrpc.Message) error {
 	return nil
 }
 
-// TestNoAllocations makes every procedure again and again: none may allocate on the codec's path.
-func TestNoAllocations(t *testing.T) {
+// TestCallsDoNotAllocate checks every procedure.
+func TestCallsDoNotAllocate(t *testing.T) {
 	if raceEnabled {
-		t.Skip("the race detector's pool drops what it is given at random, by design: make test runs this without the detector")
+		t.Skip("sync.Pool drops items at random under the race detector; run without -race")
 	}
 	ctx := t.Context()
 	data := make([]byte, 128<<10)
 	buf := make([]byte, 128<<10)
 	attr, wcc := new(Attr), new(WccData)
-	look, acc, link, rd, wr := new(LookupResult), new(AccessResult), new(ReadLinkResult), new(ReadResult), new(
-		WriteResult)
+	look, acc, link := new(LookupResult), new(AccessResult), new(ReadLinkResult)
+	rd, wr := new(ReadResult), new(WriteResult)
 	made, ren, lnk, dir := new(CreateResult), new(RenameResult), new(LinkResult), new(ReadDirResult)
 	stat, info, conf, com := new(FSStatResult), new(FSInfoResult), new(PathConfResult), new(CommitResult)
 	set := &SetAttr{HasMode: true, HasSize: true, MtimeHow: SetToClientTime}
@@ -261,7 +256,7 @@ func TestNoAllocations(t *testing.T) {
 	made1 := okHex + "00000001" + fh2Hex + postHex + wccHex
 	dirReply := okHex + postDirHex + verfHex
 	for range 60 {
-		dirReply += "00000001 0000000000000022 00000004 66696c65 0000000000000002" + postHex + "00000001" + fh2Hex
+		dirReply += entryHex + postHex + "00000001" + fh2Hex
 	}
 	dirReply += "00000000 00000000"
 	entryBytes := 0
@@ -279,7 +274,7 @@ func TestNoAllocations(t *testing.T) {
 			func(c *Client) error { return c.Lookup(ctx, cred, fh1, "name", look) }},
 		{ProcLookup, "00000002" + postDirHex, nil, func(c *Client) error {
 			if err := c.Lookup(ctx, cred, fh1, "name", look); err != statusErrors[ProcLookup][ErrNoEnt] {
-				return errors.New("not NOENT")
+				return errors.New("got another error than the shared NOENT")
 			}
 			return nil
 		}},
@@ -295,30 +290,25 @@ func TestNoAllocations(t *testing.T) {
 			func(c *Client) error { return c.Write(ctx, cred, fh1, 0, data, FileSync, wr) }},
 		{ProcCreate, made1, nil, func(c *Client) error { return c.Create(ctx, cred, fh1, "f", how, made) }},
 		{ProcMkdir, made1, nil, func(c *Client) error { return c.Mkdir(ctx, cred, fh1, "d", set, made) }},
-		{ProcSymlink, made1, nil, func(c *Client) error {
-			return c.Symlink(ctx, cred, fh1, "l", "../some/where", set,
-				made)
-		}},
-		{ProcMknod, made1, nil, func(c *Client) error {
-			return c.Mknod(ctx, cred, fh1, "n", NF3BLK, set, Device{},
-				made)
-		}},
+		{ProcSymlink, made1, nil,
+			func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", "../some/where", set, made) }},
+		{ProcMknod, made1, nil,
+			func(c *Client) error { return c.Mknod(ctx, cred, fh1, "n", NF3BLK, set, Device{}, made) }},
 		{ProcRemove, okHex + wccHex, nil, func(c *Client) error { return c.Remove(ctx, cred, fh1, "f", wcc) }},
 		{ProcRmdir, okHex + wccHex, nil, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "d", wcc) }},
 		{ProcRename, okHex + wccHex + wccHex, nil,
 			func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, "b", ren) }},
 		{ProcLink, okHex + postHex + wccHex, nil,
 			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "b", lnk) }},
-		{ProcReadDir, okHex + noneHex + verfHex +
-			"00000001 0000000000000022 00000004 66696c65 0000000000000002 00000000 00000001", nil,
+		{ProcReadDir, okHex + noneHex + verfHex + entryHex + "00000000 00000001", nil,
 			func(c *Client) error { return c.ReadDir(ctx, cred, fh1, 0, verf1, 4096, dir, each) }},
 		{ProcReadDirPlus, dirReply, nil,
 			func(c *Client) error { return c.ReadDirPlus(ctx, cred, fh1, 0, verf1, 8192, 32768, dir, each) }},
-		{ProcFSStat, okHex + noneHex + repeatHex("01", 52), nil,
+		{ProcFSStat, okHex + noneHex + strings.Repeat("01", 52), nil,
 			func(c *Client) error { return c.FSStat(ctx, cred, fh1, stat) }},
-		{ProcFSInfo, okHex + noneHex + repeatHex("01", 48), nil,
+		{ProcFSInfo, okHex + noneHex + strings.Repeat("01", 48), nil,
 			func(c *Client) error { return c.FSInfo(ctx, cred, fh1, info) }},
-		{ProcPathConf, okHex + noneHex + repeatHex("00000001", 6), nil,
+		{ProcPathConf, okHex + noneHex + strings.Repeat("00000001", 6), nil,
 			func(c *Client) error { return c.PathConf(ctx, cred, fh1, conf) }},
 		{ProcCommit, okHex + wccHex + verfHex, nil,
 			func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, com) }},
@@ -335,18 +325,18 @@ func TestNoAllocations(t *testing.T) {
 			t.Errorf("%v: %v", x.p, failed)
 		}
 		if allocs != 0 {
-			t.Errorf("%v: %v allocations per call, want none", x.p, allocs)
+			t.Errorf("%v: got %v allocations per call, want none", x.p, allocs)
 		}
 	}
 	if entryBytes == 0 {
-		t.Error("no entry was delivered")
+		t.Error("got no directory entry")
 	}
 }
 
 func BenchmarkReadDirPlusDecode(b *testing.B) {
 	reply := okHex + postDirHex + verfHex
 	for range 100 {
-		reply += "00000001 0000000000000022 00000004 66696c65 0000000000000002" + postHex + "00000001" + fh2Hex
+		reply += entryHex + postHex + "00000001" + fh2Hex
 	}
 	c := NewClient(&echo{result: unhex(reply + "00000000 00000000")}, Options{})
 	var res ReadDirResult

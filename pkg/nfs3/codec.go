@@ -6,22 +6,21 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// What a server can get wrong beyond XDR itself; made once, so that a hostile server makes no work
-// for the allocator.
+// Errors of a reply with valid XDR. They are variables so that invalid replies cause no allocation.
 var (
-	errFileType   = errors.New("a file type is out of range")
-	errEmptyFH    = errors.New("a file handle is empty")
+	errFileType   = errors.New("file type is out of range")
+	errEmptyFH    = errors.New("file handle is empty")
 	errStableHow  = errors.New("stable_how is out of range")
-	errName       = errors.New("a directory entry's name is empty, longer than 255 octets, or holds '/' or NUL")
-	errReadMore   = errors.New("READ returned more data than was asked for")
-	errReadCount  = errors.New("the count of READ differs from the length of its data")
-	errPlacedLen  = errors.New("the length in the reply differs from the length of the data that was placed")
-	errPathLen    = errors.New("the path is longer than the buffer for it")
-	errPathNUL    = errors.New("the path holds a NUL")
-	errWroteMore  = errors.New("WRITE reports more data written than was sent")
-	errWroteNone  = errors.New("WRITE reports success with nothing written")
-	errDataShort  = errors.New("the reply ends before its data does")
-	errResultData = errors.New("the transport placed more data than there was room for")
+	errName       = errors.New("name of a directory entry is empty, longer than 255 bytes, or contains '/' or NUL")
+	errReadMore   = errors.New("READ returned more data than requested")
+	errReadCount  = errors.New("count of READ differs from the length of the data")
+	errPlacedLen  = errors.New("length in the reply differs from the length of the placed data")
+	errPathLen    = errors.New("path is longer than the buffer")
+	errPathNUL    = errors.New("path contains NUL")
+	errWroteMore  = errors.New("WRITE reports more data than the client sent")
+	errWroteNone  = errors.New("WRITE succeeded without writing any data")
+	errDataShort  = errors.New("reply is shorter than its data")
+	errResultData = errors.New("transport placed more data than the buffer holds")
 )
 
 func appendFH(b []byte, h *FH) []byte { return sunrpc.AppendOpaque(b, h.Bytes()) }
@@ -60,8 +59,8 @@ func appendSetAttr(b []byte, a *SetAttr) []byte {
 	return appendSetTime(b, a.MtimeHow, a.Mtime)
 }
 
-// A reader decodes the results' types over sunrpc's Decoder: sticky error, no allocation, values
-// out of range refused.
+// A reader decodes the types of results. As in sunrpc.Decoder, the first error stays and nothing is
+// allocated. A value out of range is an error.
 type reader struct {
 	sunrpc.Decoder
 }

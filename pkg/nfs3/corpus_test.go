@@ -1,14 +1,16 @@
 package nfs3_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"flag"
 	"fmt"
-	"net"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -25,25 +27,25 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// The corpora of the fuzz targets for RPC-over-RDMA, RPC and NFSv3 are messages of real runs. To
-// record them anew:
+// The corpora of the fuzz targets for RPC-over-RDMA, RPC and NFSv3 are messages of a real server.
+// To record them again:
 //
 //	go test ./pkg/nfs3 -run TestGaneshaOverRDMA -update
-var update = flag.Bool("update", false, "write what passes to the corpora of the fuzz targets")
+var update = flag.Bool("update", false, "write the recorded messages to the corpora of the fuzz targets")
 
-// corpusMax is the largest message in octets that a corpus takes.
+// corpusMax is the maximum size in bytes of a message in a corpus.
 const corpusMax = 1200
 
-// A corpus collects messages by name, the smallest of each.
+// A corpus keeps the smallest message of each name.
 type corpus struct {
-	target string // directory of the package, and name of the target
+	target string // directory of the package and name of the fuzz target
 	files  map[string][]any
 	size   map[string]int
 }
 
-// add takes a message with the target's other arguments around it.
+// add adds a message. args are all arguments of the fuzz target.
 func (c *corpus) add(name string, msg []byte, args ...any) {
-	if had, ok := c.size[name]; len(msg) > corpusMax || ok && had <= len(msg) {
+	if size, ok := c.size[name]; len(msg) > corpusMax || ok && size <= len(msg) {
 		return
 	}
 	if c.files == nil {
@@ -52,7 +54,7 @@ func (c *corpus) add(name string, msg []byte, args ...any) {
 	c.files[name], c.size[name] = args, len(msg)
 }
 
-// write replaces the corpus's files, in the format of the testing package.
+// write replaces the files of the corpus, in the format of package testing.
 func (c *corpus) write(t *testing.T) {
 	t.Helper()
 	dir := filepath.Join(filepath.Dir(c.target), "testdata", "fuzz", filepath.Base(c.target))
@@ -81,24 +83,24 @@ func (c *corpus) write(t *testing.T) {
 	}
 }
 
-// A recording keeps what passed: the transport's messages as they were sent, and the RPC messages
-// that they carried.
+// A recording holds the messages of the transport and the RPC messages in them.
 type recording struct {
-	mu       sync.Mutex
-	received [][]byte // guarded by mu, as all: from the client
-	sent     [][]byte // to the client
+	sync.Mutex
+	received [][]byte // transport messages from the client
+	sent     [][]byte // transport messages to the client
 	calls    [][]byte
 	replies  [][]byte
-	private  [][]byte
+	private  [][]byte // private data of the connection
 }
 
 func (r *recording) keep(list *[][]byte, msg []byte) {
-	r.mu.Lock()
-	*list = append(*list, append([]byte(nil), msg...))
-	r.mu.Unlock()
+	r.Lock()
+	*list = append(*list, bytes.Clone(msg))
+	r.Unlock()
 }
 
-// The recorder's layers: each hands the next one down out, until the QP, whose messages it keeps.
+// A recordedListener returns recordedRequests, which create recordedQPs. A recordedQP records its
+// messages.
 type (
 	recordedListener struct {
 		verbs.Listener
@@ -158,22 +160,16 @@ func (q recordedQP) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, erro
 	return q.QP.PostRecv(&req)
 }
 
-// backend passes calls to an RPC server on TCP, one at a time.
+// backend forwards calls to an RPC server over TCP and records the calls and the replies.
 func (r *recording) backend(t *testing.T, addr string) svcrdma.Handler {
-	conn, err := net.Dial("tcp", addr)
+	c, err := rpctcp.Dial(t.Context(), addr, rpctcp.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { conn.Close() })
-	var one sync.Mutex
-	return svcrdma.HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
-		one.Lock()
-		defer one.Unlock()
+	t.Cleanup(func() { c.Close() })
+	return svcrdma.HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
 		r.keep(&r.calls, call)
-		if err := rpctcp.WriteRecord(conn, call); err != nil {
-			return nil, err
-		}
-		reply, err := rpctcp.ReadRecord(conn, reply, 2<<20)
+		reply, err := c.Forward(ctx, call, reply)
 		if err == nil {
 			r.keep(&r.replies, reply)
 		}
@@ -181,8 +177,7 @@ func (r *recording) backend(t *testing.T, addr string) svcrdma.Handler {
 	})
 }
 
-// TestGaneshaOverRDMA makes every procedure against NFS-Ganesha over RDMA, and finds every message
-// that passed well-formed.
+// TestGaneshaOverRDMA calls every procedure of NFS-Ganesha over RDMA and decodes every message.
 func TestGaneshaOverRDMA(t *testing.T) {
 	dir := t.TempDir()
 	g := ganeshatest.Start(t, dir)
@@ -218,21 +213,21 @@ func TestGaneshaOverRDMA(t *testing.T) {
 		c:    nfs3.NewClient(tr, nfs3.Options{}),
 		dir:  dir,
 	}
-	// A directory whose listing is small enough for a corpus.
+	// The listing of this directory is small enough for a corpus.
 	s.create(t, s.root, "first")
 	each := func(*nfs3.DirEntry) bool { return true }
 	var res nfs3.ReadDirResult
 	if err := s.c.ReadDir(ctx, root, s.root, 0, nfs3.Verifier{}, 4096, &res, each); err != nil || res.Entries != 3 {
-		t.Errorf("READDIR %+v, error %v", res, err)
+		t.Errorf("READDIR: got %+v, error %v; want 3 entries", res, err)
 	}
 	if err := s.c.ReadDirPlus(ctx, root, s.root, 0, nfs3.Verifier{}, 4096, 4096, &res, each); err != nil ||
 		res.Entries != 3 {
-		t.Errorf("READDIRPLUS %+v, error %v", res, err)
+		t.Errorf("READDIRPLUS: got %+v, error %v; want 3 entries", res, err)
 	}
 	s.run(t)
 
-	r.mu.Lock()
-	defer r.mu.Unlock()
+	r.Lock()
+	defer r.Unlock()
 	all := r.corpora(t)
 	if *update && !t.Failed() {
 		for _, c := range all {
@@ -241,8 +236,7 @@ func TestGaneshaOverRDMA(t *testing.T) {
 	}
 }
 
-// corpora sorts what passed, and checks it on the way: what the real client and the real server say
-// must decode.
+// corpora decodes the recorded messages and sorts them into corpora.
 func (r *recording) corpora(t *testing.T) []*corpus {
 	header, plan := &corpus{target: "../rpcrdma/FuzzHeader"}, &corpus{target: "../../internal/svcrdma/FuzzCall"}
 	private := &corpus{target: "../rpcrdma/FuzzPrivate"}
@@ -252,7 +246,7 @@ func (r *recording) corpora(t *testing.T) []*corpus {
 
 	for i, p := range r.private {
 		if got, found := rpcrdma.ParsePrivate(p); !found || !got.RemoteInv {
-			t.Errorf("private data %x: %+v", p, got)
+			t.Errorf("private data %x: got %+v, want remote invalidation", p, got)
 		}
 		private.add([]string{"client", "server"}[i%2], p, p)
 	}
@@ -283,17 +277,17 @@ func (r *recording) corpora(t *testing.T) []*corpus {
 		oracle.add(name, res, res)
 	}
 	shapes := make(map[string]bool)
-	transport := func(who string, list [][]byte) {
+	transport := func(sender string, list [][]byte) {
 		for _, m := range list {
 			var h rpcrdma.Header
 			n, err := h.Decode(m)
 			if err != nil {
-				t.Fatalf("%s sent %x: %v", who, m, err)
+				t.Fatalf("message %x of the %s: %v", m, sender, err)
 			}
-			shape := fmt.Sprintf("%s-%d-r%dw%dc%v", who, h.Proc, len(h.Reads), len(h.Writes), h.HasReply)
+			shape := fmt.Sprintf("%s-%d-r%dw%dc%v", sender, h.Proc, len(h.Reads), len(h.Writes), h.HasReply)
 			shapes[shape] = true
 			header.add(shape, m[:n], m[:n])
-			if who == "client" {
+			if sender == "client" {
 				plan.add(fmt.Sprintf("%02d-%s", procs[h.XID], shape), m, m, uint16(200))
 			}
 		}
@@ -303,22 +297,13 @@ func (r *recording) corpora(t *testing.T) []*corpus {
 	for _, want := range []string{"client-0-r0w0cfalse", "client-0-r1w0cfalse", "client-0-r0w1cfalse",
 		"client-0-r0w0ctrue", "server-0-r0w1cfalse", "server-1-r0w0ctrue"} {
 		if !shapes[want] {
-			t.Errorf("no message of the form %s passed; there were %v", want, shapes)
+			t.Errorf("got messages of the forms %v, want %s too", shapes, want)
 		}
 	}
 	for p := range nfs3.Proc(nfs3.NumProcs) {
-		if !contains(procs, p) {
-			t.Errorf("%v was never called", p)
+		if !slices.Contains(slices.Collect(maps.Values(procs)), p) {
+			t.Errorf("got no call of %v", p)
 		}
 	}
 	return []*corpus{header, private, plan, call, reply, record, results, oracle}
-}
-
-func contains(procs map[uint32]nfs3.Proc, p nfs3.Proc) bool {
-	for _, q := range procs {
-		if p == q {
-			return true
-		}
-	}
-	return false
 }

@@ -1,32 +1,34 @@
 package nfs3
 
-import "context"
+import (
+	"context"
+	"strings"
+)
 
-// exchanges are the calls and replies of every procedure, octet for octet as RFC 1813 lays them
-// out.
+// exchanges holds calls and replies of every procedure with their bytes on the wire (RFC 1813
+// §3.3).
 var exchanges = []exchange{
 	{
-		name: "NULL",
-		call: func(ctx context.Context, c *Client) (any, error) { return nil, c.Null(ctx, cred) },
+		name: "NULL", call: func(ctx context.Context, c *Client) (any, error) { return nil, c.Null(ctx, cred) },
 		proc: ProcNull,
 	},
 
 	// GETATTR
-	{name: "GETATTR", call: getattr, proc: ProcGetAttr, args: fhHex, maxResult: 88, reply: okHex + attrHex,
-		want: attr1},
+	{
+		name: "GETATTR", call: getattr, proc: ProcGetAttr, args: fhHex, maxResult: 88,
+		reply: okHex + attrHex, want: attr1,
+	},
 	{name: "GETATTR stale", call: getattr, proc: ProcGetAttr, reply: "00000046", err: ErrStale},
 	{name: "GETATTR jukebox", call: getattr, proc: ProcGetAttr, reply: "00002718", err: ErrJukebox},
-	{name: "GETATTR status out of range", call: getattr, proc: ProcGetAttr, reply: "0000004d", malformed: true},
-	{name: "GETATTR status out of range, large", call: getattr, proc: ProcGetAttr, reply: "ffffffff", malformed: true},
-	{name: "GETATTR no reply", call: getattr, proc: ProcGetAttr, reply: "", malformed: true},
-	{name: "GETATTR type 0", call: getattr, proc: ProcGetAttr, reply: okHex + "00000000" + attrHex[8:],
-		malformed: true},
-	{name: "GETATTR type 8", call: getattr, proc: ProcGetAttr, reply: okHex + "00000008" + attrHex[8:],
-		malformed: true},
+	invalid("GETATTR status out of range", ProcGetAttr, getattr, "0000004d"),
+	invalid("GETATTR large status out of range", ProcGetAttr, getattr, "ffffffff"),
+	invalid("GETATTR empty reply", ProcGetAttr, getattr, ""),
+	invalid("GETATTR type 0", ProcGetAttr, getattr, okHex+"00000000"+attrHex[8:]),
+	invalid("GETATTR type 8", ProcGetAttr, getattr, okHex+"00000008"+attrHex[8:]),
 
 	// SETATTR
 	{
-		name: "SETATTR everything, guarded",
+		name: "SETATTR all attributes with guard",
 		call: call1(func(ctx context.Context, c *Client, r *WccData) error {
 			return c.SetAttr(ctx, cred, fh1, &SetAttr{HasMode: true, Mode: 0o104755, HasUID: true, UID: 7,
 				HasGID: true, GID: 8, HasSize: true, Size: 1 << 32,
@@ -37,28 +39,23 @@ var exchanges = []exchange{
 			00000002 00000009 0000000a 00000001
 			00000001 0000000b 0000000c`,
 		maxResult: 120,
-		reply:     okHex + wccHex,
-		want:      wcc1,
+		reply:     okHex + wccHex, want: wcc1,
 	},
 	{
-		name: "SETATTR nothing",
+		name: "SETATTR no attributes",
 		call: call1(func(ctx context.Context, c *Client, r *WccData) error {
 			return c.SetAttr(ctx, cred, fh1, &SetAttr{}, nil, r)
 		}),
-		proc:  ProcSetAttr,
-		args:  fhHex + "00000000 00000000 00000000 00000000 00000000 00000000 00000000",
-		reply: okHex + wccNoneHex,
-		want:  WccData{},
+		proc: ProcSetAttr, args: fhHex + "00000000 00000000 00000000 00000000 00000000 00000000 00000000",
+		reply: okHex + wccNoneHex, want: WccData{},
 	},
 	{
-		name: "SETATTR not in step",
+		name: "SETATTR guard differs",
 		call: call1(func(ctx context.Context, c *Client, r *WccData) error {
 			return c.SetAttr(ctx, cred, fh1, &SetAttr{}, &Time3{}, r)
 		}),
 		proc:  ProcSetAttr,
-		reply: "00002712" + wccHex,
-		err:   ErrNotSync,
-		want:  wcc1,
+		reply: "00002712" + wccHex, err: ErrNotSync, want: wcc1,
 	},
 
 	// LOOKUP
@@ -67,26 +64,22 @@ var exchanges = []exchange{
 		reply: okHex + fh2Hex + postHex + postDirHex, want: LookupResult{FH: fh2, Attr: post1, DirAttr: postDir1},
 	},
 	{
-		name: "LOOKUP bare", call: lookup, proc: ProcLookup,
+		name: "LOOKUP without attributes", call: lookup, proc: ProcLookup,
 		reply: okHex + fh2Hex + noneHex + noneHex, want: LookupResult{FH: fh2},
 	},
 	{
 		name: "LOOKUP no entry", call: lookup, proc: ProcLookup,
 		reply: "00000002" + postDirHex, err: ErrNoEnt, want: LookupResult{DirAttr: postDir1},
 	},
-	{name: "LOOKUP handle of 65 octets", call: lookup, proc: ProcLookup, reply: okHex + "00000041" + attrHex +
-		noneHex + noneHex, malformed: true},
-	{name: "LOOKUP handle of 4 GiB", call: lookup, proc: ProcLookup, reply: okHex + "ffffffff" + attrHex,
-		malformed: true},
-	{name: "LOOKUP empty handle", call: lookup, proc: ProcLookup, reply: okHex + "00000000" + noneHex + noneHex,
-		malformed: true},
-	{name: "LOOKUP boolean 2", call: lookup, proc: ProcLookup, reply: okHex + fh2Hex + "00000002" + attrHex + noneHex,
-		malformed: true},
-	{name: "LOOKUP error arm cut", call: lookup, proc: ProcLookup, reply: "00000002", malformed: true},
+	invalid("LOOKUP handle of 65 bytes", ProcLookup, lookup, okHex+"00000041"+attrHex+noneHex+noneHex),
+	invalid("LOOKUP handle of 4 GiB", ProcLookup, lookup, okHex+"ffffffff"+attrHex),
+	invalid("LOOKUP empty handle", ProcLookup, lookup, okHex+"00000000"+noneHex+noneHex),
+	invalid("LOOKUP boolean 2", ProcLookup, lookup, okHex+fh2Hex+"00000002"+attrHex+noneHex),
+	invalid("LOOKUP error without attributes", ProcLookup, lookup, "00000002"),
 
 	// ACCESS
 	{
-		name: "ACCESS grants only what was asked for",
+		name: "ACCESS masks bits that were not requested",
 		call: call1(func(ctx context.Context, c *Client, r *AccessResult) error {
 			return c.Access(ctx, cred, fh1, AccessRead|AccessExecute, r)
 		}),
@@ -96,67 +89,65 @@ var exchanges = []exchange{
 	{
 		name: "ACCESS error",
 		call: call1(func(ctx context.Context, c *Client, r *AccessResult) error {
-			return c.Access(ctx, cred, fh1,
-				0x3f, r)
+			return c.Access(ctx, cred, fh1, 0x3f, r)
 		}),
-		proc: ProcAccess, reply: "0000000d" + postHex, err: ErrAcces, want: AccessResult{Attr: post1},
+		proc:  ProcAccess,
+		reply: "0000000d" + postHex, err: ErrAcces, want: AccessResult{Attr: post1},
 	},
 
 	// READLINK
 	{
-		name: "READLINK inline", call: readLink(4096), proc: ProcReadLink, args: fhHex, maxResult: 96,
-		reply: okHex + postHex + "00000006 2e2e2f746f70 0000", want: withBuf[ReadLinkResult]{ReadLinkResult{post1, 6},
-			"../top"},
+		name: "READLINK inline", call: readLink(4096), proc: ProcReadLink,
+		args: fhHex, maxResult: 96,
+		reply: okHex + postHex + "00000006 2e2e2f746f70 0000",
+		want:  withBuf[ReadLinkResult]{ReadLinkResult{post1, 6}, "../top"},
 	},
 	{
 		name: "READLINK placed", call: readLink(4096), proc: ProcReadLink, place: "../top",
 		reply: okHex + postHex + "00000006", want: withBuf[ReadLinkResult]{ReadLinkResult{post1, 6}, "../top"},
 	},
-	{name: "READLINK placed less than stated", call: readLink(4096), proc: ProcReadLink, place: "../to",
-		reply: okHex + postHex + "00000006", malformed: true},
-	{name: "READLINK longer than the buffer", call: readLink(5), proc: ProcReadLink, reply: okHex + postHex +
-		"00000006 2e2e2f746f70 0000", malformed: true},
-	{name: "READLINK with NUL", call: readLink(4096), proc: ProcReadLink, reply: okHex + postHex +
-		"00000006 2e2e00746f70 0000", malformed: true},
+	invalid("READLINK placed less than the length", ProcReadLink, readLink(4096),
+		okHex+postHex+"00000006").placed("../to"),
+	invalid("READLINK longer than the buffer", ProcReadLink, readLink(5), okHex+postHex+"00000006 2e2e2f746f70 0000"),
+	invalid("READLINK with NUL", ProcReadLink, readLink(4096), okHex+postHex+"00000006 2e2e00746f70 0000"),
 	{
-		name: "READLINK not a link", call: readLink(4096), proc: ProcReadLink, reply: "00000016" +
-			postHex, err: ErrInval,
-		want: withBuf[ReadLinkResult]{Res: ReadLinkResult{Attr: post1}},
+		name: "READLINK of a file", call: readLink(4096), proc: ProcReadLink,
+		reply: "00000016" + postHex, err: ErrInval, want: withBuf[ReadLinkResult]{Res: ReadLinkResult{Attr: post1}},
 	},
 
 	// READ
 	{
-		name: "READ inline", call: read(16), proc: ProcRead, args: fhHex + "0000000100000002 00000010", maxResult: 104,
-		reply: okHex + postHex + "00000005 00000001 00000005 68656c6c6f 000000", want: withBuf[ReadResult]{ReadResult{post1, 5, true}, "hello"},
+		name: "READ inline", call: read(16), proc: ProcRead, args: fhHex + "0000000100000002 00000010",
+		maxResult: 104,
+		reply:     okHex + postHex + "00000005 00000001 00000005 68656c6c6f 000000",
+		want:      withBuf[ReadResult]{ReadResult{post1, 5, true}, "hello"},
 	},
 	{
 		name: "READ placed", call: read(5), proc: ProcRead, place: "hello",
 		reply: okHex + noneHex + "00000005 00000000 00000005", want: withBuf[ReadResult]{ReadResult{N: 5}, "hello"},
 	},
 	{
-		name: "READ nothing, placed", call: read(5), proc: ProcRead, place: "-",
+		name: "READ placed no data", call: read(5), proc: ProcRead, place: "-",
 		reply: okHex + noneHex + "00000000 00000001 00000000", want: withBuf[ReadResult]{Res: ReadResult{EOF: true}},
 	},
 	{
-		name: "READ error, chunk unused", call: read(5), proc: ProcRead, place: "-",
+		name: "READ error with an unused chunk", call: read(5), proc: ProcRead, place: "-",
 		reply: "00000005" + postHex, err: ErrIO, want: withBuf[ReadResult]{Res: ReadResult{Attr: post1}},
 	},
-	{name: "READ placed less than stated", call: read(5), proc: ProcRead, place: "hell", reply: okHex + noneHex +
-		"00000005 00000000 00000005", malformed: true},
-	{name: "READ placed more than stated", call: read(5), proc: ProcRead, place: "hello", reply: okHex + noneHex +
-		"00000004 00000000 00000004", malformed: true},
-	{name: "READ offered chunk not used", call: read(5), proc: ProcRead, place: "-", reply: okHex + noneHex +
-		"00000005 00000000 00000005 68656c6c6f 000000", malformed: true},
-	{name: "READ count and length differ", call: read(16), proc: ProcRead, reply: okHex + noneHex +
-		"00000004 00000000 00000005 68656c6c6f 000000", malformed: true},
-	{name: "READ more than asked for", call: read(4), proc: ProcRead, reply: okHex + noneHex +
-		"00000005 00000000 00000005 68656c6c6f 000000", malformed: true},
-	{name: "READ length beyond the reply", call: read(1 << 20), proc: ProcRead, reply: okHex + noneHex +
-		"00080000 00000000 00080000 68656c6c", malformed: true},
-	{name: "READ length of 4 GiB", call: read(16), proc: ProcRead, reply: okHex + noneHex +
-		"ffffffff 00000000 ffffffff 68656c6c", malformed: true},
-	{name: "READ eof 7", call: read(16), proc: ProcRead, reply: okHex + noneHex +
-		"00000004 00000007 00000004 68656c6c", malformed: true},
+	invalid("READ placed less than the length", ProcRead, read(5),
+		okHex+noneHex+"00000005 00000000 00000005").placed("hell"),
+	invalid("READ placed more than the length", ProcRead, read(5),
+		okHex+noneHex+"00000004 00000000 00000004").placed("hello"),
+	invalid("READ inline data with an unused chunk", ProcRead, read(5),
+		okHex+noneHex+"00000005 00000000 00000005 68656c6c6f 000000").placed("-"),
+	invalid("READ count and length differ", ProcRead, read(16),
+		okHex+noneHex+"00000004 00000000 00000005 68656c6c6f 000000"),
+	invalid("READ more than requested", ProcRead, read(4),
+		okHex+noneHex+"00000005 00000000 00000005 68656c6c6f 000000"),
+	invalid("READ length beyond the reply", ProcRead, read(1<<20),
+		okHex+noneHex+"00080000 00000000 00080000 68656c6c"),
+	invalid("READ length of 4 GiB", ProcRead, read(16), okHex+noneHex+"ffffffff 00000000 ffffffff 68656c6c"),
+	invalid("READ eof 7", ProcRead, read(16), okHex+noneHex+"00000004 00000007 00000004 68656c6c"),
 
 	// WRITE
 	{
@@ -165,22 +156,22 @@ var exchanges = []exchange{
 		reply: okHex + wccHex + "00000009 00000002" + verfHex, want: WriteResult{wcc1, 9, FileSync, verf1},
 	},
 	{
-		name: "WRITE less", call: write("some data"), proc: ProcWrite, data: "some data",
+		name: "WRITE less than requested", call: write("some data"), proc: ProcWrite, data: "some data",
 		reply: okHex + wccNoneHex + "00000004 00000000" + verfHex, want: WriteResult{Count: 4, Verf: verf1},
 	},
 	{
-		name: "WRITE nothing", call: write(""), proc: ProcWrite, args: fhHex +
-			"0000000100000002 00000000 00000001 00000000",
-		reply: okHex + wccNoneHex + "00000000 00000001" + verfHex, want: WriteResult{Committed: DataSync, Verf: verf1},
+		name: "WRITE no data", call: write(""), proc: ProcWrite,
+		args:  fhHex + "0000000100000002 00000000 00000001 00000000",
+		reply: okHex + wccNoneHex + "00000000 00000001" + verfHex,
+		want:  WriteResult{Committed: DataSync, Verf: verf1},
 	},
-	{name: "WRITE no space", call: write("x"), proc: ProcWrite, data: "x", reply: "0000001c" + wccHex, err: ErrNoSpc,
-		want: WriteResult{Wcc: wcc1}},
-	{name: "WRITE more than sent", call: write("x"), proc: ProcWrite, data: "x", reply: okHex + wccNoneHex +
-		"00000002 00000000" + verfHex, malformed: true},
-	{name: "WRITE success with nothing written", call: write("x"), proc: ProcWrite, data: "x", reply: okHex +
-		wccNoneHex + "00000000 00000000" + verfHex, malformed: true},
-	{name: "WRITE committed 3", call: write("x"), proc: ProcWrite, data: "x", reply: okHex + wccNoneHex +
-		"00000001 00000003" + verfHex, malformed: true},
+	{
+		name: "WRITE no space", call: write("x"), proc: ProcWrite, data: "x",
+		reply: "0000001c" + wccHex, err: ErrNoSpc, want: WriteResult{Wcc: wcc1},
+	},
+	invalid("WRITE more than requested", ProcWrite, write("x"), okHex+wccNoneHex+"00000002 00000000"+verfHex),
+	invalid("WRITE success without data", ProcWrite, write("x"), okHex+wccNoneHex+"00000000 00000000"+verfHex),
+	invalid("WRITE committed 3", ProcWrite, write("x"), okHex+wccNoneHex+"00000001 00000003"+verfHex),
 
 	// CREATE
 	{
@@ -188,19 +179,22 @@ var exchanges = []exchange{
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
 			return c.Create(ctx, cred, fh1, "abc", &CreateHow{Attr: SetAttr{HasMode: true, Mode: 0o600}}, r)
 		}),
-		proc: ProcCreate, args: fhHex + "00000003 61626300 00000000 00000001 00000180 00000000 00000000 00000000 00000000 00000000", maxResult: 280,
-		reply: okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
+		proc:      ProcCreate,
+		args:      fhHex + "00000003 61626300 00000000 00000001 00000180 00000000 00000000 00000000 00000000 00000000",
+		maxResult: 280,
+		reply:     okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
 	},
 	{
-		name: "CREATE guarded, exists",
+		name: "CREATE guarded, file exists",
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
 			return c.Create(ctx, cred, fh1, "abc", &CreateHow{Mode: Guarded}, r)
 		}),
-		proc: ProcCreate, args: fhHex + "00000003 61626300 00000001 00000000 00000000 00000000 00000000 00000000 00000000",
+		proc:  ProcCreate,
+		args:  fhHex + "00000003 61626300 00000001 00000000 00000000 00000000 00000000 00000000 00000000",
 		reply: "00000011" + wccHex, err: ErrExist, want: CreateResult{DirWcc: wcc1},
 	},
 	{
-		name: "CREATE exclusive, no handle returned",
+		name: "CREATE exclusive, reply without a handle",
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
 			return c.Create(ctx, cred, fh1, "abc", &CreateHow{Mode: Exclusive, Verf: verf1}, r)
 		}),
@@ -214,16 +208,19 @@ var exchanges = []exchange{
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
 			return c.Mkdir(ctx, cred, fh1, "d", &SetAttr{HasGID: true, GID: 5}, r)
 		}),
-		proc: ProcMkdir, args: fhHex + "00000001 64000000 00000000 00000000 00000001 00000005 00000000 00000000 00000000", maxResult: 280,
-		reply: okHex + "00000001" + fh2Hex + postDirHex + wccHex, want: CreateResult{true, fh2, postDir1, wcc1},
+		proc:      ProcMkdir,
+		args:      fhHex + "00000001 64000000 00000000 00000000 00000001 00000005 00000000 00000000 00000000",
+		maxResult: 280,
+		reply:     okHex + "00000001" + fh2Hex + postDirHex + wccHex, want: CreateResult{true, fh2, postDir1, wcc1},
 	},
 	{
 		name: "SYMLINK",
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
 			return c.Symlink(ctx, cred, fh1, "l", "../x/y", &SetAttr{}, r)
 		}),
-		proc: ProcSymlink, args: fhHex +
-			"00000001 6c000000 00000000 00000000 00000000 00000000 00000000 00000000 00000006", data: "../x/y", maxResult: 280,
+		proc: ProcSymlink,
+		args: fhHex + "00000001 6c000000 00000000 00000000 00000000 00000000 00000000 00000000 00000006",
+		data: "../x/y", maxResult: 280,
 		reply: okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
 	},
 	{
@@ -231,15 +228,19 @@ var exchanges = []exchange{
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
 			return c.Mknod(ctx, cred, fh1, "n", NF3CHR, &SetAttr{}, Device{1, 3}, r)
 		}),
-		proc: ProcMknod, args: fhHex + "00000001 6e000000 00000004 00000000 00000000 00000000 00000000 00000000 00000000 00000001 00000003", maxResult: 280,
-		reply: okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
+		proc: ProcMknod,
+		args: fhHex + "00000001 6e000000 00000004 00000000 00000000 00000000 00000000 00000000 00000000 00000001" +
+			"00000003",
+		maxResult: 280,
+		reply:     okHex + "00000001" + fh2Hex + postHex + wccHex, want: CreateResult{true, fh2, post1, wcc1},
 	},
 	{
 		name: "MKNOD pipe, not supported",
 		call: call1(func(ctx context.Context, c *Client, r *CreateResult) error {
 			return c.Mknod(ctx, cred, fh1, "n", NF3FIFO, &SetAttr{}, Device{1, 3}, r)
 		}),
-		proc: ProcMknod, args: fhHex + "00000001 6e000000 00000007 00000000 00000000 00000000 00000000 00000000 00000000",
+		proc:  ProcMknod,
+		args:  fhHex + "00000001 6e000000 00000007 00000000 00000000 00000000 00000000 00000000 00000000",
 		reply: "00002714" + wccNoneHex, err: ErrNotSupp, want: CreateResult{},
 	},
 
@@ -247,16 +248,16 @@ var exchanges = []exchange{
 	{
 		name: "REMOVE",
 		call: call1(func(ctx context.Context, c *Client, r *WccData) error {
-			return c.Remove(ctx, cred, fh1, "abcde",
-				r)
+			return c.Remove(ctx, cred, fh1, "abcde", r)
 		}),
-		proc: ProcRemove, args: fhHex + "00000005 6162636465 000000", maxResult: 120, reply: okHex + wccHex, want: wcc1,
+		proc: ProcRemove, args: fhHex + "00000005 6162636465 000000", maxResult: 120,
+		reply: okHex + wccHex, want: wcc1,
 	},
 	{
 		name: "RMDIR not empty",
 		call: call1(func(ctx context.Context, c *Client, r *WccData) error { return c.Rmdir(ctx, cred, fh1, "d", r) }),
-		proc: ProcRmdir, args: fhHex + "00000001 64000000", maxResult: 120, reply: "00000042" +
-			wccHex, err: ErrNotEmpty, want: wcc1,
+		proc: ProcRmdir, args: fhHex + "00000001 64000000", maxResult: 120,
+		reply: "00000042" + wccHex, err: ErrNotEmpty, want: wcc1,
 	},
 	{
 		name: "RENAME",
@@ -269,101 +270,86 @@ var exchanges = []exchange{
 	{
 		name: "LINK",
 		call: call1(func(ctx context.Context, c *Client, r *LinkResult) error {
-			return c.Link(ctx, cred, fh1, fh2,
-				"bb", r)
+			return c.Link(ctx, cred, fh1, fh2, "bb", r)
 		}),
-		proc: ProcLink, args: fhHex + fh2Hex + "00000002 62620000", maxResult: 208, reply: okHex + postHex +
-			wccHex, want: LinkResult{post1, wcc1},
+		proc: ProcLink, args: fhHex + fh2Hex + "00000002 62620000", maxResult: 208,
+		reply: okHex + postHex + wccHex, want: LinkResult{post1, wcc1},
 	},
 	{
-		name: "LINK too many",
+		name: "LINK too many links",
 		call: call1(func(ctx context.Context, c *Client, r *LinkResult) error {
-			return c.Link(ctx, cred, fh1, fh2,
-				"bb", r)
+			return c.Link(ctx, cred, fh1, fh2, "bb", r)
 		}),
-		proc: ProcLink, reply: "0000001f" + postHex + wccHex, err: ErrMLink, want: LinkResult{post1, wcc1},
+		proc:  ProcLink,
+		reply: "0000001f" + postHex + wccHex, err: ErrMLink, want: LinkResult{post1, wcc1},
 	},
 
 	// READDIR, READDIRPLUS
 	{
-		name: "READDIR", call: readDir, proc: ProcReadDir, args: fhHex + "0000000000000007" + verfHex +
-			"00001000", maxResult: 4196,
-		reply: okHex + postDirHex + verfHex +
-			"00000001 0000000000000023 00000001 2e000000 0000000000000001" +
-			"00000001 0000000000000022 00000004 66696c65 0000000000000002" +
-			"00000000 00000001",
+		name: "READDIR", call: readDir, proc: ProcReadDir, args: fhHex + "0000000000000007" + verfHex + "00001000",
+		maxResult: 4196,
+		reply: okHex + postDirHex + verfHex + "00000001 0000000000000023 00000001 2e000000 0000000000000001" +
+			entryHex + "00000000 00000001",
 		want: entries{ReadDirResult{postDir1, verf1, true, 2},
 			[]DirEntry{{FileID: 0x23, Cookie: 1, Name: []byte(".")}, {FileID: 0x22, Cookie: 2, Name: []byte("file")}}},
 	},
 	{
-		name: "READDIR nothing more", call: readDir, proc: ProcReadDir, reply: okHex + noneHex + verfHex +
-			"00000000 00000001",
-		want: entries{Res: ReadDirResult{Verf: verf1, EOF: true}},
-	},
-	{name: "READDIR bad cookie", call: readDir, proc: ProcReadDir, reply: "00002713" + postDirHex, err: ErrBadCookie,
-		want: entries{Res: ReadDirResult{DirAttr: postDir1}}},
-	{
-		name: "READDIR a bad name behind a good one", call: readDir, proc: ProcReadDir, malformed: true,
-		reply: okHex + noneHex + verfHex +
-			"00000001 0000000000000022 00000004 66696c65 0000000000000002" +
-			"00000001 0000000000000022 00000004 2e2e2f78 0000000000000003 00000000 00000001",
-		want: entries{Res: ReadDirResult{Verf: verf1, EOF: false, Entries: 1}},
+		name: "READDIR end of directory", call: readDir, proc: ProcReadDir,
+		reply: okHex + noneHex + verfHex + "00000000 00000001",
+		want:  entries{Res: ReadDirResult{Verf: verf1, EOF: true}},
 	},
 	{
-		name: "READDIR empty name", call: readDir, proc: ProcReadDir, malformed: true,
-		reply: okHex + noneHex + verfHex + "00000001 0000000000000022 00000000 0000000000000002 00000000 00000001",
+		name: "READDIR invalid cookie", call: readDir, proc: ProcReadDir,
+		reply: "00002713" + postDirHex, err: ErrBadCookie, want: entries{Res: ReadDirResult{DirAttr: postDir1}},
 	},
 	{
-		name: "READDIR name with NUL", call: readDir, proc: ProcReadDir, malformed: true,
-		reply: okHex + noneHex + verfHex +
-			"00000001 0000000000000022 00000004 66006c65 0000000000000002 00000000 00000001",
+		name: "READDIR invalid name after a valid one", call: readDir, proc: ProcReadDir,
+		reply: okHex + noneHex + verfHex + entryHex + "00000001 0000000000000022 00000004 2e2e2f78" +
+			"0000000000000003 00000000 00000001",
+		malformed: true, want: entries{Res: ReadDirResult{Verf: verf1, EOF: false, Entries: 1}},
 	},
+	invalid("READDIR empty name", ProcReadDir, readDir, listing("00000000")),
+	invalid("READDIR name with NUL", ProcReadDir, readDir, listing("00000004 66006c65")),
+	invalid("READDIR name of 256 bytes", ProcReadDir, readDir, listing("00000100"+strings.Repeat("61", 256))),
 	{
-		name: "READDIR name of 256 octets", call: readDir, proc: ProcReadDir, malformed: true,
-		reply: okHex + noneHex + verfHex + "00000001 0000000000000022 00000100" + repeatHex("61", 256) +
-			"0000000000000002 00000000 00000001",
-	},
-	{
-		name: "READDIRPLUS", call: readDirPlus, proc: ProcReadDirPlus, args: fhHex + "0000000000000007" + verfHex +
-			"00000400 00001000", maxResult: 4196,
-		reply: okHex + postDirHex + verfHex +
-			"00000001 0000000000000022 00000004 66696c65 0000000000000002" + postHex + "00000001" + fh2Hex +
-			"00000001 0000000000000024 00000002 75700000 0000000000000003" + noneHex + noneHex +
-			"00000000 00000000",
+		name: "READDIRPLUS", call: readDirPlus, proc: ProcReadDirPlus,
+		args: fhHex + "0000000000000007" + verfHex + "00000400 00001000", maxResult: 4196,
+		reply: okHex + postDirHex + verfHex + entryHex + postHex + "00000001" + fh2Hex + "00000001" +
+			"0000000000000024 00000002 75700000 0000000000000003" + noneHex + noneHex + "00000000 00000000",
 		want: entries{ReadDirResult{postDir1, verf1, false, 2}, []DirEntry{
 			{FileID: 0x22, Cookie: 2, Name: []byte("file"), Attr: post1, HasFH: true, FH: fh2},
 			{FileID: 0x24, Cookie: 3, Name: []byte("up")},
 		}},
 	},
-	{name: "READDIRPLUS not supported", call: readDirPlus, proc: ProcReadDirPlus, reply: "00002714" + noneHex,
-		err: ErrNotSupp},
 	{
-		name: "READDIRPLUS handle too long", call: readDirPlus, proc: ProcReadDirPlus, malformed: true,
-		reply: okHex + noneHex + verfHex + "00000001 0000000000000022 00000004 66696c65 0000000000000002" + noneHex +
-			"00000001 00000044" + repeatHex("61", 68) + "00000000 00000000",
+		name: "READDIRPLUS not supported", call: readDirPlus, proc: ProcReadDirPlus,
+		reply: "00002714" + noneHex, err: ErrNotSupp,
 	},
+	invalid("READDIRPLUS handle too long", ProcReadDirPlus, readDirPlus,
+		okHex+noneHex+verfHex+entryHex+noneHex+"00000001"+longFHHex),
 
 	// FSSTAT, FSINFO, PATHCONF, COMMIT
 	{
 		name: "FSSTAT",
 		call: call1(func(ctx context.Context, c *Client, r *FSStatResult) error { return c.FSStat(ctx, cred, fh1, r) }),
 		proc: ProcFSStat, args: fhHex, maxResult: 144,
-		reply: okHex + postDirHex + "0000000000000001 0000000000000002 0000000000000003 0000000000000004 0000000000000005 0000000000000006 00000007",
-		want:  FSStatResult{postDir1, 1, 2, 3, 4, 5, 6, 7},
+		reply: okHex + postDirHex + "0000000000000001 0000000000000002 0000000000000003 0000000000000004" +
+			"0000000000000005 0000000000000006 00000007",
+		want: FSStatResult{postDir1, 1, 2, 3, 4, 5, 6, 7},
 	},
 	{
 		name: "FSINFO",
 		call: call1(func(ctx context.Context, c *Client, r *FSInfoResult) error { return c.FSInfo(ctx, cred, fh1, r) }),
 		proc: ProcFSInfo, args: fhHex, maxResult: 140,
-		reply: okHex + postDirHex + "00000001 00000002 00000003 00000004 00000005 00000006 00000007 0000000000000008 00000009 0000000a 0000001b",
+		reply: okHex + postDirHex + "00000001 00000002 00000003 00000004 00000005 00000006 00000007" +
+			"0000000000000008 00000009 0000000a 0000001b",
 		want: FSInfoResult{postDir1, 1, 2, 3, 4, 5, 6, 7, 8, Time3{9, 10},
 			FSFLink | FSFSymlink | FSFHomogeneous | FSFCanSetTime},
 	},
 	{
 		name: "PATHCONF",
 		call: call1(func(ctx context.Context, c *Client, r *PathConfResult) error {
-			return c.PathConf(ctx, cred, fh1,
-				r)
+			return c.PathConf(ctx, cred, fh1, r)
 		}),
 		proc: ProcPathConf, args: fhHex, maxResult: 116,
 		reply: okHex + postDirHex + "00007fff 000000ff 00000001 00000000 00000001 00000000",
@@ -374,23 +360,37 @@ var exchanges = []exchange{
 		call: call1(func(ctx context.Context, c *Client, r *CommitResult) error {
 			return c.Commit(ctx, cred, fh1, 1<<40, 512, r)
 		}),
-		proc: ProcCommit, args: fhHex + "0000010000000000 00000200", maxResult: 128, reply: okHex + wccHex +
-			verfHex, want: CommitResult{wcc1, verf1},
+		proc: ProcCommit, args: fhHex + "0000010000000000 00000200", maxResult: 128,
+		reply: okHex + wccHex + verfHex, want: CommitResult{wcc1, verf1},
 	},
 	{
 		name: "COMMIT error",
 		call: call1(func(ctx context.Context, c *Client, r *CommitResult) error {
-			return c.Commit(ctx, cred, fh1, 0,
-				0, r)
+			return c.Commit(ctx, cred, fh1, 0, 0, r)
 		}),
-		proc: ProcCommit, reply: "00000005" + wccHex, err: ErrIO, want: CommitResult{Wcc: wcc1},
+		proc:  ProcCommit,
+		reply: "00000005" + wccHex, err: ErrIO, want: CommitResult{Wcc: wcc1},
 	},
 }
 
-func repeatHex(octet string, n int) string {
-	s := ""
-	for range n {
-		s += octet
-	}
-	return s
+// invalid returns an exchange whose reply must fail with ErrMalformed.
+func invalid(name string, proc Proc, call func(context.Context, *Client) (any, error), reply string) exchange {
+	return exchange{name: name, proc: proc, call: call, reply: reply, malformed: true}
 }
+
+// placed returns x with data that the transport places in ResultData; "-" means no data.
+func (x exchange) placed(data string) exchange {
+	x.place = data
+	return x
+}
+
+// listing returns a READDIR reply with one entry of this name, which is given with its length.
+func listing(name string) string {
+	return okHex + noneHex + verfHex + "00000001 0000000000000022" + name + "0000000000000002 00000000 00000001"
+}
+
+// entryHex is a directory entry with the name "file".
+const entryHex = "00000001 0000000000000022 00000004 66696c65 0000000000000002"
+
+// longFHHex is a file handle of 68 bytes.
+var longFHHex = "00000044" + strings.Repeat("61", 68)

@@ -9,10 +9,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// fuzzCaller answers every call with the same octets, and says that it placed some of the data.
+// fuzzCaller returns a fixed reply and a fixed ResultDataLen.
 type fuzzCaller struct {
 	result []byte
-	placed int // -1: nothing was
+	placed int // -1: none
 }
 
 func (c *fuzzCaller) Call(_ context.Context, m *sunrpc.Message) error {
@@ -24,9 +24,8 @@ func (c *fuzzCaller) Call(_ context.Context, m *sunrpc.Message) error {
 	return nil
 }
 
-// FuzzNFSReply gives each procedure the octets as its reply. Whatever they are: no panic; an error
-// of one of the kinds; what is delivered lies within its bounds; and memory in proportion to the
-// reply.
+// FuzzNFSReply passes any bytes as a reply to a procedure. The call must not panic, must return a
+// documented error or valid results, and must allocate in proportion to the reply.
 func FuzzNFSReply(f *testing.F) {
 	for _, x := range exchanges {
 		f.Add(uint8(x.proc), int16(-1), unhex(x.reply))
@@ -42,24 +41,24 @@ func FuzzNFSReply(f *testing.F) {
 		runtime.ReadMemStats(&after)
 		var nfsErr *Error
 		if err != nil && !errors.As(err, &nfsErr) && !errors.Is(err, ErrMalformed) {
-			t.Fatalf("error of no kind: %v", err)
+			t.Fatalf("got undocumented error %v", err)
 		}
 		if err != nil && (err.Error() == "" || Errno(err) == 0) {
-			t.Fatalf("error %q is errno %d", err, Errno(err))
+			t.Fatalf("got error %q with errno %d", err, Errno(err))
 		}
 		if grown := after.TotalAlloc - before.TotalAlloc; grown > 256<<10+4*uint64(len(reply)) {
-			t.Fatalf("%d octets were allocated for a reply of %d", grown, len(reply))
+			t.Fatalf("allocated %d bytes for a reply of %d", grown, len(reply))
 		}
 	})
 }
 
-// callAny calls the procedure with buffers of some size and checks the bounds of what it returns.
+// callAny calls the procedure and checks that its results are in range.
 func callAny(t *testing.T, c *Client, p Proc, size int) error {
 	ctx := context.Background()
 	buf := make([]byte, 300)
 	entry := func(e *DirEntry) bool {
 		if !validName(e.Name) || len(e.Name) > MaxName || e.FH.Len() > FHSize || e.HasFH && e.FH.IsZero() {
-			t.Fatalf("entry %+v", e)
+			t.Fatalf("got invalid entry %+v", e)
 		}
 		checkAttr(t, &e.Attr.Attr, e.Attr.Present)
 		return true
@@ -78,7 +77,7 @@ func callAny(t *testing.T, c *Client, p Proc, size int) error {
 		var res LookupResult
 		err := c.Lookup(ctx, cred, fh1, "n", &res)
 		if err == nil && res.FH.IsZero() {
-			t.Fatal("success without a handle")
+			t.Fatal("LOOKUP: got success without a handle")
 		}
 		return err
 	case ProcAccess:
@@ -87,21 +86,21 @@ func callAny(t *testing.T, c *Client, p Proc, size int) error {
 		var res ReadLinkResult
 		err := c.ReadLink(ctx, cred, fh1, buf, &res)
 		if err == nil && (res.N < 0 || res.N > len(buf)) {
-			t.Fatalf("a path of %d octets", res.N)
+			t.Fatalf("READLINK: got %d bytes, buffer has %d", res.N, len(buf))
 		}
 		return err
 	case ProcRead:
 		var res ReadResult
 		err := c.Read(ctx, cred, fh1, 0, buf, &res)
 		if err == nil && (res.N < 0 || res.N > len(buf)) {
-			t.Fatalf("data of %d octets", res.N)
+			t.Fatalf("READ: got %d bytes, buffer has %d", res.N, len(buf))
 		}
 		return err
 	case ProcWrite:
 		var res WriteResult
 		err := c.Write(ctx, cred, fh1, 0, buf, Unstable, &res)
 		if err == nil && (res.Count == 0 || res.Count > uint32(len(buf)) || res.Committed > FileSync) {
-			t.Fatalf("written: %+v", res)
+			t.Fatalf("WRITE: got invalid result %+v", res)
 		}
 		return err
 	case ProcCreate:
@@ -131,7 +130,7 @@ func callAny(t *testing.T, c *Client, p Proc, size int) error {
 			err = c.ReadDirPlus(ctx, cred, fh1, 0, Verifier{}, 4096, 4096, &res, each)
 		}
 		if err != nil && delivered != 0 || err == nil && delivered != res.Entries || delivered > size/20 {
-			t.Fatalf("%d entries delivered, %d counted in %d octets, error %v", delivered, res.Entries, size, err)
+			t.Fatalf("%v: delivered %d entries, counted %d in %d bytes, error %v", p, delivered, res.Entries, size, err)
 		}
 		return err
 	case ProcFSStat:
@@ -147,6 +146,6 @@ func callAny(t *testing.T, c *Client, p Proc, size int) error {
 
 func checkAttr(t *testing.T, a *Attr, present bool) {
 	if present && (a.Type < NF3REG || a.Type > NF3FIFO || a.Mode&^ModeMask != 0) {
-		t.Fatalf("attributes %+v", a)
+		t.Fatalf("got invalid attributes %+v", a)
 	}
 }

@@ -22,7 +22,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// TestGanesha makes every procedure against NFS-Ganesha.
+// TestGanesha calls every procedure of NFS-Ganesha.
 func TestGanesha(t *testing.T) {
 	dir := t.TempDir()
 	s := ganeshatest.Start(t, dir)
@@ -33,7 +33,7 @@ func TestGanesha(t *testing.T) {
 	}.run(t)
 }
 
-// TestEmbeddedServer makes every procedure against the server of `nfsrdmad serve` in this process.
+// TestEmbeddedServer calls every procedure of the server of `nfsrdmad serve`.
 func TestEmbeddedServer(t *testing.T) {
 	dir := t.TempDir()
 	s, err := nfsserve.Run(t.Context(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0", NoRootSquash: true,
@@ -74,7 +74,7 @@ func dial(t *testing.T, addr string) *nfs3.Client {
 	return nfs3.NewClient(rpc, nfs3.Options{})
 }
 
-// session is one server under test and the directory that it exports.
+// A session is a connection to a server and the directory that the server exports.
 type session struct {
 	c    *nfs3.Client
 	root nfs3.FH
@@ -92,13 +92,13 @@ func (s session) run(t *testing.T) {
 		name string
 		do   func(t *testing.T)
 	}{
-		{"the file system", s.fileSystem},
-		{"a file", s.file},
+		{"file system", s.fileSystem},
+		{"file", s.file},
 		{"large data", s.largeData},
 		{"names", s.names},
 		{"special files", s.specialFiles},
 		{"attributes", s.attributes},
-		{"a directory", s.directory},
+		{"directory", s.directory},
 		{"errors", s.errors},
 	} {
 		t.Run(step.name, step.do)
@@ -107,38 +107,38 @@ func (s session) run(t *testing.T) {
 
 func (s session) fileSystem(t *testing.T) {
 	if err := s.c.Null(ctx, root); err != nil {
-		t.Error(err)
+		t.Errorf("NULL: %v", err)
 	}
 	var attr nfs3.Attr
 	if err := s.c.GetAttr(ctx, root, s.root, &attr); err != nil || attr.Type != nfs3.NF3DIR {
-		t.Errorf("attributes of the root: %+v, error %v", attr, err)
+		t.Errorf("GETATTR of the root: got %+v, error %v; want a directory", attr, err)
 	}
 	var st syscall.Stat_t
 	if err := syscall.Stat(s.dir, &st); err != nil || attr.FileID != st.Ino ||
 		attr.Mode != st.Mode&nfs3.ModeMask {
-		t.Errorf("attributes of the root: %+v, on disk %+v", attr, st)
+		t.Errorf("GETATTR of the root: got %+v, want the attributes on disk %+v", attr, st)
 	}
 	var info nfs3.FSInfoResult
 	if err := s.c.FSInfo(ctx, root, s.root, &info); err != nil || info.ReadMax < 4096 || info.WriteMax < 4096 ||
 		info.Properties&nfs3.FSFSymlink == 0 {
-		t.Errorf("FSINFO %+v, error %v", info, err)
+		t.Errorf("FSINFO: got %+v, error %v", info, err)
 	}
 	var stat nfs3.FSStatResult
 	if err := s.c.FSStat(ctx, root, s.root, &stat); err != nil || stat.FreeBytes > stat.TotalBytes {
-		t.Errorf("FSSTAT %+v, error %v", stat, err)
+		t.Errorf("FSSTAT: got %+v, error %v", stat, err)
 	}
 	var conf nfs3.PathConfResult
 	if err := s.c.PathConf(ctx, root, s.root, &conf); err != nil || conf.NameMax < 255 {
-		t.Errorf("PATHCONF %+v, error %v", conf, err)
+		t.Errorf("PATHCONF: got %+v, error %v", conf, err)
 	}
 	var acc nfs3.AccessResult
 	if err := s.c.Access(ctx, root, s.root, nfs3.AccessRead|nfs3.AccessLookup|nfs3.AccessModify, &acc); err != nil ||
 		acc.Access&nfs3.AccessLookup == 0 {
-		t.Errorf("ACCESS %+v, error %v", acc, err)
+		t.Errorf("ACCESS: got %+v, error %v; want LOOKUP granted", acc, err)
 	}
 }
 
-// create makes a file and returns its handle.
+// create creates a file and returns its handle.
 func (s session) create(t *testing.T, dir nfs3.FH, name string) nfs3.FH {
 	t.Helper()
 	var made nfs3.CreateResult
@@ -149,7 +149,7 @@ func (s session) create(t *testing.T, dir nfs3.FH, name string) nfs3.FH {
 	return s.handle(t, dir, name, &made)
 }
 
-// handle is that of what was made; a server may have left it out.
+// handle returns the handle of a new object. It calls LOOKUP if the server omitted the handle.
 func (s session) handle(t *testing.T, dir nfs3.FH, name string, made *nfs3.CreateResult) nfs3.FH {
 	t.Helper()
 	if made.HasFH {
@@ -167,30 +167,30 @@ func (s session) file(t *testing.T) {
 	var wrote nfs3.WriteResult
 	if err := s.c.Write(ctx, root, fh, 0, []byte("some content"), nfs3.Unstable, &wrote); err != nil ||
 		wrote.Count != 12 {
-		t.Fatalf("WRITE %+v, error %v", wrote, err)
+		t.Fatalf("WRITE: got %+v, error %v; want 12 bytes", wrote, err)
 	}
 	var com nfs3.CommitResult
 	if err := s.c.Commit(ctx, root, fh, 0, 0, &com); err != nil || com.Verf != wrote.Verf {
-		t.Errorf("COMMIT %+v, error %v; WRITE's verifier was %x", com, err, wrote.Verf)
+		t.Errorf("COMMIT: got %+v, error %v; want verifier %x", com, err, wrote.Verf)
 	}
 	if err := s.c.Write(ctx, root, fh, 5, []byte("CONT"), nfs3.FileSync, &wrote); err != nil ||
 		wrote.Committed != nfs3.FileSync {
-		t.Errorf("WRITE %+v, error %v", wrote, err)
+		t.Errorf("WRITE: got %+v, error %v; want FILE_SYNC", wrote, err)
 	}
 	onDisk, err := os.ReadFile(filepath.Join(s.dir, "file"))
 	if err != nil || string(onDisk) != "some CONTent" {
-		t.Errorf("on disk %q, error %v", onDisk, err)
+		t.Errorf("file on disk: got %q, error %v", onDisk, err)
 	}
 	buf := make([]byte, 100)
 	var rd nfs3.ReadResult
 	if err := s.c.Read(ctx, root, fh, 0, buf, &rd); err != nil || string(buf[:rd.N]) != "some CONTent" || !rd.EOF {
-		t.Errorf("READ %q, %+v, error %v", buf[:rd.N], rd, err)
+		t.Errorf("READ: got %q, %+v, error %v", buf[:rd.N], rd, err)
 	}
 	if err := s.c.Read(ctx, root, fh, 3, buf[:3], &rd); err != nil || string(buf[:rd.N]) != "e C" {
-		t.Errorf("READ of 3 %q, %+v, error %v", buf[:rd.N], rd, err)
+		t.Errorf("READ of 3 bytes: got %q, %+v, error %v", buf[:rd.N], rd, err)
 	}
 	if err := s.c.Read(ctx, root, fh, 1000, buf, &rd); err != nil || rd.N != 0 || !rd.EOF {
-		t.Errorf("READ behind the end: %+v, error %v", rd, err)
+		t.Errorf("READ after the end: got %+v, error %v; want EOF", rd, err)
 	}
 	var wcc nfs3.WccData
 	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasSize: true, Size: 4}, nil, &wcc); err != nil {
@@ -199,11 +199,11 @@ func (s session) file(t *testing.T) {
 	var attr nfs3.Attr
 	if err := s.c.GetAttr(ctx, root, fh, &attr); err != nil || attr.Size != 4 || attr.Mode != 0o640 ||
 		attr.Type != nfs3.NF3REG {
-		t.Errorf("GETATTR %+v, error %v", attr, err)
+		t.Errorf("GETATTR: got %+v, error %v; want size 4, mode 640", attr, err)
 	}
 }
 
-// largeData goes there and back in pieces of a mebibyte, or what the server takes.
+// largeData writes and reads a file in pieces of 1 MiB or of the maximum of the server.
 func (s session) largeData(t *testing.T) {
 	var info nfs3.FSInfoResult
 	if err := s.c.FSInfo(ctx, root, s.root, &info); err != nil {
@@ -231,12 +231,12 @@ func (s session) largeData(t *testing.T) {
 		var rd nfs3.ReadResult
 		if err := s.c.Read(ctx, root, fh, uint64(off), back[off:min(off+size, len(back))], &rd); err != nil ||
 			rd.N == 0 {
-			t.Fatalf("READ at %d: %+v, error %v", off, rd, err)
+			t.Fatalf("READ at %d: got %+v, error %v", off, rd, err)
 		}
 		off += rd.N
 	}
 	if !bytes.Equal(back, data) {
-		t.Error("what was read is not what was written")
+		t.Error("READ: got other data than WRITE sent")
 	}
 }
 
@@ -256,10 +256,10 @@ func (s session) names(t *testing.T) {
 	}
 	var look nfs3.LookupResult
 	if err := s.c.Lookup(ctx, root, s.root, "three", &look); err != nil || look.Attr.Nlink != 2 {
-		t.Errorf("LOOKUP %+v, error %v", look, err)
+		t.Errorf("LOOKUP: got %+v, error %v; want link count 2", look, err)
 	}
 	if err := s.c.Rmdir(ctx, root, s.root, "dir", new(nfs3.WccData)); !errors.Is(err, syscall.ENOTEMPTY) {
-		t.Errorf("RMDIR of a full directory: %v", err)
+		t.Errorf("RMDIR of a full directory: got error %v, want ENOTEMPTY", err)
 	}
 	if err := s.c.Remove(ctx, root, dir, "two", new(nfs3.WccData)); err != nil {
 		t.Errorf("REMOVE: %v", err)
@@ -275,10 +275,10 @@ func (s session) names(t *testing.T) {
 	buf := make([]byte, nfs3.MaxPath)
 	var got nfs3.ReadLinkResult
 	if err := s.c.ReadLink(ctx, root, link, buf, &got); err != nil || string(buf[:got.N]) != target {
-		t.Errorf("READLINK %q, error %v", buf[:got.N], err)
+		t.Errorf("READLINK: got %q, error %v; want %q", buf[:got.N], err, target)
 	}
 	if onDisk, err := os.Readlink(filepath.Join(s.dir, "link")); err != nil || onDisk != target {
-		t.Errorf("on disk %q, error %v", onDisk, err)
+		t.Errorf("link on disk: got %q, error %v; want %q", onDisk, err, target)
 	}
 	exclusive := nfs3.CreateHow{Mode: nfs3.Exclusive, Verf: nfs3.Verifier{1, 2, 3, 4, 5, 6, 7, 8}}
 	if err := s.c.Create(ctx, root, s.root, "excl", &exclusive, &made); err != nil {
@@ -286,7 +286,7 @@ func (s session) names(t *testing.T) {
 	}
 	if err := s.c.Create(ctx, root, s.root, "three", &nfs3.CreateHow{Mode: nfs3.Guarded}, &made); !errors.Is(err,
 		syscall.EEXIST) {
-		t.Errorf("CREATE guarded of a file that exists: %v", err)
+		t.Errorf("CREATE guarded of an existing file: got error %v, want EEXIST", err)
 	}
 }
 
@@ -310,12 +310,12 @@ func (s session) specialFiles(t *testing.T) {
 		}
 		var st syscall.Stat_t
 		if err := syscall.Lstat(filepath.Join(s.dir, x.name), &st); err != nil || st.Mode&syscall.S_IFMT != x.mode {
-			t.Errorf("%s on disk: mode %o, error %v", x.name, st.Mode, err)
+			t.Errorf("%s on disk: got mode %o, error %v; want type %o", x.name, st.Mode, err, x.mode)
 		}
 		var attr nfs3.Attr
 		if err := s.c.GetAttr(ctx, root, s.handle(t, s.root, x.name, &made), &attr); err != nil ||
 			attr.Type != x.typ || attr.Rdev != x.dev {
-			t.Errorf("GETATTR %s: %+v, error %v", x.name, attr, err)
+			t.Errorf("GETATTR %s: got %+v, error %v; want type %v, device %v", x.name, attr, err, x.typ, x.dev)
 		}
 	}
 }
@@ -336,16 +336,16 @@ func (s session) attributes(t *testing.T) {
 	var after nfs3.Attr
 	if err := s.c.GetAttr(ctx, root, fh, &after); err != nil || after.UID != 1000 || after.GID != 1001 ||
 		after.Mtime != mtime {
-		t.Errorf("GETATTR %+v, error %v", after, err)
+		t.Errorf("GETATTR: got %+v, error %v; want the attributes that SETATTR sent", after, err)
 	}
-	// By itself, because a change of the owner clears set-id bits.
+	// A separate call, because a change of the owner clears the set-ID bits.
 	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o6711}, nil, &wcc); err != nil ||
 		wcc.After.Mode != 0o6711 {
-		t.Errorf("SETATTR of the mode: %+v, error %v", wcc, err)
+		t.Errorf("SETATTR of the mode: got %+v, error %v; want mode 6711", wcc, err)
 	}
 	wrong := nfs3.Time3{Sec: before.Ctime.Sec - 5}
 	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true}, &wrong, &wcc); !errors.Is(err, syscall.EAGAIN) {
-		t.Errorf("SETATTR with a stale guard: %v", err)
+		t.Errorf("SETATTR with a wrong guard: got error %v, want EAGAIN", err)
 	}
 	var acc nfs3.AccessResult
 	if err := s.c.SetAttr(ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o640, HasUID: true, UID: 5}, nil,
@@ -354,15 +354,15 @@ func (s session) attributes(t *testing.T) {
 	}
 	if err := s.c.Access(ctx, user, fh, nfs3.AccessRead|nfs3.AccessModify, &acc); err != nil ||
 		acc.Access != nfs3.AccessRead {
-		t.Errorf("ACCESS of a member of the group: %+v, error %v", acc, err)
+		t.Errorf("ACCESS of a group member: got %+v, error %v; want READ only", acc, err)
 	}
 	if err := s.c.Write(ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)); !errors.Is(err,
 		syscall.EACCES) {
-		t.Errorf("WRITE of a member of the group: %v", err)
+		t.Errorf("WRITE of a group member: got error %v, want EACCES", err)
 	}
 }
 
-// directory reads a directory of many entries, some pages long, both ways.
+// directory lists a directory of several pages with READDIR and READDIRPLUS.
 func (s session) directory(t *testing.T) {
 	const files = 700
 	var made nfs3.CreateResult
@@ -390,7 +390,7 @@ func (s session) directory(t *testing.T) {
 				if name := string(e.Name); name != "." && name != ".." {
 					got = append(got, name)
 					if plus && (!e.HasFH || !e.Attr.Present || e.Attr.FileID != e.FileID) {
-						t.Errorf("entry %+v", e)
+						t.Errorf("READDIRPLUS: got incomplete entry %+v", e)
 					}
 				}
 				return true
@@ -402,15 +402,15 @@ func (s session) directory(t *testing.T) {
 				err = s.c.ReadDir(ctx, root, dir, cookie, res.Verf, 8192, &res, each)
 			}
 			if pages++; err != nil || pages > 2*files {
-				t.Fatalf("page %d, behind cookie %d: %v", pages, cookie, err)
+				t.Fatalf("page %d after cookie %d: got error %v", pages, cookie, err)
 			}
 		}
 		slices.Sort(got)
 		if !slices.Equal(got, want) {
-			t.Errorf("plus %v: %d names in %d pages, want %d", plus, len(got), pages, len(want))
+			t.Errorf("plus %v: got %d names in %d pages, want %d names", plus, len(got), pages, len(want))
 		}
 		if pages < 3 {
-			t.Errorf("plus %v: all in %d pages", plus, pages)
+			t.Errorf("plus %v: got %d pages, want at least 3", plus, pages)
 		}
 	}
 }
@@ -418,22 +418,22 @@ func (s session) directory(t *testing.T) {
 func (s session) errors(t *testing.T) {
 	var look nfs3.LookupResult
 	if err := s.c.Lookup(ctx, root, s.root, "nothing", &look); !errors.Is(err, syscall.ENOENT) {
-		t.Errorf("LOOKUP of nothing: %v", err)
+		t.Errorf("LOOKUP of a missing name: got error %v, want ENOENT", err)
 	}
 	if err := s.c.Remove(ctx, root, s.root, "nothing", new(nfs3.WccData)); !errors.Is(err, syscall.ENOENT) {
-		t.Errorf("REMOVE of nothing: %v", err)
+		t.Errorf("REMOVE of a missing name: got error %v, want ENOENT", err)
 	}
-	bad, err := nfs3.NewFH(bytes.Repeat([]byte{0x55}, 32))
+	invalid, err := nfs3.NewFH(bytes.Repeat([]byte{0x55}, 32))
 	if err != nil {
 		t.Fatal(err)
 	}
-	err = s.c.GetAttr(ctx, root, bad, new(nfs3.Attr))
+	err = s.c.GetAttr(ctx, root, invalid, new(nfs3.Attr))
 	if !errors.Is(err, syscall.ESTALE) {
-		t.Errorf("GETATTR of a handle made up: %v", err)
+		t.Errorf("GETATTR of an invalid handle: got error %v, want ESTALE", err)
 	}
 	canceled, cancel := context.WithCancel(ctx)
 	cancel()
 	if err := s.c.Null(canceled, root); !errors.Is(err, context.Canceled) || nfs3.Errno(err) != syscall.EINTR {
-		t.Errorf("canceled: %v", err)
+		t.Errorf("canceled NULL: got error %v with errno %v, want EINTR", err, nfs3.Errno(err))
 	}
 }

@@ -2,7 +2,7 @@ package nfs3
 
 import "github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 
-// Largest encoded sizes in octets of the types that results are made of (RFC 1813 §2.5, §2.6).
+// Maximum encoded sizes in bytes of the types in results (RFC 1813 §2.5, §2.6).
 const (
 	sizeStatus     = sunrpc.SizeUint32
 	sizeFH         = sunrpc.SizeUint32 + FHSize
@@ -14,9 +14,9 @@ const (
 	sizeWccData    = sunrpc.SizeBool + sizeWccAttr + sizePostOpAttr
 )
 
-// Maximum results of each procedure in octets, status included, which transports size their replies
-// by (RFC 8267 §3). The failing arms are never larger. READ and READLINK are without the octets and
-// the pad of the data, which go to Message.ResultData.
+// Maximum size in bytes of the results of each procedure, including the status (RFC 8267 §3).
+// Transports size their reply buffers by it. The results of a failed call are never larger. The
+// sizes of READ and READLINK exclude the data and its pad, which go to Message.ResultData.
 const (
 	MaxResultNull = 0
 	// 88
@@ -27,9 +27,9 @@ const (
 	MaxResultLookup = sizeStatus + sizeFH + 2*sizePostOpAttr
 	// 96
 	MaxResultAccess = sizeStatus + sizePostOpAttr + sunrpc.SizeUint32
-	// 96: the path's length word
+	// 96: includes the length of the path
 	MaxResultReadLink = sizeStatus + sizePostOpAttr + sunrpc.SizeUint32
-	// 104: count, eof, the data's length word
+	// 104: includes count, eof and the length of the data
 	MaxResultRead = sizeStatus + sizePostOpAttr + 2*sunrpc.SizeUint32 + sunrpc.SizeBool
 	// 136
 	MaxResultWrite = sizeStatus + sizeWccData + 2*sunrpc.SizeUint32 + WriteVerfSize
@@ -51,20 +51,20 @@ const (
 	MaxResultCommit = sizeStatus + sizeWccData + WriteVerfSize
 )
 
-// maxResultReadDirFixed is what READDIR and READDIRPLUS may return beyond the count that was asked
-// for. By RFC 1813 §3.3.16 and §3.3.17 the count bounds the whole READDIR3resok, and the maximum
-// would be status + count. The Linux server bounds the entries by it and adds the directory's
-// attributes and the cookie verifier on top, so room is kept for both.
+// maxResultReadDirFixed is the size in bytes that READDIR and READDIRPLUS may return in addition to
+// the requested count. RFC 1813 §3.3.16 and §3.3.17 limit the complete READDIR3resok to count,
+// which gives a maximum of status + count. The Linux server limits only the entries to count, and
+// adds the attributes of the directory and the cookie verifier.
 const maxResultReadDirFixed = sizeStatus + sizePostOpAttr + CookieVerfSize // 100
 
-// MaxResultReadDir is the maximum result in octets of a READDIR with this count, or of a
-// READDIRPLUS with this maxcount.
+// MaxResultReadDir returns the maximum size in bytes of the results of a READDIR with this count,
+// or of a READDIRPLUS with this maxcount.
 func MaxResultReadDir(count uint32) int { return maxResultReadDirFixed + int(count) }
 
-// MaxDirCount is the largest count or maxcount in octets that ReadDir and ReadDirPlus take; a
-// larger one is cut to it.
+// MaxDirCount is the maximum count in bytes of ReadDir and ReadDirPlus. They reduce a larger count
+// to this value.
 const MaxDirCount = 1 << 20
 
-// maxArgs is room in octets for the arguments of any procedure, without data: two handles and two
-// names (RENAME) are the most.
+// maxArgs is the maximum size in bytes of the arguments of any procedure, without data. RENAME has
+// the largest: two handles and two names.
 const maxArgs = 2*(sizeFH+sunrpc.SizeUint32+MaxName+1) + 64

@@ -11,13 +11,13 @@ import (
 	"github.com/vmware/go-nfs-client/nfs/xdr"
 )
 
-// The oracle is go-nfs-client: its NFSv3 types, and the reflecting XDR that it encodes and decodes
-// them with.
+// The oracle is an independent implementation: the NFSv3 types of go-nfs-client and its XDR
+// package.
 
-// oracleLimit keeps the oracle, which allocates by claimed lengths, from doing so without bound.
+// oracleLimit limits the memory of the oracle, which allocates the length in the message.
 const oracleLimit = 8192
 
-// Arguments, laid out like the unexported types of go-nfs-client.
+// Arguments, with the layout of the unexported types of go-nfs-client.
 type (
 	oracleSetAttr struct {
 		FH    []byte
@@ -61,7 +61,7 @@ type (
 	}
 )
 
-// Results, likewise, behind the status.
+// Results without the status, with the layout of the unexported types of go-nfs-client.
 type (
 	oracleLookupOK struct {
 		FH      []byte
@@ -98,7 +98,7 @@ func oracleSattr(a *SetAttr) nfs.Sattr3 {
 	}
 }
 
-// FuzzOracleArgs compares the arguments that each procedure sends with the oracle's encoding.
+// FuzzOracleArgs compares the encoded arguments of each procedure with those of the oracle.
 func FuzzOracleArgs(f *testing.F) {
 	f.Add([]byte{1, 2, 3}, "name", "other", "../target", uint8(0x3f), uint32(0o644), uint64(1<<33), uint32(7),
 		[]byte("data"))
@@ -111,8 +111,8 @@ func FuzzOracleArgs(f *testing.F) {
 		}
 		set := SetAttr{HasMode: flags&1 != 0, Mode: mode, HasUID: flags&2 != 0, UID: small, HasGID: flags&4 != 0,
 			GID: small + 1, HasSize: flags&8 != 0, Size: big,
-			AtimeHow: TimeHow(flags>>4) % 3, Atime: Time3{small,
-				mode}, MtimeHow: TimeHow(flags>>6) % 3, Mtime: Time3{mode, small}}
+			AtimeHow: TimeHow(flags>>4) % 3, Atime: Time3{small, mode},
+			MtimeHow: TimeHow(flags>>6) % 3, Mtime: Time3{mode, small}}
 		sattr := oracleSattr(&set)
 		where, to := nfs.Diropargs3{FH: handle, Filename: name}, nfs.Diropargs3{FH: handle, Filename: other}
 		guarded := oracleSetAttr{FH: handle, Attr: sattr}
@@ -158,7 +158,7 @@ func FuzzOracleArgs(f *testing.F) {
 			caller.calls = 0
 			x.call()
 			if caller.calls == 0 {
-				continue // refused: a name that is none
+				continue // the Client refused an invalid name
 			}
 			var want bytes.Buffer
 			if err := xdr.Write(&want, x.want); err != nil {
@@ -169,20 +169,21 @@ func FuzzOracleArgs(f *testing.F) {
 				got = append(got, 0)
 			}
 			if caller.proc != uint32(x.proc) || !bytes.Equal(got, want.Bytes()) {
-				t.Fatalf("%v (sent as %v)\n got %x\nwant %x", x.proc, Proc(caller.proc), got, want.Bytes())
+				t.Fatalf("%v: got procedure %v with arguments\n     %x\nwant %x", x.proc, Proc(caller.proc), got,
+					want.Bytes())
 			}
 		}
 	})
 }
 
-// FuzzOracleResults compares what each procedure makes of a reply with what the oracle makes of it.
+// FuzzOracleResults compares the decoded results of each procedure with those of the oracle.
 func FuzzOracleResults(f *testing.F) {
 	for _, x := range exchanges {
 		f.Add(unhex(x.reply))
 	}
 	f.Fuzz(func(t *testing.T, reply []byte) {
 		if len(reply) < 4 || !bytes.Equal(reply[:4], []byte{0, 0, 0, 0}) {
-			return // the oracle has no use for errors
+			return // the oracle decodes only successful results
 		}
 		c := NewClient(&echo{result: reply}, Options{})
 		ctx := context.Background()
@@ -190,16 +191,16 @@ func FuzzOracleResults(f *testing.F) {
 
 		var attr Attr
 		compare(t, c.GetAttr(ctx, cred, fh1, &attr), body, func(o *nfs.Fattr) (any, any, bool) {
-			return attr, ofAttr(o), goodAttr(o)
+			return attr, ofAttr(o), validAttr(o)
 		})
 		var wcc WccData
 		compare(t, c.Remove(ctx, cred, fh1, "n", &wcc), body, func(o *nfs.WccData) (any, any, bool) {
-			return wcc, ofWcc(o), goodPost(&o.After)
+			return wcc, ofWcc(o), validPost(&o.After)
 		})
 		var look LookupResult
 		compare(t, c.Lookup(ctx, cred, fh1, "n", &look), body, func(o *oracleLookupOK) (any, any, bool) {
-			return look, LookupResult{ofFH(o.FH), ofPost(&o.Attr), ofPost(&o.DirAttr)}, goodFH(o.FH) &&
-				goodPost(&o.Attr) && goodPost(&o.DirAttr)
+			return look, LookupResult{ofFH(o.FH), ofPost(&o.Attr), ofPost(&o.DirAttr)}, validFH(o.FH) &&
+				validPost(&o.Attr) && validPost(&o.DirAttr)
 		})
 		var made CreateResult
 		compare(t, c.Mkdir(ctx, cred, fh1, "n", &SetAttr{}, &made), body, func(o *oracleCreateOK) (any, any, bool) {
@@ -207,44 +208,44 @@ func FuzzOracleResults(f *testing.F) {
 			if o.FH.IsSet {
 				want.FH = ofFH(o.FH.FH)
 			}
-			return made, want, (!o.FH.IsSet || goodFH(o.FH.FH)) && goodPost(&o.Attr) && goodPost(&o.DirWcc.After)
+			return made, want, (!o.FH.IsSet || validFH(o.FH.FH)) && validPost(&o.Attr) && validPost(&o.DirWcc.After)
 		})
 		var wrote WriteResult
 		data := make([]byte, 1<<10)
 		compare(t, c.Write(ctx, cred, fh1, 0, data, Unstable, &wrote), body, func(o *oracleWriteOK) (any, any, bool) {
 			return wrote, WriteResult{ofWcc(&o.Wcc), o.Count, StableHow(o.How), Verifier(o.Verf)},
-				goodPost(&o.Wcc.After) && o.Count > 0 && o.Count <= uint32(len(data)) && o.How <= 2
+				validPost(&o.Wcc.After) && o.Count > 0 && o.Count <= uint32(len(data)) && o.How <= 2
 		})
 		var renamed RenameResult
 		compare(t, c.Rename(ctx, cred, fh1, "a", fh1, "b", &renamed), body, func(o *oracleRenameOK) (any, any, bool) {
-			return renamed, RenameResult{ofWcc(&o.From), ofWcc(&o.To)}, goodPost(&o.From.After) && goodPost(&o.To.After)
+			return renamed, RenameResult{ofWcc(&o.From), ofWcc(&o.To)}, validPost(&o.From.After) &&
+				validPost(&o.To.After)
 		})
 		var info FSInfoResult
 		compare(t, c.FSInfo(ctx, cred, fh1, &info), body, func(o *nfs.FSInfo) (any, any, bool) {
 			return info, FSInfoResult{ofPost(&o.Attr), o.RTMax, o.RTPref, o.RTMult, o.WTMax, o.WTPref, o.WTMult,
-				o.DTPref, o.Size,
-				Time3{o.TimeDelta.Seconds, o.TimeDelta.Nseconds}, o.Properties}, goodPost(&o.Attr)
+				o.DTPref, o.Size, ofTime(o.TimeDelta), o.Properties}, validPost(&o.Attr)
 		})
 		compareDir(t, c, body)
 	})
 }
 
-// compare holds an outcome of ours against the oracle's reading of the same octets. values returns
-// both and whether the oracle's reading is one that this package lets pass.
-func compare[T any](t *testing.T, err error, body []byte, values func(*T) (got, want any, good bool)) {
+// compare compares the results of a call with those of the oracle. values returns both, and reports
+// whether the results of the oracle are valid for this package.
+func compare[T any](t *testing.T, err error, body []byte, values func(*T) (got, want any, valid bool)) {
 	t.Helper()
 	var o T
 	_, oracleErr := goxdr.UnmarshalLimited(bytes.NewReader(body), &o, oracleLimit)
-	got, want, good := values(&o)
-	if good = good && oracleErr == nil; good != (err == nil) {
-		t.Fatalf("error %v; the oracle: error %v, %+v", err, oracleErr, o)
+	got, want, valid := values(&o)
+	if valid = valid && oracleErr == nil; valid != (err == nil) {
+		t.Fatalf("got error %v; oracle: error %v, results %+v", err, oracleErr, o)
 	}
-	if good && !reflect.DeepEqual(got, want) {
-		t.Fatalf("result\n got %+v\nwant %+v", got, want)
+	if valid && !reflect.DeepEqual(got, want) {
+		t.Fatalf("results\n got %+v\nwant %+v", got, want)
 	}
 }
 
-// compareDir does the same for READDIRPLUS, whose list the oracle reads entry by entry.
+// compareDir compares the results of READDIRPLUS. The oracle decodes one entry at a time.
 func compareDir(t *testing.T, c *Client, body []byte) {
 	var got entries
 	err := c.ReadDirPlus(context.Background(), cred, fh1, 0, Verifier{}, 4096, 4096, &got.Res, got.add)
@@ -256,16 +257,16 @@ func compareDir(t *testing.T, c *Client, body []byte) {
 		Verf [8]byte
 	}
 	_, oracleErr := goxdr.UnmarshalLimited(r, &head, oracleLimit)
-	good := goodPost(&head.Attr)
+	valid := validPost(&head.Attr)
 	for oracleErr == nil {
 		var o oracleEntry
 		if _, oracleErr = goxdr.UnmarshalLimited(r, &o, oracleLimit); oracleErr != nil || !o.IsSet {
 			break
 		}
 		e := &o.Entry
-		good = good && len(e.FileName) <= MaxName && validName([]byte(e.FileName)) && goodPost(&e.Attr) &&
-			(!e.Handle.IsSet || goodFH(e.Handle.FH))
-		if !good {
+		valid = valid && len(e.FileName) <= MaxName && validName([]byte(e.FileName)) && validPost(&e.Attr) &&
+			(!e.Handle.IsSet || validFH(e.Handle.FH))
+		if !valid {
 			break
 		}
 		d := DirEntry{FileID: e.FileId, Cookie: e.Cookie, Name: []byte(e.FileName), Attr: ofPost(&e.Attr),
@@ -276,34 +277,34 @@ func compareDir(t *testing.T, c *Client, body []byte) {
 		want.List = append(want.List, d)
 	}
 	var eof bool
-	if oracleErr == nil && good {
+	if oracleErr == nil && valid {
 		_, oracleErr = goxdr.UnmarshalLimited(r, &eof, oracleLimit)
 	}
-	if good = good && oracleErr == nil; good != (err == nil) {
-		t.Fatalf("READDIRPLUS: error %v; the oracle: error %v, %d entries, good %v", err, oracleErr, len(want.List),
-			good)
+	if valid = valid && oracleErr == nil; valid != (err == nil) {
+		t.Fatalf("READDIRPLUS: got error %v; oracle: error %v, %d entries, valid %v", err, oracleErr, len(want.List),
+			valid)
 	}
 	want.Res = ReadDirResult{ofPost(&head.Attr), Verifier(head.Verf), eof, len(want.List)}
-	if good && !reflect.DeepEqual(got, want) {
+	if valid && !reflect.DeepEqual(got, want) {
 		t.Fatalf("READDIRPLUS\n got %+v\nwant %+v", got, want)
 	}
 }
 
-func goodFH(b []byte) bool            { return len(b) > 0 && len(b) <= FHSize }
-func goodAttr(o *nfs.Fattr) bool      { return o.Type >= nfs.NF3Reg && o.Type <= nfs.NF3FIFO }
-func goodPost(o *nfs.PostOpAttr) bool { return !o.IsSet || goodAttr(&o.Attr) }
+func validFH(b []byte) bool            { return len(b) > 0 && len(b) <= FHSize }
+func validAttr(o *nfs.Fattr) bool      { return o.Type >= nfs.NF3Reg && o.Type <= nfs.NF3FIFO }
+func validPost(o *nfs.PostOpAttr) bool { return !o.IsSet || validAttr(&o.Attr) }
 
 func ofFH(b []byte) FH {
 	h, _ := NewFH(b)
 	return h
 }
 
+func ofTime(t nfs.NFS3Time) Time3 { return Time3{t.Seconds, t.Nseconds} }
+
 func ofAttr(o *nfs.Fattr) Attr {
 	return Attr{Type: FileType(o.Type), Mode: o.FileMode & ModeMask, Nlink: o.Nlink, UID: o.UID, GID: o.GID,
-		Size: o.Filesize, Used: o.Used,
-		Rdev: Device{o.SpecData[0], o.SpecData[1]}, FSID: o.FSID, FileID: o.Fileid,
-		Atime: Time3{o.Atime.Seconds, o.Atime.Nseconds}, Mtime: Time3{o.Mtime.Seconds,
-			o.Mtime.Nseconds}, Ctime: Time3{o.Ctime.Seconds, o.Ctime.Nseconds}}
+		Size: o.Filesize, Used: o.Used, Rdev: Device{o.SpecData[0], o.SpecData[1]}, FSID: o.FSID, FileID: o.Fileid,
+		Atime: ofTime(o.Atime), Mtime: ofTime(o.Mtime), Ctime: ofTime(o.Ctime)}
 }
 
 func ofPost(o *nfs.PostOpAttr) PostOpAttr {
@@ -316,8 +317,7 @@ func ofPost(o *nfs.PostOpAttr) PostOpAttr {
 func ofWcc(o *nfs.WccData) WccData {
 	w := WccData{HasBefore: o.Before.IsSet, HasAfter: o.After.IsSet}
 	if w.HasBefore {
-		w.Before = WccAttr{o.Before.Size, Time3{o.Before.MTime.Seconds, o.Before.MTime.Nseconds},
-			Time3{o.Before.CTime.Seconds, o.Before.CTime.Nseconds}}
+		w.Before = WccAttr{o.Before.Size, ofTime(o.Before.MTime), ofTime(o.Before.CTime)}
 	}
 	if w.HasAfter {
 		w.After = ofAttr(&o.After.Attr)

@@ -6,7 +6,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// Null does nothing but the round trip (RFC 1813 §3.3.0).
+// Null makes a round trip without any effect (RFC 1813 §3.3.0).
 func (c *Client) Null(ctx context.Context, cred []byte) error {
 	s := c.begin(ProcNull, cred, MaxResultNull)
 	defer c.end(s)
@@ -29,8 +29,8 @@ func (c *Client) GetAttr(ctx context.Context, cred []byte, fh FH, res *Attr) err
 	return s.finish(&d)
 }
 
-// SetAttr sets attributes of fh (RFC 1813 §3.3.2). With a guard, the server does it only when the
-// object's ctime equals it, and answers ErrNotSync otherwise.
+// SetAttr sets attributes of fh (RFC 1813 §3.3.2). With a guard, the server sets them only if the
+// ctime of the object equals the guard. Otherwise the status is ErrNotSync.
 func (c *Client) SetAttr(ctx context.Context, cred []byte, fh FH, set *SetAttr, guard *Time3, res *WccData) error {
 	*res = WccData{}
 	s := c.begin(ProcSetAttr, cred, MaxResultSetAttr)
@@ -48,7 +48,7 @@ func (c *Client) SetAttr(ctx context.Context, cred []byte, fh FH, set *SetAttr, 
 	return s.finish(&d)
 }
 
-// Lookup finds name in dir (RFC 1813 §3.3.3).
+// Lookup looks up name in dir (RFC 1813 §3.3.3).
 func (c *Client) Lookup(ctx context.Context, cred []byte, dir FH, name string, res *LookupResult) error {
 	*res = LookupResult{}
 	s := c.begin(ProcLookup, cred, MaxResultLookup)
@@ -68,7 +68,7 @@ func (c *Client) Lookup(ctx context.Context, cred []byte, dir FH, name string, r
 	return s.finish(&d)
 }
 
-// Access asks which of the Access bits in mask the credential's user is granted (RFC 1813 §3.3.4).
+// Access returns which of the Access bits in mask the server grants to cred (RFC 1813 §3.3.4).
 func (c *Client) Access(ctx context.Context, cred []byte, fh FH, mask uint32, res *AccessResult) error {
 	*res = AccessResult{}
 	s := c.begin(ProcAccess, cred, MaxResultAccess)
@@ -85,7 +85,7 @@ func (c *Client) Access(ctx context.Context, cred []byte, fh FH, mask uint32, re
 	return s.finish(&d)
 }
 
-// FSStat reads the state of the file system that holds fh (RFC 1813 §3.3.18).
+// FSStat reads the space and file counts of the file system of fh (RFC 1813 §3.3.18).
 func (c *Client) FSStat(ctx context.Context, cred []byte, fh FH, res *FSStatResult) error {
 	*res = FSStatResult{}
 	s := c.begin(ProcFSStat, cred, MaxResultFSStat)
@@ -104,8 +104,8 @@ func (c *Client) FSStat(ctx context.Context, cred []byte, fh FH, res *FSStatResu
 	return s.finish(&d)
 }
 
-// FSInfo reads the constants of the file system that holds fh (RFC 1813 §3.3.19). The sizes are
-// what the server says: a caller takes the lesser of them and of its own limits, and must expect 0.
+// FSInfo reads the properties of the file system of fh (RFC 1813 §3.3.19). It does not check the
+// sizes from the server: the caller must apply its own limits and must expect 0.
 func (c *Client) FSInfo(ctx context.Context, cred []byte, fh FH, res *FSInfoResult) error {
 	*res = FSInfoResult{}
 	s := c.begin(ProcFSInfo, cred, MaxResultFSInfo)
@@ -127,7 +127,7 @@ func (c *Client) FSInfo(ctx context.Context, cred []byte, fh FH, res *FSInfoResu
 	return s.finish(&d)
 }
 
-// PathConf reads the POSIX limits that hold for fh (RFC 1813 §3.3.20).
+// PathConf reads the POSIX limits of fh (RFC 1813 §3.3.20).
 func (c *Client) PathConf(ctx context.Context, cred []byte, fh FH, res *PathConfResult) error {
 	*res = PathConfResult{}
 	s := c.begin(ProcPathConf, cred, MaxResultPathConf)

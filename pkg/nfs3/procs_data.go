@@ -8,8 +8,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// ReadLink reads the path of the symbolic link fh into buf (RFC 1813 §3.3.5), which should have
-// [MaxPath] octets. A longer path, and one that holds a NUL, is an error.
+// ReadLink reads the path of the symbolic link fh into buf (RFC 1813 §3.3.5). The buffer should
+// have [MaxPath] bytes. A path that is longer than the buffer or contains NUL is an error.
 func (c *Client) ReadLink(ctx context.Context, cred []byte, fh FH, buf []byte, res *ReadLinkResult) error {
 	*res = ReadLinkResult{}
 	s := c.begin(ProcReadLink, cred, MaxResultReadLink)
@@ -34,14 +34,14 @@ func (c *Client) ReadLink(ctx context.Context, cred []byte, fh FH, buf []byte, r
 	return s.finish(&d)
 }
 
-// Read reads at most len(buf) octets of fh at offset off into buf (RFC 1813 §3.3.6). Without EOF a
-// server may return fewer than were asked for, even none: a caller that loops must expect it.
+// Read reads at most len(buf) bytes of fh at offset off into buf (RFC 1813 §3.3.6). A server may
+// return fewer bytes without EOF, even none, so a loop must handle this case.
 func (c *Client) Read(ctx context.Context, cred []byte, fh FH, off uint64, buf []byte, res *ReadResult) error {
 	*res = ReadResult{}
 	s := c.begin(ProcRead, cred, MaxResultRead)
 	defer c.end(s)
 	if len(buf) > math.MaxInt32 {
-		return s.refuse(ErrInval, "a READ of more than 2 GiB")
+		return s.refuse(ErrInval, "READ of more than 2 GiB")
 	}
 	s.args = appendFH(s.args, &fh)
 	s.args = sunrpc.AppendUint64(s.args, off)
@@ -67,9 +67,9 @@ func (c *Client) Read(ctx context.Context, cred []byte, fh FH, off uint64, buf [
 	return s.finish(&d)
 }
 
-// data ends the reading of READ and READLINK: n, at most len(m.ResultData), is the length word of
-// the opaque, whose octets are in m.ResultData already or come next, to be copied there. It returns
-// their number, 0 on an error. The pad is not asked for: nothing follows it.
+// data reads the opaque of READ or READLINK, whose length n is at most len(m.ResultData). The
+// transport has placed the bytes in m.ResultData, or data copies them from the reply. It returns n,
+// or 0 on an error. It ignores the pad, which is the last item of the reply.
 func (d *reader) data(m *sunrpc.Message, n uint32) int {
 	if d.Err() != nil {
 		return 0
@@ -81,8 +81,8 @@ func (d *reader) data(m *sunrpc.Message, n uint32) int {
 		}
 		return copy(m.ResultData, d.Rest()[:n])
 	}
-	// RFC 8166 §3.4.6.2: what was placed is what the length word says; otherwise no octet of it can
-	// be trusted.
+	// RFC 8166 §3.4.6.2: the length in the reply must equal the length of the placed data. The data
+	// is not valid otherwise.
 	if int64(n) != int64(m.ResultDataLen) {
 		d.Fail(errPlacedLen)
 		return 0
@@ -90,16 +90,16 @@ func (d *reader) data(m *sunrpc.Message, n uint32) int {
 	return int(n)
 }
 
-// Write writes data to fh at offset off (RFC 1813 §3.3.7), at least as stable as asked. res.Count
-// may be less than len(data), but is 0 only for empty data. res.Committed says how stable the data
-// is in fact: a broken server may do less than asked, so a caller goes by it.
+// Write writes data to fh at offset off (RFC 1813 §3.3.7). res.Count may be less than len(data),
+// but is 0 only for empty data. res.Committed is the stability that the server reports. The caller
+// must check it, because a faulty server may report less than requested.
 func (c *Client) Write(ctx context.Context, cred []byte, fh FH, off uint64, data []byte, stable StableHow,
 	res *WriteResult) error {
 	*res = WriteResult{}
 	s := c.begin(ProcWrite, cred, MaxResultWrite)
 	defer c.end(s)
 	if len(data) > math.MaxInt32 {
-		return s.refuse(ErrInval, "a WRITE of more than 2 GiB")
+		return s.refuse(ErrInval, "WRITE of more than 2 GiB")
 	}
 	s.args = appendFH(s.args, &fh)
 	s.args = sunrpc.AppendUint64(s.args, off)
@@ -126,9 +126,9 @@ func (c *Client) Write(ctx context.Context, cred []byte, fh FH, off uint64, data
 	return s.finish(&d)
 }
 
-// Commit brings what was written UNSTABLE in the range to stable storage (RFC 1813 §3.3.21); count
-// 0 means to the end of the file. When res.Verf differs from that of the WRITEs, the server has
-// lost them and they must be sent again.
+// Commit writes UNSTABLE data in the range to stable storage (RFC 1813 §3.3.21). A count of 0 means
+// up to the end of the file. If res.Verf differs from the verifier of a WRITE, the server may have
+// lost the data of this WRITE, and the caller must send it again.
 func (c *Client) Commit(ctx context.Context, cred []byte, fh FH, off uint64, count uint32, res *CommitResult) error {
 	*res = CommitResult{}
 	s := c.begin(ProcCommit, cred, MaxResultCommit)

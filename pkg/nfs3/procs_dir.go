@@ -7,13 +7,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// ReadDir reads entries of dir behind cookie (RFC 1813 §3.3.16): 0 and the zero Verifier to begin,
-// then the cookie of the last entry taken and the Verifier of the last result. count bounds the
-// reply in octets, at most [MaxDirCount].
+// ReadDir reads the entries of dir after cookie (RFC 1813 §3.3.16). The first call takes cookie 0
+// and the zero Verifier. Each later call takes the cookie of the last entry and the Verifier of the
+// last result. count limits the size of the reply in bytes, at most [MaxDirCount].
 //
-// The whole reply is checked before each is called for the first time: either every entry of it is
-// good, or there is an error and no entry. each gets the entries in order until it returns false;
-// the DirEntry and its Name are valid during the call only.
+// ReadDir checks the complete reply before it calls each for the first entry, so an invalid reply
+// delivers no entry. It calls each for the entries in order until each returns false. The DirEntry
+// and its Name are valid only during the call of each.
 func (c *Client) ReadDir(ctx context.Context, cred []byte, dir FH, cookie uint64, verf Verifier, count uint32,
 	res *ReadDirResult, each func(*DirEntry) bool) error {
 	count = min(count, MaxDirCount)
@@ -24,8 +24,9 @@ func (c *Client) ReadDir(ctx context.Context, cred []byte, dir FH, cookie uint64
 	return c.readDir(ctx, s, res, each)
 }
 
-// ReadDirPlus is ReadDir with attributes and handles (RFC 1813 §3.3.17). maxCount bounds the reply
-// in octets, at most [MaxDirCount]; dirCount bounds the part of it that READDIR would return too.
+// ReadDirPlus is ReadDir with attributes and handles (RFC 1813 §3.3.17). maxCount limits the size
+// of the reply in bytes, at most [MaxDirCount]. dirCount limits the size of the fields that READDIR
+// returns too.
 func (c *Client) ReadDirPlus(ctx context.Context, cred []byte, dir FH, cookie uint64, verf Verifier, dirCount,
 	maxCount uint32, res *ReadDirResult, each func(*DirEntry) bool) error {
 	maxCount = min(maxCount, MaxDirCount)
@@ -70,9 +71,8 @@ func (c *Client) readDir(ctx context.Context, s *scratch, res *ReadDirResult, ea
 	return nil
 }
 
-// nextEntry reads the next link of the list of entries into s.entry; false ends the list, by its
-// end or by an error. Each entry takes some octets of the reply, so the reply's length bounds their
-// number.
+// nextEntry decodes the next entry of the list into s.entry. It returns false at the end of the
+// list and on an error. The size of the reply limits the number of entries.
 func (d *reader) nextEntry(s *scratch) bool {
 	if !d.Bool() {
 		return false

@@ -7,7 +7,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// Create makes the regular file name in dir (RFC 1813 §3.3.8).
+// Create creates the regular file name in dir (RFC 1813 §3.3.8).
 func (c *Client) Create(ctx context.Context, cred []byte, dir FH, name string, how *CreateHow,
 	res *CreateResult) error {
 	*res = CreateResult{}
@@ -23,12 +23,12 @@ func (c *Client) Create(ctx context.Context, cred []byte, dir FH, name string, h
 	case Exclusive:
 		s.args = sunrpc.AppendFixed(s.args, how.Verf[:])
 	default:
-		return s.refuse(ErrInval, "the create mode is none of UNCHECKED, GUARDED, EXCLUSIVE")
+		return s.refuse(ErrInval, "create mode is not UNCHECKED, GUARDED or EXCLUSIVE")
 	}
 	return c.created(ctx, s, res)
 }
 
-// Mkdir makes the directory name in dir (RFC 1813 §3.3.9).
+// Mkdir creates the directory name in dir (RFC 1813 §3.3.9).
 func (c *Client) Mkdir(ctx context.Context, cred []byte, dir FH, name string, set *SetAttr, res *CreateResult) error {
 	*res = CreateResult{}
 	s := c.begin(ProcMkdir, cred, MaxResultCreate)
@@ -40,8 +40,8 @@ func (c *Client) Mkdir(ctx context.Context, cred []byte, dir FH, name string, se
 	return c.created(ctx, s, res)
 }
 
-// Symlink makes the symbolic link name in dir, which points to target, 1 to [MaxPath] octets
-// without NUL (RFC 1813 §3.3.10).
+// Symlink creates the symbolic link name in dir, which points to target (RFC 1813 §3.3.10). The
+// target has 1 to [MaxPath] bytes without NUL.
 func (c *Client) Symlink(ctx context.Context, cred []byte, dir FH, name, target string, set *SetAttr,
 	res *CreateResult) error {
 	*res = CreateResult{}
@@ -52,9 +52,9 @@ func (c *Client) Symlink(ctx context.Context, cred []byte, dir FH, name, target 
 	}
 	switch {
 	case len(target) > MaxPath:
-		return s.refuse(ErrNameTooLong, "a link's target has at most 4096 octets")
+		return s.refuse(ErrNameTooLong, "target is longer than 4096 bytes")
 	case target == "" || strings.IndexByte(target, 0) >= 0:
-		return s.refuse(ErrInval, "a link's target is not empty and holds no NUL")
+		return s.refuse(ErrInval, "target is empty or contains NUL")
 	}
 	s.args = appendSetAttr(s.args, set)
 	s.args = sunrpc.AppendUint32(s.args, uint32(len(target)))
@@ -63,8 +63,8 @@ func (c *Client) Symlink(ctx context.Context, cred []byte, dir FH, name, target 
 	return c.created(ctx, s, res)
 }
 
-// Mknod makes the special file name in dir (RFC 1813 §3.3.11): a device of the given numbers, a
-// socket, or a named pipe.
+// Mknod creates the special file name in dir (RFC 1813 §3.3.11): a device with the numbers in dev,
+// a socket, or a named pipe.
 func (c *Client) Mknod(ctx context.Context, cred []byte, dir FH, name string, typ FileType, set *SetAttr, dev Device,
 	res *CreateResult) error {
 	*res = CreateResult{}
@@ -81,12 +81,12 @@ func (c *Client) Mknod(ctx context.Context, cred []byte, dir FH, name string, ty
 	case NF3SOCK, NF3FIFO:
 		s.args = appendSetAttr(s.args, set)
 	default:
-		return s.refuse(ErrBadType, "MKNOD makes devices, sockets and named pipes, not a "+typ.String())
+		return s.refuse(ErrBadType, "MKNOD cannot create a "+typ.String())
 	}
 	return c.created(ctx, s, res)
 }
 
-// created makes the call in s and reads the results that the four procedures above share.
+// created makes the call in s and decodes the results of CREATE, MKDIR, SYMLINK and MKNOD.
 func (c *Client) created(ctx context.Context, s *scratch, res *CreateResult) error {
 	d, err := c.call(ctx, s)
 	if err != nil {
@@ -100,12 +100,12 @@ func (c *Client) created(ctx context.Context, s *scratch, res *CreateResult) err
 	return s.finish(&d)
 }
 
-// Remove removes name, not a directory, from dir (RFC 1813 §3.3.12). res is about dir.
+// Remove removes name, which is not a directory, from dir (RFC 1813 §3.3.12). res describes dir.
 func (c *Client) Remove(ctx context.Context, cred []byte, dir FH, name string, res *WccData) error {
 	return c.removeName(ctx, ProcRemove, cred, &dir, name, res)
 }
 
-// Rmdir removes the directory name from dir (RFC 1813 §3.3.13). res is about dir.
+// Rmdir removes the directory name from dir (RFC 1813 §3.3.13). res describes dir.
 func (c *Client) Rmdir(ctx context.Context, cred []byte, dir FH, name string, res *WccData) error {
 	return c.removeName(ctx, ProcRmdir, cred, &dir, name, res)
 }
@@ -125,7 +125,7 @@ func (c *Client) removeName(ctx context.Context, p Proc, cred []byte, dir *FH, n
 	return s.finish(&d)
 }
 
-// Rename moves fromName of fromDir to toName of toDir, which it replaces if it exists (RFC 1813
+// Rename renames fromName in fromDir to toName in toDir and replaces an existing toName (RFC 1813
 // §3.3.14).
 func (c *Client) Rename(ctx context.Context, cred []byte, fromDir FH, fromName string, toDir FH, toName string,
 	res *RenameResult) error {
@@ -147,7 +147,7 @@ func (c *Client) Rename(ctx context.Context, cred []byte, fromDir FH, fromName s
 	return s.finish(&d)
 }
 
-// Link makes name in dir a hard link to fh (RFC 1813 §3.3.15).
+// Link creates name in dir as a hard link to fh (RFC 1813 §3.3.15).
 func (c *Client) Link(ctx context.Context, cred []byte, fh, dir FH, name string, res *LinkResult) error {
 	*res = LinkResult{}
 	s := c.begin(ProcLink, cred, MaxResultLink)

@@ -1,47 +1,46 @@
 package nfs3
 
-// The results of the procedures. The caller provides the struct, the method overwrites all of it.
-// When the method returns an [*Error] with the server's own status, the attributes in the struct
-// are those that the server sent beside the status; after any other error the struct's content is
-// undefined.
+// The caller provides the result structs of this file, and a method of Client overwrites all
+// fields. After an [*Error] with a status from the server, the struct holds the attributes of the
+// reply. After any other error its content is undefined.
 
-// LookupResult is what LOOKUP returns (RFC 1813 §3.3.3).
+// LookupResult is the result of LOOKUP (RFC 1813 §3.3.3).
 type LookupResult struct {
 	FH      FH
-	Attr    PostOpAttr // of the object; not with an error
+	Attr    PostOpAttr // of the object; only on success
 	DirAttr PostOpAttr
 }
 
-// AccessResult is what ACCESS returns (RFC 1813 §3.3.4).
+// AccessResult is the result of ACCESS (RFC 1813 §3.3.4).
 type AccessResult struct {
 	Attr   PostOpAttr
-	Access uint32 // those of the bits asked for that are granted
+	Access uint32 // granted bits, a subset of the requested bits
 }
 
-// ReadLinkResult is what READLINK returns (RFC 1813 §3.3.5).
+// ReadLinkResult is the result of READLINK (RFC 1813 §3.3.5).
 type ReadLinkResult struct {
 	Attr PostOpAttr
-	N    int // octets of the path, in the caller's buffer
+	N    int // length of the path in bytes
 }
 
-// ReadResult is what READ returns (RFC 1813 §3.3.6).
+// ReadResult is the result of READ (RFC 1813 §3.3.6).
 type ReadResult struct {
 	Attr PostOpAttr
-	N    int // octets read, in the caller's buffer
+	N    int // bytes read
 	EOF  bool
 }
 
-// WriteResult is what WRITE returns (RFC 1813 §3.3.7).
+// WriteResult is the result of WRITE (RFC 1813 §3.3.7).
 type WriteResult struct {
 	Wcc       WccData
-	Count     uint32 // octets written, at most those asked for
+	Count     uint32 // bytes written
 	Committed StableHow
 	Verf      Verifier
 }
 
-// CreateResult is what CREATE, MKDIR, SYMLINK and MKNOD return (RFC 1813 §3.3.8 to §3.3.11).
+// CreateResult is the result of CREATE, MKDIR, SYMLINK and MKNOD (RFC 1813 §3.3.8 to §3.3.11).
 type CreateResult struct {
-	HasFH  bool // a server may leave the handle out: LOOKUP gets it
+	HasFH  bool // a server may omit the handle; then use LOOKUP
 	FH     FH
 	Attr   PostOpAttr
 	DirWcc WccData
@@ -54,47 +53,48 @@ type CreateHow struct {
 	Verf Verifier // with Exclusive
 }
 
-// RenameResult is what RENAME returns (RFC 1813 §3.3.14).
+// RenameResult is the result of RENAME (RFC 1813 §3.3.14).
 type RenameResult struct {
 	From, To WccData // of the two directories
 }
 
-// LinkResult is what LINK returns (RFC 1813 §3.3.15).
+// LinkResult is the result of LINK (RFC 1813 §3.3.15).
 type LinkResult struct {
 	Attr   PostOpAttr // of the file
 	DirWcc WccData
 }
 
-// ReadDirResult is what READDIR and READDIRPLUS return (RFC 1813 §3.3.16, §3.3.17), beside the
-// entries.
+// ReadDirResult is the result of READDIR and READDIRPLUS without the entries (RFC 1813 §3.3.16,
+// §3.3.17).
 type ReadDirResult struct {
 	DirAttr PostOpAttr
-	Verf    Verifier // to be given with the next call
-	EOF     bool     // the last entry of the directory was among these
+	Verf    Verifier // argument of the next call
+	EOF     bool     // the reply contains the last entry of the directory
 	Entries int      // number of entries in the reply
 }
 
 // DirEntry is entry3 or entryplus3 (RFC 1813 §3.3.16, §3.3.17).
 type DirEntry struct {
 	FileID uint64
-	Cookie uint64 // continues behind this entry
-	// Name is 1 to 255 octets, without '/' and NUL; "." and ".." occur. It is a view of the reply.
+	Cookie uint64 // argument of a call that continues after this entry
+	// Name has 1 to 255 bytes without '/' and NUL. It may be "." or "..". It is a slice of the
+	// reply.
 	Name  []byte
 	Attr  PostOpAttr // READDIRPLUS only
 	HasFH bool       // READDIRPLUS only
 	FH    FH
 }
 
-// FSStatResult is what FSSTAT returns (RFC 1813 §3.3.18): octets and files, in all, free, and free
-// to the caller.
+// FSStatResult is the result of FSSTAT (RFC 1813 §3.3.18). Avail is the part of Free that the
+// caller may use.
 type FSStatResult struct {
 	Attr                              PostOpAttr
 	TotalBytes, FreeBytes, AvailBytes uint64
 	TotalFiles, FreeFiles, AvailFiles uint64
-	InvarSec                          uint32 // seconds for which these numbers hold
+	InvarSec                          uint32 // seconds for which the server expects no change
 }
 
-// FSInfoResult is what FSINFO returns (RFC 1813 §3.3.19). Sizes are octets.
+// FSInfoResult is the result of FSINFO (RFC 1813 §3.3.19). Sizes are in bytes.
 type FSInfoResult struct {
 	Attr                           PostOpAttr
 	ReadMax, ReadPref, ReadMult    uint32
@@ -105,7 +105,7 @@ type FSInfoResult struct {
 	Properties                     uint32 // FSF bits
 }
 
-// PathConfResult is what PATHCONF returns (RFC 1813 §3.3.20).
+// PathConfResult is the result of PATHCONF (RFC 1813 §3.3.20).
 type PathConfResult struct {
 	Attr            PostOpAttr
 	LinkMax         uint32
@@ -116,7 +116,7 @@ type PathConfResult struct {
 	CasePreserving  bool
 }
 
-// CommitResult is what COMMIT returns (RFC 1813 §3.3.21).
+// CommitResult is the result of COMMIT (RFC 1813 §3.3.21).
 type CommitResult struct {
 	Wcc  WccData
 	Verf Verifier

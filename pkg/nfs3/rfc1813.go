@@ -41,10 +41,10 @@ const (
 	NumProcs = 22
 )
 
-var procNames = [NumProcs]string{"NULL", "GETATTR", "SETATTR", "LOOKUP", "ACCESS", "READLINK", "READ", "WRITE",
-	"CREATE",
-	"MKDIR", "SYMLINK", "MKNOD", "REMOVE", "RMDIR", "RENAME", "LINK", "READDIR", "READDIRPLUS", "FSSTAT", "FSINFO",
-	"PATHCONF", "COMMIT"}
+var procNames = [NumProcs]string{
+	"NULL", "GETATTR", "SETATTR", "LOOKUP", "ACCESS", "READLINK", "READ", "WRITE", "CREATE", "MKDIR", "SYMLINK",
+	"MKNOD", "REMOVE", "RMDIR", "RENAME", "LINK", "READDIR", "READDIRPLUS", "FSSTAT", "FSINFO", "PATHCONF", "COMMIT",
+}
 
 func (p Proc) String() string {
 	if p < NumProcs {
@@ -53,16 +53,16 @@ func (p Proc) String() string {
 	return "procedure " + strconv.FormatUint(uint64(p), 10)
 }
 
-// Sizes of the protocol in octets (RFC 1813 §2.4).
+// Sizes of the protocol in bytes (RFC 1813 §2.4).
 const (
-	FHSize         = 64 // NFS3_FHSIZE, the longest file handle
+	FHSize         = 64 // NFS3_FHSIZE, maximum size of a file handle
 	CookieVerfSize = 8  // NFS3_COOKIEVERFSIZE
 	CreateVerfSize = 8  // NFS3_CREATEVERFSIZE
 	WriteVerfSize  = 8  // NFS3_WRITEVERFSIZE
 )
 
-// Lengths that RFC 1813 §2.5 leaves open (filename3 and nfspath3 have no bound), set here to
-// Linux's NAME_MAX and PATH_MAX.
+// Maximum lengths in bytes. RFC 1813 §2.5 does not limit filename3 and nfspath3, so the values are
+// NAME_MAX and PATH_MAX of Linux.
 const (
 	MaxName = 255
 	MaxPath = 4096
@@ -92,13 +92,13 @@ func (t FileType) String() string {
 	return "file type " + strconv.FormatUint(uint64(t), 10)
 }
 
-// ModeMask holds the bits of mode3 (RFC 1813 §2.5): set-id bits, sticky bit, permissions.
+// ModeMask selects the bits of mode3 (RFC 1813 §2.5): set-ID bits, sticky bit and permissions.
 const ModeMask = 0o7777
 
 // StableHow is stable_how (RFC 1813 §3.3.7).
 type StableHow uint32
 
-// How stable a WRITE is asked to be, or was.
+// Stability of a WRITE, as requested or as done.
 const (
 	Unstable StableHow = 0
 	DataSync StableHow = 1
@@ -120,17 +120,17 @@ func (s StableHow) String() string {
 // CreateMode is createmode3 (RFC 1813 §3.3.8).
 type CreateMode uint32
 
-// How CREATE treats a file that exists.
+// What CREATE does if the file exists.
 const (
-	Unchecked CreateMode = 0 // it is taken and its attributes set
-	Guarded   CreateMode = 1 // it is an error
-	Exclusive CreateMode = 2 // it is an error unless the same verifier made it
+	Unchecked CreateMode = 0 // keep the file and set its attributes
+	Guarded   CreateMode = 1 // fail
+	Exclusive CreateMode = 2 // fail unless the file was created with the same verifier
 )
 
-// TimeHow is time_how (RFC 1813 §2.5): what SETATTR does to a time.
+// TimeHow is time_how (RFC 1813 §2.5): how SETATTR changes a time.
 type TimeHow uint32
 
-// What to do to a time.
+// Values of time_how.
 const (
 	DontChange      TimeHow = 0
 	SetToServerTime TimeHow = 1
@@ -151,6 +151,6 @@ const (
 const (
 	FSFLink        = 0x01 // hard links
 	FSFSymlink     = 0x02 // symbolic links
-	FSFHomogeneous = 0x08 // PATHCONF answers alike for every file
+	FSFHomogeneous = 0x08 // PATHCONF is the same for every file
 	FSFCanSetTime  = 0x10 // SETATTR can set times
 )

@@ -46,8 +46,8 @@ const (
 	ErrJukebox     Status = 10008
 )
 
-// statusInfo says for each status its name in the RFC, the error number that a system call gets for
-// it, and the RFC's meaning in short.
+// statusInfo maps each status to its name in the RFC, the error number of a system call, and a
+// short description.
 var statusInfo = map[Status]struct {
 	name  string
 	errno syscall.Errno
@@ -75,23 +75,23 @@ var statusInfo = map[Status]struct {
 	ErrStale:       {"NFS3ERR_STALE", syscall.ESTALE, "stale file handle"},
 	ErrRemote:      {"NFS3ERR_REMOTE", syscall.EREMOTE, "too many levels of remote in path"},
 	ErrBadHandle:   {"NFS3ERR_BADHANDLE", syscall.ESTALE, "illegal file handle"},
-	ErrNotSync:     {"NFS3ERR_NOT_SYNC", syscall.EAGAIN, "the object changed since the guard was taken"},
+	ErrNotSync:     {"NFS3ERR_NOT_SYNC", syscall.EAGAIN, "the object has changed since the guard was read"},
 	ErrBadCookie:   {"NFS3ERR_BAD_COOKIE", syscall.EINVAL, "directory cookie is stale"},
 	ErrNotSupp:     {"NFS3ERR_NOTSUPP", syscall.EOPNOTSUPP, "operation not supported by the server"},
-	ErrTooSmall:    {"NFS3ERR_TOOSMALL", syscall.EINVAL, "buffer or request is too small"},
-	ErrServerFault: {"NFS3ERR_SERVERFAULT", syscall.EREMOTEIO, "a failure on the server that has no other name"},
-	ErrBadType:     {"NFS3ERR_BADTYPE", syscall.EOPNOTSUPP, "the server does not make objects of this type"},
-	ErrJukebox:     {"NFS3ERR_JUKEBOX", syscall.EAGAIN, "the server needs more time: try again"},
+	ErrTooSmall:    {"NFS3ERR_TOOSMALL", syscall.EINVAL, "buffer or request too small"},
+	ErrServerFault: {"NFS3ERR_SERVERFAULT", syscall.EREMOTEIO, "server fault"},
+	ErrBadType:     {"NFS3ERR_BADTYPE", syscall.EOPNOTSUPP, "object type not supported by the server"},
+	ErrJukebox:     {"NFS3ERR_JUKEBOX", syscall.EAGAIN, "server is busy; retry later"},
 }
 
-// Valid tells whether s is a value of nfsstat3.
+// Valid reports whether s is a value of nfsstat3.
 func (s Status) Valid() bool {
 	_, ok := statusInfo[s]
 	return ok
 }
 
-// Errno is the error number that a system call returns for s: 0 for OK, EIO for a value that is not
-// an nfsstat3. ErrJukebox is EAGAIN: who can wait should call again later instead.
+// Errno returns the error number of a system call for s: 0 for OK, and EIO for a value that is not
+// an nfsstat3. It is EAGAIN for ErrJukebox; a caller that can wait should retry later instead.
 func (s Status) Errno() syscall.Errno {
 	if info, ok := statusInfo[s]; ok {
 		return info.errno
@@ -106,16 +106,16 @@ func (s Status) String() string {
 	return "nfsstat3 " + strconv.FormatUint(uint64(s), 10)
 }
 
-// ErrMalformed is wrapped by every error about a reply that RFC 1813 does not allow: too short, a
-// length that does not fit, a value out of its enumeration, a name that no directory can hold.
+// ErrMalformed is wrapped by every error about an invalid reply (RFC 1813). Examples are a short
+// reply, an invalid length, an unknown enumeration value and an invalid name.
 var ErrMalformed = errors.New("malformed NFSv3 reply")
 
-// An Error is a procedure that ended with a status other than NFS3_OK, or that was refused before
-// it was sent because no server could take it (What says why).
+// An Error is the failure of a procedure. The server returned a status other than NFS3_OK, or the
+// Client refused to send invalid arguments. In the second case What is the reason.
 type Error struct {
 	Proc   Proc
 	Status Status
-	What   string // what was wrong, where the status alone does not say it
+	What   string // reason, or ""
 }
 
 func (e *Error) Error() string {
@@ -123,7 +123,7 @@ func (e *Error) Error() string {
 	if info, ok := statusInfo[e.Status]; ok {
 		s += info.text + " (" + info.name + ")"
 	} else {
-		s += "the server answered status " + strconv.FormatUint(uint64(e.Status), 10) + ", which NFSv3 does not have"
+		s += "server returned the invalid status " + strconv.FormatUint(uint64(e.Status), 10)
 	}
 	if e.What != "" {
 		s += ": " + e.What
@@ -131,8 +131,8 @@ func (e *Error) Error() string {
 	return s
 }
 
-// Unwrap makes errors.Is(err, ErrMalformed) true for a status that is not an nfsstat3, and
-// errors.Is(err, syscall.ENOENT) and its like for the others.
+// Unwrap returns ErrMalformed for a status that is not an nfsstat3, and otherwise the error number
+// of the status, for example syscall.ENOENT.
 func (e *Error) Unwrap() error {
 	if !e.Status.Valid() {
 		return ErrMalformed
@@ -140,9 +140,9 @@ func (e *Error) Unwrap() error {
 	return e.Status.Errno()
 }
 
-// Errno is the error number that a system call returns for an error of this package or of a
-// transport below it: 0 for nil, the status's own number for an [*Error], EIO for a malformed reply
-// and for whatever else has no better one.
+// Errno returns the error number of a system call for an error of this package or of its transport:
+// 0 for nil, the number of the status for an [*Error], and EIO for an invalid reply and for any
+// other error.
 func Errno(err error) syscall.Errno {
 	if err == nil {
 		return 0
@@ -166,9 +166,8 @@ func Errno(err error) syscall.Errno {
 	return syscall.EIO
 }
 
-// statusErrors holds one Error for each procedure and status, because some statuses (a LOOKUP's
-// NOENT above all) are everyday answers and must not cost an allocation. It is filled at start and
-// read-only from then on.
+// statusErrors holds one Error for each procedure and status, so that a frequent status, for
+// example NOENT of LOOKUP, does not cost an allocation. It is read-only after initialization.
 var statusErrors = func() (table [NumProcs]map[Status]*Error) {
 	for p := range table {
 		table[p] = make(map[Status]*Error, len(statusInfo))

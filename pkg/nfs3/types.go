@@ -6,17 +6,17 @@ import (
 	"time"
 )
 
-// FH is a file handle (RFC 1813 §2.5, nfs_fh3): 0 to 64 octets that only the server understands. It
-// is a value: comparable, and usable as a map key. The zero FH is no handle.
+// FH is a file handle (RFC 1813 §2.5, nfs_fh3): 0 to 64 bytes with a meaning only for the server.
+// It is comparable and usable as a map key. The zero FH is not a valid handle.
 type FH struct {
 	n uint8
-	b [FHSize]byte // zero beyond n, so that == compares handles
+	b [FHSize]byte // zero after n bytes, so that == compares handles
 }
 
-// NewFH makes a handle of b, which it copies. It fails when b is longer than 64 octets.
+// NewFH returns a handle with a copy of b. It fails if b is longer than 64 bytes.
 func NewFH(b []byte) (FH, error) {
 	if len(b) > FHSize {
-		return FH{}, fmt.Errorf("%w: a file handle of %d octets is longer than the %d that NFSv3 allows",
+		return FH{}, fmt.Errorf("%w: file handle has %d bytes, maximum is %d",
 			ErrMalformed, len(b), FHSize)
 	}
 	var h FH
@@ -24,28 +24,29 @@ func NewFH(b []byte) (FH, error) {
 	return h, nil
 }
 
-// Len is the handle's length in octets.
+// Len returns the length of the handle in bytes.
 func (h *FH) Len() int { return int(h.n) }
 
-// Bytes is a view of the handle's octets.
+// Bytes returns the handle as a slice of the memory of h.
 func (h *FH) Bytes() []byte { return h.b[:h.n] }
 
-// IsZero tells whether h is no handle.
+// IsZero reports whether h is the zero FH.
 func (h *FH) IsZero() bool { return h.n == 0 }
 
-// String is the handle in hexadecimal.
+// String returns the handle in hexadecimal.
 func (h FH) String() string { return hex.EncodeToString(h.b[:h.n]) }
 
-// Time3 is nfstime3 (RFC 1813 §2.5): seconds and nanoseconds since 1970. Values that a server sent
-// are kept as they came: Nsec may exceed a second.
+// Time3 is nfstime3 (RFC 1813 §2.5): seconds and nanoseconds since 1970. Values from a server are
+// not checked, so Nsec may exceed a second.
 type Time3 struct {
 	Sec, Nsec uint32
 }
 
-// Time is t as a time.Time.
+// Time returns t as a time.Time.
 func (t Time3) Time() time.Time { return time.Unix(int64(t.Sec), int64(t.Nsec)) }
 
-// TimeOf is t as NFSv3 can carry it: times before 1970 become 0, times after 2106 the last one.
+// TimeOf returns t as a Time3. It returns 0 for times before 1970, and the maximum, in 2106, for
+// later times.
 func TimeOf(t time.Time) Time3 {
 	const last = 1<<32 - 1
 	switch sec := t.Unix(); {
@@ -63,16 +64,16 @@ type Device struct {
 	Major, Minor uint32
 }
 
-// Attr is fattr3 (RFC 1813 §2.5). Type is one of NF3REG to NF3FIFO, Mode holds ModeMask bits only;
-// the rest is what the server says.
+// Attr is fattr3 (RFC 1813 §2.5). Type is one of NF3REG to NF3FIFO, and Mode contains only ModeMask
+// bits. The other fields are not checked.
 type Attr struct {
 	Type   FileType
 	Mode   uint32
 	Nlink  uint32
 	UID    uint32
 	GID    uint32
-	Size   uint64 // octets
-	Used   uint64 // octets of disk space
+	Size   uint64 // bytes
+	Used   uint64 // disk space in bytes
 	Rdev   Device
 	FSID   uint64
 	FileID uint64
@@ -81,23 +82,22 @@ type Attr struct {
 	Ctime  Time3
 }
 
-// PostOpAttr is post_op_attr (RFC 1813 §2.6): attributes that a server may leave out. Attr is
-// meaningful when Present.
+// PostOpAttr is post_op_attr (RFC 1813 §2.6): attributes that a server may omit. Attr is valid only
+// if Present is set.
 type PostOpAttr struct {
 	Present bool
 	Attr
 }
 
-// WccAttr is wcc_attr (RFC 1813 §2.6): what a client needs to see that nobody else changed an
-// object.
+// WccAttr is wcc_attr (RFC 1813 §2.6). A client compares it to detect changes by other clients.
 type WccAttr struct {
 	Size  uint64
 	Mtime Time3
 	Ctime Time3
 }
 
-// WccData is wcc_data (RFC 1813 §2.6): an object before and after an operation, each of which a
-// server may leave out.
+// WccData is wcc_data (RFC 1813 §2.6): attributes of an object before and after an operation. A
+// server may omit each of them.
 type WccData struct {
 	HasBefore bool
 	Before    WccAttr
@@ -122,6 +122,6 @@ type SetAttr struct {
 	Mtime    Time3 // with SetToClientTime
 }
 
-// Verifier is a cookieverf3, createverf3 or writeverf3 (RFC 1813 §2.5): 8 opaque octets, to be
-// compared only.
+// Verifier is a cookieverf3, createverf3 or writeverf3 (RFC 1813 §2.5): 8 opaque bytes. Only
+// equality is meaningful.
 type Verifier [8]byte

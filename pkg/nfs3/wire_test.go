@@ -12,7 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// unhex decodes hexadecimal text with white space.
+// unhex decodes hexadecimal digits and ignores white space.
 func unhex(s string) []byte {
 	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
 	if err != nil {
@@ -21,10 +21,10 @@ func unhex(s string) []byte {
 	return b
 }
 
-// canned is a Caller that answers with fixed octets and keeps what it was asked.
+// canned is a Caller that returns a fixed reply and records the call.
 type canned struct {
-	result []byte // the results' XDR
-	place  []byte // goes to ResultData, when not nil
+	result []byte // XDR of the results
+	place  []byte // stored in ResultData unless nil
 	err    error
 
 	proc      uint32
@@ -48,7 +48,7 @@ func (c *canned) Call(_ context.Context, m *sunrpc.Message) error {
 	return c.err
 }
 
-// The wire form of fhHex is a handle of 5 octets, that of attrHex a regular file's attributes.
+// Items on the wire: fhHex is a handle of 5 bytes, attrHex the attributes of a regular file.
 const (
 	fhHex  = "00000005 0102030405 000000"
 	fh2Hex = "00000004 aabbccdd"
@@ -76,9 +76,8 @@ var (
 	fh2 = mustFH(0xaa, 0xbb, 0xcc, 0xdd)
 
 	attr1 = Attr{Type: NF3REG, Mode: 0o644, Nlink: 2, UID: 1000, GID: 100, Size: 5, Used: 4096, Rdev: Device{8, 9},
-		FSID: 0x11, FileID: 0x22,
-		Atime: Time3{1, 2}, Mtime: Time3{3, 4}, Ctime: Time3{5, 6}}
-	// A directory whose server puts the type's bits into the mode.
+		FSID: 0x11, FileID: 0x22, Atime: Time3{1, 2}, Mtime: Time3{3, 4}, Ctime: Time3{5, 6}}
+	// The server sends the bits of the file type in the mode of this directory.
 	dirAttr1 = Attr{Type: NF3DIR, Mode: 0o755, Nlink: 3, Size: 4096, Used: 8192, FSID: 0x11, FileID: 0x23,
 		Atime: Time3{11, 12}, Mtime: Time3{13, 14}, Ctime: Time3{15, 16}}
 	post1    = PostOpAttr{Present: true, Attr: attr1}
@@ -96,25 +95,25 @@ func mustFH(b ...byte) FH {
 	return h
 }
 
-// An exchange is one call of a method, the octets that it sends, and the octets that answer it.
+// An exchange is one call of a method with the bytes that it sends and the bytes of the reply.
 type exchange struct {
 	name string
 	call func(ctx context.Context, c *Client) (any, error)
 
 	proc      Proc
 	args      string
-	data      string // ArgData, literally
+	data      string // ArgData
 	maxResult int
 
 	reply string
-	place string // octets placed in ResultData, literally; "-" for none
+	place string // placed in ResultData; "-" means no data
 	want  any
-	// err is the status of the error, malformed the other kind.
-	err       Status
-	malformed bool
+
+	err       Status // status of an expected *Error
+	malformed bool   // expect ErrMalformed
 }
 
-// entries is a directory as its callback saw it.
+// entries collects the entries of a directory.
 type entries struct {
 	Res  ReadDirResult
 	List []DirEntry
@@ -129,7 +128,7 @@ func (e *entries) add(d *DirEntry) bool {
 
 var cred = sunrpc.AppendAuthNone(nil)
 
-// call1 runs a method that fills a T.
+// call1 returns a call of a method with a result of type T.
 func call1[T any](f func(ctx context.Context, c *Client, res *T) error) func(context.Context, *Client) (any, error) {
 	return func(ctx context.Context, c *Client) (any, error) {
 		var res T
@@ -138,7 +137,7 @@ func call1[T any](f func(ctx context.Context, c *Client, res *T) error) func(con
 	}
 }
 
-// withBuf is a result together with the buffer that the data went to.
+// withBuf is a result with its data.
 type withBuf[T any] struct {
 	Res  T
 	Data string
@@ -147,8 +146,7 @@ type withBuf[T any] struct {
 var getattr = call1(func(ctx context.Context, c *Client, r *Attr) error { return c.GetAttr(ctx, cred, fh1, r) })
 
 var lookup = call1(func(ctx context.Context, c *Client, r *LookupResult) error {
-	return c.Lookup(ctx, cred, fh1, "ab",
-		r)
+	return c.Lookup(ctx, cred, fh1, "ab", r)
 })
 
 func read(size int) func(context.Context, *Client) (any, error) {
@@ -207,32 +205,32 @@ func (x *exchange) run(t *testing.T) {
 	switch {
 	case x.malformed:
 		if !errors.Is(err, ErrMalformed) || Errno(err) != syscall.EIO {
-			t.Errorf("error is %v (%v), want a malformed reply and EIO", err, Errno(err))
+			t.Errorf("got error %v with errno %v, want %v and EIO", err, Errno(err), ErrMalformed)
 		}
 	case x.err != OK:
 		if !errors.As(err, &nfsErr) || nfsErr.Status != x.err || nfsErr.Proc != x.proc || Errno(err) != x.err.Errno() {
-			t.Errorf("error is %v, want %v of %v", err, x.err, x.proc)
+			t.Errorf("got error %v, want status %v of %v", err, x.err, x.proc)
 		}
 	case err != nil:
-		t.Errorf("error: %v", err)
+		t.Errorf("got error %v", err)
 	}
 	if x.want != nil && !reflect.DeepEqual(got, x.want) {
 		t.Errorf("result\n got %+v\nwant %+v", got, x.want)
 	}
 	if caller.proc != uint32(x.proc) || caller.calls != 1 {
-		t.Errorf("procedure %d was called, %d calls, want one of %d", caller.proc, caller.calls, x.proc)
+		t.Errorf("got %d calls, last of procedure %d; want one call of %d", caller.calls, caller.proc, x.proc)
 	}
 	if x.args != "" && hex.EncodeToString(caller.args) != hex.EncodeToString(unhex(x.args)) {
 		t.Errorf("arguments\n got %x\nwant %x", caller.args, unhex(x.args))
 	}
-	if string(caller.data) != x.data || x.data != "" && caller.dataPos != len(caller.args) {
-		t.Errorf("data %q at %d, want %q at %d", caller.data, caller.dataPos, x.data, len(caller.args))
+	if !x.malformed && string(caller.data) != x.data || x.data != "" && caller.dataPos != len(caller.args) {
+		t.Errorf("got data %q at offset %d, want %q at %d", caller.data, caller.dataPos, x.data, len(caller.args))
 	}
 	if x.maxResult != 0 && caller.maxResult != x.maxResult {
-		t.Errorf("MaxResult %d, want %d", caller.maxResult, x.maxResult)
+		t.Errorf("got MaxResult %d, want %d", caller.maxResult, x.maxResult)
 	}
 	if x.err == OK && !x.malformed && len(caller.result) > caller.maxResult+sunrpc.Pad4(len("some data")) {
-		t.Errorf("the test's own reply has %d octets, MaxResult is %d", len(caller.result), caller.maxResult)
+		t.Errorf("reply of the test has %d bytes, MaxResult is %d", len(caller.result), caller.maxResult)
 	}
 }
 
@@ -249,9 +247,9 @@ func TestExchanges(t *testing.T) {
 	}
 }
 
-// TestTruncated cuts every good reply at every octet: the outcome is an error, unless only the pad
-// behind the data is gone.
-func TestTruncated(t *testing.T) {
+// TestTruncatedReplies truncates every valid reply at every byte. The call must fail, unless only
+// the pad after the data is missing.
+func TestTruncatedReplies(t *testing.T) {
 	for _, x := range exchanges {
 		if x.malformed || x.err != OK || x.proc == ProcNull {
 			continue
@@ -266,28 +264,37 @@ func TestTruncated(t *testing.T) {
 			if errors.Is(err, ErrMalformed) || err == nil && len(whole)-n < 4 && reflect.DeepEqual(got, x.want) {
 				continue
 			}
-			t.Errorf("%s: %d of %d octets: error is %v", x.name, n, len(whole), err)
+			t.Errorf("%s: first %d of %d bytes: got error %v, want %v", x.name, n, len(whole), err, ErrMalformed)
 		}
 	}
 }
 
-// TestMaxResults holds the sums against the numbers of RFC 8267 §3 worked out from RFC 1813.
+// TestMaxResults compares the constants with sizes that were computed by hand from RFC 1813.
 func TestMaxResults(t *testing.T) {
 	for _, c := range []struct {
 		name      string
 		got, want int
 	}{
-		{"NULL", MaxResultNull, 0}, {"GETATTR", MaxResultGetAttr, 88}, {"SETATTR", MaxResultSetAttr, 120}, {"LOOKUP",
-			MaxResultLookup, 248},
-		{"ACCESS", MaxResultAccess, 96}, {"READLINK", MaxResultReadLink, 96}, {"READ", MaxResultRead, 104}, {"WRITE",
-			MaxResultWrite, 136},
-		{"CREATE", MaxResultCreate, 280}, {"REMOVE", MaxResultRemove, 120}, {"RENAME", MaxResultRename, 236}, {"LINK",
-			MaxResultLink, 208},
-		{"READDIR", MaxResultReadDir(0), 100}, {"FSSTAT", MaxResultFSStat, 144}, {"FSINFO", MaxResultFSInfo, 140},
-		{"PATHCONF", MaxResultPathConf, 116}, {"COMMIT", MaxResultCommit, 128},
+		{"NULL", MaxResultNull, 0},
+		{"GETATTR", MaxResultGetAttr, 88},
+		{"SETATTR", MaxResultSetAttr, 120},
+		{"LOOKUP", MaxResultLookup, 248},
+		{"ACCESS", MaxResultAccess, 96},
+		{"READLINK", MaxResultReadLink, 96},
+		{"READ", MaxResultRead, 104},
+		{"WRITE", MaxResultWrite, 136},
+		{"CREATE", MaxResultCreate, 280},
+		{"REMOVE", MaxResultRemove, 120},
+		{"RENAME", MaxResultRename, 236},
+		{"LINK", MaxResultLink, 208},
+		{"READDIR", MaxResultReadDir(0), 100},
+		{"FSSTAT", MaxResultFSStat, 144},
+		{"FSINFO", MaxResultFSInfo, 140},
+		{"PATHCONF", MaxResultPathConf, 116},
+		{"COMMIT", MaxResultCommit, 128},
 	} {
 		if c.got != c.want {
-			t.Errorf("%s: %d octets, want %d", c.name, c.got, c.want)
+			t.Errorf("%s: got %d bytes, want %d", c.name, c.got, c.want)
 		}
 	}
 }

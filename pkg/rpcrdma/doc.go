@@ -1,23 +1,22 @@
-// Package rpcrdma is the wire format of RPC-over-RDMA version 1 (RFC 8166) and of the private data
-// that its peers exchange when they connect (RFC 8797). It holds bytes only: no I/O, no memory
-// registration, no policy.
+// Package rpcrdma implements the wire format of RPC-over-RDMA version 1 (RFC 8166) and of its
+// connection private data (RFC 8797). It does no I/O, registers no memory and makes no policy.
 //
-//	+----------------+----------------------------------------------+--------------------+
-//	| fixed, 16 oct. | Read list, Write list, Reply chunk; or error  | RPC message (MSG)  |
-//	+----------------+----------------------------------------------+--------------------+
+//	+-----------------+----------------------------------------------+--------------------+
+//	| fixed, 16 bytes | Read list, Write list, Reply chunk; or error | RPC message (MSG)  |
+//	+-----------------+----------------------------------------------+--------------------+
 //
-// # What is where
+// # Files
 //
-//	header.go   Header, Chunk, Segment: the transport header both ways (RFC 8166 §4.1), RDMA_ERROR (§4.5)
-//	private.go  Private: connection private data (RFC 8797 §4, §5), and the inline thresholds that follow from it (§4.2)
+//	header.go   Header, Chunk, Segment: transport header (RFC 8166 §4.1), RDMA_ERROR (§4.5)
+//	private.go  Private: connection private data (RFC 8797 §4, §5), inline thresholds (§4.2)
 //
-// What a receiver does about a message that Decode refuses depends on its role, requester or
-// responder: see pkg/xprt and internal/svcrdma. A message of fewer than 28 octets that is no
-// RDMA_ERROR is one that RFC 8166 §4.5 has every receiver drop.
+// The reaction to an invalid message depends on the role of the receiver, requester or responder:
+// see pkg/xprt and internal/svcrdma. Every receiver drops a message of fewer than 28 bytes that is
+// not an RDMA_ERROR (RFC 8166 §4.5).
 //
 // # Promises
 //
-// A [Header] is decoded into slices that it keeps, so that a Header which is used again allocates
-// nothing. Every count that the peer sends is checked against the octets that are really there
-// before anything is made from it. Nothing here is safe for concurrent use of one Header.
+// A [Header] keeps its slices, so decoding into the same Header again does not allocate. Decoding
+// checks every count from the peer against the size of the message before it uses the count. A
+// Header is not safe for concurrent use.
 package rpcrdma

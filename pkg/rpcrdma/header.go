@@ -6,14 +6,14 @@ import (
 	"fmt"
 )
 
-// Version is the protocol version spoken here (RFC 8166 §4.2.2).
+// Version is the supported protocol version (RFC 8166 §4.2.2).
 const Version = 1
 
 // Proc is the rdma_proc field (RFC 8166 §4.2.4).
 type Proc uint32
 
-// Values of rdma_proc. MSGP and DONE are obsolete and never sent. DONE is discarded when received,
-// MSGP by a requester too; a responder answers MSGP with ERR_CHUNK (RFC 8166 §4.6).
+// Values of rdma_proc. MSGP and DONE are obsolete and never sent. A receiver discards DONE. A
+// requester discards MSGP, and a responder replies to MSGP with ERR_CHUNK (RFC 8166 §4.6).
 const (
 	ProcMsg   Proc = 0
 	ProcNoMsg Proc = 1
@@ -47,7 +47,7 @@ const (
 	ErrChunk ErrCode = 2
 )
 
-// Sizes in octets of the parts of a transport header (RFC 8166 §4.1.2).
+// Sizes in bytes of the parts of a transport header (RFC 8166 §4.1.2).
 const (
 	FixedSize       = 16 // xid, vers, credit, proc
 	MinHeaderSize   = 28 // fixed part and three empty lists
@@ -58,7 +58,7 @@ const (
 	ChunkHeadSize   = 8  // discriminator, segment count
 )
 
-// DefaultInline is the inline threshold of a connection whose peers agreed on no other (RFC 8166
+// DefaultInline is the inline threshold in bytes of a connection without private data (RFC 8166
 // §3.3.3).
 const DefaultInline = 1024
 
@@ -75,10 +75,10 @@ type ReadSegment struct {
 	Segment
 }
 
-// A Chunk is an ordered list of segments that hold one data item, or a whole message.
+// A Chunk is an ordered list of segments that hold one data item or a complete message.
 type Chunk []Segment
 
-// Length is the sum of the segments' lengths, in octets.
+// Length returns the sum of the lengths of the segments in bytes.
 func (c Chunk) Length() uint64 {
 	var n uint64
 	for i := range c {
@@ -87,31 +87,31 @@ func (c Chunk) Length() uint64 {
 	return n
 }
 
-// A Header is a decoded, or to be encoded, transport header.
+// A Header is a transport header.
 type Header struct {
 	XID     uint32
 	Vers    uint32
 	Credits uint32
 	Proc    Proc
 
-	Reads    []ReadSegment // the Read list, in wire order
-	Writes   []Chunk       // the Write list; a chunk may have no segments (RFC 8166 §4.3.2.3)
-	Reply    Chunk         // the Reply chunk, if HasReply
+	Reads    []ReadSegment // Read list in the order of the message
+	Writes   []Chunk       // Write list; a chunk may have no segments (RFC 8166 §4.3.2.3)
+	Reply    Chunk         // Reply chunk, if HasReply
 	HasReply bool
 
-	// Err, Low and High are the body of an RDMA_ERROR; Low and High belong to ErrVers.
+	// Err, Low and High are the body of an RDMA_ERROR. Low and High exist only with ErrVers.
 	Err       ErrCode
 	Low, High uint32
 
-	segs []Segment // backing of Writes and Reply after Decode
+	segs []Segment // memory of Writes and Reply after Decode
 }
 
-// Reset empties the header and keeps its memory.
+// Reset clears the header and keeps its memory.
 func (h *Header) Reset() {
 	*h = Header{Reads: h.Reads[:0], Writes: h.Writes[:0], segs: h.segs[:0]}
 }
 
-// Size is the encoded size in octets.
+// Size returns the encoded size in bytes.
 func (h *Header) Size() int {
 	if h.Proc == ProcError {
 		if h.Err == ErrVers {
@@ -129,7 +129,7 @@ func (h *Header) Size() int {
 	return n
 }
 
-// Append encodes the header behind b.
+// Append appends the encoded header to b.
 func (h *Header) Append(b []byte) []byte {
 	be := binary.BigEndian
 	b = be.AppendUint32(b, h.XID)
@@ -176,27 +176,29 @@ func appendSegment(b []byte, s *Segment) []byte {
 	return binary.BigEndian.AppendUint64(b, s.Offset)
 }
 
-// Errors of Decode. What a receiver does about each depends on its role: RFC 8166 §4.5 for replies,
-// §4.5.1–2 for calls.
+// Errors of Decode. RFC 8166 §4.5 specifies the reaction to an invalid reply, §4.5.1 and §4.5.2 the
+// reaction to an invalid call.
 var (
-	// ErrShort: fewer octets than the smallest message of that kind.
-	ErrShort = errors.New("rpcrdma: message is too short for a transport header")
-	// ErrBadVersion: rdma_vers is not 1; XID, Vers and Credits are set.
+	// ErrShort means that the message is shorter than the minimum of its kind.
+	ErrShort = errors.New("rpcrdma: message is too short")
+	// ErrBadVersion means that rdma_vers is not 1. XID, Vers and Credits are set.
 	ErrBadVersion = errors.New("rpcrdma: unsupported rdma_vers")
-	// ErrBadProc: rdma_proc is unknown or obsolete; the fixed part is set.
+	// ErrBadProc means that rdma_proc is unknown or obsolete. The fixed part is set.
 	ErrBadProc = errors.New("rpcrdma: unknown or obsolete rdma_proc")
-	// ErrBadChunks: a chunk list does not parse; the fixed part is set.
-	ErrBadChunks = errors.New("rpcrdma: malformed chunk lists")
-	// ErrBadError: an RDMA_ERROR with an unknown rdma_err, to be discarded (RFC 8166 §4.5).
-	ErrBadError = errors.New("rpcrdma: undecodable RDMA_ERROR")
+	// ErrBadChunks means that a chunk list is invalid. The fixed part is set.
+	ErrBadChunks = errors.New("rpcrdma: invalid chunk list")
+	// ErrBadError means an RDMA_ERROR with an unknown rdma_err. A receiver discards it (RFC 8166
+	// §4.5).
+	ErrBadError = errors.New("rpcrdma: unknown rdma_err")
 )
 
-// Decode parses the header at the front of b and returns its size: the RPC message of an RDMA_MSG
-// is b[n:]. The slices of h are reused and stay valid until the next Decode or Reset. It does not
-// keep b.
+// Decode decodes the header at the start of b and returns its size n. The RPC message of an
+// RDMA_MSG is b[n:]. Decode reuses the slices of h, which are valid until the next Decode or Reset.
+// It does not keep b.
 //
-// RFC 8166 §4.5 asks to drop anything shorter than 28 octets, yet an ERR_CHUNK message has 20
-// (§4.1.2); so the floor is 16 octets before rdma_proc is known, and what that kind needs after.
+// RFC 8166 §4.5 requires a receiver to drop messages of fewer than 28 bytes, but an ERR_CHUNK
+// message has 20 (§4.1.2). Decode therefore requires 16 bytes to read rdma_proc, and then the
+// minimum of this kind of message.
 func (h *Header) Decode(b []byte) (n int, err error) {
 	h.Reset()
 	if len(b) < FixedSize {
@@ -241,16 +243,16 @@ func (h *Header) decodeError(b []byte) (int, error) {
 	return 0, ErrBadError
 }
 
-// cursor walks over XDR words with a sticky failure.
+// cursor reads XDR words. invalid stays set after the first failure.
 type cursor struct {
-	b   []byte
-	off int
-	bad bool
+	b       []byte
+	off     int
+	invalid bool
 }
 
 func (c *cursor) word() uint32 {
 	if len(c.b)-c.off < 4 {
-		c.bad = true
+		c.invalid = true
 		return 0
 	}
 	v := binary.BigEndian.Uint32(c.b[c.off:])
@@ -262,14 +264,14 @@ func (c *cursor) word() uint32 {
 func (c *cursor) more() bool {
 	v := c.word()
 	if v > 1 {
-		c.bad = true
+		c.invalid = true
 	}
-	return !c.bad && v == 1
+	return !c.invalid && v == 1
 }
 
 func (c *cursor) segment() (s Segment) {
 	if len(c.b)-c.off < SegmentSize {
-		c.bad = true
+		c.invalid = true
 		return s
 	}
 	p := c.b[c.off:]
@@ -281,7 +283,8 @@ func (c *cursor) segment() (s Segment) {
 }
 
 func (h *Header) decodeLists(b []byte) (int, error) {
-	// No message of this size holds more segments, so segs never moves while chunks point into it.
+	// A message of this size cannot hold more segments. segs therefore never grows while chunks
+	// refer to it.
 	if most := len(b) / SegmentSize; cap(h.segs) < most {
 		h.segs = make([]Segment, 0, most)
 	}
@@ -289,7 +292,7 @@ func (h *Header) decodeLists(b []byte) (int, error) {
 	for c.more() {
 		pos := c.word()
 		seg := c.segment()
-		if c.bad || pos%4 != 0 { // RFC 8166 §3.4.5
+		if c.invalid || pos%4 != 0 { // RFC 8166 §3.4.5
 			return 0, ErrBadChunks
 		}
 		h.Reads = append(h.Reads, ReadSegment{Position: pos, Segment: seg})
@@ -308,7 +311,7 @@ func (h *Header) decodeLists(b []byte) (int, error) {
 		}
 		h.Reply, h.HasReply = chunk, true
 	}
-	if c.bad {
+	if c.invalid {
 		return 0, ErrBadChunks
 	}
 	return c.off, nil
@@ -316,7 +319,7 @@ func (h *Header) decodeLists(b []byte) (int, error) {
 
 func (h *Header) decodeChunk(c *cursor) (Chunk, bool) {
 	count := c.word()
-	if c.bad || uint64(count)*SegmentSize > uint64(len(c.b)-c.off) {
+	if c.invalid || uint64(count)*SegmentSize > uint64(len(c.b)-c.off) {
 		return nil, false
 	}
 	start := len(h.segs)

@@ -2,30 +2,30 @@ package rpcrdma
 
 import "encoding/binary"
 
-// The connection's private data (RFC 8797 §4).
+// Format of the connection private data (RFC 8797 §4).
 const (
-	// PrivateSize is the size of the message in octets.
+	// PrivateSize is the size of the message in bytes.
 	PrivateSize = 8
 
 	privateMagic   = 0xf6ab0e18
 	privateVersion = 1
 	flagRemoteInv  = 0x01
-	sizeUnit       = 1024       // sizes are coded as size/1024 - 1
-	maxPrivateSize = 256 * 1024 // largest size that one octet can say
+	sizeUnit       = 1024       // a size is encoded as size/1024 - 1
+	maxPrivateSize = 256 * 1024 // maximum of the encoding in one byte
 )
 
-// Private is what one side says of itself when it connects.
+// Private is the connection private data of one side.
 type Private struct {
-	// RemoteInv (the R flag): this side supports Send With Invalidate (RFC 8797 §3.2).
+	// RemoteInv, the R flag, reports support of Send With Invalidate (RFC 8797 §3.2).
 	RemoteInv bool
-	// SendSize and RecvSize are inline thresholds in octets, multiples of 1024 from 1024 to 262144.
+	// SendSize and RecvSize are inline thresholds in bytes: multiples of 1024 from 1024 to 262144.
 	SendSize, RecvSize int
 }
 
-// DefaultPrivate is what a peer that says nothing is taken to have said (RFC 8797 §5.1).
+// DefaultPrivate applies to a peer that sends no private data (RFC 8797 §5.1).
 var DefaultPrivate = Private{SendSize: DefaultInline, RecvSize: DefaultInline}
 
-// Append encodes p behind b. Sizes are rounded down to what the format can say.
+// Append appends the encoded p to b. It rounds the sizes down to a multiple of 1024.
 func (p Private) Append(b []byte) []byte {
 	b = binary.BigEndian.AppendUint32(b, privateMagic)
 	var flags byte
@@ -40,8 +40,8 @@ func encodeSize(n int) byte {
 	return byte(n/sizeUnit - 1)
 }
 
-// ParsePrivate looks for the message anywhere in b, at any alignment, as RFC 8797 §5.2 asks. found
-// is false, and the result is DefaultPrivate, when there is none of a version known here.
+// ParsePrivate finds the message anywhere in b, at any alignment (RFC 8797 §5.2). It returns
+// DefaultPrivate and false if b contains no message of version 1.
 func ParsePrivate(b []byte) (p Private, found bool) {
 	for ; len(b) >= PrivateSize; b = b[1:] {
 		if binary.BigEndian.Uint32(b) != privateMagic || b[4] != privateVersion {
@@ -56,8 +56,8 @@ func ParsePrivate(b []byte) (p Private, found bool) {
 	return DefaultPrivate, false
 }
 
-// Thresholds gives the inline thresholds in octets that two sides agree on: send is for messages
-// from the side that said mine (RFC 8797 §4.2).
+// Thresholds returns the inline thresholds in bytes of a connection (RFC 8797 §4.2). send applies
+// to messages from the side of mine, recv to messages from the peer.
 func Thresholds(mine, peer Private) (send, recv int) {
 	return min(mine.SendSize, peer.RecvSize), min(mine.RecvSize, peer.SendSize)
 }

@@ -31,7 +31,7 @@ var headerCases = []struct {
 		00000000 00000000 00000000`,
 		Header{XID: 1, Vers: 1, Credits: 128, Proc: ProcMsg, Reads: []ReadSegment{
 			{0x9c, Segment{0x0a0b0c01, 0x1000, 0x1122334455667788}}, {0x9c, Segment{0x0a0b0c02, 3, 4}}}}},
-	{"write chunks, one empty", `00000002 00000001 00000020 00000000 00000000
+	{"two write chunks, one empty", `00000002 00000001 00000020 00000000 00000000
 		00000001 00000002 00000007 00000064 0000000000000001 00000008 00000065 0000000000000002
 		00000001 00000000
 		00000000 00000000`,
@@ -49,23 +49,23 @@ var headerCases = []struct {
 		Header{XID: 5, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrChunk}},
 }
 
-func TestHeaderBothWays(t *testing.T) {
+func TestHeaderRoundTrip(t *testing.T) {
 	var reused Header
 	for _, c := range headerCases {
 		t.Run(c.name, func(t *testing.T) {
 			wire := unhex(t, c.wire)
 			if got := c.h.Append(nil); !bytes.Equal(got, wire) {
-				t.Errorf("encoded\n%x, want\n%x", got, wire)
+				t.Errorf("Append: got\n%x, want\n%x", got, wire)
 			}
 			if got := c.h.Size(); got != len(wire) {
-				t.Errorf("Size() = %d, want %d", got, len(wire))
+				t.Errorf("Size: got %d, want %d", got, len(wire))
 			}
 			n, err := reused.Decode(append(wire, 0xde, 0xad))
 			if err != nil || n != len(wire) {
-				t.Fatalf("Decode = %d, %v; want %d", n, err, len(wire))
+				t.Fatalf("Decode: got size %d, error %v; want %d", n, err, len(wire))
 			}
 			if !sameHeader(&reused, &c.h) {
-				t.Errorf("decoded %+v, want %+v", reused, c.h)
+				t.Errorf("Decode: got %+v, want %+v", reused, c.h)
 			}
 		})
 	}
@@ -83,26 +83,30 @@ func sameHeader(a, b *Header) bool {
 	return reflect.DeepEqual(x, y)
 }
 
-func TestDecodeRefuses(t *testing.T) {
+func TestDecodeRejectsInvalidHeaders(t *testing.T) {
+	const (
+		msg      = "00000001 00000001 00000001 00000000 "
+		noMsg    = "00000001 00000001 00000001 00000001 "
+		segment  = "00000001 00000001 0000000000000001"
+		errorMsg = "00000001 00000001 00000001 00000004 "
+	)
 	cases := []struct {
 		name, wire string
 		err        error
 	}{
 		{"empty", "", ErrShort},
-		{"15 octets", "00000001 00000001 00000001 000000", ErrShort},
-		{"27 octets of a MSG", "00000001 00000001 00000001 00000000 00000000 00000000 000000", ErrShort},
+		{"15 bytes", "00000001 00000001 00000001 000000", ErrShort},
+		{"MSG of 27 bytes", msg + "00000000 00000000 000000", ErrShort},
 		{"version 2", "00000001 00000002 00000001 00000000 00000000 00000000 00000000", ErrBadVersion},
 		{"MSGP", "00000001 00000001 00000001 00000002 00000000 00000000 00000000", ErrBadProc},
 		{"DONE", "00000001 00000001 00000001 00000003", ErrBadProc},
-		{"unknown rdma_err", "00000001 00000001 00000001 00000004 00000003", ErrBadError},
-		{"ERR_VERS cut short", "00000001 00000001 00000001 00000004 00000001 00000001", ErrShort},
-		{"discriminator 2", "00000001 00000001 00000001 00000000 00000002 00000000 00000000", ErrBadChunks},
-		{"read position 3", "00000001 00000001 00000001 00000000 00000001 00000003 00000001 00000001 0000000000000001 00000000 00000000 00000000", ErrBadChunks},
-		{"write chunk claims 2^32-1 segments",
-			"00000001 00000001 00000001 00000000 00000000 00000001 ffffffff 00000000", ErrBadChunks},
-		{"reply chunk claims one more than there is",
-			"00000001 00000001 00000001 00000001 00000000 00000000 00000001 00000002 00000001 00000001 0000000000000001", ErrBadChunks},
-		{"lists end early", "00000001 00000001 00000001 00000000 00000001 00000000 00000001 00000001 0000000000000001", ErrBadChunks},
+		{"unknown rdma_err", errorMsg + "00000003", ErrBadError},
+		{"truncated ERR_VERS", errorMsg + "00000001 00000001", ErrShort},
+		{"discriminator 2", msg + "00000002 00000000 00000000", ErrBadChunks},
+		{"read position 3", msg + "00000001 00000003 " + segment + " 00000000 00000000 00000000", ErrBadChunks},
+		{"write chunk with count 2^32-1", msg + "00000000 00000001 ffffffff 00000000", ErrBadChunks},
+		{"reply chunk with count 2 and one segment", noMsg + "00000000 00000000 00000001 00000002 " + segment, ErrBadChunks},
+		{"truncated lists", msg + "00000001 00000000 " + segment, ErrBadChunks},
 	}
 	var h Header
 	for _, c := range cases {
@@ -112,7 +116,7 @@ func TestDecodeRefuses(t *testing.T) {
 	}
 }
 
-func TestDecodeAllocatesNothingWhenReused(t *testing.T) {
+func TestDecodeIntoUsedHeaderDoesNotAllocate(t *testing.T) {
 	wire := unhex(t, headerCases[2].wire)
 	var h Header
 	if _, err := h.Decode(wire); err != nil {
@@ -125,14 +129,14 @@ func TestDecodeAllocatesNothingWhenReused(t *testing.T) {
 		}
 		buf = h.Append(buf[:0])
 	}); n != 0 {
-		t.Errorf("%v allocations, want 0", n)
+		t.Errorf("got %v allocations, want 0", n)
 	}
 }
 
 func TestPrivateData(t *testing.T) {
 	mine := Private{RemoteInv: true, SendSize: 4096, RecvSize: 4096}
 	if got, want := mine.Append(nil), unhex(t, "f6ab0e18 01 01 03 03"); !bytes.Equal(got, want) {
-		t.Errorf("encoded %x, want %x", got, want)
+		t.Errorf("Append: got %x, want %x", got, want)
 	}
 	cases := []struct {
 		name, wire string
@@ -140,20 +144,20 @@ func TestPrivateData(t *testing.T) {
 		found      bool
 	}{
 		{"stock Linux server", "f6ab0e18 01 00 03 03", Private{SendSize: 4096, RecvSize: 4096}, true},
-		{"behind other data, odd alignment, padded", "0102 f6ab0e18 01 01 00 3f 0000",
+		{"after other data, at an odd offset, with a pad", "0102 f6ab0e18 01 01 00 3f 0000",
 			Private{RemoteInv: true, SendSize: 1024, RecvSize: 65536}, true},
 		{"reserved flags are ignored", "f6ab0e18 01 fe ff ff", Private{SendSize: 262144, RecvSize: 262144}, true},
 		{"version 2", "f6ab0e18 02 01 03 03", DefaultPrivate, false},
-		{"cut short", "f6ab0e18 01 01 03", DefaultPrivate, false},
-		{"nothing", "", DefaultPrivate, false},
+		{"truncated", "f6ab0e18 01 01 03", DefaultPrivate, false},
+		{"empty", "", DefaultPrivate, false},
 	}
 	for _, c := range cases {
 		if got, found := ParsePrivate(unhex(t, c.wire)); got != c.want || found != c.found {
-			t.Errorf("%s: %+v, %v; want %+v, %v", c.name, got, found, c.want, c.found)
+			t.Errorf("%s: got %+v, found %v; want %+v, %v", c.name, got, found, c.want, c.found)
 		}
 	}
 	if s, r := Thresholds(mine, Private{SendSize: 1024, RecvSize: 8192}); s != 4096 || r != 1024 {
-		t.Errorf("thresholds %d, %d; want 4096, 1024", s, r)
+		t.Errorf("Thresholds: got %d, %d; want 4096, 1024", s, r)
 	}
 }
 
@@ -164,32 +168,32 @@ func FuzzHeader(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var h, again Header
 		n, err := h.Decode(b)
-		// Good or not, nothing is made from more than the octets that are there.
+		// The size of the message limits the decoded lists, even after an error.
 		if len(h.Reads)*ReadSegmentSize > len(b) || len(h.Writes)*ChunkHeadSize > len(b) ||
 			len(h.segs)*SegmentSize > len(b) {
-			t.Fatalf("%d octets became %d read segments, %d write chunks, %d segments", len(b), len(h.Reads),
+			t.Fatalf("%d bytes: got %d read segments, %d write chunks, %d segments", len(b), len(h.Reads),
 				len(h.Writes), len(h.segs))
 		}
 		if err != nil {
 			if n != 0 || h.HasReply && len(b) < MinHeaderSize {
-				t.Fatalf("%d octets used beside error %v", n, err)
+				t.Fatalf("got size %d with error %v, want 0", n, err)
 			}
 			return
 		}
 		if n != h.Size() {
-			t.Fatalf("%d octets used, the header has %d", n, h.Size())
+			t.Fatalf("Decode: got size %d, want %d", n, h.Size())
 		}
 		for cut := n - 1; cut >= 0 && cut >= n-ReadSegmentSize; cut-- {
 			if _, err := again.Decode(b[:cut]); err == nil {
-				t.Fatalf("%d of %d octets decode", cut, n)
+				t.Fatalf("first %d of %d bytes: got no error", cut, n)
 			}
 		}
 		wire := h.Append(nil)
 		if !bytes.Equal(wire, b[:n]) {
-			t.Fatalf("decoded and encoded again: %x, was %x", wire, b[:n])
+			t.Fatalf("encoded again: got %x, want %x", wire, b[:n])
 		}
 		if _, err := again.Decode(wire); err != nil || !sameHeader(&h, &again) {
-			t.Fatalf("second decode: %v, %+v, want %+v", err, again, h)
+			t.Fatalf("decoded again: got %+v, error %v; want %+v", again, err, h)
 		}
 	})
 }
@@ -200,18 +204,18 @@ func FuzzPrivate(f *testing.F) {
 		p, found := ParsePrivate(b)
 		at := bytes.Index(b, []byte{0xf6, 0xab, 0x0e, 0x18, privateVersion})
 		if present := at >= 0 && len(b)-at >= PrivateSize; found != present || !found && p != DefaultPrivate {
-			t.Fatalf("found %v %+v, where the message is at %d of %d octets", found, p, at, len(b))
+			t.Fatalf("got %+v, found %v; the message is at offset %d of %d bytes", p, found, at, len(b))
 		}
 		if !found {
 			return
 		}
 		want := append([]byte(nil), b[at:at+PrivateSize]...)
-		want[5] &= flagRemoteInv // the others are reserved
+		want[5] &= flagRemoteInv // the other flags are reserved
 		if got := p.Append(nil); !bytes.Equal(got, want) {
-			t.Fatalf("encoded again %x, was %x", got, want)
+			t.Fatalf("encoded again: got %x, want %x", got, want)
 		}
 		if s, r := Thresholds(p, DefaultPrivate); s != DefaultInline || r != DefaultInline {
-			t.Fatalf("thresholds %d, %d with a peer that says nothing", s, r)
+			t.Fatalf("Thresholds with DefaultPrivate: got %d, %d; want %d", s, r, DefaultInline)
 		}
 	})
 }

@@ -6,23 +6,23 @@ const (
 	MaxGIDs        = 16
 )
 
-// MaxAuthSysSize is the largest encoded AUTH_SYS credential in octets: flavor and length, then
-// stamp, machine name with its length word and pad, uid, gid, and the counted list of groups.
+// MaxAuthSysSize is the maximum size of an encoded AUTH_SYS credential in bytes: flavor and length,
+// then stamp, machine name with its length and pad, uid, gid, and the counted list of groups.
 const MaxAuthSysSize = 2*SizeUint32 + SizeUint32 + SizeUint32 + 256 + 2*SizeUint32 + SizeUint32 + MaxGIDs*SizeUint32
 
-// AuthNoneSize is the size in octets of the encoded AUTH_NONE credential.
+// AuthNoneSize is the size in bytes of the encoded AUTH_NONE credential.
 const AuthNoneSize = 2 * SizeUint32
 
 // AuthSys is the body of an AUTH_SYS credential (RFC 5531 appendix A, authsys_parms).
 type AuthSys struct {
 	Stamp    uint32
-	Machine  string // at most 255 octets
+	Machine  string // at most 255 bytes
 	UID, GID uint32
 	GIDs     []uint32 // at most 16
 }
 
-// AppendAuthSys appends the credential: flavor, length of the body, body. What exceeds the
-// protocol's limits is left out: the machine name is cut at 255 octets, the groups at 16.
+// AppendAuthSys appends the credential: flavor, length of the body, body. It truncates the machine
+// name to 255 bytes and the list of groups to 16.
 func AppendAuthSys(b []byte, a *AuthSys) []byte {
 	machine, gids := a.Machine, a.GIDs
 	if len(machine) > MaxMachineName {
@@ -51,8 +51,8 @@ func AppendAuthNone(b []byte) []byte {
 	return AppendUint32(AppendUint32(b, FlavorNone), 0)
 }
 
-// ParseAuthSys decodes the body of an AUTH_SYS credential, as [CallHeader] carries it in Cred. The
-// result shares no memory with body. The error wraps [ErrMalformed].
+// ParseAuthSys decodes the body of an AUTH_SYS credential, for example [CallHeader].Cred. The
+// result shares no memory with body. Errors wrap [ErrMalformed].
 func ParseAuthSys(body []byte) (AuthSys, error) {
 	d := NewDecoder(body)
 	a := AuthSys{Stamp: d.Uint32()}

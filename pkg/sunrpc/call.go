@@ -1,11 +1,11 @@
 package sunrpc
 
-// callFixedSize is a call header without its credential: xid, msg_type, rpcvers, prog, vers, proc,
-// and an AUTH_NONE verifier (RFC 5531 §9).
+// callFixedSize is the size of a call header without its credential: xid, msg_type, rpcvers, prog,
+// vers, proc, and an AUTH_NONE verifier (RFC 5531 §9).
 const callFixedSize = 6*SizeUint32 + AuthNoneSize
 
-// AppendCall appends a call header (RFC 5531 §9) with the encoded credential cred, as
-// [AppendAuthSys] makes it, and an AUTH_NONE verifier. The arguments follow behind it.
+// AppendCall appends a call header (RFC 5531 §9) with an encoded credential (see [AppendAuthSys])
+// and an AUTH_NONE verifier. The arguments follow the header.
 func AppendCall(b []byte, xid, prog, vers, proc uint32, cred []byte) []byte {
 	b = AppendUint32(b, xid)
 	b = AppendUint32(b, MsgCall)
@@ -17,25 +17,24 @@ func AppendCall(b []byte, xid, prog, vers, proc uint32, cred []byte) []byte {
 	return AppendAuthNone(b)
 }
 
-// CallSize is the number of octets that [AppendCall] appends.
+// CallSize returns the number of bytes that [AppendCall] appends.
 func CallSize(cred []byte) int { return callFixedSize + len(cred) }
 
-// CallHeader is a call's header as a server sees it (RFC 5531 §9). Its slices are views of the
-// message.
+// CallHeader is the decoded header of a call (RFC 5531 §9). Its slices refer to the message.
 type CallHeader struct {
 	XID              uint32
 	Prog, Vers, Proc uint32
 	CredFlavor       uint32
-	Cred             []byte // body of the credential, at most 400 octets
+	Cred             []byte // body of the credential, at most 400 bytes
 	VerfFlavor       uint32
-	Verf             []byte // body of the verifier, at most 400 octets
+	Verf             []byte // body of the verifier, at most 400 bytes
 }
 
-// ParseCall splits a call into header and arguments. args is a view of b.
+// ParseCall splits a call into header and arguments. args is a slice of b.
 //
-// An error that wraps [ErrMalformed] deserves no answer, or GARBAGE_ARGS where XID could be read. A
-// [*DeniedError] with RPCMismatch is a call in another version of RPC: only XID is set, and
-// [AppendMismatchReply] is the answer.
+// After an error that wraps [ErrMalformed] the server sends no reply, or GARBAGE_ARGS if XID is
+// set. A [*DeniedError] with RPCMismatch reports a call of another RPC version. It sets only XID,
+// and the server replies with [AppendMismatchReply].
 func ParseCall(b []byte) (h CallHeader, args []byte, err error) {
 	d := NewDecoder(b)
 	h.XID = d.Uint32()
@@ -58,7 +57,7 @@ func ParseCall(b []byte) (h CallHeader, args []byte, err error) {
 	return h, d.Rest(), nil
 }
 
-// auth reads an opaque_auth: flavor and body (RFC 5531 §8.2).
+// auth decodes an opaque_auth: flavor and body (RFC 5531 §8.2).
 func (d *Decoder) auth() (flavor uint32, body []byte) {
 	flavor = d.Uint32()
 	body = d.Opaque(MaxAuthBody)

@@ -1,23 +1,22 @@
-// Package sunrpc is the message layer of ONC RPC version 2 (RFC 5531): call and reply headers, the
-// AUTH_NONE and AUTH_SYS credentials, and a small XDR kit (RFC 4506). It is bytes only: it opens no
-// connection, starts no goroutine, and holds no lock; every function may be called from any
-// goroutine.
+// Package sunrpc implements the messages of ONC RPC version 2 (RFC 5531): call and reply headers,
+// the AUTH_NONE and AUTH_SYS credentials, and basic XDR types (RFC 4506). It does no I/O, starts no
+// goroutine and has no lock. Every function is safe for concurrent use.
 //
-// # What is where
+// # Files
 //
-//	message.go  Message, one RPC on its way through a transport (RFC 8267 §3, §4)
-//	rfc5531.go  the protocol's numbers
+//	message.go  Message: one RPC with the memory for its arguments and results (RFC 8267 §3, §4)
+//	rfc5531.go  numbers of the protocol
 //	call.go     AppendCall, ParseCall (RFC 5531 §9)
-//	reply.go    ParseReply and the replies a server makes (RFC 5531 §9)
+//	reply.go    ParseReply and the replies of a server (RFC 5531 §9)
 //	auth.go     AUTH_NONE and AUTH_SYS (RFC 5531 §8.2, appendix A)
 //	errors.go   ErrMalformed, AcceptError, DeniedError
-//	xdr.go      the append functions and the Decoder (RFC 4506)
+//	xdr.go      append functions and Decoder (RFC 4506)
 //
 // # Promises
 //
-// Nothing a peer sends makes a function of this package panic, read beyond the message, or allocate
-// by a length that the message claims. Encoding appends to the caller's slice and parsing returns
-// views of it, so neither allocates when the slice has room; only errors and [ParseAuthSys] do.
+// Input from a peer cannot make a function panic, read past the message, or allocate the length
+// that the message claims. Encoding appends to a slice of the caller, and parsing returns slices of
+// the message. Only errors and [ParseAuthSys] allocate when the slice has enough capacity.
 //
-// Record marking (RFC 5531 §11) belongs to a stream, not to the message: see internal/rpctcp.
+// Record marking (RFC 5531 §11) is part of the stream, not of the message: see internal/rpctcp.
 package sunrpc

@@ -11,10 +11,9 @@ import (
 	goxdr "github.com/rasky/go-xdr/xdr2"
 )
 
-// The oracles below hold this package against the reflecting XDR of go-nfs-client and the RPC types
-// that it has.
+// The oracle is an independent implementation: the RPC types of go-nfs-client and its XDR package.
 
-// oracleLimit keeps the oracle, which allocates by claimed lengths, from doing so without bound.
+// oracleLimit limits the memory of the oracle, which allocates the length in the message.
 const oracleLimit = 4096
 
 type oracleCall struct {
@@ -58,7 +57,7 @@ func FuzzParseReply(f *testing.F) {
 			var denied *DeniedError
 			if results != nil || err.Error() == "" || !errors.Is(err, ErrMalformed) && !errors.As(err, &accept) &&
 				!errors.As(err, &denied) {
-				t.Fatalf("results %x beside error %v", results, err)
+				t.Fatalf("got results %x with error %v", results, err)
 			}
 		}
 		var want oracleAccepted
@@ -66,17 +65,17 @@ func FuzzParseReply(f *testing.F) {
 		if err != nil {
 			if oracleErr == nil && want.MsgType == MsgReply && want.ReplyStat == MsgAccepted &&
 				want.AcceptStat == uint32(Success) && len(want.Verf.Body) <= MaxAuthBody {
-				t.Fatalf("error %v; the oracle reads %+v", err, want)
+				t.Fatalf("got error %v, want %+v", err, want)
 			}
 			return
 		}
 		err = oracleErr
 		if err != nil || want.XID != xid || want.MsgType != MsgReply || want.ReplyStat != MsgAccepted ||
 			want.AcceptStat != uint32(Success) {
-			t.Fatalf("the oracle reads %+v, error %v", want, err)
+			t.Fatalf("got no error; oracle: %+v, error %v", want, err)
 		}
 		if !bytes.Equal(results, b[n:]) {
-			t.Fatalf("results begin at %d, the oracle's at %d", len(b)-len(results), n)
+			t.Fatalf("got results at offset %d, want %d", len(b)-len(results), n)
 		}
 	})
 }
@@ -94,12 +93,12 @@ func FuzzParseCall(f *testing.F) {
 		var want oracleCall
 		n, err := goxdr.UnmarshalLimited(bytes.NewReader(b), &want, oracleLimit)
 		if err != nil || want.MsgType != MsgCall || want.Rpcvers != RPCVersion {
-			t.Fatalf("the oracle reads %+v, error %v", want, err)
+			t.Fatalf("got no error; oracle: %+v, error %v", want, err)
 		}
 		got := CallHeader{want.XID, want.Prog, want.Vers, want.Proc, want.Cred.Flavor, want.Cred.Body,
 			want.Verf.Flavor, want.Verf.Body}
 		if !reflect.DeepEqual(normal(h), normal(got)) || !bytes.Equal(args, b[n:]) {
-			t.Fatalf("header %+v, the oracle's %+v", h, got)
+			t.Fatalf("got header %+v, want %+v", h, got)
 		}
 		if h.CredFlavor != FlavorSys {
 			return
@@ -107,17 +106,17 @@ func FuzzParseCall(f *testing.F) {
 		var sys oracleAuthSys
 		n, oracleErr := goxdr.UnmarshalLimited(bytes.NewReader(h.Cred), &sys, oracleLimit)
 		a, err := ParseAuthSys(h.Cred)
-		good := oracleErr == nil && n == len(h.Cred) && len(sys.Machine) <= MaxMachineName && len(sys.GIDs) <= MaxGIDs
-		if good != (err == nil) {
-			t.Fatalf("credential %x: error %v, the oracle's %v", h.Cred, err, oracleErr)
+		valid := oracleErr == nil && n == len(h.Cred) && len(sys.Machine) <= MaxMachineName && len(sys.GIDs) <= MaxGIDs
+		if valid != (err == nil) {
+			t.Fatalf("credential %x: got error %v, want %v", h.Cred, err, oracleErr)
 		}
 		if err == nil && !reflect.DeepEqual(normalSys(a), normalSys(AuthSys(sys))) {
-			t.Fatalf("credential %+v, the oracle's %+v", a, sys)
+			t.Fatalf("got credential %+v, want %+v", a, sys)
 		}
 	})
 }
 
-// normal makes no difference between nil and empty.
+// normal replaces nil slices by empty slices.
 func normal(h CallHeader) CallHeader {
 	h.Cred, h.Verf = append([]byte{}, h.Cred...), append([]byte{}, h.Verf...)
 	return h

@@ -1,18 +1,18 @@
 package sunrpc
 
-// AcceptedReplySize is the header of an accepted reply with an AUTH_NONE verifier, in octets: xid,
-// msg_type, reply_stat, verifier, accept_stat (RFC 5531 §9).
+// AcceptedReplySize is the size in bytes of the header of an accepted reply with an AUTH_NONE
+// verifier: xid, msg_type, reply_stat, verifier, accept_stat (RFC 5531 §9).
 const AcceptedReplySize = 4*SizeUint32 + AuthNoneSize
 
-// MaxReplyHeader is the largest header of an accepted reply in octets: one with a verifier of 400
-// octets.
+// MaxReplyHeader is the maximum size in bytes of the header of an accepted reply. Its verifier has
+// 400 bytes.
 const MaxReplyHeader = AcceptedReplySize + MaxAuthBody
 
-// ParseReply splits a reply into its XID and its results, a view of b. xid is set whenever b holds
-// four octets, also beside an error, so that a transport can end the call it belongs to.
+// ParseReply returns the XID and the results of a reply. results is a slice of b. xid is valid if b
+// has at least four bytes, even with an error, so that a transport can end the call.
 //
-// Errors: one that wraps [ErrMalformed]; [*DeniedError]; [*AcceptError]. The verifier is skipped
-// (AUTH_SYS servers send AUTH_NONE).
+// The error is a [*DeniedError], an [*AcceptError], or wraps [ErrMalformed]. ParseReply ignores the
+// verifier, because AUTH_SYS servers send AUTH_NONE.
 func ParseReply(b []byte) (xid uint32, results []byte, err error) {
 	d := NewDecoder(b)
 	xid = d.Uint32()
@@ -63,8 +63,8 @@ func (d *Decoder) parseDenied() {
 	d.Fail(e)
 }
 
-// AppendAcceptedReply appends the header of an accepted reply with an AUTH_NONE verifier. Results
-// follow it when stat is Success; for ProgMismatch use [AppendProgMismatchReply].
+// AppendAcceptedReply appends the header of an accepted reply with an AUTH_NONE verifier. The
+// results follow the header if stat is Success. For ProgMismatch use [AppendProgMismatchReply].
 func AppendAcceptedReply(b []byte, xid uint32, stat AcceptStat) []byte {
 	b = AppendUint32(b, xid)
 	b = AppendUint32(b, MsgReply)
@@ -73,20 +73,19 @@ func AppendAcceptedReply(b []byte, xid uint32, stat AcceptStat) []byte {
 	return AppendUint32(b, uint32(stat))
 }
 
-// AppendProgMismatchReply appends a whole reply that says which versions of the program are served.
+// AppendProgMismatchReply appends a complete reply with the supported versions of the program.
 func AppendProgMismatchReply(b []byte, xid, low, high uint32) []byte {
 	b = AppendAcceptedReply(b, xid, ProgMismatch)
 	return AppendUint32(AppendUint32(b, low), high)
 }
 
-// AppendMismatchReply appends a whole reply that denies a call made in another version of RPC than
-// 2.
+// AppendMismatchReply appends a complete reply that denies a call of an RPC version other than 2.
 func AppendMismatchReply(b []byte, xid uint32) []byte {
 	b = appendDenied(b, xid, RPCMismatch)
 	return AppendUint32(AppendUint32(b, RPCVersion), RPCVersion)
 }
 
-// AppendDeniedReply appends a whole reply that denies a call for its credential.
+// AppendDeniedReply appends a complete reply that denies a call because of its credential.
 func AppendDeniedReply(b []byte, xid uint32, stat AuthStat) []byte {
 	return AppendUint32(appendDenied(b, xid, AuthError), uint32(stat))
 }

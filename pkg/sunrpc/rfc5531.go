@@ -2,7 +2,7 @@ package sunrpc
 
 import "strconv"
 
-// RPCVersion is the version of the RPC protocol itself (RFC 5531 §9, rpcvers).
+// RPCVersion is the version of the RPC protocol (RFC 5531 §9, rpcvers).
 const RPCVersion = 2
 
 // msg_type (RFC 5531 §9).
@@ -22,43 +22,43 @@ type AcceptStat uint32
 
 // Values of accept_stat.
 const (
-	Success      AcceptStat = 0 // the procedure ran; its results follow
-	ProgUnavail  AcceptStat = 1 // the server does not serve this program
-	ProgMismatch AcceptStat = 2 // it serves other versions of the program
-	ProcUnavail  AcceptStat = 3 // the program has no such procedure
-	GarbageArgs  AcceptStat = 4 // the arguments did not decode
-	SystemErr    AcceptStat = 5 // out of memory and the like
+	Success      AcceptStat = 0 // the procedure was executed; results follow
+	ProgUnavail  AcceptStat = 1 // program not available
+	ProgMismatch AcceptStat = 2 // program version not supported
+	ProcUnavail  AcceptStat = 3 // procedure not supported
+	GarbageArgs  AcceptStat = 4 // arguments could not be decoded
+	SystemErr    AcceptStat = 5 // system error, for example out of memory
 )
 
 var acceptNames = [...]string{"SUCCESS", "PROG_UNAVAIL", "PROG_MISMATCH", "PROC_UNAVAIL", "GARBAGE_ARGS", "SYSTEM_ERR"}
 
 func (s AcceptStat) String() string { return enumName(uint32(s), acceptNames[:], "accept_stat ") }
 
-// RejectStat is the reason of a denied call (RFC 5531 §9, reject_stat).
+// RejectStat is the reason why a call was denied (RFC 5531 §9, reject_stat).
 type RejectStat uint32
 
 // Values of reject_stat.
 const (
-	RPCMismatch RejectStat = 0 // the server speaks other versions of RPC
-	AuthError   RejectStat = 1 // the server refuses the credential
+	RPCMismatch RejectStat = 0 // RPC version not supported
+	AuthError   RejectStat = 1 // credential not accepted
 )
 
 var rejectNames = [...]string{"RPC_MISMATCH", "AUTH_ERROR"}
 
 func (s RejectStat) String() string { return enumName(uint32(s), rejectNames[:], "reject_stat ") }
 
-// AuthStat says what is wrong with a credential or verifier (RFC 5531 §9, auth_stat).
+// AuthStat is the reason of an AuthError (RFC 5531 §9, auth_stat).
 type AuthStat uint32
 
 // Values of auth_stat.
 const (
 	AuthOK           AuthStat = 0
-	AuthBadCred      AuthStat = 1 // bad credential
-	AuthRejectedCred AuthStat = 2 // client must begin a new session
-	AuthBadVerf      AuthStat = 3 // bad verifier
+	AuthBadCred      AuthStat = 1 // invalid credential
+	AuthRejectedCred AuthStat = 2 // new session required
+	AuthBadVerf      AuthStat = 3 // invalid verifier
 	AuthRejectedVerf AuthStat = 4 // verifier expired or replayed
-	AuthTooWeak      AuthStat = 5 // the server asks for a stronger flavor
-	AuthInvalidResp  AuthStat = 6 // bogus response verifier
+	AuthTooWeak      AuthStat = 5 // stronger flavor required
+	AuthInvalidResp  AuthStat = 6 // invalid response verifier
 	AuthFailed       AuthStat = 7 // unknown reason
 	AuthKerbGeneric  AuthStat = 8
 	AuthTimeExpire   AuthStat = 9
@@ -84,7 +84,7 @@ const (
 	FlavorGSS   = 6
 )
 
-// MaxAuthBody is the largest body of a credential or verifier, in octets (RFC 5531 §8.2).
+// MaxAuthBody is the maximum size in bytes of the body of a credential or verifier (RFC 5531 §8.2).
 const MaxAuthBody = 400
 
 func enumName(v uint32, names []string, prefix string) string {

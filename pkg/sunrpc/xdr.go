@@ -2,14 +2,14 @@ package sunrpc
 
 import "encoding/binary"
 
-// XDR item sizes in octets (RFC 4506 §4).
+// Sizes of XDR items in bytes (RFC 4506 §4).
 const (
 	SizeUint32 = 4
 	SizeUint64 = 8
 	SizeBool   = 4
 )
 
-// Pad4 is n rounded up to a multiple of the XDR unit (RFC 4506 §3).
+// Pad4 rounds n up to a multiple of 4, the XDR unit (RFC 4506 §3).
 func Pad4(n int) int { return (n + 3) &^ 3 }
 
 var zeroPad [3]byte
@@ -34,51 +34,51 @@ func AppendFixed(b, data []byte) []byte {
 	return append(b, zeroPad[:Pad4(len(data))-len(data)]...)
 }
 
-// AppendOpaque appends variable-length opaque data: length, octets, pad (RFC 4506 §4.10).
+// AppendOpaque appends variable-length opaque data: length, bytes, pad (RFC 4506 §4.10).
 func AppendOpaque(b, data []byte) []byte {
 	return AppendFixed(AppendUint32(b, uint32(len(data))), data)
 }
 
-// AppendString appends a string: length, octets, pad (RFC 4506 §4.11).
+// AppendString appends a string: length, bytes, pad (RFC 4506 §4.11).
 func AppendString(b []byte, s string) []byte {
 	b = append(AppendUint32(b, uint32(len(s))), s...)
 	return append(b, zeroPad[:Pad4(len(s))-len(s)]...)
 }
 
-// A Decoder reads XDR from a message. The first error stays: every read after it returns zero
-// values, so that a decoder of a structure needs to ask once, at its end, with [Decoder.Err]. It
-// never reads beyond the slice and never allocates. A Decoder is used by one goroutine at a time;
-// its zero value is an empty message.
+// A Decoder decodes XDR items from a message. It keeps the first error, and every later read
+// returns a zero value. A caller can therefore decode a complete structure and check [Decoder.Err]
+// once. A Decoder does not read past the message, does not allocate, and is not safe for concurrent
+// use. Its zero value is an empty message.
 type Decoder struct {
 	b   []byte
 	off int
 	err error
 }
 
-// NewDecoder returns a Decoder at the start of b. The slices that it hands out are views of b.
+// NewDecoder returns a Decoder for b. The slices that it returns are slices of b.
 func NewDecoder(b []byte) Decoder { return Decoder{b: b} }
 
-// Err is the first error met: nil, or one that wraps [ErrMalformed], or what [Decoder.Fail] was
-// given.
+// Err returns the first error or nil. The error wraps [ErrMalformed] or is an argument of
+// [Decoder.Fail].
 func (d *Decoder) Err() error { return d.err }
 
-// Fail makes err the Decoder's error unless it has one already.
+// Fail sets the error of the Decoder to err unless it has an error.
 func (d *Decoder) Fail(err error) {
 	if d.err == nil {
 		d.err = err
 	}
 }
 
-// Offset is the number of octets read so far.
+// Offset returns the number of bytes that were read.
 func (d *Decoder) Offset() int { return d.off }
 
-// Rest returns the octets that were not read yet.
+// Rest returns the unread bytes.
 func (d *Decoder) Rest() []byte { return d.b[d.off:] }
 
-// Remaining is the number of octets that were not read yet.
+// Remaining returns the number of unread bytes.
 func (d *Decoder) Remaining() int { return len(d.b) - d.off }
 
-// take returns the next n octets, or nil and the error set.
+// take returns the next n bytes, or nil after an error.
 func (d *Decoder) take(n int) []byte {
 	if d.err != nil {
 		return nil
@@ -122,8 +122,8 @@ func (d *Decoder) Bool() bool {
 	return false
 }
 
-// Fixed reads n octets of fixed-length opaque data and skips their pad. The pad's content is not
-// looked at (RFC 4506 §4.9 has senders zero it; no receiver depends on it).
+// Fixed reads n bytes of fixed-length opaque data and skips the pad. It does not check the content
+// of the pad. RFC 4506 §4.9 requires zero from senders, but some do not comply.
 func (d *Decoder) Fixed(n int) []byte {
 	p := d.take(n)
 	d.take(Pad4(n) - n)
@@ -133,8 +133,8 @@ func (d *Decoder) Fixed(n int) []byte {
 	return p
 }
 
-// Opaque reads variable-length opaque data, or a string, of at most limit octets, as a view of the
-// message, and skips its pad.
+// Opaque reads variable-length opaque data or a string of at most limit bytes and skips the pad. It
+// returns a slice of the message.
 func (d *Decoder) Opaque(limit int) []byte {
 	n := d.Uint32()
 	if d.err != nil {

@@ -1,7 +1,7 @@
 // Package verbs defines the RDMA vocabulary of this project as small interfaces: device, protection
 // domain, memory region, queue pair, completion queue, work request, work completion and connection
-// event. It contains no provider. Packages softiwarp and rdmacore implement it; memreg, xprt and
-// svcrdma use only these interfaces.
+// event. Packages softiwarp and rdmacore implement the interfaces. Packages memreg, xprt and
+// svcrdma use only the interfaces, not the providers.
 //
 // # Ownership and ordering
 //

@@ -5,13 +5,13 @@ import (
 	"net/netip"
 )
 
-// A Provider reaches RDMA peers in one way: the embedded softiwarp, or rdma-core. It is safe for
-// concurrent use.
+// A Provider reaches RDMA peers in one way: the embedded softiwarp, or rdma-core. A Provider is
+// safe for concurrent use.
 type Provider interface {
 	// Name returns the provider's name as users write it: "softiwarp", "rdmacore".
 	Name() string
 	// Resolve finds the device that reaches raddr and prepares a connection to it
-	// (rdma_resolve_addr and rdma_resolve_route). It sends nothing to the peer's RDMA port,
+	// (rdma_resolve_addr and rdma_resolve_route). Resolve sends nothing to the peer's RDMA port,
 	// because a connect that only probes can disable a stock siw listener.
 	Resolve(ctx context.Context, raddr netip.AddrPort) (ActiveID, error)
 	// Listen accepts RDMA connections on laddr.
@@ -20,35 +20,35 @@ type Provider interface {
 
 // A Listener accepts incoming connections.
 type Listener interface {
-	// Accept waits for the next connection request. It returns net.ErrClosed after Close.
+	// Accept waits for the next connection request. Accept returns net.ErrClosed after Close.
 	Accept(ctx context.Context) (ConnRequest, error)
 	Addr() netip.AddrPort
 	// Close stops listening. Accepted connections stay open.
 	Close() error
 }
 
-// A ConnID is one end of a connection, before and during the connection, like rdma_cm_id. Its
-// device is known from the start. Create the QP and post Receives before the handshake, so that a
-// Receive is posted for every message of the peer.
+// A ConnID is one end of a connection, before and during the connection, like rdma_cm_id. The
+// device of a ConnID is known from the start. Create the QP and post Receives before the handshake,
+// so that a Receive is posted for every message of the peer.
 type ConnID interface {
 	Device() Device
 	// CreateQP creates the queue pair of this connection, once per ConnID.
 	CreateQP(pd PD, attr QPInitAttr) (QP, error)
 	LocalAddr() netip.AddrPort
 	RemoteAddr() netip.AddrPort
-	// Peer returns the parameters in the peer's connection request or reply. They are valid after
-	// Connect returned nil, and from the start on a ConnRequest.
+	// Peer returns the parameters in the peer's connection request or reply. The parameters are
+	// valid after Connect returned nil, and from the start on a ConnRequest.
 	Peer() ConnParam
 	// Close ends the connection if there is one, drains the QP, and releases both the QP and the
-	// ConnID. It must not be called from a completion handler. Further calls have no effect.
+	// ConnID. Close must not be called from a completion handler. Further calls have no effect.
 	Close() error
 }
 
 // An ActiveID is the ConnID of the side that connects. Resolve returns one.
 type ActiveID interface {
 	ConnID
-	// Connect performs the handshake. It returns when ctx ends. Errors are *ConnError. It may be
-	// called once per ConnID.
+	// Connect performs the handshake, and returns at the latest when ctx ends. Errors are
+	// *ConnError. Connect may be called once per ConnID.
 	Connect(ctx context.Context, param ConnParam) error
 }
 
@@ -106,15 +106,15 @@ const (
 	CapChosenIOVA
 	// CapRegisterAny: any memory of the process may be registered, not only that of membuf.Alloc.
 	CapRegisterAny
-	// CapMemWindow2B: a fast registration binds a type-2B memory window. It covers one contiguous
-	// range of memory, and its NewKey must differ from the previous one.
+	// CapMemWindow2B: a fast registration binds a type-2B memory window. The registration covers
+	// one contiguous range of memory, and its NewKey must differ from the previous one.
 	CapMemWindow2B
 	// CapRemoteInv: the peer's Send With Invalidate may invalidate an MR, and the completion
 	// reports it.
 	CapRemoteInv
 	// CapPerIOReg: the device has neither fast registration nor windows, so memory is registered
-	// for each use, which is slower. Its MRs are PerIOMRs. Each covers one contiguous range of
-	// memory. The device chooses the key, which is valid on every QP of the protection domain.
+	// for each use, which is slower. The MRs are PerIOMRs. Each MR covers one contiguous range
+	// of memory. The device chooses the key, which is valid on every QP of the protection domain.
 	CapPerIOReg
 	// CapTerminates: the cause of a lost connection and QPStats report Terminate messages.
 	CapTerminates
@@ -160,10 +160,10 @@ type PD interface {
 	// AllocMR allocates an invalid MR for fast registration of up to depth pages. The device
 	// chooses the STag index; softiwarp chooses it at random.
 	AllocMR(depth int) (MR, error)
-	// RegMR registers buf for local use by SGEs until Dereg. It never grants a remote right. A
+	// RegMR registers buf for local use by SGEs until Dereg. RegMR never grants a remote right. A
 	// provider without local keys returns an MR with LKey 0.
 	RegMR(buf []byte) (MR, error)
-	// Dealloc releases the PD. It fails with ErrBusy while the PD has an MR or a QP.
+	// Dealloc releases the PD. Dealloc fails with ErrBusy while the PD has an MR or a QP.
 	Dealloc() error
 }
 
@@ -179,8 +179,8 @@ func (r RKey) Key() uint8 { return uint8(r) }
 // An MR is a memory region.
 type MR interface {
 	LKey() uint32
-	// RKey returns the key as allocated. Its index does not change until Dereg. The low 8 bits in
-	// force are those of the last FastReg. A PerIOMR differs: see there.
+	// RKey returns the key as allocated. The index of the key does not change until Dereg. The low
+	// 8 bits in force are those of the last FastReg. A PerIOMR differs: see there.
 	RKey() RKey
 	// Dereg destroys the MR. After it returns nil the device no longer reads or writes the memory
 	// for the peer. Requests whose SGEs lie in the memory must have completed before; QP.Drain
@@ -205,7 +205,7 @@ type PerIOMR interface {
 
 // A CQ is a completion queue with its dispatcher goroutine.
 type CQ interface {
-	// Close stops the dispatcher. It fails with ErrBusy while a QP uses the CQ.
+	// Close stops the dispatcher. Close fails with ErrBusy while a QP uses the CQ.
 	Close() error
 }
 
@@ -254,7 +254,7 @@ type WorkRequest struct {
 	Opcode   Opcode
 	Signaled bool
 	// Done is called with the completion: always for a signaled request, and for an unsignaled one
-	// only when it failed or was flushed. It must not be nil.
+	// only when it failed or was flushed. Done must not be nil.
 	Done func(*WorkCompletion)
 
 	// SGList is the source of OpSend, OpSendWithInv and OpRDMAWrite, and the sink of OpRDMARead,
@@ -343,21 +343,21 @@ type QPInitAttr struct {
 	MaxRecvWR      int
 	MaxSendSGE     int
 	// OnDisconnect, if not nil, is called once when the QP leaves the ready state because of an
-	// error or the peer, and never because of Close. It runs on a separate goroutine without any
-	// provider lock, and may call Close. cause is never nil: io.EOF when the peer closed the
-	// connection in order, a *TerminateError, a *net.OpError…
+	// error or the peer, and never because of Close. OnDisconnect runs on a separate goroutine
+	// without any provider lock, and may call Close. cause is never nil: io.EOF when the peer
+	// closed the connection in order, a *TerminateError, a *net.OpError…
 	OnDisconnect func(cause error)
 }
 
-// A QP is a reliable-connection queue pair. Its methods are safe for concurrent use.
+// A QP is a reliable-connection queue pair. The methods of a QP are safe for concurrent use.
 type QP interface {
 	// PostSend queues a chain. On error, bad is the first request that was not queued, and the
 	// requests before bad were queued. PostSend fails with ErrQPState unless the QP is ready.
 	PostSend(first *WorkRequest) (bad *WorkRequest, err error)
-	// PostRecv queues Receives. It may be called before the connection is established.
+	// PostRecv queues Receives. PostRecv may be called before the connection is established.
 	PostRecv(first *RecvRequest) (bad *RecvRequest, err error)
 	// Drain moves the QP to the error state and returns when every posted request has completed and
-	// its handler has returned (ib_drain_qp). It must not be called from a handler.
+	// its handler has returned (ib_drain_qp). Drain must not be called from a handler.
 	Drain()
 	// Stats returns a snapshot of the QP's counters.
 	Stats() QPStats

@@ -11,10 +11,10 @@ import (
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
-// An attacked transport adapts the statistics to the tests of the hostile server.
-type attacked struct{ *Transport }
+// An attackTarget adapts a transport to the tests of the hostile server.
+type attackTarget struct{ *Transport }
 
-func (a attacked) Stats() hostile.Stats {
+func (a attackTarget) Stats() hostile.Stats {
 	s := a.Transport.Stats()
 	return hostile.Stats{Connects: s.Connects, Refused: s.RemoteAccessErrors, MRsFailed: s.MRsFailed,
 		MRsRecovered: s.MRsRecovered + s.MRsRecycled + s.MRsOrphaned}
@@ -25,9 +25,12 @@ func (a attacked) Stats() hostile.Stats {
 // next call must be intact.
 func TestAttacks(t *testing.T) {
 	hostile.Attacks(t, hostile.Config{
-		Provider:   func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) },
-		Addr:       loopback,
-		Dial:       func(t testing.TB, server netip.AddrPort) hostile.Client { return attacked{dial(t, server, nil)} },
+		Provider: func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) },
+		Addr:     loopback,
+		Dial: func(t testing.TB, server netip.AddrPort) hostile.Client {
+			return attackTarget{dial(t, server,
+				nil)}
+		},
 		Unanswered: true,
 		Counted:    true,
 	})

@@ -139,24 +139,25 @@ func (t *Transport) recordEvent(event string, cause error) {
 	if cause != nil {
 		e.Cause = cause.Error()
 	}
-	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
-	if last := len(t.history) - 1; last >= 0 && t.history[last].Event == e.Event && t.history[last].Cause == e.Cause {
-		t.history[last].Time = e.Time
-		t.history[last].Times++
+	t.status.Lock()
+	defer t.status.Unlock()
+	if last := len(t.status.history) - 1; last >= 0 && t.status.history[last].Event == e.Event &&
+		t.status.history[last].Cause == e.Cause {
+		t.status.history[last].Time = e.Time
+		t.status.history[last].Times++
 		return
 	}
-	if len(t.history) == maxConnEvents {
-		t.history = append(t.history[:0], t.history[1:]...)
+	if len(t.status.history) == maxConnEvents {
+		t.status.history = append(t.status.history[:0], t.status.history[1:]...)
 	}
-	t.history = append(t.history, e)
+	t.status.history = append(t.status.history, e)
 }
 
 // History returns the last events of the connection, oldest first. Safe for concurrent use.
 func (t *Transport) History() []ConnEvent {
-	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
-	return slices.Clone(t.history)
+	t.status.Lock()
+	defer t.status.Unlock()
+	return slices.Clone(t.status.history)
 }
 
 // Trace returns the ring of trace events, or nil if tracing is off.

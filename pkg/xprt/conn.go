@@ -308,10 +308,10 @@ func (t *Transport) closeConn(cn *conn) {
 
 // detach removes the connection from the transport and adds the counters of its queue pair.
 func (t *Transport) detach(cn *conn) {
-	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
+	t.status.Lock()
+	defer t.status.Unlock()
 	if cn.qp != nil {
-		t.ended.add(cn.qp.Stats())
+		t.status.ended.add(cn.qp.Stats())
 	}
 	t.conn.Store(nil)
 }

@@ -62,6 +62,7 @@
 //     therefore never run concurrently with the worker (S16).
 //   - slot.mu: the state of one call. Its caller, the reply handler and the worker take it.
 //   - window.mu: credits and the queue of calls that wait for them.
+//   - Transport.status: state and history. No other lock of this package is taken while it is held.
 //
 // The order is send, slot.mu, window.mu. No lock is held across I/O, with one exception: the worker
 // holds send while the provider drains and closes a queue pair. Calls have no connection during

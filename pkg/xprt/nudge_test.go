@@ -94,7 +94,7 @@ func (s *stuckServer) serve(c *net.TCPConn) {
 }
 
 // TestNudge checks that an empty RDMA Write wakes a server that has not read the first call. A
-// server that has answered must get none.
+// server that has answered must get no RDMA Write.
 func TestNudge(t *testing.T) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {

@@ -29,7 +29,7 @@ import (
 //	                                 after all of: memory fenced, caller returned,
 //	                                 late reply arrived or connection ended
 //
-// A call that fails before the post goes from waiting to idle.
+// A call that ends while it is waiting or lost becomes idle.
 type slotState uint8
 
 const (

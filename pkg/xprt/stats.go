@@ -48,22 +48,22 @@ type Stats struct {
 // Stats returns a snapshot. Safe for concurrent use.
 func (t *Transport) Stats() Stats {
 	s := Stats{Transport: t.counts()}
-	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
-	q := t.ended
+	t.status.Lock()
+	defer t.status.Unlock()
+	q := t.status.ended
 	if cn := t.conn.Load(); cn != nil {
 		q.add(cn.qp.Stats())
 		s.InlineSend, s.InlineRecv = cn.inlineSend, cn.inlineRecv
 	}
 	s.RemoteAccessErrors, s.PostedChains, s.SendCompletions = q.accessErrs, q.posts, q.completions
-	s.State, s.Since = t.state, t.since
+	s.State, s.Since = t.status.state, t.status.since
 	s.Connections = map[string]uint64{StateConnected: 0, StateConnecting: 0, StateDisconnected: 0, StateIdle: 0}
 	s.Connections[s.State]++
 	if s.State == StateConnected {
 		s.IdleTime = time.Duration(t.now() - t.lastCall.Load())
 	}
-	if t.lastErr != nil {
-		s.LastError = t.lastErr.Error()
+	if t.status.lastErr != nil {
+		s.LastError = t.status.lastErr.Error()
 	}
 	return s
 }

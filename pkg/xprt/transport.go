@@ -156,7 +156,7 @@ type Transport struct {
 	payload          atomic.Int64 // largest payload in bytes; 0 before the first connection
 
 	send sync.RWMutex         // see the package comment
-	conn atomic.Pointer[conn] // set with send held for writing, cleared with stateMu held
+	conn atomic.Pointer[conn] // set with send held for writing, cleared with status held
 
 	// Owned by Connect, and then by the worker.
 	adapter       *adapter
@@ -168,14 +168,16 @@ type Transport struct {
 	workers   sync.WaitGroup
 	calls     sync.WaitGroup
 
-	stateMu sync.Mutex // guards the fields below
-	closed  bool       // new calls fail
-	running bool       // the worker was started
-	state   string     // one of the State constants
-	since   time.Time  // when state changed
-	lastErr error
-	ended   qpTotals // counters of closed queue pairs
-	history []ConnEvent
+	status struct {
+		sync.Mutex
+		closed  bool      // new calls fail
+		running bool      // the worker was started
+		state   string    // one of the State constants
+		since   time.Time // when state changed
+		lastErr error
+		ended   qpTotals // counters of closed queue pairs
+		history []ConnEvent
+	}
 }
 
 // States of a transport.
@@ -192,8 +194,8 @@ func New(cfg Config) (*Transport, error) {
 	if err := cfg.fill(); err != nil {
 		return nil, err
 	}
-	t := &Transport{cfg: cfg, log: cfg.Logger, closing: make(chan struct{}), state: StateDisconnected,
-		since: time.Now(), epoch: time.Now()}
+	t := &Transport{cfg: cfg, log: cfg.Logger, closing: make(chan struct{}), epoch: time.Now()}
+	t.status.state, t.status.since = StateDisconnected, t.epoch
 	t.trace = trace.NewRing(cfg.TraceEvents, func(s uint8) string { return verbs.Status(s).String() })
 	t.window.wanted = make(chan struct{}, 1)
 	n := cfg.Slots + 1
@@ -228,13 +230,13 @@ func (t *Transport) Connect(ctx context.Context) error {
 		t.setState(StateDisconnected, err)
 		return err
 	}
-	t.stateMu.Lock()
-	start := !t.closed && !t.running
+	t.status.Lock()
+	start := !t.status.closed && !t.status.running
 	if start {
-		t.running = true
+		t.status.running = true
 		t.workers.Add(2)
 	}
-	t.stateMu.Unlock()
+	t.status.Unlock()
 	if !start {
 		t.closeConn(cn)
 		t.dropAdapter()
@@ -252,9 +254,9 @@ func (t *Transport) MaxPayload() int { return int(t.payload.Load()) }
 // Close ends all calls with ErrClosed, fences their memory, and releases all resources. It may be
 // called repeatedly.
 func (t *Transport) Close() error {
-	t.stateMu.Lock()
-	t.closed = true
-	t.stateMu.Unlock()
+	t.status.Lock()
+	t.status.closed = true
+	t.status.Unlock()
 	t.closeOnce.Do(func() {
 		close(t.closing)
 		t.workers.Wait()
@@ -271,21 +273,21 @@ func (t *Transport) Close() error {
 }
 
 func (t *Transport) setState(state string, err error) {
-	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
-	if t.state != state {
-		t.state, t.since = state, time.Now()
+	t.status.Lock()
+	defer t.status.Unlock()
+	if t.status.state != state {
+		t.status.state, t.status.since = state, time.Now()
 	}
 	if err != nil {
-		t.lastErr = err
+		t.status.lastErr = err
 	}
 }
 
 // beginCall registers a call and reports true, unless the transport is closed.
 func (t *Transport) beginCall() bool {
-	t.stateMu.Lock()
-	defer t.stateMu.Unlock()
-	if t.closed {
+	t.status.Lock()
+	defer t.status.Unlock()
+	if t.status.closed {
 		return false
 	}
 	t.calls.Add(1)
@@ -472,11 +474,11 @@ func (t *Transport) softError(startedAt time.Time) error {
 	if t.cfg.Recovery == SoftErr {
 		e.Errno = syscall.ETIMEDOUT
 	}
-	t.stateMu.Lock()
-	if t.lastErr != nil {
-		e.Last = t.lastErr.Error()
+	t.status.Lock()
+	if t.status.lastErr != nil {
+		e.Last = t.status.lastErr.Error()
 	}
-	t.stateMu.Unlock()
+	t.status.Unlock()
 	return e
 }
 

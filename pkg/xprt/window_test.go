@@ -51,14 +51,12 @@ func TestReplyOfLostConnectionGrantsNothing(t *testing.T) {
 	w.grant(sent, 64)
 	if w.limit != 0 || w.inFlight != 0 || w.holds(next) {
 		t.Errorf("without a connection: got limit %d, %d in flight, credit of the next call %v; want 0, 0, false",
-			w.limit,
-			w.inFlight, w.holds(next))
+			w.limit, w.inFlight, w.holds(next))
 	}
 	w.reset(1, false)
 	w.grant(sent, 64)
 	if w.limit != 1 || w.inFlight != 1 || !w.holds(next) {
 		t.Errorf("on the next connection: got limit %d, %d in flight, credit of the next call %v; want 1, 1, true",
-			w.limit,
-			w.inFlight, w.holds(next))
+			w.limit, w.inFlight, w.holds(next))
 	}
 }

@@ -22,7 +22,7 @@ import (
 )
 
 // TestBackOff checks the pauses before attempts to connect. They start at 5 s and double up to 60
-// s. There is none after a connection that answered calls. There is no first pause after a
+// s. There is no pause after a connection that answered calls. There is no first pause after a
 // connection that answered keepalive calls, or after a local fault.
 func TestBackOff(t *testing.T) {
 	cfg := &Config{ReconnectMin: 5 * time.Second, ReconnectMax: 60 * time.Second}
@@ -146,7 +146,7 @@ func TestHistoryNamesLateCause(t *testing.T) {
 }
 
 // TestReplayOfFatalCallPauses has a server that answers keepalive calls, and disconnects instead of
-// every other reply, as a server does that crashes on a call. There must be pauses between the
+// every other reply, as a server does that crashes on a call. The client must pause between the
 // replays.
 func TestReplayOfFatalCallPauses(t *testing.T) {
 	var fatal atomic.Int64

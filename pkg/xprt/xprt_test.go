@@ -186,7 +186,7 @@ func (s *service) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []
 	return reply, nil
 }
 
-// A handlerFunc sends an empty reply to every call after it returns.
+// A handlerFunc handles every call. The reply is empty and follows when the function returns.
 type handlerFunc func(ctx context.Context, proc uint32)
 
 func (f handlerFunc) ServeRPC(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
@@ -312,16 +312,14 @@ func TestMessageForms(t *testing.T) {
 				s := tr.Stats()
 				if s.NomsgCall == 0 || s.ReplyChunks == 0 || s.ReadChunks == 0 {
 					t.Errorf("message forms: got %d long calls, %d reply chunks, %d read chunks; want some of each",
-						s.NomsgCall,
-						s.ReplyChunks, s.ReadChunks)
+						s.NomsgCall, s.ReplyChunks, s.ReadChunks)
 				}
 				if inv && s.RemoteInvalidations == 0 {
 					t.Error("remote invalidations: got 0, want some")
 				}
 				if !inv && (s.RemoteInvalidations != 0 || s.LocalInvNeeded == 0) {
 					t.Errorf("without the flag: got %d remote, %d local invalidations; want 0, some",
-						s.RemoteInvalidations,
-						s.LocalInvNeeded)
+						s.RemoteInvalidations, s.LocalInvNeeded)
 				}
 			})
 		}

@@ -27,7 +27,7 @@ const (
 )
 
 // ErrPacketsLost reports that packets are missing from a capture, which then proves nothing.
-var ErrPacketsLost = errors.New("the capture lost packets")
+var ErrPacketsLost = errors.New("capture lost packets")
 
 // A Capture records the traffic of a guest in a file.
 type Capture struct {

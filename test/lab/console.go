@@ -31,8 +31,8 @@ type console struct {
 	hasPanicked bool
 }
 
-// ErrPanic reports that the guest's kernel panicked while a command ran. The guest then stands
-// still until Reset.
+// ErrPanic reports that the guest's kernel panicked while a command ran. The guest then does
+// nothing until Reset.
 var ErrPanic = errors.New("guest kernel panicked")
 
 // beginBoot begins a new boot.

@@ -11,14 +11,15 @@
 //
 // The package promises:
 //
-//   - Only the test connects to the RDMA port, because siw can lose its listener when a connection
-//     ends early. The guest reports on its console that it serves, and commands use their own ports.
-//   - Guests and captures end with the test, and with the test's process, even if it is killed: QEMU
-//     and dumpcap then get SIGKILL, and the guest's disk is an unlinked file.
-//   - A guest whose kernel logs an error fails the test, unless the stock kernel is known for this
-//     error or the test expects it.
-//   - A link loses only the frames that the test asks it to lose, and frames for a guest that accepts
-//     none for seconds.
+//   - Only the test connects to the RDMA port, because siw can lose its listener when a
+//     connection ends early. The guest reports on its console that it serves, and commands use
+//     their own ports.
+//   - Guests and captures end with the test, and with the test's process, even if it is killed:
+//     QEMU and dumpcap then get SIGKILL, and the guest's disk is an unlinked file.
+//   - A guest whose kernel logs an error fails the test, unless the stock kernel is known for
+//     this error or the test expects it.
+//   - A link loses only the frames that the test asks it to lose, and frames for a guest that
+//     accepts none for seconds.
 //
 // Several guests can run at once. The methods of a Guest can be called concurrently; the methods
 // that change its power (PowerOff, Boot, Reset, Freeze, Thaw) exclude each other.

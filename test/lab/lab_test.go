@@ -316,7 +316,7 @@ func TestKernelErrorsFailTheTest(t *testing.T) {
 	if _, err := g.RunFor("echo c >/proc/sysrq-trigger", answerTimeout); !errors.Is(err, lab.ErrPanic) {
 		t.Errorf("command that causes a panic: got error %v, want ErrPanic", err)
 	}
-	if err := g.Reset(); err != nil { // a panicked kernel stands still until then
+	if err := g.Reset(); err != nil { // a panicked kernel does nothing until then
 		t.Fatal(err)
 	}
 	g.MustRun("true")

@@ -8,7 +8,8 @@ import (
 
 // CutNetwork drops all of the guest's traffic until RestoreNetwork; no connection is closed. The
 // host can still connect but gets no reply, and RestoreNetwork forwards the connections that are
-// still open. For a guest on a link, CutNetwork also cuts its port there.
+// still open. The guest's card eth0 loses its carrier. For a guest on a link, CutNetwork also cuts
+// its port there, while eth1 stays up.
 func (g *Guest) CutNetwork() error {
 	if g.remote != nil {
 		return g.remote.do(opCut)

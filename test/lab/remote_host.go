@@ -86,7 +86,7 @@ type sessionGuest struct {
 	test *sessionTB // receives the guest's output; nil for the session's server
 }
 
-// serve answers requests until the process ends or stop is closed.
+// serve answers requests until the process ends or stopC is closed.
 func (s *remoteSession) serve(conn net.Conn, stopC <-chan struct{}) {
 	server := rpc.NewServer()
 	if err := server.RegisterName("Lab", s); err != nil {

@@ -26,7 +26,8 @@ type target struct {
 }
 
 // An attacker posts forbidden requests after the Sends of one queue pair. A late Write carries the
-// data of the Write that it repeats. It does harm only if it reaches memory that has a new owner.
+// data of the Write that it repeats. A late Write does harm only if it reaches memory that has a
+// new owner.
 type attacker struct {
 	q    *queuePair
 	mr   verbs.MR
@@ -183,8 +184,8 @@ func (a *attacker) draw(list []attack, k kind, build func(event uint64, buf []by
 	}
 }
 
-// wildAddr returns an address far behind the memory of the last Write's key, or one byte before it.
-// It knows the start of the memory only from the Writes of this chain.
+// wildAddr returns an address far after the memory of the last Write's key, or one byte before it.
+// wildAddr knows the start of the memory only from the Writes of this chain.
 func wildAddr(plan *Plan, event uint64, writes []*verbs.WorkRequest) uint64 {
 	last := writes[len(writes)-1]
 	if plan.choose(wildWrite, event, saltVariant, 2) == 0 {

@@ -111,10 +111,7 @@ func TestLateWriteRepeatsUnfencedWrite(t *testing.T) {
 	a.reply(data, false)
 	a.c.log.want("reply", verbs.StatusSuccess)
 	clear(a.mem)
-	for {
-		if a.p.Counts()[0].Injected == 1 {
-			break
-		}
+	for a.p.Counts()[0].Injected != 1 {
 		time.Sleep(time.Millisecond)
 	}
 	a.c.recv("last", a.c.buffer(16))

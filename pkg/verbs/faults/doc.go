@@ -1,7 +1,8 @@
 // Package faults is a verbs provider that injects faults: [New] decorates any [verbs.Provider] with
-// the faults of a [Plan]. It serves tests, the lab, and operators who want to see how their mounts
-// react to faults. It does not depend on the testing package, so that a daemon may link it. New
-// logs a warning. A program that enables faults must also show it to its users.
+// the faults of a [Plan]. The package serves tests, the lab, and operators who want to see how
+// their mounts react to faults. A daemon may link the package, because it does not depend on the
+// testing package. New logs a warning. A program that enables faults must also show this to its
+// users.
 //
 // # Plans
 //
@@ -59,7 +60,7 @@
 //   - stale-key=N: after every Nth Send with an RDMA Write in its chain, a Write with the previous
 //     key goes to the same address. The peer must refuse the access, count it, disconnect.
 //   - wild-write=N: after every Nth Send with an RDMA Write in its chain, a Write with the same key
-//     goes to one byte before the memory or far behind it. The peer must refuse the access, count
+//     goes to one byte before the memory or far after it. The peer must refuse the access, count
 //     it, disconnect.
 //
 // At most one of disconnect-every, post-fail, flush-reg, reg-error and linv-error fires for one
@@ -75,10 +76,11 @@
 // decorator posts the attacks beside the consumer's requests. One queue pair has at most 8 attacks
 // in flight; further attacks are skipped. The device limits and queue sizes are adjusted by 8.
 //
-// The attacks assume that a server posts the last Write of a reply in one chain with the Send. They
-// also assume that the first Write to a segment in that chain is at the segment's start. A late
-// Write carries the data of the Write that it repeats. It does no harm while the client has not
-// fenced the memory. It does harm if fencing fails and the memory has a new owner.
+// The attacks assume that a server posts the last Write of a reply in one chain with the Send. The
+// attacks also assume that the first Write to a segment in that chain is at the segment's start. A
+// late Write carries the data of the Write that it repeats. A late Write does no harm while the
+// client has not fenced the memory. A late Write does harm if fencing fails and the memory has a
+// new owner.
 //
 // [Provider.Counts] counts only what was done. An attack whose connection ended first is not
 // counted.
@@ -89,9 +91,9 @@
 // copied and never changed. Each accepted request completes exactly once, on the decorated queue
 // pair. The handlers of one completion queue run one at a time.
 //
-// Drain and Close return after all requests have completed. They deliver delayed messages at once
-// and cancel delayed attacks. OnDisconnect is called at most once. Each post allocates memory, so
-// the decorator does not suit benchmarks.
+// Drain and Close return after all requests have completed. Drain and Close deliver delayed
+// messages at once and cancel delayed attacks. OnDisconnect is called at most once. Each post
+// allocates memory, so the decorator does not suit benchmarks.
 //
 // # Goroutines and locks
 //

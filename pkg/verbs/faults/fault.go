@@ -115,7 +115,7 @@ var faults = [numKinds]struct {
 		Expect: "(the peer) refuse the access, count it, disconnect"}},
 	wildWrite: {formEvery, Fault{Name: "wild-write",
 		Does: "after every Nth Send with an RDMA Write in its chain, a Write with the same key goes to " +
-			"one byte before the memory or far behind it",
+			"one byte before the memory or far after it",
 		Expect: "(the peer) refuse the access, count it, disconnect"}},
 }
 

@@ -184,7 +184,7 @@ func (s *side) post(wrs ...*verbs.WorkRequest) {
 	}
 }
 
-// write returns an RDMA Write of 0 bytes. Its only effect is its completion.
+// write returns an RDMA Write of 0 bytes. The only effect of the Write is its completion.
 func (s *side) write(name string) *verbs.WorkRequest {
 	return s.wr(name, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite})
 }
@@ -268,7 +268,7 @@ func (l *completionLog) handler(name string, qp *verbs.QP) func(*verbs.WorkCompl
 	}
 }
 
-// next removes and returns the oldest completion. It waits for one if necessary.
+// next removes and returns the oldest completion. next waits for one if necessary.
 func (l *completionLog) next() entry {
 	l.t.Helper()
 	timeout := time.After(testTimeout)

@@ -17,10 +17,14 @@ func (q *queuePair) decide(chain []*verbs.WorkRequest) (injection, bool) {
 	if len(chain) == 0 {
 		return injection{}, false
 	}
-	for _, f := range [...]func(*Provider, []*verbs.WorkRequest) (injection, bool){injectDisconnect, injectPostFail,
+	for _, inject := range [...]func(*Provider, []*verbs.WorkRequest) (injection, bool){
+		injectDisconnect,
+		injectPostFail,
 		injectFlushReg,
-		injectRegError, injectLocalInvError} {
-		if c, fired := f(q.p, chain); fired {
+		injectRegError,
+		injectLocalInvError,
+	} {
+		if c, fired := inject(q.p, chain); fired {
 			return c, true
 		}
 	}

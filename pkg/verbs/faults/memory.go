@@ -59,7 +59,7 @@ func innerMR(mr verbs.MR) verbs.MR {
 	return mr
 }
 
-// RegMR calls the inner domain. It has no faults because its MRs have no remote access.
+// RegMR calls the inner domain. RegMR has no faults because its MRs have no remote access.
 func (d *protectionDomain) RegMR(buf []byte) (verbs.MR, error) { return d.inner.RegMR(buf) }
 
 // Dealloc first deregisters the MRs whose Dereg failed by injection. The teardown of a real domain

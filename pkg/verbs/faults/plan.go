@@ -24,8 +24,8 @@ type rule struct {
 	value    uint32        // C
 }
 
-// A Plan defines which faults are injected and how often, and the seed of their random choices. It
-// is immutable and safe for concurrent use.
+// A Plan defines which faults are injected and how often, and the seed of their random choices. A
+// Plan is immutable and safe for concurrent use.
 type Plan struct {
 	seed  uint64
 	rules [numKinds]rule
@@ -103,7 +103,7 @@ func parseRule(f form, arg string) (rule, error) {
 	if f == formValue {
 		v, err := strconv.ParseUint(arg, 10, 32)
 		if err != nil {
-			return r, fmt.Errorf("C must be a 32-bit number")
+			return r, fmt.Errorf("value C must be a 32-bit number")
 		}
 		r.value = uint32(v)
 		return r, nil
@@ -112,7 +112,7 @@ func parseRule(f form, arg string) (rule, error) {
 	interval, r.random = strings.CutPrefix(interval, "~")
 	n, err := strconv.ParseUint(interval, 10, 64)
 	if err != nil || n == 0 {
-		return r, fmt.Errorf("N must be a number from 1, or ~N for random intervals with mean N")
+		return r, fmt.Errorf("interval N must be a number from 1, or ~N for random intervals with mean N")
 	}
 	r.every = n
 	switch f {
@@ -138,7 +138,7 @@ func parsePosition(s string) (int, error) {
 	}
 	k, err := strconv.ParseUint(s, 10, 31)
 	if err != nil {
-		return 0, fmt.Errorf("K must be a position from 0, or * for a random one")
+		return 0, fmt.Errorf("position K must be a number from 0, or * for a random one")
 	}
 	return int(k), nil
 }
@@ -146,7 +146,7 @@ func parsePosition(s string) (int, error) {
 func parseDelay(s string) (time.Duration, error) {
 	d, err := time.ParseDuration(s)
 	if err != nil || d <= 0 || d > maxDelay {
-		return 0, fmt.Errorf("D must be a duration such as 20ms, at most %v", maxDelay)
+		return 0, fmt.Errorf("delay D must be a duration such as 20ms, at most %v", maxDelay)
 	}
 	return d, nil
 }
@@ -230,7 +230,7 @@ const (
 	saltVariant
 )
 
-// draw returns a pseudo-random number that depends only on the seed and the arguments. It applies
+// draw returns a pseudo-random number that depends only on the seed and the arguments. draw applies
 // SplitMix64's finalizer to each argument.
 func (p *Plan) draw(k kind, event, salt uint64) uint64 {
 	x := p.seed

@@ -10,7 +10,8 @@ import (
 
 // allFaults is a plan with every fault.
 const allFaults = "seed=42,disconnect-every=100,post-fail=50:2,flush-reg=200,reg-error=300,linv-error=~301," +
-	"delay-reply=30:20ms,lose-reply=500,credits=1,alloc-fail=40,dereg-fail=1000,connect-fail=3,late-write=100:5ms,late-read=100:7ms,stale-key=9,wild-write=~10"
+	"delay-reply=30:20ms,lose-reply=500,credits=1,alloc-fail=40,dereg-fail=1000,connect-fail=3," +
+	"late-write=100:5ms,late-read=100:7ms,stale-key=9,wild-write=~10"
 
 func TestParseAndPrint(t *testing.T) {
 	for _, c := range []struct{ spec, want string }{

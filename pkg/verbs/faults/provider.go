@@ -11,7 +11,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A Provider decorates another provider with faults. It is safe for concurrent use.
+// A Provider decorates another provider with faults. A Provider is safe for concurrent use.
 type Provider struct {
 	inner verbs.Provider
 	plan  *Plan
@@ -21,7 +21,7 @@ type Provider struct {
 	injected [numKinds]atomic.Uint64 // injected faults
 }
 
-// New decorates inner with the faults of plan. It logs a warning with the plan, and each fault at
+// New decorates inner with the faults of plan. New logs a warning with the plan, and each fault at
 // debug level. log may be nil.
 func New(inner verbs.Provider, plan *Plan, log hclog.Logger) *Provider {
 	if log == nil {
@@ -74,8 +74,8 @@ func (p *Provider) count(k kind, event uint64) {
 	}
 }
 
-// An Error is the error, or the cause of a disconnect, of an injected fault. It unwraps to the
-// error that a real device or network would return.
+// An Error is the error, or the cause of a disconnect, of an injected fault. An Error unwraps to
+// the error that a real device or network would return.
 type Error struct {
 	// Fault is the fault's name in the plan.
 	Fault string
@@ -126,8 +126,8 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 	return &connRequest{connID: newConnID(l.p, req), inner: req}, nil
 }
 
-// A device creates decorated protection domains and completion queues. It is a value, so that the
-// devices of two connections are equal if the inner devices are equal.
+// A device creates decorated protection domains and completion queues. device is a value type, so
+// that the devices of two connections are equal if the inner devices are equal.
 type device struct {
 	p     *Provider
 	inner verbs.Device

@@ -32,12 +32,12 @@ type queuePair struct {
 	mu       sync.Mutex
 	ended    bool              // guarded by mu, as the fields below
 	unposted []unpostedRequest // accepted by PostSend but not posted to the device
-	// flushed is closed when the unposted requests have completed. It is nil unless a fault ended
-	// the connection.
+	// flushed is closed when the unposted requests have completed. flushed is nil unless a fault
+	// ended the connection.
 	flushed chan struct{}
 }
 
-// An unpostedRequest was accepted by PostSend. It completes without reaching the device.
+// An unpostedRequest was accepted by PostSend and completes without reaching the device.
 type unpostedRequest struct {
 	opcode verbs.Opcode
 	status verbs.Status
@@ -112,7 +112,7 @@ func (q *queuePair) disconnect(cause error) {
 	}()
 }
 
-// Drain waits for the completions of the inner queues and of the decorator. It delivers delayed
+// Drain waits for the completions of the inner queues and of the decorator. Drain delivers delayed
 // messages at once.
 func (q *queuePair) Drain() {
 	q.mu.Lock()
@@ -303,7 +303,7 @@ func (r *recvRequest) complete(wc *verbs.WorkCompletion) {
 	q.recvCQ.deliver(q, r.done, wc)
 }
 
-// lose drops a message and posts its Receive again. It reports whether that was possible.
+// lose drops a message and posts its Receive again. lose reports whether that was possible.
 func (r *recvRequest) lose(event uint64) bool {
 	q := r.q
 	r.wr.Next = nil

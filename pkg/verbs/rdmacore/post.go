@@ -34,10 +34,10 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (bad *verbs.WorkRequest, err err
 		q.mu.Unlock()
 		return first, verbs.ErrQPState
 	}
-	start := q.ring.tail
+	start := q.ring.Tail
 	b := batch{q: q}
 	for bad = first; bad != nil; bad = bad.Next {
-		if q.ring.full() {
+		if q.ring.Full() {
 			err = verbs.ErrQueueFull
 			break
 		}
@@ -48,9 +48,9 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (bad *verbs.WorkRequest, err err
 	if at, e := b.post(); e != nil {
 		bad, err = at, e
 	}
-	queued := int(q.ring.tail - start)
+	queued := int(q.ring.Tail - start)
 	q.inflight.Add(queued)
-	wake := q.ring.head != q.ring.tail && q.ring.at(q.ring.head).soft
+	wake := q.ring.Head != q.ring.Tail && q.ring.At(q.ring.Head).soft
 	q.mu.Unlock()
 	if queued > 0 {
 		q.stats.PostedChains.Add(1)
@@ -118,7 +118,7 @@ func (b *batch) add(wr *verbs.WorkRequest) error {
 	case e.soft && e.status != verbs.StatusSuccess:
 		b.failing = e.status
 	}
-	pos := q.ring.push(e)
+	pos := q.ring.Push(e)
 	c := chained{wr: wr, pos: pos, undo: undo}
 	if e.soft {
 		if undo != nil {
@@ -228,10 +228,10 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 	q.rqMu.Lock()
 	defer q.rqMu.Unlock()
 	for rr := first; rr != nil; rr = rr.Next {
-		if err := q.checks.Recv(rr, q.rqClosed, q.recvs.full()); err != nil {
+		if err := q.checks.Recv(rr, q.rqClosed, q.recvs.Full()); err != nil {
 			return rr, err
 		}
-		pos := q.recvs.push(rr.Done)
+		pos := q.recvs.Push(rr.Done)
 		buf := rr.SGE.Buf
 		if err := errnoOf(C.rc_post_recv(q.c, wrID(q.recvNo, wrRecv, pos), unsafe.Pointer(unsafe.SliceData(buf)),
 			C.uint32_t(len(buf)), C.uint32_t(rr.SGE.LKey))); err != nil {

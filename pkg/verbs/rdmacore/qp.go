@@ -249,7 +249,7 @@ func (q *qp) tear() {
 		C.rc_disconnect(q.cid) // fails where there is no connection any more
 		C.rc_fail_qp(q.c)
 		q.mu.Lock()
-		pos, left := q.ring.tail, q.ring.len()
+		pos, left := q.ring.Tail, q.ring.Len()
 		q.mu.Unlock()
 		// Unsignaled requests that were executed tell nothing; what is flushed behind them does.
 		// Where all are signaled there are none.

@@ -31,37 +31,21 @@ type completion struct {
 // A sendRing keeps what is on a send queue, in the order posted. Devices complete in this order
 // too, and tell nothing of an unsignaled success: what stands before a request that has completed,
 // and told nothing, has succeeded.
-type sendRing struct {
-	slots      []sqe // a power of two
-	max        int
-	head, tail uint32
-}
+type sendRing struct{ base.Ring[sqe] }
 
-func newSendRing(max int) sendRing { return sendRing{slots: make([]sqe, base.RingSize(max)), max: max} }
-
-func (r *sendRing) len() int           { return int(r.tail - r.head) }
-func (r *sendRing) full() bool         { return r.len() >= r.max }
-func (r *sendRing) at(pos uint32) *sqe { return &r.slots[pos&uint32(len(r.slots)-1)] }
-
-// push appends a request. There must be room.
-func (r *sendRing) push(e sqe) (pos uint32) {
-	pos = r.tail
-	*r.at(pos) = e
-	r.tail++
-	return pos
-}
+func newSendRing(limit int) sendRing { return sendRing{base.NewRing[sqe](limit)} }
 
 // truncate takes back what stands at pos and behind: it was not posted after all.
 func (r *sendRing) truncate(pos uint32) {
-	for r.tail != pos {
-		r.tail--
-		*r.at(r.tail) = sqe{}
+	for r.Tail != pos {
+		r.Tail--
+		*r.At(r.Tail) = sqe{}
 	}
 }
 
 func (r *sendRing) pop(status verbs.Status, vendor uint32, out []completion) []completion {
-	e := r.at(r.head)
-	r.head++
+	e := r.At(r.Head)
+	r.Head++
 	c := completion{wc: verbs.WorkCompletion{Status: status, VendorErr: vendor, Opcode: e.op}}
 	if e.signaled || status != verbs.StatusSuccess {
 		c.done = e.done
@@ -79,7 +63,7 @@ func (r *sendRing) pop(status verbs.Status, vendor uint32, out []completion) []c
 // complete ends the request at pos, and what stands before it, with what the device said of pos. It
 // reports false when no request is there.
 func (r *sendRing) complete(pos uint32, status verbs.Status, vendor uint32, out []completion) ([]completion, bool) {
-	if pos-r.head >= r.tail-r.head || r.at(pos).soft {
+	if pos-r.Head >= r.Tail-r.Head || r.At(pos).soft {
 		return out, false
 	}
 	out = r.completeBefore(pos, out)
@@ -90,28 +74,28 @@ func (r *sendRing) complete(pos uint32, status verbs.Status, vendor uint32, out 
 // completeBefore ends everything that stands before pos, of which the device has nothing more to
 // tell.
 func (r *sendRing) completeBefore(pos uint32, out []completion) []completion {
-	if pos-r.head > r.tail-r.head {
+	if pos-r.Head > r.Tail-r.Head {
 		return out
 	}
-	for r.head != pos {
-		out = r.pop(r.at(r.head).status, 0, out)
+	for r.Head != pos {
+		out = r.pop(r.At(r.Head).status, 0, out)
 	}
 	return out
 }
 
 // settle ends the soft requests that have come to the head.
 func (r *sendRing) settle(out []completion) []completion {
-	for r.head != r.tail && r.at(r.head).soft {
-		out = r.pop(r.at(r.head).status, 0, out)
+	for r.Head != r.Tail && r.At(r.Head).soft {
+		out = r.pop(r.At(r.Head).status, 0, out)
 	}
 	return out
 }
 
 // flush ends everything.
 func (r *sendRing) flush(out []completion) []completion {
-	for r.head != r.tail {
+	for r.Head != r.Tail {
 		status := verbs.StatusWRFlushErr
-		if e := r.at(r.head); e.soft {
+		if e := r.At(r.Head); e.soft {
 			status = e.status
 		}
 		out = r.pop(status, 0, out)
@@ -122,50 +106,36 @@ func (r *sendRing) flush(out []completion) []completion {
 // A recvRing keeps what is on a receive queue, in the order posted, which is the order in which it
 // completes.
 type recvRing struct {
-	slots      []func(*verbs.WorkCompletion) // a power of two
-	max        int
-	head, tail uint32
+	base.Ring[func(*verbs.WorkCompletion)]
 }
 
-func newRecvRing(max int) recvRing {
-	return recvRing{slots: make([]func(*verbs.WorkCompletion), base.RingSize(max)), max: max}
-}
-
-func (r *recvRing) full() bool { return int(r.tail-r.head) >= r.max }
-func (r *recvRing) at(pos uint32) *func(*verbs.WorkCompletion) {
-	return &r.slots[pos&uint32(len(r.slots)-1)]
-}
-
-func (r *recvRing) push(done func(*verbs.WorkCompletion)) (pos uint32) {
-	pos = r.tail
-	*r.at(pos) = done
-	r.tail++
-	return pos
+func newRecvRing(limit int) recvRing {
+	return recvRing{base.NewRing[func(*verbs.WorkCompletion)](limit)}
 }
 
 // unpush takes back the last one, which was not posted after all.
 func (r *recvRing) unpush() {
-	r.tail--
-	*r.at(r.tail) = nil
+	r.Tail--
+	*r.At(r.Tail) = nil
 }
 
 // complete ends the request at pos, which is the oldest on every device that keeps the rules. It
 // reports false when it is not.
 func (r *recvRing) complete(pos uint32, wc verbs.WorkCompletion, out []completion) ([]completion, bool) {
-	if pos != r.head || r.head == r.tail {
+	if pos != r.Head || r.Head == r.Tail {
 		return out, false
 	}
-	done := *r.at(pos)
-	*r.at(pos) = nil
-	r.head++
+	done := *r.At(pos)
+	*r.At(pos) = nil
+	r.Head++
 	wc.Opcode = verbs.OpRecv
 	return append(out, completion{wc: wc, done: done}), true
 }
 
 // flush ends everything.
 func (r *recvRing) flush(out []completion) []completion {
-	for r.head != r.tail {
-		out, _ = r.complete(r.head, verbs.WorkCompletion{Status: verbs.StatusWRFlushErr}, out)
+	for r.Head != r.Tail {
+		out, _ = r.complete(r.Head, verbs.WorkCompletion{Status: verbs.StatusWRFlushErr}, out)
 	}
 	return out
 }

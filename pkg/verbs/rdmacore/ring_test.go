@@ -13,7 +13,7 @@ type ends struct{ got []string }
 
 func (e *ends) push(r *sendRing, name string, s sqe) uint32 {
 	s.done = func(wc *verbs.WorkCompletion) { e.got = append(e.got, fmt.Sprintf("%s:%v", name, wc.Status)) }
-	return r.push(s)
+	return r.Push(s)
 }
 
 func (e *ends) take(out []completion) string {
@@ -31,14 +31,14 @@ func (e *ends) take(out []completion) string {
 func TestSendRing(t *testing.T) {
 	var e ends
 	r := newSendRing(6)
-	r.head, r.tail = 0xfffffffd, 0xfffffffd // positions wrap
+	r.Head, r.Tail = 0xfffffffd, 0xfffffffd // positions wrap
 	e.push(&r, "a", sqe{})
 	b := e.push(&r, "b", sqe{signaled: true})
 	e.push(&r, "c", sqe{soft: true, signaled: true})
 	e.push(&r, "d", sqe{soft: true})
 	f := e.push(&r, "f", sqe{signaled: true})
 	g := e.push(&r, "g", sqe{soft: true, status: verbs.StatusLocQPOpErr})
-	if !r.full() {
+	if !r.Full() {
 		t.Error("six requests do not fill a ring of six")
 	}
 	check := func(what string, out []completion, ok, wantOK bool, want string) {
@@ -56,10 +56,10 @@ func TestSendRing(t *testing.T) {
 	check("a completion of what the device never had", out, ok, false, "")
 	out, ok = r.complete(f, verbs.StatusWRFlushErr, 0, nil)
 	check("a flush", out, ok, true, "f:work request flushed, g:local QP operation error")
-	if r.len() != 0 {
-		t.Errorf("%d are left", r.len())
+	if r.Len() != 0 {
+		t.Errorf("%d are left", r.Len())
 	}
-	if out, ok = r.complete(r.tail, verbs.StatusSuccess, 0, nil); ok || len(out) != 0 {
+	if out, ok = r.complete(r.Tail, verbs.StatusSuccess, 0, nil); ok || len(out) != 0 {
 		t.Error("an empty ring completed something")
 	}
 }
@@ -69,7 +69,7 @@ func TestSendRingMarkerAndFlush(t *testing.T) {
 	r := newSendRing(8)
 	e.push(&r, "a", sqe{})
 	e.push(&r, "b", sqe{soft: true, status: verbs.StatusMWBindErr})
-	mark := r.tail
+	mark := r.Tail
 	if got := e.take(r.completeBefore(mark, nil)); got != "quiet, b:memory bind operation error" {
 		t.Errorf("marker: %q", got)
 	}
@@ -79,7 +79,7 @@ func TestSendRingMarkerAndFlush(t *testing.T) {
 	e.push(&r, "c", sqe{})
 	e.push(&r, "d", sqe{soft: true, signaled: true})
 	e.push(&r, "x", sqe{})
-	r.truncate(r.tail - 1)
+	r.truncate(r.Tail - 1)
 	if got := e.take(r.flush(nil)); got != "c:work request flushed, d:success" {
 		t.Errorf("flush: %q", got)
 	}
@@ -90,9 +90,9 @@ func TestRecvRing(t *testing.T) {
 	var got []int
 	var pos []uint32
 	for i := range 3 {
-		pos = append(pos, r.push(func(*verbs.WorkCompletion) { got = append(got, i) }))
+		pos = append(pos, r.Push(func(*verbs.WorkCompletion) { got = append(got, i) }))
 	}
-	if !r.full() {
+	if !r.Full() {
 		t.Error("three Receives do not fill a ring of three")
 	}
 	if _, ok := r.complete(pos[1], verbs.WorkCompletion{}, nil); ok {

@@ -11,25 +11,25 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// smallBuffers is a configuration whose socket fills up soon.
+// smallBuffers is a configuration whose socket is full after little data.
 var smallBuffers = Config{SocketBuffer: 16 << 10, MaxFPDU: 8192}
 
-// zeroWrite is an RDMA Write of no octets as a peer sends it: it lets a responder speak.
+// zeroWrite returns an RDMA Write of zero bytes, which allows a responder to send.
 func zeroWrite() []byte { return tagged(opWrite, true, 0, 0, nil) }
 
-// eventually waits for cond.
+// eventually waits until cond is true.
 func eventually(t testing.TB, what string, cond func() bool) {
 	t.Helper()
 	for end := time.Now().Add(testTimeout); !cond(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("not within %v: %s", testTimeout, what)
+			t.Fatalf("%s: not true after %v", what, testTimeout)
 		}
 	}
 }
 
-// TestCutShortIsNoSuccess: a message that the end of the connection cuts short between two FPDUs
-// does not complete as sent.
-func TestCutShortIsNoSuccess(t *testing.T) {
+// TestTruncatedMessageFails ends the connection between two FPDUs of a message. The message must
+// not complete with success.
+func TestTruncatedMessageFails(t *testing.T) {
 	const size = 8 << 20
 	cfg := smallBuffers
 	cfg.Linger = 5 * time.Second
@@ -42,33 +42,32 @@ func TestCutShortIsNoSuccess(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := p.next(); err != nil { // the writer is in the middle of it
+	if _, _, err := p.next(); err != nil { // the writer has started the message
 		t.Fatal(err)
 	}
 	time.Sleep(20 * time.Millisecond)
 	drained := make(chan struct{})
 	go func() { v.qp.Drain(); close(drained) }()
 	eventually(t, "the QP is dead", v.qp.dead.Load)
-	n, err := io.Copy(io.Discard, p.c) // lets the system call that is under way succeed
+	n, err := io.Copy(io.Discard, p.c) // lets the running system call finish
 	if err != nil {
-		t.Logf("the stream ended with %v", err)
+		t.Logf("end of the stream: %v", err)
 	}
 	p.c.Close()
 	<-drained
 	wc := <-done
 	if n >= size {
-		t.Fatal("the socket took the whole message: make it larger")
+		t.Fatal("the socket accepted the whole message; use a larger one")
 	}
 	if wc.Status != verbs.StatusWRFlushErr {
-		t.Errorf("RDMA Write of which %d of %d octets were sent: %v, want %v", n, size, wc.Status,
-			verbs.StatusWRFlushErr)
+		t.Errorf("RDMA Write with %d of %d bytes sent: got %v, want %v", n, size, wc.Status, verbs.StatusWRFlushErr)
 	}
 }
 
-// TestFlushClosesTheReceiveQueue: once the flush has begun no Receive is taken any more, which
-// nothing would ever complete. (fail marks the queue too, but may be overtaken by the two
-// goroutines that it ends.)
-func TestFlushClosesTheReceiveQueue(t *testing.T) {
+// TestFlushClosesReceiveQueue checks that the queue accepts no Receive after a flush, because
+// nothing would complete it. fail also closes the queue, but the goroutines that it ends may run
+// before it does.
+func TestFlushClosesReceiveQueue(t *testing.T) {
 	id, err := New(defaultConfig).Resolve(testContext(t), unusedPort)
 	if err != nil {
 		t.Fatal(err)
@@ -82,13 +81,13 @@ func TestFlushClosesTheReceiveQueue(t *testing.T) {
 	close(q.ioDone)
 	if _, err := q.PostRecv(&verbs.RecvRequest{Done: func(*verbs.WorkCompletion) {}}); !errors.Is(err,
 		verbs.ErrQPState) {
-		t.Errorf("Receive posted behind the flush: %v, want ErrQPState", err)
+		t.Errorf("post a Receive after the flush: got %v, want ErrQPState", err)
 	}
 }
 
-// TestStoppedReader: a peer that takes nothing any more costs a bounded queue, and Close is bounded
-// too. Every request completes once.
-func TestStoppedReader(t *testing.T) {
+// TestPeerThatStopsReading checks that the send queue and Close are bounded when the peer reads
+// nothing, and that every request completes once.
+func TestPeerThatStopsReading(t *testing.T) {
 	for _, crc := range []bool{false, true} {
 		cfg := smallBuffers
 		cfg.CRC, cfg.Linger = crc, 50*time.Millisecond
@@ -106,29 +105,29 @@ func TestStoppedReader(t *testing.T) {
 			}
 		}
 		if !errors.Is(err, verbs.ErrQueueFull) {
-			t.Fatalf("%d messages of 1 MiB posted to a peer that does not read, then: %v, want ErrQueueFull", posted,
+			t.Fatalf("post after %d messages of 1 MiB to a peer that does not read: got %v, want ErrQueueFull", posted,
 				err)
 		}
-		p.mustNext() // the writer is in the queue
-		// Its own requests meanwhile: they are read, checked, and bounded by the read depth.
+		p.mustNext() // the writer executes the send queue
+		// The peer's Read Requests are still read and checked, and the read depth bounds them.
 		for i := range uint32(endpointParam.ResponderResources) {
 			p.send(readReq(readRequest{msn: 1 + i, size: winLen, srcSTag: v.rkey, srcTO: winIOVA}))
 		}
 		p.send(untagged(opSend, true, 0, qnSend, 1, 0, []byte("x")))
 		if wc := v.received(); wc.Status != verbs.StatusSuccess {
-			t.Errorf("a Send while the other direction is stuck: %v", wc.Status)
+			t.Errorf("Receive while this side cannot send: got %v, want success", wc.Status)
 		}
 		p.send(readReq(readRequest{msn: uint32(endpointParam.ResponderResources) + 1, size: winLen, srcSTag: v.rkey,
 			srcTO: winIOVA}))
-		if said := v.terminate(); said != termNoBuffer {
-			t.Errorf("one Read Request too many: the consumer was told %+v, want %+v", said, termNoBuffer)
+		if got := v.terminate(); got != termNoBuffer {
+			t.Errorf("cause after one Read Request too many: got %+v, want %+v", got, termNoBuffer)
 		}
 		closed := make(chan struct{})
 		go func() { v.id.Close(); close(closed) }()
 		select {
 		case <-closed:
 		case <-time.After(testTimeout):
-			t.Fatal("Close hangs")
+			t.Fatal("Close did not return")
 		}
 		flushed := 0
 		for range posted {
@@ -137,15 +136,17 @@ func TestStoppedReader(t *testing.T) {
 			}
 		}
 		if flushed == 0 || len(done) != 0 {
-			t.Errorf("%d of %d messages were flushed, %d completed twice", flushed, posted, len(done))
+			t.Errorf("%d of %d messages were flushed, want at least 1; %d completed twice, want 0", flushed, posted,
+				len(done))
 		}
 	}
 }
 
-// TestMessagesStayWhole: whatever is posted while a Read Response goes out follows behind its last
-// segment, an RDMA Write of no octets (with which a consumer wakes a stock siw peer that left the
-// first FPDU unread) like the rest; and Read Requests and send queue take turns.
-func TestMessagesStayWhole(t *testing.T) {
+// TestMessagesAreNotInterleaved posts requests while a Read Response is sent. The requests must
+// follow the last segment of the response. One of them is an RDMA Write of zero bytes, with which a
+// consumer wakes a stock siw peer that left the first FPDU unread. Read Responses and the send
+// queue alternate.
+func TestMessagesAreNotInterleaved(t *testing.T) {
 	const size = 1 << 20
 	for _, crc := range []bool{false, true} {
 		cfg := smallBuffers
@@ -161,7 +162,7 @@ func TestMessagesStayWhole(t *testing.T) {
 		}
 		h, _ := p.mustNext()
 		if h.op != opReadResp || h.last {
-			t.Fatalf("first came %+v", h)
+			t.Fatalf("first FPDU: got %+v, want a Read Response with more segments", h)
 		}
 		got := h.ulpdu - taggedHdr
 		time.Sleep(10 * time.Millisecond) // fills the socket
@@ -175,12 +176,12 @@ func TestMessagesStayWhole(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		var order []uint8 // the messages, by opcode
-		open := true      // between the segments of one
+		var order []uint8 // opcodes of the whole messages
+		open := true      // a message has more segments
 		for op, stag := h.op, h.stag; len(order) < 6; {
 			h, b := p.mustNext()
 			if open && (h.op != op || h.tagged && h.stag != stag) {
-				t.Fatalf("CRC %v: a segment of opcode %d, STag %d in the middle of a message of opcode %d, STag %d",
+				t.Fatalf("CRC %v: got a segment of opcode %d, STag %d inside a message of opcode %d, STag %d",
 					crc, h.op, h.stag, op, stag)
 			}
 			if h.op == opReadResp {
@@ -188,7 +189,8 @@ func TestMessagesStayWhole(t *testing.T) {
 					got = 0
 				}
 				if h.to != uint64(got) || !bytes.Equal(b, mem[got:got+len(b)]) {
-					t.Fatalf("CRC %v: Read Response segment at %d, want %d, or its octets differ", crc, h.to, got)
+					t.Fatalf("CRC %v: Read Response segment: got offset %d, want %d with the registered data", crc,
+						h.to, got)
 				}
 				got += len(b)
 			}
@@ -198,14 +200,14 @@ func TestMessagesStayWhole(t *testing.T) {
 			op, stag = h.op, h.stag
 		}
 		if want := []uint8{opReadResp, opWrite, opSend, opWrite, opReadResp, opReadResp}; !bytes.Equal(order, want) {
-			t.Errorf("CRC %v: messages went out in the order %v, want %v", crc, order, want)
+			t.Errorf("CRC %v: order of the messages: got %v, want %v", crc, order, want)
 		}
 	}
 }
 
-// TestInterleavedReadResponse: Sends and Writes between the segments of a Read Response are taken,
-// as stock siw sends and takes them.
-func TestInterleavedReadResponse(t *testing.T) {
+// TestInterleavedReadResponseIsAccepted sends Sends and Writes between the segments of a Read
+// Response. A stock siw sends and accepts them.
+func TestInterleavedReadResponseIsAccepted(t *testing.T) {
 	p, v := connectRaw(t, defaultConfig)
 	p.send(zeroWrite())
 	sink := make([]byte, 100)
@@ -230,16 +232,16 @@ func TestInterleavedReadResponse(t *testing.T) {
 		tagged(opReadResp, true, r.sinkSTag, 41, data[41:]),
 	)
 	if wc := v.received(); wc.Status != verbs.StatusSuccess || string(v.bufs[0][:wc.ByteLen]) != "between" {
-		t.Errorf("Receive: %+v %q", wc, v.bufs[0][:wc.ByteLen])
+		t.Errorf("Receive: got %+v %q, want success and \"between\"", wc, v.bufs[0][:wc.ByteLen])
 	}
 	if wc := <-read; wc.Status != verbs.StatusSuccess || wc.ByteLen != 100 || !bytes.Equal(sink, data) {
-		t.Errorf("RDMA Read: %+v %x", wc, sink)
+		t.Errorf("RDMA Read: got %+v %x, want success and %x", wc, sink, data)
 	}
 }
 
-// TestCutOff: how a stream can end in the middle of something, and that what was under way is
+// TestStreamEndsInsideMessage ends the stream inside a message or an FPDU. Pending requests must be
 // flushed.
-func TestCutOff(t *testing.T) {
+func TestStreamEndsInsideMessage(t *testing.T) {
 	half := fpdu(untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello")), false)[:23]
 	between := fpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("hel")), false)
 	flushedRecv := func(t *testing.T, v *endpoint) {
@@ -247,7 +249,7 @@ func TestCutOff(t *testing.T) {
 		v.id.Close()
 		for range numRecvs {
 			if wc := v.received(); wc.Status != verbs.StatusWRFlushErr {
-				t.Errorf("Receive: %v, want %v", wc.Status, verbs.StatusWRFlushErr)
+				t.Errorf("Receive: got %v, want %v", wc.Status, verbs.StatusWRFlushErr)
 			}
 		}
 	}
@@ -256,26 +258,26 @@ func TestCutOff(t *testing.T) {
 		p.write(between)
 		p.c.CloseWrite()
 		if err := v.cause(); !errors.Is(err, io.ErrUnexpectedEOF) {
-			t.Errorf("cause %v, want io.ErrUnexpectedEOF", err)
+			t.Errorf("cause: got %v, want io.ErrUnexpectedEOF", err)
 		}
 		flushedRecv(t, v)
 	})
-	for name, part := range map[string][]byte{"RST in the middle of an FPDU": half,
+	for name, part := range map[string][]byte{"RST inside an FPDU": half,
 		"RST between the segments of a Send": between} {
 		t.Run(name, func(t *testing.T) {
 			p, v := connectRaw(t, defaultConfig)
 			p.write(part)
-			eventually(t, "the FPDU has been begun", func() bool { return v.qp.Stats().BytesReceived > 0 })
+			eventually(t, "the reader has started the FPDU", func() bool { return v.qp.Stats().BytesReceived > 0 })
 			p.c.SetLinger(0)
 			p.c.Close()
 			var oe *net.OpError
 			if err := v.cause(); !errors.As(err, &oe) {
-				t.Errorf("cause %v, want a *net.OpError", err)
+				t.Errorf("cause: got %v, want a *net.OpError", err)
 			}
 			flushedRecv(t, v)
 		})
 	}
-	t.Run("FIN while this side's message is stuck", func(t *testing.T) {
+	t.Run("FIN while this side cannot send", func(t *testing.T) {
 		cfg := smallBuffers
 		cfg.Linger = 50 * time.Millisecond
 		p, v := connectRaw(t, cfg)
@@ -289,21 +291,20 @@ func TestCutOff(t *testing.T) {
 		if _, _, err := p.next(); err != nil {
 			t.Fatal(err)
 		}
-		// a half-close ends the whole stream (RFC 5041 §6.2.1 would let this half go on)
+		// a half-close ends both directions, although RFC 5041 §6.2.1 allows more
 		p.c.CloseWrite()
 		if err := v.cause(); err != io.EOF {
-			t.Errorf("cause %v, want io.EOF", err)
+			t.Errorf("cause: got %v, want io.EOF", err)
 		}
 		if st := <-done; st != verbs.StatusWRFlushErr {
-			t.Errorf("the RDMA Write: %v, want %v", st, verbs.StatusWRFlushErr)
+			t.Errorf("RDMA Write: got %v, want %v", st, verbs.StatusWRFlushErr)
 		}
 		v.id.Close()
 	})
 }
 
-// TestBoundsNearTheEnd: offsets and lengths at the top of the 64-bit space do not wrap into a
-// registration.
-func TestBoundsNearTheEnd(t *testing.T) {
+// TestAccessDoesNotWrap checks offsets and lengths at the end of the 64-bit address space.
+func TestAccessDoesNotWrap(t *testing.T) {
 	pd := &protectionDomain{dev: New(defaultConfig).(*provider).dev}
 	q := &qp{dev: pd.dev, pd: pd}
 	const top = 1<<64 - 1
@@ -313,7 +314,7 @@ func TestBoundsNearTheEnd(t *testing.T) {
 		to, n  uint64
 		want   denial
 	}{
-		{top - 100, 100, top - 100, 100, granted}, // up to the last octet but one that can be named
+		{top - 100, 100, top - 100, 100, granted}, // up to the last address but one
 		{top - 100, 100, top - 1, 1, granted},
 		{top - 100, 100, top, 1, denyWrap},
 		{top - 100, 100, top - 1, 2, denyWrap},
@@ -339,7 +340,8 @@ func TestBoundsNearTheEnd(t *testing.T) {
 		stag := uint32(m.first)
 		m.register(q, stag, verbs.AccessRemoteWrite, c.iova, [][]byte{make([]byte, c.length)})
 		if _, got := q.access(stag, c.to, c.n, verbs.AccessRemoteWrite); got != c.want {
-			t.Errorf("[%#x, +%d) of a registration of [%#x, +%d): %d, want %d", c.to, c.n, c.iova, c.length, got,
+			t.Errorf("access to [%#x, +%d) of a registration of [%#x, +%d): got %d, want %d", c.to, c.n, c.iova,
+				c.length, got,
 				c.want)
 		}
 		if err := m.Dereg(); err != nil {
@@ -348,10 +350,10 @@ func TestBoundsNearTheEnd(t *testing.T) {
 	}
 }
 
-// TestTerminateBeforeReset: a peer that sends a Terminate and then resets, as siw does when it
-// leaves octets unread, has said why: the consumer is told that, whichever of reader and writer
-// meets the reset first.
-func TestTerminateBeforeReset(t *testing.T) {
+// TestTerminateBeforeResetIsCause sends a Terminate and then a reset, as siw does when it has
+// unread data. The cause must be the Terminate, even when the writer sees the reset before the
+// reader.
+func TestTerminateBeforeResetIsCause(t *testing.T) {
 	for i := range 60 {
 		p, v := connectRaw(t, smallBuffers)
 		p.send(zeroWrite())
@@ -360,14 +362,14 @@ func TestTerminateBeforeReset(t *testing.T) {
 			Done: func(*verbs.WorkCompletion) {}}); err != nil {
 			t.Fatal(err)
 		}
-		p.mustNext() // the rest is left unread
+		p.mustNext() // leaves the rest unread
 		p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0,
 			unhex(t, "21020300 001a 4143 00000000 00000000 00000048 00000000")))
 		p.c.SetLinger(0)
 		p.c.Close()
 		var te *verbs.TerminateError
 		if err := v.cause(); !errors.As(err, &te) || te.Local {
-			t.Errorf("round %d: cause %v, want the peer's Terminate", i, err)
+			t.Errorf("round %d: cause: got %v, want the peer's Terminate", i, err)
 		}
 		v.id.Close()
 	}

@@ -15,8 +15,8 @@ const (
 	maxIOV = 256
 	// arenaSize holds headers, trailers and small payload of one batch.
 	arenaSize = 16 << 10
-	// batchBytes is the size at which a batch ends. It also bounds how long one system call can
-	// hold an MR's lock.
+	// batchBytes is the size at which a batch ends. The size also bounds how long one system call
+	// can hold an MR's lock.
 	batchBytes = 256 << 10
 	maxFPDUs   = 128
 	// copyBelow is the largest payload that is copied next to its header, which costs less than
@@ -169,8 +169,8 @@ func (b *batch) send() error {
 	return b.err
 }
 
-// sendmsg runs inside RawConn.Write. It holds the lock of the source MR around each system call,
-// and not while it waits for the socket.
+// sendmsg runs inside RawConn.Write. The lock of the source MR is held around each system call, and
+// not while waiting for the socket.
 func (b *batch) sendmsg(fd uintptr) bool {
 	flags := uintptr(unix.MSG_NOSIGNAL | unix.MSG_DONTWAIT)
 	if b.crc {

@@ -9,8 +9,8 @@ import (
 
 // Config configures a provider. The zero value is ready to use.
 type Config struct {
-	// CRC asks for the MPA CRC on every connection. It is off by default, which departs from RFC
-	// 5044 §4.4: a stock siw peer drops the connection whenever TCP splits an FPDU's trailer, and
+	// CRC asks for the MPA CRC on every connection. The default is off, which departs from RFC 5044
+	// §4.4: a stock siw peer drops the connection whenever TCP splits an FPDU's trailer, and
 	// Linux's client leaves CRCs off. CRCs are also used when the peer asks for them.
 	CRC bool
 	// MaxFPDU is the size of the largest sent FPDU in bytes. 0 means the effective MSS (RFC 5044
@@ -44,7 +44,7 @@ const (
 	defaultRequestTimeout = 5 * time.Second
 	defaultLinger         = 500 * time.Millisecond
 	defaultSocketBuffer   = 4 << 20
-	// abandonTimeout is how long a cancelled connect still waits for the reply. A stock siw
+	// abandonTimeout is how long a canceled connect still waits for the reply. A stock siw
 	// listener fails permanently when a new connection is closed within about 10 ms and siw sees
 	// the close (see setTCPRepair).
 	abandonTimeout = 60 * time.Millisecond

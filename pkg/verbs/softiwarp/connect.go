@@ -77,8 +77,8 @@ func (t *connectLimiter) acquire(ctx context.Context, closed <-chan struct{}, a 
 const settleInterval = 5 * time.Millisecond
 
 // Settle returns when no connect of this process is in progress, or ctx ends. A program that has
-// closed everything calls it before it exits: a cancelled connect still waits up to abandonTimeout
-// for the peer's answer, and the kernel would otherwise close its TCP connection at once.
+// closed everything calls Settle before it exits. A canceled connect still waits up to
+// abandonTimeout for the peer's answer, and an exit would close the TCP connection at once.
 func Settle(ctx context.Context) {
 	for connects.busy() && ctx.Err() == nil {
 		time.Sleep(settleInterval)
@@ -91,7 +91,7 @@ func (t *connectLimiter) busy() bool {
 	return len(t.addrs) > 0
 }
 
-// Resolve finds the local address that reaches raddr. It sends no packet.
+// Resolve finds the local address that reaches raddr. Resolve sends no packet.
 func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.ActiveID, error) {
 	raddr = netip.AddrPortFrom(raddr.Addr().Unmap(), raddr.Port())
 	fail := func(kind verbs.ConnErrorKind, err error) error {
@@ -127,8 +127,8 @@ func (a *activeID) Close() error {
 	return nil
 }
 
-// An attempt is one connection set-up. It runs on a separate goroutine, because a cancelled attempt
-// must not close a new TCP connection at once (see abandonTimeout).
+// An attempt is one connection set-up. An attempt runs on a separate goroutine, because a canceled
+// attempt must not close a new TCP connection at once (see abandonTimeout).
 type attempt struct {
 	id          *activeID
 	param       verbs.ConnParam
@@ -137,7 +137,7 @@ type attempt struct {
 	releaseTurn func()
 
 	connected atomic.Bool   // the TCP connection is established
-	cancelled chan struct{} // closed when the caller no longer waits
+	canceled  chan struct{} // closed when the caller no longer waits
 	done      chan error    // capacity 1
 }
 
@@ -161,7 +161,7 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 		id: a, param: param, qp: q, releaseTurn: release,
 		own: depths{ird: roundDepth(int(param.ResponderResources), maxReadDepth),
 			ord: min(int(param.InitiatorDepth), maxReadDepth)},
-		cancelled: make(chan struct{}), done: make(chan error, 1),
+		canceled: make(chan struct{}), done: make(chan error, 1),
 	}
 	a.hold()
 	go t.run()
@@ -173,7 +173,7 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	case <-a.Done():
 		err = base.ErrClosed
 	}
-	close(t.cancelled)
+	close(t.canceled)
 	if t.connected.Load() {
 		return t.replyError(err)
 	}
@@ -182,7 +182,7 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 
 func (t *attempt) abandoned() bool {
 	select {
-	case <-t.cancelled:
+	case <-t.canceled:
 		return true
 	default:
 		return false
@@ -209,7 +209,7 @@ func (t *attempt) run() {
 		return
 	}
 	t.done <- nil
-	// If the caller was cancelled at this moment it has not taken the result, but it still owns the
+	// If the caller was canceled at this moment it has not taken the result, but it still owns the
 	// ConnID and closes it.
 }
 
@@ -239,7 +239,7 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 		defer close(watched)
 		select {
 		case <-got:
-		case <-t.cancelled:
+		case <-t.canceled:
 			conn.SetReadDeadline(time.Now().Add(abandonTimeout))
 		}
 	}()

@@ -25,20 +25,20 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// The corpora of the fuzz targets are cut from what a TCP relay saw between an NFS client and its
-// server. To record them anew:
+// The corpora of the fuzz targets are parts of streams that a TCP relay recorded between an NFS
+// client and its server. To record them again:
 //
-//	go test ./pkg/verbs/softiwarp -run TestRecordedRun -update
-var update = flag.Bool("update", false, "write what passes the relay to the corpora of the fuzz targets")
+//	go test ./pkg/verbs/softiwarp -run TestRecordedStreamsParse -update
+var update = flag.Bool("update", false, "write the recorded streams to the corpora of the fuzz targets")
 
 // Limits of the corpora.
 const (
-	corpusFile    = 1800 // octets of stream in a file
+	corpusFile    = 1800 // bytes of stream in a file
 	corpusStreams = 40   // files of FuzzDDPStream
-	recordedFPDU  = 480  // small, so that a file holds several
+	recordedFPDU  = 480  // small, so that a file contains several
 )
 
-// A tap is one direction of a relayed connection.
+// A tap records one direction of a relayed connection.
 type tap struct {
 	mu sync.Mutex
 	b  []byte // guarded by mu
@@ -51,12 +51,12 @@ func (d *tap) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// A relay passes TCP connections on to a server and keeps what passes.
+// A relay forwards TCP connections to a server and records both directions.
 type relay struct {
 	l    *net.TCPListener
 	wg   sync.WaitGroup
 	mu   sync.Mutex
-	taps [][2]*tap // of each connection: to the server, to the client; guarded by mu
+	taps [][2]*tap // per connection: to the server, to the client; guarded by mu
 }
 
 func startRelay(t *testing.T, to netip.AddrPort) *relay {
@@ -104,14 +104,14 @@ func startRelay(t *testing.T, to netip.AddrPort) *relay {
 
 func (r *relay) addr() netip.AddrPort { return r.l.Addr().(*net.TCPAddr).AddrPort() }
 
-// finish waits for the connections to end and returns what they carried.
+// finish waits for the connections to end and returns the recordings.
 func (r *relay) finish() [][2]*tap {
 	r.l.Close()
 	r.wg.Wait()
 	return r.taps
 }
 
-// nfsRun makes calls of every form against a served directory, through a relay.
+// nfsRun makes NFS calls of every message form through a relay, and returns the recordings.
 func nfsRun(t *testing.T, crc bool) [][2]*tap {
 	t.Helper()
 	dir := t.TempDir()
@@ -155,7 +155,7 @@ func nfsRun(t *testing.T, crc bool) [][2]*tap {
 		got := make([]byte, n)
 		ok(c.Read(ctx, cred, fh, 0, got, &rd))
 		if !bytes.Equal(got, data) {
-			t.Errorf("%d octets came back changed", n)
+			t.Errorf("read of %d bytes: data differs from what was written", n)
 		}
 	}
 	ok(c.Symlink(ctx, cred, root.FH, "link", "elsewhere", &nfs3.SetAttr{}, &cr))
@@ -165,7 +165,7 @@ func nfsRun(t *testing.T, crc bool) [][2]*tap {
 	return r.finish()
 }
 
-// terminatedRun makes connections that end with a Terminate each.
+// terminatedRun makes connections that each end with a Terminate.
 func terminatedRun(t *testing.T) [][2]*tap {
 	t.Helper()
 	p := softiwarp.New(softiwarp.Config{})
@@ -185,12 +185,14 @@ func terminatedRun(t *testing.T) [][2]*tap {
 	return r.finish()
 }
 
-// terminatedConnection connects, posts wr, which the peer refuses, and waits for the end.
-func terminatedConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr netip.AddrPort, wr *verbs.WorkRequest) {
+// terminatedConnection connects, posts wr, which the peer refuses, and waits until the connection
+// ends.
+func terminatedConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr netip.AddrPort,
+	wr *verbs.WorkRequest) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	gone := make(chan error, 2)
+	disconnected := make(chan error, 2)
 	nop := func(*verbs.WorkCompletion) {}
 	setUp := func(id verbs.ConnID) verbs.QP {
 		pd, err := id.Device().AllocPD()
@@ -203,7 +205,7 @@ func terminatedConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr
 		}
 		t.Cleanup(func() { id.Close(); cq.Close(); pd.Dealloc() })
 		qp, err := id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 4, MaxRecvWR: 4,
-			OnDisconnect: func(err error) { gone <- err }})
+			OnDisconnect: func(err error) { disconnected <- err }})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -235,30 +237,30 @@ func terminatedConnection(t *testing.T, p verbs.Provider, l verbs.Listener, addr
 	if _, err := qp.PostSend(wr); err != nil {
 		t.Fatal(err)
 	}
-	<-gone
-	<-gone
+	<-disconnected
+	<-disconnected
 	id.Close()
 	req.Close()
 }
 
-// split takes a recorded direction apart into its MPA frame and ULPDUs, with a parser of its own;
-// whatever does not fit is an error.
+// split parses a recorded direction into its MPA frame and ULPDUs. split does not use the parser of
+// package softiwarp. split fails the test on data that is not a whole FPDU.
 func split(t *testing.T, b []byte) (frame []byte, ulpdus [][]byte) {
 	t.Helper()
 	const hdr, key = 20, 16
 	if len(b) < hdr || !bytes.HasPrefix(b, []byte("MPA ID Re")) {
-		t.Fatalf("the stream starts with %q", b[:min(len(b), key)])
+		t.Fatalf("start of the stream: got %q, want an MPA frame", b[:min(len(b), key)])
 	}
 	n := hdr + int(binary.BigEndian.Uint16(b[hdr-2:]))
 	frame, b = b[:n], b[n:]
 	for len(b) > 0 {
 		if len(b) < 2 {
-			t.Fatalf("%d octets at the end of the stream", len(b))
+			t.Fatalf("%d bytes at the end of the stream, want a whole FPDU", len(b))
 		}
 		n := int(binary.BigEndian.Uint16(b))
 		whole := (2+n+3)&^3 + 4
 		if len(b) < whole {
-			t.Fatalf("an FPDU of %d octets, %d are left", whole, len(b))
+			t.Fatalf("FPDU of %d bytes: the stream has only %d more", whole, len(b))
 		}
 		ulpdus = append(ulpdus, b[2:2+n])
 		b = b[whole:]
@@ -266,9 +268,9 @@ func split(t *testing.T, b []byte) (frame []byte, ulpdus [][]byte) {
 	return frame, ulpdus
 }
 
-// rename makes a recorded segment one that the fuzzed endpoint can take: its STags, offsets inside
-// its window, MSNs from 1. What Wireshark calls queue 0 to 2 are indices of next.
-func rename(u []byte, next *[3]uint32, base map[uint32]uint64) []byte {
+// adaptSegment adapts a recorded segment to the fuzzed endpoint: STags of the endpoint, offsets
+// inside its window, and MSNs from 1 on. next has the MSNs of the three untagged queues.
+func adaptSegment(u []byte, next *[3]uint32, base map[uint32]uint64) []byte {
 	u = bytes.Clone(u)
 	be := binary.BigEndian
 	window := func(stag uint32, to uint64) uint64 {
@@ -299,16 +301,16 @@ func rename(u []byte, next *[3]uint32, base map[uint32]uint64) []byte {
 	return u
 }
 
-// TestRecordedRun: what passes between an NFS client and its server is whole frames and FPDUs, of
-// every kind there is.
-func TestRecordedRun(t *testing.T) {
+// TestRecordedStreamsParse checks that the streams between an NFS client and its server consist of
+// whole frames and FPDUs, and contain every opcode. With -update it writes the corpora.
+func TestRecordedStreamsParse(t *testing.T) {
 	var c corpora
 	seen := make(map[byte]int)
 	for run, taps := range [][][2]*tap{nfsRun(t, false), nfsRun(t, true), terminatedRun(t)} {
 		for _, both := range taps {
-			for way, d := range both {
+			for direction, d := range both {
 				frame, ulpdus := split(t, d.b)
-				c.add([]string{"FuzzMPARequest", "FuzzMPAReply"}[way], frame)
+				c.add([]string{"FuzzMPARequest", "FuzzMPAReply"}[direction], frame)
 				var next [3]uint32
 				base := make(map[uint32]uint64)
 				var window []byte
@@ -325,17 +327,17 @@ func TestRecordedRun(t *testing.T) {
 						c.add("FuzzTerminate", u[18:])
 					}
 					if len(window)+2+len(u) > corpusFile && u[0]&0x80 == 0 && binary.BigEndian.Uint32(u[14:]) == 0 {
-						flush() // not between the segments of a message
+						flush() // only between two messages
 					}
 					if len(window)+2+len(u) > corpusFile {
 						continue
 					}
-					r := rename(u, &next, base)
+					r := adaptSegment(u, &next, base)
 					window = append(binary.BigEndian.AppendUint16(window, uint16(len(r))), r...)
 				}
 				flush()
 				whole := d.b[len(frame):]
-				// as it was
+				// the unchanged stream
 				c.add("FuzzDDPStream", whole[:min(len(whole), corpusFile)], false, run == 1, uint16(20))
 			}
 		}
@@ -343,7 +345,7 @@ func TestRecordedRun(t *testing.T) {
 	for op, name := range map[byte]string{0: "Write", 1: "Read Request", 2: "Read Response", 3: "Send",
 		4: "Send with Invalidate", 7: "Terminate"} {
 		if seen[op] == 0 {
-			t.Errorf("no %s was recorded", name)
+			t.Errorf("recorded messages of kind %s: got 0, want at least 1", name)
 		}
 	}
 	if *update {
@@ -351,7 +353,7 @@ func TestRecordedRun(t *testing.T) {
 	}
 }
 
-// corpora are the files of all targets.
+// corpora holds the corpus files by target and name.
 type corpora struct{ files map[string]map[string][]any }
 
 func (c *corpora) add(target string, data []byte, rest ...any) {
@@ -369,7 +371,7 @@ func (c *corpora) add(target string, data []byte, rest ...any) {
 	c.files[target][fmt.Sprintf("run-%08x", h.Sum32())] = append([]any{bytes.Clone(data)}, rest...)
 }
 
-// write replaces the files of earlier runs, in the format of the testing package.
+// write replaces the files of earlier recordings. The format is that of the testing package.
 func (c *corpora) write(t *testing.T) {
 	t.Helper()
 	for target, files := range c.files {

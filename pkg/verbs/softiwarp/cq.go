@@ -19,9 +19,9 @@ type cqe struct {
 // dispatchBatch is how many completions the dispatcher takes at once.
 const dispatchBatch = 16
 
-// A completionQueue is a bounded ring and the goroutine that calls handlers. It cannot overflow:
-// creating a QP reserves entries for both its queues, and a slot of a queue becomes free only after
-// the dispatcher took the completion.
+// A completionQueue is a bounded ring and the goroutine that calls handlers. The ring cannot
+// overflow: creating a QP reserves entries for both its queues, and a slot of a queue
+// becomes free only after the dispatcher took the completion.
 type completionQueue struct {
 	dev     *device
 	depth   int
@@ -78,8 +78,8 @@ func (c *completionQueue) dispatch() {
 	}
 }
 
-// take waits for completions and moves up to dispatchBatch of them to batch. It returns how many,
-// and 0 when the queue is closed.
+// take waits for completions, moves up to dispatchBatch of them to batch, and returns how many. 0
+// means that the queue is closed.
 func (c *completionQueue) take() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -102,7 +102,7 @@ func (c *completionQueue) take() int {
 	return n
 }
 
-// Close stops the dispatcher and waits for its end. It must not be called from a handler.
+// Close stops the dispatcher and waits for its end. Close must not be called from a handler.
 func (c *completionQueue) Close() error {
 	first, err := c.entries.Close()
 	if err != nil {

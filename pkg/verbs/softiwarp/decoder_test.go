@@ -15,33 +15,34 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// capture records the loopback traffic of one port while f runs, and returns the file.
+// capture records the loopback traffic of one port while f runs, and returns the name of the file.
 func capture(t *testing.T, port uint16, f func()) string {
 	t.Helper()
 	dumpcap, err := exec.LookPath("dumpcap")
 	if err != nil {
-		t.Fatal("dumpcap is not installed: make deps, or Debian's wireshark-common")
+		t.Fatal("dumpcap is not installed; run make deps, or install wireshark-common")
 	}
 	if _, err := exec.LookPath("tshark"); err != nil {
-		t.Fatal("tshark is not installed: make deps, or Debian's tshark")
+		t.Fatal("tshark is not installed; run make deps, or install tshark")
 	}
 	if os.Geteuid() != 0 {
-		t.Fatal("capturing needs root: run the tests as root")
+		t.Fatal("packet capture needs root; run the tests as root")
 	}
 	file := filepath.Join(t.TempDir(), "siw.pcapng")
 	cmd := exec.Command(dumpcap, "-q", "-i", "lo", "-B", "64", "-f", fmt.Sprintf("tcp port %d", port), "-w", file)
-	said, err := cmd.StderrPipe()
+	stderr, err := cmd.StderrPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	lines := bufio.NewScanner(said)
-	for lines.Scan() && !strings.HasPrefix(lines.Text(), "File:") { // it captures from here on
+	lines := bufio.NewScanner(stderr)
+	// wait for the start of the capture
+	for lines.Scan() && !strings.HasPrefix(lines.Text(), "File:") {
 	}
 	f()
-	// dumpcap takes packets over in blocks, once a second at the latest
+	// dumpcap receives packets in blocks, at least once a second
 	time.Sleep(1500 * time.Millisecond)
 	cmd.Process.Signal(syscall.SIGINT)
 	for lines.Scan() {
@@ -55,7 +56,7 @@ func capture(t *testing.T, port uint16, f func()) string {
 	return file
 }
 
-// tshark decodes a capture.
+// tshark returns what tshark prints about a capture.
 func tshark(t *testing.T, file string, args ...string) string {
 	t.Helper()
 	cmd := exec.Command("tshark", append([]string{"-n", "-r", file, "-o", "tcp.desegment_tcp_streams:TRUE"},
@@ -69,9 +70,9 @@ func tshark(t *testing.T, file string, args ...string) string {
 	return string(out)
 }
 
-// TestIndependentDecoder: tshark reads what both ends sent as MPA, DDP and RDMAP, every CRC good
-// and nothing malformed.
-func TestIndependentDecoder(t *testing.T) {
+// TestTsharkDecodesStream checks that tshark decodes both directions as MPA, DDP and RDMAP, with
+// valid CRCs and without malformed packets.
+func TestTsharkDecodesStream(t *testing.T) {
 	for _, cfg := range []Config{{CRC: true}, {}, {CRC: true, MaxFPDU: 1448}} {
 		d := newUnconnectedPair(t, cfg)
 		file := capture(t, d.port, func() {
@@ -80,7 +81,7 @@ func TestIndependentDecoder(t *testing.T) {
 			for range 3 {
 				r.run()
 			}
-			// And an end with a Terminate that quotes a Read Request.
+			// The connection ends with a Terminate that quotes a Read Request.
 			d.b.run(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: 1, SGList: sges(8)})
 			d.a.cause()
 			d.a.id.Close()
@@ -89,16 +90,16 @@ func TestIndependentDecoder(t *testing.T) {
 		out := tshark(t, file, "-V")
 		for _, bad := range []string{"Malformed", "Unreassembled", "Bad CRC32", "Bad length", "Dissector bug"} {
 			if n := strings.Count(out, bad); n != 0 {
-				t.Errorf("%+v: the decoder says %q %d times", cfg, bad, n)
+				t.Errorf("%+v: tshark reports %q %d times, want 0", cfg, bad, n)
 			}
 		}
 		if cfg.CRC && strings.Count(out, "Good CRC32") < 20 {
-			t.Errorf("%+v: the decoder checked %d CRCs", cfg, strings.Count(out, "Good CRC32"))
+			t.Errorf("%+v: valid CRCs: got %d, want at least 20", cfg, strings.Count(out, "Good CRC32"))
 		}
 		for op, want := range map[string]int{"Write": 3, "Read Request": 4, "Read Response": 3, "Send": 4,
 			"Send with Invalidate": 3, "Terminate": 1} {
 			if n := strings.Count(out, "OpCode: "+op+" ("); n < want {
-				t.Errorf("%+v: %d RDMAP messages with opcode %s decoded, want at least %d", cfg, n, op, want)
+				t.Errorf("%+v: RDMAP messages with opcode %s: got %d, want at least %d", cfg, op, n, want)
 			}
 		}
 	}

@@ -24,7 +24,7 @@ func New(cfg Config) verbs.Provider {
 // Name returns "softiwarp".
 func (p *provider) Name() string { return Name }
 
-// A device is a soft RNIC. It holds no descriptors.
+// A device is a soft RNIC without descriptors.
 type device struct {
 	cfg   Config
 	table stagTable

@@ -54,7 +54,7 @@ func awaitReadable(raw syscall.RawConn) error {
 // chose it as the local port.
 var errSelfConnect = os.NewSyscallError("connect", unix.ECONNREFUSED)
 
-// dial makes the TCP connection, in repair mode. When the caller is cancelled before the peer
+// dial makes the TCP connection, in repair mode. When the caller is canceled before the peer
 // answers, dial ends. An established connection is kept for the handshake.
 func (t *attempt) dial() (*net.TCPConn, error) {
 	f, err := t.dialFile()
@@ -104,7 +104,7 @@ func (t *attempt) dialFile() (f *os.File, err error) {
 		defer close(watched)
 		select {
 		case <-finished:
-		case <-t.cancelled:
+		case <-t.canceled:
 			if handshaking(raw) { // otherwise the connect finishes soon
 				f.SetWriteDeadline(time.Unix(1, 0))
 			}

@@ -16,7 +16,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// needTCPRepair fails where the kernel does not let this process be mute.
+// needTCPRepair fails the test when this process may not use TCP_REPAIR.
 func needTCPRepair(t *testing.T) {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -25,36 +25,36 @@ func needTCPRepair(t *testing.T) {
 	}
 	defer unix.Close(fd)
 	if err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_REPAIR, unix.TCP_REPAIR_ON); err != nil {
-		t.Fatalf("TCP_REPAIR: %v; it takes CAP_NET_ADMIN: run the tests as root", err)
+		t.Fatalf("TCP_REPAIR: %v; run the tests as root, because it needs CAP_NET_ADMIN", err)
 	}
 }
 
-// expectResetAfterReply holds a peer's connection to the promise: whoever was at its other end is gone, and
-// it learns that when it answers, not before.
+// expectResetAfterReply checks that the peer of a closed connection gets a reset when it replies,
+// and no end of the stream before.
 func expectResetAfterReply(t *testing.T, c *net.TCPConn) {
 	c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Errorf("the peer heard %v of a connection that was given up", err)
+		t.Errorf("read before the reply: got %v, want a timeout", err)
 		return
 	}
 	r := validReply()
 	c.Write(r.append(nil))
 	c.SetReadDeadline(time.Now().Add(testTimeout))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
-		t.Errorf("the peer heard %v when it answered, want a reset", err)
+		t.Errorf("read after the reply: got %v, want ECONNRESET", err)
 	}
 }
 
-// TestGivenUp: a caller who cancels, or whom nobody answers, is let go at once, yet the peer gets
-// its request, and no end before it answers.
-func TestGivenUp(t *testing.T) {
+// TestCanceledConnectStaysOpen cancels a connect, or lets it time out. Connect must return at
+// once, but the peer must receive the request, and no end of the stream before it replies.
+func TestCanceledConnectStaysOpen(t *testing.T) {
 	needTCPRepair(t)
 	for _, c := range []struct {
 		name string
 		cfg  Config
 		kind verbs.ConnErrorKind
 	}{
-		{"cancelled", defaultConfig, verbs.ConnLocal},
+		{"canceled", defaultConfig, verbs.ConnLocal},
 		{"no reply", Config{ReplyTimeout: 50 * time.Millisecond}, verbs.ConnTimeout},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -64,7 +64,7 @@ func TestGivenUp(t *testing.T) {
 			addr := serveOnce(t, func(conn *net.TCPConn) {
 				defer close(done)
 				if f := readRequestFrame(conn); f.rev != mpaRev2 {
-					t.Errorf("request %+v", f)
+					t.Errorf("request: got %+v, want revision 2", f)
 				}
 				if c.kind == verbs.ConnLocal {
 					cancel()
@@ -75,7 +75,7 @@ func TestGivenUp(t *testing.T) {
 			v, err := connectEndpoint(t, ctx, c.cfg, addr, endpointParam)
 			var ce *verbs.ConnError
 			if !errors.As(err, &ce) || ce.Kind != c.kind {
-				t.Errorf("error %v", err)
+				t.Errorf("error: got %v, want one of kind %v", err, c.kind)
 			}
 			v.id.Close()
 			Settle(testContext(t))
@@ -85,10 +85,11 @@ func TestGivenUp(t *testing.T) {
 	}
 }
 
-// connectEnv makes the test binary connect to the address that it holds, until it is killed.
+// connectEnv is an environment variable. The test binary connects to the address in it until it is
+// killed.
 const connectEnv = "SOFTIWARP_TEST_CONNECT"
 
-// connector is the process that TestKilledConnect kills.
+// connectUntilKilled runs in the process that TestKilledConnectStaysOpen kills.
 func connectUntilKilled(to string) {
 	check := func(err error) {
 		if err != nil {
@@ -104,11 +105,11 @@ func connectUntilKilled(to string) {
 	_, err = id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1})
 	check(err)
 	check(id.Connect(context.Background(), endpointParam))
-	panic("it was to be killed before it is connected")
+	panic("connected before the test killed this process")
 }
 
-// TestKilledConnect kills a process that has sent its request and has no reply.
-func TestKilledConnect(t *testing.T) {
+// TestKilledConnectStaysOpen kills a process that has sent its request and has no reply.
+func TestKilledConnectStaysOpen(t *testing.T) {
 	needTCPRepair(t)
 	requested, killed, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
 	addr := serveOnce(t, func(c *net.TCPConn) {
@@ -127,7 +128,7 @@ func TestKilledConnect(t *testing.T) {
 	case <-requested:
 	case <-done:
 	}
-	// the request has come a system call before its sender is mute again
+	// the sender needs one more system call to enter repair mode again
 	time.Sleep(10 * time.Millisecond)
 	cmd.Process.Kill()
 	cmd.Wait()
@@ -135,9 +136,9 @@ func TestKilledConnect(t *testing.T) {
 	<-done
 }
 
-// TestLateListener: a SYN that was lost is sent again although the socket is mute, and the
-// connection that comes of it is as good as any.
-func TestLateListener(t *testing.T) {
+// TestLostSYNIsResent checks that the kernel retransmits a lost SYN in repair mode, and that the
+// connection then works.
+func TestLostSYNIsResent(t *testing.T) {
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
 	if err != nil {
 		t.Fatal(err)
@@ -147,7 +148,7 @@ func TestLateListener(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	raw.Control(func(fd uintptr) { unix.Listen(int(fd), 0) }) // room for one
+	raw.Control(func(fd uintptr) { unix.Listen(int(fd), 0) }) // a backlog of one connection
 	first, err := net.DialTimeout("tcp", l.Addr().String(), testTimeout)
 	if err != nil {
 		t.Fatal(err)
@@ -155,7 +156,7 @@ func TestLateListener(t *testing.T) {
 	defer first.Close()
 	served := make(chan error, 1)
 	go func() {
-		time.Sleep(300 * time.Millisecond) // the SYN finds no room
+		time.Sleep(300 * time.Millisecond) // the SYN is dropped because the backlog is full
 		c, err := l.AcceptTCP()
 		if err != nil {
 			served <- err
@@ -184,8 +185,9 @@ func TestLateListener(t *testing.T) {
 	v.id.Close()
 }
 
-// TestSelfConnect: a port without a listener never turns out to be this side itself.
-func TestSelfConnect(t *testing.T) {
+// TestSelfConnectIsRefused connects a socket to itself, as the kernel can do for a port without a
+// listener.
+func TestSelfConnectIsRefused(t *testing.T) {
 	for _, addr := range []string{"127.0.0.1:0", "[::1]:0"} {
 		to := netip.MustParseAddrPort(addr)
 		sa, family, err := sockaddr(to)
@@ -207,7 +209,7 @@ func TestSelfConnect(t *testing.T) {
 			t.Fatal(err)
 		}
 		if ok, err := connectResult(fd); ok || !errors.Is(err, syscall.ECONNREFUSED) {
-			t.Errorf("%s connected to itself: %v, %v", addr, ok, err)
+			t.Errorf("%s connected to itself: got %v, %v, want false, ECONNREFUSED", addr, ok, err)
 		}
 	}
 }

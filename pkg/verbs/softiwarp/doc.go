@@ -1,42 +1,43 @@
 // Package softiwarp is a userspace iWARP RNIC: a verbs provider that speaks MPA (RFC 5044, RFC
-// 6581), DDP (RFC 5041) and RDMAP (RFC 5040) over ordinary TCP sockets. It needs no RDMA card, no
-// kernel module and no privilege. It interoperates with iWARP cards and with Linux's siw.
+// 6581), DDP (RFC 5041) and RDMAP (RFC 5040) over ordinary TCP sockets. The package needs no RDMA
+// card, no kernel module and no privilege, and interoperates with iWARP cards and with Linux's siw.
 //
 // # What it promises
 //
 // Fast registration is real (docs/features.md S3-S6). An STag has a 24-bit index from a CSPRNG and
-// an 8-bit key of the consumer. It is valid on one stream, in one protection domain, for the
-// registered rights and bytes. Every tagged byte is checked. The device no longer reads or writes
-// the memory after a LocalInv has completed, after the Receive of a Send With Invalidate has
-// completed, or after Dereg has returned (see the fence at mr). Dereg waits for nothing. A LocalInv
-// waits only for the requests posted before it, never for a peer to take its Read Response. If the
-// peer was reading or writing the memory at that moment, the transfer cannot finish and the
-// connection ends. An MR is valid only on the QP that registered it; when that QP is lost the MR
-// can only be deregistered.
+// an 8-bit key of the consumer. An STag is valid on one stream, in one protection domain, for the
+// registered rights and bytes. Every tagged byte is checked. The device no longer accesses the
+// memory when a LocalInv has completed, when the Receive of a Send With Invalidate has completed,
+// or when Dereg has returned (see the fence at mr). Dereg waits for nothing. A LocalInv waits only
+// for the requests posted before it, never for a peer to take its Read Response. If the peer was
+// reading or writing the memory at that moment, the transfer cannot finish and the connection ends.
+// An MR is valid only on the QP that registered it; when that QP is lost the MR can only be
+// deregistered.
 //
 // Every posted request completes exactly once. PostSend never waits for the socket. The writer
 // answers the peer's RDMA Read Requests as they arrive; consumer code cannot delay them.
 //
 // Input from the peer is checked as RFC 5041 §7.1 and RFC 5040 §7.2 require. Each failure is
 // answered with the Terminate that the RFCs name for it (terminate.go). No input makes this package
-// panic, allocate by a claimed length, or access memory outside a valid registration or a posted
-// Receive.
+// panic or allocate by a claimed length. No input can access memory outside a valid registration or
+// a posted Receive.
 //
-// # Where it departs from the RFCs, and why
+// # Departures from the RFCs
 //
-//   - CRCs are off by default (RFC 5044 §4.4): a stock siw ends the connection when TCP splits an FPDU's
-//     trailer. [Config.CRC] turns them on. They are also used when the peer asks for them.
-//   - MPA markers are not sent. A Request that demands markers is rejected, as siw does. A Reply that
-//     demands them ends the attempt.
-//   - The RDMA Consortium's dialect, revision 0, is refused. An initiator does not fall back to revision 1,
-//     which cannot negotiate read depths (RFC 6581 §10 allows both).
-//   - FPDUs are no larger than the MSS unless [Config.MaxFPDU] says so. Without CRCs several FPDUs share a
-//     system call, so a TCP segment may start in the middle of one (RFC 5044 §5.1 prefers otherwise).
-//   - A FIN of the peer ends both directions. RFC 5041 §6.2.1 would let this side continue to send, which
-//     siw does not support.
+//   - CRCs are off by default (RFC 5044 §4.4): a stock siw ends the connection when TCP splits an
+//     FPDU's trailer. [Config.CRC] turns them on. CRCs are also used when the peer asks for them.
+//   - MPA markers are not sent. A Request that demands markers is rejected, as siw does. A Reply
+//     that demands them ends the attempt.
+//   - The RDMA Consortium's dialect, revision 0, is refused. An initiator does not fall back to
+//     revision 1, which cannot negotiate read depths (RFC 6581 §10 allows both).
+//   - FPDUs are no larger than the MSS unless [Config.MaxFPDU] says so. Without CRCs several
+//     FPDUs share a system call, so a TCP segment may start in the middle of one (RFC 5044 §5.1
+//     prefers otherwise).
+//   - A FIN of the peer ends both directions. RFC 5041 §6.2.1 would let this side continue to
+//     send, which siw does not support.
 //   - An RDMA Read of zero bytes completes without a Read Request.
-//   - The peer may have one Read Request more than the negotiated depth outstanding, because a request
-//     leaves the queue when its response starts.
+//   - The peer may have one Read Request more than the negotiated depth outstanding, because a
+//     request leaves the queue when its response starts.
 //
 // For stock siw, read depths are powers of two. Connects to one address run one after the other. A
 // TCP connection that the peer has not answered ends without a packet, even when the process is
@@ -56,8 +57,8 @@
 // Handlers run on the dispatcher, OnDisconnect on a separate goroutine.
 //
 //	qp.mu                state, send queue, inbound Read Requests, outstanding Reads
-//	qp.rqMu              receive queue
-//	completionQueue.mu   its ring; may be taken inside qp.mu or qp.rqMu
+//	qp.rq                receive queue
+//	completionQueue.mu   its ring; may be taken inside qp.mu or qp.rq
 //	mr.mu                one registration; held around the non-blocking system call or copy of its data
 //	stagTable.mu         STag index to MR
 //	base.ConnID          addresses, queue pair and peer parameters; held while newQP runs

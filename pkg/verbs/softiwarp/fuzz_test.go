@@ -13,8 +13,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// fuzzFrames is what both MPA targets check: no panic, and what is taken is taken whole and encodes
-// to what it was.
+// fuzzFrames is the body of both MPA targets. Reading must not panic, and an accepted frame must
+// encode to the bytes that were read.
 func fuzzFrames(f *testing.F, reply bool) {
 	for _, x := range []mpaFrame{
 		{enhanced: true, rev: 2, ird: 32, data: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}},
@@ -37,18 +37,18 @@ func fuzzFrames(f *testing.F, reply bool) {
 		}
 		used := b[:len(b)-r.Len()]
 		if len(x.data) > maxPrivateData || x.reply != reply {
-			t.Fatalf("accepted %+v", x)
+			t.Fatalf("accepted an invalid frame: %+v", x)
 		}
 		if got := x.append(nil); len(got) != len(used) || !bytes.Equal(got[:mpaKeySize], used[:mpaKeySize]) ||
 			!bytes.Equal(got[mpaHdrSize+enhSize*btoi(x.enhanced):], used[mpaHdrSize+enhSize*btoi(x.enhanced):]) {
-			t.Fatalf("%x became %x", used, got)
+			t.Fatalf("encoded frame: got %x, want %x", got, used)
 		}
 		d, ird, ord := answerDepths(&x, depths{4, 4}, maxReadDepth)
 		if d.ird > maxReadDepth || d.ord > maxReadDepth || ird > depthByULP || ord > depthByULP {
-			t.Fatalf("depths %+v, reply %d %d", d, ird, ord)
+			t.Fatalf("answerDepths: got %+v, reply %d %d, above the limit", d, ird, ord)
 		}
 		if d, ok := adoptDepths(&x, depths{4, 4}, maxReadDepth); ok && (d.ird > maxReadDepth || d.ord > 4) {
-			t.Fatalf("depths %+v", d)
+			t.Fatalf("adoptDepths: got %+v, above the limit", d)
 		}
 	})
 }
@@ -73,9 +73,9 @@ func FuzzTerminate(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		code, _ := decodeTerminate(b)
 		if code.layer > 0xf || code.etype > 0xf || code.asError(false).Error() == "" {
-			t.Fatalf("%x became %+v", b, code)
+			t.Fatalf("decodeTerminate(%x): got %+v", b, code)
 		}
-		// What this side quotes from the same octets must fit and be understood.
+		// A Terminate that quotes the same bytes must fit and decode.
 		var buf [maxHeaderSize]byte
 		copy(buf[:], b)
 		var h header
@@ -86,19 +86,19 @@ func FuzzTerminate(f *testing.F) {
 		var out [fpduLenSize + maxTermULPDU]byte
 		n := x.encode(out[:])
 		if back, _ := decodeTerminate(out[fpduLenSize+untaggedHdr : n]); back != x.code {
-			t.Fatalf("%+v became %+v", x.code, back)
+			t.Fatalf("decoded code: got %+v, want %+v", back, x.code)
 		}
 	})
 }
 
-// The STags of the fuzzed endpoint. They are fixed, so that a corpus can name them.
+// STags of the fuzzed endpoint. The STags are fixed, so that a corpus can contain them.
 const (
 	fuzzWrite = 0x00000111
 	fuzzRead  = 0x00000222
-	fuzzRecv  = 4096 // octets of each Receive
+	fuzzRecv  = 4096 // bytes of each Receive
 )
 
-// The fuzzed endpoint's registrations, for the recorder of the corpora.
+// The registrations of the fuzzed endpoint, for the tests that record the corpora.
 const (
 	FuzzWriteSTag = fuzzWrite
 	FuzzReadSTag  = fuzzRead
@@ -120,12 +120,8 @@ func fixSTag(m verbs.MR, stag uint32) {
 	x.mu.Unlock()
 }
 
-// FuzzDDPStream feeds a stream to a QP with live registrations: it must not panic, hang, or write
-// anything but the window for writing and the Receives. framed data is a list of ULPDUs with two
-// octets of length before each, and gets its pads and CRCs from the test. Run it with
-// -fuzzminimizetime 1x: several goroutines make the coverage of one input vary, and minimizing by
-// it goes nowhere.
-func FuzzDDPStream(f *testing.F) {
+// addDDPSeeds adds streams with messages of every kind to the corpus of FuzzDDPStream.
+func addDDPSeeds(f *testing.F) {
 	ulpdu := func(us ...[]byte) (b []byte) {
 		for _, u := range us {
 			b = binary.BigEndian.AppendUint16(b, uint16(len(u)))
@@ -141,15 +137,33 @@ func FuzzDDPStream(f *testing.F) {
 		ulpdu(untagged(opSend, false, 0, qnSend, 1, 0, []byte("he")), write,
 			untagged(opSendInv, true, fuzzWrite, qnSend, 1, 2, []byte("llo")), write),
 		ulpdu(untagged(opTerminate, true, 0, qnTerminate, 1, 0, []byte{0x11, 0, 0xc0, 0})),
-		ulpdu(tagged(opReadResp, true, 1, 0, nil)), ulpdu(tagged(opWrite, true, fuzzWrite, winIOVA+winLen-1,
-			[]byte{1, 2})), {0, 0},
+		ulpdu(tagged(opReadResp, true, 1, 0, nil)),
+		ulpdu(tagged(opWrite, true, fuzzWrite, winIOVA+winLen-1, []byte{1, 2})),
+		{0, 0},
 	} {
 		f.Add(s, true, false, uint16(5))
 		f.Add(s, true, true, uint16(0))
 	}
 	f.Add(fpdu(write, false), false, false, uint16(33))
 	f.Add(append(fpdu(read, false), fpdu(send, false)...), false, false, uint16(7))
+}
 
+// frame returns the FPDUs of a list of ULPDUs, each after a length of two bytes.
+func frame(ulpdus []byte, crc bool) (stream []byte) {
+	for len(ulpdus) >= fpduLenSize {
+		n := min(int(binary.BigEndian.Uint16(ulpdus)), len(ulpdus)-fpduLenSize)
+		stream = append(stream, fpdu(ulpdus[fpduLenSize:][:n], crc)...)
+		ulpdus = ulpdus[fpduLenSize+n:]
+	}
+	return stream
+}
+
+// FuzzDDPStream sends a stream to a QP with valid registrations. The QP must not panic or hang, and
+// may write only the window for writing and the Receives. If framed, the data is a list of ULPDUs,
+// each after a length of two bytes, and the test adds pads and CRCs. Run it with -fuzzminimizetime
+// 1x: the coverage of one input varies because of the goroutines, so minimizing does not work.
+func FuzzDDPStream(f *testing.F) {
+	addDDPSeeds(f)
 	ctx := context.Background()
 	var listeners [2]verbs.Listener
 	for i := range listeners {
@@ -162,7 +176,7 @@ func FuzzDDPStream(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, data []byte, framed, crc bool, cut uint16) {
 		l := listeners[btoi(crc)]
-		// Many source addresses, lest closed connections use the ports of one up.
+		// Use many source addresses, because closed connections occupy the ports of one.
 		from := &net.TCPAddr{IP: net.IPv4(127, byte(rand.Uint32()), byte(rand.Uint32()), 1)}
 		c, err := net.DialTCP("tcp", from, net.TCPAddrFromAddrPort(l.Addr()))
 		if err != nil {
@@ -187,12 +201,7 @@ func FuzzDDPStream(f *testing.F) {
 		fixSTag(rm, fuzzRead)
 		stream := data
 		if framed {
-			stream = nil
-			for len(data) >= fpduLenSize {
-				n := min(int(binary.BigEndian.Uint16(data)), len(data)-fpduLenSize)
-				stream = append(stream, fpdu(data[fpduLenSize:][:n], crc)...)
-				data = data[fpduLenSize+n:]
-			}
+			stream = frame(data, crc)
 		}
 		go io.Copy(io.Discard, c)
 		at := min(int(cut), len(stream))
@@ -202,11 +211,11 @@ func FuzzDDPStream(f *testing.F) {
 		v.cause()
 		v.id.Close()
 		if !bytes.Equal(source, bytes.Repeat([]byte{0x31}, len(source))) {
-			t.Error("memory registered for reading was written")
+			t.Error("the memory registered for reading was written")
 		}
 		copy(v.mem[guard:][:winLen], v.clean[guard:])
 		if !bytes.Equal(v.mem, v.clean) {
-			t.Error("memory beside the window was written")
+			t.Error("memory next to the window was written")
 		}
 		wm.Dereg() // the next run uses the same STags
 		rm.Dereg()

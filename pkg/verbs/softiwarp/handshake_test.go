@@ -18,15 +18,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// server runs f on the first connection to a fresh port, which it closes at the end of the test: a
-// peer that was given up hears of that only then.
+// serveOnce runs f on the first connection to a new port. At the end of the test the reads of f
+// fail, because a client whose connect was canceled sends no FIN (dial.go).
 func serveOnce(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 	t.Helper()
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(loopback))
 	if err != nil {
 		t.Fatal(err)
 	}
-	over, done := make(chan struct{}), make(chan struct{})
+	testDone, done := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(done)
 		c, err := l.AcceptTCP()
@@ -42,21 +42,22 @@ func serveOnce(t testing.TB, f func(c *net.TCPConn)) netip.AddrPort {
 		}()
 		select {
 		case <-served:
-		case <-over:
+		case <-testDone:
 			c.SetDeadline(time.Unix(1, 0))
 			<-served
 		}
 	}()
 	t.Cleanup(func() {
 		l.Close()
-		close(over)
+		close(testDone)
 		<-done
 	})
 	return addrPort(l.Addr())
 }
 
-// connectEndpoint connects a endpoint to addr.
-func connectEndpoint(t testing.TB, ctx context.Context, cfg Config, addr netip.AddrPort, param verbs.ConnParam) (*endpoint,
+// connectEndpoint makes an endpoint and connects it to addr.
+func connectEndpoint(t testing.TB, ctx context.Context, cfg Config, addr netip.AddrPort,
+	param verbs.ConnParam) (*endpoint,
 	error) {
 	t.Helper()
 	id, err := New(cfg).Resolve(ctx, addr)
@@ -67,85 +68,90 @@ func connectEndpoint(t testing.TB, ctx context.Context, cfg Config, addr netip.A
 	return v, id.Connect(ctx, param)
 }
 
+// testContext returns a context that ends after testTimeout or with the test.
 func testContext(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
 	t.Cleanup(cancel)
 	return ctx
 }
 
+// validReply returns an accepting Reply.
 func validReply() mpaFrame {
 	return mpaFrame{reply: true, enhanced: true, rev: mpaRev2, ird: 4, ord: 4}
 }
 
-// readRequestFrame reads a request, whatever it is.
+// readRequestFrame reads a Request and ignores errors.
 func readRequestFrame(c net.Conn) mpaFrame {
 	f, _ := readMPAFrame(c, false)
 	return f
 }
 
-// TestWrongServers: every peer that is not what it should be gives its own clear error in bounded
-// time.
-func TestWrongServers(t *testing.T) {
-	reply := func(f mpaFrame) func(c *net.TCPConn) {
-		return func(c *net.TCPConn) {
-			readRequestFrame(c)
-			c.Write(f.append(nil))
-			io.Copy(io.Discard, c)
-		}
+// replyWith returns a server that answers a Request with a valid Reply after change.
+func replyWith(change func(f *mpaFrame)) func(c *net.TCPConn) {
+	f := validReply()
+	change(&f)
+	return func(c *net.TCPConn) {
+		readRequestFrame(c)
+		c.Write(f.append(nil))
+		io.Copy(io.Discard, c)
 	}
-	with := func(change func(f *mpaFrame)) mpaFrame {
-		f := validReply()
-		change(&f)
-		return f
-	}
-	for _, c := range []struct {
-		name  string
-		serve func(c *net.TCPConn)
-		kind  verbs.ConnErrorKind
-		phase string
-		says  string
-	}{
-		{"HTTP server", func(c *net.TCPConn) {
-			c.Read(make([]byte, 10))
-			c.Write([]byte("HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"))
-		}, verbs.ConnProtocol, phaseReadReply, "HTTP"},
-		{"banner without being asked", func(c *net.TCPConn) {
-			c.Write([]byte("SSH-2.0-x\r\n"))
-			io.Copy(io.Discard, c)
-		}, verbs.ConnProtocol, phaseReadReply, "SSH"},
-		{"random octets", func(c *net.TCPConn) {
-			readRequestFrame(c)
-			c.Write([]byte{0x9a, 0x11, 0, 1})
-			io.Copy(io.Discard, c)
-		}, verbs.ConnProtocol, phaseReadReply, "does not speak MPA"},
-		{"closes at once", func(*net.TCPConn) {}, verbs.ConnProtocol, phaseReadReply, "closed the connection without"},
-		{"closes after the request", func(c *net.TCPConn) { readRequestFrame(c) }, verbs.ConnProtocol, phaseReadReply,
-			"closed the connection without"},
-		// not before the request: the dial could see it
-		{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"},
-		{"closes in the middle", func(c *net.TCPConn) {
-			readRequestFrame(c)
-			r := validReply()
-			c.Write(r.append(nil)[:21])
-		}, verbs.ConnProtocol, phaseReadReply, "in the middle"},
-		{"hangs", func(c *net.TCPConn) { io.Copy(io.Discard, c) }, verbs.ConnTimeout, phaseReadReply, "did not answer"},
-		{"hangs in the middle", func(c *net.TCPConn) {
-			readRequestFrame(c)
-			c.Write([]byte(mpaRepKey))
-			io.Copy(io.Discard, c)
-		}, verbs.ConnTimeout, phaseReadReply, "did not answer"},
-		{"rejects", reply(with(func(f *mpaFrame) { f.reject, f.data = true, []byte("no") })), verbs.ConnRejected,
-			phaseReadReply, "rejected"},
-		{"both initiators", reply(with(func(f *mpaFrame) { f.reply = false })), verbs.ConnProtocol, phaseReadReply,
-			"initiator"},
-		{"revision 3", reply(with(func(f *mpaFrame) { f.rev = 3 })), verbs.ConnProtocol, phaseReadReply, "revision 3"},
-		{"plain reply", reply(with(func(f *mpaFrame) { f.enhanced = false })), verbs.ConnProtocol, phaseCheckReply,
-			"enhanced"},
-		{"markers", reply(with(func(f *mpaFrame) { f.markers = true })), verbs.ConnProtocol, phaseCheckReply,
-			"markers"},
-		{"private data too long", reply(with(func(f *mpaFrame) { f.data = make([]byte, 600) })), verbs.ConnProtocol,
-			phaseReadReply, "604"},
-	} {
+}
+
+// wrongServers are servers that do not follow the protocol, with the error of a connect.
+var wrongServers = []struct {
+	name  string
+	serve func(c *net.TCPConn)
+	kind  verbs.ConnErrorKind
+	phase string
+	want  string // in the error text
+}{
+	{"HTTP server", func(c *net.TCPConn) {
+		c.Read(make([]byte, 10))
+		c.Write([]byte("HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"))
+	}, verbs.ConnProtocol, phaseReadReply, "HTTP"},
+	{"SSH banner before the request", func(c *net.TCPConn) {
+		c.Write([]byte("SSH-2.0-x\r\n"))
+		io.Copy(io.Discard, c)
+	}, verbs.ConnProtocol, phaseReadReply, "SSH"},
+	{"random bytes", func(c *net.TCPConn) {
+		readRequestFrame(c)
+		c.Write([]byte{0x9a, 0x11, 0, 1})
+		io.Copy(io.Discard, c)
+	}, verbs.ConnProtocol, phaseReadReply, "does not speak MPA"},
+	{"closes before the request", func(*net.TCPConn) {}, verbs.ConnProtocol, phaseReadReply,
+		"closed the connection without"},
+	{"closes after the request", func(c *net.TCPConn) { readRequestFrame(c) }, verbs.ConnProtocol, phaseReadReply,
+		"closed the connection without"},
+	// after the request, because dial could otherwise return the error
+	{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"},
+	{"closes inside the reply", func(c *net.TCPConn) {
+		readRequestFrame(c)
+		r := validReply()
+		c.Write(r.append(nil)[:21])
+	}, verbs.ConnProtocol, phaseReadReply, "in the middle"},
+	{"does not reply", func(c *net.TCPConn) { io.Copy(io.Discard, c) }, verbs.ConnTimeout, phaseReadReply,
+		"did not answer"},
+	{"sends only a part of the reply", func(c *net.TCPConn) {
+		readRequestFrame(c)
+		c.Write([]byte(mpaRepKey))
+		io.Copy(io.Discard, c)
+	}, verbs.ConnTimeout, phaseReadReply, "did not answer"},
+	{"rejects", replyWith(func(f *mpaFrame) { f.reject, f.data = true, []byte("no") }), verbs.ConnRejected,
+		phaseReadReply, "rejected"},
+	{"both are initiators", replyWith(func(f *mpaFrame) { f.reply = false }), verbs.ConnProtocol, phaseReadReply,
+		"initiator"},
+	{"revision 3", replyWith(func(f *mpaFrame) { f.rev = 3 }), verbs.ConnProtocol, phaseReadReply, "revision 3"},
+	{"plain reply", replyWith(func(f *mpaFrame) { f.enhanced = false }), verbs.ConnProtocol, phaseCheckReply,
+		"enhanced"},
+	{"markers", replyWith(func(f *mpaFrame) { f.markers = true }), verbs.ConnProtocol, phaseCheckReply, "markers"},
+	{"private data too long", replyWith(func(f *mpaFrame) { f.data = make([]byte, 600) }), verbs.ConnProtocol,
+		phaseReadReply, "604"},
+}
+
+// TestConnectToWrongServerFails checks that a connect to each of wrongServers fails within the
+// timeouts.
+func TestConnectToWrongServerFails(t *testing.T) {
+	for _, c := range wrongServers {
 		t.Run(c.name, func(t *testing.T) {
 			cfg := defaultConfig
 			cfg.ReplyTimeout = 200 * time.Millisecond
@@ -153,16 +159,16 @@ func TestWrongServers(t *testing.T) {
 			v, err := connectEndpoint(t, testContext(t), cfg, addr, endpointParam)
 			var ce *verbs.ConnError
 			if !errors.As(err, &ce) {
-				t.Fatalf("%v, want a *verbs.ConnError", err)
+				t.Fatalf("error: got %v, want a *verbs.ConnError", err)
 			}
 			t.Log(err)
 			if ce.Kind != c.kind || c.phase != "" && ce.Phase != c.phase || ce.Addr != addr.String() ||
-				!strings.Contains(ce.Error(), c.says) {
-				t.Errorf("kind %v, phase %q, want %v, %q, and a mention of %q", ce.Kind, ce.Phase, c.kind, c.phase,
-					c.says)
+				!strings.Contains(ce.Error(), c.want) {
+				t.Errorf("error %q: got kind %v, phase %q, want %v, %q and the text %q", ce, ce.Kind, ce.Phase,
+					c.kind, c.phase, c.want)
 			}
 			if c.name == "rejects" && string(ce.PrivateData) != "no" {
-				t.Errorf("private data %q", ce.PrivateData)
+				t.Errorf("private data: got %q, want %q", ce.PrivateData, "no")
 			}
 			if len(v.disconnected) != 0 {
 				t.Error("OnDisconnect was called")
@@ -171,8 +177,9 @@ func TestWrongServers(t *testing.T) {
 	}
 }
 
-// TestRequestOnTheWire: the octets of the request, and that they leave in one TCP segment.
-func TestRequestOnTheWire(t *testing.T) {
+// TestRequestIsOneSegment checks the bytes of the Request, and that one read(2) returns all of
+// them.
+func TestRequestIsOneSegment(t *testing.T) {
 	got := make(chan []byte, 1)
 	addr := serveOnce(t, func(c *net.TCPConn) {
 		b := make([]byte, 1000)
@@ -183,13 +190,13 @@ func TestRequestOnTheWire(t *testing.T) {
 		PrivateData: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}})
 	want := append([]byte(mpaReqKey), 0x10, 2, 0, 12, 0, 32, 0, 0, 0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3)
 	if b := <-got; !bytes.Equal(b, want) {
-		t.Errorf("request %x, want %x", b, want)
+		t.Errorf("request: got %x, want %x", b, want)
 	}
 }
 
-// TestInsufficientIRD: a Reply whose ORD cannot be met is answered with a Terminate (RFC 6581
-// §9.1).
-func TestInsufficientIRD(t *testing.T) {
+// TestTooLargeORDTerminates sends a Reply whose ORD is above the limit. The answer is a Terminate
+// (RFC 6581 §9.1).
+func TestTooLargeORDTerminates(t *testing.T) {
 	got := make(chan termCode, 1)
 	addr := serveOnce(t, func(c *net.TCPConn) {
 		readRequestFrame(c)
@@ -200,16 +207,16 @@ func TestInsufficientIRD(t *testing.T) {
 		got <- code
 	})
 	if _, err := connectEndpoint(t, testContext(t), defaultConfig, addr, endpointParam); err == nil {
-		t.Error("connected")
+		t.Error("Connect: got nil, want an error")
 	}
 	if code := <-got; code != termInsufficientIRD {
-		t.Errorf("Terminate %+v, want %+v", code, termInsufficientIRD)
+		t.Errorf("Terminate: got %+v, want %+v", code, termInsufficientIRD)
 	}
 }
 
-// TestReplyDecidesCRC: a responder may ask for CRCs that the initiator did not ask for (RFC 5044
-// §7.1.1).
-func TestReplyDecidesCRC(t *testing.T) {
+// TestReplyEnablesCRC checks that a responder can enable CRCs that the initiator did not request
+// (RFC 5044 §7.1.1).
+func TestReplyEnablesCRC(t *testing.T) {
 	got := make(chan header, 1)
 	addr := serveOnce(t, func(c *net.TCPConn) {
 		readRequestFrame(c)
@@ -225,12 +232,13 @@ func TestReplyDecidesCRC(t *testing.T) {
 	}
 	v.run(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: []byte("abc")}}})
 	if h := <-got; h.op != opSend {
-		t.Errorf("got %+v", h)
+		t.Errorf("first FPDU: got %+v, want a Send", h)
 	}
 }
 
-// TestGivenUpBeforeRequest: the same when the context ends before the TCP connection is used.
-func TestGivenUpBeforeRequest(t *testing.T) {
+// TestConnectWithCanceledContextFails checks that a TCP connection, if there is one, still carries
+// the Request.
+func TestConnectWithCanceledContextFails(t *testing.T) {
 	got := make(chan mpaFrame, 1)
 	addr := serveOnce(t, func(c *net.TCPConn) { got <- readRequestFrame(c) })
 	ctx, cancel := context.WithCancel(context.Background())
@@ -241,18 +249,18 @@ func TestGivenUpBeforeRequest(t *testing.T) {
 	newEndpoint(t, id)
 	cancel()
 	if err := id.Connect(ctx, endpointParam); err == nil {
-		t.Error("connected with a cancelled context")
+		t.Error("Connect with a canceled context: got nil, want an error")
 	}
 	select {
-	case f := <-got: // a connection, if there was one, carried the request
+	case f := <-got:
 		if f.rev != mpaRev2 {
-			t.Errorf("request %+v", f)
+			t.Errorf("request: got %+v, want revision 2", f)
 		}
-	case <-time.After(100 * time.Millisecond): // or there was none
+	case <-time.After(100 * time.Millisecond): // no TCP connection was made
 	}
 }
 
-// unresponsivePort is a port whose SYNs go unanswered: its accept queue is full.
+// unresponsivePort returns a port that does not answer SYNs, because its accept queue is full.
 func unresponsivePort(t *testing.T) netip.AddrPort {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -278,32 +286,33 @@ func unresponsivePort(t *testing.T) netip.AddrPort {
 		}
 		t.Cleanup(func() { c.Close() })
 	}
-	t.Fatal("the kernel accepts however many connections wait")
+	t.Fatal("the accept queue is not full after 8 connections")
 	return addr
 }
 
-func TestConnectHangs(t *testing.T) {
+func TestConnectTimesOut(t *testing.T) {
 	addr := unresponsivePort(t)
 	cfg := defaultConfig
 	cfg.ConnectTimeout = 100 * time.Millisecond
 	_, err := connectEndpoint(t, testContext(t), cfg, addr, endpointParam)
 	var ce *verbs.ConnError
 	if !errors.As(err, &ce) || ce.Kind != verbs.ConnTimeout || ce.Phase != phaseConnect {
-		t.Errorf("no answer to the SYN: %v", err)
+		t.Errorf("connect without an answer to the SYN: got %v, want a timeout in phase connect", err)
 	}
-	// Giving up in the middle of it frees the turn for the next at once.
+	// A canceled connect does not delay the next one.
 	cfg.ConnectTimeout = 10 * time.Minute
 	for range 2 {
 		ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
-		if _, err := connectEndpoint(t, ctx, cfg, addr, endpointParam); !errors.As(err, &ce) || ce.Kind != verbs.ConnTimeout {
-			t.Errorf("deadline: %v", err)
+		if _, err := connectEndpoint(t, ctx, cfg, addr, endpointParam); !errors.As(err, &ce) ||
+			ce.Kind != verbs.ConnTimeout {
+			t.Errorf("connect with a deadline: got %v, want a timeout", err)
 		}
 		cancel()
 	}
 }
 
-// TestOneConnectAtATime: connects to one address wait for each other.
-func TestOneConnectAtATime(t *testing.T) {
+// TestConnectsToOneAddressRunInTurn checks that one connect to an address waits for the other.
+func TestConnectsToOneAddressRunInTurn(t *testing.T) {
 	const n = 6
 	l, err := net.Listen("tcp", loopback.String())
 	if err != nil {
@@ -346,17 +355,17 @@ func TestOneConnectAtATime(t *testing.T) {
 	}
 	wg.Wait()
 	if m := most.Load(); m != 1 {
-		t.Errorf("%d connects were under way at once", m)
+		t.Errorf("simultaneous connects: got %d, want 1", m)
 	}
 	connects.mu.Lock()
 	defer connects.mu.Unlock()
 	if len(connects.addrs) != 0 {
-		t.Errorf("%d turnstiles are left", len(connects.addrs))
+		t.Errorf("entries in the connect limiter: got %d, want 0", len(connects.addrs))
 	}
 }
 
-// accepting runs a listener that accepts everything, and hands its endpoints out.
-func accepting(t *testing.T, cfg Config) (netip.AddrPort, chan *endpoint) {
+// acceptAll runs a listener that accepts every request, and returns its address and its endpoints.
+func acceptAll(t *testing.T, cfg Config) (netip.AddrPort, chan *endpoint) {
 	t.Helper()
 	l, err := New(cfg).Listen(testContext(t), loopback)
 	if err != nil {
@@ -373,7 +382,7 @@ func accepting(t *testing.T, cfg Config) (netip.AddrPort, chan *endpoint) {
 			}
 			v := newEndpoint(t, r)
 			if err := r.Accept(context.Background(), endpointParam); err != nil {
-				t.Logf("accept: %v", err)
+				t.Logf("Accept: %v", err)
 			}
 			endpoints <- v
 		}
@@ -385,9 +394,10 @@ func accepting(t *testing.T, cfg Config) (netip.AddrPort, chan *endpoint) {
 	return l.Addr(), endpoints
 }
 
-// TestWrongClients: what is not an MPA Request is closed without an answer, and the listener lives.
-func TestWrongClients(t *testing.T) {
-	addr, endpoints := accepting(t, Config{RequestTimeout: 150 * time.Millisecond})
+// TestInvalidRequestsAreClosed sends data that is not an MPA Request. The listener must close the
+// connection without an answer, and continue to accept others.
+func TestInvalidRequestsAreClosed(t *testing.T) {
+	addr, endpoints := acceptAll(t, Config{RequestTimeout: 150 * time.Millisecond})
 	frame := func(f mpaFrame) []byte { return f.append(nil) }
 	for _, c := range []struct {
 		name string
@@ -410,24 +420,24 @@ func TestWrongClients(t *testing.T) {
 		conn.Write(c.b)
 		conn.SetReadDeadline(time.Now().Add(testTimeout))
 		if n, err := conn.Read(make([]byte, 100)); n != 0 {
-			t.Errorf("%s: was answered with %d octets", c.name, n)
+			t.Errorf("%s: got an answer of %d bytes, want none", c.name, n)
 		} else if ne, ok := err.(net.Error); ok && ne.Timeout() {
-			t.Errorf("%s: was not closed", c.name)
+			t.Errorf("%s: the connection is still open", c.name)
 		}
 		conn.Close()
 	}
 	if _, err := connectEndpoint(t, testContext(t), defaultConfig, addr, endpointParam); err != nil {
-		t.Errorf("after all that: %v", err)
+		t.Errorf("connect after the invalid requests: %v", err)
 	}
 	<-endpoints
 	if len(endpoints) != 0 {
-		t.Error("a wrong client was accepted")
+		t.Error("an invalid request was accepted")
 	}
 }
 
-// TestReplies: the form of the Reply follows that of the Request.
-func TestReplies(t *testing.T) {
-	addr, endpoints := accepting(t, defaultConfig)
+// TestReplyHasFormOfRequest sends Requests of every form and checks the Reply.
+func TestReplyHasFormOfRequest(t *testing.T) {
+	addr, endpoints := acceptAll(t, defaultConfig)
 	for _, c := range []struct {
 		name string
 		req  mpaFrame
@@ -463,7 +473,7 @@ func TestReplies(t *testing.T) {
 				t.Fatal(err)
 			}
 			if !sameFrame(got, c.want) {
-				t.Errorf("reply %+v, want %+v", got, c.want)
+				t.Errorf("reply: got %+v, want %+v", got, c.want)
 			}
 			if got.reject {
 				return
@@ -472,28 +482,28 @@ func TestReplies(t *testing.T) {
 			p := &rawPeer{t: t, c: conn.(*net.TCPConn), crc: got.crc}
 			msn := uint32(1)
 			switch {
-			case got.rtrSend: // takes no Receive
+			case got.rtrSend: // consumes no Receive
 				p.send(untagged(opSend, true, 0, qnSend, 1, 0, nil))
 				msn++
 			case got.rtrRead:
 				p.send(readReq(readRequest{msn: 1, sinkSTag: 1}))
 				if h, _ := p.mustNext(); h.op != opReadResp {
-					t.Errorf("answer to the RTR: %+v", h)
+					t.Errorf("answer to the RTR Read: got %+v, want a Read Response", h)
 				}
 			case got.rtrWrite:
 				p.send(tagged(opWrite, true, 1, 0, nil))
 			}
 			p.send(untagged(opSend, true, 0, qnSend, msn, 0, []byte("x")))
 			if wc := v.received(); wc.Status != verbs.StatusSuccess || wc.ByteLen != 1 {
-				t.Errorf("first Receive: %+v", wc)
+				t.Errorf("first Receive: got %+v, want 1 byte", wc)
 			}
 		})
 	}
 }
 
-// TestSlowRequest: a request may come octet by octet.
-func TestSlowRequest(t *testing.T) {
-	addr, endpoints := accepting(t, defaultConfig)
+// TestRequestMayArriveByteByByte sends each byte of a Request separately.
+func TestRequestMayArriveByteByByte(t *testing.T) {
+	addr, endpoints := acceptAll(t, defaultConfig)
 	conn, err := net.Dial("tcp", addr.String())
 	if err != nil {
 		t.Fatal(err)
@@ -503,9 +513,9 @@ func TestSlowRequest(t *testing.T) {
 		conn.Write([]byte{b})
 	}
 	if rep, err := readMPAFrame(conn, true); err != nil || rep.reject {
-		t.Errorf("reply %+v, %v", rep, err)
+		t.Errorf("reply: got %+v, %v, want an accepting one", rep, err)
 	}
 	if v := <-endpoints; string(v.id.Peer().PrivateData) != "private" {
-		t.Errorf("peer %+v", v.id.Peer())
+		t.Errorf("Peer: got %+v, want the private data of the Request", v.id.Peer())
 	}
 }

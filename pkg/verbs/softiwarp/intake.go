@@ -13,8 +13,8 @@ import (
 const (
 	// intakeSize is enough for two of the largest FPDUs.
 	intakeSize = 2 * (fpduLenSize + maxULPDU + trailerMax)
-	// aheadSmall is enough for a trailer and the next header. It limits how much of a large FPDU is
-	// copied.
+	// aheadSmall is enough for a trailer and the next header. A small read-ahead limits how much of
+	// a large FPDU is copied.
 	aheadSmall = 128
 	// largeFPDU is the mean size from which payload is read by a separate system call.
 	largeFPDU = 8 << 10
@@ -95,7 +95,7 @@ func (x *intake) readAhead() int {
 // noteSize adds the size of an FPDU to the running mean.
 func (x *intake) noteSize(n int) { x.mean += (n - x.mean) / 4 }
 
-// place moves the next s.n bytes of the stream to s. It returns errRevoked when the registration
+// place moves the next s.n bytes of the stream to s. place returns errRevoked when the registration
 // has ended.
 func (x *intake) place(s sink) error {
 	for s.n > 0 {
@@ -151,8 +151,8 @@ func (x *intake) read() error {
 	return nil
 }
 
-// readv runs inside RawConn.Read. It holds the lock of the target MR around the system call, and
-// not while it waits.
+// readv runs inside RawConn.Read. The lock of the target MR is held around the system call, and not
+// while waiting for the socket.
 func (x *intake) readv(fd uintptr) bool {
 	m := x.dst.src.mr
 	n, full := 0, true

@@ -15,8 +15,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// maxPending is how many connections may be between accept(2) and Accept. For a further one, a
-// connection is closed that has not sent its MPA Request.
+// maxPending limits the connections between accept(2) and Accept. A further connection replaces one
+// that has not sent its MPA Request.
 const maxPending = 64
 
 // acceptRetryDelay is the pause after a failed accept, for example without free descriptors.
@@ -34,8 +34,10 @@ type listener struct {
 	once   sync.Once
 	wg     sync.WaitGroup // accept loop and handshakes
 
-	mu    sync.Mutex
-	conns map[*net.TCPConn]time.Time // in handshake, by their begin; guarded by mu
+	handshakes struct {
+		sync.Mutex
+		conns map[*net.TCPConn]time.Time // start of each handshake
+	}
 }
 
 // Listen accepts connections on laddr.
@@ -49,8 +51,9 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 	l := &listener{
 		dev: p.dev, tcp: tl.(*net.TCPListener), addr: addrPort(tl.Addr()),
 		ready: make(chan *connRequest, maxPending), slots: make(chan struct{}, maxPending),
-		closed: make(chan struct{}), conns: make(map[*net.TCPConn]time.Time),
+		closed: make(chan struct{}),
 	}
+	l.handshakes.conns = make(map[*net.TCPConn]time.Time)
 	leakcheck.Track(leakcheck.Listener, 1)
 	l.wg.Add(1)
 	go l.run()
@@ -90,9 +93,9 @@ func (l *listener) run() {
 	}
 }
 
-// takeSlot takes the right to handle one more connection. Clients that connect and send nothing do
-// not keep others out: the oldest silent connection of the address that has most of them gives up
-// its slot.
+// takeSlot acquires a slot for one more connection. When all slots are in use, takeSlot closes one
+// connection that has not sent its MPA Request: the oldest one of the address that has the most of
+// them. So clients that send nothing cannot block other clients.
 func (l *listener) takeSlot() bool {
 	select {
 	case l.slots <- struct{}{}:
@@ -111,45 +114,45 @@ func (l *listener) takeSlot() bool {
 	return false
 }
 
-// closeSilent ends one handshake; see takeSlot.
+// closeSilent ends one handshake for takeSlot. It returns false if no handshake is in progress.
 func (l *listener) closeSilent() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+	l.handshakes.Lock()
+	defer l.handshakes.Unlock()
 	count := make(map[netip.Addr]int)
-	for c := range l.conns {
+	for c := range l.handshakes.conns {
 		count[addrPort(c.RemoteAddr()).Addr()]++
 	}
-	var victim *net.TCPConn
+	var oldest *net.TCPConn
 	most := 0
-	for c, began := range l.conns {
+	for c, began := range l.handshakes.conns {
 		n := count[addrPort(c.RemoteAddr()).Addr()]
-		if n > most || n == most && began.Before(l.conns[victim]) {
-			victim, most = c, n
+		if n > most || n == most && began.Before(l.handshakes.conns[oldest]) {
+			oldest, most = c, n
 		}
 	}
-	if victim == nil {
+	if oldest == nil {
 		return false
 	}
-	victim.SetDeadline(time.Unix(1, 0)) // the handshake closes it
-	delete(l.conns, victim)
+	oldest.SetDeadline(time.Unix(1, 0)) // the handshake closes it
+	delete(l.handshakes.conns, oldest)
 	return true
 }
 
-// enroll registers c for Close. It returns false when the listener is closed.
+// enroll registers c for Close. enroll returns false when the listener is closed.
 func (l *listener) enroll(c *net.TCPConn) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+	l.handshakes.Lock()
+	defer l.handshakes.Unlock()
 	select {
 	case <-l.closed:
 		return false
 	default:
 	}
-	l.conns[c] = time.Now()
+	l.handshakes.conns[c] = time.Now()
 	return true
 }
 
-// handshake reads the MPA Request. It closes the connection without an answer when the Request is
-// invalid (RFC 5044 §7.1.2).
+// handshake reads the MPA Request. handshake closes the connection without an answer when the
+// Request is invalid (RFC 5044 §7.1.2).
 func (l *listener) handshake(c *net.TCPConn) {
 	defer l.wg.Done()
 	req, err := readMPAFrame(c, false)
@@ -160,9 +163,9 @@ func (l *listener) handshake(c *net.TCPConn) {
 		rep.reject = true
 		c.Write(rep.append(nil))
 	}
-	l.mu.Lock()
-	delete(l.conns, c)
-	l.mu.Unlock()
+	l.handshakes.Lock()
+	delete(l.handshakes.conns, c)
+	l.handshakes.Unlock()
 	if err != nil {
 		l.dev.cfg.Logger.Debug("connection refused in the MPA handshake", "peer", c.RemoteAddr(), "error", err)
 		c.Close()
@@ -202,12 +205,12 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 // Close stops listening and closes the connections that Accept has not returned.
 func (l *listener) Close() error {
 	l.once.Do(func() {
-		l.mu.Lock()
+		l.handshakes.Lock()
 		close(l.closed)
-		for c := range l.conns {
+		for c := range l.handshakes.conns {
 			c.SetDeadline(time.Unix(1, 0)) // the handshake closes it
 		}
-		l.mu.Unlock()
+		l.handshakes.Unlock()
 		l.tcp.Close()
 		l.wg.Wait()
 		for {
@@ -264,9 +267,9 @@ func (r *connRequest) Accept(ctx context.Context, param verbs.ConnParam) error {
 	return nil
 }
 
-// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). It prefers the zero-length Write, which
-// uses no resources, and offers it when the peer names no other option. It reports whether it chose
-// the zero-length Send.
+// chooseRTR answers a peer-to-peer request (RFC 6581 §9.2). chooseRTR prefers the zero-length
+// Write, which uses no resources, and offers it when the peer names no other option. chooseRTR
+// reports whether it chose the zero-length Send.
 func (r *connRequest) chooseRTR(rep *mpaFrame, d *depths) bool {
 	if !r.req.peer {
 		return false

@@ -9,10 +9,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// TestPendingIsBounded: connections that send no request, or that nobody accepts, are so many and
-// no more; when their time is over or they are accepted there is room again.
-func TestPendingIsBounded(t *testing.T) {
-	silent := func(t *testing.T, l verbs.Listener, send []byte) *net.TCPConn {
+// TestPendingConnectionsAreBounded opens connections that send no request or are not accepted. The
+// listener keeps maxPending of them and closes further ones. The listener accepts new ones after a
+// timeout or an Accept.
+func TestPendingConnectionsAreBounded(t *testing.T) {
+	dial := func(t *testing.T, l verbs.Listener, send []byte) *net.TCPConn {
 		t.Helper()
 		c, err := net.Dial("tcp", l.Addr().String())
 		if err != nil {
@@ -39,29 +40,29 @@ func TestPendingIsBounded(t *testing.T) {
 			l := vl.(*listener)
 			var first *net.TCPConn
 			for i := range maxPending {
-				c := silent(t, l, send)
+				c := dial(t, l, send)
 				if i == 0 {
 					first = c
 				}
 			}
-			eventually(t, "all of them are pending", func() bool { return len(l.slots) == maxPending })
+			eventually(t, "maxPending connections are pending", func() bool { return len(l.slots) == maxPending })
 			if send != nil {
 				eventually(t, "all requests are read", func() bool { return len(l.ready) == maxPending })
 			}
-			next := silent(t, l, send)
+			next := dial(t, l, send)
 			if send == nil {
-				if !ended(first, time.Second) {
-					t.Error("the oldest silent connection was kept when the listener was full")
+				if !ended(first, testTimeout) {
+					t.Error("the oldest connection without a request is open, want it replaced by a later one")
 				}
 				if !ended(next, testTimeout) {
-					t.Error("a connection without a request was kept")
+					t.Error("a connection without a request is open after RequestTimeout")
 				}
 			} else {
 				if !ended(next, testTimeout) {
-					t.Errorf("connection %d was kept", maxPending+1)
+					t.Errorf("connection %d is open, want it closed", maxPending+1)
 				}
 				if ended(first, 10*time.Millisecond) {
-					t.Error("a connection with a request was closed for a later one")
+					t.Error("a connection with a request was closed because of a later one")
 				}
 				r, err := l.Accept(context.Background())
 				if err != nil {
@@ -69,8 +70,9 @@ func TestPendingIsBounded(t *testing.T) {
 				}
 				r.Close()
 			}
-			eventually(t, "there is room", func() bool { return len(l.slots) < maxPending })
-			c := silent(t, l, request)
+			eventually(t, "fewer than maxPending connections are pending",
+				func() bool { return len(l.slots) < maxPending })
+			c := dial(t, l, request)
 			if send == nil {
 				r, err := l.Accept(testContext(t))
 				if err != nil {
@@ -79,7 +81,7 @@ func TestPendingIsBounded(t *testing.T) {
 				r.Close()
 			}
 			if send != nil && ended(c, 10*time.Millisecond) {
-				t.Error("a connection for which there was room was dropped")
+				t.Error("a connection within the limit was closed")
 			}
 		})
 	}

@@ -19,10 +19,10 @@ func TestMain(m *testing.M) {
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
-// unusedPort is an address to resolve; nothing is sent there.
+// unusedPort is an address for Resolve; no test connects to it.
 var unusedPort = netip.MustParseAddrPort("127.0.0.1:9")
 
-// configs are the ways of running that the conformance suite must hold in.
+// configs are the configurations for which the conformance suite runs.
 var configs = []struct {
 	name string
 	cfg  Config
@@ -34,8 +34,9 @@ var configs = []struct {
 	{"large FPDUs", Config{MaxFPDU: maxSentULPDU}},
 }
 
-// TestNothingIsSkipped: softiwarp has what rules of the suite are skipped for the want of.
-func TestNothingIsSkipped(t *testing.T) {
+// TestCapabilitiesOfConformanceSuite checks that softiwarp has every capability without which the
+// conformance suite skips a rule.
+func TestCapabilitiesOfConformanceSuite(t *testing.T) {
 	var devices []verbs.Device
 	for range 2 {
 		id, err := New(Config{}).Resolve(testContext(t), unusedPort)
@@ -47,10 +48,10 @@ func TestNothingIsSkipped(t *testing.T) {
 	}
 	const has, hasNot = verbs.CapFastReg | verbs.CapGaps | verbs.CapRemoteInv, verbs.CapPerIOReg
 	if caps := devices[0].Attrs().Caps; caps&has != has || caps&hasNot != 0 {
-		t.Errorf("capabilities %v", caps)
+		t.Errorf("capabilities: got %b, want all of %b and none of %b", caps, has, hasNot)
 	}
 	if devices[0] == devices[1] {
-		t.Error("two providers share one device")
+		t.Error("devices of two providers: got the same, want different ones")
 	}
 }
 

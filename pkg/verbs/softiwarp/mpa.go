@@ -161,8 +161,8 @@ func (f *mpaFrame) parseData(p []byte) {
 	f.data = p
 }
 
-// readMPAFrame reads exactly one frame. It fails on the first byte that differs from the key of an
-// MPA frame.
+// readMPAFrame reads exactly one frame. readMPAFrame fails on the first byte that differs from the
+// key of an MPA frame.
 func readMPAFrame(r io.Reader, wantReply bool) (mpaFrame, error) {
 	var hdr [mpaHdrSize]byte
 	n := 0
@@ -206,8 +206,8 @@ func roundDepth(n, limit int) int {
 // A depths value is the result of the IRD/ORD negotiation for one side.
 type depths struct{ ird, ord int }
 
-// answerDepths is the responder's side of RFC 6581 §9.1. It returns the depths of this side, and
-// ird and ord for the Reply.
+// answerDepths is the responder's side of RFC 6581 §9.1. answerDepths returns the depths of this
+// side, and ird and ord for the Reply.
 func answerDepths(req *mpaFrame, own depths, limit int) (d depths, ird, ord uint16) {
 	d = depths{ird: roundDepth(own.ird, limit), ord: min(own.ord, limit)}
 	if req.ord == depthByULP {

@@ -9,18 +9,18 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A pair is two connected endpoints whose completions go to channels, for tests and benchmarks of the
-// steady state.
+// A pair is two connected endpoints whose completions go to channels. Tests and benchmarks of
+// established connections use it.
 type pair struct {
 	t    testing.TB
 	a, b *endpoint
-	// completions of either side
+	// statuses of the completions of each side
 	aSent, aRecv, bSent, bRecv chan verbs.Status
 }
 
 const pairDepth = 64
 
-// A unconnectedPair listens, and connects when it is told to.
+// An unconnectedPair is a pair that listens. The method connect makes the connection.
 type unconnectedPair struct {
 	*pair
 	p    verbs.Provider
@@ -71,7 +71,7 @@ func (d *unconnectedPair) connect() {
 	if err := <-connected; err != nil {
 		t.Fatal(err)
 	}
-	// Use up the small Receives that a endpoint starts with; the first message also lets b speak.
+	// Consume the small Receives of both endpoints. The first message also allows b to send.
 	for range numRecvs {
 		if st := d.a.run(&verbs.WorkRequest{Opcode: verbs.OpSend,
 			SGList: sges(recvSize)}).Status; st != verbs.StatusSuccess {
@@ -86,14 +86,14 @@ func (d *unconnectedPair) connect() {
 	}
 }
 
-// handler sends statuses to c.
+// handler returns a completion handler that sends the status to c.
 func handler(c chan verbs.Status) func(*verbs.WorkCompletion) {
 	return func(wc *verbs.WorkCompletion) { c <- wc.Status }
 }
 
 func (d *pair) want(c chan verbs.Status) {
 	if st := <-c; st != verbs.StatusSuccess {
-		d.t.Fatalf("completion: %v", st)
+		d.t.Fatalf("completion: got %v, want success", st)
 	}
 }
 
@@ -109,7 +109,8 @@ func (d *pair) recv(v *endpoint, rr *verbs.RecvRequest) {
 	}
 }
 
-// rpc is one NFS-like exchange, its requests made once. run leaves nothing behind.
+// An rpc is one exchange like an NFS call, with requests that are made once. After run nothing is
+// pending.
 type rpc struct {
 	d          *pair
 	recvA      verbs.RecvRequest
@@ -166,9 +167,9 @@ func (r *rpc) run() {
 	d.want(d.aSent)
 }
 
-// TestNoAllocation: Send, Receive, RDMA Write, RDMA Read, FastReg, LocalInv and Send With
-// Invalidate allocate nothing, on neither side, on no goroutine.
-func TestNoAllocation(t *testing.T) {
+// TestExchangeDoesNotAllocate checks that Send, Receive, RDMA Write, RDMA Read, FastReg, LocalInv
+// and Send With Invalidate allocate nothing on either side, on any goroutine.
+func TestExchangeDoesNotAllocate(t *testing.T) {
 	for _, c := range configs {
 		t.Run(c.name, func(t *testing.T) {
 			r := newRPC(newPair(t, c.cfg), 300000)
@@ -176,22 +177,22 @@ func TestNoAllocation(t *testing.T) {
 				r.run()
 			}
 			if !bytes.Equal(r.data, r.back) {
-				t.Fatal("the data came back changed")
+				t.Fatal("the returned data differs from the sent data")
 			}
 			if n := testing.AllocsPerRun(100, r.run); n != 0 {
-				t.Errorf("%v allocations for each exchange", n)
+				t.Errorf("allocations per exchange: got %v, want 0", n)
 			}
 		})
 	}
 }
 
-// benchConfigs are the benchmarks' ways of running.
+// benchConfigs are the configurations for which the benchmarks run.
 var benchConfigs = []struct {
 	name string
 	cfg  Config
 }{{"CRC=off", Config{}}, {"CRC=on", Config{CRC: true}}, {"FPDU=1448", Config{MaxFPDU: 1448}}}
 
-// BenchmarkPingPong is a Send of 64 octets each way.
+// BenchmarkPingPong measures a Send of 64 bytes in each direction.
 func BenchmarkPingPong(b *testing.B) {
 	for _, c := range benchConfigs {
 		b.Run(c.name, func(b *testing.B) {
@@ -216,7 +217,7 @@ func BenchmarkPingPong(b *testing.B) {
 
 const megabyte = 1 << 20
 
-// BenchmarkWrite1M is an RDMA Write of 1 MiB, a Send behind it, and a Send back.
+// BenchmarkWrite1M measures a Send, and an RDMA Write of 1 MiB followed by a Send in return.
 func BenchmarkWrite1M(b *testing.B) {
 	for _, c := range benchConfigs {
 		b.Run(c.name, func(b *testing.B) {
@@ -242,9 +243,10 @@ func BenchmarkWrite1M(b *testing.B) {
 	}
 }
 
+// sges returns an SGE list of one buffer of n bytes.
 func sges(n int) []verbs.SGE { return []verbs.SGE{{Buf: make([]byte, n)}} }
 
-// BenchmarkRead1M is an RDMA Read of 1 MiB.
+// BenchmarkRead1M measures an RDMA Read of 1 MiB.
 func BenchmarkRead1M(b *testing.B) {
 	for _, c := range benchConfigs {
 		b.Run(c.name, func(b *testing.B) {
@@ -262,7 +264,8 @@ func BenchmarkRead1M(b *testing.B) {
 	}
 }
 
-// BenchmarkTCP is the yardstick: the same octets over a TCP connection between two goroutines.
+// BenchmarkTCP measures the same amounts of data over a TCP connection between two goroutines, for
+// comparison.
 func BenchmarkTCP(b *testing.B) {
 	for _, c := range []struct {
 		name        string

@@ -17,14 +17,14 @@ import (
 // testTimeout bounds every wait of these tests.
 const testTimeout = 20 * time.Second
 
-// A rawPeer is the connecting end of a TCP connection that speaks whatever a test wants.
+// A rawPeer is the connecting end of a TCP connection. A rawPeer sends any bytes that a test needs.
 type rawPeer struct {
 	t   testing.TB
 	c   *net.TCPConn
 	crc bool
 }
 
-// fpdu frames a ULPDU: length field, pad and trailer.
+// fpdu returns the FPDU of a ULPDU: length field, ULPDU, pad and CRC.
 func fpdu(ulpdu []byte, crc bool) []byte {
 	b := binary.BigEndian.AppendUint16(nil, uint16(len(ulpdu)))
 	b = append(b, ulpdu...)
@@ -36,7 +36,7 @@ func fpdu(ulpdu []byte, crc bool) []byte {
 	return append(b, sum[:]...)
 }
 
-// tagged, untagged and readReq are ULPDUs.
+// tagged, untagged and readReq return ULPDUs.
 func tagged(op uint8, last bool, stag uint32, to uint64, p []byte) []byte {
 	b := make([]byte, fpduLenSize+taggedHdr)
 	putTagged(b, op, last, stag, to, len(p))
@@ -55,7 +55,7 @@ func readReq(r readRequest) []byte {
 	return b[fpduLenSize:]
 }
 
-// send writes FPDUs in one go.
+// send writes the FPDUs of the ULPDUs with one system call.
 func (p *rawPeer) send(ulpdus ...[]byte) {
 	p.t.Helper()
 	var b []byte
@@ -69,7 +69,7 @@ func (p *rawPeer) write(b []byte) {
 	p.t.Helper()
 	p.c.SetWriteDeadline(time.Now().Add(testTimeout))
 	if _, err := p.c.Write(b); err != nil {
-		p.t.Fatalf("write %d octets: %v", len(b), err)
+		p.t.Fatalf("write %d bytes: %v", len(b), err)
 	}
 }
 
@@ -87,7 +87,7 @@ func (p *rawPeer) next() (header, []byte, error) {
 		return header{}, nil, err
 	}
 	if !bytes.Equal(b, fpdu(b[fpduLenSize:fpduLenSize+n], p.crc)) {
-		p.t.Errorf("pad or CRC is wrong: %x", b)
+		p.t.Errorf("FPDU %x: the pad or the CRC is invalid", b)
 	}
 	var h header
 	h.parseControl(b)
@@ -95,7 +95,7 @@ func (p *rawPeer) next() (header, []byte, error) {
 	return h, b[fpduLenSize+h.size() : fpduLenSize+n], nil
 }
 
-// must is next without errors.
+// mustNext is next; it fails the test on an error.
 func (p *rawPeer) mustNext() (header, []byte) {
 	p.t.Helper()
 	h, b, err := p.next()
@@ -105,8 +105,8 @@ func (p *rawPeer) mustNext() (header, []byte) {
 	return h, b
 }
 
-// terminated skips FPDUs up to a Terminate, checks its form and that nothing follows it, and
-// returns it.
+// readTerminate skips FPDUs until a Terminate and returns it. readTerminate checks the form of the
+// Terminate, and that the stream ends after it.
 func (p *rawPeer) readTerminate() (termCode, []byte) {
 	p.t.Helper()
 	for {
@@ -115,17 +115,18 @@ func (p *rawPeer) readTerminate() (termCode, []byte) {
 			continue
 		}
 		if h.tagged || !h.last || h.qn != qnTerminate || h.msn != firstMSN || h.mo != 0 || len(b) < termHdr {
-			p.t.Errorf("malformed Terminate: %+v %x", h, b)
+			p.t.Errorf("Terminate: got malformed %+v %x", h, b)
 		}
 		if _, _, err := p.next(); err != io.EOF {
-			p.t.Errorf("after the Terminate: %v, want the end of the stream", err)
+			p.t.Errorf("read after the Terminate: got %v, want io.EOF", err)
 		}
 		p.c.CloseWrite()
 		return termCode{b[0] >> 4, b[0] & 0xf, b[1]}, b
 	}
 }
 
-// A endpoint is the end that a rawPeer talks to, with memory of every kind.
+// An endpoint is the softiwarp end of the connection of a rawPeer, with registrations of every
+// kind.
 type endpoint struct {
 	t            testing.TB
 	id           verbs.ConnID
@@ -135,10 +136,10 @@ type endpoint struct {
 	disconnected chan error
 
 	mem     []byte // guard, window, guard
-	clean   []byte // what mem held at first
+	clean   []byte // the initial content of mem
 	wkey    uint32 // window for writing
-	rkey    uint32 // the same octets for reading
-	foreign uint32 // the same octets, right for everything, on no stream of this PD
+	rkey    uint32 // the same memory for reading
+	foreign uint32 // the same memory with all rights, registered on a QP of another PD
 	wmr     verbs.MR
 	recvs   chan verbs.WorkCompletion
 	bufs    [][]byte
@@ -158,13 +159,13 @@ var endpointParam = verbs.ConnParam{ResponderResources: 4, InitiatorDepth: 4}
 // defaultConfig is the configuration of most tests.
 var defaultConfig = Config{}
 
-// newEndpoint gives id a QP; windows makes the registrations.
+// newEndpoint creates a QP on id and posts Receives. The method windows registers memory.
 func newEndpoint(t testing.TB, id verbs.ConnID) *endpoint {
 	t.Helper()
 	return newEndpointOf(t, id, recvSize)
 }
 
-// newEndpointOf is newEndpoint with Receives of another size.
+// newEndpointOf is newEndpoint with Receives of recvSize bytes.
 func newEndpointOf(t testing.TB, id verbs.ConnID, recvSize int) *endpoint {
 	t.Helper()
 	v := &endpoint{t: t, id: id, disconnected: make(chan error, 2), recvs: make(chan verbs.WorkCompletion, 64)}
@@ -199,7 +200,7 @@ func newEndpointOf(t testing.TB, id verbs.ConnID, recvSize int) *endpoint {
 	return v
 }
 
-// run posts one request and waits for it.
+// run posts one request and waits for its completion.
 func (v *endpoint) run(wr *verbs.WorkRequest) verbs.WorkCompletion {
 	v.t.Helper()
 	c := make(chan verbs.WorkCompletion, 1)
@@ -211,7 +212,7 @@ func (v *endpoint) run(wr *verbs.WorkRequest) verbs.WorkCompletion {
 	case wc := <-c:
 		return wc
 	case <-time.After(testTimeout):
-		v.t.Fatalf("%v does not complete", wr.Opcode)
+		v.t.Fatalf("%v did not complete", wr.Opcode)
 		return verbs.WorkCompletion{}
 	}
 }
@@ -232,12 +233,12 @@ func (v *endpoint) register(access verbs.Access, key uint8, segs ...[]byte) (ver
 	wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: winIOVA,
 		Segs: segs})
 	if wc.Status != verbs.StatusSuccess {
-		v.t.Fatalf("FastReg: %v", wc.Status)
+		v.t.Fatalf("FastReg: got %v, want success", wc.Status)
 	}
 	return m, uint32(m.RKey().WithKey(key))
 }
 
-// windows registers the window for writing and for reading, and something of another PD.
+// windows registers the window for writing, for reading, and in another PD.
 func (v *endpoint) windows() {
 	v.t.Helper()
 	v.mem = make([]byte, guard+winLen+guard)
@@ -258,7 +259,7 @@ func (v *endpoint) windows() {
 	m.register(&qp{}, v.foreign, verbs.AccessRemoteRead|verbs.AccessRemoteWrite, winIOVA, [][]byte{win})
 }
 
-// cause waits for OnDisconnect.
+// cause waits for OnDisconnect and returns its argument.
 func (v *endpoint) cause() error {
 	v.t.Helper()
 	select {
@@ -276,23 +277,23 @@ func (v *endpoint) received() verbs.WorkCompletion {
 	case wc := <-v.recvs:
 		return wc
 	case <-time.After(testTimeout):
-		v.t.Fatal("no Receive completes")
+		v.t.Fatal("no Receive completed")
 		return verbs.WorkCompletion{}
 	}
 }
 
-// terminate checks that the connection ended with a Terminate of this side.
+// terminate checks that the connection ended with a Terminate of this side, and returns its code.
 func (v *endpoint) terminate() termCode {
 	v.t.Helper()
 	var te *verbs.TerminateError
 	if err := v.cause(); !errors.As(err, &te) || !te.Local {
-		v.t.Errorf("cause %v, want a Terminate of this side", err)
+		v.t.Errorf("cause: got %v, want a Terminate of this side", err)
 		return termCode{0xf, 0xf, 0xf}
 	}
 	return termCode{te.Layer, te.EType, te.Code}
 }
 
-// attack connects a rawPeer to a fresh endpoint.
+// connectRaw connects a rawPeer to a new endpoint with windows.
 func connectRaw(t testing.TB, cfg Config) (*rawPeer, *endpoint) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
@@ -320,7 +321,7 @@ func connectRaw(t testing.TB, cfg Config) (*rawPeer, *endpoint) {
 		t.Fatal(err)
 	}
 	if rep, err := readMPAFrame(c, true); err != nil || rep.crc != cfg.CRC || rep.reject {
-		t.Fatalf("reply %+v, %v", rep, err)
+		t.Fatalf("reply: got %+v, %v, want an accepting one", rep, err)
 	}
 	v.windows()
 	return &rawPeer{t: t, c: c.(*net.TCPConn), crc: cfg.CRC}, v

@@ -4,7 +4,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// PostSend copies a chain into the ring and wakes the writer. It never waits for the socket.
+// PostSend copies a chain into the ring and wakes the writer. PostSend never waits for the socket.
 func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	q.mu.Lock()
 	if q.state != qpReady {
@@ -13,7 +13,7 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	}
 	var err error
 	posted := 0
-	ahead := q.sqSent == q.sqTail // the writer is not executing the send queue
+	ahead := q.sq.sent == q.sq.Tail // the writer is not executing the send queue
 	wr := first
 	for ; wr != nil; wr = wr.Next {
 		length, e := q.checkSend(wr)
@@ -33,7 +33,7 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	if ahead {
 		q.runLocal()
 	}
-	wake := q.sqSent != q.sqTail && q.txIdle
+	wake := q.sq.sent != q.sq.Tail && q.txIdle
 	q.mu.Unlock()
 	if posted > 0 {
 		q.stats.PostedChains.Add(1)
@@ -82,7 +82,7 @@ func (q *qp) checkReg(wr *verbs.WorkRequest) error {
 
 // enqueue copies wr to the tail. The caller holds mu and has checked that a slot is free.
 func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
-	e := &q.sq[q.sqTail&uint32(len(q.sq)-1)]
+	e := q.sq.At(q.sq.Tail)
 	e.op, e.signaled, e.done, e.length = wr.Opcode, wr.Signaled, wr.Done, length
 	e.raddr, e.rkey, e.inv = wr.RemoteAddr, wr.RKey, wr.InvalidateRKey
 	e.sges = e.sges[:0]
@@ -94,19 +94,19 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	default:
 		e.sges = append(e.sges, wr.SGList...)
 	}
-	q.sqTail++
+	q.sq.Tail++
 }
 
-// runLocal executes FastReg and LocalInv requests at the front of the queue. It may do the writer's
-// work, because the writer has executed everything before and reads the queue again under mu. An
-// invalidation therefore never waits for a Read Response that the peer takes slowly. The writer
-// handles a request that fails. The caller holds mu.
+// runLocal executes FastReg and LocalInv requests at the front of the queue. runLocal may do the
+// writer's work, because the writer has executed everything before and reads the queue again under
+// mu. An invalidation therefore never waits for a Read Response that the peer takes slowly. The
+// writer handles a request that fails. The caller holds mu.
 func (q *qp) runLocal() {
-	from := q.sqSent
-	for q.sqSent != q.sqTail && q.executeLocal(&q.sq[q.sqSent&uint32(len(q.sq)-1)]) {
-		q.sqSent++
+	from := q.sq.sent
+	for q.sq.sent != q.sq.Tail && q.executeLocal(q.sq.At(q.sq.sent)) {
+		q.sq.sent++
 	}
-	if q.sqSent != from {
+	if q.sq.sent != from {
 		q.reap()
 	}
 }
@@ -125,18 +125,16 @@ func (q *qp) executeLocal(e *sqe) bool {
 
 // PostRecv queues Receives.
 func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
-	q.rqMu.Lock()
-	defer q.rqMu.Unlock()
+	q.rq.Lock()
+	defer q.rq.Unlock()
 	for rr := first; rr != nil; rr = rr.Next {
 		full := int(q.rqUsed.Load()) >= q.attr.MaxRecvWR
-		if err := q.checks.Recv(rr, q.rqClosed, full); err != nil {
+		if err := q.checks.Recv(rr, q.rq.closed, full); err != nil {
 			return rr, err
 		}
 		q.rqUsed.Add(1)
 		q.inflight.Add(1)
-		e := &q.rq[q.rqTail&uint32(len(q.rq)-1)]
-		e.buf, e.done = rr.SGE.Buf, rr.Done
-		q.rqTail++
+		q.rq.Push(rqe{buf: rr.SGE.Buf, done: rr.Done})
 		q.stats.PostedRecvWRs.Add(1)
 	}
 	return nil, nil
@@ -144,14 +142,14 @@ func (q *qp) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
 
 // takeRecv takes the oldest Receive for the reader.
 func (q *qp) takeRecv() bool {
-	q.rqMu.Lock()
-	defer q.rqMu.Unlock()
-	if q.rqHead == q.rqTail || q.rqClosed {
+	q.rq.Lock()
+	defer q.rq.Unlock()
+	if q.rq.Len() == 0 || q.rq.closed {
 		return false
 	}
-	e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
+	e := q.rq.At(q.rq.Head)
 	q.current = *e
 	e.buf, e.done = nil, nil
-	q.rqHead++
+	q.rq.Head++
 	return true
 }

@@ -57,8 +57,8 @@ type rqe struct {
 	done func(*verbs.WorkCompletion)
 }
 
-// An outstandingRead is an RDMA Read that waits for its response. Its sink STag exists only here,
-// so no RDMA Write can use it. The STag becomes invalid when the entry is removed.
+// An outstandingRead is an RDMA Read that waits for its response. The sink STag exists only in this
+// entry, so no RDMA Write can use the STag. The STag becomes invalid when the entry is removed.
 type outstandingRead struct {
 	wr   uint32 // send queue position
 	msn  uint32
@@ -70,7 +70,7 @@ type outstandingRead struct {
 // A qp is a reliable connection: its queues, the negotiated depths, and the two goroutines of its
 // stream.
 //
-// Lock order: mu, then an MR's lock; mu, then a CQ's lock; rqMu, then a CQ's lock.
+// Lock order: mu, then an MR's lock; mu, then a CQ's lock; rq, then a CQ's lock.
 type qp struct {
 	dev      *device
 	pd       *protectionDomain
@@ -107,19 +107,18 @@ type qp struct {
 	txIdle  bool       // the writer waits for wake
 	txOpen  bool       // FPDUs may be sent; a responder first waits for an FPDU of the peer
 
-	sq                 []sqe // ring of a power of two
-	sqHead             uint32
-	sqSent             uint32 // entries before it are on the wire or executed
-	sqTail             uint32
-	reads              []outstandingRead // ring of a power of two
-	readHead, readTail uint32
-	rrq                []readRequest // ring of a power of two: inbound Read Requests
-	rrHead, rrTail     uint32
+	sq struct {
+		base.Ring[sqe]
+		sent uint32 // entries before it are on the wire or executed
+	}
+	reads base.Ring[outstandingRead]
+	rrq   base.Ring[readRequest] // inbound Read Requests
 
-	rqMu           sync.Mutex
-	rqClosed       bool  // guarded by rqMu, as all below
-	rq             []rqe // ring of a power of two
-	rqHead, rqTail uint32
+	rq struct {
+		sync.Mutex
+		closed bool
+		base.Ring[rqe]
+	}
 
 	current       rqe // used only by the reader: the Receive of the current message
 	currentStatus verbs.Status
@@ -151,11 +150,13 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		dev: d, pd: pd, attr: attr, sendCQ: scq, recvCQ: rcq, reserved: reserved,
 		checks: base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessageLen},
 		wake:   make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
-		sq: make([]sqe, base.RingSize(attr.MaxSendWR)), rq: make([]rqe, base.RingSize(attr.MaxRecvWR)),
 	}
-	sges := make([]verbs.SGE, len(q.sq)*attr.MaxSendSGE)
-	for i := range q.sq {
-		q.sq[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
+	q.rq.Ring = base.NewRing[rqe](attr.MaxRecvWR)
+	q.sq.Ring = base.NewRing[sqe](attr.MaxSendWR)
+	slots := q.sq.Slots()
+	sges := make([]verbs.SGE, len(slots)*attr.MaxSendSGE)
+	for i := range slots {
+		slots[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
 	}
 	leakcheck.Track(leakcheck.QP, 1)
 	return q, nil
@@ -170,8 +171,8 @@ type stream struct {
 	depths depths
 }
 
-// start makes the QP ready and starts its reader and writer. It returns false when the QP is not in
-// the init state.
+// start makes the QP ready and starts its reader and writer. start returns false when the QP is not
+// in the init state.
 func (q *qp) start(s stream) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -185,8 +186,8 @@ func (q *qp) start(s stream) bool {
 	}
 	q.conn, q.crc, q.rtr = s.conn, s.crc, s.rtr
 	q.ird, q.ord = s.depths.ird, s.depths.ord
-	q.rrq = make([]readRequest, base.RingSize(q.ird))
-	q.reads = make([]outstandingRead, base.RingSize(q.ord))
+	q.rrq = base.NewRing[readRequest](q.ird)
+	q.reads = base.NewRing[outstandingRead](q.ord)
 	q.txOpen = s.active
 	q.state = qpReady
 	q.users.Store(2)
@@ -224,16 +225,16 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.state, q.cause, q.local, q.term = qpDead, cause, local, t
 	q.dead.Store(true)
 	if was == qpReady {
-		// This ends the wait of the reader and bounds that of the writer. The reader sets its next
-		// deadline under mu, so this one cannot replace it.
+		// The expired deadline ends the wait of the reader. The reader sets its next deadline under
+		// mu, so this one cannot replace the next one.
 		q.conn.SetReadDeadline(time.Unix(1, 0))
 		q.conn.SetWriteDeadline(time.Now().Add(q.dev.cfg.Linger))
 	}
 	q.mu.Unlock()
 
-	q.rqMu.Lock()
-	q.rqClosed = true
-	q.rqMu.Unlock()
+	q.rq.Lock()
+	q.rq.closed = true
+	q.rq.Unlock()
 
 	if was == qpInit {
 		q.flush()
@@ -244,8 +245,8 @@ func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.wakeWriter()
 }
 
-// streamError adds the operation and the addresses to an error of the stream. It returns io.EOF, an
-// orderly end, unchanged.
+// streamError adds the operation and the addresses to an error of the stream. streamError returns
+// io.EOF, an orderly end, unchanged.
 func (q *qp) streamError(op string, err error) error {
 	var errno syscall.Errno
 	if errors.As(err, &errno) {
@@ -281,20 +282,20 @@ func (q *qp) leaveSocket() {
 	}
 }
 
-// flush completes all queued requests in order. It calls OnDisconnect unless the consumer ended the
-// connection.
+// flush completes all queued requests in order. flush calls OnDisconnect unless the consumer ended
+// the connection.
 func (q *qp) flush() {
 	q.mu.Lock()
-	for q.sqHead != q.sqTail {
-		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
+	for q.sq.Len() > 0 {
+		e := q.sq.At(q.sq.Head)
 		status := e.status
 		if status == verbs.StatusSuccess {
 			status = verbs.StatusWRFlushErr
 		}
-		q.sqHead++
+		q.sq.Head++
 		q.completeSend(e, status)
 	}
-	q.sqSent = q.sqTail
+	q.sq.sent = q.sq.Tail
 	local, cause := q.local, q.cause
 	q.mu.Unlock()
 
@@ -305,14 +306,14 @@ func (q *qp) flush() {
 		}
 		q.completeRecv(&q.current, &verbs.WorkCompletion{Status: status})
 	}
-	q.rqMu.Lock()
-	q.rqClosed = true // fail, on another goroutine, may not have set it yet
-	for q.rqHead != q.rqTail {
-		e := &q.rq[q.rqHead&uint32(len(q.rq)-1)]
-		q.rqHead++
+	q.rq.Lock()
+	q.rq.closed = true // fail, on another goroutine, may not have set it yet
+	for q.rq.Len() > 0 {
+		e := q.rq.At(q.rq.Head)
+		q.rq.Head++
 		q.completeRecv(e, &verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	}
-	q.rqMu.Unlock()
+	q.rq.Unlock()
 	close(q.flushed)
 	if !local && q.attr.OnDisconnect != nil {
 		go q.attr.OnDisconnect(cause)
@@ -338,7 +339,7 @@ func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	q.sendCQ.push(q, false, done, &wc)
 }
 
-// completeRecv completes e. It fills in the Opcode and the QP of wc.
+// completeRecv completes e, and fills in the Opcode and the QP of wc.
 func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 	done := e.done
 	e.buf, e.done = nil, nil
@@ -350,12 +351,12 @@ func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 // reap completes the executed requests at the head of the send queue, in order. The caller holds
 // mu.
 func (q *qp) reap() {
-	for q.sqHead != q.sqSent {
-		e := &q.sq[q.sqHead&uint32(len(q.sq)-1)]
+	for q.sq.Head != q.sq.sent {
+		e := q.sq.At(q.sq.Head)
 		if e.op == verbs.OpRDMARead && !e.readDone {
 			return
 		}
-		q.sqHead++
+		q.sq.Head++
 		q.completeSend(e, verbs.StatusSuccess)
 	}
 }

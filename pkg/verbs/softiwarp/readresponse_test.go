@@ -9,9 +9,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// TestReceivedTerminate: both bit orders are understood; the consumer hears of it, and RDMA Reads
-// that it is about say so.
-func TestReceivedTerminate(t *testing.T) {
+// TestReceivedTerminateIsReported checks both bit orders, the cause given to OnDisconnect, and the
+// status of the RDMA Read that the Terminate names.
+func TestReceivedTerminateIsReported(t *testing.T) {
 	for _, c := range []struct {
 		name, wire string
 		want       termCode
@@ -27,7 +27,7 @@ func TestReceivedTerminate(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, v := connectRaw(t, defaultConfig)
-			p.send(tagged(opWrite, true, 0, 0, nil)) // lets the responder speak
+			p.send(tagged(opWrite, true, 0, 0, nil)) // allows the responder to send
 			read := make(chan verbs.WorkCompletion, 1)
 			if _, err := v.qp.PostSend(&verbs.WorkRequest{
 				Opcode: verbs.OpRDMARead, Signaled: true, Done: func(
@@ -41,24 +41,24 @@ func TestReceivedTerminate(t *testing.T) {
 			p.send(untagged(opTerminate, true, 0, qnTerminate, 1, 0, unhex(t, c.wire)))
 			var te *verbs.TerminateError
 			if err := v.cause(); !errors.As(err, &te) || te.Local || (termCode{te.Layer, te.EType, te.Code}) != c.want {
-				t.Errorf("cause %v, want %+v by the peer", err, c.want)
+				t.Errorf("cause: got %v, want the peer's Terminate %+v", err, c.want)
 			}
 			if wc := <-read; wc.Status != c.status {
-				t.Errorf("RDMA Read: %v, want %v", wc.Status, c.status)
+				t.Errorf("status of the RDMA Read: got %v, want %v", wc.Status, c.status)
 			}
 			if _, _, err := p.next(); err != io.EOF {
-				t.Errorf("after our Terminate the peer sent something or reset: %v", err)
+				t.Errorf("read after the sent Terminate: got %v, want io.EOF", err)
 			}
 			p.c.CloseWrite()
-			if v.qp.Stats().TerminatesReceived != 1 {
-				t.Error("the Terminate was not counted")
+			if n := v.qp.Stats().TerminatesReceived; n != 1 {
+				t.Errorf("TerminatesReceived: got %d, want 1", n)
 			}
 		})
 	}
 }
 
-// TestReadResponses: what a Data Source must not answer.
-func TestReadResponses(t *testing.T) {
+// TestInvalidReadResponseTerminates sends Read Responses that do not match the Read Request.
+func TestInvalidReadResponseTerminates(t *testing.T) {
 	data := filler(100)
 	for _, c := range []struct {
 		name   string
@@ -66,12 +66,10 @@ func TestReadResponses(t *testing.T) {
 		want   termCode
 	}{
 		{"other STag", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag+1, r.sinkTO,
-				data)}
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag+1, r.sinkTO, data)}
 		}, termTaggedInvalidSTag},
 		{"other offset", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag,
-				r.sinkTO+1, data)}
+			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO+1, data)}
 		}, termTaggedBounds},
 		{"too long", func(r readRequest) [][]byte {
 			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, filler(101))}
@@ -80,10 +78,9 @@ func TestReadResponses(t *testing.T) {
 			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data[:99])}
 		}, termUnspecified},
 		{"never last", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO,
-				data)}
+			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data)}
 		}, termUnspecified},
-		{"hole", func(r readRequest) [][]byte {
+		{"gap", func(r readRequest) [][]byte {
 			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data[:50]),
 				tagged(opReadResp, true, r.sinkSTag, r.sinkTO+51, data[51:])}
 		}, termTaggedBounds},
@@ -92,8 +89,7 @@ func TestReadResponses(t *testing.T) {
 			return [][]byte{u, u}
 		}, termOpcode},
 		{"Write to the sink", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opWrite, true, r.sinkSTag,
-				r.sinkTO, data)}
+			return [][]byte{tagged(opWrite, true, r.sinkSTag, r.sinkTO, data)}
 		}, termTaggedInvalidSTag},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -109,24 +105,24 @@ func TestReadResponses(t *testing.T) {
 			}
 			h, b := p.mustNext()
 			if h.op != opReadRequest || h.qn != qnReadReq || h.msn != 1 || h.mo != 0 || !h.last {
-				t.Fatalf("Read Request %+v", h)
+				t.Fatalf("Read Request: got header %+v", h)
 			}
 			var r readRequest
 			r.parseRDMAP(b)
 			if r.size != 100 || r.srcSTag != 3 || r.srcTO != 4 {
-				t.Fatalf("Read Request %+v", r)
+				t.Fatalf("Read Request: got %+v, want size 100, STag 3, offset 4", r)
 			}
 			p.send(c.answer(r)...)
 			if got, _ := p.readTerminate(); got != c.want {
-				t.Errorf("Terminate %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
+				t.Errorf("Terminate: got %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
 			}
 			wc := <-read
 			if ok := wc.Status == verbs.StatusSuccess; ok != (c.name == "twice") {
-				t.Errorf("RDMA Read: %v", wc.Status)
+				t.Errorf("status of the RDMA Read: got %v, want success %v", wc.Status, c.name == "twice")
 			}
 			v.id.Close()
 			if bytes.Contains(sink[:50], []byte{0xee}) || bytes.Contains(sink[150:], []byte{0xee}) {
-				t.Error("memory beside the sink was written")
+				t.Error("memory next to the sink was written")
 			}
 		})
 	}

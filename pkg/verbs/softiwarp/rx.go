@@ -14,8 +14,8 @@ import (
 // discarded.
 var errRefused = errors.New("softiwarp: stream refused")
 
-// A receiver is the reader goroutine of a QP. It parses the stream, places payload and completes
-// Receives and RDMA Reads. It calls no consumer code.
+// A receiver is the reader goroutine of a QP. A receiver parses the stream, places payload and
+// completes Receives and RDMA Reads. A receiver calls no consumer code.
 type receiver struct {
 	q  *qp
 	in intake
@@ -232,11 +232,11 @@ func (x *receiver) readResponse(hdr []byte, tail int) error {
 	q, h := x.q, x.h
 	n := uint32(h.ulpdu - taggedHdr)
 	q.mu.Lock()
-	if q.readHead == q.readTail {
+	if q.reads.Len() == 0 {
 		q.mu.Unlock()
 		return x.refuse(termOpcode, hdr)
 	}
-	r := &q.reads[q.readHead&uint32(len(q.reads)-1)] // stays valid: only this goroutine removes it
+	r := q.reads.At(q.reads.Head) // stays valid: only this goroutine removes it
 	q.mu.Unlock()
 	left := uint32(len(r.buf)) - r.got
 	var code termCode
@@ -266,9 +266,9 @@ func (x *receiver) readResponse(hdr []byte, tail int) error {
 func (x *receiver) finishRead(r *outstandingRead) {
 	q := x.q
 	q.mu.Lock()
-	q.sq[r.wr&uint32(len(q.sq)-1)].readDone = true
+	q.sq.At(r.wr).readDone = true
 	*r = outstandingRead{}
-	q.readHead++
+	q.reads.Head++
 	q.reap()
 	idle := q.txIdle
 	q.mu.Unlock()
@@ -280,7 +280,7 @@ func (x *receiver) finishRead(r *outstandingRead) {
 // failRead sets the status that the RDMA Read r completes with.
 func (x *receiver) failRead(r *outstandingRead, status verbs.Status) {
 	x.q.mu.Lock()
-	x.q.sq[r.wr&uint32(len(x.q.sq)-1)].status = status
+	x.q.sq.At(r.wr).status = status
 	x.q.mu.Unlock()
 }
 
@@ -370,12 +370,11 @@ func (x *receiver) readRequest(tail int) error {
 	rr := readRequest{msn: h.msn}
 	rr.parseRDMAP(hdr[fpduLenSize+untaggedHdr:])
 	q.mu.Lock()
-	if q.rrTail-q.rrHead >= uint32(q.ird) {
+	if q.rrq.Full() {
 		q.mu.Unlock()
 		return x.refuse(termNoBuffer, hdr)
 	}
-	q.rrq[q.rrTail&uint32(len(q.rrq)-1)] = rr
-	q.rrTail++
+	q.rrq.Push(rr)
 	idle := q.txIdle
 	q.mu.Unlock()
 	if idle {
@@ -417,10 +416,10 @@ func (x *receiver) failNamedRead(code termCode, msn uint32) {
 	q := x.q
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	for i := q.readHead; i != q.readTail; i++ {
-		r := &q.reads[i&uint32(len(q.reads)-1)]
+	for i := q.reads.Head; i != q.reads.Tail; i++ {
+		r := q.reads.At(i)
 		if r.msn == msn || msn == 0 { // the Terminate names no Read: take the oldest
-			q.sq[r.wr&uint32(len(q.sq)-1)].status = status
+			q.sq.At(r.wr).status = status
 			return
 		}
 	}

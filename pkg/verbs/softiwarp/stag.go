@@ -108,7 +108,7 @@ func (m *mr) LKey() uint32 { return 0 }
 // RKey returns the key as allocated.
 func (m *mr) RKey() verbs.RKey { return m.first }
 
-// Dereg destroys the MR. It does not wait for the peer.
+// Dereg destroys the MR without waiting for the peer.
 func (m *mr) Dereg() error {
 	m.mu.Lock()
 	if m.state == mrDestroyed {
@@ -130,7 +130,7 @@ func (m *mr) clear(to mrState) {
 	m.qp, m.segs = nil, nil
 }
 
-// register makes the MR valid on q. It returns false unless the MR is free.
+// register makes the MR valid on q. register returns false unless the MR is free.
 func (m *mr) register(q *qp, stag uint32, access verbs.Access, iova uint64, segs [][]byte) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -166,8 +166,8 @@ func (m *mr) invalidateLocal(q *qp, stag uint32) bool {
 	return true
 }
 
-// invalidateRemote executes the invalidation of a Send With Invalidate. It returns false unless
-// stag is valid on this stream (RFC 5040 §5.3, §7.2).
+// invalidateRemote executes the invalidation of a Send With Invalidate. invalidateRemote returns
+// false unless stag is valid on this stream (RFC 5040 §5.3, §7.2).
 func (m *mr) invalidateRemote(q *qp, stag uint32) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()

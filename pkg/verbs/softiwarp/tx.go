@@ -16,8 +16,9 @@ import (
 // mssInterval is the number of batches between two queries of the MSS.
 const mssInterval = 1024
 
-// A transmitter is the writer goroutine of a QP. It executes the send queue in order and answers
-// RDMA Read Requests. It sends one whole message after the other (RFC 5041 §5.3).
+// A transmitter is the writer goroutine of a QP. A transmitter executes the send queue in order and
+// answers RDMA Read Requests. A transmitter sends one whole message after the other (RFC 5041
+// §5.3).
 type transmitter struct {
 	q      *qp
 	conn   *net.TCPConn
@@ -113,8 +114,8 @@ func (t *transmitter) run() {
 }
 
 // waitForReader lets the reader read the data that the peer sent before it reset the connection.
-// That is usually a Terminate, which explains more than the reset. The reader sees the end of the
-// stream at once; Linger is only an upper bound.
+// The data is usually a Terminate, which explains more than the reset. The reader sees the end of
+// the stream at once; Linger is only an upper bound.
 func (t *transmitter) waitForReader(err error) {
 	q := t.q
 	q.mu.Lock()
@@ -142,12 +143,12 @@ func (t *transmitter) wait() (work, readRequest) {
 		}
 		queue := t.queueReady()
 		switch {
-		case q.txOpen && q.rrHead != q.rrTail && !(t.answered && queue):
-			rr := q.rrq[q.rrHead&uint32(len(q.rrq)-1)]
-			q.rrHead++
+		case q.txOpen && q.rrq.Head != q.rrq.Tail && !(t.answered && queue):
+			rr := *q.rrq.At(q.rrq.Head)
+			q.rrq.Head++
 			return workRespond, rr
 		case queue:
-			t.from, t.tail, t.open = q.sqSent, q.sqTail, q.txOpen
+			t.from, t.tail, t.open = q.sq.sent, q.sq.Tail, q.txOpen
 			return workQueue, readRequest{}
 		}
 		t.answered = false
@@ -162,26 +163,26 @@ func (t *transmitter) wait() (work, readRequest) {
 // queueReady reports whether the next send queue entry can be executed. The caller holds mu.
 func (t *transmitter) queueReady() bool {
 	q := t.q
-	if q.sqSent == q.sqTail {
+	if q.sq.sent == q.sq.Tail {
 		return false
 	}
-	switch q.sq[q.sqSent&uint32(len(q.sq)-1)].op {
+	switch q.sq.At(q.sq.sent).op {
 	case verbs.OpFastReg, verbs.OpLocalInv:
 		return true
 	case verbs.OpRDMARead:
-		return q.txOpen && q.readTail-q.readHead < uint32(q.ord)
+		return q.txOpen && !q.reads.Full()
 	}
 	return q.txOpen
 }
 
-// runQueue executes the send queue entries that wait has chosen, and waits only for the socket. It
-// stops at an entry that must wait for the peer. Until flush marks the entries as executed, only
-// this goroutine accesses them.
+// runQueue executes the send queue entries that wait has chosen, and waits only for the socket.
+// runQueue stops at an entry that must wait for the peer. Until flush marks the entries as
+// executed, only this goroutine accesses them.
 func (t *transmitter) runQueue() error {
 	q, at, tail, open := t.q, t.from, t.tail, t.open
 	t.b.begin()
 	for at != tail {
-		e := &q.sq[at&uint32(len(q.sq)-1)]
+		e := q.sq.At(at)
 		if !open && e.op != verbs.OpFastReg && e.op != verbs.OpLocalInv {
 			break
 		}
@@ -227,7 +228,7 @@ func (t *transmitter) flush(at uint32) error {
 	}
 	q := t.q
 	q.mu.Lock()
-	q.sqSent = at
+	q.sq.sent = at
 	q.reap()
 	q.mu.Unlock()
 	t.b.begin()
@@ -304,8 +305,8 @@ func (t *transmitter) message(at uint32, e *sqe) (whole bool, err error) {
 	return true, nil
 }
 
-// startRead adds an RDMA Read Request to the batch. It returns false when the limit of outstanding
-// Reads is reached. A Read of zero bytes completes without a Read Request.
+// startRead adds an RDMA Read Request to the batch. startRead returns false when the limit of
+// outstanding Reads is reached. A Read of zero bytes completes without a Read Request.
 func (t *transmitter) startRead(at uint32, e *sqe) bool {
 	q := t.q
 	if e.length == 0 {
@@ -320,14 +321,12 @@ func (t *transmitter) startRead(at uint32, e *sqe) bool {
 		srcSTag: uint32(e.rkey), srcTO: e.raddr,
 	}
 	q.mu.Lock()
-	if q.readTail-q.readHead >= uint32(q.ord) {
+	if q.reads.Full() {
 		q.mu.Unlock()
 		return false
 	}
 	// The response may arrive before this goroutine continues, so the entry comes first.
-	q.reads[q.readTail&uint32(len(q.reads)-1)] = outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag,
-		buf: e.sges[0].Buf}
-	q.readTail++
+	q.reads.Push(outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag, buf: e.sges[0].Buf})
 	q.mu.Unlock()
 	t.readMSN++
 	putReadRequest(t.b.header(maxHeaderSize), &r)
@@ -336,7 +335,7 @@ func (t *transmitter) startRead(at uint32, e *sqe) bool {
 	return true
 }
 
-// respond answers an RDMA Read Request. It checks the registration again for every batch.
+// respond answers an RDMA Read Request. respond checks the registration again for every batch.
 func (t *transmitter) respond(rr *readRequest) error {
 	q := t.q
 	t.b.begin()

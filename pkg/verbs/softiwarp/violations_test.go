@@ -20,15 +20,16 @@ func withControl(u []byte, clear, set uint16) []byte {
 	return u
 }
 
+// filler returns n bytes of 0xee.
 func filler(n int) []byte { return bytes.Repeat([]byte{0xee}, n) }
 
-// violations are what a peer must not do, with the Terminate that RFC 5040, RFC 5041 and RFC 5044
-// have for it.
+// violations are invalid messages of a peer, with the Terminate that RFC 5040, RFC 5041 and RFC
+// 5044 name for each.
 var violations = []struct {
 	name   string
 	ulpdus func(v *endpoint) [][]byte
 	want   termCode
-	quoted int // octets behind the fixed part of the Terminate
+	quoted int // bytes after the fixed part of the Terminate
 }{
 	{"write, unknown STag", func(v *endpoint) [][]byte {
 		return [][]byte{tagged(opWrite, true, v.wkey^1<<30, winIOVA, filler(8))}
@@ -48,13 +49,13 @@ var violations = []struct {
 	{"write, before the window", func(v *endpoint) [][]byte {
 		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA-1, filler(8))}
 	}, termTaggedBounds, 16},
-	{"write, over the end", func(v *endpoint) [][]byte {
+	{"write, across the end of the window", func(v *endpoint) [][]byte {
 		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen-7, filler(8))}
 	}, termTaggedBounds, 16},
-	{"write, behind the window", func(v *endpoint) [][]byte {
+	{"write, after the window", func(v *endpoint) [][]byte {
 		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen, filler(1))}
 	}, termTaggedBounds, 16},
-	{"write, longer than all there is", func(v *endpoint) [][]byte {
+	{"write, longer than the window", func(v *endpoint) [][]byte {
 		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA, filler(60000))}
 	}, termTaggedBounds, 16},
 	{"write, offset wraps", func(v *endpoint) [][]byte {
@@ -69,7 +70,7 @@ var violations = []struct {
 	{"write, untagged", func(*endpoint) [][]byte {
 		return [][]byte{untagged(opWrite, true, 0, qnSend, 1, 0, filler(8))}
 	}, termOpcode, 20},
-	{"unasked Read Response", func(v *endpoint) [][]byte {
+	{"Read Response without a Read", func(v *endpoint) [][]byte {
 		return [][]byte{tagged(opReadResp, true, v.wkey, winIOVA, filler(8))}
 	}, termOpcode, 16},
 	{"Send, tagged", func(v *endpoint) [][]byte {
@@ -95,11 +96,10 @@ var violations = []struct {
 	}, termMSNRange, 20},
 	{"Send, MSN skipped", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 2, 0, nil)} },
 		termMSNRange, 20},
-	{"Send, MO 4 at first", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4,
-			filler(4))}
+	{"Send, MO 4 in the first segment", func(*endpoint) [][]byte {
+		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4, filler(4))}
 	}, termMO, 20},
-	{"Send, hole between segments", func(*endpoint) [][]byte {
+	{"Send, gap between segments", func(*endpoint) [][]byte {
 		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, filler(4)),
 			untagged(opSend, true, 0, qnSend, 1, 8, filler(4))}
 	}, termMO, 20},
@@ -145,7 +145,7 @@ var violations = []struct {
 	{"Read, wrong direction", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.wkey, srcTO: winIOVA})}
 	}, termReadAccess, 48},
-	{"Read, over the end", func(v *endpoint) [][]byte {
+	{"Read, across the end of the window", func(v *endpoint) [][]byte {
 		return [][]byte{readReq(readRequest{msn: 1, size: winLen, srcSTag: v.rkey, srcTO: winIOVA + 1})}
 	}, termReadBounds, 48},
 	{"Read, 4 GiB", func(v *endpoint) [][]byte {
@@ -180,8 +180,9 @@ var violations = []struct {
 	}, termFPDULength, 0},
 }
 
-// TestViolations: each is answered with its own Terminate, and the memory stays as it was.
-func TestViolations(t *testing.T) {
+// TestViolationsTerminate checks that each violation is answered with the named Terminate, and that
+// no memory changes.
+func TestViolationsTerminate(t *testing.T) {
 	for _, crc := range []bool{false, true} {
 		for _, c := range violations {
 			name := c.name
@@ -195,27 +196,27 @@ func TestViolations(t *testing.T) {
 				p.send(c.ulpdus(v)...)
 				got, b := p.readTerminate()
 				if got != c.want {
-					t.Errorf("Terminate %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
+					t.Errorf("Terminate: got %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
 				}
 				if n := len(b) - termHdr; n != c.quoted {
-					t.Errorf("the Terminate quotes %d octets, want %d", n, c.quoted)
+					t.Errorf("bytes that the Terminate quotes: got %d, want %d", n, c.quoted)
 				}
-				if said := v.terminate(); said != c.want {
-					t.Errorf("the consumer was told %+v", said)
+				if got := v.terminate(); got != c.want {
+					t.Errorf("cause: got %+v, want %+v", got, c.want)
 				}
 				v.id.Close()
 				if !bytes.Equal(v.mem, v.clean) {
-					t.Error("memory was written")
+					t.Error("the registered memory was written")
 				}
 				if st := v.qp.Stats(); st.TerminatesSent != 1 {
-					t.Errorf("%d Terminates counted", st.TerminatesSent)
+					t.Errorf("TerminatesSent: got %d, want 1", st.TerminatesSent)
 				}
 			})
 		}
 	}
 }
 
-func TestBadCRC(t *testing.T) {
+func TestInvalidCRCTerminates(t *testing.T) {
 	cfg := defaultConfig
 	cfg.CRC = true
 	for _, at := range []int{0, 2, 8, 16, 25, -1} { // from the length field to the CRC
@@ -230,51 +231,52 @@ func TestBadCRC(t *testing.T) {
 		}
 		p.write(b)
 		if got, _ := p.readTerminate(); got != termCRC {
-			t.Errorf("octet %d flipped: Terminate %+v, want %+v", at, got, termCRC)
+			t.Errorf("bit flipped in byte %d: Terminate: got %+v, want %+v", at, got, termCRC)
 		}
 		v.id.Close()
 		if !bytes.Equal(v.mem, v.clean) {
-			t.Errorf("octet %d flipped: memory was written", at)
+			t.Errorf("bit flipped in byte %d: the registered memory was written", at)
 		}
 	}
 }
 
-// TestTolerated is what is no error.
-func TestTolerated(t *testing.T) {
+// TestUnusualMessagesAreAccepted sends messages that are unusual but valid.
+func TestUnusualMessagesAreAccepted(t *testing.T) {
 	p, v := connectRaw(t, defaultConfig)
 	p.send(
 		// zero-length Write: nothing is checked
 		tagged(opWrite, true, 0xdeadbeef, 1<<64-1, nil),
-		// zero-length Read: likewise
+		// zero-length Read: nothing is checked
 		readReq(readRequest{msn: 1, sinkSTag: 5, sinkTO: 6, srcSTag: 0xdeadbeef, srcTO: 7}),
 		untagged(opSend, true, 0, qnSend, 1, 0, nil),
-		// the Invalidate field means nothing here
+		// the Invalidate field has no meaning in this message
 		untagged(opSendSE, true, 0x77, qnSend, 2, 0, []byte("abc")),
 		withControl(untagged(opSend, true, 0, qnSend, 3, 0, []byte("reserved bits")), 0, 0x3c00|0x30),
 	)
 	if h, b := p.mustNext(); h.op != opReadResp || !h.last || h.stag != 5 || h.to != 6 || len(b) != 0 {
-		t.Errorf("answer to a zero-length Read: %+v %x", h, b)
+		t.Errorf("answer to a zero-length Read: got %+v %x, want an empty Read Response", h, b)
 	}
 	for i, want := range []string{"", "abc", "reserved bits"} {
 		if wc := v.received(); wc.Status != verbs.StatusSuccess || string(v.bufs[i][:wc.ByteLen]) != want ||
 			wc.WithInv {
-			t.Errorf("Receive %d: %+v %q", i, wc, v.bufs[i])
+			t.Errorf("Receive %d: got %+v %q, want %q", i, wc, v.bufs[i], want)
 		}
 	}
-	// Send With Invalidate, its STag in the segments of a message: dead when the Receive completes.
+	// The STag is in both segments of the Send With Invalidate. The STag is invalid when the
+	// Receive completes.
 	p.send(untagged(opSendSEInv, false, v.wkey, qnSend, 4, 0, []byte("in")),
 		untagged(opSendSEInv, true, v.wkey, qnSend, 4, 2, []byte("val")))
 	if wc := v.received(); !wc.WithInv || uint32(wc.InvalidatedRKey) != v.wkey ||
 		string(v.bufs[3][:wc.ByteLen]) != "inval" {
-		t.Errorf("Receive: %+v", wc)
+		t.Errorf("Receive of a Send With Invalidate: got %+v", wc)
 	}
 	p.send(tagged(opWrite, true, v.wkey, winIOVA, filler(1)))
 	if got, _ := p.readTerminate(); got != termTaggedInvalidSTag {
-		t.Errorf("write after Send With Invalidate: %+v", got)
+		t.Errorf("Terminate of a Write after Send With Invalidate: got %+v, want %+v", got, termTaggedInvalidSTag)
 	}
 }
 
-// talk is a conversation with everything in it, and what is to come of it.
+// exchange returns a stream with messages of all kinds, and the memory that results from it.
 func exchange(v *endpoint) (stream []byte, want []byte) {
 	data := make([]byte, 301)
 	for i := range data {
@@ -300,22 +302,22 @@ func exchange(v *endpoint) (stream []byte, want []byte) {
 func checkExchange(t *testing.T, p *rawPeer, v *endpoint, want []byte) {
 	t.Helper()
 	if wc := v.received(); wc.Status != verbs.StatusSuccess || wc.ByteLen != 33 || v.bufs[0][32] != 32 {
-		t.Fatalf("first Receive: %+v", wc)
+		t.Fatalf("first Receive: got %+v, want 33 bytes", wc)
 	}
 	if wc := v.received(); wc.Status != verbs.StatusSuccess || wc.ByteLen != 1 || !wc.WithInv {
-		t.Fatalf("second Receive: %+v", wc)
+		t.Fatalf("second Receive: got %+v, want 1 byte and an invalidation", wc)
 	}
 	if !bytes.Equal(v.mem, want) {
-		t.Fatal("the RDMA Write did not arrive as sent, or wrote elsewhere")
+		t.Fatal("memory after the RDMA Write differs from the expected content")
 	}
 	if h, b := p.mustNext(); h.op != opReadResp || h.stag != 9 || h.to != 0 || !h.last ||
 		!bytes.Equal(b, want[guard+649:][:303]) {
-		t.Fatalf("Read Response %+v with %d octets", h, len(b))
+		t.Fatalf("Read Response: got %+v with %d bytes, want STag 9 with the registered data", h, len(b))
 	}
 }
 
-// TestSplits: TCP may cut the stream anywhere.
-func TestSplits(t *testing.T) {
+// TestStreamMaySplitAnywhere splits the stream at every byte, as TCP can.
+func TestStreamMaySplitAnywhere(t *testing.T) {
 	for _, crc := range []bool{false, true} {
 		cfg := defaultConfig
 		cfg.CRC = crc
@@ -329,19 +331,20 @@ func TestSplits(t *testing.T) {
 			p, v := connectRaw(t, cfg)
 			s, want := exchange(v)
 			p.write(s[:at])
-			time.Sleep(200 * time.Microsecond) // mostly lets the reader get this part alone
+			// so that the reader usually receives this part alone
+			time.Sleep(200 * time.Microsecond)
 			p.write(s[at:])
 			checkExchange(t, p, v, want)
 			p.c.Close()
 			v.id.Close()
 			if t.Failed() {
-				t.Fatalf("cut at octet %d of %d, CRC %v", at, len(s), crc)
+				t.Fatalf("stream split at byte %d of %d, CRC %v", at, len(s), crc)
 			}
 		}
 	}
 }
 
-func TestByteByByte(t *testing.T) {
+func TestStreamMayArriveByteByByte(t *testing.T) {
 	for _, crc := range []bool{false, true} {
 		cfg := defaultConfig
 		cfg.CRC = crc
@@ -354,9 +357,9 @@ func TestByteByByte(t *testing.T) {
 	}
 }
 
-// TestSiwWrites: one RDMA Write of 1 MiB as siw cuts it: FPDUs of 1436 octets, a
-// new message every 5 pages. The Last flag is set at each cut.
-func TestSiwWrites(t *testing.T) {
+// TestWriteSegmentedBySiw receives one RDMA Write of 1 MiB in the segments of siw: FPDUs of 1436
+// bytes, and a new message every 5 pages. The last segment of each message has the Last flag.
+func TestWriteSegmentedBySiw(t *testing.T) {
 	const size, message, segment = 1 << 20, 5 * 4096, 1436
 	p, v := connectRaw(t, defaultConfig)
 	mem := make([]byte, size)
@@ -375,15 +378,15 @@ func TestSiwWrites(t *testing.T) {
 	s = append(s, fpdu(untagged(opSendInv, true, key, qnSend, 1, 0, nil), false)...)
 	p.write(s)
 	if wc := v.received(); wc.Status != verbs.StatusSuccess || !wc.WithInv {
-		t.Fatalf("Receive: %+v", wc)
+		t.Fatalf("Receive: got %+v, want success and an invalidation", wc)
 	}
 	if !bytes.Equal(mem, src) {
-		t.Error("memory differs")
+		t.Error("the memory differs from the sent data")
 	}
 }
 
-// TestFPDUSizes: segments of any size are taken, up to what the length field can say.
-func TestFPDUSizes(t *testing.T) {
+// TestAllFPDUSizesAreAccepted sends segments up to the limit of the length field.
+func TestAllFPDUSizesAreAccepted(t *testing.T) {
 	for _, crc := range []bool{false, true} {
 		cfg := defaultConfig
 		cfg.CRC = crc
@@ -399,19 +402,19 @@ func TestFPDUSizes(t *testing.T) {
 		p.send(untagged(opSend, true, 0, qnSend, 1, 0, nil))
 		v.received()
 		if !bytes.Equal(mem, want) {
-			t.Errorf("memory differs, CRC %v", crc)
+			t.Errorf("CRC %v: the memory differs from the sent data", crc)
 		}
 	}
 }
 
-// TestLateWrite: LocalInv completes at once in the middle of an FPDU whose rest is not sent, and
-// the rest finds nothing.
-func TestLateWrite(t *testing.T) {
+// TestInvalidateDuringWrite invalidates the MR while only a part of an FPDU has arrived. LocalInv
+// and Dereg must return at once, and the rest of the FPDU must not be placed.
+func TestInvalidateDuringWrite(t *testing.T) {
 	for _, dereg := range []bool{false, true} {
 		p, v := connectRaw(t, defaultConfig)
 		b := fpdu(tagged(opWrite, true, v.wkey, winIOVA, filler(1500)), false)
 		p.write(b[:700])
-		for v.qp.Stats().BytesReceived == 0 { // the FPDU has been begun
+		for v.qp.Stats().BytesReceived == 0 { // wait until the reader has started the FPDU
 			time.Sleep(time.Millisecond)
 		}
 		if dereg {
@@ -420,27 +423,27 @@ func TestLateWrite(t *testing.T) {
 			}
 		} else if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
 			InvalidateRKey: verbs.RKey(v.wkey)}); wc.Status != verbs.StatusSuccess {
-			t.Fatalf("LocalInv: %v", wc.Status)
+			t.Fatalf("LocalInv: got %v, want success", wc.Status)
 		}
-		copy(v.mem, v.clean) // ours again
+		copy(v.mem, v.clean) // the memory belongs to the test again
 		p.write(b[700:])
 		if got, _ := p.readTerminate(); got != termTaggedInvalidSTag {
-			t.Errorf("Terminate %+v, want %+v", got, termTaggedInvalidSTag)
+			t.Errorf("Terminate: got %+v, want %+v", got, termTaggedInvalidSTag)
 		}
 		v.id.Close()
 		if !bytes.Equal(v.mem, v.clean) {
-			t.Error("the late octets were placed")
+			t.Error("data was placed after the invalidation")
 		}
 		if v.qp.Stats().RemoteAccessErrors == 0 {
-			t.Error("the refusal was not counted")
+			t.Error("RemoteAccessErrors: got 0, want at least 1")
 		}
 	}
 }
 
-// TestInvalidateWhileRead: LocalInv does not wait for a peer that does not take its Read Response.
-// What it had begun cannot be finished, so the stream ends, without an octet of what the memory
-// holds afterwards.
-func TestInvalidateWhileRead(t *testing.T) {
+// TestInvalidateDuringRead invalidates the MR while the peer does not take its Read Response.
+// LocalInv must not wait for the peer. The stream then ends, and must not contain data that the
+// memory holds later.
+func TestInvalidateDuringRead(t *testing.T) {
 	const size, secret = 4 << 20, 0x5e
 	cfg := defaultConfig
 	cfg.SocketBuffer = 16 << 10
@@ -449,32 +452,32 @@ func TestInvalidateWhileRead(t *testing.T) {
 	mem := make([]byte, size)
 	_, key := v.register(verbs.AccessRemoteRead, 1, mem)
 	p.send(readReq(readRequest{msn: 1, sinkSTag: 1, size: size, srcSTag: key, srcTO: winIOVA}))
-	if _, _, err := p.next(); err != nil { // the response has begun
+	if _, _, err := p.next(); err != nil { // the response has started
 		t.Fatal(err)
 	}
 	time.Sleep(20 * time.Millisecond) // fills the socket
 	if wc := v.run(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
 		InvalidateRKey: verbs.RKey(key)}); wc.Status != verbs.StatusSuccess {
-		t.Fatalf("LocalInv: %v", wc.Status)
+		t.Fatalf("LocalInv: got %v, want success", wc.Status)
 	}
 	for i := range mem {
 		mem[i] = secret
 	}
 	rest, err := io.ReadAll(p.c)
 	if err != nil {
-		t.Logf("the stream ended with %v", err)
+		t.Logf("end of the stream: %v", err)
 	}
 	if len(rest) >= size {
-		t.Fatal("the socket took the whole response: make it larger")
+		t.Fatal("the socket accepted the whole response; use a larger one")
 	}
 	if bytes.Contains(rest, bytes.Repeat([]byte{secret}, 16)) {
-		t.Error("octets were sent after LocalInv had completed")
+		t.Error("the stream contains data from after LocalInv")
 	}
 	v.cause()
 }
 
-// TestReadQueueOverrun: more Read Requests than the negotiated depth.
-func TestReadQueueOverrun(t *testing.T) {
+// TestTooManyReadRequestsTerminate sends more Read Requests than the negotiated depth.
+func TestTooManyReadRequestsTerminate(t *testing.T) {
 	cfg := defaultConfig
 	cfg.SocketBuffer = 16 << 10
 	p, v := connectRaw(t, cfg)
@@ -485,23 +488,23 @@ func TestReadQueueOverrun(t *testing.T) {
 		l = append(l, readReq(readRequest{msn: 1 + i, size: uint32(len(mem)), srcSTag: key, srcTO: winIOVA}))
 	}
 	p.send(l...)
-	if said := v.terminate(); said != termNoBuffer {
-		t.Errorf("the consumer was told %+v, want %+v", said, termNoBuffer)
+	if got := v.terminate(); got != termNoBuffer {
+		t.Errorf("cause: got %+v, want %+v", got, termNoBuffer)
 	}
 }
 
-// TestEnds: how a connection can just stop, and what the consumer is told.
-func TestEnds(t *testing.T) {
+// TestEndOfStreamIsCause ends connections without a Terminate and checks the cause.
+func TestEndOfStreamIsCause(t *testing.T) {
 	whole := fpdu(untagged(opSend, true, 0, qnSend, 1, 0, []byte("hello")), false)
 	t.Run("FIN", func(t *testing.T) {
 		p, v := connectRaw(t, defaultConfig)
 		p.write(whole)
 		p.c.CloseWrite()
 		if err := v.cause(); err != io.EOF {
-			t.Errorf("cause %v, want io.EOF", err)
+			t.Errorf("cause: got %v, want io.EOF", err)
 		}
 		if wc := v.received(); wc.Status != verbs.StatusSuccess {
-			t.Errorf("the message before the FIN: %v", wc.Status)
+			t.Errorf("Receive before the FIN: got %v, want success", wc.Status)
 		}
 	})
 	for n := 1; n < len(whole); n += 5 {
@@ -510,7 +513,7 @@ func TestEnds(t *testing.T) {
 		p.c.CloseWrite()
 		var oe *net.OpError
 		if err := v.cause(); !errors.As(err, &oe) || !errors.Is(err, io.ErrUnexpectedEOF) {
-			t.Errorf("FIN after %d octets of an FPDU: cause %v", n, err)
+			t.Errorf("cause after a FIN in byte %d of an FPDU: got %v, want io.ErrUnexpectedEOF", n, err)
 		}
 		p.c.Close()
 		v.id.Close()
@@ -521,10 +524,10 @@ func TestEnds(t *testing.T) {
 		p.c.Close()
 		var oe *net.OpError
 		if err := v.cause(); !errors.As(err, &oe) {
-			t.Errorf("cause %v, want a *net.OpError", err)
+			t.Errorf("cause: got %v, want a *net.OpError", err)
 		}
 	})
-	t.Run("hang", func(t *testing.T) { // a peer that takes and gives nothing does not hold Close up
+	t.Run("peer neither reads nor writes", func(t *testing.T) {
 		cfg := defaultConfig
 		cfg.Linger = 50 * time.Millisecond
 		cfg.SocketBuffer = 16 << 10
@@ -542,16 +545,17 @@ func TestEnds(t *testing.T) {
 		select {
 		case <-closed:
 		case <-time.After(testTimeout):
-			t.Fatal("Close hangs")
+			t.Fatal("Close did not return")
 		}
 		if wc := <-done; wc.Status != verbs.StatusWRFlushErr {
-			t.Errorf("the write: %v", wc.Status)
+			t.Errorf("RDMA Write: got %v, want %v", wc.Status, verbs.StatusWRFlushErr)
 		}
 	})
 }
 
-// TestGarbage: random octets end the connection, never the process, and never touch memory.
-func TestGarbage(t *testing.T) {
+// TestRandomStreamEndsConnection checks that random bytes end the connection, do not panic, and
+// change no memory.
+func TestRandomStreamEndsConnection(t *testing.T) {
 	for seed := range uint64(40) {
 		p, v := connectRaw(t, Config{CRC: seed%2 == 1})
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -560,19 +564,20 @@ func TestGarbage(t *testing.T) {
 			b[i] = byte(r.Uint32())
 		}
 		p.c.SetWriteDeadline(time.Now().Add(testTimeout))
-		p.c.Write(b) // may fail when the endpoint has had enough
+		p.c.Write(b) // fails when the endpoint has closed the connection
 		p.c.CloseWrite()
 		v.cause()
 		v.id.Close()
 		if !bytes.Equal(v.mem, v.clean) {
-			t.Fatalf("seed %d: memory was written", seed)
+			t.Fatalf("seed %d: the registered memory was written", seed)
 		}
 		p.c.Close()
 	}
 }
 
-// TestNothingFirst: a responder sends no FPDU before it has received one (RFC 5044 §7.1.2).
-func TestNothingFirst(t *testing.T) {
+// TestResponderWaitsForFirstFPDU checks that a responder sends no FPDU before it has received one
+// (RFC 5044 §7.1.2).
+func TestResponderWaitsForFirstFPDU(t *testing.T) {
 	p, v := connectRaw(t, defaultConfig)
 	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
 		Done: func(*verbs.WorkCompletion) {}}); err != nil {
@@ -580,10 +585,10 @@ func TestNothingFirst(t *testing.T) {
 	}
 	p.c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
 	if n, err := p.c.Read(make([]byte, 1)); n != 0 {
-		t.Fatalf("the responder spoke first (%v)", err)
+		t.Fatalf("read before the first FPDU: got %d bytes (%v), want 0", n, err)
 	}
 	p.send(tagged(opWrite, true, 0, 0, nil))
 	if h, _ := p.mustNext(); h.op != opSend {
-		t.Errorf("then came %+v", h)
+		t.Errorf("first FPDU of the responder: got %+v, want a Send", h)
 	}
 }

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// unhex decodes hexadecimal with blanks.
+// unhex decodes hexadecimal digits with spaces.
 func unhex(t testing.TB, s string) []byte {
 	t.Helper()
 	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
@@ -19,8 +19,8 @@ func unhex(t testing.TB, s string) []byte {
 	return b
 }
 
-// TestCRCVectors holds the CRC against the annotated dumps of RFC 5044.
-func TestCRCVectors(t *testing.T) {
+// TestCRCMatchesRFC checks the CRC against the annotated dumps of RFC 5044.
+func TestCRCMatchesRFC(t *testing.T) {
 	zeros := strings.Repeat("00", 24)
 	for _, c := range []struct{ name, fpdu, crc string }{
 		{"Figure 5", "00000000 002a 4143 00000000 00000000 00000001 00000000" + zeros, "52239983"},
@@ -29,10 +29,10 @@ func TestCRCVectors(t *testing.T) {
 		var got [fpduCRCSize]byte
 		putCRC(got[:], crc32.Checksum(unhex(t, c.fpdu), castagnoli))
 		if hex.EncodeToString(got[:]) != c.crc {
-			t.Errorf("%s: CRC %x, the RFC has %s", c.name, got, c.crc)
+			t.Errorf("%s: CRC: got %x, want %s", c.name, got, c.crc)
 		}
 		if getCRC(got[:]) != crc32.Checksum(unhex(t, c.fpdu), castagnoli) {
-			t.Errorf("%s: the CRC does not read back", c.name)
+			t.Errorf("%s: getCRC: got %#x, want the stored CRC", c.name, getCRC(got[:]))
 		}
 	}
 }
@@ -40,13 +40,13 @@ func TestCRCVectors(t *testing.T) {
 func TestPadding(t *testing.T) {
 	for ulpdu, want := range map[int]int{14: 0, 15: 3, 16: 2, 17: 1, 18: 0, 46: 0, 0: 2, maxULPDU: 3, maxSentULPDU: 0} {
 		if got := padding(ulpdu); got != want {
-			t.Errorf("padding(%d) = %d, want %d", ulpdu, got, want)
+			t.Errorf("padding(%d): got %d, want %d", ulpdu, got, want)
 		}
 	}
 }
 
-// TestHeaders encodes and decodes the headers of RFC 5041 §4 and RFC 5040 §4.
-func TestHeaders(t *testing.T) {
+// TestHeadersRoundTrip encodes and decodes the headers of RFC 5041 §4 and RFC 5040 §4.
+func TestHeadersRoundTrip(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		put  func(b []byte)
@@ -90,19 +90,19 @@ func TestHeaders(t *testing.T) {
 			got := make([]byte, len(want))
 			c.put(got)
 			if !bytes.Equal(got, want) {
-				t.Fatalf("encoded %x, want %x", got, want)
+				t.Fatalf("encoded: got %x, want %x", got, want)
 			}
 			var h header
 			h.parseControl(want)
 			h.parseRest(want)
 			if h != c.want {
-				t.Errorf("decoded %+v, want %+v", h, c.want)
+				t.Errorf("decoded: got %+v, want %+v", h, c.want)
 			}
 		})
 	}
 }
 
-func TestReadRequest(t *testing.T) {
+func TestReadRequestRoundTrip(t *testing.T) {
 	r := readRequest{msn: 3, sinkSTag: 0x11111111, sinkTO: 0x2222222233333333, size: 0x100000, srcSTag: 0x44444444,
 		srcTO: 0x5555555566666666}
 	want := unhex(t, `002e 4141 00000000 00000001 00000003 00000000
@@ -110,16 +110,16 @@ func TestReadRequest(t *testing.T) {
 	got := make([]byte, maxHeaderSize)
 	putReadRequest(got, &r)
 	if !bytes.Equal(got, want) {
-		t.Fatalf("encoded %x, want %x", got, want)
+		t.Fatalf("encoded: got %x, want %x", got, want)
 	}
 	back := readRequest{msn: r.msn}
 	back.parseRDMAP(got[fpduLenSize+untaggedHdr:])
 	if back != r {
-		t.Errorf("decoded %+v, want %+v", back, r)
+		t.Errorf("decoded: got %+v, want %+v", back, r)
 	}
 }
 
-func TestMPAFrames(t *testing.T) {
+func TestMPAFramesRoundTrip(t *testing.T) {
 	req, rep := hex.EncodeToString([]byte(mpaReqKey)), hex.EncodeToString([]byte(mpaRepKey))
 	for _, c := range []struct {
 		name  string
@@ -161,18 +161,18 @@ func TestMPAFrames(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			want := unhex(t, c.wire)
 			if got := c.frame.append(nil); !bytes.Equal(got, want) {
-				t.Fatalf("encoded %x, want %x", got, want)
+				t.Fatalf("encoded: got %x, want %x", got, want)
 			}
 			got, err := readMPAFrame(bytes.NewReader(want), c.frame.reply)
 			if err != nil {
 				t.Fatal(err)
 			}
 			if !bytes.Equal(got.data, c.frame.data) {
-				t.Errorf("private data %x, want %x", got.data, c.frame.data)
+				t.Errorf("private data: got %x, want %x", got.data, c.frame.data)
 			}
 			got.data, c.frame.data = nil, nil
 			if !sameFrame(got, c.frame) {
-				t.Errorf("decoded %+v, want %+v", got, c.frame)
+				t.Errorf("decoded: got %+v, want %+v", got, c.frame)
 			}
 		})
 	}
@@ -182,8 +182,9 @@ func sameFrame(a, b mpaFrame) bool {
 	return bytes.Equal(a.append(nil), b.append(nil))
 }
 
-// TestMPATolerance: reserved bits and bits without A are ignored (RFC 5044 §7.1.1, RFC 6581 §9.2).
-func TestMPATolerance(t *testing.T) {
+// TestMPAIgnoresReservedBits checks reserved bits (RFC 5044 §7.1.1), and B, C and D without A (RFC
+// 6581 §9.2).
+func TestMPAIgnoresReservedBits(t *testing.T) {
 	req := hex.EncodeToString([]byte(mpaReqKey))
 	f, err := readMPAFrame(bytes.NewReader(unhex(t, req+"3f 02 0004 4001 c002")), false)
 	if err != nil {
@@ -191,14 +192,14 @@ func TestMPATolerance(t *testing.T) {
 	}
 	if f.reject || f.markers || f.crc || !f.enhanced || f.peer || f.rtrSend || f.rtrWrite || f.rtrRead ||
 		f.ird != 1 || f.ord != 2 {
-		t.Errorf("decoded %+v", f)
+		t.Errorf("decoded: got %+v, want only enhanced, IRD 1 and ORD 2", f)
 	}
 	if f, err = readMPAFrame(bytes.NewReader(unhex(t, req+"10 01 0000")), false); err != nil || f.enhanced {
-		t.Errorf("revision 1 with a reserved bit: %+v, %v", f, err)
+		t.Errorf("revision 1 with a reserved bit: got %+v, %v, want a plain frame", f, err)
 	}
 }
 
-func TestMPAErrors(t *testing.T) {
+func TestInvalidMPAFramesFail(t *testing.T) {
 	req, rep := hex.EncodeToString([]byte(mpaReqKey)), hex.EncodeToString([]byte(mpaRepKey))
 	for _, c := range []struct {
 		name, wire string
@@ -206,27 +207,27 @@ func TestMPAErrors(t *testing.T) {
 		want       error
 	}{
 		{"HTTP", hex.EncodeToString([]byte("HTTP/1.1 400 Bad Request\r\n")), true, errMPAKey},
-		{"one wrong octet", "4d50ff", true, errMPAKey},
+		{"one wrong byte", "4d50ff", true, errMPAKey},
 		{"both initiators", req + "10 02 0004 0000 0000", true, errMPABoth},
 		{"reply to a listener", rep + "10 02 0004 0000 0000", false, errMPAKey},
 		{"revision 0", req + "40 00 0000", false, errMPARevision},
 		{"revision 3", req + "40 03 0000", false, errMPARevision},
-		{"513 octets of private data", req + "00 01 0201", false, errMPALength},
-		{"enhanced without its block", req + "10 02 0003 000000", false, errMPAShort},
+		{"513 bytes of private data", req + "00 01 0201", false, errMPALength},
+		{"enhanced without enhanced data", req + "10 02 0003 000000", false, errMPAShort},
 	} {
 		if _, err := readMPAFrame(bytes.NewReader(unhex(t, c.wire)), c.reply); !errors.Is(err, c.want) {
-			t.Errorf("%s: %v, want %v", c.name, err, c.want)
+			t.Errorf("%s: got %v, want %v", c.name, err, c.want)
 		}
 	}
 	whole := unhex(t, req+"10 02 0005 0000 0000 00")
 	for n := range whole {
 		if _, err := readMPAFrame(bytes.NewReader(whole[:n]), false); err == nil {
-			t.Errorf("%d of %d octets were taken for a frame", n, len(whole))
+			t.Errorf("frame of %d of %d bytes: got nil, want an error", n, len(whole))
 		}
 	}
 }
 
-func TestDepths(t *testing.T) {
+func TestDepthNegotiation(t *testing.T) {
 	for _, c := range []struct {
 		name     string
 		req      mpaFrame
@@ -243,7 +244,7 @@ func TestDepths(t *testing.T) {
 	} {
 		d, ird, ord := answerDepths(&c.req, c.own, maxReadDepth)
 		if d != c.want || ird != c.ird || ord != c.ord {
-			t.Errorf("responder, %s: %+v, reply %d %d, want %+v, reply %d %d", c.name, d, ird, ord, c.want, c.ird,
+			t.Errorf("responder, %s: got %+v, reply %d %d, want %+v, reply %d %d", c.name, d, ird, ord, c.want, c.ird,
 				c.ord)
 		}
 	}
@@ -253,20 +254,20 @@ func TestDepths(t *testing.T) {
 		own, want depths
 		ok        bool
 	}{
-		{"as asked", mpaFrame{ird: 8, ord: 8}, depths{8, 8}, depths{8, 8}, true},
-		{"responder gives less", mpaFrame{ird: 2, ord: 1}, depths{8, 8}, depths{8, 2}, true},
-		{"responder wants more", mpaFrame{ird: 8, ord: 20}, depths{8, 8}, depths{32, 8}, true},
-		{"responder wants too much", mpaFrame{ord: 200}, depths{8, 8}, depths{8, 8}, false},
+		{"as requested", mpaFrame{ird: 8, ord: 8}, depths{8, 8}, depths{8, 8}, true},
+		{"responder offers less", mpaFrame{ird: 2, ord: 1}, depths{8, 8}, depths{8, 2}, true},
+		{"responder requires more", mpaFrame{ird: 8, ord: 20}, depths{8, 8}, depths{32, 8}, true},
+		{"responder requires too much", mpaFrame{ord: 200}, depths{8, 8}, depths{8, 8}, false},
 		{"left to the ULP", mpaFrame{ird: depthByULP, ord: depthByULP}, depths{2, 3}, depths{2, 3}, true},
 	} {
 		d, ok := adoptDepths(&c.rep, c.own, maxReadDepth)
 		if ok != c.ok || ok && d != c.want {
-			t.Errorf("initiator, %s: %+v %v, want %+v %v", c.name, d, ok, c.want, c.ok)
+			t.Errorf("initiator, %s: got %+v, %v, want %+v, %v", c.name, d, ok, c.want, c.ok)
 		}
 	}
 }
 
-func TestTerminateEncode(t *testing.T) {
+func TestTerminateRoundTrip(t *testing.T) {
 	write := make([]byte, fpduLenSize+taggedHdr)
 	putTagged(write, opWrite, true, 0x0a0b0c0d, 0x99, 100)
 	send := make([]byte, fpduLenSize+untaggedHdr)
@@ -300,17 +301,18 @@ func TestTerminateEncode(t *testing.T) {
 			x := c.make()
 			n := x.encode(b[:])
 			if want := unhex(t, c.wire); !bytes.Equal(b[:n], want) {
-				t.Fatalf("encoded %x, want %x", b[:n], want)
+				t.Fatalf("encoded: got %x, want %x", b[:n], want)
 			}
 			if code, _ := decodeTerminate(b[fpduLenSize+untaggedHdr : n]); code != x.code {
-				t.Errorf("decoded %+v, want %+v", code, x.code)
+				t.Errorf("decoded: got %+v, want %+v", code, x.code)
 			}
 		})
 	}
 }
 
-// TestTerminateDecode has the messages that stock siw was seen to send, besides the RFC's order.
-func TestTerminateDecode(t *testing.T) {
+// TestDecodeTerminate decodes messages in the RFC's bit order and messages recorded from a stock
+// siw.
+func TestDecodeTerminate(t *testing.T) {
 	const quoted = "0013 c140 01020304 1122334455667788"
 	for _, c := range []struct {
 		name, wire string
@@ -325,7 +327,7 @@ func TestTerminateDecode(t *testing.T) {
 		{"siw, DDP version, no header", "21060000", termUntaggedVersion, 0},
 		{"siw, cannot invalidate", "20090300", termCode{layerRDMAP, 2, 9}, 0},
 		{"siw, unknown STag", "11000300" + quoted, termTaggedInvalidSTag, 0},
-		{"siw, unasked Read Response", "01000300" + quoted, termCode{layerDDP, 0, 0}, 0},
+		{"siw, Read Response without a Read", "01000300" + quoted, termCode{layerDDP, 0, 0}, 0},
 		{"RFC, Read access", "0102e000 002e 4141 00000000 00000001 00000007 00000000" +
 			strings.Repeat("00", readReqHdr), termReadAccess, 7},
 		{"siw, Read access", "10020700 002e 4141 00000000 00000001 00000007 00000000" +
@@ -335,19 +337,19 @@ func TestTerminateDecode(t *testing.T) {
 		{"empty", "", termUnspecified, 0},
 	} {
 		if code, msn := decodeTerminate(unhex(t, c.wire)); code != c.want || msn != c.msn {
-			t.Errorf("%s: %+v, read %d, want %+v, read %d", c.name, code, msn, c.want, c.msn)
+			t.Errorf("%s: got %+v, Read %d, want %+v, Read %d", c.name, code, msn, c.want, c.msn)
 		}
 	}
 }
 
-func TestMULPDU(t *testing.T) {
+func TestMULPDUNeedsNoPad(t *testing.T) {
 	for emss, want := range map[int]int{1448: 1442, 1460: 1454, 1461: 1454, 536: 530, 88: 130, 0: 130,
 		65483: maxSentULPDU, 1 << 20: maxSentULPDU} {
 		if got := mulpdu(emss); got != want {
-			t.Errorf("mulpdu(%d) = %d, want %d", emss, got, want)
+			t.Errorf("mulpdu(%d): got %d, want %d", emss, got, want)
 		}
 		if padding(want) != 0 {
-			t.Errorf("a full ULPDU of %d octets needs padding", want)
+			t.Errorf("padding(%d): got %d, want 0", want, padding(want))
 		}
 	}
 }

@@ -19,7 +19,7 @@ var accessTests = []conformanceTest{
 	{"ReadFence", verbs.CapFastReg, testReadFence},
 }
 
-// guarded is memory with known octets before, in and behind a registration.
+// Sizes and addresses of a registration in the middle of a larger buffer with known content.
 const (
 	guardedSize = 3 * 4096
 	guardedFrom = 4096
@@ -27,146 +27,163 @@ const (
 	guardedIOVA = 0x7000
 )
 
-// testAccessRefused: what the registration does not allow is not done, the connection ends at both
-// ends, and an RDMA Read says why.
+// An accessCase is an access of the peer that the registration does not allow.
+type accessCase struct {
+	op      verbs.Opcode
+	access  verbs.Access // of the registration; 0 means no registration
+	rkey    func(verbs.RKey) verbs.RKey
+	off     int64 // from the start of the registration
+	wraps   bool  // off counts from address 0 instead
+	n       int   // bytes
+	invalid bool  // LocalInv before the access
+	dereg   bool  // Dereg before the access
+}
+
+func previousKey(k verbs.RKey) verbs.RKey { return k.WithKey(k.Key() - 1) }
+func nextKey(k verbs.RKey) verbs.RKey     { return k.WithKey(k.Key() + 1) }
+func otherIndex(k verbs.RKey) verbs.RKey  { return k ^ 1<<20 }
+
+const remoteRead = verbs.AccessRemoteRead
+
+var accessCases = map[string]accessCase{
+	"write, stale key":          {op: verbs.OpRDMAWrite, access: remoteWrite, rkey: previousKey, n: 8},
+	"write, other index":        {op: verbs.OpRDMAWrite, access: remoteWrite, rkey: otherIndex, n: 8},
+	"write, no right":           {op: verbs.OpRDMAWrite, access: remoteRead, n: 8},
+	"write, before":             {op: verbs.OpRDMAWrite, access: remoteWrite, off: -1, n: 8},
+	"write, after the end":      {op: verbs.OpRDMAWrite, access: remoteWrite, off: guardedLen, n: 1},
+	"write, across the end":     {op: verbs.OpRDMAWrite, access: remoteWrite, off: guardedLen - 7, n: 8},
+	"write, far across the end": {op: verbs.OpRDMAWrite, access: remoteWrite, off: 1, n: guardedSize - guardedFrom},
+	"write, address wraps":      {op: verbs.OpRDMAWrite, access: remoteWrite, off: -4, wraps: true, n: 8},
+	"write, invalidated":        {op: verbs.OpRDMAWrite, access: remoteWrite, n: 8, invalid: true},
+	"write, deregistered":       {op: verbs.OpRDMAWrite, access: remoteWrite, n: 8, dereg: true},
+	"write, MR was never valid": {op: verbs.OpRDMAWrite, n: 8},
+	"read, stale key":           {op: verbs.OpRDMARead, access: remoteRead, rkey: nextKey, n: 8},
+	"read, other index":         {op: verbs.OpRDMARead, access: remoteRead, rkey: otherIndex, n: 8},
+	"read, no right":            {op: verbs.OpRDMARead, access: remoteWrite, n: 8},
+	"read, across the end":      {op: verbs.OpRDMARead, access: remoteRead, off: guardedLen - 7, n: 8},
+	"read, before":              {op: verbs.OpRDMARead, access: remoteRead, off: -8, n: 8},
+	"read, address wraps":       {op: verbs.OpRDMARead, access: remoteRead, off: -4, wraps: true, n: 8},
+	"read, invalidated":         {op: verbs.OpRDMARead, access: remoteRead, n: 8, invalid: true},
+	"read, deregistered":        {op: verbs.OpRDMARead, access: remoteRead, n: 8, dereg: true},
+	"read, local right alone":   {op: verbs.OpRDMARead, access: verbs.AccessLocalWrite, n: 8},
+}
+
+// testAccessRefused checks that an access beyond the registration's rights or bounds does nothing.
+// The connection ends at both ends, and an RDMA Read completes with the reason.
 func testAccessRefused(t *testing.T, s *suite) {
-	for name, c := range map[string]struct {
-		op      verbs.Opcode
-		access  verbs.Access
-		rkey    func(verbs.RKey) verbs.RKey
-		off     int64 // from the start of the registration
-		wraps   bool  // from the end of all addresses
-		n       int
-		invalid bool // LocalInv first
-		dereg   bool // Dereg first
-	}{
-		"write, stale key": {op: verbs.OpRDMAWrite, access: forWriting,
-			rkey: func(k verbs.RKey) verbs.RKey { return k.WithKey(k.Key() - 1) }, n: 8},
-		"write, other index": {op: verbs.OpRDMAWrite, access: forWriting,
-			rkey: func(k verbs.RKey) verbs.RKey { return k ^ 1<<20 }, n: 8},
-		"write, no right":         {op: verbs.OpRDMAWrite, access: verbs.AccessRemoteRead, n: 8},
-		"write, before":           {op: verbs.OpRDMAWrite, access: forWriting, off: -1, n: 8},
-		"write, behind":           {op: verbs.OpRDMAWrite, access: forWriting, off: guardedLen, n: 1},
-		"write, over the end":     {op: verbs.OpRDMAWrite, access: forWriting, off: guardedLen - 7, n: 8},
-		"write, far over the end": {op: verbs.OpRDMAWrite, access: forWriting, off: 1, n: guardedSize - guardedFrom},
-		"write, address wraps":    {op: verbs.OpRDMAWrite, access: forWriting, off: -4, wraps: true, n: 8},
-		"write, invalidated":      {op: verbs.OpRDMAWrite, access: forWriting, n: 8, invalid: true},
-		"write, deregistered":     {op: verbs.OpRDMAWrite, access: forWriting, n: 8, dereg: true},
-		"read, stale key": {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead,
-			rkey: func(k verbs.RKey) verbs.RKey { return k.WithKey(k.Key() + 1) }, n: 8},
-		"read, other index": {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead,
-			rkey: func(k verbs.RKey) verbs.RKey { return k ^ 1<<20 }, n: 8},
-		"read, no right":            {op: verbs.OpRDMARead, access: forWriting, n: 8},
-		"read, over the end":        {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: guardedLen - 7, n: 8},
-		"read, before":              {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: -8, n: 8},
-		"read, address wraps":       {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, off: -4, wraps: true, n: 8},
-		"read, invalidated":         {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, n: 8, invalid: true},
-		"read, deregistered":        {op: verbs.OpRDMARead, access: verbs.AccessRemoteRead, n: 8, dereg: true},
-		"write, MR was never valid": {op: verbs.OpRDMAWrite, n: 8},
-		"read, local right alone":   {op: verbs.OpRDMARead, access: verbs.AccessLocalWrite, n: 8},
-	} {
-		t.Run(name, func(t *testing.T) {
-			p := s.pair(t, options{}).open()
-			mem := p.active.buffer(guardedSize)
-			pattern(mem.Buf, 0x33)
-			clean := append([]byte(nil), mem.Buf...)
-			m, err := p.active.pd.AllocMR(8)
-			if err != nil {
-				t.Fatal(err)
-			}
-			w := window{mr: m, rkey: m.RKey(), iova: guardedIOVA}
-			if c.access != 0 {
-				w = p.active.fastReg(m, 0x80, c.access, guardedIOVA, mem.Buf[guardedFrom:][:guardedLen])
-			}
-			if c.invalid {
-				p.active.localInv(w)
-			}
-			if c.dereg {
-				if err := m.Dereg(); err != nil {
-					t.Fatal(err)
-				}
-			} else {
-				t.Cleanup(func() { m.Dereg() })
-			}
-			key := w.rkey
-			if c.rkey != nil {
-				key = c.rkey(key)
-			}
-			addr := w.iova + uint64(c.off)
-			if c.wraps {
-				addr = uint64(c.off)
-			}
-			peer := p.passive.buffer(c.n)
-			pattern(peer.Buf, 0x44)
-			peerClean := append([]byte(nil), peer.Buf...)
-			out := newComps()
-			p.passive.post(out, &verbs.WorkRequest{Opcode: c.op, RKey: key, RemoteAddr: addr,
-				SGList: []verbs.SGE{peer}})
-			cause := p.active.goneWithin()
-			told := p.passive.goneWithin()
-			wc := out.wait(t, 1)[0]
-			if c.op == verbs.OpRDMARead {
-				a := p.active.dev.Attrs() // siw's verbs do not tell why
-				tells := a.Caps.Has(verbs.CapTerminates) || a.Transport == verbs.TransportIB
-				if wc.Status != verbs.StatusRemAccessErr && (tells || wc.Status == verbs.StatusSuccess) {
-					t.Errorf("RDMA Read: %v, want %v", wc.Status, verbs.StatusRemAccessErr)
-				}
-				if !bytes.Equal(peer.Buf, peerClean) {
-					t.Error("octets were read")
-				}
-			}
-			// the segments inside the bounds may have been placed before the one that is not
-			if c.n > guardedLen {
-				copy(mem.Buf[guardedFrom:][:guardedLen], clean[guardedFrom:])
-			}
-			if !bytes.Equal(mem.Buf, clean) {
-				t.Errorf("octet %d was written", firstDifference(mem.Buf, clean))
-			}
-			if p.active.dev.Attrs().Caps.Has(verbs.CapTerminates) {
-				var te *verbs.TerminateError
-				if !errors.As(cause, &te) || !te.Local {
-					t.Errorf("cause %v, want a Terminate of this side", cause)
-				}
-				if !errors.As(told, &te) || te.Local {
-					t.Errorf("the peer was told %v, want a Terminate of the other side", told)
-				}
-				if p.active.qp.Stats().RemoteAccessErrors == 0 {
-					t.Error("the refusal was not counted")
-				}
-			}
-		})
+	for name, c := range accessCases {
+		t.Run(name, func(t *testing.T) { c.run(t, s.pair(t, options{}).sendFirst()) })
 	}
 }
 
-// testOtherStream: a registration made on one connection is nothing to another, in the same PD or
-// not.
+func (c *accessCase) run(t *testing.T, p *pair) {
+	mem := p.active.buffer(guardedSize)
+	pattern(mem.Buf, 0x33)
+	original := bytes.Clone(mem.Buf)
+	key, addr := c.register(t, p.active, mem.Buf[guardedFrom:][:guardedLen])
+	peer := p.passive.buffer(c.n)
+	pattern(peer.Buf, 0x44)
+	peerOriginal := bytes.Clone(peer.Buf)
+	out := newCompletions()
+	p.passive.post(out, &verbs.WorkRequest{Opcode: c.op, RKey: key, RemoteAddr: addr, SGList: []verbs.SGE{peer}})
+	cause, peerCause := p.active.waitDisconnect(), p.passive.waitDisconnect()
+	wc := out.wait(t, 1)[0]
+	if c.op == verbs.OpRDMARead {
+		a := p.active.dev.Attrs() // siw's verbs do not report the reason
+		reported := a.Caps.Has(verbs.CapTerminates) || a.Transport == verbs.TransportIB
+		if wc.Status != verbs.StatusRemAccessErr && (reported || wc.Status == verbs.StatusSuccess) {
+			t.Errorf("RDMA Read: got %v, want %v", wc.Status, verbs.StatusRemAccessErr)
+		}
+		if !bytes.Equal(peer.Buf, peerOriginal) {
+			t.Error("the refused RDMA Read returned data")
+		}
+	}
+	// The device may have placed the segments inside the bounds before the refused one.
+	if c.n > guardedLen {
+		copy(mem.Buf[guardedFrom:][:guardedLen], original[guardedFrom:])
+	}
+	if !bytes.Equal(mem.Buf, original) {
+		t.Errorf("the refused access wrote byte %d", firstDifference(mem.Buf, original))
+	}
+	if p.active.dev.Attrs().Caps.Has(verbs.CapTerminates) {
+		wantTerminate(t, cause, true)
+		wantTerminate(t, peerCause, false)
+		if p.active.qp.Stats().RemoteAccessErrors == 0 {
+			t.Error("RemoteAccessErrors: got 0, want at least 1")
+		}
+	}
+}
+
+// register registers mem as the case says. register returns the key and address of the forbidden
+// access.
+func (c *accessCase) register(t *testing.T, e *endpoint, mem []byte) (key verbs.RKey, addr uint64) {
+	t.Helper()
+	m, err := e.pd.AllocMR(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := window{mr: m, rkey: m.RKey(), iova: guardedIOVA}
+	if c.access != 0 {
+		w = e.fastReg(m, 0x80, c.access, guardedIOVA, mem)
+	}
+	if c.invalid {
+		e.localInv(w)
+	}
+	if c.dereg {
+		if err := m.Dereg(); err != nil {
+			t.Fatal(err)
+		}
+	} else {
+		t.Cleanup(func() { m.Dereg() })
+	}
+	key, addr = w.rkey, w.iova+uint64(c.off)
+	if c.rkey != nil {
+		key = c.rkey(key)
+	}
+	if c.wraps {
+		addr = uint64(c.off)
+	}
+	return key, addr
+}
+
+// wantTerminate checks that cause is a Terminate message sent by this side (local) or by the peer.
+func wantTerminate(t *testing.T, cause error, local bool) {
+	t.Helper()
+	var te *verbs.TerminateError
+	if !errors.As(cause, &te) || te.Local != local {
+		t.Errorf("disconnect cause: got %v, want a Terminate with Local=%v", cause, local)
+	}
+}
+
+// testOtherStream checks that a registration of one connection is not usable on another one.
 func testOtherStream(t *testing.T, s *suite) {
 	prov := s.newProvider(t)
 	l := listen(t, prov, s.laddr)
 	for _, op := range []verbs.Opcode{verbs.OpRDMAWrite, verbs.OpRDMARead} {
-		p1 := connectPair(t, prov, l, options{}).open()
-		p2 := connectPair(t, prov, l, options{}).open()
+		p1 := connectPair(t, prov, l, options{}).sendFirst()
+		p2 := connectPair(t, prov, l, options{}).sendFirst()
 		mem := p1.active.buffer(64)
 		pattern(mem.Buf, 1)
-		clean := append([]byte(nil), mem.Buf...)
-		w := p1.active.fastReg(p1.active.mr(1), 5, forWriting|verbs.AccessRemoteRead, 0, mem.Buf)
-		out := newComps()
+		original := append([]byte(nil), mem.Buf...)
+		w := p1.active.fastReg(p1.active.mr(1), 5, remoteWrite|verbs.AccessRemoteRead, 0, mem.Buf)
+		out := newCompletions()
 		p2.passive.post(out, &verbs.WorkRequest{Opcode: op, RKey: w.rkey, RemoteAddr: w.iova,
 			SGList: []verbs.SGE{p2.passive.buffer(8)}})
-		p2.active.goneWithin()
-		if !bytes.Equal(mem.Buf, clean) {
-			t.Errorf("%v by another connection got through", op)
+		p2.active.waitDisconnect()
+		if !bytes.Equal(mem.Buf, original) {
+			t.Errorf("%v by another connection: access was not refused", op)
 		}
-		p1.open() // the innocent connection lives
+		p1.sendFirst() // the first connection still works
 	}
 }
 
-// testBadRemoteInvalidate: a key that is not valid on the stream cannot be invalidated by the peer.
+// testBadRemoteInvalidate checks that a peer cannot invalidate a key that is not valid on its
+// connection.
 func testBadRemoteInvalidate(t *testing.T, s *suite) {
 	for _, name := range []string{"unknown", "invalid already", "stale key"} {
 		t.Run(name, func(t *testing.T) {
-			p := s.pair(t, options{}).open()
-			w := p.active.fastReg(p.active.mr(1), 5, forWriting, 0, p.active.buffer(8).Buf)
+			p := s.pair(t, options{}).sendFirst()
+			w := p.active.fastReg(p.active.mr(1), 5, remoteWrite, 0, p.active.buffer(8).Buf)
 			key := w.rkey
 			switch name {
 			case "unknown":
@@ -176,23 +193,23 @@ func testBadRemoteInvalidate(t *testing.T, s *suite) {
 			case "stale key":
 				key = key.WithKey(4)
 			}
-			in := newComps()
+			in := newCompletions()
 			p.active.recv(in, p.active.buffer(8))
-			p.passive.post(newComps(), &verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: key})
-			p.active.goneWithin()
+			p.passive.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: key})
+			p.active.waitDisconnect()
 			if wc := in.wait(t, 1)[0]; wc.Status == verbs.StatusSuccess {
-				t.Error("the Receive completed")
+				t.Error("Receive: got success, want an error")
 			}
 		})
 	}
 }
 
-// fenceRounds is how many connections a fence test ruins.
+// fenceRounds is the number of connections that a fence test ends.
 const fenceRounds = 12
 
-// stream keeps RDMA Writes (or Reads) of the whole window coming until the connection ends.
-func stream(e *endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
-	done := newComps()
+// postUntilError posts RDMA Writes or Reads of the whole window until the connection ends.
+func postUntilError(e *endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
+	done := newCompletions()
 	for {
 		_, err := e.qp.PostSend(&verbs.WorkRequest{Opcode: op, Signaled: true, Done: done.done, RKey: w.rkey,
 			RemoteAddr: w.iova, SGList: []verbs.SGE{sge}})
@@ -205,79 +222,79 @@ func stream(e *endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
 	}
 }
 
-// fence lets the peer write while kill revokes the memory, and then looks whether any octet still
-// changes.
-func fence(t *testing.T, s *suite, kill func(e *endpoint, w window, m verbs.MR)) {
+// testFence lets the peer write while revoke revokes the memory. testFence then checks that no byte
+// changes any more.
+func testFence(t *testing.T, s *suite, revoke func(e *endpoint, w window, m verbs.MR)) {
 	const size = 200000
 	for round := range fenceRounds {
-		p := s.pair(t, options{}).open()
+		p := s.pair(t, options{}).sendFirst()
 		mem, src := p.active.buffer(size), p.passive.buffer(size)
 		pattern(src.Buf, 0x99)
 		m, err := p.active.pd.AllocMR(depth)
 		if err != nil {
 			t.Fatal(err)
 		}
-		w := p.active.fastReg(m, 1, forWriting, 0, mem.Buf)
+		w := p.active.fastReg(m, 1, remoteWrite, 0, mem.Buf)
 		stopped := make(chan struct{})
-		go func() { defer close(stopped); stream(p.passive, verbs.OpRDMAWrite, w, src) }()
+		go func() { defer close(stopped); postUntilError(p.passive, verbs.OpRDMAWrite, w, src) }()
 		time.Sleep(time.Duration(rand.IntN(3000)) * time.Microsecond)
-		kill(p.active, w, m)
-		// From here on the memory is the consumer's. The race detector does not see the device; the
-		// octets do.
+		revoke(p.active, w, m)
+		// The consumer owns the memory from here on. The race detector does not see the device's
+		// writes, so compare the bytes.
 		for i := range mem.Buf {
 			mem.Buf[i] = byte(round)
 		}
-		p.active.goneWithin()
+		p.active.waitDisconnect()
 		<-stopped
 		for i, b := range mem.Buf {
 			if b != byte(round) {
-				t.Fatalf("round %d: octet %d was written after the end of the registration", round, i)
+				t.Fatalf("round %d: byte %d was written after the end of the registration", round, i)
 			}
 		}
 	}
 }
 
 func testLocalInvFences(t *testing.T, s *suite) {
-	fence(t, s, func(e *endpoint, w window, m verbs.MR) {
+	testFence(t, s, func(e *endpoint, w window, m verbs.MR) {
 		if st := e.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
 			InvalidateRKey: w.rkey})[0].Status; st != verbs.StatusSuccess {
-			e.t.Errorf("LocalInv under load: %v", st)
+			e.t.Errorf("LocalInv under load: got %v, want success", st)
 		}
 		e.t.Cleanup(func() { m.Dereg() })
 	})
 }
 
 func testDeregFences(t *testing.T, s *suite) {
-	fence(t, s, func(e *endpoint, _ window, m verbs.MR) {
+	testFence(t, s, func(e *endpoint, _ window, m verbs.MR) {
 		if err := m.Dereg(); err != nil {
 			e.t.Errorf("Dereg under load: %v", err)
 		}
 	})
 }
 
-// testReadFence: after LocalInv no octet leaves any more.
+// testReadFence checks that the peer reads no byte after a LocalInv.
 func testReadFence(t *testing.T, s *suite) {
 	const size = 200000
 	const before, after = 0x0b, 0xaf
 	for range fenceRounds {
-		p := s.pair(t, options{}).open()
+		p := s.pair(t, options{}).sendFirst()
 		mem, dst := p.active.buffer(size), p.passive.buffer(size)
 		for i := range mem.Buf {
 			mem.Buf[i] = before
 		}
 		w := p.active.fastReg(p.active.mr(depth), 1, verbs.AccessRemoteRead, 0, mem.Buf)
 		stopped := make(chan struct{})
-		go func() { defer close(stopped); stream(p.passive, verbs.OpRDMARead, w, dst) }()
+		go func() { defer close(stopped); postUntilError(p.passive, verbs.OpRDMARead, w, dst) }()
 		time.Sleep(time.Duration(rand.IntN(3000)) * time.Microsecond)
 		p.active.localInv(w)
 		for i := range mem.Buf {
 			mem.Buf[i] = after
 		}
-		p.active.goneWithin()
+		p.active.waitDisconnect()
 		<-stopped
 		p.passive.qp.Drain()
 		if i := bytes.IndexByte(dst.Buf, after); i >= 0 {
-			t.Fatalf("octet %d was read after the end of the registration", i)
+			t.Fatalf("byte %d was read after the end of the registration", i)
 		}
 	}
 }

@@ -7,32 +7,32 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A conformanceTest is one rule that every provider keeps.
+// A conformanceTest is one rule for all providers.
 type conformanceTest struct {
 	name string
-	need verbs.Caps // what the device must be able to do; without it the rule does not apply
+	need verbs.Caps // required capabilities; without them the test is skipped
 	run  func(t *testing.T, s *suite)
 }
 
-// A suite is what the tests are run on.
+// A suite creates the connections of the tests.
 type suite struct {
 	newProvider NewProvider
 	laddr       netip.AddrPort
 }
 
-// pair connects two fresh endpoints.
+// pair connects two new endpoints.
 func (s *suite) pair(t *testing.T, o options) *pair {
 	t.Helper()
 	return newPair(t, s.newProvider(t), s.laddr, o)
 }
 
-// Conformance runs the rules that hold for every provider, through the verbs interfaces alone.
-// Connections go through laddr (port 0 for any), both ends in this process.
+// Conformance runs the tests that every provider must pass. The tests use only the verbs
+// interfaces. Both ends of each connection are in this process and use laddr (port 0: any port).
 func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort) {
 	s := &suite{newProvider: newProvider, laddr: laddr}
 	caps := s.caps(t)
-	for _, group := range [][]conformanceTest{connectionTests, messageTests, memoryTests, accessTests, endingTests,
-		resourceTests, sharingTests, failureTests} {
+	for _, group := range [][]conformanceTest{connectionTests, messageTests, memoryTests, accessTests, disconnectTests,
+		resourceTests, sharingTests, errorTests} {
 		for _, c := range group {
 			t.Run(c.name, func(t *testing.T) {
 				if !caps.Has(c.need) {
@@ -44,18 +44,18 @@ func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort) {
 	}
 }
 
-// caps asks the device that reaches laddr for its abilities.
+// caps returns the capabilities of the device for laddr.
 func (s *suite) caps(t *testing.T) verbs.Caps {
 	t.Helper()
 	return s.attrs(t).Caps
 }
 
-// attrs asks the device that reaches laddr for its limits and abilities.
+// attrs returns the attributes of the device for laddr.
 func (s *suite) attrs(t *testing.T) verbs.DeviceAttrs {
 	t.Helper()
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	id, err := p.Resolve(within(t), l.Addr())
+	id, err := p.Resolve(timeoutContext(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -19,22 +19,22 @@ var connectionTests = []conformanceTest{
 	{"Reject", 0, testReject},
 	{"PortClosed", 0, testPortClosed},
 	{"ConnectMisuse", 0, testConnectMisuse},
-	{"ConnectGivenUp", 0, testConnectGivenUp},
+	{"ConnectCanceled", 0, testConnectCanceled},
 	{"ListenerClose", 0, testListenerClose},
-	{"ManyConnections", 0, testManyConnections},
+	{"ParallelConnects", 0, testParallelConnects},
 	{"SendBeforeAccept", 0, testSendBeforeAccept},
 }
 
-// maxIBPrivate is what InfiniBand's REQ message has for the consumer: 92 octets, less the addresses
-// that the connection manager puts before.
+// maxIBPrivate is the number of private data bytes in InfiniBand's REQ message: 92 bytes minus the
+// connection manager's addresses.
 const maxIBPrivate = 56
 
 func testConnectAccept(t *testing.T, s *suite) {
-	most := 196
+	maxPrivate := 196
 	if s.attrs(t).Transport == verbs.TransportIB {
-		most = maxIBPrivate
+		maxPrivate = maxIBPrivate
 	}
-	for _, data := range [][]byte{nil, {1}, []byte("eight by"), bytes.Repeat([]byte{0xa5}, most)} {
+	for _, data := range [][]byte{nil, {1}, []byte("eight by"), bytes.Repeat([]byte{0xa5}, maxPrivate)} {
 		reply := append([]byte("re:"), data...)
 		p := s.pair(t, options{
 			activeParam:  verbs.ConnParam{PrivateData: data, ResponderResources: 16, InitiatorDepth: 4},
@@ -42,27 +42,27 @@ func testConnectAccept(t *testing.T, s *suite) {
 		})
 		toPassive, toActive := p.passive.id.Peer(), p.active.id.Peer()
 		if !hasPrefix(toPassive.PrivateData, data) || !hasPrefix(toActive.PrivateData, reply) {
-			t.Errorf("private data %q and %q arrived as %q and %q", data, reply, toPassive.PrivateData,
+			t.Errorf("private data: sent %q and %q, got %q and %q", data, reply, toPassive.PrivateData,
 				toActive.PrivateData)
 		}
 		if toPassive.ResponderResources != 16 || toPassive.InitiatorDepth != 4 {
-			t.Errorf("the acceptor saw depths %d and %d, want 16 and 4", toPassive.ResponderResources,
+			t.Errorf("depths at the acceptor: got %d and %d, want 16 and 4", toPassive.ResponderResources,
 				toPassive.InitiatorDepth)
 		}
 		if toActive.ResponderResources < 4 || toActive.InitiatorDepth > 16 || toActive.InitiatorDepth == 0 {
-			t.Errorf("the connector saw depths %d and %d, want at least 4 and 1 to 16", toActive.ResponderResources,
+			t.Errorf("depths at the connector: got %d and %d, want at least 4 and 1 to 16", toActive.ResponderResources,
 				toActive.InitiatorDepth)
 		}
 		if a, b := p.active.id.LocalAddr(), p.passive.id.RemoteAddr(); a != b || a.Port() == 0 {
-			t.Errorf("the connector is %v to itself and %v to the acceptor", a, b)
+			t.Errorf("connector's address: got %v at the connector and %v at the acceptor", a, b)
 		}
 		if a, b := p.active.id.RemoteAddr(), p.passive.id.LocalAddr(); a != b {
-			t.Errorf("the acceptor is %v to the connector and %v to itself", a, b)
+			t.Errorf("acceptor's address: got %v at the connector and %v at the acceptor", a, b)
 		}
 	}
 }
 
-// hasPrefix allows for the zero padding that some transports add.
+// hasPrefix reports whether got is want with zero padding, which some transports add.
 func hasPrefix(got, want []byte) bool {
 	return bytes.HasPrefix(got, want) && len(bytes.Trim(got[len(want):], "\x00")) == 0
 }
@@ -71,18 +71,18 @@ func wantConnError(t *testing.T, what string, err error, kind verbs.ConnErrorKin
 	t.Helper()
 	var ce *verbs.ConnError
 	if !errors.As(err, &ce) {
-		t.Errorf("%s: %v, want a *verbs.ConnError", what, err)
+		t.Errorf("%s: got %v, want a *verbs.ConnError", what, err)
 		return &verbs.ConnError{}
 	}
 	if ce.Kind != kind || ce.Phase == "" || ce.Addr == "" {
-		t.Errorf("%s: %v (kind %v), want kind %v with phase and address", what, err, ce.Kind, kind)
+		t.Errorf("%s: got %v (kind %v), want kind %v with phase and address", what, err, ce.Kind, kind)
 	}
 	return ce
 }
 
 func resolve(t *testing.T, p verbs.Provider, a netip.AddrPort) (verbs.ActiveID, *endpoint) {
 	t.Helper()
-	id, err := p.Resolve(within(t), a)
+	id, err := p.Resolve(timeoutContext(t), a)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,15 +91,15 @@ func resolve(t *testing.T, p verbs.Provider, a netip.AddrPort) (verbs.ActiveID, 
 	return id, newEndpoint(t, id, &o)
 }
 
-var someDepths = verbs.ConnParam{ResponderResources: 1, InitiatorDepth: 1}
+var depthOne = verbs.ConnParam{ResponderResources: 1, InitiatorDepth: 1}
 
 func testPrivateDataTooLong(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
 	id, _ := resolve(t, p, l.Addr())
-	param := someDepths
+	param := depthOne
 	param.PrivateData = make([]byte, 1000)
-	wantConnError(t, "1000 octets of private data", id.Connect(within(t), param), verbs.ConnLocal)
+	wantConnError(t, "connect with 1000 bytes of private data", id.Connect(timeoutContext(t), param), verbs.ConnLocal)
 }
 
 func testReject(t *testing.T, s *suite) {
@@ -107,8 +107,8 @@ func testReject(t *testing.T, s *suite) {
 	l := listen(t, p, s.laddr)
 	id, e := resolve(t, p, l.Addr())
 	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(within(t), someDepths) }()
-	req, err := l.Accept(within(t))
+	go func() { connected <- id.Connect(timeoutContext(t), depthOne) }()
+	req, err := l.Accept(timeoutContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -117,10 +117,10 @@ func testReject(t *testing.T, s *suite) {
 	}
 	ce := wantConnError(t, "connect to a rejecting peer", <-connected, verbs.ConnRejected)
 	if !hasPrefix(ce.PrivateData, []byte("not you")) {
-		t.Errorf("private data of the rejection: %q", ce.PrivateData)
+		t.Errorf("private data of the rejection: got %q, want %q", ce.PrivateData, "not you")
 	}
-	if len(e.gone) != 0 {
-		t.Error("OnDisconnect was called although there was no connection")
+	if len(e.disconnects) != 0 {
+		t.Error("OnDisconnect was called without a connection")
 	}
 }
 
@@ -130,55 +130,58 @@ func testPortClosed(t *testing.T, s *suite) {
 	addr := l.Addr()
 	l.Close()
 	id, _ := resolve(t, p, addr)
-	ce := wantConnError(t, "connect to a closed port", id.Connect(within(t), someDepths), verbs.ConnUnreachable)
+	ce := wantConnError(t, "connect to a closed port", id.Connect(timeoutContext(t), depthOne), verbs.ConnUnreachable)
 	if ce.Addr != addr.String() {
-		t.Errorf("the error names %q, the address was %v", ce.Addr, addr)
+		t.Errorf("address in the error: got %q, want %v", ce.Addr, addr)
 	}
 }
 
 func testConnectMisuse(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	id, err := p.Resolve(within(t), l.Addr())
+	id, err := p.Resolve(timeoutContext(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
-	wantConnError(t, "connect without a QP", id.Connect(within(t), someDepths), verbs.ConnLocal)
+	wantConnError(t, "connect without a QP", id.Connect(timeoutContext(t), depthOne), verbs.ConnLocal)
 	if err := id.Close(); err != nil {
 		t.Error(err)
 	}
 	if err := id.Close(); err != nil {
 		t.Errorf("second Close: %v", err)
 	}
-	if _, err := p.Resolve(within(t), netip.AddrPort{}); err == nil {
-		t.Error("no address resolved")
+	if _, err := p.Resolve(timeoutContext(t), netip.AddrPort{}); err == nil {
+		t.Error("resolve an empty address: got no error, want one")
 	}
 
 	pr := connectPair(t, p, l, options{})
-	wantConnError(t, "connect twice", pr.active.id.(verbs.ActiveID).Connect(within(t), someDepths), verbs.ConnLocal)
+	wantConnError(t, "connect twice", pr.active.id.(verbs.ActiveID).Connect(timeoutContext(t), depthOne),
+		verbs.ConnLocal)
 	if _, err := pr.active.id.CreateQP(pr.active.pd, verbs.QPInitAttr{SendCQ: pr.active.cq, RecvCQ: pr.active.cq,
 		MaxSendWR: 1, MaxRecvWR: 1}); err == nil {
-		t.Error("a second QP was made for one connection")
+		t.Error("second QP for one connection: got no error, want one")
 	}
 }
 
-// testConnectGivenUp: the caller's context ends the wait at once although the peer never answers.
-func testConnectGivenUp(t *testing.T, s *suite) {
+// testConnectCanceled checks that the caller's context ends Connect when the peer does not answer.
+func testConnectCanceled(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	for name, kind := range map[string]verbs.ConnErrorKind{"cancelled": verbs.ConnLocal,
-		"deadline": verbs.ConnTimeout} {
+	for name, kind := range map[string]verbs.ConnErrorKind{
+		"canceled": verbs.ConnLocal,
+		"deadline": verbs.ConnTimeout,
+	} {
 		id, _ := resolve(t, p, l.Addr())
 		ctx, cancel := context.WithCancel(context.Background())
 		if name == "deadline" {
 			ctx, cancel = context.WithTimeout(context.Background(), 50*time.Millisecond)
 		}
 		time.AfterFunc(50*time.Millisecond, func() {
-			if name == "cancelled" {
+			if name == "canceled" {
 				cancel()
 			}
 		})
-		wantConnError(t, name, id.Connect(ctx, someDepths), kind)
+		wantConnError(t, name, id.Connect(ctx, depthOne), kind)
 		cancel()
 		id.Close()
 	}
@@ -196,18 +199,18 @@ func testListenerClose(t *testing.T, s *suite) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	if _, err := l.Accept(ctx); !errors.Is(err, context.Canceled) {
-		t.Errorf("Accept with a cancelled context: %v", err)
+		t.Errorf("Accept with a canceled context: got %v, want context.Canceled", err)
 	}
 	l.Close()
 	l.Close()
 	if err := <-got; !errors.Is(err, net.ErrClosed) {
-		t.Errorf("Accept on a closed listener: %v, want net.ErrClosed", err)
+		t.Errorf("Accept on a closed listener: got %v, want net.ErrClosed", err)
 	}
-	pr.open() // connections live on
+	pr.sendFirst() // existing connections still work
 }
 
-// testManyConnections: connects that are asked for all at once all succeed.
-func testManyConnections(t *testing.T, s *suite) {
+// testParallelConnects checks that concurrent connects all succeed.
+func testParallelConnects(t *testing.T, s *suite) {
 	const n = 16
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
@@ -220,16 +223,16 @@ func testManyConnections(t *testing.T, s *suite) {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			errs <- id.Connect(within(t), someDepths)
+			errs <- id.Connect(timeoutContext(t), depthOne)
 		}()
 	}
 	for range n {
-		req, err := l.Accept(within(t))
+		req, err := l.Accept(timeoutContext(t))
 		if err != nil {
 			t.Fatal(err)
 		}
 		newEndpoint(t, req, &o)
-		if err := req.Accept(within(t), someDepths); err != nil {
+		if err := req.Accept(timeoutContext(t), depthOne); err != nil {
 			t.Error(err)
 		}
 	}
@@ -242,18 +245,18 @@ func testManyConnections(t *testing.T, s *suite) {
 	}
 }
 
-// testSendBeforeAccept: the passive side may post at once; the peer gets it once it has spoken
-// itself.
+// testSendBeforeAccept checks that the passive side may post before the active side sends. The
+// passive side's message arrives after the active side's first message.
 func testSendBeforeAccept(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	in, out := newComps(), newComps()
+	in, out := newCompletions(), newCompletions()
 	p.active.recv(in, p.active.buffer(16))
 	src := p.passive.buffer(16)
 	pattern(src.Buf, 3)
 	p.passive.post(out, &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{src}})
-	p.open()
+	p.sendFirst()
 	out.wait(t, 1)
 	if wc := in.wait(t, 1)[0]; wc.Status != verbs.StatusSuccess || wc.ByteLen != 16 {
-		t.Errorf("Receive: %+v", wc)
+		t.Errorf("Receive: got %+v, want 16 bytes", wc)
 	}
 }

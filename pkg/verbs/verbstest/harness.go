@@ -11,26 +11,27 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// patience bounds every wait of the suite. It is generous: the suite asserts no speed.
-const patience = 30 * time.Second
+// waitTimeout bounds each wait of the suite. waitTimeout is generous because the suite does not
+// check speed.
+const waitTimeout = 30 * time.Second
 
-// Queue sizes of the suite's QPs unless a test asks for others.
+// Default queue sizes of the suite's QPs.
 const (
 	defaultDepth = 64
 	defaultSGE   = 4
 	defaultReads = 8
 )
 
-// A NewProvider makes a fresh provider for one test.
+// A NewProvider returns a new provider for one test.
 type NewProvider func(t testing.TB) verbs.Provider
 
-// options of a pair.
+// options configures a pair.
 type options struct {
 	sendDepth, recvDepth int
 	activeParam          verbs.ConnParam
 	passiveParam         verbs.ConnParam
 	noConnect            bool
-	// pd and cq, if set, are what the active end uses instead of its own.
+	// The active end uses pd and cq instead of a new PD and CQ if pd is set.
 	pd verbs.PD
 	cq verbs.CQ
 }
@@ -57,29 +58,29 @@ type pair struct {
 	active, passive *endpoint
 }
 
-// An endpoint is one end with resources of its own.
+// An endpoint is one end of a connection, with its resources.
 type endpoint struct {
-	t    testing.TB
-	id   verbs.ConnID
-	dev  verbs.Device
-	pd   verbs.PD
-	cq   verbs.CQ
-	qp   verbs.QP
-	gone chan error // OnDisconnect, capacity beyond 1 so that a second call shows
+	t           testing.TB
+	id          verbs.ConnID
+	dev         verbs.Device
+	pd          verbs.PD
+	cq          verbs.CQ
+	qp          verbs.QP
+	disconnects chan error // causes of OnDisconnect; the capacity reveals a second call
 
-	lastKey map[verbs.MR]uint8 // of the FastReg before
+	lastKey map[verbs.MR]uint8 // key of the last FastReg of each MR
 }
 
-func within(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+func timeoutContext(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), waitTimeout)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// newEndpoint gives id its resources; t's clean-up releases them.
+// newEndpoint creates the resources for id. The cleanup of t releases them.
 func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
 	t.Helper()
-	e := &endpoint{t: t, id: id, dev: id.Device(), gone: make(chan error, 4), lastKey: make(map[verbs.MR]uint8)}
+	e := &endpoint{t: t, id: id, dev: id.Device(), disconnects: make(chan error, 4), lastKey: make(map[verbs.MR]uint8)}
 	var err error
 	own := o.pd == nil
 	if e.pd, e.cq = o.pd, o.cq; own {
@@ -92,7 +93,7 @@ func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
 	}
 	e.qp, err = id.CreateQP(e.pd, verbs.QPInitAttr{
 		SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: o.sendDepth, MaxRecvWR: o.recvDepth, MaxSendSGE: defaultSGE,
-		OnDisconnect: func(cause error) { e.gone <- cause },
+		OnDisconnect: func(cause error) { e.disconnects <- cause },
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -116,7 +117,7 @@ func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
 
 func listen(t testing.TB, p verbs.Provider, laddr netip.AddrPort) verbs.Listener {
 	t.Helper()
-	l, err := p.Listen(within(t), laddr)
+	l, err := p.Listen(timeoutContext(t), laddr)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -135,7 +136,7 @@ func newPair(t testing.TB, p verbs.Provider, laddr netip.AddrPort, o options) *p
 func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *pair {
 	t.Helper()
 	o.defaults()
-	id, err := p.Resolve(within(t), l.Addr())
+	id, err := p.Resolve(timeoutContext(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -144,14 +145,14 @@ func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *p
 		return pr
 	}
 	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(within(t), o.activeParam) }()
-	req, err := l.Accept(within(t))
+	go func() { connected <- id.Connect(timeoutContext(t), o.activeParam) }()
+	req, err := l.Accept(timeoutContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
 	o.pd, o.cq = nil, nil
 	pr.passive = newEndpoint(t, req, &o)
-	if err := req.Accept(within(t), o.passiveParam); err != nil {
+	if err := req.Accept(timeoutContext(t), o.passiveParam); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-connected; err != nil {
@@ -160,7 +161,7 @@ func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *p
 	return pr
 }
 
-// other is the opposite end.
+// other returns the opposite endpoint.
 func (p *pair) other(e *endpoint) *endpoint {
 	if e == p.active {
 		return p.passive
@@ -168,7 +169,7 @@ func (p *pair) other(e *endpoint) *endpoint {
 	return p.active
 }
 
-// buffer is n octets of device memory, registered for local use with e's PD.
+// buffer returns n bytes of memory, registered for local use in e's PD.
 func (e *endpoint) buffer(n int) verbs.SGE {
 	e.t.Helper()
 	b, err := membuf.Alloc(max(n, 1))
@@ -180,7 +181,7 @@ func (e *endpoint) buffer(n int) verbs.SGE {
 		e.t.Fatal(err)
 	}
 	e.t.Cleanup(func() {
-		e.qp.Drain() // the device may hold the memory until then
+		e.qp.Drain() // the device uses the memory until then
 		if err := m.Dereg(); err != nil {
 			e.t.Errorf("deregister buffer: %v", err)
 		}
@@ -189,7 +190,7 @@ func (e *endpoint) buffer(n int) verbs.SGE {
 	return verbs.SGE{Buf: b[:n], LKey: m.LKey()}
 }
 
-// mr allocates an MR of e's PD.
+// mr allocates an MR in e's PD.
 func (e *endpoint) mr(depth int) verbs.MR {
 	e.t.Helper()
 	m, err := e.pd.AllocMR(depth)
@@ -204,44 +205,44 @@ func (e *endpoint) mr(depth int) verbs.MR {
 	return m
 }
 
-// comps counts and keeps completions.
-type comps struct {
-	mu   sync.Mutex
-	list []verbs.WorkCompletion
-	tell chan struct{}
+// completions records completions.
+type completions struct {
+	mu     sync.Mutex
+	list   []verbs.WorkCompletion
+	notify chan struct{}
 }
 
-func newComps() *comps { return &comps{tell: make(chan struct{}, 1)} }
+func newCompletions() *completions { return &completions{notify: make(chan struct{}, 1)} }
 
 // done is a completion handler.
-func (c *comps) done(wc *verbs.WorkCompletion) {
+func (c *completions) done(wc *verbs.WorkCompletion) {
 	c.mu.Lock()
 	c.list = append(c.list, *wc)
 	c.mu.Unlock()
 	select {
-	case c.tell <- struct{}{}:
+	case c.notify <- struct{}{}:
 	default:
 	}
 }
 
-func (c *comps) all() []verbs.WorkCompletion {
+func (c *completions) all() []verbs.WorkCompletion {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return append([]verbs.WorkCompletion(nil), c.list...)
 }
 
 // wait returns the first n completions.
-func (c *comps) wait(t testing.TB, n int) []verbs.WorkCompletion {
+func (c *completions) wait(t testing.TB, n int) []verbs.WorkCompletion {
 	t.Helper()
-	timeout := time.After(patience)
+	timeout := time.After(waitTimeout)
 	for {
 		if l := c.all(); len(l) >= n {
 			return l[:n]
 		}
 		select {
-		case <-c.tell:
+		case <-c.notify:
 		case <-timeout:
-			t.Fatalf("%d completions after %v, want %d: %+v", len(c.all()), patience, n, c.all())
+			t.Fatalf("completions after %v: got %d, want %d: %+v", waitTimeout, len(c.all()), n, c.all())
 		}
 	}
 }
@@ -254,8 +255,8 @@ func chain(wrs ...*verbs.WorkRequest) *verbs.WorkRequest {
 	return wrs[0]
 }
 
-// post posts a chain, all of it signaled, without waiting.
-func (e *endpoint) post(c *comps, wrs ...*verbs.WorkRequest) {
+// post posts a chain of signaled requests and does not wait.
+func (e *endpoint) post(c *completions, wrs ...*verbs.WorkRequest) {
 	e.t.Helper()
 	for _, wr := range wrs {
 		wr.Signaled, wr.Done = true, c.done
@@ -268,68 +269,68 @@ func (e *endpoint) post(c *comps, wrs ...*verbs.WorkRequest) {
 // do posts a chain and returns its completions.
 func (e *endpoint) do(wrs ...*verbs.WorkRequest) []verbs.WorkCompletion {
 	e.t.Helper()
-	c := newComps()
+	c := newCompletions()
 	e.post(c, wrs...)
 	return c.wait(e.t, len(wrs))
 }
 
-// must is do, and every status has to be success.
+// must is do for requests that must succeed.
 func (e *endpoint) must(wrs ...*verbs.WorkRequest) []verbs.WorkCompletion {
 	e.t.Helper()
 	l := e.do(wrs...)
 	for i, wc := range l {
 		if wc.Status != verbs.StatusSuccess {
-			e.t.Fatalf("%v: %v", wrs[i].Opcode, wc.Status)
+			e.t.Fatalf("%v: got %v, want success", wrs[i].Opcode, wc.Status)
 		}
 	}
 	return l
 }
 
 // recv posts a Receive.
-func (e *endpoint) recv(c *comps, sge verbs.SGE) {
+func (e *endpoint) recv(c *completions, sge verbs.SGE) {
 	e.t.Helper()
 	if _, err := e.qp.PostRecv(&verbs.RecvRequest{SGE: sge, Done: c.done}); err != nil {
 		e.t.Fatalf("post Receive: %v", err)
 	}
 }
 
-// goneWithin waits for OnDisconnect.
-func (e *endpoint) goneWithin() error {
+// waitDisconnect waits for OnDisconnect and returns its cause.
+func (e *endpoint) waitDisconnect() error {
 	e.t.Helper()
 	select {
-	case cause := <-e.gone:
+	case cause := <-e.disconnects:
 		if cause == nil {
-			e.t.Error("OnDisconnect was called without a cause")
+			e.t.Error("OnDisconnect: got no cause, want one")
 		}
 		return cause
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		e.t.Fatal("OnDisconnect was not called")
 		return nil
 	}
 }
 
-// sync sends a message from e to the other end and waits for it: what e posted before has reached
-// the peer's memory.
+// sync sends a message from e to the other end and waits for it. Earlier posts of e have then
+// reached the peer's memory.
 func (p *pair) sync(e *endpoint) {
 	e.t.Helper()
 	o := p.other(e)
-	in := newComps()
+	in := newCompletions()
 	o.recv(in, o.buffer(4))
 	e.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{e.buffer(4)}})
 	if wc := in.wait(e.t, 1)[0]; wc.Status != verbs.StatusSuccess {
-		e.t.Fatalf("Receive: %v", wc.Status)
+		e.t.Fatalf("Receive: got %v, want success", wc.Status)
 	}
 }
 
-// open lets the passive side send: a responder may not before it has heard the initiator (RFC 5044
+// sendFirst sends a message from the active side. The passive side may not send before it (RFC 5044
 // §7.1.2).
-func (p *pair) open() *pair {
+func (p *pair) sendFirst() *pair {
 	p.active.t.Helper()
 	p.sync(p.active)
 	return p
 }
 
-// pattern fills b with octets that differ from place to place and seed to seed.
+// pattern fills b with bytes that depend on their position and on seed.
 func pattern(b []byte, seed byte) {
 	for i := range b {
 		b[i] = byte(i) ^ byte(i>>8)*31 ^ byte(i>>16)*17 ^ seed

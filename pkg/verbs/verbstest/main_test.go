@@ -12,8 +12,7 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// TestConformance: the suite holds over IPv6 too. (softiwarp's own tests run it in every
-// configuration.)
+// TestConformance runs the suite over IPv6. The tests of softiwarp run it in each configuration.
 func TestConformance(t *testing.T) {
 	verbstest.Conformance(t, func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) },
 		netip.MustParseAddrPort("[::1]:0"))

@@ -22,19 +22,19 @@ var memoryTests = []conformanceTest{
 	{"ChainOfOneRPC", verbs.CapFastReg, testChain},
 }
 
-// A window is registered memory of one end and how the other reaches it.
+// A window is registered memory of one end, with the key and address for the other end.
 type window struct {
 	mr   verbs.MR
 	rkey verbs.RKey
 	iova uint64
 }
 
-// bigIOVA is a chosen address that is no machine's.
+// bigIOVA is an I/O virtual address that is no memory address of any machine.
 const bigIOVA = 0xfeed_0000_1234_5003
 
-// reg is a FastReg as the device takes it: where it chooses no addresses the memory's own takes the
-// place of iova, and where it binds windows a key that the MR had the time before is replaced by
-// another.
+// reg returns a FastReg that suits the device. If the device cannot use a chosen address, iova is
+// replaced by the memory's address. If the device binds memory windows, a key equal to the MR's
+// last key is replaced.
 func (e *endpoint) reg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) *verbs.WorkRequest {
 	caps := e.dev.Attrs().Caps
 	if !caps.Has(verbs.CapChosenIOVA) {
@@ -51,7 +51,7 @@ func (e *endpoint) reg(m verbs.MR, key uint8, access verbs.Access, iova uint64, 
 	return &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: m, NewKey: key, Access: access, IOVA: iova, Segs: segs}
 }
 
-// registered is what a FastReg that was posted has made.
+// registered returns the window of a posted FastReg.
 func (e *endpoint) registered(wr *verbs.WorkRequest) window {
 	if e.dev.Attrs().Caps.Has(verbs.CapPerIOReg) {
 		return window{mr: wr.MR, rkey: wr.MR.RKey(), iova: wr.IOVA}
@@ -59,7 +59,7 @@ func (e *endpoint) registered(wr *verbs.WorkRequest) window {
 	return window{mr: wr.MR, rkey: wr.MR.RKey().WithKey(wr.NewKey), iova: wr.IOVA}
 }
 
-// fastReg registers segs and waits for it.
+// fastReg registers segs and waits for the completion.
 func (e *endpoint) fastReg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) window {
 	e.t.Helper()
 	wr := e.reg(m, key, access, iova, segs...)
@@ -74,10 +74,10 @@ func (e *endpoint) localInv(w window) {
 
 const depth = 64 // pages of the tests' MRs
 
-const forWriting = verbs.AccessLocalWrite | verbs.AccessRemoteWrite
+const remoteWrite = verbs.AccessLocalWrite | verbs.AccessRemoteWrite
 
 func testWriteSizes(t *testing.T, s *suite) {
-	p := s.pair(t, options{}).open()
+	p := s.pair(t, options{}).sendFirst()
 	for _, from := range []*endpoint{p.active, p.passive} {
 		to := p.other(from)
 		m := to.mr(depth)
@@ -90,7 +90,7 @@ func testWriteSizes(t *testing.T, s *suite) {
 				pattern(src.Buf, key)
 				want := append([]byte(nil), dst.Buf...)
 				copy(want[off:], src.Buf[off&1:][:n])
-				w := to.fastReg(m, key, forWriting, 0x1000, dst.Buf)
+				w := to.fastReg(m, key, remoteWrite, 0x1000, dst.Buf)
 				key++
 				from.must(&verbs.WorkRequest{
 					Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova + uint64(off),
@@ -99,7 +99,7 @@ func testWriteSizes(t *testing.T, s *suite) {
 				p.sync(from)
 				to.localInv(w)
 				if !bytes.Equal(dst.Buf, want) {
-					t.Fatalf("RDMA Write of %d octets at %d: memory differs from octet %d on", n, off,
+					t.Fatalf("RDMA Write of %d bytes at %d: memory differs at byte %d", n, off,
 						firstDifference(dst.Buf, want))
 				}
 			}
@@ -117,7 +117,7 @@ func firstDifference(a, b []byte) int {
 }
 
 func testReadSizes(t *testing.T, s *suite) {
-	p := s.pair(t, options{}).open()
+	p := s.pair(t, options{}).sendFirst()
 	for _, from := range []*endpoint{p.active, p.passive} {
 		to := p.other(from)
 		m := to.mr(depth)
@@ -135,10 +135,10 @@ func testReadSizes(t *testing.T, s *suite) {
 					SGList: []verbs.SGE{{Buf: dst.Buf[1:][:n], LKey: dst.LKey}},
 				})[0]
 				if int(wc.ByteLen) != n || wc.Opcode != verbs.OpRDMARead {
-					t.Fatalf("completion of an RDMA Read of %d octets: %+v", n, wc)
+					t.Fatalf("completion of an RDMA Read of %d bytes: got %+v", n, wc)
 				}
 				if !bytes.Equal(dst.Buf, want) {
-					t.Fatalf("RDMA Read of %d octets at %d: memory differs from octet %d on", n, off,
+					t.Fatalf("RDMA Read of %d bytes at %d: memory differs at byte %d", n, off,
 						firstDifference(dst.Buf, want))
 				}
 			}
@@ -147,14 +147,14 @@ func testReadSizes(t *testing.T, s *suite) {
 	}
 }
 
-// testGaps: a registration gathers any pieces of any memory, at any address.
+// testGaps checks that a registration can combine any pieces of memory at any address.
 func testGaps(t *testing.T, s *suite) {
-	p := s.pair(t, options{}).open()
+	p := s.pair(t, options{}).sendFirst()
 	const pieces = 300
 	m := p.passive.mr(512)
-	backing := make([]byte, pieces*700) // the Go heap's
+	backing := make([]byte, pieces*700) // in the Go heap
 	pattern(backing, 0x11)
-	clean := append([]byte(nil), backing...)
+	original := append([]byte(nil), backing...)
 	var segs [][]byte
 	total := 0
 	for i := range pieces {
@@ -165,7 +165,7 @@ func testGaps(t *testing.T, s *suite) {
 	data := p.active.buffer(total)
 	pattern(data.Buf, 0x22)
 
-	w := p.passive.fastReg(m, 1, forWriting, bigIOVA, segs...)
+	w := p.passive.fastReg(m, 1, remoteWrite, bigIOVA, segs...)
 	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
 		SGList: []verbs.SGE{data}})
 	p.sync(p.active)
@@ -173,13 +173,13 @@ func testGaps(t *testing.T, s *suite) {
 	off := 0
 	for i, seg := range segs {
 		if !bytes.Equal(seg, data.Buf[off:off+len(seg)]) {
-			t.Fatalf("piece %d did not get its octets", i)
+			t.Fatalf("piece %d: got wrong data", i)
 		}
-		copy(clean[i*700+i%13:], seg)
+		copy(original[i*700+i%13:], seg)
 		off += len(seg)
 	}
-	if !bytes.Equal(backing, clean) {
-		t.Fatalf("octet %d between the pieces was written", firstDifference(backing, clean))
+	if !bytes.Equal(backing, original) {
+		t.Fatalf("byte %d between the pieces was written", firstDifference(backing, original))
 	}
 
 	w = p.passive.fastReg(m, 2, verbs.AccessRemoteRead, bigIOVA+1, segs...)
@@ -188,11 +188,11 @@ func testGaps(t *testing.T, s *suite) {
 		SGList: []verbs.SGE{back}})
 	p.passive.localInv(w)
 	if !bytes.Equal(back.Buf, data.Buf) {
-		t.Fatalf("read back, octet %d of %d differs", firstDifference(back.Buf, data.Buf), total)
+		t.Fatalf("RDMA Read: byte %d of %d differs", firstDifference(back.Buf, data.Buf), total)
 	}
 }
 
-// testManyReads: more RDMA Reads than the negotiated depth, completed in order.
+// testManyReads posts more RDMA Reads than the negotiated depth. The RDMA Reads complete in order.
 func testManyReads(t *testing.T, s *suite) {
 	const n = 40
 	p := s.pair(t, options{activeParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3},
@@ -208,7 +208,7 @@ func testManyReads(t *testing.T, s *suite) {
 				uint64(i*5000), SGList: []verbs.SGE{{Buf: dst.Buf[i*5000:][:5000], LKey: dst.LKey}},
 			Done: func(wc *verbs.WorkCompletion) {
 				if wc.Status != verbs.StatusSuccess {
-					t.Errorf("RDMA Read %d: %v", i, wc.Status)
+					t.Errorf("RDMA Read %d: got %v, want success", i, wc.Status)
 				}
 				order <- i
 			},
@@ -219,22 +219,22 @@ func testManyReads(t *testing.T, s *suite) {
 	}
 	for want := range n {
 		if got := <-order; got != want {
-			t.Fatalf("RDMA Read %d completed where %d was due", got, want)
+			t.Fatalf("completion: got RDMA Read %d, want %d", got, want)
 		}
 	}
 	if !bytes.Equal(src.Buf, dst.Buf) {
-		t.Errorf("octet %d differs", firstDifference(src.Buf, dst.Buf))
+		t.Errorf("RDMA Reads: byte %d differs", firstDifference(src.Buf, dst.Buf))
 	}
 	p.passive.localInv(w)
 }
 
-// testReadThenSend: what is posted behind an RDMA Read completes behind it.
+// testReadThenSend checks that a Send after an RDMA Read completes after it.
 func testReadThenSend(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
 	src, dst := p.passive.buffer(100000), p.active.buffer(100000)
 	pattern(src.Buf, 6)
 	w := p.passive.fastReg(p.passive.mr(depth), 1, verbs.AccessRemoteRead, 0, src.Buf)
-	in := newComps()
+	in := newCompletions()
 	for range 20 {
 		p.passive.recv(in, p.passive.buffer(4))
 		l := p.active.must(
@@ -242,23 +242,23 @@ func testReadThenSend(t *testing.T, s *suite) {
 			&verbs.WorkRequest{Opcode: verbs.OpSend},
 		)
 		if l[0].Opcode != verbs.OpRDMARead || l[1].Opcode != verbs.OpSend {
-			t.Fatalf("completed in the order %v, %v", l[0].Opcode, l[1].Opcode)
+			t.Fatalf("order of completions: got %v, %v, want RDMA Read, Send", l[0].Opcode, l[1].Opcode)
 		}
 	}
 	in.wait(t, 20)
 	p.passive.localInv(w)
 }
 
-// testRegisterOften: one MR goes through all its keys.
+// testRegisterOften registers one MR with each of its keys.
 func testRegisterOften(t *testing.T, s *suite) {
-	p := s.pair(t, options{}).open()
+	p := s.pair(t, options{}).sendFirst()
 	m := p.passive.mr(1)
 	dst, src := p.passive.buffer(8), p.active.buffer(8)
 	for i := range 260 {
 		pattern(src.Buf, byte(i))
-		w := p.passive.fastReg(m, uint8(i), forWriting, uint64(i)<<32, dst.Buf)
+		w := p.passive.fastReg(m, uint8(i), remoteWrite, uint64(i)<<32, dst.Buf)
 		if !p.passive.dev.Attrs().Caps.Has(verbs.CapPerIOReg) && w.rkey>>8 != m.RKey()>>8 {
-			t.Fatal("the STag index changed")
+			t.Fatal("STag index changed after FastReg")
 		}
 		p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
 			SGList: []verbs.SGE{src}})
@@ -271,50 +271,50 @@ func testRegisterOften(t *testing.T, s *suite) {
 }
 
 func testSendWithInvalidate(t *testing.T, s *suite) {
-	p := s.pair(t, options{}).open()
+	p := s.pair(t, options{}).sendFirst()
 	m := p.active.mr(1)
 	mem := p.active.buffer(8)
 	for i := range 10 {
-		w := p.active.fastReg(m, uint8(i), forWriting, 0, mem.Buf)
-		in := newComps()
+		w := p.active.fastReg(m, uint8(i), remoteWrite, 0, mem.Buf)
+		in := newCompletions()
 		p.active.recv(in, p.active.buffer(64))
 		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: w.rkey,
 			SGList: []verbs.SGE{p.passive.buffer(40)}})
 		wc := in.wait(t, 1)[0]
 		if wc.Status != verbs.StatusSuccess || !wc.WithInv || wc.InvalidatedRKey != w.rkey || wc.ByteLen != 40 {
-			t.Fatalf("Receive of a Send With Invalidate of %#x: %+v", w.rkey, wc)
+			t.Fatalf("Receive of a Send With Invalidate of %#x: got %+v", w.rkey, wc)
 		}
-		// FastReg of the next round fails unless the MR is invalid.
+		// The FastReg of the next round fails if the MR is still valid.
 	}
 	if n := p.active.qp.Stats().RemoteInvalidates; n != 10 {
-		t.Errorf("%d remote invalidations counted, want 10", n)
+		t.Errorf("remote invalidations: got %d, want 10", n)
 	}
 }
 
 func testLocalInvOfFree(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
 	m := p.active.mr(1)
-	w := p.active.fastReg(m, 1, forWriting, 0, p.active.buffer(8).Buf)
+	w := p.active.fastReg(m, 1, remoteWrite, 0, p.active.buffer(8).Buf)
 	p.active.localInv(w)
 	p.active.localInv(w)
 }
 
-// testRegisterTwice: a valid MR cannot be registered; the connection is over.
+// testRegisterTwice checks that a FastReg of a valid MR fails and ends the connection.
 func testRegisterTwice(t *testing.T, s *suite) {
-	p := s.pair(t, options{}).open()
+	p := s.pair(t, options{}).sendFirst()
 	m := p.active.mr(1)
-	w := p.active.fastReg(m, 1, forWriting, 0, p.active.buffer(8).Buf)
-	wr := p.active.reg(m, 2, forWriting, 0, p.active.buffer(8).Buf)
-	behind := &verbs.WorkRequest{Opcode: verbs.OpSend}
-	l := p.active.do(wr, behind)
+	w := p.active.fastReg(m, 1, remoteWrite, 0, p.active.buffer(8).Buf)
+	wr := p.active.reg(m, 2, remoteWrite, 0, p.active.buffer(8).Buf)
+	later := &verbs.WorkRequest{Opcode: verbs.OpSend}
+	l := p.active.do(wr, later)
 	if st := l[0].Status; st == verbs.StatusSuccess || st == verbs.StatusWRFlushErr {
-		t.Errorf("FastReg of the valid MR %#x: %v, want an error of its own", w.rkey, st)
+		t.Errorf("FastReg of the valid MR %#x: got %v, want an error other than a flush", w.rkey, st)
 	}
 	if st := l[1].Status; st != verbs.StatusWRFlushErr {
-		t.Errorf("request behind the failed one: %v, want %v", st, verbs.StatusWRFlushErr)
+		t.Errorf("request after the failed one: got %v, want %v", st, verbs.StatusWRFlushErr)
 	}
-	p.active.goneWithin()
-	p.passive.goneWithin()
+	p.active.waitDisconnect()
+	p.passive.waitDisconnect()
 }
 
 func testFastRegErrors(t *testing.T, s *suite) {
@@ -337,9 +337,9 @@ func testFastRegErrors(t *testing.T, s *suite) {
 		"address wraps":    {MR: m, IOVA: 1<<64 - 4, Segs: [][]byte{buf[:8]}},
 		"MR of another PD": {MR: foreign, Segs: [][]byte{buf[:8]}},
 	} {
-		wr.Opcode, wr.Access, wr.Done = verbs.OpFastReg, forWriting, func(*verbs.WorkCompletion) {}
+		wr.Opcode, wr.Access, wr.Done = verbs.OpFastReg, remoteWrite, func(*verbs.WorkCompletion) {}
 		if bad, err := p.active.qp.PostSend(wr); bad != wr || err == nil {
-			t.Errorf("%s: posted", name)
+			t.Errorf("post FastReg with %s: got no error, want one", name)
 		}
 	}
 	if err := foreign.Dereg(); err != nil {
@@ -350,18 +350,18 @@ func testFastRegErrors(t *testing.T, s *suite) {
 	}
 	for _, d := range []int{0, -1, p.active.dev.Attrs().MaxFastRegPageListLen + 1} {
 		if _, err := p.active.pd.AllocMR(d); err == nil {
-			t.Errorf("an MR of depth %d was allocated", d)
+			t.Errorf("AllocMR with depth %d: got no error, want one", d)
 		}
 	}
 }
 
-// testChain: registrations and the Send that advertises them leave as one chain and take effect in
-// order.
+// testChain posts registrations and the Send that advertises them as one chain. The requests take
+// effect in order.
 func testChain(t *testing.T, s *suite) {
-	p := s.pair(t, options{}).open()
+	p := s.pair(t, options{}).sendFirst()
 	m1, m2 := p.active.mr(depth), p.active.mr(depth)
 	a, b := p.active.buffer(70000), p.active.buffer(70000)
-	call, in := p.active.buffer(100), newComps()
+	call, in := p.active.buffer(100), newCompletions()
 	for i := range 30 {
 		key := uint8(i)
 		pattern(a.Buf, key)
@@ -369,18 +369,18 @@ func testChain(t *testing.T, s *suite) {
 		p.passive.recv(in, p.passive.buffer(100))
 		before := p.active.qp.Stats()
 		reg1 := p.active.reg(m1, key, verbs.AccessRemoteRead, 0x10000, a.Buf)
-		reg2 := p.active.reg(m2, key, forWriting, 0x20000, b.Buf)
+		reg2 := p.active.reg(m2, key, remoteWrite, 0x20000, b.Buf)
 		p.active.must(reg1, reg2, &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{call}})
 		w1, w2 := p.active.registered(reg1), p.active.registered(reg2)
 		if d := p.active.qp.Stats().PostedChains - before.PostedChains; d != 1 {
-			t.Fatalf("%d chains counted for one post", d)
+			t.Fatalf("PostedChains after one post: got %d, want 1", d)
 		}
 		in.wait(t, i+1)
-		// The server's part: read one, write it to the other, reply.
+		// The passive side acts as the server: read one window, write the other one, reply.
 		tmp := p.passive.buffer(70000)
 		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w1.rkey, RemoteAddr: w1.iova,
 			SGList: []verbs.SGE{tmp}})
-		reply := newComps()
+		reply := newCompletions()
 		p.active.recv(reply, call)
 		p.passive.must(
 			&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w2.rkey, RemoteAddr: w2.iova, SGList: []verbs.SGE{tmp}},
@@ -392,7 +392,7 @@ func testChain(t *testing.T, s *suite) {
 			&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: w2.rkey},
 		)
 		if !bytes.Equal(a.Buf, b.Buf) {
-			t.Fatalf("round %d: octet %d differs", i, firstDifference(a.Buf, b.Buf))
+			t.Fatalf("round %d: byte %d differs", i, firstDifference(a.Buf, b.Buf))
 		}
 	}
 }

@@ -23,7 +23,7 @@ var messageTests = []conformanceTest{
 	{"NoReceive", 0, testNoReceive},
 }
 
-// messageSizes cover all residues mod 4 and the edges of segments.
+// messageSizes contains all residues modulo 4 and the sizes around segment limits.
 var messageSizes = []int{0, 1, 2, 3, 4, 5, 31, 32, 33, 255, 256, 257, 1023, 1436, 4095, 4096, 4097, 16383, 65436,
 	65437, 65535, 65536, 200001}
 
@@ -32,7 +32,7 @@ func testSendSizes(t *testing.T, s *suite) {
 	for _, from := range []*endpoint{p.active, p.passive} {
 		to := p.other(from)
 		for i, n := range messageSizes {
-			in := newComps()
+			in := newCompletions()
 			src, dst := from.buffer(n), to.buffer(n+8)
 			pattern(src.Buf, byte(i))
 			pattern(dst.Buf, 0xaa)
@@ -42,10 +42,10 @@ func testSendSizes(t *testing.T, s *suite) {
 			wc := in.wait(t, 1)[0]
 			if wc.Status != verbs.StatusSuccess || int(wc.ByteLen) != n || wc.Opcode != verbs.OpRecv ||
 				wc.QP != to.qp || wc.WithInv {
-				t.Fatalf("Receive of %d octets: %+v", n, wc)
+				t.Fatalf("Receive of %d bytes: got %+v", n, wc)
 			}
 			if !bytes.Equal(dst.Buf, want) {
-				t.Fatalf("message of %d octets arrived changed, or the memory behind it did", n)
+				t.Fatalf("message of %d bytes: its content or the memory after it is wrong", n)
 			}
 		}
 	}
@@ -53,7 +53,7 @@ func testSendSizes(t *testing.T, s *suite) {
 
 func testSendGathers(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	in := newComps()
+	in := newCompletions()
 	dst := p.passive.buffer(200000)
 	p.passive.recv(in, dst)
 	var sges []verbs.SGE
@@ -67,12 +67,12 @@ func testSendGathers(t *testing.T, s *suite) {
 	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: sges})
 	wc := in.wait(t, 1)[0]
 	if !bytes.Equal(dst.Buf[:wc.ByteLen], want) {
-		t.Fatalf("gathered message of %d octets arrived as %d others", len(want), wc.ByteLen)
+		t.Fatalf("gathered message: got %d bytes, want %d bytes with the gathered data", wc.ByteLen, len(want))
 	}
 }
 
-// testSendOrder: messages arrive in the order posted, chain after chain, while Receives are posted
-// as they complete.
+// testSendOrder checks that messages arrive in the order of their posts while Receives are
+// reposted.
 func testSendOrder(t *testing.T, s *suite) {
 	const chains, perChain = 200, 5
 	p := s.pair(t, options{})
@@ -85,7 +85,7 @@ func testSendOrder(t *testing.T, s *suite) {
 			}
 			seen <- binary.BigEndian.Uint32(b.Buf)
 			if _, err := p.passive.qp.PostRecv(&rr); err != nil {
-				t.Errorf("post Receive again: %v", err)
+				t.Errorf("repost Receive: %v", err)
 			}
 		}}
 		if _, err := p.passive.qp.PostRecv(&rr); err != nil {
@@ -106,26 +106,26 @@ func testSendOrder(t *testing.T, s *suite) {
 			wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{b}})
 		}
 		p.active.must(wrs...)
-		for i := range perChain { // also keeps within the peer's Receives
+		for i := range perChain { // limits the messages in flight to the peer's Receives
 			if got := <-seen; got != uint32(c*perChain+i) {
-				t.Fatalf("message %d arrived where %d was due", got, c*perChain+i)
+				t.Fatalf("message: got %d, want %d", got, c*perChain+i)
 			}
 		}
 	}
 }
 
-// testParallelPosters: chains of several posters are never mixed.
+// testParallelPosters checks that chains of several posters do not mix.
 func testParallelPosters(t *testing.T, s *suite) {
 	const posters, chains, perChain = 4, 40, 4
 	const total = posters * chains * perChain
 	p := s.pair(t, options{sendDepth: total, recvDepth: total})
-	in := newComps()
+	in := newCompletions()
 	dst := p.passive.buffer(total * 8)
 	for i := range total {
 		p.passive.recv(in, verbs.SGE{Buf: dst.Buf[i*8 : i*8+8], LKey: dst.LKey})
 	}
 	var wg sync.WaitGroup
-	out := newComps()
+	out := newCompletions()
 	for poster := range posters {
 		src := p.active.buffer(chains * perChain * 8)
 		wg.Add(1)
@@ -156,23 +156,23 @@ func testParallelPosters(t *testing.T, s *suite) {
 			b := dst.Buf[(i+j)*8:]
 			if got, seq := binary.BigEndian.Uint32(b), binary.BigEndian.Uint32(b[4:]); got != poster ||
 				seq != next[poster] {
-				t.Fatalf("message %d is %d of poster %d, want %d of poster %d: a chain was broken up", i+j, seq, got,
+				t.Fatalf("message %d: got %d of poster %d, want %d of poster %d", i+j, seq, got,
 					next[poster], poster)
 			}
 			next[poster]++
 		}
 	}
 	if st := p.active.qp.Stats(); st.PostedChains != posters*chains || st.PostedSendWRs != total {
-		t.Errorf("stats count %d chains and %d requests, want %d and %d", st.PostedChains, st.PostedSendWRs,
+		t.Errorf("stats: got %d chains and %d requests, want %d and %d", st.PostedChains, st.PostedSendWRs,
 			posters*chains, total)
 	}
 }
 
-// testUnsignaled: a success that nobody asked to hear of makes no completion, and frees its slot.
+// testUnsignaled checks that a successful unsignaled request has no completion and frees its slot.
 func testUnsignaled(t *testing.T, s *suite) {
 	const rounds = 20
 	p := s.pair(t, options{sendDepth: 8, recvDepth: 8 * rounds})
-	in, quiet, loud := newComps(), newComps(), newComps()
+	in, unsignaled, signaled := newCompletions(), newCompletions(), newCompletions()
 	src, dst := p.active.buffer(16), p.passive.buffer(16)
 	for range rounds * 8 {
 		p.passive.recv(in, dst)
@@ -180,27 +180,27 @@ func testUnsignaled(t *testing.T, s *suite) {
 	for r := range rounds {
 		var wrs []*verbs.WorkRequest
 		for i := range 8 {
-			wr := &verbs.WorkRequest{Opcode: verbs.OpSend, Done: quiet.done, SGList: []verbs.SGE{src}}
+			wr := &verbs.WorkRequest{Opcode: verbs.OpSend, Done: unsignaled.done, SGList: []verbs.SGE{src}}
 			if i == 7 {
-				wr.Signaled, wr.Done = true, loud.done
+				wr.Signaled, wr.Done = true, signaled.done
 			}
 			wrs = append(wrs, wr)
 		}
 		if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
 			t.Fatalf("round %d: %v", r, err)
 		}
-		loud.wait(t, r+1)
+		signaled.wait(t, r+1)
 	}
 	in.wait(t, rounds*8)
-	if n := len(quiet.all()); n != 0 {
-		t.Errorf("%d completions of unsignaled requests that succeeded", n)
+	if n := len(unsignaled.all()); n != 0 {
+		t.Errorf("completions of successful unsignaled requests: got %d, want 0", n)
 	}
 }
 
 func testQueueFull(t *testing.T, s *suite) {
 	p := s.pair(t, options{sendDepth: 4, recvDepth: 4})
-	// A handler that does not return holds the dispatcher, so that no completion frees a slot.
-	hold, held := make(chan struct{}), make(chan struct{})
+	// A handler that blocks stops the dispatcher, so that no completion frees a slot.
+	release, blocked := make(chan struct{}), make(chan struct{})
 	sb := p.passive.buffer(4)
 	for i := range 5 {
 		bad, err := p.passive.qp.PostRecv(&verbs.RecvRequest{SGE: sb, Done: func(*verbs.WorkCompletion) {}})
@@ -208,38 +208,38 @@ func testQueueFull(t *testing.T, s *suite) {
 			t.Fatalf("Receive %d: %v", i, err)
 		}
 		if i == 4 && (!errors.Is(err, verbs.ErrQueueFull) || bad == nil) {
-			t.Fatalf("Receive 4 of a queue of 4: %v", err)
+			t.Fatalf("fifth Receive on a queue of 4: got %v, want ErrQueueFull", err)
 		}
 	}
 	src := p.active.buffer(4)
-	out := newComps()
+	out := newCompletions()
 	first := &verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, SGList: []verbs.SGE{src},
 		Done: func(*verbs.WorkCompletion) {
-			close(held)
-			<-hold
+			close(blocked)
+			<-release
 		}}
 	if _, err := p.active.qp.PostSend(first); err != nil {
 		t.Fatal(err)
 	}
-	<-held
+	<-blocked
 	var wrs []*verbs.WorkRequest
 	for range 6 {
 		wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, Done: out.done})
 	}
 	bad, err := p.active.qp.PostSend(chain(wrs...))
 	if !errors.Is(err, verbs.ErrQueueFull) {
-		t.Errorf("chain of 6 on a queue of 4: %v, want ErrQueueFull", err)
+		t.Errorf("chain of 6 on a queue of 4: got %v, want ErrQueueFull", err)
 	}
 	posted := 0
 	for bad != nil && posted < len(wrs) && wrs[posted] != bad {
 		posted++
 	}
-	if posted != 4 { // the held one left its slot when its completion was taken
-		t.Errorf("%d of the chain were posted, want 4", posted)
+	if posted != 4 { // the completed Send has freed its slot
+		t.Errorf("posted requests of the chain: got %d, want 4", posted)
 	}
-	close(hold)
+	close(release)
 	out.wait(t, posted)
-	// The queue works again.
+	// The queue accepts requests again.
 	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{src}})
 }
 
@@ -248,66 +248,67 @@ func testPostErrors(t *testing.T, s *suite) {
 	nop := func(*verbs.WorkCompletion) {}
 	wr := &verbs.WorkRequest{Opcode: verbs.OpSend, Done: nop}
 	if bad, err := p.active.qp.PostSend(wr); !errors.Is(err, verbs.ErrQPState) || bad != wr {
-		t.Errorf("post before the connection: %v, want ErrQPState", err)
+		t.Errorf("post before Connect: got %v, want ErrQPState", err)
 	}
 
 	p = s.pair(t, options{})
 	good := &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Done: nop}
 	sges := make([]verbs.SGE, defaultSGE+1)
 	for name, bad := range map[string]*verbs.WorkRequest{
-		"no handler":    {Opcode: verbs.OpSend},
-		"no opcode":     {Done: nop},
-		"receive":       {Opcode: verbs.OpRecv, Done: nop},
-		"too many SGEs": {Opcode: verbs.OpSend, Done: nop, SGList: sges},
-		"Read into two": {Opcode: verbs.OpRDMARead, Done: nop, SGList: sges[:2]},
+		"no handler":         {Opcode: verbs.OpSend},
+		"no opcode":          {Done: nop},
+		"receive":            {Opcode: verbs.OpRecv, Done: nop},
+		"too many SGEs":      {Opcode: verbs.OpSend, Done: nop, SGList: sges},
+		"Read into two SGEs": {Opcode: verbs.OpRDMARead, Done: nop, SGList: sges[:2]},
 	} {
 		good.Next = bad
 		if at, err := p.active.qp.PostSend(good); !errors.Is(err, verbs.ErrInvalid) || at != bad {
-			t.Errorf("%s: %v, want ErrInvalid at the second request", name, err)
+			t.Errorf("%s: got %v, want ErrInvalid at the second request", name, err)
 		}
 	}
 	if _, err := p.active.qp.PostRecv(&verbs.RecvRequest{}); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("Receive without handler: %v, want ErrInvalid", err)
+		t.Errorf("Receive without handler: got %v, want ErrInvalid", err)
 	}
 	p.active.qp.Drain()
 	if _, err := p.active.qp.PostSend(wr); !errors.Is(err, verbs.ErrQPState) {
-		t.Errorf("post after Drain: %v, want ErrQPState", err)
+		t.Errorf("post after Drain: got %v, want ErrQPState", err)
 	}
 	if _, err := p.active.qp.PostRecv(&verbs.RecvRequest{Done: nop}); !errors.Is(err, verbs.ErrQPState) {
-		t.Errorf("post Receive after Drain: %v, want ErrQPState", err)
+		t.Errorf("post Receive after Drain: got %v, want ErrQPState", err)
 	}
 }
 
 func testReceiveTooSmall(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	in := newComps()
+	in := newCompletions()
 	dst := p.passive.buffer(64)
 	pattern(dst.Buf, 1)
 	guard := append([]byte(nil), dst.Buf...)
 	p.passive.recv(in, verbs.SGE{Buf: dst.Buf[:32], LKey: dst.LKey})
-	p.active.post(newComps(), &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.buffer(33)}})
-	// Of kernel devices not all tell this error from others of the queue pair.
-	tells := p.passive.dev.Attrs().Caps.Has(verbs.CapTerminates)
-	if st := in.wait(t, 1)[0].Status; st != verbs.StatusLocLenErr && (tells || st == verbs.StatusSuccess) {
-		t.Errorf("Receive of 32 octets for a message of 33: %v, want %v", st, verbs.StatusLocLenErr)
+	p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.buffer(33)}})
+	// Some kernel devices report another error of the queue pair.
+	reported := p.passive.dev.Attrs().Caps.Has(verbs.CapTerminates)
+	if st := in.wait(t, 1)[0].Status; st != verbs.StatusLocLenErr && (reported || st == verbs.StatusSuccess) {
+		t.Errorf("Receive of 32 bytes for a message of 33: got %v, want %v", st, verbs.StatusLocLenErr)
 	}
-	p.passive.goneWithin()
-	p.active.goneWithin()
+	p.passive.waitDisconnect()
+	p.active.waitDisconnect()
 	if !bytes.Equal(dst.Buf[32:], guard[32:]) {
-		t.Error("memory behind the Receive was written")
+		t.Error("memory after the Receive was written")
 	}
 }
 
 func testNoReceive(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	p.active.post(newComps(), &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.buffer(4)}})
-	if p.active.id.Device().Attrs().Transport == verbs.TransportIWARP { // InfiniBand retries
-		p.active.goneWithin()
-		p.passive.goneWithin()
+	p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.buffer(4)}})
+	// an InfiniBand sender retries instead
+	if p.active.id.Device().Attrs().Transport == verbs.TransportIWARP {
+		p.active.waitDisconnect()
+		p.passive.waitDisconnect()
 	}
 }
 
-// String makes completion lists readable in failures.
+// summary returns the number of completions per status, for failure messages.
 func summary(l []verbs.WorkCompletion) string {
 	count := make(map[verbs.Status]int)
 	for _, wc := range l {

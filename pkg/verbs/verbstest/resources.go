@@ -9,7 +9,7 @@ import (
 
 var resourceTests = []conformanceTest{
 	{"Attrs", 0, testAttrs},
-	{"Busy", 0, testBusy},
+	{"BusyResources", 0, testBusyResources},
 	{"CQDepth", 0, testCQDepth},
 	{"QPErrors", 0, testQPErrors},
 	{"STags", verbs.CapFastReg, testSTags},
@@ -20,20 +20,20 @@ func testAttrs(t *testing.T, s *suite) {
 	a := p.active.dev.Attrs()
 	if a.Name == "" || a.PageSize <= 0 || a.MaxQPWR <= 0 || a.MaxCQE <= 0 || a.MaxSendSGE <= 0 || a.MaxRecvSGE <= 0 ||
 		a.MaxSGERd <= 0 {
-		t.Errorf("limits are missing: %+v", a)
+		t.Errorf("attributes: limits are missing: %+v", a)
 	}
 	if a.Caps.Has(verbs.CapFastReg) && (a.MaxFastRegPageListLen <= 0 || a.MaxMR <= 0) {
-		t.Errorf("fast registration without limits: %+v", a)
+		t.Errorf("attributes: limits of fast registration are missing: %+v", a)
 	}
 }
 
-func testBusy(t *testing.T, s *suite) {
+func testBusyResources(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
 	if err := p.active.pd.Dealloc(); !errors.Is(err, verbs.ErrBusy) {
-		t.Errorf("deallocate a PD with a QP: %v, want ErrBusy", err)
+		t.Errorf("deallocate a PD with a QP: got %v, want ErrBusy", err)
 	}
 	if err := p.active.cq.Close(); !errors.Is(err, verbs.ErrBusy) {
-		t.Errorf("close a CQ with a QP: %v, want ErrBusy", err)
+		t.Errorf("close a CQ with a QP: got %v, want ErrBusy", err)
 	}
 	pd := mustPD(t, p.active.dev)
 	m, err := pd.RegMR(make([]byte, 8))
@@ -42,7 +42,7 @@ func testBusy(t *testing.T, s *suite) {
 			t.Fatal(err)
 		}
 		if err := pd.Dealloc(); !errors.Is(err, verbs.ErrBusy) {
-			t.Errorf("deallocate a PD with an MR: %v, want ErrBusy", err)
+			t.Errorf("deallocate a PD with an MR: got %v, want ErrBusy", err)
 		}
 		if err := m.Dereg(); err != nil {
 			t.Error(err)
@@ -50,10 +50,10 @@ func testBusy(t *testing.T, s *suite) {
 	}
 }
 
-// testCQDepth: a CQ that could overflow is refused when the QP is made.
+// testCQDepth checks that CreateQP refuses a CQ that could overflow.
 func testCQDepth(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(within(t), p.active.id.RemoteAddr())
+	id, err := s.newProvider(t).Resolve(timeoutContext(t), p.active.id.RemoteAddr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,51 +61,51 @@ func testCQDepth(t *testing.T, s *suite) {
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 10)
 	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 6, MaxRecvWR: 5}
 	if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrNoResources) {
-		t.Fatalf("a QP of 11 requests on a CQ of 10: %v, want ErrNoResources", err)
+		t.Fatalf("QP with 11 requests on a CQ of 10: got %v, want ErrNoResources", err)
 	}
 	attr.MaxRecvWR = 4
-	if _, err := id.CreateQP(pd, attr); err != nil { // the refusal left nothing behind
+	if _, err := id.CreateQP(pd, attr); err != nil { // the failed call must not hold entries
 		t.Fatal(err)
 	}
 	id.Close()
 	if err := cq.Close(); err != nil {
-		t.Errorf("close the CQ behind its QP: %v", err)
+		t.Errorf("close the CQ after its QP: %v", err)
 	}
 }
 
 func testQPErrors(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(within(t), p.active.id.RemoteAddr())
+	id, err := s.newProvider(t).Resolve(timeoutContext(t), p.active.id.RemoteAddr())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { id.Close() })
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 100)
-	max := id.Device().Attrs().MaxQPWR
+	maxWR := id.Device().Attrs().MaxQPWR
 	for name, attr := range map[string]verbs.QPInitAttr{
-		"no CQ":              {MaxSendWR: 1, MaxRecvWR: 1},
-		"no send queue":      {SendCQ: cq, RecvCQ: cq, MaxRecvWR: 1},
-		"no receive queue":   {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1},
-		"send queue too big": {SendCQ: cq, RecvCQ: cq, MaxSendWR: max + 1, MaxRecvWR: 1},
-		"too many SGEs":      {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1, MaxSendSGE: 1 << 20},
+		"no CQ":                {MaxSendWR: 1, MaxRecvWR: 1},
+		"no send queue":        {SendCQ: cq, RecvCQ: cq, MaxRecvWR: 1},
+		"no receive queue":     {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1},
+		"send queue too large": {SendCQ: cq, RecvCQ: cq, MaxSendWR: maxWR + 1, MaxRecvWR: 1},
+		"too many SGEs":        {SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1, MaxSendSGE: 1 << 20},
 	} {
 		if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrInvalid) {
-			t.Errorf("%s: %v, want ErrInvalid", name, err)
+			t.Errorf("create QP with %s: got %v, want ErrInvalid", name, err)
 		}
 	}
 	if _, err := id.Device().CreateCQ(0); err == nil {
-		t.Error("a CQ of depth 0 was made")
+		t.Error("CreateCQ with depth 0: got no error, want one")
 	}
 }
 
-// testSTags: indices are never 0, no two alike, and on iWARP, whose peers may guess them, not in
-// sequence.
+// testSTags checks that STag indices are unique and not 0. On iWARP, where a peer could guess them,
+// they must not be sequential.
 func testSTags(t *testing.T, s *suite) {
 	const n = 500
 	p := s.pair(t, options{noConnect: true})
 	a := p.active.dev.Attrs()
 	if a.Caps.Has(verbs.CapPerIOReg) {
-		t.Skip("the device gives a key to each registration, none to an MR")
+		t.Skip("the device has a key per registration, not per MR")
 	}
 	seen := make(map[verbs.RKey]bool)
 	inSequence := 0
@@ -114,7 +114,7 @@ func testSTags(t *testing.T, s *suite) {
 		m := p.active.mr(1)
 		index := m.RKey() >> 8
 		if index == 0 || seen[index] {
-			t.Fatalf("STag index %#x is zero or was given twice", index)
+			t.Fatalf("STag index %#x is 0 or was used before", index)
 		}
 		seen[index] = true
 		if index-last == 1 {
@@ -123,6 +123,6 @@ func testSTags(t *testing.T, s *suite) {
 		last = index
 	}
 	if a.Transport == verbs.TransportIWARP && inSequence > n/50 {
-		t.Errorf("%d of %d STag indices follow their predecessor", inSequence, n)
+		t.Errorf("sequential STag indices: got %d of %d, want at most 2%%", inSequence, n)
 	}
 }

@@ -53,7 +53,7 @@ var targets = []target{
 		// The device does not check the bounds of a window: the peer can access the complete
 		// region.
 		"TestConformance/AccessRefused/" +
-			"(write,_behind|write,_before|write,_over_the_end|read,_over_the_end|read,_before)$",
+			"(write,_after_the_end|write,_before|write,_across_the_end|read,_across_the_end|read,_before)$",
 		// A pending Read continues after the invalidation of its window, and the data of an
 		// accepted Write packet is placed after it.
 		"TestConformance/(LocalInvFences|DeregFences|ReadFence)$",
@@ -99,96 +99,125 @@ func TestDevices(t *testing.T) {
 	}
 }
 
+// A deviceTest runs test programs in a pair of guests with the same device.
+type deviceTest struct {
+	target
+	link           *lab.Link
+	client, server *lab.Guest
+	own, other     string       // environment for tests against the client's own server, and the other
+	parts          atomic.Int32 // subtests that ran
+	skips          sync.Map     // names of skipped tests
+}
+
 func testDevice(t *testing.T, kernel string, c target, dir string) {
 	os.Remove(filepath.Join(dir, filepath.Base(wireReady))) // left by the previous device
-	link := lab.NewLink(t)
+	d := &deviceTest{target: c, link: lab.NewLink(t)}
 	guests := lab.StartAll(t,
-		lab.Options{Name: "client", Kernel: kernel, Provider: c.provider, Link: link, Share: dir},
-		lab.Options{Name: "server", Kernel: kernel, Provider: c.provider, Link: link, Share: dir, CPUs: 1})
-	client, server := guests[0], guests[1]
-	own, other := fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", client.Linked), fmt.Sprintf(
-		"NFSRDMAD_RDMACORE_GUEST=%v ", server.Linked)
-	var parts atomic.Int32 // subtests that ran
-	var skips sync.Map     // names of skipped tests
-	// run runs a command in a guest, which runs these tests. All of them must pass, and only the
-	// skips that are known for the device are permitted.
-	run := func(t *testing.T, g *lab.Guest, command string, tests ...string) {
-		t.Helper()
-		out, err := g.RunFor("cd /tmp && "+command+" 2>&1", runLimit)
-		if err != nil {
-			t.Errorf("%v\n%s", err, out)
-			return
-		}
-		t.Logf("%s", out)
-		for _, skip := range skipLine.FindAllStringSubmatch(out, -1) {
-			skips.Store(skip[1], true)
-			if !slices.Contains(c.skipped, skip[1]) {
-				t.Errorf("got unexpected skip of %s", skip[1])
-			}
-		}
-		for _, name := range tests {
-			if !strings.Contains(out, "--- PASS: "+name+" (") {
-				t.Errorf("guest did not report that %s passed", name)
-			}
-		}
-	}
-	program := func(name, skip string, tests ...string) string {
-		return "/share/" + name + " -test.v -test.run '^(" + strings.Join(tests, "|") + ")$' -test.skip '" + skip + "'"
-	}
-	mounts := func(t *testing.T, env string, tests ...string) {
-		t.Helper()
-		run(t, client, env+program("mount.test", "", tests...), tests...)
-	}
+		lab.Options{Name: "client", Kernel: kernel, Provider: c.provider, Link: d.link, Share: dir},
+		lab.Options{Name: "server", Kernel: kernel, Provider: c.provider, Link: d.link, Share: dir, CPUs: 1})
+	d.client, d.server = guests[0], guests[1]
+	d.own = fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", d.client.Linked)
+	d.other = fmt.Sprintf("NFSRDMAD_RDMACORE_GUEST=%v ", d.server.Linked)
 	// Run the mounts first: the suite restores the devices, but not the kernels.
-	t.Run("own server", func(t *testing.T) {
-		parts.Add(1)
-		mounts(t, own, "TestMainJob", "TestStorm", "TestAttacks")
-	})
-	t.Run("another guest", func(t *testing.T) {
-		parts.Add(1)
-		client.MustRun(fmt.Sprintf("modprobe -a nfs nfsv3 && "+
-			"mount -t nfs -o tcp,vers=3,nolock,noac,mountport=20048,mountproto=tcp %v:/export /mnt", server.Linked))
-		mounts(t, other+"NFSRDMAD_RDMACORE_EXPORT=/mnt ", "TestMainJob", "TestStorm")
-		client.MustRun("umount /mnt")
-	})
-	t.Run("wire", func(t *testing.T) {
-		parts.Add(1)
-		var peer sync.WaitGroup
-		peer.Go(func() { run(t, server, other+program("mount.test", "", "TestPeer"), "TestPeer") })
-		mounts(t, "for i in $(seq 600); do [ -e "+wireReady+" ] && break; sleep 0.2; done; "+other, "TestWire")
-		peer.Wait()
-	})
-	t.Run("a link that is cut", func(t *testing.T) {
-		parts.Add(1)
-		server.MustRun("rm -f /export/storm*")
-		done := make(chan int)
-		stop := make(chan struct{})
-		go func() {
-			server.Run("until [ -s /export/storm0 ]; do sleep 0.1; done") // the storm has started
-			done <- cuts(link, stop)
-		}()
-		mounts(t, other, "TestStorm")
-		close(stop)
-		n := <-done
-		t.Logf("%d cuts of the link", n)
-		if n < cutsWanted {
-			t.Errorf("the storm ended before %d cuts of the link", cutsWanted)
-		}
-	})
-	t.Run("conformance", func(t *testing.T) {
-		parts.Add(1)
-		tests := []string{"TestConformance", "TestDevices"}
-		run(t, client, own+"NFSRDMAD_RDMACORE_ADDR="+client.Linked.String()+":0 "+
-			program("provider.test", strings.Join(c.broken, "|"), tests...), tests...)
-	})
-	if t.Failed() || parts.Load() < 5 {
+	parts := []struct {
+		name string
+		run  func(t *testing.T)
+	}{
+		{"own server", d.ownServer},
+		{"another guest", d.anotherGuest},
+		{"wire", d.wire},
+		{"a link that is cut", d.cutLink},
+		{"conformance", d.conformance},
+	}
+	for _, part := range parts {
+		t.Run(part.name, func(t *testing.T) {
+			d.parts.Add(1)
+			part.run(t)
+		})
+	}
+	if t.Failed() || int(d.parts.Load()) < len(parts) {
 		return
 	}
 	for _, name := range c.skipped {
-		if _, ok := skips.Load(name); !ok {
+		if _, ok := d.skips.Load(name); !ok {
 			t.Errorf("got no skip of %s: remove it from skipped", name)
 		}
 	}
+}
+
+// run runs a command in a guest, which runs these tests. All of them must pass, and only the skips
+// that are known for the device are permitted.
+func (d *deviceTest) run(t *testing.T, g *lab.Guest, command string, tests ...string) {
+	t.Helper()
+	out, err := g.RunFor("cd /tmp && "+command+" 2>&1", runLimit)
+	if err != nil {
+		t.Errorf("%v\n%s", err, out)
+		return
+	}
+	t.Logf("%s", out)
+	for _, skip := range skipLine.FindAllStringSubmatch(out, -1) {
+		d.skips.Store(skip[1], true)
+		if !slices.Contains(d.skipped, skip[1]) {
+			t.Errorf("got unexpected skip of %s", skip[1])
+		}
+	}
+	for _, name := range tests {
+		if !strings.Contains(out, "--- PASS: "+name+" (") {
+			t.Errorf("guest did not report that %s passed", name)
+		}
+	}
+}
+
+// program returns the command that runs tests of a program in the shared directory.
+func program(name, skip string, tests ...string) string {
+	return "/share/" + name + " -test.v -test.run '^(" + strings.Join(tests, "|") + ")$' -test.skip '" + skip + "'"
+}
+
+// runOnClient runs tests of this package in the client's guest.
+func (d *deviceTest) runOnClient(t *testing.T, env string, tests ...string) {
+	t.Helper()
+	d.run(t, d.client, env+program("mount.test", "", tests...), tests...)
+}
+
+func (d *deviceTest) ownServer(t *testing.T) {
+	d.runOnClient(t, d.own, "TestMainJob", "TestStorm", "TestAttacks")
+}
+
+func (d *deviceTest) anotherGuest(t *testing.T) {
+	d.client.MustRun(fmt.Sprintf("modprobe -a nfs nfsv3 && "+
+		"mount -t nfs -o tcp,vers=3,nolock,noac,mountport=20048,mountproto=tcp %v:/export /mnt", d.server.Linked))
+	d.runOnClient(t, d.other+"NFSRDMAD_RDMACORE_EXPORT=/mnt ", "TestMainJob", "TestStorm")
+	d.client.MustRun("umount /mnt")
+}
+
+func (d *deviceTest) wire(t *testing.T) {
+	var peer sync.WaitGroup
+	peer.Go(func() { d.run(t, d.server, d.other+program("mount.test", "", "TestPeer"), "TestPeer") })
+	d.runOnClient(t, "for i in $(seq 600); do [ -e "+wireReady+" ] && break; sleep 0.2; done; "+d.other, "TestWire")
+	peer.Wait()
+}
+
+func (d *deviceTest) cutLink(t *testing.T) {
+	d.server.MustRun("rm -f /export/storm*")
+	done := make(chan int)
+	stop := make(chan struct{})
+	go func() {
+		d.server.Run("until [ -s /export/storm0 ]; do sleep 0.1; done") // the storm has started
+		done <- cuts(d.link, stop)
+	}()
+	d.runOnClient(t, d.other, "TestStorm")
+	close(stop)
+	n := <-done
+	t.Logf("%d cuts of the link", n)
+	if n < cutsWanted {
+		t.Errorf("the storm ended before %d cuts of the link", cutsWanted)
+	}
+}
+
+func (d *deviceTest) conformance(t *testing.T) {
+	tests := []string{"TestConformance", "TestDevices"}
+	d.run(t, d.client, d.own+"NFSRDMAD_RDMACORE_ADDR="+d.client.Linked.String()+":0 "+
+		program("provider.test", strings.Join(d.broken, "|"), tests...), tests...)
 }
 
 // cuts cuts a link several times, for less and for more time than a device retransmits. It returns

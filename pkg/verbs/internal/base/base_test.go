@@ -187,9 +187,38 @@ func TestPostChecksDoNotAllocate(t *testing.T) {
 
 func TestRingSize(t *testing.T) {
 	for n, want := range map[int]int{-1: 1, 0: 1, 1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 32768: 32768} {
-		if got := RingSize(n); got != want {
-			t.Errorf("RingSize(%d): got %d, want %d", n, got, want)
+		if got := ringSize(n); got != want {
+			t.Errorf("ringSize(%d): got %d, want %d", n, got, want)
 		}
+	}
+}
+
+func TestRingPositionsWrap(t *testing.T) {
+	r := NewRing[int](3)
+	r.Head, r.Tail = 1<<32-2, 1<<32-2
+	for i := range 3 {
+		if r.Full() || r.Len() != i {
+			t.Errorf("ring with %d entries: got full %v and length %d, want false and %d", i, r.Full(), r.Len(), i)
+		}
+		if pos := r.Push(i); *r.At(pos) != i {
+			t.Errorf("entry at %d: got %d, want %d", pos, *r.At(pos), i)
+		}
+	}
+	if !r.Full() {
+		t.Error("ring of limit 3 with 3 entries: got full false, want true")
+	}
+	for want := range 3 {
+		if got := *r.At(r.Head); got != want {
+			t.Errorf("oldest entry: got %d, want %d", got, want)
+		}
+		r.Head++
+	}
+	if r.Len() != 0 || r.Full() {
+		t.Errorf("empty ring: got length %d and full %v, want 0 and false", r.Len(), r.Full())
+	}
+	none := NewRing[int](0)
+	if !none.Full() {
+		t.Error("ring of limit 0: got full false, want true")
 	}
 }
 

@@ -17,9 +17,9 @@ var (
 	ErrReused = errors.New("the ConnID was already used; create another")
 )
 
-// A ConnID is the part of verbs.ConnID that does not depend on the provider: the addresses, what the
-// peer sent, the one queue pair, and the one Close. Q is the provider's queue pair. Providers embed
-// it by pointer. A ConnID is safe for concurrent use.
+// A ConnID is the part of verbs.ConnID that does not depend on the provider: the addresses, what
+// the peer sent, the one queue pair, and the one Close. Q is the provider's queue pair. Providers
+// embed it by pointer. A ConnID is safe for concurrent use.
 type ConnID[Q any] struct {
 	provider string // named in errors
 	remote   netip.AddrPort
@@ -45,7 +45,7 @@ func NewConnID[Q any](provider string, local, remote netip.AddrPort) *ConnID[Q] 
 // RemoteAddr returns the peer's address.
 func (c *ConnID[Q]) RemoteAddr() netip.AddrPort { return c.remote }
 
-// LocalAddr returns this side's address. Its port may be 0 until the connection exists.
+// LocalAddr returns this side's address. The port may be 0 until the connection exists.
 func (c *ConnID[Q]) LocalAddr() netip.AddrPort {
 	c.state.Lock()
 	defer c.state.Unlock()
@@ -80,8 +80,8 @@ func (c *ConnID[Q]) QP() *Q {
 	return c.state.qp
 }
 
-// MakeQP creates the queue pair with create, once. It fails with verbs.ErrInvalid when the ConnID is
-// closed or has a queue pair.
+// MakeQP creates the queue pair with create, once. MakeQP fails with verbs.ErrInvalid when the
+// ConnID is closed or has a queue pair.
 func (c *ConnID[Q]) MakeQP(create func() (*Q, error)) (*Q, error) {
 	c.state.Lock()
 	defer c.state.Unlock()

@@ -33,13 +33,14 @@ func (c *CQEntries) reserve(n int) error {
 	defer c.mu.Unlock()
 	switch {
 	case c.closed:
-		return fmt.Errorf("%s: completion queue is closed: %w", c.provider, verbs.ErrInvalid)
+		return fmt.Errorf("%s: reserve %d entries of a completion queue: it is closed: %w", c.provider, n,
+			verbs.ErrInvalid)
 	case c.reserved+n > c.depth:
-		return fmt.Errorf("%s: completion queue of depth %d has %d entries left, the work queue needs %d: "+
-			"create a deeper completion queue: %w", c.provider, c.depth, c.depth-c.reserved, n, verbs.ErrNoResources)
+		return fmt.Errorf("%s: reserve %d entries of a completion queue of depth %d: only %d are free: %w; "+
+			"create a deeper completion queue", c.provider, n, c.depth, c.depth-c.reserved, verbs.ErrNoResources)
 	case c.maxQueues > 0 && c.queues >= c.maxQueues:
-		return fmt.Errorf("%s: completion queue already serves %d work queues: %w", c.provider, c.queues,
-			verbs.ErrNoResources)
+		return fmt.Errorf("%s: reserve %d entries of a completion queue: it already serves %d work queues: %w",
+			c.provider, n, c.queues, verbs.ErrNoResources)
 	}
 	c.reserved += n
 	c.queues++
@@ -54,7 +55,7 @@ func (c *CQEntries) unreserve(n int) {
 }
 
 // Close marks the completion queue as closed, and reports whether this is the first call that did.
-// It fails with verbs.ErrBusy while a work queue uses the completion queue.
+// Close fails with verbs.ErrBusy while a work queue uses the completion queue.
 func (c *CQEntries) Close() (first bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

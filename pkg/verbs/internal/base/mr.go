@@ -7,14 +7,14 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A LocalMR is the MR that RegMR returns: memory registered for local use. It has no remote key.
+// A LocalMR is the MR that RegMR returns: memory registered for local use, without a remote key.
 type LocalMR struct {
 	uses *Uses
 	lkey uint32
 	once sync.Once
 }
 
-// NewLocalMR makes a LocalMR. It takes over one use of uses, which Dereg drops.
+// NewLocalMR makes a LocalMR that takes over one use of uses. Dereg drops that use.
 func NewLocalMR(uses *Uses, lkey uint32) *LocalMR {
 	leakcheck.Track(leakcheck.MR, 1)
 	return &LocalMR{uses: uses, lkey: lkey}
@@ -26,7 +26,7 @@ func (m *LocalMR) LKey() uint32 { return m.lkey }
 // RKey returns 0: a LocalMR has no remote key.
 func (m *LocalMR) RKey() verbs.RKey { return 0 }
 
-// Dereg drops the use of the protection domain. It never fails.
+// Dereg drops the use of the protection domain, and never fails.
 func (m *LocalMR) Dereg() error {
 	m.once.Do(func() {
 		m.uses.Drop()

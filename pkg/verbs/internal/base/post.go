@@ -19,7 +19,8 @@ func (c *PostChecks) Invalid(wr *verbs.WorkRequest, format string, args ...any) 
 }
 
 // Send checks one request for the send queue and returns the length of its message in bytes, 0 for
-// FastReg and LocalInv. ord is how many RDMA Reads may be outstanding. Errors wrap verbs.ErrInvalid.
+// FastReg and LocalInv. ord is how many RDMA Reads may be outstanding. Errors wrap
+// verbs.ErrInvalid.
 func (c *PostChecks) Send(wr *verbs.WorkRequest, ord int) (uint32, error) {
 	if wr.Done == nil {
 		return 0, c.Invalid(wr, "no completion handler")
@@ -52,7 +53,7 @@ func (c *PostChecks) Send(wr *verbs.WorkRequest, ord int) (uint32, error) {
 	return uint32(n), nil
 }
 
-// Recv checks a Receive for a queue of which closed and full are known. It fails with
+// Recv checks a Receive for a queue of which closed and full are known. Recv fails with
 // verbs.ErrQPState, verbs.ErrInvalid or verbs.ErrQueueFull.
 func (c *PostChecks) Recv(rr *verbs.RecvRequest, closed, full bool) error {
 	switch {
@@ -66,7 +67,7 @@ func (c *PostChecks) Recv(rr *verbs.RecvRequest, closed, full bool) error {
 	return nil
 }
 
-// CheckMRDepth checks the depth of an MR that is to be allocated. It fails with verbs.ErrInvalid.
+// CheckMRDepth checks the depth of an MR that is to be allocated. Errors wrap verbs.ErrInvalid.
 func CheckMRDepth(provider string, depth, limit int) error {
 	if depth <= 0 || depth > limit {
 		return fmt.Errorf("%s: allocate MR of depth %d: the depth must be 1 to %d pages: %w", provider, depth, limit,
@@ -75,7 +76,7 @@ func CheckMRDepth(provider string, depth, limit int) error {
 	return nil
 }
 
-// CheckCQDepth checks the depth of a completion queue that is to be created. It fails with
+// CheckCQDepth checks the depth of a completion queue that is to be created. Errors wrap
 // verbs.ErrInvalid.
 func CheckCQDepth(provider string, depth, limit int) error {
 	if depth <= 0 || depth > limit {

@@ -2,14 +2,13 @@ package base
 
 import (
 	"fmt"
-	"math/bits"
 	"sync/atomic"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// CheckQPAttr checks the sizes in attr against the limits of the device, and raises MaxSendSGE to 1.
-// It fails with verbs.ErrInvalid.
+// CheckQPAttr checks the sizes in attr against the limits of the device, and raises MaxSendSGE to
+// 1. CheckQPAttr fails with verbs.ErrInvalid.
 func CheckQPAttr(provider string, attr *verbs.QPInitAttr, limits verbs.DeviceAttrs) error {
 	if attr.MaxSendWR <= 0 || attr.MaxSendWR > limits.MaxQPWR || attr.MaxRecvWR <= 0 ||
 		attr.MaxRecvWR > limits.MaxQPWR {
@@ -50,20 +49,11 @@ func Reserve(uses *Uses, send, recv *CQEntries, attr verbs.QPInitAttr) (Reservat
 	return r, nil
 }
 
-// Release gives the reservation back. It must be called once.
+// Release gives the reservation back, and must be called once.
 func (r Reservation) Release() {
 	r.send.unreserve(r.sendWRs)
 	r.recv.unreserve(r.recvWRs)
 	r.uses.Drop()
-}
-
-// RingSize returns the smallest power of two that is at least n, and at least 1. A ring of this size
-// finds the slot of a free-running position with a mask.
-func RingSize(n int) int {
-	if n <= 1 {
-		return 1
-	}
-	return 1 << bits.Len(uint(n-1))
 }
 
 // Counters are the counters behind verbs.QPStats. Each field counts what the field of the same name

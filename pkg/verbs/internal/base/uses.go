@@ -17,7 +17,7 @@ type Uses struct {
 	deallocated bool // guarded by mu
 }
 
-// Take adds one use. It fails with verbs.ErrInvalid after the protection domain was deallocated.
+// Take adds one use. Take fails with verbs.ErrInvalid after the protection domain was deallocated.
 func (u *Uses) Take() error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -35,8 +35,8 @@ func (u *Uses) Drop() {
 	u.mu.Unlock()
 }
 
-// End marks the protection domain as deallocated. It fails with verbs.ErrBusy while there are uses,
-// and with verbs.ErrInvalid when the domain is already deallocated.
+// End marks the protection domain as deallocated. End fails with verbs.ErrBusy while there are
+// uses, and with verbs.ErrInvalid when the domain is already deallocated.
 func (u *Uses) End() error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -52,5 +52,5 @@ func (u *Uses) End() error {
 }
 
 func (u *Uses) errDeallocated() error {
-	return fmt.Errorf("%s: protection domain was deallocated: %w", u.Provider, verbs.ErrInvalid)
+	return fmt.Errorf("%s: use protection domain: already deallocated: %w", u.Provider, verbs.ErrInvalid)
 }

@@ -8,10 +8,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// failureTests: each error that verbs names, where no other group has it. (ErrQPState and
-// ErrQueueFull are among the messages, ErrBusy among the resources; of the statuses, those of
-// lengths, accesses and flushes are where they come about.)
-var failureTests = []conformanceTest{
+// errorTests cover the errors of package verbs that the other groups do not cover. messageTests
+// cover ErrQPState and ErrQueueFull, and resourceTests cover ErrBusy. The statuses of lengths,
+// accesses and flushes are in the groups of their operations.
+var errorTests = []conformanceTest{
 	{"LocalInvErrors", verbs.CapFastReg, testLocalInvErrors},
 	{"FastRegOfDestroyed", verbs.CapFastReg, testFastRegOfDestroyed},
 	{"NoReadDepth", 0, testNoReadDepth},
@@ -25,17 +25,16 @@ var failureTests = []conformanceTest{
 	{"FullCQ", 0, testFullCQ},
 }
 
-// testLocalInvErrors: a LocalInv that names no registration of the QP fails by itself, and ends the
-// connection.
+// testLocalInvErrors checks that a LocalInv with an invalid key fails and ends the connection.
 func testLocalInvErrors(t *testing.T, s *suite) {
 	for _, name := range []string{"unknown", "stale key", "destroyed", "of another PD"} {
 		t.Run(name, func(t *testing.T) {
-			p := s.pair(t, options{}).open()
+			p := s.pair(t, options{}).sendFirst()
 			m, err := p.active.pd.AllocMR(1)
 			if err != nil {
 				t.Fatal(err)
 			}
-			w := p.active.fastReg(m, 9, forWriting, 0, p.active.buffer(8).Buf)
+			w := p.active.fastReg(m, 9, remoteWrite, 0, p.active.buffer(8).Buf)
 			key := w.rkey
 			switch name {
 			case "unknown":
@@ -63,20 +62,20 @@ func testLocalInvErrors(t *testing.T, s *suite) {
 			l := p.active.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: key},
 				&verbs.WorkRequest{Opcode: verbs.OpSend})
 			if st := l[0].Status; st == verbs.StatusSuccess || st == verbs.StatusWRFlushErr {
-				t.Errorf("LocalInv: %v, want an error of its own", st)
+				t.Errorf("LocalInv: got %v, want an error other than a flush", st)
 			}
 			if st := l[1].Status; st != verbs.StatusWRFlushErr {
-				t.Errorf("the request behind it: %v, want %v", st, verbs.StatusWRFlushErr)
+				t.Errorf("request after the failed one: got %v, want %v", st, verbs.StatusWRFlushErr)
 			}
-			p.active.goneWithin()
-			p.passive.goneWithin()
+			p.active.waitDisconnect()
+			p.passive.waitDisconnect()
 		})
 	}
 }
 
-// testFastRegOfDestroyed: a destroyed MR cannot be registered.
+// testFastRegOfDestroyed checks that a FastReg of a deregistered MR fails.
 func testFastRegOfDestroyed(t *testing.T, s *suite) {
-	p := s.pair(t, options{}).open()
+	p := s.pair(t, options{}).sendFirst()
 	m, err := p.active.pd.AllocMR(1)
 	if err != nil {
 		t.Fatal(err)
@@ -85,44 +84,44 @@ func testFastRegOfDestroyed(t *testing.T, s *suite) {
 		t.Fatal(err)
 	}
 	if err := m.Dereg(); err == nil {
-		t.Error("an MR was destroyed twice")
+		t.Error("second Dereg: got no error, want one")
 	}
-	out := newComps()
-	wr := &verbs.WorkRequest{Opcode: verbs.OpFastReg, Done: out.done, MR: m, Access: forWriting,
+	out := newCompletions()
+	wr := &verbs.WorkRequest{Opcode: verbs.OpFastReg, Done: out.done, MR: m, Access: remoteWrite,
 		Segs: [][]byte{p.active.buffer(8).Buf}}
 	if _, err := p.active.qp.PostSend(wr); err != nil {
-		return // refused at once
+		return // refused by the post
 	}
 	if wc := out.wait(t, 1)[0]; wc.Status == verbs.StatusSuccess || wc.Status == verbs.StatusWRFlushErr {
-		t.Errorf("FastReg of a destroyed MR: %v, want an error of its own", wc.Status)
+		t.Errorf("FastReg of a deregistered MR: got %v, want an error other than a flush", wc.Status)
 	}
-	p.active.goneWithin()
+	p.active.waitDisconnect()
 }
 
-// handshake brings an endpoint's connect and the request that it makes together.
-func handshake(t *testing.T, p verbs.Provider, l verbs.Listener, param verbs.ConnParam) (e *endpoint,
+// beginConnect starts a Connect and returns the request that the listener accepts.
+func beginConnect(t *testing.T, p verbs.Provider, l verbs.Listener, param verbs.ConnParam) (e *endpoint,
 	req verbs.ConnRequest, connected chan error) {
 	t.Helper()
 	id, e := resolve(t, p, l.Addr())
 	connected = make(chan error, 1)
-	go func() { connected <- id.Connect(within(t), param) }()
-	req, err := l.Accept(within(t))
+	go func() { connected <- id.Connect(timeoutContext(t), param) }()
+	req, err := l.Accept(timeoutContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return e, req, connected
 }
 
-// testNoReadDepth: who asked for no InitiatorDepth cannot post an RDMA Read; the connection is none
-// the worse for it.
+// testNoReadDepth checks that an RDMA Read cannot be posted without InitiatorDepth. The connection
+// stays usable.
 func testNoReadDepth(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
 	var o options
 	o.defaults()
-	e, req, connected := handshake(t, p, l, verbs.ConnParam{ResponderResources: 1})
+	e, req, connected := beginConnect(t, p, l, verbs.ConnParam{ResponderResources: 1})
 	peer := newEndpoint(t, req, &o)
-	if err := req.Accept(within(t), verbs.ConnParam{}); err != nil {
+	if err := req.Accept(timeoutContext(t), verbs.ConnParam{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-connected; err != nil {
@@ -131,9 +130,9 @@ func testNoReadDepth(t *testing.T, s *suite) {
 	wr := &verbs.WorkRequest{Opcode: verbs.OpRDMARead, Done: func(*verbs.WorkCompletion) {},
 		SGList: []verbs.SGE{e.buffer(8)}, RKey: 1}
 	if bad, err := e.qp.PostSend(wr); !errors.Is(err, verbs.ErrInvalid) || bad != wr {
-		t.Errorf("RDMA Read without a depth: %v, want ErrInvalid", err)
+		t.Errorf("RDMA Read without InitiatorDepth: got %v, want ErrInvalid", err)
 	}
-	(&pair{active: e, passive: peer}).open()
+	(&pair{active: e, passive: peer}).sendFirst()
 }
 
 func testAcceptErrors(t *testing.T, s *suite) {
@@ -141,41 +140,41 @@ func testAcceptErrors(t *testing.T, s *suite) {
 	l := listen(t, p, s.laddr)
 	var o options
 	o.defaults()
-	_, req, connected := handshake(t, p, l, someDepths)
-	wantConnError(t, "accept without a QP", req.Accept(within(t), someDepths), verbs.ConnLocal)
+	_, req, connected := beginConnect(t, p, l, depthOne)
+	wantConnError(t, "accept without a QP", req.Accept(timeoutContext(t), depthOne), verbs.ConnLocal)
 	newEndpoint(t, req, &o)
-	long := someDepths
+	long := depthOne
 	long.PrivateData = make([]byte, 1000)
-	wantConnError(t, "accept with 1000 octets of private data", req.Accept(within(t), long), verbs.ConnLocal)
-	if err := req.Accept(within(t), someDepths); err != nil {
-		t.Errorf("accept after the wrong ones: %v", err)
+	wantConnError(t, "accept with 1000 bytes of private data", req.Accept(timeoutContext(t), long), verbs.ConnLocal)
+	if err := req.Accept(timeoutContext(t), depthOne); err != nil {
+		t.Errorf("accept after failed ones: %v", err)
 	}
 	if err := <-connected; err != nil {
 		t.Error(err)
 	}
-	wantConnError(t, "accept twice", req.Accept(within(t), someDepths), verbs.ConnLocal)
+	wantConnError(t, "accept twice", req.Accept(timeoutContext(t), depthOne), verbs.ConnLocal)
 }
 
-// testRejectErrors: Reject closes the ConnID even when it fails, so that the peer is not left
-// waiting.
+// testRejectErrors checks that Reject closes the ConnID even when it fails, so that the peer does
+// not wait.
 func testRejectErrors(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	_, req, connected := handshake(t, p, l, someDepths)
-	wantConnError(t, "reject with 1000 octets of private data", req.Reject(make([]byte, 1000)), verbs.ConnLocal)
+	_, req, connected := beginConnect(t, p, l, depthOne)
+	wantConnError(t, "reject with 1000 bytes of private data", req.Reject(make([]byte, 1000)), verbs.ConnLocal)
 	var ce *verbs.ConnError
 	if err := <-connected; !errors.As(err, &ce) {
-		t.Errorf("connect: %v, want a *verbs.ConnError", err)
+		t.Errorf("connect: got %v, want a *verbs.ConnError", err)
 	}
 	if err := req.Reject(nil); err == nil {
-		t.Error("rejected what was closed")
+		t.Error("second Reject: got no error, want one")
 	}
 }
 
 func testClosedConnID(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	id, err := p.Resolve(within(t), l.Addr())
+	id, err := p.Resolve(timeoutContext(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -185,72 +184,74 @@ func testClosedConnID(t *testing.T, s *suite) {
 		t.Error(err)
 	}
 	if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("create a QP on a closed ConnID: %v, want ErrInvalid", err)
+		t.Errorf("create QP on a closed ConnID: got %v, want ErrInvalid", err)
 	}
-	for range 8 { // none of them reaches the peer
+	for range 8 { // no Connect reaches the peer
 		id, e := resolve(t, p, l.Addr())
 		id.Close()
-		wantConnError(t, "connect a closed ConnID", id.Connect(within(t), someDepths), verbs.ConnLocal)
+		wantConnError(t, "connect a closed ConnID", id.Connect(timeoutContext(t), depthOne), verbs.ConnLocal)
 		if _, err := e.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
 			Done: func(*verbs.WorkCompletion) {}}); !errors.Is(err, verbs.ErrQPState) {
-			t.Errorf("post on a closed ConnID: %v, want ErrQPState", err)
+			t.Errorf("post on a closed ConnID: got %v, want ErrQPState", err)
 		}
 	}
-	connectPair(t, p, l, options{}).open() // the first that is accepted is this one
+	connectPair(t, p, l, options{}).sendFirst() // the listener accepts this connection first
 }
 
 func testListenErrors(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	if second, err := p.Listen(within(t), l.Addr()); err == nil {
+	if second, err := p.Listen(timeoutContext(t), l.Addr()); err == nil {
 		second.Close()
-		t.Error("one address was listened on twice")
+		t.Error("second Listen on one address: got no error, want one")
 	}
 	l.Close()
-	again, err := p.Listen(within(t), l.Addr())
+	again, err := p.Listen(timeoutContext(t), l.Addr())
 	if err != nil {
-		t.Fatalf("listen again after Close: %v", err)
+		t.Fatalf("Listen after Close: %v", err)
 	}
 	again.Close()
 }
 
-// testDestroyedResources: what was released cannot be used.
+// testDestroyedResources checks that released resources cannot be used.
 func testDestroyedResources(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(within(t), p.active.id.RemoteAddr())
+	id, err := s.newProvider(t).Resolve(timeoutContext(t), p.active.id.RemoteAddr())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { id.Close() })
 	dev := id.Device()
 	pd, cq := mustPD(t, dev), mustCQ(t, dev, 4)
-	gonePD, err := dev.AllocPD()
+	freedPD, err := dev.AllocPD()
 	if err != nil {
 		t.Fatal(err)
 	}
-	goneCQ, err := dev.CreateCQ(4)
+	closedCQ, err := dev.CreateCQ(4)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(gonePD.Dealloc(), goneCQ.Close()); err != nil {
+	if err := errors.Join(freedPD.Dealloc(), closedCQ.Close()); err != nil {
 		t.Fatal(err)
 	}
-	if err := gonePD.Dealloc(); err == nil {
-		t.Error("a PD was deallocated twice")
+	if err := freedPD.Dealloc(); err == nil {
+		t.Error("second Dealloc: got no error, want one")
 	}
-	if _, err := gonePD.RegMR(make([]byte, 8)); err == nil {
-		t.Error("memory was registered in a deallocated PD")
+	if _, err := freedPD.RegMR(make([]byte, 8)); err == nil {
+		t.Error("RegMR in a deallocated PD: got no error, want one")
 	}
-	if _, err := gonePD.AllocMR(1); err == nil {
-		t.Error("an MR was allocated in a deallocated PD")
+	if _, err := freedPD.AllocMR(1); err == nil {
+		t.Error("AllocMR in a deallocated PD: got no error, want one")
 	}
-	if _, err := id.CreateQP(gonePD, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1}); err == nil {
-		t.Error("a QP was made in a deallocated PD")
+	if _, err := id.CreateQP(freedPD, verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1,
+		MaxRecvWR: 1}); err == nil {
+		t.Error("CreateQP in a deallocated PD: got no error, want one")
 	}
-	if _, err := id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: goneCQ, MaxSendWR: 1, MaxRecvWR: 1}); err == nil {
-		t.Error("a QP was made on a closed CQ")
+	if _, err := id.CreateQP(pd, verbs.QPInitAttr{SendCQ: cq, RecvCQ: closedCQ, MaxSendWR: 1,
+		MaxRecvWR: 1}); err == nil {
+		t.Error("CreateQP with a closed CQ: got no error, want one")
 	}
-	// None of the refusals holds anything.
+	// The failed calls must not hold references.
 	if err := pd.Dealloc(); err != nil {
 		t.Error(err)
 	}
@@ -258,17 +259,17 @@ func testDestroyedResources(t *testing.T, s *suite) {
 		t.Error(err)
 	}
 	if _, err := dev.CreateCQ(dev.Attrs().MaxCQE + 1); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("a CQ deeper than the device's limit: %v, want ErrInvalid", err)
+		t.Errorf("CreateCQ above the device's limit: got %v, want ErrInvalid", err)
 	}
 }
 
-// testForeignResources: a QP takes nothing of another device.
+// testForeignResources checks that a QP refuses resources of another device.
 func testForeignResources(t *testing.T, s *suite) {
 	here, there := s.pair(t, options{noConnect: true}), s.pair(t, options{noConnect: true})
 	if here.active.dev == there.active.dev {
 		t.Skip("all providers share one device")
 	}
-	id, err := s.newProvider(t).Resolve(within(t), here.active.id.RemoteAddr())
+	id, err := s.newProvider(t).Resolve(timeoutContext(t), here.active.id.RemoteAddr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -277,48 +278,47 @@ func testForeignResources(t *testing.T, s *suite) {
 	otherPD, otherCQ := mustPD(t, there.active.dev), mustCQ(t, there.active.dev, 8)
 	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1}
 	if _, err := id.CreateQP(otherPD, attr); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("a PD of another device: %v, want ErrInvalid", err)
+		t.Errorf("CreateQP with a PD of another device: got %v, want ErrInvalid", err)
 	}
 	attr.RecvCQ = otherCQ
 	if _, err := id.CreateQP(pd, attr); !errors.Is(err, verbs.ErrInvalid) {
-		t.Errorf("a CQ of another device: %v, want ErrInvalid", err)
+		t.Errorf("CreateQP with a CQ of another device: got %v, want ErrInvalid", err)
 	}
 }
 
-// testRecvChainError: of a chain of Receives, those before the bad one are queued, and it and those
-// behind are not.
+// testRecvChainError checks that the Receives before an invalid one are posted, and the others are
+// not.
 func testRecvChainError(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	c := newComps()
+	c := newCompletions()
 	b := p.active.buffer(8)
 	last := &verbs.RecvRequest{SGE: b, Done: c.done}
 	bad := &verbs.RecvRequest{SGE: b, Next: last}
 	first := &verbs.RecvRequest{SGE: b, Done: c.done, Next: bad}
 	if at, err := p.active.qp.PostRecv(first); !errors.Is(err, verbs.ErrInvalid) || at != bad {
-		t.Errorf("chain with a Receive that has no handler: %v, want ErrInvalid at the second", err)
+		t.Errorf("post a Receive without handler: got %v, want ErrInvalid at the second request", err)
 	}
 	p.active.qp.Drain()
 	if l := c.all(); len(l) != 1 || l[0].Status != verbs.StatusWRFlushErr {
-		t.Errorf("completions of that chain: %s, want 1 flushed", summary(l))
+		t.Errorf("completions of the chain: got %s, want 1 flushed", summary(l))
 	}
 }
 
-// testFullCQ: a CQ of just the depth that its queues need holds all their completions while a
-// handler does not return, and loses none.
+// testFullCQ checks that a CQ with the minimum depth loses no completion while a handler blocks.
 func testFullCQ(t *testing.T, s *suite) {
 	const n = 8
 	live := s.caps(t).Has(verbs.CapLiveStats)
-	p := s.pair(t, options{sendDepth: n, recvDepth: n}).open()
+	p := s.pair(t, options{sendDepth: n, recvDepth: n}).sendFirst()
 	e := p.passive
-	hold, held := make(chan struct{}), make(chan struct{})
-	all := newComps()
+	release, blocked := make(chan struct{}), make(chan struct{})
+	all := newCompletions()
 	b := e.buffer(8)
 	for i := range n {
 		done := all.done
 		if i == 0 {
 			done = func(wc *verbs.WorkCompletion) {
-				close(held)
-				<-hold
+				close(blocked)
+				<-release
 				all.done(wc)
 			}
 		}
@@ -335,8 +335,8 @@ func testFullCQ(t *testing.T, s *suite) {
 		p.active.must(wrs...)
 	}
 	send(1)
-	<-held
-	e.recv(all, b) // the held one has left its slot
+	<-blocked
+	e.recv(all, b) // the completed Receive has freed its slot
 	send(n)
 	var wrs []*verbs.WorkRequest
 	for range n {
@@ -349,25 +349,25 @@ func testFullCQ(t *testing.T, s *suite) {
 		return int(st.SendCompletions - before.SendCompletions + st.RecvCompletions - before.RecvCompletions)
 	}
 	if live {
-		for end := time.Now().Add(patience); completed() < total; time.Sleep(time.Millisecond) {
+		for end := time.Now().Add(waitTimeout); completed() < total; time.Sleep(time.Millisecond) {
 			if time.Now().After(end) {
-				t.Fatalf("%d of %d requests completed while a handler was held", completed(), total)
+				t.Fatalf("completed requests while a handler blocks: got %d, want %d", completed(), total)
 			}
 		}
 	} else {
-		time.Sleep(time.Second) // the device tells nobody but the handlers; in time the CQ is full
+		time.Sleep(time.Second) // without live statistics, wait until the CQ should be full
 	}
 	if k := len(all.all()); k != 0 {
-		t.Errorf("%d handlers were called beside one that had not returned", k)
+		t.Errorf("handlers called while another one blocks: got %d, want 0", k)
 	}
-	close(hold)
+	close(release)
 	for _, wc := range all.wait(t, total) {
 		if wc.Status != verbs.StatusSuccess {
-			t.Errorf("%v: %v", wc.Opcode, wc.Status)
+			t.Errorf("%v: got %v, want success", wc.Opcode, wc.Status)
 		}
 	}
 	p.sync(p.active)
 	if k := len(all.all()); k != total {
-		t.Errorf("%d completions, want %d", k, total)
+		t.Errorf("completions: got %d, want %d", k, total)
 	}
 }

@@ -1,0 +1,225 @@
+package nfsd
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+func TestReadOnlyExport(t *testing.T) {
+	c := start(t, func(cfg *Config) {
+		if err := os.WriteFile(cfg.Dir+"/f", []byte("data"), 0o666); err != nil {
+			t.Fatal(err)
+		}
+		cfg.ReadOnly = true
+	})
+	fh := c.lookup(c.root, "f").FH
+	before := c.stat("f")
+	var made nfs3.CreateResult
+	var wcc nfs3.WccData
+	set := nfs3.SetAttr{HasMode: true}
+	for name, err := range map[string]error{
+		"SETATTR":   c.SetAttr(c.ctx, root, fh, &set, nil, &wcc),
+		"WRITE":     c.Write(c.ctx, root, fh, 0, []byte("x"), nfs3.FileSync, new(nfs3.WriteResult)),
+		"COMMIT":    c.Commit(c.ctx, root, fh, 0, 0, new(nfs3.CommitResult)),
+		"CREATE":    c.Create(c.ctx, root, c.root, "g", &nfs3.CreateHow{}, &made),
+		"exclusive": c.Create(c.ctx, root, c.root, "g", &nfs3.CreateHow{Mode: nfs3.Exclusive}, &made),
+		"existing":  c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{}, &made),
+		"MKDIR":     c.Mkdir(c.ctx, root, c.root, "g", &set, &made),
+		"SYMLINK":   c.Symlink(c.ctx, root, c.root, "g", "x", &set, &made),
+		"MKNOD":     c.Mknod(c.ctx, root, c.root, "g", nfs3.NF3FIFO, &set, nfs3.Device{}, &made),
+		"REMOVE":    c.Remove(c.ctx, root, c.root, "f", &wcc),
+		"RMDIR":     c.Rmdir(c.ctx, root, c.root, "f", &wcc),
+		"RENAME":    c.Rename(c.ctx, root, c.root, "f", c.root, "g", new(nfs3.RenameResult)),
+		"LINK":      c.Link(c.ctx, root, fh, c.root, "g", new(nfs3.LinkResult)),
+	} {
+		if nfs3.Errno(err) != unix.EROFS {
+			t.Errorf("%s: got %v, want EROFS", name, err)
+		}
+	}
+	var acc nfs3.AccessResult
+	c.ok(c.Access(c.ctx, root, fh, ^uint32(0), &acc))
+	if acc.Access != nfs3.AccessRead {
+		t.Errorf("ACCESS: got %#x, want READ alone", acc.Access)
+	}
+	if got := c.read(root, fh); got != "data" {
+		t.Errorf("READ: got %q", got)
+	}
+	if after := c.stat("f"); after.Ctim != before.Ctim {
+		t.Error("the file changed")
+	}
+}
+
+// Clients outside the allow list can neither mount nor use a handle.
+func TestAllow(t *testing.T) {
+	c := start(t, func(cfg *Config) {
+		cfg.Allow = []netip.Prefix{netip.MustParsePrefix("192.0.2.0/25"), netip.MustParsePrefix("fe80::/64")}
+	})
+	for addr, want := range map[string]bool{"192.0.2.1": true, "192.0.2.128": false, "::ffff:192.0.2.2": true,
+		"127.0.0.1": false, "fe80::1%eth0": true, "2001:db8::1": false} {
+		from := netip.AddrPortFrom(netip.MustParseAddr(addr), 700)
+		msg := sunrpc.AppendCall(nil, 1, progMount, versMount, mountMnt, root)
+		reply, err := c.s.ServeRPC(c.ctx, from, sunrpc.AppendString(msg, "/"), nil)
+		c.ok(err)
+		_, results, err := sunrpc.ParseReply(reply)
+		c.ok(err)
+		d := sunrpc.NewDecoder(results)
+		status := nfs3.ErrAcces
+		if want {
+			status = nfs3.OK
+		}
+		if got := nfs3.Status(d.Uint32()); got != status {
+			t.Errorf("%s: MNT: got %v, want %v", addr, got, status)
+		}
+		err = nfs3.NewClient(&caller{s: c.s, peer: from}, nfs3.Options{}).GetAttr(c.ctx, root, c.root, new(nfs3.Attr))
+		var denied *sunrpc.DeniedError
+		if (err == nil) != want || !want && !errors.As(err, &denied) {
+			t.Errorf("%s: GETATTR: got %v, want success %v", addr, err, want)
+		}
+	}
+}
+
+// The table of objects, and with it the open descriptors, is bounded; idle objects are closed.
+func TestObjectsAreBounded(t *testing.T) {
+	c := start(t, nil)
+	c.s.objects.max = 8
+	var handles []nfs3.FH
+	for i := range 40 {
+		fh := c.create(root, c.root, fmt.Sprint(i), 0o644)
+		c.write(root, fh, fmt.Sprint("data ", i))
+		handles = append(handles, fh)
+	}
+	count := func() int {
+		c.s.objects.mu.Lock()
+		defer c.s.objects.mu.Unlock()
+		if len(c.s.objects.table) != len(c.s.objects.inodes) {
+			t.Errorf("%d handles, %d inodes", len(c.s.objects.table), len(c.s.objects.inodes))
+		}
+		return len(c.s.objects.table)
+	}
+	if n := count(); n > 9 { // with the one in use
+		t.Errorf("got %d objects, want at most 9", n)
+	}
+	for i, fh := range handles {
+		if got, want := c.read(root, fh), fmt.Sprint("data ", i); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+		c.ok(c.Commit(c.ctx, root, fh, 0, 0, new(nfs3.CommitResult)))
+	}
+	for range idleSweeps + 1 {
+		c.s.objects.sweep()
+	}
+	if n := count(); n != 0 {
+		t.Errorf("got %d objects after some idle time, want 0", n)
+	}
+}
+
+// A file that is removed is closed at once: its disk space must be free.
+func TestRemovedFileIsClosed(t *testing.T) {
+	c := start(t, nil)
+	for _, tt := range []struct {
+		name string
+		do   func() error
+	}{
+		{"REMOVE", func() error { return c.Remove(c.ctx, root, c.root, "f", new(nfs3.WccData)) }},
+		{"RENAME", func() error {
+			c.create(root, c.root, "g", 0o644)
+			return c.Rename(c.ctx, root, c.root, "g", c.root, "f", new(nfs3.RenameResult))
+		}},
+	} {
+		fh := c.create(root, c.root, "f", 0o644)
+		c.write(root, fh, "data")
+		c.ok(tt.do())
+		if c.s.objects.get(&fh) != nil {
+			t.Errorf("%s: the file is still open", tt.name)
+		}
+		c.want(c.GetAttr(c.ctx, root, fh, new(nfs3.Attr)), unix.ESTALE)
+	}
+	// A file with another link stays.
+	fh := c.create(root, c.root, "h", 0o644)
+	c.ok(c.Link(c.ctx, root, fh, c.root, "i", new(nfs3.LinkResult)))
+	c.ok(c.Remove(c.ctx, root, c.root, "h", new(nfs3.WccData)))
+	if a := c.getattr(fh); a.Nlink != 1 {
+		t.Errorf("got %d links, want 1", a.Nlink)
+	}
+	c.ok(c.Rename(c.ctx, root, c.root, "i", c.root, "i", new(nfs3.RenameResult)))
+	c.getattr(fh)
+}
+
+// wcc_data holds the attributes before a call, unless another call came between.
+func TestAttributesBefore(t *testing.T) {
+	c := start(t, nil)
+	before := c.getattr(c.root)
+	var res nfs3.CreateResult
+	c.ok(c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{}, &res))
+	want := nfs3.WccAttr{Size: before.Size, Mtime: before.Mtime, Ctime: before.Ctime}
+	if !res.DirWcc.HasBefore || res.DirWcc.Before != want || !res.DirWcc.HasAfter || res.DirWcc.After != c.getattr(c.root) {
+		t.Errorf("CREATE: got %+v, want the attributes before and after", res.DirWcc)
+	}
+	var ren nfs3.RenameResult
+	c.ok(c.Rename(c.ctx, root, c.root, "f", c.root, "g", &ren))
+	if !ren.From.HasBefore || !ren.To.HasBefore || ren.From.After != ren.To.After {
+		t.Errorf("RENAME in one directory: got %+v", ren)
+	}
+	var ch changes
+	first, alone := ch.begin()
+	second, also := ch.begin()
+	if ch.end(second, also) || ch.end(first, alone) {
+		t.Error("overlapping changes: want neither to have been alone")
+	}
+	third, alone := ch.begin()
+	if !ch.end(third, alone) {
+		t.Error("a change after others: want it to have been alone")
+	}
+	// A failure tells the client the directory's attributes, too.
+	err := c.Create(c.ctx, root, c.root, "g", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res)
+	if c.want(err, unix.EEXIST); !res.DirWcc.HasAfter {
+		t.Errorf("failed CREATE: got %+v, want attributes", res.DirWcc)
+	}
+}
+
+// FuzzCall executes any message. The reply is an RPC message of bounded size, or the call gets none.
+func FuzzCall(f *testing.F) {
+	c := start(f, func(cfg *Config) {
+		cfg.NoRootSquash = false
+		cfg.fsync = func(int) error { return nil }
+	})
+	c.cred = user
+	file := c.create(user, c.root, "file", 0o644)
+	header := func(prog, vers, proc uint32) []byte { return sunrpc.AppendCall(nil, 1, prog, vers, proc, user) }
+	for proc := range uint32(nfs3.NumProcs) {
+		h := header(nfs3.Program, nfs3.Version, proc)
+		f.Add(append(nfs3.AppendFH(h, &file), make([]byte, 40)...))
+		f.Add(append(sunrpc.AppendString(nfs3.AppendFH(h, &c.root), "name"), make([]byte, 40)...))
+	}
+	f.Add(sunrpc.AppendString(header(progMount, versMount, mountMnt), "/"))
+	f.Add(append(header(progPortmap, versPortmap, pmapGetPort), make([]byte, 16)...))
+	f.Fuzz(func(t *testing.T, msg []byte) {
+		for _, try := range []bool{true, false} {
+			var reply []byte
+			var err error
+			if try {
+				ok := false
+				if reply, ok = c.s.TryServe(peer, msg, nil); !ok {
+					continue
+				}
+			} else if reply, err = c.s.ServeRPC(c.ctx, peer, msg, nil); err != nil {
+				continue
+			}
+			_, _, err = sunrpc.ParseReply(reply)
+			if len(reply) > MaxRecord || errors.Is(err, sunrpc.ErrMalformed) {
+				t.Fatalf("reply of %d bytes: %v", len(reply), err)
+			}
+		}
+		if _, err := os.Stat(c.dir); err != nil {
+			t.Fatal(err)
+		}
+	})
+}

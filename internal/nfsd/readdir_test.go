@@ -1,0 +1,159 @@
+package nfsd
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// list reads a directory in pages of count bytes; between is called after each page.
+func (c *client) list(dir nfs3.FH, plus bool, count uint32, between func(page int)) (names []string) {
+	c.t.Helper()
+	var res nfs3.ReadDirResult
+	var cookie uint64
+	for page := 0; !res.EOF; page++ {
+		each := func(e *nfs3.DirEntry) bool {
+			names, cookie = append(names, string(e.Name)), e.Cookie
+			if plus && (!e.HasFH || !e.Attr.Present) {
+				c.t.Errorf("%s: no attributes or no handle", e.Name)
+			}
+			return true
+		}
+		var err error
+		if plus {
+			err = c.ReadDirPlus(c.ctx, c.cred, dir, cookie, res.Verf, count, count, &res, each)
+		} else {
+			err = c.ReadDir(c.ctx, c.cred, dir, cookie, res.Verf, count, &res, each)
+		}
+		c.ok(err)
+		if between != nil {
+			between(page)
+		}
+	}
+	return names
+}
+
+// Files that exist during the whole listing are listed once, whatever is created and removed
+// meanwhile, and when the server starts again in the middle.
+func TestListingWhileEntriesChange(t *testing.T) {
+	for _, plus := range []bool{false, true} {
+		c := start(t, nil)
+		var want []string
+		for i := range 400 {
+			want = append(want, fmt.Sprintf("stays-%03d", i))
+			c.ok(os.WriteFile(c.path(want[i]), nil, 0o644))
+			c.ok(os.WriteFile(c.path(fmt.Sprintf("goes-%03d", i)), nil, 0o644))
+		}
+		got := c.list(c.root, plus, 2048, func(page int) {
+			for i := page * 10; i < page*10+10; i++ {
+				_ = os.Remove(c.path(fmt.Sprintf("goes-%03d", i)))
+				c.ok(os.WriteFile(c.path(fmt.Sprintf("comes-%03d", i)), nil, 0o644))
+			}
+			if page%5 == 4 {
+				c.s.objects.end() // as after a restart: nothing is open
+			}
+		})
+		got = slices.DeleteFunc(got, func(name string) bool { return !strings.HasPrefix(name, "stays") })
+		slices.Sort(got)
+		if !slices.Equal(got, want) {
+			t.Errorf("plus %v: got %d names, want %d", plus, len(got), len(want))
+		}
+	}
+}
+
+func TestListingHasDots(t *testing.T) {
+	c := start(t, nil)
+	d := c.mkdir(root, c.root, "d", 0o755)
+	for _, plus := range []bool{false, true} {
+		got := c.list(d, plus, 4096, nil)
+		slices.Sort(got)
+		if !slices.Equal(got, []string{".", ".."}) {
+			t.Errorf("plus %v: got %v, want . and ..", plus, got)
+		}
+	}
+	var res nfs3.ReadDirResult
+	ids := map[string]uint64{}
+	c.ok(c.ReadDirPlus(c.ctx, root, c.root, 0, nfs3.Verifier{}, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
+		ids[string(e.Name)] = e.FileID
+		if (string(e.Name) == "." || string(e.Name) == "..") && (e.FH != c.root || e.Attr.FileID != e.FileID) {
+			t.Errorf("%s of the root: got %+v, want the root", e.Name, e)
+		}
+		return true
+	}))
+	if ids["."] != ids[".."] || ids["."] != c.stat(".").Ino {
+		t.Errorf("file ids of . and ..: got %d and %d, want %d", ids["."], ids[".."], c.stat(".").Ino)
+	}
+}
+
+// A reply never exceeds the count of the call, and one that has no room for an entry is an error.
+func TestListingKeepsToCount(t *testing.T) {
+	c := start(t, nil)
+	for i := range 50 {
+		c.ok(os.WriteFile(c.path(strings.Repeat("n", 1+4*i)), nil, 0o644))
+	}
+	for count := uint32(0); count < 3000; count += 37 {
+		for _, proc := range []nfs3.Proc{nfs3.ProcReadDir, nfs3.ProcReadDirPlus} {
+			args := append(nfs3.AppendFH(nil, &c.root), make([]byte, 16)...)
+			if proc == nfs3.ProcReadDirPlus {
+				args = sunrpc.AppendUint32(args, count)
+			}
+			msg := sunrpc.AppendCall(nil, 1, nfs3.Program, nfs3.Version, uint32(proc), root)
+			reply, err := c.s.ServeRPC(c.ctx, peer, append(msg, sunrpc.AppendUint32(args, count)...), nil)
+			c.ok(err)
+			_, results, err := sunrpc.ParseReply(reply)
+			c.ok(err)
+			d := sunrpc.NewDecoder(results)
+			switch st := nfs3.Status(d.Uint32()); {
+			case st == nfs3.OK && d.Remaining() > int(count):
+				t.Errorf("%v: got %d bytes for a count of %d", proc, d.Remaining(), count)
+			case st != nfs3.OK && (st != nfs3.ErrTooSmall || count > 700):
+				t.Errorf("%v with count %d: got %v", proc, count, st)
+			}
+		}
+	}
+}
+
+func TestBadCookies(t *testing.T) {
+	c := start(t, nil)
+	none := func(*nfs3.DirEntry) bool { return true }
+	var res nfs3.ReadDirResult
+	c.ok(c.ReadDir(c.ctx, root, c.root, 0, nfs3.Verifier{}, 4096, &res, none))
+	good, bad := res.Verf, res.Verf
+	bad[0] ^= 1
+	for _, tt := range []struct {
+		cookie uint64
+		verf   nfs3.Verifier
+	}{{1, bad}, {1, nfs3.Verifier{}}, {1 << 63, good}, {1<<64 - 1, good}} {
+		err := c.ReadDir(c.ctx, root, c.root, tt.cookie, tt.verf, 4096, &res, none)
+		var e *nfs3.Error
+		if !asError(err, &e) || e.Status != nfs3.ErrBadCookie {
+			t.Errorf("cookie %#x: got %v, want NFS3ERR_BAD_COOKIE", tt.cookie, err)
+		}
+	}
+	fh := c.create(root, c.root, "f", 0o644)
+	c.want(c.ReadDir(c.ctx, root, fh, 0, nfs3.Verifier{}, 4096, &res, none), unix.ENOTDIR)
+}
+
+// Who may read a directory but not search it gets no handles.
+func TestListingWithoutSearchPermission(t *testing.T) {
+	c := start(t, nil)
+	d := c.mkdir(root, c.root, "d", 0o755)
+	c.create(root, d, "f", 0o644)
+	c.ok(os.Chmod(c.path("d"), 0o744))
+	var res nfs3.ReadDirResult
+	c.ok(c.ReadDirPlus(c.ctx, user, d, 0, nfs3.Verifier{}, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
+		if e.HasFH || !e.Attr.Present {
+			t.Errorf("%s: got handle %v, attributes %v, want attributes alone", e.Name, e.HasFH, e.Attr.Present)
+		}
+		return true
+	}))
+	c.ok(os.Chmod(c.path("d"), 0o711))
+	c.want(c.ReadDirPlus(c.ctx, user, d, 0, nfs3.Verifier{}, 4096, 4096, &res, nil), unix.EACCES)
+}

@@ -1,0 +1,127 @@
+package nfsserve
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+// connect opens n connections from an address of this host and sends first on each.
+func connect(t *testing.T, addr, from string, n int, first []byte) {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+	for range n {
+		c, err := d.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		_, _ = c.Write(first) // the server may have closed it
+	}
+}
+
+// Connections that send nothing, or part of a call, keep out neither clients of their own address
+// nor others.
+func TestSilentClientsKeepNoOneOut(t *testing.T) {
+	part := make([]byte, 20)
+	rpctcp.PutMark(part, 1<<20)
+	for name, first := range map[string][]byte{"silent": nil, "part of a call": part} {
+		t.Run(name, func(t *testing.T) {
+			s, _ := start(t, nil)
+			for _, from := range []string{"127.0.0.2", "127.0.0.3", "127.0.0.1"} {
+				connect(t, s.TCPAddr, from, maxTCPConns/2+10, first)
+			}
+			c := dial(t, s.TCPAddr)
+			var a nfs3.Attr
+			c.ok(c.GetAttr(c.ctx, c.cred, c.root, &a))
+			fh := c.create("small", 0o644)
+			var w nfs3.WriteResult
+			c.ok(c.Write(c.ctx, c.cred, fh, 0, []byte("x"), nfs3.FileSync, &w))
+		})
+	}
+}
+
+// Large calls that stop half-way take at most half of the memory for large calls.
+func TestHalfSentCallsLeaveMemory(t *testing.T) {
+	part := make([]byte, 20)
+	rpctcp.PutMark(part, 1<<20)
+	s, _ := start(t, nil)
+	connect(t, s.TCPAddr, "127.0.0.2", largeCalls, part)
+	c := dial(t, s.TCPAddr)
+	fh := c.create("large", 0o644)
+	var w nfs3.WriteResult
+	c.ok(c.Write(c.ctx, c.cred, fh, 0, make([]byte, 1<<20), nfs3.Unstable, &w))
+	if w.Count != 1<<20 {
+		t.Errorf("WRITE: got %d bytes, want all", w.Count)
+	}
+}
+
+func TestDeadlines(t *testing.T) {
+	seconds := func(d time.Duration) int64 { return int64(d / clockTick) }
+	for _, tt := range []struct {
+		name    string
+		phase   int32
+		running int32
+		writing bool
+		limit   time.Duration // 0: none
+	}{
+		{name: "silent", phase: phaseSilent, limit: firstCallTimeout},
+		{name: "part of a call", phase: phasePart, limit: recordTimeout},
+		{name: "idle", phase: phaseIdle, limit: idleTimeout},
+		{name: "idle, but executes calls", phase: phaseIdle, running: 1},
+		{name: "waits for memory", phase: phaseWaiting},
+		{name: "waits for other calls", phase: phaseBusy},
+		{name: "client does not take a reply", phase: phaseIdle, running: 1, writing: true, limit: writeTimeout},
+	} {
+		c := &tcpConn{tcpServer: newTCPServer(nil, hclog.NewNullLogger())}
+		c.enter(tt.phase)
+		c.running.Store(tt.running)
+		if tt.writing {
+			c.writing.Store(c.clock.Load())
+		}
+		at := seconds(tt.limit)
+		if tt.limit == 0 {
+			at = seconds(24 * time.Hour)
+		}
+		if c.late(c.clock.Load() + at) {
+			t.Errorf("%s: closed within the limit", tt.name)
+		}
+		if tt.limit != 0 && !c.late(c.clock.Load()+at+1) {
+			t.Errorf("%s: kept beyond %v", tt.name, tt.limit)
+		}
+	}
+}
+
+// The allow list holds for both ports.
+func TestAllowList(t *testing.T) {
+	s, _ := start(t, func(c *Config) { c.Allow = []netip.Prefix{netip.MustParsePrefix("127.0.0.2/32")} })
+	x, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr, Slots: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer x.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	if err := x.Connect(ctx); err == nil {
+		t.Error("RDMA connection from an address that is not allowed succeeded")
+	}
+	r, err := rpctcp.Dial(t.Context(), s.TCPAddr, rpctcp.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	err = nfs3.NewClient(r, nfs3.Options{}).GetAttr(t.Context(), credential(0, 0), nfs3.FH{}, new(nfs3.Attr))
+	if err == nil || errors.Is(err, nfs3.ErrMalformed) {
+		t.Errorf("GETATTR from an address that is not allowed: got %v", err)
+	}
+}
