@@ -35,9 +35,6 @@ const (
 // program builds nfsrdmad once for all tests of this process. The file stays in bin, which git
 // ignores, so that the linker runs only after a change.
 var program = sync.OnceValues(func() (string, error) {
-	if f := os.Getenv("OLDBIN"); f != "" {
-		return f, nil
-	}
 	file, err := filepath.Abs("../../bin/integration/nfsrdmad")
 	if err != nil {
 		return "", err
@@ -403,7 +400,8 @@ func (c *rawClient) lookup(cred []byte, dir nfs3.FH, name string) (nfs3.FH, erro
 // lookupRaw is lookup for names that nfs3 refuses to send.
 func (c *rawClient) lookupRaw(dir nfs3.FH, name string) (nfs3.FH, error) {
 	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcLookup), Cred: credential(0, 0),
-		Args: sunrpc.AppendString(sunrpc.AppendOpaque(nil, dir.Bytes()), name), MaxResult: 512, Result: make([]byte, 0, 512)}
+		Args: sunrpc.AppendString(sunrpc.AppendOpaque(nil, dir.Bytes()), name), MaxResult: 512, Result: make([]byte,
+			0, 512)}
 	if err := c.caller.Call(c.ctx, &m); err != nil {
 		return nfs3.FH{}, err
 	}

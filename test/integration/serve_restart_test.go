@@ -278,7 +278,8 @@ func compareLoad(t *testing.T, served, mnt string) {
 // TestServeHandlesAfterRestart presents every kind of handle to a new server process.
 func TestServeHandlesAfterRestart(t *testing.T) {
 	served := openTempDir(t)
-	runScript(t, served, "r mkdir d 0755; r put d/f x; r symlink t l; r mknod p fifo 0644; r mknod s sock 0644; r mknod c chr 0600 1 3; r put old y")
+	runScript(t, served, "r mkdir d 0755; r put d/f x; r symlink t l; r mknod p fifo 0644; r mknod s sock 0644;"+
+		"r mknod c chr 0600 1 3; r put old y")
 	s := serveDir(t, served, "--no-root-squash")
 	before := mustDial(t, s)
 	d := before.mustLookup("d")

@@ -47,7 +47,8 @@ func TestStorm(t *testing.T) {
 	server := faults.New(softiwarp.New(softiwarp.Config{}),
 		plan("disconnect-every=~600,late-write=~400,stale-key=~500,wild-write=~700"), nil)
 	client := faults.New(softiwarp.New(softiwarp.Config{}),
-		plan("disconnect-every=~150,post-fail=~500:*,flush-reg=~600,reg-error=~700,linv-error=~40,alloc-fail=~20,dereg-fail=~20,connect-fail=~30,delay-reply=~200:1ms"), nil)
+		plan("disconnect-every=~150,post-fail=~500:*,flush-reg=~600,reg-error=~700,linv-error=~40,alloc-fail=~20,"+
+			"dereg-fail=~20,connect-fail=~30,delay-reply=~200:1ms"), nil)
 	// With NoRemoteInv the client invalidates every chunk by LOCAL_INV.
 	s := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0", Provider: server, NoRemoteInv: true})
 	m := mountIt(t, mountConfig{rdma: s.RDMAAddr, export: embedded(t, s), tune: func(c *xprt.Config) {
@@ -97,8 +98,11 @@ func TestStorm(t *testing.T) {
 		t.Errorf("MRs: got %d failed, %d recovered, %d recycled, %d orphaned, want some of each", st.MRsFailed,
 			st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned)
 	}
-	t.Logf("%d operations, %d RPCs, %d connects, %d resends; %d keys invalidated by LOCAL_INV, %d by the server; %d MRs failed = %d recovered + %d recycled + %d orphaned; heap %v",
-		ops.Load(), st.Sends, st.Connects, st.Resends, st.LocalInvNeeded, st.RemoteInvalidations, st.MRsFailed, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned, heap)
+	t.Logf("%d operations, %d RPCs, %d connects, %d resends; heap %v", ops.Load(), st.Sends, st.Connects, st.Resends,
+		heap)
+	t.Logf("%d keys invalidated by LOCAL_INV, %d by the server", st.LocalInvNeeded, st.RemoteInvalidations)
+	t.Logf("%d MRs failed = %d recovered + %d recycled + %d orphaned", st.MRsFailed, st.MRsRecovered, st.MRsRecycled,
+		st.MRsOrphaned)
 	for _, p := range []*faults.Provider{client, server} {
 		for _, c := range p.Counts() {
 			t.Logf("%s: %d", c.Name, c.Injected)
