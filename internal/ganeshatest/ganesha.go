@@ -67,7 +67,7 @@ func Start(t testing.TB, dir string, opts ...Option) *Server {
 	}
 	checkHost(t)
 	if o.sharedPortmap && inStartNamespace() {
-		t.Fatal("SharedPortmap: the caller is in the network namespace of the host; lock the thread and unshare the network")
+		t.Fatal("SharedPortmap needs a new network namespace; lock the thread and unshare the network")
 	}
 	var err error
 	for range startTries {
@@ -223,7 +223,7 @@ func (s *Server) waitReady(o *options, ended chan error) error {
 		select {
 		case waitErr := <-ended:
 			ended <- waitErr
-			return fmt.Errorf("server exited: %v", waitErr)
+			return fmt.Errorf("server exited: %w", waitErr)
 		case <-ctx.Done():
 			return fmt.Errorf("no answer within %v: %w", startTimeout, err)
 		case <-time.After(50 * time.Millisecond):

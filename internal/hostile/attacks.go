@@ -260,6 +260,12 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	if i := bytes.IndexFunc(buf, func(r rune) bool { return r != guard }); i >= 0 {
 		t.Fatalf("byte %d changed after the call had ended", i)
 	}
+	a.checkClients(ctx, t, cfg, attacked, other)
+}
+
+// checkClients checks that both clients still read the right bytes, and checks their counters.
+func (a *attack) checkClients(ctx context.Context, t *testing.T, cfg *Config, attacked, other Client) {
+	t.Helper()
 	for name, x := range map[string]Client{"attacked": attacked, "other": other} {
 		next := arena(t)
 		var r nfs3.ReadResult

@@ -337,8 +337,16 @@ func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 		}
 	}
 	st := c.send(how, append(out.Append(nil), reply...))
+	if a != nil {
+		v.afterReply(ctx, c, a, seg, held, st)
+	}
+}
+
+// afterReply attacks when the call has ended, and reports the status of attacks that changed the
+// reply. st is the status of the reply.
+func (v *Server) afterReply(ctx context.Context, c *conn, a *attack, seg rpcrdma.Segment, held *heldCall,
+	st verbs.Status) {
 	switch {
-	case a == nil:
 	case a.twoCalls:
 		v.outcome <- verbs.StatusWRFlushErr
 		v.answer(ctx, c, held.msg)

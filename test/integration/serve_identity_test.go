@@ -35,9 +35,13 @@ func (c *rawClient) attempts(cred []byte) map[string]error {
 		_, err := c.read(cred, fh)
 		return err
 	}
-	private := c.mustLookup("private")
+	set := func(name string, attr nfs3.SetAttr) error {
+		var wcc nfs3.WccData
+		return c.SetAttr(c.ctx, cred, c.mustLookup(name), &attr, nil, &wcc)
+	}
+	private, public := c.mustLookup("private"), c.mustLookup("public")
 	var wcc nfs3.WccData
-	var written nfs3.WriteResult
+	var w nfs3.WriteResult
 	var made nfs3.CreateResult
 	_, createErr := c.create(cred, private, "new", 0o644)
 	return map[string]error{
@@ -45,16 +49,12 @@ func (c *rawClient) attempts(cred []byte) map[string]error {
 		"read a file of group 0":        read("group"),
 		"create in a directory of root": createErr,
 		"write to a file of root": c.Write(c.ctx, cred, c.mustLookup("root"), 0, []byte("x"), nfs3.FileSync,
-			&written),
-		"truncate a file of root": c.SetAttr(c.ctx, cred, c.mustLookup("root"), &nfs3.SetAttr{HasSize: true},
-			nil, &wcc),
-		"change the mode of a root's file": c.SetAttr(c.ctx, cred, c.mustLookup("root"),
-			&nfs3.SetAttr{HasMode: true, Mode: 0o666}, nil, &wcc),
-		"change an owner": c.SetAttr(c.ctx, cred, c.mustLookup("shared"),
-			&nfs3.SetAttr{HasUID: true, UID: 1001}, nil, &wcc),
-		"remove a name of root": c.Remove(c.ctx, cred, private, "f", &wcc),
-		"make a device": c.Mknod(c.ctx, cred, c.mustLookup("public"), "dev", nfs3.NF3CHR,
-			&nfs3.SetAttr{HasMode: true, Mode: 0o666},
+			&w),
+		"truncate a file of root":         set("root", nfs3.SetAttr{HasSize: true}),
+		"change the mode of root's file":  set("root", nfs3.SetAttr{HasMode: true, Mode: 0o666}),
+		"change the owner of root's file": set("shared", nfs3.SetAttr{HasUID: true, UID: 1001}),
+		"remove a name of root":           c.Remove(c.ctx, cred, private, "f", &wcc),
+		"make a device": c.Mknod(c.ctx, cred, public, "dev", nfs3.NF3CHR, &nfs3.SetAttr{HasMode: true, Mode: 0o666},
 			nfs3.Device{Major: 1, Minor: 3}, &made),
 	}
 }
@@ -126,8 +126,8 @@ func TestServeIdentity(t *testing.T) {
 		t.Errorf("CREATE of a squashed root: %v", err)
 	}
 	var st unix.Stat_t
-	if err := unix.Lstat(filepath.Join(served, "public/squashed"), &st); err != nil || st.Uid != squashedID ||
-		st.Gid != squashedID {
+	err := unix.Lstat(filepath.Join(served, "public/squashed"), &st)
+	if err != nil || st.Uid != squashedID || st.Gid != squashedID {
 		t.Errorf("file of a squashed root has owner %d:%d, %v, want %d:%d", st.Uid, st.Gid, err, squashedID, squashedID)
 	}
 }
