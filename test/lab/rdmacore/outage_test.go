@@ -286,7 +286,8 @@ func (g *outageGuest) removal() {
 	g.awaitStatus("RDMA device " + g.device + " was removed")
 	g.awaitStatus("waiting (reconnect")
 	// A reader waits and can be killed.
-	g.must("(cat " + outageMount + "/unread >/dev/null 2>&1 & echo $! >/tmp/reader); sleep 3; kill -0 $(cat /tmp/reader)")
+	g.must("(cat " + outageMount + "/unread >/dev/null 2>&1 & echo $! >/tmp/reader); " +
+		"sleep 3; kill -0 $(cat /tmp/reader)")
 	g.must("kill -KILL $(cat /tmp/reader); " +
 		"for i in $(seq 1200); do kill -0 $(cat /tmp/reader) 2>/dev/null || exit 0; sleep 0.1; done; " +
 		"cat /proc/$(cat /tmp/reader)/stack; exit 1")
