@@ -153,13 +153,18 @@ func (c *call) setAttr() error {
 // applySet sets size, owner, mode and times as the caller. The order matters: a new size and a new
 // owner clear set-id bits, and all three change the times.
 func (c *call) applySet(o *object, set *nfs3.SetAttr) error {
+	mtimeHow := set.MtimeHow
 	if set.HasSize {
 		if err := c.truncate(o, set.Size); err != nil {
 			return err
 		}
+		// The truncation has set this time. To set it again takes more than write permission.
+		if mtimeHow == nfs3.SetToServerTime && set.AtimeHow == nfs3.DontChange {
+			mtimeHow = nfs3.DontChange
+		}
 	}
 	if !set.HasUID && !set.HasGID && !set.HasMode && set.AtimeHow == nfs3.DontChange &&
-		set.MtimeHow == nfs3.DontChange {
+		mtimeHow == nfs3.DontChange {
 		return nil
 	}
 	return c.id.as(&c.who, func() error {
@@ -173,14 +178,14 @@ func (c *call) applySet(o *object, set *nfs3.SetAttr) error {
 				return err
 			}
 		}
-		if set.AtimeHow == nfs3.DontChange && set.MtimeHow == nfs3.DontChange {
+		if set.AtimeHow == nfs3.DontChange && mtimeHow == nfs3.DontChange {
 			return nil
 		}
 		// some of these have a meaning for utimensat
 		if max(set.Atime.Nsec, set.Mtime.Nsec) >= 1e9 {
 			return unix.EINVAL
 		}
-		return utimes(o.path, timespec(set.AtimeHow, set.Atime), timespec(set.MtimeHow, set.Mtime))
+		return utimes(o.path, timespec(set.AtimeHow, set.Atime), timespec(mtimeHow, set.Mtime))
 	})
 }
 

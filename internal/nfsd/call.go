@@ -36,7 +36,7 @@ type call struct {
 type wcc struct {
 	obj    *object
 	before nfs3.WccAttr
-	ticket int64
+	ticket uint64
 	alone  bool
 	ended  bool
 }

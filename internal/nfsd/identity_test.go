@@ -2,6 +2,7 @@ package nfsd
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -312,4 +313,53 @@ func inNamespace(dir string) error {
 		}
 	}
 	return nil
+}
+
+// Tags of entries of an access control list (acl(5)).
+const (
+	aclUserObj  = 0x01
+	aclUser     = 0x02
+	aclGroupObj = 0x04
+	aclMask     = 0x10
+	aclOther    = 0x20
+)
+
+// aclXattr encodes an access control list for setxattr(2): tag, permissions and id of each entry.
+func aclXattr(entries ...[3]uint32) []byte {
+	b := binary.LittleEndian.AppendUint32(nil, 2)
+	for _, e := range entries {
+		b = binary.LittleEndian.AppendUint16(b, uint16(e[0]))
+		b = binary.LittleEndian.AppendUint16(b, uint16(e[1]))
+		b = binary.LittleEndian.AppendUint32(b, e[2])
+	}
+	return b
+}
+
+// A default ACL restricts the mode of new objects, also when it grants what the umask would.
+func TestDefaultACLRestrictsMode(t *testing.T) {
+	defer unix.Umask(unix.Umask(0o022))
+	c := start(t, nil)
+	acl := aclXattr([3]uint32{aclUserObj, 7, badID}, [3]uint32{aclGroupObj, 5, badID}, [3]uint32{aclOther, 5, badID})
+	if err := unix.Setxattr(c.dir, "system.posix_acl_default", acl, 0); err != nil {
+		t.Fatalf("set default ACL: %v", err)
+	}
+	c.create(root, c.root, "f", 0o666)
+	c.mkdir(root, c.root, "d", 0o777)
+	for name, want := range map[string]uint32{"f": 0o644, "d": 0o755} {
+		if got := c.stat(name).Mode & 0o777; got != want {
+			t.Errorf("mode of %s: got %o, want %o", name, got, want)
+		}
+	}
+}
+
+// open(O_TRUNC) of a Linux client sets the size and the server's time in one SETATTR. Write
+// permission suffices for both.
+func TestTruncateByAnotherUser(t *testing.T) {
+	c := start(t, nil)
+	fh := c.create(user, c.root, "f", 0o666)
+	c.write(user, fh, "data")
+	set := nfs3.SetAttr{HasSize: true, MtimeHow: nfs3.SetToServerTime}
+	if err := c.SetAttr(c.ctx, credential(2000, 2000), fh, &set, nil, new(nfs3.WccData)); err != nil {
+		t.Errorf("SETATTR size and time: got %v, want success", err)
+	}
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -224,4 +226,29 @@ func FuzzCall(f *testing.F) {
 			t.Fatal(err)
 		}
 	})
+}
+
+// A call claims to have been alone only when no other call changed the object meanwhile.
+func TestChangesAreNotAloneTogether(t *testing.T) {
+	var ch changes
+	var value atomic.Int64
+	var wrong atomic.Int64
+	var callers sync.WaitGroup
+	for range 4 {
+		callers.Go(func() {
+			for range 200000 {
+				ticket, alone := ch.begin()
+				before := value.Load()
+				value.Add(1)
+				after := value.Load()
+				if ch.end(ticket, alone) && after != before+1 {
+					wrong.Add(1)
+				}
+			}
+		})
+	}
+	callers.Wait()
+	if n := wrong.Load(); n > 0 {
+		t.Errorf("changes that claim to have been alone: got %d wrong, want 0", n)
+	}
 }

@@ -164,7 +164,7 @@ func (c *call) create() error {
 	case err != nil:
 		return err
 	}
-	o, err := c.newObject(name)
+	o, err := c.createdObject(fd, name)
 	if err != nil {
 		unix.Close(fd)
 		return err
@@ -218,6 +218,10 @@ func (c *call) createExisting(name string) error {
 		return unix.EEXIST
 	}
 	if c.args.Set.HasSize {
+		// A concurrent WRITE must not give its client attributes from before.
+		if err := c.begin(&c.w2, o); err != nil {
+			return err
+		}
 		if err := c.truncate(o, c.args.Set.Size); err != nil {
 			return err
 		}
@@ -234,8 +238,24 @@ func (c *call) newObject(name string) (*object, error) {
 	if err != nil {
 		return nil, err
 	}
+	return c.objectAt(fd, name)
+}
+
+// createdObject returns the object of a created file, with a reference. It does not use the name,
+// because another file may have the name already.
+func (c *call) createdObject(created int, name string) (*object, error) {
+	fd, err := reopenPath(created)
+	if err != nil {
+		return nil, err
+	}
+	return c.objectAt(fd, name)
+}
+
+// objectAt returns the object of an O_PATH descriptor, with a reference. The descriptor then
+// belongs to the object.
+func (c *call) objectAt(fd int, name string) (*object, error) {
 	var st unix.Stat_t
-	err = unix.Fstat(fd, &st)
+	err := unix.Fstat(fd, &st)
 	var fh nfs3.FH
 	if err == nil {
 		fh, err = c.handleOf(fd, c.obj, name)
@@ -257,7 +277,7 @@ func (c *call) fixMode(o *object, want, made uint32) error {
 	}
 	mode := st.Mode & nfs3.ModeMask
 	masked := made & c.umask & 0o777
-	if masked != 0 && mode&0o777 == made&^c.umask&0o777 {
+	if masked != 0 && mode&0o777 == made&^c.umask&0o777 && !hasDefaultACL(c.obj.path) {
 		mode |= masked
 	}
 	mode |= want &^ made

@@ -323,20 +323,22 @@ func (o *object) keepWriter(fd int) {
 // call only when no other call of this server came between (RFC 1813 §2.6, wcc_data). A local
 // process that changes the object at the same time is not seen.
 type changes struct {
-	begun, running atomic.Int64
+	state atomic.Uint64 // calls begun << runningBits | calls running
 }
 
-// begin counts a call. The result goes to end.
-func (c *changes) begin() (ticket int64, alone bool) {
-	alone = c.running.Add(1) == 1
-	return c.begun.Add(1), alone
+// runningBits holds the number of running calls, which slowCalls bounds.
+const runningBits = 20
+
+// begin counts a call. The result goes to end. One atomic step counts the call as begun and as
+// running, so that of two concurrent calls at least one sees the other.
+func (c *changes) begin() (ticket uint64, alone bool) {
+	v := c.state.Add(1<<runningBits | 1)
+	return v >> runningBits, v&(1<<runningBits-1) == 1
 }
 
 // end tells whether no other call ran since begin.
-func (c *changes) end(ticket int64, alone bool) bool {
-	alone = alone && c.begun.Load() == ticket
-	c.running.Add(-1)
-	return alone
+func (c *changes) end(ticket uint64, alone bool) bool {
+	return c.state.Add(^uint64(0))>>runningBits == ticket && alone
 }
 
 // A syncer lets concurrent callers share fsyncs: each caller gets the result of a sync that began

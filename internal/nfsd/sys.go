@@ -64,12 +64,20 @@ func openParent(dir int) (int, error) {
 }
 
 // reopen opens the object of an O_PATH descriptor for I/O. It must be a regular file or a
-// directory: opening a pipe or a device has side effects. EAGAIN means that another process must
-// give up a lease first.
+// directory: opening a pipe or a device has side effects. EAGAIN means that a local process holds a
+// lease on the file (fcntl(2)), and that the kernel has asked for its release.
 func reopen(fd, flags int) (int, error) {
-	return retryFD(func() (int, error) {
-		return unix.Open(procFD(fd), flags|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
-	})
+	for {
+		fd, err := unix.Open(procFD(fd), flags|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+		if err != unix.EINTR {
+			return fd, err
+		}
+	}
+}
+
+// reopenPath opens the object of a descriptor with O_PATH.
+func reopenPath(fd int) (int, error) {
+	return retryFD(func() (int, error) { return unix.Open(procFD(fd), unix.O_PATH|unix.O_CLOEXEC, 0) })
 }
 
 // procFD names an open descriptor of this process as a path.
@@ -145,6 +153,13 @@ func writeFull(fd int, b []byte, off int64) (int, error) {
 // faccess asks the kernel whether the thread's file system identity has the access on fd.
 func faccess(fd int, mode uint32) error {
 	return retry(func() error { return unix.Faccessat2(fd, "", mode, unix.AT_EACCESS|unix.AT_EMPTY_PATH) })
+}
+
+// hasDefaultACL reports whether the directory dir has a default access control list (acl(5)). It
+// returns true when that is not known.
+func hasDefaultACL(dir int) bool {
+	_, err := unix.Getxattr(procFD(dir), "system.posix_acl_default", nil)
+	return err != unix.ENODATA && err != unix.EOPNOTSUPP
 }
 
 // errnoOf is the error number in err, EIO where it has none.

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -148,6 +149,7 @@ func TestReadWriteCommit(t *testing.T) {
 
 // A WRITE without disk space fails with ENOSPC. The space is free again when the file is removed.
 func TestDiskFull(t *testing.T) {
+	testutil.NeedsRoot(t)
 	var disk string
 	s, _ := start(t, func(c *Config) {
 		disk = c.Dir
@@ -251,6 +253,7 @@ func TestErrnos(t *testing.T) {
 }
 
 func TestAttributes(t *testing.T) {
+	testutil.NeedsRoot(t)
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	fh := c.create("f", 0o644)
@@ -299,6 +302,7 @@ func TestAttributes(t *testing.T) {
 }
 
 func TestExclusiveCreate(t *testing.T) {
+	testutil.NeedsRoot(t)
 	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	var cr nfs3.CreateResult
@@ -381,6 +385,7 @@ func TestConfined(t *testing.T) {
 }
 
 func TestCredentials(t *testing.T) {
+	testutil.NeedsRoot(t)
 	if os.Geteuid() != 0 {
 		t.Fatal("only root serves others under their own names: run the tests as root")
 	}

@@ -58,7 +58,7 @@ type Options struct {
 	Buffers *membuf.Pool
 	// Observe, if not nil, is called after each request that the kernel waits for, with the time
 	// that the request took. Observe runs on the request's goroutine, may run concurrently, and
-	// must not block. It is not called for FORGET, RELEASE and FSYNCDIR.
+	// must not block. Observe is not called for FORGET, RELEASE and FSYNCDIR.
 	Observe func(op Op, d time.Duration)
 }
 
