@@ -55,6 +55,7 @@
 //
 // # Limits
 //
+// The server needs /proc: it opens files for I/O by the names of their descriptors there.
 // Symbolic links are never followed. File systems mounted below the directory are not exported: a
 // LOOKUP of their mount point ends with NFS3ERR_XDEV. The objects table is bounded by the
 // descriptors that the process may have; calls in progress are bounded by slowCalls. Over RDMA,
