@@ -71,7 +71,8 @@ func TestLazyUnmountFreesMountPoint(t *testing.T) {
 	}
 	defer f.Close()
 	nfsrdmad(t, "umount", "--control-socket", w.socket, "--lazy", dir).succeeds(t)
-	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).fails(t, control.ExitMount, dir, "no mount of this daemon")
+	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).fails(t, control.ExitMount, dir,
+		"not mounted by this daemon")
 	w.mount(t, dir).succeeds(t)
 	w.checkMount(t, dir)
 	if b, err := io.ReadAll(f); err != nil || string(b) != "world" {

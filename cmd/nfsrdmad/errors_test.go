@@ -108,17 +108,17 @@ func TestMountErrors(t *testing.T) {
 			}), 32, []string{"MNT /", "credential"}},
 		{"no such export", "127.0.0.1:/nowhere", "", good0, 32, []string{"/nowhere"}},
 
-		{"server name too long", strings.Repeat("x", 300) + ":/", free, good0, 1, []string{"longer than 255 octets"}},
+		{"server name too long", strings.Repeat("x", 300) + ":/", free, good0, 1, []string{"longer than 255 bytes"}},
 		{"mount point missing", spec, filepath.Join(w.dir, "missing"), good0, 32,
 			[]string{"missing", "does not exist", "mkdir"}},
 		{"mount point below a missing one", spec, filepath.Join(w.dir, "missing", "er"), good0, 32,
 			[]string{"missing/er", "does not exist"}},
 		{"mount point a file", spec, file, good0, 32, []string{file, "not a directory"}},
 		{"mount point below a file", spec, filepath.Join(file, "x"), good0, 32, []string{file, "not a directory"}},
-		{"mounted already", spec, good, good0, 32, []string{good, "nfsrdma mount is there already",
+		{"mounted already", spec, good, good0, 32, []string{good, "already an nfsrdma mount",
 			"unmount it first", "umount(8)"}},
 		{"another is mounted already", spec, "/proc", good0, 32,
-			[]string{"/proc", "something is mounted there already", "unmount it first"}},
+			[]string{"/proc", "already a mount of type proc", "unmount it first"}},
 		{"no colon", "127.0.0.1", free, good0, 1, []string{"127.0.0.1", "HOST:/EXPORT"}},
 		{"IPv6 without brackets", "::1:/", free, good0, 1, []string{"::1:/", "[ADDRESS]"}},
 		{"link-local without interface", "[fe80::1]:/", free, good0, 1, []string{"fe80::1", "needs its interface",
@@ -168,8 +168,9 @@ func TestDaemonRefusesCommands(t *testing.T) {
 	})
 	t.Run("umount of a mount of another process", func(t *testing.T) {
 		nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", "/proc").fails(t, 32, "/proc",
-			"not this daemon's", "umount(8)")
-		nfsrdmad(t, "status", "--control-socket", w.socket, "/proc").fails(t, 32, "/proc", "not this daemon's")
+			"another process owns the mount", "umount(8)")
+		nfsrdmad(t, "status", "--control-socket", w.socket, "/proc").fails(t, 32, "/proc",
+			"another process owns the mount")
 		nfsrdmad(t, "status", "--control-socket", w.socket, free).fails(t, 32, free, "nfsrdmad list")
 		gone := filepath.Join(free, "no", "where")
 		for _, verb := range []string{"status", "umount", "trace"} {
@@ -245,7 +246,7 @@ func TestUsageErrors(t *testing.T) {
 		want []string
 	}{
 		{"no daemon", []string{"list", "--control-socket", gone}, 2,
-			[]string{gone, "no daemon runs there", "systemctl start"}},
+			[]string{gone, "not running", "systemctl start"}},
 		{"unknown command", []string{"frobnicate"}, 1, []string{"frobnicate"}},
 		{"unknown flag", []string{"list", "--frobnicate"}, 1, []string{"frobnicate"}},
 		{"output", []string{"version", "--output", "xml"}, 1, []string{"xml", "text or json"}},
@@ -263,7 +264,7 @@ func TestUsageErrors(t *testing.T) {
 		{"force and lazy", []string{"umount", "--force", "--lazy", "/mnt"}, 1,
 			[]string{"[force lazy]", "none of the others"}},
 		{"empty socket", []string{"list", "--control-socket", ""}, 1,
-			[]string{"no control socket is named", "--control-socket"}},
+			[]string{"empty path", "--control-socket"}},
 		{"socket path too long", []string{"list", "--control-socket", "/tmp/" + strings.Repeat("x", 200)}, 2,
 			[]string{"/tmp/xxx", "invalid argument"}},
 		{"remount", []string{"mount", "a:/b", "/mnt", "-o", "remount,ro"}, 1,
@@ -284,7 +285,7 @@ func TestUsageErrors(t *testing.T) {
 	})
 	t.Run("long option", func(t *testing.T) {
 		o := nfsrdmad(t, "mount", "a:/b", "/mnt", "-o", strings.Repeat("x", 9000))
-		o.fails(t, 1, "unknown", "9000 octets")
+		o.fails(t, 1, "unknown", "9000 bytes")
 		if len(o.stderr) > 500 {
 			t.Errorf("got an error of %d bytes, want at most 500", len(o.stderr))
 		}
@@ -305,7 +306,7 @@ func TestWrongFUSEDevice(t *testing.T) {
 			inner.Path)
 		cmd.Env = inner.Env
 		if o := finish(t, cmd); o.code != control.ExitSystem ||
-			!strings.Contains(o.stderr, "/dev/fuse: it is not the device of FUSE") ||
+			!strings.Contains(o.stderr, "/dev/fuse: not the FUSE device") ||
 			strings.Count(o.stderr, "\n") != 1 {
 			t.Errorf("%s: got exit code %d: %s", args, o.code, o.stderr)
 		}
@@ -375,7 +376,7 @@ func TestConfigurationErrors(t *testing.T) {
 		{"metrics port in use", "", []string{"--metrics-listen", taken}, 2,
 			[]string{taken, "in use", "--metrics-listen"}},
 		{"socket path too long", "", []string{"--control-socket", "/tmp/" + strings.Repeat("x", 120)}, 1,
-			[]string{"control socket", "octets"}},
+			[]string{"control socket", "bytes"}},
 		{"socket below a file", "", []string{"--control-socket", "/proc/version/s"}, 2, []string{"/proc/version/s"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -401,7 +402,7 @@ func TestDaemonReplacesSocketOfKilledDaemon(t *testing.T) {
 	if _, err := os.Lstat(w.socket); err != nil {
 		t.Fatal("the killed daemon left no socket to replace: ", err)
 	}
-	nfsrdmad(t, "list", "--control-socket", w.socket).fails(t, 2, w.socket, "no daemon runs there")
+	nfsrdmad(t, "list", "--control-socket", w.socket).fails(t, 2, w.socket, "not running")
 	w.startDaemon(t)
 	if fi, err := os.Lstat(w.socket); err != nil || fi.Mode().Perm() != 0o600 {
 		t.Errorf("got socket mode %v, %v; want 0600", fi.Mode(), err)
@@ -429,7 +430,7 @@ func TestDaemonReportsMountsOfKilledDaemon(t *testing.T) {
 	w.mount(t, dir).succeeds(t)
 	w.checkMount(t, dir)
 	w.stop(t, w.daemon)
-	if log := w.log.String(); !strings.Contains(log, "a killed daemon left") || !strings.Contains(log, dir) {
+	if log := w.log.String(); !strings.Contains(log, "remove those of a killed daemon") || !strings.Contains(log, dir) {
 		t.Errorf("got log %s, want a line about mounts of a killed daemon", log)
 	}
 }
@@ -439,7 +440,7 @@ func TestDaemonKeepsFileAtSocketPath(t *testing.T) {
 	if err := os.WriteFile(path, []byte("content"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	nfsrdmad(t, "daemon", "--control-socket", path, "--metrics-listen", "").fails(t, 2, path, "no socket")
+	nfsrdmad(t, "daemon", "--control-socket", path, "--metrics-listen", "").fails(t, 2, path, "not a socket")
 	if b, _ := os.ReadFile(path); !strings.Contains(string(b), "content") {
 		t.Error("the daemon removed the file")
 	}

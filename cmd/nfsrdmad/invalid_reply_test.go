@@ -69,10 +69,10 @@ func TestMountRejectsInvalidReplies(t *testing.T) {
 		{"wrong XID in the RPC reply", rpc(func(xid uint32) []byte { return acceptedWords(xid+1, 0) }),
 			[]string{"XID"}},
 		{"wrong RPC-over-RDMA version", header(func(h *rpcrdma.Header) { h.Vers = 2 }),
-			[]string{"did not answer", "not understood: 1"}},
+			[]string{"did not answer", "invalid replies: 1"}},
 		{"unknown transport procedure", header(func(h *rpcrdma.Header) { h.Proc = 77 }), []string{"did not answer"}},
 		{"empty message", raw(0), []string{"did not answer"}},
-		{"short header", raw(12), []string{"did not answer", "not understood: 1"}},
+		{"short header", raw(12), []string{"did not answer", "invalid replies: 1"}},
 		{"truncated chunk lists", raw(24), []string{"did not answer"}},
 		{"truncated RPC header", raw(36), []string{"malformed"}},
 		{"truncated results", raw(28 + 24 + 40), []string{"GETATTR"}},
@@ -99,10 +99,10 @@ func TestMountRejectsInvalidReplies(t *testing.T) {
 			b := acceptedWords(xid, 0)
 			copy(b[16:], []byte{0xff, 0xff, 0xff, 0xfc})
 			return b
-		}), []string{"longer than 400 octets"}},
+		}), []string{"longer than 400 bytes"}},
 		{"call instead of a reply", rpc(func(xid uint32) []byte {
 			return sunrpc.AppendCall(nil, xid, 100003, 3, 1, sunrpc.AppendAuthNone(nil))
-		}), []string{"did not answer", "not understood: 1"}},
+		}), []string{"did not answer", "invalid replies: 1"}},
 		{"reply status out of range", rpc(func(xid uint32) []byte {
 			b := acceptedWords(xid, 0)
 			b[11] = 9

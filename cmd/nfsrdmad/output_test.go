@@ -26,12 +26,12 @@ func TestMountPrintsJSON(t *testing.T) {
 	if json.Unmarshal([]byte(out), &listed) != nil || len(listed) != 1 || !reflect.DeepEqual(listed[0], printed) {
 		t.Errorf("got %+v from mount and %s from list, want the same", printed, out)
 	}
-	nfsrdmad(t, append(mount, "-v")...).fails(t, 32, "nfsrdma mount is there already")
+	nfsrdmad(t, append(mount, "-v")...).fails(t, 32, "already an nfsrdma mount")
 	umount := []string{"umount", "--control-socket", w.socket, "--output", "json", dir}
 	if out := nfsrdmad(t, umount...).succeeds(t); out.stdout+out.stderr != "" {
 		t.Errorf("umount: got %q, %q, want no output", out.stdout, out.stderr)
 	}
-	nfsrdmad(t, umount...).fails(t, 32, "no mount of this daemon")
+	nfsrdmad(t, umount...).fails(t, 32, "not mounted by this daemon")
 }
 
 func TestForegroundMountPrintsJSON(t *testing.T) {

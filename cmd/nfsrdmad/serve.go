@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/demo"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
@@ -29,6 +30,7 @@ func serveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve DIR | --backend HOST:PORT",
 		Short: "Serve a directory, or an NFSv3 server on TCP, over RDMA",
+		Long:  serveHelp,
 		Args:  argCount(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			cfg.Dir = append(args, "")[0]
@@ -63,26 +65,44 @@ func serveCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&cfg.Backend, "backend", "",
-		"`HOST:PORT` of an NFSv3 server on TCP to relay to; it sees every client as this host and an unprivileged "+
-			"port, so its own export rules cannot tell clients apart: restrict them with --allow")
+		"relay to the NFSv3 server at `HOST:PORT` on TCP, whose export rules then apply to this host and not to the "+
+			"clients: restrict the clients with --allow")
 	cmd.Flags().StringVar(&cfg.RDMAListen, "rdma-listen", nfsserve.DefaultRDMAListen,
-		"`ADDRESS:PORT` for NFS over RDMA; without ADDRESS on all addresses of this host")
+		"accept NFS over RDMA at `ADDRESS:PORT`; no ADDRESS means all addresses of this host")
 	cmd.Flags().StringVar(&cfg.TCPListen, "tcp-listen", nfsserve.DefaultTCPListen,
-		"`ADDRESS:PORT` for MOUNT, NFS and port mapper over TCP; without ADDRESS on all addresses of this host")
+		"accept MOUNT, NFS and port mapper calls over TCP at `ADDRESS:PORT`; no ADDRESS means all addresses of "+
+			"this host")
 	cmd.Flags().StringSliceVar(&allow, "allow", nil,
-		"`CIDR,...` of the clients to serve, over RDMA and TCP; can be repeated (default all)")
+		"serve only clients in `CIDR,...`, over RDMA and TCP; can be repeated (default all)")
 	cmd.Flags().BoolVar(&cfg.ReadOnly, "read-only", false, "refuse every change of the directory")
 	cmd.Flags().BoolVar(&cfg.NoRootSquash, "no-root-squash", false,
 		"run calls of uid 0 as root; by default uid 0 and gid 0 become 65534")
 	cmd.Flags().IntVar(&limits.connections, "max-connections", limits.connections,
-		"most RDMA connections at a time; one client address has at most half of them")
+		"maximum number of RDMA connections; one client address gets at most half of them")
 	cmd.Flags().IntVar(&limits.memory, "message-memory", limits.memory,
-		"`MiB` for the calls and replies of all connections together; calls wait for it")
+		"memory in `MiB` for the calls and replies of all RDMA connections; further calls wait")
+	for _, name := range []string{"tcp-listen", "read-only", "no-root-squash"} {
+		cmd.MarkFlagsMutuallyExclusive("backend", name)
+	}
 	cmd.Flags().StringVar(&inject, "inject", "",
 		"break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)")
 	cmd.Flags().StringVar(&level, "log-level", "info", "trace, debug, info, warn or error")
 	return cmd
 }
+
+const serveHelp = `Serve a directory, or an NFSv3 server on TCP, over RDMA.
+
+By default only clients on this host can connect, and root is squashed. Run the
+server as root to act for different users; otherwise every client acts as the
+user who runs it. File systems that are mounted below DIR are not served. File
+handles stay valid when the server restarts: their key is kept in
+$STATE_DIRECTORY, else in /var/lib/nfsrdmad or the user's state directory.
+
+With --backend, the NFS server behind the relay sees every call from this host
+and from an unprivileged port. It applies the rules of its export to this host,
+so every client gets the access that this host has. An export that requires
+privileged ports refuses the relay. Only --allow, the listen address and a
+firewall decide which clients can connect.`
 
 // parseAllow reads the addresses and networks of --allow.
 func parseAllow(list []string) (nets []netip.Prefix, err error) {
@@ -104,6 +124,7 @@ func parseAllow(list []string) (nets []netip.Prefix, err error) {
 
 // runServer runs a server until ctx ends. It calls started once the server listens.
 func runServer(ctx context.Context, cfg nfsserve.Config, started func(*nfsserve.Server)) error {
+	unix.Umask(0) // the clients apply theirs, and default ACLs replace it
 	s, err := nfsserve.Run(ctx, cfg)
 	var usage *nfsserve.ConfigError
 	switch {

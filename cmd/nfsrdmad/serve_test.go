@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -21,7 +22,11 @@ var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), (?:MOUNT and NFS o
 // ends the server with SIGTERM.
 func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {
 	t.Helper()
-	cmd := program(t, "nfsrdmad", append([]string{"serve", "--rdma-listen", "127.0.0.1:0", "--no-root-squash"}, args...)...)
+	args = append([]string{"serve", "--rdma-listen", "127.0.0.1:0"}, args...)
+	if !slices.Contains(args, "--backend") {
+		args = append(args, "--no-root-squash")
+	}
+	cmd := program(t, "nfsrdmad", args...)
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -116,6 +121,8 @@ func TestServeErrors(t *testing.T) {
 			[]string{"NFSv3 on that TCP port"}},
 		{"backend not running", []string{"--backend", closedPort(t).String(), "--rdma-listen", free}, 2,
 			[]string{"NFS server 127", "refused", "is it running"}},
+		{"option of a directory", []string{"--backend", taken, "--read-only"}, 1, []string{"backend", "read-only"}},
+		{"invalid client address", []string{dir, "--allow", "10.0.0.0/8,host"}, 1, []string{"host", "ADDRESS/BITS"}},
 		{"directory and backend", []string{dir, "--backend", taken}, 1, []string{"directory or a backend"}},
 		{"no arguments", nil, 1, []string{"directory or a backend"}},
 		{"no connections", []string{dir, "--max-connections", "1"}, 1,

@@ -17,7 +17,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/daemon", "pkg/control pkg/metrics pkg/mount pkg/verbs/rdmacore"},
 	{"pkg/mount", "pkg/control pkg/fusefs pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc pkg/trace pkg/verbs " +
 		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
-	{"internal/ganeshatest", "internal/rpctcp pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
+	{"internal/ganeshatest", "internal/rpctcp internal/testutil pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
 	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/stats"},
 	{"pkg/xprt", "internal/leakcheck internal/verify pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace " +

@@ -23,24 +23,25 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// DefaultMaxFiles is a tree of some thousand files.
+// DefaultMaxFiles is the number of files that the demo copies by default.
 const DefaultMaxFiles = 4000
 
-// cleanupTimeout bounds the unmounting at the end.
+// cleanupTimeout bounds the unmount at the end.
 const cleanupTimeout = 10 * time.Second
 
-// A Config says what the demo copies. The zero value is good but for Out.
+// Config holds the parameters of the demo. Only Out is required.
 type Config struct {
-	Source   string // tree to copy; "" is Go's own source
-	MaxFiles int    // 0 is DefaultMaxFiles
-	Options  string // mount options
-	Timeout  time.Duration
-	Out      io.Writer
+	Source   string        // tree to copy; "" means the source of Go
+	MaxFiles int           // 0 means DefaultMaxFiles
+	Options  string        // mount options
+	Timeout  time.Duration // of the whole demo; 0 means none
+	Out      io.Writer     // progress and results
 
-	inside func(*site) // for tests: called once all is set up
+	onReady func(*site) // for tests: called after the first mount
 }
 
-// Run runs the demo. Its errors are *control.Error.
+// Run runs the demo until it is done, ctx ends, or the timeout passes. Its errors are
+// *control.Error.
 func Run(ctx context.Context, cfg Config) error {
 	if cfg.MaxFiles <= 0 {
 		cfg.MaxFiles = DefaultMaxFiles
@@ -65,26 +66,27 @@ func Run(ctx context.Context, cfg Config) error {
 	case err == nil || errors.As(err, &known) && ctx.Err() == nil:
 		return err
 	case errors.Is(ctx.Err(), context.Canceled):
-		return &control.Error{Code: control.CodeCanceled, Text: "demo: interrupted; everything was cleaned up", Err: err}
+		return &control.Error{Code: control.CodeCanceled, Text: "demo: interrupted; everything was cleaned up",
+			Err: err}
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
 		return &control.Error{Code: control.CodeMount,
-			Text: fmt.Sprintf("demo: not done after %v; try fewer --files or a longer --timeout",
+			Text: fmt.Sprintf("demo: not done after %v; use fewer --files or a longer --timeout",
 				cfg.Timeout), Err: err}
 	}
 	return &control.Error{Code: control.CodeMount, Text: "demo: " + err.Error(), Err: err}
 }
 
-// goSource finds a tree that every machine with Go has.
+// goSource returns the directory of the source of Go.
 func goSource(ctx context.Context) (string, error) {
 	out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
 	if err != nil {
-		return "", &control.Error{Code: control.CodeUsage, Text: "demo: finding Go's source with \"go env GOROOT\": " +
+		return "", &control.Error{Code: control.CodeUsage, Text: "demo: find the source of Go: go env GOROOT: " +
 			err.Error() + "; name a tree with --source", Err: err}
 	}
 	return filepath.Join(strings.TrimSpace(string(out)), "src"), nil
 }
 
-// A site is everything that the demo makes.
+// A site holds everything that the demo creates.
 type site struct {
 	cfg    Config
 	out    *screen
@@ -102,12 +104,12 @@ func run(ctx context.Context, cfg Config) (err error) {
 	}
 	s := &site{cfg: cfg, out: newScreen(cfg.Out), export: filepath.Join(root, "export"),
 		dir: filepath.Join(root, "mnt")}
-	defer func() { err = both(err, s.tearDown(root)) }()
+	defer func() { err = joinErrors(err, s.tearDown(root)) }()
 	if err := s.setUp(ctx, root); err != nil {
 		return err
 	}
-	if cfg.inside != nil {
-		cfg.inside(s)
+	if cfg.onReady != nil {
+		cfg.onReady(s)
 	}
 	return s.show(ctx)
 }
@@ -122,7 +124,7 @@ func (s *site) setUp(ctx context.Context, root string) error {
 	serve := nfsserve.Config{Dir: s.export, RDMAListen: "127.0.0.1:0", TCPListen: "127.0.0.1:0",
 		NoRootSquash: true, StateDir: root, Provider: softiwarp.New(softiwarp.Config{}), Logger: log.Named("server")}
 	var err error
-	// The server outlives an interrupt, so that the unmount finds it.
+	// The server ignores an interrupt, because the unmount needs it.
 	if s.server, err = nfsserve.Run(context.WithoutCancel(ctx), serve); err != nil {
 		return err
 	}
@@ -150,18 +152,18 @@ func (s *site) mount(ctx context.Context) error {
 	}
 	info, err := s.client.Mount(ctx, control.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
 	if err == nil {
-		fusefs.DisablePoll(s.dir) // the demo uses what it serves
+		fusefs.DisablePoll(s.dir) // the demo uses a mount that it serves itself
 		s.out.line("mounted    %s on %s", info.Spec, info.Dir)
 	}
 	return err
 }
 
-// exportPath is how clients name the served directory.
+// exportPath is the path of the served directory in MOUNT.
 const exportPath = "/"
 
-// tearDown undoes setUp as far as it came.
+// tearDown removes what setUp created, also after an error of setUp.
 func (s *site) tearDown(root string) error {
-	s.out.settle()
+	s.out.endProgress()
 	if s.daemon != nil {
 		s.daemon.Close()
 	}
@@ -170,13 +172,14 @@ func (s *site) tearDown(root string) error {
 		err = s.server.Close()
 	}
 	if mounts, mErr := mountinfo.GetMounts(mountinfo.SingleEntryFilter(s.dir)); mErr != nil || len(mounts) > 0 {
-		return both(err, fmt.Errorf("%s is still mounted, so %s was left; unmount it with umount -l", s.dir, root))
+		return joinErrors(err, fmt.Errorf(
+			"remove %s: %s is still mounted; run umount -l %[2]s and remove the directory", root, s.dir))
 	}
-	return both(err, os.RemoveAll(root))
+	return joinErrors(err, os.RemoveAll(root))
 }
 
-// both is a and b, either of which may be nil, on the one line that an error has.
-func both(a, b error) error {
+// joinErrors joins a and b on one line. Either may be nil.
+func joinErrors(a, b error) error {
 	switch {
 	case a == nil:
 		return b

@@ -20,14 +20,14 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// nothingLeft looks below the temporary directory that the demo was given, and for mounts in it.
-func nothingLeft(t *testing.T, tmp string) {
+// checkClean fails the test when the demo left a file or a mount in its temporary directory.
+func checkClean(t *testing.T, tmp string) {
 	t.Helper()
 	if left, err := os.ReadDir(tmp); err != nil || len(left) != 0 {
-		t.Errorf("left in %s: %v, %v", tmp, left, err)
+		t.Errorf("temporary directory %s: got %v, %v, want it empty", tmp, left, err)
 	}
 	if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), tmp) {
-		t.Errorf("a mount is left below %s, %v", tmp, err)
+		t.Errorf("mount left below %s (%v)", tmp, err)
 	}
 }
 
@@ -43,35 +43,36 @@ func smallTree(t *testing.T) string {
 	return dir
 }
 
-func TestRun(t *testing.T) {
+func TestRunCopiesAndCompares(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	var out bytes.Buffer
 	if err := Run(context.Background(), Config{Source: tree, Out: &out}); err != nil {
 		t.Fatalf("%v\n%s", err, &out)
 	}
-	for _, want := range []string{"3 files", "every octet is equal", "  mrs_allocated_total ", "  WRITE ", "MiB/s"} {
+	for _, want := range []string{"3 files", "all bytes are equal", "  mrs_allocated_total ", "  WRITE ", "MiB/s"} {
 		if !strings.Contains(out.String(), want) {
-			t.Errorf("no %q in\n%s", want, &out)
+			t.Errorf("output lacks %q:\n%s", want, &out)
 		}
 	}
 	for line := range strings.Lines(out.String()) {
-		if len(line) > 80+1 && !strings.Contains(line, tmp) || strings.ContainsFunc(strings.TrimSuffix(line, "\n"),
-			unicode.IsControl) {
-			t.Errorf("too long, or with control characters: %q", line)
+		tooLong := len(line) > 80+1 && !strings.Contains(line, tmp) && !strings.Contains(line, tree)
+		if tooLong || strings.ContainsFunc(strings.TrimSuffix(line, "\n"), unicode.IsControl) {
+			t.Errorf("line is too long or has control characters: %q", line)
 		}
 	}
-	nothingLeft(t, tmp)
+	checkClean(t, tmp)
 }
 
-// on calls do once a text has been written for the nth time.
-type on struct {
+// A trigger calls do when a text is written for the nth time.
+type trigger struct {
 	text string
 	nth  int
 	do   func()
 }
 
-func (o *on) Write(b []byte) (int, error) {
+func (o *trigger) Write(b []byte) (int, error) {
 	if strings.Contains(string(b), o.text) {
 		if o.nth--; o.nth == 0 {
 			o.do()
@@ -80,81 +81,83 @@ func (o *on) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Interrupted in any phase, it leaves nothing.
+// TestInterruptLeavesNothing interrupts the demo in each phase.
 func TestInterruptLeavesNothing(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
-	for _, phase := range []on{{text: "server ", nth: 1}, {text: "mounted ", nth: 1}, {text: "tree ", nth: 1},
+	for _, phase := range []trigger{{text: "server ", nth: 1}, {text: "mounted ", nth: 1}, {text: "tree ", nth: 1},
 		{text: "copy in ", nth: 1}, {text: "copy in ", nth: 2},
 		{text: "copied in ", nth: 1}, {text: "remount ", nth: 1}, {text: "mounted ", nth: 2}, {text: "read back ",
 			nth: 1}, {text: "compared ", nth: 1}, {text: "from /metrics", nth: 1}} {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-		name := fmt.Sprint(phase.nth, " of ", phase.text)
+		name := fmt.Sprintf("%q, number %d", phase.text, phase.nth)
 		phase.do = cancel
 		err := Run(ctx, Config{Source: tree, Out: &phase})
 		cancel()
 		var e *control.Error
 		if !errors.As(err, &e) || e.Code != control.CodeCanceled {
-			t.Errorf("at %s: %v", name, err)
+			t.Errorf("interrupt at %s: got %v, want CodeCanceled", name, err)
 		}
-		nothingLeft(t, tmp)
+		checkClean(t, tmp)
 	}
 }
 
-// Failures half-way: what is to be copied vanishes, the copy is changed behind the mount, the disk
-// of the server is gone.
+// TestFailureLeavesNothing removes a source file, changes the copy behind the mount, and removes
+// the served directory, while the demo runs.
 func TestFailureLeavesNothing(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	for _, tt := range []struct {
-		name string
-		at   on
-		harm func(tree, export string) error
-		says string
+		name   string
+		at     trigger
+		damage func(tree, export string) error
+		want   string
 	}{
-		{"source vanishes", on{text: "tree ", nth: 1},
+		{"source removed", trigger{text: "tree ", nth: 1},
 			func(tree, _ string) error { return os.Remove(filepath.Join(tree, "odd")) }, "odd"},
-		{"copy changes", on{text: "copied in ", nth: 1},
-			func(_, export string) error { return os.Truncate(filepath.Join(export, "big"), 3<<20) }, "big differs"},
-		{"export vanishes", on{text: "tree ", nth: 1}, func(_, export string) error { return os.RemoveAll(export) },
+		{"copy changed", trigger{text: "copied in ", nth: 1},
+			func(_, export string) error { return os.Truncate(filepath.Join(export, "big"), 3<<20) }, "big: differs"},
+		{"export removed", trigger{text: "tree ", nth: 1}, func(_, export string) error { return os.RemoveAll(export) },
 			"/mnt/"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			tree, tmp, harmed := smallTree(t), t.TempDir(), make(chan error, 1)
+			tree, tmp, damaged := smallTree(t), t.TempDir(), make(chan error, 1)
 			t.Setenv("TMPDIR", tmp)
 			var export string
-			tt.at.do = func() { harmed <- tt.harm(tree, export) }
+			tt.at.do = func() { damaged <- tt.damage(tree, export) }
 			ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 			defer cancel()
-			err := Run(ctx, Config{Source: tree, Out: &tt.at, inside: func(s *site) { export = s.export }})
+			err := Run(ctx, Config{Source: tree, Out: &tt.at, onReady: func(s *site) { export = s.export }})
 			var e *control.Error
-			if !errors.As(err, &e) || e.Code != control.CodeMount || !strings.Contains(e.Text, tt.says) ||
+			if !errors.As(err, &e) || e.Code != control.CodeMount || !strings.Contains(e.Text, tt.want) ||
 				strings.Contains(e.Text, "\n") {
 				t.Errorf("got %v", err)
 			}
-			if err := <-harmed; err != nil {
+			if err := <-damaged; err != nil {
 				t.Error(err)
 			}
-			nothingLeft(t, tmp)
+			checkClean(t, tmp)
 		})
 	}
 }
 
-// A server that dies leaves the files under way waiting; the time limit ends them, and nothing is
-// left.
-func TestDeadServerLeavesNothing(t *testing.T) {
+// TestTimeoutWithoutServer ends the server during the copy. The calls in flight wait until the
+// timeout ends them, and the demo leaves nothing.
+func TestTimeoutWithoutServer(t *testing.T) {
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	var server *nfsserve.Server
-	out := &on{text: "tree ", nth: 1, do: func() { server.Close() }}
+	out := &trigger{text: "tree ", nth: 1, do: func() { server.Close() }}
 	err := Run(context.Background(), Config{Source: tree, Out: out, Timeout: 3 * time.Second,
-		inside: func(s *site) { server = s.server }})
+		onReady: func(s *site) { server = s.server }})
 	var e *control.Error
 	if !errors.As(err, &e) || !strings.Contains(e.Text, "not done after 3s") {
 		t.Errorf("got %v", err)
 	}
-	nothingLeft(t, tmp)
+	checkClean(t, tmp)
 }
 
-func TestCompareFindsADifference(t *testing.T) {
+func TestCompareReportsDifference(t *testing.T) {
 	a, b := smallTree(t), smallTree(t)
 	if err := os.WriteFile(filepath.Join(b, "odd"), bytes.Repeat([]byte("odd!"), 4097/4+1)[:4097], 0o644); err != nil {
 		t.Fatal(err)
@@ -164,13 +167,14 @@ func TestCompareFindsADifference(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := tr.compareTo(context.Background(), newScreen(&bytes.Buffer{}), b); err == nil ||
-		!strings.Contains(err.Error(), "odd differs") {
+		!strings.Contains(err.Error(), "odd: differs") {
 		t.Errorf("got %v", err)
 	}
 }
 
-// An error is one line, and names what failed alone: not the end of the file that is compared with.
-func TestCompareFailsInOneLine(t *testing.T) {
+// TestCompareErrorIsOneLine checks that the error of a comparison has one line, and does not
+// mention the end of the other file.
+func TestCompareErrorIsOneLine(t *testing.T) {
 	dir := smallTree(t)
 	buf := &buffers{make([]byte, chunk), make([]byte, chunk)}
 	_, err := compareFile(filepath.Join(dir, "odd"), dir, buf)
@@ -178,7 +182,7 @@ func TestCompareFailsInOneLine(t *testing.T) {
 		!errors.Is(err, syscall.EISDIR) {
 		t.Errorf("got %v", err)
 	}
-	if err := both(errors.New("one"), errors.New("two")); err.Error() != "one; two" {
+	if err := joinErrors(errors.New("one"), errors.New("two")); err.Error() != "one; two" {
 		t.Errorf("got %v", err)
 	}
 }

@@ -1,12 +1,11 @@
-// Package demo is "nfsrdmad demo": the daemon and the embedded server in one process, on loopback,
-// with a real mount between them, through which a real tree is copied in, read back through a cold
-// cache, and compared octet by octet.
+// Package demo implements "nfsrdmad demo". The command runs the daemon and the embedded server in
+// one process, on loopback, and mounts the server. It copies a source tree to the mount, reads the
+// tree back through empty caches, and compares every byte.
 //
-// It promises to leave nothing behind: all that it makes lies in one temporary directory and one
-// process, and is taken down in the reverse order also after an error or an interrupt. Clean-up is
-// bounded by the daemon's shutdown timeout, and nothing is deleted while a mount still lies below
-// it.
+// The demo leaves nothing behind. Everything is in one temporary directory and in one process. The
+// demo removes it in reverse order, also after an error or an interrupt. The daemon's shutdown
+// timeout bounds the removal. The demo deletes no directory that has a mount below it.
 //
-// There are no locks of its own but a semaphore for parallel copies; progress is counted by
-// atomics.
+// A fixed number of workers copies files in parallel and counts progress with atomics. The screen
+// has a lock, so that logs and progress do not mix.
 package demo

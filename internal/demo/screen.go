@@ -10,23 +10,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// How often progress is shown: a terminal has one line that changes, a file gets a line now and
-// then.
+// Intervals of progress. On a terminal, progress replaces one line. In a file, each report is a new
+// line.
 const (
 	terminalTick = 200 * time.Millisecond
 	fileTick     = 2 * time.Second
 )
 
-// eraseLine goes to the start of a terminal's line and empties it (ECMA-48, EL).
+// eraseLine moves a terminal to the start of the line and erases the line (ECMA-48, EL).
 const eraseLine = "\r\x1b[K"
 
-// A screen is where a person, or a log, reads. Safe for concurrent use.
+// A screen writes lines and progress to a terminal or a file. It is safe for concurrent use.
 type screen struct {
 	w     io.Writer
-	width int // columns of a terminal; 0 where w is none
+	width int // columns of the terminal; 0 if w is not a terminal
 
-	mu      sync.Mutex
-	passing bool // guarded by mu: the terminal's last line is progress
+	state struct {
+		sync.Mutex
+		progress bool // the last line of the terminal is progress
+	}
 }
 
 func newScreen(w io.Writer) *screen {
@@ -37,7 +39,7 @@ func newScreen(w io.Writer) *screen {
 	}
 	if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil {
 		s.width = max(int(size.Col), 1)
-		if size.Col == 0 { // a terminal that does not know
+		if size.Col == 0 { // unknown width
 			s.width = 80
 		}
 	}
@@ -51,50 +53,50 @@ func (s *screen) tick() time.Duration {
 	return fileTick
 }
 
-// line writes one line that stays.
+// line writes a line that stays on the terminal.
 func (s *screen) line(format string, args ...any) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.state.Lock()
+	defer s.state.Unlock()
 	s.erase()
 	fmt.Fprintf(s.w, format+"\n", args...)
 }
 
-// progress writes a line that the next one replaces on a terminal.
+// progress writes a line. On a terminal, the next line replaces it.
 func (s *screen) progress(format string, args ...any) {
 	text := fmt.Sprintf(format, args...)
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.state.Lock()
+	defer s.state.Unlock()
 	if s.width == 0 {
 		fmt.Fprintln(s.w, text)
 		return
 	}
 	s.erase()
-	fmt.Fprint(s.w, text[:min(len(text), s.width-1)]) // one that wraps could not be erased
-	s.passing = true
+	fmt.Fprint(s.w, text[:min(len(text), s.width-1)]) // a wrapped line cannot be erased
+	s.state.progress = true
 }
 
-// settle ends the last line, so that what follows starts on its own.
-func (s *screen) settle() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.passing {
+// endProgress keeps the last progress and starts a new line.
+func (s *screen) endProgress() {
+	s.state.Lock()
+	defer s.state.Unlock()
+	if s.state.progress {
 		fmt.Fprintln(s.w)
-		s.passing = false
+		s.state.progress = false
 	}
 }
 
-// erase takes progress away. It needs mu.
+// erase removes progress. The caller holds state.
 func (s *screen) erase() {
-	if s.passing {
+	if s.state.progress {
 		fmt.Fprint(s.w, eraseLine)
-		s.passing = false
+		s.state.progress = false
 	}
 }
 
-// Write lets logs in between; they come in whole lines.
+// Write writes log messages, which are whole lines.
 func (s *screen) Write(b []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.state.Lock()
+	defer s.state.Unlock()
 	s.erase()
 	return s.w.Write(b)
 }

@@ -17,7 +17,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// show does the work: copy in, remount for a cold cache, compare, tell.
+// show copies the tree, mounts again to empty the caches, compares, and prints the results.
 func (s *site) show(ctx context.Context) error {
 	t, err := listTree(s.cfg.Source, s.cfg.MaxFiles)
 	if err != nil {
@@ -35,8 +35,8 @@ func (s *site) show(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.out.line("remount    for empty caches")
-	// A new mount has empty caches: every octet comes from the server again.
+	s.out.line("remount    to empty the caches")
+	// A new mount has empty caches, so that the server sends every byte again.
 	if err := s.client.Umount(ctx, control.UmountRequest{Dir: s.dir}); err != nil {
 		return err
 	}
@@ -48,7 +48,7 @@ func (s *site) show(ctx context.Context) error {
 		return err
 	}
 	compared := time.Since(start)
-	s.out.line("compared   %d files in %.1f s: every octet is equal", len(t.files), compared.Seconds())
+	s.out.line("compared   %d files in %.1f s: all bytes are equal", len(t.files), compared.Seconds())
 	second, err := s.scrape(ctx)
 	if err != nil {
 		return err
@@ -57,14 +57,14 @@ func (s *site) show(ctx context.Context) error {
 	return s.client.Umount(ctx, control.UmountRequest{Dir: s.dir})
 }
 
-// A pass is one half of the demo with the mount's metrics at its end.
+// A pass is one half of the demo, with the metrics of the mount at its end.
 type pass struct {
 	name    string
 	took    time.Duration
-	metrics map[string]float64 // by name; sums over labels
+	metrics map[string]float64 // by name, summed over labels
 }
 
-// counters are shown in this order; those of optional only when one is not zero.
+// table prints counters in this order, and those of optional only if one of the passes counted.
 var (
 	counters = []string{"rpc_sends_total", "read_chunk_total", "write_chunk_total", "reply_chunk_total",
 		"mrs_allocated_total", "local_inv_needed_total",
@@ -72,7 +72,7 @@ var (
 	optional = []string{"bad_reply_total", "bad_xids_total", "failed_marshal_total"}
 )
 
-// table shows the passes side by side, at most 80 columns wide.
+// table prints the passes side by side, in at most 80 columns.
 func table(out *screen, t *tree, passes []pass) {
 	row := func(what string, value func(pass) string) {
 		text := fmt.Sprintf("%-32s", what)
@@ -122,7 +122,7 @@ const (
 	maxScrape = 8 << 20
 )
 
-// scrape fetches /metrics as Prometheus does.
+// scrape reads /metrics over HTTP, as Prometheus does.
 func (s *site) scrape(ctx context.Context) (map[string]float64, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+s.daemon.MetricsAddr()+"/metrics", nil)
 	if err != nil {
@@ -137,7 +137,7 @@ func (s *site) scrape(ctx context.Context) (map[string]float64, error) {
 	parser := expfmt.NewTextParser(model.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(io.LimitReader(resp.Body, maxScrape))
 	if err != nil {
-		return nil, fmt.Errorf("reading /metrics: %w", err)
+		return nil, fmt.Errorf("parse /metrics: %w", err)
 	}
 	m := make(map[string]float64)
 	for name, f := range families {

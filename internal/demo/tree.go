@@ -16,20 +16,20 @@ import (
 )
 
 const (
-	parallel = 8       // files under way at a time
-	chunk    = 1 << 20 // octets of one read or write
+	parallel = 8       // workers
+	chunk    = 1 << 20 // bytes of one read or write
 )
 
-// A tree is a list of what to copy, directories before what is in them.
+// A tree lists what the demo copies. A directory comes before the objects in it.
 type tree struct {
 	root  string
-	dirs  []string // relative
+	dirs  []string // relative to root
 	files []string
 	bytes int64
 }
 
-// listTree takes the first maxFiles regular files in lexical order. What is neither file nor
-// directory is left out.
+// listTree lists the directories and the first maxFiles regular files in lexical order. It ignores
+// other objects.
 func listTree(root string, maxFiles int) (*tree, error) {
 	t := &tree{root: root}
 	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
@@ -56,17 +56,17 @@ func listTree(root string, maxFiles int) (*tree, error) {
 		return nil
 	})
 	if err == nil && len(t.files) == 0 {
-		err = fmt.Errorf("no files in %s; name another tree with --source", root)
+		err = fmt.Errorf("list %s: no files found; name another tree with --source", root)
 	}
 	return t, err
 }
 
-// progress is counted by workers and shown by its own goroutine.
+// progress counts the work done. Workers write it, and show reads it.
 type progress struct {
 	files, bytes atomic.Int64
 }
 
-// show shows progress now and then until done is closed.
+// show prints progress at every tick until done is closed.
 func (p *progress) show(out *screen, what string, t *tree, done <-chan struct{}) {
 	ticker := time.NewTicker(out.tick())
 	defer ticker.Stop()
@@ -83,11 +83,12 @@ func (p *progress) show(out *screen, what string, t *tree, done <-chan struct{})
 
 func mib(n int64) float64 { return float64(n) / (1 << 20) }
 
-// stuckGrace is how long files under way get after an interrupt. Those that wait for a server that
-// is gone end with the mount.
-const stuckGrace = 3 * time.Second
+// interruptTimeout bounds the wait for workers after an interrupt. A worker that waits for a server
+// that has ended returns only after the unmount.
+const interruptTimeout = 3 * time.Second
 
-// each runs f on every file of t, some at a time, and shows progress.
+// each calls f for every file, with parallel workers, and shows progress. It returns the first
+// error.
 func (t *tree) each(ctx context.Context, out *screen, what string,
 	f func(rel string, buf *buffers) (int64, error)) error {
 	var p progress
@@ -129,28 +130,28 @@ func (t *tree) each(ctx context.Context, out *screen, what string,
 	select {
 	case err := <-ended:
 		return err
-	case <-ctx.Done(): // by the caller, or by the first error
+	case <-ctx.Done(): // the caller or the first error canceled it
 	}
 	select {
 	case err := <-ended:
 		return err
-	case <-time.After(stuckGrace):
+	case <-time.After(interruptTimeout):
 		return context.Cause(ctx)
 	}
 }
 
 type buffers struct{ a, b []byte }
 
-// dirsShown is after how many directories progress is shown.
-const dirsShown = 200
+// dirsPerReport is the number of directories between two reports of progress.
+const dirsPerReport = 200
 
-// copyTo makes the tree anew below dst.
+// copyTo copies the tree to dst.
 func (t *tree) copyTo(ctx context.Context, out *screen, dst string) error {
 	for i, rel := range t.dirs {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if i%dirsShown == 0 {
+		if i%dirsPerReport == 0 {
 			out.progress("%-10s %5d of %d directories", "copy in", i, len(t.dirs))
 		}
 		if err := os.MkdirAll(filepath.Join(dst, rel), 0o755); err != nil {
@@ -172,12 +173,12 @@ func copyFile(src, dst string, buf []byte) (n int64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	defer func() { err = both(err, out.Close()) }()
-	// Plain reads and writes: copy_file_range and its like would not show what is to be shown.
+	defer func() { err = joinErrors(err, out.Close()) }()
+	// The demo shows reads and writes, so io.CopyBuffer must not use copy_file_range.
 	return io.CopyBuffer(struct{ io.Writer }{out}, struct{ io.Reader }{in}, buf)
 }
 
-// compareTo reads everything back from dst.
+// compareTo compares every file with its copy below dst.
 func (t *tree) compareTo(ctx context.Context, out *screen, dst string) error {
 	return t.each(ctx, out, "read back", func(rel string, buf *buffers) (int64, error) {
 		return compareFile(filepath.Join(t.root, rel), filepath.Join(dst, rel), buf)
@@ -199,11 +200,12 @@ func compareFile(want, got string, buf *buffers) (int64, error) {
 	for {
 		n, errA := io.ReadFull(a, buf.a)
 		m, errB := io.ReadFull(b, buf.b)
-		if err := both(notEnd(errA), notEnd(errB)); err != nil {
-			return at, fmt.Errorf("comparing %s: %w", got, err)
+		if err := joinErrors(ignoreEOF(errA), ignoreEOF(errB)); err != nil {
+			return at, fmt.Errorf("compare %s: %w", got, err)
 		}
 		if !bytes.Equal(buf.a[:n], buf.b[:m]) {
-			return at, fmt.Errorf("%s differs from %s within octets %d to %d", got, want, at, at+int64(max(n, m)))
+			return at, fmt.Errorf("compare %s: differs from %s between bytes %d and %d", got, want, at,
+				at+int64(max(n, m)))
 		}
 		at += int64(n)
 		if errA != nil {
@@ -212,8 +214,8 @@ func compareFile(want, got string, buf *buffers) (int64, error) {
 	}
 }
 
-// notEnd is err, but for those that a file's end gives.
-func notEnd(err error) error {
+// ignoreEOF returns err, or nil for the errors of io.ReadFull at the end of a file.
+func ignoreEOF(err error) error {
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return nil
 	}

@@ -1,12 +1,11 @@
-// Package ganeshatest runs NFS-Ganesha, an NFSv3 server that this project did not write, for the
-// length of a test.
+// Package ganeshatest runs NFS-Ganesha, an NFSv3 server of another project, during a test.
 //
-// [Start] exports a directory over TCP on 127.0.0.1, NFS and MOUNT on free ports. The server lives
-// in a mount and a PID namespace of its own, with its own /run; the rpcbind that it must register
-// with sits beside it in a network namespace of its own, so that nothing listens on port 111 of the
-// host, several servers can run at once, and nothing stays behind: the namespace's first process
-// ends, and takes the others with it, when the test ends or its process dies.
+// [Start] exports a directory over TCP on 127.0.0.1, with NFS and MOUNT on free ports. The server
+// runs in a new mount namespace and a new PID namespace, with an empty /run. The server must
+// register with rpcbind, which runs in a new network namespace. So several servers can run at the
+// same time, and the host's port 111 stays free. The first process of the namespaces ends when the
+// test ends or when the test process exits, and the kernel then kills the other processes.
 //
-// It needs root, and from Debian the packages nfs-ganesha, nfs-ganesha-vfs and rpcbind. Where
-// something is missing the test fails, it does not skip, so that a green run means what it says.
+// The package needs root and the Debian packages nfs-ganesha, nfs-ganesha-vfs and rpcbind. A test
+// fails when one of them is missing; it does not skip.
 package ganeshatest

@@ -15,15 +15,16 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 const (
-	startTimeout = 90 * time.Second // generous: test machines are shared
+	startTimeout = 90 * time.Second // long, because test machines are slow
 	stopTimeout  = 30 * time.Second
-	startTries   = 3 // a free port may be taken by another before the server binds it
+	startTries   = 3 // another process may take a free port before the server does
 )
 
 // A Server is a running NFS-Ganesha.
@@ -31,11 +32,11 @@ type Server struct {
 	Host      string // "127.0.0.1"
 	NFSPort   int
 	MountPort int
-	Export    string // path of the export, which is the directory's own
+	Export    string // path of the export: the path of the directory
 	LogFile   string
 }
 
-// Addr is the host and port of NFS.
+// Addr returns "host:port" of NFS.
 func (s *Server) Addr() string { return net.JoinHostPort(s.Host, strconv.Itoa(s.NFSPort)) }
 
 // Option changes how Start runs the server.
@@ -46,9 +47,9 @@ type options struct {
 	exportExtra   string
 }
 
-// SharedPortmap runs rpcbind in the network namespace of the caller, so that the test can ask it at
-// 127.0.0.1:111. The caller must be a locked goroutine in a namespace of its own, because rpcbind
-// listens on every address; the test fails otherwise.
+// SharedPortmap runs rpcbind in the network namespace of the caller, so that the test can use
+// 127.0.0.1:111. The caller must run on a locked thread in a new network namespace, because rpcbind
+// listens on every address. Otherwise the test fails.
 func SharedPortmap() Option { return func(o *options) { o.sharedPortmap = true } }
 
 // ExportOption adds a line to the EXPORT block of the configuration, for example "Access_Type =
@@ -57,18 +58,17 @@ func ExportOption(line string) Option {
 	return func(o *options) { o.exportExtra += "  " + line + "\n" }
 }
 
-// Start exports dir, which must be on a file system with file handles (ext4, xfs, tmpfs),
-// read-write, without squashing, for AUTH_SYS, until the test ends. It returns when the server
-// answers.
+// Start exports dir until the test ends: read-write, without root squash, for AUTH_SYS. The file
+// system of dir must have file handles (ext4, xfs, tmpfs). Start returns when the server answers.
 func Start(t testing.TB, dir string, opts ...Option) *Server {
 	t.Helper()
 	var o options
 	for _, opt := range opts {
 		opt(&o)
 	}
-	need(t)
+	checkHost(t)
 	if o.sharedPortmap && inStartNamespace() {
-		t.Fatal("ganeshatest.SharedPortmap on the host: lock the goroutine to its thread and unshare the network first")
+		t.Fatal("SharedPortmap needs a new network namespace; lock the thread and unshare the network")
 	}
 	var err error
 	for range startTries {
@@ -77,31 +77,29 @@ func Start(t testing.TB, dir string, opts ...Option) *Server {
 			return s
 		}
 	}
-	t.Fatalf("NFS-Ganesha did not start: %v", err)
+	t.Fatalf("start NFS-Ganesha: %v", err)
 	return nil
 }
 
-// need fails the test where a server cannot run.
-func need(t testing.TB) {
+// checkHost fails the test when the host cannot run a server.
+func checkHost(t testing.TB) {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Fatal("NFS-Ganesha and its namespaces need root: run the tests as root")
-	}
+	testutil.NeedsRoot(t)
 	for program, pkg := range map[string]string{"ganesha.nfsd": "nfs-ganesha nfs-ganesha-vfs", "rpcbind": "rpcbind",
 		"unshare": "util-linux", "ip": "iproute2"} {
 		if _, err := exec.LookPath(program); err != nil {
-			t.Fatalf("%s is missing: apt-get install %s", program, pkg)
+			t.Fatalf("program %s not found; run apt-get install %s", program, pkg)
 		}
 	}
 	if found, _ := filepath.Glob("/usr/lib/*/ganesha/libfsalvfs.so"); len(found) == 0 {
-		t.Fatal("NFS-Ganesha's VFS back end is missing: apt-get install nfs-ganesha-vfs")
+		t.Fatal("VFS back end of NFS-Ganesha not found; run apt-get install nfs-ganesha-vfs")
 	}
 }
 
-// startNamespace is the network namespace that the process started in.
+// startNamespace names the network namespace in which the process started.
 var startNamespace, _ = os.Readlink("/proc/self/ns/net")
 
-// inStartNamespace tells whether this thread is still in it.
+// inStartNamespace reports whether this thread is in startNamespace.
 func inStartNamespace() bool {
 	own, err := os.Readlink("/proc/thread-self/ns/net")
 	return err != nil || own == startNamespace
@@ -116,9 +114,9 @@ const configText = `NFS_CORE_PARAM {
   Enable_RQUOTA = false;
   Enable_UDP = false;
 }
-# Version 3 writes would wait for the grace period of version 4.
+# Otherwise writes of version 3 wait for the grace period of version 4.
 NFSv4 { Graceless = true; }
-# Tests look at the directory from both sides: nothing may be remembered.
+# Tests also change the directory behind the server, so the server must not cache attributes.
 EXPORT {
   Export_Id = 1;
   Path = "%s";
@@ -134,15 +132,15 @@ EXPORT {
 LOG { Default_Log_Level = EVENT; }
 `
 
-// script is the first process of the namespaces. It ends with the server, and ends the server when
-// its standard input does.
+// script is the first process of the namespaces. It ends when the server ends. It stops the server
+// when its standard input ends.
 const script = `set -e
 exec 3<&0
 mount -t tmpfs tmpfs /run
 mkdir -p /run/ganesha /run/rpcbind
 chown _rpc /run/rpcbind
 if [ "$3" = shared ]; then
-  # Without an address outside of 127/8 the resolver gives the server no address at all, not even 127.0.0.1.
+  # Without an address outside 127.0.0.0/8, the resolver returns no address to the server, not even 127.0.0.1.
   ip addr replace 192.0.2.1/32 dev lo
   rpcbind -f 3<&- </dev/null &
 else
@@ -176,7 +174,7 @@ func start(t testing.TB, dir string, o *options) (*Server, error) {
 	var out strings.Builder
 	cmd.Stdout, cmd.Stderr = &out, &out
 	cmd.WaitDelay = stopTimeout
-	life, err := cmd.StdinPipe()
+	stdin, err := cmd.StdinPipe()
 	if err != nil {
 		return nil, err
 	}
@@ -186,13 +184,13 @@ func start(t testing.TB, dir string, o *options) (*Server, error) {
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
 	if err := s.waitReady(o, ended); err != nil {
-		stop(cmd, life, ended)
+		stop(cmd, stdin, ended)
 		return nil, fmt.Errorf("%w\n%s%s", err, out.String(), logTail(s.LogFile))
 	}
 	t.Cleanup(func() {
-		stop(cmd, life, ended)
+		stop(cmd, stdin, ended)
 		if t.Failed() {
-			t.Logf("end of NFS-Ganesha's log:\n%s", logTail(s.LogFile))
+			t.Logf("last lines of the log of NFS-Ganesha:\n%s", logTail(s.LogFile))
 		}
 	})
 	return s, nil
@@ -205,34 +203,34 @@ func freePorts() (a, b int, err error) {
 		if err != nil {
 			return 0, 0, err
 		}
-		defer ln.Close() // both stay open until both are known, so that they differ
+		defer ln.Close() // after the loop, so that the ports differ
 		ports[i] = ln.Addr().(*net.TCPAddr).Port
 	}
 	return ports[0], ports[1], nil
 }
 
-// waitReady waits until the server answers on both ports, and, where it is asked, is registered
-// with the port mapper; that comes later.
+// waitReady waits until the server answers on both ports. With SharedPortmap it also waits until
+// the server is registered with the port mapper.
 func (s *Server) waitReady(o *options, ended chan error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
 	defer cancel()
 	for {
-		err := s.answers(ctx, o)
+		err := s.probe(ctx, o)
 		if err == nil {
 			return nil
 		}
 		select {
 		case waitErr := <-ended:
 			ended <- waitErr
-			return fmt.Errorf("the server ended: %v", waitErr)
+			return fmt.Errorf("server exited: %w", waitErr)
 		case <-ctx.Done():
-			return fmt.Errorf("no answer in %v: %w", startTimeout, err)
+			return fmt.Errorf("no answer within %v: %w", startTimeout, err)
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
 }
 
-func (s *Server) answers(ctx context.Context, o *options) error {
+func (s *Server) probe(ctx context.Context, o *options) error {
 	if err := null(ctx, s.Addr()); err != nil {
 		return err
 	}
@@ -248,8 +246,8 @@ func (s *Server) answers(ctx context.Context, o *options) error {
 	return nil
 }
 
-// mountProgram is the program number of MOUNT, whose version 3 goes with NFS version 3 (RFC 1813
-// §5.1).
+// mountProgram is the program number of MOUNT (RFC 1813 §5.1). MOUNT version 3 belongs to NFS
+// version 3.
 const mountProgram = 100005
 
 func null(ctx context.Context, addr string) error {
@@ -261,13 +259,13 @@ func null(ctx context.Context, addr string) error {
 	return nfs3.NewClient(c, nfs3.Options{}).Null(ctx, sunrpc.AppendAuthNone(nil))
 }
 
-// stop ends the server in good order, or by force when it does not follow.
-func stop(cmd *exec.Cmd, life io.Closer, ended chan error) {
-	life.Close()
+// stop asks the server to end, and kills it after stopTimeout.
+func stop(cmd *exec.Cmd, stdin io.Closer, ended chan error) {
+	stdin.Close()
 	select {
 	case <-ended:
 	case <-time.After(stopTimeout):
-		cmd.Process.Kill() // unshare's --kill-child takes the namespace along
+		cmd.Process.Kill() // unshare --kill-child then kills the processes of the namespace
 		<-ended
 	}
 }

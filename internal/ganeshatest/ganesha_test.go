@@ -14,9 +14,9 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// TestStartAndStop runs two servers at once, mounts from both, and sees that neither answers after
-// its test.
-func TestStartAndStop(t *testing.T) {
+// TestServersStopWithTest runs two servers at the same time, mounts from both, and checks that
+// neither answers after the test that started it.
+func TestServersStopWithTest(t *testing.T) {
 	var stopped []*Server
 	t.Run("running", func(t *testing.T) {
 		for range 2 {
@@ -32,7 +32,7 @@ func TestStartAndStop(t *testing.T) {
 				t.Fatal(err)
 			}
 			if res.FH.IsZero() {
-				t.Error("the handle is empty")
+				t.Error("got an empty file handle")
 			}
 			stopped = append(stopped, s)
 		}
@@ -41,7 +41,7 @@ func TestStartAndStop(t *testing.T) {
 	defer cancel()
 	for _, s := range stopped {
 		if err := null(ctx, s.Addr()); err == nil {
-			t.Errorf("the server at %s still answers", s.Addr())
+			t.Errorf("server at %s still answers", s.Addr())
 		}
 	}
 }

@@ -18,118 +18,122 @@ import (
 
 var cred = sunrpc.AppendAuthNone(nil)
 
-// An attack is what no server may do.
+// An attack is an action of the server that the protocol forbids.
 type attack struct {
-	name  string
-	write bool // of the read chunk of a WRITE, else of the write chunk of a READ
-	alive bool // before the call is answered, else after it has ended
-	// strike does it, and says how it went. Success is a breach, but of a Write over iWARP, which
-	// is sent and no more.
-	strike func(c *conn, s rpcrdma.Segment) verbs.Status
-	// reads: the attack is a Read.
+	name string
+	// onWrite: the server attacks the read chunk of a WRITE. Otherwise it attacks the write chunk
+	// of a READ.
+	onWrite bool
+	// pending: the server attacks before it replies to the call. Otherwise it attacks after the
+	// call has ended.
+	pending bool
+	// run attacks and returns the status that the server gets. Success fails the test, except for
+	// an RDMA Write over iWARP, whose completion only means that it was sent.
+	run func(c *conn, s rpcrdma.Segment) verbs.Status
+	// reads: the attack is an RDMA Read.
 	reads bool
-	// message: it reaches for no memory.
+	// message: the attack accesses no memory.
 	message bool
-	// harmless: the connection may go on.
+	// harmless: the connection may survive the attack.
 	harmless bool
-	// freed: the memory is given back, and made anew, before the strike.
+	// freed: the client frees the memory and allocates it again before the attack.
 	freed bool
-	// reply changes the Send of the reply instead.
+	// reply changes the Send of the reply, instead of run.
 	reply func(wr *verbs.WorkRequest, s rpcrdma.Segment)
-	// second needs two calls at a time: the strike is the reply to one with the key of the other.
-	second bool
+	// twoCalls: the attack needs two calls in flight. The reply to one carries the key of the
+	// other.
+	twoCalls bool
 }
 
-var bad = bytes.Repeat([]byte{0xbd}, 64)
+var attackBytes = bytes.Repeat([]byte{0xbd}, 64)
 
 var attacks = []attack{
-	{name: "late write", strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, bad) }},
-	{name: "late write of one octet at the end", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		return c.write(s, attackSize-1, bad[:1])
+	{name: "late write", run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, attackBytes) }},
+	{name: "late write of one byte at the end", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
+		return c.write(s, attackSize-1, attackBytes[:1])
 	}},
-	{name: "write beyond the end", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		return c.write(s,
-			attackSize, bad)
+	{name: "write beyond the end", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
+		return c.write(s, attackSize, attackBytes)
 	}},
-	{name: "write before the start", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		return c.write(s, -1,
-			bad)
+	{name: "write before the start", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
+		return c.write(s, -1, attackBytes)
 	}},
 	{name: "read of a write chunk", reads: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
-	{name: "write with the next key", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+	{name: "write with the next key", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
 		s.Handle++
-		return c.write(s, 0, bad)
+		return c.write(s, 0, attackBytes)
 	}},
-	{name: "write with a neighbour's index", strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+	{name: "write with the next index", run: func(c *conn, s rpcrdma.Segment) verbs.Status {
 		s.Handle += 1 << 8
-		return c.write(s, 0, bad)
+		return c.write(s, 0, attackBytes)
 	}},
-	{name: "late read", reads: true, write: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
-	{name: "write to a read chunk", write: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, bad) }},
-	{name: "overlong read", reads: true, write: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
+	{name: "late read", reads: true, onWrite: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+	{name: "write to a read chunk", onWrite: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, attackBytes) }},
+	{name: "read beyond the end", reads: true, onWrite: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
 
-	// The memory is another's by then.
+	// The client has freed the memory before the attack.
 	{name: "late write to freed memory", freed: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, bad) }},
-	{name: "late read of freed memory", reads: true, write: true, freed: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, 0, attackBytes) }},
+	{name: "late read of freed memory", reads: true, onWrite: true, freed: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
 
-	// While the key is good.
-	{name: "another key of the same index, in time", alive: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+	// The key is still valid.
+	{name: "write with another key of the same index, call pending", pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
 			s.Handle ^= 1
-			return c.write(s, 0, bad)
+			return c.write(s, 0, attackBytes)
 		}},
-	{name: "a neighbour's index, in time", alive: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		s.Handle -= 1 << 8
-		return c.write(s, 0, bad)
-	}},
-	{name: "write to a read chunk, in time", write: true, alive: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-			return c.write(s, 0, bad)
+	{name: "write with the previous index, call pending", pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
+			s.Handle -= 1 << 8
+			return c.write(s, 0, attackBytes)
 		}},
-	{name: "read of a write chunk, in time", reads: true, alive: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
-	{name: "write beyond the end, in time", alive: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, attackSize, bad) }},
-	{name: "overlong read, in time", reads: true, write: true, alive: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
-	{name: "write with the key of another connection", alive: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.other().write(s, 0, bad) }},
-	{name: "read with the key of another connection", reads: true, write: true, alive: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+	{name: "write to a read chunk, call pending", onWrite: true, pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
+			return c.write(s, 0, attackBytes)
+		}},
+	{name: "read of a write chunk, call pending", reads: true, pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, 64) }},
+	{name: "write beyond the end, call pending", pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.write(s, attackSize, attackBytes) }},
+	{name: "read beyond the end, call pending", reads: true, onWrite: true, pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.read(s, 0, attackSize+1) }},
+	{name: "write with the key of another connection", pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status { return c.other().write(s, 0, attackBytes) }},
+	{name: "read with the key of another connection", reads: true, onWrite: true, pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
 			return c.other().read(s, 0, 64)
 		}},
 
 	// Messages.
-	{name: "the reply twice", message: true, harmless: true, strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
-		c.send(&verbs.WorkRequest{Opcode: verbs.OpSend}, c.mem.Buf[:64]) // as it was sent
+	{name: "reply sent twice", message: true, harmless: true, run: func(c *conn, s rpcrdma.Segment) verbs.Status {
+		c.send(&verbs.WorkRequest{Opcode: verbs.OpSend}, c.mem.Buf[:64]) // still holds the reply
 		return verbs.StatusWRFlushErr
 	}},
-	{name: "invalidation of a key that nobody has", message: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+	{name: "invalidation of an unknown key", message: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
 			c.send(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: verbs.RKey(s.Handle ^ 1<<23)},
 				c.mem.Buf[:64])
-			return verbs.StatusWRFlushErr // that it was taken is no breach
+			return verbs.StatusWRFlushErr // the client may accept the message
 		}},
-	{name: "invalidation of the call's key, which was not asked for", harmless: true, alive: true,
+	{name: "invalidation of the call's key without a request", harmless: true, pending: true,
 		reply: func(wr *verbs.WorkRequest, s rpcrdma.Segment) {
 			wr.Opcode, wr.InvalidateRKey = verbs.OpSendWithInv, verbs.RKey(s.Handle)
 		}},
-	{name: "invalidation of another call's key", alive: true, second: true},
-	{name: "invalidation of a key of another connection", message: true, alive: true,
-		strike: func(c *conn, s rpcrdma.Segment) verbs.Status {
+	{name: "invalidation of another call's key", pending: true, twoCalls: true},
+	{name: "invalidation of a key of another connection", message: true, pending: true,
+		run: func(c *conn, s rpcrdma.Segment) verbs.Status {
 			c.other().send(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: verbs.RKey(s.Handle)},
 				c.mem.Buf[:64])
 			return verbs.StatusWRFlushErr
 		}},
 }
 
-// A Client is what is attacked: a transport of ours that is connected to the server.
+// A Client is the client transport under test, connected to the server.
 type Client interface {
 	nfs3.Caller
 	Stats() Stats
@@ -138,26 +142,28 @@ type Client interface {
 // Stats are counters of a client.
 type Stats struct {
 	Connects uint64 // connections made
-	Refused  uint64 // accesses of the server that its device refused
-	// memory regions that a lost connection hurt, and that were recovered, recycled or orphaned
+	Refused  uint64 // accesses by the server that the client's device refused
+	// MRsFailed counts memory regions that a lost connection left in an unknown state. MRsRecovered
+	// counts those that were then recovered, recycled or orphaned.
 	MRsFailed, MRsRecovered uint64
 }
 
-// A Config says what is attacked.
+// Config describes the client under test.
 type Config struct {
-	Provider func(t testing.TB) verbs.Provider // makes one for the server
-	Addr     netip.AddrPort                    // for the server to listen on, port 0 for any
-	// Dial connects a client, until the test ends.
+	Provider func(t testing.TB) verbs.Provider // returns a provider for the server
+	// listen address of the server; port 0 takes a free one
+	Addr netip.AddrPort
+	// Dial connects a client until the test ends.
 	Dial func(t testing.TB, server netip.AddrPort) Client
-	// Unanswered: an RDMA Write that succeeded was sent, and no more is known of it, as over iWARP.
+	// Unanswered: a successful RDMA Write only means that it was sent, as over iWARP.
 	Unanswered bool
-	// Counted: the device counts what it refuses.
+	// Counted: the client's device counts the accesses that it refuses.
 	Counted bool
-	// Except names attacks that a device allows by itself, with the reason.
+	// Except holds the names of attacks that the device cannot refuse, with the reason.
 	Except map[string]string
 }
 
-// client is a client that has heard the server.
+// client connects a client and reads once, so that the connection is in use.
 func (cfg *Config) client(t testing.TB, v *Server) Client {
 	t.Helper()
 	c := cfg.Dial(t, v.Addr())
@@ -170,29 +176,29 @@ func (cfg *Config) client(t testing.TB, v *Server) Client {
 	return c
 }
 
-// Attacks plays a server that reaches for memory it has no right to. No attempt may succeed, or
-// change or tell memory; the calls that it meets, and those after it, have their data; and whatever
-// the attack hurts is mended.
+// Attacks runs every attack as a subtest. No attack may read or change memory of the client. The
+// attacked call and the calls after it must return the right data, and every failed memory region
+// must be recovered.
 func Attacks(t *testing.T, cfg Config) {
 	for name := range cfg.Except {
 		if !slices.ContainsFunc(attacks, func(a attack) bool { return a.name == name }) {
-			t.Errorf("there is no attack %q to be excepted", name)
+			t.Errorf("Except names an unknown attack %q", name)
 		}
 	}
 	for _, a := range attacks {
 		t.Run(a.name, func(t *testing.T) {
 			if why := cfg.Except[a.name]; why != "" {
-				t.Skipf("the device allows it: %s", why)
+				t.Skipf("the device cannot refuse this attack: %s", why)
 			}
 			a.play(t, &cfg)
 		})
 	}
 }
 
-// play is one attack, with a client and a server of its own.
+// play runs one attack on a new client and a new server.
 func (a *attack) play(t *testing.T, cfg *Config) {
 	v := Serve(t, cfg.Provider(t), cfg.Addr)
-	// The other connection first: its keys are the server's as well.
+	// The other client connects first, because conn.other uses its connection.
 	other, attacked := cfg.client(t, v), cfg.client(t, v)
 	c := nfs3.NewClient(attacked, nfs3.Options{})
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
@@ -206,24 +212,24 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	v.arm(a)
 
 	var both sync.WaitGroup
-	if a.second {
+	if a.twoCalls {
 		second := arena(t)
 		both.Go(func() {
 			var r nfs3.ReadResult
 			if err := c.Read(ctx, cred, file(), attackSize, second, &r); err != nil ||
 				!right(second[:r.N], attackSize) || r.N != attackSize {
-				t.Errorf("the other call: %v, or wrong octets", err)
+				t.Errorf("second call: got %v and %d bytes, want %d right bytes", err, r.N, attackSize)
 			}
 		})
 	}
-	if a.write {
+	if a.onWrite {
 		copy(buf, Content(0, attackSize))
 		var w nfs3.WriteResult
 		err = c.Write(ctx, cred, file(), 0, buf, nfs3.FileSync, &w)
 	} else {
 		var r nfs3.ReadResult
 		if err = c.Read(ctx, cred, file(), 0, buf, &r); err == nil && (r.N != attackSize || !right(buf, 0)) {
-			t.Error("the call has wrong octets")
+			t.Error("attacked call returned wrong bytes")
 		}
 	}
 	if err != nil {
@@ -232,7 +238,7 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	both.Wait()
 	if a.freed {
 		free()
-		if buf, err = membuf.Alloc(attackSize); err != nil { // where the other was, most likely
+		if buf, err = membuf.Alloc(attackSize); err != nil { // probably at the same address
 			free = func() {}
 			t.Fatal(err)
 		}
@@ -240,38 +246,46 @@ func (a *attack) play(t *testing.T, cfg *Config) {
 	for i := range buf {
 		buf[i] = guard
 	}
-	close(v.may)
+	close(v.proceed)
 	select {
-	case st := <-v.struck:
+	case st := <-v.outcome:
 		if st == verbs.StatusSuccess && !a.harmless && (a.reads || !cfg.Unanswered) {
-			t.Error("the attack succeeded")
+			t.Error("attack succeeded")
 		}
-		t.Logf("the attacker was told: %v", st)
+		t.Logf("status at the server: %v", st)
 	case <-ctx.Done():
-		t.Fatal("the attack was not made")
+		t.Fatal("server did not attack")
 	}
-	time.Sleep(50 * time.Millisecond) // what was let in is placed
+	time.Sleep(50 * time.Millisecond) // until accepted data is in memory
 	if i := bytes.IndexFunc(buf, func(r rune) bool { return r != guard }); i >= 0 {
-		t.Fatalf("octet %d was changed after the call had ended", i)
+		t.Fatalf("byte %d changed after the call had ended", i)
 	}
+	a.checkClients(ctx, t, cfg, attacked, other)
+}
+
+// checkClients checks that both clients still read the right bytes, and checks their counters.
+func (a *attack) checkClients(ctx context.Context, t *testing.T, cfg *Config, attacked, other Client) {
+	t.Helper()
 	for name, x := range map[string]Client{"attacked": attacked, "other": other} {
 		next := arena(t)
 		var r nfs3.ReadResult
 		if err := nfs3.NewClient(x, nfs3.Options{}).Read(ctx, cred, file(), 4096, next, &r); err != nil ||
 			r.N != attackSize || !right(next, 4096) {
-			t.Errorf("next read on the %s connection: %v, or wrong octets", name, err)
+			t.Errorf("next read on the %s connection: got %v and %d bytes, want %d right bytes", name, err, r.N,
+				attackSize)
 		}
 	}
 	here, there := attacked.Stats(), other.Stats()
 	if connects := here.Connects + there.Connects; !a.harmless && connects < 3 {
-		t.Errorf("%d connections were made, want one more than two: the attack has to end one", connects)
+		t.Errorf("got %d connections, want at least 3: the attack must end one", connects)
 	}
-	if refused := here.Refused + there.Refused; cfg.Counted && a.strike != nil && !a.message && refused == 0 {
-		t.Error("no refusal was counted")
+	if refused := here.Refused + there.Refused; cfg.Counted && a.run != nil && !a.message && refused == 0 {
+		t.Error("client counted no refused access")
 	}
 	for name, s := range map[string]Stats{"attacked": here, "other": there} {
 		if s.MRsFailed != s.MRsRecovered {
-			t.Errorf("%s: %d MRs were hurt, and %d recovered, recycled or orphaned", name, s.MRsFailed, s.MRsRecovered)
+			t.Errorf("%s client: got %d recovered, recycled or orphaned MRs, want %d, as many as failed", name,
+				s.MRsRecovered, s.MRsFailed)
 		}
 	}
 }

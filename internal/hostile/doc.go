@@ -1,5 +1,7 @@
-// Package hostile is for tests: a server of NFS over RDMA that does what no server may, and what a
-// client must have made of it. It holds a transport to the promise of docs/semantics.md, that a
-// call's memory is reachable by the server until its reply has been handled, and never after (RFC
-// 8166 §8.1), on every provider and device.
+// Package hostile tests a client transport against an NFS/RDMA server that attacks it.
+//
+// The server accesses memory of the client without permission, and the package checks how the
+// client reacts. docs/semantics.md promises that the server can access the memory of a call only
+// until the client has handled the reply (RFC 8166 §8.1). [Attacks] checks this promise on every
+// provider and device. Only tests import the package.
 package hostile

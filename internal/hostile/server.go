@@ -19,35 +19,32 @@ import (
 )
 
 const (
-	// attackSize is how much a call that is attacked reads or writes: more than goes inline, and
-	// less than an arena.
+	// attackSize is the number of bytes that an attacked call reads or writes. It is more than the
+	// inline threshold and less than an arena.
 	attackSize = 40000
-	// attackPatience bounds what an attacker waits for: a device may leave a bad request without an
-	// answer.
-	attackPatience = 3 * time.Second
-	attackDepth    = 32
-	attackMessage  = 16 << 10 // of Sends; less is promised
-	attackInline   = 4096
-	guard          = 0x55 // in memory that no server may see or change
+	// attackTimeout bounds one request of the server. A device may not answer a forbidden request.
+	attackTimeout = 3 * time.Second
+	attackDepth   = 32
+	attackMessage = 16 << 10 // bytes of a Receive; the inline threshold is smaller
+	attackInline  = 4096
+	guard         = 0x55 // fills memory that the server must not read or change
 )
 
-// A Server serves READ and WRITE of NFSv3 as it should, one call at a time on each connection,
-// until it is told to strike.
+// A Server answers READ and WRITE of NFSv3 correctly, one call at a time on each connection, until
+// arm gives it an attack.
 type Server struct {
 	t  testing.TB
 	l  verbs.Listener
 	mu sync.Mutex
 
-	// guarded by mu, as all below; freed at the end, as an attack may come by a connection that has
-	// just ended
-	bufs  [][]byte
-	plan  *attack   // used up by one call
-	conns []*conn   // that live, in the order in which they were made
-	held  *heldCall // of an attack that needs two calls
+	// mu guards the fields up to held.
+	bufs  [][]byte  // freed after all connections: an attack may use a connection that has ended
+	plan  *attack   // the next attack; one call takes it
+	conns []*conn   // open connections, in the order of their start
+	held  *heldCall // first call of an attack with twoCalls
 
-	// closed when the call has ended, its memory is what it will be, and a late attack may begin
-	may    chan struct{}
-	struck chan verbs.Status // its outcome
+	proceed chan struct{}     // closed when the call has ended and a late attack may begin
+	outcome chan verbs.Status // status of the attack
 }
 
 type heldCall struct {
@@ -59,11 +56,11 @@ type conn struct {
 	v       *Server
 	qp      verbs.QP
 	calls   chan []byte
-	mem     verbs.SGE // of what is sent and received
-	private verbs.SGE // of RDMA Writes and Reads
+	mem     verbs.SGE // messages
+	private verbs.SGE // data of RDMA Writes and Reads
 }
 
-// Content is what a READ of n octets at off gives.
+// Content returns the n bytes that a READ at offset off returns.
 func Content(off uint64, n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -73,14 +70,14 @@ func Content(off uint64, n int) []byte {
 	return b
 }
 
-// right reports whether b is what a READ at off gives.
+// right reports whether b holds the bytes that a READ at offset off returns.
 func right(b []byte, off uint64) bool { return bytes.Equal(b, Content(off, len(b))) }
 
-// Serve starts a server on addr, until the test ends. It does nothing that it may not until an
-// attack of [Attacks] has it.
+// Serve starts a server on addr until the test ends. Without an attack of [Attacks] the server
+// follows the protocol.
 func Serve(t testing.TB, p verbs.Provider, addr netip.AddrPort) *Server {
 	t.Helper()
-	v := &Server{t: t, may: make(chan struct{}), struck: make(chan verbs.Status, 1)}
+	v := &Server{t: t, proceed: make(chan struct{}), outcome: make(chan verbs.Status, 1)}
 	var err error
 	if v.l, err = p.Listen(context.Background(), addr); err != nil {
 		t.Fatal(err)
@@ -95,7 +92,7 @@ func Serve(t testing.TB, p verbs.Provider, addr netip.AddrPort) *Server {
 			}
 			conns.Go(func() {
 				if err := v.serve(ctx, req); err != nil && ctx.Err() == nil {
-					t.Errorf("the attacker's own: %v", err)
+					t.Errorf("server connection: %v", err)
 				}
 			})
 		}
@@ -111,7 +108,7 @@ func Serve(t testing.TB, p verbs.Provider, addr netip.AddrPort) *Server {
 	return v
 }
 
-// Addr is where it listens.
+// Addr returns the listen address.
 func (v *Server) Addr() netip.AddrPort { return v.l.Addr() }
 
 func (v *Server) arm(a *attack) {
@@ -120,7 +117,7 @@ func (v *Server) arm(a *attack) {
 	v.mu.Unlock()
 }
 
-// serve is one connection.
+// serve serves one connection.
 func (v *Server) serve(ctx context.Context, req verbs.ConnRequest) (err error) {
 	dev := req.Device()
 	pd, err := dev.AllocPD()
@@ -206,7 +203,7 @@ func (v *Server) forget(c *conn) {
 	v.mu.Unlock()
 }
 
-// other is the first connection that is not c: that of the other transport.
+// other returns the connection of the other client.
 func (c *conn) other() *conn {
 	c.v.mu.Lock()
 	defer c.v.mu.Unlock()
@@ -215,12 +212,12 @@ func (c *conn) other() *conn {
 			return x
 		}
 	}
-	c.v.t.Error("there is no other connection")
+	c.v.t.Error("server has no other connection")
 	return c
 }
 
-// do posts one request and waits for its end, or, where the device has nothing to say of it, ends
-// the connection.
+// do posts one request and returns its status. After attackTimeout it drains the queue pair, which
+// completes the request.
 func (c *conn) do(wr *verbs.WorkRequest) verbs.Status {
 	wr.Signaled = true
 	ended := make(chan verbs.Status, 1)
@@ -231,8 +228,8 @@ func (c *conn) do(wr *verbs.WorkRequest) verbs.Status {
 	select {
 	case st := <-ended:
 		return st
-	case <-time.After(attackPatience):
-		c.v.t.Logf("%v: no answer within %v", wr.Opcode, attackPatience)
+	case <-time.After(attackTimeout):
+		c.v.t.Logf("%v: no completion within %v", wr.Opcode, attackTimeout)
 		c.qp.Drain()
 		return <-ended
 	}
@@ -245,7 +242,7 @@ func (c *conn) write(s rpcrdma.Segment, at int64, data []byte) verbs.Status {
 		uint64(at), SGList: []verbs.SGE{b}})
 }
 
-// read reads, and takes what it sees of memory that it should not for a success.
+// read reads n bytes. It returns success whenever it got guard bytes.
 func (c *conn) read(s rpcrdma.Segment, at int64, n int) verbs.Status {
 	b := verbs.SGE{Buf: c.private.Buf[:n], LKey: c.private.LKey}
 	clear(b.Buf)
@@ -266,7 +263,7 @@ func (c *conn) send(wr *verbs.WorkRequest, msg []byte) verbs.Status {
 	return c.do(wr)
 }
 
-// answer serves a call, and strikes if it is the one.
+// answer serves a call, and attacks if arm was called before.
 func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 	var h rpcrdma.Header
 	n, err := h.Decode(msg)
@@ -291,7 +288,7 @@ func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 	if seg.Length > 0 {
 		a, v.plan = v.plan, nil
 	}
-	if a != nil && a.second && v.held == nil { // wait for the second
+	if a != nil && a.twoCalls && v.held == nil { // keep it until the second call
 		v.held = &heldCall{h: h, msg: msg}
 		v.plan = a
 		v.mu.Unlock()
@@ -303,13 +300,13 @@ func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 
 	how := &verbs.WorkRequest{Opcode: verbs.OpSend}
 	switch {
-	case a == nil || !a.alive:
-	case a.second:
+	case a == nil || !a.pending:
+	case a.twoCalls:
 		how.Opcode, how.InvalidateRKey = verbs.OpSendWithInv, verbs.RKey(held.h.Writes[0][0].Handle)
 	case a.reply != nil:
 		a.reply(how, seg)
 	default:
-		v.struck <- a.strike(c, seg)
+		v.outcome <- a.run(c, seg)
 	}
 
 	out := h
@@ -332,7 +329,7 @@ func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 	case uint32(nfs3.ProcWrite):
 		if len(h.Reads) > 0 {
 			if st := c.read(seg, 0, int(seg.Length)); st == verbs.StatusSuccess && !right(c.private.Buf[:count], off) {
-				v.t.Error("the server reads wrong octets of a WRITE")
+				v.t.Error("server read wrong bytes of a WRITE")
 			}
 		}
 		for _, x := range []uint32{0, 0, 0, count, 2, 0, 42} {
@@ -340,18 +337,26 @@ func (v *Server) answer(ctx context.Context, c *conn, msg []byte) {
 		}
 	}
 	st := c.send(how, append(out.Append(nil), reply...))
+	if a != nil {
+		v.afterReply(ctx, c, a, seg, held, st)
+	}
+}
+
+// afterReply attacks when the call has ended, and reports the status of attacks that changed the
+// reply. st is the status of the reply.
+func (v *Server) afterReply(ctx context.Context, c *conn, a *attack, seg rpcrdma.Segment, held *heldCall,
+	st verbs.Status) {
 	switch {
-	case a == nil:
-	case a.second:
-		v.struck <- verbs.StatusWRFlushErr
+	case a.twoCalls:
+		v.outcome <- verbs.StatusWRFlushErr
 		v.answer(ctx, c, held.msg)
-	case a.alive && a.reply != nil:
-		v.struck <- st
-	case a.alive:
+	case a.pending && a.reply != nil:
+		v.outcome <- st
+	case a.pending:
 	default:
 		select {
-		case <-v.may:
-			v.struck <- a.strike(c, seg)
+		case <-v.proceed:
+			v.outcome <- a.run(c, seg)
 		case <-ctx.Done():
 		}
 	}

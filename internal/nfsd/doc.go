@@ -56,11 +56,15 @@
 //
 // # Limits
 //
+// The server needs /proc: it opens files for I/O by the names of their descriptors there.
 // Symbolic links are never followed. File systems mounted below the directory are not exported: a
 // LOOKUP of their mount point ends with NFS3ERR_XDEV. The objects table is bounded by the
 // descriptors that the process may have; calls in progress are bounded by slowCalls. Over RDMA,
 // svcrdma keeps a duplicate request cache. Over TCP, a client that sends a call again on a new
 // connection has it executed again, so that for example a repeated REMOVE ends with NFS3ERR_NOENT.
+//
+// A file that a client has written stays open for writing until some seconds after its COMMIT. A
+// local process cannot execute the file during that time (ETXTBSY).
 //
 // # Locks
 //

@@ -92,7 +92,8 @@ func TestChangesAreSynced(t *testing.T) {
 	if got := log.take(); !slices.Contains(got, c.stat("d/f").Ino) {
 		t.Errorf("SETATTR: synced %v, want the file", got)
 	}
-	for stable, synced := range map[nfs3.StableHow]bool{nfs3.Unstable: false, nfs3.DataSync: true, nfs3.FileSync: true} {
+	for stable, synced := range map[nfs3.StableHow]bool{nfs3.Unstable: false, nfs3.DataSync: true,
+		nfs3.FileSync: true} {
 		var w nfs3.WriteResult
 		c.ok(c.Write(c.ctx, root, f, 0, []byte("x"), stable, &w))
 		if got := log.take(); (len(got) > 0) != synced || w.Committed < stable {

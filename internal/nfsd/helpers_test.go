@@ -86,7 +86,8 @@ func restart(t testing.TB, cfg Config) *client {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &client{Client: nfs3.NewClient(&caller{s: s, peer: peer, try: true}, nfs3.Options{}), t: t, s: s, dir: cfg.Dir,
+	return &client{Client: nfs3.NewClient(&caller{s: s, peer: peer, try: true}, nfs3.Options{}), t: t, s: s,
+		dir:  cfg.Dir,
 		root: s.rootFH, ctx: context.Background(), cred: root}
 }
 

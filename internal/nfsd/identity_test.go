@@ -31,7 +31,7 @@ func TestRootIsSquashed(t *testing.T) {
 		{"root of another group", credential(0, 7), anonymous, 7},
 		{"user of group 0", credential(1000, 0), 1000, anonymous},
 		{"user", credential(1000, 1001), 1000, 1001},
-		{"nobody", sunrpc.AppendAuthNone(nil), anonymous, anonymous},
+		{"no credential", sunrpc.AppendAuthNone(nil), anonymous, anonymous},
 	} {
 		c.create(tt.cred, c.root, tt.name, 0o644)
 		if st := c.stat(tt.name); st.Uid != tt.uid || st.Gid != tt.gid {
@@ -89,7 +89,7 @@ func TestCredentialsThatDoNotDecode(t *testing.T) {
 	}
 }
 
-// The owner of a file may read and write it whatever the mode says, nobody else.
+// Only the owner of a file may read and write it whatever the mode says.
 func TestOwnerOverride(t *testing.T) {
 	c := start(t, nil)
 	fh := c.create(user, c.root, "f", 0)

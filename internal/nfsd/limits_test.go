@@ -162,7 +162,8 @@ func TestAttributesBefore(t *testing.T) {
 	var res nfs3.CreateResult
 	c.ok(c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{}, &res))
 	want := nfs3.WccAttr{Size: before.Size, Mtime: before.Mtime, Ctime: before.Ctime}
-	if !res.DirWcc.HasBefore || res.DirWcc.Before != want || !res.DirWcc.HasAfter || res.DirWcc.After != c.getattr(c.root) {
+	if !res.DirWcc.HasBefore || res.DirWcc.Before != want || !res.DirWcc.HasAfter ||
+		res.DirWcc.After != c.getattr(c.root) {
 		t.Errorf("CREATE: got %+v, want the attributes before and after", res.DirWcc)
 	}
 	var ren nfs3.RenameResult
@@ -187,7 +188,8 @@ func TestAttributesBefore(t *testing.T) {
 	}
 }
 
-// FuzzCall executes any message. The reply is an RPC message of bounded size, or the call gets none.
+// FuzzCall executes any message. The reply is an RPC message of bounded size, or the call gets
+// none.
 func FuzzCall(f *testing.F) {
 	c := start(f, func(cfg *Config) {
 		cfg.NoRootSquash = false

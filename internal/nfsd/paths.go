@@ -13,7 +13,7 @@ import (
 const (
 	maxPlaces   = 1 << 20                // files whose names are remembered
 	maxWalk     = 10 * time.Second       // one search of the whole export
-	walkPause   = 5 * time.Second        // longest time between the end of a search and the next one
+	walkShare   = 4                      // times the duration of a search until the next one
 	shortPause  = 100 * time.Millisecond // a call waits so long for the next search
 	maxDepth    = 4096                   // directories on the way from the export's root to a file
 	direntsRoom = 64 << 10
@@ -43,7 +43,8 @@ type pathTable struct {
 	}
 	walk struct {
 		sync.Mutex
-		began, ended time.Time
+		began time.Time // of the last search
+		next  time.Time // no search before
 	}
 }
 
@@ -171,69 +172,73 @@ func openLongPath(dir int, path string) (int, error) {
 	return fd, err
 }
 
-// search reads the export and notes the place of each file. It returns ESTALE when k is not there,
-// and EAGAIN when the last search ended so short a time ago that the server does not search again.
+// search reads the whole export and notes the place of each file. It returns ESTALE when k is not
+// there, and EAGAIN when it is too early for another search.
 func (t *pathTable) search(k inodeKey, body []byte) error {
 	called := time.Now()
 	t.walk.Lock()
 	defer t.walk.Unlock()
-	if fd, err := t.try(k, body); err == nil { // found by the search before
+	if fd, err := t.try(k, body); err == nil { // found by the search of another call
 		unix.Close(fd)
 		return nil
 	}
-	if t.walk.began.After(called) { // the search before saw the export as it was after the call
+	if t.walk.began.After(called) { // that search saw the export as it was after this call came
 		return unix.ESTALE
 	}
-	// At most half of the time goes to searches.
-	pause := min(walkPause, t.walk.ended.Sub(t.walk.began)) - time.Since(t.walk.ended)
+	pause := time.Until(t.walk.next)
 	if pause > shortPause {
 		return unix.EAGAIN
 	}
 	time.Sleep(pause)
-	t.walk.began = time.Now()
-	defer func() { t.walk.ended = time.Now() }()
-	deadline, seen := time.Now().Add(maxWalk), 0
+	began := time.Now()
+	t.walk.began = began
+	defer func() { t.walk.next = time.Now().Add(walkShare * time.Since(began)) }()
+	deadline, seen, found := began.Add(maxWalk), 0, false
 	buf := make([]byte, direntsRoom)
 	type dir struct {
 		key  inodeKey
 		path string
 	}
-	found := false
 	for queue := []dir{{t.top, "."}}; len(queue) > 0 && seen < maxPlaces && time.Now().Before(deadline); {
 		d := queue[0]
 		queue = queue[1:]
-		fd, err := openLongPath(t.root, d.path)
-		if err != nil {
-			continue
-		}
-		list, err := reopen(fd, unix.O_RDONLY|unix.O_DIRECTORY)
-		unix.Close(fd)
-		if err != nil {
-			continue
-		}
-		for {
-			n, err := unix.Getdents(list, buf)
-			if err != nil || n <= 0 {
-				break
+		t.readDir(d.path, buf, func(e *dirent) {
+			at, name := inodeKey{t.top.dev, e.ino}, string(e.name)
+			seen++
+			t.add(at, d.key, name)
+			found = found || at == k
+			if e.typ == unix.DT_DIR || e.typ == unix.DT_UNKNOWN {
+				queue = append(queue, dir{at, d.path + "/" + name})
 			}
-			for e := range dirents(buf[:n]) {
-				name := string(e.name)
-				if name == "." || name == ".." {
-					continue
-				}
-				seen++
-				at := inodeKey{t.top.dev, e.ino}
-				t.add(at, d.key, name)
-				found = found || at == k
-				if e.typ == unix.DT_DIR || e.typ == unix.DT_UNKNOWN {
-					queue = append(queue, dir{at, d.path + "/" + name})
-				}
-			}
-		}
-		unix.Close(list)
+		})
 	}
 	if !found {
 		return unix.ESTALE
 	}
 	return nil
+}
+
+// readDir calls each for the entries of a directory. It skips what cannot be read.
+func (t *pathTable) readDir(path string, buf []byte, each func(*dirent)) {
+	fd, err := openLongPath(t.root, path)
+	if err != nil {
+		return
+	}
+	list, err := reopen(fd, unix.O_RDONLY|unix.O_DIRECTORY)
+	unix.Close(fd)
+	if err != nil {
+		return
+	}
+	defer unix.Close(list)
+	for {
+		n, err := unix.Getdents(list, buf)
+		if err != nil || n <= 0 {
+			return
+		}
+		for e := range dirents(buf[:n]) {
+			if name := string(e.name); name != "." && name != ".." {
+				each(&e)
+			}
+		}
+	}
 }

@@ -48,7 +48,7 @@ func openByHandle(mount int, h *kernelHandle, flags int) (int, error) {
 	}
 }
 
-// openat2Path opens one name below dir with O_PATH and never leaves dir, follows a link, or crosses
+// openPath opens a path below dir with O_PATH and never leaves dir, follows a link, or crosses
 // into another mount.
 func openPath(dir int, name string) (int, error) {
 	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_NOFOLLOW | unix.O_CLOEXEC,
@@ -86,7 +86,7 @@ func procFD(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }
 func retryFD(f func() (int, error)) (int, error) {
 	for {
 		fd, err := f()
-		if err != unix.EINTR && err != unix.EAGAIN {
+		if err != unix.EINTR {
 			return fd, err
 		}
 	}
@@ -103,8 +103,8 @@ func retry(f func() error) error {
 // readNow reads what the page cache holds at off. EAGAIN means that the rest needs the disk.
 func readNow(fd int, b []byte, off int64) (int, error) {
 	v := unix.Iovec{Base: &b[0], Len: uint64(len(b))}
-	n, _, errno := unix.Syscall6(unix.SYS_PREADV2, uintptr(fd), uintptr(unsafe.Pointer(&v)), 1, uintptr(off), 0,
-		unix.RWF_NOWAIT)
+	n, _, errno := unix.Syscall6(unix.SYS_PREADV2, uintptr(fd), uintptr(unsafe.Pointer(&v)), 1, uintptr(off),
+		uintptr(uint64(off)>>32), unix.RWF_NOWAIT)
 	if errno != 0 {
 		return 0, errno
 	}

@@ -28,8 +28,8 @@ func (c *client) raw(proc nfs3.Proc, args []byte) (uint32, sunrpc.Decoder) {
 
 func (c *client) args(fh nfs3.FH) []byte { return sunrpc.AppendOpaque(nil, fh.Bytes()) }
 
-// What is asked for in one call may be more than a reply can hold: part of it is answered, and the
-// next call, too.
+// A call may ask for more than a reply can hold: the reply holds part of it, and the next call
+// succeeds, too.
 func TestCountsBeyondAReply(t *testing.T) {
 	s, dir := start(t, nil)
 	if err := os.WriteFile(filepath.Join(dir, "a"), make([]byte, 3<<20), 0o644); err != nil {
@@ -62,21 +62,20 @@ func TestCountsBeyondAReply(t *testing.T) {
 		for range 2 {
 			st, d := c.raw(tt.proc, tt.args)
 			if st != stOK || d.Remaining() > maxRecord || d.Remaining() < 100<<10 {
-				t.Fatalf("%s: status %d, %d octets", tt.name, st, d.Remaining())
+				t.Fatalf("%s: status %d, %d bytes", tt.name, st, d.Remaining())
 			}
 			if tt.proc != nfs3.ProcRead {
 				continue
 			}
 			d.Fixed(4 + fattr)
 			if count, eof := d.Uint32(), d.Bool(); count != ioSize || eof {
-				t.Fatalf("%s: %d octets, eof %v", tt.name, count, eof)
+				t.Fatalf("%s: %d bytes, eof %v", tt.name, count, eof)
 			}
 		}
 	}
 }
 
-// However long ago the listing began, an entry comes with the attributes that the file has when it
-// is answered.
+// Each page of a listing holds the attributes that the files have when the server makes the page.
 func TestAttributesOfLaterPages(t *testing.T) {
 	s, dir := start(t, nil)
 	const files = 100
@@ -123,11 +122,11 @@ func TestOffsetsBeyondEveryFile(t *testing.T) {
 		st, d := c.raw(nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(fh), off), 4096))
 		d.Fixed(4 + fattr)
 		if count, eof := d.Uint32(), d.Bool(); st != stOK || count != 0 || !eof {
-			t.Errorf("READ at %#x: status %d, %d octets, eof %v", off, st, count, eof)
+			t.Errorf("READ at %#x: status %d, %d bytes, eof %v", off, st, count, eof)
 		}
 		c.want(c.Write(c.ctx, c.cred, fh, off, []byte("abc"), nfs3.Unstable, &w), syscall.EFBIG)
 	}
-	// What the file system below refuses is refused by its own name.
+	// The error is that of the local file system.
 	const last = math.MaxInt64 - 3
 	local, err := os.OpenFile(filepath.Join(dir, "local"), os.O_CREATE|os.O_WRONLY, 0o600)
 	c.ok(err)
@@ -143,15 +142,15 @@ func TestOffsetsBeyondEveryFile(t *testing.T) {
 	c.want(c.Create(c.ctx, c.cred, c.root, "other", &how, &cr), syscall.EFBIG)
 }
 
-// Pipes, devices and links have handles, too. What is for files and directories is refused, and
-// never waits for the other end of a pipe.
+// Calls for files and directories fail on pipes, devices and links, and never wait for the other
+// end of a pipe.
 func TestHandlesOfOtherThings(t *testing.T) {
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	var cr nfs3.CreateResult
 	c.ok(c.Mknod(c.ctx, c.cred, c.root, "pipe", nfs3.NF3FIFO, &nfs3.SetAttr{}, nfs3.Device{}, &cr))
 	pipe := cr.FH
-	t.Cleanup(func() { // lets go whoever opened it
+	t.Cleanup(func() { // ends the wait of a process that opened it
 		if fd, err := unix.Open(filepath.Join(dir, "pipe"), unix.O_RDWR|unix.O_NONBLOCK, 0); err == nil {
 			time.Sleep(100 * time.Millisecond)
 			unix.Close(fd)
@@ -178,5 +177,5 @@ func TestHandlesOfOtherThings(t *testing.T) {
 			}
 		}
 	}
-	c.ok(c.Remove(c.ctx, c.cred, c.root, "file", new(nfs3.WccData))) // nothing holds the tree
+	c.ok(c.Remove(c.ctx, c.cred, c.root, "file", new(nfs3.WccData)))
 }

@@ -30,7 +30,7 @@ func connect(t *testing.T, addr, from string, n int, first []byte) {
 	}
 }
 
-// Connections that send nothing, or part of a call, keep out neither clients of their own address
+// Connections that send nothing, or part of a call, keep out neither clients of the same address
 // nor others.
 func TestSilentClientsKeepNoOneOut(t *testing.T) {
 	part := make([]byte, 20)

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -119,7 +120,7 @@ func TestReadWriteCommit(t *testing.T) {
 	var w nfs3.WriteResult
 	c.ok(c.Write(c.ctx, c.cred, fh, 0, data, nfs3.Unstable, &w))
 	if w.Count != uint32(len(data)) || w.Committed != nfs3.Unstable {
-		t.Errorf("WRITE: %d octets, %v", w.Count, w.Committed)
+		t.Errorf("WRITE: %d bytes, %v", w.Count, w.Committed)
 	}
 	var cm nfs3.CommitResult
 	c.ok(c.Commit(c.ctx, c.cred, fh, 0, 0, &cm))
@@ -134,7 +135,7 @@ func TestReadWriteCommit(t *testing.T) {
 	var r nfs3.ReadResult
 	c.ok(c.Read(c.ctx, c.cred, fh, 0, buf, &r))
 	if r.N != len(data) || r.EOF || !bytes.Equal(buf[:r.N], data) {
-		t.Errorf("READ: %d octets, eof %v", r.N, r.EOF)
+		t.Errorf("READ: %d bytes, eof %v", r.N, r.EOF)
 	}
 	c.ok(c.Read(c.ctx, c.cred, fh, uint64(len(data)), buf, &r))
 	if r.N != 3 || !r.EOF || string(buf[:3]) != "abc" {
@@ -146,9 +147,9 @@ func TestReadWriteCommit(t *testing.T) {
 	}
 }
 
-// TestDiskFull: a WRITE that finds no space says so, and leaves no file open: the space of what is
-// removed then is there again.
+// A WRITE without disk space fails with ENOSPC. The space is free again when the file is removed.
 func TestDiskFull(t *testing.T) {
+	testutil.NeedsRoot(t)
 	var disk string
 	s, _ := start(t, func(c *Config) {
 		disk = c.Dir
@@ -167,7 +168,7 @@ func TestDiskFull(t *testing.T) {
 		fh := c.create(name, 0o600)
 		c.ok(c.Write(c.ctx, c.cred, fh, 0, make([]byte, 60<<10), nfs3.Unstable, &w))
 		off := uint64(60 << 10)
-		// what there is room for
+		// a short WRITE
 		c.ok(c.Write(c.ctx, c.cred, fh, off, make([]byte, 60<<10), nfs3.Unstable, &w))
 		off += uint64(w.Count)
 		c.want(c.Write(c.ctx, c.cred, fh, off, make([]byte, 60<<10), nfs3.Unstable, &w), syscall.ENOSPC)
@@ -179,8 +180,8 @@ func TestDiskFull(t *testing.T) {
 	}
 }
 
-// TestHandles shows what clients rely on: handles that live through renames, of the object and of
-// its parents, and as long as any link does.
+// A handle stays valid when the object or one of its parents is renamed, and while the object has a
+// link.
 func TestHandles(t *testing.T) {
 	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
@@ -214,7 +215,7 @@ func TestHandles(t *testing.T) {
 	c.ok(c.Remove(c.ctx, c.cred, c.root, "link", &wcc))
 	c.want(c.GetAttr(c.ctx, c.cred, f, &a), syscall.ESTALE)
 
-	// A rename over a file ends the file's handle, not the other's.
+	// RENAME to an existing name makes the handle of the replaced file stale.
 	x, y := c.create("x", 0o600), c.create("y", 0o600)
 	c.ok(c.Rename(c.ctx, c.cred, c.root, "x", c.root, "y", &ren))
 	c.ok(c.GetAttr(c.ctx, c.cred, x, &a))
@@ -252,6 +253,7 @@ func TestErrnos(t *testing.T) {
 }
 
 func TestAttributes(t *testing.T) {
+	testutil.NeedsRoot(t)
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	fh := c.create("f", 0o644)
@@ -300,6 +302,7 @@ func TestAttributes(t *testing.T) {
 }
 
 func TestExclusiveCreate(t *testing.T) {
+	testutil.NeedsRoot(t)
 	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	var cr nfs3.CreateResult
@@ -313,7 +316,7 @@ func TestExclusiveCreate(t *testing.T) {
 	how.Verf[7]++
 	c.want(c.Create(c.ctx, c.cred, c.root, "x", &how, &cr), syscall.EEXIST)
 
-	// UNCHECKED leaves what is there.
+	// UNCHECKED keeps the data.
 	var w nfs3.WriteResult
 	c.ok(c.Write(c.ctx, c.cred, fh, 0, []byte("keep"), nfs3.Unstable, &w))
 	c.ok(c.Create(c.ctx, c.cred, c.root, "x", &nfs3.CreateHow{}, &cr))
@@ -326,7 +329,7 @@ func TestExclusiveCreate(t *testing.T) {
 	}
 }
 
-// TestConfined tries to leave the export.
+// Symbolic links do not lead out of the export.
 func TestConfined(t *testing.T) {
 	s, dir := start(t, nil)
 	outside := filepath.Join(filepath.Dir(dir), "outside")
@@ -382,6 +385,7 @@ func TestConfined(t *testing.T) {
 }
 
 func TestCredentials(t *testing.T) {
+	testutil.NeedsRoot(t)
 	if os.Geteuid() != 0 {
 		t.Fatal("only root serves others under their own names: run the tests as root")
 	}
@@ -409,11 +413,11 @@ func TestCredentials(t *testing.T) {
 		t.Errorf("owner of a new file: %v %v", info, err)
 	}
 	var w nfs3.WriteResult
-	// mode 0444, as git does
+	// git writes to files of mode 0444 that it has created
 	c.ok(c.Write(c.ctx, user, cr.FH, 0, []byte("owner may"), nfs3.Unstable, &w))
 }
 
-// TestLargeDirectory pages through more entries than a reply holds, and finds every handle alive.
+// A directory of many pages is listed once, with a valid handle for each entry.
 func TestLargeDirectory(t *testing.T) {
 	s, dir := start(t, nil)
 	const files = 3000
@@ -500,7 +504,7 @@ func TestReadOnly(t *testing.T) {
 	c.want(c.Remove(c.ctx, c.cred, c.root, "f", &wcc), syscall.EROFS)
 }
 
-// TestOtherPrograms asks the port mapper and MOUNT, and for what is not served.
+// The TCP port answers the port mapper and MOUNT, and refuses other programs.
 func TestOtherPrograms(t *testing.T) {
 	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
@@ -551,7 +555,7 @@ func TestOtherPrograms(t *testing.T) {
 	}
 }
 
-// TestParallel has several clients change one tree at once; the race detector watches.
+// Several clients change one tree at the same time.
 func TestParallel(t *testing.T) {
 	s, _ := start(t, nil)
 	var wg sync.WaitGroup

@@ -20,13 +20,13 @@ import (
 // maxRecord is the largest call or reply in bytes.
 const maxRecord = nfsd.MaxRecord
 
-// Bounds of the way to the backend.
+// Limits of the connections to the backend.
 const (
 	dialTimeout  = 10 * time.Second
 	connsPerPeer = 2 // TCP connections for each RDMA connection
 )
 
-// A BackendError says why a call did not get its answer from the NFS server behind the RDMA port.
+// A BackendError says why the NFS server behind the relay did not reply to a call.
 type BackendError struct {
 	Addr string
 	Op   string // "connect", "ask", "call"
@@ -41,8 +41,8 @@ func (e *BackendError) Error() string {
 // Unwrap returns the cause.
 func (e *BackendError) Unwrap() error { return e.Err }
 
-// checkBackend asks the server at addr for nothing (NULL), so that a wrong address is heard of at
-// the start.
+// checkBackend makes a NULL call to the server at addr, so that a wrong address is an error at the
+// start.
 func checkBackend(ctx context.Context, addr string) error {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
@@ -57,11 +57,11 @@ func checkBackend(ctx context.Context, addr string) error {
 	return nil
 }
 
-// proxy passes calls to an RPC over TCP server. Each client connection has a few TCP connections of
-// its own, so that the backend can tell clients apart by them and XIDs need not be changed. When
-// one of them ends, the calls on it fail, the client's RDMA connection is dropped, and the client
-// sends them again; a new TCP connection is made when the next call comes. It satisfies
-// svcrdma.ConnHandler.
+// A proxy relays calls to an RPC over TCP server. Each client connection has separate TCP
+// connections, so that the backend can tell clients apart by them and the proxy can keep the XIDs.
+// When a TCP connection ends, the calls on it fail, svcrdma ends the client's RDMA connection, and
+// the client sends the calls again. The next call makes a new TCP connection. A proxy satisfies
+// svcrdma.ConnHandler and is safe for concurrent use.
 type proxy struct {
 	addr string
 	log  hclog.Logger
@@ -74,14 +74,14 @@ func newProxy(addr string, log hclog.Logger) *proxy {
 	return &proxy{addr: addr, log: log, peers: make(map[netip.AddrPort]*backendPool)}
 }
 
-// backendPool is the connections of one client connection.
+// A backendPool holds the TCP connections of one client connection.
 type backendPool struct {
 	mu    sync.Mutex
 	conns [connsPerPeer]*rpctcp.Client // guarded by mu
 	next  int                          // guarded by mu
 }
 
-// ServeRPC passes one call on.
+// ServeRPC relays one call.
 func (p *proxy) ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error) {
 	p.mu.Lock()
 	pool := p.peers[peer]
@@ -92,8 +92,8 @@ func (p *proxy) ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply [
 	p.mu.Unlock()
 	b, err := p.conn(ctx, pool)
 	if err != nil {
-		if ctx.Err() == nil { // else the client has gone, which says nothing of the backend
-			p.log.Error("call not passed on", "peer", peer, "error", err)
+		if ctx.Err() == nil { // else the client has left, and the backend did nothing wrong
+			p.log.Error("call not relayed", "peer", peer, "error", err)
 		}
 		return nil, err
 	}
@@ -107,12 +107,12 @@ func (p *proxy) ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply [
 		err = fmt.Errorf("%w: %w", svcrdma.ErrReplySize, err)
 	}
 	if ctx.Err() == nil {
-		p.log.Error("call not answered", "peer", peer, "error", err)
+		p.log.Error("no reply to a call", "peer", peer, "error", err)
 	}
 	return nil, err
 }
 
-// ConnClosed ends the connections of a client that is gone.
+// ConnClosed closes the TCP connections of a client connection that has ended.
 func (p *proxy) ConnClosed(peer netip.AddrPort) {
 	p.mu.Lock()
 	pool := p.peers[peer]
@@ -128,7 +128,7 @@ func (p *proxy) ConnClosed(peer netip.AddrPort) {
 	}
 }
 
-// conn gives a connection that lives, in turn, dialing where there is none.
+// conn returns the next connection of the pool in turn, and connects where there is none.
 func (p *proxy) conn(ctx context.Context, pool *backendPool) (*rpctcp.Client, error) {
 	pool.mu.Lock()
 	i := pool.next
@@ -145,7 +145,7 @@ func (p *proxy) conn(ctx context.Context, pool *backendPool) (*rpctcp.Client, er
 		return nil, &BackendError{Addr: p.addr, Op: "connect", Err: err}
 	}
 	pool.mu.Lock()
-	if b := pool.conns[i]; b != nil && b.Err() == nil { // another call was faster
+	if b := pool.conns[i]; b != nil && b.Err() == nil { // of a concurrent call
 		pool.mu.Unlock()
 		fresh.Close()
 		return b, nil

@@ -24,7 +24,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// dialRDMA is a client whose NFS calls go over RDMA; MOUNT went over TCP to mountAddr.
+// dialRDMA returns a client whose NFS calls go over RDMA, after a MOUNT over TCP to mountAddr.
 func dialRDMA(t testing.TB, s *Server, mountAddr string) *client {
 	t.Helper()
 	c := dial(t, mountAddr)
@@ -54,7 +54,7 @@ func exercise(t *testing.T, c *client) {
 		buf := make([]byte, n)
 		c.ok(c.Read(c.ctx, c.cred, fh, 0, buf, &r))
 		if w.Count != uint32(n) || r.N != n || !bytes.Equal(buf, data) {
-			t.Fatalf("%d octets: wrote %d, read %d, equal %v", n, w.Count, r.N, bytes.Equal(buf, data))
+			t.Fatalf("%d bytes: wrote %d, read %d, equal %v", n, w.Count, r.N, bytes.Equal(buf, data))
 		}
 	}
 	target := string(bytes.Repeat([]byte("0123456/"), 300)) // READLINK's and SYMLINK's long form
@@ -63,7 +63,7 @@ func exercise(t *testing.T, c *client) {
 	var rl nfs3.ReadLinkResult
 	c.ok(c.ReadLink(c.ctx, c.cred, cr.FH, buf, &rl))
 	if string(buf[:rl.N]) != target {
-		t.Errorf("READLINK: %d octets", rl.N)
+		t.Errorf("READLINK: %d bytes", rl.N)
 	}
 	const files = 500
 	for i := range files {
@@ -91,15 +91,14 @@ func TestDirectoryOverRDMA(t *testing.T) {
 	exercise(t, dialRDMA(t, s, s.TCPAddr))
 	if stats.ReadBytes.Load() < 1<<20 || stats.WrittenBytes.Load() < 1<<20 || stats.ReplyChunks.Load() == 0 ||
 		stats.RemoteInvalidates.Load() == 0 || stats.RDMAErrors.Load() != 0 {
-		t.Errorf("read %d octets, wrote %d, %d reply chunks, %d remote invalidations, %d RDMA_ERRORs",
+		t.Errorf("read %d bytes, wrote %d, %d reply chunks, %d remote invalidations, %d RDMA_ERRORs",
 			stats.ReadBytes.Load(), stats.WrittenBytes.Load(),
 			stats.ReplyChunks.Load(), stats.RemoteInvalidates.Load(), stats.RDMAErrors.Load())
 	}
 }
 
-// Clients on TCP, as many as are let in, leave room for those of RDMA, whose calls come over TCP,
-// too.
-func TestTCPConnectionsLeaveRoom(t *testing.T) {
+// The RDMA port works while the TCP port has as many connections as it accepts.
+func TestRDMAPortDoesNotNeedTCPPort(t *testing.T) {
 	s, _ := start(t, nil)
 	c := dialRDMA(t, s, s.TCPAddr)
 	for range maxTCPConns {
@@ -126,8 +125,7 @@ func TestBackendOverRDMA(t *testing.T) {
 	exercise(t, dialRDMA(t, front, dir.TCPAddr))
 }
 
-// A client that goes away while the backend is dialed is no trouble of the backend's: the log says
-// nothing.
+// The proxy logs no error when a client leaves while the proxy connects to the backend.
 func TestProxyClientGone(t *testing.T) {
 	b := newScripted(t)
 	var log bytes.Buffer
@@ -145,7 +143,7 @@ func TestProxyClientGone(t *testing.T) {
 	}
 }
 
-// scripted is a backend whose replies a test writes.
+// A scripted is a backend whose replies the test writes.
 type scripted struct {
 	net.Listener
 	calls chan scriptedCall
@@ -230,7 +228,7 @@ func TestProxy(t *testing.T) {
 		}
 	}
 
-	// A cancelled call's late answer reaches nobody, and the connection goes on.
+	// The late reply of a cancelled call is discarded, and the connection stays.
 	cancelled, cancel := context.WithCancel(ctx)
 	done := send(cancelled, 20)
 	late := <-b.calls
@@ -248,8 +246,8 @@ func TestProxy(t *testing.T) {
 		}
 	}
 
-	// A reply that is too long to be passed on: an error that the client does not try again, and
-	// the connection goes on.
+	// A reply that is too long ends its call with an error that the client does not retry. The
+	// connection stays.
 	done = send(ctx, 25)
 	long := <-b.calls
 	other := send(ctx, 26)
@@ -260,7 +258,7 @@ func TestProxy(t *testing.T) {
 	behind.answer(t, "well")
 	short.answer(t, "well")
 	if o := <-done; !errors.Is(o.err, svcrdma.ErrReplySize) || o.reply != nil {
-		t.Errorf("long reply: %d octets, %v", len(o.reply), o.err)
+		t.Errorf("long reply: %d bytes, %v", len(o.reply), o.err)
 	}
 	for _, done := range []chan outcome{other, third} {
 		if o := <-done; o.err != nil || !bytes.HasSuffix(o.reply, []byte("well")) {
@@ -271,7 +269,7 @@ func TestProxy(t *testing.T) {
 		t.Error("the third call took another connection: nothing is shown")
 	}
 
-	// Replies cut into fragments anywhere (RFC 5531 §11), the XID too.
+	// Replies may be cut into fragments anywhere (RFC 5531 §11), even in the XID.
 	for _, at := range []int{1, 3, 4, 9} {
 		done = send(ctx, 28)
 		call := <-b.calls
@@ -285,14 +283,14 @@ func TestProxy(t *testing.T) {
 		select {
 		case o := <-done:
 			if o.err != nil || !bytes.Equal(o.reply, reply) {
-				t.Errorf("cut after %d octets: %q %v", at, o.reply, o.err)
+				t.Errorf("cut after %d bytes: %q %v", at, o.reply, o.err)
 			}
 		case <-time.After(testTimeout):
-			t.Fatalf("a reply cut after %d octets reaches nobody", at)
+			t.Fatalf("a reply cut after %d bytes has no effect", at)
 		}
 	}
 
-	// The backend dies with a call: an error, never data; the next call gets a new connection.
+	// When the backend closes the connection, the call fails and the next call makes a new one.
 	done = send(ctx, 30)
 	call := <-b.calls
 	call.conn.Close()
@@ -310,7 +308,7 @@ func TestProxy(t *testing.T) {
 	}
 }
 
-// A backend that stops within a reply holds neither the call whose time is over nor the end of the
+// A backend that stops within a reply delays neither the end of the call nor the end of the
 // client's connection.
 func TestProxyPartOfReply(t *testing.T) {
 	b := newScripted(t)
@@ -329,7 +327,7 @@ func TestProxyPartOfReply(t *testing.T) {
 	if _, err := call.conn.Write(append(part, call.msg[:8]...)); err != nil {
 		t.Error(err)
 	}
-	// so that the reader has it; when it has not, the call ends in the ordinary way
+	// time for the reader to get it; without it, the call ends in the usual way
 	time.Sleep(50 * time.Millisecond)
 	cancel()
 	select {

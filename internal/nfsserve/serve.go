@@ -24,7 +24,7 @@ const DefaultRDMAListen = "127.0.0.1:20049"
 // DefaultTCPListen is any free port on the loopback address.
 const DefaultTCPListen = "127.0.0.1:0"
 
-// Config says what is served and where. Exactly one of Dir and Backend is given.
+// Config says what a Server serves and where. Exactly one of Dir and Backend is set.
 type Config struct {
 	// Dir is a directory to export.
 	Dir string
@@ -37,7 +37,7 @@ type Config struct {
 	// Default DefaultTCPListen.
 	TCPListen string
 
-	// Provider carries the RDMA side.
+	// Provider provides the RDMA port.
 	Provider verbs.Provider
 	// Allow lists the client addresses that may use either port; empty means all. It is the only
 	// access rule of a relay: the backend sees every call from the relay's own address.
@@ -50,25 +50,25 @@ type Config struct {
 	// $STATE_DIRECTORY, else /var/lib/nfsrdmad for root, else the user's state directory.
 	StateDir string
 
-	// NoRemoteInv leaves it to the clients to invalidate their keys; else Send With Invalidate is
-	// offered.
+	// NoRemoteInv stops the server from offering Send With Invalidate; clients then invalidate
+	// their keys themselves.
 	NoRemoteInv bool
-	// RDMA is passed to svcrdma with Handler, Logger and RemoteInv set here. The zero value is
-	// good.
+	// RDMA configures svcrdma. Run sets Handler, Logger, RemoteInv and Allow. The zero value is
+	// valid.
 	RDMA   svcrdma.Config
 	Logger hclog.Logger
 }
 
-// A ConfigError says what of a Config makes no sense.
+// A ConfigError describes an invalid Config.
 type ConfigError struct{ Text string }
 
 func (e *ConfigError) Error() string { return e.Text }
 
 // A Server runs until its context ends or Close is called.
 type Server struct {
-	// RDMAAddr is where RDMA connections are accepted.
+	// RDMAAddr is the address of the RDMA port.
 	RDMAAddr netip.AddrPort
-	// TCPAddr is the TCP port of MOUNT and NFS: Dir's own, or the backend's as it was given.
+	// TCPAddr is the address of MOUNT and NFS over TCP: that of Dir, or Config.Backend.
 	TCPAddr string
 
 	cancel context.CancelFunc
@@ -76,9 +76,9 @@ type Server struct {
 	err    error // after done
 }
 
-// Run starts a server and returns when both ports are open. ctx ends it. A backend must answer: it
-// is asked once, with a bound. Errors are *ConfigError where cfg makes no sense, *BackendError, or
-// the system's.
+// Run starts a server and returns when both ports are open. The end of ctx ends the server. A
+// backend must reply to a NULL call within 10 seconds. Errors are *ConfigError, *BackendError, or
+// those of the system.
 func Run(ctx context.Context, cfg Config) (*Server, error) {
 	if err := cfg.complete(); err != nil {
 		return nil, err
@@ -132,7 +132,7 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// Close ends the server and waits until all that it used is released.
+// Close ends the server and waits until it has released everything.
 func (s *Server) Close() error {
 	s.cancel()
 	return s.Wait()

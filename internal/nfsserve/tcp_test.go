@@ -22,8 +22,7 @@ func (f handlerFunc) ServeRPC(_ context.Context, _ netip.AddrPort, call, reply [
 
 func (f handlerFunc) TryServe(netip.AddrPort, []byte, []byte) ([]byte, bool) { return nil, false }
 
-// However many connections there are, and calls on them, no more replies are held than callsAtOnce;
-// the others have their turn.
+// At most callsAtOnce calls are in progress, whatever the number of connections; the others wait.
 func TestTCPCallsAtOnce(t *testing.T) {
 	const conns = callsAtOnce/callsPerConn + 8
 	var running, most, served atomic.Int64
@@ -64,7 +63,7 @@ func TestTCPCallsAtOnce(t *testing.T) {
 	for deadline := time.Now().Add(testTimeout); running.Load() < callsAtOnce && time.Now().Before(deadline); {
 		time.Sleep(time.Millisecond)
 	}
-	time.Sleep(100 * time.Millisecond) // for those that may not
+	time.Sleep(100 * time.Millisecond) // time for calls beyond the limit
 	if n := running.Load(); n != callsAtOnce {
 		t.Errorf("%d calls at once, want %d", n, callsAtOnce)
 	}

@@ -140,7 +140,7 @@ func (c *Client) Call(ctx context.Context, m *sunrpc.Message) error {
 	}
 	pad := zeroPad[:sunrpc.Pad4(len(m.ArgData))-len(m.ArgData)]
 	err := errXIDInUse
-	for err == errXIDInUse {
+	for errors.Is(err, errXIDInUse) {
 		m.XID = c.xid.Add(1)
 		p.header = sunrpc.AppendCall(p.header[:0], m.XID, m.Prog, m.Vers, m.Proc, m.Cred)
 		err = c.roundTrip(ctx, m.XID, p, p.header, m.Args[:pos], m.ArgData, pad, m.Args[pos:])
@@ -326,15 +326,23 @@ func (c *Client) readReply(r *bufio.Reader) (*pendingCall, error) {
 	} else {
 		c.spare, err = ReadRecord(r, c.spare, c.opts.MaxRecord)
 	}
-	var long *SizeError
-	if errors.As(err, &long) && long.rest <= maxSkip {
-		// The server would send the same reply again, so only this call fails.
-		if p != nil {
-			p.done <- fmt.Errorf("read RPC reply: %w", err)
-		}
-		return nil, long.Skip(r, maxSkip)
+	if err != nil {
+		return c.skipReply(r, p, err)
 	}
-	return p, err
+	return p, nil
+}
+
+// skipReply ends the call p when err is a SizeError, and skips the rest of the reply. The server
+// would send the same reply again, so only this call fails.
+func (c *Client) skipReply(r *bufio.Reader, p *pendingCall, err error) (*pendingCall, error) {
+	var long *SizeError
+	if !errors.As(err, &long) || long.rest > maxSkip {
+		return p, err
+	}
+	if p != nil {
+		p.done <- fmt.Errorf("read RPC reply: %w", err)
+	}
+	return nil, long.Skip(r, maxSkip)
 }
 
 // readSplitXID reads one reply whose first fragment ends inside the XID. RFC 5531 §11 allows this,
@@ -372,7 +380,7 @@ func (c *Client) take(xid uint32) (*pendingCall, error) {
 
 // partialEOF returns io.ErrUnexpectedEOF for an EOF after some bytes.
 func partialEOF(got []byte, err error) error {
-	if err == io.EOF && len(got) > 0 {
+	if errors.Is(err, io.EOF) && len(got) > 0 {
 		return io.ErrUnexpectedEOF
 	}
 	return err

@@ -134,7 +134,7 @@ func readN(r io.Reader, buf []byte, n int) ([]byte, error) {
 
 // unexpectedEOF returns io.ErrUnexpectedEOF in place of io.EOF.
 func unexpectedEOF(err error) error {
-	if err == io.EOF {
+	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF
 	}
 	return err

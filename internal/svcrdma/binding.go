@@ -2,7 +2,7 @@ package svcrdma
 
 import "github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 
-// Programs and procedures that the binding of RFC 8267 §4 speaks of.
+// Programs and procedures of the binding (RFC 8267 §4).
 const (
 	progNFS   = 100003 // RFC 1813 §3
 	progMount = 100005 // RFC 1813 §5
@@ -19,16 +19,15 @@ const (
 const (
 	maxHandle = 64
 	fattrSize = 84
-	maxName   = 1 << 16 // no bound in the RFC; the message is bounded already
+	maxName   = 1 << 16 // the RFC has no limit; the message has
 	setTime   = 2       // time_how SET_TO_CLIENT_TIME
 )
 
-// An item is a DDP-eligible opaque in an unreduced message: its octets, without pad, are
-// msg[off:off+n].
+// An item is a DDP-eligible opaque in an unreduced message: msg[off:off+n] without the pad.
 type item struct{ off, n int }
 
-// eligibleArg finds the DDP-eligible argument of a call: the data of WRITE, the path of SYMLINK
-// (RFC 8267 §4.1). argsOff is where the arguments begin in msg.
+// eligibleArg returns the DDP-eligible argument of a call: the data of WRITE or the path of SYMLINK
+// (RFC 8267 §4.1). The arguments start at msg[argsOff].
 func eligibleArg(call *sunrpc.CallHeader, msg []byte, argsOff int) (item, bool) {
 	if call.Prog != progNFS || call.Vers != versNFS3 {
 		return item{}, false
@@ -66,8 +65,8 @@ func skipSattr(d *sunrpc.Decoder) {
 	}
 }
 
-// eligibleResult finds the DDP-eligible result in an unreduced reply: the data of READ, the path of
-// READLINK. There is none in a reply that is not a success.
+// eligibleResult returns the DDP-eligible result in an unreduced reply: the data of READ or the
+// path of READLINK. A reply with an error status has none.
 func eligibleResult(call *sunrpc.CallHeader, reply []byte) (item, bool) {
 	if call.Prog != progNFS || call.Vers != versNFS3 || (call.Proc != procRead && call.Proc != procReadlink) {
 		return item{}, false
@@ -100,9 +99,9 @@ func opaqueItem(d *sunrpc.Decoder, msg []byte, base int) (item, bool) {
 	return item{off: off, n: int(n)}, true
 }
 
-// checkReduction tells whether each Read chunk at a position other than zero holds a DDP-eligible
-// argument, whole and with or without its pad (RFC 8166 §3.4.5.2, §6.1). NFSv4 COMPOUNDs are
-// passed: their server decodes them, and any of several WRITEs may be reduced.
+// checkReduction reports whether each Read chunk at a position other than zero holds a complete
+// DDP-eligible argument, with or without its pad (RFC 8166 §3.4.5.2, §6.1). It accepts every NFSv4
+// COMPOUND, because only the NFSv4 server can decode it and several WRITEs may be reduced.
 func checkReduction(call *sunrpc.CallHeader, msg []byte, argsOff int, chunks []readChunk) bool {
 	if call.Prog == progNFS && call.Vers == versNFS4 {
 		return true

@@ -8,12 +8,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// errChunks: the client's chunk lists cannot be served; the answer is ERR_CHUNK (RFC 8166 §4.5.2,
-// §4.5.3).
-var errChunks = errors.New("svcrdma: the chunk lists cannot be served")
+// errChunks reports chunk lists that the server cannot serve. The reply is ERR_CHUNK (RFC 8166
+// §4.5.2, §4.5.3).
+var errChunks = errors.New("svcrdma: unusable chunk lists")
 
-// A readChunk is all segments of the Read list with one position: reads[first:first+count] of the
-// sorted list.
+// A readChunk is the group of segments with the same position: reads[first:first+count] of the
+// sorted Read list.
 type readChunk struct {
 	pos    uint32
 	length uint64
@@ -21,31 +21,30 @@ type readChunk struct {
 	count  int
 }
 
-// A readOp is one RDMA Read: seg.Length octets, never zero, to dst in the rebuilt message.
+// A readOp is one RDMA Read of seg.Length bytes, never zero, to offset dst of the rebuilt message.
 type readOp struct {
 	seg rpcrdma.Segment
 	dst int
 }
 
-// A copyOp moves inline octets to their place in the rebuilt message.
+// A copyOp copies n bytes of the inline body to offset dst of the rebuilt message.
 type copyOp struct{ src, dst, n int }
 
-// A callPlan says how the unreduced call is rebuilt from an inline body and a Read list. Its slices
-// are reused.
+// A callPlan lists the steps to rebuild the unreduced call from an inline body and a Read list.
+// build reuses its slices.
 type callPlan struct {
-	size   int // octets of the rebuilt message
+	size   int // bytes of the rebuilt message
 	chunks []readChunk
 	reads  []readOp
 	copies []copyOp
-	pads   []int // offsets of pad octets to clear, one each
+	pads   []int // offsets of pad bytes to clear
 
-	segs []rpcrdma.ReadSegment // the Read list by position, list order kept within one
+	segs []rpcrdma.ReadSegment // Read list, sorted by position with a stable order
 }
 
-// build makes the plan, or returns errChunks. Chunks are put in where their Position says in the
-// unreduced stream; segments may be cut anywhere, and roundup octets may be in the chunk or not
-// (RFC 8166 §3.4.4, §3.4.5). With RDMA_NOMSG the position-zero chunk is the body into which the
-// others are put (RFC 8166 §3.5.3).
+// build makes the plan or returns errChunks. It inserts each chunk at its Position in the unreduced
+// stream. Segments may end anywhere, and the chunk may contain the pad or not (RFC 8166 §3.4.4,
+// §3.4.5). With RDMA_NOMSG, the position-zero chunk takes the place of the body (RFC 8166 §3.5.3).
 func (p *callPlan) build(h *rpcrdma.Header, body []byte, limit int) error {
 	p.size, p.chunks, p.reads, p.copies, p.pads = 0, p.chunks[:0], p.reads[:0], p.copies[:0], p.pads[:0]
 	p.group(h.Reads)
@@ -53,7 +52,7 @@ func (p *callPlan) build(h *rpcrdma.Header, body []byte, limit int) error {
 	src := source{plan: p, inline: true, left: uint64(len(body))}
 	hasPZRC := len(rest) > 0 && rest[0].pos == 0
 	if hasPZRC != (h.Proc == rpcrdma.ProcNoMsg) {
-		return errChunks // a Long call without its chunk, or two bodies
+		return errChunks // no body, or two bodies
 	}
 	if hasPZRC {
 		src = source{plan: p, left: rest[0].length, segs: p.segs[:rest[0].count]}
@@ -63,14 +62,14 @@ func (p *callPlan) build(h *rpcrdma.Header, body []byte, limit int) error {
 	for _, c := range rest {
 		total += c.length + 3
 	}
-	if total > uint64(limit) { // also keeps every sum below within an int
+	if total > uint64(limit) { // also prevents an int overflow below
 		return errChunks
 	}
 	out := 0
 	for _, c := range rest {
 		gap := int64(c.pos) - int64(out)
 		if gap < 0 || uint64(gap) > src.left {
-			return errChunks // chunks overlap, or the position lies behind the body
+			return errChunks // overlapping chunks, or a position after the body
 		}
 		src.take(int(gap), out)
 		out = p.place(c, int(c.pos))
@@ -81,7 +80,7 @@ func (p *callPlan) build(h *rpcrdma.Header, body []byte, limit int) error {
 	return nil
 }
 
-// group sorts the Read list by position and finds its chunks.
+// group sorts the Read list by position and groups it into chunks.
 func (p *callPlan) group(reads []rpcrdma.ReadSegment) {
 	p.segs = append(p.segs[:0], reads...)
 	slices.SortStableFunc(p.segs, func(a, b rpcrdma.ReadSegment) int {
@@ -104,8 +103,8 @@ func (p *callPlan) group(reads []rpcrdma.ReadSegment) {
 	}
 }
 
-// place plans the Reads of chunk c to offset out and returns where the stream goes on, behind the
-// item's pad.
+// place plans the Reads of chunk c to offset out. It returns the offset after the chunk and its
+// pad.
 func (p *callPlan) place(c readChunk, out int) int {
 	for _, s := range p.segs[c.first : c.first+c.count] {
 		if s.Length == 0 {
@@ -121,7 +120,7 @@ func (p *callPlan) place(c readChunk, out int) int {
 	return out
 }
 
-// rebuild does the part of the plan that needs no RDMA.
+// rebuild does the copies and the pads of the plan.
 func (p *callPlan) rebuild(msg, body []byte) {
 	for _, c := range p.copies {
 		copy(msg[c.dst:c.dst+c.n], body[c.src:])
@@ -131,19 +130,20 @@ func (p *callPlan) rebuild(msg, body []byte) {
 	}
 }
 
-// plain tells whether the inline body is the whole message.
+// plain reports whether the inline body is the complete message.
 func (p *callPlan) plain() bool { return len(p.chunks) == 0 }
 
-// A source is the stream that chunks are put into: the inline body, or the position-zero chunk.
+// A source is the stream into which the plan inserts chunks: the inline body or the position-zero
+// chunk.
 type source struct {
 	plan   *callPlan
 	inline bool
 	left   uint64
-	off    int                   // inline: octets taken
-	segs   []rpcrdma.ReadSegment // else: what was not taken yet
+	off    int                   // bytes taken from the inline body
+	segs   []rpcrdma.ReadSegment // rest of the position-zero chunk
 }
 
-// take plans the next n octets to offset dst. n is at most left.
+// take plans the next n bytes to offset dst. n is at most left.
 func (s *source) take(n, dst int) {
 	s.left -= uint64(n)
 	if s.inline {
@@ -171,8 +171,8 @@ func (s *source) take(n, dst int) {
 	}
 }
 
-// refusal is the RPC-level answer to a call that does not parse (RFC 8166 §4.5.2).
-func refusal(b []byte, xid uint32, err error) []byte {
+// appendRefusal appends the RPC reply to an invalid call (RFC 8166 §4.5.2).
+func appendRefusal(b []byte, xid uint32, err error) []byte {
 	var denied *sunrpc.DeniedError
 	if errors.As(err, &denied) {
 		return sunrpc.AppendMismatchReply(b, xid)

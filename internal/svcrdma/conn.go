@@ -15,17 +15,17 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// writesPerChain is how many RDMA Writes and Sends one post holds at most.
+// writesPerChain is the maximum number of RDMA Writes and Sends in one post.
 const writesPerChain = 32
 
 // A conn is one connection.
 //
-//	accept ──► ready ──(peer, error, Serve's end)──► down ──► QP closed ──► workers ended ──► released
+//	accept ──► ready ──(peer, error, end of Serve)──► down ──► QP closed ──► workers ended ──► released
 type conn struct {
 	*server
 	id   verbs.ConnRequest
 	peer netip.AddrPort
-	addr netip.Addr // the peer's, for what outlives connections
+	addr netip.Addr // of the peer; identifies the client across connections
 
 	ctx    context.Context // ends when the connection goes down
 	cancel context.CancelCauseFunc
@@ -41,25 +41,31 @@ type conn struct {
 	recvs   []recvBuf
 	recvMem []byte
 	recvMR  verbs.MR
-	// received, not yet taken by a worker; room for every Receive, so that a handler never blocks
+	// calls holds received messages for the workers. It has room for every Receive, so that a
+	// completion handler never blocks.
 	calls    chan *recvBuf
-	readSlot chan struct{}       // one token per RDMA Read outstanding (ORD)
-	sq       *semaphore.Weighted // room on the send queue for Writes and Sends
+	readSlot chan struct{}       // one token per outstanding RDMA Read (ORD)
+	sq       *semaphore.Weighted // free entries of the send queue for Writes and Sends
 	sqRoom   int64
 	workers  sync.WaitGroup
 
-	execs   []*exec      // fixed once the connection is ready
-	born    time.Time    // when the connection's clock began
-	idle    stopwatch    // under way while no call is being served
-	running atomic.Int32 // calls being served
-	called  atomic.Bool  // a call was made
-	leave   func()       // uncounts the connection; may be called twice
+	execs     []*exec      // constant after accept
+	startedAt time.Time    // origin of age
+	idle      stopwatch    // runs while no call is in progress
+	running   atomic.Int32 // calls in progress
+	called    atomic.Bool  // a call has arrived on the connection
+	leave     func()       // removes the connection from the count; may be called twice
 
-	mu       sync.Mutex
-	free     []*msgBuf            // guarded by mu; last used last
-	messages map[*msgBuf]struct{} // guarded by mu; every message buffer, free or not
-	recent   []uint32             // guarded by mu; ring of the XIDs answered last
-	recentAt int                  // guarded by mu; how many there ever were
+	messages struct { // message buffers
+		sync.Mutex
+		unused []*msgBuf // most recently used last
+		all    map[*msgBuf]struct{}
+	}
+	replied struct { // calls with a reply
+		sync.Mutex
+		xids []uint32 // ring of the last XIDs
+		n    int      // XIDs written to the ring
+	}
 }
 
 // A recvBuf is one Receive.
@@ -70,8 +76,9 @@ type recvBuf struct {
 }
 
 func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest, leave func()) {
-	c := &conn{server: s, id: req, leave: leave, peer: req.RemoteAddr(), srvCtx: srvCtx, born: time.Now(),
-		messages: make(map[*msgBuf]struct{}), recent: make([]uint32, s.cfg.Credits)}
+	c := &conn{server: s, id: req, leave: leave, peer: req.RemoteAddr(), srvCtx: srvCtx, startedAt: time.Now()}
+	c.messages.all = make(map[*msgBuf]struct{})
+	c.replied.xids = make([]uint32, s.cfg.Credits)
 	c.addr = c.peer.Addr().Unmap()
 	c.ctx, c.cancel = context.WithCancelCause(srvCtx)
 	log := s.log.With("peer", c.peer)
@@ -93,8 +100,7 @@ func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest, leave 
 	log.Info("disconnected", "cause", context.Cause(c.ctx))
 }
 
-// setup makes everything that the connection needs and posts its Receives, before the peer is
-// accepted.
+// setup allocates the resources of the connection and posts its Receives. It runs before accept.
 func (c *conn) setup() error {
 	priv, _ := rpcrdma.ParsePrivate(c.id.Peer().PrivateData)
 	c.sendThreshold, c.recvThreshold = rpcrdma.Thresholds(c.private(), priv)
@@ -108,7 +114,7 @@ func (c *conn) setup() error {
 	c.sq = semaphore.NewWeighted(c.sqRoom)
 	sendWRs, recvWRs := int(c.sqRoom)+depth, c.cfg.Credits
 	if attrs.MaxQPWR > 0 && max(sendWRs, recvWRs) > attrs.MaxQPWR {
-		return fmt.Errorf("device %s has queues of %d requests, %d are needed: lower the credits", attrs.Name,
+		return fmt.Errorf("device %s: queues have %d entries, %d are required; reduce the credits", attrs.Name,
 			attrs.MaxQPWR, max(sendWRs, recvWRs))
 	}
 	var err error
@@ -121,7 +127,7 @@ func (c *conn) setup() error {
 	if c.qp, err = c.id.CreateQP(c.pd, verbs.QPInitAttr{
 		SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: sendWRs, MaxRecvWR: recvWRs, MaxSendSGE: 1,
 		OnDisconnect: func(cause error) {
-			c.ended(cause)
+			c.countStrikes(cause)
 			c.cancel(cause)
 		},
 	}); err != nil {
@@ -130,13 +136,13 @@ func (c *conn) setup() error {
 	return c.postReceives()
 }
 
-// private is what this side says of itself (RFC 8797 §4).
+// private returns the private data of this side (RFC 8797 §4).
 func (c *conn) private() rpcrdma.Private {
 	return rpcrdma.Private{RemoteInv: c.cfg.RemoteInv, SendSize: c.cfg.InlineBytes, RecvSize: c.cfg.InlineBytes}
 }
 
-// postReceives posts one Receive per credit (RFC 8166 §3.3.1), each as large as this side offered:
-// a peer whose own offer is smaller just does not fill them.
+// postReceives posts one Receive per credit (RFC 8166 §3.3.1). The buffers have the size that this
+// side offered, which may exceed the threshold of the peer.
 func (c *conn) postReceives() (err error) {
 	size, n := c.cfg.InlineBytes, c.cfg.Credits
 	if c.recvMem, err = membuf.Alloc(size * n); err != nil {
@@ -153,7 +159,7 @@ func (c *conn) postReceives() (err error) {
 		r.req = verbs.RecvRequest{SGE: verbs.SGE{Buf: r.buf, LKey: c.recvMR.LKey()},
 			Done: func(wc *verbs.WorkCompletion) {
 				if wc.Status != verbs.StatusSuccess {
-					return // flushed: OnDisconnect tells the cause
+					return // flushed; OnDisconnect has the cause
 				}
 				r.n = int(wc.ByteLen)
 				c.calls <- r
@@ -182,23 +188,23 @@ func (c *conn) accept() error {
 	peer := c.id.Peer()
 	return c.id.Accept(ctx, verbs.ConnParam{
 		PrivateData: c.private().Append(nil),
-		// Nothing of this side may be read, but a responder grants what the initiator asks (RFC
-		// 6581 §9.1).
+		// The client cannot read memory of this side, but a responder grants the depth that the
+		// initiator requests (RFC 6581 §9.1).
 		ResponderResources: uint16(min(int(peer.InitiatorDepth), c.id.Device().Attrs().MaxQPRdAtom)),
 		InitiatorDepth:     uint16(cap(c.readSlot)),
 	})
 }
 
-// repost gives a Receive back to the queue. A failure means that the connection is ending.
+// repost posts a Receive again. It ends the connection on a failure.
 func (c *conn) repost(r *recvBuf) {
 	if _, err := c.qp.PostRecv(&r.req); err != nil {
 		c.cancel(fmt.Errorf("post Receive: %w", err))
 	}
 }
 
-// release ends the connection and frees everything. Order: the QP first, so that no completion
-// comes any more and nothing of the device touches memory; then the workers, which see the closed
-// channel; then what they used.
+// release ends the connection and frees its resources. It closes the QP first: the device then
+// accesses no memory and delivers no completion. The workers end when their channel is closed, and
+// release frees their resources after that.
 func (c *conn) release() {
 	c.cancel(context.Canceled)
 	if err := c.id.Close(); err != nil {
@@ -212,12 +218,12 @@ func (c *conn) release() {
 		h.ConnClosed(c.peer)
 	}
 	c.mem.leave(c)
-	for b := range c.messages {
+	for b := range c.messages.all {
 		c.must(b.destroy())
 	}
-	c.mem.give(len(c.messages))
+	c.mem.give(len(c.messages.all))
 	for _, x := range c.execs {
-		x.giveUp()
+		x.cancelDetached()
 		c.must(x.send.destroy())
 	}
 	if c.recvMR != nil {

@@ -1,7 +1,7 @@
-// Package svcrdma is the server end of RPC-over-RDMA version 1 (RFC 8166) with the NFSv3 binding of
-// RFC 8267 and the private data of RFC 8797, on the interfaces of pkg/verbs. It knows no file
-// system: a [Handler] is given each call as the unreduced RPC message that a TCP server would see,
-// and returns the unreduced reply.
+// Package svcrdma implements the server side of RPC-over-RDMA version 1 (RFC 8166) with the NFSv3
+// binding of RFC 8267 and the private data of RFC 8797. It uses the interfaces of pkg/verbs and has
+// no knowledge of file systems. A [Handler] receives each call as the unreduced RPC message that a
+// TCP server would receive, and returns the unreduced reply.
 //
 //	Receive ─► decode header ─► plan ─► RDMA Reads ─► rebuilt call ─► Handler (or duplicate request cache)
 //	  ▲            │              │                                       │
@@ -9,48 +9,52 @@
 //	  │         ERR_VERS                                                  │
 //	  └── re-posted before the Send ◄── Send ◄── RDMA Writes ◄── plan ◄───┘
 //
-// # What is where
+// # Files
 //
-//	server.go    Serve, Config: accept loop, limits, orderly end
-//	conn.go      one connection: private data (RFC 8797 §4), credits (RFC 8166 §3.3.1), Receives, teardown
-//	watch.go     time limits: idle and stalled connections
-//	msgbuf.go    the buffers that hold unreduced messages
-//	membudget.go how many of them all connections may have together
-//	exec.go      one call from its Receive to the completion of its Send; RDMA_ERROR (RFC 8166 §4.5)
-//	callplan.go  Read list and inline body into the unreduced stream (RFC 8166 §3.4.5, §3.5.3)
+//	server.go    Serve, Config: accept loop, limits, shutdown
+//	conn.go      one connection: private data (RFC 8797 §4), credits (RFC 8166 §3.3.1), Receives, release
+//	watch.go     timeouts of idle and stalled connections
+//	msgbuf.go    buffers of unreduced messages
+//	membudget.go memory limit of the buffers of all connections
+//	exec.go      one call, from its Receive to the completion of its Send; RDMA_ERROR (RFC 8166 §4.5)
+//	callplan.go  Read list and inline body to unreduced call (RFC 8166 §3.4.5, §3.5.3)
 //	replyplan.go Write list and Reply chunk (RFC 8166 §3.4.6, §3.5.3, §4.3), Send With Invalidate (RFC 8797 §4.1)
 //	binding.go   DDP-eligible items of NFSv3 (RFC 8267 §4, §6.1)
 //	drc.go       duplicate request cache
-//	fatal.go     calls whose chunks end the connection again and again (RFC 8166 §4.5.3)
+//	fatal.go     calls whose chunks end their connection every time (RFC 8166 §4.5.3)
 //
 // # Promises
 //
-// Nothing a client sends makes the server panic, wait for ever, or allocate by a length that it
-// claims:
+// Input from a client cannot make the server panic, wait without end, or allocate the length that
+// the input claims:
 //
-//   - memory: one message is bounded by Config.MaxMessage, all of them together by MessageMemory; Receives and calls in progress by
-//     Credits, connections by MaxConns, the duplicate request cache by number, size, age and share of one client;
-//   - time: a connection without a call ends after IdleTimeout; RDMA Reads that are not answered and replies that are not taken end
-//     theirs after TransferTimeout; a call that the Handler does not answer ends its connection after CallTimeout.
+//   - Memory: MaxMessage limits one message, and MessageMemory limits all of them. Credits limits
+//     the Receives and the calls in progress, and MaxConns the connections. The duplicate request
+//     cache has limits for number, size, age and the share of one client.
+//   - Time: a connection without a call ends after IdleTimeout. It ends after TransferTimeout when
+//     the client does not answer RDMA Reads or does not accept a reply. It ends after CallTimeout
+//     when the Handler does not return.
 //
-// Every chunk is checked before the first RDMA operation; a zero-length segment is never read from
-// nor written to. No Send is larger than the peer's inline threshold. No memory of the server is
-// ever open to the client: RDMA Reads and Writes are the server's own. What cannot be answered
-// because of the client's chunks is answered with ERR_CHUNK, at the latest when the client comes
-// back with it; an RDMA_ERROR and an RPC reply are never answered. When Serve returns, every verbs
-// resource that it made is released.
+// The server checks every chunk before the first RDMA operation, and never reads or writes a
+// zero-length segment. No Send exceeds the inline threshold of the peer. The client has no access
+// to the memory of the server, because only the server issues RDMA Reads and Writes. The server
+// replies with ERR_CHUNK when it cannot serve the chunks of a call. If the call ends its connection
+// first, the reply follows when the client sends the call again. The server never replies to an
+// RDMA_ERROR or to an RPC reply. Serve releases every verbs resource before it returns.
 //
-// One client address has at most half of the connections and of the duplicate request cache.
-// Fairness beyond that is not promised: clients that use all the memory for as long as the time
-// limits let them delay the others.
+// One client address can use at most half of the connections and of the duplicate request cache. A
+// full server ends the oldest connection without any call to admit a new client. There is no other
+// fairness: clients that use all memory delay other clients until a timeout.
 //
 // # Locks and goroutines
 //
-// Each connection has one goroutine that owns its resources and keeps its time limits, and Credits
-// workers, one call each at a time. A worker owns its buffers; completion handlers only pass
-// tokens. conn.mu guards the lists of buffers and of the XIDs answered last; memBudget.mu, under
-// which conn.mu may be taken, the list of connections; connCount.mu, drc.mu and fatalCalls.mu,
-// under none of which another is taken, the counts and caches. conn.mu may be held around
-// fatalCalls.mu. None of them is held while a call runs, across a post, or while waiting for
-// memory.
+// Each connection has one goroutine, which owns the resources and checks the timeouts, and Credits
+// workers with one call each. A worker owns its buffers. Completion handlers only send to channels.
+//
+//   - conn.messages holds the message buffers, and conn.replied the XIDs of the last replies.
+//   - memBudget.mu guards the list of connections. conn.messages may be locked while it is held.
+//   - connCount.mu, drc.mu and fatalCalls.mu guard counts and caches. No other lock is taken while
+//     one of them is held. fatalCalls.mu may be taken while conn.replied is locked.
+//
+// No lock is held during a call, during a post, or during a wait for memory.
 package svcrdma

@@ -11,20 +11,19 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// Bounds of the duplicate request cache, beside Config.CachedReplies.
+// Limits of the duplicate request cache in addition to Config.CachedReplies.
 const (
-	// drcMaxReply is the largest reply in octets that is kept. Replies of non-idempotent procedures
-	// are a few hundred (RFC 8267 §3).
+	// drcMaxReply is the maximum size of a cached reply in bytes. Replies of non-idempotent
+	// procedures have a few hundred bytes (RFC 8267 §3).
 	drcMaxReply = 4096
-	// drcMaxAge is how long a reply is kept: longer than any client takes to connect again, short
-	// enough that one that begins with the same XIDs after a restart is not answered out of its
-	// former life.
+	// drcMaxAge limits the age of a cached reply. It exceeds the time a client needs to reconnect.
+	// A client that restarts with the same XIDs must not get replies from before the restart.
 	drcMaxAge = 10 * time.Minute
 )
 
-// drcKey tells calls apart. The client's port is not in it: a replay comes over a new connection.
-// The checksum covers the whole call, data and credential included, so that no call is ever
-// answered for one that says something else.
+// drcKey identifies a call. It excludes the port of the client, because a retransmission uses a new
+// connection. The checksum covers the complete call with data and credential, so a different call
+// with the same XID has a different key.
 type drcKey struct {
 	addr   netip.Addr
 	xid    uint32
@@ -32,31 +31,32 @@ type drcKey struct {
 	length int
 }
 
-// A drcEntry is one call: running until done is closed, answered after. reply is nil when the call
-// came to no answer.
+// A drcEntry is one call. The call is in progress until done is closed.
 type drcEntry struct {
-	key   drcKey
-	done  chan struct{}
-	reply []byte
-	at    time.Time     // when it was answered
-	elem  *list.Element // in drc.answers
-	own   *list.Element // in the client's own list
+	key       drcKey
+	done      chan struct{}
+	reply     []byte
+	repliedAt time.Time
+	elem      *list.Element // in drc.replied; nil while the call is in progress
+	own       *list.Element // in the list of the client
 }
 
-// drc is the duplicate request cache, shared by all connections: bounded by number, size and age,
-// least recently answered out first. One client address fills at most half of it, so that it cannot
-// push out what the others may still ask for. A replayed call that is not idempotent is answered
-// with the first reply, framed anew for its connection and chunks (RFC 8881 §2.9.2 on credits).
+// drc is the duplicate request cache of all connections. A retransmitted non-idempotent call gets
+// the first reply again, with a new transport header for the connection and chunks (RFC 8881 §2.9.2
+// on credits).
+//
+// The cache limits number, size and age of replies, and evicts the least recently used reply. One
+// client address can use at most half of the cache, so it cannot evict all replies of others.
 type drc struct {
 	seed   maphash.Seed
 	max    int
 	maxOwn int
 	maxAge time.Duration
 
-	mu      sync.Mutex
-	entries map[drcKey]*drcEntry      // guarded by mu
-	answers list.List                 // guarded by mu; of *drcEntry, newest in front
-	own     map[netip.Addr]*list.List // guarded by mu; the same by client, none empty
+	mu      sync.Mutex // guards the fields below
+	entries map[drcKey]*drcEntry
+	replied list.List                 // of *drcEntry, most recently used first
+	own     map[netip.Addr]*list.List // replied by client; no list is empty
 }
 
 func newDRC(size int) *drc {
@@ -64,7 +64,7 @@ func newDRC(size int) *drc {
 		entries: make(map[drcKey]*drcEntry), own: make(map[netip.Addr]*list.List)}
 }
 
-// cacheable tells which calls must not run twice (RFC 1813 §4.6): those that change something.
+// cacheable reports whether a call must not run twice because it changes something (RFC 1813 §4.6).
 func cacheable(c *sunrpc.CallHeader) bool {
 	switch {
 	case c.Prog == progNFS && c.Vers == versNFS3:
@@ -86,13 +86,13 @@ func (d *drc) key(addr netip.Addr, xid uint32, msg []byte) drcKey {
 	return drcKey{addr: addr, xid: xid, sum: maphash.Bytes(d.seed, msg), length: len(msg)}
 }
 
-// begin returns the cached reply, or the entry that the caller must run and then finish. It waits
-// while the same call is running elsewhere, until ctx ends.
+// begin returns the cached reply, or an entry for a call that the caller must execute and finish.
+// It waits while the same call is in progress on another connection, until ctx ends.
 func (d *drc) begin(ctx context.Context, k drcKey) (reply []byte, run *drcEntry, err error) {
 	for {
 		d.mu.Lock()
 		e := d.entries[k]
-		if e != nil && e.elem != nil && time.Since(e.at) > d.maxAge {
+		if e != nil && e.elem != nil && time.Since(e.repliedAt) > d.maxAge {
 			d.remove(e)
 			e = nil
 		}
@@ -103,7 +103,7 @@ func (d *drc) begin(ctx context.Context, k drcKey) (reply []byte, run *drcEntry,
 			return nil, e, nil
 		}
 		if e.elem != nil {
-			d.answers.MoveToFront(e.elem)
+			d.replied.MoveToFront(e.elem)
 			d.own[k.addr].MoveToFront(e.own)
 			d.mu.Unlock()
 			return e.reply, nil, nil
@@ -117,8 +117,8 @@ func (d *drc) begin(ctx context.Context, k drcKey) (reply []byte, run *drcEntry,
 	}
 }
 
-// finish ends a call that begin gave to the caller. A nil reply, or one too large to keep, leaves
-// no trace.
+// finish ends a call for which begin returned an entry. It does not cache a nil reply or a reply of
+// more than drcMaxReply bytes.
 func (d *drc) finish(e *drcEntry, reply []byte) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -127,8 +127,8 @@ func (d *drc) finish(e *drcEntry, reply []byte) {
 		delete(d.entries, e.key)
 		return
 	}
-	e.reply, e.at = append([]byte(nil), reply...), time.Now()
-	e.elem = d.answers.PushFront(e)
+	e.reply, e.repliedAt = append([]byte(nil), reply...), time.Now()
+	e.elem = d.replied.PushFront(e)
 	own := d.own[e.key.addr]
 	if own == nil {
 		own = list.New()
@@ -138,15 +138,15 @@ func (d *drc) finish(e *drcEntry, reply []byte) {
 	if own.Len() > d.maxOwn {
 		d.remove(own.Back().Value.(*drcEntry))
 	}
-	if d.answers.Len() > d.max {
-		d.remove(d.answers.Back().Value.(*drcEntry))
+	if d.replied.Len() > d.max {
+		d.remove(d.replied.Back().Value.(*drcEntry))
 	}
 }
 
-// remove drops an answered entry. Caller holds mu.
+// remove removes the entry of a completed call. The caller holds mu.
 func (d *drc) remove(e *drcEntry) {
 	delete(d.entries, e.key)
-	d.answers.Remove(e.elem)
+	d.replied.Remove(e.elem)
 	own := d.own[e.key.addr]
 	own.Remove(e.own)
 	if own.Len() == 0 {

@@ -11,34 +11,33 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An exec is one worker: it takes a received message and does everything for it, up to the
-// completion of the Send. It is made once per credit and used by one goroutine; completion handlers
-// only put into its channels.
+// An exec is one worker. It processes a received message up to the completion of the Send. Each
+// credit has one exec, and one goroutine uses it. Completion handlers only send to its channels.
 type exec struct {
 	c      *conn
 	header rpcrdma.Header
 	plan   callPlan
 	rplan  replyPlan
-	send   *msgBuf // what the Send carries
+	send   *msgBuf // buffer of the Send
 
-	bufs     [2]*msgBuf // for the reply, and for a call that must be rebuilt
-	transfer stopwatch  // Reads, or the Writes and the Send of a reply
-	calling  stopwatch  // the Handler
-	// outlives is the context of calls that outlive their connection; giveUp ends it when the
-	// Handler's time is over.
-	outlives context.Context
-	giveUp   context.CancelFunc
+	bufs     [2]*msgBuf // for the reply and for a rebuilt call
+	transfer stopwatch  // runs during Reads, Writes and Sends
+	calling  stopwatch  // runs during the Handler
+	// detached is the context of non-idempotent calls, which continue after the end of their
+	// connection. cancelDetached ends it when CallTimeout expires.
+	detached       context.Context
+	cancelDetached context.CancelFunc
 
 	wrs  []verbs.WorkRequest
 	sges []verbs.SGE
 
 	readWRs   []verbs.WorkRequest
 	readSGEs  []verbs.SGE
-	readDone  chan verbs.Status // room for every Read outstanding
-	chainDone chan verbs.Status // room for the one signaled request of a chain
+	readDone  chan verbs.Status // room for every outstanding Read
+	chainDone chan verbs.Status // capacity 1: one signaled request per chain
 	onChain   func(*verbs.WorkCompletion)
 	onWrite   func(*verbs.WorkCompletion)
-	posted    int64 // requests of the chain that is out
+	posted    int64 // requests in the current chain
 }
 
 func (c *conn) newExec() (*exec, error) {
@@ -51,12 +50,12 @@ func (c *conn) newExec() (*exec, error) {
 		wrs: make([]verbs.WorkRequest, writesPerChain), sges: make([]verbs.SGE, writesPerChain),
 		readWRs: make([]verbs.WorkRequest, depth), readSGEs: make([]verbs.SGE, depth),
 		readDone: make(chan verbs.Status, depth), chainDone: make(chan verbs.Status, 1)}
-	x.outlives, x.giveUp = context.WithCancel(c.srvCtx)
+	x.detached, x.cancelDetached = context.WithCancel(c.srvCtx)
 	x.onChain = func(wc *verbs.WorkCompletion) {
 		c.sq.Release(x.posted)
 		x.chainDone <- wc.Status
 	}
-	x.onWrite = func(wc *verbs.WorkCompletion) {} // the chain's last request fails too
+	x.onWrite = func(wc *verbs.WorkCompletion) {} // the last request of the chain fails too
 	onRead := func(wc *verbs.WorkCompletion) {
 		<-c.readSlot
 		x.readDone <- wc.Status
@@ -71,15 +70,15 @@ func (c *conn) newExec() (*exec, error) {
 func (x *exec) loop() {
 	for r := range x.c.calls {
 		if x.c.ctx.Err() != nil {
-			continue // the connection is down: nothing can be answered
+			continue // no reply is possible on a closed connection
 		}
 		if err := x.serve(r); err != nil {
-			x.c.cancel(err) // RFC 8166 §4.5.4: what cannot be answered ends the connection
+			x.c.cancel(err) // RFC 8166 §4.5.4: without a reply the connection ends
 		}
 	}
 }
 
-// serve handles one received message. An error ends the connection.
+// serve processes one received message. An error ends the connection.
 func (x *exec) serve(r *recvBuf) error {
 	msg := r.buf[:r.n]
 	if len(msg) < rpcrdma.MinHeaderSize { // RFC 8166 §4.5
@@ -88,18 +87,17 @@ func (x *exec) serve(r *recvBuf) error {
 	n, err := x.header.Decode(msg)
 	switch {
 	case x.header.Proc == rpcrdma.ProcDone, x.header.Proc == rpcrdma.ProcError:
-		// RFC 8166 §4.2.4, §4.6.2. Of whatever version: an error must not be answered with an
-		// error.
+		// RFC 8166 §4.2.4, §4.6.2. The version does not matter: an error must not cause an error.
 		return x.discard(r)
 	case errors.Is(err, rpcrdma.ErrBadVersion):
 		return x.sendError(r, rpcrdma.ErrVers)
-	case err != nil: // malformed lists, RDMA_MSGP, unknown rdma_proc: RFC 8166 §4.5.2, §4.6.1
+	case err != nil: // invalid lists, RDMA_MSGP, unknown rdma_proc: RFC 8166 §4.5.2, §4.6.1
 		return x.sendError(r, rpcrdma.ErrChunk)
 	}
 	x.c.callBegins()
 	defer x.c.callEnds()
-	if x.c.fatal.hopeless(x.c.addr, x.header.XID) { // RFC 8166 §4.5.3
-		// first: the client may use the XID again as soon as it has the answer
+	if x.c.fatal.isFatal(x.c.addr, x.header.XID) { // RFC 8166 §4.5.3
+		// Before the reply, because the client may reuse the XID after the reply.
 		x.c.fatal.forget(x.c.addr, x.header.XID)
 		err := x.sendError(r, rpcrdma.ErrChunk)
 		if err != nil {
@@ -127,13 +125,13 @@ func (x *exec) serve(r *recvBuf) error {
 		}
 	}
 	if err := x.dispatch(r, call, bufs[0]); err != nil {
-		return err // the buffers stay out: the device may be using them until the QP is closed
+		return err // the device may access the buffers until the QP is closed
 	}
 	x.c.putBufs(bufs)
 	return nil
 }
 
-// msgTypeOffset is where msg_type stands in an RPC message (RFC 5531 §9).
+// msgTypeOffset is the offset of msg_type in an RPC message (RFC 5531 §9).
 const msgTypeOffset = 4
 
 func isReply(body []byte) bool {
@@ -146,7 +144,7 @@ func (x *exec) discard(r *recvBuf) error {
 	return nil
 }
 
-// pull does the RDMA Reads of the plan and returns when all have completed.
+// pull does the RDMA Reads of the plan and waits for their completion.
 func (x *exec) pull(buf *msgBuf, call []byte) error {
 	c := x.c
 	x.transfer.start(c.age())
@@ -162,7 +160,7 @@ func (x *exec) pull(buf *msgBuf, call []byte) error {
 	var postErr error
 	for i := range x.plan.reads {
 		op := &x.plan.reads[i]
-		// A request object is free again only when its Read has completed; they complete in order.
+		// A request is reusable after its Read has completed. Reads complete in order.
 		for out == len(x.readWRs) {
 			wait()
 		}
@@ -194,21 +192,21 @@ func (x *exec) pull(buf *msgBuf, call []byte) error {
 	case postErr != nil:
 		return fmt.Errorf("post RDMA Read: %w", postErr)
 	case failed != verbs.StatusSuccess:
-		if failed == verbs.StatusRemAccessErr { // this very Read: see fatal.go
+		if failed == verbs.StatusRemAccessErr { // the client refused this Read; see fatal.go
 			c.fatal.add(c.addr, x.header.XID, fatalStrikes)
 		}
-		return fmt.Errorf("RDMA Read of a call's chunk: %v", failed)
+		return fmt.Errorf("RDMA Read of a call chunk: %v", failed)
 	}
 	return nil
 }
 
-// dispatch executes the rebuilt call and answers it; buf is for the reply.
+// dispatch executes the rebuilt call and sends the reply. buf is for the reply.
 func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
-	if isReply(call) { // a reverse-direction reply answers nothing of ours (RFC 8167 §4.1)
+	if isReply(call) { // this server makes no reverse-direction calls (RFC 8167 §4.1)
 		return x.discard(r)
 	}
 	hdr, args, err := sunrpc.ParseCall(call)
-	// RFC 8166 §4.2.1: rdma_xid is the RPC's
+	// RFC 8166 §4.2.1: rdma_xid equals the XID of the RPC message.
 	if len(call) < sunrpc.SizeUint32 || hdr.XID != x.header.XID {
 		return x.sendError(r, rpcrdma.ErrChunk)
 	}
@@ -216,9 +214,9 @@ func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
 	var reply []byte
 	switch {
 	case err != nil:
-		reply = refusal(buf.mem[:0], hdr.XID, err)
+		reply = appendRefusal(buf.mem[:0], hdr.XID, err)
 	case !checkReduction(&hdr, call, len(call)-len(args), x.plan.chunks): // RFC 8166 §6.1
-		reply = refusal(buf.mem[:0], hdr.XID, nil)
+		reply = appendRefusal(buf.mem[:0], hdr.XID, nil)
 	default:
 		reply, err = x.execute(&hdr, call, buf.mem[:0])
 		switch {
@@ -229,24 +227,24 @@ func (x *exec) dispatch(r *recvBuf, call []byte, buf *msgBuf) error {
 		}
 	}
 	if len(reply) > len(buf.mem) {
-		return x.tooLarge(r, &hdr, fmt.Errorf("%w: %d octets, where at most %d are passed on", ErrReplySize,
-			len(reply), len(buf.mem)))
+		return x.tooLarge(r, &hdr, fmt.Errorf("%w: %d bytes, maximum is %d", ErrReplySize, len(reply), len(buf.mem)))
 	}
 	if len(reply) > 0 && &reply[0] != &buf.mem[0] {
-		reply = buf.mem[:copy(buf.mem, reply)] // the device reads registered memory only
+		reply = buf.mem[:copy(buf.mem, reply)] // the device reads only registered memory
 	}
 	return x.reply(r, &hdr, buf, reply)
 }
 
-// tooLarge answers a call whose reply cannot be sent, nor could be if the client sent the call
-// again (RFC 8166 §4.5.3).
+// tooLarge sends ERR_CHUNK for a call whose reply is too large. A retransmission would have the
+// same result (RFC 8166 §4.5.3).
 func (x *exec) tooLarge(r *recvBuf, hdr *sunrpc.CallHeader, err error) error {
-	x.c.log.Warn("call answered with an error", "peer", x.c.peer, "program", hdr.Prog, "procedure", hdr.Proc, "error",
+	x.c.log.Warn("reply is too large, sending ERR_CHUNK", "peer", x.c.peer, "program", hdr.Prog, "procedure",
+		hdr.Proc, "error",
 		err)
 	return x.sendError(r, rpcrdma.ErrChunk)
 }
 
-// execute runs the call, or finds what it was answered before.
+// execute executes the call or returns its cached reply.
 func (x *exec) execute(hdr *sunrpc.CallHeader, call, room []byte) ([]byte, error) {
 	c := x.c
 	if !cacheable(hdr) {
@@ -262,21 +260,21 @@ func (x *exec) execute(hdr *sunrpc.CallHeader, call, room []byte) ([]byte, error
 	}
 	var reply []byte
 	defer func() { c.drc.finish(entry, reply) }()
-	reply, err = x.handle(x.outlives, call, room)
+	reply, err = x.handle(x.detached, call, room)
 	if err != nil {
 		reply = nil
 	}
 	return reply, err
 }
 
-// handle gives the call to the Handler. The connection keeps the time, and ends ctx.
+// handle calls the Handler. The goroutine of the connection ends ctx when CallTimeout expires.
 func (x *exec) handle(ctx context.Context, call, room []byte) ([]byte, error) {
 	x.calling.start(x.c.age())
 	defer x.calling.stop()
 	return x.c.cfg.Handler.ServeRPC(ctx, x.c.peer, call, room)
 }
 
-// reply sends the unreduced reply in whatever form the client's chunks and the threshold ask for.
+// reply sends the unreduced reply, inline or with the chunks of the call.
 func (x *exec) reply(r *recvBuf, hdr *sunrpc.CallHeader, buf *msgBuf, reply []byte) error {
 	c, p := x.c, &x.rplan
 	it, hasItem := item{}, false
@@ -316,8 +314,8 @@ func (x *exec) reply(r *recvBuf, hdr *sunrpc.CallHeader, buf *msgBuf, reply []by
 	return x.sendOut(r, out, opcode, handle)
 }
 
-// push posts the RDMA Writes of the reply plan in chains. All but the last chain are waited for;
-// the last few requests go with the Send: x.wrs[:x.posted] holds them.
+// push posts the RDMA Writes of the reply plan in chains and waits for each chain. The requests of
+// the last chain stay in x.wrs[:x.posted], and sendOut posts them with the Send.
 func (x *exec) push(buf *msgBuf, reply []byte) error {
 	x.posted = 0
 	for _, op := range x.rplan.writes {
@@ -338,20 +336,20 @@ func (x *exec) push(buf *msgBuf, reply []byte) error {
 	return nil
 }
 
-// sendOut puts the Send behind the Writes that push left, gives the Receive back first (RFC 8166
-// §3.3.1), and waits for the completion, after which every buffer is free.
+// sendOut posts the Send after the Writes that push left, and waits for the completion. It posts
+// the Receive before the Send (RFC 8166 §3.3.1). All buffers are reusable after the completion.
 func (x *exec) sendOut(r *recvBuf, out []byte, opcode verbs.Opcode, invalidate uint32) error {
 	i := x.posted
 	x.sges[i] = verbs.SGE{Buf: out, LKey: x.send.mr.LKey()}
 	x.wrs[i] = verbs.WorkRequest{Opcode: opcode, Signaled: true, Done: x.onChain, SGList: x.sges[i : i+1],
 		InvalidateRKey: verbs.RKey(invalidate)}
 	x.posted++
-	x.c.answered(x.header.XID)
+	x.c.recordReply(x.header.XID)
 	x.c.repost(r)
 	return x.post()
 }
 
-// post queues x.wrs[:x.posted], whose last request is signaled, as one chain and waits for it.
+// post posts x.wrs[:x.posted] as one chain and waits for its last request, which is signaled.
 func (x *exec) post() error {
 	c, n := x.c, x.posted
 	x.transfer.start(c.age())
@@ -375,8 +373,8 @@ func (x *exec) post() error {
 	return nil
 }
 
-// sendError answers with RDMA_ERROR: same XID, same rdma_vers, a grant like any other (RFC 8166
-// §4.5).
+// sendError sends an RDMA_ERROR with the XID and the rdma_vers of the call and the usual credits
+// (RFC 8166 §4.5).
 func (x *exec) sendError(r *recvBuf, code rpcrdma.ErrCode) error {
 	x.c.cfg.Stats.RDMAErrors.Add(1)
 	h := rpcrdma.Header{XID: x.header.XID, Vers: x.header.Vers, Credits: uint32(x.c.cfg.Credits),

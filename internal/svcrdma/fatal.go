@@ -11,21 +11,21 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An RDMA operation that the client's memory refuses ends the connection; the client connects
-// again, sends the call again, and loses that connection too. RFC 8166 §4.5.3 breaks the loop: the
-// call is answered with ERR_CHUNK on the new connection.
+// An RDMA operation that the RNIC of the client refuses ends the connection. The client reconnects
+// and sends the call again, and the next connection ends too. RFC 8166 §4.5.3 breaks this loop: the
+// server replies to the call with ERR_CHUNK on the new connection.
 //
-// Which call it was is certain for an RDMA Read, whose request the client's Terminate quotes. For
-// an RDMA Write or a Send it is one of the replies that left last, so those are only counted, and a
-// call is answered so when it was among them three times over.
+// A refused RDMA Read identifies its call, because the Terminate message quotes the request. A
+// refused RDMA Write or Send belongs to one of the last replies. The server gives one strike to
+// each call of these replies, and refuses a call with three strikes.
 const (
 	fatalStrikes = 3
 	maxFatal     = 1024
 	fatalMaxAge  = drcMaxAge
 )
 
-// What a client's Terminate says when an RDMA Write, a Send, or its invalidation was refused (RFC
-// 5040 §4.8, RFC 5041 §7.2).
+// Fields of a Terminate message for a refused RDMA Write, Send or invalidation (RFC 5040 §4.8, RFC
+// 5041 §7.2).
 const (
 	layerRDMAP           = 0
 	layerDDP             = 1
@@ -34,8 +34,7 @@ const (
 	codeCannotInvalidate = 0x09
 )
 
-// refusedReply tells whether a connection ended because the client's memory or Receives refused a
-// reply.
+// refusedReply reports whether a connection ended because the RNIC of the client refused a reply.
 func refusedReply(cause error) bool {
 	var t *verbs.TerminateError
 	if !errors.As(cause, &t) || t.Local {
@@ -58,22 +57,22 @@ type fatalKey struct {
 type fatalCall struct {
 	key     fatalKey
 	strikes int
-	at      time.Time
+	lastAt  time.Time // of the last strike
 }
 
-// fatalCalls remembers calls that ended their connections: bounded, oldest out first, shared by all
-// connections.
+// fatalCalls holds the calls of all connections that ended a connection. It keeps at most maxFatal
+// calls and evicts the oldest.
 type fatalCalls struct {
-	any atomic.Bool // spares calls the lock while there are none
+	any atomic.Bool // false while there are no calls; avoids the lock
 
-	mu    sync.Mutex
-	calls map[fatalKey]*list.Element // guarded by mu; of *fatalCall
-	order list.List                  // guarded by mu; newest in front
+	mu    sync.Mutex                 // guards the fields below
+	calls map[fatalKey]*list.Element // of *fatalCall
+	order list.List                  // newest first
 }
 
 func newFatalCalls() *fatalCalls { return &fatalCalls{calls: make(map[fatalKey]*list.Element)} }
 
-// add counts strikes against a call.
+// add adds strikes to a call.
 func (f *fatalCalls) add(addr netip.Addr, xid uint32, strikes int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -86,15 +85,15 @@ func (f *fatalCalls) add(addr netip.Addr, xid uint32, strikes int) {
 	f.order.MoveToFront(e)
 	call := e.Value.(*fatalCall)
 	call.strikes += strikes
-	call.at = time.Now()
+	call.lastAt = time.Now()
 	for f.order.Len() > maxFatal {
 		f.remove(f.order.Back())
 	}
 	f.any.Store(true)
 }
 
-// hopeless tells whether the call is to be answered with ERR_CHUNK.
-func (f *fatalCalls) hopeless(addr netip.Addr, xid uint32) bool {
+// isFatal reports whether the server must reply to the call with ERR_CHUNK.
+func (f *fatalCalls) isFatal(addr netip.Addr, xid uint32) bool {
 	if !f.any.Load() {
 		return false
 	}
@@ -105,14 +104,14 @@ func (f *fatalCalls) hopeless(addr netip.Addr, xid uint32) bool {
 		return false
 	}
 	call := e.Value.(*fatalCall)
-	if time.Since(call.at) > fatalMaxAge {
+	if time.Since(call.lastAt) > fatalMaxAge {
 		f.remove(e)
 		return false
 	}
 	return call.strikes >= fatalStrikes
 }
 
-// forget drops a call that has been answered: its XID may come again with another.
+// forget removes a call after its reply, because the client may reuse the XID.
 func (f *fatalCalls) forget(addr netip.Addr, xid uint32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -121,29 +120,29 @@ func (f *fatalCalls) forget(addr netip.Addr, xid uint32) {
 	}
 }
 
-// remove is called with mu held.
+// remove removes a call. The caller holds mu.
 func (f *fatalCalls) remove(e *list.Element) {
 	delete(f.calls, e.Value.(*fatalCall).key)
 	f.order.Remove(e)
 	f.any.Store(f.order.Len() > 0)
 }
 
-// answered notes the call whose reply is about to leave; ended counts strikes against the last of
-// them.
-func (c *conn) answered(xid uint32) {
-	c.mu.Lock()
-	c.recent[c.recentAt%len(c.recent)] = xid
-	c.recentAt++
-	c.mu.Unlock()
+// recordReply records the XID of a reply before the reply is sent.
+func (c *conn) recordReply(xid uint32) {
+	c.replied.Lock()
+	c.replied.xids[c.replied.n%len(c.replied.xids)] = xid
+	c.replied.n++
+	c.replied.Unlock()
 }
 
-func (c *conn) ended(cause error) {
+// countStrikes adds a strike to the calls of the last replies if the client refused a reply.
+func (c *conn) countStrikes(cause error) {
 	if !refusedReply(cause) {
 		return
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for i := range min(c.recentAt, len(c.recent)) {
-		c.fatal.add(c.addr, c.recent[i], 1)
+	c.replied.Lock()
+	defer c.replied.Unlock()
+	for i := range min(c.replied.n, len(c.replied.xids)) {
+		c.fatal.add(c.addr, c.replied.xids[i], 1)
 	}
 }

@@ -19,50 +19,51 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// cause waits for the end of the connection.
+// cause waits for the end of the connection and returns its cause.
 func (c *rawClient) cause() error {
 	c.t.Helper()
 	select {
 	case err := <-c.down:
 		return err
 	case <-time.After(testTimeout):
-		c.t.Fatal("the connection lives")
+		c.t.Fatalf("connection is still open after %v", testTimeout)
 	}
 	panic("unreachable")
 }
 
-// TestIdleConnection: what is no call keeps no connection; calls do.
-func TestIdleConnection(t *testing.T) {
-	const limit = 1500 * time.Millisecond // far above what a busy machine takes for a call
+// TestIdleTimeoutEndsConnectionWithoutCalls compares a client with calls, a client without messages
+// and a client that sends only messages that the server discards.
+func TestIdleTimeoutEndsConnectionWithoutCalls(t *testing.T) {
+	const limit = 1500 * time.Millisecond // a call on a busy machine must be much shorter
 	var stats Stats
 	addr := startServer(t, Config{Handler: &testHandler{}, IdleTimeout: limit, Stats: &stats})
 	busy := dialRaw(t, addr, ownPrivate(false, 4096))
-	silent := dialRaw(t, addr, ownPrivate(false, 4096))
-	noisy := dialRaw(t, addr, ownPrivate(false, 4096))
+	quiet := dialRaw(t, addr, ownPrivate(false, 4096))
+	discarded := dialRaw(t, addr, ownPrivate(false, 4096))
 	done := (&rpcrdma.Header{XID: 1, Vers: 1, Proc: rpcrdma.ProcDone}).Append(nil)
-	began := time.Now()
-	for xid := uint32(1); time.Since(began) < 3*limit/2; xid++ {
+	startedAt := time.Now()
+	for xid := uint32(1); time.Since(startedAt) < 3*limit/2; xid++ {
 		busy.exchange(&rpcrdma.Header{XID: xid}, rpcCall(xid, progNFS, 3, 0, nil))
-		if time.Since(began) < limit/4 {
-			noisy.sendBytes(done) // it may be gone later
+		if time.Since(startedAt) < limit/4 {
+			discarded.sendBytes(done) // only while the connection is surely open
 		}
 		time.Sleep(limit / 40)
 	}
-	for name, c := range map[string]*rawClient{"silent": silent, "noisy": noisy} {
+	for name, c := range map[string]*rawClient{"quiet": quiet, "discarded": discarded} {
 		if err := c.cause(); !errors.Is(err, io.EOF) {
-			t.Errorf("%s client: the connection ended with %v, want an orderly end", name, err)
+			t.Errorf("%s client: connection ended with %v, want %v", name, err, io.EOF)
 		}
 	}
-	if err := busy.cause(); !errors.Is(err, io.EOF) { // now it is idle too
-		t.Errorf("busy client, fallen silent: the connection ended with %v", err)
+	if err := busy.cause(); !errors.Is(err, io.EOF) { // the client has made its last call
+		t.Errorf("busy client after its calls: connection ended with %v, want %v", err, io.EOF)
 	}
 	if n := stats.Discarded.Load(); n == 0 {
-		t.Error("the noisy client was not heard")
+		t.Error("got no discarded message")
 	}
 }
 
-// TestCallIsNotIdle has a call that takes longer than the idle time limit.
-func TestCallIsNotIdle(t *testing.T) {
+// TestIdleTimeoutDoesNotEndLongCall makes a call that takes longer than IdleTimeout.
+func TestIdleTimeoutDoesNotEndLongCall(t *testing.T) {
 	const limit = 50 * time.Millisecond
 	addr := startServer(t, Config{IdleTimeout: limit,
 		Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
@@ -81,8 +82,8 @@ func (c *rawClient) writeCall(xid uint32, seg rpcrdma.Segment) {
 		body)
 }
 
-// TestUnansweredRead is a client that takes the RDMA Read Request and never answers.
-func TestUnansweredRead(t *testing.T) {
+// TestTransferTimeoutOfRDMARead uses a client that does not answer an RDMA Read Request.
+func TestTransferTimeoutOfRDMARead(t *testing.T) {
 	h := &testHandler{}
 	var stats Stats
 	addr := startServer(t, Config{Handler: h, TransferTimeout: time.Second, Stats: &stats})
@@ -90,43 +91,43 @@ func TestUnansweredRead(t *testing.T) {
 	c := dialRaw(t, r.addr, ownPrivate(false, 4096))
 	c.exchange(&rpcrdma.Header{XID: 1}, rpcCall(1, progNFS, 3, 0, nil))
 	seg := c.register(rawChunkAt, 8192, verbs.AccessRemoteRead)
-	r.toClient.shutAtNext(&r.toServer)
+	r.toClient.closeAtNext(&r.toServer)
 	c.writeCall(2, seg)
 	c.cause()
 	if h.calls.Load() != 1 {
-		t.Errorf("%d calls executed", h.calls.Load())
+		t.Errorf("got %d executed calls, want 1", h.calls.Load())
 	}
 	waitReleased(t, &stats)
 }
 
-// waitReleased waits until the server has let go of every connection.
+// waitReleased waits until the server has released every connection.
 func waitReleased(t *testing.T, stats *Stats) {
 	t.Helper()
 	for deadline := time.Now().Add(testTimeout); stats.Connections.Load() != 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatal("the connection was not released")
+			t.Fatalf("%d connections not released after %v", stats.Connections.Load(), testTimeout)
 		}
 	}
 }
 
-// TestReplyNotTaken is a client that asks for much and reads none of it.
-func TestReplyNotTaken(t *testing.T) {
+// TestTransferTimeoutOfReply uses a client that does not read its replies.
+func TestTransferTimeoutOfReply(t *testing.T) {
 	var stats Stats
 	addr := startServer(t, Config{Handler: &testHandler{}, TransferTimeout: 300 * time.Millisecond, Stats: &stats})
 	r := startRelay(t, addr)
 	c := dialRaw(t, r.addr, ownPrivate(false, 4096))
 	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
 	r.toClient.close()
-	for xid := range uint32(40) { // more than the sockets between hold
+	for xid := range uint32(40) { // more than the socket buffers hold
 		c.sendMsg(&rpcrdma.Header{XID: xid + 1, Writes: []rpcrdma.Chunk{{seg}}},
 			rpcCall(xid+1, progNFS, 3, procRead, readArgs(1<<20)))
 	}
 	waitReleased(t, &stats)
 }
 
-// TestCallTimeout has a Handler that answers nothing, with a call that may be cached and one that
-// may not.
-func TestCallTimeout(t *testing.T) {
+// TestCallTimeoutEndsConnection uses a Handler that waits for the end of its context. GETATTR is
+// idempotent, REMOVE is not.
+func TestCallTimeoutEndsConnection(t *testing.T) {
 	var calls atomic.Int64
 	addr := startServer(t, Config{CallTimeout: 100 * time.Millisecond,
 		Handler: HandlerFunc(func(ctx context.Context, _ netip.AddrPort, call, reply []byte) ([]byte, error) {
@@ -145,12 +146,14 @@ func TestCallTimeout(t *testing.T) {
 	again := dialRaw(t, addr, ownPrivate(false, 4096))
 	rep, _, _ := again.exchange(&rpcrdma.Header{XID: 1}, rpcCall(1, progNFS, 3, 12, nil))
 	if rep.Proc != rpcrdma.ProcMsg || calls.Load() != 3 {
-		t.Errorf("the call sent again: %v, %d executed", rep.Proc, calls.Load())
+		t.Errorf("retransmitted call: got %v, %d executed calls; want %v, 3", rep.Proc, calls.Load(),
+			rpcrdma.ProcMsg)
 	}
 }
 
-// TestCallTimeoutOfLostClient: a call that outlives its connection does not outlive its time.
-func TestCallTimeoutOfLostClient(t *testing.T) {
+// TestCallTimeoutAfterConnectionLoss checks that CallTimeout also ends a non-idempotent call whose
+// connection is lost.
+func TestCallTimeoutAfterConnectionLoss(t *testing.T) {
 	started, ended := make(chan struct{}), make(chan struct{})
 	var stats Stats
 	addr := startServer(t, Config{CallTimeout: 300 * time.Millisecond, Stats: &stats,
@@ -167,15 +170,15 @@ func TestCallTimeoutOfLostClient(t *testing.T) {
 	select {
 	case <-ended:
 	case <-time.After(testTimeout):
-		t.Fatal("the call runs on")
+		t.Fatalf("call is still running after %v", testTimeout)
 	}
 	waitReleased(t, &stats)
 }
 
-// TestMessageMemory gives the server memory for one call with chunks at a time, and clients that
-// want much more. All are served, one after the other, also the one that finds all the memory kept
-// by another connection.
-func TestMessageMemory(t *testing.T) {
+// TestMessageMemoryLimitsConcurrentCalls gives the server memory for one call with chunks. The
+// clients send many calls, and the server must execute all of them one after the other. The unused
+// buffers of the first connection must not block the others.
+func TestMessageMemoryLimitsConcurrentCalls(t *testing.T) {
 	const size = 256 << 10
 	var now, most atomic.Int64
 	before := leakcheck.Count(leakcheck.Buffer)
@@ -203,31 +206,31 @@ func TestMessageMemory(t *testing.T) {
 				case r := <-c.got:
 					var h rpcrdma.Header
 					if _, err := h.Decode(r.msg); err != nil || h.Proc != rpcrdma.ProcMsg {
-						t.Errorf("reply %v, error %v", h.Proc, err)
+						t.Errorf("got reply %v, error %v; want %v", h.Proc, err, rpcrdma.ProcMsg)
 					}
 				case <-time.After(testTimeout):
-					t.Error("no answer")
+					t.Errorf("no reply in %v", testTimeout)
 					return
 				}
 			}
 		})
 		if i == 0 {
-			all.Wait() // so that the first keeps buffers, idle, when the others come
+			all.Wait() // the first connection now keeps unused buffers
 		}
 	}
 	all.Wait()
 	if most.Load() != 1 {
-		t.Errorf("%d calls held memory at a time, want 1", most.Load())
+		t.Errorf("got %d concurrent calls, want 1", most.Load())
 	}
-	// Each connection: the client's region, the Receives, one buffer for each of 16 Sends.
+	// Each connection has the memory of the client, the Receives, and 16 buffers for Sends.
 	if limit := int64(3*(2+16) + 2); buffers.Load() > limit {
-		t.Errorf("%d buffers at a time, want at most %d", buffers.Load(), limit)
+		t.Errorf("got %d buffers, want at most %d", buffers.Load(), limit)
 	}
 }
 
-// TestHopelessCalls are calls whose chunks end the connection each time (RFC 8166 §4.5.3): the loop
-// is broken.
-func TestHopelessCalls(t *testing.T) {
+// TestFatalCallsGetErrChunk retransmits calls whose chunks end every connection. The server must
+// reply with ERR_CHUNK after some connections (RFC 8166 §4.5.3).
+func TestFatalCallsGetErrChunk(t *testing.T) {
 	h := &testHandler{}
 	addr := startServer(t, Config{Handler: h, RemoteInv: true})
 	body := rpcCall(1, progNFS, 3, procWrite, writeHead(4096))
@@ -238,25 +241,25 @@ func TestHopelessCalls(t *testing.T) {
 		offer verbs.Access
 		call  func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte)
 	}{
-		{"Read that the client refuses", 1, 1, verbs.AccessRemoteWrite,
+		{"refused Read", 1, 1, verbs.AccessRemoteWrite,
 			func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
 				return &rpcrdma.Header{XID: 1,
 					Reads: []rpcrdma.ReadSegment{{Position: uint32(len(body)), Segment: seg}}}, body
 			}},
-		{"Write that the client refuses", 2, fatalStrikes, verbs.AccessRemoteRead,
+		{"refused Write", 2, fatalStrikes, verbs.AccessRemoteRead,
 			func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
-				return &rpcrdma.Header{XID: 2, Writes: []rpcrdma.Chunk{{seg}}}, rpcCall(2, progNFS, 3, procRead,
-					readArgs(100))
+				return &rpcrdma.Header{XID: 2, Writes: []rpcrdma.Chunk{{seg}}},
+					rpcCall(2, progNFS, 3, procRead, readArgs(100))
 			}},
-		{"invalidation that the client refuses", 3, fatalStrikes, verbs.AccessRemoteWrite,
+		{"refused invalidation", 3, fatalStrikes, verbs.AccessRemoteWrite,
 			func(c *rawClient, seg rpcrdma.Segment) (*rpcrdma.Header, []byte) {
 				seg.Handle ^= 0xff // another key
-				return &rpcrdma.Header{XID: 3, HasReply: true, Reply: rpcrdma.Chunk{seg}}, rpcCall(3, progNFS, 3, 1,
-					nil)
+				return &rpcrdma.Header{XID: 3, HasReply: true, Reply: rpcrdma.Chunk{seg}},
+					rpcCall(3, progNFS, 3, 1, nil)
 			}},
 	} {
-		// Which reply was refused is learned beside the connection's end, so that one more may be
-		// needed.
+		// The server may count the strikes after the client has reconnected, so one more connection
+		// may be necessary.
 		ends, c := 0, (*rawClient)(nil)
 		for {
 			c = dialRaw(t, addr, ownPrivate(true, 4096))
@@ -268,58 +271,58 @@ func TestHopelessCalls(t *testing.T) {
 				if ends++; ends < 3*x.ends+3 {
 					continue
 				}
-				t.Fatalf("%s: %d connections lost, and no end to it", x.name, ends)
+				t.Fatalf("%s: %d connections lost, want %d before ERR_CHUNK", x.name, ends, x.ends)
 			case r := <-c.got:
 				want := rpcrdma.Header{XID: hd.XID, Vers: 1, Credits: defaultCredits, Proc: rpcrdma.ProcError,
 					Err: rpcrdma.ErrChunk}
 				if !bytes.Equal(r.msg, want.Append(nil)) || r.withInv || ends < x.ends {
-					t.Errorf("%s: answer %x after %d connections, want %x after %d", x.name, r.msg, ends,
+					t.Errorf("%s: got reply %x after %d connections, want %x after %d", x.name, r.msg, ends,
 						want.Append(nil), x.ends)
 				}
 			case <-time.After(testTimeout):
-				t.Fatalf("%s: no answer", x.name)
+				t.Fatalf("%s: no reply in %v", x.name, testTimeout)
 			}
 			break
 		}
-		// The answer is given once: the XID is free for another call.
+		// After the reply, the client may reuse the XID for another call.
 		rep, _, _ := c.exchange(&rpcrdma.Header{XID: x.xid}, rpcCall(x.xid, progNFS, 3, 1, []byte("args")))
 		if rep.Proc != rpcrdma.ProcMsg {
-			t.Errorf("%s: another call with the XID: %v %v", x.name, rep.Proc, rep.Err)
+			t.Errorf("%s: another call with the XID: got %v %v, want %v", x.name, rep.Proc, rep.Err, rpcrdma.ProcMsg)
 		}
 		c.close()
 	}
 }
 
-func TestFatalCallsBounded(t *testing.T) {
+func TestFatalCallsLimits(t *testing.T) {
 	f := newFatalCalls()
 	a, b := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
-	if f.hopeless(a, 1) {
-		t.Error("a call nobody knows is hopeless")
+	if f.isFatal(a, 1) {
+		t.Error("unknown call: got fatal")
 	}
 	f.add(a, 1, fatalStrikes)
 	f.add(a, 2, fatalStrikes-1)
-	if !f.hopeless(a, 1) || f.hopeless(a, 2) || f.hopeless(b, 1) {
-		t.Error("the wrong call is hopeless")
+	if !f.isFatal(a, 1) || f.isFatal(a, 2) || f.isFatal(b, 1) {
+		t.Error("got another set of fatal calls than the one with three strikes")
 	}
-	f.calls[fatalKey{a, 1}].Value.(*fatalCall).at = time.Now().Add(-2 * fatalMaxAge)
-	if f.hopeless(a, 1) {
-		t.Error("remembered for ever")
+	f.calls[fatalKey{a, 1}].Value.(*fatalCall).lastAt = time.Now().Add(-2 * fatalMaxAge)
+	if f.isFatal(a, 1) {
+		t.Error("call older than fatalMaxAge: got fatal")
 	}
 	for xid := range uint32(3 * maxFatal) {
 		f.add(b, xid, 1)
 	}
 	if len(f.calls) != maxFatal || f.order.Len() != maxFatal {
-		t.Errorf("%d calls kept, want %d", len(f.calls), maxFatal)
+		t.Errorf("got %d calls, want %d", len(f.calls), maxFatal)
 	}
 	for xid := range uint32(3 * maxFatal) {
 		f.forget(b, xid)
 	}
 	if len(f.calls) != 0 || f.any.Load() {
-		t.Errorf("%d calls left", len(f.calls))
+		t.Errorf("got %d calls after forget, want none", len(f.calls))
 	}
 }
 
-func TestDuplicateRequestBounds(t *testing.T) {
+func TestDuplicateRequestCacheLimits(t *testing.T) {
 	d := newDRC(8)
 	a, b := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
 	run := func(addr netip.Addr, xid uint32, msg string) (executed bool) {
@@ -333,38 +336,38 @@ func TestDuplicateRequestBounds(t *testing.T) {
 		return e != nil
 	}
 	run(a, 1, "call")
-	for xid := range uint32(100) { // one client's flood
+	for xid := range uint32(100) { // many calls of one client
 		run(b, xid, "call")
 	}
 	if run(a, 1, "call") {
-		t.Error("another client's flood pushed out the reply")
+		t.Error("calls of another client evicted the reply")
 	}
-	if n := len(d.entries); n != d.answers.Len() || n > 8 || d.own[b].Len() != 4 {
-		t.Errorf("%d entries, %d answers, %d of the client that floods; want at most 8, and 4", n, d.answers.Len(),
-			d.own[b].Len())
+	if n := len(d.entries); n != d.replied.Len() || n > 8 || d.own[b].Len() != 4 {
+		t.Errorf("got %d entries, %d replies, %d of the client with many calls; want at most 8, and 4 of the client",
+			n, d.replied.Len(), d.own[b].Len())
 	}
 	if run(b, 99, "call") || !run(b, 0, "call") {
-		t.Error("not the oldest was pushed out")
+		t.Error("got another reply evicted than the oldest")
 	}
 	if !run(a, 1, "cal1") {
-		t.Error("answered for another call")
+		t.Error("got the cached reply of another call")
 	}
 	d.maxAge = 0
 	time.Sleep(time.Millisecond)
 	if !run(a, 1, "call") {
-		t.Error("kept for ever")
+		t.Error("got a cached reply older than maxAge")
 	}
 	if _, e, _ := d.begin(t.Context(), d.key(a, 7, nil)); e == nil {
-		t.Error("no entry")
+		t.Error("new call: got no entry")
 	} else if d.finish(e, make([]byte, drcMaxReply+1)); d.entries[e.key] != nil {
-		t.Error("a reply of any size is kept")
+		t.Error("got a cached reply above drcMaxReply")
 	}
 }
 
-// TestDuplicateRequestData: two WRITEs that differ in their last octet only are two calls, even
-// under one XID.
-func TestDuplicateRequestData(t *testing.T) {
-	var seen []byte // the last octet of each call executed
+// TestDuplicateRequestCacheComparesData sends WRITEs with the same XID that differ in the last
+// byte.
+func TestDuplicateRequestCacheComparesData(t *testing.T) {
+	var seen []byte // last byte of each executed call
 	var mu sync.Mutex
 	c := dialRaw(t, startServer(t, Config{Handler: HandlerFunc(func(_ context.Context, _ netip.AddrPort, call,
 		reply []byte) ([]byte, error) {
@@ -382,13 +385,13 @@ func TestDuplicateRequestData(t *testing.T) {
 	mu.Lock()
 	defer mu.Unlock()
 	if !bytes.Equal(seen, []byte{0, 1}) {
-		t.Errorf("calls executed: %v, want each of the two once", seen)
+		t.Errorf("got executed calls %v, want 0 and 1 once each", seen)
 	}
 }
 
-// TestReplyBeyondLimit: a reply that no message holds is an error of its call, not of the
-// connection, which the client would lose again and again.
-func TestReplyBeyondLimit(t *testing.T) {
+// TestTooLargeReplyGetsErrChunk checks that a reply above MaxMessage ends only its call. If it
+// ended the connection, every retransmission would end another one.
+func TestTooLargeReplyGetsErrChunk(t *testing.T) {
 	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, MaxMessage: 64 << 10}), ownPrivate(false, 4096))
 	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
 	c.wantErrChunk(&rpcrdma.Header{XID: 1, HasReply: true, Reply: rpcrdma.Chunk{seg}},
@@ -396,8 +399,8 @@ func TestReplyBeyondLimit(t *testing.T) {
 	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
 }
 
-// TestReplyNotHandedOver: the same of a handler that says so itself.
-func TestReplyNotHandedOver(t *testing.T) {
+// TestErrReplySizeGetsErrChunk checks a Handler that returns ErrReplySize.
+func TestErrReplySizeGetsErrChunk(t *testing.T) {
 	h := &testHandler{}
 	c := dialRaw(t, startServer(t, Config{Handler: HandlerFunc(func(ctx context.Context, peer netip.AddrPort, call,
 		reply []byte) ([]byte, error) {
@@ -410,9 +413,9 @@ func TestReplyNotHandedOver(t *testing.T) {
 	c.exchange(&rpcrdma.Header{XID: 2}, rpcCall(2, progNFS, 3, 0, nil))
 }
 
-// TestNeverAnswersErrors: neither an RDMA_ERROR of whatever version nor a reverse-direction reply
-// is answered.
-func TestNeverAnswersErrors(t *testing.T) {
+// TestErrorsAndRepliesAreDiscarded sends an RDMA_ERROR of another version and a reverse-direction
+// reply.
+func TestErrorsAndRepliesAreDiscarded(t *testing.T) {
 	var stats Stats
 	c := dialRaw(t, startServer(t, Config{Handler: &testHandler{}, Stats: &stats}), ownPrivate(false, 4096))
 	be := binary.BigEndian
@@ -422,10 +425,10 @@ func TestNeverAnswersErrors(t *testing.T) {
 	}
 	c.sendBytes(b)
 	h := rpcrdma.Header{XID: 2, Vers: 1}
-	c.sendBytes(append(h.Append(nil), sunrpc.AppendAcceptedReply(nil, 3, 0)...)) // its XIDs differ
+	c.sendBytes(append(h.Append(nil), sunrpc.AppendAcceptedReply(nil, 3, 0)...)) // with another XID
 	rep, _, r := c.exchange(&rpcrdma.Header{XID: 4}, rpcCall(4, progNFS, 3, 0, nil))
 	if rep.XID != 4 || stats.Discarded.Load() != 2 || stats.RDMAErrors.Load() != 0 {
-		t.Errorf("answer %x; %d discarded, %d errors sent", bytes.TrimSpace(r.msg), stats.Discarded.Load(),
-			stats.RDMAErrors.Load())
+		t.Errorf("got reply %x, %d discarded messages, %d RDMA_ERRORs; want XID 4, 2, 0", r.msg,
+			stats.Discarded.Load(), stats.RDMAErrors.Load())
 	}
 }

@@ -8,26 +8,25 @@ import (
 	"golang.org/x/sync/semaphore"
 )
 
-// A memBudget bounds the message buffers of all connections together. A connection keeps the
-// buffers that it has done with, because making them costs a system call and page faults, until
-// somebody has to wait for memory: then every connection gives back what it does not use.
+// A memBudget limits the message buffers of all connections. A connection keeps its unused buffers,
+// because a new buffer costs a system call and page faults. When a call waits for memory, every
+// connection frees its unused buffers.
 //
-// A call takes all that it needs in one step and waits for memory while it holds none, so that
-// calls cannot wait for each other; each holder has a time limit (Config.TransferTimeout,
-// Config.CallTimeout).
+// A call takes all its buffers in one step and holds none while it waits, so calls cannot deadlock.
+// Config.TransferTimeout and Config.CallTimeout limit how long a call holds its buffers.
 type memBudget struct {
-	room    *semaphore.Weighted // one unit for each buffer that may be made
+	room    *semaphore.Weighted // one unit per buffer
 	waiters atomic.Int32
 
-	mu    sync.Mutex
-	conns map[*conn]struct{} // guarded by mu; never locked inside conn.mu
+	mu    sync.Mutex // guards conns; not taken while conn.messages is locked
+	conns map[*conn]struct{}
 }
 
 func newMemBudget(buffers int) *memBudget {
 	return &memBudget{room: semaphore.NewWeighted(int64(buffers)), conns: make(map[*conn]struct{})}
 }
 
-// join makes c known as a keeper of unused buffers, leave ends that.
+// join adds a connection whose unused buffers reclaim frees. leave removes the connection.
 func (m *memBudget) join(c *conn) {
 	m.mu.Lock()
 	m.conns[c] = struct{}{}
@@ -40,13 +39,13 @@ func (m *memBudget) leave(c *conn) {
 	m.mu.Unlock()
 }
 
-// take waits until n buffers may be made. The caller holds none.
+// take waits for memory for n buffers. The caller holds no buffer.
 func (m *memBudget) take(ctx context.Context, n int) error {
 	if m.room.TryAcquire(int64(n)) {
 		return nil
 	}
-	// First the count, then the reclaim: a buffer is either put back after the count was seen, or
-	// found by the reclaim.
+	// The count must increase before the reclaim. A buffer that is returned later is then freed by
+	// putBufs, and a buffer that was returned before is freed by reclaim.
 	m.waiters.Add(1)
 	defer m.waiters.Add(-1)
 	m.reclaim()
@@ -55,10 +54,10 @@ func (m *memBudget) take(ctx context.Context, n int) error {
 
 func (m *memBudget) give(n int) { m.room.Release(int64(n)) }
 
-// short tells whether somebody waits for memory.
+// short reports whether a call waits for memory.
 func (m *memBudget) short() bool { return m.waiters.Load() > 0 }
 
-// reclaim has every connection give up its unused buffers.
+// reclaim frees the unused buffers of every connection.
 func (m *memBudget) reclaim() {
 	m.mu.Lock()
 	defer m.mu.Unlock()

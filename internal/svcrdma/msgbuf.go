@@ -8,13 +8,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A msgBuf holds one unreduced message, or what one Send carries, and is registered for local use.
+// A msgBuf holds one unreduced message or the data of one Send. It is registered for local access.
 type msgBuf struct {
 	mem []byte
 	mr  verbs.MR
 }
 
-// destroy releases the buffer. No device is using it.
+// destroy frees the buffer. The device must not use it any more.
 func (b *msgBuf) destroy() error {
 	err := b.mr.Dereg()
 	membuf.Free(b.mem)
@@ -34,7 +34,8 @@ func (c *conn) makeBuf(size int) (*msgBuf, error) {
 	return &msgBuf{mem: mem, mr: mr}, nil
 }
 
-// getBufs takes len(out) message buffers of Config.MaxMessage octets each, all or none.
+// getBufs stores len(out) message buffers of Config.MaxMessage bytes in out. It returns all or
+// none.
 func (c *conn) getBufs(out []*msgBuf) error {
 	if c.takeUnused(out) {
 		return nil
@@ -47,50 +48,50 @@ func (c *conn) getBufs(out []*msgBuf) error {
 	for i := range out {
 		b, err := c.makeBuf(c.cfg.MaxMessage)
 		if err != nil {
-			// those made are released with the connection, which this error ends
+			// This error ends the connection, which frees the buffers that were allocated.
 			c.mem.give(len(out) - i)
 			return fmt.Errorf("message buffer: %w", err)
 		}
 		out[i] = b
-		c.mu.Lock()
-		c.messages[b] = struct{}{}
-		c.mu.Unlock()
+		c.messages.Lock()
+		c.messages.all[b] = struct{}{}
+		c.messages.Unlock()
 	}
 	return nil
 }
 
-// takeUnused takes buffers that were used before; last used first, because their pages are warm.
+// takeUnused takes unused buffers, most recently used first because their pages are in the cache.
 func (c *conn) takeUnused(out []*msgBuf) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	n := len(c.free) - len(out)
+	c.messages.Lock()
+	defer c.messages.Unlock()
+	n := len(c.messages.unused) - len(out)
 	if n < 0 {
 		return false
 	}
-	copy(out, c.free[n:])
-	c.free = c.free[:n]
+	copy(out, c.messages.unused[n:])
+	c.messages.unused = c.messages.unused[:n]
 	return true
 }
 
-// putBufs gives buffers back: to the connection, or to the server when memory is short.
+// putBufs returns buffers to the connection, and frees them when a call waits for memory.
 func (c *conn) putBufs(bufs []*msgBuf) {
-	c.mu.Lock()
-	c.free = append(c.free, bufs...)
-	c.mu.Unlock()
+	c.messages.Lock()
+	c.messages.unused = append(c.messages.unused, bufs...)
+	c.messages.Unlock()
 	if c.mem.short() {
 		c.freeUnused()
 	}
 }
 
-// freeUnused destroys the buffers that no call holds.
+// freeUnused frees the buffers that no call holds.
 func (c *conn) freeUnused() {
-	c.mu.Lock()
-	unused := c.free
-	c.free = nil
+	c.messages.Lock()
+	unused := c.messages.unused
+	c.messages.unused = nil
 	for _, b := range unused {
-		delete(c.messages, b)
+		delete(c.messages.all, b)
 	}
-	c.mu.Unlock()
+	c.messages.Unlock()
 	for _, b := range unused {
 		c.must(b.destroy())
 	}

@@ -1,6 +1,7 @@
 package svcrdma
 
 import (
+	"bytes"
 	"context"
 	"net/netip"
 	"sync"
@@ -16,7 +17,7 @@ import (
 
 const testTimeout = 20 * time.Second
 
-// startServer runs Serve on loopback for the length of the test.
+// startServer runs Serve on loopback until the test ends.
 func startServer(t testing.TB, cfg Config) netip.AddrPort {
 	t.Helper()
 	l, err := softiwarp.New(softiwarp.Config{}).Listen(context.Background(), netip.MustParseAddrPort("127.0.0.1:0"))
@@ -46,7 +47,7 @@ type received struct {
 	inv     verbs.RKey
 }
 
-// rawClient is an RDMA peer that sends any octets and shows any octets.
+// rawClient is an RDMA client that sends and receives arbitrary bytes.
 type rawClient struct {
 	t    testing.TB
 	id   verbs.ActiveID
@@ -56,14 +57,14 @@ type rawClient struct {
 	got  chan received
 	down chan error
 
-	mem    []byte // one region for receives, sends and chunks
+	mem    []byte // for Receives, Sends and chunks
 	memMR  verbs.MR
 	mrs    []verbs.MR
 	key    uint8
 	closed sync.Once
 }
 
-// Regions of rawClient.mem.
+// Layout of rawClient.mem.
 const (
 	rawRecvSize = 16 << 10
 	rawRecvs    = 64
@@ -73,7 +74,7 @@ const (
 	rawMem      = rawChunkAt + 2<<20
 )
 
-// dialRaw connects with this private data, and answers 16 RDMA Reads at a time.
+// dialRaw connects with this private data. The client accepts 16 concurrent RDMA Reads.
 func dialRaw(t testing.TB, addr netip.AddrPort, private []byte) *rawClient {
 	t.Helper()
 	c := newRaw(t, addr)
@@ -81,7 +82,7 @@ func dialRaw(t testing.TB, addr netip.AddrPort, private []byte) *rawClient {
 	return c
 }
 
-// newRaw prepares a client up to its connection.
+// newRaw returns a client that is not yet connected.
 func newRaw(t testing.TB, addr netip.AddrPort) *rawClient {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
@@ -95,8 +96,7 @@ func newRaw(t testing.TB, addr netip.AddrPort) *rawClient {
 	c.cq, err = id.Device().CreateCQ(512)
 	must(t, err)
 	c.qp, err = id.CreateQP(c.pd, verbs.QPInitAttr{SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 64, MaxRecvWR: rawRecvs,
-		MaxSendSGE:   1,
-		OnDisconnect: func(cause error) { c.down <- cause }})
+		MaxSendSGE: 1, OnDisconnect: func(cause error) { c.down <- cause }})
 	must(t, err)
 	c.mem, err = membuf.Alloc(rawMem)
 	must(t, err)
@@ -122,17 +122,15 @@ func must(t testing.TB, err error) {
 }
 
 func (c *rawClient) postRecv(buf []byte) {
-	_, err := c.qp.PostRecv(&verbs.RecvRequest{SGE: verbs.SGE{Buf: buf, LKey: c.memMR.LKey()},
+	// An error means that the client is closing.
+	_, _ = c.qp.PostRecv(&verbs.RecvRequest{SGE: verbs.SGE{Buf: buf, LKey: c.memMR.LKey()},
 		Done: func(wc *verbs.WorkCompletion) {
 			if wc.Status != verbs.StatusSuccess {
 				return
 			}
-			c.got <- received{wc.Status, append([]byte(nil), buf[:wc.ByteLen]...), wc.WithInv, wc.InvalidatedRKey}
+			c.got <- received{wc.Status, bytes.Clone(buf[:wc.ByteLen]), wc.WithInv, wc.InvalidatedRKey}
 			c.postRecv(buf)
 		}})
-	if err != nil && c.qp != nil {
-		return // closing
-	}
 }
 
 func (c *rawClient) close() {
@@ -152,7 +150,7 @@ func (c *rawClient) close() {
 	})
 }
 
-// register gives the peer rights on mem[at:at+n] and returns it as a segment.
+// register registers mem[at:at+n] for access by the peer and returns its segment.
 func (c *rawClient) register(at, n int, access verbs.Access) rpcrdma.Segment {
 	c.t.Helper()
 	mr, err := c.pd.AllocMR(600)
@@ -162,8 +160,10 @@ func (c *rawClient) register(at, n int, access verbs.Access) rpcrdma.Segment {
 	addr := uint64(0xabc<<32) + uint64(at)
 	done := make(chan verbs.Status, 1)
 	_, err = c.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpFastReg, Signaled: true, MR: mr, NewKey: c.key,
-		Access: access, IOVA: addr,
-		Segs: [][]byte{c.mem[at : at+n]}, Done: func(wc *verbs.WorkCompletion) { done <- wc.Status }})
+		Access: access, IOVA: addr, Segs: [][]byte{c.mem[at : at+n]}, Done: func(
+			wc *verbs.WorkCompletion) {
+			done <- wc.Status
+		}})
 	must(c.t, err)
 	if st := <-done; st != verbs.StatusSuccess {
 		c.t.Fatalf("FastReg: %v", st)
@@ -200,12 +200,12 @@ func (c *rawClient) receive() received {
 	case err := <-c.down:
 		c.t.Fatalf("connection lost: %v", err)
 	case <-time.After(testTimeout):
-		c.t.Fatal("no answer")
+		c.t.Fatalf("no message received in %v", testTimeout)
 	}
 	panic("unreachable")
 }
 
-// exchange sends a call and returns the decoded answer.
+// exchange sends a call and returns the decoded reply.
 func (c *rawClient) exchange(h *rpcrdma.Header, body []byte) (rpcrdma.Header, []byte, received) {
 	c.t.Helper()
 	c.sendMsg(h, body)

@@ -7,51 +7,51 @@ import (
 	"testing"
 )
 
-// A relay stands between a client and the server and can stop either direction, as a client does
-// that reads or answers nothing any more while its TCP connection lives.
+// A relay forwards the TCP connections between clients and the server. It can stop each direction,
+// to simulate a client that no longer reads or sends while its TCP connection stays open.
 type relay struct {
 	addr     netip.AddrPort
 	toClient gate
 	toServer gate
 }
 
-// A gate lets octets pass until it is shut. With shutOn set it shuts the other gate before the next
-// octets pass.
+// A gate forwards data until it is closed.
 type gate struct {
-	mu     sync.Mutex
-	shut   bool  // guarded by mu, as shutOn
-	shutOn *gate // guarded by mu
-	opened *sync.Cond
+	mu        sync.Mutex // guards the fields below
+	closed    bool
+	closeNext *gate      // closed before this gate forwards the next data
+	opened    *sync.Cond // signaled by open
 }
 
 func (g *gate) close() {
 	g.mu.Lock()
-	g.shut = true
+	g.closed = true
 	g.mu.Unlock()
 }
 
 func (g *gate) open() {
 	g.mu.Lock()
-	g.shut = false
+	g.closed = false
 	g.mu.Unlock()
 	g.opened.Broadcast()
 }
 
-func (g *gate) shutAtNext(other *gate) {
+// closeAtNext closes other before g forwards the next data.
+func (g *gate) closeAtNext(other *gate) {
 	g.mu.Lock()
-	g.shutOn = other
+	g.closeNext = other
 	g.mu.Unlock()
 }
 
-// pass is called with octets in hand.
+// pass waits until the gate is open.
 func (g *gate) pass() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.shutOn != nil {
-		g.shutOn.close()
-		g.shutOn = nil
+	if g.closeNext != nil {
+		g.closeNext.close()
+		g.closeNext = nil
 	}
-	for g.shut {
+	for g.closed {
 		g.opened.Wait()
 	}
 }

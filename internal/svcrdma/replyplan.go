@@ -5,7 +5,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// A writeOp is one RDMA Write: seg.Length octets, never zero, from reply[src:].
+// A writeOp is one RDMA Write of seg.Length bytes, never zero, from reply[src:].
 type writeOp struct {
 	seg rpcrdma.Segment
 	src int
@@ -14,24 +14,24 @@ type writeOp struct {
 // A span is a part of the unreduced reply: reply[off:off+n].
 type span struct{ off, n int }
 
-// A replyPlan says how an unreduced reply goes back. Its slices are reused.
+// A replyPlan lists the steps to send an unreduced reply. build reuses its slices.
 type replyPlan struct {
 	header  rpcrdma.Header
 	writes  []writeOp
-	payload [2]span // what is left after reduction: in front of the item, and behind its pad
-	inline  bool    // payload goes in the Send; else it went to the Reply chunk
+	payload [2]span // reply without the item: the parts before the item and after its pad
+	inline  bool    // the Send carries payload; otherwise the Reply chunk does
 	segs    []rpcrdma.Segment
 }
 
-// replyPolicy is what the connection and the configuration say about replies.
+// replyPolicy holds the parameters of the connection for replies.
 type replyPolicy struct {
-	threshold        int // largest Send, header included
+	threshold        int // maximum size of a Send with the header
 	alwaysReplyChunk bool
 }
 
-// build makes the plan from the call's header (whose chunks it copies back with the lengths used),
-// or returns errChunks when the reply does not go into what the client offered. Nothing was written
-// then (RFC 8166 §4.5.3).
+// build makes the plan, or returns errChunks when the reply does not fit the chunks of the call.
+// The header of the reply contains these chunks with the used lengths. Nothing is written before
+// build succeeds (RFC 8166 §4.5.3).
 func (p *replyPlan) build(call *rpcrdma.Header, credits uint32, reply []byte, it item, hasItem bool,
 	pol replyPolicy) error {
 	p.writes, p.segs = p.writes[:0], p.segs[:0]
@@ -40,8 +40,8 @@ func (p *replyPlan) build(call *rpcrdma.Header, credits uint32, reply []byte, it
 	p.header.XID, p.header.Vers, p.header.Credits = call.XID, call.Vers, credits
 	p.copyLists(call)
 
-	// The first chunk takes the only eligible result of an NFSv3 procedure; one without segments
-	// asks for it inline (RFC 8166 §4.3.2.3).
+	// The first chunk is for the only eligible result of an NFSv3 procedure. A chunk without
+	// segments requests inline data (RFC 8166 §4.3.2.3).
 	if hasItem && len(p.header.Writes) > 0 && len(p.header.Writes[0]) > 0 {
 		if p.header.Writes[0].Length() < uint64(it.n) {
 			return errChunks
@@ -65,14 +65,14 @@ func (p *replyPlan) build(call *rpcrdma.Header, credits uint32, reply []byte, it
 	return nil
 }
 
-// copyLists gives the reply's header the Write list and the Reply chunk of the call. The Read list
-// stays empty (RFC 8166 §4.3.1).
+// copyLists copies the Write list and the Reply chunk of the call to the header of the reply. The
+// Read list stays empty (RFC 8166 §4.3.1).
 func (p *replyPlan) copyLists(call *rpcrdma.Header) {
 	n := len(call.Reply)
 	for _, c := range call.Writes {
 		n += len(c)
 	}
-	if cap(p.segs) < n { // so that chunks made below keep pointing into it
+	if cap(p.segs) < n { // segs must not grow while chunks refer to it
 		p.segs = make([]rpcrdma.Segment, 0, n)
 	}
 	for _, c := range call.Writes {
@@ -89,8 +89,8 @@ func (p *replyPlan) copyChunk(c rpcrdma.Chunk) rpcrdma.Chunk {
 	return rpcrdma.Chunk(p.segs[start:len(p.segs):len(p.segs)])
 }
 
-// fillLists plans the Writes and sets every segment's length to what it carries (RFC 8166 §3.4.6,
-// §4.3.3).
+// fillLists plans the Writes and sets the length of every segment to the number of bytes written
+// (RFC 8166 §3.4.6, §4.3.3).
 func (p *replyPlan) fillLists(it item, hasItem bool) {
 	for i, c := range p.header.Writes {
 		if i == 0 && hasItem {
@@ -109,8 +109,8 @@ func (p *replyPlan) fillLists(it item, hasItem bool) {
 	}
 }
 
-// fill writes the parts into the chunk, segment after segment without holes; segments not reached
-// get length 0.
+// fill plans Writes of the parts to the segments of the chunk in order, without gaps. Unused
+// segments get length 0.
 func (p *replyPlan) fill(c rpcrdma.Chunk, parts ...span) {
 	for i := range c {
 		seg := &c[i]
@@ -134,9 +134,8 @@ func (p *replyPlan) fill(c rpcrdma.Chunk, parts ...span) {
 	}
 }
 
-// invalidateHandle is the one handle that all segments of the call carry, if they do and there is
-// any: the STag that Send With Invalidate may name (RFC 8797 §4.1; like Linux, a call with several
-// handles gets a plain Send).
+// invalidateHandle returns the handle for Send With Invalidate (RFC 8797 §4.1). ok is false if the
+// call has no segment or segments with different handles. As on Linux, the reply is then a Send.
 func invalidateHandle(call *rpcrdma.Header) (handle uint32, ok bool) {
 	same := func(h uint32) bool {
 		if ok && h != handle {

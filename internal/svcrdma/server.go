@@ -17,31 +17,34 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// A Handler executes RPC calls. It is called from many goroutines at once.
+// A Handler executes RPC calls. It must be safe for concurrent use.
 type Handler interface {
-	// ServeRPC executes the unreduced call message of peer and appends the unreduced reply message
-	// to reply, which has length zero and room for Config.MaxMessage octets; using that room saves
-	// a copy. call is valid during the call only. A reply that is longer, and an error that wraps
-	// [ErrReplySize], is answered with ERR_CHUNK, so that the client gives the call up. Any other
-	// error drops the connection, so that the client sends the call again on a new one. ctx ends
-	// after Config.CallTimeout; ServeRPC must return soon after, because the connection is not
-	// released before. ctx of a call that is not idempotent outlives its connection, so that its
-	// outcome can be kept for the replay.
+	// ServeRPC executes the unreduced call of peer and returns the unreduced reply. reply has
+	// length zero and a capacity of Config.MaxMessage bytes; a reply in this memory saves a copy.
+	// call is valid only until ServeRPC returns.
+	//
+	// A reply of more than Config.MaxMessage bytes, or an error that wraps [ErrReplySize], results
+	// in ERR_CHUNK, and the client ends the call. Any other error closes the connection, and the
+	// client sends the call again on a new connection.
+	//
+	// ctx ends after Config.CallTimeout. ServeRPC must return soon after the end of ctx, because
+	// the connection is not released before. The ctx of a non-idempotent call does not end with the
+	// connection, so that the reply can be cached for a retransmission.
 	ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
 }
 
-// ErrReplySize is what a Handler says of a reply that it knows and cannot hand over, because it is
-// longer than Config.MaxMessage: sending the call again would not change it (RFC 8166 §4.5.3).
-var ErrReplySize = errors.New("the reply is longer than a message may be")
+// ErrReplySize is returned by a Handler for a reply of more than Config.MaxMessage bytes. A
+// retransmission of the call would have the same result (RFC 8166 §4.5.3).
+var ErrReplySize = errors.New("reply exceeds the maximum message size")
 
-// A ConnHandler is a Handler that wants to know when a connection has ended and none of its calls
-// is running any more.
+// A ConnHandler is a Handler that is notified of the end of connections.
 type ConnHandler interface {
 	Handler
+	// ConnClosed runs after the last call of the connection has returned.
 	ConnClosed(peer netip.AddrPort)
 }
 
-// HandlerFunc is a function as a Handler.
+// HandlerFunc is an adapter to use a function as a Handler.
 type HandlerFunc func(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
 
 // ServeRPC calls f.
@@ -49,63 +52,63 @@ func (f HandlerFunc) ServeRPC(ctx context.Context, peer netip.AddrPort, call, re
 	return f(ctx, peer, call, reply)
 }
 
-// Verdict is what a fault hook makes of a reply.
+// Verdict is the decision of a fault hook about a reply.
 type Verdict uint8
 
 // Verdicts.
 const (
 	Send       Verdict = iota
-	Drop               // the reply is never sent
-	Disconnect         // the connection ends instead
+	Drop               // do not send the reply
+	Disconnect         // close the connection instead
 )
 
-// Hooks inject faults, for tests. The zero value does nothing.
+// Hooks inject faults for tests. The zero value has no effect.
 type Hooks struct {
-	// Reply sees each reply header just before it is encoded, after the RDMA Writes were planned,
-	// and may change it.
+	// Reply runs for each reply header after the RDMA Writes were planned and before the header is
+	// encoded. It may change the header.
 	Reply func(h *rpcrdma.Header) Verdict
 }
 
-// Config of a server. The zero value of each field gives its default.
+// Config of a server. The zero value of a field selects the default.
 type Config struct {
-	// Credits granted to each client: its calls in progress at a time, 1..1024. Default 64.
+	// Credits is the number of concurrent calls of each client, 1 to 1024. Default 64.
 	Credits int
-	// InlineBytes is the inline threshold offered, both ways: 1024..65536, in steps of 1024.
-	// Default 4096.
+	// InlineBytes is the offered inline threshold in both directions: a multiple of 1024 from 1024
+	// to
+	// 65536. Default 4096.
 	InlineBytes int
-	// RemoteInv offers Send With Invalidate: used for calls all of whose segments carry one handle
-	// (RFC 8797 §4.1).
+	// RemoteInv offers Send With Invalidate. The server uses it for a call whose segments all have
+	// the same handle (RFC 8797 §4.1).
 	RemoteInv bool
-	// MaxMessage is the largest unreduced call or reply in octets. Default 1 MiB and 64 KiB.
+	// MaxMessage is the maximum size of an unreduced call or reply in bytes. Default 1 MiB + 64
+	// KiB.
 	MaxMessage int
-	// ReadDepth is the most RDMA Reads outstanding on a connection (ORD). A power of two, at most
-	// 128. Default 16.
+	// ReadDepth is the maximum number of outstanding RDMA Reads of a connection (ORD): a power of
+	// two, at most 128. Default 16.
 	ReadDepth int
-	// AlwaysReplyChunk uses an offered Reply chunk even where the reply fits inline, as the Linux
-	// server does. RFC 8166 §3.5.3 leaves the choice.
+	// AlwaysReplyChunk uses an offered Reply chunk even if the reply fits inline, as the Linux
+	// server does. RFC 8166 §3.5.3 permits both.
 	AlwaysReplyChunk bool
-	// MaxConns is the most connections at a time; others are rejected. One client address has at
-	// most half of them, so that it cannot lock out the others. Default 128.
+	// MaxConns is the maximum number of connections. The server rejects others. One client address
+	// can use at most half of them. Default 128.
 	MaxConns int
-	// CachedReplies is the size of the duplicate request cache. Default 4096.
+	// CachedReplies is the maximum number of replies in the duplicate request cache. Default 4096.
 	CachedReplies int
-	// MessageMemory bounds in octets the unreduced messages of all connections together; calls wait
-	// for it. A call needs MaxMessage for its reply, and as much again if it has Read chunks. At
-	// least twice MaxMessage. Default 512 MiB.
+	// MessageMemory limits the memory for the unreduced messages of all connections, in bytes.
+	// Calls wait for memory. A call needs MaxMessage bytes for its reply, and as much again if it
+	// has Read chunks. The minimum is twice MaxMessage. Default 512 MiB.
 	MessageMemory int
 
-	// IdleTimeout ends a connection on which no call is made for so long, in an orderly way.
-	// Default 12 minutes, as the Linux server does at the latest: a client that wants to keep a
-	// connection makes a NULL call now and then.
+	// IdleTimeout closes a connection without calls. A client can keep the connection with NULL
+	// calls. Default 12 minutes, the maximum of the Linux server.
 	IdleTimeout time.Duration
-	// TransferTimeout ends a connection whose client does not answer the RDMA Reads of one call, or
-	// does not take one reply, for so long. Default 5 minutes: with every credit in use, 64 MiB go
-	// over the link in that time.
+	// TransferTimeout closes a connection whose client does not answer the RDMA Reads of a call, or
+	// does not accept a reply. Default 5 minutes: with all credits in use, 64 MiB pass in this
+	// time.
 	TransferTimeout time.Duration
-	// CallTimeout bounds the execution of a call by the Handler, and its wait for memory. When it
-	// passes, the context that the Handler was given ends, and the connection with it, so that the
-	// client sends the call again. What the Handler's server made of the first try is not known
-	// then, and the second is executed like a new call. Default 5 minutes.
+	// CallTimeout limits the execution of a call by the Handler and the wait for memory. When it
+	// expires, the context of the Handler ends and the connection closes. The client then sends the
+	// call again, and the server executes it like a new call. Default 5 minutes.
 	CallTimeout time.Duration
 
 	// Allow lists the client addresses that may connect; empty means all.
@@ -114,11 +117,11 @@ type Config struct {
 	Handler Handler
 	Logger  hclog.Logger
 	Hooks   Hooks
-	// Stats, if not nil, is counted into.
+	// Stats, if not nil, receives the counters.
 	Stats *Stats
 }
 
-// Stats counts what a server did. All fields only grow, but for Connections.
+// Stats holds the counters of a server. All fields except Connections only increase.
 type Stats struct {
 	Connections                                atomic.Int64
 	Calls, CachedCalls, Discarded              atomic.Uint64
@@ -126,10 +129,10 @@ type Stats struct {
 	ReplyChunks, RemoteInvalidates, RDMAErrors atomic.Uint64
 }
 
-// Defaults of Config that matter to whoever runs a server.
+// Defaults of Config for the options of a server.
 const (
 	DefaultMaxConns      = 128
-	DefaultMessageMemory = 512 << 20 // octets
+	DefaultMessageMemory = 512 << 20 // bytes
 )
 
 // Limits and other defaults of Config.
@@ -182,25 +185,26 @@ func (c *Config) complete() error {
 	case c.Credits < 1 || c.Credits > maxCredits:
 		return fmt.Errorf("svcrdma: %d credits: must be 1 to %d", c.Credits, maxCredits)
 	case c.InlineBytes < rpcrdma.DefaultInline || c.InlineBytes > maxInline || c.InlineBytes%1024 != 0:
-		return fmt.Errorf("svcrdma: inline threshold of %d octets: must be a multiple of 1024 from %d to %d",
+		return fmt.Errorf("svcrdma: inline threshold of %d bytes: must be a multiple of 1024 from %d to %d",
 			c.InlineBytes, rpcrdma.DefaultInline, maxInline)
 	case c.MaxMessage < c.InlineBytes:
-		return fmt.Errorf("svcrdma: largest message of %d octets is below the inline threshold of %d", c.MaxMessage,
+		return fmt.Errorf("svcrdma: MaxMessage of %d bytes: must be at least the inline threshold of %d", c.MaxMessage,
 			c.InlineBytes)
 	case c.ReadDepth < 1 || c.ReadDepth > maxReadDepth || c.ReadDepth&(c.ReadDepth-1) != 0:
 		return fmt.Errorf("svcrdma: read depth of %d: must be a power of two from 1 to %d", c.ReadDepth, maxReadDepth)
 	case c.MaxConns < 1 || c.CachedReplies < 1:
 		return errors.New("svcrdma: MaxConns and CachedReplies must be positive")
 	case c.MessageMemory < 2*c.MaxMessage:
-		return fmt.Errorf("svcrdma: %d octets for messages: a call may need two of %d octets", c.MessageMemory,
+		return fmt.Errorf("svcrdma: MessageMemory of %d bytes: must be at least twice MaxMessage of %d",
+			c.MessageMemory,
 			c.MaxMessage)
 	case c.IdleTimeout < 0 || c.TransferTimeout < 0 || c.CallTimeout < 0:
-		return errors.New("svcrdma: time limits must be positive")
+		return errors.New("svcrdma: timeouts must be positive")
 	}
 	return nil
 }
 
-// allows tells whether a client address may connect.
+// allows reports whether a client address may connect.
 func (c *Config) allows(a netip.Addr) bool {
 	return len(c.Allow) == 0 || slices.ContainsFunc(c.Allow, func(p netip.Prefix) bool {
 		return p.Contains(a.WithZone(""))
@@ -216,9 +220,9 @@ type server struct {
 	log   hclog.Logger
 }
 
-// Serve answers connections of l until ctx ends or l is closed, and returns after every connection
-// has ended and everything that it used was released. l stays the caller's to close. The error is
-// nil for those two ends.
+// Serve serves connections of l until ctx ends or l is closed. It returns after all connections
+// have ended and all resources are released. The caller closes l. The error is nil after the end of
+// ctx and after the close of l.
 func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 	if err := cfg.complete(); err != nil {
 		return err
@@ -236,7 +240,7 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 				return nil
 			}
 			s.log.Warn("accept failed", "listener", l.Addr(), "error", err)
-			select { // descriptors or memory may come back
+			select { // a shortage of descriptors or memory may be temporary
 			case <-time.After(acceptPause):
 			case <-ctx.Done():
 			}
@@ -249,7 +253,7 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 			continue
 		}
 		if !s.conns.admit(client) && !(s.endSilent(client) && s.conns.admit(client)) {
-			s.log.Warn("connection refused: too many", "peer", req.RemoteAddr(), "limit", s.conns.max,
+			s.log.Warn("connection refused: too many connections", "peer", req.RemoteAddr(), "limit", s.conns.max,
 				"limit_of_a_client", s.conns.maxOwn)
 			conns.Go(func() { _ = req.Reject(nil) })
 			continue
@@ -262,45 +266,45 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 	}
 }
 
-// silentGrace is how long a connection without a call is safe from being ended for a new one.
+// silentGrace is the minimum age at which endSilent ends a connection.
 const silentGrace = 2 * time.Second
 
-// endSilent ends a connection on which no call was ever made, so that a full server has room for
-// client: the oldest one of the same address where that has its share, else the oldest of all. It
-// returns false when there is none.
+// endSilent ends the oldest connection without any call, so that a full server can admit client. If
+// client has reached its share, endSilent ends a connection of client. It returns false if it finds
+// no connection.
 func (s *server) endSilent(client netip.Addr) bool {
 	ownOnly := s.conns.shareUsed(client)
-	var victim *conn
+	var oldest *conn
 	s.mem.mu.Lock()
 	for c := range s.mem.conns {
 		if !c.called.Load() && c.ctx.Err() == nil && c.age() > silentGrace && (!ownOnly || c.addr == client) &&
-			(victim == nil || c.born.Before(victim.born)) {
-			victim = c
+			(oldest == nil || c.startedAt.Before(oldest.startedAt)) {
+			oldest = c
 		}
 	}
 	s.mem.mu.Unlock()
-	if victim == nil {
+	if oldest == nil {
 		return false
 	}
-	victim.cancel(errSilent)
-	victim.leave()
+	oldest.cancel(errSilent)
+	oldest.leave()
 	return true
 }
 
-// A connCount bounds the connections, of all clients and of each.
+// A connCount limits the number of connections in total and per client address.
 type connCount struct {
 	max, maxOwn int
 
-	mu  sync.Mutex
-	all int                // guarded by mu
-	own map[netip.Addr]int // guarded by mu; none is zero
+	mu  sync.Mutex // guards the fields below
+	all int
+	own map[netip.Addr]int // by client; no value is zero
 }
 
 func newConnCount(limit int) *connCount {
 	return &connCount{max: limit, maxOwn: (limit + 1) / 2, own: make(map[netip.Addr]int)}
 }
 
-// admit counts a connection, unless there are too many.
+// admit counts a connection and returns true, or returns false at a limit.
 func (c *connCount) admit(client netip.Addr) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -312,7 +316,7 @@ func (c *connCount) admit(client netip.Addr) bool {
 	return true
 }
 
-// shareUsed tells whether one client address has all the connections that it may have.
+// shareUsed reports whether a client address has reached its limit.
 func (c *connCount) shareUsed(client netip.Addr) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

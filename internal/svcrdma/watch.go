@@ -6,36 +6,36 @@ import (
 	"time"
 )
 
-// Why the server itself ends a connection.
+// Causes of connections that the server ends.
 var (
-	errSilent  = errors.New("no call yet, and another client needs the connection")
-	errIdle    = errors.New("no call for the idle time limit")
-	errNoReply = errors.New("the handler did not answer a call within the time limit")
-	errStalled = errors.New("the client did not answer an RDMA Read, or did not take a reply, within the time limit")
+	errSilent  = errors.New("connection without calls ended to admit another client")
+	errIdle    = errors.New("idle timeout expired without a call")
+	errNoReply = errors.New("call timeout expired in the handler")
+	errStalled = errors.New("transfer timeout expired: client did not answer an RDMA Read or did not accept a reply")
 )
 
-// watchesPerLimit is how often a time limit is looked at while it runs; a limit is kept to within
-// that part of it.
-const watchesPerLimit = 8
+// checksPerTimeout is the number of checks during the shortest timeout. A timeout is therefore late
+// by at most this fraction.
+const checksPerTimeout = 8
 
-// A stopwatch is the time at which something began, as one goroutine sets it and another looks at
-// it. Zero: it is not under way.
+// A stopwatch measures the time since its start. One goroutine starts and stops it, and another one
+// reads it. The zero stopwatch is stopped.
 type stopwatch struct{ since atomic.Int64 }
 
 func (s *stopwatch) start(at time.Duration) { s.since.Store(int64(at) + 1) }
 func (s *stopwatch) stop()                  { s.since.Store(0) }
 
-// over tells whether it has been under way for longer than limit.
+// over reports whether the stopwatch has been running for longer than limit.
 func (s *stopwatch) over(now, limit time.Duration) bool {
 	at := s.since.Load()
 	return at != 0 && now-time.Duration(at) > limit
 }
 
-// age is the connection's own clock.
-func (c *conn) age() time.Duration { return time.Since(c.born) }
+// age returns the time since the start of the connection.
+func (c *conn) age() time.Duration { return time.Since(c.startedAt) }
 
-// watch ends the connection when it is idle or stalled, or its Handler is, and returns when it is
-// down. One ticker serves all of a connection's time limits, so that a call sets no timer.
+// watch ends the connection when a timeout expires, and returns when the connection is down. One
+// ticker serves all timeouts of the connection, so a call needs no timer.
 func (c *conn) watch() {
 	tick := c.ticker()
 	defer tick.Stop()
@@ -44,13 +44,13 @@ func (c *conn) watch() {
 		case <-c.ctx.Done():
 			return
 		case <-tick.C:
-			c.checkLimits()
+			c.checkTimeouts()
 		}
 	}
 }
 
-// waitWorkers waits for the workers of a connection that is down, and still limits the calls that
-// outlive it.
+// waitWorkers waits for the workers after the connection is down. It still applies CallTimeout to
+// non-idempotent calls, which continue without the connection.
 func (c *conn) waitWorkers() {
 	ended := make(chan struct{})
 	go func() {
@@ -70,11 +70,11 @@ func (c *conn) waitWorkers() {
 }
 
 func (c *conn) ticker() *time.Ticker {
-	return time.NewTicker(max(min(c.cfg.IdleTimeout, c.cfg.TransferTimeout, c.cfg.CallTimeout)/watchesPerLimit,
+	return time.NewTicker(max(min(c.cfg.IdleTimeout, c.cfg.TransferTimeout, c.cfg.CallTimeout)/checksPerTimeout,
 		time.Millisecond))
 }
 
-func (c *conn) checkLimits() {
+func (c *conn) checkTimeouts() {
 	now := c.age()
 	c.checkCalls(now)
 	for _, x := range c.execs {
@@ -82,25 +82,24 @@ func (c *conn) checkLimits() {
 			c.cancel(errStalled)
 		}
 	}
-	// A call may begin between the end of the last and the start of the stopwatch.
+	// A call may begin after the end of the last call and before the start of the stopwatch.
 	if c.running.Load() == 0 && c.idle.over(now, c.cfg.IdleTimeout) {
 		c.cancel(errIdle)
 	}
 }
 
-// checkCalls gives up calls that the Handler does not answer, and the connection with them.
+// checkCalls ends the connection and cancels the calls whose CallTimeout has expired.
 func (c *conn) checkCalls(now time.Duration) {
 	for _, x := range c.execs {
 		if x.calling.over(now, c.cfg.CallTimeout) {
 			c.cancel(errNoReply)
-			x.giveUp()
+			x.cancelDetached()
 		}
 	}
 }
 
-// callBegins and callEnds run the idle time limit, which is under way only while no call is being
-// served. As with the Linux server, what is no call does not count: not a Send that is discarded,
-// not an RDMA Write of no octets.
+// callBegins stops the idle stopwatch for the first call in progress, and callEnds starts it after
+// the last one. As in the Linux server, a discarded Send or an empty RDMA Write is not a call.
 func (c *conn) callBegins() {
 	c.called.Store(true)
 	if c.running.Add(1) == 1 {

@@ -1,9 +1,13 @@
 package testutil
 
 import (
+	"flag"
+	"fmt"
 	"os"
 	"os/exec"
 	"testing"
+
+	"go.uber.org/goleak"
 )
 
 // Tests belong to one of two tiers:
@@ -49,6 +53,19 @@ func NeedsPrograms(tb testing.TB, names ...string) {
 func Long(tb testing.TB) {
 	tb.Helper()
 	inTestTier(tb)
+}
+
+// MainNeedsRoot is [Main] for packages whose tests all need root. With -short it runs no test.
+func MainNeedsRoot(m *testing.M, opts ...goleak.Option) {
+	flag.Parse()
+	if testing.Short() {
+		return
+	}
+	if os.Geteuid() != 0 {
+		fmt.Fprintln(os.Stderr, "the tests of this package need root; run make test as root, or make check without it")
+		os.Exit(1)
+	}
+	Main(m, opts...)
 }
 
 func inTestTier(tb testing.TB) {

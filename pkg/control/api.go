@@ -8,149 +8,149 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
-// A MountRequest asks for a mount. It is the body of POST /v1/mount.
+// DefaultSocket is the default path of the control socket.
+const DefaultSocket = "/run/nfsrdmad/control.sock"
+
+// FaultBanner is the text before a fault injection plan wherever the plan is shown.
+const FaultBanner = "FAULT INJECTION IS ON: "
+
+const (
+	// MaxMountTimeout bounds the mount timeout that a daemon may have. Clients wait a little
+	// longer.
+	MaxMountTimeout = 5 * time.Minute
+	// StatusTimeout bounds a request that needs no reply of an NFS server.
+	StatusTimeout = 6 * time.Second
+)
+
+// A MountRequest requests a mount. It is the body of POST /v1/mount.
 type MountRequest struct {
 	Spec    string `json:"spec"`    // HOST:/EXPORT
-	Dir     string `json:"dir"`     // absolute
-	Options string `json:"options"` // as after -o
+	Dir     string `json:"dir"`     // absolute path
+	Options string `json:"options"` // the value of -o
 }
 
-// UmountMode is how hard an unmount tries.
+// An UmountMode selects the kind of an unmount.
 type UmountMode string
 
-// Modes of umount.
+// Modes of an unmount.
 const (
+	// UmountNormal writes dirty data to the server first. It fails if a file is open.
 	UmountNormal UmountMode = ""
-	// UmountLazy detaches the mount at once and lets users of open files finish.
+	// UmountLazy detaches the mount at once. Processes may go on to use open files.
 	UmountLazy UmountMode = "lazy"
-	// UmountForce aborts every operation first; data not yet written to the server is lost.
+	// UmountForce aborts all pending operations. Dirty data is lost.
 	UmountForce UmountMode = "force"
 )
 
-// An UmountRequest asks for the end of a mount. It is the body of POST /v1/umount.
+// An UmountRequest requests an unmount. It is the body of POST /v1/umount.
 type UmountRequest struct {
-	Dir  string     `json:"dir"`
+	Dir  string     `json:"dir"` // absolute path
 	Mode UmountMode `json:"mode,omitempty"`
 }
 
-// MountState is where a mount is in its life.
+// A MountState is the state of a mount.
 type MountState string
 
-// States of a mount, in their order.
+// States of a mount, in the order in which a mount passes them.
 const (
 	StateMounting   MountState = "mounting"
 	StateMounted    MountState = "mounted"
 	StateUnmounting MountState = "unmounting"
 )
 
-// A MountInfo describes one mount; "list" shows it.
+// A MountInfo describes one mount. The list command shows it.
 type MountInfo struct {
 	Dir      string     `json:"dir"`
 	Spec     string     `json:"spec"`
 	State    MountState `json:"state"`
-	Since    time.Time  `json:"since"`
+	Since    time.Time  `json:"since"` // time of the mount request
 	Options  string     `json:"options"`
 	Server   string     `json:"server,omitempty"` // RDMA address
 	Provider string     `json:"provider,omitempty"`
-	// ProviderReason says why it is this provider.
+	// ProviderReason is the reason for the choice of the provider.
 	ProviderReason string `json:"provider_reason,omitempty"`
-	// FaultInjection is the plan of the faults that are injected into this mount, "" for none.
+	// FaultInjection is the fault injection plan of this mount; "" for none.
 	FaultInjection string `json:"fault_injection,omitempty"`
 }
 
-// A MountStatus is the complete state of one mount; "status" shows it.
+// A MountStatus is the complete status of one mount. The status command shows it.
 type MountStatus struct {
 	MountInfo
-	Connection string `json:"connection,omitempty"` // state of the transport that changed last
-	LastError  string `json:"last_error,omitempty"` // of that transport
+	Connection string `json:"connection,omitempty"` // state of the connection that changed last
+	LastError  string `json:"last_error,omitempty"` // of the same connection
 	MaxRead    int    `json:"rsize,omitempty"`      // bytes
 	MaxWrite   int    `json:"wsize,omitempty"`      // bytes
 	// Transport is the sum over the connections of the mount.
 	stats.Transport
-	XprtLine string            `json:"xprt,omitempty"` // as in the kernel's mountstats
+	XprtLine string            `json:"xprt,omitempty"` // the xprt line of the kernel's mountstats
 	RPCs     map[string]uint64 `json:"rpcs,omitempty"` // calls by procedure
 	Calls    []PendingCall     `json:"calls"`          // all pending calls, the oldest first
-	History  []ConnEvent       `json:"history"`        // the last events of the connections, the oldest first
-	// FaultsInjected are the faults injected into this mount, by name.
+	// History are the latest events of the connections, the oldest first.
+	History []ConnEvent `json:"history"`
+	// FaultsInjected counts the injected faults by name.
 	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
-	Trace          int               `json:"trace_events"` // events kept for each connection
+	Trace          int               `json:"trace_events"` // events kept per connection
 }
 
 // A PendingCall is an RPC that has not ended.
 type PendingCall struct {
-	// hexadecimal, as in the trace; "" before the call has a slot
+	// XID is hexadecimal, as in the trace; "" before the call has a slot.
 	XID        string  `json:"xid,omitempty"`
 	Procedure  string  `json:"procedure"`
-	Connection int     `json:"connection"` // from 0, with nconnect
-	Slot       int     `json:"slot"`       // -1 before it has one
+	Connection int     `json:"connection"` // number of the connection, from 0
+	Slot       int     `json:"slot"`       // -1 before the call has a slot
 	Age        float64 `json:"age_seconds"`
-	// SinceSent is the time since it was last sent, in seconds; -1 if the present connection has
-	// not seen it.
+	// SinceSent is the time since the last Send of the call on the current connection; -1 if the
+	// call was not sent there.
 	SinceSent float64 `json:"since_sent_seconds"`
-	// WaitsFor is slot, credit, reconnect, send, reply, invalidation, or "late reply" after the
-	// caller has gone.
+	// WaitsFor is slot, credit, reconnect, send, reply, invalidation, or "late reply" if the caller
+	// has returned.
 	WaitsFor string `json:"waits_for"`
-	// Owner is for whom it is made: "process", "write-back", "liveness" (the daemon's own question
-	// whether the server lives), "daemon", "gone", or "kernel" (the kernel's own, or a process of
-	// another PID namespace).
-	Owner   string `json:"owner"`
-	PID     uint32 `json:"pid,omitempty"`     // of a process
-	Command string `json:"command,omitempty"` // its name; "" when it has ended
-	UID     uint32 `json:"uid"`               // of a process, and the kernel
+	Owner    string `json:"owner"`             // one of the Owner constants
+	PID      uint32 `json:"pid,omitempty"`     // for OwnerProcess
+	Command  string `json:"command,omitempty"` // name of the process; "" if the process has ended
+	UID      uint32 `json:"uid"`               // for OwnerProcess and OwnerKernel
 }
 
 // Owners of a PendingCall.
 const (
-	OwnerProcess   = "process"
-	OwnerWriteBack = "write-back"
-	OwnerLiveness  = "liveness"
-	OwnerDaemon    = "daemon"
-	OwnerGone      = "gone"
-	OwnerKernel    = "kernel"
+	OwnerProcess   = "process"    // a process that uses the mount
+	OwnerWriteBack = "write-back" // the daemon, to write dirty data
+	OwnerLiveness  = "liveness"   // the daemon, for a keepalive call
+	OwnerDaemon    = "daemon"     // the daemon, for another purpose
+	OwnerGone      = "gone"       // a caller that has returned
+	OwnerKernel    = "kernel"     // the kernel, or a process of another PID namespace
 )
 
-// A ConnEvent is one event of a connection.
+// A ConnEvent is an event of a connection.
 type ConnEvent struct {
 	Time       time.Time `json:"time"`
-	Connection int       `json:"connection"` // from 0, with nconnect
+	Connection int       `json:"connection"` // number of the connection, from 0
 	Event      string    `json:"event"`
 	Cause      string    `json:"cause,omitempty"`
-	Times      int       `json:"times"` // in a row, the last one at Time
+	Times      int       `json:"times"` // consecutive repetitions; Time is that of the last one
 }
 
-// A TraceRequest asks for the trace events of a mount. It is the query of GET /v1/trace; the answer
-// is a line for each event, without end while Follow holds.
+// A TraceRequest requests the trace events of a mount. It is the query of GET /v1/trace. The reply
+// has one line per event; it does not end before the mount if Follow is set.
 type TraceRequest struct {
-	Dir    string // absolute
+	Dir    string // absolute path
 	JSON   bool
-	Follow bool // go on with new events until the mount ends
-	Last   int  // begin with so many of the newest events that are kept; -1: all of them
+	Follow bool // continue with new events until the mount ends
+	Last   int  // number of kept events to begin with, the newest; -1 for all
 }
 
-// VersionInfo is the answer to GET /v1/version.
+// A VersionInfo is the reply to GET /v1/version.
 type VersionInfo struct {
 	Version string `json:"version"`
 	Go      string `json:"go"`
 	PID     int    `json:"pid,omitempty"` // of the daemon
-	// FaultInjection is the plan of the faults that the daemon injects into each mount, "" for
-	// none.
+	// FaultInjection is the fault injection plan of the daemon; "" for none.
 	FaultInjection string `json:"fault_injection,omitempty"`
 }
 
-// FaultBanner is what everything says first that shows a plan of faults.
-const FaultBanner = "FAULT INJECTION IS ON: "
-
-// DefaultSocket is where the daemon listens and its clients look.
-const DefaultSocket = "/run/nfsrdmad/control.sock"
-
-const (
-	// MaxMountTimeout is the most that a daemon may let a mount take: what a client waits for.
-	MaxMountTimeout = 5 * time.Minute
-	// StatusTimeout bounds a request that asks no server.
-	StatusTimeout = 6 * time.Second
-)
-
-// Version of this program, from the build.
+// Version returns the version of this program from its build information, "devel" if the build has
+// none.
 func Version() VersionInfo {
 	v := VersionInfo{Version: "devel", Go: runtime.Version()}
 	if bi, ok := debug.ReadBuildInfo(); ok && bi.Main.Version != "" && bi.Main.Version != "(devel)" {
@@ -159,7 +159,7 @@ func Version() VersionInfo {
 	return v
 }
 
-// errorReply is the body of every answer that is no success.
+// errorReply is the body of a reply whose status is not 200.
 type errorReply struct {
 	Code  Code   `json:"code"`
 	Error string `json:"error"`

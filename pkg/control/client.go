@@ -14,22 +14,25 @@ import (
 	"time"
 )
 
-// What a client waits for: longer than the daemon's own limits, so that its word comes first.
+// Deadlines of a client. Each is longer than the deadline of the daemon for the same request, so
+// that the error of the daemon arrives first.
 const (
-	clientQuick    = 10 * time.Second
-	clientUmount   = umountTimeout + 10*time.Second
-	clientMount    = MaxMountTimeout + 10*time.Second
-	maxAnswerBytes = 16 << 20
+	requestTimeout = 10 * time.Second
+	unmountTimeout = serverUmountTimeout + 10*time.Second
+	mountTimeout   = MaxMountTimeout + 10*time.Second
 )
 
-// A Client speaks the control API. Safe for concurrent use. Its errors are *Error, with the
-// daemon's own text where it answered.
+// maxReplyBytes bounds the reply that a client reads.
+const maxReplyBytes = 16 << 20
+
+// A Client is a client of the control API. Its methods may be called concurrently. They return
+// errors of type *Error, with the text of the daemon if the daemon replied.
 type Client struct {
 	socket string
 	http   http.Client
 }
 
-// NewClient makes a client of the daemon at the unix socket path.
+// NewClient returns a client of the daemon at the unix socket with the given path.
 func NewClient(socket string) *Client {
 	c := &Client{socket: socket}
 	c.http.Transport = &http.Transport{
@@ -42,47 +45,48 @@ func NewClient(socket string) *Client {
 	return c
 }
 
-// Mount asks for a mount and waits for it.
+// Mount requests a mount and waits for it.
 func (c *Client) Mount(ctx context.Context, r MountRequest) (info MountInfo, err error) {
-	err = c.do(ctx, clientMount, http.MethodPost, pathMount, r, &info)
+	err = c.do(ctx, mountTimeout, http.MethodPost, pathMount, r, &info)
 	return info, err
 }
 
-// Umount ends a mount.
+// Umount unmounts a mount.
 func (c *Client) Umount(ctx context.Context, r UmountRequest) error {
-	return c.do(ctx, clientUmount, http.MethodPost, pathUmount, r, nil)
+	return c.do(ctx, unmountTimeout, http.MethodPost, pathUmount, r, nil)
 }
 
 // List returns all mounts.
 func (c *Client) List(ctx context.Context) (l []MountInfo, err error) {
-	err = c.do(ctx, clientQuick, http.MethodGet, pathMounts, nil, &l)
+	err = c.do(ctx, requestTimeout, http.MethodGet, pathMounts, nil, &l)
 	return l, err
 }
 
-// Status returns the status of the mount at dir, or of all if dir is empty.
+// Status returns the status of the mount at dir, or of all mounts if dir is empty.
 func (c *Client) Status(ctx context.Context, dir string) (l []MountStatus, err error) {
 	path := pathStatus
 	if dir != "" {
 		path += "?dir=" + url.QueryEscape(dir)
 	}
-	err = c.do(ctx, clientQuick, http.MethodGet, path, nil, &l)
+	err = c.do(ctx, requestTimeout, http.MethodGet, path, nil, &l)
 	return l, err
 }
 
-// Version returns the daemon's version.
+// Version returns the version of the daemon.
 func (c *Client) Version(ctx context.Context) (v VersionInfo, err error) {
-	err = c.do(ctx, clientQuick, http.MethodGet, pathVersion, nil, &v)
+	err = c.do(ctx, requestTimeout, http.MethodGet, pathVersion, nil, &v)
 	return v, err
 }
 
-func (c *Client) do(ctx context.Context, limit time.Duration, method, path string, in, out any) error {
-	limited, cancel := context.WithTimeout(ctx, limit)
+// do sends the request in and decodes the reply into out. Either may be nil.
+func (c *Client) do(ctx context.Context, timeout time.Duration, method, path string, in, out any) error {
+	limited, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	var body io.Reader
 	if in != nil {
 		b, err := json.Marshal(in)
 		if err != nil {
-			return Errorf(CodeInternal, "control API: encoding the request: %w", err)
+			return Errorf(CodeInternal, "control API: encode request: %w", err)
 		}
 		body = bytes.NewReader(b)
 	}
@@ -92,35 +96,34 @@ func (c *Client) do(ctx context.Context, limit time.Duration, method, path strin
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {
-		return c.unreachable(ctx, err)
+		return c.noReply(ctx, err)
 	}
 	defer resp.Body.Close()
-	dec := json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes))
 	if resp.StatusCode != http.StatusOK {
-		return c.refusal(resp)
+		return c.replyError(resp)
 	}
 	if out == nil {
 		return nil
 	}
-	if err := dec.Decode(out); err != nil {
-		return Errorf(CodeSystem, "asking the daemon at %s: its answer is not understood (%w); is it of another version?", c.socket, err)
+	if err := json.NewDecoder(io.LimitReader(resp.Body, maxReplyBytes)).Decode(out); err != nil {
+		return Errorf(CodeSystem, "daemon at %s: decode reply: %w; "+
+			"use a client and a daemon of one version", c.socket, err)
 	}
 	return nil
 }
 
-// refusal is the daemon's own error.
-func (c *Client) refusal(resp *http.Response) error {
+// replyError returns the error that the daemon replied.
+func (c *Client) replyError(resp *http.Response) error {
 	var e errorReply
-	if json.NewDecoder(io.LimitReader(resp.Body, maxAnswerBytes)).Decode(&e) != nil || e.Error == "" {
-		return Errorf(CodeSystem, "asking the daemon at %s: it answered %s; is that an nfsrdmad?", c.socket,
+	if json.NewDecoder(io.LimitReader(resp.Body, maxReplyBytes)).Decode(&e) != nil || e.Error == "" {
+		return Errorf(CodeSystem, "daemon at %s: unexpected reply %q; check that nfsrdmad serves this socket", c.socket,
 			resp.Status)
 	}
 	return &Error{Code: e.Code, Text: e.Error}
 }
 
-// Trace writes the trace events of a mount to w, a line each, as they come. It returns nil when all
-// that was asked for was written, when the mount has ended, and when ctx ends, which is how a trace
-// that follows is stopped.
+// Trace writes the trace events of a mount to w, one per line, as they happen. It returns nil after
+// the last requested event, when the mount ends, and when ctx ends.
 func (c *Client) Trace(ctx context.Context, r TraceRequest, w io.Writer) error {
 	limited, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -128,7 +131,7 @@ func (c *Client) Trace(ctx context.Context, r TraceRequest, w io.Writer) error {
 	if err != nil {
 		return Errorf(CodeInternal, "control API: %w", err)
 	}
-	late := time.AfterFunc(clientQuick, cancel)
+	timer := time.AfterFunc(requestTimeout, cancel)
 	resp, err := c.http.Do(req)
 	switch {
 	case ctx.Err() != nil:
@@ -136,29 +139,30 @@ func (c *Client) Trace(ctx context.Context, r TraceRequest, w io.Writer) error {
 			resp.Body.Close()
 		}
 		return nil
-	case !late.Stop():
+	case !timer.Stop():
 		if err == nil {
 			resp.Body.Close()
 		}
-		return c.unreachable(ctx, context.DeadlineExceeded)
+		return c.noReply(ctx, context.DeadlineExceeded)
 	case err != nil:
-		return c.unreachable(ctx, err)
+		return c.noReply(ctx, err)
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
-		return c.refusal(resp)
+		return c.replyError(resp)
 	}
 	out := &traceOutput{w: w}
 	switch _, err := io.Copy(out, resp.Body); {
 	case err == nil, ctx.Err() != nil:
 		return nil
 	case out.err != nil:
-		return Errorf(CodeSystem, "trace of %s: writing it: %w", r.Dir, out.err)
+		return Errorf(CodeSystem, "trace %s: write events: %w", r.Dir, out.err)
 	}
-	return Errorf(CodeSystem, "trace of %s: the daemon at %s ended; see its log", r.Dir, c.socket)
+	return Errorf(CodeSystem, "trace %s: the daemon at %s ended; see its log", r.Dir, c.socket)
 }
 
-// A traceOutput remembers why it could not write.
+// A traceOutput keeps the error of the last Write, to tell an error of the output from an error of
+// the connection.
 type traceOutput struct {
 	w   io.Writer
 	err error
@@ -170,27 +174,26 @@ func (o *traceOutput) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// unreachable explains why the daemon was not asked, or did not answer.
-func (c *Client) unreachable(ctx context.Context, err error) error {
+// noReply returns the error of a request without a reply.
+func (c *Client) noReply(ctx context.Context, err error) error {
 	var request *url.Error
-	if errors.As(err, &request) { // its own words are HTTP's
+	if errors.As(err, &request) { // the text of a url.Error is about HTTP
 		err = request.Err
 	}
+	failed := func(code Code, text string) error { return &Error{Code: code, Text: text, Err: err} }
+	at := "daemon at " + c.socket + ": "
 	switch {
 	case c.socket == "":
-		return &Error{Code: CodeUsage, Err: err,
-			Text: "asking the daemon: no control socket is named; give its path with --control-socket"}
+		return failed(CodeUsage, "control socket \"\": empty path; name the socket with --control-socket")
 	case errors.Is(ctx.Err(), context.Canceled):
-		return Errorf(CodeCanceled, "asking the daemon at %s: interrupted", c.socket)
+		return failed(CodeCanceled, at+"interrupted")
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
-		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket +
-			": no daemon runs there; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\", or mount with --foreground"}
+		return failed(CodeSystem, at+"not running; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\", "+
+			"or mount with --foreground")
 	case errors.Is(err, fs.ErrPermission):
-		return &Error{Code: CodePermission, Err: err, Text: "asking the daemon at " + c.socket +
-			": permission denied; run as root"}
+		return failed(CodePermission, at+"permission denied; run as root")
 	case errors.Is(err, context.DeadlineExceeded):
-		return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket +
-			": no answer in time; see its log"}
+		return failed(CodeSystem, at+"no reply before the timeout; see its log")
 	}
-	return &Error{Code: CodeSystem, Err: err, Text: "asking the daemon at " + c.socket + ": " + OneLine(err.Error())}
+	return failed(CodeSystem, at+OneLine(err.Error()))
 }

@@ -1,16 +1,28 @@
-// Package control is the daemon's control API: its types, its client and its server.
+// Package control is the control API of the daemon: its types, its client and its server.
 //
-// The API is HTTP with JSON bodies over a unix socket. A command imports this package alone to talk
-// to the daemon. The server serves anything that implements [Mounts]; package mount has the table
-// of mounts that does.
+// The API is HTTP with JSON bodies over a unix socket. A command that talks to the daemon imports
+// only this package. The server serves anything that implements [Mounts]; the table of package
+// mount does.
 //
 //	api.go     requests and replies
 //	client.go  the client
 //	server.go  the server: deadlines, peer credentials, errors
 //	trace.go   the stream of trace events over HTTP
-//	socket.go  the unix socket and its lock: one daemon for each path
-//	errors.go  error classes and mount(8)'s exit codes
+//	socket.go  the unix socket and its lock file
+//	path.go    paths of mount points
+//	errors.go  error classes and exit codes
 //
-// Every request but a trace carries a deadline. Every error is one line that says what was tried,
-// on what, and what to do; its [Code] crosses the socket and becomes mount(8)'s exit code.
+// # Promises
+//
+// Every request except a trace has a deadline, in the server and in the client. The client waits
+// longer than the server, so that the user sees the error of the server. Only root and the user of
+// the daemon may use the socket. At most one daemon serves a socket path.
+//
+// Every error is one line: the operation, the object, the cause, and what to do. Its [Code] crosses
+// the socket and determines the exit code of the command.
+//
+// # Locks
+//
+// The package has no mutex. The lock file beside the socket (flock(2)) keeps a second daemon away;
+// the kernel releases it when its daemon ends.
 package control

@@ -6,19 +6,17 @@ import (
 	"strings"
 )
 
-// A Code classes an error for scripts: it crosses the control socket and decides the exit code,
-// which are mount(8)'s.
+// A Code is the class of an error. It crosses the control socket and determines the exit code.
 type Code string
 
 // Codes.
 const (
-	CodeUsage      Code = "usage"      // the request is wrong: option, spec, argument
-	CodePermission Code = "permission" // the caller, or the process, may not
-	// this system lacks something: /dev/fuse, a socket, the daemon
-	CodeSystem     Code = "system"
-	CodeMount      Code = "mount"       // the mount, or the unmount, failed
-	CodeNotMounted Code = "not-mounted" // no mount of ours there
-	CodeInternal   Code = "internal"    // a defect of ours
+	CodeUsage      Code = "usage"       // invalid request: option, source, argument
+	CodePermission Code = "permission"  // the caller or the process lacks a privilege
+	CodeSystem     Code = "system"      // this host lacks /dev/fuse, a socket or the daemon
+	CodeMount      Code = "mount"       // a mount or unmount failed
+	CodeNotMounted Code = "not-mounted" // this daemon has no mount there
+	CodeInternal   Code = "internal"    // a defect of this program
 	CodeCanceled   Code = "canceled"    // interrupted by the user
 )
 
@@ -32,12 +30,12 @@ const (
 	ExitMount       = 32
 )
 
-// An Error is a failure with its class. Its text is one line that says what was tried, on what, and
-// what to do.
+// An Error is an error with its class. Its text is one line: the operation, the object, the cause,
+// and after a semicolon what to do.
 type Error struct {
 	Code Code
 	Text string
-	Err  error // the cause, or nil; its text is part of Text where it helps
+	Err  error // the cause; may be nil
 }
 
 func (e *Error) Error() string { return e.Text }
@@ -48,13 +46,13 @@ func (e *Error) Unwrap() error { return e.Err }
 // ErrorCode returns the class of e.
 func (e *Error) ErrorCode() Code { return e.Code }
 
-// Errorf makes an *Error; a %w operand becomes the cause.
+// Errorf returns an Error with the given class. The operand of %w becomes the cause.
 func Errorf(code Code, format string, args ...any) *Error {
 	err := fmt.Errorf(format, args...)
 	return &Error{Code: code, Text: err.Error(), Err: errors.Unwrap(err)}
 }
 
-// CodeOf returns the class of err: that of the first error in its chain that has an ErrorCode
+// CodeOf returns the class of err: the class of the first error in its chain that has an ErrorCode
 // method, and "" if there is none.
 func CodeOf(err error) Code {
 	var coded interface{ ErrorCode() Code }
@@ -64,8 +62,8 @@ func CodeOf(err error) Code {
 	return ""
 }
 
-// ExitCode maps err to mount(8)'s exit codes. Errors that carry no [Code] are taken as usage
-// errors, as the command line's own parser makes them.
+// ExitCode returns the exit code of mount(8) for err. An error without a [Code] comes from the
+// parser of the command line and is a usage error.
 func ExitCode(err error) int {
 	if err == nil {
 		return ExitOK
@@ -83,18 +81,18 @@ func ExitCode(err error) int {
 	return ExitInternal
 }
 
-// OneLine keeps foreign error texts to the one line that an error has here.
+// OneLine returns s with each run of white space, line breaks included, replaced by one space.
 func OneLine(s string) string {
 	return strings.Join(strings.Fields(s), " ")
 }
 
-// maxQuoted bounds what an error repeats of its cause's text, in octets.
+// maxQuoted is the most that an error repeats of a text that it quotes, in bytes.
 const maxQuoted = 200
 
-// Brief is s, or the beginning of it where it is too long to be repeated.
+// Brief returns s, or its first 200 bytes and its length if s is longer.
 func Brief(s string) string {
 	if len(s) <= maxQuoted {
 		return s
 	}
-	return fmt.Sprintf("%s... (%d octets)", strings.ToValidUTF8(s[:maxQuoted], ""), len(s))
+	return fmt.Sprintf("%s... (%d bytes)", strings.ToValidUTF8(s[:maxQuoted], ""), len(s))
 }

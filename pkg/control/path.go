@@ -2,10 +2,11 @@ package control
 
 import "path/filepath"
 
-// AbsolutePath makes a path of the caller's that the daemon understands. It looks at nothing.
+// AbsolutePath returns dir as an absolute path, because the daemon has another working directory
+// than its clients. It does not access the file system.
 func AbsolutePath(dir string) (string, error) {
 	if dir == "" {
-		return "", Errorf(CodeUsage, "mount point \"\": not a path; name a directory")
+		return "", Errorf(CodeUsage, "mount point \"\": empty path; name a directory")
 	}
 	abs, err := filepath.Abs(dir)
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"math"
 	"net"
 	"net/http"
 	"os"
@@ -14,18 +15,19 @@ import (
 )
 
 const (
-	maxRequestBody = 64 << 10
-	// how long a normal unmount waits for data on its way to the server
-	umountTimeout = 30 * time.Second
-	headerTimeout = 5 * time.Second
-	// traceGrace is what a reader gets to take what is left when the mount has ended.
+	maxRequestBytes = 64 << 10
+	// serverUmountTimeout bounds a normal unmount, which may wait until dirty data is written.
+	serverUmountTimeout = 30 * time.Second
+	headerTimeout       = 5 * time.Second
+	// traceGrace bounds the last writes of a trace after its mount has ended.
 	traceGrace = time.Second
 )
 
-// peerKey is the context key of a connection's peer credentials.
+// peerKey is the context key of the credentials of the peer of a connection.
 type peerKey struct{}
 
-// Mounts are what a server of the control API serves. All methods may be called concurrently.
+// Mounts are the mounts that a server of the control API serves. All methods may be called
+// concurrently.
 type Mounts interface {
 	Mount(context.Context, MountRequest) (MountInfo, error)
 	Umount(context.Context, UmountRequest) error
@@ -37,15 +39,16 @@ type Mounts interface {
 
 // A TraceStream writes the trace events of one mount.
 type TraceStream interface {
-	// Gone returns a channel that is closed when the mount has ended.
-	Gone() <-chan struct{}
+	// Ended returns a channel that is closed when the mount has ended.
+	Ended() <-chan struct{}
 	// Run calls write with one or more whole lines at a time. It returns when ctx ends, when write
-	// fails, when the mount has ended, and, without TraceRequest.Follow, after one round.
+	// fails, and when the mount has ended. Without TraceRequest.Follow it returns after the events
+	// that are kept.
 	Run(ctx context.Context, write func([]byte) error)
 }
 
-// NewServer serves the control API for m. Only root and the daemon's own user are let in
-// (SO_PEERCRED, unix(7)). The caller serves it on a [Listener].
+// NewServer returns a server of the control API for m and v. It serves only connections of root and
+// of the user of this process (SO_PEERCRED, unix(7)); so the caller must serve on a [Listener].
 func NewServer(m Mounts, v VersionInfo) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("POST "+pathMount, handle(func(r *http.Request) (any, error) {
@@ -60,7 +63,7 @@ func NewServer(m Mounts, v VersionInfo) *http.Server {
 		if err != nil {
 			return nil, err
 		}
-		ctx, cancel := context.WithTimeout(r.Context(), umountTimeout)
+		ctx, cancel := context.WithTimeout(r.Context(), serverUmountTimeout)
 		defer cancel()
 		return struct{}{}, m.Umount(ctx, req)
 	}))
@@ -73,7 +76,7 @@ func NewServer(m Mounts, v VersionInfo) *http.Server {
 	mux.Handle("GET "+pathTrace, traceHandler(m))
 	mux.Handle("GET "+pathVersion, handle(func(*http.Request) (any, error) { return v, nil }))
 	mux.Handle("/", handle(func(r *http.Request) (any, error) {
-		return nil, Errorf(CodeUsage, "control API: no %s %s; the daemon and its client may be of different versions",
+		return nil, Errorf(CodeUsage, "control API: %s %s: unknown request; use a client and a daemon of one version",
 			r.Method, r.URL.Path)
 	}))
 	return &http.Server{
@@ -92,7 +95,7 @@ func withPeer(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, peerKey{}, cred)
 }
 
-// peerCred asks the kernel who connected.
+// peerCred returns the credentials of the process that connected.
 func peerCred(c net.Conn) (*unix.Ucred, error) {
 	uc, ok := c.(*net.UnixConn)
 	if !ok {
@@ -112,23 +115,26 @@ func peerCred(c net.Conn) (*unix.Ucred, error) {
 func onlyOwner(next http.Handler) http.Handler {
 	own := uint32(os.Geteuid())
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		cred, ok := r.Context().Value(peerKey{}).(*unix.Ucred)
-		if !ok || (cred.Uid != 0 && cred.Uid != own) {
+		uid := uint32(math.MaxUint32) // of a peer whose credentials are unknown
+		if cred, ok := r.Context().Value(peerKey{}).(*unix.Ucred); ok {
+			uid = cred.Uid
+		}
+		if uid != 0 && uid != own {
 			writeError(w, Errorf(CodePermission,
-				"control API: only root and the daemon's own user may use it; run as root"))
+				"control API: permission denied to uid %d; run as root or as the user of the daemon", uid))
 			return
 		}
 		next.ServeHTTP(w, r)
 	})
 }
 
-// decode reads a JSON body strictly.
+// decode decodes a JSON body and refuses unknown fields.
 func decode[T any](r *http.Request) (T, error) {
 	var v T
-	dec := json.NewDecoder(http.MaxBytesReader(nil, r.Body, maxRequestBody))
+	dec := json.NewDecoder(http.MaxBytesReader(nil, r.Body, maxRequestBytes))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(&v); err != nil {
-		return v, Errorf(CodeUsage, "control API: the body of %s is not what is expected: %w", r.URL.Path, err)
+		return v, Errorf(CodeUsage, "control API: decode body of %s: %w", r.URL.Path, err)
 	}
 	return v, nil
 }
@@ -141,7 +147,7 @@ func handle(f func(*http.Request) (any, error)) http.Handler {
 			return
 		}
 		w.Header().Set("Content-Type", "application/json")
-		_ = json.NewEncoder(w).Encode(v) // a client that went away needs no answer
+		_ = json.NewEncoder(w).Encode(v) // the client may have left
 	})
 }
 

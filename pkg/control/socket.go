@@ -23,9 +23,9 @@ const (
 	probeTimeout  = 2 * time.Second
 )
 
-// A Listener is the listener of the control API and the lock beside it, which says that a
-// daemon lives. The kernel drops the lock with its holder, so a socket without a lock was left by a
-// dead daemon.
+// A Listener listens on the control socket and holds the lock file beside it. The kernel releases
+// the lock when its daemon ends. So a socket without a locked file belongs to a daemon that was
+// killed, and the next daemon replaces it.
 type Listener struct {
 	net.Listener
 	path string
@@ -33,10 +33,11 @@ type Listener struct {
 	once sync.Once
 }
 
-// Listen takes the socket at path. A second daemon is refused with the pid of the first.
+// Listen creates the socket at path. If a daemon listens there, the error has its pid.
 func Listen(path string) (*Listener, error) {
 	if len(path) > maxSocketPath {
-		return nil, Errorf(CodeUsage, "control socket %s: a socket's path has at most %d octets", path, maxSocketPath)
+		return nil, Errorf(CodeUsage, "control socket %s: path longer than %d bytes; "+
+			"choose another --control-socket", path, maxSocketPath)
 	}
 	if err := os.MkdirAll(filepath.Dir(path), socketDirMode); err != nil {
 		return nil, socketError(path, err)
@@ -54,8 +55,8 @@ func Listen(path string) (*Listener, error) {
 	return &Listener{Listener: l, path: path, lock: lock}, nil
 }
 
-// lockFor takes the lock file. Its last holder may have removed it meanwhile: then the lock is
-// worth nothing, and is taken anew.
+// lockFor locks the lock file of path. The last holder may remove the file between open and flock.
+// lockFor then locks a new file.
 func lockFor(path string) (*os.File, error) {
 	for range lockTries {
 		f, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC|unix.O_NOFOLLOW, socketMode)
@@ -67,10 +68,10 @@ func lockFor(path string) (*os.File, error) {
 			f.Close()
 			if errors.Is(err, unix.EWOULDBLOCK) {
 				return nil, Errorf(CodeSystem,
-					"control socket %s: a daemon runs there already (pid %s); stop it, or choose another --control-socket",
+					"control socket %s: in use by the daemon with pid %s; stop it, or choose another --control-socket",
 					path, strings.TrimSpace(string(pid)))
 			}
-			return nil, Errorf(CodeSystem, "control socket %s: locking %s.lock: %w", path, path, err)
+			return nil, Errorf(CodeSystem, "control socket %s: lock %s.lock: %w", path, path, err)
 		}
 		if !isNamed(f) {
 			f.Close()
@@ -78,14 +79,14 @@ func lockFor(path string) (*os.File, error) {
 		}
 		if err := errors.Join(f.Truncate(0), writeAt(f, fmt.Sprintln(os.Getpid()))); err != nil {
 			f.Close()
-			return nil, Errorf(CodeSystem, "control socket %s: writing its lock: %w", path, err)
+			return nil, Errorf(CodeSystem, "control socket %s: write lock file: %w", path, err)
 		}
 		return f, nil
 	}
-	return nil, Errorf(CodeSystem, "control socket %s: other daemons start and stop there; try again", path)
+	return nil, Errorf(CodeSystem, "control socket %s: lock file changed %d times; try again", path, lockTries)
 }
 
-// socketError says what to do about a socket that cannot be made at path.
+// socketError adds advice to an error that creates the socket at path.
 func socketError(path string, err error) error {
 	if errors.Is(err, os.ErrPermission) {
 		return Errorf(CodePermission, "control socket %s: %w; run as root, or choose another --control-socket", path,
@@ -94,7 +95,7 @@ func socketError(path string, err error) error {
 	return Errorf(CodeSystem, "control socket %s: %w; choose another --control-socket", path, err)
 }
 
-// isNamed tells whether f is still the file of its name.
+// isNamed reports whether the name of f still refers to f.
 func isNamed(f *os.File) bool {
 	open, err1 := f.Stat()
 	named, err2 := os.Stat(f.Name())
@@ -106,13 +107,14 @@ func writeAt(f *os.File, s string) error {
 	return err
 }
 
-// bindFresh listens at path in place of a socket that nobody listens on. The socket gets its mode
-// before it gets its name.
+// bindFresh listens at path and replaces a socket that has no listener. It sets the mode of the
+// socket before it renames the socket to path.
 func bindFresh(path string) (net.Listener, error) {
 	fi, err := os.Lstat(path)
 	switch {
 	case err == nil && fi.Mode()&os.ModeSocket == 0:
-		return nil, Errorf(CodeSystem, "control socket %s: a file that is no socket is in the way; remove it, or choose another --control-socket", path)
+		return nil, Errorf(CodeSystem, "control socket %s: not a socket; remove the file, "+
+			"or choose another --control-socket", path)
 	case err == nil:
 		conn, err := net.DialTimeout("unix", path, probeTimeout)
 		if err == nil {
@@ -120,7 +122,7 @@ func bindFresh(path string) (net.Listener, error) {
 		}
 		if !errors.Is(err, unix.ECONNREFUSED) && !errors.Is(err, os.ErrNotExist) {
 			return nil, Errorf(CodeSystem,
-				"control socket %s: another program listens there; choose another --control-socket", path)
+				"control socket %s: in use by another program; choose another --control-socket", path)
 		}
 	case !errors.Is(err, os.ErrNotExist):
 		return nil, Errorf(CodeSystem, "control socket %s: %w", path, err)
@@ -140,7 +142,7 @@ func bindFresh(path string) (net.Listener, error) {
 	return l, nil
 }
 
-// Close stops listening and removes the socket. Idempotent.
+// Close stops listening and removes the socket. Further calls do nothing.
 func (s *Listener) Close() error {
 	var err error
 	s.once.Do(func() {
@@ -152,7 +154,7 @@ func (s *Listener) Close() error {
 	return err
 }
 
-// Release ends the claim on the path. Another daemon may start from here on.
+// Release releases the lock. Then another daemon may listen on the path.
 func (s *Listener) Release() {
 	os.Remove(s.lock.Name())
 	s.lock.Close()

@@ -14,18 +14,20 @@ func (r *TraceRequest) query() string {
 }
 
 func parseTraceRequest(q url.Values) (r TraceRequest, err error) {
-	bad := func(name string) (TraceRequest, error) {
-		return r, Errorf(CodeUsage, "control API: %s = %q of a trace is not understood; the daemon and its client may be of different versions", name, q.Get(name))
+	invalid := func(name string) (TraceRequest, error) {
+		return r, Errorf(CodeUsage, "control API: trace: invalid %s = %q; use a client and a daemon of one version",
+			name,
+			q.Get(name))
 	}
 	r.Dir = q.Get("dir")
 	if r.JSON, err = strconv.ParseBool(q.Get("json")); err != nil {
-		return bad("json")
+		return invalid("json")
 	}
 	if r.Follow, err = strconv.ParseBool(q.Get("follow")); err != nil {
-		return bad("follow")
+		return invalid("follow")
 	}
 	if r.Last, err = strconv.Atoi(q.Get("last")); err != nil || r.Last < -1 {
-		return bad("last")
+		return invalid("last")
 	}
 	return r, nil
 }
@@ -45,22 +47,22 @@ func traceHandler(m Mounts) http.Handler {
 			writeError(w, err)
 			return
 		}
-		found, cancel := context.WithTimeout(r.Context(), StatusTimeout)
+		limited, cancel := context.WithTimeout(r.Context(), StatusTimeout)
 		defer cancel()
-		s, err := m.Trace(found, req)
+		s, err := m.Trace(limited, req)
 		if err != nil {
 			writeError(w, err)
 			return
 		}
 		ctl := http.NewResponseController(w)
-		_ = ctl.SetReadDeadline(time.Time{}) // the server's own would take its end for the reader's
+		_ = ctl.SetReadDeadline(time.Time{}) // ReadTimeout would end the trace
 		w.Header().Set("Content-Type", req.contentType())
-		_ = ctl.Flush() // so that the reader knows that it is heard
+		_ = ctl.Flush() // the reader gets its status at once
 		ended := make(chan struct{})
 		defer close(ended)
-		go func() { // a reader that takes nothing must not hold what is left of the mount
+		go func() { // a blocked reader must not delay the end of the mount
 			select {
-			case <-s.Gone():
+			case <-s.Ended():
 				_ = ctl.SetWriteDeadline(time.Now().Add(traceGrace))
 			case <-ended:
 			}

@@ -9,8 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
-// ConfigFrom is the configuration of file (none if ""), and over it those fields of flags that were
-// given.
+// ConfigFrom returns the configuration of file, or the default configuration if file is "". The
+// fields of flags for which given returns true override it.
 func ConfigFrom(file string, flags Config, given func(Field) bool) (Config, error) {
 	cfg := DefaultConfig()
 	if file != "" {
@@ -31,20 +31,21 @@ func ConfigFrom(file string, flags Config, given func(Field) bool) (Config, erro
 	return cfg, cfg.Check("from flags")
 }
 
-// A MountCommandConfig is what the mount verb was told.
+// A MountCommandConfig holds the arguments of the mount command.
 type MountCommandConfig struct {
 	Request    control.MountRequest
-	Socket     string
-	Foreground bool   // serve the mount in this process
-	CheckOnly  bool   // mount(8) -f
-	Sloppy     bool   // mount(8) -s
-	LogLevel   string // of the foreground
-	Inject     string // faults, in the foreground
-	Log        io.Writer
-	Mounted    func(control.MountInfo) // told of the mount when it stands; may be nil
+	Socket     string                  // path of the control socket
+	Foreground bool                    // serve the mount in this process
+	CheckOnly  bool                    // mount(8) -f
+	Sloppy     bool                    // mount(8) -s
+	LogLevel   string                  // with Foreground
+	Inject     string                  // fault injection plan, with Foreground
+	Log        io.Writer               // with Foreground
+	Mounted    func(control.MountInfo) // called once mounted; may be nil
 }
 
-// MountCommand mounts by the daemon, or in this process until ctx ends or somebody unmounts.
+// MountCommand checks the arguments and requests the mount from the daemon. With Foreground it
+// serves the mount in this process until ctx ends or the mount is unmounted.
 func MountCommand(ctx context.Context, c MountCommandConfig) error {
 	r := c.Request
 	if c.Sloppy {
@@ -62,14 +63,16 @@ func MountCommand(ctx context.Context, c MountCommandConfig) error {
 		return err
 	}
 	if c.Inject != "" && !c.Foreground {
-		return control.Errorf(control.CodeUsage, "flag --inject: faults are the daemon's to inject; give it to \"nfsrdmad daemon\", or add --foreground")
+		return control.Errorf(control.CodeUsage,
+			"flag --inject: requires --foreground; add it, or set --inject of \"nfsrdmad daemon\"")
 	}
 	if c.CheckOnly {
 		_, err := mount.CheckMountPoint(ctx, dir)
 		return err
 	}
 	if !c.Foreground && !utf8.ValidString(r.Spec+dir+r.Options) {
-		return control.Errorf(control.CodeUsage, "mounting %q on %q: the daemon is told in UTF-8, which this is not; mount on a symbolic link to it, or use --foreground", control.Brief(r.Spec), dir)
+		return control.Errorf(control.CodeUsage, "mount %q on %q: the control API requires UTF-8; "+
+			"mount on a symbolic link to the directory, or use --foreground", control.Brief(r.Spec), dir)
 	}
 	mounted := c.Mounted
 	if mounted == nil {

@@ -16,8 +16,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
-// A Config is the daemon's configuration: configs/nfsrdmad.toml, and one flag for each key with the
-// same name and "-" for "_".
+// A Config is the configuration of the daemon. Each field is a key of configs/nfsrdmad.toml, and a
+// flag with the name of the key and "-" for "_".
 type Config struct {
 	ControlSocket   Text     `toml:"control_socket"`
 	MetricsListen   Text     `toml:"metrics_listen"`
@@ -26,10 +26,10 @@ type Config struct {
 	MountOptions    Text     `toml:"mount_options"`
 	ConnectTimeout  Duration `toml:"connect_timeout"`
 	ShutdownTimeout Duration `toml:"shutdown_timeout"`
-	Inject          Text     `toml:"inject"` // faults; "" for none
+	Inject          Text     `toml:"inject"` // fault injection plan; "" for none
 }
 
-// DefaultConfig returns the configuration without a file.
+// DefaultConfig returns the default configuration.
 func DefaultConfig() Config {
 	return Config{
 		ControlSocket:   control.DefaultSocket,
@@ -41,7 +41,7 @@ func DefaultConfig() Config {
 	}
 }
 
-// A Field is one key of the configuration. Value has the methods of a command line flag's value.
+// A Field is one key of the configuration. Value implements pflag.Value.
 type Field struct {
 	Key   string // in TOML
 	Usage string
@@ -52,32 +52,32 @@ type Field struct {
 	}
 }
 
-// Flag is the key as a flag's name.
+// Flag returns the name of the flag of f.
 func (f Field) Flag() string { return strings.ReplaceAll(f.Key, "_", "-") }
 
-// Fields returns the keys of c, bound to c.
+// Fields returns the fields of c. Their values set c.
 func (c *Config) Fields() []Field {
 	return []Field{
 		{"control_socket", "unix socket of the control API; absolute path", &c.ControlSocket},
-		{"metrics_listen", "ADDRESS:PORT of the HTTP listener of /metrics and /healthz; empty turns it off",
+		{"metrics_listen", "ADDRESS:PORT of the HTTP listener for /metrics and /healthz; empty for none",
 			&c.MetricsListen},
 		{"log_level", "trace, debug, info, warn or error", &c.LogLevel},
 		{"log_format", "text or json", &c.LogFormat},
-		{"mount_options", "mount options under those of each mount", &c.MountOptions},
-		{"connect_timeout", "how long a mount may take", &c.ConnectTimeout},
-		{"shutdown_timeout", "how long unmounting everything may take at the end", &c.ShutdownTimeout},
-		{"inject", "break connections on purpose, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)",
+		{"mount_options", "default mount options; the options of a mount override them", &c.MountOptions},
+		{"connect_timeout", "timeout of a mount request", &c.ConnectTimeout},
+		{"shutdown_timeout", "time to unmount all mounts when the daemon stops", &c.ShutdownTimeout},
+		{"inject", "fault injection plan, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)",
 			&c.Inject},
 	}
 }
 
-// LoadConfig reads the TOML file at path over the defaults. A key that does not exist is an error
-// with file and line.
+// LoadConfig reads the TOML file at path over the defaults. An error has the file and, for an
+// unknown key, the line.
 func LoadConfig(path string) (Config, error) {
 	c := DefaultConfig()
 	data, err := os.ReadFile(path)
 	if err != nil {
-		return c, control.Errorf(control.CodeUsage, "reading the configuration: %w; give its path with --config", err)
+		return c, control.Errorf(control.CodeUsage, "read configuration: %w; set its path with --config", err)
 	}
 	if err := c.checkTypes(path, data); err != nil {
 		return c, err
@@ -89,8 +89,8 @@ func LoadConfig(path string) (Config, error) {
 	return c, c.Check(path)
 }
 
-// checkTypes refuses values that are no strings, and keys in capitals: every key takes one, and a
-// bare number would pass as nanoseconds. Text that is no TOML is left to the decoder.
+// checkTypes refuses values that are not strings, and keys with capitals. The decoder would accept
+// a number as nanoseconds. checkTypes leaves invalid TOML to the decoder.
 func (c *Config) checkTypes(path string, data []byte) error {
 	keys := make(map[string]string)
 	for _, f := range c.Fields() {
@@ -101,7 +101,7 @@ func (c *Config) checkTypes(path string, data []byte) error {
 	for p.NextExpression() {
 		e := p.Expression()
 		if e.Kind == unstable.Table || e.Kind == unstable.ArrayTable {
-			break // its keys are none of ours
+			break // the configuration has no tables
 		}
 		if e.Kind != unstable.KeyValue {
 			continue
@@ -109,13 +109,14 @@ func (c *Config) checkTypes(path string, data []byte) error {
 		it := e.Key()
 		it.Next()
 		key := it.Node()
-		// the decoder would take it
+		// The decoder ignores case.
 		if right := strings.ToLower(string(key.Data)); right != string(key.Data) && hasKey(keys, right) {
 			return control.Errorf(control.CodeUsage, "configuration %s:%d: unknown key %q; write it %s", path,
 				p.Shape(key.Raw).Start.Line, key.Data, right)
 		}
-		if example, ours := keys[string(key.Data)]; ours && e.Value().Kind != unstable.String {
-			return control.Errorf(control.CodeUsage, "configuration %s:%d: %s must be a string, in quotes, such as %q", path,
+		if example, known := keys[string(key.Data)]; known && e.Value().Kind != unstable.String {
+			return control.Errorf(control.CodeUsage, "configuration %s:%d: %s must be a string in quotes, such as %q",
+				path,
 				p.Shape(key.Raw).Start.Line, key.Data, example)
 		}
 	}
@@ -128,88 +129,91 @@ func hasKey(keys map[string]string, key string) bool {
 }
 
 func configErrorText(path string, err error) string {
-	var missing *toml.StrictMissingError
-	if errors.As(err, &missing) && len(missing.Errors) > 0 {
-		first := &missing.Errors[0]
+	var unknown *toml.StrictMissingError
+	if errors.As(err, &unknown) && len(unknown.Errors) > 0 {
+		first := &unknown.Errors[0]
 		row, _ := first.Position()
-		return fmt.Sprintf("configuration %s:%d: unknown key %q; remove it or see configs/nfsrdmad.toml for the keys",
+		return fmt.Sprintf("configuration %s:%d: unknown key %q; remove it, or see the keys in configs/nfsrdmad.toml",
 			path, row, strings.Join(first.Key(), "."))
 	}
-	var bad *toml.DecodeError
-	if errors.As(err, &bad) {
-		row, col := bad.Position()
-		return fmt.Sprintf("configuration %s:%d:%d: %s", path, row, col, strings.TrimPrefix(bad.Error(), "toml: "))
+	var decode *toml.DecodeError
+	if errors.As(err, &decode) {
+		row, col := decode.Position()
+		return fmt.Sprintf("configuration %s:%d:%d: %s", path, row, col, strings.TrimPrefix(decode.Error(), "toml: "))
 	}
 	return fmt.Sprintf("configuration %s: %v", path, err)
 }
 
-// Check finds values that cannot work. source is named in the error.
+// Check returns an error for the first invalid value. source is the origin of the values; the error
+// names it.
 func (c *Config) Check(source string) error {
-	bad := func(key string, value any, want string) error {
+	invalid := func(key string, value any, want string) error {
 		return control.Errorf(control.CodeUsage, "configuration %s: %s = %q: %s", source, key, fmt.Sprint(value), want)
 	}
 	if !strings.HasPrefix(string(c.ControlSocket), "/") {
-		return bad("control_socket", c.ControlSocket, "must be an absolute path")
+		return invalid("control_socket", c.ControlSocket, "must be an absolute path")
 	}
 	if c.MetricsListen != "" {
 		if _, err := net.ResolveTCPAddr("tcp", string(c.MetricsListen)); err != nil {
-			return bad("metrics_listen", c.MetricsListen, "must be ADDRESS:PORT or empty")
+			return invalid("metrics_listen", c.MetricsListen, "must be ADDRESS:PORT or empty")
 		}
 	}
 	switch c.LogLevel {
 	case "trace", "debug", "info", "warn", "error":
 	default:
-		return bad("log_level", c.LogLevel, "must be trace, debug, info, warn or error")
+		return invalid("log_level", c.LogLevel, "must be trace, debug, info, warn or error")
 	}
 	if c.LogFormat != "text" && c.LogFormat != "json" {
-		return bad("log_format", c.LogFormat, "must be text or json")
+		return invalid("log_format", c.LogFormat, "must be text or json")
 	}
 	if _, err := mount.ParseOptions(mount.DefaultOptions(), string(c.MountOptions)); err != nil {
-		return bad("mount_options", c.MountOptions, err.Error())
+		return invalid("mount_options", c.MountOptions, err.Error())
 	}
 	if _, err := mount.ParseFaults(string(c.Inject)); err != nil {
-		return bad("inject", c.Inject, err.Error())
+		return invalid("inject", c.Inject, err.Error())
 	}
 	for _, d := range []struct {
 		key string
 		v   Duration
 	}{{"connect_timeout", c.ConnectTimeout}, {"shutdown_timeout", c.ShutdownTimeout}} {
 		if d.v < Duration(time.Second) || d.v > Duration(control.MaxMountTimeout) {
-			return bad(d.key, d.v, "must be from 1s to "+control.MaxMountTimeout.String())
+			return invalid(d.key, d.v, "must be from 1s to "+control.MaxMountTimeout.String())
 		}
 	}
 	return nil
 }
 
-// Text is a string key.
+// Text is a string value.
 type Text string
 
-func (t *Text) String() string     { return string(*t) }
+func (t *Text) String() string { return string(*t) }
+
+// Set sets t to s.
 func (t *Text) Set(s string) error { *t = Text(s); return nil }
 
-// Type names the value in a flag's help.
+// Type returns the name of the type in the help of a flag.
 func (t *Text) Type() string { return "string" }
 
-// Duration is a key such as "30s".
+// Duration is a duration value such as "30s".
 type Duration time.Duration
 
 func (d Duration) String() string { return time.Duration(d).String() }
 
-// Set parses a value in time.ParseDuration's syntax.
+// Set parses a value in the syntax of time.ParseDuration.
 func (d *Duration) Set(s string) error {
 	v, err := time.ParseDuration(s)
 	if err != nil {
-		return fmt.Errorf("%q is no duration such as 30s or 2m", s)
+		return fmt.Errorf("%q: not a duration such as 30s or 2m", s)
 	}
 	*d = Duration(v)
 	return nil
 }
 
-// Type names the value in a flag's help.
+// Type returns the name of the type in the help of a flag.
 func (d *Duration) Type() string { return "duration" }
 
-// UnmarshalText reads the TOML string.
+// UnmarshalText parses a TOML string.
 func (d *Duration) UnmarshalText(b []byte) error { return d.Set(string(b)) }
 
-// Std is d as the standard library's type.
+// Std returns d as a time.Duration.
 func (d Duration) Std() time.Duration { return time.Duration(d) }

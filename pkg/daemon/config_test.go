@@ -15,9 +15,9 @@ import (
 
 const shippedConfig = "../../configs/nfsrdmad.toml"
 
-// The keys of the struct, of Fields (which become flags) and of the shipped file are the same, and
-// the file shows the defaults.
-func TestConfigMirrors(t *testing.T) {
+// The keys of Config, of Fields and of the shipped file must be the same. The file shows the
+// defaults.
+func TestShippedConfigHasDefaults(t *testing.T) {
 	c := DefaultConfig()
 	var inStruct, inFields []string
 	for f := range reflect.TypeFor[Config]().Fields() {
@@ -27,7 +27,7 @@ func TestConfigMirrors(t *testing.T) {
 		inFields = append(inFields, f.Key)
 	}
 	if !reflect.DeepEqual(inStruct, inFields) {
-		t.Errorf("struct %v\nfields %v", inStruct, inFields)
+		t.Errorf("keys of Fields: got %v, want %v", inFields, inStruct)
 	}
 	data, err := os.ReadFile(shippedConfig)
 	if err != nil {
@@ -40,23 +40,22 @@ func TestConfigMirrors(t *testing.T) {
 	for _, f := range c.Fields() {
 		v, ok := raw[f.Key]
 		if !ok {
-			t.Errorf("%s has no %s", shippedConfig, f.Key)
+			t.Errorf("%s: missing key %s", shippedConfig, f.Key)
 		} else if v != f.Value.String() {
-			t.Errorf("%s shows %s = %v, the default is %s", shippedConfig, f.Key, v, f.Value)
+			t.Errorf("%s: got %s = %v, want the default %s", shippedConfig, f.Key, v, f.Value)
 		}
 		delete(raw, f.Key)
 	}
 	if len(raw) != 0 {
-		t.Errorf("%s has keys of nothing: %v", shippedConfig, raw)
+		t.Errorf("%s: unknown keys %v", shippedConfig, raw)
 	}
 	loaded, err := LoadConfig(shippedConfig)
 	if err != nil || loaded != c {
-		t.Errorf("loaded %+v, %v; want the defaults", loaded, err)
+		t.Errorf("shipped configuration: got %+v and error %v, want the defaults", loaded, err)
 	}
 }
 
-// Each field is bound to its own part of the struct, as a flag and as a key.
-func TestConfigFieldsSetWhatTheKeySets(t *testing.T) {
+func TestFlagAndKeySetSameField(t *testing.T) {
 	values := map[string]string{"control_socket": "/x/y", "metrics_listen": "127.0.0.1:1", "log_level": "warn",
 		"log_format":    "json",
 		"mount_options": "soft", "connect_timeout": "1m0s", "shutdown_timeout": "2s", "inject": "seed=1,lose-reply=~9"}
@@ -78,17 +77,17 @@ func TestConfigFieldsSetWhatTheKeySets(t *testing.T) {
 			}
 		}
 		if fromFile != fromFlag || fromFile == DefaultConfig() {
-			t.Errorf("%s: file %+v, flag %+v", key, fromFile, fromFlag)
+			t.Errorf("%s: got %+v from the file and %+v from the flag, want the same change", key, fromFile, fromFlag)
 		}
 	}
 	if n := len((&Config{}).Fields()); n != len(values) {
-		t.Errorf("%d fields, %d tried", n, len(values))
+		t.Errorf("fields tested: got %d, want %d", len(values), n)
 	}
 }
 
 func TestConfigErrors(t *testing.T) {
-	for _, tt := range []struct{ name, text, says string }{
-		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", `c.toml:3: unknown key "log_colour"`},
+	for _, tt := range []struct{ name, text, want string }{
+		{"unknown key", "log_level = \"info\"\n\nlog_size = \"red\"\n", `c.toml:3: unknown key "log_size"`},
 		{"unknown table", "[mounts]\na = 1\n", `c.toml:1: unknown key "mounts"`},
 		{"syntax", "log_level = \n", "c.toml:1:"},
 		{"type", "log_level = 7\n", "c.toml:1: log_level must be a string"},
@@ -101,7 +100,7 @@ func TestConfigErrors(t *testing.T) {
 		{"socket", "control_socket = \"here\"\n", "absolute"},
 		{"metrics", "metrics_listen = \"nowhere\"\n", "metrics_listen"},
 		{"unknown fault", "inject = \"disconnect-evry=9\"\n", `"disconnect-evry=9"`},
-		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known are seed=S, disconnect-every=N, post-fail=N:K,"},
+		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known words are seed=S, disconnect-every=N,"},
 		{"no fault", "inject = \"seed=1\"\n", "injects nothing"},
 		{"options", "mount_options = \"hard,soft\"\n", `contradicts "hard"`},
 	} {
@@ -111,22 +110,23 @@ func TestConfigErrors(t *testing.T) {
 				t.Fatal(err)
 			}
 			_, err := LoadConfig(path)
-			if err == nil || !strings.Contains(err.Error(), tt.says) || !strings.Contains(err.Error(), path) {
-				t.Fatalf("got %v, want the path and %q", err, tt.says)
+			if err == nil || !strings.Contains(err.Error(), tt.want) || !strings.Contains(err.Error(), path) {
+				t.Fatalf("got error %v, want the path and %q", err, tt.want)
 			}
 			if strings.Contains(err.Error(), "\n") || control.ExitCode(err) != control.ExitUsage {
-				t.Errorf("not one line, or exit code %d: %q", control.ExitCode(err), err)
+				t.Errorf("got exit code %d and error %q, want %d and one line", control.ExitCode(err), err,
+					control.ExitUsage)
 			}
 		})
 	}
 	if _, err := LoadConfig("/nonexistent.toml"); err == nil || !strings.Contains(err.Error(), "/nonexistent.toml") {
-		t.Errorf("missing file: %v", err)
+		t.Errorf("missing file: got error %v, want its path", err)
 	}
 }
 
-func TestDurationType(t *testing.T) {
+func TestDurationSet(t *testing.T) {
 	var d Duration
 	if err := d.Set("90s"); err != nil || time.Duration(d) != 90*time.Second || d.String() != "1m30s" {
-		t.Errorf("%v %v", d, err)
+		t.Errorf("duration: got %v and error %v, want 1m30s", d, err)
 	}
 }

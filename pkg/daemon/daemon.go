@@ -21,7 +21,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
-// httpGrace is what requests under way get at the end, after all mounts are gone.
+// httpGrace bounds the end of pending requests after all mounts are unmounted.
 const httpGrace = 2 * time.Second
 
 // Timeouts of the metrics listener.
@@ -30,7 +30,7 @@ const (
 	scrapeTimeout = 10 * time.Second
 )
 
-// NewLogger makes the logger that c asks for.
+// NewLogger returns a logger with the level and format of c.
 func NewLogger(c Config, w io.Writer) hclog.Logger {
 	return hclog.New(&hclog.LoggerOptions{
 		Name:       "nfsrdmad",
@@ -40,23 +40,24 @@ func NewLogger(c Config, w io.Writer) hclog.Logger {
 	})
 }
 
-// A Daemon is a started daemon. Make it with [Start].
+// A Daemon is a running daemon, started with [Start]. Its methods may be called concurrently,
+// except Close, which the owner calls once.
 type Daemon struct {
 	cfg     Config
 	log     hclog.Logger
-	inject  string // the plan of faults, "" for none
+	inject  string // fault injection plan, "" for none
 	table   *mount.Table
 	socket  *control.Listener
 	control *http.Server
-	metrics *http.Server // nil when off
-	address net.Addr     // of the metrics listener
+	metrics *http.Server // nil if off
+	address net.Addr     // of the metrics listener; nil if off
 
 	serving sync.WaitGroup
-	failed  chan error
+	failed  chan error // receives the error of a listener
 }
 
-// Start starts a daemon: when it returns nil, the control API and the metrics listener answer.
-// [Daemon.Close] ends it.
+// Start starts a daemon. Once Start returns, the control API and the metrics listener accept
+// requests. The caller ends the daemon with [Daemon.Close].
 func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	if err := cfg.Check("flags"); err != nil {
 		return nil, err
@@ -85,7 +86,7 @@ func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	d.serve(d.control, d.socket)
 	log.Info("started", "version", v.Version, "control_socket", cfg.ControlSocket, "metrics", d.MetricsAddr())
 	if d.inject != "" {
-		log.Warn(control.FaultBanner+"every connection of this daemon is broken on purpose", "plan", d.inject)
+		log.Warn(control.FaultBanner+"this daemon breaks its connections on purpose", "plan", d.inject)
 	}
 	return d, nil
 }
@@ -106,9 +107,8 @@ func (d *Daemon) startMetrics() error {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter,
-		_ *http.Request) {
-		fmt.Fprintln(w, "nfsrdmad: see /metrics and /healthz")
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintln(w, "nfsrdmad: /metrics and /healthz")
 	})
 	d.metrics = &http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout,
 		WriteTimeout: scrapeTimeout}
@@ -120,12 +120,12 @@ func (d *Daemon) startMetrics() error {
 func (d *Daemon) serve(s *http.Server, l net.Listener) {
 	d.serving.Go(func() {
 		if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-			d.failed <- control.Errorf(control.CodeSystem, "serving %s: %w", l.Addr(), err)
+			d.failed <- control.Errorf(control.CodeSystem, "serve %s: %w", l.Addr(), err)
 		}
 	})
 }
 
-// MetricsAddr is ADDRESS:PORT of the metrics listener, "" when it is off.
+// MetricsAddr returns ADDRESS:PORT of the metrics listener, "" if it is off.
 func (d *Daemon) MetricsAddr() string {
 	if d.address == nil {
 		return ""
@@ -133,11 +133,8 @@ func (d *Daemon) MetricsAddr() string {
 	return d.address.String()
 }
 
-// Table returns the mounts.
-func (d *Daemon) Table() *mount.Table { return d.table }
-
-// Close unmounts everything and ends the daemon. It takes the shutdown timeout and a few seconds at
-// most.
+// Close unmounts all mounts and stops the daemon. It takes at most the shutdown timeout and a few
+// seconds.
 func (d *Daemon) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(d.cfg.ShutdownTimeout))
 	defer cancel()

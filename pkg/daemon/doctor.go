@@ -11,51 +11,52 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 )
 
-// A Finding is the answer to one of the doctor's questions.
+// A Finding is the result of one check of the doctor command.
 type Finding struct {
 	Subject string `json:"subject"`
 	OK      bool   `json:"ok"`
-	// Needed: without it nothing can be mounted. What is not needed only limits the choice.
+	// Needed means that every mount fails unless OK. Other subjects are optional.
 	Needed bool   `json:"needed"`
-	Text   string `json:"text"` // what was found, and what to do where it is not good
+	Text   string `json:"text"` // the result, and what to do unless OK
 }
 
-// CheckHost checks what mounting needs on this host: the privilege, /dev/fuse, the daemon at the
-// control socket, RDMA devices. It asks no server.
+// CheckHost checks what a mount needs on this host: the privilege, /dev/fuse, the daemon at the
+// control socket, and RDMA devices. It contacts no NFS server.
 func CheckHost(ctx context.Context, socket string) []Finding {
-	return []Finding{examineFuse(), examineDaemon(ctx, socket),
-		{Subject: "softiwarp", OK: true, Text: "built in; needs nothing of this host but TCP"}, examineDevices()}
+	return []Finding{checkFUSE(), checkDaemon(ctx, socket),
+		{Subject: "softiwarp", OK: true, Text: "built in; needs only TCP"}, checkDevices()}
 }
 
-func examineFuse() Finding {
-	f := Finding{Subject: "mounting", OK: true, Needed: true, Text: "CAP_SYS_ADMIN and /dev/fuse are there"}
+func checkFUSE() Finding {
+	f := Finding{Subject: "mounting", OK: true, Needed: true, Text: "CAP_SYS_ADMIN and /dev/fuse are available"}
 	if err := mount.CheckPrivilege(); err != nil {
 		f.OK, f.Text = false, err.Error()
 	}
 	return f
 }
 
-func examineDaemon(ctx context.Context, socket string) Finding {
+func checkDaemon(ctx context.Context, socket string) Finding {
 	l, err := control.NewClient(socket).List(ctx)
 	if err != nil {
 		return Finding{Subject: "daemon", Text: err.Error()}
 	}
-	return Finding{Subject: "daemon", OK: true, Text: fmt.Sprintf("answers at %s, mounts: %d", socket, len(l))}
+	return Finding{Subject: "daemon", OK: true, Text: fmt.Sprintf("running at %s, mounts: %d", socket, len(l))}
 }
 
-func examineDevices() Finding {
+func checkDevices() Finding {
 	f := Finding{Subject: "rdma-core"}
 	devices, err := rdmacore.Devices()
-	var missing *rdmacore.UnavailableError
+	var unavailable *rdmacore.UnavailableError
 	switch {
-	case errors.As(err, &missing):
-		f.Text = strings.TrimPrefix(missing.Error(), rdmacore.Name+": ")
+	case errors.As(err, &unavailable):
+		f.Text = strings.TrimPrefix(unavailable.Error(), rdmacore.Name+": ")
 		return f
 	case err != nil:
-		f.Text = "listing RDMA devices: " + err.Error()
+		f.Text = "list RDMA devices: " + err.Error()
 		return f
 	case len(devices) == 0:
-		f.Text = "the libraries are there, but no RDMA device: load the driver of the card, or \"rdma link add\" a soft one"
+		f.Text = "libraries found, but no RDMA device; load the driver of the card, " +
+			"or add a software device with \"rdma link add\""
 		return f
 	}
 	var names []string

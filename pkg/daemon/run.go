@@ -12,8 +12,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
-// Run runs a daemon until ctx ends, and unmounts everything then. It tells systemd (sd_notify(3))
-// when it is ready and when it stops.
+// Run runs a daemon until ctx ends or a listener fails, and then unmounts all mounts. It notifies
+// systemd (sd_notify(3)) when the daemon is ready and when it stops.
 func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	d, err := Start(cfg, log)
 	if err != nil {
@@ -24,7 +24,7 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	}
 	switch dirs, err := mount.Mounted(); {
 	case err != nil:
-		log.Warn("looking for mounts of other processes failed", "error", err)
+		log.Warn("read of the mount table failed", "error", err)
 	case len(dirs) > 0:
 		log.Warn("other processes own nfsrdma mounts; remove those of a killed daemon with umount(8)", "dirs", dirs)
 	}
@@ -44,19 +44,19 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	return err
 }
 
-// stopTime is the most that [Daemon.Close] takes.
+// stopTime returns the bound of [Daemon.Close].
 func stopTime(cfg Config) time.Duration {
 	return cfg.ShutdownTimeout.Std() + mount.CloseGrace + 2*httpGrace
 }
 
 func notify(log hclog.Logger, state string) {
 	if _, err := sdnotify.SdNotify(false, state); err != nil {
-		log.Warn("telling systemd failed", "error", err)
+		log.Warn("notification of systemd failed", "error", err)
 	}
 }
 
-// RunForeground mounts what r asks for in this process, calls mounted, and serves the mount until
-// ctx ends or somebody unmounts it.
+// RunForeground executes r in this process and calls mounted. It serves the mount until ctx ends or
+// the mount is unmounted.
 func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r control.MountRequest,
 	mounted func(control.MountInfo)) error {
 	plan, err := mount.ParseFaults(string(cfg.Inject))

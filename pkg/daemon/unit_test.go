@@ -11,11 +11,10 @@ import (
 
 const unitFile = "../../deploy/systemd/nfsrdmad.service"
 
-// systemd-analyze reads the unit without complaint. The program it starts need not be installed: a
-// stand-in path that exists is verified.
+// The program of the unit need not be installed: the test verifies the unit with its own path.
 func TestUnitVerifies(t *testing.T) {
 	if _, err := exec.LookPath("systemd-analyze"); err != nil {
-		t.Fatal("systemd-analyze is missing: apt-get install systemd")
+		t.Fatal("systemd-analyze not found; install it with apt-get install systemd")
 	}
 	unit, err := os.ReadFile(unitFile)
 	if err != nil {
@@ -35,40 +34,42 @@ func TestUnitVerifies(t *testing.T) {
 	}
 	out, err := verify(string(unit))
 	if err != nil || strings.Contains(out, "nfsrdmad.service") {
-		t.Errorf("%v: %s", err, out)
+		t.Errorf("systemd-analyze verify: %v: %s", err, out)
 	}
 	if out, err := verify(string(unit) + "\n[Service]\nFrobnicate=yes\n"); err == nil &&
 		!strings.Contains(out, "Frobnicate") {
-		t.Error("a unit with an unknown key passes: this check checks nothing")
+		t.Error("systemd-analyze verify accepts an unknown key; it does not check the unit")
 	}
 }
 
-// The exposure that systemd-analyze computes must not grow. What remains is what mounting for
-// others takes: CAP_SYS_ADMIN, mount(2), the network, and the host's own mount namespace.
+// The exposure that systemd-analyze computes must not grow. A daemon that mounts for other
+// processes needs CAP_SYS_ADMIN, mount(2), the network, and the mount namespace of the host.
 func TestUnitExposure(t *testing.T) {
-	const threshold = "50" // a tenth each: 5.0
+	const threshold = "50" // in tenths: 5.0
 	out, err := exec.Command("systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold="+threshold,
 		unitFile).CombinedOutput()
 	if err != nil {
-		t.Errorf("%v: %s", err, out)
+		t.Errorf("systemd-analyze security: %v: %s", err, out)
 	}
 }
 
-// A mount namespace of the daemon's own would hide its mounts from the host.
-func TestUnitKeepsTheHostsMountNamespace(t *testing.T) {
+// In a private mount namespace the mounts of the daemon would be invisible to the host.
+func TestUnitKeepsMountNamespaceOfHost(t *testing.T) {
 	unit, err := os.ReadFile(unitFile)
 	if err != nil {
 		t.Fatal(err)
 	}
-	private := regexp.MustCompile(`(?m)^(ProtectSystem|ProtectHome|PrivateTmp|PrivateDevices|PrivateMounts|ProtectKernel\w+|ProtectControlGroups|ProtectProc|ReadWritePaths|ReadOnlyPaths|InaccessiblePaths|TemporaryFileSystem|BindPaths|RootDirectory|DynamicUser|PrivateUsers|MountFlags)=`)
+	private := regexp.MustCompile(`(?m)^(ProtectSystem|ProtectHome|PrivateTmp|PrivateDevices|PrivateMounts|` +
+		`ProtectKernel\w+|ProtectControlGroups|ProtectProc|ReadWritePaths|ReadOnlyPaths|InaccessiblePaths|` +
+		`TemporaryFileSystem|BindPaths|RootDirectory|DynamicUser|PrivateUsers|MountFlags)=`)
 	if m := private.FindString(string(unit)); m != "" {
-		t.Errorf("the unit has %s", m)
+		t.Errorf("unit: got %s, want no private mount namespace", m)
 	}
 	for _, want := range []string{"Type=notify", "ExecStart=/usr/sbin/nfsrdmad daemon --config /etc/nfsrdmad.toml",
-		"RuntimeDirectory=nfsrdmad", "Restart=on-failure",
-		"DeviceAllow=/dev/fuse rw", "DeviceAllow=/dev/infiniband/rdma_cm rw", "DeviceAllow=char-infiniband_verbs rw", "LimitMEMLOCK=infinity"} {
+		"RuntimeDirectory=nfsrdmad", "Restart=on-failure", "DeviceAllow=/dev/fuse rw",
+		"DeviceAllow=/dev/infiniband/rdma_cm rw", "DeviceAllow=char-infiniband_verbs rw", "LimitMEMLOCK=infinity"} {
 		if !strings.Contains(string(unit), "\n"+want+"\n") {
-			t.Errorf("the unit has no %s", want)
+			t.Errorf("unit: missing line %s", want)
 		}
 	}
 }

@@ -115,6 +115,7 @@ type mountConfig struct {
 // mount mounts the export until the test ends.
 func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 	t.Helper()
+	testutil.NeedsFUSE(t)
 	conn, err := e.dial(t.Context())
 	if err != nil {
 		t.Fatal(err)

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"github.com/hanwen/go-fuse/v2/posixtest"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 // knownFailures are the go-fuse tests that fail on an NFSv3 mount. Each has the reason, and a part
@@ -62,6 +64,7 @@ func TestPosix(t *testing.T) {
 // when a test passes: remove that test from the list. None of the tests depends on timing, so one
 // run is enough.
 func TestKnownPosixFailures(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	for name, known := range knownFailures {
 		t.Run(name, func(t *testing.T) {
 			if posixtest.All[name] == nil {

@@ -24,8 +24,9 @@ var (
 	failDesc = desc("faults_injected_total", "Faults injected on purpose.", "fault")
 	procDesc = desc("rpc_duration_seconds", "Time from RPC call to reply, including reconnects.", "procedure")
 	reqDesc  = desc("fuse_ops_total", "FUSE requests, including those without a reply.", "operation")
-	errDesc  = desc("fuse_op_errors_total", "FUSE requests that failed, including lookups of missing names.", "operation")
-	opDesc   = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
+	errDesc  = desc("fuse_op_errors_total", "FUSE requests that failed, including lookups of missing names.",
+		"operation")
+	opDesc = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
 )
 
 // A Collector is a prometheus.Collector over snapshots. It takes the snapshots at each scrape.

@@ -5,9 +5,9 @@ import (
 	"time"
 )
 
-// Bounds are the upper bounds of the buckets of a [Histogram], from a cache hit to a call that waited
-// for a reconnect. A longer time is in no bucket; the count and the sum include it, as Prometheus
-// expects of the bucket +Inf.
+// Bounds are the upper bounds of the buckets of a [Histogram], from a cache hit to a call that
+// waited for a reconnect. A longer time is in no bucket; the count and the sum include it, as
+// Prometheus expects of the bucket +Inf.
 var Bounds = [...]time.Duration{
 	50 * time.Microsecond, 100 * time.Microsecond, 250 * time.Microsecond, 500 * time.Microsecond,
 	time.Millisecond, 2500 * time.Microsecond, 5 * time.Millisecond, 10 * time.Millisecond,

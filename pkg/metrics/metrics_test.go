@@ -68,8 +68,9 @@ func TestCollectorIsLintClean(t *testing.T) {
 func TestContractNames(t *testing.T) {
 	c := NewCollector(snapshots)
 	for _, name := range strings.Fields(`mrs_orphaned_total mrs_recovered_total mrs_recycled_total mrs_allocated_total
-		local_inv_needed_total read_chunk_total write_chunk_total reply_chunk_total pullup_copy_bytes_total failed_marshal_total
-		bad_reply_total nomsg_call_total reply_waits_for_send_total empty_sendctx_total bad_xids_total connects_total credits slots_in_use`) {
+		local_inv_needed_total read_chunk_total write_chunk_total reply_chunk_total pullup_copy_bytes_total
+		failed_marshal_total bad_reply_total nomsg_call_total reply_waits_for_send_total empty_sendctx_total
+		bad_xids_total connects_total credits slots_in_use`) {
 		if n := promtest.CollectAndCount(c, "nfsrdmad_"+name); n != 2 {
 			t.Errorf("series of nfsrdmad_%s: got %d, want 2, one per mount", name, n)
 		}

@@ -68,8 +68,9 @@ func everyField[T any](t *testing.T, all []series[T], labeled ...string) {
 // always 0.
 func TestXprtLineFields(t *testing.T) {
 	order := strings.Fields(`- - Connects ConnectTime IdleTime Sends Recvs BadXIDs InFlightSum QueuedSum
-		ReadChunks WriteChunks ReplyChunks TotalRDMARequest TotalRDMAReply PullupCopyBytes FixupCopyBytes - FailedMarshal BadReply
-		NomsgCall MRsRecycled MRsOrphaned MRsAllocated LocalInvNeeded EmptySendCtx ReplyWaitsForSend`)
+		ReadChunks WriteChunks ReplyChunks TotalRDMARequest TotalRDMAReply PullupCopyBytes FixupCopyBytes
+		- FailedMarshal BadReply NomsgCall MRsRecycled MRsOrphaned MRsAllocated LocalInvNeeded EmptySendCtx
+		ReplyWaitsForSend`)
 	if len(order) != 27 {
 		t.Fatalf("names of fields: got %d, want 27", len(order))
 	}
@@ -93,7 +94,7 @@ func TestXprtLineFields(t *testing.T) {
 func TestCollectorShowsFaults(t *testing.T) {
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(FaultInjection(true), NewCollector(func() []Snapshot {
-		return []Snapshot{{Mount: "/m", Server: "192.0.2.1:20049", Provider: "softiwarp+faults",
+		return []Snapshot{{Mount: "/m", Server: "192.0.2.1:20049", Provider: "softiwarp",
 			Faults:    map[string]uint64{"disconnect-every": 3, "lose-reply": 0},
 			Transport: stats.Transport{Connections: map[string]uint64{"connected": 1, "idle": 0}}}}
 	}))
@@ -104,15 +105,15 @@ func TestCollectorShowsFaults(t *testing.T) {
 	const want = `
 # HELP nfsrdmad_connections Connections by state.
 # TYPE nfsrdmad_connections gauge
-nfsrdmad_connections{mount="/m",provider="softiwarp+faults",server="192.0.2.1:20049",state="connected"} 1
-nfsrdmad_connections{mount="/m",provider="softiwarp+faults",server="192.0.2.1:20049",state="idle"} 0
+nfsrdmad_connections{mount="/m",provider="softiwarp",server="192.0.2.1:20049",state="connected"} 1
+nfsrdmad_connections{mount="/m",provider="softiwarp",server="192.0.2.1:20049",state="idle"} 0
 # HELP nfsrdmad_fault_injection_enabled 1 if the daemon injects faults; always 0 in production.
 # TYPE nfsrdmad_fault_injection_enabled gauge
 nfsrdmad_fault_injection_enabled 1
 # HELP nfsrdmad_faults_injected_total Faults injected on purpose.
 # TYPE nfsrdmad_faults_injected_total counter
-nfsrdmad_faults_injected_total{fault="disconnect-every",mount="/m",provider="softiwarp+faults",server="192.0.2.1:20049"} 3
-nfsrdmad_faults_injected_total{fault="lose-reply",mount="/m",provider="softiwarp+faults",server="192.0.2.1:20049"} 0
+nfsrdmad_faults_injected_total{fault="disconnect-every",mount="/m",provider="softiwarp",server="192.0.2.1:20049"} 3
+nfsrdmad_faults_injected_total{fault="lose-reply",mount="/m",provider="softiwarp",server="192.0.2.1:20049"} 0
 `
 	if err := promtest.GatherAndCompare(registry, strings.NewReader(want), "nfsrdmad_connections",
 		"nfsrdmad_fault_injection_enabled", "nfsrdmad_faults_injected_total"); err != nil {

@@ -20,24 +20,27 @@ import (
 
 const (
 	fuseDevice = "/dev/fuse"
-	// Numbers of the device, from Linux' list of devices.
+	// Device numbers, from Documentation/admin-guide/devices.txt of Linux.
 	fuseMajor, fuseMinor = 10, 229
 
-	ourType    = "fuse." + fusefs.Subtype
-	autofsType = "autofs"
-	// pathTimeout bounds looking at a mount point, which may lie within a file system that hangs.
+	nfsrdmaType = "fuse." + fusefs.Subtype
+	autofsType  = "autofs"
+	// pathTimeout bounds the access to a mount point, which may be in a file system that hangs.
 	pathTimeout = control.StatusTimeout - time.Second
 )
 
-// CheckPrivilege tells whether this process may mount: it needs CAP_SYS_ADMIN and /dev/fuse.
+// CheckPrivilege returns an error if this process cannot mount: if it lacks CAP_SYS_ADMIN or
+// /dev/fuse.
 func CheckPrivilege() error {
 	hdr := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var data [2]unix.CapUserData
 	if err := unix.Capget(&hdr, &data[0]); err != nil {
-		return control.Errorf(control.CodeSystem, "asking for this process's capabilities: %w", err)
+		return control.Errorf(control.CodeSystem, "read capabilities of this process: %w", err)
 	}
 	if data[0].Effective&(1<<unix.CAP_SYS_ADMIN) == 0 {
-		return control.Errorf(control.CodePermission, "no privilege to mount (CAP_SYS_ADMIN is missing): run as root, or give the container or unit this capability")
+		return control.Errorf(control.CodePermission,
+			"no privilege to mount: CAP_SYS_ADMIN is missing; run as root, "+
+				"or add the capability to the container or unit")
 	}
 	f, err := os.OpenFile(fuseDevice, os.O_RDWR, 0)
 	switch {
@@ -45,24 +48,28 @@ func CheckPrivilege() error {
 		defer f.Close()
 		return checkFuseDevice(f)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENODEV):
-		return control.Errorf(control.CodeSystem, "%s: %w: load the module with \"modprobe fuse\", or give the container the device",
+		return control.Errorf(control.CodeSystem,
+			"open %s: %w; load the module with \"modprobe fuse\", or add the device to the container",
 			fuseDevice, unwrapPath(err))
 	case errors.Is(err, fs.ErrPermission):
-		return control.Errorf(control.CodePermission, "%s: %w: run as root, or give the container the device", fuseDevice,
+		return control.Errorf(control.CodePermission, "open %s: %w; run as root, or add the device to the container",
+			fuseDevice,
 			unwrapPath(err))
 	}
-	return control.Errorf(control.CodeSystem, "opening %s: %w", fuseDevice, unwrapPath(err))
+	return control.Errorf(control.CodeSystem, "open %s: %w", fuseDevice, unwrapPath(err))
 }
 
-// checkFuseDevice tells the device from what else may have its name, such as the null device of a
-// container that was not given it.
+// checkFuseDevice returns an error if f is not the FUSE device. Some containers have another
+// device, such as the null device, under its name.
 func checkFuseDevice(f *os.File) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
-		return control.Errorf(control.CodeSystem, "looking at %s: %w", fuseDevice, err)
+		return control.Errorf(control.CodeSystem, "stat %s: %w", fuseDevice, err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFCHR || unix.Major(st.Rdev) != fuseMajor || unix.Minor(st.Rdev) != fuseMinor {
-		return control.Errorf(control.CodeSystem, "%s: it is not the device of FUSE (character device %d:%d): give the container the device, or make it with mknod(1)", fuseDevice, fuseMajor, fuseMinor)
+		return control.Errorf(control.CodeSystem,
+			"%s: not the FUSE device (character device %d:%d); add the device to the container, "+
+				"or create it with mknod(1)", fuseDevice, fuseMajor, fuseMinor)
 	}
 	return nil
 }
@@ -75,8 +82,8 @@ func unwrapPath(err error) error {
 	return err
 }
 
-// CheckMountPoint returns dir as an absolute path without symbolic links if something can be
-// mounted there. It touches no mounted file system at dir itself, which might hang.
+// CheckMountPoint returns dir as an absolute path without symbolic links, and an error if nothing
+// can be mounted there. It does not access a file system that is mounted at dir, which may hang.
 func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	clean, err := ResolveMountPoint(ctx, dir)
 	switch {
@@ -85,17 +92,22 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	case err != nil:
 		return "", err
 	}
-	there, err := mountedAt(clean)
+	fsType, err := mountedAt(clean)
 	switch {
 	case err != nil:
 		return "", err
-	case there == ourType:
-		return "", control.Errorf(control.CodeMount, "mount point %s: an nfsrdma mount is there already; unmount it first, with umount(8) if its daemon was killed", clean)
-	// its kernel side lets nobody but the automounter's own process group by
-	case there == autofsType:
-		return "", control.Errorf(control.CodeMount, "mount point %s: an automounter waits there, and nfsrdma is mounted by its daemon, whom that would not let in; take x-systemd.automount out of fstab(5), or the directory out of the automounter's map", clean)
-	case there != "":
-		return "", control.Errorf(control.CodeMount, "mount point %s: something is mounted there already; unmount it first", clean)
+	case fsType == nfsrdmaType:
+		return "", control.Errorf(control.CodeMount,
+			"mount point %s: already an nfsrdma mount; unmount it first, "+
+				"with umount(8) if its daemon was killed", clean)
+	// autofs lets only the process group of the automounter through.
+	case fsType == autofsType:
+		return "", control.Errorf(control.CodeMount,
+			"mount point %s: managed by autofs, which is not supported; remove x-systemd.automount from fstab(5), or "+
+				"remove the directory from the map of the automounter", clean)
+	case fsType != "":
+		return "", control.Errorf(control.CodeMount, "mount point %s: already a mount of type %s; unmount it first",
+			clean, fsType)
 	}
 	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(clean) })
 	switch {
@@ -109,12 +121,11 @@ func CheckMountPoint(ctx context.Context, dir string) (string, error) {
 	return clean, nil
 }
 
-// ResolveMountPoint returns dir as an absolute path, its parents free of symbolic links. The last
-// element is followed only if it is a link, and never looked at when it is a mount point. The error
-// of a parent that does not exist wraps [fs.ErrNotExist].
+// ResolveMountPoint returns dir as an absolute path without symbolic links. It does not access dir
+// if dir is a mount point. If a parent of dir does not exist, the error wraps [fs.ErrNotExist].
 func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	if dir == "" || strings.ContainsRune(dir, 0) {
-		return "", control.Errorf(control.CodeUsage, "mount point %q: not a path; name a directory", dir)
+		return "", control.Errorf(control.CodeUsage, "mount point %q: invalid path; name a directory", dir)
 	}
 	abs, err := filepath.Abs(dir)
 	if err != nil {
@@ -123,7 +134,8 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	parent, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(filepath.Dir(abs)) })
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return "", &control.Error{Code: control.CodeMount, Err: fs.ErrNotExist, Text: "mount point " + abs + " does not exist"}
+		return "", &control.Error{Code: control.CodeMount, Err: fs.ErrNotExist, Text: "mount point " + abs +
+			" does not exist"}
 	case err != nil:
 		return "", control.Errorf(control.CodeMount, "mount point %s: %w", abs, unwrapPath(err))
 	}
@@ -143,14 +155,15 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	return target, nil
 }
 
-// isMountPoint tells whether anything is mounted at dir. It asks no file system.
+// isMountPoint reports whether a file system is mounted at dir. It accesses no file system but
+// /proc.
 func isMountPoint(dir string) (bool, error) {
-	there, err := mountedAt(dir)
-	return there != "", err
+	fsType, err := mountedAt(dir)
+	return fsType != "", err
 }
 
-// mountedAt returns the type of the topmost file system that is mounted at dir, and "" if nothing is
-// mounted there. It reads /proc alone, so no file system can block it.
+// mountedAt returns the type of the topmost file system that is mounted at dir, and "" if nothing
+// is mounted there. It reads /proc alone, so no file system can block it.
 func mountedAt(dir string) (fsType string, err error) {
 	mounts, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) { return m.Mountpoint != dir, false })
 	if err != nil {
@@ -165,7 +178,7 @@ func mountedAt(dir string) (fsType string, err error) {
 // Mounted returns the mount points of all nfsrdma mounts of this mount namespace. It reads /proc
 // alone, so no file system can block it.
 func Mounted() ([]string, error) {
-	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter(ourType))
+	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter(nfsrdmaType))
 	if err != nil {
 		return nil, control.Errorf(control.CodeSystem, "read mount table: %w", err)
 	}
@@ -176,8 +189,8 @@ func Mounted() ([]string, error) {
 	return dirs, nil
 }
 
-// bounded runs a path lookup that may hang in a dead file system. When it does, its goroutine ends
-// once that file system answers.
+// bounded runs f, which may hang in a file system, for at most pathTimeout. After that time the
+// goroutine of f ends when the file system responds.
 func bounded[T any](ctx context.Context, f func() (T, error)) (T, error) {
 	type result struct {
 		v   T
@@ -195,6 +208,6 @@ func bounded[T any](ctx context.Context, f func() (T, error)) (T, error) {
 		return r.v, r.err
 	case <-ctx.Done():
 		var zero T
-		return zero, errors.New("the file system it lies in does not answer")
+		return zero, errors.New("its file system does not respond")
 	}
 }

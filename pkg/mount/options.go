@@ -13,24 +13,23 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// Recovery is what becomes of a call that the server does not answer, as nfs(5) defines it.
+// A Recovery selects the result of a call when the server does not reply (nfs(5)).
 type Recovery string
 
-// Recoveries: wait for ever, fail with EIO, fail with ETIMEDOUT.
+// Recoveries.
 const (
-	RecoveryHard    Recovery = "hard"
-	RecoverySoft    Recovery = "soft"
-	RecoverySoftErr Recovery = "softerr"
+	RecoveryHard    Recovery = "hard"    // retry forever
+	RecoverySoft    Recovery = "soft"    // return EIO
+	RecoverySoftErr Recovery = "softerr" // return ETIMEDOUT
 )
 
-// Options are the mount options of "-o", with nfs(5)'s names, meanings and defaults, and this
-// project's own.
+// Options are the mount options of -o. Those of nfs(5) have its names, meanings and defaults.
 type Options struct {
-	Port             uint16 // the server's RDMA port
-	MountPort        uint16 // the server's MOUNT port; 0 asks its port mapper
-	RSize, WSize     int    // octets; 0 takes the largest that the server and the transport allow
-	Timeout          time.Duration
-	Retrans          int
+	Port             uint16        // RDMA port of the server
+	MountPort        uint16        // MOUNT port of the server; 0 asks its port mapper
+	RSize, WSize     int           // bytes; 0 uses the largest size of the server and the transport
+	Timeout          time.Duration // for the reply of a call; the client then reconnects
+	Retrans          int           // retries of RecoverySoft and RecoverySoftErr
 	Recovery         Recovery
 	AcRegMin         time.Duration
 	AcRegMax         time.Duration
@@ -42,18 +41,19 @@ type Options struct {
 	ReadOnly         bool
 	Provider, Device string
 	Slots            int // calls in flight on one connection
-	InlineBytes      int // inline threshold, octets
+	InlineBytes      int // inline threshold in bytes
 	MPACRC           bool
 	WritePad         bool
-	TraceEvents      int // kept for each connection; 0 for none
-	// silence after which the server is asked for a sign of life; 0 never
+	TraceEvents      int // events kept per connection; 0 for none
+	// KeepAlive is the idle time before a keepalive NULL call; 0 for never.
 	KeepAlive time.Duration
-	Idle      time.Duration // for which a connection is kept without a call; 0 for ever
-	// Kernel are the mount flags for the kernel: nosuid, nodev, noexec, noatime, nodiratime.
+	// Idle is the time without calls after which a connection is closed; 0 for never.
+	Idle time.Duration
+	// Kernel are the mount flags of the kernel: nosuid, nodev, noexec, noatime, nodiratime.
 	Kernel []string
 }
 
-// DefaultOptions returns what holds where nothing is said: nfs(5)'s defaults for RDMA.
+// DefaultOptions returns the defaults of nfs(5) for RDMA.
 func DefaultOptions() Options {
 	return Options{
 		Port:        20049,            // IANA nfsrdma
@@ -67,7 +67,7 @@ func DefaultOptions() Options {
 		LookupCache: "all",
 		NConnect:    1,
 		Provider:    providerAuto,
-		Slots:       64,   // what Linux servers grant
+		Slots:       64,   // credits of Linux servers
 		InlineBytes: 4096, // RFC 8797 §4, and Linux's default
 		TraceEvents: xprt.DefaultTraceEvents,
 		KeepAlive:   xprt.DefaultKeepAlive,
@@ -75,11 +75,11 @@ func DefaultOptions() Options {
 	}
 }
 
-// An OptionError refuses one mount option.
+// An OptionError is the error of an invalid, unknown or contradictory mount option.
 type OptionError struct {
-	Option string // as the user wrote its name
-	Value  string // "" if none was given
-	Want   string // what is allowed, as a phrase
+	Option string // name
+	Value  string // "" without value
+	Want   string // what is allowed, or the cause
 }
 
 func (e *OptionError) Error() string {
@@ -90,33 +90,32 @@ func (e *OptionError) Error() string {
 	return fmt.Sprintf("mount option %q: %s", control.Brief(opt), e.Want)
 }
 
-// ErrorCode makes it a usage error.
+// ErrorCode returns CodeUsage.
 func (e *OptionError) ErrorCode() control.Code { return control.CodeUsage }
 
-// An option is one row of the option table: either a word (set is called with "") or name=value
-// with a value checked by parse.
+// An option is one row of the option table: a word, or name=value.
 type option struct {
 	names []string
-	// group names what the option decides; two options of one group with different values
-	// contradict each other.
+	// group is the setting that the option changes. Two options of one group with different values
+	// contradict each other. "" is no group.
 	group string
-	// word options take no value.
-	word bool
-	want string
-	set  func(o *Options, name, value string) bool
+	word  bool   // the option has no value
+	want  string // what values are allowed
+	// set sets the option in o, and reports whether value is allowed. For a word value is "".
+	set func(o *Options, name, value string) bool
 }
 
 const (
-	// Payloads from a page to nfs(5)'s 1 MiB, rounded down to a multiple of nfs(5)'s 1 KiB.
+	// Payloads from one page to 1 MiB, rounded down to a multiple of 1 KiB (nfs(5), rsize).
 	minPayload, maxPayload = 4096, 1 << 20
 	payloadUnit            = 1024
-	// RFC 8797 §4 can express thresholds of 1 KiB to 256 KiB; a call's buffers exist once for each
-	// slot, hence less.
+	// RFC 8797 §4 allows thresholds from 1 KiB to 256 KiB. The limit is lower because each slot has
+	// its buffers.
 	minInline, maxInline = 1024, 65536
-	minSlots, maxSlots   = 4, 1024 // fewer are not worth a connection
-	maxAttrSeconds       = 1 << 22 // a limit far above use, far below overflow
-	maxTraceEvents       = 1 << 20 // 56 MiB for each connection
-	maxKeepAlive         = 3600    // seconds: a dead server should be noticed within the hour
+	minSlots, maxSlots   = 4, 1024
+	maxAttrSeconds       = 1 << 22 // seconds; avoids overflow of a Duration
+	maxTraceEvents       = 1 << 20 // 56 MiB per connection
+	maxKeepAlive         = 3600    // seconds; detects a dead server within one hour
 	maxIdle              = 1 << 22 // seconds
 )
 
@@ -161,8 +160,8 @@ func orList(values []string) string {
 
 func ignore(*Options, string) {}
 
-// attrTimeout and actimeo end a noac of the base; one of the same list contradicts them (see
-// check).
+// attrTimeout sets one attribute cache time and clears NoAC, which the base options may have set.
+// In one list, noac and a cache time contradict each other (see checkAttrTimes).
 func attrTimeout(name string, field func(*Options) *time.Duration) option {
 	return number(name, 0, maxAttrSeconds, " (seconds)", func(o *Options, n int) {
 		*field(o), o.NoAC = time.Duration(n)*time.Second, false
@@ -180,14 +179,14 @@ func kernelFlag(flag, opposite string) []option {
 }
 
 var optionTable = slices.Concat([]option{
-	oneOf("vers", []string{"3"}, " (this client speaks NFS version 3)", ignore, "vers", "nfsvers"),
+	oneOf("vers", []string{"3"}, " (only NFS version 3 is supported)", ignore, "vers", "nfsvers"),
 	oneOf("proto", []string{"rdma"}, " (for TCP use mount -t nfs)", ignore, "proto"),
 	number("port", 1, 65535, "", func(o *Options, n int) { o.Port = uint16(n) }, "port"),
 	number("mountport", 1, 65535, "", func(o *Options, n int) { o.MountPort = uint16(n) }, "mountport"),
-	oneOf("mountproto", []string{"tcp"}, " (MOUNT over UDP is not spoken)", ignore, "mountproto"),
-	number("rsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.RSize = n &^ (payloadUnit - 1) },
+	oneOf("mountproto", []string{"tcp"}, " (MOUNT over UDP is not supported)", ignore, "mountproto"),
+	number("rsize", minPayload, maxPayload, " (bytes)", func(o *Options, n int) { o.RSize = n &^ (payloadUnit - 1) },
 		"rsize"),
-	number("wsize", minPayload, maxPayload, " (octets)", func(o *Options, n int) { o.WSize = n &^ (payloadUnit - 1) },
+	number("wsize", minPayload, maxPayload, " (bytes)", func(o *Options, n int) { o.WSize = n &^ (payloadUnit - 1) },
 		"wsize"),
 	number("timeo", 1, 36000, " (tenths of a second)",
 		func(o *Options, n int) { o.Timeout = time.Duration(n) * time.Second / 10 }, "timeo"),
@@ -218,15 +217,14 @@ var optionTable = slices.Concat([]option{
 			return true
 		}},
 	number("nconnect", 1, 16, "", func(o *Options, n int) { o.NConnect = n }, "nconnect"),
-	oneOf("sec", []string{"sys"}, " (Kerberos is not spoken)", ignore, "sec"),
+	oneOf("sec", []string{"sys"}, " (Kerberos is not supported)", ignore, "sec"),
 	word("nolock", "nolock"),
-	oneOf("local_lock", []string{"all"}, " (locks are always local: the lock manager protocol is not spoken)", ignore,
+	oneOf("local_lock", []string{"all"}, " (locks are always local; NLM is not supported)", ignore,
 		"local_lock"),
 	wordSets("access", "ro", func(o *Options) { o.ReadOnly = true }),
 	wordSets("access", "rw", func(o *Options) { o.ReadOnly = false }),
-	word("", "intr", "nointr"), // accepted and without effect, as in nfs(5)
-	// as it is here anyhow: nfs(5)'s short form of proto=rdma, close-to-open, READDIRPLUS
-	word("", "rdma", "cto", "rdirplus"),
+	word("", "intr", "nointr"),          // no effect, as in nfs(5)
+	word("", "rdma", "cto", "rdirplus"), // always on
 	oneOf("mountvers", []string{"3"}, " (the MOUNT protocol of NFS version 3)", ignore, "mountvers"),
 	oneOf("provider", []string{providerAuto, providerSoftiwarp, providerRdmacore}, "",
 		func(o *Options, v string) { o.Provider = v }, "provider"),
@@ -234,7 +232,7 @@ var optionTable = slices.Concat([]option{
 		set: func(o *Options, _, v string) bool { o.Device = v; return v != "" }},
 	number("slots", minSlots, maxSlots, "", func(o *Options, n int) { o.Slots = n }, "slots"),
 	{names: []string{"inline"}, group: "inline",
-		want: fmt.Sprintf("must be a multiple of 1024 from %d to %d (octets)", minInline,
+		want: fmt.Sprintf("must be a multiple of 1024 from %d to %d (bytes)", minInline,
 			maxInline), set: func(o *Options, _, v string) bool {
 			n, err := strconv.Atoi(v)
 			o.InlineBytes = n
@@ -248,10 +246,9 @@ var optionTable = slices.Concat([]option{
 		func(o *Options, n int) { o.KeepAlive = time.Duration(n) * time.Second }, "keepalive"),
 	number("idle", 0, maxIdle, " (seconds; 0 keeps connections)",
 		func(o *Options, n int) { o.Idle = time.Duration(n) * time.Second }, "idle"),
-	// What mount(8) and fstab(5) say to every helper.
+	// Options that mount(8) passes to every helper; no effect.
 	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "relatime", "norelatime", "strictatime",
-		"nostrictatime",
-		"async", "fg"), // as it is here anyhow
+		"nostrictatime", "async", "fg"),
 },
 	kernelFlag("nosuid", "suid"), kernelFlag("nodev", "dev"), kernelFlag("noexec", "exec"),
 	kernelFlag("noatime", "atime"), kernelFlag("nodiratime", "diratime"))
@@ -266,30 +263,30 @@ var optionByName = func() map[string]*option {
 	return m
 }()
 
-// notSpoken are options that people know from elsewhere, with what to do instead.
-var notSpoken = map[string]string{
-	"bg":         "not spoken: nobody tries again in the background; use nofail in fstab(5)",
-	"fsc":        "not spoken: nothing is cached on a local disk",
-	"lock":       "not spoken: locks are local to this host (nolock)",
-	"nocto":      "not spoken: every open asks the server (cto)",
-	"nordirplus": "not spoken: directories are read with READDIRPLUS",
-	"remount":    "not spoken: the options of a mount stay as they are; unmount it, then mount it again",
-	"tcp":        "not spoken: this client is RDMA's alone; for TCP use mount -t nfs",
-	"udp":        "not spoken: this client is RDMA's alone",
+// unsupported are options of nfs(5) that this client does not support, with the reason or an
+// alternative.
+var unsupported = map[string]string{
+	"bg":         "not supported; use nofail in fstab(5)",
+	"fsc":        "not supported; there is no cache on a local disk",
+	"lock":       "not supported; locks are local to this host (nolock)",
+	"nocto":      "not supported; every open asks the server (cto)",
+	"nordirplus": "not supported; directories are read with READDIRPLUS",
+	"remount":    "not supported; unmount it, then mount it again with the new options",
+	"tcp":        "not supported; for TCP use mount -t nfs",
+	"udp":        "not supported; for UDP use mount -t nfs",
 }
 
 // OptionNames returns the names of all mount options, sorted.
 func OptionNames() []string { return slices.Sorted(maps.Keys(optionByName)) }
 
-// ParseOptions reads one comma separated option list over base. A value given twice within the list
-// must be the same both times; what base says may be overridden. Errors are *OptionError and name
-// the option.
+// ParseOptions parses a comma-separated option list. The options of the list override those of
+// base. An option may be repeated only with the same value. Errors are of type *OptionError.
 func ParseOptions(base Options, list string) (Options, error) {
 	o := base
 	o.Kernel = slices.Clone(base.Kernel)
-	given := make(map[string]string) // group -> the option
+	given := make(map[string]string) // option by group
 	for item := range strings.SplitSeq(list, ",") {
-		if item == "" || isForOthers(item) {
+		if item == "" || isUserSpaceOption(item) {
 			continue
 		}
 		name, value, hasValue := strings.Cut(item, "=")
@@ -297,7 +294,7 @@ func ParseOptions(base Options, list string) (Options, error) {
 		switch {
 		case opt == nil:
 			return base, &OptionError{name, value,
-				cmp.Or(notSpoken[name], "unknown; see the options in nfsrdmad mount --help")}
+				cmp.Or(unsupported[name], "unknown; see nfsrdmad mount --help")}
 		case opt.word && hasValue:
 			return base, &OptionError{name, value, "takes no value"}
 		case !opt.word && value == "":
@@ -320,7 +317,7 @@ func ParseOptions(base Options, list string) (Options, error) {
 	return o, o.check(given)
 }
 
-// KnownOptions leaves out the options whose names nobody knows.
+// KnownOptions returns list without unknown options.
 func KnownOptions(list string) string {
 	var known []string
 	for item := range strings.SplitSeq(list, ",") {
@@ -332,9 +329,9 @@ func KnownOptions(list string) string {
 	return strings.Join(known, ",")
 }
 
-// isForOthers tells the options that mount(8) and fstab(5) reserve for user space programs. Who may
-// mount is mount(8)'s to decide; it adds what "user" implies.
-func isForOthers(item string) bool {
+// isUserSpaceOption reports whether mount(8) or fstab(5) reserves the option for other programs.
+// mount(8) itself evaluates "user" and adds the options that "user" implies.
+func isUserSpaceOption(item string) bool {
 	switch name, _, _ := strings.Cut(item, "="); name {
 	case "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup":
 		return true
@@ -342,33 +339,20 @@ func isForOthers(item string) bool {
 	return strings.HasPrefix(item, "x-") || strings.HasPrefix(item, "X-") || strings.HasPrefix(item, "comment=")
 }
 
-// check finds options that contradict each other across groups.
+// check finds contradictions between options of different groups. given are the options of one list
+// by group.
 func (o *Options) check(given map[string]string) error {
-	acs := []string{"acregmin", "acregmax", "acdirmin", "acdirmax"}
-	for _, ac := range acs {
-		if _, ok := given[ac]; !ok {
-			continue
-		}
-		for _, other := range []string{"actimeo", "noac"} {
-			group := strings.TrimPrefix(other, "no")
-			if strings.HasPrefix(given[group], other) {
-				_, v, _ := strings.Cut(given[ac], "=")
-				return &OptionError{ac, v, fmt.Sprintf("contradicts %q; give one of them", given[group])}
-			}
-		}
+	if err := checkAttrTimes(given); err != nil {
+		return err
 	}
-	if actimeo, ok := given["actimeo"]; ok && given["ac"] == "noac" {
-		_, v, _ := strings.Cut(actimeo, "=")
-		return &OptionError{"actimeo", v, "contradicts \"noac\"; give one of them"}
-	}
-	// MOUNT is spoken on TCP: a connection of TCP's own would harm the RDMA port of a stock Linux
-	// server
+	// The client sends MOUNT over TCP. A TCP connection to the RDMA port would stop the RDMA
+	// listener of a stock Linux server.
 	if o.MountPort == o.Port {
 		return &OptionError{"mountport", strconv.Itoa(int(o.MountPort)),
-			fmt.Sprintf("contradicts port=%d, the RDMA port: name the server's MOUNT port (TCP), or leave it to the port mapper", o.Port)}
+			fmt.Sprintf("contradicts port=%d, the RDMA port; set the TCP port of MOUNT, or remove the option", o.Port)}
 	}
 	if o.Device != "" && o.Provider == providerSoftiwarp {
-		return &OptionError{"device", o.Device, "contradicts provider=softiwarp, which needs none"}
+		return &OptionError{"device", o.Device, "contradicts provider=softiwarp, which uses no device"}
 	}
 	if o.AcRegMin > o.AcRegMax {
 		return &OptionError{"acregmin", seconds(o.AcRegMin),
@@ -381,9 +365,31 @@ func (o *Options) check(given map[string]string) error {
 	return nil
 }
 
+// checkAttrTimes finds contradictions between the attribute cache times, actimeo and noac.
+func checkAttrTimes(given map[string]string) error {
+	contradiction := func(option, other string) error {
+		name, value, _ := strings.Cut(option, "=")
+		return &OptionError{name, value, fmt.Sprintf("contradicts %q; give one of them", other)}
+	}
+	actimeo, noAC := given["actimeo"], given["ac"] == "noac"
+	for _, group := range []string{"acregmin", "acregmax", "acdirmin", "acdirmax"} {
+		switch option, ok := given[group]; {
+		case !ok:
+		case actimeo != "":
+			return contradiction(option, actimeo)
+		case noAC:
+			return contradiction(option, "noac")
+		}
+	}
+	if actimeo != "" && noAC {
+		return contradiction(actimeo, "noac")
+	}
+	return nil
+}
+
 func seconds(d time.Duration) string { return strconv.Itoa(int(d / time.Second)) }
 
-// String returns o as an option list that ParseOptions reads back to o.
+// String returns o as an option list that ParseOptions parses to o.
 func (o Options) String() string {
 	l := []string{"rw"}
 	if o.ReadOnly {

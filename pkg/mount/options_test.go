@@ -17,11 +17,13 @@ func TestParseOptions(t *testing.T) {
 		change func(*Options)
 	}{
 		{"", func(*Options) {}},
-		{"vers=3,proto=rdma,sec=sys,nolock,local_lock=all,intr,mountproto=tcp,hard,rw,defaults,_netdev,x-systemd.automount,user,user=me,users,owner,group,nouser,async,fg,nofail,noauto", func(*Options) {}},
+		{"vers=3,proto=rdma,sec=sys,nolock,local_lock=all,intr,mountproto=tcp,hard,rw", func(*Options) {}},
+		{"defaults,_netdev,x-systemd.automount,async,fg,nofail,noauto", func(*Options) {}},
+		{"user,user=me,users,owner,group,nouser", func(*Options) {}},
 		{"nfsvers=3,vers=3", func(*Options) {}},
 		{"port=1,mountport=65535", func(o *Options) { o.Port, o.MountPort = 1, 65535 }},
 		{"rsize=4096,wsize=1048576", func(o *Options) { o.RSize, o.WSize = 4096, 1<<20 }},
-		// nfs(5): rounded down to a multiple of 1024
+		// nfs(5): sizes are rounded down to a multiple of 1024
 		{"rsize=10000", func(o *Options) { o.RSize = 9216 }},
 		{"timeo=15,retrans=0,soft", func(o *Options) {
 			o.Timeout, o.Retrans, o.Recovery = 1500*time.Millisecond, 0,
@@ -53,19 +55,18 @@ func TestParseOptions(t *testing.T) {
 				t.Fatal(err)
 			}
 			if !reflect.DeepEqual(got, want) {
-				t.Errorf("got  %+v\nwant %+v", got, want)
+				t.Errorf("options: got %+v, want %+v", got, want)
 			}
 			back, err := ParseOptions(DefaultOptions(), got.String())
 			if err != nil || !reflect.DeepEqual(back, got) {
-				t.Errorf("String %q reads back as %+v, %v", got, back, err)
+				t.Errorf("parse of %q: got %+v and error %v, want the same options", got, back, err)
 			}
 		})
 	}
 }
 
-// Each bad option is named with its value and with what is allowed.
 func TestParseOptionsErrors(t *testing.T) {
-	for _, tt := range []struct{ list, option, says string }{
+	for _, tt := range []struct{ list, option, want string }{
 		{"rw,frobnicate", `"frobnicate"`, "unknown"},
 		{"frobnicate=7", `"frobnicate=7"`, "unknown"},
 		{"vers=4", `"vers=4"`, "must be 3"},
@@ -108,19 +109,19 @@ func TestParseOptionsErrors(t *testing.T) {
 			_, err := ParseOptions(DefaultOptions(), tt.list)
 			var oe *OptionError
 			if !errors.As(err, &oe) {
-				t.Fatalf("got %v, want an *OptionError", err)
+				t.Fatalf("got error %v, want an *OptionError", err)
 			}
-			if !strings.Contains(err.Error(), tt.option) || !strings.Contains(err.Error(), tt.says) {
-				t.Errorf("%q names not both %s and %q", err, tt.option, tt.says)
+			if !strings.Contains(err.Error(), tt.option) || !strings.Contains(err.Error(), tt.want) {
+				t.Errorf("got error %q, want one with %s and %q", err, tt.option, tt.want)
 			}
 			if control.ExitCode(err) != control.ExitUsage {
-				t.Errorf("exit code %d", control.ExitCode(err))
+				t.Errorf("exit code: got %d, want %d", control.ExitCode(err), control.ExitUsage)
 			}
 		})
 	}
 }
 
-func TestOwnOptionsOverrideTheBase(t *testing.T) {
+func TestOptionsOverrideBase(t *testing.T) {
 	base, err := ParseOptions(DefaultOptions(), "soft,ro,port=7")
 	if err != nil {
 		t.Fatal(err)
@@ -130,7 +131,7 @@ func TestOwnOptionsOverrideTheBase(t *testing.T) {
 		t.Fatal(err)
 	}
 	if o.Recovery != RecoveryHard || o.ReadOnly || o.Port != 7 {
-		t.Errorf("got %+v", o)
+		t.Errorf("options: got %+v, want hard, rw and port 7", o)
 	}
 }
 
@@ -142,18 +143,18 @@ func FuzzParseOptions(f *testing.F) {
 			return
 		}
 		if strings.ContainsAny(o.Device, ",") {
-			t.Fatalf("device %q", o.Device)
+			t.Fatalf("device: got %q, want no comma", o.Device)
 		}
 		if _, err := ParseOptions(DefaultOptions(), o.String()); err != nil {
-			t.Fatalf("%q became %q: %v", list, o, err)
+			t.Fatalf("parse of %q, printed from %q: %v", o, list, err)
 		}
 	})
 }
 
-func TestOppositesOverrideTheBase(t *testing.T) {
+func TestOppositeOptionsOverrideBase(t *testing.T) {
 	base, err := ParseOptions(DefaultOptions(), "nosuid,nodev,nosuid,noac")
 	if err != nil || !slices.Equal(base.Kernel, []string{"nodev", "nosuid"}) {
-		t.Fatalf("%v, %v", base.Kernel, err)
+		t.Fatalf("kernel flags: got %v and error %v, want nodev and nosuid", base.Kernel, err)
 	}
 	for _, tt := range []struct {
 		list   string
@@ -169,11 +170,13 @@ func TestOppositesOverrideTheBase(t *testing.T) {
 	} {
 		o, err := ParseOptions(base, tt.list)
 		if err != nil || !slices.Equal(o.Kernel, tt.kernel) || o.NoAC != tt.noAC {
-			t.Errorf("%q over nosuid,nodev,noac: %v, noac %v, %v", tt.list, o.Kernel, o.NoAC, err)
+			t.Errorf("%q over nosuid,nodev,noac: got %v, noac %v, error %v; want %v, noac %v", tt.list, o.Kernel,
+				o.NoAC,
+				err, tt.kernel, tt.noAC)
 		}
 	}
 	if len(base.Kernel) != 2 {
-		t.Errorf("the base became %v", base.Kernel)
+		t.Errorf("kernel flags of the base: got %v, want no change", base.Kernel)
 	}
 }
 
@@ -187,14 +190,14 @@ func TestParseSpec(t *testing.T) {
 	} {
 		got, err := ParseSpec(in)
 		if err != nil || got != want || got.String() != in {
-			t.Errorf("%s: got %+v (%s), %v", in, got, got, err)
+			t.Errorf("%s: got %+v (%s) and error %v, want %+v", in, got, got, err, want)
 		}
 	}
 	for _, in := range []string{"", "host", ":/x", "host:x", "host:", "2001:db8::1:/x", "[::1:/x", "[host]:/x",
 		"[::1]/x", "h ost:/x", "a/b:/x", "host:/" + strings.Repeat("x", 1024), "host:/a\nb"} {
 		_, err := ParseSpec(in)
 		if err == nil || control.ExitCode(err) != control.ExitUsage || strings.Contains(err.Error(), "\n") {
-			t.Errorf("%q: got %v", in, err)
+			t.Errorf("%q: got error %q, want a usage error of one line", in, err)
 		}
 	}
 }

@@ -14,51 +14,53 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// Providers by the names that the option has for them.
+// Values of the option provider.
 const (
 	providerAuto      = "auto"
 	providerSoftiwarp = "softiwarp"
 	providerRdmacore  = rdmacore.Name
 )
 
-// routeTimeout bounds the question whether a route goes through an RDMA device.
+// routeTimeout bounds the lookup of the RDMA device of a route.
 const routeTimeout = 3 * time.Second
 
-// chooseProvider makes the provider that o asks for, and says why it is the one. "auto" is
-// rdma-core where the route to the server goes through an RDMA device, else softiwarp. The server
-// is sent nothing.
+// chooseProvider returns the provider that o selects, and the reason for the choice. For "auto" it
+// chooses rdma-core if the route to the server uses an RDMA device, and softiwarp otherwise. It
+// sends nothing to the server.
 func chooseProvider(ctx context.Context, o *Options, server netip.AddrPort, log hclog.Logger) (p verbs.Provider,
-	why string, err error) {
+	reason string, err error) {
+	const selected = "selected by option"
 	soft := func() verbs.Provider { return softiwarp.New(softiwarp.Config{CRC: o.MPACRC}) }
 	if o.Provider == providerSoftiwarp {
-		return soft(), "as asked for", nil
+		return soft(), selected, nil
 	}
 	card, err := rdmacore.New(rdmacore.Config{Device: o.Device, Logger: log})
 	if o.Provider == providerRdmacore {
-		return card, "as asked for", err
+		return card, selected, err
 	}
 	if err == nil {
 		var name string
 		if name, err = routeDevice(ctx, card, server); err == nil {
-			return card, "the route to the server goes through the RDMA device " + name, nil
+			return card, "the route to the server uses the RDMA device " + name, nil
 		}
 	}
 	if o.Device != "" {
 		return nil, "", fmt.Errorf("option \"device=%s\": %w", o.Device, err)
 	}
-	return soft(), "no RDMA device: " + shortly(err), nil
+	return soft(), "no RDMA device: " + unavailableReason(err), nil
 }
 
-// shortly is why rdma-core is not used, without what to do about it: it may be meant so.
-func shortly(err error) string {
-	var missing *rdmacore.UnavailableError
-	if errors.As(err, &missing) {
-		return missing.Reason + " (see nfsrdmad doctor)"
+// unavailableReason returns why rdma-core is not used. It leaves out the advice of the error,
+// because a host without rdma-core is not an error.
+func unavailableReason(err error) string {
+	var unavailable *rdmacore.UnavailableError
+	if errors.As(err, &unavailable) {
+		return unavailable.Reason + " (see nfsrdmad doctor)"
 	}
 	return err.Error()
 }
 
-// routeDevice is the name of the device that the route to the server goes through.
+// routeDevice returns the name of the device that the route to the server uses.
 func routeDevice(ctx context.Context, p verbs.Provider, server netip.AddrPort) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, routeTimeout)
 	defer cancel()

@@ -12,31 +12,29 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 )
 
-// TestChooseProvider runs on machines without RDMA devices and says so where it does not.
+// The lab tests the choice on hosts with RDMA devices.
 func TestChooseProvider(t *testing.T) {
 	if devices, err := rdmacore.Devices(); err == nil && len(devices) > 0 {
-		t.Skipf("this machine has RDMA devices: the lab chooses on such")
+		t.Skip("this host has RDMA devices; the test needs a host without")
 	}
 	server := netip.MustParseAddrPort("127.0.0.1:20049")
-	var missing *rdmacore.UnavailableError
+	var unavailable *rdmacore.UnavailableError
 	for _, c := range []struct {
 		o    Options
-		name string // "" for an error
-		why  string
+		name string // "" if chooseProvider must fail
+		want string // prefix of the reason or of the error
 	}{
-		{Options{Provider: "softiwarp"}, "softiwarp", "as asked for"},
+		{Options{Provider: "softiwarp"}, "softiwarp", "selected by option"},
 		{Options{Provider: "auto"}, "softiwarp", "no RDMA device: "},
 		{Options{Provider: "rdmacore"}, "", ""},
 		{Options{Provider: "auto", Device: "rxe0"}, "", `option "device=rxe0"`},
 	} {
-		p, why, err := chooseProvider(context.Background(), &c.o, server, hclog.NewNullLogger())
+		p, reason, err := chooseProvider(context.Background(), &c.o, server, hclog.NewNullLogger())
 		switch {
-		case c.name == "" && !errors.As(err, &missing):
-			t.Errorf("%+v: error %v", c.o, err)
-		case c.name == "" && !strings.HasPrefix(err.Error(), c.why):
-			t.Errorf("%+v: error %v, want %s...", c.o, err, c.why)
-		case c.name != "" && (err != nil || p.Name() != c.name || !strings.HasPrefix(why, c.why)):
-			t.Errorf("%+v: %v, because %q, error %v", c.o, p, why, err)
+		case c.name == "" && (!errors.As(err, &unavailable) || !strings.HasPrefix(err.Error(), c.want)):
+			t.Errorf("%+v: got error %v, want an UnavailableError that begins with %q", c.o, err, c.want)
+		case c.name != "" && (err != nil || p.Name() != c.name || !strings.HasPrefix(reason, c.want)):
+			t.Errorf("%+v: got %v, reason %q, error %v; want %s, reason %q", c.o, p, reason, err, c.name, c.want)
 		}
 	}
 }

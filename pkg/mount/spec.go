@@ -8,56 +8,55 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// A Spec is what to mount: HOST:/EXPORT.
+// A Spec is the source of a mount: HOST:/EXPORT.
 type Spec struct {
 	Host   string // name or address, without brackets
 	Export string // absolute path on the server
 }
 
-// maxPathLen bounds what a user can give for an export: MNTPATHLEN of RFC 1813 §5.1.4.
-const maxPathLen = 1024
+const (
+	maxExportLen = 1024 // bytes; MNTPATHLEN of RFC 1813 §5.1.4
+	maxHostLen   = 255  // bytes; RFC 1035 §2.3.4
+)
 
-// maxHostLen is that of a name in the DNS (RFC 1035 §2.3.4).
-const maxHostLen = 255
-
-// ParseSpec reads HOST:/EXPORT; an IPv6 address stands in brackets, as in nfs(5).
+// ParseSpec parses HOST:/EXPORT. An IPv6 address is in brackets, as in nfs(5).
 func ParseSpec(s string) (Spec, error) {
-	bad := func(why string) (Spec, error) {
-		return Spec{}, control.Errorf(control.CodeUsage, "mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6",
-			control.Brief(s), why)
+	invalid := func(why string) (Spec, error) {
+		return Spec{}, control.Errorf(control.CodeUsage,
+			"mount source %q: %s; write HOST:/EXPORT, or [ADDRESS]:/EXPORT for IPv6", control.Brief(s), why)
 	}
 	var host, export string
 	if rest, ok := strings.CutPrefix(s, "["); ok {
 		var found bool
 		if host, export, found = strings.Cut(rest, "]:"); !found {
-			return bad("no \"]:\" after the address")
+			return invalid("missing \"]:\" after the address")
 		}
 		addr, err := netip.ParseAddr(host)
 		switch {
 		case err != nil:
-			return bad("no IPv6 address within the brackets")
+			return invalid("invalid IPv6 address in brackets")
 		case addr.Is6() && addr.IsLinkLocalUnicast() && addr.Zone() == "": // RFC 4007 §11
-			return bad("a link-local address needs its interface, as in [fe80::1%eth0]")
+			return invalid("a link-local address needs its interface, as in [fe80::1%eth0]")
 		}
 	} else {
 		var found bool
 		if host, export, found = strings.Cut(s, ":"); !found {
-			return bad("no colon between server and export")
+			return invalid("missing colon between server and export")
 		}
 	}
 	switch {
 	case host == "":
-		return bad("no server")
+		return invalid("missing server")
 	case len(host) > maxHostLen:
-		return bad(fmt.Sprintf("the server name is longer than %d octets", maxHostLen))
+		return invalid(fmt.Sprintf("server name longer than %d bytes", maxHostLen))
 	case strings.ContainsAny(host, "/ \t\n"):
-		return bad("no valid server name")
+		return invalid("invalid server name")
 	case !strings.HasPrefix(export, "/"):
-		return bad("the export is not an absolute path")
-	case len(export) > maxPathLen:
-		return bad("the export is longer than 1024 octets")
+		return invalid("export is not an absolute path")
+	case len(export) > maxExportLen:
+		return invalid(fmt.Sprintf("export longer than %d bytes", maxExportLen))
 	case strings.ContainsAny(export, "\x00\n"):
-		return bad("the export has a control character")
+		return invalid("control character in the export")
 	}
 	return Spec{Host: host, Export: export}, nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"slices"
@@ -27,20 +28,23 @@ import (
 )
 
 const (
-	// umntTimeout bounds the courtesy of telling the server that a mount is gone.
+	// umntTimeout bounds the UMNT call, which only informs the server.
 	umntTimeout = 2 * time.Second
-	// writeBackTimeout bounds writing back what users that are gone left behind.
+	// writeBackTimeout bounds the write of dirty data after the file system was unmounted.
 	writeBackTimeout = 5 * time.Second
+	// settleTimeout bounds the wait for canceled connection attempts, which end much earlier.
+	settleTimeout = time.Second
 )
 
-// A mountStack is one mount from the provider to /dev/fuse. It implements mountInstance.
+// A mountStack is the stack of one mount, from the provider to /dev/fuse. It implements
+// mountInstance.
 type mountStack struct {
 	plan
 	inject     *faults.Plan // nil for none
 	mountArgs  mountd.Args
-	address    netip.AddrPort // of the server's RDMA side
+	address    netip.AddrPort // RDMA address of the server
 	provider   verbs.Provider
-	why        string // it is this provider
+	reason     string // for the choice of the provider
 	transports caller
 	fs         *fusefs.FS
 	server     *fusefs.Server
@@ -48,23 +52,23 @@ type mountStack struct {
 	ops        [fusefs.NumOps]metrics.Histogram
 	aborted    atomic.Bool
 
-	mu       sync.Mutex
-	closing  bool           // guarded by mu: no umount(2) begins any more
-	unmounts sync.WaitGroup // umount(2) calls under way; added to under mu
+	unmounts struct {
+		sync.Mutex
+		closed  bool           // no new umount(2) call may begin
+		running sync.WaitGroup // umount(2) calls; Go is called with the mutex held
+	}
 }
 
-// settleTimeout bounds the wait for connects that were given up: each ends long before.
-const settleTimeout = time.Second
-
-// settleConnects keeps the end of this process from dropping a TCP connection that a stock Linux
-// server has just taken, which would cost it its listener.
+// settleConnects waits until the canceled connection attempts of this process have ended. Otherwise
+// the end of the process could drop a TCP connection that a stock Linux server has just accepted,
+// and the server would lose its listener.
 func settleConnects() {
 	ctx, cancel := context.WithTimeout(context.Background(), settleTimeout)
 	defer cancel()
 	softiwarp.Settle(ctx)
 }
 
-// newBuilder returns the builder of real mounts.
+// newBuilder returns the builder of mountStacks.
 func newBuilder(log hclog.Logger, inject *faults.Plan) builder {
 	return func(ctx context.Context, p plan) (mountInstance, error) {
 		s := &mountStack{plan: p, inject: inject}
@@ -75,43 +79,41 @@ func newBuilder(log hclog.Logger, inject *faults.Plan) builder {
 	}
 }
 
-// build makes the layers bottom up, and takes them down again when one fails.
+// build creates the layers from the bottom up. If one fails, build removes those below it.
 func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	var undo []func()
 	defer func() {
 		if err == nil {
 			return
 		}
-		for i := len(undo) - 1; i >= 0; i-- {
-			undo[i]()
+		for _, f := range slices.Backward(undo) {
+			f()
 		}
 	}()
 	addr, err := resolveHost(ctx, s.spec.Host)
 	if err != nil {
 		return err
 	}
-	machine, _ := os.Hostname() // an empty machine name is valid
+	machine, _ := os.Hostname() // AUTH_SYS allows an empty machine name
 	s.mountArgs = mountd.Args{Host: addr.String(), Export: s.spec.Export, Port: int(s.opts.MountPort),
-		Timeout: remaining(ctx),
-		Cred:    &sunrpc.AuthSys{Machine: machine}}
+		Timeout: remaining(ctx), Cred: &sunrpc.AuthSys{Machine: machine}}
 	root, err := mountd.Mount(ctx, s.mountArgs)
 	if err != nil {
 		return err
 	}
-	undo = append(undo, s.tellServer)
+	undo = append(undo, s.sendUmnt)
 	if err := checkFlavors(s.spec.Export, root); err != nil {
 		return err
 	}
-	server := netip.AddrPortFrom(addr, s.opts.Port)
-	s.address = server
-	provider, why, err := chooseProvider(ctx, &s.opts, server, log)
+	s.address = netip.AddrPortFrom(addr, s.opts.Port)
+	provider, reason, err := chooseProvider(ctx, &s.opts, s.address, log)
 	if err != nil {
 		return err
 	}
-	log.Debug("provider chosen", "provider", provider.Name(), "because", why)
-	s.provider, s.why = WithFaults(provider, s.inject, log), why
-	undo = append(undo, func() { s.transports.close() })
-	if err := s.connect(ctx, server, log); err != nil {
+	log.Debug("chose provider", "provider", provider.Name(), "reason", reason)
+	s.provider, s.reason = WithFaults(provider, s.inject, log), reason
+	undo = append(undo, s.transports.close)
+	if err := s.connect(ctx, log); err != nil {
 		return err
 	}
 	client := nfs3.NewClient(&s.transports, nfs3.Options{Observe: func(p nfs3.Proc, d time.Duration, _ error) {
@@ -120,41 +122,44 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 		}
 	}})
 	if s.fs, err = fusefs.New(ctx, client, root.FH, s.fsOptions()); err != nil {
-		return s.serverError(ctx, server, err)
+		return s.serverError(ctx, s.address, err)
 	}
-	undo = append(undo, func() { s.closeFS() })
+	undo = append(undo, s.closeFS)
 	s.server, err = fusefs.Mount(s.dir, s.fs, fusefs.MountOptions{
 		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
-		Suid: !s.flag("nosuid"), Dev: !s.flag("nodev"), NoExec: s.flag("noexec"),
+		Suid: !s.kernelFlag("nosuid"), Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"),
 		Logger: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
 	})
 	return err
 }
 
-func (s *mountStack) connect(ctx context.Context, addr netip.AddrPort, log hclog.Logger) error {
+// connect makes the transports and connects them one after the other.
+func (s *mountStack) connect(ctx context.Context, log hclog.Logger) error {
 	for i := range s.opts.NConnect {
 		name := s.dir
 		if s.opts.NConnect > 1 {
 			name = fmt.Sprintf("%s#%d", s.dir, i)
 		}
 		t, err := xprt.New(xprt.Config{
-			Provider: s.provider, Addr: addr, Slots: s.opts.Slots, InlineBytes: s.opts.InlineBytes, Timeout: s.opts.Timeout,
-			Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery], WritePad: s.opts.WritePad, Logger: log.With("mount", name), Name: name,
-			TraceEvents: s.opts.TraceEvents, KeepAlive: orNever(s.opts.KeepAlive), IdleTimeout: orNever(s.opts.Idle),
+			Provider: s.provider, Addr: s.address, Slots: s.opts.Slots, InlineBytes: s.opts.InlineBytes,
+			Timeout: s.opts.Timeout, Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery],
+			WritePad: s.opts.WritePad, Logger: log.With("mount", name), Name: name, TraceEvents: s.opts.TraceEvents,
+			KeepAlive: zeroIsNever(s.opts.KeepAlive), IdleTimeout: zeroIsNever(s.opts.Idle),
 		})
 		if err != nil {
 			return err
 		}
 		s.transports.all = append(s.transports.all, t)
 		if err := t.Connect(ctx); err != nil {
-			return connectError(addr, err)
+			return connectError(s.address, err)
 		}
 	}
 	return nil
 }
 
-// orNever is d as xprt has it: it takes 0 for its default, and a negative time for never.
-func orNever(d time.Duration) time.Duration {
+// zeroIsNever converts an option, whose 0 means never, to a time of xprt.Config, whose 0 means the
+// default and whose negative values mean never.
+func zeroIsNever(d time.Duration) time.Duration {
 	if d == 0 {
 		return -1
 	}
@@ -178,7 +183,7 @@ func (s *mountStack) fsOptions() fusefs.Options {
 
 func (s *mountStack) observeOp(op fusefs.Op, d time.Duration) { s.ops[op].Observe(d) }
 
-// remaining is the time that ctx leaves.
+// remaining returns the time until the deadline of ctx, or the default timeout of mountd.
 func remaining(ctx context.Context) time.Duration {
 	if deadline, ok := ctx.Deadline(); ok {
 		return max(time.Until(deadline), time.Millisecond)
@@ -186,8 +191,9 @@ func remaining(ctx context.Context) time.Duration {
 	return mountd.DefaultTimeout
 }
 
-// tellServer sends UMNT, which is a courtesy.
-func (s *mountStack) tellServer() {
+// sendUmnt sends UMNT to the server. It ignores errors, because UMNT only informs the server
+// (RFC 1813 §5.2.3).
+func (s *mountStack) sendUmnt() {
 	ctx, cancel := context.WithTimeout(context.Background(), umntTimeout)
 	defer cancel()
 	args := s.mountArgs
@@ -206,27 +212,27 @@ func (s *mountStack) Wait() { s.server.Wait() }
 
 // Close implements mountInstance.
 func (s *mountStack) Close() {
-	s.mu.Lock()
-	s.closing = true
-	s.mu.Unlock()
-	s.unmounts.Wait()
+	s.unmounts.Lock()
+	s.unmounts.closed = true
+	s.unmounts.Unlock()
+	s.unmounts.running.Wait()
 	s.closeFS()
 	s.transports.close()
 	if !s.aborted.Load() {
-		s.tellServer()
+		s.sendUmnt()
 	}
 }
 
-// Unmount implements mountInstance. umount(2) may wait for the server to take dirty pages, so it gets a
-// goroutine of its own, which ends at the latest with the forced unmount that comes next.
+// Unmount implements mountInstance. umount(2) may wait until the server accepts dirty pages.
+// Unmount therefore calls it in a goroutine, which a forced unmount ends at the latest.
 func (s *mountStack) Unmount(ctx context.Context, mode control.UmountMode) error {
 	done := make(chan error, 1)
-	s.mu.Lock()
-	if s.closing { // gone already
-		s.mu.Unlock()
+	s.unmounts.Lock()
+	if s.unmounts.closed { // already unmounted
+		s.unmounts.Unlock()
 		return nil
 	}
-	s.unmounts.Go(func() {
+	s.unmounts.running.Go(func() {
 		switch mode {
 		case control.UmountLazy:
 			done <- s.server.UnmountLazy()
@@ -237,41 +243,42 @@ func (s *mountStack) Unmount(ctx context.Context, mode control.UmountMode) error
 			done <- s.server.Unmount()
 		}
 	})
-	s.mu.Unlock()
+	s.unmounts.Unlock()
 	select {
 	case err := <-done:
-		return s.explain(err)
+		return s.umountError(err)
 	case <-ctx.Done():
-		return control.Errorf(control.CodeMount, "unmounting %s: the server does not take what is still to be written; wait, or lose it with --force", s.dir)
+		return control.Errorf(control.CodeMount, "unmount %s: timeout while dirty data is written to the server; "+
+			"wait and try again, or discard the data with --force", s.dir)
 	}
 }
 
-// explain says what to do about an error of umount(2).
-func (s *mountStack) explain(err error) error {
+// umountError adds advice to an error of umount(2).
+func (s *mountStack) umountError(err error) error {
 	switch {
-	case err == nil, errors.Is(err, unix.EINVAL): // not mounted any more: somebody was faster
+	case err == nil, errors.Is(err, unix.EINVAL): // EINVAL: another process has unmounted it
 		return nil
 	case errors.Is(err, unix.EBUSY):
-		return &control.Error{Code: control.CodeMount, Err: err, Text: "unmounting " + s.dir +
-			": it is in use; close the files there (fuser -m tells whose), or use --lazy or --force"}
+		return &control.Error{Code: control.CodeMount, Err: err, Text: "unmount " + s.dir +
+			": in use; close its files (fuser -m lists the processes), or use --lazy or --force"}
 	}
-	return control.Errorf(control.CodeMount, "unmounting %s: %w; try --force", s.dir, err)
+	return control.Errorf(control.CodeMount, "unmount %s: %w; try --force", s.dir, err)
 }
 
-// flag tells whether one of the kernel's mount flags was asked for.
-func (s *mountStack) flag(name string) bool { return slices.Contains(s.opts.Kernel, name) }
+// kernelFlag reports whether the options have the given mount flag of the kernel.
+func (s *mountStack) kernelFlag(name string) bool { return slices.Contains(s.opts.Kernel, name) }
 
-// resolveHost looks the server's name up. Its first address is taken, as by mount.nfs(8).
+// resolveHost returns the first address of the server, as mount.nfs(8) does.
 func resolveHost(ctx context.Context, host string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(host); err == nil {
 		return addr.Unmap(), nil
 	}
-	addrs, err := resolver.LookupNetIP(ctx, "ip", host)
+	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 	if err != nil {
-		return netip.Addr{}, fmt.Errorf("server %q: %w; check the spelling, or give an address", host, err)
+		return netip.Addr{}, fmt.Errorf("server %q: %w; check the spelling, or use an address", host, err)
 	}
 	if len(addrs) == 0 {
-		return netip.Addr{}, fmt.Errorf("server %q has no address; check the spelling, or give an address", host)
+		return netip.Addr{}, fmt.Errorf("server %q: no address; check the spelling, or use an address", host)
 	}
 	return addrs[0].Unmap(), nil
 }

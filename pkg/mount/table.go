@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
 	"slices"
 	"sync"
@@ -17,79 +18,79 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
-// A mountInstance is a mount that stands: everything from the RDMA connection to /dev/fuse. All methods may
-// be called concurrently, and none but Wait, and a normal Unmount, waits for the server.
+// A mountInstance is one completed mount, from the RDMA connection to /dev/fuse. All methods may be
+// called concurrently. Only Wait and a normal Unmount wait for the server.
 type mountInstance interface {
-	// Wait returns when the file system is no longer mounted, whoever unmounted it.
+	// Wait returns when the file system is unmounted, however it was unmounted.
 	Wait()
-	// Unmount takes the file system off its directory. A normal one may wait for the server to take
-	// what is still to be written, until ctx ends; lazy and force do not wait.
+	// Unmount unmounts the file system. A normal unmount may wait until ctx ends for the server to
+	// accept dirty data. A lazy or forced unmount does not wait.
 	Unmount(ctx context.Context, mode control.UmountMode) error
-	// Close releases what is behind the file system. Called once, after Wait.
+	// Close releases the layers below the file system. The table calls it once, after Wait.
 	Close()
 	Status() control.MountStatus
 	Snapshot() metrics.Snapshot
-	// Describe fills in what a mount never changes: Server, Provider and FaultInjection.
+	// Describe sets the constant fields: Server, Provider, ProviderReason and FaultInjection.
 	Describe(*control.MountInfo)
-	// Rings are the trace events of each connection; nil for one whose trace is off.
+	// Rings returns the trace events of each connection, nil for a connection without trace.
 	Rings() []*trace.Ring
 }
 
-// A plan is a control.MountRequest that was understood.
+// A plan is a parsed and checked control.MountRequest.
 type plan struct {
 	spec Spec
-	dir  string // resolved
+	dir  string // without symbolic links
 	opts Options
 }
 
-// A builder makes the layers of one mount and mounts it. It ends when ctx does, and leaves nothing
-// behind when it fails.
+// A builder makes the layers of one mount and mounts it. It returns when ctx ends. If it fails, it
+// removes all that it made.
 type builder func(ctx context.Context, p plan) (mountInstance, error)
 
-// A Table holds the mounts of a daemon. Each is on its own: it is built, watched and torn down by
-// goroutines that hold no lock of the table, so that one dead server delays no other mount. Safe
-// for concurrent use.
+// A Table is the table of the mounts of one process. It builds, watches and unmounts each mount
+// without a lock, so that a server that does not reply delays no other mount. All methods may be
+// called concurrently. Table implements control.Mounts.
 type Table struct {
 	log     hclog.Logger
 	build   builder
-	base    Options // under the options of each mount
+	base    Options // defaults of the options of each mount
 	timeout time.Duration
-	quiet   bool // who asks for a mount reports its failure on the log's own terminal
+	quiet   bool
 
 	mu struct {
 		sync.Mutex
 		entries  map[string]*entry   // by mount point
-		detached map[*entry]struct{} // off the tree by a lazy unmount, files still open
-		closed   bool                // no entry is added any more
+		detached map[*entry]struct{} // lazily unmounted, with open files
+		closed   bool                // no new entry may be added
 	}
-	work sync.WaitGroup // one for each entry, from reserve to remove; added to under mu
+	work sync.WaitGroup // one per entry, from reserve to remove; Add is called with mu held
 }
 
-// An entry is one mount. Its fields but the state are set before it is shown as mounted, and do not
-// change.
+// An entry is one mount of a table.
 type entry struct {
 	plan
-	since  time.Time
-	cancel context.CancelFunc // of the building; set from the start
-	built  chan struct{}      // closed when the building has ended, either way
-	gone   chan struct{}      // closed when the entry has left the table
+	since   time.Time
+	cancel  context.CancelFunc // cancels the build
+	built   chan struct{}      // closed after a successful build
+	removed chan struct{}      // closed when the entry has left the table
 
-	// Guarded by the table's lock.
+	// The lock of the table guards the following fields.
 	state    control.MountState
-	instance mountInstance // nil while mounting
+	instance mountInstance // nil during the build
 }
 
 // A TableConfig configures a [Table].
 type TableConfig struct {
 	Log     hclog.Logger
-	Base    Options       // under the options of each mount
-	Timeout time.Duration // of one mount
+	Base    Options       // defaults of the options of each mount
+	Timeout time.Duration // of one mount request
 	Faults  *faults.Plan  // injected into each mount; nil for none
-	// Quiet leaves failures of mounts out of the log, for a caller who reports them itself.
+	// Quiet does not log mount errors, for a caller that reports the error of Mount on the same
+	// terminal.
 	Quiet bool
 }
 
-// NewTable makes an empty table.
+// NewTable returns an empty table.
 func NewTable(c TableConfig) *Table {
 	t := newTable(c.Log.Named("mount"), c.Base, c.Timeout, newBuilder(c.Log, c.Faults))
 	t.quiet = c.Quiet
@@ -102,8 +103,8 @@ func newTable(log hclog.Logger, base Options, timeout time.Duration, build build
 	return t
 }
 
-// Mount mounts what r asks for, and returns when the file system is there or cannot be. It ends
-// when ctx does, at the latest after the table's timeout.
+// Mount executes r, and returns when the file system is mounted. It fails when ctx ends, and after
+// the timeout of the table.
 func (t *Table) Mount(ctx context.Context, r control.MountRequest) (control.MountInfo, error) {
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
@@ -115,9 +116,9 @@ func (t *Table) Mount(ctx context.Context, r control.MountRequest) (control.Moun
 	if err != nil {
 		return control.MountInfo{}, err
 	}
-	l, err := t.build(ctx, p)
+	instance, err := t.build(ctx, p)
 	if err != nil {
-		err = t.classify(ctx, p, err)
+		err = t.mountError(ctx, p, err)
 		if !t.quiet {
 			t.log.Error("mount failed", "spec", p.spec.String(), "dir", p.dir, "error", err)
 		}
@@ -125,14 +126,14 @@ func (t *Table) Mount(ctx context.Context, r control.MountRequest) (control.Moun
 		return control.MountInfo{}, err
 	}
 	t.mu.Lock()
-	e.instance, e.state = l, control.StateMounted
+	e.instance, e.state = instance, control.StateMounted
 	closed := t.mu.closed
 	info := e.info()
 	t.mu.Unlock()
 	close(e.built)
 	go t.watch(e)
-	if closed { // the daemon ended while this was under way
-		_ = l.Unmount(ctx, control.UmountForce)
+	if closed { // Close ran during the build
+		_ = instance.Unmount(ctx, control.UmountForce)
 		return control.MountInfo{}, t.stopping(p)
 	}
 	t.log.Info("mounted", "spec", p.spec.String(), "dir", p.dir, "options", p.opts.String())
@@ -140,10 +141,11 @@ func (t *Table) Mount(ctx context.Context, r control.MountRequest) (control.Moun
 }
 
 func (t *Table) stopping(p plan) error {
-	return control.Errorf(control.CodeMount, "mounting %s on %s: the daemon is stopping; start it again first", p.spec, p.dir)
+	return control.Errorf(control.CodeMount, "mount %s on %s: the daemon is stopping; start it again first", p.spec,
+		p.dir)
 }
 
-// plan checks all of r that can be checked without the server.
+// plan parses r and checks everything that needs no server.
 func (t *Table) plan(ctx context.Context, r control.MountRequest) (plan, error) {
 	spec, err := ParseSpec(r.Spec)
 	if err != nil {
@@ -170,17 +172,17 @@ func (t *Table) reserve(p plan, cancel context.CancelFunc) (*entry, error) {
 		return nil, t.stopping(p)
 	}
 	if other := t.mu.entries[p.dir]; other != nil {
-		return nil, control.Errorf(control.CodeMount, "mount point %s: taken by %s (%s); unmount it first", p.dir, other.spec,
-			other.state)
+		return nil, control.Errorf(control.CodeMount, "mount point %s: in use by %s (%s); unmount it first", p.dir,
+			other.spec, other.state)
 	}
-	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}), gone: make(chan struct{}),
-		state: control.StateMounting}
+	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}),
+		removed: make(chan struct{}), state: control.StateMounting}
 	t.mu.entries[p.dir] = e
 	t.work.Add(1)
 	return e, nil
 }
 
-// remove takes an entry off the table, in the end.
+// remove removes an entry from the table at the end of its mount.
 func (t *Table) remove(e *entry) {
 	t.mu.Lock()
 	if t.mu.entries[e.dir] == e {
@@ -188,11 +190,11 @@ func (t *Table) remove(e *entry) {
 	}
 	delete(t.mu.detached, e)
 	t.mu.Unlock()
-	close(e.gone)
+	close(e.removed)
 	t.work.Done()
 }
 
-// watch waits for the end of a mount and cleans up after it.
+// watch waits for the end of a mount and releases it.
 func (t *Table) watch(e *entry) {
 	e.instance.Wait()
 	e.instance.Close()
@@ -200,8 +202,8 @@ func (t *Table) watch(e *entry) {
 	t.remove(e)
 }
 
-// classify gives a builder's error a code, where it has none, and names the mount.
-func (t *Table) classify(ctx context.Context, p plan, err error) error {
+// mountError adds the mount and a class to an error of the builder that has no class.
+func (t *Table) mountError(ctx context.Context, p plan, err error) error {
 	var e *control.Error
 	if errors.As(err, &e) {
 		return err
@@ -213,20 +215,21 @@ func (t *Table) classify(ctx context.Context, p plan, err error) error {
 		if closed {
 			return t.stopping(p)
 		}
-		return &control.Error{Code: control.CodeCanceled, Text: "mounting " + p.spec.String() + " on " + p.dir + ": interrupted",
-			Err: err}
+		return &control.Error{Code: control.CodeCanceled, Err: err,
+			Text: fmt.Sprintf("mount %s on %s: interrupted", p.spec, p.dir)}
 	}
-	return &control.Error{Code: control.CodeMount, Text: "mounting " + p.spec.String() + " on " + p.dir + ": " + control.OneLine(err.Error()),
-		Err: err}
+	return &control.Error{Code: control.CodeMount, Err: err,
+		Text: fmt.Sprintf("mount %s on %s: %s", p.spec, p.dir, control.OneLine(err.Error()))}
 }
 
-// Umount ends the mount at r.Dir. A normal unmount of a busy mount, or of one whose server does not
-// answer in time, fails and says what else to try; the mount goes on.
+// Umount unmounts the mount at r.Dir. A normal unmount fails if a file is open, or if the server
+// does not accept the dirty data before ctx ends. The mount then stays mounted.
 func (t *Table) Umount(ctx context.Context, r control.UmountRequest) error {
 	switch r.Mode {
 	case control.UmountNormal, control.UmountLazy, control.UmountForce:
 	default:
-		return control.Errorf(control.CodeUsage, "unmounting %s: unknown mode %q; use force or lazy", r.Dir, string(r.Mode))
+		return control.Errorf(control.CodeUsage, "unmount %s: unknown mode %q; use force or lazy", r.Dir,
+			string(r.Mode))
 	}
 	dir, err := t.resolve(ctx, r.Dir)
 	if err != nil {
@@ -234,23 +237,25 @@ func (t *Table) Umount(ctx context.Context, r control.UmountRequest) error {
 	}
 	e := t.find(dir, r.Mode)
 	if e == nil {
-		return notOurs("unmounting", dir)
+		return notMounted("unmount", dir)
 	}
 	return t.unmount(ctx, e, r.Mode)
 }
 
-// notOurs says that a mount point is not in the table. What is there may have been left by a daemon
-// that was killed.
-func notOurs(what, dir string) error {
+// notMounted returns the error of an operation on a directory that is not in the table. Such a
+// directory may be a mount of another process, or of a daemon that was killed.
+func notMounted(operation, dir string) error {
 	if mounted, err := isMountPoint(dir); err == nil && mounted {
-		return control.Errorf(control.CodeNotMounted, "%s %s: what is mounted there is not this daemon's; use umount(8) to end it",
-			what, dir)
+		return control.Errorf(control.CodeNotMounted, "%s %s: another process owns the mount at %s; use umount(8)",
+			operation, dir, dir)
 	}
-	return control.Errorf(control.CodeNotMounted, "%s %s: no mount of this daemon is there; see nfsrdmad list", what, dir)
+	return control.Errorf(control.CodeNotMounted, "%s %s: not mounted by this daemon; see nfsrdmad list", operation,
+		dir)
 }
 
-// resolve returns the mount point that a request names. One that the table has by that very name is
-// not looked at: what it lies in may be another mount, whose server is dead.
+// resolve returns the mount point that a request names. If the table has a mount with exactly this
+// name, resolve accesses no file system: the directory may be below a mount whose server does not
+// reply.
 func (t *Table) resolve(ctx context.Context, dir string) (string, error) {
 	if clean := filepath.Clean(dir); t.find(clean, control.UmountForce) != nil {
 		return clean, nil
@@ -258,7 +263,7 @@ func (t *Table) resolve(ctx context.Context, dir string) (string, error) {
 	return ResolveMountPoint(ctx, dir)
 }
 
-// find returns the mount at dir, or nil. Force reaches one that was detached lazily, too.
+// find returns the mount at dir, or nil. With UmountForce it also finds detached mounts.
 func (t *Table) find(dir string, mode control.UmountMode) *entry {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -274,20 +279,19 @@ func (t *Table) find(dir string, mode control.UmountMode) *entry {
 }
 
 func (t *Table) unmount(ctx context.Context, e *entry, mode control.UmountMode) error {
-	l := t.setState(e, control.StateUnmounting)
-	// the building is under way; what it made before it heard of this is unmounted as any other
-	if l == nil {
-		e.cancel()
+	instance := t.setState(e, control.StateUnmounting)
+	if instance == nil {
+		e.cancel() // the build may complete nevertheless
 		select {
-		case <-e.gone:
+		case <-e.removed:
 			return nil
 		case <-e.built:
-			l = t.setState(e, control.StateUnmounting)
+			instance = t.setState(e, control.StateUnmounting)
 		case <-ctx.Done():
-			return t.notDone(e)
+			return umountTimeout(e)
 		}
 	}
-	if err := l.Unmount(ctx, mode); err != nil {
+	if err := instance.Unmount(ctx, mode); err != nil {
 		t.setState(e, control.StateMounted)
 		return err
 	}
@@ -296,19 +300,19 @@ func (t *Table) unmount(ctx context.Context, e *entry, mode control.UmountMode) 
 		return nil
 	}
 	select {
-	case <-e.gone:
+	case <-e.removed:
 		return nil
 	case <-ctx.Done():
-		return t.notDone(e)
+		return umountTimeout(e)
 	}
 }
 
-func (t *Table) notDone(e *entry) error {
-	return control.Errorf(control.CodeMount, "unmounting %s: it is not done yet; try --force", e.dir)
+func umountTimeout(e *entry) error {
+	return control.Errorf(control.CodeMount, "unmount %s: timeout; try --force", e.dir)
 }
 
-// setState marks a mount that was built and is on the tree, and returns its instance; nil while it is
-// built.
+// setState sets the state of a mount that is neither in its build nor detached. It returns the
+// instance of the mount, nil during the build.
 func (t *Table) setState(e *entry, state control.MountState) mountInstance {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -318,7 +322,7 @@ func (t *Table) setState(e *entry, state control.MountState) mountInstance {
 	return e.instance
 }
 
-// detach frees the mount point of a mount that was taken off it lazily, for another one.
+// detach moves a lazily unmounted mount to the detached mounts, so that its mount point is free.
 func (t *Table) detach(e *entry) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -338,10 +342,10 @@ func (t *Table) List() []control.MountInfo {
 	return infos
 }
 
-// A view is a mount as it was at one moment; instance is nil while it is built.
+// A view is a snapshot of an entry.
 type view struct {
 	control.MountInfo
-	instance mountInstance
+	instance mountInstance // nil during the build
 }
 
 func (t *Table) all() []view {
@@ -358,7 +362,7 @@ func (t *Table) all() []view {
 	return views
 }
 
-// info needs the table's lock.
+// info describes e. The caller holds the lock of the table.
 func (e *entry) info() control.MountInfo {
 	i := control.MountInfo{Dir: e.dir, Spec: e.spec.String(), State: e.state, Since: e.since, Options: e.opts.String()}
 	if e.instance != nil {
@@ -367,8 +371,8 @@ func (e *entry) info() control.MountInfo {
 	return i
 }
 
-// Status returns what is known about the mount at dir, or about all of them if dir is empty. It
-// never waits for a server.
+// Status returns the status of the mount at dir, or of all mounts if dir is empty. It never waits
+// for a server.
 func (t *Table) Status(ctx context.Context, dir string) ([]control.MountStatus, error) {
 	if dir != "" {
 		resolved, err := t.resolve(ctx, dir)
@@ -382,7 +386,7 @@ func (t *Table) Status(ctx context.Context, dir string) ([]control.MountStatus, 
 		if dir != "" && v.Dir != dir {
 			continue
 		}
-		// what is still mounting has none
+		// During the build there are no calls and no history.
 		s := control.MountStatus{Calls: []control.PendingCall{}, History: []control.ConnEvent{}}
 		if v.instance != nil {
 			s = v.instance.Status()
@@ -391,45 +395,45 @@ func (t *Table) Status(ctx context.Context, dir string) ([]control.MountStatus, 
 		all = append(all, s)
 	}
 	if dir != "" && len(all) == 0 {
-		return nil, notOurs("status of", dir)
+		return nil, notMounted("status", dir)
 	}
 	return all, nil
 }
 
-// Snapshots returns the counters of all mounts that stand. One that was detached lazily is left
-// out: its mount point may be another's by now.
+// Snapshots returns the statistics of all completed mounts. It leaves detached mounts out, because
+// their mount point may have another mount.
 func (t *Table) Snapshots() []metrics.Snapshot {
 	t.mu.Lock()
-	lives := make([]mountInstance, 0, len(t.mu.entries))
+	instances := make([]mountInstance, 0, len(t.mu.entries))
 	for _, e := range t.mu.entries {
 		if e.instance != nil {
-			lives = append(lives, e.instance)
+			instances = append(instances, e.instance)
 		}
 	}
 	t.mu.Unlock()
-	snaps := make([]metrics.Snapshot, 0, len(lives))
-	for _, l := range lives {
-		snaps = append(snaps, l.Snapshot())
+	snaps := make([]metrics.Snapshot, 0, len(instances))
+	for _, instance := range instances {
+		snaps = append(snaps, instance.Snapshot())
 	}
 	return snaps
 }
 
-// Close refuses new mounts and ends all that there are: normally until ctx ends, with force after
-// it. It returns when nothing is left, or says in the log what the kernel does not let go of. After
-// ctx has ended it takes [CloseGrace] at most.
+// Close refuses new mounts and unmounts all mounts: normally until ctx ends, by force afterwards.
+// It returns when all mounts are released, at the latest [CloseGrace] after the end of ctx. It logs
+// the mounts that are left.
 func (t *Table) Close(ctx context.Context) {
 	defer settleConnects()
 	t.mu.Lock()
 	t.mu.closed = true
-	var ending sync.WaitGroup
+	var unmounts sync.WaitGroup
 	for _, e := range t.mu.entries {
-		ending.Go(func() { t.end(ctx, e) })
+		unmounts.Go(func() { t.unmountOrForce(ctx, e) })
 	}
 	for e := range t.mu.detached {
-		ending.Go(func() { t.force(ctx, e) })
+		unmounts.Go(func() { t.force(ctx, e) })
 	}
 	t.mu.Unlock()
-	ending.Wait()
+	unmounts.Wait()
 	released := make(chan struct{})
 	go func() {
 		defer close(released)
@@ -439,36 +443,36 @@ func (t *Table) Close(ctx context.Context) {
 	case <-released:
 	case <-time.After(releaseTimeout):
 		for _, v := range t.all() {
-			t.log.Error("mount does not end", "spec", v.Spec, "dir", v.Dir)
+			t.log.Error("mount not released", "spec", v.Spec, "dir", v.Dir)
 		}
 	}
 }
 
-// releaseTimeout bounds the wait for what is behind mounts that are gone: longer than the bounds of
-// its parts together.
+// releaseTimeout bounds the release of unmounted mounts. It is longer than the timeouts of its
+// steps together.
 const releaseTimeout = writeBackTimeout + umntTimeout + 3*time.Second
 
-// CloseGrace is the most that [Table.Close] takes after its context has ended.
+// CloseGrace bounds the time that [Table.Close] takes after the end of its context.
 const CloseGrace = pathTimeout + releaseTimeout + settleTimeout
 
-// end unmounts e, by force where it must.
-func (t *Table) end(ctx context.Context, e *entry) {
+// unmountOrForce unmounts e normally, and by force if that fails.
+func (t *Table) unmountOrForce(ctx context.Context, e *entry) {
 	if err := t.unmount(ctx, e, control.UmountNormal); err != nil {
-		t.log.Warn("unmounting by force", "dir", e.dir, "reason", err)
+		t.log.Warn("forcing unmount", "dir", e.dir, "reason", err)
 		t.force(ctx, e)
 	}
 }
 
-// force takes a mount off the tree whatever is going on there, and ends its users.
+// force unmounts e by force, also if ctx has ended.
 func (t *Table) force(ctx context.Context, e *entry) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), pathTimeout)
 	defer cancel()
 	if err := t.unmount(ctx, e, control.UmountForce); err != nil {
-		t.log.Error("unmounting by force failed", "dir", e.dir, "error", err)
+		t.log.Error("forced unmount failed", "dir", e.dir, "error", err)
 	}
 }
 
-// Wait returns when the mount at dir is gone, or ctx ends.
+// Wait returns when the mount at dir is released, or when ctx ends.
 func (t *Table) Wait(ctx context.Context, dir string) {
 	t.mu.Lock()
 	e := t.mu.entries[dir]
@@ -477,7 +481,7 @@ func (t *Table) Wait(ctx context.Context, dir string) {
 		return
 	}
 	select {
-	case <-e.gone:
+	case <-e.removed:
 	case <-ctx.Done():
 	}
 }

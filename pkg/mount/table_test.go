@@ -18,30 +18,30 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
-// A standIn is a mountInstance whose end the test decides, so that every order of events can be played. Real
-// mounts are tested with the command.
-type standIn struct {
+// A fakeMount is a mountInstance whose events the test controls. The tests of cmd/nfsrdmad use real
+// mounts.
+type fakeMount struct {
 	once     sync.Once
-	gone     chan struct{}
+	ended    chan struct{}
 	unmount  func(control.UmountMode) (ends bool, err error)
 	isClosed chan struct{}
 	rings    []*trace.Ring
 }
 
-func newStandIn() *standIn {
-	return &standIn{gone: make(chan struct{}), isClosed: make(chan struct{}),
+func newFakeMount() *fakeMount {
+	return &fakeMount{ended: make(chan struct{}), isClosed: make(chan struct{}),
 		unmount: func(m control.UmountMode) (bool, error) { return m != control.UmountLazy, nil }}
 }
 
-func (s *standIn) Wait()                       { <-s.gone }
-func (s *standIn) Close()                      { close(s.isClosed) }
-func (s *standIn) Status() control.MountStatus { return control.MountStatus{} }
-func (s *standIn) Snapshot() metrics.Snapshot  { return metrics.Snapshot{} }
-func (s *standIn) Describe(*control.MountInfo) {}
-func (s *standIn) Rings() []*trace.Ring        { return s.rings }
-func (s *standIn) end()                        { s.once.Do(func() { close(s.gone) }) }
+func (s *fakeMount) Wait()                       { <-s.ended }
+func (s *fakeMount) Close()                      { close(s.isClosed) }
+func (s *fakeMount) Status() control.MountStatus { return control.MountStatus{} }
+func (s *fakeMount) Snapshot() metrics.Snapshot  { return metrics.Snapshot{} }
+func (s *fakeMount) Describe(*control.MountInfo) {}
+func (s *fakeMount) Rings() []*trace.Ring        { return s.rings }
+func (s *fakeMount) end()                        { s.once.Do(func() { close(s.ended) }) }
 
-func (s *standIn) Unmount(_ context.Context, mode control.UmountMode) error {
+func (s *fakeMount) Unmount(_ context.Context, mode control.UmountMode) error {
 	ends, err := s.unmount(mode)
 	if ends {
 		s.end()
@@ -55,32 +55,31 @@ func testTable(t *testing.T, build builder) (*Table, control.MountRequest) {
 	t.Cleanup(func() {
 		tab.Close(context.Background())
 		if l := tab.List(); len(l) != 0 {
-			t.Errorf("left: %+v", l)
+			t.Errorf("mounts after Close: got %+v, want none", l)
 		}
 	})
 	return tab, control.MountRequest{Spec: "server:/export", Dir: t.TempDir()}
 }
 
-func isError(t *testing.T, err error, code control.Code, says string) {
+func isError(t *testing.T, err error, code control.Code, text string) {
 	t.Helper()
 	var e *control.Error
-	if !errors.As(err, &e) || e.Code != code || !strings.Contains(e.Text, says) {
-		t.Errorf("got %v, want code %s and %q", err, code, says)
+	if !errors.As(err, &e) || e.Code != code || !strings.Contains(e.Text, text) {
+		t.Errorf("got error %v, want code %s and %q", err, code, text)
 	}
 }
 
-// building is a builder that tells when it is called and then waits for what the test sends; with
-// nothing sent it ends with its context.
-type building struct {
-	begun  chan struct{}
+// A fakeBuilder is a builder that waits for a result from the test, or for the end of its context.
+type fakeBuilder struct {
+	begun  chan struct{} // receives a value when a build begins
 	result chan mountInstance
 }
 
-func newBuilding() *building {
-	return &building{begun: make(chan struct{}, 16), result: make(chan mountInstance)}
+func newFakeBuilder() *fakeBuilder {
+	return &fakeBuilder{begun: make(chan struct{}, 16), result: make(chan mountInstance)}
 }
 
-func (b *building) build(ctx context.Context, _ plan) (mountInstance, error) {
+func (b *fakeBuilder) build(ctx context.Context, _ plan) (mountInstance, error) {
 	b.begun <- struct{}{}
 	select {
 	case l := <-b.result:
@@ -90,19 +89,19 @@ func (b *building) build(ctx context.Context, _ plan) (mountInstance, error) {
 	}
 }
 
-func TestUmountWhileMounting(t *testing.T) {
-	b := newBuilding()
+func TestUmountCancelsBuild(t *testing.T) {
+	b := newFakeBuilder()
 	tab, r := testTable(t, b.build)
 	mounted := make(chan error, 1)
 	go func() { _, err := tab.Mount(context.Background(), r); mounted <- err }()
 	<-b.begun
 	if l := tab.List(); len(l) != 1 || l[0].State != control.StateMounting {
-		t.Errorf("list %+v", l)
+		t.Errorf("list: got %+v, want one mount in state mounting", l)
 	}
 	st, err := tab.Status(context.Background(), r.Dir)
-	// lists, for who goes through them
+	// Programs that read the JSON expect lists, not null.
 	if text, _ := json.Marshal(st); err != nil || !strings.Contains(string(text), `"calls":[],"history":[]`) {
-		t.Errorf("status %s, %v", text, err)
+		t.Errorf("status: got %s and error %v, want empty lists of calls and history", text, err)
 	}
 	if err := tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}); err != nil {
 		t.Error(err)
@@ -110,9 +109,9 @@ func TestUmountWhileMounting(t *testing.T) {
 	isError(t, <-mounted, control.CodeCanceled, "interrupted")
 }
 
-// A mount that stands before it hears of the unmount is unmounted all the same.
-func TestUmountMeetsTheEndOfMounting(t *testing.T) {
-	s := newStandIn()
+// The build may complete although Umount has canceled it.
+func TestUmountOfBuildThatCompletes(t *testing.T) {
+	s := newFakeMount()
 	begun, canceled := make(chan struct{}), make(chan struct{})
 	tab, r := testTable(t, func(ctx context.Context, _ plan) (mountInstance, error) {
 		close(begun)
@@ -129,26 +128,26 @@ func TestUmountMeetsTheEndOfMounting(t *testing.T) {
 	<-s.isClosed
 }
 
-// A mount within a tree that is gone, or hangs, is asked for and ended by its name alone.
-func TestMountPointIsNotLookedAt(t *testing.T) {
-	s := newStandIn()
+// The parent directory of a mount may be removed, or be in a file system that hangs.
+func TestTableFindsMountByNameOnly(t *testing.T) {
+	s := newFakeMount()
 	s.rings = []*trace.Ring{testRing(8)}
 	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
-	around := filepath.Join(r.Dir, "around")
-	r.Dir = filepath.Join(around, "mnt")
+	parent := filepath.Join(r.Dir, "parent")
+	r.Dir = filepath.Join(parent, "mnt")
 	if err := os.MkdirAll(r.Dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := tab.Mount(context.Background(), r); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.RemoveAll(around); err != nil {
+	if err := os.RemoveAll(parent); err != nil {
 		t.Fatal(err)
 	}
 	if st, err := tab.Status(context.Background(), r.Dir+"/"); err != nil || len(st) != 1 {
-		t.Errorf("status: %v, %v", st, err)
+		t.Errorf("status: got %v and error %v, want one mount", st, err)
 	}
-	if _, _, err := tab.traced(context.Background(), r.Dir); err != nil {
+	if _, _, err := tab.findRings(context.Background(), r.Dir); err != nil {
 		t.Errorf("trace: %v", err)
 	}
 	if err := tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}); err != nil {
@@ -156,8 +155,8 @@ func TestMountPointIsNotLookedAt(t *testing.T) {
 	}
 }
 
-func TestTwoMountsOfOneDirectory(t *testing.T) {
-	b := newBuilding()
+func TestMountRefusesDirectoryInUse(t *testing.T) {
+	b := newFakeBuilder()
 	tab, r := testTable(t, b.build)
 	const n = 8
 	results := make(chan error, n)
@@ -166,22 +165,22 @@ func TestTwoMountsOfOneDirectory(t *testing.T) {
 	}
 	<-b.begun
 	for range n - 1 {
-		isError(t, <-results, control.CodeMount, "taken by server:/export (mounting)")
+		isError(t, <-results, control.CodeMount, "in use by server:/export (mounting)")
 	}
-	b.result <- newStandIn()
+	b.result <- newFakeMount()
 	if err := <-results; err != nil {
 		t.Error(err)
 	}
 }
 
-func TestCloseWhileMounting(t *testing.T) {
-	for name, late := range map[string]bool{"and it hears of it": false, "and it does not": true} {
+func TestCloseDuringBuild(t *testing.T) {
+	for name, completes := range map[string]bool{"build is canceled": false, "build completes": true} {
 		t.Run(name, func(t *testing.T) {
-			s, begun := newStandIn(), make(chan struct{})
+			s, begun := newFakeMount(), make(chan struct{})
 			tab, r := testTable(t, func(ctx context.Context, _ plan) (mountInstance, error) {
 				close(begun)
 				<-ctx.Done()
-				if late {
+				if completes {
 					return s, nil
 				}
 				return nil, ctx.Err()
@@ -190,7 +189,7 @@ func TestCloseWhileMounting(t *testing.T) {
 			go func() { _, err := tab.Mount(context.Background(), r); mounted <- err }()
 			<-begun
 			tab.Close(context.Background())
-			if late {
+			if completes {
 				<-s.isClosed
 			}
 			isError(t, <-mounted, control.CodeMount, "the daemon is stopping")
@@ -200,12 +199,11 @@ func TestCloseWhileMounting(t *testing.T) {
 	}
 }
 
-// A mount that was detached lazily leaves its mount point to another; it is listed until it ends,
-// and force and Close reach it.
-func TestLazyFreesTheMountPoint(t *testing.T) {
-	var made []*standIn
+// A detached mount stays in the list until it ends. Force and Close reach it.
+func TestLazyUmountFreesMountPoint(t *testing.T) {
+	var made []*fakeMount
 	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) {
-		made = append(made, newStandIn())
+		made = append(made, newFakeMount())
 		return made[len(made)-1], nil
 	})
 	ctx := context.Background()
@@ -218,21 +216,21 @@ func TestLazyFreesTheMountPoint(t *testing.T) {
 		}
 	}
 	if l := tab.List(); len(l) != 3 || l[0].State != control.StateUnmounting {
-		t.Errorf("list %+v", l)
+		t.Errorf("list: got %+v, want 3 mounts, the first in state unmounting", l)
 	}
 	if n := len(tab.Snapshots()); n != 0 {
-		t.Errorf("%d snapshots: two of one mount point would be refused by a collector", n)
+		t.Errorf("snapshots: got %d, want 0; Prometheus refuses two mounts with one mount point", n)
 	}
 	isError(t, tab.Umount(ctx, control.UmountRequest{Dir: r.Dir}), control.CodeNotMounted, r.Dir)
 	if err := tab.Umount(ctx, control.UmountRequest{Dir: r.Dir, Mode: control.UmountForce}); err != nil {
 		t.Error(err)
 	}
 	if l := tab.List(); len(l) != 2 {
-		t.Errorf("after force: %+v", l)
+		t.Errorf("list after a forced unmount: got %+v, want 2 mounts", l)
 	}
-	for _, s := range made { // the last file of one is closed
+	for _, s := range made { // one mount ends because its last file is closed
 		select {
-		case <-s.gone:
+		case <-s.ended:
 			continue
 		default:
 		}
@@ -242,9 +240,8 @@ func TestLazyFreesTheMountPoint(t *testing.T) {
 	}
 }
 
-// A mount that a normal unmount cannot end is ended by force, within the time of Close.
-func TestCloseForces(t *testing.T) {
-	s := newStandIn()
+func TestCloseForcesBusyMount(t *testing.T) {
+	s := newFakeMount()
 	modes := make(chan control.UmountMode, 2)
 	s.unmount = func(m control.UmountMode) (bool, error) {
 		modes <- m
@@ -259,13 +256,12 @@ func TestCloseForces(t *testing.T) {
 	}
 	tab.Close(context.Background())
 	if a, b := <-modes, <-modes; a != control.UmountNormal || b != control.UmountForce {
-		t.Errorf("tried %q, then %q", a, b)
+		t.Errorf("modes of unmount: got %q, then %q; want normal, then force", a, b)
 	}
 }
 
-// A busy mount goes on after a failed unmount.
-func TestBusyStaysMounted(t *testing.T) {
-	s := newStandIn()
+func TestFailedUmountKeepsMount(t *testing.T) {
+	s := newFakeMount()
 	s.unmount = func(m control.UmountMode) (bool, error) {
 		if m == control.UmountForce {
 			return true, nil
@@ -278,9 +274,10 @@ func TestBusyStaysMounted(t *testing.T) {
 	}
 	isError(t, tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}), control.CodeMount, "busy")
 	if l := tab.List(); len(l) != 1 || l[0].State != control.StateMounted {
-		t.Errorf("list %+v", l)
+		t.Errorf("list: got %+v, want one mount in state mounted", l)
 	}
-	isError(t, tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir, Mode: "hard"}), control.CodeUsage, `"hard"`)
+	isError(t, tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir, Mode: "hard"}), control.CodeUsage,
+		`"hard"`)
 	_, err := tab.Status(context.Background(), filepath.Join(r.Dir, "x"))
 	isError(t, err, control.CodeNotMounted, "nfsrdmad list")
 }

@@ -13,52 +13,51 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
 
-const (
-	// tracePoll is how often the rings are looked at: writers of events tell nobody, as that would
-	// cost them.
-	tracePoll = 50 * time.Millisecond
-)
+// tracePoll is the interval at which a stream polls the rings. Writers of events do not notify
+// readers, because that would slow the data path.
+const tracePoll = 50 * time.Millisecond
 
-// traced finds the mount whose trace is asked for: its rings, and when it is gone.
-func (t *Table) traced(ctx context.Context, dir string) (rings []*trace.Ring, gone <-chan struct{}, err error) {
+// findRings returns the rings of the mount at dir, and a channel that is closed when the mount has
+// ended.
+func (t *Table) findRings(ctx context.Context, dir string) (rings []*trace.Ring, ended <-chan struct{}, err error) {
 	dir, err = t.resolve(ctx, dir)
 	if err != nil {
 		return nil, nil, err
 	}
 	e := t.find(dir, control.UmountForce)
 	if e == nil {
-		return nil, nil, control.Errorf(control.CodeNotMounted, "trace of %s: no mount of this daemon is there; see nfsrdmad list", dir)
+		return nil, nil, notMounted("trace", dir)
 	}
 	t.mu.Lock()
-	l := e.instance
+	instance := e.instance
 	t.mu.Unlock()
-	if l == nil {
-		return nil, nil, control.Errorf(control.CodeNotMounted, "trace of %s: it is still being mounted; try again when it is", dir)
+	if instance == nil {
+		return nil, nil, control.Errorf(control.CodeNotMounted, "trace %s: mount not complete; try again later", dir)
 	}
-	for _, r := range l.Rings() {
+	for _, r := range instance.Rings() {
 		if r != nil {
 			rings = append(rings, r)
 		}
 	}
 	if len(rings) == 0 {
 		return nil, nil, control.Errorf(control.CodeUsage,
-			"trace of %s: it is off for this mount; mount it again with -o trace=%d (events to keep)", dir, DefaultOptions().TraceEvents)
+			"trace %s: this mount keeps no events; mount it with -o trace=%d", dir, DefaultOptions().TraceEvents)
 	}
-	return rings, e.gone, nil
+	return rings, e.removed, nil
 }
 
 // Trace returns a stream of the trace events of the mount at r.Dir.
 func (t *Table) Trace(ctx context.Context, r control.TraceRequest) (control.TraceStream, error) {
-	rings, gone, err := t.traced(ctx, r.Dir)
+	rings, ended, err := t.findRings(ctx, r.Dir)
 	if err != nil {
 		return nil, err
 	}
-	return newTraceStream(rings, gone, &r), nil
+	return newTraceStream(rings, ended, &r), nil
 }
 
 // A traceStream reads the rings of one mount and formats their events, merged by time.
 type traceStream struct {
-	gone    <-chan struct{} // closed when the mount has ended
+	ended   <-chan struct{} // closed when the mount has ended
 	req     *control.TraceRequest
 	sources []traceSource
 	merged  []tracedEvent
@@ -68,7 +67,7 @@ type traceStream struct {
 type traceSource struct {
 	ring *trace.Ring
 	next uint64
-	name string // "" when there is only one
+	name string // number of the connection; "" if the mount has only one
 	buf  []trace.Event
 }
 
@@ -77,8 +76,8 @@ type tracedEvent struct {
 	event  *trace.Event
 }
 
-func newTraceStream(rings []*trace.Ring, gone <-chan struct{}, req *control.TraceRequest) *traceStream {
-	s := &traceStream{req: req, gone: gone}
+func newTraceStream(rings []*trace.Ring, ended <-chan struct{}, req *control.TraceRequest) *traceStream {
+	s := &traceStream{req: req, ended: ended}
 	for i, r := range rings {
 		src := traceSource{ring: r, next: r.Next()}
 		if len(rings) > 1 {
@@ -89,8 +88,8 @@ func newTraceStream(rings []*trace.Ring, gone <-chan struct{}, req *control.Trac
 			if n < 0 {
 				n = maxTraceEvents
 			}
-			if held := r.Last(n); len(held) > 0 {
-				src.next = held[0].Seq
+			if kept := r.Last(n); len(kept) > 0 {
+				src.next = kept[0].Seq
 			}
 		}
 		s.sources = append(s.sources, src)
@@ -98,31 +97,31 @@ func newTraceStream(rings []*trace.Ring, gone <-chan struct{}, req *control.Trac
 	return s
 }
 
-// Gone implements control.TraceStream.
-func (s *traceStream) Gone() <-chan struct{} { return s.gone }
+// Ended implements control.TraceStream.
+func (s *traceStream) Ended() <-chan struct{} { return s.ended }
 
 // Run implements control.TraceStream.
 func (s *traceStream) Run(ctx context.Context, write func([]byte) error) {
 	tick := time.NewTicker(tracePoll)
 	defer tick.Stop()
-	trim := s.req.Last > 0 // of several connections the newest together
-	for over := !s.req.Follow; ; {
+	trim := s.req.Last > 0 // Last is the sum over the connections
+	for last := !s.req.Follow; ; {
 		s.round(trim)
 		trim = false
-		if s.out.Len() > 0 && write(s.out.Bytes()) != nil || over {
+		if s.out.Len() > 0 && write(s.out.Bytes()) != nil || last {
 			return
 		}
 		select {
 		case <-tick.C:
-		case <-s.gone:
-			over = true // one more round for its last events
+		case <-s.ended:
+			last = true // read the last events
 		case <-ctx.Done():
 			return
 		}
 	}
 }
 
-// round formats what is new.
+// round formats the new events. With trim it keeps only the newest of the first round.
 func (s *traceStream) round(trim bool) {
 	s.out.Reset()
 	s.merged = s.merged[:0]
@@ -148,7 +147,7 @@ func (s *traceStream) round(trim bool) {
 	}
 }
 
-// lost tells a reader that was too slow how many events it missed.
+// lost writes the number of events that a slow reader has missed.
 func (s *traceStream) lost(src *traceSource, n uint64) {
 	switch {
 	case !s.req.JSON && src.name != "":

@@ -20,13 +20,13 @@ func testRing(size int) *trace.Ring {
 	return trace.NewRing(size, func(uint8) string { return "success" })
 }
 
-// readTimeout of the control server in these tests: short, so that a trace outlasts it.
+// readTimeout is the read timeout of the server in these tests. A trace must outlast it.
 const readTimeout = 2 * time.Second
 
-// tracedMount serves the control API for a table with one mount that has these rings.
-func tracedMount(t *testing.T, rings ...*trace.Ring) (c *control.Client, dir string, mount *standIn) {
+// tracedMount serves the control API for a table with one mount that has the given rings.
+func tracedMount(t *testing.T, rings ...*trace.Ring) (c *control.Client, dir string, mount *fakeMount) {
 	t.Helper()
-	mount = newStandIn()
+	mount = newFakeMount()
 	mount.rings = rings
 	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return mount, nil })
 	if _, err := tab.Mount(context.Background(), r); err != nil {
@@ -70,18 +70,19 @@ func parseLines(t *testing.T, text string) (lines []traceLine) {
 	return lines
 }
 
-func TestTraceOfThePast(t *testing.T) {
+func TestTraceOfKeptEvents(t *testing.T) {
 	a, b := testRing(8), testRing(8)
 	add(a, 1, 2)
 	add(b, 3)
 	add(a, 4)
-	c, dir, _ := tracedMount(t, a, nil, b) // one of three is off
+	c, dir, _ := tracedMount(t, a, nil, b) // the second connection keeps no events
 	for _, tt := range []struct {
 		last int
-		want string // connection and XID of each
+		want string // connection:XID of each event
 	}{{-1, "0:1 0:2 1:3 0:4"}, {2, "1:3 0:4"}, {0, ""}, {100, "0:1 0:2 1:3 0:4"}} {
 		var out bytes.Buffer
-		if err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, JSON: true, Last: tt.last}, &out); err != nil {
+		if err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, JSON: true, Last: tt.last},
+			&out); err != nil {
 			t.Fatal(err)
 		}
 		var got []string
@@ -89,18 +90,19 @@ func TestTraceOfThePast(t *testing.T) {
 			got = append(got, string(rune('0'+*l.Connection))+":"+strings.TrimPrefix(l.XID, "0x"))
 		}
 		if s := strings.Join(got, " "); s != tt.want {
-			t.Errorf("last %d: got %q, want %q", tt.last, s, tt.want)
+			t.Errorf("events with last %d: got %q, want %q", tt.last, s, tt.want)
 		}
 	}
 	var out bytes.Buffer
 	if err := c.Trace(context.Background(), control.TraceRequest{Dir: dir, Last: 1}, &out); err != nil ||
 		!strings.HasPrefix(out.String(), "#0 ") ||
 		!strings.Contains(out.String(), "post_send     xid=0x4 requests=2 inline=100\n") {
-		t.Errorf("text %q, %v", out.String(), err)
+		t.Errorf("text: got %q and error %v, want the event of connection 0", out.String(), err)
 	}
 }
 
-// follow starts a trace and returns its lines, and what it ends with.
+// follow starts a trace. It returns the lines of the trace, and a channel that receives the error
+// at its end.
 func follow(ctx context.Context, c *control.Client, r control.TraceRequest) (*bufio.Reader, <-chan error) {
 	pr, pw := io.Pipe()
 	ended := make(chan error, 1)
@@ -113,13 +115,13 @@ func follow(ctx context.Context, c *control.Client, r control.TraceRequest) (*bu
 	return bufio.NewReader(pr), ended
 }
 
-// await reads lines until one holds text.
+// await reads lines until a line contains text.
 func await(t *testing.T, lines *bufio.Reader, text string) {
 	t.Helper()
 	for {
 		l, err := lines.ReadString('\n')
 		if err != nil {
-			t.Fatalf("no line with %q: %v", text, err)
+			t.Fatalf("wait for a line with %q: %v", text, err)
 		}
 		if strings.Contains(l, text) {
 			return
@@ -127,20 +129,19 @@ func await(t *testing.T, lines *bufio.Reader, text string) {
 	}
 }
 
-func within(t *testing.T, ended <-chan error) error {
+func waitForEnd(t *testing.T, ended <-chan error) error {
 	t.Helper()
 	select {
 	case err := <-ended:
 		return err
 	case <-time.After(30 * time.Second):
-		t.Fatal("the trace does not end")
+		t.Fatal("trace did not end within 30 s")
 		return nil
 	}
 }
 
-// A trace outlives the time that a request may take to be read, shows the last events of its mount,
-// and ends with it.
-func TestTraceEndsWithTheMount(t *testing.T) {
+// The trace shows the last events of the mount, although it lasts longer than the read timeout.
+func TestTraceEndsWithMount(t *testing.T) {
 	ring := testRing(64)
 	c, dir, mount := tracedMount(t, ring)
 	add(ring, 0xa)
@@ -153,12 +154,12 @@ func TestTraceEndsWithTheMount(t *testing.T) {
 	mount.end()
 	await(t, lines, "xid=0xc")
 	go io.Copy(io.Discard, lines)
-	if err := within(t, ended); err != nil {
+	if err := waitForEnd(t, ended); err != nil {
 		t.Error(err)
 	}
 }
 
-func TestTraceEndsWithItsReader(t *testing.T) {
+func TestTraceEndsWithReader(t *testing.T) {
 	ring := testRing(64)
 	c, dir, _ := tracedMount(t, ring)
 	ctx, interrupt := context.WithCancel(context.Background())
@@ -167,17 +168,17 @@ func TestTraceEndsWithItsReader(t *testing.T) {
 	await(t, lines, "xid=0xa")
 	go io.Copy(io.Discard, lines)
 	interrupt()
-	if err := within(t, ended); err != nil {
+	if err := waitForEnd(t, ended); err != nil {
 		t.Error(err)
 	}
 }
 
-// A reader that does not read holds nobody up: events go on, and it is told how many it lost when
-// it reads again. Lines and losses add up.
-func TestSlowTraceReader(t *testing.T) {
+// A blocked reader delays no events. Afterwards it gets the number of lost events; events read and
+// events lost add up.
+func TestTraceCountsEventsLostBySlowReader(t *testing.T) {
 	ring := testRing(16)
 	c, dir, mount := tracedMount(t, ring)
-	pr, pw := net.Pipe() // a write waits until it is read
+	pr, pw := net.Pipe() // Write blocks until the other end reads
 	ended := make(chan error, 1)
 	add(ring, 1)
 	go func() {
@@ -186,10 +187,10 @@ func TestSlowTraceReader(t *testing.T) {
 		ended <- err
 	}()
 	one := make([]byte, 1)
-	if _, err := io.ReadFull(pr, one); err != nil { // it is under way
+	if _, err := io.ReadFull(pr, one); err != nil { // the trace has begun
 		t.Fatal(err)
 	}
-	const events = 60_000 // far more than all buffers between hold
+	const events = 60_000 // more than all buffers between the ring and the reader
 	for i := range uint32(events) {
 		add(ring, i+2)
 		if i%16 == 0 {
@@ -205,10 +206,10 @@ func TestSlowTraceReader(t *testing.T) {
 	}()
 	time.Sleep(4 * tracePoll)
 	mount.end()
-	if err := within(t, ended); err != nil {
+	if err := waitForEnd(t, ended); err != nil {
 		t.Error(err)
 	}
-	if err := within(t, read); err != nil {
+	if err := waitForEnd(t, read); err != nil {
 		t.Fatal(err)
 	}
 	var seen, lost, next uint64
@@ -218,16 +219,17 @@ func TestSlowTraceReader(t *testing.T) {
 			continue
 		}
 		if *l.Seq < next {
-			t.Fatalf("event %d after %d", *l.Seq, next-1)
+			t.Fatalf("event numbers: got %d after %d, want ascending numbers", *l.Seq, next-1)
 		}
 		seen, next = seen+1, *l.Seq+1
 	}
 	if lost == 0 || seen+lost != events+1 || next != events+1 {
-		t.Errorf("%d seen, %d lost, the last is %d; there were %d", seen, lost, next-1, events+1)
+		t.Errorf("events: got %d read, %d lost, the last with number %d; want %d together", seen, lost, next-1,
+			events+1)
 	}
 }
 
-func TestTraceLossInWords(t *testing.T) {
+func TestTraceFormatsLostEvents(t *testing.T) {
 	ring := testRing(16)
 	for _, tt := range []struct {
 		rings []*trace.Ring
@@ -257,14 +259,15 @@ func TestTraceErrors(t *testing.T) {
 	isError(t, err, control.CodeUsage, dir)
 	err = c.Trace(context.Background(), control.TraceRequest{Dir: filepath.Dir(dir)}, io.Discard)
 	isError(t, err, control.CodeNotMounted, "nfsrdmad list")
-	isError(t, c.Trace(context.Background(), control.TraceRequest{Dir: dir, Last: -2}, io.Discard), control.CodeUsage, `last = "-2"`)
-	b := newBuilding()
+	isError(t, c.Trace(context.Background(), control.TraceRequest{Dir: dir, Last: -2}, io.Discard), control.CodeUsage,
+		`last = "-2"`)
+	b := newFakeBuilder()
 	tab, r := testTable(t, b.build)
 	done := make(chan struct{})
 	go func() { defer close(done); _, _ = tab.Mount(context.Background(), r) }()
 	<-b.begun
-	_, _, err = tab.traced(context.Background(), r.Dir)
-	isError(t, err, control.CodeNotMounted, "still being mounted")
-	b.result <- newStandIn()
+	_, _, err = tab.findRings(context.Background(), r.Dir)
+	isError(t, err, control.CodeNotMounted, "mount not complete")
+	b.result <- newFakeMount()
 	<-done
 }

@@ -237,12 +237,17 @@ func (e *echo) Call(_ context.Context, m *sunrpc.Message) error {
 	return nil
 }
 
-// TestCallsDoNotAllocate checks every procedure.
-func TestCallsDoNotAllocate(t *testing.T) {
-	if raceEnabled {
-		t.Skip("sync.Pool drops items at random under the race detector; run without -race")
-	}
-	ctx := t.Context()
+// An allocCase is a call of TestCallsDoNotAllocate and its reply.
+type allocCase struct {
+	p     Proc
+	reply string
+	place []byte // data that the transport places
+	call  func(c *Client) error
+}
+
+// allocCases returns a successful call of every procedure, and a LOOKUP of a missing name. each
+// runs for directory entries.
+func allocCases(ctx context.Context, each func(*DirEntry) bool) []allocCase {
 	data := make([]byte, 128<<10)
 	buf := make([]byte, 128<<10)
 	attr, wcc := new(Attr), new(WccData)
@@ -259,14 +264,7 @@ func TestCallsDoNotAllocate(t *testing.T) {
 		dirReply += entryHex + postHex + "00000001" + fh2Hex
 	}
 	dirReply += "00000000 00000000"
-	entryBytes := 0
-	each := func(e *DirEntry) bool { entryBytes += len(e.Name); return true }
-	for _, x := range []struct {
-		p     Proc
-		reply string
-		place []byte
-		call  func(c *Client) error
-	}{
+	return []allocCase{
 		{ProcNull, "", nil, func(c *Client) error { return c.Null(ctx, cred) }},
 		{ProcGetAttr, okHex + attrHex, nil, func(c *Client) error { return c.GetAttr(ctx, cred, fh1, attr) }},
 		{ProcSetAttr, okHex + wccHex, nil, func(c *Client) error { return c.SetAttr(ctx, cred, fh1, set, guard, wcc) }},
@@ -312,7 +310,17 @@ func TestCallsDoNotAllocate(t *testing.T) {
 			func(c *Client) error { return c.PathConf(ctx, cred, fh1, conf) }},
 		{ProcCommit, okHex + wccHex + verfHex, nil,
 			func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, com) }},
-	} {
+	}
+}
+
+// TestCallsDoNotAllocate checks every procedure.
+func TestCallsDoNotAllocate(t *testing.T) {
+	if raceEnabled {
+		t.Skip("sync.Pool drops items at random under the race detector; run without -race")
+	}
+	entryBytes := 0
+	each := func(e *DirEntry) bool { entryBytes += len(e.Name); return true }
+	for _, x := range allocCases(t.Context(), each) {
 		caller := &echo{result: unhex(x.reply), place: x.place}
 		c := NewClient(caller, Options{Observe: func(Proc, time.Duration, error) {}})
 		var failed error

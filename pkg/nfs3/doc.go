@@ -15,6 +15,8 @@
 //	procs_data.go  READLINK, READ, WRITE, COMMIT
 //	procs_name.go  CREATE, MKDIR, SYMLINK, MKNOD, REMOVE, RMDIR, RENAME, LINK
 //	procs_dir.go   READDIR, READDIRPLUS
+//	serverargs.go  ParseArgs: the arguments of a call on the server side (RFC 1813 §3.3)
+//	serverresults.go  append functions for results on the server side (RFC 1813 §2.5, §2.6)
 //
 // # Promises
 //

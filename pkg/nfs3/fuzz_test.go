@@ -56,13 +56,6 @@ func FuzzNFSReply(f *testing.F) {
 func callAny(t *testing.T, c *Client, p Proc, size int) error {
 	ctx := context.Background()
 	buf := make([]byte, 300)
-	entry := func(e *DirEntry) bool {
-		if !validName(e.Name) || len(e.Name) > MaxName || e.FH.Len() > FHSize || e.HasFH && e.FH.IsZero() {
-			t.Fatalf("got invalid entry %+v", e)
-		}
-		checkAttr(t, &e.Attr.Attr, e.Attr.Present)
-		return true
-	}
 	switch p {
 	case ProcNull:
 		return c.Null(ctx, cred)
@@ -120,19 +113,7 @@ func callAny(t *testing.T, c *Client, p Proc, size int) error {
 	case ProcLink:
 		return c.Link(ctx, cred, fh1, fh2, "m", new(LinkResult))
 	case ProcReadDir, ProcReadDirPlus:
-		var res ReadDirResult
-		delivered := 0
-		each := func(e *DirEntry) bool { delivered++; return entry(e) }
-		var err error
-		if p == ProcReadDir {
-			err = c.ReadDir(ctx, cred, fh1, 0, Verifier{}, 4096, &res, each)
-		} else {
-			err = c.ReadDirPlus(ctx, cred, fh1, 0, Verifier{}, 4096, 4096, &res, each)
-		}
-		if err != nil && delivered != 0 || err == nil && delivered != res.Entries || delivered > size/20 {
-			t.Fatalf("%v: delivered %d entries, counted %d in %d bytes, error %v", p, delivered, res.Entries, size, err)
-		}
-		return err
+		return callReadDir(ctx, t, c, p, size)
 	case ProcFSStat:
 		return c.FSStat(ctx, cred, fh1, new(FSStatResult))
 	case ProcFSInfo:
@@ -142,6 +123,29 @@ func callAny(t *testing.T, c *Client, p Proc, size int) error {
 	default:
 		return c.Commit(ctx, cred, fh1, 0, 0, new(CommitResult))
 	}
+}
+
+// callReadDir lists a directory and checks the entries. A failed call must deliver none.
+func callReadDir(ctx context.Context, t *testing.T, c *Client, p Proc, size int) (err error) {
+	var res ReadDirResult
+	delivered := 0
+	each := func(e *DirEntry) bool {
+		delivered++
+		if !validName(e.Name) || len(e.Name) > MaxName || e.FH.Len() > FHSize || e.HasFH && e.FH.IsZero() {
+			t.Fatalf("got invalid entry %+v", e)
+		}
+		checkAttr(t, &e.Attr.Attr, e.Attr.Present)
+		return true
+	}
+	if p == ProcReadDir {
+		err = c.ReadDir(ctx, cred, fh1, 0, Verifier{}, 4096, &res, each)
+	} else {
+		err = c.ReadDirPlus(ctx, cred, fh1, 0, Verifier{}, 4096, 4096, &res, each)
+	}
+	if err != nil && delivered != 0 || err == nil && delivered != res.Entries || delivered > size/20 {
+		t.Fatalf("%v: delivered %d entries, counted %d in %d bytes, error %v", p, delivered, res.Entries, size, err)
+	}
+	return err
 }
 
 func checkAttr(t *testing.T, a *Attr, present bool) {

@@ -105,7 +105,7 @@ func TestDecodeRejectsInvalidHeaders(t *testing.T) {
 		{"discriminator 2", msg + "00000002 00000000 00000000", ErrBadChunks},
 		{"read position 3", msg + "00000001 00000003 " + segment + " 00000000 00000000 00000000", ErrBadChunks},
 		{"write chunk with count 2^32-1", msg + "00000000 00000001 ffffffff 00000000", ErrBadChunks},
-		{"reply chunk with count 2 and one segment", noMsg + "00000000 00000000 00000001 00000002 " + segment, ErrBadChunks},
+		{"reply chunk with a missing segment", noMsg + "00000000 00000000 00000001 00000002 " + segment, ErrBadChunks},
 		{"truncated lists", msg + "00000001 00000000 " + segment, ErrBadChunks},
 	}
 	var h Header

@@ -84,7 +84,8 @@ type Transport struct {
 	Credits    uint64 `json:"credits"`
 	Slots      uint64 `json:"slots"`
 	SlotsInUse uint64 `json:"slots_in_use"`
-	// InFlight are the calls that hold a credit, Queued those that wait for a credit or a connection.
+	// InFlight are the calls that hold a credit, Queued those that wait for a credit or a
+	// connection.
 	InFlight uint64 `json:"calls_in_flight"`
 	Queued   uint64 `json:"calls_queued"`
 	MRsFree  uint64 `json:"mrs_free"`

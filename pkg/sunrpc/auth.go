@@ -6,10 +6,6 @@ const (
 	MaxGIDs        = 16
 )
 
-// MaxAuthSysSize is the maximum size of an encoded AUTH_SYS credential in bytes: flavor and length,
-// then stamp, machine name with its length and pad, uid, gid, and the counted list of groups.
-const MaxAuthSysSize = 2*SizeUint32 + SizeUint32 + SizeUint32 + 256 + 2*SizeUint32 + SizeUint32 + MaxGIDs*SizeUint32
-
 // AuthNoneSize is the size in bytes of the encoded AUTH_NONE credential.
 const AuthNoneSize = 2 * SizeUint32
 
@@ -49,37 +45,4 @@ func AppendAuthSys(b []byte, a *AuthSys) []byte {
 // §10.1).
 func AppendAuthNone(b []byte) []byte {
 	return AppendUint32(AppendUint32(b, FlavorNone), 0)
-}
-
-// ParseAuthSys decodes the body of an AUTH_SYS credential, for example [CallHeader].Cred. The
-// result shares no memory with body. Errors wrap [ErrMalformed].
-func ParseAuthSys(body []byte) (AuthSys, error) {
-	d := NewDecoder(body)
-	a := AuthSys{Stamp: d.Uint32()}
-	machine := d.Opaque(MaxMachineName)
-	if d.err == errOpaqueLen {
-		return AuthSys{}, errAuthSysName
-	}
-	a.UID, a.GID = d.Uint32(), d.Uint32()
-	n := d.Uint32()
-	if d.err != nil {
-		return AuthSys{}, d.err
-	}
-	if n > MaxGIDs {
-		return AuthSys{}, errAuthSysGIDs
-	}
-	if d.Remaining() < int(n)*SizeUint32 {
-		return AuthSys{}, errShort
-	}
-	if d.Remaining() > int(n)*SizeUint32 {
-		return AuthSys{}, errAuthSysExtra
-	}
-	a.Machine = string(machine)
-	if n > 0 {
-		a.GIDs = make([]uint32, n)
-	}
-	for i := range a.GIDs {
-		a.GIDs[i] = d.Uint32()
-	}
-	return a, nil
 }

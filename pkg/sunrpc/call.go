@@ -1,5 +1,7 @@
 package sunrpc
 
+import "errors"
+
 // callFixedSize is the size of a call header without its credential: xid, msg_type, rpcvers, prog,
 // vers, proc, and an AUTH_NONE verifier (RFC 5531 §9).
 const callFixedSize = 6*SizeUint32 + AuthNoneSize
@@ -61,7 +63,7 @@ func ParseCall(b []byte) (h CallHeader, args []byte, err error) {
 func (d *Decoder) auth() (flavor uint32, body []byte) {
 	flavor = d.Uint32()
 	body = d.Opaque(MaxAuthBody)
-	if d.err == errOpaqueLen {
+	if errors.Is(d.err, errOpaqueLen) {
 		d.err = errAuthTooLong
 	}
 	return flavor, body

@@ -16,7 +16,7 @@
 //
 // Input from a peer cannot make a function panic, read past the message, or allocate the length
 // that the message claims. Encoding appends to a slice of the caller, and parsing returns slices of
-// the message. Only errors and [ParseAuthSys] allocate when the slice has enough capacity.
+// the message. Only errors allocate when the slice has enough capacity.
 //
 // Record marking (RFC 5531 §11) is part of the stream, not of the message: see internal/rpctcp.
 package sunrpc

@@ -11,18 +11,15 @@ var ErrMalformed = errors.New("malformed RPC message")
 
 // These errors are variables so that invalid messages cause no allocation.
 var (
-	errShort        = fmt.Errorf("%w: message ends in the middle of a field", ErrMalformed)
-	errOpaqueLen    = fmt.Errorf("%w: opaque is longer than its maximum", ErrMalformed)
-	errBool         = fmt.Errorf("%w: boolean is not 0 or 1", ErrMalformed)
-	errNotReply     = fmt.Errorf("%w: not a reply (msg_type is not 1)", ErrMalformed)
-	errNotCall      = fmt.Errorf("%w: not a call (msg_type is not 0)", ErrMalformed)
-	errReplyStat    = fmt.Errorf("%w: reply_stat is out of range", ErrMalformed)
-	errAcceptStat   = fmt.Errorf("%w: accept_stat is out of range", ErrMalformed)
-	errRejectStat   = fmt.Errorf("%w: reject_stat is out of range", ErrMalformed)
-	errAuthTooLong  = fmt.Errorf("%w: credential or verifier is longer than 400 bytes", ErrMalformed)
-	errAuthSysName  = fmt.Errorf("%w: AUTH_SYS machine name is longer than 255 bytes", ErrMalformed)
-	errAuthSysGIDs  = fmt.Errorf("%w: AUTH_SYS credential has more than 16 groups", ErrMalformed)
-	errAuthSysExtra = fmt.Errorf("%w: extra bytes after the AUTH_SYS credential", ErrMalformed)
+	errShort       = fmt.Errorf("%w: message ends in the middle of a field", ErrMalformed)
+	errOpaqueLen   = fmt.Errorf("%w: opaque is longer than its maximum", ErrMalformed)
+	errBool        = fmt.Errorf("%w: boolean is not 0 or 1", ErrMalformed)
+	errNotReply    = fmt.Errorf("%w: not a reply (msg_type is not 1)", ErrMalformed)
+	errNotCall     = fmt.Errorf("%w: not a call (msg_type is not 0)", ErrMalformed)
+	errReplyStat   = fmt.Errorf("%w: reply_stat is out of range", ErrMalformed)
+	errAcceptStat  = fmt.Errorf("%w: accept_stat is out of range", ErrMalformed)
+	errRejectStat  = fmt.Errorf("%w: reject_stat is out of range", ErrMalformed)
+	errAuthTooLong = fmt.Errorf("%w: credential or verifier is longer than 400 bytes", ErrMalformed)
 )
 
 // An AcceptError is the error of a call that the server accepted but did not execute (RFC 5531 §9,

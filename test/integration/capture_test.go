@@ -17,7 +17,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 )
 
-// embedded is where the MOUNT service of an embedded server is.
+// embedded returns the MOUNT arguments of an embedded server.
 func embedded(t *testing.T, s *nfsserve.Server) mountd.Args {
 	t.Helper()
 	host, port, err := net.SplitHostPort(s.TCPAddr)
@@ -31,7 +31,7 @@ func embedded(t *testing.T, s *nfsserve.Server) mountd.Args {
 	return mountd.Args{Host: host, Port: n, Export: "/"}
 }
 
-// capture records a TCP port of the loopback device until stop is called.
+// capture writes the packets of a TCP port of the loopback device to file until stop is called.
 func capture(t *testing.T, port uint16, file string) (stop func()) {
 	t.Helper()
 	cmd := exec.Command("dumpcap", "-q", "-i", "lo", "-f", fmt.Sprintf("tcp port %d", port), "-B", "256", "-w", file)
@@ -41,7 +41,7 @@ func capture(t *testing.T, port uint16, file string) (stop func()) {
 		t.Fatal(err)
 	}
 	if err := cmd.Start(); err != nil {
-		t.Fatalf("dumpcap (Debian package wireshark-common): %v", err)
+		t.Fatalf("start dumpcap: %v; install the Debian package wireshark-common", err)
 	}
 	ready := make(chan struct{})
 	ended := make(chan struct{})
@@ -59,22 +59,22 @@ func capture(t *testing.T, port uint16, file string) (stop func()) {
 	select {
 	case <-ready:
 	case <-ended:
-		t.Fatalf("dumpcap ended:\n%s", stderr.String())
+		t.Fatalf("dumpcap exited:\n%s", stderr.String())
 	case <-time.After(20 * time.Second):
 		t.Fatal("dumpcap did not start within 20 s")
 	}
 	return func() {
-		time.Sleep(time.Second) // let the kernel hand over what it has
+		time.Sleep(time.Second) // the kernel delivers packets late
 		cmd.Process.Signal(os.Interrupt)
 		<-ended
 		cmd.Wait()
 		if s := stderr.String(); !strings.Contains(s, "dropped on interface") || !strings.Contains(s, "/0 ") {
-			t.Fatalf("packets were lost, the capture says nothing:\n%s", s)
+			t.Fatalf("capture lost packets:\n%s", s)
 		}
 	}
 }
 
-// TestCaptureDecodes has an independent decoder read a whole run, CRCs on.
+// TestCaptureDecodes lets tshark decode all packets of a run with CRCs.
 func TestCaptureDecodes(t *testing.T) {
 	front := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0"})
 	file := filepath.Join(t.TempDir(), "run.pcapng")
@@ -86,8 +86,8 @@ func TestCaptureDecodes(t *testing.T) {
 	run(t, "", "diff", "-r", src, filepath.Join(cold.dir, "http"))
 	stop()
 
-	// The decoder does not put data that went by RDMA Write back into the NFS reply, and so takes
-	// each reduced READ for cut short: the layer above RPC is not asked for.
+	// tshark does not insert the data of RDMA Writes into the NFS reply, so that every READ with a
+	// write chunk would look truncated. The test therefore disables the decoder of NFS.
 	tshark := func(args ...string) string {
 		cmd := exec.Command("tshark", append([]string{"-r", file, "-o", "tcp.desegment_tcp_streams:TRUE",
 			"--disable-protocol", "nfs"}, args...)...)
@@ -105,13 +105,13 @@ func TestCaptureDecodes(t *testing.T) {
 	text := tshark("-Y", "iwarp_mpa.crc_check", "-V", "-O", "iwarp_mpa")
 	good, bad := strings.Count(text, "(Good CRC32)"), strings.Count(text, "(Bad CRC32")
 	if bad != 0 || good < 100 {
-		t.Errorf("%d CRCs bad, %d good", bad, good)
+		t.Errorf("got %d wrong and %d right CRCs, want 0 wrong and at least 100 right", bad, good)
 	}
 	for _, what := range []string{"iwarp_mpa.req", "iwarp_mpa.rep", "iwarp_ddp.tagged", "iwarp_rdma.rr",
 		"iwarp_rdma.inval_stag != 0", "rpcordma"} {
 		if n := strings.Count(tshark("-Y", what), "\n"); n == 0 {
-			t.Errorf("no packet was decoded as %s", what)
+			t.Errorf("tshark decoded no packet as %s", what)
 		}
 	}
-	t.Logf("%d FPDUs with good CRCs", good)
+	t.Logf("%d FPDUs with right CRCs", good)
 }

@@ -1,4 +1,11 @@
-// Package integration proves whole mounts: programs that people use, on /dev/fuse, through every
-// layer of the client, over softiwarp, to servers that are real: NFS-Ganesha behind the RDMA front,
-// and the embedded server.
+// Package integration tests whole mounts. Real programs work on /dev/fuse, through every layer of
+// the client and over softiwarp. The servers are NFS-Ganesha behind the relay, and the embedded
+// server.
+//
+//	stack_test.go    helpers: a server and a mount in the test process
+//	serve_*_test.go  tests of "nfsrdmad serve DIR" as a process, through its ports and through mounts;
+//	                 serve_process_test.go has their helpers
+//	storm_test.go    verified I/O while connections break
+//
+// The tests need root, /dev/fuse and the Debian packages that `make deps` installs.
 package integration

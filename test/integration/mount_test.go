@@ -9,7 +9,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 )
 
-// TestGanesha is the main job, to a server that nobody here wrote.
+// TestGanesha runs real programs on a mount of NFS-Ganesha.
 func TestGanesha(t *testing.T) {
 	g := ganeshatest.Start(t, t.TempDir())
 	front := serve(t, nfsserve.Config{Backend: g.Addr()})
@@ -19,7 +19,7 @@ func TestGanesha(t *testing.T) {
 		src := goTree(t, "cmd")
 		more := goTree(t, "runtime")
 		if n := countFiles(t, src) + countFiles(t, more); n < 5000 {
-			t.Fatalf("the tree has %d files, 5000 are asked for", n)
+			t.Fatalf("got a tree of %d files, want at least 5000", n)
 		}
 		m := mountIt(t, mountConfig{rdma: front.RDMAAddr, export: export})
 		run(t, "", "cp", "-a", src, more, m.dir)
@@ -32,7 +32,7 @@ func TestGanesha(t *testing.T) {
 		run(t, "", "rsync", "-a", "--checksum", "--delete", cold.dir+"/runtime/", filepath.Join(out, "again"))
 		run(t, "", "diff", "-r", more, filepath.Join(out, "again"))
 		run(t, m.dir, "rm", "-rf", "cmd", "runtime")
-		checkStory(t, m.tr.Stats(), cold.tr.Stats())
+		checkTransports(t, m.tr.Stats(), cold.tr.Stats())
 	})
 
 	t.Run("git", func(t *testing.T) {
@@ -47,7 +47,7 @@ func TestGanesha(t *testing.T) {
 		run(t, clone, "git", "fsck", "--strict")
 		run(t, clone, "git", "gc", "-q")
 		if out := run(t, clone, "git", "status", "--porcelain"); out != "" {
-			t.Errorf("git status in a fresh clone:\n%s", out)
+			t.Errorf("git status in a new clone: got\n%s, want nothing", out)
 		}
 		run(t, m.dir, "rm", "-rf", "clone")
 	})
@@ -68,7 +68,7 @@ func TestGanesha(t *testing.T) {
 	})
 }
 
-// TestEmbedded is the same, shorter, to our own server.
+// TestEmbedded copies a tree to a mount of the embedded server and compares it.
 func TestEmbedded(t *testing.T) {
 	front := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0"})
 	m := mountIt(t, mountConfig{rdma: front.RDMAAddr, export: embedded(t, front)})
@@ -76,5 +76,5 @@ func TestEmbedded(t *testing.T) {
 	run(t, "", "cp", "-a", src, m.dir)
 	cold := mountIt(t, mountConfig{rdma: front.RDMAAddr, export: embedded(t, front)})
 	run(t, "", "diff", "-r", src, filepath.Join(cold.dir, "net"))
-	checkStory(t, m.tr.Stats(), cold.tr.Stats())
+	checkTransports(t, m.tr.Stats(), cold.tr.Stats())
 }

@@ -8,9 +8,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 )
 
-// TestUnmountWithACopyElsewhere: a container that was started while the mount was there keeps a
-// copy of it, which must not keep the unmount waiting.
-func TestUnmountWithACopyElsewhere(t *testing.T) {
+// TestUnmountWithCopyInNamespace unmounts while another mount namespace has a copy of the mount, as
+// the namespace of a container has. The unmount must not wait for the copy.
+func TestUnmountWithCopyInNamespace(t *testing.T) {
 	front := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0"})
 	ended := make(chan struct{})
 	t.Run("mount", func(t *testing.T) {
@@ -20,7 +20,7 @@ func TestUnmountWithACopyElsewhere(t *testing.T) {
 		if err := other.Start(); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(300 * time.Millisecond) // until the copy is made
+		time.Sleep(300 * time.Millisecond) // until unshare has copied the mount
 		go func() {
 			<-ended
 			other.Process.Kill()
@@ -28,6 +28,6 @@ func TestUnmountWithACopyElsewhere(t *testing.T) {
 			close(ended)
 		}()
 	})
-	ended <- struct{}{} // the subtest's clean-up unmounted, while the copy was still there
+	ended <- struct{}{} // the clean-up of the subtest has unmounted while the copy existed
 	<-ended
 }

@@ -57,8 +57,8 @@ func (c *rawClient) writeAndCommit(name string) (nfs3.Verifier, error) {
 	return w.Verf, nil
 }
 
-// TestServeRestartReplaysWrites loses what a killed server had not committed, as a crash of the host
-// does. The client must write it again.
+// TestServeRestartReplaysWrites loses what a killed server had not committed, as a crash of the
+// host does. The client must write it again.
 func TestServeRestartReplaysWrites(t *testing.T) {
 	const size = 8 << 20
 	served := openTempDir(t)
@@ -177,8 +177,12 @@ func (d *watchedDisk) synced(node uint64) fuse.Status {
 	return fuse.OK
 }
 
-func (d *watchedDisk) Fsync(_ <-chan struct{}, in *fuse.FsyncIn) fuse.Status    { return d.synced(in.NodeId) }
-func (d *watchedDisk) FsyncDir(_ <-chan struct{}, in *fuse.FsyncIn) fuse.Status { return d.synced(in.NodeId) }
+func (d *watchedDisk) Fsync(_ <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
+	return d.synced(in.NodeId)
+}
+func (d *watchedDisk) FsyncDir(_ <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
+	return d.synced(in.NodeId)
+}
 
 func (d *watchedDisk) Create(c <-chan struct{}, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
 	return d.changed("create "+name, d.RawFileSystem.Create(c, in, name, out), in.NodeId)
@@ -284,7 +288,10 @@ func TestServeChangesAreDurable(t *testing.T) {
 		{"REMOVE", func() error { return c.Remove(c.ctx, cred, e, "h", &wcc) }},
 		{"RMDIR", func() error { return c.Rmdir(c.ctx, cred, d, "dir", &wcc) }},
 		{"SETATTR mode", func() error { return c.SetAttr(c.ctx, cred, f, set, nil, &wcc) }},
-		{"SETATTR size", func() error { return c.SetAttr(c.ctx, cred, f, &nfs3.SetAttr{HasSize: true, Size: 9}, nil, &wcc) }},
+		{"SETATTR size", func() error {
+			return c.SetAttr(c.ctx, cred, f, &nfs3.SetAttr{HasSize: true, Size: 9}, nil,
+				&wcc)
+		}},
 	} {
 		if err := step.do(); err != nil {
 			t.Errorf("%s: %v", step.name, err)

@@ -85,7 +85,8 @@ func TestServeForgedHandles(t *testing.T) {
 				c.checkForged(t, "bit flip", newHandle(t, b), inodes)
 			}
 			for n := range nfs3.FHSize + 1 {
-				c.checkForged(t, "length", newHandle(t, append(bytes.Clone(fh.Bytes()), make([]byte, 64)...)[:n]), inodes)
+				c.checkForged(t, "length", newHandle(t, append(bytes.Clone(fh.Bytes()), make([]byte, 64)...)[:n]),
+					inodes)
 			}
 		}
 	})
@@ -179,7 +180,8 @@ func TestServeNamesStayInside(t *testing.T) {
 			t.Errorf("%s: LOOKUP of \"..\" in the root left the export", tr.name)
 		}
 		// nfs3 refuses names with a slash, so that they are encoded here.
-		for _, name := range []string{"../outside", "../outside/secret", "d/../../outside/secret", "/etc/passwd", "dir/secret", ""} {
+		for _, name := range []string{"../outside", "../outside/secret", "d/../../outside/secret", "/etc/passwd",
+			"dir/secret", ""} {
 			if fh, err := c.lookupRaw(c.root, name); err == nil && fh != c.root {
 				t.Errorf("%s: LOOKUP of %q: got %v", tr.name, name, fh)
 			}

@@ -85,7 +85,8 @@ var hostileClients = []hostileClient{
 		return err
 	}},
 	{name: "idle after a call", act: func(c net.Conn, _ nfs3.FH) error {
-		return rpctcp.WriteRecord(c, sunrpc.AppendCall(nil, 1, nfs3.Program, nfs3.Version, 0, sunrpc.AppendAuthNone(nil)))
+		return rpctcp.WriteRecord(c, sunrpc.AppendCall(nil, 1, nfs3.Program, nfs3.Version, 0,
+			sunrpc.AppendAuthNone(nil)))
 	}},
 	{name: "replies are not read", few: true, ends: true, act: readWithoutReceiving},
 

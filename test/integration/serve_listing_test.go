@@ -304,7 +304,8 @@ func TestServeCookies(t *testing.T) {
 // TestServeAttributes compares GETATTR with the file system, for every type of object.
 func TestServeAttributes(t *testing.T) {
 	served := openTempDir(t)
-	runScript(t, served, "r put f {x70000}; r chmod f 06751; r chown f 1001 1002; r link f g; r mkdir d 01777; r symlink t l;"+
+	runScript(t, served, "r put f {x70000}; r chmod f 06751; r chown f 1001 1002; r link f g; r mkdir d 01777;"+
+		"r symlink t l;"+
 		"r mknod p fifo 0644; r mknod s sock 0600; r mknod c chr 0666 1 3; r mknod b blk 0660 4095 1048575;"+
 		"r lutimes f 1000000000.123456789 1100000000.987654321; r lutimes l 12.000000001 4294967295; r lutimes d 1 2")
 	writeFiles(t, served, map[string]string{"hole": "x"})

@@ -35,9 +35,6 @@ const (
 // program builds nfsrdmad once for all tests of this process. The file stays in bin, which git
 // ignores, so that the linker runs only after a change.
 var program = sync.OnceValues(func() (string, error) {
-	if f := os.Getenv("OLDBIN"); f != "" {
-		return f, nil
-	}
 	file, err := filepath.Abs("../../bin/integration/nfsrdmad")
 	if err != nil {
 		return "", err
@@ -74,8 +71,8 @@ func (b *lockedBuffer) String() string {
 	return b.buf.String()
 }
 
-// startProcess starts nfsrdmad with args, behind the command wrap if that is not empty. input may be
-// nil. The process is killed when the test ends.
+// startProcess starts nfsrdmad with args, behind the command wrap if that is not empty. input may
+// be nil. The process is killed when the test ends.
 func startProcess(t *testing.T, wrap []string, input *os.File, args ...string) *process {
 	t.Helper()
 	file, err := program()
@@ -156,8 +153,8 @@ type servedDir struct {
 }
 
 // launcherScript starts the server for every line of its input, and reports its process ID and its
-// end. A test with open files on a mount cannot start the server itself: the new process would close
-// its copies of the files before it becomes the server, and closing them needs the server.
+// end. A test with open files on a mount cannot start the server itself: the new process would
+// close its copies of the files before it becomes the server, and closing them needs the server.
 const launcherScript = `while read -r _; do "$@" & echo "pid $!"; wait $!; echo "ended"; done`
 
 // serveDir serves dir on two free ports of 127.0.0.1 until the test ends.
@@ -403,7 +400,8 @@ func (c *rawClient) lookup(cred []byte, dir nfs3.FH, name string) (nfs3.FH, erro
 // lookupRaw is lookup for names that nfs3 refuses to send.
 func (c *rawClient) lookupRaw(dir nfs3.FH, name string) (nfs3.FH, error) {
 	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(nfs3.ProcLookup), Cred: credential(0, 0),
-		Args: sunrpc.AppendString(sunrpc.AppendOpaque(nil, dir.Bytes()), name), MaxResult: 512, Result: make([]byte, 0, 512)}
+		Args: sunrpc.AppendString(sunrpc.AppendOpaque(nil, dir.Bytes()), name), MaxResult: 512, Result: make([]byte,
+			0, 512)}
 	if err := c.caller.Call(c.ctx, &m); err != nil {
 		return nfs3.FH{}, err
 	}

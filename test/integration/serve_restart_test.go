@@ -118,7 +118,8 @@ func (l *load) verified(name, path string, flags int, seed uint64) error {
 }
 
 // renames makes, renames and removes names. A server that was killed between a change and its reply
-// makes the same change fail the second time: NFSv3 has no protection against that across a restart.
+// makes the same change fail the second time: NFSv3 has no protection against that across a
+// restart.
 func (l *load) renames(name, dir string) {
 	ignore := func(err error, expected error) error {
 		if errors.Is(err, expected) {
@@ -139,7 +140,8 @@ func (l *load) renames(name, dir string) {
 		if err := ignore(err, os.ErrNotExist); err != nil {
 			return err
 		}
-		// After a rename that failed the second time, the kernel may still remember that b was not there.
+		// After a rename that failed the second time, the kernel may still remember that b was not
+		// there.
 		if got, readErr := os.ReadFile(b); err == nil && (readErr != nil || string(got) != "content") {
 			return fmt.Errorf("read of a renamed file: got %q, %w", got, readErr)
 		}
@@ -219,8 +221,8 @@ func TestServeRestart(t *testing.T) {
 	compareLoad(t, served, mnt)
 }
 
-// holdFiles opens a file, a file that it then removes, and a directory. The function that it returns
-// checks that all three still work.
+// holdFiles opens a file, a file that it then removes, and a directory. The function that it
+// returns checks that all three still work.
 func holdFiles(t *testing.T, mnt string) (check func(t *testing.T)) {
 	t.Helper()
 	open := func(name string, flags int) *os.File {
@@ -276,7 +278,8 @@ func compareLoad(t *testing.T, served, mnt string) {
 // TestServeHandlesAfterRestart presents every kind of handle to a new server process.
 func TestServeHandlesAfterRestart(t *testing.T) {
 	served := openTempDir(t)
-	runScript(t, served, "r mkdir d 0755; r put d/f x; r symlink t l; r mknod p fifo 0644; r mknod s sock 0644; r mknod c chr 0600 1 3; r put old y")
+	runScript(t, served, "r mkdir d 0755; r put d/f x; r symlink t l; r mknod p fifo 0644; r mknod s sock 0644;"+
+		"r mknod c chr 0600 1 3; r put old y")
 	s := serveDir(t, served, "--no-root-squash")
 	before := mustDial(t, s)
 	d := before.mustLookup("d")

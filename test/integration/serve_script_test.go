@@ -282,12 +282,20 @@ var openFlags = map[string]int{"r": unix.O_RDONLY, "w": unix.O_WRONLY, "rw": uni
 	"nofollow": unix.O_NOFOLLOW, "direct": unix.O_DIRECT, "sync": unix.O_SYNC, "nonblock": unix.O_NONBLOCK}
 
 var (
-	nodeTypes   = map[string]int{"fifo": unix.S_IFIFO, "sock": unix.S_IFSOCK, "chr": unix.S_IFCHR, "blk": unix.S_IFBLK, "reg": unix.S_IFREG}
+	nodeTypes = map[string]int{"fifo": unix.S_IFIFO, "sock": unix.S_IFSOCK, "chr": unix.S_IFCHR,
+		"blk": unix.S_IFBLK, "reg": unix.S_IFREG}
 	accessModes = map[string]int{"f": unix.F_OK, "r": unix.R_OK, "w": unix.W_OK, "x": unix.X_OK}
 	renameFlags = map[string]int{"noreplace": unix.RENAME_NOREPLACE, "exchange": unix.RENAME_EXCHANGE}
-	seekModes   = map[string]int{"set": unix.SEEK_SET, "end": unix.SEEK_END, "data": unix.SEEK_DATA, "hole": unix.SEEK_HOLE}
-	allocModes  = map[string]int{"alloc": 0, "keep": unix.FALLOC_FL_KEEP_SIZE, "punch": unix.FALLOC_FL_PUNCH_HOLE, "zero": unix.FALLOC_FL_ZERO_RANGE}
+	seekModes   = map[string]int{"set": unix.SEEK_SET, "end": unix.SEEK_END, "data": unix.SEEK_DATA,
+		"hole": unix.SEEK_HOLE}
+	allocModes = map[string]int{"alloc": 0, "keep": unix.FALLOC_FL_KEEP_SIZE, "punch": unix.FALLOC_FL_PUNCH_HOLE,
+		"zero": unix.FALLOC_FL_ZERO_RANGE}
 )
+
+// noText makes a call of a function that returns an error only.
+func noText(f func(r *runner, a []string) error) func(r *runner, a []string) (string, error) {
+	return func(r *runner, a []string) (string, error) { return "", f(r, a) }
+}
 
 // calls are the words of the language, one per line.
 var calls map[string]call
@@ -300,21 +308,22 @@ func init() {
 		"write":     {2, (*runner).write},  // NAME TEXT
 		"pwrite":    {3, (*runner).pwrite}, // NAME OFFSET TEXT
 		"put":       {2, (*runner).put},    // PATH TEXT [MODE]: open, write, close
-		"cat":       {1, func(r *runner, a []string) (string, error) { b, err := readAll(r.path(a[0])); return digest(b), err }},
+		"cat":       {1, (*runner).cat},
 		"stat":      {1, func(r *runner, a []string) (string, error) { return r.stat(a[0], 0) }},
 		"lstat":     {1, func(r *runner, a []string) (string, error) { return r.stat(a[0], unix.AT_SYMLINK_NOFOLLOW) }},
 		"fstat":     {1, (*runner).fstat},
-		"mkdir":     {2, func(r *runner, a []string) (string, error) { return "", unix.Mkdir(r.path(a[0]), mode(a[1])) }},
-		"rmdir":     {1, func(r *runner, a []string) (string, error) { return "", unix.Rmdir(r.path(a[0])) }},
-		"unlink":    {1, func(r *runner, a []string) (string, error) { return "", unix.Unlink(r.path(a[0])) }},
-		"rename":    {2, func(r *runner, a []string) (string, error) { return "", unix.Rename(r.path(a[0]), r.path(a[1])) }},
+		"mkdir":     {2, noText(func(r *runner, a []string) error { return unix.Mkdir(r.path(a[0]), mode(a[1])) })},
+		"rmdir":     {1, noText(func(r *runner, a []string) error { return unix.Rmdir(r.path(a[0])) })},
+		"unlink":    {1, noText(func(r *runner, a []string) error { return unix.Unlink(r.path(a[0])) })},
+		"rename":    {2, noText(func(r *runner, a []string) error { return unix.Rename(r.path(a[0]), r.path(a[1])) })},
 		"renameat2": {3, (*runner).renameat2}, // FROM TO FLAGS
-		"link":      {2, func(r *runner, a []string) (string, error) { return "", unix.Link(r.path(a[0]), r.path(a[1])) }},
-		"symlink":   {2, func(r *runner, a []string) (string, error) { return "", unix.Symlink(a[0], r.path(a[1])) }}, // TARGET PATH
-		"readlink":  {1, (*runner).readlink},
-		"mknod":     {3, (*runner).mknod}, // PATH TYPE MODE [MAJOR MINOR]
-		"chmod":     {2, func(r *runner, a []string) (string, error) { return "", unix.Chmod(r.path(a[0]), mode(a[1])) }},
-		"fchmod":    {2, func(r *runner, a []string) (string, error) { return "", unix.Fchmod(r.files[a[0]], mode(a[1])) }},
+		"link":      {2, noText(func(r *runner, a []string) error { return unix.Link(r.path(a[0]), r.path(a[1])) })},
+		// TARGET PATH
+		"symlink":  {2, noText(func(r *runner, a []string) error { return unix.Symlink(a[0], r.path(a[1])) })},
+		"readlink": {1, (*runner).readlink},
+		"mknod":    {3, (*runner).mknod}, // PATH TYPE MODE [MAJOR MINOR]
+		"chmod":    {2, noText(func(r *runner, a []string) error { return unix.Chmod(r.path(a[0]), mode(a[1])) })},
+		"fchmod":   {2, noText(func(r *runner, a []string) error { return unix.Fchmod(r.files[a[0]], mode(a[1])) })},
 		"chown": {3, func(r *runner, a []string) (string, error) {
 			return "", unix.Chown(r.path(a[0]), number(a[1]), number(a[2]))
 		}},
@@ -327,19 +336,20 @@ func init() {
 		"ftruncate": {2, func(r *runner, a []string) (string, error) {
 			return "", unix.Ftruncate(r.files[a[0]], int64(number(a[1])))
 		}},
-		"utimes":    {3, func(r *runner, a []string) (string, error) { return "", r.utimes(a, 0) }}, // PATH ATIME MTIME
-		"lutimes":   {3, func(r *runner, a []string) (string, error) { return "", r.utimes(a, unix.AT_SYMLINK_NOFOLLOW) }},
+		// PATH ATIME MTIME
+		"utimes":    {3, noText(func(r *runner, a []string) error { return r.utimes(a, 0) })},
+		"lutimes":   {3, noText(func(r *runner, a []string) error { return r.utimes(a, unix.AT_SYMLINK_NOFOLLOW) })},
 		"times":     {1, (*runner).times},
 		"snap":      {1, (*runner).snap},
 		"changed":   {1, (*runner).changed},
 		"access":    {2, (*runner).access}, // PATH MODES
-		"umask":     {1, func(_ *runner, a []string) (string, error) { unix.Umask(int(mode(a[0]))); return "", nil }},
+		"umask":     {1, noText(func(_ *runner, a []string) error { unix.Umask(int(mode(a[0]))); return nil })},
 		"ls":        {1, (*runner).list},
 		"statfs":    {1, (*runner).statfs},
 		"fallocate": {4, (*runner).fallocate}, // NAME MODE OFFSET LENGTH
 		"seek":      {3, (*runner).seek},      // NAME OFFSET WHENCE
-		"fsync":     {1, func(r *runner, a []string) (string, error) { return "", unix.Fsync(r.files[a[0]]) }},
-		"fdatasync": {1, func(r *runner, a []string) (string, error) { return "", unix.Fdatasync(r.files[a[0]]) }},
+		"fsync":     {1, noText(func(r *runner, a []string) error { return unix.Fsync(r.files[a[0]]) })},
+		"fdatasync": {1, noText(func(r *runner, a []string) error { return unix.Fdatasync(r.files[a[0]]) })},
 		"setxattr": {3, func(r *runner, a []string) (string, error) {
 			return "", unix.Setxattr(r.path(a[0]), a[1], []byte(a[2]), 0)
 		}},
@@ -396,10 +406,10 @@ func (r *runner) put(a []string) (string, error) {
 	return "", errors.Join(err, unix.Close(fd))
 }
 
-func readAll(path string) ([]byte, error) {
-	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+func (r *runner) cat(a []string) (string, error) {
+	fd, err := unix.Open(r.path(a[0]), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, err
+		return "", err
 	}
 	defer unix.Close(fd)
 	var out bytes.Buffer
@@ -407,7 +417,7 @@ func readAll(path string) ([]byte, error) {
 	for {
 		n, err := unix.Read(fd, b)
 		if n <= 0 || err != nil {
-			return out.Bytes(), err
+			return digest(out.Bytes()), err
 		}
 		out.Write(b[:n])
 	}
@@ -431,7 +441,8 @@ func (r *runner) fstat(a []string) (string, error) {
 }
 
 func (r *runner) renameat2(a []string) (string, error) {
-	return "", unix.Renameat2(unix.AT_FDCWD, r.path(a[0]), unix.AT_FDCWD, r.path(a[1]), uint(lookupWord(renameFlags, a[2])))
+	return "", unix.Renameat2(unix.AT_FDCWD, r.path(a[0]), unix.AT_FDCWD, r.path(a[1]),
+		uint(lookupWord(renameFlags, a[2])))
 }
 
 func (r *runner) readlink(a []string) (string, error) {

@@ -20,9 +20,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { testutil.MainNeedsRoot(m) }
 
-// serve runs the RDMA front until the test ends.
+// serve runs a server in this process until the test ends.
 func serve(t *testing.T, cfg nfsserve.Config) *nfsserve.Server {
 	t.Helper()
 	cfg.RDMAListen, cfg.NoRootSquash, cfg.StateDir = "127.0.0.1:0", true, t.TempDir()
@@ -35,13 +35,13 @@ func serve(t *testing.T, cfg nfsserve.Config) *nfsserve.Server {
 	}
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {
-			t.Errorf("server: %v", err)
+			t.Errorf("close server: %v", err)
 		}
 	})
 	return s
 }
 
-// A mount is an export on a directory.
+// A mount is a mounted export.
 type mount struct {
 	dir string
 	tr  *xprt.Transport
@@ -51,10 +51,10 @@ type mountConfig struct {
 	rdma   netip.AddrPort
 	export mountd.Args
 	crc    bool
-	tune   func(*xprt.Config) // if not nil, changes the transport
+	tune   func(*xprt.Config) // changes the transport's configuration; may be nil
 }
 
-// mountIt mounts until the test ends.
+// mountIt mounts an export, served by this process, until the test ends.
 func mountIt(t *testing.T, c mountConfig) *mount {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -98,13 +98,13 @@ func mountIt(t *testing.T, c mountConfig) *mount {
 	return &mount{dir: dir, tr: tr}
 }
 
-// run runs a program and fails the test, with its output, when it fails.
+// run runs a program and returns its output. If the program fails, the test fails.
 func run(t *testing.T, dir, name string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
-	// The program's own process goes to the directory: one that Go forks would, before it execs,
-	// and hold the runtime up while the mount, which this process serves, is asked about it.
+	// The shell changes the directory. With Cmd.Dir, the forked process would do it before exec.
+	// Go's runtime waits for that, so that this process could not serve the mount meanwhile.
 	cmd := exec.CommandContext(ctx, "sh", append([]string{"-c", `cd -- "${0:-.}" && exec "$@"`, dir, name}, args...)...)
 	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1",
 		"GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
@@ -115,7 +115,7 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	return string(out)
 }
 
-// goTree is a real source tree below GOROOT.
+// goTree returns the path of a directory below GOROOT/src.
 func goTree(t *testing.T, sub string) string {
 	t.Helper()
 	return filepath.Join(strings.TrimSpace(run(t, "", "go", "env", "GOROOT")), "src", sub)
@@ -136,19 +136,20 @@ func countFiles(t *testing.T, dir string) int {
 	return n
 }
 
-// checkStory holds the transports of a test to what quiet mounts must look like: one that wrote,
-// one that read.
-func checkStory(t *testing.T, wrote, read xprt.Stats) {
+// checkTransports checks the counters of two transports without errors. One wrote, the other read.
+func checkTransports(t *testing.T, wrote, read xprt.Stats) {
 	t.Helper()
 	for _, s := range []xprt.Stats{wrote, read} {
 		if s.Connects != 1 || s.BadXIDs != 0 || s.BadReply != 0 || s.FailedMarshal != 0 ||
 			s.RemoteAccessErrors != 0 || s.MRsOrphaned != 0 || s.MRsRecycled != 0 {
-			t.Errorf("not a quiet mount: %+v", s)
+			t.Errorf("got counters %+v, want one connection and no errors", s)
 		}
-		t.Logf("%d RPCs, %d read, %d write, %d reply segments, %d keys killed by the server, %d by us, %d MRs",
-			s.Sends, s.ReadChunks, s.WriteChunks, s.ReplyChunks, s.RemoteInvalidations, s.LocalInvNeeded, s.MRsAllocated)
+		t.Logf("%d RPCs, %d read, %d write, %d reply segments, %d MRs", s.Sends, s.ReadChunks, s.WriteChunks,
+			s.ReplyChunks, s.MRsAllocated)
+		t.Logf("%d keys invalidated by the server, %d by LOCAL_INV", s.RemoteInvalidations, s.LocalInvNeeded)
 	}
 	if wrote.ReadChunks == 0 || read.WriteChunks == 0 || read.RemoteInvalidations == 0 {
-		t.Error("message forms are missing")
+		t.Errorf("got %d read chunks, %d write chunks and %d remote invalidations, want some of each", wrote.ReadChunks,
+			read.WriteChunks, read.RemoteInvalidations)
 	}
 }

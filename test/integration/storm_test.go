@@ -2,6 +2,7 @@ package integration
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -20,12 +21,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// stormEnv is the number of disconnects that TestStorm is to survive; `make soak` asks for 10,000.
+// stormEnv sets the number of disconnects of TestStorm. `make soak` sets 10,000.
 const stormEnv = "NFSRDMAD_STORM"
 
-// TestStorm has 32 workers do verified I/O on a mount whose connection is cut at random points by
-// both ends, with every other fault of a device between: no byte is wrong, no call is lost or
-// executed twice, every MR is accounted for, and memory does not grow.
+// TestStorm runs 32 workers with verified I/O on a mount while both ends disconnect at random
+// points and the devices inject all other faults. No byte may be wrong, no call may be lost or
+// executed twice, every failed MR must be recovered, recycled or orphaned, and memory must not
+// grow.
 func TestStorm(t *testing.T) {
 	disconnects := 150
 	if s := os.Getenv(stormEnv); s != "" {
@@ -45,8 +47,9 @@ func TestStorm(t *testing.T) {
 	server := faults.New(softiwarp.New(softiwarp.Config{}),
 		plan("disconnect-every=~600,late-write=~400,stale-key=~500,wild-write=~700"), nil)
 	client := faults.New(softiwarp.New(softiwarp.Config{}),
-		plan("disconnect-every=~150,post-fail=~500:*,flush-reg=~600,reg-error=~700,linv-error=~40,alloc-fail=~20,dereg-fail=~20,connect-fail=~30,delay-reply=~200:1ms"), nil)
-	// so that every chunk has its LOCAL_INV
+		plan("disconnect-every=~150,post-fail=~500:*,flush-reg=~600,reg-error=~700,linv-error=~40,alloc-fail=~20,"+
+			"dereg-fail=~20,connect-fail=~30,delay-reply=~200:1ms"), nil)
+	// With NoRemoteInv the client invalidates every chunk by LOCAL_INV.
 	s := serve(t, nfsserve.Config{Dir: t.TempDir(), TCPListen: "127.0.0.1:0", Provider: server, NoRemoteInv: true})
 	m := mountIt(t, mountConfig{rdma: s.RDMAAddr, export: embedded(t, s), tune: func(c *xprt.Config) {
 		c.Provider, c.ReconnectMin, c.ReconnectMax = client, time.Millisecond, 10*time.Millisecond
@@ -85,35 +88,38 @@ func TestStorm(t *testing.T) {
 			for _, c := range m.tr.Calls() {
 				t.Logf("call %+v", c)
 			}
-			t.Errorf("nothing has moved for a minute: %+v", st)
+			t.Errorf("no operation completed for a minute: %+v", st)
 			stop.Store(true)
 		}
 	}
 	wg.Wait()
 	st := m.tr.Stats()
 	if st.MRsFailed == 0 || st.MRsRecovered == 0 || st.MRsRecycled == 0 || st.MRsOrphaned == 0 {
-		t.Errorf("not every way of an MR was taken: %d hurt, %d recovered, %d recycled, %d orphaned", st.MRsFailed,
+		t.Errorf("MRs: got %d failed, %d recovered, %d recycled, %d orphaned, want some of each", st.MRsFailed,
 			st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned)
 	}
-	t.Logf("%d operations, %d RPCs, %d connects, %d resends; %d keys killed by LOCAL_INV, %d by the server; %d MRs hurt = %d recovered + %d recycled + %d orphaned; heap %v",
-		ops.Load(), st.Sends, st.Connects, st.Resends, st.LocalInvNeeded, st.RemoteInvalidations, st.MRsFailed, st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned, heap)
+	t.Logf("%d operations, %d RPCs, %d connects, %d resends; heap %v", ops.Load(), st.Sends, st.Connects, st.Resends,
+		heap)
+	t.Logf("%d keys invalidated by LOCAL_INV, %d by the server", st.LocalInvNeeded, st.RemoteInvalidations)
+	t.Logf("%d MRs failed = %d recovered + %d recycled + %d orphaned", st.MRsFailed, st.MRsRecovered, st.MRsRecycled,
+		st.MRsOrphaned)
 	for _, p := range []*faults.Provider{client, server} {
 		for _, c := range p.Counts() {
 			t.Logf("%s: %d", c.Name, c.Injected)
 		}
 	}
-	// The first samples are of a heap that still grows to its size.
+	// The heap grows to its normal size during the first samples.
 	if n := len(heap); n >= 8 && heap[n-1] > heap[n/2]+32<<20 {
-		t.Errorf("the heap grows: %v", heap)
+		t.Errorf("heap grows: %v", heap)
 	}
 }
 
-// stormWorker keeps a file and its shadow in step, and makes, renames and removes files that nobody
-// else has. Any error is wrong.
+// stormWorker compares a file with a copy in memory after each write, and creates, renames and
+// removes names that no other worker uses. It returns the first error.
 func stormWorker(dir string, w int, rng *rand.Rand, stop *atomic.Bool, ops *atomic.Int64) error {
 	const size = 192 << 10
 	shadow := make([]byte, size)
-	// O_DIRECT: every read and write is the server's.
+	// With O_DIRECT, every read and write goes to the server.
 	f, err := os.OpenFile(filepath.Join(dir, fmt.Sprintf("file%d", w)),
 		os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_DIRECT, 0o644)
 	if err != nil {
@@ -141,7 +147,7 @@ func stormWorker(dir string, w int, rng *rand.Rand, stop *atomic.Bool, ops *atom
 				return err
 			}
 			if !bytes.Equal(got[:n], shadow[off:off+n]) {
-				return fmt.Errorf("step %d: %d octets at %d are not what was written", i, n, off)
+				return fmt.Errorf("step %d: %d bytes at offset %d differ from what was written", i, n, off)
 			}
 		case 7:
 			if err := stormNames(dir, w, i); err != nil {
@@ -156,13 +162,13 @@ func stormWorker(dir string, w int, rng *rand.Rand, stop *atomic.Bool, ops *atom
 		return err
 	}
 	if !bytes.Equal(got, shadow) {
-		return fmt.Errorf("the file is not what was written")
+		return errors.New("file differs from what was written")
 	}
 	return f.Close()
 }
 
-// stormNames does what cannot be done twice: a spurious EEXIST or ENOENT would be a replay that was
-// executed again.
+// stormNames calls operations that fail when they run twice. An unexpected EEXIST or ENOENT means
+// that the server executed a retransmitted call again.
 func stormNames(dir string, w, i int) error {
 	d := filepath.Join(dir, fmt.Sprintf("d%d.%d", w, i))
 	if err := os.Mkdir(d, 0o755); err != nil {

@@ -21,10 +21,12 @@ func TestKernelErrorsExceptExpected(t *testing.T) {
 	}{
 		{Options{Kernel: "6.12"}, []string{warning, tail}, nil},
 		{Options{Kernel: "6.1"}, []string{tail}, log[1:2]},
-		{Options{Kernel: "6.12", ExpectedKernelErrors: []string{`WARNING: .*restrack_clean`, "page fault"}}, nil, log[1:3]},
+		{Options{Kernel: "6.12", ExpectedKernelErrors: []string{`WARNING: .*restrack_clean`, "page fault"}}, nil,
+			log[1:3]},
 	} {
 		if got, expected := kernelErrors(log, c.o); !slices.Equal(got, c.want) || !slices.Equal(expected, c.expected) {
-			t.Errorf("%+v: got errors %q and expected errors %q, want %q and %q", c.o, got, expected, c.want, c.expected)
+			t.Errorf("%+v: got errors %q and expected errors %q, want %q and %q", c.o, got, expected, c.want,
+				c.expected)
 		}
 	}
 }

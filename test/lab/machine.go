@@ -179,10 +179,10 @@ func (m *machine) start(l *launch, con net.Conn) error {
 		}
 		var reading sync.WaitGroup
 		reading.Go(func() { m.console.read(con) })
-		err = cmd.Wait()
+		cmd.Wait() // endErr has the exit status
 		reading.Wait()
 		l.closeOurs()
-		m.endErr = fmt.Errorf("QEMU ended (%v): %s", err, strings.TrimSpace(output.String()))
+		m.endErr = fmt.Errorf("QEMU ended (%v): %s", cmd.ProcessState, strings.TrimSpace(output.String()))
 		close(m.ended)
 	}()
 	return <-started

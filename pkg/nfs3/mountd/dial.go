@@ -9,20 +9,20 @@ import (
 	"syscall"
 )
 
-// Reserved source ports that are tried. Below 665 lie the ports of most services; Linux's own
-// clients keep the same distance.
+// Range of reserved source ports. Like the Linux client, it excludes the ports below 665, which
+// most services use.
 const (
 	minReserved = 665
 	maxReserved = 1023
 	numReserved = maxReserved - minReserved + 1
 )
 
-// dial connects to host:port. With reserved set it comes from a reserved port when it may and one
-// is free, because many servers let only those in; otherwise from any port, and the server decides.
+// dial connects to host:port. With reserved set it uses a reserved source port, because many
+// servers require one. It uses any port if no reserved port is free or permitted.
 func dial(ctx context.Context, host string, port int, reserved bool) (net.Conn, error) {
 	addr := net.JoinHostPort(host, strconv.Itoa(port))
 	if reserved {
-		// Each from a random one on: a port that is taken costs no more than a failed bind.
+		// The first port is random. A port in use costs only a failed bind.
 		first := rand.IntN(numReserved)
 		for i := range numReserved {
 			from := minReserved + (first+i)%numReserved
@@ -32,7 +32,7 @@ func dial(ctx context.Context, host string, port int, reserved bool) (net.Conn, 
 				return conn, err
 			}
 			if errors.Is(err, syscall.EACCES) {
-				break // no privilege: no other reserved port will do either
+				break // no privilege for any reserved port
 			}
 		}
 	}
@@ -40,13 +40,13 @@ func dial(ctx context.Context, host string, port int, reserved bool) (net.Conn, 
 	return d.DialContext(ctx, "tcp", addr)
 }
 
-// isBindError tells whether a connection failed for its source port.
+// isBindError reports whether a connection failed because of its source port.
 func isBindError(err error) bool {
 	return errors.Is(err, syscall.EADDRINUSE) || errors.Is(err, syscall.EADDRNOTAVAIL) || errors.Is(err, syscall.EACCES)
 }
 
-// reuseAddr lets a socket have a port that an earlier connection, to another server perhaps, still
-// keeps in TIME-WAIT: there are too few reserved ports to wait a minute for each.
+// reuseAddr permits a source port that an earlier connection still holds in TIME-WAIT, which lasts
+// one minute. There are too few reserved ports to wait.
 func reuseAddr(_, _ string, c syscall.RawConn) error {
 	var optErr error
 	err := c.Control(func(fd uintptr) {

@@ -4,7 +4,7 @@
 //
 // # Files
 //
-//	mount.go   Mount, Unmount, Exports, Dump, Null, GetPort
+//	mount.go   Mount, Unmount, Null, GetPort
 //	decode.go  the results of MOUNT and of the port mapper
 //	errors.go  Error and its kinds, Stat (mountstat3)
 //	dial.go    connections from reserved source ports
@@ -17,8 +17,9 @@
 // panics. The calls go through internal/rpctcp, which also checks the reply header.
 //
 // This package does not use the following parts of go-nfs-client. Its RPC client has no deadline,
-// ignores fragments, and panics on a denied call. Its MOUNT client dials NFS over TCP after MNT. Its
-// AUTH_SYS encoder adds group 0 to every credential, so the credential comes from package sunrpc.
+// ignores fragments, and panics on a denied call. Its MOUNT client dials NFS over TCP after MNT.
+// Its AUTH_SYS encoder adds group 0 to every credential, so the credential comes from package
+// sunrpc.
 //
 // # Promises
 //

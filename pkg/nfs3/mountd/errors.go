@@ -7,38 +7,39 @@ import (
 	"syscall"
 )
 
-// Kind classifies what went wrong.
+// Kind is the class of an Error.
 type Kind uint8
 
 // Kinds of errors.
 const (
-	// UnknownHost: the server's name does not resolve.
+	// UnknownHost means that the host name does not resolve.
 	UnknownHost Kind = iota + 1
-	// PortmapUnreachable: the port mapper refused the connection, or did not answer in time.
+	// PortmapUnreachable means that the port mapper refused the connection or the timeout expired.
 	PortmapUnreachable
-	// NotRegistered: the port mapper does not know the program.
+	// NotRegistered means that the program is not registered with the port mapper.
 	NotRegistered
-	// MountdUnreachable: the MOUNT service refused the connection, or did not answer in time.
+	// MountdUnreachable means that the MOUNT service refused the connection or the timeout expired.
 	MountdUnreachable
-	// NoExport: the server does not have the directory (MNT3ERR_NOENT, MNT3ERR_NOTDIR).
+	// NoExport means that the directory does not exist on the server (MNT3ERR_NOENT,
+	// MNT3ERR_NOTDIR).
 	NoExport
-	// Refused: the server has it, but not for this client (MNT3ERR_ACCES, MNT3ERR_PERM, or the
-	// credential was denied). Some servers, NFS-Ganesha among them, answer so for a path that they
-	// do not export at all.
+	// Refused means that the client may not mount the directory (MNT3ERR_ACCES, MNT3ERR_PERM, or
+	// the credential was denied). Some servers, for example NFS-Ganesha, return this for any path
+	// that they do not export.
 	Refused
-	// OtherStatus: the server answered another mountstat3; see Error.Status.
+	// OtherStatus means another mountstat3; see Error.Status.
 	OtherStatus
-	// Protocol: whatever answered does not speak MOUNT version 3, or port mapper version 2.
+	// Protocol means that the reply is not valid MOUNT version 3 or port mapper version 2.
 	Protocol
-	// Canceled: the caller's context was canceled.
+	// Canceled means that the context of the caller was canceled.
 	Canceled
-	// Usage: the arguments make no sense.
+	// Usage means that the arguments are invalid.
 	Usage
 )
 
 var kindNames = [...]string{"", "unknown host", "port mapper not reachable", "not registered",
-	"MOUNT service not reachable", "no such export",
-	"refused", "error status", "protocol error", "canceled", "bad argument"}
+	"MOUNT service not reachable", "no such export", "refused", "error status", "protocol error", "canceled",
+	"invalid argument"}
 
 func (k Kind) String() string {
 	if int(k) < len(kindNames) {
@@ -47,14 +48,14 @@ func (k Kind) String() string {
 	return "kind " + strconv.Itoa(int(k))
 }
 
-// An Error is why a call of this package failed.
+// An Error is the error of a call of this package.
 type Error struct {
 	Kind   Kind
-	Op     string // "MNT", "UMNT", "EXPORT", "DUMP", "NULL", "GETPORT"
+	Op     string // "MNT", "UMNT", "NULL", "GETPORT"
 	Host   string
-	Port   int    // of the service that was spoken to; 0 when it never came to that
-	Export string // "" for calls that name none
-	Status Stat   // of MNT, with NoExport, Refused and OtherStatus
+	Port   int    // of the service; 0 if unknown
+	Export string // only with MNT and UMNT
+	Status Stat   // status of MNT, or MNT3OK
 	Err    error  // cause, or nil
 }
 
@@ -67,7 +68,7 @@ func (e *Error) Error() string {
 	if e.Port != 0 {
 		at = net.JoinHostPort(e.Host, strconv.Itoa(e.Port))
 	}
-	s += " at " + at + ": " + e.what()
+	s += " at " + at + ": " + e.description()
 	if e.Err != nil {
 		s += ": " + e.Err.Error()
 	}
@@ -77,57 +78,58 @@ func (e *Error) Error() string {
 	return s
 }
 
-// what says what happened, without the cause.
-func (e *Error) what() string {
+// description describes the kind of the error.
+func (e *Error) description() string {
 	switch e.Kind {
 	case UnknownHost:
-		return "the host name does not resolve"
+		return "unknown host"
 	case PortmapUnreachable:
-		return "the port mapper does not answer"
+		return "port mapper does not answer"
 	case NotRegistered:
-		return "the port mapper does not know the service"
+		return "service is not registered with the port mapper"
 	case MountdUnreachable:
-		return "the MOUNT service does not answer"
+		return "MOUNT service does not answer"
 	case NoExport, Refused, OtherStatus:
 		if e.Status != MNT3OK {
-			return "the server answered " + e.Status.String()
+			return "server returned " + e.Status.String()
 		}
-		return "the server refuses the credential"
+		return "server denied the credential"
 	case Protocol:
 		if e.Status != MNT3OK {
-			return "the server answered " + e.Status.String()
+			return "server returned " + e.Status.String()
 		}
-		return "what answered does not speak the protocol"
+		return "invalid reply"
 	case Canceled:
-		return "given up"
+		return "canceled"
 	case Usage:
-		return "the call makes no sense"
+		return "invalid argument"
 	}
 	return e.Kind.String()
 }
 
-// advice says what to do about it.
+// advice returns a hint for the user, or "".
 func (e *Error) advice() string {
 	switch e.Kind {
 	case UnknownHost:
-		return "check the spelling, or give an address"
+		return "check the spelling, or use an address"
 	case PortmapUnreachable:
-		return "start rpcbind on the server, open its port in the firewall, or name the MOUNT port with mountport="
+		return "start rpcbind on the server, open its port in the firewall, or set mountport="
 	case NotRegistered:
-		return "start the NFS server with MOUNT version 3 on TCP there, or name the MOUNT port with mountport="
+		return "start the NFS server with MOUNT version 3 over TCP, or set mountport="
 	case MountdUnreachable:
-		return "check that the server's MOUNT service runs and that no firewall is between, or correct mountport="
+		return "start the MOUNT service on the server, open its port in the firewall, or correct mountport="
 	case NoExport:
-		return "check the path against the server's list of exports"
+		return "check the path against the list of exports on the server"
 	case Refused:
-		return "check the path, and that the server exports it to this client's address; an export that asks for a secure port needs a client with the privilege to use one"
+		return "check the path, and that the server exports it to this client; " +
+			"run as root if the export requires a reserved source port"
 	case Protocol:
-		return "check host and port: is it an NFS version 3 server?"
+		return "check that host and port belong to an NFS version 3 server"
 	}
 	return ""
 }
 
-// Unwrap returns the cause, or an error number where the kind has one.
+// Unwrap returns the cause. Without a cause it returns ENOENT for NoExport and EACCES for Refused.
 func (e *Error) Unwrap() error {
 	if e.Err != nil {
 		return e.Err
@@ -144,7 +146,7 @@ func (e *Error) Unwrap() error {
 // Stat is mountstat3 (RFC 1813 §5.1.5).
 type Stat uint32
 
-// The statuses of MNT.
+// Values of mountstat3.
 const (
 	MNT3OK             Stat = 0
 	MNT3ErrPerm        Stat = 1
@@ -168,10 +170,10 @@ var statTexts = map[Stat]string{
 	MNT3ErrInval:       "MNT3ERR_INVAL (invalid argument)",
 	MNT3ErrNameTooLong: "MNT3ERR_NAMETOOLONG (path too long)",
 	MNT3ErrNotSupp:     "MNT3ERR_NOTSUPP (not supported)",
-	MNT3ErrServerFault: "MNT3ERR_SERVERFAULT (the server failed)",
+	MNT3ErrServerFault: "MNT3ERR_SERVERFAULT (server fault)",
 }
 
-// Valid tells whether s is a value of mountstat3.
+// Valid reports whether s is a value of mountstat3.
 func (s Stat) Valid() bool {
 	_, ok := statTexts[s]
 	return ok
@@ -181,10 +183,10 @@ func (s Stat) String() string {
 	if text, ok := statTexts[s]; ok {
 		return text
 	}
-	return fmt.Sprintf("mountstat3 %d, which MOUNT version 3 does not have", uint32(s))
+	return fmt.Sprintf("the invalid mountstat3 %d", uint32(s))
 }
 
-// kind of error that a status is.
+// kind returns the kind of error for a status other than MNT3OK.
 func (s Stat) kind() Kind {
 	switch s {
 	case MNT3ErrNoEnt, MNT3ErrNotDir:

@@ -23,57 +23,42 @@ import (
 // Ports of the two services.
 const (
 	PortmapPort = 111   // RFC 1833 §3.1
-	MountPort   = 20048 // assigned to mountd by IANA; servers with a port mapper may use any
+	MountPort   = 20048 // assigned by IANA; a server with a port mapper may use another port
 )
 
-// DefaultTimeout bounds a call whose Args do not.
+// DefaultTimeout is the default of Args.Timeout.
 const DefaultTimeout = 30 * time.Second
 
-// maxRecord is the maximum size of a reply in bytes. It is far above every MNT reply and has room for
-// some hundred exports.
+// maxRecord is the maximum size of a reply in bytes. It is far above the largest MNT reply.
 const maxRecord = 64 << 10
 
-// Procedures of MOUNT that go-nfs-client has no name for (RFC 1813 §5.2).
-const procDump = 2
-
-// Args say whom to ask, what, and as whom.
+// Args are the arguments of a call.
 type Args struct {
 	Host   string // name or address of the server, without a port
 	Export string // absolute path; for Mount and Unmount
 
-	// Port of the MOUNT service. 0 asks the server's port mapper; when the server has none (it
-	// refuses the connection), the port that IANA assigned is tried.
+	// Port of the MOUNT service. 0 asks the port mapper of the server, and tries MountPort if the
+	// server refuses the connection to the port mapper.
 	Port int
 	// PortmapPort is the port of the port mapper; 0 means 111.
 	PortmapPort int
 
-	// Cred is the AUTH_SYS credential; nil is AUTH_NONE, which is enough for everything but MNT and
+	// Cred is the AUTH_SYS credential. nil means AUTH_NONE, which does not suffice for MNT and
 	// UMNT.
 	Cred *sunrpc.AuthSys
 
-	// Timeout bounds the whole call, names included; 0 means DefaultTimeout.
+	// Timeout limits the complete call, including name resolution; 0 means DefaultTimeout.
 	Timeout time.Duration
 }
 
-// Result of Mount.
+// Result is the result of Mount.
 type Result struct {
-	FH          nfs3.FH  // of the export's root
-	AuthFlavors []uint32 // that the server takes for it (sunrpc.FlavorSys, …); may be empty
-	Port        int      // of the MOUNT service that answered
+	FH          nfs3.FH  // root of the export
+	AuthFlavors []uint32 // accepted flavors, for example sunrpc.FlavorSys; may be empty
+	Port        int      // of the MOUNT service
 }
 
-// Export is an exported directory and the clients that may mount it; no Groups means everyone.
-type Export struct {
-	Dir    string
-	Groups []string
-}
-
-// Entry is a mount that the server remembers.
-type Entry struct {
-	Host, Dir string
-}
-
-// Mount asks for the file handle of a.Export (MNT, RFC 1813 §5.2.1). Errors are [*Error].
+// Mount returns the file handle of a.Export (MNT, RFC 1813 §5.2.1). Errors are [*Error].
 func Mount(ctx context.Context, a Args) (Result, error) {
 	var res Result
 	err := a.call(ctx, "MNT", nfs.MountProc3MNT, func(port int, b []byte) error {
@@ -90,46 +75,26 @@ func Mount(ctx context.Context, a Args) (Result, error) {
 	return res, nil
 }
 
-// Unmount lets the server forget the mount (UMNT, RFC 1813 §5.2.3). It is a courtesy: nothing
-// depends on it.
+// Unmount removes the mount from the list of mounts on the server (UMNT, RFC 1813 §5.2.3). The list
+// is informational, so a failure has no effect. Errors are [*Error].
 func Unmount(ctx context.Context, a Args) error {
 	return a.call(ctx, "UMNT", nfs.MountProc3UMNT, nil)
 }
 
-// Null makes the round trip and nothing else (RFC 1813 §5.2.0).
+// Null makes a round trip without any effect (NULL, RFC 1813 §5.2.0). Errors are [*Error].
 func Null(ctx context.Context, a Args) error {
 	return a.call(ctx, "NULL", nfs.MountProc3Null, nil)
 }
 
-// Exports lists what the server exports (EXPORT, RFC 1813 §5.2.5). A list of more than 64 KiB is an
-// error.
-func Exports(ctx context.Context, a Args) (list []Export, err error) {
-	err = a.call(ctx, "EXPORT", nfs.MountProc3Export, func(_ int, b []byte) error {
-		list, err = decodeExports(b)
-		return err
-	})
-	return list, err
-}
-
-// Dump lists the mounts that the server remembers, of all clients (DUMP, RFC 1813 §5.2.2). A list
-// of more than 64 KiB is an error.
-func Dump(ctx context.Context, a Args) (list []Entry, err error) {
-	err = a.call(ctx, "DUMP", procDump, func(_ int, b []byte) error {
-		list, err = decodeDump(b)
-		return err
-	})
-	return list, err
-}
-
-// GetPort asks the port mapper of a.Host for the TCP port of a program (PMAPPROC_GETPORT, RFC 1833
-// §3.2). Errors are [*Error].
+// GetPort returns the TCP port of a program from the port mapper of a.Host (PMAPPROC_GETPORT, RFC
+// 1833 §3.2). Errors are [*Error].
 func GetPort(ctx context.Context, a Args, prog, vers uint32) (int, error) {
-	ctx, cancel := a.bound(ctx)
+	ctx, cancel := a.withTimeout(ctx)
 	defer cancel()
 	return a.getPort(ctx, prog, vers)
 }
 
-func (a *Args) bound(ctx context.Context) (context.Context, context.CancelFunc) {
+func (a *Args) withTimeout(ctx context.Context) (context.Context, context.CancelFunc) {
 	timeout := a.Timeout
 	if timeout == 0 {
 		timeout = DefaultTimeout
@@ -168,7 +133,7 @@ func (a *Args) getPort(ctx context.Context, prog, vers uint32) (int, error) {
 
 const maxPort = 1<<16 - 1
 
-// call makes one call to the MOUNT service and gives its results to decode.
+// call makes one call to the MOUNT service and passes the results to decode, if not nil.
 func (a *Args) call(ctx context.Context, op string, proc uint32, decode func(port int, results []byte) error) error {
 	e := &Error{Op: op, Host: a.Host}
 	m := sunrpc.Message{Prog: nfs.MountProg, Vers: nfs.MountVers, Proc: proc, Cred: sunrpc.AppendAuthNone(nil)}
@@ -189,10 +154,10 @@ func (a *Args) call(ctx context.Context, op string, proc uint32, decode func(por
 		}
 	}
 	if a.Host == "" || a.Port < 0 || a.Port > maxPort || a.PortmapPort < 0 || a.PortmapPort > maxPort {
-		e.Kind, e.Err = Usage, errors.New("no host, or a port out of range")
+		e.Kind, e.Err = Usage, errors.New("host is missing, or a port is out of range")
 		return e
 	}
-	ctx, cancel := a.bound(ctx)
+	ctx, cancel := a.withTimeout(ctx)
 	defer cancel()
 	port, err := a.mountPort(ctx, e)
 	if err != nil {
@@ -209,8 +174,8 @@ func (a *Args) call(ctx context.Context, op string, proc uint32, decode func(por
 	return nil
 }
 
-// roundTrip connects to the port, makes one call and returns its results. It connects from a reserved
-// source port when reserved is set.
+// roundTrip connects to the port, makes one call and returns its results. It connects from a
+// reserved source port when reserved is set.
 func (a *Args) roundTrip(ctx context.Context, port int, reserved bool, m sunrpc.Message) ([]byte, error) {
 	conn, err := dial(ctx, a.Host, port, reserved)
 	if err != nil {
@@ -223,7 +188,7 @@ func (a *Args) roundTrip(ctx context.Context, port int, reserved bool, m sunrpc.
 func exchange(ctx context.Context, conn net.Conn, m sunrpc.Message) ([]byte, error) {
 	c := rpctcp.New(conn, rpctcp.Options{MaxRecord: maxRecord})
 	defer c.Close()
-	// The connection serves only this call, so the end of ctx may interrupt a write.
+	// The connection has only this call, so the end of ctx can close it and interrupt a write.
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
 	defer stop()
 	if err := c.Call(ctx, &m); err != nil {
@@ -238,16 +203,16 @@ func exchange(ctx context.Context, conn net.Conn, m sunrpc.Message) ([]byte, err
 func (a *Args) checkExport() error {
 	switch {
 	case len(a.Export) > maxPath:
-		return fmt.Errorf("the path has %d octets, MOUNT takes at most %d", len(a.Export), maxPath)
+		return fmt.Errorf("path has %d bytes, maximum is %d", len(a.Export), maxPath)
 	case !strings.HasPrefix(a.Export, "/"):
-		return fmt.Errorf("the path %q is not absolute", a.Export)
+		return fmt.Errorf("path %q is not absolute", a.Export)
 	case strings.IndexByte(a.Export, 0) >= 0:
-		return fmt.Errorf("the path %q holds a NUL", a.Export)
+		return fmt.Errorf("path %q contains NUL", a.Export)
 	}
 	return nil
 }
 
-// mountPort finds the port of the MOUNT service. The error is complete, and tells of the call e.
+// mountPort returns the port of the MOUNT service. Its error is an *Error of the call e.
 func (a *Args) mountPort(ctx context.Context, e *Error) (int, error) {
 	if a.Port != 0 {
 		return a.Port, nil
@@ -256,8 +221,8 @@ func (a *Args) mountPort(ctx context.Context, e *Error) (int, error) {
 	if err == nil {
 		return port, nil
 	}
-	// Alive, but without a port mapper, as servers of NFSv4 with one foot in version 3 are: the
-	// assigned port is worth one try.
+	// The server is up but has no port mapper, for example because it is mainly an NFSv4 server.
+	// MOUNT may still use its assigned port.
 	if errors.Is(err, syscall.ECONNREFUSED) && a.PortmapPort == 0 && a.listens(ctx, MountPort) {
 		return MountPort, nil
 	}
@@ -268,7 +233,7 @@ func (a *Args) mountPort(ctx context.Context, e *Error) (int, error) {
 	return 0, err
 }
 
-// listens tells whether somebody takes connections on the port.
+// listens reports whether the server accepts a connection on the port.
 func (a *Args) listens(ctx context.Context, port int) bool {
 	conn, err := dial(ctx, a.Host, port, false)
 	if err != nil {
@@ -278,9 +243,9 @@ func (a *Args) listens(ctx context.Context, port int) bool {
 	return true
 }
 
-// fill completes e with its cause and the kind that the cause is; unanswered is the kind of silence
-// and of a refused connection.
-func (e *Error) fill(err error, unanswered Kind) error {
+// fill sets the cause and the kind of e and returns e. unreachable is the kind for a timeout and
+// for a failed connection.
+func (e *Error) fill(err error, unreachable Kind) error {
 	var own *Error
 	if errors.As(err, &own) {
 		e.Kind, e.Status, e.Err = own.Kind, own.Status, own.Err
@@ -298,13 +263,12 @@ func (e *Error) fill(err error, unanswered Kind) error {
 		e.Kind = UnknownHost
 	case errors.As(err, &denied) && denied.Stat == sunrpc.AuthError:
 		e.Kind = Refused
-	case errors.As(err, &accept) && accept.Stat == sunrpc.ProgUnavail && unanswered == MountdUnreachable:
+	case errors.As(err, &accept) && accept.Stat == sunrpc.ProgUnavail && unreachable == MountdUnreachable:
 		e.Kind = NotRegistered
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded):
-		// The connections have the context's deadline, and may notice it first.
-		e.Kind, e.Err = unanswered, context.DeadlineExceeded
+		e.Kind, e.Err = unreachable, context.DeadlineExceeded
 	case errors.As(err, &opErr):
-		e.Kind = unanswered
+		e.Kind = unreachable
 	default:
 		e.Kind = Protocol
 	}

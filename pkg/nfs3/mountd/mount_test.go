@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"reflect"
@@ -31,8 +32,8 @@ func unhex(s string) []byte {
 	return b
 }
 
-// peer is a TCP server whose connections behave as serve says, for the length of the test. It
-// returns its port.
+// peer starts a TCP server that runs serve for each connection until the test ends. It returns the
+// port.
 func peer(t *testing.T, serve func(conn net.Conn)) int {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -69,7 +70,7 @@ func peer(t *testing.T, serve func(conn net.Conn)) int {
 	return ln.Addr().(*net.TCPAddr).Port
 }
 
-// replies answers each call with what reply makes of its XID.
+// replies starts a server that replies to each call with the result of reply.
 func replies(t *testing.T, reply func(xid uint32) []byte) int {
 	return peer(t, func(conn net.Conn) {
 		for {
@@ -83,7 +84,7 @@ func replies(t *testing.T, reply func(xid uint32) []byte) int {
 	})
 }
 
-// results answers each call with success and these octets.
+// results starts a server that replies to each call with success and these results.
 func results(t *testing.T, hexResults string) int {
 	return replies(t, func(xid uint32) []byte {
 		return append(sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success), unhex(hexResults)...)
@@ -101,21 +102,20 @@ func closedPort(t *testing.T) int {
 }
 
 func args(port int) Args {
-	return Args{Host: "127.0.0.1", Port: port, Export: "/export", Cred: &sunrpc.AuthSys{Stamp: 1, Machine: "me",
-		UID: 2, GID: 3, GIDs: []uint32{4}},
-		Timeout: 20 * time.Second}
+	cred := &sunrpc.AuthSys{Stamp: 1, Machine: "me", UID: 2, GID: 3, GIDs: []uint32{4}}
+	return Args{Host: "127.0.0.1", Port: port, Export: "/export", Cred: cred, Timeout: 20 * time.Second}
 }
 
-// TestMountOnTheWire looks at the octets both ways, and at the port that the call comes from.
-func TestMountOnTheWire(t *testing.T) {
+// TestMountWireFormat checks the bytes of the call, the decoded reply, and the source port.
+func TestMountWireFormat(t *testing.T) {
 	const call = `00000000 00000002 000186a5 00000003 00000001
 		00000001 0000001c 00000001 00000002 6d650000 00000002 00000003 00000001 00000004
 		00000000 00000000
 		00000007 2f6578706f727400`
 	calls := make(chan []byte, 1)
-	froms := make(chan int, 1)
+	sources := make(chan int, 1)
 	port := peer(t, func(conn net.Conn) {
-		froms <- conn.RemoteAddr().(*net.TCPAddr).Port
+		sources <- conn.RemoteAddr().(*net.TCPAddr).Port
 		rec, err := rpctcp.ReadRecord(conn, nil, 1<<16)
 		if err != nil {
 			t.Error(err)
@@ -127,148 +127,145 @@ func TestMountOnTheWire(t *testing.T) {
 			unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006")...))
 	})
 	res, err := Mount(t.Context(), args(port))
-	fh, _ := nfs3.NewFH([]byte{1, 2, 3, 4, 5})
-	if err != nil || res.FH != fh || !reflect.DeepEqual(res.AuthFlavors, []uint32{1, 6}) || res.Port != port {
-		t.Errorf("result %+v, error %v", res, err)
-	}
 	if err != nil {
-		return
+		t.Fatalf("Mount: %v", err)
 	}
-	got, from := <-calls, <-froms
-	if hex.EncodeToString(got) != hex.EncodeToString(unhex(call)) {
-		t.Errorf("call\n got %x\nwant %x", got, unhex(call))
+	fh, _ := nfs3.NewFH([]byte{1, 2, 3, 4, 5})
+	if want := (Result{FH: fh, AuthFlavors: []uint32{1, 6}, Port: port}); !reflect.DeepEqual(res, want) {
+		t.Errorf("got result %+v, want %+v", res, want)
 	}
-	if os.Geteuid() == 0 && (from < minReserved || from > maxReserved) {
-		t.Errorf("the call came from port %d, which is not reserved", from)
+	if got := <-calls; !bytes.Equal(got, unhex(call)) {
+		t.Errorf("got call\n     %x\nwant %x", got, unhex(call))
+	}
+	if source := <-sources; os.Geteuid() == 0 && (source < minReserved || source > maxReserved) {
+		t.Errorf("got source port %d, want %d to %d", source, minReserved, maxReserved)
 	}
 }
 
-func TestLists(t *testing.T) {
-	port := results(t, `00000001 00000002 2f610000 00000001 00000004 68312f38 00000001 00000002 68320000 00000000
-		00000001 00000002 2f620000 00000000 00000000`)
-	exports, err := Exports(t.Context(), args(port))
-	if want := []Export{{"/a", []string{"h1/8", "h2"}}, {"/b", nil}}; err != nil || !reflect.DeepEqual(exports, want) {
-		t.Errorf("exports %q, error %v", exports, err)
-	}
-	port = results(t, "00000001 00000002 68310000 00000002 2f610000 00000000")
-	mounts, err := Dump(t.Context(), args(port))
-	if want := []Entry{{"h1", "/a"}}; err != nil || !reflect.DeepEqual(mounts, want) {
-		t.Errorf("mounts %q, error %v", mounts, err)
-	}
-	port = results(t, "")
+func TestCallsWithoutResults(t *testing.T) {
+	port := results(t, "")
 	if err := Null(t.Context(), args(port)); err != nil {
-		t.Error(err)
+		t.Errorf("Null: %v", err)
 	}
 	if err := Unmount(t.Context(), args(port)); err != nil {
-		t.Error(err)
+		t.Errorf("Unmount: %v", err)
 	}
 }
 
-// TestBadServers are servers that refuse, fail and lie: each is an error of its kind, in bounded
-// time, and the text says whom and what.
-func TestBadServers(t *testing.T) {
-	success := func(body string) func(t *testing.T) int {
-		return func(t *testing.T) int { return results(t, body) }
-	}
-	reply := func(f func(xid uint32) []byte) func(t *testing.T) int {
-		return func(t *testing.T) int { return replies(t, f) }
-	}
-	raw := func(send string) func(t *testing.T) int {
-		return func(t *testing.T) int {
-			return peer(t, func(conn net.Conn) {
-				conn.Write([]byte(send))
-				rpctcp.ReadRecord(conn, nil, 1<<16) // lets the client end it
-				rpctcp.ReadRecord(conn, nil, 1<<16)
-			})
-		}
-	}
-	for _, x := range []struct {
-		name string
-		port func(t *testing.T) int
-		kind Kind
-		stat Stat
-		is   error
-		text string
-	}{
-		{"no such export", success("00000002"), NoExport, MNT3ErrNoEnt, syscall.ENOENT, "MNT3ERR_NOENT"},
-		{"not a directory", success("00000014"), NoExport, MNT3ErrNotDir, syscall.ENOENT, "MNT3ERR_NOTDIR"},
-		{"refused", success("0000000d"), Refused, MNT3ErrAcces, syscall.EACCES, "MNT3ERR_ACCES"},
-		{"not owner", success("00000001"), Refused, MNT3ErrPerm, syscall.EACCES, "MNT3ERR_PERM"},
-		{"server fault", success("00002716"), OtherStatus, MNT3ErrServerFault, nil, "MNT3ERR_SERVERFAULT"},
-		{"status 77", success("0000004d"), Protocol, 77, nil, "mountstat3 77, which MOUNT version 3 does not have"},
-		{"no results", success(""), Protocol, 0, sunrpc.ErrMalformed, "speak the protocol"},
-		{"empty handle", success("00000000 00000000 00000000"), Protocol, 0, sunrpc.ErrMalformed, "empty file handle"},
-		{"handle of 65", success("00000000 00000041" + strings.Repeat("00", 68) + "00000000"), Protocol, 0,
-			sunrpc.ErrMalformed, ""},
-		{"handle of 4 GiB", success("00000000 ffffffff 00000000"), Protocol, 0, sunrpc.ErrMalformed, ""},
-		{"4 Gi flavors", success("00000000 00000004 01020304 ffffffff 00000001"), Protocol, 0, sunrpc.ErrMalformed,
-			"flavors"},
-		{"flavors cut", success("00000000 00000004 01020304 00000002 00000001"), Protocol, 0, sunrpc.ErrMalformed, ""},
-		{"credential refused", reply(func(xid uint32) []byte {
-			return sunrpc.AppendDeniedReply(nil, xid,
-				sunrpc.AuthTooWeak)
-		}), Refused, 0, nil, "AUTH_TOOWEAK"},
-		{"another RPC version", reply(func(xid uint32) []byte { return sunrpc.AppendMismatchReply(nil, xid) }),
-			Protocol, 0, nil, "RPC_MISMATCH"},
-		{"no MOUNT", reply(func(xid uint32) []byte {
-			return sunrpc.AppendAcceptedReply(nil, xid,
-				sunrpc.ProgUnavail)
-		}), NotRegistered, 0, nil, "PROG_UNAVAIL"},
-		{"no MOUNT 3", reply(func(xid uint32) []byte { return sunrpc.AppendProgMismatchReply(nil, xid, 1, 2) }),
-			Protocol, 0, nil, "versions 1 to 2"},
-		{"garbage arguments", reply(func(xid uint32) []byte {
-			return sunrpc.AppendAcceptedReply(nil, xid,
-				sunrpc.GarbageArgs)
-		}), Protocol, 0, nil, "GARBAGE_ARGS"},
-		{"another XID", reply(func(xid uint32) []byte {
-			return sunrpc.AppendAcceptedReply(nil, xid+1,
-				sunrpc.Success)
-		}), Protocol, 0, sunrpc.ErrMalformed, "XID"},
-		{"cut in the verifier", reply(func(xid uint32) []byte {
-			return sunrpc.AppendAcceptedReply(nil, xid,
-				sunrpc.Success)[:14]
-		}), Protocol, 0, sunrpc.ErrMalformed, ""},
-		{"verifier of 4 GiB", reply(func(xid uint32) []byte {
-			b := sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success)
-			binary.BigEndian.PutUint32(b[16:], 0xffffffff)
-			return b
-		}), Protocol, 0, sunrpc.ErrMalformed, ""},
-		{"empty record", reply(func(uint32) []byte { return nil }), Protocol, 0, sunrpc.ErrMalformed, ""},
-		{"HTTP", raw("HTTP/1.1 400 Bad Request\r\n\r\n"), Protocol, 0, rpctcp.ErrRecord, "speak the protocol"},
-		{"record of 2 GiB", raw("\xff\xff\xff\xff"), Protocol, 0, rpctcp.ErrRecord, ""},
-		{"fragments for ever", raw(strings.Repeat("\x00\x00\x00\x00", 1000)), Protocol, 0, rpctcp.ErrRecord, ""},
-		{"random octets", raw("\x12\x9e\x61\x07\xaf\x08\x77\xfe\x00\x13\x5b\x20"), Protocol, 0, rpctcp.ErrRecord, ""},
-		{"closed port", closedPort, MountdUnreachable, 0, syscall.ECONNREFUSED, "mountport="},
+// A failure is a server that does not return a file handle, and the expected error.
+type failure struct {
+	name string
+	port int
+	kind Kind
+	stat Stat
+	is   error
+	text string
+}
+
+// TestErrorResults checks the errors for results of MNT.
+func TestErrorResults(t *testing.T) {
+	invalid, text := sunrpc.ErrMalformed, "invalid reply: malformed"
+	fh65 := "00000000 00000041" + strings.Repeat("00", 68) + "00000000"
+	for _, x := range []failure{
+		{"no such export", results(t, "00000002"), NoExport, MNT3ErrNoEnt, syscall.ENOENT, "MNT3ERR_NOENT"},
+		{"not a directory", results(t, "00000014"), NoExport, MNT3ErrNotDir, syscall.ENOENT, "MNT3ERR_NOTDIR"},
+		{"access denied", results(t, "0000000d"), Refused, MNT3ErrAcces, syscall.EACCES, "MNT3ERR_ACCES"},
+		{"not owner", results(t, "00000001"), Refused, MNT3ErrPerm, syscall.EACCES, "MNT3ERR_PERM"},
+		{"server fault", results(t, "00002716"), OtherStatus, MNT3ErrServerFault, nil, "MNT3ERR_SERVERFAULT"},
+		{"status 77", results(t, "0000004d"), Protocol, 77, nil, "server returned the invalid mountstat3 77"},
+		{"no results", results(t, ""), Protocol, 0, invalid, text},
+		{"empty handle", results(t, "00000000 00000000 00000000"), Protocol, 0, invalid, "empty file handle"},
+		{"handle of 65 bytes", results(t, fh65), Protocol, 0, invalid, "file handle: length"},
+		{"handle of 4 GiB", results(t, "00000000 ffffffff 00000000"), Protocol, 0, invalid, "file handle: length"},
+		{"4 Gi flavors", results(t, "00000000 00000004 01020304 ffffffff 00000001"), Protocol, 0, invalid,
+			"flavors: length"},
+		{"truncated flavors", results(t, "00000000 00000004 01020304 00000002 00000001"), Protocol, 0, invalid, text},
 	} {
-		t.Run(x.name, func(t *testing.T) {
-			port := x.port(t)
-			res, err := Mount(t.Context(), args(port))
-			var e *Error
-			if !errors.As(err, &e) || e.Kind != x.kind || e.Status != x.stat || x.is != nil && !errors.Is(err, x.is) {
-				t.Fatalf("result %+v, error %#v (%v)", res, err, err)
-			}
-			if e.Host != "127.0.0.1" || e.Port != port || e.Export != "/export" || e.Op != "MNT" {
-				t.Errorf("error is about %s of %s at %s port %d", e.Op, e.Export, e.Host, e.Port)
-			}
-			text := err.Error()
-			if !strings.Contains(text, x.text) || !strings.Contains(text, "MNT /export at 127.0.0.1:") ||
-				strings.Contains(text, "\n") {
-				t.Errorf("text %q lacks %q", text, x.text)
-			}
-			if !reflect.DeepEqual(res, Result{}) {
-				t.Errorf("result %+v beside an error", res)
-			}
+		x.check(t)
+	}
+}
+
+// TestErrorReplies checks the errors for RPC replies other than success.
+func TestErrorReplies(t *testing.T) {
+	accepted := func(xid uint32, stat sunrpc.AcceptStat) []byte { return sunrpc.AppendAcceptedReply(nil, xid, stat) }
+	denied := replies(t, func(xid uint32) []byte { return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak) })
+	rpcVersion := replies(t, func(xid uint32) []byte { return sunrpc.AppendMismatchReply(nil, xid) })
+	noMount := replies(t, func(xid uint32) []byte { return accepted(xid, sunrpc.ProgUnavail) })
+	mountVersion := replies(t, func(xid uint32) []byte { return sunrpc.AppendProgMismatchReply(nil, xid, 1, 2) })
+	garbage := replies(t, func(xid uint32) []byte { return accepted(xid, sunrpc.GarbageArgs) })
+	otherXID := replies(t, func(xid uint32) []byte { return accepted(xid+1, sunrpc.Success) })
+	truncated := replies(t, func(xid uint32) []byte { return accepted(xid, sunrpc.Success)[:14] })
+	longVerifier := replies(t, func(xid uint32) []byte {
+		b := accepted(xid, sunrpc.Success)
+		binary.BigEndian.PutUint32(b[16:], 0xffffffff)
+		return b
+	})
+	empty := replies(t, func(uint32) []byte { return nil })
+	for _, x := range []failure{
+		{"denied credential", denied, Refused, 0, nil, "AUTH_TOOWEAK"},
+		{"another RPC version", rpcVersion, Protocol, 0, nil, "RPC_MISMATCH"},
+		{"no MOUNT", noMount, NotRegistered, 0, nil, "PROG_UNAVAIL"},
+		{"no MOUNT 3", mountVersion, Protocol, 0, nil, "versions 1 to 2"},
+		{"garbage arguments", garbage, Protocol, 0, nil, "GARBAGE_ARGS"},
+		{"another XID", otherXID, Protocol, 0, sunrpc.ErrMalformed, "XID"},
+		{"truncated verifier", truncated, Protocol, 0, sunrpc.ErrMalformed, ""},
+		{"verifier of 4 GiB", longVerifier, Protocol, 0, sunrpc.ErrMalformed, ""},
+		{"empty record", empty, Protocol, 0, sunrpc.ErrMalformed, ""},
+	} {
+		x.check(t)
+	}
+}
+
+// TestServersWithoutRPC checks the errors for servers that do not speak RPC over TCP.
+func TestServersWithoutRPC(t *testing.T) {
+	sends := func(data string) int {
+		return peer(t, func(conn net.Conn) {
+			conn.Write([]byte(data))
+			rpctcp.ReadRecord(conn, nil, 1<<16) // until the client closes the connection
+			rpctcp.ReadRecord(conn, nil, 1<<16)
 		})
 	}
+	emptyFragments := strings.Repeat("\x00\x00\x00\x00", 1000)
+	for _, x := range []failure{
+		{"HTTP", sends("HTTP/1.1 400 Bad Request\r\n\r\n"), Protocol, 0, rpctcp.ErrRecord, "invalid reply"},
+		{"record of 2 GiB", sends("\xff\xff\xff\xff"), Protocol, 0, rpctcp.ErrRecord, ""},
+		{"empty fragments", sends(emptyFragments), Protocol, 0, rpctcp.ErrRecord, ""},
+		{"random bytes", sends("\x12\x9e\x61\x07\xaf\x08\x77\xfe\x00\x13\x5b\x20"), Protocol, 0, rpctcp.ErrRecord, ""},
+		{"closed port", closedPort(t), MountdUnreachable, 0, syscall.ECONNREFUSED, "mountport="},
+	} {
+		x.check(t)
+	}
 }
 
-// TestHanging servers are left in time, whether the time is the call's own or its context ends.
-func TestHanging(t *testing.T) {
-	hang := func(conn net.Conn) {
-		rpctcp.ReadRecord(conn, nil, 1<<16)
-		rpctcp.ReadRecord(conn, nil, 1<<16) // until the client closes
+// check checks the error of Mount: its fields, its text, and that the result is zero.
+func (x *failure) check(t *testing.T) {
+	t.Helper()
+	res, err := Mount(t.Context(), args(x.port))
+	var e *Error
+	if !errors.As(err, &e) || e.Kind != x.kind || e.Status != x.stat || x.is != nil && !errors.Is(err, x.is) {
+		t.Errorf("%s: got error %v, want kind %v, status %v, cause %v", x.name, err, x.kind, x.stat, x.is)
+		return
 	}
-	drip := func(conn net.Conn) { // sends a reply of 4 KiB byte by byte
+	if e.Host != "127.0.0.1" || e.Port != x.port || e.Export != "/export" || e.Op != "MNT" {
+		t.Errorf("%s: got error fields %+v", x.name, e)
+	}
+	text := err.Error()
+	if !strings.Contains(text, x.text) || !strings.Contains(text, "MNT /export at 127.0.0.1:") ||
+		strings.Contains(text, "\n") {
+		t.Errorf("%s: got error %q, want %q in it", x.name, text, x.text)
+	}
+	if !reflect.DeepEqual(res, Result{}) {
+		t.Errorf("%s: got result %+v with an error", x.name, res)
+	}
+}
+
+// TestCallsEndInTime checks that a call ends at its timeout and at the end of its context.
+func TestCallsEndInTime(t *testing.T) {
+	silent := func(conn net.Conn) {
+		rpctcp.ReadRecord(conn, nil, 1<<16)
+		rpctcp.ReadRecord(conn, nil, 1<<16) // until the client closes the connection
+	}
+	slow := func(conn net.Conn) { // sends a reply of 4 KiB byte by byte
 		call, err := rpctcp.ReadRecord(conn, nil, 1<<16)
 		if err != nil {
 			return
@@ -281,51 +278,52 @@ func TestHanging(t *testing.T) {
 			time.Sleep(5 * time.Millisecond)
 		}
 	}
-	for name, serve := range map[string]func(net.Conn){"hangs": hang, "drips": drip} {
+	for name, serve := range map[string]func(net.Conn){"silent server": silent, "slow server": slow} {
 		t.Run(name, func(t *testing.T) {
 			a := args(peer(t, serve))
 			a.Timeout = 100 * time.Millisecond
 			_, err := Mount(t.Context(), a)
 			var e *Error
 			if !errors.As(err, &e) || e.Kind != MountdUnreachable || !errors.Is(err, context.DeadlineExceeded) {
-				t.Errorf("in time: error is %v", err)
+				t.Errorf("timeout: got error %v, want %v", err, context.DeadlineExceeded)
 			}
 			a.Timeout = time.Hour
 			ctx, cancel := context.WithCancel(t.Context())
 			time.AfterFunc(50*time.Millisecond, cancel)
 			_, err = Mount(ctx, a)
 			if !errors.As(err, &e) || e.Kind != Canceled || !errors.Is(err, context.Canceled) {
-				t.Errorf("canceled: error is %v", err)
+				t.Errorf("canceled context: got error %v, want %v", err, context.Canceled)
 			}
 		})
 	}
 	a := args(0)
-	a.PortmapPort, a.Timeout = peer(t, hang), 100*time.Millisecond
+	a.PortmapPort, a.Timeout = peer(t, silent), 100*time.Millisecond
 	_, err := Mount(t.Context(), a)
 	var e *Error
 	if !errors.As(err, &e) || e.Kind != PortmapUnreachable || e.Port != a.PortmapPort || e.Export != "/export" {
-		t.Errorf("a port mapper that hangs: %v", err)
+		t.Errorf("silent port mapper: got error %v, want %v at port %d", err, PortmapUnreachable, a.PortmapPort)
 	}
 }
 
-func TestPortMapper(t *testing.T) {
+func TestPortMapperReplies(t *testing.T) {
 	mountPort := results(t, "00000000 00000004 01020304 00000000")
+	web := peer(t, func(conn net.Conn) {
+		conn.Write([]byte("HTTP/1.1 400 Bad Request\r\n\r\n"))
+		rpctcp.ReadRecord(conn, nil, 1<<16)
+	})
 	for _, x := range []struct {
 		name string
 		port int
 		kind Kind
 		text string
 	}{
-		{"registered", results(t, hex.EncodeToString(binary.BigEndian.AppendUint32(nil, uint32(mountPort)))), 0, ""},
+		{"registered", results(t, fmt.Sprintf("%08x", mountPort)), 0, ""},
 		{"not registered", results(t, "00000000"), NotRegistered, "mountport="},
 		{"port 65536", results(t, "00010000"), Protocol, "65536"},
 		{"port -1", results(t, "ffffffff"), Protocol, ""},
 		{"no port", results(t, ""), Protocol, ""},
 		{"closed", closedPort(t), PortmapUnreachable, "start rpcbind"},
-		{"HTTP", peer(t, func(conn net.Conn) {
-			conn.Write([]byte("HTTP/1.1 400 Bad Request\r\n\r\n"))
-			rpctcp.ReadRecord(conn, nil, 1<<16)
-		}), Protocol, ""},
+		{"HTTP", web, Protocol, ""},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			a := args(0)
@@ -335,24 +333,24 @@ func TestPortMapper(t *testing.T) {
 			switch {
 			case x.kind == 0:
 				if err != nil || res.Port != mountPort {
-					t.Errorf("result %+v, error %v", res, err)
+					t.Errorf("Mount: got result %+v, error %v; want port %d", res, err, mountPort)
 				}
 			case !errors.As(err, &e) || e.Kind != x.kind || !strings.Contains(err.Error(), x.text) ||
 				!strings.Contains(err.Error(), "MNT /export at 127.0.0.1:"):
-				t.Errorf("error is %v", err)
+				t.Errorf("Mount: got error %v, want kind %v with %q", err, x.kind, x.text)
 			}
 			port, err := GetPort(t.Context(), a, 100005, 3)
 			if x.kind == 0 && (err != nil || port != mountPort) {
-				t.Errorf("port %d, error %v", port, err)
+				t.Errorf("GetPort: got port %d, error %v; want %d", port, err, mountPort)
 			}
 			if x.kind != 0 && (!errors.As(err, &e) || e.Kind != x.kind || e.Op != "GETPORT") {
-				t.Errorf("GETPORT: error is %v", err)
+				t.Errorf("GetPort: got error %v, want kind %v", err, x.kind)
 			}
 		})
 	}
 }
 
-func TestBadArguments(t *testing.T) {
+func TestInvalidArguments(t *testing.T) {
 	for name, change := range map[string]func(*Args){
 		"no host":       func(a *Args) { a.Host = "" },
 		"relative path": func(a *Args) { a.Export = "export" },
@@ -361,24 +359,24 @@ func TestBadArguments(t *testing.T) {
 		"path with NUL": func(a *Args) { a.Export = "/a\x00b" },
 		"port 65536":    func(a *Args) { a.Port = 65536 },
 		"negative port": func(a *Args) { a.Port = -1 },
-		"mapper's port": func(a *Args) { a.PortmapPort = 1 << 20 },
+		"mapper port":   func(a *Args) { a.PortmapPort = 1 << 20 },
 	} {
 		a := args(1)
 		change(&a)
 		var e *Error
 		if _, err := Mount(t.Context(), a); !errors.As(err, &e) || e.Kind != Usage || e.Err == nil {
-			t.Errorf("%s: error is %v", name, err)
+			t.Errorf("%s: got error %v, want kind %v", name, err, Usage)
 		}
 	}
 	a := args(1)
 	a.Host = "no-such-host.invalid"
 	var e *Error
 	if _, err := Mount(t.Context(), a); !errors.As(err, &e) || e.Kind != UnknownHost {
-		t.Errorf("unknown host: error is %v", err)
+		t.Errorf("unknown host: got error %v, want kind %v", err, UnknownHost)
 	}
 }
 
-// TestDecodeRecovers checks that a panic of go-nfs-client becomes an error.
+// TestDecodeRecovers checks that a panic of go-nfs-client becomes an error of decode.
 func TestDecodeRecovers(t *testing.T) {
 	_, err := decode(nil, func(*bytes.Reader) (int, error) { panic("invalid length") })
 	if !errors.Is(err, sunrpc.ErrMalformed) || !strings.Contains(err.Error(), "panicked: invalid length") {

@@ -16,7 +16,7 @@ import (
 	"unsafe"
 )
 
-// A cmEvent is a connection event.
+// A cmEvent is a Go copy of an event of the connection manager.
 type cmEvent struct {
 	kind               eventKind
 	status             int
@@ -26,90 +26,95 @@ type cmEvent struct {
 	private            []byte
 }
 
-// A channel delivers the connection events of all connections of the process. It exists while there
-// is one.
-type channel struct {
+// An eventChannel delivers the connection events of all connection ids of the process. The first
+// connection id opens the channel, and the last one closes it.
+type eventChannel struct {
 	c    *C.struct_rdma_event_channel
-	file *os.File // stands for it in Go's poller
+	file *os.File // a duplicate of the channel's descriptor, for Go's poller
 	done chan struct{}
 
-	mu  sync.Mutex
-	ids map[*C.struct_rdma_cm_id]func(*cmEvent) // guarded by mu
+	handlers struct {
+		sync.Mutex
+		byID map[*C.struct_rdma_cm_id]func(*cmEvent)
+	}
 }
 
-// events is the channel that there is.
-var events struct {
-	mu    sync.Mutex
-	ch    *channel // guarded by mu
-	users int      // guarded by mu
+// sharedChannel is the event channel of the process. ch is nil while users is 0.
+var sharedChannel struct {
+	sync.Mutex
+	ch    *eventChannel
+	users int
 }
 
-// handling is held while librdmacm handles an event, in which it may use the queue pair of the
-// connection, and while a queue pair is destroyed.
-var handling sync.Mutex
+// eventMu is held while librdmacm handles an event, because it may use the queue pair of the
+// connection meanwhile. It is also held while a queue pair without an established connection is
+// destroyed.
+var eventMu sync.Mutex
 
-// openChannel returns the channel; each call needs its leave.
-func openChannel() (*channel, error) {
-	events.mu.Lock()
-	defer events.mu.Unlock()
-	if events.users == 0 {
-		ch := &channel{done: make(chan struct{}), ids: make(map[*C.struct_rdma_cm_id]func(*cmEvent))}
+// acquireChannel returns the shared channel and counts a user. The caller must call release.
+func acquireChannel() (*eventChannel, error) {
+	sharedChannel.Lock()
+	defer sharedChannel.Unlock()
+	if sharedChannel.users == 0 {
+		ch := &eventChannel{done: make(chan struct{})}
+		ch.handlers.byID = make(map[*C.struct_rdma_cm_id]func(*cmEvent))
 		if err := errnoOf(C.rc_open_channel(&ch.c)); err != nil {
 			return nil, fmt.Errorf("open connection event channel: %w", err)
 		}
 		var err error
-		if ch.file, err = waitable(ch.c.fd, "rdma_cm"); err != nil {
+		if ch.file, err = pollableFile(ch.c.fd, "rdma_cm"); err != nil {
 			C.rc_close_channel(ch.c)
 			return nil, fmt.Errorf("watch connection event channel: %w", err)
 		}
-		events.ch = ch
+		sharedChannel.ch = ch
 		go ch.run()
 	}
-	events.users++
-	return events.ch, nil
+	sharedChannel.users++
+	return sharedChannel.ch, nil
 }
 
-// leave gives the channel up. With the last user it ends. Not from a handler of events.
-func (ch *channel) leave() {
-	events.mu.Lock()
-	defer events.mu.Unlock()
-	if events.users--; events.users > 0 {
+// release removes a user. The last user closes the channel. An event handler must not call release.
+func (ch *eventChannel) release() {
+	sharedChannel.Lock()
+	defer sharedChannel.Unlock()
+	if sharedChannel.users--; sharedChannel.users > 0 {
 		return
 	}
 	ch.file.SetReadDeadline(time.Unix(1, 0))
 	<-ch.done
 	ch.file.Close()
 	C.rc_close_channel(ch.c)
-	events.ch = nil
+	sharedChannel.ch = nil
 }
 
-// createID makes a connection id whose events go to handle, which must not block.
-func (ch *channel) createID(handle func(*cmEvent)) (*C.struct_rdma_cm_id, error) {
+// createID makes a connection id. The channel's goroutine calls handle with each event; handle must
+// not block.
+func (ch *eventChannel) createID(handle func(*cmEvent)) (*C.struct_rdma_cm_id, error) {
 	var id *C.struct_rdma_cm_id
 	if err := errnoOf(C.rc_create_id(ch.c, &id)); err != nil {
 		return nil, fmt.Errorf("create connection id: %w", err)
 	}
-	ch.adopt(id, handle)
+	ch.setHandler(id, handle)
 	return id, nil
 }
 
-// adopt has the events of id go to handle.
-func (ch *channel) adopt(id *C.struct_rdma_cm_id, handle func(*cmEvent)) {
-	ch.mu.Lock()
-	ch.ids[id] = handle
-	ch.mu.Unlock()
+// setHandler makes the channel call handle with the events of id.
+func (ch *eventChannel) setHandler(id *C.struct_rdma_cm_id, handle func(*cmEvent)) {
+	ch.handlers.Lock()
+	ch.handlers.byID[id] = handle
+	ch.handlers.Unlock()
 }
 
-// destroyID ends a connection id, and with it its events.
-func (ch *channel) destroyID(id *C.struct_rdma_cm_id) error {
-	ch.mu.Lock()
-	delete(ch.ids, id)
-	ch.mu.Unlock()
+// destroyID destroys a connection id. Its handler gets no event afterwards.
+func (ch *eventChannel) destroyID(id *C.struct_rdma_cm_id) error {
+	ch.handlers.Lock()
+	delete(ch.handlers.byID, id)
+	ch.handlers.Unlock()
 	return errnoOf(C.rc_destroy_id(id))
 }
 
-// run reads events until the channel ends.
-func (ch *channel) run() {
+// run reads and delivers events until the channel is closed.
+func (ch *eventChannel) run() {
 	defer close(ch.done)
 	raw, err := ch.file.SyscallConn()
 	if err != nil {
@@ -119,9 +124,9 @@ func (ch *channel) run() {
 	for {
 		var ret C.int
 		err := raw.Read(func(uintptr) bool {
-			handling.Lock()
+			eventMu.Lock()
 			ret = C.rc_next_event(ch.c, ev)
-			handling.Unlock()
+			eventMu.Unlock()
 			return ret != -C.int(syscall.EAGAIN)
 		})
 		if err != nil {
@@ -131,20 +136,22 @@ func (ch *channel) run() {
 			ch.deliver(ev)
 			C.rc_ack_event(ev)
 		} else if ret != -C.int(syscall.EINTR) {
-			// an event that librdmacm could not handle; it says the rest with another
+			// librdmacm could not handle this event. It reports the result with another event.
 			time.Sleep(time.Millisecond)
 		}
 	}
 }
 
-func (ch *channel) deliver(ev *C.struct_rc_event) {
+// deliver calls the handler of the event's connection id. A connect request goes to the handler of
+// its listener.
+func (ch *eventChannel) deliver(ev *C.struct_rc_event) {
 	target := ev.id
 	if eventKind(ev.kind) == evConnectRequest {
 		target = ev.listener
 	}
-	ch.mu.Lock()
-	handle := ch.ids[target]
-	ch.mu.Unlock()
+	ch.handlers.Lock()
+	handle := ch.handlers.byID[target]
+	ch.handlers.Unlock()
 	e := &cmEvent{kind: eventKind(ev.kind), status: int(ev.status), id: ev.id,
 		responderResources: uint8(ev.responder_resources), initiatorDepth: uint8(ev.initiator_depth)}
 	if ev.private_len > 0 {
@@ -153,7 +160,7 @@ func (ch *channel) deliver(ev *C.struct_rc_event) {
 	switch {
 	case handle != nil:
 		handle(e)
-	case e.kind == evConnectRequest: // the listener has just closed
+	case e.kind == evConnectRequest: // the listener was closed meanwhile
 		C.rc_reject(e.id, nil, 0)
 		C.rc_destroy_id(e.id)
 	}

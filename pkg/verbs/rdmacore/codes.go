@@ -7,16 +7,14 @@ import (
 	"fmt"
 	"syscall"
 
-	"github.com/hashicorp/go-hclog"
-
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Flags of ibv_wc.wc_flags that tell of a Send With Invalidate.
+// Flags of ibv_wc.wc_flags that report a Send With Invalidate.
 const (
 	wcWithInv = 1 << 3
-	// wcWithInvRXE is the kernel's own number (IB_WC_WITH_INVALIDATE), which rxe writes into the
-	// queue of a program.
+	// wcWithInvRXE is the kernel's value (IB_WC_WITH_INVALIDATE). rxe writes it into the completion
+	// queue of a user program.
 	wcWithInvRXE = 1 << 2
 )
 
@@ -26,12 +24,12 @@ const rxeVendor = 0xffffff
 // siwVendor is the vendor id of the kernel's soft iWARP device (SIW_VENDOR_ID).
 const siwVendor = 0x626d74
 
-// errnoKind classifies a call that failed.
+// errnoKind returns the kind of a connection error for the errno of a failed call.
 func errnoKind(err error) verbs.ConnErrorKind {
 	switch {
-	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err,
-		syscall.ENETUNREACH),
-		errors.Is(err, syscall.EHOSTDOWN), errors.Is(err, syscall.ENETDOWN), errors.Is(err, syscall.ENODEV):
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH),
+		errors.Is(err, syscall.ENETUNREACH), errors.Is(err, syscall.EHOSTDOWN),
+		errors.Is(err, syscall.ENETDOWN), errors.Is(err, syscall.ENODEV):
 		return verbs.ConnUnreachable
 	case errors.Is(err, syscall.ETIMEDOUT):
 		return verbs.ConnTimeout
@@ -39,7 +37,7 @@ func errnoKind(err error) verbs.ConnErrorKind {
 	return verbs.ConnLocal
 }
 
-// An asyncKind is enum ibv_event_type.
+// An asyncKind is a value of enum ibv_event_type.
 type asyncKind int32
 
 // Asynchronous events (verbs.h).
@@ -55,9 +53,14 @@ const (
 )
 
 var asyncNames = map[asyncKind]string{
-	asyncCQErr: "completion queue error", asyncQPFatal: "queue pair error", asyncQPReqErr: "the peer sent an invalid request",
-	asyncQPAccessErr: "the peer's access was refused", asyncCommEst: "communication established", asyncDeviceFatal: "the device has failed",
-	asyncPortActive: "port is up", asyncPortErr: "port is down",
+	asyncCQErr:       "completion queue error",
+	asyncQPFatal:     "queue pair error",
+	asyncQPReqErr:    "peer sent an invalid request",
+	asyncQPAccessErr: "peer accessed memory without the right",
+	asyncCommEst:     "communication established",
+	asyncDeviceFatal: "device failed",
+	asyncPortActive:  "port is up",
+	asyncPortErr:     "port is down",
 }
 
 func (k asyncKind) String() string {
@@ -65,11 +68,4 @@ func (k asyncKind) String() string {
 		return s
 	}
 	return fmt.Sprintf("asynchronous event %d", int32(k))
-}
-
-func (c Config) withDefaults() Config {
-	if c.Logger == nil {
-		c.Logger = hclog.NewNullLogger()
-	}
-	return c
 }

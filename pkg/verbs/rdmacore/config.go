@@ -9,16 +9,17 @@ import (
 // Name is the provider's name.
 const Name = "rdmacore"
 
-// Config is what a provider is made from. The zero value is ready for use.
+// Config configures a provider. The zero value is ready for use.
 type Config struct {
-	// Device, if not empty, is the only device to be used, by the name that "rdma link" shows. A
-	// route that goes through another one is an error.
+	// Device is the name of the only RDMA device to use, as "rdma link" shows it. A connection
+	// whose route uses another device then fails. If Device is empty, every device may be used.
 	Device string
-	// Logger gets what happens to devices and connections. nil: none.
+	// Logger gets the events of devices and connections. nil means no log.
 	Logger hclog.Logger
 }
 
-// An UnavailableError says why this process cannot use RDMA devices, and what to do about it.
+// An UnavailableError reports why this process cannot use RDMA devices. Advice says what to do
+// about it, as an imperative.
 type UnavailableError struct {
 	Reason string
 	Advice string
@@ -30,8 +31,8 @@ func (e *UnavailableError) Error() string {
 	if e.Err != nil {
 		s = fmt.Sprintf("%s: %v", s, e.Err)
 	}
-	return s + ": " + e.Advice
+	return s + "; " + e.Advice
 }
 
-// Unwrap returns the cause.
+// Unwrap returns the cause, or nil.
 func (e *UnavailableError) Unwrap() error { return e.Err }

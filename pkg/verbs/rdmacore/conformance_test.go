@@ -14,24 +14,24 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
-// addrEnv is the address of an RDMA device of this machine, as ADDRESS:0. Tests that need a device
-// run where it is set: in a guest of the lab.
+// addrEnv names the environment variable with the address of an RDMA device of this machine, as
+// ADDRESS:0. Tests that need a device are skipped without it. The lab sets it in its guests.
 const addrEnv = "NFSRDMAD_RDMACORE_ADDR"
 
 func TestMain(m *testing.M) {
 	if os.Getenv(addrEnv) != "" {
-		rxeRemoteInv = true // no other test posts a LOCAL_INV beside a Send With Invalidate
-		Devices()           // what librdmacm opens it keeps, and that is no leak
+		rxeRemoteInv = true // no test posts a LOCAL_INV that can meet a Send With Invalidate
+		Devices()           // librdmacm keeps these devices open, which is no leak
 	}
 	testutil.Main(m)
 }
 
-// deviceAddr is the address, or skips.
+// deviceAddr returns the address in addrEnv, or skips the test.
 func deviceAddr(t testing.TB) netip.AddrPort {
 	t.Helper()
 	s := os.Getenv(addrEnv)
 	if s == "" {
-		t.Skipf("no RDMA device is wanted: %s is not set", addrEnv)
+		t.Skipf("no RDMA device to test: %s is not set", addrEnv)
 	}
 	a, err := netip.ParseAddrPort(s)
 	if err != nil {
@@ -51,12 +51,12 @@ func newProvider(t testing.TB) verbs.Provider {
 
 func TestConformance(t *testing.T) { verbstest.Conformance(t, newProvider, deviceAddr(t)) }
 
-// TestDevices tells of the devices of the machine what the tests run on.
-func TestDevices(t *testing.T) {
+// TestDevicesListsAttributes lists the devices of the machine and logs their attributes.
+func TestDevicesListsAttributes(t *testing.T) {
 	deviceAddr(t)
 	all, err := Devices()
 	if err != nil || len(all) == 0 {
-		t.Fatalf("%d devices: %v", len(all), err)
+		t.Fatalf("Devices: got %d devices and error %v, want at least one device", len(all), err)
 	}
 	for _, a := range all {
 		t.Logf("%+v", a)

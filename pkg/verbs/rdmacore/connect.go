@@ -19,15 +19,16 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// resolveTimeout bounds each step of resolving where the context does not.
+// resolveTimeout limits each step of Resolve. An earlier deadline of the context has priority.
 const resolveTimeout = 5 * time.Second
 
+// freeC frees memory of C. Tests call it, because a test file cannot use cgo.
 func freeC(p unsafe.Pointer) { C.free(p) }
 
-// An activeID is the connecting side's ConnID.
+// An activeID is the ConnID of the connecting side.
 type activeID struct{ *connID }
 
-// Resolve finds the device and the route to raddr. Nothing is sent to the peer's RDMA port.
+// Resolve finds the device and the route to raddr. It sends nothing to the RDMA port of the peer.
 func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.ActiveID, error) {
 	raddr = netip.AddrPortFrom(raddr.Addr().Unmap(), raddr.Port())
 	fail := func(kind verbs.ConnErrorKind, phase string, err error) error {
@@ -37,14 +38,14 @@ func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.Act
 		return nil, fail(ctxKind(err), phaseResolveAddr, err)
 	}
 	if !raddr.IsValid() || raddr.Port() == 0 {
-		return nil, fail(verbs.ConnLocal, phaseResolveAddr, errors.New("not an address with a port"))
+		return nil, fail(verbs.ConnLocal, phaseResolveAddr, errors.New("address or port is missing"))
 	}
 	sa, err := sockaddr(raddr)
 	if err != nil {
 		return nil, fail(verbs.ConnLocal, phaseResolveAddr, err)
 	}
 	defer freeC(sa)
-	ch, err := openChannel()
+	ch, err := acquireChannel()
 	if err != nil {
 		return nil, fail(verbs.ConnLocal, phaseResolveAddr, err)
 	}
@@ -60,10 +61,12 @@ func (p *provider) Resolve(ctx context.Context, raddr netip.AddrPort) (verbs.Act
 	return &activeID{c}, nil
 }
 
+// resolve resolves the address and the route, and then uses the device that the connection manager
+// found.
 func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) error {
-	if err := errnoOf(C.rc_resolve_addr(c.c, sa, milliseconds(ctx))); err != nil {
+	if err := errnoOf(C.rc_resolve_addr(c.c, sa, stepTimeout(ctx))); err != nil {
 		kind := errnoKind(err)
-		if kind == verbs.ConnLocal { // ENODEV: no device on the way
+		if kind == verbs.ConnLocal { // for example ENODEV: no RDMA device is on the route
 			kind = verbs.ConnUnreachable
 		}
 		return c.Fail(kind, phaseResolveAddr, removalHint(err))
@@ -75,13 +78,13 @@ func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) err
 		}
 		return err
 	}
-	if err := errnoOf(C.rc_resolve_route(c.c, milliseconds(ctx))); err != nil {
+	if err := errnoOf(C.rc_resolve_route(c.c, stepTimeout(ctx))); err != nil {
 		return c.Fail(errnoKind(err), phaseResolveRoute, err)
 	}
 	if err := c.await(ctx, phaseResolveRoute, evRouteResolved); err != nil {
 		return err
 	}
-	if err := c.attach(cfg); err != nil {
+	if err := c.useDevice(cfg); err != nil {
 		return c.Fail(errnoKind(err), phaseResolveRoute, err)
 	}
 	if err := c.checkPort(); err != nil {
@@ -90,8 +93,9 @@ func (c *connID) resolve(ctx context.Context, sa unsafe.Pointer, cfg Config) err
 	return nil
 }
 
-// milliseconds is what the context leaves of the timeout.
-func milliseconds(ctx context.Context) C.int {
+// stepTimeout returns the timeout of one step in milliseconds: resolveTimeout, or what the context
+// leaves.
+func stepTimeout(ctx context.Context) C.int {
 	left := resolveTimeout
 	if end, ok := ctx.Deadline(); ok {
 		left = max(min(left, time.Until(end)), time.Millisecond)
@@ -99,14 +103,14 @@ func milliseconds(ctx context.Context) C.int {
 	return C.int(left / time.Millisecond)
 }
 
-// Connect performs the handshake.
+// Connect connects to the peer and waits until the connection is established.
 func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	err := a.handshake(ctx, phaseConnect, param, false, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
 		if !a.acquireTurn(ctx) {
-			return -C.int(syscall.ECANCELED) // nobody waits for it
+			return -C.int(syscall.ECANCELED) // Connect has returned or is about to
 		}
 		ret := C.rc_connect(a.c, data, n, ird, ord)
-		if a.asked.Store(ret >= 0); ret < 0 {
+		if a.requestSent.Store(ret >= 0); ret < 0 {
 			a.releaseTurn()
 		}
 		return ret
@@ -114,7 +118,7 @@ func (a *activeID) Connect(ctx context.Context, param verbs.ConnParam) error {
 	select {
 	case <-a.answered:
 		a.releaseTurn()
-	default: // given up: Close gives it
+	default: // the attempt was given up; Close releases the turn
 	}
 	return err
 }

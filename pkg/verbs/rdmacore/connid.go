@@ -26,7 +26,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// Phases of connection set-up, as errors name them.
+// Phases of connection set-up, as errors show them.
 const (
 	phaseResolveAddr  = "resolve address"
 	phaseResolveRoute = "resolve route"
@@ -35,43 +35,46 @@ const (
 	phaseReject       = "reject"
 )
 
-// maxPrivate is how much private data the connection managers' octet can tell; the device's
-// transport may take less.
+// maxPrivate is the largest private data in bytes. The connection manager keeps the length in one
+// byte. The device's transport may accept less.
 const maxPrivate = 255
 
-// A connID is what both sides' ConnIDs have in common.
+// A connID is the common part of the ConnIDs of both sides.
 type connID struct {
 	*base.ConnID[qp]
-	ch    *channel
-	c     *C.struct_rdma_cm_id
-	dev   *device
-	steps chan *cmEvent // what set-up waits for
-	call  sync.Mutex    // held while the kernel connects or accepts, which may take long
+	ch          *eventChannel
+	c           *C.struct_rdma_cm_id
+	dev         *device
+	setupEvents chan *cmEvent // read by the set-up of the connection
+	callMu      sync.Mutex    // held while the kernel connects or accepts, which may take long
 
-	turn     atomic.Bool   // it is this connection's turn to connect (connectturn.go)
-	asked    atomic.Bool   // the kernel has sent the peer a request
-	answered chan struct{} // closed when it is known what became of it
+	hasTurn     atomic.Bool   // this connection holds iwarpTurn (iwarpconnect.go)
+	requestSent atomic.Bool   // the kernel has sent the peer a request
+	answered    chan struct{} // closed by the first event after set-up began
 
-	mu      sync.Mutex // before the lock of ConnID
-	ord     int        // guarded by mu, as all below: what this side asked for
-	wanted  bool       // somebody waits for the connection to be made
-	settled bool       // it was made, or was not: what comes now is its end
-	tried   bool
+	// Lock order: setup, then the lock of base.ConnID or qp.sq.
+	setup struct {
+		sync.Mutex
+		ord         int  // depth of RDMA Reads of this side
+		waiting     bool // Connect or Accept waits for the connection
+		established bool // later events end the connection
+		started     bool // Connect, Accept or Reject was called
+	}
 }
 
-func newConnID(ch *channel, remote netip.AddrPort) *connID {
+func newConnID(ch *eventChannel, remote netip.AddrPort) *connID {
 	leakcheck.Track(leakcheck.ConnID, 1)
-	// Set-up takes a handful of events, one after the other; more would be the kernel's error and
-	// may be lost.
+	// Set-up gets a few events, one after the other. More would be an error of the kernel and may
+	// be lost.
 	return &connID{ConnID: base.NewConnID[qp](Name, netip.AddrPort{}, remote), ch: ch,
-		steps: make(chan *cmEvent, 8), answered: make(chan struct{})}
+		setupEvents: make(chan *cmEvent, 8), answered: make(chan struct{})}
 }
 
-// handle takes an event of the connection, on the goroutine of the channel.
+// handle processes an event of the connection. The channel's goroutine calls it.
 func (c *connID) handle(ev *cmEvent) {
-	c.mu.Lock()
+	c.setup.Lock()
 	q := c.QP()
-	if c.tried {
+	if c.setup.started {
 		select {
 		case <-c.answered:
 		default:
@@ -80,49 +83,49 @@ func (c *connID) handle(ev *cmEvent) {
 	}
 	switch ev.kind {
 	case evTimewaitExit:
-		c.mu.Unlock()
+		c.setup.Unlock()
 		return
 	case evEstablished:
 		if peer := c.Peer(); len(ev.private) > 0 || peer.ResponderResources == 0 && peer.InitiatorDepth == 0 {
 			c.SetPeer(peerParam(ev))
 		}
-		if c.wanted {
-			c.settled = true
+		if c.setup.waiting {
+			c.setup.established = true
 			if q != nil {
-				q.start(c.ord)
+				q.start(c.setup.ord)
 			}
 		}
 	case evDisconnected, evDeviceRemoval, evAddrChange:
 		if ev.kind == evDeviceRemoval && c.dev != nil {
 			go c.dev.context.remove(reasonEvent)
 		}
-		if q != nil && c.settled {
-			q.lost(ending(ev.kind, ev.status), certain)
+		if q != nil && c.setup.established {
+			q.disconnect(disconnectCause(ev.kind, ev.status), certain)
 		}
 	}
-	c.mu.Unlock()
+	c.setup.Unlock()
 	select {
-	case c.steps <- ev:
+	case c.setupEvents <- ev:
 	default:
 	}
 }
 
-// peerParam is what the peer said. The connection manager turns depths round: what it calls
-// responder resources is what this side may give the peer, which is what the peer asked for as
-// initiator.
+// peerParam returns the parameters that the peer sent. The connection manager exchanges the depths:
+// its responder resources are those that this side may give the peer, which the peer requested as
+// its initiator depth.
 func peerParam(ev *cmEvent) verbs.ConnParam {
 	return verbs.ConnParam{PrivateData: ev.private, ResponderResources: uint16(ev.initiatorDepth),
 		InitiatorDepth: uint16(ev.responderResources)}
 }
 
-// await waits for an event of kind want; any other is a failure.
+// await waits for an event of kind want. Any other event is an error.
 func (c *connID) await(ctx context.Context, phase string, want eventKind) error {
 	select {
-	case ev := <-c.steps:
+	case ev := <-c.setupEvents:
 		if ev.kind == want {
 			return nil
 		}
-		kind, err := failure(ev.kind, ev.status)
+		kind, err := setupError(ev.kind, ev.status)
 		e := c.Fail(kind, phase, err)
 		if kind == verbs.ConnRejected {
 			e.PrivateData = ev.private
@@ -137,7 +140,8 @@ func (c *connID) await(ctx context.Context, phase string, want eventKind) error 
 	}
 }
 
-// removed is closed when the device is gone; nil while none is known.
+// removed returns the channel that is closed when the device is removed. It returns nil while the
+// device is unknown.
 func (c *connID) removed() <-chan struct{} {
 	if c.dev == nil {
 		return nil
@@ -145,6 +149,7 @@ func (c *connID) removed() <-chan struct{} {
 	return c.dev.context.removed
 }
 
+// ctxKind returns the kind of a connection error for the error of a context.
 func ctxKind(err error) verbs.ConnErrorKind {
 	if errors.Is(err, context.DeadlineExceeded) {
 		return verbs.ConnTimeout
@@ -152,41 +157,40 @@ func ctxKind(err error) verbs.ConnErrorKind {
 	return verbs.ConnLocal
 }
 
-// attach takes the device that the connection manager has found.
-func (c *connID) attach(cfg Config) error {
+// useDevice makes c a user of the device that the connection manager found.
+func (c *connID) useDevice(cfg Config) error {
 	if c.c.verbs == nil {
-		return errors.New("the route goes through no RDMA device")
+		return errors.New("route uses no RDMA device")
 	}
 	d, err := deviceOf(c.c.verbs, cfg)
 	if err != nil {
 		return err
 	}
 	if cfg.Device != "" && cfg.Device != d.attrs.Name {
-		return fmt.Errorf("the route goes through the RDMA device %s, and device=%s was asked for", d.attrs.Name,
-			cfg.Device)
+		return fmt.Errorf("route uses RDMA device %s; device=%s is configured", d.attrs.Name, cfg.Device)
 	}
-	if err := d.enter(); err != nil {
+	if err := d.addUser(); err != nil {
 		return err
 	}
-	c.mu.Lock()
+	c.setup.Lock()
 	c.dev = d
-	c.mu.Unlock()
+	c.setup.Unlock()
 	c.SetLocalAddr(address(c.c, false))
 	return nil
 }
 
-// checkPort refuses a port that is known to be down: a connection could only time out, and rxe's
-// connection manager does not get over a message that it could not send.
+// checkPort returns an error if the port of the device is down. A connection attempt could only
+// time out. Also, rxe's connection manager does not recover from a message that it could not send.
 func (c *connID) checkPort() error {
 	port := C.rc_port(c.c)
-	if err := c.dev.context.use(); err != nil {
+	if err := c.dev.context.acquire(); err != nil {
 		return err
 	}
-	defer c.dev.context.done()
+	defer c.dev.context.release()
 	if C.rc_port_state(c.dev.ctx, port) != C.IBV_PORT_DOWN {
 		return nil
 	}
-	return fmt.Errorf("port %d of RDMA device %s is down: check its cable and \"ip link\": %w", int(port),
+	return fmt.Errorf("port %d of RDMA device %s is down: %w; check its cable and \"ip link\"", int(port),
 		c.dev.attrs.Name, syscall.ENETDOWN)
 }
 
@@ -202,43 +206,46 @@ func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) 
 	return q, nil
 }
 
-// timedOut explains that the peer did not answer a request to connect.
-func (c *connID) timedOut(err error) error {
+// explainTimeout adds a hint to the error when the peer did not answer a connect over rxe.
+func (c *connID) explainTimeout(err error) error {
 	if !c.dev.rxe || !errors.Is(err, context.DeadlineExceeded) {
 		return err
 	}
-	return fmt.Errorf("%w: no answer; after its link or address was away for a moment rxe may make no connections any more: \"rdma link delete %s\", and add it again", err, c.dev.attrs.Name)
+	// One failed message breaks rxe's connection manager until the device is made again.
+	return fmt.Errorf("%w: peer did not answer; after an outage of the rxe device's link or address, "+
+		"run \"rdma link delete %s\" and add the device again", err, c.dev.attrs.Name)
 }
 
-// handshake makes the connection by call, and waits for it to stand.
-func (c *connID) handshake(ctx context.Context, phase string, param verbs.ConnParam, early bool,
+// handshake makes the connection with call and waits until it is established. startQPFirst makes
+// the QP ready before the call.
+func (c *connID) handshake(ctx context.Context, phase string, param verbs.ConnParam, startQPFirst bool,
 	call func(data unsafe.Pointer, n, ird, ord C.int) C.int) error {
-	c.mu.Lock()
+	c.setup.Lock()
 	q := c.QP()
 	switch {
-	case c.tried:
-		c.mu.Unlock()
+	case c.setup.started:
+		c.setup.Unlock()
 		return c.Fail(verbs.ConnLocal, phase, base.ErrReused)
 	case q == nil:
-		c.mu.Unlock()
+		c.setup.Unlock()
 		return c.Fail(verbs.ConnLocal, phase, base.ErrNoQP)
 	case len(param.PrivateData) > maxPrivate:
-		c.mu.Unlock()
-		return c.Fail(verbs.ConnLocal, phase, fmt.Errorf("%d octets of private data, at most %d are possible",
+		c.setup.Unlock()
+		return c.Fail(verbs.ConnLocal, phase, fmt.Errorf("private data has %d bytes, want at most %d",
 			len(param.PrivateData), maxPrivate))
 	}
-	c.tried, c.wanted = true, true
-	ird, ord := min(int(param.ResponderResources), c.dev.attrs.MaxQPRdAtom), min(int(param.InitiatorDepth),
-		c.dev.attrs.MaxQPInitRdAtom)
-	c.ord = ord
-	c.mu.Unlock()
+	c.setup.started, c.setup.waiting = true, true
+	ird := min(int(param.ResponderResources), c.dev.attrs.MaxQPRdAtom)
+	ord := min(int(param.InitiatorDepth), c.dev.attrs.MaxQPInitRdAtom)
+	c.setup.ord = ord
+	c.setup.Unlock()
 	if err := ctx.Err(); err != nil {
 		return c.Fail(ctxKind(err), phase, err)
 	}
 	result := make(chan error, 1)
 	go func() {
-		c.call.Lock()
-		defer c.call.Unlock()
+		c.callMu.Lock()
+		defer c.callMu.Unlock()
 		select {
 		case <-c.Done():
 			result <- base.ErrClosed
@@ -248,7 +255,7 @@ func (c *connID) handshake(ctx context.Context, phase string, param verbs.ConnPa
 			return
 		default:
 		}
-		if early {
+		if startQPFirst {
 			q.start(ord)
 		}
 		data := C.CBytes(param.PrivateData)
@@ -256,23 +263,22 @@ func (c *connID) handshake(ctx context.Context, phase string, param verbs.ConnPa
 		freeC(data)
 		result <- err
 	}()
-	err := c.settle(ctx, phase, result)
-	c.mu.Lock()
-	c.wanted = false
-	made := c.settled
-	if err != nil && !made && early {
-		q.unstart()
+	err := c.awaitEstablished(ctx, phase, result)
+	c.setup.Lock()
+	c.setup.waiting = false
+	if err != nil && !c.setup.established && startQPFirst {
+		q.undoStart()
 	}
-	c.mu.Unlock()
+	c.setup.Unlock()
 	return err
 }
 
-// settle waits for the call and then for the connection.
-func (c *connID) settle(ctx context.Context, phase string, result chan error) error {
+// awaitEstablished waits for the result of the kernel's call and then for the connection.
+func (c *connID) awaitEstablished(ctx context.Context, phase string, result chan error) error {
 	select {
 	case err := <-result:
 		if err != nil {
-			return c.Fail(errnoKind(err), phase, explain(err))
+			return c.Fail(errnoKind(err), phase, explainErrno(err))
 		}
 	case <-ctx.Done():
 		return c.Fail(ctxKind(ctx.Err()), phase, ctx.Err())
@@ -282,44 +288,45 @@ func (c *connID) settle(ctx context.Context, phase string, result chan error) er
 	err := c.await(ctx, phase, evEstablished)
 	var e *verbs.ConnError
 	if errors.As(err, &e) {
-		e.Err = c.timedOut(e.Err)
+		e.Err = c.explainTimeout(e.Err)
 	}
 	return err
 }
 
-// explain adds what a bare errno of the connection manager does not say.
-func explain(err error) error {
+// explainErrno adds a hint to an errno of the connection manager.
+func explainErrno(err error) error {
 	if errors.Is(err, syscall.EINVAL) {
-		return fmt.Errorf("%w: is there more private data than the device's transport takes (56 octets on InfiniBand and RoCE)?", err)
+		return fmt.Errorf("%w; private data may be too long for the transport (InfiniBand and RoCE take 56 bytes)", err)
 	}
 	return err
 }
 
-// Close ends the connection and releases the ConnID.
+// Close ends the connection and releases the ConnID. It waits until every handler of the QP has
+// returned and until the kernel's call has returned.
 func (c *connID) Close() error {
 	c.CloseOnce(func(q *qp) {
-		c.call.Lock() // the kernel must have returned
-		c.linger()
+		c.callMu.Lock() // waits until the kernel's call has returned
+		c.awaitAnswer()
 		if q != nil {
 			q.destroy()
 		}
 		if c.c != nil {
 			c.ch.destroyID(c.c)
 		}
-		c.call.Unlock()
+		c.callMu.Unlock()
 		c.releaseTurn()
 		if c.dev != nil {
-			c.dev.leave()
+			c.dev.removeUser()
 		}
-		c.ch.leave()
+		c.ch.release()
 		leakcheck.Track(leakcheck.ConnID, -1)
 	})
 	return nil
 }
 
-// address reads an address of a connection id.
+// address returns the local or the peer's address of a connection id.
 func address(id *C.struct_rdma_cm_id, peer bool) netip.AddrPort {
-	var raw syscall.RawSockaddrInet6 // the larger of the two
+	var raw syscall.RawSockaddrInet6 // is also large enough for IPv4
 	var which C.int
 	if peer {
 		which = 1
@@ -328,7 +335,8 @@ func address(id *C.struct_rdma_cm_id, peer bool) netip.AddrPort {
 	return addressIn(unsafe.Pointer(&raw))
 }
 
-// addressIn reads a struct sockaddr_in or sockaddr_in6 in room for either.
+// addressIn reads a struct sockaddr_in or sockaddr_in6. p must point to a buffer of the larger
+// size.
 func addressIn(p unsafe.Pointer) netip.AddrPort {
 	raw := *(*syscall.RawSockaddrInet6)(p)
 	b := (*[unsafe.Sizeof(raw)]byte)(unsafe.Pointer(&raw))
@@ -346,7 +354,7 @@ func addressIn(p unsafe.Pointer) netip.AddrPort {
 	return netip.AddrPort{}
 }
 
-// sockaddr is an address as the system has it. The result is C's memory.
+// sockaddr returns a as a struct sockaddr_in or sockaddr_in6 in C memory. The caller must free it.
 func sockaddr(a netip.AddrPort) (unsafe.Pointer, error) {
 	var raw syscall.RawSockaddrInet6
 	b := (*[unsafe.Sizeof(raw)]byte)(unsafe.Pointer(&raw))
@@ -370,7 +378,7 @@ func sockaddr(a netip.AddrPort) (unsafe.Pointer, error) {
 			}
 		}
 	default:
-		return nil, errors.New("not an address")
+		return nil, errors.New("address is missing")
 	}
 	return C.CBytes(b[:]), nil
 }

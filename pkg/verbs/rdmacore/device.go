@@ -22,54 +22,58 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Bounds of what is asked of a device, whatever it offers.
+// Limits that this package sets in addition to those of the device.
 const (
-	// maxRegPages is the largest memory of one registration, in pages: more than the largest NFS
-	// payload needs.
+	// maxRegPages is the largest memory of one registration in pages. The largest NFS payload needs
+	// less.
 	maxRegPages = 1024
-	// maxDepth of RDMA Reads is what the connection managers' octet holds.
+	// maxDepth is the largest depth of RDMA Reads. The connection manager keeps the depth in one
+	// byte.
 	maxDepth = 255
-	// spareCQE is the room that every completion queue has beyond its depth, for the markers of
-	// draining queue pairs: the most QPs that may share it.
+	// spareCQE is the number of entries that every CQ has beyond its depth, for the markers of
+	// draining QPs. It is therefore the maximum number of QPs on one CQ.
 	spareCQE = 64
-	// markerWRs is the room that every send queue has beyond its depth, for its marker.
+	// markerWRs is the number of entries that every send queue has beyond its depth, for its
+	// marker.
 	markerWRs = 1
 )
 
-// A device is an RDMA device as connections see it. There is one for each that is opened, so that
-// two connections on a device see the same value, until it turns out that the device is not what it
-// said (demote) or has failed (retire): then later connections get another value.
+// A device is an RDMA device as connections see it. All connections on an RDMA device share one
+// value, except in two cases: the device cannot bind windows although it reported them
+// (disableWindows), or it failed (retire). Later connections then get a new value.
 type device struct {
 	context *deviceContext
-	ctx     *C.struct_ibv_context // in.c; valid while in is not gone
+	ctx     *C.struct_ibv_context // context.c; valid until the device is removed
 	log     hclog.Logger
 	attrs   verbs.DeviceAttrs
-	perIO   bool       // no windows: memory is registered for each use
-	rxe     bool       // the kernel's soft RoCE device
-	inv     C.uint32_t // flags of a completion that tell of a Send With Invalidate
+	perIO   bool // the device has no windows; memory is registered for each use
+	rxe     bool // the kernel's soft RoCE device
+	// withInvFlags are the flags of a completion that report a Send With Invalidate.
+	withInvFlags C.uint32_t
 
-	proven  atomic.Bool // a window was bound
-	regions regionTable
+	bindWorks atomic.Bool // a bind of a window has succeeded
+	regions   regionTable
 
-	mu sync.Mutex
-	// guarded by mu, as all below: connection ids, protection domains, completion queues
-	users   int
-	qps     map[*C.struct_ibv_qp]*qp       // that the device has
-	cqs     map[*completionQueue]struct{}  // that are not closed
-	pds     map[*protectionDomain]struct{} // that are not deallocated
-	watch   *os.File                       // asynchronous events, while there are users
-	watched chan struct{}                  // closed when their reader, the last one, has ended
+	objects struct {
+		sync.Mutex
+		users     int                            // connection ids, protection domains and CQs
+		qps       map[*C.struct_ibv_qp]*qp       // not destroyed
+		cqs       map[*completionQueue]struct{}  // not closed
+		pds       map[*protectionDomain]struct{} // not deallocated
+		asyncFile *os.File                       // asynchronous events; nil without users
+		asyncDone chan struct{}                  // closed when the latest reader has ended
+	}
 }
 
-// rxeRemoteInv lets rxe have CapRemoteInv. It does invalidate windows for the peer, and tells; but
-// its kernel dies when a window that is not bound is invalidated, and there is always a time in
-// which the peer's Send With Invalidate and a LOCAL_INV here can meet. Tests set it.
+// rxeRemoteInv gives rxe CapRemoteInv. rxe invalidates windows for the peer and reports it. But the
+// kernel panics when a window is invalidated that is not bound. The peer's Send With Invalidate can
+// always meet a LOCAL_INV of this side. Only tests set rxeRemoteInv.
 var rxeRemoteInv bool
 
-// deviceOf returns the device of a context that librdmacm gave.
+// deviceOf returns the current device of a context of librdmacm.
 func deviceOf(ctx *C.struct_ibv_context, cfg Config) (*device, error) {
-	devices.mu.Lock()
-	defer devices.mu.Unlock()
+	devices.Lock()
+	defer devices.Unlock()
 	o, err := contextOf(ctx, cfg.Logger)
 	if err != nil {
 		return nil, err
@@ -77,10 +81,10 @@ func deviceOf(ctx *C.struct_ibv_context, cfg Config) (*device, error) {
 	if o.current != nil {
 		return o.current, nil
 	}
-	if err := o.use(); err != nil {
+	if err := o.acquire(); err != nil {
 		return nil, err
 	}
-	defer o.done()
+	defer o.release()
 	ret := C.rc_try_window(ctx)
 	d, err := newDevice(o, cfg.Logger, ret != 0)
 	if err != nil {
@@ -88,16 +92,19 @@ func deviceOf(ctx *C.struct_ibv_context, cfg Config) (*device, error) {
 	}
 	o.log = cfg.Logger
 	if ret != 0 {
-		d.log.Info("RDMA device has no memory windows: memory is registered for each use, which is slower", "device",
-			d.attrs.Name, "reason", errnoOf(ret))
+		d.log.Info("RDMA device has no memory windows; registering memory for each use, which is slower",
+			"device", d.attrs.Name, "error", errnoOf(ret))
 	}
 	return d, nil
 }
 
-// newDevice makes the value for new connections on o. Caller holds devices.mu and uses o.
+// newDevice makes the value for new connections on o. Caller holds the lock of devices and has
+// acquired o.
 func newDevice(o *deviceContext, log hclog.Logger, perIO bool) (*device, error) {
-	d := &device{context: o, ctx: o.c, log: log, perIO: perIO, qps: make(map[*C.struct_ibv_qp]*qp),
-		cqs: make(map[*completionQueue]struct{}), pds: make(map[*protectionDomain]struct{})}
+	d := &device{context: o, ctx: o.c, log: log, perIO: perIO}
+	d.objects.qps = make(map[*C.struct_ibv_qp]*qp)
+	d.objects.cqs = make(map[*completionQueue]struct{})
+	d.objects.pds = make(map[*protectionDomain]struct{})
 	d.regions.byIndex = make(map[uint32]region)
 	var a C.struct_ibv_device_attr
 	if err := errnoOf(C.rc_query_device(o.c, &a)); err != nil {
@@ -112,17 +119,17 @@ func newDevice(o *deviceContext, log hclog.Logger, perIO bool) (*device, error) 
 		MaxQPWR:               int(a.max_qp_wr) - markerWRs,
 		MaxSendSGE:            int(a.max_sge),
 		MaxRecvSGE:            1,
-		// the project's RDMA Reads have one, and windows do not prefer to be small
+		// An RDMA Read of this project has one SGE.
 		MaxSGERd:        1,
 		MaxQPRdAtom:     min(int(a.max_qp_rd_atom), maxDepth),
 		MaxQPInitRdAtom: min(int(a.max_qp_init_rd_atom), maxDepth),
 		MaxCQE:          int(a.max_cqe) - spareCQE,
 		MaxMR:           int(a.max_mr),
 	}
-	d.inv = wcWithInv
+	d.withInvFlags = wcWithInv
 	if a.vendor_id == rxeVendor {
 		d.rxe = true
-		d.inv |= wcWithInvRXE
+		d.withInvFlags |= wcWithInvRXE
 		if !rxeRemoteInv {
 			d.attrs.Caps &^= verbs.CapRemoteInv
 		}
@@ -139,115 +146,115 @@ func newDevice(o *deviceContext, log hclog.Logger, perIO bool) (*device, error) 
 		d.attrs.MaxMR = min(d.attrs.MaxMR, n)
 	}
 	o.current = d
-	o.values = append(o.values, d)
+	o.devices = append(o.devices, d)
 	return d, nil
 }
 
-// Attrs tells the limits and abilities.
+// Attrs returns the limits and capabilities.
 func (d *device) Attrs() verbs.DeviceAttrs { return d.attrs }
 
-// enter notes a user of the device. With the first one its asynchronous events are watched.
-func (d *device) enter() error {
-	if err := d.context.use(); err != nil {
+// addUser counts a user of the device. The first user starts the reader of asynchronous events.
+func (d *device) addUser() error {
+	if err := d.context.acquire(); err != nil {
 		return err
 	}
-	defer d.context.done()
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.watch == nil {
-		f, err := waitable(d.ctx.async_fd, "ibv_async")
+	defer d.context.release()
+	d.objects.Lock()
+	defer d.objects.Unlock()
+	if d.objects.asyncFile == nil {
+		f, err := pollableFile(d.ctx.async_fd, "ibv_async")
 		if err != nil {
 			return fmt.Errorf("rdmacore: watch device %s: %w", d.attrs.Name, err)
 		}
-		last := d.watched
-		d.watch, d.watched = f, make(chan struct{})
-		go d.watchEvents(f, last, d.watched)
+		last := d.objects.asyncDone
+		d.objects.asyncFile, d.objects.asyncDone = f, make(chan struct{})
+		go d.readAsyncEvents(f, last, d.objects.asyncDone)
 	}
-	d.users++
+	d.objects.users++
 	return nil
 }
 
-// leave takes a user away. The watching ends with the last one.
-func (d *device) leave() {
-	d.mu.Lock()
-	d.users--
-	last := d.users == 0
-	d.mu.Unlock()
+// removeUser removes a user. The last user stops the reader of asynchronous events.
+func (d *device) removeUser() {
+	d.objects.Lock()
+	d.objects.users--
+	last := d.objects.users == 0
+	d.objects.Unlock()
 	if last {
-		d.unwatch()
-		d.forget()
+		d.stopAsyncReader()
+		d.dropIfUnused()
 	}
 }
 
-// unwatch ends the watching, unless there is a user, or the device is gone.
-func (d *device) unwatch() {
-	d.mu.Lock()
-	f, done := d.watch, d.watched
-	if done == nil || d.users > 0 && !d.context.gone.Load() {
-		d.mu.Unlock()
+// stopAsyncReader stops the reader of asynchronous events and waits for it. It does nothing while
+// the device has users and is not removed.
+func (d *device) stopAsyncReader() {
+	d.objects.Lock()
+	f, done := d.objects.asyncFile, d.objects.asyncDone
+	if done == nil || d.objects.users > 0 && !d.context.gone.Load() {
+		d.objects.Unlock()
 		return
 	}
 	if f != nil {
-		d.watch = nil
+		d.objects.asyncFile = nil
 		f.SetReadDeadline(time.Unix(1, 0))
 	}
-	d.mu.Unlock()
-	<-done // also where another has ended it: after this nobody reads events of the context
+	d.objects.Unlock()
+	<-done // no goroutine reads events of the context afterwards
 	if f != nil {
 		f.Close()
 	}
 }
 
-// forget takes a value that is out of use, and has no user, off its device context.
-func (d *device) forget() {
-	devices.mu.Lock()
-	defer devices.mu.Unlock()
-	d.mu.Lock()
-	unused := d.users == 0
-	d.mu.Unlock()
+// dropIfUnused removes d from its device context if d is not current and has no users.
+func (d *device) dropIfUnused() {
+	devices.Lock()
+	defer devices.Unlock()
+	d.objects.Lock()
+	unused := d.objects.users == 0
+	d.objects.Unlock()
 	if unused && d.context.current != d {
-		d.context.values = slices.DeleteFunc(d.context.values, func(v *device) bool { return v == d })
+		d.context.devices = slices.DeleteFunc(d.context.devices, func(v *device) bool { return v == d })
 	}
 }
 
-// retire takes the device out of use: later connections get another value, if there is a device at
-// all.
+// retire makes later connections get a new value for the RDMA device, if it still exists.
 func (d *device) retire() {
-	devices.mu.Lock()
-	defer devices.mu.Unlock()
+	devices.Lock()
+	defer devices.Unlock()
 	if d.context.current == d {
 		d.context.current = nil
 	}
 }
 
-// demote notes that the first window could not be bound, whatever the device had said: later
-// connections register memory for each use.
-func (d *device) demote(why error) {
-	devices.mu.Lock()
-	defer devices.mu.Unlock()
-	// another connection was first, or there is no device any more
-	if d.context.current != d || d.context.use() != nil {
+// disableWindows is called when the first bind of a window failed although the device reported
+// windows. Later connections register memory for each use.
+func (d *device) disableWindows(cause error) {
+	devices.Lock()
+	defer devices.Unlock()
+	// Another connection has replaced d already, or the device was removed.
+	if d.context.current != d || d.context.acquire() != nil {
 		return
 	}
-	defer d.context.done()
-	d.log.Warn("RDMA device has memory windows and cannot bind them: memory is registered for each use from now on, which is slower",
-		"device", d.attrs.Name, "error", why)
+	defer d.context.release()
+	d.log.Warn("RDMA device cannot bind memory windows; registering memory for each use, which is slower",
+		"device", d.attrs.Name, "error", cause)
 	if _, err := newDevice(d.context, d.log, true); err != nil {
 		d.context.current = nil
-		d.log.Error("RDMA device could not be opened again", "device", d.attrs.Name, "error", err)
+		d.log.Error("open RDMA device again", "device", d.attrs.Name, "error", err)
 	}
 }
 
-// collect lists what one of a device's maps has at one moment.
-func collect[T any](d *device, seq iter.Seq[T]) []T {
-	d.mu.Lock()
-	defer d.mu.Unlock()
+// snapshot returns the values of seq, which iterates over a map in d.objects.
+func snapshot[T any](d *device, seq iter.Seq[T]) []T {
+	d.objects.Lock()
+	defer d.objects.Unlock()
 	return slices.Collect(seq)
 }
 
-// watchEvents reads asynchronous events, after the reader before has ended, until f's deadline is
-// set.
-func (d *device) watchEvents(f *os.File, last, done chan struct{}) {
+// readAsyncEvents reads asynchronous events until a deadline is set on f. It first waits until the
+// previous reader, which closes last, has ended.
+func (d *device) readAsyncEvents(f *os.File, last, done chan struct{}) {
 	defer close(done)
 	if last != nil {
 		<-last
@@ -270,44 +277,45 @@ func (d *device) watchEvents(f *os.File, last, done chan struct{}) {
 			d.asyncEvent(asyncKind(ev.kind), ev.qp, int(ev.port))
 			C.rc_ack_async(ev)
 		} else if ret != -C.int(syscall.EINTR) {
-			// a device that goes away: its removal comes by the connections' events
+			// The device may be about to be removed. The connections' events report the removal.
 			time.Sleep(10 * time.Millisecond)
 		}
 	}
 }
 
-// asyncEvent acts on an event of the device. The lock is held so that no queue pair goes meanwhile.
+// asyncEvent processes an event of the device. It holds the lock so that no queue pair is destroyed
+// meanwhile.
 func (d *device) asyncEvent(kind asyncKind, cqp *C.struct_ibv_qp, port int) {
 	d.log.Debug("RDMA device event", "device", d.attrs.Name, "event", kind.String(), "port", port)
 	cause := &DeviceEventError{Device: d.attrs.Name, Event: kind.String()}
-	d.mu.Lock()
-	defer d.mu.Unlock()
+	d.objects.Lock()
+	defer d.objects.Unlock()
 	switch kind {
-	case asyncCommEst: // the peer's data was faster than its word that the connection stands
-		if q := d.qps[cqp]; q != nil {
+	case asyncCommEst: // data arrived before the message that establishes the connection
+		if q := d.objects.qps[cqp]; q != nil {
 			C.rc_comm_established(q.cid)
 		}
 	case asyncQPFatal, asyncQPReqErr, asyncQPAccessErr:
-		if q := d.qps[cqp]; q != nil {
+		if q := d.objects.qps[cqp]; q != nil {
 			if kind == asyncQPAccessErr {
 				q.stats.RemoteAccessErrors.Add(1)
 			}
-			q.lost(cause, certain)
+			q.disconnect(cause, certain)
 		}
 	case asyncPortErr:
 		cause.Event = fmt.Sprintf("port %d is down", port)
-		for _, q := range d.qps {
+		for _, q := range d.objects.qps {
 			if q.port == port {
-				q.lost(cause, certain)
+				q.disconnect(cause, certain)
 			}
 		}
 	case asyncDeviceFatal:
-		for _, q := range d.qps {
-			q.lost(cause, certain)
+		for _, q := range d.objects.qps {
+			q.disconnect(cause, certain)
 		}
 		go func() {
 			d.retire()
-			if !d.context.present() { // its removal is what it failed of
+			if !d.context.present() { // the device failed because it was removed
 				d.context.remove(reasonMissing)
 			}
 		}()

@@ -23,61 +23,60 @@ import (
 )
 
 const (
-	// pollInterval is how often it is looked whether the devices that are open are still there.
+	// pollInterval is the interval at which pollDevices checks that the open devices still exist.
 	pollInterval = time.Second
-	// slowRelease is after how long it is said that a removed device is still in use here.
-	slowRelease = 10 * time.Second
+	// slowRemovalDelay is the time after which takeDown logs that a removal is not complete.
+	slowRemovalDelay = 10 * time.Second
 )
 
-// A deviceContext is an RDMA device that librdmacm has opened in this process: it opens all when
-// they are listed, and by itself closes none before it is listed again, if then. Each is held, so
-// that only takeDown decides when the context goes.
+// A deviceContext is an RDMA device that librdmacm has opened in this process. librdmacm opens all
+// devices when they are listed. It closes none before they are listed again, and then only those
+// that it no longer finds. The hold on the context keeps it open until takeDown releases the hold.
 //
-//	┌──────┐ its place in sysfs is gone, or the connection manager says so ┌──────┐ nothing of it is left ┌─────────┐
-//	│ open │ ────────────────────────────────────────────────────────────▶ │ gone │ ────────────────────▶ │ cut off │
-//	└──────┘                                                               └──────┘                       └─────────┘
+//	┌──────┐ missing in sysfs, or removal event of the connection manager ┌──────┐ all objects destroyed ┌──────────┐
+//	│ open │ ───────────────────────────────────────────────────────────▶ │ gone │ ────────────────────▶ │ detached │
+//	└──────┘                                                              └──────┘                       └──────────┘
 type deviceContext struct {
 	c     *C.struct_ibv_context
 	hold  **C.struct_ibv_context
 	name  string
-	path  string       // in sysfs, "" where there is none
+	path  string       // in sysfs; "" if unknown
 	inode uint64       // of path
-	log   hclog.Logger // of the first who used it; guarded by devices.mu
+	log   hclog.Logger // of the first user; guarded by devices
 
-	brokenOffsetCQ *C.struct_ibv_cq // of siw; guarded by devices.mu
+	brokenOffsetCQ *C.struct_ibv_cq // only for siw; guarded by devices
 
-	current *device   // for new connections, nil: none yet; guarded by devices.mu
-	values  []*device // all that may have something of the context; guarded by devices.mu
+	current *device   // for new connections; nil if there is none yet; guarded by devices
+	devices []*device // all that may have objects of the context; guarded by devices
 
 	removal sync.Once
 	removed chan struct{} // closed when gone is set
-	gone    atomic.Bool   // set with life held for writing
-	// held for reading around calls that make something of the context: see use
-	life sync.RWMutex
+	gone    atomic.Bool   // set with useMu held for writing
+	// useMu is held for reading during calls that create objects of the context (see acquire).
+	useMu sync.RWMutex
 }
 
-// devices are all that are open in this process.
+// devices holds the devices that are open in this process.
 var devices struct {
-	mu      sync.Mutex
-	all     map[*C.struct_ibv_context]*deviceContext // guarded by mu, as all below
-	polling bool                                     // a timer runs
-	// what the last removed one was called, and
-	lastRemoved string
+	sync.Mutex
+	all         map[*C.struct_ibv_context]*deviceContext
+	polling     bool   // the timer of pollDevices is set
+	lastRemoved string // name of the last removed device
 	lastTime    time.Time
 }
 
-// openAll opens the devices that there are. Caller holds devices.mu.
+// openAll opens all devices of the machine. Caller holds the lock of devices.
 func openAll(log hclog.Logger) error {
 	var n C.int
 	list := C.rc_devices(&n)
 	if list == nil {
-		return fmt.Errorf("rdmacore: open the RDMA devices of this machine: %w", syscall.ENODEV)
+		return fmt.Errorf("rdmacore: open RDMA devices: %w", syscall.ENODEV)
 	}
 	defer C.free(unsafe.Pointer(list))
 	for _, ctx := range unsafe.Slice(list, int(n)) {
-		hold := C.rc_hold_of(ctx)
-		if devices.all[ctx] != nil || C.rc_is_cut_off(ctx) != 0 {
-			C.rc_let_go(hold)
+		hold := C.rc_hold_context(ctx)
+		if devices.all[ctx] != nil || C.rc_is_detached(ctx) != 0 {
+			C.rc_release_hold(hold)
 			continue
 		}
 		o := &deviceContext{c: ctx, hold: hold, name: C.GoString(C.rc_device_name(ctx)),
@@ -100,10 +99,10 @@ func openAll(log hclog.Logger) error {
 	return nil
 }
 
-// contextOf is the deviceContext of a context that librdmacm gave. Caller holds devices.mu.
+// contextOf returns the deviceContext of a context of librdmacm. Caller holds the lock of devices.
 func contextOf(ctx *C.struct_ibv_context, log hclog.Logger) (*deviceContext, error) {
-	if C.rc_is_cut_off(ctx) != 0 {
-		openAll(log) // librdmacm lets go of what it does not find any more
+	if C.rc_is_detached(ctx) != 0 {
+		openAll(log) // makes librdmacm close the contexts of removed devices
 		return nil, &RemovedError{Device: devices.lastRemoved}
 	}
 	if devices.all[ctx] == nil {
@@ -114,7 +113,7 @@ func contextOf(ctx *C.struct_ibv_context, log hclog.Logger) (*deviceContext, err
 	o := devices.all[ctx]
 	switch {
 	case o == nil:
-		return nil, fmt.Errorf("rdmacore: RDMA device %s disappeared: %w", C.GoString(C.rc_device_name(ctx)),
+		return nil, fmt.Errorf("rdmacore: find RDMA device %s: %w", C.GoString(C.rc_device_name(ctx)),
 			syscall.ENODEV)
 	case o.gone.Load():
 		return nil, &RemovedError{Device: o.name}
@@ -125,11 +124,11 @@ func contextOf(ctx *C.struct_ibv_context, log hclog.Logger) (*deviceContext, err
 	return o, nil
 }
 
-// pollDevices is the timer's: a kernel that removes a soft device waits for the programs that have
-// it open, and tells them nothing.
+// pollDevices finds removed devices. A timer calls it every pollInterval. The kernel removes a soft
+// device only after every program has closed it, and does not inform these programs.
 func pollDevices() {
-	devices.mu.Lock()
-	defer devices.mu.Unlock()
+	devices.Lock()
+	defer devices.Unlock()
 	for _, o := range devices.all {
 		if !o.gone.Load() && !o.present() {
 			go o.remove(reasonMissing)
@@ -141,7 +140,7 @@ func pollDevices() {
 	}
 }
 
-// present reports whether the device is where it was.
+// present reports whether the device is still at its place in sysfs.
 func (o *deviceContext) present() bool {
 	if o.path == "" {
 		return true
@@ -150,65 +149,68 @@ func (o *deviceContext) present() bool {
 	if err := syscall.Stat(o.path, &st); err != nil {
 		return !errors.Is(err, syscall.ENOENT)
 	}
-	return st.Ino == o.inode // else another has its place
+	return st.Ino == o.inode // another inode is another device with the same name
 }
 
-// use begins a call that makes something of the context, unless the device is gone; done ends it.
-// It never waits: only takeDown locks life for writing, so whoever calls may hold any lock.
-func (o *deviceContext) use() error {
-	if !o.life.TryRLock() {
+// acquire begins a call that creates objects of the context. It returns an error if the device is
+// removed. Otherwise the caller must call release after the call. acquire never waits, because only
+// takeDown locks useMu for writing. The caller may therefore hold any lock.
+func (o *deviceContext) acquire() error {
+	if !o.useMu.TryRLock() {
 		return &RemovedError{Device: o.name}
 	}
 	if o.gone.Load() {
-		o.life.RUnlock()
+		o.useMu.RUnlock()
 		return &RemovedError{Device: o.name}
 	}
 	return nil
 }
 
-func (o *deviceContext) done() { o.life.RUnlock() }
+func (o *deviceContext) release() { o.useMu.RUnlock() }
 
-// How the removal of a device was learned of.
+// Reasons of a removal, for the log.
 const (
-	reasonMissing = "it is not where it was in sysfs"
-	reasonEvent   = "the connection manager said so"
+	reasonMissing = "device is missing in sysfs"
+	reasonEvent   = "removal event of the connection manager"
 )
 
-// remove takes everything down that this process has of a device that goes away, and gives the
-// kernel back what it has open of it, which a soft device's removal waits for. Every wait of it
-// ends: queue pairs are destroyed with what is posted on them, but for one that the kernel is just
-// connecting. What consumers have of it are empty shells then, for them to close.
-func (o *deviceContext) remove(why string) { o.removal.Do(func() { o.takeDown(why) }) }
+// remove destroys everything that this process has of a removed device, and closes the device. The
+// removal of a soft device waits for that. Every wait of remove is bounded, except for a connection
+// that the kernel is still making. Consumers keep empty objects, which they must still close. Only
+// the first call has an effect.
+func (o *deviceContext) remove(reason string) { o.removal.Do(func() { o.takeDown(reason) }) }
 
-func (o *deviceContext) takeDown(why string) {
-	o.life.Lock()
+// takeDown is remove without the guard against a second call.
+func (o *deviceContext) takeDown(reason string) {
+	o.useMu.Lock()
 	o.gone.Store(true)
 	close(o.removed)
-	o.life.Unlock()
-	devices.mu.Lock()
+	o.useMu.Unlock()
+	devices.Lock()
 	log := o.log
-	devices.mu.Unlock()
-	log.Warn("RDMA device was removed: its connections end", "device", o.name, "reason", why)
-	slow := time.AfterFunc(slowRelease, func() {
+	devices.Unlock()
+	log.Warn("RDMA device was removed; ending its connections", "device", o.name, "reason", reason)
+	slow := time.AfterFunc(slowRemovalDelay, func() {
 		log.Warn("RDMA device was removed, and its removal waits for connections that the kernel is still making",
 			"device", o.name)
 	})
 	defer slow.Stop()
 	began := time.Now()
-	devices.mu.Lock()
+	devices.Lock()
 	devices.lastRemoved, devices.lastTime = o.name, began
-	values := slices.Clone(o.values)
-	devices.mu.Unlock()
+	values := slices.Clone(o.devices)
+	devices.Unlock()
 
 	var wg sync.WaitGroup
 	for _, d := range values {
-		for _, q := range collect(d, maps.Values(d.qps)) {
+		for _, q := range snapshot(d, maps.Values(d.objects.qps)) {
 			wg.Go(func() { q.takeDown(&RemovedError{Device: o.name}) })
 		}
 	}
 	wg.Wait()
-	for _, d := range values { // a queue pair of one may use what another has
-		for _, c := range collect(d, maps.Keys(d.cqs)) {
+	// A queue pair of one value may use CQs and PDs of another, so this needs separate loops.
+	for _, d := range values {
+		for _, c := range snapshot(d, maps.Keys(d.objects.cqs)) {
 			c.takeDown()
 		}
 	}
@@ -216,32 +218,32 @@ func (o *deviceContext) takeDown(why string) {
 		d.regions.takeDown(d.log)
 	}
 	for _, d := range values {
-		for _, p := range collect(d, maps.Keys(d.pds)) {
+		for _, p := range snapshot(d, maps.Keys(d.objects.pds)) {
 			p.takeDown()
 		}
-		d.unwatch()
+		d.stopAsyncReader()
 	}
 
-	devices.mu.Lock()
-	defer devices.mu.Unlock()
+	devices.Lock()
+	defer devices.Unlock()
 	o.releaseBrokenOffset()
-	if err := errnoOf(C.rc_cut_off(o.c)); err != nil {
-		log.Error("RDMA device was removed, and could not be closed: its removal waits until this process ends",
+	if err := errnoOf(C.rc_detach_context(o.c)); err != nil {
+		log.Error("close removed RDMA device; its removal waits until this process ends",
 			"device", o.name, "error", err)
 	}
-	C.rc_let_go(o.hold) // librdmacm closes the context when it misses the device, which may be now
+	C.rc_release_hold(o.hold) // librdmacm may close the context from now on
 	delete(devices.all, o.c)
 	log.Warn("RDMA device was released", "device", o.name, "after", time.Since(began).Round(time.Millisecond).String())
 }
 
-// removalHint tells of a device that was removed, after an error that says that no device leads to
-// a peer.
+// removalHint adds the last removal of a device to an error that says that no device reaches the
+// peer.
 func removalHint(err error) error {
-	devices.mu.Lock()
-	defer devices.mu.Unlock()
+	devices.Lock()
+	defer devices.Unlock()
 	if devices.lastRemoved == "" || !errors.Is(err, syscall.ENODEV) {
 		return err
 	}
-	return fmt.Errorf("%w: RDMA device %s was removed at %s", err, devices.lastRemoved,
+	return fmt.Errorf("%w; RDMA device %s was removed at %s", err, devices.lastRemoved,
 		devices.lastTime.Format(time.TimeOnly))
 }

@@ -1,113 +1,149 @@
-// Package rdmacore is the verbs provider for RDMA devices: InfiniBand, RoCE and iWARP cards, and
-// the kernel's soft devices rxe and siw, through libibverbs and librdmacm.
+// Package rdmacore is the verbs provider for RDMA devices. It uses libibverbs and librdmacm. It
+// supports InfiniBand, RoCE and iWARP cards, and the kernel's soft devices rxe and siw.
 //
-// It is built with cgo and -tags rdmacore, from the headers of libibverbs-dev and librdmacm-dev;
-// otherwise [New] and [Available] say that it was not. The libraries themselves are opened when the
-// provider is first asked for, so one program serves machines with and without them.
+// Building it needs cgo, -tags rdmacore, and the headers of libibverbs-dev and librdmacm-dev. In a
+// program built without them, [New] and [Available] return an [UnavailableError]. The first use
+// opens the libraries at run time, so one program runs on machines with and without them.
 //
 // # Memory
 //
-// Each arena of membuf.Alloc is registered once for each protection domain, when it is first used
-// there, with local rights and the right to bind windows to it, until the one or the other ends.
-// Nothing ever has a remote key for longer than one use of it:
+// The first use of a membuf arena in a protection domain registers the arena there. The
+// registration has local rights and, on devices with windows, the right to bind windows. It ends
+// with the arena or with the protection domain. A remote key is valid for one use only:
 //
-//   - A FastReg binds a type-2 memory window to its piece of the arena (BIND_MW), in the chain in front of the Send. LOCAL_INV, or the peer's Send
-//     With Invalidate, unbinds it (docs/features.md S4, S7, S9-S11). The upper 24 bits of the key are the window's, the lower 8 the consumer's, who must
-//     take others than the time before. Windows that are still bound when their queue pair ends are deallocated before it.
-//   - A device without windows gets a registration of its own for each use (verbs.CapPerIOReg): ibv_reg_mr before the
-//     chain, as that alone tells the key, and ibv_dereg_mr at the LocalInv, before it completes. That is slower, and fences as well: only the key
-//     is good on every QP of the protection domain until then.
+//   - On a device with windows, a FastReg binds a type-2 memory window to its part of the arena
+//     (BIND_MW). The bind is in the chain before the Send. LOCAL_INV or the peer's Send With
+//     Invalidate unbinds the window (docs/features.md S4, S7, S9-S11). The upper 24 bits of the key
+//     belong to the window. The consumer chooses the lower 8 bits and must change them for each
+//     use. Windows that are still bound when their queue pair ends are deallocated before it.
+//   - On a device without windows, each use has a separate registration (verbs.CapPerIOReg).
+//     ibv_reg_mr runs before the chain is built, because only ibv_reg_mr returns the key.
+//     ibv_dereg_mr runs at the LocalInv, before the LocalInv completes. This is slower and stops
+//     the peer's access just as well, with one difference: until the LocalInv the key is valid on
+//     every QP of the protection domain.
 //
-// Whether a device has windows is found out by trying: one is allocated when the device is opened.
-// If the first bind fails all the same, the connection ends and the next one finds a [verbs.Device]
-// that registers for each use. Capability bits are not asked.
+// Opening a device allocates one window to find out whether the device has windows. Capability bits
+// are not read. If the first bind fails all the same, the connection ends. The next connection then
+// gets a [verbs.Device] that registers memory for each use.
 //
 // # Completions
 //
-// A goroutine of each CQ polls it, a batch in one call, and calls the handlers. While completions
-// keep coming it polls an empty queue for some microseconds more (spin.go) before it sleeps on the
-// completion channel, in Go's poller. A chain is posted with one call, from C memory that is the
-// queue pair's. C keeps no Go pointer.
+// Each CQ has one goroutine, its dispatcher. It polls the CQ for a batch in one call and calls the
+// handlers. It polls an empty CQ for some microseconds while completions arrive quickly (spin.go).
+// Then it sleeps on the completion channel in Go's poller. One call posts a whole chain, from C
+// memory of the queue pair. C keeps no Go pointer.
 //
-// A device says nothing of an unsignaled request that succeeded, so each QP keeps a ring of what
-// was posted (ring.go): a completion ends everything before it. Draining puts a signaled marker
-// behind the rest. A device that does not flush in time has its QP destroyed; what is left is then
-// flushed here. So Drain and Close always return, also when the device is gone.
+// A device does not report an unsignaled request that succeeded. Each QP therefore keeps a ring of
+// the posted requests (ring.go), and a completion also completes everything before it. Drain posts
+// a signaled marker behind the last request. If a device does not flush in time, its QP is
+// destroyed, and this package flushes the remaining requests. Drain and Close therefore always
+// return, even after the device was removed.
 //
-// # Endings
+// # End of a connection
 //
-// A connection ends by an event of the connection manager (disconnected, device removal, address
-// change), an asynchronous event of the device (its failure, port down, an access that was
-// refused), or a completion that failed, whichever comes first; OnDisconnect gets the best reason
-// that is known soon. The connection manager's event for a peer that disconnected is io.EOF.
-// Terminate messages are the device's secret (no verbs.CapTerminates).
+// The first of these events ends a connection:
 //
-// # What devices do not keep
+//   - an event of the connection manager: disconnected, device removal, address change
+//   - an asynchronous event of the device: device failure, port down, access without the right
+//   - a failed completion
 //
-// The verbs contract is the device's to keep. The kernel's soft devices, as stock Linux 6.12 has
-// them, break some of it, which nothing here can mend:
+// OnDisconnect gets the best cause known after a short wait. The cause is io.EOF if the peer
+// disconnected. Devices do not report Terminate messages, so the provider does not have
+// verbs.CapTerminates.
 //
-//   - rxe: a window reaches all of the arena that it is bound to, its own bounds are not checked; so keep arenas small. A Read of the peer that was begun
-//     goes on after the invalidation. The kernel panics when a window that is not bound is invalidated: none is from here, and for fear of
-//     a meeting of the two the device does not get verbs.CapRemoteInv, but a hostile peer needs no leave.
-//   - siw: ibv_dereg_mr does not wait for the FPDU that is being placed or sent. A Read without the right gets no answer. A message of a few octets that
-//     crosses a page boundary arrives changed. Its library cannot make a queue at one place of a
-//     process (siwqueues.go). Its listener does not survive connects that end at once, or many at a time (connectturn.go).
+// # Limits of the soft devices
 //
-// test/lab/rdmacore names the rules of the conformance suite that each breaks. Neither is meant for
-// hostile peers.
+// The device must implement the verbs contract. The kernel's soft devices break parts of it, as of
+// stock Linux 6.12, and this package cannot correct that.
 //
-// An rxe or siw peer on this machine must be reached by the machine's own address; network
-// namespaces do not work with the kernel's soft devices. Connect returns when its context ends, but
-// Close then waits for the kernel, which may still be connecting to a peer that does not answer
-// (siw). libsiw tells neither of Sends With Invalidate nor why a request of its own was refused.
-// One message of rxe's connection manager that finds no route, as after "ip link set … down", ends
-// that manager (its queue pair 1 stays in the error state) until the device is made anew: so
-// nothing is begun on a port that is down, but the kernel itself may say good-bye to its peers
-// then.
+// rxe:
 //
-// # Devices that go away
+//   - rxe does not check the bounds of a window. The peer can access the whole arena to which
+//     the window is bound. Keep arenas small.
+//   - An RDMA Read that the peer has started continues after the invalidation.
+//   - The kernel panics when a window is invalidated that is not bound. This package never
+//     invalidates one. The device does not get verbs.CapRemoteInv, because the peer's Send With
+//     Invalidate could meet a LOCAL_INV. A hostile peer can still send a Send With Invalidate.
+//   - The connection manager of rxe stops working after one message without a route, for example
+//     after "ip link set … down". Its queue pair 1 stays in the error state until the device is made
+//     again. This package therefore starts no connection on a port that is down. The kernel
+//     may still send disconnect messages at that time.
 //
-// A removed device is learned of in three ways: its place in sysfs is gone, which is looked at once
-// a second; an asynchronous event says that it has failed; the connection manager says so. The
-// first is there for the soft devices: their drivers cannot take a device away from programs that
-// have it open (no disassociate_ucontext), the kernel's ib_uverbs waits for those, and where it was
-// loaded after rdma_cm, nobody tells them before. Drivers of cards can, and then every call fails
-// with EIO.
+// siw:
 //
-// Then everything of the device is destroyed here, whoever uses it: queue pairs, with what is
-// posted on them flushed; completion queues; windows and registrations; protection domains
-// (devicecontext.go). What consumers hold are shells, which they close as ever; MRs are as fenced
-// as can be, and cannot be made anew. Last, the descriptors of the context are given back to the
-// kernel, although librdmacm keeps the context: it closes one only when it lists devices again and
-// finds others. From then on the removal of the device can end.
+//   - ibv_dereg_mr does not wait for the FPDU that is being placed or sent.
+//   - An RDMA Read without the right gets no answer.
+//   - A message of a few bytes that crosses a page boundary arrives changed.
+//   - libsiw cannot create a queue at one mmap offset of a process (siwoffset.go).
+//   - A siw listener stops working after a connect that ends at once, or after many
+//     simultaneous connects (iwarpconnect.go).
+//   - Connect returns when its context ends. Close then waits for the kernel, which may still
+//     be connecting to a peer that does not answer.
+//   - libsiw reports neither a Send With Invalidate nor the cause of a refused local request.
 //
-// Connecting finds a device that is back by itself.
+// Reach an rxe or siw peer on the same machine by an address of that machine. Network namespaces do
+// not work with the kernel's soft devices. test/lab/rdmacore lists the rules of the conformance
+// suite that each device breaks. Do not use rxe or siw with hostile peers.
+//
+// # Device removal
+//
+// This package detects the removal of a device in three ways:
+//
+//   - The device's place in sysfs is missing. pollDevices checks this once a second.
+//   - An asynchronous event reports that the device failed.
+//   - The connection manager sends a removal event.
+//
+// The check in sysfs is for the soft devices. Their drivers have no disassociate_ucontext, so they
+// cannot take a device from the programs that have it open. The kernel's ib_uverbs waits for these
+// programs. If ib_uverbs was loaded after rdma_cm, the connection manager sends no removal event
+// while ib_uverbs waits. Drivers of cards can take a device away; then every call fails with EIO.
+//
+// After a removal this package destroys all objects of the device, even those that consumers hold
+// (devicecontext.go). The order is: queue pairs, whose requests are flushed; CQs; windows and
+// registrations; protection domains. Consumers keep empty objects and close them as usual. The
+// peer's access to MRs ends as far as the device supports it. New MRs cannot be made. Last, the
+// descriptors of the context are closed, so the removal of the device can finish. librdmacm keeps
+// the context. It closes the context only when it lists the devices again and the list has changed.
+//
+// A device that was added again is used by the next connection. No restart is needed.
 //
 // # Goroutines and locks
 //
-// One goroutine for the connection events of the process, one for the asynchronous events of a
-// device in use, one dispatcher for each CQ. All end with the last object that needs them. Handlers
-// run on the dispatcher, OnDisconnect on a goroutine of its own.
+// One goroutine reads the connection events of the process. One goroutine per device in use reads
+// its asynchronous events. Each CQ has one dispatcher. Each goroutine ends with the last object
+// that needs it. Handlers run on the dispatcher, and OnDisconnect runs on a separate goroutine.
 //
-//	connID.call           the kernel connects or accepts; held over that call
-//	connID.mu             what is known of a connection
-//	devices.mu            the devices that are open; before device.mu
-//	deviceContext.life           whether a device is gone: tried for reading, never waited for, around calls that make something of it
-//	device.mu             users, queues and domains of a device; before qp.mu
-//	qp.mu                 state, send ring, the chain that is being posted; held around the call that posts it
-//	qp.rqMu               receive ring; held around the call that posts
-//	window.mu, useMR.mu   one registration; may be taken inside qp.mu
-//	completionQueue.mu    the QPs of a CQ; innermost
-//	handling              librdmacm uses or destroys a queue pair
+//	connID.callMu                    the kernel's call that connects or accepts
+//	connID.setup                     progress of a connection; before qp.sq
+//	sharedChannel                    the event channel of the process and its users
+//	eventChannel.handlers            handlers of connection events; innermost
+//	eventMu                          librdmacm processes an event, or a queue pair is destroyed
+//	                                 whose connection was not established
+//	devices                          the open devices; before device.objects
+//	deviceContext.useMu              held for reading by calls that create objects of the device,
+//	                                 with TryRLock, so they never wait
+//	device.objects                   users, queues and protection domains of a device; before qp.sq
+//	qp.sq                            state, send ring and chain; held during the call that posts it
+//	qp.rq                            receive ring; held during the call that posts to it
+//	window.mu, perIOMR.mu            one registration; may be taken inside qp.sq
+//	protectionDomain.registrations   arenas of a protection domain; may be taken inside window.mu
+//	regionTable.mu                   regions by key; innermost
+//	completionQueue.qps              QPs of a CQ; innermost
 //
 // # Files
 //
-//	shim.h, shim.c                what is called of the libraries; the table of functions
-//	ring.go, spin.go, piece.go, translate.go, codes.go   what needs no device
-//	present.go, absent.go, config.go           whether there is a provider at all
-//	channel.go, connid.go, connect.go, listen.go, connectturn.go   connections
-//	devicecontext.go                     devices that are open, and their removal
-//	device.go, siwqueues.go, domain.go, region.go   devices as connections see them, protection domains, memory
-//	qp.go, post.go, cq.go         queues
+//	shim.h, shim.c              calls of the libraries, through a table of functions
+//	ring.go, spin.go            send and receive rings; polling before a sleep
+//	translate.go, codes.go      statuses, events and errors of the libraries
+//	contiguous.go               segments of a FastReg
+//	provider.go, config.go      the provider and its configuration
+//	notbuilt.go                 the provider of a program built without the libraries
+//	channel.go                  connection events
+//	connid.go                   connection set-up and end on both sides
+//	connect.go, listen.go       the connecting side, the accepting side
+//	iwarpconnect.go             one connect to an iWARP peer at a time
+//	devicecontext.go            open devices and their removal
+//	device.go, siwoffset.go     devices as connections see them
+//	domain.go, region.go        protection domains and memory
+//	qp.go, post.go, cq.go       queues
 package rdmacore

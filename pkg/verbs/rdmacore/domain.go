@@ -24,32 +24,35 @@ import (
 )
 
 const (
-	// busyTries and busyPause are for a protection domain that the device still uses although
-	// nothing of it is left.
-	busyTries = 50
-	busyPause = 20 * time.Millisecond
+	// The kernel's soft devices may report EBUSY for a short time after the last object of a
+	// protection domain was destroyed.
+	deallocTries      = 50
+	deallocRetryDelay = 20 * time.Millisecond
 )
 
-// A protectionDomain owns MRs and QPs, and the registrations of the arenas that they use.
+// A protectionDomain owns MRs, QPs, and the registrations of the arenas that they use.
 type protectionDomain struct {
 	dev  *device
-	c    *C.struct_ibv_pd // valid until freed, or the device is gone
+	c    *C.struct_ibv_pd // valid until registrations.freed is set
 	uses base.Uses
 
-	mu     sync.Mutex
-	freed  bool                       // guarded by mu, as all below: c is
-	arenas map[*membuf.Arena]*arenaMR // registered
-	stale  []*C.struct_ibv_mr         // of freed arenas, with windows bound to them
+	registrations struct {
+		sync.Mutex
+		freed  bool // c is deallocated
+		arenas map[*membuf.Arena]*arenaMR
+		stale  []*C.struct_ibv_mr // of freed arenas; a window was still bound to them
+	}
 }
 
 // AllocPD makes a protection domain.
 func (d *device) AllocPD() (verbs.PD, error) {
-	if err := d.enter(); err != nil {
+	if err := d.addUser(); err != nil {
 		return nil, err
 	}
-	p := &protectionDomain{dev: d, uses: base.Uses{Provider: Name}, arenas: make(map[*membuf.Arena]*arenaMR)}
+	p := &protectionDomain{dev: d, uses: base.Uses{Provider: Name}}
+	p.registrations.arenas = make(map[*membuf.Arena]*arenaMR)
 	if err := p.alloc(); err != nil {
-		d.leave()
+		d.removeUser()
 		return nil, fmt.Errorf("rdmacore: allocate protection domain on %s: %w", d.attrs.Name, err)
 	}
 	leakcheck.Track(leakcheck.PD, 1)
@@ -58,27 +61,27 @@ func (d *device) AllocPD() (verbs.PD, error) {
 
 func (p *protectionDomain) alloc() error {
 	d := p.dev
-	if err := d.context.use(); err != nil {
+	if err := d.context.acquire(); err != nil {
 		return err
 	}
-	defer d.context.done()
+	defer d.context.release()
 	if err := errnoOf(C.rc_alloc_pd(d.ctx, &p.c)); err != nil {
 		return err
 	}
-	d.mu.Lock()
-	d.pds[p] = struct{}{}
-	d.mu.Unlock()
+	d.objects.Lock()
+	d.objects.pds[p] = struct{}{}
+	d.objects.Unlock()
 	return nil
 }
 
-// Dealloc releases the PD with its registrations of arenas.
+// Dealloc deallocates the PD and deregisters its arenas. It fails while MRs or QPs use the PD.
 func (p *protectionDomain) Dealloc() error {
 	if err := p.uses.End(); err != nil {
 		return err
 	}
-	p.mu.Lock()
-	arenas := slices.Collect(maps.Keys(p.arenas))
-	p.mu.Unlock()
+	p.registrations.Lock()
+	arenas := slices.Collect(maps.Keys(p.registrations.arenas))
+	p.registrations.Unlock()
 	for _, a := range arenas {
 		if x := a.Forget(p); x != nil {
 			x.Detach()
@@ -86,72 +89,74 @@ func (p *protectionDomain) Dealloc() error {
 	}
 	err := p.free()
 	d := p.dev
-	d.mu.Lock()
-	delete(d.pds, p)
-	d.mu.Unlock()
+	d.objects.Lock()
+	delete(d.objects.pds, p)
+	d.objects.Unlock()
 	leakcheck.Track(leakcheck.PD, -1)
-	d.leave()
+	d.removeUser()
 	if err != nil {
 		return fmt.Errorf("rdmacore: deallocate protection domain on %s: %w", d.attrs.Name, err)
 	}
 	return nil
 }
 
-// free gives the device's protection domain back, once, with the registrations that are left.
+// free deallocates the device's protection domain and deregisters the stale registrations. Only the
+// first call has an effect.
 func (p *protectionDomain) free() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.freed {
+	p.registrations.Lock()
+	defer p.registrations.Unlock()
+	if p.registrations.freed {
 		return nil
 	}
-	p.freed = true
-	p.sweepLocked()
-	// The kernel's soft devices take a moment to let go of what a queue pair held.
+	p.registrations.freed = true
+	p.deregisterStaleLocked()
 	err := errnoOf(C.rc_dealloc_pd(p.c))
-	for range busyTries {
-		if err != syscall.EBUSY {
+	for range deallocTries {
+		if !errors.Is(err, syscall.EBUSY) {
 			break
 		}
-		time.Sleep(busyPause)
+		time.Sleep(deallocRetryDelay)
 		err = errnoOf(C.rc_dealloc_pd(p.c))
 	}
 	return err
 }
 
-// takeDown frees what a device that is gone has of the protection domain.
+// takeDown destroys the protection domain of a removed device and its registrations.
 func (p *protectionDomain) takeDown() {
-	p.mu.Lock()
+	p.registrations.Lock()
 	var err error
-	for _, m := range p.arenas {
+	for _, m := range p.registrations.arenas {
 		if m.c != nil {
 			err = errors.Join(err, errnoOf(C.rc_dereg_mr(m.c)))
 			m.c = nil
 		}
 	}
-	p.mu.Unlock()
+	p.registrations.Unlock()
 	if err = errors.Join(err, p.free()); err != nil {
-		p.dev.log.Debug("a protection domain of a removed device is left to the kernel", "device", p.dev.attrs.Name,
-			"error", err)
+		p.dev.log.Debug("deallocate protection domain of removed device; the kernel releases it",
+			"device", p.dev.attrs.Name, "error", err)
 	}
-	p.mu.Lock()
-	p.stale = nil
-	p.mu.Unlock()
+	p.registrations.Lock()
+	p.registrations.stale = nil
+	p.registrations.Unlock()
 }
 
-// An arenaMR is the registration of an arena in one protection domain: with local rights, and that
-// windows may be bound to it, and no remote one.
+// An arenaMR is the registration of an arena in one protection domain. It has local rights and no
+// remote ones. On a device with windows it also has the right to bind windows.
 type arenaMR struct {
 	pd    *protectionDomain
 	arena *membuf.Arena
-	c     *C.struct_ibv_mr // nil when it is no more; guarded by pd.mu, once it is made
+	c     *C.struct_ibv_mr // nil once deregistered; guarded by pd.registrations
 	lkey  uint32
 }
 
-// arena returns the registration of the arena that all of b lies in, made when it is first needed.
+// arena returns the registration of the arena that contains all of b. The first call for an arena
+// registers it.
 func (p *protectionDomain) arena(b []byte) (*arenaMR, error) {
 	a := membuf.ArenaOf(b)
 	if a == nil {
-		return nil, fmt.Errorf("rdmacore: %d octets are not in memory of AllocBuffer: %w", len(b), verbs.ErrInvalid)
+		return nil, fmt.Errorf("rdmacore: register %d bytes: memory is not in a membuf arena: %w", len(b),
+			verbs.ErrInvalid)
 	}
 	x, err := a.Attached(p, func() (membuf.Attachment, error) { return p.register(a) })
 	if err != nil {
@@ -160,12 +165,12 @@ func (p *protectionDomain) arena(b []byte) (*arenaMR, error) {
 	return x.(*arenaMR), nil
 }
 
-// register registers an arena, which is locked.
+// register registers a. membuf holds the lock of a during the call.
 func (p *protectionDomain) register(a *membuf.Arena) (membuf.Attachment, error) {
-	if err := p.dev.context.use(); err != nil {
+	if err := p.dev.context.acquire(); err != nil {
 		return nil, err
 	}
-	defer p.dev.context.done()
+	defer p.dev.context.release()
 	access := C.int(accessLocalWrite)
 	if !p.dev.perIO {
 		access |= accessMWBind
@@ -173,39 +178,44 @@ func (p *protectionDomain) register(a *membuf.Arena) (membuf.Attachment, error) 
 	m := &arenaMR{pd: p, arena: a}
 	mem := a.Bytes()
 	if err := errnoOf(C.rc_reg_mr(p.c, unsafe.Pointer(&mem[0]), C.uint64_t(len(mem)), access, &m.c)); err != nil {
-		return nil, pinError(p.dev.attrs.Name, len(mem), err)
+		return nil, registrationError(p.dev.attrs.Name, len(mem), err)
 	}
 	m.lkey = uint32(m.c.lkey)
-	p.mu.Lock()
-	p.arenas[a] = m
-	p.mu.Unlock()
+	p.registrations.Lock()
+	p.registrations.arenas[a] = m
+	p.registrations.Unlock()
 	return m, nil
 }
 
-// Detach deregisters the arena. While a window of a lost queue pair is still bound to it, it cannot
-// be: then its pages stay pinned, and unreachable for the process, until the window is destroyed.
+// Detach deregisters the arena. This fails while a window of a lost queue pair is still bound to
+// the arena. Its pages then stay pinned until the window is deallocated, but the process can no
+// longer reach them.
 func (m *arenaMR) Detach() {
 	p := m.pd
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	delete(p.arenas, m.arena)
+	p.registrations.Lock()
+	defer p.registrations.Unlock()
+	delete(p.registrations.arenas, m.arena)
 	if m.c == nil {
 		return
 	}
 	if err := errnoOf(C.rc_dereg_mr(m.c)); err != nil {
-		p.stale = append(p.stale, m.c)
-		p.dev.log.Debug("memory is freed while a window is bound to it", "device", p.dev.attrs.Name, "error", err)
+		p.registrations.stale = append(p.registrations.stale, m.c)
+		p.dev.log.Debug("deregister arena; retrying when its windows are deallocated",
+			"device", p.dev.attrs.Name, "error", err)
 	}
 	m.c = nil
 }
 
-// sweep deregisters what Detach could not.
-func (p *protectionDomain) sweep() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.sweepLocked()
+// deregisterStale retries to deregister the registrations for which Detach failed.
+func (p *protectionDomain) deregisterStale() {
+	p.registrations.Lock()
+	defer p.registrations.Unlock()
+	p.deregisterStaleLocked()
 }
 
-func (p *protectionDomain) sweepLocked() {
-	p.stale = slices.DeleteFunc(p.stale, func(c *C.struct_ibv_mr) bool { return C.rc_dereg_mr(c) == 0 })
+// deregisterStaleLocked is deregisterStale for a caller that holds the lock.
+func (p *protectionDomain) deregisterStaleLocked() {
+	p.registrations.stale = slices.DeleteFunc(p.registrations.stale, func(c *C.struct_ibv_mr) bool {
+		return C.rc_dereg_mr(c) == 0
+	})
 }

@@ -9,7 +9,6 @@ import "C"
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -22,21 +21,22 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// backlog is how many connection requests wait for Accept; more are rejected.
+// backlog is the number of connection requests that may wait for Accept. Further ones are rejected.
 const backlog = 128
 
 // A listener is a listening connection id.
 type listener struct {
 	p        *provider
-	ch       *channel
+	ch       *eventChannel
 	c        *C.struct_rdma_cm_id
 	addr     netip.AddrPort
 	requests chan *cmEvent
-	lost     chan struct{} // closed when the device that it listens on is removed
-	losing   sync.Once
-	closed   chan struct{}
+	closed   chan struct{} // closed when Close begins
 	once     sync.Once
-	gone     chan struct{}
+	done     chan struct{} // closed when Close is complete
+
+	deviceRemoved chan struct{} // closed when the device of the address is removed
+	removal       sync.Once
 }
 
 // Listen accepts connections on laddr.
@@ -50,19 +50,19 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 		return nil, fail(err)
 	}
 	defer freeC(sa)
-	ch, err := openChannel()
+	ch, err := acquireChannel()
 	if err != nil {
 		return nil, fail(err)
 	}
-	l := &listener{p: p, ch: ch, requests: make(chan *cmEvent, backlog), lost: make(chan struct{}),
-		closed: make(chan struct{}), gone: make(chan struct{})}
+	l := &listener{p: p, ch: ch, requests: make(chan *cmEvent, backlog),
+		closed: make(chan struct{}), done: make(chan struct{}), deviceRemoved: make(chan struct{})}
 	if l.c, err = ch.createID(l.handle); err != nil {
-		ch.leave()
+		ch.release()
 		return nil, fail(err)
 	}
 	if err := errnoOf(C.rc_listen(l.c, sa, backlog)); err != nil {
 		ch.destroyID(l.c)
-		ch.leave()
+		ch.release()
 		return nil, fail(err)
 	}
 	l.addr = address(l.c, false)
@@ -70,35 +70,34 @@ func (p *provider) Listen(ctx context.Context, laddr netip.AddrPort) (verbs.List
 	return l, nil
 }
 
-// handle takes an event of the listener, on the goroutine of the channel.
+// handle processes an event of the listener. The channel's goroutine calls it.
 func (l *listener) handle(ev *cmEvent) {
 	if ev.kind == evDeviceRemoval {
-		l.lose()
+		l.removal.Do(func() { close(l.deviceRemoved) })
 	}
 	if ev.kind != evConnectRequest {
-		l.p.cfg.Logger.Warn("RDMA listener", "address", l.addr.String(), "event", ev.kind.String(), "status", ev.status)
+		l.p.cfg.Logger.Warn("RDMA listener event", "address", l.addr.String(), "event", ev.kind.String(),
+			"status", ev.status)
 		return
 	}
 	select {
 	case l.requests <- ev:
 	default:
-		refuse(ev)
+		rejectRequest(ev)
 	}
 }
 
-// lose notes that nothing can come any more.
-func (l *listener) lose() { l.losing.Do(func() { close(l.lost) }) }
-
-// refuse rejects a request that nobody has taken.
-func refuse(ev *cmEvent) {
+// rejectRequest rejects a request that has no ConnID.
+func rejectRequest(ev *cmEvent) {
 	C.rc_reject(ev.id, nil, 0)
 	C.rc_destroy_id(ev.id)
 }
 
-// Addr is the address, with its port.
+// Addr returns the address with its port.
 func (l *listener) Addr() netip.AddrPort { return l.addr }
 
-// Accept waits for the next connection request.
+// Accept waits for the next connection request. It returns net.ErrClosed after Close, and an error
+// that wraps ENODEV after the device was removed.
 func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -113,32 +112,33 @@ func (l *listener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
 		case ev := <-l.requests:
 			r, err := l.request(ev)
 			if err != nil {
-				l.p.cfg.Logger.Warn("RDMA connection request", "listener", l.addr.String(), "error", err)
+				l.p.cfg.Logger.Warn("accept RDMA connection request", "listener", l.addr.String(), "error", err)
 				continue
 			}
 			return r, nil
 		case <-ctx.Done():
 			return nil, ctx.Err()
-		case <-l.lost:
-			return nil, fmt.Errorf("rdmacore: listener on %v: its RDMA device was removed: listen again when it is back: %w", l.addr, syscall.ENODEV)
+		case <-l.deviceRemoved:
+			return nil, fmt.Errorf("rdmacore: accept on %v: RDMA device was removed: %w; "+
+				"listen again when the device is back", l.addr, syscall.ENODEV)
 		case <-l.closed:
 			return nil, net.ErrClosed
 		}
 	}
 }
 
-// request makes a ConnRequest of an event.
+// request makes a ConnID for a connect request.
 func (l *listener) request(ev *cmEvent) (*request, error) {
-	ch, err := openChannel()
+	ch, err := acquireChannel()
 	if err != nil {
-		refuse(ev)
+		rejectRequest(ev)
 		return nil, err
 	}
 	c := newConnID(ch, address(ev.id, true))
 	c.c = ev.id
 	c.SetPeer(peerParam(ev))
-	ch.adopt(c.c, c.handle)
-	if err := c.attach(l.p.cfg); err != nil {
+	ch.setHandler(c.c, c.handle)
+	if err := c.useDevice(l.p.cfg); err != nil {
 		C.rc_reject(c.c, nil, 0)
 		c.Close()
 		return nil, err
@@ -146,7 +146,8 @@ func (l *listener) request(ev *cmEvent) (*request, error) {
 	return &request{connID: c}, nil
 }
 
-// Close stops listening, and rejects what nobody has accepted.
+// Close stops listening and rejects the requests that wait for Accept. Later calls wait for the
+// first one.
 func (l *listener) Close() error {
 	l.once.Do(func() {
 		close(l.closed)
@@ -154,55 +155,56 @@ func (l *listener) Close() error {
 		for {
 			select {
 			case ev := <-l.requests:
-				refuse(ev)
+				rejectRequest(ev)
 				continue
 			default:
 			}
 			break
 		}
-		l.ch.leave()
+		l.ch.release()
 		leakcheck.Track(leakcheck.Listener, -1)
-		close(l.gone)
+		close(l.done)
 	})
-	<-l.gone
+	<-l.done
 	return nil
 }
 
-// A request is the accepting side's ConnID.
+// A request is the ConnID of the accepting side.
 type request struct{ *connID }
 
-// Accept makes the connection. The QP is ready before the peer can know, so that its first message
-// can be answered.
+// Accept accepts the request and waits until the connection is established. The QP is ready before
+// the peer can send, because the first message may need a reply.
 func (r *request) Accept(ctx context.Context, param verbs.ConnParam) error {
 	return r.handshake(ctx, phaseAccept, param, true, func(data unsafe.Pointer, n, ird, ord C.int) C.int {
 		return C.rc_accept(r.c, data, n, ird, ord)
 	})
 }
 
-// Reject refuses the request and closes the ConnID.
+// Reject rejects the request and closes the ConnID.
 func (r *request) Reject(privateData []byte) error {
-	r.mu.Lock()
-	tried := r.tried
-	r.tried = true
-	r.mu.Unlock()
+	r.setup.Lock()
+	started := r.setup.started
+	r.setup.started = true
+	r.setup.Unlock()
 	select {
 	case <-r.Done():
 		return r.Fail(verbs.ConnLocal, phaseReject, base.ErrClosed)
 	default:
 	}
-	if tried {
+	if started {
 		return r.Fail(verbs.ConnLocal, phaseReject, base.ErrReused)
 	}
 	defer r.Close()
 	if len(privateData) > maxPrivate {
 		C.rc_reject(r.c, nil, 0)
-		return r.Fail(verbs.ConnLocal, phaseReject, errors.New("there is too much private data"))
+		return r.Fail(verbs.ConnLocal, phaseReject, fmt.Errorf("private data has %d bytes, want at most %d",
+			len(privateData), maxPrivate))
 	}
 	data := C.CBytes(privateData)
 	defer freeC(data)
 	if err := errnoOf(C.rc_reject(r.c, data, C.int(len(privateData)))); err != nil {
 		C.rc_reject(r.c, nil, 0)
-		return r.Fail(verbs.ConnLocal, phaseReject, explain(err))
+		return r.Fail(verbs.ConnLocal, phaseReject, explainErrno(err))
 	}
 	return nil
 }

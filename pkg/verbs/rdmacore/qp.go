@@ -20,111 +20,119 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// qpState of a queue pair.
+// A qpState is the state of a queue pair.
 //
-//	┌──────┐  start   ┌───────┐  lost, Drain   ┌──────┐  device flushes, or   ┌─────────┐
-//	│ init │ ───────▶ │ ready │ ─────────────▶ │ dead │ ────────────────────▶ │ drained │
-//	└──┬───┘          └───────┘                └──────┘  destroy, then flush  └─────────┘
-//	   │ Drain (never connected)                   ▲
-//	   └───────────────────────────────────────────┘
+//	┌──────┐  start   ┌───────┐  disconnect, Drain  ┌───────┐  device flushes, or      ┌─────────┐
+//	│ init │ ───────▶ │ ready │ ──────────────────▶ │ error │ ───────────────────────▶ │ drained │
+//	└──┬───┘          └───────┘                     └───────┘  destroyed, then flushed └─────────┘
+//	   │ Drain (never connected)                        ▲
+//	   └────────────────────────────────────────────────┘
 type qpState uint8
 
 const (
 	qpInit qpState = iota
 	qpReady
-	qpDead
+	qpError
 )
 
 const (
-	// certain and guessed say what is known of why a queue pair was lost: of a flushed request only
-	// that it was.
+	// certain and guessed say how much is known about the cause of a disconnect. A flushed request
+	// is only a guess, because it does not carry the cause.
 	certain = true
 	guessed = false
 
-	// causeTimeout is how long a guessed cause waits for a better one: the event of the connection
-	// comes beside the completions.
+	// causeTimeout is the time that a guessed cause waits for a certain one. The connection event
+	// may arrive after the first flushed completion.
 	causeTimeout = 300 * time.Millisecond
-	// notifyTimeout is how long what is posted may wait for the consumer to hear why it will fail.
+	// notifyTimeout is the time that OnDisconnect gets to return before posted requests are
+	// flushed.
 	notifyTimeout = 100 * time.Millisecond
-	// flushTimeout is how long a device may make no progress in flushing before its queue pair is
-	// destroyed and flushed without it.
+	// flushTimeout is the time without a completion after which the queue pair is destroyed and
+	// flushed by this package.
 	flushTimeout = 2 * time.Second
 )
 
 // A qp is a queue pair.
 //
-// Lock order: device.mu, then mu; mu or rqMu, then a region's lock or completionQueue.mu.
+// Lock order: device.objects, then sq; sq or rq, then a region's lock or completionQueue.qps.
 type qp struct {
 	dev            *device
 	pd             *protectionDomain
 	id             *connID
 	cid            *C.struct_rdma_cm_id
-	c              *C.struct_ibv_qp // valid until destroyed
+	c              *C.struct_ibv_qp // valid until destroyOnDevice
 	port           int
 	attr           verbs.QPInitAttr
 	sendCQ, recvCQ *completionQueue
 	reserved       base.Reservation
 	checks         base.PostChecks
-	sendNo, recvNo uint32 // its numbers there
+	// sendNumber and recvNumber identify this QP on sendCQ and recvCQ.
+	sendNumber, recvNumber uint32
 
 	inflight sync.WaitGroup // requests whose handler has not returned
 	progress atomic.Uint64  // completions handled
-	tearing  sync.Once
-	takeOver sync.Once // flushes here what the device does not
-	undo     sync.Once // destroys
 
-	mu      sync.Mutex
-	state   qpState // guarded by mu, as all below
-	local   bool    // this side ended it
-	told    bool    // OnDisconnect was, or will be, called
-	cause   error
-	sure    bool          // cause is certain
-	better  chan struct{} // closed when it is
-	heard   chan struct{} // closed when the consumer has heard of it, or takes too long
-	ord     int           // RDMA Reads that this side may have outstanding
-	ring    sendRing
-	chain   []chained // of the PostSend under way
-	wrs     []C.struct_rc_wr
-	sges    []C.struct_ibv_sge
-	scratch []C.struct_ibv_send_wr
-	broken  bool // what the device left is to be flushed here
+	stopOnce    sync.Once
+	abandonOnce sync.Once
+	destroyOnce sync.Once
 
-	rqMu     sync.Mutex
-	rqClosed bool // guarded by rqMu, as below
-	recvs    recvRing
+	causeKnown chan struct{} // closed when disconnect has a certain cause
+	notified   chan struct{} // closed when OnDisconnect has returned or notifyTimeout is over
+
+	sq struct {
+		sync.Mutex
+		state        qpState
+		drained      bool // Drain was called before the QP was in the error state
+		disconnected bool // disconnect was called; OnDisconnect was or will be called
+		cause        error
+		causeCertain bool
+		ord          int // RDMA Reads that this side may have outstanding
+		ring         sendRing
+		chain        []chainedWR // used by PostSend
+		wrs          []C.struct_rc_wr
+		sges         []C.struct_ibv_sge
+		scratch      []C.struct_ibv_send_wr
+		abandoned    bool // this package flushes both queues
+	}
+
+	rq struct {
+		sync.Mutex
+		closed bool
+		ring   recvRing
+	}
 
 	stats base.Counters
 }
 
-// newQP makes a QP on the connection id of c. Caller holds c.mu.
+// newQP makes a QP on the connection id of c. Caller holds the lock of c.ConnID.
 func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	d := c.dev
 	pd, ok := vpd.(*protectionDomain)
 	if !ok || pd.dev.context != d.context {
-		return nil, fmt.Errorf("rdmacore: create QP: the protection domain belongs to another device: %w",
+		return nil, fmt.Errorf("rdmacore: create QP: protection domain belongs to another device: %w",
 			verbs.ErrInvalid)
 	}
 	scq, ok1 := attr.SendCQ.(*completionQueue)
 	rcq, ok2 := attr.RecvCQ.(*completionQueue)
 	if !ok1 || !ok2 || scq.dev.context != d.context || rcq.dev.context != d.context {
-		return nil, fmt.Errorf("rdmacore: create QP: a completion queue belongs to another device: %w",
+		return nil, fmt.Errorf("rdmacore: create QP: completion queue belongs to another device: %w",
 			verbs.ErrInvalid)
 	}
 	if err := base.CheckQPAttr(Name, &attr, d.attrs); err != nil {
 		return nil, err
 	}
-	if err := d.context.use(); err != nil {
+	if err := d.context.acquire(); err != nil {
 		return nil, err
 	}
-	defer d.context.done()
+	defer d.context.release()
 	reserved, err := base.Reserve(&pd.uses, scq.entries, rcq.entries, attr)
 	if err != nil {
 		return nil, err
 	}
 	q := &qp{dev: d, pd: pd, id: c, cid: c.c, attr: attr, sendCQ: scq, recvCQ: rcq, reserved: reserved,
-		checks: base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessage},
-		better: make(chan struct{}), heard: make(chan struct{}),
-		ring: newSendRing(attr.MaxSendWR), recvs: newRecvRing(attr.MaxRecvWR)}
+		checks:     base.PostChecks{Provider: Name, MaxSendSGE: attr.MaxSendSGE, MaxMessage: maxMessage},
+		causeKnown: make(chan struct{}), notified: make(chan struct{})}
+	q.sq.ring, q.rq.ring = newSendRing(attr.MaxSendWR), newRecvRing(attr.MaxRecvWR)
 	if err := errnoOf(C.rc_create_qp(c.c, pd.c, scq.c, rcq.c, C.int(attr.MaxSendWR+markerWRs), C.int(attr.MaxRecvWR),
 		C.int(attr.MaxSendSGE), &q.c)); err != nil {
 		q.reserved.Release()
@@ -133,146 +141,151 @@ func newQP(c *connID, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 	}
 	q.port = int(c.c.port_num)
 	q.allocate()
-	q.sendNo, q.recvNo = scq.enroll(q), rcq.enroll(q)
-	d.mu.Lock()
-	d.qps[q.c] = q
-	d.mu.Unlock()
+	q.sendNumber, q.recvNumber = scq.addQP(q), rcq.addQP(q)
+	d.objects.Lock()
+	d.objects.qps[q.c] = q
+	d.objects.Unlock()
 	leakcheck.Track(leakcheck.QP, 1)
 	return q, nil
 }
 
-// allocate makes the memory of chains, C's own, used again for every post.
+// allocate allocates the C memory in which chains are posted.
 func (q *qp) allocate() {
 	n := q.attr.MaxSendWR
-	q.chain = make([]chained, 0, n)
-	q.wrs = unsafe.Slice((*C.struct_rc_wr)(C.calloc(C.size_t(n), C.sizeof_struct_rc_wr)), n)
-	q.sges = unsafe.Slice((*C.struct_ibv_sge)(C.calloc(C.size_t(n*q.attr.MaxSendSGE), C.sizeof_struct_ibv_sge)),
+	q.sq.chain = make([]chainedWR, 0, n)
+	q.sq.wrs = unsafe.Slice((*C.struct_rc_wr)(C.calloc(C.size_t(n), C.sizeof_struct_rc_wr)), n)
+	q.sq.sges = unsafe.Slice((*C.struct_ibv_sge)(C.calloc(C.size_t(n*q.attr.MaxSendSGE), C.sizeof_struct_ibv_sge)),
 		n*q.attr.MaxSendSGE)
-	q.scratch = unsafe.Slice((*C.struct_ibv_send_wr)(C.calloc(C.size_t(n), C.sizeof_struct_ibv_send_wr)), n)
+	q.sq.scratch = unsafe.Slice((*C.struct_ibv_send_wr)(C.calloc(C.size_t(n), C.sizeof_struct_ibv_send_wr)), n)
 }
 
-// start makes the QP ready, unless it is dead. ord is the depth of its RDMA Reads.
+// start makes the QP ready, unless it is in the error state. ord is the depth of its RDMA Reads.
 func (q *qp) start(ord int) {
-	q.mu.Lock()
-	if q.state == qpInit {
-		q.state, q.ord = qpReady, ord
+	q.sq.Lock()
+	if q.sq.state == qpInit {
+		q.sq.state, q.sq.ord = qpReady, ord
 	}
-	q.mu.Unlock()
+	q.sq.Unlock()
 }
 
-// unstart takes start back, when the connection was not made after all.
-func (q *qp) unstart() {
-	q.mu.Lock()
-	if q.state == qpReady {
-		q.state = qpInit
+// undoStart undoes start after the connection could not be made.
+func (q *qp) undoStart() {
+	q.sq.Lock()
+	if q.sq.state == qpReady {
+		q.sq.state = qpInit
 	}
-	q.mu.Unlock()
+	q.sq.Unlock()
 }
 
-// failed notes a completion that was no success: the device has moved the QP to the error state.
-func (q *qp) failed(status verbs.Status, vendor uint32) {
-	q.lost(&StatusError{Status: status, VendorErr: vendor}, status != verbs.StatusWRFlushErr)
+// requestFailed processes the status of a failed request. The device has moved the QP to the error
+// state.
+func (q *qp) requestFailed(status verbs.Status, vendor uint32) {
+	q.disconnect(&StatusError{Status: status, VendorErr: vendor}, status != verbs.StatusWRFlushErr)
 }
 
-// lost ends a QP that is ready, for a cause of the peer's or the device's, and tells the consumer.
-// It does not block.
-func (q *qp) lost(cause error, sure bool) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.told || q.local || q.state == qpInit {
-		if q.told && sure && !q.sure { // what was guessed is known now
-			q.cause, q.sure = cause, true
-			close(q.better)
+// disconnect ends a ready QP for a cause of the peer or the device, and reports the cause to the
+// consumer. It does not block. On a QP that Drain or an earlier call ended, it can only replace a
+// guessed cause.
+func (q *qp) disconnect(cause error, isCertain bool) {
+	q.sq.Lock()
+	defer q.sq.Unlock()
+	if q.sq.disconnected || q.sq.drained || q.sq.state == qpInit {
+		if q.sq.disconnected && isCertain && !q.sq.causeCertain {
+			q.sq.cause, q.sq.causeCertain = cause, true
+			close(q.causeKnown)
 		}
 		return
 	}
-	q.state, q.told, q.cause, q.sure = qpDead, true, cause, sure
-	if sure {
-		close(q.better)
+	q.sq.state, q.sq.disconnected = qpError, true
+	q.sq.cause, q.sq.causeCertain = cause, isCertain
+	if isCertain {
+		close(q.causeKnown)
 	}
-	go q.end()
+	go q.notifyAndFlush()
 }
 
-// end takes a lost QP down and tells the consumer.
-func (q *qp) end() {
+// notifyAndFlush calls OnDisconnect and then flushes the QP.
+func (q *qp) notifyAndFlush() {
 	select {
-	case <-q.better:
+	case <-q.causeKnown:
 	case <-time.After(causeTimeout):
 	}
-	q.mu.Lock()
-	q.state = qpDead
-	cause := q.cause
-	q.sure = true
-	q.mu.Unlock()
+	q.sq.Lock()
+	q.sq.state = qpError
+	cause := q.sq.cause
+	q.sq.causeCertain = true
+	q.sq.Unlock()
 	if f := q.attr.OnDisconnect; f != nil {
-		told := make(chan struct{})
+		returned := make(chan struct{})
 		go func() {
 			f(cause)
-			close(told)
+			close(returned)
 		}()
-		// the reason first, and then what comes of it: a consumer goes by the first that it hears
+		// A consumer reports the first error that it gets. OnDisconnect must therefore come before
+		// the flushed completions.
 		select {
-		case <-told:
+		case <-returned:
 		case <-time.After(notifyTimeout):
 		}
 	}
-	close(q.heard)
-	q.tear()
-	q.flush() // what is posted completes, also if the consumer takes its time to close
+	close(q.notified)
+	q.stop()
+	q.flush() // posted requests complete even before the consumer calls Drain
 }
 
-// takeDown destroys the queue pair of a device that is gone; what is posted is flushed here. It
-// waits while the kernel makes the connection.
+// takeDown destroys the queue pair of a removed device and flushes its requests. It waits while the
+// kernel makes the connection.
 func (q *qp) takeDown(cause error) {
-	q.lost(cause, certain)
-	q.mu.Lock()
-	told := q.told
-	q.mu.Unlock()
-	if told {
-		<-q.heard
+	q.disconnect(cause, certain)
+	q.sq.Lock()
+	disconnected := q.sq.disconnected
+	q.sq.Unlock()
+	if disconnected {
+		<-q.notified
 	}
-	q.id.call.Lock()
-	defer q.id.call.Unlock()
-	q.tear()
+	q.id.callMu.Lock()
+	defer q.id.callMu.Unlock()
+	q.stop()
 	q.abandon("")
 }
 
-// tear closes the queues, disconnects, and has the device flush, once.
-func (q *qp) tear() {
-	q.tearing.Do(func() {
-		q.mu.Lock()
-		q.state = qpDead
-		q.mu.Unlock()
-		q.rqMu.Lock()
-		q.rqClosed = true
-		q.rqMu.Unlock()
-		C.rc_disconnect(q.cid) // fails where there is no connection any more
+// stop closes both queues, disconnects, and moves the device's queue pair to the error state, so
+// that the device flushes it. Only the first call has an effect.
+func (q *qp) stop() {
+	q.stopOnce.Do(func() {
+		q.sq.Lock()
+		q.sq.state = qpError
+		q.sq.Unlock()
+		q.rq.Lock()
+		q.rq.closed = true
+		q.rq.Unlock()
+		C.rc_disconnect(q.cid) // fails if the connection has already ended
 		C.rc_fail_qp(q.c)
-		q.mu.Lock()
-		pos, left := q.ring.Tail, q.ring.Len()
-		q.mu.Unlock()
-		// Unsignaled requests that were executed tell nothing; what is flushed behind them does.
-		// Where all are signaled there are none.
+		q.sq.Lock()
+		pos, left := q.sq.ring.Tail, q.sq.ring.Len()
+		q.sq.Unlock()
+		// The device does not report unsignaled requests that succeeded. The marker is flushed
+		// behind them and completes them. Without windows all requests are signaled.
 		if left > 0 && !q.dev.perIO {
-			C.rc_post_marker(q.c, wrID(q.sendNo, wrMarker, pos))
+			C.rc_post_marker(q.c, wrID(q.sendNumber, wrMarker, pos))
 		}
 	})
 }
 
 // Drain moves the QP to the error state and waits until every handler has returned.
 func (q *qp) Drain() {
-	q.mu.Lock()
-	if q.state != qpDead {
-		q.local = true
+	q.sq.Lock()
+	if q.sq.state != qpError {
+		q.sq.drained = true
 	}
-	q.state = qpDead
-	q.mu.Unlock()
-	q.tear()
+	q.sq.state = qpError
+	q.sq.Unlock()
+	q.stop()
 	q.flush()
 }
 
-// flush waits until every handler has returned. A device that does not flush is made to by
-// destroying the QP.
+// flush waits until every handler has returned. If the device makes no progress for flushTimeout,
+// flush abandons its queue pair.
 func (q *qp) flush() {
 	done := make(chan struct{})
 	go func() {
@@ -291,122 +304,125 @@ func (q *qp) flush() {
 		}
 		last = now
 	}
-	q.abandon("RDMA device does not flush a queue pair in the error state: it is destroyed")
+	q.abandon("RDMA device did not flush a queue pair in the error state; destroying it")
 	<-done
 }
 
-// abandon destroys the device's queue pair, once, and has what is posted flushed here. warning is
-// for the log.
+// abandon destroys the device's queue pair and makes the dispatchers flush its requests. If warning
+// is not empty it is logged. Only the first call has an effect.
 func (q *qp) abandon(warning string) {
-	q.takeOver.Do(func() {
+	q.abandonOnce.Do(func() {
 		if warning != "" {
 			q.dev.log.Warn(warning, "device", q.dev.attrs.Name)
 		}
-		q.release()
-		q.mu.Lock()
-		q.broken = true
-		q.mu.Unlock()
-		q.sendCQ.wake(q)
+		q.destroyOnDevice()
+		q.sq.Lock()
+		q.sq.abandoned = true
+		q.sq.Unlock()
+		q.sendCQ.wakeFor(q)
 		if q.recvCQ != q.sendCQ {
-			q.recvCQ.wake(q)
+			q.recvCQ.wakeFor(q)
 		}
 	})
 }
 
-// release destroys the device's queue pair, once, so that the device touches no memory of it any
-// more. No request may be posted afterwards.
-func (q *qp) release() {
-	q.undo.Do(func() {
-		q.dev.mu.Lock()
-		delete(q.dev.qps, q.c)
-		q.dev.mu.Unlock()
-		q.dev.regions.untie(q)
-		// While the connection is being made librdmacm may use the queue pair at any event.
-		// Afterwards a device that takes its time holds nobody up.
-		q.id.mu.Lock()
-		settled := q.id.settled
-		q.id.mu.Unlock()
-		if !settled {
-			handling.Lock()
-			defer handling.Unlock()
+// destroyOnDevice destroys the device's queue pair. The device accesses no memory for it
+// afterwards, and no request may be posted. Only the first call has an effect.
+func (q *qp) destroyOnDevice() {
+	q.destroyOnce.Do(func() {
+		q.dev.objects.Lock()
+		delete(q.dev.objects.qps, q.c)
+		q.dev.objects.Unlock()
+		q.dev.regions.deallocWindowsOf(q)
+		// Before the connection is established, librdmacm may use the queue pair in any event.
+		// Later the lock is not needed, and a slow device does not delay events of other
+		// connections.
+		q.id.setup.Lock()
+		established := q.id.setup.established
+		q.id.setup.Unlock()
+		if !established {
+			eventMu.Lock()
+			defer eventMu.Unlock()
 		}
 		C.rc_destroy_qp(q.cid)
 	})
 }
 
-// destroy drains and releases everything. Caller is connID.Close.
+// destroy drains the QP and releases all its resources. Only connID.Close calls it.
 func (q *qp) destroy() {
 	q.Drain()
-	q.release()
-	q.sendCQ.dismiss(q.sendNo)
-	q.recvCQ.dismiss(q.recvNo)
-	for _, p := range []unsafe.Pointer{unsafe.Pointer(&q.wrs[0]), unsafe.Pointer(&q.sges[0]),
-		unsafe.Pointer(&q.scratch[0])} {
-		C.free(p)
-	}
+	q.destroyOnDevice()
+	q.sendCQ.removeQP(q.sendNumber)
+	q.recvCQ.removeQP(q.recvNumber)
+	C.free(unsafe.Pointer(&q.sq.wrs[0]))
+	C.free(unsafe.Pointer(&q.sq.sges[0]))
+	C.free(unsafe.Pointer(&q.sq.scratch[0]))
 	q.reserved.Release()
 	leakcheck.Track(leakcheck.QP, -1)
 }
 
-// sendEnded, markerEnded, recvEnded and takeSoft are what the dispatcher learns.
-
-func (q *qp) sendEnded(pos uint32, status verbs.Status, vendor uint32, out []completion) []completion {
-	q.mu.Lock()
-	defer q.mu.Unlock()
+// sendCompleted appends to out the requests that the completion of the request at pos completes.
+// Only the dispatcher of sendCQ calls it.
+func (q *qp) sendCompleted(pos uint32, status verbs.Status, vendor uint32, out []completion) []completion {
+	q.sq.Lock()
+	defer q.sq.Unlock()
 	from := len(out)
-	out, ok := q.ring.complete(pos, status, vendor, out)
+	out, ok := q.sq.ring.complete(pos, status, vendor, out)
 	if !ok {
 		return out
 	}
 	for i := range out[from:] {
-		q.judge(&out[from+i].wc)
+		q.checkBind(&out[from+i].wc)
 	}
 	return out
 }
 
-// judge learns from a completion whether windows can be bound. Caller holds mu.
-func (q *qp) judge(wc *verbs.WorkCompletion) {
-	if wc.Opcode != verbs.OpFastReg || q.dev.perIO || q.dev.proven.Load() {
+// checkBind finds out from a completion whether the device can bind windows. Caller holds sq.
+func (q *qp) checkBind(wc *verbs.WorkCompletion) {
+	if wc.Opcode != verbs.OpFastReg || q.dev.perIO || q.dev.bindWorks.Load() {
 		return
 	}
 	switch wc.Status {
 	case verbs.StatusSuccess:
-		q.dev.proven.Store(true)
+		q.dev.bindWorks.Store(true)
 	case verbs.StatusWRFlushErr:
 	default:
-		go q.dev.demote(&StatusError{Status: wc.Status, VendorErr: wc.VendorErr})
+		go q.dev.disableWindows(&StatusError{Status: wc.Status, VendorErr: wc.VendorErr})
 	}
 }
 
-func (q *qp) markerEnded(pos uint32, out []completion) []completion {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.ring.settle(q.ring.completeBefore(pos, out))
+// markerCompleted appends to out all requests before the marker, which was posted at pos.
+func (q *qp) markerCompleted(pos uint32, out []completion) []completion {
+	q.sq.Lock()
+	defer q.sq.Unlock()
+	return q.sq.ring.completeSoft(q.sq.ring.completeBefore(pos, out))
 }
 
-func (q *qp) recvEnded(pos uint32, wc verbs.WorkCompletion, out []completion) []completion {
-	q.rqMu.Lock()
-	defer q.rqMu.Unlock()
-	out, _ = q.recvs.complete(pos, wc, out)
+// recvCompleted appends to out the Receive at pos. Only the dispatcher of recvCQ calls it.
+func (q *qp) recvCompleted(pos uint32, wc verbs.WorkCompletion, out []completion) []completion {
+	q.rq.Lock()
+	defer q.rq.Unlock()
+	out, _ = q.rq.ring.complete(pos, wc, out)
 	return out
 }
 
-// takeSoft takes the completions of c that the device does not tell.
-func (q *qp) takeSoft(c *completionQueue, out []completion) []completion {
-	q.mu.Lock()
-	broken := q.broken
+// softCompletions appends to out the completions on c that the device does not report: those of
+// soft requests, or all if the QP is abandoned.
+func (q *qp) softCompletions(c *completionQueue, out []completion) []completion {
+	q.sq.Lock()
+	abandoned := q.sq.abandoned
 	if c == q.sendCQ {
-		if broken {
-			out = q.ring.flush(out)
+		if abandoned {
+			out = q.sq.ring.flush(out)
 		} else {
-			out = q.ring.settle(out)
+			out = q.sq.ring.completeSoft(out)
 		}
 	}
-	q.mu.Unlock()
-	if broken && c == q.recvCQ {
-		q.rqMu.Lock()
-		out = q.recvs.flush(out)
-		q.rqMu.Unlock()
+	q.sq.Unlock()
+	if abandoned && c == q.recvCQ {
+		q.rq.Lock()
+		out = q.rq.ring.flush(out)
+		q.rq.Unlock()
 	}
 	return out
 }

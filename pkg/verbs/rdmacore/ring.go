@@ -5,37 +5,37 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
 )
 
-// An sqe is what is kept of a request on the send queue.
+// An sqe is an entry of the send ring.
 type sqe struct {
 	op       verbs.Opcode
-	signaled bool // the consumer wants to hear of its success
-	// the device never sees it: it completes with status when everything before it has
+	signaled bool // the handler is called on success too
+	// The device does not get a soft request. The request completes with status after all requests
+	// before it.
 	soft   bool
 	status verbs.Status
 	length uint32
 	done   func(*verbs.WorkCompletion)
-	inv    unbinder // of a LocalInv that the device gets
-	key    verbs.RKey
+	inv    invalidatable // the MR of a LocalInv that the device gets; otherwise nil
+	key    verbs.RKey    // of the LocalInv
 }
 
-// An unbinder is told that a LocalInv of its key was executed.
-type unbinder interface{ unbound(key verbs.RKey) }
+// An invalidatable is informed when a LocalInv of its key was executed.
+type invalidatable interface{ localInvExecuted(key verbs.RKey) }
 
-// A completion is one request that has ended, on its way to its handler. Without done nobody wants
-// to hear of it.
+// A completion is the end of one request. If done is nil, no handler is called.
 type completion struct {
 	wc   verbs.WorkCompletion
 	done func(*verbs.WorkCompletion)
 }
 
-// A sendRing keeps what is on a send queue, in the order posted. Devices complete in this order
-// too, and tell nothing of an unsignaled success: what stands before a request that has completed,
-// and told nothing, has succeeded.
+// A sendRing holds the requests on a send queue, in the order posted. Devices complete them in this
+// order and do not report an unsignaled success. Therefore an unreported request has succeeded when
+// a later one has completed.
 type sendRing struct{ base.Ring[sqe] }
 
 func newSendRing(limit int) sendRing { return sendRing{base.NewRing[sqe](limit)} }
 
-// truncate takes back what stands at pos and behind: it was not posted after all.
+// truncate removes the requests at pos and later, which were not posted.
 func (r *sendRing) truncate(pos uint32) {
 	for r.Tail != pos {
 		r.Tail--
@@ -43,6 +43,7 @@ func (r *sendRing) truncate(pos uint32) {
 	}
 }
 
+// pop removes the oldest request and appends its completion to out.
 func (r *sendRing) pop(status verbs.Status, vendor uint32, out []completion) []completion {
 	e := r.At(r.Head)
 	r.Head++
@@ -54,25 +55,24 @@ func (r *sendRing) pop(status verbs.Status, vendor uint32, out []completion) []c
 		c.wc.ByteLen = e.length
 	}
 	if e.inv != nil && status == verbs.StatusSuccess {
-		e.inv.unbound(e.key)
+		e.inv.localInvExecuted(e.key)
 	}
 	*e = sqe{}
 	return append(out, c)
 }
 
-// complete ends the request at pos, and what stands before it, with what the device said of pos. It
-// reports false when no request is there.
+// complete completes the request at pos with status, and all requests before pos. It returns false
+// if the device has no request at pos.
 func (r *sendRing) complete(pos uint32, status verbs.Status, vendor uint32, out []completion) ([]completion, bool) {
 	if pos-r.Head >= r.Tail-r.Head || r.At(pos).soft {
 		return out, false
 	}
 	out = r.completeBefore(pos, out)
 	out = r.pop(status, vendor, out)
-	return r.settle(out), true
+	return r.completeSoft(out), true
 }
 
-// completeBefore ends everything that stands before pos, of which the device has nothing more to
-// tell.
+// completeBefore completes every request before pos. The device reports none of them afterwards.
 func (r *sendRing) completeBefore(pos uint32, out []completion) []completion {
 	if pos-r.Head > r.Tail-r.Head {
 		return out
@@ -83,15 +83,15 @@ func (r *sendRing) completeBefore(pos uint32, out []completion) []completion {
 	return out
 }
 
-// settle ends the soft requests that have come to the head.
-func (r *sendRing) settle(out []completion) []completion {
+// completeSoft completes the soft requests at the head.
+func (r *sendRing) completeSoft(out []completion) []completion {
 	for r.Head != r.Tail && r.At(r.Head).soft {
 		out = r.pop(r.At(r.Head).status, 0, out)
 	}
 	return out
 }
 
-// flush ends everything.
+// flush completes all requests. The device's requests get StatusWRFlushErr.
 func (r *sendRing) flush(out []completion) []completion {
 	for r.Head != r.Tail {
 		status := verbs.StatusWRFlushErr
@@ -103,8 +103,8 @@ func (r *sendRing) flush(out []completion) []completion {
 	return out
 }
 
-// A recvRing keeps what is on a receive queue, in the order posted, which is the order in which it
-// completes.
+// A recvRing holds the requests on a receive queue, in the order posted. They complete in this
+// order.
 type recvRing struct {
 	base.Ring[func(*verbs.WorkCompletion)]
 }
@@ -113,14 +113,14 @@ func newRecvRing(limit int) recvRing {
 	return recvRing{base.NewRing[func(*verbs.WorkCompletion)](limit)}
 }
 
-// unpush takes back the last one, which was not posted after all.
-func (r *recvRing) unpush() {
+// undoPush removes the newest request, which was not posted.
+func (r *recvRing) undoPush() {
 	r.Tail--
 	*r.At(r.Tail) = nil
 }
 
-// complete ends the request at pos, which is the oldest on every device that keeps the rules. It
-// reports false when it is not.
+// complete completes the request at pos. It returns false if this is not the oldest request, which
+// is an error of the device.
 func (r *recvRing) complete(pos uint32, wc verbs.WorkCompletion, out []completion) ([]completion, bool) {
 	if pos != r.Head || r.Head == r.Tail {
 		return out, false
@@ -132,7 +132,7 @@ func (r *recvRing) complete(pos uint32, wc verbs.WorkCompletion, out []completio
 	return append(out, completion{wc: wc, done: done}), true
 }
 
-// flush ends everything.
+// flush completes all requests with StatusWRFlushErr.
 func (r *recvRing) flush(out []completion) []completion {
 	for r.Head != r.Tail {
 		out, _ = r.complete(r.Head, verbs.WorkCompletion{Status: verbs.StatusWRFlushErr}, out)

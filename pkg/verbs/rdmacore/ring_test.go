@@ -8,84 +8,86 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// ends tells completions: the request's name, its status, and whether its handler is to hear of it.
-type ends struct{ got []string }
+// A completionLog collects completions as NAME:STATUS. A completion without a handler is logged as
+// "no handler".
+type completionLog struct{ got []string }
 
-func (e *ends) push(r *sendRing, name string, s sqe) uint32 {
-	s.done = func(wc *verbs.WorkCompletion) { e.got = append(e.got, fmt.Sprintf("%s:%v", name, wc.Status)) }
+// push pushes a request whose handler logs its completion as name.
+func (l *completionLog) push(r *sendRing, name string, s sqe) uint32 {
+	s.done = func(wc *verbs.WorkCompletion) { l.got = append(l.got, fmt.Sprintf("%s:%v", name, wc.Status)) }
 	return r.Push(s)
 }
 
-func (e *ends) take(out []completion) string {
-	e.got = nil
+// deliver calls the handlers of out and returns the log.
+func (l *completionLog) deliver(out []completion) string {
+	l.got = nil
 	for i := range out {
 		if out[i].done == nil {
-			e.got = append(e.got, "quiet")
+			l.got = append(l.got, "no handler")
 		} else {
 			out[i].done(&out[i].wc)
 		}
 	}
-	return strings.Join(e.got, ", ")
+	return strings.Join(l.got, ", ")
 }
 
-func TestSendRing(t *testing.T) {
-	var e ends
+func TestSendRingCompletesInOrder(t *testing.T) {
+	var log completionLog
 	r := newSendRing(6)
-	r.Head, r.Tail = 0xfffffffd, 0xfffffffd // positions wrap
-	e.push(&r, "a", sqe{})
-	b := e.push(&r, "b", sqe{signaled: true})
-	e.push(&r, "c", sqe{soft: true, signaled: true})
-	e.push(&r, "d", sqe{soft: true})
-	f := e.push(&r, "f", sqe{signaled: true})
-	g := e.push(&r, "g", sqe{soft: true, status: verbs.StatusLocQPOpErr})
+	r.Head, r.Tail = 0xfffffffd, 0xfffffffd // the positions wrap to 0 in this test
+	log.push(&r, "a", sqe{})
+	b := log.push(&r, "b", sqe{signaled: true})
+	log.push(&r, "c", sqe{soft: true, signaled: true})
+	log.push(&r, "d", sqe{soft: true})
+	f := log.push(&r, "f", sqe{signaled: true})
+	g := log.push(&r, "g", sqe{soft: true, status: verbs.StatusLocQPOpErr})
 	if !r.Full() {
-		t.Error("six requests do not fill a ring of six")
+		t.Error("full with six of six requests: got false, want true")
 	}
 	check := func(what string, out []completion, ok, wantOK bool, want string) {
 		t.Helper()
-		if got := e.take(out); got != want || ok != wantOK {
-			t.Errorf("%s: %q, %v; want %q, %v", what, got, ok, want, wantOK)
+		if got := log.deliver(out); got != want || ok != wantOK {
+			t.Errorf("%s: got %q, %v; want %q, %v", what, got, ok, want, wantOK)
 		}
 	}
 	out, ok := r.complete(b, verbs.StatusSuccess, 0, nil)
-	check("a success ends the silent one before it and the soft ones behind", out, ok, true,
-		"quiet, b:success, c:success, quiet")
+	check("completion of b", out, ok, true, "no handler, b:success, c:success, no handler")
 	out, ok = r.complete(b, verbs.StatusSuccess, 0, nil)
-	check("a second completion", out, ok, false, "")
+	check("second completion of b", out, ok, false, "")
 	out, ok = r.complete(g, verbs.StatusSuccess, 0, nil)
-	check("a completion of what the device never had", out, ok, false, "")
+	check("completion of a soft request by the device", out, ok, false, "")
 	out, ok = r.complete(f, verbs.StatusWRFlushErr, 0, nil)
-	check("a flush", out, ok, true, "f:work request flushed, g:local QP operation error")
+	check("flush of f", out, ok, true, "f:work request flushed, g:local QP operation error")
 	if r.Len() != 0 {
-		t.Errorf("%d are left", r.Len())
+		t.Errorf("requests on the ring: got %d, want 0", r.Len())
 	}
 	if out, ok = r.complete(r.Tail, verbs.StatusSuccess, 0, nil); ok || len(out) != 0 {
-		t.Error("an empty ring completed something")
+		t.Errorf("completion on an empty ring: got %d completions, %v; want 0, false", len(out), ok)
 	}
 }
 
-func TestSendRingMarkerAndFlush(t *testing.T) {
-	var e ends
+func TestSendRingMarkerAndFlushCompleteEarlierRequests(t *testing.T) {
+	var log completionLog
 	r := newSendRing(8)
-	e.push(&r, "a", sqe{})
-	e.push(&r, "b", sqe{soft: true, status: verbs.StatusMWBindErr})
+	log.push(&r, "a", sqe{})
+	log.push(&r, "b", sqe{soft: true, status: verbs.StatusMWBindErr})
 	mark := r.Tail
-	if got := e.take(r.completeBefore(mark, nil)); got != "quiet, b:memory bind operation error" {
-		t.Errorf("marker: %q", got)
+	if got := log.deliver(r.completeBefore(mark, nil)); got != "no handler, b:memory bind operation error" {
+		t.Errorf("completions of the marker: got %q, want a without a handler and b", got)
 	}
-	if got := e.take(r.completeBefore(mark+7, nil)); got != "" {
-		t.Errorf("marker beyond the ring: %q", got)
+	if got := log.deliver(r.completeBefore(mark+7, nil)); got != "" {
+		t.Errorf("completions of a marker beyond the ring: got %q, want none", got)
 	}
-	e.push(&r, "c", sqe{})
-	e.push(&r, "d", sqe{soft: true, signaled: true})
-	e.push(&r, "x", sqe{})
+	log.push(&r, "c", sqe{})
+	log.push(&r, "d", sqe{soft: true, signaled: true})
+	log.push(&r, "x", sqe{})
 	r.truncate(r.Tail - 1)
-	if got := e.take(r.flush(nil)); got != "c:work request flushed, d:success" {
-		t.Errorf("flush: %q", got)
+	if got := log.deliver(r.flush(nil)); got != "c:work request flushed, d:success" {
+		t.Errorf("completions of flush: got %q, want c flushed and d successful", got)
 	}
 }
 
-func TestRecvRing(t *testing.T) {
+func TestRecvRingCompletesInOrder(t *testing.T) {
 	r := newRecvRing(3)
 	var got []int
 	var pos []uint32
@@ -93,24 +95,24 @@ func TestRecvRing(t *testing.T) {
 		pos = append(pos, r.Push(func(*verbs.WorkCompletion) { got = append(got, i) }))
 	}
 	if !r.Full() {
-		t.Error("three Receives do not fill a ring of three")
+		t.Error("full with three of three Receives: got false, want true")
 	}
 	if _, ok := r.complete(pos[1], verbs.WorkCompletion{}, nil); ok {
-		t.Error("completed out of turn")
+		t.Error("completion of the second Receive before the first: got true, want false")
 	}
 	out, ok := r.complete(pos[0], verbs.WorkCompletion{ByteLen: 7}, nil)
 	if !ok || out[0].wc.ByteLen != 7 || out[0].wc.Opcode != verbs.OpRecv {
-		t.Errorf("first: %+v, %v", out, ok)
+		t.Errorf("completion of the first Receive: got %+v, %v; want 7 bytes, OpRecv and true", out, ok)
 	}
-	r.unpush()
+	r.undoPush()
 	out = r.flush(out)
 	if len(out) != 2 || out[1].wc.Status != verbs.StatusWRFlushErr {
-		t.Errorf("flush: %+v", out)
+		t.Errorf("completions after flush: got %+v, want two, the second flushed", out)
 	}
 	for i := range out {
 		out[i].done(&out[i].wc)
 	}
 	if fmt.Sprint(got) != "[0 1]" {
-		t.Errorf("handlers of %v were called", got)
+		t.Errorf("Receives with called handlers: got %v, want [0 1]", got)
 	}
 }

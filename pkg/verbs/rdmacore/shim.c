@@ -1,7 +1,8 @@
 //go:build rdmacore && cgo && linux
 
-// The libraries are opened at run time: nothing here may be linked against them. What verbs.h has as inline functions goes through the
-// context's table of operations and needs no symbol; everything else is called through lib.
+// This file must not link against the RDMA libraries, because they are opened at run time. The
+// inline functions of verbs.h use the context's table of operations and need no symbol. All other
+// functions are called through lib.
 #define _GNU_SOURCE // dup3
 #include <dlfcn.h>
 #include <errno.h>
@@ -18,12 +19,13 @@
 
 #include "shim.h"
 
-// verbs.h wraps these in macros that know more than is wanted here.
+// verbs.h defines these as macros that call other functions.
 #undef ibv_reg_mr
 #undef ibv_query_port
 
 #define VERBS_SYMBOLS(X) \
-	X(ibv_get_device_name) X(ibv_query_device) X(ibv_query_port) X(ibv_alloc_pd) X(ibv_dealloc_pd) X(ibv_reg_mr) X(ibv_dereg_mr) \
+	X(ibv_get_device_name) X(ibv_query_device) X(ibv_query_port) \
+	X(ibv_alloc_pd) X(ibv_dealloc_pd) X(ibv_reg_mr) X(ibv_dereg_mr) \
 	X(ibv_create_comp_channel) X(ibv_destroy_comp_channel) X(ibv_create_cq) X(ibv_destroy_cq) \
 	X(ibv_get_cq_event) X(ibv_ack_cq_events) X(ibv_modify_qp) X(ibv_get_async_event) X(ibv_ack_async_event)
 
@@ -39,25 +41,25 @@ static struct {
 	CM_SYMBOLS(DECLARE)
 } lib;
 
-static void *open_library(const char *name, char *why, int size)
+static void *open_library(const char *name, char *reason, int size)
 {
 	void *h = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
 	if (!h)
-		snprintf(why, size, "%s", dlerror());
+		snprintf(reason, size, "%s", dlerror());
 	return h;
 }
 
-int rc_load(char *why, int size)
+int rc_load(char *reason, int size)
 {
-	void *verbs = open_library("libibverbs.so.1", why, size);
+	void *verbs = open_library("libibverbs.so.1", reason, size);
 	if (!verbs)
 		return -ENOENT;
-	void *cm = open_library("librdmacm.so.1", why, size);
+	void *cm = open_library("librdmacm.so.1", reason, size);
 	if (!cm)
 		return -ENOENT;
 #define FIND_IN(handle, name) \
 	if (!(lib.name = (__typeof__(lib.name))dlsym(handle, #name))) { \
-		snprintf(why, size, "%s", dlerror()); \
+		snprintf(reason, size, "%s", dlerror()); \
 		return -ENOSYS; \
 	}
 #define FIND_VERBS(name) FIND_IN(verbs, name)
@@ -67,32 +69,34 @@ int rc_load(char *why, int size)
 	return 0;
 }
 
-// failed makes a negative errno of a function that returned -1 and set errno.
-static int failed(int ret)
+// errno_result returns 0, or the negative errno of a function that returned -1 and set errno.
+static int errno_result(int ret)
 {
 	if (ret == 0)
 		return 0;
 	return errno > 0 ? -errno : -EIO;
 }
 
-// refused makes one of a verb, which returns the errno: most as a positive number, some providers as a negative one.
-static int refused(int ret)
+// verb_result returns 0, or the negative errno of a verb. Most verbs return errno as a positive
+// number, and some providers as a negative one.
+static int verb_result(int ret)
 {
 	if (ret == -1)
-		return failed(ret);
+		return errno_result(ret);
 	return ret > 0 ? -ret : ret;
 }
 
-static int missing(void)
+// null_result returns the negative errno of a function that returned NULL.
+static int null_result(void)
 {
-	return errno > 0 ? -errno : errno < 0 ? errno : -EIO; // some providers set it negative
+	return errno > 0 ? -errno : errno < 0 ? errno : -EIO; // some providers set a negative errno
 }
 
 int rc_open_channel(struct rdma_event_channel **out)
 {
 	errno = 0;
 	*out = lib.rdma_create_event_channel();
-	return *out ? 0 : missing();
+	return *out ? 0 : null_result();
 }
 
 void rc_close_channel(struct rdma_event_channel *ch)
@@ -104,7 +108,7 @@ int rc_next_event(struct rdma_event_channel *ch, struct rc_event *out)
 {
 	struct rdma_cm_event *ev;
 	if (lib.rdma_get_cm_event(ch, &ev))
-		return failed(-1);
+		return errno_result(-1);
 	memset(out, 0, sizeof *out);
 	out->event = ev;
 	out->id = ev->id;
@@ -135,35 +139,36 @@ void rc_ack_event(struct rc_event *ev)
 
 int rc_create_id(struct rdma_event_channel *ch, struct rdma_cm_id **out)
 {
-	return failed(lib.rdma_create_id(ch, out, NULL, RDMA_PS_TCP));
+	return errno_result(lib.rdma_create_id(ch, out, NULL, RDMA_PS_TCP));
 }
 
 int rc_destroy_id(struct rdma_cm_id *id)
 {
-	return failed(lib.rdma_destroy_id(id));
+	return errno_result(lib.rdma_destroy_id(id));
 }
 
 int rc_resolve_addr(struct rdma_cm_id *id, void *addr, int timeout)
 {
-	return failed(lib.rdma_resolve_addr(id, NULL, addr, timeout));
+	return errno_result(lib.rdma_resolve_addr(id, NULL, addr, timeout));
 }
 
 int rc_resolve_route(struct rdma_cm_id *id, int timeout)
 {
-	return failed(lib.rdma_resolve_route(id, timeout));
+	return errno_result(lib.rdma_resolve_route(id, timeout));
 }
 
 int rc_listen(struct rdma_cm_id *id, void *addr, int backlog)
 {
-	int only = 1; // an IPv6 listener leaves IPv4 alone
+	int only = 1; // an IPv6 listener must not listen on IPv4
 	if (((struct sockaddr *)addr)->sa_family == AF_INET6)
 		lib.rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, &only, sizeof only);
 	if (lib.rdma_bind_addr(id, addr))
-		return failed(-1);
-	return failed(lib.rdma_listen(id, backlog));
+		return errno_result(-1);
+	return errno_result(lib.rdma_listen(id, backlog));
 }
 
-// A Send finds its Receive posted, by credits; what is retried covers a peer that is slow to post the first ones. 7 would be for ever.
+// Credits guarantee that a Receive is posted for each Send. The retries are for a peer that posts
+// its first Receives late. 7 would mean unlimited retries.
 #define RETRIES 6
 
 static struct rdma_conn_param conn_param(const void *data, int len, int responder_resources, int initiator_depth)
@@ -185,11 +190,12 @@ int rc_connect(struct rdma_cm_id *id, const void *data, int len, int responder_r
 	sigset_t all, before;
 	int ret;
 
-	/* The Go runtime sends signals to its threads. One of them makes siw drop the TCP connection that it is making, and begin again,
-	   and a connection that is dropped at once costs a siw server its listener. */
+	// The Go runtime sends signals to its threads. A signal makes siw close the TCP connection that it
+	// is making, and start again. A connection that is closed at once disables the listener of a siw
+	// server.
 	sigfillset(&all);
 	pthread_sigmask(SIG_SETMASK, &all, &before);
-	ret = failed(lib.rdma_connect(id, &p));
+	ret = errno_result(lib.rdma_connect(id, &p));
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	return ret;
 }
@@ -197,22 +203,22 @@ int rc_connect(struct rdma_cm_id *id, const void *data, int len, int responder_r
 int rc_accept(struct rdma_cm_id *id, const void *data, int len, int responder_resources, int initiator_depth)
 {
 	struct rdma_conn_param p = conn_param(data, len, responder_resources, initiator_depth);
-	return failed(lib.rdma_accept(id, &p));
+	return errno_result(lib.rdma_accept(id, &p));
 }
 
 int rc_reject(struct rdma_cm_id *id, const void *data, int len)
 {
-	return failed(lib.rdma_reject(id, len ? data : NULL, len));
+	return errno_result(lib.rdma_reject(id, len ? data : NULL, len));
 }
 
 int rc_disconnect(struct rdma_cm_id *id)
 {
-	return failed(lib.rdma_disconnect(id));
+	return errno_result(lib.rdma_disconnect(id));
 }
 
 int rc_comm_established(struct rdma_cm_id *id)
 {
-	return failed(lib.rdma_notify(id, IBV_EVENT_COMM_EST));
+	return errno_result(lib.rdma_notify(id, IBV_EVENT_COMM_EST));
 }
 
 void rc_address(struct rdma_cm_id *id, int peer, void *out)
@@ -226,16 +232,16 @@ struct ibv_context **rc_devices(int *n)
 	return lib.rdma_get_devices(n);
 }
 
-struct ibv_context **rc_hold_of(struct ibv_context *ctx)
+struct ibv_context **rc_hold_context(struct ibv_context *ctx)
 {
 	struct ibv_context **hold = calloc(2, sizeof *hold);
 	if (!hold)
-		abort(); // as everything does that is out of memory for two words
+		abort(); // no memory for two pointers
 	hold[0] = ctx;
 	return hold;
 }
 
-void rc_let_go(struct ibv_context **hold)
+void rc_release_hold(struct ibv_context **hold)
 {
 	lib.rdma_free_devices(hold);
 }
@@ -245,22 +251,22 @@ const char *rc_device_path(struct ibv_context *ctx)
 	return ctx->device->dev_path;
 }
 
-// What stands in place of a descriptor that was taken from a context.
+// rc_detach_context replaces the descriptors of a context with this file.
 static const char substitute[] = "/dev/null";
 
-int rc_cut_off(struct ibv_context *ctx)
+int rc_detach_context(struct ibv_context *ctx)
 {
 	int fd = open(substitute, O_RDWR | O_CLOEXEC);
 	if (fd < 0)
-		return failed(-1);
+		return errno_result(-1);
 	int ret = 0;
 	if (dup3(fd, ctx->cmd_fd, O_CLOEXEC) < 0 || dup3(fd, ctx->async_fd, O_CLOEXEC) < 0)
-		ret = failed(-1);
+		ret = errno_result(-1);
 	close(fd);
 	return ret;
 }
 
-int rc_is_cut_off(struct ibv_context *ctx)
+int rc_is_detached(struct ibv_context *ctx)
 {
 	struct stat null, now;
 	return !stat(substitute, &null) && !fstat(ctx->cmd_fd, &now) && S_ISCHR(now.st_mode) && now.st_rdev == null.st_rdev;
@@ -268,9 +274,9 @@ int rc_is_cut_off(struct ibv_context *ctx)
 
 int rc_port_state(struct ibv_context *ctx, int port)
 {
-	struct ibv_port_attr attr; // at least as long as what the function fills
+	struct ibv_port_attr attr; // at least as large as _compat_ibv_port_attr
 	memset(&attr, 0, sizeof attr);
-	int ret = refused(lib.ibv_query_port(ctx, port, (struct _compat_ibv_port_attr *)&attr));
+	int ret = verb_result(lib.ibv_query_port(ctx, port, (struct _compat_ibv_port_attr *)&attr));
 	return ret ? ret : (int)attr.state;
 }
 
@@ -291,7 +297,7 @@ int rc_is_iwarp(struct ibv_context *ctx)
 
 int rc_query_device(struct ibv_context *ctx, struct ibv_device_attr *out)
 {
-	return refused(lib.ibv_query_device(ctx, out));
+	return verb_result(lib.ibv_query_device(ctx, out));
 }
 
 int rc_try_window(struct ibv_context *ctx)
@@ -313,7 +319,7 @@ int rc_next_async(struct ibv_context *ctx, struct rc_async *out)
 	memset(out, 0, sizeof *out);
 	errno = 0;
 	if (lib.ibv_get_async_event(ctx, &out->event))
-		return failed(-1);
+		return errno_result(-1);
 	out->kind = out->event.event_type;
 	switch (out->kind) {
 	case IBV_EVENT_QP_FATAL:
@@ -341,36 +347,36 @@ int rc_alloc_pd(struct ibv_context *ctx, struct ibv_pd **out)
 {
 	errno = 0;
 	*out = lib.ibv_alloc_pd(ctx);
-	return *out ? 0 : missing();
+	return *out ? 0 : null_result();
 }
 
 int rc_dealloc_pd(struct ibv_pd *pd)
 {
-	return refused(lib.ibv_dealloc_pd(pd));
+	return verb_result(lib.ibv_dealloc_pd(pd));
 }
 
 int rc_reg_mr(struct ibv_pd *pd, void *addr, uint64_t len, int access, struct ibv_mr **out)
 {
 	errno = 0;
 	*out = lib.ibv_reg_mr(pd, addr, len, access);
-	return *out ? 0 : missing();
+	return *out ? 0 : null_result();
 }
 
 int rc_dereg_mr(struct ibv_mr *mr)
 {
-	return refused(lib.ibv_dereg_mr(mr));
+	return verb_result(lib.ibv_dereg_mr(mr));
 }
 
 int rc_alloc_mw(struct ibv_pd *pd, struct ibv_mw **out)
 {
 	errno = 0;
 	*out = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
-	return *out ? 0 : missing();
+	return *out ? 0 : null_result();
 }
 
 int rc_dealloc_mw(struct ibv_mw *mw)
 {
-	return refused(ibv_dealloc_mw(mw));
+	return verb_result(ibv_dealloc_mw(mw));
 }
 
 int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **ch, struct ibv_cq **out)
@@ -378,39 +384,39 @@ int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **c
 	errno = 0;
 	*ch = lib.ibv_create_comp_channel(ctx);
 	if (!*ch)
-		return missing();
+		return null_result();
 	*out = lib.ibv_create_cq(ctx, depth, NULL, *ch, 0);
 	if (!*out) {
-		int ret = missing();
+		int ret = null_result();
 		lib.ibv_destroy_comp_channel(*ch);
 		return ret;
 	}
 	return 0;
 }
 
-int rc_create_bare_cq(struct ibv_context *ctx, int depth, struct ibv_cq **out)
+int rc_create_cq_without_channel(struct ibv_context *ctx, int depth, struct ibv_cq **out)
 {
 	errno = 0;
 	*out = lib.ibv_create_cq(ctx, depth, NULL, NULL, 0);
-	return *out ? 0 : missing();
+	return *out ? 0 : null_result();
 }
 
-int rc_destroy_bare_cq(struct ibv_cq *cq)
+int rc_destroy_cq_without_channel(struct ibv_cq *cq)
 {
-	return refused(lib.ibv_destroy_cq(cq));
+	return verb_result(lib.ibv_destroy_cq(cq));
 }
 
 int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch)
 {
-	int ret = refused(lib.ibv_destroy_cq(cq));
+	int ret = verb_result(lib.ibv_destroy_cq(cq));
 	if (!ret)
-		ret = refused(lib.ibv_destroy_comp_channel(ch));
+		ret = verb_result(lib.ibv_destroy_comp_channel(ch));
 	return ret;
 }
 
 int rc_arm_cq(struct ibv_cq *cq)
 {
-	return refused(ibv_req_notify_cq(cq, 0));
+	return verb_result(ibv_req_notify_cq(cq, 0));
 }
 
 int rc_take_cq_event(struct ibv_comp_channel *ch)
@@ -418,7 +424,7 @@ int rc_take_cq_event(struct ibv_comp_channel *ch)
 	struct ibv_cq *cq;
 	void *context;
 	if (lib.ibv_get_cq_event(ch, &cq, &context))
-		return failed(-1);
+		return errno_result(-1);
 	lib.ibv_ack_cq_events(cq, 1);
 	return 0;
 }
@@ -454,7 +460,7 @@ int rc_create_qp(struct rdma_cm_id *id, struct ibv_pd *pd, struct ibv_cq *send, 
 		.sq_sig_all = 0,
 	};
 	if (lib.rdma_create_qp(id, pd, &attr))
-		return failed(-1);
+		return errno_result(-1);
 	*out = id->qp;
 	return 0;
 }
@@ -467,10 +473,11 @@ void rc_destroy_qp(struct rdma_cm_id *id)
 int rc_fail_qp(struct ibv_qp *qp)
 {
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_ERR };
-	return refused(lib.ibv_modify_qp(qp, &attr, IBV_QP_STATE));
+	return verb_result(lib.ibv_modify_qp(qp, &attr, IBV_QP_STATE));
 }
 
-int rc_post_send(struct ibv_qp *qp, const struct rc_wr *wrs, int n, struct ibv_sge *sges, struct ibv_send_wr *scratch, int *posted)
+int rc_post_send(struct ibv_qp *qp, const struct rc_wr *wrs, int n, struct ibv_sge *sges,
+                 struct ibv_send_wr *scratch, int *posted)
 {
 	struct ibv_send_wr *bad = NULL;
 	for (int i = 0; i < n; i++) {
@@ -497,16 +504,17 @@ int rc_post_send(struct ibv_qp *qp, const struct rc_wr *wrs, int n, struct ibv_s
 			break;
 		case IBV_WR_SEND_WITH_INV:
 			to->invalidate_rkey = from->invalidate;
-			to->wr.rdma.rkey = from->invalidate; // where libsiw looks for it
+			to->wr.rdma.rkey = from->invalidate; // libsiw reads the key here
 			break;
 		default:
 			to->wr.rdma.remote_addr = from->remote_addr;
 			to->wr.rdma.rkey = from->rkey;
 		}
 	}
-	int ret = refused(ibv_post_send(qp, scratch, &bad));
+	int ret = verb_result(ibv_post_send(qp, scratch, &bad));
 	*posted = !ret ? n : bad >= scratch && bad < scratch + n ? (int)(bad - scratch) : 0;
-	// Most providers leave the window's key to the one who posts, and compare it at the next bind.
+	// Most providers expect the caller to update the window's key, and compare the key at the next
+	// bind.
 	for (int i = 0; i < *posted; i++)
 		if (wrs[i].opcode == IBV_WR_BIND_MW)
 			wrs[i].mw->rkey = wrs[i].rkey;
@@ -517,11 +525,11 @@ int rc_post_recv(struct ibv_qp *qp, uint64_t wr_id, void *addr, uint32_t len, ui
 {
 	struct ibv_sge sge = { .addr = (uintptr_t)addr, .length = len, .lkey = lkey };
 	struct ibv_recv_wr wr = { .wr_id = wr_id, .sg_list = &sge, .num_sge = len ? 1 : 0 }, *bad;
-	return refused(ibv_post_recv(qp, &wr, &bad));
+	return verb_result(ibv_post_recv(qp, &wr, &bad));
 }
 
 int rc_post_marker(struct ibv_qp *qp, uint64_t wr_id)
 {
 	struct ibv_send_wr wr = { .wr_id = wr_id, .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED }, *bad;
-	return refused(ibv_post_send(qp, &wr, &bad));
+	return verb_result(ibv_post_send(qp, &wr, &bad));
 }

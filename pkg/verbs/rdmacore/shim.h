@@ -1,4 +1,4 @@
-// The narrow side of libibverbs and librdmacm: what Go calls, in types that hold no Go pointer. shim.c has the bodies.
+// The functions of libibverbs and librdmacm that Go calls, with types that hold no Go pointer.
 #ifndef NFSRDMAD_RDMACORE_SHIM_H
 #define NFSRDMAD_RDMACORE_SHIM_H
 
@@ -6,12 +6,13 @@
 #include <infiniband/verbs.h>
 #include <rdma/rdma_cma.h>
 
-// All functions that return int return 0 or a negative errno, unless their comment says otherwise.
+// A function that returns int returns 0 or a negative errno, unless its comment says otherwise.
 
-// rc_load opens the libraries. On failure it puts the reason into why.
-int rc_load(char *why, int size);
+// rc_load opens the libraries. If that fails it writes the cause to reason, which has size bytes.
+int rc_load(char *reason, int size);
 
-// A rc_event is a connection event, copied. Until it is acknowledged, what destroys its connection id waits, so that the id is not another's meanwhile.
+// struct rc_event is a copy of a connection event. Destroying its connection id waits until the
+// event is acknowledged, so the id cannot be reused before.
 struct rc_event {
 	struct rdma_cm_event *event;
 	struct rdma_cm_id *id;
@@ -26,11 +27,11 @@ struct rc_event {
 
 int rc_open_channel(struct rdma_event_channel **out);
 void rc_close_channel(struct rdma_event_channel *ch);
-// rc_next_event returns -EAGAIN when there is none: the channel must not block.
+// rc_next_event returns -EAGAIN if there is no event. The channel must be non-blocking.
 int rc_next_event(struct rdma_event_channel *ch, struct rc_event *out);
 void rc_ack_event(struct rc_event *ev);
 
-// Connection ids. Addresses are struct sockaddr_in or sockaddr_in6; timeouts are in milliseconds.
+// Connection ids. Addresses are struct sockaddr_in or sockaddr_in6. Timeouts are in milliseconds.
 int rc_create_id(struct rdma_event_channel *ch, struct rdma_cm_id **out);
 int rc_destroy_id(struct rdma_cm_id *id);
 int rc_resolve_addr(struct rdma_cm_id *id, void *addr, int timeout);
@@ -41,30 +42,37 @@ int rc_accept(struct rdma_cm_id *id, const void *data, int len, int responder_re
 int rc_reject(struct rdma_cm_id *id, const void *data, int len);
 int rc_disconnect(struct rdma_cm_id *id);
 int rc_comm_established(struct rdma_cm_id *id);
-// rc_address copies the local (or the peer's) address to out, of at least sizeof(struct sockaddr_in6).
+// rc_address copies the local address, or the peer's if peer is not 0, to out. out must have at
+// least sizeof(struct sockaddr_in6) bytes.
 void rc_address(struct rdma_cm_id *id, int peer, void *out);
 
-// Devices. rc_devices opens all of them, and returns a list that ends with NULL, or NULL. librdmacm closes none of it while the list is held: rc_let_go
-// ends that, and frees the list. As what is counted is the entries, free(list) after making a list of one of each by rc_hold_of gives each a hold of its own.
+// Devices. rc_devices opens all devices. It returns a list that ends with NULL, or NULL on error.
+// librdmacm counts the list entries of each device, and does not close a device while it has
+// entries. rc_hold_context makes a list of one device and does not change the count. To get one
+// hold for each device, call it for each entry of rc_devices and then free(list). rc_release_hold
+// decrements the count and frees the hold.
 struct ibv_context **rc_devices(int *n);
-struct ibv_context **rc_hold_of(struct ibv_context *ctx);
-void rc_let_go(struct ibv_context **hold);
-// rc_device_path is the device's place in sysfs.
+struct ibv_context **rc_hold_context(struct ibv_context *ctx);
+void rc_release_hold(struct ibv_context **hold);
+// rc_device_path returns the path of the device in sysfs.
 const char *rc_device_path(struct ibv_context *ctx);
-// rc_cut_off gives the kernel back what the context has open of the device, and leaves the context as it is, for librdmacm to close: its
-// descriptors stand for /dev/null from now on. Nothing of the device may be in use.
-int rc_cut_off(struct ibv_context *ctx);
-int rc_is_cut_off(struct ibv_context *ctx);
-// rc_port_state is the state of a port (enum ibv_port_state), or a negative errno.
+// rc_detach_context closes the device for the kernel: it replaces the descriptors of the context
+// with /dev/null. librdmacm must still close the context. All objects of the device must be
+// destroyed before.
+int rc_detach_context(struct ibv_context *ctx);
+// rc_is_detached returns whether rc_detach_context was called for the context.
+int rc_is_detached(struct ibv_context *ctx);
+// rc_port_state returns the state of a port (enum ibv_port_state), or a negative errno.
 int rc_port_state(struct ibv_context *ctx, int port);
-// rc_port is the port of the device that a connection id uses.
+// rc_port returns the device's port that a connection id uses.
 int rc_port(struct rdma_cm_id *id);
 const char *rc_device_name(struct ibv_context *ctx);
 int rc_is_iwarp(struct ibv_context *ctx);
 int rc_query_device(struct ibv_context *ctx, struct ibv_device_attr *out);
-// rc_try_window reports 0 if a type-2 memory window can be allocated.
+// rc_try_window returns 0 if the device can allocate a type-2 memory window.
 int rc_try_window(struct ibv_context *ctx);
-// A rc_async is an asynchronous event. Until it is acknowledged, what destroys its queue pair waits.
+// struct rc_async is an asynchronous event. Destroying its queue pair waits until the event is
+// acknowledged.
 struct rc_async {
 	struct ibv_async_event event;
 	struct ibv_qp *qp;
@@ -72,7 +80,7 @@ struct rc_async {
 	int32_t port;
 };
 
-// rc_next_async takes an asynchronous event; -EAGAIN when there is none.
+// rc_next_async takes an asynchronous event. It returns -EAGAIN if there is none.
 int rc_next_async(struct ibv_context *ctx, struct rc_async *out);
 void rc_ack_async(struct rc_async *ev);
 
@@ -84,16 +92,17 @@ int rc_dereg_mr(struct ibv_mr *mr);
 int rc_alloc_mw(struct ibv_pd *pd, struct ibv_mw **out);
 int rc_dealloc_mw(struct ibv_mw *mw);
 
-// Completion queues. A channel belongs to each.
+// Completion queues. Each has a completion channel.
 int rc_create_cq(struct ibv_context *ctx, int depth, struct ibv_comp_channel **ch, struct ibv_cq **out);
 int rc_destroy_cq(struct ibv_cq *cq, struct ibv_comp_channel *ch);
-// A bare one has no channel.
-int rc_create_bare_cq(struct ibv_context *ctx, int depth, struct ibv_cq **out);
-int rc_destroy_bare_cq(struct ibv_cq *cq);
+// This completion queue has no completion channel.
+int rc_create_cq_without_channel(struct ibv_context *ctx, int depth, struct ibv_cq **out);
+int rc_destroy_cq_without_channel(struct ibv_cq *cq);
 int rc_arm_cq(struct ibv_cq *cq);
-// rc_take_cq_event takes an event off the channel and acknowledges it; -EAGAIN when there is none.
+// rc_take_cq_event takes an event from the channel and acknowledges it. It returns -EAGAIN if there
+// is none.
 int rc_take_cq_event(struct ibv_comp_channel *ch);
-// A rc_wc is a work completion.
+// struct rc_wc is a work completion.
 struct rc_wc {
 	uint64_t wr_id;
 	uint32_t status;
@@ -105,7 +114,8 @@ struct rc_wc {
 };
 
 #define RC_POLL_BATCH 32
-// rc_poll_cq returns the number of completions that it wrote to out, RC_POLL_BATCH at most, or a negative errno.
+// rc_poll_cq returns the number of completions written to out, at most RC_POLL_BATCH, or a negative
+// errno.
 int rc_poll_cq(struct ibv_cq *cq, struct rc_wc *out);
 
 // Queue pairs.
@@ -114,7 +124,7 @@ int rc_create_qp(struct rdma_cm_id *id, struct ibv_pd *pd, struct ibv_cq *send, 
 void rc_destroy_qp(struct rdma_cm_id *id);
 int rc_fail_qp(struct ibv_qp *qp);
 
-// A rc_wr is a work request for the send queue, with its SGEs at an index into an array of them.
+// struct rc_wr is a work request for the send queue. first_sge is the index of its first SGE.
 struct rc_wr {
 	uint64_t wr_id;
 	uint64_t remote_addr;
@@ -122,7 +132,7 @@ struct rc_wr {
 	uint64_t bind_len;
 	struct ibv_mw *mw;
 	struct ibv_mr *mr;
-	uint32_t rkey;       // the peer's, or the new key of a bind
+	uint32_t rkey;       // the peer's key, or the new key of a bind
 	uint32_t invalidate;
 	uint32_t opcode;     // enum ibv_wr_opcode
 	uint32_t flags;      // enum ibv_send_flags
@@ -132,10 +142,13 @@ struct rc_wr {
 	uint32_t reserved;
 };
 
-// rc_post_send posts wrs[0..n) as one chain. scratch has room for n requests. *posted is how many were queued.
-int rc_post_send(struct ibv_qp *qp, const struct rc_wr *wrs, int n, struct ibv_sge *sges, struct ibv_send_wr *scratch, int *posted);
+// rc_post_send posts wrs[0..n) as one chain. scratch has space for n requests. *posted is the
+// number of requests that the device accepted.
+int rc_post_send(struct ibv_qp *qp, const struct rc_wr *wrs, int n, struct ibv_sge *sges,
+                 struct ibv_send_wr *scratch, int *posted);
 int rc_post_recv(struct ibv_qp *qp, uint64_t wr_id, void *addr, uint32_t len, uint32_t lkey);
-// rc_post_marker posts a signaled empty RDMA Write to a queue pair in the error state, to be flushed.
+// rc_post_marker posts a signaled empty RDMA Write to a queue pair in the error state. The device
+// flushes it after the earlier requests.
 int rc_post_marker(struct ibv_qp *qp, uint64_t wr_id);
 
 #endif

@@ -3,32 +3,32 @@ package rdmacore
 import "time"
 
 const (
-	// maxSpin is how long a dispatcher polls an empty queue before it sleeps, at most: about what
-	// it costs to sleep and be woken.
+	// maxSpin is the longest time that a dispatcher polls an empty queue before it sleeps. A sleep
+	// and a wake-up cost about as much.
 	maxSpin = 50 * time.Microsecond
-	// minSpin is what it begins with when a sleep turned out to be short.
+	// minSpin is the time for which a dispatcher polls after a short sleep.
 	minSpin = 5 * time.Microsecond
 )
 
-// A spinner decides for how long an empty completion queue is polled before its dispatcher sleeps:
-// longer while completions keep coming within that time, not at all while they do not, so that an
-// idle connection costs nothing.
+// A spinner decides how long a dispatcher polls an empty completion queue before it sleeps. The
+// time grows while completions arrive within it, and shrinks to zero while none do. An idle
+// connection then costs no processor time.
 type spinner struct {
 	budget time.Duration
-	since  time.Time // when the queue was first found empty; zero while it is not
-	slept  time.Time // when the dispatcher went to sleep last
+	since  time.Time // when the queue was first found empty; zero if it was not empty
+	slept  time.Time // when the last sleep began
 }
 
-// hit notes that there were completions.
-func (s *spinner) hit() {
-	if !s.since.IsZero() { // found by polling
+// foundCompletions records that the queue was not empty.
+func (s *spinner) foundCompletions() {
+	if !s.since.IsZero() { // polling found them
 		s.budget = min(2*s.budget, maxSpin)
 		s.since = time.Time{}
 	}
 }
 
-// again reports whether an empty queue is to be polled once more.
-func (s *spinner) again(now time.Time) bool {
+// pollAgain reports whether to poll the empty queue again.
+func (s *spinner) pollAgain(now time.Time) bool {
 	if s.budget == 0 {
 		return false
 	}
@@ -46,10 +46,11 @@ func (s *spinner) again(now time.Time) bool {
 	return false
 }
 
-// sleeps and woken enclose a sleep.
-func (s *spinner) sleeps(now time.Time) { s.slept, s.since = now, time.Time{} }
+// beginSleep records that the dispatcher goes to sleep.
+func (s *spinner) beginSleep(now time.Time) { s.slept, s.since = now, time.Time{} }
 
-func (s *spinner) woken(now time.Time) {
+// endSleep records that the dispatcher woke up.
+func (s *spinner) endSleep(now time.Time) {
 	if now.Sub(s.slept) < maxSpin {
 		s.budget = max(s.budget, minSpin)
 	}

@@ -8,8 +8,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// wcStatus is enum ibv_wc_status in verbs' terms, by its number (verbs.h). What verbs has no word
-// for is a general error.
+// wcStatus maps enum ibv_wc_status (verbs.h) to verbs.Status. A status that verbs does not have
+// becomes StatusGeneralErr.
 var wcStatus = [...]verbs.Status{
 	0:  verbs.StatusSuccess,
 	1:  verbs.StatusLocLenErr,
@@ -49,7 +49,8 @@ const (
 	accessMWBind      = 1 << 4
 )
 
-// windowAccess is the rights of a window. The local one is the region's that it is bound to.
+// windowAccess returns the access flags of a window. Local access follows from the region to which
+// the window is bound.
 func windowAccess(a verbs.Access) (flags uint32) {
 	if a&verbs.AccessRemoteWrite != 0 {
 		flags |= accessRemoteWrite
@@ -60,8 +61,8 @@ func windowAccess(a verbs.Access) (flags uint32) {
 	return flags
 }
 
-// regionAccess is the rights of a region that is registered for one use. A remote write needs the
-// local one.
+// regionAccess returns the access flags of a region that is registered for one use. Remote write
+// needs local write.
 func regionAccess(a verbs.Access) (flags uint32) {
 	flags = windowAccess(a)
 	if a&(verbs.AccessRemoteWrite|verbs.AccessLocalWrite) != 0 {
@@ -70,7 +71,7 @@ func regionAccess(a verbs.Access) (flags uint32) {
 	return flags
 }
 
-// An eventKind is enum rdma_cm_event_type.
+// An eventKind is a value of enum rdma_cm_event_type.
 type eventKind int32
 
 // Connection events (rdma_cma.h).
@@ -92,10 +93,20 @@ const (
 )
 
 var eventNames = map[eventKind]string{
-	evAddrResolved: "address resolved", evAddrError: "address error", evRouteResolved: "route resolved", evRouteError: "route error",
-	evConnectRequest: "connect request", evConnectResponse: "connect response", evConnectError: "connect error", evUnreachable: "unreachable",
-	evRejected: "rejected", evEstablished: "established", evDisconnected: "disconnected", evDeviceRemoval: "device removal",
-	evAddrChange: "address change", evTimewaitExit: "time wait exit",
+	evAddrResolved:    "address resolved",
+	evAddrError:       "address error",
+	evRouteResolved:   "route resolved",
+	evRouteError:      "route error",
+	evConnectRequest:  "connect request",
+	evConnectResponse: "connect response",
+	evConnectError:    "connect error",
+	evUnreachable:     "unreachable",
+	evRejected:        "rejected",
+	evEstablished:     "established",
+	evDisconnected:    "disconnected",
+	evDeviceRemoval:   "device removal",
+	evAddrChange:      "address change",
+	evTimewaitExit:    "time wait exit",
 }
 
 func (k eventKind) String() string {
@@ -105,17 +116,18 @@ func (k eventKind) String() string {
 	return fmt.Sprintf("event %d", int32(k))
 }
 
-// Reasons of a reject on InfiniBand (IBTA volume 1 §12.6.7.2): the status of a rejected event.
+// Reasons of a reject on InfiniBand (IBTA volume 1 §12.6.7.2). They are the status of an
+// evRejected.
 const (
-	rejInvalidServiceID = 8  // nobody listens
-	rejConsumerDefined  = 28 // the listener said no
+	rejInvalidServiceID = 8  // no listener
+	rejConsumerDefined  = 28 // the listener rejected the connection
 )
 
-// An EventError is a connection event that is no good, with the status that came with it.
+// An EventError is a connection event that ended a connection or its set-up.
 type EventError struct {
 	Event  string
-	Status int // a negative errno, or InfiniBand's reason of a reject
-	Hint   string
+	Status int    // 0, a negative errno, or the InfiniBand reason of a reject
+	Hint   string // empty, or more about the cause
 }
 
 func (e *EventError) Error() string {
@@ -127,12 +139,12 @@ func (e *EventError) Error() string {
 		s = fmt.Sprintf("%s (reason %d)", s, e.Status)
 	}
 	if e.Hint != "" {
-		s += ": " + e.Hint
+		s += "; " + e.Hint
 	}
 	return s
 }
 
-// Unwrap returns the errno, if the event had one.
+// Unwrap returns the errno, or nil if the event has none.
 func (e *EventError) Unwrap() error {
 	if e.Status < 0 {
 		return syscall.Errno(-e.Status)
@@ -140,24 +152,24 @@ func (e *EventError) Unwrap() error {
 	return nil
 }
 
-// failure classifies an event that ends a connection attempt.
-func failure(k eventKind, status int) (verbs.ConnErrorKind, error) {
+// setupError returns the kind and the error of an event that ends a connection attempt.
+func setupError(k eventKind, status int) (verbs.ConnErrorKind, error) {
 	err := &EventError{Event: k.String(), Status: status}
 	switch k {
 	case evRejected:
 		switch status {
 		case rejInvalidServiceID:
-			err.Hint = "nobody listens for RDMA on that port"
+			err.Hint = "no RDMA listener on the port"
 			return verbs.ConnUnreachable, err
 		case rejConsumerDefined:
-			err.Hint = "the peer rejected the connection"
+			err.Hint = "the listener rejected the connection"
 		case -int(syscall.ECONNREFUSED):
-			err.Hint = "nobody listens on that port"
+			err.Hint = "no listener on the port"
 			return verbs.ConnUnreachable, err
 		}
 		return verbs.ConnRejected, err
 	case evAddrError, evRouteError:
-		err.Hint = "no RDMA device of this machine leads there"
+		err.Hint = "no RDMA device of this machine reaches the peer"
 		return verbs.ConnUnreachable, err
 	case evUnreachable:
 		if status == -int(syscall.ETIMEDOUT) {
@@ -170,15 +182,16 @@ func failure(k eventKind, status int) (verbs.ConnErrorKind, error) {
 	return verbs.ConnProtocol, err
 }
 
-// ending is the cause that an event gives for the end of a connection.
-func ending(k eventKind, status int) error {
+// disconnectCause returns the cause that an event gives for the end of a connection: io.EOF if the
+// peer disconnected.
+func disconnectCause(k eventKind, status int) error {
 	if k == evDisconnected && status == 0 {
 		return io.EOF
 	}
 	return &EventError{Event: k.String(), Status: status}
 }
 
-// A DeviceEventError is an asynchronous event of the device that ended a connection.
+// A DeviceEventError reports an asynchronous event of the device that ended a connection.
 type DeviceEventError struct {
 	Device string
 	Event  string
@@ -188,23 +201,23 @@ func (e *DeviceEventError) Error() string {
 	return fmt.Sprintf("RDMA device %s: %s", e.Device, e.Event)
 }
 
-// A RemovedError is a device that was removed, or is being removed: with the driver, the card, or
-// "rdma link delete".
+// A RemovedError reports that a device was removed or is being removed: with its driver, with the
+// card, or by "rdma link delete".
 type RemovedError struct{ Device string }
 
 func (e *RemovedError) Error() string {
-	return fmt.Sprintf("RDMA device %s was removed; it is used again when it is back (\"rdma link\" lists what there is)", e.Device)
+	return fmt.Sprintf("RDMA device %s was removed; load its driver or add it again with \"rdma link\"", e.Device)
 }
 
 // Unwrap returns ENODEV.
 func (e *RemovedError) Unwrap() error { return syscall.ENODEV }
 
-// A StatusError is a work completion that ended a connection.
+// A StatusError reports a failed work completion that ended a connection.
 type StatusError struct {
 	Status    verbs.Status
 	VendorErr uint32
 }
 
 func (e *StatusError) Error() string {
-	return fmt.Sprintf("a work request failed: %v (vendor error %#x)", e.Status, e.VendorErr)
+	return fmt.Sprintf("work request failed: %v (vendor error %#x)", e.Status, e.VendorErr)
 }

@@ -12,21 +12,29 @@ import (
 )
 
 func TestStatusOf(t *testing.T) {
-	for n, want := range map[uint32]verbs.Status{0: verbs.StatusSuccess, 1: verbs.StatusLocLenErr,
-		5: verbs.StatusWRFlushErr, 6: verbs.StatusMWBindErr,
-		10: verbs.StatusRemAccessErr, 12: verbs.StatusRetryExcErr, 13: verbs.StatusRNRRetryExcErr, 21: verbs.StatusGeneralErr, 1 << 31: verbs.StatusGeneralErr} {
+	for n, want := range map[uint32]verbs.Status{
+		0:       verbs.StatusSuccess,
+		1:       verbs.StatusLocLenErr,
+		5:       verbs.StatusWRFlushErr,
+		6:       verbs.StatusMWBindErr,
+		10:      verbs.StatusRemAccessErr,
+		12:      verbs.StatusRetryExcErr,
+		13:      verbs.StatusRNRRetryExcErr,
+		21:      verbs.StatusGeneralErr,
+		1 << 31: verbs.StatusGeneralErr,
+	} {
 		if got := statusOf(n); got != want {
-			t.Errorf("ibv_wc_status %d: %v, want %v", n, got, want)
+			t.Errorf("status of ibv_wc_status %d: got %v, want %v", n, got, want)
 		}
 	}
 	for n := uint32(1); n < 64; n++ {
 		if statusOf(n) == verbs.StatusSuccess {
-			t.Errorf("ibv_wc_status %d is a success", n)
+			t.Errorf("status of ibv_wc_status %d: got success, want an error", n)
 		}
 	}
 }
 
-func TestAccess(t *testing.T) {
+func TestAccessFlags(t *testing.T) {
 	for _, c := range []struct {
 		a              verbs.Access
 		window, region uint32
@@ -38,21 +46,21 @@ func TestAccess(t *testing.T) {
 		{0, 0, 0},
 	} {
 		if w, r := windowAccess(c.a), regionAccess(c.a); w != c.window || r != c.region {
-			t.Errorf("access %b: window %b, region %b; want %b, %b", c.a, w, r, c.window, c.region)
+			t.Errorf("flags of access %b: got window %b and region %b, want %b and %b", c.a, w, r, c.window, c.region)
 		}
 	}
 }
 
-func TestFailure(t *testing.T) {
+func TestSetupErrorKindAndText(t *testing.T) {
 	for _, c := range []struct {
 		kind   eventKind
 		status int
 		want   verbs.ConnErrorKind
 		text   string
 	}{
-		{evRejected, rejInvalidServiceID, verbs.ConnUnreachable, "nobody listens"},
-		{evRejected, rejConsumerDefined, verbs.ConnRejected, "the peer rejected"},
-		{evRejected, -int(syscall.ECONNREFUSED), verbs.ConnUnreachable, "nobody listens"},
+		{evRejected, rejInvalidServiceID, verbs.ConnUnreachable, "no RDMA listener"},
+		{evRejected, rejConsumerDefined, verbs.ConnRejected, "the listener rejected"},
+		{evRejected, -int(syscall.ECONNREFUSED), verbs.ConnUnreachable, "no listener"},
 		{evRejected, -int(syscall.ECONNRESET), verbs.ConnRejected, "connection reset"},
 		{evUnreachable, -int(syscall.ETIMEDOUT), verbs.ConnTimeout, "timed out"},
 		{evUnreachable, -int(syscall.EHOSTUNREACH), verbs.ConnUnreachable, "no route"},
@@ -62,80 +70,83 @@ func TestFailure(t *testing.T) {
 		{evDeviceRemoval, 0, verbs.ConnLocal, "device removal"},
 		{eventKind(77), 0, verbs.ConnProtocol, "event 77"},
 	} {
-		kind, err := failure(c.kind, c.status)
+		kind, err := setupError(c.kind, c.status)
 		if kind != c.want || !strings.Contains(err.Error(), c.text) {
-			t.Errorf("%v, status %d: %v: %v; want %v with %q", c.kind, c.status, kind, err, c.want, c.text)
+			t.Errorf("error of %v with status %d: got %v: %v; want %v with %q in it", c.kind, c.status, kind, err,
+				c.want, c.text)
 		}
 		if c.status < 0 && !errors.Is(err, syscall.Errno(-c.status)) {
-			t.Errorf("%v: %v does not wrap its errno", c.kind, err)
+			t.Errorf("error of %v: got %v, want an error that wraps its errno", c.kind, err)
 		}
 	}
 }
 
-func TestEnding(t *testing.T) {
-	if err := ending(evDisconnected, 0); err != io.EOF {
-		t.Errorf("an orderly end: %v", err)
+func TestDisconnectCause(t *testing.T) {
+	if err := disconnectCause(evDisconnected, 0); !errors.Is(err, io.EOF) {
+		t.Errorf("cause of a disconnect: got %v, want io.EOF", err)
 	}
-	if err := ending(evDisconnected, -int(syscall.ECONNRESET)); !errors.Is(err, syscall.ECONNRESET) {
-		t.Errorf("a reset: %v", err)
+	if err := disconnectCause(evDisconnected, -int(syscall.ECONNRESET)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("cause of a reset: got %v, want ECONNRESET", err)
 	}
-	if err := ending(evDeviceRemoval, 0); err == io.EOF || !strings.Contains(err.Error(), "device removal") {
-		t.Errorf("a device that is pulled: %v", err)
+	err := disconnectCause(evDeviceRemoval, 0)
+	if errors.Is(err, io.EOF) || !strings.Contains(err.Error(), "device removal") {
+		t.Errorf("cause of a removed device: got %v, want device removal", err)
 	}
 }
 
-func TestOnePiece(t *testing.T) {
+func TestContiguous(t *testing.T) {
 	mem := make([]byte, 100)
-	if p, ok := onePiece([][]byte{mem[10:20], nil, mem[20:50], mem[50:50]}); !ok || len(p) != 40 || &p[0] != &mem[10] {
-		t.Errorf("%d octets, %v", len(p), ok)
+	p, ok := contiguous([][]byte{mem[10:20], nil, mem[20:50], mem[50:50]})
+	if !ok || len(p) != 40 || &p[0] != &mem[10] {
+		t.Errorf("adjacent segments: got %d bytes, %v; want 40 bytes, true", len(p), ok)
 	}
-	if _, ok := onePiece([][]byte{mem[10:20], mem[21:30]}); ok {
-		t.Error("a hole is no hole")
+	if _, ok := contiguous([][]byte{mem[10:20], mem[21:30]}); ok {
+		t.Error("segments with a gap: got true, want false")
 	}
-	if _, ok := onePiece([][]byte{mem[10:20], mem[0:10]}); ok {
-		t.Error("the order does not matter")
+	if _, ok := contiguous([][]byte{mem[10:20], mem[0:10]}); ok {
+		t.Error("segments in the wrong order: got true, want false")
 	}
-	if p, ok := onePiece(nil); !ok || len(p) != 0 {
-		t.Error("nothing is not one piece")
+	if p, ok := contiguous(nil); !ok || len(p) != 0 {
+		t.Errorf("no segments: got %d bytes, %v; want 0 bytes, true", len(p), ok)
 	}
 }
 
-// TestSpinner: a queue that gets completions soon after it was empty is polled, an idle one is
-// slept on.
-func TestSpinner(t *testing.T) {
+// TestSpinnerPollsOnlyBusyQueues checks that a queue is polled while completions follow one another
+// quickly, and that an idle queue is not polled.
+func TestSpinnerPollsOnlyBusyQueues(t *testing.T) {
 	now := time.Unix(1000, 0)
 	var s spinner
-	if s.again(now) {
-		t.Error("a fresh spinner polls")
+	if s.pollAgain(now) {
+		t.Error("poll of a new spinner: got true, want false")
 	}
-	s.sleeps(now)
+	s.beginSleep(now)
 	now = now.Add(10 * time.Microsecond)
-	s.woken(now)
+	s.endSleep(now)
 	for range 10 {
-		if !s.again(now) {
-			t.Fatal("does not poll although completions come within microseconds")
+		if !s.pollAgain(now) {
+			t.Fatal("poll after a short sleep: got false, want true")
 		}
-		s.hit()
+		s.foundCompletions()
 	}
 	if s.budget != maxSpin {
-		t.Errorf("budget %v after hits, want %v", s.budget, maxSpin)
+		t.Errorf("budget after completions: got %v, want %v", s.budget, maxSpin)
 	}
-	s.again(now)
-	if !s.again(now.Add(maxSpin - 1)) {
-		t.Error("gave up before its time")
+	s.pollAgain(now)
+	if !s.pollAgain(now.Add(maxSpin - 1)) {
+		t.Error("poll before the budget is used: got false, want true")
 	}
 	for range 10 {
 		now = now.Add(time.Second)
-		for s.again(now) {
+		for s.pollAgain(now) {
 			now = now.Add(time.Second)
 		}
 	}
 	if s.budget != 0 {
-		t.Errorf("budget %v while nothing comes", s.budget)
+		t.Errorf("budget without completions: got %v, want 0", s.budget)
 	}
-	s.sleeps(now)
-	s.woken(now.Add(time.Second))
+	s.beginSleep(now)
+	s.endSleep(now.Add(time.Second))
 	if s.budget != 0 {
-		t.Error("polls after a long sleep")
+		t.Errorf("budget after a long sleep: got %v, want 0", s.budget)
 	}
 }

@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"bytes"
 	"fmt"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -12,21 +11,20 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
 // capture records the loopback traffic of one port while f runs, and returns the name of the file.
 func capture(t *testing.T, port uint16, f func()) string {
 	t.Helper()
+	testutil.NeedsRoot(t)
 	dumpcap, err := exec.LookPath("dumpcap")
 	if err != nil {
 		t.Fatal("dumpcap is not installed; run make deps, or install wireshark-common")
 	}
 	if _, err := exec.LookPath("tshark"); err != nil {
 		t.Fatal("tshark is not installed; run make deps, or install tshark")
-	}
-	if os.Geteuid() != 0 {
-		t.Fatal("packet capture needs root; run the tests as root")
 	}
 	file := filepath.Join(t.TempDir(), "siw.pcapng")
 	cmd := exec.Command(dumpcap, "-q", "-i", "lo", "-B", "64", "-f", fmt.Sprintf("tcp port %d", port), "-w", file)

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -110,6 +111,7 @@ func connectUntilKilled(to string) {
 
 // TestKilledConnectStaysOpen kills a process that has sent its request and has no reply.
 func TestKilledConnectStaysOpen(t *testing.T) {
+	testutil.NeedsRoot(t)
 	needTCPRepair(t)
 	requested, killed, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
 	addr := serveOnce(t, func(c *net.TCPConn) {

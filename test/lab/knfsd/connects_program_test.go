@@ -21,7 +21,7 @@ import (
 var (
 	_ = register("sixteen mounts", "sixteen concurrent mounts", testSixteenMounts)
 	_ = register("nconnect", "nconnect=8", testNConnect)
-	_ = register("cancelled mounts", "mount commands interrupted and killed at random times", testCancelledMounts)
+	_ = register("canceled mounts", "mount commands interrupted and killed at random times", testCanceledMounts)
 	_ = register("killed daemons", "daemons killed at random times during a mount", testKilledDaemons)
 )
 
@@ -206,12 +206,12 @@ func newRNG(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// testCancelledMounts alternately interrupts and kills the mount command.
-func testCancelledMounts(t *testing.T, b bench) {
+// testCanceledMounts alternately interrupts and kills the mount command.
+func testCanceledMounts(t *testing.T, b bench) {
 	p := newProgram(t, b)
 	p.start()
 	typical, rng := p.measureMount(), newRNG(t)
-	capture := b.Capture(t, "cancelled")
+	capture := b.Capture(t, "canceled")
 	mounted := 0
 	rounds := b.scaled(disturbRounds, disturbRoundsInGuest)
 	for i := 0; i < rounds; i++ {
@@ -224,7 +224,7 @@ func testCancelledMounts(t *testing.T, b bench) {
 		if cmd.Wait() == nil {
 			mounted++
 		}
-		if mounted == rounds && rounds < disturbRoundsMax { // no mount was cancelled
+		if mounted == rounds && rounds < disturbRoundsMax { // no mount was canceled
 			rounds++
 		}
 		// The signal may have come too late, or before the daemon got the request.
@@ -238,7 +238,7 @@ func testCancelledMounts(t *testing.T, b bench) {
 	t.Logf("%d of %d mounts completed before the signal; %d connections", mounted, rounds,
 		len(checkConnections(t, b, capture, 1, false)))
 	if mounted == rounds {
-		t.Error("got no cancelled mount, want at least one")
+		t.Error("got no canceled mount, want at least one")
 	}
 	p.checkServer()
 }

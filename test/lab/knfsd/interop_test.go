@@ -84,7 +84,8 @@ func readDocument() (d document, err error) {
 			d.columns = make([]column, len(cells)-1)
 		}
 		if len(cells) != 1+len(d.columns) {
-			return d, fmt.Errorf("parse %s: got a row of %d cells, want %d: %q", interopFile, len(cells), 1+len(d.columns), line)
+			return d, fmt.Errorf("parse %s: got a row of %d cells, want %d: %q", interopFile, len(cells),
+				1+len(d.columns), line)
 		}
 		for i, cell := range cells[1:] {
 			cell, c := strings.TrimSpace(cell), &d.columns[i]

@@ -27,9 +27,11 @@ func TestMain(m *testing.M) {
 }
 
 var (
-	providerFlag = flag.String("provider", softiwarpName+","+rdmacore.Name, "test these `providers`, separated by commas")
-	serversFlag  = flag.String("servers", "",
-		"test these `servers`, as KERNEL/DEVICE, separated by commas (default: by provider; more with NFSRDMAD_LAB=all)")
+	providerFlag = flag.String("provider", softiwarpName+","+rdmacore.Name,
+		"test these `providers`, separated by commas")
+	serversFlag = flag.String("servers", "",
+		"test these `servers`, as KERNEL/DEVICE, separated by commas "+
+			"(default: by provider; more with NFSRDMAD_LAB=all)")
 	programFlag = flag.String("program", "", "use this nfsrdmad `binary` instead of building it")
 	updateFlag  = flag.Bool("update", false, "write the results to docs/interop.md")
 )

@@ -78,7 +78,8 @@ func testSignals(t *testing.T, b bench) {
 	}
 	if states != s.MRsTotal || s.MRStates[memreg.Valid.String()] != 0 || s.MRsFailed != s.MRsRecovered+s.MRsRecycled+
 		s.MRsOrphaned {
-		t.Errorf("got MR states %v of %d MRs; %d failed, %d recovered, %d recycled, %d orphaned", s.MRStates, s.MRsTotal,
+		t.Errorf("got MR states %v of %d MRs; %d failed, %d recovered, %d recycled, %d orphaned", s.MRStates,
+			s.MRsTotal,
 			s.MRsFailed, s.MRsRecovered, s.MRsRecycled, s.MRsOrphaned)
 	}
 	t.Logf("%d calls interrupted, %d local invalidations, %d remote access errors, %d connects; MRs %v", s.Interrupted,

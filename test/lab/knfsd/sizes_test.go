@@ -101,7 +101,8 @@ func testReadAtEOF(t *testing.T, s session, fh nfs3.FH) {
 			var res nfs3.ReadResult
 			if err := s.Read(t.Context(), s.cred, fh, attr.Size-uint64(there), s.buffer(size), &res); err != nil ||
 				res.N != there || !res.EOF {
-				t.Errorf("READ of %d bytes, %d before the end: got %d, EOF %v, error %v", size, there, res.N, res.EOF, err)
+				t.Errorf("READ of %d bytes, %d before the end: got %d, EOF %v, error %v", size, there, res.N, res.EOF,
+					err)
 			}
 		}
 	}

@@ -25,12 +25,12 @@ const (
 // allowed lists the attacks that the kernel's soft devices permit, whatever the provider does.
 var allowed = map[verbs.Transport]map[string]string{
 	verbs.TransportIB: { // rxe
-		"write beyond the end, in time":               wholeWindow,
-		"overlong read, in time":                      wholeWindow,
+		"write beyond the end, call pending":          wholeWindow,
+		"read beyond the end, call pending":           wholeWindow,
 		"invalidation of a key of another connection": anyWindow,
 	},
 	verbs.TransportIWARP: { // siw
-		"read of a write chunk, in time": "the kernel requires a valid key for a Read, but no access right",
+		"read of a write chunk, call pending": "the kernel requires a valid key for a Read, but no access right",
 	},
 }
 

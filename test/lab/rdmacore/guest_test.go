@@ -105,14 +105,6 @@ func create(t *testing.T, c *nfs3.Client, dir nfs3.FH, name string) nfs3.FH {
 	return res.FH
 }
 
-// block fills b with bytes that depend on their offset and seed.
-func block(b []byte, off uint64, seed byte) {
-	for i := range b {
-		o := off + uint64(i)
-		b[i] = byte(o) ^ byte(o>>8)*7 ^ byte(o>>16)*31 ^ seed
-	}
-}
-
 func arena(t *testing.T, n int) []byte {
 	t.Helper()
 	b, err := membuf.Alloc(n)
@@ -132,7 +124,7 @@ func TestMainJob(t *testing.T) {
 	c := nfs3.NewClient(tr, nfs3.Options{})
 	fh := create(t, c, root, "job")
 	want := make([]byte, size)
-	block(want, 0, 0x5a)
+	pattern(want, 0, 0x5a)
 	sizes := []int{1, 100, 4096, 5000, 65536, 100001, 262144, 1 << 20}
 	ctx := context.Background()
 	for off, i := 0, 0; off < size; i++ {
@@ -229,7 +221,7 @@ func churn(c *nfs3.Client, fh nfs3.FH, buf []byte, seed byte, calls, span int) e
 		n := 1 + rng.IntN(len(buf))
 		off := rng.IntN(span - n + 1)
 		if i%2 == 0 {
-			block(buf[:n], uint64(off), seed+byte(i))
+			pattern(buf[:n], off, seed+byte(i))
 			var w nfs3.WriteResult
 			if err := c.Write(ctx, cred, fh, uint64(off), buf[:n], nfs3.FileSync, &w); err != nil {
 				return fmt.Errorf("call %d: write %d bytes at %d: %w", i, n, off, err)

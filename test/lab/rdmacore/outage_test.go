@@ -284,9 +284,10 @@ func (g *outageGuest) removal() {
 	g.must("dd if=/dev/urandom of=" + outageExport + "/unread bs=64k count=16 2>/dev/null")
 	g.remove()
 	g.awaitStatus("RDMA device " + g.device + " was removed")
-	g.awaitStatus("waiting (reconnect")
+	g.awaitStatus("pending (reconnect")
 	// A reader waits and can be killed.
-	g.must("(cat " + outageMount + "/unread >/dev/null 2>&1 & echo $! >/tmp/reader); sleep 3; kill -0 $(cat /tmp/reader)")
+	g.must("(cat " + outageMount + "/unread >/dev/null 2>&1 & echo $! >/tmp/reader); " +
+		"sleep 3; kill -0 $(cat /tmp/reader)")
 	g.must("kill -KILL $(cat /tmp/reader); " +
 		"for i in $(seq 1200); do kill -0 $(cat /tmp/reader) 2>/dev/null || exit 0; sleep 0.1; done; " +
 		"cat /proc/$(cat /tmp/reader)/stack; exit 1")

@@ -239,7 +239,7 @@ func (e *wireEnd) serveOrders() (done bool) {
 		var res result
 		switch o.Do {
 		case "write":
-			block(local.Buf, 0, o.Seed)
+			pattern(local.Buf, 0, o.Seed)
 			res.Status = e.do(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: o.RKey, RemoteAddr: o.Addr,
 				SGList: []verbs.SGE{local}})
 		case "read":
@@ -340,7 +340,7 @@ func testWireMessages(t *testing.T) {
 	e := dialPeer(t)
 	for _, n := range wireSizes {
 		body := make([]byte, n-1)
-		block(body, 0, byte(n))
+		pattern(body, 0, byte(n))
 		e.must(e.message(wireEcho, body))
 		m, ok := e.next()
 		if !ok {
@@ -361,7 +361,7 @@ func testWireWrites(t *testing.T) {
 			seed++
 			clear(e.data.Buf)
 			want := make([]byte, wireBuffer)
-			block(want[off:off+n], 0, seed)
+			pattern(want[off:off+n], 0, seed)
 			rkey, addr := e.window(m, verbs.AccessLocalWrite|verbs.AccessRemoteWrite, 0, wireBuffer)
 			res, ok := e.order(order{"write", rkey, addr + uint64(off), n, seed})
 			if !ok || res.Status != verbs.StatusSuccess {
@@ -384,7 +384,7 @@ func (e *wireEnd) iwarp() bool { return e.id.Device().Attrs().Transport == verbs
 func testWireReads(t *testing.T) {
 	e := dialPeer(t)
 	m := e.mr()
-	block(e.data.Buf, 0, 0x77)
+	pattern(e.data.Buf, 0, 0x77)
 	for _, n := range append(wireSizes, 1<<20) {
 		for _, off := range []int{0, 1, 4095} {
 			if e.iwarp() && n < siwInline && off+n > 4096 {
@@ -407,7 +407,7 @@ func testWireReads(t *testing.T) {
 // the connection ended before the order was acknowledged, because the peer may not have tried then.
 func (e *wireEnd) refused(o order) (tried bool) {
 	e.t.Helper()
-	block(e.data.Buf, 0, 0x11)
+	pattern(e.data.Buf, 0, 0x11)
 	want := bytes.Clone(e.data.Buf)
 	status := e.do(e.message(wireOrder, o))
 	if status != verbs.StatusSuccess { // flushed, or a local error if siw was still sending

@@ -213,8 +213,10 @@ func fileVerbs() map[string]*verb {
 			n, err := unix.Pread(fd, b, int64(o.off))
 			return got(b, n, err)
 		}),
-		"write":  onFD(func(fd int, o *op) ([]field, error) { return count(unix.Write(fd, payload(o))) }),
-		"pwrite": onFD(func(fd int, o *op) ([]field, error) { return count(unix.Pwrite(fd, payload(o), int64(o.off))) }),
+		"write": onFD(func(fd int, o *op) ([]field, error) { return count(unix.Write(fd, payload(o))) }),
+		"pwrite": onFD(func(fd int, o *op) ([]field, error) {
+			return count(unix.Pwrite(fd, payload(o), int64(o.off)))
+		}),
 		"lseek": onFD(func(fd int, o *op) ([]field, error) {
 			n, err := unix.Seek(fd, int64(o.off), o.flags)
 			return []field{{"n", fmt.Sprint(n)}}, err
@@ -230,7 +232,9 @@ func fileVerbs() map[string]*verb {
 		"append": onFD(func(fd int, o *op) ([]field, error) {
 			return count(unix.Pwritev2(fd, [][]byte{payload(o)}, 0, unix.RWF_APPEND))
 		}),
-		"fadvise": onFD(func(fd int, o *op) ([]field, error) { return only(unix.Fadvise(fd, 0, 0, unix.FADV_DONTNEED)) }),
+		"fadvise": onFD(func(fd int, o *op) ([]field, error) {
+			return only(unix.Fadvise(fd, 0, 0, unix.FADV_DONTNEED))
+		}),
 		"dropcaches": {0, func(*side, *op) ([]field, error) {
 			return only(os.WriteFile("/proc/sys/vm/drop_caches", []byte("3"), 0))
 		}},
@@ -270,8 +274,10 @@ func pathVerbs() map[string]*verb {
 		"rename": onTwoPaths(func(p, q string, o *op) ([]field, error) {
 			return only(unix.Renameat2(unix.AT_FDCWD, p, unix.AT_FDCWD, q, uint(o.flags)))
 		}),
-		"link":    onTwoPaths(func(p, q string, _ *op) ([]field, error) { return only(unix.Link(p, q)) }),
-		"symlink": onPath(func(p string, o *op) ([]field, error) { return only(unix.Symlink(expandPath(o.to, -1), p)) }),
+		"link": onTwoPaths(func(p, q string, _ *op) ([]field, error) { return only(unix.Link(p, q)) }),
+		"symlink": onPath(func(p string, o *op) ([]field, error) {
+			return only(unix.Symlink(expandPath(o.to, -1), p))
+		}),
 		"readlink": onPath(func(p string, _ *op) ([]field, error) {
 			b := make([]byte, 4096)
 			n, err := unix.Readlink(p, b)

@@ -6,14 +6,14 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 // localPair returns two directories of one local file system, which cannot differ.
 func localPair(t *testing.T) *pair {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Fatal("the streams change users; run the tests as root")
-	}
+	testutil.NeedsRoot(t) // the streams change users
 	runtime.LockOSThread()
 	t.Cleanup(runtime.UnlockOSThread)
 	kernel, ours := t.TempDir(), t.TempDir()

@@ -13,7 +13,8 @@ var (
 		"d/%20%0a"}
 	dirs         = []string{"d", "e", "e/d", "d", "e", "e/d", "f", "d/f"}
 	dotPaths     = []string{"d/..", "e/.", "d/../a", "e/d/../b"}
-	unusualPaths = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "f/", "b/.", "/", "a/b/c/d", "@4094/a",
+	unusualPaths = []string{"~256", "d/~256", "missing/a", ".", "..", "a/", "d/", "f/", "b/.", "/", "a/b/c/d",
+		"@4094/a",
 		"@4095/d/b",
 		"@4096/a", "d/...", "d//a", "d/%ff/../a"}
 	targets = []string{"a", "b", "d", "e/a", "../a", "d/a", ".", "missing", "c", "~255", "~1024", "@4095/a", "~4096",

@@ -16,7 +16,7 @@ type op struct {
 	fd   int    // slot of an open file
 	path string // relative to the stream's directory; see expandPath
 	to   string // second path, or the target of a symbolic link
-	// flags of open(2), renameat2(2) or fallocate(2); whence of lseek(2); mode of access(2)
+	// flags of open(2), renameat2(2) or fallocate(2); base of lseek(2); mode of access(2)
 	flags int
 	mode  int
 	off   int

@@ -45,14 +45,18 @@ func visible(args []string) error {
 				continue
 			}
 			got, size, err := readBack(filepath.Join(sides[at], name))
-			if err == nil && bytes.Equal(got, content) && size == int64(len(content)) {
-				continue
+			if err != nil {
+				err = fmt.Errorf("read on %s: %w", sides[at], err)
+			} else if !bytes.Equal(got, content) || size != int64(len(content)) {
+				err = fmt.Errorf("read on %s: got %s of %s and size %d, want %s", sides[at], digest(got), name, size,
+					digest(content))
 			}
-			for _, line := range log[max(0, len(log)-20):] {
-				fmt.Println(line)
+			if err != nil {
+				for _, line := range log[max(0, len(log)-20):] {
+					fmt.Println(line)
+				}
+				return err
 			}
-			return fmt.Errorf("read on %s: got %s of %s and size %d, want %s: error %v", sides[at], digest(got),
-				name, size, digest(content), err)
 		}
 	}
 	fmt.Printf("both clients saw %d changes\n", *rounds)

@@ -8,8 +8,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// Operations of the kernel appear by name once they were made, and only those.
-func TestSnapshotHasOperations(t *testing.T) {
+func TestSnapshotHasObservedOperations(t *testing.T) {
 	s := &mountStack{provider: softiwarp.New(softiwarp.Config{})}
 	observe := s.fsOptions().Observe
 	observe(fusefs.OpRead, 2*time.Millisecond)
@@ -18,6 +17,6 @@ func TestSnapshotHasOperations(t *testing.T) {
 	ops := s.Snapshot().Ops
 	if len(ops) != 2 || ops[0].Name != "read" || ops[0].Count != 2 || ops[0].Sum != 5*time.Millisecond ||
 		ops[1].Name != "access" {
-		t.Errorf("got %+v", ops)
+		t.Errorf("operations: got %+v, want 2 of read with 5 ms, and access", ops)
 	}
 }

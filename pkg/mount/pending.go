@@ -16,65 +16,66 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-// pendingCalls lists the calls of all connections that have not ended, the oldest first. It waits for no
-// server.
+// pendingCalls returns the pending calls of all connections, the oldest first. It does not wait for
+// the server.
 func (s *mountStack) pendingCalls() []control.PendingCall {
 	calls := []control.PendingCall{}
 	now := time.Now()
 	for i, t := range s.transports.all {
 		for _, c := range t.Calls() {
-			calls = append(calls, explainCall(i, &c, now))
+			calls = append(calls, pendingCall(i, &c, now))
 		}
 	}
 	slices.SortStableFunc(calls, func(a, b control.PendingCall) int { return cmp.Compare(b.Age, a.Age) })
 	return calls
 }
 
-func explainCall(connection int, c *xprt.Call, now time.Time) control.PendingCall {
-	w := control.PendingCall{Procedure: procedure(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits,
+func pendingCall(connection int, c *xprt.Call, now time.Time) control.PendingCall {
+	p := control.PendingCall{Procedure: procedureName(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits,
 		Age: now.Sub(c.Began).Seconds(), SinceSent: -1}
 	if c.XID != 0 {
-		w.XID = fmt.Sprintf("%#x", c.XID)
+		p.XID = fmt.Sprintf("%#x", c.XID)
 	}
 	if !c.Sent.IsZero() {
-		w.SinceSent = now.Sub(c.Sent).Seconds()
+		p.SinceSent = now.Sub(c.Sent).Seconds()
 	}
-	setOwner(&w, c)
-	return w
+	setOwner(&p, c)
+	return p
 }
 
-// procedure is its name, or its number where it is none of NFS version 3.
-func procedure(c *xprt.Call) string {
+// procedureName returns the name of the procedure of c, or its numbers if it is not one of NFS
+// version 3.
+func procedureName(c *xprt.Call) string {
 	if c.Prog == nfs3.Program && c.Vers == nfs3.Version {
 		return nfs3.Proc(c.Proc).String()
 	}
 	return fmt.Sprintf("%d.%d.%d", c.Prog, c.Vers, c.Proc)
 }
 
-// setOwner fills in who waits for c.
-func setOwner(w *control.PendingCall, c *xprt.Call) {
+// setOwner sets the owner of p.
+func setOwner(p *control.PendingCall, c *xprt.Call) {
 	if c.Ctx == nil {
-		w.Owner = control.OwnerGone
+		p.Owner = control.OwnerGone
 		return
 	}
 	o, ok := fusefs.OwnerOf(c.Ctx)
 	switch {
 	case ok && o.WriteBack:
-		w.Owner = control.OwnerWriteBack
+		p.Owner = control.OwnerWriteBack
 	case ok && o.PID == 0:
-		w.Owner, w.UID = control.OwnerKernel, o.UID
+		p.Owner, p.UID = control.OwnerKernel, o.UID
 	case ok:
-		w.Owner, w.UID = control.OwnerProcess, o.UID
-		w.PID, w.Command = process(o.PID)
-	case nfs3.Proc(c.Proc) == nfs3.ProcNull: // nobody else calls it
-		w.Owner = control.OwnerLiveness
+		p.Owner, p.UID = control.OwnerProcess, o.UID
+		p.PID, p.Command = process(o.PID)
+	case nfs3.Proc(c.Proc) == nfs3.ProcNull: // only keepalives call NULL
+		p.Owner = control.OwnerLiveness
 	default:
-		w.Owner = control.OwnerDaemon
+		p.Owner = control.OwnerDaemon
 	}
 }
 
-// process finds the process of a thread, and its name: "" when it has ended. The files that it
-// reads wait for nobody.
+// process returns the process of a thread and its name; the name is "" if the process has ended. It
+// reads status and comm below /proc, which do not block on the process.
 func process(tid uint32) (pid uint32, command string) {
 	status, err := os.ReadFile(filepath.Join("/proc", strconv.FormatUint(uint64(tid), 10), "status"))
 	if err != nil {
@@ -98,15 +99,15 @@ func process(tid uint32) (pid uint32, command string) {
 	return pid, string(bytes.TrimSuffix(comm, []byte("\n")))
 }
 
-// history is that of all connections, the oldest event first.
+// history returns the latest events of all connections, the oldest first.
 func (s *mountStack) history() []control.ConnEvent {
-	notes := []control.ConnEvent{}
+	events := []control.ConnEvent{}
 	for i, t := range s.transports.all {
-		for _, n := range t.History() {
-			notes = append(notes, control.ConnEvent{Time: n.Time, Connection: i, Event: n.Event, Cause: n.Cause,
-				Times: n.Times})
+		for _, e := range t.History() {
+			events = append(events, control.ConnEvent{Time: e.Time, Connection: i, Event: e.Event, Cause: e.Cause,
+				Times: e.Times})
 		}
 	}
-	slices.SortStableFunc(notes, func(a, b control.ConnEvent) int { return a.Time.Compare(b.Time) })
-	return notes
+	slices.SortStableFunc(events, func(a, b control.ConnEvent) int { return a.Time.Compare(b.Time) })
+	return events
 }

@@ -2,7 +2,6 @@ package mount
 
 import (
 	"context"
-	"net"
 	"sync/atomic"
 	"time"
 
@@ -15,10 +14,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-var resolver net.Resolver
-
-// A caller spreads RPCs over the transports of one mount (nconnect), one after the other. all does
-// not change once the mount stands.
+// A caller distributes RPCs over the transports of one mount (option nconnect) in turn. all does
+// not change once the mount is complete. Its methods may be called concurrently.
 type caller struct {
 	all  []*xprt.Transport
 	next atomic.Uint32
@@ -64,7 +61,7 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 
 // Describe implements mountInstance.
 func (s *mountStack) Describe(i *control.MountInfo) {
-	i.Server, i.Provider, i.ProviderReason = s.address.String(), s.provider.Name(), s.why
+	i.Server, i.Provider, i.ProviderReason = s.address.String(), s.provider.Name(), s.reason
 	i.FaultInjection, _ = injected(s.provider)
 }
 
@@ -90,7 +87,7 @@ func (s *mountStack) Status() control.MountStatus {
 		st.RPCs[snap.Procs[i].Name] = snap.Procs[i].Count
 	}
 	var since time.Time
-	for _, tr := range s.transports.all { // the connection that changed last explains the most
+	for _, tr := range s.transports.all { // show the connection that changed last
 		if x := tr.Stats(); !x.Since.Before(since) {
 			st.Connection, st.LastError, since = x.State, x.LastError, x.Since
 		}

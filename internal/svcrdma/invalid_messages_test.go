@@ -16,10 +16,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// TestCreditsAllTheTime keeps every credit in use for a long time: each reply is followed by the
-// next call at once, which a server that gave its Receive back after the reply would have no buffer
-// for (RFC 8166 §3.3.1).
-func TestCreditsAllTheTime(t *testing.T) {
+// TestReceiveIsPostedBeforeReply keeps every credit in use: the client sends the next call directly
+// after each reply. A server that posts the Receive after the reply has no buffer for this call
+// (RFC 8166 §3.3.1).
+func TestReceiveIsPostedBeforeReply(t *testing.T) {
 	const credits, calls = 4, 3000
 	h := &testHandler{}
 	c := dialRaw(t, startServer(t, Config{Credits: credits, Handler: h}), ownPrivate(false, 4096))
@@ -34,11 +34,11 @@ func TestCreditsAllTheTime(t *testing.T) {
 		c.receive()
 	}
 	if n := h.calls.Load(); n != calls {
-		t.Errorf("%d calls executed, want %d", n, calls)
+		t.Errorf("got %d executed calls, want %d", n, calls)
 	}
 }
 
-// realCalls are the client's messages of the fuzz corpus.
+// realCalls returns the messages of a real client from the fuzz corpus.
 func realCalls(t *testing.T) (calls [][]byte) {
 	t.Helper()
 	files, _ := filepath.Glob("testdata/fuzz/FuzzCall/ganesha-*")
@@ -54,20 +54,20 @@ func realCalls(t *testing.T) (calls [][]byte) {
 		}
 	}
 	if len(calls) < 10 {
-		t.Fatalf("%d messages in the corpus", len(calls))
+		t.Fatalf("got %d messages in the corpus, want at least 10", len(calls))
 	}
 	return calls
 }
 
-// TestHostileClients send real calls with words of their headers changed, among them the keys and
-// addresses of a region that is theirs, and of none. The server serves everybody else all the while
-// and keeps nothing of them.
-func TestHostileClients(t *testing.T) {
+// TestInvalidMessagesDoNotAffectOtherClients sends real calls with random changes in their headers.
+// Some chunks refer to a valid region of the client, others do not. The server must serve another
+// client after each connection, and must release the connections.
+func TestInvalidMessagesDoNotAffectOtherClients(t *testing.T) {
 	const clients, messages = 150, 12
 	calls := realCalls(t)
 	var stats Stats
 	addr := startServer(t, Config{Handler: &testHandler{}, RemoteInv: true, Stats: &stats, MessageMemory: 8 << 20})
-	good := dialRaw(t, addr, ownPrivate(true, 4096))
+	other := dialRaw(t, addr, ownPrivate(true, 4096))
 	random := rand.New(rand.NewPCG(1, 2))
 	words := []uint32{0, 1, 2, 3, 4, 28, 100, 4096, 1 << 20, 1 << 30, 1<<31 - 1, 1 << 31, 1<<32 - 4, 1<<32 - 1}
 	lost := 0
@@ -78,7 +78,7 @@ func TestHostileClients(t *testing.T) {
 		for range messages {
 			m := append([]byte(nil), calls[random.IntN(len(calls))]...)
 			var h rpcrdma.Header
-			// chunks that can be served in part
+			// Half of the messages refer to a valid region.
 			if n, err := h.Decode(m); err == nil && random.IntN(2) > 0 {
 				body := m[n:]
 				for i := range h.Reads {
@@ -109,29 +109,29 @@ func TestHostileClients(t *testing.T) {
 		select {
 		case <-c.down:
 			lost++
-		case <-time.After(3 * time.Millisecond): // let the server get at some of it
+		case <-time.After(3 * time.Millisecond): // time for the server to process some messages
 		}
 		c.close()
-		if rep, _, _ := good.exchange(&rpcrdma.Header{XID: i},
+		if rep, _, _ := other.exchange(&rpcrdma.Header{XID: i},
 			rpcCall(i, progNFS, 3, 0, nil)); rep.Proc != rpcrdma.ProcMsg || rep.XID != i {
-			t.Fatalf("after hostile client %d: %+v", i, rep)
+			t.Fatalf("other client after connection %d: got %+v, want a reply with XID %d", i, rep, i)
 		}
 	}
 	for deadline := time.Now().Add(testTimeout); stats.Connections.Load() != 1; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("%d connections are left, want 1", stats.Connections.Load())
+			t.Fatalf("got %d connections, want 1", stats.Connections.Load())
 		}
 	}
-	t.Logf("%d of %d connections lost, %d calls, %d RDMA_ERRORs, %d discarded, %d octets read, %d written", lost,
-		clients, stats.Calls.Load(),
-		stats.RDMAErrors.Load(), stats.Discarded.Load(), stats.ReadBytes.Load(), stats.WrittenBytes.Load())
+	t.Logf("%d of %d connections lost, %d calls, %d RDMA_ERRORs, %d discarded, %d bytes read, %d written", lost,
+		clients, stats.Calls.Load(), stats.RDMAErrors.Load(), stats.Discarded.Load(), stats.ReadBytes.Load(),
+		stats.WrittenBytes.Load())
 	if lost == 0 || lost == clients || stats.RDMAErrors.Load() == 0 || stats.Discarded.Load() == 0 ||
 		stats.ReadBytes.Load() == 0 {
-		t.Error("the clients were not hostile enough")
+		t.Error("the messages did not cause every kind of failure; see the log line above")
 	}
 }
 
-// trySend is sendBytes on a connection that may be gone.
+// trySend is sendBytes on a connection that may be closed. It reports success.
 func (c *rawClient) trySend(b []byte) bool {
 	buf := c.mem[rawSendAt : rawSendAt+len(b)]
 	copy(buf, b)
@@ -142,8 +142,9 @@ func (c *rawClient) trySend(b []byte) bool {
 	return err == nil && <-done == verbs.StatusSuccess
 }
 
-// TestConnectionLimits: one address gets half of the connections, and gets them back.
-func TestConnectionLimits(t *testing.T) {
+// TestConnectionLimitPerAddress checks that one address can use half of MaxConns, and that a closed
+// connection does not count.
+func TestConnectionLimitPerAddress(t *testing.T) {
 	var stats Stats
 	addr := startServer(t, Config{Handler: &testHandler{}, MaxConns: 4, Stats: &stats})
 	a := dialRaw(t, addr, nil)
@@ -152,7 +153,7 @@ func TestConnectionLimits(t *testing.T) {
 	var refused *verbs.ConnError
 	if err := third.connect(verbs.ConnParam{ResponderResources: 16}); !errors.As(err, &refused) ||
 		refused.Kind != verbs.ConnRejected {
-		t.Errorf("third connection of one client: %v, want it rejected", err)
+		t.Errorf("third connection of one client: got error %v, want %v", err, verbs.ConnRejected)
 	}
 	a.close()
 	for deadline := time.Now().Add(testTimeout); ; time.Sleep(5 * time.Millisecond) {
@@ -162,32 +163,31 @@ func TestConnectionLimits(t *testing.T) {
 		}
 		again.close()
 		if time.Now().After(deadline) {
-			t.Fatal("a connection that ended still counts")
+			t.Fatalf("no new connection in %v after one was closed", testTimeout)
 		}
 	}
 
 	c := newConnCount(5)
-	one, two, three := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr(
-		"192.0.2.3")
+	one, two := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
+	three := netip.MustParseAddr("192.0.2.3")
 	for i, x := range []struct {
 		from netip.Addr
 		want bool
 	}{{one, true}, {one, true}, {one, true}, {one, false}, {two, true}, {two, true}, {two, false}, {three, false}} {
 		if c.admit(x.from) != x.want {
-			t.Errorf("connection %d from %v: admitted %v", i, x.from, !x.want)
+			t.Errorf("connection %d from %v: got admitted %v, want %v", i, x.from, !x.want, x.want)
 		}
 	}
 	for _, from := range []netip.Addr{one, one, one, two, two} {
 		c.leave(from)
 	}
 	if c.all != 0 || len(c.own) != 0 {
-		t.Errorf("%d connections of %d clients are left", c.all, len(c.own))
+		t.Errorf("got %d connections of %d clients, want none", c.all, len(c.own))
 	}
 }
 
-// TestNoReadsAllowed is a client that answers no RDMA Read (its IRD is 0): a Read chunk of it
-// cannot be served.
-func TestNoReadsAllowed(t *testing.T) {
+// TestReadChunkWithoutReadDepth uses a client with an IRD of 0, which accepts no RDMA Read.
+func TestReadChunkWithoutReadDepth(t *testing.T) {
 	c := newRaw(t, startServer(t, Config{Handler: &testHandler{}}))
 	must(t, c.connect(verbs.ConnParam{}))
 	seg := c.register(rawChunkAt, 4096, verbs.AccessRemoteRead)

@@ -10,23 +10,26 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
 
-// ParseFaults reads what --inject says (see the page of package faults); nil for "". Errors name
-// the word that is wrong and list those that are known.
+// ParseFaults parses the value of --inject (see package faults) and returns nil for "". An error
+// names the unknown word and lists the known ones.
 func ParseFaults(spec string) (*faults.Plan, error) {
 	if spec == "" {
 		return nil, nil
 	}
 	p, err := faults.Parse(spec)
 	if err != nil {
-		return nil, control.Errorf(control.CodeUsage, "fault injection: %s", strings.TrimPrefix(err.Error(), "faults: "))
+		return nil, control.Errorf(control.CodeUsage, "fault injection: %s",
+			strings.TrimPrefix(err.Error(), "faults: "))
 	}
 	if p.Empty() {
-		return nil, control.Errorf(control.CodeUsage, "fault injection: %q injects nothing; name a fault, such as disconnect-every=100, or leave it out", spec)
+		return nil, control.Errorf(control.CodeUsage, "fault injection: %q injects nothing; "+
+			"name a fault such as disconnect-every=100, or remove the option", spec)
 	}
 	return p, nil
 }
 
-// WithFaults is inner with the faults of plan, or inner alone when plan is nil.
+// WithFaults returns a provider that injects the faults of plan into inner. It returns inner if
+// plan is nil.
 func WithFaults(inner verbs.Provider, plan *faults.Plan, log hclog.Logger) verbs.Provider {
 	if plan == nil {
 		return inner
@@ -34,7 +37,15 @@ func WithFaults(inner verbs.Provider, plan *faults.Plan, log hclog.Logger) verbs
 	return faults.New(inner, plan, log)
 }
 
-// injected counts the faults of p by name; nil when it is a provider without.
+// PlanText returns plan as text; "" if plan is nil.
+func PlanText(plan *faults.Plan) string {
+	if plan == nil {
+		return ""
+	}
+	return plan.String()
+}
+
+// injected returns the plan of p and its injected faults by name. Both are empty if p injects none.
 func injected(p verbs.Provider) (plan string, counts map[string]uint64) {
 	f, ok := p.(*faults.Provider)
 	if !ok {
@@ -45,12 +56,4 @@ func injected(p verbs.Provider) (plan string, counts map[string]uint64) {
 		counts[c.Name] = c.Injected
 	}
 	return f.Plan().String(), counts
-}
-
-// PlanText is plan as text, "" for none.
-func PlanText(plan *faults.Plan) string {
-	if plan == nil {
-		return ""
-	}
-	return plan.String()
 }
