@@ -23,9 +23,10 @@ const writesPerChain = 32
 //	accept ──► ready ──(peer, error, end of Serve)──► down ──► QP closed ──► workers ended ──► released
 type conn struct {
 	*server
-	id   verbs.ConnRequest
-	peer netip.AddrPort
-	addr netip.Addr // of the peer; identifies the client across connections
+	id    verbs.ConnRequest
+	peer  netip.AddrPort
+	addr  netip.Addr // of the peer; identifies the client across connections
+	share *memShare  // from memBudget.join
 
 	ctx    context.Context // ends when the connection goes down
 	cancel context.CancelCauseFunc
@@ -221,7 +222,7 @@ func (c *conn) release() {
 	for b := range c.messages.all {
 		c.must(b.destroy())
 	}
-	c.mem.give(len(c.messages.all))
+	c.mem.give(c, len(c.messages.all))
 	for _, x := range c.execs {
 		x.cancelDetached()
 		c.must(x.send.destroy())

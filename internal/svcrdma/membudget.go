@@ -2,6 +2,7 @@ package svcrdma
 
 import (
 	"context"
+	"net/netip"
 	"sync"
 	"sync/atomic"
 
@@ -18,30 +19,64 @@ type memBudget struct {
 	room    *semaphore.Weighted // one unit per buffer
 	waiters atomic.Int32
 
-	mu    sync.Mutex // guards conns; not taken while conn.messages is locked
-	conns map[*conn]struct{}
+	mu     sync.Mutex // guards conns and shares; not taken while conn.messages is locked
+	conns  map[*conn]struct{}
+	shares map[netip.Addr]*memShare
+
+	maxShare int64 // buffers of one client address
+}
+
+// A memShare bounds the message buffers of one client address, so that a client that does not
+// answer RDMA Reads leaves memory to the others.
+type memShare struct {
+	room  *semaphore.Weighted
+	conns int // guarded by memBudget.mu
 }
 
 func newMemBudget(buffers int) *memBudget {
-	return &memBudget{room: semaphore.NewWeighted(int64(buffers)), conns: make(map[*conn]struct{})}
+	return &memBudget{room: semaphore.NewWeighted(int64(buffers)), conns: make(map[*conn]struct{}),
+		// a call may need two
+		shares: make(map[netip.Addr]*memShare), maxShare: int64(max(2, buffers/2))}
 }
 
 // join adds a connection whose unused buffers reclaim frees. leave removes the connection.
 func (m *memBudget) join(c *conn) {
 	m.mu.Lock()
 	m.conns[c] = struct{}{}
+	if c.share = m.shares[c.addr]; c.share == nil {
+		c.share = &memShare{room: semaphore.NewWeighted(m.maxShare)}
+		m.shares[c.addr] = c.share
+	}
+	c.share.conns++
 	m.mu.Unlock()
 }
 
 func (m *memBudget) leave(c *conn) {
 	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, ok := m.conns[c]; !ok {
+		return
+	}
 	delete(m.conns, c)
-	m.mu.Unlock()
+	if c.share.conns--; c.share.conns == 0 {
+		delete(m.shares, c.addr)
+	}
 }
 
-// take waits for memory for n buffers. The caller holds no buffer.
-func (m *memBudget) take(ctx context.Context, n int) error {
-	if m.room.TryAcquire(int64(n)) {
+// take waits for memory for n buffers of c. The caller holds no buffer.
+func (m *memBudget) take(ctx context.Context, c *conn, n int) error {
+	if err := m.acquire(ctx, c.share.room, n); err != nil {
+		return err
+	}
+	err := m.acquire(ctx, m.room, n)
+	if err != nil {
+		c.share.room.Release(int64(n))
+	}
+	return err
+}
+
+func (m *memBudget) acquire(ctx context.Context, room *semaphore.Weighted, n int) error {
+	if room.TryAcquire(int64(n)) {
 		return nil
 	}
 	// The count must increase before the reclaim. A buffer that is returned later is then freed by
@@ -49,10 +84,15 @@ func (m *memBudget) take(ctx context.Context, n int) error {
 	m.waiters.Add(1)
 	defer m.waiters.Add(-1)
 	m.reclaim()
-	return m.room.Acquire(ctx, int64(n))
+	return room.Acquire(ctx, int64(n))
 }
 
-func (m *memBudget) give(n int) { m.room.Release(int64(n)) }
+func (m *memBudget) give(c *conn, n int) {
+	if n > 0 {
+		m.room.Release(int64(n))
+		c.share.room.Release(int64(n))
+	}
+}
 
 // short reports whether a call waits for memory.
 func (m *memBudget) short() bool { return m.waiters.Load() > 0 }

@@ -42,14 +42,14 @@ func (c *conn) getBufs(out []*msgBuf) error {
 	}
 	ctx, cancel := context.WithTimeout(c.ctx, c.cfg.CallTimeout)
 	defer cancel()
-	if err := c.mem.take(ctx, len(out)); err != nil {
+	if err := c.mem.take(ctx, c, len(out)); err != nil {
 		return fmt.Errorf("wait for memory for a message: %w", err)
 	}
 	for i := range out {
 		b, err := c.makeBuf(c.cfg.MaxMessage)
 		if err != nil {
 			// This error ends the connection, which frees the buffers that were allocated.
-			c.mem.give(len(out) - i)
+			c.mem.give(c, len(out)-i)
 			return fmt.Errorf("message buffer: %w", err)
 		}
 		out[i] = b
@@ -96,6 +96,6 @@ func (c *conn) freeUnused() {
 		c.must(b.destroy())
 	}
 	if len(unused) > 0 {
-		c.mem.give(len(unused))
+		c.mem.give(c, len(unused))
 	}
 }
