@@ -3,6 +3,7 @@ package nfsd
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 
 	"golang.org/x/sys/unix"
 
@@ -148,12 +149,27 @@ func (c *call) create() error {
 	if set.HasSize && set.Size > 1<<63-1 {
 		return unix.EFBIG
 	}
+	for range createTries {
+		if err = c.createName(name, set); err != errVanished {
+			return err
+		}
+	}
+	return unix.EAGAIN
+}
+
+// errVanished means that CREATE found a file and that the file was removed before CREATE opened it.
+var errVanished = errors.New("file removed during CREATE")
+
+// createTries bounds how often a CREATE starts again while others create and remove the file.
+const createTries = 16
+
+func (c *call) createName(name string, set nfs3.SetAttr) error {
 	mode := modeOf(&set, defaultMode)
 	if c.args.Create == nfs3.Exclusive {
 		mode = 0
 	}
 	fd := -1
-	err = c.asCaller(func() (err error) {
+	err := c.asCaller(func() (err error) {
 		fd, err = unix.Openat(c.obj.path, name, unix.O_RDWR|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_NOCTTY|
 			unix.O_NONBLOCK|unix.O_CLOEXEC, mode)
 		return err
@@ -198,6 +214,9 @@ func verifierTimes(v nfs3.Verifier) (atime, mtime unix.Timespec) {
 // EXCLUSIVE takes the file of the same verifier.
 func (c *call) createExisting(name string) error {
 	o, err := c.newObject(name)
+	if err == unix.ENOENT {
+		return errVanished
+	}
 	if err != nil {
 		return err
 	}

@@ -100,3 +100,26 @@ func TestCreateTruncatesDuringWrite(t *testing.T) {
 		t.Errorf("attributes before WRITE: got size %d, want none", w.Wcc.Before.Size)
 	}
 }
+
+// CREATE of a file that others create and remove at the same time never says that there is no file.
+func TestCreateWhileFileIsRemoved(t *testing.T) {
+	c := start(t, nil)
+	var stop atomic.Bool
+	var other sync.WaitGroup
+	defer other.Wait()
+	defer stop.Store(true)
+	other.Go(func() {
+		for !stop.Load() {
+			if f, err := os.Create(c.path("f")); err == nil {
+				f.Close()
+			}
+			_ = os.Remove(c.path("f"))
+		}
+	})
+	for range 20000 {
+		err := c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{Mode: nfs3.Unchecked}, new(nfs3.CreateResult))
+		if nfs3.Errno(err) == unix.ENOENT {
+			t.Fatalf("CREATE: got %v, want success", err)
+		}
+	}
+}

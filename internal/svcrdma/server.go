@@ -94,7 +94,8 @@ type Config struct {
 	MaxConns int
 	// CachedReplies is the maximum number of replies in the duplicate request cache. Default 4096.
 	CachedReplies int
-	// MessageMemory limits the memory for the unreduced messages of all connections, in bytes.
+	// MessageMemory limits the memory for the unreduced messages of all connections, in bytes. One
+	// client address gets at most half of it.
 	// Calls wait for memory. A call needs MaxMessage bytes for its reply, and as much again if it
 	// has Read chunks. The minimum is twice MaxMessage. Default 512 MiB.
 	MessageMemory int
