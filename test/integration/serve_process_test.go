@@ -157,7 +157,7 @@ type servedDir struct {
 // the server when its input ends, so also when the test process exits. A test with open files on a
 // mount cannot start the server itself: the new process would close its copies of the files before
 // it becomes the server, and closing them needs the server.
-const launcherScript = `while read -r _; do "$@" & echo "pid $!"; wait $!; echo "ended"; done`
+const launcherScript = `while read -r _; do "$@" </dev/null & pid=$!; echo "pid $pid"; done; kill -KILL $pid`
 
 // serveDir serves dir on two free ports of 127.0.0.1 until the test ends.
 func serveDir(t *testing.T, dir string, flags ...string) *servedDir {
