@@ -121,11 +121,12 @@ func (c *call) write() error {
 		if err != nil {
 			return err
 		}
-		c.obj.dirty.Store(true)
 		err = c.id.as(&c.who, func() (err error) {
 			n, err = writeFull(fd, data, int64(c.args.Offset))
 			return err
 		})
+		// Not before the write: an fsync in between does not cover the data.
+		c.obj.dirty.Store(true)
 		if err != nil {
 			return err
 		}

@@ -29,9 +29,10 @@
 // Where the kernel does not open files by handle (the file system has no export support, or the
 // process lacks CAP_DAC_READ_SEARCH), a handle holds the inode number and the creation time. The
 // server remembers the path of each file that it has shown to a client. After a restart it reads
-// the whole export once, at most 1,048,576 files and 10 seconds, and then knows the paths again. On
-// file systems that do not report a creation time, a reused inode number cannot be told from the
-// file that had it before.
+// the whole export once, at most 1,048,576 files and 10 seconds, and then knows the paths again. A
+// handle that is not found is stale; while the server may not search again, the status is
+// NFS3ERR_JUKEBOX. On file systems that do not report a creation time, a reused inode number cannot
+// be told from the file that had it before.
 //
 // # Identity
 //
@@ -59,9 +60,8 @@
 // Symbolic links are never followed. File systems mounted below the directory are not exported: a
 // LOOKUP of their mount point ends with NFS3ERR_XDEV. The objects table is bounded by the
 // descriptors that the process may have; calls in progress are bounded by slowCalls. Over RDMA,
-// svcrdma keeps a duplicate request cache. Over TCP, a client that
-// sends a call again on a new connection has it executed again, so that for example a repeated
-// REMOVE ends with NFS3ERR_NOENT.
+// svcrdma keeps a duplicate request cache. Over TCP, a client that sends a call again on a new
+// connection has it executed again, so that for example a repeated REMOVE ends with NFS3ERR_NOENT.
 //
 // A file that a client has written stays open for writing until some seconds after its COMMIT. A
 // local process cannot execute the file during that time (ETXTBSY).

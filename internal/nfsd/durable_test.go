@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -212,4 +213,44 @@ func TestSyncsAreShared(t *testing.T) {
 			t.Errorf("caller after a failed sync: got %v", err)
 		}
 	})
+}
+
+// A COMMIT during the close of an idle object does not hide the failed fsync of the close.
+func TestCommitDuringClose(t *testing.T) {
+	var fsyncs atomic.Int32
+	begun, fail := make(chan struct{}), make(chan struct{})
+	c := start(t, func(cfg *Config) {
+		cfg.fsync = func(fd int) error {
+			if fsyncs.Add(1) == 3 { // after those of CREATE
+				close(begun)
+				<-fail
+				return unix.EIO
+			}
+			return nil
+		}
+	})
+	fh := c.create(root, c.root, "f", 0o644)
+	before := c.write(root, fh, "data").Verf
+	var sweeper sync.WaitGroup
+	sweeper.Go(func() {
+		for range dirtySweeps + 2 {
+			c.s.objects.sweep()
+		}
+	})
+	<-begun
+	done := make(chan error, 1)
+	var res nfs3.CommitResult
+	go func() { done <- c.Commit(c.ctx, root, fh, 0, 0, &res) }()
+	select {
+	case err := <-done:
+		t.Errorf("COMMIT before the end of the fsync: got %v and verifier %x (WRITE: %x), want it to wait", err,
+			res.Verf, before)
+		close(fail)
+	case <-time.After(200 * time.Millisecond):
+		close(fail)
+		if err := <-done; err == nil && res.Verf == before {
+			t.Errorf("verifier of COMMIT: got %x again, want another one", before)
+		}
+	}
+	sweeper.Wait()
 }

@@ -217,3 +217,32 @@ func TestMountBelowExport(t *testing.T) {
 		}
 	})
 }
+
+// Paths may be longer than the kernel takes at once.
+func TestDeepDirectories(t *testing.T) {
+	both(t, func(t *testing.T, change func(*Config)) {
+		c := start(t, change)
+		at := c.root
+		for range 20 {
+			at = c.mkdir(root, at, strings.Repeat("d", 250), 0o755)
+		}
+		c.s.objects.end()
+		c.getattr(at)
+	})
+}
+
+// A handle of a file that exists is never stale, however often local processes rename the file.
+func TestHandlesAfterRepeatedRenames(t *testing.T) {
+	both(t, func(t *testing.T, change func(*Config)) {
+		c := start(t, change)
+		fh := c.create(root, c.root, "a", 0o644)
+		for _, names := range [...][2]string{{"a", "b"}, {"b", "c"}, {"c", "d"}} {
+			c.s.objects.end()
+			c.ok(os.Rename(c.path(names[0]), c.path(names[1])))
+			err := c.GetAttr(c.ctx, root, fh, new(nfs3.Attr))
+			if nfs3.Errno(err) == unix.ESTALE {
+				t.Errorf("GETATTR after rename to %s: got %v, want success, or %v", names[1], err, nfs3.ErrJukebox)
+			}
+		}
+	})
+}

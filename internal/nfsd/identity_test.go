@@ -12,6 +12,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -362,4 +363,38 @@ func TestTruncateByAnotherUser(t *testing.T) {
 	if err := c.SetAttr(c.ctx, credential(2000, 2000), fh, &set, nil, new(nfs3.WccData)); err != nil {
 		t.Errorf("SETATTR size and time: got %v, want success", err)
 	}
+}
+
+// Some file systems keep times in seconds. Two changes within one second then have one ctime.
+func TestPermissionsWithCoarseTimes(t *testing.T) {
+	img, dir := filepath.Join(t.TempDir(), "img"), t.TempDir()
+	f, err := os.Create(img)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = f.Truncate(16 << 20)
+	f.Close()
+	if out, err := exec.Command("mkfs.ext4", "-q", "-F", "-I", "128", img).CombinedOutput(); err != nil {
+		t.Skipf("mkfs.ext4: %v: %s", err, out)
+	}
+	if out, err := exec.Command("mount", "-o", "loop", img, dir).CombinedOutput(); err != nil {
+		t.Skipf("mount: %v: %s", err, out)
+	}
+	t.Cleanup(func() { _ = exec.Command("umount", dir).Run() })
+	c := start(t, func(cfg *Config) { cfg.Dir = dir })
+	fh := c.create(root, c.root, "f", 0o660)
+	acl := func(uid uint32) {
+		c.ok(unix.Setxattr(c.path("f"), "system.posix_acl_access", aclXattr([3]uint32{aclUserObj, 6, badID},
+			[3]uint32{aclUser, 6, uid}, [3]uint32{aclGroupObj, 0, badID}, [3]uint32{aclMask, 6, badID},
+			[3]uint32{aclOther, 0, badID}), 0))
+	}
+	now := time.Now()
+	time.Sleep(now.Truncate(time.Second).Add(time.Second + 50*time.Millisecond).Sub(now))
+	acl(1000)
+	for time.Since(now.Truncate(time.Second).Add(time.Second)) < 400*time.Millisecond {
+		c.read(user, fh)
+		time.Sleep(10 * time.Millisecond)
+	}
+	acl(1001)
+	c.want(c.Read(c.ctx, user, fh, 0, make([]byte, 8), new(nfs3.ReadResult)), unix.EACCES)
 }

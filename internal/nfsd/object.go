@@ -120,17 +120,16 @@ func (t *objects) add(fh *nfs3.FH, fd int, st *unix.Stat_t) *object {
 	o.prev, o.next = &t.lru, t.lru.next
 	o.prev.next, o.next.prev = o, o
 	o.used = t.clock
-	var out []*object
-	for victim := t.lru.prev; len(t.table) > t.max && victim != &t.lru; {
+	var out idleObjects
+	for victim := t.lru.prev; len(t.table)-len(out.dirty) > t.max && victim != &t.lru; {
 		older := victim.prev
 		if victim.refs == 0 {
-			t.unlink(victim)
-			out = append(out, victim)
+			t.take(&out, victim)
 		}
 		victim = older
 	}
 	t.mu.Unlock()
-	t.closeAll(out)
+	t.closeIdle(&out)
 	return o
 }
 
@@ -191,7 +190,7 @@ func (t *objects) forget(k inodeKey) {
 
 // sweep advances the clock and closes idle objects.
 func (t *objects) sweep() {
-	var out []*object
+	var out idleObjects
 	t.mu.Lock()
 	t.clock++
 	for o := t.lru.prev; o != &t.lru; {
@@ -201,13 +200,53 @@ func (t *objects) sweep() {
 			break
 		}
 		if o.refs == 0 && (!o.dirty.Load() || idle > dirtySweeps) {
-			t.unlink(o)
-			out = append(out, o)
+			t.take(&out, o)
 		}
 		o = older
 	}
 	t.mu.Unlock()
-	t.closeAll(out)
+	t.closeIdle(&out)
+}
+
+// idleObjects are objects without a reference that the table wants to close.
+type idleObjects struct {
+	clean []*object // out of the table
+	dirty []*object // in the table with a reference, until their data is stable
+}
+
+// take adds an object without a reference to out. mu is held.
+func (t *objects) take(out *idleObjects, o *object) {
+	if o.dirty.Load() {
+		o.refs++
+		out.dirty = append(out.dirty, o)
+		return
+	}
+	t.unlink(o)
+	out.clean = append(out.clean, o)
+}
+
+// closeIdle closes objects unless a call has taken them meanwhile. An object with uncommitted data
+// leaves the table after its fsync: a COMMIT that comes during the fsync shall wait for the result,
+// because the kernel reports a write error once, and perhaps not to a new descriptor.
+func (t *objects) closeIdle(out *idleObjects) {
+	t.closeAll(out.clean)
+	for _, o := range out.dirty {
+		var st unix.Stat_t
+		stale := o.stat(&st) != nil
+		if !stale {
+			_ = t.sync(o) // a failure changes the write verifier
+		}
+		t.mu.Lock()
+		o.refs--
+		if o.refs == 0 && (stale || !o.dirty.Load()) {
+			t.unlink(o)
+		}
+		unused := o.refs == 0 && o.gone
+		t.mu.Unlock()
+		if unused {
+			t.closeAll([]*object{o})
+		}
+	}
 }
 
 // closeAll closes objects that are out of the table and have no reference. Data that a client has
@@ -412,7 +451,11 @@ func (o *object) permissions(id *identity, who *cred, st *unix.Stat_t) (bits uin
 		return 0, nil, err
 	}
 	// The clock of ctime is coarse: another change may get the same time.
-	if time.Since(time.Unix(st.Ctim.Unix())) > permSettle {
+	settle := permSettle
+	if st.Ctim.Nsec == 0 {
+		settle = permSettleSeconds
+	}
+	if time.Since(time.Unix(st.Ctim.Unix())) > settle {
 		o.perms.Lock()
 		o.perms.list[o.perms.next] = e
 		o.perms.next = (o.perms.next + 1) % permSlots
@@ -424,5 +467,10 @@ func (o *object) permissions(id *identity, who *cred, st *unix.Stat_t) (bits uin
 // permKnown marks a permEntry in use.
 const permKnown = 1 << 30
 
-// permSettle is longer than the resolution of ctime on every kernel.
-const permSettle = 100 * time.Millisecond
+// permSettle is longer than the resolution of the clock that the kernel takes ctime from.
+// permSettleSeconds is longer than the resolution of file systems that keep no fractions of a
+// second, for example ext4 with inodes of 128 bytes.
+const (
+	permSettle        = 100 * time.Millisecond
+	permSettleSeconds = 2100 * time.Millisecond
+)

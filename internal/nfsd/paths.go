@@ -11,11 +11,11 @@ import (
 
 // Bounds of a pathTable.
 const (
-	maxPlaces   = 1 << 20          // files whose names are remembered
-	maxWalk     = 10 * time.Second // one search of the whole export
-	walkPause   = 5 * time.Second  // between two searches at least
-	walkShare   = 4                // and this many times the duration of the last search
-	maxDepth    = 4096             // directories on the way from the export's root to a file
+	maxPlaces   = 1 << 20                // files whose names are remembered
+	maxWalk     = 10 * time.Second       // one search of the whole export
+	walkShare   = 4                      // times the duration of a search until the next one
+	shortPause  = 100 * time.Millisecond // a call waits so long for the next search
+	maxDepth    = 4096                   // directories on the way from the export's root to a file
 	direntsRoom = 64 << 10
 )
 
@@ -43,7 +43,8 @@ type pathTable struct {
 	}
 	walk struct {
 		sync.Mutex
-		next time.Time // no search before
+		began time.Time // of the last search
+		next  time.Time // no search before
 	}
 }
 
@@ -123,8 +124,8 @@ func (t *pathTable) open(body []byte) (int, error) {
 	if fd, err := t.try(k, body); err == nil {
 		return fd, nil
 	}
-	if !t.search(k, body) {
-		return -1, unix.ESTALE
+	if err := t.search(k, body); err != nil {
+		return -1, err
 	}
 	return t.try(k, body)
 }
@@ -135,7 +136,7 @@ func (t *pathTable) try(k inodeKey, body []byte) (int, error) {
 	if !ok {
 		return -1, unix.ESTALE
 	}
-	fd, err := openPath(t.root, path)
+	fd, err := openLongPath(t.root, path)
 	if err != nil {
 		return -1, unix.ESTALE
 	}
@@ -147,20 +148,51 @@ func (t *pathTable) try(k inodeKey, body []byte) (int, error) {
 	return fd, nil
 }
 
-// search reads the whole export and notes the place of each file. It tells whether try may find k
-// now.
-func (t *pathTable) search(k inodeKey, body []byte) bool {
+// openLongPath is openPath for a path that may exceed the PATH_MAX of the kernel.
+func openLongPath(dir int, path string) (int, error) {
+	at := dir
+	for len(path) >= unix.PathMax {
+		cut := strings.LastIndexByte(path[:unix.PathMax-1], '/')
+		if cut < 0 {
+			cut = len(path)
+		}
+		fd, err := openPath(at, path[:cut])
+		if at != dir {
+			unix.Close(at)
+		}
+		if err != nil {
+			return -1, err
+		}
+		at, path = fd, path[min(cut+1, len(path)):]
+	}
+	fd, err := openPath(at, path)
+	if at != dir {
+		unix.Close(at)
+	}
+	return fd, err
+}
+
+// search reads the whole export and notes the place of each file. It returns ESTALE when k is not
+// there, and EAGAIN when it is too early for another search.
+func (t *pathTable) search(k inodeKey, body []byte) error {
+	called := time.Now()
 	t.walk.Lock()
 	defer t.walk.Unlock()
 	if fd, err := t.try(k, body); err == nil { // found by the search of another call
 		unix.Close(fd)
-		return true
+		return nil
 	}
+	if t.walk.began.After(called) { // that search saw the export as it was after this call came
+		return unix.ESTALE
+	}
+	pause := time.Until(t.walk.next)
+	if pause > shortPause {
+		return unix.EAGAIN
+	}
+	time.Sleep(pause)
 	began := time.Now()
-	if began.Before(t.walk.next) {
-		return false
-	}
-	defer func() { t.walk.next = time.Now().Add(max(walkPause, walkShare*time.Since(began))) }()
+	t.walk.began = began
+	defer func() { t.walk.next = time.Now().Add(walkShare * time.Since(began)) }()
 	deadline, seen, found := began.Add(maxWalk), 0, false
 	buf := make([]byte, direntsRoom)
 	type dir struct {
@@ -180,12 +212,15 @@ func (t *pathTable) search(k inodeKey, body []byte) bool {
 			}
 		})
 	}
-	return found
+	if !found {
+		return unix.ESTALE
+	}
+	return nil
 }
 
 // readDir calls each for the entries of a directory. It skips what cannot be read.
 func (t *pathTable) readDir(path string, buf []byte, each func(*dirent)) {
-	fd, err := openPath(t.root, path)
+	fd, err := openLongPath(t.root, path)
 	if err != nil {
 		return
 	}

@@ -261,20 +261,17 @@ func (t *tcpConn) serve(ctx context.Context) {
 	defer stop()
 	slots := make(chan struct{}, callsPerConn)
 	r := bufio.NewReaderSize(t.conn, readBuffer)
-	var reply []byte
 	for {
 		call, isLarge, err := t.next(ctx, r)
 		if err != nil {
 			return
 		}
 		if !isLarge {
-			out, ok := t.handler.TryServe(t.peer, *call, append(reply[:0], 0, 0, 0, 0))
+			ok, err := t.try(call)
+			if err != nil {
+				return
+			}
 			if ok {
-				err := t.send(out)
-				messages.Put(call)
-				if reply = out; err != nil {
-					return
-				}
 				t.enter(phaseIdle)
 				continue
 			}
@@ -333,6 +330,20 @@ func (t *tcpConn) next(ctx context.Context, r *bufio.Reader) (call *[]byte, isLa
 		<-t.client.large
 	}
 	return call, isLarge, err
+}
+
+// try executes and answers a call that does not have to wait. ok is false for the others. The memory
+// of the reply goes back to the pool: an idle connection keeps none.
+func (t *tcpConn) try(call *[]byte) (ok bool, err error) {
+	reply := messages.Get().(*[]byte)
+	defer messages.Put(reply)
+	out, ok := t.handler.TryServe(t.peer, *call, append((*reply)[:0], 0, 0, 0, 0))
+	if !ok {
+		return false, nil
+	}
+	*reply = out
+	messages.Put(call)
+	return true, t.send(out)
 }
 
 // take takes a token, unless ctx ends first.

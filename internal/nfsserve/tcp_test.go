@@ -4,6 +4,7 @@ import (
 	"context"
 	"net"
 	"net/netip"
+	"runtime"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -78,5 +79,49 @@ func TestTCPCallsAtOnce(t *testing.T) {
 	}
 	if most.Load() > callsAtOnce || served.Load() != conns*callsPerConn {
 		t.Errorf("%d calls at once, %d served", most.Load(), served.Load())
+	}
+}
+
+// quickHandler answers each call at once with one MiB.
+type quickHandler struct{ handlerFunc }
+
+func (quickHandler) TryServe(_ netip.AddrPort, _, reply []byte) ([]byte, bool) {
+	return append(reply, make([]byte, 1<<20)...), true
+}
+
+// An idle connection does not keep the memory of its last reply.
+func TestIdleConnectionsKeepNoReplies(t *testing.T) {
+	const conns = 64
+	srv := newTCPServer(quickHandler{}, hclog.NewNullLogger())
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() { defer close(ended); srv.run(ctx, l) }()
+	defer func() { cancel(); <-ended }()
+	buf := make([]byte, 2<<20)
+	for range conns {
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		_ = c.SetDeadline(time.Now().Add(testTimeout))
+		if err := rpctcp.WriteRecord(c, []byte("call")); err != nil {
+			t.Fatal(err)
+		}
+		if buf, err = rpctcp.ReadRecord(c, buf, len(buf)+2<<20); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var mem runtime.MemStats
+	for range 3 { // a sync.Pool keeps what it has during one collection
+		runtime.GC()
+	}
+	runtime.ReadMemStats(&mem)
+	if mem.HeapAlloc > conns/2<<20 {
+		t.Errorf("memory with %d idle connections: got %d MiB, want less than %d", conns, mem.HeapAlloc>>20, conns/2)
 	}
 }
