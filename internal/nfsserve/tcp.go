@@ -332,8 +332,8 @@ func (t *tcpConn) next(ctx context.Context, r *bufio.Reader) (call *[]byte, isLa
 	return call, isLarge, err
 }
 
-// try executes and answers a call that does not have to wait. ok is false for the others. The memory
-// of the reply goes back to the pool: an idle connection keeps none.
+// try executes and answers a call that does not have to wait. For other calls ok is false. try
+// returns the memory of the reply to the pool, so that an idle connection holds none.
 func (t *tcpConn) try(call *[]byte) (ok bool, err error) {
 	reply := messages.Get().(*[]byte)
 	defer messages.Put(reply)
