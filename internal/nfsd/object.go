@@ -471,6 +471,6 @@ const permKnown = 1 << 30
 // permSettleCoarse is longer than the resolution of file systems that keep no fractions of a
 // second, for example ext4 with inodes of 128 bytes.
 const (
-	permSettle        = 100 * time.Millisecond
+	permSettle       = 100 * time.Millisecond
 	permSettleCoarse = 2100 * time.Millisecond
 )
