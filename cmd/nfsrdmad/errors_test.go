@@ -357,8 +357,8 @@ func TestConfigurationErrors(t *testing.T) {
 		code       int
 		want       []string
 	}{
-		{"unknown key", "log_level = \"info\"\n\nlog_colour = \"red\"\n", nil, 1,
-			[]string{"c.toml:3", `unknown key "log_colour"`, "remove it"}},
+		{"unknown key", "log_level = \"info\"\n\nlog_color = \"red\"\n", nil, 1,
+			[]string{"c.toml:3", `unknown key "log_color"`, "remove it"}},
 		{"wrong type", "log_format = \"json\"\nconnect_timeout = 30\n", nil, 1,
 			[]string{"c.toml:2", "connect_timeout"}},
 		{"wrong type of a string", "log_level = 7\n", nil, 1, []string{"c.toml:1", "log_level"}},

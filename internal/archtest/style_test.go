@@ -58,7 +58,7 @@ func wraps(text string) bool {
 }
 
 // unwanted are words for which the project uses a plainer one.
-var unwanted = regexp.MustCompile(`(?i)\b(octets?|whom|nobody|hence|patience|whence|thereof|` +
+var unwanted = regexp.MustCompile(`(?i)\b(octets?|whom|nobody|hence|patience|thereof|` +
 	`is no more|are no more|of (its|their|his) own|by whatever hand|so that it does|evil|gentle|liars?)\b`)
 
 func TestWords(t *testing.T) {

@@ -67,7 +67,7 @@ func (c *call) searchable(o *object, st *unix.Stat_t) error {
 // entry returns handle and attributes of an entry of dir. The parent of the export's root is the
 // root itself.
 func (c *call) entry(dir *object, name string) (fh nfs3.FH, a nfs3.Attr, err error) {
-	fd := -1
+	var fd int
 	switch {
 	case name == "." || name == ".." && dir.key == c.rootKey:
 		var st unix.Stat_t

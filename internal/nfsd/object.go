@@ -453,7 +453,7 @@ func (o *object) permissions(id *identity, who *cred, st *unix.Stat_t) (bits uin
 	// The clock of ctime is coarse: another change may get the same time.
 	settle := permSettle
 	if st.Ctim.Nsec == 0 {
-		settle = permSettleSeconds
+		settle = permSettleCoarse
 	}
 	if time.Since(time.Unix(st.Ctim.Unix())) > settle {
 		o.perms.Lock()
@@ -468,9 +468,9 @@ func (o *object) permissions(id *identity, who *cred, st *unix.Stat_t) (bits uin
 const permKnown = 1 << 30
 
 // permSettle is longer than the resolution of the clock that the kernel takes ctime from.
-// permSettleSeconds is longer than the resolution of file systems that keep no fractions of a
+// permSettleCoarse is longer than the resolution of file systems that keep no fractions of a
 // second, for example ext4 with inodes of 128 bytes.
 const (
-	permSettle        = 100 * time.Millisecond
-	permSettleSeconds = 2100 * time.Millisecond
+	permSettle       = 100 * time.Millisecond
+	permSettleCoarse = 2100 * time.Millisecond
 )

@@ -66,6 +66,43 @@ func TestHalfSentCallsLeaveMemory(t *testing.T) {
 	}
 }
 
+// TestStalledCallsGiveMemoryBack fills the memory for large calls from two addresses. A client of a
+// third address must be able to send a large call before the deadline of the incomplete ones.
+func TestStalledCallsGiveMemoryBack(t *testing.T) {
+	srv := newTCPServer(handlerFunc(func(call, reply []byte) ([]byte, error) { return append(reply, call...), nil }),
+		hclog.NewNullLogger())
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() { defer close(ended); srv.run(ctx, l) }()
+	defer func() { cancel(); <-ended }()
+	part := make([]byte, 20)
+	rpctcp.PutMark(part, 1<<20)
+	for _, from := range []string{"127.0.0.2", "127.0.0.3"} {
+		connect(t, l.Addr().String(), from, largeCalls/2, part)
+	}
+	for deadline := time.Now().Add(testTimeout); len(srv.large) < largeCalls; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("large calls in memory: got %d, want %d", len(srv.large), largeCalls)
+		}
+	}
+	c, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(recordTimeout - 2*progressTimeout))
+	if err := rpctcp.WriteRecord(c, make([]byte, 1<<20)); err != nil {
+		t.Fatal(err)
+	}
+	if reply, err := rpctcp.ReadRecord(c, nil, maxRecord); err != nil || len(reply) != 1<<20 {
+		t.Errorf("large call of another client: got %d bytes, %v", len(reply), err)
+	}
+}
+
 func TestDeadlines(t *testing.T) {
 	seconds := func(d time.Duration) int64 { return int64(d / clockTick) }
 	for _, tt := range []struct {
@@ -79,7 +116,7 @@ func TestDeadlines(t *testing.T) {
 		{name: "part of a call", phase: phasePart, limit: recordTimeout},
 		{name: "idle", phase: phaseIdle, limit: idleTimeout},
 		{name: "idle, but executes calls", phase: phaseIdle, running: 1},
-		{name: "waits for memory", phase: phaseWaiting},
+		{name: "waits for memory", phase: phaseWaiting, limit: memoryTimeout},
 		{name: "waits for other calls", phase: phaseBusy},
 		{name: "client does not take a reply", phase: phaseIdle, running: 1, writing: true, limit: writeTimeout},
 	} {

@@ -228,13 +228,13 @@ func TestProxy(t *testing.T) {
 		}
 	}
 
-	// The late reply of a cancelled call is discarded, and the connection stays.
-	cancelled, cancel := context.WithCancel(ctx)
-	done := send(cancelled, 20)
+	// The late reply of a canceled call is discarded, and the connection stays.
+	canceled, cancel := context.WithCancel(ctx)
+	done := send(canceled, 20)
 	late := <-b.calls
 	cancel()
 	if o := <-done; !errors.Is(o.err, context.Canceled) {
-		t.Errorf("cancelled call: %v", o.err)
+		t.Errorf("canceled call: %v", o.err)
 	}
 	late.answer(t, "late")
 	for xid := uint32(21); xid <= 22; xid++ { // one on each connection

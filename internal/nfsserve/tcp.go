@@ -34,6 +34,9 @@ const (
 	recordTimeout    = 30 * time.Second // from the first byte of a call to its last one
 	idleTimeout      = 12 * time.Minute // between two calls, as on the RDMA port
 	writeTimeout     = 30 * time.Second // for one reply, or one call to a backend
+	memoryTimeout    = time.Minute      // wait of a large call for memory
+	// A large call that is incomplete after this time can lose its memory to another call.
+	progressTimeout = 3 * time.Second
 
 	clockTick = time.Second // the deadlines are checked so often
 )
@@ -86,6 +89,7 @@ type tcpConn struct {
 	phase   atomic.Int32
 	since   atomic.Int64 // clock when the phase began
 	running atomic.Int32 // calls in other goroutines
+	filling atomic.Bool  // holds memory for a large call whose data has not arrived completely
 	writing atomic.Int64 // clock when the present write began, or 0
 
 	write sync.Mutex
@@ -241,6 +245,8 @@ func (t *tcpConn) late(now int64) bool {
 		return over(since, firstCallTimeout)
 	case phasePart:
 		return over(since, recordTimeout)
+	case phaseWaiting:
+		return over(since, memoryTimeout)
 	case phaseIdle:
 		return over(since, idleTimeout)
 	}
@@ -318,22 +324,76 @@ func (t *tcpConn) next(ctx context.Context, r *bufio.Reader) (call *[]byte, isLa
 		if !take(ctx, t.client.large) {
 			return nil, false, ctx.Err()
 		}
-		if !take(ctx, t.large) {
+		if !t.takeLarge(ctx) {
 			<-t.client.large
 			return nil, false, ctx.Err()
 		}
 		t.enter(phasePart)
+		t.filling.Store(true)
 	}
 	call = messages.Get().(*[]byte)
-	if *call, err = rpctcp.ReadRecord(r, *call, maxRecord); err != nil && isLarge {
+	*call, err = rpctcp.ReadRecord(r, *call, maxRecord)
+	t.filling.Store(false)
+	if err != nil && isLarge {
 		<-t.large
 		<-t.client.large
 	}
 	return call, isLarge, err
 }
 
-// try executes and answers a call that does not have to wait. ok is false for the others. The memory
-// of the reply goes back to the pool: an idle connection keeps none.
+// takeLarge takes memory for a large call. While none is free, takeLarge closes connections that
+// hold memory and do not send the rest of their call, so that they cannot block other clients.
+func (t *tcpConn) takeLarge(ctx context.Context) bool {
+	retry := time.NewTicker(clockTick)
+	defer retry.Stop()
+	for {
+		select {
+		case t.large <- struct{}{}:
+			return true
+		default:
+		}
+		t.closeStalled()
+		select {
+		case t.large <- struct{}{}:
+			return true
+		case <-retry.C:
+		case <-ctx.Done():
+			return false
+		}
+	}
+}
+
+// closeStalled closes the oldest incomplete large call of the address that has the most of them.
+func (s *tcpServer) closeStalled() {
+	s.clients.Lock()
+	defer s.clients.Unlock()
+	var stalled *tcpConn
+	most := 0
+	for _, client := range s.clients.addr {
+		var oldest *tcpConn
+		n := 0
+		for t := range client.conns {
+			if !t.filling.Load() {
+				continue
+			}
+			n++
+			if oldest == nil || t.since.Load() < oldest.since.Load() {
+				oldest = t
+			}
+		}
+		if n > most {
+			stalled, most = oldest, n
+		}
+	}
+	if stalled == nil || time.Duration(s.clock.Load()-stalled.since.Load())*clockTick < progressTimeout {
+		return
+	}
+	s.log.Debug("connection closed: incomplete large call", "peer", stalled.peer)
+	stalled.conn.Close()
+}
+
+// try executes and answers a call that does not have to wait. For other calls ok is false. try
+// returns the memory of the reply to the pool, so that an idle connection holds none.
 func (t *tcpConn) try(call *[]byte) (ok bool, err error) {
 	reply := messages.Get().(*[]byte)
 	defer messages.Put(reply)

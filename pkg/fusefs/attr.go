@@ -252,7 +252,7 @@ func (fs *FS) dropStale(ino *inode) {
 
 // errno returns the error number for any error of this package.
 func errno(err error) syscall.Errno {
-	switch err := err.(type) { //nolint:errorlint // wrappedErrno handles wrapped errors
+	switch err := err.(type) {
 	case nil:
 		return 0
 	case syscall.Errno:

@@ -176,8 +176,12 @@ func serveGoodClient(t *testing.T, s *servedDir) {
 		served := make(chan error, 1)
 		go func() {
 			c, err := tr.dial(t, s)
+			var fh nfs3.FH
 			if err == nil {
-				_, err = c.read(credential(0, 0), c.mustLookup("f"))
+				fh, err = c.lookup(credential(0, 0), c.root, "f")
+			}
+			if err == nil {
+				_, err = c.read(credential(0, 0), fh)
 			}
 			served <- err
 		}()

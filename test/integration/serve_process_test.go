@@ -149,13 +149,15 @@ type servedDir struct {
 	dir, rdma, tcp string
 	launcher       *process
 	commands       io.Writer // of the launcher
+	starts         int       // servers started so far
 	pid            int       // of the server; 0 while none runs
 }
 
-// launcherScript starts the server for every line of its input, and reports its process ID and its
-// end. A test with open files on a mount cannot start the server itself: the new process would
-// close its copies of the files before it becomes the server, and closing them needs the server.
-const launcherScript = `while read -r _; do "$@" & echo "pid $!"; wait $!; echo "ended"; done`
+// launcherScript starts the server for every line of its input and prints the process ID. It kills
+// the server when its input ends, so also when the test process exits. A test with open files on a
+// mount cannot start the server itself: the new process would close its copies of the files before
+// it becomes the server, and closing them needs the server.
+const launcherScript = `while read -r _; do "$@" </dev/null & pid=$!; echo "pid $pid"; done; kill -KILL $pid`
 
 // serveDir serves dir on two free ports of 127.0.0.1 until the test ends.
 func serveDir(t *testing.T, dir string, flags ...string) *servedDir {
@@ -190,13 +192,14 @@ func serveDirWith(t *testing.T, wrap []string, dir string, flags ...string) *ser
 // start starts the process and waits until both ports answer.
 func (s *servedDir) start(t *testing.T) {
 	t.Helper()
+	s.starts++
 	if _, err := io.WriteString(s.commands, "start\n"); err != nil {
 		t.Fatal(err)
 	}
 	s.launcher.waitFor(t, "starting the server", func() error {
 		text := s.launcher.out.String()
 		i := strings.LastIndex(text, "pid ")
-		if strings.Count(text, "pid ") == strings.Count(text, "ended\n") {
+		if strings.Count(text, "pid ") < s.starts {
 			return errors.New("no process ID yet")
 		}
 		_, err := fmt.Sscanf(text[i:], "pid %d\n", &s.pid)
@@ -216,9 +219,12 @@ func (s *servedDir) start(t *testing.T) {
 	}
 }
 
+// hasEnded reports whether the server has exited. It is a zombie until the launcher starts the next
+// server.
 func (s *servedDir) hasEnded() bool {
-	text := s.launcher.out.String()
-	return strings.Count(text, "pid ") == strings.Count(text, "ended\n")
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.pid))
+	_, state, _ := strings.Cut(string(stat), ") ")
+	return err != nil || strings.HasPrefix(state, "Z")
 }
 
 // end sends a signal to the server and waits until it has exited.
