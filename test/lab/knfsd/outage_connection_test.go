@@ -56,8 +56,9 @@ func testCutByClient(t *testing.T, b bench) {
 	checkConnections(t, b, capture, 1, false)
 }
 
-// testCutByServer makes the server's kernel abort its connections. Each has carried calls by then,
-// because siw must not lose a connection that it has not handled yet.
+// testCutByServer makes the server's kernel abort its connections. Each connection has carried
+// calls before the abort, because a stock siw fails when it loses a connection that it has not
+// handled yet.
 func testCutByServer(t *testing.T, b bench) {
 	b = b.ownServer(lab.Options{ExpectedKernelErrors: cutErrors})
 	m := b.mount(t, func(c *xprt.Config) {

@@ -18,8 +18,8 @@ import (
 // is the host's part.
 
 const (
-	// caseLimit bounds one case in the guest, several times what the longest takes on a busy host.
-	// caseDump is the further time in which the guest prints its goroutines.
+	// caseLimit bounds one case in the guest. The longest case takes a small part of it on a busy
+	// host. caseDump is the further time in which the guest prints its goroutines.
 	caseLimit = 15 * time.Minute
 	caseDump  = time.Minute
 	// clientMiB is the client guest's memory in MiB, which also holds its temporary files.

@@ -285,7 +285,7 @@ func (g *outageGuest) removal() {
 	g.remove()
 	g.awaitStatus("RDMA device " + g.device + " was removed")
 	g.awaitStatus("pending (reconnect")
-	// A reader waits and can be killed.
+	// A process that reads waits for the device, and a signal can kill the process.
 	g.must("(cat " + outageMount + "/unread >/dev/null 2>&1 & echo $! >/tmp/reader); " +
 		"sleep 3; kill -0 $(cat /tmp/reader)")
 	g.must("kill -KILL $(cat /tmp/reader); " +
