@@ -74,8 +74,8 @@ var transportSeries = []series[transport]{
 		func(t *transport) uint64 { return t.EmptySendCtx }),
 	counter("reply_waits_for_send_total", "Replies that waited for the completion of their Send.",
 		func(t *transport) uint64 { return t.ReplyWaitsForSend }),
-	counter("mrs_failed_total", "Memory regions in doubt after a flush, an error or a lost connection: recovered, "+
-		"recycled and orphaned together.", func(t *transport) uint64 { return t.MRsFailed }),
+	counter("mrs_failed_total", "Memory regions in an unknown state after a flush, an error or a lost connection: "+
+		"sum of recovered, recycled and orphaned.", func(t *transport) uint64 { return t.MRsFailed }),
 	counter("map_errors_total", "Registrations that failed: refused by the device, or no memory region left.",
 		func(t *transport) uint64 { return t.MapErrors }),
 	counter("remote_invalidations_total", "Memory regions invalidated by servers with Send With Invalidate.",

@@ -137,7 +137,7 @@ type DeviceAttrs struct {
 	MaxQPWR               int // work requests on one queue
 	MaxSendSGE            int
 	MaxRecvSGE            int
-	// MaxSGERd is how many SGEs an RDMA Read may have. More than 16 marks a device that prefers
+	// MaxSGERd is the maximum number of SGEs of an RDMA Read. A device with more than 16 prefers
 	// small MRs (docs/features.md S17).
 	MaxSGERd        int
 	MaxQPRdAtom     int // largest ResponderResources

@@ -105,8 +105,8 @@ func (b bench) abortConnections() {
 }
 
 // testRestart stops the server's threads under an idle mount, which ends its listeners and
-// connections. It starts I/O, and then starts the threads again. If calls are in flight, a kernel
-// 6.1 may never get its threads back.
+// connections. testRestart then starts I/O, and starts the threads again. If calls are in flight,
+// kernel 6.1 may fail to start its threads.
 func testRestart(t *testing.T, b bench) {
 	b = b.ownServer(lab.Options{}) // the same can happen after the cases that cut connections
 	m := b.mount(t, shortWaits)

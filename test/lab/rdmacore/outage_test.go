@@ -200,8 +200,9 @@ func (g *outageGuest) add() {
 }
 
 // renew recreates an rxe device whose connection manager is broken. After a message without a
-// route, its queue pair 1 stays in the error state, and no process can connect to or from the
-// machine. 6.1 does not show this state. siw has no connection manager.
+// route, queue pair 1 of rxe's connection manager stays in the error state, and no process can
+// connect to or from the machine. Kernel 6.1 does not show this state. siw has no connection
+// manager.
 func (g *outageGuest) renew() {
 	if g.kind != lab.RXE {
 		return
