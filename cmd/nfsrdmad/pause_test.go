@@ -26,9 +26,9 @@ const pauseLimit = limit
 
 // A pausableServer is a "serve" process that the test can stop and continue.
 //
-// A process with open files of the mount must not start another process during a pause: execve(2)
-// closes files, which sends requests to the server, and every process that reads /proc of the
-// blocked process blocks too.
+// A process with open files of the mount must not start another process during a pause. execve(2)
+// closes files, which sends requests to the server. A process that reads /proc of the blocked
+// process then blocks too.
 type pausableServer struct {
 	cmd       *exec.Cmd
 	rdma, tcp string

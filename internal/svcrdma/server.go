@@ -28,8 +28,9 @@ type Handler interface {
 	// client sends the call again on a new connection.
 	//
 	// ctx ends after Config.CallTimeout. ServeRPC must return soon after the end of ctx, because
-	// the connection is not released before. The ctx of a non-idempotent call does not end with the
-	// connection, so that the reply can be cached for a retransmission.
+	// the server releases the connection only after ServeRPC has returned. The ctx of a
+	// non-idempotent call does not end with the connection, so that the reply can be cached for a
+	// retransmission.
 	ServeRPC(ctx context.Context, peer netip.AddrPort, call, reply []byte) ([]byte, error)
 }
 

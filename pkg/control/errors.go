@@ -86,7 +86,7 @@ func OneLine(s string) string {
 	return strings.Join(strings.Fields(s), " ")
 }
 
-// maxQuoted is the most that an error repeats of a text that it quotes, in bytes.
+// maxQuoted is the maximum length in bytes of a text that an error quotes.
 const maxQuoted = 200
 
 // Brief returns s, or its first 200 bytes and its length if s is longer.

@@ -104,9 +104,9 @@ func (fs *FS) invalidateAttr(ino *inode) {
 }
 
 // takeUnsent returns attributes that came with the reply to a change by this mount and that the
-// kernel does not have yet. The kernel asks for them because of that change. left is how long the
-// kernel may cache them. ok is false when there are none. A second request gets none, so that it
-// asks the server.
+// kernel does not have yet. The kernel requests the attributes because of that change. left is how
+// long the kernel may cache the attributes. ok is false when the node has no such attributes.
+// takeUnsent returns them once, so a second request sends a GETATTR to the server.
 func (fs *FS) takeUnsent(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()

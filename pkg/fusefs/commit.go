@@ -124,9 +124,9 @@ func (fs *FS) discard(ino *inode, set []*extent, err error) {
 	fs.releaseExtents(ino, set)
 }
 
-// replay sends all unstable extents again in the order of their writes. replay includes extents
-// that were sent after the server restarted: an older extent that is sent now may overwrite them.
-// No other WRITE to the file is in flight during a replay.
+// replay sends all unstable extents again in the order of their writes. replay also sends the
+// extents that were written after the server restarted, because an older extent that replay sends
+// may overwrite their data. No other WRITE to the file is in flight during a replay.
 func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) error {
 	fs.Counters.Replays.Add(1)
 	w := &ino.wb

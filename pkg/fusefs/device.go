@@ -116,7 +116,7 @@ func mountedAt(dir string, dev device) (bool, error) {
 	return len(mounts) > 0, err
 }
 
-// isMount keeps the mounts of the file system dev at dir.
+// isMount returns a filter that accepts only mounts of the device dev at the directory dir.
 func isMount(dir string, dev device) mountinfo.FilterFunc {
 	return func(m *mountinfo.Info) (skip, stop bool) {
 		found := m.Mountpoint == dir && m.FSType == fsType && device{uint32(m.Major), uint32(m.Minor)} == dev

@@ -11,8 +11,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// GetAttr handles stat(2). The kernel caches attributes for the time that it was given. A request
-// therefore means that it wants new ones, or that a change invalidated the cached ones.
+// GetAttr handles stat(2). The kernel caches attributes for the time in the reply. The kernel
+// therefore sends a request only when this time is over, or when a change has invalidated the
+// cached attributes.
 func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	return fs.onNode(OpGetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
 		return fs.getattr(r, ino, out)

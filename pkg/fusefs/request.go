@@ -195,7 +195,8 @@ func (w *interrupts) rearm() {
 // terminating reports whether the thread has a fatal signal pending or is exiting. An exiting
 // thread closes its files, and their data is written in the background. For a fatal signal the
 // kernel makes SIGKILL pending for each thread of the process, until the thread begins to exit. A
-// thread that is not visible counts as terminating, because no signal to it could end the call.
+// thread in another PID namespace counts as terminating, because the daemon cannot see the signals
+// of this thread.
 func terminating(pid uint32) bool {
 	if pid == 0 {
 		return true

@@ -84,7 +84,7 @@ func (w *writeback) clean() bool {
 func (w *writeback) fail(err error) {
 	w.err = errno(err)
 	if w.err == syscall.EINTR {
-		// the mount was aborted; no signal interrupted the caller that gets this error
+		// The mount was aborted. EINTR would mean that a signal interrupted the caller.
 		w.err = syscall.EIO
 	}
 	w.errSeq++

@@ -34,7 +34,7 @@ func TestAllocReturnsZeroedPages(t *testing.T) {
 	}
 	for _, n := range []int{0, -1} {
 		if _, err := membuf.Alloc(n); err == nil || !strings.Contains(err.Error(), "positive") {
-			t.Errorf("Alloc(%d): got error %v, want one that says positive", n, err)
+			t.Errorf("Alloc(%d): got error %v, want an error that contains \"positive\"", n, err)
 		}
 	}
 }

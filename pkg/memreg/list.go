@@ -54,7 +54,7 @@ func (l *List) Registered() []*MR { return l.registered }
 // returns how many MRs it added. The server may write to the chunk if writing is true, and read
 // from it otherwise (S6). On error Map adds nothing and loses no MR (S22). No segment may be empty.
 //
-// Errors: ErrTooManySegments, ErrForeignMemory, and those of the provider.
+// Errors: ErrTooManySegments, ErrForeignMemory, and the errors of the provider.
 func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
 	start := len(l.registered)
 	if start == 0 {

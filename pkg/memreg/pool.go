@@ -142,8 +142,8 @@ func (p *Pool) recover(m *MR) bool {
 
 // Recover prepares the pool for the next connection. Call it after the queue pair of the last
 // connection was drained and closed. It replaces or drops every MR that may be registered (S13), so
-// that every MR of the pool is then INVALID. It reports whether the pool may serve another
-// connection; it may not if an MR could not be destroyed.
+// that every MR of the pool is then INVALID. It returns false if an MR could not be destroyed; the
+// pool must then not serve another connection.
 func (p *Pool) Recover() (usable bool) {
 	p.mrs.Lock()
 	lists := p.mrs.lists

@@ -165,7 +165,7 @@ func TestHistogram(t *testing.T) {
 		t.Errorf("sum: got %v, want %v", d.Sum, want)
 	}
 	if cum := d.cumulative(); cum[Bounds[len(Bounds)-1].Seconds()] != 3 {
-		t.Errorf("last bucket: got %v, want 3 samples, all but the hour", cum)
+		t.Errorf("last bucket: got %v, want 3 (the observation of 1 h exceeds the last bound)", cum)
 	}
 	if n := testing.AllocsPerRun(100, func() { h.Observe(time.Second) }); n != 0 {
 		t.Errorf("allocations of Observe: got %v, want 0", n)

@@ -7,9 +7,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
-// XprtLine returns t as the "xprt:" line that the kernel's RDMA transport prints in
-// /proc/self/mountstats, and that the mountstats of nfs-utils reads: a tab, "xprt:", a tab, "rdma",
-// and 27 numbers in the order of net/sunrpc/xprtrdma/transport.c.
+// XprtLine returns t in the format of the "xprt:" line in /proc/self/mountstats, which
+// mountstats(8) of nfs-utils reads. The line has a tab, "xprt:", a tab, "rdma", and 27 numbers in
+// the order of net/sunrpc/xprtrdma/transport.c.
 //
 // Times are whole seconds. Port, bind count and hardway_register are always 0: this transport
 // discovers no port, and its buffers never grow. Kernels call one column mrs_recovered at first and

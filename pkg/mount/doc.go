@@ -29,8 +29,8 @@
 //	(removed)                                                 detached ---> (removed)
 //
 // All mounts of a process connect to one server one after the other. The process never closes a
-// connection in the moments after the server accepted it, not even when the process ends: stock
-// Linux servers lose their listener when a client does that.
+// connection right after the server accepted it, not even when the process ends. Stock Linux
+// servers lose their listener when a client closes a connection at this moment.
 //
 // # Locks
 //

@@ -57,8 +57,8 @@ type Transport struct {
 	ReplyWaitsForSend uint64 `json:"reply_waits_for_send"`
 
 	MRsAllocated uint64 `json:"mrs_allocated"`
-	// MRsFailed are the memory regions in doubt after a flush, an error or a lost connection:
-	// MRsRecovered, MRsRecycled and MRsOrphaned together.
+	// MRsFailed counts memory regions in an unknown state after a flush, an error or a lost
+	// connection: the sum of MRsRecovered, MRsRecycled and MRsOrphaned.
 	MRsFailed           uint64 `json:"mrs_failed"`
 	MRsRecovered        uint64 `json:"mrs_recovered"`
 	MRsRecycled         uint64 `json:"mrs_recycled"`

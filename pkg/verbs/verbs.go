@@ -64,7 +64,7 @@ type ConnRequest interface {
 // ConnParam holds the fields of rdma_conn_param that this project uses.
 type ConnParam struct {
 	// PrivateData is the consumer's part of the private data: at most 508 bytes on enhanced MPA.
-	// Send at most 252 bytes, which is what siw accepts.
+	// siw accepts at most 252 bytes.
 	PrivateData []byte
 	// ResponderResources is how many RDMA Read Requests of the peer this side answers at a time
 	// (IRD). A stock Linux server rejects 0, and rounds up to a power of two.
@@ -137,7 +137,7 @@ type DeviceAttrs struct {
 	MaxQPWR               int // work requests on one queue
 	MaxSendSGE            int
 	MaxRecvSGE            int
-	// MaxSGERd is how many SGEs an RDMA Read may have. More than 16 marks a device that prefers
+	// MaxSGERd is the maximum number of SGEs of an RDMA Read. A device with more than 16 prefers
 	// small MRs (docs/features.md S17).
 	MaxSGERd        int
 	MaxQPRdAtom     int // largest ResponderResources
@@ -270,8 +270,9 @@ type WorkRequest struct {
 
 	// MR, NewKey, Access, IOVA and Segs describe an OpFastReg. After it, the key
 	// MR.RKey().WithKey(NewKey) maps the addresses [IOVA, IOVA+sum of Segs) to Segs, in order. The
-	// MR must be invalid before. The registration is valid on this QP only: the peer can access
-	// and invalidate it only there. When the QP is lost the MR can only be deregistered.
+	// MR must be invalid when the request is posted. The registration is valid on this QP only: the
+	// peer can access and invalidate it only there. When the QP is lost the MR can only be
+	// deregistered.
 	MR     MR
 	NewKey uint8
 	Access Access

@@ -207,8 +207,8 @@ func (cn *conn) registerPad() error {
 	return nil
 }
 
-// emptyWrite returns an RDMA Write of zero bytes. The peer does not check its STag and consumes no
-// Receive (RFC 5041 §5.2).
+// emptyWrite returns an RDMA Write of zero bytes. The peer does not check the STag of the Write and
+// consumes no Receive (RFC 5041 §5.2).
 func (cn *conn) emptyWrite() *verbs.WorkRequest {
 	return &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, Done: cn.t.sendDone}
 }

@@ -11,8 +11,8 @@
 //
 // New allocates all slots, each with its send buffer and its list of MRs. The low bits of an XID
 // are the number of its slot, so a reply finds its call without a lock or a map. A call is never
-// sent twice on one connection. It is sent again, with the same XID, on the next connection, where
-// the duplicate request cache of the server finds it.
+// sent twice on one connection. The worker sends a pending call again on the next connection, with
+// the same XID. The duplicate request cache of the server recognizes this XID.
 //
 // [Transport.Call] returns only after the server can no longer reach any memory of the caller,
 // whatever the outcome (docs/features.md S9, S21). If the caller gives up a call, the transport

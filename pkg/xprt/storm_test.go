@@ -76,7 +76,7 @@ func (w *worker) read(ctx context.Context, off uint64, n int) error {
 	clear(w.buf[:n])
 	err := w.c.Read(ctx, noCred, w.fh, off, w.buf[:n], &r)
 	if err == nil && (r.N != n || !matchesPattern(off, w.buf[:n])) {
-		err = fmt.Errorf("read %d bytes at %d: got %d bytes, or wrong ones", n, off, r.N)
+		err = fmt.Errorf("read %d bytes at %d: got %d bytes, or bytes that differ", n, off, r.N)
 	}
 	return err
 }
@@ -95,7 +95,7 @@ func (w *worker) longReply(ctx context.Context, n int) error {
 	m := echo(2, sunrpc.AppendUint32(nil, uint32(n)), n)
 	err := w.tr.Call(ctx, m)
 	if err == nil && (len(m.Result) != n || !matchesPattern(0, m.Result)) {
-		err = fmt.Errorf("reply of %d bytes: got %d bytes, or wrong ones", n, len(m.Result))
+		err = fmt.Errorf("reply of %d bytes: got %d bytes, or bytes that differ", n, len(m.Result))
 	}
 	return err
 }

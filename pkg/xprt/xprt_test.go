@@ -340,7 +340,7 @@ func TestReadWriteSizes(t *testing.T) {
 					t.Fatalf("READ of %d bytes: %v", n, err)
 				}
 				if r.N != n || !bytes.Equal(buf, fill(5<<30+1, n)) {
-					t.Fatalf("READ of %d bytes: got %d bytes, or wrong ones", n, r.N)
+					t.Fatalf("READ of %d bytes: got %d bytes, or bytes that differ", n, r.N)
 				}
 				var w nfs3.WriteResult
 				if err := c.Write(ctx, noCred, fh, 77, fill(77, n), nfs3.FileSync, &w); err != nil {

@@ -9,8 +9,8 @@ import (
 )
 
 // labEnv is the environment variable that selects how much of the lab a test run uses. With "0" the
-// tests that need a guest skip, with "1" they fail if the lab cannot run, and with "all" they also
-// run the cases that a routine run omits. Without it they skip if there are no images.
+// tests that need a guest are skipped. With "1" these tests fail if the lab cannot run. With "all"
+// they also run the cases that a routine run omits. Without it they skip if there are no images.
 const labEnv = "NFSRDMAD_LAB"
 
 // SkipIfDisabled skips a test if virtual machines are disabled. Start calls it.

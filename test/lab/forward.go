@@ -13,11 +13,11 @@ import (
 )
 
 // A forwarder accepts the host's RDMA connections and forwards them to QEMU's port. QEMU's own
-// forwarding is not enough: QEMU accepts a connection while the guest cannot be reached, and later
-// passes it to the guest even if the client has closed it meanwhile. siw loses its listener when a
-// connection ends right after its start, although no client did this. The forwarder holds these
-// connections back, and drops those that end before the guest can be reached again. As on a real
-// network, the guest never sees them.
+// forwarding is not enough: QEMU accepts a connection while the guest cannot be reached. QEMU
+// passes this connection to the guest later, even if the client has already closed it. siw loses
+// its listener when a connection ends right after its start, although no client did this. The
+// forwarder holds these connections back, and drops those that end before the guest can be reached
+// again. As on a real network, the guest never sees them.
 type forwarder struct {
 	addr, to netip.AddrPort
 

@@ -21,8 +21,8 @@ const (
 	ExportSquash  = "/squash"  // root squash
 	ExportSecure  = "/secure"  // requires a source port below 1024
 	ExportRefused = "/refused" // exported to another host only
-	// ExportFast is in the guest's memory. It replies before data is safe, and is empty after a
-	// reset.
+	// ExportFast is in the guest's memory. The server replies before data is stable, and the export
+	// is empty after a reset.
 	ExportFast = "/fast"
 )
 

@@ -11,8 +11,9 @@ import (
 // tscKHz returns the rate of the host's time stamp counter in kHz, or 0 if a guest does not see
 // that counter: QEMU passes the counter through on amd64 hosts only.
 //
-// A guest's kernel would measure the counter against an emulated timer. On a busy host the result
-// is wrong by any factor, and with it the guest's clock and all its timeouts.
+// A guest's kernel would measure the counter against an emulated timer. On a busy host this
+// measurement can be wrong by a large factor. The guest's clock and all its timeouts would be wrong
+// by the same factor.
 var tscKHz = sync.OnceValue(func() int {
 	if runtime.GOARCH != "amd64" {
 		return 0

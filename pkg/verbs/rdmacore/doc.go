@@ -22,9 +22,9 @@
 //     the peer's access just as well, with one difference: until the LocalInv the key is valid on
 //     every QP of the protection domain.
 //
-// Opening a device allocates one window to find out whether the device has windows. Capability bits
-// are not read. If the first bind fails all the same, the connection ends. The next connection then
-// gets a [verbs.Device] that registers memory for each use.
+// Opening a device allocates one window to find out whether the device has windows. The provider
+// does not read capability bits. If the first bind fails on a device with windows, the connection
+// ends. The next connection then gets a [verbs.Device] that registers memory for each use.
 //
 // # Completions
 //

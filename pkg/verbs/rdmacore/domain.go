@@ -40,7 +40,7 @@ type protectionDomain struct {
 		sync.Mutex
 		freed  bool // c is deallocated
 		arenas map[*membuf.Arena]*arenaMR
-		stale  []*C.struct_ibv_mr // of freed arenas; a window was still bound to them
+		stale  []*C.struct_ibv_mr // MRs of freed arenas to which a window was still bound
 	}
 }
 

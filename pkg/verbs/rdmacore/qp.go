@@ -335,8 +335,8 @@ func (q *qp) destroyOnDevice() {
 		q.dev.objects.Unlock()
 		q.dev.regions.deallocWindowsOf(q)
 		// Before the connection is established, librdmacm may use the queue pair in any event.
-		// Later the lock is not needed, and a slow device does not delay events of other
-		// connections.
+		// After that the lock is not needed; without it a slow device does not delay events of
+		// other connections.
 		q.id.setup.Lock()
 		established := q.id.setup.established
 		q.id.setup.Unlock()

@@ -72,7 +72,8 @@ func (r *sendRing) complete(pos uint32, status verbs.Status, vendor uint32, out 
 	return r.completeSoft(out), true
 }
 
-// completeBefore completes every request before pos. The device reports none of them afterwards.
+// completeBefore completes every request before pos. The device reports no completion for these
+// requests.
 func (r *sendRing) completeBefore(pos uint32, out []completion) []completion {
 	if pos-r.Head > r.Tail-r.Head {
 		return out

@@ -64,9 +64,9 @@ func TestTruncatedMessageFails(t *testing.T) {
 	}
 }
 
-// TestFlushClosesReceiveQueue checks that the queue accepts no Receive after a flush, because
-// nothing would complete it. fail also closes the queue, but the goroutines that it ends may run
-// before it does.
+// TestFlushClosesReceiveQueue checks that the queue accepts no Receive after a flush, because this
+// Receive would never complete. The method fail also closes the queue, but a goroutine may flush
+// the queue before fail closes it.
 func TestFlushClosesReceiveQueue(t *testing.T) {
 	id, err := New(defaultConfig).Resolve(testContext(t), unusedPort)
 	if err != nil {

@@ -13,9 +13,9 @@ import (
 )
 
 // A stock siw listener fails permanently when a connection ends before siw has accepted it. This
-// side cannot guarantee that a connection stays open that long: the process may be killed, and a
-// peer that is slow, or behind a proxy, may accept it minutes later. Therefore a socket stays in
-// TCP_REPAIR mode until the peer's first byte arrives. When a socket is closed in this mode, the
+// side cannot guarantee that a connection stays open until then. The process may be killed. A slow
+// peer, or a peer behind a proxy, may accept the connection minutes later. Therefore a socket stays
+// in TCP_REPAIR mode until the peer's first byte arrives. When a socket is closed in this mode, the
 // kernel sends nothing, and the peer gets a reset only when it answers. TCP_REPAIR requires
 // CAP_NET_ADMIN; without it, abandonTimeout reduces the risk.
 //

@@ -321,7 +321,7 @@ func connectRaw(t testing.TB, cfg Config) (*rawPeer, *endpoint) {
 		t.Fatal(err)
 	}
 	if rep, err := readMPAFrame(c, true); err != nil || rep.crc != cfg.CRC || rep.reject {
-		t.Fatalf("reply: got %+v, %v, want an accepting one", rep, err)
+		t.Fatalf("MPA reply: got %+v, error %v; want one that accepts the connection", rep, err)
 	}
 	v.windows()
 	return &rawPeer{t: t, c: c.(*net.TCPConn), crc: cfg.CRC}, v

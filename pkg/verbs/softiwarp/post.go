@@ -111,7 +111,8 @@ func (q *qp) runLocal() {
 	}
 }
 
-// executeLocal executes a FastReg or LocalInv, and reports whether e was one and succeeded.
+// executeLocal executes e if e is a FastReg or LocalInv. It returns true if such a request
+// succeeded.
 func (q *qp) executeLocal(e *sqe) bool {
 	switch e.op {
 	case verbs.OpFastReg:

@@ -181,7 +181,7 @@ func (e *endpoint) buffer(n int) verbs.SGE {
 		e.t.Fatal(err)
 	}
 	e.t.Cleanup(func() {
-		e.qp.Drain() // the device uses the memory until then
+		e.qp.Drain() // the device may use the memory until Drain returns
 		if err := m.Dereg(); err != nil {
 			e.t.Errorf("deregister buffer: %v", err)
 		}
@@ -309,8 +309,8 @@ func (e *endpoint) waitDisconnect() error {
 	}
 }
 
-// sync sends a message from e to the other end and waits for it. Earlier posts of e have then
-// reached the peer's memory.
+// sync sends a message from e to the other end and waits for it. When sync returns, earlier posts
+// of e have reached the peer's memory.
 func (p *pair) sync(e *endpoint) {
 	e.t.Helper()
 	o := p.other(e)

@@ -12,7 +12,8 @@ import (
 
 func TestMain(m *testing.M) { testutil.Main(m) }
 
-// TestConformance runs the suite over IPv6. The tests of softiwarp run it in each configuration.
+// TestConformance runs the suite over IPv6. The tests of softiwarp run the suite in each
+// configuration.
 func TestConformance(t *testing.T) {
 	verbstest.Conformance(t, func(testing.TB) verbs.Provider { return softiwarp.New(softiwarp.Config{}) },
 		netip.MustParseAddrPort("[::1]:0"))

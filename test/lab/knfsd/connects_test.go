@@ -184,10 +184,10 @@ func (c *connection) String() string {
 		c.started, c.accepted, c.requested, c.answered, c.ended)
 }
 
-// checkConnections ends a capture and checks that its connections do not harm a stock server: at
-// most most connects are pending at a time, each sends an MPA request, and none ends before siw has
-// handled it. killed permits processes that were killed during the handshake. It returns the
-// connections.
+// checkConnections ends a capture and checks that its connections do not harm a stock server. At
+// most most connects may be pending at a time. Each connection must send an MPA request, and must
+// not end before siw has handled it. killed permits processes that were killed during the
+// handshake. It returns the connections.
 func checkConnections(t *testing.T, b bench, c *lab.Capture, most int, killed bool) []*connection {
 	t.Helper()
 	if err := c.Stop(); err != nil {

@@ -118,7 +118,7 @@ func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 	return &mount{dir: dir, tr: tr, fs: fs}
 }
 
-// runLimit bounds one program, and is several times what the longest takes on a busy host.
+// runLimit bounds one program. The longest program takes a small part of it on a busy host.
 const runLimit = 10 * time.Minute
 
 // run runs a program and returns its output. It fails the test if the program fails.

@@ -56,8 +56,9 @@ func testCutByClient(t *testing.T, b bench) {
 	checkConnections(t, b, capture, 1, false)
 }
 
-// testCutByServer makes the server's kernel abort its connections. Each has carried calls by then,
-// because siw must not lose a connection that it has not handled yet.
+// testCutByServer makes the server's kernel abort its connections. Each connection has carried
+// calls before the abort, because a stock siw fails when it loses a connection that it has not
+// handled yet.
 func testCutByServer(t *testing.T, b bench) {
 	b = b.ownServer(lab.Options{ExpectedKernelErrors: cutErrors})
 	m := b.mount(t, func(c *xprt.Config) {
@@ -104,8 +105,8 @@ func (b bench) abortConnections() {
 }
 
 // testRestart stops the server's threads under an idle mount, which ends its listeners and
-// connections. It starts I/O, and then starts the threads again. If calls are in flight, a kernel
-// 6.1 may never get its threads back.
+// connections. testRestart then starts I/O, and starts the threads again. If calls are in flight,
+// kernel 6.1 may fail to start its threads.
 func testRestart(t *testing.T, b bench) {
 	b = b.ownServer(lab.Options{}) // the same can happen after the cases that cut connections
 	m := b.mount(t, shortWaits)

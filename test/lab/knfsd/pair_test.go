@@ -18,8 +18,8 @@ import (
 // is the host's part.
 
 const (
-	// caseLimit bounds one case in the guest, several times what the longest takes on a busy host.
-	// caseDump is the further time in which the guest prints its goroutines.
+	// caseLimit bounds one case in the guest. The longest case takes a small part of it on a busy
+	// host. caseDump is the further time in which the guest prints its goroutines.
 	caseLimit = 15 * time.Minute
 	caseDump  = time.Minute
 	// clientMiB is the client guest's memory in MiB, which also holds its temporary files.
@@ -71,8 +71,8 @@ func (p *pair) run(t *testing.T, c testCase) {
 
 // command returns the shell command that runs the cases that match a pattern in the client guest.
 func (p *pair) command(pattern string) string {
-	// Background jobs of a shell ignore SIGINT, and the guest runs commands as such. siw of 6.1
-	// also limits root's locked memory; the systemd unit of the daemon lifts this limit.
+	// The guest runs commands as background jobs of a shell, and such jobs ignore SIGINT. siw of
+	// 6.1 also limits root's locked memory; the systemd unit of the daemon lifts this limit.
 	env := fmt.Sprintf("env --default-signal=INT,QUIT %s=1 HOME='%s' PATH='%s'", lab.RemoteEnv, os.Getenv("HOME"),
 		os.Getenv("PATH"))
 	test := fmt.Sprintf("%s -test.v -test.timeout %v -test.run '%s' -provider %s -servers %s -program %s",

@@ -32,8 +32,8 @@ const (
 
 // testSignals kills processes during a call that the server is answering.
 func testSignals(t *testing.T, b bench) {
-	// The server drops a resent call while it works on the first copy, and the client then waits
-	// for this timeout.
+	// The server drops a resent call while it executes the first copy. The client then waits for
+	// Timeout.
 	m := b.mount(t, func(c *xprt.Config) { c.Timeout = 15 * time.Second })
 	file, written := filepath.Join(m.dir, "big"), filepath.Join(m.dir, "written")
 	want := randomBytes(signalSize)

@@ -71,7 +71,8 @@ func testSizes(t *testing.T, b bench) {
 	t.Logf("WRITEs are inline up to %d bytes, READs up to %d bytes", writeEdge, readEdge)
 	testReadAtEOF(t, s, fh)
 
-	// The client refuses one byte more than the device can transfer before it sends the call.
+	// A WRITE of one byte more than the limit of the device must fail before the client sends the
+	// call.
 	var refused *xprt.ProtocolError
 	big := s.buffer(1<<20 + 1)
 	if err := s.Write(t.Context(), s.cred, fh, 0, big, nfs3.Unstable, new(nfs3.WriteResult)); !errors.As(err,

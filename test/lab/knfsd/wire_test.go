@@ -83,7 +83,8 @@ func roce(server netip.Addr) wire {
 		readRequest:    "infiniband.bth.opcode == 12",
 		readResponse:   "infiniband.bth.opcode in {13, 14, 15, 16}",
 		write:          "infiniband.bth.opcode in {6, 7, 8, 10}",
-		// After a NAK for a missing packet (§9.7.5.2.8) the other side sends resent from there.
+		// After a NAK for a missing packet (§9.7.5.2.8) the other side sends this packet and all
+		// later packets again.
 		resent: "infiniband.aeth.syndrome.opcode == 3 && infiniband.aeth.syndrome.error_code == 0",
 		fatal:  "infiniband.aeth.syndrome.opcode == 3 && infiniband.aeth.syndrome.error_code > 0",
 	}

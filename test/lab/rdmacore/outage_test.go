@@ -200,8 +200,9 @@ func (g *outageGuest) add() {
 }
 
 // renew recreates an rxe device whose connection manager is broken. After a message without a
-// route, its queue pair 1 stays in the error state, and no process can connect to or from the
-// machine. 6.1 does not show this state. siw has no connection manager.
+// route, queue pair 1 of rxe's connection manager stays in the error state, and no process can
+// connect to or from the machine. Kernel 6.1 does not show this state. siw has no connection
+// manager.
 func (g *outageGuest) renew() {
 	if g.kind != lab.RXE {
 		return
@@ -285,7 +286,7 @@ func (g *outageGuest) removal() {
 	g.remove()
 	g.awaitStatus("RDMA device " + g.device + " was removed")
 	g.awaitStatus("pending (reconnect")
-	// A reader waits and can be killed.
+	// A process that reads waits for the device, and a signal can kill the process.
 	g.must("(cat " + outageMount + "/unread >/dev/null 2>&1 & echo $! >/tmp/reader); " +
 		"sleep 3; kill -0 $(cat /tmp/reader)")
 	g.must("kill -KILL $(cat /tmp/reader); " +

@@ -18,10 +18,10 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// Two kernels can keep or break some rules of the conformance suite differently from one kernel,
-// which then copies in its own memory: data arrives complete across packets, and a key that is not
-// valid gives no access. One guest runs TestPeer, which executes orders that it receives in Sends,
-// as a server uses RDMA for its client. Another guest runs TestWire and owns the memory.
+// A test with both ends on one kernel copies data inside one memory. Some rules of the conformance
+// suite need a test between two kernels: data arrives complete across packets, and an invalid key
+// gives no access. One guest runs TestPeer, which executes orders that it receives in Sends, as a
+// server uses RDMA for its client. Another guest runs TestWire and owns the memory.
 
 const (
 	wirePort = 20050

@@ -7,9 +7,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// CQEntries keeps the accounts of one completion queue: how many of its entries are reserved for
-// work queues, and whether it is closed. A completion queue cannot overflow because every QP
-// reserves an entry for each request that it can hold. CQEntries is safe for concurrent use.
+// CQEntries records how many entries of one completion queue are reserved for work queues, and
+// whether the queue is closed. A completion queue cannot overflow because every QP reserves an
+// entry for each request that it can hold. CQEntries is safe for concurrent use.
 type CQEntries struct {
 	provider  string // named in errors
 	depth     int

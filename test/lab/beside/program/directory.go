@@ -124,7 +124,7 @@ func doFill(p string, o *op) ([]field, error) {
 	return nil, nil
 }
 
-// doSweep removes the files of doFill while it reads the directory, each when it finds its entry.
+// doSweep reads the directory and removes each file of doFill when it finds the entry.
 func doSweep(p string, _ *op) ([]field, error) {
 	l, err := list(p, 1<<11)
 	if err != nil {

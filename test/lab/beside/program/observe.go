@@ -84,9 +84,9 @@ func (w *side) fstat(slot int) []field {
 
 func sizeOf(st *unix.Stat_t) string { return fmt.Sprint(st.Size) }
 
-// attributes returns the attributes that must be equal for both clients. Times of the server's
-// clock depend on when a request was served. So the two sides compare which times an operation
-// moved, and whether a time is one of the server's clock.
+// attributes returns the attributes that must be equal for both clients. A time from the server's
+// clock depends on the time of the request. The test therefore compares only which times an
+// operation changed, and whether a time comes from the server's clock.
 func (w *side) attributes(what string, st *unix.Stat_t) []field {
 	out := []field{
 		{what + ".mode", fmt.Sprintf("%o", st.Mode)}, {what + ".nlink", fmt.Sprint(st.Nlink)},
