@@ -17,9 +17,6 @@ func AppendFH(b []byte, h *FH) []byte { return appendFH(b, h) }
 // AppendPostOpFH appends a post_op_fh3 with a handle.
 func AppendPostOpFH(b []byte, h *FH) []byte { return appendFH(sunrpc.AppendBool(b, true), h) }
 
-// AppendTime appends an nfstime3.
-func AppendTime(b []byte, t Time3) []byte { return appendTime(b, t) }
-
 // AppendAttr appends a fattr3.
 func AppendAttr(b []byte, a *Attr) []byte {
 	b = sunrpc.AppendUint32(b, uint32(a.Type))
