@@ -400,7 +400,7 @@ func TestDaemonReplacesSocketOfKilledDaemon(t *testing.T) {
 	_ = w.daemon.Process.Kill()
 	_ = w.daemon.Wait()
 	if _, err := os.Lstat(w.socket); err != nil {
-		t.Fatal("the killed daemon left no socket to replace: ", err)
+		t.Fatal("socket of the killed daemon: ", err)
 	}
 	nfsrdmad(t, "list", "--control-socket", w.socket).fails(t, 2, w.socket, "not running")
 	w.startDaemon(t)

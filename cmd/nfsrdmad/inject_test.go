@@ -209,7 +209,7 @@ func (w *testEnv) checkFaultCounters(t *testing.T, dir, metrics string) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	s := &l[0]
-	// Each injected disconnect causes one connect. The first connect has no fault as its cause.
+	// Each injected disconnect causes one connect. No fault causes the first connect.
 	if float64(s.Connects) <= m[disconnect] || float64(s.FaultsInjected["disconnect-every"]) < m[disconnect] ||
 		float64(s.FaultsInjected["post-fail"]) < m[postFail] || s.FaultInjection == "" {
 		t.Errorf("got %d connects, faults %v, metrics %v", s.Connects, s.FaultsInjected, m)

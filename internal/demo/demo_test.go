@@ -142,7 +142,7 @@ func TestFailureLeavesNothing(t *testing.T) {
 }
 
 // TestTimeoutWithoutServer ends the server during the copy. The calls in flight wait until the
-// timeout ends them, and the demo leaves nothing.
+// timeout ends them. The demo must leave no mount and no file.
 func TestTimeoutWithoutServer(t *testing.T) {
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)

@@ -256,7 +256,7 @@ func (c *Client) cancel(xid uint32, p *pendingCall, err error) error {
 	case <-p.done:
 	case <-timer.C:
 		c.fail(errHalfReply)
-		<-p.done // sent by the reader, whose connection is closed
+		<-p.done // the reader sends to done, because fail has closed its connection
 	}
 	return err
 }

@@ -104,7 +104,8 @@ func ReadRecord(r io.Reader, buf []byte, limit int) ([]byte, error) {
 		case n > limit-len(buf):
 			return buf, &SizeError{Bytes: len(buf) + n, Limit: limit, rest: n, last: last}
 		case n == 0 && !last:
-			// Legal, but a peer could send empty fragments without end below any size limit.
+			// RFC 5531 allows empty fragments. But a peer could send them without end and never
+			// exceed a size limit.
 			return buf, fmt.Errorf("%w: empty fragment before the last fragment", ErrRecord)
 		}
 		var err error

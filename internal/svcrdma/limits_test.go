@@ -45,7 +45,7 @@ func TestIdleTimeoutEndsConnectionWithoutCalls(t *testing.T) {
 	for xid := uint32(1); time.Since(startedAt) < 3*limit/2; xid++ {
 		busy.exchange(&rpcrdma.Header{XID: xid}, rpcCall(xid, progNFS, 3, 0, nil))
 		if time.Since(startedAt) < limit/4 {
-			discarded.sendBytes(done) // only while the connection is surely open
+			discarded.sendBytes(done) // only while the timeout cannot have closed the connection
 		}
 		time.Sleep(limit / 40)
 	}
@@ -347,7 +347,7 @@ func TestDuplicateRequestCacheLimits(t *testing.T) {
 			n, d.replied.Len(), d.own[b].Len())
 	}
 	if run(b, 99, "call") || !run(b, 0, "call") {
-		t.Error("got another reply evicted than the oldest")
+		t.Error("evicted reply: got a newer one, want the oldest")
 	}
 	if !run(a, 1, "cal1") {
 		t.Error("got the cached reply of another call")

@@ -79,7 +79,7 @@ func (d *fuseDevice) close() {
 // file.
 const epollFile = ".go-fuse-epoll-hack"
 
-// disablePoll makes the kernel learn that files on the mount do not support poll(2). Otherwise the
+// disablePoll informs the kernel that files on the mount do not support poll(2). Otherwise the
 // kernel sends POLL when this process first opens a file on the mount. The runtime then blocks the
 // processor that has to answer.
 func disablePoll(dir string) {

@@ -2,8 +2,8 @@
 //
 // The package translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813).
 // The package keeps the state of an NFS client: the file handle of each node, cached attributes
-// with their age, and written data that is not yet stable on the server. The package knows no
-// transport: an nfs3.Client makes its calls.
+// with their age, and written data that is not yet stable on the server. The package does not
+// depend on a transport: an nfs3.Client makes its calls.
 //
 // # Files
 //

@@ -10,7 +10,7 @@ import (
 )
 
 // A fileHandle is one open file. READs and WRITEs of a fileHandle use the credential of the user
-// who opened the file, whichever process uses the handle later.
+// who opened the file, also when another process uses the handle.
 type fileHandle struct {
 	ino      *inode
 	cred     []byte

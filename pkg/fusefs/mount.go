@@ -82,7 +82,7 @@ func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
 	return s, nil
 }
 
-// DisablePoll makes the kernel learn that files on the mount at dir do not support poll(2). A
+// DisablePoll informs the kernel that files on the mount at dir do not support poll(2). A
 // process that serves a mount and also opens files on it must call DisablePoll first. DisablePoll
 // returns after 5 seconds at most, even if the server does not answer.
 func DisablePoll(dir string) {

@@ -9,8 +9,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// An open and a removal of the same file on this mount run in one of two orders, although the
-// server would allow them to overlap:
+// The server would allow an open and a removal of the same file to overlap. On this mount they run
+// in one of two orders:
 //
 //	open first:     the removal finds the file open and hides it (remove.go)
 //	removal first:  the open waits for the removal's reply and then repeats the lookup of the name,

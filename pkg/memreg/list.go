@@ -137,7 +137,7 @@ func (l *List) release(m *MR) {
 func (l *List) unmapFrom(start int) {
 	for _, m := range l.registered[start:] {
 		if verify.On() && m.posted {
-			verify.Failf("MR %d was posted and is released as not posted", m.id)
+			verify.Failf("MR %d was posted, but is released as not posted", m.id)
 		}
 		m.event(trace.Unmap, 0)
 		if m.perIO != nil && m.perIO.Unregister() != nil { // the key may still be valid

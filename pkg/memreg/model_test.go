@@ -16,7 +16,8 @@ import (
 // minModelSteps is the smallest number of steps of TestModel.
 const minModelSteps = 100_000
 
-// A model is a pool on a device that knows at every moment which keys reach memory.
+// A model is a pool on a simulated device. The device always has the list of keys that reach
+// memory.
 type model struct {
 	params Params
 	stats  Counters
@@ -30,7 +31,7 @@ type model struct {
 	failAlloc, failDereg int // number of calls that fail next
 }
 
-// A modelPD knows every MR that is allocated on it.
+// A modelPD records every MR that is allocated on it.
 type modelPD struct {
 	model *model
 	index uint32

@@ -1,17 +1,17 @@
 // Package metrics shows the statistics of mounts as Prometheus metrics, and as the "xprt:" line of
 // the kernel's mountstats.
 //
-// The counters belong to other packages: stats.Transport to the transports, fusefs.Counters to
-// the file system. This package counts only times ([Histogram]). A [Collector] keeps no state
-// between scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended
-// is missing from the next scrape, and the data path does no work for a scrape.
+// The counters belong to other packages: stats.Transport to the transports, fusefs.Counters to the
+// file system. This package counts only times ([Histogram]). A [Collector] keeps no state between
+// scrapes: each scrape asks a function for one [Snapshot] per mount. A mount that has ended is
+// missing from the next scrape, and the data path does no work for a scrape.
 //
 // # Names
 //
 // All names begin with nfsrdmad_ and use base units. Counters end in _total. The labels of a mount
 // are mount, server and provider. The transport counters keep the names of the kernel's NFS/RDMA
-// client. [XprtLine] and the transport counters answer row S23 of features.md; the metric
-// nfsrdmad_mrs answers rows S1 and S12.
+// client. [XprtLine] and the transport counters implement row S23 of features.md; the metric
+// nfsrdmad_mrs implements rows S1 and S12.
 //
 // # Locks
 //

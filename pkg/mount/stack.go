@@ -224,7 +224,7 @@ func (s *mountStack) Close() {
 }
 
 // Unmount implements mountInstance. umount(2) may wait until the server accepts dirty pages.
-// Unmount therefore calls it in a goroutine, which a forced unmount ends at the latest.
+// Unmount therefore calls umount(2) in a goroutine. A forced unmount ends this wait.
 func (s *mountStack) Unmount(ctx context.Context, mode control.UmountMode) error {
 	done := make(chan error, 1)
 	s.unmounts.Lock()

@@ -242,7 +242,7 @@ func (t *Table) Umount(ctx context.Context, r control.UmountRequest) error {
 	return t.unmount(ctx, e, r.Mode)
 }
 
-// notMounted returns the error of an operation on a directory that is not in the table. Such a
+// notMounted returns the error of an operation on a directory that is not in the table. The
 // directory may be a mount of another process, or of a daemon that was killed.
 func notMounted(operation, dir string) error {
 	if mounted, err := isMountPoint(dir); err == nil && mounted {

@@ -21,8 +21,8 @@ var (
 )
 
 // TestLargestResultsMatchMaxResult decodes the largest successful and the largest failed result of
-// each procedure. The size of the first must equal MaxResult (RFC 8267 §3). The second must not be
-// larger.
+// each procedure. The successful result must have the size MaxResult (RFC 8267 §3). The failed
+// result must not be larger.
 func TestLargestResultsMatchMaxResult(t *testing.T) {
 	ctx := context.Background()
 	buf := make([]byte, 8)

@@ -127,7 +127,7 @@ func TestErrno(t *testing.T) {
 	if got := statusError(ProcRmdir, ErrNotEmpty).Error(); got != want {
 		t.Errorf("text %q, want %q", got, want)
 	}
-	want = "NFSv3 READ: server returned the invalid status 77"
+	want = "NFSv3 READ: server returned invalid status 77"
 	if got := statusError(ProcRead, 77).Error(); got != want {
 		t.Errorf("text %q, want %q", got, want)
 	}

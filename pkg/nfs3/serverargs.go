@@ -120,7 +120,7 @@ func (d *reader) writeArgs(a *Args, limit int) {
 	}
 }
 
-// createArgs reads what follows the name in the four procedures that create an object.
+// createArgs reads the arguments after the name in the four procedures that create an object.
 func (d *reader) createArgs(proc Proc, a *Args) {
 	switch proc {
 	case ProcCreate:

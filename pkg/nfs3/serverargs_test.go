@@ -112,8 +112,8 @@ func sameArgs(a, b *Args) bool {
 		x.Guard == y.Guard && x.Type == y.Type && x.Dev == y.Dev && x.Access == y.Access
 }
 
-// FuzzArgs parses any bytes as the arguments of each procedure. What is accepted lies within the
-// message and its bounds, and parsing allocates nothing.
+// FuzzArgs parses any bytes as the arguments of each procedure. Accepted arguments must lie within
+// the message and its bounds, and parsing must not allocate.
 func FuzzArgs(f *testing.F) {
 	clientArgs(func(_ string, proc Proc, args []byte) { f.Add(uint8(proc), args) })
 	f.Add(uint8(ProcWrite), bytes.Repeat([]byte{0xff}, 64))

@@ -123,7 +123,7 @@ func (e *Error) Error() string {
 	if info, ok := statusInfo[e.Status]; ok {
 		s += info.text + " (" + info.name + ")"
 	} else {
-		s += "server returned the invalid status " + strconv.FormatUint(uint64(e.Status), 10)
+		s += "server returned invalid status " + strconv.FormatUint(uint64(e.Status), 10)
 	}
 	if e.What != "" {
 		s += ": " + e.What

@@ -15,9 +15,9 @@ import (
 // A Transport is a snapshot of the counters and gauges of one connection, or of all connections of
 // one mount. The zero value is the sum of no connections. Counters grow until the mount ends.
 //
-// The fields have the meaning that the kernel's NFS/RDMA client gives them in
-// /proc/self/mountstats, where the kernel counts the same (features.md S23). In JSON each field has
-// the name of its metric without "_total".
+// A field that also exists in /proc/self/mountstats has the same meaning as in the kernel's
+// NFS/RDMA client (features.md S23). In JSON each field has the name of its metric without
+// "_total".
 type Transport struct {
 	// Connections are the connections by state.
 	Connections     map[string]uint64 `json:"connections,omitempty"`

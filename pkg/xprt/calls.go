@@ -128,7 +128,7 @@ type ConnEvent struct {
 	Time  time.Time
 	Event string // "connected", "disconnected", "connect failed" or "closed while idle"
 	Cause string // the error, or empty
-	Times int    // number of equal events in a row; Time is that of the last one
+	Times int    // number of equal consecutive events; Time is the time of the last one
 }
 
 // maxConnEvents is the length of the connection history.

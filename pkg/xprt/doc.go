@@ -14,10 +14,10 @@
 // sent twice on one connection. The worker sends a pending call again on the next connection, with
 // the same XID. The duplicate request cache of the server recognizes this XID.
 //
-// [Transport.Call] returns only after the server can no longer reach any memory of the caller,
-// whatever the outcome (docs/features.md S9, S21). If the caller gives up a call, the transport
-// fences the memory and the caller returns at once. The slot and the credit stay in use until the
-// late reply arrives or the connection ends. The server still counts the call (RFC 8166 §3.3.1).
+// [Transport.Call] returns, also with an error, only after the server can no longer reach any
+// memory of the caller (docs/features.md S9, S21). If the caller cancels a call, the transport
+// fences the memory and Call returns at once. The slot and the credit stay in use until the late
+// reply arrives or the connection ends, because the server still counts the call (RFC 8166 §3.3.1).
 //
 // # Credits
 //

@@ -89,8 +89,8 @@ func (e *postError) Unwrap() error { return e.err }
 // errIdle ends a connection without calls.
 var errIdle = errors.New("xprt: connection is idle")
 
-// followsLoss reports whether err is only a consequence of a lost connection. It then says nothing
-// about the cause.
+// followsLoss reports whether err is only a consequence of a lost connection. Such errors do not
+// contain the cause of the loss.
 func followsLoss(err error) bool {
 	var failed *completionFailure
 	if errors.As(err, &failed) {

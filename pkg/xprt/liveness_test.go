@@ -45,7 +45,8 @@ func TestKeepAliveDropsSilentServer(t *testing.T) {
 		}
 		eventually(t, "second connection", func() bool { return tr.Stats().Connects > 1 })
 		if s := tr.Stats(); !strings.Contains(s.LastError, "did not answer") || s.Timeouts != 0 {
-			t.Errorf("idle %v: got last error %q, %d timeouts; want a missing answer, 0", idle, s.LastError, s.Timeouts)
+			t.Errorf("idle %v: got last error %q, %d timeouts; want a missing answer, 0 timeouts", idle, s.LastError,
+				s.Timeouts)
 		}
 		found := map[trace.Kind]bool{}
 		for _, e := range tr.Trace().Last(256) {

@@ -42,7 +42,7 @@ func (q *sendQueue) init(size, signalAfter int) {
 	q.size, q.signalAfter = int64(size), int64(max(signalAfter, 1))
 }
 
-// take takes n places and reports whether there were as many.
+// take takes n places. It returns false, and takes none, if fewer than n places are free.
 func (q *sendQueue) take(n int) bool {
 	for {
 		t := q.taken.Load()

@@ -294,8 +294,8 @@ func (t *Transport) beginCall() bool {
 	return true
 }
 
-// Call performs one RPC. After it returns, whatever the outcome, the server can no longer reach any
-// memory of m. Safe for concurrent use.
+// Call performs one RPC. After Call has returned, also with an error, the server can no longer
+// reach any memory of m. Safe for concurrent use.
 //
 // Errors: *InterruptedError, *TimeoutError, *ServerError, *ProtocolError, ErrClosed, and those of
 // sunrpc.ParseReply.
@@ -503,7 +503,7 @@ func (t *Transport) awaitReply(ctx context.Context, s *slot) slotState {
 	}
 }
 
-// interrupt fences a call that its caller gives up (S21).
+// interrupt fences a call that its caller has canceled (S21).
 func (t *Transport) interrupt(s *slot) slotState {
 	t.send.RLock()
 	s.mu.Lock()

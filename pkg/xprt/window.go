@@ -138,9 +138,9 @@ func (w *window) reset(limit int, pingFirst bool) {
 	w.dispatch()
 }
 
-// generation returns the generation of the credits, for closeIfUnused. A connection is installed
-// before its credits are. A connection that is loaded after the generation therefore has this
-// generation or a later one.
+// generation returns the generation of the credits, for closeIfUnused. The worker installs a
+// connection before it sets the credits of this connection. A connection that is loaded after the
+// generation therefore has this generation or a later one.
 func (w *window) generation() uint64 {
 	w.mu.Lock()
 	defer w.mu.Unlock()

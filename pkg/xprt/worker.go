@@ -96,9 +96,12 @@ func (b *backOff) next(c *Config) time.Duration {
 type usefulness uint8
 
 const (
-	useNone  usefulness = iota // it answered nothing
-	useAlive                   // it answered only keepalive calls, and ended early
-	useCalls                   // it answered a call, or keepalive calls for a while
+	// the server sent no reply
+	useNone usefulness = iota
+	// the server replied to keepalive calls only, and the connection ended early
+	useAlive
+	// the server replied to a call, or to keepalive calls for at least minLife
+	useCalls
 )
 
 // afterLoss returns the pause after the loss of a connection. There is no pause after a connection
@@ -265,8 +268,9 @@ func (t *Transport) replyTimeout(sends int) time.Duration {
 	return min(d, t.cfg.Timeout)
 }
 
-// checkConnection sends a keepalive NULL call after KeepAlive of silence, and ends the connection
-// after as much silence again. It closes the connection after IdleTimeout without a call.
+// checkConnection sends a keepalive NULL call when no message has arrived for KeepAlive. It ends
+// the connection when no message arrives for KeepAlive after that call. It closes the connection
+// after IdleTimeout without a call.
 func (t *Transport) checkConnection() {
 	gen := t.window.generation()
 	cn := t.conn.Load()
@@ -304,9 +308,9 @@ const (
 	pingVersion = 3
 )
 
-// startPing sends a keepalive call. It is also the first call of every connection. It detects a
-// server that accepts connections and answers nothing. Its reply grants the credits for all other
-// calls.
+// startPing sends a keepalive call. The first call of every connection is a keepalive call: it
+// detects a server that accepts connections and does not reply, and its reply grants the credits
+// for all other calls.
 func (t *Transport) startPing(cn *conn) {
 	if !t.beginCall() {
 		return

@@ -103,8 +103,9 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
-	// The shell changes the directory. With Cmd.Dir, the forked process would do it before exec.
-	// Go's runtime waits for that, so that this process could not serve the mount meanwhile.
+	// The shell changes the directory. With Cmd.Dir, the forked process would change the directory
+	// before exec. Go's runtime waits for the exec, and this process could not serve the mount
+	// during this wait.
 	cmd := exec.CommandContext(ctx, "sh", append([]string{"-c", `cd -- "${0:-.}" && exec "$@"`, dir, name}, args...)...)
 	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1",
 		"GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")

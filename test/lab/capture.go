@@ -26,7 +26,7 @@ const (
 	captureSettle = time.Second
 )
 
-// ErrPacketsLost reports that packets are missing from a capture, which then proves nothing.
+// ErrPacketsLost reports that packets are missing from a capture. A test must not use this capture.
 var ErrPacketsLost = errors.New("capture lost packets")
 
 // A Capture records the traffic of a guest in a file.

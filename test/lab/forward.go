@@ -101,7 +101,7 @@ func (f *forwarder) close() {
 	f.work.Wait()
 }
 
-// track remembers a connection and reports true, or reports false after close.
+// track records a connection and returns true. After close, track returns false.
 func (f *forwarder) track(conn net.Conn) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -120,17 +120,18 @@ func (f *forwarder) untrack(conn net.Conn) {
 }
 
 // settleDelay is the time for which a held connection stays open before it is forwarded, and again
-// before its data is forwarded. A client that gives a connection up may keep it open for a moment
-// for the sake of a server that has just accepted it. This server has not accepted it yet.
+// before its data is forwarded. A client that cancels a connection may keep it open for a short
+// time, because a server may just have accepted it. The server in the guest has not accepted a held
+// connection yet.
 const settleDelay = time.Second
 
 // awaitReachable waits until the guest can be reached. held reports whether it had to wait; ok is
-// false if the client has closed the connection meanwhile.
+// false if the client closed the connection during the wait.
 func (f *forwarder) awaitReachable(client *net.TCPConn) (held, ok bool) {
 	f.mu.Lock()
 	gate, open := f.gate, f.open
 	f.mu.Unlock()
-	if open { // the guest sees what the client does from here on
+	if open { // the guest now gets the client's FIN or RST directly
 		return false, true
 	}
 	<-gate

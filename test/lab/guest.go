@@ -331,9 +331,9 @@ func (g *Guest) awaitReady(m *machine, b *boot) error {
 	return nil
 }
 
-// PowerOff ends the guest at once. Data that it has not written to its disk is lost. Connections of
-// the host end, and new ones are refused; use Freeze for a server that only stops responding.
-// PowerOff does nothing if the guest is off.
+// PowerOff ends the guest at once. Data that the guest has not written to its disk is lost.
+// Connections of the host end, and new ones are refused; use Freeze for a server that only stops
+// responding. PowerOff does nothing if the guest is off.
 func (g *Guest) PowerOff() {
 	if g.remote != nil {
 		g.remote.do(opPowerOff)

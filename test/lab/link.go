@@ -46,7 +46,7 @@ type Link struct {
 	work sync.WaitGroup // one for each port that is plugged in
 
 	mu    sync.Mutex
-	ports []*port // guarded by mu; one for each guest that ever joined
+	ports []*port // guarded by mu; one for each guest that was ever connected
 	cut   bool    // guarded by mu
 }
 

@@ -46,7 +46,7 @@ func isBindError(err error) bool {
 }
 
 // reuseAddr permits a source port that an earlier connection still holds in TIME-WAIT, which lasts
-// one minute. There are too few reserved ports to wait.
+// one minute. Only a few reserved ports exist, so do not wait for a free one.
 func reuseAddr(_, _ string, c syscall.RawConn) error {
 	var optErr error
 	err := c.Control(func(fd uintptr) {

@@ -183,7 +183,7 @@ func (s Stat) String() string {
 	if text, ok := statTexts[s]; ok {
 		return text
 	}
-	return fmt.Sprintf("the invalid mountstat3 %d", uint32(s))
+	return fmt.Sprintf("invalid mountstat3 %d", uint32(s))
 }
 
 // kind returns the kind of error for a status other than MNT3OK.

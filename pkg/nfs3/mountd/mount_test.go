@@ -172,7 +172,7 @@ func TestErrorResults(t *testing.T) {
 		{"access denied", results(t, "0000000d"), Refused, MNT3ErrAcces, syscall.EACCES, "MNT3ERR_ACCES"},
 		{"not owner", results(t, "00000001"), Refused, MNT3ErrPerm, syscall.EACCES, "MNT3ERR_PERM"},
 		{"server fault", results(t, "00002716"), OtherStatus, MNT3ErrServerFault, nil, "MNT3ERR_SERVERFAULT"},
-		{"status 77", results(t, "0000004d"), Protocol, 77, nil, "server returned the invalid mountstat3 77"},
+		{"status 77", results(t, "0000004d"), Protocol, 77, nil, "server returned invalid mountstat3 77"},
 		{"no results", results(t, ""), Protocol, 0, invalid, text},
 		{"empty handle", results(t, "00000000 00000000 00000000"), Protocol, 0, invalid, "empty file handle"},
 		{"handle of 65 bytes", results(t, fh65), Protocol, 0, invalid, "file handle: length"},

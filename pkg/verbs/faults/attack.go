@@ -185,7 +185,7 @@ func (a *attacker) draw(list []attack, k kind, build func(event uint64, buf []by
 }
 
 // wildAddr returns an address far after the memory of the last Write's key, or one byte before it.
-// wildAddr knows the start of the memory only from the Writes of this chain.
+// wildAddr computes the start of the memory from the Writes of this chain.
 func wildAddr(plan *Plan, event uint64, writes []*verbs.WorkRequest) uint64 {
 	last := writes[len(writes)-1]
 	if plan.choose(wildWrite, event, saltVariant, 2) == 0 {

@@ -64,7 +64,8 @@
 //     it, disconnect.
 //
 // At most one of disconnect-every, post-fail, flush-reg, reg-error and linv-error fires for one
-// chain: the first one in this order. The chain is then no event of the faults after it.
+// chain: the first one in this order. The chain then does not count as an event of the faults after
+// it.
 //
 // A fault that ends the connection does what a device does. The queue pair enters the error state.
 // Requests that the device has not executed are flushed in the order of their posts, including
@@ -98,8 +99,8 @@
 // # Goroutines and locks
 //
 // Each delayed message and each delayed attack has a timer. One goroutine per queue pair ends a
-// connection. All of them end with the Drain or Close of their queue pair, except a call of
-// OnDisconnect that is still running.
+// connection. Timers and goroutines end with the Drain or Close of their queue pair, except a call
+// of OnDisconnect that is still running.
 //
 //	completionQueue.mu    held during each handler, which may post: lock it before queuePair.mu
 //	queuePair.mu          guards the state, the order of posts and the unposted requests;

@@ -212,7 +212,8 @@ func TestLocalInvErrorFlushesRest(t *testing.T) {
 	wantCounts(t, p, faults.Count{Name: "linv-error", Injected: 1})
 }
 
-// TestOneFaultPerChain checks that a chain with a fault is no event of the other faults.
+// TestOneFaultPerChain checks that a chain with one fault does not count as an event of the other
+// faults.
 func TestOneFaultPerChain(t *testing.T) {
 	p := withFaults(t, "seed=1,post-fail=1:1,reg-error=1")
 	c, _ := connectClient(t, p)

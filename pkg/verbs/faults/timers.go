@@ -10,7 +10,7 @@ type timers struct {
 	running sync.WaitGroup
 
 	mu   sync.Mutex
-	jobs []*job // guarded by mu; in the order of their calls of after
+	jobs []*job // guarded by mu; in the order of the calls of after
 }
 
 type job struct {

@@ -46,8 +46,8 @@ var sharedChannel struct {
 	users int
 }
 
-// eventMu is held while librdmacm handles an event, because it may use the queue pair of the
-// connection meanwhile. It is also held while a queue pair without an established connection is
+// eventMu is held while librdmacm handles an event, because librdmacm may use the queue pair of the
+// connection. eventMu is also held while a queue pair without an established connection is
 // destroyed.
 var eventMu sync.Mutex
 
@@ -160,7 +160,7 @@ func (ch *eventChannel) deliver(ev *C.struct_rc_event) {
 	switch {
 	case handle != nil:
 		handle(e)
-	case e.kind == evConnectRequest: // the listener was closed meanwhile
+	case e.kind == evConnectRequest: // the listener is already closed
 		C.rc_reject(e.id, nil, 0)
 		C.rc_destroy_id(e.id)
 	}

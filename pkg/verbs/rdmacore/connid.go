@@ -64,8 +64,8 @@ type connID struct {
 
 func newConnID(ch *eventChannel, remote netip.AddrPort) *connID {
 	leakcheck.Track(leakcheck.ConnID, 1)
-	// Set-up gets a few events, one after the other. More would be an error of the kernel and may
-	// be lost.
+	// A set-up gets a few events, one after the other. If the kernel sends more events than the
+	// channel holds, they may be lost.
 	return &connID{ConnID: base.NewConnID[qp](Name, netip.AddrPort{}, remote), ch: ch,
 		setupEvents: make(chan *cmEvent, 8), answered: make(chan struct{})}
 }
@@ -110,9 +110,8 @@ func (c *connID) handle(ev *cmEvent) {
 	}
 }
 
-// peerParam returns the parameters that the peer sent. The connection manager exchanges the depths:
-// its responder resources are those that this side may give the peer, which the peer requested as
-// its initiator depth.
+// peerParam returns the parameters that the peer sent. The connection manager exchanges the two
+// depths: it returns the initiator depth of the peer as the responder resources of this side.
 func peerParam(ev *cmEvent) verbs.ConnParam {
 	return verbs.ConnParam{PrivateData: ev.private, ResponderResources: uint16(ev.initiatorDepth),
 		InitiatorDepth: uint16(ev.responderResources)}
@@ -211,7 +210,8 @@ func (c *connID) explainTimeout(err error) error {
 	if !c.dev.rxe || !errors.Is(err, context.DeadlineExceeded) {
 		return err
 	}
-	// One failed message breaks rxe's connection manager until the device is made again.
+	// After one failed message, rxe's connection manager does not work until the device is deleted
+	// and added again.
 	return fmt.Errorf("%w: peer did not answer; after an outage of the rxe device's link or address, "+
 		"run \"rdma link delete %s\" and add the device again", err, c.dev.attrs.Name)
 }

@@ -175,7 +175,8 @@ func (c *completionQueue) destroy() {
 	close(c.destroyed)
 }
 
-// takeDown destroys the CQ of a removed device. The device's queue pairs must be destroyed before.
+// takeDown destroys the CQ of a removed device. The caller must have destroyed the device's queue
+// pairs.
 func (c *completionQueue) takeDown() {
 	c.qps.Lock()
 	c.qps.deviceRemoved = true

@@ -283,8 +283,8 @@ func (d *device) readAsyncEvents(f *os.File, last, done chan struct{}) {
 	}
 }
 
-// asyncEvent processes an event of the device. It holds the lock so that no queue pair is destroyed
-// meanwhile.
+// asyncEvent processes an event of the device. It holds the lock, so that no queue pair is
+// destroyed during the call.
 func (d *device) asyncEvent(kind asyncKind, cqp *C.struct_ibv_qp, port int) {
 	d.log.Debug("RDMA device event", "device", d.attrs.Name, "event", kind.String(), "port", port)
 	cause := &DeviceEventError{Device: d.attrs.Name, Event: kind.String()}

@@ -23,7 +23,7 @@ const answerTimeout = 2 * time.Second
 var iwarpTurn = make(chan struct{}, 1)
 
 // acquireTurn waits until no other connect to an iWARP peer is in progress. It returns false if
-// this connect is given up first.
+// this connect is canceled first.
 func (c *connID) acquireTurn(ctx context.Context) bool {
 	if c.dev.attrs.Transport != verbs.TransportIWARP {
 		return true

@@ -27,7 +27,8 @@ type chainedWR struct {
 }
 
 // PostSend queues a chain with one call of the device. The device does not get a soft request,
-// which has no work for the device or cannot succeed. A soft request completes in its turn.
+// which has no work for the device or cannot succeed. Soft requests also complete in the order of
+// the posts.
 func (q *qp) PostSend(first *verbs.WorkRequest) (bad *verbs.WorkRequest, err error) {
 	q.sq.Lock()
 	if q.sq.state != qpReady {

@@ -37,7 +37,7 @@ func (t *regionTable) add(key verbs.RKey, r region) {
 	t.mu.Unlock()
 }
 
-// remove removes r, unless the device has given the index of r to another region meanwhile.
+// remove removes r, unless the device has already given the index of r to another region.
 func (t *regionTable) remove(key verbs.RKey, r region) {
 	t.mu.Lock()
 	if t.byIndex[uint32(key)>>keyBits] == r {
@@ -268,8 +268,8 @@ func (w *window) localInv(q *qp, key verbs.RKey, wr *C.struct_rc_wr) (bool, verb
 		return true, verbs.StatusLocQPOpErr
 	}
 	if w.free {
-		// There is nothing to invalidate, and on rxe the kernel would panic. An empty RDMA Write
-		// takes the request's place in the queue. It has no effect on the peer.
+		// There is nothing to invalidate, and on rxe the kernel would panic. An empty RDMA Write,
+		// which has no effect on the peer, takes the place of the request in the queue.
 		wr.opcode = C.IBV_WR_RDMA_WRITE
 		return false, 0
 	}

@@ -4,7 +4,7 @@ import "time"
 
 const (
 	// maxSpin is the longest time that a dispatcher polls an empty queue before it sleeps. A sleep
-	// and a wake-up cost about as much.
+	// and a wake-up cost about the same time.
 	maxSpin = 50 * time.Microsecond
 	// minSpin is the time for which a dispatcher polls after a short sleep.
 	minSpin = 5 * time.Microsecond

@@ -228,7 +228,8 @@ func (t *attempt) handshake(conn *net.TCPConn) (stream, error) {
 	if err := setConnTCPRepair(raw, false); err != nil {
 		return stream{}, id.Fail(verbs.ConnLocal, phaseSendRequest, err)
 	}
-	// Kernels before 6.6 drop a request that TCP delivers in parts, so it takes one write.
+	// Kernels before 6.6 drop a request that TCP delivers in parts, so send the request with one
+	// write.
 	if _, err := conn.Write(req.append(nil)); err != nil {
 		return stream{}, id.Fail(ioKind(err), phaseSendRequest, err)
 	}

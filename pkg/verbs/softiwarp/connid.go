@@ -41,7 +41,8 @@ func (c *connID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) 
 	return q, nil
 }
 
-// hold and release count references. The ConnID leaves the leak count with the last one.
+// hold and release count references. When the last reference is released, the leak check no longer
+// counts the ConnID.
 func (c *connID) hold() { c.holds.Add(1) }
 
 func (c *connID) release() {

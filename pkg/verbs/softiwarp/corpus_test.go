@@ -155,7 +155,7 @@ func nfsRun(t *testing.T, crc bool) [][2]*tap {
 		got := make([]byte, n)
 		ok(c.Read(ctx, cred, fh, 0, got, &rd))
 		if !bytes.Equal(got, data) {
-			t.Errorf("read of %d bytes: data differs from what was written", n)
+			t.Errorf("read of %d bytes: data differs from the written data", n)
 		}
 	}
 	ok(c.Symlink(ctx, cred, root.FH, "link", "elsewhere", &nfs3.SetAttr{}, &cr))

@@ -131,8 +131,8 @@ func (t *transmitter) waitForReader(err error) {
 	}
 }
 
-// wait waits for work and returns it; workNone means that the QP is dead. For workQueue it sets the
-// range of entries to execute.
+// wait waits for work and returns it; workNone means that the QP is dead. If the work is workQueue,
+// wait sets the range of entries to execute.
 func (t *transmitter) wait() (work, readRequest) {
 	q := t.q
 	q.mu.Lock()

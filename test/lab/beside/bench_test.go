@@ -26,7 +26,7 @@ const (
 	pageEnd   = "<!-- end of %s -->\n"
 )
 
-// A measurement is a measurement of the program.
+// A measurement is one line of JSON that the program prints for one run of a workload.
 type measurement struct {
 	Workload, Side    string
 	Round             int

@@ -57,7 +57,7 @@ func testManyConnects(t *testing.T, b bench) {
 	t.Logf("%d connects in %v, slowest %v, %d nudges", connects, time.Since(begin).Round(time.Millisecond),
 		slowest.Round(time.Millisecond), nudges)
 	if nudges == 0 && b.device == lab.SIW {
-		t.Error("got no nudge, want the race at least once")
+		t.Error("got no nudge, want at least one")
 	}
 	all := checkConnections(t, b, capture, 1, false)
 	if len(all) != connects {
@@ -116,7 +116,7 @@ func connectOnce(b bench, t *testing.T) (nudges uint64, took time.Duration, err 
 	return tr.Stats().Nudges, time.Since(begin), err
 }
 
-// A connection is what a capture shows of a connection, in times since the capture's begin.
+// A connection is one connection in a capture. All times are relative to the start of the capture.
 type connection struct {
 	port    string // the client's
 	started time.Duration

@@ -4,17 +4,18 @@
 // kernel has RDMA devices. That guest runs this same test program in the host's file system, and
 // reaches the server over an Ethernet link.
 //
-// The only test with guests is TestServers. It has a subtest for each server and provider, which
-// has a subtest for each case. A case registers itself with a phrase that says what it proves. A
-// run compares the table in docs/interop.md with its results; with -update it writes the table:
+// The only test with guests is TestServers. TestServers has a subtest for each server and provider,
+// and each of these has a subtest for each case. A case registers itself with a phrase that says
+// what it proves. A run compares the table in docs/interop.md with its results; with -update it
+// writes the table:
 //
 //	go test ./test/lab/knfsd -v                                  # everything
 //	go test ./test/lab/knfsd -v -run 'TestServers/.*/forms'      # one case, in each setup
 //	go test ./test/lab/knfsd -v -servers 6.1/siw                 # one server, with each provider
 //	go test ./test/lab/knfsd -v -provider rdmacore -update       # one provider (see setup_test.go)
 //
-// The tests read the traffic from captures with an independent decoder, tshark (wire_test.go). They
-// ask the server for its state with commands in its guest.
+// The tests read the traffic from captures with an independent decoder, tshark (wire_test.go). To
+// read the state of the server, the tests run commands in its guest.
 //
 // # Cases that do not apply
 //

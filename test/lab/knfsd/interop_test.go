@@ -21,7 +21,7 @@ const (
 	with        = " with "
 )
 
-// A column of the table lists what a provider has proved against a server.
+// A column of the table lists the cases that passed with one provider against one server.
 type column struct {
 	server   string // as in -servers
 	provider string
@@ -103,7 +103,8 @@ func readDocument() (d document, err error) {
 }
 
 // checkInterop checks that a complete run proved every claim in docs/interop.md. An incomplete run
-// proves nothing about the other cases. With -update it writes the column instead.
+// does not check the claims of the cases that it omits. With -update checkInterop writes the column
+// instead.
 func checkInterop(t *testing.T, got column, whole bool) {
 	t.Helper()
 	if !whole {

@@ -89,7 +89,7 @@ func (p *pair) start(t *testing.T) *pair {
 		lab.Options{Name: "client", Kernel: p.kernel, Provider: p.device, Link: p.link, HostRoot: true,
 			Share: p.share, MemoryMiB: clientMiB})
 	p.server, p.client = guests[0], guests[1]
-	// Every process reads the shared directory anew, so copy the programs.
+	// The shared directory is not cached, so every process reads it again. Copy the programs.
 	p.client.MustRun(fmt.Sprintf("cp /share/%s /share/%s /host%s", testProgram, ourProgram, programDir))
 	return p
 }

@@ -22,7 +22,7 @@ const (
 	anyWindow   = "the kernel accepts any memory window of the machine in a peer's Send With Invalidate"
 )
 
-// allowed lists the attacks that the kernel's soft devices permit, whatever the provider does.
+// allowed lists the attacks that the kernel's soft devices permit with every provider.
 var allowed = map[verbs.Transport]map[string]string{
 	verbs.TransportIB: { // rxe
 		"write beyond the end, call pending":          wholeWindow,

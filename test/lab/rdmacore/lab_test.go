@@ -33,9 +33,9 @@ const (
 	runLimit = 12 * time.Minute
 )
 
-// A target is a soft device of the kernel, and the rules of the conformance suite that it breaks
-// whatever the provider does. All of them were seen with the stock kernels of the lab; no program
-// can correct them.
+// A target is a soft device of the kernel, and the rules of the conformance suite that the device
+// breaks with every provider. These violations were seen with the stock kernels of the lab; no
+// program can correct them.
 type target struct {
 	provider string
 	broken   []string
@@ -104,9 +104,10 @@ type deviceTest struct {
 	target
 	link           *lab.Link
 	client, server *lab.Guest
-	own, other     string       // environment for tests against the client's own server, and the other
-	parts          atomic.Int32 // subtests that ran
-	skips          sync.Map     // names of skipped tests
+	// environment for tests against the client's own server, and the other
+	own, other string
+	parts      atomic.Int32 // subtests that ran
+	skips      sync.Map     // names of skipped tests
 }
 
 func testDevice(t *testing.T, kernel string, c target, dir string) {

@@ -412,7 +412,7 @@ func verifiedIO(ctx context.Context, near, far string, seed uint64, count *atomi
 				return fmt.Errorf("operation %d: %w", i, err)
 			}
 			if at, ok := firstDifference(buf[:n], model[off:off+n]); !ok {
-				return fmt.Errorf("operation %d: byte %d of the file differs from what was written", i, off+at)
+				return fmt.Errorf("operation %d: byte %d of the file differs from the written data", i, off+at)
 			}
 		}
 		count.Add(1)
@@ -425,7 +425,7 @@ func verifiedIO(ctx context.Context, near, far string, seed uint64, count *atomi
 		return err
 	}
 	if at, ok := firstDifference(got, model); !ok {
-		return fmt.Errorf("final check: byte %d of the server's file differs from what was written", at)
+		return fmt.Errorf("final check: byte %d of the server's file differs from the written data", at)
 	}
 	return nil
 }

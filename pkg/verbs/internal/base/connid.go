@@ -24,7 +24,7 @@ type ConnID[Q any] struct {
 	provider string // named in errors
 	remote   netip.AddrPort
 	closed   chan struct{} // closed by the first Close
-	released chan struct{} // closed when that Close has released everything
+	released chan struct{} // closed when the first Close has released everything
 	once     sync.Once
 
 	state struct {
@@ -112,7 +112,7 @@ func (c *ConnID[Q]) isClosed() bool {
 }
 
 // CloseOnce closes Done and calls release with the queue pair, which may be nil. Later calls wait
-// until the first has returned. No queue pair can be created after it.
+// until the first has returned. No queue pair can be created after CloseOnce.
 func (c *ConnID[Q]) CloseOnce(release func(*Q)) {
 	c.once.Do(func() {
 		c.state.Lock()

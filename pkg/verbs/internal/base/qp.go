@@ -56,8 +56,8 @@ func (r Reservation) Release() {
 	r.uses.Drop()
 }
 
-// Counters are the counters behind verbs.QPStats. Each field counts what the field of the same name
-// there describes. Counters is safe for concurrent use.
+// Counters are the counters behind verbs.QPStats. The fields have the same names and meanings.
+// Counters is safe for concurrent use.
 type Counters struct {
 	PostedChains, PostedSendWRs, PostedRecvWRs atomic.Uint64
 	SendCompletions, RecvCompletions           atomic.Uint64

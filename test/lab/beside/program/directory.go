@@ -19,7 +19,8 @@ type listing struct {
 	at  []byte // unread part of buf
 }
 
-// direntHeader is the size of what precedes a name in struct linux_dirent64 (getdents64(2)).
+// direntHeader is the size in bytes of the fields before the name in struct linux_dirent64
+// (getdents64(2)).
 const direntHeader = 19
 
 // next returns the next entry that is not hidden, and the offset of the entry after it. At the end

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// An op is one operation of a stream. String and parseOp use one line of text for it: the verb, and
-// the nonzero fields as NAME=VALUE. The text describes the operation completely, including the
+// An op is one operation of a stream. String and parseOp use one line of text for an op: the verb,
+// and the nonzero fields as NAME=VALUE. The text describes the operation completely, including the
 // bytes that it writes, so that any part of a stream can run on its own.
 type op struct {
 	do   string
