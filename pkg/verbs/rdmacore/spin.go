@@ -11,8 +11,8 @@ const (
 )
 
 // A spinner decides how long a dispatcher polls an empty completion queue before it sleeps. The
-// time grows while completions arrive within it, and shrinks to zero while none do. An idle
-// connection then costs no processor time.
+// time grows while completions arrive within the time, and shrinks to zero while no completion
+// does. An idle connection then costs no processor time.
 type spinner struct {
 	budget time.Duration
 	since  time.Time // when the queue was first found empty; zero if it was not empty

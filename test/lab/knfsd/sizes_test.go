@@ -24,7 +24,7 @@ var (
 // past4G is an offset that exceeds 32 bits and is not aligned.
 const past4G = 4<<30 + 4093
 
-// sizeLimits are sizes around which the protocol changes, except the inline threshold.
+// sizeLimits are sizes at and next to the limits of the protocol, except the inline threshold.
 var sizeLimits = []int{
 	0, 1, 2, 3, 4, 5,
 	4<<10 - 1, 4 << 10, 4<<10 + 1,
