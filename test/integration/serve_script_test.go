@@ -2,6 +2,7 @@ package integration
 
 import (
 	"bytes"
+	"encoding/binary"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -562,10 +563,12 @@ func getdents(fd, size, limit int) ([]dirent, error) {
 			return list, err
 		}
 		for at := 0; at < n; {
-			d := (*unix.Dirent)(unsafe.Pointer(&b[at]))
-			name, _, _ := bytes.Cut(b[at+header:at+int(d.Reclen)], []byte{0})
-			list = append(list, dirent{string(name), d.Type, d.Ino, d.Off})
-			at += int(d.Reclen)
+			e := b[at:n]
+			size := int(binary.NativeEndian.Uint16(e[16:]))
+			name, _, _ := bytes.Cut(e[header:size], []byte{0})
+			list = append(list, dirent{name: string(name), typ: e[18], ino: binary.NativeEndian.Uint64(e),
+				next: int64(binary.NativeEndian.Uint64(e[8:]))})
+			at += size
 		}
 	}
 	return list, nil
