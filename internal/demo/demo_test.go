@@ -144,6 +144,7 @@ func TestFailureLeavesNothing(t *testing.T) {
 // TestTimeoutWithoutServer ends the server during the copy. The calls in flight wait until the
 // timeout ends them. The demo must leave no mount and no file.
 func TestTimeoutWithoutServer(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	var server *nfsserve.Server

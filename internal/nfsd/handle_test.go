@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
@@ -196,6 +197,7 @@ func TestMountPoints(t *testing.T) {
 
 // A file system that is mounted below the export is not served.
 func TestMountBelowExport(t *testing.T) {
+	testutil.NeedsRoot(t)
 	both(t, func(t *testing.T, change func(*Config)) {
 		c := start(t, change)
 		c.ok(os.Mkdir(c.path("m"), 0o755))

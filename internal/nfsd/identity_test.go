@@ -16,11 +16,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 func TestRootIsSquashed(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, func(cfg *Config) { cfg.NoRootSquash = false })
 	for _, tt := range []struct {
 		name     string
@@ -46,6 +48,7 @@ func TestRootIsSquashed(t *testing.T) {
 }
 
 func TestRootIsNotSquashedOnRequest(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	c.create(root, c.root, "f", 0o600)
 	if st := c.stat("f"); st.Uid != 0 || st.Gid != 0 {
@@ -55,6 +58,7 @@ func TestRootIsNotSquashedOnRequest(t *testing.T) {
 
 // A caller whose identity the kernel does not take gets an error, and nothing runs as root.
 func TestIdentityThatCannotBeTaken(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	c.ok(os.WriteFile(c.path("f"), []byte("x"), 0o600))
 	open := c.create(root, c.root, "open", 0o666)
@@ -91,6 +95,7 @@ func TestCredentialsThatDoNotDecode(t *testing.T) {
 
 // Only the owner of a file may read and write it whatever the mode says.
 func TestOwnerOverride(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	fh := c.create(user, c.root, "f", 0)
 	c.write(user, fh, "data")
@@ -113,6 +118,7 @@ func TestOwnerOverride(t *testing.T) {
 }
 
 func TestExecutableIsReadable(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	fh := c.create(root, c.root, "program", 0o711)
 	c.write(root, fh, "code")
@@ -151,6 +157,7 @@ func TestWriteClearsSetID(t *testing.T) {
 
 // A change of mode, owner or groups has an effect at once on permissions that are cached.
 func TestPermissionsAreCurrent(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	fh := c.create(root, c.root, "f", 0o640)
 	member := credential(1000, 1000, 4242)
@@ -174,6 +181,7 @@ func TestPermissionsAreCurrent(t *testing.T) {
 // While it acts for a caller, a thread lacks the capabilities that bypass quotas and reserved
 // blocks; afterwards every thread has the server's identity.
 func TestThreadIdentity(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	who := cred{uid: 1000, gid: 1001, n: 2}
 	who.gids[0], who.gids[1] = 7, 8
@@ -252,6 +260,7 @@ func threadStatus(t *testing.T, name string) (s taskStatus) {
 // In a user namespace that maps root alone, calls of root run and calls of others are refused. The
 // kernel does not open files by handle there.
 func TestUserNamespace(t *testing.T) {
+	testutil.NeedsRoot(t)
 	dir := t.TempDir()
 	runInNamespace(t, dir, 0)
 	if _, err := os.Lstat(filepath.Join(dir, "export", "mine")); err != nil {
@@ -261,6 +270,7 @@ func TestUserNamespace(t *testing.T) {
 
 // A server that is not root serves, and does everything as its own user.
 func TestServerWithoutRoot(t *testing.T) {
+	testutil.NeedsRoot(t)
 	dir := t.TempDir()
 	runInNamespace(t, dir, 1000)
 	for _, name := range []string{"mine", "theirs"} {

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"golang.org/x/sys/unix"
 )
@@ -49,6 +50,7 @@ func TestCreateWhileNameIsReplaced(t *testing.T) {
 
 // A client repeats a call that ends with NFS3ERR_JUKEBOX for ever.
 func TestMountPointIsNotRemoved(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	c.mkdir(root, c.root, "m", 0o755)
 	if err := unix.Mount("none", c.path("m"), "tmpfs", 0, ""); err != nil {

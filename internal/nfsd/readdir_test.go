@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -143,6 +144,7 @@ func TestBadCookies(t *testing.T) {
 
 // Who may read a directory but not search it gets no handles.
 func TestListingWithoutSearchPermission(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	d := c.mkdir(root, c.root, "d", 0o755)
 	c.create(root, d, "f", 0o644)

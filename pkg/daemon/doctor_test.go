@@ -4,9 +4,12 @@ import (
 	"context"
 	"strings"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 func TestCheckHost(t *testing.T) {
+	testutil.NeedsFUSE(t)
 	seen := map[string]Finding{}
 	for _, f := range CheckHost(context.Background(), t.TempDir()+"/no.sock") {
 		seen[f.Subject] = f

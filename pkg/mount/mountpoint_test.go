@@ -8,10 +8,12 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 func TestCheckMountPointRefusesAutofs(t *testing.T) {
+	testutil.NeedsRoot(t)
 	dir := t.TempDir()
 	r, w, err := os.Pipe()
 	if err != nil {

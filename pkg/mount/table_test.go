@@ -13,6 +13,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
@@ -51,6 +52,7 @@ func (s *fakeMount) Unmount(_ context.Context, mode control.UmountMode) error {
 
 func testTable(t *testing.T, build builder) (*Table, control.MountRequest) {
 	t.Helper()
+	testutil.NeedsRoot(t)
 	tab := newTable(hclog.NewNullLogger(), DefaultOptions(), time.Minute, build)
 	t.Cleanup(func() {
 		tab.Close(context.Background())

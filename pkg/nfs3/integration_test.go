@@ -16,6 +16,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -35,6 +36,7 @@ func TestGanesha(t *testing.T) {
 
 // TestEmbeddedServer calls every procedure of the server of `nfsrdmad serve`.
 func TestEmbeddedServer(t *testing.T) {
+	testutil.NeedsRoot(t)
 	dir := t.TempDir()
 	s, err := nfsserve.Run(t.Context(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0", NoRootSquash: true,
 		StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})})

@@ -20,6 +20,7 @@ import (
 // needTCPRepair fails the test when this process may not use TCP_REPAIR.
 func needTCPRepair(t *testing.T) {
 	t.Helper()
+	testutil.NeedsRoot(t)
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
