@@ -82,7 +82,7 @@ func (c *call) permitData(o *object, st *unix.Stat_t, want uint32) error {
 	return err
 }
 
-// getAttr is GETATTR (RFC 1813 §3.3.1).
+// getAttr handles GETATTR (RFC 1813 §3.3.1).
 func (c *call) getAttr() error {
 	var st unix.Stat_t
 	if err := c.obj.stat(&st); err != nil {
@@ -93,7 +93,7 @@ func (c *call) getAttr() error {
 	return nil
 }
 
-// access is ACCESS (RFC 1813 §3.3.4): the kernel says what the caller may do.
+// access handles ACCESS (RFC 1813 §3.3.4): the kernel says what the caller may do.
 func (c *call) access() error {
 	var st unix.Stat_t
 	if err := c.obj.stat(&st); err != nil {
@@ -128,7 +128,7 @@ func (c *call) access() error {
 	return nil
 }
 
-// setAttr is SETATTR (RFC 1813 §3.3.2).
+// setAttr handles SETATTR (RFC 1813 §3.3.2).
 func (c *call) setAttr() error {
 	c.obj.setting.Lock() // between the guard and the change
 	defer c.obj.setting.Unlock()
@@ -158,7 +158,7 @@ func (c *call) applySet(o *object, set *nfs3.SetAttr) error {
 		if err := c.truncate(o, set.Size); err != nil {
 			return err
 		}
-		// The truncation has set this time. To set it again takes more than write permission.
+		// The truncation has set this time. A second change needs more than write permission.
 		if mtimeHow == nfs3.SetToServerTime && set.AtimeHow == nfs3.DontChange {
 			mtimeHow = nfs3.DontChange
 		}

@@ -148,7 +148,7 @@ func statusFrom(err error) nfs3.Status {
 	return statusOf(err)
 }
 
-// finish gives back what the call holds.
+// finish releases the objects and buffers of the call.
 func (c *call) finish() {
 	c.w.done()
 	c.w2.done()

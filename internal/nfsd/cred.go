@@ -24,8 +24,8 @@ type cred struct {
 	gids     [sunrpc.MaxGIDs]uint32
 }
 
-// credOf returns the identity of a call, with root squashed unless keepRoot. ok is false where the
-// credential cannot be used at all.
+// credOf returns the identity of a call. It squashes root unless keepRoot is set. ok is false where
+// the credential cannot be used at all.
 func credOf(h *sunrpc.CallHeader, keepRoot bool) (c cred, ok bool) {
 	switch h.CredFlavor {
 	case sunrpc.FlavorNone:
@@ -119,7 +119,7 @@ func ownIdentity() (*identity, error) {
 	return id, nil
 }
 
-// canBe tells whether the kernel takes the whole identity of c.
+// canBe reports whether the kernel takes the whole identity of c.
 func (id *identity) canBe(c *cred) bool { return id.as(c, func() error { return nil }) == nil }
 
 // as runs f with the file system identity of c: fsuid, fsgid and supplementary groups, which Linux

@@ -7,7 +7,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-// readLink is READLINK (RFC 1813 §3.3.5).
+// readLink handles READLINK (RFC 1813 §3.3.5).
 func (c *call) readLink() error {
 	if c.obj.kind != unix.S_IFLNK {
 		return unix.EINVAL
@@ -25,7 +25,7 @@ func (c *call) readLink() error {
 // readHead is what stands between the status and the data of READ: attributes, count, eof, length.
 const readHead = nfs3.SizePostOpAttr + 3*sunrpc.SizeUint32
 
-// read is READ (RFC 1813 §3.3.6). The data goes from the file to its place in the reply; the
+// read handles READ (RFC 1813 §3.3.6). The data goes from the file to its place in the reply; the
 // attributes, by which the permission is checked, are read behind it, and nothing of the data
 // leaves when the check fails.
 func (c *call) read() error {
@@ -57,7 +57,8 @@ func (c *call) read() error {
 		return err
 	}
 	a := c.attrOf(&st)
-	// The file may have grown since it was read. A client takes no bytes without eof as an error.
+	// The file may have grown since it was read. A client treats a reply of no bytes without eof as
+	// an error.
 	eof := n == 0 && count > 0 || c.args.Offset >= a.Size || c.args.Offset+uint64(n) >= a.Size
 	b := nfs3.AppendPostOpAttr(c.out, &a)
 	b = sunrpc.AppendUint32(b, uint32(n))
@@ -93,8 +94,8 @@ func (c *call) readData(fd int, data []byte, off int64) (int, error) {
 	return n, nil
 }
 
-// write is WRITE (RFC 1813 §3.3.7). It runs as the caller, so that the kernel clears set-id bits
-// and applies quotas.
+// write handles WRITE (RFC 1813 §3.3.7). It runs as the caller, so that the kernel clears set-id
+// bits and applies quotas.
 func (c *call) write() error {
 	if err := c.notRegular(); err != nil {
 		return err
@@ -145,7 +146,7 @@ func (c *call) write() error {
 	return nil
 }
 
-// commit is COMMIT (RFC 1813 §3.3.21). It syncs the whole file, whatever the range.
+// commit handles COMMIT (RFC 1813 §3.3.21). It syncs the whole file, whatever the range.
 func (c *call) commit() error {
 	if err := c.notRegular(); err != nil {
 		return err
@@ -175,7 +176,7 @@ const (
 	dirPref = 64 << 10
 )
 
-// fsStat is FSSTAT (RFC 1813 §3.3.18).
+// fsStat handles FSSTAT (RFC 1813 §3.3.18).
 func (c *call) fsStat() error {
 	var v unix.Statfs_t
 	if err := retry(func() error { return unix.Fstatfs(c.obj.path, &v) }); err != nil {
@@ -188,7 +189,7 @@ func (c *call) fsStat() error {
 	return nil
 }
 
-// fsInfo is FSINFO (RFC 1813 §3.3.19).
+// fsInfo handles FSINFO (RFC 1813 §3.3.19).
 func (c *call) fsInfo() error {
 	var v unix.Statfs_t
 	if err := retry(func() error { return unix.Fstatfs(c.obj.path, &v) }); err != nil {
@@ -211,7 +212,7 @@ func maxFileSize(v *unix.Statfs_t) uint64 {
 	return 1<<63 - 1
 }
 
-// pathConf is PATHCONF (RFC 1813 §3.3.20).
+// pathConf handles PATHCONF (RFC 1813 §3.3.20).
 func (c *call) pathConf() error {
 	var v unix.Statfs_t
 	if err := retry(func() error { return unix.Fstatfs(c.obj.path, &v) }); err != nil {

@@ -86,7 +86,7 @@ func TestHandlesFollowLocalChanges(t *testing.T) {
 	})
 }
 
-// forgetSearches permits another search of the export at once.
+// forgetSearches allows another search of the export immediately.
 func (s *Server) forgetSearches() {
 	if s.paths != nil {
 		s.paths.walk.next = time.Time{}

@@ -8,7 +8,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
-// namespaceEnv makes this binary run in a user namespace as the second half of a test.
+// namespaceEnv makes this binary run the second half of a test in a user namespace.
 const namespaceEnv = "NFSD_TEST_NAMESPACE"
 
 func TestMain(m *testing.M) {

@@ -32,7 +32,7 @@ func newName(b []byte, dots error) (string, error) {
 	return name, err
 }
 
-// lookup is LOOKUP (RFC 1813 §3.3.3).
+// lookup handles LOOKUP (RFC 1813 §3.3.3).
 func (c *call) lookup() error {
 	name, err := nameOf(c.args.Name)
 	if err != nil {
@@ -139,7 +139,7 @@ func modeOf(set *nfs3.SetAttr, mode uint32) uint32 {
 	return mode
 }
 
-// create is CREATE (RFC 1813 §3.3.8).
+// create handles CREATE (RFC 1813 §3.3.8).
 func (c *call) create() error {
 	name, err := c.creation()
 	if err != nil {
@@ -329,8 +329,8 @@ func (c *call) created(o *object, changed bool) error {
 	return nil
 }
 
-// make ends MKDIR, SYMLINK and MKNOD: it runs the system call as the caller, which takes the mode
-// bits in made, and sets the other attributes.
+// make runs the system call f of MKDIR, SYMLINK or MKNOD as the caller, and sets the attributes
+// that f does not set. The argument made has the mode bits that f sets.
 func (c *call) make(set nfs3.SetAttr, made uint32, f func(name string) error) error {
 	name, err := c.creation()
 	if err != nil {
@@ -356,8 +356,8 @@ func (c *call) make(set nfs3.SetAttr, made uint32, f func(name string) error) er
 	return c.created(o, true)
 }
 
-// mkdir is MKDIR (RFC 1813 §3.3.9). mkdir(2) ignores the set-id bits of the mode; a directory in a
-// set-group-id directory gets that bit from the kernel.
+// mkdir handles MKDIR (RFC 1813 §3.3.9). mkdir(2) ignores the set-id bits of the mode; a directory
+// in a set-group-id directory gets that bit from the kernel.
 func (c *call) mkdir() error {
 	set := c.args.Set
 	set.Mode = modeOf(&set, defaultDirMode)
@@ -365,7 +365,7 @@ func (c *call) mkdir() error {
 	return c.make(set, made, func(name string) error { return unix.Mkdirat(c.obj.path, name, made) })
 }
 
-// symlink is SYMLINK (RFC 1813 §3.3.10). The target is not looked at.
+// symlink handles SYMLINK (RFC 1813 §3.3.10). The target is not looked at.
 func (c *call) symlink() error {
 	target := c.args.Data
 	switch {
@@ -377,7 +377,7 @@ func (c *call) symlink() error {
 	return c.make(c.args.Set, 0, func(name string) error { return unix.Symlinkat(string(target), c.obj.path, name) })
 }
 
-// mknod is MKNOD (RFC 1813 §3.3.11). The kernel lets only root make devices.
+// mknod handles MKNOD (RFC 1813 §3.3.11). The kernel lets only root make devices.
 func (c *call) mknod() error {
 	var typ uint32
 	switch c.args.Type {
@@ -398,10 +398,10 @@ func (c *call) mknod() error {
 	return c.make(set, set.Mode, func(name string) error { return unix.Mknodat(c.obj.path, name, typ|set.Mode, dev) })
 }
 
-// remove is REMOVE (RFC 1813 §3.3.12).
+// remove handles REMOVE (RFC 1813 §3.3.12).
 func (c *call) remove() error { return c.unlink(0, unix.EISDIR, unix.EISDIR) }
 
-// rmdir is RMDIR (RFC 1813 §3.3.13).
+// rmdir handles RMDIR (RFC 1813 §3.3.13).
 func (c *call) rmdir() error { return c.unlink(unix.AT_REMOVEDIR, unix.EINVAL, unix.EEXIST) }
 
 func (c *call) unlink(flags int, dot, dotDot error) error {
@@ -441,7 +441,7 @@ func (c *call) victim(dir *object, name string) (gone func()) {
 	return func() { c.objects.forget(keyOf(&st)) }
 }
 
-// rename is RENAME (RFC 1813 §3.3.14).
+// rename handles RENAME (RFC 1813 §3.3.14).
 func (c *call) rename() error {
 	from, err := newName(c.args.Name, unix.EINVAL)
 	if err != nil {
@@ -502,7 +502,7 @@ func (c *call) renamed(from, to string, victim func()) {
 	}
 }
 
-// link is LINK (RFC 1813 §3.3.15).
+// link handles LINK (RFC 1813 §3.3.15).
 func (c *call) link() error {
 	name, err := newName(c.args.Name, unix.EEXIST)
 	if err != nil {

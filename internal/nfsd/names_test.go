@@ -48,7 +48,7 @@ func TestCreateWhileNameIsReplaced(t *testing.T) {
 	}
 }
 
-// A client repeats a call that ends with NFS3ERR_JUKEBOX for ever.
+// A client repeats a call that ends with NFS3ERR_JUKEBOX forever.
 func TestMountPointIsNotRemoved(t *testing.T) {
 	testutil.NeedsRoot(t)
 	c := start(t, nil)

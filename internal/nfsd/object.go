@@ -375,7 +375,7 @@ func (c *changes) begin() (ticket uint64, alone bool) {
 	return v >> runningBits, v&(1<<runningBits-1) == 1
 }
 
-// end tells whether no other call ran since begin.
+// end reports whether no other call ran since begin.
 func (c *changes) end(ticket uint64, alone bool) bool {
 	return c.state.Add(^uint64(0))>>runningBits == ticket && alone
 }

@@ -15,9 +15,9 @@ const (
 	listEnd   = 2 * sunrpc.SizeBool // no further entry, eof
 )
 
-// readDir is READDIR and READDIRPLUS (RFC 1813 §3.3.16, §3.3.17). A cookie is the position that the
-// file system itself gives an entry (d_off of getdents64), so that cookies stay valid while other
-// clients create and remove entries, and when the server restarts.
+// readDir handles READDIR and READDIRPLUS (RFC 1813 §3.3.16, §3.3.17). A cookie is the position
+// that the file system itself gives an entry (d_off of getdents64), so that cookies stay valid
+// while other clients create and remove entries, and when the server restarts.
 func (c *call) readDir() error {
 	if c.obj.kind != unix.S_IFDIR {
 		return unix.ENOTDIR

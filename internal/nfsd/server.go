@@ -163,7 +163,7 @@ func (s *Server) open() (err error) {
 	return nil
 }
 
-// opensByHandle tells whether the kernel can open the export's files by handle, and reads the
+// opensByHandle reports whether the kernel can open the export's files by handle, and reads the
 // root's.
 func (s *Server) opensByHandle(h *kernelHandle) bool {
 	if nameToHandle(s.rootFD, h) != nil {
@@ -177,7 +177,7 @@ func (s *Server) opensByHandle(h *kernelHandle) bool {
 	return true
 }
 
-// report logs what differs from what an administrator may expect.
+// report logs the limits that an administrator may not expect.
 func (s *Server) report() {
 	switch {
 	case !s.id.switches:
@@ -226,7 +226,7 @@ func (s *Server) sweep(ctx context.Context) {
 // SetPort sets the TCP port in the replies of the port mapper. It must precede the first call.
 func (s *Server) SetPort(port uint16) { s.cfg.Port = port }
 
-// Allows tells whether a client address is served.
+// Allows reports whether a client address is served.
 func (s *Server) Allows(a netip.Addr) bool {
 	if len(s.cfg.Allow) == 0 {
 		return true
@@ -365,8 +365,8 @@ func (s *Server) object(fh *nfs3.FH) (*object, nfs3.Status) {
 	return s.objects.add(fh, fd, &attr), nfs3.OK
 }
 
-// inside tells whether a directory lies below the export's root: it may have been moved out. Files
-// are not checked: their handles are signed, and which directory a file is in is not known.
+// inside reports whether a directory lies below the export's root: it may have been moved out.
+// Files are not checked: their handles are signed, and which directory a file is in is not known.
 func (s *Server) inside(fd int, st *unix.Stat_t) bool {
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		return true
@@ -408,7 +408,7 @@ func (s *Server) readRootPath() {
 	s.rootPath.Store(&path)
 }
 
-// leftExport tells whether an object is a directory that was moved out of the export. The kernel
+// leftExport reports whether an object is a directory that was moved out of the export. The kernel
 // knows the path of an open directory; where that does not say enough, the way up does.
 func (s *Server) leftExport(o *object) bool {
 	if o == nil || o.kind != unix.S_IFDIR || o.key == s.rootKey {

@@ -16,7 +16,7 @@ func statusOf(err error) nfs3.Status {
 	case unix.EPERM, unix.ENOENT, unix.EIO, unix.ENXIO, unix.EACCES, unix.EEXIST, unix.EXDEV, unix.ENODEV,
 		unix.ENOTDIR, unix.EISDIR, unix.EINVAL, unix.EFBIG, unix.ENOSPC, unix.EROFS, unix.EMLINK:
 		return nfs3.Status(errno) // Linux has the same numbers
-	case unix.ETXTBSY, unix.EBUSY: // a mount point; a client would repeat the call for ever
+	case unix.ETXTBSY, unix.EBUSY: // a mount point; a client would repeat the call forever
 		return nfs3.ErrAcces
 	case unix.EOVERFLOW:
 		return nfs3.ErrFBig

@@ -229,7 +229,7 @@ func BenchmarkRead4K(b *testing.B) {
 	}
 }
 
-// loadMain runs the load of the environment, if there is one, and tells whether there was.
+// loadMain runs the load of the environment, if there is one, and reports whether there was.
 func loadMain() (code int, ok bool) {
 	text, ok := os.LookupEnv(clientEnv)
 	if !ok {

@@ -128,7 +128,7 @@ func (p *proxy) ConnClosed(peer netip.AddrPort) {
 	}
 }
 
-// conn returns the next connection of the pool in turn, and connects where there is none.
+// conn returns the next connection of the pool in turn, and connects if there is none.
 func (p *proxy) conn(ctx context.Context, pool *backendPool) (*rpctcp.Client, error) {
 	pool.mu.Lock()
 	i := pool.next

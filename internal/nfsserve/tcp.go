@@ -64,7 +64,7 @@ type tcpServer struct {
 	}
 }
 
-// A tcpClient is what one client address uses of the server.
+// A tcpClient counts the resources that one client address uses.
 type tcpClient struct {
 	conns       map[*tcpConn]struct{} // guarded by tcpServer.clients
 	room, large chan struct{}
@@ -195,7 +195,7 @@ func (s *tcpServer) leave(t *tcpConn) {
 	s.forget(t)
 }
 
-// forget uncounts a connection once. clients is locked.
+// forget removes a connection from the counts, once. clients is locked.
 func (s *tcpServer) forget(t *tcpConn) {
 	if _, ok := t.client.conns[t]; !ok {
 		return
@@ -231,7 +231,7 @@ func (s *tcpServer) watch(ctx context.Context) {
 	}
 }
 
-// late tells whether a deadline of the connection has passed.
+// late reports whether a deadline of the connection has passed.
 func (t *tcpConn) late(now int64) bool {
 	over := func(since int64, limit time.Duration) bool { return time.Duration(now-since)*clockTick > limit }
 	if w := t.writing.Load(); w != 0 && over(w, writeTimeout) {
