@@ -43,7 +43,8 @@ test: deps
 	NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
 	  -p 1 -timeout 30m ./...
 	# Not possible under the race detector.
-	$(GO) test -v -run '^TestCallsDoNotAllocate$$' ./pkg/nfs3 | tee /dev/stderr | grep -q '^--- PASS: TestCallsDoNotAllocate'
+	out=$$($(GO) test -v -run '^TestCallsDoNotAllocate$$' ./pkg/nfs3); echo "$$out"; \
+	  grep -q '^--- PASS: TestCallsDoNotAllocate' <<< "$$out"
 
 # Build the virtual machines from Debian packages. See test/lab/README.md.
 lab:
