@@ -203,7 +203,8 @@ type PerIOMR interface {
 	Unregister() error
 }
 
-// A CQ is a completion queue with its dispatcher goroutine.
+// A CQ is a completion queue with its dispatcher goroutine. Handlers run one after the other, on
+// the dispatcher unless QPInitAttr.InlineHandlers permits another goroutine.
 type CQ interface {
 	// Close stops the dispatcher. Close fails with ErrBusy while a QP uses the CQ.
 	Close() error
@@ -343,6 +344,11 @@ type QPInitAttr struct {
 	MaxSendWR      int
 	MaxRecvWR      int
 	MaxSendSGE     int
+	// InlineHandlers permits the provider to call handlers on the goroutine that receives the
+	// peer's data, which saves a switch between goroutines. Handlers still run one after the other.
+	// Set it only if no handler of SendCQ and RecvCQ blocks: a handler that blocks delays the
+	// peer's data and the end of the connection.
+	InlineHandlers bool
 	// OnDisconnect, if not nil, is called once when the QP leaves the ready state because of an
 	// error or the peer, and never because of Close. OnDisconnect runs on a separate goroutine
 	// without any provider lock, and may call Close. cause is never nil: io.EOF when the peer

@@ -32,11 +32,11 @@ func newAttackTest(t *testing.T, spec string, access verbs.Access) *attackTest {
 	t.Helper()
 	a := &attackTest{p: withFaults(t, spec)}
 	a.c, a.s = connect(t, softiwarp.New(softiwarp.Config{}), a.p)
-	a.mem = a.c.buffer(memSize).Buf
-	mr := a.c.mr()
+	a.mem = a.c.Buffer(memSize).Buf
+	mr := a.c.MR(4)
 	a.key = mr.RKey().WithKey(0x40)
-	a.s.recv("call", a.s.buffer(16))
-	a.c.recv("reply", a.c.buffer(16))
+	a.s.recv("call", a.s.Buffer(16))
+	a.c.recv("reply", a.c.Buffer(16))
 	a.c.post(
 		a.c.wr("reg", &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: mr, NewKey: 0x40, Access: access, IOVA: regIOVA,
 			Segs: [][]byte{a.mem[regFrom:][:regLen]}}),
@@ -49,7 +49,7 @@ func newAttackTest(t *testing.T, spec string, access verbs.Access) *attackTest {
 
 // reply posts two Writes of data and a Send, which invalidates the key if fenced is true.
 func (a *attackTest) reply(data string, fenced bool) {
-	b := a.s.buffer(64)
+	b := a.s.Buffer(64)
 	n := copy(b.Buf, data)
 	half := n / 2
 	send := &verbs.WorkRequest{Opcode: verbs.OpSend}
@@ -68,13 +68,13 @@ func (a *attackTest) reply(data string, fenced bool) {
 // except data must be zero.
 func (a *attackTest) wantRefused(t *testing.T, data string) {
 	t.Helper()
-	cause := a.c.wantDisconnect()
+	cause := a.c.WaitDisconnect()
 	var te *verbs.TerminateError
 	if !errors.As(cause, &te) || !te.Local {
 		t.Errorf("disconnect cause: got %v, want a Terminate by the client", cause)
 	}
-	a.s.wantDisconnect()
-	if got := a.c.qp.Stats().RemoteAccessErrors; got != 1 {
+	a.s.WaitDisconnect()
+	if got := a.c.QP.Stats().RemoteAccessErrors; got != 1 {
 		t.Errorf("refused accesses: got %d, want 1", got)
 	}
 	want := make([]byte, memSize)
@@ -82,8 +82,8 @@ func (a *attackTest) wantRefused(t *testing.T, data string) {
 	if !bytes.Equal(a.mem, want) {
 		t.Error("memory outside of the reply was written")
 	}
-	a.s.qp.Drain()
-	if st := a.s.qp.Stats(); st.SendCompletions > st.PostedSendWRs {
+	a.s.QP.Drain()
+	if st := a.s.QP.Stats(); st.SendCompletions > st.PostedSendWRs {
 		t.Errorf("stats: got more completions than posts: %+v", st)
 	}
 }
@@ -94,7 +94,7 @@ func TestLateWriteIsRefused(t *testing.T) {
 	a.reply(data, true)
 	a.c.log.want("reply", verbs.StatusSuccess)
 	a.wantRefused(t, data)
-	if st := a.s.qp.Stats(); st.PostedSendWRs != 3 || st.PostedChains != 1 || st.SendCompletions != 3 {
+	if st := a.s.QP.Stats(); st.PostedSendWRs != 3 || st.PostedChains != 1 || st.SendCompletions != 3 {
 		t.Errorf("stats contain the attack: %+v", st)
 	}
 	wantCounts(t, a.p, faults.Count{Name: "late-write", Injected: 1})
@@ -107,14 +107,14 @@ func TestLateWriteRepeatsUnfencedWrite(t *testing.T) {
 	a := newAttackTest(t, "seed=1,late-write=2:1s", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
 	a.reply("----------------", false) // the fault does not fire at event 1
 	a.c.log.want("reply", verbs.StatusSuccess)
-	a.c.recv("reply", a.c.buffer(16))
+	a.c.recv("reply", a.c.Buffer(16))
 	a.reply(data, false)
 	a.c.log.want("reply", verbs.StatusSuccess)
 	clear(a.mem)
 	for a.p.Counts()[0].Injected != 1 {
 		time.Sleep(time.Millisecond)
 	}
-	a.c.recv("last", a.c.buffer(16))
+	a.c.recv("last", a.c.Buffer(16))
 	a.s.post(a.s.wr("last", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 	a.c.log.want("last", verbs.StatusSuccess)
 	want := make([]byte, memSize)
@@ -122,14 +122,14 @@ func TestLateWriteRepeatsUnfencedWrite(t *testing.T) {
 	if !bytes.Equal(a.mem, want) {
 		t.Errorf("memory: got %q, want the second Write again", a.mem[regFrom:][:16])
 	}
-	if len(a.c.disconnects) != 0 {
+	if len(a.c.Disconnects) != 0 {
 		t.Error("the connection ended, want it to continue")
 	}
 }
 
 func TestLateReadIsRefused(t *testing.T) {
 	a := newAttackTest(t, "seed=1,late-read=1:1ms", verbs.AccessRemoteRead)
-	b := a.s.buffer(8)
+	b := a.s.Buffer(8)
 	a.s.post(a.s.wr("read", &verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: a.key, RemoteAddr: regIOVA,
 		SGList: []verbs.SGE{{Buf: b.Buf[:8], LKey: b.LKey}}}))
 	a.s.log.want("read", verbs.StatusSuccess)
@@ -145,7 +145,7 @@ func TestLateReadNeedsEarlierRead(t *testing.T) {
 	a := newAttackTest(t, "seed=1,late-read=1:1ms,late-write=1:1ms", verbs.AccessRemoteRead)
 	a.s.post(a.s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 	a.c.log.want("reply", verbs.StatusSuccess)
-	a.s.qp.Drain()
+	a.s.QP.Drain()
 	wantCounts(t, a.p, faults.Count{Name: "late-write", Injected: 0}, faults.Count{Name: "late-read", Injected: 0})
 }
 
@@ -175,6 +175,6 @@ func TestDrainCancelsAttacks(t *testing.T) {
 	a := newAttackTest(t, "seed=1,late-write=1:1h", verbs.AccessLocalWrite|verbs.AccessRemoteWrite)
 	a.reply("sixteen bytes...", false)
 	a.c.log.want("reply", verbs.StatusSuccess)
-	a.s.qp.Drain()
+	a.s.QP.Drain()
 	wantCounts(t, a.p, faults.Count{Name: "late-write", Injected: 0})
 }

@@ -1,22 +1,19 @@
 package faults_test
 
 import (
-	"context"
 	"encoding/binary"
 	"net/netip"
 	"sync"
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
 const testTimeout = 30 * time.Second
-
-const queueDepth = 64
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")
 
@@ -35,85 +32,23 @@ func withFaults(t testing.TB, spec string) *faults.Provider {
 	return faults.New(softiwarp.New(softiwarp.Config{}), parse(t, spec), nil)
 }
 
-func timeoutContext(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
-	t.Cleanup(cancel)
-	return ctx
-}
-
 // A side is one end of a connection.
 type side struct {
-	t           testing.TB
-	id          verbs.ConnID
-	pd          verbs.PD
-	cq          verbs.CQ
-	qp          verbs.QP
-	disconnects chan error
-	log         *completionLog // all completions
-}
-
-func newSide(t testing.TB, id verbs.ConnID) *side {
-	t.Helper()
-	s := &side{t: t, id: id, disconnects: make(chan error, 4), log: newLog(t)}
-	var err error
-	if s.pd, err = id.Device().AllocPD(); err != nil {
-		t.Fatal(err)
-	}
-	if s.cq, err = id.Device().CreateCQ(2 * queueDepth); err != nil {
-		t.Fatal(err)
-	}
-	s.qp, err = id.CreateQP(s.pd, verbs.QPInitAttr{SendCQ: s.cq, RecvCQ: s.cq, MaxSendWR: queueDepth,
-		MaxRecvWR: queueDepth, MaxSendSGE: 2,
-		OnDisconnect: func(cause error) { s.disconnects <- cause }})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := id.Close(); err != nil {
-			t.Errorf("close: %v", err)
-		}
-		if err := s.cq.Close(); err != nil {
-			t.Errorf("close completion queue: %v", err)
-		}
-		if err := s.pd.Dealloc(); err != nil {
-			t.Errorf("deallocate protection domain: %v", err)
-		}
-		if n := len(s.disconnects); n > 1 {
-			t.Errorf("OnDisconnect calls: got %d, want at most 1", n)
-		}
-	})
-	return s
+	*verbstest.Endpoint
+	log *completionLog // all completions
 }
 
 // connect makes a connection between two providers. The server may not send before the client's
 // first message.
 func connect(t testing.TB, client, server verbs.Provider) (c, s *side) {
 	t.Helper()
-	l, err := server.Listen(timeoutContext(t), loopback)
+	l, err := server.Listen(verbstest.Context(t), loopback)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	id, err := client.Resolve(timeoutContext(t), l.Addr())
-	if err != nil {
-		t.Fatal(err)
-	}
-	c = newSide(t, id)
-	connected := make(chan error, 1)
-	param := verbs.ConnParam{ResponderResources: 8, InitiatorDepth: 8}
-	go func() { connected <- id.Connect(timeoutContext(t), param) }()
-	req, err := l.Accept(timeoutContext(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	s = newSide(t, req)
-	if err := req.Accept(timeoutContext(t), param); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-connected; err != nil {
-		t.Fatal(err)
-	}
-	return c, s
+	active, passive := verbstest.Connect(t, client, l)
+	return &side{active, newLog(t)}, &side{passive, newLog(t)}
 }
 
 // connectClient makes a connection to a server without faults, and sends the client's first
@@ -121,8 +56,8 @@ func connect(t testing.TB, client, server verbs.Provider) (c, s *side) {
 func connectClient(t testing.TB, client verbs.Provider) (c, s *side) {
 	t.Helper()
 	c, s = connect(t, client, softiwarp.New(softiwarp.Config{}))
-	s.recv("open", s.buffer(16))
-	if bad, err := c.qp.PostSend(c.wr("open", &verbs.WorkRequest{Opcode: verbs.OpSend})); err != nil {
+	s.recv("open", s.Buffer(16))
+	if bad, err := c.QP.PostSend(c.wr("open", &verbs.WorkRequest{Opcode: verbs.OpSend})); err != nil {
 		t.Fatalf("post %v: %v", bad.Opcode, err)
 	}
 	c.log.want("open", verbs.StatusSuccess)
@@ -130,57 +65,18 @@ func connectClient(t testing.TB, client verbs.Provider) (c, s *side) {
 	return c, s
 }
 
-func (s *side) buffer(n int) verbs.SGE {
-	s.t.Helper()
-	b, err := membuf.Alloc(n)
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	m, err := s.pd.RegMR(b)
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	s.t.Cleanup(func() {
-		s.qp.Drain()
-		m.Dereg()
-		membuf.Free(b)
-	})
-	return verbs.SGE{Buf: b, LKey: m.LKey()}
-}
-
-func (s *side) mr() verbs.MR {
-	s.t.Helper()
-	m, err := s.pd.AllocMR(4)
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	s.t.Cleanup(func() {
-		if err := m.Dereg(); err != nil {
-			s.t.Errorf("deregister: %v", err)
-		}
-	})
-	return m
-}
-
 // wr makes a request signaled and records its completion.
 func (s *side) wr(name string, wr *verbs.WorkRequest) *verbs.WorkRequest {
 	wr.Signaled = true
-	wr.Done = s.log.handler(name, &s.qp)
+	wr.Done = s.log.handler(name, &s.QP)
 	return wr
-}
-
-func chain(wrs ...*verbs.WorkRequest) *verbs.WorkRequest {
-	for i := range len(wrs) - 1 {
-		wrs[i].Next = wrs[i+1]
-	}
-	return wrs[0]
 }
 
 // post posts a chain and fails the test on an error.
 func (s *side) post(wrs ...*verbs.WorkRequest) {
-	s.t.Helper()
-	if bad, err := s.qp.PostSend(chain(wrs...)); err != nil {
-		s.t.Fatalf("post %v: %v", bad.Opcode, err)
+	s.T.Helper()
+	if bad, err := s.QP.PostSend(verbstest.Chain(wrs...)); err != nil {
+		s.T.Fatalf("post %v: %v", bad.Opcode, err)
 	}
 }
 
@@ -190,32 +86,18 @@ func (s *side) write(name string) *verbs.WorkRequest {
 }
 
 func (s *side) recv(name string, sge verbs.SGE) {
-	s.t.Helper()
-	if _, err := s.qp.PostRecv(&verbs.RecvRequest{SGE: sge, Done: s.log.handler(name, &s.qp)}); err != nil {
-		s.t.Fatalf("post Receive: %v", err)
+	s.T.Helper()
+	if _, err := s.QP.PostRecv(&verbs.RecvRequest{SGE: sge, Done: s.log.handler(name, &s.QP)}); err != nil {
+		s.T.Fatalf("post Receive: %v", err)
 	}
 }
 
 // send sends a message with the number n.
 func (s *side) send(n uint32) {
-	s.t.Helper()
-	b := s.buffer(4)
+	s.T.Helper()
+	b := s.Buffer(4)
 	binary.BigEndian.PutUint32(b.Buf, n)
 	s.post(s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{{Buf: b.Buf[:4], LKey: b.LKey}}}))
-}
-
-func (s *side) wantDisconnect() error {
-	s.t.Helper()
-	select {
-	case cause := <-s.disconnects:
-		if cause == nil {
-			s.t.Error("OnDisconnect: got no cause, want one")
-		}
-		return cause
-	case <-time.After(testTimeout):
-		s.t.Fatal("OnDisconnect was not called")
-		return nil
-	}
 }
 
 // wantCounts compares the counts of p with want.

@@ -9,13 +9,14 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
 func TestAllocFailReturnsENOMEM(t *testing.T) {
 	p := withFaults(t, "seed=1,alloc-fail=2")
 	c, _ := connectClient(t, p)
 	for i := range 6 {
-		m, err := c.pd.AllocMR(1)
+		m, err := c.PD.AllocMR(1)
 		if i%2 == 1 {
 			wantInjected(t, err, "alloc-fail", uint64(i+1), syscall.ENOMEM)
 			if m != nil || !errors.Is(err, verbs.ErrNoResources) {
@@ -38,11 +39,11 @@ func TestAllocFailReturnsENOMEM(t *testing.T) {
 func TestDeregFailKeepsMR(t *testing.T) {
 	p := withFaults(t, "seed=1,dereg-fail=2")
 	c, s := connectClient(t, p)
-	mem, src := c.buffer(8), s.buffer(8)
+	mem, src := c.Buffer(8), s.Buffer(8)
 	copy(src.Buf, "overdue!")
-	m1, err1 := c.pd.AllocMR(1)
-	m2, err2 := c.pd.AllocMR(1)
-	m3, err3 := c.pd.AllocMR(1)
+	m1, err1 := c.PD.AllocMR(1)
+	m2, err2 := c.PD.AllocMR(1)
+	m3, err3 := c.PD.AllocMR(1)
 	if err := errors.Join(err1, err2, err3); err != nil {
 		t.Fatal(err)
 	}
@@ -61,7 +62,7 @@ func TestDeregFailKeepsMR(t *testing.T) {
 	if err := m3.Dereg(); err != nil {
 		t.Error(err)
 	}
-	c.recv("in", c.buffer(8))
+	c.recv("in", c.Buffer(8))
 	s.post(s.wr("write", &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: m2.RKey().WithKey(9),
 		SGList: []verbs.SGE{{Buf: src.Buf[:8], LKey: src.LKey}}}),
 		s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend}))
@@ -80,7 +81,7 @@ func TestDeregRetrySucceeds(t *testing.T) {
 	var mrs [2]verbs.MR
 	for i := range mrs {
 		var err error
-		if mrs[i], err = c.pd.AllocMR(1); err != nil {
+		if mrs[i], err = c.PD.AllocMR(1); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -99,23 +100,23 @@ func TestDeregRetrySucceeds(t *testing.T) {
 func TestConnectFailIsUnreachable(t *testing.T) {
 	p := withFaults(t, "seed=1,connect-fail=2")
 	connectClient(t, p)
-	l, err := softiwarp.New(softiwarp.Config{}).Listen(timeoutContext(t), loopback)
+	l, err := softiwarp.New(softiwarp.Config{}).Listen(verbstest.Context(t), loopback)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	id, err := p.Resolve(timeoutContext(t), l.Addr())
+	id, err := p.Resolve(verbstest.Context(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
-	newSide(t, id)
-	err = id.Connect(timeoutContext(t), verbs.ConnParam{})
+	verbstest.NewEndpoint(t, id)
+	err = id.Connect(verbstest.Context(t), verbs.ConnParam{})
 	var ce *verbs.ConnError
 	if !errors.As(err, &ce) || ce.Kind != verbs.ConnUnreachable || ce.Addr != l.Addr().String() || ce.Phase == "" {
 		t.Errorf("Connect: got %v, want unreachable", err)
 	}
 	wantInjected(t, err, "connect-fail", 2, syscall.ECONNREFUSED)
-	if err := id.Connect(timeoutContext(t), verbs.ConnParam{}); !errors.As(err, &ce) || ce.Kind != verbs.ConnLocal {
+	if err := id.Connect(verbstest.Context(t), verbs.ConnParam{}); !errors.As(err, &ce) || ce.Kind != verbs.ConnLocal {
 		t.Errorf("second Connect: got %v, want a local error", err)
 	}
 	connectClient(t, p)

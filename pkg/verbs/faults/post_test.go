@@ -11,11 +11,12 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
 // localInvs returns a chain of n LocalInvs of an MR that is already invalid. Each of them succeeds.
 func (s *side) localInvs(n int) []*verbs.WorkRequest {
-	key := s.mr().RKey()
+	key := s.MR(4).RKey()
 	var wrs []*verbs.WorkRequest
 	for i := range n {
 		wrs = append(wrs, s.wr(fmt.Sprint(i), &verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: key}))
@@ -35,12 +36,12 @@ func wantInjected(t testing.TB, err error, fault string, event uint64, like erro
 // wantBothDisconnected checks that a fault of c ended the connection at both ends.
 func wantBothDisconnected(t testing.TB, c, s *side, fault string, event uint64, like error) {
 	t.Helper()
-	wantInjected(t, c.wantDisconnect(), fault, event, like)
-	s.wantDisconnect()
-	if _, err := c.qp.PostSend(c.write("late")); err != verbs.ErrQPState {
+	wantInjected(t, c.WaitDisconnect(), fault, event, like)
+	s.WaitDisconnect()
+	if _, err := c.QP.PostSend(c.write("late")); err != verbs.ErrQPState {
 		t.Errorf("post after disconnect: got %v, want %v", err, verbs.ErrQPState)
 	}
-	if st := c.qp.Stats(); st.SendCompletions > st.PostedSendWRs || st.RecvCompletions != st.PostedRecvWRs {
+	if st := c.QP.Stats(); st.SendCompletions > st.PostedSendWRs || st.RecvCompletions != st.PostedRecvWRs {
 		t.Errorf("stats: completions do not match posts: %+v", st)
 	}
 	c.log.wantEmpty()
@@ -53,7 +54,7 @@ func TestDisconnectBeforeDuringAndAfterPost(t *testing.T) {
 		p := withFaults(t, fmt.Sprintf("seed=%d,disconnect-every=2", seed))
 		c, s := connectClient(t, p) // event 1
 		wrs := c.localInvs(requests)
-		bad, err := c.qp.PostSend(chain(wrs...))
+		bad, err := c.QP.PostSend(verbstest.Chain(wrs...))
 		if err != nil {
 			if err != verbs.ErrQPState || bad != wrs[0] {
 				t.Fatalf("seed %d: post: got %v, want ErrQPState at the first request", seed, err)
@@ -92,7 +93,7 @@ func TestPostFailPostsPrefix(t *testing.T) {
 	c, _ := connectClient(t, p) // its chain is too short for an event
 	for round := range 6 {
 		wrs := c.localInvs(4)
-		bad, err := c.qp.PostSend(chain(wrs...))
+		bad, err := c.QP.PostSend(verbstest.Chain(wrs...))
 		posted := 4
 		if round%2 == 1 {
 			posted = 2
@@ -119,10 +120,10 @@ func TestPostKeepsCallerChain(t *testing.T) {
 	c, _ := connectClient(t, p)
 	for range 2 {
 		wrs := c.localInvs(3)
-		wrs[0].MR = c.mr()
-		first := chain(wrs...)
+		wrs[0].MR = c.MR(4)
+		first := verbstest.Chain(wrs...)
 		mr := wrs[0].MR
-		c.qp.PostSend(first)
+		c.QP.PostSend(first)
 		if wrs[0].Next != wrs[1] || wrs[1].Next != wrs[2] || wrs[2].Next != nil || wrs[0].MR != mr {
 			t.Error("PostSend changed the caller's chain")
 		}
@@ -133,8 +134,8 @@ func TestPostKeepsCallerChain(t *testing.T) {
 func (s *side) registrationChain() []*verbs.WorkRequest {
 	var wrs []*verbs.WorkRequest
 	for i := range 2 {
-		wrs = append(wrs, s.wr(fmt.Sprint("reg", i), &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: s.mr(), NewKey: 3,
-			Access: verbs.AccessRemoteRead, Segs: [][]byte{s.buffer(64).Buf}}))
+		wrs = append(wrs, s.wr(fmt.Sprint("reg", i), &verbs.WorkRequest{Opcode: verbs.OpFastReg, MR: s.MR(4), NewKey: 3,
+			Access: verbs.AccessRemoteRead, Segs: [][]byte{s.Buffer(64).Buf}}))
 	}
 	return append(wrs, s.wr("send", &verbs.WorkRequest{Opcode: verbs.OpSend}))
 }
@@ -144,7 +145,7 @@ func TestFlushRegFlushesRest(t *testing.T) {
 	for seed := range 8 {
 		p := withFaults(t, fmt.Sprintf("seed=%d,flush-reg=1", seed))
 		c, s := connectClient(t, p)
-		s.recv("message", s.buffer(64))
+		s.recv("message", s.Buffer(64))
 		c.post(c.registrationChain()...)
 		e := c.log.next()
 		if e.wc.Status == verbs.StatusSuccess && e.name == "reg0" {
@@ -218,7 +219,7 @@ func TestOneFaultPerChain(t *testing.T) {
 	p := withFaults(t, "seed=1,post-fail=1:1,reg-error=1")
 	c, _ := connectClient(t, p)
 	wrs := c.registrationChain()
-	if bad, err := c.qp.PostSend(chain(wrs...)); err == nil || bad != wrs[1] {
+	if bad, err := c.QP.PostSend(verbstest.Chain(wrs...)); err == nil || bad != wrs[1] {
 		t.Errorf("post: got %v, want an error at the second request", err)
 	}
 	c.log.want("reg0", verbs.StatusSuccess)
@@ -232,7 +233,7 @@ func failedPositions(t *testing.T, spec string) (at []int) {
 	failed := uint64(0)
 	for range 200 {
 		wrs := c.localInvs(4)
-		bad, err := c.qp.PostSend(chain(wrs...))
+		bad, err := c.QP.PostSend(verbstest.Chain(wrs...))
 		i := -1
 		if err != nil {
 			i = slices.Index(wrs, bad)
@@ -278,9 +279,9 @@ func TestDrainWaitsForUnpostedRequests(t *testing.T) {
 		returned.Store(true)
 	}
 	c.post(wrs...)
-	c.qp.Drain()
+	c.QP.Drain()
 	if !returned.Load() {
 		t.Error("Drain returned before a handler")
 	}
-	wantInjected(t, c.wantDisconnect(), "flush-reg", 1, syscall.ECONNRESET)
+	wantInjected(t, c.WaitDisconnect(), "flush-reg", 1, syscall.ECONNRESET)
 }

@@ -14,7 +14,7 @@ import (
 // receives posts n numbered Receives and returns their buffers.
 func (s *side) receives(n int) (bufs [][]byte) {
 	for i := range n {
-		b := s.buffer(64)
+		b := s.Buffer(64)
 		s.recv(fmt.Sprint("recv", i), b)
 		bufs = append(bufs, b.Buf)
 	}
@@ -37,7 +37,7 @@ func TestDelayedReplyIsOvertaken(t *testing.T) {
 		}
 	}
 	c.log.wantEmpty()
-	c.qp.Drain()
+	c.QP.Drain()
 	c.log.want("recv5", verbs.StatusWRFlushErr)
 	if e := c.log.want("recv2", verbs.StatusSuccess); e.wc.ByteLen != 4 || e.wc.Opcode != verbs.OpRecv ||
 		binary.BigEndian.Uint32(bufs[2]) != 102 {
@@ -73,7 +73,7 @@ func TestLostReplyRepostsReceive(t *testing.T) {
 		t.Errorf("message: got %d, want 4", got)
 	}
 	c.log.wantEmpty()
-	if st := c.qp.Stats(); st.PostedRecvWRs != 4 || st.RecvCompletions != 3 {
+	if st := c.QP.Stats(); st.PostedRecvWRs != 4 || st.RecvCompletions != 3 {
 		t.Errorf("Receives: got %d posted and %d completed, want 4 and 3", st.PostedRecvWRs, st.RecvCompletions)
 	}
 	wantCounts(t, p, faults.Count{Name: "lose-reply", Injected: 2})
@@ -87,8 +87,8 @@ func TestLostReplyReceiveIsFlushed(t *testing.T) {
 	c.receives(2)
 	s.send(1)
 	s.log.want("send", verbs.StatusSuccess)
-	s.id.Close()
-	c.wantDisconnect()
+	s.ID.Close()
+	c.WaitDisconnect()
 	got := map[string]verbs.Status{}
 	for range 2 {
 		e := c.log.next()
@@ -97,7 +97,7 @@ func TestLostReplyReceiveIsFlushed(t *testing.T) {
 	if got["recv0"] != verbs.StatusWRFlushErr || got["recv1"] != verbs.StatusWRFlushErr {
 		t.Errorf("completions: got %v, want both flushed", got)
 	}
-	c.qp.Drain()
+	c.QP.Drain()
 	c.log.wantEmpty()
 	wantCounts(t, p, faults.Count{Name: "lose-reply", Injected: 1})
 }
@@ -108,7 +108,7 @@ func TestCreditLimit(t *testing.T) {
 	for i, m := range []struct{ vers, granted, want, size uint32 }{
 		{1, 32, 2, 28}, {1, 2, 2, 28}, {1, 1, 1, 28}, {2, 32, 32, 28}, {1, 32, 32, 12}, {1, 3, 2, 16},
 	} {
-		in, out := c.buffer(64), s.buffer(64)
+		in, out := c.Buffer(64), s.Buffer(64)
 		for j, v := range []uint32{0xabcd, m.vers, m.granted, 0x77} {
 			binary.BigEndian.PutUint32(out.Buf[4*j:], v)
 		}
@@ -135,9 +135,9 @@ func TestHandlersRunOneAtATime(t *testing.T) {
 	c, s := connectClient(t, p)
 	var busy atomic.Bool
 	n, all := 0, make(chan struct{})
-	in := c.buffer(64)
+	in := c.Buffer(64)
 	for range messages {
-		_, err := c.qp.PostRecv(&verbs.RecvRequest{SGE: in, Done: func(*verbs.WorkCompletion) {
+		_, err := c.QP.PostRecv(&verbs.RecvRequest{SGE: in, Done: func(*verbs.WorkCompletion) {
 			if busy.Swap(true) {
 				t.Error("two handlers ran concurrently")
 			}

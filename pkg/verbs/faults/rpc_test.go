@@ -14,6 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -93,7 +94,7 @@ func TestRPCSurvivesFaults(t *testing.T) {
 func runRPC(t *testing.T, clientSpec, serverSpec string, remoteInv bool) {
 	client, server := withFaults(t, strings.TrimSuffix(clientSpec, ",")), withFaults(t,
 		strings.TrimSuffix(serverSpec, ","))
-	l, err := server.Listen(timeoutContext(t), loopback)
+	l, err := server.Listen(verbstest.Context(t), loopback)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -113,7 +114,7 @@ func runRPC(t *testing.T, clientSpec, serverSpec string, remoteInv bool) {
 		t.Fatal(err)
 	}
 	defer tr.Close()
-	if err := tr.Connect(timeoutContext(t)); err != nil {
+	if err := tr.Connect(verbstest.Context(t)); err != nil {
 		t.Fatal(err)
 	}
 	readAndWrite(t, tr)
@@ -135,7 +136,7 @@ func readAndWrite(t *testing.T, tr *xprt.Transport) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cred := timeoutContext(t), sunrpc.AppendAuthNone(nil)
+	ctx, cred := verbstest.Context(t), sunrpc.AppendAuthNone(nil)
 	c := nfs3.NewClient(tr, nfs3.Options{})
 	var wg sync.WaitGroup
 	for w := range 4 {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
 )
 
 // A requestLog counts the completions of each request.
@@ -76,7 +77,7 @@ func storm(t *testing.T, client, server verbs.Provider, seed int) {
 	var wg sync.WaitGroup
 	logs := map[*side]*requestLog{c: {left: map[int]int{}}, s: {left: map[int]int{}}}
 	for e, log := range logs {
-		in, out := e.buffer(64), e.buffer(64)
+		in, out := e.Buffer(64), e.Buffer(64)
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
@@ -93,18 +94,18 @@ func storm(t *testing.T, client, server verbs.Provider, seed int) {
 	// The faults end the connection at some time. Sometimes one side closes it earlier.
 	if seed%3 == 0 {
 		time.Sleep(5 * time.Millisecond)
-		c.id.Close()
+		c.ID.Close()
 	}
 	wg.Wait()
 	var both sync.WaitGroup
 	for e := range logs {
-		both.Go(e.qp.Drain)
-		both.Go(func() { e.id.Close() })
+		both.Go(e.QP.Drain)
+		both.Go(func() { e.ID.Close() })
 	}
 	both.Wait()
 	for e, log := range logs {
 		log.check(t)
-		if st := e.qp.Stats(); st.SendCompletions > st.PostedSendWRs || st.RecvCompletions != st.PostedRecvWRs {
+		if st := e.QP.Stats(); st.SendCompletions > st.PostedSendWRs || st.RecvCompletions != st.PostedRecvWRs {
 			t.Errorf("stats: completions do not match posts: %+v", st)
 		}
 	}
@@ -113,7 +114,7 @@ func storm(t *testing.T, client, server verbs.Provider, seed int) {
 func receiver(e *side, log *requestLog, in verbs.SGE) {
 	for {
 		id, done := log.open()
-		_, err := e.qp.PostRecv(&verbs.RecvRequest{SGE: in, Done: done})
+		_, err := e.QP.PostRecv(&verbs.RecvRequest{SGE: in, Done: done})
 		if err != nil {
 			log.complete(id)
 			if errors.Is(err, verbs.ErrQPState) {
@@ -128,7 +129,7 @@ func receiver(e *side, log *requestLog, in verbs.SGE) {
 func poster(t *testing.T, e *side, log *requestLog, out verbs.SGE, n int) {
 	mem := [][]byte{out.Buf[32*n : 32*n+8]}
 	for round := 0; ; round++ {
-		m, err := e.pd.AllocMR(1)
+		m, err := e.PD.AllocMR(1)
 		if err != nil {
 			continue
 		}
@@ -151,7 +152,7 @@ func poster(t *testing.T, e *side, log *requestLog, out verbs.SGE, n int) {
 		}
 		last := wrs[2].Done
 		wrs[2].Done = func(wc *verbs.WorkCompletion) { last(wc); fenced <- struct{}{} }
-		bad, err := e.qp.PostSend(chain(wrs...))
+		bad, err := e.QP.PostSend(verbstest.Chain(wrs...))
 		accepted := err == nil
 		if !accepted {
 			taken := true

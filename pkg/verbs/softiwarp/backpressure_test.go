@@ -75,7 +75,7 @@ func TestFlushClosesReceiveQueue(t *testing.T) {
 	v := newEndpoint(t, id)
 	q := v.qp
 	q.mu.Lock()
-	q.state, q.local = qpDead, true
+	q.mu.state, q.mu.local = qpDead, true
 	q.mu.Unlock()
 	q.flush()
 	close(q.ioDone)

@@ -29,6 +29,9 @@ const (
 // errRevoked means that the registration ended while its memory was read or written.
 var errRevoked = errors.New("softiwarp: memory was invalidated in the middle of a message")
 
+// errSocketFull means that a batch with nowait set was not sent in full.
+var errSocketFull = errors.New("softiwarp: the socket is full")
+
 // A boundary is the end of an FPDU within a batch.
 type boundary struct {
 	end     int    // bytes of the batch up to the end of the FPDU
@@ -36,7 +39,7 @@ type boundary struct {
 }
 
 // A batch gathers whole FPDUs and sends them with one vectored system call, or with several when
-// the socket is full. Only the writer uses it.
+// the socket is full. Only the goroutine that sends uses it.
 type batch struct {
 	raw     syscall.RawConn
 	cb      func(fd uintptr) bool
@@ -54,10 +57,11 @@ type batch struct {
 	nends   int
 	src     grant // the registration that the payload comes from, if any
 
-	msg  unix.Msghdr
-	next int // first vector element not sent in full
-	sent int
-	err  error
+	msg    unix.Msghdr
+	next   int // first vector element not sent in full
+	sent   int
+	nowait bool // do not wait while the socket is full
+	err    error
 }
 
 func (b *batch) init(conn *net.TCPConn) error {
@@ -82,8 +86,13 @@ func (b *batch) fits(pieces int) bool {
 	if b.crc && b.nends > 0 {
 		return false
 	}
-	return b.nends < maxFPDUs && b.total < batchBytes && b.niov+pieces+2 <= maxIOV &&
-		b.used+maxHeaderSize+trailerMax+pieces*copyBelow <= arenaSize
+	return b.total < batchBytes && b.room(1, pieces)
+}
+
+// room reports whether there is space for so many FPDUs, each with up to pieces payload pieces.
+func (b *batch) room(fpdus, pieces int) bool {
+	return b.nends+fpdus <= maxFPDUs && b.niov+fpdus*(pieces+2) <= maxIOV &&
+		b.used+fpdus*(maxHeaderSize+trailerMax+pieces*copyBelow) <= arenaSize
 }
 
 // extend appends n bytes of the arena to the vector and returns them.
@@ -156,13 +165,14 @@ func (b *batch) trailer(ulpdu int) {
 	b.nends++
 }
 
-// send writes the whole batch. After an error, atBoundary reports whether the stream ends with an
-// FPDU.
+// send writes the rest of the batch. After an error, atBoundary reports whether the stream ends
+// with an FPDU. After errSocketFull, the next call continues.
 func (b *batch) send() error {
-	if b.total == 0 {
+	if b.sent == b.total {
 		return nil
 	}
-	b.msg = unix.Msghdr{Iov: &b.iov[0], Iovlen: uint64(b.niov)}
+	b.err = nil
+	b.msg = unix.Msghdr{Iov: &b.iov[b.next], Iovlen: uint64(b.niov - b.next)}
 	if err := b.raw.Write(b.cb); err != nil {
 		return err
 	}
@@ -194,7 +204,11 @@ func (b *batch) sendmsg(fd uintptr) bool {
 			b.advance(int(n))
 		case syscall.EINTR:
 		case syscall.EAGAIN:
-			return false
+			if !b.nowait {
+				return false
+			}
+			b.err = errSocketFull
+			return true
 		default:
 			b.err = errno
 			return true

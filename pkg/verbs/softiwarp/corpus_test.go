@@ -117,7 +117,7 @@ func nfsRun(t *testing.T, crc bool) [][2]*tap {
 	dir := t.TempDir()
 	provider := softiwarp.New(softiwarp.Config{CRC: crc, MaxFPDU: recordedFPDU})
 	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
-		NoRootSquash: true, StateDir: t.TempDir(), Provider: provider})
+		TCPListen: "127.0.0.1:0", NoRootSquash: true, StateDir: t.TempDir(), Provider: provider})
 	if err != nil {
 		t.Fatal(err)
 	}

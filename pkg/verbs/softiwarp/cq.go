@@ -19,9 +19,14 @@ type cqe struct {
 // dispatchBatch is how many completions the dispatcher takes at once.
 const dispatchBatch = 16
 
-// A completionQueue is a bounded ring and the goroutine that calls handlers. The ring cannot
-// overflow: creating a QP reserves entries for both its queues, and a slot of a queue
-// becomes free only after the dispatcher took the completion.
+// runBatches is how many batches run takes before it leaves the rest to the dispatcher, so that
+// the goroutine of one connection does not serve a shared queue for ever.
+const runBatches = 4
+
+// A completionQueue is a bounded ring. One goroutine at a time takes completions from the ring and
+// calls their handlers: the reader of a connection that has pushed one (run), or the dispatcher.
+// The ring cannot overflow: creating a QP reserves entries for both its queues, and a slot of a
+// queue becomes free only after its completion was taken.
 type completionQueue struct {
 	dev     *device
 	depth   int
@@ -32,9 +37,10 @@ type completionQueue struct {
 	work    sync.Cond
 	ring    []cqe // guarded by mu, as all below
 	head, n int
+	busy    bool // a goroutine calls handlers
 	closing bool // the dispatcher ends when the ring is empty
 
-	batch [dispatchBatch]cqe // used only by the dispatcher
+	batch [dispatchBatch]cqe // used only by the goroutine that calls handlers
 }
 
 func newCQ(dev *device, depth int) *completionQueue {
@@ -46,8 +52,8 @@ func newCQ(dev *device, depth int) *completionQueue {
 	return c
 }
 
-// push queues a completion. The caller may hold QP locks, because the dispatcher takes none of them
-// while it holds mu.
+// push queues a completion. The caller may hold QP locks, because no QP lock is taken while mu is
+// held. After push the caller releases its locks and calls wake or run.
 func (c *completionQueue) push(q *qp, recv bool, done func(*verbs.WorkCompletion), wc *verbs.WorkCompletion) {
 	c.mu.Lock()
 	i := c.head + c.n
@@ -58,37 +64,80 @@ func (c *completionQueue) push(q *qp, recv bool, done func(*verbs.WorkCompletion
 	e.wc, e.done, e.qp, e.recv = *wc, done, q, recv
 	c.n++
 	c.mu.Unlock()
-	c.work.Signal()
 }
 
+// wake makes the dispatcher call the handlers of queued completions, unless another goroutine is
+// calling handlers: that one takes them too.
+func (c *completionQueue) wake() {
+	c.mu.Lock()
+	idle := c.n > 0 && !c.busy
+	c.mu.Unlock()
+	if idle {
+		c.work.Signal()
+	}
+}
+
+// run calls the handlers of queued completions on the goroutine of the caller, which saves a
+// switch to the dispatcher. run returns at once when another goroutine is calling handlers. The
+// caller holds no lock.
+func (c *completionQueue) run() {
+	c.mu.Lock()
+	if c.busy {
+		c.mu.Unlock()
+		return
+	}
+	c.busy = true
+	for range runBatches {
+		if c.n == 0 {
+			break
+		}
+		c.callHandlers()
+	}
+	c.busy = false
+	more := c.n > 0
+	c.mu.Unlock()
+	if more {
+		c.work.Signal()
+	}
+}
+
+// dispatch is the dispatcher goroutine.
 func (c *completionQueue) dispatch() {
 	defer close(c.done)
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	for {
-		n := c.take()
-		if n == 0 {
-			return
+		for c.busy || c.n == 0 {
+			if c.closing {
+				return
+			}
+			c.work.Wait()
 		}
-		for i := range c.batch[:n] {
-			e := &c.batch[i]
-			e.qp.releaseSlot(e.recv)
-			e.done(&e.wc)
-			e.qp.inflight.Done()
-			*e = cqe{}
+		c.busy = true
+		for c.n > 0 {
+			c.callHandlers()
 		}
+		c.busy = false
 	}
 }
 
-// take waits for completions, moves up to dispatchBatch of them to batch, and returns how many. 0
-// means that the queue is closed.
-func (c *completionQueue) take() int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for c.n == 0 {
-		if c.closing {
-			return 0
-		}
-		c.work.Wait()
+// callHandlers takes up to dispatchBatch completions and calls their handlers. The caller holds mu
+// and has set busy. callHandlers releases mu while it calls the handlers.
+func (c *completionQueue) callHandlers() {
+	n := c.take()
+	c.mu.Unlock()
+	for i := range c.batch[:n] {
+		e := &c.batch[i]
+		e.qp.releaseSlot(e.recv)
+		e.done(&e.wc)
+		e.qp.inflight.Done()
+		*e = cqe{}
 	}
+	c.mu.Lock()
+}
+
+// take moves up to dispatchBatch completions to batch and returns how many. The caller holds mu.
+func (c *completionQueue) take() int {
 	n := min(c.n, dispatchBatch)
 	for i := range n {
 		e := &c.ring[c.head]
@@ -102,7 +151,8 @@ func (c *completionQueue) take() int {
 	return n
 }
 
-// Close stops the dispatcher and waits for its end. Close must not be called from a handler.
+// Close stops the dispatcher and waits for its end. Close must not be called from a handler. No QP
+// uses the queue any more, so no reader calls handlers.
 func (c *completionQueue) Close() error {
 	first, err := c.entries.Close()
 	if err != nil {

@@ -15,7 +15,8 @@
 // deregistered.
 //
 // Every posted request completes exactly once. PostSend never waits for the socket. The writer
-// answers the peer's RDMA Read Requests as they arrive; consumer code cannot delay them.
+// answers the peer's RDMA Read Requests as they arrive. Consumer code can delay them only if it
+// breaks the promise of verbs.QPInitAttr.InlineHandlers.
 //
 // Input from the peer is checked as RFC 5041 §7.1 and RFC 5040 §7.2 require. Each failure is
 // answered with the Terminate that the RFCs name for it (terminate.go). No input makes this package
@@ -53,8 +54,12 @@
 // # Goroutines and locks
 //
 // A connection has one reader and one writer goroutine, a CQ has one dispatcher, and a listener has
-// one acceptor and a bounded number of handshakes. Reader and writer call no consumer code.
-// Handlers run on the dispatcher, OnDisconnect on a separate goroutine.
+// one acceptor and a bounded number of handshakes. The handlers of a CQ run one after the other: on
+// the reader that has received the data if QPInitAttr.InlineHandlers is set, and else on the
+// dispatcher. The writer calls no consumer code. OnDisconnect runs on a separate goroutine.
+//
+// A small request is sent by the goroutine that posts it, without waiting for the socket. The
+// writer sends large requests, Read Responses, and what a poster could not send (inline.go).
 //
 //	qp.mu                state, send queue, inbound Read Requests, outstanding Reads
 //	qp.rq                receive queue
@@ -63,9 +68,9 @@
 //	stagTable.mu         STag index to MR
 //	base.ConnID          addresses, queue pair and peer parameters; held while newQP runs
 //
-// mr.mu may be taken inside qp.mu, because PostSend executes a FastReg or LocalInv when the writer
-// is not in the send queue. qp.mu must not be taken inside mr.mu. No lock is held while waiting for
-// a socket.
+// mr.mu may be taken inside qp.mu, because PostSend executes a FastReg or LocalInv when no
+// goroutine executes the send queue. qp.mu must not be taken inside mr.mu. No lock is held while
+// waiting for a socket.
 //
 // # Files
 //
@@ -76,6 +81,7 @@
 //	qp.go, post.go, cq.go    queues, completion, flush
 //	rx.go, intake.go         the reader: validation and placement; reading the stream
 //	tx.go, batch.go          the writer: send queue and Read Responses; writing the stream
+//	inline.go                small requests that the goroutine of the poster sends
 //	connid.go, connect.go, dial.go   the connecting side
 //	listen.go                the accepting side
 package softiwarp

@@ -86,6 +86,20 @@ func readRequestFrame(c net.Conn) mpaFrame {
 	return f
 }
 
+// enhanced returns a Request of revision 2 with these depths.
+func enhanced(ird, ord uint16) mpaFrame { return mpaFrame{rev: 2, enhanced: true, ird: ird, ord: ord} }
+
+// peerToPeer returns a Request for the peer-to-peer mode. The letters of rtr are the RTR messages
+// that it offers: S for Send, W for RDMA Write, R for RDMA Read.
+func peerToPeer(rtr string, ird, ord uint16) mpaFrame {
+	f := enhanced(ird, ord)
+	f.peer = true
+	f.rtrSend = strings.Contains(rtr, "S")
+	f.rtrWrite = strings.Contains(rtr, "W")
+	f.rtrRead = strings.Contains(rtr, "R")
+	return f
+}
+
 // replyWith returns a server that answers a Request with a valid Reply after change.
 func replyWith(change func(f *mpaFrame)) func(c *net.TCPConn) {
 	f := validReply()
@@ -97,55 +111,75 @@ func replyWith(change func(f *mpaFrame)) func(c *net.TCPConn) {
 	}
 }
 
+// replyBytes returns a server that answers a Request with b.
+func replyBytes(b string) func(c *net.TCPConn) {
+	return func(c *net.TCPConn) {
+		readRequestFrame(c)
+		io.WriteString(c, b)
+		io.Copy(io.Discard, c)
+	}
+}
+
+func answerHTTP(c *net.TCPConn) {
+	c.Read(make([]byte, 10))
+	io.WriteString(c, "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+}
+
+func sendSSHBanner(c *net.TCPConn) {
+	io.WriteString(c, "SSH-2.0-x\r\n")
+	io.Copy(io.Discard, c)
+}
+
+func closeAfterRequest(c *net.TCPConn) { readRequestFrame(c) }
+
+func closeInReply(c *net.TCPConn) {
+	readRequestFrame(c)
+	r := validReply()
+	c.Write(r.append(nil)[:21])
+}
+
+// resetConnection reads first, because dial could otherwise return the error.
+func resetConnection(c *net.TCPConn) {
+	c.Read(make([]byte, 1))
+	c.SetLinger(0)
+}
+
+// A connFailure is the kind and the phase of a ConnError. An empty phase stands for any phase.
+type connFailure struct {
+	kind  verbs.ConnErrorKind
+	phase string
+}
+
+var (
+	connLost       = connFailure{verbs.ConnProtocol, ""}
+	noReply        = connFailure{verbs.ConnTimeout, phaseReadReply}
+	malformedReply = connFailure{verbs.ConnProtocol, phaseReadReply}
+	unusableReply  = connFailure{verbs.ConnProtocol, phaseCheckReply}
+	rejectingReply = connFailure{verbs.ConnRejected, phaseReadReply}
+)
+
 // wrongServers are servers that do not follow the protocol, with the error of a connect.
 var wrongServers = []struct {
 	name  string
 	serve func(c *net.TCPConn)
-	kind  verbs.ConnErrorKind
-	phase string
+	fail  connFailure
 	want  string // in the error text
 }{
-	{"HTTP server", func(c *net.TCPConn) {
-		c.Read(make([]byte, 10))
-		c.Write([]byte("HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"))
-	}, verbs.ConnProtocol, phaseReadReply, "HTTP"},
-	{"SSH banner before the request", func(c *net.TCPConn) {
-		c.Write([]byte("SSH-2.0-x\r\n"))
-		io.Copy(io.Discard, c)
-	}, verbs.ConnProtocol, phaseReadReply, "SSH"},
-	{"random bytes", func(c *net.TCPConn) {
-		readRequestFrame(c)
-		c.Write([]byte{0x9a, 0x11, 0, 1})
-		io.Copy(io.Discard, c)
-	}, verbs.ConnProtocol, phaseReadReply, "does not speak MPA"},
-	{"closes before the request", func(*net.TCPConn) {}, verbs.ConnProtocol, phaseReadReply,
-		"closed the connection without"},
-	{"closes after the request", func(c *net.TCPConn) { readRequestFrame(c) }, verbs.ConnProtocol, phaseReadReply,
-		"closed the connection without"},
-	// after the request, because dial could otherwise return the error
-	{"resets", func(c *net.TCPConn) { c.Read(make([]byte, 1)); c.SetLinger(0) }, verbs.ConnProtocol, "", "peer"},
-	{"closes inside the reply", func(c *net.TCPConn) {
-		readRequestFrame(c)
-		r := validReply()
-		c.Write(r.append(nil)[:21])
-	}, verbs.ConnProtocol, phaseReadReply, "in the middle"},
-	{"does not reply", func(c *net.TCPConn) { io.Copy(io.Discard, c) }, verbs.ConnTimeout, phaseReadReply,
-		"did not answer"},
-	{"sends only a part of the reply", func(c *net.TCPConn) {
-		readRequestFrame(c)
-		c.Write([]byte(mpaRepKey))
-		io.Copy(io.Discard, c)
-	}, verbs.ConnTimeout, phaseReadReply, "did not answer"},
-	{"rejects", replyWith(func(f *mpaFrame) { f.reject, f.data = true, []byte("no") }), verbs.ConnRejected,
-		phaseReadReply, "rejected"},
-	{"both are initiators", replyWith(func(f *mpaFrame) { f.reply = false }), verbs.ConnProtocol, phaseReadReply,
-		"initiator"},
-	{"revision 3", replyWith(func(f *mpaFrame) { f.rev = 3 }), verbs.ConnProtocol, phaseReadReply, "revision 3"},
-	{"plain reply", replyWith(func(f *mpaFrame) { f.enhanced = false }), verbs.ConnProtocol, phaseCheckReply,
-		"enhanced"},
-	{"markers", replyWith(func(f *mpaFrame) { f.markers = true }), verbs.ConnProtocol, phaseCheckReply, "markers"},
-	{"private data too long", replyWith(func(f *mpaFrame) { f.data = make([]byte, 600) }), verbs.ConnProtocol,
-		phaseReadReply, "604"},
+	{"HTTP server", answerHTTP, malformedReply, "HTTP"},
+	{"SSH banner before the request", sendSSHBanner, malformedReply, "SSH"},
+	{"random bytes", replyBytes("\x9a\x11\x00\x01"), malformedReply, "does not speak MPA"},
+	{"closes before the request", func(*net.TCPConn) {}, malformedReply, "closed the connection without"},
+	{"closes after the request", closeAfterRequest, malformedReply, "closed the connection without"},
+	{"resets", resetConnection, connLost, "peer"},
+	{"closes inside the reply", closeInReply, malformedReply, "in the middle"},
+	{"does not reply", func(c *net.TCPConn) { io.Copy(io.Discard, c) }, noReply, "did not answer"},
+	{"sends only a part of the reply", replyBytes(mpaRepKey), noReply, "did not answer"},
+	{"rejects", replyWith(func(f *mpaFrame) { f.reject, f.data = true, []byte("no") }), rejectingReply, "rejected"},
+	{"both are initiators", replyWith(func(f *mpaFrame) { f.reply = false }), malformedReply, "initiator"},
+	{"revision 3", replyWith(func(f *mpaFrame) { f.rev = 3 }), malformedReply, "revision 3"},
+	{"plain reply", replyWith(func(f *mpaFrame) { f.enhanced = false }), unusableReply, "enhanced"},
+	{"markers", replyWith(func(f *mpaFrame) { f.markers = true }), unusableReply, "markers"},
+	{"private data too long", replyWith(func(f *mpaFrame) { f.data = make([]byte, 600) }), malformedReply, "604"},
 }
 
 // TestConnectToWrongServerFails checks that a connect to each of wrongServers fails within the
@@ -162,10 +196,10 @@ func TestConnectToWrongServerFails(t *testing.T) {
 				t.Fatalf("error: got %v, want a *verbs.ConnError", err)
 			}
 			t.Log(err)
-			if ce.Kind != c.kind || c.phase != "" && ce.Phase != c.phase || ce.Addr != addr.String() ||
+			if ce.Kind != c.fail.kind || c.fail.phase != "" && ce.Phase != c.fail.phase || ce.Addr != addr.String() ||
 				!strings.Contains(ce.Error(), c.want) {
 				t.Errorf("error %q: got kind %v, phase %q, want %v, %q and the text %q", ce, ce.Kind, ce.Phase,
-					c.kind, c.phase, c.want)
+					c.fail.kind, c.fail.phase, c.want)
 			}
 			if c.name == "rejects" && string(ce.PrivateData) != "no" {
 				t.Errorf("private data: got %q, want %q", ce.PrivateData, "no")
@@ -441,24 +475,17 @@ func TestReplyHasFormOfRequest(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		req  mpaFrame
-		want mpaFrame
+		want mpaFrame // without the reply bit
 	}{
-		{"plain, revision 1", mpaFrame{rev: 1}, mpaFrame{reply: true, rev: 1}},
-		{"plain, CRC", mpaFrame{rev: 1, crc: true}, mpaFrame{reply: true, rev: 1, crc: true}},
-		{"enhanced", mpaFrame{rev: 2, enhanced: true, ird: 2, ord: 30}, mpaFrame{reply: true, rev: 2, enhanced: true,
-			ird: 32, ord: 2}},
-		{"depths left to the ULP", mpaFrame{rev: 2, enhanced: true, ird: depthByULP, ord: depthByULP},
-			mpaFrame{reply: true, rev: 2, enhanced: true, ird: depthByULP, ord: depthByULP}},
-		{"markers", mpaFrame{rev: 2, enhanced: true, markers: true}, mpaFrame{reply: true, rev: 2, enhanced: true,
-			reject: true}},
-		{"RTR: all", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true, rtrWrite: true, rtrRead: true,
-			ird: 1, ord: 1}, mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrWrite: true, ird: 4, ord: 1}},
-		{"RTR: Read", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true, rtrRead: true},
-			mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrRead: true, ird: 4}},
-		{"RTR: Send", mpaFrame{rev: 2, enhanced: true, peer: true, rtrSend: true},
-			mpaFrame{reply: true, rev: 2, enhanced: true, peer: true, rtrSend: true, ird: 4}},
-		{"RTR: none", mpaFrame{rev: 2, enhanced: true, peer: true}, mpaFrame{reply: true, rev: 2, enhanced: true,
-			peer: true, rtrWrite: true, ird: 4}},
+		{"plain, revision 1", mpaFrame{rev: 1}, mpaFrame{rev: 1}},
+		{"plain, CRC", mpaFrame{rev: 1, crc: true}, mpaFrame{rev: 1, crc: true}},
+		{"enhanced", enhanced(2, 30), enhanced(32, 2)},
+		{"depths left to the ULP", enhanced(depthByULP, depthByULP), enhanced(depthByULP, depthByULP)},
+		{"markers", mpaFrame{rev: 2, enhanced: true, markers: true}, mpaFrame{rev: 2, enhanced: true, reject: true}},
+		{"RTR: all", peerToPeer("SWR", 1, 1), peerToPeer("W", 4, 1)},
+		{"RTR: Read", peerToPeer("SR", 0, 0), peerToPeer("R", 4, 0)},
+		{"RTR: Send", peerToPeer("S", 0, 0), peerToPeer("S", 4, 0)},
+		{"RTR: none", peerToPeer("", 0, 0), peerToPeer("W", 4, 0)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			conn, err := net.Dial("tcp", addr.String())
@@ -472,6 +499,7 @@ func TestReplyHasFormOfRequest(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+			c.want.reply = true
 			if !sameFrame(got, c.want) {
 				t.Errorf("reply: got %+v, want %+v", got, c.want)
 			}

@@ -177,7 +177,7 @@ func newEndpointOf(t testing.TB, id verbs.ConnID, recvSize int) *endpoint {
 		t.Fatal(err)
 	}
 	q, err := id.CreateQP(v.pd, verbs.QPInitAttr{
-		SendCQ: v.cq, RecvCQ: v.cq, MaxSendWR: 32, MaxRecvWR: 32, MaxSendSGE: 4,
+		SendCQ: v.cq, RecvCQ: v.cq, MaxSendWR: 32, MaxRecvWR: 32, MaxSendSGE: 4, InlineHandlers: true,
 		OnDisconnect: func(cause error) { v.disconnected <- cause },
 	})
 	if err != nil {

@@ -4,16 +4,19 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// PostSend copies a chain into the ring and wakes the writer. PostSend never waits for the socket.
+// PostSend copies a chain into the ring. If nothing else is to be sent and the chain is small, the
+// caller sends it (sendInline), which saves a switch to the writer. Otherwise PostSend wakes the
+// writer. PostSend never waits for the socket.
 func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 	q.mu.Lock()
-	if q.state != qpReady {
+	if q.mu.state != qpReady {
 		q.mu.Unlock()
 		return first, verbs.ErrQPState
 	}
 	var err error
 	posted := 0
-	ahead := q.sq.sent == q.sq.Tail // the writer is not executing the send queue
+	ahead := q.mu.sq.sent == q.mu.sq.Tail // no goroutine is executing the send queue
+	free := ahead && !q.writerNeeded() && !q.mu.txBusy
 	wr := first
 	for ; wr != nil; wr = wr.Next {
 		length, e := q.checkSend(wr)
@@ -30,17 +33,26 @@ func (q *qp) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
 		q.enqueue(wr, length)
 		posted++
 	}
+	pushed := false
 	if ahead {
-		q.runLocal()
+		pushed = q.runLocal()
 	}
-	wake := q.sq.sent != q.sq.Tail && q.txIdle
+	inline := free && q.tx.takesInline()
+	q.mu.txBusy = q.mu.txBusy || inline
+	wake := q.writerNeeded()
 	q.mu.Unlock()
 	if posted > 0 {
 		q.stats.PostedChains.Add(1)
 		q.stats.PostedSendWRs.Add(uint64(posted))
 	}
+	if inline {
+		q.tx.sendInline()
+	}
 	if wake {
 		q.wakeWriter()
+	}
+	if pushed {
+		q.sendCQ.wake()
 	}
 	if err != nil {
 		return wr, err
@@ -82,7 +94,7 @@ func (q *qp) checkReg(wr *verbs.WorkRequest) error {
 
 // enqueue copies wr to the tail. The caller holds mu and has checked that a slot is free.
 func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
-	e := q.sq.At(q.sq.Tail)
+	e := q.mu.sq.At(q.mu.sq.Tail)
 	e.op, e.signaled, e.done, e.length = wr.Opcode, wr.Signaled, wr.Done, length
 	e.raddr, e.rkey, e.inv = wr.RemoteAddr, wr.RKey, wr.InvalidateRKey
 	e.sges = e.sges[:0]
@@ -94,21 +106,23 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	default:
 		e.sges = append(e.sges, wr.SGList...)
 	}
-	q.sq.Tail++
+	q.mu.sq.Tail++
 }
 
 // runLocal executes FastReg and LocalInv requests at the front of the queue. runLocal may do the
 // writer's work, because the writer has executed everything before and reads the queue again under
 // mu. An invalidation therefore never waits for a Read Response that the peer takes slowly. The
-// writer handles a request that fails. The caller holds mu.
-func (q *qp) runLocal() {
-	from := q.sq.sent
-	for q.sq.sent != q.sq.Tail && q.executeLocal(q.sq.At(q.sq.sent)) {
-		q.sq.sent++
+// writer handles a request that fails. runLocal reports whether it has pushed a completion. The
+// caller holds mu.
+func (q *qp) runLocal() (pushed bool) {
+	from := q.mu.sq.sent
+	for q.mu.sq.sent != q.mu.sq.Tail && q.executeLocal(q.mu.sq.At(q.mu.sq.sent)) {
+		q.mu.sq.sent++
 	}
-	if q.sq.sent != from {
-		q.reap()
+	if q.mu.sq.sent != from {
+		pushed = q.reap()
 	}
+	return pushed
 }
 
 // executeLocal executes e if e is a FastReg or LocalInv. It returns true if such a request

@@ -89,32 +89,35 @@ type qp struct {
 	sqUsed   atomic.Int32 // used slots: posted, and the completion is not dispatched
 	rqUsed   atomic.Int32
 	inflight sync.WaitGroup // requests whose handler has not returned
-	dead     atomic.Bool    // equals state == qpDead; read without mu
+	dead     atomic.Bool    // equals mu.state == qpDead; read without mu
 	users    atomic.Int32   // goroutines that may access consumer memory
 	io       atomic.Int32   // goroutines that use the socket
 
+	tx      *transmitter  // set by start; used by the goroutine that has set txBusy
 	wake    chan struct{} // wakes the writer, capacity 1
 	flushed chan struct{} // closed when all requests have completed
 	ioDone  chan struct{} // closed when the socket is closed
 
-	mu      sync.Mutex
-	state   qpState // guarded by mu, as all below
-	cause   error
-	local   bool
-	term    *terminate // to be sent
-	broken  bool       // an FPDU was sent in part, so nothing more may be sent
-	sendErr error      // error of the writer; the reader reports it unless it finds a better cause
-	txIdle  bool       // the writer waits for wake
-	txOpen  bool       // FPDUs may be sent; a responder first waits for an FPDU of the peer
+	mu struct { // guards its fields
+		sync.Mutex
+		state   qpState
+		cause   error
+		local   bool
+		term    *terminate // to be sent
+		broken  bool       // an FPDU was sent in part, so nothing more may be sent
+		sendErr error      // error of the writer; the reader reports it unless it finds a better cause
+		txBusy  bool       // a goroutine uses tx: the writer or a poster
+		txOpen  bool       // FPDUs may be sent; a responder first waits for an FPDU of the peer
 
-	sq struct {
-		base.Ring[sqe]
-		sent uint32 // entries before it are on the wire or executed
+		sq struct {
+			base.Ring[sqe]
+			sent uint32 // entries before it are on the wire or executed
+		}
+		reads base.Ring[outstandingRead]
+		rrq   base.Ring[readRequest] // inbound Read Requests
 	}
-	reads base.Ring[outstandingRead]
-	rrq   base.Ring[readRequest] // inbound Read Requests
 
-	rq struct {
+	rq struct { // guards its fields
 		sync.Mutex
 		closed bool
 		base.Ring[rqe]
@@ -152,8 +155,8 @@ func newQP(d *device, vpd verbs.PD, attr verbs.QPInitAttr) (*qp, error) {
 		wake:   make(chan struct{}, 1), flushed: make(chan struct{}), ioDone: make(chan struct{}),
 	}
 	q.rq.Ring = base.NewRing[rqe](attr.MaxRecvWR)
-	q.sq.Ring = base.NewRing[sqe](attr.MaxSendWR)
-	slots := q.sq.Slots()
+	q.mu.sq.Ring = base.NewRing[sqe](attr.MaxSendWR)
+	slots := q.mu.sq.Slots()
 	sges := make([]verbs.SGE, len(slots)*attr.MaxSendSGE)
 	for i := range slots {
 		slots[i].sges, sges = sges[:0:attr.MaxSendSGE], sges[attr.MaxSendSGE:]
@@ -176,7 +179,7 @@ type stream struct {
 func (q *qp) start(s stream) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.state != qpInit {
+	if q.mu.state != qpInit {
 		return false
 	}
 	tx, err1 := newTransmitter(q, s.conn)
@@ -184,12 +187,13 @@ func (q *qp) start(s stream) bool {
 	if err1 != nil || err2 != nil {
 		return false
 	}
-	q.conn, q.crc, q.rtr = s.conn, s.crc, s.rtr
+	q.conn, q.crc, q.rtr, q.tx = s.conn, s.crc, s.rtr, tx
 	q.ird, q.ord = s.depths.ird, s.depths.ord
-	q.rrq = base.NewRing[readRequest](q.ird)
-	q.reads = base.NewRing[outstandingRead](q.ord)
-	q.txOpen = s.active
-	q.state = qpReady
+	q.mu.rrq = base.NewRing[readRequest](q.ird)
+	q.mu.reads = base.NewRing[outstandingRead](q.ord)
+	q.mu.txOpen = s.active
+	q.mu.txBusy = true // the writer
+	q.mu.state = qpReady
 	q.users.Store(2)
 	q.io.Store(2)
 	tx.setup()
@@ -217,12 +221,12 @@ func (q *qp) wakeWriter() {
 // to the peer. local means that the consumer ended the connection.
 func (q *qp) fail(cause error, t *terminate, local bool) {
 	q.mu.Lock()
-	if q.state == qpDead {
+	if q.mu.state == qpDead {
 		q.mu.Unlock()
 		return
 	}
-	was := q.state
-	q.state, q.cause, q.local, q.term = qpDead, cause, local, t
+	was := q.mu.state
+	q.mu.state, q.mu.cause, q.mu.local, q.mu.term = qpDead, cause, local, t
 	q.dead.Store(true)
 	if was == qpReady {
 		// The expired deadline ends the wait of the reader. The reader sets its next deadline under
@@ -261,8 +265,8 @@ func (q *qp) streamError(op string, err error) error {
 func (q *qp) readError(err error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.sendErr != nil { // the writer received the socket's error; the reader sees only the end
-		return q.sendErr
+	if q.mu.sendErr != nil { // the writer received the socket's error; the reader sees only the end
+		return q.mu.sendErr
 	}
 	return q.streamError("read", err)
 }
@@ -286,17 +290,17 @@ func (q *qp) leaveSocket() {
 // the connection.
 func (q *qp) flush() {
 	q.mu.Lock()
-	for q.sq.Len() > 0 {
-		e := q.sq.At(q.sq.Head)
+	for q.mu.sq.Len() > 0 {
+		e := q.mu.sq.At(q.mu.sq.Head)
 		status := e.status
 		if status == verbs.StatusSuccess {
 			status = verbs.StatusWRFlushErr
 		}
-		q.sq.Head++
+		q.mu.sq.Head++
 		q.completeSend(e, status)
 	}
-	q.sq.sent = q.sq.Tail
-	local, cause := q.local, q.cause
+	q.mu.sq.sent = q.mu.sq.Tail
+	local, cause := q.mu.local, q.mu.cause
 	q.mu.Unlock()
 
 	if q.current.done != nil {
@@ -314,14 +318,17 @@ func (q *qp) flush() {
 		q.completeRecv(e, &verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 	}
 	q.rq.Unlock()
+	q.sendCQ.wake()
+	q.recvCQ.wake()
 	close(q.flushed)
 	if !local && q.attr.OnDisconnect != nil {
 		go q.attr.OnDisconnect(cause)
 	}
 }
 
-// completeSend completes e. The caller holds mu.
-func (q *qp) completeSend(e *sqe, status verbs.Status) {
+// completeSend completes e and reports whether it has pushed a completion to sendCQ. The caller
+// holds mu.
+func (q *qp) completeSend(e *sqe, status verbs.Status) (pushed bool) {
 	done, signaled, op, n := e.done, e.signaled, e.op, e.length
 	clear(e.sges)
 	e.sges = e.sges[:0]
@@ -329,7 +336,7 @@ func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	if status == verbs.StatusSuccess && !signaled {
 		q.sqUsed.Add(-1)
 		q.inflight.Done()
-		return
+		return false
 	}
 	wc := verbs.WorkCompletion{Status: status, Opcode: op, QP: q}
 	if op == verbs.OpRDMARead {
@@ -337,9 +344,10 @@ func (q *qp) completeSend(e *sqe, status verbs.Status) {
 	}
 	q.stats.SendCompletions.Add(1)
 	q.sendCQ.push(q, false, done, &wc)
+	return true
 }
 
-// completeRecv completes e, and fills in the Opcode and the QP of wc.
+// completeRecv pushes the completion of e to recvCQ, and fills in the Opcode and the QP of wc.
 func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 	done := e.done
 	e.buf, e.done = nil, nil
@@ -348,20 +356,31 @@ func (q *qp) completeRecv(e *rqe, wc *verbs.WorkCompletion) {
 	q.recvCQ.push(q, true, done, wc)
 }
 
-// reap completes the executed requests at the head of the send queue, in order. The caller holds
-// mu.
-func (q *qp) reap() {
-	for q.sq.Head != q.sq.sent {
-		e := q.sq.At(q.sq.Head)
+// reap completes the executed requests at the head of the send queue, in order, and reports whether
+// it has pushed a completion to sendCQ. The caller holds mu.
+func (q *qp) reap() (pushed bool) {
+	for q.mu.sq.Head != q.mu.sq.sent {
+		e := q.mu.sq.At(q.mu.sq.Head)
 		if e.op == verbs.OpRDMARead && !e.readDone {
-			return
+			break
 		}
-		q.sq.Head++
-		q.completeSend(e, verbs.StatusSuccess)
+		q.mu.sq.Head++
+		pushed = q.completeSend(e, verbs.StatusSuccess) || pushed
+	}
+	return pushed
+}
+
+// completed makes c call the handlers of what the reader has pushed: on the reader if the consumer
+// permits that.
+func (q *qp) completed(c *completionQueue) {
+	if q.attr.InlineHandlers {
+		c.run()
+	} else {
+		c.wake()
 	}
 }
 
-// releaseSlot frees a queue slot. The dispatcher calls it when it takes the completion.
+// releaseSlot frees a queue slot, before the handler of its completion is called.
 func (q *qp) releaseSlot(recv bool) {
 	if recv {
 		q.rqUsed.Add(-1)

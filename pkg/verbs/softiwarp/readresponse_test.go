@@ -12,17 +12,15 @@ import (
 // TestReceivedTerminateIsReported checks both bit orders, the cause given to OnDisconnect, and the
 // status of the RDMA Read that the Terminate names.
 func TestReceivedTerminateIsReported(t *testing.T) {
+	const readHeader = "002e 4141 00000000 00000001 00000001 00000000"
 	for _, c := range []struct {
 		name, wire string
 		want       termCode
 		status     verbs.Status
 	}{
-		{"RFC order", "0102e000 002e 4141 00000000 00000001 00000001 00000000", termReadAccess,
-			verbs.StatusRemAccessErr},
-		{"siw order", "10020700 002e 4141 00000000 00000001 00000001 00000000", termReadAccess,
-			verbs.StatusRemAccessErr},
-		{"siw, operation error", "20070300 002e 4141 00000000 00000001 00000001 00000000", termCode{layerRDMAP, 2, 7},
-			verbs.StatusRemOpErr},
+		{"RFC order", "0102e000" + readHeader, termReadAccess, verbs.StatusRemAccessErr},
+		{"siw order", "10020700" + readHeader, termReadAccess, verbs.StatusRemAccessErr},
+		{"siw, operation error", "20070300" + readHeader, termCode{layerRDMAP, 2, 7}, verbs.StatusRemOpErr},
 		{"no buffer", "1202c000 001a 4143 00000000 00000000 00000048 00000000", termNoBuffer, verbs.StatusWRFlushErr},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -30,10 +28,8 @@ func TestReceivedTerminateIsReported(t *testing.T) {
 			p.send(tagged(opWrite, true, 0, 0, nil)) // allows the responder to send
 			read := make(chan verbs.WorkCompletion, 1)
 			if _, err := v.qp.PostSend(&verbs.WorkRequest{
-				Opcode: verbs.OpRDMARead, Signaled: true, Done: func(
-					wc *verbs.WorkCompletion) {
-					read <- *wc
-				}, SGList: []verbs.SGE{{Buf: make([]byte, 8)}},
+				Opcode: verbs.OpRDMARead, Signaled: true, Done: func(wc *verbs.WorkCompletion) { read <- *wc },
+				SGList: []verbs.SGE{{Buf: make([]byte, 8)}},
 			}); err != nil {
 				t.Fatal(err)
 			}
@@ -59,38 +55,26 @@ func TestReceivedTerminateIsReported(t *testing.T) {
 
 // TestInvalidReadResponseTerminates sends Read Responses that do not match the Read Request.
 func TestInvalidReadResponseTerminates(t *testing.T) {
-	data := filler(100)
+	type segment struct {
+		op   uint8
+		last bool
+		stag uint32 // relative to the sink's STag
+		to   uint64 // relative to the sink's offset
+		n    int    // bytes of data
+	}
 	for _, c := range []struct {
 		name   string
-		answer func(r readRequest) [][]byte
 		want   termCode
+		answer []segment
 	}{
-		{"other STag", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag+1, r.sinkTO, data)}
-		}, termTaggedInvalidSTag},
-		{"other offset", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO+1, data)}
-		}, termTaggedBounds},
-		{"too long", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, filler(101))}
-		}, termTaggedBounds},
-		{"too short", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data[:99])}
-		}, termUnspecified},
-		{"never last", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data)}
-		}, termUnspecified},
-		{"gap", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opReadResp, false, r.sinkSTag, r.sinkTO, data[:50]),
-				tagged(opReadResp, true, r.sinkSTag, r.sinkTO+51, data[51:])}
-		}, termTaggedBounds},
-		{"twice", func(r readRequest) [][]byte {
-			u := tagged(opReadResp, true, r.sinkSTag, r.sinkTO, data)
-			return [][]byte{u, u}
-		}, termOpcode},
-		{"Write to the sink", func(r readRequest) [][]byte {
-			return [][]byte{tagged(opWrite, true, r.sinkSTag, r.sinkTO, data)}
-		}, termTaggedInvalidSTag},
+		{"other STag", termTaggedInvalidSTag, []segment{{opReadResp, true, 1, 0, 100}}},
+		{"other offset", termTaggedBounds, []segment{{opReadResp, true, 0, 1, 100}}},
+		{"too long", termTaggedBounds, []segment{{opReadResp, true, 0, 0, 101}}},
+		{"too short", termUnspecified, []segment{{opReadResp, true, 0, 0, 99}}},
+		{"never last", termUnspecified, []segment{{opReadResp, false, 0, 0, 100}}},
+		{"gap", termTaggedBounds, []segment{{opReadResp, false, 0, 0, 50}, {opReadResp, true, 0, 51, 49}}},
+		{"twice", termOpcode, []segment{{opReadResp, true, 0, 0, 100}, {opReadResp, true, 0, 0, 100}}},
+		{"Write to the sink", termTaggedInvalidSTag, []segment{{opWrite, true, 0, 0, 100}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, v := connectRaw(t, defaultConfig)
@@ -112,7 +96,11 @@ func TestInvalidReadResponseTerminates(t *testing.T) {
 			if r.size != 100 || r.srcSTag != 3 || r.srcTO != 4 {
 				t.Fatalf("Read Request: got %+v, want size 100, STag 3, offset 4", r)
 			}
-			p.send(c.answer(r)...)
+			var l [][]byte
+			for _, a := range c.answer {
+				l = append(l, tagged(a.op, a.last, r.sinkSTag+a.stag, r.sinkTO+a.to, filler(a.n)))
+			}
+			p.send(l...)
 			if got, _ := p.readTerminate(); got != c.want {
 				t.Errorf("Terminate: got %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
 			}

@@ -15,7 +15,7 @@ import (
 var errRefused = errors.New("softiwarp: stream refused")
 
 // A receiver is the reader goroutine of a QP. A receiver parses the stream, places payload and
-// completes Receives and RDMA Reads. A receiver calls no consumer code.
+// completes Receives and RDMA Reads.
 type receiver struct {
 	q  *qp
 	in intake
@@ -92,10 +92,10 @@ func (x *receiver) fpdu() error {
 // 5044 §7.1.2).
 func (q *qp) firstFPDU() {
 	q.mu.Lock()
-	q.txOpen = true
-	idle := q.txIdle
+	q.mu.txOpen = true
+	wake := q.writerNeeded()
 	q.mu.Unlock()
-	if idle {
+	if wake {
 		q.wakeWriter()
 	}
 }
@@ -232,11 +232,11 @@ func (x *receiver) readResponse(hdr []byte, tail int) error {
 	q, h := x.q, x.h
 	n := uint32(h.ulpdu - taggedHdr)
 	q.mu.Lock()
-	if q.reads.Len() == 0 {
+	if q.mu.reads.Len() == 0 {
 		q.mu.Unlock()
 		return x.refuse(termOpcode, hdr)
 	}
-	r := q.reads.At(q.reads.Head) // stays valid: only this goroutine removes it
+	r := q.mu.reads.At(q.mu.reads.Head) // stays valid: only this goroutine removes it
 	q.mu.Unlock()
 	left := uint32(len(r.buf)) - r.got
 	var code termCode
@@ -266,21 +266,24 @@ func (x *receiver) readResponse(hdr []byte, tail int) error {
 func (x *receiver) finishRead(r *outstandingRead) {
 	q := x.q
 	q.mu.Lock()
-	q.sq.At(r.wr).readDone = true
+	q.mu.sq.At(r.wr).readDone = true
 	*r = outstandingRead{}
-	q.reads.Head++
-	q.reap()
-	idle := q.txIdle
+	q.mu.reads.Head++
+	pushed := q.reap()
+	wake := q.writerNeeded()
 	q.mu.Unlock()
-	if idle {
+	if wake {
 		q.wakeWriter()
+	}
+	if pushed {
+		q.completed(q.sendCQ)
 	}
 }
 
 // failRead sets the status that the RDMA Read r completes with.
 func (x *receiver) failRead(r *outstandingRead, status verbs.Status) {
 	x.q.mu.Lock()
-	x.q.sq.At(r.wr).status = status
+	x.q.mu.sq.At(r.wr).status = status
 	x.q.mu.Unlock()
 }
 
@@ -346,6 +349,7 @@ func (x *receiver) deliver() error {
 	x.expect[qnSend]++
 	x.inSend = false
 	q.completeRecv(&q.current, &wc)
+	q.completed(q.recvCQ)
 	return nil
 }
 
@@ -370,14 +374,14 @@ func (x *receiver) readRequest(tail int) error {
 	rr := readRequest{msn: h.msn}
 	rr.parseRDMAP(hdr[fpduLenSize+untaggedHdr:])
 	q.mu.Lock()
-	if q.rrq.Full() {
+	if q.mu.rrq.Full() {
 		q.mu.Unlock()
 		return x.refuse(termNoBuffer, hdr)
 	}
-	q.rrq.Push(rr)
-	idle := q.txIdle
+	q.mu.rrq.Push(rr)
+	wake := q.writerNeeded()
 	q.mu.Unlock()
-	if idle {
+	if wake {
 		q.wakeWriter()
 	}
 	x.expect[qnReadReq]++
@@ -416,10 +420,10 @@ func (x *receiver) failNamedRead(code termCode, msn uint32) {
 	q := x.q
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	for i := q.reads.Head; i != q.reads.Tail; i++ {
-		r := q.reads.At(i)
+	for i := q.mu.reads.Head; i != q.mu.reads.Tail; i++ {
+		r := q.mu.reads.At(i)
 		if r.msn == msn || msn == 0 { // the Terminate names no Read: take the oldest
-			q.sq.At(r.wr).status = status
+			q.mu.sq.At(r.wr).status = status
 			return
 		}
 	}

@@ -16,9 +16,23 @@ import (
 // mssInterval is the number of batches between two queries of the MSS.
 const mssInterval = 1024
 
-// A transmitter is the writer goroutine of a QP. A transmitter executes the send queue in order and
-// answers RDMA Read Requests. A transmitter sends one whole message after the other (RFC 5041
-// §5.3).
+// inlineBytes is the size of the largest request that the goroutine of a poster sends. It bounds
+// the time of PostSend.
+const inlineBytes = 32 << 10
+
+// inlineRounds is how many batches a poster sends while other goroutines post more.
+const inlineRounds = 4
+
+// A transmitter executes the send queue in order and answers RDMA Read Requests. It sends one whole
+// message after the other (RFC 5041 §5.3). Two kinds of goroutines use it, one at a time: the
+// writer, which may wait for the socket, and posters of small requests, which do not. The one that
+// uses it has set qp.mu.txBusy. What a poster cannot finish, the writer continues (unsent).
+//
+//	             PostSend, small request                      work, or poster left work
+//	┌────────┐ ◀───────────────────────── ┌──────┐ ──────────────────────────▶ ┌────────┐
+//	│ poster │                            │ free │                             │ writer │
+//	└────────┘ ─────────────────────────▶ └──────┘ ◀────────────────────────── └────────┘
+//	             done, or socket full                     no work
 type transmitter struct {
 	q      *qp
 	conn   *net.TCPConn
@@ -32,7 +46,10 @@ type transmitter struct {
 	readMSN  uint32
 	from     uint32 // first entry for runQueue
 	tail     uint32
-	open     bool // FPDUs may be sent
+	open     bool   // FPDUs may be sent
+	at       uint32 // entries before it are executed when the batch is sent
+	unsent   bool   // a poster left a part of the batch, or failed with err
+	err      error
 	answered bool // the last message was a Read Response, so the send queue is next
 	random   [stagSize]byte
 }
@@ -78,6 +95,7 @@ type work uint8
 
 const (
 	workNone work = iota
+	workUnsent
 	workQueue
 	workRespond
 )
@@ -91,6 +109,8 @@ func (t *transmitter) run() {
 		case workNone:
 			t.end()
 			return
+		case workUnsent:
+			err = t.finishUnsent()
 		case workQueue:
 			t.answered = false
 			err = t.runQueue()
@@ -101,7 +121,7 @@ func (t *transmitter) run() {
 		if err != nil {
 			q.mu.Lock()
 			if _, ok := t.b.atBoundary(); !ok {
-				q.broken = true
+				q.mu.broken = true
 			}
 			q.mu.Unlock()
 			if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
@@ -119,7 +139,7 @@ func (t *transmitter) run() {
 func (t *transmitter) waitForReader(err error) {
 	q := t.q
 	q.mu.Lock()
-	q.sendErr = err
+	q.mu.sendErr = err
 	q.mu.Unlock()
 	timeout := time.After(q.dev.cfg.Linger)
 	for !q.dead.Load() {
@@ -131,59 +151,85 @@ func (t *transmitter) waitForReader(err error) {
 	}
 }
 
-// wait waits for work and returns it; workNone means that the QP is dead. If the work is workQueue,
-// wait sets the range of entries to execute.
+// wait is called by the writer. It waits for work and returns it; workNone means that the QP is
+// dead. If the work is workQueue, wait sets the range of entries to execute.
 func (t *transmitter) wait() (work, readRequest) {
 	q := t.q
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	for {
-		if q.state == qpDead {
-			return workNone, readRequest{}
+	for q.mu.txBusy = false; ; {
+		if !q.mu.txBusy {
+			if w, rr := t.next(); w != workNone || q.mu.state == qpDead {
+				q.mu.txBusy = true
+				return w, rr
+			}
+			t.answered = false
 		}
-		queue := t.queueReady()
-		switch {
-		case q.txOpen && q.rrq.Head != q.rrq.Tail && !(t.answered && queue):
-			rr := *q.rrq.At(q.rrq.Head)
-			q.rrq.Head++
-			return workRespond, rr
-		case queue:
-			t.from, t.tail, t.open = q.sq.sent, q.sq.Tail, q.txOpen
-			return workQueue, readRequest{}
-		}
-		t.answered = false
-		q.txIdle = true
 		q.mu.Unlock()
 		<-q.wake
 		q.mu.Lock()
-		q.txIdle = false
 	}
 }
 
-// queueReady reports whether the next send queue entry can be executed. The caller holds mu.
-func (t *transmitter) queueReady() bool {
+// next returns the next work of the writer. The caller holds mu, and txBusy is false.
+func (t *transmitter) next() (work, readRequest) {
 	q := t.q
-	if q.sq.sent == q.sq.Tail {
+	if t.unsent { // first: a Terminate may follow only a whole FPDU
+		return workUnsent, readRequest{}
+	}
+	if q.mu.state == qpDead {
+		return workNone, readRequest{}
+	}
+	queue := q.queueReady()
+	switch {
+	case q.responseReady() && !(t.answered && queue):
+		rr := *q.mu.rrq.At(q.mu.rrq.Head)
+		q.mu.rrq.Head++
+		return workRespond, rr
+	case queue:
+		t.from, t.tail, t.open = q.mu.sq.sent, q.mu.sq.Tail, q.mu.txOpen
+		return workQueue, readRequest{}
+	}
+	return workNone, readRequest{}
+}
+
+// writerNeeded reports whether the writer has work that no other goroutine will do. The caller
+// holds mu.
+func (q *qp) writerNeeded() bool {
+	return !q.mu.txBusy && q.mu.state == qpReady && (q.tx.unsent || q.responseReady() || q.queueReady())
+}
+
+// responseReady reports whether a Read Request can be answered. The caller holds mu.
+func (q *qp) responseReady() bool { return q.mu.txOpen && q.mu.rrq.Len() > 0 }
+
+// queueReady reports whether the next send queue entry can be executed. The caller holds mu.
+func (q *qp) queueReady() bool {
+	if q.mu.sq.sent == q.mu.sq.Tail {
 		return false
 	}
-	switch q.sq.At(q.sq.sent).op {
+	switch q.mu.sq.At(q.mu.sq.sent).op {
 	case verbs.OpFastReg, verbs.OpLocalInv:
 		return true
 	case verbs.OpRDMARead:
-		return q.txOpen && !q.reads.Full()
+		return q.mu.txOpen && !q.mu.reads.Full()
 	}
-	return q.txOpen
+	return q.mu.txOpen
 }
 
-// runQueue executes the send queue entries that wait has chosen, and waits only for the socket.
-// runQueue stops at an entry that must wait for the peer. Until flush marks the entries as
-// executed, only this goroutine accesses them.
+// runQueue executes the send queue entries from t.from to t.tail. It stops at an entry that must
+// wait for the peer. Until flush marks the entries as executed, only this goroutine accesses them.
+//
+// The writer waits for the socket. A poster fills one batch with whole entries, and stops at an
+// entry that does not fit or that only the writer may execute.
 func (t *transmitter) runQueue() error {
-	q, at, tail, open := t.q, t.from, t.tail, t.open
+	q, at, tail, open, poster := t.q, t.from, t.tail, t.open, t.b.nowait
 	t.b.begin()
 	for at != tail {
-		e := q.sq.At(at)
+		e := q.mu.sq.At(at)
 		if !open && e.op != verbs.OpFastReg && e.op != verbs.OpLocalInv {
+			break
+		}
+		if poster && !t.fitsWhole(e) {
 			break
 		}
 		switch e.op {
@@ -223,14 +269,18 @@ func (t *transmitter) runQueue() error {
 
 // flush sends the batch and marks every entry before at as executed.
 func (t *transmitter) flush(at uint32) error {
+	t.at = at
 	if err := t.transmit(); err != nil {
 		return err
 	}
 	q := t.q
 	q.mu.Lock()
-	q.sq.sent = at
-	q.reap()
+	q.mu.sq.sent = at
+	pushed := q.reap()
 	q.mu.Unlock()
+	if pushed {
+		q.sendCQ.wake()
+	}
 	t.b.begin()
 	return nil
 }
@@ -321,12 +371,12 @@ func (t *transmitter) startRead(at uint32, e *sqe) bool {
 		srcSTag: uint32(e.rkey), srcTO: e.raddr,
 	}
 	q.mu.Lock()
-	if q.reads.Full() {
+	if q.mu.reads.Full() {
 		q.mu.Unlock()
 		return false
 	}
 	// The response may arrive before this goroutine continues, so the entry comes first.
-	q.reads.Push(outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag, buf: e.sges[0].Buf})
+	q.mu.reads.Push(outstandingRead{wr: at, msn: r.msn, stag: r.sinkSTag, buf: e.sges[0].Buf})
 	q.mu.Unlock()
 	t.readMSN++
 	putReadRequest(t.b.header(maxHeaderSize), &r)
@@ -464,7 +514,7 @@ func (t *transmitter) end() {
 	q := t.q
 	q.leaveMemory()
 	q.mu.Lock()
-	term, broken := q.term, q.broken
+	term, broken := q.mu.term, q.mu.broken
 	q.mu.Unlock()
 	if !broken {
 		if term != nil {

@@ -23,162 +23,145 @@ func withControl(u []byte, clear, set uint16) []byte {
 // filler returns n bytes of 0xee.
 func filler(n int) []byte { return bytes.Repeat([]byte{0xee}, n) }
 
+// A message returns a ULPDU that is sent to v.
+type message func(v *endpoint) []byte
+
+// control overwrites bits of the control word.
+func (m message) control(clear, set uint16) message {
+	return func(v *endpoint) []byte { return withControl(m(v), clear, set) }
+}
+
+// cut shortens the ULPDU to n bytes.
+func (m message) cut(n int) message { return func(v *endpoint) []byte { return m(v)[:n] } }
+
+// A stagOf returns an STag that v knows, or one that is invalid there.
+type stagOf func(v *endpoint) uint32
+
+func wkey(v *endpoint) uint32        { return v.wkey }
+func staleWKey(v *endpoint) uint32   { return v.wkey - 1 }
+func nextWKey(v *endpoint) uint32    { return v.wkey + 1 }
+func unknownWKey(v *endpoint) uint32 { return v.wkey ^ 1<<30 }
+func rkey(v *endpoint) uint32        { return v.rkey }
+func unknownRKey(v *endpoint) uint32 { return v.rkey ^ 1<<30 }
+func foreign(v *endpoint) uint32     { return v.foreign }
+func zeroSTag(*endpoint) uint32      { return 0 }
+
+// taggedTo makes a last tagged segment with n bytes of data.
+func taggedTo(op uint8, stag stagOf, to uint64, n int) message {
+	return func(v *endpoint) []byte { return tagged(op, true, stag(v), to, filler(n)) }
+}
+
+// write makes an RDMA Write of n bytes.
+func write(stag stagOf, to uint64, n int) message { return taggedTo(opWrite, stag, to, n) }
+
+// onQueue makes a last untagged segment with n bytes of data.
+func onQueue(op uint8, qn, msn uint32, n int) message {
+	return func(*endpoint) []byte { return untagged(op, true, 0, qn, msn, 0, filler(n)) }
+}
+
+// send makes a segment of a Send with n bytes of data.
+func send(last bool, msn, mo uint32, n int) message {
+	return func(*endpoint) []byte { return untagged(opSend, last, 0, qnSend, msn, mo, filler(n)) }
+}
+
+// sendEach makes n empty Sends.
+func sendEach(n int) []message {
+	l := make([]message, n)
+	for i := range l {
+		l[i] = send(true, uint32(1+i), 0, 0)
+	}
+	return l
+}
+
+// splitSend makes one Send of segments with these sizes.
+func splitSend(sizes ...int) []message {
+	var l []message
+	var mo uint32
+	for i, n := range sizes {
+		l = append(l, send(i == len(sizes)-1, 1, mo, n))
+		mo += uint32(n)
+	}
+	return l
+}
+
+// sendInv makes a Send With Invalidate of 8 bytes.
+func sendInv(op uint8, stag stagOf) message {
+	return func(v *endpoint) []byte { return untagged(op, true, stag(v), qnSend, 1, 0, filler(8)) }
+}
+
+// read makes a Read Request.
+func read(msn uint32, stag stagOf, to uint64, size uint32) message {
+	return func(v *endpoint) []byte {
+		return readReq(readRequest{msn: msn, size: size, srcSTag: stag(v), srcTO: to})
+	}
+}
+
 // violations are invalid messages of a peer, with the Terminate that RFC 5040, RFC 5041 and RFC
 // 5044 name for each.
 var violations = []struct {
 	name   string
-	ulpdus func(v *endpoint) [][]byte
 	want   termCode
 	quoted int // bytes after the fixed part of the Terminate
+	ulpdus []message
 }{
-	{"write, unknown STag", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey^1<<30, winIOVA, filler(8))}
-	}, termTaggedInvalidSTag, 16},
-	{"write, stale key", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey-1, winIOVA, filler(8))}
-	}, termTaggedInvalidSTag, 16},
-	{"write, STag 0", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, 0, winIOVA, filler(8))}
-	}, termTaggedInvalidSTag, 16},
-	{"write, wrong direction", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.rkey, winIOVA, filler(8))}
-	}, termTaggedInvalidSTag, 16},
-	{"write, other PD and stream", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.foreign, winIOVA, filler(8))}
-	}, termTaggedOtherStream, 16},
-	{"write, before the window", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA-1, filler(8))}
-	}, termTaggedBounds, 16},
-	{"write, across the end of the window", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen-7, filler(8))}
-	}, termTaggedBounds, 16},
-	{"write, after the window", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA+winLen, filler(1))}
-	}, termTaggedBounds, 16},
-	{"write, longer than the window", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA, filler(60000))}
-	}, termTaggedBounds, 16},
-	{"write, offset wraps", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, 1<<64-4, filler(8))}
-	}, termTaggedWrap, 16},
-	{"write, DDP version 2", func(v *endpoint) [][]byte {
-		return [][]byte{withControl(tagged(opWrite, true, v.wkey, winIOVA, filler(8)), ctrlDVMask, 0x200)}
-	}, termTaggedVersion, 16},
-	{"write, RDMAP version 0", func(v *endpoint) [][]byte {
-		return [][]byte{withControl(tagged(opWrite, true, v.wkey, winIOVA, filler(8)), ctrlRVMask, 0)}
-	}, termRDMAPVersion, 16},
-	{"write, untagged", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opWrite, true, 0, qnSend, 1, 0, filler(8))}
-	}, termOpcode, 20},
-	{"Read Response without a Read", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opReadResp, true, v.wkey, winIOVA, filler(8))}
-	}, termOpcode, 16},
-	{"Send, tagged", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opSend, true, v.wkey, winIOVA, filler(8))}
-	}, termOpcode, 16},
-	{"Send, DDP version 0", func(*endpoint) [][]byte {
-		return [][]byte{withControl(untagged(opSend, true, 0, qnSend, 1, 0, filler(8)), ctrlDVMask, 0)}
-	}, termUntaggedVersion, 20},
-	{"Send, RDMAP version 2", func(*endpoint) [][]byte {
-		return [][]byte{withControl(untagged(opSend, true, 0, qnSend, 1, 0, filler(8)), ctrlRVMask, 0x80)}
-	}, termRDMAPVersion, 20},
-	{"opcode 8", func(*endpoint) [][]byte { return [][]byte{untagged(8, true, 0, qnSend, 1, 0, nil)} }, termOpcode, 20},
-	{"opcode 11, tagged", func(*endpoint) [][]byte { return [][]byte{tagged(11, true, 1, 0, nil)} }, termOpcode, 16},
-	{"queue 3", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, 3, 1, 0, nil)} }, termUntaggedQN,
-		20},
-	{"Send on queue 1", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnReadReq, 1, 0, nil)} },
-		termOpcode, 20},
-	{"Send, MSN 0", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 0, 0, nil)} },
-		termMSNRange, 20},
-	{"Send, MSN repeated", func(*endpoint) [][]byte {
-		u := untagged(opSend, true, 0, qnSend, 1, 0, nil)
-		return [][]byte{u, u}
-	}, termMSNRange, 20},
-	{"Send, MSN skipped", func(*endpoint) [][]byte { return [][]byte{untagged(opSend, true, 0, qnSend, 2, 0, nil)} },
-		termMSNRange, 20},
-	{"Send, MO 4 in the first segment", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 4, filler(4))}
-	}, termMO, 20},
-	{"Send, gap between segments", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, filler(4)),
-			untagged(opSend, true, 0, qnSend, 1, 8, filler(4))}
-	}, termMO, 20},
-	{"Send, segments overlap", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opSend, false, 0, qnSend, 1, 0, filler(4)),
-			untagged(opSend, true, 0, qnSend, 1, 0, filler(4))}
-	}, termMO, 20},
-	{"Send, too long", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, filler(recvSize+1))}
-	}, termTooLong, 20},
-	{"Send, far too long", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, filler(60000))}
-	}, termTooLong, 20},
-	{"Send, too long in the third segment", func(*endpoint) [][]byte {
-		return [][]byte{
-			untagged(opSend, false, 0, qnSend, 1, 0, filler(30)), untagged(opSend, false, 0, qnSend, 1, 30,
-				filler(34)),
-			untagged(opSend, true, 0, qnSend, 1, 64, filler(1)),
-		}
-	}, termTooLong, 20},
-	{"Send, no Receive", func(*endpoint) [][]byte {
-		var l [][]byte
-		for i := range uint32(numRecvs + 1) {
-			l = append(l, untagged(opSend, true, 0, qnSend, 1+i, 0, nil))
-		}
-		return l
-	}, termNoBuffer, 20},
-	{"Send With Invalidate, unknown STag", func(v *endpoint) [][]byte {
-		return [][]byte{untagged(opSendInv, true, v.wkey^1<<30, qnSend, 1, 0, filler(8))}
-	}, termCannotInvalidate, 20},
-	{"Send With Invalidate, stale key", func(v *endpoint) [][]byte {
-		return [][]byte{untagged(opSendInv, true, v.wkey+1, qnSend, 1, 0, filler(8))}
-	}, termCannotInvalidate, 20},
-	{"Send With Invalidate, other stream", func(v *endpoint) [][]byte {
-		return [][]byte{untagged(opSendSEInv, true, v.foreign, qnSend, 1, 0, filler(8))}
-	}, termCannotInvalidate, 20},
-	{"Read, unknown STag", func(v *endpoint) [][]byte {
-		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey ^ 1<<30, srcTO: winIOVA})}
-	}, termReadInvalidSTag, 48},
-	{"Read, other PD and stream", func(v *endpoint) [][]byte {
-		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.foreign, srcTO: winIOVA})}
-	}, termReadOtherStream, 48},
-	{"Read, wrong direction", func(v *endpoint) [][]byte {
-		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.wkey, srcTO: winIOVA})}
-	}, termReadAccess, 48},
-	{"Read, across the end of the window", func(v *endpoint) [][]byte {
-		return [][]byte{readReq(readRequest{msn: 1, size: winLen, srcSTag: v.rkey, srcTO: winIOVA + 1})}
-	}, termReadBounds, 48},
-	{"Read, 4 GiB", func(v *endpoint) [][]byte {
-		return [][]byte{readReq(readRequest{msn: 1, size: 1<<32 - 1, srcSTag: v.rkey, srcTO: winIOVA})}
-	}, termReadBounds, 48},
-	{"Read, offset wraps", func(v *endpoint) [][]byte {
-		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: 1<<64 - 4})}
-	}, termReadWrap, 48},
-	{"Read, MSN 2", func(v *endpoint) [][]byte {
-		return [][]byte{readReq(readRequest{msn: 2, size: 8, srcSTag: v.rkey, srcTO: winIOVA})}
-	}, termMSNRange, 20},
-	{"Read, not last", func(v *endpoint) [][]byte {
-		return [][]byte{withControl(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), ctrlLast,
-			0)}
-	}, termTooLong, 20},
-	{"Read, too long", func(v *endpoint) [][]byte {
-		return [][]byte{append(readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA}), 0)}
-	}, termTooLong, 20},
-	{"Read, too short", func(v *endpoint) [][]byte {
-		return [][]byte{readReq(readRequest{msn: 1, size: 8, srcSTag: v.rkey, srcTO: winIOVA})[:readReqULPDU-1]}
-	}, termFPDULength, 0},
-	{"Terminate, MSN 2", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opTerminate, true, 0, qnTerminate, 2, 0, make([]byte, 4))}
-	}, termMSNRange, 20},
-	{"ULPDU of 0", func(*endpoint) [][]byte { return [][]byte{{}} }, termFPDULength, 0},
-	{"ULPDU of 1", func(*endpoint) [][]byte { return [][]byte{{0x41}} }, termFPDULength, 0},
-	{"ULPDU of 10 for a Send", func(*endpoint) [][]byte {
-		return [][]byte{untagged(opSend, true, 0, qnSend, 1, 0, nil)[:10]}
-	}, termFPDULength, 0},
-	{"ULPDU of 13 for a Write", func(v *endpoint) [][]byte {
-		return [][]byte{tagged(opWrite, true, v.wkey, winIOVA, nil)[:13]}
-	}, termFPDULength, 0},
+	{"write, unknown STag", termTaggedInvalidSTag, 16, []message{write(unknownWKey, winIOVA, 8)}},
+	{"write, stale key", termTaggedInvalidSTag, 16, []message{write(staleWKey, winIOVA, 8)}},
+	{"write, STag 0", termTaggedInvalidSTag, 16, []message{write(zeroSTag, winIOVA, 8)}},
+	{"write, wrong direction", termTaggedInvalidSTag, 16, []message{write(rkey, winIOVA, 8)}},
+	{"write, other PD and stream", termTaggedOtherStream, 16, []message{write(foreign, winIOVA, 8)}},
+	{"write, before the window", termTaggedBounds, 16, []message{write(wkey, winIOVA-1, 8)}},
+	{"write, across the end of the window", termTaggedBounds, 16, []message{write(wkey, winIOVA+winLen-7, 8)}},
+	{"write, after the window", termTaggedBounds, 16, []message{write(wkey, winIOVA+winLen, 1)}},
+	{"write, longer than the window", termTaggedBounds, 16, []message{write(wkey, winIOVA, 60000)}},
+	{"write, offset wraps", termTaggedWrap, 16, []message{write(wkey, 1<<64-4, 8)}},
+	{"write, DDP version 2", termTaggedVersion, 16, []message{write(wkey, winIOVA, 8).control(ctrlDVMask, 0x200)}},
+	{"write, RDMAP version 0", termRDMAPVersion, 16, []message{write(wkey, winIOVA, 8).control(ctrlRVMask, 0)}},
+	{"write, untagged", termOpcode, 20, []message{onQueue(opWrite, qnSend, 1, 8)}},
+	{"Read Response without a Read", termOpcode, 16, []message{taggedTo(opReadResp, wkey, winIOVA, 8)}},
+	{"Send, tagged", termOpcode, 16, []message{taggedTo(opSend, wkey, winIOVA, 8)}},
+	{"Send, DDP version 0", termUntaggedVersion, 20, []message{send(true, 1, 0, 8).control(ctrlDVMask, 0)}},
+	{"Send, RDMAP version 2", termRDMAPVersion, 20, []message{send(true, 1, 0, 8).control(ctrlRVMask, 0x80)}},
+	{"opcode 8", termOpcode, 20, []message{onQueue(8, qnSend, 1, 0)}},
+	{"opcode 11, tagged", termOpcode, 16, []message{func(*endpoint) []byte { return tagged(11, true, 1, 0, nil) }}},
+	{"queue 3", termUntaggedQN, 20, []message{onQueue(opSend, 3, 1, 0)}},
+	{"Send on queue 1", termOpcode, 20, []message{onQueue(opSend, qnReadReq, 1, 0)}},
+	{"Send, MSN 0", termMSNRange, 20, []message{send(true, 0, 0, 0)}},
+	{"Send, MSN repeated", termMSNRange, 20, []message{send(true, 1, 0, 0), send(true, 1, 0, 0)}},
+	{"Send, MSN skipped", termMSNRange, 20, []message{send(true, 2, 0, 0)}},
+	{"Send, MO 4 in the first segment", termMO, 20, []message{send(true, 1, 4, 4)}},
+	{"Send, gap between segments", termMO, 20, []message{send(false, 1, 0, 4), send(true, 1, 8, 4)}},
+	{"Send, segments overlap", termMO, 20, []message{send(false, 1, 0, 4), send(true, 1, 0, 4)}},
+	{"Send, too long", termTooLong, 20, []message{send(true, 1, 0, recvSize+1)}},
+	{"Send, far too long", termTooLong, 20, []message{send(true, 1, 0, 60000)}},
+	{"Send, too long in the third segment", termTooLong, 20, splitSend(30, 34, 1)},
+	{"Send, no Receive", termNoBuffer, 20, sendEach(numRecvs + 1)},
+	{"Send With Invalidate, unknown STag", termCannotInvalidate, 20, []message{sendInv(opSendInv, unknownWKey)}},
+	{"Send With Invalidate, stale key", termCannotInvalidate, 20, []message{sendInv(opSendInv, nextWKey)}},
+	{"Send With Invalidate, other stream", termCannotInvalidate, 20, []message{sendInv(opSendSEInv, foreign)}},
+	{"Read, unknown STag", termReadInvalidSTag, 48, []message{read(1, unknownRKey, winIOVA, 8)}},
+	{"Read, other PD and stream", termReadOtherStream, 48, []message{read(1, foreign, winIOVA, 8)}},
+	{"Read, wrong direction", termReadAccess, 48, []message{read(1, wkey, winIOVA, 8)}},
+	{"Read, across the end of the window", termReadBounds, 48, []message{read(1, rkey, winIOVA+1, winLen)}},
+	{"Read, 4 GiB", termReadBounds, 48, []message{read(1, rkey, winIOVA, 1<<32-1)}},
+	{"Read, offset wraps", termReadWrap, 48, []message{read(1, rkey, 1<<64-4, 8)}},
+	{"Read, MSN 2", termMSNRange, 20, []message{read(2, rkey, winIOVA, 8)}},
+	{"Read, not last", termTooLong, 20, []message{read(1, rkey, winIOVA, 8).control(ctrlLast, 0)}},
+	{"Read, too long", termTooLong, 20, []message{longRead}},
+	{"Read, too short", termFPDULength, 0, []message{read(1, rkey, winIOVA, 8).cut(readReqULPDU - 1)}},
+	{"Terminate, MSN 2", termMSNRange, 20, []message{emptyTerminate}},
+	{"ULPDU of 0", termFPDULength, 0, []message{func(*endpoint) []byte { return []byte{} }}},
+	{"ULPDU of 1", termFPDULength, 0, []message{func(*endpoint) []byte { return []byte{0x41} }}},
+	{"ULPDU of 10 for a Send", termFPDULength, 0, []message{send(true, 1, 0, 0).cut(10)}},
+	{"ULPDU of 13 for a Write", termFPDULength, 0, []message{write(wkey, winIOVA, 0).cut(13)}},
 }
+
+// emptyTerminate makes a second Terminate without an error code.
+func emptyTerminate(*endpoint) []byte {
+	return untagged(opTerminate, true, 0, qnTerminate, 2, 0, make([]byte, 4))
+}
+
+// longRead makes a valid Read Request with one more byte.
+func longRead(v *endpoint) []byte { return append(read(1, rkey, winIOVA, 8)(v), 0) }
 
 // TestViolationsTerminate checks that each violation is answered with the named Terminate, and that
 // no memory changes.
@@ -193,7 +176,11 @@ func TestViolationsTerminate(t *testing.T) {
 				cfg := defaultConfig
 				cfg.CRC = crc
 				p, v := connectRaw(t, cfg)
-				p.send(c.ulpdus(v)...)
+				var l [][]byte
+				for _, m := range c.ulpdus {
+					l = append(l, m(v))
+				}
+				p.send(l...)
 				got, b := p.readTerminate()
 				if got != c.want {
 					t.Errorf("Terminate: got %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())

@@ -2,6 +2,7 @@ package softiwarp
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"hash/crc32"
@@ -45,59 +46,62 @@ func TestPadding(t *testing.T) {
 	}
 }
 
+// checkHeader checks that put writes the bytes wire, and that they decode to want. It takes the
+// control word of want from wire.
+func checkHeader(t *testing.T, wire string, put func(b []byte), want header) {
+	t.Helper()
+	b := unhex(t, wire)
+	got := make([]byte, len(b))
+	put(got)
+	if !bytes.Equal(got, b) {
+		t.Fatalf("encoded: got %x, want %x", got, b)
+	}
+	want.ctrl = binary.BigEndian.Uint16(b[fpduLenSize:])
+	var h header
+	h.parseControl(b)
+	h.parseRest(b)
+	if h != want {
+		t.Errorf("decoded: got %+v, want %+v", h, want)
+	}
+}
+
 // TestHeadersRoundTrip encodes and decodes the headers of RFC 5041 §4 and RFC 5040 §4.
 func TestHeadersRoundTrip(t *testing.T) {
+	const offset, inv = 0x1122334455667788, 0xaabbccdd
 	for _, c := range []struct {
 		name string
-		put  func(b []byte)
+		op   uint8
+		last bool
+		stag uint32
+		to   uint64
+		n    int // bytes of data
 		wire string
-		want header
 	}{
-		{
-			"RDMA Write, last", func(b []byte) { putTagged(b, opWrite, true, 0x01020304, 0x1122334455667788, 5) },
-			"0013 c140 01020304 1122334455667788",
-			header{ulpdu: 19, ctrl: 0xc140, op: opWrite, tagged: true, last: true, stag: 0x01020304,
-				to: 0x1122334455667788},
-		},
-		{
-			"RDMA Write, more", func(b []byte) { putTagged(b, opWrite, false, 7, 8, 1428) },
-			"05a2 8140 00000007 0000000000000008",
-			header{ulpdu: 1442, ctrl: 0x8140, op: opWrite, tagged: true, stag: 7, to: 8},
-		},
-		{
-			"RDMA Read Response, last", func(b []byte) { putTagged(b, opReadResp, true, 9, 0, 0) },
-			"000e c142 00000009 0000000000000000",
-			header{ulpdu: 14, ctrl: 0xc142, op: opReadResp, tagged: true, last: true, stag: 9},
-		},
-		{
-			"Send, last", func(b []byte) { putUntagged(b, opSend, true, 0, qnSend, 2, 0, 24) },
-			"002a 4143 00000000 00000000 00000002 00000000",
-			header{ulpdu: 42, ctrl: 0x4143, op: opSend, last: true, msn: 2},
-		},
-		{
-			"Send, more", func(b []byte) { putUntagged(b, opSend, false, 0, qnSend, 0xffffffff, 1424, 4) },
-			"0016 0143 00000000 00000000 ffffffff 00000590",
-			header{ulpdu: 22, ctrl: 0x0143, op: opSend, msn: 0xffffffff, mo: 1424},
-		},
-		{
-			"Send With Invalidate", func(b []byte) { putUntagged(b, opSendInv, true, 0xaabbccdd, qnSend, 1, 0, 0) },
-			"0012 4144 aabbccdd 00000000 00000001 00000000",
-			header{ulpdu: 18, ctrl: 0x4144, op: opSendInv, last: true, stag: 0xaabbccdd, msn: 1},
-		},
+		{"RDMA Write, last", opWrite, true, 0x01020304, offset, 5, "0013 c140 01020304 1122334455667788"},
+		{"RDMA Write, more", opWrite, false, 7, 8, 1428, "05a2 8140 00000007 0000000000000008"},
+		{"RDMA Read Response, last", opReadResp, true, 9, 0, 0, "000e c142 00000009 0000000000000000"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			want := unhex(t, c.wire)
-			got := make([]byte, len(want))
-			c.put(got)
-			if !bytes.Equal(got, want) {
-				t.Fatalf("encoded: got %x, want %x", got, want)
-			}
-			var h header
-			h.parseControl(want)
-			h.parseRest(want)
-			if h != c.want {
-				t.Errorf("decoded: got %+v, want %+v", h, c.want)
-			}
+			want := header{ulpdu: taggedHdr + c.n, op: c.op, tagged: true, last: c.last, stag: c.stag, to: c.to}
+			checkHeader(t, c.wire, func(b []byte) { putTagged(b, c.op, c.last, c.stag, c.to, c.n) }, want)
+		})
+	}
+	for _, c := range []struct {
+		name         string
+		op           uint8
+		last         bool
+		inv, msn, mo uint32
+		n            int // bytes of data
+		wire         string
+	}{
+		{"Send, last", opSend, true, 0, 2, 0, 24, "002a 4143 00000000 00000000 00000002 00000000"},
+		{"Send, more", opSend, false, 0, 1<<32 - 1, 1424, 4, "0016 0143 00000000 00000000 ffffffff 00000590"},
+		{"Send With Invalidate", opSendInv, true, inv, 1, 0, 0, "0012 4144 aabbccdd 00000000 00000001 00000000"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			want := header{ulpdu: untaggedHdr + c.n, op: c.op, last: c.last, stag: c.inv, msn: c.msn, mo: c.mo}
+			checkHeader(t, c.wire, func(b []byte) { putUntagged(b, c.op, c.last, c.inv, qnSend, c.msn, c.mo, c.n) },
+				want)
 		})
 	}
 }
@@ -121,42 +125,24 @@ func TestReadRequestRoundTrip(t *testing.T) {
 
 func TestMPAFramesRoundTrip(t *testing.T) {
 	req, rep := hex.EncodeToString([]byte(mpaReqKey)), hex.EncodeToString([]byte(mpaRepKey))
+	client := enhanced(32, 0)
+	client.data = []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}
+	withCRC := enhanced(1, depthByULP)
+	withCRC.crc = true
+	accepting := peerToPeer("W", 0, 16)
+	accepting.reply, accepting.crc, accepting.data = true, true, []byte{1, 2}
 	for _, c := range []struct {
 		name  string
 		frame mpaFrame
 		wire  string
 	}{
-		{
-			"request of an NFS/RDMA client", mpaFrame{enhanced: true, rev: 2, ird: 32,
-				data: []byte{0xf6, 0xab, 0x0e, 0x18, 1, 1, 3, 3}},
-			req + "10 02 000c 0020 0000 f6ab0e1801010303",
-		},
-		{
-			"request with CRC", mpaFrame{crc: true, enhanced: true, rev: 2, ird: 1, ord: depthByULP, data: []byte{}},
-			req + "50 02 0004 0001 3fff",
-		},
-		{
-			"plain request", mpaFrame{rev: 1, data: []byte("x")},
-			req + "00 01 0001 78",
-		},
-		{
-			"peer-to-peer request", mpaFrame{enhanced: true, rev: 2, ird: 1, ord: 2, peer: true, rtrSend: true,
-				rtrWrite: true, rtrRead: true, data: []byte{}},
-			req + "10 02 0004 c001 c002",
-		},
-		{
-			"markers", mpaFrame{markers: true, rev: 2, data: []byte{}},
-			req + "80 02 0000",
-		},
-		{
-			"accepting reply", mpaFrame{reply: true, crc: true, enhanced: true, rev: 2, ord: 16, peer: true,
-				rtrWrite: true, data: []byte{1, 2}},
-			rep + "50 02 0006 8000 8010 0102",
-		},
-		{
-			"rejecting reply", mpaFrame{reply: true, reject: true, enhanced: true, rev: 2, data: []byte{}},
-			rep + "30 02 0004 0000 0000",
-		},
+		{"request of an NFS/RDMA client", client, req + "10 02 000c 0020 0000 f6ab0e1801010303"},
+		{"request with CRC", withCRC, req + "50 02 0004 0001 3fff"},
+		{"plain request", mpaFrame{rev: 1, data: []byte("x")}, req + "00 01 0001 78"},
+		{"peer-to-peer request", peerToPeer("SWR", 1, 2), req + "10 02 0004 c001 c002"},
+		{"markers", mpaFrame{markers: true, rev: 2}, req + "80 02 0000"},
+		{"accepting reply", accepting, rep + "50 02 0006 8000 8010 0102"},
+		{"rejecting reply", mpaFrame{reply: true, reject: true, enhanced: true, rev: 2}, rep + "30 02 0004 0000 0000"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			want := unhex(t, c.wire)
@@ -228,6 +214,7 @@ func TestInvalidMPAFramesFail(t *testing.T) {
 }
 
 func TestDepthNegotiation(t *testing.T) {
+	const byULP = depthByULP
 	for _, c := range []struct {
 		name     string
 		req      mpaFrame
@@ -239,8 +226,7 @@ func TestDepthNegotiation(t *testing.T) {
 		{"initiator's IRD is smaller", mpaFrame{ird: 4, ord: 3}, depths{1, 16}, depths{4, 4}, 4, 4},
 		{"rounded up", mpaFrame{ird: 1}, depths{20, 0}, depths{32, 0}, 32, 0},
 		{"limit", mpaFrame{ird: 0x3ffe, ord: 0x3ffe}, depths{200, 200}, depths{128, 128}, 128, 128},
-		{"left to the ULP", mpaFrame{ird: depthByULP, ord: depthByULP}, depths{2, 3}, depths{2, 3}, depthByULP,
-			depthByULP},
+		{"left to the ULP", mpaFrame{ird: byULP, ord: byULP}, depths{2, 3}, depths{2, 3}, byULP, byULP},
 	} {
 		d, ird, ord := answerDepths(&c.req, c.own, maxReadDepth)
 		if d != c.want || ird != c.ird || ord != c.ord {
@@ -258,7 +244,7 @@ func TestDepthNegotiation(t *testing.T) {
 		{"responder offers less", mpaFrame{ird: 2, ord: 1}, depths{8, 8}, depths{8, 2}, true},
 		{"responder requires more", mpaFrame{ird: 8, ord: 20}, depths{8, 8}, depths{32, 8}, true},
 		{"responder requires too much", mpaFrame{ord: 200}, depths{8, 8}, depths{8, 8}, false},
-		{"left to the ULP", mpaFrame{ird: depthByULP, ord: depthByULP}, depths{2, 3}, depths{2, 3}, true},
+		{"left to the ULP", mpaFrame{ird: byULP, ord: byULP}, depths{2, 3}, depths{2, 3}, true},
 	} {
 		d, ok := adoptDepths(&c.rep, c.own, maxReadDepth)
 		if ok != c.ok || ok && d != c.want {
@@ -270,41 +256,36 @@ func TestDepthNegotiation(t *testing.T) {
 func TestTerminateRoundTrip(t *testing.T) {
 	write := make([]byte, fpduLenSize+taggedHdr)
 	putTagged(write, opWrite, true, 0x0a0b0c0d, 0x99, 100)
+	ofWrite := &terminate{code: termTaggedBounds}
+	ofWrite.quote(write, &header{ulpdu: taggedHdr + 100, tagged: true})
 	send := make([]byte, fpduLenSize+untaggedHdr)
 	putUntagged(send, opSend, true, 0, qnSend, 5, 0, 8)
+	ofSend := &terminate{code: termNoBuffer}
+	ofSend.quote(send, &header{ulpdu: untaggedHdr + 8})
+	ofRead := &terminate{code: termReadBounds}
+	ofRead.quoteRead(&readRequest{msn: 2, sinkSTag: 1, sinkTO: 2, size: 3, srcSTag: 4, srcTO: 5})
 	const untagged = "4147 00000000 00000002 00000001 00000000"
+	const sendHdr = "001a 4143 00000000 00000000 00000005 00000000"
+	const readHdr = "002e 4141 00000000 00000001 00000002 00000000" +
+		"00000001 0000000000000002 00000003 00000004 0000000000000005"
 	for _, c := range []struct {
 		name string
-		make func() *terminate
+		x    *terminate
 		wire string
 	}{
-		{"no header", func() *terminate { return &terminate{code: termCRC} }, "0016" + untagged + "20 02 00 00"},
-		{"tagged", func() *terminate {
-			x := &terminate{code: termTaggedBounds}
-			x.quote(write, &header{ulpdu: taggedHdr + 100, tagged: true})
-			return x
-		}, "0026" + untagged + "11 01 c0 00 0072 c140 0a0b0c0d 0000000000000099"},
-		{"untagged", func() *terminate {
-			x := &terminate{code: termNoBuffer}
-			x.quote(send, &header{ulpdu: untaggedHdr + 8})
-			return x
-		}, "002a" + untagged + "12 02 c0 00 001a 4143 00000000 00000000 00000005 00000000"},
-		{"Read Request", func() *terminate {
-			x := &terminate{code: termReadBounds}
-			x.quoteRead(&readRequest{msn: 2, sinkSTag: 1, sinkTO: 2, size: 3, srcSTag: 4, srcTO: 5})
-			return x
-		}, "0046" + untagged + `01 01 e0 00 002e 4141 00000000 00000001 00000002 00000000
-			00000001 0000000000000002 00000003 00000004 0000000000000005`},
+		{"no header", &terminate{code: termCRC}, "0016" + untagged + "20 02 00 00"},
+		{"tagged", ofWrite, "0026" + untagged + "11 01 c0 00 0072 c140 0a0b0c0d 0000000000000099"},
+		{"untagged", ofSend, "002a" + untagged + "12 02 c0 00" + sendHdr},
+		{"Read Request", ofRead, "0046" + untagged + "01 01 e0 00" + readHdr},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var b [fpduLenSize + maxTermULPDU]byte
-			x := c.make()
-			n := x.encode(b[:])
+			n := c.x.encode(b[:])
 			if want := unhex(t, c.wire); !bytes.Equal(b[:n], want) {
 				t.Fatalf("encoded: got %x, want %x", b[:n], want)
 			}
-			if code, _ := decodeTerminate(b[fpduLenSize+untaggedHdr : n]); code != x.code {
-				t.Errorf("decoded: got %+v, want %+v", code, x.code)
+			if code, _ := decodeTerminate(b[fpduLenSize+untaggedHdr : n]); code != c.x.code {
+				t.Errorf("decoded: got %+v, want %+v", code, c.x.code)
 			}
 		})
 	}
@@ -313,6 +294,7 @@ func TestTerminateRoundTrip(t *testing.T) {
 // TestDecodeTerminate decodes messages in the RFC's bit order and messages recorded from a stock
 // siw.
 func TestDecodeTerminate(t *testing.T) {
+	quotedRead := "002e 4141 00000000 00000001 00000007 00000000" + strings.Repeat("00", readReqHdr)
 	const quoted = "0013 c140 01020304 1122334455667788"
 	for _, c := range []struct {
 		name, wire string
@@ -328,10 +310,8 @@ func TestDecodeTerminate(t *testing.T) {
 		{"siw, cannot invalidate", "20090300", termCode{layerRDMAP, 2, 9}, 0},
 		{"siw, unknown STag", "11000300" + quoted, termTaggedInvalidSTag, 0},
 		{"siw, Read Response without a Read", "01000300" + quoted, termCode{layerDDP, 0, 0}, 0},
-		{"RFC, Read access", "0102e000 002e 4141 00000000 00000001 00000007 00000000" +
-			strings.Repeat("00", readReqHdr), termReadAccess, 7},
-		{"siw, Read access", "10020700 002e 4141 00000000 00000001 00000007 00000000" +
-			strings.Repeat("00", readReqHdr), termReadAccess, 7},
+		{"RFC, Read access", "0102e000" + quotedRead, termReadAccess, 7},
+		{"siw, Read access", "10020700" + quotedRead, termReadAccess, 7},
 		{"RFC, local catastrophic", "00000000", termLocalCatastrophic, 0},
 		{"short", "2002", termUnspecified, 0},
 		{"empty", "", termUnspecified, 0},

@@ -77,19 +77,19 @@ func testAccessRefused(t *testing.T, s *suite) {
 }
 
 func (c *accessCase) run(t *testing.T, p *pair) {
-	mem := p.active.buffer(guardedSize)
+	mem := p.active.Buffer(guardedSize)
 	pattern(mem.Buf, 0x33)
 	original := bytes.Clone(mem.Buf)
 	key, addr := c.register(t, p.active, mem.Buf[guardedFrom:][:guardedLen])
-	peer := p.passive.buffer(c.n)
+	peer := p.passive.Buffer(c.n)
 	pattern(peer.Buf, 0x44)
 	peerOriginal := bytes.Clone(peer.Buf)
 	out := newCompletions()
 	p.passive.post(out, &verbs.WorkRequest{Opcode: c.op, RKey: key, RemoteAddr: addr, SGList: []verbs.SGE{peer}})
-	cause, peerCause := p.active.waitDisconnect(), p.passive.waitDisconnect()
+	cause, peerCause := p.active.WaitDisconnect(), p.passive.WaitDisconnect()
 	wc := out.wait(t, 1)[0]
 	if c.op == verbs.OpRDMARead {
-		a := p.active.dev.Attrs() // siw's verbs do not report the reason
+		a := p.active.Dev.Attrs() // siw's verbs do not report the reason
 		reported := a.Caps.Has(verbs.CapTerminates) || a.Transport == verbs.TransportIB
 		if wc.Status != verbs.StatusRemAccessErr && (reported || wc.Status == verbs.StatusSuccess) {
 			t.Errorf("RDMA Read: got %v, want %v", wc.Status, verbs.StatusRemAccessErr)
@@ -105,10 +105,10 @@ func (c *accessCase) run(t *testing.T, p *pair) {
 	if !bytes.Equal(mem.Buf, original) {
 		t.Errorf("the refused access wrote byte %d", firstDifference(mem.Buf, original))
 	}
-	if p.active.dev.Attrs().Caps.Has(verbs.CapTerminates) {
+	if p.active.Dev.Attrs().Caps.Has(verbs.CapTerminates) {
 		wantTerminate(t, cause, true)
 		wantTerminate(t, peerCause, false)
-		if p.active.qp.Stats().RemoteAccessErrors == 0 {
+		if p.active.QP.Stats().RemoteAccessErrors == 0 {
 			t.Error("RemoteAccessErrors: got 0, want at least 1")
 		}
 	}
@@ -116,9 +116,9 @@ func (c *accessCase) run(t *testing.T, p *pair) {
 
 // register registers mem as the case says. register returns the key and address of the forbidden
 // access.
-func (c *accessCase) register(t *testing.T, e *endpoint, mem []byte) (key verbs.RKey, addr uint64) {
+func (c *accessCase) register(t *testing.T, e *Endpoint, mem []byte) (key verbs.RKey, addr uint64) {
 	t.Helper()
-	m, err := e.pd.AllocMR(8)
+	m, err := e.PD.AllocMR(8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -162,14 +162,14 @@ func testOtherStream(t *testing.T, s *suite) {
 	for _, op := range []verbs.Opcode{verbs.OpRDMAWrite, verbs.OpRDMARead} {
 		p1 := connectPair(t, prov, l, options{}).sendFirst()
 		p2 := connectPair(t, prov, l, options{}).sendFirst()
-		mem := p1.active.buffer(64)
+		mem := p1.active.Buffer(64)
 		pattern(mem.Buf, 1)
 		original := append([]byte(nil), mem.Buf...)
-		w := p1.active.fastReg(p1.active.mr(1), 5, remoteWrite|verbs.AccessRemoteRead, 0, mem.Buf)
+		w := p1.active.fastReg(p1.active.MR(1), 5, remoteWrite|verbs.AccessRemoteRead, 0, mem.Buf)
 		out := newCompletions()
 		p2.passive.post(out, &verbs.WorkRequest{Opcode: op, RKey: w.rkey, RemoteAddr: w.iova,
-			SGList: []verbs.SGE{p2.passive.buffer(8)}})
-		p2.active.waitDisconnect()
+			SGList: []verbs.SGE{p2.passive.Buffer(8)}})
+		p2.active.WaitDisconnect()
 		if !bytes.Equal(mem.Buf, original) {
 			t.Errorf("%v by another connection: access was not refused", op)
 		}
@@ -183,7 +183,7 @@ func testBadRemoteInvalidate(t *testing.T, s *suite) {
 	for _, name := range []string{"unknown", "invalid already", "stale key"} {
 		t.Run(name, func(t *testing.T) {
 			p := s.pair(t, options{}).sendFirst()
-			w := p.active.fastReg(p.active.mr(1), 5, remoteWrite, 0, p.active.buffer(8).Buf)
+			w := p.active.fastReg(p.active.MR(1), 5, remoteWrite, 0, p.active.Buffer(8).Buf)
 			key := w.rkey
 			switch name {
 			case "unknown":
@@ -194,9 +194,9 @@ func testBadRemoteInvalidate(t *testing.T, s *suite) {
 				key = key.WithKey(4)
 			}
 			in := newCompletions()
-			p.active.recv(in, p.active.buffer(8))
+			p.active.recv(in, p.active.Buffer(8))
 			p.passive.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: key})
-			p.active.waitDisconnect()
+			p.active.WaitDisconnect()
 			if wc := in.wait(t, 1)[0]; wc.Status == verbs.StatusSuccess {
 				t.Error("Receive: got success, want an error")
 			}
@@ -208,10 +208,10 @@ func testBadRemoteInvalidate(t *testing.T, s *suite) {
 const fenceRounds = 12
 
 // postUntilError posts RDMA Writes or Reads of the whole window until the connection ends.
-func postUntilError(e *endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
+func postUntilError(e *Endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
 	done := newCompletions()
 	for {
-		_, err := e.qp.PostSend(&verbs.WorkRequest{Opcode: op, Signaled: true, Done: done.done, RKey: w.rkey,
+		_, err := e.QP.PostSend(&verbs.WorkRequest{Opcode: op, Signaled: true, Done: done.done, RKey: w.rkey,
 			RemoteAddr: w.iova, SGList: []verbs.SGE{sge}})
 		switch {
 		case errors.Is(err, verbs.ErrQueueFull):
@@ -224,13 +224,13 @@ func postUntilError(e *endpoint, op verbs.Opcode, w window, sge verbs.SGE) {
 
 // testFence lets the peer write while revoke revokes the memory. testFence then checks that no byte
 // changes any more.
-func testFence(t *testing.T, s *suite, revoke func(e *endpoint, w window, m verbs.MR)) {
+func testFence(t *testing.T, s *suite, revoke func(e *Endpoint, w window, m verbs.MR)) {
 	const size = 200000
 	for round := range fenceRounds {
 		p := s.pair(t, options{}).sendFirst()
-		mem, src := p.active.buffer(size), p.passive.buffer(size)
+		mem, src := p.active.Buffer(size), p.passive.Buffer(size)
 		pattern(src.Buf, 0x99)
-		m, err := p.active.pd.AllocMR(depth)
+		m, err := p.active.PD.AllocMR(depth)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -244,7 +244,7 @@ func testFence(t *testing.T, s *suite, revoke func(e *endpoint, w window, m verb
 		for i := range mem.Buf {
 			mem.Buf[i] = byte(round)
 		}
-		p.active.waitDisconnect()
+		p.active.WaitDisconnect()
 		<-stopped
 		for i, b := range mem.Buf {
 			if b != byte(round) {
@@ -255,19 +255,19 @@ func testFence(t *testing.T, s *suite, revoke func(e *endpoint, w window, m verb
 }
 
 func testLocalInvFences(t *testing.T, s *suite) {
-	testFence(t, s, func(e *endpoint, w window, m verbs.MR) {
+	testFence(t, s, func(e *Endpoint, w window, m verbs.MR) {
 		if st := e.do(&verbs.WorkRequest{Opcode: verbs.OpLocalInv,
 			InvalidateRKey: w.rkey})[0].Status; st != verbs.StatusSuccess {
-			e.t.Errorf("LocalInv under load: got %v, want success", st)
+			e.T.Errorf("LocalInv under load: got %v, want success", st)
 		}
-		e.t.Cleanup(func() { m.Dereg() })
+		e.T.Cleanup(func() { m.Dereg() })
 	})
 }
 
 func testDeregFences(t *testing.T, s *suite) {
-	testFence(t, s, func(e *endpoint, _ window, m verbs.MR) {
+	testFence(t, s, func(e *Endpoint, _ window, m verbs.MR) {
 		if err := m.Dereg(); err != nil {
-			e.t.Errorf("Dereg under load: %v", err)
+			e.T.Errorf("Dereg under load: %v", err)
 		}
 	})
 }
@@ -278,11 +278,11 @@ func testReadFence(t *testing.T, s *suite) {
 	const before, after = 0x0b, 0xaf
 	for range fenceRounds {
 		p := s.pair(t, options{}).sendFirst()
-		mem, dst := p.active.buffer(size), p.passive.buffer(size)
+		mem, dst := p.active.Buffer(size), p.passive.Buffer(size)
 		for i := range mem.Buf {
 			mem.Buf[i] = before
 		}
-		w := p.active.fastReg(p.active.mr(depth), 1, verbs.AccessRemoteRead, 0, mem.Buf)
+		w := p.active.fastReg(p.active.MR(depth), 1, verbs.AccessRemoteRead, 0, mem.Buf)
 		stopped := make(chan struct{})
 		go func() { defer close(stopped); postUntilError(p.passive, verbs.OpRDMARead, w, dst) }()
 		time.Sleep(time.Duration(rand.IntN(3000)) * time.Microsecond)
@@ -290,9 +290,9 @@ func testReadFence(t *testing.T, s *suite) {
 		for i := range mem.Buf {
 			mem.Buf[i] = after
 		}
-		p.active.waitDisconnect()
+		p.active.WaitDisconnect()
 		<-stopped
-		p.passive.qp.Drain()
+		p.passive.QP.Drain()
 		if i := bytes.IndexByte(dst.Buf, after); i >= 0 {
 			t.Fatalf("byte %d was read after the end of the registration", i)
 		}

@@ -55,7 +55,7 @@ func (s *suite) attrs(t *testing.T) verbs.DeviceAttrs {
 	t.Helper()
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	id, err := p.Resolve(timeoutContext(t), l.Addr())
+	id, err := p.Resolve(Context(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -40,7 +40,7 @@ func testConnectAccept(t *testing.T, s *suite) {
 			activeParam:  verbs.ConnParam{PrivateData: data, ResponderResources: 16, InitiatorDepth: 4},
 			passiveParam: verbs.ConnParam{PrivateData: reply, ResponderResources: 8, InitiatorDepth: 16},
 		})
-		toPassive, toActive := p.passive.id.Peer(), p.active.id.Peer()
+		toPassive, toActive := p.passive.ID.Peer(), p.active.ID.Peer()
 		if !hasPrefix(toPassive.PrivateData, data) || !hasPrefix(toActive.PrivateData, reply) {
 			t.Errorf("private data: sent %q and %q, got %q and %q", data, reply, toPassive.PrivateData,
 				toActive.PrivateData)
@@ -53,10 +53,10 @@ func testConnectAccept(t *testing.T, s *suite) {
 			t.Errorf("depths at the connector: got %d and %d, want at least 4 and 1 to 16", toActive.ResponderResources,
 				toActive.InitiatorDepth)
 		}
-		if a, b := p.active.id.LocalAddr(), p.passive.id.RemoteAddr(); a != b || a.Port() == 0 {
+		if a, b := p.active.ID.LocalAddr(), p.passive.ID.RemoteAddr(); a != b || a.Port() == 0 {
 			t.Errorf("connector's address: got %v at the connector and %v at the acceptor", a, b)
 		}
-		if a, b := p.active.id.RemoteAddr(), p.passive.id.LocalAddr(); a != b {
+		if a, b := p.active.ID.RemoteAddr(), p.passive.ID.LocalAddr(); a != b {
 			t.Errorf("acceptor's address: got %v at the connector and %v at the acceptor", a, b)
 		}
 	}
@@ -80,9 +80,9 @@ func wantConnError(t *testing.T, what string, err error, kind verbs.ConnErrorKin
 	return ce
 }
 
-func resolve(t *testing.T, p verbs.Provider, a netip.AddrPort) (verbs.ActiveID, *endpoint) {
+func resolve(t *testing.T, p verbs.Provider, a netip.AddrPort) (verbs.ActiveID, *Endpoint) {
 	t.Helper()
-	id, err := p.Resolve(timeoutContext(t), a)
+	id, err := p.Resolve(Context(t), a)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +99,7 @@ func testPrivateDataTooLong(t *testing.T, s *suite) {
 	id, _ := resolve(t, p, l.Addr())
 	param := depthOne
 	param.PrivateData = make([]byte, 1000)
-	wantConnError(t, "connect with 1000 bytes of private data", id.Connect(timeoutContext(t), param), verbs.ConnLocal)
+	wantConnError(t, "connect with 1000 bytes of private data", id.Connect(Context(t), param), verbs.ConnLocal)
 }
 
 func testReject(t *testing.T, s *suite) {
@@ -107,8 +107,8 @@ func testReject(t *testing.T, s *suite) {
 	l := listen(t, p, s.laddr)
 	id, e := resolve(t, p, l.Addr())
 	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(timeoutContext(t), depthOne) }()
-	req, err := l.Accept(timeoutContext(t))
+	go func() { connected <- id.Connect(Context(t), depthOne) }()
+	req, err := l.Accept(Context(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +119,7 @@ func testReject(t *testing.T, s *suite) {
 	if !hasPrefix(ce.PrivateData, []byte("not you")) {
 		t.Errorf("private data of the rejection: got %q, want %q", ce.PrivateData, "not you")
 	}
-	if len(e.disconnects) != 0 {
+	if len(e.Disconnects) != 0 {
 		t.Error("OnDisconnect was called without a connection")
 	}
 }
@@ -130,7 +130,7 @@ func testPortClosed(t *testing.T, s *suite) {
 	addr := l.Addr()
 	l.Close()
 	id, _ := resolve(t, p, addr)
-	ce := wantConnError(t, "connect to a closed port", id.Connect(timeoutContext(t), depthOne), verbs.ConnUnreachable)
+	ce := wantConnError(t, "connect to a closed port", id.Connect(Context(t), depthOne), verbs.ConnUnreachable)
 	if ce.Addr != addr.String() {
 		t.Errorf("address in the error: got %q, want %v", ce.Addr, addr)
 	}
@@ -139,25 +139,25 @@ func testPortClosed(t *testing.T, s *suite) {
 func testConnectMisuse(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	id, err := p.Resolve(timeoutContext(t), l.Addr())
+	id, err := p.Resolve(Context(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
-	wantConnError(t, "connect without a QP", id.Connect(timeoutContext(t), depthOne), verbs.ConnLocal)
+	wantConnError(t, "connect without a QP", id.Connect(Context(t), depthOne), verbs.ConnLocal)
 	if err := id.Close(); err != nil {
 		t.Error(err)
 	}
 	if err := id.Close(); err != nil {
 		t.Errorf("second Close: %v", err)
 	}
-	if _, err := p.Resolve(timeoutContext(t), netip.AddrPort{}); err == nil {
+	if _, err := p.Resolve(Context(t), netip.AddrPort{}); err == nil {
 		t.Error("resolve an empty address: got no error, want one")
 	}
 
 	pr := connectPair(t, p, l, options{})
-	wantConnError(t, "connect twice", pr.active.id.(verbs.ActiveID).Connect(timeoutContext(t), depthOne),
+	wantConnError(t, "connect twice", pr.active.ID.(verbs.ActiveID).Connect(Context(t), depthOne),
 		verbs.ConnLocal)
-	if _, err := pr.active.id.CreateQP(pr.active.pd, verbs.QPInitAttr{SendCQ: pr.active.cq, RecvCQ: pr.active.cq,
+	if _, err := pr.active.ID.CreateQP(pr.active.PD, verbs.QPInitAttr{SendCQ: pr.active.CQ, RecvCQ: pr.active.CQ,
 		MaxSendWR: 1, MaxRecvWR: 1}); err == nil {
 		t.Error("second QP for one connection: got no error, want one")
 	}
@@ -223,16 +223,16 @@ func testParallelConnects(t *testing.T, s *suite) {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			errs <- id.Connect(timeoutContext(t), depthOne)
+			errs <- id.Connect(Context(t), depthOne)
 		}()
 	}
 	for range n {
-		req, err := l.Accept(timeoutContext(t))
+		req, err := l.Accept(Context(t))
 		if err != nil {
 			t.Fatal(err)
 		}
 		newEndpoint(t, req, &o)
-		if err := req.Accept(timeoutContext(t), depthOne); err != nil {
+		if err := req.Accept(Context(t), depthOne); err != nil {
 			t.Error(err)
 		}
 	}
@@ -250,8 +250,8 @@ func testParallelConnects(t *testing.T, s *suite) {
 func testSendBeforeAccept(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
 	in, out := newCompletions(), newCompletions()
-	p.active.recv(in, p.active.buffer(16))
-	src := p.passive.buffer(16)
+	p.active.recv(in, p.active.Buffer(16))
+	src := p.passive.Buffer(16)
 	pattern(src.Buf, 3)
 	p.passive.post(out, &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{src}})
 	p.sendFirst()

@@ -27,16 +27,16 @@ var disconnectTests = []conformanceTest{
 func testDrainUnconnected(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
 	c := newCompletions()
-	b := p.active.buffer(8)
+	b := p.active.Buffer(8)
 	for range 10 {
 		p.active.recv(c, b)
 	}
-	p.active.qp.Drain()
-	p.active.qp.Drain()
+	p.active.QP.Drain()
+	p.active.QP.Drain()
 	if l := c.all(); len(l) != 10 || l[0].Status != verbs.StatusWRFlushErr {
 		t.Errorf("Receives after Drain: got %s, want 10 flushed", summary(l))
 	}
-	if len(p.active.disconnects) != 0 {
+	if len(p.active.Disconnects) != 0 {
 		t.Error("Drain called OnDisconnect")
 	}
 }
@@ -49,9 +49,9 @@ func testDrainFlushes(t *testing.T, s *suite) {
 		time.Sleep(time.Millisecond)
 		returned.Add(1)
 	}
-	b := p.passive.buffer(8)
+	b := p.passive.Buffer(8)
 	for range 20 {
-		if _, err := p.passive.qp.PostRecv(&verbs.RecvRequest{SGE: b, Done: slow}); err != nil {
+		if _, err := p.passive.QP.PostRecv(&verbs.RecvRequest{SGE: b, Done: slow}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -59,15 +59,15 @@ func testDrainFlushes(t *testing.T, s *suite) {
 	for range 20 {
 		wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, Done: slow})
 	}
-	if _, err := p.passive.qp.PostSend(chain(wrs...)); err != nil {
+	if _, err := p.passive.QP.PostSend(Chain(wrs...)); err != nil {
 		t.Fatal(err)
 	}
-	p.passive.qp.Drain()
+	p.passive.QP.Drain()
 	if n := returned.Load(); n != 40 {
 		t.Errorf("handlers that returned before Drain: got %d, want 40", n)
 	}
-	p.active.waitDisconnect()
-	if len(p.passive.disconnects) != 0 {
+	p.active.WaitDisconnect()
+	if len(p.passive.Disconnects) != 0 {
 		t.Error("Drain called the OnDisconnect of the draining side")
 	}
 }
@@ -81,15 +81,15 @@ func testPeerCloses(t *testing.T, s *suite) {
 			closing, staying = p.passive, p.active
 		}
 		c := newCompletions()
-		b := staying.buffer(8)
+		b := staying.Buffer(8)
 		for range 5 {
 			staying.recv(c, b)
 		}
-		if err := closing.id.Close(); err != nil {
+		if err := closing.ID.Close(); err != nil {
 			t.Error(err)
 		}
-		cause := staying.waitDisconnect()
-		if staying.dev.Attrs().Transport == verbs.TransportIWARP && !errors.Is(cause, io.EOF) {
+		cause := staying.WaitDisconnect()
+		if staying.Dev.Attrs().Transport == verbs.TransportIWARP && !errors.Is(cause, io.EOF) {
 			t.Errorf("disconnect cause after the peer's Close: got %v, want io.EOF", cause)
 		}
 		for _, wc := range c.wait(t, 5) {
@@ -97,9 +97,9 @@ func testPeerCloses(t *testing.T, s *suite) {
 				t.Errorf("Receive after the peer's Close: got %v, want a flush", wc.Status)
 			}
 		}
-		staying.qp.Drain()
+		staying.QP.Drain()
 		time.Sleep(5 * time.Millisecond) // time for a wrong second call
-		if len(staying.disconnects) != 0 || len(closing.disconnects) != 0 {
+		if len(staying.Disconnects) != 0 || len(closing.Disconnects) != 0 {
 			t.Error("OnDisconnect was called twice or for the local Close")
 		}
 	}
@@ -108,7 +108,7 @@ func testPeerCloses(t *testing.T, s *suite) {
 func testCloseInOnDisconnect(t *testing.T, s *suite) {
 	prov := s.newProvider(t)
 	l := listen(t, prov, s.laddr)
-	id, err := prov.Resolve(timeoutContext(t), l.Addr())
+	id, err := prov.Resolve(Context(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -122,15 +122,15 @@ func testCloseInOnDisconnect(t *testing.T, s *suite) {
 	}
 	t.Cleanup(func() { id.Close() })
 	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(timeoutContext(t), depthOne) }()
-	req, err := l.Accept(timeoutContext(t))
+	go func() { connected <- id.Connect(Context(t), depthOne) }()
+	req, err := l.Accept(Context(t))
 	if err != nil {
 		t.Fatal(err)
 	}
 	var o options
 	o.defaults()
 	newEndpoint(t, req, &o)
-	if err := req.Accept(timeoutContext(t), depthOne); err != nil {
+	if err := req.Accept(Context(t), depthOne); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-connected; err != nil {
@@ -170,10 +170,10 @@ func mustCQ(t *testing.T, d verbs.Device, n int) verbs.CQ {
 func testCloseConcurrently(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
 	var wg sync.WaitGroup
-	for _, e := range []*endpoint{p.active, p.passive, p.active, p.passive} {
+	for _, e := range []*Endpoint{p.active, p.passive, p.active, p.passive} {
 		wg.Add(2)
-		go func() { defer wg.Done(); e.qp.Drain() }()
-		go func() { defer wg.Done(); e.id.Close() }()
+		go func() { defer wg.Done(); e.QP.Drain() }()
+		go func() { defer wg.Done(); e.ID.Close() }()
 	}
 	wg.Wait()
 }
@@ -185,13 +185,13 @@ func testFlushOrder(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
 	order := make(chan int, n)
 	var wrs []*verbs.WorkRequest
-	src := p.active.buffer(100000)
+	src := p.active.Buffer(100000)
 	for i := range n {
 		wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, SGList: []verbs.SGE{src},
 			RKey: 1, Done: func(*verbs.WorkCompletion) { order <- i }})
 	}
 	// The peer refuses the first Write because its key is not valid.
-	if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
+	if _, err := p.active.QP.PostSend(Chain(wrs...)); err != nil {
 		t.Fatal(err)
 	}
 	for want := range n {
@@ -255,7 +255,7 @@ func testDisconnectStorm(t *testing.T, s *suite) {
 
 // A load posts requests on one endpoint until its queue pair has ended.
 type load struct {
-	e           *endpoint
+	e           *Endpoint
 	peer        window // memory of the peer
 	log         requestLog
 	local, sink verbs.SGE
@@ -265,13 +265,13 @@ type load struct {
 func storm(t *testing.T, prov verbs.Provider, l verbs.Listener, round int) {
 	p := connectPair(t, prov, l, options{sendDepth: 32, recvDepth: 32})
 	p.sendFirst()
-	ends := []*endpoint{p.active, p.passive}
+	ends := []*Endpoint{p.active, p.passive}
 	var loads [2]load
 	for i, e := range ends {
 		o := p.other(e)
-		peer := o.fastReg(o.mr(depth), byte(round), remoteWrite|verbs.AccessRemoteRead, 0x100, o.buffer(100000).Buf)
-		loads[i] = load{e: e, peer: peer, log: requestLog{t: t}, local: e.buffer(100000), sink: e.buffer(100000),
-			in: e.buffer(4096)}
+		peer := o.fastReg(o.MR(depth), byte(round), remoteWrite|verbs.AccessRemoteRead, 0x100, o.Buffer(100000).Buf)
+		loads[i] = load{e: e, peer: peer, log: requestLog{t: t}, local: e.Buffer(100000), sink: e.Buffer(100000),
+			in: e.Buffer(4096)}
 	}
 	var wg sync.WaitGroup
 	for i := range loads {
@@ -280,13 +280,13 @@ func storm(t *testing.T, prov verbs.Provider, l verbs.Listener, round int) {
 	}
 	time.Sleep(time.Duration(rand.IntN(8000)) * time.Microsecond)
 	p.end(round)
-	p.active.qp.Drain()
-	p.passive.qp.Drain()
+	p.active.QP.Drain()
+	p.passive.QP.Drain()
 	wg.Wait()
 	loads[0].log.check("active")
 	loads[1].log.check("passive")
 	for _, e := range ends {
-		st := e.qp.Stats()
+		st := e.QP.Stats()
 		if st.SendCompletions > st.PostedSendWRs || st.RecvCompletions != st.PostedRecvWRs {
 			t.Errorf("stats: completions do not match posts: %+v", st)
 		}
@@ -297,15 +297,15 @@ func storm(t *testing.T, prov verbs.Provider, l verbs.Listener, round int) {
 func (p *pair) end(way int) {
 	switch way % 4 {
 	case 0:
-		p.active.id.Close()
+		p.active.ID.Close()
 	case 1:
-		p.passive.id.Close()
+		p.passive.ID.Close()
 	case 2:
-		go p.active.qp.Drain()
-		p.passive.qp.Drain()
+		go p.active.QP.Drain()
+		p.passive.QP.Drain()
 	case 3: // an access that the peer refuses; a full queue may prevent the post
-		p.active.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1,
-			SGList: []verbs.SGE{p.active.buffer(8)}, Done: func(*verbs.WorkCompletion) {}})
+		p.active.QP.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1,
+			SGList: []verbs.SGE{p.active.Buffer(8)}, Done: func(*verbs.WorkCompletion) {}})
 		time.Sleep(20 * time.Millisecond)
 	}
 }
@@ -313,7 +313,7 @@ func (p *pair) end(way int) {
 func (l *load) postReceives() {
 	for {
 		id, done := l.log.add()
-		_, err := l.e.qp.PostRecv(&verbs.RecvRequest{SGE: l.in, Done: done})
+		_, err := l.e.QP.PostRecv(&verbs.RecvRequest{SGE: l.in, Done: done})
 		if err == nil {
 			continue
 		}
@@ -343,7 +343,7 @@ func (l *load) postChains(r *rand.Rand) {
 			wr.Signaled = true
 			ids[i], wr.Done = l.log.add()
 		}
-		bad, err := l.e.qp.PostSend(chain(wrs...))
+		bad, err := l.e.QP.PostSend(Chain(wrs...))
 		if err == nil {
 			continue
 		}

@@ -2,6 +2,7 @@
 //
 // [Conformance] runs the suite on a provider. Each test connects endpoints in this process and uses
 // only the verbs interfaces. A test that needs a capability is skipped on devices without it.
+// [Connect] and [NewEndpoint] make endpoints for other tests.
 //
 //	conformance.go  Conformance, the list of groups
 //	harness.go      endpoints, pairs, completions

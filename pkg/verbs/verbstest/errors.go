@@ -30,11 +30,11 @@ func testLocalInvErrors(t *testing.T, s *suite) {
 	for _, name := range []string{"unknown", "stale key", "destroyed", "of another PD"} {
 		t.Run(name, func(t *testing.T) {
 			p := s.pair(t, options{}).sendFirst()
-			m, err := p.active.pd.AllocMR(1)
+			m, err := p.active.PD.AllocMR(1)
 			if err != nil {
 				t.Fatal(err)
 			}
-			w := p.active.fastReg(m, 9, remoteWrite, 0, p.active.buffer(8).Buf)
+			w := p.active.fastReg(m, 9, remoteWrite, 0, p.active.Buffer(8).Buf)
 			key := w.rkey
 			switch name {
 			case "unknown":
@@ -42,7 +42,7 @@ func testLocalInvErrors(t *testing.T, s *suite) {
 			case "stale key":
 				key = key.WithKey(8)
 			case "of another PD":
-				foreign, err := mustPD(t, p.active.dev).AllocMR(1)
+				foreign, err := mustPD(t, p.active.Dev).AllocMR(1)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -67,8 +67,8 @@ func testLocalInvErrors(t *testing.T, s *suite) {
 			if st := l[1].Status; st != verbs.StatusWRFlushErr {
 				t.Errorf("request after the failed one: got %v, want %v", st, verbs.StatusWRFlushErr)
 			}
-			p.active.waitDisconnect()
-			p.passive.waitDisconnect()
+			p.active.WaitDisconnect()
+			p.passive.WaitDisconnect()
 		})
 	}
 }
@@ -76,7 +76,7 @@ func testLocalInvErrors(t *testing.T, s *suite) {
 // testFastRegOfDestroyed checks that a FastReg of a deregistered MR fails.
 func testFastRegOfDestroyed(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
-	m, err := p.active.pd.AllocMR(1)
+	m, err := p.active.PD.AllocMR(1)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -88,24 +88,24 @@ func testFastRegOfDestroyed(t *testing.T, s *suite) {
 	}
 	out := newCompletions()
 	wr := &verbs.WorkRequest{Opcode: verbs.OpFastReg, Done: out.done, MR: m, Access: remoteWrite,
-		Segs: [][]byte{p.active.buffer(8).Buf}}
-	if _, err := p.active.qp.PostSend(wr); err != nil {
+		Segs: [][]byte{p.active.Buffer(8).Buf}}
+	if _, err := p.active.QP.PostSend(wr); err != nil {
 		return // refused by the post
 	}
 	if wc := out.wait(t, 1)[0]; wc.Status == verbs.StatusSuccess || wc.Status == verbs.StatusWRFlushErr {
 		t.Errorf("FastReg of a deregistered MR: got %v, want an error other than a flush", wc.Status)
 	}
-	p.active.waitDisconnect()
+	p.active.WaitDisconnect()
 }
 
 // beginConnect starts a Connect and returns the request that the listener accepts.
-func beginConnect(t *testing.T, p verbs.Provider, l verbs.Listener, param verbs.ConnParam) (e *endpoint,
+func beginConnect(t *testing.T, p verbs.Provider, l verbs.Listener, param verbs.ConnParam) (e *Endpoint,
 	req verbs.ConnRequest, connected chan error) {
 	t.Helper()
 	id, e := resolve(t, p, l.Addr())
 	connected = make(chan error, 1)
-	go func() { connected <- id.Connect(timeoutContext(t), param) }()
-	req, err := l.Accept(timeoutContext(t))
+	go func() { connected <- id.Connect(Context(t), param) }()
+	req, err := l.Accept(Context(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -121,15 +121,15 @@ func testNoReadDepth(t *testing.T, s *suite) {
 	o.defaults()
 	e, req, connected := beginConnect(t, p, l, verbs.ConnParam{ResponderResources: 1})
 	peer := newEndpoint(t, req, &o)
-	if err := req.Accept(timeoutContext(t), verbs.ConnParam{}); err != nil {
+	if err := req.Accept(Context(t), verbs.ConnParam{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-connected; err != nil {
 		t.Fatal(err)
 	}
 	wr := &verbs.WorkRequest{Opcode: verbs.OpRDMARead, Done: func(*verbs.WorkCompletion) {},
-		SGList: []verbs.SGE{e.buffer(8)}, RKey: 1}
-	if bad, err := e.qp.PostSend(wr); !errors.Is(err, verbs.ErrInvalid) || bad != wr {
+		SGList: []verbs.SGE{e.Buffer(8)}, RKey: 1}
+	if bad, err := e.QP.PostSend(wr); !errors.Is(err, verbs.ErrInvalid) || bad != wr {
 		t.Errorf("RDMA Read without InitiatorDepth: got %v, want ErrInvalid", err)
 	}
 	(&pair{active: e, passive: peer}).sendFirst()
@@ -141,18 +141,18 @@ func testAcceptErrors(t *testing.T, s *suite) {
 	var o options
 	o.defaults()
 	_, req, connected := beginConnect(t, p, l, depthOne)
-	wantConnError(t, "accept without a QP", req.Accept(timeoutContext(t), depthOne), verbs.ConnLocal)
+	wantConnError(t, "accept without a QP", req.Accept(Context(t), depthOne), verbs.ConnLocal)
 	newEndpoint(t, req, &o)
 	long := depthOne
 	long.PrivateData = make([]byte, 1000)
-	wantConnError(t, "accept with 1000 bytes of private data", req.Accept(timeoutContext(t), long), verbs.ConnLocal)
-	if err := req.Accept(timeoutContext(t), depthOne); err != nil {
+	wantConnError(t, "accept with 1000 bytes of private data", req.Accept(Context(t), long), verbs.ConnLocal)
+	if err := req.Accept(Context(t), depthOne); err != nil {
 		t.Errorf("accept after failed ones: %v", err)
 	}
 	if err := <-connected; err != nil {
 		t.Error(err)
 	}
-	wantConnError(t, "accept twice", req.Accept(timeoutContext(t), depthOne), verbs.ConnLocal)
+	wantConnError(t, "accept twice", req.Accept(Context(t), depthOne), verbs.ConnLocal)
 }
 
 // testRejectErrors checks that Reject closes the ConnID even when it fails, so that the peer does
@@ -174,7 +174,7 @@ func testRejectErrors(t *testing.T, s *suite) {
 func testClosedConnID(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	id, err := p.Resolve(timeoutContext(t), l.Addr())
+	id, err := p.Resolve(Context(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -189,8 +189,8 @@ func testClosedConnID(t *testing.T, s *suite) {
 	for range 8 { // no Connect reaches the peer
 		id, e := resolve(t, p, l.Addr())
 		id.Close()
-		wantConnError(t, "connect a closed ConnID", id.Connect(timeoutContext(t), depthOne), verbs.ConnLocal)
-		if _, err := e.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
+		wantConnError(t, "connect a closed ConnID", id.Connect(Context(t), depthOne), verbs.ConnLocal)
+		if _, err := e.QP.PostSend(&verbs.WorkRequest{Opcode: verbs.OpSend,
 			Done: func(*verbs.WorkCompletion) {}}); !errors.Is(err, verbs.ErrQPState) {
 			t.Errorf("post on a closed ConnID: got %v, want ErrQPState", err)
 		}
@@ -201,12 +201,12 @@ func testClosedConnID(t *testing.T, s *suite) {
 func testListenErrors(t *testing.T, s *suite) {
 	p := s.newProvider(t)
 	l := listen(t, p, s.laddr)
-	if second, err := p.Listen(timeoutContext(t), l.Addr()); err == nil {
+	if second, err := p.Listen(Context(t), l.Addr()); err == nil {
 		second.Close()
 		t.Error("second Listen on one address: got no error, want one")
 	}
 	l.Close()
-	again, err := p.Listen(timeoutContext(t), l.Addr())
+	again, err := p.Listen(Context(t), l.Addr())
 	if err != nil {
 		t.Fatalf("Listen after Close: %v", err)
 	}
@@ -216,7 +216,7 @@ func testListenErrors(t *testing.T, s *suite) {
 // testDestroyedResources checks that released resources cannot be used.
 func testDestroyedResources(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(timeoutContext(t), p.active.id.RemoteAddr())
+	id, err := s.newProvider(t).Resolve(Context(t), p.active.ID.RemoteAddr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -266,16 +266,16 @@ func testDestroyedResources(t *testing.T, s *suite) {
 // testForeignResources checks that a QP refuses resources of another device.
 func testForeignResources(t *testing.T, s *suite) {
 	here, there := s.pair(t, options{noConnect: true}), s.pair(t, options{noConnect: true})
-	if here.active.dev == there.active.dev {
+	if here.active.Dev == there.active.Dev {
 		t.Skip("all providers share one device")
 	}
-	id, err := s.newProvider(t).Resolve(timeoutContext(t), here.active.id.RemoteAddr())
+	id, err := s.newProvider(t).Resolve(Context(t), here.active.ID.RemoteAddr())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { id.Close() })
 	pd, cq := mustPD(t, id.Device()), mustCQ(t, id.Device(), 8)
-	otherPD, otherCQ := mustPD(t, there.active.dev), mustCQ(t, there.active.dev, 8)
+	otherPD, otherCQ := mustPD(t, there.active.Dev), mustCQ(t, there.active.Dev, 8)
 	attr := verbs.QPInitAttr{SendCQ: cq, RecvCQ: cq, MaxSendWR: 1, MaxRecvWR: 1}
 	if _, err := id.CreateQP(otherPD, attr); !errors.Is(err, verbs.ErrInvalid) {
 		t.Errorf("CreateQP with a PD of another device: got %v, want ErrInvalid", err)
@@ -291,14 +291,14 @@ func testForeignResources(t *testing.T, s *suite) {
 func testRecvChainError(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
 	c := newCompletions()
-	b := p.active.buffer(8)
+	b := p.active.Buffer(8)
 	last := &verbs.RecvRequest{SGE: b, Done: c.done}
 	bad := &verbs.RecvRequest{SGE: b, Next: last}
 	first := &verbs.RecvRequest{SGE: b, Done: c.done, Next: bad}
-	if at, err := p.active.qp.PostRecv(first); !errors.Is(err, verbs.ErrInvalid) || at != bad {
+	if at, err := p.active.QP.PostRecv(first); !errors.Is(err, verbs.ErrInvalid) || at != bad {
 		t.Errorf("post a Receive without handler: got %v, want ErrInvalid at the second request", err)
 	}
-	p.active.qp.Drain()
+	p.active.QP.Drain()
 	if l := c.all(); len(l) != 1 || l[0].Status != verbs.StatusWRFlushErr {
 		t.Errorf("completions of the chain: got %s, want 1 flushed", summary(l))
 	}
@@ -308,11 +308,11 @@ func testRecvChainError(t *testing.T, s *suite) {
 func testFullCQ(t *testing.T, s *suite) {
 	const n = 8
 	live := s.caps(t).Has(verbs.CapLiveStats)
-	p := s.pair(t, options{sendDepth: n, recvDepth: n}).sendFirst()
+	p := s.pair(t, options{sendDepth: n, recvDepth: n, blocking: true}).sendFirst()
 	e := p.passive
 	release, blocked := make(chan struct{}), make(chan struct{})
 	all := newCompletions()
-	b := e.buffer(8)
+	b := e.Buffer(8)
 	for i := range n {
 		done := all.done
 		if i == 0 {
@@ -322,11 +322,11 @@ func testFullCQ(t *testing.T, s *suite) {
 				all.done(wc)
 			}
 		}
-		if _, err := e.qp.PostRecv(&verbs.RecvRequest{SGE: b, Done: done}); err != nil {
+		if _, err := e.QP.PostRecv(&verbs.RecvRequest{SGE: b, Done: done}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	before := e.qp.Stats()
+	before := e.QP.Stats()
 	send := func(k int) {
 		var wrs []*verbs.WorkRequest
 		for range k {
@@ -345,7 +345,7 @@ func testFullCQ(t *testing.T, s *suite) {
 	e.post(all, wrs...)
 	const total = 2*n + 1
 	completed := func() int {
-		st := e.qp.Stats()
+		st := e.QP.Stats()
 		return int(st.SendCompletions - before.SendCompletions + st.RecvCompletions - before.RecvCompletions)
 	}
 	if live {

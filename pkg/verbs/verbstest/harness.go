@@ -31,9 +31,10 @@ type options struct {
 	activeParam          verbs.ConnParam
 	passiveParam         verbs.ConnParam
 	noConnect            bool
-	// The active end uses pd and cq instead of a new PD and CQ if pd is set.
-	pd verbs.PD
-	cq verbs.CQ
+	blocking             bool // a handler blocks, so handlers must not run on the reader
+	// The active end uses PD and CQ instead of new ones if PD is set.
+	PD verbs.PD
+	CQ verbs.CQ
 }
 
 func (o *options) defaults() {
@@ -55,45 +56,56 @@ func (o *options) defaults() {
 
 // A pair is two connected endpoints.
 type pair struct {
-	active, passive *endpoint
+	active, passive *Endpoint
 }
 
-// An endpoint is one end of a connection, with its resources.
-type endpoint struct {
-	t           testing.TB
-	id          verbs.ConnID
-	dev         verbs.Device
-	pd          verbs.PD
-	cq          verbs.CQ
-	qp          verbs.QP
-	disconnects chan error // causes of OnDisconnect; the capacity reveals a second call
+// An Endpoint is one end of a connection, with its resources.
+type Endpoint struct {
+	T           testing.TB
+	ID          verbs.ConnID
+	Dev         verbs.Device
+	PD          verbs.PD
+	CQ          verbs.CQ
+	QP          verbs.QP
+	Disconnects chan error // causes of OnDisconnect; the capacity reveals a second call
 
 	lastKey map[verbs.MR]uint8 // key of the last FastReg of each MR
 }
 
-func timeoutContext(t testing.TB) context.Context {
+// Context returns a context that bounds a wait of a test.
+func Context(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), waitTimeout)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// newEndpoint creates the resources for id. The cleanup of t releases them.
-func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
+// NewEndpoint creates the resources for id, which is not connected yet. The cleanup of t releases
+// them.
+func NewEndpoint(t testing.TB, id verbs.ConnID) *Endpoint {
 	t.Helper()
-	e := &endpoint{t: t, id: id, dev: id.Device(), disconnects: make(chan error, 4), lastKey: make(map[verbs.MR]uint8)}
+	var o options
+	o.defaults()
+	return newEndpoint(t, id, &o)
+}
+
+// newEndpoint is NewEndpoint with options.
+func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *Endpoint {
+	t.Helper()
+	e := &Endpoint{T: t, ID: id, Dev: id.Device(), Disconnects: make(chan error, 4), lastKey: make(map[verbs.MR]uint8)}
 	var err error
-	own := o.pd == nil
-	if e.pd, e.cq = o.pd, o.cq; own {
-		if e.pd, err = e.dev.AllocPD(); err != nil {
+	own := o.PD == nil
+	if e.PD, e.CQ = o.PD, o.CQ; own {
+		if e.PD, err = e.Dev.AllocPD(); err != nil {
 			t.Fatal(err)
 		}
-		if e.cq, err = e.dev.CreateCQ(o.sendDepth + o.recvDepth); err != nil {
+		if e.CQ, err = e.Dev.CreateCQ(o.sendDepth + o.recvDepth); err != nil {
 			t.Fatal(err)
 		}
 	}
-	e.qp, err = id.CreateQP(e.pd, verbs.QPInitAttr{
-		SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: o.sendDepth, MaxRecvWR: o.recvDepth, MaxSendSGE: defaultSGE,
-		OnDisconnect: func(cause error) { e.disconnects <- cause },
+	e.QP, err = id.CreateQP(e.PD, verbs.QPInitAttr{
+		SendCQ: e.CQ, RecvCQ: e.CQ, MaxSendWR: o.sendDepth, MaxRecvWR: o.recvDepth, MaxSendSGE: defaultSGE,
+		InlineHandlers: !o.blocking,
+		OnDisconnect:   func(cause error) { e.Disconnects <- cause },
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -102,13 +114,16 @@ func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
 		if err := id.Close(); err != nil {
 			t.Errorf("close connection: %v", err)
 		}
+		if n := len(e.Disconnects); n > 1 {
+			t.Errorf("OnDisconnect calls: got %d, want at most 1", n)
+		}
 		if !own {
 			return
 		}
-		if err := e.cq.Close(); err != nil {
+		if err := e.CQ.Close(); err != nil {
 			t.Errorf("close completion queue: %v", err)
 		}
-		if err := e.pd.Dealloc(); err != nil {
+		if err := e.PD.Dealloc(); err != nil {
 			t.Errorf("deallocate protection domain: %v", err)
 		}
 	})
@@ -117,7 +132,7 @@ func newEndpoint(t testing.TB, id verbs.ConnID, o *options) *endpoint {
 
 func listen(t testing.TB, p verbs.Provider, laddr netip.AddrPort) verbs.Listener {
 	t.Helper()
-	l, err := p.Listen(timeoutContext(t), laddr)
+	l, err := p.Listen(Context(t), laddr)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -133,10 +148,18 @@ func newPair(t testing.TB, p verbs.Provider, laddr netip.AddrPort, o options) *p
 	return connectPair(t, p, l, o)
 }
 
+// Connect connects an endpoint of client to an endpoint of the provider of l. The passive end may
+// not send before the first message of the active end.
+func Connect(t testing.TB, client verbs.Provider, l verbs.Listener) (active, passive *Endpoint) {
+	t.Helper()
+	p := connectPair(t, client, l, options{})
+	return p.active, p.passive
+}
+
 func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *pair {
 	t.Helper()
 	o.defaults()
-	id, err := p.Resolve(timeoutContext(t), l.Addr())
+	id, err := p.Resolve(Context(t), l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,14 +168,14 @@ func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *p
 		return pr
 	}
 	connected := make(chan error, 1)
-	go func() { connected <- id.Connect(timeoutContext(t), o.activeParam) }()
-	req, err := l.Accept(timeoutContext(t))
+	go func() { connected <- id.Connect(Context(t), o.activeParam) }()
+	req, err := l.Accept(Context(t))
 	if err != nil {
 		t.Fatal(err)
 	}
-	o.pd, o.cq = nil, nil
+	o.PD, o.CQ = nil, nil
 	pr.passive = newEndpoint(t, req, &o)
-	if err := req.Accept(timeoutContext(t), o.passiveParam); err != nil {
+	if err := req.Accept(Context(t), o.passiveParam); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-connected; err != nil {
@@ -162,44 +185,44 @@ func connectPair(t testing.TB, p verbs.Provider, l verbs.Listener, o options) *p
 }
 
 // other returns the opposite endpoint.
-func (p *pair) other(e *endpoint) *endpoint {
+func (p *pair) other(e *Endpoint) *Endpoint {
 	if e == p.active {
 		return p.passive
 	}
 	return p.active
 }
 
-// buffer returns n bytes of memory, registered for local use in e's PD.
-func (e *endpoint) buffer(n int) verbs.SGE {
-	e.t.Helper()
+// Buffer returns n bytes of memory, registered for local use in e.PD.
+func (e *Endpoint) Buffer(n int) verbs.SGE {
+	e.T.Helper()
 	b, err := membuf.Alloc(max(n, 1))
 	if err != nil {
-		e.t.Fatal(err)
+		e.T.Fatal(err)
 	}
-	m, err := e.pd.RegMR(b)
+	m, err := e.PD.RegMR(b)
 	if err != nil {
-		e.t.Fatal(err)
+		e.T.Fatal(err)
 	}
-	e.t.Cleanup(func() {
-		e.qp.Drain() // the device may use the memory until Drain returns
+	e.T.Cleanup(func() {
+		e.QP.Drain() // the device may use the memory until Drain returns
 		if err := m.Dereg(); err != nil {
-			e.t.Errorf("deregister buffer: %v", err)
+			e.T.Errorf("deregister buffer: %v", err)
 		}
 		membuf.Free(b)
 	})
 	return verbs.SGE{Buf: b[:n], LKey: m.LKey()}
 }
 
-// mr allocates an MR in e's PD.
-func (e *endpoint) mr(depth int) verbs.MR {
-	e.t.Helper()
-	m, err := e.pd.AllocMR(depth)
+// MR allocates an MR in e.PD.
+func (e *Endpoint) MR(depth int) verbs.MR {
+	e.T.Helper()
+	m, err := e.PD.AllocMR(depth)
 	if err != nil {
-		e.t.Fatal(err)
+		e.T.Fatal(err)
 	}
-	e.t.Cleanup(func() {
+	e.T.Cleanup(func() {
 		if err := m.Dereg(); err != nil {
-			e.t.Errorf("deregister MR: %v", err)
+			e.T.Errorf("deregister MR: %v", err)
 		}
 	})
 	return m
@@ -247,8 +270,8 @@ func (c *completions) wait(t testing.TB, n int) []verbs.WorkCompletion {
 	}
 }
 
-// chain links requests.
-func chain(wrs ...*verbs.WorkRequest) *verbs.WorkRequest {
+// Chain links requests and returns the first one.
+func Chain(wrs ...*verbs.WorkRequest) *verbs.WorkRequest {
 	for i := range wrs[:len(wrs)-1] {
 		wrs[i].Next = wrs[i+1]
 	}
@@ -256,76 +279,76 @@ func chain(wrs ...*verbs.WorkRequest) *verbs.WorkRequest {
 }
 
 // post posts a chain of signaled requests and does not wait.
-func (e *endpoint) post(c *completions, wrs ...*verbs.WorkRequest) {
-	e.t.Helper()
+func (e *Endpoint) post(c *completions, wrs ...*verbs.WorkRequest) {
+	e.T.Helper()
 	for _, wr := range wrs {
 		wr.Signaled, wr.Done = true, c.done
 	}
-	if bad, err := e.qp.PostSend(chain(wrs...)); err != nil {
-		e.t.Fatalf("post %v: %v", bad.Opcode, err)
+	if bad, err := e.QP.PostSend(Chain(wrs...)); err != nil {
+		e.T.Fatalf("post %v: %v", bad.Opcode, err)
 	}
 }
 
 // do posts a chain and returns its completions.
-func (e *endpoint) do(wrs ...*verbs.WorkRequest) []verbs.WorkCompletion {
-	e.t.Helper()
+func (e *Endpoint) do(wrs ...*verbs.WorkRequest) []verbs.WorkCompletion {
+	e.T.Helper()
 	c := newCompletions()
 	e.post(c, wrs...)
-	return c.wait(e.t, len(wrs))
+	return c.wait(e.T, len(wrs))
 }
 
 // must is do for requests that must succeed.
-func (e *endpoint) must(wrs ...*verbs.WorkRequest) []verbs.WorkCompletion {
-	e.t.Helper()
+func (e *Endpoint) must(wrs ...*verbs.WorkRequest) []verbs.WorkCompletion {
+	e.T.Helper()
 	l := e.do(wrs...)
 	for i, wc := range l {
 		if wc.Status != verbs.StatusSuccess {
-			e.t.Fatalf("%v: got %v, want success", wrs[i].Opcode, wc.Status)
+			e.T.Fatalf("%v: got %v, want success", wrs[i].Opcode, wc.Status)
 		}
 	}
 	return l
 }
 
 // recv posts a Receive.
-func (e *endpoint) recv(c *completions, sge verbs.SGE) {
-	e.t.Helper()
-	if _, err := e.qp.PostRecv(&verbs.RecvRequest{SGE: sge, Done: c.done}); err != nil {
-		e.t.Fatalf("post Receive: %v", err)
+func (e *Endpoint) recv(c *completions, sge verbs.SGE) {
+	e.T.Helper()
+	if _, err := e.QP.PostRecv(&verbs.RecvRequest{SGE: sge, Done: c.done}); err != nil {
+		e.T.Fatalf("post Receive: %v", err)
 	}
 }
 
-// waitDisconnect waits for OnDisconnect and returns its cause.
-func (e *endpoint) waitDisconnect() error {
-	e.t.Helper()
+// WaitDisconnect waits for OnDisconnect and returns its cause.
+func (e *Endpoint) WaitDisconnect() error {
+	e.T.Helper()
 	select {
-	case cause := <-e.disconnects:
+	case cause := <-e.Disconnects:
 		if cause == nil {
-			e.t.Error("OnDisconnect: got no cause, want one")
+			e.T.Error("OnDisconnect: got no cause, want one")
 		}
 		return cause
 	case <-time.After(waitTimeout):
-		e.t.Fatal("OnDisconnect was not called")
+		e.T.Fatal("OnDisconnect was not called")
 		return nil
 	}
 }
 
 // sync sends a message from e to the other end and waits for it. When sync returns, earlier posts
 // of e have reached the peer's memory.
-func (p *pair) sync(e *endpoint) {
-	e.t.Helper()
+func (p *pair) sync(e *Endpoint) {
+	e.T.Helper()
 	o := p.other(e)
 	in := newCompletions()
-	o.recv(in, o.buffer(4))
-	e.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{e.buffer(4)}})
-	if wc := in.wait(e.t, 1)[0]; wc.Status != verbs.StatusSuccess {
-		e.t.Fatalf("Receive: got %v, want success", wc.Status)
+	o.recv(in, o.Buffer(4))
+	e.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{e.Buffer(4)}})
+	if wc := in.wait(e.T, 1)[0]; wc.Status != verbs.StatusSuccess {
+		e.T.Fatalf("Receive: got %v, want success", wc.Status)
 	}
 }
 
 // sendFirst sends a message from the active side. The passive side may not send before it (RFC 5044
 // §7.1.2).
 func (p *pair) sendFirst() *pair {
-	p.active.t.Helper()
+	p.active.T.Helper()
 	p.sync(p.active)
 	return p
 }

@@ -35,8 +35,8 @@ const bigIOVA = 0xfeed_0000_1234_5003
 // reg returns a FastReg that suits the device. If the device cannot use a chosen address, iova is
 // replaced by the memory's address. If the device binds memory windows, a key equal to the MR's
 // last key is replaced.
-func (e *endpoint) reg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) *verbs.WorkRequest {
-	caps := e.dev.Attrs().Caps
+func (e *Endpoint) reg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) *verbs.WorkRequest {
+	caps := e.Dev.Attrs().Caps
 	if !caps.Has(verbs.CapChosenIOVA) {
 		iova = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(segs[0]))))
 	}
@@ -52,23 +52,23 @@ func (e *endpoint) reg(m verbs.MR, key uint8, access verbs.Access, iova uint64, 
 }
 
 // registered returns the window of a posted FastReg.
-func (e *endpoint) registered(wr *verbs.WorkRequest) window {
-	if e.dev.Attrs().Caps.Has(verbs.CapPerIOReg) {
+func (e *Endpoint) registered(wr *verbs.WorkRequest) window {
+	if e.Dev.Attrs().Caps.Has(verbs.CapPerIOReg) {
 		return window{mr: wr.MR, rkey: wr.MR.RKey(), iova: wr.IOVA}
 	}
 	return window{mr: wr.MR, rkey: wr.MR.RKey().WithKey(wr.NewKey), iova: wr.IOVA}
 }
 
 // fastReg registers segs and waits for the completion.
-func (e *endpoint) fastReg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) window {
-	e.t.Helper()
+func (e *Endpoint) fastReg(m verbs.MR, key uint8, access verbs.Access, iova uint64, segs ...[]byte) window {
+	e.T.Helper()
 	wr := e.reg(m, key, access, iova, segs...)
 	e.must(wr)
 	return e.registered(wr)
 }
 
-func (e *endpoint) localInv(w window) {
-	e.t.Helper()
+func (e *Endpoint) localInv(w window) {
+	e.T.Helper()
 	e.must(&verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: w.rkey})
 }
 
@@ -78,11 +78,11 @@ const remoteWrite = verbs.AccessLocalWrite | verbs.AccessRemoteWrite
 
 func testWriteSizes(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
-	for _, from := range []*endpoint{p.active, p.passive} {
+	for _, from := range []*Endpoint{p.active, p.passive} {
 		to := p.other(from)
-		m := to.mr(depth)
+		m := to.MR(depth)
 		const size = 140000
-		dst, src := to.buffer(size), from.buffer(size)
+		dst, src := to.Buffer(size), from.Buffer(size)
 		key := uint8(1)
 		for _, n := range []int{0, 1, 2, 3, 4, 5, 6, 7, 33, 1427, 1428, 4096, 65453, 65454, 65455, 65456, 131073} {
 			for _, off := range []int{0, 1, 2, 3, 4095} {
@@ -118,11 +118,11 @@ func firstDifference(a, b []byte) int {
 
 func testReadSizes(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
-	for _, from := range []*endpoint{p.active, p.passive} {
+	for _, from := range []*Endpoint{p.active, p.passive} {
 		to := p.other(from)
-		m := to.mr(depth)
+		m := to.MR(depth)
 		const size = 140000
-		src, dst := to.buffer(size), from.buffer(size)
+		src, dst := to.Buffer(size), from.Buffer(size)
 		pattern(src.Buf, 9)
 		w := to.fastReg(m, 7, verbs.AccessRemoteRead, 0x2000, src.Buf)
 		for _, n := range []int{0, 1, 2, 3, 4, 5, 6, 7, 33, 1427, 1428, 4096, 65453, 65456, 131073} {
@@ -151,7 +151,7 @@ func testReadSizes(t *testing.T, s *suite) {
 func testGaps(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
 	const pieces = 300
-	m := p.passive.mr(512)
+	m := p.passive.MR(512)
 	backing := make([]byte, pieces*700) // in the Go heap
 	pattern(backing, 0x11)
 	original := append([]byte(nil), backing...)
@@ -162,7 +162,7 @@ func testGaps(t *testing.T, s *suite) {
 		segs = append(segs, backing[i*700+i%13:][:n])
 		total += n
 	}
-	data := p.active.buffer(total)
+	data := p.active.Buffer(total)
 	pattern(data.Buf, 0x22)
 
 	w := p.passive.fastReg(m, 1, remoteWrite, bigIOVA, segs...)
@@ -183,7 +183,7 @@ func testGaps(t *testing.T, s *suite) {
 	}
 
 	w = p.passive.fastReg(m, 2, verbs.AccessRemoteRead, bigIOVA+1, segs...)
-	back := p.active.buffer(total)
+	back := p.active.Buffer(total)
 	p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova,
 		SGList: []verbs.SGE{back}})
 	p.passive.localInv(w)
@@ -197,9 +197,9 @@ func testManyReads(t *testing.T, s *suite) {
 	const n = 40
 	p := s.pair(t, options{activeParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3},
 		passiveParam: verbs.ConnParam{InitiatorDepth: 3, ResponderResources: 3}})
-	src, dst := p.passive.buffer(n*5000), p.active.buffer(n*5000)
+	src, dst := p.passive.Buffer(n*5000), p.active.Buffer(n*5000)
 	pattern(src.Buf, 5)
-	w := p.passive.fastReg(p.passive.mr(depth), 1, verbs.AccessRemoteRead, 0, src.Buf)
+	w := p.passive.fastReg(p.passive.MR(depth), 1, verbs.AccessRemoteRead, 0, src.Buf)
 	var wrs []*verbs.WorkRequest
 	order := make(chan int, n)
 	for i := range n {
@@ -214,7 +214,7 @@ func testManyReads(t *testing.T, s *suite) {
 			},
 		})
 	}
-	if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
+	if _, err := p.active.QP.PostSend(Chain(wrs...)); err != nil {
 		t.Fatal(err)
 	}
 	for want := range n {
@@ -231,12 +231,12 @@ func testManyReads(t *testing.T, s *suite) {
 // testReadThenSend checks that a Send after an RDMA Read completes after it.
 func testReadThenSend(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	src, dst := p.passive.buffer(100000), p.active.buffer(100000)
+	src, dst := p.passive.Buffer(100000), p.active.Buffer(100000)
 	pattern(src.Buf, 6)
-	w := p.passive.fastReg(p.passive.mr(depth), 1, verbs.AccessRemoteRead, 0, src.Buf)
+	w := p.passive.fastReg(p.passive.MR(depth), 1, verbs.AccessRemoteRead, 0, src.Buf)
 	in := newCompletions()
 	for range 20 {
-		p.passive.recv(in, p.passive.buffer(4))
+		p.passive.recv(in, p.passive.Buffer(4))
 		l := p.active.must(
 			&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova, SGList: []verbs.SGE{dst}},
 			&verbs.WorkRequest{Opcode: verbs.OpSend},
@@ -252,12 +252,12 @@ func testReadThenSend(t *testing.T, s *suite) {
 // testRegisterOften registers one MR with each of its keys.
 func testRegisterOften(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
-	m := p.passive.mr(1)
-	dst, src := p.passive.buffer(8), p.active.buffer(8)
+	m := p.passive.MR(1)
+	dst, src := p.passive.Buffer(8), p.active.Buffer(8)
 	for i := range 260 {
 		pattern(src.Buf, byte(i))
 		w := p.passive.fastReg(m, uint8(i), remoteWrite, uint64(i)<<32, dst.Buf)
-		if !p.passive.dev.Attrs().Caps.Has(verbs.CapPerIOReg) && w.rkey>>8 != m.RKey()>>8 {
+		if !p.passive.Dev.Attrs().Caps.Has(verbs.CapPerIOReg) && w.rkey>>8 != m.RKey()>>8 {
 			t.Fatal("STag index changed after FastReg")
 		}
 		p.active.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
@@ -272,29 +272,29 @@ func testRegisterOften(t *testing.T, s *suite) {
 
 func testSendWithInvalidate(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
-	m := p.active.mr(1)
-	mem := p.active.buffer(8)
+	m := p.active.MR(1)
+	mem := p.active.Buffer(8)
 	for i := range 10 {
 		w := p.active.fastReg(m, uint8(i), remoteWrite, 0, mem.Buf)
 		in := newCompletions()
-		p.active.recv(in, p.active.buffer(64))
+		p.active.recv(in, p.active.Buffer(64))
 		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpSendWithInv, InvalidateRKey: w.rkey,
-			SGList: []verbs.SGE{p.passive.buffer(40)}})
+			SGList: []verbs.SGE{p.passive.Buffer(40)}})
 		wc := in.wait(t, 1)[0]
 		if wc.Status != verbs.StatusSuccess || !wc.WithInv || wc.InvalidatedRKey != w.rkey || wc.ByteLen != 40 {
 			t.Fatalf("Receive of a Send With Invalidate of %#x: got %+v", w.rkey, wc)
 		}
 		// The FastReg of the next round fails if the MR is still valid.
 	}
-	if n := p.active.qp.Stats().RemoteInvalidates; n != 10 {
+	if n := p.active.QP.Stats().RemoteInvalidates; n != 10 {
 		t.Errorf("remote invalidations: got %d, want 10", n)
 	}
 }
 
 func testLocalInvOfFree(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	m := p.active.mr(1)
-	w := p.active.fastReg(m, 1, remoteWrite, 0, p.active.buffer(8).Buf)
+	m := p.active.MR(1)
+	w := p.active.fastReg(m, 1, remoteWrite, 0, p.active.Buffer(8).Buf)
 	p.active.localInv(w)
 	p.active.localInv(w)
 }
@@ -302,9 +302,9 @@ func testLocalInvOfFree(t *testing.T, s *suite) {
 // testRegisterTwice checks that a FastReg of a valid MR fails and ends the connection.
 func testRegisterTwice(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
-	m := p.active.mr(1)
-	w := p.active.fastReg(m, 1, remoteWrite, 0, p.active.buffer(8).Buf)
-	wr := p.active.reg(m, 2, remoteWrite, 0, p.active.buffer(8).Buf)
+	m := p.active.MR(1)
+	w := p.active.fastReg(m, 1, remoteWrite, 0, p.active.Buffer(8).Buf)
+	wr := p.active.reg(m, 2, remoteWrite, 0, p.active.Buffer(8).Buf)
 	later := &verbs.WorkRequest{Opcode: verbs.OpSend}
 	l := p.active.do(wr, later)
 	if st := l[0].Status; st == verbs.StatusSuccess || st == verbs.StatusWRFlushErr {
@@ -313,15 +313,15 @@ func testRegisterTwice(t *testing.T, s *suite) {
 	if st := l[1].Status; st != verbs.StatusWRFlushErr {
 		t.Errorf("request after the failed one: got %v, want %v", st, verbs.StatusWRFlushErr)
 	}
-	p.active.waitDisconnect()
-	p.passive.waitDisconnect()
+	p.active.WaitDisconnect()
+	p.passive.WaitDisconnect()
 }
 
 func testFastRegErrors(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	page := p.active.dev.Attrs().PageSize
-	m := p.active.mr(2)
-	other, err := p.active.dev.AllocPD()
+	page := p.active.Dev.Attrs().PageSize
+	m := p.active.MR(2)
+	other, err := p.active.Dev.AllocPD()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -329,7 +329,7 @@ func testFastRegErrors(t *testing.T, s *suite) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := p.active.buffer(4 * page).Buf
+	buf := p.active.Buffer(4 * page).Buf
 	for name, wr := range map[string]*verbs.WorkRequest{
 		"no MR":            {Segs: [][]byte{buf[:8]}},
 		"no memory":        {MR: m},
@@ -338,7 +338,7 @@ func testFastRegErrors(t *testing.T, s *suite) {
 		"MR of another PD": {MR: foreign, Segs: [][]byte{buf[:8]}},
 	} {
 		wr.Opcode, wr.Access, wr.Done = verbs.OpFastReg, remoteWrite, func(*verbs.WorkCompletion) {}
-		if bad, err := p.active.qp.PostSend(wr); bad != wr || err == nil {
+		if bad, err := p.active.QP.PostSend(wr); bad != wr || err == nil {
 			t.Errorf("post FastReg with %s: got no error, want one", name)
 		}
 	}
@@ -348,8 +348,8 @@ func testFastRegErrors(t *testing.T, s *suite) {
 	if err := other.Dealloc(); err != nil {
 		t.Error(err)
 	}
-	for _, d := range []int{0, -1, p.active.dev.Attrs().MaxFastRegPageListLen + 1} {
-		if _, err := p.active.pd.AllocMR(d); err == nil {
+	for _, d := range []int{0, -1, p.active.Dev.Attrs().MaxFastRegPageListLen + 1} {
+		if _, err := p.active.PD.AllocMR(d); err == nil {
 			t.Errorf("AllocMR with depth %d: got no error, want one", d)
 		}
 	}
@@ -359,32 +359,32 @@ func testFastRegErrors(t *testing.T, s *suite) {
 // effect in order.
 func testChain(t *testing.T, s *suite) {
 	p := s.pair(t, options{}).sendFirst()
-	m1, m2 := p.active.mr(depth), p.active.mr(depth)
-	a, b := p.active.buffer(70000), p.active.buffer(70000)
-	call, in := p.active.buffer(100), newCompletions()
+	m1, m2 := p.active.MR(depth), p.active.MR(depth)
+	a, b := p.active.Buffer(70000), p.active.Buffer(70000)
+	call, in := p.active.Buffer(100), newCompletions()
 	for i := range 30 {
 		key := uint8(i)
 		pattern(a.Buf, key)
 		clear(b.Buf)
-		p.passive.recv(in, p.passive.buffer(100))
-		before := p.active.qp.Stats()
+		p.passive.recv(in, p.passive.Buffer(100))
+		before := p.active.QP.Stats()
 		reg1 := p.active.reg(m1, key, verbs.AccessRemoteRead, 0x10000, a.Buf)
 		reg2 := p.active.reg(m2, key, remoteWrite, 0x20000, b.Buf)
 		p.active.must(reg1, reg2, &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{call}})
 		w1, w2 := p.active.registered(reg1), p.active.registered(reg2)
-		if d := p.active.qp.Stats().PostedChains - before.PostedChains; d != 1 {
+		if d := p.active.QP.Stats().PostedChains - before.PostedChains; d != 1 {
 			t.Fatalf("PostedChains after one post: got %d, want 1", d)
 		}
 		in.wait(t, i+1)
 		// The passive side acts as the server: read one window, write the other one, reply.
-		tmp := p.passive.buffer(70000)
+		tmp := p.passive.Buffer(70000)
 		p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w1.rkey, RemoteAddr: w1.iova,
 			SGList: []verbs.SGE{tmp}})
 		reply := newCompletions()
 		p.active.recv(reply, call)
 		p.passive.must(
 			&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w2.rkey, RemoteAddr: w2.iova, SGList: []verbs.SGE{tmp}},
-			&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.passive.buffer(100)}},
+			&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.passive.Buffer(100)}},
 		)
 		reply.wait(t, 1)
 		p.active.must(

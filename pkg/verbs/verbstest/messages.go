@@ -29,11 +29,11 @@ var messageSizes = []int{0, 1, 2, 3, 4, 5, 31, 32, 33, 255, 256, 257, 1023, 1436
 
 func testSendSizes(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	for _, from := range []*endpoint{p.active, p.passive} {
+	for _, from := range []*Endpoint{p.active, p.passive} {
 		to := p.other(from)
 		for i, n := range messageSizes {
 			in := newCompletions()
-			src, dst := from.buffer(n), to.buffer(n+8)
+			src, dst := from.Buffer(n), to.Buffer(n+8)
 			pattern(src.Buf, byte(i))
 			pattern(dst.Buf, 0xaa)
 			want := append(append([]byte(nil), src.Buf...), dst.Buf[n:]...)
@@ -41,7 +41,7 @@ func testSendSizes(t *testing.T, s *suite) {
 			from.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{src}})
 			wc := in.wait(t, 1)[0]
 			if wc.Status != verbs.StatusSuccess || int(wc.ByteLen) != n || wc.Opcode != verbs.OpRecv ||
-				wc.QP != to.qp || wc.WithInv {
+				wc.QP != to.QP || wc.WithInv {
 				t.Fatalf("Receive of %d bytes: got %+v", n, wc)
 			}
 			if !bytes.Equal(dst.Buf, want) {
@@ -54,12 +54,12 @@ func testSendSizes(t *testing.T, s *suite) {
 func testSendGathers(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
 	in := newCompletions()
-	dst := p.passive.buffer(200000)
+	dst := p.passive.Buffer(200000)
 	p.passive.recv(in, dst)
 	var sges []verbs.SGE
 	var want []byte
 	for i, n := range []int{3, 0, 100001, 77} {
-		b := p.active.buffer(n)
+		b := p.active.Buffer(n)
 		pattern(b.Buf, byte(i))
 		sges = append(sges, b)
 		want = append(want, b.Buf...)
@@ -84,20 +84,20 @@ func testSendOrder(t *testing.T, s *suite) {
 				return
 			}
 			seen <- binary.BigEndian.Uint32(b.Buf)
-			if _, err := p.passive.qp.PostRecv(&rr); err != nil {
+			if _, err := p.passive.QP.PostRecv(&rr); err != nil {
 				t.Errorf("repost Receive: %v", err)
 			}
 		}}
-		if _, err := p.passive.qp.PostRecv(&rr); err != nil {
+		if _, err := p.passive.QP.PostRecv(&rr); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for range defaultDepth {
-		repost(p.passive.buffer(4))
+		repost(p.passive.Buffer(4))
 	}
 	bufs := make([]verbs.SGE, perChain)
 	for i := range bufs {
-		bufs[i] = p.active.buffer(4)
+		bufs[i] = p.active.Buffer(4)
 	}
 	for c := range chains {
 		var wrs []*verbs.WorkRequest
@@ -120,14 +120,14 @@ func testParallelPosters(t *testing.T, s *suite) {
 	const total = posters * chains * perChain
 	p := s.pair(t, options{sendDepth: total, recvDepth: total})
 	in := newCompletions()
-	dst := p.passive.buffer(total * 8)
+	dst := p.passive.Buffer(total * 8)
 	for i := range total {
 		p.passive.recv(in, verbs.SGE{Buf: dst.Buf[i*8 : i*8+8], LKey: dst.LKey})
 	}
 	var wg sync.WaitGroup
 	out := newCompletions()
 	for poster := range posters {
-		src := p.active.buffer(chains * perChain * 8)
+		src := p.active.Buffer(chains * perChain * 8)
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
@@ -140,7 +140,7 @@ func testParallelPosters(t *testing.T, s *suite) {
 					wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, Done: out.done,
 						SGList: []verbs.SGE{{Buf: b, LKey: src.LKey}}})
 				}
-				if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
+				if _, err := p.active.QP.PostSend(Chain(wrs...)); err != nil {
 					t.Errorf("post: %v", err)
 				}
 			}
@@ -162,7 +162,7 @@ func testParallelPosters(t *testing.T, s *suite) {
 			next[poster]++
 		}
 	}
-	if st := p.active.qp.Stats(); st.PostedChains != posters*chains || st.PostedSendWRs != total {
+	if st := p.active.QP.Stats(); st.PostedChains != posters*chains || st.PostedSendWRs != total {
 		t.Errorf("stats: got %d chains and %d requests, want %d and %d", st.PostedChains, st.PostedSendWRs,
 			posters*chains, total)
 	}
@@ -173,7 +173,7 @@ func testUnsignaled(t *testing.T, s *suite) {
 	const rounds = 20
 	p := s.pair(t, options{sendDepth: 8, recvDepth: 8 * rounds})
 	in, unsignaled, signaled := newCompletions(), newCompletions(), newCompletions()
-	src, dst := p.active.buffer(16), p.passive.buffer(16)
+	src, dst := p.active.Buffer(16), p.passive.Buffer(16)
 	for range rounds * 8 {
 		p.passive.recv(in, dst)
 	}
@@ -186,7 +186,7 @@ func testUnsignaled(t *testing.T, s *suite) {
 			}
 			wrs = append(wrs, wr)
 		}
-		if _, err := p.active.qp.PostSend(chain(wrs...)); err != nil {
+		if _, err := p.active.QP.PostSend(Chain(wrs...)); err != nil {
 			t.Fatalf("round %d: %v", r, err)
 		}
 		signaled.wait(t, r+1)
@@ -198,12 +198,12 @@ func testUnsignaled(t *testing.T, s *suite) {
 }
 
 func testQueueFull(t *testing.T, s *suite) {
-	p := s.pair(t, options{sendDepth: 4, recvDepth: 4})
+	p := s.pair(t, options{sendDepth: 4, recvDepth: 4, blocking: true})
 	// A handler that blocks stops the dispatcher, so that no completion frees a slot.
 	release, blocked := make(chan struct{}), make(chan struct{})
-	sb := p.passive.buffer(4)
+	sb := p.passive.Buffer(4)
 	for i := range 5 {
-		bad, err := p.passive.qp.PostRecv(&verbs.RecvRequest{SGE: sb, Done: func(*verbs.WorkCompletion) {}})
+		bad, err := p.passive.QP.PostRecv(&verbs.RecvRequest{SGE: sb, Done: func(*verbs.WorkCompletion) {}})
 		if i < 4 && err != nil {
 			t.Fatalf("Receive %d: %v", i, err)
 		}
@@ -211,14 +211,14 @@ func testQueueFull(t *testing.T, s *suite) {
 			t.Fatalf("fifth Receive on a queue of 4: got %v, want ErrQueueFull", err)
 		}
 	}
-	src := p.active.buffer(4)
+	src := p.active.Buffer(4)
 	out := newCompletions()
 	first := &verbs.WorkRequest{Opcode: verbs.OpSend, Signaled: true, SGList: []verbs.SGE{src},
 		Done: func(*verbs.WorkCompletion) {
 			close(blocked)
 			<-release
 		}}
-	if _, err := p.active.qp.PostSend(first); err != nil {
+	if _, err := p.active.QP.PostSend(first); err != nil {
 		t.Fatal(err)
 	}
 	<-blocked
@@ -226,7 +226,7 @@ func testQueueFull(t *testing.T, s *suite) {
 	for range 6 {
 		wrs = append(wrs, &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, Done: out.done})
 	}
-	bad, err := p.active.qp.PostSend(chain(wrs...))
+	bad, err := p.active.QP.PostSend(Chain(wrs...))
 	if !errors.Is(err, verbs.ErrQueueFull) {
 		t.Errorf("chain of 6 on a queue of 4: got %v, want ErrQueueFull", err)
 	}
@@ -247,7 +247,7 @@ func testPostErrors(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
 	nop := func(*verbs.WorkCompletion) {}
 	wr := &verbs.WorkRequest{Opcode: verbs.OpSend, Done: nop}
-	if bad, err := p.active.qp.PostSend(wr); !errors.Is(err, verbs.ErrQPState) || bad != wr {
+	if bad, err := p.active.QP.PostSend(wr); !errors.Is(err, verbs.ErrQPState) || bad != wr {
 		t.Errorf("post before Connect: got %v, want ErrQPState", err)
 	}
 
@@ -262,18 +262,18 @@ func testPostErrors(t *testing.T, s *suite) {
 		"Read into two SGEs": {Opcode: verbs.OpRDMARead, Done: nop, SGList: sges[:2]},
 	} {
 		good.Next = bad
-		if at, err := p.active.qp.PostSend(good); !errors.Is(err, verbs.ErrInvalid) || at != bad {
+		if at, err := p.active.QP.PostSend(good); !errors.Is(err, verbs.ErrInvalid) || at != bad {
 			t.Errorf("%s: got %v, want ErrInvalid at the second request", name, err)
 		}
 	}
-	if _, err := p.active.qp.PostRecv(&verbs.RecvRequest{}); !errors.Is(err, verbs.ErrInvalid) {
+	if _, err := p.active.QP.PostRecv(&verbs.RecvRequest{}); !errors.Is(err, verbs.ErrInvalid) {
 		t.Errorf("Receive without handler: got %v, want ErrInvalid", err)
 	}
-	p.active.qp.Drain()
-	if _, err := p.active.qp.PostSend(wr); !errors.Is(err, verbs.ErrQPState) {
+	p.active.QP.Drain()
+	if _, err := p.active.QP.PostSend(wr); !errors.Is(err, verbs.ErrQPState) {
 		t.Errorf("post after Drain: got %v, want ErrQPState", err)
 	}
-	if _, err := p.active.qp.PostRecv(&verbs.RecvRequest{Done: nop}); !errors.Is(err, verbs.ErrQPState) {
+	if _, err := p.active.QP.PostRecv(&verbs.RecvRequest{Done: nop}); !errors.Is(err, verbs.ErrQPState) {
 		t.Errorf("post Receive after Drain: got %v, want ErrQPState", err)
 	}
 }
@@ -281,18 +281,18 @@ func testPostErrors(t *testing.T, s *suite) {
 func testReceiveTooSmall(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
 	in := newCompletions()
-	dst := p.passive.buffer(64)
+	dst := p.passive.Buffer(64)
 	pattern(dst.Buf, 1)
 	guard := append([]byte(nil), dst.Buf...)
 	p.passive.recv(in, verbs.SGE{Buf: dst.Buf[:32], LKey: dst.LKey})
-	p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.buffer(33)}})
+	p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.Buffer(33)}})
 	// Some kernel devices report another error of the queue pair.
-	reported := p.passive.dev.Attrs().Caps.Has(verbs.CapTerminates)
+	reported := p.passive.Dev.Attrs().Caps.Has(verbs.CapTerminates)
 	if st := in.wait(t, 1)[0].Status; st != verbs.StatusLocLenErr && (reported || st == verbs.StatusSuccess) {
 		t.Errorf("Receive of 32 bytes for a message of 33: got %v, want %v", st, verbs.StatusLocLenErr)
 	}
-	p.passive.waitDisconnect()
-	p.active.waitDisconnect()
+	p.passive.WaitDisconnect()
+	p.active.WaitDisconnect()
 	if !bytes.Equal(dst.Buf[32:], guard[32:]) {
 		t.Error("memory after the Receive was written")
 	}
@@ -300,11 +300,11 @@ func testReceiveTooSmall(t *testing.T, s *suite) {
 
 func testNoReceive(t *testing.T, s *suite) {
 	p := s.pair(t, options{})
-	p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.buffer(4)}})
+	p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{p.active.Buffer(4)}})
 	// an InfiniBand sender retries instead
-	if p.active.id.Device().Attrs().Transport == verbs.TransportIWARP {
-		p.active.waitDisconnect()
-		p.passive.waitDisconnect()
+	if p.active.ID.Device().Attrs().Transport == verbs.TransportIWARP {
+		p.active.WaitDisconnect()
+		p.passive.WaitDisconnect()
 	}
 }
 

@@ -17,7 +17,7 @@ var resourceTests = []conformanceTest{
 
 func testAttrs(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	a := p.active.dev.Attrs()
+	a := p.active.Dev.Attrs()
 	if a.Name == "" || a.PageSize <= 0 || a.MaxQPWR <= 0 || a.MaxCQE <= 0 || a.MaxSendSGE <= 0 || a.MaxRecvSGE <= 0 ||
 		a.MaxSGERd <= 0 {
 		t.Errorf("attributes: limits are missing: %+v", a)
@@ -29,15 +29,15 @@ func testAttrs(t *testing.T, s *suite) {
 
 func testBusyResources(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	if err := p.active.pd.Dealloc(); !errors.Is(err, verbs.ErrBusy) {
+	if err := p.active.PD.Dealloc(); !errors.Is(err, verbs.ErrBusy) {
 		t.Errorf("deallocate a PD with a QP: got %v, want ErrBusy", err)
 	}
-	if err := p.active.cq.Close(); !errors.Is(err, verbs.ErrBusy) {
+	if err := p.active.CQ.Close(); !errors.Is(err, verbs.ErrBusy) {
 		t.Errorf("close a CQ with a QP: got %v, want ErrBusy", err)
 	}
-	pd := mustPD(t, p.active.dev)
+	pd := mustPD(t, p.active.Dev)
 	m, err := pd.RegMR(make([]byte, 8))
-	if p.active.dev.Attrs().Caps.Has(verbs.CapRegisterAny) {
+	if p.active.Dev.Attrs().Caps.Has(verbs.CapRegisterAny) {
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -53,7 +53,7 @@ func testBusyResources(t *testing.T, s *suite) {
 // testCQDepth checks that CreateQP refuses a CQ that could overflow.
 func testCQDepth(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(timeoutContext(t), p.active.id.RemoteAddr())
+	id, err := s.newProvider(t).Resolve(Context(t), p.active.ID.RemoteAddr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,7 +75,7 @@ func testCQDepth(t *testing.T, s *suite) {
 
 func testQPErrors(t *testing.T, s *suite) {
 	p := s.pair(t, options{noConnect: true})
-	id, err := s.newProvider(t).Resolve(timeoutContext(t), p.active.id.RemoteAddr())
+	id, err := s.newProvider(t).Resolve(Context(t), p.active.ID.RemoteAddr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -103,7 +103,7 @@ func testQPErrors(t *testing.T, s *suite) {
 func testSTags(t *testing.T, s *suite) {
 	const n = 500
 	p := s.pair(t, options{noConnect: true})
-	a := p.active.dev.Attrs()
+	a := p.active.Dev.Attrs()
 	if a.Caps.Has(verbs.CapPerIOReg) {
 		t.Skip("the device has a key per registration, not per MR")
 	}
@@ -111,7 +111,7 @@ func testSTags(t *testing.T, s *suite) {
 	inSequence := 0
 	var last verbs.RKey
 	for range n {
-		m := p.active.mr(1)
+		m := p.active.MR(1)
 		index := m.RKey() >> 8
 		if index == 0 || seen[index] {
 			t.Fatalf("STag index %#x is 0 or was used before", index)

@@ -25,7 +25,7 @@ func (s *suite) shared(t *testing.T) *sharedEnd {
 	t.Helper()
 	e := &sharedEnd{t: t, p: s.newProvider(t)}
 	e.l = listen(t, e.p, s.laddr)
-	id, err := e.p.Resolve(timeoutContext(t), e.l.Addr())
+	id, err := e.p.Resolve(Context(t), e.l.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -50,15 +50,15 @@ func (s *suite) shared(t *testing.T) *sharedEnd {
 // pair connects another active end that uses the shared PD and CQ.
 func (e *sharedEnd) pair() *pair {
 	e.t.Helper()
-	return connectPair(e.t, e.p, e.l, options{pd: e.pd, cq: e.cq}).sendFirst()
+	return connectPair(e.t, e.p, e.l, options{PD: e.pd, CQ: e.cq}).sendFirst()
 }
 
 // useAll transfers data over p in each direction, with m registered at the active end. useAll
 // leaves m invalid.
 func (p *pair) useAll(m verbs.MR, key uint8) {
-	t := p.active.t
+	t := p.active.T
 	t.Helper()
-	mem, out, back := p.active.buffer(9000), p.passive.buffer(9000), p.passive.buffer(9000)
+	mem, out, back := p.active.Buffer(9000), p.passive.Buffer(9000), p.passive.Buffer(9000)
 	pattern(out.Buf, key)
 	w := p.active.fastReg(m, key, remoteWrite|verbs.AccessRemoteRead, 0x4000, mem.Buf)
 	p.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
@@ -77,17 +77,17 @@ func (p *pair) useAll(m verbs.MR, key uint8) {
 // deregistered, and a third connection can use the PD and CQ.
 func testSharedPD(t *testing.T, s *suite) {
 	for name, end := range map[string]func(p *pair){
-		"local close": func(p *pair) { p.active.id.Close() },
-		"local drain": func(p *pair) { p.active.qp.Drain() },
-		"peer close":  func(p *pair) { p.passive.id.Close(); p.active.waitDisconnect() },
+		"local close": func(p *pair) { p.active.ID.Close() },
+		"local drain": func(p *pair) { p.active.QP.Drain() },
+		"peer close":  func(p *pair) { p.passive.ID.Close(); p.active.WaitDisconnect() },
 		"refused write": func(p *pair) {
 			p.passive.post(newCompletions(),
 				badWrite(p.passive))
-			p.active.waitDisconnect()
+			p.active.WaitDisconnect()
 		},
 		"local error": func(p *pair) {
 			p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpLocalInv, InvalidateRKey: 1})
-			p.active.waitDisconnect()
+			p.active.WaitDisconnect()
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -97,24 +97,24 @@ func testSharedPD(t *testing.T, s *suite) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			mem := ended.active.buffer(64)
+			mem := ended.active.Buffer(64)
 			ended.active.fastReg(orphan, 1, remoteWrite, 0, mem.Buf)
-			m := other.active.mr(depth)
+			m := other.active.MR(depth)
 			otherRecv, endedRecv := newCompletions(), newCompletions()
-			in := other.active.buffer(8)
+			in := other.active.Buffer(8)
 			other.active.recv(otherRecv, in)
-			ended.active.recv(endedRecv, ended.active.buffer(8))
+			ended.active.recv(endedRecv, ended.active.Buffer(8))
 
 			end(ended)
-			ended.active.qp.Drain()
-			if wc := endedRecv.wait(t, 1)[0]; wc.Status != verbs.StatusWRFlushErr || wc.QP != ended.active.qp {
+			ended.active.QP.Drain()
+			if wc := endedRecv.wait(t, 1)[0]; wc.Status != verbs.StatusWRFlushErr || wc.QP != ended.active.QP {
 				t.Errorf("Receive of the ended connection: got %+v, want a flush", wc)
 			}
 			if n := len(otherRecv.all()); n != 0 {
 				t.Error("a Receive of the other connection was flushed")
 			}
-			other.passive.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{other.passive.buffer(8)}})
-			if wc := otherRecv.wait(t, 1)[0]; wc.Status != verbs.StatusSuccess || wc.QP != other.active.qp {
+			other.passive.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: []verbs.SGE{other.passive.Buffer(8)}})
+			if wc := otherRecv.wait(t, 1)[0]; wc.Status != verbs.StatusSuccess || wc.QP != other.active.QP {
 				t.Errorf("Receive of the other connection: got %+v, want success", wc)
 			}
 			other.useAll(m, 2)
@@ -124,7 +124,7 @@ func testSharedPD(t *testing.T, s *suite) {
 			third := e.pair()
 			third.useAll(m, 3) // each connection of the PD may use an invalid MR
 			other.useAll(m, 4)
-			if len(other.active.disconnects) != 0 {
+			if len(other.active.Disconnects) != 0 {
 				t.Error("OnDisconnect was called for the other connection")
 			}
 		})
@@ -132,8 +132,8 @@ func testSharedPD(t *testing.T, s *suite) {
 }
 
 // badWrite returns an RDMA Write that the peer refuses.
-func badWrite(e *endpoint) *verbs.WorkRequest {
-	return &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, SGList: []verbs.SGE{e.buffer(8)}}
+func badWrite(e *Endpoint) *verbs.WorkRequest {
+	return &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: 1, SGList: []verbs.SGE{e.Buffer(8)}}
 }
 
 // testSharedPDOtherKey checks that a key of one connection is refused on another connection of the
@@ -152,12 +152,12 @@ func testSharedPDOtherKey(t *testing.T, s *suite) {
 			t.Run(op.String()+", owner "+state, func(t *testing.T) {
 				e := s.shared(t)
 				owner, other := e.pair(), e.pair()
-				mem := owner.active.buffer(64)
+				mem := owner.active.Buffer(64)
 				pattern(mem.Buf, 7)
 				original := append([]byte(nil), mem.Buf...)
-				w := owner.active.fastReg(owner.active.mr(1), 5, remoteWrite|verbs.AccessRemoteRead, 0, mem.Buf)
+				w := owner.active.fastReg(owner.active.MR(1), 5, remoteWrite|verbs.AccessRemoteRead, 0, mem.Buf)
 				if ownerEnded {
-					owner.active.qp.Drain()
+					owner.active.QP.Drain()
 				}
 				if op == verbs.OpLocalInv {
 					wc := other.active.do(&verbs.WorkRequest{Opcode: op, InvalidateRKey: w.rkey})[0]
@@ -165,18 +165,18 @@ func testSharedPDOtherKey(t *testing.T, s *suite) {
 						t.Errorf("LocalInv: got %v, want an error other than a flush", wc.Status)
 					}
 				} else {
-					other.active.recv(newCompletions(), other.active.buffer(8))
+					other.active.recv(newCompletions(), other.active.Buffer(8))
 					other.passive.post(newCompletions(), &verbs.WorkRequest{Opcode: op, RKey: w.rkey,
 						RemoteAddr:     w.iova,
-						InvalidateRKey: w.rkey, SGList: []verbs.SGE{other.passive.buffer(8)}})
+						InvalidateRKey: w.rkey, SGList: []verbs.SGE{other.passive.Buffer(8)}})
 				}
-				other.active.waitDisconnect()
+				other.active.WaitDisconnect()
 				if !bytes.Equal(mem.Buf, original) {
 					t.Error("memory was written by the other connection")
 				}
 				if !ownerEnded { // the owner may still use its registration
 					owner.passive.must(&verbs.WorkRequest{Opcode: verbs.OpRDMARead, RKey: w.rkey, RemoteAddr: w.iova,
-						SGList: []verbs.SGE{owner.passive.buffer(8)}})
+						SGList: []verbs.SGE{owner.passive.Buffer(8)}})
 				}
 			})
 		}

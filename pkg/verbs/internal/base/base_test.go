@@ -115,7 +115,9 @@ func TestCheckQPAttr(t *testing.T) {
 
 func TestPostChecksSend(t *testing.T) {
 	checks := PostChecks{Provider: "test", MaxSendSGE: 2, MaxMessage: 100}
-	done := func(*verbs.WorkCompletion) {}
+	request := func(op verbs.Opcode, sges ...verbs.SGE) verbs.WorkRequest {
+		return verbs.WorkRequest{Opcode: op, Done: func(*verbs.WorkCompletion) {}, SGList: sges}
+	}
 	sge := verbs.SGE{Buf: make([]byte, 50)}
 	for _, c := range []struct {
 		name string
@@ -124,23 +126,17 @@ func TestPostChecksSend(t *testing.T) {
 		want uint32
 		ok   bool
 	}{
-		{"longest Send", verbs.WorkRequest{Opcode: verbs.OpSend, Done: done, SGList: []verbs.SGE{sge, sge}}, 0, 100,
-			true},
-		{"empty Write", verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Done: done}, 0, 0, true},
-		{"Read", verbs.WorkRequest{Opcode: verbs.OpRDMARead, Done: done, SGList: []verbs.SGE{sge}}, 1, 50, true},
-		{"LocalInv", verbs.WorkRequest{Opcode: verbs.OpLocalInv, Done: done}, 0, 0, true},
-		{"FastReg", verbs.WorkRequest{Opcode: verbs.OpFastReg, Done: done}, 0, 0, true},
+		{"longest Send", request(verbs.OpSend, sge, sge), 0, 100, true},
+		{"empty Write", request(verbs.OpRDMAWrite), 0, 0, true},
+		{"Read", request(verbs.OpRDMARead, sge), 1, 50, true},
+		{"LocalInv", request(verbs.OpLocalInv), 0, 0, true},
+		{"FastReg", request(verbs.OpFastReg), 0, 0, true},
 		{"no handler", verbs.WorkRequest{Opcode: verbs.OpLocalInv}, 0, 0, false},
-		{"Read with depth 0", verbs.WorkRequest{Opcode: verbs.OpRDMARead, Done: done, SGList: []verbs.SGE{sge}}, 0, 0,
-			false},
-		{"Read with two SGEs", verbs.WorkRequest{Opcode: verbs.OpRDMARead, Done: done, SGList: []verbs.SGE{sge, sge}},
-			1, 0,
-			false},
-		{"three SGEs", verbs.WorkRequest{Opcode: verbs.OpSend, Done: done, SGList: make([]verbs.SGE, 3)}, 0, 0, false},
-		{"too long", verbs.WorkRequest{Opcode: verbs.OpSend, Done: done,
-			SGList: []verbs.SGE{{Buf: make([]byte, 101)}}}, 0, 0,
-			false},
-		{"Recv", verbs.WorkRequest{Opcode: verbs.OpRecv, Done: done}, 0, 0, false},
+		{"Read with depth 0", request(verbs.OpRDMARead, sge), 0, 0, false},
+		{"Read with two SGEs", request(verbs.OpRDMARead, sge, sge), 1, 0, false},
+		{"three SGEs", request(verbs.OpSend, make([]verbs.SGE, 3)...), 0, 0, false},
+		{"too long", request(verbs.OpSend, verbs.SGE{Buf: make([]byte, 101)}), 0, 0, false},
+		{"Recv", request(verbs.OpRecv), 0, 0, false},
 	} {
 		got, err := checks.Send(&c.wr, c.ord)
 		if got != c.want || (err == nil) != c.ok || err != nil && !errors.Is(err, verbs.ErrInvalid) {
