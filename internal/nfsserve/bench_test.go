@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -67,7 +68,7 @@ func runLoad(text string) error {
 // readCall is a READ of 4 KiB at offset 0 as a TCP record.
 func readCall(fh nfs3.FH) []byte {
 	b := sunrpc.AppendCall(make([]byte, rpctcp.MarkSize), 1, nfs3.Program, nfs3.Version, uint32(nfs3.ProcRead),
-		credential(0, 0))
+		nfstest.Credential(0, 0))
 	b = sunrpc.AppendUint32(sunrpc.AppendUint64(nfs3.AppendFH(b, &fh), 0), readSize)
 	rpctcp.PutMark(b, len(b)-rpctcp.MarkSize)
 	return b
@@ -116,7 +117,7 @@ func (l *load) overRDMA(fh nfs3.FH) error {
 	errs := make([]error, l.Depth)
 	for i := range l.Depth {
 		wg.Go(func() {
-			buf, cred := make([]byte, readSize), credential(0, 0)
+			buf, cred := make([]byte, readSize), nfstest.Credential(0, 0)
 			for range l.Calls / l.Depth {
 				var res nfs3.ReadResult
 				if errs[i] = c.Read(ctx, cred, fh, 0, buf, &res); errs[i] != nil {
@@ -202,7 +203,7 @@ func BenchmarkRead4K(b *testing.B) {
 		b.Fatal(err)
 	}
 	fh := dial(b, s.TCPAddr)
-	handle := fh.lookup(fh.root, "file").FH
+	handle := fh.MustLookup(fh.Root, "file").FH
 	echo := startEcho(b, file, len(readCall(handle)))
 	for _, depth := range []int{1, 8} {
 		b.Run("depth="+strconv.Itoa(depth), func(b *testing.B) {

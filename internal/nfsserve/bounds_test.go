@@ -18,10 +18,10 @@ import (
 
 // raw makes an NFS call with these arguments and returns its status and a decoder of what follows.
 func (c *client) raw(proc nfs3.Proc, args []byte) (uint32, sunrpc.Decoder) {
-	c.t.Helper()
-	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(proc), Cred: c.cred, Args: args,
+	c.T.Helper()
+	m := sunrpc.Message{Prog: nfs3.Program, Vers: nfs3.Version, Proc: uint32(proc), Cred: c.Cred, Args: args,
 		MaxResult: 2 << 20}
-	c.ok(c.rpc.Call(c.ctx, &m))
+	c.OK(c.rpc.Call(c.Ctx, &m))
 	d := sunrpc.NewDecoder(m.Result)
 	return d.Uint32(), d
 }
@@ -46,7 +46,8 @@ func TestCountsBeyondAReply(t *testing.T) {
 		}
 	}
 	c := dial(t, s.TCPAddr)
-	file, sub := c.lookup(c.root, "a").FH, c.lookup(c.root, "d").FH
+	file, sub := c.MustLookup(c.Root, "a").FH, c.MustLookup(c.Root, "d").FH
+	readDir := sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32)
 	for _, tt := range []struct {
 		name string
 		proc nfs3.Proc
@@ -54,10 +55,8 @@ func TestCountsBeyondAReply(t *testing.T) {
 	}{
 		{"READ", nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(file), 0), 2<<20)},
 		{"READ of all", nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(file), 0), math.MaxUint32)},
-		{"READDIR", nfs3.ProcReadDir, sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32)},
-		{"READDIRPLUS", nfs3.ProcReadDirPlus,
-			sunrpc.AppendUint32(sunrpc.AppendUint32(append(c.args(sub), make([]byte, 16)...), math.MaxUint32),
-				math.MaxUint32)},
+		{"READDIR", nfs3.ProcReadDir, readDir},
+		{"READDIRPLUS", nfs3.ProcReadDirPlus, sunrpc.AppendUint32(readDir, math.MaxUint32)},
 	} {
 		for range 2 {
 			st, d := c.raw(tt.proc, tt.args)
@@ -95,7 +94,7 @@ func TestAttributesOfLaterPages(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		c.ok(c.ReadDirPlus(c.ctx, c.cred, c.root, cookie, verf, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
+		c.OK(c.ReadDirPlus(c.Ctx, c.Cred, c.Root, cookie, verf, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
 			cookie = e.Cookie
 			if len(e.Name) == 2 && e.Name[0] != '.' {
 				seen++
@@ -115,31 +114,31 @@ func TestAttributesOfLaterPages(t *testing.T) {
 func TestOffsetsBeyondEveryFile(t *testing.T) {
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
-	fh := c.create("file", 0o644)
+	fh := c.MustCreate(c.Cred, c.Root, "file", 0o644)
 	var w nfs3.WriteResult
-	c.ok(c.Write(c.ctx, c.cred, fh, 0, []byte("0123456789"), nfs3.FileSync, &w))
+	c.OK(c.Write(c.Ctx, c.Cred, fh, 0, []byte("0123456789"), nfs3.FileSync, &w))
 	for _, off := range []uint64{math.MaxInt64, math.MaxInt64 + 1, math.MaxUint64 - 4, math.MaxUint64} {
 		st, d := c.raw(nfs3.ProcRead, sunrpc.AppendUint32(sunrpc.AppendUint64(c.args(fh), off), 4096))
 		d.Fixed(4 + fattr)
 		if count, eof := d.Uint32(), d.Bool(); st != stOK || count != 0 || !eof {
 			t.Errorf("READ at %#x: status %d, %d bytes, eof %v", off, st, count, eof)
 		}
-		c.want(c.Write(c.ctx, c.cred, fh, off, []byte("abc"), nfs3.Unstable, &w), syscall.EFBIG)
+		c.Want(c.Write(c.Ctx, c.Cred, fh, off, []byte("abc"), nfs3.Unstable, &w), syscall.EFBIG)
 	}
 	// The error is that of the local file system.
 	const last = math.MaxInt64 - 3
 	local, err := os.OpenFile(filepath.Join(dir, "local"), os.O_CREATE|os.O_WRONLY, 0o600)
-	c.ok(err)
+	c.OK(err)
 	defer local.Close()
 	if _, err := local.WriteAt([]byte("abc"), last); err == nil {
-		c.ok(c.Write(c.ctx, c.cred, fh, last, []byte("abc"), nfs3.Unstable, &w))
+		c.OK(c.Write(c.Ctx, c.Cred, fh, last, []byte("abc"), nfs3.Unstable, &w))
 	} else {
-		c.want(c.Write(c.ctx, c.cred, fh, last, []byte("abc"), nfs3.Unstable, &w), syscall.EFBIG)
+		c.Want(c.Write(c.Ctx, c.Cred, fh, last, []byte("abc"), nfs3.Unstable, &w), syscall.EFBIG)
 	}
 	how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasSize: true, Size: math.MaxUint64}}
 	var cr nfs3.CreateResult
-	c.want(c.Create(c.ctx, c.cred, c.root, "file", &how, &cr), syscall.EFBIG)
-	c.want(c.Create(c.ctx, c.cred, c.root, "other", &how, &cr), syscall.EFBIG)
+	c.Want(c.Create(c.Ctx, c.Cred, c.Root, "file", &how, &cr), syscall.EFBIG)
+	c.Want(c.Create(c.Ctx, c.Cred, c.Root, "other", &how, &cr), syscall.EFBIG)
 }
 
 // Calls for files and directories fail on pipes, devices and links, and never wait for the other
@@ -148,7 +147,7 @@ func TestHandlesOfOtherThings(t *testing.T) {
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	var cr nfs3.CreateResult
-	c.ok(c.Mknod(c.ctx, c.cred, c.root, "pipe", nfs3.NF3FIFO, &nfs3.SetAttr{}, nfs3.Device{}, &cr))
+	c.OK(c.Mknod(c.Ctx, c.Cred, c.Root, "pipe", nfs3.NF3FIFO, &nfs3.SetAttr{}, nfs3.Device{}, &cr))
 	pipe := cr.FH
 	t.Cleanup(func() { // ends the wait of a process that opened it
 		if fd, err := unix.Open(filepath.Join(dir, "pipe"), unix.O_RDWR|unix.O_NONBLOCK, 0); err == nil {
@@ -156,10 +155,10 @@ func TestHandlesOfOtherThings(t *testing.T) {
 			unix.Close(fd)
 		}
 	})
-	c.ok(c.Symlink(c.ctx, c.cred, c.root, "link", ".", &nfs3.SetAttr{}, &cr))
+	c.OK(c.Symlink(c.Ctx, c.Cred, c.Root, "link", ".", &nfs3.SetAttr{}, &cr))
 	link := cr.FH
-	c.create("file", 0o644)
-	c.ok(c.Symlink(c.ctx, c.cred, c.root, "tofile", "file", &nfs3.SetAttr{}, &cr))
+	c.MustCreate(c.Cred, c.Root, "file", 0o644)
+	c.OK(c.Symlink(c.Ctx, c.Cred, c.Root, "tofile", "file", &nfs3.SetAttr{}, &cr))
 	tofile := cr.FH
 	for name, fh := range map[string]nfs3.FH{"pipe": pipe, "link": link, "link to a file": tofile} {
 		for _, tt := range []struct {
@@ -177,5 +176,5 @@ func TestHandlesOfOtherThings(t *testing.T) {
 			}
 		}
 	}
-	c.ok(c.Remove(c.ctx, c.cred, c.root, "file", new(nfs3.WccData)))
+	c.OK(c.Remove(c.Ctx, c.Cred, c.Root, "file", new(nfs3.WccData)))
 }

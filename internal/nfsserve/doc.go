@@ -9,7 +9,7 @@
 //
 // # What is where
 //
-//	serve.go  Run, Config, Server: start and orderly end
+//	serve.go  Run, Config, Server: start and end
 //	tcp.go    RPC over TCP server (RFC 5531 §11) in front of a directory
 //	proxy.go  calls from RDMA to the backend; XIDs stay; each client connection has its TCP connections
 //
@@ -20,6 +20,9 @@
 // for taking a reply. One client address gets at most half of the connections and of the calls in
 // progress. A full server closes the connection that has been silent for the longest time. The RDMA
 // side uses nothing of the TCP side.
+//
+// A server that ends sends the replies of its running calls first, so that clients do not repeat
+// these calls on the next server.
 //
 // tcpServer.clients guards the table of connections; tcpConn.write is held during the write of one
 // reply. backendPool and backendConn have a lock each for their tables, which is never held across

@@ -10,6 +10,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -43,10 +44,10 @@ func TestSilentClientsKeepNoOneOut(t *testing.T) {
 			}
 			c := dial(t, s.TCPAddr)
 			var a nfs3.Attr
-			c.ok(c.GetAttr(c.ctx, c.cred, c.root, &a))
-			fh := c.create("small", 0o644)
+			c.OK(c.GetAttr(c.Ctx, c.Cred, c.Root, &a))
+			fh := c.MustCreate(c.Cred, c.Root, "small", 0o644)
 			var w nfs3.WriteResult
-			c.ok(c.Write(c.ctx, c.cred, fh, 0, []byte("x"), nfs3.FileSync, &w))
+			c.OK(c.Write(c.Ctx, c.Cred, fh, 0, []byte("x"), nfs3.FileSync, &w))
 		})
 	}
 }
@@ -58,9 +59,9 @@ func TestHalfSentCallsLeaveMemory(t *testing.T) {
 	s, _ := start(t, nil)
 	connect(t, s.TCPAddr, "127.0.0.2", largeCalls, part)
 	c := dial(t, s.TCPAddr)
-	fh := c.create("large", 0o644)
+	fh := c.MustCreate(c.Cred, c.Root, "large", 0o644)
 	var w nfs3.WriteResult
-	c.ok(c.Write(c.ctx, c.cred, fh, 0, make([]byte, 1<<20), nfs3.Unstable, &w))
+	c.OK(c.Write(c.Ctx, c.Cred, fh, 0, make([]byte, 1<<20), nfs3.Unstable, &w))
 	if w.Count != 1<<20 {
 		t.Errorf("WRITE: got %d bytes, want all", w.Count)
 	}
@@ -77,7 +78,7 @@ func TestStalledCallsGiveMemoryBack(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
-	go func() { defer close(ended); srv.run(ctx, l) }()
+	go func() { defer close(ended); srv.run(ctx, ctx, l) }()
 	defer func() { cancel(); <-ended }()
 	part := make([]byte, 20)
 	rpctcp.PutMark(part, 1<<20)
@@ -157,7 +158,7 @@ func TestAllowList(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	err = nfs3.NewClient(r, nfs3.Options{}).GetAttr(t.Context(), credential(0, 0), nfs3.FH{}, new(nfs3.Attr))
+	err = nfs3.NewClient(r, nfs3.Options{}).GetAttr(t.Context(), nfstest.Credential(0, 0), nfs3.FH{}, new(nfs3.Attr))
 	if err == nil || errors.Is(err, nfs3.ErrMalformed) {
 		t.Errorf("GETATTR from an address that is not allowed: got %v", err)
 	}

@@ -30,10 +30,10 @@ func dialRDMA(t testing.TB, s *Server, mountAddr string) *client {
 	c := dial(t, mountAddr)
 	x, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: s.RDMAAddr, Slots: 16,
 		ReconnectMin: 10 * time.Millisecond, ReconnectMax: 100 * time.Millisecond})
-	c.ok(err)
+	c.OK(err)
 	t.Cleanup(func() { x.Close() })
-	c.ok(x.Connect(c.ctx))
-	c.Client = nfs3.NewClient(x, nfs3.Options{})
+	c.OK(x.Connect(c.Ctx))
+	c.Client.Client = nfs3.NewClient(x, nfs3.Options{})
 	return c
 }
 
@@ -43,38 +43,38 @@ func exercise(t *testing.T, c *client) {
 	var cr nfs3.CreateResult
 	var w nfs3.WriteResult
 	var r nfs3.ReadResult
-	c.ok(c.Create(c.ctx, c.cred, c.root, "data", &nfs3.CreateHow{}, &cr))
+	c.OK(c.Create(c.Ctx, c.Cred, c.Root, "data", &nfs3.CreateHow{}, &cr))
 	fh := cr.FH
 	for _, n := range []int{1, 2, 3, 4, 1000, 4095, 4096, 4097, 70001, 1 << 20} {
 		data := make([]byte, n)
 		for i := range data {
 			data[i] = byte(i*31 + n)
 		}
-		c.ok(c.Write(c.ctx, c.cred, fh, 0, data, nfs3.Unstable, &w))
+		c.OK(c.Write(c.Ctx, c.Cred, fh, 0, data, nfs3.Unstable, &w))
 		buf := make([]byte, n)
-		c.ok(c.Read(c.ctx, c.cred, fh, 0, buf, &r))
+		c.OK(c.Read(c.Ctx, c.Cred, fh, 0, buf, &r))
 		if w.Count != uint32(n) || r.N != n || !bytes.Equal(buf, data) {
 			t.Fatalf("%d bytes: wrote %d, read %d, equal %v", n, w.Count, r.N, bytes.Equal(buf, data))
 		}
 	}
 	target := string(bytes.Repeat([]byte("0123456/"), 300)) // READLINK's and SYMLINK's long form
-	c.ok(c.Symlink(c.ctx, c.cred, c.root, "link", target, &nfs3.SetAttr{}, &cr))
+	c.OK(c.Symlink(c.Ctx, c.Cred, c.Root, "link", target, &nfs3.SetAttr{}, &cr))
 	buf := make([]byte, nfs3.MaxPath)
 	var rl nfs3.ReadLinkResult
-	c.ok(c.ReadLink(c.ctx, c.cred, cr.FH, buf, &rl))
+	c.OK(c.ReadLink(c.Ctx, c.Cred, cr.FH, buf, &rl))
 	if string(buf[:rl.N]) != target {
 		t.Errorf("READLINK: %d bytes", rl.N)
 	}
 	const files = 500
 	for i := range files {
-		c.ok(c.Create(c.ctx, c.cred, c.root, fmt.Sprintf("file-%03d", i), &nfs3.CreateHow{}, &cr))
+		c.OK(c.Create(c.Ctx, c.Cred, c.Root, fmt.Sprintf("file-%03d", i), &nfs3.CreateHow{}, &cr))
 	}
 	seen := 0
 	var res nfs3.ReadDirResult
 	var cookie uint64
 	for !res.EOF {
 		verf := res.Verf
-		c.ok(c.ReadDirPlus(c.ctx, c.cred, c.root, cookie, verf, 65536, 65536, &res, func(e *nfs3.DirEntry) bool {
+		c.OK(c.ReadDirPlus(c.Ctx, c.Cred, c.Root, cookie, verf, 65536, 65536, &res, func(e *nfs3.DirEntry) bool {
 			seen++
 			cookie = e.Cookie
 			return true
@@ -109,9 +109,9 @@ func TestRDMAPortDoesNotNeedTCPPort(t *testing.T) {
 		defer idle.Close()
 	}
 	var a nfs3.Attr
-	ctx, cancel := context.WithTimeout(c.ctx, testTimeout/2)
+	ctx, cancel := context.WithTimeout(c.Ctx, testTimeout/2)
 	defer cancel()
-	c.ok(c.GetAttr(ctx, c.cred, c.root, &a))
+	c.OK(c.GetAttr(ctx, c.Cred, c.Root, &a))
 }
 
 func TestBackendOverRDMA(t *testing.T) {

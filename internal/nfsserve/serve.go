@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/hashicorp/go-hclog"
 
@@ -21,8 +22,9 @@ import (
 // DefaultRDMAListen is the port of NFS over RDMA (RFC 8267 §4.2) on the loopback address.
 const DefaultRDMAListen = "127.0.0.1:20049"
 
-// DefaultTCPListen is any free port on the loopback address.
-const DefaultTCPListen = "127.0.0.1:0"
+// DefaultTCPListen is the port that IANA assigned to MOUNT, on the loopback address. Clients that
+// find no MOUNT service at the port mapper try this port.
+const DefaultTCPListen = "127.0.0.1:20048"
 
 // Config says what a Server serves and where. Exactly one of Dir and Backend is set.
 type Config struct {
@@ -34,7 +36,7 @@ type Config struct {
 	// RDMAListen is "host:port", default DefaultRDMAListen. Port 0 takes a free one.
 	RDMAListen string
 	// TCPListen is the "host:port" of Dir's MOUNT, NFS and port mapper, all on that one port.
-	// Default DefaultTCPListen.
+	// Default DefaultTCPListen. Port 0 takes a free one.
 	TCPListen string
 
 	// Provider provides the RDMA port.
@@ -50,6 +52,10 @@ type Config struct {
 	// $STATE_DIRECTORY, else /var/lib/nfsrdmad for root, else the user's state directory.
 	StateDir string
 
+	// LockGrace is the time after a restart in which the clients of Dir may reclaim their locks; 0
+	// means nlmd.DefaultGrace.
+	LockGrace time.Duration
+
 	// NoRemoteInv stops the server from offering Send With Invalidate; clients then invalidate
 	// their keys themselves.
 	NoRemoteInv bool
@@ -59,21 +65,26 @@ type Config struct {
 	Logger hclog.Logger
 }
 
+// drainTimeout bounds the time that a server waits for its running calls when it ends.
+const drainTimeout = 3 * time.Second
+
 // A ConfigError describes an invalid Config.
 type ConfigError struct{ Text string }
 
 func (e *ConfigError) Error() string { return e.Text }
 
-// A Server runs until its context ends or Close is called.
+// A Server runs until its context ends or Close is called. It then accepts no more connections and
+// executes no more calls. It sends the replies of the running calls, for which it waits at most
+// drainTimeout, and closes the connections.
 type Server struct {
 	// RDMAAddr is the address of the RDMA port.
 	RDMAAddr netip.AddrPort
 	// TCPAddr is the address of MOUNT and NFS over TCP: that of Dir, or Config.Backend.
 	TCPAddr string
 
-	cancel context.CancelFunc
-	done   chan struct{}
-	err    error // after done
+	stop context.CancelFunc
+	done chan struct{}
+	err  error // after done
 }
 
 // Run starts a server and returns when both ports are open. The end of ctx ends the server. A
@@ -93,11 +104,13 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 			return nil, err
 		}
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	s := &Server{cancel: cancel, done: make(chan struct{}), TCPAddr: cfg.Backend}
-	var parts sync.WaitGroup
+	stop, cancelStop := context.WithCancel(ctx)
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	s := &Server{stop: cancelStop, done: make(chan struct{}), TCPAddr: cfg.Backend}
+	var parts sync.WaitGroup // the TCP port
 	var export *nfsd.Server
 	end := func() {
+		cancelStop()
 		cancel()
 		parts.Wait()
 		if export != nil {
@@ -106,7 +119,7 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	}
 	rdma := cfg.RDMA
 	if cfg.Dir != "" {
-		if export, err = s.startExport(ctx, &cfg, &parts); err != nil {
+		if export, err = s.startExport(stop, ctx, &cfg, &parts); err != nil {
 			end()
 			return nil, err
 		}
@@ -114,7 +127,7 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	} else {
 		rdma.Handler = newProxy(s.TCPAddr, cfg.Logger.Named("backend"))
 	}
-	rl, err := cfg.Provider.Listen(ctx, raddr)
+	rl, err := cfg.Provider.Listen(stop, raddr)
 	if err != nil {
 		end()
 		return nil, fmt.Errorf("%w; choose another --rdma-listen", err) // it names the address
@@ -123,10 +136,18 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	rdma.Logger = cfg.Logger.Named("rdma")
 	rdma.RemoteInv = !cfg.NoRemoteInv
 	rdma.Allow = cfg.Allow
+	rdma.DrainTimeout = drainTimeout
+	closeListener := sync.OnceFunc(func() { _ = rl.Close() })
+	context.AfterFunc(stop, func() {
+		time.AfterFunc(drainTimeout, cancel) // bounds parts.Wait
+		closeListener()
+	})
 	go func() {
 		defer close(s.done)
-		s.err = svcrdma.Serve(ctx, rl, rdma)
-		_ = rl.Close()
+		s.err = svcrdma.Serve(stop, rl, rdma)
+		cancelStop()
+		closeListener()
+		parts.Wait()
 		end()
 	}()
 	return s, nil
@@ -134,7 +155,7 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 
 // Close ends the server and waits until it has released everything.
 func (s *Server) Close() error {
-	s.cancel()
+	s.stop()
 	return s.Wait()
 }
 
@@ -183,14 +204,16 @@ func resolve(addr string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port()), nil
 }
 
-// startExport opens the directory and its TCP port, and returns the handler of its calls.
-func (s *Server) startExport(ctx context.Context, cfg *Config, parts *sync.WaitGroup) (*nfsd.Server, error) {
+// startExport opens the directory and its TCP port, and returns the handler of its calls. The TCP
+// port ends its calls in order when stop ends, and at once when ctx ends.
+func (s *Server) startExport(stop, ctx context.Context, cfg *Config, parts *sync.WaitGroup) (*nfsd.Server, error) {
 	d, err := nfsd.New(nfsd.Config{Dir: cfg.Dir, ReadOnly: cfg.ReadOnly, NoRootSquash: cfg.NoRootSquash,
-		Allow: cfg.Allow, StateDir: cfg.StateDir, MaxReply: cfg.RDMA.MaxMessage, Logger: cfg.Logger.Named("nfs")})
+		Allow: cfg.Allow, StateDir: cfg.StateDir, LockGrace: cfg.LockGrace, MaxReply: cfg.RDMA.MaxMessage,
+		Logger: cfg.Logger.Named("nfs")})
 	if err != nil {
 		return nil, fmt.Errorf("export %s: %w; name a directory", cfg.Dir, err)
 	}
-	l, err := new(net.ListenConfig).Listen(ctx, "tcp", cfg.TCPListen)
+	l, err := new(net.ListenConfig).Listen(stop, "tcp", cfg.TCPListen)
 	if err != nil {
 		d.Close()
 		return nil, fmt.Errorf("listen for NFS over TCP: %w; choose another --tcp-listen", err)
@@ -198,7 +221,7 @@ func (s *Server) startExport(ctx context.Context, cfg *Config, parts *sync.WaitG
 	s.TCPAddr = l.Addr().String()
 	d.SetPort(uint16(l.Addr().(*net.TCPAddr).Port))
 	tcp := newTCPServer(d, cfg.Logger.Named("tcp"))
-	parts.Go(func() { tcp.run(ctx, l) })
+	parts.Go(func() { tcp.run(stop, ctx, l) })
 	return d, nil
 }
 

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"io"
 	"net"
 	"net/netip"
 	"sync"
@@ -37,6 +38,7 @@ const (
 	memoryTimeout    = time.Minute      // wait of a large call for memory
 	// A large call that is incomplete after this time can lose its memory to another call.
 	progressTimeout = 3 * time.Second
+	finishTimeout   = time.Second // from the last reply of a server that ends to the end of the client
 
 	clockTick = time.Second // the deadlines are checked so often
 )
@@ -106,17 +108,22 @@ func newTCPServer(h tcpHandler, log hclog.Logger) *tcpServer {
 // messages holds buffers of calls and replies.
 var messages = sync.Pool{New: func() any { return new([]byte) }}
 
-// run serves l until ctx ends, and returns when every connection has ended.
-func (s *tcpServer) run(ctx context.Context, l net.Listener) {
+// run serves l until stop ends, and returns when every connection has ended. After the end of stop,
+// each connection ends when it has sent the replies of its running calls. After the end of ctx, all
+// connections end at once.
+func (s *tcpServer) run(stop, ctx context.Context, l net.Listener) {
 	var conns sync.WaitGroup
+	var watch sync.WaitGroup
+	watched, endWatch := context.WithCancel(ctx)
+	watch.Go(func() { s.watch(watched) })
+	defer watch.Wait()
+	defer endWatch()
 	defer conns.Wait()
-	stop := context.AfterFunc(ctx, func() { l.Close() })
-	defer stop()
-	conns.Go(func() { s.watch(ctx) })
+	defer context.AfterFunc(stop, func() { l.Close() })()
 	for {
 		c, err := l.Accept()
 		if err != nil {
-			if ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+			if stop.Err() != nil || errors.Is(err, net.ErrClosed) {
 				return
 			}
 			s.log.Warn("accept failed", "listener", l.Addr(), "error", err)
@@ -130,7 +137,7 @@ func (s *tcpServer) run(ctx context.Context, l net.Listener) {
 		}
 		conns.Go(func() {
 			defer s.leave(t)
-			t.serve(ctx)
+			t.serve(stop, ctx)
 		})
 	}
 }
@@ -258,17 +265,24 @@ func (t *tcpConn) enter(phase int32) {
 	t.phase.Store(phase)
 }
 
-// serve serves the connection until its first error.
-func (t *tcpConn) serve(ctx context.Context) {
+// serve serves the connection until its first error, or until stop ends and the running calls have
+// their replies, or until ctx ends.
+func (t *tcpConn) serve(stop, ctx context.Context) {
 	var calls sync.WaitGroup
 	defer calls.Wait()
 	defer t.conn.Close()
-	stop := context.AfterFunc(ctx, func() { t.conn.Close() })
-	defer stop()
+	defer context.AfterFunc(ctx, func() { t.conn.Close() })()
+	defer context.AfterFunc(stop, func() { _ = t.conn.SetReadDeadline(time.Unix(1, 0)) })()
+	defer func() {
+		if stop.Err() != nil {
+			calls.Wait()
+			t.finish()
+		}
+	}()
 	slots := make(chan struct{}, callsPerConn)
 	r := bufio.NewReaderSize(t.conn, readBuffer)
-	for {
-		call, isLarge, err := t.next(ctx, r)
+	for stop.Err() == nil {
+		call, isLarge, err := t.next(stop, r)
 		if err != nil {
 			return
 		}
@@ -283,13 +297,13 @@ func (t *tcpConn) serve(ctx context.Context) {
 			}
 		}
 		t.enter(phaseBusy)
-		if !take(ctx, slots) {
+		if !take(stop, slots) {
 			return
 		}
-		if !take(ctx, t.client.room) {
+		if !take(stop, t.client.room) {
 			return
 		}
-		if !take(ctx, t.room) {
+		if !take(stop, t.room) {
 			<-t.client.room
 			return
 		}
@@ -306,6 +320,15 @@ func (t *tcpConn) serve(ctx context.Context) {
 			<-slots
 		})
 		t.enter(phaseIdle)
+	}
+}
+
+// finish sends FIN and discards calls that the client still sends. Unread data would turn the end
+// of the connection into a reset, which can overtake replies.
+func (t *tcpConn) finish() {
+	_ = t.conn.SetReadDeadline(time.Now().Add(finishTimeout))
+	if c, ok := t.conn.(*net.TCPConn); ok && c.CloseWrite() == nil {
+		_, _ = io.Copy(io.Discard, c)
 	}
 }
 

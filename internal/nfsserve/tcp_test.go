@@ -43,7 +43,7 @@ func TestTCPCallsAtOnce(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
-	go func() { defer close(ended); srv.run(ctx, l) }()
+	go func() { defer close(ended); srv.run(ctx, ctx, l) }()
 	defer func() { cancel(); <-ended }()
 	var clients []net.Conn
 	for i := range conns {
@@ -99,7 +99,7 @@ func TestIdleConnectionsKeepNoReplies(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
-	go func() { defer close(ended); srv.run(ctx, l) }()
+	go func() { defer close(ended); srv.run(ctx, ctx, l) }()
 	defer func() { cancel(); <-ended }()
 	buf := make([]byte, 2<<20)
 	for range conns {

@@ -126,6 +126,10 @@ func (c *Client) Err() error {
 	return c.state.err
 }
 
+// Done returns a channel that is closed when the connection has failed or was closed; Err returns
+// the reason.
+func (c *Client) Done() <-chan struct{} { return c.failed }
+
 // Call makes one call; see nfs3.Caller. It stores all results in m.Result and does not use
 // m.ResultData. It returns the wrapped error of ctx, the error of [sunrpc.ParseReply], a
 // [*SizeError], or the error of the connection. Only the last one affects other calls. Errors do

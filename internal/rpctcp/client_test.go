@@ -184,6 +184,7 @@ func TestErrorRepliesKeepConnection(t *testing.T) {
 	}
 	malformed := func(err error) bool { return errors.Is(err, sunrpc.ErrMalformed) }
 	noError := func(err error) bool { return err == nil }
+	notAccepted := func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProcUnavail) }
 	c, peer := connect(t, Options{MaxRecord: 1 << 16})
 	for _, x := range []struct {
 		name  string
@@ -191,8 +192,7 @@ func TestErrorRepliesKeepConnection(t *testing.T) {
 		want  func(error) bool
 	}{
 		{"denied", func(xid uint32) []byte { return sunrpc.AppendDeniedReply(nil, xid, sunrpc.AuthTooWeak) }, denied},
-		{"not accepted", func(xid uint32) []byte { return sunrpc.AppendAcceptedReply(nil, xid, sunrpc.ProcUnavail) },
-			unavailable},
+		{"not accepted", notAccepted, unavailable},
 		{"malformed", func(xid uint32) []byte { return binary.BigEndian.AppendUint32(nil, xid) }, malformed},
 		{"too long", func(xid uint32) []byte { return success(xid, make([]byte, 1<<16)) }, tooLong},
 		{"valid", func(xid uint32) []byte { return success(xid, nil) }, noError},

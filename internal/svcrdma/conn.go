@@ -42,9 +42,11 @@ type conn struct {
 	recvs   []recvBuf
 	recvMem []byte
 	recvMR  verbs.MR
+	quick   QuickHandler // the Handler, if it is one
 	// calls holds received messages for the workers. It has room for every Receive, so that a
 	// completion handler never blocks.
 	calls    chan *recvBuf
+	pool     execPool
 	readSlot chan struct{}       // one token per outstanding RDMA Read (ORD)
 	sq       *semaphore.Weighted // free entries of the send queue for Writes and Sends
 	sqRoom   int64
@@ -78,6 +80,8 @@ type recvBuf struct {
 
 func (s *server) serveConn(srvCtx context.Context, req verbs.ConnRequest, leave func()) {
 	c := &conn{server: s, id: req, leave: leave, peer: req.RemoteAddr(), srvCtx: srvCtx, startedAt: time.Now()}
+	c.quick, _ = s.cfg.Handler.(QuickHandler)
+	c.pool.returned.L = &c.pool
 	c.messages.all = make(map[*msgBuf]struct{})
 	c.replied.xids = make([]uint32, s.cfg.Credits)
 	c.addr = c.peer.Addr().Unmap()
@@ -126,7 +130,7 @@ func (c *conn) setup() error {
 		return err
 	}
 	if c.qp, err = c.id.CreateQP(c.pd, verbs.QPInitAttr{
-		SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: sendWRs, MaxRecvWR: recvWRs, MaxSendSGE: 1,
+		SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: sendWRs, MaxRecvWR: recvWRs, MaxSendSGE: 1, InlineHandlers: true,
 		OnDisconnect: func(cause error) {
 			c.countStrikes(cause)
 			c.cancel(cause)
@@ -163,7 +167,7 @@ func (c *conn) postReceives() (err error) {
 					return // flushed; OnDisconnect has the cause
 				}
 				r.n = int(wc.ByteLen)
-				c.calls <- r
+				c.received(r)
 			}}
 		if _, err = c.qp.PostRecv(&r.req); err != nil {
 			return err
@@ -180,7 +184,10 @@ func (c *conn) accept() error {
 			return err
 		}
 		c.execs = append(c.execs, w)
-		c.workers.Go(w.loop)
+		c.pool.put(w)
+	}
+	for range c.execs {
+		c.workers.Go(c.work)
 	}
 	c.mem.join(c)
 	c.idle.start(c.age())

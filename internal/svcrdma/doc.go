@@ -16,6 +16,7 @@
 //	watch.go     timeouts of idle and stalled connections
 //	msgbuf.go    buffers of unreduced messages
 //	membudget.go memory limit of the buffers of all connections
+//	inline.go    small calls that the completion handler of their Receive executes
 //	exec.go      one call, from its Receive to the completion of its Send; RDMA_ERROR (RFC 8166 §4.5)
 //	callplan.go  Read list and inline body to unreduced call (RFC 8166 §3.4.5, §3.5.3)
 //	replyplan.go Write list and Reply chunk (RFC 8166 §3.4.6, §3.5.3, §4.3), Send With Invalidate (RFC 8797 §4.1)
@@ -49,8 +50,12 @@
 // # Locks and goroutines
 //
 // Each connection has one goroutine, which owns the resources and checks the timeouts, and Credits
-// workers with one call each. A worker owns its buffers. Completion handlers only send to channels.
+// workers with one call each. The completion handler of a Receive executes a small call if the
+// Handler can do so without waiting ([QuickHandler]), and gives the others to the workers. The
+// completion handler of the Send ends such a call, and otherwise wakes the worker. Each call has
+// one exec, which owns its buffers. Completion handlers do not wait.
 //
+//   - conn.pool holds the execs without a call.
 //   - conn.messages holds the message buffers, and conn.replied the XIDs of the last replies.
 //   - memBudget.mu guards the list of connections. conn.messages may be locked while it is held.
 //   - connCount.mu, drc.mu and fatalCalls.mu guard counts and caches. No other lock is taken while

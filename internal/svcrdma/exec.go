@@ -11,8 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// An exec is one worker. It processes a received message up to the completion of the Send. Each
-// credit has one exec, and one goroutine uses it. Completion handlers only send to its channels.
+// An exec is the state of one call, from a received message up to the completion of the Send. Each
+// credit has one exec. A worker uses it, or the completion handlers of an inline call.
 type exec struct {
 	c      *conn
 	header rpcrdma.Header
@@ -38,6 +38,7 @@ type exec struct {
 	onChain   func(*verbs.WorkCompletion)
 	onWrite   func(*verbs.WorkCompletion)
 	posted    int64 // requests in the current chain
+	inline    bool  // the completion handler of the chain ends the call; no worker waits for it
 }
 
 func (c *conn) newExec() (*exec, error) {
@@ -53,7 +54,11 @@ func (c *conn) newExec() (*exec, error) {
 	x.detached, x.cancelDetached = context.WithCancel(c.srvCtx)
 	x.onChain = func(wc *verbs.WorkCompletion) {
 		c.sq.Release(x.posted)
-		x.chainDone <- wc.Status
+		if x.inline {
+			x.inlineSent(wc.Status)
+		} else {
+			x.chainDone <- wc.Status
+		}
 	}
 	x.onWrite = func(wc *verbs.WorkCompletion) {} // the last request of the chain fails too
 	onRead := func(wc *verbs.WorkCompletion) {
@@ -67,14 +72,16 @@ func (c *conn) newExec() (*exec, error) {
 	return x, nil
 }
 
-func (x *exec) loop() {
-	for r := range x.c.calls {
-		if x.c.ctx.Err() != nil {
-			continue // no reply is possible on a closed connection
+// work is a worker: it processes received messages one after the other.
+func (c *conn) work() {
+	for r := range c.calls {
+		x := c.pool.take()
+		if c.ctx.Err() == nil { // otherwise no reply is possible
+			if err := x.serve(r); err != nil {
+				c.cancel(err) // RFC 8166 §4.5.4: without a reply the connection ends
+			}
 		}
-		if err := x.serve(r); err != nil {
-			x.c.cancel(err) // RFC 8166 §4.5.4: without a reply the connection ends
-		}
+		c.pool.put(x)
 	}
 }
 
@@ -94,7 +101,9 @@ func (x *exec) serve(r *recvBuf) error {
 	case err != nil: // invalid lists, RDMA_MSGP, unknown rdma_proc: RFC 8166 §4.5.2, §4.6.1
 		return x.sendError(r, rpcrdma.ErrChunk)
 	}
-	x.c.callBegins()
+	if !x.c.callBegins() {
+		return nil // without a reply
+	}
 	defer x.c.callEnds()
 	if x.c.fatal.isFatal(x.c.addr, x.header.XID) { // RFC 8166 §4.5.3
 		// Before the reply, because the client may reuse the XID after the reply.
@@ -276,17 +285,11 @@ func (x *exec) handle(ctx context.Context, call, room []byte) ([]byte, error) {
 
 // reply sends the unreduced reply, inline or with the chunks of the call.
 func (x *exec) reply(r *recvBuf, hdr *sunrpc.CallHeader, buf *msgBuf, reply []byte) error {
-	c, p := x.c, &x.rplan
-	it, hasItem := item{}, false
-	if len(x.header.Writes) > 0 {
-		it, hasItem = eligibleResult(hdr, reply)
-	}
-	pol := replyPolicy{threshold: c.sendThreshold, alwaysReplyChunk: c.cfg.AlwaysReplyChunk}
-	if p.build(&x.header, uint32(c.cfg.Credits), reply, it, hasItem, pol) != nil {
+	if x.planReply(hdr, reply) != nil {
 		return x.sendError(r, rpcrdma.ErrChunk)
 	}
-	if hook := c.cfg.Hooks.Reply; hook != nil {
-		switch hook(&p.header) {
+	if hook := x.c.cfg.Hooks.Reply; hook != nil {
+		switch hook(&x.rplan.header) {
 		case Drop:
 			return x.discard(r)
 		case Disconnect:
@@ -296,6 +299,30 @@ func (x *exec) reply(r *recvBuf, hdr *sunrpc.CallHeader, buf *msgBuf, reply []by
 	if err := x.push(buf, reply); err != nil {
 		return err
 	}
+	return x.sendOut(r, x.encode(reply))
+}
+
+// planReply makes the plan of a reply, or returns errChunks.
+func (x *exec) planReply(hdr *sunrpc.CallHeader, reply []byte) error {
+	c := x.c
+	it, hasItem := item{}, false
+	if len(x.header.Writes) > 0 {
+		it, hasItem = eligibleResult(hdr, reply)
+	}
+	pol := replyPolicy{threshold: c.sendThreshold, alwaysReplyChunk: c.cfg.AlwaysReplyChunk}
+	return x.rplan.build(&x.header, uint32(c.cfg.Credits), reply, it, hasItem, pol)
+}
+
+// A sendMsg is the Send of a reply.
+type sendMsg struct {
+	data       []byte
+	opcode     verbs.Opcode
+	invalidate uint32 // handle for OpSendWithInv
+}
+
+// encode encodes the planned reply into the buffer of the Send.
+func (x *exec) encode(reply []byte) sendMsg {
+	c, p := x.c, &x.rplan
 	out := p.header.Append(x.send.mem[:0])
 	if p.inline {
 		for _, s := range p.payload {
@@ -304,14 +331,13 @@ func (x *exec) reply(r *recvBuf, hdr *sunrpc.CallHeader, buf *msgBuf, reply []by
 	} else {
 		c.cfg.Stats.ReplyChunks.Add(1)
 	}
-	opcode, handle := verbs.OpSend, uint32(0)
 	if c.remoteInv {
 		if h, ok := invalidateHandle(&x.header); ok {
-			opcode, handle = verbs.OpSendWithInv, h
 			c.cfg.Stats.RemoteInvalidates.Add(1)
+			return sendMsg{data: out, opcode: verbs.OpSendWithInv, invalidate: h}
 		}
 	}
-	return x.sendOut(r, out, opcode, handle)
+	return sendMsg{data: out, opcode: verbs.OpSend}
 }
 
 // push posts the RDMA Writes of the reply plan in chains and waits for each chain. The requests of
@@ -326,37 +352,61 @@ func (x *exec) push(buf *msgBuf, reply []byte) error {
 				return err
 			}
 		}
-		i := x.posted
-		x.sges[i] = verbs.SGE{Buf: reply[op.src : op.src+int(op.seg.Length)], LKey: buf.mr.LKey()}
-		x.wrs[i] = verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Done: x.onWrite, SGList: x.sges[i : i+1],
-			RemoteAddr: op.seg.Offset, RKey: verbs.RKey(op.seg.Handle)}
-		x.posted++
-		x.c.cfg.Stats.WrittenBytes.Add(uint64(op.seg.Length))
+		x.addWrite(buf, reply, &op)
 	}
 	return nil
 }
 
+// addWrite adds an RDMA Write to the current chain.
+func (x *exec) addWrite(buf *msgBuf, reply []byte, op *writeOp) {
+	i := x.posted
+	x.sges[i] = verbs.SGE{Buf: reply[op.src : op.src+int(op.seg.Length)], LKey: buf.mr.LKey()}
+	x.wrs[i] = verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Done: x.onWrite, SGList: x.sges[i : i+1],
+		RemoteAddr: op.seg.Offset, RKey: verbs.RKey(op.seg.Handle)}
+	x.posted++
+	x.c.cfg.Stats.WrittenBytes.Add(uint64(op.seg.Length))
+}
+
 // sendOut posts the Send after the Writes that push left, and waits for the completion. It posts
 // the Receive before the Send (RFC 8166 §3.3.1). All buffers are reusable after the completion.
-func (x *exec) sendOut(r *recvBuf, out []byte, opcode verbs.Opcode, invalidate uint32) error {
-	i := x.posted
-	x.sges[i] = verbs.SGE{Buf: out, LKey: x.send.mr.LKey()}
-	x.wrs[i] = verbs.WorkRequest{Opcode: opcode, Signaled: true, Done: x.onChain, SGList: x.sges[i : i+1],
-		InvalidateRKey: verbs.RKey(invalidate)}
-	x.posted++
+func (x *exec) sendOut(r *recvBuf, m sendMsg) error {
+	x.addSend(m)
 	x.c.recordReply(x.header.XID)
 	x.c.repost(r)
 	return x.post()
 }
 
+// addSend adds the Send to the current chain.
+func (x *exec) addSend(m sendMsg) {
+	i := x.posted
+	x.sges[i] = verbs.SGE{Buf: m.data, LKey: x.send.mr.LKey()}
+	x.wrs[i] = verbs.WorkRequest{Opcode: m.opcode, Signaled: true, Done: x.onChain, SGList: x.sges[i : i+1],
+		InvalidateRKey: verbs.RKey(m.invalidate)}
+	x.posted++
+}
+
 // post posts x.wrs[:x.posted] as one chain and waits for its last request, which is signaled.
 func (x *exec) post() error {
-	c, n := x.c, x.posted
+	c := x.c
 	x.transfer.start(c.age())
 	defer x.transfer.stop()
-	if err := c.sq.Acquire(c.ctx, n); err != nil {
+	if err := c.sq.Acquire(c.ctx, x.posted); err != nil {
 		return context.Cause(c.ctx)
 	}
+	if err := x.postChain(); err != nil {
+		return err
+	}
+	st := <-x.chainDone
+	x.posted = 0
+	if st != verbs.StatusSuccess {
+		return fmt.Errorf("send reply: %v", st)
+	}
+	return nil
+}
+
+// postChain posts x.wrs[:x.posted], for which the caller has acquired entries of the send queue.
+func (x *exec) postChain() error {
+	c, n := x.c, x.posted
 	for i := range n - 1 {
 		x.wrs[i].Next = &x.wrs[i+1]
 	}
@@ -364,11 +414,6 @@ func (x *exec) post() error {
 	if _, err := c.qp.PostSend(&x.wrs[0]); err != nil {
 		c.sq.Release(n)
 		return fmt.Errorf("post reply: %w", err)
-	}
-	st := <-x.chainDone
-	x.posted = 0
-	if st != verbs.StatusSuccess {
-		return fmt.Errorf("send reply: %v", st)
 	}
 	return nil
 }
@@ -380,5 +425,5 @@ func (x *exec) sendError(r *recvBuf, code rpcrdma.ErrCode) error {
 	h := rpcrdma.Header{XID: x.header.XID, Vers: x.header.Vers, Credits: uint32(x.c.cfg.Credits),
 		Proc: rpcrdma.ProcError, Err: code, Low: rpcrdma.Version, High: rpcrdma.Version}
 	x.posted = 0
-	return x.sendOut(r, h.Append(x.send.mem[:0]), verbs.OpSend, 0)
+	return x.sendOut(r, sendMsg{data: h.Append(x.send.mem[:0]), opcode: verbs.OpSend})
 }

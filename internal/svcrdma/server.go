@@ -112,6 +112,10 @@ type Config struct {
 	// expires, the context of the Handler ends and the connection closes. The client then sends the
 	// call again, and the server executes it like a new call. Default 5 minutes.
 	CallTimeout time.Duration
+	// DrainTimeout limits the time from the end of Serve's context to the end of the connections.
+	// In this time the server sends the replies of the calls in progress. It executes no other
+	// calls: their clients send them again on the next connection. Default 0.
+	DrainTimeout time.Duration
 
 	// Allow lists the client addresses that may connect; empty means all.
 	Allow []netip.Prefix
@@ -200,8 +204,8 @@ func (c *Config) complete() error {
 		return fmt.Errorf("svcrdma: MessageMemory of %d bytes: must be at least twice MaxMessage of %d",
 			c.MessageMemory,
 			c.MaxMessage)
-	case c.IdleTimeout < 0 || c.TransferTimeout < 0 || c.CallTimeout < 0:
-		return errors.New("svcrdma: timeouts must be positive")
+	case c.IdleTimeout < 0 || c.TransferTimeout < 0 || c.CallTimeout < 0 || c.DrainTimeout < 0:
+		return errors.New("svcrdma: timeouts must not be negative")
 	}
 	return nil
 }
@@ -214,27 +218,31 @@ func (c *Config) allows(a netip.Addr) bool {
 }
 
 type server struct {
-	cfg   Config
-	drc   *drc
-	fatal *fatalCalls
-	mem   *memBudget
-	conns *connCount
-	log   hclog.Logger
+	cfg        Config
+	drc        *drc
+	fatal      *fatalCalls
+	mem        *memBudget
+	conns      *connCount
+	inProgress callCount
+	log        hclog.Logger
 }
 
-// Serve serves connections of l until ctx ends or l is closed. It returns after all connections
-// have ended and all resources are released. The caller closes l. The error is nil after the end of
-// ctx and after the close of l.
+// Serve serves connections of l until ctx ends or l is closed. It then waits for the calls in
+// progress, at most Config.DrainTimeout, and ends all connections. It returns after all resources
+// are released. The caller closes l. The error is nil after the end of ctx and after the close of
+// l.
 func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 	if err := cfg.complete(); err != nil {
 		return err
 	}
 	s := &server{cfg: cfg, drc: newDRC(cfg.CachedReplies), fatal: newFatalCalls(),
 		mem: newMemBudget(cfg.MessageMemory / cfg.MaxMessage), conns: newConnCount(cfg.MaxConns), log: cfg.Logger}
-	ctx, cancel := context.WithCancel(ctx)
+	s.inProgress.ended = make(chan struct{}, 1)
+	connCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	var conns sync.WaitGroup
 	defer conns.Wait()
 	defer cancel()
+	defer s.inProgress.drain(cfg.DrainTimeout)
 	for {
 		req, err := l.Accept(ctx)
 		if err != nil {
@@ -263,7 +271,7 @@ func Serve(ctx context.Context, l verbs.Listener, cfg Config) error {
 		conns.Go(func() {
 			leave := sync.OnceFunc(func() { s.conns.leave(client) })
 			defer leave()
-			s.serveConn(ctx, req, leave)
+			s.serveConn(connCtx, req, leave)
 		})
 	}
 }
@@ -291,6 +299,45 @@ func (s *server) endSilent(client netip.Addr) bool {
 	oldest.cancel(errSilent)
 	oldest.leave()
 	return true
+}
+
+// A callCount counts the calls in progress of all connections.
+type callCount struct {
+	n        atomic.Int64
+	draining atomic.Bool
+	ended    chan struct{} // capacity 1: n became zero while draining
+}
+
+// begin counts a call. It returns false if the server executes no more calls.
+func (c *callCount) begin() bool {
+	c.n.Add(1) // before the check, so that drain sees each call that passes the check
+	if c.draining.Load() {
+		c.end()
+		return false
+	}
+	return true
+}
+
+func (c *callCount) end() {
+	if c.n.Add(-1) == 0 && c.draining.Load() {
+		select {
+		case c.ended <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// drain lets no further call begin, and waits for the calls in progress until the timeout.
+func (c *callCount) drain(timeout time.Duration) {
+	c.draining.Store(true)
+	expired := time.After(timeout)
+	for c.n.Load() > 0 {
+		select {
+		case <-c.ended:
+		case <-expired:
+			return
+		}
+	}
 }
 
 // A connCount limits the number of connections in total and per client address.

@@ -426,6 +426,7 @@ func TestSendWithInvalidate(t *testing.T) {
 
 func TestInvalidateHandle(t *testing.T) {
 	s := func(h uint32) rpcrdma.Segment { return rpcrdma.Segment{Handle: h, Length: 1} }
+	read, writes := []rpcrdma.ReadSegment{{Segment: s(7)}}, []rpcrdma.Chunk{{s(7), s(7)}}
 	for _, tc := range []struct {
 		name string
 		h    rpcrdma.Header
@@ -433,12 +434,10 @@ func TestInvalidateHandle(t *testing.T) {
 	}{
 		{"no chunks", rpcrdma.Header{}, 0},
 		{"empty chunks", rpcrdma.Header{Writes: []rpcrdma.Chunk{{}}, HasReply: true}, 0},
-		{"one read", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}}, 7},
+		{"one read", rpcrdma.Header{Reads: read}, 7},
 		{"reads", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}, {Segment: s(8)}}}, 0},
-		{"all lists", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}},
-			Writes: []rpcrdma.Chunk{{s(7), s(7)}}, HasReply: true, Reply: rpcrdma.Chunk{s(7)}}, 7},
-		{"read and reply", rpcrdma.Header{Reads: []rpcrdma.ReadSegment{{Segment: s(7)}}, HasReply: true,
-			Reply: rpcrdma.Chunk{s(9)}}, 0},
+		{"all lists", rpcrdma.Header{Reads: read, Writes: writes, HasReply: true, Reply: rpcrdma.Chunk{s(7)}}, 7},
+		{"read and reply", rpcrdma.Header{Reads: read, HasReply: true, Reply: rpcrdma.Chunk{s(9)}}, 0},
 		{"second write chunk", rpcrdma.Header{Writes: []rpcrdma.Chunk{{s(7)}, {s(8)}}}, 0},
 	} {
 		got, ok := invalidateHandle(&tc.h)

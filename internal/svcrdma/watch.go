@@ -100,15 +100,23 @@ func (c *conn) checkCalls(now time.Duration) {
 
 // callBegins stops the idle stopwatch for the first call in progress, and callEnds starts it after
 // the last one. As in the Linux server, a discarded Send or an empty RDMA Write is not a call.
-func (c *conn) callBegins() {
+//
+// callBegins returns false if the server executes no more calls. The client sends the call again on
+// its next connection.
+func (c *conn) callBegins() bool {
+	if !c.inProgress.begin() {
+		return false
+	}
 	c.called.Store(true)
 	if c.running.Add(1) == 1 {
 		c.idle.stop()
 	}
+	return true
 }
 
 func (c *conn) callEnds() {
 	if c.running.Add(-1) == 0 {
 		c.idle.start(c.age())
 	}
+	c.inProgress.end()
 }

@@ -65,6 +65,9 @@ func NewPool(size, limit int) *Pool {
 // Size returns the length of each buffer in bytes.
 func (p *Pool) Size() int { return p.size }
 
+// Limit returns the maximum number of buffers.
+func (p *Pool) Limit() int { return p.limit }
+
 // allocRetry is how long Get waits before it tries a failed allocation again.
 const allocRetry = 50 * time.Millisecond
 

@@ -24,62 +24,55 @@ func device(change func(*verbs.DeviceAttrs)) verbs.DeviceAttrs {
 	return a
 }
 
+// params returns the parameters that Query derives from the depth of an MR, the slots, the work
+// requests of one RPC, and the MRs of one chunk.
+func params(depth, slots, perRPC, segs int) Params {
+	return Params{Depth: depth, PageSize: 4096, Slots: slots, SendWRs: slots*perRPC + 33, WRsPerRPC: perRPC,
+		RecvWRs: slots + 40, SendSGEs: 6, MaxSegs: segs, MaxPayload: 1 << 20}
+}
+
 func TestQuery(t *testing.T) {
+	type attrs = verbs.DeviceAttrs
+	caps := func(c verbs.Caps) func(*attrs) { return func(a *attrs) { a.Caps = verbs.CapFastReg | c } }
+	pageList := func(n int) func(*attrs) { return func(a *attrs) { a.MaxFastRegPageListLen = n } }
+	sendQueue := func(n int) func(*attrs) { return func(a *attrs) { a.MaxQPWR = n } }
+	completions := func(n int) func(*attrs) { return func(a *attrs) { a.MaxCQE = n } }
+	anyGaps := func(a *attrs) {
+		a.Caps |= verbs.CapGaps | verbs.CapChosenIOVA
+		a.MaxSendSGE = 64
+	}
+	fewMRs := func(a *attrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, 5*11 }
+	withGaps := params(257, 4, 7, 3)
+	withGaps.Gaps, withGaps.ChosenIOVA, withGaps.SendSGEs = true, true, 19
+	windows := params(257, 128, 7, 3)
+	windows.Contiguous, windows.ArenasOnly = true, true
+	perIO := windows
+	perIO.PerIO = true
 	cases := []struct {
 		name   string
-		change func(*verbs.DeviceAttrs)
+		change func(*attrs)
 		slots  int
 		errno  syscall.Errno
 		want   Params
 	}{
-		{"deep MRs: one per payload", nil, 128, 0,
-			Params{Depth: 257, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40,
-				SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"depth 256 needs one more", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 256 }, 64, 0,
-			Params{Depth: 256, PageSize: 4096, Slots: 64, SendWRs: 64*9 + 33, WRsPerRPC: 9, RecvWRs: 104, SendSGEs: 6,
-				MaxSegs: 4, MaxPayload: 1 << 20}},
-		{"depth 64", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 64 }, 64, 0,
-			Params{Depth: 64, PageSize: 4096, Slots: 64, SendWRs: 64*15 + 33, WRsPerRPC: 15, RecvWRs: 104,
-				SendSGEs: 6, MaxSegs: 7, MaxPayload: 1 << 20}},
-		{"read-SGE quirk", func(a *verbs.DeviceAttrs) { a.MaxSGERd = 32 }, 64, 0,
-			Params{Depth: 32, PageSize: 4096, Slots: 64, SendWRs: 64*(7+2*8) + 33, WRsPerRPC: 7 + 2*8, RecvWRs: 104,
-				SendSGEs: 6, MaxSegs: 11, MaxPayload: 1 << 20}},
-		{"gaps and chosen address", func(a *verbs.DeviceAttrs) {
-			a.Caps |= verbs.CapGaps | verbs.CapChosenIOVA
-			a.MaxSendSGE = 64
-		}, 4, 0,
-			Params{Depth: 257, Gaps: true, ChosenIOVA: true, PageSize: 4096, Slots: 4, SendWRs: 4*7 + 33,
-				WRsPerRPC: 7, RecvWRs: 44, SendSGEs: 19, MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"small send queue limits the slots", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 10*7 + 6 }, 128, 0,
-			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6,
-				MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"small completion queue limits the slots", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 10*8 + 7 }, 128,
-			0,
-			Params{Depth: 257, PageSize: 4096, Slots: 10, SendWRs: 103, WRsPerRPC: 7, RecvWRs: 50, SendSGEs: 6,
-				MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"few MRs limit the slots", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, 5*11 }, 64, 0,
-			Params{Depth: 64, PageSize: 4096, Slots: 11, SendWRs: 11*15 + 33, WRsPerRPC: 15, RecvWRs: 51, SendSGEs: 6,
-				MaxSegs: 7, MaxPayload: 1 << 20}},
-		{"memory windows", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapMemWindow2B }, 128, 0,
-			Params{Depth: 257, Contiguous: true, ArenasOnly: true, PageSize: 4096, Slots: 128, SendWRs: 128*7 + 33,
-				WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"registration for each use", func(a *verbs.DeviceAttrs) { a.Caps = verbs.CapFastReg | verbs.CapPerIOReg },
-			128, 0,
-			Params{Depth: 257, Contiguous: true, PerIO: true, ArenasOnly: true, PageSize: 4096, Slots: 128,
-				SendWRs: 128*7 + 33, WRsPerRPC: 7, RecvWRs: 128 + 40, SendSGEs: 6, MaxSegs: 3, MaxPayload: 1 << 20}},
-		{"no fast registration", func(a *verbs.DeviceAttrs) { a.Caps = 0 }, 128, syscall.EINVAL, Params{}},
-		{"no page list", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 0 }, 128, syscall.EINVAL,
-			Params{}},
-		{"two send SGEs", func(a *verbs.DeviceAttrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
-		{"queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 33 + 4*7 - 1 }, 128, syscall.ENOMEM,
-			Params{}},
-		{"queue smaller than the reserve", func(a *verbs.DeviceAttrs) { a.MaxQPWR = 16 }, 128, syscall.ENOMEM,
-			Params{}},
-		{"completion queue too small for 4 RPCs", func(a *verbs.DeviceAttrs) { a.MaxCQE = 33 + 40 + 4*8 - 1 }, 128,
-			syscall.ENOMEM, Params{}},
-		{"MRs for 3 RPCs", func(a *verbs.DeviceAttrs) { a.MaxMR = 3 }, 128, syscall.ENOMEM, Params{}},
-		{"16 MRs do not hold a payload", func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = 16 }, 128,
-			syscall.ENOMEM, Params{}},
+		{"deep MRs: one per payload", nil, 128, 0, params(257, 128, 7, 3)},
+		{"depth 256 needs one more", pageList(256), 64, 0, params(256, 64, 9, 4)},
+		{"depth 64", pageList(64), 64, 0, params(64, 64, 15, 7)},
+		{"read-SGE quirk", func(a *attrs) { a.MaxSGERd = 32 }, 64, 0, params(32, 64, 7+2*8, 11)},
+		{"gaps and chosen address", anyGaps, 4, 0, withGaps},
+		{"small send queue limits the slots", sendQueue(33 + 10*7 + 6), 128, 0, params(257, 10, 7, 3)},
+		{"small completion queue limits the slots", completions(33 + 40 + 10*8 + 7), 128, 0, params(257, 10, 7, 3)},
+		{"few MRs limit the slots", fewMRs, 64, 0, params(64, 11, 15, 7)},
+		{"memory windows", caps(verbs.CapMemWindow2B), 128, 0, windows},
+		{"registration for each use", caps(verbs.CapPerIOReg), 128, 0, perIO},
+		{"no fast registration", func(a *attrs) { a.Caps = 0 }, 128, syscall.EINVAL, Params{}},
+		{"no page list", pageList(0), 128, syscall.EINVAL, Params{}},
+		{"two send SGEs", func(a *attrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
+		{"queue too small for 4 RPCs", sendQueue(33 + 4*7 - 1), 128, syscall.ENOMEM, Params{}},
+		{"queue smaller than the reserve", sendQueue(16), 128, syscall.ENOMEM, Params{}},
+		{"completion queue too small for 4 RPCs", completions(33 + 40 + 4*8 - 1), 128, syscall.ENOMEM, Params{}},
+		{"MRs for 3 RPCs", func(a *attrs) { a.MaxMR = 3 }, 128, syscall.ENOMEM, Params{}},
+		{"16 MRs do not hold a payload", pageList(16), 128, syscall.ENOMEM, Params{}},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -159,9 +152,8 @@ func TestMapLayout(t *testing.T) {
 		{"adjacent segments merge", 2, false, [][]byte{cut(10, 20), cut(30, 40), cut(70, page)}, []int{20 + 40 + page}},
 		{"adjacent segments share a page", 1, false, [][]byte{cut(0, 100), cut(100, page-100)}, []int{page}},
 		{"page-aligned hole needs no second MR", 4, false, [][]byte{cut(0, page), cut(5*page, page)}, []int{2 * page}},
-		{"hole: second segment starts inside a page", 4, false, [][]byte{cut(0, page), cut(5*page+8, 8)},
-			[]int{page, 8}},
-		{"hole: first segment ends inside a page", 4, false, [][]byte{cut(0, 8), cut(5*page, 8)}, []int{8, 8}},
+		{"hole: second segment starts in a page", 4, false, [][]byte{cut(0, page), cut(5*page+8, 8)}, []int{page, 8}},
+		{"hole: first segment ends in a page", 4, false, [][]byte{cut(0, 8), cut(5*page, 8)}, []int{8, 8}},
 		{"gaps allowed: one MR", 4, true, [][]byte{cut(0, 8), cut(5*page+8, 8), cut(9*page+1, 3)}, []int{19}},
 		{"gaps allowed, depth used up", 2, true, [][]byte{cut(0, 8), cut(5*page+8, 8), cut(9*page+1, 3)}, []int{16, 3}},
 		{"more MRs than one chunk may have", 1, false, [][]byte{cut(0, 9*page)}, nil},

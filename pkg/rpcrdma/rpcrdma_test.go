@@ -18,13 +18,18 @@ func unhex(t testing.TB, s string) []byte {
 	return b
 }
 
+var (
+	headerOfMsg      = Header{XID: 0x12345678, Vers: 1, Credits: 64, Proc: ProcMsg}
+	headerOfErrVers  = Header{XID: 4, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrVers, Low: 1, High: 1}
+	headerOfErrChunk = Header{XID: 5, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrChunk}
+)
+
 var headerCases = []struct {
 	name string
 	wire string
 	h    Header
 }{
-	{"short message", "12345678 00000001 00000040 00000000 00000000 00000000 00000000",
-		Header{XID: 0x12345678, Vers: 1, Credits: 64, Proc: ProcMsg}},
+	{"short message", "12345678 00000001 00000040 00000000 00000000 00000000 00000000", headerOfMsg},
 	{"read chunk", `00000001 00000001 00000080 00000000
 		00000001 0000009c 0a0b0c01 00001000 1122334455667788
 		00000001 0000009c 0a0b0c02 00000003 0000000000000004
@@ -43,10 +48,8 @@ var headerCases = []struct {
 		00000001 00000001 00000009 00010000 00000000000000ff`,
 		Header{XID: 3, Vers: 1, Credits: 32, Proc: ProcNoMsg, Reads: []ReadSegment{{0, Segment{7, 100, 1}}},
 			HasReply: true, Reply: Chunk{{9, 65536, 255}}}},
-	{"ERR_VERS", "00000004 00000001 00000040 00000004 00000001 00000001 00000001",
-		Header{XID: 4, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrVers, Low: 1, High: 1}},
-	{"ERR_CHUNK", "00000005 00000001 00000040 00000004 00000002",
-		Header{XID: 5, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrChunk}},
+	{"ERR_VERS", "00000004 00000001 00000040 00000004 00000001 00000001 00000001", headerOfErrVers},
+	{"ERR_CHUNK", "00000005 00000001 00000040 00000004 00000002", headerOfErrChunk},
 }
 
 func TestHeaderRoundTrip(t *testing.T) {
@@ -138,14 +141,14 @@ func TestPrivateData(t *testing.T) {
 	if got, want := mine.Append(nil), unhex(t, "f6ab0e18 01 01 03 03"); !bytes.Equal(got, want) {
 		t.Errorf("Append: got %x, want %x", got, want)
 	}
+	remoteInv := Private{RemoteInv: true, SendSize: 1024, RecvSize: 65536}
 	cases := []struct {
 		name, wire string
 		want       Private
 		found      bool
 	}{
 		{"stock Linux server", "f6ab0e18 01 00 03 03", Private{SendSize: 4096, RecvSize: 4096}, true},
-		{"after other data, at an odd offset, with a pad", "0102 f6ab0e18 01 01 00 3f 0000",
-			Private{RemoteInv: true, SendSize: 1024, RecvSize: 65536}, true},
+		{"after other data, at an odd offset, with a pad", "0102 f6ab0e18 01 01 00 3f 0000", remoteInv, true},
 		{"reserved flags are ignored", "f6ab0e18 01 fe ff ff", Private{SendSize: 262144, RecvSize: 262144}, true},
 		{"version 2", "f6ab0e18 02 01 03 03", DefaultPrivate, false},
 		{"truncated", "f6ab0e18 01 01 03", DefaultPrivate, false},

@@ -55,6 +55,7 @@ func TestAuthSysIsTruncatedToLimits(t *testing.T) {
 	for i := range many {
 		many[i] = uint32(i)
 	}
+	m := strings.Repeat("m", 300)
 	for _, x := range []struct {
 		name     string
 		in, want AuthSys
@@ -63,8 +64,7 @@ func TestAuthSysIsTruncatedToLimits(t *testing.T) {
 		{"plain", AuthSys{1, "host", 2, 3, []uint32{4}}, AuthSys{1, "host", 2, 3, []uint32{4}}, 36},
 		{"empty", AuthSys{}, AuthSys{}, 28},
 		{"too many groups", AuthSys{GIDs: many}, AuthSys{GIDs: many[:16]}, 28 + 64},
-		{"name too long", AuthSys{Machine: strings.Repeat("m", 300), GIDs: many},
-			AuthSys{Machine: strings.Repeat("m", 255), GIDs: many[:16]}, 28 + 64 + 256},
+		{"name too long", AuthSys{Machine: m, GIDs: many}, AuthSys{Machine: m[:255], GIDs: many[:16]}, 28 + 64 + 256},
 	} {
 		b := AppendAuthSys(nil, &x.in)
 		if len(b) != x.size {
@@ -143,15 +143,15 @@ func TestParseReply(t *testing.T) {
 }
 
 func TestAppendReplies(t *testing.T) {
+	const accepted = "00000007 00000001 00000000" + noneHex
 	for _, x := range []struct {
 		name string
 		got  []byte
 		want string
 	}{
-		{"accepted", AppendAcceptedReply(nil, 7, Success), "00000007 00000001 00000000" + noneHex + "00000000"},
-		{"garbage", AppendAcceptedReply(nil, 7, GarbageArgs), "00000007 00000001 00000000" + noneHex + "00000004"},
-		{"program mismatch", AppendProgMismatchReply(nil, 7, 3, 4),
-			"00000007 00000001 00000000" + noneHex + "00000002 00000003 00000004"},
+		{"accepted", AppendAcceptedReply(nil, 7, Success), accepted + "00000000"},
+		{"garbage", AppendAcceptedReply(nil, 7, GarbageArgs), accepted + "00000004"},
+		{"program mismatch", AppendProgMismatchReply(nil, 7, 3, 4), accepted + "00000002 00000003 00000004"},
 		{"mismatch", AppendMismatchReply(nil, 7), "00000007 00000001 00000001 00000000 00000002 00000002"},
 		{"denied", AppendDeniedReply(nil, 7, AuthTooWeak), "00000007 00000001 00000001 00000001 00000005"},
 	} {

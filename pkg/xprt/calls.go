@@ -53,7 +53,8 @@ func (s *slot) call(connected bool) (Call, bool) {
 	if s.state == slotIdle {
 		return Call{}, false
 	}
-	c := Call{XID: s.xid, Slot: int(s.index), Began: s.startedAt, Ctx: s.ctx, Prog: s.prog, Vers: s.vers, Proc: s.proc}
+	c := Call{XID: s.xid, Slot: int(s.index), Began: s.startedAt.at, Ctx: s.ctx, Prog: s.prog, Vers: s.vers,
+		Proc: s.proc}
 	if s.conn != nil {
 		c.Sent = s.sentAt
 	}
@@ -93,24 +94,52 @@ func (s *slot) setNoRoom(yes bool) {
 // steady state takes no lock.
 type waiters struct {
 	mu  sync.Mutex // guards all
-	all map[*Call]struct{}
+	all map[*waiter]struct{}
 }
 
-func (w *waiters) add(ctx context.Context, m *sunrpc.Message, startedAt time.Time) *Call {
-	c := &Call{Prog: m.Prog, Vers: m.Vers, Proc: m.Proc, Slot: -1, Waits: WaitSlot, Began: startedAt, Ctx: ctx}
+// A waiter is one call that waits for a slot.
+type waiter struct {
+	call      Call
+	startedAt callStart
+	expired   chan struct{} // closed when the call exceeds the timeout of a soft mount
+}
+
+func (w *waiters) add(ctx context.Context, m *sunrpc.Message, startedAt callStart) *waiter {
+	c := &waiter{Call{Prog: m.Prog, Vers: m.Vers, Proc: m.Proc, Slot: -1, Waits: WaitSlot, Began: startedAt.at,
+		Ctx: ctx}, startedAt, make(chan struct{})}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.all == nil {
-		w.all = map[*Call]struct{}{}
+		w.all = map[*waiter]struct{}{}
 	}
 	w.all[c] = struct{}{}
 	return c
 }
 
-func (w *waiters) remove(c *Call) {
+func (w *waiters) remove(c *waiter) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	delete(w.all, c)
+}
+
+// noFuture is Transport.noFuture for the start times of the waiters.
+func (w *waiters) noFuture(now int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for c := range w.all {
+		c.startedAt.running = min(c.startedAt.running, now)
+	}
+}
+
+// expire ends the calls for which over returns true.
+func (w *waiters) expire(over func(startedAt callStart) bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for c := range w.all {
+		if over(c.startedAt) && !isClosed(c.expired) {
+			close(c.expired)
+		}
+	}
 }
 
 func (w *waiters) list() []Call {
@@ -118,7 +147,7 @@ func (w *waiters) list() []Call {
 	defer w.mu.Unlock()
 	var calls []Call
 	for c := range w.all {
-		calls = append(calls, *c)
+		calls = append(calls, c.call)
 	}
 	return calls
 }

@@ -47,9 +47,9 @@ type conn struct {
 
 	inlineSend, inlineRecv int // inline thresholds in bytes
 
-	// Used by the goroutine of the CQ only.
+	// Used by the completion handlers only, which run one after the other.
 	hdr         rpcrdma.Header // of the current message
-	lastWarning int64          // last log of warnDiscarded, in nanoseconds after Transport.epoch
+	lastWarning int64          // last log of warnDiscarded, as returned by Transport.now
 
 	writePad *rpcrdma.Segment // registration for pads; nil without the option writepad (S20)
 	padMem   []byte
@@ -61,8 +61,8 @@ type conn struct {
 	causeSet  chan struct{} // closed when the provider has reported why it lost the connection
 	cause     error         // set before causeSet is closed
 
-	installedAt   int64        // in nanoseconds after Transport.epoch
-	lastReceived  atomic.Int64 // time of the last message, in nanoseconds after Transport.epoch
+	installedAt   int64        // as returned by Transport.now
+	lastReceived  atomic.Int64 // time of the last message, as returned by Transport.now
 	answered      atomic.Bool  // the server answered a call, keepalive calls included
 	served        atomic.Bool  // the server answered a call of the consumer
 	pingsInFlight atomic.Int32 // pending keepalive calls
@@ -175,7 +175,8 @@ func (cn *conn) makeQueues() (err error) {
 		return err
 	}
 	cn.qp, err = cn.id.CreateQP(cn.pd, verbs.QPInitAttr{SendCQ: cn.cq, RecvCQ: cn.cq, MaxSendWR: cn.params.SendWRs,
-		MaxRecvWR: cn.params.RecvWRs, MaxSendSGE: cn.params.SendSGEs, OnDisconnect: cn.disconnected})
+		MaxRecvWR: cn.params.RecvWRs, MaxSendSGE: cn.params.SendSGEs, InlineHandlers: true,
+		OnDisconnect: cn.disconnected})
 	if err != nil {
 		return err
 	}

@@ -74,7 +74,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	// s.mu is held during the post, so that a forged reply cannot release the MRs before the post
 	// returns.
 	s.mu.Lock()
-	s.state, s.conn, s.sentAt = slotSent, cn, time.Now()
+	s.state, s.conn, s.sentAt, s.sentRunning = slotSent, cn, time.Now(), t.now()
 	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.mark(n+1)
 	bad, err := cn.qp.PostSend(head)
 	if err == nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// received handles a completed Receive. It runs on the goroutine of the CQ. It posts the buffer
+// received handles a completed Receive. It runs as a completion handler. It posts the buffer
 // again before the window grows.
 func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	if wc.Status != verbs.StatusSuccess {
@@ -58,7 +58,7 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 // controls their number. A metric counts each.
 const discardPause = time.Second
 
-// warnDiscarded logs that a message was discarded. It runs on the goroutine of the CQ.
+// warnDiscarded logs that a message was discarded. It runs in a completion handler.
 func (cn *conn) warnDiscarded(err error) {
 	t := cn.t
 	now := t.now()

@@ -64,7 +64,7 @@ type slot struct {
 
 	sqTaken   int         // places taken in the send queue; owned like mrs
 	invMark   int64       // mark of the LOCAL_INV chain in the send queue, 0 for none
-	startedAt time.Time   // start of the call; set before the slot is waiting
+	startedAt callStart   // start of the call; set before the slot is waiting
 	expired   atomic.Bool // the call exceeded the timeout of a soft mount
 
 	mu             sync.Mutex // guards the fields below
@@ -73,7 +73,8 @@ type slot struct {
 	msg            *sunrpc.Message // nil after the caller has returned
 	conn           *conn           // connection of the last post
 	sentAt         time.Time
-	sends          int // posts of the current call, each on another connection
+	sentRunning    int64 // Transport.now at the last post
+	sends          int   // posts of the current call, each on another connection
 	err            error
 	longCall       []byte // position-zero read chunk, from the pool
 	longReply      []byte // reply chunk, from the pool
@@ -112,12 +113,12 @@ func (s *slot) wakeCaller() {
 }
 
 // begin assigns the slot to a new call and chooses its XID.
-func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt time.Time) {
+func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart) {
 	select {
 	case <-s.wake:
 	default:
 	}
-	s.expired.Store(s.t.softExpired(startedAt, time.Now()))
+	s.expired.Store(false) // watch sets it
 	s.mu.Lock()
 	s.startedAt = startedAt
 	s.xid += s.t.xidStep
@@ -134,7 +135,7 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt time.Time
 func (s *slot) end() {
 	s.t.window.leave(s)
 	s.mu.Lock()
-	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.startedAt))})
+	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.startedAt.at))})
 	s.state, s.msg, s.conn, s.ctx = slotIdle, nil, nil, nil
 	s.releaseLong()
 	s.mu.Unlock()

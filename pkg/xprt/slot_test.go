@@ -3,7 +3,6 @@ package xprt
 import (
 	"context"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -17,19 +16,19 @@ func TestAbandonedSlotEndsOnce(t *testing.T) {
 			t.Error("tryReturn: got false, want true")
 		}
 	}
+	reply, ends := (*slot).lateReply, (*slot).connectionEnded
+	returning := func(s *slot) { s.callerReturned = true }
 	for _, c := range []struct {
 		name  string
 		steps []func(*slot)
 	}{
-		{"reply, caller", []func(*slot){(*slot).lateReply, callerReturns}},
-		{"caller, reply", []func(*slot){callerReturns, (*slot).lateReply}},
-		{"connection, caller", []func(*slot){(*slot).connectionEnded, callerReturns}},
-		{"caller, connection", []func(*slot){callerReturns, (*slot).connectionEnded}},
-		{"reply, connection, caller", []func(*slot){(*slot).lateReply, (*slot).connectionEnded, callerReturns}},
+		{"reply, caller", []func(*slot){reply, callerReturns}},
+		{"caller, reply", []func(*slot){callerReturns, reply}},
+		{"connection, caller", []func(*slot){ends, callerReturns}},
+		{"caller, connection", []func(*slot){callerReturns, ends}},
+		{"reply, connection, caller", []func(*slot){reply, ends, callerReturns}},
 		// tryReturn has seen the late reply and has not ended the slot yet.
-		{"reply, connection during tryReturn",
-			[]func(*slot){(*slot).lateReply, func(s *slot) { s.callerReturned = true },
-				(*slot).connectionEnded, (*slot).end}},
+		{"reply, connection during tryReturn", []func(*slot){reply, returning, ends, (*slot).end}},
 	} {
 		tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
 		if err != nil {
@@ -37,7 +36,7 @@ func TestAbandonedSlotEndsOnce(t *testing.T) {
 		}
 		t.Cleanup(func() { tr.Close() })
 		s := <-tr.free
-		s.begin(context.Background(), &sunrpc.Message{}, time.Now())
+		s.begin(context.Background(), &sunrpc.Message{}, tr.startCall())
 		s.state, s.fenced = slotAbandoned, true
 		for _, step := range c.steps {
 			if len(tr.free) == cap(tr.free) {
@@ -60,10 +59,10 @@ func TestTimeoutIsCountedOnce(t *testing.T) {
 	}
 	defer tr.Close()
 	s := <-tr.free
-	s.begin(context.Background(), &sunrpc.Message{}, time.Now())
-	s.state, s.sends, s.sentAt, s.conn = slotSent, 1, time.Now(), &conn{ended: make(chan struct{})}
+	s.begin(context.Background(), &sunrpc.Message{}, tr.startCall())
+	s.state, s.sends, s.sentRunning, s.conn = slotSent, 1, tr.now(), &conn{ended: make(chan struct{})}
 	for range 3 {
-		tr.checkSlot(s, s.sentAt.Add(2*tr.cfg.Timeout))
+		tr.checkSlot(s, s.sentRunning+2*int64(tr.cfg.Timeout))
 	}
 	if n := tr.Stats().Timeouts; n != 1 || !isTimeout(s.conn.err) {
 		t.Errorf("got %d timeouts, connection error %v; want 1, a TimeoutError", n, s.conn.err)

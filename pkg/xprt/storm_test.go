@@ -209,36 +209,42 @@ func checkMRs(t *testing.T, s Stats) {
 // TestFaults runs verified calls under each fault, and under all faults together (S13, S14, S15,
 // S22).
 func TestFaults(t *testing.T) {
-	recovered := func(s Stats) uint64 { return s.MRsRecovered }
-	refused := func(s Stats) uint64 { return s.RemoteAccessErrors }
+	type effect struct {
+		name  string // of the counter that must not be 0
+		count func(Stats) uint64
+	}
+	none := effect{"", nil} // the fault may have no effect
+	recovered := effect{"recovered MRs", func(s Stats) uint64 { return s.MRsRecovered }}
+	recycled := effect{"recycled MRs", func(s Stats) uint64 { return s.MRsRecycled }}
+	orphaned := effect{"orphaned MRs", func(s Stats) uint64 { return s.MRsOrphaned }}
+	removed := effect{"orphaned or recycled MRs", func(s Stats) uint64 { return s.MRsOrphaned + s.MRsRecycled }}
+	timeouts := effect{"timeouts", func(s Stats) uint64 { return s.Timeouts }}
+	notConnected := effect{"connect failures", func(s Stats) uint64 { return s.ConnectFailures }}
+	refused := effect{"refused accesses", func(s Stats) uint64 { return s.RemoteAccessErrors }}
+	const allClient = "disconnect-every=~100,post-fail=~150:*,flush-reg=~120,reg-error=~130,linv-error=~100," +
+		"delay-reply=~50:2ms,alloc-fail=~20,dereg-fail=~40,connect-fail=~10"
+	const allServer = "disconnect-every=~150,late-write=~100,wild-write=~100,stale-key=~100"
 	for _, c := range []struct {
 		client, server string
-		effect         string             // name of the counter that must not be 0
-		count          func(Stats) uint64 // nil: the fault may have no effect
+		effect         effect
 	}{
-		{client: "disconnect-every=~40", effect: "recovered MRs", count: recovered},
-		{client: "post-fail=40:*"},
-		{client: "post-fail=40:0"},
-		{client: "post-fail=40:1"},
-		{client: "flush-reg=30", effect: "recovered MRs", count: recovered},
-		{client: "reg-error=30"},
-		{client: "linv-error=30", server: "disconnect-every=~200",
-			effect: "recycled MRs", count: func(s Stats) uint64 { return s.MRsRecycled }},
-		{client: "delay-reply=~10:5ms"},
-		{client: "lose-reply=60", effect: "timeouts", count: func(s Stats) uint64 { return s.Timeouts }},
-		{client: "credits=1"},
-		{client: "alloc-fail=3,disconnect-every=~60",
-			effect: "orphaned MRs", count: func(s Stats) uint64 { return s.MRsOrphaned }},
-		{client: "dereg-fail=5,disconnect-every=~60",
-			effect: "orphaned or recycled MRs", count: func(s Stats) uint64 { return s.MRsOrphaned + s.MRsRecycled }},
-		{client: "connect-fail=2,disconnect-every=~60",
-			effect: "connect failures", count: func(s Stats) uint64 { return s.ConnectFailures }},
-		{server: "late-write=20", effect: "refused accesses", count: refused},
-		{server: "stale-key=21,wild-write=34", effect: "refused accesses", count: refused},
-		{server: "late-read=10", effect: "refused accesses", count: refused},
-		{client: "disconnect-every=~100,post-fail=~150:*,flush-reg=~120,reg-error=~130,linv-error=~100," +
-			"delay-reply=~50:2ms,alloc-fail=~20,dereg-fail=~40,connect-fail=~10",
-			server: "disconnect-every=~150,late-write=~100,wild-write=~100,stale-key=~100"},
+		{"disconnect-every=~40", "", recovered},
+		{"post-fail=40:*", "", none},
+		{"post-fail=40:0", "", none},
+		{"post-fail=40:1", "", none},
+		{"flush-reg=30", "", recovered},
+		{"reg-error=30", "", none},
+		{"linv-error=30", "disconnect-every=~200", recycled},
+		{"delay-reply=~10:5ms", "", none},
+		{"lose-reply=60", "", timeouts},
+		{"credits=1", "", none},
+		{"alloc-fail=3,disconnect-every=~60", "", orphaned},
+		{"dereg-fail=5,disconnect-every=~60", "", removed},
+		{"connect-fail=2,disconnect-every=~60", "", notConnected},
+		{"", "late-write=20", refused},
+		{"", "stale-key=21,wild-write=34", refused},
+		{"", "late-read=10", refused},
+		{allClient, allServer, none},
 	} {
 		t.Run(c.client+" "+c.server, func(t *testing.T) {
 			s := storm(t, c.client, c.server, 12, 60, func(cfg *Config) {
@@ -246,8 +252,8 @@ func TestFaults(t *testing.T) {
 					cfg.Timeout = 200 * time.Millisecond
 				}
 			})
-			if c.count != nil && c.count(s) == 0 {
-				t.Errorf("%s: got 0, want some", c.effect)
+			if c.effect.count != nil && c.effect.count(s) == 0 {
+				t.Errorf("%s: got 0, want some", c.effect.name)
 			}
 			if c.client == "credits=1" && s.Connects != 1 {
 				t.Errorf("connects: got %d, want 1", s.Connects)

@@ -15,6 +15,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
@@ -36,10 +37,11 @@ const (
 // Defaults and limits of Config.
 const (
 	DefaultSlots       = 128
+	MinSlots           = memreg.MinSlots
 	MaxSlots           = 1024
 	DefaultInlineBytes = 4096
-	MinInlineBytes     = 1024
-	MaxInlineBytes     = 65536
+	MinInlineBytes     = 1024  // RFC 8797 §4
+	MaxInlineBytes     = 65536 // RFC 8797 §4 allows 256 KiB, but each slot has its buffers
 	DefaultTimeout     = 60 * time.Second
 	DefaultKeepAlive   = 10 * time.Second
 	DefaultIdleTimeout = 5 * time.Minute
@@ -86,7 +88,6 @@ type Config struct {
 	// TraceEvents is the size of the ring of trace events; 0 turns tracing off.
 	TraceEvents int
 	Logger      hclog.Logger // default: no logs
-	Name        string       // name of the mount
 }
 
 func (c *Config) fill() error {
@@ -111,8 +112,8 @@ func (c *Config) fill() error {
 	if c.Logger == nil {
 		c.Logger = hclog.NewNullLogger()
 	}
-	if c.Slots < memreg.MinSlots || c.Slots > MaxSlots {
-		return fmt.Errorf("xprt: slots=%d is out of range; choose %d to %d", c.Slots, memreg.MinSlots, MaxSlots)
+	if c.Slots < MinSlots || c.Slots > MaxSlots {
+		return fmt.Errorf("xprt: slots=%d is out of range; choose %d to %d", c.Slots, MinSlots, MaxSlots)
 	}
 	if c.InlineBytes < MinInlineBytes || c.InlineBytes > MaxInlineBytes || c.InlineBytes%1024 != 0 {
 		return fmt.Errorf("xprt: inline=%d is invalid; choose a multiple of 1024 from %d to %d",
@@ -147,9 +148,12 @@ type Transport struct {
 	arena  []byte // send buffers of the slots
 	long   *membuf.Pool
 	epoch  time.Time
+	// stopped is the time in nanoseconds in which the process was stopped (SIGSTOP). Only watch
+	// changes it.
+	stopped atomic.Int64
 
 	pingSlot chan *slot
-	lastCall atomic.Int64 // start or end of the last call, in nanoseconds after epoch
+	lastCall atomic.Int64 // start or end of the last call, as returned by now
 	waiters  waiters
 
 	xidMask, xidStep uint32
@@ -308,7 +312,7 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	}
 	defer t.calls.Done()
 	t.lastCall.Store(t.now())
-	startedAt := time.Now()
+	startedAt := t.startCall()
 	s, err := t.takeSlot(ctx, m, startedAt)
 	if err == nil {
 		err = t.run(ctx, s, m, startedAt)
@@ -323,12 +327,22 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	return err
 }
 
-// now returns the time in nanoseconds after epoch.
-func (t *Transport) now() int64 { return int64(time.Since(t.epoch)) }
+// now returns the nanoseconds after epoch in which the process ran. Timeouts use this time. When
+// watch finds that the process was stopped, the value falls by the length of the stop.
+func (t *Transport) now() int64 { return int64(time.Since(t.epoch)) - t.stopped.Load() }
 
-// softExpired reports whether a call has exceeded the timeout of a soft mount.
-func (t *Transport) softExpired(startedAt, now time.Time) bool {
-	return t.cfg.Recovery != Hard && now.Sub(startedAt) > t.softTimeout()
+// A callStart is the time when a call started: for its description, and as returned by now.
+type callStart struct {
+	at      time.Time
+	running int64
+}
+
+func (t *Transport) startCall() callStart { return callStart{time.Now(), t.now()} }
+
+// softExpired reports whether a call has exceeded the timeout of a soft mount. Only watch may call
+// softExpired, because it first leaves out the time in which the process was stopped.
+func (t *Transport) softExpired(startedAt callStart, now int64) bool {
+	return t.cfg.Recovery != Hard && now-startedAt.running > int64(t.softTimeout())
 }
 
 // softTimeout returns the timeout of a call on a soft mount.
@@ -336,7 +350,7 @@ func (t *Transport) softTimeout() time.Duration {
 	return t.cfg.Timeout * time.Duration(t.cfg.Retrans+1)
 }
 
-func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt time.Time) (*slot, error) {
+func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt callStart) (*slot, error) {
 	select {
 	case s := <-t.free:
 		return s, nil
@@ -344,17 +358,11 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt t
 	}
 	w := t.waiters.add(ctx, m, startedAt)
 	defer t.waiters.remove(w)
-	var over <-chan time.Time
-	if t.cfg.Recovery != Hard {
-		timer := time.NewTimer(t.softTimeout())
-		defer timer.Stop()
-		over = timer.C
-	}
 	select {
 	case s := <-t.free:
 		return s, nil
-	case <-over:
-		return nil, t.softError(startedAt)
+	case <-w.expired:
+		return nil, t.softError(startedAt.at)
 	case <-ctx.Done():
 		return nil, &InterruptedError{Cause: context.Cause(ctx)}
 	case <-t.closing:
@@ -363,7 +371,7 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt t
 }
 
 // run performs a call on slot s. It ends the slot, or leaves it to the late reply.
-func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, startedAt time.Time) error {
+func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, startedAt callStart) error {
 	s.begin(ctx, m, startedAt)
 	var pause time.Duration // before the next attempt if memory is short
 	for {
@@ -457,7 +465,7 @@ func (t *Transport) waitCredit(ctx context.Context, s *slot) error {
 		}
 	}
 	if s.expired.Load() {
-		return t.softError(s.startedAt)
+		return t.softError(s.startedAt.at)
 	}
 	select {
 	case <-t.closing:
@@ -526,17 +534,15 @@ func (t *Transport) interrupt(s *slot) slotState {
 	}
 	t.send.RUnlock()
 
-	timer := time.NewTimer(fenceTimeout)
+	timer := running.AfterFunc(fenceTimeout, func() {
+		cn.fail(&ProtocolError{Reason: fmt.Sprintf("LOCAL_INV did not complete within %v", fenceTimeout)})
+	})
 	defer timer.Stop()
 	for {
 		if st, ok := s.tryReturn(); ok {
 			return st
 		}
-		select {
-		case <-s.wake:
-		case <-timer.C:
-			cn.fail(&ProtocolError{Reason: fmt.Sprintf("LOCAL_INV did not complete within %v", fenceTimeout)})
-		}
+		<-s.wake
 	}
 }
 

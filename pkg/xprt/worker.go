@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"io"
+	"sync/atomic"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
@@ -217,28 +219,69 @@ func (t *Transport) watch() {
 	if t.cfg.IdleTimeout > 0 {
 		every = min(every, t.cfg.IdleTimeout/4)
 	}
-	tick := time.NewTicker(min(max(every, time.Millisecond), time.Second))
+	every = min(max(every, time.Millisecond), time.Second)
+	tick := time.NewTicker(every)
 	defer tick.Stop()
+	stops := running.NewDetector(every, stopGrace, time.Now())
 	for {
 		select {
 		case <-t.closing:
 			return
-		case now := <-tick.C:
-			for _, s := range t.slots {
-				t.checkSlot(s, now)
-			}
-			t.checkConnection()
+		case <-tick.C:
+		}
+		lost, check := stops.Tick(time.Now())
+		if lost > 0 {
+			t.stopped.Add(int64(lost))
+			t.log.Info("process was stopped; timeouts leave out this time", "time", lost, "server", t.cfg.Addr)
+		}
+		t.noFuture()
+		if check {
+			t.checkTimeouts()
 		}
 	}
 }
 
-func (t *Transport) checkSlot(s *slot, now time.Time) {
+// noFuture moves times that were taken between a stop of the process and its detection back to the
+// current time. Otherwise the timeouts that begin at these times would last longer by the stop.
+func (t *Transport) noFuture() {
+	now := t.now()
+	for _, s := range t.slots {
+		s.mu.Lock()
+		s.sentRunning, s.startedAt.running = min(s.sentRunning, now), min(s.startedAt.running, now)
+		s.mu.Unlock()
+	}
+	t.waiters.noFuture(now)
+	limit := func(at *atomic.Int64) {
+		if v := at.Load(); v > now {
+			at.CompareAndSwap(v, now)
+		}
+	}
+	limit(&t.lastCall)
+	if cn := t.conn.Load(); cn != nil {
+		limit(&cn.lastReceived)
+	}
+}
+
+// stopGrace is the time after a stop of the process in which no call and no connection times out.
+// In this time the replies that arrived during the stop are handled.
+const stopGrace = time.Second
+
+func (t *Transport) checkTimeouts() {
+	now := t.now()
+	for _, s := range t.slots {
+		t.checkSlot(s, now)
+	}
+	t.waiters.expire(func(startedAt callStart) bool { return t.softExpired(startedAt, now) })
+	t.checkConnection()
+}
+
+func (t *Transport) checkSlot(s *slot, now int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch s.state {
 	case slotSent, slotFencing, slotAbandoned:
-		if waited := now.Sub(s.sentAt); waited > t.replyTimeout(s.sends) && s.conn != nil && !s.lateDone &&
-			!isClosed(s.conn.ended) {
+		if waited := time.Duration(now - s.sentRunning); waited > t.replyTimeout(s.sends) && s.conn != nil &&
+			!s.lateDone && !isClosed(s.conn.ended) {
 			t.stats.timeouts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
 			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})
@@ -295,7 +338,7 @@ func (t *Transport) checkConnection() {
 	s := t.slots[t.cfg.Slots]
 	s.mu.Lock()
 	sent := s.state == slotSent && s.conn == cn
-	waited := time.Since(s.sentAt)
+	waited := time.Duration(now - s.sentRunning)
 	s.mu.Unlock()
 	if sent && waited > t.cfg.KeepAlive && silent >= waited {
 		cn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: silent})
@@ -343,7 +386,7 @@ func (t *Transport) ping(cn *conn) {
 	t.stats.pings.Add(1)
 	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
 	t.trace.Add(trace.Event{Kind: trace.Ping})
-	if err := t.run(ctx, s, &m, time.Now()); err != nil {
+	if err := t.run(ctx, s, &m, t.startCall()); err != nil {
 		t.log.Debug("keepalive call failed", "server", t.cfg.Addr, "error", err)
 	}
 }

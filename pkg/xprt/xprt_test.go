@@ -373,19 +373,23 @@ func TestSteadyState(t *testing.T) {
 		b = sunrpc.AppendUint32(b, 2)
 		return sunrpc.AppendUint32(b, n)
 	}
+	readCall := func(n uint32) sunrpc.Message {
+		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: readArgs(n), ResultData: read[:n],
+			MaxResult: 104}
+	}
+	writeCall := func(n uint32) sunrpc.Message {
+		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: writeArgs(n),
+			ArgDataPos: len(args) + 12, ArgData: data[:n], MaxResult: 136}
+	}
 	cases := []struct {
 		name string
 		m    sunrpc.Message
 	}{
 		{"NULL", sunrpc.Message{Prog: nfsProg, Vers: 3, Cred: noCred}},
-		{"READ 4 KiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: readArgs(4096),
-			ResultData: read[:4096], MaxResult: 104}},
-		{"READ 1 MiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 6, Cred: noCred, Args: readArgs(1 << 20),
-			ResultData: read, MaxResult: 104}},
-		{"WRITE 4 KiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: writeArgs(4096),
-			ArgDataPos: len(args) + 12, ArgData: data[:4096], MaxResult: 136}},
-		{"WRITE 1 MiB", sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: writeArgs(1 << 20),
-			ArgDataPos: len(args) + 12, ArgData: data, MaxResult: 136}},
+		{"READ 4 KiB", readCall(4096)},
+		{"READ 1 MiB", readCall(1 << 20)},
+		{"WRITE 4 KiB", writeCall(4096)},
+		{"WRITE 1 MiB", writeCall(1 << 20)},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -576,31 +580,25 @@ func TestSoftMountCountsWaitForSlot(t *testing.T) {
 }
 
 func TestInvalidReplies(t *testing.T) {
+	type header = rpcrdma.Header
 	cases := []struct {
 		name   string
-		change func(*rpcrdma.Header)
+		change func(*header)
 		want   func(error) bool
 	}{
-		{"write chunk longer than offered", func(h *rpcrdma.Header) { h.Writes[0][0].Length++ }, isProtocol},
-		{"write chunk of another key", func(h *rpcrdma.Header) { h.Writes[0][0].Handle++ }, isProtocol},
-		{"two write chunks", func(h *rpcrdma.Header) { h.Writes = append(h.Writes, h.Writes[0]) }, isProtocol},
-		{"no write chunk", func(h *rpcrdma.Header) { h.Writes = nil }, isProtocol},
-		{"empty write chunk", func(h *rpcrdma.Header) { h.Writes[0][0].Length = 0 },
-			func(err error) bool { return errors.Is(err, nfs3.ErrMalformed) }},
-		{"read list in a reply", func(h *rpcrdma.Header) {
-			h.Reads = append(h.Reads, rpcrdma.ReadSegment{Position: 4})
-		}, isProtocol},
-		{"reply chunk that was not offered", func(h *rpcrdma.Header) {
-			h.HasReply, h.Reply = true, rpcrdma.Chunk{{Handle: 1, Length: 5}}
-		}, isProtocol},
-		{"long reply without a reply chunk", func(h *rpcrdma.Header) { h.Proc = rpcrdma.ProcNoMsg }, isProtocol},
-		{"ERR_CHUNK", func(h *rpcrdma.Header) { h.Proc, h.Err = rpcrdma.ProcError, rpcrdma.ErrChunk }, isServer},
-		{"ERR_VERS", func(h *rpcrdma.Header) {
-			h.Proc, h.Err, h.Low, h.High = rpcrdma.ProcError, rpcrdma.ErrVers, 2, 3
-		}, isServer},
-		{"unknown XID", func(h *rpcrdma.Header) { h.XID ^= 1 << 30 }, isTimeout},
-		{"unknown slot", func(h *rpcrdma.Header) { h.XID |= 127 }, isTimeout},
-		{"wrong version", func(h *rpcrdma.Header) { h.Vers = 9 }, isTimeout},
+		{"write chunk longer than offered", func(h *header) { h.Writes[0][0].Length++ }, isProtocol},
+		{"write chunk of another key", func(h *header) { h.Writes[0][0].Handle++ }, isProtocol},
+		{"two write chunks", func(h *header) { h.Writes = append(h.Writes, h.Writes[0]) }, isProtocol},
+		{"no write chunk", func(h *header) { h.Writes = nil }, isProtocol},
+		{"empty write chunk", func(h *header) { h.Writes[0][0].Length = 0 }, isMalformed},
+		{"read list in a reply", func(h *header) { h.Reads = []rpcrdma.ReadSegment{{Position: 4}} }, isProtocol},
+		{"reply chunk that was not offered", addReplyChunk, isProtocol},
+		{"long reply without a reply chunk", func(h *header) { h.Proc = rpcrdma.ProcNoMsg }, isProtocol},
+		{"ERR_CHUNK", func(h *header) { h.Proc, h.Err = rpcrdma.ProcError, rpcrdma.ErrChunk }, isServer},
+		{"ERR_VERS", errVers, isServer},
+		{"unknown XID", func(h *header) { h.XID ^= 1 << 30 }, isTimeout},
+		{"unknown slot", func(h *header) { h.XID |= 127 }, isTimeout},
+		{"wrong version", func(h *header) { h.Vers = 9 }, isTimeout},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -633,6 +631,16 @@ func TestInvalidReplies(t *testing.T) {
 		})
 	}
 }
+
+func addReplyChunk(h *rpcrdma.Header) {
+	h.HasReply, h.Reply = true, rpcrdma.Chunk{{Handle: 1, Length: 5}}
+}
+
+func errVers(h *rpcrdma.Header) {
+	h.Proc, h.Err, h.Low, h.High = rpcrdma.ProcError, rpcrdma.ErrVers, 2, 3
+}
+
+func isMalformed(err error) bool { return errors.Is(err, nfs3.ErrMalformed) }
 
 func isProtocol(err error) bool { var e *ProtocolError; return errors.As(err, &e) }
 func isServer(err error) bool   { var e *ServerError; return errors.As(err, &e) }

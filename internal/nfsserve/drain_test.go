@@ -1,0 +1,199 @@
+package nfsserve
+
+import (
+	"context"
+	"io"
+	"net"
+	"net/netip"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+)
+
+// waitRefused waits until no server listens on the address.
+func waitRefused(t *testing.T, addr string) {
+	t.Helper()
+	for deadline := time.Now().Add(testTimeout); ; time.Sleep(time.Millisecond) {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			return
+		}
+		c.Close()
+		if time.Now().After(deadline) {
+			t.Fatalf("a server still listens on %s", addr)
+		}
+	}
+}
+
+// TestTCPStopSendsReplies stops a server while a call runs. The client gets the reply and then the
+// end of the connection. The server does not execute a call that arrives after the stop.
+func TestTCPStopSendsReplies(t *testing.T) {
+	running, finish := make(chan struct{}, 2), make(chan struct{})
+	srv := newTCPServer(handlerFunc(func(call, reply []byte) ([]byte, error) {
+		running <- struct{}{}
+		<-finish
+		return append(reply, call...), nil
+	}), hclog.NewNullLogger())
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	stop, stopServer := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() { defer close(ended); srv.run(stop, t.Context(), l) }()
+	c, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(testTimeout))
+	if err := rpctcp.WriteRecord(c, []byte("first")); err != nil {
+		t.Fatal(err)
+	}
+	<-running
+	stopServer()
+	waitRefused(t, l.Addr().String())
+	if err := rpctcp.WriteRecord(c, []byte("second")); err != nil {
+		t.Fatal(err)
+	}
+	close(finish)
+	if reply, err := rpctcp.ReadRecord(c, nil, 100); err != nil || string(reply) != "first" {
+		t.Errorf("reply of the running call: got %q, %v", reply, err)
+	}
+	if reply, err := rpctcp.ReadRecord(c, nil, 100); err != io.EOF {
+		t.Errorf("after the reply: got %q, %v, want %v", reply, err, io.EOF)
+	}
+	c.Close()
+	<-ended
+	if len(running) > 0 {
+		t.Error("the server executed a call that arrived after the stop")
+	}
+}
+
+// A holdingBackend answers NULL calls at once and gives the others to the test.
+type holdingBackend struct {
+	*scripted
+	held chan scriptedCall
+}
+
+func newHoldingBackend(t *testing.T) *holdingBackend {
+	b := &holdingBackend{newScripted(t), make(chan scriptedCall, 64)}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for {
+			select {
+			case call := <-b.calls:
+				if h, _, err := sunrpc.ParseCall(call.msg); err == nil && h.Proc == 0 {
+					call.answer(t, "")
+				} else {
+					b.held <- call
+				}
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	t.Cleanup(func() { cancel(); <-ended })
+	return b
+}
+
+// serve runs a relay to the backend.
+func (b *holdingBackend) serve(t *testing.T, listen string) *Server {
+	t.Helper()
+	s, err := Run(t.Context(), Config{Backend: b.Addr().String(), RDMAListen: listen,
+		Provider: softiwarp.New(softiwarp.Config{})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+// A heldCall is a GETATTR that waits for its reply.
+type heldCall chan error
+
+// getAttr returns a function that starts a GETATTR over RDMA.
+func getAttr(t *testing.T, addr netip.AddrPort) func() heldCall {
+	t.Helper()
+	x, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr,
+		ReconnectMin: 10 * time.Millisecond, ReconnectMax: 100 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { x.Close() })
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	t.Cleanup(cancel)
+	if err := x.Connect(ctx); err != nil {
+		t.Fatal(err)
+	}
+	c := nfs3.NewClient(x, nfs3.Options{})
+	fh, _ := nfs3.NewFH([]byte("file"))
+	return func() heldCall {
+		result := make(heldCall, 1)
+		go func() {
+			var a nfs3.Attr
+			result <- c.GetAttr(ctx, sunrpc.AppendAuthNone(nil), fh, &a)
+		}()
+		return result
+	}
+}
+
+// stale is the body of a reply with NFS3ERR_STALE.
+const stale = "\x00\x00\x00\x46"
+
+func (c heldCall) check(t *testing.T, what string) {
+	t.Helper()
+	if err := <-c; nfs3.Errno(err) != syscall.ESTALE {
+		t.Errorf("%s: got %v, want the reply of the backend", what, err)
+	}
+}
+
+// TestRestartHandsCallsOver stops a server while a call runs, sends another call, and starts a new
+// server on the same port. Each call must reach the backend once, and get its reply.
+func TestRestartHandsCallsOver(t *testing.T) {
+	b := newHoldingBackend(t)
+	s := b.serve(t, "127.0.0.1:0")
+	call := getAttr(t, s.RDMAAddr)
+	first := call()
+	running := <-b.held
+	s.stop()
+	waitRefused(t, s.RDMAAddr.String())
+	second := call()
+	running.answer(t, stale)
+	first.check(t, "call that ran at the stop")
+	if err := s.Wait(); err != nil {
+		t.Error(err)
+	}
+	if len(b.held) > 0 {
+		t.Error("the server executed a call that arrived after the stop")
+	}
+	b.serve(t, s.RDMAAddr.String())
+	later := <-b.held
+	later.answer(t, stale)
+	second.check(t, "call that the first server did not execute")
+	if len(b.held) > 0 {
+		t.Error("a call reached the backend twice")
+	}
+}
+
+// TestStopIsBounded closes a server while its backend does not reply to a call.
+func TestStopIsBounded(t *testing.T) {
+	t.Parallel()
+	b := newHoldingBackend(t)
+	s := b.serve(t, "127.0.0.1:0")
+	getAttr(t, s.RDMAAddr)()
+	<-b.held
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+}
