@@ -1,0 +1,274 @@
+package nlmd
+
+import (
+	"errors"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rangelock"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// DefaultGrace is the default of Config.Grace.
+const DefaultGrace = 45 * time.Second
+
+// Programs and procedures of NSM.
+const (
+	ProgramNSM = 100024
+	VersionNSM = 1
+
+	nsmNull   = 0
+	nsmNotify = 6
+)
+
+// Limits, for which a client gets NLM4_DENIED_NOLOCKS.
+const (
+	maxLocks       = 1 << 16
+	maxClientLocks = maxLocks / 4 // of one client address
+)
+
+// Config configures a Server. Check is necessary.
+type Config struct {
+	// Check returns whether the caller may lock the file. A file must have only one handle.
+	Check func(h *sunrpc.CallHeader, fh *nfs3.FH) nlm.Stat
+	// StateFile exists from the first lock until a Close without locks; "" for no grace period.
+	StateFile string
+	// Grace is the time after a restart for reclaims; 0 means DefaultGrace.
+	Grace  time.Duration
+	Logger hclog.Logger
+}
+
+// An owner is a lock owner of a client.
+type owner struct {
+	addr   netip.Addr
+	caller string
+	svid   uint32
+	oh     string
+}
+
+type lock = rangelock.Lock[owner]
+
+// A Server holds the locks of one export. Its methods may be called concurrently.
+type Server struct {
+	cfg   Config
+	log   hclog.Logger
+	until time.Time // end of the grace period
+
+	mu      sync.Mutex // guards the fields below
+	files   map[nfs3.FH]*rangelock.Table[owner]
+	clients map[netip.Addr]int // locks
+	locks   int
+	held    bool // StateFile exists
+}
+
+// New returns a Server.
+func New(cfg Config) *Server {
+	s := &Server{cfg: cfg, log: cfg.Logger, files: make(map[nfs3.FH]*rangelock.Table[owner]),
+		clients: make(map[netip.Addr]int)}
+	if s.log == nil {
+		s.log = hclog.NewNullLogger()
+	}
+	grace := cfg.Grace
+	if grace == 0 {
+		grace = DefaultGrace
+	}
+	if cfg.StateFile == "" {
+		return s
+	}
+	_, err := os.Stat(cfg.StateFile)
+	if s.held = err == nil; s.held {
+		s.until = time.Now().Add(grace)
+		s.log.Info("clients held locks when the server ended: grace period begins", "duration", grace)
+	}
+	return s
+}
+
+// Locks returns the number of locks.
+func (s *Server) Locks() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.locks
+}
+
+// ServeNLM executes one call of NLM and appends the reply.
+func (s *Server) ServeNLM(peer netip.Addr, h *sunrpc.CallHeader, args, reply []byte) []byte {
+	if h.Vers != nlm.Version {
+		return sunrpc.AppendProgMismatchReply(reply, h.XID, nlm.Version, nlm.Version)
+	}
+	var a nlm.Args
+	proc := nlm.Proc(h.Proc)
+	switch proc {
+	case nlm.ProcNull:
+		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success)
+	case nlm.ProcFreeAll:
+		name, _, err := nlm.ParseFreeAll(args)
+		return s.freed(peer, name, err, h, reply)
+	case nlm.ProcTest, nlm.ProcLock, nlm.ProcCancel, nlm.ProcUnlock:
+	default:
+		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.ProcUnavail)
+	}
+	if nlm.ParseArgs(proc, args, &a) != nil {
+		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.GarbageArgs)
+	}
+	res := nlm.Res{Cookie: a.Cookie}
+	fh, err := nfs3.NewFH(a.Region.FH)
+	if err != nil {
+		res.Stat = nlm.StaleFH
+	} else {
+		s.execute(peer, h, proc, &fh, &a, &res)
+	}
+	return nlm.AppendRes(sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), proc, &res)
+}
+
+// ServeNSM executes one call of NSM and appends the reply.
+func (s *Server) ServeNSM(peer netip.Addr, h *sunrpc.CallHeader, args, reply []byte) []byte {
+	switch {
+	case h.Vers != VersionNSM:
+		return sunrpc.AppendProgMismatchReply(reply, h.XID, VersionNSM, VersionNSM)
+	case h.Proc == nsmNull:
+		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success)
+	case h.Proc == nsmNotify:
+		name, _, err := nlm.ParseFreeAll(args) // stat_chge has the same layout
+		return s.freed(peer, name, err, h, reply)
+	}
+	return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.ProcUnavail)
+}
+
+// freed removes the locks of a client that has restarted.
+func (s *Server) freed(peer netip.Addr, name string, err error, h *sunrpc.CallHeader, reply []byte) []byte {
+	if err != nil {
+		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.GarbageArgs)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for fh, table := range s.files {
+		for _, l := range table.All() {
+			if l.Owner.addr == peer && l.Owner.caller == name {
+				s.change(fh, table, peer, func() { table.Clear(l.Owner, l.Start, l.End) })
+			}
+		}
+	}
+	return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success)
+}
+
+func (s *Server) execute(peer netip.Addr, h *sunrpc.CallHeader, proc nlm.Proc, fh *nfs3.FH, a *nlm.Args,
+	res *nlm.Res) {
+	if proc == nlm.ProcCancel {
+		return // no request is queued
+	}
+	if proc != nlm.ProcUnlock { // also a removed file can be unlocked
+		if res.Stat = s.cfg.Check(h, fh); res.Stat != nlm.Granted {
+			return
+		}
+	}
+	l := lock{Exclusive: a.Exclusive, PID: a.Region.SVID,
+		Owner: owner{addr: peer, caller: a.Region.Caller, svid: a.Region.SVID, oh: string(a.Region.OH)}}
+	l.Start, l.End = a.Region.Range()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	table := s.files[*fh]
+	if table == nil {
+		table = new(rangelock.Table[owner])
+	}
+	switch proc {
+	case nlm.ProcTest:
+		if res.Stat = s.graceStat(false); res.Stat != nlm.Granted {
+			return
+		}
+		if c := table.Conflict(&l); c != nil {
+			res.Stat = nlm.Denied
+			res.Holder = nlm.Holder{Exclusive: c.Exclusive, SVID: c.Owner.svid, OH: []byte(c.Owner.oh)}
+			var r nlm.Region
+			r.SetRange(c.Start, c.End)
+			res.Holder.Offset, res.Holder.Length = r.Offset, r.Length
+		}
+	case nlm.ProcLock:
+		res.Stat = s.lock(*fh, table, &l, a)
+	case nlm.ProcUnlock:
+		s.change(*fh, table, peer, func() { table.Clear(l.Owner, l.Start, l.End) })
+	}
+}
+
+// graceStat refuses new locks during the grace period and reclaims after it.
+func (s *Server) graceStat(reclaim bool) nlm.Stat {
+	if time.Now().Before(s.until) != reclaim {
+		return nlm.DeniedGracePeriod
+	}
+	return nlm.Granted
+}
+
+// lock executes LOCK. mu is held.
+func (s *Server) lock(fh nfs3.FH, table *rangelock.Table[owner], l *lock, a *nlm.Args) nlm.Stat {
+	if stat := s.graceStat(a.Reclaim); stat != nlm.Granted {
+		return stat
+	}
+	switch {
+	case table.Conflict(l) != nil && a.Block:
+		return nlm.Blocked
+	case table.Conflict(l) != nil:
+		return nlm.Denied
+	case s.locks >= maxLocks, s.clients[l.Owner.addr] >= maxClientLocks:
+		return nlm.DeniedNoLocks
+	}
+	if err := s.noteHeld(); err != nil {
+		s.log.Error("lock refused: cannot record that locks are held", "file", s.cfg.StateFile, "error", err)
+		return nlm.DeniedNoLocks
+	}
+	s.change(fh, table, l.Owner.addr, func() { table.Set(*l) })
+	return nlm.Granted
+}
+
+// change runs one change of a table and keeps the counts. mu is held.
+func (s *Server) change(fh nfs3.FH, table *rangelock.Table[owner], client netip.Addr, do func()) {
+	before := table.Len()
+	do()
+	d := table.Len() - before
+	s.locks += d
+	if s.clients[client] += d; s.clients[client] == 0 {
+		delete(s.clients, client)
+	}
+	if table.Len() == 0 {
+		delete(s.files, fh)
+	} else {
+		s.files[fh] = table
+	}
+}
+
+// noteHeld makes the state file, on stable storage. It does so once, and holds mu.
+func (s *Server) noteHeld() error {
+	if s.held || s.cfg.StateFile == "" {
+		return nil
+	}
+	dir := filepath.Dir(s.cfg.StateFile)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(s.cfg.StateFile, os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	err = errors.Join(f.Sync(), f.Close())
+	if d, openErr := os.Open(dir); openErr == nil {
+		_ = d.Sync()
+		d.Close()
+	}
+	s.held = err == nil
+	return err
+}
+
+// Close removes the state file if no client holds a lock and none may reclaim one. No call may be
+// running.
+func (s *Server) Close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.held && s.locks == 0 && !time.Now().Before(s.until) {
+		_ = os.Remove(s.cfg.StateFile) // a later server then only has a grace period without need
+	}
+}

@@ -1,0 +1,177 @@
+package nlmd
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+func TestMain(m *testing.M) { testutil.Main(m) }
+
+var (
+	one = netip.MustParseAddr("192.0.2.1")
+	two = netip.MustParseAddr("192.0.2.2")
+)
+
+func newServer(stateFile string, grace time.Duration) *Server {
+	return New(Config{StateFile: stateFile, Grace: grace, Check: func(_ *sunrpc.CallHeader, fh *nfs3.FH) nlm.Stat {
+		if string(fh.Bytes()) == "stale" {
+			return nlm.StaleFH
+		}
+		return nlm.Granted
+	}})
+}
+
+func region(caller string, svid uint32, start, end uint64) nlm.Region {
+	r := nlm.Region{Caller: caller, FH: []byte("file"), OH: []byte{1}, SVID: svid}
+	r.SetRange(start, end)
+	return r
+}
+
+// call executes one call of NLM and returns the status.
+func call(t *testing.T, s *Server, peer netip.Addr, proc nlm.Proc, a nlm.Args) nlm.Res {
+	t.Helper()
+	h := sunrpc.CallHeader{XID: 7, Prog: nlm.Program, Vers: nlm.Version, Proc: uint32(proc)}
+	_, results, err := sunrpc.ParseReply(s.ServeNLM(peer, &h, nlm.AppendArgs(nil, proc, &a), nil))
+	var res nlm.Res
+	if err == nil {
+		err = nlm.ParseRes(proc, results, &res)
+	}
+	if err != nil {
+		t.Fatalf("%v: %v", proc, err)
+	}
+	return res
+}
+
+func wantStat(t *testing.T, s *Server, peer netip.Addr, proc nlm.Proc, a nlm.Args, want nlm.Stat) {
+	t.Helper()
+	if res := call(t, s, peer, proc, a); res.Stat != want {
+		t.Errorf("%v of %v, %+v: got %v, want %v", proc, peer, a.Region, res.Stat, want)
+	}
+}
+
+func TestLockStates(t *testing.T) {
+	s := newServer("", 0)
+	mine := nlm.Args{Exclusive: true, Region: region("a", 1, 0, 9)}
+	other := nlm.Args{Exclusive: true, Region: region("a", 1, 5, 5)}
+	wantStat(t, s, one, nlm.ProcLock, mine, nlm.Granted)
+	wantStat(t, s, one, nlm.ProcLock, mine, nlm.Granted) // sent again
+	wantStat(t, s, two, nlm.ProcLock, other, nlm.Denied) // another address is another owner
+	wantStat(t, s, two, nlm.ProcTest, other, nlm.Denied)
+	blocked := other
+	blocked.Block = true
+	wantStat(t, s, two, nlm.ProcLock, blocked, nlm.Blocked)
+	wantStat(t, s, two, nlm.ProcCancel, blocked, nlm.Granted)
+	wantStat(t, s, two, nlm.ProcUnlock, other, nlm.Granted) // of no lock
+	wantStat(t, s, two, nlm.ProcLock, other, nlm.Denied)
+	reclaim := mine
+	reclaim.Reclaim = true
+	wantStat(t, s, one, nlm.ProcLock, reclaim, nlm.DeniedGracePeriod)
+	stale := mine
+	stale.Region.FH = []byte("stale")
+	wantStat(t, s, one, nlm.ProcLock, stale, nlm.StaleFH)
+	wantStat(t, s, one, nlm.ProcUnlock, mine, nlm.Granted)
+	wantStat(t, s, two, nlm.ProcLock, other, nlm.Granted)
+	if n := s.Locks(); n != 1 {
+		t.Errorf("locks: got %d, want 1", n)
+	}
+}
+
+func TestGracePeriod(t *testing.T) {
+	state := filepath.Join(t.TempDir(), "dir", "state")
+	s := newServer(state, time.Hour)
+	lock := nlm.Args{Exclusive: true, Region: region("a", 1, 0, 9)}
+	wantStat(t, s, one, nlm.ProcLock, lock, nlm.Granted)
+	s.Close()
+
+	s = newServer(state, time.Hour)
+	wantStat(t, s, one, nlm.ProcLock, lock, nlm.DeniedGracePeriod)
+	wantStat(t, s, one, nlm.ProcTest, lock, nlm.DeniedGracePeriod)
+	reclaim := lock
+	reclaim.Reclaim = true
+	wantStat(t, s, one, nlm.ProcLock, reclaim, nlm.Granted)
+	wantStat(t, s, one, nlm.ProcUnlock, lock, nlm.Granted)
+	s.Close() // other clients may have locks to reclaim
+
+	s = newServer(state, time.Nanosecond)
+	wantStat(t, s, one, nlm.ProcLock, lock, nlm.Granted)
+	wantStat(t, s, one, nlm.ProcUnlock, lock, nlm.Granted)
+	s.Close()
+	if _, err := os.Stat(state); !os.IsNotExist(err) {
+		t.Errorf("state file after a close without locks: got error %v", err)
+	}
+	s = newServer(state, time.Hour)
+	wantStat(t, s, one, nlm.ProcLock, lock, nlm.Granted)
+}
+
+func TestRestartedClientHasNoLocks(t *testing.T) {
+	s := newServer("", 0)
+	for i, peer := range []netip.Addr{one, one, two} {
+		name := []string{"a", "b", "a"}[i]
+		start := uint64(10 * i)
+		a := nlm.Args{Exclusive: true, Region: region(name, 1, start, start)}
+		wantStat(t, s, peer, nlm.ProcLock, a, nlm.Granted)
+	}
+	notify := nlm.AppendFreeAll(nil, "a", 3)
+	h := sunrpc.CallHeader{Prog: ProgramNSM, Vers: VersionNSM, Proc: nsmNotify}
+	if _, _, err := sunrpc.ParseReply(s.ServeNSM(one, &h, notify, nil)); err != nil || s.Locks() != 2 {
+		t.Errorf("after SM_NOTIFY: got error %v, %d locks; want 2", err, s.Locks())
+	}
+	h = sunrpc.CallHeader{Prog: nlm.Program, Vers: nlm.Version, Proc: uint32(nlm.ProcFreeAll)}
+	if _, _, err := sunrpc.ParseReply(s.ServeNLM(two, &h, notify, nil)); err != nil || s.Locks() != 1 {
+		t.Errorf("after FREE_ALL: got error %v, %d locks; want 1", err, s.Locks())
+	}
+}
+
+func TestLocksOfOneClientAreLimited(t *testing.T) {
+	s := newServer("", 0)
+	denied := 0
+	for i := range uint64(64) {
+		a := nlm.Args{Region: region("a", 1, 0, 0)}
+		a.Region.FH = fmt.Appendf(nil, "file %d", i)
+		for j := range uint64(maxClientLocks / 32) {
+			a.Region.SetRange(2*j, 2*j)
+			if res := call(t, s, one, nlm.ProcLock, a); res.Stat == nlm.DeniedNoLocks {
+				denied++
+				break
+			}
+		}
+		if denied > 0 {
+			break
+		}
+	}
+	if denied == 0 || s.Locks() != maxClientLocks {
+		t.Errorf("locks of a client: got %d, want %d and a denied lock", s.Locks(), maxClientLocks)
+	}
+	wantStat(t, s, two, nlm.ProcLock, nlm.Args{Region: region("b", 1, 1, 1)}, nlm.Granted)
+}
+
+func FuzzServe(f *testing.F) {
+	a := nlm.Args{Exclusive: true, Region: region("a", 1, 0, 9)}
+	for _, proc := range []nlm.Proc{nlm.ProcTest, nlm.ProcLock, nlm.ProcCancel, nlm.ProcUnlock} {
+		f.Add(uint32(nlm.Program), uint32(nlm.Version), uint32(proc), nlm.AppendArgs(nil, proc, &a))
+	}
+	f.Add(uint32(ProgramNSM), uint32(VersionNSM), uint32(nsmNotify), nlm.AppendFreeAll(nil, "a", 3))
+	s := newServer("", 0)
+	f.Fuzz(func(t *testing.T, prog, vers, proc uint32, args []byte) {
+		h := sunrpc.CallHeader{XID: 7, Prog: prog, Vers: vers, Proc: proc}
+		serve := s.ServeNLM
+		if prog == ProgramNSM {
+			serve = s.ServeNSM
+		}
+		if reply := serve(one, &h, args, nil); len(reply) < sunrpc.AcceptedReplySize {
+			t.Fatalf("got reply %x", reply)
+		}
+		if n := s.Locks(); n < 0 || n > maxLocks {
+			t.Fatalf("got %d locks", n)
+		}
+	})
+}

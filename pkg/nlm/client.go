@@ -1,0 +1,374 @@
+package nlm
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rangelock"
+)
+
+// An OwnerKind separates the owners of fcntl(2) and flock(2) locks.
+type OwnerKind uint8
+
+// Kinds of owners.
+const (
+	Posix OwnerKind = iota + 1 // fcntl(2): a process, or an open file description
+	Flock                      // flock(2): an open file description
+)
+
+// An Owner is a lock owner of this mount. Locks of one owner do not conflict.
+type Owner struct {
+	Kind OwnerKind
+	ID   uint64
+}
+
+// A Lock is a lock of a byte range of one file.
+type Lock = rangelock.Lock[Owner]
+
+// Config configures a Client. Host and Caller are necessary.
+type Config struct {
+	Host   string // address of the server
+	Caller string // name of this host
+	Port   int    // TCP port of NLM; 0 asks the port mapper and then tries MountPort
+	// MountPort is the TCP port of MOUNT, 0 if unknown. MountPortFirst tries it before the port
+	// mapper.
+	MountPort      int
+	MountPortFirst bool
+	// GiveUp, if not 0, bounds a call of a soft mount. The call then returns GiveUpErr.
+	GiveUp    time.Duration
+	GiveUpErr syscall.Errno
+	// Service receives the calls of servers; nil for none. Without it the client polls.
+	Service *Service
+	// Lost, if not nil, is called after locks of an owner were lost.
+	Lost   func(fh nfs3.FH, owner Owner)
+	Logger hclog.Logger
+}
+
+// Counters count the locks of one Client. Reading them is safe at any time.
+type Counters struct {
+	Held      atomic.Int64  // locks held now
+	Pending   atomic.Int64  // requests that wait now
+	Granted   atomic.Uint64 // locks granted by the server
+	Callbacks atomic.Uint64 // blocked requests granted after a callback
+	Polls     atomic.Uint64 // blocked requests granted after a poll
+	Denied    atomic.Uint64 // requests that conflicted with a lock of another client
+	Canceled  atomic.Uint64 // waiting requests that a signal ended
+	Reclaimed atomic.Uint64 // locks reclaimed after a restart of the server
+	Lost      atomic.Uint64 // locks lost after a restart of the server
+	NoService atomic.Uint64 // requests that failed with ENOLCK because the server has no NLM
+}
+
+// Times of a Client. Tests change them.
+type clientTimes struct {
+	// between polls for a lock that the server reported as blocked: of a server that calls back,
+	// and of another one
+	called, silent pollTimes
+	grace          time.Duration // between attempts during the grace period of the server
+	keepAlive      time.Duration // between NULL calls while locks are held
+	release        time.Duration // for the release of all locks in Close
+}
+
+// pollTimes are the first and the longest time between polls.
+type pollTimes struct{ first, longest time.Duration }
+
+var defaultTimes = clientTimes{called: pollTimes{2 * time.Second, 30 * time.Second},
+	silent: pollTimes{500 * time.Millisecond, 4 * time.Second}, grace: 2 * time.Second,
+	keepAlive: time.Minute, release: 3 * time.Second}
+
+// CloseTimeout bounds Client.Close and Service.Close.
+const CloseTimeout = 6 * time.Second
+
+// maxLocks bounds the locks of one mount.
+const maxLocks = 1 << 16
+
+// A Client holds the locks of one mount. Its methods may be called concurrently, except Close,
+// which comes last. Errors are syscall.Errno.
+type Client struct {
+	// Counters is safe to read at any time.
+	Counters Counters
+
+	cfg      Config
+	log      hclog.Logger
+	link     *link
+	times    clientTimes
+	addr     netip.Addr
+	instance [8]byte // makes the owner handles of this client unique
+	cookie   atomic.Uint64
+	logged   atomic.Bool // the missing service was logged
+	called   atomic.Bool // the server has called back
+
+	ctx     context.Context // ends with Close
+	cancel  context.CancelFunc
+	work    sync.WaitGroup
+	restart chan restart // capacity 1
+
+	mu struct {
+		sync.Mutex
+		files   map[nfs3.FH]*file
+		owners  map[Owner]*owner
+		svids   map[uint32]struct{} // in use by owners
+		waits   map[Owner]Owner     // local requests that wait for a lock of another owner
+		pending map[*pending]struct{}
+		lost    map[lostKey]struct{} // owners with lost locks
+		closed  bool
+	}
+}
+
+// A lostKey names the owner of a lost lock and its file.
+type lostKey struct {
+	fh nfs3.FH
+	id Owner
+}
+
+// A file holds the locks of one file. turn serializes the calls to the server about this file and
+// guards the tables. changed is closed and replaced when a table changes.
+type file struct {
+	fh   nfs3.FH
+	turn chan struct{} // holds one token
+
+	locks   rangelock.Table[Owner]
+	lost    rangelock.Table[Owner] // locks that the server no longer has; until their owner unlocks
+	creds   map[Owner][]byte
+	changed chan struct{}
+
+	users int // guarded by Client.mu: goroutines that use the file
+}
+
+// An owner is the identity of a lock owner in the protocol. Client.mu guards it.
+type owner struct {
+	svid  uint32
+	oh    []byte
+	users int // goroutines that use the owner, and files where it has locks
+}
+
+// A pending is a blocked request that waits for GRANTED.
+type pending struct {
+	fh     nfs3.FH
+	region Region
+	excl   bool
+	wake   chan struct{} // capacity 1
+}
+
+// New returns a Client. It contacts the server when the first lock is requested.
+func New(cfg Config) *Client {
+	if cfg.Logger == nil {
+		cfg.Logger = hclog.NewNullLogger()
+	}
+	c := &Client{cfg: cfg, log: cfg.Logger, times: defaultTimes, restart: make(chan restart, 1)}
+	c.link = newLink(&c.cfg, c.connectionLost)
+	c.addr, _ = netip.ParseAddr(cfg.Host)
+	c.addr = c.addr.Unmap()
+	_, _ = rand.Read(c.instance[:]) // never fails
+	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
+	c.mu.svids, c.mu.waits = make(map[uint32]struct{}), make(map[Owner]Owner)
+	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[lostKey]struct{})
+	c.ctx, c.cancel = context.WithCancel(context.Background())
+	c.work.Go(c.run)
+	if cfg.Service != nil {
+		cfg.Service.add(c)
+	}
+	return c
+}
+
+// Close releases the locks that are left, within a few seconds, and ends the client.
+func (c *Client) Close() {
+	ctx, cancel := context.WithTimeout(context.Background(), c.times.release)
+	defer cancel()
+	c.releaseAll(ctx)
+	c.mu.Lock()
+	c.mu.closed = true
+	c.mu.Unlock()
+	c.cancel()
+	c.work.Wait()
+	if c.cfg.Service != nil {
+		c.cfg.Service.remove(c)
+	}
+	c.link.close()
+}
+
+// Abort ends all calls. The server keeps the locks until it learns that this client has gone.
+func (c *Client) Abort() { c.cancel() }
+
+func (c *Client) releaseAll(ctx context.Context) {
+	c.mu.Lock()
+	var files []*file
+	for _, f := range c.mu.files {
+		f.users++
+		files = append(files, f)
+	}
+	c.mu.Unlock()
+	for _, f := range files {
+		if f.acquire(ctx) == nil {
+			for _, l := range f.locks.All() {
+				o := c.getOwner(l.Owner)
+				if c.unlockCall(ctx, f, o, f.creds[l.Owner], l.Owner, l.Start, l.End) == nil {
+					c.clear(f, l.Owner, l.Start, l.End)
+				}
+				c.putOwner(l.Owner)
+			}
+			f.release()
+		}
+		c.putFile(f)
+	}
+}
+
+// Reason returns why the last attempt to reach the lock service failed, "" if it succeeded.
+func (c *Client) Reason() string { return c.link.reason() }
+
+// acquire waits for the right to use the file. The error is EINTR.
+func (f *file) acquire(ctx context.Context) error {
+	select {
+	case <-f.turn:
+		return nil
+	case <-ctx.Done():
+		return syscall.EINTR
+	}
+}
+
+func (f *file) release() { f.turn <- struct{}{} }
+
+func (f *file) notify() {
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+func (c *Client) getFile(fh nfs3.FH) *file {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	f := c.mu.files[fh]
+	if f == nil {
+		f = &file{fh: fh, turn: make(chan struct{}, 1), changed: make(chan struct{}), creds: make(map[Owner][]byte)}
+		f.turn <- struct{}{}
+		c.mu.files[fh] = f
+	}
+	f.users++
+	return f
+}
+
+// putFile ends one use. A file without users and locks leaves the table. Each lock table that is
+// not empty counts as a user, so that putFile needs no turn.
+func (c *Client) putFile(f *file) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if f.users--; f.users == 0 {
+		delete(c.mu.files, f.fh)
+	}
+}
+
+// minSVID keeps the svids of this client apart from those of Linux's lockd, which counts from 0. A
+// Linux server identifies an owner by the address of its client and the svid alone.
+const minSVID = 1 << 30
+
+func (c *Client) getOwner(id Owner) *owner {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	o := c.mu.owners[id]
+	if o == nil {
+		o = &owner{}
+		for {
+			var b [4]byte
+			_, _ = rand.Read(b[:]) // never fails
+			o.svid = minSVID | binary.BigEndian.Uint32(b[:])&(minSVID-1)
+			if _, used := c.mu.svids[o.svid]; !used {
+				break
+			}
+		}
+		c.mu.svids[o.svid] = struct{}{}
+		o.oh = binary.BigEndian.AppendUint32(append([]byte(nil), c.instance[:]...), o.svid)
+		c.mu.owners[id] = o
+	}
+	o.users++
+	return o
+}
+
+func (c *Client) putOwner(id Owner) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	o := c.mu.owners[id]
+	if o.users--; o.users == 0 {
+		delete(c.mu.owners, id)
+		delete(c.mu.svids, o.svid)
+	}
+}
+
+// set records a granted lock. The caller has the turn.
+func (c *Client) set(f *file, l Lock, cred []byte) {
+	c.change(f, l.Owner, func() { f.locks.Set(l) })
+	f.creds[l.Owner] = cred
+}
+
+// clear removes locks of an owner, lost ones too. The caller has the turn.
+func (c *Client) clear(f *file, id Owner, start, end uint64) {
+	c.change(f, id, func() {
+		f.locks.Clear(id, start, end)
+		f.lost.Clear(id, start, end)
+	})
+	if !f.has(id) {
+		delete(f.creds, id)
+	}
+	c.forget(f, id)
+}
+
+// remember records that an owner may get a lock of f at the server. The caller has the turn.
+func (c *Client) remember(f *file, id Owner, o *owner, cred []byte) {
+	if j := c.cfg.Service.journalOf(); j != nil && !f.has(id) {
+		j.add(c.journalEntryOf(f, o, cred))
+	}
+}
+
+// forget records that an owner without locks of f in the tables has none at the server. The caller
+// has the turn.
+func (c *Client) forget(f *file, id Owner) {
+	j := c.cfg.Service.journalOf()
+	if j == nil || f.has(id) {
+		return
+	}
+	c.mu.Lock()
+	o := c.mu.owners[id]
+	c.mu.Unlock()
+	j.remove(c.journalKeyOf(f, o))
+}
+
+func (f *file) has(id Owner) bool {
+	return f.locks.Owns(id, 0, maxOffset) || f.lost.Owns(id, 0, maxOffset)
+}
+
+func (f *file) empty() bool { return f.locks.Len() == 0 && f.lost.Len() == 0 }
+
+// change runs one change of the tables of f and keeps the counts. The caller has the turn and uses
+// f and the owner.
+func (c *Client) change(f *file, id Owner, do func()) {
+	had, wasEmpty, before := f.has(id), f.empty(), f.locks.Len()
+	do()
+	c.Counters.Held.Add(int64(f.locks.Len() - before))
+	c.mu.Lock()
+	if has := f.has(id); has != had {
+		c.mu.owners[id].users += delta(has)
+	}
+	if isEmpty := f.empty(); isEmpty != wasEmpty {
+		f.users += delta(wasEmpty)
+	}
+	if f.lost.Owns(id, 0, maxOffset) {
+		c.mu.lost[lostKey{f.fh, id}] = struct{}{}
+	} else {
+		delete(c.mu.lost, lostKey{f.fh, id})
+	}
+	c.mu.Unlock()
+	f.notify()
+}
+
+func delta(up bool) int {
+	if up {
+		return 1
+	}
+	return -1
+}

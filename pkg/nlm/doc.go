@@ -1,0 +1,45 @@
+// Package nlm is a client of the Network Lock Manager, version 4 (XNFS chapter 14; RFC 1813 §6),
+// and of the status monitor NSM (XNFS chapter 11). Both go over TCP beside NFS.
+//
+// # Files
+//
+//	protocol.go  numbers and types of NLM
+//	codec.go     encoding of NLM, for clients and servers
+//	nsm.go       encoding of NSM
+//	client.go    Client: files, owners, counters, start and end
+//	lock.go      Lock, Unlock, Test; canceled requests
+//	pending.go   blocked requests and GRANTED
+//	recover.go   restart of a server: reclaimed and lost locks
+//	link.go      the connection to the lock service of a server
+//	service.go   Service: calls of servers to this host
+//	journal.go   locks that a killed daemon leaves
+//	portmap.go   the port mapper of this host
+//
+// # Promises
+//
+// A [Client] keeps the locks of one mount in tables of package rangelock. It decides conflicts
+// between owners of the mount itself. It asks the server about everything else.
+//
+// The server decides. A GRANTED call of a server only makes a waiting request ask again, so that a
+// forged call has no effect. A waiting request also asks again at growing intervals: the callback
+// may not arrive.
+//
+// A request that ends early leaves nothing behind: the client cancels it and makes the server's
+// state that of its table, before it sends the next request for this file.
+//
+// When a server may have restarted, the client reclaims all locks. Reasons are a notice of NSM, a
+// lost connection, and [Client.Restarted]. A lock that another client took meanwhile is lost. After
+// a notice of NSM, which is certain, each lock that the server does not let reclaim is lost.
+//
+// A [Service] with a state directory keeps a journal of the owners that may have locks. The next
+// service releases the locks of a process that was killed.
+//
+// Nothing that a server or another host sends can cause a panic, a large allocation or a wait
+// without end.
+//
+// # Locks
+//
+// file.turn is held during calls to the server about that file, and guards its tables. Client.mu,
+// link.mu and Service.mu guard tables and are never held across I/O. journal.mu is held during
+// writes to the journal. Take file.turn before Client.mu, and each other lock alone.
+package nlm

@@ -1,0 +1,261 @@
+package nlm
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// journalFile is the journal in the state directory.
+const journalFile = "held-locks"
+
+// Limits of a journal.
+const (
+	maxJournalEntry = 4 << 10 // bytes of one line
+	maxJournalStale = maxLocks
+	minJournalLines = 1024 // a longer journal is rewritten when most of its lines are obsolete
+)
+
+// staleRetry is the time between attempts to release the locks of a killed daemon.
+const staleRetry = time.Minute
+
+// A journalEntry names an owner that may have locks of a file at a server, with all that UNLOCK
+// needs.
+type journalEntry struct {
+	Host       string `json:"host"`
+	Caller     string `json:"caller"`
+	Port       int    `json:"port,omitempty"`
+	MountPort  int    `json:"mount_port,omitempty"`
+	MountFirst bool   `json:"mount_first,omitempty"`
+	Cred       []byte `json:"cred"`
+	FH         []byte `json:"fh"`
+	OH         []byte `json:"oh"`
+	SVID       uint32 `json:"svid"`
+	Released   bool   `json:"released,omitempty"` // the owner has no locks of the file any more
+}
+
+type journalKey struct {
+	host, fh, oh string
+	svid         uint32
+}
+
+func (e *journalEntry) key() journalKey {
+	return journalKey{e.Host, string(e.FH), string(e.OH), e.SVID}
+}
+
+// A journal remembers on disk which owners may have locks at servers, so that the next daemon can
+// release the locks of a killed one. It survives the end of the process. It does not survive every
+// end of the host, because it is not written synchronously. A nil *journal is valid and does
+// nothing.
+type journal struct {
+	path string
+
+	mu    sync.Mutex // guards the fields below
+	f     *os.File   // locked (flock(2)), so that one process has the journal
+	live  map[journalKey]*journalEntry
+	lines int
+	err   error // of the last write
+}
+
+// openJournal opens the journal in dir and returns the entries that an earlier process left.
+func openJournal(dir string) (j *journal, stale []*journalEntry, err error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, nil, err
+	}
+	j = &journal{path: filepath.Join(dir, journalFile), live: make(map[journalKey]*journalEntry)}
+	if j.f, err = os.OpenFile(j.path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600); err != nil {
+		return nil, nil, err
+	}
+	if err := unix.Flock(int(j.f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		j.f.Close()
+		return nil, nil, fmt.Errorf("%s: in use by another process: %w", j.path, err)
+	}
+	in := bufio.NewScanner(j.f)
+	in.Buffer(nil, maxJournalEntry)
+	for in.Scan() {
+		j.lines++
+		e := new(journalEntry)
+		if json.Unmarshal(in.Bytes(), e) != nil {
+			continue // the last line of a killed process may be incomplete
+		}
+		if e.Released {
+			delete(j.live, e.key())
+		} else if len(j.live) < maxJournalStale {
+			j.live[e.key()] = e
+		}
+	}
+	for _, e := range j.live {
+		stale = append(stale, e)
+	}
+	return j, stale, nil
+}
+
+// close removes the journal if no owner may have locks.
+func (j *journal) close() {
+	if j == nil {
+		return
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if len(j.live) == 0 {
+		_ = os.Remove(j.path) // a later daemon then only reads an obsolete journal
+	}
+	j.f.Close()
+}
+
+// add records that an owner may have locks.
+func (j *journal) add(e *journalEntry) {
+	if j == nil {
+		return
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.live[e.key()] == nil {
+		j.live[e.key()] = e
+		j.write(e)
+	}
+}
+
+// remove records that an owner has no locks.
+func (j *journal) remove(key journalKey) {
+	if j == nil {
+		return
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	e := j.live[key]
+	if e == nil {
+		return
+	}
+	delete(j.live, key)
+	if j.lines > minJournalLines && j.lines > 4*len(j.live) {
+		j.rewrite()
+		return
+	}
+	j.write(&journalEntry{Host: e.Host, FH: e.FH, OH: e.OH, SVID: e.SVID, Released: true})
+}
+
+// write appends a line. The caller holds mu.
+func (j *journal) write(e *journalEntry) {
+	line, err := json.Marshal(e)
+	if err == nil {
+		_, err = j.f.Write(append(line, '\n'))
+	}
+	j.lines++
+	j.err = errors.Join(err)
+}
+
+// rewrite replaces the content by the live entries. A process that is killed meanwhile leaves some
+// of them out. The caller holds mu.
+func (j *journal) rewrite() {
+	if j.err = j.f.Truncate(0); j.err != nil {
+		return
+	}
+	j.lines = 0
+	for _, e := range j.live {
+		j.write(e)
+	}
+}
+
+// openJournal opens the journal of the service and releases the locks of a killed daemon.
+func (s *Service) openJournal() {
+	if s.cfg.StateDir == "" {
+		return
+	}
+	j, stale, err := openJournal(s.cfg.StateDir)
+	if err != nil {
+		s.log.Warn("locks stay at servers if this daemon is killed: cannot keep a journal", "error", err)
+		if errors.Is(err, fs.ErrPermission) {
+			s.log.Info("set state_dir to a directory of the daemon")
+		}
+		return
+	}
+	s.journal = j
+	if len(stale) > 0 {
+		s.log.Info("releasing the locks of an earlier daemon", "owners", len(stale))
+		s.work.Go(func() { s.releaseStale(stale) })
+	}
+}
+
+// A linkKey names the lock service of a server.
+type linkKey struct {
+	host            string
+	port, mountPort int
+	mountFirst      bool
+}
+
+// releaseStale unlocks what an earlier daemon left, until every server has answered.
+func (s *Service) releaseStale(stale []*journalEntry) {
+	for len(stale) > 0 {
+		links := make(map[linkKey]*link)
+		var rest []*journalEntry
+		down := make(map[string]bool) // servers that do not answer
+		for _, e := range stale {
+			key := linkKey{e.Host, e.Port, e.MountPort, e.MountFirst}
+			l := links[key]
+			if l == nil {
+				l = newLink(&Config{Host: e.Host, Port: e.Port, MountPort: e.MountPort,
+					MountPortFirst: e.MountFirst}, nil)
+				links[key] = l
+			}
+			if down[e.Host] || s.ctx.Err() != nil || !s.unlockStale(l, e) {
+				down[e.Host] = true
+				rest = append(rest, e)
+			}
+		}
+		for _, l := range links {
+			l.close()
+		}
+		if stale = rest; len(stale) > 0 && !sleep(s.ctx, staleRetry) {
+			return
+		}
+	}
+}
+
+// unlockStale releases all locks of one owner of a file. It returns false if the server does not
+// answer.
+func (s *Service) unlockStale(l *link, e *journalEntry) bool {
+	if len(e.FH) > nfs3.FHSize || len(e.OH) > maxOwner {
+		s.journal.remove(e.key()) // the file was damaged
+		return true
+	}
+	conn, err := l.get(s.ctx)
+	if err != nil {
+		s.log.Debug("locks of an earlier daemon not released", "server", e.Host, "error", err)
+		return false
+	}
+	args := AppendArgs(nil, ProcUnlock, &Args{Cookie: []byte{0}, Region: Region{Caller: e.Caller, FH: e.FH, OH: e.OH,
+		SVID: e.SVID}})
+	cred := e.Cred
+	if len(cred) == 0 {
+		cred = sunrpc.AppendAuthNone(nil)
+	}
+	var res Res
+	results, err := l.exchange(s.ctx, conn, ProcUnlock, cred, args)
+	if err != nil || ParseRes(ProcUnlock, results, &res) != nil || res.Stat == DeniedGracePeriod {
+		return false
+	}
+	s.journal.remove(e.key())
+	return true
+}
+
+// journalKeyOf and journalEntryOf name an owner of a file in the journal.
+func (c *Client) journalKeyOf(f *file, o *owner) journalKey {
+	return journalKey{c.cfg.Host, string(f.fh.Bytes()), string(o.oh), o.svid}
+}
+
+func (c *Client) journalEntryOf(f *file, o *owner, cred []byte) *journalEntry {
+	return &journalEntry{Host: c.cfg.Host, Caller: c.cfg.Caller, Port: c.cfg.Port, MountPort: c.cfg.MountPort,
+		MountFirst: c.cfg.MountPortFirst, Cred: cred, FH: f.fh.Bytes(), OH: o.oh, SVID: o.svid}
+}

@@ -1,0 +1,453 @@
+package nlm
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"syscall"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+)
+
+// Lock sets a lock for its owner. Conflicts with locks of this mount are decided without the
+// server. With wait set, Lock waits until the lock is free or ctx ends; otherwise it returns
+// EAGAIN. During the grace period of the server it waits in both cases, as Linux's client does.
+//
+// Other errors: EINTR when ctx ends, EDEADLK, ENOLCK when the server has no lock service or no
+// resources, EIO while the owner has a lost lock of the file.
+func (c *Client) Lock(ctx context.Context, cred []byte, fh nfs3.FH, l Lock, wait bool) error {
+	ctx, done := c.bound(ctx)
+	defer done()
+	o, f := c.getOwner(l.Owner), c.getFile(fh)
+	defer c.putOwner(l.Owner)
+	defer c.putFile(f)
+	req := &request{f: f, o: o, cred: cred, l: l, wait: wait}
+	var err error
+	if wait {
+		req.pending = c.addPending(f, o, &l)
+		defer c.removePending(req.pending)
+	}
+	err = c.lockLoop(ctx, req)
+	if err != nil && req.sent {
+		c.settle(req)
+	}
+	return c.result(ctx, err)
+}
+
+// A request is one call of Lock.
+type request struct {
+	f       *file
+	o       *owner
+	cred    []byte
+	l       Lock
+	wait    bool
+	pending *pending // with wait
+	// sent means that the server may have the lock or a blocked request for it although Lock did
+	// not get it
+	sent bool
+	// polled and called say what preceded the present attempt
+	polled, called bool
+}
+
+func (c *Client) lockLoop(ctx context.Context, req *request) error {
+	var poll time.Duration
+	for {
+		retry, err := c.lockOnce(ctx, req)
+		if retry == nil {
+			return err
+		}
+		delay := retry.delay
+		if retry.blocked {
+			times := c.times.silent
+			if c.called.Load() {
+				times = c.times.called
+			}
+			poll = min(max(2*poll, times.first), times.longest)
+			delay = poll
+		}
+		c.Counters.Pending.Add(1)
+		err = c.pause(ctx, req, retry, delay)
+		c.Counters.Pending.Add(-1)
+		if err != nil {
+			c.Counters.Canceled.Add(1)
+			return err
+		}
+	}
+}
+
+// A retry says what a request waits for.
+type retry struct {
+	changed <-chan struct{} // locks of this mount
+	blocked bool            // a lock of another client
+	delay   time.Duration   // the end of the grace period
+}
+
+// pause waits until another attempt makes sense. The error is EINTR.
+func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.Duration) error {
+	var wake chan struct{}
+	if req.pending != nil {
+		wake = req.pending.wake
+	}
+	var timer <-chan time.Time
+	if delay > 0 {
+		t := time.NewTimer(delay)
+		defer t.Stop()
+		timer = t.C
+	}
+	req.called, req.polled = false, false
+	select {
+	case <-wake:
+		req.called = true
+	case <-timer:
+		req.polled = r.blocked
+	case <-r.changed:
+	case <-ctx.Done():
+		c.stopWaiting(req.l.Owner)
+		return syscall.EINTR
+	}
+	c.stopWaiting(req.l.Owner)
+	return nil
+}
+
+// lockOnce makes one attempt. A nil retry ends the request with err.
+func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
+	f := req.f
+	if err := f.acquire(ctx); err != nil {
+		return nil, err
+	}
+	defer f.release()
+	if f.lost.Owns(req.l.Owner, 0, maxOffset) {
+		return nil, syscall.EIO // its owner has not noticed yet
+	}
+	if conflict := f.locks.Conflict(&req.l); conflict != nil {
+		switch {
+		case !req.wait:
+			return nil, syscall.EAGAIN
+		case !c.startWaiting(req.l.Owner, conflict.Owner):
+			return nil, syscall.EDEADLK
+		}
+		return &retry{changed: f.changed}, nil
+	}
+	if c.Counters.Held.Load() >= maxLocks {
+		return nil, syscall.ENOLCK
+	}
+	c.remember(f, req.l.Owner, req.o, req.cred)
+	req.sent = true
+	stat, err := c.callLock(ctx, req.f, req.o, req.cred, &req.l, req.wait, false)
+	if err != nil {
+		c.countNoService(err)
+		if !c.link.wasConnected() {
+			req.sent = false
+			c.forget(f, req.l.Owner)
+		}
+		return nil, err
+	}
+	switch stat {
+	case Granted:
+		req.sent = false
+		c.set(f, req.l, req.cred)
+		c.countGrant(req)
+		return nil, nil
+	case Blocked:
+		if req.wait {
+			return &retry{blocked: true}, nil
+		}
+	case DeniedGracePeriod:
+		return &retry{delay: c.times.grace}, nil
+	case Denied:
+		if req.wait { // the server does not queue requests
+			return &retry{blocked: true}, nil
+		}
+		c.Counters.Denied.Add(1)
+	}
+	req.sent = false
+	c.forget(f, req.l.Owner)
+	return nil, stat.errno()
+}
+
+func (c *Client) countNoService(err error) {
+	if errors.Is(err, syscall.ENOLCK) {
+		c.Counters.NoService.Add(1)
+	}
+}
+
+func (c *Client) countGrant(req *request) {
+	c.Counters.Granted.Add(1)
+	switch {
+	case req.called:
+		c.Counters.Callbacks.Add(1)
+	case req.polled:
+		c.Counters.Polls.Add(1)
+	}
+}
+
+// startWaiting records that an owner waits for another one. It returns false for a deadlock of
+// owners of this mount. As in the kernel, flock(2) has no deadlock detection.
+func (c *Client) startWaiting(id, holder Owner) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if id.Kind == Posix {
+		at := holder
+		for range len(c.mu.waits) + 1 {
+			if at == id {
+				return false
+			}
+			next, waits := c.mu.waits[at]
+			if !waits {
+				break
+			}
+			at = next
+		}
+		c.mu.waits[id] = holder
+	}
+	return true
+}
+
+func (c *Client) stopWaiting(id Owner) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.mu.waits, id)
+}
+
+// settle makes the state of the server that of this client after a request that ended without its
+// result: it cancels the request, releases what the owner does not hold, and sets again what the
+// owner holds in another mode. It works in the background, before the next request for the file.
+func (c *Client) settle(req *request) {
+	if !c.hold(req.f, req.l.Owner) {
+		return
+	}
+	c.work.Go(func() {
+		defer c.putFile(req.f)
+		defer c.putOwner(req.l.Owner)
+		f := req.f
+		if f.acquire(c.ctx) != nil {
+			return
+		}
+		defer f.release()
+		l := req.l
+		if req.wait {
+			_, _ = c.callServer(c.ctx, ProcCancel, req.cred, c.args(f, req.o, &l, true))
+		}
+		next := l.Start
+		for _, part := range f.locks.Owned(l.Owner, l.Start, l.End) {
+			if part.Start > next {
+				_ = c.unlockCall(c.ctx, f, req.o, req.cred, l.Owner, next, part.Start-1)
+			}
+			c.relock(f, req.o, part)
+			next = part.End + 1
+		}
+		var err error
+		if next <= l.End {
+			err = c.unlockCall(c.ctx, f, req.o, req.cred, l.Owner, next, l.End)
+		}
+		if err == nil {
+			c.forget(f, l.Owner)
+		}
+	})
+}
+
+// hold counts a use of a file and an owner by a goroutine of work. It returns false after Close.
+func (c *Client) hold(f *file, id Owner) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.mu.closed {
+		return false
+	}
+	f.users++
+	c.mu.owners[id].users++
+	return true
+}
+
+// Unlock releases the owner's locks from start to end. When ctx ends first, the release goes on in
+// the background and Unlock returns EINTR; new requests for the file wait for it.
+func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, start, end uint64) error {
+	c.mu.Lock()
+	known := c.mu.files[fh] != nil && c.mu.owners[id] != nil
+	c.mu.Unlock()
+	if !known {
+		return nil
+	}
+	o, f := c.getOwner(id), c.getFile(fh)
+	defer c.putOwner(id)
+	defer c.putFile(f)
+	ctx, done := c.bound(ctx)
+	defer done()
+	if f.acquire(ctx) != nil {
+		c.unlockLater(f, o, cred, id, start, end)
+		return c.result(ctx, syscall.EINTR)
+	}
+	if !f.locks.Owns(id, start, end) {
+		c.clear(f, id, start, end) // lost ones
+		f.release()
+		return nil
+	}
+	err := c.unlockCall(ctx, f, o, cred, id, start, end)
+	if errors.Is(err, syscall.EINTR) {
+		f.release()
+		c.unlockLater(f, o, cred, id, start, end)
+		return c.result(ctx, err)
+	}
+	c.clear(f, id, start, end) // what the server does not unlock, it does not have
+	f.release()
+	return nil
+}
+
+// unlockLater releases locks in the background. Only a fatal signal ends an unlock early, so that
+// the owner makes no new request.
+func (c *Client) unlockLater(f *file, o *owner, cred []byte, id Owner, start, end uint64) {
+	if !c.hold(f, id) {
+		return
+	}
+	c.work.Go(func() {
+		defer c.putFile(f)
+		defer c.putOwner(id)
+		if f.acquire(c.ctx) != nil {
+			return
+		}
+		defer f.release()
+		if c.unlockCall(c.ctx, f, o, cred, id, start, end) == nil {
+			c.clear(f, id, start, end)
+		}
+	})
+}
+
+// unlockCall sends UNLOCK. The caller has the turn.
+func (c *Client) unlockCall(ctx context.Context, f *file, o *owner, cred []byte, id Owner, start, end uint64) error {
+	args := c.args(f, o, &Lock{Start: start, End: end, Owner: id}, false)
+	for {
+		stat, err := c.callServer(ctx, ProcUnlock, cred, args)
+		if err != nil {
+			return err
+		}
+		if stat != DeniedGracePeriod {
+			if stat != Granted {
+				c.log.Warn("unlock failed", "server", c.cfg.Host, "status", stat)
+			}
+			return nil
+		}
+		if !sleep(ctx, c.times.grace) {
+			return syscall.EINTR
+		}
+	}
+}
+
+// ReleaseOwner releases all locks of an owner on a file, as close(2) does.
+func (c *Client) ReleaseOwner(ctx context.Context, cred []byte, fh nfs3.FH, id Owner) error {
+	return c.Unlock(ctx, cred, fh, id, 0, maxOffset)
+}
+
+// Test returns a lock that excludes l. held is false when l could be set. The owner of a lock of
+// another client is zero.
+func (c *Client) Test(ctx context.Context, cred []byte, fh nfs3.FH, l Lock) (holder Lock, held bool, err error) {
+	ctx, done := c.bound(ctx)
+	defer done()
+	o, f := c.getOwner(l.Owner), c.getFile(fh)
+	defer c.putOwner(l.Owner)
+	defer c.putFile(f)
+	for {
+		if err := f.acquire(ctx); err != nil {
+			return Lock{}, false, c.result(ctx, err)
+		}
+		if conflict := f.locks.Conflict(&l); conflict != nil {
+			f.release()
+			return *conflict, true, nil
+		}
+		var res Res
+		err := c.call(ctx, ProcTest, cred, c.args(f, o, &l, false), &res)
+		f.release()
+		switch {
+		case err != nil:
+			c.countNoService(err)
+			return Lock{}, false, c.result(ctx, err)
+		case res.Stat == Denied:
+			h := Lock{Exclusive: res.Holder.Exclusive}
+			h.Start, h.End = rangeOf(res.Holder.Offset, res.Holder.Length)
+			return h, true, nil
+		case res.Stat == Granted:
+			return Lock{}, false, nil
+		case res.Stat != DeniedGracePeriod:
+			return Lock{}, false, res.Stat.errno()
+		}
+		if !sleep(ctx, c.times.grace) {
+			return Lock{}, false, c.result(ctx, syscall.EINTR)
+		}
+	}
+}
+
+// InUse reports whether any owner of this mount has locks of the file, or requests them.
+func (c *Client) InUse(fh nfs3.FH) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.mu.files[fh] != nil
+}
+
+// Lost reports whether the owner has a lost lock on the file that it has not unlocked.
+func (c *Client) Lost(fh nfs3.FH, id Owner) bool {
+	if c.Counters.Lost.Load() == 0 {
+		return false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	_, lost := c.mu.lost[lostKey{fh, id}]
+	return lost
+}
+
+// bound returns ctx with the timeout of a soft mount.
+func (c *Client) bound(ctx context.Context) (context.Context, context.CancelFunc) {
+	if c.cfg.GiveUp == 0 {
+		return ctx, func() {}
+	}
+	return context.WithTimeout(ctx, c.cfg.GiveUp)
+}
+
+// result returns err, or the error of a soft mount after its timeout.
+func (c *Client) result(ctx context.Context, err error) error {
+	if errors.Is(err, syscall.EINTR) && c.cfg.GiveUp != 0 && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		return c.cfg.GiveUpErr
+	}
+	return err
+}
+
+func (c *Client) args(f *file, o *owner, l *Lock, block bool) *Args {
+	a := &Args{Cookie: binary.BigEndian.AppendUint64(nil, c.cookie.Add(1)), Block: block, Exclusive: l.Exclusive,
+		State: c.cfg.Service.state(), Region: Region{Caller: c.cfg.Caller, FH: f.fh.Bytes(), OH: o.oh, SVID: o.svid}}
+	a.Region.SetRange(l.Start, l.End)
+	return a
+}
+
+func (c *Client) callLock(ctx context.Context, f *file, o *owner, cred []byte, l *Lock, block,
+	reclaim bool) (Stat, error) {
+	a := c.args(f, o, l, block)
+	a.Reclaim = reclaim
+	c.cfg.Service.monitor(ctx, c)
+	return c.callServer(ctx, ProcLock, cred, a)
+}
+
+func (c *Client) callServer(ctx context.Context, proc Proc, cred []byte, a *Args) (Stat, error) {
+	var res Res
+	err := c.call(ctx, proc, cred, a, &res)
+	return res.Stat, err
+}
+
+// call makes one call. Its error is EINTR when ctx or the client ends, or ENOLCK when the server
+// has no lock service.
+func (c *Client) call(ctx context.Context, proc Proc, cred []byte, a *Args, res *Res) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stop := context.AfterFunc(c.ctx, cancel)
+	defer stop()
+	err := c.link.call(ctx, proc, cred, AppendArgs(nil, proc, a),
+		func(b []byte) error { return ParseRes(proc, b, res) })
+	switch {
+	case err == nil:
+		c.logged.Store(false)
+		return nil
+	case ctx.Err() != nil:
+		return syscall.EINTR
+	}
+	if !c.logged.Swap(true) {
+		c.log.Error("locks fail with ENOLCK", "reason", err)
+	}
+	return syscall.ENOLCK
+}

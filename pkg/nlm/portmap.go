@@ -1,0 +1,62 @@
+package nlm
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// The port mapper of this host (RFC 1833 §3).
+const (
+	portmapProgram = 100000
+	portmapVersion = 2
+	portmapSet     = 1
+	portmapUnset   = 2
+	portmapGetPort = 3
+
+	protoTCP = 6
+	protoUDP = 17
+
+	loopback     = "127.0.0.1"
+	localTimeout = 3 * time.Second // for calls to services of this host
+)
+
+// localCall makes one call to a service of this host, from a reserved port if possible: the port
+// mapper and the status monitor require one.
+func localCall(ctx context.Context, port int, prog, vers, proc uint32, args []byte) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, localTimeout)
+	defer cancel()
+	tcp, err := mountd.DialReserved(ctx, loopback, port)
+	if err != nil {
+		return nil, err
+	}
+	conn := rpctcp.New(tcp, rpctcp.Options{MaxRecord: MaxMessage, WriteTimeout: localTimeout})
+	defer conn.Close()
+	m := sunrpc.Message{Prog: prog, Vers: vers, Proc: proc, Cred: sunrpc.AppendAuthNone(nil), Args: args}
+	if err := conn.Call(ctx, &m); err != nil {
+		return nil, err
+	}
+	return m.Result, nil
+}
+
+// A mapping is one registration at the port mapper.
+type mapping struct{ prog, vers, proto, port uint32 }
+
+// portmap makes one call to the port mapper of this host and returns its result, a number.
+func portmap(ctx context.Context, mapper int, proc uint32, m mapping) (uint32, error) {
+	var args []byte
+	for _, v := range [...]uint32{m.prog, m.vers, m.proto, m.port} {
+		args = sunrpc.AppendUint32(args, v)
+	}
+	results, err := localCall(ctx, mapper, portmapProgram, portmapVersion, proc, args)
+	if err != nil {
+		return 0, fmt.Errorf("port mapper of this host: %w", err)
+	}
+	d := sunrpc.NewDecoder(results)
+	n := d.Uint32()
+	return n, d.Err()
+}

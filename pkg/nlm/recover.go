@@ -1,0 +1,152 @@
+package nlm
+
+import (
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+)
+
+// A restart is a reason to reclaim the locks.
+type restart struct {
+	reason string
+	// certain means that the server has restarted. Otherwise it may have restarted: a lock that the
+	// server grants again without reclaim then counts as kept.
+	certain bool
+}
+
+// Restarted tells the client that the server may have restarted, for example because its write
+// verifier changed. It does not wait.
+func (c *Client) Restarted(reason string) { c.trigger(restart{reason: reason}) }
+
+func (c *Client) trigger(r restart) {
+	for {
+		select {
+		case c.restart <- r:
+			return
+		default:
+		}
+		select {
+		case old := <-c.restart:
+			r.certain = r.certain || old.certain
+		default:
+		}
+	}
+}
+
+// connectionLost is called by the link.
+func (c *Client) connectionLost(err error) {
+	if c.Counters.Held.Load() > 0 || c.Counters.Pending.Load() > 0 {
+		c.log.Debug("lock connection lost", "server", c.cfg.Host, "error", err)
+		c.trigger(restart{reason: "lock connection lost"})
+	}
+}
+
+// run reclaims the locks after a restart of the server. While locks are held, it also keeps the
+// connection in use: its end shows a restart.
+func (c *Client) run() {
+	keepAlive := time.NewTicker(c.times.keepAlive)
+	defer keepAlive.Stop()
+	for {
+		select {
+		case <-c.ctx.Done():
+			return
+		case r := <-c.restart:
+			c.recover(r)
+		case <-keepAlive.C:
+			if c.Counters.Held.Load() > 0 {
+				_ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+			}
+		}
+	}
+}
+
+// recover reclaims all locks and makes blocked requests ask again.
+func (c *Client) recover(r restart) {
+	c.mu.Lock()
+	var files []*file
+	for _, f := range c.mu.files {
+		f.users++
+		files = append(files, f)
+	}
+	for p := range c.mu.pending {
+		p.poke()
+	}
+	c.mu.Unlock()
+	held := c.Counters.Held.Load()
+	if held > 0 {
+		c.log.Info("reclaiming locks", "server", c.cfg.Host, "reason", r.reason, "locks", held)
+	}
+	for _, f := range files {
+		if f.acquire(c.ctx) == nil {
+			for _, l := range f.locks.All() {
+				o := c.getOwner(l.Owner)
+				c.reclaim(f, o, l, r.certain)
+				c.putOwner(l.Owner)
+			}
+			f.release()
+		}
+		c.putFile(f)
+	}
+}
+
+// maxReclaims bounds the attempts to reclaim one lock from a server that refuses reclaims as well
+// as new locks because of its grace period.
+const maxReclaims = 100
+
+// reclaim sets one lock again after a restart of the server. The caller has the turn.
+func (c *Client) reclaim(f *file, o *owner, l Lock, certain bool) {
+	for try := 1; ; try++ {
+		stat, err := c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, true)
+		if err == nil && stat == Granted {
+			c.Counters.Reclaimed.Add(1)
+			return
+		}
+		if err == nil && !certain && (stat == DeniedGracePeriod || stat == Denied) {
+			// A server without a grace period refuses every reclaim. If it has not restarted, or if
+			// no other client has the lock, it grants the lock without reclaim.
+			stat, err = c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, false)
+			if err == nil && stat == Granted {
+				return
+			}
+			// The grace period began between the calls.
+			if err == nil && stat == DeniedGracePeriod && try < maxReclaims && sleep(c.ctx, c.times.grace) {
+				continue
+			}
+		}
+		if c.ctx.Err() == nil {
+			c.lose(f, l, stat, err)
+		}
+		return
+	}
+}
+
+// relock sets a lock that this client holds, in its mode. The lock is lost unless the server grants
+// it. The caller has the turn.
+func (c *Client) relock(f *file, o *owner, l Lock) {
+	stat, err := c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, false)
+	for err == nil && stat == DeniedGracePeriod && sleep(c.ctx, c.times.grace) {
+		stat, err = c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, false)
+	}
+	if (err != nil || stat != Granted) && c.ctx.Err() == nil {
+		c.lose(f, l, stat, err)
+	}
+}
+
+// lose records that the server no longer has a lock. The caller has the turn.
+func (c *Client) lose(f *file, l Lock, stat Stat, err error) {
+	c.change(f, l.Owner, func() {
+		f.locks.Clear(l.Owner, l.Start, l.End)
+		f.lost.Set(l)
+	})
+	c.Counters.Lost.Add(1)
+	cause := any(stat)
+	if err != nil {
+		cause = err
+	}
+	c.log.Error("lock lost: the server did not return it; I/O through its owner fails with EIO until the owner "+
+		"unlocks or closes the file", "server", c.cfg.Host, "pid", l.PID, "start", l.Start, "end", l.End,
+		"cause", cause)
+	if c.cfg.Lost != nil {
+		c.cfg.Lost(f.fh, l.Owner)
+	}
+}

@@ -1,0 +1,152 @@
+// Package rangelock keeps the byte-range locks of one file, with the semantics of fcntl(2): the
+// locks of one owner do not conflict, a new lock replaces what the owner had in its range, and
+// adjacent locks of one mode merge.
+//
+// The package decides conflicts. It does not wait and has no lock: the caller serializes the calls
+// of one [Table].
+package rangelock
+
+import (
+	"math"
+	"slices"
+)
+
+// MaxOffset is the last byte that a lock can contain. A lock that ends there has no end: it also
+// contains all data that is appended later.
+const MaxOffset = math.MaxInt64
+
+// A Lock is a lock of the bytes Start to End, both included.
+type Lock[O comparable] struct {
+	Start, End uint64 // Start <= End <= MaxOffset
+	Exclusive  bool
+	Owner      O
+	PID        uint32 // of the process that set the lock; only for information
+}
+
+func (l *Lock[O]) overlaps(start, end uint64) bool { return l.Start <= end && start <= l.End }
+
+// A Table holds the locks of one file, ordered by Start. Its zero value is empty.
+type Table[O comparable] struct {
+	locks []Lock[O]
+}
+
+// Len returns the number of locks.
+func (t *Table[O]) Len() int { return len(t.locks) }
+
+// All returns a copy of the locks.
+func (t *Table[O]) All() []Lock[O] { return slices.Clone(t.locks) }
+
+// Conflict returns the first lock of another owner that excludes l, or nil.
+func (t *Table[O]) Conflict(l *Lock[O]) *Lock[O] {
+	for i := range t.locks {
+		have := &t.locks[i]
+		if have.Owner != l.Owner && (have.Exclusive || l.Exclusive) && have.overlaps(l.Start, l.End) {
+			found := *have
+			return &found
+		}
+	}
+	return nil
+}
+
+// Set adds l, which must not conflict. It replaces the owner's locks in the range of l.
+func (t *Table[O]) Set(l Lock[O]) {
+	rest := make([]Lock[O], 0, len(t.locks)+2)
+	whole := l
+	for _, have := range t.locks {
+		switch {
+		case have.Owner != l.Owner:
+			rest = append(rest, have)
+		case have.Exclusive == l.Exclusive && have.Start <= l.End+1 && l.Start <= have.End+1:
+			whole.Start, whole.End = min(whole.Start, have.Start), max(whole.End, have.End)
+		default:
+			rest = appendOutside(rest, have, l.Start, l.End)
+		}
+	}
+	t.locks = append(rest, whole)
+	t.sort()
+}
+
+// Clear removes the owner's locks from start to end. It reports whether there was one.
+func (t *Table[O]) Clear(owner O, start, end uint64) bool {
+	if !t.Owns(owner, start, end) {
+		return false
+	}
+	rest := make([]Lock[O], 0, len(t.locks)+1)
+	for _, have := range t.locks {
+		if have.Owner == owner {
+			rest = appendOutside(rest, have, start, end)
+		} else {
+			rest = append(rest, have)
+		}
+	}
+	t.locks = rest
+	t.sort()
+	return true
+}
+
+// appendOutside appends the parts of l before start and after end.
+func appendOutside[O comparable](to []Lock[O], l Lock[O], start, end uint64) []Lock[O] {
+	if !l.overlaps(start, end) {
+		return append(to, l)
+	}
+	if l.Start < start {
+		left := l
+		left.End = start - 1
+		to = append(to, left)
+	}
+	if l.End > end {
+		right := l
+		right.Start = end + 1
+		to = append(to, right)
+	}
+	return to
+}
+
+func (t *Table[O]) sort() {
+	slices.SortStableFunc(t.locks, func(a, b Lock[O]) int {
+		switch {
+		case a.Start < b.Start:
+			return -1
+		case a.Start > b.Start:
+			return 1
+		}
+		return 0
+	})
+}
+
+// Owns reports whether the owner has a lock in the range.
+func (t *Table[O]) Owns(owner O, start, end uint64) bool {
+	for i := range t.locks {
+		if t.locks[i].Owner == owner && t.locks[i].overlaps(start, end) {
+			return true
+		}
+	}
+	return false
+}
+
+// Owned returns the parts of the owner's locks from start to end, in order.
+func (t *Table[O]) Owned(owner O, start, end uint64) []Lock[O] {
+	var parts []Lock[O]
+	for _, l := range t.locks {
+		if l.Owner == owner && l.overlaps(start, end) {
+			l.Start, l.End = max(l.Start, start), min(l.End, end)
+			parts = append(parts, l)
+		}
+	}
+	return parts
+}
+
+// Holds reports whether the owner holds every byte of l in the mode of l or a stronger one.
+func (t *Table[O]) Holds(l *Lock[O]) bool {
+	next := l.Start
+	for _, part := range t.Owned(l.Owner, l.Start, l.End) {
+		if part.Start > next || l.Exclusive && !part.Exclusive {
+			return false
+		}
+		if part.End == l.End {
+			return true
+		}
+		next = part.End + 1
+	}
+	return false
+}
