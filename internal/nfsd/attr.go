@@ -215,32 +215,20 @@ func (c *call) truncate(o *object, size uint64) error {
 	})
 }
 
-// chown sets owner and group where they differ: a caller without rights may set what is set
-// already.
+// chown sets owner and group.
 func chown(fd int, set *nfs3.SetAttr) error {
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return err
-	}
 	uid, gid := -1, -1
 	if set.HasUID {
 		if set.UID == badID {
 			return unix.EINVAL
 		}
-		if set.UID != st.Uid {
-			uid = int(set.UID)
-		}
+		uid = int(set.UID)
 	}
 	if set.HasGID {
 		if set.GID == badID {
 			return unix.EINVAL
 		}
-		if set.GID != st.Gid {
-			gid = int(set.GID)
-		}
-	}
-	if uid < 0 && gid < 0 {
-		return nil
+		gid = int(set.GID)
 	}
 	return retry(func() error { return unix.Fchownat(fd, "", uid, gid, unix.AT_EMPTY_PATH) })
 }

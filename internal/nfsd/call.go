@@ -7,7 +7,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -74,6 +77,13 @@ func (s *Server) serve(ctx context.Context, peer netip.AddrPort, msg, reply []by
 			return nil, errNotNow
 		}
 		return s.mount(&h, args, reply, s.Allows(peer.Addr())), nil
+	case nfsacl.Program:
+		if nowait {
+			return nil, errNotNow
+		}
+		return s.nfsACL(ctx, peer, &h, args, reply)
+	case nlm.Program, nlmd.ProgramNSM:
+		return s.lockCall(ctx, peer, &h, args, reply, nowait)
 	case nfs3.Program:
 	default:
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.ProgUnavail), nil

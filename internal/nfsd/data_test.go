@@ -15,9 +15,9 @@ import (
 // the READ and its attributes. A Linux client takes no bytes without eof as EIO.
 func TestReadAtGrowingEnd(t *testing.T) {
 	c := start(t, nil)
-	fh := c.create(root, c.root, "f", 0o644)
+	fh := c.MustCreate(root, c.Root, "f", 0o644)
 	f, err := os.OpenFile(c.path("f"), os.O_WRONLY|os.O_APPEND, 0)
-	c.ok(err)
+	c.OK(err)
 	defer f.Close()
 	var stop atomic.Bool
 	var appender sync.WaitGroup
@@ -32,7 +32,7 @@ func TestReadAtGrowingEnd(t *testing.T) {
 	for range 20000 {
 		at := c.getattr(fh).Size
 		var res nfs3.ReadResult
-		c.ok(c.Read(c.ctx, root, fh, at, buf, &res))
+		c.OK(c.Read(c.Ctx, root, fh, at, buf, &res))
 		if res.N == 0 && !res.EOF {
 			t.Fatalf("READ at %d: got no bytes and no eof", at)
 		}
@@ -43,15 +43,15 @@ func TestReadAtGrowingEnd(t *testing.T) {
 // without using the processor.
 func TestLeasedFile(t *testing.T) {
 	c := start(t, nil)
-	fh := c.create(root, c.root, "f", 0o644)
+	fh := c.MustCreate(root, c.Root, "f", 0o644)
 	c.s.objects.end()
 	f, err := os.OpenFile(c.path("f"), os.O_RDWR, 0)
-	c.ok(err)
+	c.OK(err)
 	if _, err := unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_WRLCK); err != nil {
 		t.Fatalf("set lease: %v", err)
 	}
 	done := make(chan error, 1)
-	go func() { done <- c.Read(c.ctx, root, fh, 0, make([]byte, 8), new(nfs3.ReadResult)) }()
+	go func() { done <- c.Read(c.Ctx, root, fh, 0, make([]byte, 8), new(nfs3.ReadResult)) }()
 	select {
 	case err := <-done:
 		f.Close()

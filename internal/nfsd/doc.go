@@ -1,12 +1,15 @@
 // Package nfsd is an NFS server for one directory: the 22 procedures of NFS version 3 and MOUNT
-// version 3 (RFC 1813), and the port mapper (RFC 1833). It knows no transport. A [Server] gets each
-// call as an RPC message, from svcrdma or from a TCP connection, and returns the reply.
+// version 3 (RFC 1813), NFSACL version 3, the port mapper (RFC 1833), and the locks of package
+// nlmd. It knows no transport. A [Server] gets each call as an RPC message, from svcrdma or from a
+// TCP connection, and returns the reply.
 //
 // # What is where
 //
 //	server.go   Config, New, Close; handles to objects; fsync and the write verifier
 //	call.go     one call from its RPC header to the status of its reply
 //	rpc.go      MOUNT and the port mapper
+//	acl.go      NFSACL: GETACL, SETACL
+//	lock.go     which files a caller may lock
 //	attr.go     GETATTR, SETATTR, ACCESS, permissions
 //	data.go     READ, WRITE, COMMIT, READLINK, FSSTAT, FSINFO, PATHCONF
 //	names.go    LOOKUP, CREATE, MKDIR, SYMLINK, MKNOD, REMOVE, RMDIR, RENAME, LINK

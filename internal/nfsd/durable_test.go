@@ -47,40 +47,34 @@ func (l *syncLog) take() []uint64 {
 func TestChangesAreSynced(t *testing.T) {
 	var log syncLog
 	c := start(t, func(cfg *Config) { cfg.fsync = log.fsync })
-	d, e := c.mkdir(root, c.root, "d", 0o755), c.mkdir(root, c.root, "e", 0o755)
+	d, e := c.mkdir(root, c.Root, "d", 0o755), c.mkdir(root, c.Root, "e", 0o755)
 	dIno, eIno := c.stat("d").Ino, c.stat("e").Ino
-	f := c.create(root, d, "f", 0o644)
+	f := c.MustCreate(root, d, "f", 0o644)
 	var made nfs3.CreateResult
 	var wcc nfs3.WccData
 	set := nfs3.SetAttr{HasMode: true, Mode: 0o640}
+	exclusive := nfs3.CreateHow{Mode: nfs3.Exclusive}
+	create := func(name string, how nfs3.CreateHow) error { return c.Create(c.Ctx, root, d, name, &how, &made) }
+	mknod := func() error { return c.Mknod(c.Ctx, root, d, "p", nfs3.NF3FIFO, &set, nfs3.Device{}, &made) }
+	rename := func() error { return c.Rename(c.Ctx, root, d, "h", e, "h", new(nfs3.RenameResult)) }
 	for _, tt := range []struct {
 		name  string
 		do    func() error
 		file  string // synced too
 		other bool   // e is synced, too
 	}{
-		{name: "CREATE", file: "d/g", do: func() error {
-			return c.Create(c.ctx, root, d, "g", &nfs3.CreateHow{Attr: set}, &made)
-		}},
-		{name: "CREATE exclusive", file: "d/x", do: func() error {
-			return c.Create(c.ctx, root, d, "x", &nfs3.CreateHow{Mode: nfs3.Exclusive}, &made)
-		}},
-		{name: "MKDIR", file: "d/sub", do: func() error { return c.Mkdir(c.ctx, root, d, "sub", &set, &made) }},
-		{name: "SYMLINK", do: func() error { return c.Symlink(c.ctx, root, d, "l", "to", &nfs3.SetAttr{}, &made) }},
-		{name: "MKNOD", do: func() error {
-			return c.Mknod(c.ctx, root, d, "p", nfs3.NF3FIFO, &set, nfs3.Device{}, &made)
-		}},
-		{name: "LINK", file: "d/f", do: func() error {
-			return c.Link(c.ctx, root, f, d, "h", new(nfs3.LinkResult))
-		}},
-		{name: "RENAME", other: true, do: func() error {
-			return c.Rename(c.ctx, root, d, "h", e, "h", new(nfs3.RenameResult))
-		}},
-		{name: "REMOVE", do: func() error { return c.Remove(c.ctx, root, d, "g", &wcc) }},
-		{name: "RMDIR", do: func() error { return c.Rmdir(c.ctx, root, d, "sub", &wcc) }},
+		{name: "CREATE", file: "d/g", do: func() error { return create("g", nfs3.CreateHow{Attr: set}) }},
+		{name: "CREATE exclusive", file: "d/x", do: func() error { return create("x", exclusive) }},
+		{name: "MKDIR", file: "d/sub", do: func() error { return c.Mkdir(c.Ctx, root, d, "sub", &set, &made) }},
+		{name: "SYMLINK", do: func() error { return c.Symlink(c.Ctx, root, d, "l", "to", &nfs3.SetAttr{}, &made) }},
+		{name: "MKNOD", do: mknod},
+		{name: "LINK", file: "d/f", do: func() error { return c.Link(c.Ctx, root, f, d, "h", new(nfs3.LinkResult)) }},
+		{name: "RENAME", other: true, do: rename},
+		{name: "REMOVE", do: func() error { return c.Remove(c.Ctx, root, d, "g", &wcc) }},
+		{name: "RMDIR", do: func() error { return c.Rmdir(c.Ctx, root, d, "sub", &wcc) }},
 	} {
 		log.take()
-		c.ok(tt.do())
+		c.OK(tt.do())
 		got := log.take()
 		if !slices.Contains(got, dIno) || tt.other && !slices.Contains(got, eIno) ||
 			tt.file != "" && !slices.Contains(got, c.stat(tt.file).Ino) {
@@ -88,19 +82,19 @@ func TestChangesAreSynced(t *testing.T) {
 		}
 	}
 	log.take()
-	c.ok(c.SetAttr(c.ctx, root, f, &set, nil, &wcc))
+	c.OK(c.SetAttr(c.Ctx, root, f, &set, nil, &wcc))
 	if got := log.take(); !slices.Contains(got, c.stat("d/f").Ino) {
 		t.Errorf("SETATTR: synced %v, want the file", got)
 	}
 	for stable, synced := range map[nfs3.StableHow]bool{nfs3.Unstable: false, nfs3.DataSync: true,
 		nfs3.FileSync: true} {
 		var w nfs3.WriteResult
-		c.ok(c.Write(c.ctx, root, f, 0, []byte("x"), stable, &w))
+		c.OK(c.Write(c.Ctx, root, f, 0, []byte("x"), stable, &w))
 		if got := log.take(); (len(got) > 0) != synced || w.Committed < stable {
 			t.Errorf("WRITE %v: synced %v, committed %v", stable, got, w.Committed)
 		}
 	}
-	c.ok(c.Commit(c.ctx, root, f, 0, 0, new(nfs3.CommitResult)))
+	c.OK(c.Commit(c.Ctx, root, f, 0, 0, new(nfs3.CommitResult)))
 	if got := log.take(); !slices.Contains(got, c.stat("d/f").Ino) {
 		t.Errorf("COMMIT: synced %v, want the file", got)
 	}
@@ -118,31 +112,32 @@ func TestVerifierChangesWithEachStart(t *testing.T) {
 func TestFailedSyncChangesVerifier(t *testing.T) {
 	var log syncLog
 	c := start(t, func(cfg *Config) { cfg.fsync = log.fsync })
-	one, two := c.create(root, c.root, "one", 0o644), c.create(root, c.root, "two", 0o644)
+	one, two := c.MustCreate(root, c.Root, "one", 0o644), c.MustCreate(root, c.Root, "two", 0o644)
 	first := c.write(root, one, "data").Verf
 	if again := c.write(root, two, "data").Verf; again != first {
 		t.Errorf("got verifiers %x and %x, want one", first, again)
+	}
+	write := func() error {
+		return c.Write(c.Ctx, root, two, 0, []byte("x"), nfs3.FileSync, new(nfs3.WriteResult))
 	}
 	for _, tt := range []struct {
 		name string
 		do   func() error
 	}{
-		{"COMMIT", func() error { return c.Commit(c.ctx, root, two, 0, 0, new(nfs3.CommitResult)) }},
-		{"WRITE", func() error {
-			return c.Write(c.ctx, root, two, 0, []byte("x"), nfs3.FileSync, new(nfs3.WriteResult))
-		}},
-		{"REMOVE", func() error { return c.Remove(c.ctx, root, c.root, "two", new(nfs3.WccData)) }},
+		{"COMMIT", func() error { return c.Commit(c.Ctx, root, two, 0, 0, new(nfs3.CommitResult)) }},
+		{"WRITE", write},
+		{"REMOVE", func() error { return c.Remove(c.Ctx, root, c.Root, "two", new(nfs3.WccData)) }},
 	} {
 		before := c.s.writeVerifier()
 		log.fail.Store(true)
-		c.want(tt.do(), unix.EIO)
+		c.Want(tt.do(), unix.EIO)
 		log.fail.Store(false)
 		if after := c.s.writeVerifier(); after == before {
 			t.Errorf("%s: the verifier stayed %x", tt.name, after)
 		}
 	}
 	var com nfs3.CommitResult
-	c.ok(c.Commit(c.ctx, root, one, 0, 0, &com))
+	c.OK(c.Commit(c.Ctx, root, one, 0, 0, &com))
 	if com.Verf == first {
 		t.Errorf("COMMIT of another file: the verifier stayed %x", first)
 	}
@@ -153,7 +148,7 @@ func TestFailedSyncChangesVerifier(t *testing.T) {
 func TestUncommittedDataIsSyncedBeforeClose(t *testing.T) {
 	var log syncLog
 	c := start(t, func(cfg *Config) { cfg.fsync = log.fsync })
-	fh := c.create(root, c.root, "f", 0o644)
+	fh := c.MustCreate(root, c.Root, "f", 0o644)
 	c.write(root, fh, "data")
 	log.take()
 	for range dirtySweeps {
@@ -229,7 +224,7 @@ func TestCommitDuringClose(t *testing.T) {
 			return nil
 		}
 	})
-	fh := c.create(root, c.root, "f", 0o644)
+	fh := c.MustCreate(root, c.Root, "f", 0o644)
 	before := c.write(root, fh, "data").Verf
 	var sweeper sync.WaitGroup
 	sweeper.Go(func() {
@@ -240,7 +235,7 @@ func TestCommitDuringClose(t *testing.T) {
 	<-begun
 	done := make(chan error, 1)
 	var res nfs3.CommitResult
-	go func() { done <- c.Commit(c.ctx, root, fh, 0, 0, &res) }()
+	go func() { done <- c.Commit(c.Ctx, root, fh, 0, 0, &res) }()
 	select {
 	case err := <-done:
 		t.Errorf("COMMIT before the end of the fsync: got %v and verifier %x (WRITE: %x), want it to wait", err,

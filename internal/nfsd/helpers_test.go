@@ -9,19 +9,16 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // A client calls a Server without a transport.
 type client struct {
-	*nfs3.Client
-	t    testing.TB
-	s    *Server
-	dir  string
-	root nfs3.FH
-	ctx  context.Context
-	cred []byte
+	*nfstest.Client
+	s   *Server
+	dir string
 }
 
 // A caller is an nfs3.Caller that calls a Server directly.
@@ -53,14 +50,10 @@ func (c *caller) Call(ctx context.Context, m *sunrpc.Message) error {
 	return err
 }
 
-func credential(uid, gid uint32, gids ...uint32) []byte {
-	return sunrpc.AppendAuthSys(nil, &sunrpc.AuthSys{Machine: "test", UID: uid, GID: gid, GIDs: gids})
-}
-
 var (
 	peer = netip.MustParseAddrPort("192.0.2.1:700")
-	root = credential(0, 0)
-	user = credential(1000, 1000)
+	root = nfstest.Credential(0, 0)
+	user = nfstest.Credential(1000, 1000)
 )
 
 // start exports a temporary directory, by default to root without squashing.
@@ -86,9 +79,9 @@ func restart(t testing.TB, cfg Config) *client {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &client{Client: nfs3.NewClient(&caller{s: s, peer: peer, try: true}, nfs3.Options{}), t: t, s: s,
-		dir:  cfg.Dir,
-		root: s.rootFH, ctx: context.Background(), cred: root}
+	calls := nfs3.NewClient(&caller{s: s, peer: peer, try: true}, nfs3.Options{})
+	return &client{Client: &nfstest.Client{Client: calls, T: t, Root: s.rootFH, Ctx: context.Background(), Cred: root},
+		s: s, dir: cfg.Dir}
 }
 
 // both runs a test with handles of the kernel and with handles by inode number.
@@ -97,60 +90,31 @@ func both(t *testing.T, f func(t *testing.T, change func(*Config))) {
 	t.Run("inode handles", func(t *testing.T) { f(t, func(c *Config) { c.byInode = true }) })
 }
 
-func (c *client) ok(err error) {
-	c.t.Helper()
-	if err != nil {
-		c.t.Fatal(err)
-	}
-}
-
-func (c *client) want(err error, errno syscall.Errno) {
-	c.t.Helper()
-	if got := nfs3.Errno(err); err == nil || got != errno {
-		c.t.Errorf("got %v (%v), want %v", err, got, errno)
-	}
-}
-
-func (c *client) create(cred []byte, dir nfs3.FH, name string, mode uint32) nfs3.FH {
-	c.t.Helper()
-	var res nfs3.CreateResult
-	c.ok(c.Create(c.ctx, cred, dir, name,
-		&nfs3.CreateHow{Mode: nfs3.Guarded, Attr: nfs3.SetAttr{HasMode: true, Mode: mode}}, &res))
-	return res.FH
-}
-
 func (c *client) mkdir(cred []byte, dir nfs3.FH, name string, mode uint32) nfs3.FH {
-	c.t.Helper()
+	c.T.Helper()
 	var res nfs3.CreateResult
-	c.ok(c.Mkdir(c.ctx, cred, dir, name, &nfs3.SetAttr{HasMode: true, Mode: mode}, &res))
+	c.OK(c.Mkdir(c.Ctx, cred, dir, name, &nfs3.SetAttr{HasMode: true, Mode: mode}, &res))
 	return res.FH
-}
-
-func (c *client) lookup(dir nfs3.FH, name string) nfs3.LookupResult {
-	c.t.Helper()
-	var res nfs3.LookupResult
-	c.ok(c.Lookup(c.ctx, c.cred, dir, name, &res))
-	return res
 }
 
 func (c *client) write(cred []byte, fh nfs3.FH, data string) nfs3.WriteResult {
-	c.t.Helper()
+	c.T.Helper()
 	var res nfs3.WriteResult
-	c.ok(c.Write(c.ctx, cred, fh, 0, []byte(data), nfs3.Unstable, &res))
+	c.OK(c.Write(c.Ctx, cred, fh, 0, []byte(data), nfs3.Unstable, &res))
 	return res
 }
 
 func (c *client) read(cred []byte, fh nfs3.FH) string {
-	c.t.Helper()
+	c.T.Helper()
 	buf := make([]byte, 100)
 	var res nfs3.ReadResult
-	c.ok(c.Read(c.ctx, cred, fh, 0, buf, &res))
+	c.OK(c.Read(c.Ctx, cred, fh, 0, buf, &res))
 	return string(buf[:res.N])
 }
 
 func (c *client) getattr(fh nfs3.FH) (a nfs3.Attr) {
-	c.t.Helper()
-	c.ok(c.GetAttr(c.ctx, c.cred, fh, &a))
+	c.T.Helper()
+	c.OK(c.GetAttr(c.Ctx, c.Cred, fh, &a))
 	return a
 }
 
@@ -158,9 +122,9 @@ func (c *client) getattr(fh nfs3.FH) (a nfs3.Attr) {
 func (c *client) path(name string) string { return filepath.Join(c.dir, name) }
 
 func (c *client) stat(name string) syscall.Stat_t {
-	c.t.Helper()
+	c.T.Helper()
 	var st syscall.Stat_t
-	c.ok(syscall.Lstat(c.path(name), &st))
+	c.OK(syscall.Lstat(c.path(name), &st))
 	return st
 }
 

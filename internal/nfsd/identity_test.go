@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -29,28 +30,29 @@ func TestRootIsSquashed(t *testing.T) {
 		cred     []byte
 		uid, gid uint32
 	}{
-		{"root", credential(0, 0), anonymous, anonymous},
-		{"root of another group", credential(0, 7), anonymous, 7},
-		{"user of group 0", credential(1000, 0), 1000, anonymous},
-		{"user", credential(1000, 1001), 1000, 1001},
+		{"root", nfstest.Credential(0, 0), anonymous, anonymous},
+		{"root of another group", nfstest.Credential(0, 7), anonymous, 7},
+		{"user of group 0", nfstest.Credential(1000, 0), 1000, anonymous},
+		{"user", nfstest.Credential(1000, 1001), 1000, 1001},
 		{"no credential", sunrpc.AppendAuthNone(nil), anonymous, anonymous},
 	} {
-		c.create(tt.cred, c.root, tt.name, 0o644)
+		c.MustCreate(tt.cred, c.Root, tt.name, 0o644)
 		if st := c.stat(tt.name); st.Uid != tt.uid || st.Gid != tt.gid {
 			t.Errorf("%s: got file of %d:%d, want %d:%d", tt.name, st.Uid, st.Gid, tt.uid, tt.gid)
 		}
 	}
-	c.ok(os.WriteFile(c.path("secret"), []byte("x"), 0o640)) // of root:root
-	fh := c.lookup(c.root, "secret").FH
-	for _, cred := range [][]byte{credential(0, 0), credential(1000, 0), credential(1000, 1000, 5, 0)} {
-		c.want(c.Read(c.ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
+	c.OK(os.WriteFile(c.path("secret"), []byte("x"), 0o640)) // of root:root
+	fh := c.MustLookup(c.Root, "secret").FH
+	for _, cred := range [][]byte{nfstest.Credential(0, 0), nfstest.Credential(1000, 0),
+		nfstest.Credential(1000, 1000, 5, 0)} {
+		c.Want(c.Read(c.Ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
 	}
 }
 
 func TestRootIsNotSquashedOnRequest(t *testing.T) {
 	testutil.NeedsRoot(t)
 	c := start(t, nil)
-	c.create(root, c.root, "f", 0o600)
+	c.MustCreate(root, c.Root, "f", 0o600)
 	if st := c.stat("f"); st.Uid != 0 || st.Gid != 0 {
 		t.Errorf("got file of %d:%d, want 0:0", st.Uid, st.Gid)
 	}
@@ -60,19 +62,19 @@ func TestRootIsNotSquashedOnRequest(t *testing.T) {
 func TestIdentityThatCannotBeTaken(t *testing.T) {
 	testutil.NeedsRoot(t)
 	c := start(t, nil)
-	c.ok(os.WriteFile(c.path("f"), []byte("x"), 0o600))
-	open := c.create(root, c.root, "open", 0o666)
-	fh := c.lookup(c.root, "f").FH
+	c.OK(os.WriteFile(c.path("f"), []byte("x"), 0o600))
+	open := c.MustCreate(root, c.Root, "open", 0o666)
+	fh := c.MustLookup(c.Root, "f").FH
 	for name, cred := range map[string][]byte{
-		"uid":   credential(badID, 1000),
-		"gid":   credential(1000, badID),
-		"group": credential(1000, 1000, badID),
+		"uid":   nfstest.Credential(badID, 1000),
+		"gid":   nfstest.Credential(1000, badID),
+		"group": nfstest.Credential(1000, 1000, badID),
 	} {
 		how := nfs3.CreateHow{Mode: nfs3.Guarded}
-		c.want(c.Create(c.ctx, cred, c.root, name, &how, new(nfs3.CreateResult)), unix.EACCES)
-		c.want(c.Read(c.ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
-		c.want(c.Write(c.ctx, cred, open, 0, []byte("y"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
-		c.want(c.Remove(c.ctx, cred, c.root, "f", new(nfs3.WccData)), unix.EACCES)
+		c.Want(c.Create(c.Ctx, cred, c.Root, name, &how, new(nfs3.CreateResult)), unix.EACCES)
+		c.Want(c.Read(c.Ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
+		c.Want(c.Write(c.Ctx, cred, open, 0, []byte("y"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
+		c.Want(c.Remove(c.Ctx, cred, c.Root, "f", new(nfs3.WccData)), unix.EACCES)
 		if _, err := os.Lstat(c.path(name)); err == nil {
 			t.Errorf("%s: the file was created", name)
 		}
@@ -85,7 +87,7 @@ func TestCredentialsThatDoNotDecode(t *testing.T) {
 	short := sunrpc.AppendOpaque(sunrpc.AppendUint32(nil, sunrpc.FlavorSys), make([]byte, 8))
 	long := sunrpc.AppendOpaque(sunrpc.AppendUint32(nil, sunrpc.FlavorSys), make([]byte, 24))
 	for name, cred := range map[string][]byte{"RPCSEC_GSS": gss, "short AUTH_SYS": short, "long AUTH_SYS": long} {
-		err := c.GetAttr(c.ctx, cred, c.root, new(nfs3.Attr))
+		err := c.GetAttr(c.Ctx, cred, c.Root, new(nfs3.Attr))
 		var denied *sunrpc.DeniedError
 		if !errors.As(err, &denied) || denied.Auth != sunrpc.AuthBadCred {
 			t.Errorf("%s: got %v, want AUTH_BADCRED", name, err)
@@ -97,21 +99,21 @@ func TestCredentialsThatDoNotDecode(t *testing.T) {
 func TestOwnerOverride(t *testing.T) {
 	testutil.NeedsRoot(t)
 	c := start(t, nil)
-	fh := c.create(user, c.root, "f", 0)
+	fh := c.MustCreate(user, c.Root, "f", 0)
 	c.write(user, fh, "data")
 	if got := c.read(user, fh); got != "data" {
 		t.Errorf("got %q, want what was written", got)
 	}
 	var wcc nfs3.WccData
-	c.ok(c.SetAttr(c.ctx, user, fh, &nfs3.SetAttr{HasSize: true, Size: 2}, nil, &wcc))
-	c.ok(c.Commit(c.ctx, user, fh, 0, 0, new(nfs3.CommitResult)))
-	other := credential(1001, 1000)
-	c.want(c.Read(c.ctx, other, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
-	c.want(c.Write(c.ctx, other, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
-	c.want(c.SetAttr(c.ctx, other, fh, &nfs3.SetAttr{HasSize: true}, nil, &wcc), unix.EACCES)
+	c.OK(c.SetAttr(c.Ctx, user, fh, &nfs3.SetAttr{HasSize: true, Size: 2}, nil, &wcc))
+	c.OK(c.Commit(c.Ctx, user, fh, 0, 0, new(nfs3.CommitResult)))
+	other := nfstest.Credential(1001, 1000)
+	c.Want(c.Read(c.Ctx, other, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
+	c.Want(c.Write(c.Ctx, other, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
+	c.Want(c.SetAttr(c.Ctx, other, fh, &nfs3.SetAttr{HasSize: true}, nil, &wcc), unix.EACCES)
 	// ACCESS tells what the mode says: open(2) of a client goes by it.
 	var acc nfs3.AccessResult
-	c.ok(c.Access(c.ctx, user, fh, nfs3.AccessRead|nfs3.AccessModify, &acc))
+	c.OK(c.Access(c.Ctx, user, fh, nfs3.AccessRead|nfs3.AccessModify, &acc))
 	if acc.Access != 0 {
 		t.Errorf("ACCESS: got %#x, want 0", acc.Access)
 	}
@@ -120,35 +122,35 @@ func TestOwnerOverride(t *testing.T) {
 func TestExecutableIsReadable(t *testing.T) {
 	testutil.NeedsRoot(t)
 	c := start(t, nil)
-	fh := c.create(root, c.root, "program", 0o711)
+	fh := c.MustCreate(root, c.Root, "program", 0o711)
 	c.write(root, fh, "code")
 	if got := c.read(user, fh); got != "code" {
 		t.Errorf("got %q, want the program", got)
 	}
-	c.want(c.Write(c.ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
+	c.Want(c.Write(c.Ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
 }
 
 // WRITE and SETATTR of the size run as the caller, so that the kernel clears set-id bits.
 func TestWriteClearsSetID(t *testing.T) {
 	c := start(t, nil)
+	size := nfs3.SetAttr{HasSize: true, Size: 1}
+	write := func(fh nfs3.FH) error {
+		return c.Write(c.Ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult))
+	}
+	create := func(nfs3.FH) error {
+		return c.Create(c.Ctx, user, c.Root, "CREATE", &nfs3.CreateHow{Attr: size}, new(nfs3.CreateResult))
+	}
 	for _, tt := range []struct {
 		name string
 		do   func(fh nfs3.FH) error
 	}{
-		{"WRITE", func(fh nfs3.FH) error {
-			return c.Write(c.ctx, user, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult))
-		}},
-		{"SETATTR", func(fh nfs3.FH) error {
-			return c.SetAttr(c.ctx, user, fh, &nfs3.SetAttr{HasSize: true, Size: 1}, nil, new(nfs3.WccData))
-		}},
-		{"CREATE", func(nfs3.FH) error {
-			how := nfs3.CreateHow{Attr: nfs3.SetAttr{HasSize: true, Size: 1}}
-			return c.Create(c.ctx, user, c.root, "CREATE", &how, new(nfs3.CreateResult))
-		}},
+		{"WRITE", write},
+		{"SETATTR", func(fh nfs3.FH) error { return c.SetAttr(c.Ctx, user, fh, &size, nil, new(nfs3.WccData)) }},
+		{"CREATE", create},
 	} {
-		fh := c.create(root, c.root, tt.name, 0o666)
-		c.ok(c.SetAttr(c.ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o6777}, nil, new(nfs3.WccData)))
-		c.ok(tt.do(fh))
+		fh := c.MustCreate(root, c.Root, tt.name, 0o666)
+		c.OK(c.SetAttr(c.Ctx, root, fh, &nfs3.SetAttr{HasMode: true, Mode: 0o6777}, nil, new(nfs3.WccData)))
+		c.OK(tt.do(fh))
 		if st := c.stat(tt.name); st.Mode&0o7777 != 0o777 {
 			t.Errorf("%s: got mode %o, want 777", tt.name, st.Mode&0o7777)
 		}
@@ -159,22 +161,22 @@ func TestWriteClearsSetID(t *testing.T) {
 func TestPermissionsAreCurrent(t *testing.T) {
 	testutil.NeedsRoot(t)
 	c := start(t, nil)
-	fh := c.create(root, c.root, "f", 0o640)
-	member := credential(1000, 1000, 4242)
+	fh := c.MustCreate(root, c.Root, "f", 0o640)
+	member := nfstest.Credential(1000, 1000, 4242)
 	read := func(cred []byte) error {
-		return c.Read(c.ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult))
+		return c.Read(c.Ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult))
 	}
 	for range 2 {
-		c.want(read(member), unix.EACCES)
-		c.ok(os.Chown(c.path("f"), 0, 4242))
-		c.ok(read(member))
-		c.want(read(user), unix.EACCES)
-		c.ok(os.Chmod(c.path("f"), 0o600))
-		c.want(read(member), unix.EACCES)
-		c.ok(os.Chmod(c.path("f"), 0o644))
-		c.ok(read(user))
-		c.ok(os.Chmod(c.path("f"), 0o640))
-		c.ok(os.Chown(c.path("f"), 0, 0))
+		c.Want(read(member), unix.EACCES)
+		c.OK(os.Chown(c.path("f"), 0, 4242))
+		c.OK(read(member))
+		c.Want(read(user), unix.EACCES)
+		c.OK(os.Chmod(c.path("f"), 0o600))
+		c.Want(read(member), unix.EACCES)
+		c.OK(os.Chmod(c.path("f"), 0o644))
+		c.OK(read(user))
+		c.OK(os.Chmod(c.path("f"), 0o640))
+		c.OK(os.Chown(c.path("f"), 0, 0))
 	}
 }
 
@@ -198,7 +200,7 @@ func TestThreadIdentity(t *testing.T) {
 		}
 		return nil
 	})
-	c.ok(err)
+	c.OK(err)
 	var wg sync.WaitGroup
 	for i := range 8 {
 		wg.Go(func() {
@@ -206,7 +208,8 @@ func TestThreadIdentity(t *testing.T) {
 				name := fmt.Sprintf("%d-%d", i, j)
 				var res nfs3.CreateResult
 				how := nfs3.CreateHow{Mode: nfs3.Guarded}
-				if err := c.Create(c.ctx, credential(uint32(1000+i), 1000, 9), c.root, name, &how, &res); err != nil {
+				cred := nfstest.Credential(uint32(1000+i), 1000, 9)
+				if err := c.Create(c.Ctx, cred, c.Root, name, &how, &res); err != nil {
 					t.Error(err)
 				}
 			}
@@ -315,10 +318,10 @@ func inNamespace(dir string) error {
 		return err
 	}
 	if os.Geteuid() != 0 {
-		return c.Create(ctx, credential(1234, 1234), s.rootFH, "theirs", &how, &res)
+		return c.Create(ctx, nfstest.Credential(1234, 1234), s.rootFH, "theirs", &how, &res)
 	}
 	for _, id := range []uint32{1000, anonymous} {
-		err := c.Create(ctx, credential(id, id), s.rootFH, "theirs", &how, &res)
+		err := c.Create(ctx, nfstest.Credential(id, id), s.rootFH, "theirs", &how, &res)
 		if nfs3.Errno(err) != unix.EACCES {
 			return fmt.Errorf("CREATE of uid %d: got %v, want EACCES", id, err)
 		}
@@ -354,8 +357,8 @@ func TestDefaultACLRestrictsMode(t *testing.T) {
 	if err := unix.Setxattr(c.dir, "system.posix_acl_default", acl, 0); err != nil {
 		t.Fatalf("set default ACL: %v", err)
 	}
-	c.create(root, c.root, "f", 0o666)
-	c.mkdir(root, c.root, "d", 0o777)
+	c.MustCreate(root, c.Root, "f", 0o666)
+	c.mkdir(root, c.Root, "d", 0o777)
 	for name, want := range map[string]uint32{"f": 0o644, "d": 0o755} {
 		if got := c.stat(name).Mode & 0o777; got != want {
 			t.Errorf("mode of %s: got %o, want %o", name, got, want)
@@ -367,10 +370,10 @@ func TestDefaultACLRestrictsMode(t *testing.T) {
 // permission suffices for both.
 func TestTruncateByAnotherUser(t *testing.T) {
 	c := start(t, nil)
-	fh := c.create(user, c.root, "f", 0o666)
+	fh := c.MustCreate(user, c.Root, "f", 0o666)
 	c.write(user, fh, "data")
 	set := nfs3.SetAttr{HasSize: true, MtimeHow: nfs3.SetToServerTime}
-	if err := c.SetAttr(c.ctx, credential(2000, 2000), fh, &set, nil, new(nfs3.WccData)); err != nil {
+	if err := c.SetAttr(c.Ctx, nfstest.Credential(2000, 2000), fh, &set, nil, new(nfs3.WccData)); err != nil {
 		t.Errorf("SETATTR size and time: got %v, want success", err)
 	}
 }
@@ -392,9 +395,9 @@ func TestPermissionsWithCoarseTimes(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = exec.Command("umount", dir).Run() })
 	c := start(t, func(cfg *Config) { cfg.Dir = dir })
-	fh := c.create(root, c.root, "f", 0o660)
+	fh := c.MustCreate(root, c.Root, "f", 0o660)
 	acl := func(uid uint32) {
-		c.ok(unix.Setxattr(c.path("f"), "system.posix_acl_access", aclXattr([3]uint32{aclUserObj, 6, badID},
+		c.OK(unix.Setxattr(c.path("f"), "system.posix_acl_access", aclXattr([3]uint32{aclUserObj, 6, badID},
 			[3]uint32{aclUser, 6, uid}, [3]uint32{aclGroupObj, 0, badID}, [3]uint32{aclMask, 6, badID},
 			[3]uint32{aclOther, 0, badID}), 0))
 	}
@@ -406,5 +409,5 @@ func TestPermissionsWithCoarseTimes(t *testing.T) {
 		time.Sleep(10 * time.Millisecond)
 	}
 	acl(1001)
-	c.want(c.Read(c.ctx, user, fh, 0, make([]byte, 8), new(nfs3.ReadResult)), unix.EACCES)
+	c.Want(c.Read(c.Ctx, user, fh, 0, make([]byte, 8), new(nfs3.ReadResult)), unix.EACCES)
 }

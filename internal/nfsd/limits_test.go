@@ -22,32 +22,32 @@ func TestReadOnlyExport(t *testing.T) {
 		}
 		cfg.ReadOnly = true
 	})
-	fh := c.lookup(c.root, "f").FH
+	fh := c.MustLookup(c.Root, "f").FH
 	before := c.stat("f")
 	var made nfs3.CreateResult
 	var wcc nfs3.WccData
 	set := nfs3.SetAttr{HasMode: true}
 	for name, err := range map[string]error{
-		"SETATTR":   c.SetAttr(c.ctx, root, fh, &set, nil, &wcc),
-		"WRITE":     c.Write(c.ctx, root, fh, 0, []byte("x"), nfs3.FileSync, new(nfs3.WriteResult)),
-		"COMMIT":    c.Commit(c.ctx, root, fh, 0, 0, new(nfs3.CommitResult)),
-		"CREATE":    c.Create(c.ctx, root, c.root, "g", &nfs3.CreateHow{}, &made),
-		"exclusive": c.Create(c.ctx, root, c.root, "g", &nfs3.CreateHow{Mode: nfs3.Exclusive}, &made),
-		"existing":  c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{}, &made),
-		"MKDIR":     c.Mkdir(c.ctx, root, c.root, "g", &set, &made),
-		"SYMLINK":   c.Symlink(c.ctx, root, c.root, "g", "x", &set, &made),
-		"MKNOD":     c.Mknod(c.ctx, root, c.root, "g", nfs3.NF3FIFO, &set, nfs3.Device{}, &made),
-		"REMOVE":    c.Remove(c.ctx, root, c.root, "f", &wcc),
-		"RMDIR":     c.Rmdir(c.ctx, root, c.root, "f", &wcc),
-		"RENAME":    c.Rename(c.ctx, root, c.root, "f", c.root, "g", new(nfs3.RenameResult)),
-		"LINK":      c.Link(c.ctx, root, fh, c.root, "g", new(nfs3.LinkResult)),
+		"SETATTR":   c.SetAttr(c.Ctx, root, fh, &set, nil, &wcc),
+		"WRITE":     c.Write(c.Ctx, root, fh, 0, []byte("x"), nfs3.FileSync, new(nfs3.WriteResult)),
+		"COMMIT":    c.Commit(c.Ctx, root, fh, 0, 0, new(nfs3.CommitResult)),
+		"CREATE":    c.Create(c.Ctx, root, c.Root, "g", &nfs3.CreateHow{}, &made),
+		"exclusive": c.Create(c.Ctx, root, c.Root, "g", &nfs3.CreateHow{Mode: nfs3.Exclusive}, &made),
+		"existing":  c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{}, &made),
+		"MKDIR":     c.Mkdir(c.Ctx, root, c.Root, "g", &set, &made),
+		"SYMLINK":   c.Symlink(c.Ctx, root, c.Root, "g", "x", &set, &made),
+		"MKNOD":     c.Mknod(c.Ctx, root, c.Root, "g", nfs3.NF3FIFO, &set, nfs3.Device{}, &made),
+		"REMOVE":    c.Remove(c.Ctx, root, c.Root, "f", &wcc),
+		"RMDIR":     c.Rmdir(c.Ctx, root, c.Root, "f", &wcc),
+		"RENAME":    c.Rename(c.Ctx, root, c.Root, "f", c.Root, "g", new(nfs3.RenameResult)),
+		"LINK":      c.Link(c.Ctx, root, fh, c.Root, "g", new(nfs3.LinkResult)),
 	} {
 		if nfs3.Errno(err) != unix.EROFS {
 			t.Errorf("%s: got %v, want EROFS", name, err)
 		}
 	}
 	var acc nfs3.AccessResult
-	c.ok(c.Access(c.ctx, root, fh, ^uint32(0), &acc))
+	c.OK(c.Access(c.Ctx, root, fh, ^uint32(0), &acc))
 	if acc.Access != nfs3.AccessRead {
 		t.Errorf("ACCESS: got %#x, want READ alone", acc.Access)
 	}
@@ -68,10 +68,10 @@ func TestAllow(t *testing.T) {
 		"127.0.0.1": false, "fe80::1%eth0": true, "2001:db8::1": false} {
 		from := netip.AddrPortFrom(netip.MustParseAddr(addr), 700)
 		msg := sunrpc.AppendCall(nil, 1, progMount, versMount, mountMnt, root)
-		reply, err := c.s.ServeRPC(c.ctx, from, sunrpc.AppendString(msg, "/"), nil)
-		c.ok(err)
+		reply, err := c.s.ServeRPC(c.Ctx, from, sunrpc.AppendString(msg, "/"), nil)
+		c.OK(err)
 		_, results, err := sunrpc.ParseReply(reply)
-		c.ok(err)
+		c.OK(err)
 		d := sunrpc.NewDecoder(results)
 		status := nfs3.ErrAcces
 		if want {
@@ -80,7 +80,7 @@ func TestAllow(t *testing.T) {
 		if got := nfs3.Status(d.Uint32()); got != status {
 			t.Errorf("%s: MNT: got %v, want %v", addr, got, status)
 		}
-		err = nfs3.NewClient(&caller{s: c.s, peer: from}, nfs3.Options{}).GetAttr(c.ctx, root, c.root, new(nfs3.Attr))
+		err = nfs3.NewClient(&caller{s: c.s, peer: from}, nfs3.Options{}).GetAttr(c.Ctx, root, c.Root, new(nfs3.Attr))
 		var denied *sunrpc.DeniedError
 		if (err == nil) != want || !want && !errors.As(err, &denied) {
 			t.Errorf("%s: GETATTR: got %v, want success %v", addr, err, want)
@@ -94,7 +94,7 @@ func TestObjectsAreBounded(t *testing.T) {
 	c.s.objects.max = 8
 	var handles []nfs3.FH
 	for i := range 40 {
-		fh := c.create(root, c.root, fmt.Sprint(i), 0o644)
+		fh := c.MustCreate(root, c.Root, fmt.Sprint(i), 0o644)
 		c.write(root, fh, fmt.Sprint("data ", i))
 		handles = append(handles, fh)
 	}
@@ -113,7 +113,7 @@ func TestObjectsAreBounded(t *testing.T) {
 		if got, want := c.read(root, fh), fmt.Sprint("data ", i); got != want {
 			t.Errorf("got %q, want %q", got, want)
 		}
-		c.ok(c.Commit(c.ctx, root, fh, 0, 0, new(nfs3.CommitResult)))
+		c.OK(c.Commit(c.Ctx, root, fh, 0, 0, new(nfs3.CommitResult)))
 	}
 	for range idleSweeps + 1 {
 		c.s.objects.sweep()
@@ -126,48 +126,49 @@ func TestObjectsAreBounded(t *testing.T) {
 // A file that is removed is closed at once: its disk space must be free.
 func TestRemovedFileIsClosed(t *testing.T) {
 	c := start(t, nil)
+	replace := func() error {
+		c.MustCreate(root, c.Root, "g", 0o644)
+		return c.Rename(c.Ctx, root, c.Root, "g", c.Root, "f", new(nfs3.RenameResult))
+	}
 	for _, tt := range []struct {
 		name string
 		do   func() error
 	}{
-		{"REMOVE", func() error { return c.Remove(c.ctx, root, c.root, "f", new(nfs3.WccData)) }},
-		{"RENAME", func() error {
-			c.create(root, c.root, "g", 0o644)
-			return c.Rename(c.ctx, root, c.root, "g", c.root, "f", new(nfs3.RenameResult))
-		}},
+		{"REMOVE", func() error { return c.Remove(c.Ctx, root, c.Root, "f", new(nfs3.WccData)) }},
+		{"RENAME", replace},
 	} {
-		fh := c.create(root, c.root, "f", 0o644)
+		fh := c.MustCreate(root, c.Root, "f", 0o644)
 		c.write(root, fh, "data")
-		c.ok(tt.do())
+		c.OK(tt.do())
 		if c.s.objects.get(&fh) != nil {
 			t.Errorf("%s: the file is still open", tt.name)
 		}
-		c.want(c.GetAttr(c.ctx, root, fh, new(nfs3.Attr)), unix.ESTALE)
+		c.Want(c.GetAttr(c.Ctx, root, fh, new(nfs3.Attr)), unix.ESTALE)
 	}
 	// A file with another link stays.
-	fh := c.create(root, c.root, "h", 0o644)
-	c.ok(c.Link(c.ctx, root, fh, c.root, "i", new(nfs3.LinkResult)))
-	c.ok(c.Remove(c.ctx, root, c.root, "h", new(nfs3.WccData)))
+	fh := c.MustCreate(root, c.Root, "h", 0o644)
+	c.OK(c.Link(c.Ctx, root, fh, c.Root, "i", new(nfs3.LinkResult)))
+	c.OK(c.Remove(c.Ctx, root, c.Root, "h", new(nfs3.WccData)))
 	if a := c.getattr(fh); a.Nlink != 1 {
 		t.Errorf("got %d links, want 1", a.Nlink)
 	}
-	c.ok(c.Rename(c.ctx, root, c.root, "i", c.root, "i", new(nfs3.RenameResult)))
+	c.OK(c.Rename(c.Ctx, root, c.Root, "i", c.Root, "i", new(nfs3.RenameResult)))
 	c.getattr(fh)
 }
 
 // wcc_data holds the attributes before a call, unless another call came between.
 func TestAttributesBefore(t *testing.T) {
 	c := start(t, nil)
-	before := c.getattr(c.root)
+	before := c.getattr(c.Root)
 	var res nfs3.CreateResult
-	c.ok(c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{}, &res))
+	c.OK(c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{}, &res))
 	want := nfs3.WccAttr{Size: before.Size, Mtime: before.Mtime, Ctime: before.Ctime}
 	if !res.DirWcc.HasBefore || res.DirWcc.Before != want || !res.DirWcc.HasAfter ||
-		res.DirWcc.After != c.getattr(c.root) {
+		res.DirWcc.After != c.getattr(c.Root) {
 		t.Errorf("CREATE: got %+v, want the attributes before and after", res.DirWcc)
 	}
 	var ren nfs3.RenameResult
-	c.ok(c.Rename(c.ctx, root, c.root, "f", c.root, "g", &ren))
+	c.OK(c.Rename(c.Ctx, root, c.Root, "f", c.Root, "g", &ren))
 	if !ren.From.HasBefore || !ren.To.HasBefore || ren.From.After != ren.To.After {
 		t.Errorf("RENAME in one directory: got %+v", ren)
 	}
@@ -182,8 +183,8 @@ func TestAttributesBefore(t *testing.T) {
 		t.Error("a change after others: want it to have been alone")
 	}
 	// A failure tells the client the directory's attributes, too.
-	err := c.Create(c.ctx, root, c.root, "g", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res)
-	if c.want(err, unix.EEXIST); !res.DirWcc.HasAfter {
+	err := c.Create(c.Ctx, root, c.Root, "g", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res)
+	if c.Want(err, unix.EEXIST); !res.DirWcc.HasAfter {
 		t.Errorf("failed CREATE: got %+v, want attributes", res.DirWcc)
 	}
 }
@@ -195,13 +196,13 @@ func FuzzCall(f *testing.F) {
 		cfg.NoRootSquash = false
 		cfg.fsync = func(int) error { return nil }
 	})
-	c.cred = user
-	file := c.create(user, c.root, "file", 0o644)
+	c.Cred = user
+	file := c.MustCreate(user, c.Root, "file", 0o644)
 	header := func(prog, vers, proc uint32) []byte { return sunrpc.AppendCall(nil, 1, prog, vers, proc, user) }
 	for proc := range uint32(nfs3.NumProcs) {
 		h := header(nfs3.Program, nfs3.Version, proc)
 		f.Add(append(nfs3.AppendFH(h, &file), make([]byte, 40)...))
-		f.Add(append(sunrpc.AppendString(nfs3.AppendFH(h, &c.root), "name"), make([]byte, 40)...))
+		f.Add(append(sunrpc.AppendString(nfs3.AppendFH(h, &c.Root), "name"), make([]byte, 40)...))
 	}
 	f.Add(sunrpc.AppendString(header(progMount, versMount, mountMnt), "/"))
 	f.Add(append(header(progPortmap, versPortmap, pmapGetPort), make([]byte, 16)...))
@@ -214,7 +215,7 @@ func FuzzCall(f *testing.F) {
 				if reply, ok = c.s.TryServe(peer, msg, nil); !ok {
 					continue
 				}
-			} else if reply, err = c.s.ServeRPC(c.ctx, peer, msg, nil); err != nil {
+			} else if reply, err = c.s.ServeRPC(c.Ctx, peer, msg, nil); err != nil {
 				continue
 			}
 			_, _, err = sunrpc.ParseReply(reply)

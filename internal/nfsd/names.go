@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -192,6 +193,8 @@ func (c *call) createName(name string, set nfs3.SetAttr) error {
 		err = utimes(o.path, a, m)
 	} else {
 		set.HasMode = false
+		// A new file is empty. Truncating it would clear the set-id bits of its mode.
+		set.HasSize = set.HasSize && set.Size != 0
 		if err = c.fixMode(o, mode, mode); err == nil {
 			err = c.applySet(o, &set)
 		}
@@ -330,8 +333,9 @@ func (c *call) created(o *object, changed bool) error {
 }
 
 // make runs the system call f of MKDIR, SYMLINK or MKNOD as the caller, and sets the attributes
-// that f does not set. The argument made has the mode bits that f sets.
-func (c *call) make(set nfs3.SetAttr, made uint32, f func(name string) error) error {
+// that f does not set. The argument kind has the S_IFMT bits of the new object, and made the mode
+// bits that f sets.
+func (c *call) make(set nfs3.SetAttr, kind, made uint32, f func(name string) error) error {
 	name, err := c.creation()
 	if err != nil {
 		return err
@@ -339,11 +343,17 @@ func (c *call) make(set nfs3.SetAttr, made uint32, f func(name string) error) er
 	if err := c.asCaller(func() error { return f(name) }); err != nil {
 		return err
 	}
+	if c.cfg.made != nil {
+		c.cfg.made(name)
+	}
 	o, err := c.newObject(name)
 	if err != nil {
 		return err
 	}
 	defer c.objects.release(o)
+	if err := c.checkNew(o, kind); err != nil {
+		return err
+	}
 	if o.kind != unix.S_IFLNK {
 		if err := c.fixMode(o, set.Mode, made); err != nil {
 			return err
@@ -356,13 +366,55 @@ func (c *call) make(set nfs3.SetAttr, made uint32, f func(name string) error) er
 	return c.created(o, true)
 }
 
+// newAge is the largest age of an object that checkNew accepts.
+const newAge = time.Second
+
+// checkNew checks that o is the object that this call has just made. The kernel makes directories,
+// nodes and links without opening them, so the call opens the new object by its name, and another
+// process can put another object there. checkNew returns ENOENT for an object of another type, of
+// another owner, or that is not new. Both times that give the age are times of the file system: a
+// rename or a link to the name sets the change time. On a file system without birth times only type
+// and owner count. A file system without owners gives all objects the owner of the directory.
+func (c *call) checkNew(o *object, kind uint32) error {
+	var st, dir unix.Stat_t
+	if err := o.stat(&st); err != nil {
+		return err
+	}
+	if err := c.obj.stat(&dir); err != nil {
+		return err
+	}
+	owner := c.who.uid
+	if !c.id.switches {
+		owner = c.id.uid
+	}
+	changed := time.Unix(st.Ctim.Unix())
+	born, known := o.birthTime()
+	switch {
+	case o.kind != kind, st.Uid != owner && st.Uid != dir.Uid, known && changed.Sub(born) > newAge:
+		c.log.Warn("new object refused: another process has replaced it", "type", kind, "inode", o.key.ino,
+			"directory_inode", c.obj.key.ino)
+		return unix.ENOENT
+	}
+	return nil
+}
+
+// birthTime returns the creation time of an object, or false if the file system does not know it.
+func (o *object) birthTime() (time.Time, bool) {
+	var st unix.Statx_t
+	err := unix.Statx(o.path, "", unix.AT_EMPTY_PATH, unix.STATX_BTIME, &st)
+	if err != nil || st.Mask&unix.STATX_BTIME == 0 {
+		return time.Time{}, false
+	}
+	return time.Unix(st.Btime.Sec, int64(st.Btime.Nsec)), true
+}
+
 // mkdir handles MKDIR (RFC 1813 §3.3.9). mkdir(2) ignores the set-id bits of the mode; a directory
 // in a set-group-id directory gets that bit from the kernel.
 func (c *call) mkdir() error {
 	set := c.args.Set
 	set.Mode = modeOf(&set, defaultDirMode)
 	made := set.Mode & 0o1777
-	return c.make(set, made, func(name string) error { return unix.Mkdirat(c.obj.path, name, made) })
+	return c.make(set, unix.S_IFDIR, made, func(name string) error { return unix.Mkdirat(c.obj.path, name, made) })
 }
 
 // symlink handles SYMLINK (RFC 1813 §3.3.10). The target is not looked at.
@@ -374,7 +426,9 @@ func (c *call) symlink() error {
 	case len(target) == 0 || bytes.IndexByte(target, 0) >= 0:
 		return unix.EINVAL
 	}
-	return c.make(c.args.Set, 0, func(name string) error { return unix.Symlinkat(string(target), c.obj.path, name) })
+	return c.make(c.args.Set, unix.S_IFLNK, 0, func(name string) error {
+		return unix.Symlinkat(string(target), c.obj.path, name)
+	})
 }
 
 // mknod handles MKNOD (RFC 1813 §3.3.11). The kernel lets only root make devices.
@@ -395,7 +449,9 @@ func (c *call) mknod() error {
 	set := c.args.Set
 	set.Mode = modeOf(&set, defaultMode)
 	dev := int(unix.Mkdev(c.args.Dev.Major, c.args.Dev.Minor))
-	return c.make(set, set.Mode, func(name string) error { return unix.Mknodat(c.obj.path, name, typ|set.Mode, dev) })
+	return c.make(set, typ, set.Mode, func(name string) error {
+		return unix.Mknodat(c.obj.path, name, typ|set.Mode, dev)
+	})
 }
 
 // remove handles REMOVE (RFC 1813 §3.3.12).

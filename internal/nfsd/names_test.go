@@ -30,7 +30,7 @@ func TestCreateWhileNameIsReplaced(t *testing.T) {
 	for range 3000 {
 		_ = os.Remove(c.path("f"))
 		var res nfs3.CreateResult
-		if c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res) != nil {
+		if c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res) != nil {
 			continue
 		}
 		o := c.s.objects.get(&res.FH)
@@ -52,13 +52,13 @@ func TestCreateWhileNameIsReplaced(t *testing.T) {
 func TestMountPointIsNotRemoved(t *testing.T) {
 	testutil.NeedsRoot(t)
 	c := start(t, nil)
-	c.mkdir(root, c.root, "m", 0o755)
+	c.mkdir(root, c.Root, "m", 0o755)
 	if err := unix.Mount("none", c.path("m"), "tmpfs", 0, ""); err != nil {
 		t.Fatalf("mount: %v", err)
 	}
 	defer unix.Unmount(c.path("m"), unix.MNT_DETACH)
-	c.want(c.Rmdir(c.ctx, root, c.root, "m", new(nfs3.WccData)), unix.EACCES)
-	c.want(c.Rename(c.ctx, root, c.root, "m", c.root, "n", new(nfs3.RenameResult)), unix.EACCES)
+	c.Want(c.Rmdir(c.Ctx, root, c.Root, "m", new(nfs3.WccData)), unix.EACCES)
+	c.Want(c.Rename(c.Ctx, root, c.Root, "m", c.Root, "n", new(nfs3.RenameResult)), unix.EACCES)
 }
 
 // CREATE UNCHECKED truncates an existing file, which a concurrent WRITE must not hide from its
@@ -73,13 +73,13 @@ func TestCreateTruncatesDuringWrite(t *testing.T) {
 			return nil
 		}
 	})
-	fh := c.create(root, c.root, "f", 0o644)
+	fh := c.MustCreate(root, c.Root, "f", 0o644)
 	ch := make(chan struct{})
 	block.Store(&ch)
 	var w nfs3.WriteResult
 	var calls sync.WaitGroup
 	calls.Go(func() {
-		if err := c.Write(c.ctx, root, fh, 0, []byte("data"), nfs3.FileSync, &w); err != nil {
+		if err := c.Write(c.Ctx, root, fh, 0, []byte("data"), nfs3.FileSync, &w); err != nil {
 			t.Error(err)
 		}
 	})
@@ -88,7 +88,7 @@ func TestCreateTruncatesDuringWrite(t *testing.T) {
 	}
 	calls.Go(func() {
 		how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasSize: true}}
-		if err := c.Create(c.ctx, root, c.root, "f", &how, new(nfs3.CreateResult)); err != nil {
+		if err := c.Create(c.Ctx, root, c.Root, "f", &how, new(nfs3.CreateResult)); err != nil {
 			t.Error(err)
 		}
 	})
@@ -119,7 +119,7 @@ func TestCreateWhileFileIsRemoved(t *testing.T) {
 		}
 	})
 	for range 20000 {
-		err := c.Create(c.ctx, root, c.root, "f", &nfs3.CreateHow{Mode: nfs3.Unchecked}, new(nfs3.CreateResult))
+		err := c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{Mode: nfs3.Unchecked}, new(nfs3.CreateResult))
 		if nfs3.Errno(err) == unix.ENOENT {
 			t.Fatalf("CREATE: got %v, want success", err)
 		}

@@ -16,24 +16,24 @@ import (
 
 // list reads a directory in pages of count bytes; between is called after each page.
 func (c *client) list(dir nfs3.FH, plus bool, count uint32, between func(page int)) (names []string) {
-	c.t.Helper()
+	c.T.Helper()
 	var res nfs3.ReadDirResult
 	var cookie uint64
 	for page := 0; !res.EOF; page++ {
 		each := func(e *nfs3.DirEntry) bool {
 			names, cookie = append(names, string(e.Name)), e.Cookie
 			if plus && (!e.HasFH || !e.Attr.Present) {
-				c.t.Errorf("%s: no attributes or no handle", e.Name)
+				c.T.Errorf("%s: no attributes or no handle", e.Name)
 			}
 			return true
 		}
 		var err error
 		if plus {
-			err = c.ReadDirPlus(c.ctx, c.cred, dir, cookie, res.Verf, count, count, &res, each)
+			err = c.ReadDirPlus(c.Ctx, c.Cred, dir, cookie, res.Verf, count, count, &res, each)
 		} else {
-			err = c.ReadDir(c.ctx, c.cred, dir, cookie, res.Verf, count, &res, each)
+			err = c.ReadDir(c.Ctx, c.Cred, dir, cookie, res.Verf, count, &res, each)
 		}
-		c.ok(err)
+		c.OK(err)
 		if between != nil {
 			between(page)
 		}
@@ -49,13 +49,13 @@ func TestListingWhileEntriesChange(t *testing.T) {
 		var want []string
 		for i := range 400 {
 			want = append(want, fmt.Sprintf("stays-%03d", i))
-			c.ok(os.WriteFile(c.path(want[i]), nil, 0o644))
-			c.ok(os.WriteFile(c.path(fmt.Sprintf("goes-%03d", i)), nil, 0o644))
+			c.OK(os.WriteFile(c.path(want[i]), nil, 0o644))
+			c.OK(os.WriteFile(c.path(fmt.Sprintf("goes-%03d", i)), nil, 0o644))
 		}
-		got := c.list(c.root, plus, 2048, func(page int) {
+		got := c.list(c.Root, plus, 2048, func(page int) {
 			for i := page * 10; i < page*10+10; i++ {
 				_ = os.Remove(c.path(fmt.Sprintf("goes-%03d", i)))
-				c.ok(os.WriteFile(c.path(fmt.Sprintf("comes-%03d", i)), nil, 0o644))
+				c.OK(os.WriteFile(c.path(fmt.Sprintf("comes-%03d", i)), nil, 0o644))
 			}
 			if page%5 == 4 {
 				c.s.objects.end() // as after a restart: nothing is open
@@ -71,7 +71,7 @@ func TestListingWhileEntriesChange(t *testing.T) {
 
 func TestListingHasDots(t *testing.T) {
 	c := start(t, nil)
-	d := c.mkdir(root, c.root, "d", 0o755)
+	d := c.mkdir(root, c.Root, "d", 0o755)
 	for _, plus := range []bool{false, true} {
 		got := c.list(d, plus, 4096, nil)
 		slices.Sort(got)
@@ -81,9 +81,9 @@ func TestListingHasDots(t *testing.T) {
 	}
 	var res nfs3.ReadDirResult
 	ids := map[string]uint64{}
-	c.ok(c.ReadDirPlus(c.ctx, root, c.root, 0, nfs3.Verifier{}, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
+	c.OK(c.ReadDirPlus(c.Ctx, root, c.Root, 0, nfs3.Verifier{}, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
 		ids[string(e.Name)] = e.FileID
-		if (string(e.Name) == "." || string(e.Name) == "..") && (e.FH != c.root || e.Attr.FileID != e.FileID) {
+		if (string(e.Name) == "." || string(e.Name) == "..") && (e.FH != c.Root || e.Attr.FileID != e.FileID) {
 			t.Errorf("%s of the root: got %+v, want the root", e.Name, e)
 		}
 		return true
@@ -97,19 +97,19 @@ func TestListingHasDots(t *testing.T) {
 func TestListingKeepsToCount(t *testing.T) {
 	c := start(t, nil)
 	for i := range 50 {
-		c.ok(os.WriteFile(c.path(strings.Repeat("n", 1+4*i)), nil, 0o644))
+		c.OK(os.WriteFile(c.path(strings.Repeat("n", 1+4*i)), nil, 0o644))
 	}
 	for count := uint32(0); count < 3000; count += 37 {
 		for _, proc := range []nfs3.Proc{nfs3.ProcReadDir, nfs3.ProcReadDirPlus} {
-			args := append(nfs3.AppendFH(nil, &c.root), make([]byte, 16)...)
+			args := append(nfs3.AppendFH(nil, &c.Root), make([]byte, 16)...)
 			if proc == nfs3.ProcReadDirPlus {
 				args = sunrpc.AppendUint32(args, count)
 			}
 			msg := sunrpc.AppendCall(nil, 1, nfs3.Program, nfs3.Version, uint32(proc), root)
-			reply, err := c.s.ServeRPC(c.ctx, peer, append(msg, sunrpc.AppendUint32(args, count)...), nil)
-			c.ok(err)
+			reply, err := c.s.ServeRPC(c.Ctx, peer, append(msg, sunrpc.AppendUint32(args, count)...), nil)
+			c.OK(err)
 			_, results, err := sunrpc.ParseReply(reply)
-			c.ok(err)
+			c.OK(err)
 			d := sunrpc.NewDecoder(results)
 			switch st := nfs3.Status(d.Uint32()); {
 			case st == nfs3.OK && d.Remaining() > int(count):
@@ -125,37 +125,37 @@ func TestBadCookies(t *testing.T) {
 	c := start(t, nil)
 	none := func(*nfs3.DirEntry) bool { return true }
 	var res nfs3.ReadDirResult
-	c.ok(c.ReadDir(c.ctx, root, c.root, 0, nfs3.Verifier{}, 4096, &res, none))
+	c.OK(c.ReadDir(c.Ctx, root, c.Root, 0, nfs3.Verifier{}, 4096, &res, none))
 	good, bad := res.Verf, res.Verf
 	bad[0] ^= 1
 	for _, tt := range []struct {
 		cookie uint64
 		verf   nfs3.Verifier
 	}{{1, bad}, {1, nfs3.Verifier{}}, {1 << 63, good}, {1<<64 - 1, good}} {
-		err := c.ReadDir(c.ctx, root, c.root, tt.cookie, tt.verf, 4096, &res, none)
+		err := c.ReadDir(c.Ctx, root, c.Root, tt.cookie, tt.verf, 4096, &res, none)
 		var e *nfs3.Error
 		if !asError(err, &e) || e.Status != nfs3.ErrBadCookie {
 			t.Errorf("cookie %#x: got %v, want NFS3ERR_BAD_COOKIE", tt.cookie, err)
 		}
 	}
-	fh := c.create(root, c.root, "f", 0o644)
-	c.want(c.ReadDir(c.ctx, root, fh, 0, nfs3.Verifier{}, 4096, &res, none), unix.ENOTDIR)
+	fh := c.MustCreate(root, c.Root, "f", 0o644)
+	c.Want(c.ReadDir(c.Ctx, root, fh, 0, nfs3.Verifier{}, 4096, &res, none), unix.ENOTDIR)
 }
 
 // Who may read a directory but not search it gets no handles.
 func TestListingWithoutSearchPermission(t *testing.T) {
 	testutil.NeedsRoot(t)
 	c := start(t, nil)
-	d := c.mkdir(root, c.root, "d", 0o755)
-	c.create(root, d, "f", 0o644)
-	c.ok(os.Chmod(c.path("d"), 0o744))
+	d := c.mkdir(root, c.Root, "d", 0o755)
+	c.MustCreate(root, d, "f", 0o644)
+	c.OK(os.Chmod(c.path("d"), 0o744))
 	var res nfs3.ReadDirResult
-	c.ok(c.ReadDirPlus(c.ctx, user, d, 0, nfs3.Verifier{}, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
+	c.OK(c.ReadDirPlus(c.Ctx, user, d, 0, nfs3.Verifier{}, 4096, 4096, &res, func(e *nfs3.DirEntry) bool {
 		if e.HasFH || !e.Attr.Present {
 			t.Errorf("%s: got handle %v, attributes %v, want attributes alone", e.Name, e.HasFH, e.Attr.Present)
 		}
 		return true
 	}))
-	c.ok(os.Chmod(c.path("d"), 0o711))
-	c.want(c.ReadDirPlus(c.ctx, user, d, 0, nfs3.Verifier{}, 4096, 4096, &res, nil), unix.EACCES)
+	c.OK(os.Chmod(c.path("d"), 0o711))
+	c.Want(c.ReadDirPlus(c.Ctx, user, d, 0, nfs3.Verifier{}, 4096, 4096, &res, nil), unix.EACCES)
 }

@@ -9,7 +9,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -132,12 +135,13 @@ func (s *Server) rememberPath(name string) error {
 	return nil
 }
 
-// portmap answers the port mapper version 2: MOUNT and NFS are on the same port.
+// portmap answers the port mapper version 2: all programs are on the same port.
 func (s *Server) portmap(h *sunrpc.CallHeader, args, reply []byte) []byte {
 	if h.Vers != versPortmap {
 		return sunrpc.AppendProgMismatchReply(reply, h.XID, versPortmap, versPortmap)
 	}
-	served := [...][2]uint32{{nfs3.Program, nfs3.Version}, {progMount, versMount}}
+	served := [...][2]uint32{{nfs3.Program, nfs3.Version}, {progMount, versMount},
+		{nfsacl.Program, nfsacl.Version}, {nlm.Program, nlm.Version}, {nlmd.ProgramNSM, nlmd.VersionNSM}}
 	success := func() []byte { return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success) }
 	switch h.Proc {
 	case pmapNull:

@@ -18,6 +18,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
@@ -46,6 +47,9 @@ type Config struct {
 	// StateDir keeps the key of the file handles. If it cannot be used, handles become stale when
 	// the server ends.
 	StateDir string
+	// LockGrace is the time after a restart in which clients may reclaim their locks; 0 means
+	// nlmd.DefaultGrace.
+	LockGrace time.Duration
 	// MaxReply is the largest reply in bytes; 0 means MaxRecord.
 	MaxReply int
 	Logger   hclog.Logger
@@ -53,6 +57,7 @@ type Config struct {
 	// For tests.
 	byInode bool               // never open files by handle
 	fsync   func(fd int) error // nil means fsync(2)
+	made    func(name string)  // if not nil, runs when make has made an entry
 }
 
 // A Server executes the calls of NFS version 3, MOUNT version 3 and the port mapper version 2 for
@@ -74,6 +79,7 @@ type Server struct {
 	signer   *signer
 	paths    *pathTable // nil where the kernel opens files by handle
 	objects  *objects
+	locks    *nlmd.Server
 	verifier atomic.Uint64
 	slow     chan struct{}
 	calls    sync.Pool // of *call
@@ -108,6 +114,8 @@ func New(cfg Config) (*Server, error) {
 		}
 		return nil, err
 	}
+	s.locks = nlmd.New(nlmd.Config{Check: s.checkLock, StateFile: s.lockState(), Grace: cfg.LockGrace,
+		Logger: s.log.Named("locks")})
 	s.report()
 	ctx, cancel := context.WithCancel(context.Background())
 	s.end = cancel
@@ -195,6 +203,7 @@ func (s *Server) report() {
 func (s *Server) Close() error {
 	s.end()
 	s.sweeper.Wait()
+	s.locks.Close()
 	s.objects.end()
 	s.closeRoot()
 	return nil
