@@ -24,66 +24,41 @@ var (
 // each procedure. The successful result must have the size MaxResult (RFC 8267 §3). The failed
 // result must not be larger.
 func TestLargestResultsMatchMaxResult(t *testing.T) {
-	ctx := context.Background()
-	buf := make([]byte, 8)
-	set := &SetAttr{}
-	each := func(*DirEntry) bool { return true }
+	all := calls{ctx: t.Context(), buf: make([]byte, 8), dirCount: 36, maxCount: 36 + 88 + 72,
+		each: func(*DirEntry) bool { return true }}
+	const dirEntry = "00000001 0000000000000001 00000004 61616161 0000000000000001"
 	const status = "00000000"
 	for _, x := range []struct {
 		p          Proc
 		good, fail string // after the status
 		data       int    // bytes of data in good, which MaxResult excludes
-		call       func(c *Client) error
 	}{
-		{ProcGetAttr, attrHex, "", 0, func(c *Client) error { return c.GetAttr(ctx, cred, fh1, new(Attr)) }},
-		{ProcSetAttr, bigWcc, bigWcc, 0,
-			func(c *Client) error { return c.SetAttr(ctx, cred, fh1, set, nil, new(WccData)) }},
-		{ProcLookup, bigFH + bigPost + bigPost, bigPost, 0,
-			func(c *Client) error { return c.Lookup(ctx, cred, fh1, "n", new(LookupResult)) }},
-		{ProcAccess, bigPost + "0000003f", bigPost, 0,
-			func(c *Client) error { return c.Access(ctx, cred, fh1, 0x3f, new(AccessResult)) }},
-		{ProcReadLink, bigPost + "00000008 6161616161616161", bigPost, 8,
-			func(c *Client) error { return c.ReadLink(ctx, cred, fh1, buf, new(ReadLinkResult)) }},
-		{ProcRead, bigPost + "00000008 00000001 00000008 6161616161616161", bigPost, 8,
-			func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, new(ReadResult)) }},
-		{ProcWrite, bigWcc + "00000008 00000002" + verfHex, bigWcc, 0,
-			func(c *Client) error { return c.Write(ctx, cred, fh1, 0, buf, FileSync, new(WriteResult)) }},
-		{ProcCreate, bigPostFH + bigPost + bigWcc, bigWcc, 0,
-			func(c *Client) error { return c.Create(ctx, cred, fh1, "n", &CreateHow{}, new(CreateResult)) }},
-		{ProcMkdir, bigPostFH + bigPost + bigWcc, bigWcc, 0,
-			func(c *Client) error { return c.Mkdir(ctx, cred, fh1, "n", set, new(CreateResult)) }},
-		{ProcSymlink, bigPostFH + bigPost + bigWcc, bigWcc, 0,
-			func(c *Client) error { return c.Symlink(ctx, cred, fh1, "n", "t", set, new(CreateResult)) }},
-		{ProcMknod, bigPostFH + bigPost + bigWcc, bigWcc, 0, func(c *Client) error {
-			return c.Mknod(ctx, cred, fh1, "n", NF3FIFO, set, Device{}, new(CreateResult))
-		}},
-		{ProcRemove, bigWcc, bigWcc, 0, func(c *Client) error { return c.Remove(ctx, cred, fh1, "n", new(WccData)) }},
-		{ProcRmdir, bigWcc, bigWcc, 0, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "n", new(WccData)) }},
-		{ProcRename, bigWcc + bigWcc, bigWcc + bigWcc, 0,
-			func(c *Client) error { return c.Rename(ctx, cred, fh1, "n", fh2, "m", new(RenameResult)) }},
-		{ProcLink, bigPost + bigWcc, bigPost + bigWcc, 0,
-			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "m", new(LinkResult)) }},
+		{ProcGetAttr, attrHex, "", 0},
+		{ProcSetAttr, bigWcc, bigWcc, 0},
+		{ProcLookup, bigFH + bigPost + bigPost, bigPost, 0},
+		{ProcAccess, bigPost + "0000003f", bigPost, 0},
+		{ProcReadLink, bigPost + "00000008 6161616161616161", bigPost, 8},
+		{ProcRead, bigPost + "00000008 00000001 00000008 6161616161616161", bigPost, 8},
+		{ProcWrite, bigWcc + "00000008 00000002" + verfHex, bigWcc, 0},
+		{ProcCreate, bigPostFH + bigPost + bigWcc, bigWcc, 0},
+		{ProcMkdir, bigPostFH + bigPost + bigWcc, bigWcc, 0},
+		{ProcSymlink, bigPostFH + bigPost + bigWcc, bigWcc, 0},
+		{ProcMknod, bigPostFH + bigPost + bigWcc, bigWcc, 0},
+		{ProcRemove, bigWcc, bigWcc, 0},
+		{ProcRmdir, bigWcc, bigWcc, 0},
+		{ProcRename, bigWcc + bigWcc, bigWcc + bigWcc, 0},
+		{ProcLink, bigPost + bigWcc, bigPost + bigWcc, 0},
 		// The count limits the entries and the end of the list, as in the Linux server. The other
 		// items are not part of the count.
-		{ProcReadDir, bigPost + verfHex + "00000001 0000000000000001 00000004 61616161 0000000000000001" +
-			"00000000 00000001", bigPost, 0, func(c *Client) error {
-			return c.ReadDir(ctx, cred, fh1, 0, verf1, 36, new(ReadDirResult), each)
-		}},
-		{ProcReadDirPlus, bigPost + verfHex + "00000001 0000000000000001 00000004 61616161 0000000000000001" +
-			bigPost + bigPostFH + "00000000 00000001", bigPost, 0, func(c *Client) error {
-			return c.ReadDirPlus(ctx, cred, fh1, 0, verf1, 36, 36+88+72, new(ReadDirResult), each)
-		}},
-		{ProcFSStat, bigPost + strings.Repeat("01", 52), bigPost, 0,
-			func(c *Client) error { return c.FSStat(ctx, cred, fh1, new(FSStatResult)) }},
-		{ProcFSInfo, bigPost + strings.Repeat("01", 48), bigPost, 0,
-			func(c *Client) error { return c.FSInfo(ctx, cred, fh1, new(FSInfoResult)) }},
-		{ProcPathConf, bigPost + "00007fff 000000ff 00000001 00000001 00000001 00000001", bigPost, 0,
-			func(c *Client) error { return c.PathConf(ctx, cred, fh1, new(PathConfResult)) }},
-		{ProcCommit, bigWcc + verfHex, bigWcc, 0,
-			func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, new(CommitResult)) }},
+		{ProcReadDir, bigPost + verfHex + dirEntry + "00000000 00000001", bigPost, 0},
+		{ProcReadDirPlus, bigPost + verfHex + dirEntry + bigPost + bigPostFH + "00000000 00000001", bigPost, 0},
+		{ProcFSStat, bigPost + strings.Repeat("01", 52), bigPost, 0},
+		{ProcFSInfo, bigPost + strings.Repeat("01", 48), bigPost, 0},
+		{ProcPathConf, bigPost + "00007fff 000000ff 00000001 00000001 00000001 00000001", bigPost, 0},
+		{ProcCommit, bigWcc + verfHex, bigWcc, 0},
 	} {
 		caller := &canned{result: unhex(status + x.good)}
-		if err := x.call(NewClient(caller, Options{})); err != nil {
+		if err := all.call(NewClient(caller, Options{}), x.p); err != nil {
 			t.Errorf("%v: %v", x.p, err)
 		}
 		if n := len(caller.result) - x.data; n != caller.maxResult || caller.proc != uint32(x.p) {
@@ -91,7 +66,7 @@ func TestLargestResultsMatchMaxResult(t *testing.T) {
 		}
 		caller.result = unhex("00000005" + x.fail)
 		var nfsErr *Error
-		if err := x.call(NewClient(caller, Options{})); !errors.As(err, &nfsErr) || nfsErr.Status != ErrIO ||
+		if err := all.call(NewClient(caller, Options{}), x.p); !errors.As(err, &nfsErr) || nfsErr.Status != ErrIO ||
 			len(caller.result) > caller.maxResult {
 			t.Errorf("%v: failed result of %d bytes: got error %v, MaxResult %d", x.p, len(caller.result), err,
 				caller.maxResult)

@@ -18,35 +18,34 @@ func TestMain(m *testing.M) { testutil.Main(m) }
 
 // TestInvalidArgumentsAreNotSent checks the status of calls with invalid arguments.
 func TestInvalidArgumentsAreNotSent(t *testing.T) {
-	long, longTarget := strings.Repeat("n", MaxName+1), strings.Repeat("t", MaxPath+1)
+	long, target := strings.Repeat("n", MaxName+1), strings.Repeat("t", MaxPath+1)
 	var wcc WccData
 	var made CreateResult
 	var look LookupResult
-	ctx := t.Context()
+	var ren RenameResult
+	var lnk LinkResult
+	var set SetAttr
+	var dev Device
+	ctx, caller := t.Context(), new(canned)
+	c := NewClient(caller, Options{})
 	for _, x := range []struct {
 		name string
 		want Status
-		call func(c *Client) error
+		call func() error
 	}{
-		{"empty name", ErrInval, func(c *Client) error { return c.Lookup(ctx, cred, fh1, "", &look) }},
-		{"name with slash", ErrInval, func(c *Client) error { return c.Remove(ctx, cred, fh1, "a/b", &wcc) }},
-		{"name with NUL", ErrInval, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "a\x00b", &wcc) }},
-		{"long name", ErrNameTooLong, func(c *Client) error { return c.Lookup(ctx, cred, fh1, long, &look) }},
-		{"long second name", ErrNameTooLong,
-			func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, long, new(RenameResult)) }},
-		{"link to a long name", ErrNameTooLong,
-			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, long, new(LinkResult)) }},
-		{"long target", ErrNameTooLong,
-			func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", longTarget, &SetAttr{}, &made) }},
-		{"empty target", ErrInval,
-			func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", "", &SetAttr{}, &made) }},
-		{"create mode 3", ErrInval,
-			func(c *Client) error { return c.Create(ctx, cred, fh1, "f", &CreateHow{Mode: 3}, &made) }},
-		{"mknod of a regular file", ErrBadType,
-			func(c *Client) error { return c.Mknod(ctx, cred, fh1, "f", NF3REG, &SetAttr{}, Device{}, &made) }},
+		{"empty name", ErrInval, func() error { return c.Lookup(ctx, cred, fh1, "", &look) }},
+		{"name with slash", ErrInval, func() error { return c.Remove(ctx, cred, fh1, "a/b", &wcc) }},
+		{"name with NUL", ErrInval, func() error { return c.Rmdir(ctx, cred, fh1, "a\x00b", &wcc) }},
+		{"long name", ErrNameTooLong, func() error { return c.Lookup(ctx, cred, fh1, long, &look) }},
+		{"long second name", ErrNameTooLong, func() error { return c.Rename(ctx, cred, fh1, "a", fh2, long, &ren) }},
+		{"link to a long name", ErrNameTooLong, func() error { return c.Link(ctx, cred, fh1, fh2, long, &lnk) }},
+		{"long target", ErrNameTooLong, func() error { return c.Symlink(ctx, cred, fh1, "l", target, &set, &made) }},
+		{"empty target", ErrInval, func() error { return c.Symlink(ctx, cred, fh1, "l", "", &set, &made) }},
+		{"create mode 3", ErrInval, func() error { return c.Create(ctx, cred, fh1, "f", &CreateHow{Mode: 3}, &made) }},
+		{"MKNOD of a file", ErrBadType, func() error { return c.Mknod(ctx, cred, fh1, "f", NF3REG, &set, dev, &made) }},
 	} {
-		caller := &canned{}
-		err := x.call(NewClient(caller, Options{}))
+		*caller = canned{}
+		err := x.call()
 		var nfsErr *Error
 		if !errors.As(err, &nfsErr) || nfsErr.Status != x.want || nfsErr.What == "" {
 			t.Errorf("%s: got error %v, want %v with a reason", x.name, err, x.want)
@@ -242,22 +241,12 @@ type allocCase struct {
 	p     Proc
 	reply string
 	place []byte // data that the transport places
-	call  func(c *Client) error
+	want  error
 }
 
-// allocCases returns a successful call of every procedure, and a LOOKUP of a missing name. each
-// runs for directory entries.
-func allocCases(ctx context.Context, each func(*DirEntry) bool) []allocCase {
-	data := make([]byte, 128<<10)
-	buf := make([]byte, 128<<10)
-	attr, wcc := new(Attr), new(WccData)
-	look, acc, link := new(LookupResult), new(AccessResult), new(ReadLinkResult)
-	rd, wr := new(ReadResult), new(WriteResult)
-	made, ren, lnk, dir := new(CreateResult), new(RenameResult), new(LinkResult), new(ReadDirResult)
-	stat, info, conf, com := new(FSStatResult), new(FSInfoResult), new(PathConfResult), new(CommitResult)
-	set := &SetAttr{HasMode: true, HasSize: true, MtimeHow: SetToClientTime}
-	how := &CreateHow{Mode: Guarded}
-	guard := &Time3{}
+// allocCases returns a successful call of every procedure, and a LOOKUP of a missing name. data is
+// the data of a READ.
+func allocCases(data []byte) []allocCase {
 	made1 := okHex + "00000001" + fh2Hex + postHex + wccHex
 	dirReply := okHex + postDirHex + verfHex
 	for range 60 {
@@ -265,51 +254,30 @@ func allocCases(ctx context.Context, each func(*DirEntry) bool) []allocCase {
 	}
 	dirReply += "00000000 00000000"
 	return []allocCase{
-		{ProcNull, "", nil, func(c *Client) error { return c.Null(ctx, cred) }},
-		{ProcGetAttr, okHex + attrHex, nil, func(c *Client) error { return c.GetAttr(ctx, cred, fh1, attr) }},
-		{ProcSetAttr, okHex + wccHex, nil, func(c *Client) error { return c.SetAttr(ctx, cred, fh1, set, guard, wcc) }},
-		{ProcLookup, okHex + fh2Hex + postHex + postDirHex, nil,
-			func(c *Client) error { return c.Lookup(ctx, cred, fh1, "name", look) }},
-		{ProcLookup, "00000002" + postDirHex, nil, func(c *Client) error {
-			if err := c.Lookup(ctx, cred, fh1, "name", look); err != statusErrors[ProcLookup][ErrNoEnt] {
-				return errors.New("got another error than the shared NOENT")
-			}
-			return nil
-		}},
-		{ProcAccess, okHex + postHex + "0000003f", nil,
-			func(c *Client) error { return c.Access(ctx, cred, fh1, 0x3f, acc) }},
-		{ProcReadLink, okHex + postHex + "00000004 61616161", nil,
-			func(c *Client) error { return c.ReadLink(ctx, cred, fh1, buf, link) }},
-		{ProcRead, okHex + postHex + "00020000 00000000 00020000", data,
-			func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, rd) }},
-		{ProcRead, okHex + postHex + "00000008 00000001 00000008 6161616161616161", nil,
-			func(c *Client) error { return c.Read(ctx, cred, fh1, 0, buf, rd) }},
-		{ProcWrite, okHex + wccHex + "00020000 00000002" + verfHex, nil,
-			func(c *Client) error { return c.Write(ctx, cred, fh1, 0, data, FileSync, wr) }},
-		{ProcCreate, made1, nil, func(c *Client) error { return c.Create(ctx, cred, fh1, "f", how, made) }},
-		{ProcMkdir, made1, nil, func(c *Client) error { return c.Mkdir(ctx, cred, fh1, "d", set, made) }},
-		{ProcSymlink, made1, nil,
-			func(c *Client) error { return c.Symlink(ctx, cred, fh1, "l", "../some/where", set, made) }},
-		{ProcMknod, made1, nil,
-			func(c *Client) error { return c.Mknod(ctx, cred, fh1, "n", NF3BLK, set, Device{}, made) }},
-		{ProcRemove, okHex + wccHex, nil, func(c *Client) error { return c.Remove(ctx, cred, fh1, "f", wcc) }},
-		{ProcRmdir, okHex + wccHex, nil, func(c *Client) error { return c.Rmdir(ctx, cred, fh1, "d", wcc) }},
-		{ProcRename, okHex + wccHex + wccHex, nil,
-			func(c *Client) error { return c.Rename(ctx, cred, fh1, "a", fh2, "b", ren) }},
-		{ProcLink, okHex + postHex + wccHex, nil,
-			func(c *Client) error { return c.Link(ctx, cred, fh1, fh2, "b", lnk) }},
-		{ProcReadDir, okHex + noneHex + verfHex + entryHex + "00000000 00000001", nil,
-			func(c *Client) error { return c.ReadDir(ctx, cred, fh1, 0, verf1, 4096, dir, each) }},
-		{ProcReadDirPlus, dirReply, nil,
-			func(c *Client) error { return c.ReadDirPlus(ctx, cred, fh1, 0, verf1, 8192, 32768, dir, each) }},
-		{ProcFSStat, okHex + noneHex + strings.Repeat("01", 52), nil,
-			func(c *Client) error { return c.FSStat(ctx, cred, fh1, stat) }},
-		{ProcFSInfo, okHex + noneHex + strings.Repeat("01", 48), nil,
-			func(c *Client) error { return c.FSInfo(ctx, cred, fh1, info) }},
-		{ProcPathConf, okHex + noneHex + strings.Repeat("00000001", 6), nil,
-			func(c *Client) error { return c.PathConf(ctx, cred, fh1, conf) }},
-		{ProcCommit, okHex + wccHex + verfHex, nil,
-			func(c *Client) error { return c.Commit(ctx, cred, fh1, 0, 0, com) }},
+		{ProcNull, "", nil, nil},
+		{ProcGetAttr, okHex + attrHex, nil, nil},
+		{ProcSetAttr, okHex + wccHex, nil, nil},
+		{ProcLookup, okHex + fh2Hex + postHex + postDirHex, nil, nil},
+		{ProcLookup, "00000002" + postDirHex, nil, statusErrors[ProcLookup][ErrNoEnt]},
+		{ProcAccess, okHex + postHex + "0000003f", nil, nil},
+		{ProcReadLink, okHex + postHex + "00000004 61616161", nil, nil},
+		{ProcRead, okHex + postHex + "00020000 00000000 00020000", data, nil},
+		{ProcRead, okHex + postHex + "00000008 00000001 00000008 6161616161616161", nil, nil},
+		{ProcWrite, okHex + wccHex + "00020000 00000002" + verfHex, nil, nil},
+		{ProcCreate, made1, nil, nil},
+		{ProcMkdir, made1, nil, nil},
+		{ProcSymlink, made1, nil, nil},
+		{ProcMknod, made1, nil, nil},
+		{ProcRemove, okHex + wccHex, nil, nil},
+		{ProcRmdir, okHex + wccHex, nil, nil},
+		{ProcRename, okHex + wccHex + wccHex, nil, nil},
+		{ProcLink, okHex + postHex + wccHex, nil, nil},
+		{ProcReadDir, okHex + noneHex + verfHex + entryHex + "00000000 00000001", nil, nil},
+		{ProcReadDirPlus, dirReply, nil, nil},
+		{ProcFSStat, okHex + noneHex + strings.Repeat("01", 52), nil, nil},
+		{ProcFSInfo, okHex + noneHex + strings.Repeat("01", 48), nil, nil},
+		{ProcPathConf, okHex + noneHex + strings.Repeat("00000001", 6), nil, nil},
+		{ProcCommit, okHex + wccHex + verfHex, nil, nil},
 	}
 }
 
@@ -320,17 +288,19 @@ func TestCallsDoNotAllocate(t *testing.T) {
 	}
 	entryBytes := 0
 	each := func(e *DirEntry) bool { entryBytes += len(e.Name); return true }
-	for _, x := range allocCases(t.Context(), each) {
+	all := calls{ctx: t.Context(), buf: make([]byte, 128<<10), dirCount: 8192, maxCount: 32768, each: each,
+		set: SetAttr{HasMode: true, HasSize: true, MtimeHow: SetToClientTime}, how: CreateHow{Mode: Guarded}}
+	for _, x := range allocCases(make([]byte, len(all.buf))) {
 		caller := &echo{result: unhex(x.reply), place: x.place}
 		c := NewClient(caller, Options{Observe: func(Proc, time.Duration, error) {}})
-		var failed error
+		got := x.want
 		allocs := testing.AllocsPerRun(200, func() {
-			if err := x.call(c); err != nil {
-				failed = err
+			if err := all.call(c, x.p); err != x.want {
+				got = err
 			}
 		})
-		if failed != nil {
-			t.Errorf("%v: %v", x.p, failed)
+		if got != x.want {
+			t.Errorf("%v: got %v, want %v", x.p, got, x.want)
 		}
 		if allocs != 0 {
 			t.Errorf("%v: got %v allocations per call, want none", x.p, allocs)

@@ -38,8 +38,9 @@ func TestGanesha(t *testing.T) {
 func TestEmbeddedServer(t *testing.T) {
 	testutil.NeedsRoot(t)
 	dir := t.TempDir()
-	s, err := nfsserve.Run(t.Context(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0", NoRootSquash: true,
-		StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})})
+	s, err := nfsserve.Run(t.Context(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
+		TCPListen: "127.0.0.1:0", NoRootSquash: true, StateDir: t.TempDir(),
+		Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -119,6 +119,13 @@ func FuzzOracleArgs(f *testing.F) {
 		guarded.Guard.SetIt = true
 		guarded.Guard.Ctime = oracleTime(Time3{small, mode})
 		size := int(small % 5000)
+		read, commit := oracleRead{handle, big, uint32(size)}, oracleRead{handle, big, small}
+		write := oracleWrite{handle, big, uint32(len(data)), uint32(flags) % 3, data}
+		create, how := oracleCreate{where, uint32(Guarded), sattr}, CreateHow{Mode: Guarded, Attr: set}
+		symlink, rename := oracleSymlink{where, sattr, target}, oracleRename{where, to}
+		var page ReadDirResult
+		verf := Verifier{1, 2, 3, 4, 5, 6, 7, 8}
+		list := oracleReadDir{handle, big, 0x0102030405060708, min(mode, small, MaxDirCount), min(small, MaxDirCount)}
 
 		caller := &canned{}
 		c := NewClient(caller, Options{})
@@ -131,29 +138,17 @@ func FuzzOracleArgs(f *testing.F) {
 			{ProcGetAttr, &handle, func() { c.GetAttr(ctx, cred, fh, new(Attr)) }},
 			{ProcSetAttr, &guarded, func() { c.SetAttr(ctx, cred, fh, &set, &Time3{small, mode}, new(WccData)) }},
 			{ProcLookup, &where, func() { c.Lookup(ctx, cred, fh, name, new(LookupResult)) }},
-			{ProcRead, &oracleRead{handle, big, uint32(size)},
-				func() { c.Read(ctx, cred, fh, big, make([]byte, size), new(ReadResult)) }},
-			{ProcWrite, &oracleWrite{handle, big, uint32(len(data)), uint32(flags) % 3, data}, func() {
-				c.Write(ctx, cred, fh, big, data, StableHow(flags)%3, new(WriteResult))
-			}},
-			{ProcCreate, &oracleCreate{where, uint32(Guarded), sattr}, func() {
-				c.Create(ctx, cred, fh, name, &CreateHow{Mode: Guarded, Attr: set}, new(CreateResult))
-			}},
+			{ProcRead, &read, func() { c.Read(ctx, cred, fh, big, make([]byte, size), new(ReadResult)) }},
+			{ProcWrite, &write, func() { c.Write(ctx, cred, fh, big, data, StableHow(flags)%3, new(WriteResult)) }},
+			{ProcCreate, &create, func() { c.Create(ctx, cred, fh, name, &how, new(CreateResult)) }},
 			{ProcMkdir, &oracleMkdir{where, sattr}, func() { c.Mkdir(ctx, cred, fh, name, &set, new(CreateResult)) }},
-			{ProcSymlink, &oracleSymlink{where, sattr, target},
-				func() { c.Symlink(ctx, cred, fh, name, target, &set, new(CreateResult)) }},
+			{ProcSymlink, &symlink, func() { c.Symlink(ctx, cred, fh, name, target, &set, new(CreateResult)) }},
 			{ProcRemove, &where, func() { c.Remove(ctx, cred, fh, name, new(WccData)) }},
 			{ProcRmdir, &where, func() { c.Rmdir(ctx, cred, fh, name, new(WccData)) }},
-			{ProcRename, &oracleRename{where, to},
-				func() { c.Rename(ctx, cred, fh, name, fh, other, new(RenameResult)) }},
-			{ProcReadDirPlus, &oracleReadDir{handle, big, 0x0102030405060708, min(mode, small, MaxDirCount),
-				min(small, MaxDirCount)}, func() {
-				c.ReadDirPlus(ctx, cred, fh, big, Verifier{1, 2, 3, 4, 5, 6, 7, 8}, mode, small, new(ReadDirResult),
-					nil)
-			}},
+			{ProcRename, &rename, func() { c.Rename(ctx, cred, fh, name, fh, other, new(RenameResult)) }},
+			{ProcReadDirPlus, &list, func() { c.ReadDirPlus(ctx, cred, fh, big, verf, mode, small, &page, nil) }},
 			{ProcFSInfo, &handle, func() { c.FSInfo(ctx, cred, fh, new(FSInfoResult)) }},
-			{ProcCommit, &oracleRead{handle, big, small},
-				func() { c.Commit(ctx, cred, fh, big, small, new(CommitResult)) }},
+			{ProcCommit, &commit, func() { c.Commit(ctx, cred, fh, big, small, new(CommitResult)) }},
 		} {
 			caller.calls = 0
 			x.call()

@@ -181,3 +181,18 @@ func (d *reader) setTime() (how TimeHow, t Time3) {
 	}
 	return how, t
 }
+
+// DecodeFH decodes an nfs_fh3 for a protocol beside NFS whose calls contain one. An empty handle is
+// accepted, as by [ParseArgs].
+func DecodeFH(d *sunrpc.Decoder, h *FH) {
+	r := reader{*d}
+	r.serverFH(h)
+	*d = r.Decoder
+}
+
+// DecodePostOpAttr decodes a post_op_attr for a protocol beside NFS whose results contain one.
+func DecodePostOpAttr(d *sunrpc.Decoder, a *PostOpAttr) {
+	r := reader{*d}
+	r.postOpAttr(a)
+	*d = r.Decoder
+}

@@ -67,39 +67,31 @@ func TestParseArgsFields(t *testing.T) {
 	ctx := context.Background()
 	set := SetAttr{HasMode: true, Mode: 0o4755, HasUID: true, UID: 7, HasGID: true, GID: 8, HasSize: true, Size: 9,
 		AtimeHow: SetToClientTime, Atime: Time3{1, 2}, MtimeHow: SetToServerTime}
-	for _, tt := range []struct {
-		name string
-		call func()
-		want Args
-	}{
-		{"SETATTR", func() { _ = c.SetAttr(ctx, nil, fh1, &set, &Time3{3, 4}, new(WccData)) },
-			Args{FH: fh1, Set: set, HasGuard: true, Guard: Time3{3, 4}}},
-		{"WRITE", func() { _ = c.Write(ctx, nil, fh1, 5, []byte("abc"), DataSync, new(WriteResult)) },
-			Args{FH: fh1, Offset: 5, Count: 3, Stable: DataSync, Data: []byte("abc")}},
-		{"RENAME", func() { _ = c.Rename(ctx, nil, fh1, "a", fh2, "b", new(RenameResult)) },
-			Args{FH: fh1, FH2: fh2, Name: []byte("a"), Name2: []byte("b")}},
-		{"LINK", func() { _ = c.Link(ctx, nil, fh1, fh2, "a", new(LinkResult)) },
-			Args{FH: fh1, FH2: fh2, Name: []byte("a")}},
-		{"CREATE exclusive", func() {
-			_ = c.Create(ctx, nil, fh1, "a", &CreateHow{Mode: Exclusive, Verf: Verifier{1}}, new(CreateResult))
-		}, Args{FH: fh1, Name: []byte("a"), Create: Exclusive, CreateVerf: Verifier{1}}},
-		{"SYMLINK", func() { _ = c.Symlink(ctx, nil, fh1, "a", "to", &SetAttr{}, new(CreateResult)) },
-			Args{FH: fh1, Name: []byte("a"), Data: []byte("to")}},
-		{"MKNOD", func() {
-			_ = c.Mknod(ctx, nil, fh1, "a", NF3BLK, &SetAttr{}, Device{Major: 1, Minor: 2}, new(CreateResult))
-		}, Args{FH: fh1, Name: []byte("a"), Type: NF3BLK, Dev: Device{Major: 1, Minor: 2}}},
-		{"READDIRPLUS", func() {
-			_ = c.ReadDirPlus(ctx, nil, fh1, 6, Verifier{9}, 7, 8, new(ReadDirResult), nil)
-		}, Args{FH: fh1, Cookie: 6, CookieVerf: Verifier{9}, DirCount: 7, Count: 8}},
-	} {
-		tt.call()
+	check := func(name string, want Args) {
+		t.Helper()
 		var got Args
 		if err := ParseArgs(caller.proc, caller.args, &got); err != nil {
-			t.Errorf("%s: %v", tt.name, err)
-		} else if !sameArgs(&got, &tt.want) {
-			t.Errorf("%s: got %+v, want %+v", tt.name, got, tt.want)
+			t.Errorf("%s: %v", name, err)
+		} else if !sameArgs(&got, &want) {
+			t.Errorf("%s: got %+v, want %+v", name, got, want)
 		}
 	}
+	_ = c.SetAttr(ctx, nil, fh1, &set, &Time3{3, 4}, new(WccData))
+	check("SETATTR", Args{FH: fh1, Set: set, HasGuard: true, Guard: Time3{3, 4}})
+	_ = c.Write(ctx, nil, fh1, 5, []byte("abc"), DataSync, new(WriteResult))
+	check("WRITE", Args{FH: fh1, Offset: 5, Count: 3, Stable: DataSync, Data: []byte("abc")})
+	_ = c.Rename(ctx, nil, fh1, "a", fh2, "b", new(RenameResult))
+	check("RENAME", Args{FH: fh1, FH2: fh2, Name: []byte("a"), Name2: []byte("b")})
+	_ = c.Link(ctx, nil, fh1, fh2, "a", new(LinkResult))
+	check("LINK", Args{FH: fh1, FH2: fh2, Name: []byte("a")})
+	_ = c.Create(ctx, nil, fh1, "a", &CreateHow{Mode: Exclusive, Verf: Verifier{1}}, new(CreateResult))
+	check("CREATE exclusive", Args{FH: fh1, Name: []byte("a"), Create: Exclusive, CreateVerf: Verifier{1}})
+	_ = c.Symlink(ctx, nil, fh1, "a", "to", &SetAttr{}, new(CreateResult))
+	check("SYMLINK", Args{FH: fh1, Name: []byte("a"), Data: []byte("to")})
+	_ = c.Mknod(ctx, nil, fh1, "a", NF3BLK, &SetAttr{}, Device{Major: 1, Minor: 2}, new(CreateResult))
+	check("MKNOD", Args{FH: fh1, Name: []byte("a"), Type: NF3BLK, Dev: Device{Major: 1, Minor: 2}})
+	_ = c.ReadDirPlus(ctx, nil, fh1, 6, Verifier{9}, 7, 8, new(ReadDirResult), nil)
+	check("READDIRPLUS", Args{FH: fh1, Cookie: 6, CookieVerf: Verifier{9}, DirCount: 7, Count: 8})
 }
 
 func sameArgs(a, b *Args) bool {

@@ -40,6 +40,12 @@ func dial(ctx context.Context, host string, port int, reserved bool) (net.Conn, 
 	return d.DialContext(ctx, "tcp", addr)
 }
 
+// DialReserved connects to host:port from a reserved source port, or from any port if no reserved
+// port is free or permitted.
+func DialReserved(ctx context.Context, host string, port int) (net.Conn, error) {
+	return dial(ctx, host, port, true)
+}
+
 // isBindError reports whether a connection failed because of its source port.
 func isBindError(err error) bool {
 	return errors.Is(err, syscall.EADDRINUSE) || errors.Is(err, syscall.EADDRNOTAVAIL) || errors.Is(err, syscall.EACCES)

@@ -222,11 +222,13 @@ func (a *Args) mountPort(ctx context.Context, e *Error) (int, error) {
 		return port, nil
 	}
 	// The server is up but has no port mapper, for example because it is mainly an NFSv4 server.
-	// MOUNT may still use its assigned port.
-	if errors.Is(err, syscall.ECONNREFUSED) && a.PortmapPort == 0 && a.listens(ctx, MountPort) {
+	// Or the port mapper does not know a MOUNT service that runs without it. MOUNT may still use
+	// its assigned port.
+	var mapper *Error
+	unknown := errors.Is(err, syscall.ECONNREFUSED) || errors.As(err, &mapper) && mapper.Kind == NotRegistered
+	if unknown && a.PortmapPort == 0 && a.listens(ctx, MountPort) {
 		return MountPort, nil
 	}
-	var mapper *Error
 	if errors.As(err, &mapper) {
 		mapper.Op, mapper.Export = e.Op, e.Export
 	}

@@ -165,6 +165,7 @@ type failure struct {
 // TestErrorResults checks the errors for results of MNT.
 func TestErrorResults(t *testing.T) {
 	invalid, text := sunrpc.ErrMalformed, "invalid reply: malformed"
+	const handle = "00000000 00000004 01020304"
 	fh65 := "00000000 00000041" + strings.Repeat("00", 68) + "00000000"
 	for _, x := range []failure{
 		{"no such export", results(t, "00000002"), NoExport, MNT3ErrNoEnt, syscall.ENOENT, "MNT3ERR_NOENT"},
@@ -177,9 +178,8 @@ func TestErrorResults(t *testing.T) {
 		{"empty handle", results(t, "00000000 00000000 00000000"), Protocol, 0, invalid, "empty file handle"},
 		{"handle of 65 bytes", results(t, fh65), Protocol, 0, invalid, "file handle: length"},
 		{"handle of 4 GiB", results(t, "00000000 ffffffff 00000000"), Protocol, 0, invalid, "file handle: length"},
-		{"4 Gi flavors", results(t, "00000000 00000004 01020304 ffffffff 00000001"), Protocol, 0, invalid,
-			"flavors: length"},
-		{"truncated flavors", results(t, "00000000 00000004 01020304 00000002 00000001"), Protocol, 0, invalid, text},
+		{"4 Gi flavors", results(t, handle+"ffffffff 00000001"), Protocol, 0, invalid, "flavors: length"},
+		{"truncated flavors", results(t, handle+"00000002 00000001"), Protocol, 0, invalid, text},
 	} {
 		x.check(t)
 	}
