@@ -37,9 +37,11 @@ func fileMode(a *nfs3.Attr) uint32 {
 // nsec returns the server's nanoseconds, below one second as the kernel requires.
 func nsec(t nfs3.Time3) uint32 { return min(t.Nsec, uint32(time.Second-1)) }
 
-func (fs *FS) fillAttr(out *fuse.Attr, a *nfs3.Attr) {
+// fillAttr sets out to the attributes a of the server. The size includes data that the server may
+// have lost.
+func (fs *FS) fillAttr(ino *inode, out *fuse.Attr, a *nfs3.Attr) {
 	*out = fuse.Attr{
-		Ino: a.FileID, Size: a.Size, Blocks: (a.Used + statBlock - 1) / statBlock,
+		Ino: a.FileID, Size: max(a.Size, ino.wb.end()), Blocks: (a.Used + statBlock - 1) / statBlock,
 		Atime: uint64(a.Atime.Sec), Atimensec: nsec(a.Atime),
 		Mtime: uint64(a.Mtime.Sec), Mtimensec: nsec(a.Mtime),
 		Ctime: uint64(a.Ctime.Sec), Ctimensec: nsec(a.Ctime),
@@ -66,41 +68,87 @@ func (fs *FS) setToNow(moment *atomic.Uint64) {
 // updateAttr stores attributes from a reply whose call was sent at start. updateAttr returns false
 // and stores nothing in three cases: the node was changed or updated after start, so that the newer
 // state is unknown; the node has data that the server does not have; or the attributes describe
-// another object.
+// another object. When the attributes show a change by another client, the cached pages of a file
+// become stale, and the cached names of a directory expire.
 func (fs *FS) updateAttr(ino *inode, a *nfs3.Attr, start uint64) bool {
 	ino.mu.Lock()
-	defer ino.mu.Unlock()
+	stored, expired := fs.updateAttrLocked(ino, a, start)
+	ino.mu.Unlock()
+	fs.expireNames(ino, expired)
+	return stored
+}
+
+// updateAttrLocked is updateAttr for callers that hold ino.mu. They pass expired to expireNames
+// afterwards.
+func (fs *FS) updateAttrLocked(ino *inode, a *nfs3.Attr, start uint64) (stored bool, expired map[string]cachedName) {
 	if start < ino.changeClock || ino.pending > 0 || ino.isOtherObjectLocked(a) {
-		return false
+		return false, nil
 	}
+	now := stampOf(a)
+	changed := ino.known && stampOf(&ino.attr) != now
+	foreign := ino.known && fs.changedByOther(stampOf(&ino.attr), now, ino.requestClock)
+	if foreign && a.Type == nfs3.NF3DIR {
+		ino.newEpoch(start)
+		expired = fs.takeNamesLocked(ino, start)
+	}
+	if ino.pageStampValid {
+		ino.pageStampValid = !fs.changedByOther(ino.pageStamp, now, ino.requestClock)
+		ino.pageStamp = now
+	}
+	fs.ageLocked(ino, a, changed)
+	ino.attr, ino.known, ino.valid = *a, true, true
+	ino.receivedAt, ino.requestClock = time.Now(), start
+	if ino.silly != nil && ino.attr.Nlink > 0 {
+		ino.attr.Nlink-- // do not count the hidden name
+	}
+	ino.size, ino.sizeUnknown = a.Size, false
+	ino.changeClock = fs.clock.Add(1)
+	return true, expired
+}
+
+// ageLocked sets how long the new attributes a may be cached, as Linux's NFS client does
+// (nfs_update_inode). The time is the minimum after a change, and doubles while the object stays
+// the same for that time. The caller holds ino.mu.
+func (fs *FS) ageLocked(ino *inode, a *nfs3.Attr, changed bool) {
 	minAge, maxAge := fs.opts.AcRegMin, fs.opts.AcRegMax
 	if a.Type == nfs3.NF3DIR {
 		minAge, maxAge = fs.opts.AcDirMin, fs.opts.AcDirMax
 	}
 	now := time.Now()
 	switch {
-	case !ino.known || stampOf(&ino.attr) != stampOf(a):
+	case !ino.known || changed:
 		ino.ttl, ino.ttlSetAt = minAge, now
 	case now.Sub(ino.ttlSetAt) >= ino.ttl:
 		ino.ttl, ino.ttlSetAt = min(2*max(ino.ttl, minAge), maxAge), now
 	}
-	ino.attr, ino.known, ino.valid = *a, true, true
-	ino.receivedAt, ino.requestClock = now, start
-	if ino.silly != nil && ino.attr.Nlink > 0 {
-		ino.attr.Nlink-- // do not count the hidden name
-	}
-	ino.size = a.Size
-	ino.changeClock = fs.clock.Add(1)
-	return true
+}
+
+// mayHaveSetID reports whether the file had a set-user-ID or set-group-ID bit when its attributes
+// were last known.
+func (ino *inode) mayHaveSetID() bool {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	return ino.attr.Mode&(syscall.S_ISUID|syscall.S_ISGID) != 0
 }
 
 // invalidateAttr marks the attributes as outdated because the node is being changed. updateAttr
 // then refuses replies to calls that were sent before.
 func (fs *FS) invalidateAttr(ino *inode) {
 	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	ino.invalidateLocked(fs)
+}
+
+func (ino *inode) invalidateLocked(fs *FS) {
 	ino.valid, ino.unsent = false, false
 	ino.changeClock = fs.clock.Add(1)
-	ino.mu.Unlock()
+}
+
+// setSent records that the kernel gets the attributes a.
+func (ino *inode) setSent(a *nfs3.Attr) {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	ino.sent = stampOf(a)
 }
 
 // takeUnsent returns attributes that came with the reply to a change by this mount and that the
@@ -126,25 +174,60 @@ func (fs *FS) takeUnsent(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool)
 	return left, true
 }
 
-// updateWcc stores the attributes in a reply to a change by this mount (RFC 1813 §2.6). alone means
-// that this mount had no other change of the object in flight. Only then do the attributes before
-// the call show changes by other clients.
+// updateWcc stores the attributes in the reply to a change by this mount (RFC 1813 §2.6). alone
+// means that this mount had no other change of the object in flight. Only then do the attributes
+// before the call show changes by other clients. A change by this mount alone keeps cached pages,
+// names, and the age of the attributes.
 func (fs *FS) updateWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool) {
 	ino.mu.Lock()
-	if alone && wcc.HasBefore && ino.pageStampValid && stampOfWcc(&wcc.Before) != ino.pageStamp {
-		ino.pageStampValid = false
+	own := fs.ownChangeLocked(ino, wcc, alone)
+	if own && wcc.HasAfter {
+		ino.attr.Size, ino.attr.Mtime, ino.attr.Ctime = wcc.After.Size, wcc.After.Mtime, wcc.After.Ctime
 	}
-	if wcc.HasAfter && ino.pageStampValid {
-		ino.pageStamp = stampOf(&wcc.After)
+	if ino.pageStampValid {
+		ino.pageStampValid = own
+		if wcc.HasAfter {
+			ino.pageStamp = stampOf(&wcc.After)
+		}
+	}
+	if c := ino.acls; c != nil && wcc.HasBefore && wcc.HasAfter && c.ctime == wcc.Before.Ctime {
+		c.ctime = wcc.After.Ctime // a new entry or new data did not change the ACL
+	}
+	stored := false
+	var expired map[string]cachedName
+	if wcc.HasAfter {
+		stored, expired = fs.updateAttrLocked(ino, &wcc.After, start)
+	}
+	if ino.unsent = stored; !stored {
+		ino.invalidateLocked(fs)
 	}
 	ino.mu.Unlock()
-	if !wcc.HasAfter || !fs.updateAttr(ino, &wcc.After, start) {
-		fs.invalidateAttr(ino)
-		return
-	}
+	fs.expireNames(ino, expired)
+}
+
+// updateCommitted stores the attributes in the reply to a COMMIT, which changes no attribute.
+func (fs *FS) updateCommitted(ino *inode, wcc *nfs3.WccData, start uint64) {
+	stored := wcc.HasAfter && fs.updateAttr(ino, &wcc.After, start)
 	ino.mu.Lock()
-	ino.unsent = ino.valid
-	ino.mu.Unlock()
+	defer ino.mu.Unlock()
+	if ino.unsent = stored && ino.valid; !stored {
+		ino.invalidateLocked(fs)
+	}
+}
+
+// ownChangeLocked reports whether the reply to a change by this mount shows no change by another
+// client before it. A file without attributes from before the call counts as unchanged, and a
+// directory counts as changed, as in Linux's NFS client. The caller holds ino.mu.
+func (fs *FS) ownChangeLocked(ino *inode, wcc *nfs3.WccData, alone bool) bool {
+	switch {
+	case !ino.known:
+		return false
+	case !wcc.HasBefore:
+		return !ino.isDir()
+	case !alone:
+		return true
+	}
+	return !fs.changedByOther(stampOf(&ino.attr), stampOfWcc(&wcc.Before), ino.requestClock)
 }
 
 // fetchTries is the number of GETATTR calls while other calls keep changing the node.
@@ -198,32 +281,10 @@ func (fs *FS) attrTimeout(ino *inode) time.Duration {
 	return ino.ttl
 }
 
-// jukeboxMinDelay and jukeboxMaxDelay bound the delay before a retry after NFS3ERR_JUKEBOX (RFC
-// 1813 §2.6).
-const (
-	jukeboxMinDelay = 100 * time.Millisecond
-	jukeboxMaxDelay = 5 * time.Second
-)
-
-// retryJukebox reports whether to retry a call that returned err, after a delay. retryJukebox
-// returns false when the error is not NFS3ERR_JUKEBOX or when ctx ends during the delay.
-func (fs *FS) retryJukebox(ctx context.Context, err error, try int) bool {
-	if err == nil || !hasStatus(err, nfs3.ErrJukebox) {
-		return false
-	}
-	pause := jukeboxMaxDelay
-	if try < 6 { // 2^6 times the minimum exceeds the maximum
-		pause = min(jukeboxMinDelay<<try, jukeboxMaxDelay)
-	}
-	t := time.NewTimer(pause)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		fs.Counters.JukeboxRetries.Add(1)
-		return true
-	case <-ctx.Done():
-		return false
-	}
+// freshLocked reports whether the cached attributes may be used without asking the server. The
+// caller holds ino.mu.
+func (fs *FS) freshLocked(ino *inode) bool {
+	return ino.valid && !fs.opts.NoAC && time.Since(ino.receivedAt) < ino.ttl
 }
 
 func hasStatus(err error, s nfs3.Status) bool {
@@ -235,18 +296,28 @@ func hasStatus(err error, s nfs3.Status) bool {
 }
 
 // checkStale returns err. checkStale drops the node when the server no longer knows the node's
-// handle.
+// handle. checkStale counts and reports an invalid reply.
 func (fs *FS) checkStale(ino *inode, err error) error {
-	if err != nil && (hasStatus(err, nfs3.ErrStale) || hasStatus(err, nfs3.ErrBadHandle)) {
+	if err == nil {
+		return nil
+	}
+	if errors.Is(err, nfs3.ErrMalformed) {
+		_ = fs.invalidReply(ino, err.Error())
+		return err // for the error of a mount; the kernel gets EIO
+	}
+	if isStale(err) {
 		fs.dropStale(ino)
 	}
 	return err
 }
 
-// dropStale removes a node from lookups because the server no longer knows its handle.
+// dropStale removes a node from lookups because the server no longer knows its handle. The kernel
+// looks up each name of the path once more and repeats the call. More directories of the path may
+// be stale, so the server must answer all these lookups.
 func (fs *FS) dropStale(ino *inode) {
 	fs.Counters.Stale.Add(1)
 	fs.inodes.stale(ino)
+	fs.lookups.clear()
 	fs.invalidateAttr(ino)
 }
 

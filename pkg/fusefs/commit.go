@@ -1,6 +1,7 @@
 package fusefs
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"syscall"
@@ -25,24 +26,10 @@ const (
 // The data then stays in memory.
 func (fs *FS) sync(ctx context.Context, ino *inode) error {
 	w := &ino.wb
-	w.mu.Lock()
-	if w.clean() {
-		w.mu.Unlock()
-		return nil
+	if dirty, err := fs.beginSync(ctx, ino); !dirty {
+		return err
 	}
-	for w.syncing {
-		if err := w.wait(ctx); err != nil {
-			w.mu.Unlock()
-			return err
-		}
-	}
-	w.syncing = true
-	if w.filling != nil && len(w.sending) == 0 && len(w.unstable) == 0 {
-		// One FILE_SYNC WRITE costs less than a WRITE and a COMMIT.
-		fs.seal(ino, nfs3.FileSync)
-	}
-	w.mu.Unlock()
-
+	defer w.endSync()
 	err := fs.push(ctx, ino)
 	for replays := 0; err == nil; replays++ {
 		var replayed bool
@@ -50,35 +37,58 @@ func (fs *FS) sync(ctx context.Context, ino *inode) error {
 			break
 		}
 	}
+	return err
+}
 
+// beginSync waits for other syncs of the file and begins one. dirty is false when nothing is to be
+// written, or with an error.
+func (fs *FS) beginSync(ctx context.Context, ino *inode) (dirty bool, err error) {
+	w := &ino.wb
 	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.clean() {
+		return false, nil
+	}
+	for w.syncing {
+		if err := w.wait(ctx); err != nil {
+			return false, err
+		}
+	}
+	w.syncing = true
+	if w.filling != nil && len(w.sending) == 0 && len(w.unstable) == 0 {
+		// One FILE_SYNC WRITE costs less than a WRITE and a COMMIT.
+		fs.seal(ino, nfs3.FileSync)
+	}
+	return true, nil
+}
+
+func (w *writeback) endSync() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	w.syncing = false
 	w.changed()
-	w.mu.Unlock()
-	return err
 }
 
 // commit sends one COMMIT for the extents that are unstable now. replayed is true when the verifier
 // changed and the data was sent again.
 func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed bool, err error) {
-	w := &ino.wb
-	w.mu.Lock()
-	set := slices.Clone(w.unstable)
-	w.mu.Unlock()
+	set := ino.wb.unstableNow()
 	if len(set) == 0 {
 		return false, nil
 	}
 	var res nfs3.CommitResult
+	var busy busyMark
+	defer fs.clearBusy(ino, &busy)
 	for try := 0; ; try++ {
 		fs.Counters.Commits.Add(1)
 		start := fs.callStart()
 		// Offset 0 and count 0 mean the whole file (RFC 1813 §3.3.21).
 		err = fs.client.Commit(ctx, set[0].cred, ino.fh, 0, 0, &res)
-		if fs.retryJukebox(ctx, err, try) {
+		if fs.retryBusy(ctx, ino, &err, try, &busy) {
 			continue
 		}
 		if err == nil {
-			fs.updateWcc(ino, &res.Wcc, start, false)
+			fs.updateCommitted(ino, &res.Wcc, start)
 		}
 		break
 	}
@@ -92,7 +102,7 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed boo
 		fs.releaseExtents(ino, set)
 		return false, nil
 	case replays >= maxReplays:
-		fs.discard(ino, set, syscall.EIO)
+		fs.discard(ino, set, fs.invalidReply(ino, "the write verifier changes with each reply"))
 		return false, nil
 	}
 	stable := nfs3.Unstable
@@ -102,7 +112,14 @@ func (fs *FS) commit(ctx context.Context, ino *inode, replays int) (replayed boo
 	return true, fs.replay(ctx, ino, stable)
 }
 
-// releaseExtents releases extents whose data is stable or lost.
+// unstableNow returns the unstable extents.
+func (w *writeback) unstableNow() []*extent {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.unstable)
+}
+
+// releaseExtents releases extents whose data is stable.
 func (fs *FS) releaseExtents(ino *inode, set []*extent) {
 	w := &ino.wb
 	w.mu.Lock()
@@ -116,12 +133,14 @@ func (fs *FS) releaseExtents(ino *inode, set []*extent) {
 
 // discard releases extents whose data is lost and records err for the file's open handles.
 func (fs *FS) discard(ino *inode, set []*extent, err error) {
-	fs.Counters.WriteErrors.Add(uint64(len(set)))
 	w := &ino.wb
 	w.mu.Lock()
-	w.fail(err)
-	w.mu.Unlock()
-	fs.releaseExtents(ino, set)
+	defer w.mu.Unlock()
+	for _, e := range set {
+		w.unstable = removeExtent(w.unstable, e)
+		fs.drop(ino, e, err)
+	}
+	w.changed()
 }
 
 // replay sends all unstable extents again in the order of their writes. replay also sends the
@@ -129,34 +148,14 @@ func (fs *FS) discard(ino *inode, set []*extent, err error) {
 // may overwrite their data. No other WRITE to the file is in flight during a replay.
 func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) error {
 	fs.Counters.Replays.Add(1)
-	w := &ino.wb
-	w.mu.Lock()
-	w.paused = true
-	defer func() {
-		w.mu.Lock()
-		w.paused = false
-		w.changed()
-		w.mu.Unlock()
-	}()
-	for slices.ContainsFunc(w.sending, func(e *extent) bool { return e.started }) {
-		if err := w.wait(ctx); err != nil {
-			w.mu.Unlock()
-			return err
-		}
+	if fs.opts.Locks != nil {
+		fs.opts.Locks.Restarted("write verifier changed")
 	}
-	set := slices.Clone(w.unstable)
-	slices.SortFunc(set, func(a, b *extent) int {
-		if a.seq < b.seq {
-			return -1
-		}
-		return 1
-	})
-	for _, e := range set {
-		// An interrupted replay must not pass for a complete one. writeExtent resets the flag.
-		e.lost = true
+	defer ino.wb.resume()
+	set, err := ino.wb.pause(ctx)
+	if err != nil {
+		return err
 	}
-	w.mu.Unlock()
-
 	for _, e := range set {
 		fs.Counters.ReplayedBytes.Add(uint64(e.n))
 		var wcc nfs3.WccData
@@ -174,4 +173,32 @@ func (fs *FS) replay(ctx context.Context, ino *inode, stable nfs3.StableHow) err
 		fs.updateWcc(ino, &wcc, start, false)
 	}
 	return nil
+}
+
+// pause lets no WRITE start and waits for those in flight. pause returns the unstable extents in
+// the order of their writes.
+func (w *writeback) pause(ctx context.Context) ([]*extent, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.paused = true
+	for slices.ContainsFunc(w.sending, func(e *extent) bool { return e.started }) {
+		if err := w.wait(ctx); err != nil {
+			return nil, err
+		}
+	}
+	set := slices.Clone(w.unstable)
+	slices.SortFunc(set, func(a, b *extent) int { return cmp.Compare(a.seq, b.seq) })
+	for _, e := range set {
+		// An interrupted replay must not pass for a complete one. writeExtent resets the flag.
+		e.lost, e.resent = true, true
+	}
+	return set, nil
+}
+
+// resume reverses pause.
+func (w *writeback) resume() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.paused = false
+	w.changed()
 }

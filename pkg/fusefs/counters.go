@@ -32,6 +32,13 @@ const (
 	OpFsyncDir
 	OpStatFs
 	OpAccess
+	OpGetXAttr
+	OpListXAttr
+	OpSetXAttr
+	OpRemoveXAttr
+	OpGetLock
+	OpSetLock
+	OpSetLockWait
 
 	// NumOps is the number of kinds.
 	NumOps
@@ -39,7 +46,8 @@ const (
 
 var opNames = [NumOps]string{"lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink",
 	"rmdir", "symlink", "rename", "link", "open", "create", "read", "write", "flush", "release", "fsync", "opendir",
-	"readdir", "readdirplus", "fsyncdir", "statfs", "access"}
+	"readdir", "readdirplus", "fsyncdir", "statfs", "access", "getxattr", "listxattr", "setxattr", "removexattr",
+	"getlk", "setlk", "setlkw"}
 
 func (o Op) String() string {
 	if o < NumOps {
@@ -62,12 +70,19 @@ type Counters struct {
 	ReplayedBytes  atomic.Uint64 // bytes sent again by replays
 	WriteErrors    atomic.Uint64 // extents whose data was discarded after an error
 	BufferWaits    atomic.Uint64 // requests that found the buffer pool empty
+	InvalidReplies atomic.Uint64 // replies that break the protocol
+	WriteThroughs  atomic.Uint64 // writes without write-behind because the server was busy with other files
 	SillyRenames   atomic.Uint64 // open files that were renamed instead of removed
 	JukeboxRetries atomic.Uint64 // retries after NFS3ERR_JUKEBOX
 	// Interrupts counts requests that ended early: a fatal signal arrived, or the kernel ended the
 	// connection.
 	Interrupts      atomic.Uint64
 	Stale           atomic.Uint64 // nodes dropped because the server no longer knew the handle
-	CacheDrops      atomic.Uint64 // opens that found a change by another client
+	CacheDrops      atomic.Uint64 // files whose cached pages were dropped: another client changed them
+	NameDrops       atomic.Uint64 // cached names that expired: another client changed the directory
+	Panics          atomic.Uint64 // requests and goroutines that panicked
 	ReadDirRestarts atomic.Uint64 // directory listings restarted after NFS3ERR_BAD_COOKIE
+	// GroupsUnknown and GroupsCut count credentials without supplementary groups because those
+	// could not be read, and credentials with only the first 16 groups.
+	GroupsUnknown, GroupsCut atomic.Uint64
 }

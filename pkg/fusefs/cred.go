@@ -3,6 +3,8 @@ package fusefs
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
+	"fmt"
 	"os"
 	"strconv"
 	"sync"
@@ -19,17 +21,33 @@ const (
 	// cheap.
 	maxCallers     = 4096
 	maxCredentials = 1024
+	// groupsWarnInterval is the shortest time between two warnings of one kind.
+	groupsWarnInterval = time.Minute
 )
 
 // credentials makes AUTH_SYS credentials (RFC 5531 appendix A) for callers. The kernel supplies uid
 // and gid; /proc supplies the supplementary groups. Each encoding is made once, shared, and never
 // modified.
+//
+// A credential never has a group that the caller lacks. When the groups cannot be read, the
+// credential has none, because an error would break processes that exit and callers in other PID
+// namespaces. Such a caller may get EACCES from the server. When the caller has more groups than
+// AUTH_SYS allows, the credential has the first 16 in the kernel's order, as that of Linux's NFS
+// client. Both cases are counted, and logged once a minute.
+//
+// The kernel identifies a thread by its number. The number stays in use while the thread waits for
+// the reply to a request. A cached entry can outlive its thread: for at most groupsAge, a new
+// thread with the same number, uid and gid may get the groups of the old one.
 type credentials struct {
-	machine string
+	machine  string
+	counters *Counters
+	warn     func(msg string, args ...any) // never nil
 
-	mu      sync.Mutex
-	callers map[callerKey]caller
-	encoded map[string][]byte // by the encoding of uid, gid and groups
+	mu          sync.Mutex
+	callers     map[callerKey]caller
+	encoded     map[string][]byte // by the encoding of uid, gid and groups
+	unknownWarn time.Time         // earliest time of the next warning about unknown groups
+	cutWarn     time.Time         // and about too many groups
 }
 
 type callerKey struct{ pid, uid, gid uint32 }
@@ -39,16 +57,20 @@ type caller struct {
 	expires time.Time
 }
 
-func newCredentials() *credentials {
+// newCredentials returns credentials that count in counters and log with warn, which may be nil.
+func newCredentials(counters *Counters, warn func(string, ...any)) *credentials {
 	machine, err := os.Hostname()
 	if err != nil {
 		machine = "localhost"
 	}
-	return &credentials{machine: machine, callers: make(map[callerKey]caller), encoded: make(map[string][]byte)}
+	if warn == nil {
+		warn = func(string, ...any) {}
+	}
+	return &credentials{machine: machine, counters: counters, warn: warn, callers: make(map[callerKey]caller),
+		encoded: make(map[string][]byte)}
 }
 
-// of returns the credential of a caller. The groups of a caller with pid 0 are unknown and left
-// out.
+// of returns the credential of a caller.
 func (c *credentials) of(uid, gid, pid uint32) []byte {
 	key := callerKey{pid, uid, gid}
 	now := time.Now()
@@ -60,7 +82,21 @@ func (c *credentials) of(uid, gid, pid uint32) []byte {
 	}
 
 	var array [sunrpc.MaxGIDs]uint32
-	groups := processGroups(pid, array[:0])
+	groups, more, err := processGroups(pid, uid, gid, array[:0])
+	switch {
+	case err != nil:
+		groups = nil
+		c.counters.GroupsUnknown.Add(1)
+		if c.mayWarn(&c.unknownWarn, now) {
+			c.warn("groups of a process are unknown; its calls have none", "pid", pid, "uid", uid, "error", err)
+		}
+	case more > 0:
+		c.counters.GroupsCut.Add(1)
+		if c.mayWarn(&c.cutWarn, now) {
+			c.warn("process has too many groups for AUTH_SYS; its calls have the first 16", "pid", pid, "uid", uid,
+				"groups", len(groups)+more)
+		}
+	}
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -70,6 +106,17 @@ func (c *credentials) of(uid, gid, pid uint32) []byte {
 	}
 	c.callers[key] = caller{cred, now.Add(groupsAge)}
 	return cred
+}
+
+// mayWarn reports whether to log now, and sets the time of the next warning.
+func (c *credentials) mayWarn(next *time.Time, now time.Time) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if now.Before(*next) {
+		return false
+	}
+	*next = now.Add(groupsWarnInterval)
+	return true
 }
 
 // encode returns the encoded credential. The caller holds mu.
@@ -91,22 +138,53 @@ func (c *credentials) encode(uid, gid uint32, groups []uint32) []byte {
 	return cred
 }
 
+// Errors of processGroups.
+var (
+	errNoPID         = errors.New("the process is in another PID namespace")
+	errOtherIdentity = errors.New("the process has another uid or gid now, or acts for another user")
+	errBadStatus     = errors.New("invalid /proc/PID/status")
+)
+
 // processGroups appends the first 16 supplementary groups of a process, the maximum of AUTH_SYS.
-func processGroups(pid uint32, groups []uint32) []uint32 {
+// more is the number of groups left out. uid and gid are those of the request. A process with
+// others is not the caller, or the kernel makes the request for another user, as overlayfs does.
+func processGroups(pid, uid, gid uint32, groups []uint32) (_ []uint32, more int, err error) {
 	if pid == 0 {
-		return groups
+		return nil, 0, errNoPID
 	}
 	status, err := os.ReadFile("/proc/" + strconv.FormatUint(uint64(pid), 10) + "/status")
 	if err != nil {
-		return groups
+		return nil, 0, fmt.Errorf("%w; mount /proc without hidepid, or give the daemon CAP_SYS_PTRACE", err)
 	}
-	line, _ := statusField(status, "\nGroups:")
-	for len(line) > 0 && len(groups) < sunrpc.MaxGIDs {
-		var word []byte
-		word, line, _ = bytes.Cut(line, []byte(" "))
-		if g, err := strconv.ParseUint(string(word), 10, 32); err == nil {
-			groups = append(groups, uint32(g))
+	return parseGroups(status, uid, gid, groups)
+}
+
+// parseGroups is processGroups for the content of /proc/PID/status.
+func parseGroups(status []byte, uid, gid uint32, groups []uint32) (_ []uint32, more int, err error) {
+	for name, id := range map[string]uint32{"\nUid:": uid, "\nGid:": gid} {
+		line, _ := statusField(status, name)
+		ids := bytes.Fields(line) // real, effective, saved, file system
+		if len(ids) != 4 {
+			return nil, 0, errBadStatus
+		}
+		if fs, err := strconv.ParseUint(string(ids[3]), 10, 32); err != nil || uint32(fs) != id {
+			return nil, 0, errOtherIdentity
 		}
 	}
-	return groups
+	line, ok := statusField(status, "\nGroups:")
+	if !ok {
+		return nil, 0, errBadStatus
+	}
+	for _, word := range bytes.Fields(line) {
+		g, err := strconv.ParseUint(string(word), 10, 32)
+		switch {
+		case err != nil:
+			return nil, 0, errBadStatus
+		case len(groups) < sunrpc.MaxGIDs:
+			groups = append(groups, uint32(g))
+		default:
+			more++
+		}
+	}
+	return groups, more, nil
 }

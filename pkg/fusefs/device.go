@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 
 	"github.com/moby/sys/mountinfo"
@@ -31,19 +32,6 @@ func openFuse() (*fuseDevice, error) {
 	return &fuseDevice{fd: fd}, nil
 }
 
-// mount calls mount(2).
-func (d *fuseDevice) mount(dir string, opts *MountOptions, maxRead int) error {
-	// Without default_permissions, cached names would let users pass through directories that they
-	// may not search.
-	data := fmt.Sprintf("fd=%d,rootmode=%o,user_id=%d,group_id=%d,max_read=%d,default_permissions,allow_other",
-		d.fd, unix.S_IFDIR, os.Geteuid(), os.Getegid(), maxRead)
-	source := opts.FsName
-	if source == "" {
-		source = Subtype
-	}
-	return os.NewSyscallError("mount", unix.Mount(source, dir, fsType, opts.flags(), data))
-}
-
 // pathForServer returns the path of a new descriptor. go-fuse takes over this descriptor and closes
 // it.
 func (d *fuseDevice) pathForServer() (string, error) {
@@ -52,6 +40,17 @@ func (d *fuseDevice) pathForServer() (string, error) {
 		return "", os.NewSyscallError("fcntl", err)
 	}
 	return fmt.Sprintf("/dev/fd/%d", fd), nil
+}
+
+// dup returns another descriptor of the device, or -1 after close. The caller closes it.
+func (d *fuseDevice) dup() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	fd, err := unix.FcntlInt(uintptr(d.fd), unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		return -1
+	}
+	return fd
 }
 
 // disconnected reports whether the kernel has ended the connection.
@@ -122,4 +121,20 @@ func isMount(dir string, dev device) mountinfo.FilterFunc {
 		found := m.Mountpoint == dir && m.FSType == fsType && device{uint32(m.Major), uint32(m.Minor)} == dev
 		return !found, found
 	}
+}
+
+// hasMountsBelow reports whether other file systems are mounted below the mount point, in this
+// mount namespace. When a lookup fails, the kernel's FUSE client detaches what is mounted on the
+// name. A user without rights could so detach mounts of the administrator. The kernel keeps the
+// mounts when the error is ENOMEM.
+func (fs *FS) hasMountsBelow() bool {
+	dir := fs.mountDir.Load()
+	if dir == nil {
+		return false
+	}
+	mounts, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
+		below := strings.HasPrefix(m.Mountpoint, *dir+"/")
+		return !below, below
+	})
+	return err != nil || len(mounts) > 0
 }

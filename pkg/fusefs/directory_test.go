@@ -4,12 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
 	"syscall"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -158,5 +162,128 @@ func TestReadDirReturnsServerError(t *testing.T) {
 		if _, err := os.ReadDir(m.path("d")); !errors.Is(err, want) {
 			t.Errorf("readdir after %v: got %v, want %v", st, err, want)
 		}
+	}
+}
+
+// TestReadDirFindsPositionByName lists a directory of a server that numbers its entries again when
+// another client changes the directory, and then returns NFS3ERR_BAD_COOKIE for old cookies. The
+// listing has each unchanged name once.
+func TestReadDirFindsPositionByName(t *testing.T) {
+	t.Parallel()
+	e := startExport(t)
+	list := func(first uint64, names ...string) (entries []scriptedEntry) {
+		for i, name := range names {
+			entries = append(entries, scriptedEntry{name, first + uint64(i)})
+		}
+		return entries
+	}
+	for _, tt := range []struct {
+		name  string
+		after []scriptedEntry // the directory after the change
+		want  []string        // nil for an error
+	}{
+		{"earlier entry removed", list(1, "a", "c", "d", "e"), []string{"a", "b", "c", "d", "e"}},
+		{"last entry removed", list(1, "a", "b", "d", "e"), []string{"a", "b", "c", "d", "e"}},
+		{"entry added in front", list(1, "0", "a", "b", "c", "d", "e"), []string{"a", "b", "c", "d", "e"}},
+		{"other cookies", list(100, "a", "b", "c", "d", "e"), []string{"a", "b", "c", "d", "e"}},
+		{"other order", list(1, "c", "a", "d", "b", "e"), []string{"a", "b", "c", "d", "e"}},
+		{"two last entries removed", list(7, "a", "d", "e"), []string{"a", "b", "c", "d", "e"}},
+		{"all entries replaced", list(1, "x", "y", "z"), nil},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			m, s := e.mountScripted(t, mountConfig{})
+			must(t, os.MkdirAll(m.path("d"), 0o755))
+			changed := false
+			s.on(func(ctx context.Context, m *sunrpc.Message, pass func() error) error {
+				cookie := dirCookie(m)
+				switch {
+				case !changed && cookie == 0:
+					setDirResult(m, false, list(1, "a", "b", "c")...)
+				case !changed:
+					changed = true
+					return status(nfs3.ErrBadCookie)(ctx, m, pass)
+				default:
+					at := 0
+					for cookie != 0 && tt.after[at].cookie != cookie {
+						at++
+					}
+					if cookie != 0 {
+						at++
+					}
+					setDirResult(m, true, tt.after[at:]...)
+				}
+				return nil
+			}, dirProcs...)
+			dir, err := os.Open(m.path("d"))
+			must(t, err)
+			defer dir.Close()
+			got, err := dir.Readdirnames(-1)
+			if (err == nil) != (tt.want != nil) {
+				t.Fatalf("readdir: got %v, want success %v", err, tt.want != nil)
+			}
+			if slices.Sort(got); err == nil && !slices.Equal(got, tt.want) {
+				t.Errorf("names: got %q, want %q", got, tt.want)
+			}
+		})
+	}
+}
+
+// TestReadDirOfChangingDirectory lists a directory of 20,000 entries while another client removes
+// and creates entries. Each unchanged entry appears once.
+func TestReadDirOfChangingDirectory(t *testing.T) {
+	testutil.Long(t)
+	t.Parallel()
+	const kept, removed = 19_000, 1_000
+	e := startOwnExport(t)
+	there := filepath.Join(e.dir, "d")
+	must(t, os.Mkdir(there, 0o755))
+	create := func(name string) {
+		fd, err := unix.Open(filepath.Join(there, name), unix.O_CREAT|unix.O_WRONLY, 0o644)
+		must(t, err)
+		must(t, unix.Close(fd))
+	}
+	for i := range kept {
+		create(fmt.Sprint("kept", i))
+		if i < removed {
+			create(fmt.Sprint("removed", i))
+		}
+	}
+	m := e.mount(t, mountConfig{})
+	dir, err := os.Open(m.path("d"))
+	must(t, err)
+	defer dir.Close()
+	seen := make(map[string]int)
+	for i := 0; ; {
+		names, err := dir.Readdirnames(1000)
+		for _, name := range names {
+			seen[name]++
+		}
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		must(t, err)
+		for range 50 { // 1,000 changes in 20 steps
+			if i < removed {
+				must(t, os.Remove(filepath.Join(there, fmt.Sprint("removed", i))))
+				create(fmt.Sprint("new", i))
+				i++
+			}
+		}
+	}
+	lost := 0
+	for i := range kept {
+		if seen[fmt.Sprint("kept", i)] == 0 {
+			lost++
+		}
+	}
+	twice := 0
+	for _, n := range seen {
+		if n > 1 {
+			twice++
+		}
+	}
+	if lost > 0 || twice > 0 {
+		t.Errorf("listing of %d names: %d unchanged entries are missing, %d entries appear twice", len(seen), lost,
+			twice)
 	}
 }

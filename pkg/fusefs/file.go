@@ -1,7 +1,7 @@
 package fusefs
 
 import (
-	"crypto/rand"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -15,11 +15,18 @@ type fileHandle struct {
 	ino      *inode
 	cred     []byte
 	writable bool
+	watched  bool   // guarded by FS.handles: open for buffered reads
+	closed   bool   // guarded by FS.handles
 	errSeen  uint64 // guarded by ino.wb.mu: number of errors reported so far
+	// setID is true after a write to a file with a set-user-ID or set-group-ID bit. The server may
+	// have cleared the bit.
+	setID atomic.Bool
+	locks handleLocks
 }
 
 func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
-	h := &fileHandle{ino: ino, cred: cred, writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY}
+	h := &fileHandle{ino: ino, cred: cred, writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY,
+		watched: fs.explicitPages() && flags&syscall.O_ACCMODE != syscall.O_WRONLY && !direct(flags)}
 	ino.wb.mu.Lock()
 	h.errSeen = ino.wb.errSeq
 	ino.wb.mu.Unlock()
@@ -44,7 +51,7 @@ func (fs *FS) unpin(ino *inode) {
 	if fs.inodes.closeFile(ino) == 0 && ino.sillyName() != nil {
 		// The request must not wait for a server that does not answer: an unmount waits for the
 		// request.
-		fs.work.Go(func() { fs.removeSilly(background{fs}, ino) })
+		fs.spawn(func() { fs.removeSilly(background{fs}, ino) })
 	}
 }
 
@@ -54,12 +61,17 @@ func openFlags(flags uint32, unchanged bool) uint32 {
 	if unchanged {
 		out |= fuse.FOPEN_KEEP_CACHE
 	}
-	appends := flags&syscall.O_APPEND != 0 && flags&syscall.O_ACCMODE != syscall.O_RDONLY
-	if flags&syscall.O_DIRECT != 0 || appends {
-		// Only the server knows the end of the file. The kernel must not cache appended data.
+	if direct(flags) {
 		out |= fuse.FOPEN_DIRECT_IO
 	}
 	return out
+}
+
+// direct reports whether the kernel must not cache the data of an open. Only the server knows the
+// end of the file for data to append.
+func direct(flags uint32) bool {
+	appends := flags&syscall.O_APPEND != 0 && flags&syscall.O_ACCMODE != syscall.O_RDONLY
+	return flags&syscall.O_DIRECT != 0 || appends
 }
 
 // Open handles open(2) of an existing file.
@@ -93,17 +105,23 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
-	// ACCESS returns both the user's permission and the current attributes.
+	// ACCESS returns both the user's permission and the current attributes. The kernel alone would
+	// check only mode bits, and the pages of the file are shared by all users.
 	var res nfs3.AccessResult
 	want := wantedAccess(flags)
 	if err := fs.askAccess(r, r.cred, ino, want, &res); err != nil {
 		return err
 	}
-	if !granted(flags, res.Access) {
+	if res.Access&want != want {
 		return syscall.EACCES
 	}
 	a, cacheable := res.Attr.Attr, res.Attr.Present
-	if !cacheable {
+	if flags&syscall.O_TRUNC != 0 {
+		var err error
+		if cacheable, err = fs.truncate(r, ino, &a); err != nil {
+			return err
+		}
+	} else if !cacheable {
 		var err error
 		if cacheable, err = fs.fetch(r, r.cred, ino, &a); err != nil {
 			return err
@@ -112,9 +130,14 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	unchanged := ino.revalidate(&a, cacheable)
 	if !unchanged {
 		fs.Counters.CacheDrops.Add(1)
-		ino.mu.Lock()
+	}
+	ino.mu.Lock()
+	outdated := ino.sent != stampOf(&a)
+	if outdated {
 		ino.unsent = ino.valid
-		ino.mu.Unlock()
+	}
+	ino.mu.Unlock()
+	if outdated {
 		fs.dropAttr(ino)
 	}
 	out.Fh = fs.newFile(ino, r.cred, flags)
@@ -133,98 +156,39 @@ func (ino *inode) revalidate(a *nfs3.Attr, cacheable bool) (unchanged bool) {
 	return unchanged
 }
 
-// wantedAccess and granted check an open by the ACCESS bits. Permission to execute includes
-// permission to read, because the kernel executes a file by reading it.
+// wantedAccess returns the ACCESS rights that an open needs. An execution needs no right to read,
+// although the kernel executes a file by reading it: the server then allows READ too (RFC 1813
+// §4.4). An append needs only the right to extend the file.
 func wantedAccess(flags uint32) (want uint32) {
-	if flags&syscall.O_ACCMODE != syscall.O_WRONLY {
-		want |= nfs3.AccessRead | nfs3.AccessExecute
+	mode := flags & syscall.O_ACCMODE
+	switch {
+	case mode == syscall.O_WRONLY:
+	case flags&fuse.FMODE_EXEC != 0:
+		want |= nfs3.AccessExecute
+	default:
+		want |= nfs3.AccessRead
 	}
-	if flags&syscall.O_ACCMODE != syscall.O_RDONLY {
-		want |= nfs3.AccessModify | nfs3.AccessExtend
+	switch {
+	case flags&syscall.O_TRUNC != 0, mode != syscall.O_RDONLY && flags&syscall.O_APPEND == 0:
+		want |= nfs3.AccessModify
+	case mode != syscall.O_RDONLY:
+		want |= nfs3.AccessExtend
 	}
 	return want
 }
 
-func granted(flags, access uint32) bool {
-	if flags&syscall.O_ACCMODE != syscall.O_WRONLY && access&(nfs3.AccessRead|nfs3.AccessExecute) == 0 {
-		return false
+// truncate sets the size of a file to 0 for open(2) and sets a to the new attributes. cacheable is
+// as in fetch.
+func (fs *FS) truncate(r *request, ino *inode, a *nfs3.Attr) (cacheable bool, err error) {
+	if err := fs.sync(r, ino); err != nil { // a replay would undo the truncation
+		return false, err
 	}
-	return flags&syscall.O_ACCMODE == syscall.O_RDONLY || access&(nfs3.AccessModify|nfs3.AccessExtend) != 0
-}
-
-// Create handles open(2) with O_CREAT of a name that the kernel does not know.
-func (fs *FS) Create(cancel <-chan struct{}, in *fuse.CreateIn, name string, out *fuse.CreateOut) fuse.Status {
-	return fs.onNode(OpCreate, cancel, &in.InHeader, func(r *request, dir *inode) error {
-		return fs.create(r, dir, in, name, out)
-	})
-}
-
-func (fs *FS) create(r *request, dir *inode, in *fuse.CreateIn, name string, out *fuse.CreateOut) error {
-	how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: modeOnly(in.Mode)}
-	if in.Flags&syscall.O_TRUNC != 0 {
-		// another client may have created the file after the kernel's lookup
-		how.Attr.HasSize = true
-	}
-	var ino *inode
-	var err error
-	if in.Flags&syscall.O_EXCL != 0 {
-		ino, err = fs.createExclusive(r, dir, name, in.Mode, &out.EntryOut)
-	} else {
-		ino, err = fs.createFile(r, dir, name, &how, &out.EntryOut)
-	}
-	if err != nil {
-		return err
-	}
-	ino.mu.Lock()
-	ino.pageStamp, ino.pageStampValid = stampOf(&ino.attr), ino.valid
-	ino.mu.Unlock()
-	fs.inodes.openFile(ino) // the kernel holds the directory's lock, so no removal can run
-	out.OpenOut = fuse.OpenOut{Fh: fs.newFile(ino, r.cred, in.Flags), OpenFlags: openFlags(in.Flags, true)}
-	return nil
-}
-
-func (fs *FS) createFile(r *request, dir *inode, name string, how *nfs3.CreateHow, out *fuse.EntryOut) (*inode, error) {
-	return fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
-		return fs.client.Create(r, r.cred, dir.fh, name, how, res)
-	})
-}
-
-// createExclusive creates a file that must not exist. The verifier lets the server recognize a
-// retransmitted call. The server may store the verifier in the attributes, so a SETATTR follows
-// (RFC 1813 §3.3.8).
-func (fs *FS) createExclusive(r *request, dir *inode, name string, mode uint32, out *fuse.EntryOut) (*inode, error) {
-	how := nfs3.CreateHow{Mode: nfs3.Exclusive}
-	_, _ = rand.Read(how.Verf[:]) // never fails
-	ino, err := fs.createFile(r, dir, name, &how, out)
-	if hasStatus(err, nfs3.ErrNotSupp) {
-		how = nfs3.CreateHow{Mode: nfs3.Guarded, Attr: modeOnly(mode)}
-		return fs.createFile(r, dir, name, &how, out)
-	}
-	if err != nil {
-		return nil, err
-	}
-	set := modeOnly(mode)
-	set.AtimeHow, set.MtimeHow = nfs3.SetToServerTime, nfs3.SetToServerTime
+	set := nfs3.SetAttr{HasSize: true}
 	var wcc nfs3.WccData
-	var a nfs3.Attr
-	var cacheable bool
-	if err = fs.setAttrs(r, r.cred, ino, &set, &wcc); err == nil {
-		cacheable, err = fs.attrAfterChange(r, r.cred, ino, &wcc, &a)
+	if err := fs.setAttrs(r, r.cred, ino, &set, &wcc); err != nil {
+		return false, err
 	}
-	if err != nil {
-		fs.inodes.forget(ino.id, 1)
-		return nil, err
-	}
-	fs.fillAttr(&out.Attr, &a)
-	out.SetAttrTimeout(0)
-	if cacheable {
-		out.SetAttrTimeout(fs.attrTimeout(ino))
-	}
-	return ino, nil
-}
-
-func modeOnly(mode uint32) nfs3.SetAttr {
-	return nfs3.SetAttr{HasMode: true, Mode: mode & nfs3.ModeMask}
+	return fs.attrAfterChange(r, r.cred, ino, &wcc, a)
 }
 
 // Flush handles close(2). Flush returns after the file's data is stable, or returns the write
@@ -235,10 +199,16 @@ func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	switch {
 	case h == nil:
 		return fs.end(OpFlush, r, syscall.EBADF)
-	case !h.writable:
-		return fs.end(OpFlush, r, nil)
+	case h.writable:
+		err := fs.syncFile(r, h)
+		if h.setID.Load() {
+			fs.dropAttr(h.ino) // otherwise execve(2) uses the kernel's old mode
+		}
+		fs.flushLocks(r, h, in.LockOwner)
+		return fs.end(OpFlush, r, err)
 	}
-	return fs.end(OpFlush, r, fs.syncFile(r, h))
+	fs.flushLocks(r, h, in.LockOwner)
+	return fs.end(OpFlush, r, nil)
 }
 
 // Fsync handles fsync(2) and fdatasync(2).
@@ -255,6 +225,9 @@ func (fs *FS) syncFile(r *request, h *fileHandle) error {
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
+	if err := h.ino.wb.awaitDropped(r); err != nil {
+		return err
+	}
 	if fs.isAborted() {
 		// an earlier call may have reported the error, but the data is still not stable
 		return syscall.EIO
@@ -266,23 +239,32 @@ func (fs *FS) syncFile(r *request, h *fileHandle) error {
 // close(2), Release writes the remaining data in the background.
 func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	fs.Counters.Ops[OpRelease].Add(1)
-	fs.handles.Lock()
-	h := fs.handles.files[in.Fh]
-	delete(fs.handles.files, in.Fh)
-	fs.handles.Unlock()
+	h := fs.file(in.Fh)
 	if h == nil {
 		return
 	}
+	owners := h.lockOwners()
+	fs.handles.Lock()
+	delete(fs.handles.files, in.Fh)
+	h.closed = true
+	if h.watched {
+		fs.unwatchFile()
+	}
+	if len(owners) > 0 {
+		fs.handles.releasing[h] = struct{}{}
+	}
+	fs.handles.Unlock()
 	w := &h.ino.wb
 	w.mu.Lock()
 	dirty := h.writable && !w.clean()
 	w.mu.Unlock()
-	if !dirty {
+	if !dirty && len(owners) == 0 {
 		fs.unpin(h.ino)
 		return
 	}
-	fs.work.Go(func() {
+	fs.spawn(func() {
 		_ = fs.sync(background{fs}, h.ino) // no caller to report an error to
+		fs.releaseLocks(background{fs}, h, owners)
 		fs.unpin(h.ino)
 	})
 }

@@ -6,15 +6,18 @@ import (
 	"math"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 )
 
-// LookupCache selects the directory entries that the kernel may cache (nfs(5), lookupcache).
+// LookupCache selects the directory entries that may be cached (nfs(5), lookupcache).
 type LookupCache uint8
 
 // Kinds of lookup caching.
@@ -32,7 +35,9 @@ const (
 	MinIOSize         = 4096     // bytes
 	DefaultDirCount   = 64 << 10 // bytes
 	DefaultMaxWrites  = 16
-	defaultPoolBuffer = 32
+	DefaultDirtyBytes = 32 << 20
+	// readBuffers of the private pool are left for reads while DirtyBytes of data wait.
+	readBuffers = 8
 )
 
 // Options configures an FS. The attribute cache times have no defaults. Each other field has a
@@ -46,39 +51,77 @@ type Options struct {
 	AcRegMin, AcRegMax, AcDirMin, AcDirMax time.Duration
 	// NoAC disables attribute caching and makes every write synchronous (nfs(5), noac).
 	NoAC bool
-	// LookupCache selects the names that the kernel may cache.
+	// LookupCache selects the names that may be cached.
 	LookupCache LookupCache
+	// SharedNames makes the kernel cache names for all users. The kernel then checks by mode bits
+	// alone who may search a directory: a user that only the server refuses can use the names that
+	// another user has looked up.
+	SharedNames bool
+	// ACL gets and sets POSIX ACLs over the transport of the client. nil disables ACLs (nfs(5),
+	// noacl).
+	ACL *nfsacl.Client
 	// DirCount bounds one READDIR or READDIRPLUS reply in bytes. The default is DefaultDirCount.
 	DirCount uint32
 	// MaxWrites bounds the WRITE calls in flight. The default is DefaultMaxWrites.
 	MaxWrites int
 	// Buffers holds the data of reads and writes. Each buffer must have at least MinIOSize bytes
-	// and bounds the size of a request. The default is a private pool of 32 buffers of MaxIOSize. A
-	// pool that the caller supplies is closed by the caller, after FS.Close.
+	// and bounds the size of a request. The default is a private pool of buffers of MaxIOSize for
+	// DirtyBytes and some reads. A pool that the caller supplies is closed by the caller, after
+	// FS.Close.
 	Buffers *membuf.Pool
+	// DirtyExpire is the age after which the data of open files is written to stable storage. 0
+	// keeps the data until an fsync, a close, or until its buffers are needed.
+	DirtyExpire time.Duration
+	// DirtyBytes bounds the buffers of data that is not stable, in bytes. A write waits while it
+	// would exceed the bound. The bound is at least one buffer. The default is DefaultDirtyBytes.
+	DirtyBytes int64
+	// DirtyTotal, if not nil, bounds the dirty data of all FSs that share it.
+	DirtyTotal *DirtyTotal
+	// Lost, if not nil, is called for data that the FS discards: for each range that the server
+	// rejects, and in Close for each file. Lost must not block and must not call the FS.
+	Lost func(Loss)
+	// Failed, if not nil, is called after each panic of the FS with the panic and the stack. Failed
+	// must not block and must not call the FS.
+	Failed func(reason string, stack []byte)
+	// Invalid, if not nil, is called with a description for each reply that breaks the protocol.
+	// Invalid must not block and must not call the FS.
+	Invalid func(reason string)
+	// BusyTimeout bounds the delays of one call that the server answers with NFS3ERR_JUKEBOX. Then
+	// the call fails with BusyErrno. 0 retries forever.
+	BusyTimeout time.Duration
+	BusyErrno   syscall.Errno
+	// Locks holds the locks at the server; nil if the kernel keeps all locks. LocalPosix and
+	// LocalFlock leave fcntl(2) or flock(2) locks to the kernel. The caller closes Locks after
+	// FS.Close.
+	Locks                  *nlm.Client
+	LocalPosix, LocalFlock bool
 	// Observe, if not nil, is called after each request that the kernel waits for, with the time
 	// that the request took. Observe runs on the request's goroutine, may run concurrently, and
 	// must not block. Observe is not called for FORGET, RELEASE and FSYNCDIR.
 	Observe func(op Op, d time.Duration)
+	// Warn, if not nil, logs a condition that an administrator should know, with key-value
+	// pairs. It is called at most once a minute for each condition, may run concurrently, and
+	// must not block.
+	Warn func(msg string, args ...any)
 }
 
 // DefaultOptions returns the defaults of nfs(5).
 func DefaultOptions() Options {
 	return Options{AcRegMin: 3 * time.Second, AcRegMax: 60 * time.Second, AcDirMin: 30 * time.Second,
-		AcDirMax: 60 * time.Second}
+		AcDirMax: 60 * time.Second, DirtyExpire: DefaultDirtyExpire}
 }
 
 // An FS is one NFSv3 file system for one mount. FS implements fuse.RawFileSystem. The kernel calls
 // the methods of an FS concurrently.
 type FS struct {
-	// RawFileSystem returns ENOSYS for operations that NFSv3 does not have: extended attributes,
-	// fallocate and locks. The kernel then keeps locks itself.
+	// RawFileSystem returns ENOSYS for operations that NFSv3 does not have, for example fallocate.
 	fuse.RawFileSystem
 
 	// Counters is safe to read at any time.
 	Counters Counters
 
 	client      *nfs3.Client
+	acl         *nfsacl.Client // nil: no ACLs, or the server does not support NFSACL
 	opts        Options
 	buffers     *membuf.Pool
 	ownBuffers  bool
@@ -88,18 +131,31 @@ type FS struct {
 	clock       atomic.Uint64 // orders replies and changes: see updateAttr
 	lastRemoval atomic.Uint64 // clock after this mount's last removal
 	lastRename  atomic.Uint64 // clock after this mount's last rename
-	server      atomic.Pointer[fuse.Server]
+	lookups     lookupCache
+	users       soleUser
+	// clock after this mount's last removal and rename of an object that the name cache did not
+	// know
+	blindRemoval, blindRename atomic.Uint64
+	server                    atomic.Pointer[fuse.Server]
+	mountDir                  atomic.Pointer[string] // path of the mount point
+	busyReads                 busyReads
+	device                    atomic.Pointer[fuseDevice] // nil before the mount
+	expireOnly                atomic.Bool                // the kernel can expire names
+	expiry                    nameExpiry
 
 	handles struct {
 		sync.Mutex
 		last  uint64
 		files map[uint64]*fileHandle
 		dirs  map[uint64]*dirHandle
+		watch pageWatch
+		// files that the kernel has released and whose locks are not released yet
+		releasing map[*fileHandle]struct{}
 	}
-	dirty struct {
-		sync.Mutex
-		inodes map[*inode]struct{} // files that hold buffers
-	}
+	dirty    dirtySet
+	draining atomic.Bool            // each write waits for stable storage
+	progress atomic.Uint64          // changes while the server accepts data
+	failure  atomic.Pointer[string] // nil while the FS works
 
 	reopens     reopens
 	noPlus      atomic.Bool // the server does not support READDIRPLUS
@@ -118,14 +174,17 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 		return nil, err
 	}
 	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), client: client, opts: opts, buffers: opts.Buffers,
-		creds: newCredentials(), writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{})}
+		writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{})}
+	fs.creds = newCredentials(&fs.Counters, opts.Warn)
 	fs.handles.files, fs.handles.dirs = make(map[uint64]*fileHandle), make(map[uint64]*dirHandle)
-	fs.dirty.inodes = make(map[*inode]struct{})
+	fs.handles.releasing = make(map[*fileHandle]struct{})
+	fs.dirty.inodes = make(map[*inode]*dirtyFile)
 	fs.interrupts.onInterrupt = func() { fs.Counters.Interrupts.Add(1) }
+	fs.interrupts.onPanic = fs.fail
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
 	fs.inodes.init(rootInode)
 
-	cred := fs.creds.of(0, 0, 0)
+	cred := fs.creds.encode(0, 0, nil)
 	var attr nfs3.Attr
 	if _, err := fs.fetch(ctx, cred, rootInode, &attr); err != nil {
 		return nil, fmt.Errorf("fusefs: get attributes of export root: %w", err)
@@ -137,13 +196,17 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	if err := client.FSInfo(ctx, cred, root, &info); err != nil {
 		return nil, fmt.Errorf("fusefs: get server limits (FSINFO): %w", err)
 	}
+	if err := fs.probeACL(ctx, cred, opts.ACL); err != nil {
+		return nil, fmt.Errorf("fusefs: ask the server for ACLs: %w", err)
+	}
 	if fs.maxFileSize = info.MaxFileSize; fs.maxFileSize == 0 || fs.maxFileSize > math.MaxInt64 {
 		fs.maxFileSize = math.MaxInt64 // not a usable limit: use the kernel's
 	}
 	fs.opts.RSize = serverLimit(fs.opts.RSize, info.ReadMax)
 	fs.opts.WSize = serverLimit(fs.opts.WSize, info.WriteMax)
 	if fs.buffers == nil {
-		fs.buffers, fs.ownBuffers = membuf.NewPool(MaxIOSize, defaultPoolBuffer), true
+		dirty := (fs.opts.DirtyBytes + MaxIOSize - 1) / MaxIOSize
+		fs.buffers, fs.ownBuffers = membuf.NewPool(MaxIOSize, int(dirty)+readBuffers), true
 	}
 	fs.opts.WSize = min(fs.opts.WSize, fs.buffers.Size())
 	return fs, nil
@@ -192,6 +255,12 @@ func (o *Options) setDefaults() error {
 	if o.MaxWrites <= 0 {
 		o.MaxWrites = DefaultMaxWrites
 	}
+	if o.BusyErrno == 0 {
+		o.BusyErrno = syscall.EIO
+	}
+	if o.DirtyBytes <= 0 {
+		o.DirtyBytes = DefaultDirtyBytes
+	}
 	return nil
 }
 
@@ -220,47 +289,18 @@ func (fs *FS) isAborted() bool {
 // Close writes the remaining data, stops the FS and frees its memory. The file system must be
 // unmounted. When ctx ends, Close discards the remaining data as Abort does.
 func (fs *FS) Close(ctx context.Context) {
-	fs.dirty.Lock()
-	dirty := make([]*inode, 0, len(fs.dirty.inodes))
-	for ino := range fs.dirty.inodes {
-		dirty = append(dirty, ino)
-	}
-	fs.dirty.Unlock()
-	for _, ino := range dirty {
-		_ = fs.sync(ctx, ino) // the writers got their errors from close(2)
-	}
-	fs.waitBackground(ctx)
+	fs.endWatch()
+	fs.flush(ctx, 0) // the writers got their errors from close(2)
+	fs.stopExpiry()
+	stop := context.AfterFunc(ctx, fs.Abort)
+	fs.work.Wait()
+	stop()
 	fs.Abort()
 	fs.work.Wait()
 	fs.interrupts.stop()
-	for _, ino := range dirty {
-		fs.freeExtents(ino)
-	}
+	fs.freeExtents()
 	if fs.ownBuffers {
 		fs.buffers.Close()
-	}
-}
-
-// waitBackground waits until background work has finished. When ctx ends, it aborts the FS.
-func (fs *FS) waitBackground(ctx context.Context) {
-	stop := context.AfterFunc(ctx, fs.Abort)
-	defer stop()
-	fs.work.Wait()
-}
-
-// freeExtents frees the buffers of a file after all calls have ended.
-func (fs *FS) freeExtents(ino *inode) {
-	w := &ino.wb
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if e := w.filling; e != nil {
-		w.filling = nil
-		fs.release(ino, e)
-	}
-	for len(w.unstable) > 0 {
-		e := w.unstable[0]
-		w.unstable = w.unstable[1:]
-		fs.release(ino, e)
 	}
 }
 
@@ -271,7 +311,10 @@ func (fs *FS) String() string { return "nfsrdma" }
 func (fs *FS) SetDebug(bool) {}
 
 // Init is called by go-fuse with the first request.
-func (fs *FS) Init(s *fuse.Server) { fs.server.Store(s) }
+func (fs *FS) Init(s *fuse.Server) {
+	fs.server.Store(s)
+	fs.expireOnly.Store(s.KernelSettings().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
+}
 
 // OnUnmount is called by go-fuse after the unmount.
 func (fs *FS) OnUnmount() {}
@@ -295,6 +338,9 @@ func (fs *FS) addFile(h *fileHandle) uint64 {
 	defer fs.handles.Unlock()
 	fs.handles.last++
 	fs.handles.files[fs.handles.last] = h
+	if h.watched {
+		fs.watchFile()
+	}
 	return fs.handles.last
 }
 

@@ -2,6 +2,7 @@ package fusefs
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -28,6 +29,9 @@ type inode struct {
 	known bool      // attr was set at least once
 	valid bool      // attr is not known to be outdated
 	size  uint64    // attr.Size, or the end of data written since, whichever is larger
+	// sizeUnknown is true after the server rejected data, until the next attributes. size may then
+	// be too large.
+	sizeUnknown bool
 	// how long attr may be cached; doubles while the attributes stay the same
 	ttl      time.Duration
 	ttlSetAt time.Time // time of the last change of ttl
@@ -38,11 +42,17 @@ type inode struct {
 	// unsent is true when attr came with the reply to a change by this mount and the kernel does
 	// not have it yet.
 	unsent    bool
+	sent      stamp // of the attributes in the last reply to the kernel
 	pageStamp stamp // state of the file in the kernel's cached pages
 	// pageStamp is known, and no other client is known to have changed the file
 	pageStampValid bool
-	pending        int        // extents that the server does not have yet
-	silly          *sillyName // current name of a removed file that is still open
+	pending        int         // extents that the server does not have yet
+	silly          *sillyName  // current name of a removed file that is still open
+	lookups        lookupState // of a directory
+	acls           *cachedACLs // nil: unknown
+	names          nameCache   // of a directory
+	found          foundAs     // of a directory
+	chain          writeChain
 
 	wb writeback
 }
@@ -65,6 +75,7 @@ type inodeTable struct {
 	byID   map[uint64]*inode
 	byFH   map[nfs3.FH]*inode // inodes that a lookup can find
 	lastID uint64
+	names  atomic.Int64 // names in all nameCaches
 
 	files      int // open files, and opens in flight
 	unresolved []*unresolvedRemoval
@@ -170,6 +181,10 @@ func (t *inodeTable) dropIfUnused(ino *inode) {
 		return
 	}
 	delete(t.byID, ino.id)
+	ino.mu.Lock()
+	t.names.Add(-int64(len(ino.names.names)))
+	ino.names.names = nil
+	ino.mu.Unlock()
 	if t.byFH[ino.fh] == ino {
 		delete(t.byFH, ino.fh)
 	}

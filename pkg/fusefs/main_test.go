@@ -19,6 +19,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
@@ -59,12 +60,19 @@ func startExport(t *testing.T) *export {
 	}}
 }
 
-// startOwnExport exports a directory with this project's server over RDMA.
+// startOwnExport exports a directory with this project's server over RDMA, without root squash.
 func startOwnExport(t *testing.T) *export {
 	t.Helper()
+	return startExportOf(t, nfsserve.Config{NoRootSquash: true})
+}
+
+// startExportOf exports a directory with this project's server, configured by cfg.
+func startExportOf(t *testing.T, cfg nfsserve.Config) *export {
+	t.Helper()
 	dir := t.TempDir()
-	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
-		NoRootSquash: true, StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})})
+	cfg.Dir, cfg.RDMAListen, cfg.TCPListen, cfg.StateDir = dir, "127.0.0.1:0", "127.0.0.1:0", t.TempDir()
+	cfg.Provider = softiwarp.New(softiwarp.Config{})
+	s, err := nfsserve.Run(context.Background(), cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -108,6 +116,7 @@ type mountConfig struct {
 	mount   MountOptions
 	buffers int // number of buffers; 0 means 16
 	bufSize int // bytes; 0 means MaxIOSize
+	noACL   bool
 	// returns a caller between the client and the server, if not nil
 	wrap func(nfs3.Caller) nfs3.Caller
 }
@@ -137,6 +146,9 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 	}
 	pool := membuf.NewPool(cfg.bufSize, cfg.buffers)
 	cfg.opts.Buffers = pool
+	if !cfg.noACL {
+		cfg.opts.ACL = nfsacl.NewClient(caller)
+	}
 	fs, err := New(t.Context(), nfs3.NewClient(caller, nfs3.Options{}), e.root, cfg.opts)
 	if err != nil {
 		conn.Close()

@@ -5,7 +5,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime/debug"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -60,6 +62,7 @@ var mmapSteps = map[string]func(t *testing.T, path string){
 		must(t, unix.Munmap(p))
 		must(t, f.Close())
 	},
+	"cut by another client": mmapStepCut,
 	"read": func(t *testing.T, path string) {
 		f, p := mapFile(t, path)
 		if !bytes.Equal(p, randomBytes(1, mmapSize)) {
@@ -68,6 +71,39 @@ var mmapSteps = map[string]func(t *testing.T, path string){
 		must(t, unix.Munmap(p))
 		must(t, f.Close())
 	},
+}
+
+// mmapStepCut maps a file, creates path.ready, and waits until another client has cut the file.
+func mmapStepCut(t *testing.T, path string) {
+	f, p := mapFile(t, path)
+	copy(p, randomBytes(1, mmapSize))
+	must(t, unix.Msync(p, unix.MS_SYNC))
+	must(t, os.WriteFile(path+".ready", nil, 0o644))
+	if !eventually(func() bool {
+		st, err := f.Stat()
+		return err == nil && st.Size() == mmapCut
+	}) {
+		t.Fatal("the new size does not arrive")
+	}
+	if !bytes.Equal(p[:mmapCut], randomBytes(1, mmapSize)[:mmapCut]) {
+		t.Error("the mapping differs before the cut")
+	}
+	page := os.Getpagesize()
+	end := (mmapCut + page - 1) / page * page
+	if len(bytes.Trim(p[mmapCut:end], "\x00")) != 0 {
+		t.Error("the last page shows truncated data, want zeros")
+	}
+	func() {
+		defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+		defer func() {
+			if recover() == nil {
+				t.Error("read beyond the cut: got data, want SIGBUS")
+			}
+		}()
+		_ = bytes.Clone(p[end : end+1])
+	}()
+	must(t, unix.Munmap(p))
+	must(t, f.Close())
 }
 
 func TestMmapChildProcess(t *testing.T) {
@@ -108,6 +144,47 @@ func TestMmapWriteBack(t *testing.T) {
 			}
 			dropCaches(t, m.path(step))
 			wantContent(t, m.path(step), want)
+		})
+	}
+}
+
+// TestMmapAfterTruncateByOtherClient truncates a file on a second mount while the first one has it
+// mapped.
+func TestMmapAfterTruncateByOtherClient(t *testing.T) {
+	t.Parallel()
+	e := startOwnExport(t)
+	opts := Options{AcRegMin: time.Second, AcRegMax: time.Second, AcDirMax: time.Second}
+	a, b := e.mount(t, mountConfig{opts: opts}), e.mount(t, mountConfig{})
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if !eventually(func() bool {
+			_, err := os.Stat(filepath.Join(e.dir, "f.ready"))
+			return err == nil
+		}) {
+			t.Error("the child process is not ready")
+		}
+		if err := os.Truncate(b.path("f"), mmapCut); err != nil {
+			t.Error(err)
+		}
+	}()
+	runMmapStep(t, "cut by another client", a.path("f"))
+	<-done
+}
+
+// TestMmapIsSeenByOtherMountAtOpen changes a file through a mapping on one mount while another
+// mount has its pages.
+func TestMmapIsSeenByOtherMountAtOpen(t *testing.T) {
+	t.Parallel()
+	for _, s := range bothServers {
+		t.Run(s.name, func(t *testing.T) {
+			e := s.start(t)
+			a, b := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})
+			must(t, os.WriteFile(a.path("f"), make([]byte, mmapSize), 0o644))
+			wantContent(t, b.path("f"), make([]byte, mmapSize))
+			e.awaitTick(t)
+			runMmapStep(t, "sync", a.path("f"))
+			wantContent(t, b.path("f"), randomBytes(1, mmapSize))
 		})
 	}
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"log"
 	"os"
-	"path/filepath"
 	"strconv"
 	"sync"
 	"syscall"
@@ -34,6 +33,9 @@ type MountOptions struct {
 	// Suid allows set-user-ID and set-group-ID programs on the mount, and Dev allows device files.
 	// NoExec forbids running programs from the mount.
 	Suid, Dev, NoExec bool
+	// NoAtime, NoDirAtime and StrictAtime are the flags of mount(8) with these names. The server
+	// updates access times, so they only change what mount tables show.
+	NoAtime, NoDirAtime, StrictAtime bool
 	// SkipDisablePoll makes Mount skip DisablePoll. Set SkipDisablePoll when this process opens no
 	// file on the mount, or calls DisablePoll first. Mount then makes no system call on the new
 	// mount. A process that is killed during such a call waits for its own reply forever: the
@@ -55,25 +57,36 @@ type Server struct {
 	state mountState // guarded by mu
 }
 
-// Mount mounts fs on dir with mount(2), which requires CAP_SYS_ADMIN, and serves it until it is
-// unmounted. dir must be an existing directory. All users can access the mount with their own
-// permissions. An FS can be mounted only once.
+// Mount is MountAt for the directory dir.
 func Mount(dir string, fs *FS, opts MountOptions) (*Server, error) {
-	abs, err := mountPoint(dir)
+	p, err := OpenMountPoint(dir)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("mount %s: %w", dir, err)
 	}
+	defer p.Close()
+	return MountAt(p, fs, opts)
+}
+
+// MountAt mounts fs on p, which requires CAP_SYS_ADMIN, and serves it until it is unmounted. The
+// caller closes p afterwards. All users can access the mount with their own permissions. An FS can
+// be mounted only once.
+func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
+	abs := p.Path()
 	maxWrite := min(fs.buffers.Size(), MaxIOSize)
 	s := &Server{fs: fs, dir: abs, done: make(chan struct{})}
+	var err error
 	if s.device, err = openFuse(); err != nil {
 		return nil, mountError(abs, err)
 	}
-	srv, err := s.start(&opts, maxWrite)
+	srv, err := s.start(p, &opts, maxWrite)
 	if err != nil {
 		s.device.close()
 		return nil, mountError(abs, err)
 	}
+	fs.mountDir.Store(&s.dir)
 	fs.interrupts.watch(s.device)
+	s.watchBusyReads()
+	fs.device.Store(s.device)
 	go s.serve(srv)
 	if !opts.SkipDisablePoll {
 		DisablePoll(abs)
@@ -98,49 +111,47 @@ func DisablePoll(dir string) {
 	}
 }
 
-// mountPoint returns the directory without symbolic links, as in the kernel's mount table.
-func mountPoint(dir string) (string, error) {
-	abs, err := filepath.Abs(dir)
-	if err != nil {
-		return "", fmt.Errorf("mount %s: %w", dir, err)
-	}
-	if st, err := os.Stat(abs); err != nil {
-		return "", fmt.Errorf("mount %s: %w", abs, err)
-	} else if !st.IsDir() {
-		return "", fmt.Errorf("mount %s: %w", abs, syscall.ENOTDIR)
-	}
-	resolved, err := filepath.EvalSymlinks(abs)
-	if err != nil {
-		return "", fmt.Errorf("mount %s: %w", abs, err)
-	}
-	return resolved, nil
-}
-
 // start mounts the file system and negotiates the FUSE protocol with the kernel.
-func (s *Server) start(opts *MountOptions, maxWrite int) (*fuse.Server, error) {
-	if err := s.device.mount(s.dir, opts, maxWrite); err != nil {
+func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*fuse.Server, error) {
+	var err error
+	if s.dev, err = s.device.mount(p, opts, maxWrite); err != nil {
 		return nil, err
 	}
-	var err error
-	if s.dev, err = deviceAt(unix.AT_FDCWD, s.dir); err != nil {
-		_ = unix.Unmount(s.dir, unix.MNT_DETACH)
-		return nil, fmt.Errorf("find device number of new mount: %w", err)
+	switch there, err := mountedAt(s.dir, s.dev); {
+	case err != nil:
+		_ = p.detach(s.dev)
+		return nil, fmt.Errorf("read mount table: %w", err)
+	case !there:
+		_ = p.detach(s.dev)
+		return nil, errors.New("directory was moved during the mount; try again")
 	}
 	path, err := s.device.pathForServer()
 	if err != nil {
 		_ = s.detach(unix.MNT_DETACH)
 		return nil, err
 	}
-	// The server clears set-user-ID and set-group-ID bits when another user writes to or chowns a
-	// file. Without HANDLE_KILLPRIV the kernel would send a SETATTR as the writer, who may not have
-	// permission for it.
+	var withoutLocks uint64
+	if s.fs.opts.LocalPosix {
+		withoutLocks |= fuse.CAP_POSIX_LOCKS
+	}
+	if s.fs.opts.LocalFlock {
+		withoutLocks |= fuse.CAP_FLOCK_LOCKS
+	}
 	srv, err := fuse.NewServer(s.fs, path, &fuse.MountOptions{
-		MaxBackground:     maxBackground,
-		MaxWrite:          maxWrite,
-		MaxReadAhead:      maxWrite,
-		DisableXAttrs:     true,
-		ExtraCapabilities: fuse.CAP_READDIRPLUS_AUTO | fuse.CAP_DIRECT_IO_ALLOW_MMAP | fuse.CAP_HANDLE_KILLPRIV,
-		Logger:            opts.Logger,
+		MaxBackground:            maxBackground,
+		MaxWrite:                 maxWrite,
+		MaxReadAhead:             maxWrite,
+		ExplicitDataCacheControl: s.fs.explicitPages(),
+		DisableXAttrs:            s.fs.acl == nil,
+		EnableAcl:                s.fs.acl != nil,
+		ExtraCapabilities:        s.fs.capabilities(),
+		// On an ID-mapped mount the kernel does not say who makes most requests. Without the
+		// capability the kernel refuses to make one, as for Linux's NFS client.
+		DisabledCapabilities: fuse.CAP_ALLOW_IDMAP | withoutLocks,
+		// The kernel keeps the kinds of locks that it does not forward.
+		EnableLocks:  s.fs.opts.Locks != nil,
+		Logger:       opts.Logger,
+		PanicHandler: s.fs.panicked,
 	})
 	if err != nil {
 		_ = s.detach(unix.MNT_DETACH)
@@ -159,17 +170,23 @@ func (s *Server) serve(srv *fuse.Server) {
 	_, _ = s.umount(unix.MNT_DETACH) // callers of Unmount get the error
 }
 
-func (o *MountOptions) flags() uintptr {
-	var flags uintptr
-	for _, f := range []struct {
-		on  bool
-		bit uintptr
-	}{{!o.Suid, unix.MS_NOSUID}, {!o.Dev, unix.MS_NODEV}, {o.NoExec, unix.MS_NOEXEC}, {o.ReadOnly, unix.MS_RDONLY}} {
-		if f.on {
-			flags |= f.bit
-		}
+// capabilities returns the capabilities of the kernel's FUSE client that the file system uses.
+func (fs *FS) capabilities() uint64 {
+	// The server clears set-user-ID and set-group-ID bits when another user writes to or chowns a
+	// file. Without HANDLE_KILLPRIV the kernel would send a SETATTR as the writer, who may not have
+	// permission for it.
+	c := uint64(fuse.CAP_DIRECT_IO_ALLOW_MMAP | fuse.CAP_HANDLE_KILLPRIV)
+	if fs.opts.SharedNames {
+		// The kernel decides by the lookups of names that it has not cached whether a program needs
+		// READDIRPLUS.
+		c |= fuse.CAP_READDIRPLUS_AUTO
 	}
-	return flags
+	if fs.acl != nil {
+		// DONT_MASK: only the client knows whether the umask applies. HANDLE_KILLPRIV_V2: otherwise
+		// the kernel would ask for security.capability at each write(2).
+		c |= fuse.CAP_DONT_MASK | fuse.CAP_HANDLE_KILLPRIV_V2
+	}
+	return c
 }
 
 func mountError(dir string, err error) error {

@@ -12,7 +12,16 @@ import (
 
 // Lookup finds a name in a directory.
 func (fs *FS) Lookup(cancel <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
-	return fs.onNode(OpLookup, cancel, h, func(r *request, dir *inode) error { return fs.lookup(r, dir, name, out) })
+	return fs.onNode(OpLookup, cancel, h, func(r *request, dir *inode) error {
+		if err := fs.users.admit(r, h.Uid); err != nil {
+			return err
+		}
+		err := fs.lookup(r, dir, name, out)
+		if errno(err) == syscall.EACCES && fs.hasMountsBelow() {
+			return syscall.ENOMEM
+		}
+		return err
+	})
 }
 
 func (fs *FS) lookup(r *request, dir *inode, name string, out *fuse.EntryOut) error {
@@ -50,19 +59,28 @@ func (fs *FS) lookup(r *request, dir *inode, name string, out *fuse.EntryOut) er
 // lookupOnce finds a name. The returned node is nil when the kernel may cache the name as missing.
 // When the object disappears before its attributes arrive, lookupOnce looks the name up again.
 func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
+	if ino, ok, err := fs.lookupCached(r, dir, name, out); ok {
+		return ino, err
+	}
 	for try := 0; ; try++ {
 		var res nfs3.LookupResult
 		start, err := fs.lookupRPC(r, dir, name, &res)
-		if hasStatus(err, nfs3.ErrNoEnt) && fs.opts.LookupCache == LookupCacheAll && !fs.opts.NoAC {
-			// Node 0 with a timeout makes the kernel cache the name as missing for that time.
-			*out = fuse.EntryOut{}
-			out.SetEntryTimeout(fs.attrTimeout(dir))
-			return nil, nil
+		if hasStatus(err, nfs3.ErrNoEnt) {
+			fs.keepLookup(dir, name, 0, start)
+			ino, err := fs.missing(dir, out)
+			fs.cacheName(dir, name, start, out)
+			return ino, err
+		}
+		if isStale(err) && fs.missingAtPath(r, dir, name) {
+			return nil, syscall.ENOENT
 		}
 		if err != nil {
 			return nil, err
 		}
-		ino, err := fs.entry(r, dir, res.FH, &res.Attr, start, out)
+		ino, err := fs.entry(r, dir, name, res.FH, &res.Attr, start, out)
+		if err == nil {
+			fs.keepLookup(dir, name, ino.id, start)
+		}
 		if errno(err) != syscall.ESTALE || try >= staleTries {
 			return ino, err
 		}
@@ -83,13 +101,19 @@ func (fs *FS) lookupRPC(r *request, dir *inode, name string, res *nfs3.LookupRes
 		if res.DirAttr.Present {
 			fs.updateAttr(dir, &res.DirAttr.Attr, start)
 		}
+		switch {
+		case err == nil, hasStatus(err, nfs3.ErrNoEnt):
+			fs.allowSearch(dir, r.cred, start)
+		case hasStatus(err, nfs3.ErrAcces):
+			fs.denySearch(dir, r.cred)
+		}
 		return start, fs.checkStale(dir, err)
 	}
 }
 
 // entry fills the reply for a name with the node of fh and adds one lookup reference to it. post
 // holds the attributes that came with fh in the reply to a call sent at start.
-func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64,
+func (fs *FS) entry(r *request, dir *inode, name string, fh nfs3.FH, post *nfs3.PostOpAttr, start uint64,
 	out *fuse.EntryOut) (*inode, error) {
 	var known *nfs3.Attr
 	if post.Present {
@@ -101,7 +125,10 @@ func (fs *FS) entry(r *request, dir *inode, fh nfs3.FH, post *nfs3.PostOpAttr, s
 		fs.inodes.forget(ino.id, 1)
 		return nil, err
 	}
+	fs.dropStalePages(ino)
 	fs.fillEntry(dir, ino, &a, cacheable, out)
+	fs.cacheName(dir, name, start, out)
+	ino.setFoundAs(dir, name)
 	return ino, nil
 }
 
@@ -122,14 +149,15 @@ func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr,
 
 func (fs *FS) fillEntry(dir, ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.EntryOut) {
 	*out = fuse.EntryOut{NodeId: ino.id}
-	fs.fillAttr(&out.Attr, a)
-	out.SetEntryTimeout(fs.entryTimeout(dir))
+	fs.fillAttr(ino, &out.Attr, a)
+	ino.setSent(a)
+	out.SetEntryTimeout(fs.kernelNameTime(dir))
 	if cacheable {
 		out.SetAttrTimeout(fs.attrTimeout(ino))
 	}
 }
 
-// entryTimeout returns how long the kernel may cache a name: as long as the directory's attributes.
+// entryTimeout returns how long a name may be cached: as long as the directory's attributes.
 func (fs *FS) entryTimeout(dir *inode) time.Duration {
 	if fs.opts.LookupCache == LookupCacheNone || fs.opts.NoAC {
 		return 0
@@ -141,9 +169,10 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 }
 
 // createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. createEntry makes the call
-// and gets what the server left out of its reply.
+// and gets what the server left out of its reply. own is true when the handle came with the reply,
+// so that the node certainly is the new object.
 func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOut,
-	call func(*nfs3.CreateResult) error) (*inode, error) {
+	call func(*nfs3.CreateResult) error) (ino *inode, own bool, err error) {
 	var res nfs3.CreateResult
 	var start uint64
 	for try := 0; ; try++ {
@@ -152,28 +181,31 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOu
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
+		fs.nameChanged(dir, name)
 		fs.updateWcc(dir, &res.DirWcc, start, true)
 		if err != nil {
-			return nil, fs.checkStale(dir, err)
+			return nil, false, fs.checkStale(dir, err)
 		}
 		break
 	}
-	if !res.HasFH {
+	if own = res.HasFH; !own {
 		var found nfs3.LookupResult
-		var err error
 		if start, err = fs.lookupRPC(r, dir, name, &found); err != nil {
-			return nil, err
+			return nil, false, err
 		}
 		res.FH, res.Attr = found.FH, found.Attr
 	}
-	return fs.entry(r, dir, res.FH, &res.Attr, start, out)
+	if ino, err = fs.entry(r, dir, name, res.FH, &res.Attr, start, out); err == nil {
+		fs.keepLookup(dir, name, ino.id, fs.callStart()) // the kernel still locks the directory
+	}
+	return ino, own, err
 }
 
 // Mkdir handles mkdir(2).
 func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
-	set := modeOnly(in.Mode)
 	return fs.onNode(OpMkdir, cancel, &in.InHeader, func(r *request, dir *inode) error {
-		_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+		set := fs.newMode(r, dir, in.Mode, in.Umask)
+		_, _, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
 			return fs.client.Mkdir(r, r.cred, dir.fh, name, &set, res)
 		})
 		return err
@@ -188,11 +220,11 @@ func (fs *FS) Mknod(cancel <-chan struct{}, in *fuse.MknodIn, name string, out *
 }
 
 func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *fuse.EntryOut) error {
-	set := modeOnly(in.Mode)
+	set := fs.newMode(r, dir, in.Mode, in.Umask)
 	var typ nfs3.FileType
 	switch in.Mode & syscall.S_IFMT {
 	case syscall.S_IFREG, 0:
-		_, err := fs.createFile(r, dir, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}, out)
+		_, _, err := fs.createFile(r, dir, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}, out)
 		return err
 	case syscall.S_IFCHR:
 		typ = nfs3.NF3CHR
@@ -206,7 +238,7 @@ func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *
 		return syscall.EINVAL
 	}
 	dev := nfs3.Device{Major: unix.Major(uint64(in.Rdev)), Minor: unix.Minor(uint64(in.Rdev))}
-	_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+	_, _, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
 		return fs.client.Mknod(r, r.cred, dir.fh, name, typ, &set, dev, res)
 	})
 	return err
@@ -216,7 +248,7 @@ func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *
 func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
 	set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
 	return fs.onNode(OpSymlink, cancel, h, func(r *request, dir *inode) error {
-		_, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+		_, _, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
 			return fs.client.Symlink(r, r.cred, dir.fh, name, target, &set, res)
 		})
 		return err
@@ -246,12 +278,17 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
+		fs.nameChanged(dir, name)
 		fs.updateWcc(dir, &res.DirWcc, start, true)
 		if err != nil {
 			return fs.checkStale(ino, err)
 		}
 		break
 	}
-	_, err := fs.entry(r, dir, ino.fh, &res.Attr, start, out)
+	fs.setToNow(&fs.lastRename) // the link has changed the ctime
+	_, err := fs.entry(r, dir, name, ino.fh, &res.Attr, start, out)
+	if err == nil {
+		fs.keepLookup(dir, name, ino.id, fs.callStart())
+	}
 	return err
 }

@@ -26,7 +26,9 @@ func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
 	}
 	var a nfs3.Attr
 	if left, ok := fs.takeUnsent(ino, &a); ok {
-		fs.fillAttr(&out.Attr, &a)
+		fs.dropStalePages(ino)
+		fs.fillAttr(ino, &out.Attr, &a)
+		ino.setSent(&a)
 		out.SetTimeout(left)
 		return nil
 	}
@@ -34,12 +36,14 @@ func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
 	if err != nil {
 		return err
 	}
+	fs.dropStalePages(ino)
 	fs.fillAttrOut(ino, &a, cacheable, out)
 	return nil
 }
 
 func (fs *FS) fillAttrOut(ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.AttrOut) {
-	fs.fillAttr(&out.Attr, a)
+	fs.fillAttr(ino, &out.Attr, a)
+	ino.setSent(a)
 	out.SetTimeout(0)
 	if cacheable {
 		out.SetTimeout(fs.attrTimeout(ino))
@@ -106,6 +110,9 @@ func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc 
 // setAttrs sends a SETATTR and stores the attributes of the reply.
 func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.SetAttr, wcc *nfs3.WccData) error {
 	fs.invalidateAttr(ino)
+	ino.mu.Lock()
+	ino.acls = nil // a new mode changes the ACL
+	ino.mu.Unlock()
 	for try := 0; ; try++ {
 		start := fs.callStart()
 		err := fs.client.SetAttr(ctx, cred, ino.fh, set, nil, wcc)
@@ -116,11 +123,12 @@ func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.S
 			fs.invalidateAttr(ino)
 			return fs.checkStale(ino, err)
 		}
+		ino.mu.Lock()
 		if set.HasSize {
-			ino.mu.Lock()
 			ino.size = set.Size
-			ino.mu.Unlock()
 		}
+		ino.newEpoch(fs.clock.Add(1)) // the change may grant or revoke rights
+		ino.mu.Unlock()
 		fs.updateWcc(ino, wcc, start, true)
 		return nil
 	}
@@ -227,13 +235,19 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	if buf == nil {
 		return nil, syscall.EINTR
 	}
-	defer fs.buffers.Put(buf)
+	defer func() {
+		if buf != nil {
+			fs.buffers.Put(buf)
+		}
+	}()
 	for try := 0; ; try++ {
 		var res nfs3.ReadLinkResult
 		start := fs.callStart()
 		err := fs.client.ReadLink(r, r.cred, ino.fh, buf[:nfs3.MaxPath], &res)
-		if fs.retryJukebox(r, err, try) {
-			continue
+		if isBusy(err) {
+			if buf, _ = fs.pauseRead(r, &err, buf, 0, try); err == nil {
+				continue
+			}
 		}
 		if hasStatus(err, nfs3.ErrStale) {
 			fs.reopens.expect(r.pid)

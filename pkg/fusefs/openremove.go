@@ -295,7 +295,7 @@ func (fs *FS) pinUntilReopen(r *request, ino *inode, e *reopen) error {
 	if _, err := fs.pin(r, ino); err != nil {
 		return err
 	}
-	fs.work.Go(func() {
+	fs.spawn(func() {
 		t := time.NewTimer(time.Until(e.expires))
 		defer t.Stop()
 		select {

@@ -8,8 +8,8 @@ type Owner struct {
 	// namespace or belongs to the kernel.
 	PID uint32
 	UID uint32
-	// WriteBack is true for background work: writing dirty data, or removing the name of a removed
-	// file. PID and UID are then 0.
+	// WriteBack is true for background work: writing dirty data, removing the name of a removed
+	// file, or revalidating the attributes of open files. PID and UID are then 0.
 	WriteBack bool
 }
 

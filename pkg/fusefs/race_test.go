@@ -37,7 +37,7 @@ func statAndRead(fd int) ([]byte, error) {
 // it. Each open succeeds, or returns ENOENT where that is possible. An opened file has the full
 // content of one version.
 func TestOpenDuringReplaceAndRemove(t *testing.T) {
-	const rounds, openers = 200, 3
+	const rounds, openers = 80, 3
 	e := startExport(t)
 	for _, c := range []struct {
 		name   string

@@ -63,6 +63,9 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 	if int64(in.Size) > int64(fs.buffers.Size()) {
 		return nil, syscall.EIO // Mount bounds the kernel's requests by the buffer size
 	}
+	if err := fs.lostLock(h); err != nil {
+		return nil, err
+	}
 	if err := fs.push(r, h.ino); err != nil {
 		return nil, err
 	}
@@ -70,9 +73,11 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 	if buf == nil {
 		return nil, syscall.EINTR
 	}
-	n, err := fs.readFull(r, h, in.Offset, buf[:in.Size])
+	buf, n, err := fs.readCurrent(r, h, in, buf)
 	if err != nil {
-		fs.buffers.Put(buf)
+		if buf != nil {
+			fs.buffers.Put(buf)
+		}
 		return nil, err
 	}
 	if n == 0 { // go-fuse does not call Done for an empty result
@@ -85,35 +90,38 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 	return res, nil
 }
 
-// readFull reads until buf is full or the file ends. readFull returns the number of bytes.
-func (fs *FS) readFull(r *request, h *fileHandle, off uint64, buf []byte) (int, error) {
+// readFull reads in.Size bytes into buf, or fewer at the end of the file on the server. readFull
+// returns a buffer, which may be another one or nil, and the number of bytes in it.
+func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, buf []byte) (_ []byte, done int, err error) {
 	var res nfs3.ReadResult
-	for done, empty, try := 0, 0, 0; ; {
-		if done == len(buf) {
-			return done, nil
+	for empty, try := 0, 0; ; {
+		if done == int(in.Size) {
+			return buf, done, nil
 		}
-		part := buf[done:min(len(buf), done+fs.opts.RSize)]
+		part := buf[done:min(int(in.Size), done+fs.opts.RSize)]
 		start := fs.callStart()
-		err := fs.client.Read(r, h.cred, h.ino.fh, off+uint64(done), part, &res)
-		if fs.retryJukebox(r, err, try) {
-			try++
-			continue
+		err := fs.client.Read(r, h.cred, h.ino.fh, in.Offset+uint64(done), part, &res)
+		if isBusy(err) {
+			if buf, done = fs.pauseRead(r, &err, buf, done, try); err == nil {
+				try++
+				continue
+			}
 		}
 		if err != nil {
-			return 0, fs.checkStale(h.ino, err)
+			return buf, 0, fs.checkStale(h.ino, err)
 		}
 		if res.Attr.Present {
 			fs.updateAttr(h.ino, &res.Attr.Attr, start)
 		}
 		done += res.N
 		if res.EOF {
-			return done, nil
+			return buf, done, nil
 		}
 		if empty++; res.N > 0 {
 			empty = 0
 		}
 		if empty > maxEmptyReads {
-			return 0, syscall.EIO
+			return buf, 0, fs.invalidReply(h.ino, "READ returns neither data nor the end of the file")
 		}
 		try = 0
 	}

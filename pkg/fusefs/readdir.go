@@ -33,6 +33,11 @@ type dirHandle struct {
 	start   uint64     // FS.clock when the last call was sent
 	// restarts counts the consecutive restarts without a further entry.
 	restarts int
+	// returned holds the last names that the reader got, in order; see findPosition. It is empty
+	// after seekdir(3).
+	returned []string
+	// skip holds names that the reader got before a restart.
+	skip map[string]bool
 
 	// seen holds the cookies of all calls since the start, to detect cookies that repeat.
 	seen map[uint64]struct{}
@@ -58,11 +63,15 @@ func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 	// Each open of a directory asks the server, as for files. The kernel alone would check only the
 	// mode.
 	var res nfs3.AccessResult
-	if err := fs.askAccess(r, r.cred, ino, nfs3.AccessRead, &res); err != nil {
+	start := fs.callStart()
+	if err := fs.askAccess(r, r.cred, ino, nfs3.AccessRead|nfs3.AccessLookup, &res); err != nil {
 		return err
 	}
 	if res.Access&nfs3.AccessRead == 0 {
 		return syscall.EACCES
+	}
+	if res.Access&nfs3.AccessLookup != 0 {
+		fs.allowSearch(ino, r.cred, start)
 	}
 	fs.inodes.open(ino)
 	d := &dirHandle{ino: ino, cred: r.cred}
@@ -136,7 +145,10 @@ func (fs *FS) fillPlus(d *dirHandle, e *dirEntry, out *fuse.EntryOut) {
 	ino.mu.Lock()
 	a := ino.attr
 	ino.mu.Unlock()
+	fs.keepLookup(d.ino, e.name, ino.id, d.start)
 	fs.fillEntry(d.ino, ino, &a, true, out)
+	fs.cacheName(d.ino, e.name, d.start, out)
+	ino.setFoundAs(d.ino, e.name)
 }
 
 // readDir passes entries from in.Offset on to add, until add refuses one or the directory ends.
@@ -153,11 +165,14 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 	for given := false; ; {
 		for d.pos < len(d.entries) {
 			e := &d.entries[d.pos]
-			if !add(d, e) {
-				return nil
+			if !d.skip[e.name] {
+				if !add(d, e) {
+					return nil
+				}
+				given = true
+				d.restarts = 0
+				d.remember(e.name)
 			}
-			given = true
-			d.restarts = 0
 			d.pos++
 			d.offset = e.cookie
 		}
@@ -182,7 +197,7 @@ func (d *dirHandle) seek(offset uint64) {
 	default:
 		for i := range d.entries {
 			if d.entries[i].cookie == offset {
-				d.pos, d.offset = i+1, offset
+				d.pos, d.offset, d.returned = i+1, offset, d.returned[:0]
 				return
 			}
 		}
@@ -193,8 +208,19 @@ func (d *dirHandle) seek(offset uint64) {
 // rewind drops the last reply and the seen cookies.
 func (d *dirHandle) rewind(offset uint64) {
 	d.entries, d.pos, d.offset, d.eof = d.entries[:0], 0, offset, false
-	d.restarts = 0
+	d.restarts, d.returned, d.skip = 0, d.returned[:0], nil
 	clear(d.seen)
+}
+
+// maxReturned bounds the names that a restart can find the reader's position by.
+const maxReturned = 1024
+
+// remember records a name that the reader got.
+func (d *dirHandle) remember(name string) {
+	if len(d.returned) >= 2*maxReturned {
+		d.returned = append(d.returned[:0], d.returned[maxReturned:]...)
+	}
+	d.returned = append(d.returned, name)
 }
 
 // fillDir gets the entries after d.offset from the server.
@@ -203,7 +229,7 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 		d.seen = make(map[uint64]struct{})
 	}
 	if _, loop := d.seen[d.offset]; loop || len(d.seen) >= maxDirReplies {
-		return syscall.EIO
+		return fs.invalidReply(d.ino, "READDIR does not reach the end of the directory")
 	}
 	d.seen[d.offset] = struct{}{}
 	err := fs.dirRPC(r, d, d.offset, plus)
@@ -213,8 +239,7 @@ func (fs *FS) fillDir(r *request, d *dirHandle, plus bool) error {
 	return err
 }
 
-// restart finds the reader's position again after the server returned NFS3ERR_BAD_COOKIE. restart
-// reads the directory from the start until the entry with the reader's cookie.
+// restart finds the reader's position again after the server returned NFS3ERR_BAD_COOKIE.
 func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 	cookie := d.offset
 	for {
@@ -222,36 +247,65 @@ func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 			return syscall.EIO
 		}
 		fs.Counters.ReadDirRestarts.Add(1)
-		err := fs.findCookie(r, d, plus, cookie)
+		err := fs.findPosition(r, d, plus, cookie)
 		if !hasStatus(err, nfs3.ErrBadCookie) {
 			return err
 		}
 	}
 }
 
-// findCookie reads from the start of the directory until the entry with the given cookie.
-func (fs *FS) findCookie(r *request, d *dirHandle, plus bool, cookie uint64) error {
+// findPosition reads from the start of the directory until the entry that the reader got last. The
+// server may have numbered the entries again, so findPosition compares names. When another client
+// has removed the last entry, the reader continues after the latest of its entries that still
+// exists. After seekdir(3) only the cookie is known.
+func (fs *FS) findPosition(r *request, d *dirHandle, plus bool, cookie uint64) error {
 	d.verf = nfs3.Verifier{}
 	clear(d.seen)
+	order := make(map[string]int, len(d.returned)) // from 1
+	for i, name := range d.returned {
+		order[name] = i + 1
+	}
+	best, bestCookie := 0, uint64(0)
 	for from := uint64(0); ; {
 		if _, loop := d.seen[from]; loop || len(d.seen) >= maxDirReplies {
-			return syscall.EIO
+			return fs.invalidReply(d.ino, "READDIR does not reach the end of the directory")
 		}
 		d.seen[from] = struct{}{}
 		if err := fs.dirRPC(r, d, from, plus); err != nil {
 			return err
 		}
 		for i := range d.entries {
-			if d.entries[i].cookie == cookie {
-				d.pos = i + 1
+			e := &d.entries[i]
+			n := order[e.name]
+			if len(order) > 0 && n == len(d.returned) || len(order) == 0 && e.cookie == cookie {
+				d.pos, d.offset = i+1, e.cookie
+				d.skip = skipped(order)
 				return nil
+			}
+			if n > best {
+				best, bestCookie = n, e.cookie
 			}
 		}
 		if d.eof || len(d.entries) == 0 {
-			return syscall.EIO // the entries that the reader already has are unknown
+			break
 		}
 		from = d.entries[len(d.entries)-1].cookie
 	}
+	if best == 0 {
+		return syscall.EIO // the entries that the reader already has are unknown
+	}
+	d.offset, d.skip = bestCookie, skipped(order)
+	clear(d.seen)
+	return fs.dirRPC(r, d, bestCookie, plus)
+}
+
+// skipped returns the set of the names in order.
+func skipped(order map[string]int) map[string]bool {
+	set := make(map[string]bool, len(order))
+	for name := range order {
+		set[name] = true
+	}
+	return set
 }
 
 // unsupported reports whether err is NFS3ERR_NOTSUPP or PROC_UNAVAIL: the server does not support
@@ -311,7 +365,7 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	d.verf, d.eof = res.Verf, res.EOF
 	if !valid || res.Entries == 0 && !res.EOF {
 		d.entries = d.entries[:0]
-		return syscall.EIO // the directory does not advance
+		return fs.invalidReply(d.ino, "READDIR returns no entry, or one cookie twice")
 	}
 	return nil
 }

@@ -140,7 +140,7 @@ func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) er
 	fs.invalidateAttr(target)
 	// When the last close came before silly was set, that close found no hidden name to remove.
 	if fs.inodes.opensOf(target) == 0 {
-		fs.work.Go(func() { fs.removeSilly(background{fs}, target) })
+		fs.spawn(func() { fs.removeSilly(background{fs}, target) })
 	}
 	return nil
 }
@@ -169,6 +169,7 @@ func (fs *FS) removeRPC(ctx context.Context, cred []byte, dir *inode, name strin
 	start := fs.callStart()
 	err := fs.client.Remove(ctx, cred, dir.fh, name, &wcc)
 	fs.setToNow(&fs.lastRemoval)
+	fs.nameRemoved(dir, name)
 	fs.updateWcc(dir, &wcc, start, true)
 	return fs.checkStale(dir, err)
 }
@@ -199,6 +200,7 @@ func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
+		fs.nameRemoved(dir, name)
 		fs.updateWcc(dir, &wcc, start, true)
 		// Some servers return NFS3ERR_EXIST.
 		if hasStatus(err, nfs3.ErrNotEmpty) || hasStatus(err, nfs3.ErrExist) {
@@ -305,6 +307,7 @@ func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newN
 	start := fs.callStart()
 	err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
 	fs.setToNow(&fs.lastRename)
+	fs.nameMoved(from, oldName, to, newName)
 	fs.updateWcc(from, &res.From, start, true)
 	if from != to {
 		fs.updateWcc(to, &res.To, start, true)

@@ -36,7 +36,9 @@ func TestReplyAttributesAvoidGetattr(t *testing.T) {
 			must(t, f.Close())
 		}
 	})
-	if got[nfs3.ProcCreate] != files || got[nfs3.ProcLookup] != files || got[nfs3.ProcGetAttr] > 1 {
+	// A LOOKUP of the directory itself may precede: the server's reply to MKDIR need not show
+	// that no other client changed the parent.
+	if got[nfs3.ProcCreate] != files || got[nfs3.ProcLookup] > files+1 || got[nfs3.ProcGetAttr] > 1 {
 		t.Errorf("create %d files: got %d CREATEs, %d LOOKUPs and %d GETATTRs, want at most 1 GETATTR", files,
 			got[nfs3.ProcCreate],
 			got[nfs3.ProcLookup], got[nfs3.ProcGetAttr])
@@ -86,11 +88,11 @@ func TestRemoveAndRenameRefetchAttributes(t *testing.T) {
 	sub, moved := filepath.Join(dir, "sub"), filepath.Join(dir, "moved")
 	must(t, os.Mkdir(sub, 0o755))
 	must(t, os.WriteFile(filepath.Join(sub, "x"), nil, 0o644)) // nor the attributes of this reply
-	before := s.count(nfs3.ProcGetAttr)
 	must(t, os.Rename(sub, moved))
+	before := s.count(nfs3.ProcGetAttr) + s.count(nfs3.ProcLookup)
 	st := stat(t, moved)
-	if s.count(nfs3.ProcGetAttr) == before {
-		t.Error("GETATTR calls after the rename: got 0, want at least 1")
+	if s.count(nfs3.ProcGetAttr)+s.count(nfs3.ProcLookup) == before {
+		t.Error("GETATTR and LOOKUP calls after the rename: got 0, want at least 1")
 	}
 	var there unix.Stat_t
 	must(t, unix.Stat(filepath.Join(e.dir, filepath.Base(dir), "moved"), &there))

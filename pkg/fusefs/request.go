@@ -53,7 +53,8 @@ const interruptPoll = 50 * time.Millisecond
 // interrupts watches the active requests for fatal signals. One timer serves all requests and runs
 // only while requests are active. A goroutine per request would cost more than most requests.
 type interrupts struct {
-	onInterrupt func() // called for each request that ended early
+	onInterrupt func()    // called for each request that ended early
+	onPanic     func(any) // called for a panic of the timer
 
 	mu      sync.Mutex
 	active  []*request
@@ -141,6 +142,11 @@ func (w *interrupts) stop() {
 }
 
 func (w *interrupts) tick() {
+	defer func() {
+		if v := recover(); v != nil {
+			w.onPanic(v)
+		}
+	}()
 	type candidate struct {
 		r   *request
 		gen uint64
@@ -238,14 +244,27 @@ func statusField(status []byte, name string) ([]byte, bool) {
 
 // begin counts a request, starts its timer, and finds the caller's credential.
 func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
+	fs.checkFailed()
 	fs.Counters.Ops[op].Add(1)
 	r := fs.interrupts.begin(cancel, h.Pid)
 	if fs.opts.Observe != nil {
 		r.start = time.Now()
 	}
 	r.setOwner(h.Pid, h.Uid)
-	r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
+	if !usesOpenCred(op) {
+		r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
+	}
 	return r
+}
+
+// usesOpenCred reports whether the calls of a request use only the credential of the open file. The
+// kernel's requests to write pages have no caller.
+func usesOpenCred(op Op) bool {
+	switch op {
+	case OpRead, OpWrite, OpFlush, OpFsync, OpReadDir, OpReadDirPlus:
+		return true
+	}
+	return false
 }
 
 // onNode handles a request for the node of h: onNode runs do between begin and end. The status is
@@ -264,11 +283,15 @@ func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 	if fs.opts.Observe != nil {
 		fs.opts.Observe(op, time.Since(r.start))
 	}
-	fs.interrupts.finish(r)
 	status := toStatus(err)
-	if status == fuse.EINTR && fs.isAborted() {
+	switch {
+	case status != fuse.EINTR:
+	case fs.isAborted():
 		status = fuse.EIO // no signal arrived, and a retry would fail again
+	case r.Err() == nil && isBusy(err):
+		status = fuse.Status(fs.opts.BusyErrno)
 	}
+	fs.interrupts.finish(r)
 	if status != fuse.OK {
 		fs.Counters.Errors[op].Add(1)
 	}

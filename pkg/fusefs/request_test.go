@@ -39,7 +39,8 @@ func TestObserveTimesRequests(t *testing.T) {
 // TestRequestDoesNotAllocate checks that begin and end of a request do not allocate.
 func TestRequestDoesNotAllocate(t *testing.T) {
 	var sum time.Duration
-	fs := &FS{creds: newCredentials(), opts: Options{Observe: func(_ Op, d time.Duration) { sum += d }}}
+	fs := &FS{creds: newCredentials(new(Counters), nil),
+		opts: Options{Observe: func(_ Op, d time.Duration) { sum += d }}}
 	defer fs.interrupts.stop()
 	var h fuse.InHeader // pid 0, so that no groups are read from /proc
 	if n := testing.AllocsPerRun(1000, func() { fs.end(OpRead, fs.begin(OpRead, nil, &h), nil) }); n != 0 {

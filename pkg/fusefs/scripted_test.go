@@ -23,6 +23,8 @@ type scripted struct {
 	mu      sync.Mutex
 	answers map[nfs3.Proc]answer
 	calls   map[nfs3.Proc]int
+
+	aclCalls int // of NFSACL, which all go to the real server
 }
 
 // mountScripted mounts the export through a scripted server, which passes all calls at first.
@@ -49,7 +51,20 @@ func (s *scripted) count(p nfs3.Proc) int {
 	return s.calls[p]
 }
 
+// aclCount returns the number of NFSACL calls so far.
+func (s *scripted) aclCount() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.aclCalls
+}
+
 func (s *scripted) Call(ctx context.Context, m *sunrpc.Message) error {
+	if m.Prog != nfs3.Program {
+		s.mu.Lock()
+		s.aclCalls++
+		s.mu.Unlock()
+		return s.Caller.Call(ctx, m)
+	}
 	p := nfs3.Proc(m.Proc)
 	s.mu.Lock()
 	a := s.answers[p]

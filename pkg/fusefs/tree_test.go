@@ -116,7 +116,7 @@ func TestGitClone(t *testing.T) {
 
 // TestReadLargeDirectory lists a directory that takes many replies, twice.
 func TestReadLargeDirectory(t *testing.T) {
-	const entries = 10_000
+	const entries = 4_000
 	e := startExport(t)
 	must(t, os.Mkdir(filepath.Join(e.dir, "many"), 0o755))
 	for i := range entries {

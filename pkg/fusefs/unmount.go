@@ -108,7 +108,7 @@ func (s *Server) detach(flags int) error {
 		if flags&unix.MNT_DETACH != 0 {
 			err = s.detachTopMount()
 		} else {
-			err = unix.Unmount(s.dir, flags|unix.UMOUNT_NOFOLLOW)
+			err = s.umountTopMount(flags)
 		}
 		// EINVAL: another program unmounted this file system first.
 		retry := errors.Is(err, unix.EINVAL) && try < detachTries
@@ -150,19 +150,34 @@ func (s *Server) detachTopMount() error {
 	if dev, err := deviceAt(fd, ""); err != nil || dev != s.dev {
 		return err
 	}
-	return unix.Unmount("/proc/self/fd/"+strconv.Itoa(fd), unix.MNT_DETACH)
+	return unix.Unmount(procFD(fd), unix.MNT_DETACH)
+}
+
+// umountTopMount unmounts the file system at the mount point if it is this one. umount(2) gets a
+// descriptor of the parent directory: a user who owns a directory in the path could replace it by a
+// symbolic link to another mount.
+func (s *Server) umountTopMount(flags int) error {
+	parent, err := unix.Open(filepath.Dir(s.dir), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(parent)
+	return umountAt(parent, filepath.Base(s.dir), s.dev, flags)
 }
 
 // connectionsDir is the usual mount point of the kernel's FUSE control file system.
 const connectionsDir = "/sys/fs/fuse/connections"
 
 // abortConnection makes the kernel end all requests, so that processes with open files continue.
-func (s *Server) abortConnection() {
+func (s *Server) abortConnection() { s.control("abort", "1") }
+
+// control writes a value to a file of the kernel's FUSE control file system.
+func (s *Server) control(file, value string) {
 	if s.device.disconnected() {
 		return // the device number may belong to another mount now
 	}
-	name := filepath.Join(strconv.FormatUint(uint64(s.dev.minor), 10), "abort")
-	if os.WriteFile(filepath.Join(connectionsDir, name), []byte("1"), 0) == nil {
+	name := filepath.Join(strconv.FormatUint(uint64(s.dev.minor), 10), file)
+	if os.WriteFile(filepath.Join(connectionsDir, name), []byte(value), 0) == nil {
 		return
 	}
 	// The control file system is not mounted on every host. Mount it temporarily.
@@ -175,7 +190,7 @@ func (s *Server) abortConnection() {
 		return
 	}
 	defer unix.Unmount(dir, unix.MNT_DETACH)
-	_ = os.WriteFile(filepath.Join(dir, name), []byte("1"), 0)
+	_ = os.WriteFile(filepath.Join(dir, name), []byte(value), 0)
 }
 
 // Wait returns when the mount has ended, however it was unmounted.

@@ -5,7 +5,6 @@ import (
 	"slices"
 	"sync"
 	"syscall"
-	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
@@ -29,6 +28,7 @@ type extent struct {
 	started bool // WRITE was sent
 	verf    nfs3.Verifier
 	lost    bool // parts were written under different verifiers
+	resent  bool // a replay has sent the data again, or tried to
 }
 
 func (e *extent) end() uint64 { return e.off + uint64(e.n) }
@@ -44,11 +44,19 @@ type writeback struct {
 	seq      uint64
 	filling  *extent
 	sending  []*extent // sealed, in order
-	unstable []*extent // written UNSTABLE, in any order
+	unstable []*extent // written UNSTABLE; those that overlap are in order
 	syncing  bool      // a sync is running; others wait
 	paused   bool      // no WRITE may start because a replay is running
 	err      syscall.Errno
 	errSeq   uint64 // number of errors so far; each open file reports those it has not reported
+	replayed uint64 // number of replayed extents that were released
+
+	// Guarded by FS.dirty.
+	held int // buffers that count as dirty
+	busy int // calls with this data that the server answers with NFS3ERR_JUKEBOX
+
+	rejected pageRange // of rejected data whose pages the kernel has not dropped
+	dropping bool      // dropRejected is running
 }
 
 // changed wakes the goroutines that wait. The caller holds mu.
@@ -115,7 +123,7 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	if h == nil {
 		return 0, syscall.EBADF
 	}
-	if err := h.report(); err != nil {
+	if err := firstError(fs.lostLock(h), h.report()); err != nil {
 		return 0, err
 	}
 	off := in.Offset
@@ -133,7 +141,13 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	if n == 0 && err != nil {
 		return 0, err
 	}
-	if fs.opts.NoAC || in.Flags&(syscall.O_SYNC|syscall.O_DSYNC|syscall.O_DIRECT) != 0 {
+	if h.ino.mayHaveSetID() {
+		h.setID.Store(true)
+	}
+	// Check draining after the data is in an extent. Drain then either writes the data or is seen
+	// here. The kernel sends dirty pages with WRITE_CACHE. No program waits for these.
+	drains := fs.draining.Load() && in.WriteFlags&fuse.WRITE_CACHE == 0
+	if drains || fs.opts.NoAC || in.Flags&(syscall.O_SYNC|syscall.O_DSYNC|syscall.O_DIRECT) != 0 {
 		if err := fs.sync(r, h.ino); err != nil {
 			return 0, err
 		}
@@ -144,66 +158,92 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	return n, nil
 }
 
-// endOfFile returns the offset for data of a file opened with O_APPEND. NFSv3 has no append, so
-// concurrent appends by other clients are not seen.
+// endOfFile returns the offset for data of a file opened with O_APPEND: the end of the file on the
+// server, or of the data that the server does not have yet. NFSv3 has no append, so appends of two
+// clients can overwrite each other unless the clients use locks.
 func (fs *FS) endOfFile(r *request, h *fileHandle) (uint64, error) {
-	w, ino := &h.ino.wb, h.ino
-	w.mu.Lock()
-	pending := w.filling != nil || len(w.sending) > 0
-	w.mu.Unlock()
+	ino := h.ino
+	pending, end := ino.wb.hasUnsent(), ino.wb.end() // the server may have lost data up to end
 	ino.mu.Lock()
-	size, valid := ino.size, ino.valid
+	size, known := ino.size, pending && !ino.sizeUnknown
 	ino.mu.Unlock()
-	if pending || valid {
-		return size, nil
+	if known {
+		return max(size, end), nil
 	}
+	if err := fs.push(r, ino); err != nil {
+		return 0, err
+	}
+	end = ino.wb.end() // without rejected data; before the GETATTR, because a replay may end meanwhile
 	var a nfs3.Attr
 	if _, err := fs.fetch(r, h.cred, ino, &a); err != nil {
 		return 0, err
 	}
-	return a.Size, nil
+	return max(a.Size, end), nil
+}
+
+// hasUnsent reports whether the server does not have all data.
+func (w *writeback) hasUnsent() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.filling != nil || len(w.sending) > 0
 }
 
 // buffer copies data into extents. buffer returns the number of bytes taken, which is less than
 // len(data) only with an error.
 func (fs *FS) buffer(r *request, h *fileHandle, off uint64, data []byte) (taken int, err error) {
-	w := &h.ino.wb
 	var spare []byte // a buffer for the next extent
 	defer func() {
 		if spare != nil {
-			fs.buffers.Put(spare)
+			fs.putDirtyBuffer(h.ino, spare)
 		}
 	}()
 	for taken < len(data) {
-		w.mu.Lock()
-		if e := w.filling; e != nil {
-			n := e.take(h.cred, off, data[taken:], fs.opts.WSize)
-			if n > 0 {
-				fs.extendSize(h.ino, off+uint64(n))
-				off, taken = off+uint64(n), taken+n
-			}
-			if n == 0 || e.n == fs.opts.WSize {
-				fs.seal(h.ino, nfs3.Unstable)
-			}
-			w.mu.Unlock()
+		n, filled := fs.fill(h, off+uint64(taken), data[taken:], &spare)
+		taken += n
+		if filled {
 			continue
 		}
-		if spare != nil {
-			w.filling = &extent{off: off, buf: spare, cred: h.cred}
-			spare = nil
-			fs.markDirty(h.ino)
-			h.ino.mu.Lock()
-			h.ino.pending++
-			h.ino.mu.Unlock()
-			w.mu.Unlock()
+		var through bool
+		if spare, through = fs.getDirtyBuffer(r, h.ino); spare != nil {
 			continue
 		}
-		w.mu.Unlock()
-		if spare = fs.getBuffer(r); spare == nil {
+		if !through {
 			return taken, syscall.EINTR
+		}
+		n, err = fs.writeThrough(r, h, off+uint64(taken), data[taken:])
+		if taken += n; err != nil {
+			return taken, err
 		}
 	}
 	return taken, nil
+}
+
+// fill copies data into the filling extent, and seals a full extent and one that data does not
+// continue. n is the number of bytes taken. When there is no filling extent, fill begins one with
+// spare; ok is false when spare is nil too.
+func (fs *FS) fill(h *fileHandle, off uint64, data []byte, spare *[]byte) (n int, ok bool) {
+	w := &h.ino.wb
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.filling == nil {
+		if *spare == nil {
+			return 0, false
+		}
+		w.filling = &extent{off: off, buf: *spare, cred: h.cred}
+		*spare = nil
+		fs.markDirty(h.ino)
+		h.ino.mu.Lock()
+		h.ino.pending++
+		h.ino.mu.Unlock()
+	}
+	e := w.filling
+	if n = e.take(h.cred, off, data, fs.opts.WSize); n > 0 {
+		fs.extendSize(h.ino, off+uint64(n))
+	}
+	if n == 0 || e.n == fs.opts.WSize {
+		fs.seal(h.ino, nfs3.Unstable)
+	}
+	return n, true
 }
 
 // take copies as much of data as fits into the extent. take returns 0 when data neither continues
@@ -235,51 +275,53 @@ func (fs *FS) seal(ino *inode, stable nfs3.StableHow) {
 	w.seq++
 	e.seq, e.stable = w.seq, stable
 	w.sending = append(w.sending, e)
-	fs.work.Add(1)
-	go fs.send(ino, e)
+	fs.spawn(func() { fs.send(ino, e) })
 }
 
 // send writes a sealed extent to the server.
 func (fs *FS) send(ino *inode, e *extent) {
-	defer fs.work.Done()
 	w := &ino.wb
 	bg := background{fs}
+	w.startSend(bg, e)
+	var wcc nfs3.WccData
+	committed, start, err := fs.writeExtent(bg, ino, e, e.stable, &wcc)
+	if fs.sent(ino, e, &wcc, committed, start, err) {
+		// Commit early, so that buffers return while the writer continues. Otherwise the writer
+		// would wait for all of them at once.
+		_ = fs.sync(bg, ino)
+	}
+}
 
+// startSend waits until e may be sent.
+func (w *writeback) startSend(ctx context.Context, e *extent) {
 	w.mu.Lock()
+	defer w.mu.Unlock()
 	for w.paused || w.blocked(e) {
-		if w.wait(bg) != nil {
-			break // aborted: the WRITE below fails at once
+		if w.wait(ctx) != nil {
+			break // aborted: the WRITE fails at once
 		}
 	}
 	e.started = true
-	w.mu.Unlock()
+}
 
-	fs.writeSlots <- struct{}{}
-	var wcc nfs3.WccData
-	committed, start, err := fs.writeExtent(bg, ino, e, e.stable, &wcc)
-	<-fs.writeSlots
-
+// sent records the result of the WRITE of an extent. commit is true when a COMMIT should follow.
+func (fs *FS) sent(ino *inode, e *extent, wcc *nfs3.WccData, committed nfs3.StableHow, start uint64,
+	err error) (commit bool) {
+	w := &ino.wb
 	w.mu.Lock()
+	defer w.mu.Unlock()
 	w.sending = removeExtent(w.sending, e)
-	fs.extentWritten(ino, &wcc, start, err)
+	fs.extentWritten(ino, wcc, start, err)
 	switch {
 	case err != nil:
-		fs.Counters.WriteErrors.Add(1)
-		w.fail(err)
-		fs.release(ino, e)
+		fs.drop(ino, e, err)
 	case committed == nfs3.FileSync && !w.overlapsUnstable(e):
 		fs.release(ino, e)
 	default:
 		w.unstable = append(w.unstable, e)
 	}
-	commit := len(w.unstable) >= commitExtents && !w.syncing
 	w.changed()
-	w.mu.Unlock()
-	if commit {
-		// Commit early, so that buffers return while the writer continues. Otherwise the writer
-		// would wait for all of them at once.
-		_ = fs.sync(bg, ino)
-	}
+	return len(w.unstable) >= commitExtents && !w.syncing
 }
 
 // blocked reports whether e must wait because an earlier extent in sending overlaps it. The server
@@ -305,22 +347,27 @@ func (w *writeback) overlapsUnstable(e *extent) bool {
 }
 
 // writeExtent sends the WRITEs for e and sets its verifier. committed is the lowest stability level
-// of the replies. wcc is that of the last reply, whose call was sent at start.
+// of the replies. wcc is that of the last reply, whose call was sent at start. writeExtent holds a
+// slot for WRITE calls during each call, but not while the server is busy.
 func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs3.StableHow,
 	wcc *nfs3.WccData) (committed nfs3.StableHow, start uint64, err error) {
 	committed, e.lost = nfs3.FileSync, false
 	var res nfs3.WriteResult
+	var busy busyMark
+	defer fs.clearBusy(ino, &busy)
 	for done, try := 0, 0; done < e.n; {
 		start = fs.callStart()
-		err := fs.client.Write(ctx, e.cred, ino.fh, e.off+uint64(done), e.buf[done:e.n], stable, &res)
-		if fs.retryJukebox(ctx, err, try) {
+		err := fs.callWrite(ctx, ino, e, done, stable, &res)
+		if fs.retryBusy(ctx, ino, &err, try, &busy) {
 			try++
 			continue
 		}
 		if err != nil {
 			return committed, start, fs.checkStale(ino, err)
 		}
+		ino.chainWrite(&res.Wcc)
 		fs.Counters.SentBytes.Add(uint64(res.Count))
+		fs.progress.Add(1)
 		if done > 0 && res.Verf != e.verf {
 			e.lost = true
 		}
@@ -333,6 +380,14 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 	return committed, start, nil
 }
 
+// callWrite sends one WRITE for e from byte done on. It holds a slot for WRITE calls meanwhile.
+func (fs *FS) callWrite(ctx context.Context, ino *inode, e *extent, done int, stable nfs3.StableHow,
+	res *nfs3.WriteResult) error {
+	fs.writeSlots <- struct{}{}
+	defer func() { <-fs.writeSlots }()
+	return fs.client.Write(ctx, e.cred, ino.fh, e.off+uint64(done), e.buf[done:e.n], stable, res)
+}
+
 // extentWritten counts an extent as known to the server. extentWritten stores the attributes of the
 // last reply only when no other extent was in flight and no other reply arrived in between. The
 // server may execute the calls in another order than it answers them. The caller holds
@@ -341,13 +396,15 @@ func (fs *FS) extentWritten(ino *inode, wcc *nfs3.WccData, start uint64, err err
 	ino.mu.Lock()
 	ino.pending--
 	alone := ino.pending == 0
-	if !alone {
+	if alone {
+		ino.endChain()
+	} else {
 		ino.changeClock = fs.clock.Add(1) // updateAttr refuses replies to earlier calls
 	}
 	ino.mu.Unlock()
 	switch {
-	case err != nil:
-		fs.invalidateAttr(ino)
+	case err != nil, alone && stampOf(&wcc.After) != ino.lastWritten():
+		fs.invalidateAttr(ino) // a WRITE with an earlier reply was executed later
 	case alone:
 		fs.updateWcc(ino, wcc, start, false)
 	}
@@ -371,59 +428,17 @@ func (fs *FS) push(ctx context.Context, ino *inode) error {
 	return nil
 }
 
-// markDirty adds a file to the set of files that hold buffers. The caller holds writeback.mu.
-func (fs *FS) markDirty(ino *inode) {
-	fs.dirty.Lock()
-	fs.dirty.inodes[ino] = struct{}{}
-	fs.dirty.Unlock()
-}
-
 // release returns the extent's buffer to the pool. The extent must not be in any list. The caller
 // holds writeback.mu.
 func (fs *FS) release(ino *inode, e *extent) {
-	fs.buffers.Put(e.buf)
+	if e.resent {
+		ino.wb.replayed++
+	}
+	fs.putDirtyBuffer(ino, e.buf)
 	e.buf = nil
+	fs.progress.Add(1)
 	if ino.wb.clean() {
-		fs.dirty.Lock()
-		delete(fs.dirty.inodes, ino)
-		fs.dirty.Unlock()
-	}
-}
-
-// bufferPollInterval is how long getBuffer waits for a buffer before it syncs another file.
-const bufferPollInterval = 20 * time.Millisecond
-
-// getBuffer takes a buffer from the pool. When the pool is empty, getBuffer syncs other files to
-// free their buffers, so that readers and writers cannot starve each other. getBuffer returns nil
-// when ctx ends. The caller must hold no lock and no other buffer.
-func (fs *FS) getBuffer(ctx context.Context) []byte {
-	if b := fs.buffers.TryGet(); b != nil {
-		return b
-	}
-	fs.Counters.BufferWaits.Add(1)
-	for ctx.Err() == nil {
-		fs.reclaim(ctx)
-		over := make(chan struct{})
-		timer := time.AfterFunc(bufferPollInterval, func() { close(over) })
-		b := fs.buffers.Get(over)
-		timer.Stop()
-		if b != nil {
-			return b
-		}
-	}
-	return nil
-}
-
-// reclaim syncs one file that holds buffers.
-func (fs *FS) reclaim(ctx context.Context) {
-	fs.dirty.Lock()
-	var ino *inode
-	for ino = range fs.dirty.inodes {
-		break
-	}
-	fs.dirty.Unlock()
-	if ino != nil {
-		_ = fs.sync(ctx, ino) // the file's writers get the error
+		fs.unmarkDirty(ino)
 	}
 }
 

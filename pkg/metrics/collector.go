@@ -48,6 +48,9 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, s := range fileSeries {
 		ch <- s.desc
 	}
+	for _, s := range lockSeries {
+		ch <- s.desc
+	}
 	for _, d := range []*prometheus.Desc{mrsDesc, connDesc, failDesc, procDesc, opDesc, reqDesc, errDesc} {
 		ch <- d
 	}
@@ -89,6 +92,11 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	sendCounts(failDesc, prometheus.CounterValue, s.Faults)
 	s.histograms(ch, procDesc, s.Procs)
 	s.histograms(ch, opDesc, s.Ops)
+	if s.Locks != nil {
+		for _, one := range lockSeries {
+			send(one.desc, one.kind, one.value(s.Locks))
+		}
+	}
 	if s.Files == nil {
 		return
 	}
@@ -103,6 +111,31 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 			send(errDesc, prometheus.CounterValue, float64(s.Files.Errors[op].Load()), name)
 		}
 	}
+}
+
+// LostBytes is written data that did not reach stable storage, in bytes. It includes mounts that
+// have ended.
+type LostBytes struct {
+	Rejected uint64 // rejected by a server; fsync or close returned the error
+	Unmount  uint64 // discarded at the end of a mount
+}
+
+var lostDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "write_lost_bytes_total"),
+	"Written bytes that did not become stable: rejected by a server, or dropped by an unmount.",
+	[]string{"reason"}, nil)
+
+// A LossCollector is a prometheus.Collector over LostBytes. It calls the function at each scrape,
+// perhaps concurrently.
+type LossCollector func() LostBytes
+
+// Describe implements prometheus.Collector.
+func (LossCollector) Describe(ch chan<- *prometheus.Desc) { ch <- lostDesc }
+
+// Collect implements prometheus.Collector.
+func (c LossCollector) Collect(ch chan<- prometheus.Metric) {
+	lost := c()
+	ch <- prometheus.MustNewConstMetric(lostDesc, prometheus.CounterValue, float64(lost.Rejected), "rejected")
+	ch <- prometheus.MustNewConstMetric(lostDesc, prometheus.CounterValue, float64(lost.Unmount), "unmount")
 }
 
 // FaultInjection returns the gauge that is 1 if the daemon injects faults.

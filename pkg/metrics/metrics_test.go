@@ -47,10 +47,11 @@ func snapshots() []Snapshot {
 	f.Ops[fusefs.OpRead].Add(31)
 	f.Errors[fusefs.OpRead].Add(33)
 	f.Ops[fusefs.OpForget].Add(32)
+	const addr = "192.0.2.1:20049"
+	ops := []NamedHistogram{{"READ", h.Data()}}
 	return []Snapshot{
-		{Mount: "/mnt/a", Server: "192.0.2.1:20049", Provider: "softiwarp", Transport: distinct(), Files: &f,
-			Procs: []NamedHistogram{{"READ", h.Data()}}, Ops: []NamedHistogram{{"READ", h.Data()}}},
-		{Mount: "/mnt/b", Server: "192.0.2.1:20049", Provider: "softiwarp", Files: new(fusefs.Counters)},
+		{Mount: "/mnt/a", Server: addr, Provider: "softiwarp", Transport: distinct(), Files: &f, Procs: ops, Ops: ops},
+		{Mount: "/mnt/b", Server: addr, Provider: "softiwarp", Files: new(fusefs.Counters)},
 	}
 }
 
@@ -104,11 +105,25 @@ nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state=
 	}
 }
 
+func TestLossCollector(t *testing.T) {
+	const want = "# HELP nfsrdmad_write_lost_bytes_total " +
+		"Written bytes that did not become stable: rejected by a server, or dropped by an unmount." + `
+# TYPE nfsrdmad_write_lost_bytes_total counter
+nfsrdmad_write_lost_bytes_total{reason="rejected"} 3
+nfsrdmad_write_lost_bytes_total{reason="unmount"} 4
+`
+	c := LossCollector(func() LostBytes { return LostBytes{Rejected: 3, Unmount: 4} })
+	if err := promtest.CollectAndCompare(c, strings.NewReader(want)); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestDocumentsNameExistingMetrics(t *testing.T) {
 	all := make(map[string]bool)
 	ch := make(chan *prometheus.Desc, 200)
 	NewCollector(snapshots).Describe(ch)
 	FaultInjection(true).Describe(ch)
+	LossCollector(nil).Describe(ch)
 	close(ch)
 	for d := range ch {
 		all[regexp.MustCompile(`fqName: "([^"]*)"`).FindStringSubmatch(d.String())[1]] = true

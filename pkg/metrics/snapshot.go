@@ -2,6 +2,7 @@ package metrics
 
 import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
 
@@ -14,6 +15,8 @@ type Snapshot struct {
 	Transport stats.Transport
 	// Files are the live counters of the file system; nil leaves them out.
 	Files *fusefs.Counters
+	// Locks are the live counters of the locks; nil leaves them out.
+	Locks *nlm.Counters
 	// Procs are the RPC times by NFS procedure, and Ops the FUSE times by operation. Names without
 	// samples may be left out.
 	Procs, Ops []NamedHistogram

@@ -82,43 +82,49 @@ func unwrapPath(err error) error {
 	return err
 }
 
-// CheckMountPoint returns dir as an absolute path without symbolic links, and an error if nothing
-// can be mounted there. It does not access a file system that is mounted at dir, which may hang.
-func CheckMountPoint(ctx context.Context, dir string) (string, error) {
+// CheckMountPoint opens dir as a mount point, and returns an error if nothing can be mounted there.
+// The caller closes the result. CheckMountPoint does not access a file system that is mounted at
+// dir, which may hang.
+func CheckMountPoint(ctx context.Context, dir string) (*fusefs.MountPoint, error) {
 	clean, err := ResolveMountPoint(ctx, dir)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return "", &control.Error{Code: control.CodeMount, Err: err, Text: err.Error() + "; create it with mkdir -p"}
+		return nil, &control.Error{Code: control.CodeMount, Err: err, Text: err.Error() + "; create it with mkdir -p"}
 	case err != nil:
-		return "", err
+		return nil, err
 	}
 	fsType, err := mountedAt(clean)
 	switch {
 	case err != nil:
-		return "", err
+		return nil, err
 	case fsType == nfsrdmaType:
-		return "", control.Errorf(control.CodeMount,
+		return nil, control.Errorf(control.CodeMount,
 			"mount point %s: already an nfsrdma mount; unmount it first, "+
 				"with umount(8) if its daemon was killed", clean)
 	// autofs lets only the process group of the automounter through.
 	case fsType == autofsType:
-		return "", control.Errorf(control.CodeMount,
+		return nil, control.Errorf(control.CodeMount,
 			"mount point %s: managed by autofs, which is not supported; remove x-systemd.automount from fstab(5), or "+
 				"remove the directory from the map of the automounter", clean)
 	case fsType != "":
-		return "", control.Errorf(control.CodeMount, "mount point %s: already a mount of type %s; unmount it first",
+		return nil, control.Errorf(control.CodeMount, "mount point %s: already a mount of type %s; unmount it first",
 			clean, fsType)
 	}
-	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(clean) })
+	p, err := bounded(ctx, func() (*fusefs.MountPoint, error) { return fusefs.OpenMountPoint(clean) },
+		(*fusefs.MountPoint).Close)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return "", control.Errorf(control.CodeMount, "mount point %s does not exist; create it with mkdir", clean)
+		return nil, control.Errorf(control.CodeMount, "mount point %s does not exist; create it with mkdir", clean)
+	case errors.Is(err, unix.ENOTDIR):
+		return nil, control.Errorf(control.CodeMount, "mount point %s is not a directory; name a directory", clean)
 	case err != nil:
-		return "", control.Errorf(control.CodeMount, "mount point %s: %w", clean, unwrapPath(err))
-	case !fi.IsDir():
-		return "", control.Errorf(control.CodeMount, "mount point %s is not a directory; name a directory", clean)
+		return nil, control.Errorf(control.CodeMount, "mount point %s: %w", clean, unwrapPath(err))
+	case p.Path() != clean:
+		p.Close()
+		return nil, control.Errorf(control.CodeMount, "mount point %s: its path changed during the check; try again",
+			clean)
 	}
-	return clean, nil
+	return p, nil
 }
 
 // ResolveMountPoint returns dir as an absolute path without symbolic links. It does not access dir
@@ -131,7 +137,7 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	if err != nil {
 		return "", control.Errorf(control.CodeUsage, "mount point %s: %w", dir, err)
 	}
-	parent, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(filepath.Dir(abs)) })
+	parent, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(filepath.Dir(abs)) }, nil)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return "", &control.Error{Code: control.CodeMount, Err: fs.ErrNotExist, Text: "mount point " + abs +
@@ -144,11 +150,11 @@ func ResolveMountPoint(ctx context.Context, dir string) (string, error) {
 	if err != nil || mounted {
 		return abs, err
 	}
-	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(abs) })
+	fi, err := bounded(ctx, func() (os.FileInfo, error) { return os.Lstat(abs) }, nil)
 	if err != nil || fi.Mode()&fs.ModeSymlink == 0 {
 		return abs, nil
 	}
-	target, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(abs) })
+	target, err := bounded(ctx, func() (string, error) { return filepath.EvalSymlinks(abs) }, nil)
 	if err != nil {
 		return "", control.Errorf(control.CodeMount, "mount point %s: %w", abs, unwrapPath(err))
 	}
@@ -190,18 +196,25 @@ func Mounted() ([]string, error) {
 }
 
 // bounded runs f, which may hang in a file system, for at most pathTimeout. After that time the
-// goroutine of f ends when the file system responds.
-func bounded[T any](ctx context.Context, f func() (T, error)) (T, error) {
+// goroutine of f ends when the file system responds; discard, if not nil, then gets the result of
+// f.
+func bounded[T any](ctx context.Context, f func() (T, error), discard func(T)) (T, error) {
 	type result struct {
 		v   T
 		err error
 	}
 	ctx, cancel := context.WithTimeout(ctx, pathTimeout)
 	defer cancel()
-	ch := make(chan result, 1)
+	ch := make(chan result)
 	go func() {
 		v, err := f()
-		ch <- result{v, err}
+		select {
+		case ch <- result{v, err}:
+		case <-ctx.Done():
+			if err == nil && discard != nil {
+				discard(v)
+			}
+		}
 	}()
 	select {
 	case r := <-ch:

@@ -4,12 +4,14 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -25,18 +27,25 @@ const (
 
 // Options are the mount options of -o. Those of nfs(5) have its names, meanings and defaults.
 type Options struct {
-	Port             uint16        // RDMA port of the server
-	MountPort        uint16        // MOUNT port of the server; 0 asks its port mapper
-	RSize, WSize     int           // bytes; 0 uses the largest size of the server and the transport
-	Timeout          time.Duration // for the reply of a call; the client then reconnects
-	Retrans          int           // retries of RecoverySoft and RecoverySoftErr
-	Recovery         Recovery
-	AcRegMin         time.Duration
-	AcRegMax         time.Duration
-	AcDirMin         time.Duration
-	AcDirMax         time.Duration
-	NoAC             bool
-	LookupCache      string // all, pos or none
+	Port         uint16        // RDMA port of the server
+	LockPort     uint16        // NLM port of the server; 0 finds it
+	LocalLock    string        // locks that the kernel keeps: all, flock, posix or none
+	MountPort    uint16        // MOUNT port of the server; 0 asks its port mapper
+	RSize, WSize int           // bytes; 0 uses the largest size of the server and the transport
+	Timeout      time.Duration // for the reply of a call; the client then reconnects
+	Retrans      int           // retries of RecoverySoft and RecoverySoftErr
+	Recovery     Recovery
+	AcRegMin     time.Duration
+	AcRegMax     time.Duration
+	AcDirMin     time.Duration
+	AcDirMax     time.Duration
+	NoAC         bool
+	NoACL        bool
+	LookupCache  string // all, pos or none
+	SharedNames  bool   // the kernel caches names for all users
+	// DirtyExpire is the age after which the data of open files is written back; 0 for never.
+	DirtyExpire      time.Duration
+	DirtyBytes       int // bound of data that is not on stable storage
 	NConnect         int
 	ReadOnly         bool
 	Provider, Device string
@@ -49,11 +58,12 @@ type Options struct {
 	KeepAlive time.Duration
 	// Idle is the time without calls after which a connection is closed; 0 for never.
 	Idle time.Duration
-	// Kernel are the mount flags of the kernel: nosuid, nodev, noexec, noatime, nodiratime.
+	// Kernel are the mount flags of the kernel: nosuid, nodev, noexec, nodiratime, and noatime or
+	// strictatime. nosuid and nodev are defaults, unlike those of nfs(5).
 	Kernel []string
 }
 
-// DefaultOptions returns the defaults of nfs(5) for RDMA.
+// DefaultOptions returns the defaults of nfs(5) for RDMA, and nosuid and nodev.
 func DefaultOptions() Options {
 	return Options{
 		Port:        20049,            // IANA nfsrdma
@@ -65,6 +75,9 @@ func DefaultOptions() Options {
 		AcDirMin:    30 * time.Second,
 		AcDirMax:    60 * time.Second,
 		LookupCache: "all",
+		DirtyExpire: fusefs.DefaultDirtyExpire,
+		DirtyBytes:  fusefs.DefaultDirtyBytes,
+		LocalLock:   lockNone,
 		NConnect:    1,
 		Provider:    providerAuto,
 		Slots:       64,   // credits of Linux servers
@@ -72,6 +85,7 @@ func DefaultOptions() Options {
 		TraceEvents: xprt.DefaultTraceEvents,
 		KeepAlive:   xprt.DefaultKeepAlive,
 		Idle:        xprt.DefaultIdleTimeout,
+		Kernel:      []string{"nosuid", "nodev"}, // the server is not trusted with privileges of this host
 	}
 }
 
@@ -105,18 +119,26 @@ type option struct {
 	set func(o *Options, name, value string) bool
 }
 
+// Values of Options.LocalLock: the kinds of locks that stay local to this host (nfs(5)).
+const (
+	lockAll   = "all"
+	lockFlock = "flock"
+	lockPosix = "posix"
+	lockNone  = "none"
+)
+
 const (
 	// Payloads from one page to 1 MiB, rounded down to a multiple of 1 KiB (nfs(5), rsize).
 	minPayload, maxPayload = 4096, 1 << 20
 	payloadUnit            = 1024
-	// RFC 8797 §4 allows thresholds from 1 KiB to 256 KiB. The limit is lower because each slot has
-	// its buffers.
-	minInline, maxInline = 1024, 65536
-	minSlots, maxSlots   = 4, 1024
-	maxAttrSeconds       = 1 << 22 // seconds; avoids overflow of a Duration
-	maxTraceEvents       = 1 << 20 // 56 MiB per connection
-	maxKeepAlive         = 3600    // seconds; detects a dead server within one hour
-	maxIdle              = 1 << 22 // seconds
+	inlineUnit             = 1024
+	maxAttrSeconds         = 1 << 22 // seconds; avoids overflow of a Duration
+	maxTraceEvents         = 1 << 20 // 56 MiB per connection
+	maxKeepAlive           = 3600    // seconds; detects a dead server within one hour
+	maxIdle                = 1 << 22 // seconds
+	maxDirtyExpire         = 3600    // seconds
+	minDirtyBytes          = fusefs.MaxIOSize
+	maxDirtyBytes          = 1 << 30
 )
 
 func word(group string, names ...string) option {
@@ -169,12 +191,17 @@ func attrTimeout(name string, field func(*Options) *time.Duration) option {
 }
 
 func kernelFlag(flag, opposite string) []option {
-	without := func(o *Options) {
-		o.Kernel = slices.DeleteFunc(o.Kernel, func(f string) bool { return f == flag })
-	}
 	return []option{
-		wordSets(opposite, flag, func(o *Options) { without(o); o.Kernel = append(o.Kernel, flag) }),
-		wordSets(opposite, opposite, without),
+		wordSets(opposite, flag, func(o *Options) { o.setKernel(flag, flag) }),
+		wordSets(opposite, opposite, func(o *Options) { o.setKernel("", flag) }),
+	}
+}
+
+// setKernel adds the kernel flag to o.Kernel, unless it is "", and removes the flags in others.
+func (o *Options) setKernel(flag string, others ...string) {
+	o.Kernel = slices.DeleteFunc(o.Kernel, func(f string) bool { return slices.Contains(others, f) })
+	if flag != "" {
+		o.Kernel = append(o.Kernel, flag)
 	}
 }
 
@@ -183,6 +210,7 @@ var optionTable = slices.Concat([]option{
 	oneOf("proto", []string{"rdma"}, " (for TCP use mount -t nfs)", ignore, "proto"),
 	number("port", 1, 65535, "", func(o *Options, n int) { o.Port = uint16(n) }, "port"),
 	number("mountport", 1, 65535, "", func(o *Options, n int) { o.MountPort = uint16(n) }, "mountport"),
+	number("nlmport", 1, 65535, "", func(o *Options, n int) { o.LockPort = uint16(n) }, "nlmport"),
 	oneOf("mountproto", []string{"tcp"}, " (MOUNT over UDP is not supported)", ignore, "mountproto"),
 	number("rsize", minPayload, maxPayload, " (bytes)", func(o *Options, n int) { o.RSize = n &^ (payloadUnit - 1) },
 		"rsize"),
@@ -204,6 +232,8 @@ var optionTable = slices.Concat([]option{
 	}, "actimeo"),
 	wordSets("ac", "ac", func(o *Options) { o.NoAC = false }),
 	wordSets("ac", "noac", func(o *Options) { o.NoAC = true }),
+	wordSets("acl", "acl", func(o *Options) { o.NoACL = false }),
+	wordSets("acl", "noacl", func(o *Options) { o.NoACL = true }),
 	{names: []string{"lookupcache"}, group: "lookupcache", want: "must be all, none, pos or positive",
 		set: func(o *Options, _, v string) bool {
 			switch v {
@@ -216,27 +246,36 @@ var optionTable = slices.Concat([]option{
 			o.LookupCache = v
 			return true
 		}},
+	number("dirty_expire", 0, maxDirtyExpire, " (seconds; 0 turns it off)",
+		func(o *Options, n int) { o.DirtyExpire = time.Duration(n) * time.Second }, "dirty_expire"),
+	number("dirty_bytes", minDirtyBytes, maxDirtyBytes, " (bytes)", func(o *Options, n int) { o.DirtyBytes = n },
+		"dirty_bytes"),
+	wordSets("names", "sharednames", func(o *Options) { o.SharedNames = true }),
+	wordSets("names", "nosharednames", func(o *Options) { o.SharedNames = false }),
 	number("nconnect", 1, 16, "", func(o *Options, n int) { o.NConnect = n }, "nconnect"),
 	oneOf("sec", []string{"sys"}, " (Kerberos is not supported)", ignore, "sec"),
-	word("nolock", "nolock"),
-	oneOf("local_lock", []string{"all"}, " (locks are always local; NLM is not supported)", ignore,
-		"local_lock"),
+	wordSets("lock", "lock", func(o *Options) { o.LocalLock = lockNone }),
+	wordSets("lock", "nolock", func(o *Options) { o.LocalLock = lockAll }),
+	oneOf("local_lock", []string{lockAll, lockFlock, lockPosix, lockNone}, "",
+		func(o *Options, v string) { o.LocalLock = v }, "local_lock"),
 	wordSets("access", "ro", func(o *Options) { o.ReadOnly = true }),
 	wordSets("access", "rw", func(o *Options) { o.ReadOnly = false }),
-	word("", "intr", "nointr"),          // no effect, as in nfs(5)
-	word("", "rdma", "cto", "rdirplus"), // always on
+	word("", "intr", "nointr"),               // no effect, as in nfs(5)
+	word("", "rdma", "rdirplus"),             // always on
+	word("cto", "cto"), word("cto", "nocto"), // each open asks the server
 	oneOf("mountvers", []string{"3"}, " (the MOUNT protocol of NFS version 3)", ignore, "mountvers"),
 	oneOf("provider", []string{providerAuto, providerSoftiwarp, providerRdmacore}, "",
 		func(o *Options, v string) { o.Provider = v }, "provider"),
 	{names: []string{"device"}, group: "device", want: "must name an RDMA device",
 		set: func(o *Options, _, v string) bool { o.Device = v; return v != "" }},
-	number("slots", minSlots, maxSlots, "", func(o *Options, n int) { o.Slots = n }, "slots"),
+	number("slots", xprt.MinSlots, xprt.MaxSlots, "", func(o *Options, n int) { o.Slots = n }, "slots"),
 	{names: []string{"inline"}, group: "inline",
-		want: fmt.Sprintf("must be a multiple of 1024 from %d to %d (bytes)", minInline,
-			maxInline), set: func(o *Options, _, v string) bool {
+		want: fmt.Sprintf("must be a multiple of %d from %d to %d (bytes)", inlineUnit, xprt.MinInlineBytes,
+			xprt.MaxInlineBytes),
+		set: func(o *Options, _, v string) bool {
 			n, err := strconv.Atoi(v)
 			o.InlineBytes = n
-			return err == nil && n >= minInline && n <= maxInline && n%minInline == 0
+			return err == nil && n >= xprt.MinInlineBytes && n <= xprt.MaxInlineBytes && n%inlineUnit == 0
 		}},
 	oneOf("mpacrc", []string{"off", "on"}, "", func(o *Options, v string) { o.MPACRC = v == "on" }, "mpacrc"),
 	wordSets("writepad", "writepad", func(o *Options) { o.WritePad = true }),
@@ -247,11 +286,16 @@ var optionTable = slices.Concat([]option{
 	number("idle", 0, maxIdle, " (seconds; 0 keeps connections)",
 		func(o *Options, n int) { o.Idle = time.Duration(n) * time.Second }, "idle"),
 	// Options that mount(8) passes to every helper; no effect.
-	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "relatime", "norelatime", "strictatime",
-		"nostrictatime", "async", "fg"),
+	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "async", "fg"),
+	// The kernel's default for access times is relatime, also with norelatime.
+	word("", "norelatime"),
+	{names: []string{"relatime", "atime", "nostrictatime"}, group: "atime", word: true,
+		set: func(o *Options, _, _ string) bool { o.setKernel("", "noatime", "strictatime"); return true }},
+	wordSets("atime", "noatime", func(o *Options) { o.setKernel("noatime", "noatime", "strictatime") }),
+	wordSets("atime", "strictatime", func(o *Options) { o.setKernel("strictatime", "noatime", "strictatime") }),
 },
 	kernelFlag("nosuid", "suid"), kernelFlag("nodev", "dev"), kernelFlag("noexec", "exec"),
-	kernelFlag("noatime", "atime"), kernelFlag("nodiratime", "diratime"))
+	kernelFlag("nodiratime", "diratime"))
 
 var optionByName = func() map[string]*option {
 	m := make(map[string]*option)
@@ -268,8 +312,6 @@ var optionByName = func() map[string]*option {
 var unsupported = map[string]string{
 	"bg":         "not supported; use nofail in fstab(5)",
 	"fsc":        "not supported; there is no cache on a local disk",
-	"lock":       "not supported; locks are local to this host (nolock)",
-	"nocto":      "not supported; every open asks the server (cto)",
 	"nordirplus": "not supported; directories are read with READDIRPLUS",
 	"remount":    "not supported; unmount it, then mount it again with the new options",
 	"tcp":        "not supported; for TCP use mount -t nfs",
@@ -345,11 +387,18 @@ func (o *Options) check(given map[string]string) error {
 	if err := checkAttrTimes(given); err != nil {
 		return err
 	}
+	if local, ok := given["local_lock"]; ok && given["lock"] == "nolock" && local != "local_lock="+lockAll {
+		return &OptionError{"local_lock", o.LocalLock, "contradicts \"nolock\"; give one of them"}
+	}
 	// The client sends MOUNT over TCP. A TCP connection to the RDMA port would stop the RDMA
 	// listener of a stock Linux server.
 	if o.MountPort == o.Port {
 		return &OptionError{"mountport", strconv.Itoa(int(o.MountPort)),
 			fmt.Sprintf("contradicts port=%d, the RDMA port; set the TCP port of MOUNT, or remove the option", o.Port)}
+	}
+	if o.LockPort == o.Port {
+		return &OptionError{"nlmport", strconv.Itoa(int(o.LockPort)),
+			fmt.Sprintf("contradicts port=%d, the RDMA port; set the TCP port of NLM, or remove the option", o.Port)}
 	}
 	if o.Device != "" && o.Provider == providerSoftiwarp {
 		return &OptionError{"device", o.Device, "contradicts provider=softiwarp, which uses no device"}
@@ -363,6 +412,16 @@ func (o *Options) check(given map[string]string) error {
 			fmt.Sprintf("contradicts acdirmax=%s: must be from 0 to %[1]s (seconds)", seconds(o.AcDirMax))}
 	}
 	return nil
+}
+
+// checkPrivilege returns an error if this daemon must not make such a mount: set-user-ID programs
+// and device files give the privileges of root, so only a daemon of root allows them.
+func (o *Options) checkPrivilege() error {
+	if os.Geteuid() == 0 || slices.Contains(o.Kernel, "nosuid") && slices.Contains(o.Kernel, "nodev") {
+		return nil
+	}
+	return control.Errorf(control.CodePermission,
+		"mount options suid and dev: the daemon does not run as root; remove the options")
 }
 
 // checkAttrTimes finds contradictions between the attribute cache times, actimeo and noac.
@@ -419,10 +478,21 @@ func (o Options) String() string {
 		add("acdirmin", seconds(o.AcDirMin))
 		add("acdirmax", seconds(o.AcDirMax))
 	}
+	if o.NoACL {
+		l = append(l, "noacl")
+	}
 	add("lookupcache", o.LookupCache)
+	add("dirty_expire", seconds(o.DirtyExpire))
+	add("dirty_bytes", o.DirtyBytes)
+	if o.SharedNames {
+		l = append(l, "sharednames")
+	}
 	add("nconnect", o.NConnect)
 	add("sec", "sys")
-	add("local_lock", "all")
+	add("local_lock", o.LocalLock)
+	if o.LockPort != 0 {
+		add("nlmport", o.LockPort)
+	}
 	add("provider", o.Provider)
 	if o.Device != "" {
 		add("device", o.Device)
@@ -440,5 +510,10 @@ func (o Options) String() string {
 	add("trace", o.TraceEvents)
 	add("keepalive", seconds(o.KeepAlive))
 	add("idle", seconds(o.Idle))
+	for _, privilege := range []string{"suid", "dev"} {
+		if !slices.Contains(o.Kernel, "no"+privilege) {
+			l = append(l, privilege)
+		}
+	}
 	return strings.Join(append(l, o.Kernel...), ",")
 }

@@ -17,7 +17,10 @@ func TestParseOptions(t *testing.T) {
 		change func(*Options)
 	}{
 		{"", func(*Options) {}},
-		{"vers=3,proto=rdma,sec=sys,nolock,local_lock=all,intr,mountproto=tcp,hard,rw", func(*Options) {}},
+		{"vers=3,proto=rdma,sec=sys,intr,mountproto=tcp,hard,rw,lock", func(*Options) {}},
+		{"nolock,local_lock=all", func(o *Options) { o.LocalLock = "all" }},
+		{"lock,local_lock=flock", func(o *Options) { o.LocalLock = "flock" }},
+		{"local_lock=posix,nlmport=4045", func(o *Options) { o.LocalLock, o.LockPort = "posix", 4045 }},
 		{"defaults,_netdev,x-systemd.automount,async,fg,nofail,noauto", func(*Options) {}},
 		{"user,user=me,users,owner,group,nouser", func(*Options) {}},
 		{"nfsvers=3,vers=3", func(*Options) {}},
@@ -35,6 +38,8 @@ func TestParseOptions(t *testing.T) {
 			o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = time.Second, 2*time.Second, 3*time.Second, 4*time.Second
 		}},
 		{"noac,lookupcache=positive", func(o *Options) { o.NoAC, o.LookupCache = true, "pos" }},
+		{"sharednames", func(o *Options) { o.SharedNames = true }},
+		{"nosharednames", func(o *Options) { o.SharedNames = false }},
 		{"nconnect=16,ro", func(o *Options) { o.NConnect, o.ReadOnly = 16, true }},
 		{"provider=rdmacore,device=rxe0,slots=4,inline=1024,mpacrc=on,writepad", func(o *Options) {
 			o.Provider, o.Device, o.Slots, o.InlineBytes, o.MPACRC, o.WritePad = "rdmacore", "rxe0", 4, 1024, true, true
@@ -44,7 +49,15 @@ func TestParseOptions(t *testing.T) {
 			o.TraceEvents, o.KeepAlive, o.Idle = 65536,
 				3*time.Second, time.Minute
 		}},
+		{"noatime,nodiratime", func(o *Options) { o.Kernel = []string{"nosuid", "nodev", "noatime", "nodiratime"} }},
+		{"atime,relatime,norelatime,nostrictatime,diratime", func(*Options) {}},
+		{"dirty_expire=0,dirty_bytes=1048576", func(o *Options) { o.DirtyExpire, o.DirtyBytes = 0, 1<<20 }},
+		{"dirty_expire=30", func(o *Options) { o.DirtyExpire = 30 * time.Second }},
+		{"", func(o *Options) { o.Kernel = []string{"nosuid", "nodev"} }},
 		{"nosuid,nodev,noexec", func(o *Options) { o.Kernel = []string{"nosuid", "nodev", "noexec"} }},
+		{"suid", func(o *Options) { o.Kernel = []string{"nodev"} }},
+		{"dev", func(o *Options) { o.Kernel = []string{"nosuid"} }},
+		{"suid,dev,defaults", func(o *Options) { o.Kernel = []string{} }},
 	}
 	for _, tt := range tests {
 		t.Run(tt.list, func(t *testing.T) {
@@ -86,7 +99,10 @@ func TestParseOptionsErrors(t *testing.T) {
 		{"inline=131072", `"inline=131072"`, "1024 to 65536"},
 		{"mpacrc=maybe", `"mpacrc=maybe"`, "off or on"},
 		{"lookupcache=some", `"lookupcache=some"`, "all, none, pos or positive"},
-		{"local_lock=none", `"local_lock=none"`, "must be all"},
+		{"local_lock=some", `"local_lock=some"`, "must be all, flock, posix or none"},
+		{"lock,nolock", `"nolock"`, `contradicts "lock"`},
+		{"nolock,local_lock=none", `"local_lock=none"`, `contradicts "nolock"`},
+		{"nlmport=20049", `"nlmport=20049"`, "port=20049"},
 		{"sec=krb5", `"sec=krb5"`, "must be sys"},
 		{"provider=roce", `"provider=roce"`, "auto, softiwarp or rdmacore"},
 		{"provider=softiwarp,device=rxe0", `"device=rxe0"`, "provider=softiwarp"},
@@ -95,8 +111,12 @@ func TestParseOptionsErrors(t *testing.T) {
 		{"trace=on", `"trace=on"`, "0 to 1048576 (events"},
 		{"keepalive=1h", `"keepalive=1h"`, "0 to 3600 (seconds"},
 		{"idle=-1", `"idle=-1"`, "(seconds"},
+		{"dirty_expire=5s", `"dirty_expire=5s"`, "0 to 3600 (seconds"},
+		{"dirty_bytes=0", `"dirty_bytes=0"`, "1048576 to 1073741824 (bytes"},
 		{"hard,soft", `"soft"`, `contradicts "hard"`},
 		{"ro,rw", `"rw"`, `contradicts "ro"`},
+		{"noatime,strictatime", `"strictatime"`, `contradicts "noatime"`},
+		{"noatime,atime", `"atime"`, `contradicts "noatime"`},
 		{"port=1,port=2", `"port=2"`, `contradicts "port=1"`},
 		{"actimeo=5,acregmin=3", `"acregmin=3"`, `contradicts "actimeo=5"`},
 		{"noac,acdirmax=3", `"acdirmax=3"`, `contradicts "noac"`},
@@ -167,12 +187,12 @@ func TestOppositeOptionsOverrideBase(t *testing.T) {
 		{"actimeo=7", []string{"nodev", "nosuid"}, false},
 		{"acregmax=7", []string{"nodev", "nosuid"}, false},
 		{"noexec", []string{"nodev", "nosuid", "noexec"}, true},
+		{"noatime", []string{"nodev", "nosuid", "noatime"}, true},
 	} {
 		o, err := ParseOptions(base, tt.list)
 		if err != nil || !slices.Equal(o.Kernel, tt.kernel) || o.NoAC != tt.noAC {
 			t.Errorf("%q over nosuid,nodev,noac: got %v, noac %v, error %v; want %v, noac %v", tt.list, o.Kernel,
-				o.NoAC,
-				err, tt.kernel, tt.noAC)
+				o.NoAC, err, tt.kernel, tt.noAC)
 		}
 	}
 	if len(base.Kernel) != 2 {

@@ -15,11 +15,14 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
@@ -30,8 +33,10 @@ import (
 const (
 	// umntTimeout bounds the UMNT call, which only informs the server.
 	umntTimeout = 2 * time.Second
-	// writeBackTimeout bounds the write of dirty data after the file system was unmounted.
-	writeBackTimeout = 5 * time.Second
+	// writeBackTimeout and writeBackStall bound the write of dirty data after the file system was
+	// unmounted. Processes that were killed leave this data.
+	writeBackTimeout = 20 * time.Second
+	writeBackStall   = 5 * time.Second // without progress
 	// settleTimeout bounds the wait for canceled connection attempts, which end much earlier.
 	settleTimeout = time.Second
 )
@@ -41,16 +46,19 @@ const (
 type mountStack struct {
 	plan
 	inject     *faults.Plan // nil for none
+	shared     *shared      // with the other mounts of the table
 	mountArgs  mountd.Args
 	address    netip.AddrPort // RDMA address of the server
 	provider   verbs.Provider
 	reason     string // for the choice of the provider
 	transports caller
+	locks      *nlm.Client // nil if the kernel keeps all locks
 	fs         *fusefs.FS
 	server     *fusefs.Server
 	procs      [nfs3.NumProcs]metrics.Histogram
 	ops        [fusefs.NumOps]metrics.Histogram
 	aborted    atomic.Bool
+	invalid    atomic.Int64 // last log of an invalid reply, in nanoseconds after epoch
 
 	unmounts struct {
 		sync.Mutex
@@ -69,9 +77,9 @@ func settleConnects() {
 }
 
 // newBuilder returns the builder of mountStacks.
-func newBuilder(log hclog.Logger, inject *faults.Plan) builder {
+func newBuilder(log hclog.Logger, inject *faults.Plan, common *shared) builder {
 	return func(ctx context.Context, p plan) (mountInstance, error) {
-		s := &mountStack{plan: p, inject: inject}
+		s := &mountStack{plan: p, inject: inject, shared: common}
 		if err := s.build(ctx, log.Named("nfs")); err != nil {
 			return nil, err
 		}
@@ -121,14 +129,23 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 			s.procs[p].Observe(d)
 		}
 	}})
-	if s.fs, err = fusefs.New(ctx, client, root.FH, s.fsOptions()); err != nil {
+	if s.locks = s.newLocks(machine, root.Port, log); s.locks != nil {
+		undo = append(undo, s.locks.Close)
+	}
+	o := s.fsOptions(log)
+	if !s.opts.NoACL {
+		o.ACL = nfsacl.NewClient(&s.transports)
+	}
+	if s.fs, err = fusefs.New(ctx, client, root.FH, o); err != nil {
 		return s.serverError(ctx, s.address, err)
 	}
 	undo = append(undo, s.closeFS)
-	s.server, err = fusefs.Mount(s.dir, s.fs, fusefs.MountOptions{
+	s.server, err = fusefs.MountAt(s.at, s.fs, fusefs.MountOptions{
 		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
 		Suid: !s.kernelFlag("nosuid"), Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"),
-		Logger: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
+		NoAtime: s.kernelFlag("noatime"), NoDirAtime: s.kernelFlag("nodiratime"),
+		StrictAtime: s.kernelFlag("strictatime"),
+		Logger:      log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
 	})
 	return err
 }
@@ -143,7 +160,7 @@ func (s *mountStack) connect(ctx context.Context, log hclog.Logger) error {
 		t, err := xprt.New(xprt.Config{
 			Provider: s.provider, Addr: s.address, Slots: s.opts.Slots, InlineBytes: s.opts.InlineBytes,
 			Timeout: s.opts.Timeout, Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery],
-			WritePad: s.opts.WritePad, Logger: log.With("mount", name), Name: name, TraceEvents: s.opts.TraceEvents,
+			WritePad: s.opts.WritePad, Logger: log.With("mount", name), TraceEvents: s.opts.TraceEvents,
 			KeepAlive: zeroIsNever(s.opts.KeepAlive), IdleTimeout: zeroIsNever(s.opts.Idle),
 		})
 		if err != nil {
@@ -169,9 +186,19 @@ func zeroIsNever(d time.Duration) time.Duration {
 var recoveries = map[Recovery]xprt.Recovery{RecoveryHard: xprt.Hard, RecoverySoft: xprt.Soft,
 	RecoverySoftErr: xprt.SoftErr}
 
-func (s *mountStack) fsOptions() fusefs.Options {
+func (s *mountStack) fsOptions(log hclog.Logger) fusefs.Options {
 	o := fusefs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
-		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, Observe: s.observeOp}
+		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, DirtyExpire: s.opts.DirtyExpire,
+		DirtyBytes: int64(s.opts.DirtyBytes), DirtyTotal: s.shared.dirty, Lost: s.lost, Failed: s.failed,
+		Invalid: s.invalidReply, Observe: s.observeOp, Warn: log.With("mount", s.dir).Warn,
+		SharedNames: s.opts.SharedNames, Locks: s.locks,
+		LocalPosix: s.opts.LocalLock == lockPosix, LocalFlock: s.opts.LocalLock == lockFlock}
+	if s.opts.Recovery != RecoveryHard {
+		o.BusyTimeout = s.opts.Timeout * time.Duration(s.opts.Retrans+1)
+	}
+	if s.opts.Recovery == RecoverySoftErr {
+		o.BusyErrno = unix.ETIMEDOUT
+	}
 	switch s.opts.LookupCache {
 	case "pos":
 		o.LookupCache = fusefs.LookupCachePositive
@@ -202,13 +229,19 @@ func (s *mountStack) sendUmnt() {
 }
 
 func (s *mountStack) closeFS() {
-	ctx, cancel := context.WithTimeout(context.Background(), writeBackTimeout)
+	ctx, cancel := running.WithTimeout(context.Background(), writeBackTimeout)
 	defer cancel()
+	if !s.fs.Drain(ctx, writeBackStall) {
+		cancel() // discard the data
+	}
 	s.fs.Close(ctx)
 }
 
 // Wait implements mountInstance.
 func (s *mountStack) Wait() { s.server.Wait() }
+
+// Flush implements mountInstance.
+func (s *mountStack) Flush(ctx context.Context, stall time.Duration) { _ = s.fs.Drain(ctx, stall) }
 
 // Close implements mountInstance.
 func (s *mountStack) Close() {
@@ -217,6 +250,9 @@ func (s *mountStack) Close() {
 	s.unmounts.Unlock()
 	s.unmounts.running.Wait()
 	s.closeFS()
+	if s.locks != nil {
+		s.locks.Close()
+	}
 	s.transports.close()
 	if !s.aborted.Load() {
 		s.sendUmnt()

@@ -46,6 +46,9 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 	if s.fs != nil {
 		snap.Files = &s.fs.Counters
 	}
+	if s.locks != nil {
+		snap.Locks = &s.locks.Counters
+	}
 	for p := range s.procs {
 		if d := s.procs[p].Data(); d.Count > 0 {
 			snap.Procs = append(snap.Procs, metrics.NamedHistogram{Name: nfs3.Proc(p).String(), HistogramData: d})
@@ -63,6 +66,7 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 func (s *mountStack) Describe(i *control.MountInfo) {
 	i.Server, i.Provider, i.ProviderReason = s.address.String(), s.provider.Name(), s.reason
 	i.FaultInjection, _ = injected(s.provider)
+	i.Failure = s.fs.Failure()
 }
 
 // Rings implements mountInstance.
@@ -82,6 +86,7 @@ func (s *mountStack) Status() control.MountStatus {
 		Calls: s.pendingCalls(), History: s.history(), FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
 	}
 	s.Describe(&st.MountInfo)
+	st.Locks = s.lockStatus()
 	st.MaxRead, st.MaxWrite = s.fs.IOSizes()
 	for i := range snap.Procs {
 		st.RPCs[snap.Procs[i].Name] = snap.Procs[i].Count

@@ -4,13 +4,16 @@ import (
 	"testing"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
+
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 func TestSnapshotHasObservedOperations(t *testing.T) {
-	s := &mountStack{provider: softiwarp.New(softiwarp.Config{})}
-	observe := s.fsOptions().Observe
+	log := hclog.NewNullLogger()
+	s := &mountStack{provider: softiwarp.New(softiwarp.Config{}), shared: &shared{}}
+	observe := s.fsOptions(log).Observe
 	observe(fusefs.OpRead, 2*time.Millisecond)
 	observe(fusefs.OpRead, 3*time.Millisecond)
 	observe(fusefs.OpAccess, time.Second)

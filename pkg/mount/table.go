@@ -12,8 +12,11 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 )
@@ -26,6 +29,9 @@ type mountInstance interface {
 	// Unmount unmounts the file system. A normal unmount may wait until ctx ends for the server to
 	// accept dirty data. A lazy or forced unmount does not wait.
 	Unmount(ctx context.Context, mode control.UmountMode) error
+	// Flush makes later writes synchronous and writes the dirty data to the server. It returns when
+	// ctx ends, and when the server accepts nothing during the time stall. 0 is no limit.
+	Flush(ctx context.Context, stall time.Duration)
 	// Close releases the layers below the file system. The table calls it once, after Wait.
 	Close()
 	Status() control.MountStatus
@@ -39,7 +45,8 @@ type mountInstance interface {
 // A plan is a parsed and checked control.MountRequest.
 type plan struct {
 	spec Spec
-	dir  string // without symbolic links
+	dir  string             // without symbolic links
+	at   *fusefs.MountPoint // dir, open until the mount is built
 	opts Options
 }
 
@@ -56,6 +63,7 @@ type Table struct {
 	base    Options // defaults of the options of each mount
 	timeout time.Duration
 	quiet   bool
+	shared  *shared
 
 	mu struct {
 		sync.Mutex
@@ -85,6 +93,12 @@ type TableConfig struct {
 	Base    Options       // defaults of the options of each mount
 	Timeout time.Duration // of one mount request
 	Faults  *faults.Plan  // injected into each mount; nil for none
+	// DirtyBytes bounds the data of all mounts together that is not on stable storage.
+	DirtyBytes int64
+	// LockListen is ADDRESS:PORT for the calls of lock servers; "" for none.
+	LockListen string
+	// StateDir keeps the journal of locks; "" for none.
+	StateDir string
 	// Quiet does not log mount errors, for a caller that reports the error of Mount on the same
 	// terminal.
 	Quiet bool
@@ -92,13 +106,16 @@ type TableConfig struct {
 
 // NewTable returns an empty table.
 func NewTable(c TableConfig) *Table {
-	t := newTable(c.Log.Named("mount"), c.Base, c.Timeout, newBuilder(c.Log, c.Faults))
+	common := &shared{log: c.Log.Named("mount"), dirty: fusefs.NewDirtyTotal(c.DirtyBytes)}
+	common.locks = nlm.NewService(nlm.ServiceConfig{Listen: c.LockListen, StateDir: c.StateDir,
+		Logger: c.Log.Named("locks")})
+	t := newTable(common, c.Base, c.Timeout, newBuilder(c.Log, c.Faults, common))
 	t.quiet = c.Quiet
 	return t
 }
 
-func newTable(log hclog.Logger, base Options, timeout time.Duration, build builder) *Table {
-	t := &Table{log: log, build: build, base: base, timeout: timeout}
+func newTable(common *shared, base Options, timeout time.Duration, build builder) *Table {
+	t := &Table{log: common.log, build: build, base: base, timeout: timeout, shared: common}
 	t.mu.entries, t.mu.detached = make(map[string]*entry), make(map[*entry]struct{})
 	return t
 }
@@ -112,6 +129,7 @@ func (t *Table) Mount(ctx context.Context, r control.MountRequest) (control.Moun
 	if err != nil {
 		return control.MountInfo{}, err
 	}
+	defer p.at.Close()
 	e, err := t.reserve(p, cancel)
 	if err != nil {
 		return control.MountInfo{}, err
@@ -158,11 +176,14 @@ func (t *Table) plan(ctx context.Context, r control.MountRequest) (plan, error) 
 	if err := CheckPrivilege(); err != nil {
 		return plan{}, err
 	}
-	dir, err := CheckMountPoint(ctx, r.Dir)
+	if err := opts.checkPrivilege(); err != nil {
+		return plan{}, err
+	}
+	at, err := CheckMountPoint(ctx, r.Dir)
 	if err != nil {
 		return plan{}, err
 	}
-	return plan{spec: spec, dir: dir, opts: opts}, nil
+	return plan{spec: spec, dir: at.Path(), at: at, opts: opts}, nil
 }
 
 func (t *Table) reserve(p plan, cancel context.CancelFunc) (*entry, error) {
@@ -222,8 +243,15 @@ func (t *Table) mountError(ctx context.Context, p plan, err error) error {
 		Text: fmt.Sprintf("mount %s on %s: %s", p.spec, p.dir, control.OneLine(err.Error()))}
 }
 
+// forceFlushTimeout and forceStall bound how long a forced unmount writes dirty data.
+const (
+	forceFlushTimeout = 20 * time.Second
+	forceStall        = 5 * time.Second // without progress
+)
+
 // Umount unmounts the mount at r.Dir. A normal unmount fails if a file is open, or if the server
-// does not accept the dirty data before ctx ends. The mount then stays mounted.
+// does not accept the dirty data before ctx ends. The mount then stays mounted. A forced unmount
+// first writes the dirty data, while the server accepts it.
 func (t *Table) Umount(ctx context.Context, r control.UmountRequest) error {
 	switch r.Mode {
 	case control.UmountNormal, control.UmountLazy, control.UmountForce:
@@ -239,7 +267,19 @@ func (t *Table) Umount(ctx context.Context, r control.UmountRequest) error {
 	if e == nil {
 		return notMounted("unmount", dir)
 	}
+	if r.Mode == control.UmountForce {
+		flushCtx, cancel := running.WithTimeout(ctx, forceFlushTimeout)
+		t.flush(flushCtx, e, forceStall)
+		cancel()
+	}
 	return t.unmount(ctx, e, r.Mode)
+}
+
+// flush writes the dirty data of a mount before a forced unmount.
+func (t *Table) flush(ctx context.Context, e *entry, stall time.Duration) {
+	if instance := t.setState(e, control.StateUnmounting); instance != nil {
+		instance.Flush(ctx, stall)
+	}
 }
 
 // notMounted returns the error of an operation on a directory that is not in the table. The
@@ -368,6 +408,9 @@ func (e *entry) info() control.MountInfo {
 	if e.instance != nil {
 		e.instance.Describe(&i)
 	}
+	if i.Failure != "" && i.State == control.StateMounted {
+		i.State = control.StateFailed
+	}
 	return i
 }
 
@@ -418,19 +461,28 @@ func (t *Table) Snapshots() []metrics.Snapshot {
 	return snaps
 }
 
-// Close refuses new mounts and unmounts all mounts: normally until ctx ends, by force afterwards.
-// It returns when all mounts are released, at the latest [CloseGrace] after the end of ctx. It logs
-// the mounts that are left.
-func (t *Table) Close(ctx context.Context) {
+// Close refuses new mounts and unmounts all mounts. It first writes their dirty data, until ctx
+// ends. It unmounts mounts with open files by force. Close returns when all mounts are released, at
+// the latest [CloseGrace] after the end of ctx. It logs the mounts that are left. Its error means
+// that written data is lost; the log names the files.
+func (t *Table) Close(ctx context.Context) error {
 	defer settleConnects()
+	defer t.shared.locks.Close()
+	lostBefore := t.shared.unmount.Load()
 	t.mu.Lock()
 	t.mu.closed = true
 	var unmounts sync.WaitGroup
 	for _, e := range t.mu.entries {
-		unmounts.Go(func() { t.unmountOrForce(ctx, e) })
+		unmounts.Go(func() {
+			t.flush(ctx, e, 0)
+			t.unmountOrForce(ctx, e)
+		})
 	}
 	for e := range t.mu.detached {
-		unmounts.Go(func() { t.force(ctx, e) })
+		unmounts.Go(func() {
+			t.flush(ctx, e, 0)
+			t.force(ctx, e)
+		})
 	}
 	t.mu.Unlock()
 	unmounts.Wait()
@@ -446,14 +498,15 @@ func (t *Table) Close(ctx context.Context) {
 			t.log.Error("mount not released", "spec", v.Spec, "dir", v.Dir)
 		}
 	}
+	return t.lostError(lostBefore)
 }
 
 // releaseTimeout bounds the release of unmounted mounts. It is longer than the timeouts of its
 // steps together.
-const releaseTimeout = writeBackTimeout + umntTimeout + 3*time.Second
+const releaseTimeout = writeBackTimeout + nlm.CloseTimeout + umntTimeout + 3*time.Second
 
 // CloseGrace bounds the time that [Table.Close] takes after the end of its context.
-const CloseGrace = pathTimeout + releaseTimeout + settleTimeout
+const CloseGrace = pathTimeout + releaseTimeout + nlm.CloseTimeout + settleTimeout
 
 // unmountOrForce unmounts e normally, and by force if that fails.
 func (t *Table) unmountOrForce(ctx context.Context, e *entry) {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
@@ -27,18 +28,25 @@ type fakeMount struct {
 	unmount  func(control.UmountMode) (ends bool, err error)
 	isClosed chan struct{}
 	rings    []*trace.Ring
+	flush    func(ctx context.Context, stall time.Duration)
+	failure  string
 }
 
 func newFakeMount() *fakeMount {
 	return &fakeMount{ended: make(chan struct{}), isClosed: make(chan struct{}),
-		unmount: func(m control.UmountMode) (bool, error) { return m != control.UmountLazy, nil }}
+		unmount: func(m control.UmountMode) (bool, error) { return m != control.UmountLazy, nil },
+		flush:   func(context.Context, time.Duration) {}}
 }
 
-func (s *fakeMount) Wait()                       { <-s.ended }
-func (s *fakeMount) Close()                      { close(s.isClosed) }
+func (s *fakeMount) Wait()  { <-s.ended }
+func (s *fakeMount) Close() { close(s.isClosed) }
+
+func (s *fakeMount) Describe(i *control.MountInfo) { i.Failure = s.failure }
+
+func (s *fakeMount) Flush(ctx context.Context, stall time.Duration) { s.flush(ctx, stall) }
+
 func (s *fakeMount) Status() control.MountStatus { return control.MountStatus{} }
 func (s *fakeMount) Snapshot() metrics.Snapshot  { return metrics.Snapshot{} }
-func (s *fakeMount) Describe(*control.MountInfo) {}
 func (s *fakeMount) Rings() []*trace.Ring        { return s.rings }
 func (s *fakeMount) end()                        { s.once.Do(func() { close(s.ended) }) }
 
@@ -53,9 +61,11 @@ func (s *fakeMount) Unmount(_ context.Context, mode control.UmountMode) error {
 func testTable(t *testing.T, build builder) (*Table, control.MountRequest) {
 	t.Helper()
 	testutil.NeedsRoot(t)
-	tab := newTable(hclog.NewNullLogger(), DefaultOptions(), time.Minute, build)
+	tab := newTable(&shared{log: hclog.NewNullLogger()}, DefaultOptions(), time.Minute, build)
 	t.Cleanup(func() {
-		tab.Close(context.Background())
+		if err := tab.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
 		if l := tab.List(); len(l) != 0 {
 			t.Errorf("mounts after Close: got %+v, want none", l)
 		}
@@ -190,7 +200,9 @@ func TestCloseDuringBuild(t *testing.T) {
 			mounted := make(chan error, 1)
 			go func() { _, err := tab.Mount(context.Background(), r); mounted <- err }()
 			<-begun
-			tab.Close(context.Background())
+			if err := tab.Close(context.Background()); err != nil {
+				t.Error(err)
+			}
 			if completes {
 				<-s.isClosed
 			}
@@ -242,11 +254,19 @@ func TestLazyUmountFreesMountPoint(t *testing.T) {
 	}
 }
 
+// TestCloseForcesBusyMount checks that Close writes the data of a busy mount until its deadline
+// before the normal and the forced unmount.
 func TestCloseForcesBusyMount(t *testing.T) {
 	s := newFakeMount()
-	modes := make(chan control.UmountMode, 2)
+	steps := make(chan string, 3)
+	s.flush = func(ctx context.Context, stall time.Duration) {
+		if _, ok := ctx.Deadline(); !ok || stall != 0 {
+			t.Errorf("flush: got a deadline %v and stall %v, want the deadline of Close and 0", ok, stall)
+		}
+		steps <- "flush"
+	}
 	s.unmount = func(m control.UmountMode) (bool, error) {
-		modes <- m
+		steps <- "unmount " + string(m)
 		if m == control.UmountForce {
 			return true, nil
 		}
@@ -256,9 +276,79 @@ func TestCloseForcesBusyMount(t *testing.T) {
 	if _, err := tab.Mount(context.Background(), r); err != nil {
 		t.Fatal(err)
 	}
-	tab.Close(context.Background())
-	if a, b := <-modes, <-modes; a != control.UmountNormal || b != control.UmountForce {
-		t.Errorf("modes of unmount: got %q, then %q; want normal, then force", a, b)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	if err := tab.Close(ctx); err != nil {
+		t.Error(err)
+	}
+	if a, b, c := <-steps, <-steps, <-steps; a != "flush" || b != "unmount " || c != "unmount force" {
+		t.Errorf("steps: got %q, %q, %q; want flush, unmount, unmount force", a, b, c)
+	}
+}
+
+// TestCloseReportsLostData checks that the error of Close has the bytes that were lost since its
+// start.
+func TestCloseReportsLostData(t *testing.T) {
+	s := newFakeMount()
+	common := &shared{log: hclog.NewNullLogger()}
+	lose := func(bytes uint64, err error) {
+		(&mountStack{shared: common}).lost(fusefs.Loss{FileID: 1, Bytes: bytes, Err: err})
+	}
+	s.unmount = func(m control.UmountMode) (bool, error) {
+		if m == control.UmountForce {
+			lose(100, nil)
+			lose(1000, errors.New("no space"))
+			return true, nil
+		}
+		return false, control.Errorf(control.CodeMount, "busy")
+	}
+	testutil.NeedsRoot(t)
+	tab := newTable(common, DefaultOptions(), time.Minute,
+		func(context.Context, plan) (mountInstance, error) { return s, nil })
+	lose(7, nil)
+	if _, err := tab.Mount(t.Context(), control.MountRequest{Spec: "server:/export", Dir: t.TempDir()}); err != nil {
+		t.Fatal(err)
+	}
+	isError(t, tab.Close(t.Context()), control.CodeMount, "100 bytes")
+	if lost := tab.LostBytes(); lost.Unmount != 107 || lost.Rejected != 1000 {
+		t.Errorf("lost bytes: got %+v, want 107 at unmounts and 1000 rejected", lost)
+	}
+}
+
+// TestForcedUmountFlushesFirst checks that a forced unmount writes the data of the mount while the
+// server accepts it.
+func TestForcedUmountFlushesFirst(t *testing.T) {
+	s := newFakeMount()
+	var flushed bool
+	s.flush = func(ctx context.Context, stall time.Duration) {
+		_, bounded := ctx.Deadline()
+		flushed = bounded && stall == forceStall
+	}
+	s.unmount = func(control.UmountMode) (bool, error) {
+		if !flushed {
+			t.Error("unmount began before a flush with a deadline and a stall limit")
+		}
+		return true, nil
+	}
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
+	if _, err := tab.Mount(t.Context(), r); err != nil {
+		t.Fatal(err)
+	}
+	if err := tab.Umount(t.Context(), control.UmountRequest{Dir: r.Dir, Mode: control.UmountForce}); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestStatusShowsFailure(t *testing.T) {
+	s := newFakeMount()
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
+	if _, err := tab.Mount(t.Context(), r); err != nil {
+		t.Fatal(err)
+	}
+	s.failure = "panic: test"
+	st, err := tab.Status(t.Context(), r.Dir)
+	if err != nil || len(st) != 1 || st[0].State != control.StateFailed || st[0].Failure != s.failure {
+		t.Errorf("status: got %+v and error %v, want state failed and the failure", st, err)
 	}
 }
 

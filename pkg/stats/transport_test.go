@@ -45,12 +45,12 @@ func TestAddSumsEveryField(t *testing.T) {
 
 func TestAddKeepsIdleTimeOfLastCall(t *testing.T) {
 	var sum Transport
+	connected := map[string]uint64{Connected: 1}
 	for _, one := range []Transport{
 		{Connections: map[string]uint64{"idle": 1}, MRStates: map[string]uint64{"VALID": 1}},
-		{Connections: map[string]uint64{Connected: 1}, IdleTime: 9 * time.Second,
-			MRStates: map[string]uint64{"VALID": 2}},
-		{Connections: map[string]uint64{Connected: 1}, IdleTime: 5 * time.Second},
-		{Connections: map[string]uint64{Connected: 1}, IdleTime: 7 * time.Second},
+		{Connections: connected, IdleTime: 9 * time.Second, MRStates: map[string]uint64{"VALID": 2}},
+		{Connections: connected, IdleTime: 5 * time.Second},
+		{Connections: connected, IdleTime: 7 * time.Second},
 	} {
 		sum.Add(&one)
 	}

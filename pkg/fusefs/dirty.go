@@ -1,0 +1,161 @@
+package fusefs
+
+import (
+	"sync"
+	"time"
+)
+
+// DefaultDirtyExpire is the age at which Linux users can expect data of an open file on the server.
+// The kernel's NFS client writes data back after 30 to 35 s (dirty_expire_centisecs).
+const DefaultDirtyExpire = 5 * time.Second
+
+// dirtyReserve is the number of buffers of each FS that do not count against a DirtyTotal. An FS
+// with a server that answers therefore continues while other mounts hold the whole total.
+const dirtyReserve = 2
+
+// A DirtyTotal bounds the dirty data of several file systems together. It is safe for concurrent
+// use.
+type DirtyTotal struct {
+	mu    sync.Mutex
+	limit int64 // bytes
+	used  int64 // bytes, at most limit
+}
+
+// NewDirtyTotal returns a DirtyTotal of at most limit bytes. Each FS may hold two more buffers.
+func NewDirtyTotal(limit int64) *DirtyTotal { return &DirtyTotal{limit: limit} }
+
+// take reserves n bytes, and returns false if they exceed the limit. A nil total has no limit.
+func (t *DirtyTotal) take(n int64) bool {
+	if t == nil {
+		return true
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.used+n > t.limit {
+		return false
+	}
+	t.used += n
+	return true
+}
+
+func (t *DirtyTotal) give(n int64) {
+	if t == nil {
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.used -= n
+}
+
+// A dirtySet holds the files of one FS with data that is not known to be stable. It bounds their
+// memory and the age of their data.
+type dirtySet struct {
+	sync.Mutex
+	inodes map[*inode]*dirtyFile // files that hold buffers
+	bytes  int64                 // buffers of extents, and buffers that a writer is about to fill
+	// wake is closed and set to nil when bytes falls. wake is nil while no writer waits.
+	wake chan struct{}
+
+	// One timer serves all files. It runs until due while a file is dirty.
+	timer   *time.Timer
+	due     time.Time // zero while the timer does not run
+	stopped bool
+
+	lost map[*inode]*Loss // data that the end of the mount discarded
+}
+
+// A dirtyFile describes the data of one file.
+type dirtyFile struct {
+	since    time.Time // no data is older, except data that a flush is writing
+	flushing bool      // expire or reclaim has started a flush that has not ended
+}
+
+// markDirty adds a file to the set of files that hold buffers. The caller holds writeback.mu.
+func (fs *FS) markDirty(ino *inode) {
+	d := &fs.dirty
+	d.Lock()
+	defer d.Unlock()
+	if d.inodes[ino] == nil {
+		d.inodes[ino] = &dirtyFile{since: time.Now()}
+		fs.armExpiry(fs.opts.DirtyExpire)
+	}
+}
+
+// unmarkDirty removes a file that holds no buffer. The caller holds writeback.mu.
+func (fs *FS) unmarkDirty(ino *inode) {
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	delete(fs.dirty.inodes, ino)
+}
+
+// dirtyFiles returns the files that hold buffers now.
+func (fs *FS) dirtyFiles() []*inode {
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	all := make([]*inode, 0, len(fs.dirty.inodes))
+	for ino := range fs.dirty.inodes {
+		all = append(all, ino)
+	}
+	return all
+}
+
+// armExpiry makes the timer run expire after left or earlier. The caller holds dirty.
+func (fs *FS) armExpiry(left time.Duration) {
+	d := &fs.dirty
+	due := time.Now().Add(left)
+	if fs.opts.DirtyExpire <= 0 || d.stopped || !d.due.IsZero() && !due.Before(d.due) {
+		return
+	}
+	d.due = due
+	if d.timer == nil {
+		d.timer = time.AfterFunc(left, fs.expire)
+	} else {
+		d.timer.Reset(left)
+	}
+}
+
+// stopExpiry ends the timer. No flush begins afterwards.
+func (fs *FS) stopExpiry() {
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	fs.dirty.stopped = true
+	if fs.dirty.timer != nil {
+		fs.dirty.timer.Stop()
+	}
+}
+
+// expire starts to write back the files whose data is older than DirtyExpire.
+func (fs *FS) expire() {
+	defer fs.recovered()
+	d := &fs.dirty
+	d.Lock()
+	defer d.Unlock()
+	d.due = time.Time{}
+	if d.stopped {
+		return
+	}
+	now := time.Now()
+	for ino, file := range d.inodes {
+		if file.flushing {
+			continue
+		}
+		left := fs.opts.DirtyExpire - now.Sub(file.since)
+		if left > 0 {
+			fs.armExpiry(left)
+			continue
+		}
+		file.flushing, file.since = true, now
+		fs.spawn(func() { fs.flushExpired(ino, file) })
+	}
+}
+
+// flushExpired writes a file back. Data that arrives during the write expires later.
+func (fs *FS) flushExpired(ino *inode, file *dirtyFile) {
+	_ = fs.sync(background{fs}, ino) // the open files report the error
+	fs.dirty.Lock()
+	defer fs.dirty.Unlock()
+	file.flushing = false
+	if fs.dirty.inodes[ino] == file {
+		fs.armExpiry(fs.opts.DirtyExpire - time.Since(file.since))
+	}
+}

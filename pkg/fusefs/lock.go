@@ -1,0 +1,274 @@
+package fusefs
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rangelock"
+)
+
+// handleLocks are the lock owners that used one open file.
+type handleLocks struct {
+	mu       sync.Mutex
+	owners   map[nlm.Owner]struct{}
+	flushed  time.Time     // time of the last FLUSH
+	released chan struct{} // closed after the release of the locks; nil while no request waits for it
+}
+
+// GetLk handles fcntl(2) with F_GETLK.
+func (fs *FS) GetLk(cancel <-chan struct{}, in *fuse.LkIn, out *fuse.LkOut) fuse.Status {
+	return fs.lockRequest(OpGetLock, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+		ctx, done := lockContext(r, nil)
+		defer done()
+		holder, held, err := fs.opts.Locks.Test(ctx, h.cred, h.ino.fh, l)
+		if err != nil {
+			return err
+		}
+		out.Lk.Typ = syscall.F_UNLCK
+		if held {
+			out.Lk = fuse.FileLock{Start: holder.Start, End: holder.End, Typ: syscall.F_RDLCK, Pid: holder.PID}
+			if holder.Exclusive {
+				out.Lk.Typ = syscall.F_WRLCK
+			}
+		}
+		return nil
+	})
+}
+
+// SetLk handles fcntl(2) with F_SETLK and flock(2) with LOCK_NB.
+func (fs *FS) SetLk(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
+	return fs.lockRequest(OpSetLock, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+		ctx, done := lockContext(r, nil)
+		defer done()
+		if in.Lk.Typ == syscall.F_UNLCK {
+			return fs.unlock(ctx, r, h, &l)
+		}
+		err := fs.lock(ctx, r, h, &l, false)
+		if err == syscall.EAGAIN && fs.awaitRelease(ctx, h.ino) {
+			err = fs.lock(ctx, r, h, &l, false)
+		}
+		return err
+	})
+}
+
+// SetLkw handles fcntl(2) with F_SETLKW and flock(2). Any signal ends it; the kernel restarts the
+// system call where the program asked for that.
+func (fs *FS) SetLkw(cancel <-chan struct{}, in *fuse.LkIn) fuse.Status {
+	return fs.lockRequest(OpSetLockWait, cancel, in, func(r *request, h *fileHandle, l nlm.Lock) error {
+		ctx, done := lockContext(r, cancel)
+		defer done()
+		if in.Lk.Typ == syscall.F_UNLCK {
+			return fs.unlock(ctx, r, h, &l)
+		}
+		return fs.lock(ctx, r, h, &l, true)
+	})
+}
+
+func (fs *FS) lockRequest(op Op, cancel <-chan struct{}, in *fuse.LkIn,
+	do func(*request, *fileHandle, nlm.Lock) error) fuse.Status {
+	if fs.opts.Locks == nil {
+		return fuse.ENOSYS
+	}
+	r := fs.begin(op, cancel, &in.InHeader)
+	h := fs.file(in.Fh)
+	if h == nil {
+		return fs.end(op, r, syscall.EBADF)
+	}
+	l := nlm.Lock{Start: in.Lk.Start, End: in.Lk.End, Exclusive: in.Lk.Typ == syscall.F_WRLCK, PID: in.Lk.Pid,
+		Owner: nlm.Owner{Kind: nlm.Posix, ID: in.Owner}}
+	if in.LkFlags&fuse.FUSE_LK_FLOCK != 0 {
+		l.Owner.Kind = nlm.Flock
+	}
+	if l.End > rangelock.MaxOffset || l.Start > l.End {
+		return fs.end(op, r, syscall.EINVAL)
+	}
+	return fs.end(op, r, do(r, h, l))
+}
+
+// lockContext returns a context that ends with r and, if cancel is not nil, with any signal. The
+// caller must call done before r ends.
+func lockContext(r *request, cancel <-chan struct{}) (ctx context.Context, done func()) {
+	ctx, stop := context.WithCancel(context.Background())
+	ended := r.Done()
+	go func() {
+		select {
+		case <-ended:
+		case <-cancel:
+		case <-ctx.Done():
+		}
+		stop()
+	}()
+	return ctx, stop
+}
+
+// lock sets a lock. Locks make the data of clients coherent, as in Linux's client: dirty data is on
+// the server before the lock is requested, and the kernel's cached pages are dropped when another
+// client has changed the file before the lock was granted.
+func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, wait bool) error {
+	if err := fs.sync(r, h.ino); err != nil {
+		return err
+	}
+	h.locks.mu.Lock()
+	if h.locks.owners == nil {
+		h.locks.owners = make(map[nlm.Owner]struct{})
+	}
+	h.locks.owners[l.Owner] = struct{}{}
+	h.locks.mu.Unlock()
+	if err := fs.opts.Locks.Lock(ctx, h.cred, h.ino.fh, *l, wait); err != nil {
+		return err
+	}
+	var a nfs3.Attr
+	cacheable, err := fs.fetch(r, h.cred, h.ino, &a)
+	if err == nil && h.ino.revalidate(&a, cacheable) {
+		return nil
+	}
+	// Also after an error: the lock is set, and only its owner can release it.
+	fs.Counters.CacheDrops.Add(1)
+	fs.dropCache(h.ino)
+	return nil
+}
+
+// unlock releases locks after all dirty data is on the server.
+func (fs *FS) unlock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock) error {
+	err := fs.sync(r, h.ino) // an interrupted process unlocks nevertheless
+	return firstError(fs.opts.Locks.Unlock(ctx, h.cred, h.ino.fh, l.Owner, l.Start, l.End), err)
+}
+
+func firstError(a, b error) error {
+	if a != nil {
+		return a
+	}
+	return b
+}
+
+// dropCache makes the kernel discard its cached pages and attributes of a file.
+func (fs *FS) dropCache(ino *inode) {
+	if s := fs.server.Load(); s != nil {
+		s.InodeNotify(ino.id, 0, 0)
+	}
+}
+
+// flushLocks releases the fcntl(2) locks that a process has on the file: close(2) releases them,
+// through whichever open file they were set.
+func (fs *FS) flushLocks(r *request, h *fileHandle, owner uint64) {
+	if fs.opts.Locks == nil || !fs.opts.Locks.InUse(h.ino.fh) {
+		return
+	}
+	h.locks.mu.Lock()
+	h.locks.flushed = time.Now()
+	h.locks.mu.Unlock()
+	ctx, done := lockContext(r, nil)
+	defer done()
+	id := nlm.Owner{Kind: nlm.Posix, ID: owner}
+	_ = fs.opts.Locks.ReleaseOwner(ctx, h.cred, h.ino.fh, id)
+	// RELEASE comes later, when the process may have a new lock by another open file.
+	h.locks.mu.Lock()
+	delete(h.locks.owners, id)
+	h.locks.mu.Unlock()
+}
+
+// lockOwners returns the owners that set locks through an open file.
+func (h *fileHandle) lockOwners() []nlm.Owner {
+	h.locks.mu.Lock()
+	defer h.locks.mu.Unlock()
+	if len(h.locks.owners) == 0 {
+		return nil
+	}
+	return slices.Collect(maps.Keys(h.locks.owners))
+}
+
+// releaseLocks releases all locks that were set through an open file that is released. Locks of
+// flock(2) and of open file descriptions (F_OFD_SETLK) end with the open file.
+func (fs *FS) releaseLocks(ctx context.Context, h *fileHandle, owners []nlm.Owner) {
+	for _, id := range owners {
+		_ = fs.opts.Locks.ReleaseOwner(ctx, h.cred, h.ino.fh, id)
+	}
+	fs.handles.Lock()
+	delete(fs.handles.releasing, h)
+	fs.handles.Unlock()
+	h.locks.mu.Lock()
+	defer h.locks.mu.Unlock()
+	h.locks.owners = nil
+	if h.locks.released != nil {
+		close(h.locks.released)
+		h.locks.released = nil
+	}
+}
+
+// The kernel does not wait for RELEASE, so that close(2) returns before flock(2) locks are
+// released. A request that conflicts shortly after the close waits for the release.
+const (
+	closingAge  = 200 * time.Millisecond // since FLUSH
+	closingWait = 200 * time.Millisecond
+)
+
+// awaitRelease waits for the release of an open file of ino that had locks and was flushed just
+// now. It reports whether the conflict may be gone.
+func (fs *FS) awaitRelease(ctx context.Context, ino *inode) bool {
+	timer := time.NewTimer(closingWait)
+	defer timer.Stop()
+	waited := false
+	for _, released := range fs.closing(ino) {
+		waited = true
+		select {
+		case <-released:
+		case <-timer.C:
+			return true
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return waited
+}
+
+func (fs *FS) closing(ino *inode) []chan struct{} {
+	fs.handles.Lock()
+	handles := slices.Collect(maps.Values(fs.handles.files))
+	handles = append(handles, slices.Collect(maps.Keys(fs.handles.releasing))...)
+	fs.handles.Unlock()
+	var all []chan struct{}
+	for _, h := range handles {
+		if h.ino != ino {
+			continue
+		}
+		h.locks.mu.Lock()
+		if len(h.locks.owners) > 0 && time.Since(h.locks.flushed) < closingAge {
+			if h.locks.released == nil {
+				h.locks.released = make(chan struct{})
+			}
+			all = append(all, h.locks.released)
+		}
+		h.locks.mu.Unlock()
+	}
+	return all
+}
+
+// lostLock returns EIO for an open file whose locks were lost in a restart of the server: another
+// client may have changed the file since.
+func (fs *FS) lostLock(h *fileHandle) error {
+	if fs.opts.Locks == nil || fs.opts.Locks.Counters.Lost.Load() == 0 {
+		return nil
+	}
+	for _, id := range h.lockOwners() {
+		if fs.opts.Locks.Lost(h.ino.fh, id) {
+			return syscall.EIO
+		}
+	}
+	return nil
+}
+
+// LockLost makes the kernel discard the cached pages of a file, so that reads through the owners of
+// a lost lock fail. It is for nlm.Config.Lost.
+func (fs *FS) LockLost(fh nfs3.FH) {
+	if ino := fs.inodes.find(fh); ino != nil {
+		fs.dropCache(ino)
+	}
+}

@@ -1,0 +1,176 @@
+package fusefs
+
+import (
+	"encoding/binary"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+)
+
+// The kernel caches names for the time that the file system gives. When another client changes a
+// directory, the names in it expire at once: the kernel then repeats the LOOKUP of each name that
+// it uses, as Linux's NFS client does. Changes by this mount do not expire names.
+
+const (
+	// maxCachedNames bounds the names of one FS that are remembered. Other names expire after
+	// forgottenNameTime.
+	maxCachedNames    = 1 << 20
+	forgottenNameTime = time.Second
+	// minNameSweep is the number of names of a directory from which expired names are removed.
+	minNameSweep = 1024
+)
+
+// A nameCache holds the names in a directory that the kernel may have cached.
+type nameCache struct {
+	names   map[string]cachedName
+	expires time.Time // the latest of the names
+	sweepAt int       // number of names at which expired ones are removed
+	changed uint64    // FS.clock at the call whose reply showed a change by another client
+}
+
+type cachedName struct {
+	expires time.Time
+	dir     bool
+}
+
+// cacheName remembers a name that the kernel will cache for the time in out. start is FS.clock at
+// the call that returned the name. The kernel must not cache a name from before a change of the
+// directory by another client.
+func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOut) {
+	timeout := out.EntryTimeout()
+	if timeout <= 0 {
+		return
+	}
+	now := time.Now()
+	dir.mu.Lock()
+	defer dir.mu.Unlock()
+	c := &dir.names
+	if start < c.changed {
+		out.SetEntryTimeout(0)
+		return
+	}
+	before := len(c.names)
+	if before > 0 && (now.After(c.expires) || before >= max(c.sweepAt, minNameSweep)) {
+		c.sweep(now)
+	}
+	if _, known := c.names[name]; !known && fs.inodes.names.Load() >= maxCachedNames {
+		out.SetEntryTimeout(min(timeout, forgottenNameTime))
+		return
+	}
+	if c.names == nil {
+		c.names = make(map[string]cachedName)
+	}
+	n := cachedName{now.Add(timeout), out.NodeId != 0 && out.Attr.Mode&syscall.S_IFMT == syscall.S_IFDIR}
+	c.names[name] = n
+	if n.expires.After(c.expires) {
+		c.expires = n.expires
+	}
+	fs.inodes.names.Add(int64(len(c.names) - before))
+}
+
+// sweep removes expired names.
+func (c *nameCache) sweep(now time.Time) {
+	if now.After(c.expires) {
+		c.names = nil
+	}
+	for name, n := range c.names {
+		if now.After(n.expires) {
+			delete(c.names, name)
+		}
+	}
+	c.sweepAt = 2 * len(c.names)
+}
+
+// takeNamesLocked removes and returns the names of a directory. The reply to a call that was sent
+// at start showed a change by another client. The caller holds dir.mu.
+func (fs *FS) takeNamesLocked(dir *inode, start uint64) map[string]cachedName {
+	names := dir.names.names
+	dir.names = nameCache{changed: start}
+	fs.inodes.names.Add(-int64(len(names)))
+	return names
+}
+
+// A nameExpiry tells the kernel which names to look up again. One goroutine does so for each FS:
+// the kernel locks the directory, and waits for requests that the file system is handling.
+type nameExpiry struct {
+	mu      sync.Mutex
+	running bool
+	queue   []expiredNames
+}
+
+type expiredNames struct {
+	dir   uint64
+	names map[string]cachedName
+}
+
+// expireNames makes the kernel look names of a directory up again.
+func (fs *FS) expireNames(dir *inode, names map[string]cachedName) {
+	if len(names) == 0 {
+		return
+	}
+	fs.Counters.NameDrops.Add(uint64(len(names)))
+	e := &fs.expiry
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.queue = append(e.queue, expiredNames{dir.id, names})
+	if !e.running {
+		e.running = true
+		fs.spawn(fs.sendExpiry)
+	}
+}
+
+// sendExpiry sends the queued notifications.
+func (fs *FS) sendExpiry() {
+	e := &fs.expiry
+	fd := -1
+	if d := fs.device.Load(); d != nil {
+		fd = d.dup()
+	}
+	for {
+		e.mu.Lock()
+		if len(e.queue) == 0 {
+			e.running = false
+			e.mu.Unlock()
+			break
+		}
+		next := e.queue[0]
+		e.queue = e.queue[1:]
+		e.mu.Unlock()
+		now := time.Now()
+		for name, n := range next.names {
+			// A kernel that cannot expire a name removes the name instead. A process in the
+			// directory could then not determine its path.
+			if fd >= 0 && now.Before(n.expires) && (fs.expireOnly.Load() || !n.dir) && !fs.isAborted() {
+				_ = expireEntry(fd, next.dir, name) // ENOENT: the kernel does not have the name
+			}
+		}
+	}
+	if fd >= 0 {
+		_ = unix.Close(fd)
+	}
+}
+
+// expireEntry sends FUSE_NOTIFY_INVAL_ENTRY with FUSE_EXPIRE_ONLY, which go-fuse does not send.
+func expireEntry(fd int, dir uint64, name string) error {
+	const (
+		notifyInvalEntry = 3
+		headerSize       = 16 // fuse_out_header
+		bodySize         = 16 // fuse_notify_inval_entry_out
+	)
+	size := headerSize + bodySize + len(name) + 1
+	b := make([]byte, 0, headerSize+bodySize+nfs3.MaxName+1)
+	b = binary.NativeEndian.AppendUint32(b, uint32(size))
+	b = binary.NativeEndian.AppendUint32(b, notifyInvalEntry)
+	b = binary.NativeEndian.AppendUint64(b, 0)
+	b = binary.NativeEndian.AppendUint64(b, dir)
+	b = binary.NativeEndian.AppendUint32(b, uint32(len(name)))
+	b = binary.NativeEndian.AppendUint32(b, fuse.EXPIRE_ONLY)
+	b = append(append(b, name...), 0)
+	_, err := unix.Write(fd, b)
+	return err
+}

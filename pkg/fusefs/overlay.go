@@ -1,0 +1,105 @@
+package fusefs
+
+import (
+	"iter"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+)
+
+// A server that restarts loses the data that is not committed. The extents still have this data,
+// and the next COMMIT finds the new verifier and replays it. Until then the server returns too few
+// bytes, old bytes, and too small a size. Reads and attributes therefore include the extents.
+//
+// When another client truncates a file with extents, its change appears after the COMMIT.
+// Close-to-open makes no promise before. A truncation by this mount begins with a sync, and the
+// kernel sends no WRITE of the file meanwhile, so no extent is older than the truncation.
+
+// maxRereads bounds the READs of one request while replays of the file end.
+const maxRereads = 64
+
+// all returns the extents. Where two overlap, the later one has the newer data: an extent is sent
+// only when the earlier extents that it overlaps have left sending. The caller holds mu.
+func (w *writeback) all() iter.Seq[*extent] {
+	return func(yield func(*extent) bool) {
+		for _, e := range w.unstable {
+			if !yield(e) {
+				return
+			}
+		}
+		for _, e := range w.sending {
+			if !yield(e) {
+				return
+			}
+		}
+		if w.filling != nil {
+			yield(w.filling)
+		}
+	}
+}
+
+// end returns the end of the data that is not known to be stable, or 0.
+func (w *writeback) end() uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.endLocked()
+}
+
+// endLocked is end for callers that hold mu.
+func (w *writeback) endLocked() (end uint64) {
+	for e := range w.all() {
+		end = max(end, e.end())
+	}
+	return end
+}
+
+// releasedLost returns the number of replayed extents that were released so far.
+func (w *writeback) releasedLost() uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.replayed
+}
+
+// readCurrent is readFull with the data of the extents. When a replayed extent was released during
+// the READ, the server may have executed the READ before the replay: readCurrent then reads again.
+func (fs *FS) readCurrent(r *request, h *fileHandle, in *fuse.ReadIn, buf []byte) (_ []byte, n int, err error) {
+	w := &h.ino.wb
+	for range maxRereads {
+		before := w.releasedLost()
+		if buf, n, err = fs.readFull(r, h, in, buf); err != nil {
+			return buf, 0, err
+		}
+		var ok bool
+		if n, ok = w.overlay(buf[:in.Size], n, in.Offset, before); ok {
+			return buf, n, nil
+		}
+	}
+	return buf, 0, fs.invalidReply(h.ino, "the write verifier keeps changing during a READ")
+}
+
+// overlay copies the extents over the n bytes in buf that were read at off. When the extents end
+// behind these bytes, overlay appends their data, and zeros for holes. overlay returns the new
+// number of bytes. ok is false when a replayed extent was released since before.
+func (w *writeback) overlay(buf []byte, n int, off, before uint64) (_ int, ok bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.replayed != before {
+		return 0, false
+	}
+	if end := w.endLocked(); end > off+uint64(n) {
+		size := int(min(uint64(len(buf)), end-off))
+		clear(buf[n:size])
+		n = size
+	}
+	for e := range w.all() {
+		e.copyTo(buf[:n], off)
+	}
+	return n, true
+}
+
+// copyTo copies the part of the extent that is in the range of buf, which begins at off.
+func (e *extent) copyTo(buf []byte, off uint64) {
+	from, to := max(e.off, off), min(e.end(), off+uint64(len(buf)))
+	if from < to {
+		copy(buf[from-off:], e.buf[from-e.off:to-e.off])
+	}
+}

@@ -1,0 +1,49 @@
+package mount
+
+import (
+	"syscall"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+)
+
+// newLocks returns the lock client of the mount, or nil if all locks are local. mountPort is the
+// port of MOUNT.
+func (s *mountStack) newLocks(host string, mountPort int, log hclog.Logger) *nlm.Client {
+	if s.opts.LocalLock == lockAll {
+		return nil
+	}
+	c := nlm.Config{Host: s.mountArgs.Host, Caller: host, Port: int(s.opts.LockPort), MountPort: mountPort,
+		MountPortFirst: s.opts.MountPort != 0, Service: s.shared.locks, Logger: log.Named("locks").With("mount", s.dir),
+		Lost: func(fh nfs3.FH, _ nlm.Owner) {
+			if s.fs != nil {
+				s.fs.LockLost(fh)
+			}
+		}}
+	if s.opts.Recovery != RecoveryHard {
+		c.GiveUp = s.opts.Timeout * time.Duration(s.opts.Retrans+1)
+		c.GiveUpErr = syscall.EIO
+		if s.opts.Recovery == RecoverySoftErr {
+			c.GiveUpErr = syscall.ETIMEDOUT
+		}
+	}
+	return nlm.New(c)
+}
+
+// lockStatus describes the locks of the mount.
+func (s *mountStack) lockStatus() control.LockStatus {
+	st := control.LockStatus{Local: s.opts.LocalLock}
+	if s.locks == nil {
+		return st
+	}
+	n := &s.locks.Counters
+	st.Held, st.Pending = n.Held.Load(), n.Pending.Load()
+	st.Granted, st.Callbacks, st.Polls = n.Granted.Load(), n.Callbacks.Load(), n.Polls.Load()
+	st.Reclaimed, st.Lost, st.NoService = n.Reclaimed.Load(), n.Lost.Load(), n.NoService.Load()
+	st.Notices, st.LastError = s.shared.locks.Status(), s.locks.Reason()
+	return st
+}

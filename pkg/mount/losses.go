@@ -1,0 +1,56 @@
+package mount
+
+import (
+	"sync/atomic"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+)
+
+// A shared is the state that all mounts of a table share. It outlives the mounts, so that its
+// counters include the end of a mount.
+type shared struct {
+	log      hclog.Logger
+	dirty    *fusefs.DirtyTotal // bounds the dirty data of all mounts
+	rejected atomic.Uint64      // bytes that a server rejected
+	unmount  atomic.Uint64      // bytes that the end of a mount discarded
+	locks    *nlm.Service       // calls of lock servers for all mounts; nil for none
+}
+
+func (c *shared) lostBytes() metrics.LostBytes {
+	return metrics.LostBytes{Rejected: c.rejected.Load(), Unmount: c.unmount.Load()}
+}
+
+// lost counts and logs data that the file system of the mount discards.
+func (s *mountStack) lost(l fusefs.Loss) {
+	if l.Err != nil { // the program gets the error
+		s.shared.rejected.Add(l.Bytes)
+		s.shared.log.Debug("written data rejected", "dir", s.dir, "fileid", l.FileID, "handle", l.Handle, "offset",
+			l.Offset, "end", l.End, "bytes", l.Bytes, "error", l.Err)
+		return
+	}
+	s.shared.unmount.Add(l.Bytes)
+	s.shared.log.Error("written data lost: the mount ended before the server had it", "spec", s.spec.String(), "dir",
+		s.dir, "fileid", l.FileID, "handle", l.Handle, "offset", l.Offset, "end", l.End, "bytes", l.Bytes)
+}
+
+// failed logs a panic of the file system of the mount.
+func (s *mountStack) failed(reason string, stack []byte) {
+	s.shared.log.Error("file system failed; unmount it and report the stack", "spec", s.spec.String(), "dir", s.dir,
+		"reason", reason, "stack", string(stack))
+}
+
+// LostBytes returns the written data that the mounts of this table have discarded.
+func (t *Table) LostBytes() metrics.LostBytes { return t.shared.lostBytes() }
+
+// lostError returns an error if the end of mounts discarded data since before.
+func (t *Table) lostError(before uint64) error {
+	if n := t.shared.unmount.Load() - before; n > 0 {
+		return control.Errorf(control.CodeMount, "stop: %d bytes of written data lost; see the files in the log", n)
+	}
+	return nil
+}
