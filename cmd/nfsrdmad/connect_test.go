@@ -30,19 +30,12 @@ func TestInterruptedConnectStaysOpen(t *testing.T) {
 		foreground bool
 		end        func(w *testEnv, mount *exec.Cmd) error
 	}{
-		{"daemon terminated", false,
-			func(w *testEnv, _ *exec.Cmd) error { return w.daemon.Process.Signal(syscall.SIGTERM) }},
-		{"daemon killed", false, func(w *testEnv, _ *exec.Cmd) error {
-			err := w.daemon.Process.Kill()
-			_ = w.daemon.Wait()
-			return err
-		}},
-		{"mount command interrupted", false,
-			func(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
-		{"mount command killed", false, func(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Kill() }},
-		{"foreground mount interrupted", true,
-			func(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }},
-		{"foreground mount killed", true, func(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Kill() }},
+		{"daemon terminated", false, terminateDaemon},
+		{"daemon killed", false, killDaemon},
+		{"mount command interrupted", false, interruptMount},
+		{"mount command killed", false, killMount},
+		{"foreground mount interrupted", true, interruptMount},
+		{"foreground mount killed", true, killMount},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			w := newTestEnv(t)
@@ -77,6 +70,18 @@ func TestInterruptedConnectStaysOpen(t *testing.T) {
 		})
 	}
 }
+
+func terminateDaemon(w *testEnv, _ *exec.Cmd) error { return w.daemon.Process.Signal(syscall.SIGTERM) }
+
+func killDaemon(w *testEnv, _ *exec.Cmd) error {
+	err := w.daemon.Process.Kill()
+	_ = w.daemon.Wait()
+	return err
+}
+
+func interruptMount(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Signal(syscall.SIGINT) }
+
+func killMount(_ *testEnv, mount *exec.Cmd) error { return mount.Process.Kill() }
 
 // copyPlain copies without splice(2): the runtime keeps the pipes of splice(2), which the leak
 // check would report.

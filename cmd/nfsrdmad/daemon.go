@@ -21,6 +21,7 @@ func daemonCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			_ = daemon.BecomeIOFlusher() // Run logs the failure
 			ignoreSIGPIPE()
 			return daemon.Run(cmd.Context(), cfg, daemon.NewLogger(cfg, os.Stderr))
 		},

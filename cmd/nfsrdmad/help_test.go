@@ -52,8 +52,8 @@ func TestHelpFits80Columns(t *testing.T) {
 // leaves the options of mount(8) and fstab(5) to their own pages.
 func TestHelpListsMountOptions(t *testing.T) {
 	words := strings.FieldsFunc(mountLong, func(r rune) bool { return strings.ContainsRune(" \n,=|()", r) })
-	others := strings.Fields(`auto noauto nofail defaults _netdev relatime norelatime strictatime nostrictatime async fg
-		suid dev exec atime diratime`) // options of mount(8) and fstab(5)
+	others := strings.Fields(`auto noauto nofail defaults _netdev relatime norelatime nostrictatime async fg
+		exec atime diratime`) // options of mount(8) and fstab(5)
 	for _, name := range mount.OptionNames() {
 		// "auto" and "defaults" also occur as plain words.
 		if slices.Contains(others, name) == slices.Contains(words, name) && name != "auto" && name != "defaults" {
@@ -82,6 +82,7 @@ func TestServePrintsWorkingMountCommand(t *testing.T) {
 func TestServePrintsAddressForBothPorts(t *testing.T) {
 	for _, tt := range []struct{ rdma, tcp, want string }{
 		{"[::]:20049", "127.0.0.1:111", "mount 127.0.0.1:/ DIR\n"},
+		{"127.0.0.1:20049", "127.0.0.1:20048", "mount 127.0.0.1:/ DIR\n"},
 		{"[::]:20049", "[::]:111", "mount localhost:/ DIR\n"},
 		{"192.0.2.1:20049", "0.0.0.0:2049", "mount 192.0.2.1:/ DIR -o mountport=2049\n"},
 		{"[2001:db8::1]:7", "[::]:111", "mount [2001:db8::1]:/ DIR -o port=7\n"},

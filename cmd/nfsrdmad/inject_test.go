@@ -309,37 +309,32 @@ func TestInjectErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	socket := filepath.Join(dir, "s")
+	spec := "127.0.0.1:/ " + dir
+	const plan = "daemon --inject "
 	for _, tt := range []struct {
 		name string
-		args []string
-		want []string
+		args string // separated by spaces
+		want string // texts in the error, separated by |
 	}{
-		{"unknown fault", []string{"daemon", "--inject", "seed=7,disconect-every=60"},
-			[]string{`"disconect-every=60"`, "no such fault", "disconnect-every=N"}},
-		{"no number", []string{"daemon", "--inject", "disconnect-every=sixty,post-fail=90:*"},
-			[]string{`"disconnect-every=sixty"`, "number from 1"}},
-		{"never", []string{"daemon", "--inject", "post-fail=90:*,disconnect-every=0"},
-			[]string{`"disconnect-every=0"`, "number from 1"}},
-		{"no position", []string{"daemon", "--inject", "post-fail=90"}, []string{`"post-fail=90"`, "position"}},
-		{"no argument", []string{"daemon", "--inject", "reg-error"}, []string{`"reg-error"`, "name=argument"}},
-		{"twice", []string{"daemon", "--inject", "reg-error=3,reg-error=4"}, []string{`"reg-error=4"`, "twice"}},
-		{"seed", []string{"daemon", "--inject", "seed=x,reg-error=3"}, []string{`"seed=x"`, "64 bits"}},
-		{"no fault", []string{"daemon", "--inject", "seed=7"}, []string{`"seed=7"`, "injects nothing"}},
-		{"configuration", []string{"daemon", "--config", config},
-			[]string{config, "inject", `"disconnect-every=often"`}},
-		{"serve", []string{"serve", dir, "--rdma-listen", "127.0.0.1:0", "--inject", "late-write=0"},
-			[]string{`"late-write=0"`, "number from 1"}},
-		{"foreground", []string{"mount", "--foreground", "--inject", "lose-reply=", "127.0.0.1:/", dir},
-			[]string{`"lose-reply="`, "number from 1"}},
-		{"not in the foreground", []string{"mount", "--inject", "lose-reply=3", "127.0.0.1:/", dir},
-			[]string{"--inject", "--foreground"}},
+		{"unknown fault", plan + "seed=7,disconect-every=60", `"disconect-every=60"|no such fault|disconnect-every=N`},
+		{"no number", plan + "disconnect-every=sixty,post-fail=90:*", `"disconnect-every=sixty"|number from 1`},
+		{"never", plan + "post-fail=90:*,disconnect-every=0", `"disconnect-every=0"|number from 1`},
+		{"no position", plan + "post-fail=90", `"post-fail=90"|position`},
+		{"no argument", plan + "reg-error", `"reg-error"|name=argument`},
+		{"twice", plan + "reg-error=3,reg-error=4", `"reg-error=4"|twice`},
+		{"seed", plan + "seed=x,reg-error=3", `"seed=x"|64 bits`},
+		{"no fault", plan + "seed=7", `"seed=7"|injects nothing`},
+		{"configuration", "daemon --config " + config, config + `|inject|"disconnect-every=often"`},
+		{"serve", "serve " + dir + " --rdma-listen 127.0.0.1:0 --inject late-write=0", `"late-write=0"|number from 1`},
+		{"foreground", "mount --foreground --inject lose-reply= " + spec, `"lose-reply="|number from 1`},
+		{"not in the foreground", "mount --inject lose-reply=3 " + spec, "--inject|--foreground"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			args := tt.args
+			args := strings.Fields(tt.args)
 			if args[0] != "serve" {
 				args = append(args, "--control-socket", socket)
 			}
-			nfsrdmad(t, args...).fails(t, control.ExitUsage, tt.want...)
+			nfsrdmad(t, args...).fails(t, control.ExitUsage, strings.Split(tt.want, "|")...)
 		})
 	}
 	if _, err := os.Lstat(socket); err == nil {

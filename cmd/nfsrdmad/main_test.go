@@ -24,7 +24,11 @@ import (
 const programNameEnv = "NFSRDMAD_TEST_AS"
 
 func TestMain(m *testing.M) {
-	if name := os.Getenv(programNameEnv); name != "" {
+	switch name := os.Getenv(programNameEnv); name {
+	case "":
+	case pressureWriter:
+		os.Exit(writePressure())
+	default:
 		os.Args[0] = name
 		main()
 	}
@@ -132,7 +136,7 @@ func newTestEnv(t *testing.T) *testEnv {
 	}
 	var err error
 	w.server, err = nfsserve.Run(context.Background(), nfsserve.Config{Dir: export, RDMAListen: "127.0.0.1:0",
-		NoRootSquash: true, StateDir: w.dir, Provider: softiwarp.New(softiwarp.Config{})})
+		TCPListen: "127.0.0.1:0", NoRootSquash: true, StateDir: w.dir, Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -156,7 +160,8 @@ func (w *testEnv) startDaemonFor(t *testing.T, connect string) {
 // startDaemonWith starts a daemon with the given flags.
 func (w *testEnv) startDaemonWith(t *testing.T, flags ...string) {
 	t.Helper()
-	w.daemon = program(t, "nfsrdmad", append([]string{"daemon", "--control-socket", w.socket}, flags...)...)
+	args := []string{"daemon", "--control-socket", w.socket, "--state-dir", w.dir}
+	w.daemon = program(t, "nfsrdmad", append(args, flags...)...)
 	w.daemon.Stderr = w.log
 	if err := w.daemon.Start(); err != nil {
 		t.Fatal(err)

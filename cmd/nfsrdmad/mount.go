@@ -60,7 +60,7 @@ Options of -o with the names and meanings of nfs(5); defaults in parentheses:
                         (the server's maximum)
   port=N                RDMA port of the server (20049)
   mountport=N           TCP port of the server's MOUNT service (ask the port
-                        mapper)
+                        mapper, then try 20048)
   nconnect=N            number of connections, 1 to 16 (1)
   acregmin=, acregmax=, acdirmin=, acdirmax=SECONDS
                         minimum and maximum time to cache attributes of files
@@ -69,13 +69,27 @@ Options of -o with the names and meanings of nfs(5); defaults in parentheses:
   ac | noac             cache attributes or not (ac)
   lookupcache=all | pos | none
                         cache all names, existing names, or none (all)
-  nosuid, nodev, noexec, noatime, nodiratime and their opposites
+  acl | noacl           use POSIX ACLs of the server, or ignore them (acl)
+  lock | nolock         fcntl(2) and flock(2) locks exclude other clients, or
+                        only processes of this host (lock)
+  local_lock=all | flock | posix | none
+                        kinds of locks that are local to this host (none)
+  nlmport=N             TCP port of the server's lock service NLM (ask the
+                        port mapper, or use the port of MOUNT)
+  suid | nosuid, dev | nodev
+                        allow set-user-ID programs, and device files (nosuid,
+                        nodev; also with the option defaults)
+  noexec, noatime, nodiratime, strictatime and their opposites
                         see mount(8)
 Accepted for compatibility; no effect: vers=3, nfsvers=3, mountvers=3,
-  proto=rdma, rdma, mountproto=tcp, sec=sys, nolock, local_lock=all, cto,
-  rdirplus, intr, nointr, and options of fstab(5) for other programs.
+  proto=rdma, rdma, mountproto=tcp, sec=sys, cto, nocto, rdirplus, intr,
+  nointr, and options of fstab(5) for other programs.
 
 Options of this client:
+  dirty_expire=SECONDS  age after which the data of open files is written to
+                        stable storage, 0 to wait for fsync or close (5)
+  dirty_bytes=N         bound of written data that is not on stable storage,
+                        1048576 to 1073741824; writes wait (33554432)
   provider=auto | softiwarp | rdmacore
                         RDMA provider (auto: rdmacore if the route to the
                         server uses an RDMA device, else softiwarp)
@@ -85,6 +99,10 @@ Options of this client:
                         1024 (4096)
   mpacrc=off | on       send and check iWARP CRCs (off)
   writepad              offer memory for XDR padding, for old servers
+  sharednames | nosharednames
+                        let the kernel cache names for all users or not; it
+                        checks search permission by mode bits alone
+                        (nosharednames)
   trace=N               trace events to keep, 0 for none (1024)
   keepalive=SECONDS     idle time before a keepalive NULL call, 0 for never
                         (10)
@@ -165,7 +183,8 @@ func umountCommand(c *commonFlags) *cobra.Command {
 		},
 	}
 	c.socketFlag(cmd)
-	cmd.Flags().BoolVarP(&force, "force", "f", false, "abort pending operations and unmount; unwritten data is lost")
+	cmd.Flags().BoolVarP(&force, "force", "f", false,
+		"write dirty data while the server accepts it, abort pending operations, and unmount; other data is lost")
 	cmd.Flags().BoolVarP(&lazy, "lazy", "l", false, "detach now; clean up when the last open file is closed")
 	cmd.MarkFlagsMutuallyExclusive("force", "lazy")
 	return cmd

@@ -59,7 +59,8 @@ func (p *pausableServer) resume(t *testing.T) {
 // servePausable starts a server. The cleanup resumes it before the daemons of the test end.
 func servePausable(t *testing.T, args ...string) *pausableServer {
 	t.Helper()
-	cmd := program(t, "nfsrdmad", append([]string{"serve", "--rdma-listen", "127.0.0.1:0"}, args...)...)
+	listen := []string{"serve", "--rdma-listen", "127.0.0.1:0", "--tcp-listen", "127.0.0.1:0"}
+	cmd := program(t, "nfsrdmad", append(listen, args...)...)
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)

@@ -186,7 +186,7 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 	if p := s.RDMAAddr.Port(); p != mount.DefaultOptions().Port {
 		options = append(options, fmt.Sprintf("port=%d", p))
 	}
-	if tcp.Port() != portMapper {
+	if p := tcp.Port(); p != portMapper && p != mountPort {
 		options = append(options, fmt.Sprintf("mountport=%d", tcp.Port()))
 	}
 	line := fmt.Sprintf("to mount it: nfsrdmad mount %s DIR", root)
@@ -196,9 +196,12 @@ func printServing(w io.Writer, cfg *nfsserve.Config, s *nfsserve.Server) {
 	fmt.Fprintln(w, line)
 }
 
-// portMapper is where clients ask for MOUNT's port (RFC 1833 §3.2); a directory's TCP port answers
-// as a port mapper, too.
-const portMapper = 111
+// Ports at which clients find MOUNT without mountport=. The TCP port of a directory also answers as
+// a port mapper.
+const (
+	portMapper = 111   // RFC 1833 §3.2
+	mountPort  = 20048 // assigned by IANA; clients try it if the port mapper does not know MOUNT
+)
 
 func demoCommand() *cobra.Command {
 	cfg := demo.Config{}

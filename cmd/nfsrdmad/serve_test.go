@@ -18,14 +18,21 @@ import (
 // servingLine matches the first line of serve.
 var servingLine = regexp.MustCompile(`^serving RDMA on (\S+), (?:MOUNT and NFS on|for the NFS server at) TCP (\S+)\n$`)
 
-// serve starts "nfsrdmad serve". It returns the two addresses of the server and a function that
-// ends the server with SIGTERM.
+// serve starts "nfsrdmad serve" on free ports. It returns the two addresses of the server and a
+// function that ends the server with SIGTERM.
 func serve(t *testing.T, args ...string) (rdma, tcp string, end func()) {
 	t.Helper()
-	args = append([]string{"serve", "--rdma-listen", "127.0.0.1:0"}, args...)
+	flags := []string{"--rdma-listen", "127.0.0.1:0"}
 	if !slices.Contains(args, "--backend") {
-		args = append(args, "--no-root-squash")
+		flags = append(flags, "--tcp-listen", "127.0.0.1:0", "--no-root-squash")
 	}
+	return serveAt(t, append(flags, args...)...)
+}
+
+// serveAt is serve with the listen addresses of args.
+func serveAt(t *testing.T, args ...string) (rdma, tcp string, end func()) {
+	t.Helper()
+	args = append([]string{"serve"}, args...)
 	cmd := program(t, "nfsrdmad", args...)
 	stdout, err := cmd.StdoutPipe()
 	if err != nil {
@@ -101,37 +108,34 @@ func TestServeErrors(t *testing.T) {
 	}
 	taken := peer(t, func(net.Conn) {}).String()
 	mail := peer(t, func(c net.Conn) { _, _ = c.Write([]byte("220 mail.example\r\n")) }).String()
-	free := "127.0.0.1:0"
+	closed := closedPort(t).String()
+	const free, onRDMA, onTCP = "127.0.0.1:0", " --rdma-listen ", " --tcp-listen "
 	for _, tt := range []struct {
 		name string
-		args []string
+		args string // separated by spaces
 		code int
-		want []string
+		want string // texts in the error, separated by |
 	}{
-		{"directory missing", []string{dir + "/no", "--rdma-listen", free}, 2, []string{dir + "/no", "no such file"}},
-		{"directory a file", []string{file, "--rdma-listen", free}, 2, []string{file, "not a directory"}},
-		{"RDMA port in use", []string{dir, "--rdma-listen", taken}, 2, []string{taken, "in use", "--rdma-listen"}},
-		{"TCP port in use", []string{dir, "--rdma-listen", free, "--tcp-listen", taken}, 2,
-			[]string{taken, "in use", "--tcp-listen"}},
-		{"invalid address", []string{dir, "--rdma-listen", "nowhere"}, 1, []string{`"nowhere"`, "ADDRESS:PORT"}},
-		{"not this host's address", []string{dir, "--rdma-listen", "192.0.2.1:0"}, 2, []string{"192.0.2.1"}},
-		{"backend without port", []string{"--backend", "127.0.0.1", "--rdma-listen", free}, 1,
-			[]string{`"127.0.0.1"`, "HOST:PORT"}},
-		{"backend is not an NFS server", []string{"--backend", mail, "--rdma-listen", free}, 2,
-			[]string{"NFSv3 on that TCP port"}},
-		{"backend not running", []string{"--backend", closedPort(t).String(), "--rdma-listen", free}, 2,
-			[]string{"NFS server 127", "refused", "is it running"}},
-		{"option of a directory", []string{"--backend", taken, "--read-only"}, 1, []string{"backend", "read-only"}},
-		{"invalid client address", []string{dir, "--allow", "10.0.0.0/8,host"}, 1, []string{"host", "ADDRESS/BITS"}},
-		{"directory and backend", []string{dir, "--backend", taken}, 1, []string{"directory or a backend"}},
-		{"no arguments", nil, 1, []string{"directory or a backend"}},
-		{"no connections", []string{dir, "--max-connections", "1"}, 1,
-			[]string{"--max-connections=1", "from 2 to 65536"}},
-		{"no memory", []string{dir, "--message-memory", "0"}, 1, []string{"--message-memory=0", "from 4 to"}},
-		{"log level", []string{dir, "--log-level", "loud"}, 1, []string{`loud`, "trace, debug"}},
+		{"directory missing", dir + "/no" + onRDMA + free, 2, dir + "/no|no such file"},
+		{"directory a file", file + onRDMA + free, 2, file + "|not a directory"},
+		{"RDMA port in use", dir + onRDMA + taken + onTCP + free, 2, taken + "|in use|--rdma-listen"},
+		{"TCP port in use", dir + onRDMA + free + onTCP + taken, 2, taken + "|in use|--tcp-listen"},
+		{"invalid address", dir + " --rdma-listen nowhere", 1, `"nowhere"|ADDRESS:PORT`},
+		{"not this host's address", dir + " --rdma-listen 192.0.2.1:0 --tcp-listen " + free, 2, "192.0.2.1"},
+		{"backend without port", "--backend 127.0.0.1" + onRDMA + free, 1, `"127.0.0.1"|HOST:PORT`},
+		{"backend is not an NFS server", "--backend " + mail + onRDMA + free, 2, "NFSv3 on that TCP port"},
+		{"backend not running", "--backend " + closed + onRDMA + free, 2, "NFS server 127|refused|is it running"},
+		{"option of a directory", "--backend " + taken + " --read-only", 1, "backend|read-only"},
+		{"invalid client address", dir + " --allow 10.0.0.0/8,host", 1, "host|ADDRESS/BITS"},
+		{"directory and backend", dir + " --backend " + taken, 1, "directory or a backend"},
+		{"no arguments", "", 1, "directory or a backend"},
+		{"no connections", dir + " --max-connections 1", 1, "--max-connections=1|from 2 to 65536"},
+		{"no memory", dir + " --message-memory 0", 1, "--message-memory=0|from 4 to"},
+		{"log level", dir + " --log-level loud", 1, "loud|trace, debug"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			nfsrdmad(t, append([]string{"serve"}, tt.args...)...).fails(t, tt.code, tt.want...)
+			o := nfsrdmad(t, append([]string{"serve"}, strings.Fields(tt.args)...)...)
+			o.fails(t, tt.code, strings.Split(tt.want, "|")...)
 		})
 	}
 }

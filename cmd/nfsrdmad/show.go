@@ -80,4 +80,12 @@ func (v versions) print(w io.Writer) {
 	if v.Daemon.FaultInjection != "" {
 		item(w, "", control.FaultBanner+v.Daemon.FaultInjection, ",")
 	}
+	printMetricsError(w, v.Daemon)
+}
+
+// printMetricsError prints why the daemon does not serve metrics, if it does not.
+func printMetricsError(w io.Writer, v *control.VersionInfo) {
+	if v.MetricsError != "" {
+		item(w, "", v.MetricsError, " ")
+	}
 }

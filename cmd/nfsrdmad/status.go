@@ -30,8 +30,12 @@ func statusCommand(c *commonFlags) *cobra.Command {
 				return err
 			}
 			fetch := func(d *control.Client) ([]control.MountStatus, error) { return d.Status(cmd.Context(), dir) }
-			return printFromDaemon(c, cmd, fetch,
-				func(w io.Writer, l []control.MountStatus) { printStatus(w, l, time.Now()) })
+			return printFromDaemon(c, cmd, fetch, func(w io.Writer, l []control.MountStatus) {
+				if v, err := control.NewClient(c.socket).Version(cmd.Context()); err == nil {
+					printMetricsError(w, &v)
+				}
+				printStatus(w, l, time.Now())
+			})
 		},
 	}
 	c.socketFlag(cmd)
@@ -72,6 +76,9 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	if m.ProviderReason != "" {
 		item(w, "provider", m.Provider+": "+printable(m.ProviderReason), " ")
 	}
+	if m.Failure != "" {
+		item(w, "failure", printable(m.Failure), " ")
+	}
 	if m.LastError != "" {
 		item(w, "last error", printable(m.LastError), " ")
 	}
@@ -82,12 +89,31 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	item(w, "slots", fmt.Sprintf("%d of %d in use, %s", m.SlotsInUse, m.Slots, plural(m.Credits, "credit")), " ")
 	item(w, "MRs", fmt.Sprintf("%s; failed %d: recovered %d, recycled %d, orphaned %d", counts(m.MRStates), m.MRsFailed,
 		m.MRsRecovered, m.MRsRecycled, m.MRsOrphaned), " ")
+	item(w, "locks", locksLine(&m.Locks), " ")
 	item(w, "calls", callsLine(m), " ")
 	printCalls(w, m)
 	printHistory(w, m, now)
 	if m.XprtLine != "" {
 		fmt.Fprintln(w, m.XprtLine)
 	}
+}
+
+func locksLine(l *control.LockStatus) string {
+	if l.Local == "all" {
+		return "local to this host (local_lock=all)"
+	}
+	s := fmt.Sprintf("%d held, %d pending, %d granted (%d by callback, %d by poll), %d reclaimed, %d lost", l.Held,
+		l.Pending, l.Granted, l.Callbacks, l.Polls, l.Reclaimed, l.Lost)
+	if l.Local != "none" {
+		s += "; " + l.Local + " local to this host"
+	}
+	if l.Notices != "" {
+		s += "; " + l.Notices
+	}
+	if l.LastError != "" {
+		s += "; " + printable(l.LastError)
+	}
+	return s
 }
 
 func callsLine(m *control.MountStatus) string {

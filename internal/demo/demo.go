@@ -131,6 +131,7 @@ func (s *site) setUp(ctx context.Context, root string) error {
 	cfg := daemon.DefaultConfig()
 	cfg.ControlSocket = daemon.Text(filepath.Join(root, "control.sock"))
 	cfg.MetricsListen = "127.0.0.1:0"
+	cfg.StateDir = daemon.Text(root)
 	cfg.ShutdownTimeout = daemon.Duration(cleanupTimeout)
 	if s.daemon, err = daemon.Start(cfg, log); err != nil {
 		return err

@@ -86,10 +86,19 @@ func TestInterruptLeavesNothing(t *testing.T) {
 	testutil.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
-	for _, phase := range []trigger{{text: "server ", nth: 1}, {text: "mounted ", nth: 1}, {text: "tree ", nth: 1},
-		{text: "copy in ", nth: 1}, {text: "copy in ", nth: 2},
-		{text: "copied in ", nth: 1}, {text: "remount ", nth: 1}, {text: "mounted ", nth: 2}, {text: "read back ",
-			nth: 1}, {text: "compared ", nth: 1}, {text: "from /metrics", nth: 1}} {
+	for _, phase := range []trigger{
+		{text: "server ", nth: 1},
+		{text: "mounted ", nth: 1},
+		{text: "tree ", nth: 1},
+		{text: "copy in ", nth: 1},
+		{text: "copy in ", nth: 2},
+		{text: "copied in ", nth: 1},
+		{text: "remount ", nth: 1},
+		{text: "mounted ", nth: 2},
+		{text: "read back ", nth: 1},
+		{text: "compared ", nth: 1},
+		{text: "from /metrics", nth: 1},
+	} {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		name := fmt.Sprintf("%q, number %d", phase.text, phase.nth)
 		phase.do = cancel
@@ -103,6 +112,12 @@ func TestInterruptLeavesNothing(t *testing.T) {
 	}
 }
 
+func removeSource(tree, _ string) error { return os.Remove(filepath.Join(tree, "odd")) }
+
+func truncateCopy(_, export string) error { return os.Truncate(filepath.Join(export, "big"), 3<<20) }
+
+func removeExport(_, export string) error { return os.RemoveAll(export) }
+
 // TestFailureLeavesNothing removes a source file, changes the copy behind the mount, and removes
 // the served directory, while the demo runs.
 func TestFailureLeavesNothing(t *testing.T) {
@@ -113,12 +128,9 @@ func TestFailureLeavesNothing(t *testing.T) {
 		damage func(tree, export string) error
 		want   string
 	}{
-		{"source removed", trigger{text: "tree ", nth: 1},
-			func(tree, _ string) error { return os.Remove(filepath.Join(tree, "odd")) }, "odd"},
-		{"copy changed", trigger{text: "copied in ", nth: 1},
-			func(_, export string) error { return os.Truncate(filepath.Join(export, "big"), 3<<20) }, "big: differs"},
-		{"export removed", trigger{text: "tree ", nth: 1}, func(_, export string) error { return os.RemoveAll(export) },
-			"/mnt/"},
+		{"source removed", trigger{text: "tree ", nth: 1}, removeSource, "odd"},
+		{"copy changed", trigger{text: "copied in ", nth: 1}, truncateCopy, "big: differs"},
+		{"export removed", trigger{text: "tree ", nth: 1}, removeExport, "/mnt/"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			tree, tmp, damaged := smallTree(t), t.TempDir(), make(chan error, 1)

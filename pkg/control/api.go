@@ -38,7 +38,8 @@ const (
 	UmountNormal UmountMode = ""
 	// UmountLazy detaches the mount at once. Processes may go on to use open files.
 	UmountLazy UmountMode = "lazy"
-	// UmountForce aborts all pending operations. Dirty data is lost.
+	// UmountForce writes dirty data while the server accepts it, and aborts all pending operations.
+	// The data that is left is lost.
 	UmountForce UmountMode = "force"
 )
 
@@ -56,6 +57,8 @@ const (
 	StateMounting   MountState = "mounting"
 	StateMounted    MountState = "mounted"
 	StateUnmounting MountState = "unmounting"
+	// StateFailed replaces StateMounted after an internal error. All operations return EIO.
+	StateFailed MountState = "failed"
 )
 
 // A MountInfo describes one mount. The list command shows it.
@@ -71,6 +74,7 @@ type MountInfo struct {
 	ProviderReason string `json:"provider_reason,omitempty"`
 	// FaultInjection is the fault injection plan of this mount; "" for none.
 	FaultInjection string `json:"fault_injection,omitempty"`
+	Failure        string `json:"failure,omitempty"` // internal error of a failed mount
 }
 
 // A MountStatus is the complete status of one mount. The status command shows it.
@@ -90,6 +94,24 @@ type MountStatus struct {
 	// FaultsInjected counts the injected faults by name.
 	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
 	Trace          int               `json:"trace_events"` // events kept per connection
+	Locks          LockStatus        `json:"locks"`
+}
+
+// A LockStatus describes the locks of a mount.
+type LockStatus struct {
+	// Local are the kinds of locks that the kernel of this host keeps: all, flock, posix or none.
+	Local     string `json:"local_lock"`
+	Held      int64  `json:"held"`       // ranges locked at the server now
+	Pending   int64  `json:"pending"`    // requests that wait now
+	Granted   uint64 `json:"granted"`    // all locks granted by the server
+	Callbacks uint64 `json:"callbacks"`  // waiting requests granted after a callback of the server
+	Polls     uint64 `json:"polls"`      // waiting requests granted after a poll
+	Reclaimed uint64 `json:"reclaimed"`  // locks reclaimed after a restart of the server
+	Lost      uint64 `json:"lost"`       // locks lost in a restart of the server
+	NoService uint64 `json:"no_service"` // requests that failed because the server has no NLM
+	// Notices says how servers reach this host.
+	Notices   string `json:"notices,omitempty"`
+	LastError string `json:"last_error,omitempty"` // of the last attempt to reach the lock service
 }
 
 // A PendingCall is an RPC that has not ended.
@@ -147,6 +169,8 @@ type VersionInfo struct {
 	PID     int    `json:"pid,omitempty"` // of the daemon
 	// FaultInjection is the fault injection plan of the daemon; "" for none.
 	FaultInjection string `json:"fault_injection,omitempty"`
+	// MetricsError is why the daemon does not serve metrics; "" if it serves them or they are off.
+	MetricsError string `json:"metrics_error,omitempty"`
 }
 
 // Version returns the version of this program from its build information, "devel" if the build has

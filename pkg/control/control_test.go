@@ -11,6 +11,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 // serve serves handler on a control socket, and returns the path of the socket.
@@ -45,7 +47,7 @@ func (m fixedMounts) List() []MountInfo { return []MountInfo{{Dir: "/mnt"}} }
 func (m fixedMounts) Umount(context.Context, UmountRequest) error { return m.err }
 
 func TestClientReturnsReply(t *testing.T) {
-	c := NewClient(serve(t, NewServer(fixedMounts{}, VersionInfo{Version: "v1"})))
+	c := NewClient(serve(t, NewServer(fixedMounts{}, func() VersionInfo { return VersionInfo{Version: "v1"} })))
 	if l, err := c.List(t.Context()); err != nil || len(l) != 1 || l[0].Dir != "/mnt" {
 		t.Errorf("list: got %+v and error %v, want /mnt", l, err)
 	}
@@ -58,9 +60,9 @@ func TestClientReturnsReply(t *testing.T) {
 }
 
 func TestClientReturnsErrorOfDaemon(t *testing.T) {
-	c := NewClient(serve(t, NewServer(fixedMounts{err: Errorf(CodeMount, "unmount /mnt:\nbusy")}, VersionInfo{})))
+	c := NewClient(serve(t, NewServer(fixedMounts{err: Errorf(CodeMount, "unmount /mnt:\nbusy")}, Version)))
 	isError(t, c.Umount(t.Context(), UmountRequest{}), CodeMount, "unmount /mnt: busy")
-	c = NewClient(serve(t, NewServer(fixedMounts{err: errors.New("defect")}, VersionInfo{})))
+	c = NewClient(serve(t, NewServer(fixedMounts{err: errors.New("defect")}, Version)))
 	isError(t, c.Umount(t.Context(), UmountRequest{}), CodeInternal, "defect")
 }
 
@@ -147,5 +149,43 @@ func TestBrief(t *testing.T) {
 	got := Brief(strings.Repeat("ü", 200))
 	if want := "... (400 bytes)"; !strings.HasSuffix(got, want) || len(got) != maxQuoted+len(want) {
 		t.Errorf("got %q, want %d bytes and %q", got, maxQuoted, want)
+	}
+}
+
+// TestListenRefusesDirectoriesOfOtherUsers checks directories in which another user could create
+// the socket or the lock file.
+func TestListenRefusesDirectoriesOfOtherUsers(t *testing.T) {
+	testutil.NeedsRoot(t)
+	for _, tt := range []struct {
+		name        string
+		top, bottom os.FileMode // modes of the directory of the socket and of its parent
+		topOwner    int
+		bottomOwner int
+		want        string // in the error; "" for success
+	}{
+		{"private", 0o755, 0o755, 0, 0, ""},
+		{"sticky parent", os.ModeSticky | 0o777, 0o755, 0, 0, ""},
+		{"writable by all", 0o755, 0o777, 0, 0, "writable by other users"},
+		{"sticky", 0o755, os.ModeSticky | 0o777, 0, 0, "writable by other users"},
+		{"of another user", 0o755, 0o755, 0, 1000, "belongs to uid 1000"},
+		{"parent writable by all", 0o777, 0o755, 0, 0, "writable by other users"},
+		{"parent of another user", 0o755, 0o755, 1000, 0, "belongs to uid 1000"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			top := filepath.Join(t.TempDir(), "top")
+			bottom := filepath.Join(top, "bottom")
+			if err := errors.Join(os.MkdirAll(bottom, 0o755), os.Chmod(bottom, tt.bottom), os.Chmod(top, tt.top),
+				os.Chown(bottom, tt.bottomOwner, 0), os.Chown(top, tt.topOwner, 0)); err != nil {
+				t.Fatal(err)
+			}
+			l, err := Listen(filepath.Join(bottom, "s"))
+			if err == nil {
+				defer l.Release()
+				defer l.Close()
+			}
+			if tt.want == "" && err != nil || tt.want != "" && (err == nil || !strings.Contains(err.Error(), tt.want)) {
+				t.Errorf("got error %v, want %q", err, tt.want)
+			}
+		})
 	}
 }

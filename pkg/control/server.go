@@ -47,9 +47,10 @@ type TraceStream interface {
 	Run(ctx context.Context, write func([]byte) error)
 }
 
-// NewServer returns a server of the control API for m and v. It serves only connections of root and
+// NewServer returns a server of the control API for m. version returns the reply to GET /v1/version
+// and may be called concurrently. The server serves only connections of root and
 // of the user of this process (SO_PEERCRED, unix(7)); so the caller must serve on a [Listener].
-func NewServer(m Mounts, v VersionInfo) *http.Server {
+func NewServer(m Mounts, version func() VersionInfo) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("POST "+pathMount, handle(func(r *http.Request) (any, error) {
 		req, err := decode[MountRequest](r)
@@ -74,7 +75,7 @@ func NewServer(m Mounts, v VersionInfo) *http.Server {
 		return m.Status(ctx, r.URL.Query().Get("dir"))
 	}))
 	mux.Handle("GET "+pathTrace, traceHandler(m))
-	mux.Handle("GET "+pathVersion, handle(func(*http.Request) (any, error) { return v, nil }))
+	mux.Handle("GET "+pathVersion, handle(func(*http.Request) (any, error) { return version(), nil }))
 	mux.Handle("/", handle(func(r *http.Request) (any, error) {
 		return nil, Errorf(CodeUsage, "control API: %s %s: unknown request; use a client and a daemon of one version",
 			r.Method, r.URL.Path)

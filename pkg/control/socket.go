@@ -42,6 +42,9 @@ func Listen(path string) (*Listener, error) {
 	if err := os.MkdirAll(filepath.Dir(path), socketDirMode); err != nil {
 		return nil, socketError(path, err)
 	}
+	if err := checkDirectory(filepath.Dir(path)); err != nil {
+		return nil, Errorf(CodeUsage, "control socket %s: %w; choose another --control-socket", path, err)
+	}
 	lock, err := lockFor(path)
 	if err != nil {
 		return nil, err
@@ -53,6 +56,33 @@ func Listen(path string) (*Listener, error) {
 		return nil, err
 	}
 	return &Listener{Listener: l, path: path, lock: lock}, nil
+}
+
+// checkDirectory returns an error if other users can create or replace files in dir. Such a user
+// could take the names of the daemon before it starts, or answer its clients.
+func checkDirectory(dir string) error {
+	dir, err := filepath.EvalSymlinks(dir)
+	if err != nil {
+		return err
+	}
+	for parent := false; ; parent = true {
+		var st unix.Stat_t
+		if err := unix.Stat(dir, &st); err != nil {
+			return fmt.Errorf("directory %s: %w", dir, err)
+		}
+		// In a sticky directory, other users cannot replace the next directory of the path.
+		shared := st.Mode&unix.S_IWOTH != 0 || st.Mode&unix.S_IWGRP != 0 && st.Gid != 0 && int(st.Gid) != os.Getegid()
+		switch {
+		case st.Uid != 0 && int(st.Uid) != os.Geteuid():
+			return fmt.Errorf("directory %s belongs to uid %d", dir, st.Uid)
+		case shared && !(parent && st.Mode&unix.S_ISVTX != 0):
+			return fmt.Errorf("directory %s is writable by other users", dir)
+		}
+		if dir == filepath.Dir(dir) {
+			return nil
+		}
+		dir = filepath.Dir(dir)
+	}
 }
 
 // lockFor locks the lock file of path. The last holder may remove the file between open and flock.

@@ -67,7 +67,10 @@ func MountCommand(ctx context.Context, c MountCommandConfig) error {
 			"flag --inject: requires --foreground; add it, or set --inject of \"nfsrdmad daemon\"")
 	}
 	if c.CheckOnly {
-		_, err := mount.CheckMountPoint(ctx, dir)
+		at, err := mount.CheckMountPoint(ctx, dir)
+		if err == nil {
+			at.Close()
+		}
 		return err
 	}
 	if !c.Foreground && !utf8.ValidString(r.Spec+dir+r.Options) {

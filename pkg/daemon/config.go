@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"strconv"
 	"strings"
 	"time"
 
@@ -24,8 +25,11 @@ type Config struct {
 	LogLevel        Text     `toml:"log_level"`
 	LogFormat       Text     `toml:"log_format"`
 	MountOptions    Text     `toml:"mount_options"`
+	NLMListen       Text     `toml:"nlm_listen"`
+	StateDir        Text     `toml:"state_dir"`
 	ConnectTimeout  Duration `toml:"connect_timeout"`
 	ShutdownTimeout Duration `toml:"shutdown_timeout"`
+	DirtyBytes      Bytes    `toml:"dirty_bytes"`
 	Inject          Text     `toml:"inject"` // fault injection plan; "" for none
 }
 
@@ -36,8 +40,11 @@ func DefaultConfig() Config {
 		MetricsListen:   "127.0.0.1:9620",
 		LogLevel:        "info",
 		LogFormat:       "text",
+		NLMListen:       ":0",
+		StateDir:        "/var/lib/nfsrdmad",
 		ConnectTimeout:  Duration(30 * time.Second),
 		ShutdownTimeout: Duration(20 * time.Second),
+		DirtyBytes:      256 << 20,
 	}
 }
 
@@ -64,8 +71,12 @@ func (c *Config) Fields() []Field {
 		{"log_level", "trace, debug, info, warn or error", &c.LogLevel},
 		{"log_format", "text or json", &c.LogFormat},
 		{"mount_options", "default mount options; the options of a mount override them", &c.MountOptions},
+		{"nlm_listen", "ADDRESS:PORT for the callbacks of lock servers, TCP and UDP; empty for none", &c.NLMListen},
+		{"state_dir", "directory for the journal of locks, absolute path; empty for none", &c.StateDir},
 		{"connect_timeout", "timeout of a mount request", &c.ConnectTimeout},
-		{"shutdown_timeout", "time to unmount all mounts when the daemon stops", &c.ShutdownTimeout},
+		{"shutdown_timeout", "time to write dirty data and unmount all mounts when the daemon stops",
+			&c.ShutdownTimeout},
+		{"dirty_bytes", "bound of the data of all mounts that is not on stable storage", &c.DirtyBytes},
 		{"inject", "fault injection plan, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)",
 			&c.Inject},
 	}
@@ -158,6 +169,14 @@ func (c *Config) Check(source string) error {
 			return invalid("metrics_listen", c.MetricsListen, "must be ADDRESS:PORT or empty")
 		}
 	}
+	if c.NLMListen != "" {
+		if _, err := net.ResolveTCPAddr("tcp", string(c.NLMListen)); err != nil {
+			return invalid("nlm_listen", c.NLMListen, "must be ADDRESS:PORT or empty")
+		}
+	}
+	if c.StateDir != "" && !strings.HasPrefix(string(c.StateDir), "/") {
+		return invalid("state_dir", c.StateDir, "must be an absolute path or empty")
+	}
 	switch c.LogLevel {
 	case "trace", "debug", "info", "warn", "error":
 	default:
@@ -180,8 +199,35 @@ func (c *Config) Check(source string) error {
 			return invalid(d.key, d.v, "must be from 1s to "+control.MaxMountTimeout.String())
 		}
 	}
+	if c.DirtyBytes < minDirtyBytes || c.DirtyBytes > maxDirtyBytes {
+		return invalid("dirty_bytes", c.DirtyBytes, fmt.Sprintf("must be from %d to %d", minDirtyBytes, maxDirtyBytes))
+	}
 	return nil
 }
+
+// Bounds of Config.DirtyBytes.
+const minDirtyBytes, maxDirtyBytes = 1 << 20, 1 << 40
+
+// Bytes is a number of bytes, such as "268435456".
+type Bytes int64
+
+func (b Bytes) String() string { return strconv.FormatInt(int64(b), 10) }
+
+// Set parses a decimal number.
+func (b *Bytes) Set(s string) error {
+	v, err := strconv.ParseInt(s, 10, 64)
+	if err != nil {
+		return fmt.Errorf("%q: not a number of bytes", s)
+	}
+	*b = Bytes(v)
+	return nil
+}
+
+// Type returns the name of the type in the help of a flag.
+func (b *Bytes) Type() string { return "bytes" }
+
+// UnmarshalText parses a TOML string.
+func (b *Bytes) UnmarshalText(text []byte) error { return b.Set(string(text)) }
 
 // Text is a string value.
 type Text string

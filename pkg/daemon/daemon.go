@@ -3,7 +3,6 @@ package daemon
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -12,23 +11,13 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
 // httpGrace bounds the end of pending requests after all mounts are unmounted.
 const httpGrace = 2 * time.Second
-
-// Timeouts of the metrics listener.
-const (
-	headerTimeout = 5 * time.Second
-	scrapeTimeout = 10 * time.Second
-)
 
 // NewLogger returns a logger with the level and format of c.
 func NewLogger(c Config, w io.Writer) hclog.Logger {
@@ -49,15 +38,15 @@ type Daemon struct {
 	table   *mount.Table
 	socket  *control.Listener
 	control *http.Server
-	metrics *http.Server // nil if off
-	address net.Addr     // of the metrics listener; nil if off
+	metrics *metricsListener
 
 	serving sync.WaitGroup
 	failed  chan error // receives the error of a listener
 }
 
-// Start starts a daemon. Once Start returns, the control API and the metrics listener accept
-// requests. The caller ends the daemon with [Daemon.Close].
+// Start starts a daemon. Once Start returns, the control API accepts requests. The metrics listener
+// accepts requests too, or retries until it can listen. The caller ends the daemon with
+// [Daemon.Close].
 func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	if err := cfg.Check("flags"); err != nil {
 		return nil, err
@@ -70,51 +59,20 @@ func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Daemon{cfg: cfg, log: log, inject: mount.PlanText(plan), failed: make(chan error, 2)}
-	d.table = mount.NewTable(mount.TableConfig{Log: log, Base: base, Timeout: cfg.ConnectTimeout.Std(), Faults: plan})
+	d := &Daemon{cfg: cfg, log: log, inject: mount.PlanText(plan), failed: make(chan error, 1)}
+	d.table = mount.NewTable(mount.TableConfig{Log: log, Base: base, Timeout: cfg.ConnectTimeout.Std(), Faults: plan,
+		DirtyBytes: int64(cfg.DirtyBytes), LockListen: string(cfg.NLMListen), StateDir: string(cfg.StateDir)})
 	if d.socket, err = control.Listen(string(cfg.ControlSocket)); err != nil {
 		return nil, err
 	}
-	if err := d.startMetrics(); err != nil {
-		d.socket.Close()
-		d.socket.Release()
-		return nil, err
-	}
-	v := control.Version()
-	v.PID, v.FaultInjection = os.Getpid(), d.inject
-	d.control = control.NewServer(d.table, v)
+	d.metrics = startMetrics(string(cfg.MetricsListen), log, d.metricsHandler())
+	d.control = control.NewServer(d.table, d.version)
 	d.serve(d.control, d.socket)
-	log.Info("started", "version", v.Version, "control_socket", cfg.ControlSocket, "metrics", d.MetricsAddr())
+	log.Info("started", "version", d.version().Version, "control_socket", cfg.ControlSocket, "metrics", d.MetricsAddr())
 	if d.inject != "" {
 		log.Warn(control.FaultBanner+"this daemon breaks its connections on purpose", "plan", d.inject)
 	}
 	return d, nil
-}
-
-func (d *Daemon) startMetrics() error {
-	if d.cfg.MetricsListen == "" {
-		return nil
-	}
-	l, err := net.Listen("tcp", string(d.cfg.MetricsListen))
-	if err != nil {
-		return control.Errorf(control.CodeSystem, "metrics listener %s: %w; choose another --metrics-listen",
-			string(d.cfg.MetricsListen), err)
-	}
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""),
-		collectors.NewGoCollector(),
-		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
-	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
-		fmt.Fprintln(w, "nfsrdmad: /metrics and /healthz")
-	})
-	d.metrics = &http.Server{Handler: mux, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout,
-		WriteTimeout: scrapeTimeout}
-	d.address = l.Addr()
-	d.serve(d.metrics, l)
-	return nil
 }
 
 func (d *Daemon) serve(s *http.Server, l net.Listener) {
@@ -125,32 +83,36 @@ func (d *Daemon) serve(s *http.Server, l net.Listener) {
 	})
 }
 
-// MetricsAddr returns ADDRESS:PORT of the metrics listener, "" if it is off.
-func (d *Daemon) MetricsAddr() string {
-	if d.address == nil {
-		return ""
-	}
-	return d.address.String()
+// version describes the program and the state of this daemon.
+func (d *Daemon) version() control.VersionInfo {
+	v := control.Version()
+	v.PID, v.FaultInjection, v.MetricsError = os.Getpid(), d.inject, d.metrics.problem()
+	return v
 }
 
+// MetricsAddr returns ADDRESS:PORT of the metrics listener, "" if it is off or cannot listen.
+func (d *Daemon) MetricsAddr() string { return d.metrics.addr() }
+
 // Close unmounts all mounts and stops the daemon. It takes at most the shutdown timeout and a few
-// seconds.
-func (d *Daemon) Close() {
+// seconds. Its error means that written data is lost; the log names the files.
+func (d *Daemon) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(d.cfg.ShutdownTimeout))
 	defer cancel()
-	d.table.Close(ctx)
-	for _, s := range []*http.Server{d.control, d.metrics} {
-		if s == nil {
-			continue
-		}
-		ctx, cancel := context.WithTimeout(context.Background(), httpGrace)
-		if s.Shutdown(ctx) != nil {
-			s.Close()
-		}
-		cancel()
-	}
+	err := d.table.Close(ctx)
+	shutdown(d.control)
+	d.metrics.close()
 	d.serving.Wait()
 	d.socket.Close()
 	d.socket.Release()
 	d.log.Info("stopped")
+	return err
+}
+
+// shutdown ends a server, and after httpGrace its pending requests.
+func shutdown(s *http.Server) {
+	ctx, cancel := context.WithTimeout(context.Background(), httpGrace)
+	defer cancel()
+	if s.Shutdown(ctx) != nil {
+		s.Close()
+	}
 }

@@ -3,8 +3,10 @@
 //
 //	config.go   the configuration file, its keys and their flags
 //	daemon.go   the parts of a daemon, started and stopped
+//	metrics.go  the metrics listener
 //	run.go      the service life as systemd sees it; a mount in the foreground
 //	command.go  the mount command
+//	pressure.go allocations that do not wait for write-back
 //	doctor.go   checks of this host
 //
 // A daemon joins a table of mounts (package mount), the control API (package control) and the

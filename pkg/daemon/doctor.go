@@ -36,11 +36,16 @@ func checkFUSE() Finding {
 }
 
 func checkDaemon(ctx context.Context, socket string) Finding {
-	l, err := control.NewClient(socket).List(ctx)
+	c := control.NewClient(socket)
+	l, err := c.List(ctx)
 	if err != nil {
 		return Finding{Subject: "daemon", Text: err.Error()}
 	}
-	return Finding{Subject: "daemon", OK: true, Text: fmt.Sprintf("running at %s, mounts: %d", socket, len(l))}
+	f := Finding{Subject: "daemon", OK: true, Text: fmt.Sprintf("running at %s, mounts: %d", socket, len(l))}
+	if v, err := c.Version(ctx); err == nil && v.MetricsError != "" {
+		f.OK, f.Text = false, f.Text+"; "+v.MetricsError
+	}
+	return f
 }
 
 func checkDevices() Finding {

@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -22,26 +23,44 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	if err := mount.CheckPrivilege(); err != nil {
 		log.Warn("every mount will fail", "reason", err)
 	}
+	if on, err := isIOFlusher(); err != nil || !on {
+		log.Warn("the host may run short of memory while it writes dirty data to a mount", "error", flusherError(err))
+	}
+	if err := lockMemory(); err != nil {
+		log.Info("the memory of the daemon is not locked", "reason", err)
+	}
 	switch dirs, err := mount.Mounted(); {
 	case err != nil:
 		log.Warn("read of the mount table failed", "error", err)
 	case len(dirs) > 0:
 		log.Warn("other processes own nfsrdma mounts; remove those of a killed daemon with umount(8)", "dirs", dirs)
 	}
-	status := "serving " + string(cfg.ControlSocket)
-	if d.inject != "" {
-		status = control.FaultBanner + d.inject
-	}
-	notify(log, sdnotify.SdNotifyReady+"\nSTATUS="+status)
-	select {
-	case <-ctx.Done():
-		err = nil
-	case err = <-d.failed:
+	notify(log, sdnotify.SdNotifyReady+"\nSTATUS="+d.statusLine())
+	for running := true; running; {
+		select {
+		case <-d.metrics.changed:
+			notify(log, "STATUS="+d.statusLine())
+		case <-ctx.Done():
+			running, err = false, nil
+		case err = <-d.failed:
+			running = false
+		}
 	}
 	notify(log, fmt.Sprintf("%s\nSTATUS=unmounting\nEXTEND_TIMEOUT_USEC=%d", sdnotify.SdNotifyStopping,
 		stopTime(cfg).Microseconds()))
-	d.Close()
-	return err
+	return errors.Join(err, d.Close())
+}
+
+// statusLine describes the state of the daemon for systemctl(1).
+func (d *Daemon) statusLine() string {
+	status := "serving " + string(d.cfg.ControlSocket)
+	if d.inject != "" {
+		status = control.FaultBanner + d.inject
+	}
+	if problem := d.metrics.problem(); problem != "" {
+		status += "; " + problem
+	}
+	return status
 }
 
 // stopTime returns the bound of [Daemon.Close].
@@ -58,17 +77,17 @@ func notify(log hclog.Logger, state string) {
 // RunForeground executes r in this process and calls mounted. It serves the mount until ctx ends or
 // the mount is unmounted.
 func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r control.MountRequest,
-	mounted func(control.MountInfo)) error {
+	mounted func(control.MountInfo)) (err error) {
 	plan, err := mount.ParseFaults(string(cfg.Inject))
 	if err != nil {
 		return err
 	}
 	t := mount.NewTable(mount.TableConfig{Log: log, Base: mount.DefaultOptions(), Timeout: cfg.ConnectTimeout.Std(),
-		Faults: plan, Quiet: true})
+		Faults: plan, Quiet: true, DirtyBytes: int64(cfg.DirtyBytes), LockListen: string(cfg.NLMListen)})
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cfg.ShutdownTimeout.Std())
 		defer cancel()
-		t.Close(ctx)
+		err = errors.Join(err, t.Close(ctx))
 	}()
 	info, err := t.Mount(ctx, r)
 	if err != nil {

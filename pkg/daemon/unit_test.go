@@ -5,8 +5,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 )
 
 const unitFile = "../../deploy/systemd/nfsrdmad.service"
@@ -42,6 +44,22 @@ func TestUnitVerifies(t *testing.T) {
 	}
 }
 
+// systemd must not kill the daemon while it writes dirty data with the default configuration.
+func TestUnitStopTimeout(t *testing.T) {
+	unit, err := os.ReadFile(unitFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := regexp.MustCompile(`(?m)^TimeoutStopSec=(\d+)$`).FindSubmatch(unit)
+	if m == nil {
+		t.Fatal("unit: no TimeoutStopSec in seconds")
+	}
+	seconds, _ := strconv.Atoi(string(m[1]))
+	if stop := stopTime(DefaultConfig()); time.Duration(seconds)*time.Second <= stop {
+		t.Errorf("TimeoutStopSec: got %d s, want more than %v", seconds, stop)
+	}
+}
+
 // The exposure that systemd-analyze computes must not grow. A daemon that mounts for other
 // processes needs CAP_SYS_ADMIN, mount(2), the network, and the mount namespace of the host.
 func TestUnitExposure(t *testing.T) {
@@ -67,7 +85,8 @@ func TestUnitKeepsMountNamespaceOfHost(t *testing.T) {
 	}
 	for _, want := range []string{"Type=notify", "ExecStart=/usr/sbin/nfsrdmad daemon --config /etc/nfsrdmad.toml",
 		"RuntimeDirectory=nfsrdmad", "Restart=on-failure", "DeviceAllow=/dev/fuse rw",
-		"DeviceAllow=/dev/infiniband/rdma_cm rw", "DeviceAllow=char-infiniband_verbs rw", "LimitMEMLOCK=infinity"} {
+		"DeviceAllow=/dev/infiniband/rdma_cm rw", "DeviceAllow=char-infiniband_verbs rw", "LimitMEMLOCK=infinity",
+		"OOMScoreAdjust=-900"} {
 		if !strings.Contains(string(unit), "\n"+want+"\n") {
 			t.Errorf("unit: missing line %s", want)
 		}

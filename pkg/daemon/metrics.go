@@ -1,0 +1,195 @@
+package daemon
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
+)
+
+const (
+	// Timeouts of the metrics listener.
+	headerTimeout = 5 * time.Second
+	scrapeTimeout = 10 * time.Second
+	// maxScrapers bounds the connections of the metrics listener. All local users can connect, and
+	// their connections must not take all file descriptors of the daemon.
+	maxScrapers = 64
+	// The pause before the metrics listener retries is metricsRetryMin at first and doubles up to
+	// metricsRetryMax.
+	metricsRetryMin = time.Second
+	metricsRetryMax = time.Minute
+)
+
+// A metricsListener serves metrics at one address. When it cannot listen, for example because
+// another process uses the address, it retries until it can: any local user could otherwise keep
+// the daemon from starting. Its methods may be called concurrently.
+type metricsListener struct {
+	address string // "" if metrics are off
+	log     hclog.Logger
+	server  *http.Server
+	changed chan struct{} // capacity 1: the result of Err has changed
+
+	closing chan struct{}
+	running sync.WaitGroup
+
+	mu    sync.Mutex // guards the fields below
+	bound net.Addr   // nil while it does not listen
+	err   error      // why it does not listen
+}
+
+// startMetrics returns a metricsListener for an address. It has tried to listen once.
+func startMetrics(address string, log hclog.Logger, handler http.Handler) *metricsListener {
+	m := &metricsListener{address: address, log: log, changed: make(chan struct{}, 1), closing: make(chan struct{}),
+		server: &http.Server{Handler: handler, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout,
+			WriteTimeout: scrapeTimeout}}
+	if address == "" {
+		return m
+	}
+	l := m.listen()
+	m.running.Go(func() { m.serve(l) })
+	return m
+}
+
+// metricsHandler serves /metrics and /healthz.
+func (d *Daemon) metricsHandler() http.Handler {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""),
+		metrics.LossCollector(d.table.LostBytes), collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintln(w, "nfsrdmad: /metrics and /healthz")
+	})
+	return mux
+}
+
+// listen returns a listener, or nil.
+func (m *metricsListener) listen() net.Listener {
+	l, err := net.Listen("tcp", m.address)
+	if err != nil {
+		m.set(nil, fmt.Errorf("metrics listener %s: %w; free the address, or choose another metrics_listen",
+			m.address, err))
+		return nil
+	}
+	m.set(l.Addr(), nil)
+	return &limitedListener{Listener: l, slots: make(chan struct{}, maxScrapers), closed: make(chan struct{})}
+}
+
+// serve serves l, which may be nil, and listens again when l fails.
+func (m *metricsListener) serve(l net.Listener) {
+	for pause := metricsRetryMin; ; {
+		if l != nil {
+			pause = metricsRetryMin
+			err := m.server.Serve(l)
+			if errors.Is(err, http.ErrServerClosed) {
+				return
+			}
+			m.set(nil, fmt.Errorf("metrics listener %s: %w", m.address, err))
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-m.closing:
+			timer.Stop()
+			return
+		}
+		pause = min(2*pause, metricsRetryMax)
+		l = m.listen()
+	}
+}
+
+// set records whether the listener works, and logs a change.
+func (m *metricsListener) set(bound net.Addr, err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	before := m.err
+	m.bound, m.err = bound, err
+	switch {
+	case err != nil && (before == nil || before.Error() != err.Error()):
+		m.log.Warn("metrics are not available; the daemon retries", "error", err)
+	case err == nil && before != nil:
+		m.log.Info("metrics are available", "metrics", bound)
+	default:
+		return
+	}
+	select {
+	case m.changed <- struct{}{}:
+	default:
+	}
+}
+
+// addr returns ADDRESS:PORT, or "" while there is no listener.
+func (m *metricsListener) addr() string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.bound == nil {
+		return ""
+	}
+	return m.bound.String()
+}
+
+// problem returns why there is no listener, or "".
+func (m *metricsListener) problem() string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.err == nil {
+		return ""
+	}
+	return m.err.Error()
+}
+
+// close ends the listener and, after the grace period, its requests.
+func (m *metricsListener) close() {
+	close(m.closing)
+	shutdown(m.server)
+	m.running.Wait()
+}
+
+// A limitedListener accepts a bounded number of connections at a time.
+type limitedListener struct {
+	net.Listener
+	slots  chan struct{} // one value per connection
+	once   sync.Once
+	closed chan struct{}
+}
+
+func (l *limitedListener) Accept() (net.Conn, error) {
+	select {
+	case l.slots <- struct{}{}:
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+	c, err := l.Listener.Accept()
+	if err != nil {
+		<-l.slots
+		return nil, err
+	}
+	return &limitedConn{Conn: c, free: sync.OnceFunc(func() { <-l.slots })}, nil
+}
+
+func (l *limitedListener) Close() error {
+	l.once.Do(func() { close(l.closed) })
+	return l.Listener.Close()
+}
+
+// A limitedConn frees its place in the listener when it is closed.
+type limitedConn struct {
+	net.Conn
+	free func()
+}
+
+func (c *limitedConn) Close() error {
+	defer c.free()
+	return c.Conn.Close()
+}
