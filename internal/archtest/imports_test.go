@@ -13,20 +13,24 @@ var allowed = []struct{ pkg, imports string }{
 	{"cmd/nfsrdmad", "internal/demo internal/nfsserve internal/svcrdma pkg/control pkg/daemon pkg/mount " +
 		"pkg/verbs/softiwarp"},
 	{"internal/demo", "internal/nfsserve pkg/control pkg/daemon pkg/fusefs pkg/mount pkg/verbs/softiwarp"},
-	{"test/lab/beside/program", "pkg/control pkg/daemon"},
+	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"pkg/daemon", "pkg/control pkg/metrics pkg/mount pkg/verbs/rdmacore"},
-	{"pkg/mount", "pkg/control pkg/fusefs pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc pkg/trace pkg/verbs " +
-		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+	{"pkg/mount", "internal/running pkg/control pkg/fusefs pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl " +
+		"pkg/nlm pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
 	{"internal/ganeshatest", "internal/rpctcp internal/testutil pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
 	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
-	{"pkg/metrics", "pkg/fusefs pkg/stats"},
-	{"pkg/xprt", "internal/leakcheck internal/verify pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc " +
-		"pkg/trace pkg/verbs"},
+	{"pkg/metrics", "pkg/fusefs pkg/nlm pkg/stats"},
+	{"internal/nfstest", "pkg/nfs3 pkg/sunrpc"},
+	{"pkg/xprt", "internal/leakcheck internal/running internal/verify pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats " +
+		"pkg/sunrpc pkg/trace pkg/verbs"},
 	{"internal/hostile", "pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"internal/nfsd", "pkg/nfs3 pkg/sunrpc"},
+	{"internal/nfsd", "internal/nlmd pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
+	{"internal/nlmd", "pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/fusefs", "pkg/membuf pkg/nfs3 pkg/sunrpc"},
+	{"pkg/fusefs", "internal/running pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc"},
+	{"pkg/nlm", "internal/rpctcp pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
+	{"pkg/nfs3/nfsacl", "pkg/nfs3 pkg/sunrpc"},
 	{"pkg/nfs3/mountd", "internal/rpctcp pkg/nfs3 pkg/sunrpc"},
 	{"pkg/verbs/faults", "pkg/membuf pkg/verbs"},
 	{"pkg/verbs/rdmacore", "internal/leakcheck pkg/membuf pkg/verbs pkg/verbs/internal/base"},
@@ -40,12 +44,15 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
 	{"internal/archtest", ""},
 	{"internal/leakcheck", ""},
+	{"internal/running", ""},
 	{"internal/verify", ""},
+	{"pkg/rangelock", ""},
 	{"pkg/rpcrdma", ""},
 	{"pkg/stats", ""},
 	{"pkg/sunrpc", ""},
 	{"pkg/trace", ""},
 	{"pkg/verbs", ""},
+	{"test/differential", ""},
 	{"test/integration", ""},
 	{"test/lab", ""},
 	{"test/lab/beside", ""},
@@ -55,8 +62,10 @@ var allowed = []struct{ pkg, imports string }{
 
 // testPackages hold helpers of tests. Only test files and other test packages may import them.
 var testPackages = []string{
-	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/testutil", "pkg/verbs/verbstest",
-	"test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd", "test/lab/rdmacore",
+	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/testutil",
+	"pkg/verbs/verbstest",
+	"test/differential", "test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd",
+	"test/lab/rdmacore",
 }
 
 func TestImportsAreAllowed(t *testing.T) {

@@ -29,11 +29,24 @@ const (
 
 // A Server is a running NFS-Ganesha.
 type Server struct {
-	Host      string // "127.0.0.1"
+	Host      string // "127.0.0.1", or ServerAddr
 	NFSPort   int
 	MountPort int
 	Export    string // path of the export: the path of the directory
 	LogFile   string
+
+	options *options
+	config  string // path of the configuration
+	running *running
+	epoch   int64 // the server's write verifier; by default the second in which the server starts
+}
+
+// A running is one run of the server's program.
+type running struct {
+	cmd   *exec.Cmd
+	stdin io.Closer
+	ended chan error
+	out   *strings.Builder // read after ended
 }
 
 // Addr returns "host:port" of NFS.
@@ -44,6 +57,8 @@ type Option func(*options)
 
 type options struct {
 	sharedPortmap bool
+	squash        string
+	ownHost       bool
 	exportExtra   string
 }
 
@@ -52,21 +67,40 @@ type options struct {
 // listens on every address. Otherwise the test fails.
 func SharedPortmap() Option { return func(o *options) { o.sharedPortmap = true } }
 
+// Addresses of OwnHost.
+const (
+	ClientAddr = "192.0.2.1"
+	ServerAddr = "192.0.2.2"
+)
+
+// OwnHost runs the server with its lock manager in a network namespace of the server, as on another
+// host. Its address is ServerAddr; the address of the caller is ClientAddr. It also runs rpcbind in
+// the network namespace of the caller. The caller must run in a network namespace where port 111 is
+// free. Otherwise the test fails.
+func OwnHost() Option { return func(o *options) { o.ownHost = true } }
+
 // ExportOption adds a line to the EXPORT block of the configuration, for example "Access_Type =
 // RO;".
 func ExportOption(line string) Option {
 	return func(o *options) { o.exportExtra += "  " + line + "\n" }
 }
 
-// Start exports dir until the test ends: read-write, without root squash, for AUTH_SYS. The file
+// Squash maps users as Root_Squash, All_Squash or No_Root_Squash, to uid and gid 65534. The default
+// is No_Root_Squash.
+func Squash(kind string) Option { return func(o *options) { o.squash = kind } }
+
+// Start exports dir until the test ends, read-write, for AUTH_SYS. The file
 // system of dir must have file handles (ext4, xfs, tmpfs). Start returns when the server answers.
 func Start(t testing.TB, dir string, opts ...Option) *Server {
 	t.Helper()
-	var o options
+	o := options{squash: "No_Root_Squash"}
 	for _, opt := range opts {
 		opt(&o)
 	}
 	checkHost(t)
+	if o.ownHost {
+		checkOwnHost(t)
+	}
 	if o.sharedPortmap && inStartNamespace() {
 		t.Fatal("SharedPortmap needs a new network namespace; lock the thread and unshare the network")
 	}
@@ -96,6 +130,18 @@ func checkHost(t testing.TB) {
 	}
 }
 
+// checkOwnHost fails the test when OwnHost is not possible.
+func checkOwnHost(t testing.TB) {
+	t.Helper()
+	if _, err := exec.LookPath("rpc.statd"); err != nil {
+		t.Fatal("program rpc.statd not found; run apt-get install nfs-common")
+	}
+	if conn, err := net.Dial("tcp", "127.0.0.1:111"); err == nil {
+		conn.Close()
+		t.Fatal("OwnHost needs a network namespace without a port mapper; run the test with unshare --net")
+	}
+}
+
 // startNamespace names the network namespace in which the process started.
 var startNamespace, _ = os.Readlink("/proc/self/ns/net")
 
@@ -106,11 +152,11 @@ func inStartNamespace() bool {
 }
 
 const configText = `NFS_CORE_PARAM {
-  Bind_addr = 127.0.0.1;
+  Bind_addr = %s;
   NFS_Port = %d;
   MNT_Port = %d;
   Protocols = 3;
-  Enable_NLM = false;
+  Enable_NLM = %t;
   Enable_RQUOTA = false;
   Enable_UDP = false;
 }
@@ -124,7 +170,9 @@ EXPORT {
   Protocols = 3;
   Transports = TCP;
   Access_Type = RW;
-  Squash = No_root_squash;
+  Squash = %s;
+  Anonymous_Uid = 65534;
+  Anonymous_Gid = 65534;
   SecType = sys;
   Attr_Expiration_Time = 0;
 %s  FSAL { Name = VFS; }
@@ -147,7 +195,33 @@ else
   unshare -n sh -c 'ip link set lo up && exec rpcbind -f' 3<&- </dev/null &
 fi
 for i in $(seq 300); do [ -S /run/rpcbind.sock ] && break; sleep 0.1; done
-ganesha.nfsd -F -f "$1" -L "$2" -p /run/ganesha.pid 3<&- </dev/null &
+ganesha.nfsd -F -f "$1" -L "$2" -E "$4" -p /run/ganesha.pid 3<&- </dev/null &
+server=$!
+( read -r _ <&3 || :; kill -TERM $server; sleep 3; kill -KILL $server ) >/dev/null 2>&1 &
+wait $server
+`
+
+// ownHostScript is script for OwnHost. The server's port mapper and status monitor run in its
+// network namespace.
+const ownHostScript = `set -e
+exec 3<&0
+mount -t tmpfs tmpfs /run
+mkdir -p /run/ganesha /run/rpcbind /run/nsm/sm /run/nsm/sm.bak /run/netns
+chown _rpc /run/rpcbind
+chown -R statd /run/nsm
+ip link set lo up
+ip netns add server
+ip link add client0 type veth peer name server0 netns server
+ip addr add ` + ClientAddr + `/24 dev client0
+ip link set client0 up
+ip netns exec server sh -c 'ip link set lo up; ip addr add ` + ServerAddr + `/24 dev server0; ip link set server0 up'
+rpcbind -f 3<&- </dev/null &
+for i in $(seq 300); do [ -S /run/rpcbind.sock ] && break; sleep 0.1; done
+rm -f /run/rpcbind.sock /run/rpcbind.lock
+ip netns exec server rpcbind -f 3<&- </dev/null &
+for i in $(seq 300); do [ -S /run/rpcbind.sock ] && break; sleep 0.1; done
+ip netns exec server rpc.statd -F -L -P /run/nsm 3<&- </dev/null &
+ip netns exec server ganesha.nfsd -F -f "$1" -L "$2" -E "$4" -p /run/ganesha.pid 3<&- </dev/null &
 server=$!
 ( read -r _ <&3 || :; kill -TERM $server; sleep 3; kill -KILL $server ) >/dev/null 2>&1 &
 wait $server
@@ -155,45 +229,75 @@ wait $server
 
 func start(t testing.TB, dir string, o *options) (*Server, error) {
 	tmp := t.TempDir()
-	s := &Server{Host: "127.0.0.1", Export: dir, LogFile: filepath.Join(tmp, "ganesha.log")}
+	s := &Server{Host: "127.0.0.1", Export: dir, LogFile: filepath.Join(tmp, "ganesha.log"),
+		epoch: time.Now().Unix()}
 	var err error
 	if s.NFSPort, s.MountPort, err = freePorts(); err != nil {
 		return nil, err
 	}
 	config := filepath.Join(tmp, "ganesha.conf")
-	text := fmt.Sprintf(configText, s.NFSPort, s.MountPort, dir, o.exportExtra)
+	if o.ownHost {
+		s.Host = ServerAddr
+	}
+	text := fmt.Sprintf(configText, s.Host, s.NFSPort, s.MountPort, o.ownHost, dir, o.squash, o.exportExtra)
 	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 		return nil, err
 	}
-	portmap := "private"
-	if o.sharedPortmap {
-		portmap = "shared"
-	}
-	cmd := exec.Command("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script, "ganesha",
-		config, s.LogFile, portmap)
-	var out strings.Builder
-	cmd.Stdout, cmd.Stderr = &out, &out
-	cmd.WaitDelay = stopTimeout
-	stdin, err := cmd.StdinPipe()
-	if err != nil {
+	s.config, s.options = config, o
+	if err := s.launch(); err != nil {
 		return nil, err
-	}
-	if err := cmd.Start(); err != nil {
-		return nil, err
-	}
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
-	if err := s.waitReady(o, ended); err != nil {
-		stop(cmd, stdin, ended)
-		return nil, fmt.Errorf("%w\n%s%s", err, out.String(), logTail(s.LogFile))
 	}
 	t.Cleanup(func() {
-		stop(cmd, stdin, ended)
+		s.running.stop()
 		if t.Failed() {
 			t.Logf("last lines of the log of NFS-Ganesha:\n%s", logTail(s.LogFile))
 		}
 	})
 	return s, nil
+}
+
+// launch runs the program and waits until it answers.
+func (s *Server) launch() error {
+	portmap, program := "private", script
+	switch {
+	case s.options.sharedPortmap:
+		portmap = "shared"
+	case s.options.ownHost:
+		program = ownHostScript
+	}
+	r := &running{cmd: exec.Command("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", program,
+		"ganesha", s.config, s.LogFile, portmap, strconv.FormatInt(s.epoch, 10)),
+		ended: make(chan error, 1), out: new(strings.Builder)}
+	r.cmd.Stdout, r.cmd.Stderr = r.out, r.out
+	r.cmd.WaitDelay = stopTimeout
+	var err error
+	if r.stdin, err = r.cmd.StdinPipe(); err != nil {
+		return err
+	}
+	if err := r.cmd.Start(); err != nil {
+		return err
+	}
+	go func() { r.ended <- r.cmd.Wait() }()
+	s.running = r
+	if err := s.waitReady(s.options, r.ended); err != nil {
+		r.stop()
+		return fmt.Errorf("%w\n%s%s", err, r.out.String(), logTail(s.LogFile))
+	}
+	return nil
+}
+
+// Restart kills the server, calls down while no server runs, and starts the server again with the
+// same ports.
+func (s *Server) Restart(t testing.TB, down func()) {
+	t.Helper()
+	s.running.cmd.Process.Kill() // unshare --kill-child then kills the processes of the namespace
+	<-s.running.ended
+	s.running.ended <- nil // for stop
+	down()
+	s.epoch++ // also when the server starts again within one second
+	if err := s.launch(); err != nil {
+		t.Fatalf("restart NFS-Ganesha: %v", err)
+	}
 }
 
 func freePorts() (a, b int, err error) {
@@ -235,8 +339,16 @@ func (s *Server) probe(ctx context.Context, o *options) error {
 		return err
 	}
 	args := mountd.Args{Host: s.Host, Port: s.MountPort}
-	if err := mountd.Null(ctx, args); err != nil || !o.sharedPortmap {
+	if err := mountd.Null(ctx, args); err != nil || !o.sharedPortmap && !o.ownHost {
 		return err
+	}
+	for _, service := range [][2]uint32{{100021, 4}, {100024, 1}} { // NLM and NSM
+		if !o.ownHost {
+			break
+		}
+		if _, err := mountd.GetPort(ctx, args, service[0], service[1]); err != nil {
+			return err
+		}
 	}
 	for _, program := range []uint32{nfs3.Program, mountProgram} {
 		if _, err := mountd.GetPort(ctx, args, program, nfs3.Version); err != nil {
@@ -260,13 +372,13 @@ func null(ctx context.Context, addr string) error {
 }
 
 // stop asks the server to end, and kills it after stopTimeout.
-func stop(cmd *exec.Cmd, stdin io.Closer, ended chan error) {
-	stdin.Close()
+func (r *running) stop() {
+	r.stdin.Close()
 	select {
-	case <-ended:
+	case <-r.ended:
 	case <-time.After(stopTimeout):
-		cmd.Process.Kill() // unshare --kill-child then kills the processes of the namespace
-		<-ended
+		r.cmd.Process.Kill() // unshare --kill-child then kills the processes of the namespace
+		<-r.ended
 	}
 }
 

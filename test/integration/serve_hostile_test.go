@@ -95,8 +95,7 @@ var hostileClients = []hostileClient{
 	{name: "MPA request without private data", rdma: true, ends: true, act: send(mpaRequest(400)...)},
 	{name: "not MPA", rdma: true, ends: true, act: send(bytes.Repeat([]byte{'x'}, 100)...)},
 	{name: "idle after the handshake", rdma: true, act: send(append(mpaRequest(4), 0x40, 1, 0x40, 1)...)},
-	{name: "half an FPDU", rdma: true,
-		act: send(append(mpaRequest(4), 0x40, 1, 0x40, 1, 1, 0, 0x41, 0x43, 0, 0)...)},
+	{name: "half an FPDU", rdma: true, act: send(append(mpaRequest(4), 0x40, 1, 0x40, 1, 1, 0, 0x41, 0x43, 0, 0)...)},
 }
 
 // mpaRequest is an MPA Request frame of revision 2 (RFC 5044 §7.1, RFC 6581 §9) without its n bytes

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -19,6 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -219,12 +221,13 @@ func (s *servedDir) start(t *testing.T) {
 	}
 }
 
-// hasEnded reports whether the server has exited. It is a zombie until the launcher starts the next
-// server.
+// hasEnded reports whether all threads of the server have exited. Its main thread is a zombie until
+// the launcher starts the next server; the other threads may exit later and close the sockets then.
 func (s *servedDir) hasEnded() bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.pid))
 	_, state, _ := strings.Cut(string(stat), ") ")
-	return err != nil || strings.HasPrefix(state, "Z")
+	threads, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", s.pid))
+	return err != nil || strings.HasPrefix(state, "Z") && len(threads) <= 1
 }
 
 // end sends a signal to the server and waits until it has exited.
@@ -267,9 +270,21 @@ func freePort(t *testing.T) string {
 // process, so every system call of the test on the mount may block.
 func mountServed(t *testing.T, s *servedDir, options ...string) string {
 	t.Helper()
+	return mountProcess(t, "/", append(options, "port="+portOf(t, s.rdma), "mountport="+portOf(t, s.tcp))...)
+}
+
+// mountProcess is mountServed for an export of a server on 127.0.0.1 with the ports in options.
+func mountProcess(t *testing.T, export string, options ...string) string {
+	t.Helper()
+	dir, _ := startMount(t, export, options...)
+	return dir
+}
+
+// startMount is mountProcess, and also returns the process.
+func startMount(t *testing.T, export string, options ...string) (string, *process) {
+	t.Helper()
 	dir := openTempDir(t)
-	options = append(options, "port="+portOf(t, s.rdma), "mountport="+portOf(t, s.tcp))
-	p := startProcess(t, nil, nil, "mount", "--foreground", "127.0.0.1:/", dir, "-o", strings.Join(options, ","))
+	p := startProcess(t, nil, nil, "mount", "--foreground", "127.0.0.1:"+export, dir, "-o", strings.Join(options, ","))
 	t.Cleanup(func() {
 		p.end(t, syscall.SIGTERM)
 		if isMountPoint(dir) {
@@ -283,7 +298,21 @@ func mountServed(t *testing.T, s *servedDir, options ...string) string {
 		}
 		return nil
 	})
-	return dir
+	return dir, p
+}
+
+// mountGanesha mounts the export of NFS-Ganesha through a relay.
+func mountGanesha(t *testing.T, g *ganeshatest.Server) string {
+	t.Helper()
+	rdma := freePort(t)
+	p := startProcess(t, nil, nil, "serve", "--backend", g.Addr(), "--rdma-listen", rdma)
+	p.waitFor(t, "serving RDMA", func() error {
+		if !strings.Contains(p.out.String(), "serving RDMA") {
+			return errors.New("not serving yet")
+		}
+		return nil
+	})
+	return mountProcess(t, g.Export, "port="+portOf(t, rdma), "mountport="+strconv.Itoa(g.MountPort))
 }
 
 func portOf(t *testing.T, addr string) string {

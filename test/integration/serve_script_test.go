@@ -375,7 +375,24 @@ func (r *runner) open(a []string) (string, error) {
 func (r *runner) closeFile(a []string) (string, error) {
 	fd := r.files[a[0]]
 	delete(r.files, a[0])
-	return "", unix.Close(fd)
+	err := unix.Close(fd)
+	if len(r.files) == 0 {
+		r.waitForRelease()
+	}
+	return "", err
+}
+
+// waitForRelease waits until the mount has removed the files that were removed while open. close(2)
+// does not wait for that: the kernel sends FUSE_RELEASE later.
+func (r *runner) waitForRelease() {
+	deadline := time.Now().Add(processTimeout)
+	for time.Now().Before(deadline) {
+		names, _ := filepath.Glob(filepath.Join(r.dir, ".nfs*"))
+		if len(names) == 0 {
+			return
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
 }
 
 func (r *runner) pread(a []string) (string, error) {

@@ -20,7 +20,13 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-func TestMain(m *testing.M) { testutil.MainNeedsRoot(m) }
+func TestMain(m *testing.M) {
+	if os.Getenv(lockHelper) != "" {
+		runLockHelper()
+		return
+	}
+	testutil.MainNeedsRoot(m)
+}
 
 // serve runs a server in this process until the test ends.
 func serve(t *testing.T, cfg nfsserve.Config) *nfsserve.Server {

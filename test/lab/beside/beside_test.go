@@ -60,8 +60,7 @@ func start(t *testing.T, export string) *sides {
 	build(t, s.share, "program", "./program")
 	s.Guest = lab.Start(t, lab.Options{Kernel: *kernelFlag, Provider: *linkFlag, Share: s.share, MemoryMiB: 2048})
 	s.must("cp /share/nfsrdmad /share/program /usr/bin/ && modprobe fuse && mkdir -p " + kernelDir + " " + oursDir)
-	s.must(fmt.Sprintf("mount -t nfs -o vers=3,proto=rdma,port=20049,mountport=20048,mountproto=tcp,"+
-		"nolock,nosuid,nodev %s:%s %s", serverIP, export, kernelDir))
+	s.mountKernels()
 	s.must("mkdir -p " + kernelDir + "/kernel " + kernelDir + "/ours")
 	s.mountOurs("nfsrdmad mount --foreground")
 	t.Cleanup(func() {
@@ -76,10 +75,17 @@ func start(t *testing.T, export string) *sides {
 	return s
 }
 
+// mountKernels mounts the side of the kernel's client.
+func (s *sides) mountKernels() {
+	s.t.Helper()
+	s.must(fmt.Sprintf("mount -t nfs -o vers=3,proto=rdma,port=20049,mountport=20048,mountproto=tcp,"+
+		"nolock,nosuid,nodev %s:%s %s", serverIP, s.export, kernelDir))
+}
+
 // mountOurs mounts our side with a program that runs in the foreground.
 func (s *sides) mountOurs(program string) {
 	s.t.Helper()
-	s.must(fmt.Sprintf("%s -o mountport=20048,nosuid,nodev,provider=%s %s:%s %s >%s 2>&1 & "+
+	s.must(fmt.Sprintf("%s -o mountport=20048,nolock,nosuid,nodev,provider=%s %s:%s %s >%s 2>&1 & "+
 		"for i in $(seq 600); do grep -q ' %[5]s fuse' /proc/mounts && exit 0; sleep 0.1; done; cat %[6]s; exit 1",
 		program, *providerFlag, serverIP, s.export, oursDir, daemonLog))
 }

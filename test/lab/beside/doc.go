@@ -4,8 +4,10 @@
 // TestVisible changes files through one client and reads them through the other. TestDiffer runs
 // streams of random operations on both, and compares errors, data and attributes.
 // KNOWN_DIFFERENCES.md lists the intended differences with their reasons, and the test checks that
-// they still exist. TestBeside measures both alternately; with -update it writes
-// docs/performance.md.
+// they still exist. TestMatrix tries every operation as several users; with -update it records the
+// results of the kernel's client for test/integration. TestBeside measures both alternately; with
+// -update it writes docs/performance.md.
 //
-// The program is in directory program; its own tests need no guest.
+// The program is in directory program. Package test/differential has the operations, and tests that
+// need no guest.
 package beside

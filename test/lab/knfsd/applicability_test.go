@@ -18,8 +18,7 @@ type inapplicableCase struct {
 
 var inapplicableCases = []inapplicableCase{
 	{"crc", rdmacore.Name, "", "the device decides on CRCs: siw has a module parameter, RoCE always has a CRC"},
-	{"split", rdmacore.Name, "",
-		"the case is about MPA's CRC, and RDMA devices do not connect through a TCP relay"},
+	{"split", rdmacore.Name, "", "the case is about MPA's CRC, and RDMA devices do not connect through a TCP relay"},
 	{"remote invalidation", rdmacore.Name, "",
 		"neither soft device can offer it to a peer; \"local invalidation\" replaces it"},
 	{"local invalidation", softiwarpName, "", "softiwarp offers remote invalidation"},

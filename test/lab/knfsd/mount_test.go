@@ -15,6 +15,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
@@ -96,7 +97,9 @@ func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 	tr := b.transport(t, change)
 	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
-	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, fusefs.DefaultOptions())
+	opts := fusefs.DefaultOptions()
+	opts.ACL = nfsacl.NewClient(tr)
+	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, opts)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/differential"
 )
 
 // A measurement is one run of one workload on one side, as a line of JSON.
@@ -141,12 +143,12 @@ func busyTime() float64 {
 func workloads() (list []workload) {
 	for _, b := range blocks {
 		seq, random := float64(b.sequential)/mib, float64(b.size*b.randomCount)/mib
-		buf := aligned(b.size)
-		copy(buf, pattern(1, 0, b.size))
+		buf := differential.Aligned(b.size)
+		copy(buf, differential.Pattern(1, 0, b.size))
 		file := "/bench"
 		fill := func(dir string) error {
 			return withFile(dir+file, os.O_RDWR|os.O_CREATE|os.O_TRUNC,
-				func(f *os.File) error { return writeAll(f, pattern(2, 0, mib), b.sequential) })
+				func(f *os.File) error { return writeAll(f, differential.Pattern(2, 0, mib), b.sequential) })
 		}
 		list = append(list,
 			workload{"sequential write, " + b.name, seq,

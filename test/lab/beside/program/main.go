@@ -10,13 +10,15 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"runtime"
+	"strings"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/test/differential"
 )
 
 func main() {
 	if len(os.Args) < 2 {
-		fmt.Fprintln(os.Stderr, "usage: program differ|visible|bench|mount [flags]")
+		fmt.Fprintln(os.Stderr, "usage: program differ|visible|matrix|bench|mount [flags]")
 		os.Exit(2)
 	}
 	var err error
@@ -25,6 +27,8 @@ func main() {
 		err = differ(os.Args[2:])
 	case "visible":
 		err = visible(os.Args[2:])
+	case "matrix":
+		err = matrix(os.Args[2:])
 	case "bench":
 		err = bench(os.Args[2:])
 	case "mount":
@@ -41,11 +45,11 @@ func main() {
 // differ runs streams of random operations, or the operations in a file, and prints differences.
 func differ(args []string) error {
 	f := flag.NewFlagSet("differ", flag.ExitOnError)
-	d := &differRun{pair: pair{ticks: true, closeWait: closeTime}}
-	f.StringVar(&d.kernel, "kernel", "", "directory on the mount of the kernel's client")
-	f.StringVar(&d.ours, "ours", "", "directory on our mount")
-	f.StringVar(&d.serverKernel, "server-kernel", "", "directory of -kernel on the server")
-	f.StringVar(&d.serverOurs, "server-ours", "", "directory of -ours on the server")
+	d := &differRun{Pair: differential.Pair{Ticks: true, CloseWait: differential.CloseTime}}
+	kernel := f.String("kernel", "", "directory on the mount of the kernel's client")
+	ours := f.String("ours", "", "directory on our mount")
+	f.StringVar(&d.Reference.Server, "server-kernel", "", "directory of -kernel on the server")
+	f.StringVar(&d.Ours.Server, "server-ours", "", "directory of -ours on the server")
 	seed := f.Uint64("seed", 1, "seed of the first stream; later streams use the following numbers")
 	streams := f.Int("streams", 1, "number of streams")
 	n := f.Int("ops", 300, "number of operations in a stream")
@@ -54,9 +58,9 @@ func differ(args []string) error {
 	f.DurationVar(&d.shrinkTime, "shrink", time.Minute, "time limit for shortening the trace of a difference")
 	f.BoolVar(&d.surveyOnly, "survey", false, "continue after differences, and count them by kind")
 	f.Parse(args)
-	runtime.LockOSThread()
-	d.onHang = func(o op) {
-		fmt.Printf("%s: operation did not return within %v: %s\n", d.current, hangTime, o)
+	d.Reference.Dirs, d.Ours.Dirs = []string{*kernel}, []string{*ours}
+	d.OnHang = func(o differential.Op) {
+		fmt.Printf("%s: operation did not return within %v: %s\n", d.current, differential.HangTime, o)
 		os.Exit(3)
 	}
 	if *known != "" {
@@ -70,7 +74,7 @@ func differ(args []string) error {
 		}
 	} else {
 		for s := *seed; s < *seed+uint64(*streams); s++ {
-			if err := d.runOps(fmt.Sprintf("seed %d", s), generate(s, *n)); err != nil {
+			if err := d.runOps(fmt.Sprintf("seed %d", s), differential.Generate(s, *n)); err != nil {
 				return err
 			}
 		}
@@ -87,8 +91,8 @@ func differ(args []string) error {
 
 // A differRun is one run of the command differ.
 type differRun struct {
-	pair
-	known      []entry
+	differential.Pair
+	known      []differential.Entry
 	surveyOnly bool
 	shrinkTime time.Duration
 
@@ -97,13 +101,38 @@ type differRun struct {
 	executed, generated int    // operations of the streams without differences
 }
 
+// visible changes files through either client, and reads them through either.
+func visible(args []string) error {
+	f := flag.NewFlagSet("visible", flag.ExitOnError)
+	kernel := f.String("kernel", "", "directory on the mount of the kernel's client")
+	ours := f.String("ours", "", "the same directory on our mount")
+	seed := f.Uint64("seed", 1, "seed of the changes")
+	rounds := f.Int("rounds", 300, "number of changes")
+	f.Parse(args)
+	return differential.Visible([]string{*kernel, *ours}, *seed, *rounds)
+}
+
+// matrix tries every operation as several users, and writes the results to a file.
+func matrix(args []string) error {
+	f := flag.NewFlagSet("matrix", flag.ExitOnError)
+	server := f.String("server", "", "empty directory as the server sees it")
+	mount := f.String("mount", "", "the same directory on a mount")
+	out := f.String("out", "", "write the results to `FILE`")
+	f.Parse(args)
+	lines, err := differential.Matrix(*server, *mount)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(*out, []byte(strings.Join(lines, "\n")+"\n"), 0o644)
+}
+
 // checkKnownFile reads the known differences and checks that they still occur.
 func (d *differRun) checkKnownFile(file string) (err error) {
-	if d.known, err = readKnown(file); err != nil {
+	if d.known, err = differential.ReadKnown(file); err != nil {
 		return err
 	}
 	d.current = "known differences"
-	obsolete, err := checkKnown(&d.pair, d.known)
+	obsolete, err := differential.CheckKnown(&d.Pair, d.known)
 	if err != nil {
 		return err
 	}
@@ -119,7 +148,7 @@ func (d *differRun) runFile(file string) error {
 	if err != nil {
 		return err
 	}
-	ops, err := parseOps(string(text))
+	ops, err := differential.ParseOps(string(text))
 	if err != nil {
 		return err
 	}
@@ -127,23 +156,23 @@ func (d *differRun) runFile(file string) error {
 }
 
 // runOps runs operations and prints the first difference with a short trace that shows it.
-func (d *differRun) runOps(name string, ops []op) error {
+func (d *differRun) runOps(name string, ops []differential.Op) error {
 	d.current = name
 	if d.surveyOnly {
-		return d.survey(name, ops, tolerate(d.known))
+		return d.Survey(name, ops, differential.Tolerate(d.known))
 	}
-	found, tolerated, err := d.run(ops, tolerate(d.known))
+	found, tolerated, err := d.Run(ops, differential.Tolerate(d.known))
 	if err != nil {
 		return err
 	}
 	if found == nil {
-		d.executed, d.generated = d.executed+d.done, d.generated+len(ops)
-		fmt.Printf("%s: %d of %d operations, %d known differences\n", name, d.done, len(ops), len(tolerated))
+		d.executed, d.generated = d.executed+d.Done, d.generated+len(ops)
+		fmt.Printf("%s: %d of %d operations, %d known differences\n", name, d.Done, len(ops), len(tolerated))
 		return nil
 	}
 	d.found++
 	fmt.Printf("%s: %v\n", name, found)
-	short, shortest := d.shrink(ops, found, tolerate(d.known), d.shrinkTime)
-	fmt.Printf("%s: shrunk: %v\n%s", name, shortest, trace(short))
+	short, shortest := d.Shrink(ops, found, differential.Tolerate(d.known), d.shrinkTime)
+	fmt.Printf("%s: shrunk: %v\n%s", name, shortest, differential.Trace(short))
 	return nil
 }

@@ -1,4 +1,4 @@
-package main
+package differential
 
 import (
 	"fmt"
@@ -7,11 +7,12 @@ import (
 	"strings"
 )
 
-// An op is one operation of a stream. String and parseOp use one line of text for an op: the verb,
+// An Op is one operation of a stream. String and parseOp use one line of text for an Op: the verb,
 // and the nonzero fields as NAME=VALUE. The text describes the operation completely, including the
 // bytes that it writes, so that any part of a stream can run on its own.
-type op struct {
+type Op struct {
 	do   string
+	by   int    // index of the process
 	as   int    // index of users
 	fd   int    // slot of an open file
 	path string // relative to the stream's directory; see expandPath
@@ -29,7 +30,7 @@ type op struct {
 	quiet bool // do not observe the files afterwards, which keeps the caches as they are
 }
 
-func (o *op) ints() []struct {
+func (o *Op) ints() []struct {
 	name string
 	base int
 	v    *int
@@ -39,6 +40,7 @@ func (o *op) ints() []struct {
 		base int
 		v    *int
 	}{
+		{"by", 10, &o.by},
 		{"as", 10, &o.as},
 		{"fd", 10, &o.fd},
 		{"flags", 16, &o.flags},
@@ -55,7 +57,7 @@ func (o *op) ints() []struct {
 
 var prefixes = map[int]string{8: "0", 10: "", 16: "0x"}
 
-func (o op) String() string {
+func (o Op) String() string {
 	var b strings.Builder
 	b.WriteString(o.do)
 	for _, s := range []struct{ name, v string }{{"path", o.path}, {"to", o.to}} {
@@ -74,7 +76,7 @@ func (o op) String() string {
 	return b.String()
 }
 
-func parseOp(line string) (o op, err error) {
+func parseOp(line string) (o Op, err error) {
 	words := strings.Fields(line)
 	if len(words) == 0 {
 		return o, fmt.Errorf("parse operation: empty line")
@@ -112,8 +114,8 @@ next:
 	return o, nil
 }
 
-// parseOps parses operations, one on each line.
-func parseOps(text string) (ops []op, err error) {
+// ParseOps parses operations, one on each line.
+func ParseOps(text string) (ops []Op, err error) {
 	for line := range strings.Lines(text) {
 		if line = strings.TrimSpace(line); line == "" {
 			continue
@@ -127,7 +129,7 @@ func parseOps(text string) (ops []op, err error) {
 	return ops, nil
 }
 
-// expandPath returns a path of an op as the kernel gets it. An element ~N stands for a name of N
+// expandPath returns a path of an Op as the kernel gets it. An element ~N stands for a name of N
 // bytes, and %XX for the byte with this number. A path that begins with @N/ is expanded to N bytes,
 // below a root of rootLen bytes.
 func expandPath(path string, rootLen int) string {

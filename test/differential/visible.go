@@ -1,8 +1,7 @@
-package main
+package differential
 
 import (
 	"bytes"
-	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -11,19 +10,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// visible changes files of one directory through either client, and reads them through either. A
-// client that opens a file after another one has closed it sees the other's writes (nfs(5),
-// "Close-to-open cache consistency"). The function keeps a copy of all contents.
-func visible(args []string) error {
-	f := flag.NewFlagSet("visible", flag.ExitOnError)
-	kernel := f.String("kernel", "", "directory on the mount of the kernel's client")
-	ours := f.String("ours", "", "the same directory on our mount")
-	seed := f.Uint64("seed", 1, "seed of the changes")
-	rounds := f.Int("rounds", 300, "number of changes")
-	f.Parse(args)
-	sides := []string{*kernel, *ours}
+// Visible changes files of one directory through its mounts, and reads them through each. A client
+// that opens a file after another one has closed it sees the other's writes (nfs(5), "Close-to-open
+// cache consistency"). The function keeps a copy of all contents.
+func Visible(sides []string, seed uint64, rounds int) error {
 	names := []string{"a", "b", "c"}
-	g := newGenerator(*seed)
+	g := newGenerator(seed)
 	want := make(map[string][]byte)
 	for _, name := range names {
 		if err := os.WriteFile(filepath.Join(sides[0], name), nil, 0o644); err != nil {
@@ -31,7 +23,7 @@ func visible(args []string) error {
 		}
 	}
 	var log []string
-	for range *rounds {
+	for range rounds {
 		name, by := pick(g, names), g.r.IntN(len(sides))
 		text, content, err := change(g, filepath.Join(sides[by], name), want[name])
 		if err != nil {
@@ -39,7 +31,7 @@ func visible(args []string) error {
 		}
 		want[name] = content
 		log = append(log, fmt.Sprintf("%s %s: %s", sides[by], name, text))
-		nextTick() // within one tick of the server's clock two changes get the same time
+		NextTick() // within one tick of the server's clock two changes get the same time
 		for at := range sides {
 			if at == by && g.chance(70) {
 				continue
@@ -59,14 +51,14 @@ func visible(args []string) error {
 			}
 		}
 	}
-	fmt.Printf("both clients saw %d changes\n", *rounds)
+	fmt.Printf("all mounts saw %d changes\n", rounds)
 	return nil
 }
 
 // change opens a file, changes its content, which before before, and closes it. It returns a
 // description and the new content.
 func change(g *generator, path string, before []byte) (text string, content []byte, err error) {
-	o := op{off: min(pick(g, sizes), 100_000), n: 1 + min(pick(g, sizes), 100_000), seed: 1 + g.r.IntN(250)}
+	o := Op{off: min(pick(g, sizes), 100_000), n: 1 + min(pick(g, sizes), 100_000), seed: 1 + g.r.IntN(250)}
 	flags, do := unix.O_RDWR, pick(g, []string{"pwrite", "pwrite", "append", "replace", "truncate", "same size"})
 	switch do {
 	case "append":

@@ -1,4 +1,4 @@
-package main
+package differential
 
 import (
 	"errors"
@@ -13,15 +13,23 @@ import (
 type observed struct{ mtime, ctime unix.Timespec }
 
 // do executes an operation as its user, and then observes the affected files as root.
-func (w *side) do(o *op) []field {
-	setUser(o.as)
-	fields, err := verbs[o.do].run(w, o)
-	setUser(0)
-	out := append([]field{{"errno", errnoName(err)}}, fields...)
+func (w *side) do(o *Op) []Field {
+	var fields []Field
+	var err error
+	users[o.as].run(func() { fields, err = verbs[o.do].run(w, o) })
+	out := append([]Field{{"errno", errnoName(err)}}, fields...)
+	if w.released {
+		out = append(out, Field{released, "1"})
+		w.released = false
+	}
+	uses := verbs[o.do].uses
+	var st unix.Stat_t
+	if w.buffered && uses&usesFD != 0 && unix.Fstat(w.fds[o.fd], &st) == nil {
+		out = append(out, Field{contextPrefix + "mode", fmt.Sprintf("%o", st.Mode)})
+	}
 	if o.quiet {
 		return out
 	}
-	uses := verbs[o.do].uses
 	if uses&usesPath != 0 {
 		out = append(out, w.lstat("path", o.path)...)
 		out = append(out, w.lstat("parent", path.Dir(o.path))...)
@@ -36,21 +44,32 @@ func (w *side) do(o *op) []field {
 	return out
 }
 
+// contextPrefix begins the names of fields that are not compared. The known differences use them.
+// They come from the reference only, because observing a mount changes its caches.
+const contextPrefix = "~"
+
+// released is the field of an operation that closed a file without a name. The client then removes
+// the file from the server, which changes the times of the directory.
+const released = "released"
+
+// ok is the errno of a successful operation.
+const ok = "ok"
+
 func errnoName(err error) string {
 	var e unix.Errno
 	switch {
 	case err == nil:
-		return "ok"
+		return ok
 	case errors.As(err, &e):
 		return unix.ErrnoName(e)
 	}
 	return err.Error()
 }
 
-func (w *side) lstat(what, p string) []field {
+func (w *side) lstat(what, p string) []Field {
 	var st unix.Stat_t
 	if err := unix.Lstat(w.abs(p), &st); err != nil {
-		return []field{{what + ".errno", errnoName(err)}}
+		return []Field{{what + ".errno", errnoName(err)}}
 	}
 	if p == ".." || strings.HasPrefix(p, "../") || p == "/" {
 		return nil // outside the directory, or its root
@@ -60,24 +79,24 @@ func (w *side) lstat(what, p string) []field {
 		return out
 	}
 	if err := unix.Stat(w.abs(p), &st); err != nil {
-		return append(out, field{"target.errno", errnoName(err)})
+		return append(out, Field{"target.errno", errnoName(err)})
 	}
 	return append(out, w.attributes("target", &st)...)
 }
 
-func (w *side) fstat(slot int) []field {
+func (w *side) fstat(slot int) []Field {
 	var st unix.Stat_t
 	fd := w.fds[slot]
 	if fd < 0 {
 		return nil
 	}
 	if err := unix.Fstat(fd, &st); err != nil {
-		return []field{{"fd.errno", errnoName(err)}}
+		return []Field{{"fd.errno", errnoName(err)}}
 	}
 	out := w.attributes("fd", &st)
 	if st.Mode&unix.S_IFMT == unix.S_IFREG {
 		pos, err := unix.Seek(fd, 0, unix.SEEK_CUR)
-		out = append(out, field{"fd.offset", fmt.Sprintf("%d %s", pos, errnoName(err))})
+		out = append(out, Field{"fd.offset", fmt.Sprintf("%d %s", pos, errnoName(err))})
 	}
 	return out
 }
@@ -87,14 +106,17 @@ func sizeOf(st *unix.Stat_t) string { return fmt.Sprint(st.Size) }
 // attributes returns the attributes that must be equal for both clients. A time from the server's
 // clock depends on the time of the request. The test therefore compares only which times an
 // operation changed, and whether a time comes from the server's clock.
-func (w *side) attributes(what string, st *unix.Stat_t) []field {
-	out := []field{
+func (w *side) attributes(what string, st *unix.Stat_t) []Field {
+	out := []Field{
 		{what + ".mode", fmt.Sprintf("%o", st.Mode)}, {what + ".nlink", fmt.Sprint(st.Nlink)},
 		{what + ".uid", fmt.Sprint(st.Uid)}, {what + ".gid", fmt.Sprint(st.Gid)}, {what + ".size", sizeOf(st)},
-		{what + ".mtime", timeClass(st.Mtim)},
 	}
+	if st.Mode&unix.S_IFMT == unix.S_IFIFO { // the server does not see when a FIFO is read or written
+		return out
+	}
+	out = append(out, Field{what + ".mtime", timeClass(st.Mtim)})
 	if st.Mode&unix.S_IFMT == unix.S_IFCHR {
-		out = append(out, field{what + ".rdev", fmt.Sprint(st.Rdev)})
+		out = append(out, Field{what + ".rdev", fmt.Sprint(st.Rdev)})
 	}
 	now := observed{st.Mtim, st.Ctim}
 	before, known := w.seen[st.Ino]
@@ -102,8 +124,8 @@ func (w *side) attributes(what string, st *unix.Stat_t) []field {
 	if !known { // the same on both sides, unless an inode number was reused
 		return out
 	}
-	return append(out, field{what + moved("mtime"), fmt.Sprint(compare(now.mtime, before.mtime))},
-		field{what + moved("ctime"), fmt.Sprint(compare(now.ctime, before.ctime))})
+	return append(out, Field{what + moved("mtime"), fmt.Sprint(compare(now.mtime, before.mtime))},
+		Field{what + moved("ctime"), fmt.Sprint(compare(now.ctime, before.ctime))})
 }
 
 // movedSuffix ends the names of fields that are compared only if both sides have them.

@@ -1,4 +1,4 @@
-package main
+package differential
 
 import (
 	"fmt"
@@ -22,7 +22,7 @@ func (w *side) size(slot int) (int, error) {
 
 // doMmap maps the start of the file in a slot, and unmaps the slot's previous mapping. A mapping
 // outlives its descriptor.
-func doMmap(w *side, o *op) ([]field, error) {
+func doMmap(w *side, o *Op) ([]Field, error) {
 	if err := w.unmap(o.fd); err != nil {
 		return nil, err
 	}
@@ -51,13 +51,13 @@ func (w *side) unmap(slot int) error {
 	if e := unix.Munmap(m); err == nil {
 		err = e
 	}
-	w.awaitRelease()
+	w.awaitRelease(true) // the file may be removed
 	return err
 }
 
 // mapped returns the part of a mapping that an operation uses. It excludes the rest of the last
 // page, whose content is undefined (mmap(2)).
-func (w *side) mapped(o *op) ([]byte, error) {
+func (w *side) mapped(o *Op) ([]byte, error) {
 	m := w.maps[o.fd]
 	if m == nil {
 		return nil, unix.EFAULT
@@ -85,7 +85,7 @@ func accessMapping(f func()) (err error) {
 	return nil
 }
 
-func doMread(w *side, o *op) ([]field, error) {
+func doMread(w *side, o *Op) ([]Field, error) {
 	m, err := w.mapped(o)
 	if err != nil {
 		return nil, err
@@ -98,7 +98,7 @@ func doMread(w *side, o *op) ([]field, error) {
 }
 
 // doMwrite writes through a mapping, reads the data through the descriptor, and syncs.
-func doMwrite(w *side, o *op) ([]field, error) {
+func doMwrite(w *side, o *Op) ([]Field, error) {
 	m, err := w.mapped(o)
 	if err != nil {
 		return nil, err
@@ -106,14 +106,14 @@ func doMwrite(w *side, o *op) ([]field, error) {
 	if err := accessMapping(func() { m[0] = 0 }); err != nil {
 		return nil, err
 	}
-	if err := accessMapping(func() { copy(m, pattern(o.seed, o.off, len(m))) }); err != nil {
+	if err := accessMapping(func() { copy(m, Pattern(o.seed, o.off, len(m))) }); err != nil {
 		return nil, err
 	}
-	b := aligned(len(m))
+	b := Aligned(len(m))
 	n, err := unix.Pread(w.fds[o.fd], b, int64(o.off))
-	out := []field{{"back", errnoName(err)}}
+	out := []Field{{"back", errnoName(err)}}
 	if err == nil {
-		out = append(out, field{"data", digest(b[:n])})
+		out = append(out, Field{"data", digest(b[:n])})
 	}
 	all := w.maps[o.fd]
 	return out, unix.Msync(all, unix.MS_SYNC)

@@ -1,4 +1,4 @@
-package main
+package differential
 
 import (
 	"fmt"
@@ -70,13 +70,13 @@ func list(p string, size int) (*listing, error) {
 
 func (l *listing) close() { unix.Close(l.fd) }
 
-func namesField(names []string) field {
+func namesField(names []string) Field {
 	names = slices.Clone(names)
 	slices.Sort(names)
 	for i, n := range names {
 		names[i] = shown(n)
 	}
-	return field{"names", strings.Join(names, " ")}
+	return Field{"names", strings.Join(names, " ")}
 }
 
 // hidden is the prefix of the names that both clients give to open files that are removed.
@@ -98,21 +98,21 @@ func shownPath(path string) string {
 }
 
 // doReaddir reads a directory once. It ignores hidden files.
-func doReaddir(p string, _ *op) ([]field, error) {
+func doReaddir(p string, _ *Op) ([]Field, error) {
 	l, err := list(p, 1<<15)
 	if err != nil {
 		return nil, err
 	}
 	defer l.close()
 	names, err := l.rest()
-	return []field{namesField(names)}, err
+	return []Field{namesField(names)}, err
 }
 
 // fillPrefix is the prefix of the names that doFill creates. They are long, so that a directory of
 // them needs several requests.
 var fillPrefix = strings.Repeat("f", 200)
 
-func doFill(p string, o *op) ([]field, error) {
+func doFill(p string, o *Op) ([]Field, error) {
 	for i := range o.n {
 		fd, err := unix.Open(fmt.Sprintf("%s/%s%d", p, fillPrefix, i), unix.O_CREAT|unix.O_WRONLY|unix.O_CLOEXEC, 0o644)
 		if err != nil {
@@ -126,7 +126,7 @@ func doFill(p string, o *op) ([]field, error) {
 }
 
 // doSweep reads the directory and removes each file of doFill when it finds the entry.
-func doSweep(p string, _ *op) ([]field, error) {
+func doSweep(p string, _ *Op) ([]Field, error) {
 	l, err := list(p, 1<<11)
 	if err != nil {
 		return nil, err
@@ -150,11 +150,11 @@ func doSweep(p string, _ *op) ([]field, error) {
 			removed++
 		}
 	}
-	return []field{namesField(others), {"removed", fmt.Sprint(removed)}}, nil
+	return []Field{namesField(others), {"removed", fmt.Sprint(removed)}}, nil
 }
 
 // doSeekdir reads a directory, seeks to its o.off-th entry, and then to the start.
-func doSeekdir(p string, o *op) ([]field, error) {
+func doSeekdir(p string, o *Op) ([]Field, error) {
 	l, err := list(p, 1<<11)
 	if err != nil {
 		return nil, err
@@ -186,13 +186,13 @@ func doSeekdir(p string, o *op) ([]field, error) {
 		return nil, err
 	}
 	anew, err := l.rest()
-	return []field{namesField(all), {"again", fmt.Sprint(slices.Equal(again, all[skipped:]))},
+	return []Field{namesField(all), {"again", fmt.Sprint(slices.Equal(again, all[skipped:]))},
 		{"anew", fmt.Sprint(slices.Equal(anew, all))}}, err
 }
 
 // doWalk returns the attributes of the whole tree and the checksums of all files.
-func doWalk(root string) ([]field, error) {
-	var out []field
+func doWalk(root string) ([]Field, error) {
+	var out []Field
 	var visit func(dir string) error
 	visit = func(dir string) error {
 		entries, err := os.ReadDir(root + "/" + dir)
@@ -210,20 +210,20 @@ func doWalk(root string) ([]field, error) {
 			if err := unix.Lstat(root+"/"+name, &st); err != nil {
 				return fmt.Errorf("%s: %w", name, err)
 			}
-			f := field{shownPath(name), fmt.Sprintf("%o %d %d:%d %s", st.Mode, st.Nlink, st.Uid, st.Gid, sizeOf(&st))}
+			f := Field{shownPath(name), fmt.Sprintf("%o %d %d:%d %s", st.Mode, st.Nlink, st.Uid, st.Gid, sizeOf(&st))}
 			switch st.Mode & unix.S_IFMT {
 			case unix.S_IFREG:
 				content, err := digestFile(root+"/"+name, st.Size)
 				if err != nil {
 					return err
 				}
-				f.value += " " + content
+				f.Value += " " + content
 			case unix.S_IFLNK:
 				target, err := os.Readlink(root + "/" + name)
 				if err != nil {
 					return err
 				}
-				f.value += " " + shownPath(target)
+				f.Value += " " + shownPath(target)
 			case unix.S_IFDIR:
 				if err := visit(name + "/"); err != nil {
 					return err
@@ -231,7 +231,7 @@ func doWalk(root string) ([]field, error) {
 			}
 			out = append(out, f)
 		}
-		out = append(out, field{dir + hidden, fmt.Sprint(left)})
+		out = append(out, Field{dir + hidden, fmt.Sprint(left)})
 		return nil
 	}
 	err := visit("")

@@ -1,4 +1,4 @@
-package main
+package differential
 
 import (
 	"fmt"
@@ -7,29 +7,41 @@ import (
 	"strings"
 )
 
-// A rule describes tolerated differences by patterns of path.Match, in which * matches everything
-// except a slash.
-type rule struct{ op, field, kernel, ours string }
+// A rule describes tolerated differences by patterns, in which * matches everything. A pattern of
+// an operation with a space matches its text, and another one its verb. A pattern of a reference
+// NAME=VALUE matches another field of the reference.
+type rule struct{ op, field, reference, ours string }
 
-// An entry is a section of KNOWN_DIFFERENCES.md: a heading, the reason, a table of rules, and
+// An Entry is a section of KNOWN_DIFFERENCES.md: a heading, the reason, a table of rules, and
 // operations in a fenced block that show the difference.
-type entry struct {
+type Entry struct {
 	name  string
 	rules []rule
-	ops   []op
+	ops   []Op
 }
 
-func (r rule) matches(d *difference) bool {
-	for _, m := range []struct{ pattern, s string }{{r.op, d.op.do}, {r.field, d.field}, {r.kernel, d.kernel},
-		{r.ours, d.ours}} {
-		if ok, err := path.Match(m.pattern, strings.ReplaceAll(m.s, "/", "|")); err != nil || !ok {
+func (r rule) matches(d *Difference) bool {
+	op := d.op.do
+	if strings.Contains(r.op, " ") {
+		op = d.op.String()
+	}
+	reference := d.reference
+	if name, _, ok := strings.Cut(r.reference, "="); ok {
+		reference = name + "=" + d.fields[name]
+	}
+	for _, m := range []struct{ pattern, s string }{{r.op, op}, {r.field, d.field},
+		{r.reference, reference}, {r.ours, d.ours}} {
+		if ok, err := path.Match(noSlash(m.pattern), noSlash(m.s)); err != nil || !ok {
 			return false
 		}
 	}
 	return true
 }
 
-func (e *entry) matches(d *difference) bool {
+// noSlash replaces slashes, which * of path.Match does not match.
+func noSlash(s string) string { return strings.ReplaceAll(s, "/", "|") }
+
+func (e *Entry) matches(d *Difference) bool {
 	for _, r := range e.rules {
 		if r.matches(d) {
 			return true
@@ -38,8 +50,8 @@ func (e *entry) matches(d *difference) bool {
 	return false
 }
 
-// readKnown reads KNOWN_DIFFERENCES.md.
-func readKnown(file string) (list []entry, err error) {
+// ReadKnown reads KNOWN_DIFFERENCES.md.
+func ReadKnown(file string) (list []Entry, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {
 		return nil, err
@@ -47,7 +59,7 @@ func readKnown(file string) (list []entry, err error) {
 	return parseKnown(string(text))
 }
 
-func parseKnown(text string) (list []entry, err error) {
+func parseKnown(text string) (list []Entry, err error) {
 	var block *strings.Builder
 	for line := range strings.Lines(text) {
 		line = strings.TrimSpace(line)
@@ -58,10 +70,10 @@ func parseKnown(text string) (list []entry, err error) {
 		name, heading := strings.CutPrefix(line, "## ")
 		switch {
 		case heading:
-			list = append(list, entry{name: name})
+			list = append(list, Entry{name: name})
 		case len(list) == 0:
 		case line == "```" && block != nil:
-			if list[len(list)-1].ops, err = parseOps(block.String()); err != nil {
+			if list[len(list)-1].ops, err = ParseOps(block.String()); err != nil {
 				return nil, fmt.Errorf("parse known difference %q: %w", list[len(list)-1].name, err)
 			}
 			block = nil
@@ -89,9 +101,9 @@ func parseKnown(text string) (list []entry, err error) {
 	return list, nil
 }
 
-// tolerate returns a function that reports whether an entry permits a difference.
-func tolerate(list []entry) func(*difference) bool {
-	return func(d *difference) bool {
+// Tolerate returns a function that reports whether an entry permits a difference.
+func Tolerate(list []Entry) func(*Difference) bool {
+	return func(d *Difference) bool {
 		for i := range list {
 			if list[i].matches(d) {
 				return true
@@ -101,14 +113,14 @@ func tolerate(list []entry) func(*difference) bool {
 	}
 }
 
-// checkKnown runs the operations of the entries, and returns the rules whose differences no longer
+// CheckKnown runs the operations of the entries, and returns the rules whose differences no longer
 // occur.
-func checkKnown(p *pair, list []entry) (obsolete []string, err error) {
+func CheckKnown(p *Pair, list []Entry) (obsolete []string, err error) {
 	defer func(was bool) { p.keepGoing = was }(p.keepGoing)
 	p.keepGoing = true
 	for i := range list {
 		e := &list[i]
-		_, known, err := p.run(e.ops, func(*difference) bool { return true })
+		_, known, err := p.Run(e.ops, func(*Difference) bool { return true })
 		if err != nil {
 			return nil, err
 		}
@@ -122,8 +134,8 @@ func checkKnown(p *pair, list []entry) (obsolete []string, err error) {
 		}
 		for _, r := range e.rules {
 			if !differs[r] {
-				obsolete = append(obsolete, fmt.Sprintf("%s: %s %s: kernel's client %s, ours %s", e.name, r.op, r.field,
-					r.kernel, r.ours))
+				obsolete = append(obsolete, fmt.Sprintf("%s: %s %s: reference %s, ours %s", e.name, r.op, r.field,
+					r.reference, r.ours))
 			}
 		}
 	}

@@ -1,0 +1,250 @@
+package integration
+
+import (
+	"io"
+	"net"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+)
+
+// A restartable is an embedded server that can be stopped and started with its ports and state.
+type restartable struct {
+	t   *testing.T
+	cfg nfsserve.Config
+	s   *nfsserve.Server
+}
+
+func startRestartable(t *testing.T) *restartable {
+	t.Helper()
+	r := &restartable{t: t, cfg: nfsserve.Config{Dir: t.TempDir(), RDMAListen: "127.0.0.1:0", NoRootSquash: true,
+		StateDir: t.TempDir(), Provider: softiwarp.New(softiwarp.Config{})}}
+	r.start()
+	r.cfg.RDMAListen, r.cfg.TCPListen = r.s.RDMAAddr.String(), r.s.TCPAddr
+	t.Cleanup(r.stop)
+	return r
+}
+
+func (r *restartable) start() {
+	r.t.Helper()
+	var err error
+	for range 100 { // the old connections may still hold the port
+		if r.s, err = nfsserve.Run(r.t.Context(), r.cfg); err == nil {
+			return
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	r.t.Fatal(err)
+}
+
+func (r *restartable) stop() {
+	if err := r.s.Close(); err != nil {
+		r.t.Errorf("close server: %v", err)
+	}
+}
+
+// TestLocksSurviveServerRestart restarts the server while a process has locks. New locks wait until
+// the grace period ends, and then find the old locks.
+func TestLocksSurviveServerRestart(t *testing.T) {
+	r := startRestartable(t)
+	e := lockExportOf(t, r.s)
+	a, b := e.mount(t, nil), e.mount(t, nil)
+	p, q := startLockProcess(t), startLockProcess(t)
+	open2(a, b, p, q)
+	p.do("ok", "set 1 w 0 10")
+	p.do("ok", "set 1 r 20 10")
+	r.stop()
+	r.cfg.LockGrace = 5 * time.Second
+	r.start()
+	eventually(t, "reclaimed locks", func() bool { return a.locks.Counters.Reclaimed.Load() >= 2 })
+	q.do("EAGAIN", "set 1 w 5 1")
+	q.do("EAGAIN", "set 1 w 20 1")
+	q.do("ok", "set 1 r 20 1")
+	q.do("ok", "set 1 w 10 10")
+	p.do("ok", "write 1 text")
+	p.do("ok", "set 1 u 0 0")
+	q.do("ok", "set 1 w 0 0")
+	if lost := a.locks.Counters.Lost.Load() + b.locks.Counters.Lost.Load(); lost != 0 {
+		t.Errorf("%d locks were lost", lost)
+	}
+}
+
+// A forwarder relays TCP connections to an address. It can be stopped and started again.
+type forwarder struct {
+	to   string
+	addr string
+	mu   sync.Mutex
+	l    net.Listener
+	open map[net.Conn]struct{}
+	all  sync.WaitGroup
+}
+
+func startForwarder(t *testing.T, to string) *forwarder {
+	t.Helper()
+	f := &forwarder{to: to, addr: "127.0.0.1:0", open: make(map[net.Conn]struct{})}
+	f.start(t)
+	f.addr = f.l.Addr().String()
+	t.Cleanup(f.stop)
+	return f
+}
+
+func (f *forwarder) start(t *testing.T) {
+	t.Helper()
+	l, err := net.Listen("tcp", f.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.l = l
+	f.all.Go(func() {
+		for {
+			from, err := l.Accept()
+			if err != nil {
+				return
+			}
+			to, err := net.Dial("tcp", f.to)
+			if err != nil {
+				from.Close()
+				continue
+			}
+			f.mu.Lock()
+			f.open[from], f.open[to] = struct{}{}, struct{}{}
+			f.mu.Unlock()
+			for _, pair := range [][2]net.Conn{{from, to}, {to, from}} {
+				f.all.Go(func() {
+					_, _ = io.Copy(pair[0], pair[1])
+					from.Close()
+					to.Close()
+				})
+			}
+		}
+	})
+}
+
+func (f *forwarder) stop() {
+	f.l.Close()
+	f.mu.Lock()
+	for conn := range f.open {
+		conn.Close()
+	}
+	f.mu.Unlock()
+	f.all.Wait()
+}
+
+// TestStolenLockFailsIO lets another client take a lock while its holder cannot reach the restarted
+// server. I/O of the holder fails until it unlocks.
+func TestStolenLockFailsIO(t *testing.T) {
+	r := startRestartable(t)
+	e := lockExportOf(t, r.s)
+	f := startForwarder(t, r.s.TCPAddr)
+	_, port, _ := net.SplitHostPort(f.addr)
+	a := e.mount(t, func(_ *fusefs.Options, c *nlm.Config) { c.Port, _ = strconv.Atoi(port) })
+	b := e.mount(t, nil)
+	p, q, other := startLockProcess(t), startLockProcess(t), startLockProcess(t)
+	open2(a, b, p, q)
+	other.do("ok", "open 1 %s", a.file())
+	p.do("ok", "set 1 w 0 10")
+	p.do("ok", "set 1 w 100 10")
+	p.do("ok", "write 1 old")
+	p.do(`"old"`, "read 1")
+	p.do("ok", "open 2 %s", a.file())
+	f.stop()
+	r.stop()
+	r.cfg.LockGrace = time.Nanosecond
+	r.start()
+	q.eventually("ok", "set 1 w 0 10")
+	f.start(t)
+	eventually(t, "a lost lock", func() bool { return a.locks.Counters.Lost.Load() == 1 })
+	p.do("EIO", "read 1")
+	p.do("EIO", "write 1 new")
+	p.do("EIO", "set 1 w 50 1")
+	other.do(`"old"`, "read 1")     // another process of the mount has no lock
+	q.do("EAGAIN", "set 1 w 100 1") // the other lock was not lost
+	p.do("ok", "set 1 u 0 10")
+	p.do(`"old"`, "read 1")
+	p.do("ok", "write 1 new")
+	p.do("EAGAIN", "set 1 w 0 1")
+	q.do("ok", "set 1 u 0 10")
+	p.do("ok", "set 1 w 0 1")
+}
+
+// TestClosedFileForgetsLostLock closes the file instead of unlocking it.
+func TestClosedFileForgetsLostLock(t *testing.T) {
+	r := startRestartable(t)
+	e := lockExportOf(t, r.s)
+	f := startForwarder(t, r.s.TCPAddr)
+	_, port, _ := net.SplitHostPort(f.addr)
+	a := e.mount(t, func(_ *fusefs.Options, c *nlm.Config) { c.Port, _ = strconv.Atoi(port) })
+	b := e.mount(t, nil)
+	p, q := startLockProcess(t), startLockProcess(t)
+	open2(a, b, p, q)
+	p.do("ok", "flock 1 ex")
+	f.stop()
+	r.stop()
+	r.cfg.LockGrace = time.Nanosecond
+	r.start()
+	q.eventually("ok", "flock 1 ex")
+	f.start(t)
+	eventually(t, "a lost lock", func() bool { return a.locks.Counters.Lost.Load() == 1 })
+	p.do("EIO", "write 1 new")
+	p.do("ok", "close 1")
+	p.do("ok", "open 1 %s", a.file())
+	p.do("ok", "write 1 new")
+	p.do("EAGAIN", "flock 1 ex")
+	q.do("ok", "close 1")
+	p.eventually("ok", "flock 1 ex")
+}
+
+// TestLocalLocks leaves one kind of locks to the kernel.
+func TestLocalLocks(t *testing.T) {
+	e := serveLocks(t)
+	for _, x := range []struct {
+		name         string
+		posix, flock bool
+		set, lock    string // results for a second mount
+	}{
+		{"none", false, false, "EAGAIN", "EAGAIN"},
+		{"posix", true, false, "ok", "EAGAIN"},
+		{"flock", false, true, "EAGAIN", "ok"},
+		{"all", true, true, "ok", "ok"},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			change := func(o *fusefs.Options, _ *nlm.Config) { o.LocalPosix, o.LocalFlock = x.posix, x.flock }
+			a, b := e.mount(t, change), e.mount(t, change)
+			p, q := startLockProcess(t), startLockProcess(t)
+			open2(a, b, p, q)
+			p.do("ok", "set 1 w 0 10")
+			q.do(x.set, "set 1 w 0 10")
+			p.do("ok", "set 1 u 0 10")
+			q.do("ok", "set 1 u 0 10")
+			p.do("ok", "flock 1 ex")
+			q.do(x.lock, "flock 1 ex")
+			q.do("ok", "open 2 %s", a.file())
+			q.do("EAGAIN", "flock 2 ex") // on one mount the locks hold in any case
+			p.kill()
+			q.kill()
+		})
+	}
+}
+
+// TestLocksWithoutService mounts from a server without NLM.
+func TestLocksWithoutService(t *testing.T) {
+	e := serveLocks(t)
+	closed := startForwarder(t, "127.0.0.1:1")
+	closed.stop()
+	_, port, _ := net.SplitHostPort(closed.addr)
+	a := e.mount(t, func(_ *fusefs.Options, c *nlm.Config) { c.Port, _ = strconv.Atoi(port) })
+	p := startLockProcess(t)
+	p.do("ok", "open 1 %s", a.file())
+	p.do("ENOLCK", "set 1 w 0 10")
+	p.do("ENOLCK", "flock 1 ex")
+	p.do("ENOLCK", "get 1 w 0 10")
+	p.do("ok", "write 1 text")
+	p.do("ok", "close 1")
+	p.kill()
+}

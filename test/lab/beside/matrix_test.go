@@ -1,0 +1,100 @@
+package beside
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/test/differential"
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+const matrixTime = 15 * time.Minute
+
+var squashFlag = flag.String("squash", "none,root,all", "`kinds` of squashing for TestMatrix, separated by commas")
+
+// matrixFile has the recorded results.
+var matrixFile = filepath.Join("..", "..", "integration", "testdata", "matrix.txt")
+
+// TestMatrix tries operations of several users on the mounts of both clients, on exports with every
+// kind of squashing. It prints the differences, which test/integration checks. With -update it
+// records the results of the kernel's client for test/integration instead.
+func TestMatrix(t *testing.T) {
+	s := start(t, lab.ExportRW)
+	s.must("mkdir -p /disk/all && exportfs -o rw,sync,insecure,all_squash,no_subtree_check '*:/disk/all'")
+	header := fmt.Sprintf("# Results of the NFS client of kernel %s, recorded by TestMatrix of test/lab/beside.\n",
+		s.Release)
+	recorded := ""
+	for squash := range strings.SplitSeq(*squashFlag, ",") {
+		export := map[string]string{"none": lab.ExportRW, "root": lab.ExportSquash, "all": "/disk/all"}[squash]
+		server := "/disk/" + path.Base(export)
+		s.must("umount " + oursDir + " && umount " + kernelDir)
+		s.export = export
+		s.mountKernels()
+		s.mountOurs("nfsrdmad mount --foreground")
+		kernel := s.matrix("kernel", server, kernelDir)
+		recorded += differential.FormatMatrix(squash, kernel)
+		if *updateFlag {
+			continue
+		}
+		ours := s.matrix("ours", server, oursDir)
+		for _, d := range differential.CompareMatrix(
+			differential.ParseMatrix(differential.FormatMatrix(squash, kernel))[squash],
+			differential.ParseMatrix(differential.FormatMatrix(squash, ours))[squash]) {
+			t.Logf("%s %s: kernel's client %q, ours %q", squash, d.Cell, d.Reference, d.Ours)
+		}
+	}
+	if *updateFlag {
+		recorded = header + otherSquash(t, header) + recorded
+		if err := os.WriteFile(matrixFile, []byte(recorded), 0o644); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// otherSquash returns the recorded results of the same kernel with the kinds of squashing that did
+// not run.
+func otherSquash(t *testing.T, header string) string {
+	t.Helper()
+	text, err := os.ReadFile(matrixFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rest, same := strings.CutPrefix(string(text), header)
+	if !same {
+		return ""
+	}
+	var b strings.Builder
+	for line := range strings.Lines(rest) {
+		if kind, _, _ := strings.Cut(line, " "); !slices.Contains(strings.Split(*squashFlag, ","), kind) {
+			b.WriteString(line)
+		}
+	}
+	return b.String()
+}
+
+// matrix runs the matrix on a client's mount of a directory of the server.
+func (s *sides) matrix(client, server, mount string) []string {
+	s.t.Helper()
+	name := "/matrix-" + client
+	s.must("mkdir -m 755 " + server + name)
+	if out, err := s.RunFor(fmt.Sprintf("program matrix -server %s -mount %s -out /share/%s.txt", server+name,
+		mount+name, client), matrixTime); err != nil {
+		s.t.Fatalf("%v\n%s", err, out)
+	}
+	text, err := os.ReadFile(filepath.Join(s.share, client+".txt"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	lines := strings.Split(strings.TrimSpace(string(text)), "\n")
+	if len(lines) < 1000 {
+		s.t.Fatalf("got %d results of %s, want at least 1000", len(lines), client)
+	}
+	return lines
+}
