@@ -451,7 +451,8 @@ func (s *Service) handle(from netip.AddrPort, message []byte) []byte {
 			return AppendRes(accepted(sunrpc.Success), proc, res)
 		}
 		if c != nil {
-			s.work.Go(func() { c.sendGrantedRes(res) })
+			results := AppendRes(nil, ProcGrantedRes, res) // the next call overwrites the cookie
+			s.work.Go(func() { c.sendGrantedRes(results) })
 		}
 		return accepted(sunrpc.Success)
 	case ProcNotify:
@@ -523,12 +524,11 @@ func (s *Service) granted(from netip.Addr, a *Args) (*Client, Stat) {
 }
 
 // sendGrantedRes answers GRANTED_MSG. Some servers send no reply to this call.
-func (c *Client) sendGrantedRes(res *Res) {
+func (c *Client) sendGrantedRes(results []byte) {
 	ctx, cancel := context.WithTimeout(c.ctx, grantedTimeout)
 	defer cancel()
 	conn, err := c.link.get(ctx)
 	if err == nil {
-		_, _ = c.link.exchange(ctx, conn, ProcGrantedRes, sunrpc.AppendAuthNone(nil),
-			AppendRes(nil, ProcGrantedRes, res))
+		_, _ = c.link.exchange(ctx, conn, ProcGrantedRes, sunrpc.AppendAuthNone(nil), results)
 	}
 }
