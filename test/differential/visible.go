@@ -55,7 +55,7 @@ func Visible(sides []string, seed uint64, rounds int) error {
 	return nil
 }
 
-// change opens a file, changes its content, which before before, and closes it. It returns a
+// change opens a file, changes its content and closes it. before is the old content. It returns a
 // description and the new content.
 func change(g *generator, path string, before []byte) (text string, content []byte, err error) {
 	o := Op{off: min(pick(g, sizes), 100_000), n: 1 + min(pick(g, sizes), 100_000), seed: 1 + g.r.IntN(250)}
