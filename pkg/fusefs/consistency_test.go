@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"sync"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -281,6 +282,8 @@ func TestOpenSeesOtherClientAmongOwnWrites(t *testing.T) {
 					must(t, f.Close())
 				}
 				copy(want[size-5:], "other")
+				allowForks := preventForks()
+				defer allowForks()
 				f, err := os.OpenFile(a.path("f"), os.O_RDWR, 0)
 				must(t, err)
 				if between {
@@ -300,6 +303,7 @@ func TestOpenSeesOtherClientAmongOwnWrites(t *testing.T) {
 				copy(want, randomBytes(2, n))
 				before := calls.count(nfs3.ProcCommit)
 				must(t, f.Close())
+				allowForks()
 				if sent := calls.count(nfs3.ProcCommit) > before; sent != between {
 					t.Fatalf("COMMIT sent: got %v, want %v", sent, between)
 				}
@@ -307,6 +311,15 @@ func TestOpenSeesOtherClientAmongOwnWrites(t *testing.T) {
 			})
 		}
 	}
+}
+
+// preventForks makes forks by other tests wait until allow is called. A forked child holds a copy
+// of each open file until it executes its program. The kernel then closes the copy and sends FLUSH,
+// and FLUSH makes the data of the file stable. The caller must not start a program before it calls
+// allow. Further calls of allow have no effect.
+func preventForks() (allow func()) {
+	syscall.ForkLock.RLock()
+	return sync.OnceFunc(syscall.ForkLock.RUnlock)
 }
 
 // awaitTick waits until the clock of the server's file system has advanced. Changes within one tick
