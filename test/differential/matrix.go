@@ -26,14 +26,20 @@ const (
 	strangerID = 4000 // group without members
 )
 
-var bob = &identity{id: bobID, groups: []uint32{bobID, teamID}}
-
-// matrixUsers try the operations.
-var matrixUsers = []struct {
+// A matrixUser tries the operations.
+type matrixUser struct {
 	name string
 	*identity
-}{{"root", root}, {"alice", &identity{id: aliceID, groups: []uint32{aliceID, teamID}}},
-	{"mallory", &identity{id: malloryID, groups: []uint32{malloryID}}}}
+}
+
+// newMatrixUsers returns users with threads that no other run uses. Bob does not try operations.
+func newMatrixUsers() (bob *identity, users []matrixUser) {
+	return &identity{id: bobID, groups: []uint32{bobID, teamID}}, []matrixUser{
+		{"root", root},
+		{"alice", &identity{id: aliceID, groups: []uint32{aliceID, teamID}}},
+		{"mallory", &identity{id: malloryID, groups: []uint32{malloryID}}},
+	}
+}
 
 // An owner is the uid or the gid of an object. actor stands for that of the user who tries.
 const actor = -1
@@ -212,17 +218,18 @@ type matrixCell struct {
 // Matrix makes the directories of all cells in a directory of the server, tries the operations in
 // the same directory of a mount, and returns one line for each cell: the result, and the objects
 // that were added, changed or removed. A cell has a second line, with "warm", if the result is
-// another one after bob has used the objects.
+// another one after bob has used the objects. Several matrices may run at the same time.
 func Matrix(server, mount string) ([]string, error) {
 	unix.Umask(0o022)
+	bob, users := newMatrixUsers()
 	defer bob.end()
-	for _, u := range matrixUsers {
+	for _, u := range users {
 		defer u.end()
 	}
 	var cells []*matrixCell
 	for _, d := range matrixDirs {
 		for _, o := range matrixOps {
-			for _, u := range matrixUsers {
+			for _, u := range users {
 				for _, warm := range []bool{false, true} {
 					c := &matrixCell{name: fmt.Sprintf("%s %s %s %v", d.name, o.name, u.name, warm), user: u.identity,
 						warm: warm, op: o}
@@ -237,7 +244,7 @@ func Matrix(server, mount string) ([]string, error) {
 	var lines []string
 	var cold string
 	for _, c := range cells {
-		result := c.try(mount)
+		result := c.try(mount, bob)
 		after, err := snapshot(filepath.Join(server, c.name))
 		if err != nil {
 			return nil, err
@@ -297,8 +304,9 @@ func (c *matrixCell) make(server string, mode uint32, uid, gid int, acl []aclEnt
 	return err
 }
 
-// try executes the operation through a mount and returns the errno.
-func (c *matrixCell) try(mount string) string {
+// try executes the operation through a mount and returns the errno. If the cell is warm, bob uses
+// the objects before.
+func (c *matrixCell) try(mount string, bob *identity) string {
 	dir := filepath.Join(mount, c.name)
 	var paths []string
 	for _, name := range strings.Fields(c.op.name)[1:] {
@@ -315,6 +323,10 @@ func (c *matrixCell) try(mount string) string {
 	if strings.HasPrefix(c.op.name, "exec ") {
 		return errnoName(c.exec(paths[0]))
 	}
+	// A process that another goroutine starts meanwhile would close a copy of an open file, and get
+	// the error of a write.
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
 	var err error
 	c.user.run(func() { err = c.op.run(paths) })
 	return errnoName(err)

@@ -10,6 +10,9 @@ import (
 // TestAppendAfterChangeOnServer appends to an open file that has become longer on the server. A
 // mount without attribute caches must not overwrite the new data.
 func TestAppendAfterChangeOnServer(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	served := openTempDir(t)
 	mnt := mountServed(t, serveDir(t, served, "--no-root-squash"), "noac")
 	for name, flags := range map[string]int{"read and write": os.O_RDWR, "write": os.O_WRONLY} {

@@ -64,6 +64,9 @@ var differentialModes = []differentialMode{
 
 // TestDifferentialKnown checks that the known differences still exist.
 func TestDifferentialKnown(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	d := newDifferentialRun(t, differentialModes[0])
 	obsolete, err := differential.CheckKnown(&d.Pair, d.known)
 	if err != nil {
@@ -77,6 +80,9 @@ func TestDifferentialKnown(t *testing.T) {
 // TestDifferential runs random operations of several processes and users on a local directory and
 // on mounts of a directory of the same file system, and compares them.
 func TestDifferential(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	for _, m := range differentialModes {
 		t.Run(strings.ReplaceAll(m.name, " ", "_"), func(t *testing.T) {
 			d := newDifferentialRun(t, m)

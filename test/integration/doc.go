@@ -2,6 +2,7 @@
 // the client and over softiwarp. The servers are NFS-Ganesha behind the relay, and the embedded
 // server.
 //
+//	process_test.go  starts each test in its own process, several at the same time
 //	stack_test.go    helpers: a server and a mount in the test process
 //	serve_*_test.go  tests of "nfsrdmad serve DIR" as a process, through its ports and through mounts;
 //	                 serve_process_test.go has their helpers

@@ -60,7 +60,7 @@ func TestStatusMonitorReportsRestart(t *testing.T) { testNotice(t, true) }
 func TestServerReportsRestart(t *testing.T) { testNotice(t, false) }
 
 func testNotice(t *testing.T, statd bool) {
-	if !inOwnNetwork(t) {
+	if !inOwnProcess(t) {
 		return
 	}
 	dir := statusHost(t, statd)

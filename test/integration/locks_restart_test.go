@@ -52,6 +52,9 @@ func (r *restartable) stop() {
 // TestLocksSurviveServerRestart restarts the server while a process has locks. New locks wait until
 // the grace period ends, and then find the old locks.
 func TestLocksSurviveServerRestart(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	r := startRestartable(t)
 	e := lockExportOf(t, r.s)
 	a, b := e.mount(t, nil), e.mount(t, nil)
@@ -139,6 +142,9 @@ func (f *forwarder) stop() {
 // TestStolenLockFailsIO lets another client take a lock while its holder cannot reach the restarted
 // server. I/O of the holder fails until it unlocks.
 func TestStolenLockFailsIO(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	r := startRestartable(t)
 	e := lockExportOf(t, r.s)
 	f := startForwarder(t, r.s.TCPAddr)
@@ -175,6 +181,9 @@ func TestStolenLockFailsIO(t *testing.T) {
 
 // TestClosedFileForgetsLostLock closes the file instead of unlocking it.
 func TestClosedFileForgetsLostLock(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	r := startRestartable(t)
 	e := lockExportOf(t, r.s)
 	f := startForwarder(t, r.s.TCPAddr)
@@ -202,6 +211,9 @@ func TestClosedFileForgetsLostLock(t *testing.T) {
 
 // TestLocalLocks leaves one kind of locks to the kernel.
 func TestLocalLocks(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	e := serveLocks(t)
 	for _, x := range []struct {
 		name         string
@@ -234,6 +246,9 @@ func TestLocalLocks(t *testing.T) {
 
 // TestLocksWithoutService mounts from a server without NLM.
 func TestLocksWithoutService(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	e := serveLocks(t)
 	closed := startForwarder(t, "127.0.0.1:1")
 	closed.stop()

@@ -248,7 +248,12 @@ func lockExportOf(t *testing.T, s *nfsserve.Server) *lockExport {
 	return &lockExport{caller: "test", rdma: s.RDMAAddr, export: mountd.Args{Host: "127.0.0.1", Port: n, Export: "/"}}
 }
 
-func TestLocksOfEmbeddedServer(t *testing.T) { testLocks(t, serveLocks(t)) }
+func TestLocksOfEmbeddedServer(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
+	testLocks(t, serveLocks(t))
+}
 
 // testLocks runs the cases that every server passes, with two processes on two mounts.
 func testLocks(t *testing.T, e *lockExport) (a, b *lockMount) {

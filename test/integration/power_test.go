@@ -256,6 +256,9 @@ var powerServers = []struct {
 // is not stable. What fsync or close has confirmed must be on the disk, and at the end everything.
 // The program must see no error.
 func TestPowerFailure(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	for _, s := range powerServers {
 		t.Run(s.name, func(t *testing.T) {
 			disk := newPowerDisk(t)
@@ -319,6 +322,9 @@ func unstableFile(t *testing.T, flags int) (f *os.File, want []byte, disk *power
 // and not committed. A program must read what it has written, whether the kernel still caches it or
 // not.
 func TestReadAfterPowerFailure(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	f, want, _ := unstableFile(t, 0)
 	if err := unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED); err != nil {
 		t.Fatal(err)
@@ -335,6 +341,9 @@ func TestReadAfterPowerFailure(t *testing.T) {
 // TestAppendAfterPowerFailure appends to a file after its server has lost data that the client has
 // sent and not committed. The new data must follow the old data.
 func TestAppendAfterPowerFailure(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	f, want, disk := unstableFile(t, os.O_APPEND)
 	if _, err := f.Stat(); err != nil { // asks the server for the attributes
 		t.Fatal(err)
@@ -357,6 +366,9 @@ func TestAppendAfterPowerFailure(t *testing.T) {
 // TestPowerDaemon terminates the client while a program writes. What fsync or close has confirmed
 // must be on the server, and the program must see errors.
 func TestPowerDaemon(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	served := openTempDir(t)
 	s := serveDir(t, served, "--no-root-squash")
 	for round := range powerRounds(t, 3) {

@@ -20,6 +20,9 @@ import (
 
 // TestServeVerifierAfterRestart sees another write verifier from every new server process.
 func TestServeVerifierAfterRestart(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	served := openTempDir(t)
 	writeFiles(t, served, map[string]string{"f": "0123456789"})
 	s := serveDir(t, served, "--no-root-squash")
@@ -60,6 +63,9 @@ func (c *rawClient) writeAndCommit(name string) (nfs3.Verifier, error) {
 // TestServeRestartReplaysWrites loses what a killed server had not committed, as a crash of the
 // host does. The client must write it again.
 func TestServeRestartReplaysWrites(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	const size = 8 << 20
 	served := openTempDir(t)
 	s := serveDir(t, served, "--no-root-squash")
@@ -223,6 +229,9 @@ func (d *watchedDisk) SetAttr(c <-chan struct{}, in *fuse.SetAttrIn, out *fuse.A
 // TestServeFailedFsync lets the disk refuse an fsync. The data of every client may be lost, so that
 // the write verifier must change for all of them.
 func TestServeFailedFsync(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	behind := openTempDir(t)
 	writeFiles(t, behind, map[string]string{"a": "", "b": ""})
 	disk, dir := newWatchedDisk(t, behind)
@@ -257,6 +266,9 @@ func TestServeFailedFsync(t *testing.T) {
 // TestServeChangesAreDurable checks, at the reply of each procedure that changes names or
 // attributes, that an fsync followed the change.
 func TestServeChangesAreDurable(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	behind := openTempDir(t)
 	writeFiles(t, behind, map[string]string{"f": "x", "d/f": "y", "e/g": "z"})
 	disk, dir := newWatchedDisk(t, behind)

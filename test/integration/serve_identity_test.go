@@ -92,6 +92,9 @@ func (c *rawClient) checkNewFile(t *testing.T, served, what string, cred []byte,
 
 // TestServeIdentity sends credentials that must never have the rights of root.
 func TestServeIdentity(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	served := identityDir(t)
 	s := serveDir(t, served)
 	garbage := append(sunrpc.AppendUint32(nil, sunrpc.FlavorSys), 0, 0, 0, 4, 1, 2, 3, 4)
@@ -133,6 +136,9 @@ func TestServeIdentity(t *testing.T) {
 }
 
 func TestServeNoRootSquash(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	served := identityDir(t)
 	s := serveDir(t, served, "--no-root-squash")
 	for _, tr := range transports {
@@ -155,6 +161,9 @@ func TestServeNoRootSquash(t *testing.T) {
 // TestServeWithoutPrivilege runs the server where it cannot take the identity of a caller. The call
 // must then be refused: it must not run as root.
 func TestServeWithoutPrivilege(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	for name, wrap := range map[string][]string{
 		"no CAP_SETUID":  {"setpriv", "--bounding-set=-setuid", "--inh-caps=-setuid"},
 		"no CAP_SETGID":  {"setpriv", "--bounding-set=-setgid", "--inh-caps=-setgid"},
@@ -175,6 +184,9 @@ func TestServeWithoutPrivilege(t *testing.T) {
 // TestServeAllow checks the rules of --allow on both ports, for MOUNT and for NFS with a handle
 // that the client already has.
 func TestServeAllow(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	served := identityDir(t)
 	open := serveDir(t, served)
 	handle := mustDial(t, open).root
@@ -212,6 +224,9 @@ func TestServeAllow(t *testing.T) {
 
 // TestServeReadOnly sends every procedure that changes something.
 func TestServeReadOnly(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	served := openTempDir(t)
 	runScript(t, served, "r umask 0; r put f content 0666; r mkdir d 0777; r put d/f x 0666; r symlink f l")
 	s := serveDir(t, served, "--read-only", "--no-root-squash")
@@ -275,6 +290,9 @@ func (c *rawClient) changes(cred []byte, f, d nfs3.FH) map[string]error {
 // TestServeSearchPermission lists a directory that the caller may read and not search. The listing
 // must give no handle of a file in it, because a handle opens the file without a search.
 func TestServeSearchPermission(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	served := openTempDir(t)
 	runScript(t, served, "r mkdir d 0755; r put d/f secret 0644; r mkdir d/sub 0755; r chmod d 0744")
 	s := serveDir(t, served, "--no-root-squash")

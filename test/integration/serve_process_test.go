@@ -37,6 +37,9 @@ const (
 // program builds nfsrdmad once for all tests of this process. The file stays in bin, which git
 // ignores, so that the linker runs only after a change.
 var program = sync.OnceValues(func() (string, error) {
+	if file := os.Getenv(programEnv); file != "" {
+		return file, nil
+	}
 	file, err := filepath.Abs("../../bin/integration/nfsrdmad")
 	if err != nil {
 		return "", err

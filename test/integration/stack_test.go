@@ -2,6 +2,7 @@ package integration
 
 import (
 	"context"
+	"flag"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -24,6 +25,10 @@ func TestMain(m *testing.M) {
 	if os.Getenv(lockHelper) != "" {
 		runLockHelper()
 		return
+	}
+	flag.Parse()
+	if parallel := flag.Lookup("test.parallel"); parallel.Value.String() == parallel.DefValue {
+		_ = parallel.Value.Set(atOnce)
 	}
 	testutil.MainNeedsRoot(m)
 }

@@ -29,6 +29,9 @@ const stormEnv = "NFSRDMAD_STORM"
 // executed twice, every failed MR must be recovered, recycled or orphaned, and memory must not
 // grow.
 func TestStorm(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
 	disconnects := 150
 	if s := os.Getenv(stormEnv); s != "" {
 		var err error
