@@ -13,12 +13,11 @@ import (
 // they also run the cases that a routine run omits. Without it they skip if there are no images.
 const labEnv = "NFSRDMAD_LAB"
 
-// SkipIfDisabled skips a test if virtual machines are disabled. Start calls it.
+// SkipIfDisabled skips or fails a test as Start does, if virtual machines are disabled or have no
+// image. A test calls it before it does other work.
 func SkipIfDisabled(t testing.TB) {
 	t.Helper()
-	if os.Getenv(labEnv) == "0" {
-		t.Skipf("virtual machines are disabled: %s=0", labEnv)
-	}
+	requireImage(t, Kernels[0])
 }
 
 // FullRun reports whether the tests should cover every kernel and every device, however long this
