@@ -27,6 +27,7 @@ type side struct {
 	closeWait time.Duration       // pause after a file is closed
 	buffered  bool                // remove O_DIRECT from open files
 	released  bool                // the current operation closed a file without a name
+	toEnd     bool                // of Run
 }
 
 func newSide(root string) *side {
@@ -203,7 +204,13 @@ func fileVerbs() map[string]*verb {
 			n, err := unix.Pread(fd, b, int64(o.off))
 			return got(b, n, err)
 		}),
-		"write": onFD(func(fd int, o *Op) ([]Field, error) { return count(unix.Write(fd, payload(o))) }),
+		"write": {usesFD, func(w *side, o *Op) ([]Field, error) {
+			n, err := unix.Write(w.fds[o.fd], payload(o))
+			if flags, e := unix.FcntlInt(uintptr(w.fds[o.fd]), unix.F_GETFL, 0); e == nil && w.toEnd && flags&unix.O_APPEND != 0 {
+				_, _ = unix.Seek(w.fds[o.fd], 0, unix.SEEK_END)
+			}
+			return count(n, err)
+		}},
 		"pwrite": onFD(func(fd int, o *Op) ([]Field, error) {
 			return count(unix.Pwrite(fd, payload(o), int64(o.off)))
 		}),

@@ -2,6 +2,7 @@ package differential
 
 import (
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -90,7 +91,8 @@ func (p *Pair) begin() error {
 		}
 	}
 	for i, process := range p.Processes {
-		run := Run{CloseWait: p.CloseWait, LikeNFS: p.LikeNFS, Skip: p.LikeNFS && !p.keepGoing}
+		run := Run{CloseWait: p.CloseWait, LikeNFS: p.LikeNFS, Skip: p.LikeNFS && !p.keepGoing,
+			ToEnd: len(p.Ours.Dirs) > 1}
 		for side, s := range []Side{p.Reference, p.Ours} {
 			run.Roots[side] = filepath.Join(s.Dirs[i%len(s.Dirs)], p.dir)
 		}
@@ -234,10 +236,32 @@ func (p *Pair) hasHidden(path string) bool {
 	return err == nil && len(found) > 0
 }
 
+// awaitHiddenRemoved waits until our side has removed the hidden names of closed files, which it
+// does after close(2) has returned. Names that may stay ([Difference.isKeptName]) end the wait after
+// a few seconds.
+func (p *Pair) awaitHiddenRemoved() {
+	if p.Ours.Server == "" {
+		return
+	}
+	left := func() (n int) {
+		_ = filepath.WalkDir(filepath.Join(p.Ours.Server, p.dir), func(_ string, e fs.DirEntry, err error) error {
+			if err == nil && strings.HasPrefix(e.Name(), hidden) {
+				n++
+			}
+			return nil
+		})
+		return n
+	}
+	for deadline := time.Now().Add(5 * time.Second); left() > 0 && time.Now().Before(deadline); {
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
 // compareTrees compares the trees at the end, as the clients and as the server see them.
 func (p *Pair) compareTrees(at int, check func(int, Op, []Field, []Field) bool, first **Difference,
 	known *[]Difference) (*Difference, []Difference, error) {
 	p.closeAll()
+	p.awaitHiddenRemoved()
 	for i := range p.Ours.Dirs {
 		if p.CloseToOpen || i >= len(p.Processes) {
 			break

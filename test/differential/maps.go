@@ -55,15 +55,21 @@ func (w *side) unmap(slot int) error {
 	return err
 }
 
+// roundUp returns the first byte after the page that contains the end of a file.
+func roundUp(size int) int {
+	page := unix.Getpagesize()
+	return (size + page - 1) / page * page
+}
+
 // mapped returns the part of a mapping that an operation uses. It excludes the rest of the last
-// page, whose content is undefined (mmap(2)).
+// page, whose content is undefined (mmap(2)). A write there changes the time of a local file only.
 func (w *side) mapped(o *Op) ([]byte, error) {
 	m := w.maps[o.fd]
 	if m == nil {
 		return nil, unix.EFAULT
 	}
 	n := min(o.off+o.n, len(m))
-	if size, err := w.size(o.fd); err == nil && o.off < size {
+	if size, err := w.size(o.fd); err == nil && o.off < roundUp(size) {
 		n = min(n, size)
 	}
 	if o.off < 0 || o.off >= n {

@@ -30,6 +30,9 @@ type Run struct {
 	CloseWait time.Duration
 	LikeNFS   bool
 	Skip      bool // the operations that LikeNFS skips
+	// ToEnd sets the offset of a file to its end after each write with O_APPEND. The kernel computes
+	// the offset from the size that it knows, and another client may have changed the size.
+	ToEnd bool
 }
 
 // local executes operations in this process.
@@ -48,6 +51,7 @@ func (l *local) Begin(r *Run) error {
 		}
 		l.sides[i] = newSide(root)
 		l.sides[i].closeWait = r.CloseWait
+		l.sides[i].toEnd = r.ToEnd
 		l.sides[i].buffered = r.LikeNFS && i == 0
 	}
 	l.run = *r
