@@ -99,7 +99,7 @@ func TestDifferenceIsFoundAndShrunk(t *testing.T) {
 	if err != nil || found == nil || found.field != "path.gid" || found.ours != "4711" {
 		t.Fatalf("got difference %v, error %v, want path.gid", found, err)
 	}
-	short, d := p.Shrink(ops, found, clockless, time.Minute)
+	short, d := p.Shrink(ops, found, clockless, 20*time.Minute)
 	if len(short) > 3 || d.op.do != "mkdir" {
 		t.Errorf("got %v after %d operations:\n%s", d, len(short), Trace(short))
 	}

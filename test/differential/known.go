@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// A rule describes tolerated differences by patterns, in which * matches everything. A pattern of
-// an operation with a space matches its text, and another one its verb. A pattern of a reference
-// NAME=VALUE matches another field of the reference.
+// A rule describes tolerated differences by patterns, in which * matches any text. The pattern op
+// matches the text of an operation if the pattern has a space, and otherwise the verb. A pattern
+// NAME=VALUE in reference matches the field NAME of the reference.
 type rule struct{ op, field, reference, ours string }
 
 // An Entry is a section of KNOWN_DIFFERENCES.md: a heading, the reason, a table of rules, and

@@ -76,7 +76,7 @@ func TestStorm(t *testing.T) {
 	for !stop.Load() {
 		time.Sleep(50 * time.Millisecond)
 		st := m.tr.Stats()
-		if st.Connects > uint64(disconnects) {
+		if n := uint64(disconnects); st.Connects > n && (endedInEveryWay(st) || st.Connects > 10*n) {
 			stop.Store(true)
 		}
 		if len(heap) < int(st.Connects)*10/disconnects {
@@ -97,9 +97,9 @@ func TestStorm(t *testing.T) {
 	}
 	wg.Wait()
 	st := m.tr.Stats()
-	if st.MRsFailed == 0 || st.MRsRecovered == 0 || st.MRsRecycled == 0 || st.MRsOrphaned == 0 {
-		t.Errorf("MRs: got %d failed, %d recovered, %d recycled, %d orphaned, want some of each", st.MRsFailed,
-			st.MRsRecovered, st.MRsRecycled, st.MRsOrphaned)
+	if !endedInEveryWay(st) {
+		t.Errorf("MRs: got %d recovered, %d recycled, %d orphaned, want some of each", st.MRsRecovered, st.MRsRecycled,
+			st.MRsOrphaned)
 	}
 	t.Logf("%d operations, %d RPCs, %d connects, %d resends; heap %v", ops.Load(), st.Sends, st.Connects, st.Resends,
 		heap)
@@ -115,6 +115,12 @@ func TestStorm(t *testing.T) {
 	if n := len(heap); n >= 8 && heap[n-1] > heap[n/2]+32<<20 {
 		t.Errorf("heap grows: %v", heap)
 	}
+}
+
+// endedInEveryWay reports whether failed MRs were recovered, recycled and orphaned. The faults are
+// random, so a short storm may orphan none.
+func endedInEveryWay(st xprt.Stats) bool {
+	return st.MRsRecovered > 0 && st.MRsRecycled > 0 && st.MRsOrphaned > 0
 }
 
 // stormWorker compares a file with a copy in memory after each write, and creates, renames and
