@@ -10,7 +10,6 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/hanwen/go-fuse/v2/fs"
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -60,48 +59,23 @@ func (c *rawClient) writeAndCommit(name string) (nfs3.Verifier, error) {
 	return w.Verf, nil
 }
 
-// TestServeRestartReplaysWrites loses what a killed server had not committed, as a crash of the
-// host does. The client must write it again.
+// TestServeRestartReplaysWrites kills a server, whose disk then loses what is not committed. The
+// client must write it again.
 func TestServeRestartReplaysWrites(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	const size = 8 << 20
-	served := openTempDir(t)
-	s := serveDir(t, served, "--no-root-squash")
-	mnt := mountServed(t, s)
-	data := make([]byte, size)
-	for i := range data {
-		data[i] = byte(i>>12) ^ byte(i)
+	f, want, disk := unstableFile(t, 0)
+	behind := filepath.Join(disk.dir, "f")
+	if st, err := os.Stat(behind); err == nil {
+		t.Logf("the server's file has %d of %d bytes after the failure", st.Size(), len(want))
 	}
-	f, err := os.Create(filepath.Join(mnt, "f"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { f.Close() })
-	if _, err := f.Write(data); err != nil {
-		t.Fatal(err)
-	}
-	behind := filepath.Join(served, "f")
-	arrived := int64(0)
-	for deadline := time.Now().Add(processTimeout); arrived == 0; time.Sleep(20 * time.Millisecond) {
-		if st, err := os.Stat(behind); err == nil {
-			arrived = st.Size()
-		}
-		if time.Now().After(deadline) {
-			t.Fatal("client sent no data before fsync")
-		}
-	}
-	s.restart(t, syscall.SIGKILL, func() {
-		if err := os.WriteFile(behind, make([]byte, arrived), 0o644); err != nil {
-			t.Error(err)
-		}
-	})
 	if err := f.Sync(); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := os.ReadFile(behind); err != nil || !bytes.Equal(got, data) {
-		t.Errorf("file lacks data that the restarted server had lost: %d bytes, %v", len(got), err)
+	if got, err := os.ReadFile(behind); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("file on the server after fsync: got %d bytes, %v, want the %d bytes that were written", len(got), err,
+			len(want))
 	}
 }
 
