@@ -30,7 +30,7 @@ import (
 
 const (
 	// processTimeout bounds the start and the end of a process, and one call of a raw client.
-	processTimeout = time.Minute
+	processTimeout = 3 * time.Minute
 	mountProgram   = 100005 // RFC 1813 §5.1
 )
 

@@ -27,8 +27,8 @@ func TestMain(m *testing.M) {
 		return
 	}
 	flag.Parse()
-	if parallel := flag.Lookup("test.parallel"); parallel.Value.String() == parallel.DefValue {
-		_ = parallel.Value.Set(atOnce)
+	if p := flag.Lookup("test.parallel"); os.Getenv(ownProcessEnv) == "" && p.Value.String() == p.DefValue {
+		_ = p.Value.Set(atOnce)
 	}
 	testutil.MainNeedsRoot(m)
 }
