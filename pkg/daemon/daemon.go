@@ -60,11 +60,11 @@ func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 		return nil, err
 	}
 	d := &Daemon{cfg: cfg, log: log, inject: mount.PlanText(plan), failed: make(chan error, 1)}
-	d.table = mount.NewTable(mount.TableConfig{Log: log, Base: base, Timeout: cfg.ConnectTimeout.Std(), Faults: plan,
-		DirtyBytes: int64(cfg.DirtyBytes), LockListen: string(cfg.NLMListen), StateDir: string(cfg.StateDir)})
 	if d.socket, err = control.Listen(string(cfg.ControlSocket)); err != nil {
 		return nil, err
 	}
+	d.table = mount.NewTable(mount.TableConfig{Log: log, Base: base, Timeout: cfg.ConnectTimeout.Std(), Faults: plan,
+		DirtyBytes: int64(cfg.DirtyBytes), LockListen: string(cfg.NLMListen), StateDir: string(cfg.StateDir)})
 	d.metrics = startMetrics(string(cfg.MetricsListen), log, d.metricsHandler())
 	d.control = control.NewServer(d.table, d.version)
 	d.serve(d.control, d.socket)
