@@ -387,8 +387,11 @@ func (o *Options) check(given map[string]string) error {
 	if err := checkAttrTimes(given); err != nil {
 		return err
 	}
-	if local, ok := given["local_lock"]; ok && given["lock"] == "nolock" && local != "local_lock="+lockAll {
-		return &OptionError{"local_lock", o.LocalLock, "contradicts \"nolock\"; give one of them"}
+	if local, ok := strings.CutPrefix(given["local_lock"], "local_lock="); ok {
+		if given["lock"] == "nolock" && local != lockAll {
+			return &OptionError{"local_lock", local, "contradicts \"nolock\"; give one of them"}
+		}
+		o.LocalLock = local // also if lock or nolock comes later in the list
 	}
 	// The client sends MOUNT over TCP. A TCP connection to the RDMA port would stop the RDMA
 	// listener of a stock Linux server.
