@@ -96,7 +96,7 @@ func (c *Client) do(ctx context.Context, timeout time.Duration, method, path str
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {
-		return c.noReply(ctx, err)
+		return c.noReply(ctx, path, err)
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
@@ -110,6 +110,12 @@ func (c *Client) do(ctx context.Context, timeout time.Duration, method, path str
 			"use a client and a daemon of one version", c.socket, err)
 	}
 	return nil
+}
+
+// withoutDaemon has what a user can do without a daemon, by the path of the request.
+var withoutDaemon = map[string]string{
+	pathMount:  ", or mount with --foreground",
+	pathUmount: ", or use umount(8) if a killed daemon left the mount",
 }
 
 // replyError returns the error that the daemon replied.
@@ -143,9 +149,9 @@ func (c *Client) Trace(ctx context.Context, r TraceRequest, w io.Writer) error {
 		if err == nil {
 			resp.Body.Close()
 		}
-		return c.noReply(ctx, context.DeadlineExceeded)
+		return c.noReply(ctx, pathTrace, context.DeadlineExceeded)
 	case err != nil:
-		return c.noReply(ctx, err)
+		return c.noReply(ctx, pathTrace, err)
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
@@ -175,7 +181,7 @@ func (o *traceOutput) Write(b []byte) (int, error) {
 }
 
 // noReply returns the error of a request without a reply.
-func (c *Client) noReply(ctx context.Context, err error) error {
+func (c *Client) noReply(ctx context.Context, path string, err error) error {
 	var request *url.Error
 	if errors.As(err, &request) { // the text of a url.Error is about HTTP
 		err = request.Err
@@ -188,8 +194,8 @@ func (c *Client) noReply(ctx context.Context, err error) error {
 	case errors.Is(ctx.Err(), context.Canceled):
 		return failed(CodeCanceled, at+"interrupted")
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
-		return failed(CodeSystem, at+"not running; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\", "+
-			"or mount with --foreground")
+		return failed(CodeSystem, at+"not running; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\""+
+			withoutDaemon[path])
 	case errors.Is(err, fs.ErrPermission):
 		return failed(CodePermission, at+"permission denied; run as root")
 	case errors.Is(err, context.DeadlineExceeded):
