@@ -113,7 +113,8 @@ func (e *Error) advice() string {
 	case UnknownHost:
 		return "check the spelling, or use an address"
 	case PortmapUnreachable:
-		return "start rpcbind on the server, open its port in the firewall, or set mountport="
+		return "check that the NFS server runs; start rpcbind on the server, open its port in the firewall, or set " +
+			"mountport="
 	case NotRegistered:
 		return "start the NFS server with MOUNT version 3 over TCP, or set mountport="
 	case MountdUnreachable:
