@@ -48,8 +48,8 @@ type TraceStream interface {
 }
 
 // NewServer returns a server of the control API for m. version returns the reply to GET /v1/version
-// and may be called concurrently. The server serves only connections of root and
-// of the user of this process (SO_PEERCRED, unix(7)); so the caller must serve on a [Listener].
+// and may be called concurrently. The server serves only connections of root and of the user of
+// this process (SO_PEERCRED, unix(7)); so the caller must serve on a [Listener].
 func NewServer(m Mounts, version func() VersionInfo) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("POST "+pathMount, handle(func(r *http.Request) (any, error) {

@@ -29,14 +29,14 @@ const (
 	metricsRetryMax = time.Minute
 )
 
-// A metricsListener serves metrics at one address. When it cannot listen, for example because
-// another process uses the address, it retries until it can: any local user could otherwise keep
-// the daemon from starting. Its methods may be called concurrently.
+// A metricsListener serves metrics at one address. While another process uses the address, it
+// retries. It does not stop the daemon, because any local user can use an address. Its methods may
+// be called concurrently.
 type metricsListener struct {
 	address string // "" if metrics are off
 	log     hclog.Logger
 	server  *http.Server
-	changed chan struct{} // capacity 1: the result of Err has changed
+	changed chan struct{} // capacity 1: the result of problem has changed
 
 	closing chan struct{}
 	running sync.WaitGroup

@@ -24,7 +24,7 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 		log.Warn("every mount will fail", "reason", err)
 	}
 	if on, err := isIOFlusher(); err != nil || !on {
-		log.Warn("the host may run short of memory while it writes dirty data to a mount", "error", flusherError(err))
+		log.Warn("when memory is short, the daemon may wait for writes to its own mounts", "error", flusherError(err))
 	}
 	if err := lockMemory(); err != nil {
 		log.Info("the memory of the daemon is not locked", "reason", err)

@@ -21,11 +21,7 @@ type shared struct {
 	locks    *nlm.Service       // calls of lock servers for all mounts; nil for none
 }
 
-func (c *shared) lostBytes() metrics.LostBytes {
-	return metrics.LostBytes{Rejected: c.rejected.Load(), Unmount: c.unmount.Load()}
-}
-
-// lost counts and logs data that the file system of the mount discards.
+// lost counts and logs written data that the file system of the mount discards.
 func (s *mountStack) lost(l fusefs.Loss) {
 	if l.Err != nil { // the program gets the error
 		s.shared.rejected.Add(l.Bytes)
@@ -45,7 +41,9 @@ func (s *mountStack) failed(reason string, stack []byte) {
 }
 
 // LostBytes returns the written data that the mounts of this table have discarded.
-func (t *Table) LostBytes() metrics.LostBytes { return t.shared.lostBytes() }
+func (t *Table) LostBytes() metrics.LostBytes {
+	return metrics.LostBytes{Rejected: t.shared.rejected.Load(), Unmount: t.shared.unmount.Load()}
+}
 
 // lostError returns an error if the end of mounts discarded data since before.
 func (t *Table) lostError(before uint64) error {

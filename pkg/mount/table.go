@@ -22,7 +22,7 @@ import (
 )
 
 // A mountInstance is one completed mount, from the RDMA connection to /dev/fuse. All methods may be
-// called concurrently. Only Wait and a normal Unmount wait for the server.
+// called concurrently. Only Wait, Flush, Close and a normal Unmount wait for the server.
 type mountInstance interface {
 	// Wait returns when the file system is unmounted, however it was unmounted.
 	Wait()
@@ -36,7 +36,7 @@ type mountInstance interface {
 	Close()
 	Status() control.MountStatus
 	Snapshot() metrics.Snapshot
-	// Describe sets the constant fields: Server, Provider, ProviderReason and FaultInjection.
+	// Describe sets Server, Provider, ProviderReason, FaultInjection and Failure.
 	Describe(*control.MountInfo)
 	// Rings returns the trace events of each connection, nil for a connection without trace.
 	Rings() []*trace.Ring
@@ -275,7 +275,8 @@ func (t *Table) Umount(ctx context.Context, r control.UmountRequest) error {
 	return t.unmount(ctx, e, r.Mode)
 }
 
-// flush writes the dirty data of a mount before a forced unmount.
+// flush makes later writes of a mount synchronous and writes its dirty data. See
+// [mountInstance.Flush]. It does nothing during the build of the mount.
 func (t *Table) flush(ctx context.Context, e *entry, stall time.Duration) {
 	if instance := t.setState(e, control.StateUnmounting); instance != nil {
 		instance.Flush(ctx, stall)
