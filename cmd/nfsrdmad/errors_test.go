@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -28,6 +30,7 @@ const mpaRequestBytes = 20
 // fail in bounded time with one line that names the operation and the object. The daemon and the
 // other mount must go on.
 func TestMountErrors(t *testing.T) {
+	t.Parallel()
 	w := newTestEnv(t)
 	good := w.mkdir(t, "good")
 	w.mount(t, good).succeeds(t)
@@ -139,15 +142,24 @@ func deniedCredential(c sunrpc.CallHeader) []byte {
 	return sunrpc.AppendDeniedReply(nil, c.XID, sunrpc.AuthTooWeak)
 }
 
-// closedPort returns a TCP port without a listener.
+// closedPort returns a TCP port that refuses connections. A socket that does not listen keeps the
+// port from other tests until the test ends.
 func closedPort(t *testing.T) netip.AddrPort {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	return netip.MustParseAddrPort(l.Addr().String())
+	t.Cleanup(func() { unix.Close(fd) })
+	loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: loopback.As4()}); err != nil {
+		t.Fatal(err)
+	}
+	name, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return netip.AddrPortFrom(loopback, uint16(name.(*unix.SockaddrInet4).Port))
 }
 
 // TestDaemonRefusesCommands covers commands other than mount that the daemon must refuse.
@@ -157,8 +169,8 @@ func TestDaemonRefusesCommands(t *testing.T) {
 	w.mount(t, good).succeeds(t)
 	free := w.mkdir(t, "free")
 	t.Run("second daemon", func(t *testing.T) {
-		nfsrdmad(t, "daemon", "--control-socket", w.socket, "--metrics-listen", "").fails(t, 2, w.socket,
-			fmt.Sprint("pid ", w.daemon.Process.Pid))
+		nfsrdmad(t, "daemon", "--control-socket", w.socket, "--metrics-listen", "", "--state-dir", w.dir).fails(t, 2,
+			w.socket, fmt.Sprint("pid ", w.daemon.Process.Pid))
 		w.checkMount(t, good)
 	})
 	t.Run("umount of a directory without a mount", func(t *testing.T) {

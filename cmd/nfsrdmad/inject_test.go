@@ -9,6 +9,7 @@ import (
 	"io"
 	"math"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -111,13 +112,24 @@ func checkCopies(t *testing.T, dir string) {
 	}
 }
 
+// freeAddress returns a loopback address and a TCP port that was free a moment ago.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
 // TestInjectedFaults copies files while the daemon injects faults. The data must be right, and all
 // commands, the log and the metrics must show that fault injection is on.
 func TestInjectedFaults(t *testing.T) {
 	const spec = "seed=7,disconnect-every=60,post-fail=90:*"
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
-	metrics := closedPort(t).String()
+	metrics := freeAddress(t)
 	w.startDaemonWith(t, "--metrics-listen", metrics)
 	if v := scrape(t, metrics)["nfsrdmad_fault_injection_enabled"]; v != 0 {
 		t.Errorf("got fault_injection_enabled %v, want 0", v)

@@ -14,6 +14,7 @@ import (
 // replies. Each mount must fail in bounded time with one line that names the server and the
 // problem. The daemon and the other mount must go on.
 func TestMountRejectsInvalidReplies(t *testing.T) {
+	t.Parallel()
 	w := newTestEnv(t)
 	good := w.mkdir(t, "good")
 	w.mount(t, good).succeeds(t)

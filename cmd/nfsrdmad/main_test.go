@@ -37,7 +37,10 @@ func TestMain(m *testing.M) {
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	// With the race detector each program sleeps for one second when it exits.
 	os.Setenv("GORACE", "atexit_sleep_ms=0")
-	// The parallel tests wait for timeouts and need little processor time.
+	// The parallel tests wait for timeouts and need little processor time. They run after the
+	// others. A process that a test starts has copies of all open files until it calls execve(2).
+	// So a test is not parallel if it keeps dirty data in open files, which the close of a copy
+	// would write, or if it closes a listener and expects that its port is free.
 	_ = flag.Set("test.parallel", "32")
 	testutil.Main(m)
 }

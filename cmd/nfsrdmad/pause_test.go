@@ -3,7 +3,6 @@ package main
 import (
 	"bufio"
 	"bytes"
-	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -117,10 +116,9 @@ func newPausableMount(t *testing.T, options string, files map[string]int) *pausa
 
 func (h *pausableMount) status(t *testing.T) control.MountStatus {
 	t.Helper()
-	var l []control.MountStatus
-	out := nfsrdmad(t, "status", "--control-socket", h.socket, "--output", "json", h.mnt).succeeds(t).stdout
-	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 {
-		t.Fatalf("%v: %s", err, out)
+	l, err := control.NewClient(h.socket).Status(t.Context(), h.mnt)
+	if err != nil || len(l) != 1 {
+		t.Fatalf("status of %s: got %+v, error %v; want one mount", h.mnt, l, err)
 	}
 	return l[0]
 }
@@ -151,6 +149,7 @@ func callOf(s *control.MountStatus, is func(*control.PendingCall) bool) *control
 // TestStatusShowsConnectionHistory checks that status shows the keepalive call of the daemon, and
 // that the history shows the loss of each connection and the next connection.
 func TestStatusShowsConnectionHistory(t *testing.T) {
+	t.Parallel()
 	h := newPausableMount(t, "keepalive=2,nconnect=2", nil)
 	h.pause(t)
 	h.waitStatus(t, "liveness call", func(s *control.MountStatus) bool {

@@ -66,7 +66,7 @@ func TestPortMapperErrors(t *testing.T) {
 		mapper, mountd tcpAnswer // nil for no listener
 		want           string    // texts in the error, separated by |
 	}{
-		{"no port mapper", nil, nil, "MNT / at " + mapper + "|port mapper|refused|start rpcbind|mountport="},
+		{"no server", nil, nil, "MNT / at " + mapper + "|refused|NFS server runs|start rpcbind|mountport="},
 		{"port mapper does not reply", hang, nil, "MNT / at " + mapper + "|port mapper|mountport="},
 		{"MOUNT is not registered", words(0), nil, "MNT / at " + mapper + "|not registered|start the NFS server"},
 		{"port out of range", words(70000), nil, "MNT / at " + mapper + "|70000"},

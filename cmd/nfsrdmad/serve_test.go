@@ -74,6 +74,7 @@ func portOf(t *testing.T, addr string) string {
 // TestServeBackend writes a file through three processes: a mount, "serve --backend", and "serve
 // DIR" as the backend on TCP.
 func TestServeBackend(t *testing.T) {
+	t.Parallel()
 	w := newTestEnv(t)
 	_, tcp, endBackend := serve(t, filepath.Join(w.dir, "export"))
 	front, named, _ := serve(t, "--backend", tcp)

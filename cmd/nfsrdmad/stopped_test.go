@@ -26,16 +26,17 @@ const loadScript = `set -e; while [ ! -e "$3" ]; do
 // while calls are pending. The server answers during the stop. No call may fail, and the connection
 // must stay.
 func TestStoppedDaemonFailsNoCall(t *testing.T) {
+	t.Parallel()
 	const (
 		users = 12
 		size  = 256 << 10
-		stop  = 12 * time.Second // longer than timeo and keepalive
+		stop  = 12 * time.Second // longer than timeo, and than keepalive twice
 	)
 	files := map[string]int{}
 	for i := range users {
 		files[fmt.Sprint("r", i)] = size
 	}
-	h := newPausableMount(t, "soft,timeo=100,retrans=0,keepalive=3,actimeo=0,slots=4", files)
+	h := newPausableMount(t, "soft,timeo=100,retrans=0,keepalive=5,actimeo=0,slots=4", files)
 	if err := os.Chmod(filepath.Join(h.dir, "export"), 0o777); err != nil { // the server squashes root
 		t.Fatal(err)
 	}
