@@ -206,7 +206,8 @@ func fileVerbs() map[string]*verb {
 		}),
 		"write": {usesFD, func(w *side, o *Op) ([]Field, error) {
 			n, err := unix.Write(w.fds[o.fd], payload(o))
-			if flags, e := unix.FcntlInt(uintptr(w.fds[o.fd]), unix.F_GETFL, 0); e == nil && w.toEnd && flags&unix.O_APPEND != 0 {
+			flags, e := unix.FcntlInt(uintptr(w.fds[o.fd]), unix.F_GETFL, 0)
+			if e == nil && w.toEnd && flags&unix.O_APPEND != 0 {
 				_, _ = unix.Seek(w.fds[o.fd], 0, unix.SEEK_END)
 			}
 			return count(n, err)

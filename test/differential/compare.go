@@ -237,8 +237,8 @@ func (p *Pair) hasHidden(path string) bool {
 }
 
 // awaitHiddenRemoved waits until our side has removed the hidden names of closed files, which it
-// does after close(2) has returned. Names that may stay ([Difference.isKeptName]) end the wait after
-// a few seconds.
+// does after close(2) has returned. The wait is bounded, because some names may stay
+// ([Difference.isKeptName]).
 func (p *Pair) awaitHiddenRemoved() {
 	if p.Ours.Server == "" {
 		return

@@ -30,8 +30,8 @@ type Run struct {
 	CloseWait time.Duration
 	LikeNFS   bool
 	Skip      bool // the operations that LikeNFS skips
-	// ToEnd sets the offset of a file to its end after each write with O_APPEND. The kernel computes
-	// the offset from the size that it knows, and another client may have changed the size.
+	// ToEnd sets the offset of a file to its end after each write with O_APPEND. The kernel
+	// computes the offset from the size that it knows, and another client may have changed the size.
 	ToEnd bool
 }
 

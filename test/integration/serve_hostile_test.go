@@ -25,8 +25,8 @@ const (
 	attackers = 700
 	// expensiveAttackers is the number of connections where each costs the server much.
 	expensiveAttackers = 16
-	// serviceTimeout bounds how long a well-behaved client tries during an attack. It is long because
-	// test machines are slow.
+	// serviceTimeout bounds how long a well-behaved client tries during an attack. It is long
+	// because test machines are slow.
 	serviceTimeout = 3 * time.Minute
 	// closeTimeout bounds how long a server keeps a connection that never completes a call.
 	closeTimeout = 10 * time.Minute
