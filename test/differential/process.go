@@ -31,7 +31,7 @@ type Run struct {
 	LikeNFS   bool
 	Skip      bool // the operations that LikeNFS skips
 	// ToEnd sets the offset of a file to its end after each write with O_APPEND. The kernel
-	// computes the offset from the size that it knows, and another client may have changed the size.
+	// computes the offset from the size that it knows, and another client may have changed it.
 	ToEnd bool
 }
 
