@@ -3,10 +3,14 @@ package fusefs
 import (
 	"context"
 	"encoding/binary"
+	"math"
 	"sync"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -19,6 +23,7 @@ type memServer struct {
 	stable   int
 	unstable int
 	writes   int
+	space    int  // bytes that fit; 0 is no limit
 	hangs    bool // calls wait for the end of their context
 }
 
@@ -33,6 +38,10 @@ func (s *memServer) Call(ctx context.Context, m *sunrpc.Message) error {
 		<-ctx.Done()
 		s.mu.Lock()
 		return ctx.Err()
+	}
+	if s.space > 0 && s.stable+s.unstable+len(m.ArgData) > s.space {
+		m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.ErrNoSpc)), make([]byte, 8)...)
+		return nil
 	}
 	m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.OK)), make([]byte, 8)...) // no attributes
 	switch nfs3.Proc(m.Proc) {
@@ -276,6 +285,35 @@ func TestDrainStopsWithoutProgress(t *testing.T) {
 					t.Errorf("Drain returned after %v, want %v", d, c.want)
 				}
 				fs.Abort()
+				fs.Close(t.Context())
+			})
+		})
+	}
+}
+
+// TestPagesReportErrorOfAnyPart writes more than one WRITE carries, and the server accepts only the
+// first WRITE. The FS keeps no data, because its pool has a single buffer. A program gets the number
+// of accepted bytes. The kernel ignores this number when it writes pages, so it must get the error.
+func TestPagesReportErrorOfAnyPart(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		flags uint32
+		n     uint32
+		want  fuse.Status
+	}{
+		{"write of a program", 0, MinIOSize, fuse.OK},
+		{"pages of a mapping", fuse.WRITE_CACHE, 0, fuse.Status(syscall.ENOSPC)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				fs := bareFS(&memServer{space: MinIOSize}, testPool(t, 1), Options{})
+				fs.maxFileSize = math.MaxInt64
+				fs.handles.files = map[uint64]*fileHandle{1: openFile(2)}
+				in := fuse.WriteIn{Fh: 1, WriteFlags: c.flags}
+				n, status := fs.Write(nil, &in, make([]byte, 2*MinIOSize))
+				if n != c.n || status != c.want {
+					t.Errorf("got %d bytes, %v, want %d, %v", n, status, c.n, c.want)
+				}
 				fs.Close(t.Context())
 			})
 		})
