@@ -319,3 +319,34 @@ func TestPagesReportErrorOfAnyPart(t *testing.T) {
 		})
 	}
 }
+
+// TestCanceledCallLeavesWriteQueue checks that the end of a request ends its wait for a slot for
+// WRITE calls, while the server does not answer the calls in flight.
+func TestCanceledCallLeavesWriteQueue(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		fs := bareFS(&memServer{hangs: true}, testPool(t, 16), Options{MaxWrites: 1, DirtyExpire: time.Second})
+		writeTo(fs, openFile(2), 0, 1)
+		time.Sleep(time.Minute) // the WRITE of the file holds the only slot
+		r := &request{done: make(chan struct{})}
+		returned := make(chan error)
+		go func() {
+			_, err := fs.writeThrough(r, openFile(3), 0, make([]byte, 1))
+			returned <- err
+		}()
+		synctest.Wait()
+		close(r.done)
+		synctest.Wait()
+		select {
+		case err := <-returned:
+			if errno(err) != syscall.EINTR {
+				t.Errorf("write of a canceled request: got %v, want EINTR", err)
+			}
+		default:
+			t.Error("the write of a canceled request still waits for a slot")
+			fs.Abort()
+			<-returned
+		}
+		fs.Abort()
+		fs.Close(t.Context())
+	})
+}

@@ -381,10 +381,15 @@ func (fs *FS) writeExtent(ctx context.Context, ino *inode, e *extent, stable nfs
 	return committed, start, nil
 }
 
-// callWrite sends one WRITE for e from byte done on. It holds a slot for WRITE calls meanwhile.
+// callWrite sends one WRITE for e from byte done on. It holds a slot for WRITE calls meanwhile. The
+// error is EINTR when ctx ends before a slot is free.
 func (fs *FS) callWrite(ctx context.Context, ino *inode, e *extent, done int, stable nfs3.StableHow,
 	res *nfs3.WriteResult) error {
-	fs.writeSlots <- struct{}{}
+	select {
+	case fs.writeSlots <- struct{}{}:
+	case <-ctx.Done(): // other calls may hold the slots until the server answers
+		return syscall.EINTR
+	}
 	defer func() { <-fs.writeSlots }()
 	return fs.client.Write(ctx, e.cred, ino.fh, e.off+uint64(done), e.buf[done:e.n], stable, res)
 }
