@@ -41,6 +41,9 @@ func (t *inodeTable) closeFile(ino *inode) int {
 type unresolvedRemoval struct {
 	dir  *inode
 	name string
+	// names of the object of a RENAME; nil and "" for a REMOVE
+	fromDir  *inode
+	fromName string
 }
 
 // unresolvedTimeout is how long an open waits for unresolved removals. Then the open asks the
@@ -51,73 +54,95 @@ const unresolvedTimeout = 20 * time.Millisecond
 // awaitRemovals waits for the removals of ino that began before openFile. No such removal begins
 // after openFile. waited is true when there was, or may have been, a removal of ino.
 func (fs *FS) awaitRemovals(r *request, ino *inode) (waited bool, err error) {
-	t := &fs.inodes
-	t.mu.Lock()
-	if ino.removals == 0 && len(t.unresolved) == 0 { // the usual case
-		t.mu.Unlock()
+	mine, unknown, removalDone := fs.inodes.removalsOf(ino, nil)
+	if !mine && len(unknown) == 0 { // the usual case
 		return false, nil
 	}
-	t.mu.Unlock()
 	timer := time.NewTimer(unresolvedTimeout)
 	defer timer.Stop()
-	others := make(map[*unresolvedRemoval]bool) // removals known to be of other objects
-	for {
-		t.mu.Lock()
-		mine := ino.removals > 0
-		var unknown []*unresolvedRemoval
-		for _, b := range t.unresolved {
-			if !others[b] {
-				unknown = append(unknown, b)
-			}
-		}
-		if t.removalDone == nil {
-			t.removalDone = make(chan struct{})
-		}
-		removalDone := t.removalDone
-		t.mu.Unlock()
-		if !mine && len(unknown) == 0 {
-			return waited, nil
+	others := make(map[*unresolvedRemoval]bool) // false while the object may be ino
+	for mine || len(unknown) > 0 {
+		waited = waited || mine
+		for _, b := range unknown {
+			others[b] = false
 		}
 		select {
 		case <-removalDone:
-			waited = true
 		case <-timer.C:
 			for _, b := range unknown {
-				target, err := fs.targetOf(r, b.dir, b.name)
-				others[b] = err == nil && target != ino
+				others[b] = fs.removesOther(r, b, ino)
 			}
 		case <-r.Done():
 			return waited, syscall.EINTR
 		}
+		mine, unknown, removalDone = fs.inodes.removalsOf(ino, others)
 	}
+	for _, other := range others {
+		waited = waited || !other
+	}
+	return waited, nil
 }
 
-// beginUnresolved begins a removal without a LOOKUP. beginUnresolved returns nil and begins nothing
-// when any file is open.
-func (t *inodeTable) beginUnresolved(dir *inode, name string) *unresolvedRemoval {
+// removalsOf reports whether a removal of ino is in flight, and returns the unresolved removals
+// except those of others. done is closed when a removal ends.
+func (t *inodeTable) removalsOf(ino *inode, others map[*unresolvedRemoval]bool) (mine bool,
+	unknown []*unresolvedRemoval, done <-chan struct{}) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, b := range t.unresolved {
+		if !others[b] {
+			unknown = append(unknown, b)
+		}
+	}
+	if mine = ino.removals > 0; !mine && len(unknown) == 0 {
+		return false, nil, nil
+	}
+	if t.removalDone == nil {
+		t.removalDone = make(chan struct{})
+	}
+	return mine, unknown, t.removalDone
+}
+
+// removesOther asks the server whether a removal in flight is of another object than ino. The server
+// may have executed the removal already. The name then does not exist, or stands for the renamed
+// object.
+func (fs *FS) removesOther(r *request, b *unresolvedRemoval, ino *inode) bool {
+	fh, ok, err := fs.lookupHandle(r, b.dir, b.name)
+	if err != nil || !ok || fh == ino.fh {
+		return false
+	}
+	if b.fromDir == nil {
+		return true
+	}
+	_, ok, err = fs.lookupHandle(r, b.fromDir, b.fromName)
+	return err == nil && ok // the RENAME was not executed before the first LOOKUP
+}
+
+// beginUnresolved begins a removal without a LOOKUP. beginUnresolved returns false and begins
+// nothing when any file is open.
+func (t *inodeTable) beginUnresolved(b *unresolvedRemoval) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.files > 0 {
-		return nil
+		return false
 	}
-	b := &unresolvedRemoval{dir, name}
 	t.unresolved = append(t.unresolved, b)
-	return b
+	return true
 }
 
-// findOrBeginUnresolved returns the inode with the handle fh. When there is none, it begins an
-// unresolved removal of the name that stands for fh.
-func (t *inodeTable) findOrBeginUnresolved(fh nfs3.FH, dir *inode, name string) (*inode, *unresolvedRemoval) {
+// findOrBeginUnresolved returns the inode with the handle fh. When there is none, it begins the
+// unresolved removal b, whose name stands for fh.
+func (t *inodeTable) findOrBeginUnresolved(fh nfs3.FH, b *unresolvedRemoval) *inode {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if ino := t.byFH[fh]; ino != nil {
-		return ino, nil
+	ino := t.byFH[fh]
+	if ino == nil {
+		t.unresolved = append(t.unresolved, b)
 	}
-	b := &unresolvedRemoval{dir, name}
-	t.unresolved = append(t.unresolved, b)
-	return nil, b
+	return ino
 }
 
+// endUnresolved ends b if b has begun.
 func (t *inodeTable) endUnresolved(b *unresolvedRemoval) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -200,6 +200,75 @@ func openDuringRemoval(t *testing.T, m *testMount, s *scripted, remove func() er
 	return <-victimOpened
 }
 
+// TestOpenWaitsForExecutedRemoval begins the open of a file after the server has removed or replaced
+// the file and before the reply arrives. The open must not use the removed file.
+func TestOpenWaitsForExecutedRemoval(t *testing.T) {
+	e := startExport(t)
+	for _, c := range []struct {
+		name   string
+		remove func(m *testMount) error
+	}{
+		{"unlink", func(m *testMount) error { return os.Remove(m.path("victim")) }},
+		{"rename", func(m *testMount) error { return os.Rename(m.path("new"), m.path("victim")) }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			m, s := e.mountScripted(t, mountConfig{})
+			for _, file := range []string{"victim", "new"} {
+				must(t, os.WriteFile(m.path(file), nil, 0o644))
+			}
+			ino := m.inodeOf(t, "victim")
+			// The kernel does not wait for the release of the files.
+			eventually(func() bool { return m.fs.inodes.openFiles() == 0 })
+			executed, proceed := make(chan struct{}), make(chan struct{})
+			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
+				err := pass()
+				close(executed)
+				<-proceed
+				return err
+			}, nfs3.ProcRemove, nfs3.ProcRename)
+			removed := make(chan error, 1)
+			go func() { removed <- c.remove(m) }()
+			<-executed
+			asked := make(chan struct{}, 4)
+			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
+				defer func() { asked <- struct{}{} }()
+				return pass()
+			}, nfs3.ProcLookup)
+			found := make(chan bool, 1)
+			go func() {
+				gone, err := m.fs.pin(&request{done: make(chan struct{}), cred: m.fs.creds.encode(0, 0, nil)}, ino)
+				found <- gone && err == nil
+				m.fs.unpin(ino)
+			}()
+			<-asked // the open has asked the server which object is removed
+			close(proceed)
+			must(t, <-removed)
+			if !<-found {
+				t.Error("an open after the removal uses the removed file")
+			}
+		})
+	}
+}
+
+// inodeOf returns the inode of a file.
+func (m *testMount) inodeOf(t *testing.T, name string) *inode {
+	t.Helper()
+	st, err := os.Stat(m.path(name))
+	must(t, err)
+	m.fs.inodes.mu.Lock()
+	defer m.fs.inodes.mu.Unlock()
+	for _, ino := range m.fs.inodes.byID {
+		ino.mu.Lock()
+		id := ino.attr.FileID
+		ino.mu.Unlock()
+		if id == inodeNumber(st) {
+			return ino
+		}
+	}
+	t.Fatalf("no inode for %s", name)
+	return nil
+}
+
 // TestConcurrentAppend appends through several open files of one mount. Each line arrives once and
 // whole.
 func TestConcurrentAppend(t *testing.T) {
@@ -259,18 +328,7 @@ func TestForgetShrinksInodeTable(t *testing.T) {
 	if n := m.fs.Inodes(); n < files {
 		t.Fatalf("inodes after the lookups: got %d, want at least %d", n, files)
 	}
-	var st unix.Stat_t
-	must(t, unix.Stat(m.path("d"), &st))
-	m.fs.inodes.mu.Lock()
-	var dir uint64
-	for id, ino := range m.fs.inodes.byID {
-		ino.mu.Lock()
-		if ino.attr.FileID == st.Ino {
-			dir = id
-		}
-		ino.mu.Unlock()
-	}
-	m.fs.inodes.mu.Unlock()
+	dir := m.inodeOf(t, "d").id
 	for _, name := range want {
 		m.fs.server.Load().EntryNotify(dir, name)
 	}

@@ -59,16 +59,14 @@ func (fs *FS) unlink(r *request, dir *inode, name string) error {
 // unlinkOnce removes or hides a name. unlinkOnce returns NFS3ERR_JUKEBOX to its caller, so that
 // opens need not wait during the delay before the retry.
 func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
-	if b := fs.inodes.beginUnresolved(dir, name); b != nil {
-		defer fs.inodes.endUnresolved(b)
+	b := &unresolvedRemoval{dir: dir, name: name}
+	defer fs.inodes.endUnresolved(b)
+	if fs.inodes.beginUnresolved(b) {
 		return fs.removeRPC(r, r.cred, dir, name)
 	}
-	target, b, err := fs.targetFor(r, dir, name)
+	target, err := fs.targetFor(r, b)
 	if err != nil {
 		return err
-	}
-	if b != nil {
-		defer fs.inodes.endUnresolved(b)
 	}
 	if target != nil {
 		if fs.inodes.beginRemoval(target) {
@@ -106,15 +104,14 @@ func (fs *FS) lookupHandle(r *request, dir *inode, name string) (fh nfs3.FH, ok 
 	return res.FH, err == nil, err
 }
 
-// targetFor is targetOf for a removal that begins now. When the inode is unknown, it begins an
-// unresolved removal, so that concurrent opens wait for the removal.
-func (fs *FS) targetFor(r *request, dir *inode, name string) (*inode, *unresolvedRemoval, error) {
-	fh, ok, err := fs.lookupHandle(r, dir, name)
+// targetFor is targetOf for a removal that begins now. When the inode is unknown, targetFor begins
+// the unresolved removal b, so that concurrent opens wait for the removal.
+func (fs *FS) targetFor(r *request, b *unresolvedRemoval) (*inode, error) {
+	fh, ok, err := fs.lookupHandle(r, b.dir, b.name)
 	if !ok {
-		return nil, nil, err
+		return nil, err
 	}
-	target, b := fs.inodes.findOrBeginUnresolved(fh, dir, name)
-	return target, b, nil
+	return fs.inodes.findOrBeginUnresolved(fh, b), nil
 }
 
 // lastName reports whether the open file ino has only one name left.
@@ -235,16 +232,14 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 // renameOnce renames a file. renameOnce hides the target if the target is open. renameOnce returns
 // NFS3ERR_JUKEBOX to its caller, as unlinkOnce does.
 func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, newName string) error {
-	if b := fs.inodes.beginUnresolved(to, newName); b != nil {
-		defer fs.inodes.endUnresolved(b)
+	b := &unresolvedRemoval{dir: to, name: newName, fromDir: from, fromName: oldName}
+	defer fs.inodes.endUnresolved(b)
+	if fs.inodes.beginUnresolved(b) {
 		return fs.renameRPC(r, from, oldName, to, newName)
 	}
-	target, b, err := fs.targetFor(r, to, newName)
+	target, err := fs.targetFor(r, b)
 	if err != nil {
 		return err
-	}
-	if b != nil {
-		defer fs.inodes.endUnresolved(b)
 	}
 	if target == nil {
 		return fs.renameRPC(r, from, oldName, to, newName)
