@@ -207,6 +207,9 @@ func (fs *FS) writeThroughOnce(r *request, h *fileHandle, off uint64, data []byt
 	start := fs.callStart()
 	var res nfs3.WriteResult
 	err := fs.callWrite(r, ino, &e, 0, nfs3.FileSync, &res)
+	if err == nil {
+		ino.chainWrite(&res.Wcc)
+	}
 	if err == nil && res.Committed != nfs3.FileSync {
 		// RFC 1813 §3.3.7
 		err = fs.invalidReply(ino, "WRITE stores the data in a less stable way than requested")

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"math"
+	"os"
 	"sync"
 	"syscall"
 	"testing"
@@ -349,4 +350,19 @@ func TestCanceledCallLeavesWriteQueue(t *testing.T) {
 		fs.Abort()
 		fs.Close(t.Context())
 	})
+}
+
+// TestWriteThroughKeepsPages checks that data that this mount wrote without keeping it is read from
+// the kernel's pages.
+func TestWriteThroughKeepsPages(t *testing.T) {
+	m, s := startOwnExport(t).mountScripted(t, mountConfig{buffers: 1, bufSize: 64 << 10})
+	data := randomBytes(1, 256<<10) // whole pages
+	must(t, os.WriteFile(m.path("file"), data, 0o644))
+	if n := m.fs.Counters.WriteThroughs.Load(); n == 0 {
+		t.Error("writes without keeping data: got 0, want at least 1")
+	}
+	wantContent(t, m.path("file"), data)
+	if n := s.count(nfs3.ProcRead); n != 0 {
+		t.Errorf("READ calls for data that this mount wrote: got %d, want 0", n)
+	}
 }
