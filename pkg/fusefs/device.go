@@ -35,22 +35,20 @@ func openFuse() (*fuseDevice, error) {
 // pathForServer returns the path of a new descriptor. go-fuse takes over this descriptor and closes
 // it.
 func (d *fuseDevice) pathForServer() (string, error) {
-	fd, err := unix.FcntlInt(uintptr(d.fd), unix.F_DUPFD_CLOEXEC, 3)
+	fd, err := d.dup()
 	if err != nil {
-		return "", os.NewSyscallError("fcntl", err)
+		return "", err
 	}
 	return fmt.Sprintf("/dev/fd/%d", fd), nil
 }
 
-// dup returns another descriptor of the device, or -1 after close. The caller closes it.
-func (d *fuseDevice) dup() int {
+// dup returns another descriptor of the device, or -1 and an error after close. The caller closes
+// it.
+func (d *fuseDevice) dup() (int, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	fd, err := unix.FcntlInt(uintptr(d.fd), unix.F_DUPFD_CLOEXEC, 3)
-	if err != nil {
-		return -1
-	}
-	return fd
+	return fd, os.NewSyscallError("fcntl", err)
 }
 
 // disconnected reports whether the kernel has ended the connection.

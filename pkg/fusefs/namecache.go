@@ -129,7 +129,7 @@ func (fs *FS) sendExpiry() {
 	e := &fs.expiry
 	fd := -1
 	if d := fs.device.Load(); d != nil {
-		fd = d.dup()
+		fd, _ = d.dup()
 	}
 	for {
 		e.mu.Lock()
