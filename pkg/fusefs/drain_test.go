@@ -2,6 +2,7 @@ package fusefs
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"sync"
@@ -21,10 +22,9 @@ func TestDrainKeepsAcceptedWrites(t *testing.T) {
 		var accepted [writers]atomic.Int64 // bytes
 		var wg sync.WaitGroup
 		data := randomBytes(9, chunk)
-		name := func(i int) string { return filepath.Base(t.TempDir()) + string(rune('a'+round)) + string(rune('0'+i)) }
 		var names [writers]string
 		for i := range writers {
-			names[i] = name(i)
+			names[i] = fmt.Sprintf("round%d-writer%d", round, i)
 			f, err := os.Create(m.path(names[i]))
 			must(t, err)
 			wg.Go(func() {

@@ -70,6 +70,7 @@ type busyCase struct {
 // TestBusyFilesDoNotBlockOthers checks that NFS3ERR_JUKEBOX for some files does not stall reads and
 // writes of other files, and that no data is lost when the server is ready again.
 func TestBusyFilesDoNotBlockOthers(t *testing.T) {
+	t.Parallel()
 	e := startExport(t)
 	for _, c := range []busyCase{
 		{name: "more readers than buffers", files: 1, readers: 8, buffers: 4, procs: []nfs3.Proc{nfs3.ProcRead}},
@@ -164,6 +165,7 @@ func writeFile(path string, data []byte) error {
 // TestBusyTimeoutEndsCalls checks that calls of a mount with a BusyTimeout (a soft mount) end with
 // BusyErrno when the server stays busy.
 func TestBusyTimeoutEndsCalls(t *testing.T) {
+	t.Parallel()
 	e := startExport(t)
 	m, s := e.mountScripted(t, mountConfig{opts: Options{NoAC: true, BusyTimeout: 250 * time.Millisecond,
 		BusyErrno: syscall.ETIMEDOUT}})
