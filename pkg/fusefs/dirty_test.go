@@ -293,8 +293,9 @@ func TestDrainStopsWithoutProgress(t *testing.T) {
 }
 
 // TestPagesReportErrorOfAnyPart writes more than one WRITE carries, and the server accepts only the
-// first WRITE. The FS keeps no data, because its pool has a single buffer. A program gets the number
-// of accepted bytes. The kernel ignores this number when it writes pages, so it must get the error.
+// first WRITE. The FS keeps no data, because its pool has a single buffer. A program gets the
+// number of accepted bytes. The kernel ignores this number when it writes pages, so it must get the
+// error.
 func TestPagesReportErrorOfAnyPart(t *testing.T) {
 	for _, c := range []struct {
 		name  string

@@ -103,9 +103,9 @@ func (t *inodeTable) removalsOf(ino *inode, others map[*unresolvedRemoval]bool) 
 	return mine, unknown, t.removalDone
 }
 
-// removesOther asks the server whether a removal in flight is of another object than ino. The server
-// may have executed the removal already. The name then does not exist, or stands for the renamed
-// object.
+// removesOther asks the server whether a removal in flight is of another object than ino. The
+// server may have executed the removal already. The name then does not exist, or stands for the
+// renamed object.
 func (fs *FS) removesOther(r *request, b *unresolvedRemoval, ino *inode) bool {
 	fh, ok, err := fs.lookupHandle(r, b.dir, b.name)
 	if err != nil || !ok || fh == ino.fh {

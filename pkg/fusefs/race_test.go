@@ -200,8 +200,8 @@ func openDuringRemoval(t *testing.T, m *testMount, s *scripted, remove func() er
 	return <-victimOpened
 }
 
-// TestOpenWaitsForExecutedRemoval begins the open of a file after the server has removed or replaced
-// the file and before the reply arrives. The open must not use the removed file.
+// TestOpenWaitsForExecutedRemoval begins the open of a file after the server has removed or
+// replaced the file and before the reply arrives. The open must not use the removed file.
 func TestOpenWaitsForExecutedRemoval(t *testing.T) {
 	e := startExport(t)
 	for _, c := range []struct {

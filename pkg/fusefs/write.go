@@ -138,7 +138,8 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	}
 	data = data[:min(uint64(len(data)), fs.maxFileSize-min(off, fs.maxFileSize))]
 	n, err := fs.buffer(r, h, off, data)
-	// A program repeats the rest of a short write. The kernel does not repeat the rest of its pages.
+	// A program repeats the rest of a short write. The kernel does not repeat the rest of its
+	// pages.
 	if err != nil && (n == 0 || in.WriteFlags&fuse.WRITE_CACHE != 0) {
 		return 0, err
 	}
