@@ -5,6 +5,8 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"slices"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -75,6 +77,48 @@ func TestTCPStopSendsReplies(t *testing.T) {
 	<-ended
 	if len(running) > 0 {
 		t.Error("the server executed a call that arrived after the stop")
+	}
+}
+
+// A slowDeadlineConn is a connection whose SetReadDeadline takes long for a deadline in the past,
+// or until a later call has returned.
+type slowDeadlineConn struct {
+	net.Conn
+	mu    sync.Mutex
+	past  []bool // whether the deadlines were in the past, in the order of their effect
+	later chan struct{}
+}
+
+func (c *slowDeadlineConn) SetReadDeadline(at time.Time) error {
+	past := at.Before(time.Now())
+	if past {
+		select {
+		case <-c.later:
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+	c.mu.Lock()
+	c.past = append(c.past, past)
+	c.mu.Unlock()
+	if !past {
+		close(c.later)
+	}
+	return nil
+}
+
+// TestTCPStopKeepsDeadlineOfFinish stops a connection whose reader has just ended. The deadline
+// that interrupts the reader must not replace the deadline for the client's last calls: unread
+// calls would reset the connection, and the client could lose replies.
+func TestTCPStopKeepsDeadlineOfFinish(t *testing.T) {
+	peer, own := net.Pipe()
+	defer peer.Close()
+	c := &slowDeadlineConn{Conn: own, later: make(chan struct{})}
+	srv := newTCPServer(quickHandler{}, hclog.NewNullLogger())
+	stop, cancel := context.WithCancel(t.Context())
+	cancel()
+	(&tcpConn{tcpServer: srv, conn: c, client: &tcpClient{}}).serve(stop, t.Context())
+	if want := []bool{true, false}; !slices.Equal(c.past, want) {
+		t.Errorf("read deadlines in the past: got %v, want %v", c.past, want)
 	}
 }
 

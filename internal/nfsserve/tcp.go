@@ -272,8 +272,15 @@ func (t *tcpConn) serve(stop, ctx context.Context) {
 	defer calls.Wait()
 	defer t.conn.Close()
 	defer context.AfterFunc(ctx, func() { t.conn.Close() })()
-	defer context.AfterFunc(stop, func() { _ = t.conn.SetReadDeadline(time.Unix(1, 0)) })()
+	interrupted := make(chan struct{})
+	cancelInterrupt := context.AfterFunc(stop, func() {
+		_ = t.conn.SetReadDeadline(time.Unix(1, 0))
+		close(interrupted)
+	})
 	defer func() {
+		if !cancelInterrupt() {
+			<-interrupted // before finish sets its deadline
+		}
 		if stop.Err() != nil {
 			calls.Wait()
 			t.finish()
@@ -283,7 +290,7 @@ func (t *tcpConn) serve(stop, ctx context.Context) {
 	r := bufio.NewReaderSize(t.conn, readBuffer)
 	for stop.Err() == nil {
 		call, isLarge, err := t.next(stop, r)
-		if err != nil {
+		if err != nil || stop.Err() != nil {
 			return
 		}
 		if !isLarge {
