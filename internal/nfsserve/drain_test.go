@@ -151,11 +151,11 @@ func newHoldingBackend(t *testing.T) *holdingBackend {
 	return b
 }
 
-// serve runs a relay to the backend.
-func (b *holdingBackend) serve(t *testing.T, listen string) *Server {
+// serve runs a relay to the backend. At its end, the relay waits for its calls for the timeout.
+func (b *holdingBackend) serve(t *testing.T, listen string, timeout time.Duration) *Server {
 	t.Helper()
 	s, err := Run(t.Context(), Config{Backend: b.Addr().String(), RDMAListen: listen,
-		Provider: softiwarp.New(softiwarp.Config{})})
+		Provider: softiwarp.New(softiwarp.Config{}), drainTimeout: timeout})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -206,7 +206,7 @@ func (c heldCall) check(t *testing.T, what string) {
 // server on the same port. Each call must reach the backend once, and get its reply.
 func TestRestartHandsCallsOver(t *testing.T) {
 	b := newHoldingBackend(t)
-	s := b.serve(t, "127.0.0.1:0")
+	s := b.serve(t, "127.0.0.1:0", testTimeout)
 	call := getAttr(t, s.RDMAAddr)
 	first := call()
 	running := <-b.held
@@ -221,7 +221,7 @@ func TestRestartHandsCallsOver(t *testing.T) {
 	if len(b.held) > 0 {
 		t.Error("the server executed a call that arrived after the stop")
 	}
-	b.serve(t, s.RDMAAddr.String())
+	b.serve(t, s.RDMAAddr.String(), testTimeout)
 	later := <-b.held
 	later.answer(t, stale)
 	second.check(t, "call that the first server did not execute")
@@ -232,9 +232,8 @@ func TestRestartHandsCallsOver(t *testing.T) {
 
 // TestStopIsBounded closes a server while its backend does not reply to a call.
 func TestStopIsBounded(t *testing.T) {
-	t.Parallel()
 	b := newHoldingBackend(t)
-	s := b.serve(t, "127.0.0.1:0")
+	s := b.serve(t, "127.0.0.1:0", 10*time.Millisecond)
 	getAttr(t, s.RDMAAddr)()
 	<-b.held
 	if err := s.Close(); err != nil {

@@ -63,10 +63,13 @@ type Config struct {
 	// valid.
 	RDMA   svcrdma.Config
 	Logger hclog.Logger
+
+	// For tests.
+	drainTimeout time.Duration // 0 means defaultDrainTimeout
 }
 
-// drainTimeout bounds the time that a server waits for its running calls when it ends.
-const drainTimeout = 3 * time.Second
+// defaultDrainTimeout bounds the time that a server waits for its running calls when it ends.
+const defaultDrainTimeout = 3 * time.Second
 
 // A ConfigError describes an invalid Config.
 type ConfigError struct{ Text string }
@@ -75,7 +78,7 @@ func (e *ConfigError) Error() string { return e.Text }
 
 // A Server runs until its context ends or Close is called. It then accepts no more connections and
 // executes no more calls. It sends the replies of the running calls, for which it waits at most
-// drainTimeout, and closes the connections.
+// 3 seconds, and closes the connections.
 type Server struct {
 	// RDMAAddr is the address of the RDMA port.
 	RDMAAddr netip.AddrPort
@@ -136,10 +139,10 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	rdma.Logger = cfg.Logger.Named("rdma")
 	rdma.RemoteInv = !cfg.NoRemoteInv
 	rdma.Allow = cfg.Allow
-	rdma.DrainTimeout = drainTimeout
+	rdma.DrainTimeout = cfg.drainTimeout
 	closeListener := sync.OnceFunc(func() { _ = rl.Close() })
 	context.AfterFunc(stop, func() {
-		time.AfterFunc(drainTimeout, cancel) // bounds parts.Wait
+		time.AfterFunc(cfg.drainTimeout, cancel) // bounds parts.Wait
 		closeListener()
 	})
 	go func() {
@@ -177,6 +180,9 @@ func (c *Config) complete() error {
 	}
 	if c.Logger == nil {
 		c.Logger = hclog.NewNullLogger()
+	}
+	if c.drainTimeout == 0 {
+		c.drainTimeout = defaultDrainTimeout
 	}
 	switch {
 	case c.Provider == nil:
