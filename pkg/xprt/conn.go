@@ -57,6 +57,8 @@ type conn struct {
 	failed    sync.Once
 	ended     chan struct{} // closed by fail
 	err       error         // set before ended is closed; then owned by the worker
+	down      chan struct{} // closed by the worker when the connection is taken down
+	panicked  atomic.Bool   // a call panicked, so the state of its MRs is unknown
 	causeOnce sync.Once
 	causeSet  chan struct{} // closed when the provider has reported why it lost the connection
 	cause     error         // set before causeSet is closed
@@ -135,7 +137,7 @@ func (t *Transport) sendDone(wc *verbs.WorkCompletion) {
 func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	ctx, cancel := context.WithTimeout(ctx, t.cfg.ConnectTimeout)
 	defer cancel()
-	cn := &conn{ended: make(chan struct{}), causeSet: make(chan struct{})}
+	cn := &conn{ended: make(chan struct{}), causeSet: make(chan struct{}), down: make(chan struct{})}
 	began := time.Now()
 	defer func() { t.stats.connectNanos.Add(uint64(time.Since(began))) }()
 	defer func() {
@@ -323,6 +325,10 @@ func (t *Transport) detach(cn *conn) {
 func (t *Transport) recoverMRs(cn *conn) {
 	if cn.padMem != nil {
 		defer membuf.Free(cn.padMem) // after its MR is destroyed
+	}
+	if cn.panicked.Load() {
+		t.dropAdapter()
+		return
 	}
 	if !cn.pool.Recover() {
 		t.log.Error("failed to destroy a memory region, closing its protection domain", "server", t.cfg.Addr)

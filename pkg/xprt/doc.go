@@ -49,6 +49,9 @@
 //   - The first pause would be due, and the connection answered a keepalive call.
 //   - The first pause would be due, and a local fault ended the connection.
 //
+// A panic during a call ends the connection before the caller of Call sees it, because the server
+// may still reach the memory of the call. The next connection has a new adapter.
+//
 // The first call of a connection is a NULL call. After each idle period of KeepAlive, the transport
 // sends another. If the server stays silent for that long again, the transport reconnects, even if
 // no call is pending. An NFSv3 server drops a connection without calls within minutes (knfsd: 6 to

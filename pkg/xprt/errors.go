@@ -89,6 +89,9 @@ func (e *postError) Unwrap() error { return e.err }
 // errIdle ends a connection without calls.
 var errIdle = errors.New("xprt: connection is idle")
 
+// errPanic ends a connection one of whose calls panicked.
+var errPanic = errors.New("xprt: internal error in a call")
+
 // followsLoss reports whether err is only a consequence of a lost connection. Such errors do not
 // contain the cause of the loss.
 func followsLoss(err error) bool {
@@ -106,7 +109,7 @@ func localFault(err error) bool {
 		return false
 	}
 	var post *postError
-	if errors.As(err, &post) {
+	if errors.As(err, &post) || errors.Is(err, errPanic) {
 		return true
 	}
 	var failed *completionFailure

@@ -55,10 +55,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	if err := t.marshal(s, cn); err != nil {
 		cn.sq.giveBack(need)
 		t.stats.failedMarshal.Add(1)
-		s.mrs.Unmap()
-		s.mu.Lock()
-		s.releaseLong()
-		s.mu.Unlock()
+		s.unmap()
 		var bad *ProtocolError
 		if errors.As(err, &bad) || errors.Is(err, memreg.ErrTooManySegments) ||
 			errors.Is(err, memreg.ErrForeignMemory) {
@@ -71,24 +68,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	cn.sq.giveBack(need - n - 1 - n)
 	shared := len(s.sendWR.SGList) > 1
 	s.sendWR.Signaled = cn.sq.signalNow(n+1) || shared
-	// s.mu is held during the post, so that a forged reply cannot release the MRs before the post
-	// returns.
-	s.mu.Lock()
-	s.state, s.conn, s.sentAt, s.sentRunning = slotSent, cn, time.Now(), t.now()
-	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.mark(n+1)
-	bad, err := cn.qp.PostSend(head)
-	if err == nil {
-		t.stats.sends.Add(1)
-		if s.sends++; s.sends > 1 {
-			t.stats.resends.Add(1)
-			t.trace.Add(trace.Event{Kind: trace.Resend, XID: s.xid})
-		}
-		t.trace.Add(trace.Event{Kind: trace.PostSend, XID: s.xid, N: uint16(n + 1), A: uint64(len(s.sge[0].Buf))})
-	} else {
-		t.trace.Add(trace.Event{Kind: trace.PostSendErr, XID: s.xid, N: uint16(before(head, bad))})
-	}
-	s.mu.Unlock()
-	if err != nil {
+	if err := s.post(cn, head, n+1); err != nil {
 		// The end of the connection fences the posted part of the chain, and the worker updates the
 		// call (S15).
 		cn.fail(&postError{"RPC", err})
@@ -96,6 +76,36 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	cn.sq.posted.Add(int64(n + 1))
 	cn.startNudges()
 	return true, nil
+}
+
+// unmap gives back the MRs and the buffers of a call that was not posted.
+func (s *slot) unmap() {
+	s.mrs.Unmap()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.releaseLong()
+}
+
+// post posts the chain of a call, which has n requests. It holds mu during the post, so that a
+// forged reply cannot release the MRs before the post returns.
+func (s *slot) post(cn *conn, head *verbs.WorkRequest, n int) error {
+	t := s.t
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.state, s.conn, s.sentAt, s.sentRunning = slotSent, cn, time.Now(), t.now()
+	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.mark(n)
+	bad, err := cn.qp.PostSend(head)
+	if err == nil {
+		t.stats.sends.Add(1)
+		if s.sends++; s.sends > 1 {
+			t.stats.resends.Add(1)
+			t.trace.Add(trace.Event{Kind: trace.Resend, XID: s.xid})
+		}
+		t.trace.Add(trace.Event{Kind: trace.PostSend, XID: s.xid, N: uint16(n), A: uint64(len(s.sge[0].Buf))})
+	} else {
+		t.trace.Add(trace.Event{Kind: trace.PostSendErr, XID: s.xid, N: uint16(before(head, bad))})
+	}
+	return err
 }
 
 // before returns the number of requests in front of bad.

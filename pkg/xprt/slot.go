@@ -134,12 +134,16 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart
 // must be fenced.
 func (s *slot) end() {
 	s.t.window.leave(s)
+	s.clear()
+	s.freeList <- s
+}
+
+func (s *slot) clear() {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.startedAt.at))})
 	s.state, s.msg, s.conn, s.ctx = slotIdle, nil, nil, nil
 	s.releaseLong()
-	s.mu.Unlock()
-	s.freeList <- s
 }
 
 // releaseLong returns the long buffers to their pool. The caller holds mu.

@@ -372,6 +372,37 @@ func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt c
 
 // run performs a call on slot s. It ends the slot, or leaves it to the late reply.
 func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, startedAt callStart) error {
+	panicking := true
+	defer func() {
+		if panicking {
+			t.endPanicked(s)
+		}
+	}()
+	err := t.perform(ctx, s, m, startedAt)
+	panicking = false
+	return err
+}
+
+// endPanicked ends a call whose goroutine panics. It first ends the connection and waits until the
+// worker has taken it down, because the server may still reach the memory of the call.
+func (t *Transport) endPanicked(s *slot) {
+	t.send.RLock()
+	cn := t.conn.Load()
+	t.send.RUnlock()
+	if cn != nil {
+		cn.panicked.Store(true)
+		cn.fail(errPanic)
+		<-cn.down
+	}
+	s.mu.Lock()
+	ended := s.callerReturned // the late reply or the worker ends the slot
+	s.mu.Unlock()
+	if !ended {
+		s.end()
+	}
+}
+
+func (t *Transport) perform(ctx context.Context, s *slot, m *sunrpc.Message, startedAt callStart) error {
 	s.begin(ctx, m, startedAt)
 	var pause time.Duration // before the next attempt if memory is short
 	for {
@@ -513,7 +544,28 @@ func (t *Transport) awaitReply(ctx context.Context, s *slot) slotState {
 
 // interrupt fences a call that its caller has canceled (S21).
 func (t *Transport) interrupt(s *slot) slotState {
+	cn := t.abandon(s)
+	if cn == nil { // lost: nothing is in flight
+		s.end()
+		return slotAbandoned
+	}
+	timer := running.AfterFunc(fenceTimeout, func() {
+		cn.fail(&ProtocolError{Reason: fmt.Sprintf("LOCAL_INV did not complete within %v", fenceTimeout)})
+	})
+	defer timer.Stop()
+	for {
+		if st, ok := s.tryReturn(); ok {
+			return st
+		}
+		<-s.wake
+	}
+}
+
+// abandon starts to fence a call, unless its reply has done so. It returns the connection of the
+// call, or nil if the connection has ended.
+func (t *Transport) abandon(s *slot) *conn {
 	t.send.RLock()
+	defer t.send.RUnlock()
 	s.mu.Lock()
 	cn, st := s.conn, s.state
 	if st == slotSent {
@@ -527,23 +579,10 @@ func (t *Transport) interrupt(s *slot) slotState {
 			cn.fail(err)
 		}
 	case slotDone, slotFencing:
-	default: // lost: nothing is in flight
-		t.send.RUnlock()
-		s.end()
-		return slotAbandoned
+	default:
+		return nil
 	}
-	t.send.RUnlock()
-
-	timer := running.AfterFunc(fenceTimeout, func() {
-		cn.fail(&ProtocolError{Reason: fmt.Sprintf("LOCAL_INV did not complete within %v", fenceTimeout)})
-	})
-	defer timer.Stop()
-	for {
-		if st, ok := s.tryReturn(); ok {
-			return st
-		}
-		<-s.wake
-	}
+	return cn
 }
 
 // tryReturn reports whether the caller of an interrupted call may return, because the call was

@@ -194,6 +194,7 @@ func (t *Transport) uninstall(cn *conn) {
 	for _, s := range t.slots {
 		s.connectionEnded()
 	}
+	close(cn.down)
 }
 
 // logHistory logs the last trace events of a connection that failed.
