@@ -116,7 +116,10 @@ type lateCauseID struct{ verbs.ActiveID }
 
 func (p lateCause) Resolve(ctx context.Context, a netip.AddrPort) (verbs.ActiveID, error) {
 	id, err := p.Provider.Resolve(ctx, a)
-	return lateCauseID{id}, err
+	if err != nil {
+		return nil, err
+	}
+	return lateCauseID{id}, nil
 }
 
 func (i lateCauseID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
