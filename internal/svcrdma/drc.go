@@ -53,15 +53,18 @@ type drc struct {
 	maxOwn int
 	maxAge time.Duration
 
-	mu      sync.Mutex // guards the fields below
-	entries map[drcKey]*drcEntry
-	replied list.List                 // of *drcEntry, most recently used first
-	own     map[netip.Addr]*list.List // replied by client; no list is empty
+	mu struct { // guards its fields
+		sync.Mutex
+		entries map[drcKey]*drcEntry
+		replied list.List                 // of *drcEntry, most recently used first
+		own     map[netip.Addr]*list.List // replied by client; no list is empty
+	}
 }
 
 func newDRC(size int) *drc {
-	return &drc{seed: maphash.MakeSeed(), max: size, maxOwn: max(1, size/2), maxAge: drcMaxAge,
-		entries: make(map[drcKey]*drcEntry), own: make(map[netip.Addr]*list.List)}
+	d := &drc{seed: maphash.MakeSeed(), max: size, maxOwn: max(1, size/2), maxAge: drcMaxAge}
+	d.mu.entries, d.mu.own = make(map[drcKey]*drcEntry), make(map[netip.Addr]*list.List)
+	return d
 }
 
 // cacheable reports whether a call must not run twice because it changes something (RFC 1813 §4.6).
@@ -91,20 +94,20 @@ func (d *drc) key(addr netip.Addr, xid uint32, msg []byte) drcKey {
 func (d *drc) begin(ctx context.Context, k drcKey) (reply []byte, run *drcEntry, err error) {
 	for {
 		d.mu.Lock()
-		e := d.entries[k]
+		e := d.mu.entries[k]
 		if e != nil && e.elem != nil && time.Since(e.repliedAt) > d.maxAge {
 			d.remove(e)
 			e = nil
 		}
 		if e == nil {
 			e = &drcEntry{key: k, done: make(chan struct{})}
-			d.entries[k] = e
+			d.mu.entries[k] = e
 			d.mu.Unlock()
 			return nil, e, nil
 		}
 		if e.elem != nil {
-			d.replied.MoveToFront(e.elem)
-			d.own[k.addr].MoveToFront(e.own)
+			d.mu.replied.MoveToFront(e.elem)
+			d.mu.own[k.addr].MoveToFront(e.own)
 			d.mu.Unlock()
 			return e.reply, nil, nil
 		}
@@ -124,32 +127,32 @@ func (d *drc) finish(e *drcEntry, reply []byte) {
 	defer d.mu.Unlock()
 	defer close(e.done)
 	if reply == nil || len(reply) > drcMaxReply {
-		delete(d.entries, e.key)
+		delete(d.mu.entries, e.key)
 		return
 	}
 	e.reply, e.repliedAt = append([]byte(nil), reply...), time.Now()
-	e.elem = d.replied.PushFront(e)
-	own := d.own[e.key.addr]
+	e.elem = d.mu.replied.PushFront(e)
+	own := d.mu.own[e.key.addr]
 	if own == nil {
 		own = list.New()
-		d.own[e.key.addr] = own
+		d.mu.own[e.key.addr] = own
 	}
 	e.own = own.PushFront(e)
 	if own.Len() > d.maxOwn {
 		d.remove(own.Back().Value.(*drcEntry))
 	}
-	if d.replied.Len() > d.max {
-		d.remove(d.replied.Back().Value.(*drcEntry))
+	if d.mu.replied.Len() > d.max {
+		d.remove(d.mu.replied.Back().Value.(*drcEntry))
 	}
 }
 
 // remove removes the entry of a completed call. The caller holds mu.
 func (d *drc) remove(e *drcEntry) {
-	delete(d.entries, e.key)
-	d.replied.Remove(e.elem)
-	own := d.own[e.key.addr]
+	delete(d.mu.entries, e.key)
+	d.mu.replied.Remove(e.elem)
+	own := d.mu.own[e.key.addr]
 	own.Remove(e.own)
 	if own.Len() == 0 {
-		delete(d.own, e.key.addr)
+		delete(d.mu.own, e.key.addr)
 	}
 }

@@ -65,29 +65,35 @@ type fatalCall struct {
 type fatalCalls struct {
 	any atomic.Bool // false while there are no calls; avoids the lock
 
-	mu    sync.Mutex                 // guards the fields below
-	calls map[fatalKey]*list.Element // of *fatalCall
-	order list.List                  // newest first
+	mu struct { // guards its fields
+		sync.Mutex
+		calls map[fatalKey]*list.Element // of *fatalCall
+		order list.List                  // newest first
+	}
 }
 
-func newFatalCalls() *fatalCalls { return &fatalCalls{calls: make(map[fatalKey]*list.Element)} }
+func newFatalCalls() *fatalCalls {
+	f := new(fatalCalls)
+	f.mu.calls = make(map[fatalKey]*list.Element)
+	return f
+}
 
 // add adds strikes to a call.
 func (f *fatalCalls) add(addr netip.Addr, xid uint32, strikes int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	k := fatalKey{addr, xid}
-	e := f.calls[k]
+	e := f.mu.calls[k]
 	if e == nil {
-		e = f.order.PushFront(&fatalCall{key: k})
-		f.calls[k] = e
+		e = f.mu.order.PushFront(&fatalCall{key: k})
+		f.mu.calls[k] = e
 	}
-	f.order.MoveToFront(e)
+	f.mu.order.MoveToFront(e)
 	call := e.Value.(*fatalCall)
 	call.strikes += strikes
 	call.lastAt = time.Now()
-	for f.order.Len() > maxFatal {
-		f.remove(f.order.Back())
+	for f.mu.order.Len() > maxFatal {
+		f.remove(f.mu.order.Back())
 	}
 	f.any.Store(true)
 }
@@ -99,7 +105,7 @@ func (f *fatalCalls) isFatal(addr netip.Addr, xid uint32) bool {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	e := f.calls[fatalKey{addr, xid}]
+	e := f.mu.calls[fatalKey{addr, xid}]
 	if e == nil {
 		return false
 	}
@@ -115,16 +121,16 @@ func (f *fatalCalls) isFatal(addr netip.Addr, xid uint32) bool {
 func (f *fatalCalls) forget(addr netip.Addr, xid uint32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if e := f.calls[fatalKey{addr, xid}]; e != nil {
+	if e := f.mu.calls[fatalKey{addr, xid}]; e != nil {
 		f.remove(e)
 	}
 }
 
 // remove removes a call. The caller holds mu.
 func (f *fatalCalls) remove(e *list.Element) {
-	delete(f.calls, e.Value.(*fatalCall).key)
-	f.order.Remove(e)
-	f.any.Store(f.order.Len() > 0)
+	delete(f.mu.calls, e.Value.(*fatalCall).key)
+	f.mu.order.Remove(e)
+	f.any.Store(f.mu.order.Len() > 0)
 }
 
 // recordReply records the XID of a reply before the reply is sent.

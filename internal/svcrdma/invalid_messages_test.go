@@ -181,8 +181,8 @@ func TestConnectionLimitPerAddress(t *testing.T) {
 	for _, from := range []netip.Addr{one, one, one, two, two} {
 		c.leave(from)
 	}
-	if c.all != 0 || len(c.own) != 0 {
-		t.Errorf("got %d connections of %d clients, want none", c.all, len(c.own))
+	if c.mu.all != 0 || len(c.mu.own) != 0 {
+		t.Errorf("got %d connections of %d clients, want none", c.mu.all, len(c.mu.own))
 	}
 }
 

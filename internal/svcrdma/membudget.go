@@ -19,11 +19,13 @@ type memBudget struct {
 	room    *semaphore.Weighted // one unit per buffer
 	waiters atomic.Int32
 
-	mu     sync.Mutex // guards conns and shares; not taken while conn.messages is locked
-	conns  map[*conn]struct{}
-	shares map[netip.Addr]*memShare
+	maxShare int64 // buffers of one client address; a call may need two
 
-	maxShare int64 // buffers of one client address
+	mu struct { // guards its fields; not taken while conn.messages is locked
+		sync.Mutex
+		conns  map[*conn]struct{}
+		shares map[netip.Addr]*memShare
+	}
 }
 
 // A memShare bounds the message buffers of one client address, so that a client that does not
@@ -34,18 +36,18 @@ type memShare struct {
 }
 
 func newMemBudget(buffers int) *memBudget {
-	return &memBudget{room: semaphore.NewWeighted(int64(buffers)), conns: make(map[*conn]struct{}),
-		// a call may need two
-		shares: make(map[netip.Addr]*memShare), maxShare: int64(max(2, buffers/2))}
+	m := &memBudget{room: semaphore.NewWeighted(int64(buffers)), maxShare: int64(max(2, buffers/2))}
+	m.mu.conns, m.mu.shares = make(map[*conn]struct{}), make(map[netip.Addr]*memShare)
+	return m
 }
 
 // join adds a connection whose unused buffers reclaim frees. leave removes the connection.
 func (m *memBudget) join(c *conn) {
 	m.mu.Lock()
-	m.conns[c] = struct{}{}
-	if c.share = m.shares[c.addr]; c.share == nil {
+	m.mu.conns[c] = struct{}{}
+	if c.share = m.mu.shares[c.addr]; c.share == nil {
 		c.share = &memShare{room: semaphore.NewWeighted(m.maxShare)}
-		m.shares[c.addr] = c.share
+		m.mu.shares[c.addr] = c.share
 	}
 	c.share.conns++
 	m.mu.Unlock()
@@ -54,12 +56,12 @@ func (m *memBudget) join(c *conn) {
 func (m *memBudget) leave(c *conn) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if _, ok := m.conns[c]; !ok {
+	if _, ok := m.mu.conns[c]; !ok {
 		return
 	}
-	delete(m.conns, c)
+	delete(m.mu.conns, c)
 	if c.share.conns--; c.share.conns == 0 {
-		delete(m.shares, c.addr)
+		delete(m.mu.shares, c.addr)
 	}
 }
 
@@ -101,7 +103,7 @@ func (m *memBudget) short() bool { return m.waiters.Load() > 0 }
 func (m *memBudget) reclaim() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for c := range m.conns {
+	for c := range m.mu.conns {
 		c.freeUnused()
 	}
 }

@@ -286,7 +286,7 @@ func (s *server) endSilent(client netip.Addr) bool {
 	ownOnly := s.conns.shareUsed(client)
 	var oldest *conn
 	s.mem.mu.Lock()
-	for c := range s.mem.conns {
+	for c := range s.mem.mu.conns {
 		if !c.called.Load() && c.ctx.Err() == nil && c.age() > silentGrace && (!ownOnly || c.addr == client) &&
 			(oldest == nil || c.startedAt.Before(oldest.startedAt)) {
 			oldest = c
@@ -344,24 +344,28 @@ func (c *callCount) drain(timeout time.Duration) {
 type connCount struct {
 	max, maxOwn int
 
-	mu  sync.Mutex // guards the fields below
-	all int
-	own map[netip.Addr]int // by client; no value is zero
+	mu struct { // guards its fields
+		sync.Mutex
+		all int
+		own map[netip.Addr]int // by client; no value is zero
+	}
 }
 
 func newConnCount(limit int) *connCount {
-	return &connCount{max: limit, maxOwn: (limit + 1) / 2, own: make(map[netip.Addr]int)}
+	c := &connCount{max: limit, maxOwn: (limit + 1) / 2}
+	c.mu.own = make(map[netip.Addr]int)
+	return c
 }
 
 // admit counts a connection and returns true, or returns false at a limit.
 func (c *connCount) admit(client netip.Addr) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.all >= c.max || c.own[client] >= c.maxOwn {
+	if c.mu.all >= c.max || c.mu.own[client] >= c.maxOwn {
 		return false
 	}
-	c.all++
-	c.own[client]++
+	c.mu.all++
+	c.mu.own[client]++
 	return true
 }
 
@@ -369,14 +373,14 @@ func (c *connCount) admit(client netip.Addr) bool {
 func (c *connCount) shareUsed(client netip.Addr) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.own[client] >= c.maxOwn
+	return c.mu.own[client] >= c.maxOwn
 }
 
 func (c *connCount) leave(client netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.all--
-	if c.own[client]--; c.own[client] == 0 {
-		delete(c.own, client)
+	c.mu.all--
+	if c.mu.own[client]--; c.mu.own[client] == 0 {
+		delete(c.mu.own, client)
 	}
 }
