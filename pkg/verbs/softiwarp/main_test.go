@@ -34,27 +34,6 @@ var configs = []struct {
 	{"large FPDUs", Config{MaxFPDU: maxSentULPDU}},
 }
 
-// TestCapabilitiesOfConformanceSuite checks that softiwarp has every capability without which the
-// conformance suite skips a rule.
-func TestCapabilitiesOfConformanceSuite(t *testing.T) {
-	var devices []verbs.Device
-	for range 2 {
-		id, err := New(Config{}).Resolve(testContext(t), unusedPort)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer id.Close()
-		devices = append(devices, id.Device())
-	}
-	const has, hasNot = verbs.CapFastReg | verbs.CapGaps | verbs.CapRemoteInv, verbs.CapPerIOReg
-	if caps := devices[0].Attrs().Caps; caps&has != has || caps&hasNot != 0 {
-		t.Errorf("capabilities: got %b, want all of %b and none of %b", caps, has, hasNot)
-	}
-	if devices[0] == devices[1] {
-		t.Error("devices of two providers: got the same, want different ones")
-	}
-}
-
 func TestConformance(t *testing.T) {
 	for _, c := range configs {
 		t.Run(c.name, func(t *testing.T) {

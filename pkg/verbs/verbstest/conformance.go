@@ -2,6 +2,7 @@ package verbstest
 
 import (
 	"net/netip"
+	"slices"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -28,13 +29,21 @@ func (s *suite) pair(t *testing.T, o options) *pair {
 
 // Conformance runs the tests that every provider must pass. The tests use only the verbs
 // interfaces. Both ends of each connection are in this process and use laddr (port 0: any port).
-func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort) {
+//
+// A test that does not apply to the device is skipped. maySkip has the names of the tests for which
+// that may be so. A skip of another test is an error, because the test would never run.
+func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort, maySkip ...string) {
 	s := &suite{newProvider: newProvider, laddr: laddr}
 	caps := s.caps(t)
 	for _, group := range [][]conformanceTest{connectionTests, messageTests, memoryTests, accessTests, disconnectTests,
 		resourceTests, sharingTests, errorTests} {
 		for _, c := range group {
 			t.Run(c.name, func(t *testing.T) {
+				t.Cleanup(func() {
+					if t.Skipped() && !slices.Contains(maySkip, c.name) {
+						t.Error("this provider may not skip the test")
+					}
+				})
 				if !caps.Has(c.need) {
 					t.Skipf("the device lacks the capabilities %#x", c.need&^caps)
 				}
