@@ -189,7 +189,7 @@ func (b *batch) sendmsg(fd uintptr) bool {
 	for b.sent < b.total {
 		if m := b.src.mr; m != nil {
 			m.mu.Lock()
-			if m.gen != b.src.gen {
+			if m.mu.gen != b.src.gen {
 				m.mu.Unlock()
 				b.err = errRevoked
 				return true

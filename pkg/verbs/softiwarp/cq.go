@@ -33,19 +33,22 @@ type completionQueue struct {
 	entries *base.CQEntries
 	done    chan struct{} // closed when the dispatcher has ended
 
-	mu      sync.Mutex
-	work    sync.Cond
-	ring    []cqe // guarded by mu, as all below
-	head, n int
-	busy    bool // a goroutine calls handlers
-	closing bool // the dispatcher ends when the ring is empty
+	work sync.Cond // with mu
+	mu   struct {  // guards its fields
+		sync.Mutex
+		ring    []cqe
+		head, n int
+		busy    bool // a goroutine calls handlers
+		closing bool // the dispatcher ends when the ring is empty
+	}
 
 	batch [dispatchBatch]cqe // used only by the goroutine that calls handlers
 }
 
 func newCQ(dev *device, depth int) *completionQueue {
 	c := &completionQueue{dev: dev, depth: depth, entries: base.NewCQEntries(Name, depth, 0),
-		done: make(chan struct{}), ring: make([]cqe, depth)}
+		done: make(chan struct{})}
+	c.mu.ring = make([]cqe, depth)
 	c.work.L = &c.mu
 	leakcheck.Track(leakcheck.CQ, 1)
 	go c.dispatch()
@@ -56,13 +59,13 @@ func newCQ(dev *device, depth int) *completionQueue {
 // held. After push the caller releases its locks and calls wake or run.
 func (c *completionQueue) push(q *qp, recv bool, done func(*verbs.WorkCompletion), wc *verbs.WorkCompletion) {
 	c.mu.Lock()
-	i := c.head + c.n
+	i := c.mu.head + c.mu.n
 	if i >= c.depth {
 		i -= c.depth
 	}
-	e := &c.ring[i]
+	e := &c.mu.ring[i]
 	e.wc, e.done, e.qp, e.recv = *wc, done, q, recv
-	c.n++
+	c.mu.n++
 	c.mu.Unlock()
 }
 
@@ -70,7 +73,7 @@ func (c *completionQueue) push(q *qp, recv bool, done func(*verbs.WorkCompletion
 // calling handlers: that one takes them too.
 func (c *completionQueue) wake() {
 	c.mu.Lock()
-	idle := c.n > 0 && !c.busy
+	idle := c.mu.n > 0 && !c.mu.busy
 	c.mu.Unlock()
 	if idle {
 		c.work.Signal()
@@ -82,19 +85,19 @@ func (c *completionQueue) wake() {
 // caller holds no lock.
 func (c *completionQueue) run() {
 	c.mu.Lock()
-	if c.busy {
+	if c.mu.busy {
 		c.mu.Unlock()
 		return
 	}
-	c.busy = true
+	c.mu.busy = true
 	for range runBatches {
-		if c.n == 0 {
+		if c.mu.n == 0 {
 			break
 		}
 		c.callHandlers()
 	}
-	c.busy = false
-	more := c.n > 0
+	c.mu.busy = false
+	more := c.mu.n > 0
 	c.mu.Unlock()
 	if more {
 		c.work.Signal()
@@ -107,17 +110,17 @@ func (c *completionQueue) dispatch() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for {
-		for c.busy || c.n == 0 {
-			if c.closing {
+		for c.mu.busy || c.mu.n == 0 {
+			if c.mu.closing {
 				return
 			}
 			c.work.Wait()
 		}
-		c.busy = true
-		for c.n > 0 {
+		c.mu.busy = true
+		for c.mu.n > 0 {
 			c.callHandlers()
 		}
-		c.busy = false
+		c.mu.busy = false
 	}
 }
 
@@ -138,16 +141,16 @@ func (c *completionQueue) callHandlers() {
 
 // take moves up to dispatchBatch completions to batch and returns how many. The caller holds mu.
 func (c *completionQueue) take() int {
-	n := min(c.n, dispatchBatch)
+	n := min(c.mu.n, dispatchBatch)
 	for i := range n {
-		e := &c.ring[c.head]
+		e := &c.mu.ring[c.mu.head]
 		c.batch[i] = *e
 		*e = cqe{}
-		if c.head++; c.head == c.depth {
-			c.head = 0
+		if c.mu.head++; c.mu.head == c.depth {
+			c.mu.head = 0
 		}
 	}
-	c.n -= n
+	c.mu.n -= n
 	return n
 }
 
@@ -159,7 +162,7 @@ func (c *completionQueue) Close() error {
 		return err
 	}
 	c.mu.Lock()
-	c.closing = true
+	c.mu.closing = true
 	c.mu.Unlock()
 	c.work.Signal()
 	<-c.done

@@ -18,7 +18,9 @@ type provider struct {
 
 // New makes a provider with one device. Each provider has a separate STag space.
 func New(cfg Config) verbs.Provider {
-	return &provider{dev: &device{cfg: cfg.withDefaults(), table: stagTable{mrs: make(map[uint32]*mr)}}}
+	d := &device{cfg: cfg.withDefaults()}
+	d.table.mu.mrs = make(map[uint32]*mr)
+	return &provider{dev: d}
 }
 
 // Name returns "softiwarp".
@@ -78,7 +80,8 @@ func (p *protectionDomain) AllocMR(depth int) (verbs.MR, error) {
 	if err := p.uses.Take(); err != nil {
 		return nil, err
 	}
-	m := &mr{pd: p, depth: depth, starts: make([]uint64, 0, depth)}
+	m := &mr{pd: p, depth: depth}
+	m.mu.starts = make([]uint64, 0, depth)
 	if err := p.dev.table.insert(m); err != nil {
 		p.uses.Drop()
 		return nil, err

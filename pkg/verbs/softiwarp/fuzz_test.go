@@ -113,10 +113,10 @@ func fixSTag(m verbs.MR, stag uint32) {
 	t.remove(x)
 	t.mu.Lock()
 	x.first = verbs.RKey(stag)
-	t.mrs[stag>>stagKeyBits] = x
+	t.mu.mrs[stag>>stagKeyBits] = x
 	t.mu.Unlock()
 	x.mu.Lock()
-	x.stag = stag
+	x.mu.stag = stag
 	x.mu.Unlock()
 }
 

@@ -104,7 +104,7 @@ func (x *intake) place(s sink) error {
 			p := x.buf[x.r : x.r+n]
 			if m := s.src.mr; m != nil {
 				m.mu.Lock()
-				if m.gen != s.src.gen {
+				if m.mu.gen != s.src.gen {
 					m.mu.Unlock()
 					return errRevoked
 				}
@@ -158,7 +158,7 @@ func (x *intake) readv(fd uintptr) bool {
 	n, full := 0, true
 	if m != nil {
 		m.mu.Lock()
-		if m.gen != x.dst.src.gen {
+		if m.mu.gen != x.dst.src.gen {
 			m.mu.Unlock()
 			x.err = errRevoked
 			return true
@@ -199,7 +199,7 @@ func (x *intake) readv(fd uintptr) bool {
 func (x *intake) vector(m *mr) (n int, full bool) {
 	seg, in := m.find(x.dst.src.off)
 	for left := x.dst.n; left > 0; seg++ {
-		if p := m.segs[seg][in:]; len(p) > 0 {
+		if p := m.mu.segs[seg][in:]; len(p) > 0 {
 			if n == maxRxIOV-1 {
 				return n, false
 			}

@@ -20,16 +20,18 @@ const (
 // A stagTable maps STag indices to MRs. Indices come from a CSPRNG and are spread over the whole
 // range (RFC 5040 §8.1.1 item 8, RFC 5042 §6.1.1).
 type stagTable struct {
-	mu  sync.RWMutex
-	mrs map[uint32]*mr // by index; guarded by mu
+	mu struct { // guards its fields
+		sync.RWMutex
+		mrs map[uint32]*mr // by index
+	}
 }
 
 // insert gives m a unique random index and a random first key.
 func (t *stagTable) insert(m *mr) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if len(t.mrs) >= maxMR {
-		return fmt.Errorf("softiwarp: allocate MR: %d MRs are allocated, which is the limit: %w", len(t.mrs),
+	if len(t.mu.mrs) >= maxMR {
+		return fmt.Errorf("softiwarp: allocate MR: %d MRs are allocated, which is the limit: %w", len(t.mu.mrs),
 			verbs.ErrNoResources)
 	}
 	for {
@@ -37,25 +39,25 @@ func (t *stagTable) insert(m *mr) error {
 		rand.Read(b[:]) // never fails (crypto/rand)
 		stag := binary.BigEndian.Uint32(b[:])
 		index := stag >> stagKeyBits
-		if _, taken := t.mrs[index]; index == 0 || taken {
+		if _, taken := t.mu.mrs[index]; index == 0 || taken {
 			continue
 		}
 		m.first = verbs.RKey(stag)
-		t.mrs[index] = m
+		t.mu.mrs[index] = m
 		return nil
 	}
 }
 
 func (t *stagTable) remove(m *mr) {
 	t.mu.Lock()
-	delete(t.mrs, uint32(m.first)>>stagKeyBits)
+	delete(t.mu.mrs, uint32(m.first)>>stagKeyBits)
 	t.mu.Unlock()
 }
 
 // lookup returns the MR with the index of stag, or nil. The caller must check the key.
 func (t *stagTable) lookup(stag uint32) *mr {
 	t.mu.RLock()
-	m := t.mrs[stag>>stagKeyBits]
+	m := t.mu.mrs[stag>>stagKeyBits]
 	t.mu.RUnlock()
 	return m
 }
@@ -90,16 +92,18 @@ type mr struct {
 	first verbs.RKey // the key as allocated; its index never changes
 	depth int        // pages
 
-	mu     sync.Mutex
-	state  mrState // guarded by mu, as all below
-	gen    uint64
-	stag   uint32
-	access verbs.Access
-	qp     *qp // the stream on which the registration is valid (RFC 5041 §8.2)
-	iova   uint64
-	length uint64
-	segs   [][]byte
-	starts []uint64 // offset of each segment within the registration; as long as segs
+	mu struct { // guards its fields
+		sync.Mutex
+		state  mrState
+		gen    uint64
+		stag   uint32
+		access verbs.Access
+		qp     *qp // the stream on which the registration is valid (RFC 5041 §8.2)
+		iova   uint64
+		length uint64
+		segs   [][]byte
+		starts []uint64 // offset of each segment within the registration; as long as segs
+	}
 }
 
 // LKey returns 0, because local buffers need no key.
@@ -111,7 +115,7 @@ func (m *mr) RKey() verbs.RKey { return m.first }
 // Dereg destroys the MR without waiting for the peer.
 func (m *mr) Dereg() error {
 	m.mu.Lock()
-	if m.state == mrDestroyed {
+	if m.mu.state == mrDestroyed {
 		m.mu.Unlock()
 		return fmt.Errorf("softiwarp: deregister MR %#08x: already deregistered: %w", uint32(m.first), verbs.ErrInvalid)
 	}
@@ -125,27 +129,27 @@ func (m *mr) Dereg() error {
 
 // clear ends a registration. The caller holds mu.
 func (m *mr) clear(to mrState) {
-	m.state = to
-	m.gen++
-	m.qp, m.segs = nil, nil
+	m.mu.state = to
+	m.mu.gen++
+	m.mu.qp, m.mu.segs = nil, nil
 }
 
 // register makes the MR valid on q. register returns false unless the MR is free.
 func (m *mr) register(q *qp, stag uint32, access verbs.Access, iova uint64, segs [][]byte) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.state != mrFree {
+	if m.mu.state != mrFree {
 		return false
 	}
-	m.starts = m.starts[:0]
+	m.mu.starts = m.mu.starts[:0]
 	var off uint64
 	for _, s := range segs {
-		m.starts = append(m.starts, off)
+		m.mu.starts = append(m.mu.starts, off)
 		off += uint64(len(s))
 	}
-	m.state = mrValid
-	m.gen++
-	m.stag, m.access, m.qp, m.iova, m.length, m.segs = stag, access, q, iova, off, segs
+	m.mu.state = mrValid
+	m.mu.gen++
+	m.mu.stag, m.mu.access, m.mu.qp, m.mu.iova, m.mu.length, m.mu.segs = stag, access, q, iova, off, segs
 	return true
 }
 
@@ -155,11 +159,11 @@ func (m *mr) invalidateLocal(q *qp, stag uint32) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	switch {
-	case m.pd != q.pd || m.state == mrDestroyed:
+	case m.pd != q.pd || m.mu.state == mrDestroyed:
 		return false
-	case m.state == mrFree:
+	case m.mu.state == mrFree:
 		return true
-	case m.stag != stag || m.qp != q:
+	case m.mu.stag != stag || m.mu.qp != q:
 		return false
 	}
 	m.clear(mrFree)
@@ -171,7 +175,7 @@ func (m *mr) invalidateLocal(q *qp, stag uint32) bool {
 func (m *mr) invalidateRemote(q *qp, stag uint32) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.state != mrValid || m.stag != stag || m.pd != q.pd || m.qp != q {
+	if m.mu.state != mrValid || m.mu.stag != stag || m.pd != q.pd || m.mu.qp != q {
 		return false
 	}
 	m.clear(mrFree)
@@ -235,32 +239,32 @@ func (q *qp) access(stag uint32, to uint64, n uint64, want verbs.Access) (grant,
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	switch {
-	case m.state != mrValid || m.stag != stag:
+	case m.mu.state != mrValid || m.mu.stag != stag:
 		return grant{}, denyInvalid
-	case m.pd != q.pd || m.qp != q:
+	case m.pd != q.pd || m.mu.qp != q:
 		return grant{}, denyOtherStream
-	case m.access&want == 0:
+	case m.mu.access&want == 0:
 		return grant{}, denyAccess
 	case to+n < to:
 		return grant{}, denyWrap
-	case to < m.iova || to-m.iova > m.length || n > m.length-(to-m.iova):
+	case to < m.mu.iova || to-m.mu.iova > m.mu.length || n > m.mu.length-(to-m.mu.iova):
 		return grant{}, denyBounds
 	}
-	return grant{mr: m, gen: m.gen, off: to - m.iova}, granted
+	return grant{mr: m, gen: m.mu.gen, off: to - m.mu.iova}, granted
 }
 
 // find returns the index of the segment that contains offset off, and the offset inside the
 // segment. The caller holds mu.
 func (m *mr) find(off uint64) (seg int, in int) {
-	seg = sort.Search(len(m.starts), func(i int) bool { return m.starts[i] > off }) - 1
-	return seg, int(off - m.starts[seg])
+	seg = sort.Search(len(m.mu.starts), func(i int) bool { return m.mu.starts[i] > off }) - 1
+	return seg, int(off - m.mu.starts[seg])
 }
 
 // copyIn copies p to offset off. The caller holds mu and has checked gen.
 func (m *mr) copyIn(off uint64, p []byte) {
 	seg, in := m.find(off)
 	for len(p) > 0 {
-		n := copy(m.segs[seg][in:], p)
+		n := copy(m.mu.segs[seg][in:], p)
 		p = p[n:]
 		seg, in = seg+1, 0
 	}

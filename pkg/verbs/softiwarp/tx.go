@@ -28,11 +28,10 @@ const inlineRounds = 4
 // writer, which may wait for the socket, and posters of small requests, which do not. The one that
 // uses it has set qp.mu.txBusy. What a poster cannot finish, the writer continues (unsent).
 //
-//	             PostSend, small request                      work, or poster left work
-//	┌────────┐ ◀───────────────────────── ┌──────┐ ──────────────────────────▶ ┌────────┐
-//	│ poster │                            │ free │                             │ writer │
-//	└────────┘ ─────────────────────────▶ └──────┘ ◀────────────────────────── └────────┘
-//	             done, or socket full                     no work
+//	        PostSend, small request            work, or a poster left work
+//	poster  <----------------------  (free)  ------------------------------->  writer
+//	        ---------------------->          <-------------------------------
+//	         done, or socket full                        no work
 type transmitter struct {
 	q      *qp
 	conn   *net.TCPConn
@@ -423,7 +422,7 @@ func (t *transmitter) gatherResponse(rr *readRequest, src grant, done uint32) (g
 	if rr.size > 0 {
 		src.mr.mu.Lock()
 		defer src.mr.mu.Unlock()
-		if src.mr.gen != src.gen {
+		if src.mr.mu.gen != src.gen {
 			return 0, false
 		}
 		t.b.src = src
@@ -455,7 +454,7 @@ func (b *batch) coverable(m *mr, off uint64, n int) int {
 	seg, in := m.find(off)
 	covered := 0
 	for free := maxIOV - b.niov - 2; free > 0 && covered < n; seg++ {
-		if k := len(m.segs[seg]) - in; k > 0 {
+		if k := len(m.mu.segs[seg]) - in; k > 0 {
 			covered += k
 			free--
 		}
@@ -471,7 +470,7 @@ func (b *batch) addRegistered(m *mr, off uint64, n int) {
 	}
 	seg, in := m.find(off)
 	for n > 0 {
-		p := m.segs[seg][in:]
+		p := m.mu.segs[seg][in:]
 		p = p[:min(len(p), n)]
 		b.addRef(p)
 		n -= len(p)
