@@ -337,8 +337,9 @@ func (r *model) check(t *rapid.T) {
 	}
 }
 
-// steps returns the random steps of the model. count is called at each.
-func (r *model) steps(count func()) map[string]func(*rapid.T) {
+// steps returns the random steps of the model. executed is called after each step that was not
+// skipped.
+func (r *model) steps(executed func(name string)) map[string]func(*rapid.T) {
 	steps := map[string]func(*rapid.T){
 		"call": r.call,
 		"execute": func(t *rapid.T) {
@@ -363,7 +364,7 @@ func (r *model) steps(count func()) map[string]func(*rapid.T) {
 		},
 	}
 	for name, f := range steps {
-		steps[name] = func(t *rapid.T) { count(); f(t) }
+		steps[name] = func(t *rapid.T) { f(t); executed(name) }
 	}
 	steps[""] = r.check
 	return steps
@@ -373,7 +374,7 @@ func (r *model) steps(count func()) map[string]func(*rapid.T) {
 // device has. No MR may be lost or used twice, no RPC may end with a valid key, and the counters
 // must agree.
 func TestModel(t *testing.T) {
-	steps := 0
+	steps := map[string]int{} // executed steps by name
 	seed := rand.Uint64()
 	if s := flag.Lookup("rapid.seed").Value.String(); s != "0" {
 		fmt.Sscan(s, &seed)
@@ -387,7 +388,7 @@ func TestModel(t *testing.T) {
 	t.Logf("repeat with -rapid.seed=%d", seed)
 	rapid.Check(t, func(t *rapid.T) {
 		r := newModel(rapid.Uint64().Draw(t, "xid"))
-		t.Repeat(r.steps(func() { steps++ }))
+		t.Repeat(r.steps(func(name string) { steps[name]++ }))
 		r.failAlloc, r.failDereg = 0, 0
 		r.disconnect(t)
 		r.pool.Destroy()
@@ -398,12 +399,19 @@ func TestModel(t *testing.T) {
 			t.Fatal(err)
 		}
 	})
-	t.Logf("%d steps", steps)
+	total := 0
+	for name := range newModel(0).steps(nil) {
+		if steps[name] == 0 && name != "" && !t.Failed() {
+			t.Errorf("step %q: was never executed", name)
+		}
+		total += steps[name]
+	}
+	t.Logf("steps: %d: %v", total, steps)
 	want := minModelSteps
 	if testing.Short() { // rapid runs a fifth of the checks
 		want /= 10
 	}
-	if steps < want && !t.Failed() {
-		t.Errorf("steps: got %d, want at least %d", steps, want)
+	if total < want && !t.Failed() {
+		t.Errorf("steps: got %d, want at least %d", total, want)
 	}
 }
