@@ -26,15 +26,15 @@ const routeTimeout = 3 * time.Second
 
 // chooseProvider returns the provider that o selects, and the reason for the choice. For "auto" it
 // chooses rdma-core if the route to the server uses an RDMA device, and softiwarp otherwise. It
-// sends nothing to the server.
-func chooseProvider(ctx context.Context, o *Options, server netip.AddrPort, log hclog.Logger) (p verbs.Provider,
-	reason string, err error) {
+// sends nothing to the server. newCard is rdmacore.New.
+func chooseProvider(ctx context.Context, o *Options, server netip.AddrPort, log hclog.Logger,
+	newCard func(rdmacore.Config) (verbs.Provider, error)) (p verbs.Provider, reason string, err error) {
 	const selected = "selected by option"
 	soft := func() verbs.Provider { return softiwarp.New(softiwarp.Config{CRC: o.MPACRC}) }
 	if o.Provider == providerSoftiwarp {
 		return soft(), selected, nil
 	}
-	card, err := rdmacore.New(rdmacore.Config{Device: o.Device, Logger: log})
+	card, err := newCard(rdmacore.Config{Device: o.Device, Logger: log})
 	if o.Provider == providerRdmacore {
 		return card, selected, err
 	}

@@ -9,27 +9,35 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// The lab tests the choice on hosts with RDMA devices.
+// TestChooseProvider chooses on a host without RDMA devices, and on a host with the device
+// "softiwarp". The lab tests the choice with rdma-core.
 func TestChooseProvider(t *testing.T) {
-	if devices, err := rdmacore.Devices(); err == nil && len(devices) > 0 {
-		t.Skip("this host has RDMA devices; the test needs a host without")
-	}
+	none := func(rdmacore.Config) (verbs.Provider, error) { return nil, &rdmacore.UnavailableError{Reason: "test"} }
+	one := func(rdmacore.Config) (verbs.Provider, error) { return softiwarp.New(softiwarp.Config{}), nil }
+	const route = "the route to the server uses the RDMA device softiwarp"
 	server := netip.MustParseAddrPort("127.0.0.1:20049")
 	var unavailable *rdmacore.UnavailableError
 	for _, c := range []struct {
 		o    Options
+		card func(rdmacore.Config) (verbs.Provider, error)
 		name string // "" if chooseProvider must fail
 		want string // prefix of the reason or of the error
 	}{
-		{Options{Provider: "softiwarp"}, "softiwarp", "selected by option"},
-		{Options{Provider: "auto"}, "softiwarp", "no RDMA device: "},
-		{Options{Provider: "rdmacore"}, "", ""},
-		{Options{Provider: "auto", Device: "rxe0"}, "", `option "device=rxe0"`},
+		{Options{Provider: "softiwarp"}, none, "softiwarp", "selected by option"},
+		{Options{Provider: "softiwarp"}, one, "softiwarp", "selected by option"},
+		{Options{Provider: "auto"}, none, "softiwarp", "no RDMA device: test"},
+		{Options{Provider: "auto"}, one, "softiwarp", route},
+		{Options{Provider: "rdmacore"}, none, "", ""},
+		{Options{Provider: "rdmacore"}, one, "softiwarp", "selected by option"},
+		{Options{Provider: "auto", Device: "rxe0"}, none, "", `option "device=rxe0"`},
+		{Options{Provider: "auto", Device: "rxe0"}, one, "softiwarp", route},
 	} {
-		p, reason, err := chooseProvider(context.Background(), &c.o, server, hclog.NewNullLogger())
+		p, reason, err := chooseProvider(context.Background(), &c.o, server, hclog.NewNullLogger(), c.card)
 		switch {
 		case c.name == "" && (!errors.As(err, &unavailable) || !strings.HasPrefix(err.Error(), c.want)):
 			t.Errorf("%+v: got error %v, want an UnavailableError that begins with %q", c.o, err, c.want)

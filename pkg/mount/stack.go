@@ -26,6 +26,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
@@ -114,7 +115,7 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 		return err
 	}
 	s.address = netip.AddrPortFrom(addr, s.opts.Port)
-	provider, reason, err := chooseProvider(ctx, &s.opts, s.address, log)
+	provider, reason, err := chooseProvider(ctx, &s.opts, s.address, log, rdmacore.New)
 	if err != nil {
 		return err
 	}
