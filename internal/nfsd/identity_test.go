@@ -380,6 +380,8 @@ func TestTruncateByAnotherUser(t *testing.T) {
 
 // Some file systems keep times in seconds. Two changes within one second then have one ctime.
 func TestPermissionsWithCoarseTimes(t *testing.T) {
+	testutil.NeedsRoot(t)
+	testutil.NeedsPrograms(t, "mkfs.ext4")
 	img, dir := filepath.Join(t.TempDir(), "img"), t.TempDir()
 	f, err := os.Create(img)
 	if err != nil {
@@ -388,10 +390,10 @@ func TestPermissionsWithCoarseTimes(t *testing.T) {
 	_ = f.Truncate(16 << 20)
 	f.Close()
 	if out, err := exec.Command("mkfs.ext4", "-q", "-F", "-I", "128", img).CombinedOutput(); err != nil {
-		t.Skipf("mkfs.ext4: %v: %s", err, out)
+		t.Fatalf("mkfs.ext4: %v: %s", err, out)
 	}
 	if out, err := exec.Command("mount", "-o", "loop", img, dir).CombinedOutput(); err != nil {
-		t.Skipf("mount: %v: %s", err, out)
+		t.Fatalf("mount: %v: %s; this test needs a loop device", err, out)
 	}
 	t.Cleanup(func() { _ = exec.Command("umount", dir).Run() })
 	c := start(t, func(cfg *Config) { cfg.Dir = dir })
