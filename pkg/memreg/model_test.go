@@ -14,7 +14,7 @@ import (
 )
 
 // minModelSteps is the smallest number of steps of TestModel.
-const minModelSteps = 100_000
+const minModelSteps = 60_000
 
 // A model is a pool on a simulated device. The device always has the list of keys that reach
 // memory.
