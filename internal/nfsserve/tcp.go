@@ -38,7 +38,7 @@ const (
 	memoryTimeout    = time.Minute      // wait of a large call for memory
 	// A large call that is incomplete after this time can lose its memory to another call.
 	progressTimeout = 3 * time.Second
-	finishTimeout   = time.Second // from the last reply of a server that ends to the end of the client
+	finishTimeout   = time.Second // wait for the client to close the connection after the last reply
 
 	clockTick = time.Second // the deadlines are checked so often
 )
