@@ -192,6 +192,10 @@ func (s *Server) execute(peer netip.Addr, h *sunrpc.CallHeader, proc nlm.Proc, f
 	case nlm.ProcLock:
 		res.Stat = s.lock(*fh, table, &l, a)
 	case nlm.ProcUnlock:
+		if s.full(peer) && table.Splits(l.Owner, l.Start, l.End) {
+			res.Stat = nlm.DeniedNoLocks
+			return
+		}
 		s.change(*fh, table, peer, func() { table.Clear(l.Owner, l.Start, l.End) })
 	}
 }
@@ -214,7 +218,7 @@ func (s *Server) lock(fh nfs3.FH, table *rangelock.Table[owner], l *lock, a *nlm
 		return nlm.Blocked
 	case table.Conflict(l) != nil:
 		return nlm.Denied
-	case s.locks >= maxLocks, s.clients[l.Owner.addr] >= maxClientLocks:
+	case s.full(l.Owner.addr):
 		return nlm.DeniedNoLocks
 	}
 	if err := s.noteHeld(); err != nil {
@@ -223,6 +227,11 @@ func (s *Server) lock(fh nfs3.FH, table *rangelock.Table[owner], l *lock, a *nlm
 	}
 	s.change(fh, table, l.Owner.addr, func() { table.Set(*l) })
 	return nlm.Granted
+}
+
+// full reports whether a client gets no more locks. mu is held.
+func (s *Server) full(client netip.Addr) bool {
+	return s.locks >= maxLocks || s.clients[client] >= maxClientLocks
 }
 
 // change runs one change of a table and keeps the counts. mu is held.

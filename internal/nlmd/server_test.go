@@ -175,3 +175,17 @@ func FuzzServe(f *testing.F) {
 		}
 	})
 }
+
+// TestUnlockCannotExceedLockLimit unlocks parts of locks when the client has as many locks as it may
+// have.
+func TestUnlockCannotExceedLockLimit(t *testing.T) {
+	s := newServer("", 0)
+	wantStat(t, s, one, nlm.ProcLock, nlm.Args{Exclusive: true, Region: region("a", 1, 0, 99)}, nlm.Granted)
+	s.locks, s.clients[one] = maxClientLocks, maxClientLocks
+	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 50, 50)}, nlm.DeniedNoLocks)
+	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 50, 99)}, nlm.Granted)
+	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 0, 99)}, nlm.Granted)
+	if n := s.Locks(); n != maxClientLocks-1 {
+		t.Errorf("locks: got %d, want %d", n, maxClientLocks-1)
+	}
+}

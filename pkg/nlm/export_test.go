@@ -5,6 +5,9 @@ import (
 	"time"
 )
 
+// MaxLocks bounds the locks of one mount.
+const MaxLocks = maxLocks
+
 // Quick makes the client poll and retry within milliseconds.
 func (c *Client) Quick() {
 	c.times.silent = pollTimes{time.Millisecond, time.Millisecond}

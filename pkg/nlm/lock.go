@@ -129,7 +129,7 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		}
 		return &retry{changed: f.changed}, nil
 	}
-	if c.Counters.Held.Load() >= maxLocks {
+	if c.full() {
 		return nil, syscall.ENOLCK
 	}
 	c.remember(f, req.l.Owner, req.o, req.cred)
@@ -259,8 +259,12 @@ func (c *Client) hold(f *file, id Owner) bool {
 	return true
 }
 
+// full reports whether the mount has as many locks as it may have.
+func (c *Client) full() bool { return c.Counters.Held.Load() >= maxLocks }
+
 // Unlock releases the owner's locks from start to end. When ctx ends first, the release goes on in
-// the background and Unlock returns EINTR; new requests for the file wait for it.
+// the background and Unlock returns EINTR; new requests for the file wait for it. Unlock returns
+// ENOLCK when it would split a lock and the mount has as many locks as it may have.
 func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, start, end uint64) error {
 	c.mu.Lock()
 	known := c.mu.files[fh] != nil && c.mu.owners[id] != nil
@@ -281,6 +285,10 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 		c.clear(f, id, start, end) // lost ones
 		f.release()
 		return nil
+	}
+	if c.full() && f.locks.Splits(id, start, end) {
+		f.release()
+		return syscall.ENOLCK
 	}
 	err := c.unlockCall(ctx, f, o, cred, id, start, end)
 	if errors.Is(err, syscall.EINTR) {

@@ -84,6 +84,16 @@ func (t *Table[O]) Clear(owner O, start, end uint64) bool {
 	return true
 }
 
+// Splits reports whether Clear would split one of the owner's locks, so that Len grows.
+func (t *Table[O]) Splits(owner O, start, end uint64) bool {
+	for i := range t.locks {
+		if have := &t.locks[i]; have.Owner == owner && have.Start < start && have.End > end {
+			return true
+		}
+	}
+	return false
+}
+
 // appendOutside appends the parts of l before start and after end.
 func appendOutside[O comparable](to []Lock[O], l Lock[O], start, end uint64) []Lock[O] {
 	if !l.overlaps(start, end) {
