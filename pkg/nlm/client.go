@@ -221,6 +221,15 @@ func (c *Client) releaseAll(ctx context.Context) {
 	}
 }
 
+// background runs do in a goroutine that ends before Close returns. After Close it does nothing.
+func (c *Client) background(do func()) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.mu.closed {
+		c.work.Go(do)
+	}
+}
+
 // Reason returns why the last attempt to reach the lock service failed, "" if it succeeded.
 func (c *Client) Reason() string { return c.link.reason() }
 

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -658,6 +659,10 @@ func TestServiceWithoutPortMapper(t *testing.T) {
 	service.WaitReady()
 	if service.Active() {
 		t.Error("the service is active")
+	}
+	if status := service.Status(); !strings.HasPrefix(status, "polling: port mapper of this host: ") ||
+		!strings.Contains(status, "start rpcbind") {
+		t.Errorf("status: got %q, want why servers cannot call", status)
 	}
 	mustLock(t, c, exclusive(alice, 0, 9))
 }

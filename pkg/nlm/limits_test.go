@@ -1,6 +1,8 @@
 package nlm_test
 
 import (
+	"net"
+	"strings"
 	"syscall"
 	"testing"
 
@@ -25,5 +27,46 @@ func TestUnlockCannotExceedLockLimit(t *testing.T) {
 	}
 	if err := c.ReleaseOwner(t.Context(), cred, fh, alice); err != nil || s.locks() != 0 {
 		t.Errorf("release all: got error %v, %d locks at the server; want none", err, s.locks())
+	}
+}
+
+// TestRegistrationOfSilentServiceStays registers a lock service that accepts connections but does not
+// reply. Only a closed port shows that a service has ended.
+func TestRegistrationOfSilentServiceStays(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			conn.Close()
+		}
+	}()
+	defer func() {
+		l.Close()
+		<-done
+	}()
+	mapper, port := startPortMapper(t)
+	key := [3]uint32{nlm.Program, nlm.Version, 6}
+	mapper.maps[key] = uint32(l.Addr().(*net.TCPAddr).Port)
+	cfg := nlm.ServiceConfig{Listen: "127.0.0.1:0"}
+	cfg.SetPortmap(port)
+	service := nlm.NewService(cfg)
+	t.Cleanup(service.Close)
+	startLockServer(t).client(func(c *nlm.Config) { c.Service = service })
+	service.WaitReady()
+	if status := service.Status(); !strings.Contains(status, "another lock service") {
+		t.Errorf("status: got %q, want why servers cannot call", status)
+	}
+	mapper.mu.Lock()
+	defer mapper.mu.Unlock()
+	if len(mapper.maps) != 1 || mapper.maps[key] == 0 {
+		t.Errorf("registrations: got %v, want only that of the silent service", mapper.maps)
 	}
 }

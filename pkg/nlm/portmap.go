@@ -54,7 +54,7 @@ func portmap(ctx context.Context, mapper int, proc uint32, m mapping) (uint32, e
 	}
 	results, err := localCall(ctx, mapper, portmapProgram, portmapVersion, proc, args)
 	if err != nil {
-		return 0, fmt.Errorf("port mapper of this host: %w", err)
+		return 0, fmt.Errorf("port mapper of this host: %w; start rpcbind", err)
 	}
 	d := sunrpc.NewDecoder(results)
 	n := d.Uint32()

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"strconv"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -65,6 +66,7 @@ type Service struct {
 		statd      int  // TCP port of the status monitor of this host; 0 for none
 		nsmState   uint32
 		addr       net.Addr
+		reason     string // why servers cannot call this service
 	}
 }
 
@@ -99,13 +101,13 @@ func (s *Service) Close() {
 		return
 	}
 	s.start.Do(func() { close(s.ready) }) // no start from now on
+	s.end()
 	<-s.ready
 	ctx, cancel := context.WithTimeout(context.Background(), localTimeout)
 	defer cancel()
 	for _, m := range s.registrations() {
 		_, _ = portmap(ctx, s.cfg.portmapPort, portmapUnset, m)
 	}
-	s.end()
 	s.mu.Lock()
 	for conn := range s.mu.conns {
 		conn.Close()
@@ -131,15 +133,20 @@ func (s *Service) registrations() []mapping {
 
 // Status describes the service for the log and for the status of a mount.
 func (s *Service) Status() string {
-	switch {
-	case s == nil:
+	if s == nil {
 		return "off"
-	case !s.active():
-		return "polling: servers cannot call this host"
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return fmt.Sprintf("callbacks at %s", s.mu.addr)
+	switch {
+	case s.mu.callbacks && s.mu.statd != 0:
+		return fmt.Sprintf("callbacks at %s, notices of restarts by rpc.statd", s.mu.addr)
+	case s.mu.callbacks:
+		return fmt.Sprintf("callbacks and notices of restarts at %s", s.mu.addr)
+	case s.mu.reason != "":
+		return "polling: " + s.mu.reason
+	}
+	return "polling"
 }
 
 // add registers a client and starts the service. It does not wait.
@@ -159,6 +166,9 @@ func (s *Service) add(c *Client) {
 			defer close(s.ready)
 			if err := s.run(); err != nil {
 				s.log.Info("waiting locks are polled", "reason", err)
+				s.mu.Lock()
+				s.mu.reason = err.Error()
+				s.mu.Unlock()
 			}
 		})
 	})
@@ -259,7 +269,7 @@ func (s *Service) run() error {
 }
 
 // checkRegistered returns an error if this host has a lock service already. It removes the
-// registration of a service that has ended.
+// registration of a service that has ended: its port is closed.
 func (s *Service) checkRegistered(ctx context.Context) error {
 	m := mapping{prog: Program, vers: Version, proto: protoTCP}
 	port, err := portmap(ctx, s.cfg.portmapPort, portmapGetPort, m)
@@ -268,12 +278,12 @@ func (s *Service) checkRegistered(ctx context.Context) error {
 	}
 	if port < 1<<16 {
 		_, err = localCall(ctx, int(port), Program, Version, uint32(ProcNull), nil)
-		if err != nil && !isNoService(err) {
+		if errors.Is(err, syscall.ECONNREFUSED) {
 			_, err = portmap(ctx, s.cfg.portmapPort, portmapUnset, m)
 			return err
 		}
 	}
-	return fmt.Errorf("another lock service of this host has port %d", port)
+	return fmt.Errorf("another lock service of this host has port %d, for example that of the kernel's NFS", port)
 }
 
 func (s *Service) register(ctx context.Context, m mapping) error {
@@ -308,7 +318,8 @@ func (s *Service) monitor(ctx context.Context, c *Client) {
 		return
 	}
 	h.once.Do(func() {
-		results, err := localCall(ctx, statd, nsmProgram, nsmVersion, nsmMon,
+		// The end of this request must not end the call: no other request makes it.
+		results, err := localCall(context.WithoutCancel(ctx), statd, nsmProgram, nsmVersion, nsmMon,
 			appendMon(nil, c.addr.String(), &notifyCall, &h.priv))
 		var ok bool
 		var state uint32
@@ -452,7 +463,7 @@ func (s *Service) handle(from netip.AddrPort, message []byte) []byte {
 		}
 		if c != nil {
 			results := AppendRes(nil, ProcGrantedRes, res) // the next call overwrites the cookie
-			s.work.Go(func() { c.sendGrantedRes(results) })
+			c.background(func() { c.sendGrantedRes(results) })
 		}
 		return accepted(sunrpc.Success)
 	case ProcNotify:
