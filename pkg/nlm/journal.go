@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -60,20 +61,22 @@ func (e *journalEntry) key() journalKey {
 // nothing.
 type journal struct {
 	path string
+	log  hclog.Logger
 
-	mu    sync.Mutex // guards the fields below
-	f     *os.File   // locked (flock(2)), so that one process has the journal
-	live  map[journalKey]*journalEntry
-	lines int
-	err   error // of the last write
+	mu      sync.Mutex // guards the fields below
+	f       *os.File   // locked (flock(2)), so that one process has the journal
+	live    map[journalKey]*journalEntry
+	lines   int
+	partial bool // the last line has no end
+	failed  bool // a failed write was logged
 }
 
-// openJournal opens the journal in dir and returns the entries that an earlier process left.
-func openJournal(dir string) (j *journal, stale []*journalEntry, err error) {
+// openJournal opens the journal in dir, which logs failed writes to log, and returns the entries that an earlier process left.
+func openJournal(dir string, log hclog.Logger) (j *journal, stale []*journalEntry, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, nil, err
 	}
-	j = &journal{path: filepath.Join(dir, journalFile), live: make(map[journalKey]*journalEntry)}
+	j = &journal{path: filepath.Join(dir, journalFile), log: log, live: make(map[journalKey]*journalEntry)}
 	if j.f, err = os.OpenFile(j.path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600); err != nil {
 		return nil, nil, err
 	}
@@ -87,7 +90,8 @@ func openJournal(dir string) (j *journal, stale []*journalEntry, err error) {
 		j.lines++
 		e := new(journalEntry)
 		if json.Unmarshal(in.Bytes(), e) != nil {
-			continue // the last line of a killed process may be incomplete
+			j.partial = true // of a killed process; an end of line too many does no harm
+			continue
 		}
 		if e.Released {
 			delete(j.live, e.key())
@@ -150,19 +154,32 @@ func (j *journal) remove(key journalKey) {
 func (j *journal) write(e *journalEntry) {
 	line, err := json.Marshal(e)
 	if err == nil {
+		if j.partial {
+			line = append([]byte{'\n'}, line...)
+		}
 		_, err = j.f.Write(append(line, '\n'))
+		j.partial = err != nil
 	}
 	j.lines++
-	j.err = errors.Join(err)
+	j.check(err)
+}
+
+// check logs the first failed write. The caller holds mu.
+func (j *journal) check(err error) {
+	if err != nil && !j.failed {
+		j.failed = true
+		j.log.Warn("locks may stay at servers if this daemon is killed: write to the journal failed", "error", err)
+	}
 }
 
 // rewrite replaces the content by the live entries. A process that is killed meanwhile leaves some
 // of them out. The caller holds mu.
 func (j *journal) rewrite() {
-	if j.err = j.f.Truncate(0); j.err != nil {
+	if err := j.f.Truncate(0); err != nil {
+		j.check(err)
 		return
 	}
-	j.lines = 0
+	j.lines, j.partial = 0, false
 	for _, e := range j.live {
 		j.write(e)
 	}
@@ -173,7 +190,7 @@ func (s *Service) openJournal() {
 	if s.cfg.StateDir == "" {
 		return
 	}
-	j, stale, err := openJournal(s.cfg.StateDir)
+	j, stale, err := openJournal(s.cfg.StateDir, s.log)
 	if err != nil {
 		s.log.Warn("locks stay at servers if this daemon is killed: cannot keep a journal", "error", err)
 		if errors.Is(err, fs.ErrPermission) {

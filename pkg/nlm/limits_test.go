@@ -1,7 +1,11 @@
 package nlm_test
 
 import (
+	"bytes"
+	"encoding/json"
 	"net"
+	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -68,5 +72,28 @@ func TestRegistrationOfSilentServiceStays(t *testing.T) {
 	defer mapper.mu.Unlock()
 	if len(mapper.maps) != 1 || mapper.maps[key] == 0 {
 		t.Errorf("registrations: got %v, want only that of the silent service", mapper.maps)
+	}
+}
+
+// TestJournalAfterIncompleteLine starts a service with the journal of a daemon that was killed
+// during a write.
+func TestJournalAfterIncompleteLine(t *testing.T) {
+	s := startLockServer(t)
+	dir := t.TempDir()
+	path := filepath.Join(dir, "held-locks")
+	if err := os.WriteFile(path, []byte(`{"host":"127.0.0.1","fh":"incompl`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
+	t.Cleanup(service.Close)
+	c := s.client(func(cfg *nlm.Config) { cfg.Service = service })
+	mustLock(t, c, exclusive(alice, 0, 9))
+	journal, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines := bytes.Split(bytes.TrimSpace(journal), []byte("\n"))
+	if last := lines[len(lines)-1]; !json.Valid(last) {
+		t.Errorf("last line of the journal: got %s, want the owner of the lock", last)
 	}
 }
