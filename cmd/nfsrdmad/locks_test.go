@@ -64,12 +64,15 @@ func TestLocksOfTwoDaemons(t *testing.T) {
 	}
 }
 
-// TestStatusNamesMissingLockService mounts with the port of a service that is not NLM.
+// TestStatusNamesMissingLockService mounts with the port of a service that is not NLM. The doctor
+// command finds the reason before a program requests a lock.
 func TestStatusNamesMissingLockService(t *testing.T) {
 	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
 		w.opts(w.server.RDMAAddr)+",nlmport=1").succeeds(t)
+	wantText(t, "doctor", nfsrdmad(t, "doctor", "--control-socket", w.socket).succeeds(t).stdout,
+		"no locks", "no NLM service", "127.0.0.1:1: connect", "start lockd on the server")
 	f, err := os.Open(filepath.Join(dir, "hello"))
 	if err != nil {
 		t.Fatal(err)
@@ -79,13 +82,34 @@ func TestStatusNamesMissingLockService(t *testing.T) {
 		t.Errorf("flock: got error %v, want ENOLCK", err)
 	}
 	status := nfsrdmad(t, "status", "--control-socket", w.socket).succeeds(t).stdout
-	text := strings.Join(strings.Fields(status), " ")
-	if !strings.Contains(text, "no NLM service") || !strings.Contains(text, "mount with nolock") {
-		t.Errorf("status: got %s, want the reason", text)
-	}
+	wantText(t, "status", status, "no NLM service", "mount with nolock")
 	f.Close()
 	w.stop(t, w.daemon) // the log is complete then
 	if !strings.Contains(w.log.String(), "ENOLCK") {
 		t.Errorf("log: got %s, want a line about ENOLCK", w.log)
 	}
+}
+
+// wantText checks that wrapped output contains all parts.
+func wantText(t *testing.T, what, output string, parts ...string) {
+	t.Helper()
+	text := strings.Join(strings.Fields(output), " ")
+	for _, part := range parts {
+		if !strings.Contains(text, part) {
+			t.Errorf("%s: got %s, want %q", what, text, part)
+		}
+	}
+}
+
+// TestDoctorChecksLocks runs the doctor command with a mount whose server has a lock service, and
+// with a mount whose locks are local.
+func TestDoctorChecksLocks(t *testing.T) {
+	w := newTestEnv(t)
+	dir, local := w.mkdir(t, "mnt"), w.mkdir(t, "local")
+	w.mount(t, dir).succeeds(t)
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", local, "-o",
+		w.opts(w.server.RDMAAddr)+",nolock").succeeds(t)
+	wantText(t, "doctor", nfsrdmad(t, "doctor", "--control-socket", w.socket).succeeds(t).stdout,
+		"ok locks "+dir+": the lock service of the server replies; ",
+		"ok locks "+local+": all local")
 }

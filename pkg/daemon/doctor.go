@@ -21,10 +21,12 @@ type Finding struct {
 }
 
 // CheckHost checks what a mount needs on this host: the privilege, /dev/fuse, the daemon at the
-// control socket, and RDMA devices. It contacts no NFS server.
+// control socket, and RDMA devices. For each mount of the daemon, it contacts the lock service of
+// the server.
 func CheckHost(ctx context.Context, socket string) []Finding {
-	return []Finding{checkFUSE(), checkDaemon(ctx, socket),
-		{Subject: "softiwarp", OK: true, Text: "built in; needs only TCP"}, checkDevices()}
+	c := control.NewClient(socket)
+	return append([]Finding{checkFUSE(), checkDaemon(ctx, c, socket),
+		{Subject: "softiwarp", OK: true, Text: "built in; needs only TCP"}, checkDevices()}, checkLocks(ctx, c)...)
 }
 
 func checkFUSE() Finding {
@@ -35,8 +37,7 @@ func checkFUSE() Finding {
 	return f
 }
 
-func checkDaemon(ctx context.Context, socket string) Finding {
-	c := control.NewClient(socket)
+func checkDaemon(ctx context.Context, c *control.Client, socket string) Finding {
 	l, err := c.List(ctx)
 	if err != nil {
 		return Finding{Subject: "daemon", Text: err.Error()}
@@ -70,4 +71,24 @@ func checkDevices() Finding {
 	}
 	f.OK, f.Text = true, "devices: "+strings.Join(names, ", ")
 	return f
+}
+
+// checkLocks checks the locks of each mount of the daemon.
+func checkLocks(ctx context.Context, c *control.Client) (all []Finding) {
+	mounts, err := c.Status(ctx, "")
+	if err != nil {
+		return nil // checkDaemon reports the error
+	}
+	for i := range mounts {
+		m := &mounts[i]
+		f := Finding{Subject: "locks", OK: true, Text: m.Dir + ": all local to this host (local_lock=all)"}
+		if m.Locks.Local != "all" {
+			f.Text = m.Dir + ": the lock service of the server replies; " + m.Locks.Notices
+			if err := mount.CheckLocks(ctx, &m.MountInfo); err != nil {
+				f.OK, f.Text = false, m.Dir+": "+err.Error()
+			}
+		}
+		all = append(all, f)
+	}
+	return all
 }

@@ -1,6 +1,8 @@
 package mount
 
 import (
+	"context"
+	"net/netip"
 	"syscall"
 	"time"
 
@@ -46,4 +48,19 @@ func (s *mountStack) lockStatus() control.LockStatus {
 	st.Reclaimed, st.Lost, st.NoService = n.Reclaimed.Load(), n.Lost.Load(), n.NoService.Load()
 	st.Notices, st.LastError = s.shared.locks.Status(), s.locks.Reason()
 	return st
+}
+
+// CheckLocks checks that the lock service of the server of a mount replies. A [nlm.NoServiceError]
+// says why locks fail with ENOLCK. It contacts no server if all locks of the mount are local.
+func CheckLocks(ctx context.Context, m *control.MountInfo) error {
+	o, err := ParseOptions(DefaultOptions(), m.Options)
+	if err != nil || o.LocalLock == lockAll {
+		return err
+	}
+	server, err := netip.ParseAddrPort(m.Server)
+	if err != nil {
+		return err
+	}
+	return nlm.CheckServer(ctx, nlm.Config{Host: server.Addr().String(), Port: int(o.LockPort),
+		MountPort: int(o.MountPort), MountPortFirst: true})
 }
