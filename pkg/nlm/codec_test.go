@@ -2,10 +2,8 @@ package nlm
 
 import (
 	"bytes"
-	"encoding/hex"
 	"errors"
 	"reflect"
-	"strings"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
@@ -13,14 +11,6 @@ import (
 )
 
 func TestMain(m *testing.M) { testutil.Main(m) }
-
-func unhex(s string) []byte {
-	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
-	if err != nil {
-		panic(err)
-	}
-	return b
-}
 
 var sample = Args{Cookie: []byte{1, 2, 3, 4, 5}, Block: true, Exclusive: true, Reclaim: true, State: 7,
 	Region: Region{Caller: "host", FH: []byte{0xf1, 0xf2}, OH: []byte("own"), SVID: 0x40000001, Offset: 1 << 32,
@@ -51,8 +41,8 @@ func TestArgumentBytes(t *testing.T) {
 		{ProcUnlock, sampleCookie + sampleRegion, Args{Cookie: sample.Cookie, Region: sample.Region}},
 	} {
 		got := AppendArgs(nil, x.proc, &sample)
-		if !bytes.Equal(got, unhex(x.want)) {
-			t.Errorf("%v: got arguments\n     %x\nwant %x", x.proc, got, unhex(x.want))
+		if !bytes.Equal(got, testutil.Unhex(x.want)) {
+			t.Errorf("%v: got arguments\n     %x\nwant %x", x.proc, got, testutil.Unhex(x.want))
 		}
 		var args Args
 		if err := ParseArgs(x.proc, got, &args); err != nil || !reflect.DeepEqual(args, x.args) {
@@ -80,8 +70,8 @@ func TestResultBytes(t *testing.T) {
 			"00000000 00000001 00000001 00000009 00000002 6f680000 0000000000000005 0000000000000006"},
 	} {
 		got := AppendRes(nil, x.proc, &x.res)
-		if !bytes.Equal(got, unhex(x.want)) {
-			t.Errorf("%v %v: got results\n     %x\nwant %x", x.proc, x.res.Stat, got, unhex(x.want))
+		if !bytes.Equal(got, testutil.Unhex(x.want)) {
+			t.Errorf("%v %v: got results\n     %x\nwant %x", x.proc, x.res.Stat, got, testutil.Unhex(x.want))
 		}
 		var res Res
 		if err := ParseRes(x.proc, got, &res); err != nil || !reflect.DeepEqual(res, x.res) {
@@ -92,12 +82,12 @@ func TestResultBytes(t *testing.T) {
 
 func TestInvalidMessages(t *testing.T) {
 	for name, err := range map[string]error{
-		"status 10":       ParseRes(ProcLock, unhex("00000000 0000000a"), new(Res)),
-		"cookie of 4 GiB": ParseRes(ProcLock, unhex("ffffffff 00000000"), new(Res)),
-		"long cookie":     ParseRes(ProcLock, append(unhex("00000024"), make([]byte, 40)...), new(Res)),
-		"long handle": ParseArgs(ProcUnlock, append(unhex("00000000 00000000 00000044"), make([]byte, 200)...),
+		"status 10":       ParseRes(ProcLock, testutil.Unhex("00000000 0000000a"), new(Res)),
+		"cookie of 4 GiB": ParseRes(ProcLock, testutil.Unhex("ffffffff 00000000"), new(Res)),
+		"long cookie":     ParseRes(ProcLock, append(testutil.Unhex("00000024"), make([]byte, 40)...), new(Res)),
+		"long handle": ParseArgs(ProcUnlock, append(testutil.Unhex("00000000 00000000 00000044"), make([]byte, 200)...),
 			new(Args)),
-		"boolean 2": ParseArgs(ProcTest, append(unhex("00000000 00000002"), make([]byte, 64)...), new(Args)),
+		"boolean 2": ParseArgs(ProcTest, append(testutil.Unhex("00000000 00000002"), make([]byte, 64)...), new(Args)),
 	} {
 		if !errors.Is(err, sunrpc.ErrMalformed) {
 			t.Errorf("%s: got error %v, want %v", name, err, sunrpc.ErrMalformed)
@@ -109,21 +99,21 @@ func TestMonitorBytes(t *testing.T) {
 	call := monitorCall{name: "me", prog: Program, vers: Version, proc: uint32(ProcNotify)}
 	id := "00000003 73727600 00000002 6d650000 000186b5 00000004 00000010"
 	priv := [nsmPrivSize]byte{15: 0xff}
-	if got, want := appendMon(nil, "srv", &call, &priv), unhex(id+"000000000000000000000000000000ff"); !bytes.Equal(got,
+	if got, want := appendMon(nil, "srv", &call, &priv), testutil.Unhex(id+"000000000000000000000000000000ff"); !bytes.Equal(got,
 		want) {
 		t.Errorf("SM_MON: got %x, want %x", got, want)
 	}
-	if got := appendUnmon(nil, "srv", &call); !bytes.Equal(got, unhex(id)) {
-		t.Errorf("SM_UNMON: got %x, want %x", got, unhex(id))
+	if got := appendUnmon(nil, "srv", &call); !bytes.Equal(got, testutil.Unhex(id)) {
+		t.Errorf("SM_UNMON: got %x, want %x", got, testutil.Unhex(id))
 	}
-	if ok, state, err := parseMonRes(unhex("00000000 00000009")); !ok || state != 9 || err != nil {
+	if ok, state, err := parseMonRes(testutil.Unhex("00000000 00000009")); !ok || state != 9 || err != nil {
 		t.Errorf("results of SM_MON: got %v, %d, error %v", ok, state, err)
 	}
-	host, state, err := parseNotify(unhex("00000003 73727600 0000000b"))
+	host, state, err := parseNotify(testutil.Unhex("00000003 73727600 0000000b"))
 	if host != "srv" || state != 11 || err != nil {
 		t.Errorf("SM_NOTIFY: got %q, %d, error %v", host, state, err)
 	}
-	host, state, got, err := parseStatus(unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
+	host, state, got, err := parseStatus(testutil.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
 	if host != "srv" || state != 11 || got != priv || err != nil {
 		t.Errorf("callback: got %q, %d, %x, error %v", host, state, got, err)
 	}
@@ -169,9 +159,9 @@ func FuzzParseArgs(f *testing.F) {
 }
 
 func FuzzParseRes(f *testing.F) {
-	f.Add(uint32(ProcTest), unhex("00000000 00000001 00000001 00000009 00000002 6f680000 0000000000000005"+
+	f.Add(uint32(ProcTest), testutil.Unhex("00000000 00000001 00000001 00000009 00000002 6f680000 0000000000000005"+
 		"0000000000000006"))
-	f.Add(uint32(ProcLock), unhex("00000001 01000000 00000003"))
+	f.Add(uint32(ProcLock), testutil.Unhex("00000001 01000000 00000003"))
 	f.Fuzz(func(t *testing.T, proc uint32, b []byte) {
 		var r, again Res
 		if ParseRes(Proc(proc), b, &r) != nil {
@@ -185,7 +175,7 @@ func FuzzParseRes(f *testing.F) {
 }
 
 func FuzzParseMonitor(f *testing.F) {
-	f.Add(unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
+	f.Add(testutil.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		host, state, err := parseNotify(b)
 		if host2, state2, _, err2 := parseStatus(b); err2 == nil && (err != nil || host != host2 || state != state2) {

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"net"
@@ -23,14 +22,6 @@ import (
 )
 
 func TestMain(m *testing.M) { testutil.Main(m) }
-
-func unhex(s string) []byte {
-	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
-	if err != nil {
-		panic(err)
-	}
-	return b
-}
 
 // peer starts a TCP server that runs serve for each connection until the test ends. It returns the
 // port.
@@ -87,7 +78,7 @@ func replies(t *testing.T, reply func(xid uint32) []byte) int {
 // results starts a server that replies to each call with success and these results.
 func results(t *testing.T, hexResults string) int {
 	return replies(t, func(xid uint32) []byte {
-		return append(sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success), unhex(hexResults)...)
+		return append(sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success), testutil.Unhex(hexResults)...)
 	})
 }
 
@@ -124,7 +115,7 @@ func TestMountWireFormat(t *testing.T) {
 		calls <- rec[4:]
 		reply := sunrpc.AppendAcceptedReply(nil, binary.BigEndian.Uint32(rec), sunrpc.Success)
 		rpctcp.WriteRecord(conn, append(reply,
-			unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006")...))
+			testutil.Unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006")...))
 	})
 	res, err := Mount(t.Context(), args(port))
 	if err != nil {
@@ -134,8 +125,8 @@ func TestMountWireFormat(t *testing.T) {
 	if want := (Result{FH: fh, AuthFlavors: []uint32{1, 6}, Port: port}); !reflect.DeepEqual(res, want) {
 		t.Errorf("got result %+v, want %+v", res, want)
 	}
-	if got := <-calls; !bytes.Equal(got, unhex(call)) {
-		t.Errorf("got call\n     %x\nwant %x", got, unhex(call))
+	if got := <-calls; !bytes.Equal(got, testutil.Unhex(call)) {
+		t.Errorf("got call\n     %x\nwant %x", got, testutil.Unhex(call))
 	}
 	if source := <-sources; os.Geteuid() == 0 && (source < minReserved || source > maxReserved) {
 		t.Errorf("got source port %d, want %d to %d", source, minReserved, maxReserved)

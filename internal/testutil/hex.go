@@ -1,0 +1,15 @@
+package testutil
+
+import (
+	"encoding/hex"
+	"strings"
+)
+
+// Unhex returns the bytes that s has in hexadecimal, with spaces anywhere. It panics if s is invalid.
+func Unhex(s string) []byte {
+	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
+	if err != nil {
+		panic(err)
+	}
+	return b
+}
