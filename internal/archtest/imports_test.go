@@ -20,7 +20,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/ganeshatest", "internal/rpctcp internal/testutil pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
 	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/nlm pkg/stats"},
-	{"internal/nfstest", "pkg/nfs3 pkg/sunrpc"},
+	{"internal/nfstest", "pkg/fusefs pkg/nfs3 pkg/sunrpc"},
 	{"pkg/xprt", "internal/leakcheck internal/running internal/verify pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats " +
 		"pkg/sunrpc pkg/trace pkg/verbs"},
 	{"internal/hostile", "pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs"},

@@ -3,7 +3,7 @@ package integration
 import (
 	"io"
 	"net"
-	"strconv"
+	"net/netip"
 	"sync"
 	"testing"
 	"time"
@@ -129,6 +129,11 @@ func (f *forwarder) start(t *testing.T) {
 	})
 }
 
+// lockPort makes a mount use f for its locks.
+func (f *forwarder) lockPort(_ *fusefs.Options, c *nlm.Config) {
+	c.Port = int(netip.MustParseAddrPort(f.addr).Port())
+}
+
 func (f *forwarder) stop() {
 	f.l.Close()
 	f.mu.Lock()
@@ -139,33 +144,56 @@ func (f *forwarder) stop() {
 	f.all.Wait()
 }
 
+// A theft has two mounts and processes that opened their file. The mount a reaches the lock service
+// only through the forwarder.
+type theft struct {
+	server *restartable
+	f      *forwarder
+	a      *lockMount
+	p, q   *lockProcess
+}
+
+func startTheft(t *testing.T) *theft {
+	t.Helper()
+	r := startRestartable(t)
+	e, f := lockExportOf(t, r.s), startForwarder(t, r.s.TCPAddr)
+	a, b := e.mount(t, f.lockPort), e.mount(t, nil)
+	// The processes end before the mounts: cleanups run in reverse order.
+	x := &theft{server: r, f: f, a: a, p: startLockProcess(t), q: startLockProcess(t)}
+	open2(a, b, x.p, x.q)
+	return x
+}
+
+// steal restarts the server without a grace period, lets q lock with a command, and returns when
+// the mount a has lost its lock.
+func (x *theft) steal(command string) {
+	t := x.server.t
+	t.Helper()
+	x.f.stop()
+	x.server.stop()
+	x.server.cfg.LockGrace = time.Nanosecond
+	x.server.start()
+	x.q.eventually("ok", "%s", command)
+	x.f.start(t)
+	eventually(t, "a lost lock", func() bool { return x.a.locks.Counters.Lost.Load() == 1 })
+}
+
 // TestStolenLockFailsIO lets another client take a lock while its holder cannot reach the restarted
 // server. I/O of the holder fails until it unlocks.
 func TestStolenLockFailsIO(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	r := startRestartable(t)
-	e := lockExportOf(t, r.s)
-	f := startForwarder(t, r.s.TCPAddr)
-	_, port, _ := net.SplitHostPort(f.addr)
-	a := e.mount(t, func(_ *fusefs.Options, c *nlm.Config) { c.Port, _ = strconv.Atoi(port) })
-	b := e.mount(t, nil)
-	p, q, other := startLockProcess(t), startLockProcess(t), startLockProcess(t)
-	open2(a, b, p, q)
+	x := startTheft(t)
+	a, p, q := x.a, x.p, x.q
+	other := startLockProcess(t)
 	other.do("ok", "open 1 %s", a.file())
 	p.do("ok", "set 1 w 0 10")
 	p.do("ok", "set 1 w 100 10")
 	p.do("ok", "write 1 old")
 	p.do(`"old"`, "read 1")
 	p.do("ok", "open 2 %s", a.file())
-	f.stop()
-	r.stop()
-	r.cfg.LockGrace = time.Nanosecond
-	r.start()
-	q.eventually("ok", "set 1 w 0 10")
-	f.start(t)
-	eventually(t, "a lost lock", func() bool { return a.locks.Counters.Lost.Load() == 1 })
+	x.steal("set 1 w 0 10")
 	p.do("EIO", "read 1")
 	p.do("EIO", "write 1 new")
 	p.do("EIO", "set 1 w 50 1")
@@ -184,22 +212,10 @@ func TestClosedFileForgetsLostLock(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	r := startRestartable(t)
-	e := lockExportOf(t, r.s)
-	f := startForwarder(t, r.s.TCPAddr)
-	_, port, _ := net.SplitHostPort(f.addr)
-	a := e.mount(t, func(_ *fusefs.Options, c *nlm.Config) { c.Port, _ = strconv.Atoi(port) })
-	b := e.mount(t, nil)
-	p, q := startLockProcess(t), startLockProcess(t)
-	open2(a, b, p, q)
+	x := startTheft(t)
+	a, p, q := x.a, x.p, x.q
 	p.do("ok", "flock 1 ex")
-	f.stop()
-	r.stop()
-	r.cfg.LockGrace = time.Nanosecond
-	r.start()
-	q.eventually("ok", "flock 1 ex")
-	f.start(t)
-	eventually(t, "a lost lock", func() bool { return a.locks.Counters.Lost.Load() == 1 })
+	x.steal("flock 1 ex")
 	p.do("EIO", "write 1 new")
 	p.do("ok", "close 1")
 	p.do("ok", "open 1 %s", a.file())
@@ -252,8 +268,7 @@ func TestLocksWithoutService(t *testing.T) {
 	e := serveLocks(t)
 	closed := startForwarder(t, "127.0.0.1:1")
 	closed.stop()
-	_, port, _ := net.SplitHostPort(closed.addr)
-	a := e.mount(t, func(_ *fusefs.Options, c *nlm.Config) { c.Port, _ = strconv.Atoi(port) })
+	a := e.mount(t, closed.lockPort)
 	p := startLockProcess(t)
 	p.do("ok", "open 1 %s", a.file())
 	p.do("ENOLCK", "set 1 w 0 10")

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -149,8 +150,14 @@ func (p *lockProcess) result() string {
 func (p *lockProcess) do(want, format string, args ...any) {
 	p.t.Helper()
 	p.send(format, args...)
+	p.ends(want, fmt.Sprintf(format, args...))
+}
+
+// ends waits for the result of a command that was sent, and checks it.
+func (p *lockProcess) ends(want, command string) {
+	p.t.Helper()
 	if got := p.result(); got != want {
-		p.t.Errorf("%s: got %s, want %s", fmt.Sprintf(format, args...), got, want)
+		p.t.Errorf("%s: got %s, want %s", command, got, want)
 	}
 }
 
@@ -201,7 +208,7 @@ func (e *lockExport) mount(t *testing.T, change func(*fusefs.Options, *nlm.Confi
 	if err := tr.Connect(ctx); err != nil {
 		t.Fatal(err)
 	}
-	m := &lockMount{dir: t.TempDir()}
+	m := &lockMount{}
 	opts := fusefs.DefaultOptions()
 	var fs *fusefs.FS
 	cfg := nlm.Config{Host: args.Host, MountPort: args.Port, MountPortFirst: true, Caller: e.caller,
@@ -215,20 +222,7 @@ func (e *lockExport) mount(t *testing.T, change func(*fusefs.Options, *nlm.Confi
 	if fs, err = fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root.FH, opts); err != nil {
 		t.Fatal(err)
 	}
-	srv, err := fusefs.Mount(m.dir, fs, fusefs.MountOptions{FsName: args.Host + ":" + args.Export})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := srv.Unmount(); err != nil {
-			t.Errorf("unmount: %v", err)
-			srv.ForceUnmount()
-		}
-		srv.Wait()
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-		defer cancel()
-		fs.Close(ctx)
-	})
+	m.dir = nfstest.Mount(t, fs, args.Host+":"+args.Export)
 	return m
 }
 
@@ -259,25 +253,31 @@ func TestLocksOfEmbeddedServer(t *testing.T) {
 func testLocks(t *testing.T, e *lockExport) (a, b *lockMount) {
 	a, b = e.mount(t, nil), e.mount(t, nil)
 	for _, x := range []struct {
-		name string
-		run  func(t *testing.T, a, b *lockMount, p, q *lockProcess)
+		name     string
+		oneMount bool // both processes use the mount a
+		run      func(t *testing.T, a, b *lockMount, p, q *lockProcess)
 	}{
-		{"conflicts", testLockConflicts},
-		{"ranges", testLockRanges},
-		{"same mount", testLocksOnOneMount},
-		{"flock", testFlock},
-		{"holder", testLockHolder},
-		{"close", testCloseReleases},
-		{"kill", testKillReleases},
-		{"wait", testLockWaits},
-		{"wait on one mount", testLockWaitsOnOneMount},
-		{"signal", testSignalCancels},
-		{"upgrade canceled", testCanceledUpgradeKeepsLock},
-		{"deadlock", testDeadlock},
-		{"coherence", testLockCoherence},
+		{"conflicts", false, testLockConflicts},
+		{"ranges", false, testLockRanges},
+		{"same mount", true, testLocksOnOneMount},
+		{"flock", false, testFlock},
+		{"holder", false, testLockHolder},
+		{"close", false, testCloseReleases},
+		{"kill", false, testKillReleases},
+		{"wait", false, testLockWaits},
+		{"wait on one mount", true, testLockWaitsOnOneMount},
+		{"signal", false, testSignalCancels},
+		{"upgrade canceled", false, testCanceledUpgradeKeepsLock},
+		{"deadlock", true, testDeadlock},
+		{"coherence", false, testLockCoherence},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			p, q := startLockProcess(t), startLockProcess(t)
+			if x.oneMount {
+				open2(a, a, p, q)
+			} else {
+				open2(a, b, p, q)
+			}
 			x.run(t, a, b, p, q)
 			p.kill()
 			q.kill()
@@ -304,7 +304,6 @@ func open2(a, b *lockMount, p, q *lockProcess) {
 }
 
 func testLockConflicts(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "set 1 w 0 0")
 	q.do("EAGAIN", "set 1 w 0 0")
 	q.do("EAGAIN", "set 1 r 5 1")
@@ -318,7 +317,6 @@ func testLockConflicts(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
 }
 
 func testLockRanges(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "set 1 w 100 100")
 	q.do("ok", "set 1 w 0 100")
 	q.do("ok", "set 1 w 200 0")
@@ -331,7 +329,6 @@ func testLockRanges(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
 }
 
 func testLocksOnOneMount(_ *testing.T, a, _ *lockMount, p, q *lockProcess) {
-	open2(a, a, p, q)
 	p.do("ok", "set 1 w 0 10")
 	q.do("EAGAIN", "set 1 w 5 10")
 	q.do("type 1 start 0 len 10", "get 1 w 0 0")
@@ -356,7 +353,6 @@ func testLocksOnOneMount(_ *testing.T, a, _ *lockMount, p, q *lockProcess) {
 }
 
 func testFlock(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "flock 1 sh")
 	q.do("ok", "flock 1 sh")
 	q.do("EAGAIN", "flock 1 ex")
@@ -378,7 +374,6 @@ func testFlock(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
 }
 
 func testLockHolder(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	q.do("type 2 start 0 len 0", "get 1 w 0 0")
 	p.do("ok", "set 1 r 10 20")
 	q.do("type 0 start 10 len 20", "get 1 w 0 0")
@@ -388,14 +383,12 @@ func testLockHolder(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
 }
 
 func testCloseReleases(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "set 1 w 0 0")
 	p.do("ok", "close 1")
 	q.do("ok", "set 1 w 0 0")
 }
 
 func testKillReleases(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "set 1 w 0 0")
 	q.do("EAGAIN", "set 1 w 0 0")
 	p.kill()
@@ -409,37 +402,28 @@ func (m *lockMount) waits(t *testing.T) {
 }
 
 func testLockWaits(t *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "set 1 w 0 0")
 	q.send("wait 1 w 0 0")
 	b.waits(t)
 	p.do("ok", "set 1 u 0 0")
-	if got := q.result(); got != "ok" {
-		t.Errorf("waiting lock: got %s, want ok", got)
-	}
+	q.ends("ok", "waiting lock")
 	p.do("EAGAIN", "set 1 r 0 0")
 	p.send("flock 1 waitex")
 	a.waits(t)
 	q.kill()
-	if got := p.result(); got != "ok" {
-		t.Errorf("waiting flock: got %s, want ok", got)
-	}
+	p.ends("ok", "waiting flock")
 }
 
 func testLockWaitsOnOneMount(t *testing.T, a, _ *lockMount, p, q *lockProcess) {
-	open2(a, a, p, q)
 	p.do("ok", "set 1 w 0 0")
 	q.send("wait 1 w 0 0")
 	p.do("ok", "set 1 u 0 0")
-	if got := q.result(); got != "ok" {
-		t.Errorf("waiting lock: got %s, want ok", got)
-	}
+	q.ends("ok", "waiting lock")
 	p.do("EAGAIN", "set 1 w 0 0")
 }
 
 // testSignalCancels kills a process that waits. Its request must not get the lock later.
 func testSignalCancels(t *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "set 1 w 0 0")
 	q.send("wait 1 w 0 0")
 	b.waits(t)
@@ -456,7 +440,6 @@ func testSignalCancels(t *testing.T, a, b *lockMount, p, q *lockProcess) {
 // testCanceledUpgradeKeepsLock sends a harmless signal to a process that holds a shared lock and
 // waits for an exclusive one.
 func testCanceledUpgradeKeepsLock(t *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "set 1 r 0 100")
 	q.do("ok", "set 1 r 0 100")
 	q.send("wait 1 w 0 50")
@@ -470,28 +453,22 @@ func testCanceledUpgradeKeepsLock(t *testing.T, a, b *lockMount, p, q *lockProce
 	b.waits(t)
 	p.do("EAGAIN", "set 1 w 0 100") // q still has its shared lock
 	p.do("ok", "set 1 u 0 100")
-	if got := q.result(); got != "ok" {
-		t.Errorf("upgrade: got %s, want ok", got)
-	}
+	q.ends("ok", "upgrade")
 	p.do("EAGAIN", "set 1 r 0 50")
 	p.do("ok", "set 1 r 50 50")
 }
 
 func testDeadlock(t *testing.T, a, _ *lockMount, p, q *lockProcess) {
-	open2(a, a, p, q)
 	p.do("ok", "set 1 w 0 1")
 	q.do("ok", "set 1 w 1 1")
 	p.send("wait 1 w 1 1")
 	a.waits(t)
 	q.do("EDEADLK", "wait 1 w 0 1")
 	q.do("ok", "set 1 u 1 1")
-	if got := p.result(); got != "ok" {
-		t.Errorf("waiting lock: got %s, want ok", got)
-	}
+	p.ends("ok", "waiting lock")
 }
 
 func testLockCoherence(t *testing.T, a, b *lockMount, p, q *lockProcess) {
-	open2(a, b, p, q)
 	p.do("ok", "set 1 w 0 0")
 	p.do("ok", "write 1 first")
 	p.do("ok", "set 1 u 0 0")

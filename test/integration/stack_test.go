@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -91,22 +92,7 @@ func mountIt(t *testing.T, c mountConfig) *mount {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir := t.TempDir()
-	srv, err := fusefs.Mount(dir, fs, fusefs.MountOptions{FsName: c.export.Host + ":" + c.export.Export})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := srv.Unmount(); err != nil {
-			t.Errorf("unmount: %v", err)
-			srv.ForceUnmount()
-		}
-		srv.Wait()
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-		defer cancel()
-		fs.Close(ctx)
-	})
-	return &mount{dir: dir, tr: tr}
+	return &mount{dir: nfstest.Mount(t, fs, c.export.Host+":"+c.export.Export), tr: tr}
 }
 
 // run runs a program and returns its output. If the program fails, the test fails.

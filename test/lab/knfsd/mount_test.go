@@ -12,6 +12,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -103,22 +104,7 @@ func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir := t.TempDir()
-	srv, err := fusefs.Mount(dir, fs, fusefs.MountOptions{FsName: "lab:" + lab.ExportRW})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := srv.Unmount(); err != nil {
-			t.Errorf("unmount: %v", err)
-			srv.ForceUnmount()
-		}
-		srv.Wait()
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-		defer cancel()
-		fs.Close(ctx)
-	})
-	return &mount{dir: dir, tr: tr, fs: fs}
+	return &mount{dir: nfstest.Mount(t, fs, "lab:"+lab.ExportRW), tr: tr, fs: fs}
 }
 
 // runLimit bounds one program. The longest program takes a small part of it on a busy host.
