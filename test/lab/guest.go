@@ -22,6 +22,7 @@ const (
 	nfsPort     = 2049
 	mountPort   = 20048
 	portmapPort = 111
+	nlmPort     = 4045 // in image/guest/init
 )
 
 const (
@@ -45,6 +46,7 @@ type Guest struct {
 	NFS     netip.AddrPort // NFS over TCP
 	Mount   netip.AddrPort // MOUNT over TCP
 	Portmap netip.AddrPort // rpcbind over TCP
+	NLM     netip.AddrPort // lock manager over TCP
 	Release string         // kernel release, as in uname -r
 	// Linked is the address on Options.Link, where the server's ports are the standard ones.
 	Linked netip.Addr
@@ -191,7 +193,7 @@ func (g *Guest) choosePorts() error {
 		}
 	}()
 	var inner netip.AddrPort
-	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap, &g.remoteAddr} {
+	for _, addr := range []*netip.AddrPort{&g.RDMA, &inner, &g.NFS, &g.Mount, &g.Portmap, &g.NLM, &g.remoteAddr} {
 		for try := 0; ; try++ {
 			*addr = netip.AddrPortFrom(host, uint16(firstHostPort+rand.IntN(lastHostPort-firstHostPort)))
 			l, err := net.Listen("tcp", addr.String())
@@ -220,6 +222,7 @@ func (g *Guest) arguments() []string {
 		{g.NFS, nfsPort},
 		{g.Mount, mountPort},
 		{g.Portmap, portmapPort},
+		{g.NLM, nlmPort},
 		{g.remoteAddr, remotePort},
 	} {
 		network += fmt.Sprintf(",hostfwd=tcp:%s-%s:%d", f.host, guestAddr, f.guest)

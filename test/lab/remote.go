@@ -70,13 +70,13 @@ type remoteRequest struct {
 
 // A remoteAnswer is the result of a request.
 type remoteAnswer struct {
-	ID                        int // ID of a new guest or capture
-	RDMA, NFS, Mount, Portmap netip.AddrPort
-	Linked                    netip.Addr
-	Release                   string
-	Text                      string
-	Logs, Errors              []string // output for the test
-	Err                       *remoteError
+	ID                             int // ID of a new guest or capture
+	RDMA, NFS, Mount, Portmap, NLM netip.AddrPort
+	Linked                         netip.Addr
+	Release                        string
+	Text                           string
+	Logs, Errors                   []string // output for the test
+	Err                            *remoteError
 }
 
 // A remoteError is an error in a remoteAnswer.

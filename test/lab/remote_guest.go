@@ -101,7 +101,7 @@ func (g *remoteGuest) ask(r remoteRequest) remoteAnswer {
 
 // newRemote returns the Guest that an answer describes.
 func newRemote(t testing.TB, h *remoteHost, o Options, a remoteAnswer) *Guest {
-	return &Guest{t: t, opts: o, RDMA: a.RDMA, NFS: a.NFS, Mount: a.Mount, Portmap: a.Portmap, Linked: a.Linked,
+	return &Guest{t: t, opts: o, RDMA: a.RDMA, NFS: a.NFS, Mount: a.Mount, Portmap: a.Portmap, NLM: a.NLM, Linked: a.Linked,
 		Release: a.Release, remote: &remoteGuest{h, a.ID}}
 }
 

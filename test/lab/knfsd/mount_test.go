@@ -17,6 +17,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
@@ -94,12 +95,18 @@ func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transpor
 // mount mounts /export until the test ends.
 func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 	t.Helper()
+	return b.mountLocks(t, change, nil)
+}
+
+// mountLocks is mount with a lock client, or with local locks if it is nil.
+func (b bench) mountLocks(t *testing.T, change func(*xprt.Config), locks *nlm.Client) *mount {
+	t.Helper()
 	root := b.root(t, lab.ExportRW)
 	tr := b.transport(t, change)
 	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
 	opts := fusefs.DefaultOptions()
-	opts.ACL = nfsacl.NewClient(tr)
+	opts.ACL, opts.Locks = nfsacl.NewClient(tr), locks
 	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, opts)
 	if err != nil {
 		t.Fatal(err)
