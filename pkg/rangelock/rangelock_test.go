@@ -154,3 +154,23 @@ func compare(t *testing.T, table *Table[int], fds []int, span int) {
 		}
 	}
 }
+
+func TestSplits(t *testing.T) {
+	var table Table[int]
+	table.Set(Lock[int]{Start: 10, End: 19, Owner: 1})
+	for _, x := range []struct {
+		owner      int
+		start, end uint64
+		want       bool
+	}{{1, 11, 18, true}, {1, 10, 18, false}, {1, 11, 19, false}, {1, 0, MaxOffset, false}, {1, 30, 31, false},
+		{2, 11, 18, false}} {
+		if got := table.Splits(x.owner, x.start, x.end); got != x.want {
+			t.Errorf("Splits(%d, %d, %d): got %v, want %v", x.owner, x.start, x.end, got, x.want)
+		}
+		changed := Table[int]{locks: table.All()}
+		changed.Clear(x.owner, x.start, x.end)
+		if got := changed.Len() > table.Len(); got != x.want {
+			t.Errorf("Clear(%d, %d, %d): Len grew %v, want %v", x.owner, x.start, x.end, got, x.want)
+		}
+	}
+}
