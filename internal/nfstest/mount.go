@@ -11,8 +11,8 @@ import (
 // closeTimeout bounds the calls of FS.Close on a busy host.
 const closeTimeout = 30 * time.Second
 
-// Mount mounts fs on a new directory, which it returns, until the test ends. Mount closes fs. source
-// is the name of the file system in the mount table.
+// Mount mounts fs on a new directory, which it returns, until the test ends. Then it closes fs.
+// source is the name of the file system in the mount table.
 func Mount(t testing.TB, fs *fusefs.FS, source string) (dir string) {
 	t.Helper()
 	dir = t.TempDir()

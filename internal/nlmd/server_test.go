@@ -176,8 +176,8 @@ func FuzzServe(f *testing.F) {
 	})
 }
 
-// TestUnlockCannotExceedLockLimit unlocks parts of locks when the client has as many locks as it may
-// have.
+// TestUnlockCannotExceedLockLimit unlocks parts of locks when the client has as many locks as it
+// may have.
 func TestUnlockCannotExceedLockLimit(t *testing.T) {
 	s := newServer("", 0)
 	wantStat(t, s, one, nlm.ProcLock, nlm.Args{Exclusive: true, Region: region("a", 1, 0, 99)}, nlm.Granted)

@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// Unhex returns the bytes that s has in hexadecimal, with spaces anywhere. It panics if s is invalid.
+// Unhex decodes hexadecimal digits, with spaces anywhere. It panics if s is invalid.
 func Unhex(s string) []byte {
 	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
 	if err != nil {

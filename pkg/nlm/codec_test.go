@@ -99,8 +99,8 @@ func TestMonitorBytes(t *testing.T) {
 	call := monitorCall{name: "me", prog: Program, vers: Version, proc: uint32(ProcNotify)}
 	id := "00000003 73727600 00000002 6d650000 000186b5 00000004 00000010"
 	priv := [nsmPrivSize]byte{15: 0xff}
-	if got, want := appendMon(nil, "srv", &call, &priv), testutil.Unhex(id+"000000000000000000000000000000ff"); !bytes.Equal(got,
-		want) {
+	want := testutil.Unhex(id + "000000000000000000000000000000ff")
+	if got := appendMon(nil, "srv", &call, &priv); !bytes.Equal(got, want) {
 		t.Errorf("SM_MON: got %x, want %x", got, want)
 	}
 	if got := appendUnmon(nil, "srv", &call); !bytes.Equal(got, testutil.Unhex(id)) {

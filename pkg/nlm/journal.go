@@ -71,7 +71,8 @@ type journal struct {
 	failed  bool // a failed write was logged
 }
 
-// openJournal opens the journal in dir, which logs failed writes to log, and returns the entries that an earlier process left.
+// openJournal opens the journal in dir, which logs failed writes, and returns the entries that an
+// earlier process left.
 func openJournal(dir string, log hclog.Logger) (j *journal, stale []*journalEntry, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, nil, err

@@ -34,8 +34,8 @@ func TestUnlockCannotExceedLockLimit(t *testing.T) {
 	}
 }
 
-// TestRegistrationOfSilentServiceStays registers a lock service that accepts connections but does not
-// reply. Only a closed port shows that a service has ended.
+// TestRegistrationOfSilentServiceStays registers a lock service that accepts connections but does
+// not reply. Only a closed port shows that a service has ended.
 func TestRegistrationOfSilentServiceStays(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

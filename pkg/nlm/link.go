@@ -290,8 +290,8 @@ func (l *link) open(ctx context.Context, port int) (*rpctcp.Client, error) {
 	return nil, err
 }
 
-// CheckServer checks that the lock service of a server replies to a NULL call. It uses only Host and
-// the ports of cfg. The error is a [*NoServiceError] if the server has no such service.
+// CheckServer checks that the lock service of a server replies to a NULL call. It uses only Host
+// and the ports of cfg. The error is a [*NoServiceError] if the server has no such service.
 func CheckServer(ctx context.Context, cfg Config) error {
 	l := newLink(&cfg, nil)
 	defer l.close()

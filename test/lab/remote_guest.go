@@ -101,8 +101,8 @@ func (g *remoteGuest) ask(r remoteRequest) remoteAnswer {
 
 // newRemote returns the Guest that an answer describes.
 func newRemote(t testing.TB, h *remoteHost, o Options, a remoteAnswer) *Guest {
-	return &Guest{t: t, opts: o, RDMA: a.RDMA, NFS: a.NFS, Mount: a.Mount, Portmap: a.Portmap, NLM: a.NLM, Linked: a.Linked,
-		Release: a.Release, remote: &remoteGuest{h, a.ID}}
+	return &Guest{t: t, opts: o, RDMA: a.RDMA, NFS: a.NFS, Mount: a.Mount, Portmap: a.Portmap, NLM: a.NLM,
+		Linked: a.Linked, Release: a.Release, remote: &remoteGuest{h, a.ID}}
 }
 
 // RemoteServer returns the guest that the host passed to ServeRemote, for a process that runs in a

@@ -184,8 +184,8 @@ func (s *remoteSession) add(g *sessionGuest) remoteAnswer {
 	defer s.mu.Unlock()
 	s.last++
 	s.guests[s.last] = g
-	a := remoteAnswer{ID: s.last, RDMA: g.RDMA, NFS: g.NFS, Mount: g.Mount, Portmap: g.Portmap, NLM: g.NLM, Linked: g.Linked,
-		Release: g.Release}
+	a := remoteAnswer{ID: s.last, RDMA: g.RDMA, NFS: g.NFS, Mount: g.Mount, Portmap: g.Portmap, NLM: g.NLM,
+		Linked: g.Linked, Release: g.Release}
 	if g.Linked.IsValid() {
 		// Addresses on the host's loopback are not reachable from another guest.
 		a.RDMA, a.NFS = netip.AddrPortFrom(g.Linked, rdmaPort), netip.AddrPortFrom(g.Linked, nfsPort)
