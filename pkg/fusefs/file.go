@@ -21,7 +21,9 @@ type fileHandle struct {
 	// setID is true after a write to a file with a set-user-ID or set-group-ID bit. The server may
 	// have cleared the bit.
 	setID atomic.Bool
-	locks handleLocks
+	// flushed is true after a close(2). If no process has a copy of the descriptor, RELEASE follows.
+	flushed atomic.Bool
+	locks   handleLocks
 }
 
 func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
@@ -210,6 +212,9 @@ func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	fs.flushLocks(r, h, in.LockOwner)
 	return fs.end(OpFlush, r, nil)
 }
+	if h != nil {
+		h.flushed.Store(true)
+	}
 
 // Fsync handles fsync(2) and fdatasync(2).
 func (fs *FS) Fsync(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {

@@ -181,8 +181,9 @@ func (t *inodeTable) removalEnded() {
 // wait for this removal. An rmdir(2) of the directory in between would find it not empty. rmdir
 // therefore waits for hidden names that are being removed.
 
-// hiddenTimeout is how long rmdir waits for a close that the kernel may not have sent yet.
-const hiddenTimeout = 100 * time.Millisecond
+// hiddenTimeout is how long rmdir waits for the RELEASE of a file after its close(2). RELEASE does
+// not come while a process has a copy of the descriptor, or a mapping of the file.
+const hiddenTimeout = time.Second
 
 func (t *inodeTable) addHidden(dir *inode) {
 	t.mu.Lock()
@@ -206,6 +207,18 @@ func (t *inodeTable) endHiddenRemoval(dir *inode) {
 	t.removalEnded()
 }
 
+// hidesOpenFile reports whether a hidden name in the directory is of a file that was not closed.
+func (fs *FS) hidesOpenFile(dir *inode) bool {
+	fs.handles.Lock()
+	defer fs.handles.Unlock()
+	for _, h := range fs.handles.files {
+		if silly := h.ino.sillyName(); silly != nil && silly.dir == dir && !h.flushed.Load() {
+			return true
+		}
+	}
+	return false
+}
+
 // awaitHiddenRemovals waits until the directory has no hidden names. awaitHiddenRemovals returns
 // true when the directory had hidden names at some time and has none now. awaitHiddenRemovals
 // returns false when the files of the hidden names stay open, or when r ends.
@@ -224,7 +237,7 @@ func (fs *FS) awaitHiddenRemovals(r *request, dir *inode) bool {
 		if hidden == 0 {
 			return hadHidden
 		}
-		if timedOut && removing == 0 {
+		if removing == 0 && (timedOut || fs.hidesOpenFile(dir)) {
 			return false
 		}
 		select {

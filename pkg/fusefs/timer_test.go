@@ -68,15 +68,21 @@ func TestReopenExpires(t *testing.T) {
 	})
 }
 
-// TestAwaitHiddenRemovals checks how long rmdir waits for hidden names: hiddenTimeout while their
-// files are open, and until the end of removals that have begun.
+// TestAwaitHiddenRemovals checks how long rmdir waits for hidden names: not at all while one of their
+// files is open, hiddenTimeout after close(2), and until the end of removals that have begun.
 func TestAwaitHiddenRemovals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		fs, dir, r := &FS{}, &inode{}, &request{done: make(chan struct{})}
 		fs.inodes.addHidden(dir)
+		h := &fileHandle{ino: &inode{silly: &sillyName{dir: dir}}}
+		fs.handles.files = map[uint64]*fileHandle{1: h}
 		start := time.Now()
+		if fs.awaitHiddenRemovals(r, dir) || time.Since(start) != 0 {
+			t.Errorf("wait for an open file: got %v, want 0s and false", time.Since(start))
+		}
+		h.flushed.Store(true)
 		if fs.awaitHiddenRemovals(r, dir) || time.Since(start) != hiddenTimeout {
-			t.Errorf("wait for an open file: got %v, want %v and false", time.Since(start), hiddenTimeout)
+			t.Errorf("wait for a file after close: got %v, want %v and false", time.Since(start), hiddenTimeout)
 		}
 		fs.inodes.beginHiddenRemoval(dir)
 		time.AfterFunc(time.Minute, func() { fs.inodes.endHiddenRemoval(dir) })
