@@ -227,6 +227,9 @@ func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Ow
 			fs.invalidateAttr(ino)
 			return fs.checkStale(ino, aclError(err))
 		}
+		ino.mu.Lock()
+		ino.newEpoch(fs)
+		ino.mu.Unlock()
 		fs.updateWcc(ino, &nfs3.WccData{HasAfter: attr.Present, After: attr.Attr}, start, true)
 		return nil
 	}

@@ -88,8 +88,8 @@ func (fs *FS) updateAttrLocked(ino *inode, a *nfs3.Attr, start uint64) (stored b
 	changed := ino.known && stampOf(&ino.attr) != now
 	foreign := ino.known && fs.changedByOther(stampOf(&ino.attr), now, ino.requestClock)
 	if foreign && a.Type == nfs3.NF3DIR {
-		ino.newEpoch(start)
-		expired = fs.takeNamesLocked(ino, start)
+		ino.newEpoch(fs)
+		expired = fs.takeNamesLocked(ino)
 	}
 	if ino.pageStampValid {
 		ino.pageStampValid = !fs.changedByOther(ino.pageStamp, now, ino.requestClock)

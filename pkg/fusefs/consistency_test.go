@@ -140,6 +140,39 @@ func TestOpenSeesOtherClient(t *testing.T) {
 	}
 }
 
+// TestLookupBeforeChangeIsNotCached delays the reply to a LOOKUP. The reply to a later GETATTR shows
+// that another client has changed the directory. The name in the old reply must not enter a cache.
+func TestLookupBeforeChangeIsNotCached(t *testing.T) {
+	t.Parallel()
+	e := startOwnExport(t)
+	m, calls := e.mountScripted(t, mountConfig{})
+	must(t, os.Mkdir(filepath.Join(e.dir, "d"), 0o755))
+	must(t, os.WriteFile(filepath.Join(e.dir, "d/f"), nil, 0o644))
+	fd, err := unix.Open(m.path("d"), unix.O_PATH|unix.O_CLOEXEC, 0)
+	must(t, err)
+	defer unix.Close(fd)
+	answered, changed := make(chan struct{}), make(chan struct{})
+	calls.on(times(1, func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
+		err := pass()
+		close(answered)
+		<-changed
+		return err
+	}), nfs3.ProcLookup)
+	result := make(chan error, 1)
+	go func() { var st unix.Stat_t; result <- unix.Fstatat(fd, "f", &st, 0) }()
+	<-answered
+	e.awaitTick(t)
+	must(t, os.Rename(filepath.Join(e.dir, "d/f"), filepath.Join(e.dir, "d/g")))
+	var st unix.Statx_t
+	must(t, unix.Statx(fd, "", unix.AT_EMPTY_PATH|unix.AT_STATX_FORCE_SYNC, unix.STATX_BASIC_STATS, &st))
+	close(changed)
+	must(t, <-result)
+	var now unix.Stat_t
+	if err := unix.Fstatat(fd, "f", &now, 0); err != unix.ENOENT {
+		t.Errorf("stat after the change: got %v, want ENOENT", err)
+	}
+}
+
 // TestStatDropsStalePages checks that read(2) of an open file returns another client's data after a
 // stat that asked the server.
 func TestStatDropsStalePages(t *testing.T) {

@@ -105,11 +105,11 @@ type lookupState struct {
 	searchers map[*byte]time.Time
 }
 
-// newEpoch makes all cached names and rights of a directory invalid, and those in replies to calls
-// sent before start. The caller holds ino.mu.
-func (ino *inode) newEpoch(start uint64) {
+// newEpoch makes all cached names and rights of an inode invalid, and those in replies to calls sent
+// before. The server may have executed these calls before the change. The caller holds ino.mu.
+func (ino *inode) newEpoch(fs *FS) {
 	ino.lookups.epoch++
-	ino.lookups.epochClock = start
+	ino.lookups.epochClock = fs.clock.Add(1)
 	clear(ino.lookups.searchers)
 }
 

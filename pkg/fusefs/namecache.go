@@ -30,7 +30,6 @@ type nameCache struct {
 	names   map[string]cachedName
 	expires time.Time // the latest of the names
 	sweepAt int       // number of names at which expired ones are removed
-	changed uint64    // FS.clock at the call whose reply showed a change by another client
 }
 
 type cachedName struct {
@@ -50,7 +49,7 @@ func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOu
 	dir.mu.Lock()
 	defer dir.mu.Unlock()
 	c := &dir.names
-	if start < c.changed {
+	if start < dir.lookups.epochClock {
 		out.SetEntryTimeout(0)
 		return
 	}
@@ -86,11 +85,11 @@ func (c *nameCache) sweep(now time.Time) {
 	c.sweepAt = 2 * len(c.names)
 }
 
-// takeNamesLocked removes and returns the names of a directory. The reply to a call that was sent
-// at start showed a change by another client. The caller holds dir.mu.
-func (fs *FS) takeNamesLocked(dir *inode, start uint64) map[string]cachedName {
+// takeNamesLocked removes and returns the names of a directory after a new epoch began. The caller
+// holds dir.mu.
+func (fs *FS) takeNamesLocked(dir *inode) map[string]cachedName {
 	names := dir.names.names
-	dir.names = nameCache{changed: start}
+	dir.names = nameCache{}
 	fs.inodes.names.Add(-int64(len(names)))
 	return names
 }

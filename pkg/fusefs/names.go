@@ -59,7 +59,11 @@ func (fs *FS) lookup(r *request, dir *inode, name string, out *fuse.EntryOut) er
 // lookupOnce finds a name. The returned node is nil when the kernel may cache the name as missing.
 // When the object disappears before its attributes arrive, lookupOnce looks the name up again.
 func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut) (*inode, error) {
+	start := fs.callStart()
 	if ino, ok, err := fs.lookupCached(r, dir, name, out); ok {
+		if err == nil {
+			fs.cacheName(dir, name, start, out)
+		}
 		return ino, err
 	}
 	for try := 0; ; try++ {

@@ -127,7 +127,7 @@ func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.S
 		if set.HasSize {
 			ino.size = set.Size
 		}
-		ino.newEpoch(fs.clock.Add(1)) // the change may grant or revoke rights
+		ino.newEpoch(fs) // the change may grant or revoke rights
 		ino.mu.Unlock()
 		fs.updateWcc(ino, wcc, start, true)
 		return nil
