@@ -69,6 +69,8 @@ Options of -o with the names and meanings of nfs(5); defaults in parentheses:
   ac | noac             cache attributes or not (ac)
   lookupcache=all | pos | none
                         cache all names, existing names, or none (all)
+  cto | nocto           ask the server at each open, or use cached attributes
+                        and permissions of the user until they expire (cto)
   acl | noacl           use POSIX ACLs of the server, or ignore them (acl)
   lock | nolock         fcntl(2) and flock(2) locks exclude other clients, or
                         only processes of this host (lock)
@@ -82,8 +84,8 @@ Options of -o with the names and meanings of nfs(5); defaults in parentheses:
   noexec, noatime, nodiratime, strictatime and their opposites
                         see mount(8)
 Accepted for compatibility; no effect: vers=3, nfsvers=3, mountvers=3,
-  proto=rdma, rdma, mountproto=tcp, sec=sys, cto, nocto, rdirplus, intr,
-  nointr, and options of fstab(5) for other programs.
+  proto=rdma, rdma, mountproto=tcp, sec=sys, rdirplus, intr, nointr,
+  and options of fstab(5) for other programs.
 
 Options of this client:
   dirty_expire=SECONDS  age after which the data of open files is written to

@@ -173,6 +173,36 @@ func TestLookupBeforeChangeIsNotCached(t *testing.T) {
 	}
 }
 
+// TestNoCTOUsesCachedAttributes checks that an open with nocto makes no call while the attributes
+// are cached. After they expire, the open finds another client's change.
+func TestNoCTOUsesCachedAttributes(t *testing.T) {
+	t.Parallel()
+	const age = time.Second
+	e := startOwnExport(t)
+	m, calls := e.mountScripted(t, mountConfig{opts: Options{NoCTO: true, AcRegMin: time.Hour, AcRegMax: time.Hour,
+		AcDirMin: time.Hour, AcDirMax: time.Hour}})
+	must(t, os.WriteFile(filepath.Join(e.dir, "f"), []byte("old"), 0o644))
+	wantContent(t, m.path("f"), []byte("old"))
+	asked := func() int { return calls.count(nfs3.ProcAccess) + calls.count(nfs3.ProcGetAttr) }
+	before := asked()
+	for range 3 {
+		wantContent(t, m.path("f"), []byte("old"))
+	}
+	if n := asked() - before; n != 0 {
+		t.Errorf("ACCESS and GETATTR calls of opens: got %d, want 0", n)
+	}
+	must(t, os.WriteFile(filepath.Join(e.dir, "f"), []byte("new"), 0o644))
+	wantContent(t, m.path("f"), []byte("old"))
+
+	short := e.mount(t, mountConfig{opts: Options{NoCTO: true, AcRegMin: age, AcRegMax: age, AcDirMin: age,
+		AcDirMax: age}})
+	wantContent(t, short.path("f"), []byte("new"))
+	must(t, os.WriteFile(filepath.Join(e.dir, "f"), []byte("newer"), 0o644))
+	if !eventually(func() bool { got, err := os.ReadFile(short.path("f")); return err == nil && string(got) == "newer" }) {
+		t.Error("open after the attributes expired: got the old data forever, want the new data")
+	}
+}
+
 // TestStatDropsStalePages checks that read(2) of an open file returns another client's data after a
 // stat that asked the server.
 func TestStatDropsStalePages(t *testing.T) {

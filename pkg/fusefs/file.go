@@ -107,27 +107,16 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
-	// ACCESS returns both the user's permission and the current attributes. The kernel alone would
-	// check only mode bits, and the pages of the file are shared by all users.
-	var res nfs3.AccessResult
-	want := wantedAccess(flags)
-	if err := fs.askAccess(r, r.cred, ino, want, &res); err != nil {
+	a, cacheable, err := fs.checkOpen(r, ino, wantedAccess(flags))
+	switch {
+	case err != nil:
+	case flags&syscall.O_TRUNC != 0:
+		cacheable, err = fs.truncate(r, ino, &a)
+	case !cacheable:
+		cacheable, err = fs.fetch(r, r.cred, ino, &a)
+	}
+	if err != nil {
 		return err
-	}
-	if res.Access&want != want {
-		return syscall.EACCES
-	}
-	a, cacheable := res.Attr.Attr, res.Attr.Present
-	if flags&syscall.O_TRUNC != 0 {
-		var err error
-		if cacheable, err = fs.truncate(r, ino, &a); err != nil {
-			return err
-		}
-	} else if !cacheable {
-		var err error
-		if cacheable, err = fs.fetch(r, r.cred, ino, &a); err != nil {
-			return err
-		}
 	}
 	unchanged := ino.revalidate(&a, cacheable)
 	if !unchanged {
@@ -145,6 +134,31 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	out.Fh = fs.newFile(ino, r.cred, flags)
 	out.OpenFlags = openFlags(flags, unchanged)
 	return nil
+}
+
+// checkOpen checks that the user has the rights want, and returns the file's attributes if
+// cacheable is true. ACCESS returns both. The kernel alone would check only mode bits, and the pages
+// of the file are shared by all users.
+func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (a nfs3.Attr, cacheable bool, err error) {
+	ask := want
+	if fs.opts.NoCTO {
+		if a, ok := fs.openCached(ino, r.cred, want); ok {
+			return a, true, nil
+		}
+		ask = openRights
+	}
+	var res nfs3.AccessResult
+	start := fs.callStart()
+	if err := fs.askAccess(r, r.cred, ino, ask, &res); err != nil {
+		return a, false, err
+	}
+	if fs.opts.NoCTO {
+		fs.keepOpener(ino, r.cred, res.Access, start)
+	}
+	if res.Access&want != want {
+		return a, false, syscall.EACCES
+	}
+	return res.Attr.Attr, res.Attr.Present, nil
 }
 
 // revalidate reports whether the kernel's cached pages match the attributes a, which are new from
@@ -198,6 +212,9 @@ func (fs *FS) truncate(r *request, ino *inode, a *nfs3.Attr) (cacheable bool, er
 func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	r := fs.begin(OpFlush, cancel, &in.InHeader)
 	h := fs.file(in.Fh)
+	if h != nil {
+		h.flushed.Store(true)
+	}
 	switch {
 	case h == nil:
 		return fs.end(OpFlush, r, syscall.EBADF)
@@ -212,9 +229,6 @@ func (fs *FS) Flush(cancel <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 	fs.flushLocks(r, h, in.LockOwner)
 	return fs.end(OpFlush, r, nil)
 }
-	if h != nil {
-		h.flushed.Store(true)
-	}
 
 // Fsync handles fsync(2) and fdatasync(2).
 func (fs *FS) Fsync(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {

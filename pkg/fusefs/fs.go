@@ -51,6 +51,8 @@ type Options struct {
 	AcRegMin, AcRegMax, AcDirMin, AcDirMax time.Duration
 	// NoAC disables attribute caching and makes every write synchronous (nfs(5), noac).
 	NoAC bool
+	// NoCTO lets an open use cached attributes and cached rights of its user (nfs(5), nocto).
+	NoCTO bool
 	// LookupCache selects the names that may be cached.
 	LookupCache LookupCache
 	// SharedNames makes the kernel cache names for all users. The kernel then checks by mode bits

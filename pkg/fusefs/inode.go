@@ -46,12 +46,13 @@ type inode struct {
 	pageStamp stamp // state of the file in the kernel's cached pages
 	// pageStamp is known, and no other client is known to have changed the file
 	pageStampValid bool
-	pending        int         // extents that the server does not have yet
-	silly          *sillyName  // current name of a removed file that is still open
-	lookups        lookupState // of a directory
-	acls           *cachedACLs // nil: unknown
-	names          nameCache   // of a directory
-	found          foundAs     // of a directory
+	pending        int              // extents that the server does not have yet
+	silly          *sillyName       // current name of a removed file that is still open
+	lookups        lookupState      // of a directory
+	openers        map[*byte]opener // of a file, with Options.NoCTO; as lookupState.searchers
+	acls           *cachedACLs      // nil: unknown
+	names          nameCache        // of a directory
+	found          foundAs          // of a directory
 	chain          writeChain
 
 	wb writeback

@@ -111,6 +111,7 @@ func (ino *inode) newEpoch(fs *FS) {
 	ino.lookups.epoch++
 	ino.lookups.epochClock = fs.clock.Add(1)
 	clear(ino.lookups.searchers)
+	clear(ino.openers)
 }
 
 // cachesLookups reports whether this package caches names.

@@ -272,9 +272,14 @@ func TestOpenChecksRightsOfEachUser(t *testing.T) {
 			openExport(t, e)
 			putFile(t, filepath.Join(e.dir, "file"), "#!/bin/true\n", alice, 0o777)
 			setACL(t, filepath.Join(e.dir, "file"), 7, 7, 7, 7, bob, c.rights)
-			m := e.mount(t, mountConfig{})
-			wantContent(t, m.path("file"), []byte("#!/bin/true\n"))
-			want(t, "open", bob.open(t, m.path("file"), c.flags, 0), c.want)
+			for _, opts := range []Options{{}, {NoCTO: true}} {
+				m := e.mount(t, mountConfig{opts: opts})
+				wantContent(t, m.path("file"), []byte("#!/bin/true\n"))
+				want(t, fmt.Sprintf("open with nocto=%v", opts.NoCTO), bob.open(t, m.path("file"), c.flags, 0), c.want)
+				if c.flags&unix.O_TRUNC == 0 {
+					wantContent(t, m.path("file"), []byte("#!/bin/true\n"))
+				}
+			}
 		})
 	}
 }

@@ -40,6 +40,7 @@ type Options struct {
 	AcDirMin     time.Duration
 	AcDirMax     time.Duration
 	NoAC         bool
+	NoCTO        bool // an open may use cached attributes
 	NoACL        bool
 	LookupCache  string // all, pos or none
 	SharedNames  bool   // the kernel caches names for all users
@@ -232,6 +233,8 @@ var optionTable = slices.Concat([]option{
 	}, "actimeo"),
 	wordSets("ac", "ac", func(o *Options) { o.NoAC = false }),
 	wordSets("ac", "noac", func(o *Options) { o.NoAC = true }),
+	wordSets("cto", "cto", func(o *Options) { o.NoCTO = false }),
+	wordSets("cto", "nocto", func(o *Options) { o.NoCTO = true }),
 	wordSets("acl", "acl", func(o *Options) { o.NoACL = false }),
 	wordSets("acl", "noacl", func(o *Options) { o.NoACL = true }),
 	{names: []string{"lookupcache"}, group: "lookupcache", want: "must be all, none, pos or positive",
@@ -260,9 +263,8 @@ var optionTable = slices.Concat([]option{
 		func(o *Options, v string) { o.LocalLock = v }, "local_lock"),
 	wordSets("access", "ro", func(o *Options) { o.ReadOnly = true }),
 	wordSets("access", "rw", func(o *Options) { o.ReadOnly = false }),
-	word("", "intr", "nointr"),               // no effect, as in nfs(5)
-	word("", "rdma", "rdirplus"),             // always on
-	word("cto", "cto"), word("cto", "nocto"), // each open asks the server
+	word("", "intr", "nointr"),   // no effect, as in nfs(5)
+	word("", "rdma", "rdirplus"), // always on
 	oneOf("mountvers", []string{"3"}, " (the MOUNT protocol of NFS version 3)", ignore, "mountvers"),
 	oneOf("provider", []string{providerAuto, providerSoftiwarp, providerRdmacore}, "",
 		func(o *Options, v string) { o.Provider = v }, "provider"),
@@ -480,6 +482,9 @@ func (o Options) String() string {
 		add("acregmax", seconds(o.AcRegMax))
 		add("acdirmin", seconds(o.AcDirMin))
 		add("acdirmax", seconds(o.AcDirMax))
+	}
+	if o.NoCTO {
+		l = append(l, "nocto")
 	}
 	if o.NoACL {
 		l = append(l, "noacl")

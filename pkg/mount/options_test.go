@@ -38,6 +38,7 @@ func TestParseOptions(t *testing.T) {
 		{"acregmin=1,acregmax=2,acdirmin=3,acdirmax=4", func(o *Options) {
 			o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = time.Second, 2*time.Second, 3*time.Second, 4*time.Second
 		}},
+		{"nocto", func(o *Options) { o.NoCTO = true }},
 		{"noac,lookupcache=positive", func(o *Options) { o.NoAC, o.LookupCache = true, "pos" }},
 		{"sharednames", func(o *Options) { o.SharedNames = true }},
 		{"nosharednames", func(o *Options) { o.SharedNames = false }},

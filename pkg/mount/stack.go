@@ -192,7 +192,7 @@ func (s *mountStack) fsOptions(log hclog.Logger) fusefs.Options {
 		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, DirtyExpire: s.opts.DirtyExpire,
 		DirtyBytes: int64(s.opts.DirtyBytes), DirtyTotal: s.shared.dirty, Lost: s.lost, Failed: s.failed,
 		Invalid: s.invalidReply, Observe: s.observeOp, Warn: log.With("mount", s.dir).Warn,
-		SharedNames: s.opts.SharedNames, Locks: s.locks,
+		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Locks: s.locks,
 		LocalPosix: s.opts.LocalLock == lockPosix, LocalFlock: s.opts.LocalLock == lockFlock}
 	if s.opts.Recovery != RecoveryHard {
 		o.BusyTimeout = s.opts.Timeout * time.Duration(s.opts.Retrans+1)
