@@ -203,6 +203,18 @@ func TestNoCTOUsesCachedAttributes(t *testing.T) {
 	}
 }
 
+// openAndRead opens a file until the test ends and reads its first n bytes into a new buffer.
+func openAndRead(t *testing.T, path string, n int) (f *os.File, buf []byte) {
+	t.Helper()
+	f, err := os.Open(path)
+	must(t, err)
+	t.Cleanup(func() { f.Close() })
+	buf = make([]byte, n)
+	_, err = f.ReadAt(buf, 0)
+	must(t, err)
+	return f, buf
+}
+
 // TestStatDropsStalePages checks that read(2) of an open file returns another client's data after a
 // stat that asked the server.
 func TestStatDropsStalePages(t *testing.T) {
@@ -210,19 +222,14 @@ func TestStatDropsStalePages(t *testing.T) {
 	e := startOwnExport(t)
 	a, _, b := twoMounts(t, e, Options{})
 	must(t, os.WriteFile(b.path("f"), bytes.Repeat([]byte("1"), 100), 0o644))
-	f, err := os.Open(a.path("f"))
-	must(t, err)
-	defer f.Close()
-	buf := make([]byte, 10)
-	_, err = f.ReadAt(buf, 0)
-	must(t, err)
+	f, buf := openAndRead(t, a.path("f"), 10)
 	for i := range 5 {
 		want := bytes.Repeat([]byte{byte('2' + i)}, 100)
 		e.awaitTick(t)
 		must(t, os.WriteFile(b.path("f"), want, 0o644))
 		var st unix.Statx_t
 		must(t, unix.Statx(int(f.Fd()), "", unix.AT_EMPTY_PATH|unix.AT_STATX_FORCE_SYNC, unix.STATX_BASIC_STATS, &st))
-		if _, err = f.ReadAt(buf, 0); err != nil || !bytes.Equal(buf, want[:10]) {
+		if _, err := f.ReadAt(buf, 0); err != nil || !bytes.Equal(buf, want[:10]) {
 			t.Errorf("read after stat: got %q, %v, want %q", buf, err, want[:10])
 		}
 	}
@@ -244,12 +251,7 @@ func TestOpenFileSeesOtherClient(t *testing.T) {
 			e := startOwnExport(t)
 			a, _, b := twoMounts(t, e, tt.opts)
 			must(t, os.WriteFile(b.path("f"), bytes.Repeat([]byte("1"), 100), 0o644))
-			f, err := os.Open(a.path("f"))
-			must(t, err)
-			defer f.Close()
-			buf := make([]byte, 10)
-			_, err = f.ReadAt(buf, 0)
-			must(t, err)
+			f, buf := openAndRead(t, a.path("f"), 10)
 			e.awaitTick(t)
 			must(t, os.WriteFile(b.path("f"), bytes.Repeat([]byte("2"), 100), 0o644))
 			if !eventually(func() bool {
@@ -473,12 +475,7 @@ func TestRenameOverFileOpenElsewhere(t *testing.T) {
 		t.Run(s.name, func(t *testing.T) {
 			a, _, b := twoMounts(t, s.start(t), Options{})
 			must(t, os.WriteFile(b.path("f"), bytes.Repeat([]byte("old"), 10000), 0o644))
-			f, err := os.Open(a.path("f"))
-			must(t, err)
-			defer f.Close()
-			buf := make([]byte, 3)
-			_, err = f.ReadAt(buf, 0)
-			must(t, err)
+			f, buf := openAndRead(t, a.path("f"), 3)
 			must(t, os.WriteFile(b.path("new"), bytes.Repeat([]byte("new"), 10000), 0o644))
 			must(t, os.Rename(b.path("new"), b.path("f")))
 			wantContent(t, a.path("f"), bytes.Repeat([]byte("new"), 10000))
