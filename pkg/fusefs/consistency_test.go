@@ -140,66 +140,57 @@ func TestOpenSeesOtherClient(t *testing.T) {
 	}
 }
 
-// TestLookupBeforeChangeIsNotCached delays the reply to a LOOKUP. The reply to a later GETATTR shows
-// that another client has changed the directory. The name in the old reply must not enter a cache.
-func TestLookupBeforeChangeIsNotCached(t *testing.T) {
+// TestOvertakenReplyIsNotCached delays a reply with a name. The reply to a later GETATTR shows that
+// another client has changed the directory. The old name must not enter a cache.
+func TestOvertakenReplyIsNotCached(t *testing.T) {
 	t.Parallel()
-	e := startOwnExport(t)
-	m, calls := e.mountScripted(t, mountConfig{})
-	must(t, os.Mkdir(filepath.Join(e.dir, "d"), 0o755))
-	must(t, os.WriteFile(filepath.Join(e.dir, "d/f"), nil, 0o644))
-	fd, err := unix.Open(m.path("d"), unix.O_PATH|unix.O_CLOEXEC, 0)
-	must(t, err)
-	defer unix.Close(fd)
-	answered, changed := make(chan struct{}), make(chan struct{})
-	calls.on(times(1, func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
-		err := pass()
-		close(answered)
-		<-changed
-		return err
-	}), nfs3.ProcLookup)
-	result := make(chan error, 1)
-	go func() { var st unix.Stat_t; result <- unix.Fstatat(fd, "f", &st, 0) }()
-	<-answered
-	e.awaitTick(t)
-	must(t, os.Rename(filepath.Join(e.dir, "d/f"), filepath.Join(e.dir, "d/g")))
-	var st unix.Statx_t
-	must(t, unix.Statx(fd, "", unix.AT_EMPTY_PATH|unix.AT_STATX_FORCE_SYNC, unix.STATX_BASIC_STATS, &st))
-	close(changed)
-	must(t, <-result)
-	var now unix.Stat_t
-	if err := unix.Fstatat(fd, "f", &now, 0); err != unix.ENOENT {
-		t.Errorf("stat after the change: got %v, want ENOENT", err)
-	}
-}
-
-// TestNoCTOUsesCachedAttributes checks that an open with nocto makes no call while the attributes
-// are cached. After they expire, the open finds another client's change.
-func TestNoCTOUsesCachedAttributes(t *testing.T) {
-	t.Parallel()
-	const age = time.Second
-	e := startOwnExport(t)
-	m, calls := e.mountScripted(t, mountConfig{opts: Options{NoCTO: true, AcRegMin: time.Hour, AcRegMax: time.Hour,
-		AcDirMin: time.Hour, AcDirMax: time.Hour}})
-	must(t, os.WriteFile(filepath.Join(e.dir, "f"), []byte("old"), 0o644))
-	wantContent(t, m.path("f"), []byte("old"))
-	asked := func() int { return calls.count(nfs3.ProcAccess) + calls.count(nfs3.ProcGetAttr) }
-	before := asked()
-	for range 3 {
-		wantContent(t, m.path("f"), []byte("old"))
-	}
-	if n := asked() - before; n != 0 {
-		t.Errorf("ACCESS and GETATTR calls of opens: got %d, want 0", n)
-	}
-	must(t, os.WriteFile(filepath.Join(e.dir, "f"), []byte("new"), 0o644))
-	wantContent(t, m.path("f"), []byte("old"))
-
-	short := e.mount(t, mountConfig{opts: Options{NoCTO: true, AcRegMin: age, AcRegMax: age, AcDirMin: age,
-		AcDirMax: age}})
-	wantContent(t, short.path("f"), []byte("new"))
-	must(t, os.WriteFile(filepath.Join(e.dir, "f"), []byte("newer"), 0o644))
-	if !eventually(func() bool { got, err := os.ReadFile(short.path("f")); return err == nil && string(got) == "newer" }) {
-		t.Error("open after the attributes expired: got the old data forever, want the new data")
+	for _, c := range []struct {
+		proc nfs3.Proc
+		use  func(dir int) error // of the name f
+	}{
+		{nfs3.ProcLookup, func(dir int) error { var st unix.Stat_t; return unix.Fstatat(dir, "f", &st, 0) }},
+		{nfs3.ProcCreate, func(dir int) error { return unix.Mknodat(dir, "f", unix.S_IFREG|0o644, 0) }},
+		{nfs3.ProcLink, func(dir int) error { return unix.Linkat(dir, "other", dir, "f", 0) }},
+	} {
+		t.Run(c.proc.String(), func(t *testing.T) {
+			e := startOwnExport(t)
+			m, calls := e.mountScripted(t, mountConfig{})
+			there := filepath.Join(e.dir, "d")
+			must(t, os.Mkdir(there, 0o755))
+			must(t, os.WriteFile(filepath.Join(there, "other"), nil, 0o644))
+			if c.proc == nfs3.ProcLookup {
+				must(t, os.WriteFile(filepath.Join(there, "f"), nil, 0o644))
+			}
+			stat(t, m.path("d/other"))
+			fd, err := unix.Open(m.path("d"), unix.O_PATH|unix.O_CLOEXEC, 0)
+			must(t, err)
+			defer unix.Close(fd)
+			answered, changed := make(chan struct{}), make(chan struct{})
+			calls.on(times(1, func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
+				err := pass()
+				close(answered)
+				<-changed
+				return err
+			}), c.proc)
+			result := make(chan error, 1)
+			go func() { result <- c.use(fd) }()
+			<-answered
+			e.awaitTick(t)
+			must(t, os.Rename(filepath.Join(there, "f"), filepath.Join(there, "g")))
+			var st unix.Statx_t
+			fetch := func() error {
+				return unix.Statx(fd, "", unix.AT_EMPTY_PATH|unix.AT_STATX_FORCE_SYNC, unix.STATX_BASIC_STATS, &st)
+			}
+			must(t, fetch())
+			close(changed)
+			must(t, <-result)
+			must(t, fetch())                                // the attributes of the directory are valid again
+			for _, name := range []string{"missing", "f"} { // the first one renews the right to search
+				if err := unix.Fstatat(fd, name, new(unix.Stat_t), 0); err != unix.ENOENT {
+					t.Errorf("stat of %s after the change: got %v, want ENOENT", name, err)
+				}
+			}
+		})
 	}
 }
 

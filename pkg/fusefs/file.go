@@ -21,7 +21,8 @@ type fileHandle struct {
 	// setID is true after a write to a file with a set-user-ID or set-group-ID bit. The server may
 	// have cleared the bit.
 	setID atomic.Bool
-	// flushed is true after a close(2). If no process has a copy of the descriptor, RELEASE follows.
+	// flushed is true after a close(2). RELEASE follows unless a process has a copy of the
+	// descriptor.
 	flushed atomic.Bool
 	locks   handleLocks
 }
@@ -136,9 +137,9 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	return nil
 }
 
-// checkOpen checks that the user has the rights want, and returns the file's attributes if
-// cacheable is true. ACCESS returns both. The kernel alone would check only mode bits, and the pages
-// of the file are shared by all users.
+// checkOpen checks that the user has the rights want. If cacheable is true, it also returns the
+// attributes of the file. ACCESS returns both. The kernel alone would check only mode bits, and all
+// users share the pages of the file.
 func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (a nfs3.Attr, cacheable bool, err error) {
 	ask := want
 	if fs.opts.NoCTO {

@@ -105,13 +105,21 @@ type lookupState struct {
 	searchers map[*byte]time.Time
 }
 
-// newEpoch makes all cached names and rights of an inode invalid, and those in replies to calls sent
-// before. The server may have executed these calls before the change. The caller holds ino.mu.
+// newEpoch makes all cached names and rights of an inode invalid. Replies to calls that were sent
+// before do not enter the caches, because the server may have executed these calls before the
+// change. The caller holds ino.mu.
 func (ino *inode) newEpoch(fs *FS) {
 	ino.lookups.epoch++
 	ino.lookups.epochClock = fs.clock.Add(1)
 	clear(ino.lookups.searchers)
 	clear(ino.openers)
+}
+
+// overtaken reports whether a new epoch has begun since a call was sent at start.
+func (ino *inode) overtaken(start uint64) bool {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	return start < ino.lookups.epochClock
 }
 
 // cachesLookups reports whether this package caches names.

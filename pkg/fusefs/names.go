@@ -178,15 +178,14 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOut,
 	call func(*nfs3.CreateResult) error) (ino *inode, own bool, err error) {
 	var res nfs3.CreateResult
-	var start uint64
+	var start, changed uint64
 	for try := 0; ; try++ {
 		start = fs.callStart()
 		err := call(&res)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
-		fs.nameChanged(dir, name)
-		fs.updateWcc(dir, &res.DirWcc, start, true)
+		changed = fs.nameMade(dir, name, &res.DirWcc, start)
 		if err != nil {
 			return nil, false, fs.checkStale(dir, err)
 		}
@@ -200,9 +199,22 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOu
 		res.FH, res.Attr = found.FH, found.Attr
 	}
 	if ino, err = fs.entry(r, dir, name, res.FH, &res.Attr, start, out); err == nil {
-		fs.keepLookup(dir, name, ino.id, fs.callStart()) // the kernel still locks the directory
+		fs.keepLookup(dir, name, ino.id, changed)
 	}
 	return ino, own, err
+}
+
+// nameMade stores the attributes in the reply to a call that makes a name, sent at start. nameMade
+// returns the start for keepLookup. The epoch that begins with this reply is due to changes before
+// the call, so it does not outdate the name.
+func (fs *FS) nameMade(dir *inode, name string, wcc *nfs3.WccData, start uint64) (changed uint64) {
+	overtaken := dir.overtaken(start)
+	fs.nameChanged(dir, name)
+	fs.updateWcc(dir, wcc, start, true)
+	if overtaken {
+		return start
+	}
+	return fs.callStart() // the kernel locks the directory, so this mount changes no other name
 }
 
 // Mkdir handles mkdir(2).
@@ -275,15 +287,14 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 	}
 	fs.invalidateAttr(ino)
 	var res nfs3.LinkResult
-	var start uint64
+	var start, changed uint64
 	for try := 0; ; try++ {
 		start = fs.callStart()
 		err := fs.client.Link(r, r.cred, ino.fh, dir.fh, name, &res)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}
-		fs.nameChanged(dir, name)
-		fs.updateWcc(dir, &res.DirWcc, start, true)
+		changed = fs.nameMade(dir, name, &res.DirWcc, start)
 		if err != nil {
 			return fs.checkStale(ino, err)
 		}
@@ -292,7 +303,7 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 	fs.setToNow(&fs.lastRename) // the link has changed the ctime
 	_, err := fs.entry(r, dir, name, ino.fh, &res.Attr, start, out)
 	if err == nil {
-		fs.keepLookup(dir, name, ino.id, fs.callStart())
+		fs.keepLookup(dir, name, ino.id, changed)
 	}
 	return err
 }

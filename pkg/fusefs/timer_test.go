@@ -68,8 +68,8 @@ func TestReopenExpires(t *testing.T) {
 	})
 }
 
-// TestAwaitHiddenRemovals checks how long rmdir waits for hidden names: not at all while one of their
-// files is open, hiddenTimeout after close(2), and until the end of removals that have begun.
+// TestAwaitHiddenRemovals checks how long rmdir waits for hidden names: not at all while one of
+// their files is open, hiddenTimeout after close(2), and until the end of removals that have begun.
 func TestAwaitHiddenRemovals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		fs, dir, r := &FS{}, &inode{}, &request{done: make(chan struct{})}
