@@ -282,8 +282,9 @@ func TestLookupCacheModes(t *testing.T) {
 		{"none", LookupCacheNone, false, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			m, s := e.mountScripted(t, mountConfig{opts: Options{LookupCache: c.cache}})
+			// Before the mount: a LOOKUP whose reply shows a change of the directory is not cached.
 			must(t, os.WriteFile(filepath.Join(e.dir, "old"), nil, 0o644))
+			m, s := e.mountScripted(t, mountConfig{opts: Options{LookupCache: c.cache}})
 			defer os.Remove(filepath.Join(e.dir, "old"))
 			defer os.Remove(filepath.Join(e.dir, "new"))
 			lookups := func(name string) int {
