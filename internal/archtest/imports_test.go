@@ -44,6 +44,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
 	{"internal/archtest", ""},
 	{"internal/leakcheck", ""},
+	{"internal/powertest", ""},
 	{"internal/running", ""},
 	{"internal/verify", ""},
 	{"pkg/rangelock", ""},
@@ -62,8 +63,8 @@ var allowed = []struct{ pkg, imports string }{
 
 // testPackages hold helpers of tests. Only test files and other test packages may import them.
 var testPackages = []string{
-	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/testutil",
-	"pkg/verbs/verbstest",
+	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/powertest",
+	"internal/testutil", "pkg/verbs/verbstest",
 	"test/differential", "test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd",
 	"test/lab/rdmacore",
 }

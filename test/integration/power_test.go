@@ -3,22 +3,19 @@ package integration
 import (
 	"bytes"
 	"errors"
-	"fmt"
-	"io"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/powertest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
@@ -56,14 +53,21 @@ func newPowerDisk(t *testing.T) *powerDisk {
 	d := &powerDisk{dir: openTempDir(t)}
 	d.device = strings.TrimSpace(run(t, "", "losetup", "--find", "--show", image))
 	t.Cleanup(func() { run(t, "", "losetup", "--detach", d.device) })
-	if err := unix.Mount(d.device, d.dir, "ext4", 0, ""); err != nil {
-		t.Fatal(err)
-	}
+	d.mount(t)
 	t.Cleanup(func() { d.unmount(t) })
 	if err := os.Chmod(d.dir, 0o777); err != nil {
 		t.Fatal(err)
 	}
 	return d
+}
+
+// mount mounts the file system. It writes its journal only when somebody waits for it, so that a
+// power failure loses everything else.
+func (d *powerDisk) mount(t *testing.T) {
+	t.Helper()
+	if err := unix.Mount(d.device, d.dir, "ext4", 0, "commit=600"); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // unmount waits until every mount of the file system has ended, also in other namespaces.
@@ -95,160 +99,32 @@ func (d *powerDisk) fail(t *testing.T) {
 	}
 	f.Close()
 	d.unmount(t)
-	if err := unix.Mount(d.device, d.dir, "ext4", 0, ""); err != nil {
-		t.Fatal(err)
-	}
+	d.mount(t)
 }
 
-// A powerProgram is the process that writes.
-type powerProgram struct {
-	state *powerState
-	cmd   *exec.Cmd
-	stdin io.Closer
-	out   bytes.Buffer
-	ended chan error
-}
-
-// startPowerProgram starts a process that writes files below dir.
-func startPowerProgram(t *testing.T, dir string, seed uint64) *powerProgram {
-	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	memory, err := os.Create(filepath.Join(t.TempDir(), "state"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer memory.Close()
-	if err := memory.Truncate(int64(unsafe.Sizeof(powerState{}))); err != nil {
-		t.Fatal(err)
-	}
-	p := &powerProgram{cmd: exec.Command(self), ended: make(chan error, 1)}
-	if p.state, err = mapPowerState(memory); err != nil {
-		t.Fatal(err)
-	}
-	p.cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %s", powerChildEnv, seed, dir))
-	p.cmd.ExtraFiles = []*os.File{memory}
-	p.cmd.Stdout, p.cmd.Stderr = &p.out, &p.out
-	if p.stdin, err = p.cmd.StdinPipe(); err != nil {
-		t.Fatal(err)
-	}
-	if err := p.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	go func() { p.ended <- p.cmd.Wait() }()
-	t.Cleanup(func() {
-		_ = p.cmd.Process.Kill()
-		<-p.ended
-	})
-	return p
-}
-
-// progress waits until the process has made n more calls.
-func (p *powerProgram) progress(t *testing.T, n uint32) {
-	t.Helper()
-	deadline := time.Now().Add(2 * processTimeout)
-	for want := p.state.steps.Load() + n; p.state.steps.Load() < want; time.Sleep(time.Millisecond) {
-		select {
-		case err := <-p.ended:
-			p.ended <- err
-			t.Fatalf("the process that writes ended: %v\n%s", err, p.out.String())
-		default:
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("no progress for %v", 2*processTimeout)
-		}
-	}
-}
-
-// finish lets the process make everything stable, and returns its error.
-func (p *powerProgram) finish(t *testing.T) error {
-	t.Helper()
-	p.stdin.Close()
-	select {
-	case err := <-p.ended:
-		p.ended <- err
-		if err != nil {
-			return fmt.Errorf("%w\n%s", err, p.out.String())
-		}
-		return nil
-	case <-time.After(2 * processTimeout):
-		t.Fatalf("the process that writes did not end within %v", 2*processTimeout)
-		return nil
-	}
-}
-
-// check checks that a directory of the server has all confirmed data, and no data that was never
-// written. With all, it must have the newest data.
-func (p *powerProgram) check(t *testing.T, dir string, all bool) {
-	t.Helper()
-	for file := range powerFiles {
-		name := fmt.Sprintf("f%d", file)
-		b, err := os.ReadFile(filepath.Join(dir, name))
-		if err != nil && !errors.Is(err, os.ErrNotExist) {
-			t.Fatal(err)
-		}
-		if len(b)%powerBlock != 0 {
-			t.Errorf("%s has %d bytes, which is no multiple of %d", name, len(b), powerBlock)
-		}
-		b = append(b, make([]byte, powerBlocks*powerBlock-len(b))...)
-		s := &p.state.files[file]
-		for i := range powerBlocks {
-			low, high := s.confirmed[i].Load(), s.latest[i].Load()
-			if all {
-				low = high
-			}
-			got, err := powerVersion(b[i*powerBlock:][:powerBlock], uint32(file), uint32(i))
-			if err != nil {
-				t.Errorf("%s: %v", name, err)
-			} else if got < low || got > high {
-				t.Errorf("%s, block %d: got version %d, want %d to %d", name, i, got, low, high)
-			}
-		}
-	}
-	p.checkReplaced(t, dir)
-}
-
-// checkReplaced checks that the file that renames replace is complete.
-func (p *powerProgram) checkReplaced(t *testing.T, dir string) {
-	t.Helper()
-	low := p.state.replacedConfirmed.Load()
-	b, err := os.ReadFile(filepath.Join(dir, "r"))
-	if err != nil && (low > 0 || !errors.Is(err, os.ErrNotExist)) {
-		t.Errorf("file that a rename replaced %d times: %v", low, err)
-		return
-	}
-	high := p.state.replacedLatest.Load()
-	for i := range len(b) / powerBlock {
-		got, err := powerVersion(b[i*powerBlock:][:powerBlock], powerReplaced, uint32(i))
-		if err != nil || got < low || got > high {
-			t.Errorf("replaced file, block %d: got version %d, %v, want %d to %d", i, got, err, low, high)
-		}
-	}
-	if low > 0 && len(b) != 20*powerBlock {
-		t.Errorf("replaced file has %d bytes, want %d", len(b), 20*powerBlock)
-	}
-}
-
-// A powerServer is a server that TestPowerFailure restarts.
+// A powerServer is a server that can be restarted.
 type powerServer struct {
-	mnt     string
-	restart func(sig syscall.Signal, down func())
+	mount   func(t *testing.T) (string, *process)
+	restart func(t *testing.T, sig syscall.Signal, down func())
 }
 
 var powerServers = []struct {
-	name  string
-	short int // rounds
-	start func(t *testing.T, dir string) powerServer
+	name       string
+	short      int  // rounds
+	losesNames bool // docs/interop.md
+	start      func(t *testing.T, dir string) powerServer
 }{
-	{"embedded", 2, func(t *testing.T, dir string) powerServer {
+	{"embedded", 2, false, func(t *testing.T, dir string) powerServer {
 		s := serveDir(t, dir, "--no-root-squash")
-		return powerServer{mountServed(t, s), func(sig syscall.Signal, down func()) { s.restart(t, sig, down) }}
+		mount := func(t *testing.T) (string, *process) {
+			return startMount(t, "/", "port="+portOf(t, s.rdma), "mountport="+portOf(t, s.tcp))
+		}
+		return powerServer{mount, s.restart}
 	}},
-	{"ganesha", 1, func(t *testing.T, dir string) powerServer {
+	{"ganesha", 1, true, func(t *testing.T, dir string) powerServer {
 		g := ganeshatest.Start(t, dir)
-		return powerServer{mountGanesha(t, g), func(_ syscall.Signal, down func()) { g.Restart(t, down) }}
+		mount := func(t *testing.T) (string, *process) { return startGaneshaMount(t, g) }
+		return powerServer{mount, func(t *testing.T, _ syscall.Signal, down func()) { g.Restart(t, down) }}
 	}},
 }
 
@@ -263,28 +139,29 @@ func TestPowerFailure(t *testing.T) {
 		t.Run(s.name, func(t *testing.T) {
 			disk := newPowerDisk(t)
 			srv := s.start(t, disk.dir)
+			mnt, _ := srv.mount(t)
 			seed := rand.Uint64()
 			rng := rand.New(rand.NewPCG(seed, 0))
-			p := startPowerProgram(t, srv.mnt, seed)
+			p := powertest.Start(t, powertest.Config{Dir: mnt, Seed: seed, LosesNames: s.losesNames})
 			for round := range powerRounds(t, s.short) {
-				p.progress(t, 50+rng.Uint32N(300))
+				p.Progress(t, 50+rng.Uint32N(300))
 				sig := syscall.SIGKILL
 				if rng.IntN(4) == 0 {
 					sig = syscall.SIGTERM
 				}
-				srv.restart(sig, func() {
+				srv.restart(t, sig, func() {
 					disk.fail(t)
-					p.check(t, disk.dir, false)
+					p.Check(t, powertest.Dir(disk.dir))
 				})
 				if t.Failed() {
 					t.Fatalf("round %d, %v, seed %d", round, sig, seed)
 				}
 			}
-			p.progress(t, 100)
-			if err := p.finish(t); err != nil {
+			p.Progress(t, 100)
+			if err := p.Finish(t); err != nil {
 				t.Errorf("the process that writes: %v", err)
 			}
-			p.check(t, disk.dir, true)
+			p.CheckAll(t, powertest.Dir(disk.dir))
 		})
 	}
 }
@@ -363,29 +240,112 @@ func TestAppendAfterPowerFailure(t *testing.T) {
 	}
 }
 
-// TestPowerDaemon terminates the client while a program writes. What fsync or close has confirmed
-// must be on the server, and the program must see errors.
+// TestPowerDaemon terminates or kills the client while a program writes. What fsync or close has
+// confirmed must be on the server, and the program must see errors.
 func TestPowerDaemon(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := openTempDir(t)
-	s := serveDir(t, served, "--no-root-squash")
-	for round := range powerRounds(t, 3) {
-		t.Run(strconv.Itoa(round), func(t *testing.T) {
-			sub := filepath.Join(served, strconv.Itoa(round))
-			makeOpenDir(t, sub)
-			mnt, daemon := startMount(t, "/", "port="+portOf(t, s.rdma), "mountport="+portOf(t, s.tcp))
-			seed := rand.Uint64()
-			p := startPowerProgram(t, filepath.Join(mnt, strconv.Itoa(round)), seed)
-			p.progress(t, 50+uint32(seed%300))
-			daemon.end(t, syscall.SIGTERM)
-			if err := p.finish(t); err == nil {
-				t.Error("the process that writes got no error although its mount ended")
-			} else if strings.Contains(err.Error(), "WRONG DATA") {
-				t.Error(err)
+	for _, s := range powerServers {
+		t.Run(s.name, func(t *testing.T) {
+			served := openTempDir(t)
+			srv := s.start(t, served)
+			for round := range powerRounds(t, s.short) {
+				t.Run(strconv.Itoa(round), func(t *testing.T) {
+					makeOpenDir(t, filepath.Join(served, strconv.Itoa(round)))
+					testPowerDaemon(t, srv, served, strconv.Itoa(round))
+				})
 			}
-			p.check(t, sub, false)
 		})
 	}
+}
+
+// testPowerDaemon ends a client while a program writes files below a directory of the server.
+func testPowerDaemon(t *testing.T, srv powerServer, served, dir string) {
+	t.Helper()
+	mnt, daemon := srv.mount(t)
+	seed := rand.Uint64()
+	p := powertest.Start(t, powertest.Config{Dir: filepath.Join(mnt, dir), Seed: seed})
+	p.Progress(t, 50+uint32(seed%300))
+	if seed%4 == 0 {
+		daemon.end(t, syscall.SIGKILL)
+		defer func() {
+			if err := unix.Unmount(mnt, unix.MNT_DETACH); err != nil {
+				t.Errorf("unmount after the client was killed: %v", err)
+			}
+		}()
+	} else {
+		daemon.end(t, syscall.SIGTERM)
+	}
+	if err := p.Finish(t); err == nil {
+		t.Error("the process that writes got no error although its mount ended")
+	} else if strings.Contains(err.Error(), powertest.WrongData) {
+		t.Error(err)
+	}
+	p.Check(t, powertest.Dir(filepath.Join(served, dir)))
+}
+
+// TestNamesAfterPowerFailure cuts the power after the replies to changes of names, which must be
+// stable by then (RFC 1813 §1.7). A server that loses names loses some of these changes.
+func TestNamesAfterPowerFailure(t *testing.T) {
+	if !inOwnProcess(t) {
+		return
+	}
+	const tries = 5 // other processes of the host may call sync(2)
+	for _, s := range powerServers {
+		t.Run(s.name, func(t *testing.T) {
+			disk := newPowerDisk(t)
+			srv := s.start(t, disk.dir)
+			mnt, _ := srv.mount(t)
+			for try := range tries {
+				dir := strconv.Itoa(try)
+				want := changeNames(t, filepath.Join(mnt, dir))
+				srv.restart(t, syscall.SIGKILL, func() { disk.fail(t) })
+				got := namesBelow(t, filepath.Join(disk.dir, dir))
+				t.Logf("names on the disk: %q", got)
+				switch lost := got != want; {
+				case lost == s.losesNames:
+					return
+				case lost:
+					t.Fatalf("names after the power failure: got %q, want %q", got, want)
+				}
+			}
+			t.Errorf("server kept all names in %d power failures; correct docs/interop.md", tries)
+		})
+	}
+}
+
+// changeNames makes a directory and changes names in it. It returns the names.
+func changeNames(t *testing.T, dir string) string {
+	t.Helper()
+	path := func(name string) string { return filepath.Join(dir, name) }
+	for _, err := range []error{
+		os.Mkdir(dir, 0o755),
+		os.WriteFile(path("old"), []byte("data"), 0o644), // close makes the file and its name stable
+		os.WriteFile(path("removed"), []byte("data"), 0o644),
+		os.Rename(path("old"), path("new")),
+		os.Remove(path("removed")),
+		os.Mkdir(path("dir"), 0o755),
+		os.Symlink("target", path("symlink")),
+		os.Link(path("new"), path("link")),
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return "dir link new symlink"
+}
+
+// namesBelow returns the names in a directory in order, with spaces between them.
+func namesBelow(t *testing.T, dir string) string {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return strings.Join(names, " ")
 }

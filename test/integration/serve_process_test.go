@@ -307,6 +307,13 @@ func startMount(t *testing.T, export string, options ...string) (string, *proces
 // mountGanesha mounts the export of NFS-Ganesha through a relay.
 func mountGanesha(t *testing.T, g *ganeshatest.Server) string {
 	t.Helper()
+	dir, _ := startGaneshaMount(t, g)
+	return dir
+}
+
+// startGaneshaMount is mountGanesha, and also returns the process of the mount.
+func startGaneshaMount(t *testing.T, g *ganeshatest.Server) (string, *process) {
+	t.Helper()
 	rdma := freePort(t)
 	p := startProcess(t, nil, nil, "serve", "--backend", g.Addr(), "--rdma-listen", rdma)
 	p.waitFor(t, "serving RDMA", func() error {
@@ -315,7 +322,7 @@ func mountGanesha(t *testing.T, g *ganeshatest.Server) string {
 		}
 		return nil
 	})
-	return mountProcess(t, g.Export, "port="+portOf(t, rdma), "mountport="+strconv.Itoa(g.MountPort))
+	return startMount(t, g.Export, "port="+portOf(t, rdma), "mountport="+strconv.Itoa(g.MountPort))
 }
 
 func portOf(t *testing.T, addr string) string {
