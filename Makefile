@@ -63,12 +63,14 @@ test-lab-all: deps lab
 bench:
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 
-# 10,000 disconnects under verified I/O, random operations compared with a local directory, and 200
-# power failures of servers. "make test" runs short forms.
-soak: deps
+# 10,000 disconnects under verified I/O, random operations compared with a local directory, and
+# power failures of three servers. "make test" and "make test-lab" run short forms.
+soak: deps lab
 	NFSRDMAD_STORM=10000 NFSRDMAD_VERIFY=all $(GO) test -run TestStorm -v -timeout 3h ./test/integration
 	NFSRDMAD_DIFFERENTIAL=20m $(GO) test -run '^TestDifferential$$' -v -timeout 2h ./test/integration
-	NFSRDMAD_POWER=100 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -timeout 2h ./test/integration
+	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -timeout 6h ./test/integration
+	NFSRDMAD_LAB=1 NFSRDMAD_POWER=200 $(GO) test -run '^TestServers$$/softiwarp$$/^power_failures$$' -v -timeout 6h \
+	  ./test/lab/knfsd
 
 fuzz:
 	@set -e; for p in $$($(GO) list ./...); do \

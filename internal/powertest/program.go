@@ -183,7 +183,7 @@ func (p *Program) checkReplaced(t *testing.T, read Read, lost uint32) {
 	p.lost = confirmed - min(confirmed, got)
 }
 
-// replacedVersion returns the version of the file that renames replace, or 0 if the file is missing.
+// replacedVersion returns the version of the file that renames replace. It is 0 without the file.
 func replacedVersion(read Read) (version uint32, err error) {
 	b, err := read(replacedFile)
 	if errors.Is(err, os.ErrNotExist) {

@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -299,11 +300,11 @@ func TestNamesAfterPowerFailure(t *testing.T) {
 			mnt, _ := srv.mount(t)
 			for try := range tries {
 				dir := strconv.Itoa(try)
-				want := changeNames(t, filepath.Join(mnt, dir))
+				want := powertest.ChangeNames(t, filepath.Join(mnt, dir))
 				srv.restart(t, syscall.SIGKILL, func() { disk.fail(t) })
 				got := namesBelow(t, filepath.Join(disk.dir, dir))
 				t.Logf("names on the disk: %q", got)
-				switch lost := got != want; {
+				switch lost := !slices.Equal(got, want); {
 				case lost == s.losesNames:
 					return
 				case lost:
@@ -315,37 +316,15 @@ func TestNamesAfterPowerFailure(t *testing.T) {
 	}
 }
 
-// changeNames makes a directory and changes names in it. It returns the names.
-func changeNames(t *testing.T, dir string) string {
-	t.Helper()
-	path := func(name string) string { return filepath.Join(dir, name) }
-	for _, err := range []error{
-		os.Mkdir(dir, 0o755),
-		os.WriteFile(path("old"), []byte("data"), 0o644), // close makes the file and its name stable
-		os.WriteFile(path("removed"), []byte("data"), 0o644),
-		os.Rename(path("old"), path("new")),
-		os.Remove(path("removed")),
-		os.Mkdir(path("dir"), 0o755),
-		os.Symlink("target", path("symlink")),
-		os.Link(path("new"), path("link")),
-	} {
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-	return "dir link new symlink"
-}
-
-// namesBelow returns the names in a directory in order, with spaces between them.
-func namesBelow(t *testing.T, dir string) string {
+// namesBelow returns the names in a directory in order. The directory may be missing.
+func namesBelow(t *testing.T, dir string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		t.Fatal(err)
 	}
-	var names []string
 	for _, e := range entries {
 		names = append(names, e.Name())
 	}
-	return strings.Join(names, " ")
+	return names
 }
