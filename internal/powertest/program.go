@@ -15,7 +15,7 @@ import (
 
 // waitTimeout bounds the progress and the end of the writer. A restart of the server takes a small
 // part of it on a busy machine.
-const waitTimeout = 4 * time.Minute
+const waitTimeout = 10 * time.Minute
 
 // WrongData is in the error of Finish if the writer has read data that it has not written.
 const WrongData = "WRONG DATA"

@@ -22,7 +22,7 @@ import (
 const (
 	qemu = "qemu-system-x86_64"
 	// bootTimeout bounds a boot, which takes ten seconds on an idle machine.
-	bootTimeout = 4 * time.Minute
+	bootTimeout = 15 * time.Minute
 	// killTimeout bounds the end of a killed QEMU, which first frees its memory.
 	killTimeout = 2 * time.Minute
 	// guestAddr is the guest's default address on QEMU's user network.
