@@ -254,29 +254,28 @@ func TestPowerDaemon(t *testing.T) {
 			for round := range powerRounds(t, s.short) {
 				t.Run(strconv.Itoa(round), func(t *testing.T) {
 					makeOpenDir(t, filepath.Join(served, strconv.Itoa(round)))
-					testPowerDaemon(t, srv, served, strconv.Itoa(round))
+					sig := []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL, syscall.SIGTERM}[round%3]
+					testPowerDaemon(t, srv, sig, served, strconv.Itoa(round))
 				})
 			}
 		})
 	}
 }
 
-// testPowerDaemon ends a client while a program writes files below a directory of the server.
-func testPowerDaemon(t *testing.T, srv powerServer, served, dir string) {
+// testPowerDaemon sends a signal to a client while a program writes files below a directory of the server.
+func testPowerDaemon(t *testing.T, srv powerServer, sig syscall.Signal, served, dir string) {
 	t.Helper()
 	mnt, daemon := srv.mount(t)
 	seed := rand.Uint64()
 	p := powertest.Start(t, powertest.Config{Dir: filepath.Join(mnt, dir), Seed: seed})
 	p.Progress(t, 50+uint32(seed%300))
-	if seed%4 == 0 {
-		daemon.end(t, syscall.SIGKILL)
+	daemon.end(t, sig)
+	if sig == syscall.SIGKILL {
 		defer func() {
 			if err := unix.Unmount(mnt, unix.MNT_DETACH); err != nil {
 				t.Errorf("unmount after the client was killed: %v", err)
 			}
 		}()
-	} else {
-		daemon.end(t, syscall.SIGTERM)
 	}
 	if err := p.Finish(t); err == nil {
 		t.Error("the process that writes got no error although its mount ended")
