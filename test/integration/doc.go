@@ -7,7 +7,7 @@
 //	serve_*_test.go  tests of "nfsrdmad serve DIR" as a process, through its ports and through mounts;
 //	                 serve_process_test.go has their helpers
 //	storm_test.go    verified I/O while connections break
-//	power_*_test.go  programs that write while servers lose their power or the client ends
+//	power_test.go    programs that write while servers lose their power or the client ends
 //	differential_test.go, matrix_test.go
 //	                 comparison with a local directory, and with recorded results of the kernel's
 //	                 client; package test/differential executes the operations
