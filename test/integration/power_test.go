@@ -262,7 +262,8 @@ func TestPowerDaemon(t *testing.T) {
 	}
 }
 
-// testPowerDaemon sends a signal to a client while a program writes files below a directory of the server.
+// testPowerDaemon sends a signal to a client while a program writes files below a directory of the
+// server.
 func testPowerDaemon(t *testing.T, srv powerServer, sig syscall.Signal, served, dir string) {
 	t.Helper()
 	mnt, daemon := srv.mount(t)
