@@ -86,13 +86,16 @@ func (fs *FS) Open(cancel <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) f
 
 func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {
 	removed, err := fs.pin(r, ino) // before any call to the server
-	fs.reopens.finish(r.pid)
+	last := fs.reopens.finish(r.pid)
 	if err != nil {
 		return err
 	}
-	if removed {
+	if removed && last {
+		err = fs.checkExists(r, ino)
+	} else if removed {
 		err = syscall.ESTALE // the kernel repeats the lookup
-	} else {
+	}
+	if err == nil {
 		err = fs.openPinned(r, ino, flags, out)
 	}
 	if err != nil {
@@ -102,6 +105,19 @@ func (fs *FS) open(r *request, ino *inode, flags uint32, out *fuse.OpenOut) erro
 		fs.reopens.expect(r.pid)
 	}
 	return err
+}
+
+// checkExists asks the server whether a file still has a name. checkExists returns ESTALE when the
+// file has none.
+func (fs *FS) checkExists(r *request, ino *inode) error {
+	var a nfs3.Attr
+	if _, err := fs.fetch(r, r.cred, ino, &a); err != nil {
+		return err
+	}
+	if a.Nlink == 0 {
+		return syscall.ESTALE
+	}
+	return nil
 }
 
 func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut) error {

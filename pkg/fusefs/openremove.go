@@ -253,7 +253,8 @@ func (fs *FS) awaitHiddenRemovals(r *request, dir *inode) bool {
 // When an open finds that its file or a symbolic link in its path was removed, the kernel repeats
 // the lookup and the open once. If the new file also disappeared, the caller would get ESTALE. The
 // files that the repeated lookups find are therefore pinned until the open arrives. The kernel
-// repeats a lookup again when the name stands for another file.
+// repeats a lookup again when the name stands for another file. The repeated open may wait for
+// removals of other files. It asks the server whether its file still exists.
 
 const (
 	// reopenTime is how long after a failed open its second lookup and open are expected.
@@ -312,11 +313,14 @@ func (o *reopens) lookup(pid uint32) *reopen {
 	return e
 }
 
-// finish records that the thread has attempted its open or has nothing to open.
-func (o *reopens) finish(pid uint32) {
+// finish records that the thread has attempted its open or has nothing to open. last is true when
+// the open was expected, so the kernel does not repeat it.
+func (o *reopens) finish(pid uint32) (last bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	last = o.byThread[pid] != nil
 	o.finishLocked(pid)
+	return last
 }
 
 // finishLocked is finish for callers that hold mu.

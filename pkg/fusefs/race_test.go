@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -267,6 +268,61 @@ func (m *testMount) inodeOf(t *testing.T, name string) *inode {
 	}
 	t.Fatalf("no inode for %s", name)
 	return nil
+}
+
+// TestOpenWaitsTwice sends both attempts of an open. Each waits for a removal that may be of the
+// file. The first attempt returns ESTALE, so that the kernel repeats the lookup. The second is the
+// last one, and the file still exists, so it must succeed.
+func TestOpenWaitsTwice(t *testing.T) {
+	m := startExport(t).mount(t, mountConfig{})
+	must(t, os.WriteFile(m.path("file"), []byte("text"), 0o644))
+	if !eventually(func() bool { return m.fs.inodes.openFiles() == 0 }) { // close(2) does not wait
+		t.Fatal("file is still open")
+	}
+	caller := fuse.Caller{Pid: 1 << 30} // no thread has this number
+	root := fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID, Caller: caller}
+	lookup := func() fuse.InHeader {
+		var out fuse.EntryOut
+		if st := m.fs.Lookup(nil, &root, "file", &out); !st.Ok() {
+			t.Fatal(st)
+		}
+		t.Cleanup(func() { m.fs.Forget(out.NodeId, 1) })
+		return fuse.InHeader{NodeId: out.NodeId, Caller: caller}
+	}
+	file := lookup()
+	var out fuse.OpenOut
+	if st := openAfterRemoval(t, m.fs, file, &out); st != fuse.Status(syscall.ESTALE) {
+		t.Fatalf("first attempt: got %v, want ESTALE", st)
+	}
+	file = lookup()
+	if st := openAfterRemoval(t, m.fs, file, &out); !st.Ok() {
+		t.Fatalf("second attempt: got %v, want OK", st)
+	}
+	m.fs.Release(nil, &fuse.ReleaseIn{InHeader: file, Fh: out.Fh})
+}
+
+// openAfterRemoval opens a file while a removal is in flight, and ends the removal when the open
+// waits for it.
+func openAfterRemoval(t *testing.T, fs *FS, file fuse.InHeader, out *fuse.OpenOut) fuse.Status {
+	t.Helper()
+	table := &fs.inodes
+	removal := &unresolvedRemoval{dir: table.get(fuse.FUSE_ROOT_ID), name: "file"}
+	table.findOrBeginUnresolved(nfs3.FH{}, removal)
+	table.mu.Lock()
+	table.removalDone = nil // set again by an open that waits
+	table.mu.Unlock()
+	opened := make(chan fuse.Status, 1)
+	go func() { opened <- fs.Open(nil, &fuse.OpenIn{InHeader: file}, out) }()
+	waits := eventually(func() bool {
+		table.mu.Lock()
+		defer table.mu.Unlock()
+		return table.removalDone != nil
+	})
+	table.endUnresolved(removal)
+	if !waits {
+		t.Error("open does not wait for the removal")
+	}
+	return <-opened
 }
 
 // TestConcurrentAppend appends through several open files of one mount. Each line arrives once and
