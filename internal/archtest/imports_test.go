@@ -17,10 +17,10 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/daemon", "pkg/control pkg/metrics pkg/mount pkg/verbs/rdmacore"},
 	{"pkg/mount", "internal/running pkg/control pkg/fusefs pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl " +
 		"pkg/nlm pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+	{"internal/nfstest", "internal/ganeshatest pkg/fusefs pkg/nfs3 pkg/sunrpc"},
 	{"internal/ganeshatest", "internal/rpctcp internal/testutil pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
 	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/nlm pkg/stats"},
-	{"internal/nfstest", "pkg/fusefs pkg/nfs3 pkg/sunrpc"},
 	{"pkg/xprt", "internal/leakcheck internal/running internal/verify pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats " +
 		"pkg/sunrpc pkg/trace pkg/verbs"},
 	{"internal/hostile", "pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs"},

@@ -52,6 +52,39 @@ type running struct {
 // Addr returns "host:port" of NFS.
 func (s *Server) Addr() string { return net.JoinHostPort(s.Host, strconv.Itoa(s.NFSPort)) }
 
+// OnHost returns a command that runs a program on the host of the server: in its network namespace
+// with OwnHost. Otherwise it returns nil.
+func (s *Server) OnHost(t testing.TB) []string {
+	t.Helper()
+	if !s.options.ownHost {
+		return nil
+	}
+	pid := descendant(s.running.cmd.Process.Pid, "ganesha.nfsd")
+	if pid == "" {
+		t.Fatal("process of NFS-Ganesha not found")
+	}
+	return []string{"nsenter", "--net=/proc/" + pid + "/ns/net"}
+}
+
+// descendant returns the ID of the descendant of a process that has the given name, or "".
+func descendant(pid int, name string) string {
+	children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
+	if err != nil {
+		return ""
+	}
+	for _, child := range strings.Fields(string(children)) {
+		if comm, err := os.ReadFile("/proc/" + child + "/comm"); err == nil && strings.TrimSpace(string(comm)) == name {
+			return child
+		}
+		if id, err := strconv.Atoi(child); err == nil {
+			if found := descendant(id, name); found != "" {
+				return found
+			}
+		}
+	}
+	return ""
+}
+
 // Option changes how Start runs the server.
 type Option func(*options)
 

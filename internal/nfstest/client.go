@@ -1,4 +1,5 @@
-// Package nfstest has the client that tests of NFS servers use. Only tests import it.
+// Package nfstest has what tests of NFS servers and of mounts share: a client, and the program
+// nfsrdmad as a server and as a mount in other processes. Only tests import it.
 package nfstest
 
 import (

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/test/differential"
 )
 
@@ -62,18 +63,18 @@ var matrixServers = []struct {
 	start  func(t *testing.T, squash string) (served, mnt string)
 }{
 	{"embedded", []string{"none", "root"}, func(t *testing.T, squash string) (served, mnt string) {
-		served = openTempDir(t)
+		served = nfstest.OpenTempDir(t)
 		var flags []string
 		if squash == "none" {
 			flags = append(flags, "--no-root-squash")
 		}
-		return served, mountServed(t, serveDir(t, served, flags...))
+		return served, nfstest.MountServed(t, nfstest.ServeDir(t, served, flags...))
 	}},
 	{"ganesha", []string{"none", "root", "all"}, func(t *testing.T, squash string) (served, mnt string) {
-		served = openTempDir(t)
+		served = nfstest.OpenTempDir(t)
 		kind := map[string]string{"none": "No_Root_Squash", "root": "Root_Squash", "all": "All_Squash"}[squash]
 		g := ganeshatest.Start(t, served, ganeshatest.Squash(kind))
-		return served, mountGanesha(t, g)
+		return served, nfstest.MountGanesha(t, g)
 	}},
 }
 
@@ -139,8 +140,8 @@ func TestCreateOfNewName(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := openTempDir(t)
-	mnt := mountServed(t, serveDir(t, served, "--no-root-squash"))
+	served := nfstest.OpenTempDir(t)
+	mnt := nfstest.MountServed(t, nfstest.ServeDir(t, served, "--no-root-squash"))
 	for _, more := range []string{"r", "w", "rw", "w,trunc", "r,trunc", "w,append"} {
 		flags := more + ",creat"
 		dir := strings.ReplaceAll(flags, ",", "-")

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/powertest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
@@ -51,7 +52,7 @@ func newPowerDisk(t *testing.T) *powerDisk {
 		t.Fatal(err)
 	}
 	run(t, "", "mkfs.ext4", "-q", image)
-	d := &powerDisk{dir: openTempDir(t)}
+	d := &powerDisk{dir: nfstest.OpenTempDir(t)}
 	d.device = strings.TrimSpace(run(t, "", "losetup", "--find", "--show", image))
 	t.Cleanup(func() { run(t, "", "losetup", "--detach", d.device) })
 	d.mount(t)
@@ -75,7 +76,7 @@ func (d *powerDisk) mount(t *testing.T) {
 func (d *powerDisk) unmount(t *testing.T) {
 	t.Helper()
 	active := filepath.Join("/sys/fs/ext4", filepath.Base(d.device))
-	for deadline := time.Now().Add(processTimeout); ; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(nfstest.ProcessTimeout); ; time.Sleep(5 * time.Millisecond) {
 		err := unix.Unmount(d.dir, 0)
 		if _, statErr := os.Stat(active); errors.Is(statErr, os.ErrNotExist) {
 			return
@@ -105,7 +106,7 @@ func (d *powerDisk) fail(t *testing.T) {
 
 // A powerServer is a server that can be restarted.
 type powerServer struct {
-	mount   func(t *testing.T) (string, *process)
+	mount   func(t *testing.T) (string, *nfstest.Process)
 	restart func(t *testing.T, sig syscall.Signal, down func())
 }
 
@@ -116,15 +117,15 @@ var powerServers = []struct {
 	start      func(t *testing.T, dir string) powerServer
 }{
 	{"embedded", 2, false, func(t *testing.T, dir string) powerServer {
-		s := serveDir(t, dir, "--no-root-squash")
-		mount := func(t *testing.T) (string, *process) {
-			return startMount(t, "/", "port="+portOf(t, s.rdma), "mountport="+portOf(t, s.tcp))
+		s := nfstest.ServeDir(t, dir, "--no-root-squash")
+		mount := func(t *testing.T) (string, *nfstest.Process) {
+			return nfstest.StartServedMount(t, s)
 		}
-		return powerServer{mount, s.restart}
+		return powerServer{mount, s.Restart}
 	}},
 	{"ganesha", 1, true, func(t *testing.T, dir string) powerServer {
 		g := ganeshatest.Start(t, dir)
-		mount := func(t *testing.T) (string, *process) { return startGaneshaMount(t, g) }
+		mount := func(t *testing.T) (string, *nfstest.Process) { return nfstest.StartGaneshaMount(t, g) }
 		return powerServer{mount, func(t *testing.T, _ syscall.Signal, down func()) { g.Restart(t, down) }}
 	}},
 }
@@ -173,8 +174,8 @@ func unstableFile(t *testing.T, flags int) (f *os.File, want []byte, disk *power
 	t.Helper()
 	const size = 1 << 20
 	disk = newPowerDisk(t)
-	s := serveDir(t, disk.dir, "--no-root-squash")
-	f, err := os.OpenFile(filepath.Join(mountServed(t, s), "f"), os.O_CREATE|os.O_RDWR|flags, 0o644)
+	s := nfstest.ServeDir(t, disk.dir, "--no-root-squash")
+	f, err := os.OpenFile(filepath.Join(nfstest.MountServed(t, s), "f"), os.O_CREATE|os.O_RDWR|flags, 0o644)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -184,7 +185,7 @@ func unstableFile(t *testing.T, flags int) (f *os.File, want []byte, disk *power
 		t.Fatal(err)
 	}
 	arrived := int64(0)
-	for deadline := time.Now().Add(processTimeout); arrived < size/2; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(nfstest.ProcessTimeout); arrived < size/2; time.Sleep(5 * time.Millisecond) {
 		if st, err := os.Stat(filepath.Join(disk.dir, "f")); err == nil {
 			arrived = st.Size()
 		}
@@ -192,7 +193,7 @@ func unstableFile(t *testing.T, flags int) (f *os.File, want []byte, disk *power
 			t.Fatalf("client sent %d of %d bytes before fsync", arrived, size)
 		}
 	}
-	s.restart(t, syscall.SIGKILL, func() { disk.fail(t) })
+	s.Restart(t, syscall.SIGKILL, func() { disk.fail(t) })
 	return f, want, disk
 }
 
@@ -249,7 +250,7 @@ func TestPowerDaemon(t *testing.T) {
 	}
 	for _, s := range powerServers {
 		t.Run(s.name, func(t *testing.T) {
-			served := openTempDir(t)
+			served := nfstest.OpenTempDir(t)
 			srv := s.start(t, served)
 			for round := range powerRounds(t, s.short) {
 				t.Run(strconv.Itoa(round), func(t *testing.T) {
@@ -270,7 +271,7 @@ func testPowerDaemon(t *testing.T, srv powerServer, sig syscall.Signal, served, 
 	seed := rand.Uint64()
 	p := powertest.Start(t, powertest.Config{Dir: filepath.Join(mnt, dir), Seed: seed})
 	p.Progress(t, 50+uint32(seed%300))
-	daemon.end(t, sig)
+	daemon.End(t, sig)
 	if sig == syscall.SIGKILL {
 		defer func() {
 			if err := unix.Unmount(mnt, unix.MNT_DETACH); err != nil {

@@ -7,13 +7,13 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 )
 
 const (
 	// ownProcessEnv makes the test binary the process of one test. The value is the test's name.
 	ownProcessEnv = "NFSRDMAD_OWN_PROCESS"
-	// programEnv has the path of nfsrdmad in the process of one test.
-	programEnv = "NFSRDMAD_PROGRAM"
 	// atOnce is how many tests run at the same time. A test waits most of the time, so this is more
 	// than the number of processors.
 	atOnce = "6"
@@ -30,7 +30,7 @@ func inOwnProcess(t *testing.T) bool {
 	if os.Getenv(ownProcessEnv) == t.Name() {
 		return true
 	}
-	file, err := program() // builds once for all tests
+	file, err := nfstest.Program() // builds once for all tests
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -41,8 +41,8 @@ func inOwnProcess(t *testing.T) bool {
 		args = append(args, "-test.timeout="+max(left, time.Second).String())
 	}
 	cmd := exec.CommandContext(t.Context(), "../isolate", args...)
-	cmd.Env = append(os.Environ(), ownProcessEnv+"="+t.Name(), programEnv+"="+file)
-	cmd.WaitDelay = processTimeout
+	cmd.Env = append(os.Environ(), ownProcessEnv+"="+t.Name(), nfstest.ProgramEnv+"="+file)
+	cmd.WaitDelay = nfstest.ProcessTimeout
 	out, err := cmd.CombinedOutput()
 	if err != nil || !strings.Contains(string(out), "--- PASS: "+t.Name()+" (") {
 		t.Errorf("test did not pass in its process: %v\n%s", err, out)

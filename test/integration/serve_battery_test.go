@@ -8,6 +8,8 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 )
 
 //go:embed testdata/battery.txt
@@ -120,7 +122,7 @@ func TestServeBattery(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	local, served := openTempDir(t), openTempDir(t)
-	s := serveDir(t, served, "--no-root-squash")
-	checkBattery(t, local, served, mountServed(t, s), knownDifferences)
+	local, served := nfstest.OpenTempDir(t), nfstest.OpenTempDir(t)
+	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	checkBattery(t, local, served, nfstest.MountServed(t, s), knownDifferences)
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fs"
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
@@ -22,9 +23,9 @@ func TestServeVerifierAfterRestart(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := openTempDir(t)
+	served := nfstest.OpenTempDir(t)
 	writeFiles(t, served, map[string]string{"f": "0123456789"})
-	s := serveDir(t, served, "--no-root-squash")
+	s := nfstest.ServeDir(t, served, "--no-root-squash")
 	seen := map[nfs3.Verifier]bool{}
 	for range 3 {
 		for range 2 {
@@ -35,7 +36,7 @@ func TestServeVerifierAfterRestart(t *testing.T) {
 			}
 			seen[w] = true
 		}
-		s.restart(t, syscall.SIGTERM, nil)
+		s.Restart(t, syscall.SIGTERM, nil)
 	}
 	if len(seen) != 3 {
 		t.Errorf("got %d verifiers from 3 processes: %x", len(seen), slices.Collect(maps.Keys(seen)))
@@ -101,7 +102,7 @@ func newWatchedDisk(t *testing.T, behind string) (*watchedDisk, string) {
 	}
 	d := &watchedDisk{RawFileSystem: fs.NewNodeFS(root, &fs.Options{})}
 	d.state.dirty = map[uint64]string{}
-	dir := openTempDir(t)
+	dir := nfstest.OpenTempDir(t)
 	srv, err := fuse.NewServer(d, dir, &fuse.MountOptions{AllowOther: true, DirectMountStrict: true, FsName: "watched"})
 	if err != nil {
 		t.Fatal(err)
@@ -206,10 +207,10 @@ func TestServeFailedFsync(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	behind := openTempDir(t)
+	behind := nfstest.OpenTempDir(t)
 	writeFiles(t, behind, map[string]string{"a": "", "b": ""})
 	disk, dir := newWatchedDisk(t, behind)
-	s := serveDir(t, dir, "--no-root-squash")
+	s := nfstest.ServeDir(t, dir, "--no-root-squash")
 	one, two := mustDial(t, s), mustDial(t, s)
 	before, err := one.writeAndCommit("a")
 	if err != nil {
@@ -243,10 +244,10 @@ func TestServeChangesAreDurable(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	behind := openTempDir(t)
+	behind := nfstest.OpenTempDir(t)
 	writeFiles(t, behind, map[string]string{"f": "x", "d/f": "y", "e/g": "z"})
 	disk, dir := newWatchedDisk(t, behind)
-	c := mustDial(t, serveDir(t, dir, "--no-root-squash"))
+	c := mustDial(t, nfstest.ServeDir(t, dir, "--no-root-squash"))
 	cred, d, e, f := credential(0, 0), c.mustLookup("d"), c.mustLookup("e"), c.mustLookup("f")
 	var wcc nfs3.WccData
 	var made nfs3.CreateResult

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -169,7 +170,7 @@ func (a *attack) below(n int64, timeout time.Duration) bool {
 }
 
 // serveGoodClient makes calls from another address, over new connections of both transports.
-func serveGoodClient(t *testing.T, s *servedDir) {
+func serveGoodClient(t *testing.T, s *nfstest.ServedDir) {
 	t.Helper()
 	for _, tr := range transports {
 		read := func() error {
@@ -208,23 +209,23 @@ func TestServeHostileClients(t *testing.T) {
 		}
 		t.Run(port+"/"+strings.ReplaceAll(h.name, " ", "_"), func(t *testing.T) {
 			t.Parallel()
-			served := openTempDir(t)
+			served := nfstest.OpenTempDir(t)
 			writeFiles(t, served, map[string]string{"f": "content"})
 			if h.few { // large replies
 				makeEntries(t, served, 3000)
 			}
-			s := serveDir(t, served)
+			s := nfstest.ServeDir(t, served)
 			root := mustDial(t, s).root
-			addr := s.tcp
+			addr := s.TCP
 			if h.rdma {
-				addr = s.rdma
+				addr = s.RDMA
 			}
 			a := startAttack(t, &h, addr, root)
 			serveGoodClient(t, s)
 			if !h.few && !a.below(attackers, serviceTimeout) {
 				t.Errorf("server keeps all %d connections of one address", attackers)
 			}
-			if rss := residentMemory(t, s.pid); rss > memoryLimit {
+			if rss := residentMemory(t, s.PID()); rss > memoryLimit {
 				t.Errorf("server uses %d MiB of memory, want at most %d", rss>>20, memoryLimit>>20)
 			}
 			if !h.ends {

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -21,7 +22,7 @@ const squashedID = 65534
 // identityDir is a directory with files that show which identity a call has.
 func identityDir(t *testing.T) string {
 	t.Helper()
-	dir := openTempDir(t)
+	dir := nfstest.OpenTempDir(t)
 	runScript(t, dir, "r put root secret 0600; r put group secret 0640; r put ann secret 0600; r chown ann 1001 1001;"+
 		"r put shared x 0666; r mkdir private 0755; r mkdir public 0777; r chmod public 0777; r put private/f x")
 	return dir
@@ -96,7 +97,7 @@ func TestServeIdentity(t *testing.T) {
 		return
 	}
 	served := identityDir(t)
-	s := serveDir(t, served)
+	s := nfstest.ServeDir(t, served)
 	garbage := append(sunrpc.AppendUint32(nil, sunrpc.FlavorSys), 0, 0, 0, 4, 1, 2, 3, 4)
 	for _, tr := range transports {
 		c, err := tr.dial(t, s)
@@ -140,7 +141,7 @@ func TestServeNoRootSquash(t *testing.T) {
 		return
 	}
 	served := identityDir(t)
-	s := serveDir(t, served, "--no-root-squash")
+	s := nfstest.ServeDir(t, served, "--no-root-squash")
 	for _, tr := range transports {
 		c, err := tr.dial(t, s)
 		if err != nil {
@@ -171,7 +172,7 @@ func TestServeWithoutPrivilege(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			served := identityDir(t)
-			s := serveDirWith(t, wrap, served, "--no-root-squash")
+			s := nfstest.ServeDirWith(t, wrap, served, "--no-root-squash")
 			c := mustDial(t, s)
 			for _, uid := range []uint32{1001, 1003, squashedID, 0xffffffff} {
 				what := fmt.Sprintf("uid %d", uid)
@@ -188,12 +189,12 @@ func TestServeAllow(t *testing.T) {
 		return
 	}
 	served := identityDir(t)
-	open := serveDir(t, served)
+	open := nfstest.ServeDir(t, served)
 	handle := mustDial(t, open).root
-	open.end(t, syscall.SIGTERM)
+	open.End(t, syscall.SIGTERM)
 	for allow, allowed := range map[string]bool{"127.0.0.0/8": true, "192.0.2.0/24,127.0.0.1/32": true,
 		"192.0.2.0/24": false, "127.0.0.2/32,2001:db8::/32": false} {
-		s := serveDir(t, served, "--allow", allow)
+		s := nfstest.ServeDir(t, served, "--allow", allow)
 		for _, tr := range transports {
 			c, err := tr.dial(t, s)
 			if (err == nil) != allowed {
@@ -209,12 +210,12 @@ func TestServeAllow(t *testing.T) {
 		}
 	}
 	for _, bad := range []string{"10.0.0.0/33", "localhost", "", "10.0.0.0/8,"} {
-		p := startProcess(t, nil, nil, "serve", served, "--rdma-listen", "127.0.0.1:0", "--tcp-listen", "127.0.0.1:0",
-			"--allow", bad)
+		p := nfstest.StartProcess(t, nil, nil, "serve", served, "--rdma-listen", "127.0.0.1:0", "--tcp-listen",
+			"127.0.0.1:0", "--allow", bad)
 		select {
-		case <-p.ended:
-			if p.cmd.ProcessState.ExitCode() == 0 || !strings.Contains(p.out.String(), "allow") {
-				t.Errorf("--allow %q: exit status %d, output %q", bad, p.cmd.ProcessState.ExitCode(), p.out.String())
+		case <-p.Ended:
+			if p.Cmd.ProcessState.ExitCode() == 0 || !strings.Contains(p.Out.String(), "allow") {
+				t.Errorf("--allow %q: exit status %d, output %q", bad, p.Cmd.ProcessState.ExitCode(), p.Out.String())
 			}
 		case <-time.After(10 * time.Second):
 			t.Errorf("--allow %q: the server runs", bad)
@@ -227,9 +228,9 @@ func TestServeReadOnly(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := openTempDir(t)
+	served := nfstest.OpenTempDir(t)
 	runScript(t, served, "r umask 0; r put f content 0666; r mkdir d 0777; r put d/f x 0666; r symlink f l")
-	s := serveDir(t, served, "--read-only", "--no-root-squash")
+	s := nfstest.ServeDir(t, served, "--read-only", "--no-root-squash")
 	before := runScript(t, served, "")
 	for _, tr := range transports {
 		c, err := tr.dial(t, s)
@@ -293,9 +294,9 @@ func TestServeSearchPermission(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := openTempDir(t)
+	served := nfstest.OpenTempDir(t)
 	runScript(t, served, "r mkdir d 0755; r put d/f secret 0644; r mkdir d/sub 0755; r chmod d 0744")
-	s := serveDir(t, served, "--no-root-squash")
+	s := nfstest.ServeDir(t, served, "--no-root-squash")
 	c := mustDial(t, s)
 	cred, dir := credential(1001, 1001), c.mustLookup("d")
 	if _, err := c.lookup(cred, dir, "f"); !errors.Is(err, syscall.EACCES) {

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
@@ -50,13 +51,13 @@ func (l *load) start(name string, step func(i int) error, finish func() error) {
 // progress waits until every job has made n more steps. It fails the test when a job ended.
 func (l *load) progress(t *testing.T, n int64) {
 	t.Helper()
-	deadline := time.Now().Add(2 * processTimeout)
+	deadline := time.Now().Add(2 * nfstest.ProcessTimeout)
 	for _, j := range l.jobs {
 		for want := j.steps.Load() + n; j.steps.Load() < want && !t.Failed(); time.Sleep(5 * time.Millisecond) {
 			if j.ended.Load() {
 				t.Errorf("%s ended", j.name)
 			} else if time.Now().After(deadline) {
-				t.Errorf("%s made no progress for %v", j.name, 2*processTimeout)
+				t.Errorf("%s made no progress for %v", j.name, 2*nfstest.ProcessTimeout)
 			}
 		}
 		if t.Failed() {
@@ -181,7 +182,7 @@ func TestServeRestart(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := openTempDir(t)
+	served := nfstest.OpenTempDir(t)
 	for _, d := range []string{"list", "dir", "names"} {
 		if err := os.Mkdir(filepath.Join(served, d), 0o777); err != nil {
 			t.Fatal(err)
@@ -189,8 +190,8 @@ func TestServeRestart(t *testing.T) {
 	}
 	makeEntries(t, filepath.Join(served, "list"), 500)
 	writeFiles(t, served, map[string]string{"dir/open": "open file", "cwd/x": "relative"})
-	s := serveDir(t, served, "--no-root-squash")
-	mnt := mountServed(t, s)
+	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	mnt := nfstest.MountServed(t, s)
 
 	held := holdFiles(t, mnt)
 	var l load
@@ -210,7 +211,7 @@ func TestServeRestart(t *testing.T) {
 			break
 		}
 		sig := []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL}[i%2]
-		s.restart(t, sig, func() {
+		s.Restart(t, sig, func() {
 			if i == 1 { // the path of an open file changes while no server runs
 				if err := os.Rename(filepath.Join(served, "dir"), filepath.Join(served, "moved")); err != nil {
 					t.Error(err)
@@ -283,10 +284,10 @@ func TestServeHandlesAfterRestart(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := openTempDir(t)
+	served := nfstest.OpenTempDir(t)
 	runScript(t, served, "r mkdir d 0755; r put d/f x; r symlink t l; r mknod p fifo 0644; r mknod s sock 0644;"+
 		"r mknod c chr 0600 1 3; r put old y")
-	s := serveDir(t, served, "--no-root-squash")
+	s := nfstest.ServeDir(t, served, "--no-root-squash")
 	before := mustDial(t, s)
 	d := before.mustLookup("d")
 	f, err := before.lookup(credential(0, 0), d, "f")
@@ -297,7 +298,7 @@ func TestServeHandlesAfterRestart(t *testing.T) {
 	for _, name := range []string{"d", "l", "p", "s", "c", "old"} {
 		old[name] = before.mustLookup(name)
 	}
-	s.restart(t, syscall.SIGKILL, func() {
+	s.Restart(t, syscall.SIGKILL, func() {
 		// Names change, and an old inode number may be used again.
 		runScript(t, served, "r rename d e; r link e/f hard; r unlink e/f; r unlink old; r put new z")
 	})

@@ -5,7 +5,6 @@ import (
 	"flag"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -95,23 +94,7 @@ func mountIt(t *testing.T, c mountConfig) *mount {
 	return &mount{dir: nfstest.Mount(t, fs, c.export.Host+":"+c.export.Export), tr: tr}
 }
 
-// run runs a program and returns its output. If the program fails, the test fails.
-func run(t *testing.T, dir, name string, args ...string) string {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
-	defer cancel()
-	// The shell changes the directory. With Cmd.Dir, the forked process would change the directory
-	// before exec. Go's runtime waits for the exec, and this process could not serve the mount
-	// during this wait.
-	cmd := exec.CommandContext(ctx, "sh", append([]string{"-c", `cd -- "${0:-.}" && exec "$@"`, dir, name}, args...)...)
-	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1",
-		"GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)
-	}
-	return string(out)
-}
+var run = nfstest.Run
 
 // goTree returns the path of a directory below GOROOT/src.
 func goTree(t *testing.T, sub string) string {
