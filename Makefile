@@ -7,6 +7,8 @@ PREFIX  ?= /usr
 # work on a mount.
 DEBS    := nfs-ganesha nfs-ganesha-vfs rpcbind nfs-common tshark fuse3 acl rsync git systemd procps iproute2 \
            libibverbs-dev librdmacm-dev gcc libc6-dev
+# Programs for "make test-programs".
+PROGRAMS := postgresql postgresql-contrib sqlite3 dbench stress-ng fio rsync tar git
 FUZZTIME ?= 60s
 LINT    := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 # The rdma-core provider needs a C compiler and the headers of rdma-core. The program opens the
@@ -16,7 +18,7 @@ RDMACORE := $(if $(and $(wildcard /usr/include/rdma/rdma_cma.h),$(shell command 
 VERSION  = $(shell git describe --tags --always --dirty)
 DIST     = dist
 
-.PHONY: build check demo test lab test-lab test-lab-all bench soak fuzz lint deps install release clean
+.PHONY: build check demo test test-programs lab test-lab test-lab-all bench soak fuzz lint deps install release clean
 
 build:
 	CGO_ENABLED=$(if $(RDMACORE),1,0) $(GO) build $(RDMACORE) -buildvcs=auto -trimpath -o bin/nfsrdmad ./cmd/nfsrdmad
@@ -28,6 +30,8 @@ check:
 # Mount from the embedded server. Needs Go, root and /dev/fuse.
 demo: build
 	bin/nfsrdmad demo
+
+test-programs: DEBS += $(PROGRAMS)
 
 deps:
 	@missing=; for p in $(DEBS); do \
@@ -47,6 +51,10 @@ test: deps
 	out=$$($(GO) test -v -run '^TestCallsDoNotAllocate$$' ./pkg/nfs3); echo "$$out"; \
 	  grep -q '^--- PASS: TestCallsDoNotAllocate' <<< "$$out"
 
+# Real programs on mounts, with their own checks. Takes about an hour.
+test-programs: deps
+	NFSRDMAD_PROGRAMS=1 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 3h ./test/programs
+
 # Build the virtual machines from Debian packages. See test/lab/README.md.
 lab:
 	test/lab/image/build.sh
@@ -63,11 +71,12 @@ test-lab-all: deps lab
 bench:
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 
-# 10,000 disconnects under verified I/O, random operations compared with a local directory, and
-# power failures of three servers. "make test" and "make test-lab" run short forms.
-soak: deps lab
+# 10,000 disconnects under verified I/O, random operations compared with a local directory, power
+# failures of three servers, and real programs. "make test" and "make test-lab" run short forms of all
+# but the last.
+soak: test-programs lab
 	NFSRDMAD_STORM=10000 NFSRDMAD_VERIFY=all $(GO) test -run TestStorm -v -timeout 3h ./test/integration
-	NFSRDMAD_DIFFERENTIAL=20m $(GO) test -run '^TestDifferential$$' -v -timeout 2h ./test/integration
+	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -timeout 2h ./test/integration
 	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -timeout 6h ./test/integration
 	NFSRDMAD_LAB=1 NFSRDMAD_POWER=200 $(GO) test -run '^TestServers$$/softiwarp$$/^power_failures$$' -v -timeout 6h \
 	  ./test/lab/knfsd
