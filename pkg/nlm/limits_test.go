@@ -58,7 +58,9 @@ func TestRegistrationOfSilentServiceStays(t *testing.T) {
 	}()
 	mapper, port := startPortMapper(t)
 	key := [3]uint32{nlm.Program, nlm.Version, 6}
+	mapper.mu.Lock()
 	mapper.maps[key] = uint32(l.Addr().(*net.TCPAddr).Port)
+	mapper.mu.Unlock()
 	cfg := nlm.ServiceConfig{Listen: "127.0.0.1:0"}
 	cfg.SetPortmap(port)
 	service := nlm.NewService(cfg)
