@@ -192,3 +192,30 @@ func TestBusyTimeoutEndsCalls(t *testing.T) {
 	}
 	wantContent(t, m.path("file"), []byte("x"))
 }
+
+// TestBusyFileDoesNotStopPageChecks checks that an open file shows another client's data while the
+// server is busy with the attributes of a second open file.
+func TestBusyFileDoesNotStopPageChecks(t *testing.T) {
+	t.Parallel()
+	e := startOwnExport(t)
+	a, calls, b := twoMounts(t, e, Options{AcRegMin: time.Second, AcRegMax: time.Second, AcDirMax: time.Second})
+	must(t, os.WriteFile(a.path("busy0"), []byte("1"), 0o644))
+	must(t, os.WriteFile(b.path("f"), []byte("1"), 0o644))
+	over := make(chan struct{})
+	defer close(over)
+	openAndRead(t, a.path("busy0"), 1)
+	f, buf := openAndRead(t, a.path("f"), 1)
+	calls.on(a.busyFiles(t, "busy", 1, over), nfs3.ProcGetAttr)
+	before := calls.count(nfs3.ProcGetAttr)
+	if !eventually(func() bool { return calls.count(nfs3.ProcGetAttr) > before+3 }) {
+		t.Fatal("the open files are not checked")
+	}
+	e.awaitTick(t)
+	must(t, os.WriteFile(b.path("f"), []byte("2"), 0o644))
+	if !eventually(func() bool {
+		_, err := f.ReadAt(buf, 0)
+		return err == nil && string(buf) == "2"
+	}) {
+		t.Errorf("read: got %q forever, want the new data", buf)
+	}
+}

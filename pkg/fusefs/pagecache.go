@@ -24,7 +24,8 @@ import (
 // shortest attribute cache time of nfs(5), except 0, is one second.
 const pageWatchInterval = time.Second
 
-// maxPageChecks bounds the GETATTR calls of one check.
+// maxPageChecks bounds the checks in progress. The check of one file lasts as long as the server
+// answers NFS3ERR_JUKEBOX for it.
 const maxPageChecks = 64
 
 // explicitPages reports whether the file system decides when the kernel drops cached pages.
@@ -66,6 +67,8 @@ type pageWatch struct {
 	files int           // open files to watch
 	stop  chan struct{} // closed when files becomes 0, or by endWatch
 	ended bool          // the FS is being closed
+
+	checked map[*inode]bool // files whose checks are in progress
 }
 
 // watchFile begins to watch an open file. The caller holds FS.handles.
@@ -115,7 +118,9 @@ func (fs *FS) watchPages(stop <-chan struct{}) {
 	for {
 		select {
 		case <-tick.C:
-			fs.checkPages(stop)
+			for _, h := range fs.expiredFiles() {
+				fs.spawn(func() { fs.checkPages(h) })
+			}
 		case <-stop:
 			return
 		case <-fs.aborted:
@@ -124,46 +129,45 @@ func (fs *FS) watchPages(stop <-chan struct{}) {
 	}
 }
 
-// checkPages gets the attributes of open files whose cached attributes have expired, and drops
-// their pages if another client has changed them.
-func (fs *FS) checkPages(stop <-chan struct{}) {
-	for _, h := range fs.expiredFiles() {
-		select {
-		case <-stop:
-			return
-		case <-fs.aborted:
-			return
-		default:
-		}
-		var a nfs3.Attr
-		if _, err := fs.fetch(background{fs}, h.cred, h.ino, &a); err == nil {
-			fs.dropStalePages(h.ino)
-		} else if errno(err) == syscall.ESTALE {
-			fs.stopWatching(h) // the file is gone, and READs fail
-		}
+// checkPages gets the attributes of an open file that expiredFiles returned, and drops its pages if
+// another client has changed it.
+func (fs *FS) checkPages(h *fileHandle) {
+	defer func() {
+		fs.handles.Lock()
+		delete(fs.handles.watch.checked, h.ino)
+		fs.handles.Unlock()
+	}()
+	var a nfs3.Attr
+	if _, err := fs.fetch(background{fs}, h.cred, h.ino, &a); err == nil {
+		fs.dropStalePages(h.ino)
+	} else if errno(err) == syscall.ESTALE {
+		fs.stopWatching(h) // the file is gone, and READs fail
 	}
 }
 
-// expiredFiles returns watched files whose attributes have expired, one for each inode and
-// maxPageChecks at most.
+// expiredFiles returns watched files whose attributes have expired, one for each inode, and counts
+// them as checked.
 func (fs *FS) expiredFiles() []*fileHandle {
 	fs.handles.Lock()
 	defer fs.handles.Unlock()
+	w := &fs.handles.watch
+	if w.checked == nil {
+		w.checked = make(map[*inode]bool)
+	}
 	var expired []*fileHandle
-	seen := make(map[*inode]bool)
 	for _, h := range fs.handles.files {
-		if !h.watched || seen[h.ino] {
+		if len(w.checked) == maxPageChecks {
+			break
+		}
+		if !h.watched || w.checked[h.ino] {
 			continue
 		}
-		seen[h.ino] = true
 		h.ino.mu.Lock()
 		if h.ino.pending == 0 && !fs.freshLocked(h.ino) {
+			w.checked[h.ino] = true
 			expired = append(expired, h)
 		}
 		h.ino.mu.Unlock()
-		if len(expired) == maxPageChecks {
-			break
-		}
 	}
 	return expired
 }
