@@ -341,6 +341,7 @@ func StartGaneshaMount(t *testing.T, g *ganeshatest.Server, options ...string) (
 		"mountport="+strconv.Itoa(g.MountPort))...)
 }
 
+// PortOf returns the port of "host:port".
 func PortOf(t *testing.T, addr string) string {
 	t.Helper()
 	_, port, err := net.SplitHostPort(addr)
@@ -350,6 +351,7 @@ func PortOf(t *testing.T, addr string) string {
 	return port
 }
 
+// IsMountPoint reports whether a file system is mounted on dir.
 func IsMountPoint(dir string) bool {
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	return err == nil && strings.Contains(string(mounts), " "+dir+" ")

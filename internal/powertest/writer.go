@@ -117,7 +117,7 @@ func blockVersion(b []byte, file, block uint32) (version uint32, err error) {
 	version = binary.LittleEndian.Uint32(b[8:])
 	fillBlock(want, file, block, version)
 	if !bytes.Equal(b, want) {
-		return 0, fmt.Errorf("block %d of file %d is damaged: %x...", block, file, b[:16])
+		return 0, fmt.Errorf("block %d of file %d is damaged: it begins with %x", block, file, b[:16])
 	}
 	return version, nil
 }

@@ -179,6 +179,15 @@ func onTwoPaths(run func(from, to string, o *Op) ([]Field, error)) *verb {
 	}}
 }
 
+func doWrite(w *side, o *Op) ([]Field, error) {
+	fd := w.fds[o.fd]
+	n, err := unix.Write(fd, payload(o))
+	if flags, e := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0); e == nil && w.toEnd && flags&unix.O_APPEND != 0 {
+		_, _ = unix.Seek(fd, 0, unix.SEEK_END)
+	}
+	return count(n, err)
+}
+
 // fileVerbs returns the verbs that use the file in a slot.
 func fileVerbs() map[string]*verb {
 	return map[string]*verb{
@@ -204,14 +213,7 @@ func fileVerbs() map[string]*verb {
 			n, err := unix.Pread(fd, b, int64(o.off))
 			return got(b, n, err)
 		}),
-		"write": {usesFD, func(w *side, o *Op) ([]Field, error) {
-			n, err := unix.Write(w.fds[o.fd], payload(o))
-			flags, e := unix.FcntlInt(uintptr(w.fds[o.fd]), unix.F_GETFL, 0)
-			if e == nil && w.toEnd && flags&unix.O_APPEND != 0 {
-				_, _ = unix.Seek(w.fds[o.fd], 0, unix.SEEK_END)
-			}
-			return count(n, err)
-		}},
+		"write": {usesFD, doWrite},
 		"pwrite": onFD(func(fd int, o *Op) ([]Field, error) {
 			return count(unix.Pwrite(fd, payload(o), int64(o.off)))
 		}),
