@@ -4,7 +4,6 @@ import (
 	_ "embed"
 	"path"
 	"strings"
-	"sync/atomic"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
@@ -22,38 +21,6 @@ var matrixText string
 //
 //go:embed testdata/matrix_differences.txt
 var matrixKnownText string
-
-// A matrixDifference is a line of testdata/matrix_differences.txt. The fields are patterns of
-// path.Match.
-type matrixDifference struct {
-	server, cell, kernel, ours string
-	seen                       atomic.Bool
-}
-
-func readMatrixDifferences(t *testing.T) (list []*matrixDifference) {
-	t.Helper()
-	for line := range strings.Lines(matrixKnownText) {
-		line = strings.TrimSpace(line)
-		if line == "" || strings.HasPrefix(line, "#") {
-			continue
-		}
-		cells := strings.Split(line, " | ")
-		if len(cells) != 4 {
-			t.Fatalf("testdata/matrix_differences.txt: invalid line %q", line)
-		}
-		list = append(list, &matrixDifference{server: cells[0], cell: cells[1], kernel: cells[2], ours: cells[3]})
-	}
-	return list
-}
-
-func (d *matrixDifference) matches(server, cell, kernel, ours string) bool {
-	for _, m := range [][2]string{{d.server, server}, {d.cell, cell}, {d.kernel, kernel}, {d.ours, ours}} {
-		if ok, err := path.Match(m[0], m[1]); err != nil || !ok {
-			return false
-		}
-	}
-	return true
-}
 
 // matrixServers are the servers of TestMatrix, and how each starts with a kind of squashing. start
 // returns the served directory and a mount.
@@ -84,9 +51,19 @@ func TestMatrix(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	known := readMatrixDifferences(t)
+	known, err := differential.ReadMatrixDifferences(matrixKnownText)
+	if err != nil {
+		t.Fatal(err)
+	}
 	want := differential.ParseMatrix(matrixText)
-	t.Cleanup(func() { checkMatrixKnown(t, known) }) // after the parallel subtests
+	t.Cleanup(func() { // after the parallel subtests
+		if t.Failed() {
+			return
+		}
+		for _, line := range known.NotSeen("knfsd") {
+			t.Errorf("known difference did not occur: %s; remove it from testdata/matrix_differences.txt", line)
+		}
+	})
 	for _, s := range matrixServers {
 		for _, squash := range s.squash {
 			t.Run(s.name+" "+squash, func(t *testing.T) {
@@ -101,36 +78,13 @@ func TestMatrix(t *testing.T) {
 				}
 				got := differential.ParseMatrix(differential.FormatMatrix(squash, lines))
 				for _, d := range differential.CompareMatrix(want[squash], got[squash]) {
-					checkMatrixDifference(t, known, s.name, squash+" "+d.Cell, d.Reference, d.Ours)
+					if !known.Contain(s.name, squash, d) {
+						t.Errorf("%s %s: got %q, want that of the kernel's client, %q", squash, d.Cell, d.Ours, d.Reference)
+					}
 				}
 			})
 		}
 	}
-}
-
-// checkMatrixKnown reports known differences that did not occur.
-func checkMatrixKnown(t *testing.T, known []*matrixDifference) {
-	t.Helper()
-	if t.Failed() {
-		return
-	}
-	for _, d := range known {
-		if !d.seen.Load() {
-			t.Errorf("known difference did not occur: %s; remove it from testdata/matrix_differences.txt", d.cell)
-		}
-	}
-}
-
-// checkMatrixDifference reports a difference that is not known.
-func checkMatrixDifference(t *testing.T, known []*matrixDifference, server, cell, kernel, ours string) {
-	t.Helper()
-	for _, d := range known {
-		if d.matches(server, cell, kernel, ours) {
-			d.seen.Store(true)
-			return
-		}
-	}
-	t.Errorf("%s: got %q, want that of the kernel's client, %q", cell, ours, kernel)
 }
 
 // TestCreateOfNewName opens names with O_CREAT after another client has created the files. The
