@@ -79,7 +79,8 @@ func TestMatrix(t *testing.T) {
 				got := differential.ParseMatrix(differential.FormatMatrix(squash, lines))
 				for _, d := range differential.CompareMatrix(want[squash], got[squash]) {
 					if !known.Contain(s.name, squash, d) {
-						t.Errorf("%s %s: got %q, want that of the kernel's client, %q", squash, d.Cell, d.Ours, d.Reference)
+						t.Errorf("%s %s: got %q, want that of the kernel's client, %q", squash, d.Cell, d.Ours,
+							d.Reference)
 					}
 				}
 			})
