@@ -44,13 +44,14 @@ func (w *side) do(o *Op) []Field {
 	return out
 }
 
-// contextPrefix begins the names of fields that are not compared. The known differences use them.
-// They come from the reference only, because observing a mount changes its caches.
+// contextPrefix begins the names of fields that are not compared. The known differences use those
+// of the reference; observing a mount would change its caches.
 const contextPrefix = "~"
 
 // released is the field of an operation that closed a file without a name. The client then removes
-// the file from the server, which changes the times of the directory.
-const released = "released"
+// the file from the server, which changes the times of the directory. The kernel's NFS client
+// counts the hidden name of such a file, so its side does not have the field.
+const released = contextPrefix + "released"
 
 // ok is the errno of a successful operation.
 const ok = "ok"

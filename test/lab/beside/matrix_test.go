@@ -17,7 +17,8 @@ import (
 
 const matrixTime = 15 * time.Minute
 
-var squashFlag = flag.String("squash", "none,root,all", "`kinds` of squashing for TestMatrix, separated by commas")
+var squashFlag = flag.String("squash", "",
+	"`kinds` of squashing for TestMatrix, separated by commas; none, or all kinds in a full run")
 
 // matrixFile has the recorded results, and differencesFile the intended differences.
 var (
@@ -25,9 +26,8 @@ var (
 	differencesFile = filepath.Join("..", "..", "integration", "testdata", "matrix_differences.txt")
 )
 
-// TestMatrix tries operations of several users on the mounts of both clients, on exports with every
-// kind of squashing. With -update it records the results of the kernel's client, with which
-// test/integration compares other servers.
+// TestMatrix tries operations of several users on the mounts of both clients. With -update it
+// records the results of the kernel's client, with which test/integration compares other servers.
 func TestMatrix(t *testing.T) {
 	text, err := os.ReadFile(differencesFile)
 	if err != nil {
@@ -42,6 +42,12 @@ func TestMatrix(t *testing.T) {
 	header := fmt.Sprintf("# Results of the NFS client of kernel %s, recorded by TestMatrix of test/lab/beside.\n",
 		s.Release)
 	recorded := ""
+	if *squashFlag == "" {
+		*squashFlag = "none"
+		if lab.FullRun() {
+			*squashFlag = "none,root,all"
+		}
+	}
 	for squash := range strings.SplitSeq(*squashFlag, ",") {
 		export := map[string]string{"none": lab.ExportRW, "root": lab.ExportSquash, "all": "/disk/all"}[squash]
 		server := "/disk/" + path.Base(export)
