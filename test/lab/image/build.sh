@@ -16,13 +16,13 @@ RUN_DEBS=(qemu-system-x86 wireshark-common tshark)
 BUILD_DEBS=(cpio gcc-12 kmod libc6-dev make xz-utils)
 # Packages of the guest's userland. Dependencies are included; maintainer scripts do not run.
 GUEST_DEBS=(busybox e2fsprogs ibverbs-providers ibverbs-utils iproute2 kmod nfs-common nfs-kernel-server
-  rdma-core rdmacm-utils rpcbind tcpdump)
+  rdma-core rdmacm-utils rpcbind tcpdump util-linux)
 # Programs in the image. Their libraries are included.
 GUEST_PROGRAMS=(
   /usr/bin/busybox /usr/bin/kmod /usr/bin/ip /usr/bin/rdma /usr/sbin/tc /usr/bin/ss
   /usr/sbin/rpcbind /usr/sbin/rpcinfo /usr/sbin/rpc.nfsd /usr/sbin/rpc.mountd /usr/sbin/exportfs /usr/sbin/nfsdcld
   /usr/sbin/mount.nfs /usr/sbin/umount.nfs /usr/sbin/showmount /usr/sbin/nfsstat /usr/sbin/rpc.statd
-  /usr/sbin/mkfs.ext4 /usr/sbin/e2fsck
+  /usr/sbin/mkfs.ext4 /usr/sbin/e2fsck /usr/bin/flock
   /usr/bin/ibv_devices /usr/bin/ibv_devinfo /usr/bin/rping /usr/bin/tcpdump)
 # Kernel modules in the image, with their dependencies. The kernel requests the CRC modules by name
 # at run time, so they are no dependencies.

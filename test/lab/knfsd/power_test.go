@@ -25,7 +25,7 @@ var _ = register("power failures", "power failures while a program writes files,
 const powerEnv = "NFSRDMAD_POWER"
 
 // powerRounds is the number of power failures of a routine run.
-const powerRounds = 3
+const powerRounds = 1
 
 // testPowerFailures cuts the power of a server while a program writes. After each boot and before
 // the client reconnects, the disk must have what fsync, close or rename has confirmed. At the end
