@@ -25,7 +25,7 @@
 //     through a TCP relay
 //   - remote invalidation, with rdmacore: neither soft device can offer it to a peer; "local
 //     invalidation" replaces it
-//   - locks, with softiwarp: the processes that hold locks would start from the test process,
+//   - locks, with softiwarp: processes that hold locks would start from the test process,
 //     which has the mount
 //   - local invalidation, with softiwarp: softiwarp offers remote invalidation
 //
