@@ -21,7 +21,6 @@ var inapplicableCases = []inapplicableCase{
 	{"split", rdmacore.Name, "", "the case is about MPA's CRC, and RDMA devices do not connect through a TCP relay"},
 	{"remote invalidation", rdmacore.Name, "",
 		"neither soft device can offer it to a peer; \"local invalidation\" replaces it"},
-	{"locks", softiwarpName, "", "processes that hold locks would start from the test process, which has the mount"},
 	{"local invalidation", softiwarpName, "", "softiwarp offers remote invalidation"},
 }
 

@@ -25,8 +25,6 @@
 //     through a TCP relay
 //   - remote invalidation, with rdmacore: neither soft device can offer it to a peer; "local
 //     invalidation" replaces it
-//   - locks, with softiwarp: processes that hold locks would start from the test process,
-//     which has the mount
 //   - local invalidation, with softiwarp: softiwarp offers remote invalidation
 //
 // All other cases run in every setup, with smaller sizes in guests.
