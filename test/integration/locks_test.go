@@ -257,13 +257,13 @@ func testLocks(t *testing.T, e *lockExport) (a, b *lockMount) {
 		oneMount bool // both processes use the mount a
 		run      func(t *testing.T, a, b *lockMount, p, q *lockProcess)
 	}{
-		{"conflicts", false, testLockConflicts},
-		{"ranges", false, testLockRanges},
-		{"same mount", true, testLocksOnOneMount},
-		{"flock", false, testFlock},
-		{"holder", false, testLockHolder},
-		{"close", false, testCloseReleases},
-		{"kill", false, testKillReleases},
+		{"conflicts", false, lockScript(conflictsScript)},
+		{"ranges", false, lockScript(rangesScript)},
+		{"same mount", true, lockScript(sameMountScript)},
+		{"flock", false, lockScript(flockScript)},
+		{"holder", false, lockScript(holderScript)},
+		{"close", false, lockScript(closeScript)},
+		{"kill", false, lockScript(killScript)},
 		{"wait", false, testLockWaits},
 		{"wait on one mount", true, testLockWaitsOnOneMount},
 		{"signal", false, testSignalCancels},
@@ -301,98 +301,6 @@ func eventually(t *testing.T, what string, ok func() bool) {
 func open2(a, b *lockMount, p, q *lockProcess) {
 	p.do("ok", "open 1 %s", a.file())
 	q.do("ok", "open 1 %s", b.file())
-}
-
-func testLockConflicts(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	p.do("ok", "set 1 w 0 0")
-	q.do("EAGAIN", "set 1 w 0 0")
-	q.do("EAGAIN", "set 1 r 5 1")
-	p.do("ok", "set 1 r 0 0") // downgrade
-	q.do("ok", "set 1 r 0 0")
-	p.do("EAGAIN", "set 1 w 0 0")
-	q.do("ok", "set 1 u 0 0")
-	p.do("ok", "set 1 w 0 0")
-	p.do("ok", "set 1 u 0 0")
-	q.do("ok", "set 1 w 0 0")
-}
-
-func testLockRanges(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	p.do("ok", "set 1 w 100 100")
-	q.do("ok", "set 1 w 0 100")
-	q.do("ok", "set 1 w 200 0")
-	q.do("EAGAIN", "set 1 r 199 1")
-	p.do("ok", "set 1 u 150 10")
-	q.do("ok", "set 1 w 150 10")
-	q.do("EAGAIN", "set 1 w 149 1")
-	q.do("EAGAIN", "set 1 w 160 1")
-	p.do("EAGAIN", "set 1 r 9223372036854775807 1")
-}
-
-func testLocksOnOneMount(_ *testing.T, a, _ *lockMount, p, q *lockProcess) {
-	p.do("ok", "set 1 w 0 10")
-	q.do("EAGAIN", "set 1 w 5 10")
-	q.do("type 1 start 0 len 10", "get 1 w 0 0")
-	p.do("ok", "open 2 %s", a.file())
-	p.do("ok", "set 2 w 5 10") // one process is one owner
-	p.do("ok", "close 2")      // which releases all its locks
-	q.do("ok", "set 1 w 0 0")
-	q.do("ok", "set 1 u 0 0")
-	p.do("ok", "open 2 %s", a.file())
-	p.do("ok", "set 1 w 0 10")
-	p.do("ok", "close 1")
-	p.do("ok", "set 2 w 0 10")
-	for range 50 { // the kernel sends RELEASE of the first file after close(2)
-		q.do("EAGAIN", "set 1 w 5 10")
-	}
-	p.do("ok", "close 2")
-	p.do("ok", "open 1 %s", a.file())
-	p.do("ok", "ofd 1 w 0 10")
-	q.do("EAGAIN", "set 1 w 5 10")
-	p.do("ok", "close 1")
-	q.eventually("ok", "set 1 w 5 10") // close(2) does not wait for the release of OFD locks
-}
-
-func testFlock(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	p.do("ok", "flock 1 sh")
-	q.do("ok", "flock 1 sh")
-	q.do("EAGAIN", "flock 1 ex")
-	p.do("ok", "flock 1 un")
-	q.do("ok", "flock 1 ex")
-	p.do("EAGAIN", "flock 1 sh")
-	p.do("EAGAIN", "set 1 w 100 1") // Linux's client, too, makes byte-range locks of both kinds
-	p.do("ok", "open 2 %s", b.file())
-	p.do("EAGAIN", "flock 2 ex")
-	q.do("ok", "open 3 %s", b.file())
-	q.do("EAGAIN", "flock 3 ex") // another open file is another owner
-	q.do("ok", "close 3")        // which releases nothing
-	p.do("EAGAIN", "flock 1 ex")
-	q.do("ok", "close 1")
-	p.eventually("ok", "flock 1 ex")
-	p.do("ok", "close 1")
-	p.do("ok", "open 1 %s", a.file())
-	p.eventually("ok", "flock 1 ex") // close(2) does not wait for the release of flock(2) locks
-}
-
-func testLockHolder(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	q.do("type 2 start 0 len 0", "get 1 w 0 0")
-	p.do("ok", "set 1 r 10 20")
-	q.do("type 0 start 10 len 20", "get 1 w 0 0")
-	q.do("type 2 start 0 len 0", "get 1 r 0 0")
-	p.do("ok", "set 1 w 10 0")
-	q.do("type 1 start 10 len 0", "get 1 r 0 0")
-}
-
-func testCloseReleases(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	p.do("ok", "set 1 w 0 0")
-	p.do("ok", "close 1")
-	q.do("ok", "set 1 w 0 0")
-}
-
-func testKillReleases(_ *testing.T, a, b *lockMount, p, q *lockProcess) {
-	p.do("ok", "set 1 w 0 0")
-	q.do("EAGAIN", "set 1 w 0 0")
-	p.kill()
-	q.eventually("ok", "set 1 w 0 0")
 }
 
 // waits returns when a request of the mount waits for another client.
