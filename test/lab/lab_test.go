@@ -111,9 +111,6 @@ func testKernelClient(t *testing.T, g *lab.Guest) {
 
 // TestKernelClientOverRXE mounts the server with the kernel's client over RoCE.
 func TestKernelClientOverRXE(t *testing.T) {
-	if !lab.FullRun() {
-		t.Skip("TestLink covers RoCE between two guests in a routine run")
-	}
 	for _, kernel := range lab.TestedKernels() {
 		t.Run(kernel, func(t *testing.T) {
 			g := lab.Start(t, lab.Options{Kernel: kernel, Provider: lab.RXE, MemoryMiB: 512})
