@@ -61,11 +61,11 @@ lab:
 
 # Test against stock Linux servers on the newest kernel. The log has the measured figures.
 test-lab: deps lab
-	NFSRDMAD_LAB=1 $(GO) test -v -p 2 -count 1 -timeout 80m ./test/lab/...
+	NFSRDMAD_LAB=1 $(GO) test -v -p 2 -count 1 -exec $(CURDIR)/test/isolate -timeout 80m ./test/lab/...
 
 # Test against every kernel and device. This takes hours.
 test-lab-all: deps lab
-	NFSRDMAD_LAB=all $(GO) test -v -p 1 -count 1 -timeout 6h ./test/lab/...
+	NFSRDMAD_LAB=all $(GO) test -v -p 1 -count 1 -exec $(CURDIR)/test/isolate -timeout 6h ./test/lab/...
 
 # Every benchmark runs beside a raw TCP yardstick. Compare figures of one run only.
 bench:
@@ -79,7 +79,7 @@ soak: test-programs lab
 	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -timeout 2h ./test/integration
 	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -timeout 6h ./test/integration
 	NFSRDMAD_LAB=1 NFSRDMAD_POWER=200 $(GO) test -run '^TestServers$$/softiwarp$$/^power_failures$$' -v -timeout 6h \
-	  ./test/lab/knfsd
+	  -exec $(CURDIR)/test/isolate ./test/lab/knfsd
 
 fuzz:
 	@set -e; for p in $$($(GO) list ./...); do \
