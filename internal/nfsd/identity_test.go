@@ -2,7 +2,6 @@ package nfsd
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -19,6 +18,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -329,31 +329,11 @@ func inNamespace(dir string) error {
 	return nil
 }
 
-// Tags of entries of an access control list (acl(5)).
-const (
-	aclUserObj  = 0x01
-	aclUser     = 0x02
-	aclGroupObj = 0x04
-	aclMask     = 0x10
-	aclOther    = 0x20
-)
-
-// aclXattr encodes an access control list for setxattr(2): tag, permissions and id of each entry.
-func aclXattr(entries ...[3]uint32) []byte {
-	b := binary.LittleEndian.AppendUint32(nil, 2)
-	for _, e := range entries {
-		b = binary.LittleEndian.AppendUint16(b, uint16(e[0]))
-		b = binary.LittleEndian.AppendUint16(b, uint16(e[1]))
-		b = binary.LittleEndian.AppendUint32(b, e[2])
-	}
-	return b
-}
-
 // A default ACL restricts the mode of new objects, also when it grants what the umask would.
 func TestDefaultACLRestrictsMode(t *testing.T) {
 	defer unix.Umask(unix.Umask(0o022))
 	c := start(t, nil)
-	acl := aclXattr([3]uint32{aclUserObj, 7, badID}, [3]uint32{aclGroupObj, 5, badID}, [3]uint32{aclOther, 5, badID})
+	acl := nfsacl.FromMode(0o755).AppendXattr(nil)
 	if err := unix.Setxattr(c.dir, "system.posix_acl_default", acl, 0); err != nil {
 		t.Fatalf("set default ACL: %v", err)
 	}
@@ -399,9 +379,10 @@ func TestPermissionsWithCoarseTimes(t *testing.T) {
 	c := start(t, func(cfg *Config) { cfg.Dir = dir })
 	fh := c.MustCreate(root, c.Root, "f", 0o660)
 	acl := func(uid uint32) {
-		c.OK(unix.Setxattr(c.path("f"), "system.posix_acl_access", aclXattr([3]uint32{aclUserObj, 6, badID},
-			[3]uint32{aclUser, 6, uid}, [3]uint32{aclGroupObj, 0, badID}, [3]uint32{aclMask, 6, badID},
-			[3]uint32{aclOther, 0, badID}), 0))
+		m := nfsacl.FromMode(0o600)
+		list := nfsacl.ACL{m[0], {Tag: nfsacl.TagUser, Perm: 6, ID: uid}, m[1],
+			{Tag: nfsacl.TagMask, Perm: 6, ID: nfsacl.UndefinedID}, m[2]}
+		c.OK(unix.Setxattr(c.path("f"), "system.posix_acl_access", list.AppendXattr(nil), 0))
 	}
 	now := time.Now()
 	time.Sleep(now.Truncate(time.Second).Add(time.Second + 50*time.Millisecond).Sub(now))

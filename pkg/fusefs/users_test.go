@@ -1,7 +1,6 @@
 package fusefs
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -19,6 +18,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 )
 
 // A user is a local user of a mount.
@@ -100,30 +100,18 @@ func putDir(t *testing.T, path string, owner user, mode uint32) {
 	must(t, unix.Chmod(path, mode))
 }
 
-// Tags of entries of an access control list (acl(5)).
-const (
-	aclUserObj  = 0x01
-	aclUser     = 0x02
-	aclGroupObj = 0x04
-	aclMask     = 0x10
-	aclOther    = 0x20
-)
-
 // setACL sets the access control list of a file on the server: the rights of owner, group, mask and
 // others, and those of one user.
 func setACL(t *testing.T, path string, owner, group, mask, other uint16, named user, rights uint16) {
 	t.Helper()
-	b := binary.LittleEndian.AppendUint32(nil, 2) // version
-	for _, e := range []struct {
-		tag, rights uint16
-		id          uint32
-	}{{aclUserObj, owner, ^uint32(0)}, {aclUser, rights, named.uid}, {aclGroupObj, group, ^uint32(0)},
-		{aclMask, mask, ^uint32(0)}, {aclOther, other, ^uint32(0)}} {
-		b = binary.LittleEndian.AppendUint16(b, e.tag)
-		b = binary.LittleEndian.AppendUint16(b, e.rights)
-		b = binary.LittleEndian.AppendUint32(b, e.id)
+	list := nfsacl.ACL{
+		{Tag: nfsacl.TagUserObj, Perm: owner, ID: nfsacl.UndefinedID},
+		{Tag: nfsacl.TagUser, Perm: rights, ID: named.uid},
+		{Tag: nfsacl.TagGroupObj, Perm: group, ID: nfsacl.UndefinedID},
+		{Tag: nfsacl.TagMask, Perm: mask, ID: nfsacl.UndefinedID},
+		{Tag: nfsacl.TagOther, Perm: other, ID: nfsacl.UndefinedID},
 	}
-	if err := unix.Setxattr(path, "system.posix_acl_access", b, 0); err != nil {
+	if err := unix.Setxattr(path, "system.posix_acl_access", list.AppendXattr(nil), 0); err != nil {
 		t.Fatalf("set ACL of %s: %v; use a file system with ACLs", path, err)
 	}
 }

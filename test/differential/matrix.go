@@ -1,7 +1,6 @@
 package differential
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -12,6 +11,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 )
 
 // The matrix tries every operation as every user in every kind of directory. A cell is one attempt,
@@ -49,42 +50,22 @@ var matrixDirs = []struct {
 	name     string
 	mode     uint32
 	uid, gid int
-	acl      []aclEntry
+	acl      nfsacl.ACL
 }{
 	{"group", 0o770, bobID, teamID, nil},
 	{"setgid", 0o2775, bobID, teamID, nil},
 	{"sticky", 0o1777, 0, 0, nil},
 	{"private", 0o700, bobID, bobID, nil},
 	{"own", 0o755, actor, actor, nil},
-	{"acl-denies-alice", 0o777, bobID, bobID, []aclEntry{{aclUserObj, 7, aclNoID}, {aclUser, 0, aliceID},
-		{aclGroupObj, 7, aclNoID}, {aclMask, 7, aclNoID}, {aclOther, 7, aclNoID}}},
-	{"acl-permits-alice", 0o700, bobID, bobID, []aclEntry{{aclUserObj, 7, aclNoID}, {aclUser, 7, aliceID},
-		{aclGroupObj, 0, aclNoID}, {aclMask, 7, aclNoID}, {aclOther, 0, aclNoID}}},
+	{"acl-denies-alice", 0o777, bobID, bobID, withRights(0o777, 0)},
+	{"acl-permits-alice", 0o700, bobID, bobID, withRights(0o700, 7)},
 }
 
-// An aclEntry is an entry of the extended attribute system.posix_acl_access (acl(5)).
-type aclEntry struct {
-	tag, perm uint16
-	id        uint32
-}
-
-const (
-	aclUserObj  = 0x01
-	aclUser     = 0x02
-	aclGroupObj = 0x04
-	aclMask     = 0x10
-	aclOther    = 0x20
-	aclNoID     = 1<<32 - 1
-)
-
-func setACL(path string, entries []aclEntry) error {
-	b := binary.LittleEndian.AppendUint32(nil, 2) // version
-	for _, e := range entries {
-		b = binary.LittleEndian.AppendUint16(b, e.tag)
-		b = binary.LittleEndian.AppendUint16(b, e.perm)
-		b = binary.LittleEndian.AppendUint32(b, e.id)
-	}
-	return unix.Setxattr(path, "system.posix_acl_access", b, 0)
+// withRights returns the ACL of a mode, with other rights for alice.
+func withRights(mode uint32, rights uint16) nfsacl.ACL {
+	a := nfsacl.FromMode(mode)
+	return nfsacl.ACL{a[0], {Tag: nfsacl.TagUser, Perm: rights, ID: aliceID}, a[1],
+		{Tag: nfsacl.TagMask, Perm: nfsacl.PermMask, ID: nfsacl.UndefinedID}, a[2]}
 }
 
 // matrixObjects are the objects that the operations use.
@@ -271,7 +252,7 @@ func (c *matrixCell) owner(id int) int {
 }
 
 // make makes the directory and the objects that the operation uses.
-func (c *matrixCell) make(server string, mode uint32, uid, gid int, acl []aclEntry) error {
+func (c *matrixCell) make(server string, mode uint32, uid, gid int, acl nfsacl.ACL) error {
 	dir := filepath.Join(server, c.name)
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return err
@@ -295,7 +276,7 @@ func (c *matrixCell) make(server string, mode uint32, uid, gid int, acl []aclEnt
 	}
 	err := errors.Join(unix.Chown(dir, c.owner(uid), c.owner(gid)), unix.Chmod(dir, mode))
 	if acl != nil && err == nil {
-		err = setACL(dir, acl)
+		err = unix.Setxattr(dir, "system.posix_acl_access", acl.AppendXattr(nil), 0)
 	}
 	if err != nil {
 		return err

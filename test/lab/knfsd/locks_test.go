@@ -171,8 +171,8 @@ func testLockReclaim(t *testing.T, b bench, m, other *lockMount) {
 		t.Fatal(err)
 	}
 	waitFor(t, "the data to arrive", func() bool { return m.fs.Counters.SentBytes.Load()-sent >= uint64(len(data)) })
-	// The test process must not start another QEMU: the new process would close its copy of m.f, and
-	// closing needs the server.
+	// The test process must not start another QEMU: the new process would close its copy of m.f,
+	// and closing needs the server.
 	b.cutPower(t, func() {})
 	if err := m.f.Sync(); err != nil {
 		t.Errorf("fsync with a lock: %v", err)

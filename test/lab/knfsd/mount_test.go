@@ -2,8 +2,6 @@ package knfsd
 
 import (
 	"context"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -114,24 +112,7 @@ func (b bench) mountLocks(t *testing.T, change func(*xprt.Config), locks *nlm.Cl
 	return &mount{dir: nfstest.Mount(t, fs, "lab:"+lab.ExportRW), tr: tr, fs: fs}
 }
 
-// runLimit bounds one program. The longest program takes a small part of it on a busy host.
-const runLimit = 10 * time.Minute
-
-// run runs a program and returns its output. It fails the test if the program fails.
-func run(t *testing.T, dir, name string, args ...string) string {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), runLimit)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Dir = dir
-	cmd.Env = append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_COUNT=1",
-		"GIT_CONFIG_KEY_0=safe.directory", "GIT_CONFIG_VALUE_0=*")
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)
-	}
-	return string(out)
-}
+var run = nfstest.Run
 
 // sum returns the SHA-256 sum of a file on the host.
 func sum(t *testing.T, file string) string {

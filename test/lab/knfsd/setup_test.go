@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
@@ -219,7 +220,7 @@ func runCases(t *testing.T, s setup, server *lab.Guest, run func(*testing.T, tes
 			whole = false
 			continue
 		}
-		if _, err := server.RunFor("rm -rf "+lab.ExportRW+"/*", runLimit); err != nil {
+		if _, err := server.RunFor("rm -rf "+lab.ExportRW+"/*", nfstest.RunTimeout); err != nil {
 			t.Fatalf("empty the export after %s: %v", c.name, err)
 		}
 		if passed {
