@@ -65,7 +65,7 @@ func (fs *FS) openNew(r *request, ino *inode, flags uint32, out *fuse.OpenOut) e
 	ino.mu.Lock()
 	a, valid := ino.attr, ino.valid
 	ino.mu.Unlock()
-	unchanged := ino.revalidate(&a, valid)
+	unchanged := fs.revalidate(ino, &a, valid)
 	fs.inodes.openFile(ino) // the kernel holds the directory's lock, so no removal can run
 	*out = fuse.OpenOut{Fh: fs.newFile(ino, r.cred, flags), OpenFlags: openFlags(flags, unchanged)}
 	return nil

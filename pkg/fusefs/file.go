@@ -135,10 +135,7 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	if err != nil {
 		return err
 	}
-	unchanged := ino.revalidate(&a, cacheable)
-	if !unchanged {
-		fs.Counters.CacheDrops.Add(1)
-	}
+	unchanged := fs.revalidate(ino, &a, cacheable)
 	ino.mu.Lock()
 	outdated := ino.sent != stampOf(&a)
 	if outdated {
@@ -176,17 +173,6 @@ func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (a nfs3.Attr, cache
 		return a, false, syscall.EACCES
 	}
 	return res.Attr.Attr, res.Attr.Present, nil
-}
-
-// revalidate reports whether the kernel's cached pages match the attributes a, which are new from
-// the server. revalidate records a as the state of the pages from now on.
-func (ino *inode) revalidate(a *nfs3.Attr, cacheable bool) (unchanged bool) {
-	ino.mu.Lock()
-	defer ino.mu.Unlock()
-	now := stampOf(a)
-	unchanged = cacheable && ino.pageStampValid && ino.pageStamp == now
-	ino.pageStamp, ino.pageStampValid = now, cacheable
-	return unchanged
 }
 
 // wantedAccess returns the ACCESS rights that an open needs. An execution needs no right to read,

@@ -127,12 +127,11 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 	}
 	var a nfs3.Attr
 	cacheable, err := fs.fetch(r, h.cred, h.ino, &a)
-	if err == nil && h.ino.revalidate(&a, cacheable) {
+	if err != nil {
+		fs.dropCache(h.ino) // return no error: the lock is set, and only its owner can release it
 		return nil
 	}
-	// Also after an error: the lock is set, and only its owner can release it.
-	fs.Counters.CacheDrops.Add(1)
-	fs.dropCache(h.ino)
+	fs.revalidate(h.ino, &a, cacheable)
 	return nil
 }
 
@@ -147,13 +146,6 @@ func firstError(a, b error) error {
 		return a
 	}
 	return b
-}
-
-// dropCache makes the kernel discard its cached pages and attributes of a file.
-func (fs *FS) dropCache(ino *inode) {
-	if s := fs.server.Load(); s != nil {
-		s.InodeNotify(ino.id, 0, 0)
-	}
 }
 
 // flushLocks releases the fcntl(2) locks that a process has on the file: close(2) releases them,

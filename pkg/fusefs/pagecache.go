@@ -12,10 +12,12 @@ import (
 // AUTO_INVAL_DATA it drops all pages of a file when the mtime changes. The file system therefore
 // uses EXPLICIT_INVAL_DATA and tells the kernel when to drop pages:
 //
-//   - an open that finds a change of another client does not set KEEP_CACHE (file.go);
+//   - an open that finds a change of another client drops the pages;
 //   - a GETATTR or LOOKUP that finds one drops the pages before the kernel gets its reply;
 //   - the kernel serves read(2) from its pages without a request, so the attributes of open files
-//     are revalidated when they expire, as Linux's NFS client does during read(2).
+//     are revalidated when they expire, as Linux's NFS client does during read(2);
+//   - the handler of a READ or WRITE whose reply shows a change cannot drop pages, so the next of
+//     these checks does.
 //
 // Where attributes are not cached (noac, actimeo=0), AUTO_INVAL_DATA is right: the kernel then
 // requests the attributes before each read(2).
@@ -43,6 +45,50 @@ func (fs *FS) changedByOther(older, newer stamp, since uint64) bool {
 	return older.ctime != newer.ctime && since >= max(fs.lastRename.Load(), fs.lastRemoval.Load())
 }
 
+// revalidate reports whether the kernel's cached pages match the attributes a, which are new from
+// the server. If they do not, revalidate makes the kernel drop the pages. It records a as the state
+// of the pages from now on. A handler of a READ or WRITE must not call revalidate, see
+// dropStalePages.
+//
+// The kernel also drops the pages when the reply to an open does not set KEEP_CACHE. That is too
+// late for another open or lock that finds the recorded state before the kernel handles the reply.
+func (fs *FS) revalidate(ino *inode, a *nfs3.Attr, cacheable bool) (unchanged bool) {
+	ino.mu.Lock()
+	now := stampOf(a)
+	unchanged = cacheable && ino.pageStampValid && ino.pageDrops == 0 && ino.pageStamp == now
+	drop := !unchanged && ino.pageStamp != stamp{} // before the first open there are no pages
+	ino.pageStamp, ino.pageStampValid = now, cacheable
+	if drop {
+		ino.pageDrops++
+		ino.unsent = ino.valid // the kernel also drops the attributes
+	}
+	ino.mu.Unlock()
+	if drop {
+		fs.Counters.CacheDrops.Add(1)
+		fs.sendDrop(ino)
+	}
+	return unchanged
+}
+
+// sendDrop makes the kernel discard its cached pages and attributes of a file. The caller has
+// counted it in pageDrops.
+func (fs *FS) sendDrop(ino *inode) {
+	if s := fs.server.Load(); s != nil {
+		s.InodeNotify(ino.id, 0, 0)
+	}
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	ino.pageDrops--
+}
+
+// dropCache is sendDrop for other callers.
+func (fs *FS) dropCache(ino *inode) {
+	ino.mu.Lock()
+	ino.pageDrops++
+	ino.mu.Unlock()
+	fs.sendDrop(ino)
+}
+
 // dropStalePages makes the kernel drop its cached pages of an open file when another client has
 // changed the file. The kernel waits for READs of these pages, so a handler of a READ or WRITE must
 // not call dropStalePages.
@@ -54,11 +100,12 @@ func (fs *FS) dropStalePages(ino *inode) {
 	stale := ino.attr.Type == nfs3.NF3REG && ino.known && ino.valid && !ino.pageStampValid
 	if stale {
 		ino.pageStamp, ino.pageStampValid = stampOf(&ino.attr), true
+		ino.pageDrops++
 	}
 	ino.mu.Unlock()
-	if s := fs.server.Load(); stale && s != nil {
+	if stale {
 		fs.Counters.CacheDrops.Add(1)
-		s.InodeNotify(ino.id, 0, 0)
+		fs.sendDrop(ino)
 	}
 }
 
@@ -145,8 +192,9 @@ func (fs *FS) checkPages(h *fileHandle) {
 	}
 }
 
-// expiredFiles returns watched files whose attributes have expired, one for each inode, and counts
-// them as checked.
+// expiredFiles returns watched files whose attributes have expired, or whose pages are known to be
+// stale. It returns one file for each inode, and counts the files as checked. A program that keeps
+// reading learns of changes by the attributes in the replies, which then do not expire.
 func (fs *FS) expiredFiles() []*fileHandle {
 	fs.handles.Lock()
 	defer fs.handles.Unlock()
@@ -163,7 +211,7 @@ func (fs *FS) expiredFiles() []*fileHandle {
 			continue
 		}
 		h.ino.mu.Lock()
-		if h.ino.pending == 0 && !fs.freshLocked(h.ino) {
+		if h.ino.pending == 0 && (!fs.freshLocked(h.ino) || !h.ino.pageStampValid) {
 			w.checked[h.ino] = true
 			expired = append(expired, h)
 		}
