@@ -78,7 +78,7 @@ type Counters struct {
 	// connection.
 	Interrupts      atomic.Uint64
 	Stale           atomic.Uint64 // nodes dropped because the server no longer knew the handle
-	CacheDrops      atomic.Uint64 // files whose cached pages were dropped: another client changed them
+	CacheDrops      atomic.Uint64 // drops of the cached pages of a file: another client changed it, or a lock
 	NameDrops       atomic.Uint64 // cached names that expired: another client changed the directory
 	Panics          atomic.Uint64 // requests and goroutines that panicked
 	ReadDirRestarts atomic.Uint64 // directory listings restarted after NFS3ERR_BAD_COOKIE

@@ -86,8 +86,8 @@
 // aborted, calls return EIO.
 //
 // Locks exclude other clients. A lock request first writes the file's data to the server. When the
-// lock is granted, the kernel's cached pages are dropped if the file has changed. An unlock first
-// writes the data that was written under the lock.
+// lock is granted, the kernel's cached pages of the file are dropped. An unlock first writes the
+// data that was written under the lock.
 //
 // After Unmount or ForceUnmount succeeds, this file system is not mounted at the mount point.
 // Mounts of other programs there stay. When the connection is ended from outside, the file system

@@ -110,8 +110,9 @@ func lockContext(r *request, cancel <-chan struct{}) (ctx context.Context, done 
 }
 
 // lock sets a lock. Locks make the data of clients coherent, as in Linux's client: dirty data is on
-// the server before the lock is requested, and the kernel's cached pages are dropped when another
-// client has changed the file before the lock was granted.
+// the server before the lock is requested, and the kernel's cached pages are dropped after the lock
+// is granted. Attributes cannot tell whether the file has changed: clients that lock in turn can
+// change it several times within one tick of the server's clock.
 func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, wait bool) error {
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
@@ -125,6 +126,9 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 	if err := fs.opts.Locks.Lock(ctx, h.cred, h.ino.fh, *l, wait); err != nil {
 		return err
 	}
+	h.ino.mu.Lock()
+	h.ino.pageStampValid = false
+	h.ino.mu.Unlock()
 	var a nfs3.Attr
 	cacheable, err := fs.fetch(r, h.cred, h.ino, &a)
 	if err != nil {
@@ -149,7 +153,8 @@ func firstError(a, b error) error {
 }
 
 // flushLocks releases the fcntl(2) locks that a process has on the file: close(2) releases them,
-// through whichever open file they were set.
+// through whichever open file they were set. It first writes the data that was written under the
+// locks, perhaps through another open file.
 func (fs *FS) flushLocks(r *request, h *fileHandle, owner uint64) {
 	if fs.opts.Locks == nil || !fs.opts.Locks.InUse(h.ino.fh) {
 		return
@@ -157,6 +162,7 @@ func (fs *FS) flushLocks(r *request, h *fileHandle, owner uint64) {
 	h.locks.mu.Lock()
 	h.locks.flushed = time.Now()
 	h.locks.mu.Unlock()
+	_ = fs.sync(r, h.ino) // the files that are open for writing report the error
 	ctx, done := lockContext(r, nil)
 	defer done()
 	id := nlm.Owner{Kind: nlm.Posix, ID: owner}

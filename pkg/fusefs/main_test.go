@@ -32,9 +32,10 @@ const testTimeout = 60 * time.Second
 
 // An export is a directory that a server exports.
 type export struct {
-	dir  string // on the server
-	root nfs3.FH
-	dial func(context.Context) (transport, error)
+	dir     string // on the server
+	root    nfs3.FH
+	dial    func(context.Context) (transport, error)
+	tcpPort int // of this project's server: MOUNT and NLM
 }
 
 type transport interface {
@@ -55,9 +56,8 @@ func startExport(t *testing.T) *export {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &export{dir, res.FH, func(ctx context.Context) (transport, error) {
-		return rpctcp.Dial(ctx, s.Addr(), rpctcp.Options{})
-	}}
+	dial := func(ctx context.Context) (transport, error) { return rpctcp.Dial(ctx, s.Addr(), rpctcp.Options{}) }
+	return &export{dir: dir, root: res.FH, dial: dial}
 }
 
 // startOwnExport exports a directory with this project's server over RDMA, without root squash.
@@ -88,7 +88,8 @@ func startExportOf(t *testing.T, cfg nfsserve.Config) *export {
 	res, err := mountd.Mount(t.Context(), mountd.Args{Host: host, Port: number, Export: dir,
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	must(t, err)
-	return &export{dir, res.FH, func(ctx context.Context) (transport, error) { return dialRDMA(ctx, s.RDMAAddr) }}
+	dial := func(ctx context.Context) (transport, error) { return dialRDMA(ctx, s.RDMAAddr) }
+	return &export{dir, res.FH, dial, number}
 }
 
 func dialRDMA(ctx context.Context, addr netip.AddrPort) (transport, error) {

@@ -108,8 +108,9 @@ func TestOpenDuringReplaceAndRemove(t *testing.T) {
 	}
 }
 
-// rememberReplies returns an answer to ACCESS that repeats the first reply for each handle. A
-// server with this behavior accepts the handle of a removed file.
+// rememberReplies returns an answer to ACCESS or GETATTR that repeats the first reply for each
+// handle. A server with this behavior accepts the handle of a removed file, or its clock stands
+// still.
 func rememberReplies() answer {
 	var mu sync.Mutex
 	replies := make(map[string][]byte)

@@ -150,7 +150,8 @@ func startRelayedExport(t *testing.T) (*export, *relay) {
 			t.Errorf("close server: %v", err)
 		}
 	})
-	return &export{dir, res.FH, func(ctx context.Context) (transport, error) { return dialRDMA(ctx, s.RDMAAddr) }}, r
+	dial := func(ctx context.Context) (transport, error) { return dialRDMA(ctx, s.RDMAAddr) }
+	return &export{dir: dir, root: res.FH, dial: dial}, r
 }
 
 // TestSignalEndsBlockedCall sends signals to processes that wait for a server that does not answer,

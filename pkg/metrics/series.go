@@ -143,7 +143,7 @@ var fileSeries = []series[files]{
 		func(f *files) uint64 { return f.Interrupts.Load() }),
 	counter("stale_handles_total", "Files and directories dropped after NFS3ERR_STALE.",
 		func(f *files) uint64 { return f.Stale.Load() }),
-	counter("cache_drops_total", "Files whose cached data was dropped because another client had changed them.",
+	counter("cache_drops_total", "Drops of the cached data of a file, after a change by another client or for a lock.",
 		func(f *files) uint64 { return f.CacheDrops.Load() }),
 	counter("name_drops_total", "Cached names that expired because another client had changed the directory.",
 		func(f *files) uint64 { return f.NameDrops.Load() }),

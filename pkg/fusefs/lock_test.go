@@ -1,0 +1,67 @@
+package fusefs
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+)
+
+// mountWithLocks mounts an export of this project's server with locks at the server.
+func (e *export) mountWithLocks(t *testing.T) (*testMount, *scripted) {
+	t.Helper()
+	locks := nlm.New(nlm.Config{Host: "127.0.0.1", MountPort: e.tcpPort, MountPortFirst: true, Caller: "test"})
+	t.Cleanup(locks.Close)
+	return e.mountScripted(t, mountConfig{opts: Options{Locks: locks}})
+}
+
+// setLock sets or removes an fcntl(2) lock on a whole file.
+func setLock(t *testing.T, f *os.File, typ int16) {
+	t.Helper()
+	must(t, unix.FcntlFlock(f.Fd(), unix.F_SETLK, &unix.Flock_t{Type: typ}))
+}
+
+// TestLockSeesChangeWithinOneTick sets a lock after another client has changed the file within one
+// tick of the server's clock. The attributes do not show the change.
+func TestLockSeesChangeWithinOneTick(t *testing.T) {
+	e := startOwnExport(t)
+	there := filepath.Join(e.dir, "f")
+	must(t, os.WriteFile(there, []byte("old"), 0o644))
+	m, s := e.mountWithLocks(t)
+	s.on(rememberReplies(), nfs3.ProcGetAttr)
+	f, buf := openAndRead(t, m.path("f"), 3)
+	setLock(t, f, unix.F_RDLCK)
+	_, err := f.ReadAt(buf, 0)
+	must(t, err)
+	setLock(t, f, unix.F_UNLCK)
+	must(t, os.WriteFile(there, []byte("new"), 0o644))
+	setLock(t, f, unix.F_RDLCK)
+	if _, err := f.ReadAt(buf, 0); err != nil || string(buf) != "new" {
+		t.Errorf("read under a lock: got %q, %v, want %q", buf, err, "new")
+	}
+}
+
+// TestCloseOfOtherDescriptorWritesBeforeUnlock closes a descriptor that is open for reading. The
+// kernel then releases the locks that the process set by another descriptor. The data that was
+// written under the lock must be on the server before.
+func TestCloseOfOtherDescriptorWritesBeforeUnlock(t *testing.T) {
+	e := startOwnExport(t)
+	m, _ := e.mountWithLocks(t)
+	f, err := os.Create(m.path("f"))
+	must(t, err)
+	defer f.Close()
+	setLock(t, f, unix.F_WRLCK)
+	other, err := os.Open(m.path("f"))
+	must(t, err)
+	_, err = f.WriteString("data")
+	must(t, err)
+	must(t, other.Close())
+	if n := m.fs.opts.Locks.Counters.Held.Load(); n != 0 {
+		t.Fatalf("locks after the close: got %d, want 0", n)
+	}
+	wantContent(t, filepath.Join(e.dir, "f"), []byte("data"))
+}
