@@ -95,7 +95,8 @@
 //
 // # Locks
 //
-// lookupCache.mu and credentials.mu each guard their fields.
+// lookupCache.mu, credentials.mu, nameExpiry.mu, busyReads.mu and fuseDevice.mu each guard their
+// fields.
 //
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
 // one node's attributes. writeback.mu (in the inode) guards the node's extents. interrupts.mu
@@ -106,6 +107,7 @@
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
 // Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
 //
-// Lock writeback.mu before FS.dirty and inode.mu, FS.dirty before DirtyTotal.mu, and inodeTable.mu
-// before inode.mu. Take each other lock alone.
+// Lock writeback.mu before FS.dirty and inode.mu, FS.dirty before DirtyTotal.mu, inodeTable.mu and
+// FS.handles before inode.mu, inode.mu before lookupCache.mu, and busyReads.mu before
+// fuseDevice.mu. Take each other lock alone.
 package fusefs

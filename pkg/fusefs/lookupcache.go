@@ -164,10 +164,9 @@ func (fs *FS) keepLookup(dir *inode, name string, node, start uint64) {
 	}
 	expires := time.Now().Add(fs.entryTimeout(dir))
 	dir.mu.Lock()
-	epoch, old := dir.lookups.epoch, start < max(dir.lookups.epochClock, dir.lookups.namesClock)
-	dir.mu.Unlock()
-	if !old {
-		fs.lookups.put(nameKey{dir.id, name}, nameEntry{node, epoch, expires})
+	defer dir.mu.Unlock() // a removal that drops the name comes after the put, or is seen here
+	if start >= max(dir.lookups.epochClock, dir.lookups.namesClock) {
+		fs.lookups.put(nameKey{dir.id, name}, nameEntry{node, dir.lookups.epoch, expires})
 	}
 }
 
