@@ -86,13 +86,13 @@ func (fs *FS) updateAttrLocked(ino *inode, a *nfs3.Attr, start uint64) (stored b
 	}
 	now := stampOf(a)
 	changed := ino.known && stampOf(&ino.attr) != now
-	foreign := ino.known && fs.changedByOther(stampOf(&ino.attr), now, ino.requestClock)
+	foreign := ino.known && fs.changedByOther(ino, stampOf(&ino.attr), now)
 	if foreign && a.Type == nfs3.NF3DIR {
 		ino.newEpoch(fs)
 		expired = fs.takeNamesLocked(ino)
 	}
 	if ino.pageStampValid {
-		ino.pageStampValid = !fs.changedByOther(ino.pageStamp, now, ino.requestClock)
+		ino.pageStampValid = !fs.changedByOther(ino, ino.pageStamp, now)
 		ino.pageStamp = now
 	}
 	fs.ageLocked(ino, a, changed)
@@ -160,14 +160,9 @@ func (fs *FS) takeUnsent(ino *inode, a *nfs3.Attr) (left time.Duration, ok bool)
 	defer ino.mu.Unlock()
 	sent := !ino.unsent
 	ino.unsent = false
-	// The reply to a removal does not contain the attributes of the removed object. A rename can
-	// change a directory whose attributes its reply does not contain.
-	changed := fs.lastRename.Load()
-	if !ino.isDir() {
-		changed = max(changed, fs.lastRemoval.Load())
-	}
 	left = ino.ttl - time.Since(ino.receivedAt)
-	if sent || !ino.valid || ino.pending > 0 || ino.requestClock < changed || left <= 0 || fs.opts.NoAC {
+	if sent || !ino.valid || ino.pending > 0 || ino.requestClock < fs.lastUnseenChange(ino) || left <= 0 ||
+		fs.opts.NoAC {
 		return 0, false
 	}
 	*a = ino.attr
@@ -227,7 +222,7 @@ func (fs *FS) ownChangeLocked(ino *inode, wcc *nfs3.WccData, alone bool) bool {
 	case !alone:
 		return true
 	}
-	return !fs.changedByOther(stampOf(&ino.attr), stampOfWcc(&wcc.Before), ino.requestClock)
+	return !fs.changedByOther(ino, stampOf(&ino.attr), stampOfWcc(&wcc.Before))
 }
 
 // fetchTries is the number of GETATTR calls while other calls keep changing the node.

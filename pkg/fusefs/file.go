@@ -166,8 +166,8 @@ func (fs *FS) checkOpen(r *request, ino *inode, want uint32) (a nfs3.Attr, cache
 	if err := fs.askAccess(r, r.cred, ino, ask, &res); err != nil {
 		return a, false, err
 	}
-	if fs.opts.NoCTO {
-		fs.keepOpener(ino, r.cred, res.Access, start)
+	if fs.opts.NoCTO && res.Attr.Present {
+		fs.keepOpener(ino, r.cred, res.Access, &res.Attr.Attr, start)
 	}
 	if res.Access&want != want {
 		return a, false, syscall.EACCES

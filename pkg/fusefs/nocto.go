@@ -36,8 +36,9 @@ func (fs *FS) openCached(ino *inode, cred []byte, want uint32) (a nfs3.Attr, ok 
 	return ino.attr, true
 }
 
-// keepOpener stores the rights of cred, from the reply to an ACCESS sent at start.
-func (fs *FS) keepOpener(ino *inode, cred []byte, rights uint32, start uint64) {
+// keepOpener stores the rights of cred, from the reply to an ACCESS sent at start. a holds the
+// attributes of the reply.
+func (fs *FS) keepOpener(ino *inode, cred []byte, rights uint32, a *nfs3.Attr, start uint64) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	if start < ino.lookups.epochClock || !ino.valid {
@@ -49,5 +50,5 @@ func (fs *FS) keepOpener(ino *inode, cred []byte, rights uint32, start uint64) {
 	if len(ino.openers) >= maxOpeners {
 		clear(ino.openers)
 	}
-	ino.openers[&cred[0]] = opener{rights, ino.attr.Ctime, time.Now().Add(ino.ttl)}
+	ino.openers[&cred[0]] = opener{rights, a.Ctime, time.Now().Add(ino.ttl)}
 }

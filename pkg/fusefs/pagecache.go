@@ -33,16 +33,24 @@ const maxPageChecks = 64
 // explicitPages reports whether the file system decides when the kernel drops cached pages.
 func (fs *FS) explicitPages() bool { return !fs.opts.NoAC && fs.opts.AcRegMax > 0 }
 
-// changedByOther reports whether the difference between two states of an object shows a change of
-// its content by another client. Renames, links and removals by this mount change the ctime of
-// objects whose attributes their replies do not contain. The ctime alone is therefore no sign when
-// there was a rename or removal after the call that returned the older state. since is FS.clock at
-// that call.
-func (fs *FS) changedByOther(older, newer stamp, since uint64) bool {
+// changedByOther reports whether the difference between two states of an object shows a change by
+// another client. The ctime alone is no sign when this mount may have changed it since the call that
+// returned the attributes of ino. The caller holds ino.mu.
+func (fs *FS) changedByOther(ino *inode, older, newer stamp) bool {
 	if older.size != newer.size || older.mtime != newer.mtime {
 		return true
 	}
-	return older.ctime != newer.ctime && since >= max(fs.lastRename.Load(), fs.lastRemoval.Load())
+	return older.ctime != newer.ctime && ino.requestClock >= fs.lastUnseenChange(ino)
+}
+
+// lastUnseenChange returns FS.clock after the last call of this mount that may have changed the
+// ctime of an object whose attributes its reply does not contain. A rename changes the object, and a
+// removal changes a file with other names. The caller holds ino.mu.
+func (fs *FS) lastUnseenChange(ino *inode) uint64 {
+	if ino.isDir() {
+		return fs.lastRename.Load()
+	}
+	return max(fs.lastRename.Load(), fs.lastRemoval.Load())
 }
 
 // revalidate reports whether the kernel's cached pages match the attributes a, which are new from

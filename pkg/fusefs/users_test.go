@@ -591,3 +591,47 @@ func TestRefusedLookupKeepsMounts(t *testing.T) {
 		t.Errorf("mount table: got %s, want the mount on %s", lines, sub)
 	}
 }
+
+// TestOwnRemovalDoesNotHideACLChange changes the access control list of a directory on the server.
+// The ctime of the directory is the only attribute that changes. A removal of another name by this
+// mount does not explain the new ctime.
+func TestOwnRemovalDoesNotHideACLChange(t *testing.T) {
+	t.Parallel()
+	e := startOwnExport(t)
+	openExport(t, e)
+	dir := filepath.Join(e.dir, "dir")
+	putDir(t, dir, alice, 0o755)
+	setACL(t, dir, 7, 5, 5, 5, bob, 5)
+	putFile(t, filepath.Join(dir, "file"), "x", alice, 0o644)
+	putFile(t, filepath.Join(e.dir, "other"), "x", alice, 0o644)
+	m := e.mount(t, mountConfig{noACL: true}) // only the server checks the list
+	must(t, alice.stat(t, m.path("dir/file")))
+	must(t, bob.stat(t, m.path("dir/file")))
+	must(t, os.Remove(m.path("other")))
+	e.awaitTick(t)
+	setACL(t, dir, 7, 5, 5, 5, bob, 0)
+	var st unix.Statx_t
+	must(t, unix.Statx(unix.AT_FDCWD, m.path("dir"), unix.AT_STATX_FORCE_SYNC, unix.STATX_BASIC_STATS, &st))
+	want(t, "stat after the change", bob.stat(t, m.path("dir/file")), unix.EACCES)
+}
+
+// TestRightsOfOpenBelongToTheirReply handles the reply to an ACCESS after attributes that the
+// server sent later, and that show a change of the file's rights.
+func TestRightsOfOpenBelongToTheirReply(t *testing.T) {
+	fs := &FS{opts: Options{NoCTO: true, AcRegMin: time.Minute, AcRegMax: time.Minute}}
+	ino := &inode{id: 2}
+	cred := []byte{1}
+	old := nfs3.Attr{Type: nfs3.NF3REG, Ctime: nfs3.Time3{Sec: 1}}
+	changed := nfs3.Attr{Type: nfs3.NF3REG, Ctime: nfs3.Time3{Sec: 2}}
+	for _, c := range []struct {
+		name string
+		a    *nfs3.Attr
+		want bool
+	}{{"older reply", &old, false}, {"current reply", &changed, true}} {
+		fs.updateAttr(ino, &changed, fs.callStart())
+		fs.keepOpener(ino, cred, openRights, c.a, fs.callStart())
+		if _, ok := fs.openCached(ino, cred, nfs3.AccessRead); ok != c.want {
+			t.Errorf("open with the rights of the %s: got %v, want %v", c.name, ok, c.want)
+		}
+	}
+}
