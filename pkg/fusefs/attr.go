@@ -89,7 +89,7 @@ func (fs *FS) updateAttrLocked(ino *inode, a *nfs3.Attr, start uint64) (stored b
 	foreign := ino.known && fs.changedByOther(ino, stampOf(&ino.attr), now)
 	if foreign && a.Type == nfs3.NF3DIR {
 		ino.newEpoch(fs)
-		expired = fs.takeNamesLocked(ino)
+		expired = ino.takeNamesLocked()
 	}
 	if ino.pageStampValid {
 		ino.pageStampValid = !fs.changedByOther(ino, ino.pageStamp, now)

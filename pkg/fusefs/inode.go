@@ -77,7 +77,7 @@ type inodeTable struct {
 	byID   map[uint64]*inode
 	byFH   map[nfs3.FH]*inode // inodes that a lookup can find
 	lastID uint64
-	names  atomic.Int64 // names in all nameCaches
+	names  atomic.Int64 // names in all nameCaches, and those that wait for a notification
 
 	files      int // open files, and opens in flight
 	unresolved []*unresolvedRemoval

@@ -85,12 +85,11 @@ func (c *nameCache) sweep(now time.Time) {
 	c.sweepAt = 2 * len(c.names)
 }
 
-// takeNamesLocked removes and returns the names of a directory after a new epoch began. The caller
-// holds dir.mu.
-func (fs *FS) takeNamesLocked(dir *inode) map[string]cachedName {
+// takeNamesLocked removes and returns the names of a directory after a new epoch began. The names
+// count in inodeTable.names until sendExpiry has handled them. The caller holds dir.mu.
+func (dir *inode) takeNamesLocked() map[string]cachedName {
 	names := dir.names.names
 	dir.names = nameCache{}
-	fs.inodes.names.Add(-int64(len(names)))
 	return names
 }
 
@@ -148,6 +147,7 @@ func (fs *FS) sendExpiry() {
 				_ = expireEntry(fd, next.dir, name) // ENOENT: the kernel does not have the name
 			}
 		}
+		fs.inodes.names.Add(-int64(len(next.names)))
 	}
 	if fd >= 0 {
 		_ = unix.Close(fd)
