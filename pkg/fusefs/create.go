@@ -29,7 +29,7 @@ func (fs *FS) create(r *request, dir *inode, in *fuse.CreateIn, name string, out
 			return fs.openNew(r, ino, in.Flags, &out.OpenOut)
 		}
 		if err == nil {
-			return fs.openExisting(r, dir, ino, in.Flags, out)
+			return fs.openExisting(r, ino, in.Flags, out)
 		}
 		if in.Flags&syscall.O_EXCL != 0 || !hasStatus(err, nfs3.ErrExist) {
 			return err
@@ -45,7 +45,7 @@ func (fs *FS) create(r *request, dir *inode, in *fuse.CreateIn, name string, out
 		if err != nil {
 			return err
 		}
-		return fs.openExisting(r, dir, ino, in.Flags, out)
+		return fs.openExisting(r, ino, in.Flags, out)
 	}
 }
 
@@ -74,7 +74,7 @@ func (fs *FS) openNew(r *request, ino *inode, flags uint32, out *fuse.OpenOut) e
 // openExisting opens a file that another client created. The lookup reference of ino in out passes
 // to the kernel, or ends with an error. The kernel expects a regular file here. For any other
 // object it gets ESTALE, and repeats the lookup and all its own checks.
-func (fs *FS) openExisting(r *request, dir, ino *inode, flags uint32, out *fuse.CreateOut) error {
+func (fs *FS) openExisting(r *request, ino *inode, flags uint32, out *fuse.CreateOut) error {
 	err := error(syscall.ESTALE)
 	if out.Attr.Mode&syscall.S_IFMT == syscall.S_IFREG {
 		err = fs.open(r, ino, flags, &out.OpenOut)
@@ -87,7 +87,7 @@ func (fs *FS) openExisting(r *request, dir, ino *inode, flags uint32, out *fuse.
 	a, valid := ino.attr, ino.valid
 	a.Size = ino.size
 	ino.mu.Unlock()
-	fs.fillEntry(dir, ino, &a, valid, &out.EntryOut)
+	fs.fillEntryAttr(ino, &a, valid, &out.EntryOut)
 	return nil
 }
 
@@ -128,11 +128,7 @@ func (fs *FS) createExclusive(r *request, dir *inode, name string, set nfs3.SetA
 		fs.inodes.forget(ino.id, 1)
 		return nil, false, err
 	}
-	fs.fillAttr(ino, &out.Attr, &a)
-	out.SetAttrTimeout(0)
-	if cacheable {
-		out.SetAttrTimeout(fs.attrTimeout(ino))
-	}
+	fs.fillEntryAttr(ino, &a, cacheable, out)
 	return ino, own, nil
 }
 

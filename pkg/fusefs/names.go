@@ -153,9 +153,15 @@ func (fs *FS) entryAttr(r *request, ino *inode, post *nfs3.PostOpAttr,
 
 func (fs *FS) fillEntry(dir, ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.EntryOut) {
 	*out = fuse.EntryOut{NodeId: ino.id}
+	out.SetEntryTimeout(fs.kernelNameTime(dir))
+	fs.fillEntryAttr(ino, a, cacheable, out)
+}
+
+// fillEntryAttr replaces the attributes in the reply for a name.
+func (fs *FS) fillEntryAttr(ino *inode, a *nfs3.Attr, cacheable bool, out *fuse.EntryOut) {
 	fs.fillAttr(ino, &out.Attr, a)
 	ino.setSent(a)
-	out.SetEntryTimeout(fs.kernelNameTime(dir))
+	out.SetAttrTimeout(0)
 	if cacheable {
 		out.SetAttrTimeout(fs.attrTimeout(ino))
 	}
