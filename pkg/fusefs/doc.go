@@ -33,7 +33,7 @@
 //	overlay.go    reads and sizes that include data that the server may have lost
 //	dirty.go      bounds of the age and the size of written data
 //	drain.go      write of all data before the mount ends, and lost data
-//	droppages.go  cached pages of data that the server rejected
+//	droppages.go  cached pages of rejected data, and of data written past them
 //	failure.go    panics
 //	buffers.go    the shares of reads and written data in the buffer pool
 //	busy.go       retries after NFS3ERR_JUKEBOX

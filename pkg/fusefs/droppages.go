@@ -1,6 +1,9 @@
 package fusefs
 
-import "context"
+import (
+	"context"
+	"syscall"
+)
 
 // A pageRange is a range of a file whose cached pages the kernel must drop.
 type pageRange struct{ off, end uint64 }
@@ -8,40 +11,66 @@ type pageRange struct{ off, end uint64 }
 func (p pageRange) empty() bool { return p.off == p.end }
 
 // dropPages makes the kernel drop its cached pages of a rejected extent, as Linux's NFS client
-// does. Reads then return the server's data. dropPages only starts the work: the kernel waits for
-// the locks of the pages, and a WRITE or READ that is being handled holds them. The caller holds
-// writeback.mu.
+// does. Reads then return the server's data. The caller holds writeback.mu.
 func (fs *FS) dropPages(ino *inode, e *extent) {
 	ino.mu.Lock()
 	ino.sizeUnknown = true
 	ino.mu.Unlock()
 	fs.invalidateAttr(ino)
-	w := &ino.wb
-	if w.rejected.empty() {
-		w.rejected = pageRange{e.off, e.end()}
+	fs.dropRange(ino, pageRange{e.off, e.end()})
+}
+
+// dropWritten makes the kernel drop its cached pages of data that was written past them. Kernels
+// since 6.6 drop these pages before the write, but a reader can fill them again meanwhile.
+//
+// A write with O_DIRECT can be one of the kernel's background requests. A READ that holds the pages
+// can wait for the end of those, so dropWritten does not wait for the drop then.
+func (fs *FS) dropWritten(r *request, h *fileHandle, flags uint32, p pageRange) {
+	ino, w := h.ino, &h.ino.wb
+	ino.mu.Lock()
+	cached := ino.buffered && fs.explicitPages()
+	ino.mu.Unlock()
+	if !cached {
+		return
 	}
-	w.rejected = pageRange{min(w.rejected.off, e.off), max(w.rejected.end, e.end())}
-	if !w.dropping {
-		w.dropping = true // one goroutine for each file
-		fs.spawn(func() { fs.dropRejected(ino) })
+	w.mu.Lock()
+	fs.dropRange(ino, p)
+	w.mu.Unlock()
+	if flags&syscall.O_DIRECT == 0 {
+		_ = w.awaitDropped(r) // the data is written nevertheless
 	}
 }
 
-// dropRejected sends the notifications of one file. It holds no lock meanwhile.
-func (fs *FS) dropRejected(ino *inode) {
-	for p := ino.wb.takeRejected(); !p.empty(); p = ino.wb.takeRejected() {
+// dropRange makes the kernel drop its cached pages of a range. It only starts the work: the kernel
+// waits for the locks of the pages, and a WRITE or READ that is being handled holds them. The caller
+// holds writeback.mu.
+func (fs *FS) dropRange(ino *inode, p pageRange) {
+	w := &ino.wb
+	if w.toDrop.empty() {
+		w.toDrop = p
+	}
+	w.toDrop = pageRange{min(w.toDrop.off, p.off), max(w.toDrop.end, p.end)}
+	if !w.dropping {
+		w.dropping = true // one goroutine for each file
+		fs.spawn(func() { fs.sendDrops(ino) })
+	}
+}
+
+// sendDrops sends the notifications of one file. It holds no lock meanwhile.
+func (fs *FS) sendDrops(ino *inode) {
+	for p := ino.wb.takeDrop(); !p.empty(); p = ino.wb.takeDrop() {
 		if s := fs.server.Load(); s != nil {
 			s.InodeNotify(ino.id, int64(p.off), int64(p.end-p.off))
 		}
 	}
 }
 
-// takeRejected returns the range to drop. An empty range ends dropRejected.
-func (w *writeback) takeRejected() pageRange {
+// takeDrop returns the range to drop. An empty range ends sendDrops.
+func (w *writeback) takeDrop() pageRange {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	p := w.rejected
-	w.rejected = pageRange{}
+	p := w.toDrop
+	w.toDrop = pageRange{}
 	if p.empty() {
 		w.dropping = false
 		w.changed()
@@ -49,8 +78,8 @@ func (w *writeback) takeRejected() pageRange {
 	return p
 }
 
-// awaitDropped waits until the kernel has dropped the pages of rejected data. The request must hold
-// no page lock: it is FSYNC or FLUSH, not READ or WRITE.
+// awaitDropped waits until the kernel has dropped the pages of dropRange. The request must hold no
+// page lock: it is FSYNC, FLUSH, or a WRITE past the page cache.
 func (w *writeback) awaitDropped(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()

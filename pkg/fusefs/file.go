@@ -15,6 +15,7 @@ type fileHandle struct {
 	ino      *inode
 	cred     []byte
 	writable bool
+	direct   bool   // I/O past the kernel's pages
 	watched  bool   // guarded by FS.handles: open for buffered reads
 	closed   bool   // guarded by FS.handles
 	errSeen  uint64 // guarded by ino.wb.mu: number of errors reported so far
@@ -29,7 +30,13 @@ type fileHandle struct {
 
 func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 	h := &fileHandle{ino: ino, cred: cred, writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY,
-		watched: fs.explicitPages() && flags&syscall.O_ACCMODE != syscall.O_WRONLY && !direct(flags)}
+		direct: direct(flags)}
+	h.watched = fs.explicitPages() && flags&syscall.O_ACCMODE != syscall.O_WRONLY && !h.direct
+	if !h.direct {
+		ino.mu.Lock()
+		ino.buffered = true
+		ino.mu.Unlock()
+	}
 	ino.wb.mu.Lock()
 	h.errSeen = ino.wb.errSeq
 	ino.wb.mu.Unlock()

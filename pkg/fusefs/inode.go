@@ -46,6 +46,7 @@ type inode struct {
 	pageStamp stamp // state of the file in the kernel's cached pages
 	// pageStamp is known, and no other client is known to have changed the file
 	pageStampValid bool
+	buffered       bool             // was opened for I/O through the kernel's pages
 	pageDrops      int              // notifications in progress that make the kernel drop the pages
 	pending        int              // extents that the server does not have yet
 	silly          *sillyName       // current name of a removed file that is still open

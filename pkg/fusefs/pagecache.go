@@ -13,6 +13,7 @@ import (
 // uses EXPLICIT_INVAL_DATA and tells the kernel when to drop pages:
 //
 //   - an open that finds a change of another client drops the pages, and a lock always does;
+//   - a write past the pages (O_DIRECT, O_APPEND) drops those that it changes (droppages.go);
 //   - a GETATTR or LOOKUP that finds one drops the pages before the kernel gets its reply;
 //   - the kernel serves read(2) from its pages without a request, so the attributes of open files
 //     are revalidated when they expire, as Linux's NFS client does during read(2);

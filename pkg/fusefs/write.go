@@ -55,8 +55,8 @@ type writeback struct {
 	held int // buffers that count as dirty
 	busy int // calls with this data that the server answers with NFS3ERR_JUKEBOX
 
-	rejected pageRange // of rejected data whose pages the kernel has not dropped
-	dropping bool      // dropRejected is running
+	toDrop   pageRange // whose pages the kernel must drop
+	dropping bool      // sendDrops is running
 }
 
 // changed wakes the goroutines that wait. The caller holds mu.
@@ -145,6 +145,9 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	}
 	if h.ino.mayHaveSetID() {
 		h.setID.Store(true)
+	}
+	if h.direct && in.WriteFlags&fuse.WRITE_CACHE == 0 && n > 0 {
+		fs.dropWritten(r, h, in.Flags, pageRange{off, off + uint64(n)})
 	}
 	// Check draining after the data is in an extent. Drain then either writes the data or is seen
 	// here. The kernel sends dirty pages with WRITE_CACHE. No program waits for these.
