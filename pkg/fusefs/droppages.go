@@ -42,8 +42,8 @@ func (fs *FS) dropWritten(r *request, h *fileHandle, flags uint32, p pageRange) 
 }
 
 // dropRange makes the kernel drop its cached pages of a range. It only starts the work: the kernel
-// waits for the locks of the pages, and a WRITE or READ that is being handled holds them. The caller
-// holds writeback.mu.
+// waits for the locks of the pages, and a WRITE or READ that is being handled holds them. The
+// caller holds writeback.mu.
 func (fs *FS) dropRange(ino *inode, p pageRange) {
 	w := &ino.wb
 	if w.toDrop.empty() {

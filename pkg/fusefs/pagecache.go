@@ -35,8 +35,8 @@ const maxPageChecks = 64
 func (fs *FS) explicitPages() bool { return !fs.opts.NoAC && fs.opts.AcRegMax > 0 }
 
 // changedByOther reports whether the difference between two states of an object shows a change by
-// another client. The ctime alone is no sign when this mount may have changed it since the call that
-// returned the attributes of ino. The caller holds ino.mu.
+// another client. The ctime alone is no sign when this mount may have changed it since the call
+// that returned the attributes of ino. The caller holds ino.mu.
 func (fs *FS) changedByOther(ino *inode, older, newer stamp) bool {
 	if older.size != newer.size || older.mtime != newer.mtime {
 		return true
@@ -45,8 +45,8 @@ func (fs *FS) changedByOther(ino *inode, older, newer stamp) bool {
 }
 
 // lastUnseenChange returns FS.clock after the last call of this mount that may have changed the
-// ctime of an object whose attributes its reply does not contain. A rename changes the object, and a
-// removal changes a file with other names. The caller holds ino.mu.
+// ctime of an object whose attributes its reply does not contain. A rename changes the object, and
+// a removal changes a file with other names. The caller holds ino.mu.
 func (fs *FS) lastUnseenChange(ino *inode) uint64 {
 	if ino.isDir() {
 		return fs.lastRename.Load()

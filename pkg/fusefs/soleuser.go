@@ -14,10 +14,10 @@ import (
 // LOOKUP, and the lookup of a second user is seen here. From then on the kernel keeps no names, and
 // lookups wait until the names that the kernel still has are too old.
 //
-// A second user is not seen at once when its paths do not begin at the root: a process that changes
-// its uid has a working directory or an open directory below the root, or a directory below the root
-// is bind-mounted elsewhere, for example in a container. This user can use the names that the kernel
-// keeps at that moment. The first name that the kernel does not keep causes a LOOKUP.
+// A second user is not seen at once when its paths do not begin at the root: a process that
+// changes its uid has a working directory or an open directory below the root, or a directory below
+// the root is bind-mounted elsewhere, for example in a container. This user can use the names that
+// the kernel keeps at that moment. The first name that the kernel does not keep causes a LOOKUP.
 
 const (
 	// soleNameTime is how long the kernel keeps names for a sole user.
