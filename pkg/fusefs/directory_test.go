@@ -167,7 +167,8 @@ func TestReadDirReturnsServerError(t *testing.T) {
 
 // TestReadDirFindsPositionByName lists a directory of a server that numbers its entries again when
 // another client changes the directory, and then returns NFS3ERR_BAD_COOKIE for old cookies. The
-// listing has each unchanged name once.
+// listing has each unchanged name once. Between the calls of a program with a small buffer, the
+// kernel goes back to the last entry that the program got.
 func TestReadDirFindsPositionByName(t *testing.T) {
 	t.Parallel()
 	e := startExport(t)
@@ -190,41 +191,56 @@ func TestReadDirFindsPositionByName(t *testing.T) {
 		{"two last entries removed", list(7, "a", "d", "e"), []string{"a", "b", "c", "d", "e"}},
 		{"all entries replaced", list(1, "x", "y", "z"), nil},
 	} {
-		t.Run(tt.name, func(t *testing.T) {
-			m, s := e.mountScripted(t, mountConfig{})
-			must(t, os.MkdirAll(m.path("d"), 0o755))
-			changed := false
-			s.on(func(ctx context.Context, m *sunrpc.Message, pass func() error) error {
-				cookie := dirCookie(m)
-				switch {
-				case !changed && cookie == 0:
-					setDirResult(m, false, list(1, "a", "b", "c")...)
-				case !changed:
-					changed = true
-					return status(nfs3.ErrBadCookie)(ctx, m, pass)
-				default:
-					at := 0
-					for cookie != 0 && tt.after[at].cookie != cookie {
-						at++
+		for _, buffer := range []int{48, 8192} { // 48 bytes are two entries
+			t.Run(fmt.Sprintf("%s, buffer of %d bytes", tt.name, buffer), func(t *testing.T) {
+				m, s := e.mountScripted(t, mountConfig{})
+				must(t, os.MkdirAll(m.path("d"), 0o755))
+				changed := false
+				s.on(func(ctx context.Context, m *sunrpc.Message, pass func() error) error {
+					cookie := dirCookie(m)
+					switch {
+					case !changed && cookie == 0:
+						setDirResult(m, false, list(1, "a", "b", "c")...)
+					case !changed:
+						changed = true
+						return status(nfs3.ErrBadCookie)(ctx, m, pass)
+					default:
+						at := 0
+						for cookie != 0 && tt.after[at].cookie != cookie {
+							at++
+						}
+						if cookie != 0 {
+							at++
+						}
+						setDirResult(m, true, tt.after[at:]...)
 					}
-					if cookie != 0 {
-						at++
-					}
-					setDirResult(m, true, tt.after[at:]...)
+					return nil
+				}, dirProcs...)
+				got, err := readNames(t, m.path("d"), buffer)
+				if (err == nil) != (tt.want != nil) {
+					t.Fatalf("readdir: got %v, want success %v", err, tt.want != nil)
 				}
-				return nil
-			}, dirProcs...)
-			dir, err := os.Open(m.path("d"))
-			must(t, err)
-			defer dir.Close()
-			got, err := dir.Readdirnames(-1)
-			if (err == nil) != (tt.want != nil) {
-				t.Fatalf("readdir: got %v, want success %v", err, tt.want != nil)
-			}
-			if slices.Sort(got); err == nil && !slices.Equal(got, tt.want) {
-				t.Errorf("names: got %q, want %q", got, tt.want)
-			}
-		})
+				if slices.Sort(got); err == nil && !slices.Equal(got, tt.want) {
+					t.Errorf("names: got %q, want %q", got, tt.want)
+				}
+			})
+		}
+	}
+}
+
+// readNames lists a directory with getdents(2) and a buffer of some bytes.
+func readNames(t *testing.T, path string, buffer int) (names []string, err error) {
+	t.Helper()
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	must(t, err)
+	defer unix.Close(fd)
+	b := make([]byte, buffer)
+	for {
+		n, err := unix.Getdents(fd, b)
+		if n <= 0 || err != nil {
+			return names, err
+		}
+		_, _, names = unix.ParseDirent(b[:n], -1, names)
 	}
 }
 

@@ -2,6 +2,7 @@ package fusefs
 
 import (
 	"errors"
+	"slices"
 	"sync"
 	"syscall"
 
@@ -34,7 +35,7 @@ type dirHandle struct {
 	// restarts counts the consecutive restarts without a further entry.
 	restarts int
 	// returned holds the last names that the reader got, in order; see findPosition. It is empty
-	// after seekdir(3).
+	// after seekdir(3) to a position that is not among the last ones.
 	returned []string
 	// skip holds names that the reader got before a restart.
 	skip map[string]bool
@@ -197,7 +198,9 @@ func (d *dirHandle) seek(offset uint64) {
 	default:
 		for i := range d.entries {
 			if d.entries[i].cookie == offset {
-				d.pos, d.offset, d.returned = i+1, offset, d.returned[:0]
+				d.pos, d.offset = i+1, offset
+				// The reader did not get the names behind.
+				d.returned = d.returned[:slices.Index(d.returned, d.entries[i].name)+1]
 				return
 			}
 		}
