@@ -28,7 +28,7 @@ import (
 const (
 	// maxNameAge bounds the age of the attributes that show that a directory did not change. It is
 	// short, because the kernel cannot ask for a fresh answer: a program that waits for another
-	// client to remove a lock file would else wait until its name expires.
+	// client to remove a lock file would otherwise wait until its name expires.
 	maxNameAge = 3 * time.Second
 	// maxNames bounds the cached names of a mount, about 150 bytes each. maxSearchers bounds the
 	// credentials that one directory remembers.
