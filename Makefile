@@ -41,6 +41,7 @@ deps:
 	  apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
 	fi
+	@$(GO) mod download # tests build the program, and test/isolate has no network
 
 # Each package runs in namespaces of its own, so that packages can run at the same time. Those that
 # take longest start first.
