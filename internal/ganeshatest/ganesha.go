@@ -45,8 +45,28 @@ type Server struct {
 type running struct {
 	cmd   *exec.Cmd
 	stdin io.Closer
-	ended chan error
+	ended chan struct{}    // closed when the program has exited
+	err   error            // of the program; read after ended
 	out   *strings.Builder // read after ended
+}
+
+// startProgram starts cmd, which must end when its standard input ends.
+func startProgram(cmd *exec.Cmd) (*running, error) {
+	r := &running{cmd: cmd, ended: make(chan struct{}), out: new(strings.Builder)}
+	cmd.Stdout, cmd.Stderr = r.out, r.out
+	cmd.WaitDelay = stopTimeout
+	var err error
+	if r.stdin, err = cmd.StdinPipe(); err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	go func() {
+		defer close(r.ended)
+		r.err = cmd.Wait()
+	}()
+	return r, nil
 }
 
 // Addr returns "host:port" of NFS.
@@ -122,8 +142,8 @@ func ExportOption(line string) Option {
 // is No_Root_Squash.
 func Squash(kind string) Option { return func(o *options) { o.squash = kind } }
 
-// Start exports dir until the test ends, read-write, for AUTH_SYS. The file
-// system of dir must have file handles (ext4, xfs, tmpfs). Start returns when the server answers.
+// Start exports dir until the test ends, read-write, for AUTH_SYS. The file system of dir must have
+// file handles (ext4, xfs, tmpfs). Start returns when the server answers.
 func Start(t testing.TB, dir string, opts ...Option) *Server {
 	t.Helper()
 	o := options{squash: "No_Root_Squash"}
@@ -298,21 +318,13 @@ func (s *Server) launch() error {
 	case s.options.ownHost:
 		program = ownHostScript
 	}
-	r := &running{cmd: exec.Command("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", program,
-		"ganesha", s.config, s.LogFile, portmap, strconv.FormatInt(s.epoch, 10)),
-		ended: make(chan error, 1), out: new(strings.Builder)}
-	r.cmd.Stdout, r.cmd.Stderr = r.out, r.out
-	r.cmd.WaitDelay = stopTimeout
-	var err error
-	if r.stdin, err = r.cmd.StdinPipe(); err != nil {
+	r, err := startProgram(exec.Command("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", program,
+		"ganesha", s.config, s.LogFile, portmap, strconv.FormatInt(s.epoch, 10)))
+	if err != nil {
 		return err
 	}
-	if err := r.cmd.Start(); err != nil {
-		return err
-	}
-	go func() { r.ended <- r.cmd.Wait() }()
 	s.running = r
-	if err := s.waitReady(s.options, r.ended); err != nil {
+	if err := s.waitReady(); err != nil {
 		r.stop()
 		return fmt.Errorf("%w\n%s%s", err, r.out.String(), logTail(s.LogFile))
 	}
@@ -325,7 +337,6 @@ func (s *Server) Restart(t testing.TB, down func()) {
 	t.Helper()
 	s.running.cmd.Process.Kill() // unshare --kill-child then kills the processes of the namespace
 	<-s.running.ended
-	s.running.ended <- nil // for stop
 	down()
 	s.epoch++ // also when the server starts again within one second
 	if err := s.launch(); err != nil {
@@ -348,18 +359,17 @@ func freePorts() (a, b int, err error) {
 
 // waitReady waits until the server answers on both ports. With SharedPortmap it also waits until
 // the server is registered with the port mapper.
-func (s *Server) waitReady(o *options, ended chan error) error {
+func (s *Server) waitReady() error {
 	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
 	defer cancel()
 	for {
-		err := s.probe(ctx, o)
+		err := s.probe(ctx, s.options)
 		if err == nil {
 			return nil
 		}
 		select {
-		case waitErr := <-ended:
-			ended <- waitErr
-			return fmt.Errorf("server exited: %w", waitErr)
+		case <-s.running.ended:
+			return fmt.Errorf("server exited: %w", s.running.err)
 		case <-ctx.Done():
 			return fmt.Errorf("no answer within %v: %w", startTimeout, err)
 		case <-time.After(50 * time.Millisecond):

@@ -3,6 +3,7 @@ package ganeshatest
 import (
 	"context"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
@@ -44,4 +45,15 @@ func TestServersStopWithTest(t *testing.T) {
 			t.Errorf("server at %s still answers", s.Addr())
 		}
 	}
+}
+
+// TestStopAfterFailedStart stops a program twice, as launch and the end of the test do when the
+// program does not become ready.
+func TestStopAfterFailedStart(t *testing.T) {
+	r, err := startProgram(exec.Command("cat"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	r.stop()
 }
