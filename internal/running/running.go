@@ -129,7 +129,8 @@ func (c timeoutContext) Err() error {
 }
 
 // WithTimeout is context.WithTimeout for time in which the process runs. Deadline returns the
-// earliest end: a stop of the process delays the end.
+// earliest end: a stop of the process delays the end. After the timeout, Err of a derived context
+// is context.Canceled, and its context.Cause is context.DeadlineExceeded.
 func WithTimeout(parent context.Context, d time.Duration) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(parent)
 	t := AfterFunc(d, func() { cancel(context.DeadlineExceeded) })

@@ -92,8 +92,14 @@ func TestWithTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := WithTimeout(t.Context(), time.Minute)
 		defer cancel()
+		derived, cancelDerived := context.WithCancel(ctx)
+		defer cancelDerived()
 		start := time.Now()
 		<-ctx.Done()
+		if cause := context.Cause(derived); !errors.Is(derived.Err(), context.Canceled) ||
+			!errors.Is(cause, context.DeadlineExceeded) {
+			t.Errorf("derived context: got %v, caused by %v", derived.Err(), cause)
+		}
 		if time.Since(start) != time.Minute || !errors.Is(ctx.Err(), context.DeadlineExceeded) {
 			t.Errorf("end of the context: after %v with %v, want after 1m with %v", time.Since(start), ctx.Err(),
 				context.DeadlineExceeded)
