@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -39,6 +40,7 @@ func (c *client) getACL(fh nfs3.FH, mask uint32) nfsacl.ACLs {
 }
 
 func TestSetAndGetACL(t *testing.T) {
+	testutil.NeedsRoot(t)
 	both(t, func(t *testing.T, change func(*Config)) {
 		c := start(t, change)
 		fh := c.MustCreate(user, c.Root, "f", 0o640)
@@ -91,6 +93,7 @@ func TestDefaultACLIsInherited(t *testing.T) {
 }
 
 func TestSetACLChecksPermission(t *testing.T) {
+	testutil.NeedsRoot(t)
 	c := start(t, nil)
 	fh := c.MustCreate(user, c.Root, "f", 0o666)
 	set := &nfsacl.ACLs{Mask: nfsacl.MaskAccess, Access: extendedACL}
