@@ -12,6 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -206,6 +208,10 @@ func FuzzCall(f *testing.F) {
 	}
 	f.Add(sunrpc.AppendString(header(progMount, versMount, mountMnt), "/"))
 	f.Add(append(header(progPortmap, versPortmap, pmapGetPort), make([]byte, 16)...))
+	h := header(nfsacl.Program, nfsacl.Version, nfsacl.ProcGetACL)
+	f.Add(sunrpc.AppendUint32(nfs3.AppendFH(h, &file), nfsacl.MaskAll))
+	locked := nlm.Args{Exclusive: true, Region: nlm.Region{Caller: "client", FH: file.Bytes(), OH: []byte{1}}}
+	f.Add(nlm.AppendArgs(header(nlm.Program, nlm.Version, uint32(nlm.ProcLock)), nlm.ProcLock, &locked))
 	f.Fuzz(func(t *testing.T, msg []byte) {
 		for _, try := range []bool{true, false} {
 			var reply []byte
