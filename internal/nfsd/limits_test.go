@@ -145,6 +145,7 @@ func TestRemovedFileIsClosed(t *testing.T) {
 		if c.s.objects.get(&fh) != nil {
 			t.Errorf("%s: the file is still open", tt.name)
 		}
+		c.s.forgetSearches()
 		c.Want(c.GetAttr(c.Ctx, root, fh, new(nfs3.Attr)), unix.ESTALE)
 	}
 	// A file with another link stays.
