@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 )
@@ -88,6 +89,7 @@ func (u user) open(t *testing.T, path string, flags int, mode uint32) error {
 // putFile makes a file of a user on the server.
 func putFile(t *testing.T, path, content string, owner user, mode uint32) {
 	t.Helper()
+	testutil.NeedsRoot(t)
 	must(t, os.WriteFile(path, []byte(content), 0o600))
 	must(t, os.Chown(path, int(owner.uid), int(owner.gid)))
 	must(t, unix.Chmod(path, mode))
@@ -95,6 +97,7 @@ func putFile(t *testing.T, path, content string, owner user, mode uint32) {
 
 func putDir(t *testing.T, path string, owner user, mode uint32) {
 	t.Helper()
+	testutil.NeedsRoot(t)
 	must(t, os.Mkdir(path, 0o700))
 	must(t, os.Chown(path, int(owner.uid), int(owner.gid)))
 	must(t, unix.Chmod(path, mode))
