@@ -43,7 +43,8 @@ type Config struct {
 	// mapper.
 	MountPort      int
 	MountPortFirst bool
-	// GiveUp, if not 0, bounds a call of a soft mount. The call then returns GiveUpErr.
+	// GiveUp, if not 0, bounds the wait of a soft mount for replies. A request then returns
+	// GiveUpErr. It does not bound the wait for a lock.
 	GiveUp    time.Duration
 	GiveUpErr syscall.Errno
 	// Service receives the calls of servers; nil for none. Without it the client polls.

@@ -402,6 +402,32 @@ func TestSoftMountGivesUp(t *testing.T) {
 	wantLock(t, c, exclusive(alice, 0, 9), syscall.ETIMEDOUT)
 }
 
+// TestSoftMountWaitsForLock waits on a soft mount longer than the server may take for a reply: for
+// a lock of another mount, and for one of the same mount.
+func TestSoftMountWaitsForLock(t *testing.T) {
+	s := startLockServer(t)
+	const giveUp = time.Second
+	other := s.client(nil)
+	soft := s.client(func(cfg *nlm.Config) { cfg.GiveUp, cfg.GiveUpErr = giveUp, syscall.ETIMEDOUT })
+	mustLock(t, other, exclusive(alice, 0, 0))
+	mustLock(t, soft, exclusive(alice, 1, 1))
+	var results []chan error
+	for at := range uint64(2) {
+		result, cancel := waiting(t, soft, exclusive(bob, at, at))
+		defer cancel()
+		results = append(results, result)
+	}
+	time.Sleep(giveUp + giveUp/2)
+	for i, holder := range []*nlm.Client{other, soft} {
+		if err := holder.ReleaseOwner(t.Context(), cred, fh, alice); err != nil {
+			t.Error(err)
+		}
+		if err := <-results[i]; err != nil {
+			t.Errorf("waiting lock %d: %v", i, err)
+		}
+	}
+}
+
 func TestReclaimAfterRestart(t *testing.T) {
 	s := startLockServer(t)
 	a, b := s.client(nil), s.client(nil)

@@ -15,24 +15,22 @@ import (
 // EAGAIN. During the grace period of the server it waits in both cases, as Linux's client does.
 //
 // Other errors: EINTR when ctx ends, EDEADLK, ENOLCK when the server has no lock service or no
-// resources, EIO while the owner has a lost lock of the file.
+// resources, EIO while the owner has a lost lock of the file, and on a soft mount GiveUpErr when
+// the server does not reply in time.
 func (c *Client) Lock(ctx context.Context, cred []byte, fh nfs3.FH, l Lock, wait bool) error {
-	ctx, done := c.bound(ctx)
-	defer done()
 	o, f := c.getOwner(l.Owner), c.getFile(fh)
 	defer c.putOwner(l.Owner)
 	defer c.putFile(f)
 	req := &request{f: f, o: o, cred: cred, l: l, wait: wait}
-	var err error
 	if wait {
 		req.pending = c.addPending(f, o, &l)
 		defer c.removePending(req.pending)
 	}
-	err = c.lockLoop(ctx, req)
+	err := c.lockLoop(ctx, req)
 	if err != nil && req.sent {
 		c.settle(req)
 	}
-	return c.result(ctx, err)
+	return err
 }
 
 // A request is one call of Lock.
@@ -53,7 +51,11 @@ type request struct {
 func (c *Client) lockLoop(ctx context.Context, req *request) error {
 	var poll time.Duration
 	for {
-		retry, err := c.lockOnce(ctx, req)
+		// On a soft mount too, a request may wait forever for a lock, but not for a reply.
+		callCtx, done := c.bound(ctx)
+		retry, err := c.lockOnce(callCtx, req)
+		err = c.result(callCtx, err)
+		done()
 		if retry == nil {
 			return err
 		}
