@@ -33,6 +33,7 @@ type lockServer struct {
 	nlmd *nlmd.Server
 	// answer, if not nil, may reply to a call instead of nlmd, or drop the connection (nil, true).
 	answer func(h *sunrpc.CallHeader, args []byte) (reply []byte, handled bool)
+	hangUp bool // close the connection after the next reply to LOCK
 	conns  map[net.Conn]struct{}
 	calls  []call
 }
@@ -108,6 +109,8 @@ func (s *lockServer) serve(conn net.Conn) {
 		s.mu.Lock()
 		s.calls = append(s.calls, call{nlm.Proc(h.Proc), string(a.Cookie)})
 		answer, server := s.answer, s.nlmd
+		hangUp := s.hangUp && nlm.Proc(h.Proc) == nlm.ProcLock
+		s.hangUp = s.hangUp && !hangUp
 		s.mu.Unlock()
 		if answer != nil {
 			if reply, handled := answer(&h, args); handled {
@@ -117,7 +120,7 @@ func (s *lockServer) serve(conn net.Conn) {
 				continue
 			}
 		}
-		if rpctcp.WriteRecord(conn, server.ServeNLM(peer, &h, args, nil)) != nil {
+		if rpctcp.WriteRecord(conn, server.ServeNLM(peer, &h, args, nil)) != nil || hangUp {
 			return
 		}
 	}
@@ -489,6 +492,21 @@ func TestLostConnectionKeepsLocks(t *testing.T) {
 	waitFor(t, "no change", func() bool { return s.locks() == 1 && c.Counters.Held.Load() == 1 })
 	if c.Counters.Lost.Load() != 0 || c.Counters.Reclaimed.Load() != 0 {
 		t.Errorf("got %d lost and %d reclaimed locks, want none", c.Counters.Lost.Load(), c.Counters.Reclaimed.Load())
+	}
+}
+
+// TestConnectionLostDuringGrantIsNoticed closes each connection right after the reply that grants a
+// lock. The client must notice that the server may have restarted, also when the client learns of
+// the end of the connection before it has recorded the lock.
+func TestConnectionLostDuringGrantIsNoticed(t *testing.T) {
+	s := startLockServer(t)
+	for i := range uint64(50) {
+		c, before := s.client(nil), s.count(nlm.ProcLock)
+		s.mu.Lock()
+		s.hangUp = true
+		s.mu.Unlock()
+		mustLock(t, c, exclusive(alice, i, i))
+		waitFor(t, "a reclaim", func() bool { return s.count(nlm.ProcLock) > before+1 })
 	}
 }
 

@@ -35,10 +35,9 @@ func (c *Client) trigger(r restart) {
 
 // connectionLost is called by the link.
 func (c *Client) connectionLost(err error) {
-	if c.Counters.Held.Load() > 0 || c.Counters.Pending.Load() > 0 {
-		c.log.Debug("lock connection lost", "server", c.cfg.Host, "error", err)
-		c.trigger(restart{reason: "lock connection lost"})
-	}
+	c.log.Debug("lock connection lost", "server", c.cfg.Host, "error", err)
+	// Also without a lock in the tables: a request may be about to record one.
+	c.trigger(restart{reason: "lock connection lost"})
 }
 
 // run reclaims the locks after a restart of the server. While locks are held, it also keeps the
