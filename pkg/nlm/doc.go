@@ -25,7 +25,7 @@
 // may not arrive.
 //
 // A request that ends early leaves nothing behind: the client cancels it and makes the server's
-// state that of its table, before it sends the next request for this file.
+// state that of its table. Later requests for the file wait for this.
 //
 // When a server may have restarted, the client reclaims all locks. Reasons are a notice of NSM, a
 // lost connection, and [Client.Restarted]. A lock that another client took meanwhile is lost. After

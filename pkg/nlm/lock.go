@@ -303,8 +303,7 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 	return nil
 }
 
-// unlockLater releases locks in the background. Only a fatal signal ends an unlock early, so that
-// the owner makes no new request.
+// unlockLater releases locks in the background. Later requests for the file get the turn after it.
 func (c *Client) unlockLater(f *file, o *owner, cred []byte, id Owner, start, end uint64) {
 	if !c.hold(f, id) {
 		return
