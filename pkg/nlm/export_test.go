@@ -1,6 +1,7 @@
 package nlm
 
 import (
+	"net"
 	"net/netip"
 	"time"
 )
@@ -27,6 +28,9 @@ func (c *ServiceConfig) SetPortmap(port int) { c.portmapPort = port }
 
 // Handle executes one call as if it came from the address.
 func (s *Service) Handle(from netip.AddrPort, message []byte) []byte { return s.handle(from, message) }
+
+// Admit adds a connection from the peer, or returns false.
+func (s *Service) Admit(conn net.Conn, peer netip.Addr) bool { return s.admit(conn, peer) }
 
 // WaitReady returns when the service has started.
 func (s *Service) WaitReady() { <-s.ready }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -74,6 +75,31 @@ func TestRegistrationOfSilentServiceStays(t *testing.T) {
 	defer mapper.mu.Unlock()
 	if len(mapper.maps) != 1 || mapper.maps[key] == 0 {
 		t.Errorf("registrations: got %v, want only that of the silent service", mapper.maps)
+	}
+}
+
+// TestOnePeerCannotTakeAllConnections opens connections from many loopback addresses, which every
+// local user has. A server must still be able to connect.
+func TestOnePeerCannotTakeAllConnections(t *testing.T) {
+	service := nlm.NewService(nlm.ServiceConfig{})
+	t.Cleanup(service.Close)
+	startLockServer(t).client(func(c *nlm.Config) { c.Host, c.Service = "192.0.2.1", service })
+	admitted := func(peer netip.Addr) bool {
+		conn, other := net.Pipe()
+		t.Cleanup(func() { other.Close() })
+		return service.Admit(conn, peer)
+	}
+	n := 0
+	for i := range byte(100) {
+		if admitted(netip.AddrFrom4([4]byte{127, 0, 0, i + 1})) {
+			n++
+		}
+	}
+	if n == 0 || !admitted(netip.MustParseAddr("192.0.2.1")) {
+		t.Errorf("%d connections of local users admitted, and then none of the server", n)
+	}
+	if admitted(netip.MustParseAddr("192.0.2.2")) {
+		t.Error("connection of a foreign host admitted")
 	}
 }
 

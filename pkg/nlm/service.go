@@ -22,6 +22,7 @@ import (
 // Limits of a Service.
 const (
 	maxServiceConns = 64
+	maxPeerConns    = maxServiceConns / 4
 	maxDatagrams    = 16 // handled at the same time
 	serviceIdle     = 5 * time.Minute
 	replyTimeout    = 10 * time.Second
@@ -60,7 +61,7 @@ type Service struct {
 		sync.Mutex
 		clients    map[*Client]struct{}
 		hosts      map[netip.Addr]*monitored
-		conns      map[net.Conn]struct{}
+		conns      map[net.Conn]netip.Addr // with the peer
 		registered []mapping
 		callbacks  bool // servers can call this service
 		statd      int  // TCP port of the status monitor of this host; 0 for none
@@ -89,7 +90,7 @@ func NewService(cfg ServiceConfig) *Service {
 	}
 	s := &Service{cfg: cfg, log: cfg.Logger, ready: make(chan struct{})}
 	s.mu.clients, s.mu.hosts = make(map[*Client]struct{}), make(map[netip.Addr]*monitored)
-	s.mu.conns = make(map[net.Conn]struct{})
+	s.mu.conns = make(map[net.Conn]netip.Addr)
 	s.ctx, s.end = context.WithCancel(context.Background())
 	s.openJournal()
 	return s
@@ -352,18 +353,13 @@ func (s *Service) accept(l net.Listener) {
 			}
 			continue
 		}
-		s.mu.Lock()
-		full := len(s.mu.conns) >= maxServiceConns || s.ctx.Err() != nil
-		if !full {
-			s.mu.conns[conn] = struct{}{}
-		}
-		s.mu.Unlock()
-		if full {
+		from := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
+		if !s.admit(conn, from.Addr()) {
 			conn.Close()
 			continue
 		}
 		s.work.Go(func() {
-			s.serve(conn)
+			s.serve(conn, from)
 			conn.Close()
 			s.mu.Lock()
 			delete(s.mu.conns, conn)
@@ -372,11 +368,31 @@ func (s *Service) accept(l net.Listener) {
 	}
 }
 
-func (s *Service) serve(conn net.Conn) {
-	from := conn.RemoteAddr().(*net.TCPAddr).AddrPort()
-	if !s.knows(from.Addr()) {
-		return
+// admit adds a connection, or returns false. One peer gets only some of the connections. All
+// loopback addresses are one peer, because each local user has all of them.
+func (s *Service) admit(conn net.Conn, peer netip.Addr) bool {
+	if !s.knows(peer) {
+		return false
 	}
+	if peer = peer.Unmap(); peer.IsLoopback() {
+		peer = netip.IPv6Loopback()
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	same := 0
+	for _, other := range s.mu.conns {
+		if other == peer {
+			same++
+		}
+	}
+	if len(s.mu.conns) >= maxServiceConns || same >= maxPeerConns || s.ctx.Err() != nil {
+		return false
+	}
+	s.mu.conns[conn] = peer
+	return true
+}
+
+func (s *Service) serve(conn net.Conn, from netip.AddrPort) {
 	var buf []byte
 	for {
 		if conn.SetReadDeadline(time.Now().Add(serviceIdle)) != nil {
