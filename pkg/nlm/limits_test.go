@@ -103,6 +103,18 @@ func TestOnePeerCannotTakeAllConnections(t *testing.T) {
 	}
 }
 
+// TestLinkLocalServerIsKnown mounts from an IPv6 address with a zone.
+func TestLinkLocalServerIsKnown(t *testing.T) {
+	service := nlm.NewService(nlm.ServiceConfig{})
+	t.Cleanup(service.Close)
+	startLockServer(t).client(func(c *nlm.Config) { c.Host, c.Service = "fe80::1%eth0", service })
+	conn, other := net.Pipe()
+	t.Cleanup(func() { other.Close() })
+	if !service.Admit(conn, netip.MustParseAddr("fe80::1%eth0")) {
+		t.Error("connection of the server refused")
+	}
+}
+
 // TestJournalAfterIncompleteLine starts a service with the journal of a daemon that was killed
 // during a write.
 func TestJournalAfterIncompleteLine(t *testing.T) {

@@ -188,7 +188,7 @@ func (s *Service) remove(c *Client) {
 	s.mu.Unlock()
 	if last && statd != 0 {
 		_, _ = localCall(context.Background(), statd, nsmProgram, nsmVersion, nsmUnmon,
-			appendUnmon(nil, c.addr.String(), &notifyCall))
+			appendUnmon(nil, c.cfg.Host, &notifyCall))
 	}
 }
 
@@ -321,7 +321,7 @@ func (s *Service) monitor(ctx context.Context, c *Client) {
 	h.once.Do(func() {
 		// The end of this request must not end the call: no other request makes it.
 		results, err := localCall(context.WithoutCancel(ctx), statd, nsmProgram, nsmVersion, nsmMon,
-			appendMon(nil, c.addr.String(), &notifyCall, &h.priv))
+			appendMon(nil, c.cfg.Host, &notifyCall, &h.priv))
 		var ok bool
 		var state uint32
 		if err == nil {
