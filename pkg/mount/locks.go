@@ -1,6 +1,7 @@
 package mount
 
 import (
+	"cmp"
 	"context"
 	"net/netip"
 	"syscall"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 )
 
@@ -61,6 +63,8 @@ func CheckLocks(ctx context.Context, m *control.MountInfo) error {
 	if err != nil {
 		return err
 	}
-	return nlm.CheckServer(ctx, nlm.Config{Host: server.Addr().String(), Port: int(o.LockPort),
-		MountPort: int(o.MountPort), MountPortFirst: true})
+	// The daemon found MOUNT at this port if the port mapper of the server does not know it.
+	mountPort := cmp.Or(int(o.MountPort), mountd.MountPort)
+	return nlm.CheckServer(ctx, nlm.Config{Host: server.Addr().String(), Port: int(o.LockPort), MountPort: mountPort,
+		MountPortFirst: o.MountPort != 0})
 }
