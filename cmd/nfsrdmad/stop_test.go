@@ -151,3 +151,24 @@ func TestStopReportsLostData(t *testing.T) {
 		}
 	}
 }
+
+// TestForegroundReportsLostData ends a foreground mount from outside while its server is stopped.
+// The data of an open file is lost then, so the command must fail.
+func TestForegroundReportsLostData(t *testing.T) {
+	w := newTestEnv(t)
+	server := servePausable(t, filepath.Join(w.dir, "export"), "--no-root-squash")
+	dir := w.mkdir(t, "mnt")
+	cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir, "-o",
+		fmt.Sprintf("port=%s,mountport=%s,dirty_expire=0", portOf(t, server.rdma), portOf(t, server.tcp)))
+	w.startForeground(t, cmd, dir)
+	writeDirty(t, filepath.Join(dir, "file"), noise("dirty", 100_000))
+	server.pause(t)
+	if err := syscall.Unmount(dir, syscall.MNT_FORCE|syscall.MNT_DETACH); err != nil {
+		t.Error(err)
+	}
+	_ = cmd.Wait()
+	server.resume(t)
+	if code := cmd.ProcessState.ExitCode(); code != control.ExitMount {
+		t.Errorf("exit code: got %d, want %d", code, control.ExitMount)
+	}
+}

@@ -75,7 +75,7 @@ func notify(log hclog.Logger, state string) {
 }
 
 // RunForeground executes r in this process and calls mounted. It serves the mount until ctx ends or
-// the mount is unmounted.
+// the mount is unmounted. It returns an error if written data is lost; the log names the files.
 func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r control.MountRequest,
 	mounted func(control.MountInfo)) (err error) {
 	plan, err := mount.ParseFaults(string(cfg.Inject))
@@ -95,5 +95,5 @@ func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r control.
 	}
 	mounted(info)
 	t.Wait(ctx, info.Dir)
-	return nil
+	return t.LossError(0) // of an unmount by another process; Close reports its own losses
 }

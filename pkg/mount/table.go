@@ -499,7 +499,7 @@ func (t *Table) Close(ctx context.Context) error {
 			t.log.Error("mount not released", "spec", v.Spec, "dir", v.Dir)
 		}
 	}
-	return t.lostError(lostBefore)
+	return t.LossError(lostBefore)
 }
 
 // releaseTimeout bounds the release of unmounted mounts. It is longer than the timeouts of its
