@@ -167,8 +167,8 @@ func New(cfg Config) *Client {
 	c := &Client{cfg: cfg, log: cfg.Logger, times: defaultTimes, restart: make(chan restart, 1)}
 	c.link = newLink(&c.cfg, c.connectionLost)
 	c.addr, _ = netip.ParseAddr(cfg.Host)
-	c.addr = c.addr.Unmap().WithZone("") // as Service sees it
-	_, _ = rand.Read(c.instance[:]) // never fails
+	c.addr = c.addr.Unmap().WithZone("") // as the service sees it
+	_, _ = rand.Read(c.instance[:])      // never fails
 	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
 	c.mu.svids, c.mu.waits = make(map[uint32]struct{}), make(map[Owner]Owner)
 	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[lostKey]struct{})

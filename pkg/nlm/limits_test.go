@@ -8,10 +8,13 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
 // TestUnlockCannotExceedLockLimit unlocks parts of locks when the mount has as many locks as it may
@@ -35,9 +38,9 @@ func TestUnlockCannotExceedLockLimit(t *testing.T) {
 	}
 }
 
-// TestRegistrationOfSilentServiceStays registers a lock service that accepts connections but does
-// not reply. Only a closed port shows that a service has ended.
-func TestRegistrationOfSilentServiceStays(t *testing.T) {
+// startSilentService accepts connections and does not reply. It returns the port.
+func startSilentService(t *testing.T) uint32 {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -53,14 +56,21 @@ func TestRegistrationOfSilentServiceStays(t *testing.T) {
 			conn.Close()
 		}
 	}()
-	defer func() {
+	t.Cleanup(func() {
 		l.Close()
 		<-done
-	}()
+	})
+	return uint32(l.Addr().(*net.TCPAddr).Port)
+}
+
+// TestRegistrationOfSilentServiceStays registers a lock service that accepts connections but does
+// not reply. Only a closed port shows that a service has ended.
+func TestRegistrationOfSilentServiceStays(t *testing.T) {
+	silent := startSilentService(t)
 	mapper, port := startPortMapper(t)
 	key := [3]uint32{nlm.Program, nlm.Version, 6}
 	mapper.mu.Lock()
-	mapper.maps[key] = uint32(l.Addr().(*net.TCPAddr).Port)
+	mapper.maps[key] = silent
 	mapper.mu.Unlock()
 	cfg := nlm.ServiceConfig{Listen: "127.0.0.1:0"}
 	cfg.SetPortmap(port)
@@ -75,6 +85,69 @@ func TestRegistrationOfSilentServiceStays(t *testing.T) {
 	defer mapper.mu.Unlock()
 	if len(mapper.maps) != 1 || mapper.maps[key] == 0 {
 		t.Errorf("registrations: got %v, want only that of the silent service", mapper.maps)
+	}
+}
+
+// TestDeadStatusMonitorIsReplaced registers a status monitor that has ended, such as the one of a
+// killed daemon. The service must receive the notices itself.
+func TestDeadStatusMonitorIsReplaced(t *testing.T) {
+	service, mapper := startService(t)
+	dead, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dead.Close()
+	monitor := [3]uint32{nlmd.ProgramNSM, nlmd.VersionNSM, 6}
+	mapper.mu.Lock()
+	mapper.maps[monitor] = uint32(dead.Addr().(*net.TCPAddr).Port)
+	mapper.mu.Unlock()
+	startLockServer(t).client(func(c *nlm.Config) { c.Service = service })
+	service.WaitReady()
+	mapper.mu.Lock()
+	defer mapper.mu.Unlock()
+	if own := mapper.maps[[3]uint32{nlm.Program, nlm.Version, 6}]; own == 0 || mapper.maps[monitor] != own {
+		t.Errorf("port of the status monitor: got %d, want %d of the service", mapper.maps[monitor], own)
+	}
+	if status := service.Status(); !strings.HasPrefix(status, "callbacks and notices of restarts at") {
+		t.Errorf("status: got %q, want callbacks and notices", status)
+	}
+}
+
+// TestNoQueueBesideAnotherLockService waits for a lock on a host with another lock service. That
+// service would refuse the callback for a queued request, and the server would then release the
+// lock.
+func TestNoQueueBesideAnotherLockService(t *testing.T) {
+	mapper, port := startPortMapper(t)
+	silent := startSilentService(t)
+	mapper.mu.Lock()
+	mapper.maps[[3]uint32{nlm.Program, nlm.Version, 6}] = silent
+	mapper.mu.Unlock()
+	cfg := nlm.ServiceConfig{}
+	cfg.SetPortmap(port)
+	service := nlm.NewService(cfg)
+	t.Cleanup(service.Close)
+	s := startLockServer(t)
+	var queued atomic.Int32
+	s.setAnswer(func(h *sunrpc.CallHeader, args []byte) ([]byte, bool) {
+		var a nlm.Args
+		if nlm.Proc(h.Proc) == nlm.ProcLock && nlm.ParseArgs(nlm.ProcLock, args, &a) == nil && a.Block {
+			queued.Add(1)
+		}
+		return nil, false
+	})
+	a, b := s.client(nil), s.client(func(c *nlm.Config) { c.Service = service })
+	mustLock(t, a, exclusive(alice, 0, 9))
+	result, cancel := waiting(t, b, exclusive(bob, 0, 0))
+	defer cancel()
+	waitFor(t, "polls", func() bool { return s.count(nlm.ProcLock) > 3 })
+	if err := a.ReleaseOwner(t.Context(), cred, fh, alice); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-result; err != nil {
+		t.Errorf("waiting lock: %v", err)
+	}
+	if n := queued.Load(); n != 0 {
+		t.Errorf("LOCK calls that let the server queue the request: got %d, want none", n)
 	}
 }
 

@@ -427,9 +427,12 @@ func (c *Client) args(f *file, o *owner, l *Lock, block bool) *Args {
 
 func (c *Client) callLock(ctx context.Context, f *file, o *owner, cred []byte, l *Lock, block,
 	reclaim bool) (Stat, error) {
-	a := c.args(f, o, l, block)
+	c.cfg.Service.monitor(ctx, c) // before the arguments, which have the state number
+	// For a queued request the server would call another lock service of this host, which would
+	// refuse the lock. The server would then release the lock, although a poll may just have got
+	// it.
+	a := c.args(f, o, l, block && !c.cfg.Service.foreign())
 	a.Reclaim = reclaim
-	c.cfg.Service.monitor(ctx, c)
 	return c.callServer(ctx, ProcLock, cred, a)
 }
 

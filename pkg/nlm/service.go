@@ -64,6 +64,7 @@ type Service struct {
 		conns      map[net.Conn]netip.Addr // with the peer
 		registered []mapping
 		callbacks  bool // servers can call this service
+		foreign    bool // servers call another lock service of this host
 		statd      int  // TCP port of the status monitor of this host; 0 for none
 		nsmState   uint32
 		addr       net.Addr
@@ -206,6 +207,16 @@ func (s *Service) active() bool {
 	return s.mu.callbacks
 }
 
+// foreign reports whether servers call another lock service of this host.
+func (s *Service) foreign() bool {
+	if s == nil {
+		return false
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.mu.foreign
+}
+
 // state returns the NSM state number of this host, 0 if unknown.
 func (s *Service) state() uint32 {
 	if s == nil {
@@ -218,11 +229,16 @@ func (s *Service) state() uint32 {
 
 // run listens and registers. Its error is the reason why servers cannot call.
 func (s *Service) run() error {
-	ctx, mapper := s.ctx, s.cfg.portmapPort
-	if s.cfg.Listen == "" {
+	ctx := s.ctx
+	switch port, err := s.findRegistered(ctx, Program, Version); {
+	case err == nil && port != 0:
+		s.mu.Lock()
+		s.mu.foreign = true
+		s.mu.Unlock()
+		return fmt.Errorf("another lock service of this host has port %d, for example that of the kernel's NFS", port)
+	case s.cfg.Listen == "":
 		return errors.New("no listener for callbacks is configured")
-	}
-	if err := s.checkRegistered(ctx); err != nil {
+	case err != nil:
 		return err
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", s.cfg.Listen)
@@ -248,7 +264,7 @@ func (s *Service) run() error {
 			return err
 		}
 	}
-	statd, err := portmap(ctx, mapper, portmapGetPort, mapping{prog: nsmProgram, vers: nsmVersion, proto: protoTCP})
+	statd, err := s.findRegistered(ctx, nsmProgram, nsmVersion)
 	if err != nil {
 		return err
 	}
@@ -269,22 +285,19 @@ func (s *Service) run() error {
 	return nil
 }
 
-// checkRegistered returns an error if this host has a lock service already. It removes the
+// findRegistered returns the port of a program of this host, 0 if there is none. It removes the
 // registration of a service that has ended: its port is closed.
-func (s *Service) checkRegistered(ctx context.Context) error {
-	m := mapping{prog: Program, vers: Version, proto: protoTCP}
-	port, err := portmap(ctx, s.cfg.portmapPort, portmapGetPort, m)
-	if err != nil || port == 0 {
-		return err
+func (s *Service) findRegistered(ctx context.Context, prog, vers uint32) (port uint32, err error) {
+	m := mapping{prog: prog, vers: vers, proto: protoTCP}
+	port, err = portmap(ctx, s.cfg.portmapPort, portmapGetPort, m)
+	if err != nil || port == 0 || port >= 1<<16 {
+		return port, err
 	}
-	if port < 1<<16 {
-		_, err = localCall(ctx, int(port), Program, Version, uint32(ProcNull), nil)
-		if errors.Is(err, syscall.ECONNREFUSED) {
-			_, err = portmap(ctx, s.cfg.portmapPort, portmapUnset, m)
-			return err
-		}
+	if _, err = localCall(ctx, int(port), prog, vers, uint32(ProcNull), nil); errors.Is(err, syscall.ECONNREFUSED) {
+		_, err = portmap(ctx, s.cfg.portmapPort, portmapUnset, m)
+		return 0, err
 	}
-	return fmt.Errorf("another lock service of this host has port %d, for example that of the kernel's NFS", port)
+	return port, nil
 }
 
 func (s *Service) register(ctx context.Context, m mapping) error {
@@ -302,7 +315,7 @@ func (s *Service) register(ctx context.Context, m mapping) error {
 }
 
 // monitor asks the status monitor of this host, once for each server, to report restarts of the
-// server. It takes at most localTimeout.
+// server. It waits for the start of the service, and then at most localTimeout.
 func (s *Service) monitor(ctx context.Context, c *Client) {
 	if s == nil {
 		return
