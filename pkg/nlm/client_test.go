@@ -598,6 +598,17 @@ func grantedCall(proc nlm.Proc, lock *nlm.Args) []byte {
 	return nlm.AppendArgs(sunrpc.AppendCall(nil, 77, nlm.Program, nlm.Version, uint32(proc), cred), proc, &a)
 }
 
+// grantedStat makes a GRANTED call and returns the status of the reply.
+func grantedStat(t *testing.T, service *nlm.Service, from netip.AddrPort, a *nlm.Args) nlm.Stat {
+	t.Helper()
+	_, results, err := sunrpc.ParseReply(service.Handle(from, grantedCall(nlm.ProcGranted, a)))
+	var res nlm.Res
+	if err != nil || nlm.ParseRes(nlm.ProcGranted, results, &res) != nil || string(res.Cookie) != "\x09\x09" {
+		t.Errorf("reply to GRANTED: %+v, error %v", res, err)
+	}
+	return res.Stat
+}
+
 func TestGrantedCallback(t *testing.T) {
 	service, mapper := startService(t)
 	s := startLockServer(t)
@@ -625,14 +636,7 @@ func TestGrantedCallback(t *testing.T) {
 	s.mu.Unlock()
 
 	server, other := netip.MustParseAddrPort("127.0.0.1:2049"), netip.MustParseAddrPort("192.0.2.1:2049")
-	stat := func(from netip.AddrPort, a *nlm.Args) nlm.Stat {
-		_, results, err := sunrpc.ParseReply(service.Handle(from, grantedCall(nlm.ProcGranted, a)))
-		var res nlm.Res
-		if err != nil || nlm.ParseRes(nlm.ProcGranted, results, &res) != nil || string(res.Cookie) != "\x09\x09" {
-			t.Errorf("reply to GRANTED: %+v, error %v", res, err)
-		}
-		return res.Stat
-	}
+	stat := func(from netip.AddrPort, a *nlm.Args) nlm.Stat { return grantedStat(t, service, from, a) }
 	wrongRange, wrongOwner := granted, granted
 	wrongRange.Region.Length = 2
 	wrongOwner.Region.SVID++
@@ -659,6 +663,42 @@ func TestGrantedCallback(t *testing.T) {
 	if got := stat(server, &granted); got != nlm.Granted {
 		t.Errorf("GRANTED for a lock that a poll took: got %v, want %v", got, nlm.Granted)
 	}
+}
+
+// TestLateCallbackKeepsRestOfLock delivers GRANTED after a poll took the lock and its owner
+// unlocked a part. A server releases the whole range if the client refuses.
+func TestLateCallbackKeepsRestOfLock(t *testing.T) {
+	service, _ := startService(t)
+	s := startLockServer(t)
+	c, other := s.client(func(cfg *nlm.Config) { cfg.Service = service }), s.client(nil)
+	var granted []byte // arguments of LOCK
+	s.setAnswer(func(h *sunrpc.CallHeader, args []byte) ([]byte, bool) {
+		if nlm.Proc(h.Proc) == nlm.ProcLock {
+			s.mu.Lock()
+			granted = args
+			s.mu.Unlock()
+		}
+		return nil, false
+	})
+	mustLock(t, c, exclusive(bob, 0, 9))
+	s.setAnswer(nil)
+	if err := c.Unlock(t.Context(), cred, fh, bob, 4, 5); err != nil {
+		t.Fatal(err)
+	}
+	s.mu.Lock() // the server grants the queued request, too
+	h := sunrpc.CallHeader{Prog: nlm.Program, Vers: nlm.Version, Proc: uint32(nlm.ProcLock)}
+	s.nlmd.ServeNLM(netip.MustParseAddr("127.0.0.1"), &h, granted, nil)
+	var lock nlm.Args
+	_ = nlm.ParseArgs(nlm.ProcLock, granted, &lock)
+	s.mu.Unlock()
+	wantLock(t, other, exclusive(alice, 4, 5), syscall.EAGAIN)
+	if got := grantedStat(t, service, netip.MustParseAddrPort("127.0.0.1:2049"), &lock); got != nlm.Granted {
+		t.Errorf("late GRANTED: got %v, want %v", got, nlm.Granted)
+	}
+	waitFor(t, "the release of the rest", func() bool { return s.count(nlm.ProcUnlock) == 2 })
+	mustLock(t, other, exclusive(alice, 4, 5))
+	wantLock(t, other, exclusive(alice, 3, 3), syscall.EAGAIN)
+	wantLock(t, other, exclusive(alice, 6, 6), syscall.EAGAIN)
 }
 
 func TestNoticeOfRestart(t *testing.T) {

@@ -20,9 +20,9 @@
 // A [Client] keeps the locks of one mount in tables of package rangelock. It decides conflicts
 // between owners of the mount itself. It asks the server about everything else.
 //
-// The server decides. A GRANTED call of a server only makes a waiting request ask again, so that a
-// forged call has no effect. A waiting request also asks again at growing intervals: the callback
-// may not arrive.
+// The server decides. A GRANTED call of a server only makes a waiting request ask again, or makes
+// the client send the locks of its table again, so that a forged call changes no lock. A waiting
+// request also asks again at growing intervals: the callback may not arrive.
 //
 // A request that ends early leaves nothing behind: the client cancels it and makes the server's
 // state that of its table. Later requests for the file wait for this.

@@ -213,8 +213,8 @@ func (c *Client) stopWaiting(id Owner) {
 }
 
 // settle makes the state of the server that of this client after a request that ended without its
-// result: it cancels the request, releases what the owner does not hold, and sets again what the
-// owner holds in another mode. It works in the background, before the next request for the file.
+// result: it cancels the request and restores the locks in its range. It works in the background.
+// Later requests for the file get the turn after it.
 func (c *Client) settle(req *request) {
 	if !c.hold(req.f, req.l.Owner) {
 		return
@@ -231,22 +231,34 @@ func (c *Client) settle(req *request) {
 		if req.wait {
 			_, _ = c.callServer(c.ctx, ProcCancel, req.cred, c.args(f, req.o, &l, true))
 		}
-		next := l.Start
-		for _, part := range f.locks.Owned(l.Owner, l.Start, l.End) {
-			if part.Start > next {
-				_ = c.unlockCall(c.ctx, f, req.o, req.cred, l.Owner, next, part.Start-1)
-			}
+		err := c.restore(c.ctx, f, req.o, req.cred, &l, func(part Lock) error {
 			c.relock(f, req.o, part)
-			next = part.End + 1
-		}
-		var err error
-		if next <= l.End {
-			err = c.unlockCall(c.ctx, f, req.o, req.cred, l.Owner, next, l.End)
-		}
+			return nil
+		})
 		if err == nil {
 			c.forget(f, l.Owner)
 		}
 	})
+}
+
+// restore makes the state of the server that of the table for the owner and the range of l: it
+// releases what the owner does not hold, and sets with relock what the owner holds. The caller has
+// the turn.
+func (c *Client) restore(ctx context.Context, f *file, o *owner, cred []byte, l *Lock,
+	relock func(Lock) error) error {
+	var failed error
+	next := l.Start
+	for _, part := range f.locks.Owned(l.Owner, l.Start, l.End) {
+		if part.Start > next {
+			failed = errors.Join(failed, c.unlockCall(ctx, f, o, cred, l.Owner, next, part.Start-1))
+		}
+		failed = errors.Join(failed, relock(part))
+		next = part.End + 1
+	}
+	if next <= l.End {
+		failed = errors.Join(failed, c.unlockCall(ctx, f, o, cred, l.Owner, next, l.End))
+	}
+	return failed
 }
 
 // hold counts a use of a file and an owner by a goroutine of work. It returns false after Close.

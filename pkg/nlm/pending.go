@@ -36,8 +36,8 @@ func (p *pending) poke() {
 }
 
 // granted handles a GRANTED call of the server. It wakes the request that the call names, which
-// then asks the server again: a forged call has no other effect. The result tells the server
-// whether this client has or wants the lock.
+// then asks the server again. A forged call changes no lock. The result tells the server whether
+// this client has or wants the lock.
 func (c *Client) granted(a *Args) Stat {
 	fh, err := nfs3.NewFH(a.Region.FH)
 	if err != nil {
@@ -56,19 +56,22 @@ func (c *Client) granted(a *Args) Stat {
 		}
 	}
 	var id Owner
-	for candidate, o := range c.mu.owners {
-		if mine(o.svid, o.oh) {
-			id = candidate
+	var o *owner
+	for candidate, known := range c.mu.owners {
+		if mine(known.svid, known.oh) {
+			id, o = candidate, known
 		}
 	}
 	f := c.mu.files[fh]
-	if f == nil || id == (Owner{}) {
+	if f == nil || o == nil {
 		c.mu.Unlock()
 		return Denied
 	}
 	f.users++
+	o.users++
 	c.mu.Unlock()
 	defer c.putFile(f)
+	defer c.putOwner(id)
 	// A poll may have taken the lock before the callback came.
 	ctx, cancel := context.WithTimeout(c.ctx, grantedTimeout)
 	defer cancel()
@@ -76,9 +79,22 @@ func (c *Client) granted(a *Args) Stat {
 		return DeniedGracePeriod // the server calls again
 	}
 	defer f.release()
-	if f.locks.Holds(&Lock{Start: start, End: end, Exclusive: a.Exclusive, Owner: id}) {
-		c.called.Store(true)
+	if !f.locks.Owns(id, 0, maxOffset) {
+		return Denied
+	}
+	c.called.Store(true)
+	l := Lock{Start: start, End: end, Exclusive: a.Exclusive, Owner: id}
+	if f.locks.Holds(&l) {
 		return Granted
 	}
-	return Denied
+	// The owner has unlocked a part since. If the client refused, the server would release the
+	// other parts, too.
+	cred := f.creds[id]
+	if c.restore(ctx, f, o, cred, &l, func(part Lock) error {
+		_, err := c.callLock(ctx, f, o, cred, &part, false, false)
+		return err
+	}) != nil {
+		return DeniedGracePeriod
+	}
+	return Granted
 }
