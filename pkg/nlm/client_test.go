@@ -161,6 +161,13 @@ func (s *lockServer) client(change func(*nlm.Config)) *nlm.Client {
 	return c
 }
 
+// journalingClient returns a client with a journal in dir.
+func (s *lockServer) journalingClient(dir string) *nlm.Client {
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
+	s.t.Cleanup(service.Close)
+	return s.client(func(cfg *nlm.Config) { cfg.Service = service })
+}
+
 var (
 	cred  = sunrpc.AppendAuthNone(nil)
 	fh, _ = nfs3.NewFH([]byte("file"))
@@ -756,9 +763,7 @@ func TestServiceWithoutPortMapper(t *testing.T) {
 func TestKilledDaemonLeavesNoLocks(t *testing.T) {
 	s := startLockServer(t)
 	dir := t.TempDir()
-	first := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
-	t.Cleanup(first.Close)
-	c := s.client(func(cfg *nlm.Config) { cfg.Service = first })
+	c := s.journalingClient(dir)
 	mustLock(t, c, exclusive(alice, 0, 9))
 	mustLock(t, c, shared(bob, 20, 29))
 	mustLock(t, c, exclusive(nlm.Owner{Kind: nlm.Flock, ID: 3}, 40, 40))
@@ -795,9 +800,7 @@ func TestKilledDaemonLeavesNoLocks(t *testing.T) {
 func TestJournalStaysShort(t *testing.T) {
 	s := startLockServer(t)
 	dir := t.TempDir()
-	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
-	t.Cleanup(service.Close)
-	c := s.client(func(cfg *nlm.Config) { cfg.Service = service })
+	c := s.journalingClient(dir)
 	for i := range 2000 {
 		mustLock(t, c, exclusive(alice, 0, uint64(i)))
 		if err := c.ReleaseOwner(t.Context(), cred, fh, alice); err != nil {

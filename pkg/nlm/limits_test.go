@@ -197,9 +197,7 @@ func TestJournalAfterIncompleteLine(t *testing.T) {
 	if err := os.WriteFile(path, []byte(`{"host":"127.0.0.1","fh":"incompl`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
-	t.Cleanup(service.Close)
-	c := s.client(func(cfg *nlm.Config) { cfg.Service = service })
+	c := s.journalingClient(dir)
 	mustLock(t, c, exclusive(alice, 0, 9))
 	journal, err := os.ReadFile(path)
 	if err != nil {
