@@ -91,8 +91,7 @@ func openJournal(dir string, log hclog.Logger) (j *journal, stale []*journalEntr
 		j.lines++
 		e := new(journalEntry)
 		if json.Unmarshal(in.Bytes(), e) != nil {
-			j.partial = true // of a killed process; an end of line too many does no harm
-			continue
+			continue // incomplete: its process was killed
 		}
 		if e.Released {
 			delete(j.live, e.key())
@@ -100,6 +99,7 @@ func openJournal(dir string, log hclog.Logger) (j *journal, stale []*journalEntr
 			j.live[e.key()] = e
 		}
 	}
+	j.partial = j.lines > 0 // perhaps; an end of line too many does no harm
 	for _, e := range j.live {
 		stale = append(stale, e)
 	}

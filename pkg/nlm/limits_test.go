@@ -189,22 +189,23 @@ func TestLinkLocalServerIsKnown(t *testing.T) {
 }
 
 // TestJournalAfterIncompleteLine starts a service with the journal of a daemon that was killed
-// during a write.
+// during a write: in a line, or before its end.
 func TestJournalAfterIncompleteLine(t *testing.T) {
-	s := startLockServer(t)
-	dir := t.TempDir()
-	path := filepath.Join(dir, "held-locks")
-	if err := os.WriteFile(path, []byte(`{"host":"127.0.0.1","fh":"incompl`), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	c := s.journalingClient(dir)
-	mustLock(t, c, exclusive(alice, 0, 9))
-	journal, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	lines := bytes.Split(bytes.TrimSpace(journal), []byte("\n"))
-	if last := lines[len(lines)-1]; !json.Valid(last) {
-		t.Errorf("last line of the journal: got %s, want the owner of the lock", last)
+	for _, left := range []string{`{"host":"127.0.0.1","fh":"incompl`, `{"host":"127.0.0.1","released":true}`} {
+		s := startLockServer(t)
+		dir := t.TempDir()
+		path := filepath.Join(dir, "held-locks")
+		if err := os.WriteFile(path, []byte(left), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		mustLock(t, s.journalingClient(dir), exclusive(alice, 0, 9))
+		journal, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		lines := bytes.Split(bytes.TrimSpace(journal), []byte("\n"))
+		if last := lines[len(lines)-1]; !json.Valid(last) {
+			t.Errorf("last line of the journal after %s: got %s, want the owner of the lock", left, last)
+		}
 	}
 }
