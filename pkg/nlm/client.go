@@ -111,6 +111,9 @@ type Client struct {
 	cancel  context.CancelFunc
 	work    sync.WaitGroup
 	restart chan restart // capacity 1
+	// reclaimed is the number of lost connections before the last recovery that reclaimed all
+	// locks. Only run uses it.
+	reclaimed uint64
 
 	mu struct {
 		sync.Mutex

@@ -708,20 +708,25 @@ func TestLateCallbackKeepsRestOfLock(t *testing.T) {
 	wantLock(t, other, exclusive(alice, 6, 6), syscall.EAGAIN)
 }
 
+// notify delivers SM_NOTIFY from an address.
+func notify(t *testing.T, service *nlm.Service, from string, state uint32) {
+	t.Helper()
+	call := sunrpc.AppendCall(nil, 1, nlmd.ProgramNSM, nlmd.VersionNSM, 6, cred)
+	if service.Handle(netip.MustParseAddrPort(from), nlm.AppendNotify(call, "server", state)) == nil {
+		t.Error("no reply to SM_NOTIFY")
+	}
+}
+
 func TestNoticeOfRestart(t *testing.T) {
 	service, _ := startService(t)
 	s := startLockServer(t)
 	c := s.client(func(cfg *nlm.Config) { cfg.Service = service })
 	service.WaitReady()
 	mustLock(t, c, exclusive(alice, 0, 9))
-	notify := func(from string, state uint32) {
-		call := sunrpc.AppendCall(nil, 1, nlmd.ProgramNSM, nlmd.VersionNSM, 6, cred)
-		if service.Handle(netip.MustParseAddrPort(from), nlm.AppendNotify(call, "server", state)) == nil {
-			t.Error("no reply to SM_NOTIFY")
-		}
-	}
-	notify("127.0.0.1:4000", 3) // not from root
-	notify("192.0.2.1:700", 3)  // not the server
+	s.dropConnections()
+	waitFor(t, "a check of the lock", func() bool { return s.count(nlm.ProcLock) >= 3 })
+	notify(t, service, "127.0.0.1:4000", 3) // not from root
+	notify(t, service, "192.0.2.1:700", 3)  // not the server
 	before := s.count(nlm.ProcLock)
 	c.Restarted("test") // the client handles this reason after the notices
 	waitFor(t, "a check of the lock", func() bool {
@@ -730,8 +735,45 @@ func TestNoticeOfRestart(t *testing.T) {
 	if c.Counters.Lost.Load() != 0 {
 		t.Error("a foreign notice counted")
 	}
-	notify("127.0.0.1:700", 5) // the server does not let the client reclaim
+	notify(t, service, "127.0.0.1:700", 5) // the server does not let the client reclaim
 	waitFor(t, "the lost lock", func() bool { return c.Lost(fh, alice) })
+}
+
+// TestNoticeWithoutRestartKeepsLocks delivers notices while the lock connection shows that the
+// server has not restarted: a forged one, and a late one after the client has reclaimed its locks.
+func TestNoticeWithoutRestartKeepsLocks(t *testing.T) {
+	service, _ := startService(t)
+	s := startLockServer(t)
+	c := s.client(func(cfg *nlm.Config) { cfg.Service = service })
+	service.WaitReady()
+	mustLock(t, c, exclusive(alice, 0, 9))
+	keeps := func(state uint32) {
+		t.Helper()
+		var asked atomic.Bool
+		s.setAnswer(func(h *sunrpc.CallHeader, args []byte) ([]byte, bool) {
+			var a nlm.Args
+			if nlm.Proc(h.Proc) != nlm.ProcLock || nlm.ParseArgs(nlm.ProcLock, args, &a) != nil {
+				return nil, false
+			}
+			stat := nlm.Granted
+			if a.Reclaim { // no grace period
+				stat = nlm.DeniedGracePeriod
+			}
+			asked.Store(!a.Reclaim)
+			return nlm.AppendRes(sunrpc.AppendAcceptedReply(nil, h.XID, sunrpc.Success), nlm.ProcLock,
+				&nlm.Res{Stat: stat}), true
+		})
+		notify(t, service, "127.0.0.1:700", state)
+		waitFor(t, "a check of the lock", func() bool { return asked.Load() || c.Counters.Lost.Load() > 0 })
+		if c.Counters.Lost.Load() != 0 {
+			t.Error("the lock was lost")
+		}
+		s.setAnswer(nil)
+	}
+	keeps(3)
+	s.restart(time.Hour)
+	waitFor(t, "the reclaim", func() bool { return c.Counters.Reclaimed.Load() == 1 })
+	keeps(5)
 }
 
 // TestServiceWithoutPortMapper checks that a host without a port mapper polls.

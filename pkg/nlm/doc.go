@@ -29,7 +29,8 @@
 //
 // When a server may have restarted, the client reclaims all locks. Reasons are a notice of NSM, a
 // lost connection, and [Client.Restarted]. A lock that another client took meanwhile is lost. After
-// a notice of NSM, which is certain, each lock that the server does not let reclaim is lost.
+// a notice of NSM, each lock that the server does not let reclaim is lost, unless the connection
+// shows that the server has not restarted since the locks were set or reclaimed.
 //
 // A [Service] with a state directory keeps a journal of the owners that may have locks. The next
 // service releases the locks of a process that was killed.

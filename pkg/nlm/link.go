@@ -52,6 +52,7 @@ type link struct {
 		conn      *rpctcp.Client // nil while not connected
 		connected bool           // the service was there at some time
 		lastError error          // of the last attempt; nil after a success
+		losses    uint64         // lost connections
 	}
 	dialing  chan struct{}  // holds one token: the right to connect
 	watchers sync.WaitGroup // one goroutine for each connection
@@ -189,6 +190,7 @@ func (l *link) drop(conn *rpctcp.Client) {
 	mine := l.mu.conn == conn
 	if mine {
 		l.mu.conn = nil
+		l.mu.losses++
 	}
 	l.mu.Unlock()
 	if mine && l.lost != nil {
@@ -206,6 +208,13 @@ func (l *link) close() {
 		conn.Close()
 	}
 	l.watchers.Wait()
+}
+
+// losses returns the number of lost connections.
+func (l *link) losses() uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.mu.losses
 }
 
 // reason returns the last error, "" if the last attempt succeeded.

@@ -9,8 +9,9 @@ import (
 // A restart is a reason to reclaim the locks.
 type restart struct {
 	reason string
-	// certain means that the server has restarted. Otherwise it may have restarted: a lock that the
-	// server grants again without reclaim then counts as kept.
+	// certain means that the server has restarted, unless its connection shows the opposite.
+	// Otherwise it may have restarted: a lock that the server grants again without reclaim then
+	// counts as kept.
 	certain bool
 }
 
@@ -61,6 +62,13 @@ func (c *Client) run() {
 
 // recover reclaims all locks and makes blocked requests ask again.
 func (c *Client) recover(r restart) {
+	if r.certain {
+		// A notice is late or forged if the connection shows that the server has not restarted
+		// since the locks were set or reclaimed.
+		_ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+		r.certain = c.link.losses() != c.reclaimed
+	}
+	losses, all := c.link.losses(), true
 	c.mu.Lock()
 	var files []*file
 	for _, f := range c.mu.files {
@@ -79,12 +87,16 @@ func (c *Client) recover(r restart) {
 		if f.acquire(c.ctx) == nil {
 			for _, l := range f.locks.All() {
 				o := c.getOwner(l.Owner)
-				c.reclaim(f, o, l, r.certain)
+				all = c.reclaim(f, o, l, r.certain) && all
 				c.putOwner(l.Owner)
 			}
 			f.release()
 		}
 		c.putFile(f)
+	}
+	// If the connection was lost meanwhile, another recovery follows.
+	if all {
+		c.reclaimed = losses
 	}
 }
 
@@ -92,20 +104,21 @@ func (c *Client) recover(r restart) {
 // as new locks because of its grace period.
 const maxReclaims = 100
 
-// reclaim sets one lock again after a restart of the server. The caller has the turn.
-func (c *Client) reclaim(f *file, o *owner, l Lock, certain bool) {
+// reclaim sets one lock again after a restart of the server. It reports whether the server, in its
+// grace period, accepted the lock as one from before the restart. The caller has the turn.
+func (c *Client) reclaim(f *file, o *owner, l Lock, certain bool) bool {
 	for try := 1; ; try++ {
 		stat, err := c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, true)
 		if err == nil && stat == Granted {
 			c.Counters.Reclaimed.Add(1)
-			return
+			return true
 		}
 		if err == nil && !certain && (stat == DeniedGracePeriod || stat == Denied) {
 			// A server without a grace period refuses every reclaim. If it has not restarted, or if
 			// no other client has the lock, it grants the lock without reclaim.
 			stat, err = c.callLock(c.ctx, f, o, f.creds[l.Owner], &l, false, false)
 			if err == nil && stat == Granted {
-				return
+				return false
 			}
 			// The grace period began between the calls.
 			if err == nil && stat == DeniedGracePeriod && try < maxReclaims && sleep(c.ctx, c.times.grace) {
@@ -115,7 +128,7 @@ func (c *Client) reclaim(f *file, o *owner, l Lock, certain bool) {
 		if c.ctx.Err() == nil {
 			c.lose(f, l, stat, err)
 		}
-		return
+		return false
 	}
 }
 

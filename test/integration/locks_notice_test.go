@@ -1,9 +1,11 @@
 package integration
 
 import (
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"testing"
 	"time"
 
@@ -69,7 +71,8 @@ func testNotice(t *testing.T, statd bool) {
 	t.Cleanup(service.Close)
 	e := serveLocks(t)
 	e.service = service
-	m := e.mount(t, nil)
+	f := startForwarder(t, net.JoinHostPort(e.export.Host, strconv.Itoa(e.export.Port)))
+	m := e.mount(t, f.lockPort)
 	p := startLockProcess(t)
 	p.do("ok", "open 1 %s", m.file())
 	p.do("ok", "set 1 w 0 10")
@@ -79,6 +82,9 @@ func testNotice(t *testing.T, statd bool) {
 			t.Errorf("hosts that rpc.statd monitors: got %v, error %v; want one", found, err)
 		}
 	}
+	// The client ignores a notice while its lock connection shows that the server has not restarted.
+	f.stop()
+	f.start(t)
 	// The server's host is this host. Its monitor notifies the client, which is this host, too.
 	peer := t.TempDir()
 	const host = "0100007f 000186b5 00000003 00000010 00000000000000000000000000000000 127.0.0.1 127.0.0.1"
