@@ -4,6 +4,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -12,9 +13,44 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
-// TestMetricsBoundsConnections opens more connections than the listener accepts. Requests must be
-// served again when these connections end.
-func TestMetricsBoundsConnections(t *testing.T) {
+// TestLimitedListener accepts a connection in the only place of a listener. The next one must wait
+// until the first one is closed.
+func TestLimitedListener(t *testing.T) {
+	inner, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &limitedListener{Listener: inner, slots: make(chan struct{}, 1), closed: make(chan struct{})}
+	defer l.Close()
+	for range 2 {
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+	}
+	first, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var closed atomic.Bool
+	time.AfterFunc(50*time.Millisecond, func() {
+		closed.Store(true)
+		first.Close()
+	})
+	second, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	second.Close()
+	if !closed.Load() {
+		t.Error("two connections accepted, want one at a time")
+	}
+}
+
+// TestMetricsAfterIdleConnections opens more connections than the listener accepts. Requests must
+// be served again when these connections end.
+func TestMetricsAfterIdleConnections(t *testing.T) {
 	testutil.Long(t) // waits for the header timeout
 	m := startMetrics("127.0.0.1:0", hclog.NewNullLogger(),
 		http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "ok") }))
