@@ -115,3 +115,31 @@ func (w *testEnv) continueDaemon(t *testing.T) {
 		t.Errorf("continue the daemon: %v", err)
 	}
 }
+
+// TestStoppedDaemonFailsNoLock stops the daemon for longer than the timeout of its soft mount while
+// a lock is requested. The server answers during the stop, so the program must get the lock.
+func TestStoppedDaemonFailsNoLock(t *testing.T) {
+	t.Parallel()
+	h := newPausableMount(t, "soft,timeo=20,retrans=0", map[string]int{"file": 1})
+	f, err := os.Open(filepath.Join(h.mnt, "file"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	for _, how := range []int{syscall.LOCK_SH, syscall.LOCK_UN} { // connects to the lock service
+		if err := syscall.Flock(int(f.Fd()), how); err != nil {
+			t.Fatal(err)
+		}
+	}
+	h.pause(t)
+	locked := make(chan error, 1)
+	go func() { locked <- syscall.Flock(int(f.Fd()), syscall.LOCK_SH) }()
+	time.Sleep(500 * time.Millisecond) // the call is sent
+	h.stopDaemon(t)
+	h.resume(t)
+	time.Sleep(3 * time.Second)
+	h.continueDaemon(t)
+	if err := <-locked; err != nil {
+		t.Errorf("lock: %v", err)
+	}
+}

@@ -8,7 +8,7 @@ import (
 
 // timedPackages have timeouts on which calls of a mount depend.
 var timedPackages = []string{"internal/rpctcp", "internal/running", "pkg/fusefs", "pkg/memreg", "pkg/mount", "pkg/nfs3",
-	"pkg/nfs3/mountd", "pkg/verbs/softiwarp", "pkg/xprt"}
+	"pkg/nfs3/mountd", "pkg/nlm", "pkg/verbs/softiwarp", "pkg/xprt"}
 
 // wallClock lists the methods and functions of package time whose results have no reading of the
 // monotonic clock. A time computed with them jumps when the clock of the host is set.

@@ -29,7 +29,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/nlmd", "pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/fusefs", "internal/running pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc"},
-	{"pkg/nlm", "internal/rpctcp pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
+	{"pkg/nlm", "internal/rpctcp internal/running pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
 	{"pkg/nfs3/nfsacl", "pkg/nfs3 pkg/sunrpc"},
 	{"pkg/nfs3/mountd", "internal/rpctcp pkg/nfs3 pkg/sunrpc"},

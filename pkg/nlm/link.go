@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -131,7 +132,7 @@ func (l *link) try(ctx context.Context, proc Proc, cred, args []byte, parse func
 }
 
 func (l *link) exchange(ctx context.Context, conn *rpctcp.Client, proc Proc, cred, args []byte) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(ctx, l.times.reply)
+	ctx, cancel := running.WithTimeout(ctx, l.times.reply)
 	defer cancel()
 	m := sunrpc.Message{Prog: Program, Vers: Version, Proc: uint32(proc), Cred: cred, Args: args}
 	err := conn.Call(ctx, &m)

@@ -7,6 +7,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
@@ -419,7 +420,7 @@ func (c *Client) bound(ctx context.Context) (context.Context, context.CancelFunc
 	if c.cfg.GiveUp == 0 {
 		return ctx, func() {}
 	}
-	return context.WithTimeout(ctx, c.cfg.GiveUp)
+	return running.WithTimeout(ctx, c.cfg.GiveUp)
 }
 
 // result returns err, or the error of a soft mount after its timeout.

@@ -82,7 +82,7 @@ func testNotice(t *testing.T, statd bool) {
 			t.Errorf("hosts that rpc.statd monitors: got %v, error %v; want one", found, err)
 		}
 	}
-	// The client ignores a notice while its lock connection shows that the server has not restarted.
+	// A notice costs no lock while the lock connection shows that the server has not restarted.
 	f.stop()
 	f.start(t)
 	// The server's host is this host. Its monitor notifies the client, which is this host, too.
