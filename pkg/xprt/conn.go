@@ -202,10 +202,11 @@ func (cn *conn) registerPad() error {
 	// The empty RDMA Write only ends the chain of the registration. The queue is new and has room.
 	head, n := pad.Chain(cn.emptyWrite())
 	cn.sq.take(n + 1)
+	cn.sq.begin(n + 1)
 	if _, err := cn.qp.PostSend(head); err != nil {
 		return err
 	}
-	cn.sq.posted.Add(int64(n + 1))
+	cn.sq.end(n + 1)
 	cn.writePad = &rpcrdma.Segment{Handle: mr.Handle(), Length: mr.Length(), Offset: mr.Offset()}
 	return nil
 }
@@ -254,10 +255,12 @@ func (cn *conn) sendNudge(after time.Duration) {
 	}
 	t.stats.nudges.Add(1) // before the post, because a reply may follow at once
 	t.trace.Add(trace.Event{Kind: trace.Nudge})
+	cn.sq.begin(1)
 	if _, err := cn.qp.PostSend(cn.emptyWrite()); err != nil {
+		cn.fail(&postError{"nudge", err})
 		return
 	}
-	cn.sq.posted.Add(1)
+	cn.sq.end(1)
 	cn.scheduleNudge(min(2*after, maxNudgePause))
 }
 

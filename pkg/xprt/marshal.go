@@ -42,18 +42,8 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	if cn == nil || !t.window.holds(s) {
 		return false, nil
 	}
-	need := cn.params.WRsPerRPC
-	if !cn.sq.take(need) {
-		room := cn.sq.full()
-		if !cn.sq.take(need) {
-			t.stats.emptySendCtx.Add(1)
-			t.trace.Add(trace.Event{Kind: trace.NoSendCtx, XID: s.xid})
-			return false, &queueFullError{room, cn.ended}
-		}
-	}
 	s.mrs.Use(cn.pool)
 	if err := t.marshal(s, cn); err != nil {
-		cn.sq.giveBack(need)
 		t.stats.failedMarshal.Add(1)
 		s.unmap()
 		var bad *ProtocolError
@@ -63,9 +53,12 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		}
 		return false, &shortageError{err}
 	}
+	if err := cn.reserve(s, places(len(s.mrs.Registered()))); err != nil {
+		s.unmap()
+		return false, err
+	}
 	head, n := s.mrs.Chain(&s.sendWR)
 	s.sqTaken = n // for the LOCAL_INVs
-	cn.sq.giveBack(need - n - 1 - n)
 	shared := len(s.sendWR.SGList) > 1
 	s.sendWR.Signaled = cn.sq.signalNow(n+1) || shared
 	if err := s.post(cn, head, n+1); err != nil {
@@ -73,9 +66,24 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		// call (S15).
 		cn.fail(&postError{"RPC", err})
 	}
-	cn.sq.posted.Add(int64(n + 1))
+	cn.sq.end(n + 1)
 	cn.startNudges()
 	return true, nil
+}
+
+// reserve takes n places in the send queue. It returns a *queueFullError, and takes none, if there
+// are not enough.
+func (cn *conn) reserve(s *slot, n int) error {
+	if cn.sq.take(n) {
+		return nil
+	}
+	room := cn.sq.full()
+	if cn.sq.take(n) {
+		return nil
+	}
+	cn.t.stats.emptySendCtx.Add(1)
+	cn.t.trace.Add(trace.Event{Kind: trace.NoSendCtx, XID: s.xid})
+	return &queueFullError{room, cn.ended}
 }
 
 // unmap gives back the MRs and the buffers of a call that was not posted.
@@ -93,7 +101,7 @@ func (s *slot) post(cn *conn, head *verbs.WorkRequest, n int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.state, s.conn, s.sentAt, s.sentRunning = slotSent, cn, time.Now(), t.now()
-	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.mark(n)
+	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.begin(n)
 	bad, err := cn.qp.PostSend(head)
 	if err == nil {
 		t.stats.sends.Add(1)

@@ -3,6 +3,7 @@ package xprt
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"math/rand/v2"
 	"net/netip"
 	"sync"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -93,15 +95,16 @@ func fillSendQueue(t *testing.T, size, perRPC int) {
 		rng := rand.New(rand.NewPCG(1, uint64(c)))
 		all.Go(func() {
 			for range rounds {
-				for !sq.take(perRPC) {
+				regs := rng.IntN((perRPC-1)/2 + 1)
+				for !sq.take(places(regs)) {
 					room := sq.full()
-					if sq.take(perRPC) {
+					if sq.take(places(regs)) {
 						break
 					}
 					waits.Add(1)
 					<-room
 				}
-				useSendQueue(q, &sq, perRPC, rng)
+				useSendQueue(q, &sq, regs, rng)
 			}
 		})
 	}
@@ -117,12 +120,10 @@ func fillSendQueue(t *testing.T, size, perRPC int) {
 	t.Logf("size %d: at most %d requests in the queue, %d waits", size, q.longest, waits.Load())
 }
 
-// useSendQueue posts the requests of one RPC, whose perRPC places were taken, and waits for their
-// completions.
-func useSendQueue(q *boundedQueue, sq *sendQueue, perRPC int, rng *rand.Rand) {
-	regs := rng.IntN(4)
-	sq.giveBack(perRPC - 2*regs - 1)
-	mark := sq.mark(regs + 1)
+// useSendQueue posts the requests of one RPC with regs registrations, whose places were taken, and
+// waits for their completions.
+func useSendQueue(q *boundedQueue, sq *sendQueue, regs int, rng *rand.Rand) {
+	mark := sq.begin(regs + 1)
 	sent := make(chan struct{})
 	if sq.signalNow(regs + 1) {
 		q.post(regs+1, func() { sq.retire(mark); close(sent) })
@@ -130,14 +131,14 @@ func useSendQueue(q *boundedQueue, sq *sendQueue, perRPC int, rng *rand.Rand) {
 		q.post(regs+1, nil)
 		close(sent)
 	}
-	sq.posted.Add(int64(regs + 1))
+	sq.end(regs + 1)
 	invs := rng.IntN(regs + 1) // the server invalidated the others
 	sq.giveBack(regs - invs)
 	fenced := make(chan struct{})
 	if invs > 0 {
-		mark := sq.mark(invs)
+		mark := sq.begin(invs)
 		q.post(invs, func() { sq.retire(mark); close(fenced) })
-		sq.posted.Add(int64(invs))
+		sq.end(invs)
 	} else {
 		close(fenced)
 	}
@@ -171,6 +172,113 @@ func TestFullSendQueueMakesCallsWait(t *testing.T) {
 	wg.Wait()
 	if s := tr.Stats(); s.EmptySendCtx == 0 || s.Connects != 1 {
 		t.Errorf("got %d waits for the send queue, %d connects; want some, 1", s.EmptySendCtx, s.Connects)
+	}
+}
+
+// A queueCheck compares the accounting of the send queue with the requests of the queue pair.
+type queueCheck struct {
+	t        *testing.T
+	tr       atomic.Pointer[Transport]
+	executed atomic.Int64 // requests up to the last one with a completion
+	posted   atomic.Int64
+	most     atomic.Int64 // places in use
+}
+
+func (c *queueCheck) hooks() qpHooks {
+	return qpHooks{
+		post: func(_ *verbs.WorkRequest, n int) error {
+			c.posted.Add(int64(n))
+			c.check()
+			return nil
+		},
+		done: func(_ *verbs.WorkRequest, at int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion)) {
+			c.executed.Store(int64(at) + 1)
+			next(wc)
+			c.check()
+		},
+	}
+}
+
+// check checks that posted - executed <= taken - retired <= MaxSendWR. Each part of it holds also
+// for values that are read in this order while calls are posted and completed.
+func (c *queueCheck) check() {
+	tr := c.tr.Load()
+	if tr == nil {
+		return
+	}
+	cn := tr.conn.Load()
+	if cn == nil {
+		return
+	}
+	q := &cn.sq
+	posted := c.posted.Load()
+	taken := q.taken.Load()
+	retired := q.retired.Load()
+	executed := c.executed.Load()
+	if posted > taken || retired > executed || taken-retired > int64(cn.params.SendWRs) {
+		c.t.Errorf("send queue of %d: got %d taken, %d posted, %d retired, %d executed", cn.params.SendWRs, taken,
+			posted, retired, executed)
+	}
+	c.most.Store(max(c.most.Load(), taken-retired))
+}
+
+// TestSendQueueHoldsCallsWithTwoChunks makes calls that have a long call and a long reply of 1 MiB
+// each, on devices with MRs of different depth. Their registrations and LOCAL_INVs may exceed
+// WRsPerRPC. No request may be posted without a place in the queue (docs/features.md S8).
+func TestSendQueueHoldsCallsWithTwoChunks(t *testing.T) {
+	const bytesPerCall = 1 << 20
+	for _, depth := range []int{17, 64, 257} {
+		for _, inv := range []bool{false, true} {
+			t.Run(fmt.Sprintf("depth %d, remote invalidation %v", depth, inv), func(t *testing.T) {
+				check := &queueCheck{t: t}
+				p := hooked(&hookedProvider{attrs: withDepth(depth), open: check.hooks})
+				tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: inv}), func(c *Config) {
+					c.Provider, c.Slots = p, MinSlots
+				})
+				check.tr.Store(tr)
+				args := fill(3, bytesPerCall)
+				var wg sync.WaitGroup
+				for range 2 * MinSlots {
+					wg.Go(func() {
+						for i := range 6 {
+							m := echo(1, args, bytesPerCall)
+							if i%2 == 1 {
+								m = echo(1, args[:8], 8)
+							}
+							if err := tr.Call(testContext(t), m); err != nil || !bytes.Equal(m.Result, m.Args) {
+								t.Errorf("echo of %d bytes: got %v, or wrong data", len(m.Args), err)
+							}
+						}
+					})
+				}
+				wg.Wait()
+				if s := tr.Stats(); s.Connects != 1 || s.NomsgCall == 0 || s.ReplyChunks == 0 {
+					t.Errorf("got %d connects, %d long calls, %d reply chunks; want 1, some, some", s.Connects,
+						s.NomsgCall, s.ReplyChunks)
+				}
+				q := &connOf(t, tr).sq
+				if taken, posted := q.taken.Load(), check.posted.Load(); taken != posted {
+					t.Errorf("places taken after all calls: got %d, want one for each of %d requests", taken, posted)
+				}
+				t.Logf("at most %d of %d places in use", check.most.Load(), q.size)
+			})
+		}
+	}
+}
+
+// TestLargestCallFitsSendQueue checks for each depth that half of the smallest send queue holds the
+// largest call. A call that waits for places then gets them when the other calls have ended.
+func TestLargestCallFitsSendQueue(t *testing.T) {
+	attrs := softiwarpAttrs(t)
+	for depth := 17; depth <= 257; depth++ {
+		attrs.MaxFastRegPageListLen = depth
+		p, err := memreg.Query(attrs, MinSlots)
+		if err != nil {
+			t.Fatalf("depth %d: %v", depth, err)
+		}
+		if most := places(2 * p.MaxSegs); 2*most > p.SendWRs {
+			t.Errorf("depth %d: the largest call needs %d of %d places, want at most half", depth, most, p.SendWRs)
+		}
 	}
 }
 

@@ -62,7 +62,7 @@ type slot struct {
 
 	onFenced func(ok bool) // allocated once, so that a call allocates no closure
 
-	sqTaken   int         // places taken in the send queue; owned like mrs
+	sqTaken   int         // places in the send queue for the LOCAL_INVs; owned like mrs
 	invMark   int64       // mark of the LOCAL_INV chain in the send queue, 0 for none
 	startedAt callStart   // start of the call; set before the slot is waiting
 	expired   atomic.Bool // the call exceeded the timeout of a soft mount
@@ -214,12 +214,12 @@ func (s *slot) invalidate(cn *conn) error {
 	cn.sq.giveBack(s.sqTaken - n)
 	s.sqTaken, s.invMark = 0, 0
 	if n > 0 {
-		s.invMark = cn.sq.mark(n)
+		s.invMark = cn.sq.begin(n)
 	}
 	if err := s.mrs.Invalidate(cn.qp, s.onFenced); err != nil {
 		return &postError{"LOCAL_INV", err}
 	}
-	cn.sq.posted.Add(int64(n))
+	cn.sq.end(n)
 	return nil
 }
 

@@ -1,0 +1,173 @@
+package xprt
+
+import (
+	"context"
+	"net/netip"
+	"sync"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+)
+
+// A hookedProvider is softiwarp with changes to its device and its queue pairs. Each hook is
+// optional.
+type hookedProvider struct {
+	verbs.Provider
+	attrs func(*verbs.DeviceAttrs)
+	// prepare makes the protection domains PreparingPDs.
+	prepare func(mem []byte) error
+	// open is called for each queue pair, and returns its hooks.
+	open func() qpHooks
+
+	mu  sync.Mutex // guards dev
+	dev *hookedDevice
+}
+
+// qpHooks are the changes to one queue pair.
+type qpHooks struct {
+	// post is called before a chain of n requests is posted, in the order of the posts. An error
+	// is the error of PostSend.
+	post func(first *verbs.WorkRequest, n int) error
+	// done is called instead of the handler of wr, which is next. at is the number of the request,
+	// counted from 0.
+	done func(wr *verbs.WorkRequest, at int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion))
+}
+
+func hooked(h *hookedProvider) *hookedProvider {
+	h.Provider = softiwarp.New(softiwarp.Config{})
+	return h
+}
+
+func (p *hookedProvider) Resolve(ctx context.Context, a netip.AddrPort) (verbs.ActiveID, error) {
+	id, err := p.Provider.Resolve(ctx, a)
+	if err != nil {
+		return nil, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.dev == nil {
+		p.dev = &hookedDevice{id.Device(), p}
+	}
+	return &hookedID{id, p}, nil
+}
+
+type hookedDevice struct {
+	verbs.Device
+	p *hookedProvider
+}
+
+func (d *hookedDevice) Attrs() verbs.DeviceAttrs {
+	a := d.Device.Attrs()
+	if d.p.attrs != nil {
+		d.p.attrs(&a)
+	}
+	return a
+}
+
+func (d *hookedDevice) AllocPD() (verbs.PD, error) {
+	pd, err := d.Device.AllocPD()
+	if err != nil || d.p.prepare == nil {
+		return pd, err
+	}
+	return &hookedPD{pd, d.p}, nil
+}
+
+type hookedPD struct {
+	verbs.PD
+	p *hookedProvider
+}
+
+func (d *hookedPD) Prepare(mem []byte) error { return d.p.prepare(mem) }
+
+type hookedID struct {
+	verbs.ActiveID
+	p *hookedProvider
+}
+
+func (i *hookedID) Device() verbs.Device { return i.p.dev }
+
+func (i *hookedID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
+	if d, ok := pd.(*hookedPD); ok {
+		pd = d.PD
+	}
+	qp, err := i.ActiveID.CreateQP(pd, attr)
+	if err != nil || i.p.open == nil {
+		return qp, err
+	}
+	return &hookedQP{QP: qp, hooks: i.p.open()}, nil
+}
+
+type hookedQP struct {
+	verbs.QP
+	hooks qpHooks
+
+	mu     sync.Mutex // guards posted, and orders the posts
+	posted int
+}
+
+func (q *hookedQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	var originals []*verbs.WorkRequest
+	for wr := first; wr != nil; wr = wr.Next {
+		originals = append(originals, wr)
+	}
+	if q.hooks.post != nil {
+		if err := q.hooks.post(first, len(originals)); err != nil {
+			return first, err
+		}
+	}
+	copies := make([]verbs.WorkRequest, len(originals))
+	for i, wr := range originals {
+		copies[i] = *wr
+		copies[i].Next = nil
+		at, next := q.posted+i, wr.Done
+		copies[i].Done = func(wc *verbs.WorkCompletion) {
+			w := *wc
+			w.QP = q
+			if q.hooks.done != nil {
+				q.hooks.done(wr, at, &w, next)
+			} else {
+				next(&w)
+			}
+		}
+		if i > 0 {
+			copies[i-1].Next = &copies[i]
+		}
+	}
+	q.posted += len(originals)
+	bad, err := q.QP.PostSend(&copies[0])
+	for i := range copies {
+		if bad == &copies[i] {
+			return originals[i], err
+		}
+	}
+	return nil, err
+}
+
+// withDepth returns a hook that limits the pages of an MR.
+func withDepth(pages int) func(*verbs.DeviceAttrs) {
+	return func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = pages }
+}
+
+// connOf returns the current connection of tr.
+func connOf(t *testing.T, tr *Transport) *conn {
+	t.Helper()
+	cn := tr.conn.Load()
+	if cn == nil {
+		t.Fatal("no connection")
+	}
+	return cn
+}
+
+// softiwarpAttrs returns the attributes of the device of softiwarp.
+func softiwarpAttrs(t *testing.T) verbs.DeviceAttrs {
+	t.Helper()
+	id, err := softiwarp.New(softiwarp.Config{}).Resolve(testContext(t), netip.MustParseAddrPort("127.0.0.1:1"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer id.Close()
+	return id.Device().Attrs()
+}
