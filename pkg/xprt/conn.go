@@ -66,7 +66,7 @@ type conn struct {
 	installedAt   int64        // as returned by Transport.now
 	lastReceived  atomic.Int64 // time of the last message, as returned by Transport.now
 	answered      atomic.Bool  // the server answered a call, keepalive calls included
-	served        atomic.Bool  // the server answered a call of the consumer
+	served        atomic.Int32 // answered calls of the consumer, at most progressCalls
 	pingsInFlight atomic.Int32 // pending keepalive calls
 
 	nudge struct {
@@ -264,26 +264,25 @@ func (cn *conn) sendNudge(after time.Duration) {
 	cn.scheduleNudge(min(2*after, maxNudgePause))
 }
 
-// recordReply records that the server answered the call of s.
+// recordReply records that the server answered the call of s. Only completion handlers call it.
 func (cn *conn) recordReply(s *slot) {
 	if !cn.answered.Load() {
 		cn.answered.Store(true)
 	}
-	if !s.ping && !cn.served.Load() {
-		cn.served.Store(true)
+	if n := cn.served.Load(); !s.ping && n < progressCalls {
+		cn.served.Store(n + 1)
 	}
 }
 
-// usefulness classifies the connection. A connection that lasted minLife and answered keepalive
-// calls counts like one that answered calls.
+// usefulness classifies the connection.
 func (cn *conn) usefulness(minLife time.Duration) usefulness {
 	switch {
-	case cn.served.Load():
-		return useCalls
+	case cn.served.Load() >= progressCalls:
+		return useProgress
 	case !cn.answered.Load():
 		return useNone
 	case cn.t.now()-cn.installedAt >= int64(minLife):
-		return useCalls
+		return useProgress
 	}
 	return useAlive
 }

@@ -45,8 +45,9 @@
 // The pause before a reconnect is 5 s at first and doubles up to 60 s. The worker reconnects
 // without a pause in these cases:
 //
-//   - The connection answered a call, or answered keepalive calls for at least ReconnectMin.
-//   - The first pause would be due, and the connection answered a keepalive call.
+//   - The connection made progress: it answered 16 calls, or it lasted ReconnectMin and answered a
+//     call or a keepalive call.
+//   - The first pause would be due, and the connection answered a call or a keepalive call.
 //   - The first pause would be due, and a local fault ended the connection.
 //
 // A panic during a call ends the connection before the caller of Call sees it, because the server

@@ -94,23 +94,26 @@ func (b *backOff) next(c *Config) time.Duration {
 	return b.last
 }
 
+// progressCalls is the number of answered calls after which a connection has made progress.
+const progressCalls = 16
+
 // A usefulness says what a connection achieved.
 type usefulness uint8
 
 const (
 	// the server sent no reply
 	useNone usefulness = iota
-	// the server replied to keepalive calls only, and the connection ended early
+	// the server replied, and the connection ended before it made progress
 	useAlive
-	// the server replied to a call, or to keepalive calls for at least minLife
-	useCalls
+	// the server replied to progressCalls calls, or replied and the connection lasted minLife
+	useProgress
 )
 
 // afterLoss returns the pause after the loss of a connection. There is no pause after a connection
-// that answered calls. There is no first pause if the server answered keepalive calls or the fault
-// is local.
+// that made progress. There is no first pause if the server replied or the fault is local. A
+// connection that is lost again and again without progress is made again after growing pauses.
 func (b *backOff) afterLoss(c *Config, use usefulness, local bool) time.Duration {
-	if use == useCalls {
+	if use == useProgress {
 		b.last = 0
 		return 0
 	}

@@ -11,6 +11,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -22,8 +23,8 @@ import (
 )
 
 // TestBackOff checks the pauses before attempts to connect. They start at 5 s and double up to 60
-// s. There is no pause after a connection that answered calls. There is no first pause after a
-// connection that answered keepalive calls, or after a local fault.
+// s. There is no pause after a connection that made progress. There is no first pause after a
+// connection that answered a call, or after a local fault.
 func TestBackOff(t *testing.T) {
 	cfg := &Config{ReconnectMin: 5 * time.Second, ReconnectMax: 60 * time.Second}
 	var b backOff
@@ -33,20 +34,60 @@ func TestBackOff(t *testing.T) {
 			t.Errorf("pause %s: got %v, want %v", what, got, want)
 		}
 	}
-	want("after a connection that answered a call", b.afterLoss(cfg, useCalls, false), 0)
+	want("after a connection with progress", b.afterLoss(cfg, useProgress, false), 0)
 	for _, s := range []time.Duration{5, 10, 20, 40, 60, 60} {
 		want("after a failed attempt", b.next(cfg), s*time.Second)
 	}
 	want("after a connection that answered nothing, after failed attempts", b.afterLoss(cfg, useNone, false),
 		60*time.Second)
-	want("after a connection that answered a call", b.afterLoss(cfg, useCalls, false), 0)
+	want("after a connection with progress", b.afterLoss(cfg, useProgress, false), 0)
 	want("after a connection that answered nothing", b.afterLoss(cfg, useNone, false), 5*time.Second)
-	want("after a connection that answered a call", b.afterLoss(cfg, useCalls, false), 0)
+	want("after a connection with progress", b.afterLoss(cfg, useProgress, false), 0)
 	want("after a local fault", b.afterLoss(cfg, useNone, true), 0)
 	want("after a second local fault", b.afterLoss(cfg, useNone, true), 10*time.Second)
-	want("after a connection that answered a call", b.afterLoss(cfg, useCalls, false), 0)
-	want("after a connection that answered keepalive calls", b.afterLoss(cfg, useAlive, false), 0)
-	want("after a second connection that answered keepalive calls", b.afterLoss(cfg, useAlive, false), 10*time.Second)
+	want("after a connection with progress", b.afterLoss(cfg, useProgress, true), 0)
+	want("after a connection that answered", b.afterLoss(cfg, useAlive, false), 0)
+	want("after a second connection that answered", b.afterLoss(cfg, useAlive, false), 10*time.Second)
+	want("after a third connection that answered, with a local fault", b.afterLoss(cfg, useAlive, true),
+		20*time.Second)
+}
+
+// TestUsefulness checks when a connection has made progress: after 16 answered calls, or after
+// ReconnectMin if it answered anything.
+func TestUsefulness(t *testing.T) {
+	const minLife = 5 * time.Second
+	for _, c := range []struct {
+		calls, pings int
+		life         time.Duration
+		want         usefulness
+	}{
+		{0, 0, 0, useNone},
+		{0, 0, time.Hour, useNone},
+		{0, 1, 0, useAlive},
+		{0, 100, minLife - 1, useAlive},
+		{0, 1, minLife, useProgress},
+		{1, 0, 0, useAlive},
+		{15, 100, minLife - 1, useAlive},
+		{1, 0, minLife, useProgress},
+		{16, 0, 0, useProgress},
+		{1000, 0, 0, useProgress},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			tr := &Transport{epoch: time.Now()}
+			cn := &conn{adapter: &adapter{t: tr}}
+			time.Sleep(c.life)
+			for range c.calls {
+				cn.recordReply(&slot{})
+			}
+			for range c.pings {
+				cn.recordReply(&slot{ping: true})
+			}
+			if got := cn.usefulness(minLife); got != c.want {
+				t.Errorf("%d calls and %d keepalive calls answered in %v: got %d, want %d", c.calls, c.pings, c.life, got,
+					c.want)
+			}
+		})
+	}
 }
 
 func TestLocalFault(t *testing.T) {
@@ -175,5 +216,45 @@ func TestReplayOfFatalCallPauses(t *testing.T) {
 	}
 	if n := tr.Stats().Connects; n > 3 {
 		t.Errorf("connects in one second: got %d, want at most 3, with one immediate replay", n)
+	}
+}
+
+// TestReconnectPausesWithoutProgress has a server that disconnects after each reply to a call. The
+// client may reconnect once without a pause. Then it must pause, although each connection answered.
+func TestReconnectPausesWithoutProgress(t *testing.T) {
+	var replies atomic.Int64
+	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict {
+		if replies.Add(1)%2 == 0 {
+			return svcrdma.Disconnect
+		}
+		return svcrdma.Send
+	}}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), func(c *Config) {
+		c.ReconnectMin, c.ReconnectMax = time.Hour, time.Hour
+	})
+	ctx, cancel := context.WithCancel(testContext(t))
+	ended := make(chan error, 1)
+	go func() { // each connection answers one call and ends with the next
+		for {
+			if err := tr.Call(ctx, echo(1, nil, 0)); err != nil {
+				ended <- err
+				return
+			}
+		}
+	}()
+	eventually(t, "pause after the second connection", func() bool {
+		s := tr.Stats()
+		return s.Connects >= 2 && s.State == StateDisconnected
+	})
+	// The replies stop in a pause. Without one, they go on.
+	before := replies.Load()
+	time.Sleep(50 * time.Millisecond)
+	if s := tr.Stats(); s.Connects != 2 || replies.Load() != before {
+		t.Errorf("got %d connects, %d replies after %d; want 2 connects and no more replies", s.Connects, replies.Load(),
+			before)
+	}
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("Call: got %v, want %v", err, context.Canceled)
 	}
 }
