@@ -102,6 +102,7 @@ func (s *slot) post(cn *conn, head *verbs.WorkRequest, n int) error {
 	defer s.mu.Unlock()
 	s.state, s.conn, s.sentAt, s.sentRunning = slotSent, cn, time.Now(), t.now()
 	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.begin(n)
+	s.outBytes = s.bytesToSend()
 	bad, err := cn.qp.PostSend(head)
 	if err == nil {
 		t.stats.sends.Add(1)
@@ -114,6 +115,17 @@ func (s *slot) post(cn *conn, head *verbs.WorkRequest, n int) error {
 		t.trace.Add(trace.Event{Kind: trace.PostSendErr, XID: s.xid, N: uint16(before(head, bad))})
 	}
 	return err
+}
+
+// bytesToSend returns the size of the Send and of the data that the server may read.
+func (s *slot) bytesToSend() (n int) {
+	for i := range s.sendWR.SGList {
+		n += len(s.sendWR.SGList[i].Buf)
+	}
+	for i := range s.hdr.Reads {
+		n += int(s.hdr.Reads[i].Length)
+	}
+	return n
 }
 
 // before returns the number of requests in front of bad.

@@ -75,6 +75,7 @@ type slot struct {
 	sentAt         time.Time
 	sentRunning    int64 // Transport.now at the last post
 	sends          int   // posts of the current call, each on another connection
+	outBytes       int   // bytes of the Send and of the read chunks at the last post
 	err            error
 	longCall       []byte // position-zero read chunk, from the pool
 	longReply      []byte // reply chunk, from the pool
@@ -221,6 +222,16 @@ func (s *slot) invalidate(cn *conn) error {
 	}
 	cn.sq.end(n)
 	return nil
+}
+
+// unanswered returns how many bytes of a posted call this side may still have to send.
+func (s *slot) unanswered() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.state == slotSent || s.state == slotAbandoned && !s.lateDone {
+		return s.outBytes
+	}
+	return 0
 }
 
 // connectionEnded updates the call after its connection was closed and all its memory fenced. The

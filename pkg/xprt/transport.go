@@ -52,9 +52,10 @@ const (
 	recvSlack = 16 << 10
 	// longBytes is the size in bytes of the buffers for long calls and replies.
 	longBytes = 1<<20 + 16<<10
-	// fenceTimeout is how long an interrupted call waits for its LOCAL_INVs. Then the connection is
-	// dropped instead.
-	fenceTimeout = time.Second
+	// An interrupted call waits for its LOCAL_INVs for fenceMin, and fencePerByte for each byte that
+	// may be in front of them on a link of 1 Mbit/s. Then the connection is dropped instead.
+	fenceMin     = time.Second
+	fencePerByte = 8 * time.Microsecond
 )
 
 // A Config configures a Transport. Zero fields select the defaults.
@@ -549,8 +550,9 @@ func (t *Transport) interrupt(s *slot) slotState {
 		s.end()
 		return slotAbandoned
 	}
-	timer := running.AfterFunc(fenceTimeout, func() {
-		cn.fail(&ProtocolError{Reason: fmt.Sprintf("LOCAL_INV did not complete within %v", fenceTimeout)})
+	timeout := t.fenceTimeout()
+	timer := running.AfterFunc(timeout, func() {
+		cn.fail(&ProtocolError{Reason: fmt.Sprintf("LOCAL_INV did not complete within %v", timeout)})
 	})
 	defer timer.Stop()
 	for {
@@ -559,6 +561,16 @@ func (t *Transport) interrupt(s *slot) slotState {
 		}
 		<-s.wake
 	}
+}
+
+// fenceTimeout returns how long an interrupted call may wait for its LOCAL_INVs. They wait in the
+// send queue behind the data of earlier calls. The time is at most that of a reply.
+func (t *Transport) fenceTimeout() time.Duration {
+	bytes := 0
+	for _, s := range t.slots {
+		bytes += s.unanswered()
+	}
+	return min(fenceMin+time.Duration(bytes)*fencePerByte, t.cfg.Timeout)
 }
 
 // abandon starts to fence a call, unless its reply has done so. It returns the connection of the
