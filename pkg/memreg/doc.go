@@ -17,6 +17,9 @@
 // the registration returns the key for the header. Its FastRegs and LOCAL_INVs still take their
 // places in the chains. Unmap invalidates the MR at once.
 //
+// A device that must pin memory before a FastReg (verbs.PreparingPD) pins it in Map. A lack of
+// memory is then a shortage of this RPC only, and not an error of the post.
+//
 // # Recovery
 //
 // An MR whose state is uncertain has failed, and is not used again as it is. [State] shows the

@@ -80,6 +80,14 @@ func (l *List) mapSegments(segs [][]byte, writing bool, xid uint32) error {
 			}
 		}
 	}
+	if pd, ok := l.pool.pd.(verbs.PreparingPD); ok {
+		for _, seg := range segs {
+			if err := pd.Prepare(seg); err != nil {
+				l.pool.stats.MapErrors.Add(1)
+				return err
+			}
+		}
+	}
 	var pos cursor
 	for n := 0; pos.i < len(segs); n++ {
 		if n == l.pool.params.MaxSegs {

@@ -167,6 +167,15 @@ type PD interface {
 	Dealloc() error
 }
 
+// A PreparingPD is a PD of a device that must pin memory before a FastReg can use it. A FastReg of
+// memory that is not prepared pins the memory itself, and a lack of memory is then an error of the
+// post.
+type PreparingPD interface {
+	PD
+	// Prepare pins the memory that contains mem, until the owner of the memory releases it.
+	Prepare(mem []byte) error
+}
+
 // RKey is a remote key (STag). On iWARP it has a 24-bit index and an 8-bit key.
 type RKey uint32
 

@@ -62,6 +62,14 @@ func innerMR(mr verbs.MR) verbs.MR {
 // RegMR calls the inner domain. RegMR has no faults because its MRs have no remote access.
 func (d *protectionDomain) RegMR(buf []byte) (verbs.MR, error) { return d.inner.RegMR(buf) }
 
+// Prepare calls the inner domain, if it is a PreparingPD.
+func (d *protectionDomain) Prepare(mem []byte) error {
+	if inner, ok := d.inner.(verbs.PreparingPD); ok {
+		return inner.Prepare(mem)
+	}
+	return nil
+}
+
 // Dealloc first deregisters the MRs whose Dereg failed by injection. The teardown of a real domain
 // also destroys them.
 func (d *protectionDomain) Dealloc() error {

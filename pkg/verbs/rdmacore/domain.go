@@ -165,6 +165,16 @@ func (p *protectionDomain) arena(b []byte) (*arenaMR, error) {
 	return x.(*arenaMR), nil
 }
 
+// Prepare registers the arena that contains all of mem, so that windows can be bound to it. A device
+// without windows needs no preparation, because its MRs register the memory themselves.
+func (p *protectionDomain) Prepare(mem []byte) error {
+	if p.dev.perIO {
+		return nil
+	}
+	_, err := p.arena(mem)
+	return err
+}
+
 // register registers a. membuf holds the lock of a during the call.
 func (p *protectionDomain) register(a *membuf.Arena) (membuf.Attachment, error) {
 	if err := p.dev.context.acquire(); err != nil {
