@@ -26,9 +26,9 @@ type hookedProvider struct {
 
 // qpHooks are the changes to one queue pair.
 type qpHooks struct {
-	// post is called before a chain of n requests is posted, in the order of the posts. An error
-	// is the error of PostSend.
-	post func(first *verbs.WorkRequest, n int) error
+	// post is called before a chain of n requests is posted, in the order of the posts. After an
+	// error, only the first keep requests are posted, and PostSend returns the error.
+	post func(first *verbs.WorkRequest, n int) (keep int, err error)
 	// done is called instead of the handler of wr, which is next. at is the number of the request,
 	// counted from 0.
 	done func(wr *verbs.WorkRequest, at int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion))
@@ -113,13 +113,18 @@ func (q *hookedQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error
 	for wr := first; wr != nil; wr = wr.Next {
 		originals = append(originals, wr)
 	}
+	keep := len(originals)
+	var hookErr error
 	if q.hooks.post != nil {
-		if err := q.hooks.post(first, len(originals)); err != nil {
-			return first, err
+		if n, err := q.hooks.post(first, keep); err != nil {
+			keep, hookErr = n, err
 		}
 	}
-	copies := make([]verbs.WorkRequest, len(originals))
-	for i, wr := range originals {
+	if keep == 0 {
+		return first, hookErr
+	}
+	copies := make([]verbs.WorkRequest, keep)
+	for i, wr := range originals[:keep] {
 		copies[i] = *wr
 		copies[i].Next = nil
 		at, next := q.posted+i, wr.Done
@@ -136,12 +141,15 @@ func (q *hookedQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error
 			copies[i-1].Next = &copies[i]
 		}
 	}
-	q.posted += len(originals)
+	q.posted += keep
 	bad, err := q.QP.PostSend(&copies[0])
 	for i := range copies {
 		if bad == &copies[i] {
 			return originals[i], err
 		}
+	}
+	if hookErr != nil {
+		return originals[keep], hookErr
 	}
 	return nil, err
 }
@@ -170,4 +178,57 @@ func softiwarpAttrs(t *testing.T) verbs.DeviceAttrs {
 	}
 	defer id.Close()
 	return id.Device().Attrs()
+}
+
+// An invalidatingProvider is softiwarp for a server that invalidates one key of every reply with
+// several RDMA Writes: that of the Write with the number which, counted from 0.
+type invalidatingProvider struct {
+	verbs.Provider
+	which int
+}
+
+type invalidatingListener struct {
+	verbs.Listener
+	which int
+}
+
+type invalidatingID struct {
+	verbs.ConnRequest
+	which int
+}
+
+type invalidatingQP struct {
+	verbs.QP
+	which int
+}
+
+func (p *invalidatingProvider) Listen(ctx context.Context, a netip.AddrPort) (verbs.Listener, error) {
+	l, err := p.Provider.Listen(ctx, a)
+	return &invalidatingListener{l, p.which}, err
+}
+
+func (l *invalidatingListener) Accept(ctx context.Context) (verbs.ConnRequest, error) {
+	r, err := l.Listener.Accept(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &invalidatingID{r, l.which}, nil
+}
+
+func (i *invalidatingID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
+	qp, err := i.ConnRequest.CreateQP(pd, attr)
+	return &invalidatingQP{qp, i.which}, err
+}
+
+func (q *invalidatingQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
+	var keys []verbs.RKey
+	for wr := first; wr != nil; wr = wr.Next {
+		switch {
+		case wr.Opcode == verbs.OpRDMAWrite:
+			keys = append(keys, wr.RKey)
+		case wr.Opcode == verbs.OpSend && q.which < len(keys):
+			wr.Opcode, wr.InvalidateRKey = verbs.OpSendWithInv, keys[q.which]
+		}
+	}
+	return q.QP.PostSend(first)
 }

@@ -186,10 +186,10 @@ type queueCheck struct {
 
 func (c *queueCheck) hooks() qpHooks {
 	return qpHooks{
-		post: func(_ *verbs.WorkRequest, n int) error {
+		post: func(_ *verbs.WorkRequest, n int) (int, error) {
 			c.posted.Add(int64(n))
 			c.check()
-			return nil
+			return 0, nil
 		},
 		done: func(_ *verbs.WorkRequest, at int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion)) {
 			c.executed.Store(int64(at) + 1)

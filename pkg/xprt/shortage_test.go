@@ -31,11 +31,11 @@ func (d *pinningDevice) pin() error {
 }
 
 func (d *pinningDevice) hooks() qpHooks {
-	return qpHooks{post: func(first *verbs.WorkRequest, _ int) error {
+	return qpHooks{post: func(first *verbs.WorkRequest, _ int) (int, error) {
 		if first.Opcode == verbs.OpFastReg && !d.pinned.Load() {
-			return d.pin()
+			return 0, d.pin()
 		}
-		return nil
+		return 0, nil
 	}}
 }
 

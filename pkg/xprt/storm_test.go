@@ -141,18 +141,25 @@ func watchCounters(t *testing.T, tr *Transport, f func()) {
 	watch.Wait()
 }
 
-// storm runs workers on a transport with faults, and checks the counters at the end.
-func storm(t *testing.T, client, server string, workers, calls int, change func(*Config)) Stats {
+// stormDepth is the number of pages of an MR in a storm of calls with several MRs.
+const stormDepth = 17
+
+// storm runs workers on a transport with faults, and checks the counters at the end. With localInv,
+// the server invalidates no key, and large calls have several MRs.
+func storm(t *testing.T, client, server string, localInv bool, change func(*Config)) Stats {
 	t.Helper()
-	remoteInv := !strings.Contains(client, "linv-error") // otherwise there are few LOCAL_INVs
+	const workers, calls = 12, 60
 	cli, srv := faulty(t, client), faulty(t, server)
+	if localInv {
+		cli = faults.New(hooked(&hookedProvider{attrs: withDepth(stormDepth)}), cli.Plan(), nil)
+	}
 	t.Log("faults of the client:", cli.Plan(), "and of the server:", srv.Plan())
 	svc := &countingService{executed: map[uint64]int{}}
-	addr := serveOn(t, srv, svcrdma.Config{Handler: svc, RemoteInv: remoteInv, CachedReplies: 1 << 16})
+	addr := serveOn(t, srv, svcrdma.Config{Handler: svc, RemoteInv: !localInv, CachedReplies: 1 << 16})
 	tr := dial(t, addr, func(c *Config) {
 		c.Provider, c.Slots, c.TraceEvents = cli, 8, 64
 		c.ReconnectMin, c.ReconnectMax = time.Millisecond, 5*time.Millisecond
-		c.Timeout = 5 * time.Second
+		c.Timeout = 20 * time.Second // the storm must end before
 		if change != nil {
 			change(c)
 		}
@@ -207,7 +214,7 @@ func checkMRs(t *testing.T, s Stats) {
 }
 
 // TestFaults runs verified calls under each fault, and under all faults together (S13, S14, S15,
-// S22).
+// S22). Each fault must end the connection or the call at once: no timeout may do that later.
 func TestFaults(t *testing.T) {
 	type effect struct {
 		name  string // of the counter that must not be 0
@@ -224,40 +231,52 @@ func TestFaults(t *testing.T) {
 	const allClient = "disconnect-every=~100,post-fail=~150:*,flush-reg=~120,reg-error=~130,linv-error=~100," +
 		"delay-reply=~50:2ms,alloc-fail=~20,dereg-fail=~40,connect-fail=~10"
 	const allServer = "disconnect-every=~150,late-write=~100,wild-write=~100,stale-key=~100"
+	const loseReply = "lose-reply=60"
 	for _, c := range []struct {
 		client, server string
+		localInvOnly   bool // otherwise there are few LOCAL_INVs
 		effect         effect
 	}{
-		{"disconnect-every=~40", "", recovered},
-		{"post-fail=40:*", "", none},
-		{"post-fail=40:0", "", none},
-		{"post-fail=40:1", "", none},
-		{"flush-reg=30", "", recovered},
-		{"reg-error=30", "", none},
-		{"linv-error=30", "disconnect-every=~200", recycled},
-		{"delay-reply=~10:5ms", "", none},
-		{"lose-reply=60", "", timeouts},
-		{"credits=1", "", none},
-		{"alloc-fail=3,disconnect-every=~60", "", orphaned},
-		{"dereg-fail=5,disconnect-every=~60", "", removed},
-		{"connect-fail=2,disconnect-every=~60", "", notConnected},
-		{"", "late-write=20", refused},
-		{"", "stale-key=21,wild-write=34", refused},
-		{"", "late-read=10", refused},
-		{allClient, allServer, none},
+		{"disconnect-every=~40", "", false, recovered},
+		{"post-fail=40:*", "", false, none},
+		{"post-fail=40:0", "", false, none},
+		{"post-fail=40:1", "", false, none},
+		{"post-fail=20:2", "", true, recycled},
+		{"post-fail=20:3", "", true, recycled},
+		{"flush-reg=30", "", false, recovered},
+		{"reg-error=30", "", false, none},
+		{"linv-error=30", "disconnect-every=~200", true, recycled},
+		{"delay-reply=~10:5ms", "", false, none},
+		{loseReply, "", false, timeouts},
+		{"credits=1", "", false, none},
+		{"alloc-fail=3,disconnect-every=~60", "", false, orphaned},
+		{"dereg-fail=5,disconnect-every=~60", "", false, removed},
+		{"connect-fail=2,disconnect-every=~60", "", false, notConnected},
+		{"", "late-write=20", false, refused},
+		{"", "stale-key=21,wild-write=34", false, refused},
+		{"", "late-read=10", false, refused},
+		{allClient, allServer, true, none},
 	} {
-		t.Run(c.client+" "+c.server, func(t *testing.T) {
-			s := storm(t, c.client, c.server, 12, 60, func(cfg *Config) {
-				if c.client == "lose-reply=60" {
-					cfg.Timeout = 200 * time.Millisecond
+		for _, localInv := range []bool{false, true} {
+			if c.localInvOnly && !localInv {
+				continue
+			}
+			t.Run(fmt.Sprintf("%s %s, LOCAL_INV only %v", c.client, c.server, localInv), func(t *testing.T) {
+				s := storm(t, c.client, c.server, localInv, func(cfg *Config) {
+					if c.client == loseReply {
+						cfg.Timeout = 200 * time.Millisecond
+					}
+				})
+				if c.effect.count != nil && c.effect.count(s) == 0 {
+					t.Errorf("%s: got 0, want some", c.effect.name)
+				}
+				if c.client == "credits=1" && s.Connects != 1 {
+					t.Errorf("connects: got %d, want 1", s.Connects)
+				}
+				if c.client != loseReply && s.Timeouts != 0 {
+					t.Errorf("timeouts: got %d, want 0", s.Timeouts)
 				}
 			})
-			if c.effect.count != nil && c.effect.count(s) == 0 {
-				t.Errorf("%s: got 0, want some", c.effect.name)
-			}
-			if c.client == "credits=1" && s.Connects != 1 {
-				t.Errorf("connects: got %d, want 1", s.Connects)
-			}
-		})
+		}
 	}
 }
