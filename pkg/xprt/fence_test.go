@@ -3,7 +3,9 @@ package xprt
 import (
 	"context"
 	"errors"
+	"io"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -40,15 +42,16 @@ func TestFenceTimeoutFollowsQueue(t *testing.T) {
 	}
 }
 
-// A heldCompletions delays the completions of LOCAL_INVs until they are released.
+// A heldCompletions delays the completions of requests with one opcode until they are released.
 type heldCompletions struct {
+	op      verbs.Opcode
 	release chan struct{} // closed to release all completions
 	late    sync.WaitGroup
 }
 
 func (h *heldCompletions) hooks() qpHooks {
 	return qpHooks{done: func(wr *verbs.WorkRequest, _ int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion)) {
-		if wr.Opcode != verbs.OpLocalInv {
+		if wr.Opcode != h.op || wc.Status != verbs.StatusSuccess {
 			next(wc)
 			return
 		}
@@ -65,7 +68,7 @@ func (h *heldCompletions) hooks() qpHooks {
 func TestInterruptWaitsBehindData(t *testing.T) {
 	const writes = 3
 	svc := &service{}
-	held := &heldCompletions{release: make(chan struct{})}
+	held := &heldCompletions{op: verbs.OpLocalInv, release: make(chan struct{})}
 	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) {
 		c.Provider = hooked(&hookedProvider{open: held.hooks})
 	})
@@ -108,4 +111,110 @@ func TestInterruptWaitsBehindData(t *testing.T) {
 	if s := tr.Stats(); s.Connects != 1 || s.LastError != "" {
 		t.Errorf("got %d connects, last error %q; want 1, none", s.Connects, s.LastError)
 	}
+}
+
+// TestInterruptWaitsForSend interrupts a call whose Send uses the memory of the caller. The call must
+// not return before the Send has completed, even if all keys are invalidated (docs/features.md S8).
+func TestInterruptWaitsForSend(t *testing.T) {
+	svc := &service{}
+	held := &heldCompletions{op: verbs.OpSend, release: make(chan struct{})}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: svc, InlineBytes: 65536}), func(c *Config) {
+		c.Provider, c.InlineBytes = hooked(&hookedProvider{open: held.hooks}), 65536
+	})
+	svc.delay.Store(int64(time.Hour))
+	ctx, cancel := context.WithCancel(testContext(t))
+	interrupted := make(chan error, 1)
+	go func() {
+		var r nfs3.WriteResult
+		interrupted <- nfs3.NewClient(tr, nfs3.Options{}).Write(ctx, noCred, testFH(t), 0, fill(0, 30000), nfs3.FileSync,
+			&r)
+	}()
+	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+	cancel()
+	released := time.AfterFunc(100*time.Millisecond, func() { close(held.release) })
+	if err := <-interrupted; !errors.Is(err, syscall.EINTR) {
+		t.Errorf("WRITE: got %v, want EINTR", err)
+	}
+	if released.Stop() {
+		t.Error("WRITE returned before its Send completed")
+		close(held.release)
+	}
+	held.late.Wait()
+}
+
+// TestInterruptWaitsForDrain interrupts a call while its connection is taken down. The call must not
+// return before the queue pair is drained, because the server may reach its memory until then
+// (docs/features.md S16).
+func TestInterruptWaitsForDrain(t *testing.T) {
+	svc := &service{}
+	draining, drain := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) {
+		c.Provider = hooked(&hookedProvider{open: func() qpHooks {
+			return qpHooks{drain: func() {
+				once.Do(func() { close(draining) })
+				<-drain
+			}}
+		}})
+	})
+	svc.delay.Store(int64(time.Hour))
+	ctx, cancel := context.WithCancel(testContext(t))
+	interrupted := make(chan error, 1)
+	go func() {
+		var r nfs3.ReadResult
+		interrupted <- nfs3.NewClient(tr, nfs3.Options{}).Read(ctx, noCred, testFH(t), 0, make([]byte, 100000), &r)
+	}()
+	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+	connOf(t, tr).fail(io.EOF)
+	<-draining
+	cancel()
+	released := time.AfterFunc(100*time.Millisecond, func() { close(drain) })
+	if err := <-interrupted; !errors.Is(err, syscall.EINTR) {
+		t.Errorf("READ: got %v, want EINTR", err)
+	}
+	if released.Stop() {
+		t.Error("READ returned before the queue pair was drained")
+		close(drain)
+	}
+}
+
+// TestInterruptKeepsCredit interrupts calls. Their credits must stay in use until the late replies,
+// because the server still counts the calls (RFC 8166 §3.3.1).
+func TestInterruptKeepsCredit(t *testing.T) {
+	const credits = 2
+	hold := make(chan struct{})
+	var calls atomic.Int64
+	svc := handlerFunc(func(ctx context.Context, proc uint32) {
+		if calls.Add(1) > 1 { // the first reply grants the credits
+			<-hold
+		}
+	})
+	tr := dial(t, serve(t, svcrdma.Config{Handler: svc, Credits: credits}), nil)
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(testContext(t))
+	var wg sync.WaitGroup
+	for range credits {
+		wg.Go(func() {
+			if err := tr.Call(ctx, echo(1, nil, 0)); !errors.Is(err, syscall.EINTR) {
+				t.Errorf("Call: got %v, want EINTR", err)
+			}
+		})
+	}
+	eventually(t, "calls at the server", func() bool { return calls.Load() == 1+credits })
+	cancel()
+	wg.Wait()
+	if s := tr.Stats(); s.InFlight != credits || s.SlotsInUse != credits {
+		t.Errorf("after the interrupt: got %d credits, %d slots in use; want %d, %d", s.InFlight, s.SlotsInUse, credits,
+			credits)
+	}
+	next := make(chan error, 1)
+	go func() { next <- tr.Call(testContext(t), echo(1, nil, 0)) }()
+	eventually(t, "call that waits for a credit", func() bool { return tr.Stats().Queued == 1 })
+	close(hold)
+	if err := <-next; err != nil {
+		t.Error(err)
+	}
+	eventually(t, "free slots and credits", func() bool { s := tr.Stats(); return s.InFlight == 0 && s.SlotsInUse == 0 })
 }

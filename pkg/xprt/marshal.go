@@ -38,6 +38,7 @@ func (*queueFullError) Error() string { return "xprt: send queue is full" }
 func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	t.send.RLock()
 	defer t.send.RUnlock()
+	t.verifySending()
 	cn := t.conn.Load()
 	if cn == nil || !t.window.holds(s) {
 		return false, nil

@@ -32,6 +32,8 @@ type qpHooks struct {
 	// done is called instead of the handler of wr, which is next. at is the number of the request,
 	// counted from 0.
 	done func(wr *verbs.WorkRequest, at int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion))
+	// drain is called before Drain.
+	drain func()
 }
 
 func hooked(h *hookedProvider) *hookedProvider {
@@ -104,6 +106,13 @@ type hookedQP struct {
 
 	mu     sync.Mutex // guards posted, and orders the posts
 	posted int
+}
+
+func (q *hookedQP) Drain() {
+	if q.hooks.drain != nil {
+		q.hooks.drain()
+	}
+	q.QP.Drain()
 }
 
 func (q *hookedQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {

@@ -389,9 +389,11 @@ func (t *Transport) run(ctx context.Context, s *slot, m *sunrpc.Message, started
 func (t *Transport) endPanicked(s *slot) {
 	t.send.RLock()
 	cn := t.conn.Load()
+	if cn != nil {
+		cn.panicked.Store(true) // before the worker takes the connection down
+	}
 	t.send.RUnlock()
 	if cn != nil {
-		cn.panicked.Store(true)
 		cn.fail(errPanic)
 		<-cn.down
 	}
@@ -578,6 +580,7 @@ func (t *Transport) fenceTimeout() time.Duration {
 func (t *Transport) abandon(s *slot) *conn {
 	t.send.RLock()
 	defer t.send.RUnlock()
+	t.verifySending()
 	s.mu.Lock()
 	cn, st := s.conn, s.state
 	if st == slotSent {

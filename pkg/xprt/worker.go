@@ -155,6 +155,7 @@ func (t *Transport) reconnect(ctx context.Context, back *backOff, pause time.Dur
 // install makes cn the current connection, with one credit.
 func (t *Transport) install(cn *conn) {
 	t.send.Lock()
+	t.verifyTakingDown()
 	cn.installedAt = t.now()
 	cn.lastReceived.Store(cn.installedAt)
 	t.conn.Store(cn)
@@ -183,6 +184,7 @@ func (t *Transport) uninstall(cn *conn) {
 	t.window.reset(0, false)
 	t.send.Lock()
 	defer t.send.Unlock()
+	t.verifyTakingDown()
 	cn.fail(ErrClosed)
 	if errors.Is(cn.err, errIdle) {
 		t.setState(StateIdle, nil)
@@ -404,5 +406,23 @@ func (s *slot) verifyFenced() {
 	defer s.t.send.RUnlock()
 	if n := len(s.mrs.Registered()); n > 0 {
 		verify.Failf("RPC %#x ends with %d registered MRs", s.xid, n)
+	}
+}
+
+// verifySending checks that the caller, which maps or unmaps, holds the send lock, if the invariant
+// checks are on (S16).
+func (t *Transport) verifySending() {
+	if verify.On() && t.send.TryLock() {
+		t.send.Unlock()
+		verify.Failf("memory is mapped or unmapped without the send lock")
+	}
+}
+
+// verifyTakingDown checks that the worker holds the send lock for writing, if the invariant checks
+// are on (S16).
+func (t *Transport) verifyTakingDown() {
+	if verify.On() && t.send.TryRLock() {
+		t.send.RUnlock()
+		verify.Failf("a connection is changed without the send lock")
 	}
 }
