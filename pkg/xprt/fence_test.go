@@ -12,7 +12,9 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
 // TestFenceTimeoutFollowsQueue checks the time that an interrupted call waits for its LOCAL_INVs: 1
@@ -110,6 +112,64 @@ func TestInterruptWaitsBehindData(t *testing.T) {
 	held.late.Wait()
 	if s := tr.Stats(); s.Connects != 1 || s.LastError != "" {
 		t.Errorf("got %d connects, last error %q; want 1, none", s.Connects, s.LastError)
+	}
+}
+
+// TestReplyWaitsForFence has a call whose reply arrives before its LOCAL_INVs complete. The call must
+// not return before (docs/features.md S9).
+func TestReplyWaitsForFence(t *testing.T) {
+	held := &heldCompletions{op: verbs.OpLocalInv, release: make(chan struct{})}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
+		c.Provider = hooked(&hookedProvider{open: held.hooks})
+	})
+	ended := make(chan error, 1)
+	go func() {
+		var r nfs3.ReadResult
+		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, make([]byte, 100000), &r)
+	}()
+	eventually(t, "call that waits for its LOCAL_INVs", func() bool {
+		calls := tr.Calls()
+		return len(calls) == 1 && calls[0].Waits == WaitInvalidate || len(ended) > 0
+	})
+	released := time.AfterFunc(50*time.Millisecond, func() { close(held.release) })
+	if err := <-ended; err != nil {
+		t.Errorf("READ: %v", err)
+	}
+	if released.Stop() {
+		t.Error("READ returned before its LOCAL_INVs completed")
+		close(held.release)
+	}
+	held.late.Wait()
+}
+
+// TestFlushIsNoFence handles a flushed LOCAL_INV. The call must not end before its connection has
+// ended, because only then the server cannot reach its memory.
+func TestFlushIsNoFence(t *testing.T) {
+	tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tr.Close()
+	for _, c := range []struct{ before, flushed, ended slotState }{
+		{slotFencing, slotFencing, slotDone},
+		{slotAbandoned, slotAbandoned, slotAbandoned},
+	} {
+		s := <-tr.free
+		s.begin(context.Background(), &sunrpc.Message{}, tr.startCall())
+		s.state = c.before
+		s.onFenced(false)
+		if s.state != c.flushed || s.fenced || len(s.wake) > 0 {
+			t.Fatalf("state %d after a flush: got %d, fenced %v; want no change", c.before, s.state, s.fenced)
+		}
+		if _, ok := s.tryReturn(); ok {
+			t.Fatalf("state %d after a flush: the caller may return, want not", c.before)
+		}
+		s.connectionEnded()
+		if s.state != c.ended || !s.fenced {
+			t.Errorf("state %d after the end of the connection: got %d, fenced %v; want %d, true", c.before, s.state,
+				s.fenced, c.ended)
+		}
+		s.end()
 	}
 }
 

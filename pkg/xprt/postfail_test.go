@@ -128,3 +128,42 @@ func (c *failedPost) checkStats(t *testing.T, s Stats) {
 			remote)
 	}
 }
+
+// TestFailedCompletionEndsConnection has a request complete with an error, and a device that stays in
+// the ready state. The connection must end at once, because the memory of the call is not fenced
+// (docs/features.md S25).
+func TestFailedCompletionEndsConnection(t *testing.T) {
+	for _, op := range []verbs.Opcode{verbs.OpLocalInv, verbs.OpSend} {
+		for _, status := range []verbs.Status{verbs.StatusLocProtErr, verbs.StatusWRFlushErr} {
+			t.Run(fmt.Sprint(op, ", ", status), func(t *testing.T) {
+				var failed atomic.Bool
+				hooks := func() qpHooks {
+					return qpHooks{done: func(wr *verbs.WorkRequest, _ int, wc *verbs.WorkCompletion,
+						next func(*verbs.WorkCompletion)) {
+						if wr.Opcode == op && failed.CompareAndSwap(false, true) {
+							wc.Status = status
+						}
+						next(wc)
+					}}
+				}
+				tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, InlineBytes: 65536}), func(c *Config) {
+					c.Provider, c.InlineBytes = hooked(&hookedProvider{open: hooks}), 65536
+					c.Timeout = 5 * time.Second
+				})
+				c := nfs3.NewClient(tr, nfs3.Options{})
+				var w nfs3.WriteResult // its Send is signaled
+				if err := c.Write(testContext(t), noCred, testFH(t), 0, fill(0, 30000), nfs3.FileSync, &w); err != nil {
+					t.Error(err)
+				}
+				var r nfs3.ReadResult
+				if err := c.Read(testContext(t), noCred, testFH(t), 0, make([]byte, 100000), &r); err != nil {
+					t.Error(err)
+				}
+				eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
+				if s := tr.Stats(); s.Timeouts != 0 || !strings.Contains(s.LastError, status.String()) {
+					t.Errorf("got %d timeouts, last error %q; want 0, %v", s.Timeouts, s.LastError, status)
+				}
+			})
+		}
+	}
+}

@@ -32,6 +32,8 @@ type qpHooks struct {
 	// done is called instead of the handler of wr, which is next. at is the number of the request,
 	// counted from 0.
 	done func(wr *verbs.WorkRequest, at int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion))
+	// recv is called before Receives are posted. An error is the error of PostRecv.
+	recv func() error
 	// drain is called before Drain.
 	drain func()
 }
@@ -106,6 +108,15 @@ type hookedQP struct {
 
 	mu     sync.Mutex // guards posted, and orders the posts
 	posted int
+}
+
+func (q *hookedQP) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
+	if q.hooks.recv != nil {
+		if err := q.hooks.recv(); err != nil {
+			return first, err
+		}
+	}
+	return q.QP.PostRecv(first)
 }
 
 func (q *hookedQP) Drain() {

@@ -3,11 +3,15 @@ package xprt
 import (
 	"context"
 	"math"
+	"strings"
+	"sync/atomic"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
@@ -63,5 +67,63 @@ func TestReplyIsAcceptedOnce(t *testing.T) {
 			t.Errorf("%s: the second reply was accepted", c.name)
 		}
 		s.end()
+	}
+}
+
+// A recvQP accepts Receives.
+type recvQP struct{ verbs.QP }
+
+func (recvQP) PostRecv(*verbs.RecvRequest) (*verbs.RecvRequest, error) { return nil, nil }
+
+// TestRemoteInvalidationNeedsCall gives a conn messages that answer no call. A message that
+// invalidates a key must end the connection, because the key may belong to any call (S11).
+func TestRemoteInvalidationNeedsCall(t *testing.T) {
+	tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tr.Close()
+	h := rpcrdma.Header{XID: 1 << 20, Vers: rpcrdma.Version, Credits: 1, Proc: rpcrdma.ProcMsg}
+	answersNone := sunrpc.AppendAcceptedReply(h.Append(nil), h.XID, sunrpc.Success)
+	for _, c := range []struct {
+		name    string
+		msg     []byte
+		withInv bool
+	}{
+		{"unknown XID", answersNone, false},
+		{"unknown XID, invalidates a key", answersNone, true},
+		{"malformed", answersNone[:10], false},
+		{"malformed, invalidates a key", answersNone[:10], true},
+	} {
+		cn := &conn{adapter: &adapter{t: tr}, qp: recvQP{}, ended: make(chan struct{})}
+		cn.received(&recvBuf{verbs.RecvRequest{SGE: verbs.SGE{Buf: c.msg}}},
+			&verbs.WorkCompletion{ByteLen: uint32(len(c.msg)), WithInv: c.withInv, InvalidatedRKey: 4711})
+		if ended := isClosed(cn.ended); ended != c.withInv || ended && !isProtocol(cn.err) {
+			t.Errorf("%s: got ended %v, error %v; want ended %v", c.name, ended, cn.err, c.withInv)
+		}
+	}
+}
+
+// TestFailedReceiveEndsConnection has a Receive that cannot be posted again. The server may then
+// send a message without a Receive, so the connection must end.
+func TestFailedReceiveEndsConnection(t *testing.T) {
+	var fail atomic.Bool
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
+		c.Provider = hooked(&hookedProvider{open: func() qpHooks {
+			return qpHooks{recv: func() error {
+				if fail.CompareAndSwap(true, false) {
+					return errPost
+				}
+				return nil
+			}}
+		}})
+	})
+	fail.Store(true)
+	if err := tr.Call(testContext(t), echo(1, nil, 0)); err != nil {
+		t.Errorf("Call: %v", err)
+	}
+	eventually(t, "second connection", func() bool { return tr.Stats().Connects == 2 })
+	if s := tr.Stats(); !strings.Contains(s.LastError, errPost.Error()) {
+		t.Errorf("last error: got %q, want %v", s.LastError, errPost)
 	}
 }

@@ -154,14 +154,15 @@ func TestFullSendQueueMakesCallsWait(t *testing.T) {
 		t.Fatal(err)
 	}
 	tr.conn.Load().sq.size = int64(tr.conn.Load().params.WRsPerRPC) + 3
+	const callers, reads = 8, 50
 	fh, ctx := testFH(t), testContext(t)
 	c := nfs3.NewClient(tr, nfs3.Options{})
 	var wg sync.WaitGroup
-	for range 8 {
+	for range callers {
 		wg.Go(func() {
 			buf := make([]byte, 9000)
 			var r nfs3.ReadResult
-			for range 50 {
+			for range reads {
 				if err := c.Read(ctx, noCred, fh, 3, buf, &r); err != nil || !bytes.Equal(buf, fill(3, len(buf))) {
 					t.Error("read:", err)
 					return
@@ -170,8 +171,14 @@ func TestFullSendQueueMakesCallsWait(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if s := tr.Stats(); s.EmptySendCtx == 0 || s.Connects != 1 {
-		t.Errorf("got %d waits for the send queue, %d connects; want some, 1", s.EmptySendCtx, s.Connects)
+	s := tr.Stats()
+	if s.EmptySendCtx == 0 || s.Connects != 1 || s.FailedMarshal != 0 {
+		t.Errorf("got %d waits for the send queue, %d connects, %d failed marshals; want some, 1, 0", s.EmptySendCtx,
+			s.Connects, s.FailedMarshal)
+	}
+	// A call that waits gives its MR back, and does not register it twice.
+	if want := uint64(callers * reads); s.LocalInvNeeded != want {
+		t.Errorf("LOCAL_INVs: got %d, want one for each of %d calls", s.LocalInvNeeded, want)
 	}
 }
 
@@ -263,6 +270,25 @@ func TestSendQueueHoldsCallsWithTwoChunks(t *testing.T) {
 				t.Logf("at most %d of %d places in use", check.most.Load(), q.size)
 			})
 		}
+	}
+}
+
+// TestSendQueueReturnsPlacesOfRemoteInvalidation makes calls whose keys the server invalidates. Each
+// call must return the places of its LOCAL_INVs.
+func TestSendQueueReturnsPlacesOfRemoteInvalidation(t *testing.T) {
+	const calls = 50
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true}), nil)
+	buf := make([]byte, 9000)
+	for range calls {
+		var r nfs3.ReadResult
+		if err := nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 0, buf, &r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	q := &connOf(t, tr).sq
+	if n := tr.Stats().RemoteInvalidations; n != calls || q.taken.Load() != 2*calls {
+		t.Errorf("got %d remote invalidations, %d places taken; want %d, %d for the FastRegs and Sends", n,
+			q.taken.Load(), calls, 2*calls)
 	}
 }
 

@@ -107,3 +107,25 @@ func TestMemoryThatCannotBePinnedFailsSoftCall(t *testing.T) {
 		t.Errorf("got %d connects, last error %q; want 1, none", s.Connects, s.LastError)
 	}
 }
+
+// TestFailedMarshalReleasesMRs has a call with two chunks. Memory is short for the second one. The
+// call must give the MRs of the first one back and be retried (docs/features.md S19).
+func TestFailedMarshalReleasesMRs(t *testing.T) {
+	var attempts atomic.Int64
+	p := hooked(&hookedProvider{prepare: func([]byte) error {
+		if attempts.Add(1) == 2 {
+			return syscall.ENOMEM
+		}
+		return nil
+	}})
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) { c.Provider = p })
+	m := echo(1, fill(3, 100000), 100000)
+	if err := tr.Call(testContext(t), m); err != nil || !bytes.Equal(m.Result, m.Args) {
+		t.Errorf("Call: got %v, or wrong data", err)
+	}
+	s := tr.Stats()
+	if s.FailedMarshal != 1 || s.MRsAllocated != 2 || s.MRsFree != 2 || s.LocalInvNeeded != 2 {
+		t.Errorf("got %d failed marshals, %d MRs, %d of them free, %d LOCAL_INVs; want 1, 2, 2, 2", s.FailedMarshal,
+			s.MRsAllocated, s.MRsFree, s.LocalInvNeeded)
+	}
+}
