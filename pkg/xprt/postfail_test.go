@@ -123,9 +123,9 @@ func (c *failedPost) checkStats(t *testing.T, s Stats) {
 	}
 	if s.MRsRecycled != recycled || c.op == verbs.OpFastReg && s.MRsRecovered != recovered ||
 		s.LocalInvNeeded != localInvs || s.RemoteInvalidations != remote || s.Sends != 1 {
-		t.Errorf("got %d recycled MRs, %d recovered, %d LOCAL_INVs, %d remote invalidations, %d Sends; want %d, %d, %d, %d, 1",
-			s.MRsRecycled, s.MRsRecovered, s.LocalInvNeeded, s.RemoteInvalidations, s.Sends, recycled, recovered, localInvs,
-			remote)
+		t.Errorf("got %d recycled MRs, %d recovered, %d LOCAL_INVs, %d remote invalidations, %d Sends; "+
+			"want %d, %d, %d, %d, 1", s.MRsRecycled, s.MRsRecovered, s.LocalInvNeeded, s.RemoteInvalidations, s.Sends,
+			recycled, recovered, localInvs, remote)
 	}
 }
 
