@@ -75,27 +75,36 @@ type recvQP struct{ verbs.QP }
 
 func (recvQP) PostRecv(*verbs.RecvRequest) (*verbs.RecvRequest, error) { return nil, nil }
 
-// TestRemoteInvalidationNeedsCall gives a conn messages that answer no call. A message that
-// invalidates a key must end the connection, because the key may belong to any call (S11).
-func TestRemoteInvalidationNeedsCall(t *testing.T) {
+// TestRemoteInvalidationNeedsKeyOfCall gives a conn messages that invalidate a key. A message that
+// answers no call, or whose call does not have the key, must end the connection, because the key may
+// belong to any call (S11).
+func TestRemoteInvalidationNeedsKeyOfCall(t *testing.T) {
 	tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer tr.Close()
-	h := rpcrdma.Header{XID: 1 << 20, Vers: rpcrdma.Version, Credits: 1, Proc: rpcrdma.ProcMsg}
-	answersNone := sunrpc.AppendAcceptedReply(h.Append(nil), h.XID, sunrpc.Success)
+	s := <-tr.free
+	defer s.end()
+	s.begin(context.Background(), &sunrpc.Message{}, tr.startCall())
+	reply := func(xid uint32) []byte {
+		h := rpcrdma.Header{XID: xid, Vers: rpcrdma.Version, Credits: 1, Proc: rpcrdma.ProcMsg}
+		return sunrpc.AppendAcceptedReply(h.Append(nil), xid, sunrpc.Success)
+	}
 	for _, c := range []struct {
 		name    string
 		msg     []byte
 		withInv bool
 	}{
-		{"unknown XID", answersNone, false},
-		{"unknown XID, invalidates a key", answersNone, true},
-		{"malformed", answersNone[:10], false},
-		{"malformed, invalidates a key", answersNone[:10], true},
+		{"unknown XID", reply(s.xid + tr.xidStep), false},
+		{"unknown XID, invalidates a key", reply(s.xid + tr.xidStep), true},
+		{"malformed", reply(s.xid)[:10], false},
+		{"malformed, invalidates a key", reply(s.xid)[:10], true},
+		{"reply to a call without keys", reply(s.xid), false},
+		{"reply to a call without keys, invalidates a key", reply(s.xid), true},
 	} {
 		cn := &conn{adapter: &adapter{t: tr}, qp: recvQP{}, ended: make(chan struct{})}
+		s.state, s.conn = slotSent, cn
 		cn.received(&recvBuf{verbs.RecvRequest{SGE: verbs.SGE{Buf: c.msg}}},
 			&verbs.WorkCompletion{ByteLen: uint32(len(c.msg)), WithInv: c.withInv, InvalidatedRKey: 4711})
 		if ended := isClosed(cn.ended); ended != c.withInv || ended && !isProtocol(cn.err) {

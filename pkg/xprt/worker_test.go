@@ -258,3 +258,28 @@ func TestReconnectPausesWithoutProgress(t *testing.T) {
 		t.Errorf("Call: got %v, want %v", err, context.Canceled)
 	}
 }
+
+// TestResendKeepsXID has a server that disconnects instead of the first reply. The call must be sent
+// again with the same XID, so that the server recognizes it.
+func TestResendKeepsXID(t *testing.T) {
+	var mu sync.Mutex // guards xids
+	var xids []uint32
+	hooks := svcrdma.Hooks{Reply: func(h *rpcrdma.Header) svcrdma.Verdict {
+		mu.Lock()
+		defer mu.Unlock()
+		if xids = append(xids, h.XID); len(xids) == 1 {
+			return svcrdma.Disconnect
+		}
+		return svcrdma.Send
+	}}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}), nil)
+	m := echo(1, nil, 0)
+	if err := tr.Call(testContext(t), m); err != nil {
+		t.Fatal(err)
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if len(xids) != 2 || xids[0] != xids[1] || xids[0] != m.XID {
+		t.Errorf("XIDs of the replies: got %#x, want twice %#x", xids, m.XID)
+	}
+}
