@@ -52,7 +52,8 @@ type heldCompletions struct {
 }
 
 func (h *heldCompletions) hooks() qpHooks {
-	return qpHooks{done: func(wr *verbs.WorkRequest, _ int, wc *verbs.WorkCompletion, next func(*verbs.WorkCompletion)) {
+	return qpHooks{done: func(wr *verbs.WorkRequest, _ int, wc *verbs.WorkCompletion,
+		next func(*verbs.WorkCompletion)) {
 		if wr.Opcode != h.op || wc.Status != verbs.StatusSuccess {
 			next(wc)
 			return
@@ -186,8 +187,8 @@ func TestInterruptWaitsForSend(t *testing.T) {
 	interrupted := make(chan error, 1)
 	go func() {
 		var r nfs3.WriteResult
-		interrupted <- nfs3.NewClient(tr, nfs3.Options{}).Write(ctx, noCred, testFH(t), 0, fill(0, 30000), nfs3.FileSync,
-			&r)
+		interrupted <- nfs3.NewClient(tr, nfs3.Options{}).Write(ctx, noCred, testFH(t), 0, fill(0, 30000),
+			nfs3.FileSync, &r)
 	}()
 	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
 	cancel()
@@ -276,5 +277,8 @@ func TestInterruptKeepsCredit(t *testing.T) {
 	if err := <-next; err != nil {
 		t.Error(err)
 	}
-	eventually(t, "free slots and credits", func() bool { s := tr.Stats(); return s.InFlight == 0 && s.SlotsInUse == 0 })
+	eventually(t, "free slots and credits", func() bool {
+		s := tr.Stats()
+		return s.InFlight == 0 && s.SlotsInUse == 0
+	})
 }

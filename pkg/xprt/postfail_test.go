@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -61,8 +62,8 @@ func TestFailedPostEndsConnection(t *testing.T) {
 		}
 	}
 	for _, c := range cases {
-		t.Run(fmt.Sprintf("%v chain, position %d, interrupt %v, remote invalidation %d", c.op, c.at, c.interrupt, c.inv),
-			func(t *testing.T) { c.run(t) })
+		name := fmt.Sprintf("%v chain, position %d, interrupt %v, remote invalidation %d", c.op, c.at, c.interrupt, c.inv)
+		t.Run(name, func(t *testing.T) { c.run(t) })
 	}
 }
 
@@ -165,5 +166,30 @@ func TestFailedCompletionEndsConnection(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestUnusableDomainIsReplaced ends a connection whose MR cannot be destroyed. The server may still
+// reach the memory through the protection domain, so the next connection must have another one (S13).
+func TestUnusableDomainIsReplaced(t *testing.T) {
+	svc := &service{}
+	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) { c.Provider = faulty(t, "dereg-fail=1") })
+	svc.delay.Store(int64(time.Hour))
+	buf := make([]byte, 100000)
+	ended := make(chan error, 1)
+	go func() {
+		var r nfs3.ReadResult
+		ended <- nfs3.NewClient(tr, nfs3.Options{}).Read(testContext(t), noCred, testFH(t), 3, buf, &r)
+	}()
+	eventually(t, "call at the server", func() bool { return svc.calls.Load() == 1 })
+	first := connOf(t, tr)
+	svc.delay.Store(0)
+	first.fail(io.EOF)
+	if err := <-ended; err != nil || !bytes.Equal(buf, fill(3, len(buf))) {
+		t.Errorf("READ: got %v, or wrong data", err)
+	}
+	if connOf(t, tr).adapter == first.adapter || tr.Stats().MRsOrphaned == 0 {
+		t.Errorf("got the same protection domain %v, %d orphaned MRs; want another, some",
+			connOf(t, tr).adapter == first.adapter, tr.Stats().MRsOrphaned)
 	}
 }

@@ -2,10 +2,8 @@ package xprt
 
 import (
 	"bytes"
-	"context"
 	"fmt"
 	"math/rand/v2"
-	"net/netip"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -308,97 +306,41 @@ func TestLargestCallFitsSendQueue(t *testing.T) {
 	}
 }
 
-// A slowSends provider delivers the completions of Sends late.
-type slowSends struct {
-	verbs.Provider
-	after time.Duration
-}
-
-type slowID struct {
-	verbs.ActiveID
-	after time.Duration
-}
-
-type slowQP struct {
-	verbs.QP
-	after time.Duration
-	late  sync.WaitGroup
-}
-
-func (p *slowSends) Resolve(ctx context.Context, a netip.AddrPort) (verbs.ActiveID, error) {
-	id, err := p.Provider.Resolve(ctx, a)
-	return &slowID{id, p.after}, err
-}
-
-func (i *slowID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
-	qp, err := i.ActiveID.CreateQP(pd, attr)
-	return &slowQP{QP: qp, after: i.after}, err
-}
-
-func (q *slowQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) {
-	var head, last *verbs.WorkRequest
-	for wr := first; wr != nil; wr = wr.Next {
-		c := *wr
-		c.Next = nil
-		done, send := wr.Done, wr.Opcode == verbs.OpSend
-		c.Done = func(wc *verbs.WorkCompletion) {
-			w := *wc
-			w.QP = q
-			if !send || wc.Status != verbs.StatusSuccess {
-				done(&w)
-				return
-			}
-			q.late.Go(func() {
-				time.Sleep(q.after)
-				done(&w)
-			})
-		}
-		if head == nil {
-			head = &c
-		} else {
-			last.Next = &c
-		}
-		last = &c
-	}
-	return q.QP.PostSend(head)
-}
-
-func (q *slowQP) Drain() {
-	q.QP.Drain()
-	q.late.Wait()
-}
-
 // TestReplyWaitsForSend sends data from the memory of the caller. The call must not return before
 // the Send has completed, even if the reply has arrived (docs/features.md S8,
 // reply_waits_for_send).
 func TestReplyWaitsForSend(t *testing.T) {
-	const after = 30 * time.Millisecond
 	addr := serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true, InlineBytes: 65536})
-	for _, slow := range []bool{false, true} {
+	for _, n := range []int{4097, 5000, 30001, 60000} {
+		held := &heldCompletions{op: verbs.OpSend, release: make(chan struct{})}
 		tr := dial(t, addr, func(c *Config) {
-			c.InlineBytes = 65536
-			if slow {
-				c.Provider = &slowSends{c.Provider, after}
-			}
+			c.Provider, c.InlineBytes = hooked(&hookedProvider{open: held.hooks}), 65536
 		})
-		c := nfs3.NewClient(tr, nfs3.Options{})
-		for _, n := range []int{4097, 5000, 30001, 60000} {
-			before := tr.Stats()
-			began := time.Now()
+		ended := make(chan error, 1)
+		go func() {
 			var r nfs3.WriteResult
-			if err := c.Write(testContext(t), noCred, testFH(t), 7, fill(7, n), nfs3.FileSync, &r); err != nil {
-				t.Fatal(err)
-			}
-			s := tr.Stats()
-			if s.PullupCopyBytes != before.PullupCopyBytes || s.ReadChunks != before.ReadChunks {
-				t.Errorf("WRITE of %d bytes: data was copied or sent as a chunk, want a gathering Send", n)
-			}
-			if s.SendCompletions == before.SendCompletions {
-				t.Errorf("WRITE of %d bytes: the Send was not signaled", n)
-			}
-			if slow && (time.Since(began) < after || s.ReplyWaitsForSend == before.ReplyWaitsForSend) {
-				t.Errorf("WRITE of %d bytes: the call returned before its Send completed", n)
-			}
+			ended <- nfs3.NewClient(tr, nfs3.Options{}).Write(testContext(t), noCred, testFH(t), 7, fill(7, n),
+				nfs3.FileSync, &r)
+		}()
+		eventually(t, "call that waits for its Send", func() bool {
+			calls := tr.Calls()
+			return len(calls) == 1 && calls[0].Waits == WaitSend || len(ended) > 0
+		})
+		if len(ended) > 0 {
+			t.Errorf("WRITE of %d bytes: the call returned before its Send completed", n)
+		}
+		close(held.release)
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		held.late.Wait()
+		s := tr.Stats()
+		if s.PullupCopyBytes != 0 || s.ReadChunks != 0 {
+			t.Errorf("WRITE of %d bytes: data was copied or sent as a chunk, want a gathering Send", n)
+		}
+		if s.SendCompletions != 1 || s.ReplyWaitsForSend != 1 {
+			t.Errorf("WRITE of %d bytes: got %d Send completions, %d replies that waited for one; want 1, 1", n,
+				s.SendCompletions, s.ReplyWaitsForSend)
 		}
 	}
 }

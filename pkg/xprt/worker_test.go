@@ -83,8 +83,8 @@ func TestUsefulness(t *testing.T) {
 				cn.recordReply(&slot{ping: true})
 			}
 			if got := cn.usefulness(minLife); got != c.want {
-				t.Errorf("%d calls and %d keepalive calls answered in %v: got %d, want %d", c.calls, c.pings, c.life, got,
-					c.want)
+				t.Errorf("%d calls and %d keepalive calls answered in %v: got %d, want %d", c.calls, c.pings, c.life,
+					got, c.want)
 			}
 		})
 	}
@@ -250,8 +250,8 @@ func TestReconnectPausesWithoutProgress(t *testing.T) {
 	before := replies.Load()
 	time.Sleep(50 * time.Millisecond)
 	if s := tr.Stats(); s.Connects != 2 || replies.Load() != before {
-		t.Errorf("got %d connects, %d replies after %d; want 2 connects and no more replies", s.Connects, replies.Load(),
-			before)
+		t.Errorf("got %d connects, %d replies after %d; want 2 connects and no more replies", s.Connects,
+			replies.Load(), before)
 	}
 	cancel()
 	if err := <-ended; !errors.Is(err, context.Canceled) {
