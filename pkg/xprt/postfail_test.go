@@ -62,7 +62,8 @@ func TestFailedPostEndsConnection(t *testing.T) {
 		}
 	}
 	for _, c := range cases {
-		name := fmt.Sprintf("%v chain, position %d, interrupt %v, remote invalidation %d", c.op, c.at, c.interrupt, c.inv)
+		name := fmt.Sprintf("%v chain, position %d, interrupt %v, remote invalidation %d", c.op, c.at, c.interrupt,
+			c.inv)
 		t.Run(name, func(t *testing.T) { c.run(t) })
 	}
 }
