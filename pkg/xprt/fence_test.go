@@ -116,8 +116,8 @@ func TestInterruptWaitsBehindData(t *testing.T) {
 	}
 }
 
-// TestReplyWaitsForFence has a call whose reply arrives before its LOCAL_INVs complete. The call must
-// not return before (docs/features.md S9).
+// TestReplyWaitsForFence has a call whose reply arrives before its LOCAL_INVs complete. The call
+// must not return before (docs/features.md S9).
 func TestReplyWaitsForFence(t *testing.T) {
 	held := &heldCompletions{op: verbs.OpLocalInv, release: make(chan struct{})}
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}}), func(c *Config) {
@@ -174,8 +174,9 @@ func TestFlushIsNoFence(t *testing.T) {
 	}
 }
 
-// TestInterruptWaitsForSend interrupts a call whose Send uses the memory of the caller. The call must
-// not return before the Send has completed, even if all keys are invalidated (docs/features.md S8).
+// TestInterruptWaitsForSend interrupts a call whose Send uses the memory of the caller. The call
+// must not return before the Send has completed, even if all keys are invalidated (docs/features.md
+// S8).
 func TestInterruptWaitsForSend(t *testing.T) {
 	svc := &service{}
 	held := &heldCompletions{op: verbs.OpSend, release: make(chan struct{})}
@@ -203,8 +204,8 @@ func TestInterruptWaitsForSend(t *testing.T) {
 	held.late.Wait()
 }
 
-// TestInterruptWaitsForDrain interrupts a call while its connection is taken down. The call must not
-// return before the queue pair is drained, because the server may reach its memory until then
+// TestInterruptWaitsForDrain interrupts a call while its connection is taken down. The call must
+// not return before the queue pair is drained, because the server may reach its memory until then
 // (docs/features.md S16).
 func TestInterruptWaitsForDrain(t *testing.T) {
 	svc := &service{}

@@ -44,9 +44,10 @@ type failedPost struct {
 // failedPostMRs is the number of MRs of the call.
 const failedPostMRs = 3
 
-// TestFailedPostEndsConnection makes the chain of an RPC or of its LOCAL_INVs fail at each position.
-// The RPC has several MRs, and the server invalidates none or one of them. The connection must end
-// at once, not after a timeout, and the data of the RPC must be right (docs/features.md S14, S15).
+// TestFailedPostEndsConnection makes the chain of an RPC or of its LOCAL_INVs fail at each
+// position. The RPC has several MRs, and the server invalidates none or one of them. The connection
+// must end at once, not after a timeout, and the data of the RPC must be right (docs/features.md
+// S14, S15).
 func TestFailedPostEndsConnection(t *testing.T) {
 	var cases []failedPost
 	for at := range failedPostMRs + 1 {
@@ -131,8 +132,8 @@ func (c *failedPost) checkStats(t *testing.T, s Stats) {
 	}
 }
 
-// TestFailedCompletionEndsConnection has a request complete with an error, and a device that stays in
-// the ready state. The connection must end at once, because the memory of the call is not fenced
+// TestFailedCompletionEndsConnection has a request complete with an error, and a device that stays
+// in the ready state. The connection must end at once, because the memory of the call is not fenced
 // (docs/features.md S25).
 func TestFailedCompletionEndsConnection(t *testing.T) {
 	for _, op := range []verbs.Opcode{verbs.OpLocalInv, verbs.OpSend} {
@@ -171,7 +172,8 @@ func TestFailedCompletionEndsConnection(t *testing.T) {
 }
 
 // TestUnusableDomainIsReplaced ends a connection whose MR cannot be destroyed. The server may still
-// reach the memory through the protection domain, so the next connection must have another one (S13).
+// reach the memory through the protection domain, so the next connection must have another one
+// (S13).
 func TestUnusableDomainIsReplaced(t *testing.T) {
 	svc := &service{}
 	tr := dial(t, serve(t, svcrdma.Config{Handler: svc}), func(c *Config) { c.Provider = faulty(t, "dereg-fail=1") })

@@ -15,8 +15,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// TestGrantIsLimited checks the window after grants of a server: at least one call (RFC 8166 §3.3.1),
-// and at most the number of slots.
+// TestGrantIsLimited checks the window after grants of a server: at least one call (RFC 8166
+// §3.3.1), and at most the number of slots.
 func TestGrantIsLimited(t *testing.T) {
 	cn := &conn{adapter: &adapter{params: memreg.Params{Slots: 8}}}
 	for credits, want := range map[uint32]int{0: 1, 1: 1, 7: 7, 8: 8, 9: 8, math.MaxUint32: 8} {
@@ -26,9 +26,9 @@ func TestGrantIsLimited(t *testing.T) {
 	}
 }
 
-// TestReplyIsAcceptedOnce gives a conn replies that answer no pending call: a reply that was received
-// twice, to a call that was abandoned, or on another connection. Only the first reply to a call on
-// its connection may be accepted.
+// TestReplyIsAcceptedOnce gives a conn replies that answer no pending call: a reply that was
+// received twice, to a call that was abandoned, or on another connection. Only the first reply to a
+// call on its connection may be accepted.
 func TestReplyIsAcceptedOnce(t *testing.T) {
 	tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
 	if err != nil {
@@ -76,8 +76,8 @@ type recvQP struct{ verbs.QP }
 func (recvQP) PostRecv(*verbs.RecvRequest) (*verbs.RecvRequest, error) { return nil, nil }
 
 // TestRemoteInvalidationNeedsKeyOfCall gives a conn messages that invalidate a key. A message that
-// answers no call, or whose call does not have the key, must end the connection, because the key may
-// belong to any call (S11).
+// answers no call, or whose call does not have the key, must end the connection, because the key
+// may belong to any call (S11).
 func TestRemoteInvalidationNeedsKeyOfCall(t *testing.T) {
 	tr, err := New(Config{Provider: softiwarp.New(softiwarp.Config{}), Slots: 4})
 	if err != nil {

@@ -271,8 +271,8 @@ func TestSendQueueHoldsCallsWithTwoChunks(t *testing.T) {
 	}
 }
 
-// TestSendQueueReturnsPlacesOfRemoteInvalidation makes calls whose keys the server invalidates. Each
-// call must return the places of its LOCAL_INVs.
+// TestSendQueueReturnsPlacesOfRemoteInvalidation makes calls whose keys the server invalidates.
+// Each call must return the places of its LOCAL_INVs.
 func TestSendQueueReturnsPlacesOfRemoteInvalidation(t *testing.T) {
 	const calls = 50
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, RemoteInv: true}), nil)

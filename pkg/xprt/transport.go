@@ -52,8 +52,8 @@ const (
 	recvSlack = 16 << 10
 	// longBytes is the size in bytes of the buffers for long calls and replies.
 	longBytes = 1<<20 + 16<<10
-	// An interrupted call waits for its LOCAL_INVs for fenceMin, and fencePerByte for each byte that
-	// may be in front of them on a link of 1 Mbit/s. Then the connection is dropped instead.
+	// An interrupted call waits for its LOCAL_INVs for fenceMin, and fencePerByte for each byte
+	// that may be in front of them on a link of 1 Mbit/s. Then the connection is dropped instead.
 	fenceMin     = time.Second
 	fencePerByte = 8 * time.Microsecond
 )

@@ -259,8 +259,8 @@ func TestReconnectPausesWithoutProgress(t *testing.T) {
 	}
 }
 
-// TestResendKeepsXID has a server that disconnects instead of the first reply. The call must be sent
-// again with the same XID, so that the server recognizes it.
+// TestResendKeepsXID has a server that disconnects instead of the first reply. The call must be
+// sent again with the same XID, so that the server recognizes it.
 func TestResendKeepsXID(t *testing.T) {
 	var mu sync.Mutex // guards xids
 	var xids []uint32

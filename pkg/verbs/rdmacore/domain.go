@@ -165,8 +165,8 @@ func (p *protectionDomain) arena(b []byte) (*arenaMR, error) {
 	return x.(*arenaMR), nil
 }
 
-// Prepare registers the arena that contains all of mem, so that windows can be bound to it. A device
-// without windows needs no preparation, because its MRs register the memory themselves.
+// Prepare registers the arena that contains all of mem, so that windows can be bound to it. A
+// device without windows needs no preparation, because its MRs register the memory themselves.
 func (p *protectionDomain) Prepare(mem []byte) error {
 	if p.dev.perIO {
 		return nil
