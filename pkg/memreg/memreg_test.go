@@ -37,11 +37,16 @@ func TestQuery(t *testing.T) {
 	pageList := func(n int) func(*attrs) { return func(a *attrs) { a.MaxFastRegPageListLen = n } }
 	sendQueue := func(n int) func(*attrs) { return func(a *attrs) { a.MaxQPWR = n } }
 	completions := func(n int) func(*attrs) { return func(a *attrs) { a.MaxCQE = n } }
+	readSGEs := func(pages, sges int) func(*attrs) {
+		return func(a *attrs) { a.MaxFastRegPageListLen, a.MaxSGERd = pages, sges }
+	}
+	pageSize := func(n int) func(*attrs) { return func(a *attrs) { a.PageSize = n } }
 	anyGaps := func(a *attrs) {
 		a.Caps |= verbs.CapGaps | verbs.CapChosenIOVA
 		a.MaxSendSGE = 64
 	}
-	fewMRs := func(a *attrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, 5*11 }
+	// The pad takes one MR, and two chunks of 260 pages take ten.
+	fewMRs := func(n int) func(*attrs) { return func(a *attrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, n } }
 	withGaps := params(257, 4, 7, 3)
 	withGaps.Gaps, withGaps.ChosenIOVA, withGaps.SendSGEs = true, true, 19
 	windows := params(257, 128, 7, 3)
@@ -58,21 +63,30 @@ func TestQuery(t *testing.T) {
 		{"deep MRs: one per payload", nil, 128, 0, params(257, 128, 7, 3)},
 		{"depth 256 needs one more", pageList(256), 64, 0, params(256, 64, 9, 4)},
 		{"depth 64", pageList(64), 64, 0, params(64, 64, 15, 7)},
-		{"read-SGE quirk", func(a *attrs) { a.MaxSGERd = 32 }, 64, 0, params(32, 64, 7+2*8, 11)},
+		{"read-SGE quirk", readSGEs(512, 32), 64, 0, params(32, 64, 7+2*8, 11)},
+		{"read-SGE quirk does not exceed the page list", readSGEs(64, 128), 64, 0, params(64, 64, 15, 7)},
+		{"16 read SGEs are no quirk", readSGEs(64, 16), 64, 0, params(64, 64, 15, 7)},
+		{"smallest depth", pageList(17), 64, 0, params(17, 64, 7+2*15, 16)},
 		{"gaps and chosen address", anyGaps, 4, 0, withGaps},
 		{"small send queue limits the slots", sendQueue(33 + 10*7 + 6), 128, 0, params(257, 10, 7, 3)},
 		{"small completion queue limits the slots", completions(33 + 40 + 10*8 + 7), 128, 0, params(257, 10, 7, 3)},
-		{"few MRs limit the slots", fewMRs, 64, 0, params(64, 11, 15, 7)},
+		{"few MRs limit the slots", fewMRs(1 + 10*11), 64, 0, params(64, 11, 15, 7)},
+		{"the pad counts", fewMRs(10 * 11), 64, 0, params(64, 10, 15, 7)},
 		{"memory windows", caps(verbs.CapMemWindow2B), 128, 0, windows},
 		{"registration for each use", caps(verbs.CapPerIOReg), 128, 0, perIO},
 		{"no fast registration", func(a *attrs) { a.Caps = 0 }, 128, syscall.EINVAL, Params{}},
 		{"no page list", pageList(0), 128, syscall.EINVAL, Params{}},
+		{"negative page list", pageList(-1), 128, syscall.EINVAL, Params{}},
+		{"no page size", pageSize(0), 128, syscall.EINVAL, Params{}},
+		{"negative page size", pageSize(-4096), 128, syscall.EINVAL, Params{}},
+		{"page size is no power of two", pageSize(5000), 128, syscall.EINVAL, Params{}},
 		{"two send SGEs", func(a *attrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
 		{"queue too small for 4 RPCs", sendQueue(33 + 4*7 - 1), 128, syscall.ENOMEM, Params{}},
 		{"queue smaller than the reserve", sendQueue(16), 128, syscall.ENOMEM, Params{}},
 		{"completion queue too small for 4 RPCs", completions(33 + 40 + 4*8 - 1), 128, syscall.ENOMEM, Params{}},
-		{"MRs for 3 RPCs", func(a *attrs) { a.MaxMR = 3 }, 128, syscall.ENOMEM, Params{}},
+		{"MRs for 3 RPCs", func(a *attrs) { a.MaxMR = 4 * 4 }, 128, syscall.ENOMEM, Params{}},
 		{"16 MRs do not hold a payload", pageList(16), 128, syscall.ENOMEM, Params{}},
+		{"16 MRs do not hold a payload, many read SGEs", readSGEs(16, 32), 128, syscall.ENOMEM, Params{}},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -87,6 +101,29 @@ func TestQuery(t *testing.T) {
 				t.Errorf("Query:\n got %+v, %v\nwant %+v", got, err, c.want)
 			}
 		})
+	}
+}
+
+// TestQueryReasons checks that an error says what the device reports and what is needed.
+func TestQueryReasons(t *testing.T) {
+	for _, c := range []struct {
+		change func(*verbs.DeviceAttrs)
+		want   string
+	}{
+		{func(a *verbs.DeviceAttrs) { a.PageSize = 0 }, "page size of 0 bytes, want a power of two"},
+		{func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen = -1 }, "no fast memory registration"},
+		{func(a *verbs.DeviceAttrs) { a.MaxSendSGE = 2 }, "a Send takes 2 SGEs, want at least 3"},
+		{func(a *verbs.DeviceAttrs) { a.MaxFastRegPageListLen, a.MaxSGERd = 16, 32 },
+			"page list of 16 pages and 32 SGEs in an RDMA Read allow MRs of 16 pages, want at least 17"},
+		{func(a *verbs.DeviceAttrs) { a.MaxQPWR = 60 },
+			"send queue of 60 work requests has room for 3 RPCs of 7 each, want at least 4"},
+		{func(a *verbs.DeviceAttrs) { a.MaxMR = 16 }, "device of 16 MRs has room for 3 RPCs of 4 each, want at least 4"},
+	} {
+		_, err := Query(device(c.change), 128)
+		want := "RDMA device test0 does not support NFS: " + c.want + "; choose another with device= or provider="
+		if err == nil || err.Error() != want {
+			t.Errorf("Query:\n got %v\nwant %s", err, want)
+		}
 	}
 }
 

@@ -17,10 +17,13 @@ const (
 	backwardWRs = 32               // reserved for the back channel
 	drainWRs    = 1                // reserved to drain a queue
 	recvBatch   = 7                // extra Receives
+	padMRs      = 1                // reserved for the write pad (S20)
+	callChunks  = 2                // chunks of one call: of its arguments and of its reply
 	sendReserve = backwardWRs + drainWRs
 	recvReserve = backwardWRs + recvBatch + drainWRs
-	minSendSGEs = 3                      // head, payload, tail
-	maxSendSGEs = 1 + 1 + maxHdrSegs + 1 // the most SGEs of one Send
+	minDepth    = (chunkPages + maxHdrSegs - 1) / maxHdrSegs // pages of an MR
+	minSendSGEs = 3                                          // head, payload, tail
+	maxSendSGEs = 1 + 1 + maxHdrSegs + 1                     // the most SGEs of one Send
 	// FastReg and LOCAL_INV of head, payload and tail, and the Send
 	wrsPerRPC = 7
 )
@@ -66,8 +69,11 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	fail := func(errno syscall.Errno, format string, args ...any) (Params, error) {
 		return Params{}, &DeviceError{Device: a.Name, Reason: fmt.Sprintf(format, args...), Errno: errno}
 	}
-	if !a.Caps.Has(verbs.CapFastReg) || a.MaxFastRegPageListLen == 0 {
+	if !a.Caps.Has(verbs.CapFastReg) || a.MaxFastRegPageListLen <= 0 {
 		return fail(syscall.EINVAL, "no fast memory registration")
+	}
+	if a.PageSize <= 0 || a.PageSize&(a.PageSize-1) != 0 {
+		return fail(syscall.EINVAL, "page size of %d bytes, want a power of two", a.PageSize)
 	}
 	p := Params{
 		Gaps:       a.Caps.Has(verbs.CapGaps),
@@ -84,15 +90,17 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 	// A device that takes many SGEs in an RDMA Read performs best with MRs of at most that depth.
 	p.Depth = a.MaxFastRegPageListLen
 	if a.MaxSGERd > maxHdrSegs {
-		p.Depth = a.MaxSGERd
+		p.Depth = min(p.Depth, a.MaxSGERd)
 	}
 	p.Depth = min(p.Depth, maxDataPages)
+	if p.Depth < minDepth {
+		return fail(syscall.ENOMEM, "page list of %d pages and %d SGEs in an RDMA Read allow MRs of %d pages, "+
+			"want at least %d", a.MaxFastRegPageListLen, a.MaxSGERd, p.Depth, minDepth)
+	}
 
 	p.WRsPerRPC = wrsPerRPC
-	mrs := 1 // per payload
 	for rest := maxDataPages - p.Depth; rest > 0; rest -= p.Depth {
 		p.WRsPerRPC += 2 // FastReg and LOCAL_INV of one more MR
-		mrs++
 	}
 	p.Slots = slots
 	for _, limit := range []struct {
@@ -102,7 +110,7 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 		{"send queue of %d work requests", a.MaxQPWR, sendReserve, p.WRsPerRPC},
 		// All completions of a connection use one queue.
 		{"completion queue of %d entries", a.MaxCQE, sendReserve + recvReserve, p.WRsPerRPC + 1},
-		{"device of %d MRs", a.MaxMR, 0, mrs},
+		{"device of %d MRs", a.MaxMR, padMRs, callChunks * ((chunkPages + p.Depth - 1) / p.Depth)},
 	} {
 		fits := max(limit.has-limit.reserved, 0) / limit.perRPC
 		if fits < MinSlots {
@@ -117,10 +125,6 @@ func Query(a verbs.DeviceAttrs, slots int) (Params, error) {
 
 	// A reply chunk needs two more MRs, for its head and tail.
 	p.MaxSegs = min((maxDataPages+p.Depth-1)/p.Depth+2, maxHdrSegs)
-	if p.MaxSegs*p.Depth < chunkPages {
-		return fail(syscall.ENOMEM, "a chunk has %d MRs of %d pages, want at least %d pages", p.MaxSegs, p.Depth,
-			chunkPages)
-	}
 	// A payload that does not start at a page boundary loses one page of the depth in each MR.
 	p.MaxPayload = min(maxDataPages-1, p.MaxSegs*p.Depth-p.MaxSegs) * p.PageSize
 	return p, nil
