@@ -240,7 +240,7 @@ func (m *MR) prepare(writing bool, xid uint32) error {
 		}
 		m.handle = handle
 	} else {
-		m.handle = m.vmr.RKey().WithKey(m.keys.nextKey())
+		m.handle = m.vmr.RKey().WithKey(m.keys.next())
 	}
 	m.reg.NewKey, m.reg.IOVA, m.reg.Segs = m.handle.Key(), m.iova, m.segs
 	m.xid, m.posted, m.onFenced = xid, false, nil

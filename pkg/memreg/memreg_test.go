@@ -130,6 +130,8 @@ func TestQueryReasons(t *testing.T) {
 // A fakePD allocates MRs that do nothing. It serves tests of layout, keys and states.
 type fakePD struct {
 	index    uint32
+	reuse    bool     // the next MR has the index of the last destroyed one
+	free     []uint32 // indexes of destroyed MRs
 	allocErr error
 	deregErr error
 	present  int // MRs that are not deregistered
@@ -144,8 +146,13 @@ func (p *fakePD) AllocMR(int) (verbs.MR, error) {
 	if p.allocErr != nil {
 		return nil, p.allocErr
 	}
-	p.index++
 	p.present++
+	if n := len(p.free); p.reuse && n > 0 {
+		index := p.free[n-1]
+		p.free = p.free[:n-1]
+		return &fakeMR{p, verbs.RKey(index << 8)}, nil
+	}
+	p.index++
 	return &fakeMR{p, verbs.RKey(p.index << 8)}, nil
 }
 func (p *fakePD) RegMR([]byte) (verbs.MR, error) { return nil, verbs.ErrInvalid }
@@ -157,6 +164,7 @@ func (m *fakeMR) Dereg() error {
 		return m.pd.deregErr
 	}
 	m.pd.present--
+	m.pd.free = append(m.pd.free, uint32(m.key)>>8)
 	return nil
 }
 
@@ -231,17 +239,15 @@ func TestMapLayout(t *testing.T) {
 	}
 }
 
-// TestMapChangesKeysAndCarriesXID maps the same memory many times (S4, S5).
-func TestMapChangesKeysAndCarriesXID(t *testing.T) {
+// TestMapCarriesXID maps the same memory many times (S5). No key may follow itself (S4).
+func TestMapCarriesXID(t *testing.T) {
 	var stats Counters
 	pool := NewPool(&fakePD{}, Params{Depth: 4, ChosenIOVA: true, PageSize: 4096, MaxSegs: 3}, &stats, Hooks{})
 	var l List
 	l.Use(pool)
 	mem := pages(t, 1)
-	var seen [256]int
 	last := uint32(0)
-	inOrder := 0
-	for i := range 1024 {
+	for range 300 {
 		if _, err := l.Map([][]byte{mem}, false, 0xdeadbeef); err != nil {
 			t.Fatal(err)
 		}
@@ -249,26 +255,14 @@ func TestMapChangesKeysAndCarriesXID(t *testing.T) {
 		if m.Offset()>>32 != 0xdeadbeef {
 			t.Fatalf("upper half of address %#x: want XID 0xdeadbeef", m.Offset())
 		}
-		if i > 0 && m.Handle() == last {
+		if m.Handle() == last {
 			t.Fatalf("got key %#x twice in a row", last)
 		}
-		if m.Handle()&0xff == (last+1)&0xff {
-			inOrder++
-		}
 		last = m.Handle()
-		seen[m.Handle()&0xff]++
 		if m.reg.Access != verbs.AccessRemoteRead {
 			t.Fatalf("access to outgoing data: got %b, want remote read", m.reg.Access)
 		}
 		l.Unmap()
-	}
-	for k, n := range seen {
-		if n != 4 {
-			t.Errorf("uses of key %#x in 1024 registrations: got %d, want 4", k, n)
-		}
-	}
-	if inOrder > 100 {
-		t.Errorf("keys that equal the previous key plus one: got %d of 1024, want at most 100", inOrder)
 	}
 	if stats.Allocated.Load() != 1 {
 		t.Errorf("allocated MRs: got %d, want 1", stats.Allocated.Load())

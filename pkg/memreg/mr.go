@@ -16,7 +16,7 @@ type MR struct {
 	vmr   verbs.MR
 	perIO verbs.PerIOMR // vmr if the device registers memory for each use, else nil
 	state atomic.Uint32
-	keys  keySequence
+	keys  *keyHistory // of the index of vmr; nil if the device chooses the keys
 
 	// The current registration.
 	segs   [][]byte
@@ -80,9 +80,9 @@ func (m *MR) attach(vmr verbs.MR) {
 	m.vmr, m.reg.MR = vmr, vmr
 	if m.pool.params.PerIO {
 		m.perIO = vmr.(verbs.PerIOMR)
+		return
 	}
-	m.keys.last = vmr.RKey().Key()
-	m.keys.next = len(m.keys.order)
+	m.keys = m.pool.keysOf(vmr)
 }
 
 // event records a trace event of m and its RPC.

@@ -30,7 +30,8 @@ type Pool struct {
 		sync.Mutex
 		all      map[*MR]struct{}
 		lists    []*List
-		unusable bool // an MR could not be destroyed
+		retired  []retiredIndex // oldest first
+		unusable bool           // an MR could not be destroyed
 	}
 }
 
@@ -98,6 +99,7 @@ func (p *Pool) destroy(m *MR) bool {
 	err := m.vmr.Dereg()
 	m.apply(evDestroy)
 	if err == nil {
+		p.retireKeys(m)
 		m.event(trace.Dereg, 0)
 		return true
 	}
@@ -122,6 +124,7 @@ func (p *Pool) recover(m *MR) bool {
 	}
 	m.apply(evRecover)
 	if m.vmr.Dereg() == nil {
+		p.retireKeys(m)
 		if vmr, err := p.pd.AllocMR(p.params.Depth); err == nil {
 			m.attach(vmr)
 			p.stats.Recovered.Add(1)
