@@ -40,7 +40,9 @@
 //
 // # Locks
 //
-// A List has no lock. It belongs to the current owner of its slot. Pool.mrs guards the set of all
-// MRs. The pool locks it only to allocate or destroy an MR, never in the steady state. Recover,
-// Check and Destroy must not run while any List of the pool is in use.
+// A List belongs to the current owner of its slot. Only its free MRs have a lock, List.free. A slot
+// at the limit of the device takes free MRs of other slots; otherwise only the owner uses that lock.
+// Pool.mrs guards the set of all MRs. The pool locks it only to allocate, move or destroy an MR,
+// never in the steady state. Recover, Check and Destroy must not run while any List of the pool is
+// in use.
 package memreg

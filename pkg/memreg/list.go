@@ -3,6 +3,7 @@ package memreg
 import (
 	"errors"
 	"fmt"
+	"sync"
 	"unsafe"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
@@ -18,13 +19,17 @@ var ErrTooManySegments = errors.New("memreg: memory is too scattered for one chu
 var ErrForeignMemory = errors.New("memreg: memory for this RDMA device must come from membuf.Alloc")
 
 // A List holds the MRs of one RPC slot: the free ones, and those that are registered for the
-// current RPC. It has no lock; it belongs to the owner of the slot. Call Use before any other
-// method.
+// current RPC. It belongs to the owner of the slot, except that other slots take free MRs when the
+// device has no more. Call Use before any other method.
 type List struct {
 	pool       *Pool
-	free       []*MR
 	registered []*MR
 	abandoned  bool // the caller gave up the current RPC; only trace events depend on it
+
+	free struct { // the MR that was released last is at the end
+		sync.Mutex // no other lock is taken while it is held
+		mrs        []*MR
+	}
 }
 
 // Use adds the list to a pool. The list must not have MRs of another pool.
@@ -38,12 +43,13 @@ func (l *List) Use(p *Pool) {
 
 // reset removes all MRs and the pool.
 func (l *List) reset() {
-	if l.pool != nil {
-		l.pool.stats.free.Add(-int64(len(l.free)))
+	if l.pool == nil {
+		return
 	}
-	clear(l.free)
+	for l.popFree() != nil {
+	}
 	clear(l.registered)
-	l.free, l.registered, l.pool = l.free[:0], l.registered[:0], nil
+	l.registered, l.pool = l.registered[:0], nil
 }
 
 // Registered returns the MRs that are registered for the RPC, in the order of Map. The result is
@@ -113,15 +119,37 @@ func (l *List) mapSegments(segs [][]byte, writing bool, xid uint32) error {
 	return nil
 }
 
-// takeFree returns a free MR. It allocates one if there is none.
+// takeFree returns a free MR of the list. If there is none, it allocates one. If the device has no
+// more, it takes a free MR of another list.
 func (l *List) takeFree() (*MR, error) {
-	if n := len(l.free); n > 0 {
-		m := l.free[n-1]
-		l.free = l.free[:n-1]
-		l.pool.stats.free.Add(-1)
+	if m := l.popFree(); m != nil {
 		return m, nil
 	}
-	return l.pool.newMR(l)
+	m, err := l.pool.newMR(l)
+	if err == nil {
+		return m, nil
+	}
+	if m = l.pool.popFree(); m == nil {
+		return nil, err
+	}
+	m.list = l
+	return m, nil
+}
+
+// popFree removes the free MR that was released last. It returns nil if no MR is free. The order
+// keeps few MRs in use, and the others free for other slots; keyHistory does not depend on it.
+func (l *List) popFree() *MR {
+	l.free.Lock()
+	defer l.free.Unlock()
+	n := len(l.free.mrs) - 1
+	if n < 0 {
+		return nil
+	}
+	m := l.free.mrs[n]
+	l.free.mrs[n] = nil
+	l.free.mrs = l.free.mrs[:n]
+	l.pool.stats.free.Add(-1)
+	return m
 }
 
 // releaseAfter applies e, which invalidates m, and puts m onto the free list.
@@ -137,7 +165,9 @@ func (l *List) releaseAfter(m *MR, e event) {
 func (l *List) release(m *MR) {
 	clear(m.segs)
 	m.segs = m.segs[:0]
-	l.free = append(l.free, m)
+	l.free.Lock()
+	l.free.mrs = append(l.free.mrs, m)
+	l.free.Unlock()
 	l.pool.stats.free.Add(1)
 }
 

@@ -29,6 +29,8 @@ type model struct {
 	xid    uint32
 
 	failAlloc, failDereg int // number of calls that fail next
+	limit                int // MRs of the device
+	moved                *int
 }
 
 // A modelPD records every MR that is allocated on it.
@@ -49,6 +51,9 @@ type modelMR struct {
 func (p *modelPD) AllocMR(int) (verbs.MR, error) {
 	if p.model.failAlloc > 0 {
 		p.model.failAlloc--
+		return nil, syscall.ENOMEM
+	}
+	if len(p.mrs) >= p.model.limit {
 		return nil, syscall.ENOMEM
 	}
 	p.index++
@@ -166,11 +171,12 @@ type modelSlot struct {
 	send  verbs.WorkRequest
 }
 
-func newModel(seed uint64) *model {
-	r := &model{params: Params{Depth: 2, PageSize: 4096, MaxSegs: 4}}
+func newModel(seed uint64, moved *int) *model {
+	r := &model{params: Params{Depth: 2, PageSize: 4096, MaxSegs: 4}, moved: moved}
 	r.mem = make([]byte, 16*4096)
 	rng := rand.New(rand.NewPCG(seed, 1))
 	r.xid = rng.Uint32()
+	r.limit = 4 + rng.IntN(30)
 	for range 5 {
 		r.slots = append(r.slots, &modelSlot{})
 	}
@@ -241,6 +247,7 @@ func (r *model) call(t *rapid.T) {
 	s := r.pick(t, idle)
 	s.list.Use(r.pool)
 	r.xid++
+	allocated, free := r.stats.Allocated.Load(), len(s.list.free.mrs)
 	chunks := rapid.IntRange(0, 2).Draw(t, "chunks")
 	for range chunks {
 		n := rapid.IntRange(1, 10*4096).Draw(t, "bytes")
@@ -251,12 +258,20 @@ func (r *model) call(t *rapid.T) {
 				t.Fatalf("MRs of a failed Map: got %d registered, %d added; want %d, 0", len(s.list.Registered()),
 					added, before)
 			}
+			pages := (offsetInPage(r.mem, 4096) + n + 4095) / 4096
+			need := int64(min((pages+r.params.Depth-1)/r.params.Depth, r.params.MaxSegs))
+			if errors.Is(err, syscall.ENOMEM) && r.stats.Free() >= need {
+				t.Fatalf("Map of %d bytes: got %v, but %d MRs are free", n, err, r.stats.Free())
+			}
 			if !errors.Is(err, ErrTooManySegments) && !errors.Is(err, syscall.ENOMEM) {
 				t.Fatal(err)
 			}
 			s.list.Unmap()
 			return
 		}
+	}
+	if len(s.list.Registered()) > free+int(r.stats.Allocated.Load()-allocated) {
+		*r.moved++
 	}
 	if rapid.IntRange(0, 9).Draw(t, "unsent") == 0 {
 		s.list.Unmap()
@@ -375,6 +390,7 @@ func (r *model) steps(executed func(name string)) map[string]func(*rapid.T) {
 // must agree.
 func TestModel(t *testing.T) {
 	steps := map[string]int{} // executed steps by name
+	moved := 0                // calls that took MRs of other slots
 	seed := rand.Uint64()
 	if s := flag.Lookup("rapid.seed").Value.String(); s != "0" {
 		fmt.Sscan(s, &seed)
@@ -387,7 +403,7 @@ func TestModel(t *testing.T) {
 	}
 	t.Logf("repeat with -rapid.seed=%d", seed)
 	rapid.Check(t, func(t *rapid.T) {
-		r := newModel(rapid.Uint64().Draw(t, "xid"))
+		r := newModel(rapid.Uint64().Draw(t, "xid"), &moved)
 		t.Repeat(r.steps(func(name string) { steps[name]++ }))
 		r.failAlloc, r.failDereg = 0, 0
 		r.disconnect(t)
@@ -400,13 +416,16 @@ func TestModel(t *testing.T) {
 		}
 	})
 	total := 0
-	for name := range newModel(0).steps(nil) {
+	for name := range newModel(0, nil).steps(nil) {
 		if steps[name] == 0 && name != "" && !t.Failed() {
 			t.Errorf("step %q: was never executed", name)
 		}
 		total += steps[name]
 	}
-	t.Logf("steps: %d: %v", total, steps)
+	t.Logf("steps: %d: %v; %d calls took MRs of other slots", total, steps, moved)
+	if moved == 0 && !t.Failed() {
+		t.Error("calls that took MRs of other slots: got 0, want some")
+	}
 	want := minModelSteps
 	if testing.Short() { // rapid runs a fifth of the checks
 		want /= 10

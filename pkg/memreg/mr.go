@@ -11,7 +11,7 @@ import (
 // An MR is one memory region of a pool, with the work requests that register and invalidate it.
 type MR struct {
 	pool  *Pool
-	list  *List // never changes
+	list  *List // changes only while the MR is free
 	id    uint32
 	vmr   verbs.MR
 	perIO verbs.PerIOMR // vmr if the device registers memory for each use, else nil

@@ -93,8 +93,8 @@ func TestMapRegistersPerIO(t *testing.T) {
 		}
 	}
 	l.Unmap()
-	if pd.registered != 0 || len(l.free) != 2 {
-		t.Errorf("after Unmap: got %d registered, %d free; want 0, 2", pd.registered, len(l.free))
+	if pd.registered != 0 || len(l.free.mrs) != 2 {
+		t.Errorf("after Unmap: got %d registered, %d free; want 0, 2", pd.registered, len(l.free.mrs))
 	}
 	if err := pool.Check(); err != nil {
 		t.Error(err)
@@ -115,8 +115,8 @@ func TestPerIOFailures(t *testing.T) {
 		t.Errorf("Map: got %v, want %v", err, pd.registerErr)
 	}
 	pd.registerErr = nil
-	if len(l.free) != 1 || len(l.Registered()) != 0 || stats.MapErrors.Load() != 1 {
-		t.Errorf("got %d free, %d registered, %d map errors; want 1, 0, 1", len(l.free), len(l.Registered()),
+	if len(l.free.mrs) != 1 || len(l.Registered()) != 0 || stats.MapErrors.Load() != 1 {
+		t.Errorf("got %d free, %d registered, %d map errors; want 1, 0, 1", len(l.free.mrs), len(l.Registered()),
 			stats.MapErrors.Load())
 	}
 	if err := pool.Check(); err != nil {
@@ -127,8 +127,8 @@ func TestPerIOFailures(t *testing.T) {
 	}
 	pd.unregisterErr = errors.New("busy")
 	l.Unmap()
-	if len(l.free) != 0 || stats.Orphaned.Load() != 1 {
-		t.Errorf("got %d free, %d orphaned; want 0, 1", len(l.free), stats.Orphaned.Load())
+	if len(l.free.mrs) != 0 || stats.Orphaned.Load() != 1 {
+		t.Errorf("got %d free, %d orphaned; want 0, 1", len(l.free.mrs), stats.Orphaned.Load())
 	}
 	if pool.Recover() {
 		t.Error("Recover: got a usable pool, want an unusable one: an MR may still be registered")

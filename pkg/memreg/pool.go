@@ -2,6 +2,7 @@ package memreg
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
@@ -18,8 +19,9 @@ type Hooks struct {
 }
 
 // A Pool owns the MRs of one protection domain, across all connections of a transport to one
-// device. It grows on demand (S1). Each MR belongs to one List of the pool. Methods are safe for
-// concurrent use, except Recover, Check and Destroy: no List may be in use while they run.
+// device. It grows on demand (S1). Each MR belongs to one List of the pool, and may move to another
+// List when the device has no more MRs. Methods are safe for concurrent use, except Recover, Check
+// and Destroy: no List may be in use while they run.
 type Pool struct {
 	pd     verbs.PD
 	params Params
@@ -73,6 +75,19 @@ func (p *Pool) newMR(l *List) (*MR, error) {
 	p.stats.gauges[Invalid].Add(1)
 	m.event(trace.Alloc, 0)
 	return m, nil
+}
+
+// popFree removes a free MR of any list. It returns nil if no MR is free.
+func (p *Pool) popFree() *MR {
+	p.mrs.Lock()
+	lists := p.mrs.lists // only grows
+	p.mrs.Unlock()
+	for _, l := range lists {
+		if m := l.popFree(); m != nil {
+			return m
+		}
+	}
+	return nil
 }
 
 // remove takes m out of the pool. It reports whether m was in the pool.
@@ -198,9 +213,9 @@ func (p *Pool) Check() error {
 	seen := make(map[*MR]bool, len(p.mrs.all))
 	free := 0
 	for _, l := range p.mrs.lists {
-		for i, m := range append(append([]*MR(nil), l.free...), l.registered...) {
+		for i, m := range slices.Concat(l.free.mrs, l.registered) {
 			_, known := p.mrs.all[m]
-			switch isFree := i < len(l.free); {
+			switch isFree := i < len(l.free.mrs); {
 			case m.list != l || !known:
 				return fmt.Errorf("memreg: MR %d is on a list of another slot or pool", m.id)
 			case seen[m]:
@@ -210,7 +225,7 @@ func (p *Pool) Check() error {
 			}
 			seen[m] = true
 		}
-		free += len(l.free)
+		free += len(l.free.mrs)
 	}
 	c := p.stats
 	switch {
