@@ -111,6 +111,7 @@ func (l *List) mapSegments(segs [][]byte, writing bool, xid uint32) error {
 			return err
 		}
 		l.registered = append(l.registered, m)
+		m.mapped = true
 		if r := l.pool.hooks.Trace; r != nil {
 			r.Add(trace.Event{Kind: trace.Map, N: uint16(len(m.segs)), XID: xid, MR: m.id, Handle: uint32(m.handle),
 				A: uint64(m.length), B: m.iova})
@@ -163,6 +164,7 @@ func (l *List) releaseAfter(m *MR, e event) {
 
 // release puts an INVALID MR onto the free list.
 func (l *List) release(m *MR) {
+	m.unmapped()
 	clear(m.segs)
 	m.segs = m.segs[:0]
 	l.free.Lock()
@@ -177,7 +179,6 @@ func (l *List) unmapFrom(start int) {
 		if verify.On() && m.posted {
 			verify.Failf("MR %d was posted, but is released as not posted", m.id)
 		}
-		m.event(trace.Unmap, 0)
 		if m.perIO != nil && m.perIO.Unregister() != nil { // the key may still be valid
 			m.apply(evFailLI)
 			l.pool.recycle(m)

@@ -10,6 +10,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -30,7 +31,11 @@ type model struct {
 
 	failAlloc, failDereg int // number of calls that fail next
 	limit                int // MRs of the device
-	moved                *int
+
+	ring   *trace.Ring
+	seen   uint64          // events of ring that were checked
+	mapped map[uint32]bool // MRs with a map event and no unmap event
+	moved  *int
 }
 
 // A modelPD records every MR that is allocated on it.
@@ -177,6 +182,7 @@ func newModel(seed uint64, moved *int) *model {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	r.xid = rng.Uint32()
 	r.limit = 4 + rng.IntN(30)
+	r.ring, r.mapped = trace.NewRing(1024, nil), map[uint32]bool{}
 	for range 5 {
 		r.slots = append(r.slots, &modelSlot{})
 	}
@@ -187,7 +193,7 @@ func newModel(seed uint64, moved *int) *model {
 func (r *model) connect() {
 	if r.pool == nil {
 		r.pd = &modelPD{model: r, mrs: map[uint32]*modelMR{}}
-		r.pool = NewPool(r.pd, r.params, &r.stats, Hooks{})
+		r.pool = NewPool(r.pd, r.params, &r.stats, Hooks{Trace: r.ring})
 	}
 	r.qp = &modelQP{model: r, failAt: -1}
 }
@@ -350,6 +356,34 @@ func (r *model) check(t *rapid.T) {
 	if err := r.pool.Check(); err != nil {
 		t.Fatal(err)
 	}
+	r.checkTrace(t)
+}
+
+// checkTrace checks that each map event has one unmap event (S24).
+func (r *model) checkTrace(t *rapid.T) {
+	events, next, lost := r.ring.Read(r.seen, nil)
+	if lost != 0 {
+		t.Fatalf("lost trace events: got %d, want 0", lost)
+	}
+	r.seen = next
+	for _, e := range events {
+		if e.Kind != trace.Map && e.Kind != trace.Unmap {
+			continue
+		}
+		if r.mapped[e.MR] == (e.Kind == trace.Map) {
+			t.Fatalf("event %v of MR %d after the same event", e.Kind, e.MR)
+		}
+		r.mapped[e.MR] = e.Kind == trace.Map
+	}
+	mapped := int64(0)
+	for _, yes := range r.mapped {
+		if yes {
+			mapped++
+		}
+	}
+	if used := r.stats.Total() - r.stats.Free(); mapped != used {
+		t.Fatalf("MRs with a map event and no unmap event: got %d, want %d, those in use", mapped, used)
+	}
 }
 
 // steps returns the random steps of the model. executed is called after each step that was not
@@ -408,6 +442,7 @@ func TestModel(t *testing.T) {
 		r.failAlloc, r.failDereg = 0, 0
 		r.disconnect(t)
 		r.pool.Destroy()
+		r.checkTrace(t)
 		if r.stats.Total() != 0 || r.stats.Free() != 0 {
 			t.Fatalf("gauges after the last Destroy: got %d MRs, %d free; want 0, 0", r.stats.Total(), r.stats.Free())
 		}

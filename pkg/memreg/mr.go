@@ -24,6 +24,7 @@ type MR struct {
 	length uint32
 	iova   uint64
 	xid    uint32
+	mapped bool // a map event was recorded, and its unmap event was not
 	posted bool // part of a chain that was given to the provider
 
 	reg, inv verbs.WorkRequest
@@ -89,6 +90,14 @@ func (m *MR) attach(vmr verbs.MR) {
 func (m *MR) event(k trace.Kind, status verbs.Status) {
 	if r := m.pool.hooks.Trace; r != nil {
 		r.Add(trace.Event{Kind: k, Status: uint8(status), XID: m.xid, MR: m.id, Handle: uint32(m.handle)})
+	}
+}
+
+// unmapped records the unmap event of m, once for each map event.
+func (m *MR) unmapped() {
+	if m.mapped {
+		m.mapped = false
+		m.event(trace.Unmap, 0)
 	}
 }
 

@@ -111,6 +111,7 @@ func (p *Pool) recycle(m *MR) {
 // returns an error. The pool must then not serve another connection, because any connection of the
 // protection domain may still reach the memory.
 func (p *Pool) destroy(m *MR) bool {
+	m.unmapped()
 	err := m.vmr.Dereg()
 	m.apply(evDestroy)
 	if err == nil {
@@ -138,6 +139,7 @@ func (p *Pool) recover(m *MR) bool {
 		return false
 	}
 	m.apply(evRecover)
+	m.unmapped()
 	if m.vmr.Dereg() == nil {
 		p.retireKeys(m)
 		if vmr, err := p.pd.AllocMR(p.params.Depth); err == nil {

@@ -23,7 +23,7 @@ type Kind uint8
 const (
 	None           Kind = iota
 	Map                 // MR mapped N segments of A bytes at address B
-	Unmap               // MR released before it was posted
+	Unmap               // MR is released or destroyed; once for each Map
 	FastReg             // FastReg of the MR added to a chain
 	LocalInv            // LOCAL_INV of the MR added to a chain
 	RemInv              // the server invalidated the MR

@@ -1,7 +1,9 @@
 package trace
 
 import (
+	_ "embed" // testdata
 	"encoding/json"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -128,6 +130,29 @@ func TestReadSkipsDroppedEvents(t *testing.T) {
 	if events, next, lost := r.Read(next, nil); len(events) != size-2 || next != late || lost != 0 {
 		t.Errorf("before a late event: got %d events, next %d, %d lost; want %d, %d, 0", len(events), next, lost,
 			size-2, late)
+	}
+}
+
+//go:embed testdata/names.golden
+var goldenNames string
+
+// TestNamesAreStable compares the names of all events with testdata/names.golden. Users search and
+// parse traces by these names.
+func TestNamesAreStable(t *testing.T) {
+	golden := strings.Fields(goldenNames)
+	var got []string
+	for k := None + 1; k < kinds; k++ {
+		got = append(got, k.String())
+	}
+	if !slices.Equal(got, golden) {
+		t.Errorf("names of events:\n got %v\nwant %v", got, golden)
+	}
+	r := NewRing(1, status)
+	for i, name := range golden {
+		e := Event{Kind: None + 1 + Kind(i), Status: 1}
+		if text := strings.Fields(r.Text(&e)); len(text) < 2 || text[1] != name {
+			t.Errorf("Text of event %d: got %v, want name %s", i, text, name)
+		}
 	}
 }
 
