@@ -15,7 +15,8 @@
 //
 // A device that registers memory for each use (verbs.CapPerIOReg) registers it in Map, because only
 // the registration returns the key for the header. Its FastRegs and LOCAL_INVs still take their
-// places in the chains. Unmap invalidates the MR at once.
+// places in the chains. Unmap invalidates the MR at once. If that fails, the caller must end the
+// connection, which fences the memory.
 //
 // A device that must pin memory before a FastReg (verbs.PreparingPD) pins it in Map. A lack of
 // memory is then a shortage of this RPC only, and not an error of the post.

@@ -24,7 +24,8 @@ var ErrForeignMemory = errors.New("memreg: memory for this RDMA device must come
 type List struct {
 	pool       *Pool
 	registered []*MR
-	abandoned  bool // the caller gave up the current RPC; only trace events depend on it
+	abandoned  bool  // the caller gave up the current RPC; only trace events depend on it
+	unmapErr   error // of an MR that was not posted; Unmap returns it
 
 	free struct { // the MR that was released last is at the end
 		sync.Mutex // no other lock is taken while it is held
@@ -49,7 +50,7 @@ func (l *List) reset() {
 	for l.popFree() != nil {
 	}
 	clear(l.registered)
-	l.registered, l.pool = l.registered[:0], nil
+	l.registered, l.unmapErr, l.pool = l.registered[:0], nil, nil
 }
 
 // Registered returns the MRs that are registered for the RPC, in the order of Map. The result is
@@ -58,7 +59,8 @@ func (l *List) Registered() []*MR { return l.registered }
 
 // Map prepares the registration of all segments as one chunk and appends the MRs to Registered. It
 // returns how many MRs it added. The server may write to the chunk if writing is true, and read
-// from it otherwise (S6). On error Map adds nothing and loses no MR (S22). No segment may be empty.
+// from it otherwise (S6). On error Map adds nothing and loses no MR (S22); the caller must then call
+// Unmap. No segment may be empty.
 //
 // Errors: ErrTooManySegments, ErrForeignMemory, and the errors of the provider.
 func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {
@@ -179,10 +181,13 @@ func (l *List) unmapFrom(start int) {
 		if verify.On() && m.posted {
 			verify.Failf("MR %d was posted, but is released as not posted", m.id)
 		}
-		if m.perIO != nil && m.perIO.Unregister() != nil { // the key may still be valid
-			m.apply(evFailLI)
-			l.pool.recycle(m)
-			continue
+		if m.perIO != nil {
+			if err := m.perIO.Unregister(); err != nil {
+				l.unmapErr = fmt.Errorf("unregister MR %d: %w", m.id, err)
+				m.apply(evFailLI)
+				l.pool.recycle(m)
+				continue
+			}
 		}
 		l.releaseAfter(m, evUnmap)
 	}
@@ -190,8 +195,15 @@ func (l *List) unmapFrom(start int) {
 	l.registered = l.registered[:start]
 }
 
-// Unmap releases all MRs that were mapped and not posted, after a failed marshal (S19).
-func (l *List) Unmap() { l.unmapFrom(0) }
+// Unmap releases all MRs that were mapped and not posted, after a failed marshal (S19). After an
+// error, the server may still reach the memory with a key of this or a failed Map. Only the end of
+// the connection fences the memory, and the caller must end it.
+func (l *List) Unmap() error {
+	l.unmapFrom(0)
+	err := l.unmapErr
+	l.unmapErr = nil
+	return err
+}
 
 // A cursor is a position in a list of segments.
 type cursor struct {
@@ -372,6 +384,7 @@ func (l *List) Fenced() {
 
 // recover replaces or drops every registered MR after the end of a connection.
 func (l *List) recover() {
+	l.unmapErr = nil
 	for _, m := range l.registered {
 		if l.pool.recover(m) {
 			l.releaseAfter(m, evRecovered)

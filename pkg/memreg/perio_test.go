@@ -15,7 +15,10 @@ type perIOPD struct {
 	registered    int
 	registerErr   error
 	unregisterErr error
+	failOnce      *byte // the first Unregister of this memory fails
 }
+
+var errUnregister = errors.New("device is busy")
 
 type perIOMR struct {
 	fakeMR
@@ -49,6 +52,10 @@ func (m *perIOMR) Register(_ verbs.Access, seg []byte) (verbs.RKey, error) {
 func (m *perIOMR) Unregister() error {
 	if m.pd.unregisterErr != nil {
 		return m.pd.unregisterErr
+	}
+	if m.mem != nil && m.pd.failOnce == unsafe.SliceData(m.mem) {
+		m.pd.failOnce = nil
+		return errUnregister
 	}
 	if m.mem != nil {
 		m.pd.registered--
@@ -126,7 +133,12 @@ func TestPerIOFailures(t *testing.T) {
 		t.Fatal(err)
 	}
 	pd.unregisterErr = errors.New("busy")
-	l.Unmap()
+	if err := l.Unmap(); !errors.Is(err, pd.unregisterErr) {
+		t.Errorf("Unmap: got %v, want %v", err, pd.unregisterErr)
+	}
+	if err := l.Unmap(); err != nil {
+		t.Errorf("second Unmap: got %v, want nil", err)
+	}
 	if len(l.free.mrs) != 0 || stats.Orphaned.Load() != 1 {
 		t.Errorf("got %d free, %d orphaned; want 0, 1", len(l.free.mrs), stats.Orphaned.Load())
 	}
@@ -135,6 +147,45 @@ func TestPerIOFailures(t *testing.T) {
 	}
 	pd.unregisterErr = nil
 	pool.Destroy()
+}
+
+// TestUnmapReportsFailedUnregister has an MR that cannot be unregistered, after a Map that failed
+// and after one that did not. Unmap must report it, and all other MRs must become free.
+func TestUnmapReportsFailedUnregister(t *testing.T) {
+	mem := pages(t, 10)
+	for _, failedMap := range []bool{true, false} {
+		var stats Counters
+		pd := &perIOPD{}
+		pool := NewPool(pd, perIOParams, &stats, Hooks{})
+		var l List
+		l.Use(pool)
+		var segs [][]byte
+		for i := range perIOParams.MaxSegs {
+			segs = append(segs, mem[i*8192:i*8192+4096])
+		}
+		wantErr := error(nil)
+		if failedMap {
+			segs, wantErr = append(segs, mem[len(segs)*8192:]), ErrTooManySegments
+		}
+		pd.failOnce = &segs[1][0]
+		if _, err := l.Map(segs, true, 1); !errors.Is(err, wantErr) {
+			t.Fatalf("Map: got %v, want %v", err, wantErr)
+		}
+		if err := l.Unmap(); !errors.Is(err, errUnregister) {
+			t.Errorf("failed Map %v: Unmap: got %v, want %v", failedMap, err, errUnregister)
+		}
+		if pd.registered != 0 || len(l.free.mrs) != 3 || stats.Recycled.Load() != 1 || len(l.Registered()) != 0 {
+			t.Errorf("failed Map %v: got %d keys, %d free, %d recycled, %d registered; want 0, 3, 1, 0", failedMap,
+				pd.registered, len(l.free.mrs), stats.Recycled.Load(), len(l.Registered()))
+		}
+		if err := l.Unmap(); err != nil {
+			t.Errorf("failed Map %v: second Unmap: got %v, want nil", failedMap, err)
+		}
+		if err := pool.Check(); err != nil {
+			t.Error(err)
+		}
+		pool.Destroy()
+	}
 }
 
 func TestMapRejectsForeignMemory(t *testing.T) {

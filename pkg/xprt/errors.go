@@ -86,6 +86,13 @@ type postError struct {
 func (e *postError) Error() string { return "post " + e.what + ": " + e.err.Error() }
 func (e *postError) Unwrap() error { return e.err }
 
+// An unmapError is memory that the provider could not unregister. It ends the connection, which
+// fences the memory.
+type unmapError struct{ err error }
+
+func (e *unmapError) Error() string { return "release memory: " + e.err.Error() }
+func (e *unmapError) Unwrap() error { return e.err }
+
 // errIdle ends a connection without calls.
 var errIdle = errors.New("xprt: connection is idle")
 
@@ -109,7 +116,8 @@ func localFault(err error) bool {
 		return false
 	}
 	var post *postError
-	if errors.As(err, &post) || errors.Is(err, errPanic) {
+	var unmap *unmapError
+	if errors.As(err, &post) || errors.As(err, &unmap) || errors.Is(err, errPanic) {
 		return true
 	}
 	var failed *completionFailure

@@ -33,6 +33,7 @@ func (*queueFullError) Error() string { return "xprt: send queue is full" }
 // transmit marshals and posts the call of s. It returns false without an error if the connection
 // ended; the caller must then wait for a credit again. Other errors of interest:
 //
+//   - *unfencedError: wait until the memory is fenced;
 //   - *shortageError: retry after a pause;
 //   - *queueFullError: retry when there is room.
 func (t *Transport) transmit(s *slot) (sent bool, err error) {
@@ -46,17 +47,15 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 	s.mrs.Use(cn.pool)
 	if err := t.marshal(s, cn); err != nil {
 		t.stats.failedMarshal.Add(1)
-		s.unmap()
 		var bad *ProtocolError
-		if errors.As(err, &bad) || errors.Is(err, memreg.ErrTooManySegments) ||
-			errors.Is(err, memreg.ErrForeignMemory) {
-			return false, err
+		if !errors.As(err, &bad) && !errors.Is(err, memreg.ErrTooManySegments) &&
+			!errors.Is(err, memreg.ErrForeignMemory) {
+			err = &shortageError{err}
 		}
-		return false, &shortageError{err}
+		return false, s.unmap(cn, err)
 	}
 	if err := cn.reserve(s, places(len(s.mrs.Registered()))); err != nil {
-		s.unmap()
-		return false, err
+		return false, s.unmap(cn, err)
 	}
 	head, n := s.mrs.Chain(&s.sendWR)
 	s.sqTaken = n // for the LOCAL_INVs
@@ -87,12 +86,41 @@ func (cn *conn) reserve(s *slot, n int) error {
 	return &queueFullError{room, cn.ended}
 }
 
-// unmap gives back the MRs and the buffers of a call that was not posted.
-func (s *slot) unmap() {
-	s.mrs.Unmap()
+// unmap gives back the MRs and the buffers of a call that was not posted because of cause. It
+// returns cause. If the memory may still be registered, it ends the connection and returns an
+// *unfencedError.
+func (s *slot) unmap(cn *conn, cause error) error {
+	if err := s.mrs.Unmap(); err != nil {
+		cn.fail(&unmapError{err})
+		return &unfencedError{cause, cn.down}
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.releaseLong()
+	return cause
+}
+
+// An unfencedError reports that a call was not posted, and that the server may reach its memory
+// until down is closed.
+type unfencedError struct {
+	cause error
+	down  <-chan struct{}
+}
+
+func (*unfencedError) Error() string { return "xprt: memory of a call is not fenced" }
+
+// awaitFence returns err, the error of transmit. After an *unfencedError, it waits until the worker
+// has taken the connection down, releases the buffers of the call, and returns the cause.
+func (s *slot) awaitFence(err error) error {
+	var unfenced *unfencedError
+	if !errors.As(err, &unfenced) {
+		return err
+	}
+	<-unfenced.down
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.releaseLong()
+	return unfenced.cause
 }
 
 // post posts the chain of a call, which has n requests. It holds mu during the post, so that a

@@ -415,6 +415,7 @@ func (t *Transport) perform(ctx context.Context, s *slot, m *sunrpc.Message, sta
 		}
 		sent, err := t.transmit(s)
 		if err != nil {
+			err = s.awaitFence(err)
 			if !t.waitRetry(ctx, s, err, &pause) {
 				s.end()
 				return err

@@ -103,6 +103,7 @@ func TestLocalFault(t *testing.T) {
 		{&completionFailure{"localinv", verbs.StatusMWBindErr}, true},
 		{&completionFailure{"fastreg", verbs.StatusLocProtErr}, true},
 		{&postError{"RPC", verbs.ErrQueueFull}, true},
+		{&unmapError{verbs.ErrBusy}, true},
 		{&postError{"RPC", fmt.Errorf("late: %w", verbs.ErrQPState)}, false},
 	} {
 		if got := localFault(c.err); got != c.local {
