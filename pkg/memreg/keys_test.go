@@ -53,7 +53,7 @@ func (k *keyLog) add(key verbs.RKey) {
 }
 
 // TestKeysReturnLate registers memory many times, also after reconnects whose new MRs have the
-// indexes of the old ones (S4).
+// indexes of the old ones (S4). The MRs are recovered or recycled.
 func TestKeysReturnLate(t *testing.T) {
 	var stats Counters
 	pd := &fakePD{reuse: true}
@@ -73,13 +73,18 @@ func TestKeysReturnLate(t *testing.T) {
 			}
 			log.add(m.handle)
 		}
-		if i < 10_000 { // the connection ends
+		switch {
+		case i < 10_000 && i%2 == 0: // LOCAL_INVs cannot be posted, so the MRs are recycled
+			if err := l.Invalidate(&failingQP{failAt: 0}, func(bool) {}); err == nil {
+				t.Fatal("Invalidate: got no error")
+			}
+		case i < 10_000: // the connection ends
 			if !pool.Recover() {
 				t.Fatal("Recover: got an unusable pool")
 			}
-			continue
+		default:
+			l.Unmap()
 		}
-		l.Unmap()
 	}
 	if len(log.uses) != 3 {
 		t.Errorf("indexes: got %d, want 3", len(log.uses))

@@ -266,10 +266,7 @@ func (m *MR) fill(segs [][]byte, pos *cursor) {
 func (m *MR) prepare(writing bool, xid uint32) error {
 	m.iova = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m.segs[0]))))
 	if m.pool.params.ChosenIOVA {
-		m.iova = uint64(xid)<<32 | m.iova&0xffffffff // S5
-		if m.iova&0xffffffff+uint64(m.length) > 1<<32 {
-			m.iova &^= 0xffff0000 // the range must not cross into the next XID
-		}
+		m.iova = xidAddress(xid, m.iova, m.length)
 	}
 	m.reg.Access = verbs.AccessRemoteRead
 	if writing {
@@ -289,6 +286,16 @@ func (m *MR) prepare(writing bool, xid uint32) error {
 	m.xid, m.posted, m.onFenced = xid, false, nil
 	m.apply(evMap)
 	return nil
+}
+
+// xidAddress returns the address that carries xid in its upper half (S5). Its lower half is that of
+// addr, unless the range of length bytes would then cross into the next XID.
+func xidAddress(xid uint32, addr uint64, length uint32) uint64 {
+	low := addr & 0xffffffff
+	if low+uint64(length) > 1<<32 {
+		low &= 0xffff
+	}
+	return uint64(xid)<<32 | low
 }
 
 // Chain puts the registrations in front of last, in the order of Map (S7). It returns the head of

@@ -322,6 +322,9 @@ func (r *model) replyWithInvalidation(t *rapid.T) {
 	for _, k := range s.keys {
 		if valid[k] { // the device lets the peer invalidate only valid keys
 			r.qp.invalidate(k)
+			if s.list.RemoteInvalidated(k ^ 1) {
+				t.Fatalf("RemoteInvalidated(%#x): got true for another key of the index", k^1)
+			}
 			if !s.list.RemoteInvalidated(k) {
 				t.Fatalf("RemoteInvalidated(%#x): got false for a key of the RPC", k)
 			}

@@ -13,6 +13,7 @@ type perIOPD struct {
 	fakePD
 	nextKey       uint32
 	registered    int
+	access        verbs.Access // of the last registration
 	registerErr   error
 	unregisterErr error
 	failOnce      *byte // the first Unregister of this memory fails
@@ -36,7 +37,7 @@ func (p *perIOPD) AllocMR(int) (verbs.MR, error) {
 
 func (m *perIOMR) RKey() verbs.RKey { return m.key }
 
-func (m *perIOMR) Register(_ verbs.Access, seg []byte) (verbs.RKey, error) {
+func (m *perIOMR) Register(access verbs.Access, seg []byte) (verbs.RKey, error) {
 	if m.pd.registerErr != nil {
 		return 0, m.pd.registerErr
 	}
@@ -45,6 +46,7 @@ func (m *perIOMR) Register(_ verbs.Access, seg []byte) (verbs.RKey, error) {
 	}
 	m.pd.nextKey += 0x1357 // not a key that memreg chooses
 	m.pd.registered++
+	m.pd.access = access
 	m.key, m.mem = verbs.RKey(m.pd.nextKey), seg
 	return m.key, nil
 }
