@@ -42,8 +42,8 @@
 // # Locks
 //
 // A List belongs to the current owner of its slot. Only its free MRs have a lock, List.free. A slot
-// at the limit of the device takes free MRs of other slots; otherwise only the owner uses that lock.
-// Pool.mrs guards the set of all MRs. The pool locks it only to allocate, move or destroy an MR,
-// never in the steady state. Recover, Check and Destroy must not run while any List of the pool is
-// in use.
+// at the limit of the device takes free MRs of other slots. Otherwise, only the owner uses that
+// lock. Pool.mrs guards the set of all MRs. The pool locks it only to allocate, move or destroy an
+// MR, never in the steady state. Recover, Check and Destroy must not run while any List of the pool
+// is in use.
 package memreg

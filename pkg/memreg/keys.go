@@ -9,8 +9,8 @@ import (
 )
 
 // keyChoices is the number of least recently used keys among which a keyHistory chooses. All other
-// 8-bit keys were used later. At least 256 - keyChoices registrations therefore lie between two uses
-// of a key.
+// 8-bit keys were used later. At least 256 - keyChoices registrations therefore lie between two
+// uses of a key.
 const keyChoices = 128
 
 // maxRetired is the largest number of key histories of destroyed MRs that a pool keeps.

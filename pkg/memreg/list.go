@@ -59,8 +59,8 @@ func (l *List) Registered() []*MR { return l.registered }
 
 // Map prepares the registration of all segments as one chunk and appends the MRs to Registered. It
 // returns how many MRs it added. The server may write to the chunk if writing is true, and read
-// from it otherwise (S6). On error Map adds nothing and loses no MR (S22); the caller must then call
-// Unmap. No segment may be empty.
+// from it otherwise (S6). On error Map adds nothing and loses no MR (S22). The caller must then
+// call Unmap. No segment may be empty.
 //
 // Errors: ErrTooManySegments, ErrForeignMemory, and the errors of the provider.
 func (l *List) Map(segs [][]byte, writing bool, xid uint32) (int, error) {

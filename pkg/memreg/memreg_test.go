@@ -117,7 +117,8 @@ func TestQueryReasons(t *testing.T) {
 			"page list of 16 pages and 32 SGEs in an RDMA Read allow MRs of 16 pages, want at least 17"},
 		{func(a *verbs.DeviceAttrs) { a.MaxQPWR = 60 },
 			"send queue of 60 work requests has room for 3 RPCs of 7 each, want at least 4"},
-		{func(a *verbs.DeviceAttrs) { a.MaxMR = 16 }, "device of 16 MRs has room for 3 RPCs of 4 each, want at least 4"},
+		{func(a *verbs.DeviceAttrs) { a.MaxMR = 16 },
+			"device of 16 MRs has room for 3 RPCs of 4 each, want at least 4"},
 	} {
 		_, err := Query(device(c.change), 128)
 		want := "RDMA device test0 does not support NFS: " + c.want + "; choose another with device= or provider="

@@ -66,8 +66,8 @@ func TestChainOfRPC(t *testing.T) {
 	}
 }
 
-// TestChainOfLocalInvs checks the LOCAL_INVs of an RPC: one chain with all MRs whose last request is
-// signaled (S9, S10). The counter has only those that were posted.
+// TestChainOfLocalInvs checks the LOCAL_INVs of an RPC: one chain with all MRs whose last request
+// is signaled (S9, S10). The counter has only those that were posted.
 func TestChainOfLocalInvs(t *testing.T) {
 	for failAt := -1; failAt < 3; failAt++ {
 		var stats Counters
@@ -129,7 +129,8 @@ func TestInvalidateWithoutMRs(t *testing.T) {
 	var l List
 	var got []bool
 	qp := &recordingQP{failAt: 0}
-	if err := l.Invalidate(qp, func(ok bool) { got = append(got, ok) }); err != nil || !slices.Equal(got, []bool{true}) {
+	err := l.Invalidate(qp, func(ok bool) { got = append(got, ok) })
+	if err != nil || !slices.Equal(got, []bool{true}) {
 		t.Errorf("Invalidate: got %v, fenced %v; want nil, true", err, got)
 	}
 }
@@ -214,7 +215,8 @@ func TestXIDAddress(t *testing.T) {
 	}
 }
 
-// TestPostedMRIsNotUnmapped checks the invariant that only MRs without a request are unmapped (S19).
+// TestPostedMRIsNotUnmapped checks the invariant that Unmap gets only MRs that were not posted
+// (S19).
 func TestPostedMRIsNotUnmapped(t *testing.T) {
 	var stats Counters
 	l, pool := threeMRs(t, &stats, Hooks{})

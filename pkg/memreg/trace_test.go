@@ -75,7 +75,8 @@ func TestTraceEvents(t *testing.T) {
 		{"failed marshal", func(c *tracedCall) { c.mapPages(2); c.list.Unmap() },
 			"alloc.1 map.1 alloc.2 map.2 unmap.1 unmap.2"},
 		{"reply", func(c *tracedCall) { c.mapPages(2); c.send(); c.invalidate() },
-			"alloc.1 map.1 alloc.2 map.2 fastreg.2 fastreg.1 localinv.2 localinv.1 wc_li_done.2 unmap.1 unmap.2 post_linv/2"},
+			"alloc.1 map.1 alloc.2 map.2 fastreg.2 fastreg.1 localinv.2 localinv.1 " +
+				"wc_li_done.2 unmap.1 unmap.2 post_linv/2"},
 		{"remote invalidation", func(c *tracedCall) {
 			c.mapPages(1)
 			c.send()
