@@ -22,8 +22,7 @@ func TestMountSetsKernelFlags(t *testing.T) {
 	} {
 		t.Run(tt.options, func(t *testing.T) {
 			dir := w.mkdir(t, "flags")
-			nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
-				w.opts(w.server.RDMAAddr)+","+tt.options).succeeds(t)
+			w.mountWith(t, dir, tt.options)
 			w.checkMount(t, dir)
 			if got := kernelFlags(t, dir); got != tt.want {
 				t.Errorf("got mount flags %q, want %q", got, tt.want)

@@ -9,7 +9,6 @@ import (
 	"io"
 	"math"
 	"math/rand/v2"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -19,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -112,24 +112,13 @@ func checkCopies(t *testing.T, dir string) {
 	}
 }
 
-// freeAddress returns a loopback address and a TCP port that was free a moment ago.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
-
 // TestInjectedFaults copies files while the daemon injects faults. The data must be right, and all
 // commands, the log and the metrics must show that fault injection is on.
 func TestInjectedFaults(t *testing.T) {
 	const spec = "seed=7,disconnect-every=60,post-fail=90:*"
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
-	metrics := freeAddress(t)
+	metrics := nfstest.FreePort(t)
 	w.startDaemonWith(t, "--metrics-listen", metrics)
 	if v := scrape(t, metrics)["nfsrdmad_fault_injection_enabled"]; v != 0 {
 		t.Errorf("got fault_injection_enabled %v, want 0", v)
@@ -147,8 +136,7 @@ func TestInjectedFaults(t *testing.T) {
 	}
 	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--log-level", "warn")
 	dir := w.mkdir(t, "mnt")
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", "port="+portOf(t, rdma)+
-		",mountport="+portOf(t, tcp)).succeeds(t)
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", ports(t, rdma, tcp)).succeeds(t)
 	traced := w.trace(t, dir)
 
 	if err := copyAll(filepath.Join(dir, "in"), filepath.Join(dir, "out")); err != nil {

@@ -69,8 +69,7 @@ func TestLocksOfTwoDaemons(t *testing.T) {
 func TestStatusNamesMissingLockService(t *testing.T) {
 	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
-		w.opts(w.server.RDMAAddr)+",nlmport=1").succeeds(t)
+	w.mountWith(t, dir, "nlmport=1")
 	wantText(t, "doctor", nfsrdmad(t, "doctor", "--control-socket", w.socket).succeeds(t).stdout,
 		"no locks", "no NLM service", "127.0.0.1:1: connect", "start lockd on the server")
 	f, err := os.Open(filepath.Join(dir, "hello"))
@@ -107,8 +106,7 @@ func TestDoctorChecksLocks(t *testing.T) {
 	w := newTestEnv(t)
 	dir, local := w.mkdir(t, "mnt"), w.mkdir(t, "local")
 	w.mount(t, dir).succeeds(t)
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", local, "-o",
-		w.opts(w.server.RDMAAddr)+",nolock").succeeds(t)
+	w.mountWith(t, local, "nolock")
 	wantText(t, "doctor", nfsrdmad(t, "doctor", "--control-socket", w.socket).succeeds(t).stdout,
 		"ok locks "+dir+": the lock service of the server replies; ",
 		"ok locks "+local+": all local")

@@ -218,6 +218,13 @@ func (w *testEnv) mount(t *testing.T, dir string) outcome {
 	return nfsrdmad(t, "mount", "--control-socket", w.socket, "-v", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
 }
 
+// mountWith is mount with further options. The mount must succeed.
+func (w *testEnv) mountWith(t *testing.T, dir, options string) {
+	t.Helper()
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
+		w.opts(w.server.RDMAAddr)+","+options).succeeds(t)
+}
+
 // checkMount checks that the daemon answers and that the mount at dir serves files.
 func (w *testEnv) checkMount(t *testing.T, dir string) {
 	t.Helper()

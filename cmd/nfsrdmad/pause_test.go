@@ -105,7 +105,7 @@ func newPausableMount(t *testing.T, options string, files map[string]int) *pausa
 	}
 	h := &pausableMount{testEnv: w, pausableServer: servePausable(t, filepath.Join(w.dir, "export")),
 		mnt: w.mkdir(t, "paused")}
-	opts := fmt.Sprintf("port=%s,mountport=%s,%s", portOf(t, h.rdma), portOf(t, h.tcp), options)
+	opts := ports(t, h.rdma, h.tcp) + "," + options
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", h.mnt, "-o", opts).succeeds(t)
 	t.Cleanup(func() {
 		nfsrdmad(t, "umount", "--control-socket", w.socket, "--force", h.mnt).succeeds(t)

@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 )
 
 // servingLine matches the first line of serve.
@@ -62,13 +64,10 @@ func serveAt(t *testing.T, args ...string) (rdma, tcp string, end func()) {
 	return m[1], m[2], end
 }
 
-func portOf(t *testing.T, addr string) string {
+// ports returns the mount options for the addresses of a server.
+func ports(t *testing.T, rdma, tcp string) string {
 	t.Helper()
-	_, port, err := net.SplitHostPort(addr)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return port
+	return "port=" + nfstest.PortOf(t, rdma) + ",mountport=" + nfstest.PortOf(t, tcp)
 }
 
 // TestServeBackend writes a file through three processes: a mount, "serve --backend", and "serve
@@ -82,7 +81,7 @@ func TestServeBackend(t *testing.T) {
 		t.Errorf("serve --backend %s: got backend %s in the output", tcp, named)
 	}
 	dir := w.mkdir(t, "mnt")
-	opts := "soft,timeo=50,retrans=0,port=" + portOf(t, front) + ",mountport=" + portOf(t, tcp)
+	opts := "soft,timeo=50,retrans=0," + ports(t, front, tcp)
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", opts).succeeds(t)
 	big := strings.Repeat("through two servers ", 200_000)
 	if err := os.WriteFile(filepath.Join(dir, "big"), []byte(big), 0o644); err != nil {
@@ -148,7 +147,7 @@ func TestServeErrors(t *testing.T) {
 func TestServeLimitsConnectionsPerClient(t *testing.T) {
 	w := newTestEnv(t)
 	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--max-connections", "2", "--message-memory", "4")
-	opts := "port=" + portOf(t, rdma) + ",mountport=" + portOf(t, tcp)
+	opts := ports(t, rdma, tcp)
 	first, second := w.mkdir(t, "first"), w.mkdir(t, "second")
 	mount := func(dir string) outcome {
 		return nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", opts)
@@ -183,7 +182,7 @@ func TestIPv6(t *testing.T) {
 	}
 	rdma, tcp, _ := serve(t, filepath.Join(w.dir, "export"), "--rdma-listen", "[::1]:0", "--tcp-listen", "[::1]:0")
 	dir, free := w.mkdir(t, "mnt"), w.mkdir(t, "free")
-	opts := "port=" + portOf(t, rdma) + ",mountport=" + portOf(t, tcp)
+	opts := ports(t, rdma, tcp)
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", dir, "-o", opts).succeeds(t)
 	w.checkMount(t, dir)
 	if out := nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout; !strings.Contains(out,
@@ -195,7 +194,7 @@ func TestIPv6(t *testing.T) {
 	}
 	closed := closedPort(t).Port() // also closed on [::1]
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o",
-		fmt.Sprintf("port=%d,mountport=%s", closed, portOf(t, tcp))).
+		fmt.Sprintf("port=%d,mountport=%s", closed, nfstest.PortOf(t, tcp))).
 		fails(t, 32, "[::1]:/ on ", fmt.Sprintf("RDMA connection to [::1]:%d: ", closed), "refused")
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o", fmt.Sprintf("mountport=%d", closed)).
 		fails(t, 32, fmt.Sprintf("MNT / at [::1]:%d: ", closed), "refused")

@@ -50,7 +50,6 @@ func (w *testEnv) wantOnServer(t *testing.T, name string, want []byte) {
 // TestStopWritesDirtyData checks that the daemon writes the data of open files before it ends a
 // mount: on SIGTERM, and for umount --force.
 func TestStopWritesDirtyData(t *testing.T) {
-	const options = "dirty_expire=0"
 	data := noise("dirty", 3<<20+5)
 	for name, stop := range map[string]func(*testing.T, *testEnv, string){
 		"SIGTERM": func(*testing.T, *testEnv, string) {}, // at the end of each case
@@ -64,8 +63,7 @@ func TestStopWritesDirtyData(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newTestEnv(t)
 			dir := w.mkdir(t, "mnt")
-			nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
-				w.opts(w.server.RDMAAddr)+","+options).succeeds(t)
+			w.mountWith(t, dir, "dirty_expire=0")
 			for i := range 3 {
 				writeDirty(t, filepath.Join(dir, fmt.Sprint("file", i)), data[i:])
 			}
@@ -86,8 +84,7 @@ func TestStopWritesDirtyData(t *testing.T) {
 func TestOpenFileReachesServer(t *testing.T) {
 	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
-		w.opts(w.server.RDMAAddr)+",dirty_expire=1").succeeds(t)
+	w.mountWith(t, dir, "dirty_expire=1")
 	data := noise("dirty", 100_000)
 	writeDirty(t, filepath.Join(dir, "file"), data)
 	for end := time.Now().Add(limit); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
@@ -104,8 +101,8 @@ func TestStopWritesMappedData(t *testing.T) {
 	w := newTestEnv(t)
 	server := servePausable(t, filepath.Join(w.dir, "export"), "--no-root-squash")
 	dir := w.mkdir(t, "mnt")
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", fmt.Sprintf("port=%s,mountport=%s",
-		portOf(t, server.rdma), portOf(t, server.tcp))).succeeds(t)
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
+		ports(t, server.rdma, server.tcp)).succeeds(t)
 	data := noise("mapped", 300_000)
 	f := writeDirty(t, filepath.Join(dir, "file"), make([]byte, len(data)))
 	p, err := syscall.Mmap(int(f.Fd()), 0, len(data), syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
@@ -127,8 +124,8 @@ func TestStopReportsLostData(t *testing.T) {
 	w.startDaemonWith(t, "--metrics-listen", "", "--shutdown-timeout", "2s")
 	server := servePausable(t, filepath.Join(w.dir, "export"), "--no-root-squash")
 	dir := w.mkdir(t, "mnt")
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", fmt.Sprintf(
-		"port=%s,mountport=%s,dirty_expire=0", portOf(t, server.rdma), portOf(t, server.tcp))).succeeds(t)
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
+		ports(t, server.rdma, server.tcp)+",dirty_expire=0").succeeds(t)
 	f := writeDirty(t, filepath.Join(dir, "file"), noise("dirty", 100_000))
 	if _, err := f.WriteAt([]byte("more"), 1<<20); err != nil {
 		t.Fatal(err)
@@ -159,7 +156,7 @@ func TestForegroundReportsLostData(t *testing.T) {
 	server := servePausable(t, filepath.Join(w.dir, "export"), "--no-root-squash")
 	dir := w.mkdir(t, "mnt")
 	cmd := program(t, "nfsrdmad", "mount", "--control-socket", w.socket, "--foreground", "127.0.0.1:/", dir, "-o",
-		fmt.Sprintf("port=%s,mountport=%s,dirty_expire=0", portOf(t, server.rdma), portOf(t, server.tcp)))
+		ports(t, server.rdma, server.tcp)+",dirty_expire=0")
 	w.startForeground(t, cmd, dir)
 	writeDirty(t, filepath.Join(dir, "file"), noise("dirty", 100_000))
 	server.pause(t)
