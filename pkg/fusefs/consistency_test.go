@@ -82,62 +82,51 @@ func twoMounts(t *testing.T, e *export, opts Options) (a *testMount, calls *scri
 	return a, calls, e.mount(t, mountConfig{opts: opts})
 }
 
-// bothServers are the servers that the tests of consistency use.
-var bothServers = []struct {
-	name  string
-	start func(*testing.T) *export
-}{{"own server", startOwnExport}, {"NFS-Ganesha", startExport}}
-
 // TestOwnWritesStayCached checks that data that this mount wrote is read from the kernel's pages.
 func TestOwnWritesStayCached(t *testing.T) {
 	t.Parallel()
-	for _, s := range bothServers {
-		t.Run(s.name, func(t *testing.T) {
-			m, calls := s.start(t).mountScripted(t, mountConfig{})
-			data := randomBytes(1, 9<<20) // several WRITEs in flight
-			must(t, os.WriteFile(m.path("f"), data, 0o644))
-			wantContent(t, m.path("f"), data)
-			must(t, os.Rename(m.path("f"), m.path("g"))) // changes the ctime on most file systems
-			wantContent(t, m.path("g"), data)
-			f, err := os.OpenFile(m.path("g"), os.O_RDWR, 0)
-			must(t, err)
-			defer f.Close()
-			copy(data[4096:], "new")
-			_, err = f.WriteAt(data[4096:8192], 4096)
-			must(t, err)
-			must(t, f.Sync())
-			stat(t, m.path("g"))
-			wantContent(t, m.path("g"), data)
-			if n := calls.count(nfs3.ProcRead); n != 0 {
-				t.Errorf("READ calls for data that this mount wrote: got %d, want 0; dropped %d times", n,
-					m.fs.Counters.CacheDrops.Load())
-			}
-		})
-	}
+	eachServer(t, func(t *testing.T, e *export) {
+		m, calls := e.mountScripted(t, mountConfig{})
+		data := randomBytes(1, 9<<20) // several WRITEs in flight
+		must(t, os.WriteFile(m.path("f"), data, 0o644))
+		wantContent(t, m.path("f"), data)
+		must(t, os.Rename(m.path("f"), m.path("g"))) // changes the ctime on most file systems
+		wantContent(t, m.path("g"), data)
+		f, err := os.OpenFile(m.path("g"), os.O_RDWR, 0)
+		must(t, err)
+		defer f.Close()
+		copy(data[4096:], "new")
+		_, err = f.WriteAt(data[4096:8192], 4096)
+		must(t, err)
+		must(t, f.Sync())
+		stat(t, m.path("g"))
+		wantContent(t, m.path("g"), data)
+		if n := calls.count(nfs3.ProcRead); n != 0 {
+			t.Errorf("READ calls for data that this mount wrote: got %d, want 0; dropped %d times", n,
+				m.fs.Counters.CacheDrops.Load())
+		}
+	})
 }
 
 // TestOpenSeesOtherClient checks close-to-open consistency between two mounts. The new data has the
 // old size.
 func TestOpenSeesOtherClient(t *testing.T) {
 	t.Parallel()
-	for _, s := range bothServers {
-		t.Run(s.name, func(t *testing.T) {
-			e := s.start(t)
-			a, calls, b := twoMounts(t, e, Options{})
-			for i := range 4 {
-				e.awaitTick(t)
-				data := randomBytes(uint64(i), 10000)
-				must(t, os.WriteFile(b.path("f"), data, 0o644))
-				wantContent(t, a.path("f"), data)
-			}
-			before := calls.count(nfs3.ProcRead)
-			data := randomBytes(3, 10000)
+	eachServer(t, func(t *testing.T, e *export) {
+		a, calls, b := twoMounts(t, e, Options{})
+		for i := range 4 {
+			e.awaitTick(t)
+			data := randomBytes(uint64(i), 10000)
+			must(t, os.WriteFile(b.path("f"), data, 0o644))
 			wantContent(t, a.path("f"), data)
-			if n := calls.count(nfs3.ProcRead) - before; n != 0 {
-				t.Errorf("READ calls for an unchanged file: got %d, want 0", n)
-			}
-		})
-	}
+		}
+		before := calls.count(nfs3.ProcRead)
+		data := randomBytes(3, 10000)
+		wantContent(t, a.path("f"), data)
+		if n := calls.count(nfs3.ProcRead) - before; n != 0 {
+			t.Errorf("READ calls for an unchanged file: got %d, want 0", n)
+		}
+	})
 }
 
 // TestOvertakenReplyIsNotCached delays a reply with a name. The reply to a later GETATTR shows that
@@ -259,58 +248,55 @@ func TestOpenFileSeesOtherClient(t *testing.T) {
 // another client makes the kernel look them up again.
 func TestNamesAfterChanges(t *testing.T) {
 	t.Parallel()
-	for _, s := range bothServers {
-		t.Run(s.name, func(t *testing.T) {
-			e := s.start(t)
-			m, calls := e.mountScripted(t, mountConfig{})
-			dir := subdir(t, m)
-			on := func(name string) string { return filepath.Join(dir, name) }
-			there := func(name string) string { return filepath.Join(e.dir, filepath.Base(dir), name) }
-			must(t, os.WriteFile(on("f"), nil, 0o644))
-			must(t, os.Mkdir(on("d"), 0o755))
-			// uses returns the number of LOOKUPs of uses of a file, a directory and a missing name.
-			uses := func() int {
-				before := calls.count(nfs3.ProcLookup)
-				stat(t, on("f"))
-				stat(t, on("d"))
-				if _, err := os.Stat(on("missing")); !errors.Is(err, os.ErrNotExist) {
-					t.Fatalf("stat of a missing name: got %v", err)
-				}
-				return calls.count(nfs3.ProcLookup) - before
+	eachServer(t, func(t *testing.T, e *export) {
+		m, calls := e.mountScripted(t, mountConfig{})
+		dir := subdir(t, m)
+		on := func(name string) string { return filepath.Join(dir, name) }
+		there := func(name string) string { return filepath.Join(e.dir, filepath.Base(dir), name) }
+		must(t, os.WriteFile(on("f"), nil, 0o644))
+		must(t, os.Mkdir(on("d"), 0o755))
+		// uses returns the number of LOOKUPs of uses of a file, a directory and a missing name.
+		uses := func() int {
+			before := calls.count(nfs3.ProcLookup)
+			stat(t, on("f"))
+			stat(t, on("d"))
+			if _, err := os.Stat(on("missing")); !errors.Is(err, os.ErrNotExist) {
+				t.Fatalf("stat of a missing name: got %v", err)
 			}
-			m.awaitExpiry(t) // NFS-Ganesha's reply to MKDIR has no attributes from before
-			uses()
-			for i := range 3 {
-				must(t, os.WriteFile(on(fmt.Sprint("own", i)), nil, 0o644))
-				must(t, os.Rename(on(fmt.Sprint("own", i)), on("own")))
-			}
-			must(t, os.Remove(on("own")))
-			if n := uses(); n != 0 {
-				t.Errorf("LOOKUPs after own changes: got %d, want 0", n)
-			}
+			return calls.count(nfs3.ProcLookup) - before
+		}
+		m.awaitExpiry(t) // NFS-Ganesha's reply to MKDIR has no attributes from before
+		uses()
+		for i := range 3 {
+			must(t, os.WriteFile(on(fmt.Sprint("own", i)), nil, 0o644))
+			must(t, os.Rename(on(fmt.Sprint("own", i)), on("own")))
+		}
+		must(t, os.Remove(on("own")))
+		if n := uses(); n != 0 {
+			t.Errorf("LOOKUPs after own changes: got %d, want 0", n)
+		}
 
-			e.awaitTick(t)
-			must(t, os.WriteFile(there("other"), nil, 0o644))
-			must(t, os.WriteFile(on("own"), nil, 0o644)) // the reply shows the other change
-			m.awaitExpiry(t)
-			if n := uses(); n != 3 {
-				t.Errorf("LOOKUPs after another client's change: got %d, want 3", n)
-			}
-			if n := uses(); n != 0 {
-				t.Errorf("LOOKUPs of the second use: got %d, want 0", n)
-			}
+		e.awaitTick(t)
+		must(t, os.WriteFile(there("other"), nil, 0o644))
+		must(t, os.WriteFile(on("own"), nil, 0o644)) // the reply shows the other change
+		m.awaitExpiry(t)
+		if n := uses(); n != 3 {
+			t.Errorf("LOOKUPs after another client's change: got %d, want 3", n)
+		}
+		if n := uses(); n != 0 {
+			t.Errorf("LOOKUPs of the second use: got %d, want 0", n)
+		}
 
-			e.awaitTick(t)
-			must(t, os.Rename(there("f"), there("missing")))
-			var st unix.Statx_t
-			must(t, unix.Statx(unix.AT_FDCWD, dir, unix.AT_STATX_FORCE_SYNC, unix.STATX_BASIC_STATS, &st))
-			m.awaitExpiry(t)
-			stat(t, on("missing"))
-			if _, err := os.Stat(on("f")); !errors.Is(err, os.ErrNotExist) {
-				t.Errorf("stat of the renamed file: got %v, want not exist", err)
-			}
-		})
-	}
+		e.awaitTick(t)
+		must(t, os.Rename(there("f"), there("missing")))
+		var st unix.Statx_t
+		must(t, unix.Statx(unix.AT_FDCWD, dir, unix.AT_STATX_FORCE_SYNC, unix.STATX_BASIC_STATS, &st))
+		m.awaitExpiry(t)
+		stat(t, on("missing"))
+		if _, err := os.Stat(on("f")); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("stat of the renamed file: got %v, want not exist", err)
+		}
+	})
 }
 
 // TestOpenSeesOtherClientAmongOwnWrites lets another client change a file between a read and a
@@ -318,7 +304,7 @@ func TestNamesAfterChanges(t *testing.T) {
 func TestOpenSeesOtherClientAmongOwnWrites(t *testing.T) {
 	t.Parallel()
 	const size = 5 << 20
-	for _, s := range bothServers {
+	for _, s := range servers {
 		for name, between := range map[string]bool{"before the WRITE": false, "before the COMMIT": true} {
 			if !between && s.name == "NFS-Ganesha" {
 				continue // its replies to WRITE have no attributes from before
@@ -433,51 +419,46 @@ func TestExpiredDirectoryKeepsPath(t *testing.T) {
 // before the next one begins, as with a lock. No append overwrites another one.
 func TestAppendsOfTwoClients(t *testing.T) {
 	t.Parallel()
-	for _, s := range bothServers {
-		t.Run(s.name, func(t *testing.T) {
-			e := s.start(t)
-			a, _, b := twoMounts(t, e, Options{})
-			var files []*os.File
-			for _, m := range []*testMount{a, b} {
-				f, err := os.OpenFile(m.path("log"), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o644)
-				must(t, err)
-				defer f.Close()
-				files = append(files, f)
-			}
-			want := ""
-			for i := range 20 {
-				line := fmt.Sprintln("line", i)
-				_, err := files[i%2].WriteString(line)
-				must(t, err)
-				must(t, files[i%2].Sync())
-				want += line
-			}
-			wantContent(t, filepath.Join(e.dir, "log"), []byte(want))
-			wantContent(t, a.path("log"), []byte(want))
-		})
-	}
+	eachServer(t, func(t *testing.T, e *export) {
+		a, _, b := twoMounts(t, e, Options{})
+		var files []*os.File
+		for _, m := range []*testMount{a, b} {
+			f, err := os.OpenFile(m.path("log"), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o644)
+			must(t, err)
+			defer f.Close()
+			files = append(files, f)
+		}
+		want := ""
+		for i := range 20 {
+			line := fmt.Sprintln("line", i)
+			_, err := files[i%2].WriteString(line)
+			must(t, err)
+			must(t, files[i%2].Sync())
+			want += line
+		}
+		wantContent(t, filepath.Join(e.dir, "log"), []byte(want))
+		wantContent(t, a.path("log"), []byte(want))
+	})
 }
 
 // TestRenameOverFileOpenElsewhere replaces a file that another client has open. The name stands for
 // the new file at once. The open file never returns data of the new one.
 func TestRenameOverFileOpenElsewhere(t *testing.T) {
 	t.Parallel()
-	for _, s := range bothServers {
-		t.Run(s.name, func(t *testing.T) {
-			a, _, b := twoMounts(t, s.start(t), Options{})
-			must(t, os.WriteFile(b.path("f"), bytes.Repeat([]byte("old"), 10000), 0o644))
-			f, buf := openAndRead(t, a.path("f"), 3)
-			must(t, os.WriteFile(b.path("new"), bytes.Repeat([]byte("new"), 10000), 0o644))
-			must(t, os.Rename(b.path("new"), b.path("f")))
-			wantContent(t, a.path("f"), bytes.Repeat([]byte("new"), 10000))
-			for _, off := range []int64{0, 12000, 29997} {
-				if _, err := f.ReadAt(buf, off); err == nil && string(buf) != "old" ||
-					err != nil && !errors.Is(err, syscall.ESTALE) {
-					t.Errorf("read at %d of the replaced file: got %q, %v, want old data or ESTALE", off, buf, err)
-				}
+	eachServer(t, func(t *testing.T, e *export) {
+		a, _, b := twoMounts(t, e, Options{})
+		must(t, os.WriteFile(b.path("f"), bytes.Repeat([]byte("old"), 10000), 0o644))
+		f, buf := openAndRead(t, a.path("f"), 3)
+		must(t, os.WriteFile(b.path("new"), bytes.Repeat([]byte("new"), 10000), 0o644))
+		must(t, os.Rename(b.path("new"), b.path("f")))
+		wantContent(t, a.path("f"), bytes.Repeat([]byte("new"), 10000))
+		for _, off := range []int64{0, 12000, 29997} {
+			if _, err := f.ReadAt(buf, off); err == nil && string(buf) != "old" ||
+				err != nil && !errors.Is(err, syscall.ESTALE) {
+				t.Errorf("read at %d of the replaced file: got %q, %v, want old data or ESTALE", off, buf, err)
 			}
-		})
-	}
+		}
+	})
 }
 
 // TestReplacedDirectoryIsFoundAgain replaces a directory while the kernel has its names. The

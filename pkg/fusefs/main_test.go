@@ -92,6 +92,19 @@ func startExportOf(t *testing.T, cfg nfsserve.Config) *export {
 	return &export{dir, res.FH, dial, number}
 }
 
+// servers are the servers that mounts must work with.
+var servers = []struct {
+	name  string
+	start func(*testing.T) *export
+}{{"own server", startOwnExport}, {"NFS-Ganesha", startExport}}
+
+// eachServer runs a test with a new export of each server.
+func eachServer(t *testing.T, test func(t *testing.T, e *export)) {
+	for _, s := range servers {
+		t.Run(s.name, func(t *testing.T) { test(t, s.start(t)) })
+	}
+}
+
 func dialRDMA(ctx context.Context, addr netip.AddrPort) (transport, error) {
 	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: addr})
 	if err != nil {

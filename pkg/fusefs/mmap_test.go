@@ -176,15 +176,12 @@ func TestMmapAfterTruncateByOtherClient(t *testing.T) {
 // mount has its pages.
 func TestMmapIsSeenByOtherMountAtOpen(t *testing.T) {
 	t.Parallel()
-	for _, s := range bothServers {
-		t.Run(s.name, func(t *testing.T) {
-			e := s.start(t)
-			a, b := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})
-			must(t, os.WriteFile(a.path("f"), make([]byte, mmapSize), 0o644))
-			wantContent(t, b.path("f"), make([]byte, mmapSize))
-			e.awaitTick(t)
-			runMmapStep(t, "sync", a.path("f"))
-			wantContent(t, b.path("f"), randomBytes(1, mmapSize))
-		})
-	}
+	eachServer(t, func(t *testing.T, e *export) {
+		a, b := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})
+		must(t, os.WriteFile(a.path("f"), make([]byte, mmapSize), 0o644))
+		wantContent(t, b.path("f"), make([]byte, mmapSize))
+		e.awaitTick(t)
+		runMmapStep(t, "sync", a.path("f"))
+		wantContent(t, b.path("f"), randomBytes(1, mmapSize))
+	})
 }

@@ -126,12 +126,6 @@ func want(t *testing.T, what string, got, want error) {
 	}
 }
 
-// servers start each kind of server.
-var servers = map[string]func(*testing.T) *export{
-	"own":     startOwnExport,
-	"ganesha": startExport,
-}
-
 // openExport makes the export accessible to all users.
 func openExport(t *testing.T, e *export) {
 	t.Helper()
@@ -161,10 +155,10 @@ func TestCreateOfExistingNameChecksPermission(t *testing.T) {
 		{"append, may write", 0o622, unix.O_WRONLY | unix.O_APPEND, nil},
 		{"truncate, may write", 0o622, unix.O_WRONLY | unix.O_TRUNC, nil},
 	} {
-		for kind, start := range servers {
-			t.Run(kind+", "+c.name, func(t *testing.T) {
+		for _, s := range servers {
+			t.Run(s.name+", "+c.name, func(t *testing.T) {
 				t.Parallel()
-				e := start(t)
+				e := s.start(t)
 				openExport(t, e)
 				putFile(t, filepath.Join(e.dir, "known"), "secret", alice, c.mode)
 				must(t, os.Link(filepath.Join(e.dir, "known"), filepath.Join(e.dir, "new")))
@@ -227,14 +221,13 @@ func TestCreateOfExistingDirectoryOrLink(t *testing.T) {
 
 // TestNewFileMayDenyItsCreator creates files whose mode does not allow the open that creates them.
 func TestNewFileMayDenyItsCreator(t *testing.T) {
-	for kind, start := range servers {
-		e := start(t)
+	eachServer(t, func(t *testing.T, e *export) {
 		openExport(t, e)
 		m := e.mount(t, mountConfig{})
 		for name, flags := range map[string]int{"plain": 0, "exclusive": unix.O_EXCL} {
-			want(t, kind+", "+name, bob.open(t, m.path(name), flags|unix.O_RDWR|unix.O_CREAT, 0o400), nil)
+			want(t, name, bob.open(t, m.path(name), flags|unix.O_RDWR|unix.O_CREAT, 0o400), nil)
 		}
-	}
+	})
 }
 
 // TestOpenChecksRightsOfEachUser opens a file whose pages are cached. Its mode lets everybody read
@@ -461,10 +454,10 @@ func TestWrittenProgramLosesSetUserID(t *testing.T) {
 // TestStrangerIsRefused tries what a user must not do to files of another user who has just used
 // them on the same mount.
 func TestStrangerIsRefused(t *testing.T) {
-	for kind, start := range servers {
-		t.Run(kind, func(t *testing.T) {
+	for _, s := range servers {
+		t.Run(s.name, func(t *testing.T) {
 			t.Parallel()
-			e := start(t)
+			e := s.start(t)
 			openExport(t, e)
 			putDir(t, filepath.Join(e.dir, "home"), alice, 0o700)
 			putDir(t, filepath.Join(e.dir, "home", "sub"), alice, 0o755)
@@ -554,8 +547,7 @@ func TestStrangerIsRefused(t *testing.T) {
 // TestNewFileInSetGroupIDDirectory creates files in a set-group-ID directory of another group. They
 // get its group, and no set-group-ID bit.
 func TestNewFileInSetGroupIDDirectory(t *testing.T) {
-	for kind, start := range servers {
-		e := start(t)
+	eachServer(t, func(t *testing.T, e *export) {
 		openExport(t, e)
 		putDir(t, filepath.Join(e.dir, "dir"), alice, 0o2777)
 		m := e.mount(t, mountConfig{})
@@ -565,11 +557,11 @@ func TestNewFileInSetGroupIDDirectory(t *testing.T) {
 			var st unix.Stat_t
 			must(t, unix.Stat(filepath.Join(e.dir, "dir", name), &st))
 			if st.Gid != alice.gid || st.Uid != bob.uid || st.Mode&(unix.S_ISGID|unix.S_ISUID) != mode {
-				t.Errorf("%s, %s: got owner %d:%d mode %o, want %d:%d and set-ID bits %o", kind, name, st.Uid, st.Gid,
-					st.Mode, bob.uid, alice.gid, mode)
+				t.Errorf("%s: got owner %d:%d mode %o, want %d:%d and set-ID bits %o", name, st.Uid, st.Gid, st.Mode,
+					bob.uid, alice.gid, mode)
 			}
 		}
-	}
+	})
 }
 
 // TestRefusedLookupKeepsMounts looks a name up on which another file system is mounted, in a
