@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 
@@ -63,9 +64,9 @@ func TestACLsEqualServer(t *testing.T) {
 		"umask 027; touch d/f4; mkdir d/d4",
 	} {
 		files := "; find . | LC_ALL=C sort | xargs getfacl -cn"
-		on := run(t, m.dir, "sh", "-c", script+files)
+		on := run(t, m.dir, "sh", "-ec", script+files)
 		exported := run(t, e.dir, "sh", "-c", files[2:])
-		want := run(t, local, "sh", "-c", script+files)
+		want := run(t, local, "sh", "-ec", script+files)
 		if on != want || exported != want {
 			t.Errorf("%s: got on the mount\n%s\nin the exported directory\n%s\nwant\n%s", script, on, exported, want)
 		}
@@ -130,18 +131,18 @@ func TestWithoutACLs(t *testing.T) {
 		noACL     bool
 		refuse    bool // the server does not have the program
 		supported bool
-		calls     int // of NFSACL; -1 for any number
+		calls     int32 // of NFSACL; -1 for any number
 	}{
 		{"noacl", startOwnExport, true, false, false, 0},
 		{"server without NFSACL", startOwnExport, false, true, false, 1},
 		{"NFS-Ganesha", startExport, false, false, true, -1},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			calls := 0
+			var calls atomic.Int32
 			m := tt.start(t).mount(t, mountConfig{noACL: tt.noACL, wrap: func(c nfs3.Caller) nfs3.Caller {
 				return callerFunc(func(ctx context.Context, m *sunrpc.Message) error {
 					if m.Prog == nfsacl.Program {
-						if calls++; tt.refuse {
+						if calls.Add(1); tt.refuse {
 							return &sunrpc.AcceptError{Stat: sunrpc.ProgUnavail}
 						}
 					}
@@ -158,8 +159,8 @@ func TestWithoutACLs(t *testing.T) {
 				}
 				wantErrno(t, "setxattr", unix.Setxattr(m.path("f"), nfsacl.XattrAccess, acl, 0), syscall.EOPNOTSUPP)
 			}
-			if m.fs.SupportsACLs() != tt.supported || tt.calls >= 0 && calls != tt.calls {
-				t.Errorf("got %d calls of NFSACL, supported %v; want %d, %v", calls, m.fs.SupportsACLs(), tt.calls,
+			if n := calls.Load(); m.fs.SupportsACLs() != tt.supported || tt.calls >= 0 && n != tt.calls {
+				t.Errorf("got %d calls of NFSACL, supported %v; want %d, %v", n, m.fs.SupportsACLs(), tt.calls,
 					tt.supported)
 			}
 		})

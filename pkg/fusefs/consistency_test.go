@@ -492,7 +492,7 @@ func TestReplacedDirectoryIsFoundAgain(t *testing.T) {
 		"statfs":   func(d string) error { return unix.Statfs(d+"/f", new(unix.Statfs_t)) },
 		"access":   func(d string) error { return unix.Access(d+"/f", unix.R_OK) },
 		"utimes":   func(d string) error { return os.Chtimes(d+"/f", time.Unix(1, 0), time.Unix(1, 0)) },
-		"setxattr": func(d string) error { return unix.Removexattr(d+"/f", nfsacl.XattrAccess) },
+		"delxattr": func(d string) error { return unix.Removexattr(d+"/f", nfsacl.XattrAccess) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			there, dir := filepath.Join(e.dir, name), m.path(name)

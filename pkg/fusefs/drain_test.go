@@ -37,7 +37,11 @@ func TestDrainKeepsAcceptedWrites(t *testing.T) {
 				}
 			})
 		}
-		eventually(func() bool { return accepted[0].Load() > 100*chunk })
+		for i := range writers {
+			if !eventually(func() bool { return accepted[i].Load() > 100*chunk }) {
+				t.Errorf("writer %d makes no progress", i)
+			}
+		}
 		ctx, cancel := context.WithTimeout(t.Context(), testTimeout)
 		m.fs.Drain(ctx, 0)
 		if ctx.Err() != nil {

@@ -128,6 +128,9 @@ func TestRejectedWritesDuringReads(t *testing.T) {
 		})
 	}
 	wg.Wait()
+	if n := m.fs.Counters.WriteErrors.Load(); n == 0 {
+		t.Error("rejected extents: got 0, want some")
+	}
 	s.on(nil, nfs3.ProcWrite)
 	must(t, os.WriteFile(m.path("file"), []byte("new"), 0o666))
 	wantContent(t, filepath.Join(e.dir, "file"), []byte("new"))

@@ -124,6 +124,14 @@ func tree(t *testing.T, root string) string {
 	return b.String()
 }
 
+// awaitClosed waits until no file is open. close(2) does not wait for the daemon.
+func (m *testMount) awaitClosed(t *testing.T) {
+	t.Helper()
+	if !eventually(func() bool { return m.fs.inodes.openFiles() == 0 }) {
+		t.Fatal("files are still open")
+	}
+}
+
 // openFiles returns the number of open files.
 func (t *inodeTable) openFiles() int {
 	t.mu.Lock()

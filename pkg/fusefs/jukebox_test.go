@@ -40,7 +40,7 @@ func (m *testMount) busyFiles(t *testing.T, prefix string, n int, over <-chan st
 	}
 }
 
-// promptly fails the test when f does not end although the server answers f's calls.
+// promptly fails the test when f fails, or does not end although the server answers f's calls.
 func promptly(t *testing.T, what string, f func() error) {
 	t.Helper()
 	done := make(chan error, 1)
@@ -48,10 +48,10 @@ func promptly(t *testing.T, what string, f func() error) {
 	select {
 	case err := <-done:
 		if err != nil {
-			t.Errorf("%s while other files are busy: %v", what, err)
+			t.Errorf("%s: %v", what, err)
 		}
 	case <-time.After(testTimeout):
-		t.Errorf("%s waits for other files, which are busy", what)
+		t.Errorf("%s: still waits after %v", what, testTimeout)
 	}
 }
 

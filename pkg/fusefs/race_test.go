@@ -155,11 +155,10 @@ func openDuringRemoval(t *testing.T, m *testMount, s *scripted, remove func() er
 	for _, file := range []string{"victim", "other", "new"} {
 		must(t, os.WriteFile(m.path(file), []byte(file), 0o644))
 	}
-	noneOpen := func() bool { return m.fs.inodes.openFiles() == 0 }
-	eventually(noneOpen) // the kernel does not wait for the release
+	m.awaitClosed(t)
 	s.on(rememberReplies(), nfs3.ProcAccess)
 	wantContent(t, m.path("victim"), []byte("victim"))
-	eventually(noneOpen)
+	m.awaitClosed(t)
 
 	slow, proceed := make(chan struct{}), make(chan struct{})
 	s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
@@ -219,8 +218,7 @@ func TestOpenWaitsForExecutedRemoval(t *testing.T) {
 				must(t, os.WriteFile(m.path(file), nil, 0o644))
 			}
 			ino := m.inodeOf(t, "victim")
-			// The kernel does not wait for the release of the files.
-			eventually(func() bool { return m.fs.inodes.openFiles() == 0 })
+			m.awaitClosed(t)
 			executed, proceed := make(chan struct{}), make(chan struct{})
 			s.on(func(_ context.Context, _ *sunrpc.Message, pass func() error) error {
 				err := pass()
@@ -277,9 +275,7 @@ func (m *testMount) inodeOf(t *testing.T, name string) *inode {
 func TestOpenWaitsTwice(t *testing.T) {
 	m := startExport(t).mount(t, mountConfig{})
 	must(t, os.WriteFile(m.path("file"), []byte("text"), 0o644))
-	if !eventually(func() bool { return m.fs.inodes.openFiles() == 0 }) { // close(2) does not wait
-		t.Fatal("file is still open")
-	}
+	m.awaitClosed(t)
 	caller := fuse.Caller{Pid: 1 << 30} // no thread has this number
 	root := fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID, Caller: caller}
 	lookup := func() fuse.InHeader {
