@@ -8,16 +8,19 @@ import (
 
 // timedPackages have timeouts on which calls of a mount depend.
 var timedPackages = []string{"internal/rpctcp", "internal/running", "pkg/fusefs", "pkg/memreg", "pkg/mount", "pkg/nfs3",
-	"pkg/nfs3/mountd", "pkg/nlm", "pkg/verbs/softiwarp", "pkg/xprt"}
+	"pkg/nfs3/mountd", "pkg/nfs3/nfsacl", "pkg/nlm", "pkg/verbs/rdmacore", "pkg/verbs/softiwarp", "pkg/xprt"}
 
 // wallClock lists the methods and functions of package time whose results have no reading of the
 // monotonic clock. A time computed with them jumps when the clock of the host is set.
-var wallClock = []string{"AddDate", "Date", "Local", "UTC", "Unix", "UnixMicro", "UnixMilli", "UnixNano"}
+var wallClock = []string{"AddDate", "Date", "In", "Local", "UTC", "Unix", "UnixMicro", "UnixMilli", "UnixNano"}
 
 // wallClockUses lists the files that may use wallClock: for the times of files, and for a deadline
 // that has passed.
 var wallClockUses = map[string]string{
 	"pkg/nfs3/types.go":             "nfstime3",
+	"pkg/verbs/rdmacore/channel.go": "time.Unix(1, 0) is a passed deadline",
+	"pkg/verbs/rdmacore/cq.go":      "time.Unix(1, 0) is a passed deadline",
+	"pkg/verbs/rdmacore/device.go":  "time.Unix(1, 0) is a passed deadline",
 	"pkg/verbs/softiwarp/dial.go":   "time.Unix(1, 0) is a passed deadline",
 	"pkg/verbs/softiwarp/listen.go": "time.Unix(1, 0) is a passed deadline",
 	"pkg/verbs/softiwarp/qp.go":     "time.Unix(1, 0) is a passed deadline",
