@@ -196,7 +196,7 @@ func TestProcessesAndMountsDoNotDiffer(t *testing.T) {
 	}
 }
 
-// TestChildProcess executes operations in a child process, which is this test binary.
+// TestChildProcess sends operations through the pipes of a child process.
 func TestChildProcess(t *testing.T) {
 	p := localPair(t)
 	r, w := io.Pipe()

@@ -85,7 +85,7 @@ func (g *generator) offset() int {
 	return max(0, pick(g, sizes)+g.r.IntN(3)-1)
 }
 
-// far are offsets dotPaths the limits of 32 bits, of a server's file system and of a client's
+// far are offsets near the limits of 32 bits, of a server's file system and of a client's
 // integers.
 var far = []int{1<<31 - 1, 1<<32 - 1, 1 << 32, 1 << 40, 1<<44 - 4097, 1<<44 - 4096, 1 << 44, 1 << 50, 1 << 62,
 	1<<63 - 4096, 1<<63 - 1}
