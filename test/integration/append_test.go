@@ -34,8 +34,8 @@ func TestAppendAfterChangeOnServer(t *testing.T) {
 		}
 		got, err := os.ReadFile(filepath.Join(served, name))
 		if want := append(old, more...); err != nil || !bytes.Equal(got, want) {
-			t.Errorf("%s: got %d bytes, first %q, %v, want %d bytes, first %q", name, len(got), got[:4], err, len(want),
-				want[:4])
+			t.Errorf("%s: got %d bytes, first %.4q, %v, want %d bytes, first %.4q", name, len(got), got, err, len(want),
+				want)
 		}
 	}
 }

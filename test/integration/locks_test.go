@@ -325,6 +325,7 @@ func testLockWaits(t *testing.T, a, b *lockMount, p, q *lockProcess) {
 func testLockWaitsOnOneMount(t *testing.T, a, _ *lockMount, p, q *lockProcess) {
 	p.do("ok", "set 1 w 0 0")
 	q.send("wait 1 w 0 0")
+	a.waits(t)
 	p.do("ok", "set 1 u 0 0")
 	q.ends("ok", "waiting lock")
 	p.do("EAGAIN", "set 1 w 0 0")

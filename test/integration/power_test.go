@@ -168,33 +168,54 @@ func TestPowerFailure(t *testing.T) {
 	}
 }
 
-// unstableFile writes a file on a mount and waits until the server has the data, which the client
-// has not committed. Then the server loses the data, and starts again.
+// powerTries bounds the power failures until one loses something. Other processes of the host may
+// call sync(2).
+const powerTries = 5
+
+// unstableFile writes the file f on a mount and waits until the server has the data, which the
+// client has not committed. Then the server loses the data, and starts again.
 func unstableFile(t *testing.T, flags int) (f *os.File, want []byte, disk *powerDisk) {
 	t.Helper()
-	const size = 1 << 20
 	disk = newPowerDisk(t)
 	s := nfstest.ServeDir(t, disk.dir, "--no-root-squash")
-	f, err := os.OpenFile(filepath.Join(nfstest.MountServed(t, s), "f"), os.O_CREATE|os.O_RDWR|flags, 0o644)
-	if err != nil {
-		t.Fatal(err)
+	mnt, want := nfstest.MountServed(t, s), bytes.Repeat([]byte("data"), 1<<18)
+	behind := filepath.Join(disk.dir, "f")
+	for range powerTries {
+		f, err := os.OpenFile(filepath.Join(mnt, "f"), os.O_CREATE|os.O_TRUNC|os.O_RDWR|flags, 0o644)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Close() })
+		if _, err := f.Write(want); err != nil {
+			t.Fatal(err)
+		}
+		awaitSize(t, behind, len(want)/2)
+		var kept []byte
+		s.Restart(t, syscall.SIGKILL, func() {
+			disk.fail(t)
+			kept, _ = os.ReadFile(behind) // the file may be lost, too
+		})
+		if !bytes.Equal(kept, want) {
+			return f, want, disk
+		}
+		f.Close()
 	}
-	t.Cleanup(func() { f.Close() })
-	want = bytes.Repeat([]byte("data"), size/4)
-	if _, err := f.Write(want); err != nil {
-		t.Fatal(err)
-	}
-	arrived := int64(0)
-	for deadline := time.Now().Add(nfstest.ProcessTimeout); arrived < size/2; time.Sleep(5 * time.Millisecond) {
-		if st, err := os.Stat(filepath.Join(disk.dir, "f")); err == nil {
-			arrived = st.Size()
+	t.Fatalf("the disk lost no data in %d power failures", powerTries)
+	return nil, nil, nil
+}
+
+// awaitSize waits until a file of the server has a size.
+func awaitSize(t *testing.T, path string, size int) {
+	t.Helper()
+	for deadline := time.Now().Add(nfstest.ProcessTimeout); ; time.Sleep(5 * time.Millisecond) {
+		st, err := os.Stat(path)
+		if err == nil && st.Size() >= int64(size) {
+			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("client sent %d of %d bytes before fsync", arrived, size)
+			t.Fatalf("%s does not have %d bytes before fsync: %+v, %v", path, size, st, err)
 		}
 	}
-	s.Restart(t, syscall.SIGKILL, func() { disk.fail(t) })
-	return f, want, disk
 }
 
 // TestReadAfterPowerFailure reads a file after its server has lost data that the client has sent
@@ -293,13 +314,12 @@ func TestNamesAfterPowerFailure(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	const tries = 5 // other processes of the host may call sync(2)
 	for _, s := range powerServers {
 		t.Run(s.name, func(t *testing.T) {
 			disk := newPowerDisk(t)
 			srv := s.start(t, disk.dir)
 			mnt, _ := srv.mount(t)
-			for try := range tries {
+			for try := range powerTries {
 				dir := strconv.Itoa(try)
 				want := powertest.ChangeNames(t, filepath.Join(mnt, dir))
 				srv.restart(t, syscall.SIGKILL, func() { disk.fail(t) })
@@ -312,7 +332,7 @@ func TestNamesAfterPowerFailure(t *testing.T) {
 					t.Fatalf("names after the power failure: got %q, want %q", got, want)
 				}
 			}
-			t.Errorf("server kept all names in %d power failures; correct docs/interop.md", tries)
+			t.Errorf("server kept all names in %d power failures; correct docs/interop.md", powerTries)
 		})
 	}
 }
