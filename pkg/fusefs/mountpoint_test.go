@@ -74,6 +74,9 @@ func TestMountPointCannotBeSwapped(t *testing.T) {
 			must(t, err)
 			defer p.Close()
 			swap(t, dir, victim)
+			if p.checkPath() == nil { // MountAt also finds a swap later, when it has mounted
+				t.Error("check before the mount: got success, want an error")
+			}
 			if s, err := MountAt(p, e.newFS(t), MountOptions{}); err == nil {
 				t.Error("mount: got success, want an error")
 				must(t, s.Unmount())
