@@ -172,11 +172,18 @@ func TestPowerFailure(t *testing.T) {
 // call sync(2).
 const powerTries = 5
 
-// unstableFile writes the file f on a mount and waits until the server has the data, which the
-// client has not committed. Then the server loses the data, and starts again.
-func unstableFile(t *testing.T, flags int) (f *os.File, want []byte, disk *powerDisk) {
+// A lostFile is an open file on a mount. The server has lost data that the client has sent and not
+// committed.
+type lostFile struct {
+	*os.File
+	want   []byte // written data
+	behind string // path on the server
+	fail   func() // restarts the server after another power failure
+}
+
+func newLostFile(t *testing.T, flags int) *lostFile {
 	t.Helper()
-	disk = newPowerDisk(t)
+	disk := newPowerDisk(t)
 	s := nfstest.ServeDir(t, disk.dir, "--no-root-squash")
 	mnt, want := nfstest.MountServed(t, s), bytes.Repeat([]byte("data"), 1<<18)
 	behind := filepath.Join(disk.dir, "f")
@@ -196,12 +203,12 @@ func unstableFile(t *testing.T, flags int) (f *os.File, want []byte, disk *power
 			kept, _ = os.ReadFile(behind) // the file may be lost, too
 		})
 		if !bytes.Equal(kept, want) {
-			return f, want, disk
+			return &lostFile{f, want, behind, func() { s.Restart(t, syscall.SIGKILL, func() { disk.fail(t) }) }}
 		}
 		f.Close()
 	}
 	t.Fatalf("the disk lost no data in %d power failures", powerTries)
-	return nil, nil, nil
+	return nil
 }
 
 // awaitSize waits until a file of the server has a size.
@@ -225,7 +232,8 @@ func TestReadAfterPowerFailure(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	f, want, _ := unstableFile(t, 0)
+	f := newLostFile(t, 0)
+	want := f.want
 	if err := unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED); err != nil {
 		t.Fatal(err)
 	}
@@ -244,7 +252,7 @@ func TestAppendAfterPowerFailure(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	f, want, disk := unstableFile(t, os.O_APPEND)
+	f := newLostFile(t, os.O_APPEND)
 	if _, err := f.Stat(); err != nil { // asks the server for the attributes
 		t.Fatal(err)
 	}
@@ -255,8 +263,8 @@ func TestAppendAfterPowerFailure(t *testing.T) {
 	if err := f.Sync(); err != nil {
 		t.Fatal(err)
 	}
-	want = append(want, more...)
-	got, err := os.ReadFile(filepath.Join(disk.dir, "f"))
+	want := append(f.want, more...)
+	got, err := os.ReadFile(f.behind)
 	if err != nil || !bytes.Equal(got, want) {
 		t.Errorf("file on the server: got %d bytes, %v, first %q, last %q, want %d bytes, first %q, last %q", len(got),
 			err, got[:min(8, len(got))], got[max(0, len(got)-8):], len(want), want[:8], more)

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"sync"
 	"syscall"
@@ -61,19 +60,21 @@ func (c *rawClient) writeAndCommit(name string) (nfs3.Verifier, error) {
 }
 
 // TestServeRestartReplaysWrites kills a server, whose disk then loses what is not committed. The
-// client must write it again.
+// client must write it again. After fsync(2) the data survives the next power failure.
 func TestServeRestartReplaysWrites(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	f, want, disk := unstableFile(t, 0)
-	behind := filepath.Join(disk.dir, "f")
+	f := newLostFile(t, 0)
 	if err := f.Sync(); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := os.ReadFile(behind); err != nil || !bytes.Equal(got, want) {
-		t.Errorf("file on the server after fsync: got %d bytes, %v, want the %d bytes that were written", len(got), err,
-			len(want))
+	for _, when := range []string{"fsync", "fsync and a power failure"} {
+		if got, err := os.ReadFile(f.behind); err != nil || !bytes.Equal(got, f.want) {
+			t.Errorf("file on the server after %s: got %d bytes, %v, want the %d bytes that were written", when,
+				len(got), err, len(f.want))
+		}
+		f.fail()
 	}
 }
 
