@@ -76,9 +76,10 @@ bench:
 # failures of three servers, and real programs. "make test" and "make test-lab" run short forms of all
 # but the last.
 soak: test-programs lab
-	NFSRDMAD_STORM=10000 NFSRDMAD_VERIFY=all $(GO) test -run TestStorm -v -timeout 3h ./test/integration
-	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -timeout 2h ./test/integration
-	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -timeout 6h ./test/integration
+	NFSRDMAD_STORM=10000 NFSRDMAD_VERIFY=all $(GO) test -run TestStorm -v -count 1 -timeout 3h ./test/integration
+	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -count 1 -timeout 2h ./test/integration
+	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -count 1 -timeout 6h \
+	  ./test/integration
 	NFSRDMAD_LAB=1 NFSRDMAD_POWER=200 $(GO) test -run '^TestServers$$/softiwarp$$/^power_failures$$' -v -timeout 6h \
 	  -exec $(CURDIR)/test/isolate ./test/lab/knfsd
 
