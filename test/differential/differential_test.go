@@ -15,6 +15,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
+// The kernel's caches belong to the whole host. Other tests count the calls of a mount, and a local
+// file system has nothing to show without its caches.
+func init() {
+	verbs["dropcaches"].run = func(*side, *Op) ([]Field, error) { return nil, nil }
+}
+
 // localPair returns two directories of one local file system, which cannot differ.
 func localPair(t *testing.T) *Pair {
 	t.Helper()
