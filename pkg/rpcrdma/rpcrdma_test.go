@@ -63,12 +63,15 @@ func TestHeaderRoundTrip(t *testing.T) {
 			if got := c.h.Size(); got != len(wire) {
 				t.Errorf("Size: got %d, want %d", got, len(wire))
 			}
-			n, err := reused.Decode(append(wire, 0xde, 0xad))
-			if err != nil || n != len(wire) {
-				t.Fatalf("Decode: got size %d, error %v; want %d", n, err, len(wire))
-			}
-			if !sameHeader(&reused, &c.h) {
-				t.Errorf("Decode: got %+v, want %+v", reused, c.h)
+			for _, after := range []string{"", "dead"} {
+				n, err := reused.Decode(append(wire[:len(wire):len(wire)], unhex(t, after)...))
+				if err != nil || n != len(wire) {
+					t.Fatalf("Decode with %q after the header: got size %d, error %v; want %d", after, n, err,
+						len(wire))
+				}
+				if !sameHeader(&reused, &c.h) {
+					t.Errorf("Decode with %q after the header: got %+v, want %+v", after, reused, c.h)
+				}
 			}
 		})
 	}
@@ -116,6 +119,42 @@ func TestDecodeRejectsInvalidHeaders(t *testing.T) {
 		if _, err := h.Decode(unhex(t, c.wire)); !errors.Is(err, c.err) {
 			t.Errorf("%s: got %v, want %v", c.name, err, c.err)
 		}
+	}
+}
+
+// TestDecodeDoesNotTrustSegmentCount checks that Decode stores no segment of a chunk whose count is
+// larger than the message allows.
+func TestDecodeDoesNotTrustSegmentCount(t *testing.T) {
+	for _, count := range []string{"00000003", "00000010", "ffffffff"} {
+		var h Header
+		wire := unhex(t, "00000001 00000001 00000001 00000000 00000000 00000001"+count+
+			"00000007 00000064 0000000000000001 00000000 00000000 00000000 00000000")
+		if _, err := h.Decode(wire); !errors.Is(err, ErrBadChunks) || len(h.segs) != 0 {
+			t.Errorf("%s segments: got error %v, %d segments stored; want %v, 0", count, err, len(h.segs), ErrBadChunks)
+		}
+	}
+}
+
+// TestDecodeAllocatesForTheMessage checks that the size of the message, and nothing in it, decides
+// how much memory Decode allocates.
+func TestDecodeAllocatesForTheMessage(t *testing.T) {
+	var h Header
+	wire := unhex(t, headerCases[2].wire)
+	for _, size := range []int{len(wire), 1024, len(wire)} {
+		before := cap(h.segs)
+		if _, err := h.Decode(append(wire[:len(wire):len(wire)], make([]byte, size-len(wire))...)); err != nil {
+			t.Fatal(err)
+		}
+		if got, want := cap(h.segs), max(before, size/SegmentSize); got != want {
+			t.Errorf("message of %d bytes: got room for %d segments, want %d", size, got, want)
+		}
+	}
+}
+
+func TestChunkLength(t *testing.T) {
+	c := Chunk{{Length: 1<<32 - 1}, {Length: 3}, {Length: 10}}
+	if got, want := c.Length(), uint64(1<<32+12); got != want {
+		t.Errorf("got %d, want %d", got, want)
 	}
 }
 
