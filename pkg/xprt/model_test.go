@@ -55,8 +55,8 @@ func TestModel(t *testing.T) {
 			if t.Failed() {
 				return
 			}
-			t.Logf("%d states, %d runs, %d of them to the end, longest run %d events, %d paths came once", len(m.seen), m.runs,
-				m.ends, m.longest, m.rare)
+			t.Logf("%d states, %d runs, %d of them to the end, longest run %d events, %d paths came once",
+				len(m.seen), m.runs, m.ends, m.longest, m.rare)
 			if m.rare*5 > len(m.seen) {
 				t.Errorf("%d of %d paths came once", m.rare, len(m.seen))
 			}
@@ -351,7 +351,8 @@ func (r *modelRun) canReply(c *modelCall) bool {
 func (r *modelRun) awaits(c *modelCall) bool {
 	c.slot.mu.Lock()
 	defer c.slot.mu.Unlock()
-	return c.slot.state == slotSent && c.slot.conn == r.tr.conn.Load() || c.slot.state == slotAbandoned && !c.slot.lateDone
+	return c.slot.state == slotSent && c.slot.conn == r.tr.conn.Load() ||
+		c.slot.state == slotAbandoned && !c.slot.lateDone
 }
 
 // sendOf returns the position in the send queue of the Send of c, or -1.
@@ -467,8 +468,9 @@ func (r *modelRun) checkCounters() {
 	}
 	if cn := r.tr.conn.Load(); cn != nil {
 		q := r.qp()
-		if used := cn.sq.taken.Load() - cn.sq.retired.Load(); used < int64(len(q.sq)) || used > int64(q.attr.MaxSendWR) {
-			r.t.Errorf("%d requests in a send queue of %d, %d places taken", len(q.sq), q.attr.MaxSendWR, used)
+		used, n := cn.sq.taken.Load()-cn.sq.retired.Load(), int64(len(q.sq))
+		if used < n || used > int64(q.attr.MaxSendWR) {
+			r.t.Errorf("%d requests in a send queue of %d, %d places taken", n, q.attr.MaxSendWR, used)
 		}
 	}
 }
@@ -492,8 +494,8 @@ func (r *modelRun) checkEnd() {
 		// Only unsignaled Sends may be in the queue.
 		taken, posted, retired := cn.sq.taken.Load(), cn.sq.posted.Load(), cn.sq.retired.Load()
 		if n := int64(len(r.qp().sq)); taken != posted || posted-retired != n {
-			r.t.Errorf("%d requests in the send queue; %d places taken, %d requests posted, %d retired", n, taken, posted,
-				retired)
+			r.t.Errorf("%d requests in the send queue; %d places taken, %d requests posted, %d retired", n, taken,
+				posted, retired)
 		}
 	}
 	if free, n := len(r.tr.free), len(r.tr.slots)-1; free != n {
@@ -533,9 +535,9 @@ func (r *modelRun) state() string {
 	for _, c := range r.callers {
 		s := c.slot
 		s.mu.Lock()
-		fmt.Fprint(&b, "|", c.interrupted, c.returned, c.err == nil, r.sendOf(c), r.qp().sent[c.msg.XID] != nil, s.state,
-			s.sqTaken, s.err != nil, s.noRoom, s.sendBusy, s.fenced, s.callerReturned, s.lateDone, s.conn != nil && s.conn == r.tr.conn.Load(),
-			s.longLen, s.sends, s.xid == c.msg.XID)
+		fmt.Fprint(&b, "|", c.interrupted, c.returned, c.err == nil, r.sendOf(c), r.qp().sent[c.msg.XID] != nil)
+		fmt.Fprint(&b, s.state, s.sqTaken, s.err != nil, s.noRoom, s.sendBusy, s.fenced, s.callerReturned, s.lateDone,
+			s.conn != nil && s.conn == r.tr.conn.Load(), s.longLen, s.sends, s.xid == c.msg.XID)
 		s.mu.Unlock()
 		r.tr.window.mu.Lock()
 		fmt.Fprint(&b, s.credit.held && s.credit.gen == r.tr.window.gen, s.credit.queued)
