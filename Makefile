@@ -18,7 +18,7 @@ RDMACORE := $(if $(and $(wildcard /usr/include/rdma/rdma_cma.h),$(shell command 
 VERSION  = $(shell git describe --tags --always --dirty)
 DIST     = dist
 
-.PHONY: build check demo test test-programs lab test-lab test-lab-all bench soak fuzz lint deps install release clean
+.PHONY: build check demo test test-programs lab test-lab test-lab-all bench soak fuzz mutants lint deps install release clean
 
 build:
 	CGO_ENABLED=$(if $(RDMACORE),1,0) $(GO) build $(RDMACORE) -buildvcs=auto -trimpath -o bin/nfsrdmad ./cmd/nfsrdmad
@@ -88,6 +88,10 @@ fuzz:
 	  for f in $$($(GO) test -list '^Fuzz' $$p | grep '^Fuzz' || true); do \
 	    echo "== $$p $$f"; $(GO) test -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) $$p; \
 	  done; done
+
+# Check that tests fail when the code is wrong. Takes hours. See test/mutants.
+mutants:
+	$(GO) run ./test/mutants
 
 lint:
 	$(GO) run $(LINT) run ./...

@@ -59,6 +59,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/lab/beside", ""},
 	{"test/lab/knfsd", ""},
 	{"test/lab/rdmacore", ""},
+	{"test/mutants", ""},
 	{"test/programs", ""},
 }
 
@@ -67,7 +68,7 @@ var testPackages = []string{
 	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/powertest",
 	"internal/testutil", "pkg/verbs/verbstest",
 	"test/differential", "test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd",
-	"test/lab/rdmacore", "test/programs",
+	"test/lab/rdmacore", "test/mutants", "test/programs",
 }
 
 func TestImportsAreAllowed(t *testing.T) {
