@@ -302,9 +302,10 @@ func TestLateGrantIsReleased(t *testing.T) {
 	c, other := s.client(nil), s.client(nil)
 	mustLock(t, c, shared(alice, 0, 4))
 	reached, proceed := make(chan struct{}), make(chan struct{})
+	reach := sync.OnceFunc(func() { close(reached) }) // the other client also sends LOCK
 	s.setAnswer(func(h *sunrpc.CallHeader, _ []byte) ([]byte, bool) {
 		if nlm.Proc(h.Proc) == nlm.ProcLock {
-			close(reached)
+			reach()
 			<-proceed
 			s.setAnswer(nil)
 		}

@@ -47,6 +47,9 @@ func TestModel(t *testing.T) {
 			if testing.Short() && m.forge {
 				t.Skip("make test runs it")
 			}
+			if raceDetector && !m.forge {
+				t.Skip("make check runs it, without the race detector")
+			}
 			if m.maxMR == 0 {
 				m.maxMR = 100
 			}

@@ -1,0 +1,5 @@
+//go:build race
+
+package xprt
+
+const raceDetector = true
