@@ -20,9 +20,10 @@ import (
 // the server.
 func (s *mountStack) pendingCalls() []control.PendingCall {
 	calls := []control.PendingCall{}
-	now := time.Now()
 	for i, t := range s.transports.all {
-		for _, c := range t.Calls() {
+		l := t.Calls()
+		now := time.Now() // after the copy, so that no call began or was sent later
+		for _, c := range l {
 			calls = append(calls, pendingCall(i, &c, now))
 		}
 	}
