@@ -82,29 +82,44 @@ func twoMounts(t *testing.T, e *export, opts Options) (a *testMount, calls *scri
 	return a, calls, e.mount(t, mountConfig{opts: opts})
 }
 
+// keepsPages checks that the kernel keeps the pages of a file that no other client changed. try
+// writes the file of number i, and returns how many READ calls the mount made for its cached pages.
+// The kernel may reclaim single pages at any time, so only one try must be without READ calls. A
+// mount that drops the pages fails each try.
+func keepsPages(t *testing.T, try func(i int) (reads int)) {
+	t.Helper()
+	var reads [5]int
+	for i := range reads {
+		if reads[i] = try(i); reads[i] == 0 {
+			return
+		}
+	}
+	t.Errorf("READ calls for cached pages: got %d, want one try without calls", reads)
+}
+
 // TestOwnWritesStayCached checks that data that this mount wrote is read from the kernel's pages.
 func TestOwnWritesStayCached(t *testing.T) {
 	t.Parallel()
 	eachServer(t, func(t *testing.T, e *export) {
 		m, calls := e.mountScripted(t, mountConfig{})
-		data := randomBytes(1, 9<<20) // several WRITEs in flight
-		must(t, os.WriteFile(m.path("f"), data, 0o644))
-		wantContent(t, m.path("f"), data)
-		must(t, os.Rename(m.path("f"), m.path("g"))) // changes the ctime on most file systems
-		wantContent(t, m.path("g"), data)
-		f, err := os.OpenFile(m.path("g"), os.O_RDWR, 0)
-		must(t, err)
-		defer f.Close()
-		copy(data[4096:], "new")
-		_, err = f.WriteAt(data[4096:8192], 4096)
-		must(t, err)
-		must(t, f.Sync())
-		stat(t, m.path("g"))
-		wantContent(t, m.path("g"), data)
-		if n := calls.count(nfs3.ProcRead); n != 0 {
-			t.Errorf("READ calls for data that this mount wrote: got %d, want 0; dropped %d times", n,
-				m.fs.Counters.CacheDrops.Load())
-		}
+		keepsPages(t, func(i int) int {
+			before := calls.count(nfs3.ProcRead)
+			data := randomBytes(uint64(i), 9<<20) // several WRITEs in flight
+			must(t, os.WriteFile(m.path("f"), data, 0o644))
+			wantContent(t, m.path("f"), data)
+			must(t, os.Rename(m.path("f"), m.path("g"))) // changes the ctime on most file systems
+			wantContent(t, m.path("g"), data)
+			f, err := os.OpenFile(m.path("g"), os.O_RDWR, 0)
+			must(t, err)
+			defer f.Close()
+			copy(data[4096:], "new")
+			_, err = f.WriteAt(data[4096:8192], 4096)
+			must(t, err)
+			must(t, f.Sync())
+			stat(t, m.path("g"))
+			wantContent(t, m.path("g"), data)
+			return calls.count(nfs3.ProcRead) - before
+		})
 	})
 }
 
@@ -114,18 +129,18 @@ func TestOpenSeesOtherClient(t *testing.T) {
 	t.Parallel()
 	eachServer(t, func(t *testing.T, e *export) {
 		a, calls, b := twoMounts(t, e, Options{})
-		for i := range 4 {
-			e.awaitTick(t)
-			data := randomBytes(uint64(i), 10000)
-			must(t, os.WriteFile(b.path("f"), data, 0o644))
+		keepsPages(t, func(try int) int {
+			var data []byte
+			for i := range 4 {
+				e.awaitTick(t)
+				data = randomBytes(uint64(4*try+i), 10000)
+				must(t, os.WriteFile(b.path("f"), data, 0o644))
+				wantContent(t, a.path("f"), data)
+			}
+			before := calls.count(nfs3.ProcRead)
 			wantContent(t, a.path("f"), data)
-		}
-		before := calls.count(nfs3.ProcRead)
-		data := randomBytes(3, 10000)
-		wantContent(t, a.path("f"), data)
-		if n := calls.count(nfs3.ProcRead) - before; n != 0 {
-			t.Errorf("READ calls for an unchanged file: got %d, want 0", n)
-		}
+			return calls.count(nfs3.ProcRead) - before
+		})
 	})
 }
 
@@ -346,10 +361,12 @@ func TestOpenSeesOtherClientAmongOwnWrites(t *testing.T) {
 				if between {
 					n = 3 << 20
 				}
+				// A child of another test that is executing its program can still close its copy of
+				// an earlier open file, so the COMMIT can come before the close.
+				before := calls.count(nfs3.ProcCommit)
 				_, err = f.WriteAt(randomBytes(2, n), 0)
 				must(t, err)
 				copy(want, randomBytes(2, n))
-				before := calls.count(nfs3.ProcCommit)
 				must(t, f.Close())
 				allowForks()
 				if sent := calls.count(nfs3.ProcCommit) > before; sent != between {
