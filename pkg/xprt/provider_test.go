@@ -10,13 +10,17 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// A hookedProvider is softiwarp with changes to its device and its queue pairs. Each hook is
-// optional.
+// A hookedProvider is softiwarp with changes to its device, its memory regions and its queue pairs.
+// Each hook is optional.
 type hookedProvider struct {
 	verbs.Provider
 	attrs func(*verbs.DeviceAttrs)
-	// prepare makes the protection domains PreparingPDs.
+	// prepare is called before a FastReg uses mem. An error is the error of Prepare.
 	prepare func(mem []byte) error
+	// alloc is called before an MR is allocated. An error is the error of AllocMR.
+	alloc func() error
+	// unregister makes the MRs PerIOMRs, and is called instead of their Unregister.
+	unregister func() error
 	// open is called for each queue pair, and returns its hooks.
 	open func() qpHooks
 
@@ -71,10 +75,7 @@ func (d *hookedDevice) Attrs() verbs.DeviceAttrs {
 
 func (d *hookedDevice) AllocPD() (verbs.PD, error) {
 	pd, err := d.Device.AllocPD()
-	if err != nil || d.p.prepare == nil {
-		return pd, err
-	}
-	return &hookedPD{pd, d.p}, nil
+	return &hookedPD{pd, d.p}, err
 }
 
 type hookedPD struct {
@@ -82,7 +83,40 @@ type hookedPD struct {
 	p *hookedProvider
 }
 
-func (d *hookedPD) Prepare(mem []byte) error { return d.p.prepare(mem) }
+func (d *hookedPD) Prepare(mem []byte) error {
+	if d.p.prepare == nil {
+		return nil
+	}
+	return d.p.prepare(mem)
+}
+
+func (d *hookedPD) AllocMR(depth int) (verbs.MR, error) {
+	if d.p.alloc != nil {
+		if err := d.p.alloc(); err != nil {
+			return nil, err
+		}
+	}
+	mr, err := d.PD.AllocMR(depth)
+	if err != nil || d.p.unregister == nil {
+		return mr, err
+	}
+	return &hookedMR{MR: mr, p: d.p}, nil
+}
+
+// A hookedMR is a PerIOMR on top of an MR with FastReg.
+type hookedMR struct {
+	verbs.MR
+	p   *hookedProvider
+	key uint8
+}
+
+// Register returns the key of the next FastReg, which registers the memory.
+func (m *hookedMR) Register(verbs.Access, []byte) (verbs.RKey, error) {
+	m.key++
+	return m.MR.RKey().WithKey(m.key), nil
+}
+
+func (m *hookedMR) Unregister() error { return m.p.unregister() }
 
 type hookedID struct {
 	verbs.ActiveID
@@ -92,14 +126,15 @@ type hookedID struct {
 func (i *hookedID) Device() verbs.Device { return i.p.dev }
 
 func (i *hookedID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
-	if d, ok := pd.(*hookedPD); ok {
-		pd = d.PD
+	qp, err := i.ActiveID.CreateQP(pd.(*hookedPD).PD, attr)
+	if err != nil {
+		return nil, err
 	}
-	qp, err := i.ActiveID.CreateQP(pd, attr)
-	if err != nil || i.p.open == nil {
-		return qp, err
+	q := &hookedQP{QP: qp}
+	if i.p.open != nil {
+		q.hooks = i.p.open()
 	}
-	return &hookedQP{QP: qp, hooks: i.p.open()}, nil
+	return q, nil
 }
 
 type hookedQP struct {
@@ -147,6 +182,9 @@ func (q *hookedQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error
 	for i, wr := range originals[:keep] {
 		copies[i] = *wr
 		copies[i].Next = nil
+		if m, ok := wr.MR.(*hookedMR); ok {
+			copies[i].MR = m.MR
+		}
 		at, next := q.posted+i, wr.Done
 		copies[i].Done = func(wc *verbs.WorkCompletion) {
 			w := *wc
