@@ -35,21 +35,25 @@ func (s *suite) pair(t *testing.T, o options) *pair {
 func Conformance(t *testing.T, newProvider NewProvider, laddr netip.AddrPort, maySkip ...string) {
 	s := &suite{newProvider: newProvider, laddr: laddr}
 	caps := s.caps(t)
-	for _, group := range [][]conformanceTest{connectionTests, messageTests, memoryTests, accessTests, disconnectTests,
-		resourceTests, sharingTests, errorTests} {
-		for _, c := range group {
-			t.Run(c.name, func(t *testing.T) {
-				t.Cleanup(func() {
-					if t.Skipped() && !slices.Contains(maySkip, c.name) {
-						t.Error("this provider may not skip the test")
-					}
-				})
-				if !caps.Has(c.need) {
-					t.Skipf("the device lacks the capabilities %#x", c.need&^caps)
-				}
-				c.run(t, s)
-			})
+	tests := slices.Concat(connectionTests, messageTests, memoryTests, accessTests, disconnectTests, resourceTests,
+		sharingTests, errorTests)
+	for _, name := range maySkip {
+		if !slices.ContainsFunc(tests, func(c conformanceTest) bool { return c.name == name }) {
+			t.Errorf("maySkip names an unknown test %q", name)
 		}
+	}
+	for _, c := range tests {
+		t.Run(c.name, func(t *testing.T) {
+			t.Cleanup(func() {
+				if t.Skipped() && !slices.Contains(maySkip, c.name) {
+					t.Error("this provider may not skip the test")
+				}
+			})
+			if !caps.Has(c.need) {
+				t.Skipf("the device lacks the capabilities %#x", c.need&^caps)
+			}
+			c.run(t, s)
+		})
 	}
 }
 
