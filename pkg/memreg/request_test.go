@@ -247,7 +247,7 @@ func TestSlotsDoNotContend(t *testing.T) {
 		}
 		lists[i].Unmap()
 	}
-	before := lockWaits()
+	before := lockWaits(t)
 	defer runtime.SetMutexProfileFraction(runtime.SetMutexProfileFraction(1))
 	var wg sync.WaitGroup
 	for i := range lists {
@@ -262,16 +262,20 @@ func TestSlotsDoNotContend(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if n := lockWaits() - before; n != 0 {
+	if n := lockWaits(t) - before; n != 0 {
 		t.Errorf("waits for locks in %d calls of %d slots: got %d, want 0", calls, slots, n)
 	}
 }
 
 // lockWaits returns how often a goroutine waited for a lock that code of this package held.
-func lockWaits() (n int64) {
+func lockWaits(t *testing.T) (n int64) {
+	t.Helper()
 	records := make([]runtime.BlockProfileRecord, 1000)
-	count, _ := runtime.MutexProfile(records)
-	for _, r := range records[:min(count, len(records))] {
+	count, ok := runtime.MutexProfile(records)
+	if !ok {
+		t.Fatalf("mutex profile: got %d records, want at most %d", count, len(records))
+	}
+	for _, r := range records[:count] {
 		frames := runtime.CallersFrames(r.Stack())
 		for more := true; more; {
 			var f runtime.Frame

@@ -64,6 +64,15 @@ func (c *tracedCall) invalidate() {
 	}
 }
 
+// failLocalInv makes a call whose LOCAL_INV fails, and recovers its MR.
+func (c *tracedCall) failLocalInv(status verbs.Status) {
+	c.mapPages(1)
+	c.send()
+	c.qp.status = status
+	c.invalidate()
+	c.pool.Recover()
+}
+
 // TestTraceEvents checks the events of each way in which an MR is used. The kernel has the same
 // events, and one unmap for each map (S24).
 func TestTraceEvents(t *testing.T) {
@@ -99,20 +108,10 @@ func TestTraceEvents(t *testing.T) {
 			c.list.Registered()[0].regDone(&verbs.WorkCompletion{Status: verbs.StatusWRFlushErr})
 			c.pool.Recover()
 		}, "alloc.1 map.1 fastreg.1 wc_fastreg.1 unmap.1 recover.1"},
-		{"flushed LOCAL_INV", func(c *tracedCall) {
-			c.mapPages(1)
-			c.send()
-			c.qp.status = verbs.StatusWRFlushErr
-			c.invalidate()
-			c.pool.Recover()
-		}, "alloc.1 map.1 fastreg.1 localinv.1 wc_li.1 post_linv/1 unmap.1 recover.1"},
-		{"failed LOCAL_INV", func(c *tracedCall) {
-			c.mapPages(1)
-			c.send()
-			c.qp.status = verbs.StatusMWBindErr
-			c.invalidate()
-			c.pool.Recover()
-		}, "alloc.1 map.1 fastreg.1 localinv.1 wc_li.1 post_linv/1 recycle.1 unmap.1 dereg.1"},
+		{"flushed LOCAL_INV", func(c *tracedCall) { c.failLocalInv(verbs.StatusWRFlushErr) },
+			"alloc.1 map.1 fastreg.1 localinv.1 wc_li.1 post_linv/1 unmap.1 recover.1"},
+		{"failed LOCAL_INV", func(c *tracedCall) { c.failLocalInv(verbs.StatusMWBindErr) },
+			"alloc.1 map.1 fastreg.1 localinv.1 wc_li.1 post_linv/1 recycle.1 unmap.1 dereg.1"},
 		{"LOCAL_INV not posted", func(c *tracedCall) { c.mapPages(2); c.send(); c.qp.failAt = 1; c.invalidate() },
 			"alloc.1 map.1 alloc.2 map.2 fastreg.2 fastreg.1 localinv.2 localinv.1 post_linv_err/1 " +
 				"recycle.2 unmap.2 dereg.2"},
