@@ -18,8 +18,8 @@
 // memory of the caller (docs/features.md S9, S21). If the caller cancels a call, the transport
 // fences the memory, and Call then returns. The slot and the credit stay in use until the late
 // reply arrives or the connection ends, because the server still counts the call (RFC 8166 §3.3.1).
-// LOCAL_INVs wait in the send queue behind earlier data. A fence that takes longer than that data
-// needs at 1 Mbit/s ends the connection.
+// LOCAL_INVs wait in the send queue behind earlier data. If the fence takes longer than 1 s plus
+// the time of that data at 1 Mbit/s, or longer than Config.Timeout, the connection ends.
 //
 // # Credits
 //

@@ -20,8 +20,8 @@ import (
 )
 
 // TestModel runs the transport through every order of the events of two calls: completion, reply,
-// interrupt, loss of the connection, flush, and reconnect. Only the device and the server are of
-// the test. A state that was reached before, by another order, is explored once.
+// interrupt, loss of the connection, flush, and reconnect. The test provides the device and the
+// server. The search continues only once from each state, also if several orders lead to it.
 //
 // After each event it checks that the server cannot reach the memory of a call that has returned,
 // and that the counters of credits and of the send queue are right. Where no event is left that
@@ -61,10 +61,10 @@ func TestModel(t *testing.T) {
 			if t.Failed() {
 				return
 			}
-			t.Logf("%d states, %d runs, %d of them to the end, longest run %d events, %d paths came once",
+			t.Logf("%d states, %d runs, %d of them to the end, longest run %d events, %d paths were not repeated",
 				len(m.seen), m.runs, m.ends, m.longest, m.rare)
 			if m.rare*5 > len(m.seen) {
-				t.Errorf("%d of %d paths came once", m.rare, len(m.seen))
+				t.Errorf("%d paths were not repeated, but there are only %d states", m.rare, len(m.seen))
 			}
 			if m.ends == 0 || m.outcomes["nil nil"] == 0 || m.outcomes["interrupted interrupted"] == 0 {
 				t.Errorf("outcomes of the calls: %v; want that both succeed, and that both are interrupted", m.outcomes)
@@ -108,9 +108,9 @@ type step struct {
 	state string
 }
 
-// search explores all states. An event may wake both callers, and their order is then that of the
-// scheduler. A run that leaves its path in this way adds another path, and is repeated. A path that
-// does not come again is not followed further.
+// search explores all states. An event may wake both callers, and the scheduler then decides their
+// order. If it decides otherwise than before, the run adds another path, and search repeats the
+// first path up to 20 times. search ends a path that no repetition follows.
 func (m *model) search(t *testing.T) {
 	m.todo = [][]step{nil}
 	for len(m.todo) > 0 && !t.Failed() {
@@ -257,7 +257,7 @@ func (r *modelRun) qp() *stepQP { return r.dev.qps[len(r.dev.qps)-1] }
 const (
 	evComplete  = "complete"       // the next completion of the send queue
 	evReply     = "reply"          // the server answers call n
-	evAgain     = "reply-again"    // the server answers call n, which it does not have, or not any more
+	evAgain     = "reply-again"    // the server answers call n early, or a second time
 	evOldReply  = "old-reply"      // the server answers an earlier call in the slot of call n
 	evInterrupt = "interrupt"      // the caller of call n gives up
 	evFail      = "fail"           // the connection is lost; requests that were not executed are flushed
@@ -517,7 +517,7 @@ func (r *modelRun) checkEnd() {
 	}
 }
 
-// close closes the transport in the middle of everything, and checks what is left.
+// close closes the transport in its current state, and checks that nothing is left.
 func (r *modelRun) close() {
 	r.tr.Close()
 	synctest.Wait()

@@ -266,6 +266,9 @@ func TestSendQueueHoldsCallsWithTwoChunks(t *testing.T) {
 					t.Errorf("places taken after all calls: got %d, want one for each of %d requests", taken, posted)
 				}
 				t.Logf("at most %d of %d places in use", check.most.Load(), q.size)
+				if check.most.Load() == 0 {
+					t.Error("the send queue was never checked")
+				}
 			})
 		}
 	}

@@ -47,7 +47,6 @@ type stepMR struct {
 	valid bool
 	key   verbs.RKey // of the last registration
 	segs  [][]byte   // of the last registration
-	qp    *stepQP    // of the last registration
 }
 
 func (m *stepMR) LKey() uint32     { return 0 }
@@ -233,7 +232,7 @@ func (q *stepQP) execute(n int) {
 			if m.valid || key == m.key || q.d.mrs[m.index] != m {
 				q.d.fault("FastReg of MR %d: valid %v, key %v after %v", m.index, m.valid, key, m.key)
 			}
-			m.valid, m.key, m.segs, m.qp = true, key, wr.Segs, q
+			m.valid, m.key, m.segs = true, key, wr.Segs
 		case verbs.OpLocalInv:
 			m := q.d.mrs[uint32(wr.InvalidateRKey)>>8]
 			if m == nil || m.key != wr.InvalidateRKey {
