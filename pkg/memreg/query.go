@@ -21,7 +21,7 @@ const (
 	callChunks  = 2                // chunks of one call: of its arguments and of its reply
 	sendReserve = backwardWRs + drainWRs
 	recvReserve = backwardWRs + recvBatch + drainWRs
-	minDepth    = (chunkPages + maxHdrSegs - 1) / maxHdrSegs // pages of an MR
+	minDepth    = (chunkPages + maxHdrSegs - 1) / maxHdrSegs // the fewest pages of one MR
 	minSendSGEs = 3                                          // head, payload, tail
 	maxSendSGEs = 1 + 1 + maxHdrSegs + 1                     // the most SGEs of one Send
 	// FastReg and LOCAL_INV of head, payload and tail, and the Send

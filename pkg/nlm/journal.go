@@ -67,7 +67,7 @@ type journal struct {
 	f       *os.File   // locked (flock(2)), so that one process has the journal
 	live    map[journalKey]*journalEntry
 	lines   int
-	partial bool // the last line has no end
+	partial bool // the last line may have no end
 	failed  bool // a failed write was logged
 }
 
@@ -99,7 +99,7 @@ func openJournal(dir string, log hclog.Logger) (j *journal, stale []*journalEntr
 			j.live[e.key()] = e
 		}
 	}
-	j.partial = j.lines > 0 // perhaps; an end of line too many does no harm
+	j.partial = j.lines > 0 // the empty line that may follow is skipped
 	for _, e := range j.live {
 		stale = append(stale, e)
 	}
