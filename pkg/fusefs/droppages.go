@@ -52,12 +52,12 @@ func (fs *FS) dropRange(ino *inode, p pageRange) {
 	w.toDrop = pageRange{min(w.toDrop.off, p.off), max(w.toDrop.end, p.end)}
 	if !w.dropping {
 		w.dropping = true // one goroutine for each file
-		fs.spawn(func() { fs.sendDrops(ino) })
+		fs.spawn(func() { fs.sendRanges(ino) })
 	}
 }
 
-// sendDrops sends the notifications of one file. It holds no lock meanwhile.
-func (fs *FS) sendDrops(ino *inode) {
+// sendRanges sends the notifications of one file. It holds no lock meanwhile.
+func (fs *FS) sendRanges(ino *inode) {
 	for p := ino.wb.takeDrop(); !p.empty(); p = ino.wb.takeDrop() {
 		if s := fs.server.Load(); s != nil {
 			s.InodeNotify(ino.id, int64(p.off), int64(p.end-p.off))
@@ -65,7 +65,7 @@ func (fs *FS) sendDrops(ino *inode) {
 	}
 }
 
-// takeDrop returns the range to drop. An empty range ends sendDrops.
+// takeDrop returns the range to drop. An empty range ends sendRanges.
 func (w *writeback) takeDrop() pageRange {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -45,6 +45,17 @@ func TestLockSeesChangeWithinOneTick(t *testing.T) {
 	}
 }
 
+// TestLostLockCountsDrop checks that a drop of the pages for a lost lock is counted.
+func TestLostLockCountsDrop(t *testing.T) {
+	fs := &FS{}
+	file := &inode{id: 2}
+	fs.inodes.init(file)
+	fs.LockLost(file.fh)
+	if n := fs.Counters.CacheDrops.Load(); n != 1 || file.pageDrops != 0 {
+		t.Errorf("got %d drops, %d in progress; want 1, 0", n, file.pageDrops)
+	}
+}
+
 // TestCloseOfOtherDescriptorWritesBeforeUnlock closes a descriptor that is open for reading. The
 // kernel then releases the locks that the process set by another descriptor. The data that was
 // written under the lock must be on the server before.

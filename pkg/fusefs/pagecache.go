@@ -73,7 +73,6 @@ func (fs *FS) revalidate(ino *inode, a *nfs3.Attr, cacheable bool) (unchanged bo
 	}
 	ino.mu.Unlock()
 	if drop {
-		fs.Counters.CacheDrops.Add(1)
 		fs.sendDrop(ino)
 	}
 	return unchanged
@@ -82,6 +81,7 @@ func (fs *FS) revalidate(ino *inode, a *nfs3.Attr, cacheable bool) (unchanged bo
 // sendDrop makes the kernel discard its cached pages and attributes of a file. The caller has
 // counted it in pageDrops.
 func (fs *FS) sendDrop(ino *inode) {
+	fs.Counters.CacheDrops.Add(1)
 	if s := fs.server.Load(); s != nil {
 		s.InodeNotify(ino.id, 0, 0)
 	}
@@ -90,7 +90,7 @@ func (fs *FS) sendDrop(ino *inode) {
 	ino.pageDrops--
 }
 
-// dropCache is sendDrop for other callers.
+// dropCache counts and sends a drop.
 func (fs *FS) dropCache(ino *inode) {
 	ino.mu.Lock()
 	ino.pageDrops++
@@ -113,7 +113,6 @@ func (fs *FS) dropStalePages(ino *inode) {
 	}
 	ino.mu.Unlock()
 	if stale {
-		fs.Counters.CacheDrops.Add(1)
 		fs.sendDrop(ino)
 	}
 }

@@ -56,7 +56,7 @@ type writeback struct {
 	busy int // calls with this data that the server answers with NFS3ERR_JUKEBOX
 
 	toDrop   pageRange // whose pages the kernel must drop
-	dropping bool      // sendDrops is running
+	dropping bool      // sendRanges is running
 }
 
 // changed wakes the goroutines that wait. The caller holds mu.
