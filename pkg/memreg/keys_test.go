@@ -13,15 +13,15 @@ const minDistance = 128
 // A keyLog checks the keys of registrations in their order.
 type keyLog struct {
 	t       *testing.T
-	uses    map[uint32]int           // registrations of an index
-	last    map[verbs.RKey]int       // number of the last registration that used the key
-	recency map[uint32]*[]verbs.RKey // keys of an index, least recently used first
-	rank    [256 - minDistance]int   // how often a key of this rank was chosen
-	nearest int                      // smallest distance that was seen
+	uses    map[uint32]int          // registrations of an index
+	last    map[verbs.RKey]int      // number of the last registration that used the key
+	recency map[uint32][]verbs.RKey // keys of an index, least recently used first
+	rank    [256 - minDistance]int  // how often a key of this rank was chosen
+	nearest int                     // smallest distance that was seen
 }
 
 func newKeyLog(t *testing.T) *keyLog {
-	return &keyLog{t: t, uses: map[uint32]int{}, last: map[verbs.RKey]int{}, recency: map[uint32]*[]verbs.RKey{},
+	return &keyLog{t: t, uses: map[uint32]int{}, last: map[verbs.RKey]int{}, recency: map[uint32][]verbs.RKey{},
 		nearest: 1 << 30}
 }
 
@@ -39,17 +39,14 @@ func (k *keyLog) add(key verbs.RKey) {
 	}
 	k.last[key] = k.uses[index]
 	k.uses[index]++
-	if k.recency[index] == nil {
-		k.recency[index] = &[]verbs.RKey{}
-	}
 	order := k.recency[index]
-	if i := slices.Index(*order, key); i >= 0 {
-		if len(*order) == 256 {
+	if i := slices.Index(order, key); i >= 0 {
+		if len(order) == 256 {
 			k.rank[i]++
 		}
-		*order = slices.Delete(*order, i, i+1)
+		order = slices.Delete(order, i, i+1)
 	}
-	*order = append(*order, key)
+	k.recency[index] = append(order, key)
 }
 
 // TestKeysReturnLate registers memory many times, also after reconnects whose new MRs have the
