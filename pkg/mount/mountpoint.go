@@ -82,6 +82,23 @@ func unwrapPath(err error) error {
 	return err
 }
 
+// mountedError returns an error if a file system is mounted at dir. Its type is fsType, or "" for
+// none.
+func mountedError(dir, fsType string) error {
+	switch fsType {
+	case "":
+		return nil
+	case nfsrdmaType:
+		return control.Errorf(control.CodeMount, "mount point %s: already an nfsrdma mount; unmount it first, "+
+			"with umount(8) if its daemon was killed", dir)
+	case autofsType: // it lets only the process group of the automounter through
+		return control.Errorf(control.CodeMount, "mount point %s: managed by autofs, which is not supported; "+
+			"remove x-systemd.automount from fstab(5), or remove the directory from the map of the automounter", dir)
+	}
+	return control.Errorf(control.CodeMount, "mount point %s: already a mount of type %s; unmount it first", dir,
+		fsType)
+}
+
 // CheckMountPoint opens dir as a mount point, and returns an error if nothing can be mounted there.
 // The caller closes the result. CheckMountPoint does not access a file system that is mounted at
 // dir, which may hang.
@@ -94,21 +111,11 @@ func CheckMountPoint(ctx context.Context, dir string) (*fusefs.MountPoint, error
 		return nil, err
 	}
 	fsType, err := mountedAt(clean)
-	switch {
-	case err != nil:
+	if err == nil {
+		err = mountedError(clean, fsType)
+	}
+	if err != nil {
 		return nil, err
-	case fsType == nfsrdmaType:
-		return nil, control.Errorf(control.CodeMount,
-			"mount point %s: already an nfsrdma mount; unmount it first, "+
-				"with umount(8) if its daemon was killed", clean)
-	// autofs lets only the process group of the automounter through.
-	case fsType == autofsType:
-		return nil, control.Errorf(control.CodeMount,
-			"mount point %s: managed by autofs, which is not supported; remove x-systemd.automount from fstab(5), or "+
-				"remove the directory from the map of the automounter", clean)
-	case fsType != "":
-		return nil, control.Errorf(control.CodeMount, "mount point %s: already a mount of type %s; unmount it first",
-			clean, fsType)
 	}
 	p, err := bounded(ctx, func() (*fusefs.MountPoint, error) { return fusefs.OpenMountPoint(clean) },
 		(*fusefs.MountPoint).Close)

@@ -24,6 +24,21 @@ func hasFileSystem(t *testing.T, name string) bool {
 	return slices.Contains(strings.Fields(string(list)), name)
 }
 
+func TestMountedFileSystemIsRefused(t *testing.T) {
+	if err := mountedError("/mnt", ""); err != nil {
+		t.Errorf("no file system: got %v, want no error", err)
+	}
+	for fsType, want := range map[string]string{
+		"ext4":      "mount point /mnt: already a mount of type ext4; unmount it first",
+		nfsrdmaType: "mount point /mnt: already an nfsrdma mount; unmount it first",
+		autofsType:  "remove x-systemd.automount from fstab(5)",
+	} {
+		isError(t, mountedError("/mnt", fsType), control.CodeMount, want)
+	}
+}
+
+// TestCheckMountPointRefusesAutofs needs a kernel with autofs. TestMountedFileSystemIsRefused checks
+// the error on every kernel.
 func TestCheckMountPointRefusesAutofs(t *testing.T) {
 	testutil.NeedsRoot(t)
 	dir := t.TempDir()
