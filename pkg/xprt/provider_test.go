@@ -21,6 +21,8 @@ type hookedProvider struct {
 	alloc func() error
 	// unregister makes the MRs PerIOMRs, and is called instead of their Unregister.
 	unregister func() error
+	// dereg is called before an MR is deregistered.
+	dereg func()
 	// open is called for each queue pair, and returns its hooks.
 	open func() qpHooks
 
@@ -97,26 +99,44 @@ func (d *hookedPD) AllocMR(depth int) (verbs.MR, error) {
 		}
 	}
 	mr, err := d.PD.AllocMR(depth)
-	if err != nil || d.p.unregister == nil {
-		return mr, err
+	if err != nil {
+		return nil, err
 	}
-	return &hookedMR{MR: mr, p: d.p}, nil
+	m := hookedMR{mr, d.p}
+	if d.p.unregister != nil {
+		return &hookedPerIOMR{hookedMR: m}, nil
+	}
+	return &m, nil
 }
 
-// A hookedMR is a PerIOMR on top of an MR with FastReg.
 type hookedMR struct {
 	verbs.MR
-	p   *hookedProvider
+	p *hookedProvider
+}
+
+func (m *hookedMR) Dereg() error {
+	if m.p.dereg != nil {
+		m.p.dereg()
+	}
+	return m.MR.Dereg()
+}
+
+// unhooked returns the MR of the device.
+func (m *hookedMR) unhooked() verbs.MR { return m.MR }
+
+// A hookedPerIOMR is a PerIOMR on top of an MR with FastReg.
+type hookedPerIOMR struct {
+	hookedMR
 	key uint8
 }
 
 // Register returns the key of the next FastReg, which registers the memory.
-func (m *hookedMR) Register(verbs.Access, []byte) (verbs.RKey, error) {
+func (m *hookedPerIOMR) Register(verbs.Access, []byte) (verbs.RKey, error) {
 	m.key++
 	return m.MR.RKey().WithKey(m.key), nil
 }
 
-func (m *hookedMR) Unregister() error { return m.p.unregister() }
+func (m *hookedPerIOMR) Unregister() error { return m.p.unregister() }
 
 type hookedID struct {
 	verbs.ActiveID
@@ -182,8 +202,8 @@ func (q *hookedQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error
 	for i, wr := range originals[:keep] {
 		copies[i] = *wr
 		copies[i].Next = nil
-		if m, ok := wr.MR.(*hookedMR); ok {
-			copies[i].MR = m.MR
+		if m, ok := wr.MR.(interface{ unhooked() verbs.MR }); ok {
+			copies[i].MR = m.unhooked()
 		}
 		at, next := q.posted+i, wr.Done
 		copies[i].Done = func(wc *verbs.WorkCompletion) {
