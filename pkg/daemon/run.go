@@ -95,5 +95,5 @@ func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r control.
 	}
 	mounted(info)
 	t.Wait(ctx, info.Dir)
-	return t.LossError(0) // of an unmount by another process; Close reports its own losses
+	return t.LossError(0) // when another process unmounted; Close reports what it discards
 }

@@ -23,8 +23,8 @@ func (fs *FS) dropPages(ino *inode, e *extent) {
 // dropWritten makes the kernel drop its cached pages of data that was written past them. Kernels
 // since 6.6 drop these pages before the write, but a reader can fill them again meanwhile.
 //
-// A write with O_DIRECT can be one of the kernel's background requests. A READ that holds the pages
-// can wait for the end of those, so dropWritten does not wait for the drop then.
+// After a write with O_DIRECT, dropWritten does not wait for the drop. The write can be one of the
+// kernel's background requests, and a READ that holds the pages can wait for these requests.
 func (fs *FS) dropWritten(r *request, h *fileHandle, flags uint32, p pageRange) {
 	ino, w := h.ino, &h.ino.wb
 	ino.mu.Lock()

@@ -131,7 +131,7 @@ func TestInvalidLookupReplies(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		a     answer
-		fails bool // else any result is right
+		fails bool // otherwise any result is right
 	}{
 		{"handle of the export root", func(_ context.Context, m *sunrpc.Message, pass func() error) error {
 			if err := pass(); err != nil {

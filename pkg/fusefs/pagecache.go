@@ -45,8 +45,8 @@ func (fs *FS) changedByOther(ino *inode, older, newer stamp) bool {
 }
 
 // lastUnseenChange returns FS.clock after the last call of this mount that may have changed the
-// ctime of an object whose attributes its reply does not contain. A rename changes the object, and
-// a removal changes a file with other names. The caller holds ino.mu.
+// ctime of ino, although its reply does not contain the attributes of ino. The call is a rename, or
+// for a file also the removal of one of its names. The caller holds ino.mu.
 func (fs *FS) lastUnseenChange(ino *inode) uint64 {
 	if ino.isDir() {
 		return fs.lastRename.Load()

@@ -45,7 +45,8 @@ func (t *Table) LostBytes() metrics.LostBytes {
 	return metrics.LostBytes{Rejected: t.shared.rejected.Load(), Unmount: t.shared.unmount.Load()}
 }
 
-// LossError returns an error if the end of mounts discarded more data than before, in bytes.
+// LossError returns an error if mounts discarded written data when they ended. before is the number
+// of bytes that the caller knows already.
 func (t *Table) LossError(before uint64) error {
 	if n := t.shared.unmount.Load() - before; n > 0 {
 		return control.Errorf(control.CodeMount, "stop: %d bytes of written data lost; see the files in the log", n)

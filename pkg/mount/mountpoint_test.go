@@ -37,8 +37,8 @@ func TestMountedFileSystemIsRefused(t *testing.T) {
 	}
 }
 
-// TestCheckMountPointRefusesAutofs needs a kernel with autofs. TestMountedFileSystemIsRefused checks
-// the error on every kernel.
+// TestCheckMountPointRefusesAutofs needs a kernel with autofs. On every kernel,
+// TestMountedFileSystemIsRefused checks the error.
 func TestCheckMountPointRefusesAutofs(t *testing.T) {
 	testutil.NeedsRoot(t)
 	dir := t.TempDir()

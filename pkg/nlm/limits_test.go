@@ -152,7 +152,7 @@ func TestNoQueueBesideAnotherLockService(t *testing.T) {
 }
 
 // TestOnePeerCannotTakeAllConnections opens connections from many loopback addresses, which every
-// local user has. A server must still be able to connect.
+// local user can use. A server must still be able to connect.
 func TestOnePeerCannotTakeAllConnections(t *testing.T) {
 	service := nlm.NewService(nlm.ServiceConfig{})
 	t.Cleanup(service.Close)

@@ -52,7 +52,7 @@ type request struct {
 func (c *Client) lockLoop(ctx context.Context, req *request) error {
 	var poll time.Duration
 	for {
-		// On a soft mount too, a request may wait forever for a lock, but not for a reply.
+		// A request of a soft mount may wait forever for a lock, but not for a reply.
 		callCtx, done := c.bound(ctx)
 		retry, err := c.lockOnce(callCtx, req)
 		err = c.result(callCtx, err)

@@ -87,8 +87,8 @@ func (c *Client) granted(a *Args) Stat {
 	if f.locks.Holds(&l) {
 		return Granted
 	}
-	// The owner has unlocked a part since. If the client refused, the server would release the
-	// other parts, too.
+	// The owner has unlocked a part after the lock was granted. If the client refused the callback,
+	// the server would also release the other parts.
 	cred := f.creds[id]
 	if c.restore(ctx, f, o, cred, &l, func(part Lock) error {
 		_, err := c.callLock(ctx, f, o, cred, &part, false, false)

@@ -37,7 +37,7 @@ func (c *Client) trigger(r restart) {
 // connectionLost is called by the link.
 func (c *Client) connectionLost(err error) {
 	c.log.Debug("lock connection lost", "server", c.cfg.Host, "error", err)
-	// Also without a lock in the tables: a request may be about to record one.
+	// The tables may have no lock yet: a request may be about to record one.
 	c.trigger(restart{reason: "lock connection lost"})
 }
 

@@ -382,7 +382,7 @@ func (s *Service) accept(l net.Listener) {
 }
 
 // admit adds a connection, or returns false. One peer gets only some of the connections. All
-// loopback addresses are one peer, because each local user has all of them.
+// loopback addresses are one peer, because each local user can use all of them.
 func (s *Service) admit(conn net.Conn, peer netip.Addr) bool {
 	if !s.knows(peer) {
 		return false

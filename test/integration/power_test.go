@@ -168,8 +168,8 @@ func TestPowerFailure(t *testing.T) {
 	}
 }
 
-// powerTries bounds the power failures until one loses something. Other processes of the host may
-// call sync(2).
+// powerTries bounds the power failures of a test that needs one with a loss. A failure loses
+// nothing if another process of the host has just called sync(2).
 const powerTries = 5
 
 // A lostFile is an open file on a mount. The server has lost data that the client has sent and not
