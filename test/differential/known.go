@@ -141,3 +141,18 @@ func CheckKnown(p *Pair, list []Entry) (obsolete []string, err error) {
 	}
 	return obsolete, nil
 }
+
+// CheckPermitted runs the operations of the entries as Run runs random ones, and returns the
+// differences that no rule permits.
+func CheckPermitted(p *Pair, list []Entry) (unknown []string, err error) {
+	for i := range list {
+		found, _, err := p.Run(list[i].ops, Tolerate(list))
+		if err != nil {
+			return nil, err
+		}
+		if found != nil {
+			unknown = append(unknown, fmt.Sprintf("%s: %v", list[i].name, found))
+		}
+	}
+	return unknown, nil
+}

@@ -73,7 +73,8 @@ var differentialModes = []differentialMode{
 		Without: append([]string{"flock"}, ranges...)}, 2, 200},
 }
 
-// TestDifferentialKnown checks that the known differences still exist.
+// TestDifferentialKnown checks that the known differences still exist, and that their operations
+// show no others.
 func TestDifferentialKnown(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
@@ -85,6 +86,13 @@ func TestDifferentialKnown(t *testing.T) {
 	}
 	for _, o := range obsolete {
 		t.Errorf("testdata/differential.md: difference no longer occurs: %s", o)
+	}
+	unknown, err := differential.CheckPermitted(&d.Pair, d.known)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, u := range unknown {
+		t.Errorf("testdata/differential.md: unknown difference: %s", u)
 	}
 }
 
