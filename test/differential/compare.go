@@ -1,12 +1,11 @@
 package differential
 
 import (
+	"cmp"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -50,8 +49,7 @@ type Pair struct {
 	// so the user who opened a file with these bits executes the operations on it. Servers check
 	// the permission for every call, so operations on a file are skipped when the user who opened
 	// the file could not open it now. A removed open file has a hidden name until it is closed, and
-	// then the times of the directory change. The name stays if the user who removed the file may
-	// not remove it any more.
+	// then the times of the directory change.
 	LikeNFS bool
 	// CloseToOpen omits the final look at the tree through the mounts, whose caches may be old.
 	CloseToOpen bool
@@ -67,6 +65,8 @@ type Pair struct {
 	released bool
 	// keepGoing continues after a tolerated difference that makes the sides diverge
 	keepGoing bool
+	kept      map[string]*keptFile        // by hidden name
+	removal   time.Duration               // limit for the removal of hidden names; for tests
 	distort   func(o *Op, fields []Field) // changes our side's values; for tests
 }
 
@@ -78,8 +78,9 @@ func (p *Pair) begin() error {
 	if p.Processes == nil {
 		p.Processes = []Process{&local{}}
 	}
+	p.removal = cmp.Or(p.removal, 5*time.Second)
 	p.runs++
-	p.released = false
+	p.released, p.kept = false, nil
 	p.dir = fmt.Sprintf("run%d", p.runs)
 	for _, s := range []Side{p.Reference, p.Ours} {
 		dir := filepath.Join(s.Dirs[0], p.dir)
@@ -173,11 +174,14 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 	diverged := false // after a tolerated difference the later results are meaningless
 	check := func(i int, o Op, a, b []Field) bool {
 		for _, d := range differences(i, o, a, b) {
-			if p.LikeNFS && (p.released && d.isDirectoryTime() || d.isKeptName()) {
+			if p.LikeNFS && p.released && d.isDirectoryTime() {
 				continue
 			}
 			if d.field == "errno" {
 				d.fields[hiddenField] = fmt.Sprint(p.hasHidden(o.path) || p.hasHidden(o.to))
+			}
+			if dir, ok := strings.CutSuffix(d.field, hidden); ok && o.do == "walk" {
+				d.fields[removableField] = fmt.Sprint(p.isRemovable(dir))
 			}
 			if tolerated(&d) {
 				known = append(known, d)
@@ -203,6 +207,9 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 		}
 		if p.distort != nil {
 			p.distort(&o, b)
+		}
+		if err := p.watchKept(o.as); err != nil {
+			return nil, known, err
 		}
 		if !check(i, o, a, b) {
 			return first, known, nil
@@ -236,32 +243,13 @@ func (p *Pair) hasHidden(path string) bool {
 	return err == nil && len(found) > 0
 }
 
-// awaitHiddenRemoved waits until our side has removed the hidden names of closed files, which it
-// does after close(2) has returned. The wait is bounded, because some names may stay
-// ([Difference.isKeptName]).
-func (p *Pair) awaitHiddenRemoved() {
-	if p.Ours.Server == "" {
-		return
-	}
-	left := func() (n int) {
-		_ = filepath.WalkDir(filepath.Join(p.Ours.Server, p.dir), func(_ string, e fs.DirEntry, err error) error {
-			if err == nil && strings.HasPrefix(e.Name(), hidden) {
-				n++
-			}
-			return nil
-		})
-		return n
-	}
-	for deadline := time.Now().Add(5 * time.Second); left() > 0 && time.Now().Before(deadline); {
-		time.Sleep(10 * time.Millisecond)
-	}
-}
-
 // compareTrees compares the trees at the end, as the clients and as the server see them.
 func (p *Pair) compareTrees(at int, check func(int, Op, []Field, []Field) bool, first **Difference,
 	known *[]Difference) (*Difference, []Difference, error) {
 	p.closeAll()
-	p.awaitHiddenRemoved()
+	if err := p.awaitHiddenRemoved(); err != nil {
+		return nil, *known, err
+	}
 	for i := range p.Ours.Dirs {
 		if p.CloseToOpen || i >= len(p.Processes) {
 			break
@@ -301,15 +289,6 @@ func (d *Difference) isDirectoryTime() bool {
 	what, time, _ := strings.Cut(d.field, ".")
 	mode := d.fields[what+".mode"]
 	return strings.Contains(time, "time") && len(mode) == 5 && mode[0] == '4'
-}
-
-// isKeptName reports whether the field is the number of hidden names in a directory in which not
-// every user may remove them. The user who removed an open file may have lost the permission.
-func (d *Difference) isKeptName() bool {
-	dir, found := strings.CutSuffix(d.field, "/"+hidden)
-	mode, _, _ := strings.Cut(d.fields[dir], " ")
-	n, err := strconv.ParseUint(mode, 8, 32)
-	return d.op.do == "walk" && found && err == nil && (n&unix.S_IWOTH == 0 || n&unix.S_ISVTX != 0)
 }
 
 // differences compares the values of an operation. A value that only one side has differs. If the

@@ -26,6 +26,9 @@ func localPair(t *testing.T) *Pair {
 	t.Helper()
 	testutil.NeedsRoot(t) // the streams change users
 	reference, ours := t.TempDir(), t.TempDir()
+	if err := os.Chmod(filepath.Dir(ours), 0o755); err != nil { // of both
+		t.Fatal(err)
+	}
 	return &Pair{Reference: Side{[]string{reference}, reference}, Ours: Side{[]string{ours}, ours}, Ticks: true,
 		OnHang: func(o Op) { panic("onHang: " + o.String()) }}
 }
