@@ -23,11 +23,12 @@ type side struct {
 	fds       [slots]int          // -1 if not open
 	openers   [slots]int          // users who opened the files
 	seen      map[uint64]observed // last observation by inode number
-	maps      [slots][]byte       // mappings of the files that were open in the slots
+	maps      [slots]mapping      // of the files that were open in the slots
 	closeWait time.Duration       // pause after a file is closed
-	buffered  bool                // remove O_DIRECT from open files
+	likeNFS   bool                // the reference of a Run with LikeNFS
 	released  bool                // the current operation closed a file without a name
 	toEnd     bool                // of Run
+	show      bool                // of Run
 }
 
 func newSide(root string) *side {
@@ -346,7 +347,7 @@ func doOpen(w *side, o *Op) ([]Field, error) {
 		return nil, err
 	}
 	w.fds[o.fd], w.openers[o.fd] = fd, o.as
-	if w.buffered && o.flags&unix.O_DIRECT != 0 {
+	if w.likeNFS && o.flags&unix.O_DIRECT != 0 {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_SETFL, o.flags&^unix.O_DIRECT|unix.O_NONBLOCK)
 	}
 	return nil, err

@@ -46,10 +46,11 @@ type Pair struct {
 	// LikeNFS hides what every NFSv3 client does in another way than the reference. O_DIRECT has
 	// no alignment rules, so the reference opens files without it. A call on an open file has the
 	// identity of the process that opened it. Changes by other users than root clear set-id bits,
-	// so the user who opened a file with these bits executes the operations on it. Servers check
-	// the permission for every call, so operations on a file are skipped when the user who opened
-	// the file could not open it now. A removed open file has a hidden name until it is closed, and
-	// then the times of the directory change.
+	// so the user who opened a file with these bits executes the operations on it. Such a change
+	// through a mapping also clears the bits on the reference, and is skipped when several users
+	// mapped the file. Servers check the permission for every call, so operations on a file are
+	// skipped when the user who opened the file could not open it now. A removed open file has a
+	// hidden name until it is closed, and then the times of the directory change.
 	LikeNFS bool
 	// CloseToOpen omits the final look at the tree through the mounts, whose caches may be old.
 	CloseToOpen bool
@@ -65,7 +66,8 @@ type Pair struct {
 	released bool
 	// keepGoing continues after a tolerated difference that makes the sides diverge
 	keepGoing bool
-	kept      map[string]*keptFile        // by hidden name
+	kept      map[string]*keptFile // by hidden name
+	mappers   mappers
 	removal   time.Duration               // limit for the removal of hidden names; for tests
 	distort   func(o *Op, fields []Field) // changes our side's values; for tests
 }
@@ -81,6 +83,7 @@ func (p *Pair) begin() error {
 	p.removal = cmp.Or(p.removal, 5*time.Second)
 	p.runs++
 	p.released, p.kept = false, nil
+	p.mappers = mappers{make(map[[2]int]string), make(map[string]map[string]bool)}
 	p.dir = fmt.Sprintf("run%d", p.runs)
 	for _, s := range []Side{p.Reference, p.Ours} {
 		dir := filepath.Join(s.Dirs[0], p.dir)
@@ -92,7 +95,7 @@ func (p *Pair) begin() error {
 		}
 	}
 	for i, process := range p.Processes {
-		run := Run{CloseWait: p.CloseWait, LikeNFS: p.LikeNFS, Skip: p.LikeNFS && !p.keepGoing,
+		run := Run{CloseWait: p.CloseWait, LikeNFS: p.LikeNFS, Show: p.keepGoing,
 			ToEnd: len(p.Ours.Dirs) > 1}
 		for side, s := range []Side{p.Reference, p.Ours} {
 			run.Roots[side] = filepath.Join(s.Dirs[i%len(s.Dirs)], p.dir)
@@ -180,6 +183,9 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 			if d.field == "errno" {
 				d.fields[hiddenField] = fmt.Sprint(p.hasHidden(o.path) || p.hasHidden(o.to))
 			}
+			if p.mappers.several(o.by%len(p.Processes), &o) {
+				d.fields[mappersField] = "several"
+			}
 			if dir, ok := strings.CutSuffix(d.field, hidden); ok && o.do == "walk" {
 				d.fields[removableField] = fmt.Sprint(p.isRemovable(dir))
 			}
@@ -196,6 +202,10 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 	p.Done = 0
 	for i, o := range ops {
 		p.Done++
+		process := o.by % len(p.Processes)
+		if p.LikeNFS && !p.keepGoing && p.mappers.several(process, &o) {
+			continue
+		}
 		if removing[o.do] {
 			if err := p.closeOthers(o.by); err != nil {
 				return nil, known, err
@@ -205,6 +215,7 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 		if err != nil {
 			return nil, known, fmt.Errorf("operation %d: %s: %w", i, o, err)
 		}
+		p.mappers.mapped(process, &o, a)
 		if p.distort != nil {
 			p.distort(&o, b)
 		}
@@ -229,6 +240,10 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 	}
 	return p.compareTrees(len(ops), check, &first, &known)
 }
+
+// mappersField tells in Difference.fields whether several users have mapped the file that an
+// operation writes to through a mapping.
+const mappersField = "mappers"
 
 // hiddenField tells in Difference.fields whether a directory that the operation uses has hidden
 // files on the server of our side.

@@ -24,7 +24,7 @@ func (w *side) do(o *Op) []Field {
 	}
 	uses := verbs[o.do].uses
 	var st unix.Stat_t
-	if w.buffered && uses&usesFD != 0 && unix.Fstat(w.fds[o.fd], &st) == nil {
+	if w.likeNFS && uses&usesFD != 0 && unix.Fstat(w.fds[o.fd], &st) == nil {
 		out = append(out, Field{contextPrefix + "mode", fmt.Sprintf("%o", st.Mode)})
 	}
 	if o.quiet {

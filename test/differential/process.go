@@ -29,7 +29,9 @@ type Run struct {
 	Roots     [2]string // directories of both sides
 	CloseWait time.Duration
 	LikeNFS   bool
-	Skip      bool // the operations that LikeNFS skips
+	// Show shows the differences that LikeNFS would avoid by skipping operations and by clearing
+	// the set-id bits of mapped files.
+	Show bool
 	// ToEnd sets the offset of a file to its end after each write with O_APPEND. The kernel
 	// computes the offset from the size that it knows, and another client may have changed it.
 	ToEnd bool
@@ -52,7 +54,8 @@ func (l *local) Begin(r *Run) error {
 		l.sides[i] = newSide(root)
 		l.sides[i].closeWait = r.CloseWait
 		l.sides[i].toEnd = r.ToEnd
-		l.sides[i].buffered = r.LikeNFS && i == 0
+		l.sides[i].likeNFS = r.LikeNFS && i == 0
+		l.sides[i].show = r.Show
 	}
 	l.run = *r
 	return nil
@@ -78,21 +81,26 @@ func (l *local) user(o *Op) (as int, skip bool) {
 	}
 	w := l.sides[0]
 	as = o.as
-	for _, slot := range []int{o.fd, o.off % slots} { // copyrange and sendfile use two
-		if slot != o.fd && o.do != "copyrange" && o.do != "sendfile" || slot < 0 {
-			continue
-		}
+	type opened struct{ fd, opener int }
+	files := []opened{{w.fds[o.fd], w.openers[o.fd]}}
+	switch slot := o.off % slots; {
+	case (o.do == "copyrange" || o.do == "sendfile") && slot >= 0:
+		files = append(files, opened{w.fds[slot], w.openers[slot]})
+	case (o.do == "mwrite" || o.do == "mread") && w.maps[o.fd].data != nil: // the slot may have another file
+		files = append(files, opened{w.maps[o.fd].file, w.maps[o.fd].opener})
+	}
+	for _, f := range files {
 		var st unix.Stat_t
-		if unix.Fstat(w.fds[slot], &st) != nil {
+		if unix.Fstat(f.fd, &st) != nil {
 			skip = skip || o.do == "mwrite" || o.do == "mread"
 			continue
 		}
 		if st.Mode&(unix.S_ISUID|unix.S_ISGID) != 0 {
-			as = w.openers[slot]
+			as = f.opener
 		}
-		skip = skip || !mayReadAndWrite(users[w.openers[slot]], &st) && !unaffected[o.do]
+		skip = skip || !mayReadAndWrite(users[f.opener], &st) && !unaffected[o.do]
 	}
-	return as, skip && l.run.Skip
+	return as, skip && !l.run.Show
 }
 
 // unaffected are the verbs for which a server checks no access to the data of the open file.
