@@ -100,7 +100,22 @@ func (l *local) user(o *Op) (as int, skip bool) {
 		}
 		skip = skip || !mayReadAndWrite(users[f.opener], &st) && !unaffected[o.do]
 	}
+	if o.do == "sendfile" && len(files) > 1 {
+		skip = skip || overlap(files[0].fd, files[1].fd, o.n)
+	}
 	return as, skip && !l.run.Show
+}
+
+// overlap reports whether a copy of n bytes from one descriptor to another overwrites the bytes
+// that it reads.
+func overlap(from, to, n int) bool {
+	var a, b unix.Stat_t
+	if unix.Fstat(from, &a) != nil || unix.Fstat(to, &b) != nil || a.Dev != b.Dev || a.Ino != b.Ino {
+		return false
+	}
+	i, errFrom := unix.Seek(from, 0, unix.SEEK_CUR)
+	j, errTo := unix.Seek(to, 0, unix.SEEK_CUR)
+	return errFrom == nil && errTo == nil && i-j < int64(n) && j-i < int64(n)
 }
 
 // unaffected are the verbs for which a server checks no access to the data of the open file.
