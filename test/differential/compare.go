@@ -70,6 +70,7 @@ type Pair struct {
 	keepGoing bool
 	kept      map[string]*keptFile // by hidden name
 	mappers   mappers
+	movedBy   map[uint64]int              // mount that moved a directory, by inode number on the reference
 	removal   time.Duration               // limit for the removal of hidden names; for tests
 	distort   func(o *Op, fields []Field) // changes our side's values; for tests
 }
@@ -84,7 +85,7 @@ func (p *Pair) begin() error {
 	}
 	p.removal = cmp.Or(p.removal, 5*time.Second)
 	p.runs++
-	p.released, p.kept = false, nil
+	p.released, p.kept, p.movedBy = false, nil, make(map[uint64]int)
 	p.mappers = mappers{make(map[[2]int]string), make(map[string]map[string]bool)}
 	p.dir = fmt.Sprintf("run%d", p.runs)
 	for _, s := range []Side{p.Reference, p.Ours} {
@@ -176,7 +177,8 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 	if err := p.begin(); err != nil {
 		return nil, nil, err
 	}
-	diverged := false // after a tolerated difference the later results are meaningless
+	diverged := false       // after a tolerated difference the later results are meaningless
+	movedElsewhere := false // before the current operation
 	check := func(i int, o Op, a, b []Field) bool {
 		for _, d := range differences(i, o, a, b) {
 			if p.LikeNFS && p.released && d.isDirectoryTime() {
@@ -184,6 +186,7 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 			}
 			if d.field == "errno" {
 				d.fields[hiddenField] = fmt.Sprint(p.hasHidden(o.path) || p.hasHidden(o.to))
+				d.fields[movedField] = fmt.Sprint(movedElsewhere)
 			}
 			if p.mappers.several(o.by%len(p.Processes), &o) {
 				d.fields[mappersField] = "several"
@@ -213,11 +216,16 @@ func (p *Pair) Run(ops []Op, tolerated func(*Difference) bool) (first *Differenc
 				return nil, known, err
 			}
 		}
+		var moved func()
+		movedElsewhere, moved = p.beforeRename(&o)
 		a, b, err := p.both(&o)
 		if err != nil {
 			return nil, known, fmt.Errorf("operation %d: %s: %w", i, o, err)
 		}
 		p.mappers.mapped(process, &o, a)
+		if a[0].Value == ok {
+			moved()
+		}
 		if p.distort != nil {
 			p.distort(&o, b)
 		}

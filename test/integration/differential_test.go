@@ -79,7 +79,9 @@ func TestDifferentialKnown(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	d := newDifferentialRun(t, differentialModes[0])
+	m := differentialModes[0]
+	m.mounts, m.stream.Processes = 2, 4
+	d := newDifferentialRun(t, m)
 	obsolete, err := differential.CheckKnown(&d.Pair, d.known)
 	if err != nil {
 		t.Fatal(err)
