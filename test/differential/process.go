@@ -98,7 +98,12 @@ func (l *local) user(o *Op) (as int, skip bool) {
 		if st.Mode&(unix.S_ISUID|unix.S_ISGID) != 0 {
 			as = f.opener
 		}
-		skip = skip || !mayReadAndWrite(users[f.opener], &st) && !unaffected[o.do]
+		switch access := accessTo(users[f.opener], &st); {
+		case locking[o.do]:
+			skip = skip || access == 0
+		case !unaffected[o.do]:
+			skip = skip || access != readAndWrite
+		}
 	}
 	if o.do == "sendfile" && len(files) > 1 {
 		skip = skip || overlap(files[0].fd, files[1].fd, o.n)
@@ -119,20 +124,24 @@ func overlap(from, to, n int) bool {
 }
 
 // unaffected are the verbs for which a server checks no access to the data of the open file.
-var unaffected = map[string]bool{"lseek": true, "fchmod": true, "fchown": true, "futimens": true, "flock": true,
-	"lock": true, "plock": true, "getlk": true, "dup": true, "fadvise": true, "mmap": true, "munmap": true}
+var unaffected = map[string]bool{"lseek": true, "fchmod": true, "fchown": true, "futimens": true, "dup": true,
+	"fadvise": true, "mmap": true, "munmap": true}
 
-// mayReadAndWrite reports whether the mode of a file gives a user all access to its data. Every
-// server lets the owner use an open file.
-func mayReadAndWrite(u *identity, st *unix.Stat_t) bool {
-	const all = unix.S_IROTH | unix.S_IWOTH
+// locking are the verbs for which a server checks that the user may read or write the file.
+var locking = map[string]bool{"flock": true, "lock": true, "plock": true, "getlk": true}
+
+const readAndWrite = unix.S_IROTH | unix.S_IWOTH
+
+// accessTo returns the access that the mode of a file gives a user to its data. Every server lets
+// the owner use an open file.
+func accessTo(u *identity, st *unix.Stat_t) uint32 {
 	switch {
 	case u == root || int(st.Uid) == u.id:
-		return true
+		return readAndWrite
 	case int(st.Gid) == u.id || slices.Contains(u.groups, st.Gid):
-		return st.Mode>>3&all == all
+		return st.Mode >> 3 & readAndWrite
 	}
-	return st.Mode&all == all
+	return st.Mode & readAndWrite
 }
 
 // A request asks a child process for one call of Process.

@@ -25,3 +25,24 @@ func TestSendfileToItsOwnSourceIsSkipped(t *testing.T) {
 		}
 	}
 }
+
+// TestLocksWithoutAccessAreSkipped checks that only users who may neither read nor write the file
+// skip locks.
+func TestLocksWithoutAccessAreSkipped(t *testing.T) {
+	for mode, want := range map[string]string{"0600": "skipped", "0604": ok, "0602": ok} {
+		for _, do := range []string{"flock flags=0x6", "lock n=1", "plock n=1", "getlk n=1"} {
+			p := localPair(t)
+			p.LikeNFS = true
+			got := ""
+			p.distort = func(o *Op, fields []Field) {
+				if locking[o.do] {
+					got = fields[0].Value
+				}
+			}
+			ops := "open path=a as=1 flags=0x42 mode=0644\nchown path=a\nchmod path=a mode=" + mode + "\n" + do
+			if found := runText(t, p, ops); found != nil || got != want {
+				t.Errorf("%s, mode %s: got %q and difference %v, want %q", do, mode, got, found, want)
+			}
+		}
+	}
+}
