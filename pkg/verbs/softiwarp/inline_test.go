@@ -7,6 +7,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -168,29 +169,32 @@ func TestInlineHandlers(t *testing.T) {
 // that the dispatcher continues.
 func TestReaderLeavesLongQueue(t *testing.T) {
 	const n = runBatches*dispatchBatch + 5
-	c := newCQ(nil, n)
-	q := &qp{}
-	var onReader, total int // the handlers run one after the other
-	all := make(chan struct{})
-	for range n {
-		q.inflight.Add(1)
-		c.push(q, true, func(*verbs.WorkCompletion) {
-			b := make([]byte, 64<<10)
-			if !strings.Contains(string(b[:runtime.Stack(b, false)]), "(*completionQueue).dispatch(") {
-				onReader++
-			}
-			if total++; total == n {
-				close(all)
-			}
-		}, &verbs.WorkCompletion{})
-	}
-	c.run()
-	<-all
-	q.inflight.Wait()
-	if want := runBatches * dispatchBatch; onReader != want {
-		t.Errorf("handlers on the reader: got %d of %d, want %d", onReader, n, want)
-	}
-	if err := c.Close(); err != nil {
-		t.Error(err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		c := newCQ(nil, n)
+		synctest.Wait() // the dispatcher waits for a completion
+		q := &qp{}
+		var onReader, total int // the handlers run one after the other
+		all := make(chan struct{})
+		for range n {
+			q.inflight.Add(1)
+			c.push(q, true, func(*verbs.WorkCompletion) {
+				b := make([]byte, 64<<10)
+				if !strings.Contains(string(b[:runtime.Stack(b, false)]), "(*completionQueue).dispatch(") {
+					onReader++
+				}
+				if total++; total == n {
+					close(all)
+				}
+			}, &verbs.WorkCompletion{})
+		}
+		c.run()
+		<-all
+		q.inflight.Wait()
+		if want := runBatches * dispatchBatch; onReader != want {
+			t.Errorf("handlers on the reader: got %d of %d, want %d", onReader, n, want)
+		}
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 }
