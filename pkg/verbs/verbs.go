@@ -379,6 +379,18 @@ type QP interface {
 	Stats() QPStats
 }
 
+// A WithdrawingQP is a QP that can take back a chain that is not on the wire yet. Hardware cannot.
+type WithdrawingQP interface {
+	QP
+	// Withdraw takes back a posted chain of FastRegs that ends with a Send. It fails, changes
+	// nothing and returns false if a byte of the Send may be on the wire. After it returned true,
+	// the peer never receives the Send and reaches no memory by the FastRegs, and the QP no longer
+	// reads the memory of the Send. The requests still complete in the order of the queue, with
+	// success unless the connection ends. A LocalInv of a key of the chain succeeds. The
+	// WorkRequests must be those of the post, unchanged.
+	Withdraw(first *WorkRequest) bool
+}
+
 // QPStats are cumulative counters of one QP.
 type QPStats struct {
 	PostedChains       uint64 // PostSend calls that queued something

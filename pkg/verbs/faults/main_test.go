@@ -24,7 +24,7 @@ func TestConformance(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			verbstest.Conformance(t, func(testing.TB) verbs.Provider {
 				return faults.New(softiwarp.New(softiwarp.Config{}), parse(t, spec), nil)
-			}, loopback)
+			}, loopback, "Withdraw")
 		})
 	}
 }

@@ -285,3 +285,15 @@ func TestDrainWaitsForUnpostedRequests(t *testing.T) {
 	}
 	wantInjected(t, c.WaitDisconnect(), "flush-reg", 1, syscall.ECONNRESET)
 }
+
+// TestFaultsTakeNoChainBack checks that a decorated queue pair is no verbs.WithdrawingQP. It posts
+// copies of the requests, so the inner queue pair would not find them.
+func TestFaultsTakeNoChainBack(t *testing.T) {
+	c, s := connectClient(t, withFaults(t, ""))
+	if _, ok := s.QP.(verbs.WithdrawingQP); !ok {
+		t.Fatal("softiwarp takes no chain back")
+	}
+	if _, ok := c.QP.(verbs.WithdrawingQP); ok {
+		t.Error("a queue pair with faults takes chains back")
+	}
+}

@@ -52,7 +52,7 @@ func newProvider(t testing.TB) verbs.Provider {
 // TestConformance skips tests for capabilities that some devices lack.
 func TestConformance(t *testing.T) {
 	verbstest.Conformance(t, newProvider, deviceAddr(t), "BadRemoteInvalidate", "Gaps", "SendWithInvalidate", "STags",
-		"SharedPDOtherKey", "ForeignResources")
+		"SharedPDOtherKey", "ForeignResources", "Withdraw")
 }
 
 // TestDevicesListsAttributes lists the devices of the machine and logs their attributes.

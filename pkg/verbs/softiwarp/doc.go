@@ -18,6 +18,9 @@
 // answers the peer's RDMA Read Requests as they arrive. Consumer code can delay them only if it
 // breaks the promise of verbs.QPInitAttr.InlineHandlers.
 //
+// Withdraw takes back a chain that no goroutine has begun to send. Its requests keep their places
+// in the queue and complete in order, without effect.
+//
 // Input from the peer is checked as RFC 5041 §7.1 and RFC 5040 §7.2 require. Each failure is
 // answered with the Terminate that the RFCs name for it (terminate.go). No input makes this package
 // panic or allocate by a claimed length. No input can access memory outside a valid registration or

@@ -15,10 +15,10 @@ func (t *transmitter) takesInline() bool {
 
 // fitsWhole reports whether a poster can add all of e to the batch.
 func (t *transmitter) fitsWhole(e *sqe) bool {
-	switch e.op {
-	case verbs.OpFastReg, verbs.OpLocalInv: // PostSend has executed those at the front of the queue
+	if e.local() { // PostSend has executed those at the front of the queue
 		return false
-	case verbs.OpRDMARead:
+	}
+	if e.op == verbs.OpRDMARead {
 		return t.b.fits(0)
 	}
 	if e.length > inlineBytes || t.b.total > inlineBytes {
@@ -40,7 +40,7 @@ func (t *transmitter) sendInline() {
 		q.mu.Lock()
 		pushed := q.runLocal()
 		ready := q.mu.state == qpReady && q.queueReady() && !q.responseReady()
-		t.from, t.tail, t.open = q.mu.sq.sent, q.mu.sq.Tail, q.mu.txOpen
+		t.claim()
 		q.mu.Unlock()
 		if pushed {
 			q.sendCQ.wake()
@@ -57,6 +57,7 @@ func (t *transmitter) sendInline() {
 	}
 	q.mu.Lock()
 	q.mu.txBusy = false
+	q.mu.sq.claimed = t.at // of an unsent batch
 	wake := t.unsent || q.mu.state == qpDead || q.writerNeeded()
 	q.mu.Unlock()
 	if wake {

@@ -95,7 +95,7 @@ func (q *qp) checkReg(wr *verbs.WorkRequest) error {
 // enqueue copies wr to the tail. The caller holds mu and has checked that a slot is free.
 func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	e := q.mu.sq.At(q.mu.sq.Tail)
-	e.op, e.signaled, e.done, e.length = wr.Opcode, wr.Signaled, wr.Done, length
+	e.op, e.signaled, e.done, e.length, e.wr = wr.Opcode, wr.Signaled, wr.Done, length, wr
 	e.raddr, e.rkey, e.inv = wr.RemoteAddr, wr.RKey, wr.InvalidateRKey
 	e.sges = e.sges[:0]
 	switch wr.Opcode {
@@ -107,6 +107,69 @@ func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 		e.sges = append(e.sges, wr.SGList...)
 	}
 	q.mu.sq.Tail++
+}
+
+// Withdraw takes back a chain whose Send no goroutine has begun to send. It converts the requests
+// that are not executed to requests without effect, and invalidates the registrations of the
+// others.
+func (q *qp) Withdraw(first *verbs.WorkRequest) bool {
+	q.mu.Lock()
+	if q.mu.state != qpReady || !q.takeBack(first) {
+		q.mu.Unlock()
+		return false
+	}
+	for wr := first; wr != nil; wr = wr.Next {
+		if m, ok := wr.MR.(*mr); ok && wr.Opcode == verbs.OpFastReg {
+			m.invalidateLocal(q, uint32(m.first.WithKey(wr.NewKey)))
+		}
+	}
+	pushed := q.unclaimed() == q.mu.sq.sent && q.runLocal()
+	wake := q.writerNeeded()
+	q.mu.Unlock()
+	if wake {
+		q.wakeWriter()
+	}
+	if pushed {
+		q.sendCQ.wake()
+	}
+	return true
+}
+
+// takeBack converts the requests of a chain that are not executed, and reports whether its last one
+// was among them. A chain is claimed as a whole or not at all, because PostSend queues it with mu
+// held. The caller holds mu.
+func (q *qp) takeBack(first *verbs.WorkRequest) bool {
+	n, last := uint32(1), first
+	for ; last.Next != nil; last = last.Next {
+		n++
+	}
+	from, at := q.unclaimed(), q.mu.sq.Tail
+	for at != from && q.mu.sq.At(at-1).wr != last {
+		at--
+	}
+	if at == from {
+		return false
+	}
+	for end := at - min(n, at-from); at != end; at-- {
+		e := q.mu.sq.At(at - 1)
+		e.withdrawn = true
+		clear(e.sges)
+		e.sges, e.mr, e.segs = e.sges[:0], nil, nil
+	}
+	return true
+}
+
+// unclaimed returns the first entry that no goroutine executes. The caller holds mu.
+func (q *qp) unclaimed() uint32 {
+	if int32(q.mu.sq.claimed-q.mu.sq.sent) > 0 { // positions wrap
+		return q.mu.sq.claimed
+	}
+	return q.mu.sq.sent
+}
+
+// local reports whether the request sends nothing.
+func (e *sqe) local() bool {
+	return e.withdrawn || e.op == verbs.OpFastReg || e.op == verbs.OpLocalInv
 }
 
 // runLocal executes FastReg and LocalInv requests at the front of the queue. runLocal may do the
@@ -125,13 +188,15 @@ func (q *qp) runLocal() (pushed bool) {
 	return pushed
 }
 
-// executeLocal executes e if e is a FastReg or LocalInv. It returns true if such a request
-// succeeded.
+// executeLocal executes e if e is a FastReg or LocalInv, or was taken back. It returns true if such
+// a request succeeded.
 func (q *qp) executeLocal(e *sqe) bool {
-	switch e.op {
-	case verbs.OpFastReg:
+	switch {
+	case e.withdrawn:
+		return true
+	case e.op == verbs.OpFastReg:
 		return e.mr.register(q, uint32(e.mr.first.WithKey(e.newKey)), e.access, e.iova, e.segs)
-	case verbs.OpLocalInv:
+	case e.op == verbs.OpLocalInv:
 		m := q.dev.table.lookup(uint32(e.inv))
 		return m != nil && m.invalidateLocal(q, uint32(e.inv))
 	}

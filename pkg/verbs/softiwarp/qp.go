@@ -34,21 +34,23 @@ const (
 
 // An sqe is one entry of the send queue.
 type sqe struct {
-	op       verbs.Opcode
-	signaled bool
-	readDone bool         // an RDMA Read whose response is complete
-	status   verbs.Status // status if the connection fails; StatusSuccess means flush error
-	done     func(*verbs.WorkCompletion)
-	sges     []verbs.SGE // in an array of the QP
-	length   uint32
-	raddr    uint64
-	rkey     verbs.RKey
-	inv      verbs.RKey
-	mr       *mr
-	newKey   uint8
-	access   verbs.Access
-	iova     uint64
-	segs     [][]byte
+	op        verbs.Opcode
+	signaled  bool
+	withdrawn bool               // the request has no effect
+	readDone  bool               // an RDMA Read whose response is complete
+	wr        *verbs.WorkRequest // as posted, for Withdraw; only compared
+	status    verbs.Status       // status if the connection fails; StatusSuccess means flush error
+	done      func(*verbs.WorkCompletion)
+	sges      []verbs.SGE // in an array of the QP
+	length    uint32
+	raddr     uint64
+	rkey      verbs.RKey
+	inv       verbs.RKey
+	mr        *mr
+	newKey    uint8
+	access    verbs.Access
+	iova      uint64
+	segs      [][]byte
 }
 
 // An rqe is one entry of the receive queue.
@@ -112,6 +114,9 @@ type qp struct {
 		sq struct {
 			base.Ring[sqe]
 			sent uint32 // entries before it are on the wire or executed
+			// claimed is the end of the entries that the goroutine with txBusy executes, if it is
+			// after sent. A batch that a poster left also claims its entries.
+			claimed uint32
 		}
 		reads base.Ring[outstandingRead]
 		rrq   base.Ring[readRequest] // inbound Read Requests
@@ -332,7 +337,8 @@ func (q *qp) completeSend(e *sqe, status verbs.Status) (pushed bool) {
 	done, signaled, op, n := e.done, e.signaled, e.op, e.length
 	clear(e.sges)
 	e.sges = e.sges[:0]
-	e.done, e.mr, e.segs, e.readDone, e.status = nil, nil, nil, false, verbs.StatusSuccess
+	e.done, e.wr, e.mr, e.segs = nil, nil, nil, nil
+	e.withdrawn, e.readDone, e.status = false, false, verbs.StatusSuccess
 	if status == verbs.StatusSuccess && !signaled {
 		q.sqUsed.Add(-1)
 		q.inflight.Done()

@@ -156,6 +156,7 @@ func (t *transmitter) wait() (work, readRequest) {
 	q := t.q
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	q.mu.sq.claimed = q.mu.sq.sent
 	for q.mu.txBusy = false; ; {
 		if !q.mu.txBusy {
 			if w, rr := t.next(); w != workNone || q.mu.state == qpDead {
@@ -186,10 +187,17 @@ func (t *transmitter) next() (work, readRequest) {
 		q.mu.rrq.Head++
 		return workRespond, rr
 	case queue:
-		t.from, t.tail, t.open = q.mu.sq.sent, q.mu.sq.Tail, q.mu.txOpen
+		t.claim()
 		return workQueue, readRequest{}
 	}
 	return workNone, readRequest{}
+}
+
+// claim takes all entries of the send queue for runQueue. The caller holds mu.
+func (t *transmitter) claim() {
+	q := t.q
+	t.from, t.tail, t.open = q.mu.sq.sent, q.mu.sq.Tail, q.mu.txOpen
+	q.mu.sq.claimed = t.tail
 }
 
 // writerNeeded reports whether the writer has work that no other goroutine will do. The caller
@@ -206,10 +214,10 @@ func (q *qp) queueReady() bool {
 	if q.mu.sq.sent == q.mu.sq.Tail {
 		return false
 	}
-	switch q.mu.sq.At(q.mu.sq.sent).op {
-	case verbs.OpFastReg, verbs.OpLocalInv:
+	switch e := q.mu.sq.At(q.mu.sq.sent); {
+	case e.local():
 		return true
-	case verbs.OpRDMARead:
+	case e.op == verbs.OpRDMARead:
 		return q.mu.txOpen && !q.mu.reads.Full()
 	}
 	return q.mu.txOpen
@@ -225,18 +233,19 @@ func (t *transmitter) runQueue() error {
 	t.b.begin()
 	for at != tail {
 		e := q.mu.sq.At(at)
-		if !open && e.op != verbs.OpFastReg && e.op != verbs.OpLocalInv {
+		if !open && !e.local() {
 			break
 		}
 		if poster && !t.fitsWhole(e) {
 			break
 		}
-		switch e.op {
-		case verbs.OpFastReg:
+		switch op := e.op; {
+		case e.withdrawn:
+		case op == verbs.OpFastReg:
 			if !q.executeLocal(e) {
 				return t.localFailure(at, e, verbs.StatusMWBindErr)
 			}
-		case verbs.OpLocalInv:
+		case op == verbs.OpLocalInv:
 			// Earlier requests may still use the memory.
 			if err := t.flush(at); err != nil {
 				return err
@@ -244,11 +253,11 @@ func (t *transmitter) runQueue() error {
 			if !q.executeLocal(e) {
 				return t.localFailure(at, e, verbs.StatusLocProtErr)
 			}
-		case verbs.OpSend, verbs.OpSendWithInv, verbs.OpRDMAWrite:
+		case op == verbs.OpSend, op == verbs.OpSendWithInv, op == verbs.OpRDMAWrite:
 			if whole, err := t.message(at, e); err != nil || !whole {
 				return err
 			}
-		case verbs.OpRDMARead:
+		case op == verbs.OpRDMARead:
 			if !t.b.fits(0) {
 				if err := t.flush(at); err != nil {
 					return err

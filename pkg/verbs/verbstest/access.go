@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -17,6 +18,7 @@ var accessTests = []conformanceTest{
 	{"LocalInvFences", verbs.CapFastReg, testLocalInvFences},
 	{"DeregFences", verbs.CapFastReg, testDeregFences},
 	{"ReadFence", verbs.CapFastReg, testReadFence},
+	{"Withdraw", verbs.CapFastReg, testWithdraw},
 }
 
 // Sizes and addresses of a registration in the middle of a larger buffer with known content.
@@ -296,5 +298,102 @@ func testReadFence(t *testing.T, s *suite) {
 		if i := bytes.IndexByte(dst.Buf, after); i >= 0 {
 			t.Fatalf("byte %d was read after the end of the registration", i)
 		}
+	}
+}
+
+// writeIsRefused writes to the window of the passive end. The connection must end.
+func (p *pair) writeIsRefused(w window) {
+	data := p.active.Buffer(100)
+	pattern(data.Buf, 0x99)
+	p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, RKey: w.rkey, RemoteAddr: w.iova,
+		SGList: []verbs.SGE{data}})
+	p.passive.WaitDisconnect()
+}
+
+// testWithdraw takes chains of a FastReg and a Send back, while the peer permits this end to send
+// them. Each chain must either reach the peer as it was posted, or not at all. In the second case,
+// its memory belongs to the consumer, and the peer can access none of it.
+func testWithdraw(t *testing.T, s *suite) {
+	const chains = 8
+	withdrawn := 0
+	for round := range fenceRounds {
+		p := s.pair(t, options{})
+		e := p.passive // may not send before the first message of the other end
+		qp, ok := e.QP.(verbs.WithdrawingQP)
+		if !ok {
+			t.Skip("the queue pair takes no chain back")
+		}
+		in, done := newCompletions(), newCompletions()
+		var got, sent, mem [chains + 1]verbs.SGE
+		var regs [chains]*verbs.WorkRequest
+		for i := range got {
+			got[i], sent[i] = p.active.Buffer(1), e.Buffer(1)
+			sent[i].Buf[0] = byte(i + 1)
+			p.active.recv(in, got[i])
+		}
+		for i := range regs {
+			mem[i] = e.Buffer(100)
+			regs[i] = e.reg(e.MR(depth), 1, remoteWrite, 0, mem[i].Buf)
+			e.post(done, regs[i], &verbs.WorkRequest{Opcode: verbs.OpSend, SGList: sent[i : i+1]})
+		}
+		first := newCompletions()
+		e.recv(first, e.Buffer(1))
+		open := func() {
+			p.active.post(newCompletions(), &verbs.WorkRequest{Opcode: verbs.OpSend,
+				SGList: []verbs.SGE{p.active.Buffer(1)}})
+		}
+		if round%2 == 1 {
+			open()
+			time.Sleep(time.Duration(rand.IntN(300)) * time.Microsecond)
+		}
+		var want []byte
+		var last window // of a chain that was taken back
+		for i := range regs {
+			if round < fenceRounds/2 {
+				i = chains - 1 - i // behind requests that are not executed
+			}
+			if !qp.Withdraw(regs[i]) {
+				want = append(want, byte(i+1))
+				continue
+			}
+			if last.mr == nil {
+				last = e.registered(regs[i])
+			}
+			sent[i].Buf[0] = 0xff
+			withdrawn++
+		}
+		slices.Sort(want)
+		if round%2 == 0 {
+			open()
+		}
+		first.wait(t, 1)
+		e.must(&verbs.WorkRequest{Opcode: verbs.OpSend, SGList: sent[chains:]})
+		want = append(want, chains+1)
+		for i, wc := range in.wait(t, len(want)) {
+			if wc.Status != verbs.StatusSuccess || got[i].Buf[0] != want[i] {
+				t.Fatalf("round %d, Receive %d: got %v, message %d; want messages %v", round, i, wc.Status,
+					got[i].Buf[0], want)
+			}
+		}
+		for _, wc := range done.wait(t, 2*chains) {
+			if wc.Status != verbs.StatusSuccess {
+				t.Errorf("round %d: %v: got %v, want success", round, wc.Opcode, wc.Status)
+			}
+		}
+		if last.mr == nil {
+			continue
+		}
+		if round%4 < 2 {
+			e.localInv(last)
+		}
+		p.writeIsRefused(last)
+		for i := range mem[:chains] {
+			if bytes.Count(mem[i].Buf, []byte{0}) != 100 {
+				t.Errorf("round %d: the peer wrote to memory %d", round, i)
+			}
+		}
+	}
+	if withdrawn == 0 {
+		t.Error("no chain was taken back")
 	}
 }
