@@ -77,6 +77,9 @@ func (s *slot) call(connected bool) (Call, bool) {
 		}
 	case slotAbandoned:
 		c.Waits = WaitLate
+		if s.withdrawn {
+			c.Waits = WaitSend
+		}
 		if s.callerReturned {
 			c.Ctx = nil
 		}

@@ -21,6 +21,10 @@
 // LOCAL_INVs wait in the send queue behind earlier data. If the fence takes longer than 1 s plus
 // the time of that data at 1 Mbit/s, or longer than Config.Timeout, the connection ends.
 //
+// A canceled call that is not on the wire yet is taken back, if the provider can
+// (verbs.WithdrawingQP). Its caller returns at once, and its credit is free. Its slot stays in use
+// until its requests have completed, because they still have their places in the send queue.
+//
 // # Credits
 //
 // A new connection has one credit until the first valid reply (RFC 8166 §3.3.3). A transport

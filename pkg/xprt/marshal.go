@@ -58,7 +58,7 @@ func (t *Transport) transmit(s *slot) (sent bool, err error) {
 		return false, s.unmap(cn, err)
 	}
 	head, n := s.mrs.Chain(&s.sendWR)
-	s.sqTaken = n // for the LOCAL_INVs
+	s.chain, s.sqTaken = head, n // places for the LOCAL_INVs
 	shared := len(s.sendWR.SGList) > 1
 	s.sendWR.Signaled = cn.sq.signalNow(n+1) || shared
 	if err := s.post(cn, head, n+1); err != nil {

@@ -38,6 +38,7 @@ func TestModel(t *testing.T) {
 		{name: "one MR each, Send With Invalidate", calls: each, credits: 2, remoteInv: true},
 		{name: "two MRs and none", calls: both, credits: 2},
 		{name: "two MRs and none, Send With Invalidate", calls: both, credits: 2, remoteInv: true},
+		{name: "one MR each, unsent calls are withdrawn", calls: each, credits: 2, withdraw: true},
 		{name: "one credit", calls: each, credits: 1},
 		{name: "one credit, posts yield", calls: each, credits: 1, yield: true},
 		{name: "device of two MRs", calls: [2]shape{{read: true, write: true}, {read: true}}, credits: 2, maxMR: 2},
@@ -82,6 +83,7 @@ type model struct {
 	calls     [2]shape
 	credits   uint32 // that each reply grants
 	remoteInv bool
+	withdraw  bool // the device takes back calls that are not executed
 	yield     bool // each post first lets the other goroutines run
 	forge     bool // the server once sends a reply that answers no call
 	maxMR     int
@@ -195,7 +197,8 @@ type modelCall struct {
 
 func (m *model) start(t *testing.T) *modelRun {
 	r := &modelRun{model: m, t: t, dev: &stepDevice{remoteInv: m.remoteInv, maxMR: m.maxMR, yield: m.yield,
-		granted: make(chan struct{}, 1), mrs: make(map[uint32]*stepMR)}}
+		withdraw: m.withdraw,
+		granted:  make(chan struct{}, 1), mrs: make(map[uint32]*stepMR)}}
 	tr, err := New(Config{Provider: r.dev, Addr: netip.MustParseAddrPort("192.0.2.1:20049"), Slots: MinSlots,
 		KeepAlive: -1, IdleTimeout: -1, Timeout: 24 * time.Hour})
 	if err != nil {
@@ -363,8 +366,8 @@ func (r *modelRun) awaits(c *modelCall) bool {
 
 // sendOf returns the position in the send queue of the Send of c, or -1.
 func (r *modelRun) sendOf(c *modelCall) int {
-	return slices.IndexFunc(r.qp().sq, func(wr verbs.WorkRequest) bool {
-		return wr.Opcode == verbs.OpSend && binary.BigEndian.Uint32(wr.SGList[0].Buf) == c.msg.XID
+	return slices.IndexFunc(r.qp().sq, func(wr stepRequest) bool {
+		return wr.Opcode == verbs.OpSend && !wr.withdrawn && binary.BigEndian.Uint32(wr.SGList[0].Buf) == c.msg.XID
 	})
 }
 
@@ -542,8 +545,8 @@ func (r *modelRun) state() string {
 		s := c.slot
 		s.mu.Lock()
 		fmt.Fprint(&b, "|", c.interrupted, c.returned, c.err == nil, r.sendOf(c), r.qp().sent[c.msg.XID] != nil)
-		fmt.Fprint(&b, s.state, s.sqTaken, s.err != nil, s.noRoom, s.sendBusy, s.fenced, s.callerReturned, s.lateDone,
-			s.conn != nil && s.conn == r.tr.conn.Load(), s.longLen, s.sends, s.xid == c.msg.XID)
+		fmt.Fprint(&b, s.state, s.sqTaken, s.err != nil, s.noRoom, s.sendBusy, s.fenced, s.callerReturned, s.withdrawn,
+			s.lateDone, s.conn != nil && s.conn == r.tr.conn.Load(), s.longLen, s.sends, s.xid == c.msg.XID)
 		s.mu.Unlock()
 		r.tr.window.mu.Lock()
 		fmt.Fprint(&b, s.credit.held && s.credit.gen == r.tr.window.gen, s.credit.queued)

@@ -79,9 +79,9 @@ func (cn *conn) granted(credits uint32) int {
 func (s *slot) lateReply() {
 	s.mu.Lock()
 	s.lateDone = true
-	done := s.callerReturned
+	ends := s.over()
 	s.mu.Unlock()
-	if done {
+	if ends {
 		s.end()
 	}
 }

@@ -66,6 +66,7 @@ func TestReplyIsAcceptedOnce(t *testing.T) {
 		if second, _, _ := cn.reply(msg); second != nil && c.state == slotSent {
 			t.Errorf("%s: the second reply was accepted", c.name)
 		}
+		s.fenced = true // a slot ends only then
 		s.end()
 	}
 }

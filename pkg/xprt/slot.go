@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
+	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -26,8 +27,8 @@ import (
 //	                   connection     | caller gave up
 //	                   ended          v
 //	                              abandoned ----------------------------------------> idle
-//	                                 after all of: memory fenced, caller returned,
-//	                                 late reply arrived or connection ended
+//	                                 after all of: keys invalidated, Send completed, caller returned,
+//	                                 late reply arrived, connection ended or call withdrawn
 //
 // A call that ends while it is waiting or lost becomes idle.
 type slotState uint8
@@ -60,7 +61,8 @@ type slot struct {
 	wchunk rpcrdma.Chunk
 	rchunk rpcrdma.Chunk
 
-	onFenced func(ok bool) // allocated once, so that a call allocates no closure
+	chain    *verbs.WorkRequest // as posted: registrations and Send; owned like mrs
+	onFenced func(ok bool)      // allocated once, so that a call allocates no closure
 
 	sqTaken   int         // places in the send queue for the LOCAL_INVs; owned like mrs
 	invMark   int64       // mark of the LOCAL_INV chain in the send queue, 0 for none
@@ -89,7 +91,8 @@ type slot struct {
 	sendMark       int64           // mark of that Send in the send queue
 	fenced         bool            // all keys are invalidated
 	callerReturned bool            // abandoned: the caller has returned
-	lateDone       bool            // abandoned: the late reply arrived, or the connection ended
+	withdrawn      bool            // abandoned: the provider took the call back before it was sent
+	lateDone       bool            // abandoned: the late reply arrived, the connection ended, or withdrawn
 
 	credit struct { // guarded by window.mu
 		held, queued bool
@@ -126,7 +129,7 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart
 	s.state, s.msg, s.err, s.conn, s.ctx = slotWaiting, m, nil, nil, ctx
 	s.prog, s.vers, s.proc = m.Prog, m.Vers, m.Proc
 	s.longLen, s.sends = -1, 0
-	s.noRoom, s.fenced, s.callerReturned, s.lateDone = false, false, false, false
+	s.noRoom, s.fenced, s.callerReturned, s.withdrawn, s.lateDone = false, false, false, false, false
 	m.XID = s.xid
 	s.mu.Unlock()
 }
@@ -143,6 +146,10 @@ func (s *slot) clear() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.t.trace.Add(trace.Event{Kind: trace.Done, XID: s.xid, A: uint64(time.Since(s.startedAt.at))})
+	if verify.On() && (s.sendBusy || (s.state == slotDone || s.state == slotAbandoned) && !s.fenced) {
+		verify.Failf("RPC %#x ends in state %d before its memory is free: keys invalidated %v, Send pending %v", s.xid,
+			s.state, s.fenced, s.sendBusy)
+	}
 	s.state, s.msg, s.conn, s.ctx = slotIdle, nil, nil, nil
 	s.releaseLong()
 }
@@ -172,21 +179,34 @@ func (s *slot) sendDone(wc *verbs.WorkCompletion) {
 		s.conn.sq.retire(s.sendMark)
 	}
 	s.sendBusy = false
-	s.finishIfReady()
+	ends := s.finishIfReady()
 	s.mu.Unlock()
+	if ends {
+		s.end()
+	}
 }
 
 // finishIfReady finishes an answered call after its keys are invalidated and its Send has
-// completed. It wakes the caller of an answered or abandoned call. The caller of finishIfReady
-// holds mu.
-func (s *slot) finishIfReady() {
+// completed. It wakes the caller of an answered or abandoned call. It reports whether the caller of
+// finishIfReady must end the slot, after it has released mu, which it holds.
+func (s *slot) finishIfReady() (ends bool) {
 	if !s.fenced || s.sendBusy {
-		return
+		return false
 	}
 	if s.state == slotFencing {
 		s.state = slotDone
 	}
+	if s.over() {
+		return true
+	}
 	s.wakeCaller()
+	return false
+}
+
+// over reports whether the slot of an abandoned call can end. The goroutine that makes it true ends
+// the slot. The caller holds mu.
+func (s *slot) over() bool {
+	return s.state == slotAbandoned && s.fenced && !s.sendBusy && s.callerReturned && s.lateDone
 }
 
 // fencedDone handles the end of the LOCAL_INV chain of an answered or abandoned call. It ignores a
@@ -204,8 +224,24 @@ func (s *slot) fencedDone(ok bool) {
 	if s.sendBusy && s.state == slotFencing {
 		s.t.stats.replyWaits.Add(1)
 	}
-	s.finishIfReady()
+	ends := s.finishIfReady()
 	s.mu.Unlock()
+	if ends {
+		s.end()
+	}
+}
+
+// withdraw takes an abandoned call back if it is not on the wire yet and the provider can. The
+// server then never receives the call, does not count it, and reaches none of its memory.
+func (s *slot) withdraw(cn *conn) {
+	qp, ok := cn.qp.(verbs.WithdrawingQP)
+	if !ok || !qp.Withdraw(s.chain) {
+		return
+	}
+	s.mu.Lock()
+	s.withdrawn, s.lateDone = true, true
+	s.mu.Unlock()
+	s.t.window.leave(s)
 }
 
 // invalidate posts the LOCAL_INVs of the call, and returns the places in the send queue that they
@@ -239,6 +275,7 @@ func (s *slot) unanswered() int {
 func (s *slot) connectionEnded() {
 	s.sqTaken = 0
 	s.mu.Lock()
+	over := s.over() // the goroutine that made it true ends the slot
 	s.sendBusy = false
 	switch s.state {
 	case slotSent:
@@ -247,10 +284,8 @@ func (s *slot) connectionEnded() {
 	case slotFencing:
 		s.state, s.fenced = slotDone, true
 	case slotAbandoned:
-		// If both are set, the goroutine that set the second one ends the slot.
-		ends := s.callerReturned && !s.lateDone
 		s.fenced, s.lateDone = true, true
-		if ends {
+		if s.over() && !over {
 			s.mu.Unlock()
 			s.end()
 			return

@@ -24,6 +24,7 @@ import (
 type stepDevice struct {
 	remoteInv bool
 	yield     bool // a post first lets other goroutines run
+	withdraw  bool // takes chains back that are not executed
 	maxMR     int
 	granted   chan struct{} // one value for each attempt to connect
 
@@ -173,12 +174,19 @@ func (i *stepID) Close() error {
 	return nil
 }
 
+// A stepRequest is a request in the send queue.
+type stepRequest struct {
+	verbs.WorkRequest
+	posted    *verbs.WorkRequest
+	withdrawn bool
+}
+
 // A stepQP is the queue pair of one connection. The peer sees the requests in the order of the
 // posts: executed is the number of requests in sq that the device has executed.
 type stepQP struct {
 	d        *stepDevice
 	attr     verbs.QPInitAttr
-	sq       []verbs.WorkRequest
+	sq       []stepRequest
 	executed int
 	rq       []*verbs.RecvRequest
 	err      bool // in the error state: requests that were not executed are flushed
@@ -203,9 +211,31 @@ func (q *stepQP) PostSend(first *verbs.WorkRequest) (*verbs.WorkRequest, error) 
 			q.d.fault("the send queue overflows")
 			return wr, errors.New("the send queue is full")
 		}
-		q.sq = append(q.sq, *wr)
+		q.sq = append(q.sq, stepRequest{WorkRequest: *wr, posted: wr})
 	}
 	return nil, nil
+}
+
+// Withdraw takes back a chain unless its Send is executed.
+func (q *stepQP) Withdraw(first *verbs.WorkRequest) bool {
+	q.d.mu.Lock()
+	defer q.d.mu.Unlock()
+	last, n := first, 1
+	for ; last.Next != nil; last = last.Next {
+		n++
+	}
+	at := slices.IndexFunc(q.sq, func(r stepRequest) bool { return r.posted == last && !r.withdrawn })
+	if !q.d.withdraw || q.err || at < q.executed {
+		return false
+	}
+	for i := max(at+1-n, 0); i <= at; i++ {
+		wr := &q.sq[i]
+		wr.withdrawn, wr.SGList = true, nil
+		if wr.Opcode == verbs.OpFastReg && i < q.executed {
+			wr.MR.(*stepMR).valid = false
+		}
+	}
+	return true
 }
 
 func (q *stepQP) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) {
@@ -225,22 +255,22 @@ func (q *stepQP) PostRecv(first *verbs.RecvRequest) (*verbs.RecvRequest, error) 
 func (q *stepQP) execute(n int) {
 	for ; q.executed < n; q.executed++ {
 		wr := &q.sq[q.executed]
-		switch wr.Opcode {
-		case verbs.OpFastReg:
+		switch op := wr.Opcode; {
+		case op == verbs.OpFastReg:
 			m := wr.MR.(*stepMR)
 			key := m.RKey().WithKey(wr.NewKey)
 			if m.valid || key == m.key || q.d.mrs[m.index] != m {
 				q.d.fault("FastReg of MR %d: valid %v, key %v after %v", m.index, m.valid, key, m.key)
 			}
-			m.valid, m.key, m.segs = true, key, wr.Segs
-		case verbs.OpLocalInv:
+			m.valid, m.key, m.segs = !wr.withdrawn, key, wr.Segs
+		case op == verbs.OpLocalInv:
 			m := q.d.mrs[uint32(wr.InvalidateRKey)>>8]
 			if m == nil || m.key != wr.InvalidateRKey {
 				q.d.fault("LOCAL_INV of unknown key %#x", wr.InvalidateRKey)
 				break
 			}
 			m.valid = false
-		case verbs.OpSend:
+		case op == verbs.OpSend && !wr.withdrawn:
 			var msg []byte
 			for _, sge := range wr.SGList {
 				msg = append(msg, sge.Buf...)
@@ -269,7 +299,7 @@ func (q *stepQP) complete() bool {
 }
 
 // next takes the next request that has a completion from the send queue.
-func (q *stepQP) next() (wr verbs.WorkRequest, status verbs.Status, ok bool) {
+func (q *stepQP) next() (wr stepRequest, status verbs.Status, ok bool) {
 	q.d.mu.Lock()
 	defer q.d.mu.Unlock()
 	for i := range q.sq {
@@ -292,7 +322,7 @@ func (q *stepQP) next() (wr verbs.WorkRequest, status verbs.Status, ok bool) {
 
 // completes reports whether complete has a completion to deliver.
 func (q *stepQP) completes() bool {
-	return slices.ContainsFunc(q.sq, func(wr verbs.WorkRequest) bool { return wr.Signaled }) ||
+	return slices.ContainsFunc(q.sq, func(wr stepRequest) bool { return wr.Signaled }) ||
 		q.err && len(q.sq) > q.executed
 }
 
@@ -358,6 +388,9 @@ func (q *stepQP) String() string {
 		}
 		if i < q.executed {
 			b.WriteByte('.')
+		}
+		if wr.withdrawn {
+			b.WriteByte('-')
 		}
 		b.WriteByte(' ')
 	}

@@ -591,6 +591,7 @@ func (t *Transport) abandon(s *slot) *conn {
 	switch st {
 	case slotSent:
 		s.mrs.Abandon()
+		s.withdraw(cn)
 		if err := s.invalidate(cn); err != nil {
 			cn.fail(err)
 		}
@@ -602,21 +603,21 @@ func (t *Transport) abandon(s *slot) *conn {
 }
 
 // tryReturn reports whether the caller of an interrupted call may return, because the call was
-// answered or its memory is fenced.
+// answered, was withdrawn, or its memory is fenced.
 func (s *slot) tryReturn() (slotState, bool) {
 	s.mu.Lock()
 	if s.state == slotDone {
 		s.mu.Unlock()
 		return slotDone, true
 	}
-	if s.state != slotAbandoned || !s.fenced || s.sendBusy {
+	if s.state != slotAbandoned || !s.withdrawn && (!s.fenced || s.sendBusy) {
 		s.mu.Unlock()
 		return 0, false
 	}
 	s.callerReturned = true
-	late := s.lateDone
+	ends := s.over()
 	s.mu.Unlock()
-	if late {
+	if ends {
 		s.end()
 	}
 	return slotAbandoned, true
