@@ -63,64 +63,71 @@ func (q *boundedQueue) complete() bool {
 func TestSendQueueNeverOverflows(t *testing.T) {
 	const perRPC = 7
 	for _, size := range []int{2 * perRPC, 3*perRPC + 1, 20 * perRPC} {
-		// In the bubble, the device waits until all callers are blocked.
+		// In the bubble, the device notices that all callers are blocked.
 		synctest.Test(t, func(t *testing.T) { fillSendQueue(t, size, perRPC) })
 	}
+}
+
+// A queueUser uses a send queue like the calls of a connection.
+type queueUser struct {
+	q       *boundedQueue
+	sq      *sendQueue
+	waits   atomic.Int64  // waits for room
+	blocked chan struct{} // closed when all calls wait and nothing is left to complete
 }
 
 // fillSendQueue has many callers use a send queue of the given size.
 func fillSendQueue(t *testing.T, size, perRPC int) {
 	const callers, rounds = 16, 3000
-	q := &boundedQueue{t: t, size: size}
 	var sq sendQueue
 	sq.init(size, 3)
-	stop := make(chan struct{})
-	var device, all sync.WaitGroup
-	device.Go(func() {
-		for {
-			if q.complete() {
-				continue
-			}
-			select {
-			case <-stop:
-				return
-			case <-time.After(10 * time.Microsecond):
-			}
-		}
-	})
-	var waits atomic.Int64
+	u := &queueUser{q: &boundedQueue{t: t, size: size}, sq: &sq, blocked: make(chan struct{})}
+	var all sync.WaitGroup
+	var finished atomic.Int64
 	for c := range callers {
 		rng := rand.New(rand.NewPCG(1, uint64(c)))
 		all.Go(func() {
 			for range rounds {
-				regs := rng.IntN((perRPC-1)/2 + 1)
-				for !sq.take(places(regs)) {
-					room := sq.full()
-					if sq.take(places(regs)) {
-						break
-					}
-					waits.Add(1)
-					<-room
+				if !u.call(rng.IntN((perRPC-1)/2+1), rng) {
+					return
 				}
-				useSendQueue(q, &sq, regs, rng)
 			}
+			finished.Add(1)
 		})
 	}
-	all.Wait()
-	close(stop)
-	device.Wait()
-	if left := sq.taken.Load() - sq.retired.Load(); left < int64(len(q.entries)) || left > int64(size) {
-		t.Errorf("size %d: got %d places in use, want %d to %d", size, left, len(q.entries), size)
+	for more := true; more; more = u.q.complete() {
+		for u.q.complete() { // while callers run
+		}
+		synctest.Wait() // until each caller is blocked or has finished
 	}
-	if size == 2*perRPC && waits.Load() == 0 {
+	if n := finished.Load(); n != callers {
+		t.Errorf("size %d: %d of %d callers wait forever for a completion or for room", size, callers-n, callers)
+	}
+	close(u.blocked)
+	all.Wait()
+	if left := sq.taken.Load() - sq.retired.Load(); left < int64(len(u.q.entries)) || left > int64(size) {
+		t.Errorf("size %d: got %d places in use, want %d to %d", size, left, len(u.q.entries), size)
+	}
+	if size == 2*perRPC && u.waits.Load() == 0 {
 		t.Error("waits for room: got 0, want some")
 	}
-	t.Logf("size %d: at most %d requests in the queue, %d waits", size, q.longest, waits.Load())
+	t.Logf("size %d: at most %d requests in the queue, %d waits", size, u.q.longest, u.waits.Load())
 }
 
-// useSendQueue posts the requests of one RPC with regs registrations, whose places were taken, and
-// waits for their completions.
-func useSendQueue(q *boundedQueue, sq *sendQueue, regs int, rng *rand.Rand) {
+// call takes places for an RPC with regs registrations, posts its requests and waits for their
+// completions. It returns false if it would wait forever.
+func (u *queueUser) call(regs int, rng *rand.Rand) bool {
+	q, sq := u.q, u.sq
+	for !sq.take(places(regs)) {
+		room := sq.full()
+		if sq.take(places(regs)) {
+			break
+		}
+		u.waits.Add(1)
+		if !u.wait(room) {
+			return false
+		}
+	}
 	mark := sq.begin(regs + 1)
 	sent := make(chan struct{})
 	if sq.signalNow(regs + 1) {
@@ -140,8 +147,16 @@ func useSendQueue(q *boundedQueue, sq *sendQueue, regs int, rng *rand.Rand) {
 	} else {
 		close(fenced)
 	}
-	<-fenced
-	<-sent
+	return u.wait(fenced) && u.wait(sent)
+}
+
+func (u *queueUser) wait(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	case <-u.blocked:
+		return false
+	}
 }
 
 // TestFullSendQueueMakesCallsWait uses a send queue that is little larger than one RPC needs
