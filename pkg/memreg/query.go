@@ -40,10 +40,14 @@ type Params struct {
 	Slots      int  // RPCs in flight
 	SendWRs    int  // depth of the send queue
 	RecvWRs    int  // depth of the receive queue
-	WRsPerRPC  int  // most send queue entries of one RPC: registrations, Send, LOCAL_INVs
 	SendSGEs   int  // most SGEs of one Send
 	MaxSegs    int  // most MRs of one chunk
 	MaxPayload int  // bytes of the largest chunk
+
+	// WRsPerRPC is the number of send queue entries for each slot. They hold the registrations, the
+	// Send and the LOCAL_INVs of a call with one chunk. A call with two chunks may also use entries
+	// of other slots.
+	WRsPerRPC int
 }
 
 // A DeviceError says why a device does not support NFS/RDMA. It wraps EINVAL (no fast registration)

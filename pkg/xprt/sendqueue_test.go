@@ -311,8 +311,9 @@ func TestSendQueueReturnsPlacesOfRemoteInvalidation(t *testing.T) {
 	}
 }
 
-// TestLargestCallFitsSendQueue checks for each depth that half of the smallest send queue holds the
-// largest call. A call that waits for places then gets them when the other calls have ended.
+// TestLargestCallFitsSendQueue checks for each depth that WRsPerRPC places hold a call with one
+// chunk, and that half of the smallest send queue holds the largest call, which has two chunks. A
+// call that waits for places then gets them when the other calls have ended.
 func TestLargestCallFitsSendQueue(t *testing.T) {
 	attrs := softiwarpAttrs(t)
 	for depth := 17; depth <= 257; depth++ {
@@ -320,6 +321,9 @@ func TestLargestCallFitsSendQueue(t *testing.T) {
 		p, err := memreg.Query(attrs, MinSlots)
 		if err != nil {
 			t.Fatalf("depth %d: %v", depth, err)
+		}
+		if one := places(p.MaxSegs); one > p.WRsPerRPC {
+			t.Errorf("depth %d: a call with one chunk needs %d places, want at most %d", depth, one, p.WRsPerRPC)
 		}
 		if most := places(2 * p.MaxSegs); 2*most > p.SendWRs {
 			t.Errorf("depth %d: the largest call needs %d of %d places, want at most half", depth, most, p.SendWRs)
