@@ -30,7 +30,7 @@ func TestReadRecord(t *testing.T) {
 		{"more than the limit", "\x80\x00\x00\x06hello!", 5, "", ErrRecord},
 		{"more than the limit, in fragments", "\x00\x00\x00\x04hell\x80\x00\x00\x02o!", 5, "", ErrRecord},
 		{"2 GiB claimed", "\xff\xff\xff\xffhello", 1 << 20, "", ErrRecord},
-		{"endless empty fragments", strings.Repeat("\x00\x00\x00\x00", 50), 5, "", ErrRecord},
+		{"empty fragments", strings.Repeat("\x00\x00\x00\x00", 50) + "\x80\x00\x00\x05hello", 5, "", ErrRecord},
 		{"HTTP", "HTTP/1.1 400 Bad Request\r\n", 1 << 20, "", ErrRecord},
 		{"empty stream", "", 5, "", io.EOF},
 		{"end in the mark", "\x80\x00", 5, "", io.ErrUnexpectedEOF},
@@ -68,7 +68,8 @@ func TestSkipReachesNextRecord(t *testing.T) {
 		{"fragments", "\x00\x00\x00\x04hell\x00\x00\x00\x02o!\x00\x00\x00\x01!\x80\x00\x00\x00", 6, nil},
 		{"longer than the maximum", "\x80\x00\x00\x07hello!!", 6, ErrRecord},
 		{"2 GiB claimed", "\xff\xff\xff\xffhello", 1 << 20, ErrRecord},
-		{"endless empty fragments", "\x00\x00\x00\x06hello!" + strings.Repeat("\x00\x00\x00\x00", 50), 6, ErrRecord},
+		{"empty fragments", "\x00\x00\x00\x06hello!" + strings.Repeat("\x00\x00\x00\x00", 50) + "\x80\x00\x00\x00", 6,
+			ErrRecord},
 		{"end in the next mark", "\x00\x00\x00\x06hello!\x80\x00", 6, io.ErrUnexpectedEOF},
 	} {
 		in := x.in

@@ -20,7 +20,7 @@ func unhex(t testing.TB, s string) []byte {
 
 var (
 	headerOfMsg      = Header{XID: 0x12345678, Vers: 1, Credits: 64, Proc: ProcMsg}
-	headerOfErrVers  = Header{XID: 4, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrVers, Low: 1, High: 1}
+	headerOfErrVers  = Header{XID: 4, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrVers, Low: 1, High: 2}
 	headerOfErrChunk = Header{XID: 5, Vers: 1, Credits: 64, Proc: ProcError, Err: ErrChunk}
 )
 
@@ -48,7 +48,7 @@ var headerCases = []struct {
 		00000001 00000001 00000009 00010000 00000000000000ff`,
 		Header{XID: 3, Vers: 1, Credits: 32, Proc: ProcNoMsg, Reads: []ReadSegment{{0, Segment{7, 100, 1}}},
 			HasReply: true, Reply: Chunk{{9, 65536, 255}}}},
-	{"ERR_VERS", "00000004 00000001 00000040 00000004 00000001 00000001 00000001", headerOfErrVers},
+	{"ERR_VERS", "00000004 00000001 00000040 00000004 00000001 00000001 00000002", headerOfErrVers},
 	{"ERR_CHUNK", "00000005 00000001 00000040 00000004 00000002", headerOfErrChunk},
 }
 
@@ -95,6 +95,7 @@ func TestDecodeRejectsInvalidHeaders(t *testing.T) {
 		noMsg    = "00000001 00000001 00000001 00000001 "
 		segment  = "00000001 00000001 0000000000000001"
 		errorMsg = "00000001 00000001 00000001 00000004 "
+		zeros    = " 00000000 00000000 00000000"
 	)
 	cases := []struct {
 		name, wire string
@@ -103,12 +104,16 @@ func TestDecodeRejectsInvalidHeaders(t *testing.T) {
 		{"empty", "", ErrShort},
 		{"15 bytes", "00000001 00000001 00000001 000000", ErrShort},
 		{"MSG of 27 bytes", msg + "00000000 00000000 000000", ErrShort},
+		{"version 0", "00000001 00000000 00000001 00000000 00000000 00000000 00000000", ErrBadVersion},
 		{"version 2", "00000001 00000002 00000001 00000000 00000000 00000000 00000000", ErrBadVersion},
 		{"MSGP", "00000001 00000001 00000001 00000002 00000000 00000000 00000000", ErrBadProc},
 		{"DONE", "00000001 00000001 00000001 00000003", ErrBadProc},
 		{"unknown rdma_err", errorMsg + "00000003", ErrBadError},
 		{"truncated ERR_VERS", errorMsg + "00000001 00000001", ErrShort},
 		{"discriminator 2", msg + "00000002 00000000 00000000", ErrBadChunks},
+		{"discriminator 2 of a read segment", msg + "00000002 00000000 " + segment + zeros, ErrBadChunks},
+		{"discriminator 2 of a write chunk", msg + "00000000 00000002 00000001 " + segment + zeros, ErrBadChunks},
+		{"discriminator 2 of a reply chunk", msg + "00000000 00000000 00000002 00000001 " + segment, ErrBadChunks},
 		{"read position 3", msg + "00000001 00000003 " + segment + " 00000000 00000000 00000000", ErrBadChunks},
 		{"write chunk with count 2^32-1", msg + "00000000 00000001 ffffffff 00000000", ErrBadChunks},
 		{"reply chunk with a missing segment", noMsg + "00000000 00000000 00000001 00000002 " + segment, ErrBadChunks},
@@ -122,10 +127,27 @@ func TestDecodeRejectsInvalidHeaders(t *testing.T) {
 	}
 }
 
+// TestDecodeRejectsPrefixes cuts each header after every byte.
+func TestDecodeRejectsPrefixes(t *testing.T) {
+	var h Header
+	for _, c := range headerCases {
+		wire := unhex(t, c.wire)
+		for n := range wire {
+			want := ErrBadChunks
+			if n < MinHeaderSize {
+				want = ErrShort
+			}
+			if _, err := h.Decode(wire[:n]); !errors.Is(err, want) {
+				t.Errorf("%s: first %d of %d bytes: got %v, want %v", c.name, n, len(wire), err, want)
+			}
+		}
+	}
+}
+
 // TestDecodeDoesNotTrustSegmentCount checks that Decode stores no segment of a chunk whose count is
 // larger than the message allows.
 func TestDecodeDoesNotTrustSegmentCount(t *testing.T) {
-	for _, count := range []string{"00000003", "00000010", "ffffffff"} {
+	for _, count := range []string{"00000003", "00000010", "10000001", "ffffffff"} {
 		var h Header
 		wire := unhex(t, "00000001 00000001 00000001 00000000 00000000 00000001"+count+
 			"00000007 00000064 0000000000000001 00000000 00000000 00000000 00000000")
@@ -180,6 +202,14 @@ func TestPrivateData(t *testing.T) {
 	if got, want := mine.Append(nil), unhex(t, "f6ab0e18 01 01 03 03"); !bytes.Equal(got, want) {
 		t.Errorf("Append: got %x, want %x", got, want)
 	}
+	for _, c := range []struct{ size, want int }{
+		{0, 1024}, {1023, 1024}, {2047, 1024}, {2048, 2048}, {5000, 4096}, {262144, 262144}, {263168, 262144},
+	} {
+		p, _ := ParsePrivate(Private{SendSize: c.size, RecvSize: c.size}.Append(nil))
+		if p.SendSize != c.want || p.RecvSize != c.want {
+			t.Errorf("sizes of %d: got %d, %d; want %d", c.size, p.SendSize, p.RecvSize, c.want)
+		}
+	}
 	remoteInv := Private{RemoteInv: true, SendSize: 1024, RecvSize: 65536}
 	cases := []struct {
 		name, wire string
@@ -190,6 +220,7 @@ func TestPrivateData(t *testing.T) {
 		{"after other data, at an odd offset, with a pad", "0102 f6ab0e18 01 01 00 3f 0000", remoteInv, true},
 		{"reserved flags are ignored", "f6ab0e18 01 fe ff ff", Private{SendSize: 262144, RecvSize: 262144}, true},
 		{"version 2", "f6ab0e18 02 01 03 03", DefaultPrivate, false},
+		{"version 1 after version 2", "f6ab0e18 02 00 00 00 f6ab0e18 01 01 00 3f", remoteInv, true},
 		{"truncated", "f6ab0e18 01 01 03", DefaultPrivate, false},
 		{"empty", "", DefaultPrivate, false},
 	}

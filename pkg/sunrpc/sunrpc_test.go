@@ -115,6 +115,7 @@ func TestParseReply(t *testing.T) {
 		{"SYSTEM_ERR", accepted + "00000005", "", &AcceptError{Stat: SystemErr}, "SYSTEM_ERR"},
 		{"accept_stat 6", accepted + "00000006", "", ErrMalformed, ""},
 		{"RPC_MISMATCH", head + "00000001 00000000 00000003 00000005", "", rpcMismatch, "versions 3 to 5"},
+		{"RPC_MISMATCH cut", head + "00000001 00000000 00000003", "", ErrMalformed, ""},
 		{"AUTH_ERROR", head + "00000001 00000001 00000005", "", tooWeak, "AUTH_TOOWEAK"},
 		{"AUTH_ERROR unknown", head + "00000001 00000001 000000ff", "", unknownAuth, "auth_stat 255"},
 		{"AUTH_ERROR cut", head + "00000001 00000001", "", ErrMalformed, ""},
