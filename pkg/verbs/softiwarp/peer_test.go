@@ -139,7 +139,9 @@ type endpoint struct {
 	clean   []byte // the initial content of mem
 	wkey    uint32 // window for writing
 	rkey    uint32 // the same memory for reading
-	foreign uint32 // the same memory with all rights, registered on a QP of another PD
+	// the same memory with all rights
+	otherPD uint32 // registered in another PD
+	otherQP uint32 // registered on another QP of the PD
 	wmr     verbs.MR
 	recvs   chan verbs.WorkCompletion
 	bufs    [][]byte
@@ -254,9 +256,15 @@ func (v *endpoint) windows() {
 		v.t.Fatal(err)
 	}
 	v.t.Cleanup(func() { pd.Dealloc() })
-	m := v.allocMR(pd, 1).(*mr)
-	v.foreign = uint32(m.RKey())
-	m.register(&qp{}, v.foreign, verbs.AccessRemoteRead|verbs.AccessRemoteWrite, winIOVA, [][]byte{win})
+	v.otherPD = allow(v.allocMR(pd, 1), v.qp, win)
+	v.otherQP = allow(v.allocMR(v.pd, 1), &qp{}, win)
+}
+
+// allow registers mem on q with all rights and returns the STag.
+func allow(m verbs.MR, q *qp, mem []byte) uint32 {
+	stag := uint32(m.RKey())
+	m.(*mr).register(q, stag, verbs.AccessRemoteRead|verbs.AccessRemoteWrite, winIOVA, [][]byte{mem})
+	return stag
 }
 
 // cause waits for OnDisconnect and returns its argument.

@@ -72,6 +72,8 @@ func TestInvalidReadResponseTerminates(t *testing.T) {
 		{"too long", termTaggedBounds, []segment{{opReadResp, true, 0, 0, 101}}},
 		{"too short", termUnspecified, []segment{{opReadResp, true, 0, 0, 99}}},
 		{"never last", termUnspecified, []segment{{opReadResp, false, 0, 0, 100}}},
+		{"too long in the second segment", termTaggedBounds,
+			[]segment{{opReadResp, false, 0, 0, 50}, {opReadResp, true, 0, 50, 51}}},
 		{"gap", termTaggedBounds, []segment{{opReadResp, false, 0, 0, 50}, {opReadResp, true, 0, 51, 49}}},
 		{"twice", termOpcode, []segment{{opReadResp, true, 0, 0, 100}, {opReadResp, true, 0, 0, 100}}},
 		{"Write to the sink", termTaggedInvalidSTag, []segment{{opWrite, true, 0, 0, 100}}},
@@ -104,9 +106,15 @@ func TestInvalidReadResponseTerminates(t *testing.T) {
 			if got, _ := p.readTerminate(); got != c.want {
 				t.Errorf("Terminate: got %+v (%s), want %+v (%s)", got, got.text(), c.want, c.want.text())
 			}
-			wc := <-read
-			if ok := wc.Status == verbs.StatusSuccess; ok != (c.name == "twice") {
-				t.Errorf("status of the RDMA Read: got %v, want success %v", wc.Status, c.name == "twice")
+			want := verbs.StatusBadRespErr
+			switch c.name {
+			case "twice":
+				want = verbs.StatusSuccess
+			case "Write to the sink":
+				want = verbs.StatusWRFlushErr
+			}
+			if wc := <-read; wc.Status != want {
+				t.Errorf("status of the RDMA Read: got %v, want %v", wc.Status, want)
 			}
 			v.id.Close()
 			if bytes.Contains(sink[:50], []byte{0xee}) || bytes.Contains(sink[150:], []byte{0xee}) {

@@ -2,6 +2,7 @@ package softiwarp
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"io"
 	"math/rand/v2"
@@ -31,6 +32,15 @@ func (m message) control(clear, set uint16) message {
 	return func(v *endpoint) []byte { return withControl(m(v), clear, set) }
 }
 
+// offset overwrites the message offset of an untagged ULPDU.
+func (m message) offset(mo uint32) message {
+	return func(v *endpoint) []byte {
+		u := m(v)
+		binary.BigEndian.PutUint32(u[14:], mo)
+		return u
+	}
+}
+
 // cut shortens the ULPDU to n bytes.
 func (m message) cut(n int) message { return func(v *endpoint) []byte { return m(v)[:n] } }
 
@@ -43,7 +53,8 @@ func nextWKey(v *endpoint) uint32    { return v.wkey + 1 }
 func unknownWKey(v *endpoint) uint32 { return v.wkey ^ 1<<30 }
 func rkey(v *endpoint) uint32        { return v.rkey }
 func unknownRKey(v *endpoint) uint32 { return v.rkey ^ 1<<30 }
-func foreign(v *endpoint) uint32     { return v.foreign }
+func otherPD(v *endpoint) uint32     { return v.otherPD }
+func otherQP(v *endpoint) uint32     { return v.otherQP }
 func zeroSTag(*endpoint) uint32      { return 0 }
 
 // taggedTo makes a last tagged segment with n bytes of data.
@@ -108,7 +119,8 @@ var violations = []struct {
 	{"write, stale key", termTaggedInvalidSTag, 16, []message{write(staleWKey, winIOVA, 8)}},
 	{"write, STag 0", termTaggedInvalidSTag, 16, []message{write(zeroSTag, winIOVA, 8)}},
 	{"write, wrong direction", termTaggedInvalidSTag, 16, []message{write(rkey, winIOVA, 8)}},
-	{"write, other PD and stream", termTaggedOtherStream, 16, []message{write(foreign, winIOVA, 8)}},
+	{"write, other PD", termTaggedOtherStream, 16, []message{write(otherPD, winIOVA, 8)}},
+	{"write, other stream", termTaggedOtherStream, 16, []message{write(otherQP, winIOVA, 8)}},
 	{"write, before the window", termTaggedBounds, 16, []message{write(wkey, winIOVA-1, 8)}},
 	{"write, across the end of the window", termTaggedBounds, 16, []message{write(wkey, winIOVA+winLen-7, 8)}},
 	{"write, after the window", termTaggedBounds, 16, []message{write(wkey, winIOVA+winLen, 1)}},
@@ -125,9 +137,14 @@ var violations = []struct {
 	{"opcode 11, tagged", termOpcode, 16, []message{func(*endpoint) []byte { return tagged(11, true, 1, 0, nil) }}},
 	{"queue 3", termUntaggedQN, 20, []message{onQueue(opSend, 3, 1, 0)}},
 	{"Send on queue 1", termOpcode, 20, []message{onQueue(opSend, qnReadReq, 1, 0)}},
+	{"Send on queue 2", termOpcode, 20, []message{onQueue(opSend, qnTerminate, 1, 4)}},
+	{"Read Request on queue 0", termOpcode, 20, []message{onQueue(opReadRequest, qnSend, 1, readReqHdr)}},
+	{"Terminate on queue 0", termOpcode, 20, []message{onQueue(opTerminate, qnSend, 1, 4)}},
+	{"Read Response, untagged", termOpcode, 20, []message{onQueue(opReadResp, qnSend, 1, 8)}},
 	{"Send, MSN 0", termMSNRange, 20, []message{send(true, 0, 0, 0)}},
 	{"Send, MSN repeated", termMSNRange, 20, []message{send(true, 1, 0, 0), send(true, 1, 0, 0)}},
 	{"Send, MSN skipped", termMSNRange, 20, []message{send(true, 2, 0, 0)}},
+	{"Send, other MSN in the second segment", termMSNRange, 20, []message{send(false, 1, 0, 4), send(true, 2, 4, 4)}},
 	{"Send, MO 4 in the first segment", termMO, 20, []message{send(true, 1, 4, 4)}},
 	{"Send, gap between segments", termMO, 20, []message{send(false, 1, 0, 4), send(true, 1, 8, 4)}},
 	{"Send, segments overlap", termMO, 20, []message{send(false, 1, 0, 4), send(true, 1, 0, 4)}},
@@ -137,27 +154,26 @@ var violations = []struct {
 	{"Send, no Receive", termNoBuffer, 20, sendEach(numRecvs + 1)},
 	{"Send With Invalidate, unknown STag", termCannotInvalidate, 20, []message{sendInv(opSendInv, unknownWKey)}},
 	{"Send With Invalidate, stale key", termCannotInvalidate, 20, []message{sendInv(opSendInv, nextWKey)}},
-	{"Send With Invalidate, other stream", termCannotInvalidate, 20, []message{sendInv(opSendSEInv, foreign)}},
+	{"Send With Invalidate, other PD", termCannotInvalidate, 20, []message{sendInv(opSendSEInv, otherPD)}},
+	{"Send With Invalidate, other stream", termCannotInvalidate, 20, []message{sendInv(opSendInv, otherQP)}},
 	{"Read, unknown STag", termReadInvalidSTag, 48, []message{read(1, unknownRKey, winIOVA, 8)}},
-	{"Read, other PD and stream", termReadOtherStream, 48, []message{read(1, foreign, winIOVA, 8)}},
+	{"Read, other PD", termReadOtherStream, 48, []message{read(1, otherPD, winIOVA, 8)}},
+	{"Read, other stream", termReadOtherStream, 48, []message{read(1, otherQP, winIOVA, 8)}},
 	{"Read, wrong direction", termReadAccess, 48, []message{read(1, wkey, winIOVA, 8)}},
 	{"Read, across the end of the window", termReadBounds, 48, []message{read(1, rkey, winIOVA+1, winLen)}},
 	{"Read, 4 GiB", termReadBounds, 48, []message{read(1, rkey, winIOVA, 1<<32-1)}},
 	{"Read, offset wraps", termReadWrap, 48, []message{read(1, rkey, 1<<64-4, 8)}},
 	{"Read, MSN 2", termMSNRange, 20, []message{read(2, rkey, winIOVA, 8)}},
+	{"Read, MO 4", termMO, 20, []message{read(1, rkey, winIOVA, 8).offset(4)}},
 	{"Read, not last", termTooLong, 20, []message{read(1, rkey, winIOVA, 8).control(ctrlLast, 0)}},
 	{"Read, too long", termTooLong, 20, []message{longRead}},
 	{"Read, too short", termFPDULength, 0, []message{read(1, rkey, winIOVA, 8).cut(readReqULPDU - 1)}},
-	{"Terminate, MSN 2", termMSNRange, 20, []message{emptyTerminate}},
+	{"Terminate, MSN 2", termMSNRange, 20, []message{onQueue(opTerminate, qnTerminate, 2, 4)}},
+	{"Terminate, MO 4", termMO, 20, []message{onQueue(opTerminate, qnTerminate, 1, 4).offset(4)}},
 	{"ULPDU of 0", termFPDULength, 0, []message{func(*endpoint) []byte { return []byte{} }}},
 	{"ULPDU of 1", termFPDULength, 0, []message{func(*endpoint) []byte { return []byte{0x41} }}},
 	{"ULPDU of 10 for a Send", termFPDULength, 0, []message{send(true, 1, 0, 0).cut(10)}},
 	{"ULPDU of 13 for a Write", termFPDULength, 0, []message{write(wkey, winIOVA, 0).cut(13)}},
-}
-
-// emptyTerminate makes a second Terminate without an error code.
-func emptyTerminate(*endpoint) []byte {
-	return untagged(opTerminate, true, 0, qnTerminate, 2, 0, make([]byte, 4))
 }
 
 // longRead makes a valid Read Request with one more byte.
