@@ -165,6 +165,34 @@ func TestAppendReplies(t *testing.T) {
 	}
 }
 
+// TestMaxReplyHeader compares MaxReplyHeader with a reply whose verifier has 400 bytes.
+func TestMaxReplyHeader(t *testing.T) {
+	reply := AppendUint32(AppendUint32(AppendUint32(nil, 7), MsgReply), MsgAccepted)
+	reply = AppendOpaque(AppendUint32(reply, FlavorGSS), make([]byte, MaxAuthBody))
+	reply = AppendUint32(reply, uint32(Success))
+	if _, results, err := ParseReply(reply); err != nil || len(results) != 0 || len(reply) != MaxReplyHeader {
+		t.Errorf("got %d bytes, results %x, error %v; want MaxReplyHeader %d", len(reply), results, err, MaxReplyHeader)
+	}
+}
+
+// TestUnknownStatusIsPrinted checks the texts at the end of each list of names.
+func TestUnknownStatusIsPrinted(t *testing.T) {
+	for _, x := range []struct{ got, want string }{
+		{SystemErr.String(), "SYSTEM_ERR"},
+		{AcceptStat(6).String(), "accept_stat 6"},
+		{AuthError.String(), "AUTH_ERROR"},
+		{RejectStat(2).String(), "reject_stat 2"},
+		{GSSCtxProblem.String(), "RPCSEC_GSS_CTXPROBLEM"},
+		{AuthStat(15).String(), "auth_stat 15"},
+		{(&AcceptError{Stat: 6}).Error(), "RPC: call not executed: accept_stat 6"},
+		{(&DeniedError{Stat: 2}).Error(), "RPC: denied: reject_stat 2"},
+	} {
+		if x.got != x.want {
+			t.Errorf("got %q, want %q", x.got, x.want)
+		}
+	}
+}
+
 func TestParseCallRejectsInvalidCalls(t *testing.T) {
 	call := unhex("01020304 00000000 00000002 000186a3 00000003 00000006" + sysHex + noneHex)
 	for n := range call {

@@ -6,6 +6,9 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -88,10 +91,12 @@ func parseEquivalent(text string) (equivalent, error) {
 
 // gremlinsReport is the part of the output of gremlins that this program uses.
 type gremlinsReport struct {
-	Files []struct {
-		Name      string     `json:"file_name"`
-		Mutations []mutation `json:"mutations"`
-	} `json:"files"`
+	Files []reportFile `json:"files"`
+}
+
+type reportFile struct {
+	Name      string     `json:"file_name"`
+	Mutations []mutation `json:"mutations"`
 }
 
 type mutation struct {
@@ -128,7 +133,85 @@ func runGeneric(ctx context.Context, p genericPackage, equivalents []equivalent,
 	if err := json.Unmarshal(data, &report); err != nil {
 		return false, fmt.Errorf("report of gremlins on %s: %w", p.path, err)
 	}
+	if err := report.testConstants(ctx, p); err != nil {
+		return false, err
+	}
 	return score(p, report, equivalents)
+}
+
+// testConstants tests the mutants in constants. gremlins skips them as not covered, because a
+// constant is not a statement.
+func (r gremlinsReport) testConstants(ctx context.Context, p genericPackage) error {
+	for _, f := range r.Files {
+		file := filepath.Join(p.path, filepath.Base(f.Name))
+		src, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		files := token.NewFileSet()
+		tree, err := parser.ParseFile(files, file, src, parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		for i := range f.Mutations {
+			mu := &f.Mutations[i]
+			pos := files.File(tree.Pos()).LineStart(mu.Line) + token.Pos(mu.Column-1)
+			if mu.Status != "NOT COVERED" || mu.Operator != "ARITHMETIC_BASE" || !inConstant(tree, pos) {
+				continue
+			}
+			if mu.Status, err = testOperator(ctx, p, file, src, files.Position(pos).Offset); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func inConstant(tree *ast.File, pos token.Pos) bool {
+	return slices.ContainsFunc(tree.Decls, func(d ast.Decl) bool {
+		g, ok := d.(*ast.GenDecl)
+		return ok && g.Tok == token.CONST && g.Pos() <= pos && pos < g.End()
+	})
+}
+
+// inverse has the mutations of ARITHMETIC_BASE.
+var inverse = map[byte]byte{'+': '-', '-': '+', '*': '/', '/': '*', '%': '*'}
+
+// testOperator tests the package with another operator at an offset of file, and returns the status
+// that gremlins would report.
+func testOperator(ctx context.Context, p genericPackage, file string, src []byte, offset int) (string, error) {
+	tmp, err := os.MkdirTemp("", "mutant")
+	if err != nil {
+		return "", err
+	}
+	defer os.RemoveAll(tmp)
+	if inverse[src[offset]] == 0 {
+		return "", fmt.Errorf("%s: no operator at offset %d", file, offset)
+	}
+	src = slices.Clone(src)
+	src[offset] = inverse[src[offset]]
+	mutated := filepath.Join(tmp, filepath.Base(file))
+	if err := os.WriteFile(mutated, src, 0o644); err != nil {
+		return "", err
+	}
+	original, err := filepath.Abs(file)
+	if err != nil {
+		return "", err
+	}
+	overlay, err := writeOverlay(tmp, map[string]string{original: mutated})
+	if err != nil {
+		return "", err
+	}
+	out, err := exec.CommandContext(ctx, "go", "test", "-count=1", "-overlay="+overlay, "./"+p.path).CombinedOutput()
+	switch {
+	case ctx.Err() != nil:
+		return "", ctx.Err()
+	case err == nil:
+		return "LIVED", nil
+	case strings.Contains(string(out), "[build failed]"):
+		return "NOT VIABLE", nil
+	}
+	return "KILLED", nil
 }
 
 // score prints the survivors that are not equivalent, and the score. A mutant in code that no test

@@ -119,16 +119,45 @@ func TestParseMutantRejectsInvalidHeaders(t *testing.T) {
 	}
 }
 
+// TestConstantsAreTested checks that mutants in constants, and no others, are tested again.
+func TestConstantsAreTested(t *testing.T) {
+	t.Chdir(root)
+	const name = "pkg/rpcrdma/private.go"
+	src, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := func(text string) (line, column int) {
+		before, _, found := strings.Cut(string(src), text)
+		if !found {
+			t.Fatalf("%s has no %q", name, text)
+		}
+		return 1 + strings.Count(before, "\n"), len(before) - strings.LastIndex(before, "\n")
+	}
+	constant, column := at("* 1024 // maximum")
+	statement, otherColumn := at("- 1)\n}")
+	r := gremlinsReport{Files: []reportFile{{name, []mutation{
+		{"ARITHMETIC_BASE", "NOT COVERED", constant, column},
+		{"ARITHMETIC_BASE", "NOT COVERED", statement, otherColumn},
+		{"ARITHMETIC_BASE", "LIVED", constant, column},
+	}}}}
+	if err := r.testConstants(t.Context(), genericPackage{path: "pkg/rpcrdma"}); err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []string{"KILLED", "NOT COVERED", "LIVED"} {
+		if got := r.Files[0].Mutations[i].Status; got != want {
+			t.Errorf("mutation %d: got %s, want %s", i, got, want)
+		}
+	}
+}
+
 // TestScore checks that survivors lower the score, that equivalents do not, and that an equivalent
 // that no longer survives is reported.
 func TestScore(t *testing.T) {
 	t.Chdir(root)
 	p := genericPackage{path: "pkg/rpcrdma", goal: 50}
 	report := func(statuses ...string) (r gremlinsReport) {
-		r.Files = append(r.Files, struct {
-			Name      string     `json:"file_name"`
-			Mutations []mutation `json:"mutations"`
-		}{Name: "pkg/rpcrdma/doc.go"})
+		r.Files = []reportFile{{Name: "pkg/rpcrdma/doc.go"}}
 		for _, s := range statuses {
 			r.Files[0].Mutations = append(r.Files[0].Mutations, mutation{"ARITHMETIC_BASE", s, 1, 1})
 		}

@@ -120,6 +120,12 @@ func (m mutant) overlay(ctx context.Context, root, tmp string) (string, error) {
 	if out, err := apply.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("%s: git apply: %w: %s; write the patch again for the code of today", m.name, err, out)
 	}
+	return writeOverlay(tmp, replace)
+}
+
+// writeOverlay writes a file for the flag -overlay, in which the keys of replace are the original
+// files. It returns the path of the file.
+func writeOverlay(tmp string, replace map[string]string) (string, error) {
 	data, err := json.Marshal(map[string]any{"Replace": replace})
 	if err != nil {
 		return "", err
