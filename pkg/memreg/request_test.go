@@ -42,6 +42,26 @@ func threeMRs(t *testing.T, stats *Counters, hooks Hooks) (*List, *Pool) {
 	return l, pool
 }
 
+// TestMapAddsToEarlierChunk maps a second chunk, and fails to map a third one.
+func TestMapAddsToEarlierChunk(t *testing.T) {
+	var stats Counters
+	l, pool := threeMRs(t, &stats, Hooks{})
+	defer pool.Destroy()
+	first := slices.Clone(l.Registered())
+	if n, err := l.Map([][]byte{pages(t, 2)}, false, 7); n != 2 || err != nil {
+		t.Errorf("second chunk: got %d MRs, %v; want 2", n, err)
+	}
+	if n, err := l.Map([][]byte{pages(t, 9)}, true, 7); n != 0 || !errors.Is(err, ErrTooManySegments) {
+		t.Errorf("chunk of 9 pages: got %d MRs, %v; want 0, %v", n, err, ErrTooManySegments)
+	}
+	if got := l.Registered(); len(got) != 5 || !slices.Equal(got[:3], first) {
+		t.Errorf("registered MRs: got %d, want the first 3 and 2 more", len(got))
+	}
+	if err := l.Unmap(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestChainOfRPC checks the requests of an RPC: unsignaled FastRegs in the order of Map, and then
 // the Send (S7, S8).
 func TestChainOfRPC(t *testing.T) {
