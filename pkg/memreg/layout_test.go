@@ -92,7 +92,7 @@ func checkLayout(t *testing.T, p *Params, m *MR, segs [][]byte) [][]byte {
 		}
 	}
 	if used > uintptr(p.Depth) || int(m.Length()) != length {
-		t.Errorf("got %d pages of %d, length %d; want length %d", used, p.Depth, m.Length(), length)
+		t.Errorf("got %d pages, length %d; want at most %d pages, length %d", used, m.Length(), p.Depth, length)
 	}
 	if len(segs) > 0 {
 		if more, allowed := pages(address(segs[0]), 1); allowed && used+more <= uintptr(p.Depth) {

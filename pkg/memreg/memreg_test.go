@@ -46,9 +46,14 @@ func TestQuery(t *testing.T) {
 		a.MaxSendSGE = 64
 	}
 	// The pad takes one MR, and two chunks of 260 pages take ten.
-	fewMRs := func(n int) func(*attrs) { return func(a *attrs) { a.MaxFastRegPageListLen, a.MaxMR = 64, n } }
+	fewMRsOf := func(depth, n int) func(*attrs) {
+		return func(a *attrs) { a.MaxFastRegPageListLen, a.MaxMR = depth, n }
+	}
+	fewMRs := func(n int) func(*attrs) { return fewMRsOf(64, n) }
 	withGaps := params(257, 4, 7, 3)
 	withGaps.Gaps, withGaps.ChosenIOVA, withGaps.SendSGEs = true, true, 19
+	threeSGEs := params(257, 128, 7, 3)
+	threeSGEs.SendSGEs = 3
 	windows := params(257, 128, 7, 3)
 	windows.Contiguous, windows.ArenasOnly = true, true
 	perIO := windows
@@ -71,6 +76,7 @@ func TestQuery(t *testing.T) {
 		{"small send queue limits the slots", sendQueue(33 + 10*7 + 6), 128, 0, params(257, 10, 7, 3)},
 		{"small completion queue limits the slots", completions(33 + 40 + 10*8 + 7), 128, 0, params(257, 10, 7, 3)},
 		{"few MRs limit the slots", fewMRs(1 + 10*11), 64, 0, params(64, 11, 15, 7)},
+		{"depth that divides the pages of a chunk", fewMRsOf(65, 1+10*8), 64, 0, params(65, 10, 13, 6)},
 		{"the pad counts", fewMRs(10 * 11), 64, 0, params(64, 10, 15, 7)},
 		{"memory windows", caps(verbs.CapMemWindow2B), 128, 0, windows},
 		{"registration for each use", caps(verbs.CapPerIOReg), 128, 0, perIO},
@@ -80,7 +86,9 @@ func TestQuery(t *testing.T) {
 		{"no page size", pageSize(0), 128, syscall.EINVAL, Params{}},
 		{"negative page size", pageSize(-4096), 128, syscall.EINVAL, Params{}},
 		{"page size is no power of two", pageSize(5000), 128, syscall.EINVAL, Params{}},
+		{"three send SGEs", func(a *attrs) { a.MaxSendSGE = 3 }, 128, 0, threeSGEs},
 		{"two send SGEs", func(a *attrs) { a.MaxSendSGE = 2 }, 128, syscall.ENOMEM, Params{}},
+		{"queue for 4 RPCs", sendQueue(33 + 4*7), 128, 0, params(257, 4, 7, 3)},
 		{"queue too small for 4 RPCs", sendQueue(33 + 4*7 - 1), 128, syscall.ENOMEM, Params{}},
 		{"queue smaller than the reserve", sendQueue(16), 128, syscall.ENOMEM, Params{}},
 		{"completion queue too small for 4 RPCs", completions(33 + 40 + 4*8 - 1), 128, syscall.ENOMEM, Params{}},

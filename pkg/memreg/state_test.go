@@ -56,3 +56,23 @@ func TestTransitions(t *testing.T) {
 		}
 	}
 }
+
+// TestFailedMRsHaveOneOutcome checks the sum of the outcomes and of the MRs that wait for one.
+func TestFailedMRsHaveOneOutcome(t *testing.T) {
+	for _, s := range States {
+		var c Counters
+		c.Failed.Store(10)
+		c.Recovered.Store(1)
+		c.Recycled.Store(2)
+		c.Orphaned.Store(3)
+		c.gauges[s].Store(4)
+		failed := s != Invalid && s != Valid
+		if err := c.checkFailed(); (err == nil) != failed {
+			t.Errorf("4 MRs in state %v: got error %v", s, err)
+		}
+		c.Failed.Add(1)
+		if err := c.checkFailed(); err == nil {
+			t.Errorf("4 MRs in state %v and one more failed MR: got no error", s)
+		}
+	}
+}
