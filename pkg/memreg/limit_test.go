@@ -2,6 +2,7 @@ package memreg
 
 import (
 	"errors"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -25,6 +26,45 @@ func (p *limitedPD) AllocMR(depth int) (verbs.MR, error) {
 		return nil, syscall.ENOMEM
 	}
 	return p.fakePD.AllocMR(depth)
+}
+
+// A preparingPD pins memory before its registration. It fails at memory of one byte.
+type preparingPD struct {
+	fakePD
+	prepared []int // bytes of each segment
+}
+
+func (p *preparingPD) Prepare(mem []byte) error {
+	p.prepared = append(p.prepared, len(mem))
+	if len(mem) == 1 {
+		return syscall.ENOMEM
+	}
+	return nil
+}
+
+// TestMapPreparesEachSegment checks that Map prepares all segments before it takes an MR (S22).
+func TestMapPreparesEachSegment(t *testing.T) {
+	var stats Counters
+	pd := &preparingPD{}
+	pool := NewPool(pd, Params{Depth: 1, PageSize: 4096, MaxSegs: 8}, &stats, Hooks{})
+	defer pool.Destroy()
+	var l List
+	l.Use(pool)
+	mem := pages(t, 4)
+	if n, err := l.Map([][]byte{mem[:4096], mem[8192:8200]}, true, 1); n != 2 || err != nil {
+		t.Errorf("Map: got %d MRs, %v; want 2", n, err)
+	}
+	if n, err := l.Map([][]byte{mem[:10], mem[8192:8193]}, true, 1); n != 0 || !errors.Is(err, syscall.ENOMEM) {
+		t.Errorf("Map of memory that cannot be pinned: got %d MRs, %v; want 0, ENOMEM", n, err)
+	}
+	if want := []int{4096, 8, 10, 1}; !slices.Equal(pd.prepared, want) || stats.MapErrors.Load() != 1 ||
+		stats.Allocated.Load() != 2 {
+		t.Errorf("got prepared %d, %d map errors, %d MRs; want %d, 1, 2", pd.prepared, stats.MapErrors.Load(),
+			stats.Allocated.Load(), want)
+	}
+	if err := l.Unmap(); err != nil {
+		t.Error(err)
+	}
 }
 
 // TestSlotTakesFreeMRs has a slot that once needed most MRs of the device and is idle. Another slot
