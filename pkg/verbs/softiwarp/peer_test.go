@@ -135,10 +135,10 @@ type endpoint struct {
 	qp           *qp
 	disconnected chan error
 
-	mem     []byte // guard, window, guard
-	clean   []byte // the initial content of mem
-	wkey    uint32 // window for writing
-	rkey    uint32 // the same memory for reading
+	mem   []byte // guard, window, guard
+	clean []byte // the initial content of mem
+	wkey  uint32 // window for writing
+	rkey  uint32 // the same memory for reading
 	// the same memory with all rights
 	otherPD uint32 // registered in another PD
 	otherQP uint32 // registered on another QP of the PD

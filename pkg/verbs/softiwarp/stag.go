@@ -12,10 +12,7 @@ import (
 )
 
 // An STag is a 24-bit index and an 8-bit key that the consumer chooses.
-const (
-	stagKeyBits  = 8
-	maxSTagIndex = 1<<24 - 1
-)
+const stagKeyBits = 8
 
 // A stagTable maps STag indices to MRs. Indices come from a CSPRNG and are spread over the whole
 // range (RFC 5040 §8.1.1 item 8, RFC 5042 §6.1.1).

@@ -2,6 +2,7 @@ package softiwarp
 
 import (
 	"bytes"
+	"errors"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -59,6 +60,30 @@ func TestMRStates(t *testing.T) {
 		if got := step.request(step.q, step.stag); got != step.want {
 			t.Fatalf("step %d, %s: got %v, want %v", i, step.name, got, step.want)
 		}
+	}
+	if q.dev.table.lookup(uint32(m.first)) != nil {
+		t.Error("the STag table has an MR after its Dereg")
+	}
+}
+
+// TestSTagsAreUnique fills a table up to its limit. No MR may replace another one.
+func TestSTagsAreUnique(t *testing.T) {
+	const inserted = 400 // of which about 25 first draw the index of another MR
+	var table stagTable
+	table.mu.mrs = make(map[uint32]*mr, maxMR)
+	for i := range uint32(maxMR - inserted) {
+		table.mu.mrs[1+i] = nil
+	}
+	for i := range inserted {
+		m := &mr{}
+		if err := table.insert(m); err != nil || len(table.mu.mrs) != maxMR-inserted+i+1 ||
+			table.lookup(uint32(m.first)) != m {
+			t.Fatalf("MR %d with STag %#x: got %d MRs, error %v; want one more", i, m.first, len(table.mu.mrs), err)
+		}
+	}
+	m := &mr{}
+	if err := table.insert(m); !errors.Is(err, verbs.ErrNoResources) || m.first != 0 {
+		t.Errorf("MR %d: got STag %#x, error %v; want %v", maxMR, m.first, err, verbs.ErrNoResources)
 	}
 }
 
