@@ -1,6 +1,9 @@
 package memreg
 
-import "testing"
+import (
+	"strings"
+	"testing"
+)
 
 // TestTransitions applies every event in every state and checks the gauges (S12).
 func TestTransitions(t *testing.T) {
@@ -73,6 +76,40 @@ func TestFailedMRsHaveOneOutcome(t *testing.T) {
 		c.Failed.Add(1)
 		if err := c.checkFailed(); err == nil {
 			t.Errorf("4 MRs in state %v and one more failed MR: got no error", s)
+		}
+	}
+}
+
+// TestCheckFindsBrokenInvariants breaks each invariant of a pool.
+func TestCheckFindsBrokenInvariants(t *testing.T) {
+	for _, c := range []struct {
+		want string
+		harm func(p *Pool, l *List, free, registered *MR)
+	}{
+		{"", func(*Pool, *List, *MR, *MR) {}},
+		{"is on a list of another slot", func(_ *Pool, _ *List, free, _ *MR) { free.list = &List{} }},
+		{"is on a list of another slot", func(p *Pool, _ *List, _, registered *MR) { delete(p.mrs.all, registered) }},
+		{"is on two lists", func(_ *Pool, l *List, free, _ *MR) { l.free.mrs = append(l.free.mrs, free) }},
+		{"is VALID, on the free list: true", func(_ *Pool, _ *List, free, _ *MR) { free.state.Store(uint32(Valid)) }},
+		{"is INVALID, on the free list: false",
+			func(_ *Pool, _ *List, _, registered *MR) { registered.state.Store(uint32(Invalid)) }},
+		{"pool has 3 MRs, its lists have 2", func(_ *Pool, l *List, _, _ *MR) { l.registered = nil }},
+		{"gauge of free MRs is 3", func(p *Pool, _ *List, _, _ *MR) { p.stats.free.Add(1) }},
+		{"sum of gauges is 4", func(p *Pool, _ *List, _, _ *MR) { p.stats.gauges[Valid].Add(1) }},
+		{"1 MRs failed", func(p *Pool, _ *List, _, _ *MR) { p.stats.Failed.Add(1) }},
+	} {
+		var stats Counters
+		l, pool := threeMRs(t, &stats, Hooks{})
+		if err := l.Unmap(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := l.Map([][]byte{pages(t, 1)}, true, 1); err != nil {
+			t.Fatal(err)
+		}
+		c.harm(pool, l, l.free.mrs[0], l.registered[0])
+		err := pool.Check()
+		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("got %v, want an error with %q", err, c.want)
 		}
 	}
 }
