@@ -124,7 +124,7 @@ func TestMountsConnectOneAtATime(t *testing.T) {
 		server.Close()
 		back.Wait()
 	})
-	const mounts = 16
+	const mounts = 8
 	var all sync.WaitGroup
 	for i := range mounts {
 		dir := w.mkdir(t, fmt.Sprint("m", i))
