@@ -361,8 +361,8 @@ func TestOpenSeesOtherClientAmongOwnWrites(t *testing.T) {
 				if between {
 					n = 3 << 20
 				}
-				// A child of another test that is executing its program can still close its copy of
-				// an earlier open file, so the COMMIT can come before the close.
+				// Any FLUSH of the file makes its data stable, so the COMMIT can come before this
+				// close.
 				before := calls.count(nfs3.ProcCommit)
 				_, err = f.WriteAt(randomBytes(2, n), 0)
 				must(t, err)
