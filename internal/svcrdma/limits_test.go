@@ -89,7 +89,7 @@ func TestTransferTimeoutOfRDMARead(t *testing.T) {
 	var stats Stats
 	addr := startServer(t, Config{Handler: h, TransferTimeout: time.Second, Stats: &stats})
 	r := startRelay(t, addr)
-	c := dialRaw(t, r.addr, ownPrivate(false, 4096))
+	c := dialRaw(t, r.Addr(), ownPrivate(false, 4096))
 	c.exchange(&rpcrdma.Header{XID: 1}, rpcCall(1, progNFS, 3, 0, nil))
 	seg := c.register(rawChunkAt, 8192, verbs.AccessRemoteRead)
 	r.toClient.closeAtNext(&r.toServer)
@@ -116,7 +116,7 @@ func TestTransferTimeoutOfReply(t *testing.T) {
 	var stats Stats
 	addr := startServer(t, Config{Handler: &testHandler{}, TransferTimeout: 300 * time.Millisecond, Stats: &stats})
 	r := startRelay(t, addr)
-	c := dialRaw(t, r.addr, ownPrivate(false, 4096))
+	c := dialRaw(t, r.Addr(), ownPrivate(false, 4096))
 	seg := c.register(rawChunkAt, 1<<20, verbs.AccessRemoteWrite)
 	r.toClient.close()
 	for xid := range uint32(40) { // more than the socket buffers hold

@@ -1,16 +1,17 @@
 package svcrdma
 
 import (
-	"net"
 	"net/netip"
 	"sync"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
-// A relay forwards the TCP connections between clients and the server. It can stop each direction,
-// to simulate a client that no longer reads or sends while its TCP connection stays open.
+// A relay can stop each direction between clients and the server, to simulate a client that no
+// longer reads or sends while its TCP connection stays open.
 type relay struct {
-	addr     netip.AddrPort
+	*testutil.Relay
 	toClient gate
 	toServer gate
 }
@@ -44,7 +45,7 @@ func (g *gate) closeAtNext(other *gate) {
 }
 
 // pass waits until the gate is open.
-func (g *gate) pass() {
+func (g *gate) pass(int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closeNext != nil {
@@ -58,60 +59,15 @@ func (g *gate) pass() {
 
 func startRelay(t *testing.T, server netip.AddrPort) *relay {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	must(t, err)
-	r := &relay{addr: ln.Addr().(*net.TCPAddr).AddrPort()}
+	r := &relay{}
 	for _, g := range []*gate{&r.toClient, &r.toServer} {
 		g.opened = sync.NewCond(&g.mu)
 	}
-	var all sync.WaitGroup
-	var mu sync.Mutex
-	var conns []net.Conn
-	forward := func(to, from net.Conn, g *gate) {
-		defer to.Close()
-		defer from.Close()
-		buf := make([]byte, 64<<10)
-		for {
-			n, err := from.Read(buf)
-			if n > 0 {
-				g.pass()
-				if _, err := to.Write(buf[:n]); err != nil {
-					return
-				}
-			}
-			if err != nil {
-				return
-			}
-		}
-	}
-	all.Go(func() {
-		for {
-			client, err := ln.Accept()
-			if err != nil {
-				return
-			}
-			srv, err := net.Dial("tcp", server.String())
-			if err != nil {
-				client.Close()
-				continue
-			}
-			mu.Lock()
-			conns = append(conns, client, srv)
-			mu.Unlock()
-			all.Go(func() { forward(srv, client, &r.toServer) })
-			all.Go(func() { forward(client, srv, &r.toClient) })
-		}
-	})
+	r.Relay = testutil.StartRelay(t, server.String(), testutil.RelayOptions{ToServer: r.toServer.pass,
+		ToClient: r.toClient.pass})
 	t.Cleanup(func() {
-		ln.Close()
 		r.toClient.open()
 		r.toServer.open()
-		mu.Lock()
-		for _, c := range conns {
-			c.Close()
-		}
-		mu.Unlock()
-		all.Wait()
 	})
 	return r
 }

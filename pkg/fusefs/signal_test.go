@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"io"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,76 +13,32 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// A relay forwards TCP between an RDMA front and its NFS server. A relay can hold the server's
-// replies back.
+// A relay forwards TCP between an RDMA front and its NFS server. It can hold the server's replies
+// back.
 type relay struct {
-	ln     net.Listener
-	target string
-	work   sync.WaitGroup
+	*testutil.Relay
 
-	mu     sync.Mutex
-	open   chan struct{} // closed while replies pass
-	asked  chan struct{} // closed when a call arrives while replies are held back
-	conns  []net.Conn
-	closed bool
+	mu    sync.Mutex
+	open  chan struct{} // closed while replies pass
+	asked chan struct{} // closed when a call arrives while replies are held back
 }
 
+// startRelay starts a relay to the server at target. The caller calls resume before the test ends.
 func startRelay(t *testing.T, target string) *relay {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	must(t, err)
-	r := &relay{ln: ln, target: target, open: make(chan struct{})}
+	r := &relay{open: make(chan struct{})}
 	close(r.open)
-	r.work.Go(r.accept)
-	t.Cleanup(r.close)
+	r.Relay = testutil.StartRelay(t, target, testutil.RelayOptions{ToServer: r.noteCall, ToClient: r.waitOpen})
 	return r
 }
 
-func (r *relay) accept() {
-	for {
-		front, err := r.ln.Accept()
-		if err != nil {
-			return
-		}
-		back, err := net.Dial("tcp", r.target)
-		if err != nil {
-			front.Close()
-			continue
-		}
-		r.mu.Lock()
-		r.conns = append(r.conns, front, back)
-		if r.closed {
-			front.Close()
-			back.Close()
-		}
-		r.mu.Unlock()
-		r.work.Go(func() { r.copy(back, front, r.noteCall) })
-		r.work.Go(func() { r.copy(front, back, r.waitOpen) })
-	}
-}
-
-func (r *relay) copy(to, from net.Conn, each func()) {
-	defer to.Close()
-	defer from.Close()
-	buf := make([]byte, 64<<10)
-	for {
-		n, err := from.Read(buf)
-		if err != nil {
-			return
-		}
-		each()
-		if _, err := to.Write(buf[:n]); err != nil {
-			return
-		}
-	}
-}
-
-func (r *relay) noteCall() {
+func (r *relay) noteCall(int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.asked != nil {
@@ -92,7 +47,7 @@ func (r *relay) noteCall() {
 	}
 }
 
-func (r *relay) waitOpen() {
+func (r *relay) waitOpen(int) {
 	r.mu.Lock()
 	open := r.open
 	r.mu.Unlock()
@@ -118,18 +73,6 @@ func (r *relay) resume() {
 	}
 }
 
-func (r *relay) close() {
-	r.ln.Close()
-	r.resume()
-	r.mu.Lock()
-	r.closed = true
-	for _, c := range r.conns {
-		c.Close()
-	}
-	r.mu.Unlock()
-	r.work.Wait()
-}
-
 // startRelayedExport exports a directory with NFS-Ganesha through the RDMA front, with a relay
 // between the two.
 func startRelayedExport(t *testing.T) (*export, *relay) {
@@ -141,7 +84,7 @@ func startRelayedExport(t *testing.T) (*export, *relay) {
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	must(t, err)
 	r := startRelay(t, g.Addr())
-	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Backend: r.ln.Addr().String(),
+	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Backend: r.Addr().String(),
 		RDMAListen: "127.0.0.1:0", Provider: softiwarp.New(softiwarp.Config{})})
 	must(t, err)
 	t.Cleanup(func() {

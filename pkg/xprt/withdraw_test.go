@@ -3,8 +3,6 @@ package xprt
 import (
 	"context"
 	"errors"
-	"io"
-	"net"
 	"net/netip"
 	"sync"
 	"syscall"
@@ -12,6 +10,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -19,71 +18,20 @@ import (
 
 // A slowLink forwards TCP between a client and a server. It can stop to read from the client.
 type slowLink struct {
-	t    *testing.T
-	ln   net.Listener
-	to   netip.AddrPort
-	work sync.WaitGroup
+	*testutil.Relay
+	t *testing.T
 
 	mu      sync.Mutex
 	left    int           // bytes that still pass to the server; -1 for all
 	stopped chan struct{} // closed when none are left
 	resumed chan struct{} // closed to let all pass again
-	conns   []net.Conn
 }
 
 func newSlowLink(t *testing.T, to netip.AddrPort) *slowLink {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	l := &slowLink{t: t, ln: ln, to: to, left: -1}
-	l.work.Go(l.accept)
-	t.Cleanup(l.close)
+	l := &slowLink{t: t, left: -1}
+	l.Relay = testutil.StartRelay(t, to.String(), testutil.RelayOptions{ToServer: l.pass, ClientBuffer: 16 << 10})
 	return l
-}
-
-func (l *slowLink) addr() netip.AddrPort { return l.ln.Addr().(*net.TCPAddr).AddrPort() }
-
-func (l *slowLink) accept() {
-	for {
-		c, err := l.ln.Accept()
-		if err != nil {
-			return
-		}
-		c.(*net.TCPConn).SetReadBuffer(16 << 10)
-		s, err := net.Dial("tcp", l.to.String())
-		if err != nil {
-			l.t.Errorf("connect to the server: %v", err)
-			c.Close()
-			continue
-		}
-		l.mu.Lock()
-		l.conns = append(l.conns, c, s)
-		l.mu.Unlock()
-		l.work.Go(func() { l.toServer(s, c) })
-		l.work.Go(func() {
-			io.Copy(c, s)
-			c.Close()
-			s.Close()
-		})
-	}
-}
-
-func (l *slowLink) toServer(s, c net.Conn) {
-	defer c.Close()
-	defer s.Close()
-	buf := make([]byte, 4<<10)
-	for {
-		n, err := c.Read(buf)
-		if err != nil {
-			return
-		}
-		l.pass(n)
-		if _, err := s.Write(buf[:n]); err != nil {
-			return
-		}
-	}
 }
 
 // pass waits until n bytes may pass.
@@ -116,18 +64,8 @@ func (l *slowLink) stopAfter(n int) (stopped chan struct{}, resume func()) {
 		l.mu.Unlock()
 		close(resumed)
 	})
-	l.t.Cleanup(resume) // before close
+	l.t.Cleanup(resume) // before the relay stops
 	return stopped, resume
-}
-
-func (l *slowLink) close() {
-	l.ln.Close()
-	l.mu.Lock()
-	for _, c := range l.conns {
-		c.Close()
-	}
-	l.mu.Unlock()
-	l.work.Wait()
 }
 
 // A busyLink is a transport whose link has stopped in the middle of the data of a WRITE. The
@@ -145,7 +83,7 @@ func newBusyLink(t *testing.T) *busyLink {
 	t.Helper()
 	b := &busyLink{t: t, svc: &service{}, write: make(chan error, 1)}
 	link := newSlowLink(t, serve(t, svcrdma.Config{Handler: b.svc, InlineBytes: 65536}))
-	b.tr = dial(t, link.addr(), func(c *Config) {
+	b.tr = dial(t, link.Addr(), func(c *Config) {
 		c.Provider = softiwarp.New(softiwarp.Config{SocketBuffer: 16 << 10})
 		c.InlineBytes = 65536
 	})

@@ -71,8 +71,9 @@ func testNotice(t *testing.T, statd bool) {
 	t.Cleanup(service.Close)
 	e := serveLocks(t)
 	e.service = service
-	f := startForwarder(t, net.JoinHostPort(e.export.Host, strconv.Itoa(e.export.Port)))
-	m := e.mount(t, f.lockPort)
+	relay := testutil.StartRelay(t, net.JoinHostPort(e.export.Host, strconv.Itoa(e.export.Port)),
+		testutil.RelayOptions{})
+	m := e.mount(t, lockPort(relay))
 	p := startLockProcess(t)
 	p.do("ok", "open 1 %s", m.file())
 	p.do("ok", "set 1 w 0 10")
@@ -83,8 +84,8 @@ func testNotice(t *testing.T, statd bool) {
 		}
 	}
 	// A notice costs no lock while the lock connection shows that the server has not restarted.
-	f.stop()
-	f.start(t)
+	relay.Stop()
+	relay.Start()
 	// The server's host is this host. Its monitor notifies the client, which is this host, too.
 	peer := t.TempDir()
 	const host = "0100007f 000186b5 00000003 00000010 00000000000000000000000000000000 127.0.0.1 127.0.0.1"

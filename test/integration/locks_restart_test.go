@@ -1,14 +1,11 @@
 package integration
 
 import (
-	"io"
-	"net"
-	"net/netip"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -78,77 +75,16 @@ func TestLocksSurviveServerRestart(t *testing.T) {
 	}
 }
 
-// A forwarder relays TCP connections to an address. It can be stopped and started again.
-type forwarder struct {
-	to   string
-	addr string
-	mu   sync.Mutex
-	l    net.Listener
-	open map[net.Conn]struct{}
-	all  sync.WaitGroup
-}
-
-func startForwarder(t *testing.T, to string) *forwarder {
-	t.Helper()
-	f := &forwarder{to: to, addr: "127.0.0.1:0", open: make(map[net.Conn]struct{})}
-	f.start(t)
-	f.addr = f.l.Addr().String()
-	t.Cleanup(f.stop)
-	return f
-}
-
-func (f *forwarder) start(t *testing.T) {
-	t.Helper()
-	l, err := net.Listen("tcp", f.addr)
-	if err != nil {
-		t.Fatal(err)
-	}
-	f.l = l
-	f.all.Go(func() {
-		for {
-			from, err := l.Accept()
-			if err != nil {
-				return
-			}
-			to, err := net.Dial("tcp", f.to)
-			if err != nil {
-				from.Close()
-				continue
-			}
-			f.mu.Lock()
-			f.open[from], f.open[to] = struct{}{}, struct{}{}
-			f.mu.Unlock()
-			for _, pair := range [][2]net.Conn{{from, to}, {to, from}} {
-				f.all.Go(func() {
-					_, _ = io.Copy(pair[0], pair[1])
-					from.Close()
-					to.Close()
-				})
-			}
-		}
-	})
-}
-
-// lockPort makes a mount use f for its locks.
-func (f *forwarder) lockPort(_ *fusefs.Options, c *nlm.Config) {
-	c.Port = int(netip.MustParseAddrPort(f.addr).Port())
-}
-
-func (f *forwarder) stop() {
-	f.l.Close()
-	f.mu.Lock()
-	for conn := range f.open {
-		conn.Close()
-	}
-	f.mu.Unlock()
-	f.all.Wait()
+// lockPort returns a change of a mount that makes it use relay for its locks.
+func lockPort(relay *testutil.Relay) func(*fusefs.Options, *nlm.Config) {
+	return func(_ *fusefs.Options, c *nlm.Config) { c.Port = int(relay.Addr().Port()) }
 }
 
 // A theft has two mounts and processes that opened their file. The mount a reaches the lock service
-// only through the forwarder.
+// only through the relay.
 type theft struct {
 	server *restartable
-	f      *forwarder
+	relay  *testutil.Relay
 	a      *lockMount
 	p, q   *lockProcess
 }
@@ -156,10 +92,10 @@ type theft struct {
 func startTheft(t *testing.T) *theft {
 	t.Helper()
 	r := startRestartable(t)
-	e, f := lockExportOf(t, r.s), startForwarder(t, r.s.TCPAddr)
-	a, b := e.mount(t, f.lockPort), e.mount(t, nil)
+	e, relay := lockExportOf(t, r.s), testutil.StartRelay(t, r.s.TCPAddr, testutil.RelayOptions{})
+	a, b := e.mount(t, lockPort(relay)), e.mount(t, nil)
 	// The processes end before the mounts: cleanups run in reverse order.
-	x := &theft{server: r, f: f, a: a, p: startLockProcess(t), q: startLockProcess(t)}
+	x := &theft{server: r, relay: relay, a: a, p: startLockProcess(t), q: startLockProcess(t)}
 	open2(a, b, x.p, x.q)
 	return x
 }
@@ -169,12 +105,12 @@ func startTheft(t *testing.T) *theft {
 func (x *theft) steal(command string) {
 	t := x.server.t
 	t.Helper()
-	x.f.stop()
+	x.relay.Stop()
 	x.server.stop()
 	x.server.cfg.LockGrace = time.Nanosecond
 	x.server.start()
 	x.q.eventually("ok", "%s", command)
-	x.f.start(t)
+	x.relay.Start()
 	eventually(t, "a lost lock", func() bool { return x.a.locks.Counters.Lost.Load() == 1 })
 }
 
@@ -266,9 +202,9 @@ func TestLocksWithoutService(t *testing.T) {
 		return
 	}
 	e := serveLocks(t)
-	closed := startForwarder(t, "127.0.0.1:1")
-	closed.stop()
-	a := e.mount(t, closed.lockPort)
+	closed := testutil.StartRelay(t, "127.0.0.1:1", testutil.RelayOptions{})
+	closed.Stop()
+	a := e.mount(t, lockPort(closed))
 	p := startLockProcess(t)
 	p.do("ok", "open 1 %s", a.file())
 	p.do("ENOLCK", "set 1 w 0 10")
