@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -226,7 +227,7 @@ func Matrix(server, mount string) ([]string, error) {
 	var cold string
 	for _, c := range cells {
 		result := c.try(mount, bob)
-		after, err := snapshot(filepath.Join(server, c.name))
+		after, err := closedSnapshot(filepath.Join(server, c.name))
 		if err != nil {
 			return nil, err
 		}
@@ -325,6 +326,32 @@ func (c *matrixCell) exec(path string) error {
 		err = errors.New(state.String())
 	}
 	return err
+}
+
+// releaseTimeout is how long a hidden name may stay after the last close(2) of its file.
+const releaseTimeout = 10 * time.Second
+
+// closedSnapshot is the snapshot of a directory on the server whose files no process has open. FUSE
+// reports the end of an open file after close(2) has returned. A mount therefore may hide a file
+// that was closed just before it was removed. closedSnapshot waits until the hidden name is gone.
+func closedSnapshot(dir string) (map[string]string, error) {
+	for deadline := time.Now().Add(releaseTimeout); ; time.Sleep(time.Millisecond) {
+		s, err := snapshot(dir)
+		// The hidden name may go between the listing and the stat of the name.
+		waits := err == nil && hasHidden(s) || errors.Is(err, unix.ENOENT)
+		if !waits || time.Now().After(deadline) {
+			return s, err
+		}
+	}
+}
+
+func hasHidden(snapshot map[string]string) bool {
+	for name := range snapshot {
+		if strings.HasPrefix(name, hidden) {
+			return true
+		}
+	}
+	return false
 }
 
 // snapshot describes a directory and its entries.
