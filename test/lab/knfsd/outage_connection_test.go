@@ -35,7 +35,7 @@ const (
 )
 
 func testCutByClient(t *testing.T, b bench) {
-	b = b.ownServer(lab.Options{ExpectedKernelErrors: cutErrors})
+	b = b.serverForCuts()
 	plan, err := faults.Parse("disconnect-every=~60")
 	if err != nil {
 		t.Fatal(err)
@@ -60,7 +60,7 @@ func testCutByClient(t *testing.T, b bench) {
 // calls before the abort, because a stock siw fails when it loses a connection that it has not
 // handled yet.
 func testCutByServer(t *testing.T, b bench) {
-	b = b.ownServer(lab.Options{ExpectedKernelErrors: cutErrors})
+	b = b.serverForCuts()
 	m := b.mount(t, func(c *xprt.Config) {
 		shortWaits(c)
 		c.ReconnectMin, c.ReconnectMax = 100*time.Millisecond, time.Second
@@ -80,13 +80,20 @@ func testCutByServer(t *testing.T, b bench) {
 }
 
 // cutErrors are kernel errors of the server when connections end under traffic or its device is
-// removed. The cases that cause them use their own servers.
+// removed.
 var cutErrors = []string{
 	// The server destroys a queue pair with active registrations, and the device still has
 	// resources of the server.
 	`WARNING: .*drivers/infiniband/core/(verbs|restrack)\.c`,
 	// The server frees a receive context and its pages twice (seen once, below svc_rdma_free).
 	`BUG: Bad page state in process nfsd`, `kernel BUG at mm/slub\.c`, `Oops: invalid opcode`,
+}
+
+// serverForCuts starts a server for a case in which connections end under traffic: a test, a signal
+// or the RPC timeout ends them.
+func (b bench) serverForCuts() bench {
+	b.t.Helper()
+	return b.ownServer(lab.Options{ExpectedKernelErrors: cutErrors})
 }
 
 // abortConnections makes the server end all its connections. Without TCP it deletes the server's

@@ -19,6 +19,7 @@ import (
 // Both copies must resume.
 var (
 	_ = register("power failure", "power failure during a copy in and a copy out", func(t *testing.T, b bench) {
+		b = b.serverForCuts()
 		testOutage(t, b, true, func(t *testing.T, o *outage) {
 			b.PowerOff()
 			o.resume(t)
@@ -30,6 +31,7 @@ var (
 	})
 	_ = register("frozen server", "server frozen, then reset, during a copy in and a copy out",
 		func(t *testing.T, b bench) {
+			b = b.serverForCuts()
 			testOutage(t, b, true, func(t *testing.T, o *outage) {
 				if err := b.Freeze(); err != nil {
 					t.Fatal(err)
@@ -43,6 +45,7 @@ var (
 		})
 	_ = register("network cut", "network cut for longer than the RPC timeout during a copy in and a copy out",
 		func(t *testing.T, b bench) {
+			b = b.serverForCuts()
 			testOutage(t, b, false, func(t *testing.T, o *outage) {
 				if err := b.CutNetwork(); err != nil {
 					t.Fatal(err)

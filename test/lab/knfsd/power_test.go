@@ -38,6 +38,7 @@ func testPowerFailures(t *testing.T, b bench) {
 			t.Fatalf("%s: %v", powerEnv, err)
 		}
 	}
+	b = b.serverForCuts()
 	m := b.mount(t, shortWaits)
 	b.testPowerNames(t, m)
 	if err := os.Mkdir(filepath.Join(m.dir, "power"), 0o755); err != nil {

@@ -32,6 +32,7 @@ const (
 
 // testSignals kills processes during a call that the server is answering.
 func testSignals(t *testing.T, b bench) {
+	b = b.serverForCuts()
 	// The server drops a resent call while it executes the first copy. The client then waits for
 	// Timeout.
 	m := b.mount(t, func(c *xprt.Config) { c.Timeout = 15 * time.Second })
