@@ -19,6 +19,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
@@ -283,4 +284,39 @@ func TestResendKeepsXID(t *testing.T) {
 	if len(xids) != 2 || xids[0] != xids[1] || xids[0] != m.XID {
 		t.Errorf("XIDs of the replies: got %#x, want twice %#x", xids, m.XID)
 	}
+}
+
+// TestEventsAreLoggedAfterFailure checks that the end of a connection logs the last trace events
+// unless the end is normal, and that another failure soon after logs nothing.
+func TestEventsAreLoggedAfterFailure(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		tr := &Transport{log: hclog.New(&hclog.LoggerOptions{Output: &log})}
+		failure := errors.New("defect")
+		tr.logHistory(failure) // without tracing
+		tr.trace = trace.NewRing(2*historyEvents, func(uint8) string { return "" })
+		for range historyEvents + 1 {
+			tr.trace.Add(trace.Event{Kind: trace.Connect})
+		}
+		for _, c := range []struct {
+			name  string
+			pause time.Duration
+			err   error
+			want  int
+		}{
+			{"end of the stream", 0, fmt.Errorf("read: %w", io.EOF), 0},
+			{"closed", 0, fmt.Errorf("call: %w", ErrClosed), 0},
+			{"failure", 0, failure, historyEvents},
+			{"again at once", 0, failure, 0},
+			{"again before the pause", historyPause - 1, failure, 0},
+			{"again after the pause", 1, failure, historyEvents},
+		} {
+			log.Reset()
+			time.Sleep(c.pause)
+			tr.logHistory(c.err)
+			if got := strings.Count(log.String(), "trace event before connection loss"); got != c.want {
+				t.Errorf("%s: got %d events, want %d", c.name, got, c.want)
+			}
+		}
+	})
 }
