@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -317,6 +318,49 @@ func TestEventsAreLoggedAfterFailure(t *testing.T) {
 			if got := strings.Count(log.String(), "trace event before connection loss"); got != c.want {
 				t.Errorf("%s: got %d events, want %d", c.name, got, c.want)
 			}
+		}
+	})
+}
+
+// TestHistoryJoinsEqualEvents checks that consecutive equal events take one place, and that the
+// oldest events leave a full history.
+func TestHistoryJoinsEqualEvents(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		tr := &Transport{}
+		add := func(event string, cause error) {
+			time.Sleep(time.Second)
+			tr.recordEvent(event, cause)
+		}
+		refused, timeout := errors.New("refused"), errors.New("timeout")
+		add("connected", nil)
+		add("connected", nil)
+		add("connect failed", refused)
+		add("connect failed", refused)
+		add("connect failed", refused)
+		last := time.Now()
+		add("connect failed", timeout)
+		add("disconnected", timeout)
+		want := []ConnEvent{{Event: "connected", Times: 2}, {Event: "connect failed", Cause: "refused", Times: 3},
+			{Event: "connect failed", Cause: "timeout", Times: 1}, {Event: "disconnected", Cause: "timeout", Times: 1}}
+		got := tr.History()
+		if len(got) == len(want) && got[1].Time != last {
+			t.Errorf("time of equal events: got %v, want that of the last, %v", got[1].Time, last)
+		}
+		for i := range got {
+			got[i].Time = time.Time{}
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("got %+v, want %+v", got, want)
+		}
+		for i := range maxConnEvents {
+			add("connected", fmt.Errorf("%d", i))
+		}
+		if got := tr.History(); len(got) != maxConnEvents || got[0].Cause != "0" {
+			t.Errorf("full history: got %d events, the first %+v; want %d events from 0", len(got), got[0], maxConnEvents)
+		}
+		add("connected", nil)
+		if got := tr.History(); len(got) != maxConnEvents || got[0].Cause != "1" || got[maxConnEvents-1].Cause != "" {
+			t.Errorf("full history and one event: got %d events, %+v", len(got), got)
 		}
 	})
 }
