@@ -356,7 +356,8 @@ func TestHistoryJoinsEqualEvents(t *testing.T) {
 			add("connected", fmt.Errorf("%d", i))
 		}
 		if got := tr.History(); len(got) != maxConnEvents || got[0].Cause != "0" {
-			t.Errorf("full history: got %d events, the first %+v; want %d events from 0", len(got), got[0], maxConnEvents)
+			t.Errorf("full history: got %d events, the first %+v; want %d events from 0", len(got), got[0],
+				maxConnEvents)
 		}
 		add("connected", nil)
 		if got := tr.History(); len(got) != maxConnEvents || got[0].Cause != "1" || got[maxConnEvents-1].Cause != "" {
