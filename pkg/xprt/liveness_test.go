@@ -207,10 +207,16 @@ func TestFailedPostIsNoReplay(t *testing.T) {
 }
 
 func TestReplyTimeoutByNumberOfSends(t *testing.T) {
-	tr := &Transport{cfg: Config{Timeout: 60 * time.Second}}
-	for sends, want := range []float64{60, 60, 4.8, 9.6, 19.2, 38.4, 60, 60} {
-		if got := tr.replyTimeout(sends); got.Seconds() != want {
-			t.Errorf("reply timeout after %d sends: got %v, want %v s", sends, got, want)
+	for timeout, all := range map[time.Duration][]float64{
+		60 * time.Second: {60, 60, 4.8, 9.6, 19.2, 38.4, 60, 60},
+		10 * time.Second: {10, 10, 2, 4, 8, 10, 10},
+		time.Second:      {1, 1, 1, 1},
+	} {
+		tr := &Transport{cfg: Config{Timeout: timeout}}
+		for sends, want := range all {
+			if got := tr.replyTimeout(sends); got.Seconds() != want {
+				t.Errorf("timeout %v, reply timeout after %d sends: got %v, want %v s", timeout, sends, got, want)
+			}
 		}
 	}
 }

@@ -299,8 +299,14 @@ func (t *Transport) checkSlot(s *slot, now int64) {
 	}
 }
 
-// replayTimeoutPercent is the timeout of the first replay of a call, in percent of Config.Timeout.
-const replayTimeoutPercent = 8
+// The timeout of the first replay of a call is replayTimeoutPercent of Config.Timeout, and at least
+// minReplayTimeout if Config.Timeout is not shorter. A server that has just started may need some
+// time for the replays of many calls. A stock siw server can lose its listener when connections end
+// soon after their start.
+const (
+	replayTimeoutPercent = 8
+	minReplayTimeout     = 2 * time.Second
+)
 
 // replyTimeout returns how long a call that was sent the given number of times may wait for a reply
 // before its connection is dropped. The timeout of the first replay is short. Each further replay
@@ -310,7 +316,7 @@ func (t *Transport) replyTimeout(sends int) time.Duration {
 	if sends <= 1 {
 		return t.cfg.Timeout
 	}
-	d := t.cfg.Timeout * replayTimeoutPercent / 100
+	d := max(t.cfg.Timeout*replayTimeoutPercent/100, minReplayTimeout)
 	for ; sends > 2 && d < t.cfg.Timeout; sends-- {
 		d *= 2
 	}
