@@ -15,7 +15,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
-	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
@@ -93,18 +92,21 @@ func (b bench) transport(t *testing.T, change func(*xprt.Config)) *xprt.Transpor
 // mount mounts /export until the test ends.
 func (b bench) mount(t *testing.T, change func(*xprt.Config)) *mount {
 	t.Helper()
-	return b.mountLocks(t, change, nil)
+	return b.mountWith(t, change, nil)
 }
 
-// mountLocks is mount with a lock client, or with local locks if it is nil.
-func (b bench) mountLocks(t *testing.T, change func(*xprt.Config), locks *nlm.Client) *mount {
+// mountWith is mount with other options of the file system. options, if not nil, changes them.
+func (b bench) mountWith(t *testing.T, change func(*xprt.Config), options func(*fusefs.Options)) *mount {
 	t.Helper()
 	root := b.root(t, lab.ExportRW)
 	tr := b.transport(t, change)
 	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
 	opts := fusefs.DefaultOptions()
-	opts.ACL, opts.Locks = nfsacl.NewClient(tr), locks
+	opts.ACL = nfsacl.NewClient(tr)
+	if options != nil {
+		options(&opts)
+	}
 	fs, err := fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root, opts)
 	if err != nil {
 		t.Fatal(err)

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -144,7 +145,8 @@ func testOutage(t *testing.T, b bench, restarted bool, strike func(*testing.T, *
 	wantOut := b.serverSum(t, "out")
 	data := randomBytes(outageSize)
 	wantIn := sha256.Sum256(data)
-	m := b.mount(t, shortWaits)
+	// No data becomes stable because of its age, also on a slow machine.
+	m := b.mountWith(t, shortWaits, func(o *fusefs.Options) { o.DirtyExpire = 0 })
 	o := &outage{m: m, inEnd: make(chan error, 1), outEnd: make(chan error, 1), inDone: make(chan struct{}),
 		outDone: make(chan struct{})}
 	o.in = exec.Command("dd", "of="+filepath.Join(m.dir, "in"), "bs=1M", "iflag=fullblock", "conv=fsync", "status=none")
