@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"go/ast"
 	"go/parser"
+	"go/scanner"
 	"go/token"
 	"os"
 	"os/exec"
@@ -133,15 +134,15 @@ func runGeneric(ctx context.Context, p genericPackage, equivalents []equivalent,
 	if err := json.Unmarshal(data, &report); err != nil {
 		return false, fmt.Errorf("report of gremlins on %s: %w", p.path, err)
 	}
-	if err := report.testConstants(ctx, p); err != nil {
+	if err := report.testUncovered(ctx, p); err != nil {
 		return false, err
 	}
 	return score(p, report, equivalents)
 }
 
-// testConstants tests the mutants in constants. gremlins skips them as not covered, because a
-// constant is not a statement.
-func (r gremlinsReport) testConstants(ctx context.Context, p genericPackage) error {
+// testUncovered tests the mutants in constants and in the expressions of case clauses. gremlins skips
+// them as not covered, because these are not statements.
+func (r gremlinsReport) testUncovered(ctx context.Context, p genericPackage) error {
 	for _, f := range r.Files {
 		file := filepath.Join(p.path, filepath.Base(f.Name))
 		src, err := os.ReadFile(file)
@@ -156,10 +157,10 @@ func (r gremlinsReport) testConstants(ctx context.Context, p genericPackage) err
 		for i := range f.Mutations {
 			mu := &f.Mutations[i]
 			pos := files.File(tree.Pos()).LineStart(mu.Line) + token.Pos(mu.Column-1)
-			if mu.Status != "NOT COVERED" || mu.Operator != "ARITHMETIC_BASE" || !inConstant(tree, pos) {
+			if mu.Status != "NOT COVERED" || !isNoStatement(tree, pos) {
 				continue
 			}
-			if mu.Status, err = testOperator(ctx, p, file, src, files.Position(pos).Offset); err != nil {
+			if mu.Status, err = testMutation(ctx, p, file, src, files.Position(pos).Offset, mu.Operator); err != nil {
 				return err
 			}
 		}
@@ -167,31 +168,51 @@ func (r gremlinsReport) testConstants(ctx context.Context, p genericPackage) err
 	return nil
 }
 
-func inConstant(tree *ast.File, pos token.Pos) bool {
-	return slices.ContainsFunc(tree.Decls, func(d ast.Decl) bool {
-		g, ok := d.(*ast.GenDecl)
-		return ok && g.Tok == token.CONST && g.Pos() <= pos && pos < g.End()
+// isNoStatement reports whether a position is in a constant or in the expressions of a case clause.
+func isNoStatement(tree *ast.File, pos token.Pos) (found bool) {
+	in := func(n ast.Node) bool { return n.Pos() <= pos && pos < n.End() }
+	ast.Inspect(tree, func(n ast.Node) bool {
+		switch n := n.(type) {
+		case *ast.GenDecl:
+			found = found || n.Tok == token.CONST && in(n)
+		case *ast.CaseClause:
+			found = found || slices.ContainsFunc(n.List, func(e ast.Expr) bool { return in(e) })
+		}
+		return n != nil && !found && in(n)
 	})
+	return found
 }
 
-// inverse has the mutations of ARITHMETIC_BASE.
-var inverse = map[byte]byte{'+': '-', '-': '+', '*': '/', '/': '*', '%': '*'}
+// replacements are the mutations of gremlins, by the name of the mutant operator.
+var replacements = map[string]map[string]string{
+	"ARITHMETIC_BASE":       {"+": "-", "-": "+", "*": "/", "/": "*", "%": "*"},
+	"CONDITIONALS_BOUNDARY": {">": ">=", ">=": ">", "<": "<=", "<=": "<"},
+	"CONDITIONALS_NEGATION": {"==": "!=", "!=": "==", "<=": ">", ">": "<=", "<": ">=", ">=": "<"},
+	"INVERT_BITWISE":        {"&": "|", "|": "&", "^": "&", "&^": "&", "<<": ">>", ">>": "<<"},
+	"INVERT_LOGICAL":        {"&&": "||", "||": "&&"},
+	"INVERT_NEGATIVES":      {"-": "+"},
+}
 
-// testOperator tests the package with another operator at an offset of file, and returns the status
-// that gremlins would report.
-func testOperator(ctx context.Context, p genericPackage, file string, src []byte, offset int) (string, error) {
+// testMutation tests the package with a mutation at an offset of file, and returns the status that
+// gremlins would report.
+func testMutation(ctx context.Context, p genericPackage, file string, src []byte, offset int, operator string) (string,
+	error) {
+	var s scanner.Scanner
+	files := token.NewFileSet()
+	s.Init(files.AddFile(file, -1, len(src)-offset), src[offset:], nil, 0)
+	_, tok, _ := s.Scan()
+	other := replacements[operator][tok.String()]
+	if other == "" {
+		return "", fmt.Errorf("%s: no operator for %s at offset %d", file, operator, offset)
+	}
 	tmp, err := os.MkdirTemp("", "mutant")
 	if err != nil {
 		return "", err
 	}
 	defer os.RemoveAll(tmp)
-	if inverse[src[offset]] == 0 {
-		return "", fmt.Errorf("%s: no operator at offset %d", file, offset)
-	}
-	src = slices.Clone(src)
-	src[offset] = inverse[src[offset]]
 	mutated := filepath.Join(tmp, filepath.Base(file))
-	if err := os.WriteFile(mutated, src, 0o644); err != nil {
+	text := slices.Concat(src[:offset], []byte(other), src[offset+len(tok.String()):])
+	if err := os.WriteFile(mutated, text, 0o644); err != nil {
 		return "", err
 	}
 	original, err := filepath.Abs(file)

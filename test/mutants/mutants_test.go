@@ -2,9 +2,12 @@ package main
 
 import (
 	"errors"
+	"go/parser"
+	"go/token"
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -119,7 +122,8 @@ func TestParseMutantRejectsInvalidHeaders(t *testing.T) {
 	}
 }
 
-// TestConstantsAreTested checks that mutants in constants, and no others, are tested again.
+// TestConstantsAreTested checks that mutants in constants are tested again, and that mutants in
+// statements are not.
 func TestConstantsAreTested(t *testing.T) {
 	t.Chdir(root)
 	const name = "pkg/rpcrdma/private.go"
@@ -141,13 +145,54 @@ func TestConstantsAreTested(t *testing.T) {
 		{"ARITHMETIC_BASE", "NOT COVERED", statement, otherColumn},
 		{"ARITHMETIC_BASE", "LIVED", constant, column},
 	}}}}
-	if err := r.testConstants(t.Context(), genericPackage{path: "pkg/rpcrdma"}); err != nil {
+	if err := r.testUncovered(t.Context(), genericPackage{path: "pkg/rpcrdma"}); err != nil {
 		t.Fatal(err)
 	}
 	for i, want := range []string{"KILLED", "NOT COVERED", "LIVED"} {
 		if got := r.Files[0].Mutations[i].Status; got != want {
 			t.Errorf("mutation %d: got %s, want %s", i, got, want)
 		}
+	}
+	r.Files[0].Mutations[0] = mutation{"INVERT_LOGICAL", "NOT COVERED", constant, column}
+	if err := r.testUncovered(t.Context(), genericPackage{path: "pkg/rpcrdma"}); err == nil {
+		t.Error("an operator that the line does not have: got no error")
+	}
+}
+
+// TestIsNoStatement checks the positions of the operators + in a file.
+func TestIsNoStatement(t *testing.T) {
+	const src = `package p
+
+const c = 1 + 2
+
+var v = 3 + 4
+
+func f(x int) int {
+	const d = 5 + 6
+	switch {
+	case x == 7+8, x < 9:
+		return x + 10
+	case x > 11:
+		switch x {
+		case 12 + x:
+		}
+	}
+	return x + 13
+}
+`
+	files := token.NewFileSet()
+	tree, err := parser.ParseFile(files, "p.go", src, parser.SkipObjectResolution)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []bool
+	for offset, c := range src {
+		if c == '+' {
+			got = append(got, isNoStatement(tree, files.File(tree.Pos()).Pos(offset)))
+		}
+	}
+	if want := []bool{true, false, true, true, false, true, false}; !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
 	}
 }
 
