@@ -140,8 +140,8 @@ func runGeneric(ctx context.Context, p genericPackage, equivalents []equivalent,
 	return score(p, report, equivalents)
 }
 
-// testUncovered tests the mutants in constants and in the expressions of case clauses. gremlins skips
-// them as not covered, because these are not statements.
+// testUncovered tests the mutants in constants and in the expressions of case clauses. gremlins
+// skips them as not covered, because these are not statements.
 func (r gremlinsReport) testUncovered(ctx context.Context, p genericPackage) error {
 	for _, f := range r.Files {
 		file := filepath.Join(p.path, filepath.Base(f.Name))
