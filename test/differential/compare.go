@@ -45,14 +45,14 @@ type Pair struct {
 	CloseWait time.Duration
 	// LikeNFS hides what every NFSv3 client does in another way than the reference. O_DIRECT has
 	// no alignment rules, so the reference opens files without it. sendfile(2) to a range of the
-	// same file that it reads is skipped, because its result depends on O_DIRECT. A call on an
-	// open file has the identity of the process that opened it. Changes by other users than root
-	// clear set-id bits, so the user who opened a file with these bits executes the operations on
-	// it. Such a change through a mapping also clears the bits on the reference, and is skipped
-	// when several users mapped the file. Servers check the permission for every call, so
-	// operations on a file are skipped when the user who opened the file could not open it now. A
-	// removed open file has a hidden name until it is closed, and then the times of the directory
-	// change.
+	// same file that it reads is skipped, because its result depends on O_DIRECT. lseek(2) from
+	// the end of a directory is skipped, because NFS has no such position. A call on an open file
+	// has the identity of the process that opened it. Changes by other users than root clear
+	// set-id bits, so the user who opened a file with these bits executes the operations on it.
+	// Such a change through a mapping also clears the bits on the reference, and is skipped when
+	// several users mapped the file. Servers check the permission for every call, so operations on
+	// a file are skipped when the user who opened the file could not open it now. A removed open
+	// file has a hidden name until it is closed, and then the times of the directory change.
 	LikeNFS bool
 	// CloseToOpen omits the final look at the tree through the mounts, whose caches may be old.
 	CloseToOpen bool

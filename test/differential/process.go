@@ -98,6 +98,7 @@ func (l *local) user(o *Op) (as int, skip bool) {
 		if st.Mode&(unix.S_ISUID|unix.S_ISGID) != 0 {
 			as = f.opener
 		}
+		skip = skip || o.do == "lseek" && o.flags == unix.SEEK_END && st.Mode&unix.S_IFMT == unix.S_IFDIR
 		switch access := accessTo(users[f.opener], &st); {
 		case locking[o.do]:
 			skip = skip || access == 0

@@ -26,6 +26,30 @@ func TestSendfileToItsOwnSourceIsSkipped(t *testing.T) {
 	}
 }
 
+// TestEndOfDirectoryIsSkipped checks which lseek operations run.
+func TestEndOfDirectoryIsSkipped(t *testing.T) {
+	for ops, want := range map[string]string{
+		"mkdir path=a mode=0755\nopen path=a\nlseek flags=0x2 off=-5000":           "skipped",
+		"mkdir path=a mode=0755\nopen path=a\nlseek flags=0x2":                     "skipped",
+		"mkdir path=a mode=0755\nopen path=a\nlseek flags=0x0":                     ok,
+		"open path=a flags=0x42 mode=0644\nlseek flags=0x2 off=5":                  ok,
+		"open path=a flags=0x42 mode=0644\nlseek flags=0x2 off=-5":                 "EINVAL",
+		"open path=a flags=0x42 mode=0644\nlseek flags=0x1\nlseek flags=0x2 off=1": ok,
+	} {
+		p := localPair(t)
+		p.LikeNFS = true
+		got := ""
+		p.distort = func(o *Op, fields []Field) {
+			if o.do == "lseek" {
+				got = fields[0].Value
+			}
+		}
+		if found := runText(t, p, ops); found != nil || got != want {
+			t.Errorf("%s: got %q and difference %v, want %q", ops, got, found, want)
+		}
+	}
+}
+
 // TestLocksWithoutAccessAreSkipped checks that only users who may neither read nor write the file
 // skip locks.
 func TestLocksWithoutAccessAreSkipped(t *testing.T) {
