@@ -1,6 +1,26 @@
 package differential
 
-import "testing"
+import (
+	"strings"
+	"testing"
+)
+
+// checkErrno runs operations with LikeNFS. It checks the errno of the last operation with a verb,
+// and that both sides agree.
+func checkErrno(t *testing.T, ops, verb, want string) {
+	t.Helper()
+	p := localPair(t)
+	p.LikeNFS = true
+	got := ""
+	p.distort = func(o *Op, fields []Field) {
+		if o.do == verb {
+			got = fields[0].Value
+		}
+	}
+	if found := runText(t, p, ops); found != nil || got != want {
+		t.Errorf("%s: got %q and difference %v, want %q", ops, got, found, want)
+	}
+}
 
 // TestSendfileToItsOwnSourceIsSkipped checks which sendfile operations run.
 func TestSendfileToItsOwnSourceIsSkipped(t *testing.T) {
@@ -12,17 +32,7 @@ func TestSendfileToItsOwnSourceIsSkipped(t *testing.T) {
 		"lseek fd=1 off=200\nsendfile fd=1 n=150":        "skipped",
 		"open path=b flags=0x42 fd=1\nsendfile fd=1 n=9": ok,
 	} {
-		p := localPair(t)
-		p.LikeNFS = true
-		got := ""
-		p.distort = func(o *Op, fields []Field) {
-			if o.do == "sendfile" {
-				got = fields[0].Value
-			}
-		}
-		if found := runText(t, p, begin+ops); found != nil || got != want {
-			t.Errorf("%s: got %q and difference %v, want %q", ops, got, found, want)
-		}
+		checkErrno(t, begin+ops, "sendfile", want)
 	}
 }
 
@@ -36,17 +46,7 @@ func TestEndOfDirectoryIsSkipped(t *testing.T) {
 		"open path=a flags=0x42 mode=0644\nlseek flags=0x2 off=-5":                 "EINVAL",
 		"open path=a flags=0x42 mode=0644\nlseek flags=0x1\nlseek flags=0x2 off=1": ok,
 	} {
-		p := localPair(t)
-		p.LikeNFS = true
-		got := ""
-		p.distort = func(o *Op, fields []Field) {
-			if o.do == "lseek" {
-				got = fields[0].Value
-			}
-		}
-		if found := runText(t, p, ops); found != nil || got != want {
-			t.Errorf("%s: got %q and difference %v, want %q", ops, got, found, want)
-		}
+		checkErrno(t, ops, "lseek", want)
 	}
 }
 
@@ -55,18 +55,9 @@ func TestEndOfDirectoryIsSkipped(t *testing.T) {
 func TestLocksWithoutAccessAreSkipped(t *testing.T) {
 	for mode, want := range map[string]string{"0600": "skipped", "0604": ok, "0602": ok} {
 		for _, do := range []string{"flock flags=0x6", "lock n=1", "plock n=1", "getlk n=1"} {
-			p := localPair(t)
-			p.LikeNFS = true
-			got := ""
-			p.distort = func(o *Op, fields []Field) {
-				if locking[o.do] {
-					got = fields[0].Value
-				}
-			}
 			ops := "open path=a as=1 flags=0x42 mode=0644\nchown path=a\nchmod path=a mode=" + mode + "\n" + do
-			if found := runText(t, p, ops); found != nil || got != want {
-				t.Errorf("%s, mode %s: got %q and difference %v, want %q", do, mode, got, found, want)
-			}
+			verb, _, _ := strings.Cut(do, " ")
+			checkErrno(t, ops, verb, want)
 		}
 	}
 }
