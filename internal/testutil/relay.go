@@ -10,8 +10,8 @@ import (
 // RelayOptions configures a Relay. The zero value forwards everything at once.
 type RelayOptions struct {
 	// ToServer and ToClient are called before the relay forwards n bytes of a connection in that
-	// direction. They may wait. They must return when the test ends, before the relay stops: a
-	// cleanup function that was registered after StartRelay can see to it.
+	// direction. They may wait. They must return before the relay stops at the end of the test. Use
+	// a cleanup function for this, and register it after StartRelay.
 	ToServer, ToClient func(n int)
 	// ClientBuffer is the size of the receive buffer for data of a client, in bytes; 0 is the
 	// kernel's default.
