@@ -1,76 +1,15 @@
 package fusefs
 
 import (
-	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 )
 
-const (
-	fuseDevicePath = "/dev/fuse"
-	fsType         = "fuse." + Subtype
-)
-
-// A fuseDevice is a second descriptor of the open /dev/fuse. go-fuse reads requests from the first
-// one. The second one shows whether the kernel has ended the connection, even while every request
-// waits for a server.
-type fuseDevice struct {
-	mu sync.Mutex
-	fd int // guarded by mu; -1 after close
-}
-
-func openFuse() (*fuseDevice, error) {
-	fd, err := unix.Open(fuseDevicePath, unix.O_RDWR|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, &os.PathError{Op: "open", Path: fuseDevicePath, Err: err}
-	}
-	return &fuseDevice{fd: fd}, nil
-}
-
-// pathForServer returns the path of a new descriptor. go-fuse takes over this descriptor and closes
-// it.
-func (d *fuseDevice) pathForServer() (string, error) {
-	fd, err := d.dup()
-	if err != nil {
-		return "", err
-	}
-	return fmt.Sprintf("/dev/fd/%d", fd), nil
-}
-
-// dup returns another descriptor of the device, or -1 and an error after close. The caller closes
-// it.
-func (d *fuseDevice) dup() (int, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	fd, err := unix.FcntlInt(uintptr(d.fd), unix.F_DUPFD_CLOEXEC, 3)
-	return fd, os.NewSyscallError("fcntl", err)
-}
-
-// disconnected reports whether the kernel has ended the connection.
-func (d *fuseDevice) disconnected() bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.fd < 0 {
-		return true
-	}
-	fds := []unix.PollFd{{Fd: int32(d.fd)}}
-	n, err := unix.Poll(fds, 0) // poll(2) always reports POLLERR
-	return err == nil && n == 1 && fds[0].Revents&unix.POLLERR != 0
-}
-
-func (d *fuseDevice) close() {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.fd >= 0 {
-		_ = unix.Close(d.fd)
-		d.fd = -1
-	}
-}
+const fsType = "fuse." + Subtype
 
 // epollFile is a file name below the root of every go-fuse file system. go-fuse itself serves this
 // file.

@@ -1,4 +1,4 @@
-// Package fusefs serves an NFSv3 file system through /dev/fuse.
+// Package fusefs serves an NFSv3 file system through package front.
 //
 // The package translates the requests of the kernel's FUSE client to NFSv3 procedures (RFC 1813).
 // The package keeps the state of an NFS client: the file handle of each node, cached attributes
@@ -11,7 +11,7 @@
 //	mount.go      Mount and Server
 //	unmount.go    unmount, abort, and mount points that other programs detached
 //	mountpoint.go the mount point as a descriptor, fsopen(2), mount(2)
-//	device.go     /dev/fuse, the mount table
+//	device.go     device numbers, the mount table, poll(2)
 //	request.go    one kernel request as a context; interrupts end its RPCs
 //	cred.go       uid, gid and groups of the calling process as AUTH_SYS (RFC 5531 appendix A)
 //	inode.go      the inode table: node number, file handle, lookup count
@@ -28,7 +28,7 @@
 //	openremove.go the order of an open and a concurrent removal of the same file
 //	file.go       open, flush, fsync, release: close-to-open consistency
 //	create.go     CREATE, and the open of a file that another client created first
-//	read.go       READ into the buffer that is written to /dev/fuse
+//	read.go       READ into the buffer that the front gives to the kernel
 //	write.go      write-behind: extents, WRITE
 //	overlay.go    reads and sizes that include data that the server may have lost
 //	dirty.go      bounds of the age and the size of written data
@@ -95,8 +95,7 @@
 //
 // # Locks
 //
-// lookupCache.mu, credentials.mu, nameExpiry.mu, busyReads.mu and fuseDevice.mu each guard their
-// fields.
+// lookupCache.mu, credentials.mu, nameExpiry.mu and busyReads.mu each guard their fields.
 //
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
 // one node's attributes. writeback.mu (in the inode) guards the node's extents. interrupts.mu
@@ -108,6 +107,5 @@
 // Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
 //
 // Lock writeback.mu before FS.dirty and inode.mu, FS.dirty before DirtyTotal.mu, inodeTable.mu and
-// FS.handles before inode.mu, inode.mu before lookupCache.mu, and busyReads.mu before
-// fuseDevice.mu. Take each other lock alone.
+// FS.handles before inode.mu, and inode.mu before lookupCache.mu. Take each other lock alone.
 package fusefs

@@ -49,8 +49,8 @@ func (fs *FS) flush(ctx context.Context, stall time.Duration) (complete bool) {
 // flushMapped makes the kernel send the data that programs stored in shared mappings of open files.
 // The kernel sends this data as WRITEs before it drops the pages. flushMapped ends as flush does.
 func (fs *FS) flushMapped(ctx context.Context, stall time.Duration) (complete bool) {
-	s := fs.server.Load()
-	if s == nil {
+	d := fs.device.Load()
+	if d == nil {
 		return true
 	}
 	files := fs.writableFiles()
@@ -62,7 +62,7 @@ func (fs *FS) flushMapped(ctx context.Context, stall time.Duration) (complete bo
 		h := files[i]
 		var a nfs3.Attr
 		if fs.getAttr(ctx, h.cred, h.ino, &a) == nil {
-			s.InodeNotify(h.ino.id, 0, 0)
+			_ = d.InvalInode(h.ino.id, 0, 0)
 			fs.progress.Add(1)
 		}
 	})

@@ -59,8 +59,8 @@ func (fs *FS) dropRange(ino *inode, p pageRange) {
 // sendRanges sends the notifications of one file. It holds no lock meanwhile.
 func (fs *FS) sendRanges(ino *inode) {
 	for p := ino.wb.takeDrop(); !p.empty(); p = ino.wb.takeDrop() {
-		if s := fs.server.Load(); s != nil {
-			s.InodeNotify(ino.id, int64(p.off), int64(p.end-p.off))
+		if d := fs.device.Load(); d != nil {
+			_ = d.InvalInode(ino.id, int64(p.off), int64(p.end-p.off))
 		}
 	}
 }

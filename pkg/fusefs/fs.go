@@ -11,6 +11,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/front"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
@@ -138,11 +139,10 @@ type FS struct {
 	// clock after this mount's last removal and rename of an object that the name cache did not
 	// know
 	blindRemoval, blindRename atomic.Uint64
-	server                    atomic.Pointer[fuse.Server]
 	mountDir                  atomic.Pointer[string] // path of the mount point
 	busyReads                 busyReads
-	device                    atomic.Pointer[fuseDevice] // nil before the mount
-	expireOnly                atomic.Bool                // the kernel can expire names
+	device                    atomic.Pointer[front.Device] // nil before the mount
+	expireOnly                atomic.Bool                  // the kernel can expire names
 	expiry                    nameExpiry
 
 	handles struct {
@@ -312,19 +312,13 @@ func (fs *FS) String() string { return "nfsrdma" }
 // SetDebug does nothing. go-fuse requires it.
 func (fs *FS) SetDebug(bool) {}
 
-// Init is called by go-fuse with the first request.
-func (fs *FS) Init(s *fuse.Server) {
-	fs.server.Store(s)
-	fs.expireOnly.Store(s.KernelSettings().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
-}
-
-// OnUnmount is called by go-fuse after the unmount.
-func (fs *FS) OnUnmount() {}
+// Disconnected ends the requests in progress after the kernel has ended the connection.
+func (fs *FS) Disconnected() { fs.interrupts.disconnect() }
 
 // dropAttr makes the kernel discard its cached attributes of the node.
 func (fs *FS) dropAttr(ino *inode) {
-	if s := fs.server.Load(); s != nil {
-		s.InodeNotify(ino.id, -1, 0) // a negative offset keeps the cached pages
+	if d := fs.device.Load(); d != nil {
+		_ = d.InvalInode(ino.id, -1, 0)
 	}
 }
 

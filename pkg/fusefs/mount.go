@@ -12,6 +12,8 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/front"
 )
 
 // Subtype makes the mount's type in /proc/mounts "fuse.nfsrdma".
@@ -41,7 +43,7 @@ type MountOptions struct {
 	// mount. A process that is killed during such a call waits for its own reply forever: the
 	// process stays a zombie and the mount stays.
 	SkipDisablePoll bool
-	// Logger receives go-fuse's messages. The default is the standard logger.
+	// Logger receives messages about FUSE requests. The default is the standard logger.
 	Logger *log.Logger
 }
 
@@ -50,7 +52,7 @@ type Server struct {
 	fs     *FS
 	dir    string // without symbolic links
 	dev    device // of the mounted file system
-	device *fuseDevice
+	device *front.Device
 	done   chan struct{} // closed when all requests have ended and the mount point is free
 
 	mu    sync.Mutex // held during umount(2)
@@ -75,19 +77,19 @@ func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
 	maxWrite := min(fs.buffers.Size(), MaxIOSize)
 	s := &Server{fs: fs, dir: abs, done: make(chan struct{})}
 	var err error
-	if s.device, err = openFuse(); err != nil {
+	if s.device, err = front.OpenDevice(); err != nil {
 		return nil, mountError(abs, err)
 	}
-	srv, err := s.start(p, &opts, maxWrite)
+	conn, err := s.start(p, &opts, maxWrite)
 	if err != nil {
-		s.device.close()
+		_ = s.device.Close()
 		return nil, mountError(abs, err)
 	}
 	fs.mountDir.Store(&s.dir)
-	fs.interrupts.watch(s.device)
 	s.watchBusyReads()
+	fs.expireOnly.Store(conn.Kernel().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
 	fs.device.Store(s.device)
-	go s.serve(srv)
+	go s.serve(conn)
 	if !opts.SkipDisablePoll {
 		DisablePoll(abs)
 	}
@@ -112,9 +114,12 @@ func DisablePoll(dir string) {
 }
 
 // start mounts the file system and negotiates the FUSE protocol with the kernel.
-func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*fuse.Server, error) {
+func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*front.DevFuse, error) {
 	var err error
-	if s.dev, err = s.device.mount(p, opts, maxWrite); err != nil {
+	if closed := s.device.Use(func(fd int) { s.dev, err = p.mount(fd, opts, maxWrite) }); closed != nil {
+		err = closed
+	}
+	if err != nil {
 		return nil, err
 	}
 	switch there, err := mountedAt(s.dir, s.dev); {
@@ -125,11 +130,6 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*fuse.S
 		_ = p.detach(s.dev)
 		return nil, errors.New("directory was moved during the mount; try again")
 	}
-	path, err := s.device.pathForServer()
-	if err != nil {
-		_ = s.detach(unix.MNT_DETACH)
-		return nil, err
-	}
 	var withoutLocks uint64
 	if s.fs.opts.LocalPosix {
 		withoutLocks |= fuse.CAP_POSIX_LOCKS
@@ -137,7 +137,7 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*fuse.S
 	if s.fs.opts.LocalFlock {
 		withoutLocks |= fuse.CAP_FLOCK_LOCKS
 	}
-	srv, err := fuse.NewServer(s.fs, path, &fuse.MountOptions{
+	conn, err := front.NewDevFuse(s.device, s.fs, &fuse.MountOptions{
 		MaxBackground:            maxBackground,
 		MaxWrite:                 maxWrite,
 		MaxReadAhead:             maxWrite,
@@ -157,16 +157,15 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*fuse.S
 		_ = s.detach(unix.MNT_DETACH)
 		return nil, err
 	}
-	return srv, nil
+	return conn, nil
 }
 
 // serve handles the kernel's requests until the connection ends. After an abort every call on the
 // mount point fails, so serve unmounts it.
-func (s *Server) serve(srv *fuse.Server) {
+func (s *Server) serve(conn *front.DevFuse) {
 	defer close(s.done)
-	srv.Serve()
-	s.fs.interrupts.watch(nil)
-	s.device.close()
+	conn.Serve()
+	_ = s.device.Close()
 	_, _ = s.umount(unix.MNT_DETACH) // callers of Unmount get the error
 }
 

@@ -86,18 +86,19 @@ func (o *MountOptions) flags() (bits uintptr, attrs int) {
 	return bits, attrs
 }
 
-// mountSettings returns the options of the FUSE file system in the order of mount(2).
-func (d *fuseDevice) mountSettings(maxRead int) [][2]string {
+// mountSettings returns the options of the FUSE file system in the order of mount(2). fd is a
+// descriptor of /dev/fuse.
+func mountSettings(fd, maxRead int) [][2]string {
 	// Without default_permissions nothing would protect FIFOs, sockets and device files: opening
 	// one sends no request.
-	return [][2]string{{"fd", strconv.Itoa(d.fd)}, {"rootmode", strconv.FormatUint(unix.S_IFDIR, 8)},
+	return [][2]string{{"fd", strconv.Itoa(fd)}, {"rootmode", strconv.FormatUint(unix.S_IFDIR, 8)},
 		{"user_id", strconv.Itoa(os.Geteuid())}, {"group_id", strconv.Itoa(os.Getegid())},
 		{"max_read", strconv.Itoa(maxRead)}, {"default_permissions", ""}, {"allow_other", ""}}
 }
 
-// mount mounts the file system on p and returns its device number. Kernels and containers without
-// fsopen(2) get mount(2) on the descriptor of p.
-func (d *fuseDevice) mount(p *MountPoint, opts *MountOptions, maxRead int) (device, error) {
+// mount mounts the file system of fd, a descriptor of /dev/fuse, on p and returns its device
+// number. Kernels and containers without fsopen(2) get mount(2) on the descriptor of p.
+func (p *MountPoint) mount(fd int, opts *MountOptions, maxRead int) (device, error) {
 	if err := p.checkPath(); err != nil {
 		return device{}, err
 	}
@@ -105,9 +106,9 @@ func (d *fuseDevice) mount(p *MountPoint, opts *MountOptions, maxRead int) (devi
 	if source == "" {
 		source = Subtype
 	}
-	dev, err := d.mountNew(p, opts, source, maxRead)
+	dev, err := p.mountNew(fd, opts, source, maxRead)
 	if errors.Is(err, errNoFsopen) {
-		return d.mountOld(p, opts, source, maxRead)
+		return p.mountOld(fd, opts, source, maxRead)
 	}
 	return dev, err
 }
@@ -116,7 +117,7 @@ func (d *fuseDevice) mount(p *MountPoint, opts *MountOptions, maxRead int) (devi
 var errNoFsopen = errors.New("fsopen not supported")
 
 // mountNew is mount with fsopen(2).
-func (d *fuseDevice) mountNew(p *MountPoint, opts *MountOptions, source string, maxRead int) (device, error) {
+func (p *MountPoint) mountNew(fd int, opts *MountOptions, source string, maxRead int) (device, error) {
 	fsfd, err := unix.Fsopen("fuse", unix.FSOPEN_CLOEXEC)
 	switch {
 	case errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EPERM): // EPERM: a system call filter, or no privilege
@@ -125,7 +126,7 @@ func (d *fuseDevice) mountNew(p *MountPoint, opts *MountOptions, source string, 
 		return device{}, os.NewSyscallError("fsopen", err)
 	}
 	defer unix.Close(fsfd)
-	for _, s := range append(d.mountSettings(maxRead), [2]string{"source", source}, [2]string{"subtype", Subtype}) {
+	for _, s := range append(mountSettings(fd, maxRead), [2]string{"source", source}, [2]string{"subtype", Subtype}) {
 		if s[1] == "" {
 			err = unix.FsconfigSetFlag(fsfd, s[0])
 		} else {
@@ -158,9 +159,9 @@ func (d *fuseDevice) mountNew(p *MountPoint, opts *MountOptions, source string, 
 }
 
 // mountOld is mount with mount(2).
-func (d *fuseDevice) mountOld(p *MountPoint, opts *MountOptions, source string, maxRead int) (device, error) {
+func (p *MountPoint) mountOld(fd int, opts *MountOptions, source string, maxRead int) (device, error) {
 	data := ""
-	for i, s := range d.mountSettings(maxRead) {
+	for i, s := range mountSettings(fd, maxRead) {
 		if i > 0 {
 			data += ","
 		}

@@ -92,12 +92,12 @@ func TestMountPointCannotBeSwapped(t *testing.T) {
 // both interfaces of the kernel.
 func TestMountOnDescriptor(t *testing.T) {
 	testutil.NeedsFUSE(t)
-	for name, mount := range map[string]func(*fuseDevice, *MountPoint) (device, error){
-		"fsopen": func(d *fuseDevice, p *MountPoint) (device, error) {
-			return d.mountNew(p, &MountOptions{ReadOnly: true, NoExec: true}, "host:/x", 4096)
+	for name, mount := range map[string]func(int, *MountPoint) (device, error){
+		"fsopen": func(fd int, p *MountPoint) (device, error) {
+			return p.mountNew(fd, &MountOptions{ReadOnly: true, NoExec: true}, "host:/x", 4096)
 		},
-		"mount": func(d *fuseDevice, p *MountPoint) (device, error) {
-			return d.mountOld(p, &MountOptions{ReadOnly: true, NoExec: true}, "host:/x", 4096)
+		"mount": func(fd int, p *MountPoint) (device, error) {
+			return p.mountOld(fd, &MountOptions{ReadOnly: true, NoExec: true}, "host:/x", 4096)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -110,10 +110,10 @@ func TestMountOnDescriptor(t *testing.T) {
 			defer p.Close()
 			must(t, os.Rename(dir, moved))
 			must(t, os.Symlink(victim, dir))
-			d, err := openFuse()
+			fd, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)
 			must(t, err)
-			defer d.close()
-			dev, err := mount(d, p)
+			defer unix.Close(fd)
+			dev, err := mount(fd, p)
 			must(t, err)
 			lines := mountsBelow(t, top)
 			if len(lines) != 1 {

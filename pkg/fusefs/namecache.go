@@ -1,15 +1,11 @@
 package fusefs
 
 import (
-	"encoding/binary"
 	"sync"
 	"syscall"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
-	"golang.org/x/sys/unix"
-
-	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
 // The kernel caches names for the time that the file system gives. When another client changes a
@@ -125,16 +121,13 @@ func (fs *FS) expireNames(dir *inode, names map[string]cachedName) {
 // sendExpiry sends the queued notifications.
 func (fs *FS) sendExpiry() {
 	e := &fs.expiry
-	fd := -1
-	if d := fs.device.Load(); d != nil {
-		fd, _ = d.dup()
-	}
+	d := fs.device.Load()
 	for {
 		e.mu.Lock()
 		if len(e.queue) == 0 {
 			e.running = false
 			e.mu.Unlock()
-			break
+			return
 		}
 		next := e.queue[0]
 		e.queue = e.queue[1:]
@@ -143,33 +136,10 @@ func (fs *FS) sendExpiry() {
 		for name, n := range next.names {
 			// A kernel that cannot expire a name removes the name instead. A process in the
 			// directory could then not determine its path.
-			if fd >= 0 && now.Before(n.expires) && (fs.expireOnly.Load() || !n.dir) && !fs.isAborted() {
-				_ = expireEntry(fd, next.dir, name) // ENOENT: the kernel does not have the name
+			if d != nil && now.Before(n.expires) && (fs.expireOnly.Load() || !n.dir) && !fs.isAborted() {
+				_ = d.ExpireEntry(next.dir, name)
 			}
 		}
 		fs.inodes.names.Add(-int64(len(next.names)))
 	}
-	if fd >= 0 {
-		_ = unix.Close(fd)
-	}
-}
-
-// expireEntry sends FUSE_NOTIFY_INVAL_ENTRY with FUSE_EXPIRE_ONLY, which go-fuse does not send.
-func expireEntry(fd int, dir uint64, name string) error {
-	const (
-		notifyInvalEntry = 3
-		headerSize       = 16 // fuse_out_header
-		bodySize         = 16 // fuse_notify_inval_entry_out
-	)
-	size := headerSize + bodySize + len(name) + 1
-	b := make([]byte, 0, headerSize+bodySize+nfs3.MaxName+1)
-	b = binary.NativeEndian.AppendUint32(b, uint32(size))
-	b = binary.NativeEndian.AppendUint32(b, notifyInvalEntry)
-	b = binary.NativeEndian.AppendUint64(b, 0)
-	b = binary.NativeEndian.AppendUint64(b, dir)
-	b = binary.NativeEndian.AppendUint32(b, uint32(len(name)))
-	b = binary.NativeEndian.AppendUint32(b, fuse.EXPIRE_ONLY)
-	b = append(append(b, name...), 0)
-	_, err := unix.Write(fd, b)
-	return err
 }

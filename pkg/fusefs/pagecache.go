@@ -82,8 +82,8 @@ func (fs *FS) revalidate(ino *inode, a *nfs3.Attr, cacheable bool) (unchanged bo
 // counted it in pageDrops.
 func (fs *FS) sendDrop(ino *inode) {
 	fs.Counters.CacheDrops.Add(1)
-	if s := fs.server.Load(); s != nil {
-		s.InodeNotify(ino.id, 0, 0)
+	if d := fs.device.Load(); d != nil {
+		_ = d.InvalInode(ino.id, 0, 0)
 	}
 	ino.mu.Lock()
 	defer ino.mu.Unlock()

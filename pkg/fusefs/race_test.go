@@ -383,7 +383,7 @@ func TestForgetShrinksInodeTable(t *testing.T) {
 	}
 	dir := m.inodeOf(t, "d").id
 	for _, name := range want {
-		m.fs.server.Load().EntryNotify(dir, name)
+		must(t, m.fs.device.Load().InvalEntry(dir, name))
 	}
 	if !eventually(func() bool { return m.fs.Inodes() <= 3 }) {
 		t.Errorf("inodes after the kernel's FORGETs: got %d, want at most 3", m.fs.Inodes())

@@ -12,8 +12,8 @@ import (
 // maxEmptyReads bounds the consecutive READ replies without data and without EOF.
 const maxEmptyReads = 8
 
-// A readResult is data in a pool buffer. go-fuse writes the buffer to /dev/fuse, then Done returns
-// it to the pool.
+// A readResult is data in a pool buffer. The front gives the buffer to the kernel, then Done
+// returns it to the pool.
 type readResult struct {
 	fs   *FS
 	buf  []byte
@@ -23,21 +23,18 @@ type readResult struct {
 
 var readResults = sync.Pool{New: func() any { return new(readResult) }}
 
-// Bytes returns the data. Bytes does not use go-fuse's buffer.
+// Bytes returns the data.
 func (res *readResult) Bytes([]byte) ([]byte, fuse.Status) { return res.buf[:res.n], fuse.OK }
 
 // Size returns the number of bytes.
 func (res *readResult) Size() int { return res.n }
 
-// Slices makes go-fuse write the buffer to /dev/fuse with writev(2) rather than through a pipe.
+// Slices returns the data.
 func (res *readResult) Slices() ([][]byte, fuse.Status) { return res.vecs[:], fuse.OK }
 
-// Done releases the buffer after the kernel has the data. go-fuse does not call Done for an empty
-// result.
+// Done releases the buffer.
 func (res *readResult) Done() {
-	if res.buf != nil {
-		res.fs.buffers.Put(res.buf)
-	}
+	res.fs.buffers.Put(res.buf)
 	*res = readResult{}
 	readResults.Put(res)
 }
@@ -79,10 +76,6 @@ func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
 			fs.buffers.Put(buf)
 		}
 		return nil, err
-	}
-	if n == 0 { // go-fuse does not call Done for an empty result
-		fs.buffers.Put(buf)
-		buf = nil
 	}
 	res := readResults.Get().(*readResult)
 	res.fs, res.buf, res.n = fs, buf, n

@@ -16,7 +16,7 @@ import (
 // A request is one request from the kernel and the context of its RPCs. The channel of Done is
 // closed when the calling thread gets a fatal signal or when the mount is aborted.
 type request struct {
-	cancel <-chan struct{} // closed by go-fuse when the kernel sends INTERRUPT for any signal
+	cancel <-chan struct{} // closed when the kernel sends INTERRUPT for any signal
 	pid    uint32          // calling thread; 0 when it is in another PID namespace
 	cred   []byte
 	start  time.Time     // zero without Options.Observe
@@ -61,15 +61,7 @@ type interrupts struct {
 	timer   *time.Timer
 	armed   bool
 	aborted bool
-	device  *fuseDevice // nil while not mounted
 	pool    []*request
-}
-
-// watch sets the device that the requests come from.
-func (w *interrupts) watch(device *fuseDevice) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.device = device
 }
 
 func (w *interrupts) begin(cancel <-chan struct{}, pid uint32) *request {
@@ -132,6 +124,18 @@ func (w *interrupts) abort() {
 	}
 }
 
+// disconnect ends all current and later requests, because no program waits for them.
+func (w *interrupts) disconnect() {
+	w.mu.Lock()
+	for _, r := range w.active {
+		if !r.ended {
+			w.onInterrupt()
+		}
+	}
+	w.mu.Unlock()
+	w.abort()
+}
+
 // stop ends the timer. No request may be active.
 func (w *interrupts) stop() {
 	w.mu.Lock()
@@ -168,13 +172,10 @@ func (w *interrupts) tick() {
 		w.mu.Unlock()
 		return
 	}
-	device := w.device
 	w.mu.Unlock()
 
-	// go-fuse cancels every request when the kernel ends the connection. No reply is needed then.
-	disconnected := device != nil && device.disconnected()
 	for i := range interrupted {
-		if !disconnected && !terminating(interrupted[i].pid) {
+		if !terminating(interrupted[i].pid) {
 			interrupted[i].r = nil
 		}
 	}

@@ -74,7 +74,7 @@ func (s *Server) ForceUnmount() error {
 func (s *Server) umount(flags int) (mountState, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	disconnectedByKernel := s.device.disconnected()
+	disconnectedByKernel := s.device.Disconnected()
 	if disconnectedByKernel {
 		flags = unix.MNT_DETACH
 	}
@@ -173,7 +173,7 @@ func (s *Server) abortConnection() { s.control("abort", "1") }
 
 // control writes a value to a file of the kernel's FUSE control file system.
 func (s *Server) control(file, value string) {
-	if s.device.disconnected() {
+	if s.device.Disconnected() {
 		return // the device number may belong to another mount now
 	}
 	name := filepath.Join(strconv.FormatUint(uint64(s.dev.minor), 10), file)

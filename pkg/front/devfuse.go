@@ -1,0 +1,341 @@
+package front
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log"
+	"os"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+)
+
+// A FileSystem handles the requests of one connection. Its methods are called concurrently. Init
+// and OnUnmount are not called.
+type FileSystem interface {
+	// The results of Read must have the method Slices of fuse.ReadResultVector. The slices stay
+	// valid until Done, which is called exactly once for each result. The buffer argument of Read
+	// is nil.
+	fuse.RawFileSystem
+	// Disconnected is called once, when the kernel has ended the connection. No program waits for
+	// the requests in progress any more, so they should end.
+	Disconnected()
+}
+
+// Opcodes of the FUSE protocol that this package handles or needs the sizes of
+// (include/uapi/linux/fuse.h).
+const (
+	opForget      = 2
+	opReadlink    = 5
+	opRead        = 15
+	opGetXAttr    = 22
+	opListXAttr   = 23
+	opReadDir     = 28
+	opInterrupt   = 36
+	opIoctl       = 39
+	opBatchForget = 42
+	opReadDirPlus = 44
+)
+
+const (
+	// minReadBuffer is the smallest buffer that the kernel accepts in read(2).
+	minReadBuffer = 8192
+	// smallRequest bounds the requests that a worker copies, so that the large buffer is free for
+	// the next request.
+	smallRequest = 1024
+	// smallReply is larger than any reply without a variable part.
+	smallReply = 1024
+	// keepReply bounds the memory that a worker keeps for its next reply.
+	keepReply = 128 << 10
+	// maxWaiting bounds the goroutines that wait for a request.
+	maxWaiting = 16
+	// retryRead is the pause after an unexpected error of read(2).
+	retryRead = 100 * time.Millisecond
+)
+
+// A DevFuse serves one connection through /dev/fuse.
+type DevFuse struct {
+	dev     *Device
+	fs      FileSystem
+	proto   *fuse.ProtocolServer
+	logger  *log.Logger
+	onPanic func(any) fuse.Status
+	kernel  fuse.InitIn
+	bufSize int       // of a buffer for read(2)
+	fd      int       // of dev; set by Serve
+	idle    sync.Pool // workers
+
+	workers      sync.WaitGroup
+	disconnected atomic.Bool
+
+	readers struct {
+		sync.Mutex
+		waiting int      // goroutines that wait for a request
+		max     int      // bounds waiting
+		free    [][]byte // buffers for read(2)
+	}
+	reads reads
+}
+
+// NewDevFuse negotiates the FUSE protocol on the connection of dev, whose file system must be
+// mounted. opts are those of fuse.NewProtocolServer; PanicHandler is required. The caller closes
+// dev after Serve.
+func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
+	logger := opts.Logger
+	if logger == nil {
+		logger = log.Default()
+	}
+	s := &DevFuse{dev: dev, fs: fs, proto: fuse.NewProtocolServer(fs, opts), logger: logger, onPanic: opts.PanicHandler,
+		bufSize: max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)}
+	s.idle.New = func() any { return &worker{s: s, cancel: make(chan struct{})} }
+	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
+	var err error
+	if closed := dev.Use(func(fd int) { err = s.negotiate(fd) }); closed != nil {
+		err = closed
+	}
+	if err != nil {
+		return nil, fmt.Errorf("negotiate the FUSE protocol: %w", err)
+	}
+	return s, nil
+}
+
+// negotiate handles the first request, INIT.
+func (s *DevFuse) negotiate(fd int) error {
+	in, out := make([]byte, s.bufSize), make([]byte, smallReply)
+	n, err := readRequest(fd, in)
+	if err != nil {
+		return err
+	}
+	copy(bytesOf(&s.kernel), in[:n]) // older kernels send a shorter request
+	n, status := s.proto.HandleRequest([][]byte{in[:n]}, [][]byte{out})
+	if n < headerSize {
+		return fmt.Errorf("INIT: %v", status)
+	}
+	if _, err := unix.Write(fd, out[:n]); err != nil {
+		return fmt.Errorf("reply to INIT: %w", err)
+	}
+	if errno := binary.NativeEndian.Uint32(out[4:]); errno != 0 {
+		return fmt.Errorf("INIT of protocol %d.%d: %w", s.kernel.Major, s.kernel.Minor, syscall.Errno(-int32(errno)))
+	}
+	return nil
+}
+
+// Kernel returns the INIT request: the version and the capabilities of the kernel's FUSE client.
+func (s *DevFuse) Kernel() *fuse.InitIn { return &s.kernel }
+
+// Serve handles requests until the connection ends. It returns when all requests have ended.
+func (s *DevFuse) Serve() {
+	_ = s.dev.Use(func(fd int) {
+		s.fd = fd
+		s.workers.Add(1)
+		go s.work()
+		s.workers.Wait()
+	})
+}
+
+// A worker is one goroutine that reads requests and handles them, one after the other.
+type worker struct {
+	s      *DevFuse
+	cancel chan struct{} // of the READ in progress
+
+	in    [1][]byte
+	out   [1][]byte
+	iov   []unix.Iovec
+	large []byte                   // for replies that do not fit into reply
+	small [smallRequest / 8]uint64 // the request, if it is small
+	reply [smallReply / 8]uint64
+}
+
+// work handles requests until the connection ends, or until enough other workers wait.
+func (s *DevFuse) work() {
+	defer s.workers.Done()
+	w := s.idle.Get().(*worker)
+	defer s.idle.Put(w)
+	for {
+		buf := s.beginRead()
+		if buf == nil {
+			return
+		}
+		n, err := readRequest(s.fd, buf)
+		if err != nil {
+			s.endRead(buf, false)
+			if !s.retry(err) {
+				return
+			}
+			continue
+		}
+		replace := !isForget(buf[:n]) // the kernel sends many, and they are handled at once
+		if n <= smallRequest {
+			in := bytesOf(&w.small)[:copy(bytesOf(&w.small), buf[:n])]
+			s.endRead(buf, replace)
+			w.handle(in)
+			continue
+		}
+		s.endRead(nil, replace)
+		w.handle(buf[:n])
+		s.readers.Lock()
+		s.addFree(buf)
+		s.readers.Unlock()
+	}
+}
+
+// beginRead counts a waiting worker and returns its buffer. beginRead returns nil when enough
+// workers wait.
+func (s *DevFuse) beginRead() []byte {
+	r := &s.readers
+	r.Lock()
+	defer r.Unlock()
+	if r.waiting == r.max {
+		return nil
+	}
+	r.waiting++
+	if n := len(r.free); n > 0 {
+		buf := r.free[n-1]
+		r.free = r.free[:n-1]
+		return buf
+	}
+	return bytesOfWords(make([]uint64, (s.bufSize+7)/8))
+}
+
+// endRead reverses beginRead. It keeps buf, unless nil, for the next worker. When replace is set
+// and no worker waits, it starts one.
+func (s *DevFuse) endRead(buf []byte, replace bool) {
+	r := &s.readers
+	r.Lock()
+	defer r.Unlock()
+	r.waiting--
+	if buf != nil {
+		s.addFree(buf)
+	}
+	if replace && r.waiting == 0 {
+		s.workers.Add(1)
+		go s.work()
+	}
+}
+
+// addFree keeps a buffer for the next worker. The caller holds readers.
+func (s *DevFuse) addFree(buf []byte) {
+	if r := &s.readers; len(r.free) < r.max {
+		r.free = append(r.free, buf)
+	}
+}
+
+// readRequest reads one request.
+func readRequest(fd int, buf []byte) (int, error) {
+	for {
+		n, err := unix.Read(fd, buf)
+		switch {
+		case err == unix.EINTR, err == unix.ENOENT: // ENOENT: the caller of the request is gone
+		case err != nil:
+			return 0, os.NewSyscallError("read", err)
+		case n == 0:
+			return 0, unix.ENODEV // a socket, whose other end is closed
+		case n < int(unsafe.Sizeof(fuse.InHeader{})):
+			return 0, fmt.Errorf("read: request of %d bytes", n)
+		default:
+			return n, nil
+		}
+	}
+}
+
+// retry reports whether a worker reads again after an error. It pauses before, unless the
+// connection has ended.
+func (s *DevFuse) retry(err error) bool {
+	if errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ECONNABORTED) {
+		if s.disconnected.CompareAndSwap(false, true) {
+			s.fs.Disconnected()
+		}
+		return false
+	}
+	s.logger.Printf("FUSE request: %v", err)
+	time.Sleep(retryRead)
+	return true
+}
+
+// handle handles one request and replies to it. in is aligned to 8 bytes.
+func (w *worker) handle(in []byte) {
+	s := w.s
+	switch h := header(in); h.Opcode {
+	case opRead:
+		if len(in) >= int(unsafe.Sizeof(fuse.ReadIn{})) {
+			w.read((*fuse.ReadIn)(unsafe.Pointer(&in[0])))
+			return
+		}
+	case opInterrupt:
+		if len(in) >= int(unsafe.Sizeof(fuse.InterruptIn{})) &&
+			s.reads.interrupt((*fuse.InterruptIn)(unsafe.Pointer(&in[0])).Unique) {
+			return
+		}
+	}
+	w.dispatch(in)
+}
+
+// dispatch lets go-fuse handle a request.
+func (w *worker) dispatch(in []byte) {
+	out := bytesOf(&w.reply)
+	if need := smallReply + variableReply(in); need > len(out) {
+		if need > len(w.large) {
+			w.large = make([]byte, need)
+		}
+		out = w.large[:need]
+	}
+	w.in[0], w.out[0] = in, out
+	n, status := w.s.proto.HandleRequest(w.in[:], w.out[:])
+	if n > 0 || !status.Ok() {
+		if n < headerSize || n != int(binary.NativeEndian.Uint32(out)) {
+			n = putError(out, header(in).Unique, unix.EIO) // the reply did not fit
+		}
+		w.write(out[:n])
+	}
+	if len(w.large) > keepReply {
+		w.large = nil
+	}
+}
+
+// write sends a reply.
+func (w *worker) write(reply []byte) {
+	_, err := unix.Write(w.s.fd, reply)
+	w.wrote(err, reply)
+}
+
+// wrote handles the result of the write of a reply, which begins with a header. The kernel keeps a
+// request whose reply it rejects, so wrote ends that request with an error.
+func (w *worker) wrote(err error, reply []byte) {
+	if err == nil || err == unix.ENOENT || err == unix.ENODEV {
+		return // ENOENT, ENODEV: the request or the connection has ended
+	}
+	unique := binary.NativeEndian.Uint64(reply[8:])
+	w.s.logger.Printf("reply to FUSE request %d: write: %v", unique, err)
+	_, _ = unix.Write(w.s.fd, reply[:putError(reply, unique, unix.EIO)])
+}
+
+// header returns the header of a request of at least the size of fuse.InHeader.
+func header(in []byte) *fuse.InHeader { return (*fuse.InHeader)(unsafe.Pointer(&in[0])) }
+
+func isForget(in []byte) bool {
+	op := header(in).Opcode
+	return op == opForget || op == opBatchForget
+}
+
+// variableReply returns how many bytes of data the reply to a request may have.
+func variableReply(in []byte) int {
+	p := unsafe.Pointer(&in[0])
+	switch op := header(in).Opcode; {
+	case op == opReadlink:
+		return unix.PathMax
+	case (op == opReadDir || op == opReadDirPlus) && len(in) >= int(unsafe.Sizeof(fuse.ReadIn{})):
+		return int((*fuse.ReadIn)(p).Size)
+	case (op == opGetXAttr || op == opListXAttr) && len(in) >= int(unsafe.Sizeof(fuse.GetXAttrIn{})):
+		return int((*fuse.GetXAttrIn)(p).Size)
+	case op == opIoctl && len(in) >= int(unsafe.Sizeof(fuse.IoctlIn{})):
+		return int((*fuse.IoctlIn)(p).OutSize)
+	}
+	return 0
+}

@@ -1,0 +1,528 @@
+package front
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+)
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// open opens a file for the test. os.Open would send POLL requests.
+func open(t testing.TB, path string, flags int) int {
+	t.Helper()
+	fd, err := unix.Open(path, flags|unix.O_CLOEXEC, 0)
+	must(t, err)
+	t.Cleanup(func() { _ = unix.Close(fd) })
+	return fd
+}
+
+func TestReadData(t *testing.T) {
+	m := mount(t, newTestFS())
+	for _, flags := range []int{unix.O_RDONLY, unix.O_RDONLY | unix.O_DIRECT} {
+		fd := open(t, m.path("data"), flags)
+		for _, r := range []struct{ off, size, want int64 }{
+			{0, 1, 1}, {0, 4096, 4096}, {8192, 1 << 20, 1 << 20}, {12288, 2 << 20, 2 << 20},
+			{dataSize - 1000, 4096, 1000}, {dataSize, 4096, 0}, {dataSize + 4096, 4096, 0},
+		} {
+			buf := make([]byte, r.size)
+			n, err := unix.Pread(fd, buf, r.off)
+			must(t, err)
+			if int64(n) != r.want {
+				t.Errorf("read %d at %d, flags %#x: got %d bytes, want %d", r.size, r.off, flags, n, r.want)
+			}
+			for i, b := range buf[:n] {
+				if want := fileByte(r.off + int64(i)); b != want {
+					t.Fatalf("read %d at %d, flags %#x: byte %d: got %#x, want %#x", r.size, r.off, flags, i, b, want)
+				}
+			}
+		}
+	}
+}
+
+func TestRequestsOfManySizes(t *testing.T) {
+	fs := newTestFS()
+	fs.link = strings.Repeat("l", 4000)
+	m := mount(t, fs)
+	buf := make([]byte, 5000)
+	n, err := unix.Readlink(m.path("link"), buf)
+	must(t, err)
+	if string(buf[:n]) != fs.link {
+		t.Errorf("link of %d bytes: got %d bytes", len(fs.link), n)
+	}
+	var st unix.Stat_t
+	if err := unix.Stat(m.path(strings.Repeat("x", 255)), &st); !errors.Is(err, unix.ENOENT) {
+		t.Errorf("stat of an unknown name: got %v, want ENOENT", err)
+	}
+	fd := open(t, m.path("data"), unix.O_WRONLY)
+	for _, size := range []int{1, smallRequest - 80, smallRequest, 70000, 1 << 20} {
+		data := bytes.Repeat([]byte{byte(size), byte(size >> 8), 3}, size/3+1)[:size]
+		_, err := unix.Pwrite(fd, data, 0)
+		must(t, err)
+		if got := fs.takeWritten(); !bytes.Equal(got, data) {
+			t.Errorf("write of %d bytes: the file system got %d bytes, or other data", size, len(got))
+		}
+	}
+}
+
+// TestSlowRequestsBlockNoOther holds many requests and sends others meanwhile.
+func TestSlowRequestsBlockNoOther(t *testing.T) {
+	const slow = 100
+	fs := newTestFS()
+	release := make(chan struct{})
+	var pending atomic.Int32
+	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+		pending.Add(1)
+		<-release
+		return fs.result(make([]byte, in.Size)), fuse.OK
+	}
+	m := mount(t, fs)
+	fd := open(t, m.path("data"), unix.O_RDONLY|unix.O_DIRECT)
+	var readers sync.WaitGroup
+	for i := range slow {
+		readers.Go(func() {
+			if _, err := unix.Pread(fd, make([]byte, 4096), int64(i)*4096); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	await(t, "all reads to be in progress", func() bool { return pending.Load() == slow })
+	var st unix.Stat_t
+	if err := unix.Stat(m.path("none"), &st); !errors.Is(err, unix.ENOENT) {
+		t.Errorf("stat beside the slow reads: got %v, want ENOENT", err)
+	}
+	close(release)
+	readers.Wait()
+	// The goroutines that are not needed end.
+	await(t, "workers to end", func() bool {
+		m.front.readers.Lock()
+		defer m.front.readers.Unlock()
+		return m.front.readers.waiting <= m.front.readers.max && len(m.front.readers.free) <= m.front.readers.max
+	})
+}
+
+func await(t testing.TB, what string, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(testTimeout); !done(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("timeout while waiting for %s", what)
+		}
+	}
+}
+
+func TestEndOfConnectionEndsRequests(t *testing.T) {
+	fs := newTestFS()
+	began := make(chan struct{})
+	fs.read = func(<-chan struct{}, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+		close(began)
+		<-fs.end
+		return nil, fuse.EINTR
+	}
+	m := mount(t, fs)
+	fd := open(t, m.path("data"), unix.O_RDONLY|unix.O_DIRECT)
+	read := make(chan error, 1)
+	go func() {
+		_, err := unix.Pread(fd, make([]byte, 4096), 0)
+		read <- err
+	}()
+	<-began
+	if m.dev.Disconnected() {
+		t.Error("Disconnected before the end of the connection: got true, want false")
+	}
+	if err := unix.Unmount(m.dir, unix.MNT_FORCE); err != nil && !errors.Is(err, unix.EBUSY) {
+		t.Fatal(err) // MNT_FORCE ends the connection, also of a busy mount
+	}
+	if err := <-read; err == nil {
+		t.Error("read after the end of the connection: got no error")
+	}
+	m.awaitEnd(t)
+	if n := fs.disconnected.Load(); n != 1 {
+		t.Errorf("calls of Disconnected: got %d, want 1", n)
+	}
+	if !m.dev.Disconnected() {
+		t.Error("Disconnected after the end of the connection: got false, want true")
+	}
+	if s := m.log.String(); s != "" {
+		t.Errorf("log: got %q, want nothing", s)
+	}
+}
+
+func TestNotificationsReachKernel(t *testing.T) {
+	fs := newTestFS()
+	var reads atomic.Int32
+	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+		reads.Add(1)
+		return fs.result(make([]byte, in.Size)), fuse.OK
+	}
+	m := mount(t, fs)
+	fd := open(t, m.path("data"), unix.O_RDONLY)
+	var st unix.Stat_t
+	readPage := func() {
+		_, err := unix.Pread(fd, make([]byte, 4096), 0)
+		must(t, err)
+	}
+	stat := func() uint32 {
+		must(t, unix.Stat(m.path("data"), &st))
+		return st.Mode & 0o777
+	}
+	for _, n := range []struct {
+		name           string
+		notify         func() error
+		reads, lookups int32
+		mode           uint32
+	}{
+		{"none", func() error { return nil }, 0, 0, 0o644},
+		{"pages", func() error { return m.dev.InvalInode(fileNode, 0, 0) }, 1, 0, 0o600},
+		{"pages past the read", func() error { return m.dev.InvalInode(fileNode, 1<<20, 4096) }, 0, 0, 0o600},
+		{"attributes", func() error { return m.dev.InvalInode(fileNode, -1, 0) }, 0, 0, 0o600},
+		{"name", func() error { return m.dev.InvalEntry(fuse.FUSE_ROOT_ID, "data") }, 0, 1, 0o600},
+		{"name, expired", func() error { return m.dev.ExpireEntry(fuse.FUSE_ROOT_ID, "data") }, 0, 1, 0o600},
+		{"unknown node", func() error { return m.dev.InvalInode(77, 0, 0) }, 0, 0, 0o644},
+		{"unknown name", func() error { return m.dev.InvalEntry(fuse.FUSE_ROOT_ID, "other") }, 0, 0, 0o644},
+	} {
+		t.Run(n.name, func(t *testing.T) {
+			fs.mode.Store(0o644)
+			must(t, m.dev.InvalInode(fileNode, -1, 0))
+			readPage()
+			stat()
+			reads.Store(0)
+			fs.lookups.Store(0)
+			fs.mode.Store(0o600)
+			must(t, n.notify())
+			mode := stat()
+			readPage()
+			if reads.Load() != n.reads || fs.lookups.Load() != n.lookups || mode != n.mode {
+				t.Errorf("after the notification: got %d READs, %d LOOKUPs and mode %o, want %d, %d, %o",
+					reads.Load(), fs.lookups.Load(), mode, n.reads, n.lookups, n.mode)
+			}
+		})
+	}
+}
+
+func TestClosedDevice(t *testing.T) {
+	d, err := OpenDevice()
+	must(t, err)
+	must(t, d.Close())
+	if !d.Disconnected() {
+		t.Error("Disconnected: got false, want true")
+	}
+	if err := d.InvalInode(1, 0, 0); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("InvalInode: got %v, want %v", err, os.ErrClosed)
+	}
+	if _, err := NewDevFuse(d, newTestFS(), options(&logBuffer{})); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("NewDevFuse: got %v, want %v", err, os.ErrClosed)
+	}
+}
+
+// A kernel is the kernel's end of a connection: a socket that keeps message boundaries as /dev/fuse
+// does.
+type kernel struct {
+	t   testing.TB
+	fd  int
+	dev *Device
+	log *logBuffer
+}
+
+func newKernel(t testing.TB) *kernel {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	must(t, err)
+	for _, fd := range fds {
+		must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 4<<20))
+	}
+	must(t, unix.SetsockoptTimeval(fds[0], unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 30}))
+	dev, err := newDevice(fds[1])
+	must(t, err)
+	return &kernel{t, fds[0], dev, &logBuffer{}}
+}
+
+// serve starts a front for the connection, which ends with the test.
+func (k *kernel) serve(fs *testFS) *DevFuse {
+	k.t.Helper()
+	in := fuse.InitIn{Major: 7, Minor: 45, MaxReadAhead: 1 << 20, Flags: fuse.CAP_ASYNC_READ}
+	k.send(26, 1, bytesOf(&in)[unsafe.Sizeof(in.InHeader):])
+	s, err := NewDevFuse(k.dev, fs, options(k.log))
+	must(k.t, err)
+	if errno, _ := k.receive(1); errno != 0 {
+		k.t.Fatalf("INIT: %v", errno)
+	}
+	served := make(chan struct{})
+	go func() {
+		s.Serve()
+		close(served)
+	}()
+	k.t.Cleanup(func() {
+		_ = unix.Shutdown(k.fd, unix.SHUT_RDWR)
+		<-served
+		_ = unix.Close(k.fd)
+		must(k.t, k.dev.Close())
+		fs.checkDone(k.t)
+	})
+	return s
+}
+
+// send sends a request.
+func (k *kernel) send(opcode uint32, unique uint64, body []byte) {
+	k.t.Helper()
+	h := fuse.InHeader{Opcode: opcode, Unique: unique, NodeId: fileNode}
+	h.Length = uint32(int(unsafe.Sizeof(h)) + len(body))
+	_, err := unix.Write(k.fd, append(bytes.Clone(bytesOf(&h)), body...))
+	must(k.t, err)
+}
+
+// receive returns the next reply, which must be that of unique.
+func (k *kernel) receive(unique uint64) (syscall.Errno, []byte) {
+	k.t.Helper()
+	buf := make([]byte, 2<<20)
+	n, err := unix.Read(k.fd, buf)
+	if err != nil || n < headerSize {
+		k.t.Fatalf("reply to request %d: got %d bytes, %v", unique, n, err)
+	}
+	size, got := binary.NativeEndian.Uint32(buf), binary.NativeEndian.Uint64(buf[8:])
+	if int(size) != n || got != unique {
+		k.t.Fatalf("reply: got %d bytes with length %d for request %d, want request %d", n, size, got, unique)
+	}
+	return syscall.Errno(-int32(binary.NativeEndian.Uint32(buf[4:]))), buf[headerSize:n]
+}
+
+func (k *kernel) sendRead(unique uint64, size uint32) {
+	k.t.Helper()
+	k.send(opRead, unique, readIn(size))
+}
+
+// readIn returns the body of a READ or READDIR.
+func readIn(size uint32) []byte {
+	in := fuse.ReadIn{Size: size}
+	return bytesOf(&in)[unsafe.Sizeof(in.InHeader):]
+}
+
+func (k *kernel) interrupt(unique, target uint64) {
+	k.t.Helper()
+	k.send(opInterrupt, unique, binary.NativeEndian.AppendUint64(nil, target))
+}
+
+func TestInterruptOfRead(t *testing.T) {
+	fs := newTestFS()
+	began := make(chan uint64)
+	fs.read = func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+		began <- in.Unique
+		<-cancel
+		return nil, fuse.EINTR
+	}
+	k := newKernel(t)
+	k.serve(fs)
+	for round := uint64(1); round <= 3; round++ { // a worker serves more READs after an interrupt
+		first, second := 100*round, 100*round+2
+		k.sendRead(first, 4096)
+		<-began
+		k.sendRead(second, 4096)
+		<-began
+		for _, unique := range []uint64{second, first} {
+			k.interrupt(unique+1, unique)
+			if errno, _ := k.receive(unique); errno != unix.EINTR {
+				t.Fatalf("interrupted READ: got %v, want EINTR", errno)
+			}
+		}
+		// The READ has ended: the kernel must learn that the interrupt had no effect.
+		k.interrupt(first+1, first)
+		if errno, _ := k.receive(first + 1); errno != unix.EAGAIN {
+			t.Fatalf("interrupt of a READ that has ended: got %v, want EAGAIN", errno)
+		}
+	}
+}
+
+func TestBadReadResults(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		read func(fs *testFS) (fuse.ReadResult, fuse.Status)
+		want syscall.Errno
+	}{
+		{"error", func(*testFS) (fuse.ReadResult, fuse.Status) { return nil, fuse.EACCES }, unix.EACCES},
+		{"panic", func(*testFS) (fuse.ReadResult, fuse.Status) { panic("test") }, unix.EUCLEAN},
+		{"more than requested", func(fs *testFS) (fuse.ReadResult, fuse.Status) {
+			return fs.result(make([]byte, 4096), make([]byte, 1)), fuse.OK
+		}, unix.EIO},
+		{"no slices", func(*testFS) (fuse.ReadResult, fuse.Status) {
+			return fuse.ReadResultData(make([]byte, 10)), fuse.OK
+		}, unix.EUCLEAN},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			fs := newTestFS()
+			fs.read = func(<-chan struct{}, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) { return c.read(fs) }
+			k := newKernel(t)
+			k.serve(fs)
+			k.sendRead(4, 4096)
+			if errno, data := k.receive(4); errno != c.want || len(data) != 0 {
+				t.Errorf("reply: got %v and %d bytes, want %v without data", errno, len(data), c.want)
+			}
+			fs.read = nil
+			k.sendRead(6, 4096)
+			if errno, data := k.receive(6); errno != 0 || len(data) != 4096 {
+				t.Errorf("next READ: got %v and %d bytes, want 4096", errno, len(data))
+			}
+		})
+	}
+}
+
+// TestEveryRequestGetsReply sends requests that the file system or go-fuse cannot handle. The
+// kernel waits for the replies.
+func TestEveryRequestGetsReply(t *testing.T) {
+	fs := newTestFS()
+	fs.link = strings.Repeat("l", 2*unix.PathMax)
+	k := newKernel(t)
+	k.serve(fs)
+	for i, c := range []struct {
+		name   string
+		opcode uint32
+		body   []byte
+		want   syscall.Errno
+	}{
+		{"unknown opcode", 99, nil, unix.ENOSYS},
+		{"short READ", opRead, make([]byte, 8), unix.EIO},
+		{"short GETXATTR", opGetXAttr, make([]byte, 2), unix.EIO},
+		{"short INTERRUPT", opInterrupt, nil, unix.EIO},
+		{"long link", opReadlink, nil, unix.EIO},
+		{"READDIR of 1 MiB", opReadDir, readIn(1 << 20), unix.ENOSYS},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			unique := uint64(10 + 2*i)
+			k.t = t
+			k.send(c.opcode, unique, c.body)
+			if errno, _ := k.receive(unique); errno != c.want {
+				t.Errorf("reply: got %v, want %v", errno, c.want)
+			}
+		})
+	}
+}
+
+// TestReadErrorsAreRetried makes read(2) fail.
+func TestReadErrorsAreRetried(t *testing.T) {
+	fs := newTestFS()
+	k := newKernel(t)
+	k.serve(fs)
+	_, err := unix.Write(k.fd, make([]byte, 10)) // shorter than a header
+	must(t, err)
+	k.sendRead(4, 4096)
+	if errno, data := k.receive(4); errno != 0 || len(data) != 4096 {
+		t.Errorf("READ after a short request: got %v and %d bytes, want 4096", errno, len(data))
+	}
+	await(t, "message", func() bool { return strings.Contains(k.log.String(), "request of 10 bytes") })
+}
+
+func TestInitErrors(t *testing.T) {
+	k := newKernel(t)
+	defer unix.Close(k.fd)
+	defer k.dev.Close()
+	in := fuse.InitIn{Major: 6}
+	k.send(26, 1, bytesOf(&in)[unsafe.Sizeof(in.InHeader):])
+	_, err := NewDevFuse(k.dev, newTestFS(), options(k.log))
+	if err == nil || !strings.Contains(err.Error(), "protocol 6.0") {
+		t.Errorf("NewDevFuse for protocol 6: got %v, want an error that names the version", err)
+	}
+	if errno, _ := k.receive(1); errno != unix.EIO {
+		t.Errorf("reply: got %v, want EIO", errno)
+	}
+}
+
+func TestReadsDoNotAllocate(t *testing.T) {
+	fs := newTestFS()
+	res := &constResult{vecs: [][]byte{make([]byte, 4096)}}
+	fs.read = func(<-chan struct{}, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) { return res, fuse.OK }
+	null := open(t, os.DevNull, unix.O_WRONLY)
+	s := &DevFuse{fs: fs, fd: null}
+	w := &worker{s: s, cancel: make(chan struct{})}
+	in := fuse.ReadIn{Size: 4096}
+	in.Opcode, in.Unique = opRead, 2
+	copy(bytesOf(&w.small), bytesOf(&in))
+	request := bytesOf(&w.small)[:unsafe.Sizeof(in)]
+	if n := testing.AllocsPerRun(1000, func() { w.handle(request) }); n != 0 {
+		t.Errorf("allocations of a READ: got %v, want 0", n)
+	}
+}
+
+type constResult struct {
+	fuse.ReadResult
+	vecs [][]byte
+}
+
+func (r *constResult) Slices() ([][]byte, fuse.Status) { return r.vecs, fuse.OK }
+func (r *constResult) Done()                           {}
+
+// BenchmarkRequest compares requests through this package with those through go-fuse's own server.
+func BenchmarkRequest(b *testing.B) {
+	fs := newTestFS()
+	page := &constResult{vecs: [][]byte{make([]byte, 1<<20)}}
+	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+		return &constResult{vecs: [][]byte{page.vecs[0][:in.Size]}}, fuse.OK
+	}
+	run := func(b *testing.B, dir string) {
+		b.Run("lookup", func(b *testing.B) {
+			var st unix.Stat_t
+			for b.Loop() {
+				_ = unix.Stat(dir+"/none", &st)
+			}
+		})
+		for _, size := range []int{4096, 1 << 20} {
+			b.Run(fmt.Sprintf("read-%dk", size>>10), func(b *testing.B) {
+				fd := open(b, dir+"/data", unix.O_RDONLY|unix.O_DIRECT)
+				buf := make([]byte, size)
+				b.SetBytes(int64(size))
+				for b.Loop() {
+					if _, err := unix.Pread(fd, buf, 0); err != nil {
+						b.Fatal(err)
+					}
+				}
+			})
+			b.Run(fmt.Sprintf("read-%dk-4", size>>10), func(b *testing.B) {
+				fd := open(b, dir+"/data", unix.O_RDONLY|unix.O_DIRECT)
+				b.SetBytes(int64(size))
+				b.SetParallelism(2)
+				b.RunParallel(func(pb *testing.PB) {
+					for buf := make([]byte, size); pb.Next(); {
+						if _, err := unix.Pread(fd, buf, 0); err != nil {
+							b.Fatal(err)
+						}
+					}
+				})
+			})
+		}
+		b.Run("write-4k", func(b *testing.B) {
+			fd := open(b, dir+"/data", unix.O_WRONLY|unix.O_DIRECT)
+			buf := make([]byte, 4096)
+			for b.Loop() {
+				if _, err := unix.Pwrite(fd, buf, 0); err != nil {
+					b.Fatal(err)
+				}
+				fs.takeWritten()
+			}
+		})
+	}
+	b.Run("front", func(b *testing.B) { run(b, mount(b, fs).dir) })
+	b.Run("go-fuse", func(b *testing.B) {
+		dir := b.TempDir()
+		opts := options(&logBuffer{})
+		opts.DirectMountStrict = true
+		s, err := fuse.NewServer(fs, dir, opts)
+		must(b, err)
+		go s.Serve()
+		defer func() { must(b, s.Unmount()) }()
+		run(b, dir)
+	})
+}

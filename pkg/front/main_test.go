@@ -1,0 +1,244 @@
+package front
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+)
+
+func TestMain(m *testing.M) { testutil.Main(m) }
+
+// testTimeout bounds each wait of a test.
+const testTimeout = 30 * time.Second
+
+const (
+	fileNode = 2
+	linkNode = 3
+	dataSize = 3<<20 + 1000
+)
+
+// A testFS has a file "data", whose byte at offset i is fileByte(i), and a symbolic link "link".
+type testFS struct {
+	fuse.RawFileSystem
+
+	read         func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) // nil: data
+	link         string
+	mode         atomic.Uint32 // of the file
+	lookups      atomic.Int32
+	disconnected atomic.Int32
+	end          chan struct{} // closed by Disconnected
+
+	mu      sync.Mutex
+	out     int      // results that are not done
+	written [][]byte // data of WRITEs
+}
+
+func newTestFS() *testFS {
+	fs := &testFS{RawFileSystem: fuse.NewDefaultRawFileSystem(), end: make(chan struct{})}
+	fs.mode.Store(0o644)
+	return fs
+}
+
+func fileByte(off int64) byte { return byte(off>>12) ^ byte(off) }
+
+func (fs *testFS) attr(node uint64, a *fuse.Attr) {
+	*a = fuse.Attr{Ino: node, Nlink: 1, Blksize: 4096}
+	switch node {
+	case fuse.FUSE_ROOT_ID:
+		a.Mode = unix.S_IFDIR | 0o755
+	case fileNode:
+		a.Mode, a.Size = unix.S_IFREG|fs.mode.Load(), dataSize
+	case linkNode:
+		a.Mode = unix.S_IFLNK | 0o777
+	}
+}
+
+func (fs *testFS) Lookup(_ <-chan struct{}, _ *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+	fs.lookups.Add(1)
+	node, ok := map[string]uint64{"data": fileNode, "link": linkNode}[name]
+	if !ok {
+		return fuse.ENOENT
+	}
+	out.NodeId = node
+	out.SetEntryTimeout(time.Hour)
+	out.SetAttrTimeout(time.Hour)
+	fs.attr(node, &out.Attr)
+	return fuse.OK
+}
+
+func (fs *testFS) GetAttr(_ <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
+	out.SetTimeout(time.Hour)
+	fs.attr(in.NodeId, &out.Attr)
+	return fuse.OK
+}
+
+func (fs *testFS) Open(_ <-chan struct{}, in *fuse.OpenIn, _ *fuse.OpenOut) fuse.Status {
+	return fuse.OK
+}
+
+func (fs *testFS) Readlink(<-chan struct{}, *fuse.InHeader) ([]byte, fuse.Status) {
+	return []byte(fs.link), fuse.OK
+}
+
+func (fs *testFS) Write(_ <-chan struct{}, _ *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	fs.written = append(fs.written, bytes.Clone(data))
+	return uint32(len(data)), fuse.OK
+}
+
+// takeWritten returns the data of the WRITEs since the last call.
+func (fs *testFS) takeWritten() []byte {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	data := bytes.Join(fs.written, nil)
+	fs.written = nil
+	return data
+}
+
+func (fs *testFS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
+	if fs.read != nil {
+		return fs.read(cancel, in)
+	}
+	off := min(int64(in.Offset), dataSize)
+	data := make([]byte, min(int64(in.Size), dataSize-off))
+	for i := range data {
+		data[i] = fileByte(off + int64(i))
+	}
+	return fs.result(data[:len(data)/3], data[len(data)/3:]), fuse.OK
+}
+
+func (fs *testFS) Disconnected() {
+	if fs.disconnected.Add(1) == 1 {
+		close(fs.end)
+	}
+}
+
+// A testResult counts its end in testFS.out.
+type testResult struct {
+	fuse.ReadResult
+	vecs [][]byte
+	fs   *testFS
+}
+
+func (fs *testFS) result(vecs ...[]byte) *testResult {
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	fs.out++
+	return &testResult{vecs: vecs, fs: fs}
+}
+
+func (r *testResult) Slices() ([][]byte, fuse.Status) { return r.vecs, fuse.OK }
+
+func (r *testResult) Done() {
+	r.fs.mu.Lock()
+	defer r.fs.mu.Unlock()
+	r.fs.out--
+	for _, v := range r.vecs {
+		clear(v) // as the next user of the buffer
+	}
+}
+
+// checkDone checks that Done was called once for each result.
+func (fs *testFS) checkDone(t testing.TB) {
+	t.Helper()
+	fs.mu.Lock()
+	defer fs.mu.Unlock()
+	if fs.out != 0 {
+		t.Errorf("results without Done: got %d, want 0", fs.out)
+	}
+}
+
+// A logBuffer collects the messages of a front.
+type logBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+func options(l io.Writer) *fuse.MountOptions {
+	return &fuse.MountOptions{MaxWrite: 1 << 20, MaxReadAhead: 1 << 20, Logger: log.New(l, "", 0),
+		ExplicitDataCacheControl: true, ExtraCapabilities: fuse.CAP_HAS_EXPIRE_ONLY,
+		PanicHandler: func(any) fuse.Status { return fuse.Status(unix.EUCLEAN) }}
+}
+
+// A testMount is a testFS mounted through /dev/fuse.
+type testMount struct {
+	dir    string
+	dev    *Device
+	front  *DevFuse
+	log    *logBuffer
+	served chan struct{} // closed when Serve has returned
+}
+
+func mount(t testing.TB, fs *testFS) *testMount {
+	t.Helper()
+	testutil.NeedsFUSE(t)
+	m := &testMount{dir: t.TempDir(), log: &logBuffer{}, served: make(chan struct{})}
+	var err error
+	if m.dev, err = OpenDevice(); err != nil {
+		t.Fatal(err)
+	}
+	if closed := m.dev.Use(func(fd int) {
+		err = unix.Mount("front", m.dir, "fuse.fronttest", unix.MS_NOSUID|unix.MS_NODEV,
+			fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0,max_read=%d", fd, 1<<20))
+	}); closed != nil || err != nil {
+		m.dev.Close()
+		t.Fatal(closed, err)
+	}
+	if m.front, err = NewDevFuse(m.dev, fs, options(m.log)); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		m.front.Serve()
+		close(m.served)
+	}()
+	t.Cleanup(func() {
+		_ = unix.Unmount(m.dir, unix.MNT_DETACH)
+		if err := m.dev.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
+			t.Error(err)
+		}
+		m.awaitEnd(t)
+		fs.checkDone(t)
+	})
+	return m
+}
+
+func (m *testMount) path(name string) string { return filepath.Join(m.dir, name) }
+
+func (m *testMount) awaitEnd(t testing.TB) {
+	t.Helper()
+	select {
+	case <-m.served:
+	case <-time.After(testTimeout):
+		t.Fatal("Serve did not return")
+	}
+}
+
+// Bytes and Size are for the server of go-fuse.
+func (r *constResult) Bytes([]byte) ([]byte, fuse.Status) { return r.vecs[0], fuse.OK }
+func (r *constResult) Size() int                          { return len(r.vecs[0]) }
