@@ -400,6 +400,7 @@ func TestEveryRequestGetsReply(t *testing.T) {
 		{"short INTERRUPT", opInterrupt, nil, unix.EIO},
 		{"long link", opReadlink, nil, unix.EIO},
 		{"READDIR of 1 MiB", opReadDir, readIn(1 << 20), unix.ENOSYS},
+		{"GETXATTR of 64 KiB", opGetXAttr, []byte{0, 0, 1, 0, 0, 0, 0, 0, 'a', 0}, unix.ENOSYS},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			unique := uint64(10 + 2*i)
@@ -409,6 +410,20 @@ func TestEveryRequestGetsReply(t *testing.T) {
 				t.Errorf("reply: got %v, want %v", errno, c.want)
 			}
 		})
+	}
+}
+
+// TestRejectedRepliesEndRequests makes write(2) of a reply fail.
+func TestRejectedRepliesEndRequests(t *testing.T) {
+	k := newKernel(t)
+	must(t, k.dev.Use(func(fd int) { must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 16<<10)) }))
+	k.serve(newTestFS())
+	k.sendRead(4, 1<<20)
+	if errno, _ := k.receive(4); errno != unix.EIO {
+		t.Errorf("READ whose reply is too long for the socket: got %v, want EIO", errno)
+	}
+	if s := k.log.String(); !strings.Contains(s, "request 4: write: message too long") {
+		t.Errorf("log: got %q, want the error", s)
 	}
 }
 
