@@ -218,14 +218,7 @@ func (t *Transport) logHistory(err error) {
 // It also ends calls that exceed the timeout of a soft mount.
 func (t *Transport) watch() {
 	defer t.workers.Done()
-	every := t.replyTimeout(2) / 2
-	if t.cfg.KeepAlive > 0 {
-		every = min(every, t.cfg.KeepAlive/4)
-	}
-	if t.cfg.IdleTimeout > 0 {
-		every = min(every, t.cfg.IdleTimeout/4)
-	}
-	every = min(max(every, time.Millisecond), time.Second)
+	every := t.checkInterval()
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	stops := running.NewDetector(every, stopGrace, time.Now())
@@ -235,15 +228,33 @@ func (t *Transport) watch() {
 			return
 		case <-tick.C:
 		}
-		lost, check := stops.Tick(time.Now())
-		if lost > 0 {
-			t.stopped.Add(int64(lost))
-			t.log.Info("process was stopped; timeouts leave out this time", "time", lost, "server", t.cfg.Addr)
-		}
-		t.noFuture()
-		if check {
-			t.checkTimeouts()
-		}
+		t.check(stops, time.Now())
+	}
+}
+
+// checkInterval returns the interval at which watch checks the timeouts: at most half of the
+// shortest reply timeout and a quarter of the other timeouts, within 1 ms and 1 s.
+func (t *Transport) checkInterval() time.Duration {
+	every := t.replyTimeout(2) / 2
+	if t.cfg.KeepAlive > 0 {
+		every = min(every, t.cfg.KeepAlive/4)
+	}
+	if t.cfg.IdleTimeout > 0 {
+		every = min(every, t.cfg.IdleTimeout/4)
+	}
+	return min(max(every, time.Millisecond), time.Second)
+}
+
+// check checks the timeouts, unless stops reports a stop of the process.
+func (t *Transport) check(stops *running.Detector, now time.Time) {
+	lost, check := stops.Tick(now)
+	if lost > 0 {
+		t.stopped.Add(int64(lost))
+		t.log.Info("process was stopped; timeouts leave out this time", "time", lost, "server", t.cfg.Addr)
+	}
+	t.noFuture()
+	if check {
+		t.checkTimeouts()
 	}
 }
 
