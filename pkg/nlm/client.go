@@ -143,6 +143,8 @@ type file struct {
 	lost    rangelock.Table[Owner] // locks that the server no longer has; until their owner unlocks
 	creds   map[Owner][]byte
 	changed chan struct{}
+	// late, if not nil, is closed when the last call has ended, whose caller did not wait for it
+	late <-chan struct{}
 
 	users int // guarded by Client.mu: goroutines that use the file
 }

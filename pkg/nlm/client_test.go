@@ -34,8 +34,10 @@ type lockServer struct {
 	// answer, if not nil, may reply to a call instead of nlmd, or drop the connection (nil, true).
 	answer func(h *sunrpc.CallHeader, args []byte) (reply []byte, handled bool)
 	hangUp bool // close the connection after the next reply to LOCK
-	conns  map[net.Conn]struct{}
-	calls  []call
+	// parallel executes the calls of a connection at the same time, as NFS-Ganesha does
+	parallel bool
+	conns    map[net.Conn]struct{}
+	calls    []call
 }
 
 // A call is a call that the server received.
@@ -92,6 +94,7 @@ func (s *lockServer) dropConnections() {
 func (s *lockServer) serve(conn net.Conn) {
 	defer conn.Close()
 	peer := conn.RemoteAddr().(*net.TCPAddr).AddrPort().Addr()
+	var writer sync.Mutex
 	for {
 		message, err := rpctcp.ReadRecord(conn, nil, nlm.MaxMessage)
 		if err != nil {
@@ -108,10 +111,20 @@ func (s *lockServer) serve(conn net.Conn) {
 		}
 		s.mu.Lock()
 		s.calls = append(s.calls, call{nlm.Proc(h.Proc), string(a.Cookie)})
-		answer, server := s.answer, s.nlmd
+		answer, server, parallel := s.answer, s.nlmd, s.parallel
 		hangUp := s.hangUp && nlm.Proc(h.Proc) == nlm.ProcLock
 		s.hangUp = s.hangUp && !hangUp
 		s.mu.Unlock()
+		if parallel {
+			s.all.Go(func() {
+				answer(&h, args)
+				reply := server.ServeNLM(peer, &h, args, nil)
+				writer.Lock()
+				defer writer.Unlock()
+				_ = rpctcp.WriteRecord(conn, reply)
+			})
+			continue
+		}
 		if answer != nil {
 			if reply, handled := answer(&h, args); handled {
 				if reply == nil || rpctcp.WriteRecord(conn, reply) != nil {
@@ -324,6 +337,76 @@ func TestLateGrantIsReleased(t *testing.T) {
 	mustLock(t, other, shared(alice, 0, 4))
 	wantLock(t, other, exclusive(alice, 0, 4), syscall.EAGAIN)
 }
+
+// delayFirst makes a server execute calls in parallel and delay the first call of one procedure.
+// began is closed when that call arrives, and the test closes proceed.
+func (s *lockServer) delayFirst(proc nlm.Proc) (began, proceed chan struct{}) {
+	began, proceed = make(chan struct{}), make(chan struct{})
+	var first atomic.Bool
+	s.setAnswer(func(h *sunrpc.CallHeader, _ []byte) ([]byte, bool) {
+		if nlm.Proc(h.Proc) == proc && first.CompareAndSwap(false, true) {
+			close(began)
+			<-proceed
+		}
+		return nil, false
+	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.parallel = true
+	return began, proceed
+}
+
+// TestLateLockIsReleased interrupts a LOCK that the server executes late. The UNLOCK that follows
+// must not overtake it.
+func TestLateLockIsReleased(t *testing.T) {
+	s := startLockServer(t)
+	c := s.client(nil)
+	began, proceed := s.delayFirst(nlm.ProcLock)
+	ctx, cancel := context.WithCancel(t.Context())
+	result := make(chan error, 1)
+	go func() { result <- c.Lock(ctx, cred, fh, exclusive(alice, 0, 9), false) }()
+	<-began
+	cancel()
+	if err := <-result; !errors.Is(err, syscall.EINTR) {
+		t.Errorf("got error %v, want EINTR", err)
+	}
+	time.Sleep(overtakeTime)
+	close(proceed)
+	time.Sleep(overtakeTime)
+	waitFor(t, "the release", func() bool { return s.count(nlm.ProcUnlock) == 1 && s.locks() == 0 && !c.InUse(fh) })
+}
+
+// TestLateUnlockKeepsNewLock interrupts an UNLOCK that the server executes late. It must not release
+// the lock that the owner sets next.
+func TestLateUnlockKeepsNewLock(t *testing.T) {
+	s := startLockServer(t)
+	c := s.client(nil)
+	mustLock(t, c, exclusive(alice, 0, 9))
+	s.dropConnections() // the next connection is parallel
+	began, proceed := s.delayFirst(nlm.ProcUnlock)
+	ctx, cancel := context.WithCancel(t.Context())
+	result := make(chan error, 1)
+	go func() { result <- c.Unlock(ctx, cred, fh, alice, 0, 9) }()
+	<-began
+	cancel()
+	if err := <-result; !errors.Is(err, syscall.EINTR) {
+		t.Errorf("got error %v, want EINTR", err)
+	}
+	locked := make(chan error, 1)
+	go func() { locked <- c.Lock(t.Context(), cred, fh, exclusive(alice, 0, 9), false) }()
+	time.Sleep(overtakeTime)
+	close(proceed)
+	if err := <-locked; err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(overtakeTime)
+	if n := s.locks(); n != 1 {
+		t.Errorf("locks at the server: got %d, want 1", n)
+	}
+}
+
+// overtakeTime is enough for a call that wrongly overtakes another one.
+const overtakeTime = 100 * time.Millisecond
 
 func TestDeadlockOnOneMount(t *testing.T) {
 	s := startLockServer(t)

@@ -54,9 +54,10 @@ type link struct {
 		connected bool           // the service was there at some time
 		lastError error          // of the last attempt; nil after a success
 		losses    uint64         // lost connections
+		closed    bool
 	}
 	dialing  chan struct{}  // holds one token: the right to connect
-	watchers sync.WaitGroup // one goroutine for each connection
+	watchers sync.WaitGroup // one goroutine for each connection and each call
 
 	lost func(error) // called after each lost connection
 }
@@ -68,17 +69,19 @@ func newLink(cfg *Config, lost func(error)) *link {
 }
 
 // call makes one call and decodes its results with parse. It retries until ctx ends, and returns a
-// *NoServiceError when the server has no NLM.
-func (l *link) call(ctx context.Context, proc Proc, cred, args []byte, parse func([]byte) error) error {
+// *NoServiceError when the server has no NLM. When ctx ends while the call is in flight, call
+// returns a channel that is closed when the call has ended.
+func (l *link) call(ctx context.Context, proc Proc, cred, args []byte,
+	parse func([]byte) error) (late <-chan struct{}, err error) {
 	backoff := l.times.minBackoff
 	var missing time.Time // since when the service is known to be missing
 	for {
-		err := l.try(ctx, proc, cred, args, parse)
+		late, err := l.try(ctx, proc, cred, args, parse)
 		if err == nil {
-			return nil
+			return nil, nil
 		}
 		if ctx.Err() != nil {
-			return ctx.Err()
+			return late, ctx.Err()
 		}
 		var none *NoServiceError
 		if !errors.As(err, &none) {
@@ -91,10 +94,10 @@ func (l *link) call(ctx context.Context, proc Proc, cred, args []byte, parse fun
 		before := l.mu.connected
 		l.mu.Unlock()
 		if none != nil && (!before || time.Since(missing) > l.times.noService) {
-			return err
+			return nil, err
 		}
 		if !sleep(ctx, backoff) {
-			return ctx.Err()
+			return nil, ctx.Err()
 		}
 		backoff = min(2*backoff, l.times.maxBackoff)
 	}
@@ -112,25 +115,48 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-func (l *link) try(ctx context.Context, proc Proc, cred, args []byte, parse func([]byte) error) error {
+func (l *link) try(ctx context.Context, proc Proc, cred, args []byte,
+	parse func([]byte) error) (late <-chan struct{}, err error) {
 	conn, err := l.get(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	results, err := l.exchange(ctx, conn, proc, cred, args)
+	results, late, err := l.startExchange(ctx, conn, proc, cred, args)
 	if err == nil && parse != nil {
 		err = parse(results)
 	}
 	switch {
 	case err == nil, ctx.Err() != nil:
-		return err
+		return late, err
 	case isNoService(err):
 		err = &NoServiceError{Host: l.cfg.Host, Err: err}
 	}
 	l.drop(conn)
-	return err
+	return nil, err
 }
 
+// startExchange is exchange, but when ctx ends, the exchange goes on. startExchange then returns a
+// channel that is closed at the end of the exchange.
+func (l *link) startExchange(ctx context.Context, conn *rpctcp.Client, proc Proc,
+	cred, args []byte) (_ []byte, late <-chan struct{}, _ error) {
+	ended := make(chan struct{})
+	var results []byte
+	var exchanged error
+	if !l.watch(func() {
+		defer close(ended)
+		results, exchanged = l.exchange(context.WithoutCancel(ctx), conn, proc, cred, args)
+	}) {
+		return nil, nil, rpctcp.ErrClosed
+	}
+	select {
+	case <-ended:
+		return results, nil, exchanged
+	case <-ctx.Done():
+		return nil, ended, ctx.Err()
+	}
+}
+
+// exchange makes one call on conn.
 func (l *link) exchange(ctx context.Context, conn *rpctcp.Client, proc Proc, cred, args []byte) ([]byte, error) {
 	ctx, cancel := running.WithTimeout(ctx, l.times.reply)
 	defer cancel()
@@ -170,11 +196,24 @@ func (l *link) get(ctx context.Context) (*rpctcp.Client, error) {
 	l.mu.Lock()
 	l.mu.conn, l.mu.connected, l.mu.lastError = conn, true, nil
 	l.mu.Unlock()
-	l.watchers.Go(func() {
+	if !l.watch(func() {
 		<-conn.Done()
 		l.drop(conn)
-	})
+	}) {
+		l.drop(conn)
+		return nil, rpctcp.ErrClosed
+	}
 	return conn, nil
+}
+
+// watch runs do in a goroutine that ends before close returns. After close it returns false.
+func (l *link) watch(do func()) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.mu.closed {
+		l.watchers.Go(do)
+	}
+	return !l.mu.closed
 }
 
 func (l *link) current() *rpctcp.Client {
@@ -203,7 +242,7 @@ func (l *link) drop(conn *rpctcp.Client) {
 func (l *link) close() {
 	l.mu.Lock()
 	conn := l.mu.conn
-	l.mu.conn = nil
+	l.mu.conn, l.mu.closed = nil, true
 	l.mu.Unlock()
 	if conn != nil {
 		conn.Close()
@@ -305,7 +344,8 @@ func (l *link) open(ctx context.Context, port int) (*rpctcp.Client, error) {
 func CheckServer(ctx context.Context, cfg Config) error {
 	l := newLink(&cfg, nil)
 	defer l.close()
-	return l.try(ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+	_, err := l.try(ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+	return err
 }
 
 func (l *link) wasConnected() bool {

@@ -230,7 +230,7 @@ func (c *Client) settle(req *request) {
 		defer f.release()
 		l := req.l
 		if req.wait {
-			_, _ = c.callServer(c.ctx, ProcCancel, req.cred, c.args(f, req.o, &l, true))
+			_, _ = c.callServer(c.ctx, f, ProcCancel, req.cred, c.args(f, req.o, &l, true))
 		}
 		err := c.restore(c.ctx, f, req.o, req.cred, &l, func(part Lock) error {
 			c.relock(f, req.o, part)
@@ -307,8 +307,9 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 	}
 	err := c.unlockCall(ctx, f, o, cred, id, start, end)
 	if errors.Is(err, syscall.EINTR) {
-		f.release()
-		c.unlockLater(f, o, cred, id, start, end)
+		if !c.unlockInBackground(f, o, cred, id, start, end) {
+			f.release()
+		}
 		return c.result(ctx, err)
 	}
 	c.clear(f, id, start, end) // what the server does not unlock, it does not have
@@ -324,21 +325,34 @@ func (c *Client) unlockLater(f *file, o *owner, cred []byte, id Owner, start, en
 	c.work.Go(func() {
 		defer c.putFile(f)
 		defer c.putOwner(id)
-		if f.acquire(c.ctx) != nil {
-			return
+		if f.acquire(c.ctx) == nil && !c.unlockInBackground(f, o, cred, id, start, end) {
+			f.release()
 		}
+	})
+}
+
+// unlockInBackground releases locks in the background. It takes over the turn of the caller. It
+// returns false after Close.
+func (c *Client) unlockInBackground(f *file, o *owner, cred []byte, id Owner, start, end uint64) bool {
+	if !c.hold(f, id) {
+		return false
+	}
+	c.work.Go(func() {
+		defer c.putFile(f)
+		defer c.putOwner(id)
 		defer f.release()
 		if c.unlockCall(c.ctx, f, o, cred, id, start, end) == nil {
 			c.clear(f, id, start, end)
 		}
 	})
+	return true
 }
 
 // unlockCall sends UNLOCK. The caller has the turn.
 func (c *Client) unlockCall(ctx context.Context, f *file, o *owner, cred []byte, id Owner, start, end uint64) error {
 	args := c.args(f, o, &Lock{Start: start, End: end, Owner: id}, false)
 	for {
-		stat, err := c.callServer(ctx, ProcUnlock, cred, args)
+		stat, err := c.callServer(ctx, f, ProcUnlock, cred, args)
 		if err != nil {
 			return err
 		}
@@ -376,7 +390,7 @@ func (c *Client) Test(ctx context.Context, cred []byte, fh nfs3.FH, l Lock) (hol
 			return *conflict, true, nil
 		}
 		var res Res
-		err := c.call(ctx, ProcTest, cred, c.args(f, o, &l, false), &res)
+		err := c.call(ctx, f, ProcTest, cred, c.args(f, o, &l, false), &res)
 		f.release()
 		switch {
 		case err != nil:
@@ -446,23 +460,35 @@ func (c *Client) callLock(ctx context.Context, f *file, o *owner, cred []byte, l
 	// it.
 	a := c.args(f, o, l, block && !c.cfg.Service.foreign())
 	a.Reclaim = reclaim
-	return c.callServer(ctx, ProcLock, cred, a)
+	return c.callServer(ctx, f, ProcLock, cred, a)
 }
 
-func (c *Client) callServer(ctx context.Context, proc Proc, cred []byte, a *Args) (Stat, error) {
+func (c *Client) callServer(ctx context.Context, f *file, proc Proc, cred []byte, a *Args) (Stat, error) {
 	var res Res
-	err := c.call(ctx, proc, cred, a, &res)
+	err := c.call(ctx, f, proc, cred, a, &res)
 	return res.Stat, err
 }
 
-// call makes one call. Its error is EINTR when ctx or the client ends, or ENOLCK when the server
-// has no lock service.
-func (c *Client) call(ctx context.Context, proc Proc, cred []byte, a *Args, res *Res) error {
+// call makes one call about a file, whose turn the caller has. Its error is EINTR when ctx or the
+// client ends, or ENOLCK when the server has no lock service.
+//
+// The server may execute a call after its caller has returned EINTR, and it may execute the calls
+// of one connection in any order. So the next call about the file first waits for the end of this
+// one.
+func (c *Client) call(ctx context.Context, f *file, proc Proc, cred []byte, a *Args, res *Res) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stop := context.AfterFunc(c.ctx, cancel)
 	defer stop()
-	err := c.link.call(ctx, proc, cred, AppendArgs(nil, proc, a),
+	if f.late != nil {
+		select {
+		case <-f.late:
+		case <-ctx.Done():
+			return syscall.EINTR
+		}
+	}
+	var err error
+	f.late, err = c.link.call(ctx, proc, cred, AppendArgs(nil, proc, a),
 		func(b []byte) error { return ParseRes(proc, b, res) })
 	switch {
 	case err == nil:

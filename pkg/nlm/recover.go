@@ -54,7 +54,7 @@ func (c *Client) run() {
 			c.recover(r)
 		case <-keepAlive.C:
 			if c.Counters.Held.Load() > 0 {
-				_ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+				_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
 			}
 		}
 	}
@@ -65,7 +65,7 @@ func (c *Client) recover(r restart) {
 	if r.certain {
 		// A notice is late or forged if the connection shows that the server has not restarted
 		// since the locks were set or reclaimed.
-		_ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
+		_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
 		r.certain = c.link.losses() != c.reclaimed
 	}
 	losses, all := c.link.losses(), true
