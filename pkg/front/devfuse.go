@@ -1,6 +1,7 @@
 package front
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -42,6 +43,7 @@ const (
 	opIoctl       = 39
 	opBatchForget = 42
 	opReadDirPlus = 44
+	opInit        = 26
 )
 
 const (
@@ -67,7 +69,9 @@ type DevFuse struct {
 	proto   *fuse.ProtocolServer
 	logger  *log.Logger
 	onPanic func(any) fuse.Status
+	init    []byte // the INIT request
 	kernel  fuse.InitIn
+	resumed bool      // by Resume
 	bufSize int       // of a buffer for read(2)
 	fd      int       // of dev; set by Serve
 	idle    sync.Pool // workers
@@ -85,17 +89,10 @@ type DevFuse struct {
 }
 
 // NewDevFuse negotiates the FUSE protocol on the connection of dev, whose file system must be
-// mounted. opts are those of fuse.NewProtocolServer; PanicHandler is required. The caller closes
-// dev after Serve.
+// mounted. opts are those of fuse.NewProtocolServer; PanicHandler is required. The caller closes dev
+// after Serve.
 func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
-	logger := opts.Logger
-	if logger == nil {
-		logger = log.Default()
-	}
-	s := &DevFuse{dev: dev, fs: fs, proto: fuse.NewProtocolServer(fs, opts), logger: logger, onPanic: opts.PanicHandler,
-		bufSize: max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)}
-	s.idle.New = func() any { return &worker{s: s, cancel: make(chan struct{})} }
-	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
+	s := newDevFuse(dev, fs, opts)
 	var err error
 	if closed := dev.Use(func(fd int) { err = s.negotiate(fd) }); closed != nil {
 		err = closed
@@ -106,26 +103,83 @@ func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, 
 	return s, nil
 }
 
-// negotiate handles the first request, INIT.
+// Resume takes over a connection that another process served. init is what Init of that process
+// returned. opts must be the options of that process, with CAP_HAS_RESEND in ExtraCapabilities. fs
+// must know all nodes and open files of the kernel.
+//
+// Serve then first makes the kernel send the requests again that have no reply. The other process
+// may have executed them, see Resent. Linux before 6.9 cannot send them again: Resume returns
+// ErrNoResend.
+func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte) (*DevFuse, error) {
+	s := newDevFuse(dev, fs, opts)
+	if _, err := s.handleInit(init); err != nil {
+		return nil, fmt.Errorf("resume a FUSE connection: %w", err)
+	}
+	if s.kernel.Flags64()&opts.ExtraCapabilities&fuse.CAP_HAS_RESEND == 0 {
+		return nil, ErrNoResend
+	}
+	s.resumed = true
+	return s, nil
+}
+
+// ErrNoResend means that the kernel cannot send requests again.
+var ErrNoResend = errors.New("resume a FUSE connection: the kernel cannot resend requests; use Linux 6.9 or later")
+
+// resent is FUSE_UNIQUE_RESEND of include/uapi/linux/fuse.h.
+const resent = 1 << 63
+
+// Resent reports whether the kernel has sent a request again. A process that served the connection
+// before may have executed the request.
+func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
+
+func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
+	logger := opts.Logger
+	if logger == nil {
+		logger = log.Default()
+	}
+	s := &DevFuse{dev: dev, fs: fs, proto: fuse.NewProtocolServer(fs, opts), logger: logger, onPanic: opts.PanicHandler,
+		bufSize: max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)}
+	s.idle.New = func() any { return &worker{s: s, cancel: make(chan struct{})} }
+	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
+	return s
+}
+
+// negotiate reads the first request, INIT, and replies.
 func (s *DevFuse) negotiate(fd int) error {
-	in, out := make([]byte, s.bufSize), make([]byte, smallReply)
+	in := make([]byte, s.bufSize)
 	n, err := readRequest(fd, in)
 	if err != nil {
 		return err
 	}
-	copy(bytesOf(&s.kernel), in[:n]) // older kernels send a shorter request
-	n, status := s.proto.HandleRequest([][]byte{in[:n]}, [][]byte{out})
-	if n < headerSize {
-		return fmt.Errorf("INIT: %v", status)
+	reply, initErr := s.handleInit(in[:n])
+	if len(reply) > 0 {
+		if _, err := unix.Write(fd, reply); err != nil {
+			return fmt.Errorf("reply to INIT: %w", err)
+		}
 	}
-	if _, err := unix.Write(fd, out[:n]); err != nil {
-		return fmt.Errorf("reply to INIT: %w", err)
-	}
-	if errno := binary.NativeEndian.Uint32(out[4:]); errno != 0 {
-		return fmt.Errorf("INIT of protocol %d.%d: %w", s.kernel.Major, s.kernel.Minor, syscall.Errno(-int32(errno)))
-	}
-	return nil
+	return initErr
 }
+
+// handleInit handles the request INIT. It returns the reply also when the reply is an error.
+func (s *DevFuse) handleInit(in []byte) (reply []byte, err error) {
+	if len(in) < int(unsafe.Sizeof(fuse.InHeader{})) || header(in).Opcode != opInit {
+		return nil, fmt.Errorf("request of %d bytes is no INIT", len(in))
+	}
+	s.init = bytes.Clone(in)
+	copy(bytesOf(&s.kernel), in) // older kernels send a shorter request
+	out := make([]byte, smallReply)
+	n, status := s.proto.HandleRequest([][]byte{in}, [][]byte{out})
+	if n < headerSize {
+		return nil, fmt.Errorf("INIT: %v", status)
+	}
+	if errno := int32(binary.NativeEndian.Uint32(out[4:])); errno != 0 {
+		err = fmt.Errorf("INIT of protocol %d.%d: %w", s.kernel.Major, s.kernel.Minor, syscall.Errno(-errno))
+	}
+	return out[:n], err
+}
+
+// Init returns the INIT request in the form of the kernel, for Resume in another process.
+func (s *DevFuse) Init() []byte { return s.init }
 
 // Kernel returns the INIT request: the version and the capabilities of the kernel's FUSE client.
 func (s *DevFuse) Kernel() *fuse.InitIn { return &s.kernel }
@@ -134,6 +188,11 @@ func (s *DevFuse) Kernel() *fuse.InitIn { return &s.kernel }
 func (s *DevFuse) Serve() {
 	_ = s.dev.Use(func(fd int) {
 		s.fd = fd
+		if s.resumed {
+			if err := s.dev.resend(); err != nil {
+				s.logger.Printf("FUSE requests of an earlier process are lost: %v", err)
+			}
+		}
 		s.workers.Add(1)
 		go s.work()
 		s.workers.Wait()

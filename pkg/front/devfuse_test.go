@@ -172,8 +172,14 @@ func TestNotificationsReachKernel(t *testing.T) {
 		return fs.result(make([]byte, in.Size)), fuse.OK
 	}
 	m := mount(t, fs)
-	fd := open(t, m.path("data"), unix.O_RDONLY)
+	var fd int
 	var st unix.Stat_t
+	// The kernel marks the path of an open file whose name it has removed.
+	hasName := func() bool {
+		path, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+		must(t, err)
+		return !strings.HasSuffix(path, "(deleted)")
+	}
 	readPage := func() {
 		_, err := unix.Pread(fd, make([]byte, 4096), 0)
 		must(t, err)
@@ -187,18 +193,20 @@ func TestNotificationsReachKernel(t *testing.T) {
 		notify         func() error
 		reads, lookups int32
 		mode           uint32
+		hasName        bool
 	}{
-		{"none", func() error { return nil }, 0, 0, 0o644},
-		{"pages", func() error { return m.dev.InvalInode(fileNode, 0, 0) }, 1, 0, 0o600},
-		{"pages past the read", func() error { return m.dev.InvalInode(fileNode, 1<<20, 4096) }, 0, 0, 0o600},
-		{"attributes", func() error { return m.dev.InvalInode(fileNode, -1, 0) }, 0, 0, 0o600},
-		{"name", func() error { return m.dev.InvalEntry(fuse.FUSE_ROOT_ID, "data") }, 0, 1, 0o600},
-		{"name, expired", func() error { return m.dev.ExpireEntry(fuse.FUSE_ROOT_ID, "data") }, 0, 1, 0o600},
-		{"unknown node", func() error { return m.dev.InvalInode(77, 0, 0) }, 0, 0, 0o644},
-		{"unknown name", func() error { return m.dev.InvalEntry(fuse.FUSE_ROOT_ID, "other") }, 0, 0, 0o644},
+		{"none", func() error { return nil }, 0, 0, 0o644, true},
+		{"pages", func() error { return m.dev.InvalInode(fileNode, 0, 0) }, 1, 0, 0o600, true},
+		{"pages past the read", func() error { return m.dev.InvalInode(fileNode, 1<<20, 4096) }, 0, 0, 0o600, true},
+		{"attributes", func() error { return m.dev.InvalInode(fileNode, -1, 0) }, 0, 0, 0o600, true},
+		{"name", func() error { return m.dev.InvalEntry(fuse.FUSE_ROOT_ID, "data") }, 0, 1, 0o600, false},
+		{"name, expired", func() error { return m.dev.ExpireEntry(fuse.FUSE_ROOT_ID, "data") }, 0, 1, 0o600, true},
+		{"unknown node", func() error { return m.dev.InvalInode(77, 0, 0) }, 0, 0, 0o644, true},
+		{"unknown name", func() error { return m.dev.InvalEntry(fuse.FUSE_ROOT_ID, "other") }, 0, 0, 0o644, true},
 	} {
 		t.Run(n.name, func(t *testing.T) {
 			fs.mode.Store(0o644)
+			fd = open(t, m.path("data"), unix.O_RDONLY)
 			must(t, m.dev.InvalInode(fileNode, -1, 0))
 			readPage()
 			stat()
@@ -206,6 +214,9 @@ func TestNotificationsReachKernel(t *testing.T) {
 			fs.lookups.Store(0)
 			fs.mode.Store(0o600)
 			must(t, n.notify())
+			if hasName() != n.hasName {
+				t.Errorf("open file: the kernel has its name: got %v, want %v", !n.hasName, n.hasName)
+			}
 			mode := stat()
 			readPage()
 			if reads.Load() != n.reads || fs.lookups.Load() != n.lookups || mode != n.mode {

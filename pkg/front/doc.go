@@ -15,6 +15,11 @@
 // waits for the next request while others handle requests: a goroutine that receives a request
 // starts another one when no other waits. Goroutines that would wait beside too many others end.
 //
+// # Takeover
+//
+// Another process can take over a connection: it needs a descriptor of the connection and the INIT
+// request, see Resume. The requests that the first process did not answer are sent again.
+//
 // # Limits of go-fuse
 //
 // fuse.ProtocolServer of go-fuse 2.12 has no notifications, does not call RawFileSystem.Init and

@@ -19,7 +19,19 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) {
+	if mode := os.Getenv(serverEnv); mode != "" {
+		run := serveForTest
+		if mode != "new" && mode != "resume" {
+			run = useForTest
+		}
+		if err := run(mode); err != nil {
+			log.Fatal(err)
+		}
+		return
+	}
+	testutil.Main(m)
+}
 
 // testTimeout bounds each wait of a test.
 const testTimeout = 30 * time.Second
@@ -35,6 +47,8 @@ type testFS struct {
 	fuse.RawFileSystem
 
 	read         func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) // nil: data
+	lookup       func(*fuse.InHeader)                                                         // nil, or called for each LOOKUP
+	delay        time.Duration                                                                // of a LOOKUP
 	link         string
 	mode         atomic.Uint32 // of the file
 	lookups      atomic.Int32
@@ -66,8 +80,12 @@ func (fs *testFS) attr(node uint64, a *fuse.Attr) {
 	}
 }
 
-func (fs *testFS) Lookup(_ <-chan struct{}, _ *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+func (fs *testFS) Lookup(_ <-chan struct{}, in *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
 	fs.lookups.Add(1)
+	time.Sleep(fs.delay)
+	if fs.lookup != nil {
+		fs.lookup(in)
+	}
 	node, ok := map[string]uint64{"data": fileNode, "link": linkNode}[name]
 	if !ok {
 		return fuse.ENOENT
@@ -113,12 +131,23 @@ func (fs *testFS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.
 	if fs.read != nil {
 		return fs.read(cancel, in)
 	}
-	off := min(int64(in.Offset), dataSize)
-	data := make([]byte, min(int64(in.Size), dataSize-off))
+	return fs.data(in), fuse.OK
+}
+
+// data returns the data of the file.
+func (fs *testFS) data(in *fuse.ReadIn) *testResult {
+	data := fileData(int64(in.Offset), int(in.Size))
+	return fs.result(data[:len(data)/3], data[len(data)/3:])
+}
+
+// fileData returns n bytes of the file, or fewer at its end.
+func fileData(off int64, n int) []byte {
+	off = min(off, dataSize)
+	data := make([]byte, min(int64(n), dataSize-off))
 	for i := range data {
 		data[i] = fileByte(off + int64(i))
 	}
-	return fs.result(data[:len(data)/3], data[len(data)/3:]), fuse.OK
+	return data
 }
 
 func (fs *testFS) Disconnected() {
@@ -203,13 +232,7 @@ func mount(t testing.TB, fs *testFS) *testMount {
 	if m.dev, err = OpenDevice(); err != nil {
 		t.Fatal(err)
 	}
-	if closed := m.dev.Use(func(fd int) {
-		err = unix.Mount("front", m.dir, "fuse.fronttest", unix.MS_NOSUID|unix.MS_NODEV,
-			fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0,max_read=%d", fd, 1<<20))
-	}); closed != nil || err != nil {
-		m.dev.Close()
-		t.Fatal(closed, err)
-	}
+	must(t, m.dev.Use(func(fd int) { mountTest(t, m.dir, fd) }))
 	if m.front, err = NewDevFuse(m.dev, fs, options(m.log)); err != nil {
 		t.Fatal(err)
 	}
@@ -226,6 +249,13 @@ func mount(t testing.TB, fs *testFS) *testMount {
 		fs.checkDone(t)
 	})
 	return m
+}
+
+// mountTest mounts the file system of a descriptor of /dev/fuse.
+func mountTest(t testing.TB, dir string, fd int) {
+	t.Helper()
+	must(t, unix.Mount("front", dir, "fuse.fronttest", unix.MS_NOSUID|unix.MS_NODEV,
+		fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0,max_read=%d", fd, 1<<20)))
 }
 
 func (m *testMount) path(name string) string { return filepath.Join(m.dir, name) }
