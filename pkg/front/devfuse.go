@@ -89,8 +89,8 @@ type DevFuse struct {
 }
 
 // NewDevFuse negotiates the FUSE protocol on the connection of dev, whose file system must be
-// mounted. opts are those of fuse.NewProtocolServer; PanicHandler is required. The caller closes dev
-// after Serve.
+// mounted. opts are those of fuse.NewProtocolServer; PanicHandler is required. The caller closes
+// dev after Serve.
 func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	var err error

@@ -95,7 +95,8 @@ func (d *Device) notifyEntry(dir uint64, name string, flags uint32) error {
 	return d.notify(fuse.NOTIFY_INVAL_ENTRY, bytesOf(&out), []byte(name), []byte{0})
 }
 
-// resend makes the kernel send the requests again that have no reply. No request may be in progress.
+// resend makes the kernel send the requests again that have no reply. No request may be in
+// progress.
 func (d *Device) resend() error { return d.notify(notifyResend) }
 
 // notifyResend is FUSE_NOTIFY_RESEND of include/uapi/linux/fuse.h.

@@ -46,9 +46,11 @@ const (
 type testFS struct {
 	fuse.RawFileSystem
 
-	read         func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) // nil: data
-	lookup       func(*fuse.InHeader)                                                         // nil, or called for each LOOKUP
-	delay        time.Duration                                                                // of a LOOKUP
+	// read handles READs, and lookup is called for each LOOKUP, if they are not nil.
+	read   func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status)
+	lookup func(*fuse.InHeader)
+	delay  time.Duration // of a LOOKUP
+
 	link         string
 	mode         atomic.Uint32 // of the file
 	lookups      atomic.Int32

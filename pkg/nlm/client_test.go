@@ -376,8 +376,8 @@ func TestLateLockIsReleased(t *testing.T) {
 	waitFor(t, "the release", func() bool { return s.count(nlm.ProcUnlock) == 1 && s.locks() == 0 && !c.InUse(fh) })
 }
 
-// TestLateUnlockKeepsNewLock interrupts an UNLOCK that the server executes late. It must not release
-// the lock that the owner sets next.
+// TestLateUnlockKeepsNewLock interrupts an UNLOCK that the server executes late. It must not
+// release the lock that the owner sets next.
 func TestLateUnlockKeepsNewLock(t *testing.T) {
 	s := startLockServer(t)
 	c := s.client(nil)
