@@ -45,6 +45,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
 	{"pkg/front", ""},
 	{"internal/archtest", ""},
+	{"internal/fdstore", ""},
 	{"internal/leakcheck", ""},
 	{"internal/powertest", ""},
 	{"internal/running", ""},

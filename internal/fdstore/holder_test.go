@@ -1,0 +1,599 @@
+package fdstore
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+)
+
+// killHolder kills a holder and waits until its process has ended.
+func killHolder(t testing.TB, socket string, pid int) {
+	t.Helper()
+	if err := unix.Kill(pid, unix.SIGKILL); err != nil && err != unix.ESRCH {
+		t.Fatal(err)
+	}
+	waitEnd(t, socket, pid)
+}
+
+func waitEnd(t testing.TB, socket string, pid int) {
+	t.Helper()
+	wait(t, "the end of the holder", func() bool { return holderPID(t, socket) != pid })
+}
+
+func TestHolderIsDetached(t *testing.T) {
+	setenv(t, "NOTIFY_SOCKET", "")
+	socket := testConfig(t).Socket
+	leaked, err := os.Open("/dev/zero")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer leaked.Close()
+	d := startDaemon(t, socket, func(cmd *exec.Cmd) {
+		cmd.ExtraFiles = []*os.File{leaked} // the daemon inherits it without FD_CLOEXEC
+		cmd.Env = append(os.Environ(), "SECRET=1")
+	}, func(int) {})
+	pid := runningHolder(t, socket)
+	proc := func(pid int, file string) string {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/%s", pid, file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return strings.TrimSpace(string(b))
+	}
+	daemonPID := d.cmd.Process.Pid
+	if got, want := proc(pid, "oom_score_adj"), proc(daemonPID, "oom_score_adj"); got != want {
+		t.Errorf("oom_score_adj: got %s, want %s", got, want)
+	}
+	if env := proc(pid, "environ"); env != "" {
+		t.Errorf("environment: got %q, want none", env)
+	}
+	if cwd, err := os.Readlink(fmt.Sprintf("/proc/%d/cwd", pid)); cwd != "/" {
+		t.Errorf("working directory: got %q, %v; want /", cwd, err)
+	}
+	sid, err := unix.Getsid(pid)
+	daemonSID, _ := unix.Getsid(daemonPID)
+	if err != nil || sid == daemonSID || sid == pid {
+		t.Errorf("session: got %d of holder %d and daemon session %d, %v; want another, and no leader", sid, pid,
+			daemonSID, err)
+	}
+	if strings.Contains(proc(pid, "status"), fmt.Sprintf("PPid:\t%d\n", daemonPID)) {
+		t.Error("the holder is a child of the daemon")
+	}
+	if children := proc(daemonPID, fmt.Sprintf("task/%d/children", daemonPID)); children != "" {
+		t.Errorf("the daemon has children %s, want none", children)
+	}
+	// 3 to 5 of listener, lock and connection; the runtime has an epoll descriptor and an eventfd,
+	// and reads the limits of the cgroup
+	allowed := regexp.MustCompile(`^(socket:|anon_inode:|/sys/fs/cgroup/|` + regexp.QuoteMeta(socket+lockSuffix) + `$)`)
+	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range fds {
+		target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, e.Name()))
+		isStandard := len(e.Name()) == 1 && e.Name() <= "2"
+		if err != nil || isStandard && target != os.DevNull || !isStandard && !allowed.MatchString(target) {
+			t.Errorf("descriptor %s of the holder: unexpected %s, %v", e.Name(), target, err)
+		}
+	}
+}
+
+func TestStaleSocketIsReplaced(t *testing.T) {
+	cfg := testConfig(t)
+	s := open(t, Holder, cfg)
+	put(t, s, "a", "1")
+	pid := runningHolder(t, cfg.Socket)
+	killHolder(t, cfg.Socket, pid)
+	if _, err := os.Lstat(cfg.Socket); err != nil {
+		t.Fatal(err)
+	}
+	f := memfd("2")
+	defer f.Close()
+	if err := s.Put("b", f); !errors.Is(err, ErrLost) {
+		t.Errorf("put without holder: got %v, want %v", err, ErrLost)
+	}
+	if err := s.Remove("a"); !errors.Is(err, ErrLost) {
+		t.Errorf("second call without holder: got %v, want %v", err, ErrLost)
+	}
+	next := open(t, Holder, cfg)
+	if len(next.Kept()) != 0 {
+		t.Errorf("entries: got %v, want none", next.Kept())
+	}
+	if now := runningHolder(t, cfg.Socket); now == pid {
+		t.Error("no new holder")
+	}
+	fi, err := os.Stat(cfg.Socket)
+	if err != nil || fi.Mode() != os.ModeSocket|0o600 {
+		t.Errorf("mode of the socket: got %v, %v; want %v", fi.Mode(), err, os.ModeSocket|0o600)
+	}
+}
+
+func TestOtherFileIsNotReplaced(t *testing.T) {
+	cfg := testConfig(t)
+	if err := os.WriteFile(cfg.Socket, []byte("x"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if s, err := Holder(cfg); err == nil || !strings.Contains(err.Error(), "is not a socket") {
+		t.Errorf("got %v, %v; want an error that the file is not a socket", s, err)
+	}
+}
+
+func TestSecondDaemonGetsError(t *testing.T) {
+	cfg := testConfig(t)
+	first := open(t, Holder, cfg)
+	put(t, first, "a", "1")
+	_, err := Holder(cfg)
+	if pid := fmt.Sprintf("pid %d", os.Getpid()); !errors.Is(err, ErrBusy) || !strings.Contains(err.Error(), pid) {
+		t.Errorf("second daemon: got %v, want %v with %s", err, ErrBusy, pid)
+	}
+	put(t, first, "b", "2")
+	if err := first.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if next := open(t, Holder, cfg); len(next.Kept()) != 2 {
+		t.Errorf("entries after the first daemon: got %v, want 2", next.Kept())
+	}
+}
+
+// Many daemons start at the same time without a holder. One gets the store.
+func TestConcurrentStartsHaveOneWinner(t *testing.T) {
+	cfg := testConfig(t)
+	const daemons = 6
+	type result struct {
+		s   Store
+		err error
+	}
+	results := make(chan result)
+	for range daemons {
+		go func() {
+			s, err := Holder(cfg)
+			results <- result{s, err}
+		}()
+	}
+	var winners []Store
+	for range daemons {
+		switch r := <-results; {
+		case r.err == nil:
+			winners = append(winners, r.s)
+		case !errors.Is(r.err, ErrBusy):
+			t.Errorf("got %v, want %v", r.err, ErrBusy)
+		}
+	}
+	if len(winners) != 1 {
+		t.Errorf("daemons with the store: got %d, want 1", len(winners))
+	}
+	pid := runningHolder(t, cfg.Socket)
+	for _, s := range winners {
+		s.Close()
+	}
+	waitEnd(t, cfg.Socket, pid)
+}
+
+func TestEmptyHolderEnds(t *testing.T) {
+	cfg := testConfig(t)
+	s := open(t, Holder, cfg)
+	pid := runningHolder(t, cfg.Socket)
+	put(t, s, "a", "1")
+	s.Close()
+	time.Sleep(100 * time.Millisecond) // it would end
+	if now := holderPID(t, cfg.Socket); now != pid {
+		t.Fatalf("holder with an entry: got pid %d, want %d", now, pid)
+	}
+	s = open(t, Holder, cfg)
+	if err := s.Remove("a"); err != nil {
+		t.Fatal(err)
+	}
+	put(t, s, "b", "2")
+	if err := s.Remove("b"); err != nil {
+		t.Fatal(err)
+	}
+	s.Close()
+	waitEnd(t, cfg.Socket, pid)
+	if _, err := os.Lstat(cfg.Socket); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("socket: got %v, want %v", err, os.ErrNotExist)
+	}
+}
+
+// Without its socket, no daemon can reach the holder. Its entries must not stay for ever.
+func TestUnreachableHolderEnds(t *testing.T) {
+	testutil.Long(t)
+	for _, connected := range []bool{true, false} {
+		t.Run(fmt.Sprintf("connected=%v", connected), func(t *testing.T) {
+			cfg := testConfig(t)
+			s := open(t, Holder, cfg)
+			pid := runningHolder(t, cfg.Socket)
+			put(t, s, "a", "1")
+			if !connected {
+				s.Close()
+			}
+			if err := os.Remove(cfg.Socket); err != nil {
+				t.Fatal(err)
+			}
+			if connected {
+				put(t, s, "b", "1")
+				s.Close()
+			}
+			waitEnd(t, cfg.Socket, pid)
+		})
+	}
+}
+
+func TestTerminatedHolderWaitsForDaemon(t *testing.T) {
+	cfg := testConfig(t)
+	s := open(t, Holder, cfg)
+	pid := runningHolder(t, cfg.Socket)
+	put(t, s, "a", "1")
+	for _, sig := range []unix.Signal{unix.SIGHUP, unix.SIGINT, unix.SIGTERM} {
+		if err := unix.Kill(pid, sig); err != nil {
+			t.Fatal(err)
+		}
+	}
+	time.Sleep(50 * time.Millisecond)
+	put(t, s, "b", "1")
+	s.Close()
+	waitEnd(t, cfg.Socket, pid)
+}
+
+func TestStoppedHolderTimesOut(t *testing.T) {
+	cfg := testConfig(t)
+	pid := func() int {
+		s := open(t, Holder, cfg)
+		put(t, s, "a", "1")
+		s.Close()
+		return runningHolder(t, cfg.Socket)
+	}()
+	short := cfg
+	short.Timeout = 100 * time.Millisecond
+	s := open(t, Holder, short)
+	if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	f := memfd("2")
+	defer f.Close()
+	if err := s.Put("a", f); !errors.Is(err, ErrLost) || !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("put: got %v, want %v with %v", err, ErrLost, os.ErrDeadlineExceeded)
+	}
+	if _, err := Holder(short); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("open: got %v, want %v", err, os.ErrDeadlineExceeded)
+	}
+	if err := unix.Kill(pid, unix.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	next := open(t, Holder, cfg)
+	if err := next.Put("a", f); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestOtherUserIsRefused(t *testing.T) {
+	testutil.NeedsRoot(t)
+	cfg := testConfig(t)
+	s := open(t, Holder, cfg)
+	put(t, s, "a", "1")
+	for dir := filepath.Dir(cfg.Socket); dir != os.TempDir(); dir = filepath.Dir(dir) {
+		if err := os.Chmod(dir, 0o711); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.Close()
+	if err := asOther(t, func() error { return dialAndGreet(cfg.Socket) }); !errors.Is(err, unix.EACCES) {
+		t.Errorf("mode of the socket: got %v, want %v", err, unix.EACCES)
+	}
+	if err := os.Chmod(cfg.Socket, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if err := asOther(t, func() error { return dialAndGreet(cfg.Socket) }); !errors.Is(err, os.ErrPermission) ||
+		errors.Is(err, unix.EACCES) {
+		t.Errorf("credentials of the peer: got %v, want %v of the holder", err, os.ErrPermission)
+	}
+	if err := dialAndGreet(cfg.Socket); err != nil {
+		t.Errorf("own user: %v", err)
+	}
+}
+
+// asOther calls do in a thread of another user.
+func asOther(t *testing.T, do func() error) error {
+	t.Helper()
+	result := make(chan error)
+	go func() {
+		runtime.LockOSThread() // without unlock: the thread ends with the goroutine
+		const other = 65534
+		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, other, other, other); errno != 0 {
+			result <- errno
+			return
+		}
+		result <- do()
+	}()
+	return <-result
+}
+
+// dialAndGreet returns the error of the greeting of a holder. It connects in the calling thread.
+func dialAndGreet(socket string) error {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	if err := unix.Connect(fd, &unix.SockaddrUnix{Name: socket}); err != nil {
+		return err
+	}
+	b := make([]byte, maxMessage)
+	n, err := unix.Read(fd, b)
+	if err != nil || n < headerBytes {
+		return fmt.Errorf("greeting of %d bytes: %w", n, err)
+	}
+	if b[1] == statusOK {
+		return nil
+	}
+	return &refusedError{status: b[1], text: string(b[headerBytes:n])}
+}
+
+func TestHolderSurvivesHostileMessages(t *testing.T) {
+	cfg := testConfig(t)
+	s := open(t, Holder, cfg)
+	put(t, s, "a", "1")
+	s.Close()
+	pid := runningHolder(t, cfg.Socket)
+	before := 0 // descriptors of the holder without connection
+	wait(t, "the end of the connection", func() bool {
+		n := descriptors(t, pid)
+		defer func() { before = n }()
+		return n == before
+	})
+	const closed = 255 // the holder sends no reply
+	name := func(n int) string { return strings.Repeat("n", n) }
+	for _, c := range []struct {
+		what    string
+		message string
+		fds     int
+		status  byte
+	}{
+		{"empty message", "", 0, closed},
+		{"empty message with a descriptor", "", 1, closed},
+		{"one byte", "\x01", 0, statusInvalid},
+		{"version 0", "\x00\x01a", 1, statusVersion},
+		{"version 2", "\x02\x01a", 1, statusVersion},
+		{"unknown operation", "\x01\x04", 0, statusInvalid},
+		{"operation 255", "\x01\xffa", 1, statusInvalid},
+		{"put without name", "\x01\x01", 1, statusInvalid},
+		{"put without descriptor", "\x01\x01b", 0, statusInvalid},
+		{"put with two descriptors", "\x01\x01b", 2, statusInvalid},
+		{"put with 253 descriptors", "\x01\x01b", 253, statusInvalid},
+		{"long name", "\x01\x01" + name(MaxName+1), 1, statusInvalid},
+		{"message of maximal length", "\x01\x01" + name(maxMessage-headerBytes), 1, statusInvalid},
+		{"long message", "\x01\x01" + name(maxMessage), 1, statusInvalid},
+		{"very long message", "\x01\x01" + name(100000), 1, statusInvalid},
+		{"colon", "\x01\x01a:b", 1, statusInvalid},
+		{"NUL", "\x01\x01a\x00b", 1, statusInvalid},
+		{"not ASCII", "\x01\x01\xc3\xa4", 1, statusInvalid},
+		{"remove with descriptor", "\x01\x02a", 1, statusInvalid},
+		{"remove without name", "\x01\x02", 0, statusInvalid},
+		{"list with name", "\x01\x03a", 0, statusInvalid},
+		{"list with descriptor", "\x01\x03", 1, statusInvalid},
+	} {
+		conn := connect(t, cfg.Socket)
+		var oob []byte
+		if c.fds > 0 {
+			oob = unix.UnixRights(make([]int, c.fds)...) // standard input
+		}
+		if err := sendRaw(conn, []byte(c.message), oob); err != nil {
+			t.Fatalf("%s: %v", c.what, err)
+		}
+		b, _, err := receive(conn)
+		if c.status == closed {
+			if !errors.Is(err, io.EOF) {
+				t.Errorf("%s: got %q, %v; want %v", c.what, b, err, io.EOF)
+			}
+		} else if err != nil || b[0] != protocolVersion || b[1] != c.status {
+			t.Errorf("%s: got %q, %v; want status %d", c.what, b, err, c.status)
+		} else if _, _, err := receive(conn); err == nil {
+			t.Errorf("%s: the connection is open", c.what)
+		}
+		conn.Close()
+	}
+	if holderPID(t, cfg.Socket) != pid {
+		t.Fatal("the holder has ended")
+	}
+	next := open(t, Holder, cfg)
+	if kept := next.Kept(); len(kept) != 1 || kept[0].Name != "a" || contentOf(kept[0].File) != "1" {
+		t.Errorf("entries: got %v, want a", kept)
+	}
+	if n := descriptors(t, pid); n != before+1 {
+		t.Errorf("descriptors of the holder: got %d, want %d", n, before+1)
+	}
+}
+
+// sendRaw sends a message. Unlike the functions of package unix, it can send a descriptor without
+// data.
+func sendRaw(conn *net.UnixConn, message, oob []byte) error {
+	iov := unix.Iovec{Base: unsafe.SliceData(message)}
+	iov.SetLen(len(message))
+	header := unix.Msghdr{Iov: &iov, Control: unsafe.SliceData(oob)}
+	header.SetIovlen(1)
+	header.SetControllen(len(oob))
+	return withFD(conn, func(fd int) error {
+		_, _, errno := unix.Syscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(&header)), 0)
+		if errno != 0 {
+			return errno
+		}
+		return nil
+	})
+}
+
+// connect connects to a holder and reads its greeting.
+func connect(t testing.TB, socket string) *net.UnixConn {
+	t.Helper()
+	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: socket, Net: "unixpacket"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := conn.SetDeadline(time.Now().Add(testTimeout)); err != nil {
+		t.Fatal(err)
+	}
+	if b, _, err := receive(conn); err != nil || !bytes.Equal(b, []byte{protocolVersion, statusOK}) {
+		t.Fatalf("greeting: got %q, %v", b, err)
+	}
+	return conn
+}
+
+// The next daemon connects before the holder has read the last request of a killed daemon.
+func TestRequestBeforeEndIsExecuted(t *testing.T) {
+	cfg := testConfig(t)
+	for i := range 50 {
+		s := open(t, Holder, cfg)
+		if n := len(s.Kept()); n != i {
+			t.Fatalf("entries of daemon %d: got %d", i, n)
+		}
+		f := memfd("x")
+		err := withFD(f, func(fd int) error { return send(s.(*holderStore).conn, opPut, strconv.Itoa(i), fd) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		f.Close()
+		s.Close()
+	}
+}
+
+func TestHolderBoundsEntries(t *testing.T) {
+	testutil.Long(t)
+	cfg := testConfig(t)
+	s := open(t, Holder, cfg)
+	began := time.Now()
+	for i := range MaxEntries {
+		put(t, s, strconv.Itoa(i), "x")
+	}
+	t.Logf("%d entries put in %v", MaxEntries, time.Since(began))
+	f := memfd("y")
+	defer f.Close()
+	if err := s.Put("more", f); !errors.Is(err, ErrFull) {
+		t.Errorf("put of one more: got %v, want %v", err, ErrFull)
+	}
+	if err := s.Put("7", f); err != nil {
+		t.Errorf("replace in a full store: %v", err)
+	}
+	s.Close()
+	began = time.Now()
+	s = open(t, Holder, cfg)
+	t.Logf("%d entries listed in %v", len(s.Kept()), time.Since(began))
+	if n := len(s.Kept()); n != MaxEntries {
+		t.Errorf("entries: got %d, want %d", n, MaxEntries)
+	}
+	for _, e := range s.Kept() {
+		want := "x"
+		if e.Name == "7" {
+			want = "y"
+		}
+		if got := contentOf(e.File); got != want {
+			t.Errorf("entry %s: got %q, want %q", e.Name, got, want)
+		}
+	}
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", runningHolder(t, cfg.Socket)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, line := range strings.Split(string(status), "\n") {
+		if strings.HasPrefix(line, "VmRSS") || strings.HasPrefix(line, "RssAnon") {
+			t.Log("holder:", line)
+		}
+	}
+}
+
+// The connection of a mount exists as long as a descriptor of /dev/fuse is open.
+func TestHolderKeepsFUSEConnection(t *testing.T) {
+	testutil.NeedsFUSE(t)
+	cfg := testConfig(t)
+	s := open(t, Holder, cfg)
+	fd, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "/dev/fuse")
+	dir := t.TempDir()
+	options := fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fd)
+	if err := unix.Mount("nfsrdmad-test", dir, "fuse", 0, options); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Unmount(dir, unix.MNT_DETACH) //nolint:errcheck // unmounted below if the test passes
+	if err := s.Put("fuse", f); err != nil {
+		t.Fatal(err)
+	}
+	f.Close()
+	s.Close()
+	s = open(t, Holder, cfg)
+	if len(s.Kept()) != 1 {
+		t.Fatalf("entries: got %v, want one", s.Kept())
+	}
+	f = s.Kept()[0].File
+	b := make([]byte, 1<<17)
+	n, err := f.Read(b)
+	const fuseInit = 26 // FUSE_INIT of linux/fuse.h
+	if err != nil || n < 8 || b[4] != fuseInit {
+		t.Errorf("first request: got %x, %v; want FUSE_INIT", b[:min(n, 8)], err)
+	}
+	if err := unix.Unmount(dir, 0); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.Read(b); !errors.Is(err, unix.ENODEV) {
+		t.Errorf("read after unmount: got %v, want %v", err, unix.ENODEV)
+	}
+}
+
+func TestRunHolderNeedsDaemon(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := exec.Command(self, "holder").CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "only the daemon starts the holder") {
+		t.Errorf("got %v, %q", err, out)
+	}
+}
+
+func TestHolderOfOtherVersion(t *testing.T) {
+	cfg := testConfig(t)
+	l, err := net.Listen("unixpacket", cfg.Socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	go func() {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		_, _ = c.Write([]byte{protocolVersion + 1, statusOK})
+		c.Close()
+	}()
+	if _, err := Holder(cfg); err == nil || !strings.Contains(err.Error(), "version 2 of the protocol, want 1") {
+		t.Errorf("got %v, want an error with both versions", err)
+	}
+}
+
+func TestCommandThatRunsNoHolder(t *testing.T) {
+	cfg := testConfig(t)
+	for _, command := range [][]string{nil, {"/bin/false"}, {"/nonexistent"}, {"/bin/true"}} {
+		cfg.Command = command
+		if s, err := Holder(cfg); err == nil {
+			t.Errorf("command %q: got %v, want an error", command, s)
+		}
+		if _, err := os.Lstat(cfg.Socket); len(command) > 0 && command[0] != "/bin/true" && err == nil {
+			t.Errorf("command %q: the socket remains", command)
+		}
+	}
+}

@@ -1,0 +1,271 @@
+package fdstore
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+)
+
+// testTimeout bounds each wait of a test.
+const testTimeout = 30 * time.Second
+
+// TestMain also runs the other processes of the tests, which are this program with an argument.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 {
+		var err error
+		switch os.Args[1] {
+		case "holder":
+			err = RunHolder()
+		case "daemon":
+			err = runDaemon(os.Args[2])
+		default:
+			testutil.Main(m) // exits
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			unix.Exit(1)
+		}
+		unix.Exit(0) // os.Exit waits for 1 s with the race detector
+	}
+	testutil.Main(m)
+}
+
+func testConfig(t testing.TB) Config {
+	t.Helper()
+	return configAt(filepath.Join(t.TempDir(), "holder.sock"))
+}
+
+func configAt(socket string) Config {
+	self, err := os.Executable()
+	if err != nil {
+		panic(err)
+	}
+	// The holder ignores the argument. holderPID finds the process by it.
+	return Config{Socket: socket, Command: []string{self, "holder", socket}, Timeout: testTimeout}
+}
+
+// runDaemon opens the store, prints its entries, and executes the commands of its standard input:
+//
+//	put NAME CONTENT
+//	remove NAME
+//	count             replace the entry "state" with larger and larger numbers until killed
+//
+// It prints "ok" or the error after each command.
+func runDaemon(socket string) error {
+	s, err := Open(configAt(socket))
+	if err != nil {
+		return err
+	}
+	for _, v := range os.Environ() {
+		if strings.HasPrefix(v, "LISTEN_") {
+			return fmt.Errorf("environment has %s", v)
+		}
+	}
+	last := 0
+	for _, e := range s.Kept() {
+		flags, err := unix.FcntlInt(e.File.Fd(), unix.F_GETFD, 0)
+		if err != nil || flags&unix.FD_CLOEXEC == 0 {
+			return fmt.Errorf("flags of descriptor %s: %#x, %v; want FD_CLOEXEC", e.Name, flags, err)
+		}
+		content := contentOf(e.File)
+		fmt.Printf("kept %s %s\n", e.Name, content)
+		if e.Name == "state" {
+			if last, err = strconv.Atoi(content); err != nil {
+				return err
+			}
+		}
+	}
+	fmt.Println("ready", s)
+	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
+		f := strings.Fields(in.Text())
+		switch f[0] {
+		case "put":
+			err = s.Put(f[1], memfd(f[2]))
+		case "remove":
+			err = s.Remove(f[1])
+		case "count":
+			for i := last + 1; ; i++ {
+				file := memfd(strconv.Itoa(i))
+				if err := s.Put("state", file); err != nil {
+					return err
+				}
+				file.Close()
+				fmt.Println("stored", i)
+			}
+		}
+		if err != nil {
+			fmt.Println(err)
+		} else {
+			fmt.Println("ok")
+		}
+	}
+	return s.Close()
+}
+
+// memfd returns a memfd with the content.
+func memfd(content string) *os.File {
+	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
+	if err != nil {
+		panic(err)
+	}
+	f := os.NewFile(uintptr(fd), "memfd")
+	if _, err := f.WriteString(content); err != nil {
+		panic(err)
+	}
+	return f
+}
+
+func contentOf(f *os.File) string {
+	b, err := io.ReadAll(io.NewSectionReader(f, 0, 1<<20))
+	if err != nil {
+		return err.Error()
+	}
+	return string(b)
+}
+
+// A daemon is a process that runs runDaemon.
+type daemon struct {
+	t     testing.TB
+	cmd   *exec.Cmd
+	in    io.WriteCloser
+	out   *bufio.Scanner
+	kept  map[string]string
+	store string
+}
+
+// startDaemon starts a daemon. prepare may change its command, and started gets its pid.
+func startDaemon(t testing.TB, socket string, prepare func(*exec.Cmd), started func(pid int)) *daemon {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &daemon{t: t, kept: make(map[string]string)}
+	d.cmd = exec.Command("/bin/sh", "-c", `LISTEN_PID=$$ exec "$@"`, "sh", self, "daemon", socket)
+	d.cmd.Stderr = os.Stderr
+	d.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	if d.in, err = d.cmd.StdinPipe(); err != nil {
+		t.Fatal(err)
+	}
+	out, err := d.cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.out = bufio.NewScanner(out)
+	prepare(d.cmd)
+	err = d.cmd.Start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	started(d.cmd.Process.Pid)
+	t.Cleanup(d.kill)
+	for {
+		line := d.line()
+		if store, ok := strings.CutPrefix(line, "ready "); ok {
+			d.store = store
+			return d
+		}
+		f := strings.Fields(line)
+		if len(f) != 3 || f[0] != "kept" {
+			t.Fatalf("daemon printed %q at its start", line)
+		}
+		d.kept[f[1]] = f[2]
+	}
+}
+
+func (d *daemon) line() string {
+	d.t.Helper()
+	if !d.out.Scan() {
+		d.t.Fatalf("daemon ended: %v", d.out.Err())
+	}
+	return d.out.Text()
+}
+
+func (d *daemon) send(command string) {
+	d.t.Helper()
+	if _, err := fmt.Fprintln(d.in, command); err != nil {
+		d.t.Fatal(err)
+	}
+}
+
+// do executes commands, which must succeed.
+func (d *daemon) do(commands ...string) {
+	d.t.Helper()
+	for _, c := range commands {
+		d.send(c)
+		if got := d.line(); got != "ok" {
+			d.t.Fatalf("%s: got %s, want ok", c, got)
+		}
+	}
+}
+
+// kill kills the daemon with SIGKILL.
+func (d *daemon) kill() {
+	_ = d.cmd.Process.Kill()
+	_ = d.cmd.Wait()
+}
+
+// holderPID returns the pid of the holder for a socket, or 0.
+func holderPID(t testing.TB, socket string) int {
+	t.Helper()
+	dirs, err := filepath.Glob("/proc/[0-9]*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, dir := range dirs {
+		if comm, _ := os.ReadFile(dir + "/comm"); string(comm) != holderComm+"\n" {
+			continue
+		}
+		args, _ := os.ReadFile(dir + "/cmdline")
+		if strings.HasSuffix(string(args), "\x00holder\x00"+socket+"\x00") {
+			pid, _ := strconv.Atoi(filepath.Base(dir))
+			return pid
+		}
+	}
+	return 0
+}
+
+// runningHolder returns the pid of the holder, and ends the holder after the test.
+func runningHolder(t testing.TB, socket string) int {
+	t.Helper()
+	var pid int
+	wait(t, "the holder to run", func() bool { pid = holderPID(t, socket); return pid != 0 })
+	t.Cleanup(func() {
+		if holderPID(t, socket) == pid {
+			_ = unix.Kill(pid, unix.SIGKILL)
+		}
+	})
+	return pid
+}
+
+// wait waits until cond returns true.
+func wait(t testing.TB, what string, cond func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(testTimeout); !cond(); time.Sleep(2 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("waited %v for %s", testTimeout, what)
+		}
+	}
+}
+
+// descriptors returns the number of open descriptors of a process.
+func descriptors(t testing.TB, pid int) int {
+	t.Helper()
+	all, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(all)
+}
