@@ -264,6 +264,15 @@ func TestStoppedHolderTimesOut(t *testing.T) {
 	if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
+	wait(t, "all threads of the holder to stop", func() bool {
+		tasks, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
+		for _, task := range tasks {
+			if b, _ := os.ReadFile(task); !strings.Contains(string(b), "State:\tT") {
+				return false
+			}
+		}
+		return len(tasks) > 0
+	})
 	f := memfd("2")
 	defer f.Close()
 	if err := s.Put("a", f); !errors.Is(err, ErrLost) || !errors.Is(err, os.ErrDeadlineExceeded) {

@@ -64,6 +64,7 @@ func configAt(socket string) Config {
 //
 // It prints "ok" or the error after each command.
 func runDaemon(socket string) error {
+	passed, _ := strconv.Atoi(os.Getenv("LISTEN_FDS"))
 	s, err := Open(configAt(socket))
 	if err != nil {
 		return err
@@ -73,12 +74,13 @@ func runDaemon(socket string) error {
 			return fmt.Errorf("environment has %s", v)
 		}
 	}
+	for fd := listenStart; fd < listenStart+passed; fd++ {
+		if flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); err == nil && flags&unix.FD_CLOEXEC == 0 {
+			return fmt.Errorf("descriptor %d has no FD_CLOEXEC", fd)
+		}
+	}
 	last := 0
 	for _, e := range s.Kept() {
-		flags, err := unix.FcntlInt(e.File.Fd(), unix.F_GETFD, 0)
-		if err != nil || flags&unix.FD_CLOEXEC == 0 {
-			return fmt.Errorf("flags of descriptor %s: %#x, %v; want FD_CLOEXEC", e.Name, flags, err)
-		}
 		content := contentOf(e.File)
 		fmt.Printf("kept %s %s\n", e.Name, content)
 		if e.Name == "state" {

@@ -63,7 +63,7 @@ func TestSystemdAbstractSocket(t *testing.T) {
 func TestSystemdFull(t *testing.T) {
 	for _, fdstore := range []string{"", "4"} {
 		t.Run("FDSTORE="+fdstore, func(t *testing.T) {
-			m := startManager(t, 4)
+			m := startManager(t, 4+len(fdstore)) // with FDSTORE, Put must not depend on systemd
 			setenv(t, "FDSTORE", fdstore)
 			s := open(t, Systemd, testConfig(t))
 			for _, name := range []string{"a", "b", "c"} {
