@@ -49,6 +49,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/leakcheck", ""},
 	{"internal/powertest", ""},
 	{"internal/running", ""},
+	{"internal/slotfile", ""},
 	{"internal/verify", ""},
 	{"pkg/rangelock", ""},
 	{"pkg/rpcrdma", ""},

@@ -1,0 +1,116 @@
+package slotfile
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"math/rand/v2"
+	"testing"
+)
+
+// damagedSpecs give a small file with free slots, slots with records, and unused slots.
+var damagedSpecs = []TableSpec{
+	{Name: "a", RecordBytes: 21, Counters: 1, MaxSlots: 8},
+	{Name: "b", RecordBytes: 8, MaxSlots: 2},
+}
+
+// fileToDamage returns the bytes of a valid file, and the records of its tables.
+func fileToDamage(tb testing.TB) ([]byte, []map[Slot]string) {
+	tb.Helper()
+	f := heapFile(tb, damagedSpecs)
+	a, b := f.Table("a"), f.Table("b")
+	for _, text := range []string{"zero", "one", "two", "three"} {
+		s := mustPut(tb, a, "old "+text)
+		a.Put(s, pad(a, text))
+	}
+	a.Free(2)
+	mustPut(tb, b, "b")
+	return f.mem, []map[Slot]string{records(tb, a), records(tb, b)}
+}
+
+// checkDamaged loads a damaged file. It reports a change of the file, and a record that the
+// valid file does not have.
+func checkDamaged(t *testing.T, what string, at int, mem []byte, valid []map[Slot]string) (detected bool) {
+	t.Helper()
+	b := aligned(len(mem))
+	copy(b, mem)
+	f, err := load(b, testSchema, damagedSpecs, nil)
+	if !bytes.Equal(b, mem) {
+		t.Errorf("%s at %d: load changed the file", what, at)
+	}
+	if err != nil {
+		if !errors.Is(err, ErrCorrupt) && !errors.Is(err, ErrVersion) {
+			t.Errorf("%s at %d: got %v", what, at, err)
+		}
+		return true
+	}
+	for i, table := range f.tables {
+		for s, text := range records(t, table) {
+			if valid[i][s] != text {
+				t.Errorf("%s at %d: table %d, slot %d: got record %q, want %q", what, at, i, s, text, valid[i][s])
+			}
+		}
+	}
+	return false
+}
+
+func TestDamageIsDetected(t *testing.T) {
+	valid, want := fileToDamage(t)
+	detected := 0
+	for at := range valid {
+		for _, mask := range []byte{1, 0x80, 0xff, byte(rand.IntN(255) + 1)} {
+			mem := bytes.Clone(valid)
+			mem[at] ^= mask
+			found := checkDamaged(t, "byte changed", at, mem, want)
+			if at < headerBytes && !found {
+				t.Errorf("byte %d of the header changed by %#x: not detected", at, mask)
+			}
+			if found {
+				detected++
+			}
+		}
+	}
+	for at := 0; at+8 <= len(valid); at += 8 {
+		for range 4 {
+			mem := bytes.Clone(valid)
+			binary.NativeEndian.PutUint64(mem[at:], rand.Uint64())
+			checkDamaged(t, "word changed", at, mem, want)
+		}
+	}
+	t.Logf("%d bytes: %d of %d changes of a byte detected", len(valid), detected, 4*len(valid))
+}
+
+// FuzzOpen opens any content as a file. With fix it first corrects the checksum of the header.
+func FuzzOpen(f *testing.F) {
+	valid, _ := fileToDamage(f)
+	f.Add(valid, false)
+	f.Add(valid, true)
+	f.Add(valid[:headerBytes], true)
+	f.Add([]byte{}, false)
+	f.Fuzz(func(t *testing.T, content []byte, fix bool) {
+		content = bytes.Clone(content)
+		if fix && len(content) >= headerBytes {
+			order.PutUint32(content[atSum:], headerSum(content))
+		}
+		d := memfdOf(t, content, int64(len(content)), seals)
+		defer d.Close()
+		file, err := Open(d, testSchema, damagedSpecs)
+		if err != nil {
+			if !errors.Is(err, ErrCorrupt) && !errors.Is(err, ErrVersion) {
+				t.Fatal(err)
+			}
+			if len(content) > 0 && !bytes.Equal(readAll(t, d), content) {
+				t.Error("Open changed the file and returned an error")
+			}
+			return
+		}
+		defer file.Close()
+		for _, table := range file.tables {
+			records(t, table)
+			if s, err := table.Alloc(); err == nil {
+				table.Put(s, make([]byte, table.record))
+				table.Free(s)
+			}
+		}
+	})
+}
