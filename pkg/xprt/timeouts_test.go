@@ -85,6 +85,9 @@ func TestStopOfProcessIsLeftOut(t *testing.T) {
 				c.stopped, c.expired)
 		}
 	}
+	if now := time.Duration(tr.now()); now > 0 || now < -stop {
+		t.Errorf("running time after the stop: got %v, want that before, less %v", now, stop)
+	}
 	if n := strings.Count(log.String(), "process was stopped"); n != 1 {
 		t.Errorf("log lines about the stop: got %d, want 1:\n%s", n, log.String())
 	}
@@ -270,7 +273,9 @@ func TestQuietConnectionIsCheckedOrClosed(t *testing.T) {
 				if got != c.want {
 					t.Errorf("got %d, want %d", got, c.want)
 				}
-				s.state = slotIdle
+				if c.pinged > 0 {
+					s.state = slotIdle
+				}
 				cn.fail(io.EOF) // ends the keepalive call
 				synctest.Wait()
 			})
