@@ -217,7 +217,7 @@ const pullupMax = 4096
 
 // gathers reports whether the device can send from memory that was not registered for Sends.
 func (cn *conn) gathers() bool {
-	return cn.params.SendSGEs >= 3 && cn.dev.Attrs().Caps.Has(verbs.CapRegisterAny)
+	return cn.dev.Attrs().Caps.Has(verbs.CapRegisterAny)
 }
 
 // gatherSend fills the Send with b, the arguments, and the data in the memory of the caller. The
