@@ -369,3 +369,116 @@ func TestReplyWaitsForSend(t *testing.T) {
 		}
 	}
 }
+
+// TestSendQueueCountsPlaces takes, returns and retires places one after the other.
+func TestSendQueueCountsPlaces(t *testing.T) {
+	var q sendQueue
+	q.init(8, 1)
+	for i, c := range []struct {
+		retire int64 // mark; 0 for none
+		back   int   // places to return
+		take   int
+		ok     bool
+		taken  int64
+	}{
+		{0, 0, 9, false, 0},
+		{0, 0, 8, true, 8},
+		{0, 0, 1, false, 8},
+		{2, 0, 3, false, 8},
+		{0, 0, 2, true, 10},
+		{1, 0, 1, false, 10}, // an earlier mark has no effect
+		{0, 3, 4, false, 7},
+		{0, -1, 3, true, 10}, // returns nothing
+		{0, 0, 1, false, 10},
+	} {
+		q.begun.Store(q.taken.Load())
+		if c.retire > 0 {
+			q.retire(c.retire)
+		}
+		q.giveBack(c.back)
+		if ok := q.take(c.take); ok != c.ok || q.taken.Load() != c.taken {
+			t.Errorf("step %d: take %d: got %v, %d places taken; want %v, %d", i, c.take, ok, q.taken.Load(), c.ok,
+				c.taken)
+		}
+	}
+}
+
+// TestFreePlacesWakeCallers checks which events tell the waiting callers that places are free.
+func TestFreePlacesWakeCallers(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		event func(q *sendQueue)
+		wakes bool
+	}{
+		{"place returned", func(q *sendQueue) { q.giveBack(1) }, true},
+		{"nothing returned", func(q *sendQueue) { q.giveBack(0) }, false},
+		{"requests retired", func(q *sendQueue) { q.retire(1) }, true},
+	} {
+		var q sendQueue
+		q.init(8, 1)
+		q.take(8)
+		q.begin(8)
+		c.event(&q) // no caller waits
+		room := q.full()
+		if other := q.full(); other != room || isClosed(room) {
+			t.Errorf("%s: two callers: got other channels, or a closed one", c.name)
+		}
+		q.begun.Store(q.taken.Load())
+		c.event(&q)
+		if got := isClosed(room); got != c.wakes {
+			t.Errorf("%s: got woken %v, want %v", c.name, got, c.wakes)
+		}
+		if c.wakes && isClosed(q.full()) {
+			t.Errorf("%s: the next caller does not wait", c.name)
+		}
+	}
+}
+
+// TestSendsAreSignaledInTime checks after which requests a Send is signaled: signalAfter requests,
+// or when half of the queue is in use.
+func TestSendsAreSignaledInTime(t *testing.T) {
+	for _, c := range []struct {
+		name              string
+		size, signalAfter int
+		taken             int64 // before the chains
+		want              []bool
+	}{
+		{"after 6 requests", 100, 6, 0, []bool{false, true, false, true}},
+		{"after 7 requests", 100, 7, 0, []bool{false, false, true, false, false, true}},
+		{"half of the queue", 100, 1000, 49, []bool{false}},
+		{"half of the queue, one more", 100, 1000, 50, []bool{true, true}},
+		{"at least one request", 100, 0, 0, []bool{true, true}},
+	} {
+		var q sendQueue
+		q.init(c.size, c.signalAfter)
+		q.taken.Store(c.taken)
+		for i, want := range c.want {
+			if got := q.signalNow(3); got != want {
+				t.Errorf("%s: chain %d: got signaled %v, want %v", c.name, i, got, want)
+			}
+		}
+	}
+	var q sendQueue
+	q.init(100, 1000)
+	q.taken.Store(60)
+	q.retired.Store(11)
+	if q.signalNow(3) {
+		t.Error("49 of 100 places in use: got signaled")
+	}
+}
+
+// TestMarksFollowPosts checks the marks of chains: the number of requests up to their ends.
+func TestMarksFollowPosts(t *testing.T) {
+	var q sendQueue
+	q.init(100, 1)
+	q.take(20)
+	for _, c := range []struct {
+		n    int
+		want int64
+	}{{3, 3}, {4, 7}, {1, 8}} {
+		if got := q.begin(c.n); got != c.want {
+			t.Errorf("chain of %d requests: got mark %d, want %d", c.n, got, c.want)
+		}
+		q.end(c.n)
+	}
+}
