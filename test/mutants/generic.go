@@ -264,8 +264,8 @@ func score(p genericPackage, report gremlinsReport, equivalents []equivalent) (b
 			is := func(e equivalent) bool { return e.genericMutant == m }
 			switch mu.Status {
 			case "LIVED", "NOT COVERED":
-				if slices.ContainsFunc(unused, is) {
-					unused = slices.DeleteFunc(unused, is)
+				if i := slices.IndexFunc(unused, is); i >= 0 { // one for each of several equal lines
+					unused = slices.Delete(unused, i, i+1)
 					mu.Status = "EQUIVALENT"
 					break
 				}

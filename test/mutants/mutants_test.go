@@ -224,6 +224,7 @@ func TestScore(t *testing.T) {
 		{"not covered is not killed", report("KILLED", "LIVED", "NOT COVERED"), nil, false},
 		{"timeout kills", report("TIMED OUT", "LIVED"), nil, true},
 		{"the second is equivalent", report("KILLED", "LIVED", "LIVED"), []equivalent{second}, true},
+		{"one of two equal equivalents", report("KILLED", "LIVED", "LIVED"), []equivalent{second, second}, false},
 		{"the equivalent is killed", report("KILLED", "KILLED"), []equivalent{second}, false},
 		{"equivalent of another package", report("KILLED"),
 			[]equivalent{{genericMutant{file: "pkg/xprt/x.go"}, ""}}, true},
