@@ -76,13 +76,17 @@ func TestUsefulness(t *testing.T) {
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			tr := &Transport{epoch: time.Now()}
-			cn := &conn{adapter: &adapter{t: tr}}
+			time.Sleep(time.Minute)
+			cn := &conn{adapter: &adapter{t: tr}, installedAt: tr.now()}
 			time.Sleep(c.life)
 			for range c.calls {
 				cn.recordReply(&slot{})
 			}
 			for range c.pings {
 				cn.recordReply(&slot{ping: true})
+			}
+			if n := cn.served.Load(); int(n) != min(c.calls, progressCalls) {
+				t.Errorf("%d calls answered: got %d counted, want at most %d", c.calls, n, progressCalls)
 			}
 			if got := cn.usefulness(minLife); got != c.want {
 				t.Errorf("%d calls and %d keepalive calls answered in %v: got %d, want %d", c.calls, c.pings, c.life,
