@@ -73,6 +73,9 @@ func TestPanicEndsConnection(t *testing.T) {
 				!bytes.Equal(buf, fill(0, len(buf))) {
 				t.Errorf("READ after the panic: got %v, or other data", err)
 			}
+			if connOf(t, tr).adapter == cn.adapter {
+				t.Error("the next connection uses the MRs of the call that panicked")
+			}
 			if n := len(tr.Calls()); n > 0 {
 				t.Errorf("pending calls: got %d, want 0", n)
 			}
