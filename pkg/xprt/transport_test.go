@@ -105,7 +105,7 @@ func TestStateNamesLastChange(t *testing.T) {
 			{StateDisconnected, nil, 3, "first"},
 			{StateConnecting, nil, 5, "first"},
 		} {
-			time.Sleep(1)
+			time.Sleep(time.Nanosecond)
 			tr.setState(c.state, c.err)
 			s := tr.Stats()
 			if s.State != c.state || s.Since.Sub(began) != c.since || s.LastError != c.last {
