@@ -134,6 +134,7 @@ type FS struct {
 	clock       atomic.Uint64 // orders replies and changes: see updateAttr
 	lastRemoval atomic.Uint64 // clock after this mount's last removal
 	lastRename  atomic.Uint64 // clock after this mount's last rename
+	lastLock    atomic.Uint64 // clock after the last lock that the server granted; 0: none
 	lookups     lookupCache
 	users       soleUser
 	// clock after this mount's last removal and rename of an object that the name cache did not

@@ -112,7 +112,9 @@ func lockContext(r *request, cancel <-chan struct{}) (ctx context.Context, done 
 // lock sets a lock. Locks make the data of clients coherent, as in Linux's client: dirty data is on
 // the server before the lock is requested, and the kernel's cached pages are dropped after the lock
 // is granted. Attributes cannot tell whether the file has changed: clients that lock in turn can
-// change it several times within one tick of the server's clock.
+// change it several times within one tick of the server's clock. Missing names that were looked up
+// before the lock are looked up again: a database finds out by the name of its journal that another
+// client was killed in a transaction.
 func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, wait bool) error {
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
@@ -126,6 +128,7 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 	if err := fs.opts.Locks.Lock(ctx, h.cred, h.ino.fh, *l, wait); err != nil {
 		return err
 	}
+	fs.setToNow(&fs.lastLock)
 	h.ino.mu.Lock()
 	h.ino.pageStampValid = false
 	h.ino.mu.Unlock()

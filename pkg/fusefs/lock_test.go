@@ -1,6 +1,7 @@
 package fusefs
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"testing"
@@ -42,6 +43,39 @@ func TestLockSeesChangeWithinOneTick(t *testing.T) {
 	setLock(t, f, unix.F_RDLCK)
 	if _, err := f.ReadAt(buf, 0); err != nil || string(buf) != "new" {
 		t.Errorf("read under a lock: got %q, %v, want %q", buf, err, "new")
+	}
+}
+
+// TestLockSeesNewNames looks up a name that does not exist. Another client makes the name. After
+// the next lock the name must exist, as the journal of a database whose writer was killed.
+func TestLockSeesNewNames(t *testing.T) {
+	e := startOwnExport(t)
+	must(t, os.Mkdir(filepath.Join(e.dir, "sub"), 0o755))
+	m, _ := e.mountWithLocks(t)
+	for _, dir := range []string{"", "sub"} {
+		t.Run("in /"+dir, func(t *testing.T) {
+			db, err := os.Create(m.path(filepath.Join(dir, "db")))
+			must(t, err)
+			defer db.Close()
+			journal, there := m.path(filepath.Join(dir, "journal")), filepath.Join(e.dir, dir, "journal")
+			isMissing := func() bool {
+				_, err := os.Lstat(journal)
+				return errors.Is(err, unix.ENOENT)
+			}
+			for range 3 {
+				setLock(t, db, unix.F_RDLCK)
+				if !eventually(isMissing) || !isMissing() { // the second one may use the cache
+					t.Fatal("the name exists already")
+				}
+				must(t, os.WriteFile(there, nil, 0o644))
+				setLock(t, db, unix.F_WRLCK)
+				if _, err := os.Lstat(journal); err != nil {
+					t.Errorf("name that another client made before the lock: %v", err)
+				}
+				must(t, os.Remove(there))
+				setLock(t, db, unix.F_UNLCK)
+			}
+		})
 	}
 }
 

@@ -21,6 +21,8 @@ import (
 //   - Since then the directory has not changed, as far as this client knows, except by this client.
 //   - The name was found not longer ago than the attributes of the directory may be cached, and the
 //     attributes of the directory are not older than maxNameAge.
+//   - A name that does not exist was looked up after the last lock that the server granted to this
+//     mount.
 //
 // Otherwise the server gets a LOOKUP with the credential of the caller. So an answer of the server
 // for one user is never an answer for another user. Linux's NFS client gives the same promise.
@@ -46,6 +48,7 @@ type nameKey struct {
 type nameEntry struct {
 	node    uint64 // 0: the name does not exist
 	epoch   uint64 // of the directory
+	start   uint64 // FS.clock at the LOOKUP
 	expires time.Time
 }
 
@@ -166,7 +169,7 @@ func (fs *FS) keepLookup(dir *inode, name string, node, start uint64) {
 	dir.mu.Lock()
 	defer dir.mu.Unlock() // a removal that drops the name comes after the put, or is seen here
 	if start >= max(dir.lookups.epochClock, dir.lookups.namesClock) {
-		fs.lookups.put(nameKey{dir.id, name}, nameEntry{node, dir.lookups.epoch, expires})
+		fs.lookups.put(nameKey{dir.id, name}, nameEntry{node, dir.lookups.epoch, start, expires})
 	}
 }
 
@@ -209,7 +212,7 @@ func (fs *FS) lookupCached(r *request, dir *inode, name string, out *fuse.EntryO
 		return nil, false, nil
 	}
 	e, ok := fs.lookups.get(nameKey{dir.id, name})
-	if !ok || !fs.nameValid(dir, &e, r.cred, time.Now()) {
+	if !ok || e.node == 0 && e.start < fs.lastLock.Load() || !fs.nameValid(dir, &e, r.cred, time.Now()) {
 		return nil, false, nil
 	}
 	if e.node == 0 {

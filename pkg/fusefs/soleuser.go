@@ -87,7 +87,7 @@ func (fs *FS) kernelNameTime(dir *inode) time.Duration {
 // missing returns the result of a lookup of a name that does not exist.
 func (fs *FS) missing(dir *inode, out *fuse.EntryOut) (*inode, error) {
 	t := min(fs.kernelNameTime(dir), fs.attrTimeout(dir))
-	if t == 0 || fs.opts.LookupCache != LookupCacheAll {
+	if t == 0 || fs.opts.LookupCache != LookupCacheAll || fs.lastLock.Load() != 0 {
 		return nil, syscall.ENOENT
 	}
 	// Node 0 with a timeout makes the kernel cache the name as missing for that time.
