@@ -227,6 +227,45 @@ func TestNotificationsReachKernel(t *testing.T) {
 	}
 }
 
+// TestExtendSize raises the size of an open file. The cached pages must keep their data.
+func TestExtendSize(t *testing.T) {
+	fs := newTestFS()
+	var reads atomic.Int32
+	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+		reads.Add(1)
+		return fs.result(bytes.Repeat([]byte{7}, int(in.Size))), fuse.OK
+	}
+	m := mount(t, fs)
+	fd := open(t, m.path("data"), unix.O_RDONLY)
+	must(t, unix.Fadvise(fd, 0, 0, unix.FADV_RANDOM)) // no read-ahead
+	buf := make([]byte, 1)
+	read := func(off int64) int {
+		t.Helper()
+		n, err := unix.Pread(fd, buf, off)
+		must(t, err)
+		if n > 0 && buf[0] != 7 {
+			t.Errorf("byte at %d: got %d, want 7", off, buf[0])
+		}
+		return n
+	}
+	read(dataSize - 1)
+	for _, size := range []uint64{0, 1, dataSize, dataSize + 1} {
+		must(t, m.dev.ExtendSize(fileNode, size))
+		before := reads.Load()
+		if read(dataSize - 1); reads.Load() != before {
+			t.Errorf("extend to %d: the cached page was read again", size)
+		}
+		if n := read(8 << 20); n != 0 {
+			t.Errorf("extend to %d: got %d bytes behind the end", size, n)
+		}
+	}
+	must(t, m.dev.ExtendSize(fileNode, 8<<20+1))
+	if n := read(8 << 20); n != 1 {
+		t.Errorf("last byte after the extension: got %d bytes, want 1", n)
+	}
+	must(t, m.dev.ExtendSize(77, 4096)) // a node that the kernel does not know
+}
+
 func TestClosedDevice(t *testing.T) {
 	d, err := OpenDevice()
 	must(t, err)

@@ -3,7 +3,9 @@ package front
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"os"
+	"sync"
 	"syscall"
 	"unsafe"
 
@@ -77,6 +79,34 @@ func (d *Device) InvalInode(node uint64, off, length int64) error {
 	out.Ino, out.Off, out.Length = node, off, length
 	return d.notify(fuse.NOTIFY_INVAL_INODE, bytesOf(&out))
 }
+
+// ExtendSize raises the size that the kernel knows of a file to size. It changes nothing if the
+// kernel's size is larger or if the kernel does not know the node.
+//
+// A kernel that gets attributes ignores them when another notification about the node came since it
+// asked. It then uses its old size: reads find the end of the file too early. No notification is
+// for the size alone. FUSE_NOTIFY_STORE sets it before it copies data to the cache, so ExtendSize
+// sends one whose data cannot be read.
+func (d *Device) ExtendSize(node, size uint64) error {
+	if size == 0 {
+		return nil
+	}
+	var out fuse.NotifyStoreOut
+	out.Nodeid, out.Offset, out.Size = node, size-1, 1
+	if err := d.notify(fuse.NOTIFY_STORE_CACHE, bytesOf(&out), unreadable()); !errors.Is(err, unix.EFAULT) {
+		return err
+	}
+	return nil
+}
+
+// unreadable returns one byte of memory that neither this process nor the kernel can read.
+var unreadable = sync.OnceValue(func() []byte {
+	b, err := unix.Mmap(-1, 0, os.Getpagesize(), unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		panic(fmt.Sprintf("map a page without access: %v", err))
+	}
+	return b[:1]
+})
 
 // ExpireEntry makes the kernel look the name of a directory up again before it next uses the name.
 // A kernel without CAP_HAS_EXPIRE_ONLY removes the name instead. A name that the kernel does not

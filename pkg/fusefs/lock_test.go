@@ -1,9 +1,11 @@
 package fusefs
 
 import (
+	"bytes"
 	"errors"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -109,4 +111,64 @@ func TestCloseOfOtherDescriptorWritesBeforeUnlock(t *testing.T) {
 		t.Fatalf("locks after the close: got %d, want 0", n)
 	}
 	wantContent(t, filepath.Join(e.dir, "f"), []byte("data"))
+}
+
+// TestLockSeesGrowthBesideOtherLocks reads the end of a file that another client extends, under
+// locks. Meanwhile other owners of the mount lock the file too.
+func TestLockSeesGrowthBesideOtherLocks(t *testing.T) {
+	const rounds, block = 300, 4096
+	e := startOwnExport(t)
+	there, err := os.Create(filepath.Join(e.dir, "f"))
+	must(t, err)
+	defer there.Close()
+	m, _ := e.mountWithLocks(t)
+	openFD := func() int {
+		fd, err := unix.Open(m.path("f"), unix.O_RDWR|unix.O_CLOEXEC, 0)
+		must(t, err)
+		t.Cleanup(func() { _ = unix.Close(fd) })
+		return fd
+	}
+	lock := func(fd int, typ int16, start int64) error {
+		return unix.FcntlFlock(uintptr(fd), unix.F_OFD_SETLK, &unix.Flock_t{Type: typ, Start: start, Len: 1})
+	}
+	stop := make(chan struct{})
+	var others sync.WaitGroup
+	for i := range 3 {
+		fd := openFD()
+		others.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				if err := errors.Join(lock(fd, unix.F_RDLCK, int64(i)), lock(fd, unix.F_UNLCK, int64(i))); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	fd := openFD()
+	buf := make([]byte, block)
+	short, old := 0, 0
+	for i := range rounds {
+		want := bytes.Repeat([]byte{byte(i + 1)}, block)
+		_, err := there.WriteAt(want, int64(i)*block)
+		must(t, err)
+		must(t, lock(fd, unix.F_RDLCK, 100))
+		n, err := unix.Pread(fd, buf, int64(i)*block)
+		must(t, err)
+		if n != block {
+			short++
+		} else if !bytes.Equal(buf, want) {
+			old++
+		}
+		must(t, lock(fd, unix.F_UNLCK, 100))
+	}
+	close(stop)
+	others.Wait()
+	if short+old != 0 {
+		t.Errorf("reads under a lock: %d of %d did not see the end of the file, %d had old data", short, rounds, old)
+	}
 }

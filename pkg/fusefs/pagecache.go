@@ -80,14 +80,28 @@ func (fs *FS) revalidate(ino *inode, a *nfs3.Attr, cacheable bool) (unchanged bo
 
 // sendDrop makes the kernel discard its cached pages and attributes of a file. The caller has
 // counted it in pageDrops.
+//
+// While several processes lock or open the file, the kernel may ignore the attributes that it then
+// gets, see front.Device.ExtendSize. The size is therefore set first.
 func (fs *FS) sendDrop(ino *inode) {
 	fs.Counters.CacheDrops.Add(1)
 	if d := fs.device.Load(); d != nil {
+		_ = d.ExtendSize(ino.id, ino.knownSize())
 		_ = d.InvalInode(ino.id, 0, 0)
 	}
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	ino.pageDrops--
+}
+
+// knownSize returns the size of a file on the server, or 0 if it is unknown.
+func (ino *inode) knownSize() uint64 {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	if ino.attr.Type != nfs3.NF3REG || !ino.known || !ino.valid || ino.pending > 0 {
+		return 0
+	}
+	return ino.attr.Size
 }
 
 // dropCache counts and sends a drop.
