@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"strings"
 	"sync"
@@ -249,7 +250,7 @@ func TestExtendSize(t *testing.T) {
 		return n
 	}
 	read(dataSize - 1)
-	for _, size := range []uint64{0, 1, dataSize, dataSize + 1} {
+	for _, size := range []uint64{0, 1, dataSize, dataSize + 1, 1 << 63, math.MaxUint64} {
 		must(t, m.dev.ExtendSize(fileNode, size))
 		before := reads.Load()
 		if read(dataSize - 1); reads.Load() != before {

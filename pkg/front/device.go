@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"sync"
 	"syscall"
@@ -88,7 +89,7 @@ func (d *Device) InvalInode(node uint64, off, length int64) error {
 // for the size alone. FUSE_NOTIFY_STORE sets it before it copies data to the cache, so ExtendSize
 // sends one whose data cannot be read.
 func (d *Device) ExtendSize(node, size uint64) error {
-	if size == 0 {
+	if size == 0 || size > math.MaxInt64 { // of a server that is broken
 		return nil
 	}
 	var out fuse.NotifyStoreOut
