@@ -564,19 +564,23 @@ func TestSoftMountCountsWaitForSlot(t *testing.T) {
 		t.Fatal(err)
 	}
 	svc.delay.Store(int64(time.Hour))
-	svc.calls.Store(0)
-	var wg sync.WaitGroup
-	for range 3 * slots {
-		wg.Go(func() {
-			if err := tr.Call(testContext(t), echo(1, nil, 0)); !isTimeout(err) {
-				t.Errorf("Call: got %v, want a TimeoutError", err)
-			}
-		})
+	var n int64
+	for range 3 { // a call that begins later on a loaded host may have time left for a free slot
+		svc.calls.Store(0)
+		var wg sync.WaitGroup
+		for range 3 * slots {
+			wg.Go(func() {
+				if err := tr.Call(testContext(t), echo(1, nil, 0)); !isTimeout(err) {
+					t.Errorf("Call: got %v, want a TimeoutError", err)
+				}
+			})
+		}
+		wg.Wait()
+		if n = int64(svc.calls.Load()); n <= slots {
+			return
+		}
 	}
-	wg.Wait()
-	if n := svc.calls.Load(); n > slots {
-		t.Errorf("calls at the server: got %d, want at most %d", n, slots)
-	}
+	t.Errorf("calls at the server: got %d, want at most %d", n, slots)
 }
 
 func TestInvalidReplies(t *testing.T) {
