@@ -15,8 +15,8 @@ const (
 	// MaxName is the largest length of a name in bytes. systemd allows 255 bytes, of which the
 	// systemd store uses 11 for a number.
 	MaxName = 240
-	// defaultTimeout bounds each operation. systemd may need seconds, for example for daemon-
-	// reload.
+	// defaultTimeout bounds each operation. systemd may need seconds, for example while it reloads
+	// its units.
 	defaultTimeout = 10 * time.Second
 )
 

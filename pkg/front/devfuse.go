@@ -38,12 +38,12 @@ const (
 	opRead        = 15
 	opGetXAttr    = 22
 	opListXAttr   = 23
+	opInit        = 26
 	opReadDir     = 28
 	opInterrupt   = 36
 	opIoctl       = 39
 	opBatchForget = 42
 	opReadDirPlus = 44
-	opInit        = 26
 )
 
 const (

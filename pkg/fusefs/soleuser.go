@@ -87,6 +87,7 @@ func (fs *FS) kernelNameTime(dir *inode) time.Duration {
 // missing returns the result of a lookup of a name that does not exist.
 func (fs *FS) missing(dir *inode, out *fuse.EntryOut) (*inode, error) {
 	t := min(fs.kernelNameTime(dir), fs.attrTimeout(dir))
+	// A lock makes missing names old, and the kernel cannot be told for each of them.
 	if t == 0 || fs.opts.LookupCache != LookupCacheAll || fs.lastLock.Load() != 0 {
 		return nil, syscall.ENOENT
 	}
