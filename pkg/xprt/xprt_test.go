@@ -564,8 +564,8 @@ func TestSoftMountCountsWaitForSlot(t *testing.T) {
 		t.Fatal(err)
 	}
 	svc.delay.Store(int64(time.Hour))
-	// A call that begins later than others may have time left for a free slot. On a loaded host, try
-	// again.
+	// A call that begins later than others may have time left for a free slot. On a loaded host,
+	// try again.
 	for try := 1; ; try++ {
 		svc.calls.Store(0)
 		var lastBegan atomic.Int64
