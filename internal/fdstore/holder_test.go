@@ -185,11 +185,18 @@ func TestConcurrentStartsHaveOneWinner(t *testing.T) {
 	waitEnd(t, cfg.Socket, pid)
 }
 
-func TestEmptyHolderEnds(t *testing.T) {
-	cfg := testConfig(t)
-	s := open(t, Holder, cfg)
-	pid := runningHolder(t, cfg.Socket)
+// holderWithEntry starts a holder with the entry "a", and returns its store and its process.
+func holderWithEntry(t *testing.T) (cfg Config, s Store, pid int) {
+	t.Helper()
+	cfg = testConfig(t)
+	s = open(t, Holder, cfg)
+	pid = runningHolder(t, cfg.Socket)
 	put(t, s, "a", "1")
+	return cfg, s, pid
+}
+
+func TestEmptyHolderEnds(t *testing.T) {
+	cfg, s, pid := holderWithEntry(t)
 	s.Close()
 	time.Sleep(100 * time.Millisecond) // it would end
 	if now := holderPID(t, cfg.Socket); now != pid {
@@ -235,10 +242,7 @@ func TestUnreachableHolderEnds(t *testing.T) {
 }
 
 func TestTerminatedHolderWaitsForDaemon(t *testing.T) {
-	cfg := testConfig(t)
-	s := open(t, Holder, cfg)
-	pid := runningHolder(t, cfg.Socket)
-	put(t, s, "a", "1")
+	cfg, s, pid := holderWithEntry(t)
 	for _, sig := range []unix.Signal{unix.SIGHUP, unix.SIGINT, unix.SIGTERM} {
 		if err := unix.Kill(pid, sig); err != nil {
 			t.Fatal(err)
