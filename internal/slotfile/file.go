@@ -8,6 +8,8 @@ import (
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 )
 
 // Errors of this package. Test for them with errors.Is.
@@ -41,9 +43,6 @@ func corrupt(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrCorrupt, fmt.Sprintf(format, args...))
 }
 
-// seals fix the size of a file, and the seals.
-const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-
 // A File is an open file with tables. See the package comment about concurrency.
 type File struct {
 	fd       int    // of a description that only this File has; -1 after Close
@@ -71,15 +70,7 @@ func create(name string, schema uint32, specs []TableSpec) (_ *File, err error) 
 	if err != nil {
 		return nil, err
 	}
-	// A file above the limit would cause SIGXFSZ.
-	var limit unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &limit); err != nil {
-		return nil, fmt.Errorf("getrlimit: %w", err)
-	}
-	if uint64(size) > limit.Cur {
-		return nil, fmt.Errorf("size of %d bytes exceeds the limit RLIMIT_FSIZE of %d: %w", size, limit.Cur, unix.EFBIG)
-	}
-	fd, err := memfd(name)
+	fd, err := memfd.Create(name, size, memfd.Sealed)
 	if err != nil {
 		return nil, err
 	}
@@ -88,33 +79,13 @@ func create(name string, schema uint32, specs []TableSpec) (_ *File, err error) 
 			unix.Close(fd)
 		}
 	}()
-	if err := unix.Ftruncate(fd, size); err != nil {
-		return nil, fmt.Errorf("ftruncate: %w", err)
-	}
-	if err := allocate(fd, 0, headerBytes); err != nil {
+	if err := memfd.Allocate(fd, 0, headerBytes); err != nil {
 		return nil, err
 	}
 	if _, err := unix.Pwrite(fd, header(schema, specs, offsets, size), 0); err != nil {
 		return nil, fmt.Errorf("write header: %w", err)
 	}
-	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
-		return nil, fmt.Errorf("add seals: %w", err)
-	}
 	return attach(fd, int(size), schema, specs)
-}
-
-// memfd creates a file of size 0 that cannot be executed. Kernels before Linux 6.3 do not know
-// MFD_NOEXEC_SEAL.
-func memfd(name string) (int, error) {
-	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
-	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
-	if err == unix.EINVAL {
-		fd, err = unix.MemfdCreate(name, flags)
-	}
-	if err != nil {
-		return -1, fmt.Errorf("memfd_create: %w", err)
-	}
-	return fd, nil
 }
 
 // Open opens a file that Create made, and adds 1 to its restart count. The caller keeps f and may
@@ -142,8 +113,8 @@ func open(shared int, schema uint32, specs []TableSpec) (_ *File, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("get seals: %w", err)
 	}
-	if have&seals != seals || have&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
-		return nil, corrupt("seals are %#x, want %#x", have, seals)
+	if have&memfd.Sealed != memfd.Sealed || have&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
+		return nil, corrupt("seals are %#x, want %#x", have, memfd.Sealed)
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(shared, &st); err != nil {
@@ -207,7 +178,7 @@ func attach(fd, size int, schema uint32, specs []TableSpec) (_ *File, err error)
 	if err := unix.Madvise(mem, unix.MADV_DONTDUMP); err != nil {
 		return nil, fmt.Errorf("madvise: %w", err)
 	}
-	f, err := load(mem, schema, specs, func(offset, n int64) error { return allocate(fd, offset, n) })
+	f, err := load(mem, schema, specs, func(offset, n int64) error { return memfd.Allocate(fd, offset, n) })
 	if err != nil {
 		return nil, err
 	}
@@ -235,20 +206,6 @@ func load(mem []byte, schema uint32, specs []TableSpec, allocate func(offset, n 
 		f.tables = append(f.tables, t)
 	}
 	return f, nil
-}
-
-// allocate gives memory to a range of the file. Without it, a store to the range would cause SIGBUS
-// when the host has no memory.
-func allocate(fd int, offset, n int64) error {
-	for {
-		err := unix.Fallocate(fd, 0, offset, n)
-		if err == nil {
-			return nil
-		}
-		if err != unix.EINTR {
-			return fmt.Errorf("fallocate of %d bytes: %w", n, err)
-		}
-	}
 }
 
 // Table returns the table with that name, or nil.
