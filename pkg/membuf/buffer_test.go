@@ -8,11 +8,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 )
-
-func TestMain(m *testing.M) { testutil.Main(m) }
 
 func TestAllocReturnsZeroedPages(t *testing.T) {
 	page := os.Getpagesize()
