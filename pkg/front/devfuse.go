@@ -25,6 +25,11 @@ type FileSystem interface {
 	// valid until Done, which is called exactly once for each result. The buffer argument of Read
 	// is nil.
 	fuse.RawFileSystem
+	// Replied is called after the reply to a request was written, also if the write failed. unique
+	// is Unique of the request. The kernel does not send this request again, unless the write
+	// failed. Replied is not called for requests without reply (FORGET, BATCH_FORGET), INIT and
+	// INTERRUPT.
+	Replied(unique uint64)
 	// Disconnected is called once, when the kernel has ended the connection. No program waits for
 	// the requests in progress any more, so they should end.
 	Disconnected()
@@ -105,11 +110,13 @@ func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, 
 
 // Resume takes over a connection that another process served. init is what Init of that process
 // returned. opts must be the options of that process, with CAP_HAS_RESEND in ExtraCapabilities. fs
-// must know all nodes and open files of the kernel.
+// must know all nodes and open files of the kernel before Serve, as requests may name any of them:
+// the kernel does not tell what it knows.
 //
 // Serve then first makes the kernel send the requests again that have no reply. The other process
-// may have executed them, see Resent. Linux before 6.9 cannot send them again: Resume returns
-// ErrNoResend.
+// may have executed them, see Resent. The kernel also repeats an INTERRUPT for them. It drops a
+// request that waits to be sent again when the caller of the request is killed. Linux before 6.9
+// cannot send them again: Resume returns ErrNoResend.
 func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	if _, err := s.handleInit(init); err != nil {
@@ -125,12 +132,17 @@ func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte) (*
 // ErrNoResend means that the kernel cannot send requests again.
 var ErrNoResend = errors.New("resume a FUSE connection: the kernel cannot resend requests; use Linux 6.9 or later")
 
-// resent is FUSE_UNIQUE_RESEND of include/uapi/linux/fuse.h.
+// resent is FUSE_UNIQUE_RESEND of include/uapi/linux/fuse.h. The reply to a request that was sent
+// again, and the INTERRUPT of that request, have the bit, too.
 const resent = 1 << 63
 
 // Resent reports whether the kernel has sent a request again. A process that served the connection
 // before may have executed the request.
 func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
+
+// Unique returns the number of a request, which stays the same when the kernel sends the request
+// again. No other request of the connection has the number.
+func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
 
 func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
 	logger := opts.Logger
@@ -260,7 +272,19 @@ func (s *DevFuse) beginRead() []byte {
 		r.free = r.free[:n-1]
 		return buf
 	}
-	return bytesOfWords(make([]uint64, (s.bufSize+7)/8))
+	buf := bytesOfWords(make([]uint64, (s.bufSize+7)/8))
+	makeResident(buf)
+	return buf
+}
+
+// makeResident gives memory to all pages of b. A thread of a process that was killed may still take
+// a request in read(2). The kernel then refuses to get memory for a missing page, and ends the
+// request with EIO instead of keeping it for the next process (fuse_copy_fill, fuse_dev_do_read).
+func makeResident(b []byte) {
+	for i := 0; i < len(b); i += os.Getpagesize() {
+		b[i] = 1
+	}
+	b[len(b)-1] = 1
 }
 
 // endRead reverses beginRead. It keeps buf, unless nil, for the next worker. When replace is set
@@ -352,6 +376,9 @@ func (w *worker) dispatch(in []byte) {
 			n = putError(out, header(in).Unique, unix.EIO) // the reply did not fit
 		}
 		w.write(out[:n])
+		if h := header(in); h.Opcode != opInterrupt {
+			w.s.fs.Replied(Unique(h))
+		}
 	}
 	if len(w.large) > keepReply {
 		w.large = nil

@@ -17,6 +17,8 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 func must(t testing.TB, err error) {
@@ -165,14 +167,31 @@ func TestEndOfConnectionEndsRequests(t *testing.T) {
 	}
 }
 
-func TestNotificationsReachKernel(t *testing.T) {
+// withAndWithoutHelper runs a test twice: on a mount whose notifications this process sends, and on
+// one with a helper.
+func withAndWithoutHelper(t *testing.T, test func(t *testing.T, mount func(*testFS) *testMount)) {
+	t.Run("direct", func(t *testing.T) {
+		test(t, func(fs *testFS) *testMount { return mount(t, fs) })
+	})
+	t.Run("helper", func(t *testing.T) {
+		test(t, func(fs *testFS) *testMount {
+			m := mount(t, fs)
+			useHelper(t, m.dev)
+			return m
+		})
+	})
+}
+
+func TestNotificationsReachKernel(t *testing.T) { withAndWithoutHelper(t, testNotifications) }
+
+func testNotifications(t *testing.T, mount func(*testFS) *testMount) {
 	fs := newTestFS()
 	var reads atomic.Int32
 	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
 		reads.Add(1)
 		return fs.result(make([]byte, in.Size)), fuse.OK
 	}
-	m := mount(t, fs)
+	m := mount(fs)
 	var fd int
 	var st unix.Stat_t
 	// The kernel marks the path of an open file whose name it has removed.
@@ -229,14 +248,16 @@ func TestNotificationsReachKernel(t *testing.T) {
 }
 
 // TestExtendSize raises the size of an open file. The cached pages must keep their data.
-func TestExtendSize(t *testing.T) {
+func TestExtendSize(t *testing.T) { withAndWithoutHelper(t, testExtendSize) }
+
+func testExtendSize(t *testing.T, mount func(*testFS) *testMount) {
 	fs := newTestFS()
 	var reads atomic.Int32
 	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
 		reads.Add(1)
 		return fs.result(bytes.Repeat([]byte{7}, int(in.Size))), fuse.OK
 	}
-	m := mount(t, fs)
+	m := mount(fs)
 	fd := open(t, m.path("data"), unix.O_RDONLY)
 	must(t, unix.Fadvise(fd, 0, 0, unix.FADV_RANDOM)) // no read-ahead
 	buf := make([]byte, 1)
@@ -343,6 +364,9 @@ func (k *kernel) receive(unique uint64) (syscall.Errno, []byte) {
 	k.t.Helper()
 	buf := make([]byte, 2<<20)
 	n, err := unix.Read(k.fd, buf)
+	for err == unix.EINTR { // a socket with a timeout is not read again after a signal
+		n, err = unix.Read(k.fd, buf)
+	}
 	if err != nil || n < headerSize {
 		k.t.Fatalf("reply to request %d: got %d bytes, %v", unique, n, err)
 	}
@@ -367,6 +391,124 @@ func readIn(size uint32) []byte {
 func (k *kernel) interrupt(unique, target uint64) {
 	k.t.Helper()
 	k.send(opInterrupt, unique, binary.NativeEndian.AppendUint64(nil, target))
+}
+
+// TestDeviceOf uses descriptors of another owner.
+func TestDeviceOf(t *testing.T) {
+	testutil.NeedsFUSE(t)
+	first, err := OpenDevice()
+	must(t, err)
+	defer first.Close()
+	kept, err := first.File()
+	must(t, err)
+	defer kept.Close()
+	must(t, first.Use(func(fd int) { must(t, unix.SetNonblock(fd, true)) })) // of the shared description
+	d, err := DeviceOf(kept)
+	must(t, err)
+	defer d.Close()
+	must(t, kept.Close())
+	must(t, d.Use(func(fd int) {
+		flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
+		closes, err2 := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0)
+		must(t, errors.Join(err, err2))
+		if flags&unix.O_NONBLOCK != 0 || closes&unix.FD_CLOEXEC == 0 {
+			t.Errorf("flags of the duplicate: got %#x and %#x, want no O_NONBLOCK, and FD_CLOEXEC", flags, closes)
+		}
+	}))
+	dir := t.TempDir()
+	must(t, first.Use(func(fd int) { mountTest(t, dir, fd) }))
+	must(t, first.Close())
+	if d.Disconnected() {
+		t.Error("connection after Close of the first Device: ended")
+	}
+	if _, err := NewDevFuse(d, newTestFS(), resumeOptions()); err != nil {
+		t.Errorf("NewDevFuse: %v", err)
+	}
+	must(t, unix.Unmount(dir, unix.MNT_DETACH))
+	must(t, d.Close())
+	if _, err := d.File(); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("File after Close: got %v, want %v", err, os.ErrClosed)
+	}
+
+	null, err := os.Open(os.DevNull)
+	must(t, err)
+	defer null.Close()
+	file, err := os.Create(t.TempDir() + "/file")
+	must(t, err)
+	defer file.Close()
+	for _, f := range []*os.File{null, file, kept} {
+		if _, err := DeviceOf(f); err == nil {
+			t.Errorf("DeviceOf(%s): got no error", f.Name())
+		}
+	}
+}
+
+// TestRepliedFollowsEachReply checks that Replied is called once for each request with a reply.
+func TestRepliedFollowsEachReply(t *testing.T) {
+	fs := newTestFS()
+	fs.keepReplied = true
+	release, began := make(chan struct{}), make(chan struct{})
+	fs.read = func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+		switch in.Offset {
+		case 1:
+			panic("test")
+		case 2:
+			close(began)
+			select {
+			case <-cancel:
+			case <-fs.end:
+			}
+			return nil, fuse.EINTR
+		}
+		return fs.data(in), fuse.OK
+	}
+	fs.lookup = func(cancel <-chan struct{}, _ *fuse.InHeader) fuse.Status {
+		<-release
+		return fuse.ENOENT
+	}
+	k := newKernel(t)
+	k.serve(fs)
+	readAt := func(unique, off uint64) {
+		in := fuse.ReadIn{Size: 4096, Offset: off}
+		k.send(opRead, unique, bytesOf(&in)[unsafe.Sizeof(in.InHeader):])
+	}
+	replied := func(want uint64) {
+		t.Helper()
+		k.receive(want)
+		if all := fs.takeReplied(t, 1); len(all) != 1 || all[0] != want&^resent {
+			t.Errorf("request %#x: got calls of Replied %#x", want, all)
+		}
+	}
+	forget := make([]byte, 8)
+	k.send(opForget, 10, forget)
+	k.send(opBatchForget, 12, make([]byte, 8))
+	readAt(14, 0)
+	replied(14)
+	readAt(16|resent, 0)
+	replied(16 | resent)
+	readAt(18, 1)
+	replied(18)
+	readAt(20, 2)
+	<-began
+	k.interrupt(21, 20)
+	replied(20)
+	k.interrupt(21, 20) // has no effect: the reply is EAGAIN
+	k.receive(21)
+	k.send(99, 22, nil)
+	replied(22)
+	k.send(1, 24|resent, []byte("none\x00"))
+	time.Sleep(5 * time.Millisecond)
+	fs.mu.Lock()
+	if len(fs.replied) != 0 {
+		t.Errorf("calls of Replied before the reply: got %d, want 0", fs.replied)
+	}
+	fs.mu.Unlock()
+	close(release)
+	replied(24 | resent)
+	h := fuse.InHeader{Unique: 24 | resent}
+	if Unique(&h) != 24 {
+		t.Errorf("Unique: got %#x, want 24", Unique(&h))
+	}
 }
 
 func TestInterruptOfRead(t *testing.T) {
@@ -468,10 +610,15 @@ func TestEveryRequestGetsReply(t *testing.T) {
 func TestRejectedRepliesEndRequests(t *testing.T) {
 	k := newKernel(t)
 	must(t, k.dev.Use(func(fd int) { must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 16<<10)) }))
-	k.serve(newTestFS())
+	fs := newTestFS()
+	fs.keepReplied = true
+	k.serve(fs)
 	k.sendRead(4, 1<<20)
 	if errno, _ := k.receive(4); errno != unix.EIO {
 		t.Errorf("READ whose reply is too long for the socket: got %v, want EIO", errno)
+	}
+	if all := fs.takeReplied(t, 1); len(all) != 1 || all[0] != 4 {
+		t.Errorf("calls of Replied: got %d, want 4", all)
 	}
 	if s := k.log.String(); !strings.Contains(s, "request 4: write: message too long") {
 		t.Errorf("log: got %q, want the error", s)

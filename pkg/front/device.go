@@ -4,9 +4,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"os"
-	"sync"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -16,11 +15,18 @@ import (
 
 const devicePath = "/dev/fuse"
 
+// major and minor are the device numbers of /dev/fuse (Documentation/admin-guide/devices.txt).
+const (
+	deviceMajor = 10
+	deviceMinor = 229
+)
+
 // A Device is an open descriptor of /dev/fuse. Its methods are safe for concurrent use. After Close
 // they return os.ErrClosed.
 type Device struct {
-	file *os.File
-	conn syscall.RawConn
+	file   *os.File
+	conn   syscall.RawConn
+	helper atomic.Pointer[helper] // nil before UseHelper
 }
 
 // OpenDevice opens /dev/fuse. The Device has no connection before a mount(2) with its descriptor.
@@ -40,7 +46,60 @@ func newDevice(fd int) (*Device, error) {
 		_ = file.Close()
 		return nil, err
 	}
-	return &Device{file, conn}, nil
+	return &Device{file: file, conn: conn}, nil
+}
+
+// DeviceOf makes a Device of a descriptor of /dev/fuse, for example one that comes out of a
+// descriptor store. The Device has a duplicate. The caller keeps f and may close it.
+func DeviceOf(f *os.File) (*Device, error) {
+	fd, err := duplicateDevice(f)
+	if err != nil {
+		return nil, fmt.Errorf("use %s as %s: %w", f.Name(), devicePath, err)
+	}
+	return newDevice(fd)
+}
+
+func duplicateDevice(f *os.File) (fd int, err error) {
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	closed := conn.Control(func(from uintptr) {
+		var st unix.Stat_t
+		if err = unix.Fstat(int(from), &st); err != nil {
+			err = os.NewSyscallError("fstat", err)
+			return
+		}
+		major, minor := unix.Major(st.Rdev), unix.Minor(st.Rdev)
+		if st.Mode&unix.S_IFMT != unix.S_IFCHR || major != deviceMajor || minor != deviceMinor {
+			err = fmt.Errorf("file has mode %o and device %d:%d, want a character device %d:%d", st.Mode, major, minor,
+				deviceMajor, deviceMinor)
+			return
+		}
+		// Workers wait in read(2).
+		if err = unix.SetNonblock(int(from), false); err != nil {
+			err = os.NewSyscallError("fcntl F_SETFL", err)
+			return
+		}
+		fd, err = unix.FcntlInt(from, unix.F_DUPFD_CLOEXEC, 0)
+		err = os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
+	})
+	return fd, errors.Join(closed, err)
+}
+
+// File returns a duplicate of the descriptor, for a descriptor store. The caller closes it. The
+// connection does not end before all duplicates are closed.
+func (d *Device) File() (*os.File, error) {
+	var fd int
+	var err error
+	closed := d.Use(func(from int) { fd, err = unix.FcntlInt(uintptr(from), unix.F_DUPFD_CLOEXEC, 0) })
+	if closed != nil {
+		return nil, closed
+	}
+	if err != nil {
+		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
+	}
+	return os.NewFile(uintptr(fd), devicePath), nil
 }
 
 // Use calls f with the descriptor. The descriptor stays open until f returns.
@@ -67,89 +126,19 @@ func (d *Device) Disconnected() bool {
 	return err == nil && n == 1 && fds[0].Revents&unix.POLLERR != 0
 }
 
-// Close closes the descriptor when the last call of Use returns. The kernel ends the connection
-// when its last descriptor is closed.
-func (d *Device) Close() error { return d.file.Close() }
-
-// InvalInode makes the kernel discard its cached attributes of a node, and its cached pages of
-// length bytes from offset off. A length of 0 means all pages from off. A negative off keeps the
-// pages. The kernel waits until requests for these pages have ended. A node that the kernel does
-// not know is no error.
-func (d *Device) InvalInode(node uint64, off, length int64) error {
-	var out fuse.NotifyInvalInodeOut
-	out.Ino, out.Off, out.Length = node, off, length
-	return d.notify(fuse.NOTIFY_INVAL_INODE, bytesOf(&out))
-}
-
-// ExtendSize raises the size that the kernel knows of a file to size. It changes nothing if the
-// kernel's size is larger or if the kernel does not know the node.
+// Close ends the helper of UseHelper, and closes the descriptor when the last call of Use returns.
+// The kernel ends the connection when its last descriptor is closed.
 //
-// A kernel that gets attributes ignores them when another notification about the node came since it
-// asked. It then uses its old size: reads find the end of the file too early. No notification is
-// for the size alone. FUSE_NOTIFY_STORE sets it before it copies data to the cache, so ExtendSize
-// sends one whose data cannot be read.
-func (d *Device) ExtendSize(node, size uint64) error {
-	if size == 0 || size > math.MaxInt64 { // of a server that is broken
-		return nil
+// Close waits for the helper for at most a second. A helper whose notification waits in the kernel
+// has the descriptor until the notification ends. The notification waits for requests, which end
+// when Serve replies to them or when the connection ends. Do not close the last descriptor of a
+// connection with requests that no Serve handles and a notification in progress: such a connection
+// does not end.
+func (d *Device) Close() error {
+	if h := d.helper.Load(); h != nil {
+		h.close()
 	}
-	var out fuse.NotifyStoreOut
-	out.Nodeid, out.Offset, out.Size = node, size-1, 1
-	if err := d.notify(fuse.NOTIFY_STORE_CACHE, bytesOf(&out), unreadable()); !errors.Is(err, unix.EFAULT) {
-		return err
-	}
-	return nil
-}
-
-// unreadable returns one byte of memory that neither this process nor the kernel can read.
-var unreadable = sync.OnceValue(func() []byte {
-	b, err := unix.Mmap(-1, 0, os.Getpagesize(), unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
-	if err != nil {
-		panic(fmt.Sprintf("map a page without access: %v", err))
-	}
-	return b[:1]
-})
-
-// ExpireEntry makes the kernel look the name of a directory up again before it next uses the name.
-// A kernel without CAP_HAS_EXPIRE_ONLY removes the name instead. A name that the kernel does not
-// know is no error.
-func (d *Device) ExpireEntry(dir uint64, name string) error {
-	return d.notifyEntry(dir, name, fuse.EXPIRE_ONLY)
-}
-
-// InvalEntry makes the kernel remove the name of a directory from its cache. A name that the kernel
-// does not know is no error.
-func (d *Device) InvalEntry(dir uint64, name string) error { return d.notifyEntry(dir, name, 0) }
-
-func (d *Device) notifyEntry(dir uint64, name string, flags uint32) error {
-	var out fuse.NotifyInvalEntryOut
-	out.Parent, out.NameLen, out.Flags = dir, uint32(len(name)), flags
-	return d.notify(fuse.NOTIFY_INVAL_ENTRY, bytesOf(&out), []byte(name), []byte{0})
-}
-
-// resend makes the kernel send the requests again that have no reply. No request may be in
-// progress.
-func (d *Device) resend() error { return d.notify(notifyResend) }
-
-// notifyResend is FUSE_NOTIFY_RESEND of include/uapi/linux/fuse.h.
-const notifyResend = -7
-
-// notify sends a notification: an OutHeader with Unique 0, whose Status is the kind of the
-// notification, and the parts of the message.
-func (d *Device) notify(kind fuse.Status, parts ...[]byte) error {
-	header := make([]byte, headerSize)
-	size := headerSize
-	for _, p := range parts {
-		size += len(p)
-	}
-	putHeader(header, size, int32(-kind), 0)
-	var err error
-	if closed := d.Use(func(fd int) { _, err = unix.Writev(fd, append([][]byte{header}, parts...)) }); closed != nil {
-		return closed
-	}
-	if errors.Is(err, unix.ENOENT) {
-		return nil // the kernel does not have the node or the name
-	}
-	return os.NewSyscallError("writev", err)
+	return d.file.Close()
 }
 
 // headerSize is the size of fuse.OutHeader in bytes.

@@ -20,9 +20,22 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == helperArg {
+		if err := RunHelper(); err != nil {
+			log.Print(err)
+			unix.Exit(1)
+		}
+		unix.Exit(0) // os.Exit waits for 1 s with the race detector
+	}
 	if mode := os.Getenv(serverEnv); mode != "" {
 		run := serveForTest
-		if mode != "new" && mode != "resume" {
+		switch mode {
+		case "new", "resume":
+		case "stuck", "stuck without helper":
+			run = getStuck
+		case "call":
+			run = callForTest
+		default:
 			run = useForTest
 		}
 		if err := run(mode); err != nil {
@@ -48,10 +61,11 @@ type testFS struct {
 
 	// read handles READs, and lookup is called for each LOOKUP, if they are not nil.
 	read   func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status)
-	lookup func(*fuse.InHeader)
+	lookup func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status
 	delay  time.Duration // of a LOOKUP
 
 	link         string
+	keepReplied  bool
 	mode         atomic.Uint32 // of the file
 	lookups      atomic.Int32
 	disconnected atomic.Int32
@@ -60,6 +74,7 @@ type testFS struct {
 	mu      sync.Mutex
 	out     int      // results that are not done
 	written [][]byte // data of WRITEs
+	replied []uint64 // arguments of Replied, if keepReplied
 }
 
 func newTestFS() *testFS {
@@ -82,11 +97,13 @@ func (fs *testFS) attr(node uint64, a *fuse.Attr) {
 	}
 }
 
-func (fs *testFS) Lookup(_ <-chan struct{}, in *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
+func (fs *testFS) Lookup(cancel <-chan struct{}, in *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
 	fs.lookups.Add(1)
 	time.Sleep(fs.delay)
 	if fs.lookup != nil {
-		fs.lookup(in)
+		if status := fs.lookup(cancel, in); !status.Ok() {
+			return status
+		}
 	}
 	node, ok := map[string]uint64{"data": fileNode, "link": linkNode}[name]
 	if !ok {
@@ -150,6 +167,30 @@ func fileData(off int64, n int) []byte {
 		data[i] = fileByte(off + int64(i))
 	}
 	return data
+}
+
+func (fs *testFS) Replied(unique uint64) {
+	if fs.keepReplied {
+		fs.mu.Lock()
+		defer fs.mu.Unlock()
+		fs.replied = append(fs.replied, unique)
+	}
+}
+
+// takeReplied returns the arguments of Replied since the last call, when there are n.
+func (fs *testFS) takeReplied(t testing.TB, n int) []uint64 {
+	t.Helper()
+	var all []uint64
+	await(t, "calls of Replied", func() bool {
+		fs.mu.Lock()
+		defer fs.mu.Unlock()
+		if len(fs.replied) < n {
+			return false
+		}
+		all, fs.replied = fs.replied, nil
+		return true
+	})
+	return all
 }
 
 func (fs *testFS) Disconnected() {

@@ -60,6 +60,7 @@ func (w *worker) read(in *fuse.ReadIn) {
 	res, data, status := w.callRead(in)
 	w.s.reads.end(unique, w)
 	w.writeData(unique, data, status, in.Size)
+	w.s.fs.Replied(Unique(&in.InHeader))
 	if res != nil {
 		res.Done()
 	}

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sync/errgroup"
@@ -248,7 +249,10 @@ func TestResentRequestsAreMarked(t *testing.T) {
 	}))
 	fs := newTestFS()
 	marked := make(chan bool, 1)
-	fs.lookup = func(h *fuse.InHeader) { marked <- Resent(h) }
+	fs.lookup = func(_ <-chan struct{}, h *fuse.InHeader) fuse.Status {
+		marked <- Resent(h)
+		return fuse.OK
+	}
 	s, err := Resume(dev, fs, resumeOptions(), init)
 	must(t, err)
 	served := make(chan struct{})
@@ -266,4 +270,153 @@ func TestResentRequestsAreMarked(t *testing.T) {
 	}
 	must(t, unix.Unmount(dir, unix.MNT_DETACH))
 	<-served
+}
+
+// TestInterruptOfResentRequest kills a program whose request was sent again. The kernel then waits
+// for the reply, so the request must be interrupted. The program is killed before or after the
+// request is sent again.
+func TestInterruptOfResentRequest(t *testing.T) {
+	for _, call := range []string{"stat none", "direct data"} {
+		for _, late := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, killed later=%v", call, late), func(t *testing.T) {
+				testInterruptOfResent(t, call, late)
+			})
+		}
+	}
+}
+
+func testInterruptOfResent(t *testing.T, call string, late bool) {
+	testutil.NeedsFUSE(t)
+	dir := t.TempDir()
+	dev, err := OpenDevice()
+	must(t, err)
+	defer dev.Close()
+	must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
+	defer unix.Unmount(dir, unix.MNT_DETACH)
+	fs := newTestFS()
+	began, interrupted := make(chan *fuse.InHeader, 2), make(chan struct{}, 2)
+	wait := func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status {
+		began <- in
+		select {
+		case <-cancel:
+			interrupted <- struct{}{}
+			return fuse.EINTR
+		case <-fs.end:
+			return fuse.EIO
+		}
+	}
+	first, err := NewDevFuse(dev, fs, resumeOptions())
+	must(t, err)
+	kind, name, _ := strings.Cut(call, " ")
+	program := startCall(t, kind+" "+dir+"/"+name)
+	ended := waitFor(program)
+	// The first process handles requests until one of the kind that waits, and is gone.
+	opcode := uint32(opRead)
+	if kind == "stat" {
+		opcode = 1
+	}
+	w := &worker{s: first, cancel: make(chan struct{})}
+	unique := uint64(0)
+	must(t, dev.Use(func(fd int) {
+		first.fd = fd
+		buf := bytesOfWords(make([]uint64, first.bufSize/8))
+		for unique == 0 {
+			n, err := readRequest(fd, buf)
+			must(t, err)
+			if h := header(buf[:n]); h.Opcode == opcode {
+				unique = h.Unique
+			} else {
+				w.handle(buf[:n])
+			}
+		}
+	}))
+	if kind == "stat" {
+		fs.lookup = wait
+	} else {
+		fs.read = func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
+			return nil, wait(cancel, &in.InHeader)
+		}
+	}
+	if !late {
+		must(t, program.Process.Kill())
+	}
+	s, err := Resume(dev, fs, resumeOptions(), first.Init())
+	must(t, err)
+	served := make(chan struct{})
+	go func() {
+		s.Serve()
+		close(served)
+	}()
+	in := <-began
+	if !Resent(in) || Unique(in) != unique {
+		t.Errorf("request that was sent again: got %#x, want %#x with the bit", in.Unique, unique)
+	}
+	if late {
+		time.Sleep(20 * time.Millisecond)
+		must(t, program.Process.Kill())
+	}
+	select {
+	case <-interrupted:
+	case <-time.After(testTimeout):
+		t.Error("the request was not interrupted")
+	}
+	_ = unix.Unmount(dir, unix.MNT_FORCE)
+	_ = unix.Unmount(dir, unix.MNT_DETACH)
+	<-ended
+	<-served
+}
+
+// TestInterruptNamesResentRequest shows what the kernel sends: the INTERRUPT has the number of the
+// request with the bit.
+func TestInterruptNamesResentRequest(t *testing.T) {
+	testutil.NeedsFUSE(t)
+	dir := t.TempDir()
+	dev, err := OpenDevice()
+	must(t, err)
+	defer dev.Close()
+	must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
+	defer unix.Unmount(dir, unix.MNT_DETACH)
+	s, err := NewDevFuse(dev, newTestFS(), resumeOptions())
+	must(t, err)
+	program := startCall(t, "stat "+dir+"/none")
+	ended := waitFor(program)
+	must(t, dev.Use(func(fd int) {
+		buf := bytesOfWords(make([]uint64, s.bufSize/8))
+		read := func() *fuse.InHeader {
+			t.Helper()
+			_, err := readRequest(fd, buf)
+			must(t, err)
+			return header(buf)
+		}
+		unique := read().Unique
+		must(t, program.Process.Kill())
+		interrupt := func() uint64 {
+			t.Helper()
+			if h := read(); h.Opcode != opInterrupt {
+				t.Fatalf("request %d, want INTERRUPT", h.Opcode)
+			}
+			return (*fuse.InterruptIn)(unsafe.Pointer(&buf[0])).Unique
+		}
+		if got := interrupt(); got != unique {
+			t.Errorf("INTERRUPT: got %#x, want %#x", got, unique)
+		}
+		for range 2 { // the second time the request already has the bit
+			must(t, dev.resend())
+			if got := read().Unique; got != unique|resent {
+				t.Errorf("request that was sent again: got %#x, want %#x", got, unique|resent)
+			}
+			if got := interrupt(); got != unique|resent {
+				t.Errorf("INTERRUPT of a request that was sent again: got %#x, want %#x", got, unique|resent)
+			}
+		}
+		reply := make([]byte, headerSize)
+		_, err := unix.Write(fd, reply[:putError(reply, unique|resent, unix.EINTR)])
+		must(t, err)
+	}))
+	select {
+	case <-ended:
+	case <-time.After(testTimeout):
+		t.Error("the program did not end")
+		_ = unix.Unmount(dir, unix.MNT_FORCE)
+	}
 }
