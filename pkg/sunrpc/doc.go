@@ -5,6 +5,7 @@
 // # Files
 //
 //	message.go  Message: one RPC with the memory for its arguments and results (RFC 8267 §3, §4)
+//	keeper.go   CallKeeper: calls that the next process of the client can repeat
 //	rfc5531.go  numbers of the protocol
 //	call.go     AppendCall, ParseCall (RFC 5531 §9)
 //	reply.go    ParseReply and the replies of a server (RFC 5531 §9)

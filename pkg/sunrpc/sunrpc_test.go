@@ -2,6 +2,7 @@ package sunrpc
 
 import (
 	"bytes"
+	"context"
 	"encoding/hex"
 	"errors"
 	"reflect"
@@ -294,6 +295,38 @@ func TestCodecDoesNotAllocate(t *testing.T) {
 	} {
 		if n := testing.AllocsPerRun(100, f); n != 0 {
 			t.Errorf("%s: got %v allocations, want none", name, n)
+		}
+	}
+}
+
+// A testKeeper has one kept call, and keeps one.
+type testKeeper struct {
+	context.Context
+	earlier, kept CallID
+}
+
+func (k *testKeeper) KeptCall(*Message) (CallID, bool) { return k.earlier, true }
+
+func (k *testKeeper) KeepCall(_ *Message, id CallID) { k.kept = id }
+
+// TestCallKeeperIsTheContext checks contexts with and without a CallKeeper, and a derived one.
+func TestCallKeeperIsTheContext(t *testing.T) {
+	id := CallID{Conn: 3, XID: 9}
+	for _, derived := range []bool{false, true} {
+		k := &testKeeper{Context: t.Context(), earlier: id}
+		var ctx context.Context = k
+		var want CallID
+		if derived {
+			ctx = context.WithoutCancel(k)
+		} else {
+			want = id
+		}
+		got, ok := KeptCall(ctx, &Message{})
+		if ok == derived || got != want {
+			t.Errorf("KeptCall, derived context %v: got %v, %v; want %v, %v", derived, got, ok, want, !derived)
+		}
+		if KeepCall(ctx, &Message{}, id); k.kept != want {
+			t.Errorf("KeepCall, derived context %v: got %v, want %v", derived, k.kept, want)
 		}
 	}
 }

@@ -13,7 +13,7 @@ import (
 
 // Values of Call.Waits: what a call waits for.
 const (
-	WaitSlot       = "slot"         // all slots are in use
+	WaitSlot       = "slot"         // all slots, or the slot of the XID to repeat, are in use
 	WaitCredit     = "credit"       // all credits of the server are in use
 	WaitReconnect  = "reconnect"    // there is no connection
 	WaitSend       = "send"         // no room in the send queue, no memory, or the Send is pending

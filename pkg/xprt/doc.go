@@ -14,6 +14,11 @@
 // sent twice on one connection. The worker sends a pending call again on the next connection, with
 // the same XID. The duplicate request cache of the server recognizes this XID.
 //
+// The next process of the client can repeat a call with [Transport.Repeat], also with the same XID.
+// The slots of the XIDs in Config.Reserved are for these calls until [Transport.ReleaseReserved]. A
+// context that implements sunrpc.CallKeeper learns the XID of its call before the transport sends
+// it.
+//
 // [Transport.Call] returns, also with an error, only after the server can no longer reach any
 // memory of the caller (docs/features.md S9, S21). If the caller cancels a call, the transport
 // fences the memory, and Call then returns. The slot and the credit stay in use until the late

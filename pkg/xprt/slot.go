@@ -48,7 +48,7 @@ type slot struct {
 	t        *Transport
 	index    uint32
 	ping     bool          // for keepalive calls only
-	freeList chan *slot    // receives the slot when it becomes idle
+	reserved chan *slot    // the free list before ReleaseReserved; nil if no XID of it is reserved
 	send     []byte        // inline send buffer
 	wake     chan struct{} // capacity 1: the caller must look at the state again
 
@@ -70,8 +70,11 @@ type slot struct {
 	expired   atomic.Bool // the call exceeded the timeout of a soft mount
 
 	mu             sync.Mutex // guards the fields below
+	freeList       chan *slot // receives the slot when it becomes idle; has room for all its slots
 	state          slotState
 	xid            uint32
+	repeats        bool // the call repeats a call of an earlier process, with repeatXID
+	repeatXID      uint32
 	msg            *sunrpc.Message // nil after the caller has returned
 	conn           *conn           // connection of the last post
 	sentAt         time.Time
@@ -116,7 +119,7 @@ func (s *slot) wakeCaller() {
 	}
 }
 
-// begin assigns the slot to a new call and chooses its XID.
+// begin assigns the slot to a call and chooses its XID: that of setXID, or the next one.
 func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart) {
 	select {
 	case <-s.wake:
@@ -126,6 +129,9 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart
 	s.mu.Lock()
 	s.startedAt = startedAt
 	s.xid += s.t.xidStep
+	if s.repeats {
+		s.xid = s.repeatXID
+	}
 	s.state, s.msg, s.err, s.conn, s.ctx = slotWaiting, m, nil, nil, ctx
 	s.prog, s.vers, s.proc = m.Prog, m.Vers, m.Proc
 	s.longLen, s.sends = -1, 0
@@ -139,9 +145,12 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart
 func (s *slot) end() {
 	s.t.window.leave(s)
 	s.clear()
-	s.freeList <- s
 }
 
+// clear makes the slot idle and puts it into its free list. It holds mu until then, see release.
+//
+// After a repeated call, the slot gets a random XID. The XIDs that follow that of the call may
+// belong to later calls of the earlier process, and the server would answer them from its cache.
 func (s *slot) clear() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -152,6 +161,10 @@ func (s *slot) clear() {
 	}
 	s.state, s.msg, s.conn, s.ctx = slotIdle, nil, nil, nil
 	s.releaseLong()
+	if s.repeats {
+		s.repeats, s.xid = false, s.t.randomXID(s.index)
+	}
+	s.freeList <- s
 }
 
 // releaseLong returns the long buffers to their pool. The caller holds mu.

@@ -72,7 +72,7 @@ func (t *Transport) Stats() Stats {
 func (t *Transport) counts() stats.Transport {
 	c, m := &t.stats, &t.mrs
 	s := stats.Transport{
-		Slots: uint64(t.cfg.Slots), SlotsInUse: uint64(t.cfg.Slots - len(t.free)), MaxPayload: uint64(t.MaxPayload()),
+		Slots: uint64(t.cfg.Slots), SlotsInUse: t.slotsInUse(), MaxPayload: uint64(t.MaxPayload()),
 		Connects: c.connects.Load(), ConnectFailures: c.connectFailures.Load(),
 		ConnectTime: time.Duration(c.connectNanos.Load()),
 		Sends:       c.sends.Load(), Recvs: c.recvs.Load(), BadXIDs: c.badXIDs.Load(),
@@ -98,6 +98,12 @@ func (t *Transport) counts() stats.Transport {
 	s.Credits, s.InFlight, s.Queued = uint64(credits), uint64(inFlight), uint64(queued)
 	s.InFlightSum, s.QueuedSum = inFlightSum, queuedSum
 	return s
+}
+
+// slotsInUse returns the number of slots with a call.
+func (t *Transport) slotsInUse() uint64 {
+	idle := t.reserved.idleReserved() // before free, which receives the released slots
+	return gauge(int64(t.cfg.Slots - idle - len(t.free)))
 }
 
 // gauge is n, or 0 if n is negative: a reader may see the second of two concurrent changes first.

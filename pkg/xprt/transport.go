@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/bits"
-	"math/rand/v2"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -62,7 +61,8 @@ const (
 type Config struct {
 	Provider verbs.Provider
 	Addr     netip.AddrPort
-	Slots    int // RPCs in flight, and the credits requested; MinSlots to MaxSlots
+	Index    uint32 // index of the transport in its mount, for sunrpc.CallID
+	Slots    int    // RPCs in flight, and the credits requested; MinSlots to MaxSlots
 	// InlineBytes is the inline threshold in both directions, a multiple of 1024 from
 	// MinInlineBytes to MaxInlineBytes.
 	InlineBytes int
@@ -88,7 +88,12 @@ type Config struct {
 	IdleTimeout time.Duration
 	// TraceEvents is the size of the ring of trace events; 0 turns tracing off.
 	TraceEvents int
-	Logger      hclog.Logger // default: no logs
+	// Reserved has the XIDs of calls of an earlier process on this connection, for Repeat. Their
+	// slots carry no other calls before ReleaseReserved. At most half of Slots is reserved, for the
+	// XIDs that come first. New ignores and logs the other XIDs, and those of slots that do not
+	// exist. Several XIDs may have one slot.
+	Reserved []uint32
+	Logger   hclog.Logger // default: no logs
 }
 
 func (c *Config) fill() error {
@@ -154,6 +159,7 @@ type Transport struct {
 	stopped atomic.Int64
 
 	pingSlot chan *slot
+	reserved reserved
 	lastCall atomic.Int64 // start or end of the last call, as returned by now
 	waiters  waiters
 
@@ -214,12 +220,15 @@ func New(cfg Config) (*Transport, error) {
 	t.xidStep = 1 << bits.Len32(uint32(n-1))
 	t.xidMask = t.xidStep - 1
 	for i := range n {
-		xid := rand.Uint32()&^t.xidMask | uint32(i)
+		xid := t.randomXID(uint32(i))
 		s := newSlot(t, uint32(i), xid, arena[i*cfg.InlineBytes:(i+1)*cfg.InlineBytes:(i+1)*cfg.InlineBytes])
 		if i == cfg.Slots {
 			s.ping, s.freeList = true, t.pingSlot
 		}
 		t.slots = append(t.slots, s)
+	}
+	t.reserve(cfg.Reserved)
+	for _, s := range t.slots {
 		s.freeList <- s
 	}
 	return t, nil
@@ -302,9 +311,32 @@ func (t *Transport) beginCall() bool {
 // Call performs one RPC. After Call has returned, also with an error, the server can no longer
 // reach any memory of m. Safe for concurrent use.
 //
+// If ctx is a [sunrpc.CallKeeper] and has an ID of this transport for the call, Call is Repeat with
+// the XID of this ID. Otherwise it is CallNew.
+//
 // Errors: *InterruptedError, *TimeoutError, *ServerError, *ProtocolError, ErrClosed, and those of
 // sunrpc.ParseReply.
 func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
+	if id, ok := sunrpc.KeptCall(ctx, m); ok && id.Conn == t.cfg.Index {
+		return t.Repeat(ctx, m, id.XID)
+	}
+	return t.CallNew(ctx, m)
+}
+
+// CallNew is Call for a call that no earlier process made. It does not call KeptCall of ctx.
+func (t *Transport) CallNew(ctx context.Context, m *sunrpc.Message) error {
+	return t.call(ctx, m, repeat{})
+}
+
+// Repeat is Call for a call that an earlier process made with this XID. It waits for the slot of
+// the XID, and sends m with the same XID. The duplicate request cache of the server recognizes the
+// call if m is the same message. Repeat is CallNew if the XID is not reserved, or was released. It
+// does not call KeptCall of ctx.
+func (t *Transport) Repeat(ctx context.Context, m *sunrpc.Message, xid uint32) error {
+	return t.call(ctx, m, repeat{t.reserved.byXID[xid], xid})
+}
+
+func (t *Transport) call(ctx context.Context, m *sunrpc.Message, r repeat) error {
 	if err := t.checkCall(m); err != nil {
 		return err
 	}
@@ -314,7 +346,7 @@ func (t *Transport) Call(ctx context.Context, m *sunrpc.Message) error {
 	defer t.calls.Done()
 	t.lastCall.Store(t.now())
 	startedAt := t.startCall()
-	s, err := t.takeSlot(ctx, m, startedAt)
+	s, err := t.takeSlot(ctx, m, startedAt, r)
 	if err == nil {
 		err = t.run(ctx, s, m, startedAt)
 		t.lastCall.Store(t.now())
@@ -351,17 +383,36 @@ func (t *Transport) softTimeout() time.Duration {
 	return t.cfg.Timeout * time.Duration(t.cfg.Retrans+1)
 }
 
-func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt callStart) (*slot, error) {
+// takeSlot returns the slot of r, or a free slot for a new call. A call that waits for its reserved
+// slot when the slot is released becomes a new call.
+func (t *Transport) takeSlot(ctx context.Context, m *sunrpc.Message, startedAt callStart, r repeat) (*slot, error) {
+	if r.slot != nil {
+		s, err := t.waitSlot(ctx, m, startedAt, r.slot.reserved, t.reserved.released)
+		if s != nil {
+			s.setXID(r.xid)
+		}
+		if s != nil || err != nil {
+			return s, err
+		}
+	}
+	return t.waitSlot(ctx, m, startedAt, t.free, nil)
+}
+
+// waitSlot waits for a slot from free. It returns nil without an error when released is closed.
+func (t *Transport) waitSlot(ctx context.Context, m *sunrpc.Message, startedAt callStart, free <-chan *slot,
+	released <-chan struct{}) (*slot, error) {
 	select {
-	case s := <-t.free:
+	case s := <-free:
 		return s, nil
 	default:
 	}
 	w := t.waiters.add(ctx, m, startedAt)
 	defer t.waiters.remove(w)
 	select {
-	case s := <-t.free:
+	case s := <-free:
 		return s, nil
+	case <-released:
+		return nil, nil
 	case <-w.expired:
 		return nil, t.softError(startedAt.at)
 	case <-ctx.Done():
@@ -407,6 +458,7 @@ func (t *Transport) endPanicked(s *slot) {
 
 func (t *Transport) perform(ctx context.Context, s *slot, m *sunrpc.Message, startedAt callStart) error {
 	s.begin(ctx, m, startedAt)
+	sunrpc.KeepCall(ctx, m, sunrpc.CallID{Conn: t.cfg.Index, XID: m.XID})
 	var pause time.Duration // before the next attempt if memory is short
 	for {
 		if err := t.waitCredit(ctx, s); err != nil {

@@ -3,6 +3,7 @@ package xprt
 import (
 	"context"
 	"errors"
+	"reflect"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -39,12 +40,12 @@ func TestConfigDefaults(t *testing.T) {
 		t.Errorf("got %d slots, %d inline bytes, logger %v; want 128, 4096, one", c.Slots, c.InlineBytes, c.Logger)
 	}
 	set := Config{Timeout: 1, ConnectTimeout: 2, ReconnectMin: 3, ReconnectMax: 4, NudgeAfter: 5, KeepAlive: -1,
-		IdleTimeout: -1, Slots: MinSlots, InlineBytes: MinInlineBytes}
+		IdleTimeout: -1, Slots: MinSlots, InlineBytes: MinInlineBytes, Index: 6, Reserved: []uint32{7}}
 	filled := set
 	if err := filled.fill(); err != nil {
 		t.Fatal(err)
 	}
-	if filled.Logger = nil; filled != set {
+	if filled.Logger = nil; !reflect.DeepEqual(filled, set) {
 		t.Errorf("values that are set: got %+v, want %+v", filled, set)
 	}
 }
