@@ -6,6 +6,8 @@ import (
 	"errors"
 	"math/rand/v2"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 )
 
 // damagedSpecs give a small file with free slots, slots with records, and unused slots.
@@ -92,7 +94,7 @@ func FuzzOpen(f *testing.F) {
 		if fix && len(content) >= headerBytes {
 			order.PutUint32(content[atSum:], headerSum(content))
 		}
-		d := memfdOf(t, content, int64(len(content)), seals)
+		d := memfdOf(t, content, int64(len(content)), memfd.Sealed)
 		defer d.Close()
 		file, err := Open(d, testSchema, damagedSpecs)
 		if err != nil {

@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 )
 
 func TestCreateRefusesInvalidTables(t *testing.T) {
@@ -182,30 +184,30 @@ func TestOpenRefusesOtherFiles(t *testing.T) {
 	if _, err := regular.Write(image); err != nil {
 		t.Fatal(err)
 	}
-	const noWrite = seals | unix.F_SEAL_WRITE
+	const noWrite = memfd.Sealed | unix.F_SEAL_WRITE
 	for _, tt := range []struct {
 		name string
 		f    *os.File
 		ok   bool
 	}{
-		{"copy", memfdOf(t, image, size, seals), true},
+		{"copy", memfdOf(t, image, size, memfd.Sealed), true},
 		{"regular file", regular, false},
 		{"character device", file("/dev/null"), false},
 		{"pipe", r, false},
 		{"no seals", memfdOf(t, image, size, 0), false},
-		{"may shrink", memfdOf(t, image, size, seals&^unix.F_SEAL_SHRINK), false},
-		{"may grow", memfdOf(t, image, size, seals&^unix.F_SEAL_GROW), false},
-		{"may be sealed", memfdOf(t, image, size, seals&^unix.F_SEAL_SEAL), false},
+		{"may shrink", memfdOf(t, image, size, memfd.Sealed&^unix.F_SEAL_SHRINK), false},
+		{"may grow", memfdOf(t, image, size, memfd.Sealed&^unix.F_SEAL_GROW), false},
+		{"may be sealed", memfdOf(t, image, size, memfd.Sealed&^unix.F_SEAL_SEAL), false},
 		{"not writable", memfdOf(t, image, size, noWrite), false},
-		{"not writable later", memfdOf(t, image, size, seals|unix.F_SEAL_FUTURE_WRITE), false},
-		{"empty", memfdOf(t, nil, 0, seals), false},
-		{"zero", memfdOf(t, nil, size, seals), false},
-		{"shorter by a byte", memfdOf(t, image, size-1, seals), false},
-		{"shorter by a page", memfdOf(t, image, size-4096, seals), false},
-		{"only the header", memfdOf(t, image, 4096, seals), false},
-		{"part of the header", memfdOf(t, image, 4095, seals), false},
-		{"longer", memfdOf(t, image, size+4096, seals), false},
-		{"huge", memfdOf(t, image, MaxFileBytes+4096, seals), false},
+		{"not writable later", memfdOf(t, image, size, memfd.Sealed|unix.F_SEAL_FUTURE_WRITE), false},
+		{"empty", memfdOf(t, nil, 0, memfd.Sealed), false},
+		{"zero", memfdOf(t, nil, size, memfd.Sealed), false},
+		{"shorter by a byte", memfdOf(t, image, size-1, memfd.Sealed), false},
+		{"shorter by a page", memfdOf(t, image, size-4096, memfd.Sealed), false},
+		{"only the header", memfdOf(t, image, 4096, memfd.Sealed), false},
+		{"part of the header", memfdOf(t, image, 4095, memfd.Sealed), false},
+		{"longer", memfdOf(t, image, size+4096, memfd.Sealed), false},
+		{"huge", memfdOf(t, image, MaxFileBytes+4096, memfd.Sealed), false},
 	} {
 		opened, err := Open(tt.f, testSchema, testSpecs)
 		if tt.ok && err != nil || !tt.ok && !errors.Is(err, ErrCorrupt) {

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 )
 
 // A model is shared memory in which the writers of a child process tell what they do in each slot.
@@ -38,7 +40,7 @@ func modelBytes(slots int) int { return 8 * modelWords * (slots + 1) }
 // newModel returns a file for a model.
 func newModel(tb testing.TB, slots int) (*os.File, *model) {
 	tb.Helper()
-	f := memfdOf(tb, nil, int64(modelBytes(slots)), seals)
+	f := memfdOf(tb, nil, int64(modelBytes(slots)), memfd.Sealed)
 	m, err := mapModel(f, slots)
 	if err != nil {
 		tb.Fatal(err)

@@ -34,7 +34,8 @@ type Table struct {
 	record    int // bytes
 	counters  int
 	max       int
-	chunk     int // slots
+	chunk     int    // slots
+	changed   func() // see OnChange
 
 	backed   *atomic.Uint64 // checked word in the header: slots that have memory
 	allocate func(offset, n int64) error
