@@ -49,9 +49,15 @@ type Config struct {
 	GiveUpErr syscall.Errno
 	// Service receives the calls of servers; nil for none. Without it the client polls.
 	Service *Service
-	// Lost, if not nil, is called after locks of an owner were lost.
-	Lost   func(fh nfs3.FH, owner Owner)
+	// Lost, if not nil, is called after locks of an owner were lost. With a State it may be called
+	// before New returns.
+	Lost func(fh nfs3.FH, owner Owner)
+	// State keeps the locks for the next process; nil for none. New restores the locks in it. Host
+	// must be that of the earlier process; New takes Caller from the State.
+	State  *State
 	Logger hclog.Logger
+
+	times func(*Client) // for tests: changes the times
 }
 
 // Counters count the locks of one Client. Reading them is safe at any time.
@@ -92,7 +98,8 @@ const CloseTimeout = 6 * time.Second
 const maxLocks = 1 << 16
 
 // A Client holds the locks of one mount. Its methods may be called concurrently, except Close,
-// which comes last. Errors are syscall.Errno.
+// which comes last. ReleaseStale also needs a
+// single caller. Errors are syscall.Errno.
 type Client struct {
 	// Counters is safe to read at any time.
 	Counters Counters
@@ -106,6 +113,9 @@ type Client struct {
 	cookie   atomic.Uint64
 	logged   atomic.Bool // the missing service was logged
 	called   atomic.Bool // the server has called back
+	detached atomic.Bool // the journal must not change anymore
+
+	stateLogged atomic.Bool // a failed record was logged
 
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
@@ -114,6 +124,11 @@ type Client struct {
 	// reclaimed is the number of lost connections before the last recovery that reclaimed all
 	// locks. Only run uses it.
 	reclaimed uint64
+	// interrupted files have requests of an earlier process. Only New and run use it.
+	interrupted map[*file]*interrupted
+	restored    bool               // New restored locks or requests
+	restoring   sync.WaitGroup     // the work that New started to restore them
+	kept        map[lostKey][]byte // credentials of restored owners, until ReleaseStale
 
 	mu struct {
 		sync.Mutex
@@ -164,7 +179,8 @@ type pending struct {
 	wake   chan struct{} // capacity 1
 }
 
-// New returns a Client. It contacts the server when the first lock is requested.
+// New returns a Client. It contacts the server when the first lock is requested. With a State that
+// has locks it restores them before it returns, and reclaims them in the background.
 func New(cfg Config) *Client {
 	if cfg.Logger == nil {
 		cfg.Logger = hclog.NewNullLogger()
@@ -177,7 +193,12 @@ func New(cfg Config) *Client {
 	c.mu.files, c.mu.owners = make(map[nfs3.FH]*file), make(map[Owner]*owner)
 	c.mu.svids, c.mu.waits = make(map[uint32]struct{}), make(map[Owner]Owner)
 	c.mu.pending, c.mu.lost = make(map[*pending]struct{}), make(map[lostKey]struct{})
+	c.interrupted, c.kept = make(map[*file]*interrupted), make(map[lostKey][]byte)
 	c.ctx, c.cancel = context.WithCancel(context.Background())
+	if cfg.times != nil {
+		cfg.times(c)
+	}
+	c.restoreState()
 	c.work.Go(c.run)
 	if cfg.Service != nil {
 		cfg.Service.add(c)
@@ -185,8 +206,12 @@ func New(cfg Config) *Client {
 	return c
 }
 
-// Close releases the locks that are left, within a few seconds, and ends the client.
+// Close releases the locks that are left, within a few seconds, and ends the client. After Detach
+// it does nothing.
 func (c *Client) Close() {
+	if c.detached.Load() {
+		return
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), c.times.release)
 	defer cancel()
 	c.releaseAll(ctx)
@@ -217,7 +242,7 @@ func (c *Client) releaseAll(ctx context.Context) {
 			for _, l := range f.locks.All() {
 				o := c.getOwner(l.Owner)
 				if c.unlockCall(ctx, f, o, f.creds[l.Owner], l.Owner, l.Start, l.End) == nil {
-					c.clear(f, l.Owner, l.Start, l.End)
+					_ = c.clear(f, l.Owner, l.Start, l.End, nil)
 				}
 				c.putOwner(l.Owner)
 			}
@@ -288,21 +313,25 @@ func (c *Client) getOwner(id Owner) *owner {
 	defer c.mu.Unlock()
 	o := c.mu.owners[id]
 	if o == nil {
-		o = &owner{}
+		var svid uint32
 		for {
 			var b [4]byte
 			_, _ = rand.Read(b[:]) // never fails
-			o.svid = minSVID | binary.BigEndian.Uint32(b[:])&(minSVID-1)
-			if _, used := c.mu.svids[o.svid]; !used {
+			svid = minSVID | binary.BigEndian.Uint32(b[:])&(minSVID-1)
+			if _, used := c.mu.svids[svid]; !used {
 				break
 			}
 		}
-		c.mu.svids[o.svid] = struct{}{}
-		o.oh = binary.BigEndian.AppendUint32(append([]byte(nil), c.instance[:]...), o.svid)
+		c.mu.svids[svid] = struct{}{}
+		o = c.newOwner(svid)
 		c.mu.owners[id] = o
 	}
 	o.users++
 	return o
+}
+
+func (c *Client) newOwner(svid uint32) *owner {
+	return &owner{svid: svid, oh: binary.BigEndian.AppendUint32(append([]byte(nil), c.instance[:]...), svid)}
 }
 
 func (c *Client) putOwner(id Owner) {
@@ -315,22 +344,28 @@ func (c *Client) putOwner(id Owner) {
 	}
 }
 
-// set records a granted lock. The caller has the turn.
-func (c *Client) set(f *file, l Lock, cred []byte) {
-	c.change(f, l.Owner, func() { f.locks.Set(l) })
+// set records a granted lock, which completes in. The error is EINTR: the client is detached, and
+// nothing is recorded. The caller has the turn.
+func (c *Client) set(f *file, l Lock, cred []byte, in *intent) error {
 	f.creds[l.Owner] = cred
+	return c.change(f, &tableChange{id: l.Owner, cred: cred, in: in, do: func() { f.locks.Set(l) }})
 }
 
-// clear removes locks of an owner, lost ones too. The caller has the turn.
-func (c *Client) clear(f *file, id Owner, start, end uint64) {
-	c.change(f, id, func() {
+// clear removes locks of an owner, lost ones too, which completes in. Its error is that of set. The
+// caller has the turn.
+func (c *Client) clear(f *file, id Owner, start, end uint64, in *intent) error {
+	err := c.change(f, &tableChange{id: id, in: in, do: func() {
 		f.locks.Clear(id, start, end)
 		f.lost.Clear(id, start, end)
-	})
+	}})
+	if err != nil {
+		return err
+	}
 	if !f.has(id) {
 		delete(f.creds, id)
 	}
 	c.forget(f, id)
+	return nil
 }
 
 // remember records that an owner may get a lock of f at the server. The caller has the turn.
@@ -344,7 +379,7 @@ func (c *Client) remember(f *file, id Owner, o *owner, cred []byte) {
 // has the turn.
 func (c *Client) forget(f *file, id Owner) {
 	j := c.cfg.Service.journalOf()
-	if j == nil || f.has(id) {
+	if j == nil || f.has(id) || c.detached.Load() {
 		return
 	}
 	c.mu.Lock()
@@ -359,11 +394,22 @@ func (f *file) has(id Owner) bool {
 
 func (f *file) empty() bool { return f.locks.Len() == 0 && f.lost.Len() == 0 }
 
-// change runs one change of the tables of f and keeps the counts. The caller has the turn and uses
-// f and the owner.
-func (c *Client) change(f *file, id Owner, do func()) {
+// A tableChange is a change of the locks of one owner of a file.
+type tableChange struct {
+	id   Owner
+	do   func()
+	cred []byte  // of a new lock
+	in   *intent // the request that the change completes; nil for none
+	all  bool    // record all locks of the owner again
+}
+
+// change runs one change of the tables of f, records it in the State, and keeps the counts. The
+// error is EINTR: the client is detached, and the change is not recorded. The caller has the turn
+// and uses f and the owner.
+func (c *Client) change(f *file, ch *tableChange) error {
+	id := ch.id
 	had, wasEmpty, before := f.has(id), f.empty(), f.locks.Len()
-	do()
+	ch.do()
 	c.Counters.Held.Add(int64(f.locks.Len() - before))
 	c.mu.Lock()
 	if has := f.has(id); has != had {
@@ -377,8 +423,19 @@ func (c *Client) change(f *file, id Owner, do func()) {
 	} else {
 		delete(c.mu.lost, lostKey{f.fh, id})
 	}
+	o := c.mu.owners[id]
 	c.mu.Unlock()
 	f.notify()
+	if c.cfg.State == nil {
+		return nil
+	}
+	recorded, err := c.cfg.State.apply(&stateChange{key: keyOf(f, id), o: o, cred: ch.cred, target: rangesOf(f, id),
+		in: ch.in, all: ch.all})
+	if !recorded {
+		return syscall.EINTR
+	}
+	_ = c.recordError(err) // only after a lost lock or a restore: set and clear have reserved slots
+	return nil
 }
 
 func delta(up bool) int {

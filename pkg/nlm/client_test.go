@@ -63,7 +63,12 @@ func startLockServer(t *testing.T) *lockServer {
 			s.mu.Lock()
 			s.conns[conn] = struct{}{}
 			s.mu.Unlock()
-			s.all.Go(func() { s.serve(conn) })
+			s.all.Go(func() {
+				s.serve(conn)
+				s.mu.Lock()
+				delete(s.conns, conn)
+				s.mu.Unlock()
+			})
 		}
 	})
 	t.Cleanup(func() {

@@ -10,8 +10,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
-
 var sample = Args{Cookie: []byte{1, 2, 3, 4, 5}, Block: true, Exclusive: true, Reclaim: true, State: 7,
 	Region: Region{Caller: "host", FH: []byte{0xf1, 0xf2}, OH: []byte("own"), SVID: 0x40000001, Offset: 1 << 32,
 		Length: 10}}

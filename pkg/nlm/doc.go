@@ -10,6 +10,9 @@
 //	lock.go      Lock, Unlock, Test; canceled requests
 //	pending.go   blocked requests and GRANTED
 //	recover.go   restart of a server: reclaimed and lost locks
+//	state.go     State: locks that the next process restores
+//	record.go    records of a State
+//	restore.go   restored locks, interrupted requests, Detach
 //	link.go      the connection to the lock service of a server
 //	service.go   Service: calls of servers to this host
 //	journal.go   locks that a killed daemon leaves
@@ -32,15 +35,25 @@
 // a notice of NSM, each lock that the server does not let reclaim is lost, unless the connection
 // shows that the server has not restarted since the locks were set or reclaimed.
 //
+// A [Client] with a [State] leaves its locks to the client of the next process, after
+// [Client.Detach] and after SIGKILL. A request is recorded before it is sent, and its result before
+// the program gets it. The next client has each lock that a program was told it has, with the same
+// owner at the server. It reclaims the locks as after a lost connection. Then it makes the server's
+// state that of its table for each request whose result is not recorded. A part that was being
+// unlocked is not in the table. The kernel repeats a request without a reply, and the request then
+// waits for this.
+//
 // A [Service] with a state directory keeps a journal of the owners that may have locks. The next
-// service releases the locks of a process that was killed.
+// service releases the locks of a process that was killed, except those that a client with a State
+// restores: see ServiceConfig.Restore. The state number of NSM does not change.
 //
 // Nothing that a server or another host sends can cause a panic, a large allocation or a wait
-// without end.
+// without end. Invalid records of a State are ignored.
 //
 // # Locks
 //
 // file.turn is held during calls to the server about that file, and guards its tables. Client.mu,
 // link.mu and Service.mu guard tables and are never held across I/O. journal.mu is held during
-// writes to the journal. Take file.turn before Client.mu, and each other lock alone.
+// writes to the journal, and State.mu during changes of its tables. Take file.turn before Client.mu
+// and State.mu, and each other lock alone.
 package nlm

@@ -4,6 +4,9 @@ import (
 	"net"
 	"net/netip"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
 // MaxLocks bounds the locks of one mount.
@@ -15,6 +18,42 @@ func (c *Client) Quick() {
 	c.times.grace = time.Millisecond
 	c.link.times.minBackoff, c.link.times.maxBackoff = time.Millisecond, 10*time.Millisecond
 	c.link.times.connect, c.link.times.reply = 10*time.Second, 10*time.Second
+}
+
+// Quick makes a client that New returns quick, also while it restores locks.
+func (c *Config) Quick() { c.times = (*Client).Quick }
+
+// WaitRestored returns when the restored locks are reclaimed and the requests of the earlier
+// process are settled.
+func (c *Client) WaitRestored() { c.restoring.Wait() }
+
+// Table returns the locks of a file, held and lost ones.
+func (c *Client) Table(fh nfs3.FH) (held, lost []Lock) {
+	f := c.getFile(fh)
+	defer c.putFile(f)
+	<-f.turn
+	defer f.release()
+	return f.locks.All(), f.lost.All()
+}
+
+// Identity returns what names an owner at the server. The owner must have locks.
+func (c *Client) Identity(id Owner) (svid uint32, oh []byte) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if o := c.mu.owners[id]; o != nil {
+		return o.svid, o.oh
+	}
+	return 0, nil
+}
+
+// Records returns the number of records of the State: owners, ranges, and those of requests.
+func (s *State) Records() (owners, ranges, requests int) {
+	_ = s.ranges.Each(func(_ slotfile.Slot, b []byte) {
+		if r, _ := decodeRange(b); r.kind.intent() {
+			requests++
+		}
+	})
+	return s.owners.Len(), s.ranges.Len(), requests
 }
 
 // Patient makes the client poll only when it is called back.

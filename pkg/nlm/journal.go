@@ -2,6 +2,7 @@ package nlm
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -66,24 +67,26 @@ type journal struct {
 	mu      sync.Mutex // guards the fields below
 	f       *os.File   // locked (flock(2)), so that one process has the journal
 	live    map[journalKey]*journalEntry
+	stale   map[journalKey]struct{} // entries of an earlier process that no client has claimed
 	lines   int
 	partial bool // the last line may have no end
 	failed  bool // a failed write was logged
 }
 
-// openJournal opens the journal in dir, which logs failed writes, and returns the entries that an
-// earlier process left.
-func openJournal(dir string, log hclog.Logger) (j *journal, stale []*journalEntry, err error) {
+// openJournal opens the journal in dir, which logs failed writes. The entries that an earlier
+// process left are stale.
+func openJournal(dir string, log hclog.Logger) (j *journal, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, nil, err
+		return nil, err
 	}
-	j = &journal{path: filepath.Join(dir, journalFile), log: log, live: make(map[journalKey]*journalEntry)}
+	j = &journal{path: filepath.Join(dir, journalFile), log: log, live: make(map[journalKey]*journalEntry),
+		stale: make(map[journalKey]struct{})}
 	if j.f, err = os.OpenFile(j.path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600); err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	if err := unix.Flock(int(j.f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		j.f.Close()
-		return nil, nil, fmt.Errorf("%s: in use by another process: %w", j.path, err)
+		return nil, fmt.Errorf("%s: in use by another process: %w", j.path, err)
 	}
 	in := bufio.NewScanner(j.f)
 	in.Buffer(nil, maxJournalEntry)
@@ -100,10 +103,49 @@ func openJournal(dir string, log hclog.Logger) (j *journal, stale []*journalEntr
 		}
 	}
 	j.partial = j.lines > 0 // the empty line that may follow is skipped
-	for _, e := range j.live {
-		stale = append(stale, e)
+	for key := range j.live {
+		j.stale[key] = struct{}{}
 	}
-	return j, stale, nil
+	return j, nil
+}
+
+// claim returns the stale entries of a client, whose owner handles begin with instance. They are no
+// longer stale: the client removes them.
+func (j *journal) claim(host string, instance []byte) []*journalEntry {
+	if j == nil {
+		return nil
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	var claimed []*journalEntry
+	for key := range j.stale {
+		if e := j.live[key]; e.Host == host && bytes.HasPrefix(e.OH, instance) {
+			claimed = append(claimed, e)
+			delete(j.stale, key)
+		}
+	}
+	return claimed
+}
+
+// staleEntries returns the entries that are stale.
+func (j *journal) staleEntries() []*journalEntry {
+	if j == nil {
+		return nil
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	var all []*journalEntry
+	for key := range j.stale {
+		all = append(all, j.live[key])
+	}
+	return all
+}
+
+func (j *journal) isStale(key journalKey) bool {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	_, stale := j.stale[key]
+	return stale
 }
 
 // close removes the journal if no owner may have locks.
@@ -126,6 +168,7 @@ func (j *journal) add(e *journalEntry) {
 	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	delete(j.stale, e.key())
 	if j.live[e.key()] == nil {
 		j.live[e.key()] = e
 		j.write(e)
@@ -144,6 +187,7 @@ func (j *journal) remove(key journalKey) {
 		return
 	}
 	delete(j.live, key)
+	delete(j.stale, key)
 	if j.lines > minJournalLines && j.lines > 4*len(j.live) {
 		j.rewrite()
 		return
@@ -186,12 +230,12 @@ func (j *journal) rewrite() {
 	}
 }
 
-// openJournal opens the journal of the service and releases the locks of a killed daemon.
+// openJournal opens the journal of the service.
 func (s *Service) openJournal() {
 	if s.cfg.StateDir == "" {
 		return
 	}
-	j, stale, err := openJournal(s.cfg.StateDir, s.log)
+	j, err := openJournal(s.cfg.StateDir, s.log)
 	if err != nil {
 		s.log.Warn("locks stay at servers if this daemon is killed: cannot keep a journal", "error", err)
 		if errors.Is(err, fs.ErrPermission) {
@@ -200,10 +244,20 @@ func (s *Service) openJournal() {
 		return
 	}
 	s.journal = j
-	if len(stale) > 0 {
-		s.log.Info("releasing the locks of an earlier daemon", "owners", len(stale))
-		s.work.Go(func() { s.releaseStale(stale) })
+}
+
+// Restored tells a service with the option Restore that all clients that restore locks exist. It
+// releases the other locks of the earlier daemon in the background. It precedes Close.
+func (s *Service) Restored() {
+	if s == nil {
+		return
 	}
+	s.release.Do(func() {
+		if stale := s.journal.staleEntries(); len(stale) > 0 {
+			s.log.Info("releasing the locks of an earlier daemon", "owners", len(stale))
+			s.work.Go(func() { s.releaseStale(stale) })
+		}
+	})
 }
 
 // A linkKey names the lock service of a server.
@@ -247,6 +301,9 @@ func (s *Service) unlockStale(l *link, e *journalEntry) bool {
 	if len(e.FH) > nfs3.FHSize || len(e.OH) > maxOwner {
 		s.journal.remove(e.key()) // the file was damaged
 		return true
+	}
+	if !s.journal.isStale(e.key()) {
+		return true // a client has it
 	}
 	conn, err := l.get(s.ctx)
 	if err != nil {

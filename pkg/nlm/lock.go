@@ -42,6 +42,7 @@ type request struct {
 	l       Lock
 	wait    bool
 	pending *pending // with wait
+	in      *intent
 	// sent means that the server may have the lock or a blocked request for it although Lock did
 	// not get it
 	sent bool
@@ -108,6 +109,9 @@ func (c *Client) pause(ctx context.Context, req *request, r *retry, delay time.D
 	case <-ctx.Done():
 		c.stopWaiting(req.l.Owner)
 		return syscall.EINTR
+	case <-c.ctx.Done():
+		c.stopWaiting(req.l.Owner)
+		return syscall.EINTR
 	}
 	c.stopWaiting(req.l.Owner)
 	return nil
@@ -135,21 +139,25 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 	if c.full() {
 		return nil, syscall.ENOLCK
 	}
+	if err := c.record(req); err != nil {
+		return nil, err
+	}
 	c.remember(f, req.l.Owner, req.o, req.cred)
 	req.sent = true
 	stat, err := c.callLock(ctx, req.f, req.o, req.cred, &req.l, req.wait, false)
 	if err != nil {
 		c.countNoService(err)
 		if !c.link.wasConnected() {
-			req.sent = false
-			c.forget(f, req.l.Owner)
+			c.refused(req)
 		}
 		return nil, err
 	}
 	switch stat {
 	case Granted:
 		req.sent = false
-		c.set(f, req.l, req.cred)
+		if err := c.set(f, req.l, req.cred, req.in); err != nil {
+			return nil, err
+		}
 		c.countGrant(req)
 		return nil, nil
 	case Blocked:
@@ -164,9 +172,26 @@ func (c *Client) lockOnce(ctx context.Context, req *request) (*retry, error) {
 		}
 		c.Counters.Denied.Add(1)
 	}
-	req.sent = false
-	c.forget(f, req.l.Owner)
+	c.refused(req)
 	return nil, stat.errno()
+}
+
+// record records the request before an attempt, and reserves the room for its result. The caller
+// has the turn.
+func (c *Client) record(req *request) error {
+	if req.in != nil {
+		return c.recordError(c.cfg.State.reserve(req.in, req.f.spare(req.l.Owner, req.l.Start, req.l.End)))
+	}
+	in, err := c.begin(req.f, req.o, req.cred, &req.l, rangeLock, req.wait)
+	req.in = in
+	return err
+}
+
+// refused ends a request that the server does not have. The caller has the turn.
+func (c *Client) refused(req *request) {
+	req.sent = false
+	c.withdraw(req.f, req.l.Owner, req.in)
+	req.in = nil
 }
 
 func (c *Client) countNoService(err error) {
@@ -236,8 +261,8 @@ func (c *Client) settle(req *request) {
 			c.relock(f, req.o, part)
 			return nil
 		})
-		if err == nil {
-			c.forget(f, l.Owner)
+		if err == nil && c.ctx.Err() == nil {
+			c.withdraw(f, l.Owner, req.in)
 		}
 	})
 }
@@ -279,7 +304,8 @@ func (c *Client) full() bool { return c.Counters.Held.Load() >= maxLocks }
 
 // Unlock releases the owner's locks from start to end. When ctx ends first, the release goes on in
 // the background and Unlock returns EINTR; new requests for the file wait for it. Unlock returns
-// ENOLCK when it would split a lock and the mount has as many locks as it may have.
+// ENOLCK when it would split a lock and the mount has as many locks as it may have, or its State
+// has no room.
 func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, start, end uint64) error {
 	c.mu.Lock()
 	known := c.mu.files[fh] != nil && c.mu.owners[id] != nil
@@ -297,24 +323,26 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 		return c.result(ctx, syscall.EINTR)
 	}
 	if !f.locks.Owns(id, start, end) {
-		c.clear(f, id, start, end) // lost ones
-		f.release()
-		return nil
+		defer f.release()
+		return c.clear(f, id, start, end, nil) // lost ones
 	}
 	if c.full() && f.locks.Splits(id, start, end) {
 		f.release()
 		return syscall.ENOLCK
 	}
-	err := c.unlockCall(ctx, f, o, cred, id, start, end)
-	if errors.Is(err, syscall.EINTR) {
-		if !c.unlockInBackground(f, o, cred, id, start, end) {
+	in, err := c.unlockIntent(f, o, cred, &Lock{Start: start, End: end, Owner: id})
+	if err != nil {
+		f.release()
+		return err
+	}
+	if err := c.unlockCall(ctx, f, o, cred, id, start, end); errors.Is(err, syscall.EINTR) {
+		if !c.unlockInBackground(f, o, cred, id, start, end, in) {
 			f.release()
 		}
 		return c.result(ctx, err)
 	}
-	c.clear(f, id, start, end) // what the server does not unlock, it does not have
-	f.release()
-	return nil
+	defer f.release()
+	return c.clear(f, id, start, end, in) // what the server does not unlock, it does not have
 }
 
 // unlockLater releases locks in the background. Later requests for the file get the turn after it.
@@ -322,18 +350,20 @@ func (c *Client) unlockLater(f *file, o *owner, cred []byte, id Owner, start, en
 	if !c.hold(f, id) {
 		return
 	}
+	// Record it now: the process may end before the turn comes.
+	in, _ := c.cfg.State.begin(keyOf(f, id), o, cred, rangeRecord{kind: rangeUnlock, start: start, end: end}, 1)
 	c.work.Go(func() {
 		defer c.putFile(f)
 		defer c.putOwner(id)
-		if f.acquire(c.ctx) == nil && !c.unlockInBackground(f, o, cred, id, start, end) {
+		if f.acquire(c.ctx) == nil && !c.unlockInBackground(f, o, cred, id, start, end, in) {
 			f.release()
 		}
 	})
 }
 
 // unlockInBackground releases locks in the background. It takes over the turn of the caller. It
-// returns false after Close.
-func (c *Client) unlockInBackground(f *file, o *owner, cred []byte, id Owner, start, end uint64) bool {
+// returns false after Close. in is its record.
+func (c *Client) unlockInBackground(f *file, o *owner, cred []byte, id Owner, start, end uint64, in *intent) bool {
 	if !c.hold(f, id) {
 		return false
 	}
@@ -342,7 +372,7 @@ func (c *Client) unlockInBackground(f *file, o *owner, cred []byte, id Owner, st
 		defer c.putOwner(id)
 		defer f.release()
 		if c.unlockCall(c.ctx, f, o, cred, id, start, end) == nil {
-			c.clear(f, id, start, end)
+			_ = c.clear(f, id, start, end, in)
 		}
 	})
 	return true

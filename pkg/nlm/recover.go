@@ -46,6 +46,7 @@ func (c *Client) connectionLost(err error) {
 func (c *Client) run() {
 	keepAlive := time.NewTicker(c.times.keepAlive)
 	defer keepAlive.Stop()
+	c.finishRestore()
 	for {
 		select {
 		case <-c.ctx.Done():
@@ -68,6 +69,12 @@ func (c *Client) recover(r restart) {
 		_, _ = c.link.call(c.ctx, ProcNull, sunrpc.AppendAuthNone(nil), nil, nil)
 		r.certain = c.link.losses() != c.reclaimed
 	}
+	c.reclaimAll(r, nil)
+}
+
+// reclaimAll reclaims all locks and makes blocked requests ask again. The caller has the turns of
+// the interrupted files.
+func (c *Client) reclaimAll(r restart, turns map[*file]*interrupted) {
 	losses, all := c.link.losses(), true
 	c.mu.Lock()
 	var files []*file
@@ -84,13 +91,18 @@ func (c *Client) recover(r restart) {
 		c.log.Info("reclaiming locks", "server", c.cfg.Host, "reason", r.reason, "locks", held)
 	}
 	for _, f := range files {
-		if f.acquire(c.ctx) == nil {
+		x := turns[f]
+		if x != nil || f.acquire(c.ctx) == nil {
 			for _, l := range f.locks.All() {
 				o := c.getOwner(l.Owner)
-				all = c.reclaim(f, o, l, r.certain) && all
+				for _, part := range x.parts(l) {
+					all = c.reclaim(f, o, part, r.certain) && all
+				}
 				c.putOwner(l.Owner)
 			}
-			f.release()
+			if x == nil {
+				f.release()
+			}
 		}
 		c.putFile(f)
 	}
@@ -146,10 +158,12 @@ func (c *Client) relock(f *file, o *owner, l Lock) {
 
 // lose records that the server no longer has a lock. The caller has the turn.
 func (c *Client) lose(f *file, l Lock, stat Stat, err error) {
-	c.change(f, l.Owner, func() {
+	if c.change(f, &tableChange{id: l.Owner, do: func() {
 		f.locks.Clear(l.Owner, l.Start, l.End)
 		f.lost.Set(l)
-	})
+	}}) != nil {
+		return // the client is detached
+	}
 	c.Counters.Lost.Add(1)
 	cause := any(stat)
 	if err != nil {

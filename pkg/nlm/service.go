@@ -37,7 +37,11 @@ type ServiceConfig struct {
 	// StateDir keeps a journal, from which the next daemon releases the locks of a killed one; ""
 	// for none.
 	StateDir string
-	Logger   hclog.Logger
+	// Restore means that clients with the State of the earlier daemon follow. The service then
+	// releases no lock of the earlier daemon before Restored is called, and none that such a client
+	// has. Without Restored the journal keeps the other locks for the next daemon.
+	Restore bool
+	Logger  hclog.Logger
 
 	portmapPort int // for tests; 0 means 111
 }
@@ -51,11 +55,12 @@ type Service struct {
 	log     hclog.Logger
 	journal *journal // nil for none
 
-	start sync.Once
-	work  sync.WaitGroup
-	ctx   context.Context
-	end   context.CancelFunc
-	ready chan struct{} // closed when the start is complete
+	start   sync.Once
+	release sync.Once // of the locks of the earlier daemon
+	work    sync.WaitGroup
+	ctx     context.Context
+	end     context.CancelFunc
+	ready   chan struct{} // closed when the start is complete
 
 	mu struct {
 		sync.Mutex
@@ -80,8 +85,8 @@ type monitored struct {
 	state   uint32 // of the last notice
 }
 
-// NewService returns a Service. It releases the locks of a killed daemon in the background, and
-// listens when the first mount needs it.
+// NewService returns a Service. It releases the locks of a killed daemon in the background, with
+// the option Restore after Restored, and listens when the first mount needs it.
 func NewService(cfg ServiceConfig) *Service {
 	if cfg.Logger == nil {
 		cfg.Logger = hclog.NewNullLogger()
@@ -94,6 +99,9 @@ func NewService(cfg ServiceConfig) *Service {
 	s.mu.conns = make(map[net.Conn]netip.Addr)
 	s.ctx, s.end = context.WithCancel(context.Background())
 	s.openJournal()
+	if !cfg.Restore {
+		s.Restored()
+	}
 	return s
 }
 
@@ -176,18 +184,23 @@ func (s *Service) add(c *Client) {
 	})
 }
 
-// remove is the reverse of add.
-func (s *Service) remove(c *Client) {
+// leave removes a client. It returns whether the client was the last one of its server, and the
+// port of the status monitor of this host.
+func (s *Service) leave(c *Client) (last bool, statd int) {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	delete(s.mu.clients, c)
-	h, statd := s.mu.hosts[c.addr], s.mu.statd
+	h := s.mu.hosts[c.addr]
 	h.clients--
-	last := h.clients == 0
-	if last {
+	if last = h.clients == 0; last {
 		delete(s.mu.hosts, c.addr)
 	}
-	s.mu.Unlock()
-	if last && statd != 0 {
+	return last, s.mu.statd
+}
+
+// remove is the reverse of add.
+func (s *Service) remove(c *Client) {
+	if last, statd := s.leave(c); last && statd != 0 {
 		_, _ = localCall(context.Background(), statd, nsmProgram, nsmVersion, nsmUnmon,
 			appendUnmon(nil, c.cfg.Host, &notifyCall))
 	}
@@ -332,6 +345,10 @@ func (s *Service) monitor(ctx context.Context, c *Client) {
 		return
 	}
 	h.once.Do(func() {
+		// A status monitor keeps the private data of the first SM_MON, which may be that of an
+		// earlier daemon: the notice would then match no server.
+		_, _ = localCall(context.WithoutCancel(ctx), statd, nsmProgram, nsmVersion, nsmUnmon,
+			appendUnmon(nil, c.cfg.Host, &notifyCall))
 		// The end of this request must not end the call: no other request makes it.
 		results, err := localCall(context.WithoutCancel(ctx), statd, nsmProgram, nsmVersion, nsmMon,
 			appendMon(nil, c.cfg.Host, &notifyCall, &h.priv))
