@@ -119,6 +119,17 @@ func (fs *FS) takeDirty(ino *inode) (wake <-chan struct{}, useless bool) {
 	return d.wake, useless
 }
 
+// takeDirtyAlways is takeDirty for data that an earlier process has taken.
+func (fs *FS) takeDirtyAlways(ino *inode) {
+	d, size := &fs.dirty, int64(fs.buffers.Size())
+	d.Lock()
+	defer d.Unlock()
+	if d.bytes += size; d.bytes > dirtyReserve*size {
+		fs.opts.DirtyTotal.takeAlways(size)
+	}
+	ino.wb.held++
+}
+
 // exceedsShare reports whether a file holds as many dirty buffers as one file may while the server
 // is busy with it, or while other files hold data too. The caller holds dirty.
 func (fs *FS) exceedsShare(ino *inode, limit int) bool {

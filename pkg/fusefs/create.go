@@ -1,7 +1,6 @@
 package fusefs
 
 import (
-	"crypto/rand"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -67,7 +66,13 @@ func (fs *FS) openNew(r *request, ino *inode, flags uint32, out *fuse.OpenOut) e
 	ino.mu.Unlock()
 	unchanged := fs.revalidate(ino, &a, valid)
 	fs.inodes.openFile(ino) // the kernel holds the directory's lock, so no removal can run
-	*out = fuse.OpenOut{Fh: fs.newFile(ino, r.cred, flags), OpenFlags: openFlags(flags, unchanged)}
+	id, err := fs.newFile(r, ino, flags)
+	if err != nil {
+		fs.unpin(ino)
+		fs.inodes.forget(ino.id, 1)
+		return err
+	}
+	*out = fuse.OpenOut{Fh: id, OpenFlags: openFlags(flags, unchanged)}
 	return nil
 }
 
@@ -93,7 +98,7 @@ func (fs *FS) openExisting(r *request, ino *inode, flags uint32, out *fuse.Creat
 
 func (fs *FS) createFile(r *request, dir *inode, name string, how *nfs3.CreateHow,
 	out *fuse.EntryOut) (ino *inode, own bool, err error) {
-	return fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+	return fs.createEntry(r, dir, name, nfs3.NF3REG, out, func(res *nfs3.CreateResult) error {
 		return fs.client.Create(r, r.cred, dir.fh, name, how, res)
 	})
 }
@@ -108,7 +113,7 @@ func (fs *FS) createExclusive(r *request, dir *inode, name string, set nfs3.SetA
 		return fs.createFile(r, dir, name, &nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}, out)
 	}
 	how := nfs3.CreateHow{Mode: nfs3.Exclusive}
-	_, _ = rand.Read(how.Verf[:]) // never fails
+	how.Verf = r.derive("verifier")
 	ino, own, err = fs.createFile(r, dir, name, &how, out)
 	if hasStatus(err, nfs3.ErrNotSupp) {
 		how = nfs3.CreateHow{Mode: nfs3.Guarded, Attr: set}

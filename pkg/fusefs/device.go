@@ -1,6 +1,7 @@
 package fusefs
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -50,6 +51,29 @@ func deviceAt(dirfd int, path string) (device, error) {
 func mountedAt(dir string, dev device) (bool, error) {
 	mounts, err := mountinfo.GetMounts(isMount(dir, dev))
 	return len(mounts) > 0, err
+}
+
+// MountPointOf returns the mount point of the connection of f, a descriptor of /dev/fuse. It
+// returns "" if the mount is detached, or if the kernel does not report the number of the
+// connection. MountPointOf reads /proc alone, so no file system can block it.
+func MountPointOf(f *os.File) string {
+	info, err := os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", f.Fd()))
+	if err != nil {
+		return ""
+	}
+	_, text, _ := strings.Cut(string(info), "\nfuse_connection:")
+	var minor int // the number of a connection is that of its device
+	if _, err := fmt.Sscan(text, &minor); err != nil {
+		return ""
+	}
+	mounts, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
+		found := m.FSType == fsType && m.Major == 0 && m.Minor == minor
+		return !found, found
+	})
+	if err != nil || len(mounts) == 0 {
+		return ""
+	}
+	return mounts[0].Mountpoint
 }
 
 // isMount returns a filter that accepts only mounts of the device dev at the directory dir.

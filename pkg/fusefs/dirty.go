@@ -18,7 +18,7 @@ const dirtyReserve = 2
 type DirtyTotal struct {
 	mu    sync.Mutex
 	limit int64 // bytes
-	used  int64 // bytes, at most limit
+	used  int64 // bytes; more than limit only by takeAlways
 }
 
 // NewDirtyTotal returns a DirtyTotal of at most limit bytes. Each FS may hold two more buffers.
@@ -36,6 +36,16 @@ func (t *DirtyTotal) take(n int64) bool {
 	}
 	t.used += n
 	return true
+}
+
+// takeAlways reserves n bytes, also beyond the limit.
+func (t *DirtyTotal) takeAlways(n int64) {
+	if t == nil {
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.used += n
 }
 
 func (t *DirtyTotal) give(n int64) {

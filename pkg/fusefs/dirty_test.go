@@ -72,7 +72,8 @@ func bareFS(s *memServer, pool *membuf.Pool, opts Options) *FS {
 	_ = opts.setDefaults()
 	opts.WSize = pool.Size()
 	fs := &FS{client: nfs3.NewClient(s, nfs3.Options{}), opts: opts, buffers: pool,
-		writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{})}
+		writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
+		closed: make(chan struct{})}
 	fs.dirty.inodes = make(map[*inode]*dirtyFile)
 	return fs
 }

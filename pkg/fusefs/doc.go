@@ -41,6 +41,9 @@
 //	commit.go     COMMIT, write verifiers, replay (RFC 1813 §3.3.7, §3.3.21, §4.8)
 //	readdir.go    READDIR and READDIRPLUS (RFC 1813 §3.3.16, §3.3.17)
 //	lock.go       fcntl(2) and flock(2) locks by package nlm
+//	state.go      records from which the next process continues the mount
+//	restore.go    continues the mount of an earlier process
+//	resend.go     requests that the kernel sends again to the next process
 //	owner.go      the process on whose behalf an RPC is made
 //	counters.go   counters
 //
@@ -89,6 +92,11 @@
 // lock is granted, the kernel's cached pages of the file are dropped. An unlock first writes the
 // data that was written under the lock.
 //
+// With Options.State, the mount survives the end of the process, also by SIGKILL. All that the next
+// process needs is recorded before the kernel or the program can depend on it. Effects happen once,
+// although the kernel sends requests without reply again (resend.go). Caches are not recorded: the
+// next process asks the server again, and makes the kernel drop the pages of open files.
+//
 // After Unmount or ForceUnmount succeeds, this file system is not mounted at the mount point.
 // Mounts of other programs there stay. When the connection is ended from outside, the file system
 // is unmounted automatically.
@@ -98,14 +106,15 @@
 // lookupCache.mu, credentials.mu, nameExpiry.mu and busyReads.mu each guard their fields.
 //
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
-// one node's attributes. writeback.mu (in the inode) guards the node's extents. interrupts.mu
-// guards the active requests. handleLocks.mu guards the lock owners of one open file. reopens.mu,
-// FS.handles and FS.dirty each guard one table. DirtyTotal.mu guards the bytes of several FSs. Code
-// that may panic unlocks with defer.
+// one node's attributes. State.mu guards the records of requests. writeback.mu (in the inode)
+// guards the node's extents. interrupts.mu guards the active requests. handleLocks.mu guards the
+// lock owners of one open file. reopens.mu, FS.handles and FS.dirty each guard one table.
+// DirtyTotal.mu guards the bytes of several FSs. Code that may panic unlocks with defer.
 //
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
 // Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
 //
-// Lock writeback.mu before FS.dirty and inode.mu, FS.dirty before DirtyTotal.mu, inodeTable.mu and
-// FS.handles before inode.mu, and inode.mu before lookupCache.mu. Take each other lock alone.
+// Lock writeback.mu before FS.handles, FS.dirty and inode.mu, FS.dirty before DirtyTotal.mu,
+// inodeTable.mu and FS.handles before inode.mu, and inode.mu before lookupCache.mu. Take each other
+// lock alone.
 package fusefs

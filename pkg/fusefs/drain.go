@@ -141,6 +141,7 @@ func (fs *FS) awaitProgress(ctx context.Context, done <-chan struct{}, stall tim
 func (fs *FS) drop(ino *inode, e *extent, err error) {
 	fs.Counters.WriteErrors.Add(1)
 	ino.wb.fail(err)
+	fs.keepError(ino)
 	if fs.isAborted() {
 		fs.recordLoss(ino, e)
 	} else {
@@ -150,6 +151,20 @@ func (fs *FS) drop(ino *inode, e *extent, err error) {
 		fs.reportLoss(loss)
 	}
 	fs.release(ino, e)
+}
+
+// keepError records the error of a file for its open files. The caller holds writeback.mu.
+func (fs *FS) keepError(ino *inode) {
+	if fs.state == nil {
+		return
+	}
+	fs.handles.Lock()
+	defer fs.handles.Unlock()
+	for _, h := range fs.handles.files {
+		if h.ino == ino {
+			fs.state.setFileError(h, ino.wb.err)
+		}
+	}
 }
 
 // recordLoss records that the end of the mount discards an extent. The caller holds writeback.mu.

@@ -7,13 +7,18 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 )
 
 // A fileHandle is one open file. READs and WRITEs of a fileHandle use the credential of the user
 // who opened the file, also when another process uses the handle.
 type fileHandle struct {
+	id       uint64
 	ino      *inode
 	cred     []byte
+	flags    uint32   // of open(2)
+	state    *State   // nil if the mount is not kept
+	kept     keptSlot // owned by the goroutine that opens or releases the file
 	writable bool
 	direct   bool   // I/O past the kernel's pages
 	watched  bool   // guarded by FS.handles: open for buffered reads
@@ -28,9 +33,24 @@ type fileHandle struct {
 	locks   handleLocks
 }
 
-func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
-	h := &fileHandle{ino: ino, cred: cred, writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY,
-		direct: direct(flags)}
+// newFile returns the number of a new open file. It returns ENFILE if a kept mount has too many.
+func (fs *FS) newFile(r *request, ino *inode, flags uint32) (uint64, error) {
+	h := fs.makeFile(ino, r.cred, flags)
+	h.id = fs.nextHandle()
+	r.keepHandle(h.id)
+	if err := fs.inodes.keep(ino); err != nil {
+		return 0, err
+	}
+	if err := fs.state.addFile(h); err != nil {
+		return 0, err
+	}
+	fs.addFile(h)
+	return h.id, nil
+}
+
+func (fs *FS) makeFile(ino *inode, cred []byte, flags uint32) *fileHandle {
+	h := &fileHandle{ino: ino, cred: cred, flags: flags, state: fs.state,
+		writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY, direct: direct(flags)}
 	h.watched = fs.explicitPages() && flags&syscall.O_ACCMODE != syscall.O_WRONLY && !h.direct
 	if !h.direct {
 		ino.mu.Lock()
@@ -40,7 +60,7 @@ func (fs *FS) newFile(ino *inode, cred []byte, flags uint32) uint64 {
 	ino.wb.mu.Lock()
 	h.errSeen = ino.wb.errSeq
 	ino.wb.mu.Unlock()
-	return fs.addFile(h)
+	return h
 }
 
 // pin counts the inode as open, so that a later removal hides the file instead of removing it.
@@ -152,9 +172,9 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	if outdated {
 		fs.dropAttr(ino)
 	}
-	out.Fh = fs.newFile(ino, r.cred, flags)
 	out.OpenFlags = openFlags(flags, unchanged)
-	return nil
+	out.Fh, err = fs.newFile(r, ino, flags)
+	return err
 }
 
 // checkOpen checks that the user has the rights want. If cacheable is true, it also returns the
@@ -251,6 +271,9 @@ func (fs *FS) Fsync(cancel <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
 }
 
 func (fs *FS) syncFile(r *request, h *fileHandle) error {
+	if err := h.reportedBefore(r); err != nil {
+		return err
+	}
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
@@ -261,7 +284,7 @@ func (fs *FS) syncFile(r *request, h *fileHandle) error {
 		// an earlier call may have reported the error, but the data is still not stable
 		return syscall.EIO
 	}
-	return h.report()
+	return h.report(r)
 }
 
 // Release ends an open file. The kernel does not wait for it. When a fatal signal interrupted
@@ -288,12 +311,25 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	dirty := h.writable && !w.clean()
 	w.mu.Unlock()
 	if !dirty && len(owners) == 0 {
-		fs.unpin(h.ino)
+		fs.closeFile(h)
 		return
 	}
-	fs.spawn(func() {
-		_ = fs.sync(background{fs}, h.ino) // no caller to report an error to
+	fs.state.setReleasing(h)
+	fs.spawn(func() { fs.finishRelease(h, owners) })
+}
+
+// finishRelease writes the data and releases the locks of a file that the kernel has released.
+func (fs *FS) finishRelease(h *fileHandle, owners []nlm.Owner) {
+	_ = fs.sync(background{fs}, h.ino) // no caller to report an error to
+	if len(owners) > 0 {
 		fs.releaseLocks(background{fs}, h, owners)
-		fs.unpin(h.ino)
-	})
+	}
+	fs.closeFile(h)
+}
+
+// closeFile ends an open file. The record of the node must be freed last: OpenState refuses a State
+// with an open file of an unknown node.
+func (fs *FS) closeFile(h *fileHandle) {
+	fs.state.freeFile(h)
+	fs.unpin(h.ino)
 }

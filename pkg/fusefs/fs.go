@@ -98,6 +98,13 @@ type Options struct {
 	// FS.Close.
 	Locks                  *nlm.Client
 	LocalPosix, LocalFlock bool
+	// State, if not nil, keeps what the next process needs to continue the mount. Buffers must then
+	// be a pool of a file. A State of OpenState makes New continue the mount of an earlier process.
+	// The caller closes State after FS.Close.
+	State *State
+	// Settled, if not nil, is called once after a continued mount has handled the requests of the
+	// earlier process.
+	Settled func()
 	// Observe, if not nil, is called after each request that the kernel waits for, with the time
 	// that the request took. Observe runs on the request's goroutine, may run concurrently, and
 	// must not block. Observe is not called for FORGET, RELEASE and FSYNCDIR.
@@ -126,6 +133,7 @@ type FS struct {
 	client      *nfs3.Client
 	acl         *nfsacl.Client // nil: no ACLs, or the server does not support NFSACL
 	opts        Options
+	state       *State // nil if the mount is not kept
 	buffers     *membuf.Pool
 	ownBuffers  bool
 	creds       *credentials
@@ -156,9 +164,12 @@ type FS struct {
 		releasing map[*fileHandle]struct{}
 	}
 	dirty    dirtySet
-	draining atomic.Bool            // each write waits for stable storage
-	progress atomic.Uint64          // changes while the server accepts data
-	failure  atomic.Pointer[string] // nil while the FS works
+	restored []func() // work that an earlier process has left, for resume
+	// files that an earlier process has hidden, by hidden name; set before the FS is used
+	hiddenBefore map[string]*inode
+	draining     atomic.Bool            // each write waits for stable storage
+	progress     atomic.Uint64          // changes while the server accepts data
+	failure      atomic.Pointer[string] // nil while the FS works
 
 	reopens     reopens
 	noPlus      atomic.Bool // the server does not support READDIRPLUS
@@ -166,6 +177,8 @@ type FS struct {
 	writeSlots  chan struct{}
 	work        sync.WaitGroup // goroutines that write back
 
+	closeOnce sync.Once
+	closed    chan struct{} // closed by Close
 	abortOnce sync.Once
 	aborted   chan struct{}
 }
@@ -176,16 +189,18 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	if err := opts.setDefaults(); err != nil {
 		return nil, err
 	}
-	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), client: client, opts: opts, buffers: opts.Buffers,
-		writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{})}
+	fs := &FS{RawFileSystem: fuse.NewDefaultRawFileSystem(), client: client, opts: opts, state: opts.State,
+		buffers: opts.Buffers, writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
+		closed: make(chan struct{})}
 	fs.creds = newCredentials(&fs.Counters, opts.Warn)
 	fs.handles.files, fs.handles.dirs = make(map[uint64]*fileHandle), make(map[uint64]*dirHandle)
 	fs.handles.releasing = make(map[*fileHandle]struct{})
 	fs.dirty.inodes = make(map[*inode]*dirtyFile)
 	fs.interrupts.onInterrupt = func() { fs.Counters.Interrupts.Add(1) }
 	fs.interrupts.onPanic = fs.fail
+	fs.handles.last = fs.state.firstID()
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
-	fs.inodes.init(rootInode)
+	fs.inodes.init(rootInode, fs.state)
 
 	cred := fs.creds.encode(0, 0, nil)
 	var attr nfs3.Attr
@@ -208,11 +223,20 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	fs.opts.RSize = serverLimit(fs.opts.RSize, info.ReadMax)
 	fs.opts.WSize = serverLimit(fs.opts.WSize, info.WriteMax)
 	if fs.buffers == nil {
-		dirty := (fs.opts.DirtyBytes + MaxIOSize - 1) / MaxIOSize
-		fs.buffers, fs.ownBuffers = membuf.NewPool(MaxIOSize, int(dirty)+readBuffers), true
+		fs.buffers, fs.ownBuffers = membuf.NewPool(BufferPool(fs.opts.DirtyBytes)), true
 	}
 	fs.opts.WSize = min(fs.opts.WSize, fs.buffers.Size())
+	if fs.state != nil && fs.state.restored {
+		if err := fs.restore(); err != nil {
+			return nil, fmt.Errorf("fusefs: continue the mount of an earlier process: %w", err)
+		}
+	}
 	return fs, nil
+}
+
+// BufferPool returns the size and the number of the buffers of an FS with this DirtyBytes.
+func BufferPool(dirtyBytes int64) (size, limit int) {
+	return MaxIOSize, int((dirtyBytes+MaxIOSize-1)/MaxIOSize) + readBuffers
 }
 
 // serverLimit returns the smaller of own and the server's limit. serverLimit ignores a limit of 0.
@@ -292,6 +316,7 @@ func (fs *FS) isAborted() bool {
 // Close writes the remaining data, stops the FS and frees its memory. The file system must be
 // unmounted. When ctx ends, Close discards the remaining data as Abort does.
 func (fs *FS) Close(ctx context.Context) {
+	fs.closeOnce.Do(func() { close(fs.closed) })
 	fs.endWatch()
 	fs.flush(ctx, 0) // the writers got their errors from close(2)
 	fs.stopExpiry()
@@ -329,16 +354,21 @@ func (fs *FS) Forget(id, nlookup uint64) {
 	fs.inodes.forget(id, nlookup)
 }
 
-// addFile returns a new handle number for an open file. Numbers are never reused.
-func (fs *FS) addFile(h *fileHandle) uint64 {
+// nextHandle returns a new number for an open file or directory. Numbers are never reused.
+func (fs *FS) nextHandle() uint64 {
 	fs.handles.Lock()
 	defer fs.handles.Unlock()
 	fs.handles.last++
-	fs.handles.files[fs.handles.last] = h
+	return fs.handles.last
+}
+
+func (fs *FS) addFile(h *fileHandle) {
+	fs.handles.Lock()
+	defer fs.handles.Unlock()
+	fs.handles.files[h.id] = h
 	if h.watched {
 		fs.watchFile()
 	}
-	return fs.handles.last
 }
 
 func (fs *FS) file(id uint64) *fileHandle {

@@ -3,6 +3,7 @@ package fusefs
 import (
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -12,8 +13,9 @@ import (
 
 // An inode is an object of the server that the kernel knows or that is open.
 type inode struct {
-	id uint64
-	fh nfs3.FH
+	id   uint64
+	fh   nfs3.FH
+	kept keptSlot // guarded by inodeTable.mu
 
 	// The fields up to hiddenRemovals are guarded by inodeTable.mu.
 	nlookup uint64 // lookup references of the kernel
@@ -78,6 +80,7 @@ type inodeTable struct {
 	byID   map[uint64]*inode
 	byFH   map[nfs3.FH]*inode // inodes that a lookup can find
 	lastID uint64
+	state  *State       // nil if the mount is not kept
 	names  atomic.Int64 // names in all nameCaches, and those that wait for a notification
 
 	files      int // open files, and opens in flight
@@ -86,10 +89,11 @@ type inodeTable struct {
 	removalDone chan struct{}
 }
 
-func (t *inodeTable) init(root *inode) {
+func (t *inodeTable) init(root *inode, state *State) {
+	t.state = state
 	t.byID = map[uint64]*inode{root.id: root}
 	t.byFH = map[nfs3.FH]*inode{root.fh: root}
-	t.lastID = root.id
+	t.lastID = max(root.id, state.firstID())
 }
 
 // get returns the inode with the number id, or nil.
@@ -115,12 +119,35 @@ func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
 	ino := t.byFH[fh]
 	if ino == nil || attr != nil && ino.id != fuse.FUSE_ROOT_ID && ino.isOtherObject(attr) {
 		t.lastID++
-		ino = &inode{id: t.lastID, fh: fh}
+		ino = &inode{id: t.lastID, fh: fh, nlookup: 1}
 		t.byID[ino.id] = ino
 		t.byFH[fh] = ino
+		t.state.addNode(ino, attr)
+		return ino
 	}
 	ino.nlookup++
+	t.state.setLookups(ino)
 	return ino
+}
+
+// keep makes a record of a node that has none because there was no room. The records of open files
+// refer to it. The error is ENFILE.
+func (t *inodeTable) keep(ino *inode) error {
+	if t.state == nil || ino.id == fuse.FUSE_ROOT_ID {
+		return nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if ino.kept != 0 {
+		return nil
+	}
+	ino.mu.Lock()
+	attr := ino.attr
+	ino.mu.Unlock()
+	if t.state.addNode(ino, &attr); ino.kept == 0 {
+		return syscall.ENFILE
+	}
+	return nil
 }
 
 func (ino *inode) isOtherObject(attr *nfs3.Attr) bool {
@@ -145,6 +172,7 @@ func (t *inodeTable) forget(id, n uint64) {
 		return
 	}
 	ino.nlookup -= min(n, ino.nlookup)
+	t.state.setLookups(ino)
 	t.dropIfUnused(ino)
 }
 
@@ -184,6 +212,7 @@ func (t *inodeTable) dropIfUnused(ino *inode) {
 		return
 	}
 	delete(t.byID, ino.id)
+	t.state.freeNode(ino)
 	ino.mu.Lock()
 	t.names.Add(-int64(len(ino.names.names)))
 	ino.names.names = nil

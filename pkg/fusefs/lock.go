@@ -18,7 +18,7 @@ import (
 // handleLocks are the lock owners that used one open file.
 type handleLocks struct {
 	mu       sync.Mutex
-	owners   map[nlm.Owner]struct{}
+	owners   map[nlm.Owner]keptSlot
 	flushed  time.Time     // time of the last FLUSH
 	released chan struct{} // closed after the release of the locks; nil while no request waits for it
 }
@@ -119,12 +119,9 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
-	h.locks.mu.Lock()
-	if h.locks.owners == nil {
-		h.locks.owners = make(map[nlm.Owner]struct{})
+	if err := h.addLockOwner(l.Owner); err != nil {
+		return err
 	}
-	h.locks.owners[l.Owner] = struct{}{}
-	h.locks.mu.Unlock()
 	if err := fs.opts.Locks.Lock(ctx, h.cred, h.ino.fh, *l, wait); err != nil {
 		return err
 	}
@@ -139,6 +136,24 @@ func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, 
 		return nil
 	}
 	fs.revalidate(h.ino, &a, cacheable)
+	return nil
+}
+
+// addLockOwner records that an owner uses the open file. The error is ENOLCK.
+func (h *fileHandle) addLockOwner(id nlm.Owner) error {
+	h.locks.mu.Lock()
+	defer h.locks.mu.Unlock()
+	if _, known := h.locks.owners[id]; known {
+		return nil
+	}
+	slot, err := h.state.addOwner(h, id)
+	if err != nil {
+		return err
+	}
+	if h.locks.owners == nil {
+		h.locks.owners = make(map[nlm.Owner]keptSlot)
+	}
+	h.locks.owners[id] = slot
 	return nil
 }
 
@@ -172,6 +187,7 @@ func (fs *FS) flushLocks(r *request, h *fileHandle, owner uint64) {
 	_ = fs.opts.Locks.ReleaseOwner(ctx, h.cred, h.ino.fh, id)
 	// RELEASE comes later, when the process may have a new lock by another open file.
 	h.locks.mu.Lock()
+	h.state.freeOwner(h.locks.owners[id])
 	delete(h.locks.owners, id)
 	h.locks.mu.Unlock()
 }
@@ -197,6 +213,9 @@ func (fs *FS) releaseLocks(ctx context.Context, h *fileHandle, owners []nlm.Owne
 	fs.handles.Unlock()
 	h.locks.mu.Lock()
 	defer h.locks.mu.Unlock()
+	for _, slot := range h.locks.owners {
+		h.state.freeOwner(slot)
+	}
 	h.locks.owners = nil
 	if h.locks.released != nil {
 		close(h.locks.released)
@@ -264,6 +283,21 @@ func (fs *FS) lostLock(h *fileHandle) error {
 		}
 	}
 	return nil
+}
+
+// HasLockOwner reports whether an open file of fh has locks of an owner, or requests one. It is for
+// nlm.Client.ReleaseStale.
+func (fs *FS) HasLockOwner(fh nfs3.FH, id nlm.Owner) bool {
+	fs.handles.Lock()
+	handles := slices.Collect(maps.Values(fs.handles.files))
+	handles = append(handles, slices.Collect(maps.Keys(fs.handles.releasing))...)
+	fs.handles.Unlock()
+	for _, h := range handles {
+		if h.ino.fh == fh && slices.Contains(h.lockOwners(), id) {
+			return true
+		}
+	}
+	return false
 }
 
 // LockLost makes the kernel discard the cached pages of a file, so that reads through the owners of

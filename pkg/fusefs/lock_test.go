@@ -85,7 +85,7 @@ func TestLockSeesNewNames(t *testing.T) {
 func TestLostLockCountsDrop(t *testing.T) {
 	fs := &FS{}
 	file := &inode{id: 2}
-	fs.inodes.init(file)
+	fs.inodes.init(file, nil)
 	fs.LockLost(file.fh)
 	if n := fs.Counters.CacheDrops.Load(); n != 1 || file.pageDrops != 0 {
 		t.Errorf("got %d drops, %d in progress; want 1, 0", n, file.pageDrops)

@@ -12,7 +12,7 @@ import (
 func TestKeptNameIsOrderedWithChanges(t *testing.T) {
 	fs := &FS{opts: DefaultOptions()}
 	dir := &inode{id: 2}
-	fs.inodes.init(dir)
+	fs.inodes.init(dir, nil)
 	fs.updateAttr(dir, &nfs3.Attr{Type: nfs3.NF3DIR}, fs.callStart())
 	fs.lookups.mu.Lock()
 	kept := make(chan struct{})

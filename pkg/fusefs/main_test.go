@@ -25,7 +25,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) {
+	if !takeoverProcess() {
+		testutil.Main(m)
+	}
+}
 
 // testTimeout bounds each wait of a test.
 const testTimeout = 60 * time.Second
@@ -36,6 +40,8 @@ type export struct {
 	root    nfs3.FH
 	dial    func(context.Context) (transport, error)
 	tcpPort int // of this project's server: MOUNT and NLM
+	// address of NFS: one of them
+	rdmaAddr, tcpAddr string
 }
 
 type transport interface {
@@ -57,7 +63,7 @@ func startExport(t *testing.T) *export {
 		t.Fatal(err)
 	}
 	dial := func(ctx context.Context) (transport, error) { return rpctcp.Dial(ctx, s.Addr(), rpctcp.Options{}) }
-	return &export{dir: dir, root: res.FH, dial: dial}
+	return &export{dir: dir, root: res.FH, dial: dial, tcpAddr: s.Addr()}
 }
 
 // startOwnExport exports a directory with this project's server over RDMA, without root squash.
@@ -89,7 +95,7 @@ func startExportOf(t *testing.T, cfg nfsserve.Config) *export {
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	must(t, err)
 	dial := func(ctx context.Context) (transport, error) { return dialRDMA(ctx, s.RDMAAddr) }
-	return &export{dir, res.FH, dial, number}
+	return &export{dir: dir, root: res.FH, dial: dial, tcpPort: number, rdmaAddr: s.RDMAAddr.String()}
 }
 
 // servers are the servers that mounts must work with.

@@ -43,6 +43,10 @@ type MountOptions struct {
 	// mount. A process that is killed during such a call waits for its own reply forever: the
 	// process stays a zombie and the mount stays.
 	SkipDisablePoll bool
+	// Mounted, if not nil, is called with the connection after the mount and before the first
+	// request. An error ends the mount. It is only called for an FS with Options.State, on a kernel
+	// that can send requests again. Without the call, the mount ends with the process.
+	Mounted func(*front.Device) error
 	// Logger receives messages about FUSE requests. The default is the standard logger.
 	Logger *log.Logger
 }
@@ -85,16 +89,47 @@ func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
 		_ = s.device.Close()
 		return nil, mountError(abs, err)
 	}
-	fs.mountDir.Store(&s.dir)
-	s.watchBusyReads()
-	fs.expireOnly.Store(conn.Kernel().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
-	fs.device.Store(s.device)
+	s.use(conn)
 	go s.serve(conn)
 	if !opts.SkipDisablePoll {
 		DisablePoll(abs)
 	}
 	s.tune(maxWrite)
 	return s, nil
+}
+
+// use lets the FS use the connection.
+func (s *Server) use(conn *front.DevFuse) {
+	s.fs.mountDir.Store(&s.dir)
+	s.watchBusyReads()
+	s.fs.expireOnly.Store(conn.Kernel().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
+	s.fs.device.Store(s.device)
+}
+
+// Resume continues to serve the mount of an earlier process at dir. fs has a State of OpenState,
+// and opts are those of the mount. Resume takes over dev also when it returns an error.
+func Resume(dir string, dev *front.Device, fs *FS, opts MountOptions) (*Server, error) {
+	r := &fs.state.mu.mount
+	s := &Server{fs: fs, dir: dir, device: dev, dev: device{r.major, r.minor}, done: make(chan struct{})}
+	conn, err := front.Resume(dev, fs, s.options(&opts, r.acl == 1), r.init[:r.initLen])
+	if err != nil {
+		_ = dev.Close()
+		return nil, err
+	}
+	s.use(conn)
+	go s.serve(conn)
+	fs.resume()
+	return s, nil
+}
+
+// Discard unmounts the mount of an earlier process without an FS. Its data that is not on the
+// server is lost.
+func Discard(dir string, dev *front.Device, state *State) error {
+	r := &state.mu.mount
+	s := &Server{dir: dir, device: dev, dev: device{r.major, r.minor}}
+	_, err := s.umount(unix.MNT_DETACH)
+	s.abortConnection()
+	return errors.Join(err, dev.Close())
 }
 
 // DisablePoll informs the kernel that files on the mount at dir do not support poll(2). A
@@ -130,6 +165,35 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*front.
 		_ = p.detach(s.dev)
 		return nil, errors.New("directory was moved during the mount; try again")
 	}
+	conn, err := front.NewDevFuse(s.device, s.fs, s.options(opts, s.fs.acl != nil))
+	if err == nil {
+		err = s.keep(conn, opts)
+	}
+	if err != nil {
+		_ = s.detach(unix.MNT_DETACH)
+		return nil, err
+	}
+	return conn, nil
+}
+
+// keep records a new mount in the State of the FS.
+func (s *Server) keep(conn *front.DevFuse, opts *MountOptions) error {
+	if s.fs.state == nil || conn.Kernel().Flags64()&fuse.CAP_HAS_RESEND == 0 {
+		return nil
+	}
+	if err := s.fs.state.setMounted(s.dev, conn.Init(), s.fs.acl != nil); err != nil {
+		return err
+	}
+	if opts.Mounted == nil {
+		return nil
+	}
+	return opts.Mounted(s.device)
+}
+
+// options returns the options of the FUSE protocol. They are the same for each process that serves
+// the mount.
+func (s *Server) options(opts *MountOptions, acl bool) *fuse.MountOptions {
+	maxWrite := min(s.fs.buffers.Size(), MaxIOSize)
 	var withoutLocks uint64
 	if s.fs.opts.LocalPosix {
 		withoutLocks |= fuse.CAP_POSIX_LOCKS
@@ -137,14 +201,14 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*front.
 	if s.fs.opts.LocalFlock {
 		withoutLocks |= fuse.CAP_FLOCK_LOCKS
 	}
-	conn, err := front.NewDevFuse(s.device, s.fs, &fuse.MountOptions{
+	return &fuse.MountOptions{
 		MaxBackground:            maxBackground,
 		MaxWrite:                 maxWrite,
 		MaxReadAhead:             maxWrite,
 		ExplicitDataCacheControl: s.fs.explicitPages(),
-		DisableXAttrs:            s.fs.acl == nil,
-		EnableAcl:                s.fs.acl != nil,
-		ExtraCapabilities:        s.fs.capabilities(),
+		DisableXAttrs:            !acl,
+		EnableAcl:                acl,
+		ExtraCapabilities:        s.fs.capabilities(acl),
 		// On an ID-mapped mount the kernel does not say who makes most requests. Without the
 		// capability the kernel refuses to make one, as for Linux's NFS client.
 		DisabledCapabilities: fuse.CAP_ALLOW_IDMAP | withoutLocks,
@@ -152,12 +216,7 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*front.
 		EnableLocks:  s.fs.opts.Locks != nil,
 		Logger:       opts.Logger,
 		PanicHandler: s.fs.panicked,
-	})
-	if err != nil {
-		_ = s.detach(unix.MNT_DETACH)
-		return nil, err
 	}
-	return conn, nil
 }
 
 // serve handles the kernel's requests until the connection ends. After an abort every call on the
@@ -170,7 +229,7 @@ func (s *Server) serve(conn *front.DevFuse) {
 }
 
 // capabilities returns the capabilities of the kernel's FUSE client that the file system uses.
-func (fs *FS) capabilities() uint64 {
+func (fs *FS) capabilities(acl bool) uint64 {
 	// The server clears set-user-ID and set-group-ID bits when another user writes to or chowns a
 	// file. Without HANDLE_KILLPRIV the kernel would send a SETATTR as the writer, who may not have
 	// permission for it.
@@ -180,7 +239,10 @@ func (fs *FS) capabilities() uint64 {
 		// READDIRPLUS.
 		c |= fuse.CAP_READDIRPLUS_AUTO
 	}
-	if fs.acl != nil {
+	if fs.state != nil {
+		c |= fuse.CAP_HAS_RESEND
+	}
+	if acl {
 		// DONT_MASK: only the client knows whether the umask applies. HANDLE_KILLPRIV_V2: otherwise
 		// the kernel would ask for security.capability at each write(2).
 		c |= fuse.CAP_DONT_MASK | fuse.CAP_HANDLE_KILLPRIV_V2

@@ -19,7 +19,7 @@ func TestWaitingExpiryBoundsNames(t *testing.T) {
 	const left, each = 1500, 1000
 	fs := &FS{opts: DefaultOptions(), aborted: make(chan struct{})}
 	dir := &inode{id: 2}
-	fs.inodes.init(dir)
+	fs.inodes.init(dir, nil)
 	fs.inodes.names.Store(maxCachedNames - left)
 	fs.expiry.running = true // a notification waits
 	a := nfs3.Attr{Type: nfs3.NF3DIR}

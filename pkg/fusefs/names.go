@@ -181,10 +181,11 @@ func (fs *FS) entryTimeout(dir *inode) time.Duration {
 // createEntry is the common part of CREATE, MKDIR, SYMLINK and MKNOD. createEntry makes the call
 // and gets what the server left out of its reply. own is true when the handle came with the reply,
 // so that the node certainly is the new object.
-func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOut,
+func (fs *FS) createEntry(r *request, dir *inode, name string, typ nfs3.FileType, out *fuse.EntryOut,
 	call func(*nfs3.CreateResult) error) (ino *inode, own bool, err error) {
 	var res nfs3.CreateResult
 	var start, changed uint64
+	var made bool
 	for try := 0; ; try++ {
 		start = fs.callStart()
 		err := call(&res)
@@ -192,17 +193,23 @@ func (fs *FS) createEntry(r *request, dir *inode, name string, out *fuse.EntryOu
 			continue
 		}
 		changed = fs.nameMade(dir, name, &res.DirWcc, start)
-		if err != nil {
+		made = hasStatus(err, nfs3.ErrExist) && r.sentBefore()
+		if err != nil && !made {
 			return nil, false, fs.checkStale(dir, err)
 		}
 		break
 	}
-	if own = res.HasFH; !own {
+	if own = res.HasFH && !made; !own {
 		var found nfs3.LookupResult
 		if start, err = fs.lookupRPC(r, dir, name, &found); err != nil {
 			return nil, false, err
 		}
 		res.FH, res.Attr = found.FH, found.Attr
+		if made {
+			if own = found.Attr.Present && r.madeBefore(&found.Attr.Attr, typ); !own {
+				return nil, false, syscall.EEXIST
+			}
+		}
 	}
 	if ino, err = fs.entry(r, dir, name, res.FH, &res.Attr, start, out); err == nil {
 		fs.keepLookup(dir, name, ino.id, changed)
@@ -227,7 +234,7 @@ func (fs *FS) nameMade(dir *inode, name string, wcc *nfs3.WccData, start uint64)
 func (fs *FS) Mkdir(cancel <-chan struct{}, in *fuse.MkdirIn, name string, out *fuse.EntryOut) fuse.Status {
 	return fs.onNode(OpMkdir, cancel, &in.InHeader, func(r *request, dir *inode) error {
 		set := fs.newMode(r, dir, in.Mode, in.Umask)
-		_, _, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+		_, _, err := fs.createEntry(r, dir, name, nfs3.NF3DIR, out, func(res *nfs3.CreateResult) error {
 			return fs.client.Mkdir(r, r.cred, dir.fh, name, &set, res)
 		})
 		return err
@@ -260,7 +267,7 @@ func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *
 		return syscall.EINVAL
 	}
 	dev := nfs3.Device{Major: unix.Major(uint64(in.Rdev)), Minor: unix.Minor(uint64(in.Rdev))}
-	_, _, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+	_, _, err := fs.createEntry(r, dir, name, typ, out, func(res *nfs3.CreateResult) error {
 		return fs.client.Mknod(r, r.cred, dir.fh, name, typ, &set, dev, res)
 	})
 	return err
@@ -270,7 +277,7 @@ func (fs *FS) mknod(r *request, dir *inode, in *fuse.MknodIn, name string, out *
 func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name string, out *fuse.EntryOut) fuse.Status {
 	set := modeOnly(0o777) // the mode that lstat(2) shows for symbolic links on all file systems
 	return fs.onNode(OpSymlink, cancel, h, func(r *request, dir *inode) error {
-		_, _, err := fs.createEntry(r, dir, name, out, func(res *nfs3.CreateResult) error {
+		_, _, err := fs.createEntry(r, dir, name, nfs3.NF3LNK, out, func(res *nfs3.CreateResult) error {
 			return fs.client.Symlink(r, r.cred, dir.fh, name, target, &set, res)
 		})
 		return err
@@ -280,6 +287,9 @@ func (fs *FS) Symlink(cancel <-chan struct{}, h *fuse.InHeader, target, name str
 // Link handles link(2).
 func (fs *FS) Link(cancel <-chan struct{}, in *fuse.LinkIn, name string, out *fuse.EntryOut) fuse.Status {
 	r := fs.begin(OpLink, cancel, &in.InHeader)
+	if err := r.earlierError(); err != nil {
+		return fs.end(OpLink, r, err)
+	}
 	return fs.end(OpLink, r, fs.link(r, in, name, out))
 }
 
@@ -301,6 +311,9 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 			continue
 		}
 		changed = fs.nameMade(dir, name, &res.DirWcc, start)
+		if hasStatus(err, nfs3.ErrExist) && r.sentBefore() && fs.isNow(r, dir, name, ino) {
+			err = nil
+		}
 		if err != nil {
 			return fs.checkStale(ino, err)
 		}

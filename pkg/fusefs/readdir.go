@@ -22,8 +22,10 @@ const maxDirRestarts = 4
 // A dirHandle is one open directory. The server's cookies serve as the kernel's offsets. Cookie 0
 // is the start.
 type dirHandle struct {
+	id   uint64
 	ino  *inode
 	cred []byte
+	kept keptSlot
 
 	mu      sync.Mutex // held during the RPCs of this open directory; guards the fields below
 	verf    nfs3.Verifier
@@ -74,13 +76,21 @@ func (fs *FS) openDir(r *request, ino *inode, out *fuse.OpenOut) error {
 	if res.Access&nfs3.AccessLookup != 0 {
 		fs.allowSearch(ino, r.cred, start)
 	}
+	d := &dirHandle{id: fs.nextHandle(), ino: ino, cred: r.cred}
+	r.keepHandle(d.id)
 	fs.inodes.open(ino)
-	d := &dirHandle{ino: ino, cred: r.cred}
+	err := fs.inodes.keep(ino)
+	if err == nil {
+		err = fs.state.addDir(d)
+	}
+	if err != nil {
+		fs.inodes.close(ino)
+		return err
+	}
 	fs.handles.Lock()
 	defer fs.handles.Unlock()
-	fs.handles.last++
-	fs.handles.dirs[fs.handles.last] = d
-	out.Fh = fs.handles.last
+	fs.handles.dirs[d.id] = d
+	out.Fh = d.id
 	return nil
 }
 
@@ -91,6 +101,7 @@ func (fs *FS) ReleaseDir(in *fuse.ReleaseIn) {
 	delete(fs.handles.dirs, in.Fh)
 	fs.handles.Unlock()
 	if d != nil {
+		fs.state.freeDir(d) // before the record of the node
 		fs.inodes.close(d.ino)
 	}
 }
@@ -365,7 +376,8 @@ func (fs *FS) dirRPC(r *request, d *dirHandle, cookie uint64, plus bool) error {
 	if res.DirAttr.Present {
 		fs.updateAttr(d.ino, &res.DirAttr.Attr, d.start)
 	}
-	d.verf, d.eof = res.Verf, res.EOF
+	d.eof = res.EOF
+	fs.state.setVerf(d, res.Verf)
 	if !valid || res.Entries == 0 && !res.EOF {
 		d.entries = d.entries[:0]
 		return fs.invalidReply(d.ino, "READDIR returns no entry, or one cookie twice")

@@ -2,8 +2,6 @@ package fusefs
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"syscall"
 
@@ -25,6 +23,7 @@ type sillyName struct {
 	dir  *inode
 	name string
 	cred []byte // of the user who removed the file
+	kept keptSlot
 }
 
 // takeSillyName removes and returns the hidden name of ino, or nil when ino has none.
@@ -36,12 +35,6 @@ func (ino *inode) takeSillyName() *sillyName {
 	return silly
 }
 
-func newSillyName() string {
-	var b [8]byte
-	_, _ = rand.Read(b[:]) // never fails
-	return sillyPrefix + hex.EncodeToString(b[:])
-}
-
 // Unlink handles unlink(2).
 func (fs *FS) Unlink(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.Status {
 	return fs.onNode(OpUnlink, cancel, h, func(r *request, dir *inode) error { return fs.unlink(r, dir, name) })
@@ -51,7 +44,7 @@ func (fs *FS) unlink(r *request, dir *inode, name string) error {
 	for try := 0; ; try++ {
 		err := fs.unlinkOnce(r, dir, name)
 		if !fs.retryJukebox(r, err, try) {
-			return err
+			return r.removedBefore(err)
 		}
 	}
 }
@@ -73,7 +66,7 @@ func (fs *FS) unlinkOnce(r *request, dir *inode, name string) error {
 			defer fs.inodes.endRemoval(target)
 		} else if last, err := fs.lastName(r, target); err != nil {
 			return err
-		} else if last && target.sillyName() != nil {
+		} else if last && target.isHidden(r) {
 			return syscall.EBUSY // name is the hidden name of an open file
 		} else if last {
 			return fs.sillyRename(r, dir, name, target)
@@ -125,15 +118,31 @@ func (fs *FS) lastName(r *request, ino *inode) (bool, error) {
 
 // sillyRename renames an open file to a hidden name instead of removing it.
 func (fs *FS) sillyRename(r *request, dir *inode, name string, target *inode) error {
-	silly := &sillyName{dir: dir, name: newSillyName(), cred: r.cred}
-	if err := fs.renameRPC(r, dir, name, dir, silly.name); err != nil {
+	silly := target.sillyName() // of an earlier process, or nil
+	isNew := silly == nil
+	if isNew {
+		silly = &sillyName{dir: dir, name: r.sillyName(), cred: r.cred}
+		if err := fs.state.addHidden(target, silly); err != nil {
+			return err
+		}
+	}
+	err := fs.renameRPC(r, dir, name, dir, silly.name)
+	if hasStatus(err, nfs3.ErrNoEnt) && r.sentBefore() && fs.isNow(r, dir, silly.name, target) {
+		err = nil
+	}
+	if err != nil && isNew {
+		fs.state.freeHidden(silly)
+	}
+	if err != nil {
 		return err
 	}
 	fs.Counters.SillyRenames.Add(1)
-	fs.inodes.addHidden(dir)
-	target.mu.Lock()
-	target.silly = silly
-	target.mu.Unlock()
+	if isNew {
+		fs.inodes.addHidden(dir)
+		target.mu.Lock()
+		target.silly = silly
+		target.mu.Unlock()
+	}
 	fs.invalidateAttr(target)
 	// When the last close came before silly was set, that close found no hidden name to remove.
 	if fs.inodes.opensOf(target) == 0 {
@@ -157,6 +166,7 @@ func (fs *FS) removeSilly(ctx context.Context, ino *inode) {
 	defer fs.inodes.endHiddenRemoval(silly.dir)
 	for try := 0; fs.retryJukebox(ctx, fs.removeRPC(ctx, silly.cred, silly.dir, silly.name), try); try++ {
 	}
+	fs.state.freeHidden(silly)
 	fs.invalidateAttr(ino)
 	fs.dropAttr(silly.dir) // the kernel did not request this change
 }
@@ -177,15 +187,19 @@ func (fs *FS) Rmdir(cancel <-chan struct{}, h *fuse.InHeader, name string) fuse.
 }
 
 func (fs *FS) rmdir(r *request, dir *inode, name string) error {
-	err := fs.rmdirRPC(r, dir, name)
+	err := r.removedBefore(fs.rmdirRPC(r, dir, name))
 	if !errors.Is(err, syscall.ENOTEMPTY) {
 		return err
 	}
 	target, lookupErr := fs.targetOf(r, dir, name)
-	if lookupErr != nil || target == nil || !fs.awaitHiddenRemovals(r, target) {
+	if lookupErr != nil || target == nil {
 		return err
 	}
-	return fs.rmdirRPC(r, dir, name)
+	// An earlier process may have removed the hidden names.
+	if !fs.awaitHiddenRemovals(r, target) && !r.sentBefore() {
+		return err
+	}
+	return r.removedBefore(fs.rmdirRPC(r, dir, name))
 }
 
 // rmdirRPC sends an RMDIR. rmdirRPC returns ENOTEMPTY for a directory that is not empty.
@@ -210,6 +224,9 @@ func (fs *FS) rmdirRPC(r *request, dir *inode, name string) error {
 // Rename handles rename(2). NFSv3 supports none of the flags of renameat2(2).
 func (fs *FS) Rename(cancel <-chan struct{}, in *fuse.RenameIn, oldName, newName string) fuse.Status {
 	r := fs.begin(OpRename, cancel, &in.InHeader)
+	if err := r.earlierError(); err != nil {
+		return fs.end(OpRename, r, err)
+	}
 	return fs.end(OpRename, r, fs.rename(r, in, oldName, newName))
 }
 
@@ -223,9 +240,20 @@ func (fs *FS) rename(r *request, in *fuse.RenameIn, oldName, newName string) err
 	}
 	for try := 0; ; try++ {
 		err := fs.renameOnce(r, from, oldName, to, newName)
-		if !fs.retryJukebox(r, err, try) {
-			return err
+		if hasStatus(err, nfs3.ErrNoEnt) && r.sentBefore() {
+			if _, ok, _ := fs.lookupHandle(r, to, newName); ok {
+				return nil // an earlier process has renamed it
+			}
 		}
+		if fs.retryJukebox(r, err, try) {
+			continue
+		}
+		if err != nil && r.sentBefore() {
+			if target := fs.hiddenBefore[r.sillyName()]; target != nil {
+				fs.unhide(r, to, newName, target)
+			}
+		}
+		return err
 	}
 }
 
@@ -253,7 +281,7 @@ func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, new
 	if err != nil {
 		return err
 	}
-	if !last || target.sillyName() != nil || fs.isNamed(r, from, oldName, target) {
+	if !last || target.isHidden(r) || fs.isNamed(r, from, oldName, target) {
 		return fs.renameRPC(r, from, oldName, to, newName)
 	}
 	if err := fs.sillyRename(r, to, newName, target); err != nil {
@@ -263,6 +291,26 @@ func (fs *FS) renameOnce(r *request, from *inode, oldName string, to *inode, new
 		fs.unhide(r, to, newName, target)
 	}
 	return err
+}
+
+// isHidden reports whether an open file has a hidden name that another request has given to it.
+func (ino *inode) isHidden(r *request) bool {
+	silly := ino.sillyName()
+	return silly != nil && (r.state == nil || silly.name != r.sillyName())
+}
+
+// removedBefore returns nil for NFS3ERR_NOENT if an earlier process may have removed the name.
+func (r *request) removedBefore(err error) error {
+	if hasStatus(err, nfs3.ErrNoEnt) && r.sentBefore() {
+		return nil
+	}
+	return err
+}
+
+// isNow reports whether name stands for ino.
+func (fs *FS) isNow(r *request, dir *inode, name string, ino *inode) bool {
+	fh, ok, err := fs.lookupHandle(r, dir, name)
+	return err == nil && ok && fh == ino.fh
 }
 
 // isNamed reports whether name stands for ino. A file that is renamed to itself must not be hidden.
@@ -286,6 +334,7 @@ func (fs *FS) unhide(r *request, dir *inode, name string, ino *inode) {
 	}
 	fs.inodes.beginHiddenRemoval(silly.dir)
 	fs.inodes.endHiddenRemoval(silly.dir)
+	fs.state.freeHidden(silly)
 }
 
 // renameWaiting renames, and retries after NFS3ERR_JUKEBOX.

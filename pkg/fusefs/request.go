@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/front"
 )
 
 // A request is one request from the kernel and the context of its RPCs. The channel of Done is
@@ -21,6 +23,9 @@ type request struct {
 	cred   []byte
 	start  time.Time     // zero without Options.Observe
 	owner  atomic.Uint64 // for OwnerOf
+	state  *State        // nil if the mount is not kept
+	unique uint64        // number of the request, without the mark of one that is sent again
+	kept   *requestState // nil if the request has no record
 
 	done  chan struct{}
 	ended bool   // guarded by interrupts.mu: done is closed
@@ -103,7 +108,7 @@ func (w *interrupts) finish(r *request) {
 	w.active[r.index].index = r.index
 	w.active[last] = nil
 	w.active = w.active[:last]
-	r.cancel, r.cred = nil, nil
+	r.cancel, r.cred, r.state, r.kept = nil, nil, nil, nil
 	w.pool = append(w.pool, r)
 }
 
@@ -255,6 +260,12 @@ func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	if !usesOpenCred(op) {
 		r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
 	}
+	if fs.state != nil {
+		r.state, r.unique = fs.state, front.Unique(h)
+		if front.Resent(h) {
+			fs.claim(r)
+		}
+	}
 	return r
 }
 
@@ -276,14 +287,14 @@ func (fs *FS) onNode(op Op, cancel <-chan struct{}, h *fuse.InHeader, do func(*r
 	if ino == nil {
 		return fs.end(op, r, syscall.ESTALE)
 	}
+	if err := r.earlierError(); err != nil {
+		return fs.end(op, r, err)
+	}
 	return fs.end(op, r, do(r, ino))
 }
 
 // end finishes r and returns the status for the kernel.
 func (fs *FS) end(op Op, r *request, err error) fuse.Status {
-	if fs.opts.Observe != nil {
-		fs.opts.Observe(op, time.Since(r.start))
-	}
 	status := toStatus(err)
 	switch {
 	case status != fuse.EINTR:
@@ -291,6 +302,10 @@ func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 		status = fuse.EIO // no signal arrived, and a retry would fail again
 	case r.Err() == nil && isBusy(err):
 		status = fuse.Status(fs.opts.BusyErrno)
+	}
+	r.keepResult(status)
+	if fs.opts.Observe != nil {
+		fs.opts.Observe(op, time.Since(r.start))
 	}
 	fs.interrupts.finish(r)
 	if status != fuse.OK {

@@ -46,13 +46,18 @@ func (s *soleUser) alone() bool { return s.state.Load() != manyUsers }
 // ends before.
 func (s *soleUser) admit(r *request, uid uint32) error {
 	me := oneUser | uint64(uid)
-	if s.state.Load() == me || s.state.CompareAndSwap(noUser, me) {
+	if s.state.Load() == me {
+		return nil
+	}
+	if s.state.CompareAndSwap(noUser, me) {
+		r.state.setSoleUser(me)
 		return nil
 	}
 	if before := s.state.Load(); before != manyUsers {
 		end := time.Now().Add(soleEndTime)
 		s.until.CompareAndSwap(nil, &end)
 		s.state.CompareAndSwap(before, manyUsers)
+		r.state.setSoleUser(manyUsers)
 	}
 	until := s.until.Load()
 	if until == nil {

@@ -29,6 +29,7 @@ type extent struct {
 	verf    nfs3.Verifier
 	lost    bool // parts were written under different verifiers
 	resent  bool // a replay has sent the data again, or tried to
+	kept    keptSlot
 }
 
 func (e *extent) end() uint64 { return e.off + uint64(e.n) }
@@ -98,8 +99,9 @@ func (w *writeback) fail(err error) {
 	w.errSeq++
 }
 
-// report returns the file's last error if h has not reported it, else nil.
-func (h *fileHandle) report() error {
+// report returns the file's last error if h has not reported it, else nil. The request r returns
+// the error again if the kernel sends the request again.
+func (h *fileHandle) report(r *request) error {
 	w := &h.ino.wb
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -107,7 +109,27 @@ func (h *fileHandle) report() error {
 		return nil
 	}
 	h.errSeen = w.errSeq
+	if r.keepError(w.err) {
+		h.state.setFileError(h, 0)
+	}
 	return w.err
+}
+
+// reportedBefore returns the error with which an earlier process ended r, or nil. The file has then
+// reported the error.
+func (h *fileHandle) reportedBefore(r *request) error {
+	err := r.earlierError()
+	if err == nil {
+		return nil
+	}
+	w := &h.ino.wb
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if h.errSeen != w.errSeq && err == w.err {
+		h.errSeen = w.errSeq
+		h.state.setFileError(h, 0)
+	}
+	return err
 }
 
 // Write takes data from the kernel: from write(2), and from pages written through a mapping.
@@ -123,13 +145,16 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	if h == nil {
 		return 0, syscall.EBADF
 	}
-	if err := firstError(fs.lostLock(h), h.report()); err != nil {
+	if err := h.reportedBefore(r); err != nil {
+		return 0, err
+	}
+	if err := firstError(fs.lostLock(h), h.report(r)); err != nil {
 		return 0, err
 	}
 	off := in.Offset
 	if in.Flags&syscall.O_APPEND != 0 && in.WriteFlags&fuse.WRITE_CACHE == 0 {
 		var err error
-		if off, err = fs.endOfFile(r, h); err != nil {
+		if off, err = fs.appendOffset(r, h); err != nil {
 			return 0, err
 		}
 	}
@@ -156,11 +181,23 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 		if err := fs.sync(r, h.ino); err != nil {
 			return 0, err
 		}
-		if err := h.report(); err != nil {
+		if err := h.report(r); err != nil {
 			return 0, err
 		}
 	}
 	return n, nil
+}
+
+// appendOffset returns the offset for data of a file opened with O_APPEND. A request that the
+// kernel sends again has the same offset again.
+func (fs *FS) appendOffset(r *request, h *fileHandle) (off uint64, err error) {
+	if off, ok := r.keptOffset(); ok {
+		return off, nil
+	}
+	if off, err = fs.endOfFile(r, h); err == nil {
+		r.keepOffset(off)
+	}
+	return off, err
 }
 
 // endOfFile returns the offset for data of a file opened with O_APPEND: the end of the file on the
@@ -236,6 +273,7 @@ func (fs *FS) fill(h *fileHandle, off uint64, data []byte, spare *[]byte) (n int
 		}
 		w.filling = &extent{off: off, buf: *spare, cred: h.cred}
 		*spare = nil
+		fs.state.addExtent(fs, h.ino, w.filling)
 		fs.markDirty(h.ino)
 		h.ino.mu.Lock()
 		h.ino.pending++
@@ -243,6 +281,7 @@ func (fs *FS) fill(h *fileHandle, off uint64, data []byte, spare *[]byte) (n int
 	}
 	e := w.filling
 	if n = e.take(h.cred, off, data, fs.opts.WSize); n > 0 {
+		fs.state.setLength(e)
 		fs.extendSize(h.ino, off+uint64(n))
 	}
 	if n == 0 || e.n == fs.opts.WSize {
@@ -444,6 +483,7 @@ func (fs *FS) release(ino *inode, e *extent) {
 	if e.resent {
 		ino.wb.replayed++
 	}
+	fs.state.freeExtent(e) // before another request uses the buffer
 	fs.putDirtyBuffer(ino, e.buf)
 	e.buf = nil
 	fs.progress.Add(1)

@@ -1,0 +1,244 @@
+package fusefs
+
+import (
+	"errors"
+	"os"
+	"slices"
+	"syscall"
+	"testing"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+)
+
+// newTestState returns a State until the test ends.
+func newTestState(t *testing.T, buffers int) *State {
+	t.Helper()
+	s, err := NewState([]byte("test"), buffers, [16]byte{1})
+	must(t, err)
+	t.Cleanup(func() { must(t, s.Close()) })
+	return s
+}
+
+// stateFile returns the descriptor and the data of the file of a State that is then closed.
+func stateFile(t *testing.T, s *State) (f *os.File, data []byte) {
+	t.Helper()
+	f, err := s.Descriptor()
+	must(t, err)
+	t.Cleanup(func() { f.Close() })
+	must(t, s.Close())
+	return f, fileBytes(t, f)
+}
+
+// fileBytes returns the first bytes of a file: those of all tables with records of these tests.
+func fileBytes(t *testing.T, f *os.File) []byte {
+	t.Helper()
+	b := make([]byte, 1<<20)
+	_, err := unix.Pread(int(f.Fd()), b, 0)
+	must(t, err)
+	return b
+}
+
+// TestDamagedStateIsRefused damages the file of a State. OpenState must return an error and leave
+// the file alone.
+func TestDamagedStateIsRefused(t *testing.T) {
+	secret := [16]byte{0xa5, 0x5a, 0xa5, 0x5a, 0xa5, 0x5a, 0xa5, 0x5a}
+	for _, c := range []struct {
+		name   string
+		damage func(b []byte)
+		want   error
+	}{
+		{"record of the mount", func(b []byte) { b[slices.Index(b, 0xa5)+1] ^= 1 }, slotfile.ErrCorrupt},
+		{"magic", func(b []byte) { b[0] ^= 1 }, slotfile.ErrCorrupt},
+		{"name of a table", func(b []byte) { b[64] ^= 1 }, slotfile.ErrCorrupt},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s, err := NewState(nil, 4, secret)
+			must(t, err)
+			f, b := stateFile(t, s)
+			good := slices.Clone(b)
+			c.damage(b)
+			_, err = unix.Pwrite(int(f.Fd()), b, 0)
+			must(t, err)
+			if s, err := OpenState(f); !errors.Is(err, c.want) {
+				t.Errorf("OpenState: got %v, %v, want %v", s, err, c.want)
+			}
+			if !slices.Equal(fileBytes(t, f), b) {
+				t.Error("OpenState has changed the file")
+			}
+			_, err = unix.Pwrite(int(f.Fd()), good, 0)
+			must(t, err)
+			s, err = OpenState(f)
+			must(t, err)
+			must(t, s.Close())
+		})
+	}
+}
+
+func TestStateOfAnotherVersionIsRefused(t *testing.T) {
+	for name, create := range map[string]func() (*slotfile.File, error){
+		"schema": func() (*slotfile.File, error) {
+			return slotfile.Create("test", stateSchema+1, stateTables(4))
+		},
+		"tables": func() (*slotfile.File, error) { return slotfile.Create("test", stateSchema, stateTables(4)[1:]) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			file, err := create()
+			must(t, err)
+			f, err := file.Descriptor()
+			must(t, errors.Join(err, file.Close()))
+			defer f.Close()
+			before := fileBytes(t, f)
+			if s, err := OpenState(f); !errors.Is(err, slotfile.ErrVersion) {
+				t.Errorf("OpenState: got %v, %v, want %v", s, err, slotfile.ErrVersion)
+			}
+			if !slices.Equal(fileBytes(t, f), before) {
+				t.Error("OpenState has changed the file")
+			}
+		})
+	}
+}
+
+// openDirect opens a file of the FS as the kernel does.
+func openDirect(t *testing.T, fs *FS, name string) (node, handle uint64) {
+	t.Helper()
+	var entry fuse.EntryOut
+	root := fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID, Unique: 1 << 40}
+	if status := fs.Lookup(nil, &root, name, &entry); !status.Ok() {
+		t.Fatalf("lookup: %v", status)
+	}
+	var out fuse.OpenOut
+	in := fuse.OpenIn{InHeader: fuse.InHeader{NodeId: entry.NodeId, Unique: 1<<40 + 2}, Flags: syscall.O_RDWR}
+	if status := fs.Open(nil, &in, &out); !status.Ok() {
+		t.Fatalf("open: %v", status)
+	}
+	fs.Replied(1<<40 + 2)
+	return entry.NodeId, out.Fh
+}
+
+// TestRecordsOfOpenFilesReferToNodes checks after each change of a record that the nodes of all
+// open files have records: otherwise the next process cannot use the State.
+func TestRecordsOfOpenFilesReferToNodes(t *testing.T) {
+	for _, last := range []string{"file", "directory"} {
+		t.Run("last open "+last, func(t *testing.T) { testRecordsReferToNodes(t, last == "file") })
+	}
+}
+
+func testRecordsReferToNodes(t *testing.T, fileLast bool) {
+	t.Helper()
+	e := startOwnExport(t)
+	must(t, os.WriteFile(e.dir+"/f", nil, 0o644))
+	check := func() {}
+	recordChanged = func() { check() }
+	state := newTestState(t, 16)
+	recordChanged = nil
+	m := e.mount(t, mountConfig{opts: Options{State: state}})
+	node, handle := openDirect(t, m.fs, "f")
+	var dir fuse.OpenOut
+	in := fuse.OpenIn{InHeader: fuse.InHeader{NodeId: node, Unique: 1<<40 + 4}}
+	if status := m.fs.OpenDir(nil, &in, &dir); !status.Ok() {
+		t.Fatalf("opendir: %v", status)
+	}
+	m.fs.Replied(1<<40 + 4)
+	changes := 0
+	check = func() {
+		changes++
+		known := make(map[uint64]bool)
+		must(t, state.nodes.All(func(_ keptSlot, r *nodeRecord) error { known[r.id] = true; return nil }))
+		must(t, state.files.All(func(_ keptSlot, r *fileRecord) error {
+			if !known[r.node] {
+				t.Errorf("change %d: open file %d of node %d, which has no record", changes, r.id, r.node)
+			}
+			return nil
+		}))
+		must(t, state.dirs.All(func(_ keptSlot, r *dirRecord) error {
+			if !known[r.node] {
+				t.Errorf("change %d: open directory %d of node %d, which has no record", changes, r.id, r.node)
+			}
+			return nil
+		}))
+	}
+	m.fs.Forget(node, 1) // the kernel may forget the node before it releases the file
+	if !fileLast {
+		m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
+	}
+	m.fs.ReleaseDir(&fuse.ReleaseIn{Fh: dir.Fh})
+	if fileLast {
+		m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
+	}
+	check = func() {}
+	if changes == 0 || state.files.Len()+state.dirs.Len()+state.nodes.Len() != 0 {
+		t.Errorf("after %d changes: records of %d files, %d directories and %d nodes, want 0", changes,
+			state.files.Len(), state.dirs.Len(), state.nodes.Len())
+	}
+}
+
+// TestFullTables fills the tables of records. Operations that need a record must fail without an
+// effect.
+func TestFullTables(t *testing.T) {
+	e := startOwnExport(t)
+	must(t, os.WriteFile(e.dir+"/f", content, 0o644))
+	state := newTestState(t, 16)
+	m := e.mount(t, mountConfig{opts: Options{State: state}})
+	f, err := os.Open(m.path("f"))
+	must(t, err)
+	defer f.Close()
+	for _, c := range []struct {
+		name  string
+		table *slotfile.Table
+		call  func() error
+	}{
+		{"files", state.files.Table, func() error {
+			g, err := os.Open(m.path("f"))
+			if err == nil {
+				g.Close()
+			}
+			return err
+		}},
+		{"directories", state.dirs.Table, func() error {
+			_, err := os.ReadDir(m.dir)
+			return err
+		}},
+		{"hidden names", state.hidden.Table, func() error { return os.Remove(m.path("f")) }},
+	} {
+		var slots []slotfile.Slot
+		for {
+			s, err := c.table.Alloc()
+			if err != nil {
+				break
+			}
+			slots = append(slots, s)
+		}
+		if err := c.call(); !errors.Is(err, syscall.ENFILE) {
+			t.Errorf("full table of %s: got error %v, want ENFILE", c.name, err)
+		}
+		for _, s := range slots {
+			c.table.Free(s)
+		}
+		if _, err := os.Stat(e.dir + "/f"); err != nil {
+			t.Errorf("full table of %s: %v", c.name, err)
+		}
+		if err := c.call(); err != nil {
+			t.Errorf("table of %s with room: %v", c.name, err)
+		}
+	}
+}
+
+// TestNodeWithoutRecordGetsOne opens a file whose node got no record when the kernel looked it up.
+func TestNodeWithoutRecordGetsOne(t *testing.T) {
+	e := startOwnExport(t)
+	must(t, os.WriteFile(e.dir+"/f", nil, 0o644))
+	state := newTestState(t, 16)
+	m := e.mount(t, mountConfig{opts: Options{State: state}})
+	node, handle := openDirect(t, m.fs, "f")
+	m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
+	ino := m.fs.inodes.get(node)
+	state.freeNode(ino)
+	node2, handle := openDirect(t, m.fs, "f")
+	if node2 != node || state.nodes.Len() != 1 || ino.kept == 0 {
+		t.Errorf("after an open: node %d, want %d; %d records of nodes, want 1", node2, node, state.nodes.Len())
+	}
+	m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
+}
