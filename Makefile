@@ -5,7 +5,7 @@ GO      ?= go
 PREFIX  ?= /usr
 # Debian packages for "make test": a second NFS server, an independent decoder, and programs that
 # work on a mount.
-DEBS    := nfs-ganesha nfs-ganesha-vfs rpcbind nfs-common tshark fuse3 acl rsync git systemd procps iproute2 \
+DEBS    := nfs-ganesha nfs-ganesha-vfs rpcbind nfs-common tshark fuse3 acl rsync git systemd dbus-daemon procps iproute2 \
            libibverbs-dev librdmacm-dev gcc libc6-dev
 # Programs for "make test-programs".
 PROGRAMS := postgresql postgresql-contrib sqlite3 dbench stress-ng fio rsync tar git
@@ -73,13 +73,14 @@ bench:
 	$(GO) test -run '^$$' -bench . -benchmem ./...
 
 # 10,000 disconnects under verified I/O, random operations compared with a local directory, power
-# failures of three servers, and real programs. "make test" and "make test-lab" run short forms of all
-# but the last.
+# failures of three servers, restarts of the daemon under load, and real programs. "make test" and
+# "make test-lab" run short forms of all but the last.
 soak: test-programs lab
 	NFSRDMAD_STORM=10000 NFSRDMAD_VERIFY=all $(GO) test -run TestStorm -v -count 1 -timeout 3h ./test/integration
 	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -count 1 -timeout 2h ./test/integration
 	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -count 1 -timeout 6h \
 	  ./test/integration
+	NFSRDMAD_RESTARTS=10 $(GO) test -v -count 1 -timeout 2h ./test/restart
 	NFSRDMAD_LAB=1 NFSRDMAD_POWER=200 $(GO) test -run '^TestServers$$/softiwarp$$/^power_failures$$' -v -timeout 6h \
 	  -exec $(CURDIR)/test/isolate ./test/lab/knfsd
 

@@ -28,7 +28,9 @@ func daemonCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&file, "config", "", "configuration `file` (TOML); flags override it")
 	for _, f := range flags.Fields() {
-		cmd.Flags().Var(f.Value, f.Flag(), f.Usage)
+		if cmd.Flags().Var(f.Value, f.Flag(), f.Usage); f.Value.Type() == "bool" {
+			cmd.Flags().Lookup(f.Flag()).NoOptDefVal = "true"
+		}
 	}
 	return cmd
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -10,6 +9,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/systemdtest"
 )
 
 // TestClosedTerminal checks that SIGHUP unmounts in order, that nohup(1) keeps the mount, and that
@@ -75,36 +76,21 @@ func TestClosedTerminal(t *testing.T) {
 // TestNotifiesSystemd checks the notifications READY and STOPPING. STOPPING must extend the stop
 // timeout of the unit when shutdown_timeout is longer.
 func TestNotifiesSystemd(t *testing.T) {
-	dir := t.TempDir()
-	l, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(dir, "notify"), Net: "unixgram"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	message := func() string {
-		t.Helper()
-		b := make([]byte, 4096)
-		_ = l.SetReadDeadline(time.Now().Add(limit))
-		n, err := l.Read(b)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return "\n" + string(b[:n]) + "\n"
-	}
-	socket := filepath.Join(dir, "s")
+	m := systemdtest.StartManager(t, 0)
+	socket := filepath.Join(t.TempDir(), "s")
 	cmd := program(t, "nfsrdmad", "daemon", "--control-socket", socket, "--metrics-listen", "", "--shutdown-timeout",
 		"100s")
-	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+filepath.Join(dir, "notify"))
+	cmd.Env = append(cmd.Env, m.Env()...)
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
 	defer cmd.Process.Kill()
-	if s := message(); !strings.Contains(s, "\nREADY=1\n") {
+	if s := m.Message(limit); !strings.Contains(s, "\nREADY=1\n") {
 		t.Errorf("got notification %q", s)
 	}
 	nfsrdmad(t, "list", "--control-socket", socket).succeeds(t)
 	_ = cmd.Process.Signal(syscall.SIGTERM)
-	s := message()
+	s := m.Message(limit)
 	var usec int
 	if _, value, found := strings.Cut(s, "\nEXTEND_TIMEOUT_USEC="); found {
 		usec, _ = strconv.Atoi(value[:strings.IndexByte(value, '\n')])

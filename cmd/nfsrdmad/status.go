@@ -79,6 +79,9 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	if m.Failure != "" {
 		item(w, "failure", printable(m.Failure), " ")
 	}
+	if m.Reason != "" {
+		item(w, "reason", printable(m.Reason), " ")
+	}
 	if m.LastError != "" {
 		item(w, "last error", printable(m.LastError), " ")
 	}

@@ -10,15 +10,16 @@ import (
 // allowed lists, for each package, the packages of this module that its non-test files may import.
 // The order is from the top layer down: a package imports only packages of later lines.
 var allowed = []struct{ pkg, imports string }{
-	{"cmd/nfsrdmad", "internal/demo internal/nfsserve internal/svcrdma pkg/control pkg/daemon pkg/mount " +
-		"pkg/verbs/softiwarp"},
+	{"cmd/nfsrdmad", "internal/demo internal/fdstore internal/nfsserve internal/svcrdma pkg/control pkg/daemon " +
+		"pkg/front pkg/mount pkg/verbs/softiwarp"},
 	{"internal/demo", "internal/nfsserve pkg/control pkg/daemon pkg/fusefs pkg/mount pkg/verbs/softiwarp"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs3/nfsacl"},
-	{"pkg/daemon", "pkg/control pkg/metrics pkg/mount pkg/verbs/rdmacore"},
-	{"pkg/mount", "internal/running pkg/control pkg/fusefs pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl " +
-		"pkg/nlm pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
-	{"internal/nfstest", "internal/ganeshatest pkg/fusefs pkg/nfs3 pkg/sunrpc"},
+	{"pkg/daemon", "internal/fdstore pkg/control pkg/metrics pkg/mount pkg/verbs/rdmacore"},
+	{"pkg/mount", "internal/fdstore internal/running internal/slotfile pkg/control pkg/front pkg/fusefs pkg/membuf " +
+		"pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc pkg/trace pkg/verbs " +
+		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+	{"internal/nfstest", "internal/ganeshatest internal/testutil pkg/fusefs pkg/nfs3 pkg/sunrpc"},
 	{"internal/ganeshatest", "internal/rpctcp internal/testutil pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
 	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/nlm pkg/stats"},
@@ -28,8 +29,9 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/nfsd", "internal/nlmd pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
 	{"internal/nlmd", "pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/fusefs", "internal/running pkg/front pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/rangelock pkg/sunrpc"},
-	{"pkg/nlm", "internal/rpctcp internal/running pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
+	{"pkg/fusefs", "internal/running internal/slotfile pkg/front pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm " +
+		"pkg/rangelock pkg/sunrpc"},
+	{"pkg/nlm", "internal/rpctcp internal/running internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
 	{"pkg/nfs3/nfsacl", "pkg/nfs3 pkg/sunrpc"},
 	{"pkg/nfs3/mountd", "internal/rpctcp pkg/nfs3 pkg/sunrpc"},
@@ -38,18 +40,20 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/verbs/softiwarp", "internal/leakcheck pkg/verbs pkg/verbs/internal/base"},
 	{"pkg/verbs/verbstest", "pkg/membuf pkg/verbs"},
 	{"internal/rpctcp", "pkg/sunrpc"},
+	{"internal/systemdtest", "internal/testutil"},
 	{"internal/testutil", "internal/leakcheck internal/verify"},
 	{"pkg/control", "pkg/stats"},
-	{"pkg/membuf", "internal/leakcheck"},
+	{"internal/slotfile", "internal/memfd"},
+	{"pkg/membuf", "internal/leakcheck internal/memfd"},
 	{"pkg/nfs3", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
 	{"pkg/front", ""},
 	{"internal/archtest", ""},
 	{"internal/fdstore", ""},
 	{"internal/leakcheck", ""},
+	{"internal/memfd", ""},
 	{"internal/powertest", ""},
 	{"internal/running", ""},
-	{"internal/slotfile", ""},
 	{"internal/verify", ""},
 	{"pkg/rangelock", ""},
 	{"pkg/rpcrdma", ""},
@@ -64,14 +68,15 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/lab/rdmacore", ""},
 	{"test/mutants", ""},
 	{"test/programs", ""},
+	{"test/restart", ""},
 }
 
 // testPackages hold helpers of tests. Only test files and other test packages may import them.
 var testPackages = []string{
 	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/powertest",
-	"internal/testutil", "pkg/verbs/verbstest",
+	"internal/systemdtest", "internal/testutil", "pkg/verbs/verbstest",
 	"test/differential", "test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd",
-	"test/lab/rdmacore", "test/mutants", "test/programs",
+	"test/lab/rdmacore", "test/mutants", "test/programs", "test/restart",
 }
 
 func TestImportsAreAllowed(t *testing.T) {

@@ -132,6 +132,7 @@ func (s *site) setUp(ctx context.Context, root string) error {
 	cfg.ControlSocket = daemon.Text(filepath.Join(root, "control.sock"))
 	cfg.MetricsListen = "127.0.0.1:0"
 	cfg.StateDir = daemon.Text(root)
+	cfg.KeepMounts = false // the mount ends with the demo
 	cfg.ShutdownTimeout = daemon.Duration(cleanupTimeout)
 	if s.daemon, err = daemon.Start(cfg, log); err != nil {
 		return err

@@ -106,6 +106,12 @@ func Open(cfg Config) (Store, error) {
 	return s, nil
 }
 
+// IsSystemd reports whether s is the store of systemd.
+func IsSystemd(s Store) bool {
+	_, ok := s.(*systemdStore)
+	return ok
+}
+
 // move moves the entries of from to to.
 func move(from *holderStore, to *systemdStore) error {
 	for _, e := range from.Kept() {

@@ -49,6 +49,18 @@ type UmountRequest struct {
 	Mode UmountMode `json:"mode,omitempty"`
 }
 
+// A StopRequest requests that the daemon stops. It is the body of POST /v1/stop.
+type StopRequest struct {
+	// KeepMounts leaves the mounts to the next daemon. Otherwise the daemon unmounts all mounts.
+	KeepMounts bool `json:"keep_mounts,omitempty"`
+}
+
+// A StopInfo is the reply to a StopRequest. The daemon replies before it stops.
+type StopInfo struct {
+	// Timeout is the time after which the process has exited at the latest, in seconds.
+	Timeout float64 `json:"timeout_seconds"`
+}
+
 // A MountState is the state of a mount.
 type MountState string
 
@@ -59,6 +71,12 @@ const (
 	StateUnmounting MountState = "unmounting"
 	// StateFailed replaces StateMounted after an internal error. All operations return EIO.
 	StateFailed MountState = "failed"
+	// StateRestoring means that the daemon continues the mount of an earlier daemon and waits for
+	// the server. MountInfo.Reason says why it waits.
+	StateRestoring MountState = "restoring"
+	// StateKept means that an earlier daemon kept a mount that this daemon cannot continue.
+	// MountInfo.Reason says why: its state is of an unknown version, or damaged.
+	StateKept MountState = "kept"
 )
 
 // A MountInfo describes one mount. The list command shows it.
@@ -75,6 +93,8 @@ type MountInfo struct {
 	// FaultInjection is the fault injection plan of this mount; "" for none.
 	FaultInjection string `json:"fault_injection,omitempty"`
 	Failure        string `json:"failure,omitempty"` // internal error of a failed mount
+	// Reason explains StateRestoring and StateKept.
+	Reason string `json:"reason,omitempty"`
 }
 
 // A MountStatus is the complete status of one mount. The status command shows it.
@@ -193,6 +213,7 @@ type errorReply struct {
 const (
 	pathMount   = "/v1/mount"
 	pathUmount  = "/v1/umount"
+	pathStop    = "/v1/stop"
 	pathMounts  = "/v1/mounts"
 	pathStatus  = "/v1/status"
 	pathTrace   = "/v1/trace"

@@ -34,12 +34,21 @@ type Client struct {
 
 // NewClient returns a client of the daemon at the unix socket with the given path.
 func NewClient(socket string) *Client {
+	return newClient(socket, func(net.Conn) {})
+}
+
+// newClient returns a client that calls connected with each connection.
+func newClient(socket string, connected func(net.Conn)) *Client {
 	c := &Client{socket: socket}
 	c.http.Transport = &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			var d net.Dialer
-			return d.DialContext(ctx, "unix", socket)
+			conn, err := d.DialContext(ctx, "unix", socket)
+			if err == nil {
+				connected(conn)
+			}
+			return conn, err
 		},
 	}
 	return c
@@ -180,6 +189,11 @@ func (o *traceOutput) Write(b []byte) (int, error) {
 	return n, err
 }
 
+// isAbsent reports whether err means that no daemon listens on the socket.
+func isAbsent(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED)
+}
+
 // noReply returns the error of a request without a reply.
 func (c *Client) noReply(ctx context.Context, path string, err error) error {
 	var request *url.Error
@@ -193,7 +207,9 @@ func (c *Client) noReply(ctx context.Context, path string, err error) error {
 		return failed(CodeUsage, "control socket \"\": empty path; name the socket with --control-socket")
 	case errors.Is(ctx.Err(), context.Canceled):
 		return failed(CodeCanceled, at+"interrupted")
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
+	case path == pathStop && isAbsent(err):
+		return failed(CodeSystem, at+"not running")
+	case isAbsent(err):
 		return failed(CodeSystem, at+"not running; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\""+
 			withoutDaemon[path])
 	case errors.Is(err, fs.ErrPermission):

@@ -47,7 +47,7 @@ func (m fixedMounts) List() []MountInfo { return []MountInfo{{Dir: "/mnt"}} }
 func (m fixedMounts) Umount(context.Context, UmountRequest) error { return m.err }
 
 func TestClientReturnsReply(t *testing.T) {
-	c := NewClient(serve(t, NewServer(fixedMounts{}, func() VersionInfo { return VersionInfo{Version: "v1"} })))
+	c := NewClient(serve(t, NewServer(fixedMounts{}, func() VersionInfo { return VersionInfo{Version: "v1"} }, nil)))
 	if l, err := c.List(t.Context()); err != nil || len(l) != 1 || l[0].Dir != "/mnt" {
 		t.Errorf("list: got %+v and error %v, want /mnt", l, err)
 	}
@@ -60,9 +60,9 @@ func TestClientReturnsReply(t *testing.T) {
 }
 
 func TestClientReturnsErrorOfDaemon(t *testing.T) {
-	c := NewClient(serve(t, NewServer(fixedMounts{err: Errorf(CodeMount, "unmount /mnt:\nbusy")}, Version)))
+	c := NewClient(serve(t, NewServer(fixedMounts{err: Errorf(CodeMount, "unmount /mnt:\nbusy")}, Version, nil)))
 	isError(t, c.Umount(t.Context(), UmountRequest{}), CodeMount, "unmount /mnt: busy")
-	c = NewClient(serve(t, NewServer(fixedMounts{err: errors.New("defect")}, Version)))
+	c = NewClient(serve(t, NewServer(fixedMounts{err: errors.New("defect")}, Version, nil)))
 	isError(t, c.Umount(t.Context(), UmountRequest{}), CodeInternal, "defect")
 }
 

@@ -7,6 +7,7 @@
 //	api.go     requests and replies
 //	client.go  the client
 //	server.go  the server: deadlines, peer credentials, errors
+//	stop.go    the client's request to stop the daemon
 //	trace.go   the stream of trace events over HTTP
 //	socket.go  the unix socket and its lock file
 //	path.go    paths of mount points

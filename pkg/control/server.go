@@ -47,10 +47,12 @@ type TraceStream interface {
 	Run(ctx context.Context, write func([]byte) error)
 }
 
-// NewServer returns a server of the control API for m. version returns the reply to GET /v1/version
-// and may be called concurrently. The server serves only connections of root and of the user of
-// this process (SO_PEERCRED, unix(7)); so the caller must serve on a [Listener].
-func NewServer(m Mounts, version func() VersionInfo) *http.Server {
+// NewServer returns a server of the control API for m. version returns the reply to GET
+// /v1/version, and stop that to POST /v1/stop; both may be called concurrently. stop starts the end
+// of the daemon and does not wait for it; without stop the server refuses the request. The server
+// serves only connections of root and of the user of this process (SO_PEERCRED, unix(7)); so the
+// caller must serve on a [Listener].
+func NewServer(m Mounts, version func() VersionInfo, stop func(StopRequest) (StopInfo, error)) *http.Server {
 	mux := http.NewServeMux()
 	mux.Handle("POST "+pathMount, handle(func(r *http.Request) (any, error) {
 		req, err := decode[MountRequest](r)
@@ -68,6 +70,15 @@ func NewServer(m Mounts, version func() VersionInfo) *http.Server {
 		defer cancel()
 		return struct{}{}, m.Umount(ctx, req)
 	}))
+	if stop != nil {
+		mux.Handle("POST "+pathStop, handle(func(r *http.Request) (any, error) {
+			req, err := decode[StopRequest](r)
+			if err != nil {
+				return nil, err
+			}
+			return stop(req)
+		}))
+	}
 	mux.Handle("GET "+pathMounts, handle(func(*http.Request) (any, error) { return m.List(), nil }))
 	mux.Handle("GET "+pathStatus, handle(func(r *http.Request) (any, error) {
 		ctx, cancel := context.WithTimeout(r.Context(), StatusTimeout)

@@ -30,6 +30,7 @@ type Config struct {
 	ConnectTimeout  Duration `toml:"connect_timeout"`
 	ShutdownTimeout Duration `toml:"shutdown_timeout"`
 	DirtyBytes      Bytes    `toml:"dirty_bytes"`
+	KeepMounts      Switch   `toml:"keep_mounts"`
 	Inject          Text     `toml:"inject"` // fault injection plan; "" for none
 }
 
@@ -45,6 +46,7 @@ func DefaultConfig() Config {
 		ConnectTimeout:  Duration(30 * time.Second),
 		ShutdownTimeout: Duration(20 * time.Second),
 		DirtyBytes:      256 << 20,
+		KeepMounts:      true,
 	}
 }
 
@@ -77,6 +79,8 @@ func (c *Config) Fields() []Field {
 		{"shutdown_timeout", "time to write dirty data and unmount all mounts when the daemon stops",
 			&c.ShutdownTimeout},
 		{"dirty_bytes", "bound of the data of all mounts that is not on stable storage", &c.DirtyBytes},
+		{"keep_mounts", "keep the mounts when the daemon is restarted or killed, for the next daemon: true or false",
+			&c.KeepMounts},
 		{"inject", "fault injection plan, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)",
 			&c.Inject},
 	}
@@ -228,6 +232,26 @@ func (b *Bytes) Type() string { return "bytes" }
 
 // UnmarshalText parses a TOML string.
 func (b *Bytes) UnmarshalText(text []byte) error { return b.Set(string(text)) }
+
+// Switch is a value "true" or "false".
+type Switch bool
+
+func (s *Switch) String() string { return strconv.FormatBool(bool(*s)) }
+
+// Set parses "true" or "false".
+func (s *Switch) Set(text string) error {
+	if text != "true" && text != "false" {
+		return fmt.Errorf("%q: must be true or false", text)
+	}
+	*s = text == "true"
+	return nil
+}
+
+// Type returns the name of the type in the help of a flag.
+func (s *Switch) Type() string { return "bool" }
+
+// UnmarshalText parses a TOML string.
+func (s *Switch) UnmarshalText(text []byte) error { return s.Set(string(text)) }
 
 // Text is a string value.
 type Text string

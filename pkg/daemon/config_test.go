@@ -59,7 +59,7 @@ func TestFlagAndKeySetSameField(t *testing.T) {
 	values := map[string]string{"control_socket": "/x/y", "metrics_listen": "127.0.0.1:1", "log_level": "warn",
 		"log_format": "json", "nlm_listen": "127.0.0.1:4045", "state_dir": "/x",
 		"mount_options": "soft", "connect_timeout": "1m0s", "shutdown_timeout": "2s", "dirty_bytes": "2000000",
-		"inject": "seed=1,lose-reply=~9"}
+		"keep_mounts": "false", "inject": "seed=1,lose-reply=~9"}
 	for key, v := range values {
 		path := filepath.Join(t.TempDir(), "c.toml")
 		if err := os.WriteFile(path, []byte(key+" = \""+v+"\"\n"), 0o600); err != nil {
@@ -99,6 +99,8 @@ func TestConfigErrors(t *testing.T) {
 		{"dirty bytes", "dirty_bytes = \"1k\"\n", "1k"},
 		{"dirty bytes range", "dirty_bytes = \"0\"\n", "dirty_bytes"},
 		{"bare dirty bytes", "dirty_bytes = 1000000\n", "c.toml:1: dirty_bytes must be a string"},
+		{"switch", "keep_mounts = \"no\"\n", "must be true or false"},
+		{"bare switch", "keep_mounts = false\n", "c.toml:1: keep_mounts must be a string"},
 		{"level", "log_level = \"loud\"\n", "log_level"},
 		{"format", "log_format = \"xml\"\n", "log_format"},
 		{"socket", "control_socket = \"here\"\n", "absolute"},

@@ -8,10 +8,12 @@ import (
 	"net/http"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
@@ -30,7 +32,7 @@ func NewLogger(c Config, w io.Writer) hclog.Logger {
 }
 
 // A Daemon is a running daemon, started with [Start]. Its methods may be called concurrently,
-// except Close, which the owner calls once.
+// except Close and Leave: the owner calls one of them, once.
 type Daemon struct {
 	cfg     Config
 	log     hclog.Logger
@@ -40,13 +42,18 @@ type Daemon struct {
 	control *http.Server
 	metrics *metricsListener
 
-	serving sync.WaitGroup
-	failed  chan error // receives the error of a listener
+	store   fdstore.Store // keeps the mounts; nil: they end with the daemon
+	noStore error         // why store is nil
+
+	serving  sync.WaitGroup
+	failed   chan error               // receives the error of a listener
+	requests chan control.StopRequest // receives one request to stop
+	ending   atomic.Bool              // requests has got a request, or a signal stops the daemon
 }
 
 // Start starts a daemon. Once Start returns, the control API accepts requests. The metrics listener
 // accepts requests too, or retries until it can listen. The caller ends the daemon with
-// [Daemon.Close].
+// [Daemon.Close] or [Daemon.Leave].
 func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	if err := cfg.Check("flags"); err != nil {
 		return nil, err
@@ -59,14 +66,23 @@ func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Daemon{cfg: cfg, log: log, inject: mount.PlanText(plan), failed: make(chan error, 1)}
+	d := &Daemon{cfg: cfg, log: log, inject: mount.PlanText(plan), failed: make(chan error, 1),
+		requests: make(chan control.StopRequest, 1)}
 	if d.socket, err = control.Listen(string(cfg.ControlSocket)); err != nil {
 		return nil, err
 	}
+	if err := d.openStore(); err != nil {
+		d.socket.Close()
+		d.socket.Release()
+		return nil, err
+	}
 	d.table = mount.NewTable(mount.TableConfig{Log: log, Base: base, Timeout: cfg.ConnectTimeout.Std(), Faults: plan,
-		DirtyBytes: int64(cfg.DirtyBytes), LockListen: string(cfg.NLMListen), StateDir: string(cfg.StateDir)})
+		DirtyBytes: int64(cfg.DirtyBytes), LockListen: string(cfg.NLMListen), StateDir: string(cfg.StateDir),
+		Store: d.store, NotifyHelper: []string{selfExe, NotifyHelperCommand}})
+	d.table.Restore()
+	d.logRestored()
 	d.metrics = startMetrics(string(cfg.MetricsListen), log, d.metricsHandler())
-	d.control = control.NewServer(d.table, d.version)
+	d.control = control.NewServer(d.table, d.version, d.stop)
 	d.serve(d.control, d.socket)
 	log.Info("started", "version", d.version().Version, "control_socket", cfg.ControlSocket, "metrics", d.MetricsAddr())
 	if d.inject != "" {
@@ -103,6 +119,9 @@ func (d *Daemon) Close() error {
 	d.metrics.close()
 	d.serving.Wait()
 	d.socket.Close()
+	if d.store != nil {
+		_ = d.store.Close() // of a store without entries, except mounts that could not be unmounted
+	}
 	d.socket.Release()
 	d.log.Info("stopped")
 	return err

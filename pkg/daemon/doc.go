@@ -5,6 +5,8 @@
 //	daemon.go   the parts of a daemon, started and stopped
 //	metrics.go  the metrics listener
 //	run.go      the service life as systemd sees it; a mount in the foreground
+//	keep.go     mounts that stay for the next daemon: the store, and the end without unmounting
+//	job.go      the question to systemd whether a stop belongs to a restart
 //	command.go  the mount command
 //	pressure.go allocations that do not wait for write-back
 //	doctor.go   checks of this host
@@ -14,6 +16,7 @@
 //
 // # Promises
 //
-// When [Run] returns, it has removed all mounts and the control socket, and all its goroutines have
-// ended. Stopping takes the shutdown timeout and a few seconds at most.
+// When [Run] returns, it has removed the control socket. It has also removed all mounts, and ended
+// all its goroutines, unless the mounts stay for the next daemon. Stopping takes the shutdown
+// timeout and a few seconds at most, and up to 10 s more when systemd does not answer.
 package daemon

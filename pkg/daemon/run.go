@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	sdnotify "github.com/coreos/go-systemd/v22/daemon"
@@ -13,42 +14,75 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
-// Run runs a daemon until ctx ends or a listener fails, and then unmounts all mounts. It notifies
-// systemd (sd_notify(3)) when the daemon is ready and when it stops.
+// Run runs a daemon until ctx ends, a client requests the stop, or a listener fails. It then
+// unmounts all mounts, or leaves them to the next daemon: on request, when systemd restarts the
+// unit, and when a listener fails. It notifies systemd (sd_notify(3)) when the daemon is ready and
+// when it stops. After Run the process must exit.
 func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	d, err := Start(cfg, log)
 	if err != nil {
 		return err
 	}
-	if err := mount.CheckPrivilege(); err != nil {
-		log.Warn("every mount will fail", "reason", err)
-	}
-	if on, err := isIOFlusher(); err != nil || !on {
-		log.Warn("when memory is short, the daemon may wait for writes to its own mounts", "error", flusherError(err))
-	}
-	if err := lockMemory(); err != nil {
-		log.Info("the memory of the daemon is not locked", "reason", err)
-	}
-	switch dirs, err := mount.Mounted(); {
-	case err != nil:
-		log.Warn("read of the mount table failed", "error", err)
-	case len(dirs) > 0:
-		log.Warn("other processes own nfsrdma mounts; remove those of a killed daemon with umount(8)", "dirs", dirs)
-	}
+	d.checkHost()
 	notify(log, sdnotify.SdNotifyReady+"\nSTATUS="+d.statusLine())
-	for running := true; running; {
+	leave, err := d.wait(ctx)
+	notify(log, fmt.Sprintf("%s\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC=%d", sdnotify.SdNotifyStopping,
+		stopTime(cfg).Microseconds()))
+	if leave() {
+		notify(log, "STATUS=stopping; the mounts stay")
+		d.Leave()
+		return err
+	}
+	notify(log, "STATUS=unmounting")
+	return errors.Join(err, d.Close())
+}
+
+// wait returns when the daemon must end. leave decides whether the mounts stay; it may ask systemd.
+func (d *Daemon) wait(ctx context.Context) (leave func() bool, err error) {
+	for {
 		select {
 		case <-d.metrics.changed:
-			notify(log, "STATUS="+d.statusLine())
+			notify(d.log, "STATUS="+d.statusLine())
+		case r := <-d.requests:
+			return func() bool { return r.KeepMounts }, nil
 		case <-ctx.Done():
-			running, err = false, nil
-		case err = <-d.failed:
-			running = false
+			if d.ending.CompareAndSwap(false, true) {
+				return d.isRestart, nil
+			}
+			r := <-d.requests // the request came first
+			return func() bool { return r.KeepMounts }, nil
+		case err := <-d.failed:
+			return func() bool { return d.store != nil }, err
 		}
 	}
-	notify(log, fmt.Sprintf("%s\nSTATUS=unmounting\nEXTEND_TIMEOUT_USEC=%d", sdnotify.SdNotifyStopping,
-		stopTime(cfg).Microseconds()))
-	return errors.Join(err, d.Close())
+}
+
+// checkHost logs what this host lacks, and mounts that no daemon serves.
+func (d *Daemon) checkHost() {
+	if err := mount.CheckPrivilege(); err != nil {
+		d.log.Warn("every mount will fail", "reason", err)
+	}
+	if on, err := isIOFlusher(); err != nil || !on {
+		d.log.Warn("when memory is short, the daemon may wait for writes to its own mounts", "error", flusherError(err))
+	}
+	if err := lockMemory(); err != nil {
+		d.log.Info("the memory of the daemon is not locked", "reason", err)
+	}
+	dirs, err := mount.Mounted()
+	if err != nil {
+		d.log.Warn("read of the mount table failed", "error", err)
+	}
+	if dirs = foreign(dirs, d.table.List()); len(dirs) > 0 {
+		d.log.Warn("other processes own nfsrdma mounts; remove those of a killed daemon with umount(8)", "dirs", dirs)
+	}
+}
+
+// foreign returns the mount points of dirs that are not in the table of this daemon. The mounts
+// that this daemon continues are in the table.
+func foreign(dirs []string, own []control.MountInfo) []string {
+	return slices.DeleteFunc(dirs, func(dir string) bool {
+		return slices.ContainsFunc(own, func(m control.MountInfo) bool { return m.Dir == dir })
+	})
 }
 
 // statusLine describes the state of the daemon for systemctl(1).
@@ -63,9 +97,9 @@ func (d *Daemon) statusLine() string {
 	return status
 }
 
-// stopTime returns the bound of [Daemon.Close].
+// stopTime bounds the end of the daemon: the question for the job, and [Daemon.Close].
 func stopTime(cfg Config) time.Duration {
-	return cfg.ShutdownTimeout.Std() + mount.CloseGrace + 2*httpGrace
+	return jobTimeout + cfg.ShutdownTimeout.Std() + mount.CloseGrace + 2*httpGrace
 }
 
 func notify(log hclog.Logger, state string) {

@@ -86,9 +86,33 @@ func TestUnitKeepsMountNamespaceOfHost(t *testing.T) {
 	for _, want := range []string{"Type=notify", "ExecStart=/usr/sbin/nfsrdmad daemon --config /etc/nfsrdmad.toml",
 		"RuntimeDirectory=nfsrdmad", "Restart=on-failure", "DeviceAllow=/dev/fuse rw",
 		"DeviceAllow=/dev/infiniband/rdma_cm rw", "DeviceAllow=char-infiniband_verbs rw", "LimitMEMLOCK=infinity",
-		"OOMScoreAdjust=-900"} {
+		"OOMScoreAdjust=-900", "NotifyAccess=main", "KillMode=process", "RuntimeDirectoryPreserve=restart",
+		"StartLimitIntervalSec=0"} {
 		if !strings.Contains(string(unit), "\n"+want+"\n") {
 			t.Errorf("unit: missing line %s", want)
 		}
+	}
+}
+
+// The unit must keep the descriptors of many mounts, allow D-Bus, and not keep descriptors after a
+// stop.
+func TestUnitKeepsDescriptors(t *testing.T) {
+	unit, err := os.ReadFile(unitFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := regexp.MustCompile(`(?m)^FileDescriptorStoreMax=(\d+)$`).FindSubmatch(unit)
+	if m == nil {
+		t.Fatal("unit: no FileDescriptorStoreMax")
+	}
+	const mounts = 100
+	if n, _ := strconv.Atoi(string(m[1])); n < 3*mounts+2 {
+		t.Errorf("FileDescriptorStoreMax: got %d, want places for %d mounts", n, mounts)
+	}
+	if strings.Contains(string(unit), "\nFileDescriptorStorePreserve=") {
+		t.Error("unit: got FileDescriptorStorePreserve, want the default no")
+	}
+	if !regexp.MustCompile(`(?m)^RestrictAddressFamilies=.*\bAF_UNIX\b`).Match(unit) {
+		t.Error("unit: RestrictAddressFamilies without AF_UNIX, which D-Bus needs")
 	}
 }

@@ -24,8 +24,8 @@ func (s *mountStack) newLocks(host string, mountPort int, log hclog.Logger) *nlm
 	c := nlm.Config{Host: s.mountArgs.Host, Caller: host, Port: int(s.opts.LockPort), MountPort: mountPort,
 		MountPortFirst: s.opts.MountPort != 0, Service: s.shared.locks, Logger: log.Named("locks").With("mount", s.dir),
 		Lost: func(fh nfs3.FH, _ nlm.Owner) {
-			if s.fs != nil {
-				s.fs.LockLost(fh)
+			if fs := s.lockedFS.Load(); fs != nil {
+				fs.LockLost(fh)
 			}
 		}}
 	if s.opts.Recovery != RecoveryHard {
@@ -34,6 +34,9 @@ func (s *mountStack) newLocks(host string, mountPort int, log hclog.Logger) *nlm
 		if s.opts.Recovery == RecoverySoftErr {
 			c.GiveUpErr = syscall.ETIMEDOUT
 		}
+	}
+	if s.keeper != nil {
+		c.State = s.keeper.state.NewLocks()
 	}
 	return nlm.New(c)
 }

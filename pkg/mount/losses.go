@@ -5,6 +5,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
@@ -18,6 +19,8 @@ type shared struct {
 	dirty    *fusefs.DirtyTotal // bounds the dirty data of all mounts
 	rejected atomic.Uint64      // bytes that a server rejected
 	unmount  atomic.Uint64      // bytes that the end of a mount discarded
+	store    fdstore.Store      // keeps the mounts while no process serves them; nil for none
+	helper   []string           // command of the process that sends notifications of kept mounts
 	locks    *nlm.Service       // calls of lock servers for all mounts; nil for none
 }
 

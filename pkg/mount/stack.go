@@ -2,6 +2,7 @@ package mount
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"net"
@@ -17,6 +18,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/front"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -55,9 +57,11 @@ type mountStack struct {
 	transports caller
 	locks      *nlm.Client // nil if the kernel keeps all locks
 	fs         *fusefs.FS
+	lockedFS   atomic.Pointer[fusefs.FS] // fs, for locks, which exists before
 	server     *fusefs.Server
 	procs      [nfs3.NumProcs]metrics.Histogram
 	ops        [fusefs.NumOps]metrics.Histogram
+	keeper     *keeper // nil if the mount ends with the process
 	aborted    atomic.Bool
 	invalid    atomic.Int64 // last log of an invalid reply, in nanoseconds after epoch
 
@@ -106,13 +110,21 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	machine, _ := os.Hostname() // AUTH_SYS allows an empty machine name
 	s.mountArgs = mountd.Args{Host: addr.String(), Export: s.spec.Export, Port: int(s.opts.MountPort),
 		Timeout: remaining(ctx), Cred: &sunrpc.AuthSys{Machine: machine}}
-	root, err := mountd.Mount(ctx, s.mountArgs)
+	root, err := s.exportRoot(ctx)
 	if err != nil {
 		return err
 	}
-	undo = append(undo, s.sendUmnt)
-	if err := checkFlavors(s.spec.Export, root); err != nil {
+	if s.left == nil {
+		undo = append(undo, s.sendUmnt)
+		if err := checkFlavors(s.spec.Export, root); err != nil {
+			return err
+		}
+	}
+	if err := s.keep(&root, log); err != nil {
 		return err
+	}
+	if s.left == nil {
+		undo = append(undo, s.keeper.remove)
 	}
 	s.address = netip.AddrPortFrom(addr, s.opts.Port)
 	provider, reason, err := chooseProvider(ctx, &s.opts, s.address, log, rdmacore.New)
@@ -130,7 +142,9 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 			s.procs[p].Observe(d)
 		}
 	}})
-	if s.locks = s.newLocks(machine, root.Port, log); s.locks != nil {
+	if s.locks = s.newLocks(machine, root.Port, log); s.locks != nil && s.left != nil {
+		undo = append(undo, s.locks.Detach)
+	} else if s.locks != nil {
 		undo = append(undo, s.locks.Close)
 	}
 	o := s.fsOptions(log)
@@ -140,15 +154,101 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	if s.fs, err = fusefs.New(ctx, client, root.FH, o); err != nil {
 		return s.serverError(ctx, s.address, err)
 	}
+	s.lockedFS.Store(s.fs)
+	mo := s.mountOptions(log)
+	if s.left != nil {
+		if s.server, err = fusefs.Resume(s.dir, s.left.device, s.fs, mo); err != nil {
+			undo = nil // the data of the FS must stay
+			return fmt.Errorf("%w: %w", errNotResumed, err)
+		}
+		return nil
+	}
 	undo = append(undo, s.closeFS)
-	s.server, err = fusefs.MountAt(s.at, s.fs, fusefs.MountOptions{
+	s.server, err = fusefs.MountAt(s.at, s.fs, mo)
+	if err == nil && s.keeper != nil && !s.keeper.offered {
+		log.Info("the mount ends with the daemon: the kernel cannot send requests again; use Linux 6.9 or later",
+			"mount", s.dir)
+	}
+	return err
+}
+
+// exportRoot asks the server for the handle of the export. A mount of an earlier process keeps its
+// handle.
+func (s *mountStack) exportRoot(ctx context.Context) (mountd.Result, error) {
+	if s.left != nil {
+		return mountd.Result{FH: s.left.root, Port: s.left.MountPort}, nil
+	}
+	return mountd.Mount(ctx, s.mountArgs)
+}
+
+// errNotResumed means that the connection of an earlier process to the kernel cannot be used.
+var errNotResumed = errors.New("the connection to the kernel cannot be continued")
+
+// keep makes the state that the next process needs to continue the mount. Without it, the mount
+// ends with this process.
+func (s *mountStack) keep(root *mountd.Result, log hclog.Logger) (err error) {
+	if s.left != nil {
+		s.keeper = s.left.keeper
+		return nil
+	}
+	if s.shared.store == nil {
+		return nil
+	}
+	s.keeper, err = newKeeper(s.shared.store, s.shared.helper, &description{Spec: s.spec.String(), Dir: s.dir,
+		Options: s.opts.String(), Since: time.Now(), Root: hex.EncodeToString(root.FH.Bytes()), MountPort: root.Port},
+		s.opts.DirtyBytes)
+	if err != nil {
+		log.Warn("the mount ends with the daemon: its state cannot be kept", "mount", s.dir, "reason", err)
+		s.keeper = nil
+	}
+	return nil
+}
+
+// keepConnection puts the connection to the kernel into the store.
+func (s *mountStack) keepConnection(log hclog.Logger) func(*front.Device) error {
+	return func(d *front.Device) error {
+		s.keeper.offered = true
+		if err := s.keeper.putConnection(d); err != nil {
+			log.Warn("the mount ends with the daemon: its connection cannot be kept", "mount", s.dir, "reason", err)
+		}
+		return nil
+	}
+}
+
+func (s *mountStack) mountOptions(log hclog.Logger) fusefs.MountOptions {
+	return fusefs.MountOptions{
 		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
 		Suid: !s.kernelFlag("nosuid"), Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"),
 		NoAtime: s.kernelFlag("noatime"), NoDirAtime: s.kernelFlag("nodiratime"),
-		StrictAtime: s.kernelFlag("strictatime"),
-		Logger:      log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
-	})
-	return err
+		StrictAtime: s.kernelFlag("strictatime"), Mounted: s.keepConnection(log),
+		Logger: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
+	}
+}
+
+// Kept implements mountInstance.
+func (s *mountStack) Kept() bool { return s.keeper.keeps() }
+
+// settled is called when a mount of an earlier process has handled the requests of that process.
+func (s *mountStack) settled() {
+	for _, t := range s.transports.all {
+		t.ReleaseReserved()
+	}
+	if s.locks != nil {
+		s.locks.ReleaseStale(s.fs.HasLockOwner)
+	}
+}
+
+// reserved returns the XIDs of an earlier process on connection i.
+func (s *mountStack) reserved(i int) (xids []uint32) {
+	if s.left == nil {
+		return nil
+	}
+	for _, id := range s.keeper.state.ReservedCalls() {
+		if int(id.Conn) == i {
+			xids = append(xids, id.XID)
+		}
+	}
+	return xids
 }
 
 // connect makes the transports and connects them one after the other.
@@ -159,10 +259,12 @@ func (s *mountStack) connect(ctx context.Context, log hclog.Logger) error {
 			name = fmt.Sprintf("%s#%d", s.dir, i)
 		}
 		t, err := xprt.New(xprt.Config{
-			Provider: s.provider, Addr: s.address, Slots: s.opts.Slots, InlineBytes: s.opts.InlineBytes,
-			Timeout: s.opts.Timeout, Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery],
-			WritePad: s.opts.WritePad, Logger: log.With("mount", name), TraceEvents: s.opts.TraceEvents,
-			KeepAlive: zeroIsNever(s.opts.KeepAlive), IdleTimeout: zeroIsNever(s.opts.Idle),
+			Provider: s.provider, Addr: s.address, Index: uint32(i), Reserved: s.reserved(i),
+			Slots:       s.opts.Slots,
+			InlineBytes: s.opts.InlineBytes, WritePad: s.opts.WritePad, Timeout: s.opts.Timeout,
+			Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery], Logger: log.With("mount", name),
+			TraceEvents: s.opts.TraceEvents, KeepAlive: zeroIsNever(s.opts.KeepAlive),
+			IdleTimeout: zeroIsNever(s.opts.Idle),
 		})
 		if err != nil {
 			return err
@@ -194,6 +296,9 @@ func (s *mountStack) fsOptions(log hclog.Logger) fusefs.Options {
 		Invalid: s.invalidReply, Observe: s.observeOp, Warn: log.With("mount", s.dir).Warn,
 		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Locks: s.locks,
 		LocalPosix: s.opts.LocalLock == lockPosix, LocalFlock: s.opts.LocalLock == lockFlock}
+	if s.keeper != nil {
+		o.State, o.Buffers, o.Settled = s.keeper.state, s.keeper.buffers, s.settled
+	}
 	if s.opts.Recovery != RecoveryHard {
 		o.BusyTimeout = s.opts.Timeout * time.Duration(s.opts.Retrans+1)
 	}
@@ -255,6 +360,7 @@ func (s *mountStack) Close() {
 		s.locks.Close()
 	}
 	s.transports.close()
+	s.keeper.remove()
 	if !s.aborted.Load() {
 		s.sendUmnt()
 	}

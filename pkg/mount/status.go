@@ -21,12 +21,20 @@ type caller struct {
 	next atomic.Uint32
 }
 
-// Call implements nfs3.Caller.
+// Call implements nfs3.Caller. A call that an earlier process made goes to the same transport.
 func (c *caller) Call(ctx context.Context, m *sunrpc.Message) error {
-	if len(c.all) == 1 {
-		return c.all[0].Call(ctx, m)
+	if id, ok := sunrpc.KeptCall(ctx, m); ok && int64(id.Conn) < int64(len(c.all)) {
+		return c.all[id.Conn].Repeat(ctx, m, id.XID)
 	}
-	return c.all[int(c.next.Add(1)%uint32(len(c.all)))].Call(ctx, m)
+	return c.inTurn().CallNew(ctx, m)
+}
+
+// inTurn returns the transport of the next new call.
+func (c *caller) inTurn() *xprt.Transport {
+	if len(c.all) == 1 {
+		return c.all[0]
+	}
+	return c.all[int(c.next.Add(1)%uint32(len(c.all)))]
 }
 
 func (c *caller) close() {

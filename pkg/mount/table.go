@@ -12,6 +12,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
@@ -34,6 +35,8 @@ type mountInstance interface {
 	Flush(ctx context.Context, stall time.Duration)
 	// Close releases the layers below the file system. The table calls it once, after Wait.
 	Close()
+	// Kept reports whether the mount continues when the process ends without unmounting.
+	Kept() bool
 	Status() control.MountStatus
 	Snapshot() metrics.Snapshot
 	// Describe sets Server, Provider, ProviderReason, FaultInjection and Failure.
@@ -48,6 +51,7 @@ type plan struct {
 	dir  string             // without symbolic links
 	at   *fusefs.MountPoint // dir, open until the mount is built
 	opts Options
+	left *leftMount // the mount of an earlier process; nil for a new one
 }
 
 // A builder makes the layers of one mount and mounts it. It returns when ctx ends. If it fails, it
@@ -85,6 +89,7 @@ type entry struct {
 	// The lock of the table guards the following fields.
 	state    control.MountState
 	instance mountInstance // nil during the build
+	reason   string        // of StateRestoring and StateKept
 }
 
 // A TableConfig configures a [Table].
@@ -99,6 +104,10 @@ type TableConfig struct {
 	LockListen string
 	// StateDir keeps the journal of locks; "" for none.
 	StateDir string
+	// Store keeps the mounts while no daemon runs. nil: the mounts end with this process.
+	Store fdstore.Store
+	// NotifyHelper is the command of the process that sends notifications to the kernel.
+	NotifyHelper []string
 	// Quiet does not log mount errors, for a caller that reports the error of Mount on the same
 	// terminal.
 	Quiet bool
@@ -106,9 +115,11 @@ type TableConfig struct {
 
 // NewTable returns an empty table.
 func NewTable(c TableConfig) *Table {
-	common := &shared{log: c.Log.Named("mount"), dirty: fusefs.NewDirtyTotal(c.DirtyBytes)}
+	common := &shared{log: c.Log.Named("mount"), dirty: fusefs.NewDirtyTotal(c.DirtyBytes),
+		store: c.Store, helper: c.NotifyHelper}
 	common.locks = nlm.NewService(nlm.ServiceConfig{Listen: c.LockListen, StateDir: c.StateDir,
-		Logger: c.Log.Named("locks")})
+		Restore: c.Store != nil,
+		Logger:  c.Log.Named("locks")})
 	t := newTable(common, c.Base, c.Timeout, newBuilder(c.Log, c.Faults, common))
 	t.quiet = c.Quiet
 	return t
@@ -321,6 +332,9 @@ func (t *Table) find(dir string, mode control.UmountMode) *entry {
 
 func (t *Table) unmount(ctx context.Context, e *entry, mode control.UmountMode) error {
 	instance := t.setState(e, control.StateUnmounting)
+	if instance == nil && e.left != nil {
+		return t.umountLeft(ctx, e, mode)
+	}
 	if instance == nil {
 		e.cancel() // the build may complete nevertheless
 		select {
@@ -405,7 +419,10 @@ func (t *Table) all() []view {
 
 // info describes e. The caller holds the lock of the table.
 func (e *entry) info() control.MountInfo {
-	i := control.MountInfo{Dir: e.dir, Spec: e.spec.String(), State: e.state, Since: e.since, Options: e.opts.String()}
+	i := control.MountInfo{Dir: e.dir, State: e.state, Since: e.since, Reason: e.reason}
+	if e.spec != (Spec{}) { // unknown in StateKept
+		i.Spec, i.Options = e.spec.String(), e.opts.String()
+	}
 	if e.instance != nil {
 		e.instance.Describe(&i)
 	}

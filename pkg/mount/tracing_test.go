@@ -37,7 +37,7 @@ func tracedMount(t *testing.T, rings ...*trace.Ring) (c *control.Client, dir str
 	if err != nil {
 		t.Fatal(err)
 	}
-	srv := control.NewServer(tab, control.Version)
+	srv := control.NewServer(tab, control.Version, nil)
 	srv.ReadTimeout = readTimeout
 	served := make(chan struct{})
 	go func() { defer close(served); _ = srv.Serve(l) }()

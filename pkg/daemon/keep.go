@@ -1,0 +1,133 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strconv"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+)
+
+const (
+	// holderSuffix is that of the socket of the holder, beside the control socket. It is as short
+	// as the bound of the path of a control socket requires.
+	holderSuffix = ".fds"
+	// HolderCommand is the command of this program that runs the holder.
+	HolderCommand = "fd-holder"
+	// NotifyHelperCommand is the command of this program that runs the notify helper.
+	NotifyHelperCommand = "notify-helper"
+	// selfExe names the running program also after an upgrade has replaced its file.
+	selfExe = "/proc/self/exe"
+	// leaveTimeout bounds the write of dirty data before the daemon leaves its mounts.
+	leaveTimeout = 2 * time.Second
+	// busyTimeout is how long the daemon waits for a killed daemon whose exit is not complete. No
+	// other daemon has the lock of the control socket.
+	busyTimeout, busyInterval = 5 * time.Second, 100 * time.Millisecond
+)
+
+// errKeepOff is why a daemon with keep_mounts=false keeps no mounts.
+var errKeepOff = errors.New("keep_mounts is false")
+
+// openStore opens the store that keeps the mounts of this daemon. The caller has the lock of the
+// control socket and has started no program. Without a store, mounts end with the daemon.
+func (d *Daemon) openStore() error {
+	socket := string(d.cfg.ControlSocket) + holderSuffix
+	keep := bool(d.cfg.KeepMounts)
+	if !keep && !mayHaveKept(socket) {
+		d.noStore = errKeepOff
+		return nil
+	}
+	cfg := fdstore.Config{Socket: socket, Command: []string{selfExe, HolderCommand}}
+	s, err := fdstore.Open(cfg)
+	for end := time.Now().Add(busyTimeout); errors.Is(err, fdstore.ErrBusy) && time.Now().Before(end); {
+		time.Sleep(busyInterval)
+		s, err = fdstore.Open(cfg)
+	}
+	switch {
+	case errors.Is(err, fdstore.ErrBusy):
+		return control.Errorf(control.CodeSystem, "keep mounts: %w", err)
+	case err != nil:
+		d.noStore = err
+		d.log.Warn("mounts end with the daemon: a restart or a crash is not possible without unmount", "reason", err)
+		return nil
+	case !keep && len(s.Kept()) == 0:
+		d.noStore = errKeepOff
+		return s.Close()
+	case !keep:
+		d.log.Warn("an earlier daemon kept mounts; keep_mounts=false applies after all mounts are unmounted " +
+			"and the daemon is restarted")
+	}
+	d.store = s
+	d.log.Info("mounts are kept for the next daemon", "store", s)
+	return nil
+}
+
+// mayHaveKept reports whether an earlier daemon may have kept mounts in systemd or in the holder at
+// socket.
+func mayHaveKept(socket string) bool {
+	_, err := os.Lstat(socket)
+	return err == nil || os.Getenv("LISTEN_PID") == strconv.Itoa(os.Getpid())
+}
+
+// logRestored logs the mounts that the table continues.
+func (d *Daemon) logRestored() {
+	for _, m := range d.table.List() {
+		d.log.Info("found a mount of an earlier daemon", "spec", m.Spec, "dir", m.Dir, "state", m.State)
+	}
+}
+
+// stop starts the end of the daemon on request of a client. The daemon refuses to keep mounts that
+// would end with it.
+func (d *Daemon) stop(r control.StopRequest) (control.StopInfo, error) {
+	if r.KeepMounts {
+		switch {
+		case d.store == nil:
+			return control.StopInfo{}, control.Errorf(control.CodeSystem,
+				"stop: this daemon cannot keep its mounts: %w; stop without --keep-mounts", d.noStore)
+		case fdstore.IsSystemd(d.store):
+			return control.StopInfo{}, control.Errorf(control.CodeUsage, "stop: systemd ends the mounts of a stopped "+
+				"service; use \"systemctl restart\", or stop without --keep-mounts")
+		}
+	}
+	if !d.ending.CompareAndSwap(false, true) {
+		return control.StopInfo{}, control.Errorf(control.CodeSystem,
+			"stop: the daemon is already stopping; see its log")
+	}
+	d.requests <- r
+	return control.StopInfo{Timeout: stopTime(d.cfg).Seconds()}, nil
+}
+
+// isRestart reports whether a signal to stop comes from systemd, which restarts the unit. Only
+// systemd knows: the signal of a stop is the same. systemd keeps the mounts until the next daemon
+// starts; after a stop it ends them.
+func (d *Daemon) isRestart() bool {
+	if d.store == nil || !fdstore.IsSystemd(d.store) || len(d.table.List()) == 0 {
+		return false
+	}
+	job, err := unitJob(os.Getpid(), systemdBuses(), jobTimeout)
+	if err != nil {
+		d.log.Warn("unmounting: systemd does not tell whether it restarts the unit", "error",
+			control.OneLine(err.Error()))
+		return false
+	}
+	d.log.Info("stop of the unit", "job", job)
+	return job == jobRestart
+}
+
+// Leave stops the daemon without unmounting: the mounts stay for the next daemon. It takes a few
+// seconds at most. The process must exit afterwards: the store and the mounts stay in use until
+// then.
+func (d *Daemon) Leave() {
+	ctx, cancel := context.WithTimeout(context.Background(), leaveTimeout)
+	defer cancel()
+	d.serving.Go(func() { shutdown(d.control) }) // ends requests that wait for a mount
+	d.serving.Go(d.metrics.close)
+	d.table.Leave(ctx)
+	d.serving.Wait()
+	d.socket.Close()
+	d.socket.Release()
+	d.log.Info("stopped; the mounts stay for the next daemon")
+}

@@ -1,0 +1,257 @@
+package mount
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
+	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+)
+
+// A kept mount has three descriptors in the store, with the names PREFIX/ID/KIND.
+const (
+	keptPrefix = "mount"
+	keptState  = "state" // fusefs.State
+	keptData   = "data"  // buffers with written data
+	keptFuse   = "fuse"  // the connection to the kernel
+)
+
+// A description is what the next process needs to know of a mount, besides its state.
+type description struct {
+	Spec      string    `json:"spec"`
+	Dir       string    `json:"dir"`
+	Options   string    `json:"options"`
+	Since     time.Time `json:"since"`
+	Root      string    `json:"root"`       // file handle of the export, in hexadecimal
+	MountPort int       `json:"mount_port"` // TCP port of MOUNT on the server
+}
+
+// A keeper keeps one mount for the next process. A nil keeper keeps nothing.
+type keeper struct {
+	store   fdstore.Store
+	helper  []string
+	id      string
+	state   *fusefs.State
+	buffers *membuf.Pool
+	offered bool // the kernel can send requests again
+	mounted bool // the store has the connection
+}
+
+func keptName(id, kind string) string { return strings.Join([]string{keptPrefix, id, kind}, "/") }
+
+// parseKeptName is the reverse of keptName.
+func parseKeptName(name string) (id, kind string, ok bool) {
+	parts := strings.Split(name, "/")
+	if len(parts) != 3 || parts[0] != keptPrefix {
+		return "", "", false
+	}
+	return parts[1], parts[2], true
+}
+
+// newKeeper makes the state of a new mount and puts it into the store.
+func newKeeper(store fdstore.Store, helper []string, d *description, dirtyBytes int) (*keeper, error) {
+	var id [4]byte
+	var secret [16]byte
+	_, _ = rand.Read(id[:]) // never fails
+	_, _ = rand.Read(secret[:])
+	k := &keeper{store: store, helper: helper, id: hex.EncodeToString(id[:])}
+	text, err := json.Marshal(d)
+	if err != nil {
+		return nil, err
+	}
+	size, buffers := fusefs.BufferPool(int64(dirtyBytes))
+	if k.buffers, err = membuf.NewFilePool("nfsrdmad-data", size, buffers); err != nil {
+		return nil, err
+	}
+	if k.state, err = fusefs.NewState(text, buffers, secret); err == nil {
+		err = k.putState()
+	}
+	if err != nil {
+		k.remove()
+		return nil, err
+	}
+	return k, nil
+}
+
+func (k *keeper) putState() error {
+	f, err := k.state.Descriptor()
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := k.store.Put(keptName(k.id, keptState), f); err != nil {
+		return err
+	}
+	return k.store.Put(keptName(k.id, keptData), k.buffers.File())
+}
+
+// putConnection puts the connection of a new mount into the store.
+func (k *keeper) putConnection(d *front.Device) error {
+	if err := d.UseHelper(k.helper); err != nil {
+		return err
+	}
+	f, err := d.File()
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := k.store.Put(keptName(k.id, keptFuse), f); err != nil {
+		return err
+	}
+	k.mounted = true
+	return nil
+}
+
+// keeps reports whether the next process can continue the mount.
+func (k *keeper) keeps() bool { return k != nil && k.mounted }
+
+// remove ends the keeping of a mount that has ended.
+func (k *keeper) remove() {
+	if k == nil {
+		return
+	}
+	_ = removeKept(k.store, k.id)
+	if k.state != nil {
+		_ = k.state.Close()
+	}
+	if k.buffers != nil {
+		k.buffers.Close()
+	}
+}
+
+// removeKept removes the descriptors of a mount from the store. The connection comes first: what is
+// left without it is no mount.
+func removeKept(store fdstore.Store, id string) error {
+	var errs []error
+	for _, kind := range []string{keptFuse, keptData, keptState} {
+		errs = append(errs, store.Remove(keptName(id, kind)))
+	}
+	return errors.Join(errs...)
+}
+
+// A leftMount is a mount that an earlier process has left in the store.
+type leftMount struct {
+	id                            string
+	stateFile, dataFile, fuseFile *os.File
+	device                        *front.Device
+	*keeper
+	description
+	root nfs3.FH
+}
+
+// leftMounts returns the mounts in the store. It removes what an earlier process has left of a
+// mount that began or ended when the process was killed.
+func leftMounts(store fdstore.Store) []*leftMount {
+	byID := make(map[string]*leftMount)
+	var all []*leftMount
+	for _, e := range store.Kept() {
+		id, kind, ok := parseKeptName(e.Name)
+		if !ok {
+			_ = e.File.Close()
+			continue
+		}
+		l := byID[id]
+		if l == nil {
+			l = &leftMount{id: id}
+			byID[id] = l
+			all = append(all, l)
+		}
+		switch kind {
+		case keptState:
+			l.stateFile = e.File
+		case keptData:
+			l.dataFile = e.File
+		case keptFuse:
+			l.fuseFile = e.File
+		default:
+			_ = e.File.Close()
+		}
+	}
+	complete := all[:0]
+	for _, l := range all {
+		if l.stateFile != nil && l.dataFile != nil && l.fuseFile != nil {
+			complete = append(complete, l)
+			continue
+		}
+		l.closeFiles()
+		_ = removeKept(store, l.id)
+	}
+	return complete
+}
+
+func (l *leftMount) closeFiles() {
+	for _, f := range []*os.File{l.stateFile, l.dataFile, l.fuseFile} {
+		if f != nil {
+			_ = f.Close()
+		}
+	}
+}
+
+// lockTimeout is how long a killed process may take to exit.
+const lockTimeout = 30 * time.Second
+
+// open opens the state of the mount. It waits for the end of the process that served the mount. An
+// error means that the mount cannot be continued.
+func (l *leftMount) open(ctx context.Context, store fdstore.Store, helper []string) (err error) {
+	defer l.closeFiles()
+	k := &keeper{store: store, helper: helper, id: l.id, mounted: true}
+	if k.state, err = openState(ctx, l.stateFile); err != nil {
+		l.Dir = fusefs.MountPointOf(l.fuseFile)
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = k.state.Close()
+		}
+	}()
+	if err := json.Unmarshal(k.state.Description(), &l.description); err != nil {
+		return fmt.Errorf("description of the mount: %w", err)
+	}
+	root, err := hex.DecodeString(l.Root)
+	if err == nil {
+		l.root, err = nfs3.NewFH(root)
+	}
+	if err != nil {
+		return fmt.Errorf("handle of the export: %w", err)
+	}
+	size, _ := fusefs.BufferPool(0)
+	if k.buffers, err = membuf.OpenFilePool(l.dataFile, size, k.state.Buffers()); err != nil {
+		return err
+	}
+	if l.device, err = front.DeviceOf(l.fuseFile); err == nil {
+		err = l.device.UseHelper(helper)
+	}
+	if err != nil {
+		k.buffers.Close()
+		return err
+	}
+	l.keeper = k
+	return nil
+}
+
+func openState(ctx context.Context, f *os.File) (*fusefs.State, error) {
+	ctx, cancel := context.WithTimeout(ctx, lockTimeout)
+	defer cancel()
+	for {
+		s, err := fusefs.OpenState(f)
+		if !errors.Is(err, slotfile.ErrLocked) {
+			return s, err
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-ctx.Done():
+			return nil, fmt.Errorf("the process that served the mount does not exit: %w", err)
+		}
+	}
+}
