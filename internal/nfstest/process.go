@@ -329,6 +329,13 @@ func MountGanesha(t *testing.T, g *ganeshatest.Server, options ...string) string
 // StartGaneshaMount is MountGanesha, and also returns the process of the mount.
 func StartGaneshaMount(t *testing.T, g *ganeshatest.Server, options ...string) (string, *Process) {
 	t.Helper()
+	return StartMount(t, g.Host+":"+g.Export, append(options, ServeGanesha(t, g)...)...)
+}
+
+// ServeGanesha starts a relay for the export of NFS-Ganesha until the test ends. The relay runs on
+// the host of the server. It returns the mount options with the ports.
+func ServeGanesha(t *testing.T, g *ganeshatest.Server) []string {
+	t.Helper()
 	rdma := net.JoinHostPort(g.Host, PortOf(t, FreePort(t)))
 	p := StartProcess(t, g.OnHost(t), nil, "serve", "--backend", g.Addr(), "--rdma-listen", rdma)
 	p.WaitFor(t, "serving RDMA", func() error {
@@ -337,8 +344,7 @@ func StartGaneshaMount(t *testing.T, g *ganeshatest.Server, options ...string) (
 		}
 		return nil
 	})
-	return StartMount(t, g.Host+":"+g.Export, append(options, "port="+PortOf(t, rdma),
-		"mountport="+strconv.Itoa(g.MountPort))...)
+	return []string{"port=" + PortOf(t, rdma), "mountport=" + strconv.Itoa(g.MountPort)}
 }
 
 // PortOf returns the port of "host:port".

@@ -3,7 +3,6 @@ package integration
 import (
 	"context"
 	"errors"
-	"flag"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -13,7 +12,6 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -28,11 +26,7 @@ func TestMain(m *testing.M) {
 		runLockHelper()
 		return
 	}
-	flag.Parse()
-	if p := flag.Lookup("test.parallel"); os.Getenv(ownProcessEnv) == "" && p.Value.String() == p.DefValue {
-		_ = p.Value.Set(atOnce)
-	}
-	testutil.MainNeedsRoot(m)
+	nfstest.MainOwnProcess(m)
 }
 
 // serve runs a server in this process until the test ends.

@@ -1,0 +1,376 @@
+package restart
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+)
+
+// limit bounds what takes a second on an idle host.
+const limit = time.Minute
+
+func TestMain(m *testing.M) {
+	if os.Getenv(workerEnv) != "" {
+		runWorker()
+		return
+	}
+	nfstest.MainOwnProcess(m)
+}
+
+// An export is a directory that a server exports.
+type export struct {
+	dir     string // on the server
+	source  string // HOST:/EXPORT
+	options []string
+}
+
+// memoryDir is a directory in memory until the test ends. Servers wait for the disk before they
+// reply to most calls, so they serve more calls between two restarts without one.
+func memoryDir(t *testing.T) string {
+	t.Helper()
+	dir := nfstest.OpenTempDir(t)
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=512m,mode=777"); err != nil {
+		t.Fatalf("mount tmpfs at %s: %v", dir, err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })
+	return dir
+}
+
+func embedded(t *testing.T) (*export, *nfstest.ServedDir) {
+	t.Helper()
+	s := nfstest.ServeDir(t, memoryDir(t), "--no-root-squash")
+	return &export{dir: s.Dir, source: "127.0.0.1:/",
+		options: []string{"port=" + nfstest.PortOf(t, s.RDMA), "mountport=" + nfstest.PortOf(t, s.TCP)}}, s
+}
+
+// ganesha runs NFS-Ganesha with its lock manager.
+func ganesha(t *testing.T) *export {
+	t.Helper()
+	g := ganeshatest.Start(t, memoryDir(t), ganeshatest.OwnHost())
+	return &export{dir: g.Export, source: g.Host + ":" + g.Export, options: nfstest.ServeGanesha(t, g)}
+}
+
+// A rig has a mount, and the daemons that serve the mount one after the other.
+type rig struct {
+	t       *testing.T
+	x       *export
+	state   string // directory for the state of the daemon
+	socket  string
+	dir     string // mount point
+	daemon  *nfstest.Process
+	daemons []*nfstest.Process
+}
+
+// newRig starts a daemon and mounts x.
+func newRig(t *testing.T, x *export, options ...string) *rig {
+	t.Helper()
+	r := &rig{t: t, x: x, state: t.TempDir(), dir: nfstest.OpenTempDir(t)}
+	r.socket = filepath.Join(r.state, "control.sock")
+	t.Cleanup(r.cleanup)
+	r.start()
+	r.ready()
+	r.cli("mount", x.source, r.dir, "-o", strings.Join(append(options, x.options...), ","))
+	return r
+}
+
+// cleanup removes a mount that a failed test has left.
+func (r *rig) cleanup() {
+	if nfstest.IsMountPoint(r.dir) {
+		if !r.t.Failed() {
+			r.t.Errorf("%s is mounted at the end of the test", r.dir)
+		}
+		forceUnmount(r.dir)
+	}
+}
+
+// forceUnmount ends the connection of a mount, so that no process waits for the mount.
+func forceUnmount(dir string) {
+	_ = unix.Unmount(dir, unix.MNT_FORCE) // EBUSY, but the connection has ended
+	_ = unix.Unmount(dir, unix.MNT_DETACH)
+}
+
+// start starts a daemon and does not wait for it.
+func (r *rig) start() {
+	r.t.Helper()
+	r.daemon = nfstest.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen", "",
+		"--state-dir", r.state)
+	r.daemons = append(r.daemons, r.daemon)
+}
+
+// ready waits until the daemon accepts commands.
+func (r *rig) ready() {
+	r.t.Helper()
+	r.daemon.WaitFor(r.t, "starting the daemon", func() error {
+		_, err := r.list()
+		return err
+	})
+}
+
+func (r *rig) list() ([]control.MountInfo, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	return control.NewClient(r.socket).List(ctx)
+}
+
+// waitState waits until the daemon lists the mount in a state, and returns the reason of the state.
+func (r *rig) waitState(state control.MountState) (reason string) {
+	r.t.Helper()
+	eventually(r.t, fmt.Sprintf("state %q of %s", state, r.dir), func() error {
+		l, err := r.list()
+		if err != nil {
+			return err
+		}
+		if len(l) != 1 || l[0].Dir != r.dir || l[0].State != state {
+			return fmt.Errorf("got mounts %+v", l)
+		}
+		reason = l[0].Reason
+		return nil
+	})
+	return reason
+}
+
+// kill ends the daemon with a signal that it does not handle.
+func (r *rig) kill(sig syscall.Signal) {
+	r.t.Helper()
+	r.daemon.End(r.t, sig)
+}
+
+// leave stops the daemon without unmounting.
+func (r *rig) leave() {
+	r.t.Helper()
+	r.ready()
+	r.cli("stop", "--keep-mounts")
+	select {
+	case <-r.daemon.Ended:
+	case <-time.After(limit):
+		r.t.Fatalf("daemon runs %v after stop --keep-mounts", limit)
+	}
+	if code := r.daemon.Cmd.ProcessState.ExitCode(); code != 0 {
+		r.t.Errorf("daemon: got exit code %d after stop --keep-mounts, want 0", code)
+	}
+}
+
+// command runs nfsrdmad with a command and returns its output.
+func (r *rig) command(args ...string) (stdout, stderr string, err error) {
+	r.t.Helper()
+	file, err := nfstest.Program()
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*limit)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, file, append(args, "--control-socket", r.socket)...)
+	cmd.WaitDelay = time.Second
+	var out, errOut bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errOut
+	err = cmd.Run()
+	if ctx.Err() != nil {
+		r.t.Fatalf("nfsrdmad %s: still runs after %v", strings.Join(args, " "), 2*limit)
+	}
+	return out.String(), errOut.String(), err
+}
+
+// cli runs a command that must succeed.
+func (r *rig) cli(args ...string) string {
+	r.t.Helper()
+	stdout, stderr, err := r.command(args...)
+	if err != nil {
+		r.t.Fatalf("nfsrdmad %s: %v: %s", strings.Join(args, " "), err, stderr)
+	}
+	return stdout
+}
+
+// refused runs a command that must fail with an error that contains the given texts.
+func (r *rig) refused(args []string, want ...string) {
+	r.t.Helper()
+	_, stderr, err := r.command(args...)
+	if err == nil {
+		r.t.Errorf("nfsrdmad %s: succeeded, want an error", strings.Join(args, " "))
+	}
+	for _, w := range want {
+		if !strings.Contains(stderr, w) {
+			r.t.Errorf("nfsrdmad %s: got error %q, want %q in it", strings.Join(args, " "), stderr, w)
+		}
+	}
+}
+
+func (r *rig) status() control.MountStatus {
+	r.t.Helper()
+	var l []control.MountStatus
+	if err := json.Unmarshal([]byte(r.cli("status", r.dir, "--output", "json")), &l); err != nil || len(l) != 1 {
+		r.t.Fatalf("status: %d mounts, %v", len(l), err)
+	}
+	return l[0]
+}
+
+// unmount unmounts, and checks what remains. No worker has a file open.
+func (r *rig) unmount() {
+	r.t.Helper()
+	st := r.status()
+	if st.MRsFailed != st.MRsRecovered+st.MRsRecycled+st.MRsOrphaned {
+		r.t.Errorf("%d MRs failed, but %d were recovered, %d recycled and %d orphaned", st.MRsFailed, st.MRsRecovered,
+			st.MRsRecycled, st.MRsOrphaned)
+	}
+	if st.BadReply != 0 || st.RemoteAccessErrors != 0 {
+		r.t.Errorf("got %d bad replies and %d remote access errors", st.BadReply, st.RemoteAccessErrors)
+	}
+	eventually(r.t, "removal of hidden names of closed files", func() error {
+		if names := r.hiddenNames(); len(names) > 0 {
+			return fmt.Errorf("the server has %v", names)
+		}
+		return nil
+	})
+	r.cli("umount", r.dir)
+	r.end(0)
+	r.checkLogs()
+}
+
+// end stops the last daemon, which must exit with the given code. No mount may remain, and the
+// holder must end.
+func (r *rig) end(code int) {
+	r.t.Helper()
+	if l, err := r.list(); err != nil || len(l) != 0 {
+		r.t.Errorf("mounts at the end: got %+v, %v, want none", l, err)
+	}
+	if nfstest.IsMountPoint(r.dir) {
+		r.t.Errorf("%s is mounted at the end", r.dir)
+	}
+	holder := r.holder()
+	if holder == 0 {
+		r.t.Error("the process that keeps the mounts was not found")
+	}
+	r.daemon.End(r.t, syscall.SIGTERM)
+	if got := r.daemon.Cmd.ProcessState.ExitCode(); got != code {
+		r.t.Errorf("daemon: got exit code %d, want %d", got, code)
+	}
+	eventually(r.t, "end of the process that keeps the mounts", func() error {
+		if holder != 0 && syscall.Kill(holder, 0) == nil {
+			return fmt.Errorf("process %d runs", holder)
+		}
+		return nil
+	})
+}
+
+// mountEnds waits until the daemon lists no mount.
+func (r *rig) mountEnds() {
+	r.t.Helper()
+	eventually(r.t, "end of the mount", func() error {
+		l, err := r.list()
+		if err == nil && len(l) > 0 {
+			err = fmt.Errorf("got mounts %+v", l)
+		}
+		return err
+	})
+}
+
+// holder returns the ID of the process that listens on the socket of the holder, or 0.
+func (r *rig) holder() int {
+	sockets, err := os.ReadFile("/proc/net/unix")
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	inodes := make(map[string]bool)
+	for line := range strings.Lines(string(sockets)) {
+		if f := strings.Fields(line); len(f) == 8 && f[7] == r.socket+".fds" {
+			inodes["socket:["+f[6]+"]"] = true
+		}
+	}
+	comms, _ := filepath.Glob("/proc/[0-9]*/comm")
+	for _, file := range comms {
+		if comm, err := os.ReadFile(file); err != nil || strings.TrimSpace(string(comm)) != "nfsrdmad-holder" {
+			continue
+		}
+		files, _ := filepath.Glob(filepath.Dir(file) + "/fd/*")
+		if slices.ContainsFunc(files, func(f string) bool {
+			target, _ := os.Readlink(f)
+			return inodes[target]
+		}) {
+			var pid int
+			_, _ = fmt.Sscanf(file, "/proc/%d/comm", &pid)
+			return pid
+		}
+	}
+	return 0
+}
+
+// logs returns the output of all daemons.
+func (r *rig) logs() string {
+	var all strings.Builder
+	for _, d := range r.daemons {
+		all.WriteString(d.Out.String())
+	}
+	return all.String()
+}
+
+func (r *rig) checkLogs() {
+	r.t.Helper()
+	for line := range strings.Lines(r.logs()) {
+		if strings.Contains(line, "[ERROR]") || strings.Contains(line, "panic:") {
+			r.t.Errorf("log of a daemon: %s", line)
+		}
+	}
+}
+
+// hiddenNames returns the names of files on the server that were removed while they were open.
+func (r *rig) hiddenNames() (names []string) {
+	r.t.Helper()
+	err := filepath.WalkDir(r.x.dir, func(path string, _ fs.DirEntry, err error) error {
+		if strings.HasPrefix(filepath.Base(path), ".nfs") {
+			names = append(names, path)
+		}
+		return err
+	})
+	if err != nil {
+		r.t.Error(err)
+	}
+	return names
+}
+
+// onServer checks the content of a file in the directory of the server.
+func (r *rig) onServer(name string, want []byte) {
+	r.t.Helper()
+	if err := compare(filepath.Join(r.x.dir, name), want); err != nil {
+		r.t.Errorf("on the server: %v", err)
+	}
+}
+
+// compare compares the content of a file.
+func compare(path string, want []byte) error {
+	got, err := os.ReadFile(path)
+	if err == nil && !bytes.Equal(got, want) {
+		i := 0
+		for i < min(len(got), len(want)) && got[i] == want[i] {
+			i++
+		}
+		err = fmt.Errorf("%s: %d bytes, which differ at offset %d from the %d bytes that were written", path, len(got),
+			i, len(want))
+	}
+	return err
+}
+
+func eventually(t *testing.T, what string, done func() error) {
+	t.Helper()
+	err := errors.New("not checked")
+	for end := time.Now().Add(limit); err != nil; time.Sleep(20 * time.Millisecond) {
+		if err = done(); err != nil && time.Now().After(end) {
+			t.Fatalf("%s: %v after %v", what, err, limit)
+		}
+	}
+}
