@@ -564,30 +564,25 @@ func TestSoftMountCountsWaitForSlot(t *testing.T) {
 		t.Fatal(err)
 	}
 	svc.delay.Store(int64(time.Hour))
-	// A call that begins later than others may have time left for a free slot. On a loaded host,
-	// try again.
+	// A call that begins a little later than others can get a free slot when the others end before
+	// and it ends after a check for expired calls. This is unlikely, so try again.
 	for try := 1; ; try++ {
 		svc.calls.Store(0)
-		var lastBegan atomic.Int64
-		began := time.Now()
 		var wg sync.WaitGroup
 		for range 3 * slots {
 			wg.Go(func() {
-				at := int64(time.Since(began))
-				for old := lastBegan.Load(); old < at && !lastBegan.CompareAndSwap(old, at); old = lastBegan.Load() {
-				}
 				if err := tr.Call(testContext(t), echo(1, nil, 0)); !isTimeout(err) {
 					t.Errorf("Call: got %v, want a TimeoutError", err)
 				}
 			})
 		}
 		wg.Wait()
-		n, spread := svc.calls.Load(), time.Duration(lastBegan.Load())
+		n := svc.calls.Load()
 		if n <= slots {
 			return
 		}
-		if spread < 5*time.Millisecond || try == 5 {
-			t.Fatalf("calls at the server: got %d, want at most %d; they began within %v", n, slots, spread)
+		if try == 5 {
+			t.Fatalf("calls at the server: got %d, want at most %d in one of %d tries", n, slots, try)
 		}
 	}
 }
