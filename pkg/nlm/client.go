@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -82,6 +83,7 @@ type clientTimes struct {
 	grace          time.Duration // between attempts during the grace period of the server
 	keepAlive      time.Duration // between NULL calls while locks are held
 	release        time.Duration // for the release of all locks in Close
+	settle         time.Duration // between attempts to settle a recorded request
 }
 
 // pollTimes are the first and the longest time between polls.
@@ -89,7 +91,7 @@ type pollTimes struct{ first, longest time.Duration }
 
 var defaultTimes = clientTimes{called: pollTimes{2 * time.Second, 30 * time.Second},
 	silent: pollTimes{500 * time.Millisecond, 4 * time.Second}, grace: 2 * time.Second,
-	keepAlive: time.Minute, release: 3 * time.Second}
+	keepAlive: time.Minute, release: 3 * time.Second, settle: 30 * time.Second}
 
 // CloseTimeout bounds Client.Close and Service.Close.
 const CloseTimeout = 6 * time.Second
@@ -239,7 +241,7 @@ func (c *Client) releaseAll(ctx context.Context) {
 	c.mu.Unlock()
 	for _, f := range files {
 		if f.acquire(ctx) == nil {
-			for _, l := range f.locks.All() {
+			for _, l := range slices.Concat(f.locks.All(), f.lost.All()) {
 				o := c.getOwner(l.Owner)
 				if c.unlockCall(ctx, f, o, f.creds[l.Owner], l.Owner, l.Start, l.End) == nil {
 					_ = c.clear(f, l.Owner, l.Start, l.End, nil)

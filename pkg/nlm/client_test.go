@@ -54,29 +54,31 @@ func startLockServer(t *testing.T) *lockServer {
 	}
 	s := &lockServer{t: t, l: l, dir: t.TempDir(), conns: make(map[net.Conn]struct{})}
 	s.restart(time.Hour)
-	s.all.Go(func() {
-		for {
-			conn, err := l.Accept()
-			if err != nil {
-				return
-			}
-			s.mu.Lock()
-			s.conns[conn] = struct{}{}
-			s.mu.Unlock()
-			s.all.Go(func() {
-				s.serve(conn)
-				s.mu.Lock()
-				delete(s.conns, conn)
-				s.mu.Unlock()
-			})
-		}
-	})
+	s.all.Go(func() { s.accept(l) })
 	t.Cleanup(func() {
-		l.Close()
+		s.l.Close()
 		s.dropConnections()
 		s.all.Wait()
 	})
 	return s
+}
+
+func (s *lockServer) accept(l net.Listener) {
+	for {
+		conn, err := l.Accept()
+		if err != nil {
+			return
+		}
+		s.mu.Lock()
+		s.conns[conn] = struct{}{}
+		s.mu.Unlock()
+		s.all.Go(func() {
+			s.serve(conn)
+			s.mu.Lock()
+			delete(s.conns, conn)
+			s.mu.Unlock()
+		})
+	}
 }
 
 // restart forgets all locks and begins a grace period if there were any.

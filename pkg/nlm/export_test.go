@@ -17,6 +17,8 @@ func (c *Client) Quick() {
 	c.times.silent = pollTimes{time.Millisecond, time.Millisecond}
 	c.times.grace = time.Millisecond
 	c.link.times.minBackoff, c.link.times.maxBackoff = time.Millisecond, 10*time.Millisecond
+	c.times.settle = time.Millisecond
+	c.link.times.noService = 30 * time.Millisecond
 	c.link.times.connect, c.link.times.reply = 10*time.Second, 10*time.Second
 }
 

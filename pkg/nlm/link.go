@@ -348,6 +348,13 @@ func CheckServer(ctx context.Context, cfg Config) error {
 	return err
 }
 
+// expect makes the link retry as after a lost connection, for an earlier process had a connection.
+func (l *link) expect() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.mu.connected, l.mu.losses = true, 1
+}
+
 func (l *link) wasConnected() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -241,30 +241,45 @@ func (c *Client) stopWaiting(id Owner) {
 // settle makes the state of the server that of this client after a request that ended without its
 // result: it cancels the request and restores the locks in its range. It works in the background.
 // Later requests for the file get the turn after it.
-func (c *Client) settle(req *request) {
+func (c *Client) settle(req *request) { c.settleLater(req, 0) }
+
+// settleLater is settle after a delay. While the request has a record it retries, and the owner
+// keeps its identity: the record is also that of other locks of the owner.
+func (c *Client) settleLater(req *request, delay time.Duration) {
 	if !c.hold(req.f, req.l.Owner) {
 		return
 	}
 	c.work.Go(func() {
 		defer c.putFile(req.f)
 		defer c.putOwner(req.l.Owner)
-		f := req.f
-		if f.acquire(c.ctx) != nil {
+		if delay > 0 && !sleep(c.ctx, delay) {
 			return
 		}
-		defer f.release()
-		l := req.l
-		if req.wait {
-			_, _ = c.callServer(c.ctx, f, ProcCancel, req.cred, c.args(f, req.o, &l, true))
-		}
-		err := c.restore(c.ctx, f, req.o, req.cred, &l, func(part Lock) error {
-			c.relock(f, req.o, part)
-			return nil
-		})
-		if err == nil && c.ctx.Err() == nil {
-			c.withdraw(f, l.Owner, req.in)
+		for !c.trySettle(req) && req.in != nil && sleep(c.ctx, c.times.settle) {
 		}
 	})
+}
+
+// trySettle makes one attempt of settle. It reports whether the request is settled.
+func (c *Client) trySettle(req *request) bool {
+	f := req.f
+	if f.acquire(c.ctx) != nil {
+		return false
+	}
+	defer f.release()
+	l := req.l
+	if req.wait {
+		_, _ = c.callServer(c.ctx, f, ProcCancel, req.cred, c.args(f, req.o, &l, true))
+	}
+	err := c.restore(c.ctx, f, req.o, req.cred, &l, func(part Lock) error {
+		c.relock(f, req.o, part)
+		return nil
+	})
+	if err != nil || c.ctx.Err() != nil {
+		return false
+	}
+	c.withdraw(f, l.Owner, req.in)
+	return true
 }
 
 // restore makes the state of the server that of the table for the owner and the range of l: it
@@ -322,10 +337,11 @@ func (c *Client) Unlock(ctx context.Context, cred []byte, fh nfs3.FH, id Owner, 
 		c.unlockLater(f, o, cred, id, start, end)
 		return c.result(ctx, syscall.EINTR)
 	}
-	if !f.locks.Owns(id, start, end) {
-		defer f.release()
-		return c.clear(f, id, start, end, nil) // lost ones
+	if !f.locks.Owns(id, start, end) && !f.lost.Owns(id, start, end) {
+		f.release()
+		return nil
 	}
+	// The server may still have a lost lock, for example in another mode.
 	if c.full() && f.locks.Splits(id, start, end) {
 		f.release()
 		return syscall.ENOLCK

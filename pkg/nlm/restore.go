@@ -44,8 +44,9 @@ func (c *Client) restoreState() {
 	}
 	c.restoreJournal()
 	if len(kept) > 0 || len(c.interrupted) > 0 {
-		// The connection of the earlier process is lost.
-		c.link.mu.losses = 1
+		if len(c.kept) > 0 {
+			c.link.expect()
+		}
 		c.restored = true
 		c.restoring.Add(1)
 		c.log.Info("locks restored", "server", c.cfg.Host, "locks", c.Counters.Held.Load(),
@@ -163,6 +164,9 @@ func (c *Client) settleKept(x *interrupted) {
 		})
 		if err == nil && c.ctx.Err() == nil {
 			c.withdraw(f, r.l.Owner, r.in)
+		} else {
+			c.settleLater(&request{f: f, o: r.o, cred: r.cred, l: r.l, wait: r.in.row.rec.wait, in: r.in},
+				c.times.settle)
 		}
 		c.putOwner(r.l.Owner)
 	}
