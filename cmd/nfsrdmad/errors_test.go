@@ -404,9 +404,11 @@ func TestDaemonReplacesSocketOfKilledDaemon(t *testing.T) {
 }
 
 // TestDaemonReportsMountsOfKilledDaemon checks that a new daemon logs the mounts that a killed
-// daemon left, and that a mount error there says what to do.
+// daemon without keep_mounts left, and that a mount error there says what to do.
 func TestDaemonReportsMountsOfKilledDaemon(t *testing.T) {
 	w := newTestEnv(t)
+	w.stop(t, w.daemon)
+	w.startDaemonWith(t, "--metrics-listen", "", "--keep-mounts=false")
 	dir := w.mkdir(t, "mnt")
 	w.mount(t, dir).succeeds(t)
 	_ = w.daemon.Process.Kill()
@@ -416,7 +418,7 @@ func TestDaemonReportsMountsOfKilledDaemon(t *testing.T) {
 		t.Errorf("read of the mount of the killed daemon: got %v, want ENOTCONN", err)
 	}
 	w.log.Reset()
-	w.startDaemon(t)
+	w.startDaemonWith(t, "--metrics-listen", "", "--keep-mounts=false")
 	w.mount(t, dir).fails(t, 32, dir, "nfsrdma mount", "umount(8)")
 	if err := exec.Command("umount", dir).Run(); err != nil {
 		t.Error(err)
