@@ -28,13 +28,25 @@ func isMounted(t *testing.T, dir string) bool {
 	return strings.Contains(string(mounts), " "+dir+" ")
 }
 
-// leftMount checks that a daemon that has exited has left the mount at dir, and removes the mount.
-func leftMount(t *testing.T, dir string) {
+// closeInBackground closes a file on a mount without a daemon, which returns when a daemon continues
+// the mount. Before that, this process must start no process with the file open: the exec of the
+// process would close its copy and wait for the daemon, while this process waits for the exec.
+func closeInBackground(t *testing.T, f *os.File) (closed chan struct{}) {
 	t.Helper()
-	if !isMounted(t, dir) {
-		t.Errorf("%s is not mounted after the daemon has left", dir)
+	fd := f.Fd()
+	closed = make(chan struct{})
+	go func() {
+		defer close(closed)
+		_ = f.Close()
+	}()
+	for deadline := time.Now().Add(limit); ; time.Sleep(time.Millisecond) {
+		if _, err := unix.FcntlInt(fd, unix.F_GETFD, 0); err != nil {
+			return closed // the number is free; close(2) may wait
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("close(2) does not release the descriptor")
+		}
 	}
-	_ = unix.Unmount(dir, unix.MNT_DETACH)
 }
 
 // TestStopCommand stops a daemon with and without its mounts. The command must return when the
@@ -47,7 +59,7 @@ func TestStopCommand(t *testing.T) {
 			dir := w.mkdir(t, "mnt")
 			w.mountWith(t, dir, "dirty_expire=0")
 			t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })
-			writeDirty(t, filepath.Join(dir, "file"), data)
+			f := writeDirty(t, filepath.Join(dir, "file"), data)
 			if err := control.NewClient(w.socket).Stop(t.Context(), control.StopRequest{KeepMounts: keep}); err != nil {
 				t.Fatal(err)
 			}
@@ -64,13 +76,20 @@ func TestStopCommand(t *testing.T) {
 					t.Errorf("%s exists after the daemon exited", w.socket+suffix)
 				}
 			}
-			if keep {
-				leftMount(t, dir)
-			} else if isMounted(t, dir) {
-				t.Errorf("%s is still mounted", dir)
+			if isMounted(t, dir) != keep {
+				t.Errorf("mounted after the stop: got %v, want %v", !keep, keep)
 			}
 			w.wantOnServer(t, "file", data)
+			closed := closeInBackground(t, f)
 			w.startDaemon(t)
+			select {
+			case <-closed:
+			case <-time.After(limit):
+				t.Error("close(2) does not return although a daemon runs")
+			}
+			if keep {
+				w.checkMount(t, dir)
+			}
 		})
 	}
 }
