@@ -12,14 +12,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestLocksOfTwoDaemons locks a file on the mounts of two daemons. Then it kills one daemon, and
-// the next one releases the lock.
+// TestLocksOfTwoDaemons locks a file on the mounts of two daemons. Then it kills one daemon, whose
+// mounts end with it, and the next one releases the lock.
 func TestLocksOfTwoDaemons(t *testing.T) {
 	w := newTestEnv(t)
 	dir := t.TempDir()
 	other := &testEnv{dir: dir, socket: filepath.Join(dir, "s"), log: &bytes.Buffer{}, server: w.server,
 		tcpPort: w.tcpPort}
-	other.startDaemon(t)
+	other.startDaemonWith(t, "--metrics-listen", "", "--keep-mounts=false")
 	mine, yours := w.mkdir(t, "mnt"), other.mkdir(t, "mnt")
 	w.mount(t, mine).succeeds(t)
 	other.mount(t, yours).succeeds(t)
@@ -53,7 +53,7 @@ func TestLocksOfTwoDaemons(t *testing.T) {
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); !errors.Is(err, unix.EAGAIN) {
 		t.Errorf("lock of a killed daemon: got error %v, want EAGAIN", err)
 	}
-	other.startDaemon(t)
+	other.startDaemonWith(t, "--metrics-listen", "", "--keep-mounts=false")
 	for deadline := time.Now().Add(limit); ; time.Sleep(20 * time.Millisecond) {
 		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err == nil {
 			break
