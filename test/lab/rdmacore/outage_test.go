@@ -297,9 +297,13 @@ func (g *outageGuest) removal() {
 	g.must("cmp " + outageExport + "/unread " + outageMount + "/unread")
 }
 
+// daemonPID prints the process ID of the daemon. The processes that it has started have other names,
+// but the same program.
+const daemonPID = "for p in $(pidof nfsrdmad); do grep -qx nfsrdmad /proc/$p/comm && echo $p; done; true"
+
 // removals removes the device several times during I/O and checks for leaks.
 func (g *outageGuest) removals() {
-	pid := g.must("pidof nfsrdmad")
+	pid := g.must(daemonPID)
 	descriptors := func() int {
 		n, _ := strconv.Atoi(g.must("ls /proc/" + pid + "/fd | wc -l"))
 		return n
@@ -334,7 +338,7 @@ func (g *outageGuest) unmount() {
 	g.must("nfsrdmad mount -o mountport=20048,provider=rdmacore " + guestAddr + ":" + outageExport + " " + outageMount +
 		" && cmp " + outageExport + "/unread " + outageMount + "/unread")
 	g.remove()
-	const stop = "kill $(pidof nfsrdmad); " +
+	const stop = "kill $(" + daemonPID + "); " +
 		"for i in $(seq 900); do pidof nfsrdmad >/dev/null || exit 0; sleep 0.1; done; exit 1"
 	if out, err := g.RunFor(stop, 2*time.Minute); err != nil {
 		g.t.Errorf("daemon did not stop without a device: %v\n%s", err, out)
