@@ -28,9 +28,10 @@ func isMounted(t *testing.T, dir string) bool {
 	return strings.Contains(string(mounts), " "+dir+" ")
 }
 
-// closeInBackground closes a file on a mount without a daemon, which returns when a daemon continues
-// the mount. Before that, this process must start no process with the file open: the exec of the
-// process would close its copy and wait for the daemon, while this process waits for the exec.
+// closeInBackground closes a file on a mount without a daemon, which returns when a daemon
+// continues the mount. Before that, this process must start no process with the file open: the exec
+// of the process would close its copy and wait for the daemon, while this process waits for the
+// exec.
 func closeInBackground(t *testing.T, f *os.File) (closed chan struct{}) {
 	t.Helper()
 	fd := f.Fd()

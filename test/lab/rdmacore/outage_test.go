@@ -297,8 +297,8 @@ func (g *outageGuest) removal() {
 	g.must("cmp " + outageExport + "/unread " + outageMount + "/unread")
 }
 
-// daemonPID prints the process ID of the daemon. The processes that it has started have other names,
-// but the same program.
+// daemonPID prints the process ID of the daemon. The processes that it has started have other
+// names, but the same program.
 const daemonPID = "for p in $(pidof nfsrdmad); do grep -qx nfsrdmad /proc/$p/comm && echo $p; done; true"
 
 // removals removes the device several times during I/O and checks for leaks.
