@@ -141,7 +141,7 @@ func (fs *FS) awaitProgress(ctx context.Context, done <-chan struct{}, stall tim
 func (fs *FS) drop(ino *inode, e *extent, err error) {
 	fs.Counters.WriteErrors.Add(1)
 	ino.wb.fail(err)
-	fs.keepError(ino)
+	fs.keepFileError(ino)
 	if fs.isAborted() {
 		fs.recordLoss(ino, e)
 	} else {
@@ -153,8 +153,8 @@ func (fs *FS) drop(ino *inode, e *extent, err error) {
 	fs.release(ino, e)
 }
 
-// keepError records the error of a file for its open files. The caller holds writeback.mu.
-func (fs *FS) keepError(ino *inode) {
+// keepFileError records the error of a file for its open files. The caller holds writeback.mu.
+func (fs *FS) keepFileError(ino *inode) {
 	if fs.state == nil {
 		return
 	}

@@ -203,9 +203,9 @@ const lockTimeout = 30 * time.Second
 
 // open opens the state of the mount. It waits for the end of the process that served the mount. An
 // error means that the mount cannot be continued.
-func (l *leftMount) open(ctx context.Context, store fdstore.Store, helper []string) (err error) {
+func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 	defer l.closeFiles()
-	k := &keeper{store: store, helper: helper, id: l.id, mounted: true}
+	k := &keeper{store: common.store, helper: common.helper, id: l.id, mounted: true}
 	if k.state, err = openState(ctx, l.stateFile); err != nil {
 		l.Dir = fusefs.MountPointOf(l.fuseFile)
 		return err
@@ -229,12 +229,13 @@ func (l *leftMount) open(ctx context.Context, store fdstore.Store, helper []stri
 	if k.buffers, err = membuf.OpenFilePool(l.dataFile, size, k.state.Buffers()); err != nil {
 		return err
 	}
-	if l.device, err = front.DeviceOf(l.fuseFile); err == nil {
-		err = l.device.UseHelper(helper)
-	}
-	if err != nil {
+	if l.device, err = front.DeviceOf(l.fuseFile); err != nil {
 		k.buffers.Close()
 		return err
+	}
+	if err := l.device.UseHelper(common.helper); err != nil {
+		common.log.Warn("a killed daemon may not exit: notifications of a mount have no helper process", "dir", l.Dir,
+			"reason", err)
 	}
 	l.keeper = k
 	return nil

@@ -49,7 +49,7 @@ func (t *Table) Restore() {
 func (t *Table) restore(l *leftMount, listed, restored func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	err := l.open(ctx, t.shared.store, t.shared.helper)
+	err := l.open(ctx, t.shared)
 	p := plan{dir: l.Dir, left: l}
 	if err == nil {
 		err = t.planLeft(&p)
@@ -177,10 +177,12 @@ func (t *Table) umountLeft(ctx context.Context, e *entry, mode control.UmountMod
 		return control.Errorf(control.CodeMount, "unmount %s: the daemon waits for the server to continue the mount: "+
 			"%s; try again later, or discard written data with --force", e.dir, reason)
 	}
-	e.cancel()
+	e.cancel() // the build may complete nevertheless
 	select {
 	case <-e.removed:
 		return nil
+	case <-e.built:
+		return t.unmount(ctx, e, mode)
 	case <-ctx.Done():
 		return umountTimeout(e)
 	}
