@@ -82,6 +82,8 @@ type Counters struct {
 	NameDrops       atomic.Uint64 // cached names that expired: another client changed the directory
 	Panics          atomic.Uint64 // requests and goroutines that panicked
 	ReadDirRestarts atomic.Uint64 // directory listings restarted after NFS3ERR_BAD_COOKIE
+	// NodesWithoutRecord counts nodes that a restart does not keep, because the table was full.
+	NodesWithoutRecord atomic.Uint64
 	// GroupsUnknown and GroupsCut count credentials without supplementary groups because those
 	// could not be read, and credentials with only the first 16 groups.
 	GroupsUnknown, GroupsCut atomic.Uint64

@@ -201,6 +201,7 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	fs.handles.last = fs.state.firstID()
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
 	fs.inodes.init(rootInode, fs.state)
+	fs.inodes.noRecord = fs.nodeWithoutRecord
 
 	cred := fs.creds.encode(0, 0, nil)
 	var attr nfs3.Attr

@@ -80,8 +80,10 @@ type inodeTable struct {
 	byID   map[uint64]*inode
 	byFH   map[nfs3.FH]*inode // inodes that a lookup can find
 	lastID uint64
-	state  *State       // nil if the mount is not kept
-	names  atomic.Int64 // names in all nameCaches, and those that wait for a notification
+	state  *State // nil if the mount is not kept
+	// noRecord is called with mu held for each new node for which state has no room
+	noRecord func()
+	names    atomic.Int64 // names in all nameCaches, and those that wait for a notification
 
 	files      int // open files, and opens in flight
 	unresolved []*unresolvedRemoval
@@ -122,7 +124,9 @@ func (t *inodeTable) ref(fh nfs3.FH, attr *nfs3.Attr) *inode {
 		ino = &inode{id: t.lastID, fh: fh, nlookup: 1}
 		t.byID[ino.id] = ino
 		t.byFH[fh] = ino
-		t.state.addNode(ino, attr)
+		if t.state.addNode(ino, attr) != nil {
+			t.noRecord()
+		}
 		return ino
 	}
 	ino.nlookup++
@@ -144,7 +148,7 @@ func (t *inodeTable) keep(ino *inode) error {
 	ino.mu.Lock()
 	attr := ino.attr
 	ino.mu.Unlock()
-	if t.state.addNode(ino, &attr); ino.kept == 0 {
+	if t.state.addNode(ino, &attr) != nil {
 		return syscall.ENFILE
 	}
 	return nil
@@ -227,4 +231,12 @@ func (t *inodeTable) len() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return len(t.byID)
+}
+
+// nodeWithoutRecord counts a node that the next process cannot restore. It warns once.
+func (fs *FS) nodeWithoutRecord() {
+	if fs.Counters.NodesWithoutRecord.Add(1) == 1 && fs.opts.Warn != nil {
+		fs.opts.Warn("the kernel uses more files of the mount than a restart can keep; the others become stale at a "+
+			"restart", "limit", fs.state.nodes.MaxSlots())
+	}
 }

@@ -159,8 +159,8 @@ type State struct {
 
 	mountSlot keptSlot
 	restored  bool
+	restarts  uint32        // when the file was opened
 	seq       atomic.Uint64 // of the last extent
-	lostNodes atomic.Uint64 // nodes without record
 
 	mu struct { // guards the requests and the mountRecord
 		sync.Mutex
@@ -241,7 +241,7 @@ func OpenState(f *os.File) (*State, error) {
 
 func newState(f *slotfile.File) *State {
 	f.OnChange(recordChanged)
-	s := &State{file: f}
+	s := &State{file: f, restarts: f.Restarts()}
 	s.mount, s.nodes = slotfile.RecordsOf[mountRecord](f, "mount"), slotfile.RecordsOf[nodeRecord](f, "nodes")
 	s.files, s.dirs = slotfile.RecordsOf[fileRecord](f, "files"), slotfile.RecordsOf[dirRecord](f, "dirs")
 	s.hidden = slotfile.RecordsOf[hiddenRecord](f, "hidden")
@@ -266,7 +266,22 @@ func (s *State) Buffers() int { return s.extents.MaxSlots() }
 func (s *State) NewLocks() *nlm.State { return nlm.NewState(s.file) }
 
 // Restarts returns how often a process has continued the mount.
-func (s *State) Restarts() uint32 { return s.file.Restarts() }
+func (s *State) Restarts() uint32 { return s.restarts }
+
+// StateStats are the statistics of a State.
+type StateStats struct {
+	Restarts uint64            // processes that have continued the mount
+	Records  map[string]uint64 // records in use, by table
+}
+
+// Stats returns current statistics. It may be called concurrently, also after Close.
+func (s *State) Stats() *StateStats {
+	st := &StateStats{Restarts: uint64(s.restarts), Records: make(map[string]uint64)}
+	for _, spec := range stateTables(1) {
+		st.Records[spec.Name] = uint64(s.file.Table(spec.Name).Len())
+	}
+	return st
+}
 
 // UnwrittenBytes returns the number of bytes that are not known to be on stable storage.
 func (s *State) UnwrittenBytes() (n uint64) {
@@ -317,20 +332,19 @@ func (s *State) firstID() uint64 {
 	return uint64(s.Restarts()) << 40
 }
 
-// addNode records a new node with its lookup references. The caller holds inodeTable.mu.
-func (s *State) addNode(ino *inode, attr *nfs3.Attr) {
+// addNode records a new node with its lookup references. The error means that the table is full.
+// The caller holds inodeTable.mu.
+func (s *State) addNode(ino *inode, attr *nfs3.Attr) (err error) {
 	if s == nil {
-		return
+		return nil
 	}
 	r := nodeRecord{id: ino.id}
 	r.fh.set(&ino.fh)
 	if attr != nil {
 		r.typ, r.fileID = uint32(attr.Type), attr.FileID
 	}
-	var err error
-	if ino.kept, err = s.nodes.Add(&r, ino.nlookup); err != nil {
-		s.lostNodes.Add(1)
-	}
+	ino.kept, err = s.nodes.Add(&r, ino.nlookup)
+	return err
 }
 
 // setLookups records the number of lookup references. The caller holds inodeTable.mu.

@@ -2,8 +2,10 @@ package fusefs
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 
@@ -241,4 +243,34 @@ func TestNodeWithoutRecordGetsOne(t *testing.T) {
 		t.Errorf("after an open: node %d, want %d; %d records of nodes, want 1", node2, node, state.nodes.Len())
 	}
 	m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
+}
+
+// TestFullTableOfNodes uses more nodes than the State has records. The first node without a record
+// is reported.
+func TestFullTableOfNodes(t *testing.T) {
+	const room, names = 8, 12
+	specs := stateTables(4)
+	specs[slices.IndexFunc(specs, func(s slotfile.TableSpec) bool { return s.Name == "nodes" })].MaxSlots = room
+	file, err := slotfile.Create("test", stateSchema, specs)
+	must(t, err)
+	s := newState(file)
+	s.mountSlot, err = s.mount.Add(&s.mu.mount, 0)
+	must(t, err)
+	t.Cleanup(func() { must(t, s.Close()) }) // after the unmount
+	e := startOwnExport(t)
+	var warnings []string
+	warn := func(msg string, _ ...any) { warnings = append(warnings, msg) } // by one request at a time
+	m := e.mount(t, mountConfig{opts: Options{State: s, Warn: warn}})
+	for i := range names {
+		must(t, os.Mkdir(m.path(fmt.Sprint("d", i)), 0o777))
+	}
+	if n := m.fs.Counters.NodesWithoutRecord.Load(); n != names-room {
+		t.Errorf("nodes without record: got %d, want %d", n, names-room)
+	}
+	if len(warnings) != 1 || !strings.Contains(warnings[0], "restart") {
+		t.Errorf("warnings: got %q, want one", warnings)
+	}
+	if n := s.Stats().Records["nodes"]; n != room {
+		t.Errorf("records of nodes: got %d, want %d", n, room)
+	}
 }

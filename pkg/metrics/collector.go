@@ -26,7 +26,8 @@ var (
 	reqDesc  = desc("fuse_ops_total", "FUSE requests, including those without a reply.", "operation")
 	errDesc  = desc("fuse_op_errors_total", "FUSE requests that failed, including lookups of missing names.",
 		"operation")
-	opDesc = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
+	stateDesc = desc("state_records", "Records from which the next daemon continues the mount.", "table")
+	opDesc    = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
 )
 
 // A Collector is a prometheus.Collector over snapshots. It takes the snapshots at each scrape.
@@ -51,7 +52,10 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, s := range lockSeries {
 		ch <- s.desc
 	}
-	for _, d := range []*prometheus.Desc{mrsDesc, connDesc, failDesc, procDesc, opDesc, reqDesc, errDesc} {
+	for _, s := range stateSeries {
+		ch <- s.desc
+	}
+	for _, d := range []*prometheus.Desc{stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc, reqDesc, errDesc} {
 		ch <- d
 	}
 }
@@ -96,6 +100,12 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 		for _, one := range lockSeries {
 			send(one.desc, one.kind, one.value(s.Locks))
 		}
+	}
+	if s.State != nil {
+		for _, one := range stateSeries {
+			send(one.desc, one.kind, one.value(s.State))
+		}
+		sendCounts(stateDesc, prometheus.GaugeValue, s.State.Records)
 	}
 	if s.Files == nil {
 		return

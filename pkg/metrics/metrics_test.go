@@ -50,7 +50,8 @@ func snapshots() []Snapshot {
 	const addr = "192.0.2.1:20049"
 	ops := []NamedHistogram{{"READ", h.Data()}}
 	return []Snapshot{
-		{Mount: "/mnt/a", Server: addr, Provider: "softiwarp", Transport: distinct(), Files: &f, Procs: ops, Ops: ops},
+		{Mount: "/mnt/a", Server: addr, Provider: "softiwarp", Transport: distinct(), Files: &f, Procs: ops, Ops: ops,
+			State: &fusefs.StateStats{Restarts: 35, Records: map[string]uint64{"files": 36, "nodes": 37}}},
 		{Mount: "/mnt/b", Server: addr, Provider: "softiwarp", Files: new(fusefs.Counters)},
 	}
 }
@@ -94,13 +95,21 @@ nfsrdmad_fuse_op_errors_total{mount="/mnt/a",operation="read",provider="softiwar
 # TYPE nfsrdmad_local_inv_needed_total counter
 nfsrdmad_local_inv_needed_total{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049"} 25
 nfsrdmad_local_inv_needed_total{mount="/mnt/b",provider="softiwarp",server="192.0.2.1:20049"} 0
+# HELP nfsrdmad_mount_restores_total Daemons that have continued the mount of an earlier daemon.
+# TYPE nfsrdmad_mount_restores_total counter
+nfsrdmad_mount_restores_total{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049"} 35
 # HELP nfsrdmad_mrs Memory regions by state.
 # TYPE nfsrdmad_mrs gauge
 nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state="invalid"} 28
 nfsrdmad_mrs{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",state="valid"} 4
+# HELP nfsrdmad_state_records Records from which the next daemon continues the mount.
+# TYPE nfsrdmad_state_records gauge
+nfsrdmad_state_records{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",table="files"} 36
+nfsrdmad_state_records{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",table="nodes"} 37
 `
 	if err := promtest.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want),
-		"nfsrdmad_fuse_op_errors_total", "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs"); err != nil {
+		"nfsrdmad_fuse_op_errors_total", "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs",
+		"nfsrdmad_mount_restores_total", "nfsrdmad_state_records"); err != nil {
 		t.Error(err)
 	}
 }

@@ -31,6 +31,7 @@ func setField(f reflect.Value) {
 func TestEveryFieldHasOneSeries(t *testing.T) {
 	everyField(t, transportSeries, "MRStates")
 	everyField(t, fileSeries, "Ops", "Errors")
+	everyField(t, stateSeries, "Records")
 }
 
 // everyField fails t unless each field of T but those of labeled has exactly one series.

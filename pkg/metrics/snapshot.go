@@ -15,6 +15,9 @@ type Snapshot struct {
 	Transport stats.Transport
 	// Files are the live counters of the file system; nil leaves them out.
 	Files *fusefs.Counters
+	// State are the statistics of what the next daemon continues the mount from; nil leaves them
+	// out.
+	State *fusefs.StateStats
 	// Locks are the live counters of the locks; nil leaves them out.
 	Locks *nlm.Counters
 	// Procs are the RPC times by NFS procedure, and Ops the FUSE times by operation. Names without

@@ -54,6 +54,9 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 	if s.fs != nil {
 		snap.Files = &s.fs.Counters
 	}
+	if s.keeper.keeps() {
+		snap.State = s.keeper.state.Stats()
+	}
 	if s.locks != nil {
 		snap.Locks = &s.locks.Counters
 	}
