@@ -480,9 +480,10 @@ func (t *Table) Snapshots() []metrics.Snapshot {
 }
 
 // Close refuses new mounts and unmounts all mounts. It first writes their dirty data, until ctx
-// ends. It unmounts mounts with open files by force. Close returns when all mounts are released, at
-// the latest [CloseGrace] after the end of ctx. It logs the mounts that are left. Its error means
-// that written data is lost; the log names the files.
+// ends. It unmounts mounts with open files by force. It leaves mounts in [control.StateKept] alone.
+// Close returns when all other mounts are released, at the latest [CloseGrace] after the end of
+// ctx. It logs the mounts that are not released. Its error means that written data is lost; the log
+// names the files.
 func (t *Table) Close(ctx context.Context) error {
 	defer settleConnects()
 	defer t.shared.locks.Close()
@@ -491,16 +492,20 @@ func (t *Table) Close(ctx context.Context) error {
 	t.mu.closed = true
 	var unmounts sync.WaitGroup
 	for _, e := range t.mu.entries {
-		unmounts.Go(func() {
-			t.flush(ctx, e, 0)
-			t.unmountOrForce(ctx, e)
-		})
+		if e.state != control.StateKept {
+			unmounts.Go(func() {
+				t.flush(ctx, e, 0)
+				t.unmountOrForce(ctx, e)
+			})
+		}
 	}
 	for e := range t.mu.detached {
-		unmounts.Go(func() {
-			t.flush(ctx, e, 0)
-			t.force(ctx, e)
-		})
+		if e.state != control.StateKept {
+			unmounts.Go(func() {
+				t.flush(ctx, e, 0)
+				t.force(ctx, e)
+			})
+		}
 	}
 	t.mu.Unlock()
 	unmounts.Wait()

@@ -368,12 +368,18 @@ func TestOtherVersion(t *testing.T) {
 		t.Errorf("got log %s, want an error", r.daemon.Out.String())
 	}
 	r.leave()
+	r.start()
+	r.waitState(control.StateKept)
+	r.kill(syscall.SIGTERM)
+	if strings.Contains(r.daemon.Out.String(), "unmount") { // a mount that is left alone
+		t.Errorf("got log %s, want no attempt to unmount", r.daemon.Out.String())
+	}
 	r.setVersion(version)
 	r.start()
 	r.waitState(control.StateMounted)
 	w.do("ok", "check f 0 200000 1")
 	w.do("ok", "close f")
-	r.daemons = r.daemons[2:] // the second one has logged the error
+	r.daemons = r.daemons[3:] // the second one and the third one have logged the error
 	r.unmount()
 	r.onServer("file", content(1, 200_000))
 }
