@@ -20,6 +20,7 @@ import (
 // again. As on a real network, the guest never sees them.
 type forwarder struct {
 	addr, to netip.AddrPort
+	life     time.Duration // least life of a connection to QEMU
 
 	mu       sync.Mutex
 	listener net.Listener      // guarded by mu; nil while the guest is off
@@ -125,6 +126,9 @@ func (f *forwarder) untrack(conn net.Conn) {
 // connection yet.
 const settleDelay = time.Second
 
+// killSafeLife is the least life of a connection with Options.KillSafe, ten times what siw needs.
+const killSafeLife = 100 * time.Millisecond
+
 // awaitReachable waits until the guest can be reached. held reports whether it had to wait; ok is
 // false if the client closed the connection during the wait.
 func (f *forwarder) awaitReachable(client *net.TCPConn) (held, ok bool) {
@@ -165,20 +169,23 @@ func (f *forwarder) serve(client *net.TCPConn) {
 	if held {
 		time.Sleep(settleDelay)
 	}
+	settled := time.Now().Add(f.life)
 	var both sync.WaitGroup
-	both.Go(func() { copyOneWay(server, client) })
-	both.Go(func() { copyOneWay(client, server) })
+	both.Go(func() { copyOneWay(server, client, settled) })
+	both.Go(func() { copyOneWay(client, server, time.Time{}) })
 	both.Wait()
 }
 
 // copyBuffer is in bytes, a few RDMA messages.
 const copyBuffer = 256 << 10
 
-// copyOneWay copies one direction, and ends it with a FIN or an RST as the sender did.
-func copyOneWay(to, from *net.TCPConn) {
+// copyOneWay copies one direction, and ends it with a FIN or an RST as the sender did, but not
+// before settled.
+func copyOneWay(to, from *net.TCPConn, settled time.Time) {
 	// Without the wrappers the kernel copies through pipes that the Go runtime keeps open, and the
 	// tests' leak check counts these pipes.
 	_, err := io.CopyBuffer(struct{ io.Writer }{to}, struct{ io.Reader }{from}, make([]byte, copyBuffer))
+	time.Sleep(time.Until(settled))
 	if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) || errors.Is(err, net.ErrClosed) {
 		reset(to)
 		reset(from)

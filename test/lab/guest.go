@@ -207,6 +207,9 @@ func (g *Guest) choosePorts() error {
 		}
 	}
 	g.rdma = newForwarder(g.RDMA, inner)
+	if g.opts.KillSafe {
+		g.rdma.life = killSafeLife
+	}
 	return nil
 }
 

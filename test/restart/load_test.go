@@ -58,7 +58,7 @@ var tasks = map[string]task{
 	"tree": (*load).tree, "append": (*load).appends, "exclusive": (*load).exclusive, "mkdir": (*load).directories,
 	"rename": (*load).renames, "unlinked": (*load).unlinked, "list": (*load).listing, "sync": (*load).syncs,
 	"attributes": (*load).attributes, "direct": (*load).direct, "mmap": (*load).mapped, "flock": (*load).flocks,
-	"ofd": (*load).ofdLocks, "probe": (*load).probe,
+	"ofd": (*load).ofdLocks, "probe": (*load).probe, "copy": (*load).copies,
 }
 
 // startLoad starts tasks. Each works in a directory DIR/TASK of the mount.
@@ -92,9 +92,12 @@ func (l *load) fail(name string, err error) {
 const minRounds = 3
 
 // each returns the numbers of the rounds of a task, until the load ends.
-func (l *load) each(name string) func(func(int) bool) {
+func (l *load) each(name string) func(func(int) bool) { return l.atLeast(minRounds, name) }
+
+// atLeast is each for a task with another number of rounds.
+func (l *load) atLeast(n int, name string) func(func(int) bool) {
 	return func(round func(int) bool) {
-		for k := 0; !l.stop.Load() || k < minRounds && !l.failed(); k++ {
+		for k := 0; !l.stop.Load() || k < n && !l.failed(); k++ {
 			begin := time.Now()
 			if !round(k) {
 				return
@@ -470,7 +473,7 @@ func (l *load) syncs(dir string, rng *rand.Rand) error {
 		if err := f.Sync(); err != nil {
 			return err
 		}
-		if err := compare(filepath.Join(l.served, "sync", "file"), data); err != nil {
+		if err := compareDirect(filepath.Join(l.served, "sync", "file"), data); err != nil {
 			return fmt.Errorf("after fsync: %w", err)
 		}
 	}
@@ -569,7 +572,7 @@ func (l *load) mapped(dir string, rng *rand.Rand) error {
 			if _, _, e := unix.Syscall(unix.SYS_MSYNC, uintptr(unsafe.Pointer(&mem[0])), size, unix.MS_SYNC); e != 0 {
 				return fmt.Errorf("msync: %w", e)
 			}
-			if err := compare(filepath.Join(l.served, "mmap", "file"), data); err != nil {
+			if err := compareDirect(filepath.Join(l.served, "mmap", "file"), data); err != nil {
 				return fmt.Errorf("after msync: %w", err)
 			}
 		}

@@ -24,20 +24,38 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
-// restartsEnv multiplies the number of restarts. `make soak` sets 10.
+// restartsEnv is the number of planned restarts, and of kills, of a soak run. `make soak` sets 20.
 const restartsEnv = "NFSRDMAD_RESTARTS"
 
-func restarts(t *testing.T, n int) int {
-	t.Helper()
+// An amount is how much a run does.
+type amount struct {
+	kills, leaves int           // ends of the daemon by SIGKILL, and planned restarts
+	pause         time.Duration // longest time between two of them
+	files         int           // of the tree that is copied
+	syncs         int           // rounds of write, kill and fsync
+	soak          bool          // run fio too
+}
+
+// amountOf returns what a routine run does, or a soak run.
+func amountOf() (amount, error) {
 	s := os.Getenv(restartsEnv)
 	if s == "" {
-		return n
+		return amount{kills: 6, leaves: 4, pause: 900 * time.Millisecond, files: 60, syncs: 20}, nil
 	}
-	times, err := strconv.Atoi(s)
+	n, err := strconv.Atoi(s)
+	if err != nil || n <= 0 {
+		return amount{}, fmt.Errorf("%s=%s: want a number above 0", restartsEnv, s)
+	}
+	return amount{kills: n, leaves: n, pause: 6 * time.Second, files: 500 * n, syncs: 50 * n, soak: true}, nil
+}
+
+func mustAmount(t *testing.T) amount {
+	t.Helper()
+	a, err := amountOf()
 	if err != nil {
-		t.Fatalf("%s: %v", restartsEnv, err)
+		t.Fatal(err)
 	}
-	return n * times
+	return a
 }
 
 func TestRestartsWithEmbeddedServer(t *testing.T) {
@@ -45,26 +63,29 @@ func TestRestartsWithEmbeddedServer(t *testing.T) {
 		return
 	}
 	x, _ := embedded(t)
-	testRestarts(t, x)
+	x.options = append(x.options, "nconnect=2")
+	testRestarts(t, x, mustAmount(t))
 }
 
 func TestRestartsWithGanesha(t *testing.T) {
 	if !nfstest.InOwnProcess(t) {
 		return
 	}
-	testRestarts(t, ganesha(t))
+	testRestarts(t, ganesha(t), mustAmount(t))
 }
 
 // testRestarts kills the daemon at random moments, and stops it without unmounting, while programs
-// work on the mount. No call may fail, and no data may be lost.
-func testRestarts(t *testing.T, x *export) {
+// work on the mount. No call may fail, no data may be lost, and nothing may be left.
+func testRestarts(t *testing.T, x *export, a amount) {
 	seed := rand.Uint64()
 	t.Log("seed:", seed)
-	rng := rand.New(rand.NewPCG(seed, 0))
 	r := newRig(t, x)
 	other := nfstest.MountProcess(t, x.source, x.options...) // a second client, which does not restart
-
-	files, mapped, probe := startWorker(t, r.dir), startWorker(t, r.dir), startWorker(t, other)
+	if x.dir == "" {
+		x.dir = other
+	}
+	files, mapped, copier, probe := startWorker(t, r.dir), startWorker(t, r.dir), startWorker(t, r.dir),
+		startWorker(t, other)
 	files.do("ok", "open range %s", filepath.Join(r.dir, lockedRange))
 	files.do("ok", "open file %s", filepath.Join(r.dir, lockedFile))
 	files.do("ok", "set range w 0 %d", lockedBytes)
@@ -72,29 +93,69 @@ func testRestarts(t *testing.T, x *export) {
 	files.do("ok", "load %d %s tree append exclusive mkdir rename unlinked list sync attributes direct flock ofd", seed,
 		x.dir)
 	mapped.do("ok", "load %d %s mmap probe", seed, x.dir)
+	copier.do("ok", "load %d %s copy", seed, x.dir)
 	probe.do("ok", "load %d %s probe", seed, x.dir)
+	endFio := func() {}
+	if a.soak {
+		dir := filepath.Join(r.dir, "fio")
+		if err := os.Mkdir(dir, 0o777); err != nil {
+			t.Fatal(err)
+		}
+		f := startFio(t, dir, seed)
+		endFio = func() {
+			f.end(t)
+			if err := os.RemoveAll(dir); err != nil {
+				t.Error(err)
+			}
+		}
+	}
 
-	kills, leaves := restarts(t, 6), restarts(t, 4)
+	restart(t, r, seed, a)
+	time.Sleep(500 * time.Millisecond)
+
+	endFio()
+	workers := []*worker{files, mapped, copier, probe}
+	sums := endLoads(t, workers)
+	checkLockEnds(t, r, files, probe, other)
+	for _, w := range workers {
+		w.kill()
+	}
+	checkSums(t, x.dir, sums)
+	r.unmount()
+}
+
+// restart ends the daemon and starts the next one, at random moments and many times.
+func restart(t *testing.T, r *rig, seed uint64, a amount) {
+	t.Helper()
+	rng := rand.New(rand.NewPCG(seed, 0))
+	kills, leaves := a.kills, a.leaves
 	for kills+leaves > 0 {
-		time.Sleep(time.Duration(rng.Int64N(int64(900 * time.Millisecond))))
+		time.Sleep(time.Duration(rng.Int64N(int64(a.pause))))
 		begin := time.Now()
+		how := "killed"
 		if n := rng.IntN(kills + leaves); n < kills {
 			kills--
 			r.kill(syscall.SIGKILL)
 		} else {
 			leaves--
+			how = "left"
 			r.leave()
 		}
-		t.Logf("daemon %d ended in %v", len(r.daemons), time.Since(begin).Round(time.Millisecond))
+		t.Logf("daemon %d %s, ended in %v", len(r.daemons), how, time.Since(begin).Round(time.Millisecond))
 		time.Sleep(time.Duration(rng.Int64N(int64(100 * time.Millisecond))))
 		r.start()
 	}
 	r.waitState(control.StateMounted)
-	time.Sleep(500 * time.Millisecond)
+}
 
-	sums := make(map[string]string)
-	for _, w := range []*worker{files, mapped, probe} {
+// endLoads ends the loads of the workers. It returns the checksums of the files that remain.
+func endLoads(t *testing.T, workers []*worker) map[string]string {
+	t.Helper()
+	for _, w := range workers {
 		w.send("end")
+	}
+	sums := make(map[string]string)
+	for _, w := range workers {
 		text := w.result()
 		var result loadResult
 		if err := json.Unmarshal([]byte(text), &result); err != nil {
@@ -103,12 +164,7 @@ func testRestarts(t *testing.T, x *export) {
 		t.Logf("rounds %v, longest %v", result.Rounds, result.Longest)
 		maps.Copy(sums, result.Sums)
 	}
-	checkLockEnds(t, r, files, probe, other)
-	for _, w := range []*worker{files, mapped, probe} {
-		w.kill()
-	}
-	r.unmount()
-	checkSums(t, x.dir, sums)
+	return sums
 }
 
 // checkLockEnds checks that the locks of a worker end when it unlocks.
@@ -167,12 +223,27 @@ func TestSyncAfterKill(t *testing.T) {
 		return
 	}
 	x, _ := embedded(t)
+	testSyncAfterKill(t, x, mustAmount(t).syncs)
+}
+
+// TestSyncAfterKillWithGanesha is TestSyncAfterKill with another server.
+func TestSyncAfterKillWithGanesha(t *testing.T) {
+	if !nfstest.InOwnProcess(t) {
+		return
+	}
+	testSyncAfterKill(t, ganesha(t), mustAmount(t).syncs)
+}
+
+func testSyncAfterKill(t *testing.T, x *export, rounds int) {
 	r := newRig(t, x, "dirty_expire=0")
+	if x.dir == "" {
+		x.dir = nfstest.MountProcess(t, x.source, x.options...)
+	}
 	w := startWorker(t, r.dir)
 	w.do("ok", "open f %s", filepath.Join(r.dir, "file"))
 	const size, part = 300_000, 100_000
 	want, end := make([]byte, size), 0
-	for i := range restarts(t, 20) {
+	for i := range rounds {
 		for k := range 4 {
 			seed, off := 10*i+k, (i*7919+k*80_000)%(size-part)
 			copy(want[off:], content(uint64(seed), part))
@@ -188,11 +259,41 @@ func TestSyncAfterKill(t *testing.T) {
 			w.send("sync f")
 		}
 		w.want("ok", "fsync")
-		if err := compare(filepath.Join(x.dir, "file"), want[:end]); err != nil {
+		if err := compareDirect(filepath.Join(x.dir, "file"), want[:end]); err != nil {
 			t.Fatalf("round %d: on the server after fsync: %v", i, err)
 		}
 	}
+	t.Logf("%d rounds", rounds)
 	w.do("ok", "close f")
+	r.unmount()
+}
+
+// TestListing kills the daemon while programs list a large directory: each name must come once. The
+// cookies stay valid, so the daemon must not search its position again.
+func TestListing(t *testing.T) {
+	if !nfstest.InOwnProcess(t) {
+		return
+	}
+	x, _ := embedded(t)
+	const names = 3000
+	for i := range names {
+		if err := os.WriteFile(filepath.Join(x.dir, fmt.Sprintf("a-name-that-is-longer-%d", i)), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := newRig(t, x)
+	w := startWorker(t, r.dir)
+	for i := range 4 { // at the start, and at later places
+		w.do("ok", "list %d %s %d", i, r.dir, 1+700*i)
+	}
+	r.kill(syscall.SIGKILL)
+	r.start()
+	for i := range 4 {
+		w.do(fmt.Sprintf("%d names, 0 of them twice", names), "listed %d", i)
+	}
+	if n := r.waitScrape()["readdir_restarts_total"]; n != 0 {
+		t.Errorf("the daemon searched its position in a directory %v times, want 0", n)
+	}
 	r.unmount()
 }
 

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -73,20 +74,24 @@ type rig struct {
 	x       *export
 	state   string // directory for the state of the daemon
 	socket  string
-	dir     string // mount point
+	metrics string         // address of the metrics of the daemon
+	dir     string         // mount point
+	before  map[string]int // descriptors of daemon and holder after the mount
 	daemon  *nfstest.Process
 	daemons []*nfstest.Process
+	starts  int // of daemons
 }
 
 // newRig starts a daemon and mounts x.
 func newRig(t *testing.T, x *export, options ...string) *rig {
 	t.Helper()
-	r := &rig{t: t, x: x, state: t.TempDir(), dir: nfstest.OpenTempDir(t)}
+	r := &rig{t: t, x: x, state: t.TempDir(), metrics: nfstest.FreePort(t), dir: nfstest.OpenTempDir(t)}
 	r.socket = filepath.Join(r.state, "control.sock")
 	t.Cleanup(r.cleanup)
 	r.start()
 	r.ready()
 	r.cli("mount", x.source, r.dir, "-o", strings.Join(append(options, x.options...), ","))
+	r.before = r.descriptors()
 	return r
 }
 
@@ -109,9 +114,10 @@ func forceUnmount(dir string) {
 // start starts a daemon and does not wait for it.
 func (r *rig) start() {
 	r.t.Helper()
-	r.daemon = nfstest.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen", "",
+	r.daemon = nfstest.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen", r.metrics,
 		"--state-dir", r.state)
 	r.daemons = append(r.daemons, r.daemon)
+	r.starts++
 }
 
 // ready waits until the daemon accepts commands.
@@ -223,6 +229,7 @@ func (r *rig) status() control.MountStatus {
 // unmount unmounts, and checks what remains. No worker has a file open.
 func (r *rig) unmount() {
 	r.t.Helper()
+	r.checkReleased()
 	st := r.status()
 	if st.MRsFailed != st.MRsRecovered+st.MRsRecycled+st.MRsOrphaned {
 		r.t.Errorf("%d MRs failed, but %d were recovered, %d recycled and %d orphaned", st.MRsFailed, st.MRsRecovered,
@@ -252,7 +259,7 @@ func (r *rig) end(code int) {
 	if nfstest.IsMountPoint(r.dir) {
 		r.t.Errorf("%s is mounted at the end", r.dir)
 	}
-	holder := r.holder()
+	holder := r.holderID()
 	if holder == 0 {
 		r.t.Error("the process that keeps the mounts was not found")
 	}
@@ -280,8 +287,8 @@ func (r *rig) mountEnds() {
 	})
 }
 
-// holder returns the ID of the process that listens on the socket of the holder, or 0.
-func (r *rig) holder() int {
+// holderID returns the ID of the process that listens on the socket of the holder, or 0.
+func (r *rig) holderID() int {
 	sockets, err := os.ReadFile("/proc/net/unix")
 	if err != nil {
 		r.t.Fatal(err)
@@ -354,6 +361,26 @@ func (r *rig) onServer(name string, want []byte) {
 // compare compares the content of a file.
 func compare(path string, want []byte) error {
 	got, err := os.ReadFile(path)
+	return compareContent(path, got, want, err)
+}
+
+// compareDirect is compare without the page cache: the directory of the server may be a mount, and
+// the time of a change has a limited resolution.
+func compareDirect(path string, want []byte) error {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_DIRECT, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	got := make([]byte, len(want)+1)
+	n, err := io.ReadFull(f, got)
+	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
+		err = nil
+	}
+	return compareContent(path, got[:n], want, err)
+}
+
+func compareContent(path string, got, want []byte, err error) error {
 	if err == nil && !bytes.Equal(got, want) {
 		i := 0
 		for i < min(len(got), len(want)) && got[i] == want[i] {

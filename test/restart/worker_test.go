@@ -55,6 +55,7 @@ func startWorker(t *testing.T, dir string) *worker {
 	go func() {
 		defer close(w.ended)
 		in := bufio.NewScanner(out)
+		in.Buffer(nil, 64<<20) // the checksums of all files
 		for in.Scan() {
 			w.lines <- in.Text()
 		}
@@ -122,13 +123,14 @@ func (w *worker) want(want, command string) {
 // A workerProcess is the state of a worker, in its process.
 type workerProcess struct {
 	files map[string]int // descriptors by number
+	dirs  map[string]*openDir
 	load  *load
 }
 
 // runWorker executes the commands of its input, one per line, and prints the result of each in one
 // line: what it returns, or the name of the error number.
 func runWorker() {
-	p := &workerProcess{files: make(map[string]int)}
+	p := &workerProcess{files: make(map[string]int), dirs: make(map[string]*openDir)}
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() {
 		out, err := p.command(strings.Fields(in.Text()))
@@ -148,6 +150,7 @@ func runWorker() {
 //	open FD PATH           close FD               sync FD
 //	write FD OFFSET LENGTH SEED                   check FD OFFSET LENGTH SEED
 //	set FD r|w|u START LENGTH                     flock FD sh|ex|un
+//	list FD PATH N                                listed FD
 //	load SEED SERVED TASK...                      end
 func (p *workerProcess) command(w []string) (string, error) {
 	switch w[0] {
@@ -160,6 +163,11 @@ func (p *workerProcess) command(w []string) (string, error) {
 		fd, err := unix.Open(w[2], unix.O_RDWR|unix.O_CREAT|unix.O_CLOEXEC, 0o666)
 		p.files[w[1]] = fd
 		return "ok", err
+	case "list":
+		p.dirs[w[1]] = new(openDir)
+		return p.dirs[w[1]].begin(w[2], int(number(w[3])))
+	case "listed":
+		return p.dirs[w[1]].end()
 	}
 	fd := p.files[w[1]]
 	switch w[0] {
@@ -196,4 +204,42 @@ func number(s string) uint64 {
 		panic(err)
 	}
 	return n
+}
+
+// An openDir is a directory that is being listed.
+type openDir struct {
+	f     *os.File
+	names map[string]int
+}
+
+// begin opens a directory and reads the first names.
+func (d *openDir) begin(path string, n int) (result string, err error) {
+	d.names = make(map[string]int)
+	if d.f, err = os.Open(path); err != nil {
+		return "", err
+	}
+	return "ok", d.read(n)
+}
+
+// end reads all other names. It returns how many names the directory has, and how many came twice.
+func (d *openDir) end() (string, error) {
+	if err := errors.Join(d.read(0), d.f.Close()); err != nil {
+		return "", err
+	}
+	twice := 0
+	for _, n := range d.names {
+		if n > 1 {
+			twice++
+		}
+	}
+	return fmt.Sprintf("%d names, %d of them twice", len(d.names), twice), nil
+}
+
+// read reads n names, or all if n is 0.
+func (d *openDir) read(n int) error {
+	names, err := d.f.Readdirnames(n)
+	for _, name := range names {
+		d.names[name]++
+	}
+	return err
 }
