@@ -1,54 +1,18 @@
 package front
 
 import (
-	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"log"
 	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 	"unsafe"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
-)
-
-// A FileSystem handles the requests of one connection. Its methods are called concurrently. Init
-// and OnUnmount are not called.
-type FileSystem interface {
-	// The results of Read must have the method Slices of fuse.ReadResultVector. The slices stay
-	// valid until Done, which is called exactly once for each result. The buffer argument of Read
-	// is nil.
-	fuse.RawFileSystem
-	// Replied is called after the reply to a request was written, also if the write failed. unique
-	// is Unique of the request. The kernel does not send this request again, unless the write
-	// failed. Replied is not called for requests without reply (FORGET, BATCH_FORGET), INIT and
-	// INTERRUPT.
-	Replied(unique uint64)
-	// Disconnected is called once, when the kernel has ended the connection. No program waits for
-	// the requests in progress any more, so they should end.
-	Disconnected()
-}
-
-// Opcodes of the FUSE protocol that this package handles or needs the sizes of
-// (include/uapi/linux/fuse.h).
-const (
-	opForget      = 2
-	opReadlink    = 5
-	opRead        = 15
-	opGetXAttr    = 22
-	opListXAttr   = 23
-	opInit        = 26
-	opReadDir     = 28
-	opInterrupt   = 36
-	opIoctl       = 39
-	opBatchForget = 42
-	opReadDirPlus = 44
 )
 
 const (
@@ -57,10 +21,6 @@ const (
 	// smallRequest bounds the requests that a worker copies, so that the large buffer is free for
 	// the next request.
 	smallRequest = 1024
-	// smallReply is larger than any reply without a variable part.
-	smallReply = 1024
-	// keepReply bounds the memory that a worker keeps for its next reply.
-	keepReply = 128 << 10
 	// maxWaiting bounds the goroutines that wait for a request.
 	maxWaiting = 16
 	// retryRead is the pause after an unexpected error of read(2).
@@ -69,13 +29,8 @@ const (
 
 // A DevFuse serves one connection through /dev/fuse.
 type DevFuse struct {
+	*Handler
 	dev     *Device
-	fs      FileSystem
-	proto   *fuse.ProtocolServer
-	logger  *log.Logger
-	onPanic func(any) fuse.Status
-	init    []byte // the INIT request
-	kernel  fuse.InitIn
 	resumed bool      // by Resume
 	bufSize int       // of a buffer for read(2)
 	fd      int       // of dev; set by Serve
@@ -90,7 +45,6 @@ type DevFuse struct {
 		max     int      // bounds waiting
 		free    [][]byte // buffers for read(2)
 	}
-	reads reads
 }
 
 // NewDevFuse negotiates the FUSE protocol on the connection of dev, whose file system must be
@@ -119,7 +73,7 @@ func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, 
 // cannot send them again: Resume returns ErrNoResend.
 func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
-	if _, err := s.handleInit(init); err != nil {
+	if _, err := s.Negotiate(init); err != nil {
 		return nil, fmt.Errorf("resume a FUSE connection: %w", err)
 	}
 	if s.kernel.Flags64()&opts.ExtraCapabilities&fuse.CAP_HAS_RESEND == 0 {
@@ -145,13 +99,9 @@ func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
 func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
 
 func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
-	logger := opts.Logger
-	if logger == nil {
-		logger = log.Default()
-	}
-	s := &DevFuse{dev: dev, fs: fs, proto: fuse.NewProtocolServer(fs, opts), logger: logger, onPanic: opts.PanicHandler,
+	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev,
 		bufSize: max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)}
-	s.idle.New = func() any { return &worker{s: s, cancel: make(chan struct{})} }
+	s.idle.New = func() any { return s.newWorker() }
 	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
 	return s
 }
@@ -163,7 +113,7 @@ func (s *DevFuse) negotiate(fd int) error {
 	if err != nil {
 		return err
 	}
-	reply, initErr := s.handleInit(in[:n])
+	reply, initErr := s.Negotiate(in[:n])
 	if len(reply) > 0 {
 		if _, err := unix.Write(fd, reply); err != nil {
 			return fmt.Errorf("reply to INIT: %w", err)
@@ -171,30 +121,6 @@ func (s *DevFuse) negotiate(fd int) error {
 	}
 	return initErr
 }
-
-// handleInit handles the request INIT. It returns the reply also when the reply is an error.
-func (s *DevFuse) handleInit(in []byte) (reply []byte, err error) {
-	if len(in) < int(unsafe.Sizeof(fuse.InHeader{})) || header(in).Opcode != opInit {
-		return nil, fmt.Errorf("request of %d bytes is no INIT", len(in))
-	}
-	s.init = bytes.Clone(in)
-	copy(bytesOf(&s.kernel), in) // older kernels send a shorter request
-	out := make([]byte, smallReply)
-	n, status := s.proto.HandleRequest([][]byte{in}, [][]byte{out})
-	if n < headerSize {
-		return nil, fmt.Errorf("INIT: %v", status)
-	}
-	if errno := int32(binary.NativeEndian.Uint32(out[4:])); errno != 0 {
-		err = fmt.Errorf("INIT of protocol %d.%d: %w", s.kernel.Major, s.kernel.Minor, syscall.Errno(-errno))
-	}
-	return out[:n], err
-}
-
-// Init returns the INIT request in the form of the kernel, for Resume in another process.
-func (s *DevFuse) Init() []byte { return s.init }
-
-// Kernel returns the INIT request: the version and the capabilities of the kernel's FUSE client.
-func (s *DevFuse) Kernel() *fuse.InitIn { return &s.kernel }
 
 // Serve handles requests until the connection ends. It returns when all requests have ended.
 func (s *DevFuse) Serve() {
@@ -213,15 +139,16 @@ func (s *DevFuse) Serve() {
 
 // A worker is one goroutine that reads requests and handles them, one after the other.
 type worker struct {
-	s      *DevFuse
-	cancel chan struct{} // of the READ in progress
-
-	in    [1][]byte
-	out   [1][]byte
+	s     *DevFuse
+	call  *Call
 	iov   []unix.Iovec
-	large []byte                   // for replies that do not fit into reply
 	small [smallRequest / 8]uint64 // the request, if it is small
-	reply [smallReply / 8]uint64
+}
+
+func (s *DevFuse) newWorker() *worker {
+	w := &worker{s: s}
+	w.call = s.NewCall(w.send)
+	return w
 }
 
 // work handles requests until the connection ends, or until enough other workers wait.
@@ -246,11 +173,11 @@ func (s *DevFuse) work() {
 		if n <= smallRequest {
 			in := bytesOf(&w.small)[:copy(bytesOf(&w.small), buf[:n])]
 			s.endRead(buf, replace)
-			w.handle(in)
+			w.call.Handle(in)
 			continue
 		}
 		s.endRead(nil, replace)
-		w.handle(buf[:n])
+		w.call.Handle(buf[:n])
 		s.readers.Lock()
 		s.addFree(buf)
 		s.readers.Unlock()
@@ -342,53 +269,23 @@ func (s *DevFuse) retry(err error) bool {
 	return true
 }
 
-// handle handles one request and replies to it. in is aligned to 8 bytes.
-func (w *worker) handle(in []byte) {
-	s := w.s
-	switch h := header(in); h.Opcode {
-	case opRead:
-		if len(in) >= int(unsafe.Sizeof(fuse.ReadIn{})) {
-			w.read((*fuse.ReadIn)(unsafe.Pointer(&in[0])))
-			return
-		}
-	case opInterrupt:
-		if len(in) >= int(unsafe.Sizeof(fuse.InterruptIn{})) &&
-			s.reads.interrupt((*fuse.InterruptIn)(unsafe.Pointer(&in[0])).Unique) {
-			return
-		}
+// send sends a reply: a header, and data that may be empty.
+func (w *worker) send(reply []byte, data [][]byte) {
+	if len(data) == 0 {
+		_, err := unix.Write(w.s.fd, reply)
+		w.wrote(err, reply)
+		return
 	}
-	w.dispatch(in)
-}
-
-// dispatch lets go-fuse handle a request.
-func (w *worker) dispatch(in []byte) {
-	out := bytesOf(&w.reply)
-	if need := smallReply + variableReply(in); need > len(out) {
-		if need > len(w.large) {
-			w.large = make([]byte, need)
-		}
-		out = w.large[:need]
+	w.iov = appendIovec(w.iov[:0], reply)
+	for _, d := range data {
+		w.iov = appendIovec(w.iov, d)
 	}
-	w.in[0], w.out[0] = in, out
-	n, status := w.s.proto.HandleRequest(w.in[:], w.out[:])
-	if n > 0 || !status.Ok() {
-		if n < headerSize || n != int(binary.NativeEndian.Uint32(out)) {
-			n = putError(out, header(in).Unique, unix.EIO) // the reply did not fit
-		}
-		w.write(out[:n])
-		if h := header(in); h.Opcode != opInterrupt {
-			w.s.fs.Replied(Unique(h))
-		}
+	_, _, errno := unix.Syscall(unix.SYS_WRITEV, uintptr(w.s.fd), uintptr(unsafe.Pointer(&w.iov[0])),
+		uintptr(len(w.iov)))
+	clear(w.iov)
+	if errno != 0 {
+		w.wrote(errno, reply)
 	}
-	if len(w.large) > keepReply {
-		w.large = nil
-	}
-}
-
-// write sends a reply.
-func (w *worker) write(reply []byte) {
-	_, err := unix.Write(w.s.fd, reply)
-	w.wrote(err, reply)
 }
 
 // wrote handles the result of the write of a reply, which begins with a header. The kernel keeps a
@@ -402,26 +299,16 @@ func (w *worker) wrote(err error, reply []byte) {
 	_, _ = unix.Write(w.s.fd, reply[:putError(reply, unique, unix.EIO)])
 }
 
-// header returns the header of a request of at least the size of fuse.InHeader.
-func header(in []byte) *fuse.InHeader { return (*fuse.InHeader)(unsafe.Pointer(&in[0])) }
+func appendIovec(iov []unix.Iovec, b []byte) []unix.Iovec {
+	if len(b) == 0 {
+		return iov
+	}
+	v := unix.Iovec{Base: &b[0]}
+	v.SetLen(len(b))
+	return append(iov, v)
+}
 
 func isForget(in []byte) bool {
 	op := header(in).Opcode
 	return op == opForget || op == opBatchForget
-}
-
-// variableReply returns how many bytes of data the reply to a request may have.
-func variableReply(in []byte) int {
-	p := unsafe.Pointer(&in[0])
-	switch op := header(in).Opcode; {
-	case op == opReadlink:
-		return unix.PathMax
-	case (op == opReadDir || op == opReadDirPlus) && len(in) >= int(unsafe.Sizeof(fuse.ReadIn{})):
-		return int((*fuse.ReadIn)(p).Size)
-	case (op == opGetXAttr || op == opListXAttr) && len(in) >= int(unsafe.Sizeof(fuse.GetXAttrIn{})):
-		return int((*fuse.GetXAttrIn)(p).Size)
-	case op == opIoctl && len(in) >= int(unsafe.Sizeof(fuse.IoctlIn{})):
-		return int((*fuse.IoctlIn)(p).OutSize)
-	}
-	return 0
 }

@@ -659,13 +659,13 @@ func TestReadsDoNotAllocate(t *testing.T) {
 	res := &constResult{vecs: [][]byte{make([]byte, 4096)}}
 	fs.read = func(<-chan struct{}, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) { return res, fuse.OK }
 	null := open(t, os.DevNull, unix.O_WRONLY)
-	s := &DevFuse{fs: fs, fd: null}
-	w := &worker{s: s, cancel: make(chan struct{})}
+	s := &DevFuse{Handler: NewHandler(fs, options(&logBuffer{})), fd: null}
+	w := s.newWorker()
 	in := fuse.ReadIn{Size: 4096}
 	in.Opcode, in.Unique = opRead, 2
 	copy(bytesOf(&w.small), bytesOf(&in))
 	request := bytesOf(&w.small)[:unsafe.Sizeof(in)]
-	if n := testing.AllocsPerRun(1000, func() { w.handle(request) }); n != 0 {
+	if n := testing.AllocsPerRun(1000, func() { w.call.Handle(request) }); n != 0 {
 		t.Errorf("allocations of a READ: got %v, want 0", n)
 	}
 }

@@ -9,8 +9,9 @@
 //	notify.go      notifications to the kernel
 //	helper.go      sends notifications through a helper process
 //	helpermain.go  RunHelper: the helper process
-//	devfuse.go     DevFuse: reads requests from a Device and handles them
-//	read.go        READ, whose data goes from the file system's buffer to the kernel
+//	handler.go     Handler: handles requests, whatever transports them
+//	devfuse.go     DevFuse: reads requests from a Device and writes replies
+//	read.go        READ, whose data goes from the file system's buffer to the transport
 //
 // # Goroutines
 //

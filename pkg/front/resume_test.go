@@ -315,7 +315,7 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 	if kind == "stat" {
 		opcode = 1
 	}
-	w := &worker{s: first, cancel: make(chan struct{})}
+	w := first.newWorker()
 	unique := uint64(0)
 	must(t, dev.Use(func(fd int) {
 		first.fd = fd
@@ -326,7 +326,7 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 			if h := header(buf[:n]); h.Opcode == opcode {
 				unique = h.Unique
 			} else {
-				w.handle(buf[:n])
+				w.call.Handle(buf[:n])
 			}
 		}
 	}))
