@@ -153,8 +153,8 @@ var fileSeries = []series[files]{
 		"could not be read.", func(f *files) uint64 { return f.GroupsUnknown.Load() }),
 	counter("groups_cut_total", "Credentials with only the first 16 groups of the process, the maximum of AUTH_SYS.",
 		func(f *files) uint64 { return f.GroupsCut.Load() }),
-	counter("nodes_without_record_total", "Files and directories that a restart does not keep, because too many are in "+
-		"use.", func(f *files) uint64 { return f.NodesWithoutRecord.Load() }),
+	counter("nodes_without_record_total", "Files and directories that a restart does not keep, because too many are "+
+		"in use.", func(f *files) uint64 { return f.NodesWithoutRecord.Load() }),
 	counter("readdir_restarts_total", "Directories read again from the start after NFS3ERR_BAD_COOKIE.",
 		func(f *files) uint64 { return f.ReadDirRestarts.Load() }),
 }

@@ -40,8 +40,9 @@ type Options struct {
 	// MaxBlock is the largest READ and WRITE in bytes. 0 is 1 MiB, which the kernel by itself
 	// offers only with more than 4 GiB of memory.
 	MaxBlock int
-	// KillSafe keeps each RDMA connection of the host open for a short time, also when the client is
-	// killed while it connects: siw loses its listener when a connection ends right after its start.
+	// KillSafe keeps each RDMA connection of the host open for a short time, also when the client
+	// is killed while it connects. Without it, siw loses its listener when a connection ends right
+	// after its start.
 	KillSafe bool
 	// Share is a directory of the host that the guest mounts read-write at /share; "" is none. It
 	// cannot contain spaces, commas or quotes.

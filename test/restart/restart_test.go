@@ -277,7 +277,8 @@ func TestListing(t *testing.T) {
 	x, _ := embedded(t)
 	const names = 3000
 	for i := range names {
-		if err := os.WriteFile(filepath.Join(x.dir, fmt.Sprintf("a-name-that-is-longer-%d", i)), nil, 0o644); err != nil {
+		name := fmt.Sprintf("a-name-that-is-longer-%d", i)
+		if err := os.WriteFile(filepath.Join(x.dir, name), nil, 0o644); err != nil {
 			t.Fatal(err)
 		}
 	}

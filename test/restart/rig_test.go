@@ -114,8 +114,8 @@ func forceUnmount(dir string) {
 // start starts a daemon and does not wait for it.
 func (r *rig) start() {
 	r.t.Helper()
-	r.daemon = nfstest.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen", r.metrics,
-		"--state-dir", r.state)
+	r.daemon = nfstest.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen",
+		r.metrics, "--state-dir", r.state)
 	r.daemons = append(r.daemons, r.daemon)
 	r.starts++
 }
