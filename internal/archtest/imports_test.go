@@ -31,6 +31,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"pkg/fusefs", "internal/running internal/slotfile pkg/front pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm " +
 		"pkg/rangelock pkg/sunrpc"},
+	{"pkg/virtiofs", "pkg/front"},
 	{"pkg/nlm", "internal/rpctcp internal/running internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
 	{"pkg/nfs3/nfsacl", "pkg/nfs3 pkg/sunrpc"},

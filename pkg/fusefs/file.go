@@ -297,6 +297,10 @@ func (fs *FS) Release(cancel <-chan struct{}, in *fuse.ReleaseIn) {
 	}
 	owners := h.lockOwners()
 	fs.handles.Lock()
+	if h.closed { // a guest may release a file twice
+		fs.handles.Unlock()
+		return
+	}
 	delete(fs.handles.files, in.Fh)
 	h.closed = true
 	if h.watched {

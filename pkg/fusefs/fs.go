@@ -98,6 +98,9 @@ type Options struct {
 	// FS.Close.
 	Locks                  *nlm.Client
 	LocalPosix, LocalFlock bool
+	// Guest is set when the requests come from the kernel of a virtual machine: it gets no
+	// notifications, and the groups of its processes are unknown.
+	Guest bool
 	// State, if not nil, keeps what the next process needs to continue the mount. Buffers must then
 	// be a pool of a file. A State of OpenState makes New continue the mount of an earlier process.
 	// The caller closes State after FS.Close.
@@ -193,6 +196,7 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 		buffers: opts.Buffers, writeSlots: make(chan struct{}, opts.MaxWrites), aborted: make(chan struct{}),
 		closed: make(chan struct{})}
 	fs.creds = newCredentials(&fs.Counters, opts.Warn)
+	fs.creds.guest = opts.Guest
 	fs.handles.files, fs.handles.dirs = make(map[uint64]*fileHandle), make(map[uint64]*dirHandle)
 	fs.handles.releasing = make(map[*fileHandle]struct{})
 	fs.dirty.inodes = make(map[*inode]*dirtyFile)

@@ -193,29 +193,38 @@ func (s *Server) keep(conn *front.DevFuse, opts *MountOptions) error {
 // options returns the options of the FUSE protocol. They are the same for each process that serves
 // the mount.
 func (s *Server) options(opts *MountOptions, acl bool) *fuse.MountOptions {
-	maxWrite := min(s.fs.buffers.Size(), MaxIOSize)
+	return s.fs.protocolOptions(opts.Logger, acl)
+}
+
+// GuestOptions returns the options of the FUSE protocol for a front other than /dev/fuse.
+func (fs *FS) GuestOptions(logger *log.Logger) *fuse.MountOptions {
+	return fs.protocolOptions(logger, fs.acl != nil)
+}
+
+func (fs *FS) protocolOptions(logger *log.Logger, acl bool) *fuse.MountOptions {
+	maxWrite := min(fs.buffers.Size(), MaxIOSize)
 	var withoutLocks uint64
-	if s.fs.opts.LocalPosix {
+	if fs.opts.LocalPosix {
 		withoutLocks |= fuse.CAP_POSIX_LOCKS
 	}
-	if s.fs.opts.LocalFlock {
+	if fs.opts.LocalFlock {
 		withoutLocks |= fuse.CAP_FLOCK_LOCKS
 	}
 	return &fuse.MountOptions{
 		MaxBackground:            maxBackground,
 		MaxWrite:                 maxWrite,
 		MaxReadAhead:             maxWrite,
-		ExplicitDataCacheControl: s.fs.explicitPages(),
+		ExplicitDataCacheControl: fs.explicitPages(),
 		DisableXAttrs:            !acl,
 		EnableAcl:                acl,
-		ExtraCapabilities:        s.fs.capabilities(acl),
+		ExtraCapabilities:        fs.capabilities(acl),
 		// On an ID-mapped mount the kernel does not say who makes most requests. Without the
 		// capability the kernel refuses to make one, as for Linux's NFS client.
 		DisabledCapabilities: fuse.CAP_ALLOW_IDMAP | withoutLocks,
 		// The kernel keeps the kinds of locks that it does not forward.
-		EnableLocks:  s.fs.opts.Locks != nil,
-		Logger:       opts.Logger,
-		PanicHandler: s.fs.panicked,
+		EnableLocks:  fs.opts.Locks != nil,
+		Logger:       logger,
+		PanicHandler: fs.panicked,
 	}
 }
 

@@ -21,7 +21,8 @@ import (
 //     these checks does.
 //
 // Where attributes are not cached (noac, actimeo=0), AUTO_INVAL_DATA is right: the kernel then
-// requests the attributes before each read(2).
+// requests the attributes before each read(2). It is also used for a guest, whose kernel cannot be
+// told to drop pages.
 
 // pageWatchInterval is the interval of the checks for expired attributes of open files. The
 // shortest attribute cache time of nfs(5), except 0, is one second.
@@ -32,7 +33,7 @@ const pageWatchInterval = time.Second
 const maxPageChecks = 64
 
 // explicitPages reports whether the file system decides when the kernel drops cached pages.
-func (fs *FS) explicitPages() bool { return !fs.opts.NoAC && fs.opts.AcRegMax > 0 }
+func (fs *FS) explicitPages() bool { return !fs.opts.NoAC && fs.opts.AcRegMax > 0 && !fs.opts.Guest }
 
 // changedByOther reports whether the difference between two states of an object shows a change by
 // another client. The ctime alone is no sign when this mount may have changed it since the call

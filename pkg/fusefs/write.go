@@ -142,7 +142,7 @@ func (fs *FS) Write(cancel <-chan struct{}, in *fuse.WriteIn, data []byte) (uint
 
 func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	h := fs.file(in.Fh)
-	if h == nil {
+	if h == nil || !h.writable {
 		return 0, syscall.EBADF
 	}
 	if err := h.reportedBefore(r); err != nil {

@@ -1,0 +1,423 @@
+package virtiofs
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+)
+
+// Messages of the vhost-user protocol ("Front-end message types").
+const (
+	msgGetFeatures         = 1
+	msgSetFeatures         = 2
+	msgSetOwner            = 3
+	msgResetOwner          = 4
+	msgSetMemTable         = 5
+	msgSetVringNum         = 8
+	msgSetVringAddr        = 9
+	msgSetVringBase        = 10
+	msgGetVringBase        = 11
+	msgSetVringKick        = 12
+	msgSetVringCall        = 13
+	msgSetVringErr         = 14
+	msgGetProtocolFeatures = 15
+	msgSetProtocolFeatures = 16
+	msgGetQueueNum         = 17
+	msgSetVringEnable      = 18
+)
+
+const (
+	messageHeader  = 12
+	maxMessage     = 4096 // bytes of a payload
+	messageVersion = 1
+	versionMask    = 3
+	flagReply      = 1 << 2
+	flagNeedReply  = 1 << 3
+	ringIndexMask  = 0xff   // of SET_VRING_KICK and the like
+	noDescriptor   = 1 << 8 // of the same
+
+	featureIndirect = 1 << 28 // VIRTIO_F_INDIRECT_DESC
+	featureProtocol = 1 << 30 // VHOST_USER_F_PROTOCOL_FEATURES
+	featureVersion1 = 1 << 32 // VIRTIO_F_VERSION_1
+	features        = featureIndirect | featureProtocol | featureVersion1
+
+	protocolMQ       = 1 << 0 // VHOST_USER_PROTOCOL_F_MQ
+	protocolReplyAck = 1 << 3 // VHOST_USER_PROTOCOL_F_REPLY_ACK
+	protocolFeatures = protocolMQ | protocolReplyAck
+
+	// maxRings bounds the queues: one for FORGET and INTERRUPT, and those for other requests.
+	maxRings = 17
+	// maxRingSize bounds the descriptors of a queue, and so its requests in progress.
+	maxRingSize = 1024
+	// maxLarge bounds the requests that have memory for more than largeRequest bytes.
+	maxLarge     = 32
+	largeRequest = 64 << 10
+	// interruptInterval is the interval of the attempts to end requests in progress.
+	interruptInterval = 20 * time.Millisecond
+	// drainTimeout is how long the VMM waits for requests in progress when it stops a queue. Then
+	// they are interrupted. A VMM does nothing else meanwhile.
+	drainTimeout = 5 * time.Second
+)
+
+// A conn is the connection of one VMM.
+type conn struct {
+	s      *Server
+	socket *net.UnixConn
+	ended  chan struct{} // closed when all is released
+
+	features  uint64 // negotiated
+	protocols uint64 // negotiated
+	mem       *memory
+	rings     [maxRings]*ring
+
+	// A request holds gate for reading. The begin and the end of a session hold it for writing.
+	gate    sync.RWMutex
+	handler atomic.Pointer[front.Handler] // of the FUSE session; nil without one
+	last    atomic.Uint64                 // number of the last request
+	large   chan struct{}                 // one element for each large request
+
+	active struct {
+		sync.Mutex
+		requests map[uint64]*request // by their numbers
+	}
+}
+
+func newConn(s *Server, socket *net.UnixConn) *conn {
+	c := &conn{s: s, socket: socket, ended: make(chan struct{}), large: make(chan struct{}, maxLarge)}
+	c.active.requests = make(map[uint64]*request)
+	for i := range c.rings {
+		c.rings[i] = newRing(c, i)
+	}
+	return c
+}
+
+// serve handles the messages of the VMM until it disconnects or breaks the protocol.
+func (c *conn) serve() error {
+	err := c.receive()
+	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) || errors.Is(err, unix.ECONNRESET) {
+		err = nil
+	}
+	c.socket.Close()
+	for _, r := range c.rings {
+		r.stop()
+	}
+	c.endSession() // interrupts the requests
+	for _, r := range c.rings {
+		r.close()
+	}
+	if c.mem != nil {
+		c.mem.release()
+	}
+	return err
+}
+
+// A message is one message of the VMM.
+type message struct {
+	kind, flags uint32
+	payload     []byte
+	fds         []int
+}
+
+func (m *message) closeFDs() {
+	for _, fd := range m.fds {
+		unix.Close(fd)
+	}
+	m.fds = nil
+}
+
+func (c *conn) receive() error {
+	for {
+		m, err := c.readMessage()
+		if err != nil {
+			return err
+		}
+		err = c.handle(m)
+		m.closeFDs()
+		if err != nil {
+			return fmt.Errorf("vhost-user message %d: %w", m.kind, err)
+		}
+	}
+}
+
+// readMessage reads one message with its descriptors.
+func (c *conn) readMessage() (*message, error) {
+	head := make([]byte, messageHeader)
+	oob := make([]byte, unix.CmsgSpace(4*maxRegions))
+	m := &message{}
+	for n := 0; n < len(head); {
+		got, oobn, flags, _, err := c.socket.ReadMsgUnix(head[n:], oob)
+		fds, fdErr := parseRights(oob[:oobn])
+		m.fds = append(m.fds, fds...)
+		switch {
+		case err == nil && got == 0:
+			err = io.EOF
+		case err == nil && (flags&unix.MSG_CTRUNC != 0 || len(m.fds) > maxRegions):
+			err = fmt.Errorf("more than %d descriptors in a message", maxRegions)
+		case err == nil:
+			err = fdErr
+		}
+		if err != nil {
+			m.closeFDs()
+			return nil, err
+		}
+		n += got
+	}
+	m.kind, m.flags = binary.LittleEndian.Uint32(head), binary.LittleEndian.Uint32(head[4:])
+	size := binary.LittleEndian.Uint32(head[8:])
+	if m.flags&versionMask != messageVersion || m.flags&flagReply != 0 || size > maxMessage {
+		m.closeFDs()
+		return nil, fmt.Errorf("invalid vhost-user message %d: flags %#x, %d bytes", m.kind, m.flags, size)
+	}
+	m.payload = make([]byte, size)
+	if _, err := io.ReadFull(c.socket, m.payload); err != nil {
+		m.closeFDs()
+		return nil, err
+	}
+	return m, nil
+}
+
+func parseRights(oob []byte) (fds []int, err error) {
+	if len(oob) == 0 {
+		return nil, nil
+	}
+	messages, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return nil, err
+	}
+	for i := range messages {
+		got, err := unix.ParseUnixRights(&messages[i])
+		if err != nil {
+			return fds, err
+		}
+		fds = append(fds, got...)
+	}
+	return fds, nil
+}
+
+// handle handles a message and replies. An error ends the connection.
+func (c *conn) handle(m *message) error {
+	reply, err := c.execute(m)
+	if reply == nil && m.flags&flagNeedReply != 0 && c.protocols&protocolReplyAck != 0 {
+		reply = make([]byte, 8)
+		if err != nil {
+			reply[0] = 1
+		}
+	}
+	if reply != nil {
+		b := binary.LittleEndian.AppendUint32(nil, m.kind)
+		b = binary.LittleEndian.AppendUint32(b, messageVersion|flagReply)
+		b = binary.LittleEndian.AppendUint32(b, uint32(len(reply)))
+		if _, writeErr := c.socket.Write(append(b, reply...)); err == nil {
+			err = writeErr
+		}
+	}
+	return err
+}
+
+// execute executes a message. reply is nil for a message without a reply in the protocol.
+func (c *conn) execute(m *message) (reply []byte, err error) {
+	switch m.kind {
+	case msgGetFeatures:
+		return binary.LittleEndian.AppendUint64(nil, features), nil
+	case msgGetProtocolFeatures:
+		return binary.LittleEndian.AppendUint64(nil, protocolFeatures), nil
+	case msgGetQueueNum:
+		return binary.LittleEndian.AppendUint64(nil, maxRings), nil
+	case msgSetFeatures:
+		return nil, c.setFeatures(m, &c.features, features)
+	case msgSetProtocolFeatures:
+		return nil, c.setFeatures(m, &c.protocols, protocolFeatures)
+	case msgSetOwner, msgResetOwner:
+		return nil, nil
+	case msgSetMemTable:
+		return nil, c.setMemory(m)
+	case msgSetVringKick, msgSetVringCall, msgSetVringErr:
+		return nil, c.setDescriptor(m)
+	case msgSetVringAddr:
+		return nil, c.setAddresses(m)
+	case msgSetVringNum, msgSetVringBase, msgGetVringBase, msgSetVringEnable:
+		return c.setState(m)
+	}
+	return nil, errors.New("not supported")
+}
+
+func (c *conn) setFeatures(m *message, to *uint64, supported uint64) error {
+	if len(m.payload) != 8 {
+		return fmt.Errorf("payload of %d bytes, want 8", len(m.payload))
+	}
+	v := binary.LittleEndian.Uint64(m.payload)
+	if v&^supported != 0 {
+		return fmt.Errorf("features %#x are not supported", v&^supported)
+	}
+	if to == &c.features && v&featureVersion1 == 0 {
+		return errors.New("the guest does not support virtio 1.0")
+	}
+	*to = v
+	if to == &c.features {
+		for _, r := range c.rings {
+			r.setFeatures(v)
+		}
+	}
+	return nil
+}
+
+// setMemory handles SET_MEM_TABLE. The VMM also sends it while queues run, when the guest gets more
+// memory.
+func (c *conn) setMemory(m *message) error {
+	const head, size = 8, 32
+	if len(m.payload) < head {
+		return fmt.Errorf("payload of %d bytes", len(m.payload))
+	}
+	n := binary.LittleEndian.Uint32(m.payload)
+	if n > maxRegions || len(m.payload) < head+int(n)*size {
+		return fmt.Errorf("%d regions in %d bytes", n, len(m.payload))
+	}
+	regions := make([]region, n)
+	for i := range regions {
+		b := m.payload[head+i*size:]
+		regions[i] = region{guest: binary.LittleEndian.Uint64(b), size: binary.LittleEndian.Uint64(b[8:]),
+			user: binary.LittleEndian.Uint64(b[16:]), offset: binary.LittleEndian.Uint64(b[24:])}
+	}
+	mem, err := newMemory(regions, m.fds)
+	if err != nil {
+		return err
+	}
+	old := c.mem
+	c.mem = mem
+	for _, r := range c.rings {
+		if err := r.setMemory(mem); err != nil {
+			return err
+		}
+	}
+	if old != nil {
+		old.release()
+	}
+	return nil
+}
+
+// setDescriptor handles SET_VRING_KICK, SET_VRING_CALL and SET_VRING_ERR.
+func (c *conn) setDescriptor(m *message) error {
+	if len(m.payload) != 8 {
+		return fmt.Errorf("payload of %d bytes, want 8", len(m.payload))
+	}
+	v := binary.LittleEndian.Uint64(m.payload)
+	r, err := c.ring(v & ringIndexMask)
+	if err != nil {
+		return err
+	}
+	var f *os.File
+	if v&noDescriptor == 0 {
+		if len(m.fds) != 1 {
+			return fmt.Errorf("%d descriptors, want 1", len(m.fds))
+		}
+		if f, err = eventFile(m.fds[0]); err != nil {
+			return err
+		}
+		m.fds = nil
+	}
+	switch m.kind {
+	case msgSetVringKick:
+		if f == nil {
+			return errors.New("queues without a kick descriptor are not supported")
+		}
+		return r.setKick(f)
+	case msgSetVringCall:
+		r.setCall(f)
+	default:
+		if f != nil {
+			f.Close() // an error ends the queue, and the log tells it
+		}
+	}
+	return nil
+}
+
+// eventFile takes over an eventfd.
+func eventFile(fd int) (*os.File, error) {
+	name, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+	if err != nil {
+		return nil, err
+	}
+	if name != "anon_inode:[eventfd]" {
+		return nil, fmt.Errorf("descriptor of %s, want an eventfd", name)
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		return nil, os.NewSyscallError("fcntl F_SETFL", err)
+	}
+	return os.NewFile(uintptr(fd), "eventfd"), nil
+}
+
+func (c *conn) ring(i uint64) (*ring, error) {
+	if i >= maxRings {
+		return nil, fmt.Errorf("queue %d; there are %d", i, maxRings)
+	}
+	return c.rings[i], nil
+}
+
+func (c *conn) setAddresses(m *message) error {
+	if len(m.payload) != 40 {
+		return fmt.Errorf("payload of %d bytes, want 40", len(m.payload))
+	}
+	r, err := c.ring(uint64(binary.LittleEndian.Uint32(m.payload)))
+	if err != nil {
+		return err
+	}
+	u := func(at int) uint64 { return binary.LittleEndian.Uint64(m.payload[at:]) }
+	return r.setAddresses(addresses{desc: u(8), used: u(16), avail: u(24)})
+}
+
+// setState handles the messages whose payload is a queue and a number.
+func (c *conn) setState(m *message) (reply []byte, err error) {
+	if len(m.payload) != 8 {
+		return nil, fmt.Errorf("payload of %d bytes, want 8", len(m.payload))
+	}
+	index, v := binary.LittleEndian.Uint32(m.payload), binary.LittleEndian.Uint32(m.payload[4:])
+	r, err := c.ring(uint64(index))
+	if err != nil {
+		return nil, err
+	}
+	switch m.kind {
+	case msgSetVringNum:
+		return nil, r.setSize(v)
+	case msgSetVringBase:
+		return nil, r.setBase(v)
+	case msgSetVringEnable:
+		return nil, r.enable(v != 0)
+	}
+	base := c.drain(r)
+	reply = binary.LittleEndian.AppendUint32(nil, index)
+	return binary.LittleEndian.AppendUint32(reply, uint32(base)), nil
+}
+
+// drain stops a queue, waits for its requests, and returns the index of its next request.
+// Requests that take too long, and locks that wait, are interrupted: the VMM waits.
+func (c *conn) drain(r *ring) (base uint16) {
+	r.stop()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		r.requests.Wait()
+	}()
+	start := time.Now()
+	for {
+		select {
+		case <-done:
+			return r.next
+		case <-time.After(interruptInterval):
+			late := time.Since(start) > drainTimeout
+			c.interruptAll(func(q *request) bool { return q.ring == r && (late || q.opcode() == opSetLkw) })
+		}
+	}
+}
+
+// littleEndian reports whether this host has the byte order of virtio.
+func littleEndian() bool { return binary.NativeEndian.Uint16([]byte{1, 0}) == 1 }

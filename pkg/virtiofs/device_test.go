@@ -1,0 +1,587 @@
+package virtiofs
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
+)
+
+func eventually(t testing.TB, what string, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(testTimeout); !done(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("timeout: %s", what)
+		}
+	}
+}
+
+// TestFileOperations uses two request queues in turn.
+func TestFileOperations(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	if o := v.mount(); o.Major != 7 || o.MaxWrite != 1<<20 {
+		t.Errorf("INIT: got %+v", o)
+	}
+	a, b := v.queues[1], v.queues[2]
+	if _, errno := a.lookup(1, "none"); errno != unix.ENOENT {
+		t.Errorf("lookup of a missing name: got %v", errno)
+	}
+	reply, errno := b.do(encode(v, opMkdir, 1, fuse.MkdirIn{Mode: 0o755}, "dir\x00"), 256)
+	dir := out[fuse.EntryOut](t, reply, errno).NodeId
+	f := a.create(dir, "file")
+	data := strings.Repeat("0123456789abcdef", 5000)
+	if errno := b.write(f.Fh, f.NodeId, 7, data); errno != 0 {
+		t.Fatalf("write: %v", errno)
+	}
+	for _, q := range []*queue{a, b} {
+		reply, errno = q.do(encode(v, opRead, f.NodeId, fuse.ReadIn{Fh: f.Fh, Offset: 0, Size: 90000}), 90000)
+		if want := "\x00\x00\x00\x00\x00\x00\x00" + data; errno != 0 || string(reply) != want {
+			t.Errorf("read: got %v, %d bytes, want %d", errno, len(reply), len(want))
+		}
+	}
+	if _, errno = a.do(encode(v, opFlush, f.NodeId, fuse.FlushIn{Fh: f.Fh}), 0); errno != 0 {
+		t.Errorf("flush: %v", errno)
+	}
+	if got, err := os.ReadFile(filepath.Join(d.dir, "dir", "file")); err != nil || string(got[7:]) != data {
+		t.Errorf("file on the server: %d bytes, %v", len(got), err)
+	}
+	if _, errno = b.do(encode(v, opRelease, f.NodeId, fuse.ReleaseIn{Fh: f.Fh}), 0); errno != 0 {
+		t.Errorf("release: %v", errno)
+	}
+	type renameIn struct {
+		fuse.InHeader
+		dir uint64
+	}
+	if _, errno = a.do(encode(v, opRename, dir, renameIn{dir: 1}, "file\x00", "moved\x00"), 0); errno != 0 {
+		t.Errorf("rename: %v", errno)
+	}
+	reply, errno = b.do(encode(v, opSymlink, 1, fuse.InHeader{}, "link\x00", "../to\x00"), 256)
+	link := out[fuse.EntryOut](t, reply, errno).NodeId
+	reply, errno = a.do(encode(v, opReadlink, link, fuse.InHeader{}), 4096)
+	if errno != 0 || string(reply) != "../to" {
+		t.Errorf("readlink: got %v, %q", errno, reply)
+	}
+	reply, errno = b.do(encode(v, opOpenDir, 1, fuse.OpenIn{}), 64)
+	fh := out[fuse.OpenOut](t, reply, errno).Fh
+	reply, errno = a.do(encode(v, opReadDirPlus, 1, fuse.ReadIn{Fh: fh, Size: 8192}), 8192)
+	for _, name := range []string{"dir", "moved", "link"} {
+		if errno != 0 || !bytes.Contains(reply, []byte(name)) {
+			t.Errorf("readdir: got %v without %s", errno, name)
+		}
+	}
+	if _, errno = b.do(encode(v, opUnlink, 1, fuse.InHeader{}, "moved\x00"), 0); errno != 0 {
+		t.Errorf("unlink: %v", errno)
+	}
+	if _, err := os.Lstat(filepath.Join(d.dir, "moved")); !os.IsNotExist(err) {
+		t.Errorf("removed file on the server: %v", err)
+	}
+	h := v.queues[0]
+	h.prepare(0, encode(v, opForget, dir, fuse.ForgetIn{Nlookup: 100}), 0)
+	h.offer(0)
+	if _, n, ok := h.used(); !ok || n != 0 {
+		t.Errorf("FORGET: got %d bytes", n)
+	}
+	if _, errno = a.do(encode(v, opGetAttr, dir, fuse.GetAttrIn{}), 256); errno != unix.ESTALE {
+		t.Errorf("getattr of a forgotten node: got %v, want ESTALE", errno)
+	}
+}
+
+func TestRequestBeforeInitFails(t *testing.T) {
+	v := newDevice(t).connect(t)
+	if _, errno := v.queues[1].lookup(1, "x"); errno != unix.ENOTCONN {
+		t.Errorf("got %v, want ENOTCONN", errno)
+	}
+}
+
+func TestInvalidNamesFail(t *testing.T) {
+	d := newDevice(t)
+	must(t, os.WriteFile(filepath.Join(filepath.Dir(d.dir), "outside"), nil, 0o644))
+	must(t, os.Mkdir(filepath.Join(d.dir, "sub"), 0o755))
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	type renameIn struct {
+		fuse.InHeader
+		dir uint64
+	}
+	for _, name := range []string{"", ".", "..", "sub/x", "/", "../outside"} {
+		for _, c := range []struct {
+			op   string
+			data []byte
+		}{
+			{"LOOKUP", encode(v, opLookup, 1, fuse.InHeader{}, name, "\x00")},
+			{"MKNOD", encode(v, opMknod, 1, fuse.MknodIn{Mode: syscall.S_IFREG}, name, "\x00")},
+			{"MKDIR", encode(v, opMkdir, 1, fuse.MkdirIn{}, name, "\x00")},
+			{"SYMLINK", encode(v, opSymlink, 1, fuse.InHeader{}, name, "\x00to\x00")},
+			{"UNLINK", encode(v, opUnlink, 1, fuse.InHeader{}, name, "\x00")},
+			{"RMDIR", encode(v, opRmdir, 1, fuse.InHeader{}, name, "\x00")},
+			{"RENAME from", encode(v, opRename, 1, renameIn{dir: 1}, name, "\x00b\x00")},
+			{"RENAME to", encode(v, opRename, 1, renameIn{dir: 1}, "sub\x00", name, "\x00")},
+			{"LINK", encode(v, opLink, 1, fuse.LinkIn{Oldnodeid: 1}, name, "\x00")},
+			{"CREATE", encode(v, opCreate, 1, fuse.CreateIn{}, name, "\x00")},
+		} {
+			if _, errno := q.do(c.data, 256); errno != unix.EINVAL {
+				t.Errorf("%s %q: got %v, want EINVAL", c.op, name, errno)
+			}
+		}
+	}
+}
+
+// TestInventedNumbersFail uses nodes and open files that the device never gave.
+func TestInventedNumbersFail(t *testing.T) {
+	v := newDevice(t).connect(t)
+	v.mount()
+	q := v.queues[1]
+	f := q.create(1, "file")
+	const bad = 4711
+	for _, c := range []struct {
+		op   string
+		data []byte
+		want syscall.Errno
+	}{
+		{"LOOKUP", encode(v, opLookup, bad, fuse.InHeader{}, "x\x00"), unix.ESTALE},
+		{"GETATTR", encode(v, opGetAttr, bad, fuse.GetAttrIn{}), unix.ESTALE},
+		{"SETATTR", encode(v, opSetAttr, bad, fuse.SetAttrIn{}), unix.ESTALE},
+		{"OPEN", encode(v, opOpen, bad, fuse.OpenIn{}), unix.ESTALE},
+		{"LINK", encode(v, opLink, 1, fuse.LinkIn{Oldnodeid: bad}, "x\x00"), unix.ESTALE},
+		{"RENAME2", encode(v, opRename2, 1, fuse.RenameIn{Newdir: bad}, "file\x00x\x00"), unix.ESTALE},
+		{"pseudo node", encode(v, opGetAttr, pollNode, fuse.GetAttrIn{}), unix.ESTALE},
+		{"READ", encode(v, opRead, 1, fuse.ReadIn{Fh: bad, Size: 10}), unix.EBADF},
+		{"WRITE", encode(v, opWrite, 1, fuse.WriteIn{Fh: bad, Size: 1}, "x"), unix.EBADF},
+		{"READDIR", encode(v, opReadDir, 1, fuse.ReadIn{Fh: bad, Size: 64}), unix.EBADF},
+		{"READDIR of a file", encode(v, opReadDir, 1, fuse.ReadIn{Fh: f.Fh, Size: 64}), unix.EBADF},
+		{"FLUSH", encode(v, opFlush, 1, fuse.FlushIn{Fh: bad}), unix.EBADF},
+		{"FSYNC", encode(v, opFsync, 1, fuse.FsyncIn{Fh: bad}), unix.EBADF},
+		{"RELEASE", encode(v, opRelease, 1, fuse.ReleaseIn{Fh: bad}), 0},
+		{"RELEASEDIR", encode(v, opReleaseDir, 1, fuse.ReleaseIn{Fh: bad}), 0},
+		{"RELEASE once", encode(v, opRelease, 1, fuse.ReleaseIn{Fh: f.Fh}), 0},
+		{"RELEASE twice", encode(v, opRelease, 1, fuse.ReleaseIn{Fh: f.Fh}), 0},
+		{"READ after RELEASE", encode(v, opRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 10}), unix.EBADF},
+		{"opcode 999", encode(v, 999, 1, fuse.InHeader{}), unix.ENOSYS},
+		{"IOCTL", encode(v, 39, 1, fuse.IoctlIn{OutSize: 1 << 31}), unix.ENOSYS},
+		{"short", encode(v, opOpen, 1, fuse.InHeader{}), unix.EINVAL},
+		{"extensions", encode(v, opGetAttr, 1, fuse.GetAttrIn{InHeader: fuse.InHeader{TotalExtlen: 9}}), unix.EINVAL},
+		{"READ too large", encode(v, opRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 1 << 31}), unix.EINVAL},
+		{"READ without room", encode(v, opRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 4096}), unix.EINVAL},
+		{"READ offset", encode(v, opRead, 1, fuse.ReadIn{Fh: f.Fh, Size: 9, Offset: 1<<63 - 5}), unix.EFBIG},
+		{"WRITE size", encode(v, opWrite, 1, fuse.WriteIn{Fh: f.Fh, Size: 9}, "x"), unix.EINVAL},
+		{"WRITE offset", encode(v, opWrite, 1, fuse.WriteIn{Fh: f.Fh, Size: 1, Offset: 1<<64 - 1}, "x"), unix.EFBIG},
+		{"READDIR too large", encode(v, opReadDir, 1, fuse.ReadIn{Size: 1<<32 - 1}), unix.EINVAL},
+		{"GETXATTR too large", encode(v, opGetXAttr, 1, fuse.GetXAttrIn{Size: 1<<32 - 1}, "a\x00"), unix.EINVAL},
+	} {
+		if _, errno := q.do(c.data, 256); errno != c.want {
+			t.Errorf("%s: got %v, want %v", c.op, errno, c.want)
+		}
+	}
+	if _, errno := q.lookup(1, "file"); errno != 0 {
+		t.Errorf("lookup afterwards: %v", errno)
+	}
+}
+
+func TestWriteToReadOnlyOpenFails(t *testing.T) {
+	d := newDevice(t)
+	must(t, os.WriteFile(filepath.Join(d.dir, "f"), []byte("x"), 0o644))
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	e, errno := q.lookup(1, "f")
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	reply, errno := q.do(encode(v, opOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_RDONLY}), 64)
+	if errno := q.write(out[fuse.OpenOut](t, reply, errno).Fh, e.NodeId, 0, "data"); errno != unix.EBADF {
+		t.Errorf("got %v, want EBADF", errno)
+	}
+}
+
+// TestHostileDescriptors breaks the rules of virtio on one queue. The other queue goes on.
+func TestHostileDescriptors(t *testing.T) {
+	const in, at = 64, guestBase + slotBase
+	for _, c := range []struct {
+		name, log string
+		do        func(v *vmm, q *queue)
+	}{
+		{"index", "descriptor 64 of 64", func(v *vmm, q *queue) { q.offer(ringSize) }},
+		{"available index", "available index", func(v *vmm, q *queue) { q.avail = 1000; q.offer(0) }},
+		{"loop", "has a loop", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, 1, descNext, 1)
+			putDescriptor(q.desc(1), at, 1, descNext, 0)
+			q.offer(0)
+		}},
+		{"next", "leaves its table", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, in, descNext, 64)
+			q.offer(0)
+		}},
+		{"address", "not in the guest's memory", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), 4096, in, 0, 0)
+			q.offer(0)
+		}},
+		{"end of memory", "not in the guest's memory", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), guestBase+memSize-8, in, 0, 0)
+			q.offer(0)
+		}},
+		{"overflow", "not in the guest's memory", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), 1<<64-8, in, 0, 0)
+			q.offer(0)
+		}},
+		{"length", "not in the guest's memory", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, 1<<32-1, 0, 0)
+			q.offer(0)
+		}},
+		{"read after write", "a buffer to read follows", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, in, descWrite|descNext, 1)
+			putDescriptor(q.desc(1), at, in, 0, 0)
+			q.offer(0)
+		}},
+		{"no header", "request of 8 bytes", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, 8, 0, 0)
+			q.offer(0)
+		}},
+		{"large request", "request of 4194304 bytes", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, 4<<20, 0, 0)
+			q.offer(0)
+		}},
+		{"indirect size", "invalid indirect table", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, 20, descIndirect, 0)
+			q.offer(0)
+		}},
+		{"indirect with next", "invalid indirect table", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, 16, descIndirect|descNext, 1)
+			q.offer(0)
+		}},
+		{"indirect table", "not in the guest's memory", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), 0, 16, descIndirect, 0)
+			q.offer(0)
+		}},
+		{"nested indirect", "invalid indirect table", func(v *vmm, q *queue) {
+			putDescriptor(v.mem[slotBase:], at, 16, descIndirect, 0)
+			putDescriptor(q.desc(0), at, 16, descIndirect, 0)
+			q.offer(0)
+		}},
+		{"loop in indirect table", "has a loop", func(v *vmm, q *queue) {
+			putDescriptor(v.mem[slotBase:], at, 16, descNext, 0)
+			putDescriptor(q.desc(0), at, 16, descIndirect, 0)
+			q.offer(0)
+		}},
+		{"huge indirect table", "invalid indirect table", func(v *vmm, q *queue) {
+			putDescriptor(q.desc(0), at, descSize*(maxRingSize+1), descIndirect, 0)
+			q.offer(0)
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d := newDevice(t)
+			v := d.connect(t)
+			v.mount()
+			q := v.queues[2]
+			c.do(v, q)
+			eventually(t, "the queue is stopped", func() bool {
+				return strings.Contains(d.log.String(), "virtqueue stopped")
+			})
+			if !strings.Contains(d.log.String(), c.log) {
+				t.Errorf("log has no %q:\n%s", c.log, d.log)
+			}
+			if _, errno := v.queues[1].lookup(1, "none"); errno != unix.ENOENT {
+				t.Errorf("other queue: got %v", errno)
+			}
+			v.mem[q.at(8192)+2], v.mem[q.at(8192)+3] = 0, 0
+			q.stop()
+			clear(v.mem[q.at(0):q.at(ringSpace)])
+			q.avail, q.lastUsed = 0, 0
+			q.start(0)
+			if _, errno := q.lookup(1, "none"); errno != unix.ENOENT {
+				t.Errorf("queue after its reset: got %v", errno)
+			}
+		})
+	}
+}
+
+// TestDescriptorInUseIsRefused offers a request that is in progress.
+func TestDescriptorInUseIsRefused(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[2]
+	q.prepare(0, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+	q.offer(0)
+	eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
+	q.offer(0)
+	eventually(t, "log", func() bool { return strings.Contains(d.log.String(), "descriptor 0 is in use") })
+}
+
+func TestIndirectDescriptors(t *testing.T) {
+	v := newDevice(t).connect(t)
+	v.mount()
+	q := v.queues[1]
+	in := encode(v, opLookup, 1, fuse.InHeader{}, "none\x00")
+	at := slotAt(0)
+	copy(v.mem[at:], in)
+	table := v.mem[slotAt(1):]
+	putDescriptor(table, guestBase+uint64(at), 40, descNext, 1)
+	putDescriptor(table[descSize:], guestBase+uint64(at+40), len(in)-40, descNext, 2)
+	putDescriptor(table[2*descSize:], guestBase+uint64(at+half), 256, descWrite, 0)
+	putDescriptor(q.desc(5), guestBase+uint64(slotAt(1)), 3*descSize, descIndirect, 0)
+	q.offer(5)
+	head, n, ok := q.used()
+	if _, errno := q.reply(0, n); !ok || head != 5 || errno != unix.ENOENT {
+		t.Errorf("got descriptor %d, %v, want 5, ENOENT", head, errno)
+	}
+}
+
+// TestBufferAcrossRegions reads into a buffer that begins in one region and ends in the next.
+func TestBufferAcrossRegions(t *testing.T) {
+	d := newDevice(t)
+	data := bytes.Repeat([]byte("virtiofs"), 1000)
+	must(t, os.WriteFile(filepath.Join(d.dir, "f"), data, 0o644))
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	e, errno := q.lookup(1, "f")
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	reply, errno := q.do(encode(v, opOpen, e.NodeId, fuse.OpenIn{}), 64)
+	fh := out[fuse.OpenOut](t, reply, errno).Fh
+	const to = 2<<20 - 3000
+	q.prepare(0, encode(v, opRead, e.NodeId, fuse.ReadIn{Fh: fh, Size: 8000}), 0)
+	putDescriptor(q.desc(0), guestBase+uint64(slotAt(0)), 80, descNext, 1)
+	putDescriptor(q.desc(1), guestBase+to, 8000+replySize, descWrite, 0)
+	q.offer(0)
+	if _, n, ok := q.used(); !ok || n != 8000+replySize || !bytes.Equal(v.mem[to+replySize:][:8000], data) {
+		t.Errorf("got %d bytes", n)
+	}
+}
+
+// TestStopDrainsQueue stops a queue while requests wait, as a VMM does that pauses its guest.
+func TestStopDrainsQueue(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	f := v.queues[1].create(1, "f")
+	q := v.queues[2]
+	const n = 4
+	for i := 1; i <= n; i++ { // slot 0 is for the other queue
+		q.prepare(i, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+		q.offer(2 * i)
+	}
+	eventually(t, "requests wait", func() bool { return d.fs.waiting.Load() == n })
+	if _, errno := v.queues[1].lookup(1, "none"); errno != unix.ENOENT {
+		t.Errorf("other queue: got %v", errno)
+	}
+	base := q.stop()
+	if base != n {
+		t.Errorf("index: got %d, want %d", base, n)
+	}
+	for range n {
+		head, size, ok := q.used()
+		if _, errno := q.reply(head/2, size); !ok || errno != unix.EINTR {
+			t.Errorf("request in progress: got %v, want EINTR", errno)
+		}
+	}
+	q.prepare(0, encode(v, opLookup, 1, fuse.InHeader{}, "none\x00"), 256)
+	q.offer(0) // before the queue starts again
+	q.start(base)
+	if _, _, ok := q.used(); !ok {
+		t.Error("no reply after the queue started again")
+	}
+	if errno := q.write(f.Fh, f.NodeId, 0, "the session goes on"); errno != 0 {
+		t.Errorf("write after the pause: %v", errno)
+	}
+}
+
+func TestInterruptEndsRequest(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	q.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+	unique := v.unique
+	q.offer(2)
+	eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
+	h := v.queues[0]
+	h.prepare(2, encode(v, opInterrupt, 0, fuse.InterruptIn{Unique: unique}), 0)
+	h.offer(4)
+	head, size, ok := q.used()
+	if _, errno := q.reply(1, size); !ok || head != 2 || errno != unix.EINTR {
+		t.Errorf("got %v, want EINTR", errno)
+	}
+}
+
+// TestReconnect ends a VMM with open files and a request in progress. The data is written, and the
+// numbers of its session are invalid in the next one.
+func TestReconnect(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	f := q.create(1, "f")
+	if errno := q.write(f.Fh, f.NodeId, 0, "unwritten"); errno != 0 {
+		t.Fatal(errno)
+	}
+	q.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+	q.offer(2)
+	eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
+	v.conn.Close()
+	next := d.connect(t)
+	next.mount()
+	q = next.queues[2]
+	if errno := q.write(f.Fh, f.NodeId, 0, "x"); errno != unix.EBADF {
+		t.Errorf("open file of the session before: got %v, want EBADF", errno)
+	}
+	if _, errno := q.do(encode(next, opGetAttr, f.NodeId, fuse.GetAttrIn{}), 256); errno != unix.ESTALE {
+		t.Errorf("node of the session before: got %v, want ESTALE", errno)
+	}
+	eventually(t, "data on the server", func() bool {
+		b, _ := os.ReadFile(filepath.Join(d.dir, "f"))
+		return string(b) == "unwritten"
+	})
+	eventually(t, "nodes are forgotten", func() bool { return d.fs.Inodes() == 1 })
+}
+
+// TestGuestReboots begins a session while one is open.
+func TestGuestReboots(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	f := v.queues[1].create(1, "f")
+	v.mount()
+	if errno := v.queues[1].write(f.Fh, f.NodeId, 0, "x"); errno != unix.EBADF {
+		t.Errorf("open file of the session before: got %v, want EBADF", errno)
+	}
+	if _, errno := v.queues[1].do(encode(v, opDestroy, 0, fuse.InHeader{}), 0); errno != 0 {
+		t.Errorf("DESTROY: %v", errno)
+	}
+	if d.server.InUse() {
+		t.Error("in use after DESTROY")
+	}
+}
+
+func TestSecondVMMIsRefused(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	second := d.dial(t)
+	if _, err := second.receive(); err == nil {
+		t.Error("second VMM got a reply")
+	}
+	if _, errno := v.queues[1].lookup(1, "none"); errno != unix.ENOENT {
+		t.Errorf("first VMM: got %v", errno)
+	}
+}
+
+// TestTruncatedMemory truncates the file of the guest's memory, which makes each access fault.
+func TestTruncatedMemory(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	must(t, unix.Ftruncate(v.memfd, slotBase)) // the tables stay
+	putDescriptor(q.desc(0), guestBase+slotBase, 64, 0, 0)
+	q.offer(0)
+	eventually(t, "queue is stopped", func() bool { return strings.Contains(d.log.String(), errFault.Error()) })
+	must(t, unix.Ftruncate(v.memfd, 0))
+	_, _ = unix.Write(v.queues[2].kick, le64(1))
+	eventually(t, "both queues are stopped", func() bool {
+		return strings.Count(d.log.String(), errFault.Error()) >= 2
+	})
+	v.conn.Close()
+	next := d.connect(t)
+	next.mount()
+}
+
+// TestMemoryChange gives a running guest another memory table.
+func TestMemoryChange(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	q.prepare(1, encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"), 256)
+	unique := v.unique
+	q.offer(2)
+	eventually(t, "request waits", func() bool { return d.fs.waiting.Load() == 1 })
+	v.message(msgSetMemTable, memTable(region{guestBase, memSize, userBase, 0}), v.memfd)
+	v.queues[0].prepare(2, encode(v, opInterrupt, 0, fuse.InterruptIn{Unique: unique}), 0)
+	v.queues[0].offer(4)
+	if _, size, ok := q.used(); !ok || size != replySize {
+		t.Errorf("request with the memory before: got %d bytes", size)
+	}
+	if _, errno := q.lookup(1, "none"); errno != unix.ENOENT {
+		t.Errorf("lookup afterwards: %v", errno)
+	}
+}
+
+// TestInvalidMessagesEndConnection sends messages that a VMM must not send.
+func TestInvalidMessagesEndConnection(t *testing.T) {
+	d := newDevice(t)
+	pipe := make([]int, 2)
+	must(t, unix.Pipe2(pipe, unix.O_CLOEXEC))
+	defer unix.Close(pipe[0])
+	defer unix.Close(pipe[1])
+	page := region{guestBase, pageSize, userBase, 0}
+	with := func(change func(*region)) []byte {
+		r := page
+		change(&r)
+		return memTable(r)
+	}
+	mem := -1 // the memory of the VMM
+	for _, c := range []struct {
+		name    string
+		kind    uint32
+		payload []byte
+		fds     []int
+	}{
+		{"unknown", 200, nil, nil},
+		{"features", msgSetFeatures, le64(1 << 40), nil},
+		{"no virtio 1", msgSetFeatures, le64(featureProtocol), nil},
+		{"short", msgSetFeatures, []byte{1}, nil},
+		{"protocol features", msgSetProtocolFeatures, le64(1 << 20), nil},
+		{"memory without regions", msgSetMemTable, memTable(), nil},
+		{"memory without descriptor", msgSetMemTable, memTable(page), nil},
+		{"memory short", msgSetMemTable, le64(3), []int{mem}},
+		{"memory of a pipe", msgSetMemTable, memTable(page), pipe[:1]},
+		{"memory size", msgSetMemTable, with(func(r *region) { r.size = 2 * memSize }), []int{mem}},
+		{"memory size 0", msgSetMemTable, with(func(r *region) { r.size = 0 }), []int{mem}},
+		{"memory size overflow", msgSetMemTable, with(func(r *region) { r.size = 1<<64 - pageSize }), []int{mem}},
+		{"memory offset", msgSetMemTable, with(func(r *region) { r.offset = 100 }), []int{mem}},
+		{"memory offset end", msgSetMemTable, with(func(r *region) { r.offset = memSize }), []int{mem}},
+		{"memory user overflow", msgSetMemTable, with(func(r *region) { r.user = 1<<64 - pageSize }), []int{mem}},
+		{"memory overlap", msgSetMemTable, memTable(page, page), []int{mem, mem}},
+		{"queue", msgSetVringNum, state(maxRings, 64), nil},
+		{"queue size 0", msgSetVringNum, state(0, 0), nil},
+		{"queue size 3", msgSetVringNum, state(0, 3), nil},
+		{"queue size", msgSetVringNum, state(0, 2*maxRingSize), nil},
+		{"addresses without memory", msgSetVringAddr, make([]byte, 40), nil},
+		{"kick of a pipe", msgSetVringKick, le64(0), pipe[:1]},
+		{"kick without descriptor", msgSetVringKick, le64(0), nil},
+		{"kick of a polled queue", msgSetVringKick, le64(noDescriptor), nil},
+		{"call of a pipe", msgSetVringCall, le64(0), pipe[1:]},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			v := d.dial(t)
+			v.message(msgSetFeatures, le64(features))
+			v.message(msgSetProtocolFeatures, le64(protocolFeatures))
+			fds := append([]int(nil), c.fds...)
+			for i := range fds {
+				if fds[i] == mem {
+					fds[i] = v.memfd
+				}
+			}
+			must(t, v.send(c.kind, flagNeedReply, c.payload, fds...))
+			if reply, err := v.receive(); err != nil || len(reply) != 8 || reply[0] == 0 {
+				t.Errorf("reply: got %v, %v, want an error", reply, err)
+			}
+			if _, err := v.receive(); err == nil {
+				t.Error("connection is open")
+			}
+			want := fmt.Sprintf("vhost-user message %d", c.kind)
+			eventually(t, "log has "+want, func() bool { return strings.Contains(d.log.String(), want) })
+		})
+	}
+}

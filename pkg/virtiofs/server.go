@@ -1,0 +1,150 @@
+package virtiofs
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+)
+
+// endTimeout is how long a new connection waits for the end of the one before, whose VMM may have
+// ended just now.
+const endTimeout = 2 * time.Second
+
+// A FileSystem is served to a guest.
+type FileSystem interface {
+	front.FileSystem
+	// EndSession closes the files and forgets the nodes of a guest. No request is in progress. A
+	// number of a node or an open file must not get valid again in the next session.
+	EndSession()
+}
+
+// A Config configures a Server.
+type Config struct {
+	Socket  string // path
+	FS      FileSystem
+	Options *fuse.MountOptions // those of front.NewHandler
+	Log     hclog.Logger
+}
+
+// A Server serves a file system to one VMM at a time. Its methods are safe for concurrent use.
+type Server struct {
+	fs      FileSystem
+	opts    *fuse.MountOptions
+	log     hclog.Logger
+	listens *listener
+	work    sync.WaitGroup // the accept loop and the connections
+	done    chan struct{}  // closed when the server has ended
+
+	mu     sync.Mutex
+	closed bool
+	active *conn // nil without a VMM
+}
+
+// Listen makes the socket and accepts VMMs. It replaces a socket without a listener. The caller
+// closes the Server.
+func Listen(c Config) (*Server, error) {
+	if !littleEndian() {
+		return nil, errors.New("virtiofs: big-endian hosts are not supported")
+	}
+	l, err := listen(c.Socket)
+	if err != nil {
+		return nil, fmt.Errorf("virtiofs: %w", err)
+	}
+	s := &Server{fs: checkedFS{c.FS}, opts: c.Options, log: c.Log, listens: l, done: make(chan struct{})}
+	s.work.Go(s.accept)
+	go func() {
+		s.work.Wait()
+		close(s.done)
+	}()
+	return s, nil
+}
+
+// accept accepts connections until the listener is closed.
+func (s *Server) accept() {
+	for {
+		socket, err := s.listens.AcceptUnix()
+		switch {
+		case errors.Is(err, net.ErrClosed):
+			return
+		case err != nil:
+			s.log.Error("accept of a VMM failed", "error", err)
+			time.Sleep(time.Second)
+			continue
+		}
+		if c := s.begin(socket); c != nil {
+			s.work.Go(func() { s.serve(c) })
+		}
+	}
+}
+
+// begin makes the connection of a VMM the active one. It returns nil if there is another VMM.
+func (s *Server) begin(socket *net.UnixConn) *conn {
+	s.mu.Lock()
+	before := s.active
+	s.mu.Unlock()
+	if before != nil {
+		select {
+		case <-before.ended:
+		case <-time.After(endTimeout):
+			s.log.Warn("refused a second VMM; one VMM at a time can use the share")
+			socket.Close()
+			return nil
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		socket.Close()
+		return nil
+	}
+	s.active = newConn(s, socket)
+	return s.active
+}
+
+func (s *Server) serve(c *conn) {
+	s.log.Info("VMM connected")
+	if err := c.serve(); err != nil {
+		s.log.Error("connection of the VMM ended", "error", err)
+	} else {
+		s.log.Info("VMM disconnected")
+	}
+	s.mu.Lock()
+	s.active = nil
+	s.mu.Unlock()
+	close(c.ended)
+}
+
+// InUse reports whether a guest has the file system mounted.
+func (s *Server) InUse() bool {
+	s.mu.Lock()
+	c := s.active
+	s.mu.Unlock()
+	return c != nil && c.handler.Load() != nil
+}
+
+// StopListening removes the socket. The Server ends with the VMM that is connected.
+func (s *Server) StopListening() error { return s.listens.Close() }
+
+// Close removes the socket, ends the connection of the VMM, and ends the requests in progress. It
+// returns when the Server has ended.
+func (s *Server) Close() error {
+	err := s.listens.Close()
+	s.mu.Lock()
+	s.closed = true
+	if s.active != nil {
+		_ = s.active.socket.Close()
+	}
+	s.mu.Unlock()
+	<-s.done
+	return err
+}
+
+// Wait returns when the Server has ended.
+func (s *Server) Wait() { <-s.done }
