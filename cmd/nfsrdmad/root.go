@@ -36,8 +36,9 @@ func rootCommand() *cobra.Command {
 	root.PersistentFlags().StringVar(&c.output, "output", "text",
 		"text or json, for mount, list, status, trace, doctor and version")
 	root.AddCommand(childCommands()...)
-	root.AddCommand(daemonCommand(), stopCommand(c), mountCommand(c), umountCommand(c), listCommand(c),
-		statusCommand(c), traceCommand(c), doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
+	root.AddCommand(daemonCommand(), stopCommand(c), mountCommand(c), virtiofsCommand(c), umountCommand(c),
+		listCommand(c), statusCommand(c), traceCommand(c),
+		doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
 	root.SetVersionTemplate("nfsrdmad {{.Version}}\n")
 	configureHelp(root)
 	return root

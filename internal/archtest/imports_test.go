@@ -18,7 +18,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/daemon", "internal/fdstore pkg/control pkg/metrics pkg/mount pkg/verbs/rdmacore"},
 	{"pkg/mount", "internal/fdstore internal/running internal/slotfile pkg/control pkg/front pkg/fusefs pkg/membuf " +
 		"pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc pkg/trace pkg/verbs " +
-		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
 	{"internal/nfstest", "internal/ganeshatest internal/testutil pkg/fusefs pkg/nfs3 pkg/sunrpc"},
 	{"internal/ganeshatest", "internal/rpctcp internal/testutil pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
 	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
@@ -67,6 +67,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/lab/beside", ""},
 	{"test/lab/knfsd", ""},
 	{"test/lab/rdmacore", ""},
+	{"test/lab/virtiofs", ""},
 	{"test/mutants", ""},
 	{"test/programs", ""},
 	{"test/restart", ""},
@@ -77,7 +78,7 @@ var testPackages = []string{
 	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/powertest",
 	"internal/systemdtest", "internal/testutil", "pkg/verbs/verbstest",
 	"test/differential", "test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd",
-	"test/lab/rdmacore", "test/mutants", "test/programs", "test/restart",
+	"test/lab/rdmacore", "test/lab/virtiofs", "test/mutants", "test/programs", "test/restart",
 }
 
 func TestImportsAreAllowed(t *testing.T) {

@@ -27,6 +27,8 @@ type MountRequest struct {
 	Spec    string `json:"spec"`    // HOST:/EXPORT
 	Dir     string `json:"dir"`     // absolute path
 	Options string `json:"options"` // the value of -o
+	// Virtiofs makes a Unix socket with the path Dir for a virtual machine, instead of a mount.
+	Virtiofs bool `json:"virtiofs,omitempty"`
 }
 
 // An UmountMode selects the kind of an unmount.

@@ -44,8 +44,16 @@ const (
 	settleTimeout = time.Second
 )
 
-// A mountStack is the stack of one mount, from the provider to /dev/fuse. It implements
-// mountInstance.
+// A frontServer serves the file system of a mount: to this host's kernel or to a virtual machine.
+type frontServer interface {
+	Wait() // returns when the mount has ended
+	Unmount() error
+	UnmountLazy() error
+	ForceUnmount() error
+}
+
+// A mountStack is the stack of one mount, from the provider to /dev/fuse or to a virtual machine.
+// It implements mountInstance.
 type mountStack struct {
 	plan
 	inject     *faults.Plan // nil for none
@@ -58,7 +66,7 @@ type mountStack struct {
 	locks      *nlm.Client // nil if the kernel keeps all locks
 	fs         *fusefs.FS
 	lockedFS   atomic.Pointer[fusefs.FS] // fs, for locks, which exists before
-	server     *fusefs.Server
+	server     frontServer
 	procs      [nfs3.NumProcs]metrics.Histogram
 	ops        [fusefs.NumOps]metrics.Histogram
 	keeper     *keeper // nil if the mount ends with the process
@@ -164,6 +172,10 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 		return nil
 	}
 	undo = append(undo, s.closeFS)
+	if s.virtiofs {
+		s.server, err = s.serveGuest(log)
+		return err
+	}
 	s.server, err = fusefs.MountAt(s.at, s.fs, mo)
 	if err == nil && s.keeper != nil && !s.keeper.offered {
 		log.Info("the mount ends with the daemon: the kernel cannot send requests again; use Linux 6.9 or later",
@@ -191,7 +203,7 @@ func (s *mountStack) keep(root *mountd.Result, log hclog.Logger) (err error) {
 		s.keeper = s.left.keeper
 		return nil
 	}
-	if s.shared.store == nil {
+	if s.shared.store == nil || s.virtiofs {
 		return nil
 	}
 	s.keeper, err = newKeeper(s.shared.store, s.shared.helper, &description{Spec: s.spec.String(), Dir: s.dir,
@@ -294,7 +306,7 @@ func (s *mountStack) fsOptions(log hclog.Logger) fusefs.Options {
 		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, DirtyExpire: s.opts.DirtyExpire,
 		DirtyBytes: int64(s.opts.DirtyBytes), DirtyTotal: s.shared.dirty, Lost: s.lost, Failed: s.failed,
 		Invalid: s.invalidReply, Observe: s.observeOp, Warn: log.With("mount", s.dir).Warn,
-		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Locks: s.locks,
+		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Locks: s.locks, Guest: s.virtiofs,
 		LocalPosix: s.opts.LocalLock == lockPosix, LocalFlock: s.opts.LocalLock == lockFlock}
 	if s.keeper != nil {
 		o.State, o.Buffers, o.Settled = s.keeper.state, s.keeper.buffers, s.settled
@@ -401,6 +413,9 @@ func (s *mountStack) umountError(err error) error {
 	switch {
 	case err == nil, errors.Is(err, unix.EINVAL): // EINVAL: another process has unmounted it
 		return nil
+	case errors.Is(err, unix.EBUSY) && s.virtiofs:
+		return &control.Error{Code: control.CodeMount, Err: err, Text: "unmount " + s.dir +
+			": in use by a virtual machine; unmount it there, or use --lazy or --force"}
 	case errors.Is(err, unix.EBUSY):
 		return &control.Error{Code: control.CodeMount, Err: err, Text: "unmount " + s.dir +
 			": in use; close its files (fuser -m lists the processes), or use --lazy or --force"}

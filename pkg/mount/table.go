@@ -49,9 +49,11 @@ type mountInstance interface {
 type plan struct {
 	spec Spec
 	dir  string             // without symbolic links
-	at   *fusefs.MountPoint // dir, open until the mount is built
+	at   *fusefs.MountPoint // dir, open until the mount is built; nil with virtiofs
 	opts Options
-	left *leftMount // the mount of an earlier process; nil for a new one
+	// virtiofs: dir is the path of a socket for a virtual machine
+	virtiofs bool
+	left     *leftMount // the mount of an earlier process; nil for a new one
 }
 
 // A builder makes the layers of one mount and mounts it. It returns when ctx ends. If it fails, it
@@ -140,7 +142,9 @@ func (t *Table) Mount(ctx context.Context, r control.MountRequest) (control.Moun
 	if err != nil {
 		return control.MountInfo{}, err
 	}
-	defer p.at.Close()
+	if p.at != nil {
+		defer p.at.Close()
+	}
 	e, err := t.reserve(p, cancel)
 	if err != nil {
 		return control.MountInfo{}, err
@@ -183,6 +187,9 @@ func (t *Table) plan(ctx context.Context, r control.MountRequest) (plan, error) 
 	opts, err := ParseOptions(t.base, r.Options)
 	if err != nil {
 		return plan{}, err
+	}
+	if r.Virtiofs {
+		return plan{spec: spec, dir: filepath.Clean(r.Dir), opts: opts, virtiofs: true}, nil
 	}
 	if err := CheckPrivilege(); err != nil {
 		return plan{}, err

@@ -140,6 +140,19 @@ func check(in []byte, room, maxData int) syscall.Errno {
 	return checkSizes(in, len(payload), room, maxData)
 }
 
+// changes reports whether a checked request changes the file system.
+func changes(in []byte) bool {
+	switch (*fuse.InHeader)(unsafe.Pointer(&in[0])).Opcode {
+	case opSetAttr, opSymlink, opMknod, opMkdir, opUnlink, opRmdir, opRename, opRename2, opLink, opWrite, opSetXAttr,
+		opRemoveXAttr, opCreate:
+		return true
+	case opOpen:
+		flags := (*fuse.OpenIn)(unsafe.Pointer(&in[0])).Flags
+		return flags&syscall.O_ACCMODE != syscall.O_RDONLY || flags&syscall.O_TRUNC != 0
+	}
+	return false
+}
+
 // checkSizes checks sizes and offsets of data.
 func checkSizes(in []byte, payload, room, maxData int) syscall.Errno {
 	p := unsafe.Pointer(&in[0])

@@ -94,6 +94,38 @@ func TestFileOperations(t *testing.T) {
 	}
 }
 
+// TestReadOnlyShare sends requests that change the file system.
+func TestReadOnlyShare(t *testing.T) {
+	d := newDevice(t)
+	must(t, os.WriteFile(filepath.Join(d.dir, "f"), []byte("x"), 0o644))
+	d.server.ro = true // before the first VMM
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	e, errno := q.lookup(1, "f")
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	for _, in := range [][]byte{
+		encode(v, opSetAttr, e.NodeId, fuse.SetAttrIn{}),
+		encode(v, opMkdir, 1, fuse.MkdirIn{}, "d\x00"),
+		encode(v, opMknod, 1, fuse.MknodIn{}, "d\x00"),
+		encode(v, opUnlink, 1, fuse.InHeader{}, "f\x00"),
+		encode(v, opCreate, 1, fuse.CreateIn{}, "d\x00"),
+		encode(v, opRename2, 1, fuse.RenameIn{Newdir: 1}, "f\x00d\x00"),
+		encode(v, opOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_WRONLY}),
+		encode(v, opOpen, e.NodeId, fuse.OpenIn{Flags: syscall.O_RDONLY | syscall.O_TRUNC}),
+		encode(v, opWrite, e.NodeId, fuse.WriteIn{}),
+	} {
+		if _, errno := q.do(in, 256); errno != unix.EROFS {
+			t.Errorf("opcode %d: got %v, want EROFS", in[4], errno)
+		}
+	}
+	if _, errno := q.do(encode(v, opOpen, e.NodeId, fuse.OpenIn{}), 64); errno != 0 {
+		t.Errorf("open for reading: %v", errno)
+	}
+}
+
 func TestRequestBeforeInitFails(t *testing.T) {
 	v := newDevice(t).connect(t)
 	if _, errno := v.queues[1].lookup(1, "x"); errno != unix.ENOTCONN {
@@ -435,14 +467,15 @@ func TestReconnect(t *testing.T) {
 	if errno := q.write(f.Fh, f.NodeId, 0, "x"); errno != unix.EBADF {
 		t.Errorf("open file of the session before: got %v, want EBADF", errno)
 	}
-	if _, errno := q.do(encode(next, opGetAttr, f.NodeId, fuse.GetAttrIn{}), 256); errno != unix.ESTALE {
-		t.Errorf("node of the session before: got %v, want ESTALE", errno)
-	}
 	eventually(t, "data on the server", func() bool {
 		b, _ := os.ReadFile(filepath.Join(d.dir, "f"))
 		return string(b) == "unwritten"
 	})
+	// A node stays until its data is written.
 	eventually(t, "nodes are forgotten", func() bool { return d.fs.Inodes() == 1 })
+	if _, errno := q.do(encode(next, opGetAttr, f.NodeId, fuse.GetAttrIn{}), 256); errno != unix.ESTALE {
+		t.Errorf("node of the session before: got %v, want ESTALE", errno)
+	}
 }
 
 // TestGuestReboots begins a session while one is open.

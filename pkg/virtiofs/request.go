@@ -107,6 +107,10 @@ func (q *request) handle() {
 		q.fail(errno)
 		return
 	}
+	if q.c.s.ro && changes(q.msg) {
+		q.fail(syscall.EROFS)
+		return
+	}
 	switch h.Opcode {
 	case opInit:
 		q.c.beginSession(q)

@@ -20,8 +20,8 @@ const endTimeout = 2 * time.Second
 // A FileSystem is served to a guest.
 type FileSystem interface {
 	front.FileSystem
-	// EndSession closes the files and forgets the nodes of a guest. No request is in progress. A
-	// number of a node or an open file must not get valid again in the next session.
+	// EndSession closes the files and forgets the nodes of a guest. No request is in progress. The
+	// next session must not use their numbers for other nodes and files.
 	EndSession()
 }
 
@@ -30,13 +30,16 @@ type Config struct {
 	Socket  string // path
 	FS      FileSystem
 	Options *fuse.MountOptions // those of front.NewHandler
-	Log     hclog.Logger
+	// ReadOnly refuses requests that change the file system, with EROFS.
+	ReadOnly bool
+	Log      hclog.Logger
 }
 
 // A Server serves a file system to one VMM at a time. Its methods are safe for concurrent use.
 type Server struct {
 	fs      FileSystem
 	opts    *fuse.MountOptions
+	ro      bool
 	log     hclog.Logger
 	listens *listener
 	work    sync.WaitGroup // the accept loop and the connections
@@ -57,7 +60,8 @@ func Listen(c Config) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("virtiofs: %w", err)
 	}
-	s := &Server{fs: checkedFS{c.FS}, opts: c.Options, log: c.Log, listens: l, done: make(chan struct{})}
+	s := &Server{fs: checkedFS{c.FS}, opts: c.Options, ro: c.ReadOnly, log: c.Log, listens: l,
+		done: make(chan struct{})}
 	s.work.Go(s.accept)
 	go func() {
 		s.work.Wait()

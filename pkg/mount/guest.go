@@ -1,0 +1,45 @@
+package mount
+
+import (
+	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/virtiofs"
+)
+
+// A guestServer serves a file system to a virtual machine.
+type guestServer struct {
+	*virtiofs.Server
+	fs *fusefs.FS
+}
+
+// serveGuest makes the socket of the mount.
+func (s *mountStack) serveGuest(log hclog.Logger) (frontServer, error) {
+	debug := log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug})
+	v, err := virtiofs.Listen(virtiofs.Config{Socket: s.dir, FS: s.fs, ReadOnly: s.opts.ReadOnly,
+		Options: s.fs.GuestOptions(debug), Log: log.Named("virtiofs").With("socket", s.dir)})
+	if err != nil {
+		return nil, err
+	}
+	return &guestServer{v, s.fs}, nil
+}
+
+// Unmount removes the socket and ends the connection of the virtual machine. It returns EBUSY while
+// a guest has the file system mounted.
+func (g *guestServer) Unmount() error {
+	if g.InUse() {
+		return unix.EBUSY
+	}
+	return g.Close()
+}
+
+// UnmountLazy removes the socket. The mount ends with the virtual machine that is connected.
+func (g *guestServer) UnmountLazy() error { return g.StopListening() }
+
+// ForceUnmount ends all requests and the connection of the virtual machine. Data that is not
+// written is lost.
+func (g *guestServer) ForceUnmount() error {
+	g.fs.Abort()
+	return g.Close()
+}
