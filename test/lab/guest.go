@@ -270,6 +270,11 @@ func (g *Guest) arguments() []string {
 		// The host's root contains other file systems, whose inode numbers must not collide.
 		args = append(args, "-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap")
 	}
+	if o.Virtiofs != "" {
+		args = append(args, "-object", fmt.Sprintf("memory-backend-memfd,id=mem,size=%dM,share=on", o.MemoryMiB),
+			"-numa", "node,memdev=mem", "-chardev", "socket,id=virtiofs,path="+o.Virtiofs,
+			"-device", "vhost-user-fs-pci,chardev=virtiofs,tag=share,queue-size=1024")
+	}
 	return append(args, "-append", line)
 }
 

@@ -53,6 +53,9 @@ type Options struct {
 	// has its host path. A guest may not see the host's changes to files that the guest has already
 	// read: put results into Share.
 	HostRoot bool
+	// Virtiofs is the socket of a vhost-user-fs device that the guest mounts with
+	// "mount -t virtiofs share DIR"; "" is none. It cannot contain commas.
+	Virtiofs string
 	// Link joins the guest to a link, by a card eth1 with Address. Without Address the link assigns
 	// the next one of 10.9.0.0/24. The RDMA device is then on eth1, not on eth0: other guests reach
 	// it at Guest.Linked, and the host cannot reach it.

@@ -30,7 +30,7 @@ GUEST_MODULES=(
   virtio_pci virtio_net virtio_blk virtio_console virtio_rng 9pnet_virtio 9p
   ext4 libcrc32c crc32c_generic crc32c_intel crc32_generic crc32_pclmul
   nfsd nfs nfsv3 nfsv4 nfs_layout_nfsv41_files nfs_layout_flexfiles auth_rpcgss rpcsec_gss_krb5
-  rpcrdma rdma_rxe rdma_ucm ib_uverbs iw_cm fuse
+  rpcrdma rdma_rxe rdma_ucm ib_uverbs iw_cm fuse virtiofs
   af_packet ifb sch_netem sch_tbf sch_ingress cls_matchall cls_u32 act_mirred act_police veth
   tcp_diag) # for ss -K
 
