@@ -216,6 +216,13 @@ func TestInventedNumbersFail(t *testing.T) {
 	if _, errno := q.lookup(1, "file"); errno != 0 {
 		t.Errorf("lookup afterwards: %v", errno)
 	}
+	const room = 3 << 20
+	q.prepare(0, encode(v, opReadDir, 1, fuse.ReadIn{Fh: f.Fh, Size: 2 << 20}), room)
+	q.offer(0)
+	_, n, _ := q.used()
+	if _, errno := q.reply(0, n); errno != unix.EINVAL {
+		t.Errorf("READDIR of 2 MiB with room for a reply: got %v, want EINVAL", errno)
+	}
 }
 
 func TestWriteToReadOnlyOpenFails(t *testing.T) {
@@ -503,6 +510,9 @@ func TestSecondVMMIsRefused(t *testing.T) {
 	second := d.dial(t)
 	if _, err := second.receive(); err == nil {
 		t.Error("second VMM got a reply")
+	}
+	if want := "refused a second VMM"; !strings.Contains(d.log.String(), want) {
+		t.Errorf("log has no %q", want)
 	}
 	if _, errno := v.queues[1].lookup(1, "none"); errno != unix.ENOENT {
 		t.Errorf("first VMM: got %v", errno)

@@ -195,7 +195,7 @@ func (d *device) dial(t testing.TB) *vmm {
 	c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: d.socket, Net: "unix"})
 	must(t, err)
 	must(t, c.SetDeadline(time.Now().Add(testTimeout)))
-	v := &vmm{t: t, conn: c}
+	v := &vmm{t: t, conn: c, unique: 1000}
 	v.memfd, err = unix.MemfdCreate("guest", unix.MFD_CLOEXEC)
 	must(t, err)
 	must(t, unix.Ftruncate(v.memfd, memSize))

@@ -178,9 +178,10 @@ func (q *request) fail(errno syscall.Errno) {
 
 // end gives the request back to the guest.
 func (q *request) end() {
+	defer q.ring.requests.Done()
+	defer q.mem.release()
+	defer q.ring.failOnPanic()
 	q.ring.complete(q, q.size)
-	q.mem.release()
-	q.ring.requests.Done()
 }
 
 // beginSession handles INIT. A session before ends.

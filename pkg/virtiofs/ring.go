@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 )
@@ -220,6 +221,7 @@ func (r *ring) close() {
 // run handles requests after each kick, until the deadline of kick.
 func (r *ring) run(kick *os.File, stopped chan<- struct{}) {
 	defer close(stopped)
+	defer r.failOnPanic()
 	count := make([]byte, 8)
 	for {
 		if err := r.takeAll(); err != nil {
@@ -232,6 +234,13 @@ func (r *ring) run(kick *os.File, stopped chan<- struct{}) {
 			}
 			return
 		}
+	}
+}
+
+// failOnPanic makes a panic end the ring instead of the process.
+func (r *ring) failOnPanic() {
+	if v := recover(); v != nil {
+		r.fail(fmt.Errorf("panic: %v\n%s", v, debug.Stack()))
 	}
 }
 
