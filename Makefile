@@ -11,6 +11,8 @@ DEBS    := nfs-ganesha nfs-ganesha-vfs rpcbind nfs-common tshark fuse3 acl rsync
 PROGRAMS := postgresql postgresql-contrib sqlite3 dbench stress-ng fio rsync tar git
 FUZZTIME ?= 60s
 LINT    := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+# Switches FUSE over io_uring on, on kernels that have it, while a command runs.
+WITH_URING := test/with-uring
 # The rdma-core provider needs a C compiler and the headers of rdma-core. The program opens the
 # libraries at run time, so it also runs on hosts without them.
 RDMACORE := $(if $(and $(wildcard /usr/include/rdma/rdma_cma.h),$(shell command -v $${CC:-gcc})),-tags rdmacore)
@@ -46,7 +48,7 @@ deps:
 # Each package runs in namespaces of its own, so that packages can run at the same time. Those that
 # take longest start first.
 test: deps
-	NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
+	$(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
 	  -exec $(CURDIR)/test/isolate -timeout 30m ./test/integration ./pkg/fusefs ./cmd/nfsrdmad ./...
 	# Not possible under the race detector.
 	out=$$($(GO) test -v -run '^TestCallsDoNotAllocate$$' ./pkg/nfs3); echo "$$out"; \
@@ -80,7 +82,7 @@ soak: test-programs lab
 	NFSRDMAD_DIFFERENTIAL=15m $(GO) test -run '^TestDifferential$$' -v -count 1 -timeout 2h ./test/integration
 	NFSRDMAD_POWER=400 $(GO) test -run '^(TestPowerFailure|TestPowerDaemon)$$' -v -count 1 -timeout 6h \
 	  ./test/integration
-	NFSRDMAD_LAB=1 NFSRDMAD_RESTARTS=20 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./test/restart
+	$(WITH_URING) env NFSRDMAD_LAB=1 NFSRDMAD_RESTARTS=20 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 2h ./test/restart
 	NFSRDMAD_LAB=1 NFSRDMAD_POWER=200 $(GO) test -run '^TestServers$$/softiwarp$$/^power_failures$$' -v -timeout 6h \
 	  -exec $(CURDIR)/test/isolate ./test/lab/knfsd
 

@@ -15,7 +15,7 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/demo", "internal/nfsserve pkg/control pkg/daemon pkg/fusefs pkg/mount pkg/verbs/softiwarp"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs3/nfsacl"},
-	{"pkg/daemon", "internal/fdstore pkg/control pkg/metrics pkg/mount pkg/verbs/rdmacore"},
+	{"pkg/daemon", "internal/fdstore pkg/control pkg/front pkg/metrics pkg/mount pkg/verbs/rdmacore"},
 	{"pkg/mount", "internal/fdstore internal/running internal/slotfile pkg/control pkg/front pkg/fusefs pkg/membuf " +
 		"pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc pkg/trace pkg/verbs " +
 		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
@@ -45,10 +45,10 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/testutil", "internal/leakcheck internal/verify"},
 	{"pkg/control", "pkg/stats"},
 	{"internal/slotfile", "internal/memfd"},
+	{"pkg/front", "internal/memfd"},
 	{"pkg/membuf", "internal/leakcheck internal/memfd"},
 	{"pkg/nfs3", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
-	{"pkg/front", ""},
 	{"internal/archtest", ""},
 	{"internal/fdstore", ""},
 	{"internal/leakcheck", ""},

@@ -1,6 +1,7 @@
 package testutil
 
 import (
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -8,6 +9,7 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 )
 
 // Tests belong to one of two tiers:
@@ -35,6 +37,25 @@ func NeedsFUSE(tb testing.TB) {
 	NeedsRoot(tb)
 	if _, err := os.Stat("/dev/fuse"); err != nil {
 		tb.Fatalf("this test needs FUSE: %v; run modprobe fuse", err)
+	}
+}
+
+// NeedsURing marks a test that uses FUSE over io_uring. `make test` switches it on where the kernel
+// has it. On other kernels the test is skipped.
+func NeedsURing(tb testing.TB) {
+	tb.Helper()
+	NeedsFUSE(tb)
+	const parameter = "/sys/module/fuse/parameters/enable_uring"
+	b, err := os.ReadFile(parameter)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		tb.Skip("the kernel has no FUSE over io_uring; use Linux 6.14 or later")
+	case err != nil:
+		tb.Fatal(err)
+	case b[0] != 'Y' && unix.Access(parameter, unix.W_OK) == unix.EROFS:
+		tb.Skip("FUSE over io_uring is off, and /sys is read-only")
+	case b[0] != 'Y':
+		tb.Fatalf("FUSE over io_uring is off; run make test, or write Y to %s", parameter)
 	}
 }
 

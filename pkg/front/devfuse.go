@@ -31,6 +31,8 @@ const (
 type DevFuse struct {
 	*Handler
 	dev     *Device
+	rings   *rings    // nil without FUSE over io_uring
+	refused error     // why rings is nil for NewURing
 	resumed bool      // by Resume
 	bufSize int       // of a buffer for read(2)
 	fd      int       // of dev; set by Serve
@@ -38,6 +40,7 @@ type DevFuse struct {
 
 	workers      sync.WaitGroup
 	disconnected atomic.Bool
+	gone         chan struct{} // closed with disconnected
 
 	readers struct {
 		sync.Mutex
@@ -53,7 +56,7 @@ type DevFuse struct {
 func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
 	s := newDevFuse(dev, fs, opts)
 	var err error
-	if closed := dev.Use(func(fd int) { err = s.negotiate(fd) }); closed != nil {
+	if closed := dev.Use(func(fd int) { err = s.negotiate(fd, nil) }); closed != nil {
 		err = closed
 	}
 	if err != nil {
@@ -99,21 +102,24 @@ func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
 func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
 
 func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
-	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev,
+	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev, gone: make(chan struct{}),
 		bufSize: max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)}
 	s.idle.New = func() any { return s.newWorker() }
 	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
 	return s
 }
 
-// negotiate reads the first request, INIT, and replies.
-func (s *DevFuse) negotiate(fd int) error {
+// negotiate reads the first request, INIT, and replies. prepare, if not nil, can change the reply.
+func (s *DevFuse) negotiate(fd int, prepare func(*fuse.InitOut)) error {
 	in := make([]byte, s.bufSize)
 	n, err := readRequest(fd, in)
 	if err != nil {
 		return err
 	}
 	reply, initErr := s.Negotiate(in[:n])
+	if prepare != nil && len(reply) >= headerSize+int(unsafe.Sizeof(fuse.InitOut{})) {
+		prepare((*fuse.InitOut)(unsafe.Pointer(&reply[headerSize])))
+	}
 	if len(reply) > 0 {
 		if _, err := unix.Write(fd, reply); err != nil {
 			return fmt.Errorf("reply to INIT: %w", err)
@@ -133,8 +139,12 @@ func (s *DevFuse) Serve() {
 		}
 		s.workers.Add(1)
 		go s.work()
+		if s.rings != nil {
+			s.serveRings()
+		}
 		s.workers.Wait()
 	})
+	s.rings.close()
 }
 
 // A worker is one goroutine that reads requests and handles them, one after the other.
@@ -260,6 +270,7 @@ func readRequest(fd int, buf []byte) (int, error) {
 func (s *DevFuse) retry(err error) bool {
 	if errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ECONNABORTED) {
 		if s.disconnected.CompareAndSwap(false, true) {
+			close(s.gone)
 			s.fs.Disconnected()
 		}
 		return false
@@ -271,6 +282,10 @@ func (s *DevFuse) retry(err error) bool {
 
 // send sends a reply: a header, and data that may be empty.
 func (w *worker) send(reply []byte, data [][]byte) {
+	if unique := binary.NativeEndian.Uint64(reply[8:]); w.s.rings != nil && isInterruptRetry(reply) {
+		w.s.workers.Go(func() { w.s.earlyInterrupt(unique &^ interruptBit) })
+		return
+	}
 	if len(data) == 0 {
 		_, err := unix.Write(w.s.fd, reply)
 		w.wrote(err, reply)

@@ -37,7 +37,9 @@ func open(t testing.TB, path string, flags int) int {
 	return fd
 }
 
-func TestReadData(t *testing.T) {
+func TestReadData(t *testing.T) { onEachFront(t, testReadData) }
+
+func testReadData(t *testing.T, mount mountFunc) {
 	m := mount(t, newTestFS())
 	for _, flags := range []int{unix.O_RDONLY, unix.O_RDONLY | unix.O_DIRECT} {
 		fd := open(t, m.path("data"), flags)
@@ -60,7 +62,9 @@ func TestReadData(t *testing.T) {
 	}
 }
 
-func TestRequestsOfManySizes(t *testing.T) {
+func TestRequestsOfManySizes(t *testing.T) { onEachFront(t, testRequestsOfManySizes) }
+
+func testRequestsOfManySizes(t *testing.T, mount mountFunc) {
 	fs := newTestFS()
 	fs.link = strings.Repeat("l", 4000)
 	m := mount(t, fs)
@@ -86,7 +90,9 @@ func TestRequestsOfManySizes(t *testing.T) {
 }
 
 // TestSlowRequestsBlockNoOther holds many requests and sends others meanwhile.
-func TestSlowRequestsBlockNoOther(t *testing.T) {
+func TestSlowRequestsBlockNoOther(t *testing.T) { onEachFront(t, testSlowRequestsBlockNoOther) }
+
+func testSlowRequestsBlockNoOther(t *testing.T, mount mountFunc) {
 	const slow = 100
 	fs := newTestFS()
 	release := make(chan struct{})
@@ -328,9 +334,14 @@ func newKernel(t testing.TB) *kernel {
 // serve starts a front for the connection, which ends with the test.
 func (k *kernel) serve(fs *testFS) *DevFuse {
 	k.t.Helper()
+	return k.serveFront(fs, newDevFuseFront)
+}
+
+func (k *kernel) serveFront(fs *testFS, newFront newFront) *DevFuse {
+	k.t.Helper()
 	in := fuse.InitIn{Major: 7, Minor: 45, MaxReadAhead: 1 << 20, Flags: fuse.CAP_ASYNC_READ}
 	k.send(26, 1, bytesOf(&in)[unsafe.Sizeof(in.InHeader):])
-	s, err := NewDevFuse(k.dev, fs, options(k.log))
+	s, err := newFront("", k.dev, fs, options(k.log))
 	must(k.t, err)
 	if errno, _ := k.receive(1); errno != 0 {
 		k.t.Fatalf("INIT: %v", errno)
@@ -727,7 +738,8 @@ func BenchmarkRequest(b *testing.B) {
 			}
 		})
 	}
-	b.Run("front", func(b *testing.B) { run(b, mount(b, fs).dir) })
+	b.Run("devfuse", func(b *testing.B) { run(b, mount(b, fs).dir) })
+	b.Run("uring", func(b *testing.B) { run(b, mountURing(b, fs).dir) })
 	b.Run("go-fuse", func(b *testing.B) {
 		dir := b.TempDir()
 		opts := options(&logBuffer{})

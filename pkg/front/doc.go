@@ -11,6 +11,11 @@
 //	helpermain.go  RunHelper: the helper process
 //	handler.go     Handler: handles requests, whatever transports them
 //	devfuse.go     DevFuse: reads requests from a Device and writes replies
+//	uring.go       DevFuse with FUSE over io_uring: queues and their entries
+//	entry.go       one entry of a queue, which handles requests on its own thread
+//	ringmem.go     the memory of entries, which another process can take over
+//	iouring.go     one io_uring
+//	interrupt.go   interrupts of requests that came through io_uring
 //	read.go        READ, whose data goes from the file system's buffer to the transport
 //
 // # Goroutines
@@ -22,6 +27,23 @@
 // Two goroutines belong to each run of a helper: one receives replies, and one waits for the end of
 // the process.
 //
+// # FUSE over io_uring
+//
+// The kernel has a queue of entries for each possible CPU. A request goes to an entry of the queue
+// of the CPU on which its caller runs, and occupies the entry until the reply. One command replies
+// and waits for the next request. Each entry has its own io_uring and its own locked thread,
+// because only the thread that submits a command gets the result. FORGET, INTERRUPT and
+// notifications still use /dev/fuse.
+//
+//   - When all entries of a queue have a request, the queue gets another entry. The kernel gives it
+//     only to a new request: those that wait get an entry after a reply. DevFuse.kick therefore
+//     makes the kernel send a request to the queue, with FUSE_NOTIFY_RETRIEVE from a thread on its
+//     CPU.
+//   - Entries stay until the connection ends: the kernel may give a request to one at any time.
+//     With maxEntries, further requests wait in the kernel.
+//   - The kernel sends no INTERRUPT for a signal that came before it had copied the request.
+//     DevFuse.watchSignals therefore looks at the callers of requests that take long.
+//
 // # Takeover
 //
 // Another process can take over a connection: it needs a descriptor of the connection and the INIT
@@ -32,6 +54,11 @@
 // The process that takes over must have the state of all nodes and open files before Serve: a
 // request may name any of them. A descriptor store keeps the connection meanwhile: Device.File
 // returns a descriptor for it, and DeviceOf makes a Device of one.
+//
+// With io_uring the requests and replies are in shared memory, at addresses that stay the same, see
+// ResumeURing. The next process handles a request that has no complete reply, sends a reply that is
+// complete, and registers the other entries again. A process that ends by plan calls Park. The
+// kernel ends a request with ECANCELED when it gives the request to a thread that was killed.
 //
 // # Helper process
 //

@@ -34,13 +34,21 @@ type FileSystem interface {
 const (
 	opForget      = 2
 	opReadlink    = 5
+	opOpen        = 14
 	opRead        = 15
+	opWrite       = 16
+	opFsync       = 20
 	opGetXAttr    = 22
 	opListXAttr   = 23
+	opFlush       = 25
 	opInit        = 26
 	opReadDir     = 28
+	opGetLk       = 31
+	opSetLk       = 32
+	opSetLkw      = 33
 	opInterrupt   = 36
 	opIoctl       = 39
+	opNotifyReply = 41
 	opBatchForget = 42
 	opReadDirPlus = 44
 )

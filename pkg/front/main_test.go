@@ -8,6 +8,7 @@ import (
 	"log"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -29,7 +30,7 @@ func TestMain(m *testing.M) {
 	}
 	if mode := os.Getenv(serverEnv); mode != "" {
 		run := serveForTest
-		switch mode {
+		switch kind, _, _ := strings.Cut(mode, ":"); kind {
 		case "new", "resume":
 		case "stuck", "stuck without helper":
 			run = getStuck
@@ -59,9 +60,10 @@ const (
 type testFS struct {
 	fuse.RawFileSystem
 
-	// read handles READs, and lookup is called for each LOOKUP, if they are not nil.
+	// read handles READs, flush handles FLUSHs, and lookup is called for each LOOKUP, if not nil.
 	read   func(cancel <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status)
 	lookup func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status
+	flush  func(cancel <-chan struct{}) fuse.Status
 	delay  time.Duration // of a LOOKUP
 
 	link         string
@@ -124,6 +126,13 @@ func (fs *testFS) GetAttr(_ <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrO
 
 func (fs *testFS) Open(_ <-chan struct{}, in *fuse.OpenIn, _ *fuse.OpenOut) fuse.Status {
 	return fuse.OK
+}
+
+func (fs *testFS) Flush(cancel <-chan struct{}, _ *fuse.FlushIn) fuse.Status {
+	if fs.flush == nil {
+		return fuse.OK
+	}
+	return fs.flush(cancel)
 }
 
 func (fs *testFS) Readlink(<-chan struct{}, *fuse.InHeader) ([]byte, fuse.Status) {
@@ -267,7 +276,45 @@ type testMount struct {
 	served chan struct{} // closed when Serve has returned
 }
 
+// A mountFunc mounts a testFS through one front.
+type mountFunc func(testing.TB, *testFS) *testMount
+
+func onEachFront(t *testing.T, test func(*testing.T, mountFunc)) {
+	t.Run("devfuse", func(t *testing.T) { test(t, mount) })
+	t.Run("uring", func(t *testing.T) { test(t, mountURing) })
+}
+
 func mount(t testing.TB, fs *testFS) *testMount {
+	t.Helper()
+	return mountFront(t, fs, newDevFuseFront)
+}
+
+func mountURing(t testing.TB, fs *testFS) *testMount {
+	t.Helper()
+	testutil.NeedsURing(t)
+	m := mountFront(t, fs, newURingFront)
+	if err := m.front.Refused(); err != nil || !m.front.URing() {
+		t.Fatalf("front: got io_uring %t, refused: %v", m.front.URing(), err)
+	}
+	return m
+}
+
+// A newFront makes the front of a mount at dir.
+type newFront func(dir string, dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error)
+
+func newDevFuseFront(_ string, dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
+	return NewDevFuse(dev, fs, opts)
+}
+
+func newURingFront(dir string, dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
+	return NewURing(dev, fs, opts, touchOptions(dir))
+}
+
+func touchOptions(dir string) URingOptions {
+	return URingOptions{Touch: func() { _ = unix.Statfs(dir, new(unix.Statfs_t)) }}
+}
+
+func mountFront(t testing.TB, fs *testFS, newFront newFront) *testMount {
 	t.Helper()
 	testutil.NeedsFUSE(t)
 	m := &testMount{dir: t.TempDir(), log: &logBuffer{}, served: make(chan struct{})}
@@ -276,7 +323,7 @@ func mount(t testing.TB, fs *testFS) *testMount {
 		t.Fatal(err)
 	}
 	must(t, m.dev.Use(func(fd int) { mountTest(t, m.dir, fd) }))
-	if m.front, err = NewDevFuse(m.dev, fs, options(m.log)); err != nil {
+	if m.front, err = newFront(m.dir, m.dev, fs, options(m.log)); err != nil {
 		t.Fatal(err)
 	}
 	go func() {

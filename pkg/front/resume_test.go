@@ -2,12 +2,14 @@ package front
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"os/signal"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -22,13 +24,17 @@ import (
 )
 
 // serverEnv makes the test binary serve the connection of descriptor 3. Its value is "new" or
-// "resume", and the INIT request goes through descriptor 4. Other values are the mount point for
+// "resume", and the INIT request goes through descriptor 4. With ":" and the mount point after it,
+// the server uses io_uring, whose memory is descriptor 5. Other values are the mount point for
 // useForTest.
 const serverEnv = "NFSRDMAD_FRONT_TEST_SERVER"
 
-// requestTime is how long a server handles a request, so that a server that is killed has requests
-// in progress.
-const requestTime = 2 * time.Millisecond
+// delayEnv is how long a server handles a request. A server that is killed should have requests in
+// progress.
+const delayEnv = "NFSRDMAD_FRONT_TEST_DELAY"
+
+// canceledEnv allows calls to fail with ECANCELED, see ResumeURing.
+const canceledEnv = "NFSRDMAD_FRONT_TEST_CANCELED"
 
 func serveForTest(mode string) error {
 	dev, err := newDevice(3)
@@ -37,29 +43,70 @@ func serveForTest(mode string) error {
 	}
 	initFile := os.NewFile(4, "init")
 	fs := newTestFS()
+	if d := os.Getenv(delayEnv); d != "" {
+		if fs.delay, err = time.ParseDuration(d); err != nil {
+			return err
+		}
+	}
 	data := fs.data
 	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
-		time.Sleep(requestTime)
+		time.Sleep(fs.delay)
 		return data(in), fuse.OK
 	}
-	fs.delay = requestTime
+	kind, dir, uring := strings.Cut(mode, ":")
 	var s *DevFuse
-	if mode == "new" {
-		if s, err = NewDevFuse(dev, fs, resumeOptions()); err == nil {
+	if kind == "new" {
+		if s, err = newServer(dir, uring, dev, fs, initFile); err == nil {
 			_, err = initFile.Write(s.Init())
 			initFile.Close()
 		}
 	} else {
 		var init []byte
 		if init, err = io.ReadAll(initFile); err == nil {
-			s, err = Resume(dev, fs, resumeOptions(), init)
+			s, err = resumeServer(dir, uring, dev, fs, init)
 		}
 	}
 	if err != nil {
 		return err
 	}
+	stop := make(chan os.Signal, 1)
+	signal.Notify(stop, unix.SIGTERM)
+	go func() {
+		<-stop
+		s.Park()
+		unix.Exit(0)
+	}()
 	s.Serve()
 	return nil
+}
+
+// newServer makes the front of a new connection. With io_uring it first writes the number of the
+// descriptor of the memory to initFile.
+func newServer(dir string, uring bool, dev *Device, fs FileSystem, initFile *os.File) (*DevFuse, error) {
+	if !uring {
+		return NewDevFuse(dev, fs, resumeOptions())
+	}
+	s, err := NewURing(dev, fs, resumeOptions(), touchOptions(dir))
+	if err != nil {
+		return nil, err
+	}
+	mem, err := s.RingMemory()
+	if err != nil || mem == nil {
+		return nil, fmt.Errorf("memory of io_uring: %v, %w; refused: %w", mem, err, s.Refused())
+	}
+	var fd [8]byte
+	binary.NativeEndian.PutUint64(fd[:], uint64(mem.Fd()))
+	_, err = initFile.Write(fd[:])
+	return s, err
+}
+
+func resumeServer(dir string, uring bool, dev *Device, fs FileSystem, init []byte) (*DevFuse, error) {
+	if !uring {
+		return Resume(dev, fs, resumeOptions(), init)
+	}
+	mem := os.NewFile(5, "rings")
+	defer mem.Close()
+	return ResumeURing(dev, fs, resumeOptions(), touchOptions(dir), init, mem)
 }
 
 func resumeOptions() *fuse.MountOptions {
@@ -68,34 +115,85 @@ func resumeOptions() *fuse.MountOptions {
 	return o
 }
 
-// startServer starts a process that serves dev. With mode "new" it returns the INIT request.
-func startServer(t *testing.T, dev *os.File, mode string, init []byte) (*exec.Cmd, []byte) {
+// A testServer is a process that serves a connection.
+type testServer struct {
+	*exec.Cmd
+	init  []byte
+	rings *os.File // memory of io_uring, or nil
+}
+
+// startServer starts a process that serves dev, which is mounted at dir. It continues the
+// connection of the process before, unless that is nil.
+func startServer(t *testing.T, dev *os.File, dir string, uring bool, before *testServer) *testServer {
 	t.Helper()
 	r, w, err := os.Pipe()
 	must(t, err)
-	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), serverEnv+"="+mode)
-	cmd.Stderr = os.Stderr
-	mine, its := w, r
-	if mode == "new" {
-		mine, its = r, w
+	s := &testServer{Cmd: exec.Command("/proc/self/exe")}
+	mode := "new"
+	mine, its := r, w
+	if before != nil {
+		mode, mine, its = "resume", w, r
+		s.init, s.rings = before.init, before.rings
 	}
-	cmd.ExtraFiles = []*os.File{dev, its}
-	must(t, cmd.Start())
+	if uring {
+		mode += ":" + dir
+	}
+	s.Env = append(os.Environ(), serverEnv+"="+mode)
+	s.Stderr = os.Stderr
+	s.ExtraFiles = []*os.File{dev, its}
+	if s.rings != nil {
+		s.ExtraFiles = append(s.ExtraFiles, s.rings)
+	}
+	must(t, s.Start())
 	must(t, its.Close())
-	if mode == "new" {
-		init, err = io.ReadAll(mine)
-	} else {
-		_, err = mine.Write(init)
+	if before != nil {
+		_, err = mine.Write(s.init)
+		must(t, errors.Join(err, mine.Close()))
+		return s
 	}
+	s.init, err = io.ReadAll(mine)
 	must(t, errors.Join(err, mine.Close()))
-	return cmd, init
+	if uring {
+		pid, err := unix.PidfdOpen(s.Process.Pid, 0)
+		must(t, err)
+		defer unix.Close(pid)
+		fd, err := unix.PidfdGetfd(pid, int(binary.NativeEndian.Uint64(s.init)), 0)
+		must(t, err)
+		s.rings, s.init = os.NewFile(uintptr(fd), "rings"), s.init[8:]
+		t.Cleanup(func() { s.rings.Close() })
+	}
+	return s
 }
 
 // TestResumeAfterKill kills the process that serves a mount, again and again. The programs on the
-// mount must see a pause and no error.
+// mount must see a pause and no error. With io_uring some calls may fail with ECANCELED.
 func TestResumeAfterKill(t *testing.T) {
+	t.Setenv(delayEnv, "2ms")
+	t.Run("devfuse", func(t *testing.T) { testResume(t, false, unix.SIGKILL) })
+	t.Setenv(canceledEnv, "1")
+	for _, delay := range []string{"0s", "2ms"} {
+		t.Run("uring, "+delay, func(t *testing.T) {
+			t.Setenv(delayEnv, delay)
+			testResume(t, true, unix.SIGKILL)
+		})
+	}
+}
+
+// TestResumeAfterPark ends the process with Park, again and again.
+func TestResumeAfterPark(t *testing.T) {
+	for _, delay := range []string{"0s", "20us", "2ms"} {
+		t.Run("uring, "+delay, func(t *testing.T) {
+			t.Setenv(delayEnv, delay)
+			testResume(t, true, unix.SIGTERM)
+		})
+	}
+}
+
+func testResume(t *testing.T, uring bool, sig unix.Signal) {
 	testutil.NeedsFUSE(t)
+	if uring {
+		testutil.NeedsURing(t)
+	}
 	rounds := 10
 	if testing.Short() {
 		rounds = 3
@@ -106,7 +204,7 @@ func TestResumeAfterKill(t *testing.T) {
 	dev := os.NewFile(uintptr(fd), devicePath)
 	defer dev.Close()
 	mountTest(t, dir, fd)
-	server, init := startServer(t, dev, "new", nil)
+	server := startServer(t, dev, dir, uring, nil)
 	defer func() {
 		_ = unix.Unmount(dir, unix.MNT_DETACH)
 		_ = server.Process.Kill()
@@ -120,7 +218,8 @@ func TestResumeAfterKill(t *testing.T) {
 	stopEnd, stop, err := os.Pipe()
 	must(t, err)
 	programs := exec.Command("/proc/self/exe")
-	programs.Env = append(os.Environ(), serverEnv+"="+dir)
+	// The signals of Go's scheduler would interrupt calls.
+	programs.Env = append(os.Environ(), serverEnv+"="+dir, "GODEBUG=asyncpreemptoff=1")
 	programs.Stderr = os.Stderr
 	programs.ExtraFiles = []*os.File{callsEnd, stopEnd}
 	must(t, programs.Start())
@@ -137,11 +236,15 @@ func TestResumeAfterKill(t *testing.T) {
 		}
 	}
 	for range rounds {
+		must(t, calls.SetReadDeadline(time.Now().Add(time.Millisecond)))
+		if _, err := io.Copy(io.Discard, calls); !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatalf("the programs have ended: %v", err)
+		}
 		awaitCalls(20)
 		time.Sleep(rand.N(10 * time.Millisecond))
-		must(t, server.Process.Kill())
+		must(t, server.Process.Signal(sig))
 		_ = server.Wait()
-		server, _ = startServer(t, dev, "resume", init)
+		server = startServer(t, dev, dir, uring, server)
 	}
 	awaitCalls(20)
 	must(t, stop.Close())
@@ -160,6 +263,7 @@ func useForTest(dir string) error {
 	if err != nil {
 		return err
 	}
+	canceled := os.Getenv(canceledEnv) != ""
 	var ended atomic.Bool
 	go func() {
 		_, _ = stop.Read(make([]byte, 1))
@@ -172,11 +276,16 @@ func useForTest(dir string) error {
 			buf := make([]byte, 64<<10)
 			for !ended.Load() {
 				var st unix.Stat_t
-				if err := unix.Stat(dir+"/none", &st); !errors.Is(err, unix.ENOENT) {
+				switch err := unix.Stat(dir+"/none", &st); {
+				case canceled && errors.Is(err, unix.ECANCELED):
+				case !errors.Is(err, unix.ENOENT):
 					return fmt.Errorf("stat of a missing name: got %v, want ENOENT", err)
 				}
 				off := random.Int64N(dataSize/4096-16) * 4096
 				n, err := unix.Pread(file, buf, off)
+				if canceled && errors.Is(err, unix.ECANCELED) {
+					continue
+				}
 				if err != nil || !bytes.Equal(buf[:n], fileData(off, len(buf))) {
 					return fmt.Errorf("read at %d: got %d bytes, %w, want %d bytes of the file", off, n, err, len(buf))
 				}
@@ -339,6 +448,15 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 	}
 	if !late {
 		must(t, program.Process.Kill())
+		// The kernel would drop the request if the signal came while it waits to be sent again.
+		await(t, "the INTERRUPT", func() bool {
+			n, ready := 0, []unix.PollFd{{Events: unix.POLLIN}}
+			must(t, dev.Use(func(fd int) {
+				ready[0].Fd = int32(fd)
+				n, err = unix.Poll(ready, 0)
+			}))
+			return err == nil && n == 1
+		})
 	}
 	s, err := Resume(dev, fs, resumeOptions(), first.Init())
 	must(t, err)
