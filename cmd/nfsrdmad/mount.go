@@ -101,6 +101,9 @@ Options of this client:
                         1024 (4096)
   mpacrc=off | on       send and check iWARP CRCs (off)
   writepad              offer memory for XDR padding, for old servers
+  front=devfuse | uring
+                        how requests reach the daemon: /dev/fuse, or FUSE over
+                        io_uring if the kernel has it (devfuse)
   sharednames | nosharednames
                         let the kernel cache names for all users or not; it
                         checks search permission by mode bits alone

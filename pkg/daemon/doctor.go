@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/front"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 )
@@ -20,12 +21,12 @@ type Finding struct {
 	Text   string `json:"text"` // the result, and what to do unless OK
 }
 
-// CheckHost checks what a mount needs on this host: the privilege, /dev/fuse, the daemon at the
-// control socket, and RDMA devices. For each mount of the daemon, it contacts the lock service of
-// the server.
+// CheckHost checks what a mount needs on this host: the privilege, /dev/fuse, FUSE over io_uring,
+// the daemon at the control socket, and RDMA devices. For each mount of the daemon, it contacts the
+// lock service of the server.
 func CheckHost(ctx context.Context, socket string) []Finding {
 	c := control.NewClient(socket)
-	return append([]Finding{checkFUSE(), checkDaemon(ctx, c, socket),
+	return append([]Finding{checkFUSE(), checkURing(), checkDaemon(ctx, c, socket),
 		{Subject: "softiwarp", OK: true, Text: "built in; needs only TCP"}, checkDevices()}, checkLocks(ctx, c)...)
 }
 
@@ -35,6 +36,14 @@ func checkFUSE() Finding {
 		f.OK, f.Text = false, err.Error()
 	}
 	return f
+}
+
+// checkURing checks what the mount option front=uring needs.
+func checkURing() Finding {
+	if err := front.URingAvailable(); err != nil {
+		return Finding{Subject: "front=uring", Text: err.Error()}
+	}
+	return Finding{Subject: "front=uring", OK: true, Text: "FUSE over io_uring is available"}
 }
 
 func checkDaemon(ctx context.Context, c *control.Client, socket string) Finding {

@@ -44,9 +44,12 @@ type MountOptions struct {
 	// process stays a zombie and the mount stays.
 	SkipDisablePoll bool
 	// Mounted, if not nil, is called with the connection after the mount and before the first
-	// request. An error ends the mount. It is only called for an FS with Options.State, on a kernel
-	// that can send requests again. Without the call, the mount ends with the process.
-	Mounted func(*front.Device) error
+	// request, and with the memory of io_uring for Resume, which is nil without io_uring. An error
+	// ends the mount. It is only called for an FS with Options.State, on a kernel that can send
+	// requests again. Without the call, the mount ends with the process.
+	Mounted func(dev *front.Device, rings *os.File) error
+	// URing uses FUSE over io_uring if the host can, see Server.Front.
+	URing bool
 	// Logger receives messages about FUSE requests. The default is the standard logger.
 	Logger *log.Logger
 }
@@ -57,6 +60,7 @@ type Server struct {
 	dir    string // without symbolic links
 	dev    device // of the mounted file system
 	device *front.Device
+	conn   *front.DevFuse
 	done   chan struct{} // closed when all requests have ended and the mount point is free
 
 	mu    sync.Mutex // held during umount(2)
@@ -84,13 +88,12 @@ func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
 	if s.device, err = front.OpenDevice(); err != nil {
 		return nil, mountError(abs, err)
 	}
-	conn, err := s.start(p, &opts, maxWrite)
-	if err != nil {
+	if err := s.start(p, &opts, maxWrite); err != nil {
 		_ = s.device.Close()
 		return nil, mountError(abs, err)
 	}
-	s.use(conn)
-	go s.serve(conn)
+	s.use()
+	go s.serve()
 	if !opts.SkipDisablePoll {
 		DisablePoll(abs)
 	}
@@ -99,25 +102,31 @@ func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
 }
 
 // use lets the FS use the connection.
-func (s *Server) use(conn *front.DevFuse) {
+func (s *Server) use() {
 	s.fs.mountDir.Store(&s.dir)
 	s.watchBusyReads()
-	s.fs.expireOnly.Store(conn.Kernel().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
+	s.fs.expireOnly.Store(s.conn.Kernel().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
 	s.fs.device.Store(s.device)
 }
 
 // Resume continues to serve the mount of an earlier process at dir. fs has a State of OpenState,
-// and opts are those of the mount. Resume takes over dev also when it returns an error.
-func Resume(dir string, dev *front.Device, fs *FS, opts MountOptions) (*Server, error) {
+// and opts are those of the mount. rings is what MountOptions.Mounted got, and decides whether the
+// connection uses io_uring. Resume takes over dev also when it returns an error.
+func Resume(dir string, dev *front.Device, rings *os.File, fs *FS, opts MountOptions) (_ *Server, err error) {
 	r := &fs.state.mu.mount
 	s := &Server{fs: fs, dir: dir, device: dev, dev: device{r.major, r.minor}, done: make(chan struct{})}
-	conn, err := front.Resume(dev, fs, s.options(&opts, r.acl == 1), r.init[:r.initLen])
+	protocol, init := s.options(&opts, r.acl == 1), r.init[:r.initLen]
+	if rings != nil {
+		s.conn, err = front.ResumeURing(dev, fs, protocol, s.uringOptions(), init, rings)
+	} else {
+		s.conn, err = front.Resume(dev, fs, protocol, init)
+	}
 	if err != nil {
 		_ = dev.Close()
 		return nil, err
 	}
-	s.use(conn)
-	go s.serve(conn)
+	s.use()
+	go s.serve()
 	fs.resume()
 	return s, nil
 }
@@ -149,45 +158,72 @@ func DisablePoll(dir string) {
 }
 
 // start mounts the file system and negotiates the FUSE protocol with the kernel.
-func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (*front.DevFuse, error) {
-	var err error
+func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (err error) {
 	if closed := s.device.Use(func(fd int) { s.dev, err = p.mount(fd, opts, maxWrite) }); closed != nil {
 		err = closed
 	}
 	if err != nil {
-		return nil, err
+		return err
 	}
 	switch there, err := mountedAt(s.dir, s.dev); {
 	case err != nil:
 		_ = p.detach(s.dev)
-		return nil, fmt.Errorf("read mount table: %w", err)
+		return fmt.Errorf("read mount table: %w", err)
 	case !there:
 		_ = p.detach(s.dev)
-		return nil, errors.New("directory was moved during the mount; try again")
+		return errors.New("directory was moved during the mount; try again")
 	}
-	conn, err := front.NewDevFuse(s.device, s.fs, s.options(opts, s.fs.acl != nil))
+	protocol := s.options(opts, s.fs.acl != nil)
+	if opts.URing {
+		s.conn, err = front.NewURing(s.device, s.fs, protocol, s.uringOptions())
+	} else {
+		s.conn, err = front.NewDevFuse(s.device, s.fs, protocol)
+	}
 	if err == nil {
-		err = s.keep(conn, opts)
+		err = s.keep(opts)
 	}
 	if err != nil {
 		_ = s.detach(unix.MNT_DETACH)
-		return nil, err
 	}
-	return conn, nil
+	return err
 }
 
+func (s *Server) uringOptions() front.URingOptions {
+	return front.URingOptions{Touch: func() { _ = unix.Statfs(s.dir, new(unix.Statfs_t)) }}
+}
+
+// Front returns how the kernel's requests reach this process, "uring" or "devfuse", and why a mount
+// with MountOptions.URing does not use io_uring.
+func (s *Server) Front() (name string, refused error) {
+	if s.conn.URing() {
+		return "uring", nil
+	}
+	return "devfuse", s.conn.Refused()
+}
+
+// Park stops the handling of requests for a process that then exits and leaves the mount to the
+// next one, see front.DevFuse.Park.
+func (s *Server) Park() { s.conn.Park() }
+
 // keep records a new mount in the State of the FS.
-func (s *Server) keep(conn *front.DevFuse, opts *MountOptions) error {
-	if s.fs.state == nil || conn.Kernel().Flags64()&fuse.CAP_HAS_RESEND == 0 {
+func (s *Server) keep(opts *MountOptions) error {
+	if s.fs.state == nil || s.conn.Kernel().Flags64()&fuse.CAP_HAS_RESEND == 0 {
 		return nil
 	}
-	if err := s.fs.state.setMounted(s.dev, conn.Init(), s.fs.acl != nil); err != nil {
+	if err := s.fs.state.setMounted(s.dev, s.conn.Init(), s.fs.acl != nil); err != nil {
 		return err
 	}
 	if opts.Mounted == nil {
 		return nil
 	}
-	return opts.Mounted(s.device)
+	rings, err := s.conn.RingMemory()
+	if err != nil {
+		return err
+	}
+	if rings != nil {
+		defer rings.Close()
+	}
+	return opts.Mounted(s.device, rings)
 }
 
 // options returns the options of the FUSE protocol. They are the same for each process that serves
@@ -230,9 +266,9 @@ func (fs *FS) protocolOptions(logger *log.Logger, acl bool) *fuse.MountOptions {
 
 // serve handles the kernel's requests until the connection ends. After an abort every call on the
 // mount point fails, so serve unmounts it.
-func (s *Server) serve(conn *front.DevFuse) {
+func (s *Server) serve() {
 	defer close(s.done)
-	conn.Serve()
+	s.conn.Serve()
 	_ = s.device.Close()
 	_, _ = s.umount(unix.MNT_DETACH) // callers of Unmount get the error
 }

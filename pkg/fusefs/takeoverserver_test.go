@@ -361,14 +361,18 @@ func (s *takeoverServer) mount(o *serveOrder, files []*os.File) (err error) {
 	mo := MountOptions{FsName: "test:/", SkipDisablePoll: true, Mounted: s.mounted}
 	if o.Do == "resume" {
 		dev, err := front.DeviceOf(files[2])
+		var rings *os.File
+		if len(files) > 3 {
+			rings = files[3]
+		}
 		if err == nil {
 			err = dev.UseHelper(helperCommand())
 		}
+		if err == nil {
+			s.srv, err = Resume(o.Dir, dev, rings, s.fs, mo)
+		}
 		for _, f := range files {
 			_ = f.Close()
-		}
-		if err == nil {
-			s.srv, err = Resume(o.Dir, dev, s.fs, mo)
 		}
 		return err
 	}
@@ -384,7 +388,7 @@ func (s *takeoverServer) mount(o *serveOrder, files []*os.File) (err error) {
 func helperCommand() []string { return []string{"/proc/self/exe", takeoverHelper} }
 
 // mounted is MountOptions.Mounted.
-func (s *takeoverServer) mounted(dev *front.Device) error {
+func (s *takeoverServer) mounted(dev *front.Device, rings *os.File) error {
 	if err := dev.UseHelper(helperCommand()); err != nil {
 		return err
 	}
@@ -398,7 +402,11 @@ func (s *takeoverServer) mounted(dev *front.Device) error {
 		return err
 	}
 	defer fuse.Close()
-	return s.control.send(&serveReport{}, state, s.pool.File(), fuse)
+	files := []*os.File{state, s.pool.File(), fuse}
+	if rings != nil {
+		files = append(files, rings)
+	}
+	return s.control.send(&serveReport{}, files...)
 }
 
 func (s *takeoverServer) unmount() error {

@@ -26,6 +26,7 @@ var (
 	reqDesc  = desc("fuse_ops_total", "FUSE requests, including those without a reply.", "operation")
 	errDesc  = desc("fuse_op_errors_total", "FUSE requests that failed, including lookups of missing names.",
 		"operation")
+	frontDesc = desc("mount_front_info", "How requests of programs reach the file system; always 1.", "front")
 	stateDesc = desc("state_records", "Records from which the next daemon continues the mount.", "table")
 	opDesc    = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
 )
@@ -55,7 +56,8 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, s := range stateSeries {
 		ch <- s.desc
 	}
-	for _, d := range []*prometheus.Desc{stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc, reqDesc, errDesc} {
+	for _, d := range []*prometheus.Desc{frontDesc, stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc, reqDesc,
+		errDesc} {
 		ch <- d
 	}
 }
@@ -94,6 +96,9 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	sendCounts(mrsDesc, prometheus.GaugeValue, s.Transport.MRStates)
 	sendCounts(connDesc, prometheus.GaugeValue, s.Transport.Connections)
 	sendCounts(failDesc, prometheus.CounterValue, s.Faults)
+	if s.Front != "" {
+		send(frontDesc, prometheus.GaugeValue, 1, s.Front)
+	}
 	s.histograms(ch, procDesc, s.Procs)
 	s.histograms(ch, opDesc, s.Ops)
 	if s.Locks != nil {

@@ -11,6 +11,7 @@ type Snapshot struct {
 	Mount    string // mount point
 	Server   string // RDMA address HOST:PORT
 	Provider string // name of the verbs provider
+	Front    string // how requests reach the file system; "" leaves it out
 	// Transport is the sum over the connections of the mount.
 	Transport stats.Transport
 	// Files are the live counters of the file system; nil leaves them out.

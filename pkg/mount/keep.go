@@ -19,11 +19,12 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// A kept mount has three descriptors in the store, with the names PREFIX/ID/KIND.
+// A kept mount has three descriptors in the store, or four, with the names PREFIX/ID/KIND.
 const (
 	keptPrefix = "mount"
 	keptState  = "state" // fusefs.State
 	keptData   = "data"  // buffers with written data
+	keptRings  = "rings" // memory of FUSE over io_uring
 	keptFuse   = "fuse"  // the connection to the kernel
 )
 
@@ -97,7 +98,7 @@ func (k *keeper) putState() error {
 }
 
 // putConnection puts the connection of a new mount into the store.
-func (k *keeper) putConnection(d *front.Device) error {
+func (k *keeper) putConnection(d *front.Device, rings *os.File) error {
 	if err := d.UseHelper(k.helper); err != nil {
 		return err
 	}
@@ -106,6 +107,11 @@ func (k *keeper) putConnection(d *front.Device) error {
 		return err
 	}
 	defer f.Close()
+	if rings != nil {
+		if err := k.store.Put(keptName(k.id, keptRings), rings); err != nil {
+			return err
+		}
+	}
 	if err := k.store.Put(keptName(k.id, keptFuse), f); err != nil {
 		return err
 	}
@@ -134,7 +140,7 @@ func (k *keeper) remove() {
 // left without it is no mount.
 func removeKept(store fdstore.Store, id string) error {
 	var errs []error
-	for _, kind := range []string{keptFuse, keptData, keptState} {
+	for _, kind := range []string{keptFuse, keptRings, keptData, keptState} {
 		errs = append(errs, store.Remove(keptName(id, kind)))
 	}
 	return errors.Join(errs...)
@@ -144,6 +150,7 @@ func removeKept(store fdstore.Store, id string) error {
 type leftMount struct {
 	id                            string
 	stateFile, dataFile, fuseFile *os.File
+	ringsFile                     *os.File // nil without io_uring; open until the mount continues
 	device                        *front.Device
 	*keeper
 	description
@@ -172,6 +179,8 @@ func leftMounts(store fdstore.Store) []*leftMount {
 			l.stateFile = e.File
 		case keptData:
 			l.dataFile = e.File
+		case keptRings:
+			l.ringsFile = e.File
 		case keptFuse:
 			l.fuseFile = e.File
 		default:
@@ -185,6 +194,7 @@ func leftMounts(store fdstore.Store) []*leftMount {
 			continue
 		}
 		l.closeFiles()
+		l.closeRings()
 		_ = removeKept(store, l.id)
 	}
 	return complete
@@ -198,6 +208,12 @@ func (l *leftMount) closeFiles() {
 	}
 }
 
+func (l *leftMount) closeRings() {
+	if l.ringsFile != nil {
+		_ = l.ringsFile.Close()
+	}
+}
+
 // lockTimeout is how long a killed process may take to exit.
 const lockTimeout = 30 * time.Second
 
@@ -205,6 +221,11 @@ const lockTimeout = 30 * time.Second
 // error means that the mount cannot be continued.
 func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 	defer l.closeFiles()
+	defer func() {
+		if err != nil {
+			l.closeRings()
+		}
+	}()
 	k := &keeper{store: common.store, helper: common.helper, id: l.id, mounted: true}
 	if k.state, err = openState(ctx, l.stateFile); err != nil {
 		l.Dir = fusefs.MountPointOf(l.fuseFile)

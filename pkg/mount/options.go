@@ -44,6 +44,7 @@ type Options struct {
 	NoACL        bool
 	LookupCache  string // all, pos or none
 	SharedNames  bool   // the kernel caches names for all users
+	Front        string // how requests reach the daemon: devfuse or uring
 	// DirtyExpire is the age after which the data of open files is written back; 0 for never.
 	DirtyExpire      time.Duration
 	DirtyBytes       int // bound of data that is not on stable storage
@@ -76,6 +77,7 @@ func DefaultOptions() Options {
 		AcDirMin:    30 * time.Second,
 		AcDirMax:    60 * time.Second,
 		LookupCache: "all",
+		Front:       frontDevFuse,
 		DirtyExpire: fusefs.DefaultDirtyExpire,
 		DirtyBytes:  fusefs.DefaultDirtyBytes,
 		LocalLock:   lockNone,
@@ -126,6 +128,12 @@ const (
 	lockFlock = "flock"
 	lockPosix = "posix"
 	lockNone  = "none"
+)
+
+// Values of Options.Front.
+const (
+	frontDevFuse = "devfuse" // /dev/fuse
+	frontURing   = "uring"   // FUSE over io_uring if the kernel has it, else /dev/fuse
 )
 
 const (
@@ -253,6 +261,7 @@ var optionTable = slices.Concat([]option{
 		func(o *Options, n int) { o.DirtyExpire = time.Duration(n) * time.Second }, "dirty_expire"),
 	number("dirty_bytes", minDirtyBytes, maxDirtyBytes, " (bytes)", func(o *Options, n int) { o.DirtyBytes = n },
 		"dirty_bytes"),
+	oneOf("front", []string{frontDevFuse, frontURing}, "", func(o *Options, v string) { o.Front = v }, "front"),
 	wordSets("names", "sharednames", func(o *Options) { o.SharedNames = true }),
 	wordSets("names", "nosharednames", func(o *Options) { o.SharedNames = false }),
 	number("nconnect", 1, 16, "", func(o *Options, n int) { o.NConnect = n }, "nconnect"),
@@ -495,6 +504,7 @@ func (o Options) String() string {
 	if o.SharedNames {
 		l = append(l, "sharednames")
 	}
+	add("front", o.Front)
 	add("nconnect", o.NConnect)
 	add("sec", "sys")
 	add("local_lock", o.LocalLock)

@@ -221,4 +221,11 @@ func (t *Table) Leave(ctx context.Context) {
 	}
 	ends.Wait()
 	settleConnects()
+	var parks sync.WaitGroup
+	for _, instance := range instances {
+		if instance != nil && instance.Kept() {
+			parks.Go(instance.Park)
+		}
+	}
+	parks.Wait()
 }

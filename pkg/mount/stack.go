@@ -165,7 +165,8 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	s.lockedFS.Store(s.fs)
 	mo := s.mountOptions(log)
 	if s.left != nil {
-		if s.server, err = fusefs.Resume(s.dir, s.left.device, s.fs, mo); err != nil {
+		defer s.left.closeRings()
+		if s.server, err = fusefs.Resume(s.dir, s.left.device, s.left.ringsFile, s.fs, mo); err != nil {
 			undo = nil // the data of the FS must stay
 			return fmt.Errorf("%w: %w", errNotResumed, err)
 		}
@@ -176,12 +177,21 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 		s.server, err = s.serveGuest(log)
 		return err
 	}
-	s.server, err = fusefs.MountAt(s.at, s.fs, mo)
-	if err == nil && s.keeper != nil && !s.keeper.offered {
+	if s.server, err = fusefs.MountAt(s.at, s.fs, mo); err == nil {
+		s.logLimits(log)
+	}
+	return err
+}
+
+// logLimits logs what a new mount cannot do on this host.
+func (s *mountStack) logLimits(log hclog.Logger) {
+	if _, refused := s.front(); refused != nil {
+		log.Warn("the mount uses /dev/fuse instead of io_uring", "mount", s.dir, "reason", refused)
+	}
+	if s.keeper != nil && !s.keeper.offered {
 		log.Info("the mount ends with the daemon: the kernel cannot send requests again; use Linux 6.9 or later",
 			"mount", s.dir)
 	}
-	return err
 }
 
 // exportRoot asks the server for the handle of the export. A mount of an earlier process keeps its
@@ -217,10 +227,10 @@ func (s *mountStack) keep(root *mountd.Result, log hclog.Logger) (err error) {
 }
 
 // keepConnection puts the connection to the kernel into the store.
-func (s *mountStack) keepConnection(log hclog.Logger) func(*front.Device) error {
-	return func(d *front.Device) error {
+func (s *mountStack) keepConnection(log hclog.Logger) func(*front.Device, *os.File) error {
+	return func(d *front.Device, rings *os.File) error {
 		s.keeper.offered = true
-		if err := s.keeper.putConnection(d); err != nil {
+		if err := s.keeper.putConnection(d, rings); err != nil {
 			log.Warn("the mount ends with the daemon: its connection cannot be kept", "mount", s.dir, "reason", err)
 		}
 		return nil
@@ -232,13 +242,28 @@ func (s *mountStack) mountOptions(log hclog.Logger) fusefs.MountOptions {
 		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
 		Suid: !s.kernelFlag("nosuid"), Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"),
 		NoAtime: s.kernelFlag("noatime"), NoDirAtime: s.kernelFlag("nodiratime"),
-		StrictAtime: s.kernelFlag("strictatime"), Mounted: s.keepConnection(log),
+		StrictAtime: s.kernelFlag("strictatime"), Mounted: s.keepConnection(log), URing: s.opts.Front == frontURing,
 		Logger: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
 	}
 }
 
 // Kept implements mountInstance.
 func (s *mountStack) Kept() bool { return s.keeper.keeps() }
+
+// Park implements mountInstance.
+func (s *mountStack) Park() {
+	if f, ok := s.server.(*fusefs.Server); ok {
+		f.Park()
+	}
+}
+
+// front returns how requests reach the file system, and why that is not what the options say.
+func (s *mountStack) front() (name string, refused error) {
+	if f, ok := s.server.(*fusefs.Server); ok {
+		return f.Front()
+	}
+	return "virtiofs", nil
+}
 
 // settled is called when a mount of an earlier process has handled the requests of that process.
 func (s *mountStack) settled() {

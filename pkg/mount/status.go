@@ -51,6 +51,7 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 		st := t.Stats()
 		snap.Transport.Add(&st.Transport)
 	}
+	snap.Front, _ = s.front()
 	if s.fs != nil {
 		snap.Files = &s.fs.Counters
 	}
@@ -76,6 +77,10 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 // Describe implements mountInstance.
 func (s *mountStack) Describe(i *control.MountInfo) {
 	i.Server, i.Provider, i.ProviderReason = s.address.String(), s.provider.Name(), s.reason
+	name, refused := s.front()
+	if i.Front = name; refused != nil {
+		i.FrontReason = control.OneLine(refused.Error())
+	}
 	i.FaultInjection, _ = injected(s.provider)
 	i.Failure = s.fs.Failure()
 }

@@ -37,6 +37,9 @@ type mountInstance interface {
 	Close()
 	// Kept reports whether the mount continues when the process ends without unmounting.
 	Kept() bool
+	// Park stops the handling of requests of a kept mount: they are for the next process. This
+	// process must exit then.
+	Park()
 	Status() control.MountStatus
 	Snapshot() metrics.Snapshot
 	// Describe sets Server, Provider, ProviderReason, FaultInjection and Failure.

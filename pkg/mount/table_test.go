@@ -46,6 +46,7 @@ func (s *fakeMount) Describe(i *control.MountInfo) { i.Failure = s.failure }
 func (s *fakeMount) Flush(ctx context.Context, stall time.Duration) { s.flush(ctx, stall) }
 
 func (s *fakeMount) Kept() bool                  { return false }
+func (s *fakeMount) Park()                       {}
 func (s *fakeMount) Status() control.MountStatus { return control.MountStatus{} }
 func (s *fakeMount) Snapshot() metrics.Snapshot  { return metrics.Snapshot{} }
 func (s *fakeMount) Rings() []*trace.Ring        { return s.rings }
