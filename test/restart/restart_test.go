@@ -21,6 +21,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -65,6 +66,55 @@ func TestRestartsWithEmbeddedServer(t *testing.T) {
 	x, _ := embedded(t)
 	x.options = append(x.options, "nconnect=2")
 	testRestarts(t, x, mustAmount(t))
+}
+
+// TestRestartsWithURing makes planned restarts only: calls that begin while a killed daemon dies
+// can fail, see front.ResumeURing.
+func TestRestartsWithURing(t *testing.T) {
+	testutil.NeedsURing(t)
+	if !nfstest.InOwnProcess(t) {
+		return
+	}
+	x, _ := embedded(t)
+	x.options = append(x.options, "front=uring")
+	a := mustAmount(t)
+	a.kills, a.leaves = 0, a.kills+a.leaves
+	testRestarts(t, x, a)
+}
+
+// TestKillWithURing kills the daemon while no program calls it.
+func TestKillWithURing(t *testing.T) {
+	testutil.NeedsURing(t)
+	if !nfstest.InOwnProcess(t) {
+		return
+	}
+	x, _ := embedded(t)
+	r := newRig(t, x, "front=uring")
+	if st := r.status(); st.Front != "uring" || st.FrontReason != "" {
+		t.Fatalf("status: got front %q (%s), want uring", st.Front, st.FrontReason)
+	}
+	w := startWorker(t, r.dir)
+	w.do("ok", "open f %s", filepath.Join(r.dir, lockedFile))
+	w.do("ok", "flock f ex")
+	name := filepath.Join(r.dir, "written")
+	for i := range 5 {
+		data := strings.Repeat(strconv.Itoa(i), 100_000)
+		if err := os.WriteFile(name, []byte(data), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		r.kill(syscall.SIGKILL)
+		r.start()
+		r.waitState(control.StateMounted)
+		if got, err := os.ReadFile(name); err != nil || string(got) != data {
+			t.Fatalf("read after the kill: got %d bytes, %v, want %d", len(got), err, len(data))
+		}
+		if st := r.status(); st.Front != "uring" || st.Locks.Lost != 0 {
+			t.Fatalf("status: got front %q and %d lost locks, want uring and 0", st.Front, st.Locks.Lost)
+		}
+	}
+	w.do("ok", "flock f un")
+	w.kill()
+	r.unmount()
 }
 
 func TestRestartsWithGanesha(t *testing.T) {
