@@ -205,7 +205,8 @@ func (e *entry) handle(mark uint64) {
 func (r *rings) noteFile(h *fuse.InHeader) {
 	switch h.Opcode {
 	case opOpen, opRead, opWrite, opFsync, opFlush, opGetLk, opSetLk, opSetLkw:
-		if file := &r.mem.header().file; atomic.LoadUint64(file) != h.NodeId {
+		file := &r.mem.header().files[h.NodeId%notedFiles]
+		if atomic.LoadUint64(file) != h.NodeId {
 			atomic.StoreUint64(file, h.NodeId)
 		}
 	}

@@ -37,7 +37,9 @@ type slotRecord struct {
 // Ring memory has a page with a ringHeader, and then the entries.
 type ringHeader struct {
 	magic, address, payload, queues uint64
-	file                            uint64 // node of a regular file, or 0
+	// files are the nodes of the regular files that were used last, see rings.noteFile. They are
+	// at place node % notedFiles; 0 is none.
+	files [notedFiles]uint64
 }
 
 const (
@@ -48,6 +50,7 @@ const (
 	ringBase, ringSpace = 0x640000000000, 4 << 30
 	ringPlaces          = 4096
 	ringMapTries        = 64
+	notedFiles          = 16
 )
 
 // ringMemory is the memory of the entries of a connection.

@@ -360,7 +360,7 @@ func setCPU(cpu int) error {
 	return unix.SchedSetaffinity(0, &set)
 }
 
-// errNoFile means that no request so far was for a regular file.
+// errNoFile means that the kernel does not know one of the regular files of the latest requests.
 var errNoFile = errors.New("no regular file is known")
 
 // retrieve makes the kernel send a NOTIFY_REPLY to the queue of the CPU of this thread. It does not
@@ -371,14 +371,19 @@ func (s *DevFuse) retrieve() error {
 		notifyUnique, node, offset uint64
 		size, padding              uint32
 	}
-	if out.node = atomic.LoadUint64(&s.rings.mem.header().file); out.node == 0 {
-		return errNoFile
-	}
 	out.Length, out.Status = uint32(unsafe.Sizeof(out)), notifyRetrieve
-	// The kernel's own numbers are smaller, and even.
-	out.notifyUnique = 1<<62 | s.rings.kicks.Add(1)<<1&(1<<62-1)
-	_, err := unix.Write(s.fd, bytesOf(&out))
-	return err
+	files := &s.rings.mem.header().files
+	for i := range files {
+		if out.node = atomic.LoadUint64(&files[i]); out.node == 0 {
+			continue
+		}
+		// The kernel's own numbers are smaller, and even.
+		out.notifyUnique = 1<<62 | s.rings.kicks.Add(1)<<1&(1<<62-1)
+		if _, err := unix.Write(s.fd, bytesOf(&out)); err == nil {
+			return nil
+		}
+	}
+	return errNoFile
 }
 
 // notifyRetrieve is FUSE_NOTIFY_RETRIEVE of include/uapi/linux/fuse.h.
