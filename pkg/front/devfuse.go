@@ -30,13 +30,14 @@ const (
 // A DevFuse serves one connection through /dev/fuse.
 type DevFuse struct {
 	*Handler
-	dev     *Device
-	rings   *rings    // nil without FUSE over io_uring
-	refused error     // why rings is nil for NewURing
-	resumed bool      // by Resume
-	bufSize int       // of a buffer for read(2)
-	fd      int       // of dev; set by Serve
-	idle    sync.Pool // workers
+	dev      *Device
+	rings    *rings         // nil without FUSE over io_uring
+	refused  error          // why rings is nil for NewURing
+	requests *requestMemory // nil without KeepRequests
+	resumed  bool           // by Resume
+	bufSize  int            // of a buffer for read(2)
+	fd       int            // of dev; set by Serve
+	idle     sync.Pool      // workers
 
 	workers      sync.WaitGroup
 	disconnected atomic.Bool
@@ -65,25 +66,71 @@ func NewDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, 
 	return s, nil
 }
 
-// Resume takes over a connection that another process served. init is what Init of that process
-// returned. opts must be the options of that process, with CAP_HAS_RESEND in ExtraCapabilities. fs
-// must know all nodes and open files of the kernel before Serve, as requests may name any of them:
-// the kernel does not tell what it knows.
+// Resume takes over a connection that another process served, which has exited. init is what Init
+// of that process returned, and mem what Memory returned; the caller closes mem. opts must be the
+// options of that process, with CAP_HAS_RESEND in ExtraCapabilities. fs must know all nodes and
+// open files of the kernel before Serve, as requests may name any of them: the kernel does not tell
+// what it knows.
 //
-// Serve then first makes the kernel send the requests again that have no reply. The other process
-// may have executed them, see Resent. The kernel also repeats an INTERRUPT for them. It drops a
-// request that waits to be sent again when the caller of the request is killed. Linux before 6.9
-// cannot send them again: Resume returns ErrNoResend.
-func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte) (*DevFuse, error) {
-	s := newDevFuse(dev, fs, opts)
-	if _, err := s.Negotiate(init); err != nil {
-		return nil, fmt.Errorf("resume a FUSE connection: %w", err)
+// Serve then first handles the requests again that have no reply. The other process may have
+// executed them, see Resent. The requests come from the kernel, or from mem after KeepRequests. An
+// INTERRUPT for them comes again, too. The kernel drops a request that waits to be sent again when
+// the caller of the request is killed. Linux before 6.9 cannot send requests again: Resume without
+// mem returns ErrNoResend.
+//
+// A connection of NewURing continues with io_uring. Requests that the other process received
+// through it are handled again, unless their replies were complete. If the other process ended with
+// Park, no request is lost. If it was killed, a call that the kernel was about to give to it can
+// fail with ECANCELED.
+func Resume(dev *Device, fs FileSystem, opts *fuse.MountOptions, init []byte, mem *os.File, ropts URingOptions) (
+	*DevFuse, error) {
+	var magic uint64
+	if mem != nil {
+		var err error
+		if magic, err = memoryMagic(mem); err != nil {
+			return nil, fmt.Errorf("resume a FUSE connection: %w", err)
+		}
 	}
-	if s.kernel.Flags64()&opts.ExtraCapabilities&fuse.CAP_HAS_RESEND == 0 {
+	if magic == ringMagic {
+		withURing := *opts
+		withURing.ExtraCapabilities |= fuse.CAP_OVER_IO_URING
+		opts = &withURing
+	}
+	s := newDevFuse(dev, fs, opts)
+	_, err := s.Negotiate(init)
+	switch {
+	case err != nil:
+	case magic == ringMagic:
+		err = s.resumeRings(mem, ropts)
+	case mem != nil:
+		s.requests, err = openRequestMemory(mem, s.bufSize)
+	case s.kernel.Flags64()&opts.ExtraCapabilities&fuse.CAP_HAS_RESEND == 0:
 		return nil, ErrNoResend
+	}
+	if err != nil {
+		return nil, fmt.Errorf("resume a FUSE connection: %w", err)
 	}
 	s.resumed = true
 	return s, nil
+}
+
+// Memory returns a duplicate of the descriptor of the memory for Resume, or nil for a connection
+// without io_uring and KeepRequests. The caller closes it.
+func (s *DevFuse) Memory() (*os.File, error) {
+	var f *os.File
+	switch {
+	case s.rings != nil:
+		f = s.rings.mem.file
+	case s.requests != nil:
+		f = s.requests.file
+	default:
+		return nil, nil
+	}
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
+	}
+	return os.NewFile(uintptr(fd), f.Name()), nil
 }
 
 // ErrNoResend means that the kernel cannot send requests again.
@@ -102,8 +149,10 @@ func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
 func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
 
 func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
+	page := os.Getpagesize()
+	bufSize := max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)
 	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev, gone: make(chan struct{}),
-		bufSize: max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)}
+		bufSize: (bufSize + page - 1) / page * page}
 	s.idle.New = func() any { return s.newWorker() }
 	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
 	return s
@@ -132,7 +181,10 @@ func (s *DevFuse) negotiate(fd int, prepare func(*fuse.InitOut)) error {
 func (s *DevFuse) Serve() {
 	_ = s.dev.Use(func(fd int) {
 		s.fd = fd
-		if s.resumed {
+		switch {
+		case s.requests != nil:
+			s.repeat()
+		case s.resumed:
 			if err := s.dev.resend(); err != nil {
 				s.logger.Printf("FUSE requests of an earlier process are lost: %v", err)
 			}
@@ -145,6 +197,7 @@ func (s *DevFuse) Serve() {
 		s.workers.Wait()
 	})
 	s.rings.close()
+	s.requests.close()
 }
 
 // A worker is one goroutine that reads requests and handles them, one after the other.
@@ -181,9 +234,16 @@ func (s *DevFuse) work() {
 		}
 		replace := !isForget(buf[:n]) // the kernel sends many, and they are handled at once
 		if n <= smallRequest {
-			in := bytesOf(&w.small)[:copy(bytesOf(&w.small), buf[:n])]
+			kept := s.requests.keep(buf[:n])
+			in := kept
+			if in == nil {
+				in = bytesOf(&w.small)[:copy(bytesOf(&w.small), buf[:n])]
+			}
 			s.endRead(buf, replace)
 			w.call.Handle(in)
+			if kept != nil {
+				s.requests.done(kept)
+			}
 			continue
 		}
 		s.endRead(nil, replace)
@@ -209,7 +269,10 @@ func (s *DevFuse) beginRead() []byte {
 		r.free = r.free[:n-1]
 		return buf
 	}
-	buf := bytesOfWords(make([]uint64, (s.bufSize+7)/8))
+	if buf := s.requests.buffer(); buf != nil {
+		return buf
+	}
+	buf := bytesOfWords(make([]uint64, s.bufSize/8))
 	makeResident(buf)
 	return buf
 }
@@ -243,8 +306,11 @@ func (s *DevFuse) endRead(buf []byte, replace bool) {
 // addFree keeps a buffer for the next worker. The caller holds readers.
 func (s *DevFuse) addFree(buf []byte) {
 	if r := &s.readers; len(r.free) < r.max {
+		atomic.StoreUint64(uniqueOf(buf), 0) // see requestMemory
 		r.free = append(r.free, buf)
+		return
 	}
+	s.requests.done(buf)
 }
 
 // readRequest reads one request.
@@ -282,9 +348,13 @@ func (s *DevFuse) retry(err error) bool {
 
 // send sends a reply: a header, and data that may be empty.
 func (w *worker) send(reply []byte, data [][]byte) {
-	if unique := binary.NativeEndian.Uint64(reply[8:]); w.s.rings != nil && isInterruptRetry(reply) {
-		w.s.workers.Go(func() { w.s.earlyInterrupt(unique &^ interruptBit) })
-		return
+	if w.s.rings != nil || w.s.requests != nil {
+		unique := binary.NativeEndian.Uint64(reply[8:])
+		if isInterruptRetry(reply) {
+			w.s.workers.Go(func() { w.s.earlyInterrupt(unique &^ interruptBit) })
+			return
+		}
+		binary.NativeEndian.PutUint64(reply[8:], unique&^resent) // the kernel did not set it
 	}
 	if len(data) == 0 {
 		_, err := unix.Write(w.s.fd, reply)

@@ -15,6 +15,7 @@
 //	entry.go       one entry of a queue, which handles requests on its own thread
 //	ringmem.go     the memory of entries, which another process can take over
 //	iouring.go     one io_uring
+//	reqmem.go      the memory of requests, for kernels that cannot send them again
 //	interrupt.go   interrupts of requests that came through io_uring
 //	read.go        READ, whose data goes from the file system's buffer to the transport
 //
@@ -55,10 +56,14 @@
 // request may name any of them. A descriptor store keeps the connection meanwhile: Device.File
 // returns a descriptor for it, and DeviceOf makes a Device of one.
 //
-// With io_uring the requests and replies are in shared memory, at addresses that stay the same, see
-// ResumeURing. The next process handles a request that has no complete reply, sends a reply that is
-// complete, and registers the other entries again. A process that ends by plan calls Park. The
-// kernel ends a request with ECANCELED when it gives the request to a thread that was killed.
+// Linux before 6.9 cannot send requests again. With DevFuse.KeepRequests, the buffers of read(2)
+// are in shared memory. The next process handles the requests there again for which the kernel
+// still waits.
+//
+// With io_uring the requests and replies are in shared memory, at addresses that stay the same. The
+// next process handles a request that has no complete reply, sends a reply that is complete, and
+// registers the other entries again. A process that ends by plan calls Park. The kernel ends a
+// request with ECANCELED when it gives the request to a thread that was killed.
 //
 // # Helper process
 //

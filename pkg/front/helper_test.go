@@ -514,7 +514,7 @@ func TestKilledOwnerExits(t *testing.T) {
 	if len(read) > 0 {
 		t.Errorf("read without a server: got %v", <-read)
 	}
-	next := startServer(t, kept, dir, false, &testServer{init: init})
+	next := startServer(t, kept, dir, "devfuse", &testServer{init: init})
 	select {
 	case err := <-read:
 		must(t, err)

@@ -24,16 +24,19 @@ import (
 )
 
 // serverEnv makes the test binary serve the connection of descriptor 3. Its value is "new" or
-// "resume", and the INIT request goes through descriptor 4. With ":" and the mount point after it,
-// the server uses io_uring, whose memory is descriptor 5. Other values are the mount point for
-// useForTest.
+// "resume", and the INIT request goes through descriptor 4. The mount point follows after ":".
+// Descriptor 5 is the memory of the process before, if there is some. Other values are the mount
+// point for useForTest.
 const serverEnv = "NFSRDMAD_FRONT_TEST_SERVER"
+
+// frontEnv is the front of a server: "devfuse", "uring", or "requests" for DevFuse.KeepRequests.
+const frontEnv = "NFSRDMAD_FRONT_TEST_FRONT"
 
 // delayEnv is how long a server handles a request. A server that is killed should have requests in
 // progress.
 const delayEnv = "NFSRDMAD_FRONT_TEST_DELAY"
 
-// canceledEnv allows calls to fail with ECANCELED, see ResumeURing.
+// canceledEnv allows calls to fail with ECANCELED, see Resume.
 const canceledEnv = "NFSRDMAD_FRONT_TEST_CANCELED"
 
 func serveForTest(mode string) error {
@@ -53,17 +56,17 @@ func serveForTest(mode string) error {
 		time.Sleep(fs.delay)
 		return data(in), fuse.OK
 	}
-	kind, dir, uring := strings.Cut(mode, ":")
+	kind, dir, _ := strings.Cut(mode, ":")
 	var s *DevFuse
 	if kind == "new" {
-		if s, err = newServer(dir, uring, dev, fs, initFile); err == nil {
+		if s, err = newServer(dir, dev, fs, initFile); err == nil {
 			_, err = initFile.Write(s.Init())
 			initFile.Close()
 		}
 	} else {
 		var init []byte
 		if init, err = io.ReadAll(initFile); err == nil {
-			s, err = resumeServer(dir, uring, dev, fs, init)
+			s, err = resumeServer(dir, dev, fs, init)
 		}
 	}
 	if err != nil {
@@ -80,19 +83,25 @@ func serveForTest(mode string) error {
 	return nil
 }
 
-// newServer makes the front of a new connection. With io_uring it first writes the number of the
-// descriptor of the memory to initFile.
-func newServer(dir string, uring bool, dev *Device, fs FileSystem, initFile *os.File) (*DevFuse, error) {
-	if !uring {
+// newServer makes the front of a new connection. If it has memory, newServer first writes the
+// number of the descriptor to initFile.
+func newServer(dir string, dev *Device, fs FileSystem, initFile *os.File) (s *DevFuse, err error) {
+	switch os.Getenv(frontEnv) {
+	case "uring":
+		s, err = NewURing(dev, fs, resumeOptions(), touchOptions(dir))
+	case "requests":
+		if s, err = NewDevFuse(dev, fs, resumeOptions()); err == nil {
+			err = s.KeepRequests()
+		}
+	default:
 		return NewDevFuse(dev, fs, resumeOptions())
 	}
-	s, err := NewURing(dev, fs, resumeOptions(), touchOptions(dir))
 	if err != nil {
 		return nil, err
 	}
-	mem, err := s.RingMemory()
+	mem, err := s.Memory()
 	if err != nil || mem == nil {
-		return nil, fmt.Errorf("memory of io_uring: %v, %w; refused: %w", mem, err, s.Refused())
+		return nil, fmt.Errorf("memory: %v, %w; refused: %w", mem, err, s.Refused())
 	}
 	var fd [8]byte
 	binary.NativeEndian.PutUint64(fd[:], uint64(mem.Fd()))
@@ -100,13 +109,13 @@ func newServer(dir string, uring bool, dev *Device, fs FileSystem, initFile *os.
 	return s, err
 }
 
-func resumeServer(dir string, uring bool, dev *Device, fs FileSystem, init []byte) (*DevFuse, error) {
-	if !uring {
-		return Resume(dev, fs, resumeOptions(), init)
+func resumeServer(dir string, dev *Device, fs FileSystem, init []byte) (*DevFuse, error) {
+	var mem *os.File
+	if os.Getenv(frontEnv) != "devfuse" {
+		mem = os.NewFile(5, "memory")
+		defer mem.Close()
 	}
-	mem := os.NewFile(5, "rings")
-	defer mem.Close()
-	return ResumeURing(dev, fs, resumeOptions(), touchOptions(dir), init, mem)
+	return Resume(dev, fs, resumeOptions(), init, mem, touchOptions(dir))
 }
 
 func resumeOptions() *fuse.MountOptions {
@@ -118,13 +127,13 @@ func resumeOptions() *fuse.MountOptions {
 // A testServer is a process that serves a connection.
 type testServer struct {
 	*exec.Cmd
-	init  []byte
-	rings *os.File // memory of io_uring, or nil
+	init []byte
+	mem  *os.File // see Memory
 }
 
 // startServer starts a process that serves dev, which is mounted at dir. It continues the
 // connection of the process before, unless that is nil.
-func startServer(t *testing.T, dev *os.File, dir string, uring bool, before *testServer) *testServer {
+func startServer(t *testing.T, dev *os.File, dir, front string, before *testServer) *testServer {
 	t.Helper()
 	r, w, err := os.Pipe()
 	must(t, err)
@@ -133,16 +142,13 @@ func startServer(t *testing.T, dev *os.File, dir string, uring bool, before *tes
 	mine, its := r, w
 	if before != nil {
 		mode, mine, its = "resume", w, r
-		s.init, s.rings = before.init, before.rings
+		s.init, s.mem = before.init, before.mem
 	}
-	if uring {
-		mode += ":" + dir
-	}
-	s.Env = append(os.Environ(), serverEnv+"="+mode)
+	s.Env = append(os.Environ(), serverEnv+"="+mode+":"+dir, frontEnv+"="+front)
 	s.Stderr = os.Stderr
 	s.ExtraFiles = []*os.File{dev, its}
-	if s.rings != nil {
-		s.ExtraFiles = append(s.ExtraFiles, s.rings)
+	if s.mem != nil {
+		s.ExtraFiles = append(s.ExtraFiles, s.mem)
 	}
 	must(t, s.Start())
 	must(t, its.Close())
@@ -153,14 +159,14 @@ func startServer(t *testing.T, dev *os.File, dir string, uring bool, before *tes
 	}
 	s.init, err = io.ReadAll(mine)
 	must(t, errors.Join(err, mine.Close()))
-	if uring {
+	if front != "devfuse" {
 		pid, err := unix.PidfdOpen(s.Process.Pid, 0)
 		must(t, err)
 		defer unix.Close(pid)
 		fd, err := unix.PidfdGetfd(pid, int(binary.NativeEndian.Uint64(s.init)), 0)
 		must(t, err)
-		s.rings, s.init = os.NewFile(uintptr(fd), "rings"), s.init[8:]
-		t.Cleanup(func() { s.rings.Close() })
+		s.mem, s.init = os.NewFile(uintptr(fd), "memory"), s.init[8:]
+		t.Cleanup(func() { s.mem.Close() })
 	}
 	return s
 }
@@ -169,12 +175,14 @@ func startServer(t *testing.T, dev *os.File, dir string, uring bool, before *tes
 // mount must see a pause and no error. With io_uring some calls may fail with ECANCELED.
 func TestResumeAfterKill(t *testing.T) {
 	t.Setenv(delayEnv, "2ms")
-	t.Run("devfuse", func(t *testing.T) { testResume(t, false, unix.SIGKILL) })
+	for _, front := range []string{"devfuse", "requests"} {
+		t.Run(front, func(t *testing.T) { testResume(t, front, unix.SIGKILL) })
+	}
 	t.Setenv(canceledEnv, "1")
 	for _, delay := range []string{"0s", "2ms"} {
 		t.Run("uring, "+delay, func(t *testing.T) {
 			t.Setenv(delayEnv, delay)
-			testResume(t, true, unix.SIGKILL)
+			testResume(t, "uring", unix.SIGKILL)
 		})
 	}
 }
@@ -184,14 +192,14 @@ func TestResumeAfterPark(t *testing.T) {
 	for _, delay := range []string{"0s", "20us", "2ms"} {
 		t.Run("uring, "+delay, func(t *testing.T) {
 			t.Setenv(delayEnv, delay)
-			testResume(t, true, unix.SIGTERM)
+			testResume(t, "uring", unix.SIGTERM)
 		})
 	}
 }
 
-func testResume(t *testing.T, uring bool, sig unix.Signal) {
+func testResume(t *testing.T, front string, sig unix.Signal) {
 	testutil.NeedsFUSE(t)
-	if uring {
+	if front == "uring" {
 		testutil.NeedsURing(t)
 	}
 	rounds := 10
@@ -204,7 +212,7 @@ func testResume(t *testing.T, uring bool, sig unix.Signal) {
 	dev := os.NewFile(uintptr(fd), devicePath)
 	defer dev.Close()
 	mountTest(t, dir, fd)
-	server := startServer(t, dev, dir, uring, nil)
+	server := startServer(t, dev, dir, front, nil)
 	defer func() {
 		_ = unix.Unmount(dir, unix.MNT_DETACH)
 		_ = server.Process.Kill()
@@ -244,7 +252,7 @@ func testResume(t *testing.T, uring bool, sig unix.Signal) {
 		time.Sleep(rand.N(10 * time.Millisecond))
 		must(t, server.Process.Signal(sig))
 		_ = server.Wait()
-		server = startServer(t, dev, dir, uring, server)
+		server = startServer(t, dev, dir, front, server)
 	}
 	awaitCalls(20)
 	must(t, stop.Close())
@@ -322,13 +330,13 @@ func TestResumeErrors(t *testing.T) {
 		{"not requested", bytesOf(&withResend), options(io.Discard), ErrNoResend.Error()},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			_, err := Resume(dev, newTestFS(), c.opts, c.init)
+			_, err := Resume(dev, newTestFS(), c.opts, c.init, nil, URingOptions{})
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("Resume: got %v, want the error %s", err, c.want)
 			}
 		})
 	}
-	if _, err := Resume(dev, newTestFS(), resumeOptions(), bytesOf(&withResend)); err != nil {
+	if _, err := Resume(dev, newTestFS(), resumeOptions(), bytesOf(&withResend), nil, URingOptions{}); err != nil {
 		t.Errorf("Resume: %v", err)
 	}
 }
@@ -362,7 +370,7 @@ func TestResentRequestsAreMarked(t *testing.T) {
 		marked <- Resent(h)
 		return fuse.OK
 	}
-	s, err := Resume(dev, fs, resumeOptions(), init)
+	s, err := Resume(dev, fs, resumeOptions(), init, nil, URingOptions{})
 	must(t, err)
 	served := make(chan struct{})
 	go func() {
@@ -387,14 +395,16 @@ func TestResentRequestsAreMarked(t *testing.T) {
 func TestInterruptOfResentRequest(t *testing.T) {
 	for _, call := range []string{"stat none", "direct data"} {
 		for _, late := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s, killed later=%v", call, late), func(t *testing.T) {
-				testInterruptOfResent(t, call, late)
-			})
+			for _, keep := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s, killed later=%v, kept=%v", call, late, keep), func(t *testing.T) {
+					testInterruptOfResent(t, call, late, keep)
+				})
+			}
 		}
 	}
 }
 
-func testInterruptOfResent(t *testing.T, call string, late bool) {
+func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 	testutil.NeedsFUSE(t)
 	dir := t.TempDir()
 	dev, err := OpenDevice()
@@ -403,9 +413,9 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 	must(t, dev.Use(func(fd int) { mountTest(t, dir, fd) }))
 	defer unix.Unmount(dir, unix.MNT_DETACH)
 	fs := newTestFS()
-	began, interrupted := make(chan *fuse.InHeader, 2), make(chan struct{}, 2)
+	began, interrupted := make(chan fuse.InHeader, 2), make(chan struct{}, 2)
 	wait := func(cancel <-chan struct{}, in *fuse.InHeader) fuse.Status {
-		began <- in
+		began <- *in // in ends with the request
 		select {
 		case <-cancel:
 			interrupted <- struct{}{}
@@ -416,6 +426,10 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 	}
 	first, err := NewDevFuse(dev, fs, resumeOptions())
 	must(t, err)
+	if keep {
+		must(t, first.KeepRequests())
+		defer first.requests.close()
+	}
 	kind, name, _ := strings.Cut(call, " ")
 	program := startCall(t, kind+" "+dir+"/"+name)
 	ended := waitFor(program)
@@ -428,7 +442,7 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 	unique := uint64(0)
 	must(t, dev.Use(func(fd int) {
 		first.fd = fd
-		buf := bytesOfWords(make([]uint64, first.bufSize/8))
+		buf := first.beginRead()
 		for unique == 0 {
 			n, err := readRequest(fd, buf)
 			must(t, err)
@@ -436,6 +450,7 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 				unique = h.Unique
 			} else {
 				w.call.Handle(buf[:n])
+				h.Unique = 0
 			}
 		}
 	}))
@@ -458,7 +473,12 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 			return err == nil && n == 1
 		})
 	}
-	s, err := Resume(dev, fs, resumeOptions(), first.Init())
+	mem, err := first.Memory()
+	must(t, err)
+	if mem != nil {
+		defer mem.Close()
+	}
+	s, err := Resume(dev, fs, resumeOptions(), first.Init(), mem, URingOptions{})
 	must(t, err)
 	served := make(chan struct{})
 	go func() {
@@ -466,7 +486,7 @@ func testInterruptOfResent(t *testing.T, call string, late bool) {
 		close(served)
 	}()
 	in := <-began
-	if !Resent(in) || Unique(in) != unique {
+	if !Resent(&in) || Unique(&in) != unique {
 		t.Errorf("request that was sent again: got %#x, want %#x with the bit", in.Unique, unique)
 	}
 	if late {

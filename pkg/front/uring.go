@@ -35,7 +35,7 @@ const (
 	onlinePath   = "/sys/devices/system/cpu/online"
 )
 
-// URingOptions are the options of NewURing and ResumeURing.
+// URingOptions are the options of NewURing and Resume.
 type URingOptions struct {
 	// Touch makes the calling thread send some request through the mount, for example with
 	// statfs(2). It may wait for the reply.
@@ -83,20 +83,8 @@ func NewURing(dev *Device, fs FileSystem, opts *fuse.MountOptions, ropts URingOp
 	return s, nil
 }
 
-// ResumeURing is Resume for a connection of NewURing. mem is what RingMemory of the other process
-// returned. The requests that the other process received through io_uring are handled again, see
-// Resent, unless their replies were complete.
-//
-// If the other process ended with Park, no request is lost. If it was killed, a call that the
-// kernel was about to give to it can fail with ECANCELED.
-func ResumeURing(dev *Device, fs FileSystem, opts *fuse.MountOptions, ropts URingOptions, init []byte, mem *os.File) (
-	*DevFuse, error) {
-	withURing := *opts
-	withURing.ExtraCapabilities |= fuse.CAP_OVER_IO_URING
-	s, err := Resume(dev, fs, &withURing, init)
-	if err != nil {
-		return nil, err
-	}
+// resumeRings continues with the memory of another process.
+func (s *DevFuse) resumeRings(mem *os.File, ropts URingOptions) error {
 	m, err := openRingMemory(mem)
 	if err == nil {
 		if err = s.restoreRings(m, ropts); err != nil {
@@ -104,22 +92,9 @@ func ResumeURing(dev *Device, fs FileSystem, opts *fuse.MountOptions, ropts URin
 		}
 	}
 	if err != nil {
-		return nil, fmt.Errorf("resume a FUSE connection with io_uring: %w", err)
+		return fmt.Errorf("io_uring: %w", err)
 	}
-	return s, nil
-}
-
-// RingMemory returns a duplicate of the descriptor of the memory for ResumeURing, or nil for a
-// connection without io_uring. The caller closes it.
-func (s *DevFuse) RingMemory() (*os.File, error) {
-	if s.rings == nil {
-		return nil, nil
-	}
-	fd, err := unix.FcntlInt(s.rings.mem.file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
-		return nil, os.NewSyscallError("fcntl F_DUPFD_CLOEXEC", err)
-	}
-	return os.NewFile(uintptr(fd), s.rings.mem.file.Name()), nil
+	return nil
 }
 
 // Refused returns why a connection of NewURing uses /dev/fuse, or nil.

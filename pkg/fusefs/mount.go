@@ -44,10 +44,12 @@ type MountOptions struct {
 	// process stays a zombie and the mount stays.
 	SkipDisablePoll bool
 	// Mounted, if not nil, is called with the connection after the mount and before the first
-	// request, and with the memory of io_uring for Resume, which is nil without io_uring. An error
-	// ends the mount. It is only called for an FS with Options.State, on a kernel that can send
-	// requests again. Without the call, the mount ends with the process.
-	Mounted func(dev *front.Device, rings *os.File) error
+	// request, and with the memory of front.DevFuse.Memory for Resume, which may be nil. An error
+	// ends the mount. It is only called for an FS with Options.State.
+	Mounted func(dev *front.Device, mem *os.File) error
+	// KeepRequests keeps requests in memory also if the kernel can send them again, for tests of
+	// what Linux before 6.9 needs.
+	KeepRequests bool
 	// URing uses FUSE over io_uring if the host can, see Server.Front.
 	URing bool
 	// Logger receives messages about FUSE requests. The default is the standard logger.
@@ -110,18 +112,13 @@ func (s *Server) use() {
 }
 
 // Resume continues to serve the mount of an earlier process at dir. fs has a State of OpenState,
-// and opts are those of the mount. rings is what MountOptions.Mounted got, and decides whether the
+// and opts are those of the mount. mem is what MountOptions.Mounted got, and decides whether the
 // connection uses io_uring. Resume takes over dev also when it returns an error.
-func Resume(dir string, dev *front.Device, rings *os.File, fs *FS, opts MountOptions) (_ *Server, err error) {
+func Resume(dir string, dev *front.Device, mem *os.File, fs *FS, opts MountOptions) (_ *Server, err error) {
 	r := &fs.state.mu.mount
 	s := &Server{fs: fs, dir: dir, device: dev, dev: device{r.major, r.minor}, done: make(chan struct{})}
 	protocol, init := s.options(&opts, r.acl == 1), r.init[:r.initLen]
-	if rings != nil {
-		s.conn, err = front.ResumeURing(dev, fs, protocol, s.uringOptions(), init, rings)
-	} else {
-		s.conn, err = front.Resume(dev, fs, protocol, init)
-	}
-	if err != nil {
+	if s.conn, err = front.Resume(dev, fs, protocol, init, mem, s.uringOptions()); err != nil {
 		_ = dev.Close()
 		return nil, err
 	}
@@ -207,8 +204,14 @@ func (s *Server) Park() { s.conn.Park() }
 
 // keep records a new mount in the State of the FS.
 func (s *Server) keep(opts *MountOptions) error {
-	if s.fs.state == nil || s.conn.Kernel().Flags64()&fuse.CAP_HAS_RESEND == 0 {
+	if s.fs.state == nil {
 		return nil
+	}
+	canResend := s.conn.Kernel().Flags64()&fuse.CAP_HAS_RESEND != 0
+	if !s.conn.URing() && (!canResend || opts.KeepRequests) {
+		if err := s.conn.KeepRequests(); err != nil {
+			return err
+		}
 	}
 	if err := s.fs.state.setMounted(s.dev, s.conn.Init(), s.fs.acl != nil); err != nil {
 		return err
@@ -216,14 +219,14 @@ func (s *Server) keep(opts *MountOptions) error {
 	if opts.Mounted == nil {
 		return nil
 	}
-	rings, err := s.conn.RingMemory()
+	mem, err := s.conn.Memory()
 	if err != nil {
 		return err
 	}
-	if rings != nil {
-		defer rings.Close()
+	if mem != nil {
+		defer mem.Close()
 	}
-	return opts.Mounted(s.device, rings)
+	return opts.Mounted(s.device, mem)
 }
 
 // options returns the options of the FUSE protocol. They are the same for each process that serves

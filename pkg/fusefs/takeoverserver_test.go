@@ -358,18 +358,19 @@ func (s *takeoverServer) dial(ctx context.Context, o *serveOrder) (err error) {
 }
 
 func (s *takeoverServer) mount(o *serveOrder, files []*os.File) (err error) {
-	mo := MountOptions{FsName: "test:/", SkipDisablePoll: true, Mounted: s.mounted}
+	mo := MountOptions{FsName: "test:/", SkipDisablePoll: true, Mounted: s.mounted,
+		KeepRequests: os.Getenv(keepRequestsEnv) != ""}
 	if o.Do == "resume" {
 		dev, err := front.DeviceOf(files[2])
-		var rings *os.File
+		var mem *os.File
 		if len(files) > 3 {
-			rings = files[3]
+			mem = files[3]
 		}
 		if err == nil {
 			err = dev.UseHelper(helperCommand())
 		}
 		if err == nil {
-			s.srv, err = Resume(o.Dir, dev, rings, s.fs, mo)
+			s.srv, err = Resume(o.Dir, dev, mem, s.fs, mo)
 		}
 		for _, f := range files {
 			_ = f.Close()
@@ -388,7 +389,7 @@ func (s *takeoverServer) mount(o *serveOrder, files []*os.File) (err error) {
 func helperCommand() []string { return []string{"/proc/self/exe", takeoverHelper} }
 
 // mounted is MountOptions.Mounted.
-func (s *takeoverServer) mounted(dev *front.Device, rings *os.File) error {
+func (s *takeoverServer) mounted(dev *front.Device, mem *os.File) error {
 	if err := dev.UseHelper(helperCommand()); err != nil {
 		return err
 	}
@@ -403,8 +404,8 @@ func (s *takeoverServer) mounted(dev *front.Device, rings *os.File) error {
 	}
 	defer fuse.Close()
 	files := []*os.File{state, s.pool.File(), fuse}
-	if rings != nil {
-		files = append(files, rings)
+	if mem != nil {
+		files = append(files, mem)
 	}
 	return s.control.send(&serveReport{}, files...)
 }

@@ -22,10 +22,10 @@ import (
 // A kept mount has three descriptors in the store, or four, with the names PREFIX/ID/KIND.
 const (
 	keptPrefix = "mount"
-	keptState  = "state" // fusefs.State
-	keptData   = "data"  // buffers with written data
-	keptRings  = "rings" // memory of FUSE over io_uring
-	keptFuse   = "fuse"  // the connection to the kernel
+	keptState  = "state"  // fusefs.State
+	keptData   = "data"   // buffers with written data
+	keptMemory = "memory" // requests in progress, see front.DevFuse.Memory
+	keptFuse   = "fuse"   // the connection to the kernel
 )
 
 // A description is what the next process needs to know of a mount, besides its state.
@@ -45,7 +45,6 @@ type keeper struct {
 	id      string
 	state   *fusefs.State
 	buffers *membuf.Pool
-	offered bool // the kernel can send requests again
 	mounted bool // the store has the connection
 }
 
@@ -98,7 +97,7 @@ func (k *keeper) putState() error {
 }
 
 // putConnection puts the connection of a new mount into the store.
-func (k *keeper) putConnection(d *front.Device, rings *os.File) error {
+func (k *keeper) putConnection(d *front.Device, mem *os.File) error {
 	if err := d.UseHelper(k.helper); err != nil {
 		return err
 	}
@@ -107,8 +106,8 @@ func (k *keeper) putConnection(d *front.Device, rings *os.File) error {
 		return err
 	}
 	defer f.Close()
-	if rings != nil {
-		if err := k.store.Put(keptName(k.id, keptRings), rings); err != nil {
+	if mem != nil {
+		if err := k.store.Put(keptName(k.id, keptMemory), mem); err != nil {
 			return err
 		}
 	}
@@ -140,7 +139,7 @@ func (k *keeper) remove() {
 // left without it is no mount.
 func removeKept(store fdstore.Store, id string) error {
 	var errs []error
-	for _, kind := range []string{keptFuse, keptRings, keptData, keptState} {
+	for _, kind := range []string{keptFuse, keptMemory, keptData, keptState} {
 		errs = append(errs, store.Remove(keptName(id, kind)))
 	}
 	return errors.Join(errs...)
@@ -150,7 +149,7 @@ func removeKept(store fdstore.Store, id string) error {
 type leftMount struct {
 	id                            string
 	stateFile, dataFile, fuseFile *os.File
-	ringsFile                     *os.File // nil without io_uring; open until the mount continues
+	memoryFile                    *os.File // may be nil; open until the mount continues
 	device                        *front.Device
 	*keeper
 	description
@@ -179,8 +178,8 @@ func leftMounts(store fdstore.Store) []*leftMount {
 			l.stateFile = e.File
 		case keptData:
 			l.dataFile = e.File
-		case keptRings:
-			l.ringsFile = e.File
+		case keptMemory:
+			l.memoryFile = e.File
 		case keptFuse:
 			l.fuseFile = e.File
 		default:
@@ -194,7 +193,7 @@ func leftMounts(store fdstore.Store) []*leftMount {
 			continue
 		}
 		l.closeFiles()
-		l.closeRings()
+		l.closeMemory()
 		_ = removeKept(store, l.id)
 	}
 	return complete
@@ -208,9 +207,9 @@ func (l *leftMount) closeFiles() {
 	}
 }
 
-func (l *leftMount) closeRings() {
-	if l.ringsFile != nil {
-		_ = l.ringsFile.Close()
+func (l *leftMount) closeMemory() {
+	if l.memoryFile != nil {
+		_ = l.memoryFile.Close()
 	}
 }
 
@@ -223,7 +222,7 @@ func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 	defer l.closeFiles()
 	defer func() {
 		if err != nil {
-			l.closeRings()
+			l.closeMemory()
 		}
 	}()
 	k := &keeper{store: common.store, helper: common.helper, id: l.id, mounted: true}

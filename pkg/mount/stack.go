@@ -165,8 +165,8 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	s.lockedFS.Store(s.fs)
 	mo := s.mountOptions(log)
 	if s.left != nil {
-		defer s.left.closeRings()
-		if s.server, err = fusefs.Resume(s.dir, s.left.device, s.left.ringsFile, s.fs, mo); err != nil {
+		defer s.left.closeMemory()
+		if s.server, err = fusefs.Resume(s.dir, s.left.device, s.left.memoryFile, s.fs, mo); err != nil {
 			undo = nil // the data of the FS must stay
 			return fmt.Errorf("%w: %w", errNotResumed, err)
 		}
@@ -187,10 +187,6 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 func (s *mountStack) logLimits(log hclog.Logger) {
 	if _, refused := s.front(); refused != nil {
 		log.Warn("the mount uses /dev/fuse instead of io_uring", "mount", s.dir, "reason", refused)
-	}
-	if s.keeper != nil && !s.keeper.offered {
-		log.Info("the mount ends with the daemon: the kernel cannot send requests again; use Linux 6.9 or later",
-			"mount", s.dir)
 	}
 }
 
@@ -228,9 +224,8 @@ func (s *mountStack) keep(root *mountd.Result, log hclog.Logger) (err error) {
 
 // keepConnection puts the connection to the kernel into the store.
 func (s *mountStack) keepConnection(log hclog.Logger) func(*front.Device, *os.File) error {
-	return func(d *front.Device, rings *os.File) error {
-		s.keeper.offered = true
-		if err := s.keeper.putConnection(d, rings); err != nil {
+	return func(d *front.Device, mem *os.File) error {
+		if err := s.keeper.putConnection(d, mem); err != nil {
 			log.Warn("the mount ends with the daemon: its connection cannot be kept", "mount", s.dir, "reason", err)
 		}
 		return nil

@@ -69,7 +69,7 @@ func TestRestartsWithEmbeddedServer(t *testing.T) {
 }
 
 // TestRestartsWithURing makes planned restarts only: calls that begin while a killed daemon dies
-// can fail, see front.ResumeURing.
+// can fail, see front.Resume.
 func TestRestartsWithURing(t *testing.T) {
 	testutil.NeedsURing(t)
 	if !nfstest.InOwnProcess(t) {

@@ -1,0 +1,50 @@
+package takeover
+
+import (
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/lab"
+)
+
+func TestMain(m *testing.M) { testutil.Main(m) }
+
+const module = "github.com/nfsrdmad/nfsrdmad/"
+
+// TestOldKernel runs the tests of killed servers in a guest with Linux 6.1.
+func TestOldKernel(t *testing.T) {
+	lab.SkipIfDisabled(t)
+	share := t.TempDir()
+	build := func(pkg string) (program string) {
+		t.Helper()
+		program = filepath.Join(share, filepath.Base(pkg)+".test")
+		out, err := exec.Command("go", "test", "-c", "-o", program, module+pkg).CombinedOutput()
+		if err != nil {
+			t.Fatalf("build the tests of %s: %v\n%s", pkg, err, out)
+		}
+		return program
+	}
+	front, fusefs := build("pkg/front"), build("pkg/fusefs")
+	g := lab.Start(t, lab.Options{Kernel: "6.1", Provider: lab.None, HostRoot: true, Share: share})
+	g.MustRun("modprobe fuse; ip link set lo up")
+	for _, c := range []struct{ program, run, pass string }{
+		{front, "TestResumeAfterKill/requests|TestInterruptOfResentRequest/kept=true",
+			"TestResumeAfterKill/requests TestInterruptOfResentRequest/stat_none,_killed_later=true,_kept=true"},
+		{fusefs, "TestTakeoverKeepsWrittenData/own_server|TestTakeoverOfBusyMount/own_server",
+			"TestTakeoverKeepsWrittenData/own_server TestTakeoverOfBusyMount/own_server"},
+	} {
+		out, err := g.Run("cd /host/tmp && chroot /host " + c.program + " -test.v -test.run '" + c.run + "' 2>&1")
+		if err != nil {
+			t.Errorf("%s: %v\n%s", filepath.Base(c.program), err, out)
+			continue
+		}
+		for name := range strings.FieldsSeq(c.pass) {
+			if !strings.Contains(out, "--- PASS: "+name+" ") {
+				t.Errorf("%s: test %s did not pass:\n%s", filepath.Base(c.program), name, out)
+			}
+		}
+	}
+}
