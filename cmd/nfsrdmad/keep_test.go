@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"errors"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -179,21 +180,29 @@ func TestSIGTERMOfService(t *testing.T) {
 	testutil.NeedsFUSE(t)
 	for name, tt := range map[string]struct {
 		job   string
-		bus   bool
+		bus   string
 		keeps bool
 		log   string
 	}{
-		"restart":       {"restart", true, true, "mounts stay"},
-		"stop":          {"stop", true, false, "job=stop"},
-		"kill":          {"", true, false, "stop of the unit"},
-		"without D-Bus": {"restart", false, false, "does not tell whether it restarts the unit"},
+		"restart":       {"restart", "systemd", true, "mounts stay"},
+		"stop":          {"stop", "systemd", false, "job=stop"},
+		"kill":          {"", "systemd", false, "stop of the unit"},
+		"without D-Bus": {"restart", "none", false, "does not tell whether it restarts the unit"},
+		"no answer":     {"stop", "silent", true, "systemd does not answer whether it restarts the unit"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newTestEnv(t)
 			w.stop(t, w.daemon)
 			m, unit, address := systemdtest.StartManager(t, 10), &systemdtest.Unit{}, filepath.Join(w.dir, "no-bus")
-			if tt.bus {
+			switch tt.bus {
+			case "systemd":
 				address = systemdtest.StartBus(t, unit)
+			case "silent":
+				l, err := net.Listen("unix", address) // accepts connections in its backlog only
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer l.Close()
 			}
 			cmd := program(t, "nfsrdmad", "daemon", "--control-socket", w.socket, "--metrics-listen", "", "--state-dir",
 				w.dir)

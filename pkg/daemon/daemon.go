@@ -45,6 +45,8 @@ type Daemon struct {
 	store   fdstore.Store // keeps the mounts; nil: they end with the daemon
 	noStore error         // why store is nil
 
+	writeTime time.Duration // bounds the write of dirty data in Leave
+
 	serving  sync.WaitGroup
 	failed   chan error               // receives the error of a listener
 	requests chan control.StopRequest // receives one request to stop
@@ -66,7 +68,7 @@ func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Daemon{cfg: cfg, log: log, inject: mount.PlanText(plan), failed: make(chan error, 1),
+	d := &Daemon{cfg: cfg, log: log, writeTime: leaveTimeout, inject: mount.PlanText(plan), failed: make(chan error, 1),
 		requests: make(chan control.StopRequest, 1)}
 	if d.socket, err = control.Listen(string(cfg.ControlSocket)); err != nil {
 		return nil, err

@@ -42,6 +42,9 @@ func systemdBuses() []bus {
 	return []bus{{path: privateBus, private: true}, {path: system}}
 }
 
+// errNoAnswer means that something listens where systemd should, and does not answer in time.
+var errNoAnswer = errors.New("no answer in time")
+
 // unitJob asks systemd for the type of the pending job of the unit whose main process is pid: for
 // example "stop" or "restart", "" for none. It asks each bus until one answers, and takes at most
 // timeout.
@@ -53,7 +56,7 @@ func unitJob(pid int, buses []bus, timeout time.Duration) (string, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), share)
 		job, err := b.unitJob(ctx, pid)
 		if err != nil && ctx.Err() != nil {
-			err = errors.New("no answer in time") // otherwise: connection closed
+			err = errNoAnswer // otherwise: connection closed
 		}
 		cancel()
 		if err == nil {

@@ -21,7 +21,8 @@ const (
 	NotifyHelperCommand = "notify-helper"
 	// selfExe names the running program also after an upgrade has replaced its file.
 	selfExe = "/proc/self/exe"
-	// leaveTimeout bounds the write of dirty data before the daemon leaves its mounts.
+	// leaveTimeout bounds the write of dirty data before a daemon leaves its mounts to the next
+	// one.
 	leaveTimeout = 2 * time.Second
 	// busyTimeout is how long the daemon waits for a killed daemon whose exit is not complete. No
 	// other daemon has the lock of the control socket.
@@ -100,14 +101,21 @@ func (d *Daemon) stop(r control.StopRequest) (control.StopInfo, error) {
 	return control.StopInfo{Timeout: stopTime(d.cfg).Seconds()}, nil
 }
 
-// isRestart reports whether a signal to stop comes from systemd, which restarts the unit. Only
-// systemd knows: the signal of a stop is the same. systemd keeps the mounts until the next daemon
-// starts; after a stop it ends them.
-func (d *Daemon) isRestart() bool {
+// leavesMounts reports whether the mounts stay after a signal to stop, because systemd restarts the
+// unit. Only systemd knows: the signal of a stop is the same. systemd keeps the mounts until the
+// next daemon starts; after a stop it ends them. When systemd does not answer in time, the mounts
+// stay, and d.writeTime is that of a stop: no data of a mount is lost that the server accepts.
+func (d *Daemon) leavesMounts() bool {
 	if d.store == nil || !fdstore.IsSystemd(d.store) || len(d.table.List()) == 0 {
 		return false
 	}
 	job, err := unitJob(os.Getpid(), systemdBuses(), jobTimeout)
+	if errors.Is(err, errNoAnswer) {
+		d.writeTime = d.cfg.ShutdownTimeout.Std()
+		d.log.Warn("the mounts stay: systemd does not answer whether it restarts the unit; if it stops the unit, "+
+			"remove the mounts with umount(8)", "error", control.OneLine(err.Error()))
+		return true
+	}
 	if err != nil {
 		d.log.Warn("unmounting: systemd does not tell whether it restarts the unit", "error",
 			control.OneLine(err.Error()))
@@ -117,11 +125,11 @@ func (d *Daemon) isRestart() bool {
 	return job == jobRestart
 }
 
-// Leave stops the daemon without unmounting: the mounts stay for the next daemon. It takes a few
-// seconds at most. The process must exit afterwards: the store and the mounts stay in use until
-// then.
+// Leave stops the daemon without unmounting: the mounts stay for the next daemon. It takes
+// d.writeTime and a few seconds at most. The process must exit afterwards: the store and the mounts
+// stay in use until then.
 func (d *Daemon) Leave() {
-	ctx, cancel := context.WithTimeout(context.Background(), leaveTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), d.writeTime)
 	defer cancel()
 	d.serving.Go(func() { shutdown(d.control) }) // ends requests that wait for a mount
 	d.serving.Go(d.metrics.close)

@@ -47,7 +47,7 @@ func (d *Daemon) wait(ctx context.Context) (leave func() bool, err error) {
 			return func() bool { return r.KeepMounts }, nil
 		case <-ctx.Done():
 			if d.ending.CompareAndSwap(false, true) {
-				return d.isRestart, nil
+				return d.leavesMounts, nil
 			}
 			r := <-d.requests // the request came first
 			return func() bool { return r.KeepMounts }, nil
