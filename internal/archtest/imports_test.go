@@ -67,6 +67,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/lab/beside", ""},
 	{"test/lab/knfsd", ""},
 	{"test/lab/rdmacore", ""},
+	{"test/lab/systemd", ""},
+	{"test/lab/systemd/load", ""},
 	{"test/lab/takeover", ""},
 	{"test/lab/virtiofs", ""},
 	{"test/mutants", ""},
@@ -79,8 +81,8 @@ var testPackages = []string{
 	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/powertest",
 	"internal/systemdtest", "internal/testutil", "pkg/verbs/verbstest",
 	"test/differential", "test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd",
-	"test/lab/rdmacore", "test/lab/takeover", "test/lab/virtiofs", "test/mutants", "test/programs",
-	"test/restart",
+	"test/lab/rdmacore", "test/lab/systemd", "test/lab/systemd/load", "test/lab/takeover", "test/lab/virtiofs",
+	"test/mutants", "test/programs", "test/restart",
 }
 
 func TestImportsAreAllowed(t *testing.T) {

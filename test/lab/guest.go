@@ -1,12 +1,14 @@
 package lab
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -14,6 +16,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // Ports of the services in a guest.
@@ -123,7 +126,10 @@ func newGuest(t testing.TB, opts Options) *Guest {
 		t.Fatalf("guest %s: share %q: kernel and QEMU options cannot contain spaces, commas or quotes",
 			opts.Name, opts.Share)
 	}
-	disk, err := newDisk(opts.DiskMiB)
+	if opts.Systemd {
+		img.root = requireSystemd(t)
+	}
+	disk, err := newDisk(opts.DiskMiB, img.root)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -167,8 +173,9 @@ func (g *Guest) firstBoot() error {
 	}
 }
 
-// newDisk returns an unlinked sparse file.
-func newDisk(mib int) (*os.File, error) {
+// newDisk returns an unlinked sparse file. It begins with a copy of the file system in the file
+// image, unless image is "".
+func newDisk(mib int, image string) (*os.File, error) {
 	dir, err := cacheDir()
 	if err != nil {
 		return nil, err
@@ -177,11 +184,26 @@ func newDisk(mib int) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := errors.Join(os.Remove(f.Name()), f.Truncate(int64(mib)<<20)); err != nil {
+	err = os.Remove(f.Name())
+	if image != "" && err == nil {
+		err = copySparse(f, image)
+	}
+	if err := errors.Join(err, f.Truncate(int64(mib)<<20)); err != nil {
 		f.Close()
 		return nil, err
 	}
 	return f, nil
+}
+
+// copySparse copies the file with this name to the empty file to, with its holes.
+func copySparse(to *os.File, name string) error {
+	cmd := exec.Command("cp", "--sparse=always", name, "/proc/self/fd/1")
+	var output bytes.Buffer
+	cmd.Stdout, cmd.Stderr = to, &output
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("copy %s: %w: %s", name, err, output.String())
+	}
+	return nil
 }
 
 func (g *Guest) choosePorts() error {
@@ -264,6 +286,9 @@ func (g *Guest) arguments() []string {
 	if o.Share != "" {
 		line += " lab.share=" + o.Share
 		args = append(args, "-virtfs", "local,path="+o.Share+",mount_tag=share,security_model=none")
+	}
+	if o.Systemd {
+		line += " lab.systemd=1"
 	}
 	if o.HostRoot {
 		line += " lab.hostroot=1"
@@ -369,6 +394,29 @@ func (g *Guest) powerOff() {
 	if g.port != nil {
 		g.port.unplug()
 	}
+}
+
+// ShutDown stops the system of a guest with Options.Systemd, as systemctl poweroff does, and waits
+// until the guest is off. It returns an error if that takes longer than limit.
+func (g *Guest) ShutDown(limit time.Duration) error {
+	if g.remote != nil {
+		return fmt.Errorf("guest %s: shut down: not supported in a guest", g.opts.Name)
+	}
+	g.power.Lock()
+	defer g.power.Unlock()
+	m, err := g.running()
+	if err != nil {
+		return err
+	}
+	g.console.note("shut down")
+	_, commandErr := m.run("systemctl --no-block poweroff", limit) // its port can end before it
+	select {
+	case <-m.ended:
+	case <-time.After(limit):
+		return errors.Join(fmt.Errorf("guest %s: shut down: still on after %v", g.opts.Name, limit), commandErr)
+	}
+	g.powerOff()
+	return nil
 }
 
 // running returns the machine, or an error if the guest is off.

@@ -15,7 +15,11 @@ const cacheEnv = "NFSRDMAD_LAB_CACHE"
 type image struct {
 	kernel, initramfs string // paths
 	release           string // kernel release, as in uname -r
+	root              string // path of the root file system with systemd, if the guest uses it
 }
+
+// systemdImage is the directory of the Debian with systemd.
+const systemdImage = "systemd"
 
 // cacheDir returns the directory of the images.
 func cacheDir() (string, error) {
@@ -42,8 +46,22 @@ func findImage(series string) (image, error) {
 	if err != nil {
 		return image{}, err
 	}
-	return image{filepath.Join(dir, "vmlinuz"), filepath.Join(dir, "initramfs.cpio"),
-		strings.TrimSpace(string(release))}, nil
+	return image{kernel: filepath.Join(dir, "vmlinuz"), initramfs: filepath.Join(dir, "initramfs.cpio"),
+		release: strings.TrimSpace(string(release))}, nil
+}
+
+// requireSystemd returns the path of the root file system with systemd. Without one it skips or
+// fails the test, according to labEnv.
+func requireSystemd(t testing.TB) string {
+	t.Helper()
+	dir, err := cacheDir()
+	if err == nil {
+		_, err = os.Stat(filepath.Join(dir, systemdImage, "stamp"))
+	}
+	if err != nil {
+		skipOrFail(t, fmt.Errorf("find image of Debian with systemd: %w; run \"make lab\"", err))
+	}
+	return filepath.Join(dir, systemdImage, "root.ext4")
 }
 
 // requireImage returns the image. If virtual machines are disabled, requireImage skips the test. If

@@ -208,11 +208,23 @@ func socketPair() (net.Conn, *os.File, error) {
 // kill ends QEMU without notice, like a power failure, and waits for its end.
 func (m *machine) kill() {
 	m.endSession(ErrPower)
-	unix.Kill(m.pid, unix.SIGKILL) // the PID is QEMU's until ended is closed
+	if m.isRunning() {
+		unix.Kill(m.pid, unix.SIGKILL)
+	}
 	select {
 	case <-m.ended:
 	case <-time.After(killTimeout):
 		panic("lab: QEMU " + strconv.Itoa(m.pid) + " does not end after SIGKILL")
+	}
+}
+
+// isRunning reports whether QEMU has not ended, so that pid is QEMU's.
+func (m *machine) isRunning() bool {
+	select {
+	case <-m.ended:
+		return false
+	default:
+		return true
 	}
 }
 

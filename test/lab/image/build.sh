@@ -1,19 +1,23 @@
 #!/bin/bash
 # Builds the images of the lab's guests from Debian packages: for each kernel series the files
-# CACHE/SERIES/{vmlinuz,initramfs.cpio,release}.
-# Usage: build.sh [6.1] [6.12]     (default: both)
+# CACHE/SERIES/{vmlinuz,initramfs.cpio,release}, and CACHE/systemd/root.ext4, a Debian with systemd.
+# Usage: build.sh [6.1] [6.12] [systemd]     (default: all)
 # Needs Debian 12 on amd64, root, and a configured apt. Does nothing if the images are up to date.
 set -euo pipefail
 shopt -s nullglob
 
-SERIES=("$@")
-[ ${#SERIES[@]} -gt 0 ] || SERIES=(6.1 6.12)
+[ $# -gt 0 ] || set -- 6.1 6.12 systemd
+SERIES=() SYSTEMD=
+for image; do
+  case $image in systemd) SYSTEMD=1 ;; *) SERIES+=("$image") ;; esac
+done
 CACHE=${NFSRDMAD_LAB_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/nfsrdmad-lab}
 SRC=$(cd "$(dirname "$0")" && pwd)
 
 # Packages that run guests and record traffic, and packages for the build.
 RUN_DEBS=(qemu-system-x86 wireshark-common tshark)
 BUILD_DEBS=(cpio gcc-12 kmod libc6-dev make xz-utils)
+SYSTEMD_BUILD_DEBS=(debian-archive-keyring e2fsprogs mmdebstrap)
 # Packages of the guest's userland. Dependencies are included; maintainer scripts do not run.
 GUEST_DEBS=(busybox e2fsprogs ibverbs-providers ibverbs-utils iproute2 kmod nfs-common nfs-kernel-server
   rdma-core rdmacm-utils rpcbind tcpdump util-linux)
@@ -24,6 +28,9 @@ GUEST_PROGRAMS=(
   /usr/sbin/mount.nfs /usr/sbin/umount.nfs /usr/sbin/showmount /usr/sbin/nfsstat /usr/sbin/rpc.statd
   /usr/sbin/mkfs.ext4 /usr/sbin/e2fsck /usr/bin/flock
   /usr/bin/ibv_devices /usr/bin/ibv_devinfo /usr/bin/rping /usr/bin/tcpdump)
+# Packages of the Debian with systemd, besides the essential ones.
+SYSTEMD_DEBS=(dbus iproute2 kmod mount procps systemd systemd-sysv util-linux)
+SYSTEMD_SIZE=2G
 # Kernel modules in the image, with their dependencies. The kernel requests the CRC modules by name
 # at run time, so they are no dependencies.
 GUEST_MODULES=(
@@ -223,6 +230,37 @@ build_image() {
   say "kernel $rel: image of $(du -h "$out/initramfs.cpio" | cut -f1) in $out"
 }
 
+# build_systemd installs a Debian with the apt sources of the host that are Debian's, and makes a
+# file system of it. Maintainer scripts run in a chroot; mmdebstrap keeps them from starting services.
+build_systemd() {
+  local root=$CACHE/tmp-systemd out=$CACHE/systemd sources=$CACHE/apt/sources.list unit
+  host_needs "${SYSTEMD_BUILD_DEBS[@]}"
+  # shellcheck disable=SC2016 # the variables are those of apt
+  apt-get indextargets --format 'deb $(REPO_URI) $(RELEASE) $(COMPONENT)' \
+    'Created-By: Packages' 'Origin: Debian' 'Architecture: amd64' >"$sources"
+  [ -s "$sources" ] || { quiet_update; die "build the Debian with systemd: no Debian sources in apt; run again"; }
+  say "installing a Debian with systemd"
+  rm -rf "$root"
+  mmdebstrap --quiet --mode=root --variant=essential --format=directory \
+    --include="$(IFS=,; echo "${SYSTEMD_DEBS[*]}")" bookworm "$root" "$sources" >"$CACHE/systemd.log" 2>&1 ||
+    { tail -30 "$CACHE/systemd.log" >&2; die "install the Debian with systemd: see $CACHE/systemd.log"; }
+  cp -r "$SRC/systemd/etc/." "$root/etc/"
+  install -m 755 "$SRC/guest/command-port" "$root/usr/sbin/command-port"
+  install -m 755 "$SRC/systemd/command-ports" "$root/usr/sbin/command-ports"
+  mkdir -p "$root/share" "$root/var/log/journal" "$root/etc/systemd/system/multi-user.target.wants"
+  ln -s ../lab.service "$root/etc/systemd/system/multi-user.target.wants/lab.service"
+  ln -sf /lib/systemd/system/multi-user.target "$root/etc/systemd/system/default.target"
+  # A login on the console would mix its output with the lab's lines.
+  for unit in getty@tty1.service serial-getty@ttyS0.service; do ln -sf /dev/null "$root/etc/systemd/system/$unit"; done
+  # With an ID this is not the first boot, which would preset all units.
+  echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
+  mkdir -p "$out"; rm -f "$out/stamp" "$out/root.ext4.new"
+  mke2fs -q -t ext4 -E lazy_itable_init=1,lazy_journal_init=1 -d "$root" "$out/root.ext4.new" "$SYSTEMD_SIZE"
+  mv "$out/root.ext4.new" "$out/root.ext4"
+  rm -rf "$root"
+  say "Debian with systemd: image of $(du -h "$out/root.ext4" | cut -f1) in $out"
+}
+
 # The contents of this directory and Debian's current kernel determine an image.
 inputs=$(cd "$SRC" && find . -type f | sort | xargs sha256sum | sha256sum | cut -c1-16)
 # current reports whether the image of a series is up to date. Without package lists it accepts any
@@ -249,3 +287,12 @@ for series in "${SERIES[@]}"; do
   echo "$inputs $kernel" >"$CACHE/$series/stamp"
 done
 rm -rf "$CACHE/userland"
+if [ -n "$SYSTEMD" ]; then
+  version=$(apt-cache policy systemd | sed -n 's/^ *Candidate: //p')
+  if current systemd "$version"; then
+    say "Debian with systemd: image in $CACHE/systemd is up to date"
+  else
+    build_systemd
+    echo "$inputs $version" >"$CACHE/systemd/stamp"
+  fi
+fi

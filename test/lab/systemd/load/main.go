@@ -1,0 +1,91 @@
+// Command load runs in a guest with systemd. It works on a mount while the test restarts the
+// daemon.
+//
+//	load run MOUNT SERVED PROGRESS   work until SIGTERM; SERVED is the directory on the server
+//	load hold FILE BYTES             write, and keep the file open without fsync
+//	load check FILE BYTES            check a file of hold
+package main
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+)
+
+func main() {
+	if err := run(os.Args[1:]); err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+}
+
+func run(args []string) error {
+	switch {
+	case len(args) == 4 && args[0] == "run":
+		return work(args[1], args[2], args[3])
+	case len(args) == 3 && (args[0] == "hold" || args[0] == "check"):
+		n, err := strconv.Atoi(args[2])
+		if err != nil {
+			return err
+		}
+		if args[0] == "hold" {
+			return hold(args[1], n)
+		}
+		return compare(args[1], content(1, n))
+	}
+	return errors.New("usage: load run|hold|check ARGUMENTS")
+}
+
+// hold writes n bytes and keeps the file open until SIGKILL.
+func hold(path string, n int) error {
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	if _, err := f.Write(content(1, n)); err != nil {
+		return err
+	}
+	// The Go runtime needs a signal handler, or it ends a program that only waits.
+	ignored := make(chan os.Signal, 1)
+	signal.Notify(ignored, syscall.SIGTERM, syscall.SIGHUP)
+	fmt.Println("held")
+	for range ignored {
+		continue
+	}
+	return f.Close()
+}
+
+// content returns n bytes that depend on the seed.
+func content(seed uint64, n int) []byte {
+	var key [32]byte
+	for i := range 8 {
+		key[i] = byte(seed >> (8 * i))
+	}
+	b := make([]byte, n)
+	_, _ = rand.NewChaCha8(key).Read(b) // never fails
+	return b
+}
+
+func compare(path string, want []byte) error {
+	got, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	return same(path, got, want)
+}
+
+func same(path string, got, want []byte) error {
+	if bytes.Equal(got, want) {
+		return nil
+	}
+	at := 0
+	for at < min(len(got), len(want)) && got[at] == want[at] {
+		at++
+	}
+	return fmt.Errorf("%s: got %d bytes that differ from byte %d on, want %d bytes", path, len(got), at, len(want))
+}
