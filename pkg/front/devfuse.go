@@ -354,7 +354,9 @@ func (w *worker) send(reply []byte, data [][]byte) {
 			w.s.workers.Go(func() { w.s.earlyInterrupt(unique &^ interruptBit) })
 			return
 		}
-		binary.NativeEndian.PutUint64(reply[8:], unique&^resent) // the kernel did not set it
+	}
+	if w.s.requests != nil { // the mark is not from the kernel
+		binary.NativeEndian.PutUint64(reply[8:], binary.NativeEndian.Uint64(reply[8:])&^resent)
 	}
 	if len(data) == 0 {
 		_, err := unix.Write(w.s.fd, reply)

@@ -558,3 +558,32 @@ func TestInterruptNamesResentRequest(t *testing.T) {
 		_ = unix.Unmount(dir, unix.MNT_FORCE)
 	}
 }
+
+// TestMarkInReplies checks that a reply has the number that the kernel knows: with the mark, if the
+// kernel has sent the request again.
+func TestMarkInReplies(t *testing.T) {
+	const unique = 42 | resent
+	for name, c := range map[string]struct {
+		front *DevFuse
+		want  uint64
+	}{
+		"devfuse":  {&DevFuse{}, unique},
+		"uring":    {&DevFuse{rings: &rings{}}, unique},
+		"requests": {&DevFuse{requests: &requestMemory{}}, 42},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, w, err := os.Pipe()
+			must(t, err)
+			defer r.Close()
+			c.front.fd = int(w.Fd())
+			reply := make([]byte, headerSize)
+			(&worker{s: c.front}).send(reply[:putError(reply, unique, unix.EIO)], nil)
+			must(t, w.Close())
+			got, err := io.ReadAll(r)
+			must(t, err)
+			if n := binary.NativeEndian.Uint64(got[8:]); len(got) != headerSize || n != c.want {
+				t.Errorf("got %d bytes and number %#x, want %#x", len(got), n, c.want)
+			}
+		})
+	}
+}
