@@ -9,6 +9,8 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 // copiers is the number of goroutines that copy a tree.
@@ -100,7 +102,7 @@ func (l *load) copier(dir string, w int, src string, files []copiedFile) error {
 	return errors.Join(verifyTree(tree(pass), files[:n]), l.keepAll(tree(pass), files[:n]))
 }
 
-func (f *copiedFile) content() []byte { return content(f.seed, f.size) }
+func (f *copiedFile) content() []byte { return testutil.RandomBytes(f.seed, f.size) }
 
 func (f *copiedFile) check(data []byte) error {
 	if got, want := sha256.Sum256(data), sha256.Sum256(f.content()); !bytes.Equal(got[:], want[:]) {

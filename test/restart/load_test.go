@@ -21,18 +21,9 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
-)
 
-// content returns n bytes that depend on the seed.
-func content(seed uint64, n int) []byte {
-	var key [32]byte
-	for i := range 8 {
-		key[i] = byte(seed >> (8 * i))
-	}
-	b := make([]byte, n)
-	_, _ = rand.NewChaCha8(key).Read(b) // never fails
-	return b
-}
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+)
 
 // pause is the pause after each round of a task. It leaves time for the other tasks and the daemon.
 const pause = 2 * time.Millisecond
@@ -150,7 +141,7 @@ func (l *load) tree(dir string, rng *rand.Rand) error {
 	files := make(map[string][]byte)
 	for i := range 12 {
 		name := fmt.Sprintf("d%d/e%d/file%d", i%3, i%2, i)
-		files[name] = content(rng.Uint64(), rng.IntN([]int{100, 20_000, 200_000}[i%3]))
+		files[name] = testutil.RandomBytes(rng.Uint64(), rng.IntN([]int{100, 20_000, 200_000}[i%3]))
 	}
 	old := ""
 	for k := range l.each("tree") {
@@ -261,7 +252,7 @@ func (l *load) exclusive(dir string, rng *rand.Rand) error {
 		if err != nil {
 			return err
 		}
-		data := content(rng.Uint64(), 500)
+		data := testutil.RandomBytes(rng.Uint64(), 500)
 		if _, err := f.Write(data); err != nil {
 			return err
 		}
@@ -318,7 +309,7 @@ func (l *load) directories(dir string, _ *rand.Rand) error {
 // renames replaces files that are open. Their data must stay readable and writable.
 func (l *load) renames(dir string, rng *rand.Rand) error {
 	path := filepath.Join(dir, "file")
-	data := content(rng.Uint64(), 10_000)
+	data := testutil.RandomBytes(rng.Uint64(), 10_000)
 	if err := os.WriteFile(path, data, 0o644); err != nil {
 		return err
 	}
@@ -326,7 +317,7 @@ func (l *load) renames(dir string, rng *rand.Rand) error {
 		if err := l.replace(path, data, rng); err != nil {
 			return err
 		}
-		data = content(rng.Uint64(), 10_000)
+		data = testutil.RandomBytes(rng.Uint64(), 10_000)
 		if err := os.WriteFile(path+".new", data, 0o644); err != nil {
 			return err
 		}
@@ -345,11 +336,11 @@ func (l *load) replace(path string, data []byte, rng *rand.Rand) error {
 	}
 	defer f.Close()
 	data = bytes.Clone(data)
-	copy(data[100:], content(rng.Uint64(), 5000))
+	copy(data[100:], testutil.RandomBytes(rng.Uint64(), 5000))
 	if _, err := f.WriteAt(data[100:5100], 100); err != nil {
 		return err
 	}
-	other := content(rng.Uint64(), 300)
+	other := testutil.RandomBytes(rng.Uint64(), 300)
 	if err := os.WriteFile(path+".new", other, 0o600); err != nil {
 		return err
 	}
@@ -390,7 +381,7 @@ func (l *load) unlinked(dir string, rng *rand.Rand) error {
 			}
 		}
 		off, n := rng.IntN(size-5000), rng.IntN(5000)
-		copy(data[off:], content(rng.Uint64(), n))
+		copy(data[off:], testutil.RandomBytes(rng.Uint64(), n))
 		if _, err := f.WriteAt(data[off:off+n], int64(off)); err != nil {
 			return err
 		}
@@ -465,7 +456,7 @@ func (l *load) syncs(dir string, rng *rand.Rand) error {
 	for range l.each("sync") {
 		for range 1 + rng.IntN(5) {
 			off, n := rng.IntN(size-20_000), rng.IntN(20_000)
-			copy(data[off:], content(rng.Uint64(), n))
+			copy(data[off:], testutil.RandomBytes(rng.Uint64(), n))
 			if _, err := f.WriteAt(data[off:off+n], int64(off)); err != nil {
 				return err
 			}
@@ -495,7 +486,7 @@ func (l *load) attributes(dir string, rng *rand.Rand) error {
 		if err := f.Truncate(int64(n)); err != nil {
 			return err
 		}
-		more := content(rng.Uint64(), rng.IntN(3000))
+		more := testutil.RandomBytes(rng.Uint64(), rng.IntN(3000))
 		if _, err := f.WriteAt(more, int64(n)); err != nil {
 			return err
 		}
@@ -526,14 +517,14 @@ func (l *load) direct(dir string, rng *rand.Rand) error {
 		return err
 	}
 	defer f.Close()
-	data, got := content(1, size), make([]byte, size)
+	data, got := testutil.RandomBytes(1, size), make([]byte, size)
 	if _, err := f.Write(data); err != nil {
 		return err
 	}
 	for range l.each("direct") {
 		off, n := rng.IntN(size), rng.IntN(20_000)
 		n = min(n, size-off)
-		copy(data[off:], content(rng.Uint64(), n))
+		copy(data[off:], testutil.RandomBytes(rng.Uint64(), n))
 		if _, err := f.WriteAt(data[off:off+n], int64(off)); err != nil {
 			return err
 		}
@@ -565,7 +556,7 @@ func (l *load) mapped(dir string, rng *rand.Rand) error {
 		}
 		for range 5 {
 			off, n := rng.IntN(size-5000), rng.IntN(5000)
-			copy(data[off:], content(rng.Uint64(), n))
+			copy(data[off:], testutil.RandomBytes(rng.Uint64(), n))
 			copy(mem[off:], data[off:off+n])
 		}
 		if k%2 == 0 {

@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -296,7 +297,7 @@ func testSyncAfterKill(t *testing.T, x *export, rounds int) {
 	for i := range rounds {
 		for k := range 4 {
 			seed, off := 10*i+k, (i*7919+k*80_000)%(size-part)
-			copy(want[off:], content(uint64(seed), part))
+			copy(want[off:], testutil.RandomBytes(uint64(seed), part))
 			end = max(end, off+part)
 			w.do("ok", "write f %d %d %d", off, part, seed)
 		}
@@ -372,7 +373,8 @@ func TestCrash(t *testing.T) {
 	}
 	w.do("ok", "close f")
 	r.unmount()
-	r.onServer("file", append(append(content(0, 100_000), content(1, 100_000)...), content(2, 100_000)...))
+	r.onServer("file", slices.Concat(testutil.RandomBytes(0, 100_000), testutil.RandomBytes(1, 100_000),
+		testutil.RandomBytes(2, 100_000)))
 }
 
 // TestServerDown starts the next daemon while the server does not run.
@@ -399,7 +401,7 @@ func TestServerDown(t *testing.T) {
 		w.want("ok", "read")
 		r.waitState(control.StateMounted)
 		w.do("ok", "sync f")
-		r.onServer("file", content(1, 200_000))
+		r.onServer("file", testutil.RandomBytes(1, 200_000))
 		w.do("ok", "close f")
 		r.unmount()
 	})
@@ -461,7 +463,7 @@ func TestUnmountedMeanwhile(t *testing.T) {
 	r.start()
 	r.ready()
 	eventually(t, "data on the server", func() error {
-		return compare(filepath.Join(x.dir, "file"), content(1, 200_000))
+		return compare(filepath.Join(x.dir, "file"), testutil.RandomBytes(1, 200_000))
 	})
 	w.do("ok", "write f 200000 1000 2")
 	w.do("ok", "check f 0 200000 1")
@@ -469,7 +471,7 @@ func TestUnmountedMeanwhile(t *testing.T) {
 	r.mountEnds()
 	r.end(0)
 	r.checkLogs()
-	r.onServer("file", append(content(1, 200_000), content(2, 1000)...))
+	r.onServer("file", append(testutil.RandomBytes(1, 200_000), testutil.RandomBytes(2, 1000)...))
 }
 
 // TestUnmountedMeanwhileAndClosed detaches a mount, and kills the program that uses it, while no
@@ -493,7 +495,7 @@ func TestUnmountedMeanwhileAndClosed(t *testing.T) {
 	r.mountEnds()
 	r.end(0)
 	r.checkLogs()
-	r.onServer("file", content(1, 200_000))
+	r.onServer("file", testutil.RandomBytes(1, 200_000))
 }
 
 // TestOtherVersion starts a daemon that finds a mount with a state of another version. The daemon
@@ -533,7 +535,7 @@ func TestOtherVersion(t *testing.T) {
 	w.do("ok", "close f")
 	r.daemons = r.daemons[3:] // the second one and the third one have logged the error
 	r.unmount()
-	r.onServer("file", content(1, 200_000))
+	r.onServer("file", testutil.RandomBytes(1, 200_000))
 }
 
 // setVersion changes the format version in the state of the mount, as a daemon of another version

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 // workerEnv is the environment variable that makes the test program a worker.
@@ -177,10 +178,10 @@ func (p *workerProcess) command(w []string) (string, error) {
 	case "sync":
 		return "ok", unix.Fsync(fd)
 	case "write":
-		_, err := unix.Pwrite(fd, content(number(w[4]), int(number(w[3]))), int64(number(w[2])))
+		_, err := unix.Pwrite(fd, testutil.RandomBytes(number(w[4]), int(number(w[3]))), int64(number(w[2])))
 		return "ok", err
 	case "check":
-		want := content(number(w[4]), int(number(w[3])))
+		want := testutil.RandomBytes(number(w[4]), int(number(w[3])))
 		got := make([]byte, len(want))
 		n, err := unix.Pread(fd, got, int64(number(w[2])))
 		if err == nil && string(got[:n]) != string(want) {

@@ -10,11 +10,12 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"os/signal"
 	"strconv"
 	"syscall"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 func main() {
@@ -36,7 +37,7 @@ func run(args []string) error {
 		if args[0] == "hold" {
 			return hold(args[1], n)
 		}
-		return compare(args[1], content(1, n))
+		return compare(args[1], testutil.RandomBytes(1, n))
 	}
 	return errors.New("usage: load run|hold|check ARGUMENTS")
 }
@@ -47,7 +48,7 @@ func hold(path string, n int) error {
 	if err != nil {
 		return err
 	}
-	if _, err := f.Write(content(1, n)); err != nil {
+	if _, err := f.Write(testutil.RandomBytes(1, n)); err != nil {
 		return err
 	}
 	// The Go runtime needs a signal handler, or it ends a program that only waits.
@@ -58,17 +59,6 @@ func hold(path string, n int) error {
 		continue
 	}
 	return f.Close()
-}
-
-// content returns n bytes that depend on the seed.
-func content(seed uint64, n int) []byte {
-	var key [32]byte
-	for i := range 8 {
-		key[i] = byte(seed >> (8 * i))
-	}
-	b := make([]byte, n)
-	_, _ = rand.NewChaCha8(key).Read(b) // never fails
-	return b
 }
 
 func compare(path string, want []byte) error {
