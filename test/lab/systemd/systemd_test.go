@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -50,12 +49,7 @@ func start(t *testing.T) *guest {
 	lab.SkipIfDisabled(t)
 	share := t.TempDir()
 	build := func(name, pkg, ldflags string) {
-		t.Helper()
-		c := exec.Command("go", "build", "-ldflags", ldflags, "-o", filepath.Join(share, name), module+pkg)
-		c.Env = append(os.Environ(), "CGO_ENABLED=0")
-		if out, err := c.CombinedOutput(); err != nil {
-			t.Fatalf("build %s: %v\n%s", pkg, err, out)
-		}
+		lab.BuildPure(t, "build", "-ldflags", ldflags, "-o", filepath.Join(share, name), module+pkg)
 	}
 	build("first", "cmd/nfsrdmad", "")
 	build("second", "cmd/nfsrdmad", "-s -w") // another file

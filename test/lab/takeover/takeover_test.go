@@ -1,7 +1,6 @@
 package takeover
 
 import (
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -19,12 +18,8 @@ func TestOldKernel(t *testing.T) {
 	lab.SkipIfDisabled(t)
 	share := t.TempDir()
 	build := func(pkg string) (program string) {
-		t.Helper()
 		program = filepath.Join(share, filepath.Base(pkg)+".test")
-		out, err := exec.Command("go", "test", "-c", "-o", program, module+pkg).CombinedOutput()
-		if err != nil {
-			t.Fatalf("build the tests of %s: %v\n%s", pkg, err, out)
-		}
+		lab.BuildPure(t, "test", "-c", "-o", program, module+pkg)
 		return program
 	}
 	front, fusefs := build("pkg/front"), build("pkg/fusefs")
