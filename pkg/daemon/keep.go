@@ -21,8 +21,7 @@ const (
 	NotifyHelperCommand = "notify-helper"
 	// selfExe names the running program also after an upgrade has replaced its file.
 	selfExe = "/proc/self/exe"
-	// leaveTimeout bounds the write of dirty data before a daemon leaves its mounts to the next
-	// one.
+	// leaveTimeout is the usual Daemon.writeTime.
 	leaveTimeout = 2 * time.Second
 	// busyTimeout is how long the daemon waits for a killed daemon whose exit is not complete. No
 	// other daemon has the lock of the control socket.
@@ -104,7 +103,7 @@ func (d *Daemon) stop(r control.StopRequest) (control.StopInfo, error) {
 // leavesMounts reports whether the mounts stay after a signal to stop, because systemd restarts the
 // unit. Only systemd knows: the signal of a stop is the same. systemd keeps the mounts until the
 // next daemon starts; after a stop it ends them. When systemd does not answer in time, the mounts
-// stay, and d.writeTime is that of a stop: no data of a mount is lost that the server accepts.
+// stay, and the daemon has the same time to write dirty data as before an unmount.
 func (d *Daemon) leavesMounts() bool {
 	if d.store == nil || !fdstore.IsSystemd(d.store) || len(d.table.List()) == 0 {
 		return false

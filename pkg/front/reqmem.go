@@ -98,7 +98,7 @@ func (m *requestMemory) mapAll(fd, size int) (err error) {
 }
 
 // findPlaces sorts the places into free ones and those with requests of another process. A request
-// can be in two places: that process was about to clear the large one.
+// can be in two places if that process was killed after the copy to the small one.
 func (m *requestMemory) findPlaces(bufSize int) {
 	at := os.Getpagesize()
 	found := make(map[uint64]bool)
@@ -118,8 +118,8 @@ func (m *requestMemory) findPlaces(bufSize int) {
 	sort(largePlaces, bufSize, &m.large)
 }
 
-// used reports whether the page of an offset has memory. A page that was never written has none,
-// and must not get some by a read.
+// used reports whether the page of an offset has memory. A page without memory was never written. A
+// read through the mapping would give it memory.
 func (m *requestMemory) used(at int) bool {
 	page := int64(at) &^ int64(os.Getpagesize()-1)
 	data, err := unix.Seek(int(m.file.Fd()), page, unix.SEEK_DATA)
@@ -161,7 +161,7 @@ func (m *requestMemory) take(free *freePlaces) []byte {
 	return place
 }
 
-// offset returns the offset of a place. It is not in m.all if place is other memory.
+// offset returns the offset of a place in m.all. It is len(m.all) or more for other memory.
 func (m *requestMemory) offset(place []byte) uintptr {
 	return uintptr(unsafe.Pointer(&place[0])) - uintptr(unsafe.Pointer(&m.all[0]))
 }
@@ -222,11 +222,11 @@ func hasReply(in []byte) bool {
 	return true
 }
 
-// KeepRequests makes the connection keep its requests in memory that Memory returns, so that
-// another process can handle those without reply again. Kernels before 6.9 need it, because they
-// cannot send requests again. It must be called before Serve. More than 1,024 requests of over 1
-// KiB, or 8,192 in all, are not kept: their callers wait until the connection ends if this process
-// is killed.
+// KeepRequests makes the connection keep its requests in memory that Memory returns. Another process
+// can then handle the requests without reply again. Kernels before 6.9 need it, because they cannot
+// send requests again. KeepRequests must be called before Serve. It keeps 1,024 requests of over
+// 1 KiB and 8,192 smaller ones at a time. If this process is killed with more, the callers of the
+// others wait until the connection ends.
 func (s *DevFuse) KeepRequests() error {
 	m, err := newRequestMemory(s.bufSize)
 	if err != nil {
@@ -257,10 +257,10 @@ func (s *DevFuse) repeat() {
 	s.requests.left = nil
 }
 
-// isWaiting reports whether the kernel has no reply to a request. It replies to an INTERRUPT of the
-// request that the INTERRUPT came too early. The kernel then sends it again, or rejects the reply
-// if there was none; and it does not know the request any more if that has its reply
-// (fuse_dev_do_write of fs/fuse/dev.c).
+// isWaiting reports whether the kernel still waits for the reply to a request. It answers an
+// INTERRUPT of the request with EAGAIN. The kernel returns ENOENT if the request has ended.
+// Otherwise it sends the INTERRUPT again, or returns EINVAL if there was none (fuse_dev_do_write of
+// fs/fuse/dev.c).
 func (s *DevFuse) isWaiting(unique uint64) bool {
 	var reply [headerSize]byte
 	_, err := unix.Write(s.fd, reply[:putError(reply[:], unique|interruptBit, unix.EAGAIN)])

@@ -57,8 +57,8 @@ type Options struct {
 	// "mount -t virtiofs share DIR"; "" is none. It cannot contain commas.
 	Virtiofs string
 	// Systemd boots a whole Debian with systemd, whose root file system is a copy of the image that
-	// "make lab" builds. It has no NFS server, no RDMA device and no time limit of its boot other
-	// than that of the lab. HostRoot, Link and Provider have no effect.
+	// "make lab" builds. It has no NFS server and no RDMA device. HostRoot, Link and Provider have
+	// no effect.
 	Systemd bool
 	// Link joins the guest to a link, by a card eth1 with Address. Without Address the link assigns
 	// the next one of 10.9.0.0/24. The RDMA device is then on eth1, not on eth0: other guests reach
