@@ -42,6 +42,8 @@ systemctl daemon-reload && systemctl enable --now server nfsrdmad`
 type guest struct {
 	*lab.Guest
 	t *testing.T
+	// failure is the error that ended the test.
+	failure string
 }
 
 func start(t *testing.T) *guest {
@@ -61,7 +63,13 @@ func start(t *testing.T) *guest {
 		must(t, errors.Join(err, os.WriteFile(filepath.Join(share, name), b, 0o644)))
 	}
 	must(t, os.WriteFile(filepath.Join(share, "server.service"), []byte(serverUnit), 0o644))
-	g := &guest{lab.Start(t, lab.Options{Systemd: true, Share: share}), t}
+	g := &guest{t: t}
+	t.Cleanup(func() { // after the end of the guest, whose console hides the error in long logs
+		if t.Failed() {
+			t.Logf("the test failed with: %s", g.failure)
+		}
+	})
+	g.Guest = lab.Start(t, lab.Options{Systemd: true, Share: share})
 	t.Cleanup(func() {
 		if t.Failed() {
 			out, _ := g.Run("journalctl --no-pager -n 80 -o short-precise; systemctl --no-pager list-jobs")
@@ -79,11 +87,24 @@ func must(t *testing.T, err error) {
 	}
 }
 
+func (g *guest) fatalf(format string, args ...any) {
+	g.t.Helper()
+	g.errorf(format, args...)
+	g.t.FailNow()
+}
+
+func (g *guest) errorf(format string, args ...any) {
+	g.t.Helper()
+	s := fmt.Sprintf(format, args...)
+	g.failure += s + "\n"
+	g.t.Error(s)
+}
+
 func (g *guest) must(command string) string {
 	g.t.Helper()
 	out, err := g.RunFor(command, stepTimeout)
 	if err != nil {
-		g.t.Fatalf("%v\n%s", err, out)
+		g.fatalf("%v\n%s", err, out)
 	}
 	return strings.TrimSpace(out)
 }
@@ -97,7 +118,7 @@ func (g *guest) await(command string) {
 			return
 		}
 		if time.Now().After(end) {
-			g.t.Fatalf("%s: %v\n%s", command, err, out)
+			g.fatalf("%s: %v\n%s", command, err, out)
 		}
 	}
 }
@@ -110,7 +131,9 @@ type report struct {
 
 func (g *guest) report() (r report) {
 	g.t.Helper()
-	must(g.t, json.Unmarshal([]byte(g.must("cat /run/progress")), &r))
+	if err := json.Unmarshal([]byte(g.must("cat /run/progress")), &r); err != nil {
+		g.fatalf("report of the load: %v", err)
+	}
 	return r
 }
 
@@ -121,7 +144,7 @@ func (g *guest) works(after string) {
 	for end := time.Now().Add(stepTimeout); ; time.Sleep(300 * time.Millisecond) {
 		now, more := g.report(), 0
 		if len(now.Errors) > 0 {
-			g.t.Fatalf("errors on the mount after %s: %q", after, now.Errors)
+			g.fatalf("errors on the mount after %s: %q", after, now.Errors)
 		}
 		for name, n := range now.Rounds {
 			if n >= before.Rounds[name]+2 {
@@ -132,7 +155,7 @@ func (g *guest) works(after string) {
 			return
 		}
 		if time.Now().After(end) {
-			g.t.Fatalf("work on the mount does not continue after %s: %v, then %v", after, before, now)
+			g.fatalf("work on the mount does not continue after %s: %v, then %v", after, before, now)
 		}
 	}
 }
@@ -155,7 +178,7 @@ func TestLifeCycle(t *testing.T) {
 	g.works("start")
 	stored := g.must("systemctl show -P NFileDescriptorStore nfsrdmad")
 	if stored != "3" {
-		t.Errorf("descriptors that systemd keeps: got %s, want 3", stored)
+		g.errorf("descriptors that systemd keeps: got %s, want 3", stored)
 	}
 	for _, step := range []struct{ name, command string }{
 		{"restart", "systemctl restart nfsrdmad"},
@@ -172,14 +195,14 @@ func TestLifeCycle(t *testing.T) {
 		g.newPID(before)
 		g.works(step.name)
 		if got := g.must("systemctl show -P NFileDescriptorStore nfsrdmad"); got != stored {
-			t.Errorf("%s: descriptors that systemd keeps: got %s, want %s", step.name, got, stored)
+			g.errorf("%s: descriptors that systemd keeps: got %s, want %s", step.name, got, stored)
 		}
 		t.Logf("%s: the load continues after %v", step.name, time.Since(begin).Round(time.Millisecond))
 	}
 	g.must("cmp /proc/$(systemctl show -P MainPID nfsrdmad)/exe /share/second") // the upgrade
 	g.must("systemctl stop load")                                               // the load checks its files at the end
 	if r := g.report(); len(r.Errors) > 0 {
-		t.Errorf("errors at the end of the load: %q", r.Errors)
+		g.errorf("errors at the end of the load: %q", r.Errors)
 	}
 	g.stop()
 	g.shutDown()
@@ -192,7 +215,7 @@ func (g *guest) stop() {
 	g.await("[ -s /data/stopped ]")
 	g.must("sleep 1; systemctl stop nfsrdmad")
 	if out := g.must("grep -c ' /data ' /proc/mounts || true"); out != "0" {
-		g.t.Errorf("mounts at /data after systemctl stop: got %s, want 0", out)
+		g.errorf("mounts at /data after systemctl stop: got %s, want 0", out)
 	}
 	g.must(fmt.Sprintf("systemctl stop hold; load check /export/stopped %d", held))
 }
@@ -208,9 +231,13 @@ func (g *guest) shutDown() {
 			name, held+i))
 		g.await("[ -s /data/" + name + " ]")
 		begin := time.Now()
-		must(g.t, g.ShutDown(stepTimeout))
+		if err := g.ShutDown(stepTimeout); err != nil {
+			g.fatalf("shutdown: %v", err)
+		}
 		g.t.Logf("shutdown with dirty data: %v", time.Since(begin).Round(time.Millisecond))
-		must(g.t, g.Boot())
+		if err := g.Boot(); err != nil {
+			g.fatalf("boot: %v", err)
+		}
 		g.await("grep -q ' /data fuse.nfsrdma ' /proc/mounts")
 		g.must(fmt.Sprintf("load check /export/%s %d && load check /data/%s %d", name, held+i, name, held+i))
 	}
