@@ -222,11 +222,11 @@ func hasReply(in []byte) bool {
 	return true
 }
 
-// KeepRequests makes the connection keep its requests in memory that Memory returns. Another process
-// can then handle the requests without reply again. Kernels before 6.9 need it, because they cannot
-// send requests again. KeepRequests must be called before Serve. It keeps 1,024 requests of over
-// 1 KiB and 8,192 smaller ones at a time. If this process is killed with more, the callers of the
-// others wait until the connection ends.
+// KeepRequests makes the connection keep its requests in memory that Memory returns. Another
+// process can then handle the requests without reply again. Kernels before 6.9 need it, because
+// they cannot send requests again. KeepRequests must be called before Serve. It keeps 1,024
+// requests of over 1 KiB and 8,192 smaller ones at a time. If this process is killed with more, the
+// callers of the others wait until the connection ends.
 func (s *DevFuse) KeepRequests() error {
 	m, err := newRequestMemory(s.bufSize)
 	if err != nil {
