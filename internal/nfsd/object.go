@@ -318,6 +318,15 @@ func (o *object) readerLocked() (int, error) {
 	return fd, err
 }
 
+// reopenLocked returns a new descriptor for reading. Its position is the start.
+func (o *object) reopenLocked() (int, error) {
+	if o.open.ro >= 0 {
+		unix.Close(o.open.ro)
+		o.open.ro = -1
+	}
+	return o.readerLocked()
+}
+
 // writer returns a descriptor for reading and writing.
 func (o *object) writer() (int, error) {
 	o.open.Lock()

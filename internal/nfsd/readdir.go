@@ -78,10 +78,19 @@ func (l *listing) read(cookie int64) error {
 		return statusError(nfs3.ErrBadCookie)
 	}
 	buf := make([]byte, max(1024, min(direntsRoom, l.end-len(l.out))))
-	for {
+	for reopened := false; ; {
 		var n int
 		if err := retry(func() (err error) { n, err = unix.Getdents(fd, buf); return err }); err != nil {
 			return err
+		}
+		if n <= 0 && cookie == 0 && l.entries == 0 && !reopened {
+			// A directory has at least "." and "..". Before Linux 6.13, a descriptor of ext4 that
+			// was first read at the end of the directory finds nothing at the start.
+			reopened = true
+			if fd, err = o.reopenLocked(); err != nil {
+				return err
+			}
+			continue
 		}
 		if n <= 0 {
 			l.eof = true

@@ -56,6 +56,7 @@ func start(t *testing.T) *guest {
 	build("first", "cmd/nfsrdmad", "")
 	build("second", "cmd/nfsrdmad", "-s -w") // another file
 	build("load", "test/lab/systemd/load", "")
+	lab.BuildPure(t, "test", "-c", "-o", filepath.Join(share, "nfsd.test"), module+"internal/nfsd")
 	root := filepath.Join("..", "..", "..")
 	for name, from := range map[string]string{"nfsrdmad.service": "deploy/systemd/nfsrdmad.service",
 		"nfsrdmad.toml": "configs/nfsrdmad.toml"} {
@@ -172,6 +173,7 @@ func (g *guest) newPID(before string) {
 // TestLifeCycle uses one guest for all steps: each needs the state of the one before.
 func TestLifeCycle(t *testing.T) {
 	g := start(t)
+	g.must("cd /tmp && /share/nfsd.test -test.v -test.run '^TestListingAfterEnd$' | grep '^--- PASS'") // ext4
 	g.await("nfsrdmad mount 127.0.0.1:/ /data")
 	g.must("systemd-run -q --collect --unit=load load run /data /export /run/progress")
 	g.await("[ -s /run/progress ]")
