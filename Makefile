@@ -50,6 +50,9 @@ deps:
 test: deps
 	$(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
 	  -exec $(CURDIR)/test/isolate -timeout 30m ./test/integration ./pkg/fusefs ./cmd/nfsrdmad ./...
+	# The tests of the file system again, over io_uring. The race detector has seen them above.
+	NFSRDMAD_TEST_FRONT=uring $(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -skip Takeover -exec $(CURDIR)/test/isolate \
+	  -timeout 15m ./pkg/fusefs
 	# Not possible under the race detector.
 	out=$$($(GO) test -v -run '^TestCallsDoNotAllocate$$' ./pkg/nfs3); echo "$$out"; \
 	  grep -q '^--- PASS: TestCallsDoNotAllocate' <<< "$$out"

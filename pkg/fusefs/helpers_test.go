@@ -40,7 +40,7 @@ func run(t *testing.T, dir, name string, args ...string) string {
 	return string(out)
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)

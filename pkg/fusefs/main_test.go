@@ -34,6 +34,10 @@ func TestMain(m *testing.M) {
 // testTimeout bounds each wait of a test.
 const testTimeout = 60 * time.Second
 
+// frontEnv is the environment variable that selects the front of the mounts. "uring" is FUSE over
+// io_uring, else they use /dev/fuse.
+const frontEnv, frontURing = "NFSRDMAD_TEST_FRONT", "uring"
+
 // An export is a directory that a server exports.
 type export struct {
 	dir     string // on the server
@@ -73,7 +77,7 @@ func startOwnExport(t *testing.T) *export {
 }
 
 // startExportOf exports a directory with this project's server, configured by cfg.
-func startExportOf(t *testing.T, cfg nfsserve.Config) *export {
+func startExportOf(t testing.TB, cfg nfsserve.Config) *export {
 	t.Helper()
 	dir := t.TempDir()
 	cfg.Dir, cfg.RDMAListen, cfg.TCPListen, cfg.StateDir = dir, "127.0.0.1:0", "127.0.0.1:0", t.TempDir()
@@ -142,7 +146,7 @@ type mountConfig struct {
 }
 
 // mount mounts the export until the test ends.
-func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
+func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 	t.Helper()
 	testutil.NeedsFUSE(t)
 	conn, err := e.dial(t.Context())
@@ -182,6 +186,12 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 	if cfg.mount.FsName == "" {
 		cfg.mount.FsName = "127.0.0.1:" + e.dir
 	}
+	if os.Getenv(frontEnv) == frontURing {
+		cfg.mount.URing = true
+	}
+	if cfg.mount.URing {
+		testutil.NeedsURing(t)
+	}
 	srv, err := Mount(dir, fs, cfg.mount)
 	if err != nil {
 		fs.Close(t.Context())
@@ -189,6 +199,9 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 		t.Fatal(err)
 	}
 	m := &testMount{dir, fs, srv}
+	if name, reason := srv.Front(); cfg.mount.URing && name != frontURing {
+		t.Errorf("front: got %s (%s), want %s", name, reason, frontURing)
+	}
 	t.Cleanup(func() {
 		m.unmount(t)
 		ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
@@ -203,7 +216,7 @@ func (e *export) mount(t *testing.T, cfg mountConfig) *testMount {
 	return m
 }
 
-func (m *testMount) unmount(t *testing.T) {
+func (m *testMount) unmount(t testing.TB) {
 	t.Helper()
 	err := m.srv.Unmount()
 	for range 50 { // a process that has exited may still be closing its files
