@@ -1,6 +1,6 @@
 // Package fdstore keeps descriptors open while no daemon runs: descriptors of /dev/fuse, whose
-// mounts end when the last descriptor is closed, and memfds with the state of the daemon. The next
-// daemon gets the descriptors after a restart, an upgrade, a crash or kill -9.
+// mounts end when the last descriptor is closed, sockets of shares, and memfds with the state of
+// the daemon. The next daemon gets the descriptors after a restart, an upgrade, a crash or kill -9.
 //
 // There are two stores with one interface, [Store]:
 //

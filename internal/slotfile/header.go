@@ -40,7 +40,7 @@ const (
 const (
 	MaxNameBytes   = 32
 	MaxRecordBytes = 1 << 16
-	MaxCounters    = 16
+	MaxCounters    = 2048
 	MaxSlots       = 1 << 30
 	MaxFileBytes   = 1 << 40
 )
