@@ -19,7 +19,7 @@ type RelayOptions struct {
 }
 
 // A Relay forwards TCP connections to a server until the test ends. One goroutine at a time may
-// call Stop and Start.
+// call Start, Stop and Reset.
 type Relay struct {
 	t    testing.TB
 	to   string
@@ -62,7 +62,17 @@ func (r *Relay) Start() {
 }
 
 // Stop closes all connections and refuses new ones. It does nothing if the relay is stopped.
-func (r *Relay) Stop() {
+func (r *Relay) Stop() { r.stop(func(c net.Conn) { c.Close() }) }
+
+// Reset is Stop, but resets the connections.
+func (r *Relay) Reset() {
+	r.stop(func(c net.Conn) {
+		_ = c.(*net.TCPConn).SetLinger(0)
+		c.Close()
+	})
+}
+
+func (r *Relay) stop(end func(net.Conn)) {
 	r.mu.Lock()
 	ln, conns := r.ln, r.conns
 	r.ln, r.conns = nil, nil
@@ -72,7 +82,7 @@ func (r *Relay) Stop() {
 	}
 	ln.Close()
 	for _, c := range conns {
-		c.Close()
+		end(c)
 	}
 	r.work.Wait()
 }

@@ -10,6 +10,8 @@ import (
 
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/kernelfault"
 )
 
 // Tests belong to one of two tiers:
@@ -41,17 +43,20 @@ func NeedsFUSE(tb testing.TB) {
 }
 
 // NeedsURing marks a test that uses FUSE over io_uring. `make test` switches it on where the kernel
-// has it. On other kernels the test is skipped.
+// has it. On other kernels, and on those that pkg/front refuses, the test is skipped.
 func NeedsURing(tb testing.TB) {
 	tb.Helper()
 	NeedsFUSE(tb)
 	const parameter = "/sys/module/fuse/parameters/enable_uring"
 	b, err := os.ReadFile(parameter)
+	refuse, _ := kernelfault.URing(kernelfault.Release())
 	switch {
 	case errors.Is(err, os.ErrNotExist):
 		tb.Skip("the kernel has no FUSE over io_uring; use Linux 6.14 or later")
 	case err != nil:
 		tb.Fatal(err)
+	case refuse != nil:
+		tb.Skip(refuse)
 	case b[0] != 'Y' && unix.Access(parameter, unix.W_OK) == unix.EROFS:
 		tb.Skip("FUSE over io_uring is off, and /sys is read-only")
 	case b[0] != 'Y':
@@ -75,6 +80,29 @@ func Long(tb testing.TB) {
 	tb.Helper()
 	inTestTier(tb)
 }
+
+// CountsAllocations marks a test that compares the allocations of a call with a number. Such a test
+// is skipped under the race detector, with which sync.Pool drops items at random. `make test` also
+// runs these tests without it.
+func CountsAllocations(tb testing.TB) {
+	tb.Helper()
+	if Race {
+		tb.Skip("sync.Pool drops items at random under the race detector; run without -race")
+	}
+}
+
+// Allocations returns the allocations of f, as testing.AllocsPerRun. It repeats the measurement
+// while other goroutines of the process, for example timers, may have added to it.
+func Allocations(runs int, f func(), want float64) (n float64) {
+	for range allocationTries {
+		if n = testing.AllocsPerRun(runs, f); n <= want {
+			break
+		}
+	}
+	return n
+}
+
+const allocationTries = 5
 
 // MainNeedsRoot is [Main] for packages whose tests all need root. With -short it runs no test.
 func MainNeedsRoot(m *testing.M, opts ...goleak.Option) {
