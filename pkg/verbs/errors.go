@@ -52,6 +52,10 @@ func (k ConnErrorKind) String() string {
 	return "unknown"
 }
 
+// PhaseConnect is the Phase of a ConnError before the peer accepted the connection of the transport
+// below the RDMA handshake. With rdma-core it also includes the handshake.
+const PhaseConnect = "connect"
+
 // A ConnError reports why a connection attempt failed.
 type ConnError struct {
 	Kind ConnErrorKind

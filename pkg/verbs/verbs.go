@@ -266,6 +266,10 @@ type WorkRequest struct {
 	// Done is called with the completion: always for a signaled request, and for an unsignaled one
 	// only when it failed or was flushed. Done must not be nil.
 	Done func(*WorkCompletion)
+	// OnWrite, if not nil, is called before each attempt to write a Send to the socket, perhaps
+	// before PostSend returns. The last attempt succeeds, unless the connection ends. OnWrite must
+	// not block, and must not call the provider. A provider without sockets does not call OnWrite.
+	OnWrite func()
 
 	// SGList is the source of OpSend, OpSendWithInv and OpRDMAWrite, and the sink of OpRDMARead,
 	// which has exactly one SGE.

@@ -30,7 +30,7 @@ import (
 const (
 	phaseResolveAddr  = "resolve address"
 	phaseResolveRoute = "resolve route"
-	phaseConnect      = "connect"
+	phaseConnect      = verbs.PhaseConnect
 	phaseAccept       = "accept"
 	phaseReject       = "reject"
 )

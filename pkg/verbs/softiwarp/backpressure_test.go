@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"syscall"
 	"testing"
 	"time"
 
@@ -138,6 +139,33 @@ func TestPeerThatStopsReading(t *testing.T) {
 		if flushed == 0 || len(done) != 0 {
 			t.Errorf("%d of %d messages were flushed, want at least 1; %d completed twice, want 0", flushed, posted,
 				len(done))
+		}
+	}
+}
+
+// TestNothingIsSentAfterClose closes a connection whose peer reads nothing. The peer must not get
+// the data that it has not received yet: the requests in it may be repeated on another connection.
+func TestNothingIsSentAfterClose(t *testing.T) {
+	cfg := smallBuffers
+	cfg.Linger = 50 * time.Millisecond
+	p, v := connectRaw(t, cfg)
+	p.send(zeroWrite())
+	done := make(chan verbs.Status, 1)
+	if _, err := v.qp.PostSend(&verbs.WorkRequest{Opcode: verbs.OpRDMAWrite, Signaled: true, RKey: 1,
+		SGList: []verbs.SGE{{Buf: make([]byte, 8<<20)}}, Done: func(wc *verbs.WorkCompletion) { done <- wc.Status },
+	}); err != nil {
+		t.Fatal(err)
+	}
+	p.mustNext() // the writer is in the middle of the message
+	v.id.Close()
+	<-done
+	for {
+		_, _, err := p.next()
+		if errors.Is(err, syscall.ECONNRESET) {
+			return
+		}
+		if err != nil {
+			t.Fatalf("end of the stream: got %v, want ECONNRESET", err)
 		}
 	}
 }

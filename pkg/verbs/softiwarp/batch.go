@@ -43,6 +43,7 @@ type boundary struct {
 type batch struct {
 	raw     syscall.RawConn
 	cb      func(fd uintptr) bool
+	attempt func() // called before each system call; nil for none
 	crc     bool
 	arena   [arenaSize]byte
 	used    int
@@ -194,6 +195,9 @@ func (b *batch) sendmsg(fd uintptr) bool {
 				b.err = errRevoked
 				return true
 			}
+		}
+		if b.attempt != nil {
+			b.attempt()
 		}
 		n, _, errno := syscall.Syscall(syscall.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&b.msg)), flags)
 		if b.src.mr != nil {

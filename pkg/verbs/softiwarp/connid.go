@@ -68,7 +68,7 @@ func (c *connID) close(drop func(*qp)) {
 const (
 	phaseResolve     = "resolve route"
 	phaseQueue       = "wait for another connect to the same address"
-	phaseConnect     = "connect"
+	phaseConnect     = verbs.PhaseConnect
 	phaseSendRequest = "send MPA request"
 	phaseReadReply   = "read MPA reply"
 	phaseCheckReply  = "check MPA reply"

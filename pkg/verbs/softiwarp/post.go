@@ -96,6 +96,7 @@ func (q *qp) checkReg(wr *verbs.WorkRequest) error {
 func (q *qp) enqueue(wr *verbs.WorkRequest, length uint32) {
 	e := q.mu.sq.At(q.mu.sq.Tail)
 	e.op, e.signaled, e.done, e.length, e.wr = wr.Opcode, wr.Signaled, wr.Done, length, wr
+	e.onWrite = wr.OnWrite
 	e.raddr, e.rkey, e.inv = wr.RemoteAddr, wr.RKey, wr.InvalidateRKey
 	e.sges = e.sges[:0]
 	switch wr.Opcode {

@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/internal/base"
@@ -41,6 +43,7 @@ type sqe struct {
 	wr        *verbs.WorkRequest // as posted, for Withdraw; only compared
 	status    verbs.Status       // status if the connection fails; StatusSuccess means flush error
 	done      func(*verbs.WorkCompletion)
+	onWrite   func()      // as posted; nil for none
 	sges      []verbs.SGE // in an array of the QP
 	length    uint32
 	raddr     uint64
@@ -286,8 +289,23 @@ func (q *qp) leaveMemory() {
 // leaveSocket is the last call of the reader and of the writer.
 func (q *qp) leaveSocket() {
 	if q.io.Add(-1) == 0 {
+		q.dropUnsent()
 		q.conn.Close()
 		close(q.ioDone)
+	}
+}
+
+// dropUnsent makes the close of the socket a reset if the peer has not acknowledged all data.
+// Otherwise the kernel would go on to send this data for minutes. The peer could then execute an
+// old request after the consumer has repeated it on another connection and has sent later ones.
+func (q *qp) dropUnsent() {
+	unsent := 0
+	raw, err := q.conn.SyscallConn()
+	if err == nil {
+		_ = raw.Control(func(fd uintptr) { unsent, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQ) })
+	}
+	if err != nil || unsent > 0 {
+		_ = q.conn.SetLinger(0)
 	}
 }
 

@@ -47,6 +47,7 @@ type transmitter struct {
 	tail     uint32
 	open     bool   // FPDUs may be sent
 	at       uint32 // entries before it are executed when the batch is sent
+	done     uint32 // entries before it are executed
 	unsent   bool   // a poster left a part of the batch, or failed with err
 	err      error
 	answered bool // the last message was a Read Response, so the send queue is next
@@ -58,6 +59,7 @@ func newTransmitter(q *qp, conn *net.TCPConn) (*transmitter, error) {
 	if err := t.b.init(conn); err != nil {
 		return nil, err
 	}
+	t.b.attempt = t.attempt
 	t.mssCB = func(fd uintptr) {
 		if n, err := unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_MAXSEG); err == nil {
 			t.mss = n
@@ -197,6 +199,7 @@ func (t *transmitter) next() (work, readRequest) {
 func (t *transmitter) claim() {
 	q := t.q
 	t.from, t.tail, t.open = q.mu.sq.sent, q.mu.sq.Tail, q.mu.txOpen
+	t.at, t.done = t.from, t.from // nothing is in the batch
 	q.mu.sq.claimed = t.tail
 }
 
@@ -283,7 +286,7 @@ func (t *transmitter) flush(at uint32) error {
 	}
 	q := t.q
 	q.mu.Lock()
-	q.mu.sq.sent = at
+	q.mu.sq.sent, t.done = at, at
 	pushed := q.reap()
 	q.mu.Unlock()
 	if pushed {
@@ -291,6 +294,15 @@ func (t *transmitter) flush(at uint32) error {
 	}
 	t.b.begin()
 	return nil
+}
+
+// attempt calls OnWrite of the Sends in the batch, before each system call that writes it.
+func (t *transmitter) attempt() {
+	for i := t.done; int32(t.at-i) > 0; i++ { // positions wrap
+		if e := t.q.mu.sq.At(i); e.onWrite != nil && !e.withdrawn {
+			e.onWrite()
+		}
+	}
 }
 
 // localFailure ends the connection because a request could not be executed. The Terminate quotes no
@@ -521,6 +533,7 @@ func (t *transmitter) transmit() error {
 func (t *transmitter) end() {
 	q := t.q
 	q.leaveMemory()
+	t.done = t.at // nothing of the queue is sent any more
 	q.mu.Lock()
 	term, broken := q.mu.term, q.mu.broken
 	q.mu.Unlock()
