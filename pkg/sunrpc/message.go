@@ -25,6 +25,9 @@ type Message struct {
 	// ResultData, if not empty, is the buffer for the DDP-eligible opaque of the results.
 	// ResultDataLen says whether the transport used it. The content is undefined after an error.
 	ResultData []byte
+	// ResultPieces, if not empty, is the buffer in several pieces, instead of ResultData. No piece
+	// is empty.
+	ResultPieces [][]byte
 
 	// MaxResult is the maximum size in bytes of the XDR of the results, including pads but without
 	// the opaque that goes to ResultData (RFC 8267 §3). Transports size the reply buffer by it.
@@ -41,4 +44,13 @@ type Message struct {
 
 	// XID of the call, set by the transport.
 	XID uint32
+}
+
+// ResultRoom returns the size of ResultData or ResultPieces in bytes.
+func (m *Message) ResultRoom() int {
+	n := len(m.ResultData)
+	for _, p := range m.ResultPieces {
+		n += len(p)
+	}
+	return n
 }

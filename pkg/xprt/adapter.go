@@ -72,7 +72,7 @@ func (a *adapter) postReceives(cn *conn) error {
 
 // close releases all resources. No connection of the adapter may remain.
 func (a *adapter) close() {
-	log := a.t.log.With("server", a.t.cfg.Addr)
+	log := a.t.log.With("server", a.t.Address())
 	if a.pool != nil {
 		if n := a.pool.Destroy(); n > 0 {
 			log.Error("failed to destroy memory regions", "orphaned", n)
@@ -106,7 +106,7 @@ func (t *Transport) adapterFor(dev verbs.Device) (*adapter, error) {
 	t.send.Unlock()
 	a, err := t.openAdapter(dev)
 	if err != nil {
-		return nil, fmt.Errorf("prepare RDMA device %s for %s: %w", dev.Attrs().Name, t.cfg.Addr, err)
+		return nil, fmt.Errorf("prepare RDMA device %s for %s: %w", dev.Attrs().Name, t.Address(), err)
 	}
 	t.adapter = a
 	return a, nil

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 )
@@ -31,6 +32,17 @@ type Call struct {
 	Began            time.Time       // start of Transport.Call
 	Sent             time.Time       // last post of the call; zero if none
 	Ctx              context.Context // context of the caller; nil after the caller has returned
+}
+
+// An Ended describes a call that has ended. Config.Observe receives it.
+type Ended struct {
+	XID              uint32 // 0 if the call had no slot
+	Prog, Vers, Proc uint32
+	Slot             int // -1 if the call had no slot
+	Sends            int // how often the call was sent, each time on another connection
+	Err              error
+	Message          *sunrpc.Message // valid until Observe returns; its results are valid if Err is nil
+	Times            ledger.Times
 }
 
 // Calls returns all pending calls, oldest first. Safe for concurrent use; it takes only short
@@ -58,24 +70,19 @@ func (s *slot) call(connected bool) (Call, bool) {
 	if s.conn != nil {
 		c.Sent = s.sentAt
 	}
-	switch s.state {
-	case slotWaiting, slotLost:
-		switch {
-		case s.noRoom:
-			c.Waits = WaitSend
-		case connected:
-			c.Waits = WaitCredit
-		default:
-			c.Waits = WaitReconnect
-		}
-	case slotSent:
+	switch s.phase(connected) {
+	case ledger.PhaseReconnect:
+		c.Waits = WaitReconnect
+	case ledger.PhaseCredit:
+		c.Waits = WaitCredit
+	case ledger.PhaseSend, ledger.PhaseRegister:
+		c.Waits = WaitSend
+	case ledger.PhaseServer:
 		c.Waits = WaitReply
-	case slotFencing, slotDone:
+	default:
 		c.Waits = WaitInvalidate
-		if s.fenced && s.sendBusy {
-			c.Waits = WaitSend
-		}
-	case slotAbandoned:
+	}
+	if s.state == slotAbandoned {
 		c.Waits = WaitLate
 		if s.withdrawn {
 			c.Waits = WaitSend
@@ -87,10 +94,18 @@ func (s *slot) call(connected bool) (Call, bool) {
 	return c, true
 }
 
-func (s *slot) setNoRoom(yes bool) {
+// stall begins a wait for room in phase p. resume ends it.
+func (s *slot) stall(p ledger.Phase) {
 	s.mu.Lock()
-	s.noRoom = yes
-	s.mu.Unlock()
+	defer s.mu.Unlock()
+	s.stalled = p
+}
+
+func (s *slot) resume() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.times.Mark(s.stalled, ledger.Now())
+	s.stalled = 0
 }
 
 // waiters holds the calls that wait for a slot. A call is added only if no slot is free, so the

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
 
@@ -21,7 +22,7 @@ func TestCallShowsStateOfSlot(t *testing.T) {
 	}{
 		{"waiting", &slot{state: slotWaiting}, true, WaitCredit, false},
 		{"waiting without a connection", &slot{state: slotWaiting}, false, WaitReconnect, false},
-		{"waiting for room", &slot{state: slotWaiting, noRoom: true}, true, WaitSend, false},
+		{"waiting for room", &slot{state: slotWaiting, stalled: ledger.PhaseSend}, true, WaitSend, false},
 		{"lost", &slot{state: slotLost}, false, WaitReconnect, false},
 		{"sent", &slot{state: slotSent}, true, WaitReply, false},
 		{"fencing", &slot{state: slotFencing, sendBusy: true}, true, WaitInvalidate, false},

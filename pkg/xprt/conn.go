@@ -122,7 +122,7 @@ func (t *Transport) completionError(what string, wc *verbs.WorkCompletion) {
 	}
 	if wc.Status != verbs.StatusWRFlushErr {
 		t.log.Error("work request failed", "request", what, "status", wc.Status.String(), "vendor", wc.VendorErr,
-			"server", t.cfg.Addr)
+			"server", t.Address())
 	}
 	cn.fail(&completionFailure{what: what, status: wc.Status})
 }
@@ -134,8 +134,20 @@ func (t *Transport) sendDone(wc *verbs.WorkCompletion) {
 }
 
 // dial makes a connection: device, queues, Receives, handshake, in this order. It holds no lock.
-func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
-	ctx, cancel := context.WithTimeout(ctx, t.cfg.ConnectTimeout)
+// It chooses the address, waits for the limits of connects, and records an attempt that failed. If
+// admitted is set, the caller has waited for the limits of the preferred address.
+func (t *Transport) dial(ctx context.Context, admitted bool) (_ *conn, err error) {
+	address, timeout := t.cfg.Servers.choose(t.preferred(), t.cfg.ConnectTimeout)
+	t.address.Store(int32(address))
+	if !admitted || address != t.preferred() {
+		t.waitsForTurn.Store(true)
+		err := t.cfg.ConnectLimits.Wait(ctx, t.Address().Addr())
+		t.waitsForTurn.Store(false)
+		if err != nil {
+			return nil, err
+		}
+	}
+	attempt, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	cn := &conn{ended: make(chan struct{}), causeSet: make(chan struct{}), down: make(chan struct{})}
 	began := time.Now()
@@ -143,10 +155,13 @@ func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	defer func() {
 		if err != nil {
 			t.stats.connectFailures.Add(1)
+			if ctx.Err() == nil {
+				t.cfg.Servers.failed(address)
+			}
 			t.closeConn(cn)
 		}
 	}()
-	if cn.id, err = t.cfg.Provider.Resolve(ctx, t.cfg.Addr); err != nil {
+	if cn.id, err = t.cfg.Provider.Resolve(attempt, t.Address()); err != nil {
 		return nil, err
 	}
 	if cn.adapter, err = t.adapterFor(cn.id.Device()); err != nil {
@@ -154,7 +169,7 @@ func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	}
 	attrs := cn.dev.Attrs()
 	if err = cn.makeQueues(); err != nil {
-		return nil, fmt.Errorf("prepare RDMA connection to %s: %w", t.cfg.Addr, err)
+		return nil, fmt.Errorf("prepare RDMA connection to %s: %w", t.Address(), err)
 	}
 	mine := rpcrdma.Private{RemoteInv: attrs.Caps.Has(verbs.CapRemoteInv), SendSize: t.cfg.InlineBytes,
 		RecvSize: t.cfg.InlineBytes}
@@ -162,12 +177,14 @@ func (t *Transport) dial(ctx context.Context) (_ *conn, err error) {
 	for depth > max(attrs.MaxQPRdAtom, 1) {
 		depth /= 2
 	}
-	if err = cn.id.Connect(ctx, verbs.ConnParam{PrivateData: mine.Append(nil),
+	if err = cn.id.Connect(attempt, verbs.ConnParam{PrivateData: mine.Append(nil),
 		ResponderResources: uint16(depth)}); err != nil {
 		return nil, err
 	}
-	peer, _ := rpcrdma.ParsePrivate(cn.id.Peer().PrivateData)
+	peer, found := rpcrdma.ParsePrivate(cn.id.Peer().PrivateData)
 	cn.inlineSend, cn.inlineRecv = rpcrdma.Thresholds(mine, peer)
+	t.link.Store(&Link{Device: attrs, Peer: peer, PeerFound: found, InlineSend: cn.inlineSend,
+		InlineRecv: cn.inlineRecv})
 	t.payload.Store(int64(min(cn.params.MaxPayload, 1<<20)))
 	return cn, nil
 }
@@ -306,7 +323,7 @@ func (t *Transport) closeConn(cn *conn) {
 	t.detach(cn)
 	if cn.cq != nil {
 		if err := cn.cq.Close(); err != nil {
-			t.log.Error("failed to close completion queue", "error", err, "server", t.cfg.Addr)
+			t.log.Error("failed to close completion queue", "error", err, "server", t.Address())
 		}
 	}
 }
@@ -333,7 +350,7 @@ func (t *Transport) recoverMRs(cn *conn) {
 		return
 	}
 	if !cn.pool.Recover() {
-		t.log.Error("failed to destroy a memory region, closing its protection domain", "server", t.cfg.Addr)
+		t.log.Error("failed to destroy a memory region, closing its protection domain", "server", t.Address())
 		t.dropAdapter()
 		return
 	}

@@ -238,7 +238,8 @@ func TestFailedWorkRequestIsLogged(t *testing.T) {
 		{"failure without a connection", verbs.StatusLocProtErr, false, true, false, false},
 	} {
 		var log bytes.Buffer
-		tr := &Transport{log: hclog.New(&hclog.LoggerOptions{Output: &log})}
+		tr := &Transport{log: hclog.New(&hclog.LoggerOptions{Output: &log}),
+			cfg: Config{Servers: NewAddresses(netip.AddrPort{})}}
 		cn := &conn{qp: &stepQP{}, ended: make(chan struct{})}
 		if !c.none {
 			tr.conn.Store(cn)

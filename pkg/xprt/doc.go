@@ -53,13 +53,23 @@
 //  3. It replaces the MRs that were in use.
 //  4. It wakes each call, which waits for a credit of the next connection.
 //
-// The pause before a reconnect is 5 s at first and doubles up to 60 s. The worker reconnects
-// without a pause in these cases:
+// The pause before a reconnect is random: between a fifth of a limit and the limit, which is 5 s at
+// first and grows by half up to 60 s (internal/backoff). The clients of a server that restarts lose
+// their connections at the same moment, and should not connect at the same moment again and again.
+// The pause is at most 250 ms in these cases:
 //
 //   - The connection made progress: it answered 16 calls, or it lasted ReconnectMin and answered a
 //     call or a keepalive call.
 //   - The first pause would be due, and the connection answered a call or a keepalive call.
 //   - The first pause would be due, and a local fault ended the connection.
+//
+// The transports of a daemon share [ConnectLimits] of the connects per second to one address.
+//
+// With several addresses ([Addresses]), an attempt that fails is followed by one to another address
+// without a pause, until each was tried. An attempt then has a shorter timeout. An address that
+// refused, or at which the server became silent, is avoided for a time that grows. The transports
+// of a mount share this knowledge. A connection to another address than the preferred one ends when
+// it is idle and the preferred one is not avoided.
 //
 // A panic during a call ends the connection before the caller of Call sees it, because the server
 // may still reach the memory of the call. The next connection has a new adapter.
@@ -77,6 +87,8 @@
 //     therefore never run concurrently with the worker (S16).
 //   - slot.mu: the state of one call. Its caller, the reply handler and the worker take it.
 //   - window.mu: credits and the queue of calls that wait for them.
+//   - Addresses.mu: what is known about addresses. No other lock is taken while it is held.
+//   - ConnectLimits.mu: the limits of addresses. No other lock is taken while it is held.
 //   - Transport.status: state and history. No other lock of this package is taken while it is held.
 //
 // The order is send, slot.mu, window.mu. No lock is held across I/O, with one exception: the worker

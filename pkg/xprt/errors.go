@@ -96,6 +96,10 @@ func (e *unmapError) Unwrap() error { return e.err }
 // errIdle ends a connection without calls.
 var errIdle = errors.New("xprt: connection is idle")
 
+// errReturn ends a connection without calls to another address than the preferred one, so that the
+// next connection can use the preferred address.
+var errReturn = errors.New("xprt: return to the preferred address")
+
 // errPanic ends a connection one of whose calls panicked.
 var errPanic = errors.New("xprt: internal error in a call")
 

@@ -162,7 +162,7 @@ func TestFlushIsNoFence(t *testing.T) {
 		if s.state != c.flushed || s.fenced || len(s.wake) > 0 {
 			t.Fatalf("state %d after a flush: got %d, fenced %v; want no change", c.before, s.state, s.fenced)
 		}
-		if _, ok := s.tryReturn(); ok {
+		if _, ok := s.tryReturn(new(Ended)); ok {
 			t.Fatalf("state %d after a flush: the caller may return, want not", c.before)
 		}
 		s.connectionEnded()

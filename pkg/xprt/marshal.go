@@ -3,8 +3,10 @@ package xprt
 import (
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -129,10 +131,16 @@ func (s *slot) post(cn *conn, head *verbs.WorkRequest, n int) error {
 	t := s.t
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.state, s.conn, s.sentAt, s.sentRunning = slotSent, cn, time.Now(), t.now()
+	now := time.Now()
+	s.state, s.conn, s.sentAt, s.sentRunning = slotSent, cn, now, t.nowAt(ledger.At(now))
+	s.times.Mark(ledger.PhaseRegister, ledger.At(now))
+	s.writtenAt.Store(0)
 	s.sendBusy, s.sendMark = s.sendWR.Signaled, cn.sq.begin(n)
 	s.outBytes = s.bytesToSend()
 	bad, err := cn.qp.PostSend(head)
+	if !s.markWritten(math.MaxInt64) {
+		s.times.Mark(ledger.PhaseSend, ledger.Now())
+	}
 	if err == nil {
 		t.stats.sends.Add(1)
 		if s.sends++; s.sends > 1 {
@@ -261,19 +269,25 @@ func (s *slot) marshalReplySide(cn *conn) error {
 	m, h, t := s.msg, &s.hdr, s.t
 	s.wchunk, s.rchunk = s.wchunk[:0], s.rchunk[:0]
 	reply := rpcrdma.MinHeaderSize + sunrpc.AcceptedReplySize + m.MaxResult
-	data := sunrpc.Pad4(len(m.ResultData))
+	room := m.ResultRoom()
+	data := sunrpc.Pad4(room)
 	writeList := rpcrdma.ChunkHeadSize + (cn.params.MaxSegs+1)*rpcrdma.SegmentSize
 	switch {
 	case reply+data <= cn.inlineRecv:
 		return nil
 	case data > 0 && reply+writeList <= cn.inlineRecv:
 		var err error
-		if s.wchunk, err = s.mapWrites(s.wchunk, m.ResultData); err != nil {
+		segs := m.ResultPieces
+		if len(segs) == 0 {
+			s.single[0] = m.ResultData
+			segs = s.single[:]
+		}
+		if s.wchunk, err = s.mapWrites(s.wchunk, segs); err != nil {
 			return err
 		}
 		t.stats.writeChunks.Add(uint64(len(s.wchunk)))
-		t.stats.totalRequest.Add(uint64(len(m.ResultData)))
-		if pad := cn.writePad; pad != nil && len(m.ResultData)%4 != 0 {
+		t.stats.totalRequest.Add(uint64(room))
+		if pad := cn.writePad; pad != nil && room%4 != 0 {
 			s.wchunk = append(s.wchunk, *pad)
 		}
 		h.Writes = append(h.Writes, s.wchunk)
@@ -284,7 +298,8 @@ func (s *slot) marshalReplySide(cn *conn) error {
 	if err != nil {
 		return err
 	}
-	if s.rchunk, err = s.mapWrites(s.rchunk, buf); err != nil {
+	s.single[0] = buf
+	if s.rchunk, err = s.mapWrites(s.rchunk, s.single[:]); err != nil {
 		return err
 	}
 	t.stats.replies.Add(uint64(len(s.rchunk)))
@@ -310,10 +325,9 @@ func (s *slot) getLong(p *[]byte, size int) ([]byte, error) {
 	return buf[:size], nil
 }
 
-// mapWrites registers mem for RDMA Writes of the server and appends the segments to c.
-func (s *slot) mapWrites(c rpcrdma.Chunk, mem []byte) (rpcrdma.Chunk, error) {
-	s.single[0] = mem
-	n, err := s.mrs.Map(s.single[:], true, s.xid)
+// mapWrites registers segs for RDMA Writes of the server and appends the segments to c.
+func (s *slot) mapWrites(c rpcrdma.Chunk, segs [][]byte) (rpcrdma.Chunk, error) {
+	n, err := s.mrs.Map(segs, true, s.xid)
 	if err != nil {
 		return c, err
 	}

@@ -14,6 +14,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
@@ -47,7 +48,7 @@ func TestModel(t *testing.T) {
 	// The search with forged replies takes longest. "make test" runs it, and "make check" runs the
 	// others, without the race detector.
 	switch {
-	case raceDetector:
+	case testutil.Race:
 		models = []model{forge}
 	case !testing.Short():
 		models = append(models, forge)
@@ -199,8 +200,9 @@ func (m *model) start(t *testing.T) *modelRun {
 	r := &modelRun{model: m, t: t, dev: &stepDevice{remoteInv: m.remoteInv, maxMR: m.maxMR, yield: m.yield,
 		withdraw: m.withdraw,
 		granted:  make(chan struct{}, 1), mrs: make(map[uint32]*stepMR)}}
+	// The short ReconnectMin makes the pause before a reconnect 0: time stands still in a run.
 	tr, err := New(Config{Provider: r.dev, Addr: netip.MustParseAddrPort("192.0.2.1:20049"), Slots: MinSlots,
-		KeepAlive: -1, IdleTimeout: -1, Timeout: 24 * time.Hour})
+		KeepAlive: -1, IdleTimeout: -1, Timeout: 24 * time.Hour, ReconnectMin: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -304,7 +306,7 @@ func (r *modelRun) enabled() (all []event) {
 func (r *modelRun) pauses() bool {
 	for _, c := range r.callers {
 		c.slot.mu.Lock()
-		noRoom := c.slot.noRoom
+		noRoom := c.slot.stalled != 0
 		c.slot.mu.Unlock()
 		if noRoom && !c.returned {
 			return true
@@ -545,7 +547,7 @@ func (r *modelRun) state() string {
 		s := c.slot
 		s.mu.Lock()
 		fmt.Fprint(&b, "|", c.interrupted, c.returned, c.err == nil, r.sendOf(c), r.qp().sent[c.msg.XID] != nil)
-		fmt.Fprint(&b, s.state, s.sqTaken, s.err != nil, s.noRoom, s.sendBusy, s.fenced, s.callerReturned, s.withdrawn,
+		fmt.Fprint(&b, s.state, s.sqTaken, s.err != nil, s.stalled, s.sendBusy, s.fenced, s.callerReturned, s.withdrawn,
 			s.lateDone, s.conn != nil && s.conn == r.tr.conn.Load(), s.longLen, s.sends, s.xid == c.msg.XID)
 		s.mu.Unlock()
 		r.tr.window.mu.Lock()

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
@@ -21,9 +22,10 @@ func (cn *conn) received(r *recvBuf, wc *verbs.WorkCompletion) {
 	}
 	t := cn.t
 	t.stats.recvs.Add(1)
-	cn.lastReceived.Store(t.now())
+	now := ledger.Now()
+	cn.lastReceived.Store(t.nowAt(now))
 	b := r.wr.SGE.Buf[:wc.ByteLen]
-	s, fence, err := cn.reply(b)
+	s, fence, err := cn.reply(b, now)
 	if _, perr := cn.qp.PostRecv(&r.wr); perr != nil {
 		cn.fail(&postError{"Receive", perr})
 	}
@@ -66,7 +68,7 @@ func (cn *conn) warnDiscarded(err error) {
 		return
 	}
 	cn.lastWarning = max(now, 1)
-	t.log.Warn("discarded invalid message from server", "server", t.cfg.Addr, "error", err)
+	t.log.Warn("discarded invalid message from server", "server", t.Address(), "error", err)
 }
 
 // granted returns the window for the credits of a reply. It is at least one call, because RFC 8166
@@ -86,10 +88,10 @@ func (s *slot) lateReply() {
 	}
 }
 
-// reply parses a message and updates the slot of its call. It returns the slot, or nil if there is
-// none. The result fence says whether the caller must fence the call. The error says why the
-// message was discarded (RFC 8166 §4.5).
-func (cn *conn) reply(b []byte) (s *slot, fence bool, err error) {
+// reply parses a message that was received at now, and updates the slot of its call. It returns the
+// slot, or nil if there is none. The result fence says whether the caller must fence the call. The
+// error says why the message was discarded (RFC 8166 §4.5).
+func (cn *conn) reply(b []byte, now ledger.Time) (s *slot, fence bool, err error) {
 	h := &cn.hdr
 	n, err := h.Decode(b)
 	if err != nil && !errors.Is(err, rpcrdma.ErrBadChunks) {
@@ -115,6 +117,7 @@ func (cn *conn) reply(b []byte) (s *slot, fence bool, err error) {
 		return s, false, nil
 	}
 	s.state = slotFencing
+	s.markAnswered(now)
 	if err != nil {
 		s.err = &ProtocolError{Reason: "reply has malformed chunk lists"}
 		return s, true, err
@@ -157,7 +160,7 @@ func (s *slot) accept(h *rpcrdma.Header, msg []byte) error {
 		if err != nil {
 			return err
 		}
-		m.ResultDataLen = min(n, len(m.ResultData)) // more bytes went to the pad
+		m.ResultDataLen = min(n, m.ResultRoom()) // more bytes went to the pad
 		s.t.stats.totalReply.Add(uint64(n))
 	} else if len(h.Writes) != 0 {
 		return &ProtocolError{Reason: "reply returns a write chunk, the call offered none"}
@@ -216,7 +219,7 @@ func (s *slot) parseReply(m *sunrpc.Message, msg []byte) error {
 	if err != nil {
 		return err
 	}
-	if limit := m.MaxResult + sunrpc.Pad4(len(m.ResultData)); len(results) > limit {
+	if limit := m.MaxResult + sunrpc.Pad4(m.ResultRoom()); len(results) > limit {
 		return &ProtocolError{Reason: fmt.Sprintf("reply has results of %d bytes, the procedure has at most %d",
 			len(results), limit)}
 	}

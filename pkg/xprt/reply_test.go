@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"math"
+	"net/netip"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -15,6 +16,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -66,11 +68,11 @@ func TestReplyIsAcceptedOnce(t *testing.T) {
 		h := rpcrdma.Header{XID: s.xid, Vers: rpcrdma.Version, Credits: 1, Proc: rpcrdma.ProcMsg}
 		msg := sunrpc.AppendAcceptedReply(h.Append(nil), s.xid, sunrpc.Success)
 		before := tr.Stats().BadXIDs
-		got, _, err := cn.reply(msg)
+		got, _, err := cn.reply(msg, ledger.Now())
 		if accepted := got == s; err != nil || accepted != c.accept || (tr.Stats().BadXIDs == before) != c.accept {
 			t.Errorf("%s: got accepted %v, %v; want accepted %v", c.name, accepted, err, c.accept)
 		}
-		if second, _, _ := cn.reply(msg); second != nil && c.state == slotSent {
+		if second, _, _ := cn.reply(msg, ledger.Now()); second != nil && c.state == slotSent {
 			t.Errorf("%s: the second reply was accepted", c.name)
 		}
 		s.fenced = true // a slot ends only then
@@ -319,13 +321,14 @@ func TestBackwardCallIsDiscarded(t *testing.T) {
 	s.state, s.conn = slotSent, cn
 	h := rpcrdma.Header{XID: s.xid, Vers: rpcrdma.Version, Credits: 1, Proc: rpcrdma.ProcMsg}
 	msg := sunrpc.AppendUint32(sunrpc.AppendUint32(h.Append(nil), s.xid), sunrpc.MsgCall)
-	if got, _, err := cn.reply(msg); got != nil || !errors.Is(err, errBackchannel) || s.state != slotSent {
+	got, _, err := cn.reply(msg, ledger.Now())
+	if got != nil || !errors.Is(err, errBackchannel) || s.state != slotSent {
 		t.Errorf("call of the server with the XID of a call: got slot %v, %v, state %d; want none, %v, sent", got, err,
 			s.state, errBackchannel)
 	}
 	h.Proc = rpcrdma.ProcNoMsg // the RPC message is not inline
 	msg = sunrpc.AppendUint32(sunrpc.AppendUint32(h.Append(nil), s.xid), sunrpc.MsgCall)
-	if got, _, err := cn.reply(msg); got != s || !isProtocol(err) {
+	if got, _, err := cn.reply(msg, ledger.Now()); got != s || !isProtocol(err) {
 		t.Errorf("RDMA_NOMSG: got slot %v, %v; want the call, and a ProtocolError", got, err)
 	}
 	s.state = slotWaiting
@@ -336,7 +339,8 @@ func TestBackwardCallIsDiscarded(t *testing.T) {
 func TestWarningsAboutMessagesPause(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
-		tr := &Transport{log: hclog.New(&hclog.LoggerOptions{Output: &log}), epoch: time.Now()}
+		tr := &Transport{log: hclog.New(&hclog.LoggerOptions{Output: &log}), epoch: time.Now(),
+			cfg: Config{Servers: NewAddresses(netip.AddrPort{})}}
 		cn := &conn{adapter: &adapter{t: tr}}
 		for _, c := range []struct {
 			after time.Duration

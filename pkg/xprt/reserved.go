@@ -47,7 +47,7 @@ func (t *Transport) reserve(xids []uint32) {
 	}
 	if ignored > 0 {
 		t.log.Warn("cannot repeat all calls of the earlier process with their XIDs; the server may execute them again",
-			"calls", len(xids), "affected", ignored, "slots", t.cfg.Slots, "server", t.cfg.Addr)
+			"calls", len(xids), "affected", ignored, "slots", t.cfg.Slots, "server", t.Address())
 	}
 }
 

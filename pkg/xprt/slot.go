@@ -8,6 +8,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -64,12 +65,14 @@ type slot struct {
 	chain    *verbs.WorkRequest // as posted: registrations and Send; owned like mrs
 	onFenced func(ok bool)      // allocated once, so that a call allocates no closure
 
-	sqTaken   int         // places in the send queue for the LOCAL_INVs; owned like mrs
-	invMark   int64       // mark of the LOCAL_INV chain in the send queue, 0 for none
-	startedAt callStart   // start of the call; set before the slot is waiting
-	expired   atomic.Bool // the call exceeded the timeout of a soft mount
+	sqTaken   int          // places in the send queue for the LOCAL_INVs; owned like mrs
+	invMark   int64        // mark of the LOCAL_INV chain in the send queue, 0 for none
+	startedAt callStart    // start of the call; set before the slot is waiting
+	writtenAt atomic.Int64 // ledger.Time of the last attempt to write the Send; 0 if unknown
+	expired   atomic.Bool  // the call exceeded the timeout of a soft mount
 
 	mu             sync.Mutex // guards the fields below
+	times          ledger.Times
 	freeList       chan *slot // receives the slot when it becomes idle; has room for all its slots
 	state          slotState
 	xid            uint32
@@ -89,7 +92,7 @@ type slot struct {
 	vers           uint32
 	proc           uint32
 	ctx            context.Context // of the caller, for Calls
-	noRoom         bool            // waits for room in the send queue, or for memory
+	stalled        ledger.Phase    // waits for room in the send queue (PhaseSend) or for memory (PhaseRegister); else 0
 	sendBusy       bool            // a signaled Send is pending: its buffers are in use
 	sendMark       int64           // mark of that Send in the send queue
 	fenced         bool            // all keys are invalidated
@@ -106,9 +109,38 @@ type slot struct {
 func newSlot(t *Transport, index uint32, xid uint32, send []byte) *slot {
 	s := &slot{t: t, index: index, xid: xid, freeList: t.free, send: send, wake: make(chan struct{}, 1)}
 	s.onFenced = s.fencedDone
-	s.sendWR.Opcode, s.sendWR.Done = verbs.OpSend, s.sendDone
+	s.sendWR.Opcode, s.sendWR.Done, s.sendWR.OnWrite = verbs.OpSend, s.sendDone, s.onWrite
 	leakcheck.Track(leakcheck.Slot, 1)
 	return s
+}
+
+// mark ends phase p of the call now.
+func (s *slot) mark(p ledger.Phase) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.times.Mark(p, ledger.Now())
+}
+
+// phase returns the phase of a call that waits. The caller holds mu.
+func (s *slot) phase(connected bool) ledger.Phase {
+	switch s.state {
+	case slotWaiting, slotLost:
+		switch {
+		case s.stalled != 0:
+			return s.stalled
+		case connected:
+			return ledger.PhaseCredit
+		}
+		return ledger.PhaseReconnect
+	case slotSent:
+		return ledger.PhaseServer
+	case slotDone:
+		return ledger.PhaseReturn
+	}
+	if s.fenced && s.sendBusy {
+		return ledger.PhaseSend
+	}
+	return ledger.PhaseInvalidation
 }
 
 // wakeCaller makes the caller look at the state again. It never blocks.
@@ -128,6 +160,10 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart
 	s.expired.Store(false) // watch sets it
 	s.mu.Lock()
 	s.startedAt = startedAt
+	s.times.Begin(ledger.At(startedAt.at))
+	if startedAt.waited {
+		s.times.Mark(ledger.PhaseSlot, ledger.Now())
+	}
 	s.xid += s.t.xidStep
 	if s.repeats {
 		s.xid = s.repeatXID
@@ -135,7 +171,7 @@ func (s *slot) begin(ctx context.Context, m *sunrpc.Message, startedAt callStart
 	s.state, s.msg, s.err, s.conn, s.ctx = slotWaiting, m, nil, nil, ctx
 	s.prog, s.vers, s.proc = m.Prog, m.Vers, m.Proc
 	s.longLen, s.sends = -1, 0
-	s.noRoom, s.fenced, s.callerReturned, s.withdrawn, s.lateDone = false, false, false, false, false
+	s.stalled, s.fenced, s.callerReturned, s.withdrawn, s.lateDone = 0, false, false, false, false
 	m.XID = s.xid
 	s.mu.Unlock()
 }
@@ -179,6 +215,38 @@ func (s *slot) releaseLong() {
 	}
 }
 
+// onWrite is OnWrite of the Send.
+func (s *slot) onWrite() { s.writtenAt.Store(int64(ledger.Now())) }
+
+// markWritten ends the phase of the send queue at the time at which the Send was written, or at
+// limit if that is earlier. It does nothing if the time is unknown. The caller holds mu.
+func (s *slot) markWritten(limit ledger.Time) (known bool) {
+	at := s.writtenAt.Load()
+	if at != 0 {
+		s.times.Mark(ledger.PhaseSend, min(ledger.Time(at), limit))
+	}
+	return at != 0
+}
+
+// markAnswered ends the phase of a posted call that was answered, given up or lost at now. The
+// caller holds mu.
+func (s *slot) markAnswered(now ledger.Time) {
+	s.markWritten(now)
+	s.times.Mark(ledger.PhaseServer, now)
+}
+
+// markAbandoned ends the phase of a posted call that its caller gives up: PhaseSend if the call was
+// withdrawn.
+func (s *slot) markAbandoned() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if now := ledger.Now(); s.withdrawn {
+		s.times.Mark(ledger.PhaseSend, now)
+	} else {
+		s.markAnswered(now)
+	}
+}
+
 // sendDone handles the completion of a Send that was signaled or failed.
 func (s *slot) sendDone(wc *verbs.WorkCompletion) {
 	s.mu.Lock()
@@ -192,6 +260,9 @@ func (s *slot) sendDone(wc *verbs.WorkCompletion) {
 		s.conn.sq.retire(s.sendMark)
 	}
 	s.sendBusy = false
+	if s.fenced { // the call waited only for its Send
+		s.times.Mark(ledger.PhaseSend, ledger.Now())
+	}
 	ends := s.finishIfReady()
 	s.mu.Unlock()
 	if ends {
@@ -234,6 +305,11 @@ func (s *slot) fencedDone(ok bool) {
 		s.conn.sq.retire(s.invMark)
 	}
 	s.fenced = true
+	if s.invMark != 0 {
+		s.times.Mark(ledger.PhaseInvalidation, ledger.Now())
+	} else {
+		s.times.Mark(ledger.PhaseCompletion, ledger.Now())
+	}
 	if s.sendBusy && s.state == slotFencing {
 		s.t.stats.replyWaits.Add(1)
 	}
@@ -264,6 +340,7 @@ func (s *slot) invalidate(cn *conn) error {
 	cn.sq.giveBack(s.sqTaken - n)
 	s.sqTaken, s.invMark = 0, 0
 	if n > 0 {
+		s.mark(ledger.PhaseCompletion)
 		s.invMark = cn.sq.begin(n)
 	}
 	if err := s.mrs.Invalidate(cn.qp, s.onFenced); err != nil {
@@ -283,15 +360,29 @@ func (s *slot) unanswered() int {
 	return 0
 }
 
+// connectionBegan ends the wait of a call for a connection.
+func (s *slot) connectionBegan() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.state == slotWaiting || s.state == slotLost {
+		s.times.Mark(s.phase(false), ledger.Now())
+	}
+}
+
 // connectionEnded updates the call after its connection was closed and all its memory fenced. The
 // worker calls it.
 func (s *slot) connectionEnded() {
 	s.sqTaken = 0
 	s.mu.Lock()
 	over := s.over() // the goroutine that made it true ends the slot
+	now := ledger.Now()
+	if s.state != slotSent {
+		s.times.Mark(s.phase(true), now)
+	}
 	s.sendBusy = false
 	switch s.state {
 	case slotSent:
+		s.markAnswered(now)
 		s.state = slotLost
 		s.releaseLong()
 	case slotFencing:

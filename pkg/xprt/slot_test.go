@@ -13,7 +13,7 @@ import (
 // connection in different ways. The last of them must return the slot, once.
 func TestAbandonedSlotEndsOnce(t *testing.T) {
 	callerReturns := func(s *slot) {
-		if _, ok := s.tryReturn(); !ok {
+		if _, ok := s.tryReturn(new(Ended)); !ok {
 			t.Error("tryReturn: got false, want true")
 		}
 	}
@@ -111,7 +111,7 @@ func TestCallerReturnsWhenMemoryIsFree(t *testing.T) {
 		{"withdrawn, Send is pending", &slot{state: slotAbandoned, withdrawn: true, fenced: true, sendBusy: true},
 			slotAbandoned, true},
 	} {
-		if st, ok := c.slot.tryReturn(); ok != c.returns || st != c.state {
+		if st, ok := c.slot.tryReturn(new(Ended)); ok != c.returns || st != c.state {
 			t.Errorf("%s: got %v, state %d; want %v, state %d", c.name, ok, st, c.returns, c.state)
 		}
 		if want := c.returns && c.state == slotAbandoned; c.slot.callerReturned != want {

@@ -1,10 +1,12 @@
 package xprt
 
 import (
+	"net/netip"
 	"sync/atomic"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -39,6 +41,10 @@ type Stats struct {
 	Since     time.Time // when State began
 	LastError string    // why the last connection ended or failed
 
+	// Address is that of the connection, or of the last attempt to connect. Preferred is the
+	// address that the transport prefers.
+	Address, Preferred netip.AddrPort
+
 	// Inline thresholds of the current connection, in bytes.
 	InlineSend, InlineRecv int
 
@@ -47,7 +53,7 @@ type Stats struct {
 
 // Stats returns a snapshot. Safe for concurrent use.
 func (t *Transport) Stats() Stats {
-	s := Stats{Transport: t.counts()}
+	s := Stats{Transport: t.counts(), Address: t.Address(), Preferred: t.Preferred()}
 	t.status.Lock()
 	defer t.status.Unlock()
 	q := t.status.ended
@@ -67,6 +73,31 @@ func (t *Transport) Stats() Stats {
 	}
 	return s
 }
+
+// Lost reports whether there is no connection although one is wanted, and why the last one ended or
+// failed. A transport that waits for Config.ConnectLimits is not lost. Safe for concurrent use; it
+// costs less than Stats.
+func (t *Transport) Lost() (lost bool, why error) {
+	t.status.Lock()
+	defer t.status.Unlock()
+	state := t.status.state
+	return state != StateConnected && state != StateIdle && !t.waitsForTurn.Load(), t.status.lastErr
+}
+
+// A Link describes a connection: what its handshake decided.
+type Link struct {
+	Device verbs.DeviceAttrs
+	// Peer is the private data of the server (RFC 8797), or its default if the server sent none and
+	// PeerFound is false.
+	Peer      rpcrdma.Private
+	PeerFound bool
+	// Inline thresholds in bytes.
+	InlineSend, InlineRecv int
+}
+
+// Link returns the latest connection, which may have ended. It returns nil before the first one.
+// Safe for concurrent use.
+func (t *Transport) Link() *Link { return t.link.Load() }
 
 // counts reads what needs no lock of t.
 func (t *Transport) counts() stats.Transport {

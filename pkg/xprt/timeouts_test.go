@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"io"
+	"net/netip"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -64,7 +65,7 @@ func TestStopOfProcessIsLeftOut(t *testing.T) {
 	})
 	s := <-tr.free
 	defer func() { s.end() }()
-	s.begin(context.Background(), &sunrpc.Message{}, callStart{time.Now(), -2 * int64(stop)}) // expired
+	s.begin(context.Background(), &sunrpc.Message{}, callStart{at: time.Now(), running: -2 * int64(stop)}) // expired
 	now := time.Now()
 	stops := running.NewDetector(every, stopGrace, now)
 	for _, c := range []struct {
@@ -145,7 +146,7 @@ func TestReplyTimeoutEndsConnection(t *testing.T) {
 		{"done", slotDone, 1, timeout + 1, false, false},
 		{"lost", slotLost, 1, timeout + 1, false, false},
 	} {
-		tr := &Transport{cfg: Config{Timeout: time.Duration(timeout)}}
+		tr := &Transport{cfg: Config{Timeout: time.Duration(timeout), Servers: NewAddresses(netip.AddrPort{})}}
 		cn := &conn{ended: make(chan struct{})}
 		s := &slot{t: tr, state: c.state, sends: c.sends, sentRunning: sent, conn: cn, lateDone: c.late}
 		tr.checkSlot(s, sent+c.waited)
@@ -177,7 +178,8 @@ func TestSoftTimeoutEndsCalls(t *testing.T) {
 		{Soft, slotIdle, limit + 1, false},
 		{Hard, slotWaiting, limit + 1, false},
 	} {
-		tr := &Transport{cfg: Config{Timeout: attempt, Retrans: retrans, Recovery: c.recovery}}
+		tr := &Transport{cfg: Config{Timeout: attempt, Retrans: retrans, Recovery: c.recovery,
+			Servers: NewAddresses(netip.AddrPort{})}}
 		s := &slot{t: tr, state: c.state, startedAt: callStart{running: start}, wake: make(chan struct{}, 1)}
 		tr.checkSlot(s, start+c.passed)
 		if s.expired.Load() != c.expires || len(s.wake) == 1 != c.expires {

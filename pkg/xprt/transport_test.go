@@ -3,6 +3,7 @@ package xprt
 import (
 	"context"
 	"errors"
+	"net/netip"
 	"reflect"
 	"strings"
 	"testing"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -36,11 +38,15 @@ func TestConfigDefaults(t *testing.T) {
 			t.Errorf("%s: got %v, want %v", d.name, d.got, d.want)
 		}
 	}
+	if got := c.Servers.all; len(got) != 1 || got[0] != c.Addr {
+		t.Errorf("Servers: got %v, want Addr", got)
+	}
 	if c.Slots != 128 || c.InlineBytes != 4096 || c.Logger == nil {
 		t.Errorf("got %d slots, %d inline bytes, logger %v; want 128, 4096, one", c.Slots, c.InlineBytes, c.Logger)
 	}
 	set := Config{Timeout: 1, ConnectTimeout: 2, ReconnectMin: 3, ReconnectMax: 4, NudgeAfter: 5, KeepAlive: -1,
-		IdleTimeout: -1, Slots: MinSlots, InlineBytes: MinInlineBytes, Index: 6, Reserved: []uint32{7}}
+		IdleTimeout: -1, Slots: MinSlots, InlineBytes: MinInlineBytes, Index: 6, Reserved: []uint32{7},
+		Servers: NewAddresses(netip.MustParseAddrPort("192.0.2.1:1"))}
 	filled := set
 	if err := filled.fill(); err != nil {
 		t.Fatal(err)
@@ -155,7 +161,7 @@ func TestOutcomeOfPostedCall(t *testing.T) {
 	} {
 		s := &slot{state: c.before, wake: make(chan struct{}, 1)}
 		s.wakeCaller()
-		if got := (&Transport{}).awaitReply(t.Context(), s); got != c.got || s.state != c.after {
+		if got := (&Transport{}).awaitReply(t.Context(), s, new(Ended)); got != c.got || s.state != c.after {
 			t.Errorf("state %d: got outcome %d, state %d; want %d, %d", c.before, got, s.state, c.got, c.after)
 		}
 	}
@@ -194,7 +200,7 @@ func TestCallThatEndsTakesNoCredit(t *testing.T) {
 			if c.want == "" && credits == 0 {
 				continue // waits
 			}
-			tr := &Transport{closing: make(chan struct{})}
+			tr := &Transport{closing: make(chan struct{}), cfg: Config{Servers: NewAddresses(netip.AddrPort{})}}
 			tr.window.reset(credits, false)
 			if c.closed {
 				close(tr.closing)
@@ -236,6 +242,11 @@ func TestStatsOfConnection(t *testing.T) {
 	if s.State != StateConnected || s.InlineSend == 0 || s.InlineRecv == 0 || s.Slots != 8 || s.SlotsInUse != 0 ||
 		s.PostedChains != 1 || s.MaxPayload == 0 || s.ConnectTime <= 0 || s.ConnectTime > time.Minute {
 		t.Errorf("after one call: got %+v", s)
+	}
+	want := Link{Device: tr.conn.Load().dev.Attrs(), PeerFound: true, InlineSend: 4096, InlineRecv: 4096,
+		Peer: rpcrdma.Private{SendSize: 8192, RecvSize: 8192}}
+	if got := tr.Link(); got == nil || *got != want {
+		t.Errorf("link: got %+v, want %+v", got, want)
 	}
 	tr.lastCall.Store(tr.now() - int64(time.Hour))
 	if s := tr.Stats(); s.IdleTime < time.Hour || s.IdleTime > 2*time.Hour {

@@ -77,6 +77,7 @@ type busyLink struct {
 	c      *nfs3.Client
 	resume func()
 	write  chan error // result of the WRITE
+	ended  observed
 }
 
 func newBusyLink(t *testing.T) *busyLink {
@@ -85,7 +86,7 @@ func newBusyLink(t *testing.T) *busyLink {
 	link := newSlowLink(t, serve(t, svcrdma.Config{Handler: b.svc, InlineBytes: 65536}))
 	b.tr = dial(t, link.Addr(), func(c *Config) {
 		c.Provider = softiwarp.New(softiwarp.Config{SocketBuffer: 16 << 10})
-		c.InlineBytes = 65536
+		c.InlineBytes, c.Observe = 65536, b.ended.observe
 	})
 	if err := b.tr.Call(testContext(t), echo(1, nil, 0)); err != nil { // its reply grants the credits
 		t.Fatal(err)

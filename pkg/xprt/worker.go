@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/internal/verify"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -33,12 +34,13 @@ func (t *Transport) connectWorker(cn *conn) {
 		case <-ctx.Done():
 		}
 	}()
-	var back backOff
+	back := newBackOff(&t.cfg)
 	for {
 		t.install(cn)
 		select {
 		case <-cn.ended:
 			// No call may use the lost connection during the wait for the cause.
+			t.ready.Store(false)
 			t.window.reset(0, false)
 			cn.waitCause(t.closing)
 		case <-t.closing:
@@ -48,18 +50,24 @@ func (t *Transport) connectWorker(cn *conn) {
 		if isClosed(t.closing) {
 			return
 		}
+		t.rateAddress(cn, use)
 		var pause time.Duration
-		if errors.Is(cn.err, errIdle) {
-			t.log.Debug("closed idle connection", "server", t.cfg.Addr)
+		switch {
+		case errors.Is(cn.err, errIdle):
+			t.log.Debug("closed idle connection", "server", t.Address())
 			if !t.waitWanted() {
 				return
 			}
-		} else {
-			t.log.Warn("connection lost", "server", t.cfg.Addr, "error", cn.err)
+			back.attempts = 0
+		case errors.Is(cn.err, errReturn):
+			t.log.Debug("connect to the preferred address again", "server", t.Address(), "preferred", t.Preferred())
+			back.attempts = 0
+		default:
+			t.log.Warn("connection lost", "server", t.Address(), "error", cn.err)
 			t.logHistory(cn.err)
-			pause = back.afterLoss(&t.cfg, use, localFault(cn.err))
+			pause = back.afterLoss(use, localFault(cn.err))
 		}
-		if cn = t.reconnect(ctx, &back, pause); cn == nil {
+		if cn = t.reconnect(ctx, back, pause); cn == nil {
 			return
 		}
 	}
@@ -85,13 +93,32 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// A backOff computes the pause before an attempt to connect: ReconnectMin at first, doubled up to
-// ReconnectMax.
-type backOff struct{ last time.Duration }
+// firstPause bounds the random pause before the first attempt after a connection that worked. All
+// clients of a server lose their connections at the same moment when it restarts. This pause keeps
+// them from connecting within the same millisecond, and delays the client of a single lost
+// connection by half of it on average.
+const firstPause = 250 * time.Millisecond
 
-func (b *backOff) next(c *Config) time.Duration {
-	b.last = min(max(2*b.last, c.ReconnectMin), c.ReconnectMax)
-	return b.last
+// A backOff computes the pause before an attempt to connect: random, at most ReconnectMin at first
+// and growing up to ReconnectMax. There is no pause before each of several addresses was tried.
+type backOff struct {
+	backoff.Backoff
+	addresses int // of the server
+	attempts  int // that failed since the last pause
+}
+
+func newBackOff(c *Config) *backOff {
+	return &backOff{Backoff: backoff.Backoff{Min: c.ReconnectMin, Max: c.ReconnectMax},
+		addresses: len(c.Servers.all)}
+}
+
+// next returns the pause after an attempt that failed.
+func (b *backOff) next() time.Duration {
+	if b.attempts++; b.attempts < b.addresses {
+		return 0
+	}
+	b.attempts = 0
+	return b.Next()
 }
 
 // progressCalls is the number of answered calls after which a connection has made progress.
@@ -109,18 +136,21 @@ const (
 	useProgress
 )
 
-// afterLoss returns the pause after the loss of a connection. There is no pause after a connection
-// that made progress. There is no first pause if the server replied or the fault is local. A
-// connection that is lost again and again without progress is made again after growing pauses.
-func (b *backOff) afterLoss(c *Config, use usefulness, local bool) time.Duration {
+// afterLoss returns the pause after the loss of a connection. It is at most firstPause after a
+// connection that made progress, and also before the first attempt if the server replied or the
+// fault is local. A connection that is lost again and again without progress is made again after
+// growing pauses.
+func (b *backOff) afterLoss(use usefulness, local bool) time.Duration {
+	first := b.UpTo(min(firstPause, b.Min))
 	if use == useProgress {
-		b.last = 0
-		return 0
+		b.Reset()
+		b.attempts = 0
+		return first
 	}
-	first := b.last == 0
-	pause := b.next(c)
-	if first && (local || use == useAlive) {
-		return 0
+	isFirst := b.First()
+	pause := b.next()
+	if isFirst && (local || use == useAlive) {
+		return min(pause, first)
 	}
 	return pause
 }
@@ -138,17 +168,17 @@ func (t *Transport) reconnect(ctx context.Context, back *backOff, pause time.Dur
 			}
 		}
 		t.setState(StateConnecting, nil)
-		cn, err := t.dial(ctx)
+		cn, err := t.dial(ctx, false)
 		if err == nil {
 			return cn
 		}
 		if ctx.Err() != nil {
 			return nil
 		}
-		pause = back.next(&t.cfg)
+		pause = back.next()
 		t.setState(StateDisconnected, err)
 		t.recordEvent("connect failed", err)
-		t.log.Warn("reconnect failed", "server", t.cfg.Addr, "error", err, "next", pause)
+		t.log.Warn("reconnect failed", "server", t.Address(), "error", err, "next", pause)
 	}
 }
 
@@ -164,12 +194,19 @@ func (t *Transport) install(cn *conn) {
 			cn.fail(&postError{"write pad registration", err})
 		}
 	}
+	for _, s := range t.slots {
+		s.connectionBegan()
+	}
 	t.send.Unlock()
 	t.stats.connects.Add(1)
 	t.setState(StateConnected, nil)
-	t.recordEvent("connected", nil)
+	if len(t.cfg.Servers.all) > 1 {
+		t.recordEvent("connected to "+t.Address().String(), nil)
+	} else {
+		t.recordEvent("connected", nil)
+	}
 	t.trace.Add(trace.Event{Kind: trace.Connect})
-	t.log.Info("connected", "server", t.cfg.Addr, "device", cn.dev.Attrs().Name, "inline_send", cn.inlineSend,
+	t.log.Info("connected", "server", t.Address(), "device", cn.dev.Attrs().Name, "inline_send", cn.inlineSend,
 		"inline_recv", cn.inlineRecv, "slots", cn.params.Slots)
 	t.window.reset(1, t.cfg.KeepAlive > 0)
 	if t.cfg.KeepAlive > 0 {
@@ -186,10 +223,14 @@ func (t *Transport) uninstall(cn *conn) {
 	defer t.send.Unlock()
 	t.verifyTakingDown()
 	cn.fail(ErrClosed)
-	if errors.Is(cn.err, errIdle) {
+	switch {
+	case errors.Is(cn.err, errIdle):
 		t.setState(StateIdle, nil)
 		t.recordEvent("closed while idle", nil)
-	} else {
+	case errors.Is(cn.err, errReturn):
+		t.setState(StateConnecting, nil)
+		t.recordEvent("closed to return to the preferred address", nil)
+	default:
 		t.setState(StateDisconnected, cn.err)
 		t.recordEvent("disconnected", cn.err)
 	}
@@ -250,7 +291,7 @@ func (t *Transport) check(stops *running.Detector, now time.Time) {
 	lost, check := stops.Tick(now)
 	if lost > 0 {
 		t.stopped.Add(int64(lost))
-		t.log.Info("process was stopped; timeouts leave out this time", "time", lost, "server", t.cfg.Addr)
+		t.log.Info("process was stopped; timeouts leave out this time", "time", lost, "server", t.Address())
 	}
 	t.noFuture()
 	if check {
@@ -301,7 +342,7 @@ func (t *Transport) checkSlot(s *slot, now int64) {
 			!s.lateDone && !isClosed(s.conn.ended) {
 			t.stats.timeouts.Add(1)
 			t.trace.Add(trace.Event{Kind: trace.Timeout, XID: s.xid})
-			s.conn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: waited})
+			s.conn.fail(&TimeoutError{Server: t.Address().String(), After: waited})
 		}
 	}
 	if s.state != slotIdle && t.softExpired(s.startedAt, now) {
@@ -336,7 +377,7 @@ func (t *Transport) replyTimeout(sends int) time.Duration {
 
 // checkConnection sends a keepalive NULL call when no message has arrived for KeepAlive. It ends
 // the connection when no message arrives for KeepAlive after that call. It closes the connection
-// after IdleTimeout without a call.
+// after IdleTimeout without a call, and earlier to return to the preferred address.
 func (t *Transport) checkConnection() {
 	gen := t.window.generation()
 	cn := t.conn.Load()
@@ -346,6 +387,10 @@ func (t *Transport) checkConnection() {
 	now := t.now()
 	if idle := t.cfg.IdleTimeout; idle > 0 && now-t.lastCall.Load() > int64(idle) && t.window.closeIfUnused(gen) {
 		cn.fail(errIdle)
+		return
+	}
+	if t.mayReturn(now) && t.window.closeIfUnused(gen) {
+		cn.fail(errReturn)
 		return
 	}
 	silent := time.Duration(now - cn.lastReceived.Load())
@@ -364,7 +409,7 @@ func (t *Transport) checkConnection() {
 	waited := time.Duration(now - s.sentRunning)
 	s.mu.Unlock()
 	if sent && waited > t.cfg.KeepAlive && silent >= waited {
-		cn.fail(&TimeoutError{Server: t.cfg.Addr.String(), After: silent})
+		cn.fail(&TimeoutError{Server: t.Address().String(), After: silent})
 	}
 }
 
@@ -410,7 +455,7 @@ func (t *Transport) ping(cn *conn) {
 	m := sunrpc.Message{Prog: pingProgram, Vers: pingVersion, Cred: sunrpc.AppendAuthNone(nil)}
 	t.trace.Add(trace.Event{Kind: trace.Ping})
 	if err := t.run(ctx, s, &m, t.startCall()); err != nil {
-		t.log.Debug("keepalive call failed", "server", t.cfg.Addr, "error", err)
+		t.log.Debug("keepalive call failed", "server", t.Address(), "error", err)
 	}
 }
 

@@ -24,34 +24,60 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// TestBackOff checks the pauses before attempts to connect. They start at 5 s and double up to 60
-// s. There is no pause after a connection that made progress. There is no first pause after a
-// connection that answered a call, or after a local fault.
+// TestBackOff checks the longest pauses before attempts to connect, and with a random number that
+// is not 0, shorter ones. They are at most 5 s at first and grow up to 60 s. The pause is at most
+// 250 ms after a connection that made progress, and at first after a connection that answered a
+// call, or after a local fault.
 func TestBackOff(t *testing.T) {
-	cfg := &Config{ReconnectMin: 5 * time.Second, ReconnectMax: 60 * time.Second}
-	var b backOff
-	want := func(what string, got, want time.Duration) {
-		t.Helper()
-		if got != want {
-			t.Errorf("pause %s: got %v, want %v", what, got, want)
+	const progress = -1 * time.Second
+	for _, half := range []bool{false, true} {
+		b := newBackOff(&Config{ReconnectMin: 5 * time.Second, ReconnectMax: 60 * time.Second,
+			Servers: NewAddresses(netip.AddrPort{})})
+		random := 0.0
+		if half {
+			random = 0.5
 		}
+		b.Random = func() float64 { return random }
+		first := time.Duration(random * float64(250*time.Millisecond))
+		want := func(what string, got, limit time.Duration) {
+			t.Helper()
+			want := first
+			if limit != progress {
+				want = limit - time.Duration(random*float64(limit-limit/5))
+			}
+			if got != want {
+				t.Errorf("random number %v, pause %s: got %v, want %v", random, what, got, want)
+			}
+		}
+		seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+		want("after a connection with progress", b.afterLoss(useProgress, false), progress)
+		for _, s := range []float64{5, 7.5, 11.25, 16.875, 25.3125, 37.96875, 56.953125, 60, 60} {
+			want("after a failed attempt", b.next(), seconds(s))
+		}
+		want("after a connection that answered nothing, after failed attempts", b.afterLoss(useNone, false),
+			seconds(60))
+		want("after a connection with progress", b.afterLoss(useProgress, false), progress)
+		want("after a connection that answered nothing", b.afterLoss(useNone, false), seconds(5))
+		want("after a connection with progress", b.afterLoss(useProgress, false), progress)
+		want("after a local fault", b.afterLoss(useNone, true), progress)
+		want("after a second local fault", b.afterLoss(useNone, true), seconds(7.5))
+		want("after a connection with progress", b.afterLoss(useProgress, true), progress)
+		want("after a connection that answered", b.afterLoss(useAlive, false), progress)
+		want("after a second connection that answered", b.afterLoss(useAlive, false), seconds(7.5))
+		want("after a third connection that answered, with a local fault", b.afterLoss(useAlive, true),
+			seconds(11.25))
 	}
-	want("after a connection with progress", b.afterLoss(cfg, useProgress, false), 0)
-	for _, s := range []time.Duration{5, 10, 20, 40, 60, 60} {
-		want("after a failed attempt", b.next(cfg), s*time.Second)
+}
+
+// TestFirstPauseIsShort checks that the pause before the first attempt is no longer than
+// ReconnectMin.
+func TestFirstPauseIsShort(t *testing.T) {
+	b := newBackOff(&Config{ReconnectMin: 10 * time.Millisecond, ReconnectMax: time.Second,
+		Servers: NewAddresses(netip.AddrPort{})})
+	b.Random = func() float64 { return 0.999 }
+	if got := b.afterLoss(useProgress, false); got < 9*time.Millisecond || got > 10*time.Millisecond {
+		t.Errorf("pause: got %v, want a little less than 10ms", got)
 	}
-	want("after a connection that answered nothing, after failed attempts", b.afterLoss(cfg, useNone, false),
-		60*time.Second)
-	want("after a connection with progress", b.afterLoss(cfg, useProgress, false), 0)
-	want("after a connection that answered nothing", b.afterLoss(cfg, useNone, false), 5*time.Second)
-	want("after a connection with progress", b.afterLoss(cfg, useProgress, false), 0)
-	want("after a local fault", b.afterLoss(cfg, useNone, true), 0)
-	want("after a second local fault", b.afterLoss(cfg, useNone, true), 10*time.Second)
-	want("after a connection with progress", b.afterLoss(cfg, useProgress, true), 0)
-	want("after a connection that answered", b.afterLoss(cfg, useAlive, false), 0)
-	want("after a second connection that answered", b.afterLoss(cfg, useAlive, false), 10*time.Second)
-	want("after a third connection that answered, with a local fault", b.afterLoss(cfg, useAlive, true),
-		20*time.Second)
 }
 
 // TestUsefulness checks when a connection has made progress: after 16 answered calls, or after
@@ -158,22 +184,28 @@ func TestFailedCompletionsAreLogged(t *testing.T) {
 
 // A lateCause provider reports the cause of a lost connection late, after all requests were
 // flushed.
-type lateCause struct{ verbs.Provider }
+type lateCause struct {
+	verbs.Provider
+	wait func() // before the report
+}
 
-type lateCauseID struct{ verbs.ActiveID }
+type lateCauseID struct {
+	verbs.ActiveID
+	wait func()
+}
 
 func (p lateCause) Resolve(ctx context.Context, a netip.AddrPort) (verbs.ActiveID, error) {
 	id, err := p.Provider.Resolve(ctx, a)
 	if err != nil {
 		return nil, err
 	}
-	return lateCauseID{id}, nil
+	return lateCauseID{id, p.wait}, nil
 }
 
 func (i lateCauseID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, error) {
 	report := attr.OnDisconnect
 	attr.OnDisconnect = func(cause error) {
-		time.Sleep(50 * time.Millisecond)
+		i.wait()
 		report(cause)
 	}
 	return i.ActiveID.CreateQP(pd, attr)
@@ -184,7 +216,7 @@ func (i lateCauseID) CreateQP(pd verbs.PD, attr verbs.QPInitAttr) (verbs.QP, err
 func TestHistoryNamesLateCause(t *testing.T) {
 	hooks := svcrdma.Hooks{Reply: func(*rpcrdma.Header) svcrdma.Verdict { return svcrdma.Disconnect }}
 	tr := dial(t, serve(t, svcrdma.Config{Handler: &service{}, Hooks: hooks}),
-		func(c *Config) { c.Provider = lateCause{c.Provider} })
+		func(c *Config) { c.Provider = lateCause{c.Provider, func() { time.Sleep(50 * time.Millisecond) }} })
 	ctx, cancel := context.WithCancel(testContext(t))
 	done := make(chan error)
 	go func() { done <- tr.Call(ctx, echo(1, nil, 0)) }()

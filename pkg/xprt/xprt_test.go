@@ -326,6 +326,16 @@ func TestMessageForms(t *testing.T) {
 	}
 }
 
+// scatter returns all of b in pieces of growing size, the last ones first.
+func scatter(b []byte) (pieces [][]byte) {
+	for n := 1; len(b) > 0; n = 2*n + 1 {
+		n = min(n, len(b))
+		pieces = append(pieces, b[len(b)-n:])
+		b = b[:len(b)-n]
+	}
+	return pieces
+}
+
 func TestReadWriteSizes(t *testing.T) {
 	for _, pad := range []bool{false, true} {
 		t.Run(fmt.Sprintf("write pad %v", pad), func(t *testing.T) {
@@ -341,6 +351,14 @@ func TestReadWriteSizes(t *testing.T) {
 				}
 				if r.N != n || !bytes.Equal(buf, fill(5<<30+1, n)) {
 					t.Fatalf("READ of %d bytes: got %d bytes, or bytes that differ", n, r.N)
+				}
+				clear(buf)
+				pieces := scatter(buf)
+				if err := c.ReadPieces(ctx, noCred, fh, 5<<30+1, pieces, &r); err != nil {
+					t.Fatalf("READ of %d bytes in %d pieces: %v", n, len(pieces), err)
+				}
+				if r.N != n || !bytes.Equal(bytes.Join(pieces, nil), fill(5<<30+1, n)) {
+					t.Fatalf("READ of %d bytes in %d pieces: got %d bytes, or bytes that differ", n, len(pieces), r.N)
 				}
 				var w nfs3.WriteResult
 				if err := c.Write(ctx, noCred, fh, 77, fill(77, n), nfs3.FileSync, &w); err != nil {
@@ -361,7 +379,7 @@ func TestReadWriteSizes(t *testing.T) {
 // TestSteadyState checks the hot path: no allocation, one post, and far fewer Send completions than
 // RPCs.
 func TestSteadyState(t *testing.T) {
-	tr := dial(t, startServerProcess(t), nil)
+	tr := dial(t, startServerProcess(t), func(c *Config) { c.Observe = func(context.Context, Ended) {} })
 	ctx := context.Background()
 	read := make([]byte, 1<<20)
 	data := fill(0, 1<<20)
@@ -381,6 +399,11 @@ func TestSteadyState(t *testing.T) {
 		return sunrpc.Message{Prog: nfsProg, Vers: 3, Proc: 7, Cred: noCred, Args: writeArgs(n),
 			ArgDataPos: len(args) + 12, ArgData: data[:n], MaxResult: 136}
 	}
+	piecesCall := readCall(1 << 20)
+	piecesCall.ResultData = nil
+	for n := len(read); n > 0; n -= 4096 {
+		piecesCall.ResultPieces = append(piecesCall.ResultPieces, read[n-4096:n])
+	}
 	cases := []struct {
 		name string
 		m    sunrpc.Message
@@ -388,6 +411,7 @@ func TestSteadyState(t *testing.T) {
 		{"NULL", sunrpc.Message{Prog: nfsProg, Vers: 3, Cred: noCred}},
 		{"READ 4 KiB", readCall(4096)},
 		{"READ 1 MiB", readCall(1 << 20)},
+		{"READ 1 MiB in pages", piecesCall},
 		{"WRITE 4 KiB", writeCall(4096)},
 		{"WRITE 1 MiB", writeCall(1 << 20)},
 	}

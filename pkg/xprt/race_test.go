@@ -1,5 +1,0 @@
-//go:build race
-
-package xprt
-
-const raceDetector = true
