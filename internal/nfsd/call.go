@@ -97,7 +97,7 @@ func (s *Server) serve(ctx context.Context, peer netip.AddrPort, msg, reply []by
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.Success), nil
 	case !s.Allows(peer.Addr()):
 		return sunrpc.AppendDeniedReply(reply, h.XID, sunrpc.AuthTooWeak), nil
-	case nowait && !quick[h.Proc]:
+	case nowait && !quick[h.Proc] && !(s.inMemory && quickInMemory[h.Proc]):
 		return nil, errNotNow
 	}
 	if !nowait {
@@ -110,15 +110,19 @@ func (s *Server) serve(ctx context.Context, peer netip.AddrPort, msg, reply []by
 	return s.nfs(&h, args, reply, nowait)
 }
 
-// quick marks the procedures that TryServe tries.
-var quick = [nfs3.NumProcs]bool{nfs3.ProcGetAttr: true, nfs3.ProcAccess: true, nfs3.ProcRead: true,
-	nfs3.ProcFSInfo: true, nfs3.ProcPathConf: true}
+// quick marks the procedures that TryServe tries, and quickInMemory those that it also tries when
+// the file system is in memory.
+var (
+	quick = [nfs3.NumProcs]bool{nfs3.ProcGetAttr: true, nfs3.ProcLookup: true, nfs3.ProcAccess: true,
+		nfs3.ProcRead: true, nfs3.ProcFSInfo: true, nfs3.ProcPathConf: true}
+	quickInMemory = [nfs3.NumProcs]bool{nfs3.ProcReadLink: true, nfs3.ProcFSStat: true}
+)
 
 // nfs executes a call of NFS.
 func (s *Server) nfs(h *sunrpc.CallHeader, args, reply []byte, nowait bool) ([]byte, error) {
 	c := s.calls.Get().(*call)
 	defer s.calls.Put(c)
-	c.Server, c.proc, c.nowait, c.limit = s, nfs3.Proc(h.Proc), nowait, len(reply)+s.cfg.MaxReply
+	c.Server, c.proc, c.nowait, c.limit = s, nfs3.Proc(h.Proc), nowait && !s.inMemory, len(reply)+s.cfg.MaxReply
 	if nfs3.ParseArgs(c.proc, args, &c.args) != nil {
 		return sunrpc.AppendAcceptedReply(reply, h.XID, sunrpc.GarbageArgs), nil
 	}

@@ -74,8 +74,14 @@ func (c *call) entry(dir *object, name string) (fh nfs3.FH, a nfs3.Attr, err err
 		var st unix.Stat_t
 		err = dir.stat(&st)
 		return dir.fh, c.attrOf(&st), err
+	case c.nowait && (name == ".." || c.paths != nil):
+		err = errNotNow
 	case name == "..":
 		fd, err = openParent(dir.path)
+	case c.nowait:
+		if fd, err = openCached(dir.path, name); err == unix.EAGAIN || err == unix.EINVAL {
+			err = errNotNow
+		}
 	default:
 		fd, err = openPath(dir.path, name)
 	}

@@ -83,6 +83,7 @@ type Server struct {
 	verifier atomic.Uint64
 	slow     chan struct{}
 	calls    sync.Pool // of *call
+	inMemory bool      // the file system has no disk, except for swap, and paths is nil
 	end      context.CancelFunc
 	sweeper  sync.WaitGroup
 }
@@ -161,6 +162,7 @@ func (s *Server) open() (err error) {
 			return err
 		}
 	}
+	s.inMemory = s.paths == nil && (vfs.Type == unix.TMPFS_MAGIC || vfs.Type == unix.RAMFS_MAGIC)
 	key, err := handleKey(s.cfg.StateDir)
 	if err != nil {
 		s.log.Warn("file handles become stale when the server ends: cannot keep their key",

@@ -50,9 +50,18 @@ func openByHandle(mount int, h *kernelHandle, flags int) (int, error) {
 
 // openPath opens a path below dir with O_PATH and never leaves dir, follows a link, or crosses
 // into another mount.
-func openPath(dir int, name string) (int, error) {
-	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_NOFOLLOW | unix.O_CLOEXEC,
-		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV}
+func openPath(dir int, name string) (int, error) { return openEntry(dir, name, 0) }
+
+// resolveCached is RESOLVE_CACHED of openat2(2).
+const resolveCached = 0x20
+
+// openCached is openPath for names that the kernel has cached. EAGAIN means that the name may need
+// the disk, and EINVAL that the kernel is older than Linux 5.12.
+func openCached(dir int, name string) (int, error) { return openEntry(dir, name, resolveCached) }
+
+func openEntry(dir int, name string, resolve uint64) (int, error) {
+	resolve |= unix.RESOLVE_BENEATH | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV
+	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_NOFOLLOW | unix.O_CLOEXEC, Resolve: resolve}
 	return retryFD(func() (int, error) { return unix.Openat2(dir, name, &how) })
 }
 

@@ -141,9 +141,9 @@ func Run(ctx context.Context, cfg Config) (*Server, error) {
 	rdma.Allow = cfg.Allow
 	rdma.DrainTimeout = cfg.drainTimeout
 	closeListener := sync.OnceFunc(func() { _ = rl.Close() })
+	rdma.Draining = closeListener // not earlier: who sees it closed expects no call to be executed
 	context.AfterFunc(stop, func() {
 		time.AfterFunc(cfg.drainTimeout, cancel) // bounds parts.Wait
-		closeListener()
 	})
 	go func() {
 		defer close(s.done)

@@ -1,12 +1,15 @@
 package nfstest
 
 import (
+	"context"
 	"flag"
 	"os"
 	"os/exec"
 	"strings"
 	"testing"
 	"time"
+
+	"go.uber.org/goleak"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
@@ -20,12 +23,12 @@ const (
 )
 
 // MainOwnProcess is testutil.MainNeedsRoot for packages whose tests call InOwnProcess.
-func MainOwnProcess(m *testing.M) {
+func MainOwnProcess(m *testing.M, opts ...goleak.Option) {
 	flag.Parse()
 	if p := flag.Lookup("test.parallel"); os.Getenv(ownProcessEnv) == "" && p.Value.String() == p.DefValue {
 		_ = p.Value.Set(atOnce)
 	}
-	testutil.MainNeedsRoot(m)
+	testutil.MainNeedsRoot(m, opts...)
 }
 
 // InOwnProcess runs the test again in a process with new network and mount namespaces, at the same
@@ -46,13 +49,18 @@ func InOwnProcess(t *testing.T) bool {
 	}
 	t.Parallel()
 	args := []string{os.Args[0], "-test.v", "-test.run=" + ownPattern(t.Name(), flag.Lookup("test.run").Value.String())}
+	ctx := t.Context()
 	if deadline, ok := t.Deadline(); ok {
 		left := time.Until(deadline) - 30*time.Second // so that this process can print the output of the test
 		args = append(args, "-test.timeout="+max(left, time.Second).String())
+		// A process of the test that waits in the kernel must not keep this process.
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(ctx, deadline.Add(-15*time.Second))
+		defer cancel()
 	}
-	cmd := exec.CommandContext(t.Context(), "../isolate", args...)
+	cmd := exec.CommandContext(ctx, "../isolate", args...)
 	cmd.Env = append(os.Environ(), ownProcessEnv+"="+t.Name(), ProgramEnv+"="+file)
-	cmd.WaitDelay = ProcessTimeout
+	cmd.WaitDelay = 10 * time.Second
 	out, err := cmd.CombinedOutput()
 	if err != nil || !strings.Contains(string(out), "--- PASS: "+t.Name()+" (") {
 		t.Errorf("test did not pass in its process: %v\n%s", err, out)

@@ -103,8 +103,7 @@ func StartProcess(t *testing.T, wrap []string, input *os.File, args ...string) *
 		_ = p.Cmd.Wait()
 	}()
 	t.Cleanup(func() {
-		_ = p.Cmd.Process.Kill()
-		<-p.Ended
+		p.kill(t)
 		if t.Failed() && p.Out.String() != "" {
 			t.Logf("output of nfsrdmad %s:\n%s", strings.Join(args, " "), lastLines(p.Out.String(), 40))
 		}
@@ -126,8 +125,19 @@ func (p *Process) End(t *testing.T, sig syscall.Signal) {
 	case <-p.Ended:
 	case <-time.After(ProcessTimeout):
 		t.Errorf("nfsrdmad still runs %v after signal %v", ProcessTimeout, sig)
-		_ = p.Cmd.Process.Kill()
-		<-p.Ended
+		p.kill(t)
+	}
+}
+
+// kill kills the process and waits until it has exited. A thread that waits in the kernel can
+// prevent that.
+func (p *Process) kill(t *testing.T) {
+	t.Helper()
+	_ = p.Cmd.Process.Kill()
+	select {
+	case <-p.Ended:
+	case <-time.After(ProcessTimeout):
+		t.Errorf("nfsrdmad still runs %v after SIGKILL", ProcessTimeout)
 	}
 }
 
@@ -178,7 +188,18 @@ func ServeDir(t *testing.T, dir string, flags ...string) *ServedDir {
 // itself by its arguments.
 func ServeDirWith(t *testing.T, wrap []string, dir string, flags ...string) *ServedDir {
 	t.Helper()
-	s := &ServedDir{Dir: dir, RDMA: FreePort(t), TCP: FreePort(t)}
+	return serveDir(t, wrap, &ServedDir{Dir: dir, RDMA: FreePort(t), TCP: FreePort(t)}, flags...)
+}
+
+// ServeDirAt is ServeDir on the given addresses "host:port" of NFS over RDMA, and of MOUNT and NFS
+// over TCP.
+func ServeDirAt(t *testing.T, rdma, tcp, dir string, flags ...string) *ServedDir {
+	t.Helper()
+	return serveDir(t, nil, &ServedDir{Dir: dir, RDMA: rdma, TCP: tcp}, flags...)
+}
+
+func serveDir(t *testing.T, wrap []string, s *ServedDir, flags ...string) *ServedDir {
+	t.Helper()
 	input, output, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
@@ -187,7 +208,7 @@ func ServeDirWith(t *testing.T, wrap []string, dir string, flags ...string) *Ser
 	t.Cleanup(func() { output.Close() })
 	s.commands = output
 	wrap = append([]string{"sh", "-c", launcherScript, "launcher"}, wrap...)
-	args := append([]string{"serve", dir, "--rdma-listen", s.RDMA, "--tcp-listen", s.TCP}, flags...)
+	args := append([]string{"serve", s.Dir, "--rdma-listen", s.RDMA, "--tcp-listen", s.TCP}, flags...)
 	s.launcher = StartProcess(t, wrap, input, args...)
 	t.Cleanup(func() {
 		if s.pid != 0 {
@@ -336,15 +357,22 @@ func StartGaneshaMount(t *testing.T, g *ganeshatest.Server, options ...string) (
 // the host of the server. It returns the mount options with the ports.
 func ServeGanesha(t *testing.T, g *ganeshatest.Server) []string {
 	t.Helper()
-	rdma := net.JoinHostPort(g.Host, PortOf(t, FreePort(t)))
-	p := StartProcess(t, g.OnHost(t), nil, "serve", "--backend", g.Addr(), "--rdma-listen", rdma)
+	rdma, _ := StartRelay(t, g)
+	return []string{"port=" + PortOf(t, rdma), "mountport=" + strconv.Itoa(g.MountPort)}
+}
+
+// StartRelay is ServeGanesha, but it returns the address of the RDMA port and the process.
+func StartRelay(t *testing.T, g *ganeshatest.Server) (rdma string, p *Process) {
+	t.Helper()
+	rdma = net.JoinHostPort(g.Host, PortOf(t, FreePort(t)))
+	p = StartProcess(t, g.OnHost(t), nil, "serve", "--backend", g.Addr(), "--rdma-listen", rdma)
 	p.WaitFor(t, "serving RDMA", func() error {
 		if !strings.Contains(p.Out.String(), "serving RDMA") {
 			return errors.New("not serving yet")
 		}
 		return nil
 	})
-	return []string{"port=" + PortOf(t, rdma), "mountport=" + strconv.Itoa(g.MountPort)}
+	return rdma, p
 }
 
 // PortOf returns the port of "host:port".
@@ -372,6 +400,17 @@ func OpenTempDir(t *testing.T) string {
 			t.Fatal(err)
 		}
 	}
+	return dir
+}
+
+// MemoryDir is an OpenTempDir in memory (tmpfs) until the test ends. options are those of tmpfs.
+func MemoryDir(t *testing.T, options string) string {
+	t.Helper()
+	dir := OpenTempDir(t)
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, options); err != nil {
+		t.Fatalf("mount tmpfs at %s: %v", dir, err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })
 	return dir
 }
 

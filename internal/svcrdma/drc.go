@@ -15,7 +15,7 @@ import (
 const (
 	// drcMaxReply is the maximum size of a cached reply in bytes. Replies of non-idempotent
 	// procedures have a few hundred bytes (RFC 8267 §3).
-	drcMaxReply = 4096
+	drcMaxReply = 1024
 	// drcMaxAge limits the age of a cached reply. It exceeds the time a client needs to reconnect.
 	// A client that restarts with the same XIDs must not get replies from before the restart.
 	drcMaxAge = 10 * time.Minute
