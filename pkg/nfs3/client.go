@@ -110,7 +110,7 @@ func (c *Client) roundTrip(ctx context.Context, s *scratch) error {
 	if err != nil {
 		return fmt.Errorf("NFSv3 %s: %w", s.proc, err)
 	}
-	if m.ResultDataLen > len(m.ResultData) {
+	if m.ResultDataLen > m.ResultRoom() {
 		return malformed(s.proc, errResultData)
 	}
 	return nil

@@ -1,6 +1,7 @@
 package nfs3
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -232,6 +233,9 @@ func (e *echo) Call(_ context.Context, m *sunrpc.Message) error {
 	m.ResultDataLen = -1
 	if e.place != nil {
 		m.ResultDataLen = copy(m.ResultData, e.place)
+		for _, p := range m.ResultPieces {
+			m.ResultDataLen += copy(p, e.place[m.ResultDataLen:])
+		}
 	}
 	return nil
 }
@@ -283,9 +287,7 @@ func allocCases(data []byte) []allocCase {
 
 // TestCallsDoNotAllocate checks every procedure.
 func TestCallsDoNotAllocate(t *testing.T) {
-	if raceEnabled {
-		t.Skip("sync.Pool drops items at random under the race detector; run without -race")
-	}
+	testutil.CountsAllocations(t)
 	entryBytes := 0
 	each := func(e *DirEntry) bool { entryBytes += len(e.Name); return true }
 	all := calls{ctx: t.Context(), buf: make([]byte, 128<<10), dirCount: 8192, maxCount: 32768, each: each,
@@ -334,6 +336,40 @@ func BenchmarkGetAttrCodec(b *testing.B) {
 	for b.Loop() {
 		if err := c.GetAttr(context.Background(), cred, fh1, &attr); err != nil {
 			b.Fatal(err)
+		}
+	}
+}
+
+// TestReadPieces reads into memory in several pieces, with data in the reply and data that the
+// transport places.
+func TestReadPieces(t *testing.T) {
+	const data = "0123456789"
+	for _, sizes := range [][]int{{12}, {1, 1, 10}, {4, 6, 4}, {11, 1}} {
+		for _, placed := range []bool{false, true} {
+			caller := &echo{result: unhex(okHex + postHex + "0000000a 00000001 0000000a" +
+				"30313233 34353637 38390000")}
+			if placed {
+				caller = &echo{result: unhex(okHex + postHex + "0000000a 00000001 0000000a"), place: []byte(data)}
+			}
+			var pieces [][]byte
+			for _, n := range sizes {
+				pieces = append(pieces, make([]byte, n))
+			}
+			var res ReadResult
+			err := NewClient(caller, Options{}).ReadPieces(t.Context(), cred, fh1, 0, pieces, &res)
+			got := bytes.Join(pieces, nil)
+			if err != nil || res.N != len(data) || string(got[:min(res.N, len(got))]) != data {
+				t.Errorf("pieces of %v bytes, placed %t: got %v, %d bytes, %q; want %q", sizes, placed, err, res.N, got,
+					data)
+			}
+			pieces[len(pieces)-1] = pieces[len(pieces)-1][:1]
+			if room := len(bytes.Join(pieces, nil)); room >= len(data) {
+				continue
+			}
+			err = NewClient(caller, Options{}).ReadPieces(t.Context(), cred, fh1, 0, pieces, &res)
+			if !errors.Is(err, ErrMalformed) {
+				t.Errorf("pieces of %v bytes, the last of 1: got %v, want a malformed reply", sizes, err)
+			}
 		}
 	}
 }

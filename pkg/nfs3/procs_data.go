@@ -37,16 +37,34 @@ func (c *Client) ReadLink(ctx context.Context, cred []byte, fh FH, buf []byte, r
 // Read reads at most len(buf) bytes of fh at offset off into buf (RFC 1813 §3.3.6). A server may
 // return fewer bytes without EOF, even none, so a loop must handle this case.
 func (c *Client) Read(ctx context.Context, cred []byte, fh FH, off uint64, buf []byte, res *ReadResult) error {
-	*res = ReadResult{}
 	s := c.begin(ProcRead, cred, MaxResultRead)
 	defer c.end(s)
-	if len(buf) > math.MaxInt32 {
+	s.msg.ResultData = buf
+	return c.read(ctx, s, &fh, off, res)
+}
+
+// ReadPieces is Read into memory in several pieces, none of which is empty. The data fills the
+// pieces in their order.
+func (c *Client) ReadPieces(ctx context.Context, cred []byte, fh FH, off uint64, pieces [][]byte,
+	res *ReadResult) error {
+	s := c.begin(ProcRead, cred, MaxResultRead)
+	defer c.end(s)
+	if s.msg.ResultPieces = pieces; len(pieces) == 1 {
+		s.msg.ResultPieces, s.msg.ResultData = nil, pieces[0]
+	}
+	return c.read(ctx, s, &fh, off, res)
+}
+
+// read reads into the buffer of the message.
+func (c *Client) read(ctx context.Context, s *scratch, fh *FH, off uint64, res *ReadResult) error {
+	*res = ReadResult{}
+	room := s.msg.ResultRoom()
+	if room > math.MaxInt32 {
 		return s.refuse(ErrInval, "READ of more than 2 GiB")
 	}
-	s.args = appendFH(s.args, &fh)
+	s.args = appendFH(s.args, fh)
 	s.args = sunrpc.AppendUint64(s.args, off)
-	s.args = sunrpc.AppendUint32(s.args, uint32(len(buf)))
-	s.msg.ResultData = buf
+	s.args = sunrpc.AppendUint32(s.args, uint32(room))
 	d, err := c.call(ctx, s)
 	if err != nil {
 		return err
@@ -59,7 +77,7 @@ func (c *Client) Read(ctx context.Context, cred []byte, fh FH, off uint64, buf [
 		switch {
 		case n != count:
 			d.Fail(errReadCount)
-		case int64(n) > int64(len(buf)):
+		case int64(n) > int64(room):
 			d.Fail(errReadMore)
 		}
 		res.N = d.data(&s.msg, n)
@@ -67,9 +85,9 @@ func (c *Client) Read(ctx context.Context, cred []byte, fh FH, off uint64, buf [
 	return s.finish(&d)
 }
 
-// data reads the opaque of READ or READLINK, whose length n is at most len(m.ResultData). The
-// transport has placed the bytes in m.ResultData, or data copies them from the reply. It returns n,
-// or 0 on an error. It ignores the pad, which is the last item of the reply.
+// data reads the opaque of READ or READLINK, whose length n is at most m.ResultRoom(). The
+// transport has placed the bytes in the buffer of the message, or data copies them from the reply.
+// It returns n, or 0 on an error. It ignores the pad, which is the last item of the reply.
 func (d *reader) data(m *sunrpc.Message, n uint32) int {
 	if d.Err() != nil {
 		return 0
@@ -79,7 +97,12 @@ func (d *reader) data(m *sunrpc.Message, n uint32) int {
 			d.Fail(errDataShort)
 			return 0
 		}
-		return copy(m.ResultData, d.Rest()[:n])
+		rest := d.Rest()[:n]
+		for _, p := range m.ResultPieces {
+			rest = rest[copy(p, rest):]
+		}
+		copy(m.ResultData, rest)
+		return int(n)
 	}
 	// RFC 8166 §3.4.6.2: the length in the reply must equal the length of the placed data. The data
 	// is not valid otherwise.

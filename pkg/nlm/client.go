@@ -154,7 +154,7 @@ type lostKey struct {
 // guards the tables. changed is closed and replaced when a table changes.
 type file struct {
 	fh   nfs3.FH
-	turn chan struct{} // holds one token
+	turn turn
 
 	locks   rangelock.Table[Owner]
 	lost    rangelock.Table[Owner] // locks that the server no longer has; until their owner unlocks
@@ -210,11 +210,15 @@ func New(cfg Config) *Client {
 
 // Close releases the locks that are left, within a few seconds, and ends the client. After Detach
 // it does nothing.
-func (c *Client) Close() {
+func (c *Client) Close() { c.CloseWithin(c.times.release) }
+
+// CloseWithin is Close with a bound of the time for the release of the locks. The server keeps
+// those that are not released until it learns that this client has gone.
+func (c *Client) CloseWithin(release time.Duration) {
 	if c.detached.Load() {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), c.times.release)
+	ctx, cancel := context.WithTimeout(context.Background(), release)
 	defer cancel()
 	c.releaseAll(ctx)
 	c.mu.Lock()
@@ -266,17 +270,10 @@ func (c *Client) background(do func()) {
 // Reason returns why the last attempt to reach the lock service failed, "" if it succeeded.
 func (c *Client) Reason() string { return c.link.reason() }
 
-// acquire waits for the right to use the file. The error is EINTR.
-func (f *file) acquire(ctx context.Context) error {
-	select {
-	case <-f.turn:
-		return nil
-	case <-ctx.Done():
-		return syscall.EINTR
-	}
-}
+// acquire waits for the turn of the file. The error is EINTR.
+func (f *file) acquire(ctx context.Context) error { return f.turn.queue().wait(ctx) }
 
-func (f *file) release() { f.turn <- struct{}{} }
+func (f *file) release() { f.turn.release() }
 
 func (f *file) notify() {
 	close(f.changed)
@@ -288,8 +285,7 @@ func (c *Client) getFile(fh nfs3.FH) *file {
 	defer c.mu.Unlock()
 	f := c.mu.files[fh]
 	if f == nil {
-		f = &file{fh: fh, turn: make(chan struct{}, 1), changed: make(chan struct{}), creds: make(map[Owner][]byte)}
-		f.turn <- struct{}{}
+		f = &file{fh: fh, changed: make(chan struct{}), creds: make(map[Owner][]byte)}
 		c.mu.files[fh] = f
 	}
 	f.users++

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -409,6 +410,38 @@ func TestLateUnlockKeepsNewLock(t *testing.T) {
 	time.Sleep(overtakeTime)
 	if n := s.locks(); n != 1 {
 		t.Errorf("locks at the server: got %d, want 1", n)
+	}
+}
+
+// TestQueuedUnlockKeepsNewLock interrupts an UNLOCK that waits for another call about the file. It
+// must not release the lock that the owner sets next.
+func TestQueuedUnlockKeepsNewLock(t *testing.T) {
+	s := startLockServer(t)
+	c := s.client(nil)
+	mustLock(t, c, exclusive(alice, 0, 9))
+	s.dropConnections() // the next connection is parallel
+	began, proceed := s.delayFirst(nlm.ProcTest)
+	tested := make(chan error, 1)
+	go func() {
+		_, _, err := c.Test(t.Context(), cred, fh, exclusive(alice, 50, 59))
+		tested <- err
+	}()
+	<-began
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1)) // the work in the background starts late
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := c.Unlock(ctx, cred, fh, alice, 0, 9); !errors.Is(err, syscall.EINTR) {
+		t.Errorf("got error %v, want EINTR", err)
+	}
+	time.AfterFunc(overtakeTime, func() { close(proceed) })
+	mustLock(t, c, exclusive(alice, 0, 9))
+	if err := <-tested; err != nil {
+		t.Error(err)
+	}
+	time.Sleep(overtakeTime)
+	held, _ := c.Table(fh)
+	if n := s.locks(); n != 1 || len(held) != 1 {
+		t.Errorf("got %d locks at the server and %d in the table, want 1 and 1", n, len(held))
 	}
 }
 

@@ -52,8 +52,9 @@
 //
 // # Locks
 //
-// file.turn is held during calls to the server about that file, and guards its tables. Client.mu,
-// link.mu and Service.mu guard tables and are never held across I/O. journal.mu is held during
-// writes to the journal, and State.mu during changes of its tables. Take file.turn before Client.mu
-// and State.mu, and each other lock alone.
+// file.turn is held during calls to the server about that file, and guards its tables. Work in the
+// background queues for it before the request returns, so that later requests come after it.
+// Client.mu, link.mu and Service.mu guard tables and are never held across I/O. journal.mu is held
+// during writes to the journal, and State.mu during changes of its tables. Take file.turn before
+// Client.mu and State.mu, and each other lock alone.
 package nlm

@@ -1,6 +1,7 @@
 package nlm
 
 import (
+	"context"
 	"net"
 	"net/netip"
 	"time"
@@ -33,7 +34,7 @@ func (c *Client) WaitRestored() { c.restoring.Wait() }
 func (c *Client) Table(fh nfs3.FH) (held, lost []Lock) {
 	f := c.getFile(fh)
 	defer c.putFile(f)
-	<-f.turn
+	_ = f.acquire(context.Background())
 	defer f.release()
 	return f.locks.All(), f.lost.All()
 }

@@ -179,7 +179,8 @@ type killTest struct {
 	model    *os.File
 	programs []program
 
-	lost, open int // programs with lost locks, and operations in progress at a kill
+	lost, open int  // programs with lost locks, and operations in progress at a kill
+	late       bool // the process was not restored in the grace period of the server
 }
 
 func newKillTest(t *testing.T) *killTest {
@@ -282,7 +283,7 @@ func (k *killTest) check(c *nlm.Client, i int) {
 	for b, v := range got {
 		told, inside := p.told[b], w != 0 && o.has(b)
 		ok := v == told && !(inside && p.done.Load() == 1) || inside && v == uint32(o.mode) ||
-			inside && v == modeLost && b >= killShared && p.done.Load() == 0
+			v == modeLost && (k.late || inside && b >= killShared && p.done.Load() == 0)
 		if !ok {
 			k.t.Fatalf("program %d, byte %d: got mode %d, told %d; operation %+v, in progress %v, done %v\n%v\n%v",
 				i, b, v, told, o, w != 0, p.done.Load() == 1, got, p.told)
@@ -392,6 +393,8 @@ func (k *killTest) round(n int) {
 	c := k.k.client(nil)
 	k.repeat(c)
 	c.WaitRestored()
+	// On a busy machine, the server may refuse to give locks back.
+	k.late = restart && time.Since(restarted) > grace
 	stop()
 	if restart {
 		time.Sleep(time.Until(restarted.Add(2 * grace)))

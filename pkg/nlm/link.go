@@ -10,6 +10,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/running"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -20,7 +21,7 @@ import (
 type linkTimes struct {
 	connect    time.Duration // for one attempt to find the service and to connect
 	reply      time.Duration // for one reply; the link then reconnects
-	minBackoff time.Duration // between attempts to connect
+	minBackoff time.Duration // limits of the random pause between attempts to connect
 	maxBackoff time.Duration
 	noService  time.Duration // how long a service that was there before may be missing
 }
@@ -73,7 +74,7 @@ func newLink(cfg *Config, lost func(error)) *link {
 // returns a channel that is closed when the call has ended.
 func (l *link) call(ctx context.Context, proc Proc, cred, args []byte,
 	parse func([]byte) error) (late <-chan struct{}, err error) {
-	backoff := l.times.minBackoff
+	pause := backoff.Backoff{Min: l.times.minBackoff, Max: l.times.maxBackoff}
 	var missing time.Time // since when the service is known to be missing
 	for {
 		late, err := l.try(ctx, proc, cred, args, parse)
@@ -96,10 +97,9 @@ func (l *link) call(ctx context.Context, proc Proc, cred, args []byte,
 		if none != nil && (!before || time.Since(missing) > l.times.noService) {
 			return nil, err
 		}
-		if !sleep(ctx, backoff) {
+		if !sleep(ctx, pause.Next()) {
 			return nil, ctx.Err()
 		}
-		backoff = min(2*backoff, l.times.maxBackoff)
 	}
 }
 

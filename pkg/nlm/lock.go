@@ -249,21 +249,30 @@ func (c *Client) settleLater(req *request, delay time.Duration) {
 	if !c.hold(req.f, req.l.Owner) {
 		return
 	}
+	var place *place
+	if delay == 0 {
+		place = req.f.turn.queue()
+	}
 	c.work.Go(func() {
 		defer c.putFile(req.f)
 		defer c.putOwner(req.l.Owner)
-		if delay > 0 && !sleep(c.ctx, delay) {
-			return
+		if delay > 0 {
+			if !sleep(c.ctx, delay) {
+				return
+			}
+			place = req.f.turn.queue()
 		}
-		for !c.trySettle(req) && req.in != nil && sleep(c.ctx, c.times.settle) {
+		for !c.trySettle(req, place) && req.in != nil && sleep(c.ctx, c.times.settle) {
+			place = req.f.turn.queue()
 		}
 	})
 }
 
-// trySettle makes one attempt of settle. It reports whether the request is settled.
-func (c *Client) trySettle(req *request) bool {
+// trySettle makes one attempt of settle when place has the turn. It reports whether the request is
+// settled.
+func (c *Client) trySettle(req *request, place *place) bool {
 	f := req.f
-	if f.acquire(c.ctx) != nil {
+	if place.wait(c.ctx) != nil {
 		return false
 	}
 	defer f.release()
@@ -368,10 +377,11 @@ func (c *Client) unlockLater(f *file, o *owner, cred []byte, id Owner, start, en
 	}
 	// Record it now: the process may end before the turn comes.
 	in, _ := c.cfg.State.begin(keyOf(f, id), o, cred, rangeRecord{kind: rangeUnlock, start: start, end: end}, 1)
+	place := f.turn.queue() // a later LOCK must not come first
 	c.work.Go(func() {
 		defer c.putFile(f)
 		defer c.putOwner(id)
-		if f.acquire(c.ctx) == nil && !c.unlockInBackground(f, o, cred, id, start, end, in) {
+		if place.wait(c.ctx) == nil && !c.unlockInBackground(f, o, cred, id, start, end, in) {
 			f.release()
 		}
 	})

@@ -1,6 +1,7 @@
 package nlm
 
 import (
+	"context"
 	"errors"
 	"syscall"
 
@@ -88,6 +89,7 @@ func (c *Client) restoreHolder(k *keptHolder) {
 	}
 	for _, r := range k.rows {
 		if r.rec.kind.intent() {
+			c.kept[k.key] = rec.cred // the request may have set a lock
 			c.getOwner(id)
 			x := c.interrupt(f)
 			x.requests = append(x.requests, &keptRequest{in: &intent{key: k.key, h: k.h, row: r}, o: o,
@@ -102,7 +104,7 @@ func (c *Client) interrupt(f *file) *interrupted {
 	x := c.interrupted[f]
 	if x == nil {
 		x = &interrupted{f: c.getFile(f.fh)}
-		<-f.turn
+		_ = f.acquire(context.Background()) // it is free before the first request
 		c.interrupted[f] = x
 	}
 	return x

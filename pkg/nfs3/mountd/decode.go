@@ -85,6 +85,27 @@ func readMount(r *bytes.Reader) (m mountReply, err error) {
 
 func decodeMount(b []byte) (mountReply, error) { return decode(b, readMount) }
 
+// maxName is MNTNAMLEN in bytes (RFC 1813 §5.1.4).
+const maxName = 255
+
+// decodeExports decodes exports (RFC 1813 §5.2.5). It uses the decoder of package sunrpc, because
+// that of go-nfs-client has no list. An entry takes at least 8 bytes of b, which bounds the memory.
+// Errors wrap [sunrpc.ErrMalformed].
+func decodeExports(b []byte) (list []Export, err error) {
+	d := sunrpc.NewDecoder(b)
+	for d.Bool() {
+		e := Export{Dir: string(d.Opaque(maxPath))}
+		for d.Bool() {
+			e.Groups = append(e.Groups, string(d.Opaque(maxName)))
+		}
+		list = append(list, e)
+	}
+	if err := d.Err(); err != nil {
+		return nil, fmt.Errorf("%w: %w", sunrpc.ErrMalformed, err)
+	}
+	return list, nil
+}
+
 func decodePort(b []byte) (uint32, error) {
 	return decode(b, func(r *bytes.Reader) (uint32, error) { return xdr.ReadUint32(r) })
 }

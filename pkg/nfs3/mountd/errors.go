@@ -51,7 +51,7 @@ func (k Kind) String() string {
 // An Error is the error of a call of this package.
 type Error struct {
 	Kind   Kind
-	Op     string // "MNT", "UMNT", "NULL", "GETPORT"
+	Op     string // "MNT", "UMNT", "NULL", "EXPORT", "GETPORT"
 	Host   string
 	Port   int    // of the service; 0 if unknown
 	Export string // only with MNT and UMNT

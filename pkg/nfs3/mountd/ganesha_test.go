@@ -53,6 +53,10 @@ func TestGanesha(t *testing.T) {
 	if err := mountd.Null(t.Context(), a); err != nil {
 		t.Errorf("Null: %v", err)
 	}
+	if list, err := mountd.Exports(t.Context(), a); err != nil ||
+		!slices.ContainsFunc(list, func(e mountd.Export) bool { return e.Dir == s.Export }) {
+		t.Errorf("Exports: got %v, error %v; want %s", list, err, s.Export)
+	}
 	if err := mountd.Unmount(t.Context(), a); err != nil {
 		t.Errorf("Unmount: %v", err)
 	}

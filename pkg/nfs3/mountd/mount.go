@@ -29,8 +29,8 @@ const (
 // DefaultTimeout is the default of Args.Timeout.
 const DefaultTimeout = 30 * time.Second
 
-// maxRecord is the maximum size of a reply in bytes. It is far above the largest MNT reply.
-const maxRecord = 64 << 10
+// maxRecord is the maximum size of a reply in bytes: an export list with some 10,000 clients.
+const maxRecord = 1 << 20
 
 // Args are the arguments of a call.
 type Args struct {
@@ -84,6 +84,32 @@ func Unmount(ctx context.Context, a Args) error {
 // Null makes a round trip without any effect (NULL, RFC 1813 §5.2.0). Errors are [*Error].
 func Null(ctx context.Context, a Args) error {
 	return a.call(ctx, "NULL", nfs.MountProc3Null, nil)
+}
+
+// An Export is one entry of the export list of a server.
+type Export struct {
+	Dir string // path on the server
+	// Groups are the clients that may mount it, in the notation of the server: names, addresses,
+	// networks, netgroups. None means every client.
+	Groups []string
+}
+
+// Exports returns the export list of the server (EXPORT, RFC 1813 §5.2.5). Some servers hide
+// entries from clients that may not mount them. Errors are [*Error].
+func Exports(ctx context.Context, a Args) (list []Export, err error) {
+	err = a.call(ctx, "EXPORT", nfs.MountProc3Export, func(_ int, b []byte) (err error) {
+		list, err = decodeExports(b)
+		return err
+	})
+	return list, err
+}
+
+// FindPort returns the TCP port at which the other calls find the MOUNT service: a.Port, or what
+// the port mapper of the server says, or MountPort. Errors are [*Error].
+func FindPort(ctx context.Context, a Args) (int, error) {
+	ctx, cancel := a.withTimeout(ctx)
+	defer cancel()
+	return a.mountPort(ctx, &Error{Op: "GETPORT", Host: a.Host})
 }
 
 // GetPort returns the TCP port of a program from the port mapper of a.Host (PMAPPROC_GETPORT, RFC

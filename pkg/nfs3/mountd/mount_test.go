@@ -337,7 +337,43 @@ func TestPortMapperReplies(t *testing.T) {
 			if x.kind != 0 && (!errors.As(err, &e) || e.Kind != x.kind || e.Op != "GETPORT") {
 				t.Errorf("GetPort: got error %v, want kind %v", err, x.kind)
 			}
+			found, err := FindPort(t.Context(), a)
+			if x.kind == 0 && (err != nil || found != mountPort) ||
+				x.kind != 0 && (!errors.As(err, &e) || e.Kind != x.kind) {
+				t.Errorf("FindPort: got port %d, error %v; want port %d or kind %v", found, err, mountPort, x.kind)
+			}
 		})
+	}
+}
+
+// TestExports checks decoded export lists, and the errors for lists that are not valid.
+func TestExports(t *testing.T) {
+	const a, b, client = "00000001 00000002 2f610000", "00000001 00000001 2f000000", "00000001 00000003 31393200"
+	for _, x := range []struct {
+		name, reply string
+		want        []Export // nil for an error
+	}{
+		{"no exports", "00000000", []Export{}},
+		{"two exports", a + client + client + "00000000" + b + "00000000 00000000",
+			[]Export{{"/a", []string{"192", "192"}}, {"/", nil}}},
+		{"no end of groups", a + client, nil},
+		{"no end of exports", a + "00000000", nil},
+		{"path of 4 GiB", "00000001 ffffffff", nil},
+		{"path of 1025 bytes", "00000001 00000401" + strings.Repeat("2f", 1028) + "00000000 00000000", nil},
+		{"group of 256 bytes", a + "00000001 00000100" + strings.Repeat("61", 256) + "00000000 00000000", nil},
+		{"invalid boolean", "00000002", nil},
+		{"empty reply", "", nil},
+	} {
+		got, err := Exports(t.Context(), args(results(t, x.reply)))
+		var e *Error
+		switch {
+		case x.want == nil && (!errors.As(err, &e) || e.Kind != Protocol || e.Op != "EXPORT" || got != nil):
+			t.Errorf("%s: got %v, error %v; want kind %v", x.name, got, err, Protocol)
+		case x.want != nil && (err != nil || len(got) != len(x.want)):
+			t.Errorf("%s: got %v, error %v; want %v", x.name, got, err, x.want)
+		case len(x.want) > 0 && !reflect.DeepEqual(got, x.want):
+			t.Errorf("%s: got %v, want %v", x.name, got, x.want)
+		}
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -14,11 +15,11 @@ var errMask = errors.New("mask of ACLs is out of range")
 // An Error is a status other than NFS3_OK from the server. errors.As finds an *nfs3.Error with the
 // same status in it, so that [nfs3.Errno] works for errors of this package.
 type Error struct {
-	Proc   uint32
+	Proc   Proc
 	Status nfs3.Status
 }
 
-func (e *Error) Error() string { return "NFSACL " + procName(e.Proc) + ": " + e.Status.String() }
+func (e *Error) Error() string { return "NFSACL " + e.Proc.String() + ": " + e.Status.String() }
 
 // Unwrap returns what the status stands for, as [nfs3.Error.Unwrap].
 func (e *Error) Unwrap() error { return (&nfs3.Error{Status: e.Status}).Unwrap() }
@@ -36,11 +37,15 @@ func (e *Error) As(target any) bool {
 // (see sunrpc.AppendAuthSys). Errors are of type [*Error], wrap [nfs3.ErrMalformed], or wrap the
 // error of the transport.
 type Client struct {
-	caller nfs3.Caller
+	caller  nfs3.Caller
+	observe func(Proc, time.Duration)
 }
 
-// NewClient returns a Client over caller.
-func NewClient(caller nfs3.Caller) *Client { return &Client{caller} }
+// NewClient returns a Client over caller. observe, if not nil, runs after each RPC with its
+// duration, possibly on several goroutines at once.
+func NewClient(caller nfs3.Caller, observe func(Proc, time.Duration)) *Client {
+	return &Client{caller, observe}
+}
 
 // Null makes a round trip without any effect.
 func (c *Client) Null(ctx context.Context, cred []byte) error {
@@ -88,12 +93,17 @@ func (c *Client) Set(ctx context.Context, cred []byte, fh nfs3.FH, acls *ACLs, o
 }
 
 // call makes a call and decodes its status. NULL has no status.
-func (c *Client) call(ctx context.Context, cred []byte, proc uint32, args []byte,
+func (c *Client) call(ctx context.Context, cred []byte, proc Proc, args []byte,
 	maxResult int) (d sunrpc.Decoder, err error) {
-	m := sunrpc.Message{Prog: Program, Vers: Version, Proc: proc, Cred: cred, Args: args, ArgDataPos: len(args),
+	m := sunrpc.Message{Prog: Program, Vers: Version, Proc: uint32(proc), Cred: cred, Args: args, ArgDataPos: len(args),
 		MaxResult: maxResult, Result: make([]byte, 0, maxResult), ResultDataLen: -1}
-	if err := c.caller.Call(ctx, &m); err != nil {
-		return d, fmt.Errorf("NFSACL %s: %w", procName(proc), err)
+	start := time.Now()
+	err = c.caller.Call(ctx, &m)
+	if c.observe != nil {
+		c.observe(proc, time.Since(start))
+	}
+	if err != nil {
+		return d, fmt.Errorf("NFSACL %v: %w", proc, err)
 	}
 	d = sunrpc.NewDecoder(m.Result)
 	if proc == ProcNull {
@@ -109,6 +119,6 @@ func (c *Client) call(ctx context.Context, cred []byte, proc uint32, args []byte
 	return d, nil
 }
 
-func malformed(proc uint32, reason error) error {
-	return fmt.Errorf("NFSACL %s: %w: %w", procName(proc), nfs3.ErrMalformed, reason)
+func malformed(proc Proc, reason error) error {
+	return fmt.Errorf("NFSACL %v: %w: %w", proc, nfs3.ErrMalformed, reason)
 }

@@ -47,7 +47,8 @@ func FuzzReply(f *testing.F) {
 		var acls ACLs
 		var err error
 		n := grown(func() {
-			acls, err = NewClient(&fixed{result: reply}).Get(t.Context(), nil, fh, MaskAccess, new(nfs3.PostOpAttr))
+			c := NewClient(&fixed{result: reply}, nil)
+			acls, err = c.Get(t.Context(), nil, fh, MaskAccess, new(nfs3.PostOpAttr))
 		})
 		var nfsErr *nfs3.Error
 		if err != nil && !errors.As(err, &nfsErr) && !errors.Is(err, nfs3.ErrMalformed) {

@@ -48,7 +48,7 @@ func TestSetSendsWireFormat(t *testing.T) {
 	f := &fixed{result: testutil.Unhex("00000000 00000000")}
 	var attr nfs3.PostOpAttr
 	acls := ACLs{Mask: MaskAccess | MaskDefault, Access: minimal, Default: extended}
-	if err := NewClient(f).Set(t.Context(), nil, fh, &acls, owner, &attr); err != nil {
+	if err := NewClient(f, nil).Set(t.Context(), nil, fh, &acls, owner, &attr); err != nil {
 		t.Fatal(err)
 	}
 	want := testutil.Unhex("00000004 01020304 00000005" + minimalWire + extendedDefaultWire)
@@ -95,7 +95,8 @@ func TestGetDecodesReplies(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			var attr nfs3.PostOpAttr
-			got, err := NewClient(&fixed{result: testutil.Unhex(tt.reply)}).Get(t.Context(), nil, fh, tt.mask, &attr)
+			c := NewClient(&fixed{result: testutil.Unhex(tt.reply)}, nil)
+			got, err := c.Get(t.Context(), nil, fh, tt.mask, &attr)
 			if tt.err == "" && err != nil || tt.err != "" && (err == nil || !strings.Contains(err.Error(), tt.err)) {
 				t.Fatalf("got error %v, want one with %q", err, tt.err)
 			}
@@ -107,7 +108,7 @@ func TestGetDecodesReplies(t *testing.T) {
 }
 
 func TestErrorsHaveErrno(t *testing.T) {
-	c := NewClient(&fixed{result: testutil.Unhex("00000046 00000000")})
+	c := NewClient(&fixed{result: testutil.Unhex("00000046 00000000")}, nil)
 	_, err := c.Get(t.Context(), nil, fh, MaskAccess, new(nfs3.PostOpAttr))
 	var nfsErr *nfs3.Error
 	if !errors.As(err, &nfsErr) || nfsErr.Status != nfs3.ErrStale || !errors.Is(err, syscall.ESTALE) {
@@ -120,7 +121,7 @@ func TestGetResultRoundTrip(t *testing.T) {
 	want := ACLs{MaskAll, extended, minimal}
 	f := &fixed{result: AppendGetResult(nil, &attr, &want)}
 	var post nfs3.PostOpAttr
-	got, err := NewClient(f).Get(t.Context(), nil, fh, MaskAll, &post)
+	got, err := NewClient(f, nil).Get(t.Context(), nil, fh, MaskAll, &post)
 	if err != nil || !reflect.DeepEqual(got, want) || !post.Present || post.Attr != attr {
 		t.Errorf("got %+v, %+v, %v; want %+v", got, post, err, want)
 	}

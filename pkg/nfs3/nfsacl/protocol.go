@@ -13,20 +13,27 @@ const (
 	Version = 3
 )
 
+// A Proc is a procedure number of version 3.
+type Proc uint32
+
 // Procedures of version 3.
 const (
 	ProcNull   = 0
 	ProcGetACL = 1
 	ProcSetACL = 2
+
+	// NumProcs is the number of procedures.
+	NumProcs = 3
 )
 
-var procNames = [...]string{ProcNull: "NULL", ProcGetACL: "GETACL", ProcSetACL: "SETACL"}
+var procNames = [NumProcs]string{ProcNull: "NULL", ProcGetACL: "GETACL", ProcSetACL: "SETACL"}
 
-func procName(proc uint32) string {
-	if int(proc) < len(procNames) {
-		return procNames[proc]
+// String returns the name of the procedure, such as GETACL.
+func (p Proc) String() string {
+	if p < NumProcs {
+		return procNames[p]
 	}
-	return "procedure " + strconv.FormatUint(uint64(proc), 10)
+	return "procedure " + strconv.FormatUint(uint64(p), 10)
 }
 
 // Bits of the mask that selects ACLs. A count is the number of entries of an ACL.

@@ -1,5 +1,0 @@
-//go:build !race
-
-package nfs3
-
-const raceEnabled = false
