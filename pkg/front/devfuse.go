@@ -13,6 +13,8 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 const (
@@ -23,6 +25,8 @@ const (
 	smallRequest = 1024
 	// maxWaiting bounds the goroutines that wait for a request.
 	maxWaiting = 16
+	// maxIdle bounds the workers that are kept for later requests.
+	maxIdle = 64
 	// retryRead is the pause after an unexpected error of read(2).
 	retryRead = 100 * time.Millisecond
 )
@@ -37,7 +41,7 @@ type DevFuse struct {
 	resumed  bool           // by Resume
 	bufSize  int            // of a buffer for read(2)
 	fd       int            // of dev; set by Serve
-	idle     sync.Pool      // workers
+	start    func()         // work
 
 	workers      sync.WaitGroup
 	disconnected atomic.Bool
@@ -45,9 +49,13 @@ type DevFuse struct {
 
 	readers struct {
 		sync.Mutex
-		waiting int      // goroutines that wait for a request
+		waiting int      // goroutines that wait for a request, and one that begins
 		max     int      // bounds waiting
 		free    [][]byte // buffers for read(2)
+	}
+	idle struct { // workers that no goroutine uses
+		sync.Mutex
+		workers []*worker
 	}
 }
 
@@ -144,6 +152,10 @@ const resent = 1 << 63
 // before may have executed the request.
 func Resent(h *fuse.InHeader) bool { return h.Unique&resent != 0 }
 
+// MarkResent marks a request as one that an earlier process received and did not answer, for fronts
+// that keep the requests themselves.
+func MarkResent(h *fuse.InHeader) { h.Unique |= resent }
+
 // Unique returns the number of a request, which stays the same when the kernel sends the request
 // again. No other request of the connection has the number.
 func Unique(h *fuse.InHeader) uint64 { return h.Unique &^ resent }
@@ -153,7 +165,7 @@ func newDevFuse(dev *Device, fs FileSystem, opts *fuse.MountOptions) *DevFuse {
 	bufSize := max(opts.MaxWrite+int(unsafe.Sizeof(fuse.WriteIn{})), minReadBuffer)
 	s := &DevFuse{Handler: NewHandler(fs, opts), dev: dev, gone: make(chan struct{}),
 		bufSize: (bufSize + page - 1) / page * page}
-	s.idle.New = func() any { return s.newWorker() }
+	s.start = s.work
 	s.readers.max = min(max(runtime.GOMAXPROCS(0), 2), maxWaiting)
 	return s
 }
@@ -189,8 +201,9 @@ func (s *DevFuse) Serve() {
 				s.logger.Printf("FUSE requests of an earlier process are lost: %v", err)
 			}
 		}
+		s.readers.waiting++
 		s.workers.Add(1)
-		go s.work()
+		go s.start()
 		if s.rings != nil {
 			s.serveRings()
 		}
@@ -210,17 +223,39 @@ type worker struct {
 
 func (s *DevFuse) newWorker() *worker {
 	w := &worker{s: s}
-	w.call = s.NewCall(w.send)
+	w.call = s.NewCall(w)
 	return w
+}
+
+// getWorker returns a worker that no goroutine uses.
+func (s *DevFuse) getWorker() *worker {
+	s.idle.Lock()
+	defer s.idle.Unlock()
+	n := len(s.idle.workers)
+	if n == 0 {
+		return s.newWorker()
+	}
+	w := s.idle.workers[n-1]
+	s.idle.workers = s.idle.workers[:n-1]
+	return w
+}
+
+// putWorker keeps a worker for getWorker.
+func (s *DevFuse) putWorker(w *worker) {
+	s.idle.Lock()
+	defer s.idle.Unlock()
+	if len(s.idle.workers) < maxIdle {
+		s.idle.workers = append(s.idle.workers, w)
+	}
 }
 
 // work handles requests until the connection ends, or until enough other workers wait.
 func (s *DevFuse) work() {
 	defer s.workers.Done()
-	w := s.idle.Get().(*worker)
-	defer s.idle.Put(w)
-	for {
-		buf := s.beginRead()
+	w := s.getWorker()
+	defer s.putWorker(w)
+	for counted := true; ; counted = false { // endRead has counted this goroutine
+		buf := s.beginRead(counted)
 		if buf == nil {
 			return
 		}
@@ -232,6 +267,7 @@ func (s *DevFuse) work() {
 			}
 			continue
 		}
+		received := ledger.Now()
 		replace := !isForget(buf[:n]) // the kernel sends many, and they are handled at once
 		if n <= smallRequest {
 			kept := s.requests.keep(buf[:n])
@@ -240,30 +276,32 @@ func (s *DevFuse) work() {
 				in = bytesOf(&w.small)[:copy(bytesOf(&w.small), buf[:n])]
 			}
 			s.endRead(buf, replace)
-			w.call.Handle(in)
+			w.call.Handle(in, received)
 			if kept != nil {
 				s.requests.done(kept)
 			}
 			continue
 		}
 		s.endRead(nil, replace)
-		w.call.Handle(buf[:n])
+		w.call.Handle(buf[:n], received)
 		s.readers.Lock()
 		s.addFree(buf)
 		s.readers.Unlock()
 	}
 }
 
-// beginRead counts a waiting worker and returns its buffer. beginRead returns nil when enough
-// workers wait.
-func (s *DevFuse) beginRead() []byte {
+// beginRead counts a waiting worker, unless it is counted already, and returns its buffer.
+// beginRead returns nil when enough workers wait.
+func (s *DevFuse) beginRead(counted bool) []byte {
 	r := &s.readers
 	r.Lock()
 	defer r.Unlock()
-	if r.waiting == r.max {
-		return nil
+	if !counted {
+		if r.waiting == r.max {
+			return nil
+		}
+		r.waiting++
 	}
-	r.waiting++
 	if n := len(r.free); n > 0 {
 		buf := r.free[n-1]
 		r.free = r.free[:n-1]
@@ -298,8 +336,9 @@ func (s *DevFuse) endRead(buf []byte, replace bool) {
 		s.addFree(buf)
 	}
 	if replace && r.waiting == 0 {
+		r.waiting++
 		s.workers.Add(1)
-		go s.work()
+		go s.start()
 	}
 }
 
@@ -346,8 +385,14 @@ func (s *DevFuse) retry(err error) bool {
 	return true
 }
 
-// send sends a reply: a header, and data that may be empty.
-func (w *worker) send(reply []byte, data [][]byte) {
+// Place returns nil: writev(2) copies the data from the memory of the file system to the kernel.
+func (w *worker) Place(int) [][]byte { return nil }
+
+// SendPlaced is not called, because there is no memory of Place.
+func (w *worker) SendPlaced([]byte, int) { panic("front: reply with data that has no place") }
+
+// Send sends a reply: a header, and data that may be empty.
+func (w *worker) Send(reply []byte, data [][]byte) {
 	if w.s.rings != nil || w.s.requests != nil {
 		unique := binary.NativeEndian.Uint64(reply[8:])
 		if isInterruptRetry(reply) {

@@ -40,7 +40,8 @@ func open(t testing.TB, path string, flags int) int {
 func TestReadData(t *testing.T) { onEachFront(t, testReadData) }
 
 func testReadData(t *testing.T, mount mountFunc) {
-	m := mount(t, newTestFS())
+	fs := newTestFS()
+	m := mount(t, fs)
 	for _, flags := range []int{unix.O_RDONLY, unix.O_RDONLY | unix.O_DIRECT} {
 		fd := open(t, m.path("data"), flags)
 		for _, r := range []struct{ off, size, want int64 }{
@@ -59,6 +60,9 @@ func testReadData(t *testing.T, mount mountFunc) {
 				}
 			}
 		}
+	}
+	if n := fs.placed.Load(); n > 0 != m.front.URing() {
+		t.Errorf("READs whose data went to memory of the front: got %d; io_uring %t", n, m.front.URing())
 	}
 }
 
@@ -650,6 +654,25 @@ func TestReadErrorsAreRetried(t *testing.T) {
 	await(t, "message", func() bool { return strings.Contains(k.log.String(), "request of 10 bytes") })
 }
 
+// TestWritebackNeedsDirectIO checks which kernels get the writeback cache.
+func TestWritebackNeedsDirectIO(t *testing.T) {
+	for flags, want := range map[uint64]uint64{
+		fuse.CAP_WRITEBACK_CACHE:                                 0,
+		fuse.CAP_WRITEBACK_CACHE | fuse.CAP_DIRECT_IO_ALLOW_MMAP: fuse.CAP_WRITEBACK_CACHE,
+	} {
+		opts := options(new(logBuffer))
+		opts.ExtraCapabilities |= fuse.CAP_WRITEBACK_CACHE | fuse.CAP_DIRECT_IO_ALLOW_MMAP
+		in := fuse.InitIn{Major: 7, Minor: 45, Flags: uint32(flags) | 1<<30, Flags2: uint32(flags >> 32)}
+		in.Opcode, in.Length = opInit, uint32(unsafe.Sizeof(in))
+		reply, err := NewHandler(newTestFS(), opts).Negotiate(bytesOf(&in))
+		must(t, err)
+		out := (*fuse.InitOut)(unsafe.Pointer(&reply[headerSize]))
+		if got := out.Flags64() & fuse.CAP_WRITEBACK_CACHE; got != want {
+			t.Errorf("INIT with capabilities %#x: got writeback %#x, want %#x", flags, got, want)
+		}
+	}
+}
+
 func TestInitErrors(t *testing.T) {
 	k := newKernel(t)
 	defer unix.Close(k.fd)
@@ -665,22 +688,6 @@ func TestInitErrors(t *testing.T) {
 	}
 }
 
-func TestReadsDoNotAllocate(t *testing.T) {
-	fs := newTestFS()
-	res := &constResult{vecs: [][]byte{make([]byte, 4096)}}
-	fs.read = func(<-chan struct{}, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) { return res, fuse.OK }
-	null := open(t, os.DevNull, unix.O_WRONLY)
-	s := &DevFuse{Handler: NewHandler(fs, options(&logBuffer{})), fd: null}
-	w := s.newWorker()
-	in := fuse.ReadIn{Size: 4096}
-	in.Opcode, in.Unique = opRead, 2
-	copy(bytesOf(&w.small), bytesOf(&in))
-	request := bytesOf(&w.small)[:unsafe.Sizeof(in)]
-	if n := testing.AllocsPerRun(1000, func() { w.call.Handle(request) }); n != 0 {
-		t.Errorf("allocations of a READ: got %v, want 0", n)
-	}
-}
-
 type constResult struct {
 	fuse.ReadResult
 	vecs [][]byte
@@ -692,6 +699,7 @@ func (r *constResult) Done()                           {}
 // BenchmarkRequest compares requests through this package with those through go-fuse's own server.
 func BenchmarkRequest(b *testing.B) {
 	fs := newTestFS()
+	fs.dropWritten = true
 	page := &constResult{vecs: [][]byte{make([]byte, 1<<20)}}
 	fs.read = func(_ <-chan struct{}, in *fuse.ReadIn) (fuse.ReadResult, fuse.Status) {
 		return &constResult{vecs: [][]byte{page.vecs[0][:in.Size]}}, fuse.OK
@@ -701,6 +709,14 @@ func BenchmarkRequest(b *testing.B) {
 			var st unix.Stat_t
 			for b.Loop() {
 				_ = unix.Stat(dir+"/none", &st)
+			}
+		})
+		b.Run("create", func(b *testing.B) {
+			for b.Loop() {
+				fd, err := unix.Open(dir+"/new", unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY, 0o644)
+				must(b, err)
+				must(b, unix.Close(fd))
+				must(b, unix.Unlink(dir+"/new"))
 			}
 		})
 		for _, size := range []int{4096, 1 << 20} {
@@ -727,16 +743,18 @@ func BenchmarkRequest(b *testing.B) {
 				})
 			})
 		}
-		b.Run("write-4k", func(b *testing.B) {
-			fd := open(b, dir+"/data", unix.O_WRONLY|unix.O_DIRECT)
-			buf := make([]byte, 4096)
-			for b.Loop() {
-				if _, err := unix.Pwrite(fd, buf, 0); err != nil {
-					b.Fatal(err)
+		for _, size := range []int{4096, 1 << 20} {
+			b.Run(fmt.Sprintf("write-%dk", size>>10), func(b *testing.B) {
+				fd := open(b, dir+"/data", unix.O_WRONLY|unix.O_DIRECT)
+				buf := make([]byte, size)
+				b.SetBytes(int64(size))
+				for b.Loop() {
+					if _, err := unix.Pwrite(fd, buf, 0); err != nil {
+						b.Fatal(err)
+					}
 				}
-				fs.takeWritten()
-			}
-		})
+			})
+		}
 	}
 	b.Run("devfuse", func(b *testing.B) { run(b, mount(b, fs).dir) })
 	b.Run("uring", func(b *testing.B) { run(b, mountURing(b, fs).dir) })

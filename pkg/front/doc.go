@@ -1,7 +1,8 @@
 // Package front connects a file system to the kernel's FUSE client.
 //
 // The package owns the connection: it reads requests, writes replies, and sends notifications.
-// go-fuse decodes the requests and calls the file system (fuse.ProtocolServer).
+// go-fuse decodes the requests and calls the file system (fuse.ProtocolServer), except for the most
+// frequent operations (direct.go).
 //
 // # Files
 //
@@ -17,7 +18,7 @@
 //	iouring.go     one io_uring
 //	reqmem.go      the memory of requests, for kernels that cannot send them again
 //	interrupt.go   interrupts of requests that came through io_uring
-//	read.go        READ, whose data goes from the file system's buffer to the transport
+//	direct.go      the operations that are handled without go-fuse
 //
 // # Goroutines
 //
@@ -72,9 +73,10 @@
 // interrupted. A process that is killed with a thread there does not exit, so a service manager
 // does not start the next process, and the request has no answer.
 //
-// Device.UseHelper therefore starts a process that sends the notifications. It has only the device
-// and a socket. When the daemon ends, the socket is closed, and the helper ends, except for threads
-// that wait in the kernel. These end after the next daemon has answered the requests.
+// Device.UseHelper therefore starts a process that sends the notifications. It also makes the calls
+// of statfs(2) that io_uring needs (kick, Park). It has only the device and a socket. When the
+// daemon ends, the socket is closed, and the helper ends, except for threads that wait in the
+// kernel. These end after the next daemon has answered the requests.
 //
 // A helper that is killed while a thread waits keeps its socket open. The daemon therefore sends a
 // ping each second while notifications are in progress, and gives the helper up without reply.
@@ -87,5 +89,8 @@
 // OnUnmount, does not return the settings of the kernel, cannot cancel all requests, allocates a
 // request and a channel for each call, and copies the data of a READ. This package therefore sends
 // notifications through Device, returns the INIT request with DevFuse.Kernel, calls
-// FileSystem.Disconnected, and handles READ and the INTERRUPT of a READ without ProtocolServer.
+// FileSystem.Disconnected, and handles LOOKUP, GETATTR, OPEN, READ, WRITE, FLUSH, RELEASE and their
+// INTERRUPTs without ProtocolServer. For these operations the package allocates nothing, except a
+// name that is not among the last ones. A test compares the replies with those of go-fuse, also for
+// invalid requests.
 package front

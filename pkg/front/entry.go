@@ -12,6 +12,8 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 // Commands and structures of FUSE over io_uring (include/uapi/linux/fuse.h).
@@ -39,6 +41,7 @@ type entry struct {
 	ring  *ioRing
 	mem   []byte // slotPage bytes, then the payload
 	iov   *[2]unix.Iovec
+	place [1][]byte
 	call  *Call
 	ready func() // called once, when the kernel knows the entry
 
@@ -64,7 +67,7 @@ func (s *DevFuse) newEntry(queue int) (*entry, error) {
 	e.iov[0].Base, e.iov[1].Base = &e.mem[0], &e.mem[slotPage]
 	e.iov[0].SetLen(entryHeaderSize)
 	e.iov[1].SetLen(r.mem.payload)
-	e.call = s.NewCall(e.reply)
+	e.call = s.NewCall(e)
 	e.record().queue = uint64(queue) + 1
 	r.queues[queue].idle.Add(1)
 	r.entries[n-1].Store(e)
@@ -162,6 +165,7 @@ func (e *entry) restore() uint32 {
 
 // handle handles one request. mark is resent, or 0.
 func (e *entry) handle(mark uint64) {
+	received := ledger.Now()
 	rings := e.s.rings
 	q := &rings.queues[e.queue]
 	idle := q.idle.Add(-1)
@@ -172,7 +176,7 @@ func (e *entry) handle(mark uint64) {
 	if header(e.mem).Opcode == opNotifyReply {
 		var empty [headerSize]byte
 		putHeader(empty[:], headerSize, 0, id)
-		e.reply(empty[:], nil)
+		e.Send(empty[:], nil)
 	} else {
 		if idle <= 0 {
 			e.s.grow(e.queue)
@@ -186,12 +190,12 @@ func (e *entry) handle(mark uint64) {
 			e.caller.Store(h.Pid)
 			e.request.Store(h.Unique)
 			e.s.watchSignals()
-			e.call.Handle(in)
+			e.call.Handle(in, received)
 			e.request.Store(0)
 		}
 		if r.replied != id {
 			var failure [headerSize]byte
-			e.reply(failure[:putError(failure[:], id, unix.EIO)], nil)
+			e.Send(failure[:putError(failure[:], id, unix.EIO)], nil)
 		}
 	}
 	e.applyReply()
@@ -241,9 +245,25 @@ func (e *entry) get(id uint64) ([]byte, error) {
 	return e.mem[start:][:inHeader+fixed+payload], nil
 }
 
-// reply puts a reply into the memory of the entry, outside of the memory of the request. Once it is
-// complete there, another process can send it.
-func (e *entry) reply(reply []byte, data [][]byte) {
+// Place returns the payload of the entry. The request must not be there, because another process
+// may handle it again.
+func (e *entry) Place(n int) [][]byte {
+	payload := e.mem[slotPage:]
+	if n > len(payload) || e.record().copied != e.commitID() {
+		return nil
+	}
+	e.place[0] = payload[:n:n]
+	return e.place[:]
+}
+
+// SendPlaced is Send for data that is in the payload.
+func (e *entry) SendPlaced(header []byte, n int) {
+	copy(e.mem[slotReplyAt:], header)
+	e.complete(len(header), n)
+}
+
+// Send puts a reply into the memory of the entry, outside of the memory of the request.
+func (e *entry) Send(reply []byte, data [][]byte) {
 	payload := e.mem[slotPage:]
 	small := reply
 	if len(reply) > smallReply {
@@ -260,8 +280,13 @@ func (e *entry) reply(reply []byte, data [][]byte) {
 		n += copy(payload[n:], d)
 	}
 	copy(e.mem[slotReplyAt:], small)
+	e.complete(len(small), n)
+}
+
+// complete marks a reply as complete. From now on another process can send it.
+func (e *entry) complete(size, data int) {
 	r := e.record()
-	r.replySize, r.dataSize = uint64(len(small)), uint64(n)
+	r.replySize, r.dataSize = uint64(size), uint64(data)
 	atomic.StoreUint64(&r.replied, e.commitID())
 }
 

@@ -10,20 +10,28 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 // A FileSystem handles the requests of one connection. Its methods are called concurrently. Init
 // and OnUnmount are not called.
 type FileSystem interface {
-	// The results of Read must have the method Slices of fuse.ReadResultVector. The slices stay
-	// valid until Done, which is called exactly once for each result. The buffer argument of Read
-	// is nil.
+	// Read is called only for a READ with extensions, which the kernel does not send. Data of a
+	// WRITE in several pieces goes to Writev, other data to Write.
 	fuse.RawFileSystem
+	// ReadTo handles a READ. place, if not nil, is memory for in.Size bytes, in pieces. ReadTo may
+	// write the data there: it then returns the number of bytes and no result. What else it writes
+	// there is lost. It must not read from place, and not write to it after it has returned.
+	//
+	// Otherwise ReadTo returns a result with the method Slices of fuse.ReadResultVector. The slices
+	// stay valid until Done, which is called exactly once for each result.
+	ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (n int, res fuse.ReadResult, status fuse.Status)
 	// Replied is called after the reply to a request was written, also if the write failed. unique
-	// is Unique of the request. The kernel does not send this request again, unless the write
-	// failed. Replied is not called for requests without reply (FORGET, BATCH_FORGET), INIT and
-	// INTERRUPT.
-	Replied(unique uint64)
+	// is Unique of the request, and received is the time of Handle. The kernel does not send this
+	// request again, unless the write failed. Replied is not called for requests without reply
+	// (FORGET, BATCH_FORGET), INIT and INTERRUPT.
+	Replied(unique uint64, received ledger.Time)
 	// Disconnected is called once, when the kernel has ended the connection. No program waits for
 	// the requests in progress any more, so they should end.
 	Disconnected()
@@ -32,11 +40,14 @@ type FileSystem interface {
 // Opcodes of the FUSE protocol that this package handles or needs the sizes of
 // (include/uapi/linux/fuse.h).
 const (
+	opLookup      = 1
 	opForget      = 2
+	opGetAttr     = 3
 	opReadlink    = 5
 	opOpen        = 14
 	opRead        = 15
 	opWrite       = 16
+	opRelease     = 18
 	opFsync       = 20
 	opGetXAttr    = 22
 	opListXAttr   = 23
@@ -69,7 +80,8 @@ type Handler struct {
 	onPanic func(any) fuse.Status
 	init    []byte // the INIT request
 	kernel  fuse.InitIn
-	reads   reads
+	active  active
+	names   *names
 }
 
 // NewHandler returns the Handler of a new connection. opts are those of fuse.NewProtocolServer;
@@ -79,17 +91,31 @@ func NewHandler(fs FileSystem, opts *fuse.MountOptions) *Handler {
 	if logger == nil {
 		logger = log.Default()
 	}
-	return &Handler{fs: fs, proto: fuse.NewProtocolServer(fs, opts), logger: logger, onPanic: opts.PanicHandler}
+	return &Handler{fs: fs, proto: fuse.NewProtocolServer(fs, opts), logger: logger, onPanic: opts.PanicHandler,
+		names: newNames()}
 }
 
-// Negotiate handles the request INIT. It returns the reply also when the reply is an error. No
-// other request may be in progress.
+// CanWriteback reports whether a connection with the INIT request can have CAP_WRITEBACK_CACHE.
+// Direct I/O must write the kernel's pages first, which Linux does with CAP_DIRECT_IO_ALLOW_MMAP
+// (since 6.6). Otherwise it would read old data, and the pages would later replace its new data.
+func CanWriteback(init []byte) bool {
+	var in fuse.InitIn
+	copy(bytesOf(&in), init)
+	return in.Flags64()&fuse.CAP_DIRECT_IO_ALLOW_MMAP != 0
+}
+
+// Negotiate handles the request INIT. It refuses CAP_WRITEBACK_CACHE unless CanWriteback. It
+// returns the reply also when the reply is an error. No other request may be in progress.
 func (h *Handler) Negotiate(in []byte) (reply []byte, err error) {
 	if len(in) < int(unsafe.Sizeof(fuse.InHeader{})) || header(in).Opcode != opInit {
 		return nil, fmt.Errorf("request of %d bytes is no INIT", len(in))
 	}
 	h.init = bytes.Clone(in)
 	copy(bytesOf(&h.kernel), in) // older kernels send a shorter request
+	if flags := int(unsafe.Offsetof(h.kernel.Flags)); !CanWriteback(in) && len(in) >= flags+4 {
+		in = bytes.Clone(in)
+		binary.NativeEndian.PutUint32(in[flags:], h.kernel.Flags&^fuse.CAP_WRITEBACK_CACHE)
+	}
 	out := make([]byte, smallReply)
 	n, status := h.proto.HandleRequest([][]byte{in}, [][]byte{out})
 	if n < headerSize {
@@ -107,11 +133,40 @@ func (h *Handler) Init() []byte { return h.init }
 // Kernel returns the INIT request: the version and the capabilities of the kernel's FUSE client.
 func (h *Handler) Kernel() *fuse.InitIn { return &h.kernel }
 
+// Interrupt interrupts a request. It reports false if the request is not in progress or was
+// interrupted before.
+func (h *Handler) Interrupt(unique uint64) bool {
+	if h.active.interrupt(unique) {
+		return true
+	}
+	var in fuse.InterruptIn
+	in.Length, in.Opcode, in.Unique = uint32(unsafe.Sizeof(in)), opInterrupt, unique
+	in.InHeader.Unique = unique | interruptBit
+	var out [smallReply]byte
+	n, status := h.proto.HandleRequest([][]byte{bytesOf(&in)}, [][]byte{out[:]})
+	return n == 0 && status.Ok()
+}
+
+// A Transport carries the replies to the requests of a Call, one at a time.
+type Transport interface {
+	// Place returns memory in which the data of a reply can arrive, in pieces: n bytes that follow
+	// the fuse.OutHeader. It returns nil if there is no such memory. The memory stays valid until
+	// the reply is sent.
+	Place(n int) [][]byte
+	// Send sends a reply: a message that begins with a fuse.OutHeader, and data that follows it.
+	// Both are valid until Send returns.
+	Send(reply []byte, data [][]byte)
+	// SendPlaced sends a fuse.OutHeader and the first n bytes of the memory of Place.
+	SendPlaced(header []byte, n int)
+}
+
 // A Call handles requests of a Handler, one after the other, and has the memory for their replies.
 type Call struct {
 	h      *Handler
-	send   func(reply []byte, data [][]byte)
-	cancel chan struct{} // of the READ in progress
+	t      Transport
+	direct directCall
+
+	received ledger.Time // the request in progress
 
 	in    [1][]byte
 	out   [1][]byte
@@ -119,28 +174,34 @@ type Call struct {
 	reply [smallReply / 8]uint64
 }
 
-// NewCall returns a Call whose replies go to send: a message that begins with a fuse.OutHeader, and
-// data that follows it. Both are valid until send returns.
-func (h *Handler) NewCall(send func(reply []byte, data [][]byte)) *Call {
-	return &Call{h: h, send: send, cancel: make(chan struct{})}
+// NewCall returns a Call whose replies go to t.
+func (h *Handler) NewCall(t Transport) *Call {
+	c := &Call{h: h, t: t}
+	c.direct.cancel = make(chan struct{})
+	return c
 }
 
-// Handle handles one request, and calls send unless the request has no reply. in has at least the
-// size of a fuse.InHeader and is aligned to 8 bytes.
-func (c *Call) Handle(in []byte) {
-	switch h := header(in); h.Opcode {
-	case opRead:
-		if len(in) >= int(unsafe.Sizeof(fuse.ReadIn{})) {
-			c.read((*fuse.ReadIn)(unsafe.Pointer(&in[0])))
-			return
-		}
-	case opInterrupt:
-		if len(in) >= int(unsafe.Sizeof(fuse.InterruptIn{})) &&
-			c.h.reads.interrupt((*fuse.InterruptIn)(unsafe.Pointer(&in[0])).Unique) {
-			return
-		}
+// Handle handles one request, which arrived at the time received, and sends the reply unless the
+// request has none. in has at least the size of a fuse.InHeader and is aligned to 8 bytes.
+func (c *Call) Handle(in []byte, received ledger.Time) {
+	c.received = received
+	if op := directOpOf(in); op != nil {
+		c.in[0] = in[op.in:]
+		c.handleDirect(op, in[:op.in], c.in[:])
+		return
+	}
+	if header(in).Opcode == opInterrupt && len(in) >= int(unsafe.Sizeof(fuse.InterruptIn{})) &&
+		c.h.active.interrupt((*fuse.InterruptIn)(unsafe.Pointer(&in[0])).Unique) {
+		return
 	}
 	c.dispatch(in)
+}
+
+// HandleWrite handles a WRITE whose data is in several pieces. in is a fuse.WriteIn, aligned to 8
+// bytes, without extensions.
+func (c *Call) HandleWrite(in []byte, data [][]byte, received ledger.Time) {
+	c.received = received
+	c.handleDirect(&directOps[opWrite], in, data)
 }
 
 // dispatch lets go-fuse handle a request.
@@ -158,9 +219,9 @@ func (c *Call) dispatch(in []byte) {
 		if n < headerSize || n != int(binary.NativeEndian.Uint32(out)) {
 			n = putError(out, header(in).Unique, unix.EIO) // the reply did not fit
 		}
-		c.send(out[:n], nil)
+		c.t.Send(out[:n], nil)
 		if h := header(in); h.Opcode != opInterrupt {
-			c.h.fs.Replied(Unique(h))
+			c.h.fs.Replied(Unique(h), c.received)
 		}
 	}
 	if len(c.large) > keepReply {
@@ -177,7 +238,7 @@ func variableReply(in []byte) int {
 	switch op := header(in).Opcode; {
 	case op == opReadlink:
 		return unix.PathMax
-	case (op == opReadDir || op == opReadDirPlus) && len(in) >= int(unsafe.Sizeof(fuse.ReadIn{})):
+	case (op == opRead || op == opReadDir || op == opReadDirPlus) && len(in) >= int(unsafe.Sizeof(fuse.ReadIn{})):
 		return int((*fuse.ReadIn)(p).Size)
 	case (op == opGetXAttr || op == opListXAttr) && len(in) >= int(unsafe.Sizeof(fuse.GetXAttrIn{})):
 		return int((*fuse.GetXAttrIn)(p).Size)

@@ -92,8 +92,13 @@ func closeInherited() error {
 func handleNotification(request []byte) {
 	var errno syscall.Errno
 	if len(request) > requestHeader {
-		flags := binary.NativeEndian.Uint32(request[8:])
-		err := writeNotification(helperDeviceFD, request[requestHeader:], flags&flagUnreadable != 0)
+		flags, message := binary.NativeEndian.Uint32(request[8:]), request[requestHeader:]
+		var err error
+		if flags&flagTouch != 0 {
+			err = touchMessage(message)
+		} else {
+			err = writeNotification(helperDeviceFD, message, flags&flagUnreadable != 0)
+		}
 		if err != nil && !errors.As(err, &errno) {
 			errno = unix.EIO
 		}

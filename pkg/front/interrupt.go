@@ -6,9 +6,7 @@ import (
 	"os"
 	"strconv"
 	"time"
-	"unsafe"
 
-	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 )
 
@@ -40,18 +38,8 @@ func (s *DevFuse) earlyInterrupt(unique uint64) {
 
 // interrupt interrupts a request. It reports false if the request is not in progress. unique is the
 // number of the request with or without the mark resent.
-func (s *DevFuse) interrupt(unique uint64) (done bool) {
-	call := s.NewCall(func(reply []byte, _ [][]byte) { done = !isInterruptRetry(reply) })
-	for _, number := range [...]uint64{unique &^ resent, unique | resent} {
-		var in fuse.InterruptIn
-		in.Length, in.Opcode = uint32(unsafe.Sizeof(in)), opInterrupt
-		in.InHeader.Unique, in.Unique = number|interruptBit, number
-		done = true // without a reply
-		if call.Handle(bytesOf(&in)); done {
-			return true
-		}
-	}
-	return false
+func (s *DevFuse) interrupt(unique uint64) bool {
+	return s.Interrupt(unique&^resent) || s.Interrupt(unique|resent)
 }
 
 const (

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 func TestMain(m *testing.M) {
@@ -51,9 +52,10 @@ func TestMain(m *testing.M) {
 const testTimeout = 30 * time.Second
 
 const (
-	fileNode = 2
-	linkNode = 3
-	dataSize = 3<<20 + 1000
+	fileNode    = 2
+	linkNode    = 3
+	createdNode = 4
+	dataSize    = 3<<20 + 1000
 )
 
 // A testFS has a file "data", whose byte at offset i is fileByte(i), and a symbolic link "link".
@@ -67,9 +69,12 @@ type testFS struct {
 	delay  time.Duration // of a LOOKUP
 
 	link         string
+	dropWritten  bool // WRITEs keep no data
 	keepReplied  bool
 	mode         atomic.Uint32 // of the file
 	lookups      atomic.Int32
+	statfs       atomic.Int32
+	placed       atomic.Int32 // READs whose data went to the memory of the transport
 	disconnected atomic.Int32
 	end          chan struct{} // closed by Disconnected
 
@@ -118,6 +123,22 @@ func (fs *testFS) Lookup(cancel <-chan struct{}, in *fuse.InHeader, name string,
 	return fuse.OK
 }
 
+func (fs *testFS) StatFs(<-chan struct{}, *fuse.InHeader, *fuse.StatfsOut) fuse.Status {
+	fs.statfs.Add(1)
+	return fuse.OK
+}
+
+// Create makes a file that Lookup does not find.
+func (fs *testFS) Create(_ <-chan struct{}, _ *fuse.CreateIn, _ string, out *fuse.CreateOut) fuse.Status {
+	out.NodeId = createdNode
+	out.SetEntryTimeout(time.Hour)
+	out.SetAttrTimeout(time.Hour)
+	out.Attr = fuse.Attr{Ino: createdNode, Nlink: 1, Mode: unix.S_IFREG | 0o644}
+	return fuse.OK
+}
+
+func (fs *testFS) Unlink(<-chan struct{}, *fuse.InHeader, string) fuse.Status { return fuse.OK }
+
 func (fs *testFS) GetAttr(_ <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	out.SetTimeout(time.Hour)
 	fs.attr(in.NodeId, &out.Attr)
@@ -140,6 +161,9 @@ func (fs *testFS) Readlink(<-chan struct{}, *fuse.InHeader) ([]byte, fuse.Status
 }
 
 func (fs *testFS) Write(_ <-chan struct{}, _ *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
+	if fs.dropWritten {
+		return uint32(len(data)), fuse.OK
+	}
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
 	fs.written = append(fs.written, bytes.Clone(data))
@@ -155,11 +179,28 @@ func (fs *testFS) takeWritten() []byte {
 	return data
 }
 
-func (fs *testFS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
+func (fs *testFS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
 	if fs.read != nil {
-		return fs.read(cancel, in)
+		res, status := fs.read(cancel, in)
+		return 0, res, status
 	}
-	return fs.data(in), fuse.OK
+	if place == nil {
+		return 0, fs.data(in), fuse.OK
+	}
+	fs.placed.Add(1)
+	data := fileData(int64(in.Offset), int(in.Size))
+	n := 0
+	for _, p := range place {
+		clear(p)
+		n += copy(p, data[n:])
+	}
+	return n, nil, fuse.OK
+}
+
+// Read is for the server of go-fuse.
+func (fs *testFS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
+	_, res, status := fs.ReadTo(cancel, in, nil)
+	return res, status
 }
 
 // data returns the data of the file.
@@ -178,7 +219,7 @@ func fileData(off int64, n int) []byte {
 	return data
 }
 
-func (fs *testFS) Replied(unique uint64) {
+func (fs *testFS) Replied(unique uint64, _ ledger.Time) {
 	if fs.keepReplied {
 		fs.mu.Lock()
 		defer fs.mu.Unlock()
@@ -307,11 +348,7 @@ func newDevFuseFront(_ string, dev *Device, fs FileSystem, opts *fuse.MountOptio
 }
 
 func newURingFront(dir string, dev *Device, fs FileSystem, opts *fuse.MountOptions) (*DevFuse, error) {
-	return NewURing(dev, fs, opts, touchOptions(dir))
-}
-
-func touchOptions(dir string) URingOptions {
-	return URingOptions{Touch: func() { _ = unix.Statfs(dir, new(unix.Statfs_t)) }}
+	return NewURing(dev, fs, opts, URingOptions{Dir: dir})
 }
 
 func mountFront(t testing.TB, fs *testFS, newFront newFront) *testMount {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 // Request memory begins with a page with a memoryHeader. The small places follow, and then the
@@ -248,9 +249,9 @@ func (s *DevFuse) repeat() {
 		}
 		atomic.StoreUint64(&h.Unique, h.Unique|resent)
 		s.workers.Go(func() {
-			w := s.idle.Get().(*worker)
-			defer s.idle.Put(w)
-			w.call.Handle(place[:h.Length])
+			w := s.getWorker()
+			defer s.putWorker(w)
+			w.call.Handle(place[:h.Length], ledger.Now())
 			s.requests.done(place)
 		})
 	}

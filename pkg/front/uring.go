@@ -15,6 +15,8 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/kernelfault"
 )
 
 const (
@@ -25,8 +27,9 @@ const (
 	// maxEntries bounds the entries of a connection, and so its threads and its memory: each entry
 	// has a buffer for the largest request. Further requests wait in the kernel.
 	maxEntries = 1024
-	// parkTimeout bounds the time that Park needs, and parkPause is the pause between its attempts.
-	parkTimeout, parkPause = time.Second, time.Millisecond
+	// parkTimeout bounds the time that Park needs, parkPause is the pause between its checks, and
+	// refillPause the pause before it sends requests again.
+	parkTimeout, parkPause, refillPause = 3 * time.Second, time.Millisecond, 100 * time.Millisecond
 )
 
 const (
@@ -37,9 +40,8 @@ const (
 
 // URingOptions are the options of NewURing and Resume.
 type URingOptions struct {
-	// Touch makes the calling thread send some request through the mount, for example with
-	// statfs(2). It may wait for the reply.
-	Touch func()
+	// Dir is the mount point. Calls of statfs(2) about it make the kernel send requests.
+	Dir string
 }
 
 // rings are the entries of a connection with FUSE over io_uring. The kernel has a queue for each
@@ -47,7 +49,7 @@ type URingOptions struct {
 // occupies an entry until its reply.
 type rings struct {
 	mem      *ringMemory
-	touch    func()
+	dir      string // the mount point
 	queues   []ringQueue
 	first    []*entry // those that do not run
 	entries  [maxEntries]atomic.Pointer[entry]
@@ -111,7 +113,11 @@ func (s *DevFuse) makeRings(out *fuse.InitOut, ropts URingOptions) {
 		s.refused = notOffered()
 		return
 	}
-	if err := s.newRings(max(minReadBuffer, int(out.MaxWrite), int(out.MaxPages)*os.Getpagesize()), ropts); err != nil {
+	err, _ := kernelfault.URing(hostRelease())
+	if err == nil {
+		err = s.newRings(max(minReadBuffer, int(out.MaxWrite), int(out.MaxPages)*os.Getpagesize()), ropts)
+	}
+	if err != nil {
 		s.rings.close()
 		s.rings, s.refused = nil, err
 		out.Flags2 &^= capability
@@ -130,11 +136,24 @@ func notOffered() error {
 	return errors.New("the kernel does not offer FUSE over io_uring")
 }
 
+// hostRelease returns the release of the running kernel. Tests replace it.
+var hostRelease = kernelfault.Release
+
+// URingWarning returns a fault of the running kernel that does not keep mounts from using FUSE over
+// io_uring, or nil.
+func URingWarning() error {
+	_, warn := kernelfault.URing(hostRelease())
+	return warn
+}
+
 // URingAvailable returns why the host cannot use FUSE over io_uring, or nil.
 func URingAvailable() error {
 	b, err := os.ReadFile(enableURing)
 	if err != nil || strings.TrimSpace(string(b)) != "Y" {
 		return notOffered()
+	}
+	if refuse, _ := kernelfault.URing(hostRelease()); refuse != nil {
+		return refuse
 	}
 	if _, err := cpuQueues(); err != nil {
 		return err
@@ -219,7 +238,7 @@ func (s *DevFuse) newRings(payload int, ropts URingOptions) error {
 }
 
 func (s *DevFuse) useRings(m *ringMemory, queues int, ropts URingOptions) {
-	s.rings = &rings{mem: m, touch: ropts.Touch, queues: make([]ringQueue, queues), parked: make(chan struct{})}
+	s.rings = &rings{mem: m, dir: ropts.Dir, queues: make([]ringQueue, queues), parked: make(chan struct{})}
 	s.rings.kicks.Store(rand.Uint64N(1 << 60))
 }
 
@@ -319,20 +338,28 @@ func (s *DevFuse) addEntry(queue int) bool {
 // request to the queue of this CPU.
 func (s *DevFuse) kick(cpu int) {
 	s.workers.Go(func() {
-		runtime.LockOSThread() // the thread ends with the goroutine
-		if setCPU(cpu) != nil {
-			return // the CPU is offline and has no requests
-		}
-		if s.retrieve() != nil && s.rings.touch != nil && !s.disconnected.Load() {
-			s.rings.touch()
+		err := errNoFile
+		onCPU(cpu, func() { err = s.retrieve() })
+		if err != nil && !s.disconnected.Load() {
+			s.dev.touch(cpu, s.rings.dir, s.gone)
 		}
 	})
 }
 
-func setCPU(cpu int) error {
-	var set unix.CPUSet
-	set.Set(cpu)
-	return unix.SchedSetaffinity(0, &set)
+// onCPU calls f on a CPU. It does nothing if the CPU is offline, which then has no requests. The
+// thread may run on all its CPUs again afterwards: the main thread of the process never ends, and
+// other goroutines use it.
+func onCPU(cpu int, f func()) {
+	runtime.LockOSThread()
+	var before, one unix.CPUSet
+	one.Set(cpu)
+	if unix.SchedGetaffinity(0, &before) == nil && unix.SchedSetaffinity(0, &one) == nil {
+		f()
+		if unix.SchedSetaffinity(0, &before) != nil {
+			return // a locked thread ends with its goroutine
+		}
+	}
+	runtime.UnlockOSThread()
 }
 
 // errNoFile means that the kernel does not know one of the regular files of the latest requests.
@@ -367,7 +394,7 @@ const notifyRetrieve = 5
 // Park stops the handling of requests, for a process that then exits and leaves the connection to
 // the next process. Requests that come later, and those in progress, are for the next process. The
 // kernel loses a request that it gives to an exiting thread, so Park also gives a request to each
-// entry that waits for one. Park needs no more than a second. It does nothing on a connection
+// entry that waits for one. Park needs no more than three seconds. It does nothing on a connection
 // without io_uring.
 func (s *DevFuse) Park() {
 	if s.rings == nil || s.rings.parking.Swap(true) {
@@ -376,28 +403,41 @@ func (s *DevFuse) Park() {
 	online, _ := readCPUs(onlinePath)
 	var fillers sync.WaitGroup
 	for _, cpu := range online {
-		fillers.Go(func() {
-			runtime.LockOSThread() // the thread ends with the goroutine
-			if setCPU(cpu) == nil {
-				s.fill(&s.rings.queues[cpu])
-			}
-		})
+		fillers.Go(func() { onCPU(cpu, func() { s.fill(cpu) }) })
 	}
 	fillers.Wait()
 }
 
 // fill gives a request to each entry of the queue of this thread's CPU.
-func (s *DevFuse) fill(q *ringQueue) {
-	for deadline := time.Now().Add(parkTimeout); time.Now().Before(deadline) && !s.disconnected.Load(); {
-		n := q.idle.Load()
-		if n <= 0 {
+func (s *DevFuse) fill(cpu int) {
+	q := &s.rings.queues[cpu]
+	var again time.Time // when to send requests again
+	for deadline := time.Now().Add(parkTimeout); !s.disconnected.Load(); time.Sleep(parkPause) {
+		n, now := q.idle.Load(), time.Now()
+		switch {
+		case n <= 0:
+			return
+		case now.Before(again):
+		case now.Before(deadline) && s.send(cpu, int(n)):
+			again = now.Add(refillPause)
+		default:
+			s.logger.Printf("FUSE over io_uring: calls of CPU %d may fail with ECANCELED: %d threads did not react",
+				cpu, n)
 			return
 		}
-		for range n {
-			if s.retrieve() != nil {
-				return
-			}
-		}
-		time.Sleep(parkPause)
 	}
+}
+
+// send makes the kernel send requests to the queue of this thread's CPU. It returns false if it
+// cannot. This process must not wait for its own replies.
+func (s *DevFuse) send(cpu, n int) bool {
+	for ; n > 0 && s.retrieve() == nil; n-- {
+	}
+	if n > 0 && s.dev.helper.Load() == nil {
+		return false
+	}
+	for range n {
+		go s.dev.touch(cpu, s.rings.dir, s.gone)
+	}
+	return true
 }

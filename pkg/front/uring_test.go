@@ -102,6 +102,27 @@ func TestURingRefused(t *testing.T) {
 	}
 }
 
+// TestURingRefusedOnFaultyKernel mounts on a kernel that offers FUSE over io_uring and has a known
+// fault: the mount uses /dev/fuse.
+func TestURingRefusedOnFaultyKernel(t *testing.T) {
+	testutil.NeedsURing(t)
+	before := hostRelease
+	hostRelease = func() string { return "6.15.3-generic" }
+	t.Cleanup(func() { hostRelease = before })
+	const want = "Linux 6.15.3-generic can damage"
+	m := mountFront(t, newTestFS(), newURingFront)
+	if err := m.front.Refused(); err == nil || !strings.Contains(err.Error(), want) || m.front.URing() {
+		t.Errorf("front: got io_uring %t, refused: %v, want %q", m.front.URing(), err, want)
+	}
+	// Package os would add the file to the poller of this process, which then waits for POLL.
+	if _, err := unix.Pread(open(t, m.path("data"), unix.O_RDONLY), make([]byte, 1), 0); err != nil {
+		t.Error(err)
+	}
+	if err := URingAvailable(); err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("URingAvailable: got %v, want %q", err, want)
+	}
+}
+
 // TestURingLimit holds more requests than there can be entries: others wait, and none is lost.
 func TestURingLimit(t *testing.T) {
 	fs := newTestFS()
@@ -174,5 +195,22 @@ func TestURingNeedsAllCPUs(t *testing.T) {
 	must(t, unix.SchedSetaffinity(os.Getpid(), &one))
 	if err := URingAvailable(); err == nil || !strings.Contains(err.Error(), "may not run on CPU 1") {
 		t.Errorf("URingAvailable: got %v", err)
+	}
+}
+
+// TestOnCPURestoresThread checks that a thread may run on all its CPUs again. The main thread would
+// stay on one CPU for the rest of the process.
+func TestOnCPURestoresThread(t *testing.T) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var before, during, after unix.CPUSet
+	must(t, unix.SchedGetaffinity(0, &before))
+	onCPU(0, func() { must(t, unix.SchedGetaffinity(0, &during)) })
+	must(t, unix.SchedGetaffinity(0, &after))
+	if during.Count() != 1 || !during.IsSet(0) {
+		t.Errorf("CPUs during the call: got %v, want only 0", during)
+	}
+	if after != before {
+		t.Errorf("CPUs after the call: got %v, want %v", after, before)
 	}
 }
