@@ -56,6 +56,7 @@ func (fs *FS) GetXAttr(cancel <-chan struct{}, h *fuse.InHeader, name string, de
 		return 0, fuse.Status(syscall.EOPNOTSUPP)
 	}
 	s = fs.onNode(OpGetXAttr, cancel, h, func(r *request, ino *inode) error {
+		fs.countACL(ino, r.cred)
 		acls, err := fs.acls(r, ino)
 		if err != nil {
 			return err
@@ -83,6 +84,7 @@ func (fs *FS) ListXAttr(cancel <-chan struct{}, h *fuse.InHeader, dest []byte) (
 		return 0, fuse.Status(syscall.EOPNOTSUPP)
 	}
 	s = fs.onNode(OpListXAttr, cancel, h, func(r *request, ino *inode) error {
+		fs.countACL(ino, r.cred)
 		acls, err := fs.acls(r, ino)
 		if errno(err) == syscall.EOPNOTSUPP {
 			return nil // a file system of the server without ACLs
@@ -133,12 +135,48 @@ func (fs *FS) RemoveXAttr(cancel <-chan struct{}, h *fuse.InHeader, name string)
 
 // acls returns the ACLs of a node. An ACL that says no more than the mode is left out.
 func (fs *FS) acls(r *request, ino *inode) (nfsacl.ACLs, error) {
-	ino.mu.Lock()
-	if c := ino.acls; c != nil && c.ctime == ino.attr.Ctime && fs.freshLocked(ino) {
-		defer ino.mu.Unlock()
-		return c.ACLs, nil
+	acls, err := fs.sharedACLs(r, r.cred, ino)
+	if err != nil {
+		return acls, fs.checkStale(ino, aclError(err))
 	}
+	return acls, nil
+}
+
+// sharedACLs is acls, with the error of the call. It waits for a call of another goroutine, once.
+func (fs *FS) sharedACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs, error) {
+	if acls, ok := fs.cachedACLs(ino); ok {
+		return acls, nil
+	}
+	done := fs.aclCalls.begin(ino)
+	if done == nil {
+		defer fs.aclCalls.end(ino)
+		return fs.askACLs(ctx, cred, ino)
+	}
+	select {
+	case <-done:
+	case <-ctx.Done():
+		return nfsacl.ACLs{}, syscall.EINTR
+	}
+	if acls, ok := fs.cachedACLs(ino); ok {
+		return acls, nil
+	}
+	return fs.askACLs(ctx, cred, ino) // the other call failed, or its reply is not cacheable
+}
+
+// cachedACLs returns the ACLs of a node if they are known.
+func (fs *FS) cachedACLs(ino *inode) (acls nfsacl.ACLs, ok bool) {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	if c := ino.acls; c != nil && c.ctime == ino.attr.Ctime && fs.freshLocked(ino) {
+		return c.ACLs, true
+	}
+	return acls, false
+}
+
+// askACLs asks the server for the ACLs of a node.
+func (fs *FS) askACLs(ctx context.Context, cred []byte, ino *inode) (nfsacl.ACLs, error) {
 	mask := uint32(nfsacl.MaskAccess | nfsacl.MaskAccessCount)
+	ino.mu.Lock()
 	if ino.isDir() {
 		mask = nfsacl.MaskAll
 	}
@@ -146,12 +184,12 @@ func (fs *FS) acls(r *request, ino *inode) (nfsacl.ACLs, error) {
 	for try := 0; ; try++ {
 		var attr nfs3.PostOpAttr
 		start := fs.callStart()
-		acls, err := fs.acl.Get(r, r.cred, ino.fh, mask, &attr)
-		if fs.retryJukebox(r, err, try) {
+		acls, err := fs.acl.Get(ctx, cred, ino.fh, mask, &attr)
+		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
 		if err != nil {
-			return acls, fs.checkStale(ino, aclError(err))
+			return acls, err
 		}
 		if acls.Access.Minimal() {
 			acls.Access = nil
@@ -159,11 +197,21 @@ func (fs *FS) acls(r *request, ino *inode) (nfsacl.ACLs, error) {
 		if attr.Present && fs.updateAttr(ino, &attr.Attr, start) &&
 			max(len(acls.Access), len(acls.Default)) <= maxCachedACL {
 			ino.mu.Lock()
-			ino.acls = &cachedACLs{acls, attr.Ctime}
+			if start >= ino.aclClock {
+				ino.acls = &cachedACLs{acls, attr.Ctime}
+			}
 			ino.mu.Unlock()
 		}
 		return acls, nil
 	}
+}
+
+// dropACLs drops the ACLs of a node after a reply to a call that may have changed them, and makes
+// askACLs ignore replies to calls that were sent before.
+func (fs *FS) dropACLs(ino *inode) {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	ino.acls, ino.aclClock = nil, fs.clock.Add(1)
 }
 
 // aclError returns EOPNOTSUPP when the server has stopped to support NFSACL.
@@ -179,7 +227,6 @@ func aclError(err error) error {
 // replaces both ACLs of a directory, so the call also contains the other one.
 func (fs *FS) setACL(r *request, ino *inode, name string, acl nfsacl.ACL) error {
 	ino.mu.Lock()
-	ino.acls = nil // another client may have changed the other ACL
 	dir := ino.isDir()
 	ino.mu.Unlock()
 	if name == nfsacl.XattrDefault && !dir {
@@ -190,9 +237,9 @@ func (fs *FS) setACL(r *request, ino *inode, name string, acl nfsacl.ACL) error 
 	}
 	acls := nfsacl.ACLs{Mask: nfsacl.MaskAccess, Access: acl}
 	if dir {
-		current, err := fs.acls(r, ino)
+		current, err := fs.askACLs(r, r.cred, ino) // another client may have changed the other ACL
 		if err != nil {
-			return err
+			return fs.checkStale(ino, aclError(err))
 		}
 		acls.Mask |= nfsacl.MaskDefault
 		if acls.Default = current.Default; name == nfsacl.XattrDefault {
@@ -219,6 +266,7 @@ func (fs *FS) setACLs(r *request, ino *inode, acls *nfsacl.ACLs, owner nfsacl.Ow
 		var attr nfs3.PostOpAttr
 		start := fs.callStart()
 		err := fs.acl.Set(r, r.cred, ino.fh, acls, owner, &attr)
+		fs.dropACLs(ino)
 		if fs.retryJukebox(r, err, try) {
 			continue
 		}

@@ -65,6 +65,26 @@ func (fs *FS) setToNow(moment *atomic.Uint64) {
 	}
 }
 
+// A renameEnd says when a rename ended, and the one before it.
+type renameEnd struct{ now, before uint64 }
+
+// renameEnded advances lastRename to the current clock value.
+func (fs *FS) renameEnded() (e renameEnd) {
+	fs.renames.Lock()
+	defer fs.renames.Unlock()
+	e.before, e.now = fs.lastRename.Load(), fs.clock.Add(1)
+	fs.lastRename.Store(e.now)
+	return e
+}
+
+// onlyRename reports whether no other rename has ended since start, where e is the end of a rename
+// that began at start. Renames that end later have higher clock values than seen.
+func (fs *FS) onlyRename(start uint64, e renameEnd) (seen uint64, only bool) {
+	fs.renames.Lock()
+	defer fs.renames.Unlock()
+	return fs.clock.Load(), e.before <= start && fs.lastRename.Load() == e.now
+}
+
 // updateAttr stores attributes from a reply whose call was sent at start. updateAttr returns false
 // and stores nothing in three cases: the node was changed or updated after start, so that the newer
 // state is unknown; the node has data that the server does not have; or the attributes describe
@@ -198,6 +218,16 @@ func (fs *FS) updateWcc(ino *inode, wcc *nfs3.WccData, start uint64, alone bool)
 	}
 	ino.mu.Unlock()
 	fs.expireNames(ino, expired)
+}
+
+// sawChange records that the attributes of a node, from the reply to a call sent at start, include
+// all renames of this mount until the clock seen.
+func (ino *inode) sawChange(start, seen uint64) {
+	ino.mu.Lock()
+	defer ino.mu.Unlock()
+	if ino.requestClock == start {
+		ino.requestClock = seen
+	}
 }
 
 // updateCommitted stores the attributes in the reply to a COMMIT, which changes no attribute.

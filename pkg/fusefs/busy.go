@@ -100,28 +100,31 @@ func (fs *FS) clearBusy(ino *inode, mark *busyMark) {
 	fs.dirty.changed()
 }
 
-// pauseRead is retryJukebox for a call that reads into the first bytes of a buffer, of which done
-// are read. pauseRead gives the buffer back during the delay, and sets *err to nil when the call
-// must be repeated. It returns a buffer, or nil with an error, and the bytes that are still in it.
-func (fs *FS) pauseRead(r *request, err *error, buf []byte, done, try int) ([]byte, int) {
-	keeps := fs.busyReads.begin(done > 0, fs.buffers.Limit())
-	if !keeps {
-		fs.buffers.Put(buf)
-		buf, done = nil, 0
+// pauseRead is retryJukebox for a call that reads into t, of which done bytes are read. pauseRead
+// gives a buffer of the pool back during the delay, and sets *err to nil when the call must be
+// repeated. It returns the bytes that are still in t. After an error t may have no memory.
+func (fs *FS) pauseRead(r *request, err *error, t *target, done, try int) int {
+	pooled := t.buf != nil
+	keeps := fs.busyReads.begin(pooled && done > 0, fs.buffers.Limit())
+	if pooled && !keeps {
+		t.dropBuffer(fs)
+		done = 0
 	}
 	retry := fs.retryJukebox(r, *err, try)
 	fs.busyReads.end(keeps)
 	if !retry {
-		return buf, done
+		return done
 	}
-	if buf == nil {
-		if buf = fs.getBuffer(r); buf == nil {
+	if len(t.all) == 0 {
+		buf := fs.getBuffer(r)
+		if buf == nil {
 			*err = syscall.EINTR
-			return nil, 0
+			return 0
 		}
+		t.useBuffer(buf)
 	}
 	*err = nil
-	return buf, done
+	return done
 }
 
 const (

@@ -81,6 +81,7 @@ type Counters struct {
 	CacheDrops      atomic.Uint64 // drops of the cached pages of a file: another client changed it, or a lock
 	NameDrops       atomic.Uint64 // cached names that expired: another client changed the directory
 	Panics          atomic.Uint64 // requests and goroutines that panicked
+	Renewals        atomic.Uint64 // READDIRPLUS calls that renewed attributes during a walk
 	ReadDirRestarts atomic.Uint64 // directory listings restarted after NFS3ERR_BAD_COOKIE
 	// NodesWithoutRecord counts nodes that a restart does not keep, because the table was full.
 	NodesWithoutRecord atomic.Uint64

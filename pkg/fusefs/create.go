@@ -72,7 +72,7 @@ func (fs *FS) openNew(r *request, ino *inode, flags uint32, out *fuse.OpenOut) e
 		fs.inodes.forget(ino.id, 1)
 		return err
 	}
-	*out = fuse.OpenOut{Fh: id, OpenFlags: openFlags(flags, unchanged)}
+	*out = fuse.OpenOut{Fh: id, OpenFlags: fs.openFlags(flags, unchanged)}
 	return nil
 }
 
@@ -126,7 +126,7 @@ func (fs *FS) createExclusive(r *request, dir *inode, name string, set nfs3.SetA
 	var wcc nfs3.WccData
 	var a nfs3.Attr
 	var cacheable bool
-	if err = fs.setAttrs(r, r.cred, ino, &set, &wcc); err == nil {
+	if err = fs.checkStale(ino, fs.setAttrs(r, r.cred, ino, &set, &wcc)); err == nil {
 		cacheable, err = fs.attrAfterChange(r, r.cred, ino, &wcc, &a)
 	}
 	if err != nil {

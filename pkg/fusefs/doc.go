@@ -15,11 +15,13 @@
 //	request.go    one kernel request as a context; interrupts end its RPCs
 //	cred.go       uid, gid and groups of the calling process as AUTH_SYS (RFC 5531 appendix A)
 //	inode.go      the inode table: node number, file handle, lookup count
+//	shrink.go     memory that is returned after the kernel forgot many nodes
 //	attr.go       attributes: conversion, age, weak cache consistency (RFC 1813 §2.6, §3.3.1)
 //	pagecache.go  when the kernel drops cached pages
 //	namecache.go  when cached names expire
 //	stale.go      names in stale directories
 //	acl.go        POSIX ACLs (NFSACL), the umask
+//	aclahead.go   ACLs of files that a program lists, before it asks for them
 //	nodes.go      GETATTR, SETATTR, ACCESS, READLINK, FSSTAT
 //	names.go      LOOKUP and the procedures that make names (RFC 1813 §3.3.3, §3.3.8 to §3.3.11, §3.3.15)
 //	lookupcache.go names that a user may use without a LOOKUP
@@ -28,7 +30,9 @@
 //	openremove.go the order of an open and a concurrent removal of the same file
 //	file.go       open, flush, fsync, release: close-to-open consistency
 //	create.go     CREATE, and the open of a file that another client created first
-//	read.go       READ into the buffer that the front gives to the kernel
+//	read.go       READ into memory of the front, or into a buffer that the front gives to the kernel
+//	pieces.go     data of a READ or WRITE in several pieces
+//	writebackcache.go writes that the kernel gathers in its pages
 //	write.go      write-behind: extents, WRITE
 //	overlay.go    reads and sizes that include data that the server may have lost
 //	dirty.go      bounds of the age and the size of written data
@@ -40,6 +44,7 @@
 //	invalid.go    replies that break the protocol
 //	commit.go     COMMIT, write verifiers, replay (RFC 1813 §3.3.7, §3.3.21, §4.8)
 //	readdir.go    READDIR and READDIRPLUS (RFC 1813 §3.3.16, §3.3.17)
+//	walk.go       attributes that one READDIRPLUS renews for a walk of a directory
 //	lock.go       fcntl(2) and flock(2) locks by package nlm
 //	state.go      records from which the next process continues the mount
 //	restore.go    continues the mount of an earlier process
@@ -108,13 +113,15 @@
 // inodeTable.mu guards the maps, lookup counts, open counts and removals in flight. inode.mu guards
 // one node's attributes. State.mu guards the records of requests. writeback.mu (in the inode)
 // guards the node's extents. interrupts.mu guards the active requests. handleLocks.mu guards the
-// lock owners of one open file. reopens.mu, FS.handles and FS.dirty each guard one table.
-// DirtyTotal.mu guards the bytes of several FSs. Code that may panic unlocks with defer.
+// lock owners of one open file. reopens.mu, aclCalls, aclsAhead, FS.handles and FS.dirty each guard
+// one table.
+// FS.renames guards changes of lastRename. DirtyTotal.mu guards the bytes of several FSs. Code that
+// may panic unlocks with defer.
 //
 // dirHandle.mu serializes the reads of one open directory. No other lock is held during an RPC.
 // Server.mu is held during umount(2), which may wait for the server. Only unmounts take Server.mu.
 //
 // Lock writeback.mu before FS.handles, FS.dirty and inode.mu, FS.dirty before DirtyTotal.mu,
-// inodeTable.mu and FS.handles before inode.mu, and inode.mu before lookupCache.mu. Take each other
-// lock alone.
+// inodeTable.mu and FS.handles before inode.mu, and inodeTable.mu and inode.mu before
+// lookupCache.mu. Take each other lock alone.
 package fusefs

@@ -50,7 +50,7 @@ func (fs *FS) newFile(r *request, ino *inode, flags uint32) (uint64, error) {
 
 func (fs *FS) makeFile(ino *inode, cred []byte, flags uint32) *fileHandle {
 	h := &fileHandle{ino: ino, cred: cred, flags: flags, state: fs.state,
-		writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY, direct: direct(flags)}
+		writable: flags&syscall.O_ACCMODE != syscall.O_RDONLY, direct: fs.direct(flags)}
 	h.watched = fs.explicitPages() && flags&syscall.O_ACCMODE != syscall.O_WRONLY && !h.direct
 	if !h.direct {
 		ino.mu.Lock()
@@ -86,22 +86,15 @@ func (fs *FS) unpin(ino *inode) {
 }
 
 // openFlags chooses how the kernel caches the pages of an open file.
-func openFlags(flags uint32, unchanged bool) uint32 {
+func (fs *FS) openFlags(flags uint32, unchanged bool) uint32 {
 	var out uint32
 	if unchanged {
 		out |= fuse.FOPEN_KEEP_CACHE
 	}
-	if direct(flags) {
+	if fs.direct(flags) {
 		out |= fuse.FOPEN_DIRECT_IO
 	}
 	return out
-}
-
-// direct reports whether the kernel must not cache the data of an open. Only the server knows the
-// end of the file for data to append.
-func direct(flags uint32) bool {
-	appends := flags&syscall.O_APPEND != 0 && flags&syscall.O_ACCMODE != syscall.O_RDONLY
-	return flags&syscall.O_DIRECT != 0 || appends
 }
 
 // Open handles open(2) of an existing file.
@@ -151,7 +144,15 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	if err := fs.push(r, ino); err != nil {
 		return err
 	}
-	a, cacheable, err := fs.checkOpen(r, ino, wantedAccess(flags))
+	want := wantedAccess(flags)
+	if fs.readsPages(flags) {
+		want |= nfs3.AccessRead
+	}
+	a, cacheable, err := fs.checkOpen(r, ino, want)
+	if err == syscall.EACCES && fs.readsPages(flags) {
+		flags |= syscall.O_DIRECT
+		a, cacheable, err = fs.checkOpen(r, ino, wantedAccess(flags))
+	}
 	switch {
 	case err != nil:
 	case flags&syscall.O_TRUNC != 0:
@@ -172,7 +173,7 @@ func (fs *FS) openPinned(r *request, ino *inode, flags uint32, out *fuse.OpenOut
 	if outdated {
 		fs.dropAttr(ino)
 	}
-	out.OpenFlags = openFlags(flags, unchanged)
+	out.OpenFlags = fs.openFlags(flags, unchanged)
 	out.Fh, err = fs.newFile(r, ino, flags)
 	return err
 }
@@ -232,7 +233,7 @@ func (fs *FS) truncate(r *request, ino *inode, a *nfs3.Attr) (cacheable bool, er
 	set := nfs3.SetAttr{HasSize: true}
 	var wcc nfs3.WccData
 	if err := fs.setAttrs(r, r.cred, ino, &set, &wcc); err != nil {
-		return false, err
+		return false, fs.checkStale(ino, err)
 	}
 	return fs.attrAfterChange(r, r.cred, ino, &wcc, a)
 }

@@ -2,6 +2,7 @@ package fusefs
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"sync"
@@ -54,6 +55,9 @@ type Options struct {
 	NoAC bool
 	// NoCTO lets an open use cached attributes and cached rights of its user (nfs(5), nocto).
 	NoCTO bool
+	// Writeback makes the kernel gather writes in its pages, see writebackcache.go. Other clients
+	// must not use the files. Writeback is not valid with NoAC and with Guest.
+	Writeback bool
 	// LookupCache selects the names that may be cached.
 	LookupCache LookupCache
 	// SharedNames makes the kernel cache names for all users. The kernel then checks by mode bits
@@ -72,6 +76,9 @@ type Options struct {
 	// DirtyBytes and some reads. A pool that the caller supplies is closed by the caller, after
 	// FS.Close.
 	Buffers *membuf.Pool
+	// ReadInPlace lets the data of a READ arrive in memory of the front, without a buffer. The
+	// transport of the client must be able to read into any memory.
+	ReadInPlace bool
 	// DirtyExpire is the age after which the data of open files is written to stable storage. 0
 	// keeps the data until an fsync, a close, or until its buffers are needed.
 	DirtyExpire time.Duration
@@ -108,14 +115,29 @@ type Options struct {
 	// Settled, if not nil, is called once after a continued mount has handled the requests of the
 	// earlier process.
 	Settled func()
-	// Observe, if not nil, is called after each request that the kernel waits for, with the time
-	// that the request took. Observe runs on the request's goroutine, may run concurrently, and
-	// must not block. Observe is not called for FORGET, RELEASE and FSYNCDIR.
-	Observe func(op Op, d time.Duration)
+	// Observe, if not nil, is called after each request that the kernel waits for. Observe runs on
+	// the request's goroutine, may run concurrently, and must not block. Observe is not called for
+	// FORGET, RELEASE and FSYNCDIR.
+	Observe func(Sample)
+	// Ended, if not nil, is called for the same requests after their reply was written. As Observe,
+	// it runs on the request's goroutine, may run concurrently, and must not block. AddCall must
+	// then be called for each RPC.
+	Ended func(e Ended)
+	// Tag, if not nil, is called when a request begins that has Ended at its end. The request keeps
+	// the result for TagOf and Ended. Tag may run concurrently, and must not block.
+	Tag func() any
 	// Warn, if not nil, logs a condition that an administrator should know, with key-value
 	// pairs. It is called at most once a minute for each condition, may run concurrently, and
 	// must not block.
 	Warn func(msg string, args ...any)
+}
+
+// A Sample describes a request that has ended.
+type Sample struct {
+	Op       Op
+	Owner    Owner         // the caller
+	Bytes    int           // file bytes that a READ returned or a WRITE accepted
+	Duration time.Duration // from the arrival to the result
 }
 
 // DefaultOptions returns the defaults of nfs(5).
@@ -145,6 +167,7 @@ type FS struct {
 	clock       atomic.Uint64 // orders replies and changes: see updateAttr
 	lastRemoval atomic.Uint64 // clock after this mount's last removal
 	lastRename  atomic.Uint64 // clock after this mount's last rename
+	renames     sync.Mutex    // held while lastRename changes
 	lastLock    atomic.Uint64 // clock after the last lock that the server granted; 0: none
 	lookups     lookupCache
 	users       soleUser
@@ -175,6 +198,8 @@ type FS struct {
 	failure      atomic.Pointer[string] // nil while the FS works
 
 	reopens     reopens
+	aclCalls    aclCalls
+	aclsAhead   aclsAhead
 	noPlus      atomic.Bool // the server does not support READDIRPLUS
 	maxFileSize uint64      // the server's limit in bytes; set before the FS is used
 	writeSlots  chan struct{}
@@ -206,6 +231,7 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	rootInode := &inode{id: fuse.FUSE_ROOT_ID, fh: root}
 	fs.inodes.init(rootInode, fs.state)
 	fs.inodes.noRecord = fs.nodeWithoutRecord
+	fs.inodes.shrink = func() { fs.spawn(fs.shrinkTables) }
 
 	cred := fs.creds.encode(0, 0, nil)
 	var attr nfs3.Attr
@@ -232,6 +258,8 @@ func New(ctx context.Context, client *nfs3.Client, root nfs3.FH, opts Options) (
 	}
 	fs.opts.WSize = min(fs.opts.WSize, fs.buffers.Size())
 	if fs.state != nil && fs.state.restored {
+		r := &fs.state.mu.mount
+		fs.limitWriteback(r.init[:r.initLen])
 		if err := fs.restore(); err != nil {
 			return nil, fmt.Errorf("fusefs: continue the mount of an earlier process: %w", err)
 		}
@@ -274,6 +302,9 @@ func (o *Options) setDefaults() error {
 				ac.max)
 		}
 	}
+	if o.Writeback && (o.NoAC || o.Guest) {
+		return errors.New("fusefs: Writeback is not valid with NoAC and with Guest")
+	}
 	if o.LookupCache > LookupCacheNone {
 		return fmt.Errorf("fusefs: unknown lookupcache %d", o.LookupCache)
 	}
@@ -306,6 +337,7 @@ func (fs *FS) Inodes() int { return fs.inodes.len() }
 // an error. Abort does not block.
 func (fs *FS) Abort() {
 	fs.abortOnce.Do(func() { close(fs.aborted) })
+	fs.aclsAhead.stop()
 	fs.interrupts.abort()
 }
 
@@ -322,6 +354,7 @@ func (fs *FS) isAborted() bool {
 // unmounted. When ctx ends, Close discards the remaining data as Abort does.
 func (fs *FS) Close(ctx context.Context) {
 	fs.closeOnce.Do(func() { close(fs.closed) })
+	fs.aclsAhead.stop() // do not wait for a server that does not answer
 	fs.endWatch()
 	fs.flush(ctx, 0) // the writers got their errors from close(2)
 	fs.stopExpiry()
@@ -356,7 +389,45 @@ func (fs *FS) dropAttr(ino *inode) {
 // Forget releases lookup references of the kernel.
 func (fs *FS) Forget(id, nlookup uint64) {
 	fs.Counters.Ops[OpForget].Add(1)
-	fs.inodes.forget(id, nlookup)
+	if ino := fs.inodes.forget(id, nlookup); ino != nil {
+		fs.releaseAll(ino)
+	}
+}
+
+// releaseAll closes the files and directories of a node that the kernel has forgotten. The kernel
+// forgets a node after the RELEASEs of its files. With FUSE over io_uring, a RELEASE is lost when
+// the kernel gives it to a process that was killed.
+func (fs *FS) releaseAll(ino *inode) {
+	files, dirs := fs.forgottenHandles(ino)
+	for _, id := range files {
+		fs.Release(nil, &fuse.ReleaseIn{Fh: id})
+	}
+	for _, id := range dirs {
+		fs.ReleaseDir(&fuse.ReleaseIn{Fh: id})
+	}
+}
+
+// forgottenHandles returns the open files and directories of a node without lookup references. The
+// lock of the inode table keeps a new LOOKUP from returning the node meanwhile, and so a new OPEN.
+func (fs *FS) forgottenHandles(ino *inode) (files, dirs []uint64) {
+	fs.inodes.mu.Lock()
+	defer fs.inodes.mu.Unlock()
+	if ino.nlookup > 0 {
+		return nil, nil
+	}
+	fs.handles.Lock()
+	defer fs.handles.Unlock()
+	for id, h := range fs.handles.files {
+		if h.ino == ino {
+			files = append(files, id)
+		}
+	}
+	for id, d := range fs.handles.dirs {
+		if d.ino == ino {
+			dirs = append(dirs, id)
+		}
+	}
+	return files, dirs
 }
 
 // nextHandle returns a new number for an open file or directory. Numbers are never reused.

@@ -41,8 +41,8 @@ type inode struct {
 	changeClock  uint64
 	receivedAt   time.Time // time when attr was received
 	requestClock uint64    // FS.clock when the call that returned attr was sent
-	// unsent is true when attr came with the reply to a change by this mount and the kernel does
-	// not have it yet.
+	// unsent is true when attr came with the reply to a change by this mount, or with a renewal
+	// (walk.go), and the kernel does not have it yet.
 	unsent    bool
 	sent      stamp // of the attributes in the last reply to the kernel
 	pageStamp stamp // state of the file in the kernel's cached pages
@@ -55,9 +55,14 @@ type inode struct {
 	lookups        lookupState      // of a directory
 	openers        map[*byte]opener // of a file, with Options.NoCTO; as lookupState.searchers
 	acls           *cachedACLs      // nil: unknown
-	names          nameCache        // of a directory
-	found          foundAs          // of a directory
-	chain          writeChain
+	// FS.clock of the last change by this mount that may change the ACLs; replies to earlier
+	// GETACLs are outdated
+	aclClock uint64
+	names    nameCache // of a directory
+	found    foundAs   // of a directory
+	place    place     // in the last listing
+	walk     *dirWalk  // of a directory; nil before a listing
+	chain    writeChain
 
 	wb writeback
 }
@@ -83,7 +88,12 @@ type inodeTable struct {
 	state  *State // nil if the mount is not kept
 	// noRecord is called with mu held for each new node for which state has no room
 	noRecord func()
-	names    atomic.Int64 // names in all nameCaches, and those that wait for a notification
+	// shrink is called with mu held when the table has become far emptier than peak
+	shrink    func()
+	peak      int  // largest number of nodes at a removal since the maps were made
+	shrinking bool // shrink was called, and its work has not ended
+
+	names atomic.Int64 // names in all nameCaches, and those that wait for a notification
 
 	files      int // open files, and opens in flight
 	unresolved []*unresolvedRemoval
@@ -93,6 +103,7 @@ type inodeTable struct {
 
 func (t *inodeTable) init(root *inode, state *State) {
 	t.state = state
+	t.shrink = func() {}
 	t.byID = map[uint64]*inode{root.id: root}
 	t.byFH = map[nfs3.FH]*inode{root.fh: root}
 	t.lastID = max(root.id, state.firstID())
@@ -167,17 +178,22 @@ func (ino *inode) isOtherObjectLocked(attr *nfs3.Attr) bool {
 	return ino.known && (ino.attr.Type != attr.Type || ino.attr.FileID != attr.FileID && ino.id != fuse.FUSE_ROOT_ID)
 }
 
-// forget releases n lookup references of the kernel.
-func (t *inodeTable) forget(id, n uint64) {
+// forget releases n lookup references of the kernel. It returns the inode if these were the last
+// ones, and the inode is still open.
+func (t *inodeTable) forget(id, n uint64) (open *inode) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	ino := t.byID[id]
 	if ino == nil {
-		return
+		return nil
 	}
 	ino.nlookup -= min(n, ino.nlookup)
 	t.state.setLookups(ino)
 	t.dropIfUnused(ino)
+	if ino.nlookup == 0 && ino.opens > 0 {
+		open = ino
+	}
+	return open
 }
 
 // open counts an open directory or file.
@@ -215,6 +231,7 @@ func (t *inodeTable) dropIfUnused(ino *inode) {
 	if ino.nlookup > 0 || ino.opens > 0 || ino.id == fuse.FUSE_ROOT_ID {
 		return
 	}
+	t.peak = max(t.peak, len(t.byID))
 	delete(t.byID, ino.id)
 	t.state.freeNode(ino)
 	ino.mu.Lock()
@@ -224,6 +241,7 @@ func (t *inodeTable) dropIfUnused(ino *inode) {
 	if t.byFH[ino.fh] == ino {
 		delete(t.byFH, ino.fh)
 	}
+	t.shrinkIfEmpty()
 }
 
 // len returns the number of inodes in the table.

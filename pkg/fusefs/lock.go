@@ -116,6 +116,7 @@ func lockContext(r *request, cancel <-chan struct{}) (ctx context.Context, done 
 // before the lock are looked up again: a database finds out by the name of its journal that another
 // client was killed in a transaction.
 func (fs *FS) lock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock, wait bool) error {
+	fs.flushPages(h.ino)
 	if err := fs.sync(r, h.ino); err != nil {
 		return err
 	}
@@ -159,6 +160,7 @@ func (h *fileHandle) addLockOwner(id nlm.Owner) error {
 
 // unlock releases locks after all dirty data is on the server.
 func (fs *FS) unlock(ctx context.Context, r *request, h *fileHandle, l *nlm.Lock) error {
+	fs.flushPages(h.ino)
 	err := fs.sync(r, h.ino) // an interrupted process unlocks nevertheless
 	return firstError(fs.opts.Locks.Unlock(ctx, h.cred, h.ino.fh, l.Owner, l.Start, l.End), err)
 }

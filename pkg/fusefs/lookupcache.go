@@ -222,12 +222,15 @@ func (fs *FS) lookupCached(r *request, dir *inode, name string, out *fuse.EntryO
 	if ino = fs.inodes.refCurrent(e.node); ino == nil {
 		return nil, false, nil
 	}
-	if a, left, ok := fs.cachedAttr(ino); ok {
+	a, left, ok := fs.cachedAttr(ino)
+	if !ok && fs.renew(r, dir, ino) {
+		a, left, ok = fs.cachedAttr(ino)
+	}
+	if ok {
 		fs.fillEntry(dir, ino, &a, true, out)
 		out.SetAttrTimeout(left)
 		return ino, true, nil
 	}
-	var a nfs3.Attr
 	var cacheable bool
 	if err = fs.push(r, ino); err == nil {
 		cacheable, err = fs.fetch(r, r.cred, ino, &a)
@@ -255,6 +258,15 @@ func (fs *FS) nameValid(dir *inode, e *nameEntry, cred []byte, now time.Time) bo
 
 // cachedAttr returns attributes that the kernel may cache for the time left.
 func (fs *FS) cachedAttr(ino *inode) (a nfs3.Attr, left time.Duration, ok bool) {
+	a, left, unsent, ok := fs.takeCached(ino)
+	if unsent {
+		fs.renewed(ino)
+	}
+	return a, left, ok
+}
+
+// takeCached is cachedAttr. unsent is true when the kernel did not have the attributes yet.
+func (fs *FS) takeCached(ino *inode) (a nfs3.Attr, left time.Duration, unsent, ok bool) {
 	ino.mu.Lock()
 	defer ino.mu.Unlock()
 	changed := fs.blindRename.Load()
@@ -263,10 +275,10 @@ func (fs *FS) cachedAttr(ino *inode) (a nfs3.Attr, left time.Duration, ok bool) 
 	}
 	left = ino.ttl - time.Since(ino.receivedAt)
 	if !ino.valid || ino.pending > 0 || left <= 0 || ino.requestClock < changed {
-		return a, 0, false
+		return a, 0, false, false
 	}
-	ino.unsent = false
-	return ino.attr, left, true
+	unsent, ino.unsent = ino.unsent, false
+	return ino.attr, left, unsent, true
 }
 
 // refCurrent returns the node with the number id, with one more lookup reference. It returns nil
@@ -279,6 +291,7 @@ func (t *inodeTable) refCurrent(id uint64) *inode {
 		return nil
 	}
 	ino.nlookup++
+	t.state.setLookups(ino)
 	return ino
 }
 
@@ -286,5 +299,5 @@ func (t *inodeTable) refCurrent(id uint64) *inode {
 func (o *reopens) expected(pid uint32) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return o.byThread[pid] != nil
+	return o.byThread[pid].expected()
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/servertest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -26,6 +27,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	servertest.Main()
 	if !takeoverProcess() {
 		testutil.Main(m)
 	}
@@ -91,15 +93,21 @@ func startExportOf(t testing.TB, cfg nfsserve.Config) *export {
 			t.Errorf("close server: %v", err)
 		}
 	})
+	return exportOf(t, &servertest.Server{Dir: dir, RDMAAddr: s.RDMAAddr, TCPAddr: s.TCPAddr})
+}
+
+// exportOf returns the export of a server of this project.
+func exportOf(t testing.TB, s *servertest.Server) *export {
+	t.Helper()
 	host, port, err := net.SplitHostPort(s.TCPAddr)
 	must(t, err)
 	number, err := strconv.Atoi(port)
 	must(t, err)
-	res, err := mountd.Mount(t.Context(), mountd.Args{Host: host, Port: number, Export: dir,
+	res, err := mountd.Mount(t.Context(), mountd.Args{Host: host, Port: number, Export: s.Dir,
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	must(t, err)
 	dial := func(ctx context.Context) (transport, error) { return dialRDMA(ctx, s.RDMAAddr) }
-	return &export{dir: dir, root: res.FH, dial: dial, tcpPort: number, rdmaAddr: s.RDMAAddr.String()}
+	return &export{dir: s.Dir, root: res.FH, dial: dial, tcpPort: number, rdmaAddr: s.RDMAAddr.String()}
 }
 
 // servers are the servers that mounts must work with.
@@ -169,9 +177,9 @@ func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 		cfg.bufSize = MaxIOSize
 	}
 	pool := membuf.NewPool(cfg.bufSize, cfg.buffers)
-	cfg.opts.Buffers = pool
+	cfg.opts.Buffers, cfg.opts.ReadInPlace = pool, true // softiwarp and TCP reach any memory
 	if !cfg.noACL {
-		cfg.opts.ACL = nfsacl.NewClient(caller)
+		cfg.opts.ACL = nfsacl.NewClient(caller, nil)
 	}
 	fs, err := New(t.Context(), nfs3.NewClient(caller, nfs3.Options{}), e.root, cfg.opts)
 	if err != nil {

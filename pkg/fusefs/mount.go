@@ -22,6 +22,11 @@ const Subtype = "nfsrdma"
 // maxBackground bounds the kernel's read-ahead and direct requests in flight.
 const maxBackground = 64
 
+// readAheadRequests is the number of READ requests of maximum size that the kernel keeps in flight
+// for a program that reads a file in order. With one request, the connection would be idle while
+// the kernel copies the data of a reply.
+const readAheadRequests = 2
+
 // disablePollTimeout bounds DisablePoll. Only programs that use their own mounts need DisablePoll,
 // so a mount does not fail without it.
 const disablePollTimeout = 5 * time.Second
@@ -105,6 +110,7 @@ func MountAt(p *MountPoint, fs *FS, opts MountOptions) (*Server, error) {
 
 // use lets the FS use the connection.
 func (s *Server) use() {
+	s.fs.limitWriteback(s.conn.Init())
 	s.fs.mountDir.Store(&s.dir)
 	s.watchBusyReads()
 	s.fs.expireOnly.Store(s.conn.Kernel().Flags64()&fuse.CAP_HAS_EXPIRE_ONLY != 0)
@@ -118,7 +124,7 @@ func Resume(dir string, dev *front.Device, mem *os.File, fs *FS, opts MountOptio
 	r := &fs.state.mu.mount
 	s := &Server{fs: fs, dir: dir, device: dev, dev: device{r.major, r.minor}, done: make(chan struct{})}
 	protocol, init := s.options(&opts, r.acl == 1), r.init[:r.initLen]
-	if s.conn, err = front.Resume(dev, fs, protocol, init, mem, s.uringOptions()); err != nil {
+	if s.conn, err = front.Resume(dev, fs, protocol, init, mem, front.URingOptions{Dir: s.dir}); err != nil {
 		_ = dev.Close()
 		return nil, err
 	}
@@ -172,7 +178,7 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (err err
 	}
 	protocol := s.options(opts, s.fs.acl != nil)
 	if opts.URing {
-		s.conn, err = front.NewURing(s.device, s.fs, protocol, s.uringOptions())
+		s.conn, err = front.NewURing(s.device, s.fs, protocol, front.URingOptions{Dir: s.dir})
 	} else {
 		s.conn, err = front.NewDevFuse(s.device, s.fs, protocol)
 	}
@@ -183,10 +189,6 @@ func (s *Server) start(p *MountPoint, opts *MountOptions, maxWrite int) (err err
 		_ = s.detach(unix.MNT_DETACH)
 	}
 	return err
-}
-
-func (s *Server) uringOptions() front.URingOptions {
-	return front.URingOptions{Touch: func() { _ = unix.Statfs(s.dir, new(unix.Statfs_t)) }}
 }
 
 // Front returns how the kernel's requests reach this process, "uring" or "devfuse", and why a mount
@@ -235,9 +237,10 @@ func (s *Server) options(opts *MountOptions, acl bool) *fuse.MountOptions {
 	return s.fs.protocolOptions(opts.Logger, acl)
 }
 
-// GuestOptions returns the options of the FUSE protocol for a front other than /dev/fuse.
+// GuestOptions returns the options of the FUSE protocol for a front other than /dev/fuse. They are
+// the same for each process that serves the mount.
 func (fs *FS) GuestOptions(logger *log.Logger) *fuse.MountOptions {
-	return fs.protocolOptions(logger, fs.acl != nil)
+	return fs.protocolOptions(logger, fs.state.guestACL(fs.acl != nil))
 }
 
 func (fs *FS) protocolOptions(logger *log.Logger, acl bool) *fuse.MountOptions {
@@ -252,7 +255,7 @@ func (fs *FS) protocolOptions(logger *log.Logger, acl bool) *fuse.MountOptions {
 	return &fuse.MountOptions{
 		MaxBackground:            maxBackground,
 		MaxWrite:                 maxWrite,
-		MaxReadAhead:             maxWrite,
+		MaxReadAhead:             readAheadRequests * maxWrite,
 		ExplicitDataCacheControl: fs.explicitPages(),
 		DisableXAttrs:            !acl,
 		EnableAcl:                acl,
@@ -281,13 +284,13 @@ func (fs *FS) capabilities(acl bool) uint64 {
 	// The server clears set-user-ID and set-group-ID bits when another user writes to or chowns a
 	// file. Without HANDLE_KILLPRIV the kernel would send a SETATTR as the writer, who may not have
 	// permission for it.
-	c := uint64(fuse.CAP_DIRECT_IO_ALLOW_MMAP | fuse.CAP_HANDLE_KILLPRIV)
+	c := uint64(fuse.CAP_DIRECT_IO_ALLOW_MMAP|fuse.CAP_HANDLE_KILLPRIV) | fs.writebackCapabilities()
 	if fs.opts.SharedNames {
 		// The kernel decides by the lookups of names that it has not cached whether a program needs
 		// READDIRPLUS.
 		c |= fuse.CAP_READDIRPLUS_AUTO
 	}
-	if fs.state != nil {
+	if fs.state != nil && !fs.opts.Guest {
 		c |= fuse.CAP_HAS_RESEND
 	}
 	if acl {
@@ -308,11 +311,12 @@ func mountError(dir string, err error) error {
 	return fmt.Errorf("mount %s: %w", dir, err)
 }
 
-// tune raises the kernel's read-ahead to one full request. The default of 128 KiB would bound every
-// buffered read. Where /sys is read-only, reads are smaller but correct.
+// tune raises the kernel's read-ahead to readAheadRequests. The reply to INIT can only lower it.
+// The default of 128 KiB would bound every buffered read. Where /sys is read-only, reads are
+// smaller but correct.
 func (s *Server) tune(maxRead int) {
 	path := fmt.Sprintf("/sys/class/bdi/%d:%d/read_ahead_kb", s.dev.major, s.dev.minor)
-	_ = os.WriteFile(path, []byte(strconv.Itoa(maxRead>>10)), 0)
+	_ = os.WriteFile(path, []byte(strconv.Itoa(readAheadRequests*maxRead>>10)), 0)
 }
 
 // Dir returns the absolute path of the mount point, without symbolic links.

@@ -70,6 +70,7 @@ func (fs *FS) cacheName(dir *inode, name string, start uint64, out *fuse.EntryOu
 
 // sweep removes expired names.
 func (c *nameCache) sweep(now time.Time) {
+	before := len(c.names)
 	if now.After(c.expires) {
 		c.names = nil
 	}
@@ -77,6 +78,9 @@ func (c *nameCache) sweep(now time.Time) {
 		if now.After(n.expires) {
 			delete(c.names, name)
 		}
+	}
+	if len(c.names) < before/shrinkBelow {
+		c.names = smaller(c.names)
 	}
 	c.sweepAt = 2 * len(c.names)
 }

@@ -84,6 +84,7 @@ func (fs *FS) lookupOnce(r *request, dir *inode, name string, out *fuse.EntryOut
 		ino, err := fs.entry(r, dir, name, res.FH, &res.Attr, start, out)
 		if err == nil {
 			fs.keepLookup(dir, name, ino.id, start)
+			fs.renew(r, dir, ino) // for the names that follow
 		}
 		if errno(err) != syscall.ESTALE || try >= staleTries {
 			return ino, err
@@ -319,7 +320,7 @@ func (fs *FS) link(r *request, in *fuse.LinkIn, name string, out *fuse.EntryOut)
 		}
 		break
 	}
-	fs.setToNow(&fs.lastRename) // the link has changed the ctime
+	fs.renameEnded() // the link has changed the ctime
 	_, err := fs.entry(r, dir, name, ino.fh, &res.Attr, start, out)
 	if err == nil {
 		fs.keepLookup(dir, name, ino.id, changed)

@@ -16,7 +16,14 @@ import (
 // cached attributes.
 func (fs *FS) GetAttr(cancel <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut) fuse.Status {
 	return fs.onNode(OpGetAttr, cancel, &in.InHeader, func(r *request, ino *inode) error {
-		return fs.getattr(r, ino, out)
+		err := fs.getattr(r, ino, out)
+		// open(2) asks for attributes to check rights. Pid 0 stands for all callers of other PID
+		// namespaces.
+		if err != nil && errno(err) == syscall.ESTALE && in.Flags()&fuse.FUSE_GETATTR_FH == 0 && !ino.isDir() &&
+			r.pid != 0 {
+			fs.reopens.expect(r.pid)
+		}
+		return err
 	})
 }
 
@@ -25,7 +32,13 @@ func (fs *FS) getattr(r *request, ino *inode, out *fuse.AttrOut) error {
 		return err
 	}
 	var a nfs3.Attr
-	if left, ok := fs.takeUnsent(ino, &a); ok {
+	left, ok := fs.takeUnsent(ino, &a)
+	if ok {
+		fs.renewed(ino)
+	} else if fs.renew(r, nil, ino) {
+		left, ok = fs.takeUnsent(ino, &a)
+	}
+	if ok {
 		fs.dropStalePages(ino)
 		fs.fillAttr(ino, &out.Attr, &a)
 		ino.setSent(&a)
@@ -58,6 +71,9 @@ func (fs *FS) SetAttr(cancel <-chan struct{}, in *fuse.SetAttrIn, out *fuse.Attr
 }
 
 func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.AttrOut) error {
+	if fs.isTimeFlush(ino, in) {
+		return fs.flushTimes(r, ino, in, out)
+	}
 	set := sattrOf(in)
 	cred := r.cred
 	if set.HasSize {
@@ -67,10 +83,24 @@ func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.Attr
 		if h := fs.fileOf(in); h != nil {
 			cred = h.cred // ftruncate(2) uses the credential of the open
 		}
+		if fs.opts.Writeback && set.MtimeHow == nfs3.SetToClientTime {
+			set.MtimeHow = nfs3.SetToServerTime
+		}
 	}
 	if set == (nfs3.SetAttr{}) {
 		return fs.getattr(r, ino, out)
 	}
+	err := fs.setAndFill(r, cred, ino, &set, out)
+	if e := errno(err); fs.isTouch(in) && (e == syscall.EPERM || e == syscall.EACCES) {
+		set.MtimeHow = nfs3.SetToServerTime
+		err = fs.setAndFill(r, cred, ino, &set, out)
+	}
+	return err
+}
+
+// setAndFill writes the data of a file as the change needs it, changes attributes, and fills the
+// reply.
+func (fs *FS) setAndFill(r *request, cred []byte, ino *inode, set *nfs3.SetAttr, out *fuse.AttrOut) error {
 	// A later WRITE would undo the new times, and a replay would undo a truncation. The server may
 	// refuse a later COMMIT by the old owner.
 	flush := fs.push
@@ -81,8 +111,8 @@ func (fs *FS) setattr(r *request, ino *inode, in *fuse.SetAttrIn, out *fuse.Attr
 		return err
 	}
 	var wcc nfs3.WccData
-	if err := fs.setAttrs(r, cred, ino, &set, &wcc); err != nil {
-		return err
+	if err := fs.setAttrs(r, cred, ino, set, &wcc); err != nil {
+		return fs.checkStale(ino, err)
 	}
 	var a nfs3.Attr
 	cacheable, err := fs.attrAfterChange(r, cred, ino, &wcc, &a)
@@ -107,21 +137,20 @@ func (fs *FS) attrAfterChange(ctx context.Context, cred []byte, ino *inode, wcc 
 	return fs.fetch(ctx, cred, ino, a)
 }
 
-// setAttrs sends a SETATTR and stores the attributes of the reply.
+// setAttrs sends a SETATTR and stores the attributes of the reply. The caller passes an error to
+// checkStale.
 func (fs *FS) setAttrs(ctx context.Context, cred []byte, ino *inode, set *nfs3.SetAttr, wcc *nfs3.WccData) error {
 	fs.invalidateAttr(ino)
-	ino.mu.Lock()
-	ino.acls = nil // a new mode changes the ACL
-	ino.mu.Unlock()
 	for try := 0; ; try++ {
 		start := fs.callStart()
 		err := fs.client.SetAttr(ctx, cred, ino.fh, set, nil, wcc)
+		fs.dropACLs(ino) // a new mode changes the ACL
 		if fs.retryJukebox(ctx, err, try) {
 			continue
 		}
 		if err != nil {
 			fs.invalidateAttr(ino)
-			return fs.checkStale(ino, err)
+			return err
 		}
 		ino.mu.Lock()
 		if set.HasSize {
@@ -235,17 +264,15 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 	if buf == nil {
 		return nil, syscall.EINTR
 	}
-	defer func() {
-		if buf != nil {
-			fs.buffers.Put(buf)
-		}
-	}()
+	t := &r.target
+	t.useBuffer(buf)
+	defer t.dropBuffer(fs)
 	for try := 0; ; try++ {
 		var res nfs3.ReadLinkResult
 		start := fs.callStart()
-		err := fs.client.ReadLink(r, r.cred, ino.fh, buf[:nfs3.MaxPath], &res)
+		err := fs.client.ReadLink(r, r.cred, ino.fh, t.buf[:nfs3.MaxPath], &res)
 		if isBusy(err) {
-			if buf, _ = fs.pauseRead(r, &err, buf, 0, try); err == nil {
+			if _ = fs.pauseRead(r, &err, t, 0, try); err == nil {
 				continue
 			}
 		}
@@ -258,7 +285,7 @@ func (fs *FS) readlink(r *request, ino *inode) ([]byte, error) {
 		if res.Attr.Present {
 			fs.updateAttr(ino, &res.Attr.Attr, start)
 		}
-		return slices.Clone(buf[:res.N]), nil
+		return slices.Clone(t.buf[:res.N]), nil
 	}
 }
 

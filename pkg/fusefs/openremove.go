@@ -224,6 +224,7 @@ func (fs *FS) hidesOpenFile(dir *inode) bool {
 // returns false when the files of the hidden names stay open, or when r ends.
 func (fs *FS) awaitHiddenRemovals(r *request, dir *inode) bool {
 	t := &fs.inodes
+	fs.reopens.unpinAll() // a pin keeps a hidden name
 	timer := time.NewTimer(hiddenTimeout)
 	defer timer.Stop()
 	for timedOut := false; ; {
@@ -250,11 +251,12 @@ func (fs *FS) awaitHiddenRemovals(r *request, dir *inode) bool {
 	}
 }
 
-// When an open finds that its file or a symbolic link in its path was removed, the kernel repeats
-// the lookup and the open once. If the new file also disappeared, the caller would get ESTALE. The
-// files that the repeated lookups find are therefore pinned until the open arrives. The kernel
-// repeats a lookup again when the name stands for another file. The repeated open may wait for
-// removals of other files. It asks the server whether its file still exists.
+// When an open, or the GETATTR before it, finds that its file or a symbolic link in its path was
+// removed, the kernel repeats the lookup and the open once. If the new file also disappeared, the
+// caller would get ESTALE. The files that the repeated lookups find are therefore pinned until the
+// open arrives. The kernel repeats a lookup again when the name stands for another file. The
+// repeated open may wait for removals of other files. It asks the server whether its file still
+// exists.
 
 const (
 	// reopenTime is how long after a failed open its second lookup and open are expected.
@@ -272,8 +274,20 @@ const (
 type reopen struct {
 	expires time.Time
 	lookups int           // lookups so far
-	done    chan struct{} // closed when the open was attempted or is no longer expected
+	done    chan struct{} // closed when the pins of the open end
+	ended   bool          // done is closed
 }
+
+// end ends the pins of e.
+func (e *reopen) end() {
+	if !e.ended {
+		e.ended = true
+		close(e.done)
+	}
+}
+
+// expected reports whether the time of e has not passed. A nil e is not expected.
+func (e *reopen) expected() bool { return e != nil && time.Now().Before(e.expires) }
 
 // reopens holds the threads whose open found a stale file.
 type reopens struct {
@@ -289,9 +303,10 @@ func (o *reopens) expect(pid uint32) {
 		o.byThread = make(map[uint32]*reopen)
 	}
 	if len(o.byThread) >= maxReopens {
-		for pid := range o.byThread {
-			o.finishLocked(pid)
-		}
+		o.finishAllLocked(true)
+	}
+	if len(o.byThread) >= maxReopens {
+		o.finishAllLocked(false)
 	}
 	o.finishLocked(pid)
 	o.byThread[pid] = &reopen{expires: time.Now().Add(reopenTime), done: make(chan struct{})}
@@ -306,9 +321,12 @@ func (o *reopens) lookup(pid uint32) *reopen {
 	if e == nil {
 		return nil
 	}
-	if e.lookups++; e.lookups > reopenLookups || !time.Now().Before(e.expires) {
+	if e.lookups++; e.lookups > reopenLookups || !e.expected() {
 		o.finishLocked(pid)
 		return nil
+	}
+	if e.ended { // by rmdir(2) of another thread
+		e.done, e.ended = make(chan struct{}), false
 	}
 	return e
 }
@@ -318,15 +336,34 @@ func (o *reopens) lookup(pid uint32) *reopen {
 func (o *reopens) finish(pid uint32) (last bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	last = o.byThread[pid] != nil
+	last = o.byThread[pid].expected()
 	o.finishLocked(pid)
 	return last
+}
+
+// unpinAll ends the pins of all threads. Their opens are still expected: the kernel does not repeat
+// them.
+func (o *reopens) unpinAll() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, e := range o.byThread {
+		e.end()
+	}
+}
+
+// finishAllLocked is finishLocked for all threads, or only those whose time has passed.
+func (o *reopens) finishAllLocked(passed bool) {
+	for pid, e := range o.byThread {
+		if !passed || !e.expected() {
+			o.finishLocked(pid)
+		}
+	}
 }
 
 // finishLocked is finish for callers that hold mu.
 func (o *reopens) finishLocked(pid uint32) {
 	if e := o.byThread[pid]; e != nil {
-		close(e.done)
+		e.end()
 		delete(o.byThread, pid)
 	}
 }

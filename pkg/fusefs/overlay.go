@@ -61,45 +61,46 @@ func (w *writeback) releasedLost() uint64 {
 
 // readCurrent is readFull with the data of the extents. When a replayed extent was released during
 // the READ, the server may have executed the READ before the replay: readCurrent then reads again.
-func (fs *FS) readCurrent(r *request, h *fileHandle, in *fuse.ReadIn, buf []byte) (_ []byte, n int, err error) {
+func (fs *FS) readCurrent(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (n int, err error) {
 	w := &h.ino.wb
 	for range maxRereads {
 		before := w.releasedLost()
-		if buf, n, err = fs.readFull(r, h, in, buf); err != nil {
-			return buf, 0, err
+		if n, err = fs.readFull(r, h, in, t); err != nil {
+			return 0, err
 		}
 		var ok bool
-		if n, ok = w.overlay(buf[:in.Size], n, in.Offset, before); ok {
-			return buf, n, nil
+		if n, ok = w.overlay(t.all, int(in.Size), n, in.Offset, before); ok {
+			return n, nil
 		}
 	}
-	return buf, 0, fs.invalidReply(h.ino, "the write verifier keeps changing during a READ")
+	return 0, fs.invalidReply(h.ino, "the write verifier keeps changing during a READ")
 }
 
-// overlay copies the extents over the n bytes in buf that were read at off. When the extents end
-// behind these bytes, overlay appends their data, and zeros for holes. overlay returns the new
-// number of bytes. ok is false when a replayed extent was released since before.
-func (w *writeback) overlay(buf []byte, n int, off, before uint64) (_ int, ok bool) {
+// overlay copies the extents over the n bytes in mem that were read at off. When the extents end
+// behind these bytes, overlay appends their data, and zeros for holes, to at most size bytes.
+// overlay returns the new number of bytes. ok is false when a replayed extent was released since
+// before.
+func (w *writeback) overlay(mem pieces, size, n int, off, before uint64) (_ int, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.replayed != before {
 		return 0, false
 	}
 	if end := w.endLocked(); end > off+uint64(n) {
-		size := int(min(uint64(len(buf)), end-off))
-		clear(buf[n:size])
+		size = int(min(uint64(size), end-off))
+		mem.zero(n, size)
 		n = size
 	}
 	for e := range w.all() {
-		e.copyTo(buf[:n], off)
+		e.copyTo(mem, n, off)
 	}
 	return n, true
 }
 
-// copyTo copies the part of the extent that is in the range of buf, which begins at off.
-func (e *extent) copyTo(buf []byte, off uint64) {
-	from, to := max(e.off, off), min(e.end(), off+uint64(len(buf)))
+// copyTo copies the part of the extent that is in the n bytes of mem, which begin at off.
+func (e *extent) copyTo(mem pieces, n int, off uint64) {
+	from, to := max(e.off, off), min(e.end(), off+uint64(n))
 	if from < to {
-		copy(buf[from-off:], e.buf[from-e.off:to-e.off])
+		mem.copyAt(int(from-off), e.buf[from-e.off:to-e.off])
 	}
 }

@@ -5,7 +5,7 @@ import "context"
 // An Owner is the process on whose behalf an RPC is made.
 type Owner struct {
 	// PID is the thread that made the system call. PID is 0 when the thread is in another PID
-	// namespace or belongs to the kernel.
+	// namespace or in a virtual machine, or belongs to the kernel.
 	PID uint32
 	UID uint32
 	// WriteBack is true for background work: writing dirty data, removing the name of a removed
@@ -22,8 +22,7 @@ type ownerKey struct{}
 func OwnerOf(ctx context.Context) (o Owner, ok bool) {
 	switch v := ctx.Value(ownerKey{}).(type) {
 	case *request:
-		both := v.owner.Load()
-		return Owner{PID: uint32(both), UID: uint32(both >> 32)}, true
+		return v.caller(), true
 	case background:
 		return Owner{WriteBack: true}, true
 	}
@@ -33,6 +32,11 @@ func OwnerOf(ctx context.Context) (o Owner, ok bool) {
 // setOwner stores the caller of r for OwnerOf. PID and UID share one word because r may be reused
 // while OwnerOf reads it.
 func (r *request) setOwner(pid, uid uint32) { r.owner.Store(uint64(uid)<<32 | uint64(pid)) }
+
+func (r *request) caller() Owner {
+	both := r.owner.Load()
+	return Owner{PID: uint32(both), UID: uint32(both >> 32)}
+}
 
 // Value returns r for OwnerOf and nil for other keys.
 func (r *request) Value(key any) any {

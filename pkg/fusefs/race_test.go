@@ -269,6 +269,19 @@ func (m *testMount) inodeOf(t *testing.T, name string) *inode {
 	return nil
 }
 
+// lookupFile looks up a name as a thread that does not exist, until the test ends. It returns the
+// header of a request of this thread about the node.
+func (m *testMount) lookupFile(t *testing.T, dir uint64, name string) fuse.InHeader {
+	t.Helper()
+	caller := fuse.Caller{Pid: 1 << 30} // no thread has this number
+	var out fuse.EntryOut
+	if st := m.fs.Lookup(nil, &fuse.InHeader{NodeId: dir, Caller: caller}, name, &out); !st.Ok() {
+		t.Fatal(st)
+	}
+	t.Cleanup(func() { m.fs.Forget(out.NodeId, 1) })
+	return fuse.InHeader{NodeId: out.NodeId, Caller: caller}
+}
+
 // TestOpenWaitsTwice sends both attempts of an open. Each waits for a removal that may be of the
 // file. The first attempt returns ESTALE, so that the kernel repeats the lookup. The second is the
 // last one, and the file still exists, so it must succeed.
@@ -276,16 +289,7 @@ func TestOpenWaitsTwice(t *testing.T) {
 	m := startExport(t).mount(t, mountConfig{})
 	must(t, os.WriteFile(m.path("file"), []byte("text"), 0o644))
 	m.awaitClosed(t)
-	caller := fuse.Caller{Pid: 1 << 30} // no thread has this number
-	root := fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID, Caller: caller}
-	lookup := func() fuse.InHeader {
-		var out fuse.EntryOut
-		if st := m.fs.Lookup(nil, &root, "file", &out); !st.Ok() {
-			t.Fatal(st)
-		}
-		t.Cleanup(func() { m.fs.Forget(out.NodeId, 1) })
-		return fuse.InHeader{NodeId: out.NodeId, Caller: caller}
-	}
+	lookup := func() fuse.InHeader { return m.lookupFile(t, fuse.FUSE_ROOT_ID, "file") }
 	file := lookup()
 	var out fuse.OpenOut
 	if st := openAfterRemoval(t, m.fs, file, &out); st != fuse.Status(syscall.ESTALE) {
@@ -296,6 +300,53 @@ func TestOpenWaitsTwice(t *testing.T) {
 		t.Fatalf("second attempt: got %v, want OK", st)
 	}
 	m.fs.Release(nil, &fuse.ReleaseIn{InHeader: file, Fh: out.Fh})
+}
+
+// TestOpenAfterStaleGetAttr replaces a file before the GETATTR with which open(2) checks the
+// rights, and again before the OPEN of its second attempt. The second attempt must succeed.
+func TestOpenAfterStaleGetAttr(t *testing.T) {
+	e := startOwnExport(t)
+	m := e.mount(t, mountConfig{opts: Options{NoAC: true, AcDirMax: 1}})
+	write := func(path string) { must(t, os.WriteFile(path, nil, 0o644)) }
+	write(m.path("file"))
+	write(m.path("new"))
+	m.awaitClosed(t)
+	lookup := func() fuse.InHeader { return m.lookupFile(t, fuse.FUSE_ROOT_ID, "file") }
+	old := lookup()
+	write(filepath.Join(e.dir, "other"))
+	must(t, os.Rename(filepath.Join(e.dir, "other"), filepath.Join(e.dir, "file")))
+	var attr fuse.AttrOut
+	if st := m.fs.GetAttr(nil, &fuse.GetAttrIn{InHeader: old}, &attr); st != fuse.Status(syscall.ESTALE) {
+		t.Fatalf("GETATTR of a replaced file: got %v, want ESTALE", st)
+	}
+	file := lookup()
+	must(t, os.Rename(m.path("new"), m.path("file")))
+	var out fuse.OpenOut
+	if st := m.fs.Open(nil, &fuse.OpenIn{InHeader: file}, &out); !st.Ok() {
+		t.Fatalf("second attempt: got %v, want OK", st)
+	}
+	m.fs.Release(nil, &fuse.ReleaseIn{InHeader: file, Fh: out.Fh})
+}
+
+// TestStaleStatKeepsNoName stats a file that was replaced on the server. The kernel repeats the
+// LOOKUP, and the new file is then pinned for an open that never comes. The removal of the file and
+// of its directory must succeed nevertheless.
+func TestStaleStatKeepsNoName(t *testing.T) {
+	e := startOwnExport(t)
+	m := e.mount(t, mountConfig{opts: Options{NoAC: true, AcDirMax: 1}})
+	must(t, os.Mkdir(m.path("dir"), 0o755))
+	must(t, os.WriteFile(m.path("dir/file"), nil, 0o644))
+	m.awaitClosed(t)
+	dir := m.lookupFile(t, fuse.FUSE_ROOT_ID, "dir")
+	file := m.lookupFile(t, dir.NodeId, "file")
+	must(t, os.WriteFile(filepath.Join(e.dir, "new"), nil, 0o644))
+	must(t, os.Rename(filepath.Join(e.dir, "new"), filepath.Join(e.dir, "dir/file")))
+	if st := m.fs.GetAttr(nil, &fuse.GetAttrIn{InHeader: file}, new(fuse.AttrOut)); st != fuse.Status(syscall.ESTALE) {
+		t.Fatalf("GETATTR of a replaced file: got %v, want ESTALE", st)
+	}
+	m.lookupFile(t, dir.NodeId, "file")
+	must(t, os.Remove(m.path("dir/file")))
+	must(t, os.Remove(m.path("dir")))
 }
 
 // openAfterRemoval opens a file while a removal is in flight, and ends the removal when the open

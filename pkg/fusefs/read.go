@@ -39,82 +39,129 @@ func (res *readResult) Done() {
 	readResults.Put(res)
 }
 
-// Read handles read(2) and page reads. Read returns fewer bytes than requested only at the end of
-// the file, because the kernel takes a short reply for the end.
-func (fs *FS) Read(cancel <-chan struct{}, in *fuse.ReadIn, _ []byte) (fuse.ReadResult, fuse.Status) {
-	r := fs.begin(OpRead, cancel, &in.InHeader)
-	res, err := fs.read(r, in)
-	status := fs.end(OpRead, r, err)
-	if status != fuse.OK {
-		return nil, status
-	}
-	fs.Counters.ReadBytes.Add(uint64(res.n))
-	return res, status
+// A target is where the data of a READ or READLINK goes: memory of the front, or a buffer of the
+// pool.
+type target struct {
+	all  pieces // the memory; empty without any
+	buf  []byte // the buffer of the pool, or nil
+	one  [1][]byte
+	part pieces // memory of one call
 }
 
-func (fs *FS) read(r *request, in *fuse.ReadIn) (*readResult, error) {
-	h := fs.file(in.Fh)
-	if h == nil {
-		return nil, syscall.EBADF
+// useBuffer makes a buffer of the pool the memory.
+func (t *target) useBuffer(buf []byte) {
+	t.buf, t.one[0] = buf, buf
+	t.all = t.one[:]
+}
+
+// dropBuffer returns the buffer, if any, to the pool.
+func (t *target) dropBuffer(fs *FS) {
+	if t.buf != nil {
+		fs.buffers.Put(t.buf)
+		t.buf, t.one[0], t.all = nil, nil, nil
 	}
-	if int64(in.Size) > int64(fs.buffers.Size()) {
-		return nil, syscall.EIO // Mount bounds the kernel's requests by the buffer size
+}
+
+// slice returns the memory of the range from byte from to byte to. It is valid until the next call.
+func (t *target) slice(from, to int) pieces {
+	clear(t.part)
+	t.part = t.all.appendPart(t.part[:0], from, to)
+	return t.part
+}
+
+// reset forgets the memory. It keeps memory for slice.
+func (t *target) reset() {
+	clear(t.part)
+	*t = target{part: t.part[:0]}
+}
+
+// ReadTo handles read(2) and page reads. It returns fewer bytes than requested only at the end of
+// the file, because the kernel takes a short reply for the end.
+func (fs *FS) ReadTo(cancel <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
+	r := fs.begin(OpRead, cancel, &in.InHeader)
+	t := &r.target
+	if fs.opts.ReadInPlace {
+		t.all = place
 	}
-	if err := fs.lostLock(h); err != nil {
-		return nil, err
-	}
-	if err := fs.push(r, h.ino); err != nil {
-		return nil, err
-	}
-	buf := fs.getBuffer(r)
-	if buf == nil {
-		return nil, syscall.EINTR
-	}
-	buf, n, err := fs.readCurrent(r, h, in, buf)
+	n, err := fs.read(r, in, t)
 	if err != nil {
-		if buf != nil {
-			fs.buffers.Put(buf)
-		}
-		return nil, err
+		t.dropBuffer(fs)
+	}
+	buf := t.buf
+	t.reset()
+	if err == nil {
+		r.moved = n
+	}
+	status := fs.end(OpRead, r, err)
+	if status != fuse.OK {
+		return 0, nil, status
+	}
+	fs.Counters.ReadBytes.Add(uint64(n))
+	if buf == nil {
+		return n, nil, status
 	}
 	res := readResults.Get().(*readResult)
 	res.fs, res.buf, res.n = fs, buf, n
 	res.vecs[0] = buf[:n]
-	return res, nil
+	return 0, res, status
 }
 
-// readFull reads in.Size bytes into buf, or fewer at the end of the file on the server. readFull
-// returns a buffer, which may be another one or nil, and the number of bytes in it.
-func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, buf []byte) (_ []byte, done int, err error) {
+func (fs *FS) read(r *request, in *fuse.ReadIn, t *target) (n int, err error) {
+	h := fs.file(in.Fh)
+	if h == nil {
+		return 0, syscall.EBADF
+	}
+	if int64(in.Size) > int64(fs.buffers.Size()) {
+		return 0, syscall.EIO // Mount bounds the kernel's requests by the buffer size
+	}
+	if err := fs.lostLock(h); err != nil {
+		return 0, err
+	}
+	if err := fs.push(r, h.ino); err != nil {
+		return 0, err
+	}
+	if len(t.all) == 0 {
+		buf := fs.getBuffer(r)
+		if buf == nil {
+			return 0, syscall.EINTR
+		}
+		t.useBuffer(buf)
+	}
+	return fs.readCurrent(r, h, in, t)
+}
+
+// readFull reads in.Size bytes into t, or fewer at the end of the file on the server. After an
+// error t may have no memory.
+func (fs *FS) readFull(r *request, h *fileHandle, in *fuse.ReadIn, t *target) (done int, err error) {
 	var res nfs3.ReadResult
 	for empty, try := 0, 0; ; {
 		if done == int(in.Size) {
-			return buf, done, nil
+			return done, nil
 		}
-		part := buf[done:min(int(in.Size), done+fs.opts.RSize)]
+		part := t.slice(done, min(int(in.Size), done+fs.opts.RSize))
 		start := fs.callStart()
-		err := fs.client.Read(r, h.cred, h.ino.fh, in.Offset+uint64(done), part, &res)
+		err := fs.client.ReadPieces(r, h.cred, h.ino.fh, in.Offset+uint64(done), part, &res)
 		if isBusy(err) {
-			if buf, done = fs.pauseRead(r, &err, buf, done, try); err == nil {
+			if done = fs.pauseRead(r, &err, t, done, try); err == nil {
 				try++
 				continue
 			}
 		}
 		if err != nil {
-			return buf, 0, fs.checkStale(h.ino, err)
+			return 0, fs.checkStale(h.ino, err)
 		}
 		if res.Attr.Present {
 			fs.updateAttr(h.ino, &res.Attr.Attr, start)
 		}
 		done += res.N
 		if res.EOF {
-			return buf, done, nil
+			return done, nil
 		}
 		if empty++; res.N > 0 {
 			empty = 0
 		}
 		if empty > maxEmptyReads {
-			return buf, 0, fs.invalidReply(h.ino, "READ returns neither data nor the end of the file")
+			return 0, fs.invalidReply(h.ino, "READ returns neither data nor the end of the file")
 		}
 		try = 0
 	}

@@ -34,6 +34,8 @@ type dirHandle struct {
 	offset  uint64     // reader's position: the cookie of the last returned entry, or 0
 	eof     bool       // the last reply ended the directory
 	start   uint64     // FS.clock when the last call was sent
+	// index is the number of entries before the next one since the start, or -1 if it is unknown.
+	index int
 	// restarts counts the consecutive restarts without a further entry.
 	restarts int
 	// returned holds the last names that the reader got, in order; see findPosition. It is empty
@@ -124,14 +126,26 @@ func (fs *FS) ReadDir(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntr
 // ReadDirPlus handles getdents(2) and returns names with the result of a lookup for each.
 func (fs *FS) ReadDirPlus(cancel <-chan struct{}, in *fuse.ReadIn, out *fuse.DirEntryList) fuse.Status {
 	r := fs.begin(OpReadDirPlus, cancel, &in.InHeader)
-	return fs.end(OpReadDirPlus, r, fs.readDir(r, in, true, func(d *dirHandle, e *dirEntry) bool {
+	var listed []*inode // whose ACLs will be needed
+	var dir *dirHandle
+	wantACLs := false
+	err := fs.readDir(r, in, true, func(d *dirHandle, e *dirEntry) bool {
 		entry := out.AddDirLookupEntry(e.fuseEntry())
 		if entry == nil {
 			return false
 		}
-		fs.fillPlus(d, e, entry)
+		if dir == nil {
+			dir, wantACLs = d, fs.wantsACLs(d.ino, d.cred)
+		}
+		if ino := fs.fillPlus(d, e, entry); ino != nil && wantACLs && e.attr.Attr.Type != nfs3.NF3LNK {
+			listed = append(listed, ino)
+		}
 		return true
-	}))
+	})
+	if len(listed) > 0 {
+		fs.fetchACLs(dir.cred, listed)
+	}
+	return fs.end(OpReadDirPlus, r, err)
 }
 
 func (e *dirEntry) fuseEntry() fuse.DirEntry {
@@ -142,17 +156,17 @@ func (e *dirEntry) fuseEntry() fuse.DirEntry {
 	return de
 }
 
-// fillPlus adds the node to an entry. For an entry without a node, the kernel sends a lookup when
-// it needs the node. "." and ".." have no node because the kernel takes no reference to them. Nodes
-// that changed since the call was sent are also left out.
-func (fs *FS) fillPlus(d *dirHandle, e *dirEntry, out *fuse.EntryOut) {
+// fillPlus adds the node to an entry and returns it, or nil. For an entry without a node, the
+// kernel sends a lookup when it needs the node. "." and ".." have no node because the kernel takes
+// no reference to them. Nodes that changed since the call was sent are also left out.
+func (fs *FS) fillPlus(d *dirHandle, e *dirEntry, out *fuse.EntryOut) *inode {
 	if !e.hasFH || !e.attr.Present || e.name == "." || e.name == ".." {
-		return
+		return nil
 	}
 	ino := fs.inodes.ref(e.fh, &e.attr.Attr)
 	if !fs.updateAttr(ino, &e.attr.Attr, d.start) {
 		fs.inodes.forget(ino.id, 1)
-		return
+		return nil
 	}
 	ino.mu.Lock()
 	a := ino.attr
@@ -161,6 +175,8 @@ func (fs *FS) fillPlus(d *dirHandle, e *dirEntry, out *fuse.EntryOut) {
 	fs.fillEntry(d.ino, ino, &a, true, out)
 	fs.cacheName(d.ino, e.name, d.start, out)
 	ino.setFoundAs(d.ino, e.name)
+	ino.setPlace(d)
+	return ino
 }
 
 // readDir passes entries from in.Offset on to add, until add refuses one or the directory ends.
@@ -177,6 +193,7 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 	for given := false; ; {
 		for d.pos < len(d.entries) {
 			e := &d.entries[d.pos]
+			d.keepCookie()
 			if !d.skip[e.name] {
 				if !add(d, e) {
 					return nil
@@ -185,8 +202,7 @@ func (fs *FS) readDir(r *request, in *fuse.ReadIn, plus bool, add func(*dirHandl
 				d.restarts = 0
 				d.remember(e.name)
 			}
-			d.pos++
-			d.offset = e.cookie
+			d.advance(d.pos + 1)
 		}
 		if d.eof || given {
 			// The kernel requests the rest later. A slow server must not delay the entries found so
@@ -209,7 +225,7 @@ func (d *dirHandle) seek(offset uint64) {
 	default:
 		for i := range d.entries {
 			if d.entries[i].cookie == offset {
-				d.pos, d.offset = i+1, offset
+				d.advance(i + 1)
 				// The reader did not get the names behind.
 				d.returned = d.returned[:slices.Index(d.returned, d.entries[i].name)+1]
 				return
@@ -219,10 +235,21 @@ func (d *dirHandle) seek(offset uint64) {
 	}
 }
 
+// advance moves behind the entry pos-1 of the last reply.
+func (d *dirHandle) advance(pos int) {
+	if d.index >= 0 {
+		d.index += pos - d.pos
+	}
+	d.pos, d.offset = pos, d.entries[pos-1].cookie
+}
+
 // rewind drops the last reply and the seen cookies.
 func (d *dirHandle) rewind(offset uint64) {
 	d.entries, d.pos, d.offset, d.eof = d.entries[:0], 0, offset, false
 	d.restarts, d.returned, d.skip = 0, d.returned[:0], nil
+	if d.index = 0; offset != 0 {
+		d.index = -1
+	}
 	clear(d.seen)
 }
 
@@ -273,7 +300,7 @@ func (fs *FS) restart(r *request, d *dirHandle, plus bool) error {
 // has removed the last entry, the reader continues after the latest of its entries that still
 // exists. After seekdir(3) only the cookie is known.
 func (fs *FS) findPosition(r *request, d *dirHandle, plus bool, cookie uint64) error {
-	d.verf = nfs3.Verifier{}
+	d.verf, d.index = nfs3.Verifier{}, -1
 	clear(d.seen)
 	order := make(map[string]int, len(d.returned)) // from 1
 	for i, name := range d.returned {

@@ -350,11 +350,16 @@ func (fs *FS) renameRPC(r *request, from *inode, oldName string, to *inode, newN
 	var res nfs3.RenameResult
 	start := fs.callStart()
 	err := fs.client.Rename(r, r.cred, from.fh, oldName, to.fh, newName, &res)
-	fs.setToNow(&fs.lastRename)
+	end := fs.renameEnded()
 	fs.nameMoved(from, oldName, to, newName)
+	seen, only := fs.onlyRename(start, end)
 	fs.updateWcc(from, &res.From, start, true)
 	if from != to {
 		fs.updateWcc(to, &res.To, start, true)
+	}
+	if only {
+		from.sawChange(start, seen)
+		to.sawChange(start, seen)
 	}
 	if hasStatus(err, nfs3.ErrStale) {
 		fs.invalidateAttr(to)

@@ -43,6 +43,17 @@ func TestReplyAttributesAvoidGetattr(t *testing.T) {
 			got[nfs3.ProcCreate],
 			got[nfs3.ProcLookup], got[nfs3.ProcGetAttr])
 	}
+	other := subdir(t, m)
+	got = calls(func() {
+		for i := range files {
+			must(t, os.Rename(name(i), filepath.Join(other, fmt.Sprint(i))))
+			must(t, os.Rename(filepath.Join(other, fmt.Sprint(i)), name(i)))
+		}
+	})
+	if got[nfs3.ProcRename] != 2*files || got[nfs3.ProcGetAttr] > 2 {
+		t.Errorf("rename %d files twice: got %d RENAMEs and %d GETATTRs, want at most 2 GETATTRs", files,
+			got[nfs3.ProcRename], got[nfs3.ProcGetAttr])
+	}
 	before := stat(t, dir)
 	got = calls(func() {
 		for i := range files {
@@ -87,7 +98,8 @@ func TestRemoveAndRenameRefetchAttributes(t *testing.T) {
 
 	sub, moved := filepath.Join(dir, "sub"), filepath.Join(dir, "moved")
 	must(t, os.Mkdir(sub, 0o755))
-	must(t, os.WriteFile(filepath.Join(sub, "x"), nil, 0o644)) // nor the attributes of this reply
+	must(t, os.WriteFile(filepath.Join(sub, "y"), nil, 0o644))
+	must(t, os.Rename(filepath.Join(sub, "y"), filepath.Join(sub, "x"))) // nor the attributes of this reply
 	must(t, os.Rename(sub, moved))
 	before := s.count(nfs3.ProcGetAttr) + s.count(nfs3.ProcLookup)
 	st := stat(t, moved)

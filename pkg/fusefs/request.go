@@ -13,6 +13,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 // A request is one request from the kernel and the context of its RPCs. The channel of Done is
@@ -21,11 +22,20 @@ type request struct {
 	cancel <-chan struct{} // closed when the kernel sends INTERRUPT for any signal
 	pid    uint32          // calling thread; 0 when it is in another PID namespace
 	cred   []byte
-	start  time.Time     // zero without Options.Observe
+	times  ledger.Times  // since begin
+	calls  int           // RPCs that have ended
+	moved  int           // file bytes read or written
+	status fuse.Status   // set by end
+	tag    any           // of Options.Tag
 	owner  atomic.Uint64 // for OwnerOf
 	state  *State        // nil if the mount is not kept
-	unique uint64        // number of the request, without the mark of one that is sent again
+	unique uint64        // number of the request, without the mark of one that is sent again; set by begin
 	kept   *requestState // nil if the request has no record
+	target target        // of a READ
+
+	// Guarded by interrupts.mu: what begin sets.
+	op    Op
+	began ledger.Time
 
 	done  chan struct{}
 	ended bool   // guarded by interrupts.mu: done is closed
@@ -66,10 +76,12 @@ type interrupts struct {
 	timer   *time.Timer
 	armed   bool
 	aborted bool
+	ended   []*request // have ended, and their reply is not written yet
 	pool    []*request
 }
 
-func (w *interrupts) begin(cancel <-chan struct{}, pid uint32) *request {
+func (w *interrupts) begin(op Op, cancel <-chan struct{}, pid uint32) *request {
+	now := ledger.Now()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	var r *request
@@ -81,7 +93,7 @@ func (w *interrupts) begin(cancel <-chan struct{}, pid uint32) *request {
 	if r.done == nil || r.ended {
 		r.done, r.ended = make(chan struct{}), false
 	}
-	r.cancel, r.pid, r.index = cancel, pid, len(w.active)
+	r.cancel, r.pid, r.index, r.op, r.began = cancel, pid, len(w.active), op, now
 	r.gen++
 	w.active = append(w.active, r)
 	if w.aborted {
@@ -99,8 +111,13 @@ func (w *interrupts) begin(cancel <-chan struct{}, pid uint32) *request {
 	return r
 }
 
-// finish stops watching r and reuses it. The caller must not use r afterwards.
-func (w *interrupts) finish(r *request) {
+// maxEnded bounds the requests whose reply is not written yet. Each worker of the front has at most
+// one.
+const maxEnded = 1024
+
+// finish stops watching r and reuses it: at once, or with keep after takeEnded. The caller must not
+// use r afterwards.
+func (w *interrupts) finish(r *request, keep bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	last := len(w.active) - 1
@@ -109,7 +126,36 @@ func (w *interrupts) finish(r *request) {
 	w.active[last] = nil
 	w.active = w.active[:last]
 	r.cancel, r.cred, r.state, r.kept = nil, nil, nil, nil
-	w.pool = append(w.pool, r)
+	switch {
+	case !keep:
+		w.pool = append(w.pool, r)
+	case len(w.ended) < maxEnded:
+		w.ended = append(w.ended, r)
+	default: // of a reply that was never written
+		w.pool = append(w.pool, w.ended[0])
+		w.ended[0] = r
+	}
+}
+
+// takeEnded returns what finish has kept of a request, and reuses the request. ok is false if there
+// is none.
+func (w *interrupts) takeEnded(unique uint64) (e Ended, ok bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for i, r := range w.ended {
+		if r.unique != unique {
+			continue
+		}
+		last := len(w.ended) - 1
+		w.ended[i], w.ended[last] = w.ended[last], nil
+		w.ended = w.ended[:last]
+		e = Ended{Op: r.op, Owner: r.caller(), Status: r.status, Calls: r.calls, Bytes: r.moved, Times: r.times,
+			Tag: r.tag}
+		r.tag = nil
+		w.pool = append(w.pool, r)
+		return e, true
+	}
+	return e, false
 }
 
 func (r *request) end() {
@@ -252,16 +298,22 @@ func statusField(status []byte, name string) ([]byte, bool) {
 func (fs *FS) begin(op Op, cancel <-chan struct{}, h *fuse.InHeader) *request {
 	fs.checkFailed()
 	fs.Counters.Ops[op].Add(1)
-	r := fs.interrupts.begin(cancel, h.Pid)
-	if fs.opts.Observe != nil {
-		r.start = time.Now()
+	r := fs.interrupts.begin(op, cancel, h.Pid)
+	r.times.Begin(r.began)
+	r.calls, r.moved, r.unique = 0, 0, front.Unique(h)
+	if fs.opts.Tag != nil {
+		r.tag = fs.opts.Tag()
 	}
-	r.setOwner(h.Pid, h.Uid)
+	pid := h.Pid
+	if fs.opts.Guest { // a process of the virtual machine
+		pid = 0
+	}
+	r.setOwner(pid, h.Uid)
 	if !usesOpenCred(op) {
 		r.cred = fs.creds.of(h.Uid, h.Gid, h.Pid)
 	}
 	if fs.state != nil {
-		r.state, r.unique = fs.state, front.Unique(h)
+		r.state = fs.state
 		if front.Resent(h) {
 			fs.claim(r)
 		}
@@ -304,10 +356,14 @@ func (fs *FS) end(op Op, r *request, err error) fuse.Status {
 		status = fuse.Status(fs.opts.BusyErrno)
 	}
 	r.keepResult(status)
-	if fs.opts.Observe != nil {
-		fs.opts.Observe(op, time.Since(r.start))
+	if fs.opts.Observe != nil || fs.opts.Ended != nil {
+		r.status = status
+		r.times.Mark(ledger.PhaseLocal, ledger.Now())
 	}
-	fs.interrupts.finish(r)
+	if fs.opts.Observe != nil {
+		fs.opts.Observe(Sample{Op: op, Owner: r.caller(), Bytes: r.moved, Duration: r.times.Total()})
+	}
+	fs.interrupts.finish(r, fs.opts.Ended != nil)
 	if status != fuse.OK {
 		fs.Counters.Errors[op].Add(1)
 	}

@@ -16,17 +16,21 @@ import (
 func TestObserveTimesRequests(t *testing.T) {
 	e := startExport(t)
 	var mu sync.Mutex
-	seen := make(map[Op]int)
-	m := e.mount(t, mountConfig{opts: Options{Observe: func(op Op, d time.Duration) {
+	seen, moved := make(map[Op]int), make(map[Op]int)
+	m := e.mount(t, mountConfig{opts: Options{Observe: func(s Sample) {
 		mu.Lock()
 		defer mu.Unlock()
-		seen[op]++
-		if d <= 0 || d > testTimeout {
-			t.Errorf("time of %v: got %v, want above 0 and below testTimeout", op, d)
+		seen[s.Op]++
+		moved[s.Op] += s.Bytes
+		if s.Duration <= 0 || s.Duration > testTimeout {
+			t.Errorf("time of %v: got %v, want above 0 and below testTimeout", s.Op, s.Duration)
+		}
+		if s.Owner.UID != uint32(os.Getuid()) {
+			t.Errorf("owner of %v: got uid %d, want %d", s.Op, s.Owner.UID, os.Getuid())
 		}
 	}}})
-	must(t, os.WriteFile(m.path("file"), []byte("x"), 0o644))
-	wantContent(t, m.path("file"), []byte("x"))
+	must(t, os.WriteFile(m.path("file"), []byte("xyz"), 0o644))
+	wantContent(t, m.path("file"), []byte("xyz"))
 	mu.Lock()
 	defer mu.Unlock()
 	for _, op := range []Op{OpCreate, OpWrite, OpFlush, OpOpen, OpRead} {
@@ -34,13 +38,16 @@ func TestObserveTimesRequests(t *testing.T) {
 			t.Errorf("%v: observed %d times, want %d", op, seen[op], m.fs.Counters.Ops[op].Load())
 		}
 	}
+	if moved[OpWrite] != 3 || moved[OpRead] != 3 || moved[OpOpen] != 0 {
+		t.Errorf("bytes: got %v, want 3 of read and write", moved)
+	}
 }
 
 // TestRequestDoesNotAllocate checks that begin and end of a request do not allocate.
 func TestRequestDoesNotAllocate(t *testing.T) {
 	var sum time.Duration
 	fs := &FS{creds: newCredentials(new(Counters), nil),
-		opts: Options{Observe: func(_ Op, d time.Duration) { sum += d }}}
+		opts: Options{Observe: func(s Sample) { sum += s.Duration }}}
 	defer fs.interrupts.stop()
 	var h fuse.InHeader // pid 0, so that no groups are read from /proc
 	if n := testing.AllocsPerRun(1000, func() { fs.end(OpRead, fs.begin(OpRead, nil, &h), nil) }); n != 0 {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -223,8 +224,9 @@ func (fs *FS) closeUnknown(id uint64) {
 	}
 }
 
-// Replied ends the record of a request: the kernel has the reply.
-func (fs *FS) Replied(unique uint64) {
+// Replied ends a request and its record: the kernel has the reply.
+func (fs *FS) Replied(unique uint64, received ledger.Time) {
+	fs.reportEnded(unique, received)
 	s := fs.state
 	if s == nil || s.active.Load() == 0 {
 		return
@@ -280,6 +282,31 @@ func (fs *FS) settle() {
 	}
 	if fs.opts.Settled != nil {
 		fs.opts.Settled()
+	}
+}
+
+// Resume starts the work that an earlier process has left. A front other than /dev/fuse calls it
+// before it handles requests. pending are the numbers of the requests without reply that the front
+// sends again, with front.MarkResent. It must call Replied for each of them.
+func (fs *FS) Resume(pending []uint64) {
+	fs.state.claimPending(pending)
+	fs.resume()
+}
+
+// claimPending removes the records of all requests that the front does not send again.
+func (s *State) claimPending(pending []uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, unique := range pending {
+		if k := s.mu.byUnique[unique]; k != nil && !k.resent {
+			k.resent = true
+			s.mu.resent++
+		}
+	}
+	for unique, k := range s.mu.byUnique {
+		if !k.resent {
+			s.forgetRequest(unique, k)
+		}
 	}
 }
 

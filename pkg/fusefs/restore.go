@@ -186,9 +186,12 @@ func (r *restoration) hiddenNames() error {
 		if ino == nil {
 			ino = &inode{id: k.node}
 		}
-		ino.silly = &sillyName{dir: dir, name: string(k.name[:k.nameLen]), cred: cred, kept: slot}
+		name := string(k.name[:k.nameLen])
+		ino.mu.Lock() // the attributes of the restored open files may be revalidated already
+		ino.silly = &sillyName{dir: dir, name: name, cred: cred, kept: slot}
+		ino.mu.Unlock()
 		t.addHidden(dir)
-		r.fs.hiddenBefore[ino.silly.name] = ino
+		r.fs.hiddenBefore[name] = ino
 		if ino.opens == 0 {
 			r.work = append(r.work, func() { r.fs.removeSilly(background{r.fs}, ino) })
 		}

@@ -323,6 +323,24 @@ func (s *State) setMounted(dev device, init []byte, acl bool) error {
 	return nil
 }
 
+// guestACL returns whether the connections of guests have ACLs: what the first process has decided.
+func (s *State) guestACL(acl bool) bool {
+	if s == nil {
+		return acl
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := &s.mu.mount
+	if s.restored {
+		return r.acl == 1
+	}
+	if acl {
+		r.acl = 1
+	}
+	s.mount.Set(s.mountSlot, r)
+	return acl
+}
+
 // firstID returns a number that is larger than all numbers of nodes and open files that earlier
 // processes gave to the kernel.
 func (s *State) firstID() uint64 {

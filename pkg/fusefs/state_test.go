@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -13,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 // newTestState returns a State until the test ends.
@@ -116,7 +118,7 @@ func openDirect(t *testing.T, fs *FS, name string) (node, handle uint64) {
 	if status := fs.Open(nil, &in, &out); !status.Ok() {
 		t.Fatalf("open: %v", status)
 	}
-	fs.Replied(1<<40 + 2)
+	fs.Replied(1<<40+2, ledger.Now())
 	return entry.NodeId, out.Fh
 }
 
@@ -143,7 +145,7 @@ func testRecordsReferToNodes(t *testing.T, fileLast bool) {
 	if status := m.fs.OpenDir(nil, &in, &dir); !status.Ok() {
 		t.Fatalf("opendir: %v", status)
 	}
-	m.fs.Replied(1<<40 + 4)
+	m.fs.Replied(1<<40+4, ledger.Now())
 	changes := 0
 	check = func() {
 		changes++
@@ -162,19 +164,38 @@ func testRecordsReferToNodes(t *testing.T, fileLast bool) {
 			return nil
 		}))
 	}
-	m.fs.Forget(node, 1) // the kernel may forget the node before it releases the file
-	if !fileLast {
-		m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
-	}
-	m.fs.ReleaseDir(&fuse.ReleaseIn{Fh: dir.Fh})
 	if fileLast {
+		m.fs.ReleaseDir(&fuse.ReleaseIn{Fh: dir.Fh})
+	} else {
 		m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle})
 	}
+	m.fs.Forget(node, 1) // also closes what is open
 	check = func() {}
 	if changes == 0 || state.files.Len()+state.dirs.Len()+state.nodes.Len() != 0 {
 		t.Errorf("after %d changes: records of %d files, %d directories and %d nodes, want 0", changes,
 			state.files.Len(), state.dirs.Len(), state.nodes.Len())
 	}
+}
+
+// TestCachedLookupIsRecorded looks a name up until the FS answers without the server. The record
+// has each reference of the kernel: the next process would otherwise forget the node too early.
+func TestCachedLookupIsRecorded(t *testing.T) {
+	e := startOwnExport(t)
+	must(t, os.WriteFile(e.dir+"/f", nil, 0o644))
+	state := newTestState(t, 16)
+	m := e.mount(t, mountConfig{opts: Options{State: state}})
+	const lookups = 5
+	root := fuse.InHeader{NodeId: fuse.FUSE_ROOT_ID, Unique: 1 << 40}
+	var entry fuse.EntryOut
+	for range lookups {
+		if status := m.fs.Lookup(nil, &root, "f", &entry); !status.Ok() {
+			t.Fatalf("lookup: %v", status)
+		}
+	}
+	if got := state.nodes.Counter(m.fs.inodes.get(entry.NodeId).kept); got != lookups {
+		t.Errorf("recorded references: got %d, want %d", got, lookups)
+	}
+	m.fs.Forget(entry.NodeId, lookups)
 }
 
 // TestFullTables fills the tables of records. Operations that need a record must fail without an
@@ -273,4 +294,31 @@ func TestFullTableOfNodes(t *testing.T) {
 	if n := s.Stats().Records["nodes"]; n != room {
 		t.Errorf("records of nodes: got %d, want %d", n, room)
 	}
+}
+
+// TestForgetReleasesFiles forgets a node whose RELEASEs were lost: its open file is closed,
+// and a removed file is removed on the server.
+func TestForgetReleasesFiles(t *testing.T) {
+	e := startOwnExport(t)
+	must(t, os.WriteFile(e.dir+"/f", nil, 0o644))
+	state := newTestState(t, 16)
+	m := e.mount(t, mountConfig{opts: Options{State: state}})
+	node, handle := openDirect(t, m.fs, "f")
+	must(t, os.Remove(m.path("f")))
+	hidden := func() []string {
+		names, err := filepath.Glob(e.dir + "/.nfs*")
+		must(t, err)
+		return names
+	}
+	if n := hidden(); len(n) != 1 {
+		t.Fatalf("hidden names of an open file on the server: got %v, want 1", n)
+	}
+	m.fs.Forget(node, 1<<20) // all references, also that of unlink(2)
+	if !eventually(func() bool {
+		return len(hidden()) == 0 && state.files.Len()+state.nodes.Len() == 0
+	}) {
+		t.Errorf("got hidden names %v and records of %d files and %d nodes, want none", hidden(),
+			state.files.Len(), state.nodes.Len())
+	}
+	m.fs.Release(nil, &fuse.ReleaseIn{Fh: handle}) // no effect
 }

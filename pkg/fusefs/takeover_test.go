@@ -49,6 +49,9 @@ type takeoverMessage struct {
 // keepRequestsEnv sets MountOptions.KeepRequests in the processes of a takeover.
 const keepRequestsEnv = "NFSRDMAD_FUSEFS_TEST_KEEP_REQUESTS"
 
+// takeoverWritebackEnv sets Options.Writeback in the processes of a takeover.
+const takeoverWritebackEnv = "NFSRDMAD_FUSEFS_TEST_WRITEBACK"
+
 // takeoverDeadline bounds each operation.
 const takeoverDeadline = 20 * time.Second
 
@@ -393,6 +396,13 @@ func TestTakeoverKeepsWrittenData(t *testing.T) {
 		}
 		x.finishMount()
 	})
+}
+
+// TestTakeoverKeepsPages is TestTakeoverKeepsWrittenData with the kernel's writeback cache: the
+// data is in the pages of the kernel when the server process is killed.
+func TestTakeoverKeepsPages(t *testing.T) {
+	t.Setenv(takeoverWritebackEnv, "1")
+	TestTakeoverKeepsWrittenData(t)
 }
 
 func opNamed(name string) *takeoverOp {

@@ -177,12 +177,12 @@ const replyTime = 20 * time.Millisecond
 
 // observe is Options.Observe. It counts two events: before the reply to the kernel, and between the
 // reply and FS.Replied.
-func (k *killer) observe(op Op, _ time.Duration) {
-	k.at("before the reply to %v", op)
+func (k *killer) observe(s Sample) {
+	k.at("before the reply to %v", s.Op)
 	if k.count() {
 		k.ending.Store(true)
 		k.state.mu.Lock() // Replied waits
-		time.AfterFunc(replyTime, func() { k.kill(fmt.Sprintf("after the reply to %v", op)) })
+		time.AfterFunc(replyTime, func() { k.kill(fmt.Sprintf("after the reply to %v", s.Op)) })
 	}
 }
 
@@ -298,7 +298,8 @@ func (s *takeoverServer) begin(o *serveOrder, files []*os.File) error {
 	}
 	caller := &killCaller{transport: s.conn, killer: s.killer, keeps: o.TCP != ""}
 	opts := DefaultOptions()
-	opts.State, opts.Buffers, opts.Observe, opts.ACL = s.state, s.pool, s.killer.observe, nfsacl.NewClient(caller)
+	opts.Writeback = os.Getenv(takeoverWritebackEnv) != ""
+	opts.State, opts.Buffers, opts.Observe, opts.ACL = s.state, s.pool, s.killer.observe, nfsacl.NewClient(caller, nil)
 	opts.Lost = func(l Loss) { fmt.Fprintf(os.Stderr, "a server process lost data: %+v\n", l) }
 	opts.Failed = func(reason string, stack []byte) {
 		fmt.Fprintf(os.Stderr, "a server process failed: %s\n%s\n", reason, stack)

@@ -135,12 +135,19 @@ func (h *fileHandle) reportedBefore(r *request) error {
 // Write takes data from the kernel: from write(2), and from pages written through a mapping.
 func (fs *FS) Write(cancel <-chan struct{}, in *fuse.WriteIn, data []byte) (uint32, fuse.Status) {
 	r := fs.begin(OpWrite, cancel, &in.InHeader)
+	r.target.one[0] = data
+	return fs.endWrite(r, in, r.target.one[:])
+}
+
+func (fs *FS) endWrite(r *request, in *fuse.WriteIn, data pieces) (uint32, fuse.Status) {
 	n, err := fs.write(r, in, data)
+	r.target.one[0] = nil
+	r.moved = n
 	fs.Counters.WrittenBytes.Add(uint64(n))
 	return uint32(n), fs.end(OpWrite, r, err)
 }
 
-func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
+func (fs *FS) write(r *request, in *fuse.WriteIn, data pieces) (int, error) {
 	h := fs.file(in.Fh)
 	if h == nil || !h.writable {
 		return 0, syscall.EBADF
@@ -148,21 +155,27 @@ func (fs *FS) write(r *request, in *fuse.WriteIn, data []byte) (int, error) {
 	if err := h.reportedBefore(r); err != nil {
 		return 0, err
 	}
-	if err := firstError(fs.lostLock(h), h.report(r)); err != nil {
+	if err := fs.lostLock(h); err != nil {
 		return 0, err
 	}
+	if fs.reportsErrors(in) {
+		if err := h.report(r); err != nil {
+			return 0, err
+		}
+	}
 	off := in.Offset
-	if in.Flags&syscall.O_APPEND != 0 && in.WriteFlags&fuse.WRITE_CACHE == 0 {
+	if in.Flags&syscall.O_APPEND != 0 && in.WriteFlags&fuse.WRITE_CACHE == 0 && !fs.opts.Writeback {
 		var err error
 		if off, err = fs.appendOffset(r, h); err != nil {
 			return 0, err
 		}
 	}
-	if len(data) > 0 && off >= fs.maxFileSize {
+	size := data.size()
+	if size > 0 && off >= fs.maxFileSize {
 		return 0, syscall.EFBIG // return the error now: close(2) could not say which write failed
 	}
-	data = data[:min(uint64(len(data)), fs.maxFileSize-min(off, fs.maxFileSize))]
-	n, err := fs.buffer(r, h, off, data)
+	size = int(min(uint64(size), fs.maxFileSize-min(off, fs.maxFileSize)))
+	n, err := fs.bufferPieces(r, h, off, data, size)
 	// A program repeats the rest of a short write. The kernel does not repeat the rest of its
 	// pages.
 	if err != nil && (n == 0 || in.WriteFlags&fuse.WRITE_CACHE != 0) {
@@ -319,7 +332,8 @@ func (fs *FS) seal(ino *inode, stable nfs3.StableHow) {
 	w.seq++
 	e.seq, e.stable = w.seq, stable
 	w.sending = append(w.sending, e)
-	fs.spawn(func() { fs.send(ino, e) })
+	fs.work.Add(1)
+	go fs.spawnedSend(ino, e)
 }
 
 // send writes a sealed extent to the server.

@@ -1,0 +1,61 @@
+package fusefs
+
+import (
+	"bytes"
+	"os"
+	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+)
+
+// TestPieces compares the methods of pieces with those of one slice.
+func TestPieces(t *testing.T) {
+	for _, sizes := range [][]int{{9}, {1, 8}, {3, 3, 3}, {1, 0, 2, 6}, {8, 1}} {
+		data := []byte("123456789")
+		for from := range len(data) + 1 {
+			for to := from; to <= len(data); to++ {
+				flat := bytes.Clone(data)
+				var p pieces
+				for rest := bytes.Clone(data); len(p) < len(sizes); rest = rest[sizes[len(p)-1]:] {
+					p = append(p, rest[:sizes[len(p)]:sizes[len(p)]])
+				}
+				part := p.appendPart(nil, from, to)
+				if got := bytes.Join(part, nil); !bytes.Equal(got, flat[from:to]) {
+					t.Errorf("sizes %v: part from %d to %d: got %q, want %q", sizes, from, to, got, flat[from:to])
+				}
+				for _, b := range part {
+					if len(b) == 0 {
+						t.Errorf("sizes %v: part from %d to %d has an empty piece", sizes, from, to)
+					}
+				}
+				p.copyAt(from, []byte("abcdefghi")[:to-from])
+				copy(flat[from:], "abcdefghi"[:to-from])
+				if got := bytes.Join(p, nil); !bytes.Equal(got, flat) {
+					t.Errorf("sizes %v: copy from %d to %d: got %q, want %q", sizes, from, to, got, flat)
+				}
+				p.zero(from, to)
+				clear(flat[from:to])
+				if got := bytes.Join(p, nil); !bytes.Equal(got, flat) {
+					t.Errorf("sizes %v: zeros from %d to %d: got %q, want %q", sizes, from, to, got, flat)
+				}
+			}
+		}
+	}
+}
+
+// TestURingReadsNeedNoBuffer reads while the pool of buffers is empty.
+func TestURingReadsNeedNoBuffer(t *testing.T) {
+	testutil.NeedsURing(t)
+	e := startOwnExport(t)
+	want := randomBytes(1, 3<<20+1000)
+	must(t, os.WriteFile(e.dir+"/data", want, 0o644))
+	m := e.mount(t, mountConfig{mount: MountOptions{URing: true}})
+	var taken [][]byte
+	for b := m.fs.buffers.TryGet(); b != nil; b = m.fs.buffers.TryGet() {
+		taken = append(taken, b)
+	}
+	wantContent(t, m.path("data"), want)
+	for _, b := range taken {
+		m.fs.buffers.Put(b)
+	}
+}
