@@ -58,6 +58,7 @@ const (
 	smallReply = 1024
 	// renameSize is the size of struct fuse_rename_in with its header. fuse.RenameIn has more.
 	renameSize = headerSize + 8
+	writeSize  = int(unsafe.Sizeof(fuse.WriteIn{}))
 	// pollNode is a node that go-fuse answers without the file system.
 	pollNode = math.MaxUint64
 )
@@ -91,7 +92,7 @@ var rules = map[uint32]rule{
 	opLink:        {int(unsafe.Sizeof(fuse.LinkIn{})), entry},
 	opOpen:        {int(unsafe.Sizeof(fuse.OpenIn{})), openOut},
 	opRead:        {int(unsafe.Sizeof(fuse.ReadIn{})), replySize},
-	opWrite:       {int(unsafe.Sizeof(fuse.WriteIn{})), replySize + int(unsafe.Sizeof(fuse.WriteOut{}))},
+	opWrite:       {writeSize, replySize + int(unsafe.Sizeof(fuse.WriteOut{}))},
 	opStatFs:      {headerSize, replySize + int(unsafe.Sizeof(fuse.StatfsOut{}))},
 	opRelease:     {int(unsafe.Sizeof(fuse.ReleaseIn{})), replySize},
 	opFsync:       {int(unsafe.Sizeof(fuse.FsyncIn{})), replySize},
@@ -118,9 +119,10 @@ var rules = map[uint32]rule{
 }
 
 // check returns the error of a request that the kernel would not send through /dev/fuse, or 0. in
-// has at least a header and is aligned to 8 bytes. room is the size of the buffers for the reply,
-// and maxData the largest READ or WRITE.
-func check(in []byte, room, maxData int) syscall.Errno {
+// has at least a header and is aligned to 8 bytes. size is the size of the request, which is larger
+// than in if the data of a WRITE is elsewhere. room is the size of the buffers for the reply, and
+// maxData the largest READ or WRITE.
+func check(in []byte, size, room, maxData int) syscall.Errno {
 	h := (*fuse.InHeader)(unsafe.Pointer(&in[0]))
 	r, ok := rules[h.Opcode]
 	switch {
@@ -131,13 +133,11 @@ func check(in []byte, room, maxData int) syscall.Errno {
 	case h.NodeId == pollNode:
 		return syscall.ESTALE
 	}
-	payload := in[r.size:]
-	extensions := 8 * int(h.TotalExtlen)
-	if extensions > len(payload) {
+	payload, extensions := size-r.size, 8*int(h.TotalExtlen)
+	if extensions > payload {
 		return syscall.EINVAL
 	}
-	payload = payload[:len(payload)-extensions]
-	return checkSizes(in, len(payload), room, maxData)
+	return checkSizes(in, payload-extensions, room, maxData)
 }
 
 // changes reports whether a checked request changes the file system.

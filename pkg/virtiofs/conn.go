@@ -9,6 +9,7 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -73,7 +74,8 @@ const (
 type conn struct {
 	s      *Server
 	socket *net.UnixConn
-	ended  chan struct{} // closed when all is released
+	raw    syscall.RawConn // of socket
+	ended  chan struct{}   // closed when all is released
 
 	features  uint64 // negotiated
 	protocols uint64 // negotiated
@@ -83,18 +85,24 @@ type conn struct {
 	// A request holds gate for reading. The begin and the end of a session hold it for writing.
 	gate    sync.RWMutex
 	handler atomic.Pointer[front.Handler] // of the FUSE session; nil without one
-	last    atomic.Uint64                 // number of the last request
-	large   chan struct{}                 // one element for each large request
+	large   chan []uint64                 // memory for each large request, nil at first
 
 	active struct {
 		sync.Mutex
-		requests map[uint64]*request // by their numbers
+		requests []*request
+	}
+	idle struct { // requests that have ended, for reuse
+		sync.Mutex
+		requests []*request
 	}
 }
 
 func newConn(s *Server, socket *net.UnixConn) *conn {
-	c := &conn{s: s, socket: socket, ended: make(chan struct{}), large: make(chan struct{}, maxLarge)}
-	c.active.requests = make(map[uint64]*request)
+	c := &conn{s: s, socket: socket, ended: make(chan struct{}), large: make(chan []uint64, maxLarge)}
+	c.raw, _ = socket.SyscallConn() // never fails
+	for range maxLarge {
+		c.large <- nil
+	}
 	for i := range c.rings {
 		c.rings[i] = newRing(c, i)
 	}
@@ -107,7 +115,7 @@ func (c *conn) serve() error {
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) || errors.Is(err, unix.ECONNRESET) {
 		err = nil
 	}
-	c.socket.Close()
+	c.hangUp()
 	for _, r := range c.rings {
 		r.stop()
 	}
@@ -118,110 +126,14 @@ func (c *conn) serve() error {
 	if c.mem != nil {
 		c.mem.release()
 	}
+	c.s.state.endConn()
 	return err
 }
 
-// A message is one message of the VMM.
-type message struct {
-	kind, flags uint32
-	payload     []byte
-	fds         []int
-}
-
-func (m *message) closeFDs() {
-	for _, fd := range m.fds {
-		unix.Close(fd)
-	}
-	m.fds = nil
-}
-
-func (c *conn) receive() error {
-	for {
-		m, err := c.readMessage()
-		if err != nil {
-			return err
-		}
-		err = c.handle(m)
-		m.closeFDs()
-		if err != nil {
-			return fmt.Errorf("vhost-user message %d: %w", m.kind, err)
-		}
-	}
-}
-
-// readMessage reads one message with its descriptors.
-func (c *conn) readMessage() (*message, error) {
-	head := make([]byte, messageHeader)
-	oob := make([]byte, unix.CmsgSpace(4*maxRegions))
-	m := &message{}
-	for n := 0; n < len(head); {
-		got, oobn, flags, _, err := c.socket.ReadMsgUnix(head[n:], oob)
-		fds, fdErr := parseRights(oob[:oobn])
-		m.fds = append(m.fds, fds...)
-		switch {
-		case err == nil && got == 0:
-			err = io.EOF
-		case err == nil && (flags&unix.MSG_CTRUNC != 0 || len(m.fds) > maxRegions):
-			err = fmt.Errorf("more than %d descriptors in a message", maxRegions)
-		case err == nil:
-			err = fdErr
-		}
-		if err != nil {
-			m.closeFDs()
-			return nil, err
-		}
-		n += got
-	}
-	m.kind, m.flags = binary.LittleEndian.Uint32(head), binary.LittleEndian.Uint32(head[4:])
-	size := binary.LittleEndian.Uint32(head[8:])
-	if m.flags&versionMask != messageVersion || m.flags&flagReply != 0 || size > maxMessage {
-		m.closeFDs()
-		return nil, fmt.Errorf("invalid vhost-user message %d: flags %#x, %d bytes", m.kind, m.flags, size)
-	}
-	m.payload = make([]byte, size)
-	if _, err := io.ReadFull(c.socket, m.payload); err != nil {
-		m.closeFDs()
-		return nil, err
-	}
-	return m, nil
-}
-
-func parseRights(oob []byte) (fds []int, err error) {
-	if len(oob) == 0 {
-		return nil, nil
-	}
-	messages, err := unix.ParseSocketControlMessage(oob)
-	if err != nil {
-		return nil, err
-	}
-	for i := range messages {
-		got, err := unix.ParseUnixRights(&messages[i])
-		if err != nil {
-			return fds, err
-		}
-		fds = append(fds, got...)
-	}
-	return fds, nil
-}
-
-// handle handles a message and replies. An error ends the connection.
-func (c *conn) handle(m *message) error {
-	reply, err := c.execute(m)
-	if reply == nil && m.flags&flagNeedReply != 0 && c.protocols&protocolReplyAck != 0 {
-		reply = make([]byte, 8)
-		if err != nil {
-			reply[0] = 1
-		}
-	}
-	if reply != nil {
-		b := binary.LittleEndian.AppendUint32(nil, m.kind)
-		b = binary.LittleEndian.AppendUint32(b, messageVersion|flagReply)
-		b = binary.LittleEndian.AppendUint32(b, uint32(len(reply)))
-		if _, writeErr := c.socket.Write(append(b, reply...)); err == nil {
-			err = writeErr
-		}
-	}
-	return err
+// hangUp ends the connection, of which the State has a descriptor too.
+func (c *conn) hangUp() {
+	_ = withDescriptor(c.socket, func(fd int) error { return unix.Shutdown(fd, unix.SHUT_RDWR) })
+	c.socket.Close()
 }
 
 // execute executes a message. reply is nil for a message without a reply in the protocol.
@@ -263,6 +175,7 @@ func (c *conn) setFeatures(m *message, to *uint64, supported uint64) error {
 		return errors.New("the guest does not support virtio 1.0")
 	}
 	*to = v
+	c.s.state.update(func(r *shareRecord) { r.features, r.protocols = c.features, c.protocols })
 	if to == &c.features {
 		for _, r := range c.rings {
 			r.setFeatures(v)
@@ -292,15 +205,18 @@ func (c *conn) setMemory(m *message) error {
 	if err != nil {
 		return err
 	}
-	old := c.mem
+	if err := c.s.state.setMemory(regions, m.fds); err != nil {
+		mem.release()
+		return err
+	}
+	if old := c.mem; old != nil {
+		defer old.release()
+	}
 	c.mem = mem
 	for _, r := range c.rings {
 		if err := r.setMemory(mem); err != nil {
 			return err
 		}
-	}
-	if old != nil {
-		old.release()
 	}
 	return nil
 }
@@ -316,13 +232,20 @@ func (c *conn) setDescriptor(m *message) error {
 		return err
 	}
 	var f *os.File
+	var kept uint64
 	if v&noDescriptor == 0 {
 		if len(m.fds) != 1 {
 			return fmt.Errorf("%d descriptors, want 1", len(m.fds))
 		}
-		if f, err = eventFile(m.fds[0]); err != nil {
+		if err := checkEventfd(m.fds[0]); err != nil {
 			return err
 		}
+		if m.kind != msgSetVringErr {
+			if kept, err = c.s.state.fds.add(m.fds[0]); err != nil {
+				return err
+			}
+		}
+		f = os.NewFile(uintptr(m.fds[0]), "eventfd")
 		m.fds = nil
 	}
 	switch m.kind {
@@ -330,9 +253,12 @@ func (c *conn) setDescriptor(m *message) error {
 		if f == nil {
 			return errors.New("queues without a kick descriptor are not supported")
 		}
-		return r.setKick(f)
+		return c.keepRing(r, func() error { return r.setKick(f, kept) })
 	case msgSetVringCall:
-		r.setCall(f)
+		return c.keepRing(r, func() error {
+			r.setCall(f, kept)
+			return nil
+		})
 	default:
 		if f != nil {
 			f.Close() // an error ends the queue, and the log tells it
@@ -341,19 +267,31 @@ func (c *conn) setDescriptor(m *message) error {
 	return nil
 }
 
-// eventFile takes over an eventfd.
-func eventFile(fd int) (*os.File, error) {
+// checkEventfd checks a descriptor, and makes it non-blocking.
+func checkEventfd(fd int) error {
 	name, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if name != "anon_inode:[eventfd]" {
-		return nil, fmt.Errorf("descriptor of %s, want an eventfd", name)
+		return fmt.Errorf("descriptor of %s, want an eventfd", name)
 	}
-	if err := unix.SetNonblock(fd, true); err != nil {
-		return nil, os.NewSyscallError("fcntl F_SETFL", err)
+	return os.NewSyscallError("fcntl F_SETFL", unix.SetNonblock(fd, true))
+}
+
+// keepRing changes a queue and then its record.
+func (c *conn) keepRing(r *ring, change func() error) error {
+	before := [...]uint64{r.keptKick, r.keptCall}
+	err := change()
+	rec := r.record()
+	c.s.state.rings.Set(c.s.state.ringRefs[r.index], &rec)
+	step("record of a queue")
+	for i, after := range [...]uint64{r.keptKick, r.keptCall} {
+		if before[i] != after {
+			c.s.state.fds.drop(maxStale, before[i])
+		}
 	}
-	return os.NewFile(uintptr(fd), "eventfd"), nil
+	return err
 }
 
 func (c *conn) ring(i uint64) (*ring, error) {
@@ -372,7 +310,7 @@ func (c *conn) setAddresses(m *message) error {
 		return err
 	}
 	u := func(at int) uint64 { return binary.LittleEndian.Uint64(m.payload[at:]) }
-	return r.setAddresses(addresses{desc: u(8), used: u(16), avail: u(24)})
+	return c.keepRing(r, func() error { return r.setAddresses(addresses{desc: u(8), used: u(16), avail: u(24)}) })
 }
 
 // setState handles the messages whose payload is a queue and a number.
@@ -385,15 +323,22 @@ func (c *conn) setState(m *message) (reply []byte, err error) {
 	if err != nil {
 		return nil, err
 	}
-	switch m.kind {
-	case msgSetVringNum:
-		return nil, r.setSize(v)
-	case msgSetVringBase:
-		return nil, r.setBase(v)
-	case msgSetVringEnable:
-		return nil, r.enable(v != 0)
+	var base uint16
+	err = c.keepRing(r, func() error {
+		switch m.kind {
+		case msgSetVringNum:
+			return r.setSize(v)
+		case msgSetVringBase:
+			return r.setBase(v)
+		case msgSetVringEnable:
+			return r.enable(v != 0)
+		}
+		base = c.drain(r)
+		return nil
+	})
+	if err != nil || m.kind != msgGetVringBase {
+		return nil, err
 	}
-	base := c.drain(r)
 	reply = binary.LittleEndian.AppendUint32(nil, index)
 	return binary.LittleEndian.AppendUint32(reply, uint32(base)), nil
 }

@@ -23,9 +23,17 @@ func eventually(t testing.TB, what string, done func() bool) {
 	}
 }
 
-// TestFileOperations uses two request queues in turn.
+// TestFileOperations uses two request queues in turn, with memory that can fault and with memory
+// that cannot.
 func TestFileOperations(t *testing.T) {
+	for name, unsealed := range map[string]bool{"sealed": false, "unsealed": true} {
+		t.Run(name, func(t *testing.T) { testFileOperations(t, unsealed) })
+	}
+}
+
+func testFileOperations(t *testing.T, unsealed bool) {
 	d := newDevice(t)
+	d.unsealed = unsealed
 	v := d.connect(t)
 	if o := v.mount(); o.Major != 7 || o.MaxWrite != 1<<20 {
 		t.Errorf("INIT: got %+v", o)
@@ -124,6 +132,16 @@ func TestReadOnlyShare(t *testing.T) {
 	if _, errno := q.do(encode(v, opOpen, e.NodeId, fuse.OpenIn{}), 64); errno != 0 {
 		t.Errorf("open for reading: %v", errno)
 	}
+}
+
+// TestLargeInitFails sends an INIT that no record can hold.
+func TestLargeInitFails(t *testing.T) {
+	v := newDevice(t).connect(t)
+	in := encode(v, opInit, 0, fuse.InitIn{Major: 7, Minor: 39}, strings.Repeat("x", maxInit))
+	if _, errno := v.queues[1].do(in, 256); errno != unix.EIO {
+		t.Errorf("got %v, want EIO", errno)
+	}
+	v.mount()
 }
 
 func TestRequestBeforeInitFails(t *testing.T) {
@@ -435,6 +453,19 @@ func TestStopDrainsQueue(t *testing.T) {
 	}
 }
 
+// TestNewCallDescriptorIsSignaled gives a running queue another call descriptor. A completion may
+// have interrupted the guest through the one before.
+func TestNewCallDescriptorIsSignaled(t *testing.T) {
+	v := newDevice(t).connect(t)
+	call, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	must(t, err)
+	defer unix.Close(call)
+	v.message(msgSetVringCall, le64(1), call)
+	if _, err := unix.Read(call, make([]byte, 8)); err != nil {
+		t.Errorf("read of the new call descriptor: %v", err)
+	}
+}
+
 func TestInterruptEndsRequest(t *testing.T) {
 	d := newDevice(t)
 	v := d.connect(t)
@@ -522,6 +553,7 @@ func TestSecondVMMIsRefused(t *testing.T) {
 // TestTruncatedMemory truncates the file of the guest's memory, which makes each access fault.
 func TestTruncatedMemory(t *testing.T) {
 	d := newDevice(t)
+	d.unsealed = true
 	v := d.connect(t)
 	v.mount()
 	q := v.queues[1]
@@ -626,5 +658,30 @@ func TestInvalidMessagesEndConnection(t *testing.T) {
 			want := fmt.Sprintf("vhost-user message %d", c.kind)
 			eventually(t, "log has "+want, func() bool { return strings.Contains(d.log.String(), want) })
 		})
+	}
+}
+
+// TestLargeBuffersDoNotBlockQueue interrupts requests that have large buffers and wait. The
+// INTERRUPT has large buffers too.
+func TestLargeBuffersDoNotBlockQueue(t *testing.T) {
+	d := newDevice(t)
+	v := d.connect(t)
+	v.mount()
+	q := v.queues[1]
+	for i := range maxLarge {
+		in := slotBase + i*256
+		copy(v.mem[in:], encode(v, opLookup, 1, fuse.InHeader{}, "wait\x00"))
+		// Only the first bytes are the request. The guest gives more.
+		putDescriptor(q.desc(2*i), guestBase+uint64(in), 2*largeRequest, descNext, 2*i+1)
+		putDescriptor(q.desc(2*i+1), guestBase+uint64(slotAt(12)), 256, descWrite, 0)
+		q.offer(2 * i)
+	}
+	eventually(t, "requests wait", func() bool { return d.fs.waiting.Load() == maxLarge })
+	h := v.queues[0]
+	copy(v.mem[slotAt(10):], encode(v, opInterrupt, 0, fuse.InterruptIn{Unique: v.unique}))
+	putDescriptor(h.desc(0), guestBase+uint64(slotAt(10)), 2*largeRequest, 0, 0)
+	h.offer(0)
+	if _, _, ok := h.used(); !ok {
+		t.Error("INTERRUPT waits for other requests")
 	}
 }

@@ -20,8 +20,8 @@ const (
 // A listener is a listening Unix socket.
 type listener struct {
 	*net.UnixListener
-	path string
-	made os.FileInfo // the socket as this process made it
+	path     string
+	dev, ino uint64 // of the socket as it was made
 }
 
 // listen makes a socket at path with mode 0600. It replaces a socket that no process listens on,
@@ -38,12 +38,35 @@ func listen(path string) (*listener, error) {
 		return nil, fmt.Errorf("socket %s: %w", path, err)
 	}
 	l.SetUnlinkOnClose(false)
-	made, err := os.Lstat(path)
-	if err != nil {
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil {
 		l.Close()
+		return nil, fmt.Errorf("socket %s: %w", path, os.NewSyscallError("lstat", err))
+	}
+	return &listener{l, path, st.Dev, st.Ino}, nil
+}
+
+// listenerOf returns the listener of an earlier process. It takes over fd.
+func listenerOf(fd int, path string, dev, ino uint64) (*listener, error) {
+	f := os.NewFile(uintptr(fd), path)
+	defer f.Close() // FileListener duplicates it
+	l, err := net.FileListener(f)
+	if err != nil {
 		return nil, fmt.Errorf("socket %s: %w", path, err)
 	}
-	return &listener{l, path, made}, nil
+	u, ok := l.(*net.UnixListener)
+	if !ok {
+		l.Close()
+		return nil, fmt.Errorf("socket %s: kept descriptor of %s", path, l.Addr().Network())
+	}
+	u.SetUnlinkOnClose(false)
+	return &listener{u, path, dev, ino}, nil
+}
+
+// isThere reports whether the path has the socket.
+func (l *listener) isThere() bool {
+	var st unix.Stat_t
+	return unix.Lstat(l.path, &st) == nil && st.Dev == l.dev && st.Ino == l.ino
 }
 
 // removeStale removes a socket that no process listens on.
@@ -104,7 +127,7 @@ func (l *listener) Close() error {
 	if errors.Is(err, net.ErrClosed) {
 		return nil
 	}
-	if fi, statErr := os.Lstat(l.path); statErr == nil && os.SameFile(fi, l.made) {
+	if l.isThere() {
 		err = errors.Join(err, os.Remove(l.path))
 	}
 	return err

@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -40,5 +41,26 @@ func TestListen(t *testing.T) {
 	}
 	if _, err := listen("/" + strings.Repeat("x", 200)); err == nil || !strings.Contains(err.Error(), "longer") {
 		t.Errorf("listen on a long path: got %v", err)
+	}
+}
+
+// TestStopListeningAfterEnd ends a Server, and calls its methods again.
+func TestStopListeningAfterEnd(t *testing.T) {
+	d := newDevice(t)
+	var calls sync.WaitGroup
+	for range 8 {
+		calls.Go(func() {
+			if err := d.server.StopListening(); err != nil {
+				t.Errorf("concurrent StopListening: %v", err)
+			}
+		})
+	}
+	calls.Wait()
+	d.server.Wait()
+	if err := d.server.StopListening(); err != nil {
+		t.Errorf("StopListening after the end: %v", err)
+	}
+	if err := d.server.Close(); err != nil {
+		t.Errorf("Close after the end: %v", err)
 	}
 }

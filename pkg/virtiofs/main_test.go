@@ -20,7 +20,9 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/servertest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
@@ -31,7 +33,11 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) {
+	runChild()
+	servertest.Main()
+	testutil.Main(m)
+}
 
 // testTimeout bounds each wait of a test.
 const testTimeout = 30 * time.Second
@@ -46,7 +52,22 @@ func must(t testing.TB, err error) {
 // waitingFS makes LOOKUPs of the name "wait" wait for their INTERRUPT.
 type waitingFS struct {
 	*fusefs.FS
-	waiting atomic.Int32
+	waiting  atomic.Int32
+	placed   atomic.Int32 // READs whose data arrived in the guest's memory
+	gathered atomic.Int32 // WRITEs from several places of the guest's memory
+}
+
+func (f *waitingFS) ReadTo(c <-chan struct{}, in *fuse.ReadIn, place [][]byte) (int, fuse.ReadResult, fuse.Status) {
+	n, res, status := f.FS.ReadTo(c, in, place)
+	if place != nil && res == nil && status.Ok() {
+		f.placed.Add(1)
+	}
+	return n, res, status
+}
+
+func (f *waitingFS) Writev(c <-chan struct{}, in *fuse.WriteIn, data [][]byte) (uint32, fuse.Status) {
+	f.gathered.Add(1)
+	return f.FS.Writev(c, in, data)
 }
 
 func (f *waitingFS) Lookup(c <-chan struct{}, h *fuse.InHeader, name string, out *fuse.EntryOut) fuse.Status {
@@ -82,16 +103,30 @@ type device struct {
 	fs     *waitingFS
 	server *Server
 	log    *logBuffer
+	// The VMM can truncate the memory of the guest.
+	unsealed bool
 }
 
 // newDevice serves a directory by NFS/RDMA, and this file system by virtiofs, until the test ends.
 func newDevice(t testing.TB) *device {
 	t.Helper()
-	d := &device{dir: t.TempDir(), socket: filepath.Join(t.TempDir(), "vfs.sock"), log: &logBuffer{}}
-	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: d.dir, RDMAListen: "127.0.0.1:0",
+	dir := t.TempDir()
+	s, err := nfsserve.Run(context.Background(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
 		TCPListen: "127.0.0.1:0", StateDir: t.TempDir(), NoRootSquash: true,
 		Provider: softiwarp.New(softiwarp.Config{})})
 	must(t, err)
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Errorf("close server: %v", err)
+		}
+	})
+	return newDeviceOf(t, &servertest.Server{Dir: dir, RDMAAddr: s.RDMAAddr, TCPAddr: s.TCPAddr})
+}
+
+// newDeviceOf serves the directory of a server by virtiofs until the test ends.
+func newDeviceOf(t testing.TB, s *servertest.Server) *device {
+	t.Helper()
+	d := &device{dir: s.Dir, socket: filepath.Join(t.TempDir(), "vfs.sock"), log: &logBuffer{}}
 	host, port, err := net.SplitHostPort(s.TCPAddr)
 	must(t, err)
 	number, err := strconv.Atoi(port)
@@ -104,7 +139,7 @@ func newDevice(t testing.TB) *device {
 	must(t, tr.Connect(context.Background()))
 	pool := membuf.NewPool(fusefs.MaxIOSize, 16)
 	opts := fusefs.DefaultOptions()
-	opts.Guest, opts.Buffers = true, pool
+	opts.Guest, opts.ReadInPlace, opts.Buffers = true, true, pool
 	fs, err := fusefs.New(context.Background(), nfs3.NewClient(tr, nfs3.Options{}), root.FH, opts)
 	must(t, err)
 	d.fs = &waitingFS{FS: fs}
@@ -127,9 +162,6 @@ func newDevice(t testing.TB) *device {
 		}
 		pool.Close()
 		tr.Close()
-		if err := s.Close(); err != nil {
-			t.Errorf("close server: %v", err)
-		}
 		if text := d.log.String(); strings.Contains(text, "panic") {
 			t.Errorf("panic in the log:\n%s", text)
 		}
@@ -165,6 +197,8 @@ type queue struct {
 	v               *vmm
 	index           int
 	kick, call      int
+	poll            [1]unix.PollFd
+	count           [8]byte // of call
 	avail, lastUsed uint16
 }
 
@@ -196,9 +230,13 @@ func (d *device) dial(t testing.TB) *vmm {
 	must(t, err)
 	must(t, c.SetDeadline(time.Now().Add(testTimeout)))
 	v := &vmm{t: t, conn: c, unique: 1000}
-	v.memfd, err = unix.MemfdCreate("guest", unix.MFD_CLOEXEC)
+	v.memfd, err = unix.MemfdCreate("guest", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	must(t, err)
 	must(t, unix.Ftruncate(v.memfd, memSize))
+	if !d.unsealed { // as memory-backend-memfd of QEMU
+		_, err = unix.FcntlInt(uintptr(v.memfd), unix.F_ADD_SEALS, memfd.Sealed)
+		must(t, err)
+	}
 	v.mem, err = unix.Mmap(v.memfd, 0, memSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	must(t, err)
 	t.Cleanup(func() {
@@ -349,7 +387,7 @@ func (q *queue) offer(head int) {
 	binary.LittleEndian.PutUint16(ring[ringHeader+availElement*(int(q.avail)%ringSize):], uint16(head))
 	q.avail++
 	atomic.StoreUint32((*uint32)(unsafe.Pointer(&ring[0])), uint32(q.avail)<<16)
-	_, _ = unix.Write(q.kick, le64(1))
+	_, _ = unix.Write(q.kick, oneInterrupt)
 }
 
 // used waits for a request that the device gives back, and returns its first descriptor and size.
@@ -361,9 +399,9 @@ func (q *queue) used() (head, size int, ok bool) {
 			q.lastUsed++
 			return int(binary.LittleEndian.Uint32(e)), int(binary.LittleEndian.Uint32(e[4:])), true
 		}
-		fds := []unix.PollFd{{Fd: int32(q.call), Events: unix.POLLIN}}
-		if n, _ := unix.Poll(fds, 1000); n == 1 {
-			_, _ = unix.Read(q.call, make([]byte, 8))
+		q.poll[0] = unix.PollFd{Fd: int32(q.call), Events: unix.POLLIN}
+		if n, _ := unix.Poll(q.poll[:], 1000); n == 1 {
+			_, _ = unix.Read(q.call, q.count[:])
 		}
 	}
 	return 0, 0, false
@@ -396,13 +434,14 @@ func (q *queue) reply(slot, size int) ([]byte, syscall.Errno) {
 
 // encode encodes a request: a structure that begins with a fuse.InHeader, and data.
 func encode[T any](v *vmm, op uint32, node uint64, body T, data ...string) []byte {
-	b := unsafe.Slice((*byte)(unsafe.Pointer(&body)), unsafe.Sizeof(body))
-	b = append(bytes.Clone(b), strings.Join(data, "")...)
+	b := append(bytes.Clone(bytesOf(&body)), strings.Join(data, "")...)
 	h := (*fuse.InHeader)(unsafe.Pointer(&b[0]))
 	v.unique++
 	h.Opcode, h.Unique, h.NodeId, h.Length, h.Pid = op, v.unique, node, uint32(len(b)), 1
 	return b
 }
+
+func bytesOf[T any](v *T) []byte { return unsafe.Slice((*byte)(unsafe.Pointer(v)), unsafe.Sizeof(*v)) }
 
 // out decodes a reply.
 func out[T any](t testing.TB, b []byte, errno syscall.Errno) *T {
@@ -411,7 +450,7 @@ func out[T any](t testing.TB, b []byte, errno syscall.Errno) *T {
 	if errno != 0 || len(b) < int(unsafe.Sizeof(v)) {
 		t.Fatalf("reply: got %v, %d bytes", errno, len(b))
 	}
-	copy(unsafe.Slice((*byte)(unsafe.Pointer(&v)), unsafe.Sizeof(v)), b)
+	copy(bytesOf(&v), b)
 	return &v
 }
 
@@ -442,4 +481,15 @@ func (q *queue) write(fh, node, off uint64, data string) syscall.Errno {
 	q.v.t.Helper()
 	_, errno := q.do(encode(q.v, opWrite, node, fuse.WriteIn{Fh: fh, Offset: off, Size: uint32(len(data))}, data), 64)
 	return errno
+}
+
+func ptr(b []byte) unsafe.Pointer { return unsafe.Pointer(&b[0]) }
+
+// scribble changes memory that others use.
+//
+//go:norace
+func scribble(b []byte, v byte) {
+	for i := 0; i < len(b); i += 512 {
+		b[i] += v
+	}
 }

@@ -7,6 +7,7 @@ import (
 	"math"
 	"os"
 	"runtime/debug"
+	"strings"
 	"sync/atomic"
 	"unsafe"
 
@@ -40,7 +41,9 @@ type mapping struct {
 // references to it.
 type memory struct {
 	maps []mapping
-	refs atomic.Int64
+	// faultless is true if no access to the memory can fault, see cannotFault.
+	faultless bool
+	refs      atomic.Int64
 }
 
 // newMemory maps the regions. It does not take over the descriptors. The caller has one reference.
@@ -58,9 +61,10 @@ func newMemory(regions []region, fds []int) (*memory, error) {
 			}
 		}
 	}
-	m := &memory{}
+	m := &memory{faultless: true}
 	m.refs.Store(1)
 	for i, r := range regions {
+		m.faultless = m.faultless && cannotFault(fds[i])
 		mapped, err := r.mmap(fds[i])
 		if err != nil {
 			m.release()
@@ -102,6 +106,28 @@ func (r *region) mmap(fd int) (mapping, error) {
 		return mapping{}, os.NewSyscallError("mmap", err)
 	}
 	return mapping{region: *r, mapped: b, data: b[before : before+r.size : before+r.size]}, nil
+}
+
+const (
+	overcommitPath   = "/proc/sys/vm/overcommit_memory"
+	overcommitStrict = "2"
+)
+
+// cannotFault reports whether a file always has memory for its pages. It must be in shared memory
+// without a limit (memfd), as a file of huge pages can find no page. Its size must be sealed, as
+// the VMM could truncate it otherwise. With strict overcommit, a page that the VMM has returned to
+// the host may not come back.
+func cannotFault(fd int) bool {
+	var fs unix.Statfs_t
+	if err := unix.Fstatfs(fd, &fs); err != nil || fs.Type != unix.TMPFS_MAGIC || fs.Blocks != 0 {
+		return false
+	}
+	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil || seals&unix.F_SEAL_SHRINK == 0 {
+		return false
+	}
+	mode, err := os.ReadFile(overcommitPath)
+	return err == nil && strings.TrimSpace(string(mode)) != overcommitStrict
 }
 
 // hold adds a reference.
@@ -192,21 +218,66 @@ func copyFrom(b []byte, bufs []buffer) error {
 }
 
 // A copier copies data to buffers, one piece after the other.
-type copier struct{ bufs []buffer }
+type copier struct {
+	bufs []buffer
+	off  int // in the first of bufs
+}
 
 func (c *copier) write(b []byte) {
 	for len(b) > 0 && len(c.bufs) > 0 {
-		n := copy(c.bufs[0], b)
+		n := copy(c.bufs[0][c.off:], b)
 		b = b[n:]
-		if c.bufs[0] = c.bufs[0][n:]; len(c.bufs[0]) == 0 {
-			c.bufs = c.bufs[1:]
+		if c.off += n; c.off == len(c.bufs[0]) {
+			c.bufs, c.off = c.bufs[1:], 0
 		}
 	}
 }
 
+// appendPieces appends n bytes of the buffers, from byte off on, to pieces. It appends nothing if
+// an access could fault. The bytes can change at any time.
+func (m *memory) appendPieces(pieces [][]byte, bufs []buffer, off, n int) [][]byte {
+	if !m.faultless {
+		return pieces
+	}
+	for _, b := range bufs {
+		if off >= len(b) {
+			off -= len(b)
+			continue
+		}
+		if n == 0 {
+			break
+		}
+		b = b[off:min(len(b), off+n)]
+		off, n = 0, n-len(b)
+		if last := len(pieces) - 1; last >= 0 && adjacent(pieces[last], b) {
+			pieces[last] = pieces[last][:len(pieces[last])+len(b)]
+			continue
+		}
+		pieces = append(pieces, b)
+	}
+	return pieces
+}
+
+// adjacent reports whether b begins where a ends, in the same region.
+func adjacent(a []byte, b buffer) bool {
+	return cap(a) >= len(a)+len(b) && &a[:len(a)+1][len(a)] == &b[0]
+}
+
+// registrable reports whether the transport can register the pieces as it registers one buffer:
+// they meet at the borders of pages.
+func registrable(pieces [][]byte) bool {
+	for i, p := range pieces {
+		start := uintptr(unsafe.Pointer(&p[0]))
+		if i > 0 && start%pageSize != 0 || i < len(pieces)-1 && (start+uintptr(len(p)))%pageSize != 0 {
+			return false
+		}
+	}
+	return len(pieces) > 0
+}
+
 // copyTo copies pieces of data to the buffers, one after the other.
 func copyTo(bufs []buffer, head []byte, data [][]byte) error {
-	c := copier{append([]buffer(nil), bufs...)}
+	c := copier{bufs: bufs}
 	return guarded(func() {
 		c.write(head)
 		for _, d := range data {

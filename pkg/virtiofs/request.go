@@ -11,12 +11,17 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/front"
+	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
 )
 
 var (
 	longAgo    = time.Unix(1, 0)
 	noDeadline time.Time
 )
+
+// maxIdle bounds the requests that a connection keeps for reuse. Each has at most largeRequest
+// bytes of memory for its message.
+const maxIdle = 128
 
 // A request is one FUSE request of the guest.
 type request struct {
@@ -26,10 +31,54 @@ type request struct {
 	mem     *memory
 	in, out []buffer
 
-	msg    []byte // the request, in memory of this process
-	unique uint64 // number that the guest gave
-	number uint64 // number that this process gave, which no other request of the connection has
-	size   int    // bytes written to out
+	first  [headerSize / 8]uint64 // the header
+	msg    []byte                 // the request, in memory of this process
+	data   [][]byte               // of a WRITE, in the guest's memory
+	unique uint64                 // number that the guest gave
+	number uint64                 // number that this share gave, with the mark of front.MarkResent
+	index  int                    // guarded by conn.active
+	size   int                    // bytes written to out
+
+	completed bool // the guest has the request back
+	received  ledger.Time
+
+	// Kept for later requests.
+	memory  []uint64    // for msg
+	place   [][]byte    // result of Place
+	begun   func()      // handle
+	call    *front.Call // of handler
+	handler *front.Handler
+}
+
+// newRequest returns a request that begins at a descriptor.
+func (c *conn) newRequest(r *ring, head uint16) *request {
+	c.idle.Lock()
+	defer c.idle.Unlock()
+	var q *request
+	if n := len(c.idle.requests); n > 0 {
+		q = c.idle.requests[n-1]
+		c.idle.requests = c.idle.requests[:n-1]
+	} else {
+		q = &request{c: c}
+	}
+	q.ring, q.head = r, head
+	return q
+}
+
+// recycle keeps a request that has ended for newRequest.
+func (q *request) recycle() {
+	for _, bufs := range [...][]buffer{q.in, q.out} {
+		clear(bufs)
+	}
+	clear(q.place)
+	clear(q.data)
+	q.ring, q.mem, q.msg, q.size, q.completed = nil, nil, nil, 0, false
+	q.in, q.out, q.place, q.data = q.in[:0], q.out[:0], q.place[:0], q.data[:0]
+	q.c.idle.Lock()
+	defer q.c.idle.Unlock()
+	if len(q.c.idle.requests) < maxIdle {
+		q.c.idle.requests = append(q.c.idle.requests, q)
+	}
 }
 
 func (q *request) header() *fuse.InHeader { return (*fuse.InHeader)(unsafe.Pointer(&q.msg[0])) }
@@ -39,22 +88,43 @@ func (q *request) opcode() uint32 {
 	if len(q.msg) < headerSize {
 		return 0
 	}
-	return q.header().Opcode
+	return (*fuse.InHeader)(unsafe.Pointer(&q.first)).Opcode
 }
 
 // begin handles the request here or in a goroutine. An error is a violation.
 func (q *request) begin() error {
+	q.received = ledger.Now()
 	if err := q.copyHeader(); err != nil {
 		q.end()
 		return err
 	}
-	switch q.opcode() {
-	case opForget, opBatchForget, opInterrupt, opInit, opDestroy:
+	if inline(q.opcode()) {
 		q.handle()
-	default:
-		go q.handle()
+		return nil
 	}
+	if q.begun == nil {
+		q.begun = q.handle
+	}
+	go q.begun()
 	return nil
+}
+
+// inline reports whether the goroutine of the ring handles a request.
+func inline(opcode uint32) bool {
+	switch opcode {
+	case opForget, opBatchForget, opInterrupt, opInit, opDestroy:
+		return true
+	}
+	return false
+}
+
+// repliesLarge reports whether a reply has a variable part that this process makes in its memory.
+func repliesLarge(opcode uint32) bool {
+	switch opcode {
+	case opReadDir, opReadDirPlus, opGetXAttr, opListXAttr:
+		return true
+	}
+	return false
 }
 
 // copyHeader copies the header, so that begin knows the request. handle copies the rest.
@@ -62,19 +132,25 @@ func (q *request) copyHeader() error {
 	if n, most := sizeOf(q.in), headerSize+smallReply+q.c.s.opts.MaxWrite; n < headerSize || n > most {
 		return fmt.Errorf("request of %d bytes, want %d to %d", n, headerSize, most)
 	}
-	q.msg = words(headerSize)
+	q.msg = bytesOfWords(q.first[:])
 	if err := copyFrom(q.msg, q.in); err != nil {
 		return err
 	}
 	h := q.header()
-	q.unique, q.number = h.Unique, q.c.last.Add(1)
+	q.unique = h.Unique
 	return nil
 }
 
-// words returns n bytes that are aligned to 8 bytes.
-func words(n int) []byte {
-	w := make([]uint64, (n+7)/8)
-	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(w))), 8*len(w))[:n]
+// room returns n bytes for the message.
+func (q *request) room(n int) []byte {
+	if words := (n + 7) / 8; words > len(q.memory) {
+		q.memory = make([]uint64, max(words, smallReply/8))
+	}
+	return bytesOfWords(q.memory)[:n]
+}
+
+func bytesOfWords(w []uint64) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(w))), 8*len(w))
 }
 
 // handle handles the request and gives it back to the guest.
@@ -84,26 +160,42 @@ func (q *request) handle() {
 		if v := recover(); v != nil {
 			q.c.s.log.Error("panic in a request of the guest", "queue", q.ring.index, "opcode", q.opcode(), "panic", v,
 				"stack", string(debug.Stack()))
+			q.call, q.handler = nil, nil // their state is unknown
 			q.fail(syscall.EIO)
 		}
 	}()
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true)) // see cannotFault
 	size, room := sizeOf(q.in), sizeOf(q.out)
-	if size > largeRequest || room > largeRequest && q.opcode() != opRead {
-		q.c.large <- struct{}{}
-		defer func() { <-q.c.large }()
+	copied := size
+	if h := q.header(); h.Opcode == opWrite && h.TotalExtlen == 0 && size > writeSize {
+		if q.data = q.mem.appendPieces(q.data, q.in, writeSize, size-writeSize); len(q.data) > 0 {
+			copied = writeSize
+		}
 	}
-	head := q.msg
-	q.msg = words(size)
+	small := q.memory
+	switch op := q.opcode(); {
+	case copied <= largeRequest && (room <= largeRequest || !repliesLarge(op)):
+	case inline(op): // the end of the connection waits for the goroutine of the ring
+		q.memory = nil
+		defer func() { q.memory = small }()
+	default:
+		q.memory = <-q.c.large
+		defer func() {
+			q.c.large <- q.memory
+			q.memory = small
+		}()
+	}
+	q.msg = q.room(copied)
 	if err := copyFrom(q.msg, q.in); err != nil {
 		q.ring.breakWith(err)
 		return
 	}
-	copy(q.msg, head) // what the guest changes meanwhile has no effect
+	copy(q.msg, bytesOfWords(q.first[:])) // what the guest changes meanwhile has no effect
 	h := q.header()
 	h.Unique = q.number
 	h.Pid = 0 // of the guest, where this process cannot see the thread
 	h.Length = uint32(size)
-	if errno := check(q.msg, room, q.c.s.opts.MaxWrite); errno != 0 {
+	if errno := check(q.msg, size, room, q.c.s.opts.MaxWrite); errno != 0 {
 		q.fail(errno)
 		return
 	}
@@ -120,6 +212,11 @@ func (q *request) handle() {
 	case opInterrupt:
 		unique := (*fuse.InterruptIn)(unsafe.Pointer(&q.msg[0])).Unique
 		q.c.interruptAll(func(other *request) bool { return other.unique == unique })
+	case opForget, opBatchForget:
+		// The next process must not handle it again. If this one is killed here, the references
+		// stay until the end of the session.
+		q.complete()
+		q.dispatch()
 	default:
 		q.dispatch()
 	}
@@ -135,21 +232,57 @@ func (q *request) dispatch() {
 		q.fail(syscall.ENOTCONN)
 		return
 	}
-	c.active.Lock()
-	c.active.requests[q.number] = q
-	c.active.Unlock()
-	defer func() {
-		c.active.Lock()
-		delete(c.active.requests, q.number)
-		c.active.Unlock()
-	}()
-	handler.NewCall(q.reply).Handle(q.msg)
+	c.addActive(q)
+	defer c.removeActive(q)
+	if q.handler != handler {
+		q.handler, q.call = handler, handler.NewCall(q)
+	}
+	if len(q.data) > 0 {
+		q.call.HandleWrite(q.msg, q.data, q.received)
+		return
+	}
+	q.call.Handle(q.msg, q.received)
 }
 
-// reply copies a reply to the guest's memory.
-func (q *request) reply(head []byte, data [][]byte) {
+func (c *conn) addActive(q *request) {
+	c.active.Lock()
+	defer c.active.Unlock()
+	q.index = len(c.active.requests)
+	c.active.requests = append(c.active.requests, q)
+}
+
+func (c *conn) removeActive(q *request) {
+	c.active.Lock()
+	defer c.active.Unlock()
+	last := len(c.active.requests) - 1
+	moved := c.active.requests[last]
+	c.active.requests[q.index], moved.index = moved, q.index
+	c.active.requests[last] = nil
+	c.active.requests = c.active.requests[:last]
+}
+
+// Place returns the guest's memory for n bytes after the header, if it cannot fault.
+func (q *request) Place(n int) [][]byte {
+	if n == 0 || replySize+n > sizeOf(q.out) {
+		return nil
+	}
+	if q.place = q.mem.appendPieces(q.place[:0], q.out, replySize, n); !registrable(q.place) {
+		return nil
+	}
+	return q.place
+}
+
+// SendPlaced is Send for data that is in the guest's memory.
+func (q *request) SendPlaced(header []byte, n int) { q.send(header, nil, n) }
+
+// Send copies a reply to the guest's memory.
+func (q *request) Send(head []byte, data [][]byte) { q.send(head, data, 0) }
+
+// send replies. placed is the number of bytes of the reply that are in the guest's memory, behind
+// the header.
+func (q *request) send(head []byte, data [][]byte, placed int) {
 	binary.LittleEndian.PutUint64(head[8:], q.unique)
-	n := len(head)
+	n := len(head) + placed
 	for _, d := range data {
 		n += len(d)
 	}
@@ -163,25 +296,37 @@ func (q *request) reply(head []byte, data [][]byte) {
 		return
 	}
 	q.size = n
+	q.complete() // before the file system forgets the request
 }
 
 // fail replies with an error, or with success and no data for 0, if there is room for a reply.
 func (q *request) fail(errno syscall.Errno) {
-	if sizeOf(q.out) < replySize {
+	if sizeOf(q.out) < replySize || q.completed {
 		return
 	}
 	var b [replySize]byte
 	binary.LittleEndian.PutUint32(b[:], uint32(replySize))
 	binary.LittleEndian.PutUint32(b[4:], uint32(-int32(errno)))
-	q.reply(b[:], nil)
+	q.Send(b[:], nil)
 }
 
-// end gives the request back to the guest.
+// complete gives the request back to the guest, once.
+func (q *request) complete() {
+	if q.completed {
+		return
+	}
+	q.completed = true
+	q.ring.complete(q, q.size)
+}
+
+// end completes the request.
 func (q *request) end() {
 	defer q.ring.requests.Done()
+	defer q.recycle()
 	defer q.mem.release()
 	defer q.ring.failOnPanic()
-	q.ring.complete(q, q.size)
+	q.complete()
+	q.settle()
 }
 
 // beginSession handles INIT. A session before ends.
@@ -189,13 +334,19 @@ func (c *conn) beginSession(q *request) {
 	c.exclusive(func() {
 		handler := front.NewHandler(c.s.fs, c.s.opts)
 		reply, err := handler.Negotiate(q.msg)
+		if err == nil {
+			if err = c.s.state.setSession(handler.Init()); err != nil {
+				reply = nil
+				q.fail(syscall.EIO)
+			}
+		}
 		if err != nil {
 			c.s.log.Info("guest cannot mount", "error", err)
 		} else {
 			c.handler.Store(handler)
 		}
 		if len(reply) > 0 {
-			q.reply(reply, nil)
+			q.Send(reply, nil)
 		}
 	})
 }
@@ -224,6 +375,7 @@ func (c *conn) exclusive(f func()) {
 	defer c.gate.Unlock()
 	if c.handler.Swap(nil) != nil {
 		c.s.fs.EndSession()
+		_ = c.s.state.setSession(nil)
 	}
 	f()
 }
@@ -236,18 +388,13 @@ func (c *conn) interruptAll(which func(*request) bool) {
 	}
 	c.active.Lock()
 	var numbers []uint64
-	for number, q := range c.active.requests {
+	for _, q := range c.active.requests {
 		if which(q) {
-			numbers = append(numbers, number)
+			numbers = append(numbers, q.number)
 		}
 	}
 	c.active.Unlock()
-	call := handler.NewCall(func([]byte, [][]byte) {}) // an error means that the request has ended
 	for _, number := range numbers {
-		msg := words(int(unsafe.Sizeof(fuse.InterruptIn{})))
-		in := (*fuse.InterruptIn)(unsafe.Pointer(&msg[0]))
-		in.Length, in.Opcode, in.Unique = uint32(len(msg)), opInterrupt, number
-		*(*uint64)(unsafe.Pointer(&msg[headerSize])) = number
-		call.Handle(msg)
+		handler.Interrupt(number) // an error means that the request has ended
 	}
 }

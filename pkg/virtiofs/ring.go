@@ -40,6 +40,10 @@ type ring struct {
 	index    int
 	requests sync.WaitGroup // in progress
 
+	progress progress // in shared memory
+	keptKick uint64
+	keptCall uint64
+
 	kick    *os.File
 	enabled bool
 	stopped chan struct{} // closed when the goroutine has ended; nil while the ring is stopped
@@ -52,13 +56,20 @@ type ring struct {
 	features          uint64
 	mem               *memory // has a reference; nil before SET_MEM_TABLE
 	desc, avail, used buffer  // nil without addresses
+	direct            [1]buffer
+	indirect          []buffer // indirect table of the latest request
 	usedIdx           uint16
 	call              *os.File // nil for a guest that polls
 	busy              []bool   // by the first descriptor of requests in progress
 	broken            error    // why the ring does not run any more
 }
 
-func newRing(c *conn, index int) *ring { return &ring{c: c, index: index} }
+// oneInterrupt is what an eventfd adds to its counter.
+var oneInterrupt = binary.LittleEndian.AppendUint64(nil, 1)
+
+func newRing(c *conn, index int) *ring {
+	return &ring{c: c, index: index, progress: c.s.state.progress(index)}
+}
 
 var errRuns = errors.New("the queue runs")
 
@@ -88,8 +99,29 @@ func (r *ring) setBase(v uint32) error {
 	if r.stopped != nil {
 		return errRuns
 	}
-	r.next, r.base = uint16(v), true
+	r.base = true
+	r.setNext(uint16(v))
 	return nil
+}
+
+// setNext sets the index of the next request.
+func (r *ring) setNext(i uint16) {
+	r.next = i
+	r.progress.store(counterNext, uint64(i))
+}
+
+// record returns the record of the ring for the next process.
+func (r *ring) record() ringRecord {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	rec := ringRecord{index: uint32(r.index), size: uint32(r.size), at: r.at, kick: r.keptKick, call: r.keptCall}
+	if r.enabled {
+		rec.enabled = 1
+	}
+	if r.base {
+		rec.base = 1
+	}
+	return rec
 }
 
 func (r *ring) setAddresses(at addresses) error {
@@ -139,19 +171,23 @@ func (r *ring) locate() (err error) {
 	return nil
 }
 
-func (r *ring) setCall(f *os.File) {
+// setCall takes over f. kept is the message of the descriptor, see descriptors. It interrupts the
+// guest once, because earlier completions may have used the descriptor before.
+func (r *ring) setCall(f *os.File, kept uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.call != nil {
 		r.call.Close()
 	}
-	r.call = f
+	r.call, r.keptCall = f, kept
+	r.signal()
 }
 
 // setKick takes over f.
-func (r *ring) setKick(f *os.File) error {
+func (r *ring) setKick(f *os.File, kept uint64) error {
 	r.stop()
-	r.kick = f
+	r.kick, r.keptKick = f, kept
+	r.breakWith(nil)
 	return r.start()
 }
 
@@ -175,7 +211,6 @@ func (r *ring) start() error {
 	if r.desc == nil {
 		return fmt.Errorf("queue %d: started without addresses", r.index)
 	}
-	r.broken = nil
 	if err := guarded(func() { r.usedIdx = uint16(atomic.LoadUint32(r.used.word(0)) >> indexPosition) }); err != nil {
 		return fmt.Errorf("queue %d: %w", r.index, err)
 	}
@@ -202,14 +237,14 @@ func (r *ring) stop() {
 	}
 	if r.kick != nil {
 		r.kick.Close()
-		r.kick = nil
+		r.kick, r.keptKick = nil, 0
 	}
 }
 
 // close releases a ring that is stopped and has no requests.
 func (r *ring) close() {
 	r.requests.Wait()
-	r.setCall(nil)
+	r.setCall(nil, 0)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.mem != nil {
@@ -253,7 +288,7 @@ func (r *ring) fail(err error) {
 		"error", err)
 }
 
-// breakWith makes the ring fail with its next kick.
+// breakWith makes the ring fail with its next kick. nil ends this.
 func (r *ring) breakWith(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -299,15 +334,25 @@ func (r *ring) take() (*request, error) {
 	case r.busy[head]:
 		return nil, fmt.Errorf("descriptor %d is in use", head)
 	}
-	q := &request{c: r.c, ring: r, head: head}
+	q := r.c.newRequest(r, head)
+	q.number = r.c.s.last.Add(1)
 	if err := r.readChain(q); err != nil {
 		return nil, err
 	}
-	r.next++
-	r.busy[head] = true
+	// A process that is killed in between has the request both as one in progress and as the next.
+	r.progress.store(int(head), q.number)
+	step("request in progress")
+	r.setNext(r.next + 1)
+	step("request taken")
+	r.hold(q)
+	return q, nil
+}
+
+// hold begins the use of the ring and the memory by a request. The caller holds mu.
+func (r *ring) hold(q *request) {
+	r.busy[q.head] = true
 	r.requests.Add(1)
 	q.mem = r.mem.hold()
-	return q, nil
 }
 
 // A descriptor is one entry of a descriptor table.
@@ -337,7 +382,8 @@ func readDescriptor(table []buffer, i int) (d descriptor, err error) {
 
 // readChain reads the descriptors of a request, each one once. The caller holds mu.
 func (r *ring) readChain(q *request) error {
-	table, entries, i, indirect := []buffer{r.desc}, r.size, int(q.head), false
+	r.direct[0] = r.desc
+	table, entries, i, indirect := r.direct[:], r.size, int(q.head), false
 	for n := 0; ; n++ {
 		if i >= entries || n >= entries || n >= maxRingSize {
 			return fmt.Errorf("request at descriptor %d: chain leaves its table of %d, or has a loop", q.head, entries)
@@ -352,9 +398,10 @@ func (r *ring) readChain(q *request) error {
 				return fmt.Errorf("request at descriptor %d: invalid indirect table of %d bytes, flags %#x", q.head,
 					d.size, d.flags)
 			}
-			if table, err = r.mem.appendBuffers(nil, d.addr, uint64(d.size)); err != nil {
+			if r.indirect, err = r.mem.appendBuffers(r.indirect[:0], d.addr, uint64(d.size)); err != nil {
 				return fmt.Errorf("request at descriptor %d: %w", q.head, err)
 			}
+			table = r.indirect
 			entries, i, indirect, n = int(d.size/descSize), 0, true, -1
 			continue
 		}
@@ -381,31 +428,64 @@ func (r *ring) addBuffer(q *request, d *descriptor) (err error) {
 	return err
 }
 
-// complete gives a request back to the guest after n bytes of its buffers were written.
+// complete gives a request back to the guest after n bytes of its buffers were written. The record
+// of the completion tells the next process to repeat what is left of it.
 func (r *ring) complete(q *request, n int) {
+	step("request handled")
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.used == nil || int(q.head) >= len(r.busy) {
+		r.progress.store(int(q.head), 0)
 		return // the VMM has changed the queue meanwhile
 	}
 	r.busy[q.head] = false
-	var interrupt bool
-	err := guarded(func() {
-		at := ringHeader + usedElement*(int(r.usedIdx)&(r.size-1))
-		binary.LittleEndian.PutUint32(r.used[at:], uint32(q.head))
-		binary.LittleEndian.PutUint32(r.used[at+4:], uint32(n))
-		r.usedIdx++
+	d := completionOf(q.head, r.usedIdx, n)
+	r.progress.store(counterCompleting, uint64(d))
+	step("completion recorded")
+	interrupt, err := r.publish(d)
+	r.progress.store(int(q.head), 0)
+	step("request not in progress")
+	r.progress.store(counterCompleting, 0)
+	step("request completed")
+	if err != nil {
+		r.broken = err // as breakWith
+		return
+	}
+	if interrupt {
+		r.signal()
+	}
+}
+
+// A completion is a request that is given back to the guest: the number of bytes plus 1, the index
+// in the used ring, and the first descriptor. 0 is none.
+type completion uint64
+
+func completionOf(head, used uint16, n int) completion {
+	return completion(uint64(n+1)<<32 | uint64(used)<<16 | uint64(head))
+}
+
+// publish gives a request back to the guest, and tells whether the guest wants an interrupt. It can
+// be repeated until the next completion begins. The caller holds mu.
+func (r *ring) publish(d completion) (interrupt bool, err error) {
+	head, used, n := uint16(d), uint16(d>>16), uint32(d>>32)-1
+	err = guarded(func() {
+		at := ringHeader + usedElement*(int(used)&(r.size-1))
+		binary.LittleEndian.PutUint32(r.used[at:], uint32(head))
+		binary.LittleEndian.PutUint32(r.used[at+4:], n)
+		step("used element")
+		r.usedIdx = used + 1
 		// The guest sees the element before the index, and this process reads the flags after the
 		// guest can see the index (virtio 1.2 §2.7.7.2).
 		atomic.StoreUint32(r.used.word(0), uint32(r.usedIdx)<<indexPosition)
 		interrupt = atomic.LoadUint32(r.avail.word(0))&noInterrupt == 0
 	})
-	if err != nil {
-		r.broken = err // as breakWith
-		return
-	}
-	if interrupt && r.call != nil {
-		one := [8]byte{1}
-		_, _ = r.call.Write(one[:]) // EAGAIN: the counter is full, so an interrupt is pending
+	step("published")
+	return interrupt, err
+}
+
+// signal interrupts the guest. The caller holds mu.
+func (r *ring) signal() {
+	if r.call != nil {
+		_, _ = r.call.Write(oneInterrupt) // EAGAIN: the counter is full, so an interrupt is pending
 	}
 }

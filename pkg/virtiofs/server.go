@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -23,6 +24,10 @@ type FileSystem interface {
 	// EndSession closes the files and forgets the nodes of a guest. No request is in progress. The
 	// next session must not use their numbers for other nodes and files.
 	EndSession()
+	// Resume is called before the requests of an earlier process are handled again, if the Server
+	// has a State of OpenState. pending are their numbers, as front.Unique. Replied is called for
+	// each of them.
+	Resume(pending []uint64)
 }
 
 // A Config configures a Server.
@@ -32,7 +37,10 @@ type Config struct {
 	Options *fuse.MountOptions // those of front.NewHandler
 	// ReadOnly refuses requests that change the file system, with EROFS.
 	ReadOnly bool
-	Log      hclog.Logger
+	// State is what the next process needs to continue the share. The file system must have a state
+	// that lives as long. nil: the share ends with this process.
+	State *State
+	Log   hclog.Logger
 }
 
 // A Server serves a file system to one VMM at a time. Its methods are safe for concurrent use.
@@ -41,33 +49,67 @@ type Server struct {
 	opts    *fuse.MountOptions
 	ro      bool
 	log     hclog.Logger
-	listens *listener
+	state   *State
+	last    atomic.Uint64  // number of the last request
+	listens *listener      // nil after StopListening in an earlier process
 	work    sync.WaitGroup // the accept loop and the connections
 	done    chan struct{}  // closed when the server has ended
+	stop    sync.Once      // StopListening
 
 	mu     sync.Mutex
 	closed bool
 	active *conn // nil without a VMM
 }
 
-// Listen makes the socket and accepts VMMs. It replaces a socket without a listener. The caller
-// closes the Server.
-func Listen(c Config) (*Server, error) {
+// Listen makes the socket and accepts VMMs. It replaces a socket without a listener. With a State
+// of OpenState it continues the share of an earlier process, and its VMM does not notice. The
+// caller closes the Server. The Server closes the State; after an error the caller does.
+func Listen(c Config) (_ *Server, err error) {
 	if !littleEndian() {
 		return nil, errors.New("virtiofs: big-endian hosts are not supported")
 	}
-	l, err := listen(c.Socket)
+	s := &Server{fs: checkedFS{c.FS}, opts: c.Options, ro: c.ReadOnly, log: c.Log, state: c.State,
+		done: make(chan struct{})}
+	if s.state == nil {
+		if s.state, err = NewState(); err != nil {
+			return nil, fmt.Errorf("virtiofs: %w", err)
+		}
+		defer func() {
+			if err != nil {
+				_ = s.state.Close()
+			}
+		}()
+	}
+	// Numbers of requests differ from those of earlier processes.
+	s.last.Store(uint64(s.state.Restarts()) << 40)
+	if s.state.restored {
+		err = s.resume(c.Socket)
+	} else {
+		err = s.listen(c.Socket)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("virtiofs: %w", err)
 	}
-	s := &Server{fs: checkedFS{c.FS}, opts: c.Options, ro: c.ReadOnly, log: c.Log, listens: l,
-		done: make(chan struct{})}
-	s.work.Go(s.accept)
+	if s.listens != nil {
+		s.work.Go(s.accept)
+	}
 	go func() {
 		s.work.Wait()
+		_ = s.state.Close()
 		close(s.done)
 	}()
 	return s, nil
+}
+
+func (s *Server) listen(path string) (err error) {
+	if s.listens, err = listen(path); err != nil {
+		return err
+	}
+	if err := s.state.setListener(s.listens); err != nil {
+		_ = s.listens.Close()
+		return err
+	}
+	return nil
 }
 
 // accept accepts connections until the listener is closed.
@@ -108,6 +150,11 @@ func (s *Server) begin(socket *net.UnixConn) *conn {
 		socket.Close()
 		return nil
 	}
+	if err := s.state.beginConn(socket); err != nil {
+		s.log.Error("connection of a VMM failed", "error", err)
+		socket.Close()
+		return nil
+	}
 	s.active = newConn(s, socket)
 	return s.active
 }
@@ -133,17 +180,28 @@ func (s *Server) InUse() bool {
 	return c != nil && c.handler.Load() != nil
 }
 
-// StopListening removes the socket. The Server ends with the VMM that is connected.
-func (s *Server) StopListening() error { return s.listens.Close() }
+// StopListening removes the socket. The Server ends with the VMM that is connected. Further calls
+// do nothing.
+func (s *Server) StopListening() (err error) {
+	if s.listens == nil {
+		return nil
+	}
+	// The accept loop keeps the State open until the first call closes the listener.
+	s.stop.Do(func() {
+		// The other order could leave a share that listens and cannot be reached.
+		err = errors.Join(s.state.setListener(nil), s.listens.Close())
+	})
+	return err
+}
 
 // Close removes the socket, ends the connection of the VMM, and ends the requests in progress. It
 // returns when the Server has ended.
 func (s *Server) Close() error {
-	err := s.listens.Close()
+	err := s.StopListening()
 	s.mu.Lock()
 	s.closed = true
 	if s.active != nil {
-		_ = s.active.socket.Close()
+		s.active.hangUp()
 	}
 	s.mu.Unlock()
 	<-s.done
