@@ -27,8 +27,19 @@ var (
 	errDesc  = desc("fuse_op_errors_total", "FUSE requests that failed, including lookups of missing names.",
 		"operation")
 	frontDesc = desc("mount_front_info", "How requests of programs reach the file system; always 1.", "front")
-	stateDesc = desc("state_records", "Records from which the next daemon continues the mount.", "table")
-	opDesc    = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
+	addrDesc  = desc("connection_info",
+		"Address of each connection, or of its last attempt to connect; 1 if connected, else 0.", "connection",
+		"address")
+	stalledDesc = desc("mount_stalled_seconds",
+		"Age of the oldest request without reply of a stalled mount; 0 for other mounts.")
+	stallsDesc = desc("mount_stalls_total", "How often the mount became stalled.")
+	stateDesc  = desc("state_records", "Records from which the next daemon continues the mount.", "table")
+	opDesc     = desc("fuse_op_duration_seconds", "Duration of FUSE operations.", "operation")
+
+	procPhaseDesc = desc("rpc_phase_seconds", "Time of RPC calls in each phase; a native histogram.", "phase",
+		"procedure")
+	opPhaseDesc = desc("fuse_phase_seconds", "Time of FUSE requests in each phase, with the sum of their RPC calls; "+
+		"a native histogram.", "phase", "operation")
 )
 
 // A Collector is a prometheus.Collector over snapshots. It takes the snapshots at each scrape.
@@ -56,8 +67,8 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, s := range stateSeries {
 		ch <- s.desc
 	}
-	for _, d := range []*prometheus.Desc{frontDesc, stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc, reqDesc,
-		errDesc} {
+	for _, d := range []*prometheus.Desc{frontDesc, addrDesc, stateDesc, mrsDesc, connDesc, failDesc, procDesc, opDesc,
+		reqDesc, errDesc, procPhaseDesc, opPhaseDesc, stalledDesc, stallsDesc} {
 		ch <- d
 	}
 }
@@ -96,11 +107,22 @@ func (s *Snapshot) collect(ch chan<- prometheus.Metric) {
 	sendCounts(mrsDesc, prometheus.GaugeValue, s.Transport.MRStates)
 	sendCounts(connDesc, prometheus.GaugeValue, s.Transport.Connections)
 	sendCounts(failDesc, prometheus.CounterValue, s.Faults)
+	send(stalledDesc, prometheus.GaugeValue, s.Stalled.Seconds())
+	send(stallsDesc, prometheus.CounterValue, float64(s.Stalls))
 	if s.Front != "" {
 		send(frontDesc, prometheus.GaugeValue, 1, s.Front)
 	}
+	for i, c := range s.Connections {
+		connected := 0.0
+		if c.Connected {
+			connected = 1
+		}
+		send(addrDesc, prometheus.GaugeValue, connected, strconv.Itoa(i), c.Address)
+	}
 	s.histograms(ch, procDesc, s.Procs)
 	s.histograms(ch, opDesc, s.Ops)
+	s.phaseSeries(ch, procPhaseDesc, s.ProcPhases)
+	s.phaseSeries(ch, opPhaseDesc, s.OpPhases)
 	if s.Locks != nil {
 		for _, one := range lockSeries {
 			send(one.desc, one.kind, one.value(s.Locks))
@@ -151,6 +173,71 @@ func (c LossCollector) Collect(ch chan<- prometheus.Metric) {
 	lost := c()
 	ch <- prometheus.MustNewConstMetric(lostDesc, prometheus.CounterValue, float64(lost.Rejected), "rejected")
 	ch <- prometheus.MustNewConstMetric(lostDesc, prometheus.CounterValue, float64(lost.Unmount), "unmount")
+}
+
+var mountsDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "mounts"), "Mounts by state.",
+	[]string{"state"}, nil)
+
+var abortsDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "stall_aborts_total"),
+	"Mounts that were aborted because of the mount option stallabort.", nil, nil)
+
+// An AbortCollector is a prometheus.Collector over the number of mounts that were aborted because
+// of a stall. It calls the function at each scrape, perhaps concurrently.
+type AbortCollector func() uint64
+
+// Describe implements prometheus.Collector.
+func (AbortCollector) Describe(ch chan<- *prometheus.Desc) { ch <- abortsDesc }
+
+// Collect implements prometheus.Collector.
+func (c AbortCollector) Collect(ch chan<- prometheus.Metric) {
+	ch <- prometheus.MustNewConstMetric(abortsDesc, prometheus.CounterValue, float64(c()))
+}
+
+// A StateCollector is a prometheus.Collector over the number of mounts in each state. It calls the
+// function at each scrape, perhaps concurrently.
+type StateCollector func() map[string]int
+
+// Describe implements prometheus.Collector.
+func (StateCollector) Describe(ch chan<- *prometheus.Desc) { ch <- mountsDesc }
+
+// Collect implements prometheus.Collector.
+func (c StateCollector) Collect(ch chan<- prometheus.Metric) {
+	for state, n := range c() {
+		ch <- prometheus.MustNewConstMetric(mountsDesc, prometheus.GaugeValue, float64(n), state)
+	}
+}
+
+var (
+	spansExportedDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "otlp_spans_exported_total"),
+		"Spans of traces that the OpenTelemetry collector has accepted.", nil, nil)
+	spansDroppedDesc = prometheus.NewDesc(prometheus.BuildFQName(namespace, "", "otlp_spans_dropped_total"),
+		"Spans of traces that were dropped: the queue was full, or the collector did not accept them.",
+		[]string{"reason"}, nil)
+)
+
+// Spans count spans of traces.
+type Spans struct {
+	Exported    uint64 // accepted by the collector
+	DroppedFull uint64 // the queue was full
+	DroppedSend uint64 // the collector did not answer, or did not accept the whole batch
+}
+
+// SpanCollector is a prometheus.Collector over Spans. It calls the function at each scrape, perhaps
+// concurrently.
+type SpanCollector func() Spans
+
+// Describe implements prometheus.Collector.
+func (SpanCollector) Describe(ch chan<- *prometheus.Desc) {
+	ch <- spansExportedDesc
+	ch <- spansDroppedDesc
+}
+
+// Collect implements prometheus.Collector.
+func (c SpanCollector) Collect(ch chan<- prometheus.Metric) {
+	n := c()
+	ch <- prometheus.MustNewConstMetric(spansExportedDesc, prometheus.CounterValue, float64(n.Exported))
+	ch <- prometheus.MustNewConstMetric(spansDroppedDesc, prometheus.CounterValue, float64(n.DroppedFull), "queue")
+	ch <- prometheus.MustNewConstMetric(spansDroppedDesc, prometheus.CounterValue, float64(n.DroppedSend), "collector")
 }
 
 // FaultInjection returns the gauge that is 1 if the daemon injects faults.

@@ -2,6 +2,7 @@ package metrics
 
 import (
 	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -38,6 +39,8 @@ func TestXprtLineKeepsKernelOrder(t *testing.T) {
 	}
 }
 
+const addr = "192.0.2.1:20049" // of the server
+
 func snapshots() []Snapshot {
 	var h Histogram
 	h.Observe(time.Millisecond)
@@ -47,11 +50,13 @@ func snapshots() []Snapshot {
 	f.Ops[fusefs.OpRead].Add(31)
 	f.Errors[fusefs.OpRead].Add(33)
 	f.Ops[fusefs.OpForget].Add(32)
-	const addr = "192.0.2.1:20049"
 	ops := []NamedHistogram{{"READ", h.Data()}}
+	phases := []NamedPhases{{"READ", new(Phases)}}
+	phases[0].Observe(server(time.Millisecond))
 	return []Snapshot{
 		{Mount: "/mnt/a", Server: addr, Provider: "softiwarp", Front: "uring", Transport: distinct(),
-			Files: &f, Procs: ops, Ops: ops,
+			Connections: []Connection{{"[::1]:1", true}, {"[::2]:1", false}},
+			Files:       &f, Procs: ops, Ops: ops, ProcPhases: phases, OpPhases: phases,
 			State: &fusefs.StateStats{Restarts: 35, Records: map[string]uint64{"files": 36, "nodes": 37}}},
 		{Mount: "/mnt/b", Server: addr, Provider: "softiwarp", Files: new(fusefs.Counters)},
 	}
@@ -79,6 +84,7 @@ func TestContractNames(t *testing.T) {
 		}
 	}
 	for name, want := range map[string]int{"rpc_duration_seconds": 1, "fuse_op_duration_seconds": 1,
+		"rpc_phase_seconds": 1, "fuse_phase_seconds": 1,
 		"fuse_ops_total": 2, "fuse_op_errors_total": 2} {
 		if n := promtest.CollectAndCount(c, "nfsrdmad_"+name); n != want {
 			t.Errorf("series of nfsrdmad_%s: got %d, want %d", name, n, want)
@@ -88,6 +94,10 @@ func TestContractNames(t *testing.T) {
 
 func TestCollectorValues(t *testing.T) {
 	const want = `
+# HELP nfsrdmad_connection_info Address of each connection, or of its last attempt to connect; 1 if connected, else 0.
+# TYPE nfsrdmad_connection_info gauge
+nfsrdmad_connection_info{address="[::1]:1",connection="0",mount="/mnt/a",provider="softiwarp",server="` + addr + `"} 1
+nfsrdmad_connection_info{address="[::2]:1",connection="1",mount="/mnt/a",provider="softiwarp",server="` + addr + `"} 0
 # HELP nfsrdmad_fuse_op_errors_total FUSE requests that failed, including lookups of missing names.
 # TYPE nfsrdmad_fuse_op_errors_total counter
 nfsrdmad_fuse_op_errors_total{mount="/mnt/a",operation="forget",provider="softiwarp",server="192.0.2.1:20049"} 0
@@ -112,7 +122,7 @@ nfsrdmad_state_records{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:200
 nfsrdmad_state_records{mount="/mnt/a",provider="softiwarp",server="192.0.2.1:20049",table="nodes"} 37
 `
 	if err := promtest.CollectAndCompare(NewCollector(snapshots), strings.NewReader(want),
-		"nfsrdmad_fuse_op_errors_total", "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs",
+		"nfsrdmad_connection_info", "nfsrdmad_fuse_op_errors_total", "nfsrdmad_local_inv_needed_total", "nfsrdmad_mrs",
 		"nfsrdmad_mount_front_info", "nfsrdmad_mount_restores_total", "nfsrdmad_state_records"); err != nil {
 		t.Error(err)
 	}
@@ -131,12 +141,32 @@ nfsrdmad_write_lost_bytes_total{reason="unmount"} 4
 	}
 }
 
+func TestSpanCollector(t *testing.T) {
+	const want = `
+# HELP nfsrdmad_otlp_spans_dropped_total Spans of traces that were dropped: the queue was full, or the collector ` +
+		`did not accept them.
+# TYPE nfsrdmad_otlp_spans_dropped_total counter
+nfsrdmad_otlp_spans_dropped_total{reason="collector"} 5
+nfsrdmad_otlp_spans_dropped_total{reason="queue"} 4
+# HELP nfsrdmad_otlp_spans_exported_total Spans of traces that the OpenTelemetry collector has accepted.
+# TYPE nfsrdmad_otlp_spans_exported_total counter
+nfsrdmad_otlp_spans_exported_total 3
+`
+	c := SpanCollector(func() Spans { return Spans{Exported: 3, DroppedFull: 4, DroppedSend: 5} })
+	if err := promtest.CollectAndCompare(c, strings.NewReader(want)); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestDocumentsNameExistingMetrics(t *testing.T) {
 	all := make(map[string]bool)
 	ch := make(chan *prometheus.Desc, 200)
 	NewCollector(snapshots).Describe(ch)
 	FaultInjection(true).Describe(ch)
 	LossCollector(nil).Describe(ch)
+	StateCollector(nil).Describe(ch)
+	AbortCollector(nil).Describe(ch)
+	SpanCollector(nil).Describe(ch)
 	close(ch)
 	for d := range ch {
 		all[regexp.MustCompile(`fqName: "([^"]*)"`).FindStringSubmatch(d.String())[1]] = true
@@ -146,8 +176,12 @@ func TestDocumentsNameExistingMetrics(t *testing.T) {
 	}
 	suffix := regexp.MustCompile(`_(bucket|sum|count)$`)
 	n := 0
-	for _, page := range []string{"README.md", "docs/operator.md", "docs/semantics.md", "docs/features.md"} {
-		text, err := os.ReadFile("../../" + page)
+	pages, err := filepath.Glob("../../docs/*.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, page := range append(pages, "../../README.md") {
+		text, err := os.ReadFile(page)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -155,6 +155,8 @@ var fileSeries = []series[files]{
 		func(f *files) uint64 { return f.GroupsCut.Load() }),
 	counter("nodes_without_record_total", "Files and directories that a restart does not keep, because too many are "+
 		"in use.", func(f *files) uint64 { return f.NodesWithoutRecord.Load() }),
+	counter("attribute_renewals_total", "READDIRPLUS calls that renewed the attributes of files for a walk of their "+
+		"directory.", func(f *files) uint64 { return f.Renewals.Load() }),
 	counter("readdir_restarts_total", "Directories read again from the start after NFS3ERR_BAD_COOKIE.",
 		func(f *files) uint64 { return f.ReadDirRestarts.Load() }),
 }

@@ -1,6 +1,8 @@
 package metrics
 
 import (
+	"time"
+
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
@@ -9,9 +11,11 @@ import (
 // A Snapshot holds the statistics of one mount.
 type Snapshot struct {
 	Mount    string // mount point
-	Server   string // RDMA address HOST:PORT
+	Server   string // address of the mount source, with the RDMA port
 	Provider string // name of the verbs provider
 	Front    string // how requests reach the file system; "" leaves it out
+	// Connections are the connections of the mount, by their number.
+	Connections []Connection
 	// Transport is the sum over the connections of the mount.
 	Transport stats.Transport
 	// Files are the live counters of the file system; nil leaves them out.
@@ -21,11 +25,23 @@ type Snapshot struct {
 	State *fusefs.StateStats
 	// Locks are the live counters of the locks; nil leaves them out.
 	Locks *nlm.Counters
-	// Procs are the RPC times by NFS procedure, and Ops the FUSE times by operation. Names without
-	// samples may be left out.
+	// Procs are the RPC times by procedure of NFSv3 and NFSACL, and Ops the FUSE times by
+	// operation. Names without samples may be left out.
 	Procs, Ops []NamedHistogram
+	// ProcPhases and OpPhases are the times in each phase, by the same names.
+	ProcPhases, OpPhases []NamedPhases
+	// Stalled is the age of the oldest request without reply of a stalled mount, and 0 of other
+	// mounts. Stalls counts how often a stall began.
+	Stalled time.Duration
+	Stalls  uint64
 	// Faults are the injected faults by name; nil without fault injection.
 	Faults map[string]uint64
+}
+
+// A Connection is one connection of a mount.
+type Connection struct {
+	Address   string // RDMA address HOST:PORT, also of the last attempt to connect
+	Connected bool
 }
 
 // A NamedHistogram holds the times of one procedure or operation.

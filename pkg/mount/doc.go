@@ -2,15 +2,32 @@
 // its provider, transport, NFS client and file system.
 //
 //	options.go     the mount options of -o, by the names of nfs(5)
+//	optionhelp.go  the help of the options
 //	spec.go        HOST:/EXPORT
+//	allow.go       the mounts that the administrator allows
 //	mountpoint.go  checks of a mount point that never wait for a file system that hangs
-//	table.go       the table of mounts; it implements control.Mounts
+//	table.go       the table of mounts, and new mounts; it implements control.Mounts
+//	umount.go      unmounts, also all of them at the end of the process
+//	list.go        what the table tells about its mounts
+//	stall.go       mounts that do not answer
 //	stack.go       the assembly of one mount
-//	stackstats.go  the statistics of one mount
+//	caller.go      the choice of the connection of each call
+//	addrlist.go    the value of the option remoteports
+//	remoteports.go the addresses of one server
+//	status.go      the status and the statistics of one mount
+//	usage.go       what each process and each user does on one mount
+//	slow.go        the phases and the slowest calls of one mount
+//	otlp.go        sampled requests for traces
 //	provider.go    the choice of the provider, and its reason
 //	tracing.go     the stream of trace events of one mount
-//	waiting.go     pending calls, their owners, and the history of connections
-//	inject.go      fault injection
+//	pending.go     pending calls and their owners
+//	locks.go       the lock client of one mount
+//	losses.go      lost data, and what all mounts share
+//	invalid.go     invalid replies of a server
+//	guest.go       shares of virtual machines
+//	keep.go        what the next process needs to continue a mount
+//	restored.go    the mounts of an earlier process
+//	faults.go      fault injection
 //	explain.go     advice about a server that refuses a mount
 //
 // # Promises

@@ -19,6 +19,10 @@ import (
 func connectError(addr netip.AddrPort, err error) error {
 	const advice = "check that the server listens for NFS/RDMA there, or set port="
 	var conn *verbs.ConnError
+	var limit *xprt.ConnectLimitError
+	if errors.As(err, &limit) { // no fault of the server
+		return err
+	}
 	if errors.As(err, &conn) { // its text has the address
 		return fmt.Errorf("%w; %s", err, advice)
 	}
@@ -93,9 +97,9 @@ func (c *caller) errorSummary() string {
 // flavorNames are the pseudo-flavors of RPCSEC_GSS that servers require most (RFC 2623 §5).
 var flavorNames = map[uint32]string{390003: "krb5", 390004: "krb5i", 390005: "krb5p"}
 
-// checkFlavors returns an error if the export does not allow AUTH_SYS. An empty list, or AUTH_NONE
+// CheckFlavors returns an error if the export does not allow AUTH_SYS. An empty list, or AUTH_NONE
 // in the list, allows every flavor (nfs(5), sec=).
-func checkFlavors(export string, root mountd.Result) error {
+func CheckFlavors(export string, root mountd.Result) error {
 	f := root.AuthFlavors
 	if len(f) == 0 || slices.Contains(f, sunrpc.FlavorSys) || slices.Contains(f, sunrpc.FlavorNone) {
 		return nil

@@ -14,12 +14,26 @@ type guestServer struct {
 	fs *fusefs.FS
 }
 
-// serveGuest makes the socket of the mount.
+// serveGuest makes the socket of the share, or continues the share of an earlier process.
 func (s *mountStack) serveGuest(log hclog.Logger) (frontServer, error) {
 	debug := log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug})
-	v, err := virtiofs.Listen(virtiofs.Config{Socket: s.dir, FS: s.fs, ReadOnly: s.opts.ReadOnly,
-		Options: s.fs.GuestOptions(debug), Log: log.Named("virtiofs").With("socket", s.dir)})
+	c := virtiofs.Config{Socket: s.dir, FS: s.fs, ReadOnly: s.opts.ReadOnly, Options: s.fs.GuestOptions(debug),
+		Log: log.Named("virtiofs").With("socket", s.dir)}
+	if s.keeper != nil {
+		if s.left == nil {
+			if err := s.keeper.putGuest(); err != nil {
+				log.Warn("the share ends with the daemon: its connection cannot be kept", "socket", s.dir, "reason",
+					err)
+			}
+		}
+		c.State = s.keeper.guest
+	}
+	v, err := virtiofs.Listen(c)
 	if err != nil {
+		if c.State != nil {
+			_ = c.State.Close()
+			s.keeper.guest = nil
+		}
 		return nil, err
 	}
 	return &guestServer{v, s.fs}, nil

@@ -17,15 +17,18 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/virtiofs"
 )
 
-// A kept mount has three descriptors in the store, or four, with the names PREFIX/ID/KIND.
+// A kept mount has three descriptors in the store, or four, with the names PREFIX/ID/KIND. A share
+// for a virtual machine has state, data and guest.
 const (
 	keptPrefix = "mount"
 	keptState  = "state"  // fusefs.State
 	keptData   = "data"   // buffers with written data
 	keptMemory = "memory" // requests in progress, see front.DevFuse.Memory
 	keptFuse   = "fuse"   // the connection to the kernel
+	keptGuest  = "guest"  // virtiofs.State
 )
 
 // A description is what the next process needs to know of a mount, besides its state.
@@ -36,6 +39,7 @@ type description struct {
 	Since     time.Time `json:"since"`
 	Root      string    `json:"root"`       // file handle of the export, in hexadecimal
 	MountPort int       `json:"mount_port"` // TCP port of MOUNT on the server
+	Virtiofs  bool      `json:"virtiofs,omitempty"`
 }
 
 // A keeper keeps one mount for the next process. A nil keeper keeps nothing.
@@ -45,7 +49,8 @@ type keeper struct {
 	id      string
 	state   *fusefs.State
 	buffers *membuf.Pool
-	mounted bool // the store has the connection
+	guest   *virtiofs.State // nil for a mount of this host, and after an error of virtiofs.Listen
+	mounted bool            // the store has the connection
 }
 
 func keptName(id, kind string) string { return strings.Join([]string{keptPrefix, id, kind}, "/") }
@@ -118,6 +123,24 @@ func (k *keeper) putConnection(d *front.Device, mem *os.File) error {
 	return nil
 }
 
+// putGuest makes the State of a new share and puts it into the store.
+func (k *keeper) putGuest() error {
+	guest, err := virtiofs.NewState()
+	if err != nil {
+		return err
+	}
+	f, err := guest.Descriptor()
+	if err == nil {
+		defer f.Close()
+		err = k.store.Put(keptName(k.id, keptGuest), f)
+	}
+	if err != nil {
+		return errors.Join(err, guest.Close())
+	}
+	k.guest, k.mounted = guest, true
+	return nil
+}
+
 // keeps reports whether the next process can continue the mount.
 func (k *keeper) keeps() bool { return k != nil && k.mounted }
 
@@ -139,7 +162,7 @@ func (k *keeper) remove() {
 // left without it is no mount.
 func removeKept(store fdstore.Store, id string) error {
 	var errs []error
-	for _, kind := range []string{keptFuse, keptMemory, keptData, keptState} {
+	for _, kind := range []string{keptFuse, keptGuest, keptMemory, keptData, keptState} {
 		errs = append(errs, store.Remove(keptName(id, kind)))
 	}
 	return errors.Join(errs...)
@@ -150,6 +173,7 @@ type leftMount struct {
 	id                            string
 	stateFile, dataFile, fuseFile *os.File
 	memoryFile                    *os.File // may be nil; open until the mount continues
+	guestFile                     *os.File // of a share, which has no fuseFile
 	device                        *front.Device
 	*keeper
 	description
@@ -182,13 +206,15 @@ func leftMounts(store fdstore.Store) []*leftMount {
 			l.memoryFile = e.File
 		case keptFuse:
 			l.fuseFile = e.File
+		case keptGuest:
+			l.guestFile = e.File
 		default:
 			_ = e.File.Close()
 		}
 	}
 	complete := all[:0]
 	for _, l := range all {
-		if l.stateFile != nil && l.dataFile != nil && l.fuseFile != nil {
+		if l.stateFile != nil && l.dataFile != nil && (l.fuseFile != nil || l.guestFile != nil) {
 			complete = append(complete, l)
 			continue
 		}
@@ -200,7 +226,7 @@ func leftMounts(store fdstore.Store) []*leftMount {
 }
 
 func (l *leftMount) closeFiles() {
-	for _, f := range []*os.File{l.stateFile, l.dataFile, l.fuseFile} {
+	for _, f := range []*os.File{l.stateFile, l.dataFile, l.fuseFile, l.guestFile} {
 		if f != nil {
 			_ = f.Close()
 		}
@@ -226,8 +252,12 @@ func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 		}
 	}()
 	k := &keeper{store: common.store, helper: common.helper, id: l.id, mounted: true}
-	if k.state, err = openState(ctx, l.stateFile); err != nil {
-		l.Dir = fusefs.MountPointOf(l.fuseFile)
+	if k.state, err = openLocked(ctx, l.stateFile, fusefs.OpenState); err != nil {
+		if l.fuseFile != nil {
+			l.Dir = fusefs.MountPointOf(l.fuseFile)
+		} else {
+			l.Dir = virtiofs.SocketOf(l.guestFile)
+		}
 		return err
 	}
 	defer func() {
@@ -249,30 +279,64 @@ func (l *leftMount) open(ctx context.Context, common *shared) (err error) {
 	if k.buffers, err = membuf.OpenFilePool(l.dataFile, size, k.state.Buffers()); err != nil {
 		return err
 	}
-	if l.device, err = front.DeviceOf(l.fuseFile); err != nil {
+	if l.guestFile != nil {
+		k.guest, err = openLocked(ctx, l.guestFile, virtiofs.OpenState)
+	} else {
+		l.device, err = front.DeviceOf(l.fuseFile)
+	}
+	if err != nil {
 		k.buffers.Close()
 		return err
+	}
+	if l.keeper = k; l.guestFile != nil {
+		return nil
 	}
 	if err := l.device.UseHelper(common.helper); err != nil {
 		common.log.Warn("a killed daemon may not exit: notifications of a mount have no helper process", "dir", l.Dir,
 			"reason", err)
 	}
-	l.keeper = k
 	return nil
 }
 
-func openState(ctx context.Context, f *os.File) (*fusefs.State, error) {
+// isAttached reports whether the mount point is in use: a mount may have been detached while files
+// were open, and the socket of a share removed while a virtual machine used it.
+func (l *leftMount) isAttached(dir string) bool {
+	if l.guest != nil {
+		return l.guest.Listening()
+	}
+	return l.state.IsMountedAt(dir)
+}
+
+// discard ends the mount without the server.
+func (l *leftMount) discard(dir string) error {
+	if l.guest != nil {
+		return errors.Join(l.guest.Discard(dir), l.guest.Close())
+	}
+	return fusefs.Discard(dir, l.device, l.state)
+}
+
+// advice tells what to do with a mount that this daemon cannot serve.
+func (l *leftMount) advice() string {
+	if l.guestFile != nil {
+		return "use the version that made it, or end it with umount --force"
+	}
+	return "use the version that made it, or umount -l"
+}
+
+// openLocked opens a state with open, which returns slotfile.ErrLocked while the earlier process
+// has not ended.
+func openLocked[S any](ctx context.Context, f *os.File, open func(*os.File) (S, error)) (S, error) {
 	ctx, cancel := context.WithTimeout(ctx, lockTimeout)
 	defer cancel()
 	for {
-		s, err := fusefs.OpenState(f)
+		s, err := open(f)
 		if !errors.Is(err, slotfile.ErrLocked) {
 			return s, err
 		}
 		select {
 		case <-time.After(10 * time.Millisecond):
 		case <-ctx.Done():
-			return nil, fmt.Errorf("the process that served the mount does not exit: %w", err)
+			return s, fmt.Errorf("the process that served the mount does not exit: %w", err)
 		}
 	}
 }

@@ -18,7 +18,7 @@ import (
 // newLocks returns the lock client of the mount, or nil if all locks are local. mountPort is the
 // port of MOUNT.
 func (s *mountStack) newLocks(host string, mountPort int, log hclog.Logger) *nlm.Client {
-	if s.opts.LocalLock == lockAll {
+	if s.opts.LocksAreLocal() {
 		return nil
 	}
 	c := nlm.Config{Host: s.mountArgs.Host, Caller: host, Port: int(s.opts.LockPort), MountPort: mountPort,
@@ -59,7 +59,7 @@ func (s *mountStack) lockStatus() control.LockStatus {
 // says why locks fail with ENOLCK. It contacts no server if all locks of the mount are local.
 func CheckLocks(ctx context.Context, m *control.MountInfo) error {
 	o, err := ParseOptions(DefaultOptions(), m.Options)
-	if err != nil || o.LocalLock == lockAll {
+	if err != nil || o.LocksAreLocal() {
 		return err
 	}
 	server, err := netip.ParseAddrPort(m.Server)

@@ -6,22 +6,26 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
+	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
 // A shared is the state that all mounts of a table share. It outlives the mounts, so that its
 // counters include the end of a mount.
 type shared struct {
 	log      hclog.Logger
-	dirty    *fusefs.DirtyTotal // bounds the dirty data of all mounts
-	rejected atomic.Uint64      // bytes that a server rejected
-	unmount  atomic.Uint64      // bytes that the end of a mount discarded
-	store    fdstore.Store      // keeps the mounts while no process serves them; nil for none
-	helper   []string           // command of the process that sends notifications of kept mounts
-	locks    *nlm.Service       // calls of lock servers for all mounts; nil for none
+	dirty    *fusefs.DirtyTotal  // bounds the dirty data of all mounts
+	rejected atomic.Uint64       // bytes that a server rejected
+	unmount  atomic.Uint64       // bytes that the end of a mount discarded
+	store    fdstore.Store       // keeps the mounts while no process serves them; nil for none
+	helper   []string            // command of the process that sends notifications of kept mounts
+	locks    *nlm.Service        // calls of lock servers for all mounts; nil for none
+	connects *xprt.ConnectLimits // of the connects of all mounts
+	traces   *otlp.Exporter      // nil if traces are off
 }
 
 // lost counts and logs written data that the file system of the mount discards.

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -23,11 +24,13 @@ const (
 	// Device numbers, from Documentation/admin-guide/devices.txt of Linux.
 	fuseMajor, fuseMinor = 10, 229
 
-	nfsrdmaType = "fuse." + fusefs.Subtype
-	autofsType  = "autofs"
+	autofsType = "autofs"
 	// pathTimeout bounds the access to a mount point, which may be in a file system that hangs.
 	pathTimeout = control.StatusTimeout - time.Second
 )
+
+// FSType is the type of the mounts of a daemon in the mount table.
+const FSType = "fuse." + fusefs.Subtype
 
 // CheckPrivilege returns an error if this process cannot mount: if it lacks CAP_SYS_ADMIN or
 // /dev/fuse.
@@ -88,22 +91,44 @@ func mountedError(dir, fsType string) error {
 	switch fsType {
 	case "":
 		return nil
-	case nfsrdmaType:
+	case FSType:
 		return control.Errorf(control.CodeMount, "mount point %s: already an nfsrdma mount; unmount it first, "+
 			"with umount(8) if its daemon was killed", dir)
-	case autofsType: // it lets only the process group of the automounter through
-		return control.Errorf(control.CodeMount, "mount point %s: managed by autofs, which is not supported; "+
-			"remove x-systemd.automount from fstab(5), or remove the directory from the map of the automounter", dir)
+	case autofsType: // while it is mounted, only the process group of the automounter can open it
+		return control.Errorf(control.CodeMount, "mount point %s: managed by autofs, and the client did not open it; "+
+			"use a client and a daemon of one version", dir)
 	}
 	return control.Errorf(control.CodeMount, "mount point %s: already a mount of type %s; unmount it first", dir,
 		fsType)
 }
 
-// CheckMountPoint opens dir as a mount point, and returns an error if nothing can be mounted there.
-// The caller closes the result. CheckMountPoint does not access a file system that is mounted at
-// dir, which may hang.
-func CheckMountPoint(ctx context.Context, dir string) (*fusefs.MountPoint, error) {
+// OpenAutomount opens dir for [control.MountRequest] if autofs is mounted there, and returns nil
+// otherwise. autofs lets the process group of the automounter pass; systemd starts mount(8) in this
+// group. Other processes wait at dir until the automounter has mounted it. The caller closes the
+// file.
+func OpenAutomount(ctx context.Context, dir string) (*os.File, error) {
 	clean, err := ResolveMountPoint(ctx, dir)
+	if err != nil {
+		return nil, nil // CheckMountPoint returns the error
+	}
+	if fsType, err := mountedAt(clean); err != nil || fsType != autofsType {
+		return nil, err
+	}
+	// Without O_DIRECTORY, because that would start a mount.
+	f, err := bounded(ctx, func() (*os.File, error) { return os.OpenFile(clean, unix.O_PATH|unix.O_CLOEXEC, 0) },
+		func(f *os.File) { f.Close() })
+	if err != nil {
+		return nil, control.Errorf(control.CodeMount, "mount point %s: managed by autofs: %w", clean, unwrapPath(err))
+	}
+	return f, nil
+}
+
+// CheckMountPoint opens r.Dir as a mount point, and returns an error if nothing can be mounted
+// there. The caller closes the result. CheckMountPoint does not access a file system that is
+// mounted at the directory, which may hang. If autofs is mounted there, CheckMountPoint uses
+// r.DirFD.
+func CheckMountPoint(ctx context.Context, r control.MountRequest) (*fusefs.MountPoint, error) {
+	clean, err := ResolveMountPoint(ctx, r.Dir)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil, &control.Error{Code: control.CodeMount, Err: err, Text: err.Error() + "; create it with mkdir -p"}
@@ -111,13 +136,17 @@ func CheckMountPoint(ctx context.Context, dir string) (*fusefs.MountPoint, error
 		return nil, err
 	}
 	fsType, err := mountedAt(clean)
-	if err == nil {
-		err = mountedError(clean, fsType)
-	}
 	if err != nil {
 		return nil, err
 	}
-	p, err := bounded(ctx, func() (*fusefs.MountPoint, error) { return fusefs.OpenMountPoint(clean) },
+	path := clean
+	if fsType == autofsType && r.DirFD > 0 && r.Process > 0 {
+		// The path of the descriptor leads to the directory and does not pass autofs.
+		path = fmt.Sprintf("/proc/%d/fd/%d", r.Process, r.DirFD)
+	} else if err := mountedError(clean, fsType); err != nil {
+		return nil, err
+	}
+	p, err := bounded(ctx, func() (*fusefs.MountPoint, error) { return fusefs.OpenMountPoint(path) },
 		(*fusefs.MountPoint).Close)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -191,7 +220,7 @@ func mountedAt(dir string) (fsType string, err error) {
 // Mounted returns the mount points of all nfsrdma mounts of this mount namespace. It reads /proc
 // alone, so no file system can block it.
 func Mounted() ([]string, error) {
-	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter(nfsrdmaType))
+	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter(FSType))
 	if err != nil {
 		return nil, control.Errorf(control.CodeSystem, "read mount table: %w", err)
 	}

@@ -1,7 +1,6 @@
 package mount
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -29,17 +28,17 @@ func TestMountedFileSystemIsRefused(t *testing.T) {
 		t.Errorf("no file system: got %v, want no error", err)
 	}
 	for fsType, want := range map[string]string{
-		"ext4":      "mount point /mnt: already a mount of type ext4; unmount it first",
-		nfsrdmaType: "mount point /mnt: already an nfsrdma mount; unmount it first",
-		autofsType:  "remove x-systemd.automount from fstab(5)",
+		"ext4":     "mount point /mnt: already a mount of type ext4; unmount it first",
+		FSType:     "mount point /mnt: already an nfsrdma mount; unmount it first",
+		autofsType: "mount point /mnt: managed by autofs, and the client did not open it",
 	} {
 		isError(t, mountedError("/mnt", fsType), control.CodeMount, want)
 	}
 }
 
-// TestCheckMountPointRefusesAutofs needs a kernel with autofs. On every kernel,
+// TestCheckMountPointAtAutofs needs a kernel with autofs. On every kernel,
 // TestMountedFileSystemIsRefused checks the error.
-func TestCheckMountPointRefusesAutofs(t *testing.T) {
+func TestCheckMountPointAtAutofs(t *testing.T) {
 	testutil.NeedsRoot(t)
 	dir := t.TempDir()
 	r, w, err := os.Pipe()
@@ -48,8 +47,9 @@ func TestCheckMountPointRefusesAutofs(t *testing.T) {
 	}
 	defer r.Close()
 	defer w.Close()
-	// autofs(5), "Mounting an autofs filesystem": this process group acts as the automounter.
-	options := fmt.Sprintf("fd=%d,pgrp=%d,minproto=5,maxproto=5,direct", w.Fd(), syscall.Getpgrp())
+	// autofs(5), "Mounting an autofs filesystem": without pgrp=, this process group acts as the
+	// automounter.
+	options := fmt.Sprintf("fd=%d,minproto=5,maxproto=5,direct", w.Fd())
 	switch err := syscall.Mount("none", dir, autofsType, 0, options); {
 	case errors.Is(err, syscall.ENODEV) && !hasFileSystem(t, autofsType):
 		t.Skip("this kernel has no autofs")
@@ -57,6 +57,32 @@ func TestCheckMountPointRefusesAutofs(t *testing.T) {
 		t.Fatalf("mount autofs: %v; run as root", err)
 	}
 	defer syscall.Unmount(dir, syscall.MNT_DETACH)
-	_, err = CheckMountPoint(context.Background(), dir)
-	isError(t, err, control.CodeMount, "x-systemd.automount")
+	request := control.MountRequest{Dir: dir}
+	_, err = CheckMountPoint(t.Context(), request)
+	isError(t, err, control.CodeMount, "did not open it")
+
+	f, err := OpenAutomount(t.Context(), dir)
+	if err != nil || f == nil {
+		t.Fatalf("open: got %v and error %v, want the directory", f, err)
+	}
+	defer f.Close()
+	request.DirFD, request.Process = int(f.Fd()), os.Getpid()
+	p, err := CheckMountPoint(t.Context(), request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Close()
+
+	// A descriptor of another directory is not a way to mount there.
+	other, err := os.Open(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	request.DirFD = int(other.Fd())
+	_, err = CheckMountPoint(t.Context(), request)
+	isError(t, err, control.CodeMount, "its path changed")
+	if f, err := OpenAutomount(t.Context(), other.Name()); f != nil || err != nil {
+		t.Errorf("open of a directory without autofs: got %v and error %v, want neither", f, err)
+	}
 }

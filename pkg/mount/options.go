@@ -41,6 +41,7 @@ type Options struct {
 	AcDirMax     time.Duration
 	NoAC         bool
 	NoCTO        bool // an open may use cached attributes
+	Writeback    bool // the kernel gathers writes; no other client may use the files
 	NoACL        bool
 	LookupCache  string // all, pos or none
 	SharedNames  bool   // the kernel caches names for all users
@@ -49,6 +50,7 @@ type Options struct {
 	DirtyExpire      time.Duration
 	DirtyBytes       int // bound of data that is not on stable storage
 	NConnect         int
+	RemotePorts      addrList // addresses of the server for NFS; nil for that of the mount source
 	ReadOnly         bool
 	Provider, Device string
 	Slots            int // calls in flight on one connection
@@ -60,6 +62,9 @@ type Options struct {
 	KeepAlive time.Duration
 	// Idle is the time without calls after which a connection is closed; 0 for never.
 	Idle time.Duration
+	// Stall is the age of a request without reply from which the mount counts as stalled, and
+	// StallAbort the age of an RPC without reply from which it is aborted; 0 for never.
+	Stall, StallAbort time.Duration
 	// Kernel are the mount flags of the kernel: nosuid, nodev, noexec, nodiratime, and noatime or
 	// strictatime. nosuid and nodev are defaults, unlike those of nfs(5).
 	Kernel []string
@@ -88,6 +93,7 @@ func DefaultOptions() Options {
 		TraceEvents: xprt.DefaultTraceEvents,
 		KeepAlive:   xprt.DefaultKeepAlive,
 		Idle:        xprt.DefaultIdleTimeout,
+		Stall:       time.Minute,
 		Kernel:      []string{"nosuid", "nodev"}, // the server is not trusted with privileges of this host
 	}
 }
@@ -118,8 +124,20 @@ type option struct {
 	group string
 	word  bool   // the option has no value
 	want  string // what values are allowed
+	// lo and hi are the range of a number; hi is 0 for other values.
+	lo, hi int
 	// set sets the option in o, and reports whether value is allowed. For a word value is "".
 	set func(o *Options, name, value string) bool
+	// explain returns why set rejects value; nil if want says it.
+	explain func(value string) string
+}
+
+// reason returns why set rejects value.
+func (o *option) reason(value string) string {
+	if o.explain != nil {
+		return o.explain(value)
+	}
+	return o.want
 }
 
 // Values of Options.LocalLock: the kinds of locks that stay local to this host (nfs(5)).
@@ -145,6 +163,7 @@ const (
 	maxTraceEvents         = 1 << 20 // 56 MiB per connection
 	maxKeepAlive           = 3600    // seconds; detects a dead server within one hour
 	maxIdle                = 1 << 22 // seconds
+	maxStall               = 1 << 22 // seconds
 	maxDirtyExpire         = 3600    // seconds
 	minDirtyBytes          = fusefs.MaxIOSize
 	maxDirtyBytes          = 1 << 30
@@ -160,7 +179,8 @@ func wordSets(group, name string, set func(*Options)) option {
 }
 
 func number(group string, lo, hi int, unit string, set func(*Options, int), names ...string) option {
-	return option{names: names, group: group, want: fmt.Sprintf("must be a number from %d to %d%s", lo, hi, unit),
+	return option{names: names, group: group, lo: lo, hi: hi,
+		want: fmt.Sprintf("must be a number from %d to %d%s", lo, hi, unit),
 		set: func(o *Options, _, value string) bool {
 			n, err := strconv.Atoi(value)
 			if err != nil || n < lo || n > hi {
@@ -243,6 +263,8 @@ var optionTable = slices.Concat([]option{
 	wordSets("ac", "noac", func(o *Options) { o.NoAC = true }),
 	wordSets("cto", "cto", func(o *Options) { o.NoCTO = false }),
 	wordSets("cto", "nocto", func(o *Options) { o.NoCTO = true }),
+	wordSets("writeback", "writeback", func(o *Options) { o.Writeback = true }),
+	wordSets("writeback", "nowriteback", func(o *Options) { o.Writeback = false }),
 	wordSets("acl", "acl", func(o *Options) { o.NoACL = false }),
 	wordSets("acl", "noacl", func(o *Options) { o.NoACL = true }),
 	{names: []string{"lookupcache"}, group: "lookupcache", want: "must be all, none, pos or positive",
@@ -265,6 +287,17 @@ var optionTable = slices.Concat([]option{
 	wordSets("names", "sharednames", func(o *Options) { o.SharedNames = true }),
 	wordSets("names", "nosharednames", func(o *Options) { o.SharedNames = false }),
 	number("nconnect", 1, 16, "", func(o *Options, n int) { o.NConnect = n }, "nconnect"),
+	{names: []string{"remoteports"}, group: "remoteports",
+		want: "must be addresses and ranges FIRST-LAST of one server, separated by \"~\"",
+		set: func(o *Options, _, v string) (ok bool) {
+			var err error
+			o.RemotePorts, err = parseAddrList(v)
+			return err == nil
+		},
+		explain: func(v string) string {
+			_, err := parseAddrList(v)
+			return err.Error()
+		}},
 	oneOf("sec", []string{"sys"}, " (Kerberos is not supported)", ignore, "sec"),
 	wordSets("lock", "lock", func(o *Options) { o.LocalLock = lockNone }),
 	wordSets("lock", "nolock", func(o *Options) { o.LocalLock = lockAll }),
@@ -280,7 +313,7 @@ var optionTable = slices.Concat([]option{
 	{names: []string{"device"}, group: "device", want: "must name an RDMA device",
 		set: func(o *Options, _, v string) bool { o.Device = v; return v != "" }},
 	number("slots", xprt.MinSlots, xprt.MaxSlots, "", func(o *Options, n int) { o.Slots = n }, "slots"),
-	{names: []string{"inline"}, group: "inline",
+	{names: []string{"inline"}, group: "inline", lo: xprt.MinInlineBytes, hi: xprt.MaxInlineBytes,
 		want: fmt.Sprintf("must be a multiple of %d from %d to %d (bytes)", inlineUnit, xprt.MinInlineBytes,
 			xprt.MaxInlineBytes),
 		set: func(o *Options, _, v string) bool {
@@ -296,6 +329,10 @@ var optionTable = slices.Concat([]option{
 		func(o *Options, n int) { o.KeepAlive = time.Duration(n) * time.Second }, "keepalive"),
 	number("idle", 0, maxIdle, " (seconds; 0 keeps connections)",
 		func(o *Options, n int) { o.Idle = time.Duration(n) * time.Second }, "idle"),
+	number("stall", 0, maxStall, " (seconds; 0 for never)",
+		func(o *Options, n int) { o.Stall = time.Duration(n) * time.Second }, "stall"),
+	number("stallabort", 0, maxStall, " (seconds; 0 for never)",
+		func(o *Options, n int) { o.StallAbort = time.Duration(n) * time.Second }, "stallabort"),
 	// Options that mount(8) passes to every helper; no effect.
 	word("", "defaults", "auto", "noauto", "nofail", "_netdev", "async", "fg"),
 	// The kernel's default for access times is relatime, also with norelatime.
@@ -353,7 +390,7 @@ func ParseOptions(base Options, list string) (Options, error) {
 		case !opt.word && value == "":
 			return base, &OptionError{name, "", "needs a value: " + opt.want}
 		case !opt.set(&o, name, value):
-			return base, &OptionError{name, value, opt.want}
+			return base, &OptionError{name, value, opt.reason(value)}
 		}
 		if opt.group == "" {
 			continue
@@ -414,6 +451,14 @@ func (o *Options) check(given map[string]string) error {
 		return &OptionError{"nlmport", strconv.Itoa(int(o.LockPort)),
 			fmt.Sprintf("contradicts port=%d, the RDMA port; set the TCP port of NLM, or remove the option", o.Port)}
 	}
+	if o.StallAbort != 0 && (o.Stall == 0 || o.StallAbort < o.Stall) {
+		return &OptionError{"stallabort", seconds(o.StallAbort),
+			fmt.Sprintf("contradicts stall=%s: must be 0, or not less than stall, which must not be 0",
+				seconds(o.Stall))}
+	}
+	if o.Writeback && o.NoAC {
+		return &OptionError{"writeback", "", "contradicts \"noac\"; give one of them"}
+	}
 	if o.Device != "" && o.Provider == providerSoftiwarp {
 		return &OptionError{"device", o.Device, "contradicts provider=softiwarp, which uses no device"}
 	}
@@ -427,6 +472,15 @@ func (o *Options) check(given map[string]string) error {
 	}
 	return nil
 }
+
+// NeedsCard reports whether the options select the provider rdma-core.
+func (o *Options) NeedsCard() bool { return o.Provider == providerRdmacore || o.Device != "" }
+
+// WantsURing reports whether the options select FUSE over io_uring.
+func (o *Options) WantsURing() bool { return o.Front == frontURing }
+
+// LocksAreLocal reports whether the kernel of this host keeps all locks.
+func (o *Options) LocksAreLocal() bool { return o.LocalLock == lockAll }
 
 // checkPrivilege returns an error if this daemon must not make such a mount: set-user-ID programs
 // and device files give the privileges of root, so only a daemon of root allows them.
@@ -495,6 +549,9 @@ func (o Options) String() string {
 	if o.NoCTO {
 		l = append(l, "nocto")
 	}
+	if o.Writeback {
+		l = append(l, "writeback")
+	}
 	if o.NoACL {
 		l = append(l, "noacl")
 	}
@@ -506,6 +563,9 @@ func (o Options) String() string {
 	}
 	add("front", o.Front)
 	add("nconnect", o.NConnect)
+	if len(o.RemotePorts) > 0 {
+		add("remoteports", o.RemotePorts)
+	}
 	add("sec", "sys")
 	add("local_lock", o.LocalLock)
 	if o.LockPort != 0 {
@@ -528,6 +588,8 @@ func (o Options) String() string {
 	add("trace", o.TraceEvents)
 	add("keepalive", seconds(o.KeepAlive))
 	add("idle", seconds(o.Idle))
+	add("stall", seconds(o.Stall))
+	add("stallabort", seconds(o.StallAbort))
 	for _, privilege := range []string{"suid", "dev"} {
 		if !slices.Contains(o.Kernel, "no"+privilege) {
 			l = append(l, privilege)

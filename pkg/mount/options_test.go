@@ -2,6 +2,7 @@ package mount
 
 import (
 	"errors"
+	"net/netip"
 	"reflect"
 	"slices"
 	"strings"
@@ -39,10 +40,15 @@ func TestParseOptions(t *testing.T) {
 			o.AcRegMin, o.AcRegMax, o.AcDirMin, o.AcDirMax = time.Second, 2*time.Second, 3*time.Second, 4*time.Second
 		}},
 		{"nocto", func(o *Options) { o.NoCTO = true }},
+		{"writeback", func(o *Options) { o.Writeback = true }},
 		{"noac,lookupcache=positive", func(o *Options) { o.NoAC, o.LookupCache = true, "pos" }},
 		{"sharednames", func(o *Options) { o.SharedNames = true }},
 		{"nosharednames", func(o *Options) { o.SharedNames = false }},
 		{"nconnect=16,ro", func(o *Options) { o.NConnect, o.ReadOnly = 16, true }},
+		{"remoteports=192.0.2.1-192.0.2.2~2001:db8::1", func(o *Options) {
+			o.RemotePorts = addrList{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"),
+				netip.MustParseAddr("2001:db8::1")}
+		}},
 		{"provider=rdmacore,device=rxe0,slots=4,inline=1024,mpacrc=on,writepad", func(o *Options) {
 			o.Provider, o.Device, o.Slots, o.InlineBytes, o.MPACRC, o.WritePad = "rdmacore", "rxe0", 4, 1024, true, true
 		}},
@@ -96,6 +102,10 @@ func TestParseOptionsErrors(t *testing.T) {
 		{"timeo=0", `"timeo=0"`, "1 to 36000"},
 		{"retrans=-1", `"retrans=-1"`, "0 to 1000"},
 		{"nconnect=17", `"nconnect=17"`, "1 to 16"},
+		{"remoteports", `"remoteports"`, "addresses and ranges FIRST-LAST"},
+		{"remoteports=dns", `"remoteports=dns"`, "list the addresses"},
+		{"remoteports=192.0.2.1-9", `"remoteports=192.0.2.1-9"`, `"9" is not an IP address`},
+		{"remoteports=::1,remoteports=::2", `"remoteports=::2"`, `contradicts "remoteports=::1"`},
 		{"slots=3", `"slots=3"`, "4 to 1024"},
 		{"inline=1500", `"inline=1500"`, "multiple of 1024"},
 		{"inline=131072", `"inline=131072"`, "1024 to 65536"},
@@ -118,6 +128,8 @@ func TestParseOptionsErrors(t *testing.T) {
 		{"dirty_bytes=0", `"dirty_bytes=0"`, "1048576 to 1073741824 (bytes"},
 		{"hard,soft", `"soft"`, `contradicts "hard"`},
 		{"ro,rw", `"rw"`, `contradicts "ro"`},
+		{"writeback,nowriteback", `"nowriteback"`, `contradicts "writeback"`},
+		{"writeback,noac", `"writeback"`, `contradicts "noac"`},
 		{"noatime,strictatime", `"strictatime"`, `contradicts "noatime"`},
 		{"noatime,atime", `"atime"`, `contradicts "noatime"`},
 		{"port=1,port=2", `"port=2"`, `contradicts "port=1"`},
@@ -160,6 +172,7 @@ func TestOptionsOverrideBase(t *testing.T) {
 
 func FuzzParseOptions(f *testing.F) {
 	f.Add("rw,vers=3,acregmin=1,,=,x-y=z")
+	f.Add("remoteports=192.0.2.1-192.0.2.9~::1,nconnect=2")
 	f.Fuzz(func(t *testing.T, list string) {
 		o, err := ParseOptions(DefaultOptions(), list)
 		if err != nil {

@@ -3,6 +3,7 @@ package mount
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -13,6 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
@@ -32,7 +34,8 @@ func (s *mountStack) pendingCalls() []control.PendingCall {
 }
 
 func pendingCall(connection int, c *xprt.Call, now time.Time) control.PendingCall {
-	p := control.PendingCall{Procedure: procedureName(c), Connection: connection, Slot: c.Slot, WaitsFor: c.Waits,
+	p := control.PendingCall{Procedure: procedureName(c.Prog, c.Vers, c.Proc), Connection: connection,
+		Slot: c.Slot, WaitsFor: c.Waits, CallOwner: ownerOf(c.Ctx, c.Proc),
 		Age: now.Sub(c.Began).Seconds(), SinceSent: -1}
 	if c.XID != 0 {
 		p.XID = fmt.Sprintf("%#x", c.XID)
@@ -40,39 +43,45 @@ func pendingCall(connection int, c *xprt.Call, now time.Time) control.PendingCal
 	if !c.Sent.IsZero() {
 		p.SinceSent = now.Sub(c.Sent).Seconds()
 	}
-	setOwner(&p, c)
 	return p
 }
 
-// procedureName returns the name of the procedure of c, or its numbers if it is not one of NFS
-// version 3.
-func procedureName(c *xprt.Call) string {
-	if c.Prog == nfs3.Program && c.Vers == nfs3.Version {
-		return nfs3.Proc(c.Proc).String()
+// procedureName returns the name of a procedure of NFS version 3 or NFSACL, or else its numbers.
+func procedureName(prog, vers, proc uint32) string {
+	switch {
+	case prog == nfs3.Program && vers == nfs3.Version:
+		return nfs3.Proc(proc).String()
+	case prog == nfsacl.Program && vers == nfsacl.Version:
+		return nfsacl.Proc(proc).String()
 	}
-	return fmt.Sprintf("%d.%d.%d", c.Prog, c.Vers, c.Proc)
+	return fmt.Sprintf("%d.%d.%d", prog, vers, proc)
 }
 
-// setOwner sets the owner of p.
-func setOwner(p *control.PendingCall, c *xprt.Call) {
-	if c.Ctx == nil {
-		p.Owner = control.OwnerGone
-		return
+// ownerOf returns the owner of a call of a procedure with the context ctx, which is nil after the
+// caller has returned.
+func ownerOf(ctx context.Context, proc uint32) control.CallOwner {
+	if ctx == nil {
+		return control.CallOwner{Owner: control.OwnerGone}
 	}
-	o, ok := fusefs.OwnerOf(c.Ctx)
+	o, ok := fusefs.OwnerOf(ctx)
 	switch {
-	case ok && o.WriteBack:
-		p.Owner = control.OwnerWriteBack
-	case ok && o.PID == 0:
-		p.Owner, p.UID = control.OwnerKernel, o.UID
 	case ok:
-		p.Owner, p.UID = control.OwnerProcess, o.UID
-		p.PID, p.Command = process(o.PID)
-	case nfs3.Proc(c.Proc) == nfs3.ProcNull: // only keepalives call NULL
-		p.Owner = control.OwnerLiveness
-	default:
-		p.Owner = control.OwnerDaemon
+		return describeOwner(o)
+	case nfs3.Proc(proc) == nfs3.ProcNull: // only keepalives call NULL
+		return control.CallOwner{Owner: control.OwnerLiveness}
 	}
+	return control.CallOwner{Owner: control.OwnerDaemon}
+}
+
+func describeOwner(o fusefs.Owner) control.CallOwner {
+	switch {
+	case o.WriteBack:
+		return control.CallOwner{Owner: control.OwnerWriteBack}
+	case o.PID == 0:
+		return control.CallOwner{Owner: control.OwnerKernel, UID: o.UID}
+	}
+	pid, command := process(o.PID)
+	return control.CallOwner{Owner: control.OwnerProcess, UID: o.UID, PID: pid, Command: command}
 }
 
 // process returns the process of a thread and its name; the name is "" if the process has ended. It

@@ -53,7 +53,8 @@ func TestPendingCallHasNoNegativeTime(t *testing.T) {
 	stop := make(chan struct{})
 	defer callers.Wait()
 	defer close(stop)
-	s := &mountStack{transports: caller{all: []*xprt.Transport{tr}}}
+	s := &mountStack{}
+	s.transports.add(tr)
 	for range 4 {
 		callers.Go(func() {
 			c := nfs3.NewClient(tr, nfs3.Options{})

@@ -24,6 +24,13 @@ const (
 // routeTimeout bounds the lookup of the RDMA device of a route.
 const routeTimeout = 3 * time.Second
 
+// ChooseProvider returns the provider that o selects, and the reason for the choice. See
+// chooseProvider.
+func ChooseProvider(ctx context.Context, o *Options, server netip.AddrPort,
+	log hclog.Logger) (p verbs.Provider, reason string, err error) {
+	return chooseProvider(ctx, o, server, log, rdmacore.New)
+}
+
 // chooseProvider returns the provider that o selects, and the reason for the choice. For "auto" it
 // chooses rdma-core if the route to the server uses an RDMA device, and softiwarp otherwise. It
 // sends nothing to the server. newCard is rdmacore.New.

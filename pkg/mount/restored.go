@@ -6,15 +6,15 @@ import (
 	"sync"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/backoff"
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
-	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 )
 
 const (
 	// restoreWait is how long Restore waits for the state of the mounts.
 	restoreWait = time.Second
-	// restorePause and restorePauseMax bound the pause between attempts to reach the server.
+	// restorePause and restorePauseMax limit the random pause between attempts to reach the server.
 	restorePause, restorePauseMax = 500 * time.Millisecond, 10 * time.Second
 )
 
@@ -50,19 +50,21 @@ func (t *Table) restore(l *leftMount, listed, restored func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	err := l.open(ctx, t.shared)
-	p := plan{dir: l.Dir, left: l}
+	p := plan{dir: l.Dir, virtiofs: l.guestFile != nil, left: l, timeout: t.timeout}
 	if err == nil {
 		err = t.planLeft(&p)
 	}
-	if p.dir == "" {
+	if p.dir == "" && p.virtiofs {
+		p.dir = "unknown socket of " + l.id
+	} else if p.dir == "" {
 		p.dir = "unknown mount point of " + l.id
 	}
-	e := t.addLeft(p, cancel, err)
+	e := t.addLeft(p, cancel, restored, err)
 	listed()
 	if e == nil || err != nil {
 		return
 	}
-	t.continueMount(ctx, e, restored)
+	t.continueMount(ctx, e)
 }
 
 // planLeft sets the rest of the plan from the description of the mount.
@@ -76,24 +78,24 @@ func (t *Table) planLeft(p *plan) (err error) {
 
 // addLeft adds a mount of an earlier process to the table. failure is why it cannot be continued.
 // It returns nil if the table is closed.
-func (t *Table) addLeft(p plan, cancel context.CancelFunc, failure error) *entry {
+func (t *Table) addLeft(p plan, cancel context.CancelFunc, restored func(), failure error) *entry {
 	since := p.left.Since
 	if since.IsZero() {
 		since = time.Now()
 	}
-	e := &entry{plan: p, since: since, cancel: cancel, built: make(chan struct{}),
-		removed: make(chan struct{}), state: control.StateRestoring, reason: "the daemon connects to the server"}
+	e := &entry{plan: p, since: since, cancel: cancel, built: make(chan struct{}), ended: make(chan struct{}),
+		removed: make(chan struct{}), restored: restored, state: control.StateRestoring,
+		reason: "the daemon connects to the server"}
 	if failure != nil {
 		e.state, e.reason = control.StateKept, control.OneLine(failure.Error())
-		t.log.Error("mount of an earlier daemon is left alone; use the version that made it, or umount -l",
-			"dir", p.dir, "reason", e.reason)
+		t.log.Error("mount of an earlier daemon is left alone; "+p.left.advice(), "dir", p.dir, "reason", e.reason)
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.mu.closed {
 		return nil
 	}
-	if failure == nil && !p.left.keeper.state.IsMountedAt(p.dir) {
+	if failure == nil && !p.left.isAttached(p.dir) {
 		t.mu.detached[e] = struct{}{}
 	} else {
 		t.mu.entries[p.dir] = e
@@ -106,11 +108,10 @@ func (t *Table) addLeft(p plan, cancel context.CancelFunc, failure error) *entry
 
 // continueMount builds the mount of an earlier process. It tries again until the server replies, or
 // until a forced unmount ends ctx.
-func (t *Table) continueMount(ctx context.Context, e *entry, restored func()) {
-	for pause := restorePause; ; pause = min(2*pause, restorePauseMax) {
-		attempt, cancel := context.WithTimeout(ctx, t.timeout)
-		instance, err := t.build(attempt, e.plan)
-		cancel()
+func (t *Table) continueMount(ctx context.Context, e *entry) {
+	pause := backoff.Backoff{Min: restorePause, Max: restorePauseMax}
+	for {
+		instance, err := t.build(ctx, e.plan)
 		switch {
 		case err == nil:
 			t.mu.Lock()
@@ -119,24 +120,26 @@ func (t *Table) continueMount(ctx context.Context, e *entry, restored func()) {
 			close(e.built)
 			t.log.Info("continued the mount of an earlier daemon", "spec", e.spec.String(), "dir", e.dir, "restarts",
 				e.left.state.Restarts())
-			restored()
+			e.restored()
 			t.watch(e)
+			return
+		// After errNotResumed, a file system uses the state, which must not be discarded.
+		case errors.Is(err, errNotResumed), ctx.Err() == nil && errors.Is(err, slotfile.ErrCorrupt):
+			t.setReason(e, control.StateKept, err)
+			t.log.Error("mount of an earlier daemon is left alone; "+e.left.advice(), "dir", e.dir, "reason", err)
+			t.work.Done()
 			return
 		case ctx.Err() != nil:
 			t.discard(e)
-			restored()
-			return
-		case errors.Is(err, slotfile.ErrCorrupt), errors.Is(err, errNotResumed):
-			t.setReason(e, control.StateKept, err)
-			t.log.Error("mount of an earlier daemon is left alone; use umount -l", "dir", e.dir, "reason", err)
-			t.work.Done()
+			t.remove(e)
+			e.restored()
 			return
 		}
 		t.setReason(e, control.StateRestoring, err)
 		t.log.Warn("mount of an earlier daemon waits for its server", "spec", e.spec.String(), "dir", e.dir, "reason",
 			control.OneLine(err.Error()))
 		select {
-		case <-time.After(pause):
+		case <-time.After(pause.Next()):
 		case <-ctx.Done():
 		}
 	}
@@ -146,12 +149,16 @@ func (t *Table) setReason(e *entry, state control.MountState, reason error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e.state, e.reason = state, control.OneLine(reason.Error())
+	if e.refused.IsZero() {
+		e.refused = time.Now()
+	}
 }
 
-// discard ends a mount of an earlier process that a forced unmount gives up.
+// discard ends a mount of an earlier process that a forced unmount gives up. No file system uses
+// its state.
 func (t *Table) discard(e *entry) {
 	lost := e.left.state.UnwrittenBytes()
-	if err := fusefs.Discard(e.dir, e.left.device, e.left.state); err != nil {
+	if err := e.left.discard(e.dir); err != nil {
 		t.log.Error("forced unmount failed", "dir", e.dir, "error", err)
 	}
 	if lost > 0 {
@@ -161,7 +168,6 @@ func (t *Table) discard(e *entry) {
 	}
 	e.left.remove()
 	t.log.Info("unmounted", "spec", e.spec.String(), "dir", e.dir)
-	t.remove(e)
 }
 
 // umountLeft unmounts a mount that is not continued yet.
@@ -170,9 +176,11 @@ func (t *Table) umountLeft(ctx context.Context, e *entry, mode control.UmountMod
 	state, reason := e.state, e.reason
 	t.mu.Unlock()
 	switch {
+	case state == control.StateKept && e.virtiofs && mode == control.UmountForce:
+		return t.discardKept(e)
 	case state == control.StateKept:
-		return control.Errorf(control.CodeMount, "unmount %s: this daemon cannot serve the mount: %s; use umount -l",
-			e.dir, reason)
+		return control.Errorf(control.CodeMount, "unmount %s: this daemon cannot serve the mount: %s; %s", e.dir,
+			reason, e.left.advice())
 	case mode != control.UmountForce:
 		return control.Errorf(control.CodeMount, "unmount %s: the daemon waits for the server to continue the mount: "+
 			"%s; try again later, or discard written data with --force", e.dir, reason)
@@ -184,8 +192,33 @@ func (t *Table) umountLeft(ctx context.Context, e *entry, mode control.UmountMod
 	case <-e.built:
 		return t.unmount(ctx, e, mode)
 	case <-ctx.Done():
-		return umountTimeout(e)
+		return umountTimeout(e, mode)
 	}
+}
+
+// discardKept ends a share that this daemon cannot serve. Without its descriptors, the connection
+// of the virtual machine ends.
+func (t *Table) discardKept(e *entry) error {
+	t.mu.Lock()
+	known := t.mu.entries[e.dir] == e
+	if known {
+		delete(t.mu.entries, e.dir)
+		close(e.removed)
+	}
+	t.mu.Unlock()
+	if !known {
+		return nil
+	}
+	defer e.restored()
+	t.log.Warn("share of an earlier daemon removed", "dir", e.dir)
+	if e.left.keeper != nil && e.left.guest != nil { // not after errNotResumed
+		t.discard(e)
+		return nil
+	}
+	if err := removeKept(t.shared.store, e.left.id); err != nil {
+		return control.Errorf(control.CodeMount, "unmount %s: %w", e.dir, err)
+	}
+	return nil
 }
 
 // Leave ends the use of the table without unmounting: the mounts stay for the next process. It
@@ -193,14 +226,8 @@ func (t *Table) umountLeft(ctx context.Context, e *entry, mode control.UmountMod
 // process must exit afterwards.
 func (t *Table) Leave(ctx context.Context) {
 	t.mu.Lock()
-	t.mu.closed = true
-	entries := make([]*entry, 0, len(t.mu.entries)+len(t.mu.detached))
-	for _, e := range t.mu.entries {
-		entries = append(entries, e)
-	}
-	for e := range t.mu.detached {
-		entries = append(entries, e)
-	}
+	t.refuse()
+	entries := t.everyEntry()
 	instances := make([]mountInstance, len(entries))
 	for i, e := range entries {
 		instances[i] = e.instance
@@ -220,7 +247,7 @@ func (t *Table) Leave(ctx context.Context) {
 		}
 	}
 	ends.Wait()
-	settleConnects()
+	SettleConnects()
 	var parks sync.WaitGroup
 	for _, instance := range instances {
 		if instance != nil && instance.Kept() {

@@ -28,7 +28,6 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
-	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
@@ -59,19 +58,25 @@ type mountStack struct {
 	inject     *faults.Plan // nil for none
 	shared     *shared      // with the other mounts of the table
 	mountArgs  mountd.Args
-	address    netip.AddrPort // RDMA address of the server
+	address    netip.AddrPort // of the mount source, with the RDMA port
 	provider   verbs.Provider
 	reason     string // for the choice of the provider
+	anyMemory  bool   // the provider can read into memory that is not from membuf
 	transports caller
 	locks      *nlm.Client // nil if the kernel keeps all locks
 	fs         *fusefs.FS
 	lockedFS   atomic.Pointer[fusefs.FS] // fs, for locks, which exists before
 	server     frontServer
 	procs      [nfs3.NumProcs]metrics.Histogram
+	aclProcs   [nfsacl.NumProcs]metrics.Histogram
 	ops        [fusefs.NumOps]metrics.Histogram
-	keeper     *keeper // nil if the mount ends with the process
+	phases     phases
+	usage      usage
+	since      time.Time // of usage and of the other counters
+	keeper     *keeper   // nil if the mount ends with the process
 	aborted    atomic.Bool
-	invalid    atomic.Int64 // last log of an invalid reply, in nanoseconds after epoch
+	stallFinder
+	invalid atomic.Int64 // last log of an invalid reply, in nanoseconds after epoch
 
 	unmounts struct {
 		sync.Mutex
@@ -80,10 +85,10 @@ type mountStack struct {
 	}
 }
 
-// settleConnects waits until the canceled connection attempts of this process have ended. Otherwise
+// SettleConnects waits until the canceled connection attempts of this process have ended. Otherwise
 // the end of the process could drop a TCP connection that a stock Linux server has just accepted,
 // and the server would lose its listener.
-func settleConnects() {
+func SettleConnects() {
 	ctx, cancel := context.WithTimeout(context.Background(), settleTimeout)
 	defer cancel()
 	softiwarp.Settle(ctx)
@@ -92,7 +97,8 @@ func settleConnects() {
 // newBuilder returns the builder of mountStacks.
 func newBuilder(log hclog.Logger, inject *faults.Plan, common *shared) builder {
 	return func(ctx context.Context, p plan) (mountInstance, error) {
-		s := &mountStack{plan: p, inject: inject, shared: common}
+		s := &mountStack{plan: p, inject: inject, shared: common, since: time.Now()}
+		s.phases.traces = s.newTraces()
 		if err := s.build(ctx, log.Named("nfs")); err != nil {
 			return nil, err
 		}
@@ -111,20 +117,25 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 			f()
 		}
 	}()
-	addr, err := resolveHost(ctx, s.spec.Host)
+	prepare, cancel := s.step(ctx)
+	defer cancel()
+	addr, err := ResolveHost(prepare, s.spec.Host)
 	if err != nil {
 		return err
 	}
 	machine, _ := os.Hostname() // AUTH_SYS allows an empty machine name
 	s.mountArgs = mountd.Args{Host: addr.String(), Export: s.spec.Export, Port: int(s.opts.MountPort),
-		Timeout: remaining(ctx), Cred: &sunrpc.AuthSys{Machine: machine}}
-	root, err := s.exportRoot(ctx)
+		Timeout: remaining(prepare), Cred: &sunrpc.AuthSys{Machine: machine}}
+	root, err := s.exportRoot(prepare)
 	if err != nil {
 		return err
 	}
 	if s.left == nil {
 		undo = append(undo, s.sendUmnt)
-		if err := checkFlavors(s.spec.Export, root); err != nil {
+		if err := CheckFlavors(s.spec.Export, root); err != nil {
+			return err
+		}
+		if err := s.checkAddresses(prepare, root.FH, log); err != nil {
 			return err
 		}
 	}
@@ -135,11 +146,12 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 		undo = append(undo, s.keeper.remove)
 	}
 	s.address = netip.AddrPortFrom(addr, s.opts.Port)
-	provider, reason, err := chooseProvider(ctx, &s.opts, s.address, log, rdmacore.New)
+	provider, reason, err := ChooseProvider(prepare, &s.opts, s.addresses()[0], log)
 	if err != nil {
 		return err
 	}
 	log.Debug("chose provider", "provider", provider.Name(), "reason", reason)
+	s.anyMemory = provider.Name() == providerSoftiwarp // verbs.CapRegisterAny
 	s.provider, s.reason = WithFaults(provider, s.inject, log), reason
 	undo = append(undo, s.transports.close)
 	if err := s.connect(ctx, log); err != nil {
@@ -155,18 +167,11 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 	} else if s.locks != nil {
 		undo = append(undo, s.locks.Close)
 	}
-	o := s.fsOptions(log)
-	if !s.opts.NoACL {
-		o.ACL = nfsacl.NewClient(&s.transports)
+	if err := s.newFS(ctx, client, root.FH, log); err != nil {
+		return err
 	}
-	if s.fs, err = fusefs.New(ctx, client, root.FH, o); err != nil {
-		return s.serverError(ctx, s.address, err)
-	}
-	s.lockedFS.Store(s.fs)
-	mo := s.mountOptions(log)
 	if s.left != nil {
-		defer s.left.closeMemory()
-		if s.server, err = fusefs.Resume(s.dir, s.left.device, s.left.memoryFile, s.fs, mo); err != nil {
+		if err := s.resume(log); err != nil {
 			undo = nil // the data of the FS must stay
 			return fmt.Errorf("%w: %w", errNotResumed, err)
 		}
@@ -177,16 +182,62 @@ func (s *mountStack) build(ctx context.Context, log hclog.Logger) (err error) {
 		s.server, err = s.serveGuest(log)
 		return err
 	}
-	if s.server, err = fusefs.MountAt(s.at, s.fs, mo); err == nil {
+	if s.server, err = fusefs.MountAt(s.at, s.fs, s.mountOptions(log)); err == nil {
 		s.logLimits(log)
 	}
 	return err
 }
 
+// newFS makes the file system. It sends the first calls to the server.
+func (s *mountStack) newFS(ctx context.Context, client *nfs3.Client, root nfs3.FH, log hclog.Logger) (err error) {
+	ctx, cancel := s.step(ctx)
+	defer cancel()
+	o := s.fsOptions(log)
+	if !s.opts.NoACL {
+		o.ACL = nfsacl.NewClient(&s.transports, func(p nfsacl.Proc, d time.Duration) { s.aclProcs[p].Observe(d) })
+	}
+	if s.fs, err = fusefs.New(ctx, client, root, o); err != nil {
+		return s.serverError(ctx, s.address, err)
+	}
+	s.lockedFS.Store(s.fs)
+	return nil
+}
+
+// step returns the context of a part of build that waits for other hosts, except connects. The
+// context of a new mount has the deadline of the mount request. A mount of an earlier process has
+// no deadline for connects: many mounts that are continued at once wait for the limits of connects.
+// With a deadline, they would drop their first connections and try again, without end.
+func (s *mountStack) step(ctx context.Context) (context.Context, context.CancelFunc) {
+	if s.left == nil {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, s.timeout)
+}
+
+// resume serves the requests of a mount or share of an earlier process.
+func (s *mountStack) resume(log hclog.Logger) (err error) {
+	if s.virtiofs {
+		s.server, err = s.serveGuest(log)
+		return err
+	}
+	defer s.left.closeMemory()
+	s.server, err = fusefs.Resume(s.dir, s.left.device, s.left.memoryFile, s.fs, s.mountOptions(log))
+	return err
+}
+
 // logLimits logs what a new mount cannot do on this host.
 func (s *mountStack) logLimits(log hclog.Logger) {
-	if _, refused := s.front(); refused != nil {
+	name, refused := s.front()
+	if refused != nil {
 		log.Warn("the mount uses /dev/fuse instead of io_uring", "mount", s.dir, "reason", refused)
+	}
+	if s.opts.Writeback && !s.fs.Writeback() {
+		log.Warn("the mount does not use writeback", "mount", s.dir, "reason", "the kernel is older than Linux 6.6")
+	}
+	if name == frontURing {
+		if warn := front.URingWarning(); warn != nil {
+			log.Warn("the kernel may have a fault of FUSE over io_uring", "mount", s.dir, "reason", warn)
+		}
 	}
 }
 
@@ -199,8 +250,9 @@ func (s *mountStack) exportRoot(ctx context.Context) (mountd.Result, error) {
 	return mountd.Mount(ctx, s.mountArgs)
 }
 
-// errNotResumed means that the connection of an earlier process to the kernel cannot be used.
-var errNotResumed = errors.New("the connection to the kernel cannot be continued")
+// errNotResumed means that the connection of an earlier process to the kernel or to a virtual
+// machine cannot be used.
+var errNotResumed = errors.New("the connection cannot be continued")
 
 // keep makes the state that the next process needs to continue the mount. Without it, the mount
 // ends with this process.
@@ -209,11 +261,12 @@ func (s *mountStack) keep(root *mountd.Result, log hclog.Logger) (err error) {
 		s.keeper = s.left.keeper
 		return nil
 	}
-	if s.shared.store == nil || s.virtiofs {
+	if s.shared.store == nil {
 		return nil
 	}
 	s.keeper, err = newKeeper(s.shared.store, s.shared.helper, &description{Spec: s.spec.String(), Dir: s.dir,
-		Options: s.opts.String(), Since: time.Now(), Root: hex.EncodeToString(root.FH.Bytes()), MountPort: root.Port},
+		Options: s.opts.String(), Since: time.Now(), Root: hex.EncodeToString(root.FH.Bytes()), MountPort: root.Port,
+		Virtiofs: s.virtiofs},
 		s.opts.DirtyBytes)
 	if err != nil {
 		log.Warn("the mount ends with the daemon: its state cannot be kept", "mount", s.dir, "reason", err)
@@ -237,7 +290,7 @@ func (s *mountStack) mountOptions(log hclog.Logger) fusefs.MountOptions {
 		FsName: s.spec.String(), ReadOnly: s.opts.ReadOnly, SkipDisablePoll: true,
 		Suid: !s.kernelFlag("nosuid"), Dev: !s.kernelFlag("nodev"), NoExec: s.kernelFlag("noexec"),
 		NoAtime: s.kernelFlag("noatime"), NoDirAtime: s.kernelFlag("nodiratime"),
-		StrictAtime: s.kernelFlag("strictatime"), Mounted: s.keepConnection(log), URing: s.opts.Front == frontURing,
+		StrictAtime: s.kernelFlag("strictatime"), Mounted: s.keepConnection(log), URing: s.opts.WantsURing(),
 		Logger: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Debug}),
 	}
 }
@@ -283,30 +336,46 @@ func (s *mountStack) reserved(i int) (xids []uint32) {
 	return xids
 }
 
-// connect makes the transports and connects them one after the other.
+// connect makes the transports and connects them one after the other, when the limits of connects
+// permit all of them.
 func (s *mountStack) connect(ctx context.Context, log hclog.Logger) error {
+	addresses := s.addresses()
+	preferred := make([]netip.Addr, s.opts.NConnect)
+	for i := range preferred {
+		preferred[i] = addresses[i%len(addresses)].Addr()
+	}
+	if err := s.shared.connects.Wait(ctx, preferred...); err != nil {
+		return connectError(addresses[0], err)
+	}
+	servers := xprt.NewAddresses(addresses...)
 	for i := range s.opts.NConnect {
 		name := s.dir
 		if s.opts.NConnect > 1 {
 			name = fmt.Sprintf("%s#%d", s.dir, i)
 		}
-		t, err := xprt.New(xprt.Config{
-			Provider: s.provider, Addr: s.address, Index: uint32(i), Reserved: s.reserved(i),
-			Slots:       s.opts.Slots,
-			InlineBytes: s.opts.InlineBytes, WritePad: s.opts.WritePad, Timeout: s.opts.Timeout,
-			Retrans: s.opts.Retrans, Recovery: recoveries[s.opts.Recovery], Logger: log.With("mount", name),
-			TraceEvents: s.opts.TraceEvents, KeepAlive: zeroIsNever(s.opts.KeepAlive),
-			IdleTimeout: zeroIsNever(s.opts.Idle),
-		})
+		c := s.opts.TransportConfig()
+		c.Provider, c.Servers, c.Index, c.Reserved = s.provider, servers, uint32(i), s.reserved(i)
+		c.Logger, c.ConnectLimits, c.Admitted = log.With("mount", name), s.shared.connects, true
+		var t *xprt.Transport
+		address := func() netip.AddrPort { return t.Address() }
+		c.Observe = func(ctx context.Context, e xprt.Ended) { s.phases.rpcEnded(ctx, i, address, &e) }
+		t, err := xprt.New(c)
 		if err != nil {
 			return err
 		}
-		s.transports.all = append(s.transports.all, t)
+		s.transports.add(t)
 		if err := t.Connect(ctx); err != nil {
-			return connectError(s.address, err)
+			return connectError(t.Preferred(), err)
 		}
 	}
 	return nil
+}
+
+// TransportConfig returns what the options say about a transport.
+func (o *Options) TransportConfig() xprt.Config {
+	return xprt.Config{Slots: o.Slots, InlineBytes: o.InlineBytes, WritePad: o.WritePad, Timeout: o.Timeout,
+		Retrans: o.Retrans, Recovery: recoveries[o.Recovery], TraceEvents: o.TraceEvents,
+		KeepAlive: zeroIsNever(o.KeepAlive), IdleTimeout: zeroIsNever(o.Idle)}
 }
 
 // zeroIsNever converts an option, whose 0 means never, to a time of xprt.Config, whose 0 means the
@@ -325,9 +394,15 @@ func (s *mountStack) fsOptions(log hclog.Logger) fusefs.Options {
 	o := fusefs.Options{RSize: s.opts.RSize, WSize: s.opts.WSize, AcRegMin: s.opts.AcRegMin, AcRegMax: s.opts.AcRegMax,
 		AcDirMin: s.opts.AcDirMin, AcDirMax: s.opts.AcDirMax, NoAC: s.opts.NoAC, DirtyExpire: s.opts.DirtyExpire,
 		DirtyBytes: int64(s.opts.DirtyBytes), DirtyTotal: s.shared.dirty, Lost: s.lost, Failed: s.failed,
-		Invalid: s.invalidReply, Observe: s.observeOp, Warn: log.With("mount", s.dir).Warn,
-		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Locks: s.locks, Guest: s.virtiofs,
-		LocalPosix: s.opts.LocalLock == lockPosix, LocalFlock: s.opts.LocalLock == lockFlock}
+		Invalid: s.invalidReply, Observe: s.observeOp,
+		Ended: s.phases.requestEnded, Warn: log.With("mount", s.dir).Warn,
+		SharedNames: s.opts.SharedNames, NoCTO: s.opts.NoCTO, Writeback: s.opts.Writeback,
+		Locks: s.locks, Guest: s.virtiofs,
+		ReadInPlace: s.anyMemory, LocalPosix: s.opts.LocalLock == lockPosix,
+		LocalFlock: s.opts.LocalLock == lockFlock}
+	if s.phases.traces != nil {
+		o.Tag = s.phases.traces.sample
+	}
 	if s.keeper != nil {
 		o.State, o.Buffers, o.Settled = s.keeper.state, s.keeper.buffers, s.settled
 	}
@@ -346,7 +421,10 @@ func (s *mountStack) fsOptions(log hclog.Logger) fusefs.Options {
 	return o
 }
 
-func (s *mountStack) observeOp(op fusefs.Op, d time.Duration) { s.ops[op].Observe(d) }
+func (s *mountStack) observeOp(r fusefs.Sample) {
+	s.ops[r.Op].Observe(r.Duration)
+	s.usage.observe(&r)
+}
 
 // remaining returns the time until the deadline of ctx, or the default timeout of mountd.
 func remaining(ctx context.Context) time.Duration {
@@ -389,12 +467,26 @@ func (s *mountStack) Close() {
 	s.unmounts.running.Wait()
 	s.closeFS()
 	if s.locks != nil {
-		s.locks.Close()
+		s.closeLocks()
 	}
 	s.transports.close()
 	s.keeper.remove()
 	if !s.aborted.Load() {
 		s.sendUmnt()
+	}
+}
+
+// abortGrace is the time after which a forced unmount ends the connections.
+const abortGrace = 500 * time.Millisecond
+
+// abortedRelease bounds the release of the locks of a mount that was unmounted by force.
+const abortedRelease = 500 * time.Millisecond
+
+func (s *mountStack) closeLocks() {
+	if s.aborted.Load() {
+		s.locks.CloseWithin(abortedRelease)
+	} else {
+		s.locks.Close()
 	}
 }
 
@@ -413,6 +505,8 @@ func (s *mountStack) Unmount(ctx context.Context, mode control.UmountMode) error
 			done <- s.server.UnmountLazy()
 		case control.UmountForce:
 			s.aborted.Store(true)
+			// An interrupted call may wait for its memory until data in the send queue was sent.
+			defer time.AfterFunc(abortGrace, s.transports.close).Stop()
 			done <- s.server.ForceUnmount()
 		default:
 			done <- s.server.Unmount()
@@ -446,8 +540,8 @@ func (s *mountStack) umountError(err error) error {
 // kernelFlag reports whether the options have the given mount flag of the kernel.
 func (s *mountStack) kernelFlag(name string) bool { return slices.Contains(s.opts.Kernel, name) }
 
-// resolveHost returns the first address of the server, as mount.nfs(8) does.
-func resolveHost(ctx context.Context, host string) (netip.Addr, error) {
+// ResolveHost returns the first address of the server, as mount.nfs(8) does.
+func ResolveHost(ctx context.Context, host string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(host); err == nil {
 		return addr.Unmap(), nil
 	}

@@ -1,47 +1,17 @@
 package mount
 
 import (
-	"context"
-	"sync/atomic"
+	"slices"
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
-	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
-
-// A caller distributes RPCs over the transports of one mount (option nconnect) in turn. all does
-// not change once the mount is complete. Its methods may be called concurrently.
-type caller struct {
-	all  []*xprt.Transport
-	next atomic.Uint32
-}
-
-// Call implements nfs3.Caller. A call that an earlier process made goes to the same transport.
-func (c *caller) Call(ctx context.Context, m *sunrpc.Message) error {
-	if id, ok := sunrpc.KeptCall(ctx, m); ok && int64(id.Conn) < int64(len(c.all)) {
-		return c.all[id.Conn].Repeat(ctx, m, id.XID)
-	}
-	return c.inTurn().CallNew(ctx, m)
-}
-
-// inTurn returns the transport of the next new call.
-func (c *caller) inTurn() *xprt.Transport {
-	if len(c.all) == 1 {
-		return c.all[0]
-	}
-	return c.all[int(c.next.Add(1)%uint32(len(c.all)))]
-}
-
-func (c *caller) close() {
-	for _, t := range c.all {
-		_ = t.Close()
-	}
-}
 
 // Snapshot implements mountInstance.
 func (s *mountStack) Snapshot() metrics.Snapshot {
@@ -50,6 +20,8 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 	for _, t := range s.transports.all {
 		st := t.Stats()
 		snap.Transport.Add(&st.Transport)
+		snap.Connections = append(snap.Connections, metrics.Connection{Address: st.Address.String(),
+			Connected: st.State == xprt.StateConnected})
 	}
 	snap.Front, _ = s.front()
 	if s.fs != nil {
@@ -66,11 +38,19 @@ func (s *mountStack) Snapshot() metrics.Snapshot {
 			snap.Procs = append(snap.Procs, metrics.NamedHistogram{Name: nfs3.Proc(p).String(), HistogramData: d})
 		}
 	}
+	for _, p := range []nfsacl.Proc{nfsacl.ProcGetACL, nfsacl.ProcSetACL} {
+		if d := s.aclProcs[p].Data(); d.Count > 0 {
+			snap.Procs = append(snap.Procs, metrics.NamedHistogram{Name: p.String(), HistogramData: d})
+		}
+	}
 	for op := range s.ops {
 		if d := s.ops[op].Data(); d.Count > 0 {
 			snap.Ops = append(snap.Ops, metrics.NamedHistogram{Name: fusefs.Op(op).String(), HistogramData: d})
 		}
 	}
+	snap.ProcPhases = append(named(s.phases.procs[:], nfs3.Proc.String), named(s.phases.aclProcs[:],
+		nfsacl.Proc.String)...)
+	snap.OpPhases = named(s.phases.ops[:], fusefs.Op.String)
 	return snap
 }
 
@@ -94,12 +74,43 @@ func (s *mountStack) Rings() []*trace.Ring {
 	return rings
 }
 
+// Stats implements mountInstance.
+func (s *mountStack) Stats() control.MountStats {
+	snap := s.Snapshot()
+	st := control.MountStats{Uptime: time.Since(s.since).Seconds(), Transport: snap.Transport,
+		Procedures: operationStats(snap.Procs, nil)}
+	for _, b := range metrics.Bounds {
+		st.Bounds = append(st.Bounds, b.Seconds())
+	}
+	f := &s.fs.Counters
+	st.ReadBytes, st.WrittenBytes, st.SentBytes = f.ReadBytes.Load(), f.WrittenBytes.Load(), f.SentBytes.Load()
+	failed := make(map[string]uint64)
+	for op := range f.Errors {
+		failed[fusefs.Op(op).String()] = f.Errors[op].Load()
+	}
+	st.Operations = operationStats(snap.Ops, failed)
+	st.Processes, st.Users = s.usage.usages()
+	return st
+}
+
+// operationStats converts histograms. failed are the errors by name.
+func operationStats(l []metrics.NamedHistogram, failed map[string]uint64) []control.OperationStats {
+	all := make([]control.OperationStats, 0, len(l))
+	for i := range l {
+		h := &l[i]
+		all = append(all, control.OperationStats{Name: h.Name, Count: h.Count, Errors: failed[h.Name],
+			Seconds: h.Sum.Seconds(), Buckets: slices.Clone(h.Buckets[:])})
+	}
+	return all
+}
+
 // Status implements mountInstance.
 func (s *mountStack) Status() control.MountStatus {
 	snap := s.Snapshot()
 	st := control.MountStatus{
 		Transport: snap.Transport, XprtLine: metrics.XprtLine(&snap.Transport), RPCs: make(map[string]uint64),
-		Calls: s.pendingCalls(), History: s.history(), FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
+		Addresses: s.connections(), Calls: s.pendingCalls(), History: s.history(),
+		FaultsInjected: snap.Faults, Trace: s.opts.TraceEvents,
 	}
 	s.Describe(&st.MountInfo)
 	st.Locks = s.lockStatus()

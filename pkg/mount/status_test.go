@@ -14,9 +14,9 @@ func TestSnapshotHasObservedOperations(t *testing.T) {
 	log := hclog.NewNullLogger()
 	s := &mountStack{provider: softiwarp.New(softiwarp.Config{}), shared: &shared{}}
 	observe := s.fsOptions(log).Observe
-	observe(fusefs.OpRead, 2*time.Millisecond)
-	observe(fusefs.OpRead, 3*time.Millisecond)
-	observe(fusefs.OpAccess, time.Second)
+	observe(fusefs.Sample{Op: fusefs.OpRead, Duration: 2 * time.Millisecond})
+	observe(fusefs.Sample{Op: fusefs.OpRead, Duration: 3 * time.Millisecond})
+	observe(fusefs.Sample{Op: fusefs.OpAccess, Duration: time.Second})
 	ops := s.Snapshot().Ops
 	if len(ops) != 2 || ops[0].Name != "read" || ops[0].Count != 2 || ops[0].Sum != 5*time.Millisecond ||
 		ops[1].Name != "access" {

@@ -1,25 +1,25 @@
 package mount
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"path/filepath"
-	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
-	"github.com/nfsrdmad/nfsrdmad/internal/running"
+	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
+	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
 )
 
 // A mountInstance is one completed mount, from the RDMA connection to /dev/fuse. All methods may be
@@ -40,7 +40,14 @@ type mountInstance interface {
 	// Park stops the handling of requests of a kept mount: they are for the next process. This
 	// process must exit then.
 	Park()
+	// Stalled returns the age of the oldest request without reply. One goroutine calls it, again
+	// and again.
+	Stalled() stall
 	Status() control.MountStatus
+	// Stats returns the counters. The caller sets Dir, Spec and State.
+	Stats() control.MountStats
+	// Slow returns the slowest calls, without Dir.
+	Slow() control.SlowCalls
 	Snapshot() metrics.Snapshot
 	// Describe sets Server, Provider, ProviderReason, FaultInjection and Failure.
 	Describe(*control.MountInfo)
@@ -56,7 +63,8 @@ type plan struct {
 	opts Options
 	// virtiofs: dir is the path of a socket for a virtual machine
 	virtiofs bool
-	left     *leftMount // the mount of an earlier process; nil for a new one
+	left     *leftMount    // the mount of an earlier process; nil for a new one
+	timeout  time.Duration // of each step to continue the mount of an earlier process
 }
 
 // A builder makes the layers of one mount and mounts it. It returns when ctx ends. If it fails, it
@@ -72,6 +80,7 @@ type Table struct {
 	base    Options // defaults of the options of each mount
 	timeout time.Duration
 	quiet   bool
+	allowed Allowed
 	shared  *shared
 
 	mu struct {
@@ -81,20 +90,32 @@ type Table struct {
 		closed   bool                // no new entry may be added
 	}
 	work sync.WaitGroup // one per entry, from reserve to remove; Add is called with mu held
+
+	closing chan struct{}             // closed when mu.closed is set
+	looked  atomic.Pointer[time.Time] // when watchStalls looked
+
+	stallAborts atomic.Uint64
 }
 
 // An entry is one mount of a table.
 type entry struct {
 	plan
-	since   time.Time
+	since   time.Time          // of the mount request
 	cancel  context.CancelFunc // cancels the build
 	built   chan struct{}      // closed after a successful build
+	ended   chan struct{}      // closed when the file system is unmounted
 	removed chan struct{}      // closed when the entry has left the table
+
+	restored func() // of a mount of an earlier process: it continues or was discarded
 
 	// The lock of the table guards the following fields.
 	state    control.MountState
 	instance mountInstance // nil during the build
 	reason   string        // of StateRestoring and StateKept
+	stall    stall
+	stalls   uint64    // how often a stall began
+	aborting bool      // because of a stall
+	refused  time.Time // when the first attempt to continue the mount failed; zero for none
 }
 
 // A TableConfig configures a [Table].
@@ -105,12 +126,19 @@ type TableConfig struct {
 	Faults  *faults.Plan  // injected into each mount; nil for none
 	// DirtyBytes bounds the data of all mounts together that is not on stable storage.
 	DirtyBytes int64
+	// ConnectRate bounds the connects per second to each address of servers; 0 for no bound.
+	ConnectRate int
 	// LockListen is ADDRESS:PORT for the calls of lock servers; "" for none.
 	LockListen string
 	// StateDir keeps the journal of locks; "" for none.
 	StateDir string
 	// Store keeps the mounts while no daemon runs. nil: the mounts end with this process.
 	Store fdstore.Store
+	// Allowed are the mounts that the table may make. Mounts of an earlier process continue in any
+	// case.
+	Allowed Allowed
+	// Traces, if not nil, gets the sampled requests and RPCs. The caller closes it after the table.
+	Traces *otlp.Exporter
 	// NotifyHelper is the command of the process that sends notifications to the kernel.
 	NotifyHelper []string
 	// Quiet does not log mount errors, for a caller that reports the error of Mount on the same
@@ -121,17 +149,19 @@ type TableConfig struct {
 // NewTable returns an empty table.
 func NewTable(c TableConfig) *Table {
 	common := &shared{log: c.Log.Named("mount"), dirty: fusefs.NewDirtyTotal(c.DirtyBytes),
-		store: c.Store, helper: c.NotifyHelper}
+		store: c.Store, helper: c.NotifyHelper, connects: xprt.NewConnectLimits(c.ConnectRate), traces: c.Traces}
 	common.locks = nlm.NewService(nlm.ServiceConfig{Listen: c.LockListen, StateDir: c.StateDir,
 		Restore: c.Store != nil,
 		Logger:  c.Log.Named("locks")})
 	t := newTable(common, c.Base, c.Timeout, newBuilder(c.Log, c.Faults, common))
-	t.quiet = c.Quiet
+	t.quiet, t.allowed = c.Quiet, c.Allowed
+	go t.watchStalls()
 	return t
 }
 
 func newTable(common *shared, base Options, timeout time.Duration, build builder) *Table {
-	t := &Table{log: common.log, build: build, base: base, timeout: timeout, shared: common}
+	t := &Table{log: common.log, build: build, base: base, timeout: timeout, shared: common,
+		closing: make(chan struct{})}
 	t.mu.entries, t.mu.detached = make(map[string]*entry), make(map[*entry]struct{})
 	return t
 }
@@ -148,6 +178,7 @@ func (t *Table) Mount(ctx context.Context, r control.MountRequest) (control.Moun
 	if p.at != nil {
 		defer p.at.Close()
 	}
+	t.awaitRelease(ctx, p)
 	e, err := t.reserve(p, cancel)
 	if err != nil {
 		return control.MountInfo{}, err
@@ -191,8 +222,18 @@ func (t *Table) plan(ctx context.Context, r control.MountRequest) (plan, error) 
 	if err != nil {
 		return plan{}, err
 	}
+	if err := t.allowed.CheckSource(spec, &opts); err != nil {
+		return plan{}, err
+	}
 	if r.Virtiofs {
-		return plan{spec: spec, dir: filepath.Clean(r.Dir), opts: opts, virtiofs: true}, nil
+		if opts.Writeback {
+			return plan{}, &OptionError{"writeback", "", "not supported by virtiofs; remove the option"}
+		}
+		socket := filepath.Clean(r.Dir)
+		if err := t.allowed.checkSocket(ctx, socket); err != nil {
+			return plan{}, err
+		}
+		return plan{spec: spec, dir: socket, opts: opts, virtiofs: true}, nil
 	}
 	if err := CheckPrivilege(); err != nil {
 		return plan{}, err
@@ -200,12 +241,46 @@ func (t *Table) plan(ctx context.Context, r control.MountRequest) (plan, error) 
 	if err := opts.checkPrivilege(); err != nil {
 		return plan{}, err
 	}
-	at, err := CheckMountPoint(ctx, r.Dir)
+	at, err := CheckMountPoint(ctx, r)
 	if err != nil {
+		return plan{}, err
+	}
+	if err := t.allowed.checkDir(at.Path()); err != nil { // of the directory that is open
+		at.Close()
 		return plan{}, err
 	}
 	return plan{spec: spec, dir: at.Path(), at: at, opts: opts}, nil
 }
+
+// awaitRelease waits for the release of a mount at the same directory that was unmounted by another
+// program, such as umount(8). It returns when reserve can decide, or when ctx ends.
+func (t *Table) awaitRelease(ctx context.Context, p plan) {
+	t.mu.Lock()
+	other := t.mu.entries[p.dir]
+	mounted := other != nil && other.instance != nil
+	t.mu.Unlock()
+	if !mounted || p.at == nil {
+		return
+	}
+	notice := time.NewTimer(unmountNotice)
+	defer notice.Stop()
+	select {
+	case <-other.ended:
+	case <-other.removed:
+	case <-notice.C:
+		return // in use
+	case <-ctx.Done():
+		return
+	}
+	select {
+	case <-other.removed:
+	case <-ctx.Done():
+	}
+}
+
+// unmountNotice bounds the time in which the kernel tells the daemon that a file system was
+// unmounted.
+const unmountNotice = time.Second
 
 func (t *Table) reserve(p plan, cancel context.CancelFunc) (*entry, error) {
 	t.mu.Lock()
@@ -217,7 +292,7 @@ func (t *Table) reserve(p plan, cancel context.CancelFunc) (*entry, error) {
 		return nil, control.Errorf(control.CodeMount, "mount point %s: in use by %s (%s); unmount it first", p.dir,
 			other.spec, other.state)
 	}
-	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}),
+	e := &entry{plan: p, since: time.Now(), cancel: cancel, built: make(chan struct{}), ended: make(chan struct{}),
 		removed: make(chan struct{}), state: control.StateMounting}
 	t.mu.entries[p.dir] = e
 	t.work.Add(1)
@@ -239,6 +314,7 @@ func (t *Table) remove(e *entry) {
 // watch waits for the end of a mount and releases it.
 func (t *Table) watch(e *entry) {
 	e.instance.Wait()
+	close(e.ended)
 	e.instance.Close()
 	t.log.Info("unmounted", "spec", e.spec.String(), "dir", e.dir)
 	t.remove(e)
@@ -262,46 +338,6 @@ func (t *Table) mountError(ctx context.Context, p plan, err error) error {
 	}
 	return &control.Error{Code: control.CodeMount, Err: err,
 		Text: fmt.Sprintf("mount %s on %s: %s", p.spec, p.dir, control.OneLine(err.Error()))}
-}
-
-// forceFlushTimeout and forceStall bound how long a forced unmount writes dirty data.
-const (
-	forceFlushTimeout = 20 * time.Second
-	forceStall        = 5 * time.Second // without progress
-)
-
-// Umount unmounts the mount at r.Dir. A normal unmount fails if a file is open, or if the server
-// does not accept the dirty data before ctx ends. The mount then stays mounted. A forced unmount
-// first writes the dirty data, while the server accepts it.
-func (t *Table) Umount(ctx context.Context, r control.UmountRequest) error {
-	switch r.Mode {
-	case control.UmountNormal, control.UmountLazy, control.UmountForce:
-	default:
-		return control.Errorf(control.CodeUsage, "unmount %s: unknown mode %q; use force or lazy", r.Dir,
-			string(r.Mode))
-	}
-	dir, err := t.resolve(ctx, r.Dir)
-	if err != nil {
-		return err
-	}
-	e := t.find(dir, r.Mode)
-	if e == nil {
-		return notMounted("unmount", dir)
-	}
-	if r.Mode == control.UmountForce {
-		flushCtx, cancel := running.WithTimeout(ctx, forceFlushTimeout)
-		t.flush(flushCtx, e, forceStall)
-		cancel()
-	}
-	return t.unmount(ctx, e, r.Mode)
-}
-
-// flush makes later writes of a mount synchronous and writes its dirty data. See
-// [mountInstance.Flush]. It does nothing during the build of the mount.
-func (t *Table) flush(ctx context.Context, e *entry, stall time.Duration) {
-	if instance := t.setState(e, control.StateUnmounting); instance != nil {
-		instance.Flush(ctx, stall)
-	}
 }
 
 // notMounted returns the error of an operation on a directory that is not in the table. The
@@ -340,42 +376,6 @@ func (t *Table) find(dir string, mode control.UmountMode) *entry {
 	return nil
 }
 
-func (t *Table) unmount(ctx context.Context, e *entry, mode control.UmountMode) error {
-	instance := t.setState(e, control.StateUnmounting)
-	if instance == nil && e.left != nil {
-		return t.umountLeft(ctx, e, mode)
-	}
-	if instance == nil {
-		e.cancel() // the build may complete nevertheless
-		select {
-		case <-e.removed:
-			return nil
-		case <-e.built:
-			instance = t.setState(e, control.StateUnmounting)
-		case <-ctx.Done():
-			return umountTimeout(e)
-		}
-	}
-	if err := instance.Unmount(ctx, mode); err != nil {
-		t.setState(e, control.StateMounted)
-		return err
-	}
-	if mode == control.UmountLazy {
-		t.detach(e)
-		return nil
-	}
-	select {
-	case <-e.removed:
-		return nil
-	case <-ctx.Done():
-		return umountTimeout(e)
-	}
-}
-
-func umountTimeout(e *entry) error {
-	return control.Errorf(control.CodeMount, "unmount %s: timeout; try --force", e.dir)
-}
-
 // setState sets the state of a mount that is neither in its build nor detached. It returns the
 // instance of the mount, nil during the build.
 func (t *Table) setState(e *entry, state control.MountState) mountInstance {
@@ -385,177 +385,6 @@ func (t *Table) setState(e *entry, state control.MountState) mountInstance {
 		e.state = state
 	}
 	return e.instance
-}
-
-// detach moves a lazily unmounted mount to the detached mounts, so that its mount point is free.
-func (t *Table) detach(e *entry) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.mu.entries[e.dir] == e {
-		delete(t.mu.entries, e.dir)
-		t.mu.detached[e] = struct{}{}
-	}
-}
-
-// List returns all mounts, sorted by mount point. It never waits for a server.
-func (t *Table) List() []control.MountInfo {
-	all := t.all()
-	infos := make([]control.MountInfo, len(all))
-	for i := range all {
-		infos[i] = all[i].MountInfo
-	}
-	return infos
-}
-
-// A view is a snapshot of an entry.
-type view struct {
-	control.MountInfo
-	instance mountInstance // nil during the build
-}
-
-func (t *Table) all() []view {
-	t.mu.Lock()
-	views := make([]view, 0, len(t.mu.entries)+len(t.mu.detached))
-	for _, e := range t.mu.entries {
-		views = append(views, view{e.info(), e.instance})
-	}
-	for e := range t.mu.detached {
-		views = append(views, view{e.info(), e.instance})
-	}
-	t.mu.Unlock()
-	slices.SortFunc(views, func(a, b view) int { return cmp.Or(cmp.Compare(a.Dir, b.Dir), a.Since.Compare(b.Since)) })
-	return views
-}
-
-// info describes e. The caller holds the lock of the table.
-func (e *entry) info() control.MountInfo {
-	i := control.MountInfo{Dir: e.dir, State: e.state, Since: e.since, Reason: e.reason}
-	if e.spec != (Spec{}) { // unknown in StateKept
-		i.Spec, i.Options = e.spec.String(), e.opts.String()
-	}
-	if e.instance != nil {
-		e.instance.Describe(&i)
-	}
-	if i.Failure != "" && i.State == control.StateMounted {
-		i.State = control.StateFailed
-	}
-	return i
-}
-
-// Status returns the status of the mount at dir, or of all mounts if dir is empty. It never waits
-// for a server.
-func (t *Table) Status(ctx context.Context, dir string) ([]control.MountStatus, error) {
-	if dir != "" {
-		resolved, err := t.resolve(ctx, dir)
-		if err != nil {
-			return nil, err
-		}
-		dir = resolved
-	}
-	all := []control.MountStatus{}
-	for _, v := range t.all() {
-		if dir != "" && v.Dir != dir {
-			continue
-		}
-		// During the build there are no calls and no history.
-		s := control.MountStatus{Calls: []control.PendingCall{}, History: []control.ConnEvent{}}
-		if v.instance != nil {
-			s = v.instance.Status()
-		}
-		s.MountInfo = v.MountInfo
-		all = append(all, s)
-	}
-	if dir != "" && len(all) == 0 {
-		return nil, notMounted("status", dir)
-	}
-	return all, nil
-}
-
-// Snapshots returns the statistics of all completed mounts. It leaves detached mounts out, because
-// their mount point may have another mount.
-func (t *Table) Snapshots() []metrics.Snapshot {
-	t.mu.Lock()
-	instances := make([]mountInstance, 0, len(t.mu.entries))
-	for _, e := range t.mu.entries {
-		if e.instance != nil {
-			instances = append(instances, e.instance)
-		}
-	}
-	t.mu.Unlock()
-	snaps := make([]metrics.Snapshot, 0, len(instances))
-	for _, instance := range instances {
-		snaps = append(snaps, instance.Snapshot())
-	}
-	return snaps
-}
-
-// Close refuses new mounts and unmounts all mounts. It first writes their dirty data, until ctx
-// ends. It unmounts mounts with open files by force. It leaves mounts in [control.StateKept] alone.
-// Close returns when all other mounts are released, at the latest [CloseGrace] after the end of
-// ctx. It logs the mounts that are not released. Its error means that written data is lost; the log
-// names the files.
-func (t *Table) Close(ctx context.Context) error {
-	defer settleConnects()
-	defer t.shared.locks.Close()
-	lostBefore := t.shared.unmount.Load()
-	t.mu.Lock()
-	t.mu.closed = true
-	var unmounts sync.WaitGroup
-	for _, e := range t.mu.entries {
-		if e.state != control.StateKept {
-			unmounts.Go(func() {
-				t.flush(ctx, e, 0)
-				t.unmountOrForce(ctx, e)
-			})
-		}
-	}
-	for e := range t.mu.detached {
-		if e.state != control.StateKept {
-			unmounts.Go(func() {
-				t.flush(ctx, e, 0)
-				t.force(ctx, e)
-			})
-		}
-	}
-	t.mu.Unlock()
-	unmounts.Wait()
-	released := make(chan struct{})
-	go func() {
-		defer close(released)
-		t.work.Wait()
-	}()
-	select {
-	case <-released:
-	case <-time.After(releaseTimeout):
-		for _, v := range t.all() {
-			t.log.Error("mount not released", "spec", v.Spec, "dir", v.Dir)
-		}
-	}
-	return t.LossError(lostBefore)
-}
-
-// releaseTimeout bounds the release of unmounted mounts. It is longer than the timeouts of its
-// steps together.
-const releaseTimeout = writeBackTimeout + nlm.CloseTimeout + umntTimeout + 3*time.Second
-
-// CloseGrace bounds the time that [Table.Close] takes after the end of its context.
-const CloseGrace = pathTimeout + releaseTimeout + nlm.CloseTimeout + settleTimeout
-
-// unmountOrForce unmounts e normally, and by force if that fails.
-func (t *Table) unmountOrForce(ctx context.Context, e *entry) {
-	if err := t.unmount(ctx, e, control.UmountNormal); err != nil {
-		t.log.Warn("forcing unmount", "dir", e.dir, "reason", err)
-		t.force(ctx, e)
-	}
-}
-
-// force unmounts e by force, also if ctx has ended.
-func (t *Table) force(ctx context.Context, e *entry) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), pathTimeout)
-	defer cancel()
-	if err := t.unmount(ctx, e, control.UmountForce); err != nil {
-		t.log.Error("forced unmount failed", "dir", e.dir, "error", err)
-	}
 }
 
 // Wait returns when the mount at dir is released, or when ctx ends.

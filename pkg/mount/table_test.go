@@ -30,24 +30,31 @@ type fakeMount struct {
 	rings    []*trace.Ring
 	flush    func(ctx context.Context, stall time.Duration)
 	failure  string
+	stalled  func() stall
+	close    func() // what Close waits for
 }
 
 func newFakeMount() *fakeMount {
 	return &fakeMount{ended: make(chan struct{}), isClosed: make(chan struct{}),
 		unmount: func(m control.UmountMode) (bool, error) { return m != control.UmountLazy, nil },
-		flush:   func(context.Context, time.Duration) {}}
+		flush:   func(context.Context, time.Duration) {},
+		stalled: func() stall { return stall{} },
+		close:   func() {}}
 }
 
 func (s *fakeMount) Wait()  { <-s.ended }
-func (s *fakeMount) Close() { close(s.isClosed) }
+func (s *fakeMount) Close() { s.close(); close(s.isClosed) }
 
 func (s *fakeMount) Describe(i *control.MountInfo) { i.Failure = s.failure }
 
 func (s *fakeMount) Flush(ctx context.Context, stall time.Duration) { s.flush(ctx, stall) }
 
+func (s *fakeMount) Stalled() stall              { return s.stalled() }
 func (s *fakeMount) Kept() bool                  { return false }
 func (s *fakeMount) Park()                       {}
 func (s *fakeMount) Status() control.MountStatus { return control.MountStatus{} }
+func (s *fakeMount) Stats() control.MountStats   { return control.MountStats{} }
+func (s *fakeMount) Slow() control.SlowCalls     { return control.SlowCalls{} }
 func (s *fakeMount) Snapshot() metrics.Snapshot  { return metrics.Snapshot{} }
 func (s *fakeMount) Rings() []*trace.Ring        { return s.rings }
 func (s *fakeMount) end()                        { s.once.Do(func() { close(s.ended) }) }
@@ -187,6 +194,17 @@ func TestMountRefusesDirectoryInUse(t *testing.T) {
 	}
 }
 
+// TestVirtiofsRefusesWriteback checks that a share for a virtual machine cannot have the option
+// writeback.
+func TestVirtiofsRefusesWriteback(t *testing.T) {
+	tab, r := testTable(t, newFakeBuilder().build)
+	r.Virtiofs, r.Options = true, "writeback"
+	_, err := tab.Mount(t.Context(), r)
+	if option := (*OptionError)(nil); !errors.As(err, &option) || option.Option != "writeback" {
+		t.Errorf("got %v, want an error of the option writeback", err)
+	}
+}
+
 func TestCloseDuringBuild(t *testing.T) {
 	for name, completes := range map[string]bool{"build is canceled": false, "build completes": true} {
 		t.Run(name, func(t *testing.T) {
@@ -233,6 +251,15 @@ func TestLazyUmountFreesMountPoint(t *testing.T) {
 	}
 	if l := tab.List(); len(l) != 3 || l[0].State != control.StateUnmounting {
 		t.Errorf("list: got %+v, want 3 mounts, the first in state unmounting", l)
+	}
+	keys := make(map[control.MountKey]bool)
+	all, err := tab.Stats(ctx, "")
+	slow, slowErr := tab.Slow(ctx, "")
+	for i := range all {
+		keys[all[i].Key()] = true
+	}
+	if err != nil || slowErr != nil || len(keys) != 3 || len(slow) != 3 || slow[1].Key() != all[1].Key() {
+		t.Errorf("stats: got keys %v, errors %v and %v, want 3 keys", keys, err, slowErr)
 	}
 	if n := len(tab.Snapshots()); n != 0 {
 		t.Errorf("snapshots: got %d, want 0; Prometheus refuses two mounts with one mount point", n)
@@ -338,6 +365,38 @@ func TestForcedUmountFlushesFirst(t *testing.T) {
 	}
 	if err := tab.Umount(t.Context(), control.UmountRequest{Dir: r.Dir, Mode: control.UmountForce}); err != nil {
 		t.Error(err)
+	}
+}
+
+func mountError(_ control.MountInfo, err error) error { return err }
+
+// TestMountAwaitsRelease checks that a mount at the directory of a mount that was unmounted by
+// another program waits for its release.
+func TestMountAwaitsRelease(t *testing.T) {
+	first, second := newFakeMount(), newFakeMount()
+	release := make(chan struct{})
+	first.close = func() { <-release }
+	next := []*fakeMount{first, second}
+	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) {
+		s := next[0]
+		next = next[1:]
+		return s, nil
+	})
+	if _, err := tab.Mount(t.Context(), r); err != nil {
+		t.Fatal(err)
+	}
+	isError(t, mountError(tab.Mount(t.Context(), r)), control.CodeMount, "in use by server:/export (mounted)")
+	first.end()
+	mounted := make(chan error, 1)
+	go func() { _, err := tab.Mount(t.Context(), r); mounted <- err }()
+	select {
+	case err := <-mounted:
+		t.Errorf("mount before the release: got error %v, want a wait", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	close(release)
+	if err := <-mounted; err != nil {
+		t.Errorf("mount after the release: %v", err)
 	}
 }
 

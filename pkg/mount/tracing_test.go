@@ -33,15 +33,15 @@ func tracedMount(t *testing.T, rings ...*trace.Ring) (c *control.Client, dir str
 		t.Fatal(err)
 	}
 	socket := filepath.Join(t.TempDir(), "s")
-	l, err := net.Listen("unix", socket)
+	l, err := control.Listen(socket, control.Group{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	srv := control.NewServer(tab, control.Version, nil)
+	srv := control.NewServer(tab, control.Version, nil, control.Group{})
 	srv.ReadTimeout = readTimeout
 	served := make(chan struct{})
 	go func() { defer close(served); _ = srv.Serve(l) }()
-	t.Cleanup(func() { srv.Close(); <-served })
+	t.Cleanup(func() { srv.Close(); <-served; l.Release() })
 	return control.NewClient(socket), r.Dir, mount
 }
 

@@ -1,0 +1,164 @@
+package mount
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+)
+
+func sample(op fusefs.Op, tid, uid uint32, n int) fusefs.Sample {
+	return fusefs.Sample{Op: op, Owner: fusefs.Owner{PID: tid, UID: uid}, Bytes: n, Duration: time.Second}
+}
+
+// TestUsageByProcessAndUser counts requests of this process, of a child, of the kernel, and of a
+// process that has ended.
+func TestUsageByProcessAndUser(t *testing.T) {
+	child := exec.Command("sleep", "60")
+	if err := child.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		_ = child.Process.Kill()
+		_ = child.Wait()
+	}()
+	own, other := uint32(os.Getpid()), uint32(child.Process.Pid)
+	for _, name := process(other); name != "sleep"; _, name = process(other) { // execve has not ended
+		time.Sleep(time.Millisecond)
+	}
+	const ended = 1 << 30 // no process has this number
+	var u usage
+	for _, s := range []fusefs.Sample{
+		sample(fusefs.OpRead, own, 1, 100),
+		sample(fusefs.OpRead, own, 1, 20),
+		sample(fusefs.OpWrite, own, 1, 3),
+		sample(fusefs.OpLookup, own, 1, 0),
+		sample(fusefs.OpWrite, other, 1, 40),
+		sample(fusefs.OpWrite, 0, 0, 5),
+		sample(fusefs.OpRead, ended, 2, 6),
+	} {
+		u.observe(&s)
+	}
+	processes, users := u.usages()
+	command, err := os.ReadFile("/proc/self/comm")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []control.Usage{
+		{PID: own, Command: string(command[:len(command)-1]), UID: 1, Requests: 4, ReadBytes: 120, WrittenBytes: 3,
+			Seconds: 4},
+		{PID: other, Command: "sleep", UID: 1, Requests: 1, WrittenBytes: 40, Seconds: 1},
+		{PID: 0, UID: 0, Requests: 1, WrittenBytes: 5, Seconds: 1},
+		{PID: ended, UID: 2, Requests: 1, ReadBytes: 6, Seconds: 1},
+	} {
+		if !contains(processes, want) {
+			t.Errorf("processes: got %+v, want %+v among them", processes, want)
+		}
+	}
+	for _, want := range []control.Usage{
+		{UID: 1, Requests: 5, ReadBytes: 120, WrittenBytes: 43, Seconds: 5},
+		{UID: 0, Requests: 1, WrittenBytes: 5, Seconds: 1},
+		{UID: 2, Requests: 1, ReadBytes: 6, Seconds: 1},
+	} {
+		if !contains(users, want) {
+			t.Errorf("users: got %+v, want %+v among them", users, want)
+		}
+	}
+	if len(processes) != 4 || len(users) != 3 || processes[0].PID != own {
+		t.Errorf("got %d processes and %d users, first process %d; want 4 and 3, first %d", len(processes), len(users),
+			processes[0].PID, own)
+	}
+}
+
+func contains(l []control.Usage, want control.Usage) bool {
+	for _, u := range l {
+		if u == want {
+			return true
+		}
+	}
+	return false
+}
+
+// TestUsageNamesProcessOfThread checks that the threads of a process count together.
+func TestUsageNamesProcessOfThread(t *testing.T) {
+	tasks, err := filepath.Glob("/proc/self/task/*")
+	if err != nil || len(tasks) < 2 {
+		t.Fatalf("threads of this process: got %v, %v, want at least 2", tasks, err)
+	}
+	var u usage
+	for _, task := range tasks {
+		var tid uint32
+		for _, c := range filepath.Base(task) {
+			tid = tid*10 + uint32(c-'0')
+		}
+		s := sample(fusefs.OpRead, tid, 0, 1)
+		u.observe(&s)
+	}
+	processes, _ := u.usages()
+	i := slices.IndexFunc(processes, func(p control.Usage) bool { return p.PID == uint32(os.Getpid()) })
+	if i < 0 || processes[i].Requests < 2 { // a thread may have ended since
+		t.Errorf("got %+v, want requests of %d threads of process %d", processes, len(tasks), os.Getpid())
+	}
+}
+
+// TestUsageIsBounded makes more processes and users than the tables hold. The recent ones stay.
+func TestUsageIsBounded(t *testing.T) {
+	const ended = 1 << 30
+	var u usage
+	for n := range uint32(maxThreads + maxConsumers) {
+		s := sample(fusefs.OpRead, ended+n, n, 1)
+		u.observe(&s)
+	}
+	last := uint32(maxThreads + maxConsumers - 1)
+	processes, users := u.usages()
+	if len(u.threads) > maxThreads || len(processes) > maxConsumers || len(users) > maxConsumers {
+		t.Errorf("got %d threads, %d processes, %d users, want at most %d, %d, %d", len(u.threads), len(processes),
+			len(users), maxThreads, maxConsumers, maxConsumers)
+	}
+	want := control.Usage{UID: last, Requests: 1, ReadBytes: 1, Seconds: 1}
+	if !contains(users, want) {
+		t.Errorf("users: got none with uid %d, want the latest", last)
+	}
+}
+
+// TestUsageForgetsIdleProcesses checks that only recent processes are shown. Users stay.
+func TestUsageForgetsIdleProcesses(t *testing.T) {
+	var u usage
+	const ended = 1 << 30 // no process has this number
+	for n := range uint32(2) {
+		s := sample(fusefs.OpRead, ended+n, n, 1)
+		u.observe(&s)
+	}
+	for id, c := range u.processes {
+		if id.pid == ended {
+			c.last = c.last.Add(-processAge)
+		}
+	}
+	processes, users := u.usages()
+	if len(processes) != 1 || processes[0].PID != ended+1 || len(users) != 2 {
+		t.Errorf("got processes %+v and users %+v, want process %d and 2 users", processes, users, ended+1)
+	}
+}
+
+// TestUsageDoesNotAllocate checks requests of a known thread.
+func TestUsageDoesNotAllocate(t *testing.T) {
+	var u usage
+	s := sample(fusefs.OpRead, uint32(os.Getpid()), 0, 4096)
+	u.observe(&s)
+	if n := testing.AllocsPerRun(1000, func() { u.observe(&s) }); n != 0 {
+		t.Errorf("allocations per request: got %v, want 0", n)
+	}
+}
+
+func BenchmarkUsage(b *testing.B) {
+	var u usage
+	s := sample(fusefs.OpRead, uint32(os.Getpid()), 0, 4096)
+	for b.Loop() {
+		u.observe(&s)
+	}
+}
