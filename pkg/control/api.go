@@ -29,6 +29,11 @@ type MountRequest struct {
 	Options string `json:"options"` // the value of -o
 	// Virtiofs makes a Unix socket with the path Dir for a virtual machine, instead of a mount.
 	Virtiofs bool `json:"virtiofs,omitempty"`
+	// DirFD is a descriptor of Dir in the process Process, or 0. It is necessary where autofs is
+	// mounted: while an automounter mounts Dir, only its own processes can open it.
+	DirFD int `json:"dir_fd,omitempty"`
+	// Process is the process ID of the client. The server sets it.
+	Process int `json:"-"`
 }
 
 // An UmountMode selects the kind of an unmount.
@@ -71,6 +76,9 @@ const (
 	StateMounting   MountState = "mounting"
 	StateMounted    MountState = "mounted"
 	StateUnmounting MountState = "unmounting"
+	// StateStalled replaces StateMounted while a request has had no reply for longer than the mount
+	// option stall. MountInfo.Reason says why.
+	StateStalled MountState = "stalled"
 	// StateFailed replaces StateMounted after an internal error. All operations return EIO.
 	StateFailed MountState = "failed"
 	// StateRestoring means that the daemon continues the mount of an earlier daemon and waits for
@@ -81,6 +89,10 @@ const (
 	StateKept MountState = "kept"
 )
 
+// MountStates are all states.
+var MountStates = []MountState{StateMounting, StateMounted, StateUnmounting, StateStalled, StateFailed, StateRestoring,
+	StateKept}
+
 // A MountInfo describes one mount. The list command shows it.
 type MountInfo struct {
 	Dir      string     `json:"dir"`
@@ -88,7 +100,7 @@ type MountInfo struct {
 	State    MountState `json:"state"`
 	Since    time.Time  `json:"since"` // time of the mount request
 	Options  string     `json:"options"`
-	Server   string     `json:"server,omitempty"` // RDMA address
+	Server   string     `json:"server,omitempty"` // address of the mount source, with the RDMA port
 	Provider string     `json:"provider,omitempty"`
 	// ProviderReason is the reason for the choice of the provider.
 	ProviderReason string `json:"provider_reason,omitempty"`
@@ -99,9 +111,27 @@ type MountInfo struct {
 	// FaultInjection is the fault injection plan of this mount; "" for none.
 	FaultInjection string `json:"fault_injection,omitempty"`
 	Failure        string `json:"failure,omitempty"` // internal error of a failed mount
-	// Reason explains StateRestoring and StateKept.
+	// Reason explains StateStalled, StateRestoring and StateKept.
 	Reason string `json:"reason,omitempty"`
+	// Stalled is the age of the oldest request without reply in seconds, if the mount is stalled.
+	Stalled float64 `json:"stalled_seconds,omitempty"`
 }
+
+// A MountKey identifies a mount of a daemon. Two mounts can have one directory: one that umount
+// --lazy has detached, and a new one.
+type MountKey struct {
+	Dir   string
+	Since int64 // nanoseconds since 1970
+}
+
+// Key identifies the mount.
+func (i *MountInfo) Key() MountKey { return MountKey{i.Dir, i.Since.UnixNano()} }
+
+// Key identifies the mount.
+func (s *MountStats) Key() MountKey { return MountKey{s.Dir, s.Since.UnixNano()} }
+
+// Key identifies the mount.
+func (s *SlowCalls) Key() MountKey { return MountKey{s.Dir, s.Since.UnixNano()} }
 
 // A MountStatus is the complete status of one mount. The status command shows it.
 type MountStatus struct {
@@ -110,6 +140,8 @@ type MountStatus struct {
 	LastError  string `json:"last_error,omitempty"` // of the same connection
 	MaxRead    int    `json:"rsize,omitempty"`      // bytes
 	MaxWrite   int    `json:"wsize,omitempty"`      // bytes
+	// Addresses are the connections of the mount, by their number.
+	Addresses []Connection `json:"addresses,omitempty"`
 	// Transport is the sum over the connections of the mount.
 	stats.Transport
 	XprtLine string            `json:"xprt,omitempty"` // the xprt line of the kernel's mountstats
@@ -121,6 +153,64 @@ type MountStatus struct {
 	FaultsInjected map[string]uint64 `json:"faults_injected,omitempty"`
 	Trace          int               `json:"trace_events"` // events kept per connection
 	Locks          LockStatus        `json:"locks"`
+}
+
+// A MountStats holds the counters of one mount. They grow from the time of the mount, or from the
+// start of a daemon that continues the mount.
+type MountStats struct {
+	Dir   string     `json:"dir"`
+	Since time.Time  `json:"since"` // as in MountInfo
+	Spec  string     `json:"spec"`
+	State MountState `json:"state"`
+	// Uptime is the time that the counters cover.
+	Uptime float64 `json:"uptime_seconds"`
+
+	ReadBytes    uint64 `json:"read_bytes"`       // file bytes returned to programs
+	WrittenBytes uint64 `json:"written_bytes"`    // file bytes received from programs
+	SentBytes    uint64 `json:"write_sent_bytes"` // file bytes accepted by the server
+
+	// Bounds are the upper bounds of the buckets of each latency in seconds.
+	Bounds     []float64        `json:"bounds_seconds"`
+	Operations []OperationStats `json:"operations"` // FUSE requests
+	Procedures []OperationStats `json:"procedures"` // RPCs
+	// Transport is the sum over the connections of the mount.
+	stats.Transport
+	// Processes are those with requests in the last ten minutes, and Users all. Those with the most
+	// time are first. The daemon drops the least recent ones when there are too many.
+	Processes []Usage `json:"processes"`
+	Users     []Usage `json:"users"`
+}
+
+// An OperationStats describes the calls of one procedure or the requests of one operation.
+type OperationStats struct {
+	Name    string  `json:"name"`
+	Count   uint64  `json:"count"`
+	Errors  uint64  `json:"errors"`  // of FUSE requests, including lookups of missing names
+	Seconds float64 `json:"seconds"` // sum of their times
+	// Buckets count the times up to each bound and above the bound before it. Times above the last
+	// bound are in Count only.
+	Buckets []uint64 `json:"buckets"`
+}
+
+// A Usage describes what one process or one user did.
+type Usage struct {
+	PID     uint32 `json:"pid,omitempty"` // 0 for a user, the kernel, and processes of another PID namespace
+	Command string `json:"command,omitempty"`
+	UID     uint32 `json:"uid"`
+
+	Requests     uint64  `json:"requests"`
+	ReadBytes    uint64  `json:"read_bytes"`
+	WrittenBytes uint64  `json:"written_bytes"`
+	Seconds      float64 `json:"seconds"` // sum of the times of the requests
+}
+
+// A Connection describes one connection of a mount.
+type Connection struct {
+	State string `json:"state"`
+	// Address is the RDMA address of the connection, or of the last attempt to connect.
+	Address string `json:"address"`
+	// Preferred is the address to which the connection returns when it can.
+	Preferred string `json:"preferred"`
 }
 
 // A LockStatus describes the locks of a mount.
@@ -154,13 +244,18 @@ type PendingCall struct {
 	// WaitsFor is slot, credit, reconnect, send, reply, invalidation, or "late reply" if the caller
 	// has returned.
 	WaitsFor string `json:"waits_for"`
-	Owner    string `json:"owner"`             // one of the Owner constants
-	PID      uint32 `json:"pid,omitempty"`     // for OwnerProcess
-	Command  string `json:"command,omitempty"` // name of the process; "" if the process has ended
-	UID      uint32 `json:"uid"`               // for OwnerProcess and OwnerKernel
+	CallOwner
 }
 
-// Owners of a PendingCall.
+// A CallOwner is the process or the part of the daemon that makes a call.
+type CallOwner struct {
+	Owner   string `json:"owner"`             // one of the Owner constants
+	PID     uint32 `json:"pid,omitempty"`     // for OwnerProcess
+	Command string `json:"command,omitempty"` // name of the process; "" if the process has ended
+	UID     uint32 `json:"uid"`               // for OwnerProcess and OwnerKernel
+}
+
+// Values of CallOwner.Owner.
 const (
 	OwnerProcess   = "process"    // a process that uses the mount
 	OwnerWriteBack = "write-back" // the daemon, to write dirty data
@@ -177,6 +272,32 @@ type ConnEvent struct {
 	Event      string    `json:"event"`
 	Cause      string    `json:"cause,omitempty"`
 	Times      int       `json:"times"` // consecutive repetitions; Time is that of the last one
+}
+
+// The SlowCalls of a mount are its slowest FUSE requests and RPCs of the last ten minutes, the
+// slowest first, at most 32 of each. The reply to GET /v1/slow is a list of SlowCalls.
+type SlowCalls struct {
+	Dir      string     `json:"dir"`
+	Since    time.Time  `json:"since"` // as in MountInfo
+	Requests []SlowCall `json:"requests"`
+	Calls    []SlowCall `json:"calls"`
+}
+
+// A SlowCall is a FUSE request or an RPC that has ended.
+type SlowCall struct {
+	Name       string    `json:"name"` // operation of a request, procedure of an RPC
+	Ended      time.Time `json:"ended"`
+	Total      float64   `json:"total_seconds"`
+	Calls      int       `json:"calls,omitempty"`   // RPCs of a request
+	XID        string    `json:"xid,omitempty"`     // of an RPC; hexadecimal, as in the trace
+	Connection int       `json:"connection"`        // of an RPC, from 0
+	Resends    int       `json:"resends,omitempty"` // of an RPC, each after a lost connection
+	Error      string    `json:"error,omitempty"`   // kind of the error; "" for success
+	CallOwner
+	// Phases are the seconds in each phase: queue, slot, reconnect, credit, register, send, server,
+	// completion, invalidation, return, local, reply. Their sum is Total. A request has the sum
+	// over its RPCs. A phase without time is left out.
+	Phases map[string]float64 `json:"phases"`
 }
 
 // A TraceRequest requests the trace events of a mount. It is the query of GET /v1/trace. The reply
@@ -222,6 +343,8 @@ const (
 	pathStop    = "/v1/stop"
 	pathMounts  = "/v1/mounts"
 	pathStatus  = "/v1/status"
+	pathStats   = "/v1/stats"
+	pathSlow    = "/v1/slow"
 	pathTrace   = "/v1/trace"
 	pathVersion = "/v1/version"
 )

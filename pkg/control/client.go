@@ -73,18 +73,45 @@ func (c *Client) List(ctx context.Context) (l []MountInfo, err error) {
 
 // Status returns the status of the mount at dir, or of all mounts if dir is empty.
 func (c *Client) Status(ctx context.Context, dir string) (l []MountStatus, err error) {
-	path := pathStatus
-	if dir != "" {
-		path += "?dir=" + url.QueryEscape(dir)
-	}
-	err = c.do(ctx, requestTimeout, http.MethodGet, path, nil, &l)
+	err = c.do(ctx, requestTimeout, http.MethodGet, pathOf(pathStatus, dir), nil, &l)
 	return l, err
+}
+
+// Stats returns the counters of the mount at dir, or of all mounts if dir is empty.
+func (c *Client) Stats(ctx context.Context, dir string) (l []MountStats, err error) {
+	err = c.do(ctx, requestTimeout, http.MethodGet, pathOf(pathStats, dir), nil, &l)
+	return l, err
+}
+
+// Slow returns the slowest calls of the mount at dir, or of all mounts if dir is empty.
+func (c *Client) Slow(ctx context.Context, dir string) (l []SlowCalls, err error) {
+	err = c.do(ctx, requestTimeout, http.MethodGet, pathOf(pathSlow, dir), nil, &l)
+	return l, err
+}
+
+// pathOf returns the path of a request about the mount at dir, or about all mounts if dir is empty.
+func pathOf(path, dir string) string {
+	if dir == "" {
+		return path
+	}
+	return path + "?dir=" + url.QueryEscape(dir)
 }
 
 // Version returns the version of the daemon.
 func (c *Client) Version(ctx context.Context) (v VersionInfo, err error) {
 	err = c.do(ctx, requestTimeout, http.MethodGet, pathVersion, nil, &v)
 	return v, err
+}
+
+// PID returns the process ID of the daemon, or 0 if its process is not visible, because it is in
+// another PID namespace.
+func (c *Client) PID(ctx context.Context) (pid int, err error) {
+	_, err = newClient(c.socket, func(conn net.Conn) {
+		if p, err := peerOf(conn); err == nil {
+			pid = max(p.pid, 0)
+		}
+	}).Version(ctx)
+	return pid, err
 }
 
 // do sends the request in and decodes the reply into out. Either may be nil.
@@ -213,7 +240,7 @@ func (c *Client) noReply(ctx context.Context, path string, err error) error {
 		return failed(CodeSystem, at+"not running; start it with \"systemctl start nfsrdmad\" or \"nfsrdmad daemon\""+
 			withoutDaemon[path])
 	case errors.Is(err, fs.ErrPermission):
-		return failed(CodePermission, at+"permission denied; run as root")
+		return failed(CodePermission, at+"permission denied; run as root, or as a member of its control_group")
 	case errors.Is(err, context.DeadlineExceeded):
 		return failed(CodeSystem, at+"no reply before the timeout; see its log")
 	}

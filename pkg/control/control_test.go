@@ -18,7 +18,7 @@ import (
 // serve serves handler on a control socket, and returns the path of the socket.
 func serve(t *testing.T, srv *http.Server) string {
 	t.Helper()
-	l, err := Listen(filepath.Join(t.TempDir(), "s"))
+	l, err := Listen(filepath.Join(t.TempDir(), "s"), Group{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +47,8 @@ func (m fixedMounts) List() []MountInfo { return []MountInfo{{Dir: "/mnt"}} }
 func (m fixedMounts) Umount(context.Context, UmountRequest) error { return m.err }
 
 func TestClientReturnsReply(t *testing.T) {
-	c := NewClient(serve(t, NewServer(fixedMounts{}, func() VersionInfo { return VersionInfo{Version: "v1"} }, nil)))
+	version := func() VersionInfo { return VersionInfo{Version: "v1"} }
+	c := NewClient(serve(t, NewServer(fixedMounts{}, version, nil, Group{})))
 	if l, err := c.List(t.Context()); err != nil || len(l) != 1 || l[0].Dir != "/mnt" {
 		t.Errorf("list: got %+v and error %v, want /mnt", l, err)
 	}
@@ -60,9 +61,10 @@ func TestClientReturnsReply(t *testing.T) {
 }
 
 func TestClientReturnsErrorOfDaemon(t *testing.T) {
-	c := NewClient(serve(t, NewServer(fixedMounts{err: Errorf(CodeMount, "unmount /mnt:\nbusy")}, Version, nil)))
+	busy := fixedMounts{err: Errorf(CodeMount, "unmount /mnt:\nbusy")}
+	c := NewClient(serve(t, NewServer(busy, Version, nil, Group{})))
 	isError(t, c.Umount(t.Context(), UmountRequest{}), CodeMount, "unmount /mnt: busy")
-	c = NewClient(serve(t, NewServer(fixedMounts{err: errors.New("defect")}, Version, nil)))
+	c = NewClient(serve(t, NewServer(fixedMounts{err: errors.New("defect")}, Version, nil, Group{})))
 	isError(t, c.Umount(t.Context(), UmountRequest{}), CodeInternal, "defect")
 }
 
@@ -103,15 +105,15 @@ func TestTraceReportsEndOfDaemon(t *testing.T) {
 
 func TestListenRefusesSecondDaemon(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
-	first, err := Listen(path)
+	first, err := Listen(path, Group{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, err = Listen(path)
+	_, err = Listen(path, Group{})
 	isError(t, err, CodeSystem, fmt.Sprintf("in use by the daemon with pid %d", os.Getpid()))
 	first.Close()
 	first.Release()
-	second, err := Listen(path)
+	second, err := Listen(path, Group{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -124,9 +126,9 @@ func TestListenKeepsOtherFiles(t *testing.T) {
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	_, err := Listen(path)
+	_, err := Listen(path, Group{})
 	isError(t, err, CodeSystem, "not a socket")
-	_, err = Listen("/" + strings.Repeat("x", maxSocketPath))
+	_, err = Listen("/"+strings.Repeat("x", maxSocketPath), Group{})
 	isError(t, err, CodeUsage, "longer than")
 }
 
@@ -181,7 +183,7 @@ func TestListenRefusesDirectoriesOfOtherUsers(t *testing.T) {
 				os.Chown(bottom, tt.bottomOwner, 0), os.Chown(top, tt.topOwner, 0)); err != nil {
 				t.Fatal(err)
 			}
-			l, err := Listen(filepath.Join(bottom, "s"))
+			l, err := Listen(filepath.Join(bottom, "s"), Group{})
 			if err == nil {
 				defer l.Release()
 				defer l.Close()

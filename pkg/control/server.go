@@ -4,14 +4,8 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
-	"errors"
-	"math"
-	"net"
 	"net/http"
-	"os"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 const (
@@ -23,9 +17,6 @@ const (
 	traceGrace = time.Second
 )
 
-// peerKey is the context key of the credentials of the peer of a connection.
-type peerKey struct{}
-
 // Mounts are the mounts that a server of the control API serves. All methods may be called
 // concurrently.
 type Mounts interface {
@@ -34,6 +25,10 @@ type Mounts interface {
 	List() []MountInfo
 	// Status returns the status of the mount at dir, or of all mounts if dir is empty.
 	Status(ctx context.Context, dir string) ([]MountStatus, error)
+	// Stats returns the counters of the mount at dir, or of all mounts if dir is empty.
+	Stats(ctx context.Context, dir string) ([]MountStats, error)
+	// Slow returns the slowest calls of the mount at dir, or of all mounts if dir is empty.
+	Slow(ctx context.Context, dir string) ([]SlowCalls, error)
 	Trace(context.Context, TraceRequest) (TraceStream, error)
 }
 
@@ -49,19 +44,26 @@ type TraceStream interface {
 
 // NewServer returns a server of the control API for m. version returns the reply to GET
 // /v1/version, and stop that to POST /v1/stop; both may be called concurrently. stop starts the end
-// of the daemon and does not wait for it; without stop the server refuses the request. The server
-// serves only connections of root and of the user of this process (SO_PEERCRED, unix(7)); so the
-// caller must serve on a [Listener].
-func NewServer(m Mounts, version func() VersionInfo, stop func(StopRequest) (StopInfo, error)) *http.Server {
-	mux := http.NewServeMux()
-	mux.Handle("POST "+pathMount, handle(func(r *http.Request) (any, error) {
+// of the daemon and does not wait for it; without stop the server refuses the request.
+//
+// The server decides for each request by the credentials of the peer (SO_PEERCRED and
+// SO_PEERGROUPS, unix(7)); so the caller must serve on a [Listener]. Root and the user of this
+// process may use every verb. Members of readers may only list mounts and show status and version.
+// A trace has file handles, with which its reader could access files, so it is not for readers.
+func NewServer(m Mounts, version func() VersionInfo, stop func(StopRequest) (StopInfo, error),
+	readers Group) *http.Server {
+	mux, may := http.NewServeMux(), newAccess(readers)
+	mux.Handle("POST "+pathMount, may.forOwner("mount", handle(func(r *http.Request) (any, error) {
 		req, err := decode[MountRequest](r)
 		if err != nil {
 			return nil, err
 		}
+		if c, ok := connOf(r); ok {
+			req.Process = c.peer.pid
+		}
 		return m.Mount(r.Context(), req)
-	}))
-	mux.Handle("POST "+pathUmount, handle(func(r *http.Request) (any, error) {
+	})))
+	mux.Handle("POST "+pathUmount, may.forOwner("umount", handle(func(r *http.Request) (any, error) {
 		req, err := decode[UmountRequest](r)
 		if err != nil {
 			return nil, err
@@ -69,75 +71,48 @@ func NewServer(m Mounts, version func() VersionInfo, stop func(StopRequest) (Sto
 		ctx, cancel := context.WithTimeout(r.Context(), serverUmountTimeout)
 		defer cancel()
 		return struct{}{}, m.Umount(ctx, req)
-	}))
+	})))
 	if stop != nil {
-		mux.Handle("POST "+pathStop, handle(func(r *http.Request) (any, error) {
+		mux.Handle("POST "+pathStop, may.forOwner("stop", handle(func(r *http.Request) (any, error) {
 			req, err := decode[StopRequest](r)
 			if err != nil {
 				return nil, err
 			}
 			return stop(req)
-		}))
+		})))
 	}
-	mux.Handle("GET "+pathMounts, handle(func(*http.Request) (any, error) { return m.List(), nil }))
-	mux.Handle("GET "+pathStatus, handle(func(r *http.Request) (any, error) {
+	mux.Handle("GET "+pathMounts, may.forGroup("list", handle(func(*http.Request) (any, error) {
+		return m.List(), nil
+	})))
+	mux.Handle("GET "+pathStatus, may.forGroup("status", handle(func(r *http.Request) (any, error) {
 		ctx, cancel := context.WithTimeout(r.Context(), StatusTimeout)
 		defer cancel()
 		return m.Status(ctx, r.URL.Query().Get("dir"))
-	}))
-	mux.Handle("GET "+pathTrace, traceHandler(m))
-	mux.Handle("GET "+pathVersion, handle(func(*http.Request) (any, error) { return version(), nil }))
-	mux.Handle("/", handle(func(r *http.Request) (any, error) {
+	})))
+	mux.Handle("GET "+pathStats, may.forGroup("stats", handle(func(r *http.Request) (any, error) {
+		ctx, cancel := context.WithTimeout(r.Context(), StatusTimeout)
+		defer cancel()
+		return m.Stats(ctx, r.URL.Query().Get("dir"))
+	})))
+	mux.Handle("GET "+pathSlow, may.forGroup("status", handle(func(r *http.Request) (any, error) {
+		ctx, cancel := context.WithTimeout(r.Context(), StatusTimeout)
+		defer cancel()
+		return m.Slow(ctx, r.URL.Query().Get("dir"))
+	})))
+	mux.Handle("GET "+pathTrace, may.forOwner("trace", traceHandler(m)))
+	mux.Handle("GET "+pathVersion, may.forGroup("version", handle(func(*http.Request) (any, error) {
+		return version(), nil
+	})))
+	mux.Handle("/", may.forOwner("unknown request", handle(func(r *http.Request) (any, error) {
 		return nil, Errorf(CodeUsage, "control API: %s %s: unknown request; use a client and a daemon of one version",
 			r.Method, r.URL.Path)
-	}))
+	})))
 	return &http.Server{
-		Handler:           onlyOwner(mux),
-		ConnContext:       withPeer,
+		Handler:           mux,
+		ConnContext:       withConn,
 		ReadHeaderTimeout: headerTimeout,
 		ReadTimeout:       headerTimeout,
 	}
-}
-
-func withPeer(ctx context.Context, c net.Conn) context.Context {
-	cred, err := peerCred(c)
-	if err != nil {
-		return ctx
-	}
-	return context.WithValue(ctx, peerKey{}, cred)
-}
-
-// peerCred returns the credentials of the process that connected.
-func peerCred(c net.Conn) (*unix.Ucred, error) {
-	uc, ok := c.(*net.UnixConn)
-	if !ok {
-		return nil, errors.New("not a unix socket")
-	}
-	raw, err := uc.SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	var cred *unix.Ucred
-	ctlErr := raw.Control(func(fd uintptr) {
-		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	})
-	return cred, errors.Join(ctlErr, err)
-}
-
-func onlyOwner(next http.Handler) http.Handler {
-	own := uint32(os.Geteuid())
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		uid := uint32(math.MaxUint32) // of a peer whose credentials are unknown
-		if cred, ok := r.Context().Value(peerKey{}).(*unix.Ucred); ok {
-			uid = cred.Uid
-		}
-		if uid != 0 && uid != own {
-			writeError(w, Errorf(CodePermission,
-				"control API: permission denied to uid %d; run as root or as the user of the daemon", uid))
-			return
-		}
-		next.ServeHTTP(w, r)
-	})
 }
 
 // decode decodes a JSON body and refuses unknown fields.
@@ -159,8 +134,14 @@ func handle(f func(*http.Request) (any, error)) http.Handler {
 			return
 		}
 		w.Header().Set("Content-Type", "application/json")
+		limitWrite(w)
 		_ = json.NewEncoder(w).Encode(v) // the client may have left
 	})
+}
+
+// limitWrite bounds the time to write a reply to a client that does not read it.
+func limitWrite(w http.ResponseWriter) {
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(StatusTimeout)) // not supported in tests
 }
 
 var statusByCode = map[Code]int{
@@ -176,6 +157,7 @@ var statusByCode = map[Code]int{
 func writeError(w http.ResponseWriter, err error) {
 	code := cmp.Or(CodeOf(err), CodeInternal)
 	w.Header().Set("Content-Type", "application/json")
+	limitWrite(w)
 	w.WriteHeader(statusByCode[code])
 	_ = json.NewEncoder(w).Encode(errorReply{Code: code, Error: OneLine(err.Error())})
 }

@@ -1,6 +1,7 @@
 package control
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -9,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -28,13 +30,15 @@ const (
 // killed, and the next daemon replaces it.
 type Listener struct {
 	net.Listener
-	path string
-	lock *os.File
-	once sync.Once
+	path  string
+	lock  *os.File
+	once  sync.Once
+	conns connCounts
 }
 
-// Listen creates the socket at path. If a daemon listens there, the error has its pid.
-func Listen(path string) (*Listener, error) {
+// Listen creates the socket at path. Root, the user of this process and the members of readers can
+// connect. If a daemon listens there, the error has its pid.
+func Listen(path string, readers Group) (*Listener, error) {
 	if len(path) > maxSocketPath {
 		return nil, Errorf(CodeUsage, "control socket %s: path longer than %d bytes; "+
 			"choose another --control-socket", path, maxSocketPath)
@@ -49,7 +53,7 @@ func Listen(path string) (*Listener, error) {
 	if err != nil {
 		return nil, err
 	}
-	l, err := bindFresh(path)
+	l, err := bindFresh(path, readers)
 	if err != nil {
 		os.Remove(lock.Name())
 		lock.Close()
@@ -137,9 +141,9 @@ func writeAt(f *os.File, s string) error {
 	return err
 }
 
-// bindFresh listens at path and replaces a socket that has no listener. It sets the mode of the
-// socket before it renames the socket to path.
-func bindFresh(path string) (net.Listener, error) {
+// bindFresh listens at path and replaces a socket that has no listener. The mode and the ACL of the
+// socket are complete before bindFresh renames it to path.
+func bindFresh(path string, readers Group) (net.Listener, error) {
 	fi, err := os.Lstat(path)
 	switch {
 	case err == nil && fi.Mode()&os.ModeSocket == 0:
@@ -159,17 +163,39 @@ func bindFresh(path string) (net.Listener, error) {
 	}
 	fresh := path + freshSuffix
 	_ = os.Remove(fresh)
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: fresh, Net: "unix"})
+	l, err := ListenPrivate(fresh)
 	if err != nil {
 		return nil, socketError(path, err)
 	}
 	l.SetUnlinkOnClose(false)
-	if err := errors.Join(os.Chmod(fresh, socketMode), os.Rename(fresh, path)); err != nil {
+	err = readers.admit(fresh)
+	if err == nil {
+		err = os.Rename(fresh, path)
+	}
+	if err != nil {
 		l.Close()
 		os.Remove(fresh)
-		return nil, Errorf(CodeSystem, "control socket %s: %w", path, err)
+		if CodeOf(err) == "" {
+			err = Errorf(CodeSystem, "control socket %s: %w", path, err)
+		}
+		return nil, err
 	}
 	return l, nil
+}
+
+// ListenPrivate listens at path, where no file may exist. Only root and the user of this process
+// can connect. The socket never has another mode than socketMode: bind(2) makes the file with the
+// mode that fchmod(2) gave the unbound socket.
+func ListenPrivate(path string) (*net.UnixListener, error) {
+	private := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
+		ctlErr := c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), socketMode) })
+		return errors.Join(ctlErr, err)
+	}}
+	l, err := private.Listen(context.Background(), "unix", path)
+	if err != nil {
+		return nil, err
+	}
+	return l.(*net.UnixListener), nil
 }
 
 // Close stops listening and removes the socket. Further calls do nothing.

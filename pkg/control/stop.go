@@ -55,11 +55,11 @@ type daemonProcess struct {
 // find finds the process at the other end of conn.
 func (p *daemonProcess) find(conn net.Conn) {
 	p.named, _ = os.Lstat(p.socket)
-	cred, err := peerCred(conn)
-	if err != nil || cred.Pid <= 0 || p.pidfd != nil {
+	peer, err := peerOf(conn)
+	if err != nil || peer.pid <= 0 || p.pidfd != nil {
 		return
 	}
-	if fd, err := unix.PidfdOpen(int(cred.Pid), 0); err == nil {
+	if fd, err := unix.PidfdOpen(peer.pid, 0); err == nil {
 		p.pidfd = os.NewFile(uintptr(fd), "pidfd")
 	}
 }

@@ -3,6 +3,7 @@ package daemon
 import (
 	"context"
 	"io"
+	"os"
 	"unicode/utf8"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
@@ -66,8 +67,18 @@ func MountCommand(ctx context.Context, c MountCommandConfig) error {
 		return control.Errorf(control.CodeUsage,
 			"flag --inject: requires --foreground; add it, or set --inject of \"nfsrdmad daemon\"")
 	}
+	if !r.Virtiofs {
+		f, err := mount.OpenAutomount(ctx, dir)
+		if err != nil {
+			return err
+		}
+		if f != nil {
+			defer f.Close()
+			r.DirFD, r.Process = int(f.Fd()), os.Getpid() // the server of the daemon sets Process, too
+		}
+	}
 	if c.CheckOnly {
-		at, err := mount.CheckMountPoint(ctx, dir)
+		at, err := mount.CheckMountPoint(ctx, r)
 		if err == nil {
 			at.Close()
 		}

@@ -13,6 +13,7 @@ import (
 	"github.com/pelletier/go-toml/v2"
 	"github.com/pelletier/go-toml/v2/unstable"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
@@ -21,6 +22,8 @@ import (
 // flag with the name of the key and "-" for "_".
 type Config struct {
 	ControlSocket   Text     `toml:"control_socket"`
+	ControlGroup    Text     `toml:"control_group"`
+	AllowMounts     Text     `toml:"allow_mounts"`
 	MetricsListen   Text     `toml:"metrics_listen"`
 	LogLevel        Text     `toml:"log_level"`
 	LogFormat       Text     `toml:"log_format"`
@@ -30,7 +33,10 @@ type Config struct {
 	ConnectTimeout  Duration `toml:"connect_timeout"`
 	ShutdownTimeout Duration `toml:"shutdown_timeout"`
 	DirtyBytes      Bytes    `toml:"dirty_bytes"`
+	ConnectRate     Number   `toml:"connect_rate"`
 	KeepMounts      Switch   `toml:"keep_mounts"`
+	OTLPEndpoint    Text     `toml:"otlp_endpoint"`
+	OTLPRatio       Ratio    `toml:"otlp_ratio"`
 	Inject          Text     `toml:"inject"` // fault injection plan; "" for none
 }
 
@@ -46,7 +52,9 @@ func DefaultConfig() Config {
 		ConnectTimeout:  Duration(30 * time.Second),
 		ShutdownTimeout: Duration(20 * time.Second),
 		DirtyBytes:      256 << 20,
+		ConnectRate:     50,
 		KeepMounts:      true,
+		OTLPRatio:       0.001,
 	}
 }
 
@@ -68,8 +76,11 @@ func (f Field) Flag() string { return strings.ReplaceAll(f.Key, "_", "-") }
 func (c *Config) Fields() []Field {
 	return []Field{
 		{"control_socket", "unix socket of the control API; absolute path", &c.ControlSocket},
-		{"metrics_listen", "ADDRESS:PORT of the HTTP listener for /metrics and /healthz; empty for none",
-			&c.MetricsListen},
+		{"control_group", "group whose members may use list, status and stats; empty for none", &c.ControlGroup},
+		{"allow_mounts", "patterns of the sources and directories of mounts, separated by spaces; empty for all",
+			&c.AllowMounts},
+		{"metrics_listen", "ADDRESS:PORT of the HTTP listener for /metrics, /healthz and, on loopback, the " +
+			"status page; empty for none", &c.MetricsListen},
 		{"log_level", "trace, debug, info, warn or error", &c.LogLevel},
 		{"log_format", "text or json", &c.LogFormat},
 		{"mount_options", "default mount options; the options of a mount override them", &c.MountOptions},
@@ -79,8 +90,13 @@ func (c *Config) Fields() []Field {
 		{"shutdown_timeout", "time to write dirty data and unmount all mounts when the daemon stops",
 			&c.ShutdownTimeout},
 		{"dirty_bytes", "bound of the data of all mounts that is not on stable storage", &c.DirtyBytes},
+		{"connect_rate", "bound of RDMA connects per second to one address, after 16 at once; 0 for none",
+			&c.ConnectRate},
 		{"keep_mounts", "keep the mounts when the daemon is restarted or killed, for the next daemon: true or false",
 			&c.KeepMounts},
+		{"otlp_endpoint", "URL of an OpenTelemetry collector (OTLP/HTTP) for traces, such as " +
+			"http://127.0.0.1:4318; empty for no traces", &c.OTLPEndpoint},
+		{"otlp_ratio", "share of the requests that are traced, above 0 and at most 1", &c.OTLPRatio},
 		{"inject", "fault injection plan, for tests: seed=S,disconnect-every=N,... (see docs/operator.md)",
 			&c.Inject},
 	}
@@ -168,6 +184,12 @@ func (c *Config) Check(source string) error {
 	if !strings.HasPrefix(string(c.ControlSocket), "/") {
 		return invalid("control_socket", c.ControlSocket, "must be an absolute path")
 	}
+	if _, err := control.LookupGroup(string(c.ControlGroup)); err != nil {
+		return invalid("control_group", c.ControlGroup, err.Error())
+	}
+	if _, err := mount.ParseAllowed(string(c.AllowMounts)); err != nil {
+		return invalid("allow_mounts", c.AllowMounts, err.Error())
+	}
 	if c.MetricsListen != "" {
 		if _, err := net.ResolveTCPAddr("tcp", string(c.MetricsListen)); err != nil {
 			return invalid("metrics_listen", c.MetricsListen, "must be ADDRESS:PORT or empty")
@@ -206,11 +228,48 @@ func (c *Config) Check(source string) error {
 	if c.DirtyBytes < minDirtyBytes || c.DirtyBytes > maxDirtyBytes {
 		return invalid("dirty_bytes", c.DirtyBytes, fmt.Sprintf("must be from %d to %d", minDirtyBytes, maxDirtyBytes))
 	}
+	if c.ConnectRate < 0 || c.ConnectRate > maxConnectRate {
+		return invalid("connect_rate", c.ConnectRate, fmt.Sprintf("must be from 0 to %d", maxConnectRate))
+	}
+	if c.OTLPEndpoint != "" {
+		if err := otlp.CheckEndpoint(string(c.OTLPEndpoint)); err != nil {
+			return invalid("otlp_endpoint", c.OTLPEndpoint, err.Error())
+		}
+	}
+	if err := otlp.CheckRatio(float64(c.OTLPRatio)); err != nil {
+		return invalid("otlp_ratio", c.OTLPRatio, err.Error())
+	}
 	return nil
 }
 
 // Bounds of Config.DirtyBytes.
 const minDirtyBytes, maxDirtyBytes = 1 << 20, 1 << 40
+
+// maxConnectRate bounds Config.ConnectRate.
+const maxConnectRate = 1_000_000
+
+// Number is a number, such as "50".
+type Number int64
+
+func (n Number) String() string { return strconv.FormatInt(int64(n), 10) }
+
+// Set parses a decimal number.
+func (n *Number) Set(s string) error { return setNumber((*int64)(n), s, "a number") }
+
+func setNumber(n *int64, s, what string) error {
+	v, err := strconv.ParseInt(s, 10, 64)
+	if err != nil {
+		return fmt.Errorf("%q: not %s", s, what)
+	}
+	*n = v
+	return nil
+}
+
+// Type returns the name of the type in the help of a flag.
+func (n *Number) Type() string { return "number" }
+
+// UnmarshalText parses a TOML string.
+func (n *Number) UnmarshalText(text []byte) error { return n.Set(string(text)) }
 
 // Bytes is a number of bytes, such as "268435456".
 type Bytes int64
@@ -218,20 +277,34 @@ type Bytes int64
 func (b Bytes) String() string { return strconv.FormatInt(int64(b), 10) }
 
 // Set parses a decimal number.
-func (b *Bytes) Set(s string) error {
-	v, err := strconv.ParseInt(s, 10, 64)
-	if err != nil {
-		return fmt.Errorf("%q: not a number of bytes", s)
-	}
-	*b = Bytes(v)
-	return nil
-}
+func (b *Bytes) Set(s string) error { return setNumber((*int64)(b), s, "a number of bytes") }
 
 // Type returns the name of the type in the help of a flag.
 func (b *Bytes) Type() string { return "bytes" }
 
 // UnmarshalText parses a TOML string.
 func (b *Bytes) UnmarshalText(text []byte) error { return b.Set(string(text)) }
+
+// Ratio is a ratio, such as "0.001".
+type Ratio float64
+
+func (r Ratio) String() string { return strconv.FormatFloat(float64(r), 'g', -1, 64) }
+
+// Set parses a decimal number.
+func (r *Ratio) Set(s string) error {
+	v, err := strconv.ParseFloat(s, 64)
+	if err != nil {
+		return fmt.Errorf("%q: not a number such as 0.001", s)
+	}
+	*r = Ratio(v)
+	return nil
+}
+
+// Type returns the name of the type in the help of a flag.
+func (r *Ratio) Type() string { return "ratio" }
+
+// UnmarshalText parses a TOML string.
+func (r *Ratio) UnmarshalText(text []byte) error { return r.Set(string(text)) }
 
 // Switch is a value "true" or "false".
 type Switch bool

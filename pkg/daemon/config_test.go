@@ -56,10 +56,12 @@ func TestShippedConfigHasDefaults(t *testing.T) {
 }
 
 func TestFlagAndKeySetSameField(t *testing.T) {
-	values := map[string]string{"control_socket": "/x/y", "metrics_listen": "127.0.0.1:1", "log_level": "warn",
+	values := map[string]string{"control_socket": "/x/y", "control_group": "daemon",
+		"allow_mounts": "nas:/home/** /mnt/*", "metrics_listen": "127.0.0.1:1", "log_level": "warn",
 		"log_format": "json", "nlm_listen": "127.0.0.1:4045", "state_dir": "/x",
 		"mount_options": "soft", "connect_timeout": "1m0s", "shutdown_timeout": "2s", "dirty_bytes": "2000000",
-		"keep_mounts": "false", "inject": "seed=1,lose-reply=~9"}
+		"connect_rate": "7", "keep_mounts": "false",
+		"otlp_endpoint": "https://otel.example:4318/x", "otlp_ratio": "0.25", "inject": "seed=1,lose-reply=~9"}
 	for key, v := range values {
 		path := filepath.Join(t.TempDir(), "c.toml")
 		if err := os.WriteFile(path, []byte(key+" = \""+v+"\"\n"), 0o600); err != nil {
@@ -99,11 +101,19 @@ func TestConfigErrors(t *testing.T) {
 		{"dirty bytes", "dirty_bytes = \"1k\"\n", "1k"},
 		{"dirty bytes range", "dirty_bytes = \"0\"\n", "dirty_bytes"},
 		{"bare dirty bytes", "dirty_bytes = 1000000\n", "c.toml:1: dirty_bytes must be a string"},
+		{"connect rate", "connect_rate = \"fast\"\n", "not a number"},
+		{"connect rate range", "connect_rate = \"-1\"\n", "must be from 0"},
 		{"switch", "keep_mounts = \"no\"\n", "must be true or false"},
 		{"bare switch", "keep_mounts = false\n", "c.toml:1: keep_mounts must be a string"},
+		{"endpoint", "otlp_endpoint = \"127.0.0.1:4318\"\n", "must be a URL such as http://127.0.0.1:4318"},
+		{"ratio", "otlp_ratio = \"all\"\n", `"all": not a number such as 0.001`},
+		{"ratio range", "otlp_ratio = \"1.5\"\n", `otlp_ratio = "1.5": must be above 0 and at most 1`},
+		{"bare ratio", "otlp_ratio = 0.5\n", "c.toml:1: otlp_ratio must be a string"},
 		{"level", "log_level = \"loud\"\n", "log_level"},
 		{"format", "log_format = \"xml\"\n", "log_format"},
 		{"socket", "control_socket = \"here\"\n", "absolute"},
+		{"group", "control_group = \"no-such-group\"\n", `unknown group "no-such-group"; create it with groupadd`},
+		{"allowed mounts", "allow_mounts = \"mnt/*\"\n", `allow_mounts = "mnt/*": "mnt/*" is neither`},
 		{"metrics", "metrics_listen = \"nowhere\"\n", "metrics_listen"},
 		{"unknown fault", "inject = \"disconnect-evry=9\"\n", `"disconnect-evry=9"`},
 		{"known faults", "inject = \"seed=1,gremlins=9\"\n", "known words are seed=S, disconnect-every=N,"},

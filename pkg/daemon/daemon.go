@@ -14,12 +14,17 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
+	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
 // httpGrace bounds the end of pending requests after all mounts are unmounted.
 const httpGrace = 2 * time.Second
+
+// traceGrace bounds the export of the last traces after all mounts are unmounted, and
+// traceLeaveGrace if the mounts stay: programs then wait for the next daemon.
+const traceGrace, traceLeaveGrace = time.Second, 200 * time.Millisecond
 
 // NewLogger returns a logger with the level and format of c.
 func NewLogger(c Config, w io.Writer) hclog.Logger {
@@ -41,6 +46,7 @@ type Daemon struct {
 	socket  *control.Listener
 	control *http.Server
 	metrics *metricsListener
+	traces  *otlp.Exporter // nil if traces are off
 
 	store   fdstore.Store // keeps the mounts; nil: they end with the daemon
 	noStore error         // why store is nil
@@ -68,23 +74,41 @@ func Start(cfg Config, log hclog.Logger) (*Daemon, error) {
 	if err != nil {
 		return nil, err
 	}
+	allowed, err := mount.ParseAllowed(string(cfg.AllowMounts))
+	if err != nil {
+		return nil, err
+	}
+	readers, err := control.LookupGroup(string(cfg.ControlGroup))
+	if err != nil {
+		return nil, err
+	}
 	d := &Daemon{cfg: cfg, log: log, writeTime: leaveTimeout, inject: mount.PlanText(plan), failed: make(chan error, 1),
 		requests: make(chan control.StopRequest, 1)}
-	if d.socket, err = control.Listen(string(cfg.ControlSocket)); err != nil {
+	if cfg.OTLPEndpoint != "" {
+		d.traces, err = otlp.New(otlp.Config{Endpoint: string(cfg.OTLPEndpoint), Ratio: float64(cfg.OTLPRatio),
+			Version: control.Version().Version, Log: log.Named("otlp")})
+		if err != nil {
+			return nil, err
+		}
+	}
+	if d.socket, err = control.Listen(string(cfg.ControlSocket), readers); err != nil {
+		d.closeTraces(0)
 		return nil, err
 	}
 	if err := d.openStore(); err != nil {
+		d.closeTraces(0)
 		d.socket.Close()
 		d.socket.Release()
 		return nil, err
 	}
 	d.table = mount.NewTable(mount.TableConfig{Log: log, Base: base, Timeout: cfg.ConnectTimeout.Std(), Faults: plan,
-		DirtyBytes: int64(cfg.DirtyBytes), LockListen: string(cfg.NLMListen), StateDir: string(cfg.StateDir),
-		Store: d.store, NotifyHelper: []string{selfExe, NotifyHelperCommand}})
+		DirtyBytes: int64(cfg.DirtyBytes), ConnectRate: int(cfg.ConnectRate), LockListen: string(cfg.NLMListen),
+		StateDir: string(cfg.StateDir), Store: d.store, Allowed: allowed, Traces: d.traces,
+		NotifyHelper: []string{selfExe, NotifyHelperCommand}})
 	d.table.Restore()
 	d.logRestored()
 	d.metrics = startMetrics(string(cfg.MetricsListen), log, d.metricsHandler())
-	d.control = control.NewServer(d.table, d.version, d.stop)
+	d.control = control.NewServer(d.table, d.version, d.stop, readers)
 	d.serve(d.control, d.socket)
 	log.Info("started", "version", d.version().Version, "control_socket", cfg.ControlSocket, "metrics", d.MetricsAddr())
 	if d.inject != "" {
@@ -117,6 +141,7 @@ func (d *Daemon) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(d.cfg.ShutdownTimeout))
 	defer cancel()
 	err := d.table.Close(ctx)
+	d.serving.Go(func() { d.closeTraces(traceGrace) })
 	shutdown(d.control)
 	d.metrics.close()
 	d.serving.Wait()
@@ -127,6 +152,13 @@ func (d *Daemon) Close() error {
 	d.socket.Release()
 	d.log.Info("stopped")
 	return err
+}
+
+// closeTraces exports the last traces, for at most the time flush, and ends the export.
+func (d *Daemon) closeTraces(flush time.Duration) {
+	if d.traces != nil {
+		d.traces.Close(flush)
+	}
 }
 
 // shutdown ends a server, and after httpGrace its pending requests.

@@ -9,7 +9,7 @@
 //	job.go      the question to systemd whether a stop belongs to a restart
 //	command.go  the mount command
 //	pressure.go allocations that do not wait for write-back
-//	doctor.go   checks of this host
+//	runtime.go  the settings of the Go runtime
 //
 // A daemon joins a table of mounts (package mount), the control API (package control) and the
 // metrics listener (package metrics).

@@ -132,6 +132,7 @@ func (d *Daemon) Leave() {
 	defer cancel()
 	d.serving.Go(func() { shutdown(d.control) }) // ends requests that wait for a mount
 	d.serving.Go(d.metrics.close)
+	d.serving.Go(func() { d.closeTraces(traceLeaveGrace) })
 	d.table.Leave(ctx)
 	d.serving.Wait()
 	d.socket.Close()

@@ -13,6 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/statuspage"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 )
 
@@ -36,7 +37,6 @@ type metricsListener struct {
 	address string // "" if metrics are off
 	log     hclog.Logger
 	server  *http.Server
-	changed chan struct{} // capacity 1: the result of problem has changed
 
 	closing chan struct{}
 	running sync.WaitGroup
@@ -48,7 +48,7 @@ type metricsListener struct {
 
 // startMetrics returns a metricsListener for an address. It has tried to listen once.
 func startMetrics(address string, log hclog.Logger, handler http.Handler) *metricsListener {
-	m := &metricsListener{address: address, log: log, changed: make(chan struct{}, 1), closing: make(chan struct{}),
+	m := &metricsListener{address: address, log: log, closing: make(chan struct{}),
 		server: &http.Server{Handler: handler, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout,
 			WriteTimeout: scrapeTimeout}}
 	if address == "" {
@@ -59,19 +59,37 @@ func startMetrics(address string, log hclog.Logger, handler http.Handler) *metri
 	return m
 }
 
-// metricsHandler serves /metrics and /healthz.
+// metricsHandler serves /metrics, /healthz, and the status page.
 func (d *Daemon) metricsHandler() http.Handler {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(metrics.NewCollector(d.table.Snapshots), metrics.FaultInjection(d.inject != ""),
-		metrics.LossCollector(d.table.LostBytes), collectors.NewGoCollector(),
+		metrics.LossCollector(d.table.LostBytes), metrics.StateCollector(d.table.States),
+		metrics.AbortCollector(d.table.StallAborts), collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	if d.traces != nil {
+		registry.MustRegister(metrics.SpanCollector(func() metrics.Spans {
+			return metrics.Spans(d.traces.Counters())
+		}))
+	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
-		fmt.Fprintln(w, "nfsrdmad: /metrics and /healthz")
-	})
+	if isLoopback(string(d.cfg.MetricsListen)) {
+		statuspage.Register(mux, d.table)
+	} else {
+		mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
+			fmt.Fprintln(w, "nfsrdmad: /metrics and /healthz; the status page needs a loopback address in "+
+				"metrics_listen")
+		})
+	}
 	return mux
+}
+
+// isLoopback reports whether only this host can connect to an address HOST:PORT.
+func isLoopback(address string) bool {
+	host, _, err := net.SplitHostPort(address)
+	ip := net.ParseIP(host)
+	return err == nil && (host == "localhost" || ip != nil && ip.IsLoopback())
 }
 
 // listen returns a listener, or nil.
@@ -120,12 +138,6 @@ func (m *metricsListener) set(bound net.Addr, err error) {
 		m.log.Warn("metrics are not available; the daemon retries", "error", err)
 	case err == nil && before != nil:
 		m.log.Info("metrics are available", "metrics", bound)
-	default:
-		return
-	}
-	select {
-	case m.changed <- struct{}{}:
-	default:
 	}
 }
 

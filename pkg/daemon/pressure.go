@@ -4,8 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"os"
-	"runtime"
 
 	"golang.org/x/sys/unix"
 )
@@ -14,43 +12,6 @@ import (
 // allocation of the daemon that waited for this write would wait for the daemon itself. Two
 // settings prevent that: the kernel must not write files to satisfy an allocation of the daemon
 // (PR_SET_IO_FLUSHER), and it must not evict the memory that the daemon needs for the write.
-
-// flusherEnv is set for the program that BecomeIOFlusher executes, so that the program is executed
-// again only once.
-const flusherEnv = "NFSRDMAD_IO_FLUSHER"
-
-// BecomeIOFlusher makes all threads of the process I/O flushers (prctl(2), PR_SET_IO_FLUSHER, Linux
-// 5.6): their allocations do not wait for I/O to a file system. The setting belongs to a thread,
-// and execve(2) and new threads inherit it. BecomeIOFlusher therefore executes the program again,
-// with the same process ID, arguments and environment. It returns nil in the new program. It
-// returns an error, and changes nothing, without CAP_SYS_RESOURCE.
-//
-// Call BecomeIOFlusher before the process has opened files that it needs.
-func BecomeIOFlusher() error {
-	again := os.Getenv(flusherEnv) != ""
-	if err := os.Unsetenv(flusherEnv); err != nil {
-		return err
-	}
-	switch on, err := isIOFlusher(); {
-	case err != nil:
-		return flusherError(err)
-	case on:
-		return nil
-	case again:
-		return flusherError(errors.New("execve(2) lost the setting"))
-	}
-	runtime.LockOSThread() // execve keeps the settings of this thread
-	defer runtime.UnlockOSThread()
-	if err := unix.Prctl(unix.PR_SET_IO_FLUSHER, 1, 0, 0, 0); err != nil {
-		return flusherError(err)
-	}
-	path, err := os.Executable()
-	if err == nil {
-		err = unix.Exec(path, os.Args, append(os.Environ(), flusherEnv+"=1"))
-	}
-	_ = unix.Prctl(unix.PR_SET_IO_FLUSHER, 0, 0, 0, 0)
-	return flusherError(err)
-}
 
 func isIOFlusher() (bool, error) {
 	on, err := unix.PrctlRetInt(unix.PR_GET_IO_FLUSHER, 0, 0, 0, 0)

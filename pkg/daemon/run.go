@@ -1,10 +1,12 @@
 package daemon
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	sdnotify "github.com/coreos/go-systemd/v22/daemon"
@@ -25,6 +27,8 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 	}
 	d.checkHost()
 	notify(log, sdnotify.SdNotifyReady+"\nSTATUS="+d.statusLine())
+	stopFeeding := d.feedWatchdog()
+	defer stopFeeding()
 	leave, err := d.wait(ctx)
 	notify(log, fmt.Sprintf("%s\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC=%d", sdnotify.SdNotifyStopping,
 		stopTime(cfg).Microseconds()))
@@ -39,10 +43,16 @@ func Run(ctx context.Context, cfg Config, log hclog.Logger) error {
 
 // wait returns when the daemon must end. leave decides whether the mounts stay; it may ask systemd.
 func (d *Daemon) wait(ctx context.Context) (leave func() bool, err error) {
+	tick := time.NewTicker(statusInterval)
+	defer tick.Stop()
+	shown := d.statusLine()
 	for {
 		select {
-		case <-d.metrics.changed:
-			notify(d.log, "STATUS="+d.statusLine())
+		case <-tick.C:
+			if line := d.statusLine(); line != shown {
+				shown = line
+				notify(d.log, "STATUS="+line)
+			}
 		case r := <-d.requests:
 			return func() bool { return r.KeepMounts }, nil
 		case <-ctx.Done():
@@ -64,6 +74,10 @@ func (d *Daemon) checkHost() {
 	}
 	if on, err := isIOFlusher(); err != nil || !on {
 		d.log.Warn("when memory is short, the daemon may wait for writes to its own mounts", "error", flusherError(err))
+	}
+	if mask, err := unneededCapabilities(); err != nil || mask != 0 {
+		d.log.Warn("the daemon has capabilities that it does not need; add CAP_SETPCAP or restrict the bounding set",
+			"capabilities", capabilityNumbers(mask), "error", err)
 	}
 	if err := lockMemory(); err != nil {
 		d.log.Info("the memory of the daemon is not locked", "reason", err)
@@ -94,7 +108,34 @@ func (d *Daemon) statusLine() string {
 	if problem := d.metrics.problem(); problem != "" {
 		status += "; " + problem
 	}
+	if problem := mountProblems(d.table.List()); problem != "" {
+		status += "; " + problem
+	}
 	return status
+}
+
+// mountProblems describes the mounts that do not answer, or returns "".
+func mountProblems(l []control.MountInfo) string {
+	l = slices.DeleteFunc(l, func(m control.MountInfo) bool {
+		switch m.State {
+		case control.StateStalled, control.StateFailed, control.StateKept:
+			return false
+		}
+		return m.Stalled == 0 // of a mount in StateRestoring or StateUnmounting
+	})
+	if len(l) == 0 {
+		return ""
+	}
+	m := &l[0]
+	text := fmt.Sprintf("%s is %s: %s", m.Dir, m.State, cmp.Or(m.Failure, m.Reason))
+	switch more := len(l) - 1; more {
+	case 0:
+	case 1:
+		text += "; 1 more mount does not answer"
+	default:
+		text += fmt.Sprintf("; %d more mounts do not answer", more)
+	}
+	return strings.ToValidUTF8(control.OneLine(text), "?")
 }
 
 // stopTime bounds the end of the daemon: the question for the job, and [Daemon.Close].
@@ -117,7 +158,8 @@ func RunForeground(ctx context.Context, cfg Config, log hclog.Logger, r control.
 		return err
 	}
 	t := mount.NewTable(mount.TableConfig{Log: log, Base: mount.DefaultOptions(), Timeout: cfg.ConnectTimeout.Std(),
-		Faults: plan, Quiet: true, DirtyBytes: int64(cfg.DirtyBytes), LockListen: string(cfg.NLMListen)})
+		Faults: plan, Quiet: true, DirtyBytes: int64(cfg.DirtyBytes), ConnectRate: int(cfg.ConnectRate),
+		LockListen: string(cfg.NLMListen)})
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cfg.ShutdownTimeout.Std())
 		defer cancel()

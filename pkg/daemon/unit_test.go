@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"encoding/json"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -9,6 +10,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const unitFile = "../../deploy/systemd/nfsrdmad.service"
@@ -60,14 +63,82 @@ func TestUnitStopTimeout(t *testing.T) {
 	}
 }
 
-// The exposure that systemd-analyze computes must not grow. A daemon that mounts for other
+// operatorDoc states the exposure of the unit and justifies each setting that contributes to it.
+const operatorDoc = "../../docs/operator.md"
+
+// A securityLine is a line of "systemd-analyze security --json=short".
+type securityLine struct {
+	Name     string  `json:"name"`
+	Exposure *string `json:"exposure"` // null for none
+}
+
+// The exposure that systemd-analyze computes must not exceed the one that the documentation states.
+// The documentation must also name each setting that contributes. A daemon that mounts for other
 // processes needs CAP_SYS_ADMIN, mount(2), the network, and the mount namespace of the host.
 func TestUnitExposure(t *testing.T) {
-	const threshold = "50" // in tenths: 5.0
-	out, err := exec.Command("systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold="+threshold,
-		unitFile).CombinedOutput()
+	doc, err := os.ReadFile(operatorDoc)
 	if err != nil {
-		t.Errorf("systemd-analyze security: %v: %s", err, out)
+		t.Fatal(err)
+	}
+	stated := regexp.MustCompile(`exposure of\s+(\d+)\.(\d)\s`).FindSubmatch(doc)
+	if stated == nil {
+		t.Fatalf("%s states no exposure", operatorDoc)
+	}
+	tenths := string(stated[1]) + string(stated[2])
+	analyze := func(args ...string) ([]byte, error) {
+		return exec.Command("systemd-analyze", append([]string{"security", "--offline=true", "--no-pager"},
+			args...)...).Output()
+	}
+	if out, err := analyze("--threshold="+tenths, unitFile); err != nil {
+		t.Errorf("exposure: more than the stated %s tenths: %v: %s", tenths, err, out)
+	}
+	out, err := analyze("--json=short", unitFile)
+	if err != nil {
+		t.Fatalf("systemd-analyze security: %v", err)
+	}
+	var lines []securityLine
+	if err := json.Unmarshal(out, &lines); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	contribute := 0
+	for _, l := range lines {
+		if l.Exposure == nil || *l.Exposure == "" {
+			continue
+		}
+		contribute++
+		name := strings.ReplaceAll(l.Name, "|", `\|`) // in a table
+		if !strings.Contains(string(doc), "`"+name+"`") {
+			t.Errorf("%s does not justify %s, which has exposure %s", operatorDoc, l.Name, *l.Exposure)
+		}
+	}
+	if contribute < 10 {
+		t.Errorf("settings with exposure: got %d, want those of the unit", contribute)
+	}
+}
+
+// Each capability of the unit must be one that the daemon keeps and that the documentation
+// justifies. LimitMEMLOCK= makes CAP_IPC_LOCK unnecessary.
+func TestUnitCapabilities(t *testing.T) {
+	unit, err := os.ReadFile(unitFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	doc, err := os.ReadFile(operatorDoc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var want []string
+	for _, c := range neededCapabilities {
+		if !strings.Contains(string(doc), "| "+c.name+" |") {
+			t.Errorf("%s does not justify %s", operatorDoc, c.name)
+		}
+		if c.number != unix.CAP_IPC_LOCK {
+			want = append(want, c.name)
+		}
+	}
+	line := "\nCapabilityBoundingSet=" + strings.Join(want, " ") + "\n"
+	if !strings.Contains(string(unit), line) {
+		t.Errorf("unit: want line %q", line)
 	}
 }
 
@@ -87,7 +158,7 @@ func TestUnitKeepsMountNamespaceOfHost(t *testing.T) {
 		"RuntimeDirectory=nfsrdmad", "Restart=on-failure", "DeviceAllow=/dev/fuse rw",
 		"DeviceAllow=/dev/infiniband/rdma_cm rw", "DeviceAllow=char-infiniband_verbs rw", "LimitMEMLOCK=infinity",
 		"OOMScoreAdjust=-900", "NotifyAccess=main", "KillMode=process", "RuntimeDirectoryPreserve=restart",
-		"StartLimitIntervalSec=0"} {
+		"StartLimitIntervalSec=0", "LimitCORE=0"} {
 		if !strings.Contains(string(unit), "\n"+want+"\n") {
 			t.Errorf("unit: missing line %s", want)
 		}
