@@ -16,6 +16,7 @@ import (
 	"github.com/moby/sys/mountinfo"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/screen"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
@@ -89,7 +90,7 @@ func goSource(ctx context.Context) (string, error) {
 // A site holds everything that the demo creates.
 type site struct {
 	cfg    Config
-	out    *screen
+	out    *screen.Screen
 	server *nfsserve.Server
 	daemon *daemon.Daemon
 	client *control.Client
@@ -102,7 +103,7 @@ func run(ctx context.Context, cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
-	s := &site{cfg: cfg, out: newScreen(cfg.Out), export: filepath.Join(root, "export"),
+	s := &site{cfg: cfg, out: screen.New(cfg.Out), export: filepath.Join(root, "export"),
 		dir: filepath.Join(root, "mnt")}
 	defer func() { err = joinErrors(err, s.tearDown(root)) }()
 	if err := s.setUp(ctx, root); err != nil {
@@ -138,8 +139,8 @@ func (s *site) setUp(ctx context.Context, root string) error {
 		return err
 	}
 	s.client = control.NewClient(string(cfg.ControlSocket))
-	s.out.line("server     NFS/RDMA (softiwarp) %s, MOUNT %s (TCP)", s.server.RDMAAddr, s.server.TCPAddr)
-	s.out.line("export     %s", s.export)
+	s.out.Line("server     NFS/RDMA (softiwarp) %s, MOUNT %s (TCP)", s.server.RDMAAddr, s.server.TCPAddr)
+	s.out.Line("export     %s", s.export)
 	return s.mount(ctx)
 }
 
@@ -155,7 +156,7 @@ func (s *site) mount(ctx context.Context) error {
 	info, err := s.client.Mount(ctx, control.MountRequest{Spec: "127.0.0.1:" + exportPath, Dir: s.dir, Options: opts})
 	if err == nil {
 		fusefs.DisablePoll(s.dir) // the demo uses a mount that it serves itself
-		s.out.line("mounted    %s on %s", info.Spec, info.Dir)
+		s.out.Line("mounted    %s on %s", info.Spec, info.Dir)
 	}
 	return err
 }
@@ -165,7 +166,7 @@ const exportPath = "/"
 
 // tearDown removes what setUp created, also after an error of setUp.
 func (s *site) tearDown(root string) error {
-	s.out.endProgress()
+	s.out.EndProgress()
 	if s.daemon != nil {
 		s.daemon.Close()
 	}

@@ -14,6 +14,7 @@ import (
 	"unicode"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/internal/screen"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
@@ -179,7 +180,7 @@ func TestCompareReportsDifference(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := tr.compareTo(context.Background(), newScreen(&bytes.Buffer{}), b); err == nil ||
+	if err := tr.compareTo(context.Background(), screen.New(&bytes.Buffer{}), b); err == nil ||
 		!strings.Contains(err.Error(), "odd: differs") {
 		t.Errorf("got %v", err)
 	}

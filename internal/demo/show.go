@@ -14,6 +14,7 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/screen"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -23,19 +24,19 @@ func (s *site) show(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.out.line("tree       %d files in %d directories, %.1f MiB, from %s", len(t.files), len(t.dirs), mib(t.bytes),
+	s.out.Line("tree       %d files in %d directories, %.1f MiB, from %s", len(t.files), len(t.dirs), mib(t.bytes),
 		t.root)
 	start := time.Now()
 	if err := t.copyTo(ctx, s.out, s.dir); err != nil {
 		return err
 	}
 	copied := time.Since(start)
-	s.out.line("copied in  %d files in %.1f s", len(t.files), copied.Seconds())
+	s.out.Line("copied in  %d files in %.1f s", len(t.files), copied.Seconds())
 	first, err := s.scrape(ctx)
 	if err != nil {
 		return err
 	}
-	s.out.line("remount    to empty the caches")
+	s.out.Line("remount    to empty the caches")
 	// A new mount has empty caches, so that the server sends every byte again.
 	if err := s.client.Umount(ctx, control.UmountRequest{Dir: s.dir}); err != nil {
 		return err
@@ -48,7 +49,7 @@ func (s *site) show(ctx context.Context) error {
 		return err
 	}
 	compared := time.Since(start)
-	s.out.line("compared   %d files in %.1f s: all bytes are equal", len(t.files), compared.Seconds())
+	s.out.Line("compared   %d files in %.1f s: all bytes are equal", len(t.files), compared.Seconds())
 	second, err := s.scrape(ctx)
 	if err != nil {
 		return err
@@ -73,18 +74,18 @@ var (
 )
 
 // table prints the passes side by side, in at most 80 columns.
-func table(out *screen, t *tree, passes []pass) {
+func table(out *screen.Screen, t *tree, passes []pass) {
 	row := func(what string, value func(pass) string) {
 		text := fmt.Sprintf("%-32s", what)
 		for _, p := range passes {
 			text += fmt.Sprintf("%16s", value(p))
 		}
-		out.line("%s", text)
+		out.Line("%s", text)
 	}
 	count := func(key string) func(pass) string {
 		return func(p pass) string { return fmt.Sprintf("%.0f", p.metrics[key]) }
 	}
-	out.line("")
+	out.Line("")
 	row("", func(p pass) string { return p.name })
 	row("time", func(p pass) string { return fmt.Sprintf("%.2f s", p.took.Seconds()) })
 	row("throughput", func(p pass) string { return fmt.Sprintf("%.1f MiB/s", mib(t.bytes)/p.took.Seconds()) })
@@ -93,7 +94,7 @@ func table(out *screen, t *tree, passes []pass) {
 		return fmt.Sprintf("%.0f RPC/s",
 			p.metrics["rpc_sends_total"]/p.took.Seconds())
 	})
-	out.line("from /metrics, nfsrdmad_...")
+	out.Line("from /metrics, nfsrdmad_...")
 	for _, c := range counters {
 		row("  "+c, count(c))
 	}
@@ -110,7 +111,7 @@ func table(out *screen, t *tree, passes []pass) {
 			}
 		}
 	}
-	out.line("calls by procedure")
+	out.Line("calls by procedure")
 	for _, op := range slices.Sorted(maps.Keys(ops)) {
 		row("  "+op, count(opPrefix+op))
 	}

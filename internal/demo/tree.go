@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/nfsrdmad/nfsrdmad/internal/screen"
 	"io"
 	"io/fs"
 	"os"
@@ -67,11 +68,11 @@ type progress struct {
 }
 
 // show prints progress at every tick until done is closed.
-func (p *progress) show(out *screen, what string, t *tree, done <-chan struct{}) {
-	ticker := time.NewTicker(out.tick())
+func (p *progress) show(out *screen.Screen, what string, t *tree, done <-chan struct{}) {
+	ticker := time.NewTicker(out.Tick())
 	defer ticker.Stop()
 	for {
-		out.progress("%-10s %5d of %d files, %6.1f of %.1f MiB", what, p.files.Load(), len(t.files),
+		out.Progress("%-10s %5d of %d files, %6.1f of %.1f MiB", what, p.files.Load(), len(t.files),
 			mib(p.bytes.Load()), mib(t.bytes))
 		select {
 		case <-done:
@@ -89,7 +90,7 @@ const interruptTimeout = 3 * time.Second
 
 // each calls f for every file, with parallel workers, and shows progress. It returns the first
 // error.
-func (t *tree) each(ctx context.Context, out *screen, what string,
+func (t *tree) each(ctx context.Context, out *screen.Screen, what string,
 	f func(rel string, buf *buffers) (int64, error)) error {
 	var p progress
 	done, shown := make(chan struct{}), make(chan struct{})
@@ -146,13 +147,13 @@ type buffers struct{ a, b []byte }
 const dirsPerReport = 200
 
 // copyTo copies the tree to dst.
-func (t *tree) copyTo(ctx context.Context, out *screen, dst string) error {
+func (t *tree) copyTo(ctx context.Context, out *screen.Screen, dst string) error {
 	for i, rel := range t.dirs {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		if i%dirsPerReport == 0 {
-			out.progress("%-10s %5d of %d directories", "copy in", i, len(t.dirs))
+			out.Progress("%-10s %5d of %d directories", "copy in", i, len(t.dirs))
 		}
 		if err := os.MkdirAll(filepath.Join(dst, rel), 0o755); err != nil {
 			return err
@@ -179,7 +180,7 @@ func copyFile(src, dst string, buf []byte) (n int64, err error) {
 }
 
 // compareTo compares every file with its copy below dst.
-func (t *tree) compareTo(ctx context.Context, out *screen, dst string) error {
+func (t *tree) compareTo(ctx context.Context, out *screen.Screen, dst string) error {
 	return t.each(ctx, out, "read back", func(rel string, buf *buffers) (int64, error) {
 		return compareFile(filepath.Join(t.root, rel), filepath.Join(dst, rel), buf)
 	})

@@ -1,4 +1,5 @@
-package demo
+// Package screen writes lines and progress to a terminal or a file.
+package screen
 
 import (
 	"fmt"
@@ -20,8 +21,8 @@ const (
 // eraseLine moves a terminal to the start of the line and erases the line (ECMA-48, EL).
 const eraseLine = "\r\x1b[K"
 
-// A screen writes lines and progress to a terminal or a file. It is safe for concurrent use.
-type screen struct {
+// A Screen writes lines and progress to a terminal or a file. It is safe for concurrent use.
+type Screen struct {
 	w     io.Writer
 	width int // columns of the terminal; 0 if w is not a terminal
 
@@ -31,8 +32,9 @@ type screen struct {
 	}
 }
 
-func newScreen(w io.Writer) *screen {
-	s := &screen{w: w}
+// New returns a Screen on w.
+func New(w io.Writer) *Screen {
+	s := &Screen{w: w}
 	f, ok := w.(*os.File)
 	if !ok {
 		return s
@@ -46,23 +48,27 @@ func newScreen(w io.Writer) *screen {
 	return s
 }
 
-func (s *screen) tick() time.Duration {
+// Width returns the number of columns of the terminal, or 0 if w is no terminal.
+func (s *Screen) Width() int { return s.width }
+
+// Tick returns the interval of reports of progress.
+func (s *Screen) Tick() time.Duration {
 	if s.width > 0 {
 		return terminalTick
 	}
 	return fileTick
 }
 
-// line writes a line that stays on the terminal.
-func (s *screen) line(format string, args ...any) {
+// Line writes a line that stays on the terminal.
+func (s *Screen) Line(format string, args ...any) {
 	s.state.Lock()
 	defer s.state.Unlock()
 	s.erase()
 	fmt.Fprintf(s.w, format+"\n", args...)
 }
 
-// progress writes a line. On a terminal, the next line replaces it.
-func (s *screen) progress(format string, args ...any) {
+// Progress writes a line. On a terminal, the next line replaces it.
+func (s *Screen) Progress(format string, args ...any) {
 	text := fmt.Sprintf(format, args...)
 	s.state.Lock()
 	defer s.state.Unlock()
@@ -75,8 +81,8 @@ func (s *screen) progress(format string, args ...any) {
 	s.state.progress = true
 }
 
-// endProgress keeps the last progress and starts a new line.
-func (s *screen) endProgress() {
+// EndProgress keeps the last progress and starts a new line.
+func (s *Screen) EndProgress() {
 	s.state.Lock()
 	defer s.state.Unlock()
 	if s.state.progress {
@@ -86,7 +92,7 @@ func (s *screen) endProgress() {
 }
 
 // erase removes progress. The caller holds state.
-func (s *screen) erase() {
+func (s *Screen) erase() {
 	if s.state.progress {
 		fmt.Fprint(s.w, eraseLine)
 		s.state.progress = false
@@ -94,7 +100,7 @@ func (s *screen) erase() {
 }
 
 // Write writes log messages, which are whole lines.
-func (s *screen) Write(b []byte) (int, error) {
+func (s *Screen) Write(b []byte) (int, error) {
 	s.state.Lock()
 	defer s.state.Unlock()
 	s.erase()
