@@ -21,8 +21,8 @@ func daemonCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			_ = daemon.BecomeIOFlusher() // Run logs the failure
-			ignoreSIGPIPE()
+			_ = daemon.PrepareProcess() // Run logs the failure
+			prepareService()
 			return daemon.Run(cmd.Context(), cfg, daemon.NewLogger(cfg, os.Stderr))
 		},
 	}

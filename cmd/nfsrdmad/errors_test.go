@@ -16,8 +16,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -39,7 +37,7 @@ func TestMountErrors(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	closed := closedPort(t)
+	closed := testutil.ClosedPort(t)
 	readRequest := func(c net.Conn) { _, _ = io.ReadFull(c, make([]byte, mpaRequestBytes)) }
 	hangs := peer(t, func(net.Conn) {})
 	hangsInReply := peer(t, func(c net.Conn) { readRequest(c); _, _ = c.Write([]byte("MPA ID Rep")) })
@@ -140,26 +138,6 @@ func otherVersion(c sunrpc.CallHeader) []byte {
 
 func deniedCredential(c sunrpc.CallHeader) []byte {
 	return sunrpc.AppendDeniedReply(nil, c.XID, sunrpc.AuthTooWeak)
-}
-
-// closedPort returns a TCP port that refuses connections. A socket that does not listen keeps the
-// port from other tests until the test ends.
-func closedPort(t *testing.T) netip.AddrPort {
-	t.Helper()
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { unix.Close(fd) })
-	loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
-	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: loopback.As4()}); err != nil {
-		t.Fatal(err)
-	}
-	name, err := unix.Getsockname(fd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return netip.AddrPortFrom(loopback, uint16(name.(*unix.SockaddrInet4).Port))
 }
 
 // TestDaemonRefusesCommands covers commands other than mount that the daemon must refuse.
@@ -319,7 +297,7 @@ func TestWrongFUSEDevice(t *testing.T) {
 func TestForegroundMountReportsErrorOnce(t *testing.T) {
 	testutil.NeedsFUSE(t)
 	nfsrdmad(t, "mount", "--foreground", "127.0.0.1:/", t.TempDir(), "-o",
-		fmt.Sprintf("mountport=%d", closedPort(t).Port())).fails(t, 32, "refused", "mountport=")
+		fmt.Sprintf("mountport=%d", testutil.ClosedPort(t).Port())).fails(t, 32, "refused", "mountport=")
 }
 
 // TestDaemonWithoutPrivilege checks that a daemon that cannot mount logs the reason when it starts.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 )
@@ -50,4 +51,23 @@ func rejectUnknownCommand(cmd *cobra.Command, args []string) error {
 		hint = " (did you mean " + strings.Join(similar, " or ") + "?)"
 	}
 	return fmt.Errorf("unknown command %q%s; see %s --help", args[0], hint, cmd.CommandPath())
+}
+
+// wrap breaks text at spaces into lines of at most width columns. The first line starts with first,
+// the others with indent.
+func wrap(text, first, indent string, width int) string {
+	var b strings.Builder
+	line, words := first, 0
+	for _, word := range strings.Fields(text) {
+		if words > 0 && utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) > width {
+			b.WriteString(line + "\n")
+			line, words = indent, 0
+		}
+		if words > 0 {
+			line += " "
+		}
+		line += word
+		words++
+	}
+	return b.String() + line
 }

@@ -71,7 +71,7 @@ func TestStatusNamesMissingLockService(t *testing.T) {
 	dir := w.mkdir(t, "mnt")
 	w.mountWith(t, dir, "nlmport=1")
 	wantText(t, "doctor", nfsrdmad(t, "doctor", "--control-socket", w.socket).succeeds(t).stdout,
-		"no locks", "no NLM service", "127.0.0.1:1: connect", "start lockd on the server")
+		"warning mount-locks", "no NLM service", "127.0.0.1:1: connect", "start lockd on the server")
 	f, err := os.Open(filepath.Join(dir, "hello"))
 	if err != nil {
 		t.Fatal(err)
@@ -108,6 +108,5 @@ func TestDoctorChecksLocks(t *testing.T) {
 	w.mount(t, dir).succeeds(t)
 	w.mountWith(t, local, "nolock")
 	wantText(t, "doctor", nfsrdmad(t, "doctor", "--control-socket", w.socket).succeeds(t).stdout,
-		"ok locks "+dir+": the lock service of the server replies; ",
-		"ok locks "+local+": all local")
+		"ok mount-locks", dir+": the lock service of the server replies; ", local+": all local")
 }

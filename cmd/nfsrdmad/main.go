@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 )
 
 // helperName is the name under which mount(8) starts this program.
@@ -38,8 +39,13 @@ func terminationSignals() []os.Signal {
 	return signals
 }
 
-// ignoreSIGPIPE keeps a process that serves mounts alive when the reader of its output is gone.
-func ignoreSIGPIPE() { signal.Ignore(syscall.SIGPIPE) }
+// prepareService prepares a process that serves mounts or clients. The process stays alive when the
+// reader of its output is gone.
+func prepareService() {
+	signal.Ignore(syscall.SIGPIPE)
+	daemon.SetProcs()
+	_ = daemon.ForbidCoreDumps() // fails on no kernel
+}
 
 func run(ctx context.Context, cmd *cobra.Command) int {
 	err := cmd.ExecuteContext(ctx)

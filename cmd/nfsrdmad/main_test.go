@@ -132,6 +132,7 @@ type testEnv struct {
 	log         *bytes.Buffer
 	server      *nfsserve.Server
 	tcpPort     string
+	ownGroup    bool // each daemon gets a new process group
 }
 
 func newTestEnv(t *testing.T) *testEnv {
@@ -173,6 +174,7 @@ func (w *testEnv) startDaemonWith(t *testing.T, flags ...string) {
 	args := []string{"daemon", "--control-socket", w.socket, "--state-dir", w.dir}
 	w.daemon = program(t, "nfsrdmad", append(args, flags...)...)
 	w.daemon.Stderr = w.log
+	w.daemon.SysProcAttr = &syscall.SysProcAttr{Setpgid: w.ownGroup}
 	if err := w.daemon.Start(); err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
 // mountFlags are the flags of "mount" and of mount.nfsrdma.
@@ -30,7 +31,7 @@ func (f *mountFlags) request(args []string) control.MountRequest {
 
 func (f *mountFlags) run(cmd *cobra.Command, c *commonFlags, args []string) error {
 	if f.foreground {
-		ignoreSIGPIPE()
+		prepareService()
 	}
 	return daemon.MountCommand(cmd.Context(), daemon.MountCommandConfig{
 		Request: f.request(args), Socket: c.socket, Foreground: f.foreground, CheckOnly: f.check, Sloppy: f.sloppy,
@@ -47,72 +48,30 @@ func (f *mountFlags) print(w io.Writer, i *control.MountInfo) {
 	}
 }
 
-const mountLong = `Mount the export of an NFS server over RDMA.
+// mountLong is the help of "mount" and of mount.nfsrdma.
+var mountLong = "Mount the export of an NFS server over RDMA.\n\n" + optionHelp()
 
-Options of -o with the names and meanings of nfs(5); defaults in parentheses:
-  ro | rw               mount read-only or read-write (rw)
-  hard | soft | softerr when the server does not reply: retry forever, return
-                        EIO, or return ETIMEDOUT (hard)
-  timeo=TENTHS          reply timeout in tenths of a second; the client then
-                        reconnects (600)
-  retrans=N             retries before soft or softerr returns an error (2)
-  rsize=N, wsize=N      maximum bytes of a READ or WRITE, 4096 to 1048576
-                        (the server's maximum)
-  port=N                RDMA port of the server (20049)
-  mountport=N           TCP port of the server's MOUNT service (ask the port
-                        mapper, then try 20048)
-  nconnect=N            number of connections, 1 to 16 (1)
-  acregmin=, acregmax=, acdirmin=, acdirmax=SECONDS
-                        minimum and maximum time to cache attributes of files
-                        and directories (3, 60, 30, 60)
-  actimeo=SECONDS       set all four cache times
-  ac | noac             cache attributes or not (ac)
-  lookupcache=all | pos | none
-                        cache all names, existing names, or none (all)
-  cto | nocto           ask the server at each open, or use cached attributes
-                        and permissions of the user until they expire (cto)
-  acl | noacl           use POSIX ACLs of the server, or ignore them (acl)
-  lock | nolock         fcntl(2) and flock(2) locks exclude other clients, or
-                        only processes of this host (lock)
-  local_lock=all | flock | posix | none
-                        kinds of locks that are local to this host (none)
-  nlmport=N             TCP port of the server's lock service NLM (ask the
-                        port mapper, or use the port of MOUNT)
-  suid | nosuid, dev | nodev
-                        allow set-user-ID programs, and device files (nosuid,
-                        nodev; also with the option defaults)
-  noexec, noatime, nodiratime, strictatime and their opposites
-                        see mount(8)
-Accepted for compatibility; no effect: vers=3, nfsvers=3, mountvers=3,
-  proto=rdma, rdma, mountproto=tcp, sec=sys, rdirplus, intr, nointr,
-  and options of fstab(5) for other programs.
-
-Options of this client:
-  dirty_expire=SECONDS  age after which the data of open files is written to
-                        stable storage, 0 to wait for fsync or close (5)
-  dirty_bytes=N         bound of written data that is not on stable storage,
-                        1048576 to 1073741824; writes wait (33554432)
-  provider=auto | softiwarp | rdmacore
-                        RDMA provider (auto: rdmacore if the route to the
-                        server uses an RDMA device, else softiwarp)
-  device=NAME           RDMA device to use
-  slots=N               maximum calls in flight per connection, 4 to 1024 (64)
-  inline=N              inline threshold in bytes, 1024 to 65536 in steps of
-                        1024 (4096)
-  mpacrc=off | on       send and check iWARP CRCs (off)
-  writepad              offer memory for XDR padding, for old servers
-  front=devfuse | uring
-                        how requests reach the daemon: /dev/fuse, or FUSE over
-                        io_uring if the kernel has it (devfuse)
-  sharednames | nosharednames
-                        let the kernel cache names for all users or not; it
-                        checks search permission by mode bits alone
-                        (nosharednames)
-  trace=N               trace events to keep, 0 for none (1024)
-  keepalive=SECONDS     idle time before a keepalive NULL call, 0 for never
-                        (10)
-  idle=SECONDS          close a connection that is unused for this time, 0 for
-                        never (300)`
+// optionHelp returns the help of the mount options. The manual page nfsrdma(5) has the same text.
+func optionHelp() string {
+	const indent = 24 // columns
+	var b strings.Builder
+	for i, section := range mount.OptionSections() {
+		if i > 0 {
+			fmt.Fprintf(&b, "%s\n\n", wrap("Accepted for compatibility; no effect: "+mount.NoEffect+
+				", and options of fstab(5) for other programs.", "", "  ", columns))
+		}
+		fmt.Fprintf(&b, "%s%s:\n", section.Title, []string{"; defaults in parentheses", ""}[min(i, 1)])
+		for _, o := range section.Options {
+			first := fmt.Sprintf("  %-*s ", indent-3, o.Syntax)
+			if len(first) > indent {
+				fmt.Fprintln(&b, strings.TrimRight(first, " "))
+				first = strings.Repeat(" ", indent)
+			}
+			fmt.Fprintln(&b, wrap(o.Text, first, strings.Repeat(" ", indent), columns))
+		}
+	}
+	return strings.TrimSuffix(b.String(), "\n")
+}
 
 func mountCommand(c *commonFlags) *cobra.Command {
 	f := &mountFlags{}

@@ -263,7 +263,7 @@ func (s *blockedProcess) made(c *control.PendingCall) bool {
 }
 
 // blockProcesses mounts a server, stops the server, lets one process of each kind make its call,
-// and waits until status shows all the calls.
+// and waits until status shows all the calls as sent.
 func blockProcesses(t *testing.T, kinds ...callKind) (*pausableMount, []*blockedProcess, control.MountStatus) {
 	t.Helper()
 	h := newPausableMount(t, "keepalive=0,timeo=6000,actimeo=600", blockedFiles)
@@ -285,7 +285,7 @@ func blockProcesses(t *testing.T, kinds ...callKind) (*pausableMount, []*blocked
 	}
 	status := h.waitStatus(t, "calls of all processes", func(m *control.MountStatus) bool {
 		for _, s := range l {
-			if c := callOf(m, s.made); c == nil || c.Command != s.command {
+			if c := callOf(m, s.made); c == nil || c.Command != s.command || c.SinceSent < 0 {
 				return false
 			}
 		}

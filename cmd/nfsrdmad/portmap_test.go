@@ -49,7 +49,7 @@ func TestDefaultPortsNeedNoOptions(t *testing.T) {
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir).succeeds(t)
 	w.checkMount(t, dir)
 	wantText(t, "doctor", nfsrdmad(t, "doctor", "--control-socket", w.socket).succeeds(t).stdout,
-		"ok locks "+dir+": the lock service of the server replies; ")
+		"ok mount-locks", dir+": the lock service of the server replies; ")
 	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
 	nfsrdmad(t, "serve", w.dir+"/export", "--rdma-listen", "127.0.0.1:0").
 		fails(t, 2, "127.0.0.1:20048", "in use", "--tcp-listen")

@@ -16,6 +16,9 @@ type commonFlags struct {
 	output string
 }
 
+// buildCommands are the commands of programs with special build tags.
+var buildCommands []*cobra.Command
+
 func rootCommand() *cobra.Command {
 	c := &commonFlags{}
 	root := &cobra.Command{
@@ -34,11 +37,12 @@ func rootCommand() *cobra.Command {
 		},
 	}
 	root.PersistentFlags().StringVar(&c.output, "output", "text",
-		"text or json, for mount, list, status, trace, doctor and version")
+		"text or json, for mount, list, status, stats, trace, doctor and version")
 	root.AddCommand(childCommands()...)
 	root.AddCommand(daemonCommand(), stopCommand(c), mountCommand(c), virtiofsCommand(c), umountCommand(c),
-		listCommand(c), statusCommand(c), traceCommand(c),
-		doctorCommand(c), serveCommand(), demoCommand(), versionCommand(c))
+		listCommand(c), statusCommand(c), statsCommand(c), traceCommand(c), csiCommand(c),
+		doctorCommand(c), serveCommand(), demoCommand(), benchCommand(c), versionCommand(c))
+	root.AddCommand(buildCommands...)
 	root.SetVersionTemplate("nfsrdmad {{.Version}}\n")
 	configureHelp(root)
 	return root

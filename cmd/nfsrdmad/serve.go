@@ -55,7 +55,7 @@ func serveCommand() *cobra.Command {
 			}
 			cfg.Logger = daemon.NewLogger(log, os.Stderr)
 			cfg.Provider = mount.WithFaults(softiwarp.New(softiwarp.Config{}), plan, cfg.Logger)
-			ignoreSIGPIPE()
+			prepareService()
 			return runServer(cmd.Context(), cfg, func(s *nfsserve.Server) {
 				printServing(cmd.OutOrStdout(), &cfg, s)
 				if plan != nil {

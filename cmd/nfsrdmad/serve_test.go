@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 // servingLine matches the first line of serve.
@@ -108,7 +109,7 @@ func TestServeErrors(t *testing.T) {
 	}
 	taken := peer(t, func(net.Conn) {}).String()
 	mail := peer(t, func(c net.Conn) { _, _ = c.Write([]byte("220 mail.example\r\n")) }).String()
-	closed := closedPort(t).String()
+	closed := testutil.ClosedPort(t).String()
 	const free, onRDMA, onTCP = "127.0.0.1:0", " --rdma-listen ", " --tcp-listen "
 	for _, tt := range []struct {
 		name string
@@ -192,7 +193,7 @@ func TestIPv6(t *testing.T) {
 	if mounts, _ := os.ReadFile("/proc/mounts"); !strings.Contains(string(mounts), "[::1]:/ "+dir+" fuse.nfsrdma ") {
 		t.Error("/proc/mounts does not list [::1]:/")
 	}
-	closed := closedPort(t).Port() // also closed on [::1]
+	closed := testutil.ClosedPort(t).Port() // also closed on [::1]
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o",
 		fmt.Sprintf("port=%d,mountport=%s", closed, nfstest.PortOf(t, tcp))).
 		fails(t, 32, "[::1]:/ on ", fmt.Sprintf("RDMA connection to [::1]:%d: ", closed), "refused")

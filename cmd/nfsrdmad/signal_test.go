@@ -104,6 +104,27 @@ func TestNotifiesSystemd(t *testing.T) {
 	}
 }
 
+// TestFeedsWatchdog checks that the daemon notifies the watchdog of systemd again and again.
+func TestFeedsWatchdog(t *testing.T) {
+	t.Parallel()
+	m := systemdtest.StartManager(t, 0)
+	socket := filepath.Join(t.TempDir(), "s")
+	cmd := program(t, "nfsrdmad", "daemon", "--control-socket", socket, "--metrics-listen", "")
+	cmd.Env = append(append(cmd.Env, m.Env()...), "WATCHDOG_USEC=1000000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer cmd.Process.Kill()
+	for range 3 {
+		awaitMessage(t, m, "\nWATCHDOG=1\n")
+	}
+	_ = cmd.Process.Signal(syscall.SIGTERM)
+	awaitMessage(t, m, "\nSTOPPING=1\n")
+	if err := cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
 // foreground starts a foreground mount.
 func (w *testEnv) foreground(t *testing.T) *exec.Cmd {
 	t.Helper()

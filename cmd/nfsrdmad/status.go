@@ -10,6 +10,7 @@ import (
 	"text/tabwriter"
 	"time"
 	"unicode"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 
@@ -20,14 +21,21 @@ import (
 const columns = 80
 
 func statusCommand(c *commonFlags) *cobra.Command {
+	var slow bool
 	cmd := &cobra.Command{
-		Use:   "status [DIR]",
+		Use:   "status [--slow] [DIR]",
 		Short: "Show connection, pending calls and memory regions of mounts",
 		Args:  argCount(0, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			dir, err := optionalDir(args)
 			if err != nil {
 				return err
+			}
+			if slow {
+				fetch := func(d *control.Client) ([]control.SlowCalls, error) { return d.Slow(cmd.Context(), dir) }
+				return printFromDaemon(c, cmd, fetch, func(w io.Writer, l []control.SlowCalls) {
+					printSlow(w, l, time.Now())
+				})
 			}
 			fetch := func(d *control.Client) ([]control.MountStatus, error) { return d.Status(cmd.Context(), dir) }
 			return printFromDaemon(c, cmd, fetch, func(w io.Writer, l []control.MountStatus) {
@@ -39,6 +47,8 @@ func statusCommand(c *commonFlags) *cobra.Command {
 		},
 	}
 	c.socketFlag(cmd)
+	cmd.Flags().BoolVar(&slow, "slow", false,
+		"show the slowest requests and RPCs of the last 10 minutes, and in which phases they spent their time")
 	return cmd
 }
 
@@ -66,12 +76,24 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	if m.FaultInjection != "" {
 		item(w, "", control.FaultBanner+m.FaultInjection, ",")
 	}
-	item(w, "", fmt.Sprintf("%s on %s: %s since %s", printable(m.Spec), printable(m.Dir), m.State,
+	state := string(m.State)
+	if m.State == control.StateStalled {
+		state += ", " + string(control.StateMounted) // Since is the time of the mount
+	}
+	item(w, "", fmt.Sprintf("%s on %s: %s since %s", printable(m.Spec), printable(m.Dir), state,
 		m.Since.Local().Format(time.DateTime)), " ")
 	item(w, "options", m.Options, ",")
+	one := len(m.Addresses) == 0 || len(m.Addresses) == 1 && m.Addresses[0].Address == m.Server
 	if m.Connection != "" {
-		item(w, "connection", fmt.Sprintf("%s to %s by %s, %s", m.Connection, m.Server, m.Provider,
+		to := ""
+		if one {
+			to = " to " + m.Server
+		}
+		item(w, "connection", fmt.Sprintf("%s%s by %s, %s", m.Connection, to, m.Provider,
 			plural(m.Connects, "connect")), " ")
+	}
+	if !one {
+		item(w, "addresses", addressesLine(m.Addresses), ",")
 	}
 	if m.ProviderReason != "" {
 		item(w, "provider", m.Provider+": "+printable(m.ProviderReason), " ")
@@ -85,7 +107,11 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 		item(w, "failure", printable(m.Failure), " ")
 	}
 	if m.Reason != "" {
-		item(w, "reason", printable(m.Reason), " ")
+		reason := printable(m.Reason)
+		if m.Stalled > 0 {
+			reason += fmt.Sprintf(" (for %.0f s)", m.Stalled)
+		}
+		item(w, "reason", reason, " ")
 	}
 	if m.LastError != "" {
 		item(w, "last error", printable(m.LastError), " ")
@@ -104,6 +130,18 @@ func printMount(w io.Writer, m *control.MountStatus, now time.Time) {
 	if m.XprtLine != "" {
 		fmt.Fprintln(w, m.XprtLine)
 	}
+}
+
+// addressesLine describes the connections of a mount.
+func addressesLine(l []control.Connection) string {
+	parts := make([]string, len(l))
+	for i, c := range l {
+		parts[i] = fmt.Sprintf("#%d %s %s", i, c.State, c.Address)
+		if c.Address != c.Preferred {
+			parts[i] += " (prefers " + c.Preferred + ")"
+		}
+	}
+	return strings.Join(parts, ", ")
 }
 
 func locksLine(l *control.LockStatus) string {
@@ -153,7 +191,8 @@ func printCalls(w io.Writer, m *control.MountStatus) {
 		if several {
 			slot = fmt.Sprintf("#%d %s", c.Connection, slot)
 		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\n", age(seconds(c.Age)), xid, c.Procedure, slot, c.WaitsFor, owner(c))
+		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\n", age(seconds(c.Age)), xid, c.Procedure, slot, c.WaitsFor,
+			owner(&c.CallOwner))
 	}
 	t.Flush()
 }
@@ -163,7 +202,7 @@ func severalConnections(m *control.MountStatus) bool {
 }
 
 // owner describes the process or the part of the daemon that waits for a call.
-func owner(c *control.PendingCall) string {
+func owner(c *control.CallOwner) string {
 	switch c.Owner {
 	case control.OwnerProcess:
 		command := "(ended)"
@@ -210,14 +249,19 @@ func item(w io.Writer, name, text, separator string) {
 	wrapIndented(w, first, text, separator)
 }
 
-// wrapIndented prints first and text. It breaks a long text after separators and indents the
-// following lines to the start of the text.
+// wrapIndented is wrapAt for the usual width.
 func wrapIndented(w io.Writer, first, text, separator string) {
-	indent := strings.Repeat(" ", max(len(first), 2))
+	wrapAt(w, first, text, separator, columns)
+}
+
+// wrapAt prints first and text in lines of at most columns. It breaks a long text after
+// separators and indents the following lines to the start of the text.
+func wrapAt(w io.Writer, first, text, separator string, columns int) {
+	indent := strings.Repeat(" ", max(utf8.RuneCountInString(first), 2))
 	line := first
 	empty := true
 	for _, part := range strings.SplitAfter(text, separator) {
-		if !empty && len(strings.TrimRight(line+part, " ")) > columns {
+		if !empty && utf8.RuneCountInString(strings.TrimRight(line+part, " ")) > columns {
 			fmt.Fprintln(w, strings.TrimRight(line, " "))
 			line = indent
 		}

@@ -22,7 +22,9 @@ no NFS, no RDMA and no network. For QEMU:
   -chardev socket,id=fs,path=SOCKET
   -device vhost-user-fs-pci,chardev=fs,tag=TAG,queue-size=1024
 
-"nfsrdmad umount SOCKET" ends the share. The options of -o are those of
+"nfsrdmad umount SOCKET" ends the share. It stays when the daemon is restarted
+or killed: the guest waits for the next daemon. With --foreground it ends with
+its process, and a guest that uses it hangs. The options of -o are those of
 "nfsrdmad mount". suid, dev, exec, atime and their opposites have no effect: the
 guest decides about them.`
 
@@ -39,7 +41,7 @@ func virtiofsCommand(c *commonFlags) *cobra.Command {
 				return fmt.Errorf("--socket is missing; give the path of the socket to make")
 			}
 			if f.foreground {
-				ignoreSIGPIPE()
+				prepareService()
 			}
 			r := control.MountRequest{Spec: args[0], Dir: share, Options: strings.Join(f.options, ","), Virtiofs: true}
 			return daemon.MountCommand(cmd.Context(), daemon.MountCommandConfig{Request: r, Socket: c.socket,

@@ -1,0 +1,163 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+)
+
+// TestStatusSlow mounts with a daemon that delays each reply, and checks that the slowest requests
+// and RPCs spent their time at the server.
+func TestStatusSlow(t *testing.T) {
+	const delay = 0.02 // seconds
+	w := newTestEnv(t)
+	w.stop(t, w.daemon)
+	metrics := nfstest.FreePort(t)
+	w.startDaemonWith(t, "--metrics-listen", metrics, "--inject", "seed=1,delay-reply=1:20ms")
+	secret := filepath.Join(w.mkdir(t, "export"), "secret")
+	if err := os.WriteFile(secret, make([]byte, 100_000), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	rdma, tcp, _ := serve(t, filepath.Dir(secret), "--log-level", "warn")
+	dir := w.mkdir(t, "mnt")
+	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", ports(t, rdma, tcp)).succeeds(t)
+	if b, err := os.ReadFile(filepath.Join(dir, "secret")); err != nil || len(b) != 100_000 {
+		t.Errorf("read: got %d bytes and error %v, want 100,000", len(b), err)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "missing")); !os.IsNotExist(err) {
+		t.Errorf("stat of a missing file: got %v", err)
+	}
+	status := []string{"status", "--slow", "--control-socket", w.socket}
+	var text string
+	// A request ends a moment after its reply.
+	for end := time.Now().Add(nfstest.ProcessTimeout); !strings.Contains(text, "ENOENT"); {
+		if time.Now().After(end) {
+			t.Fatalf("got %s, want a lookup with ENOENT", text)
+		}
+		text = nfsrdmad(t, append(status, dir)...).succeeds(t).stdout
+	}
+	out := nfsrdmad(t, append(status, "--output", "json")...).succeeds(t).stdout
+	var l []control.SlowCalls
+	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 || l[0].Dir != dir {
+		t.Fatalf("%v: %s, want one mount", err, out)
+	}
+	requests, calls := make(map[string]control.SlowCall), make(map[string]control.SlowCall)
+	for _, c := range l[0].Requests {
+		checkSlow(t, &c, delay*float64(c.Calls))
+		requests[c.Name+c.Error] = c
+	}
+	for _, c := range l[0].Calls {
+		checkSlow(t, &c, delay)
+		calls[c.Name] = c
+	}
+	read := requests["read"]
+	if age := time.Since(read.Ended); read.Calls == 0 || age.Abs() > time.Hour || read.XID != "" {
+		t.Errorf("read: got %+v, want RPCs, and an end a moment ago", read)
+	}
+	if read.Owner == control.OwnerProcess && (read.PID != uint32(os.Getpid()) || read.UID != uint32(os.Getuid())) {
+		t.Errorf("owner of read: got %+v, want this process, %d", read.CallOwner, os.Getpid())
+	}
+	if c := requests["lookupENOENT"]; c.Calls == 0 {
+		t.Errorf("lookup of a missing name: got %+v in %s", c, out)
+	}
+	if c := calls["READ"]; c.XID == "" || c.Calls != 0 {
+		t.Errorf("READ: got %+v in %s, want an XID", c, out)
+	}
+	for _, s := range []string{text, out} {
+		if strings.Contains(s, "secret") || strings.Contains(s, "missing") {
+			t.Errorf("got %s, want no names of files", s)
+		}
+	}
+	for _, want := range []string{dir + "\n", "REQUEST", "RPC ", "READ", "lookup", "server ", "ENOENT", "1 RPC"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("got %s, want %q in it", text, want)
+		}
+	}
+	m := scrape(t, metrics)
+	for _, series := range []string{"nfsrdmad_rpc_phase_seconds", "nfsrdmad_fuse_phase_seconds"} {
+		n := m[series+`_count{phase="server"}`]
+		if got := m[series+`_sum{phase="server"}`]; n == 0 || got < delay {
+			t.Errorf("%s: got %v s at the server in %v calls, want at least %v", series, got, n, delay)
+		}
+	}
+	nfsrdmad(t, append(status, "/nowhere")...).fails(t, 32, "not mounted")
+	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
+	if out := nfsrdmad(t, status...).succeeds(t).stdout; out != "no mounts\n" {
+		t.Errorf("without mounts: got %q", out)
+	}
+}
+
+// checkSlow checks that the phases of a call sum to its total, and that it spent enough seconds at
+// the server.
+func checkSlow(t *testing.T, c *control.SlowCall, server float64) {
+	t.Helper()
+	sum := 0.0
+	for name, s := range c.Phases {
+		if s <= 0 {
+			t.Errorf("phase %s: got %v, want more than 0", name, s)
+		}
+		sum += s
+	}
+	if d := sum - c.Total; d > 1e-9 || d < -1e-9 || c.Phases["server"] < server {
+		t.Errorf("got %+v, want phases that sum to the total, and at least %v at the server", c, server)
+	}
+}
+
+// TestSlowTableFits prints a call that spent the same time in each phase, with a long command.
+func TestSlowTableFits(t *testing.T) {
+	c := control.SlowCall{Name: "readdirplus", Total: 12 * 0.0123456, Calls: 321, Error: "ENAMETOOLONG",
+		CallOwner: control.CallOwner{Owner: control.OwnerProcess, PID: 4194304, Command: "é-command-of-15",
+			UID: 4294967294}, Phases: map[string]float64{}}
+	for _, p := range strings.Fields("queue slot reconnect credit register send server completion invalidation " +
+		"return local reply") {
+		c.Phases[p] = 0.0123456
+	}
+	rpc := control.SlowCall{Name: "READ", Total: 700, Resends: 1, Error: "timeout",
+		CallOwner: control.CallOwner{Owner: control.OwnerWriteBack},
+		Phases:    map[string]float64{"reconnect": 699, "server": 0.5}}
+	var b strings.Builder
+	printSlow(&b, []control.SlowCalls{{Dir: "/mnt", Requests: []control.SlowCall{c}, Calls: []control.SlowCall{rpc}},
+		{Dir: "/idle"}}, time.Now())
+	out := b.String()
+	for line := range strings.Lines(out) {
+		if n := utf8.RuneCountInString(strings.TrimRight(line, "\n")); n > slowColumns {
+			t.Errorf("line of %d columns, want at most %d: %q", n, slowColumns, line)
+		}
+	}
+	for _, want := range []string{"completion 12.3ms", "reply 12.3ms", "321 RPCs", "ENAMETOOLONG", "  148ms  ",
+		"4194304 é-command-of-15…", "  11m40s", "reconnect 11m39s, 1 resend, timeout", "/idle\n  no requests"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("got\n%swant %q in it", out, want)
+		}
+	}
+	if strings.Contains(out, "server 500ms") {
+		t.Errorf("got\n%swant no phase below 1 %%", out)
+	}
+}
+
+func TestShortDurations(t *testing.T) {
+	for d, want := range map[time.Duration]string{
+		0:                         "0.00us",
+		123:                       "0.12us",
+		9999:                      "10.0us",
+		99_960:                    "100us",
+		999_400:                   "999us",
+		999_999:                   "1000us",
+		1_234_567:                 "1.23ms",
+		45_678 * time.Microsecond: "45.7ms",
+		1234 * time.Millisecond:   "1.23s",
+		99 * time.Second:          "99.0s",
+		100 * time.Second:         "1m40s",
+	} {
+		if got := short(d); got != want {
+			t.Errorf("%v: got %s, want %s", d, got, want)
+		}
+	}
+}
