@@ -10,29 +10,36 @@ import (
 // allowed lists, for each package, the packages of this module that its non-test files may import.
 // The order is from the top layer down: a package imports only packages of later lines.
 var allowed = []struct{ pkg, imports string }{
-	{"cmd/nfsrdmad", "internal/demo internal/fdstore internal/nfsserve internal/svcrdma pkg/control pkg/daemon " +
-		"pkg/front pkg/mount pkg/verbs/softiwarp"},
-	{"internal/demo", "internal/nfsserve pkg/control pkg/daemon pkg/fusefs pkg/mount pkg/verbs/softiwarp"},
+	{"cmd/nfsrdmad", "internal/bench internal/demo internal/fdstore internal/nfsserve internal/screen " +
+		"internal/statview internal/svcrdma pkg/control pkg/csi pkg/daemon pkg/doctor pkg/front pkg/fusefs " +
+		"pkg/mount pkg/verbs/softiwarp"},
+	{"internal/demo", "internal/nfsserve internal/screen pkg/control pkg/daemon pkg/fusefs pkg/mount " +
+		"pkg/verbs/softiwarp"},
+	{"pkg/csi", "pkg/control pkg/mount"},
 	{"test/lab/beside/program", "pkg/control pkg/daemon test/differential"},
 	{"test/differential", "pkg/nfs3/nfsacl"},
-	{"pkg/daemon", "internal/fdstore pkg/control pkg/front pkg/metrics pkg/mount pkg/verbs/rdmacore"},
-	{"pkg/mount", "internal/fdstore internal/running internal/slotfile pkg/control pkg/front pkg/fusefs pkg/membuf " +
-		"pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc pkg/trace pkg/verbs " +
-		"pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
+	{"pkg/daemon", "internal/fdstore internal/otlp internal/statuspage pkg/control pkg/metrics pkg/mount"},
+	{"pkg/doctor", "internal/kernelfault internal/rpctcp pkg/control pkg/front pkg/membuf pkg/mount pkg/nfs3 " +
+		"pkg/nfs3/mountd pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/xprt"},
+	{"pkg/mount", "internal/backoff internal/fdstore internal/otlp internal/running internal/slotfile pkg/control " +
+		"pkg/front pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm " +
+		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
 	{"internal/nfstest", "internal/ganeshatest internal/testutil pkg/fusefs pkg/nfs3 pkg/sunrpc"},
 	{"internal/ganeshatest", "internal/rpctcp internal/testutil pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
+	{"internal/servertest", "internal/nfsserve pkg/verbs/softiwarp"},
 	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
-	{"pkg/metrics", "pkg/fusefs pkg/nlm pkg/stats"},
-	{"pkg/xprt", "internal/leakcheck internal/running internal/verify pkg/membuf pkg/memreg pkg/rpcrdma pkg/stats " +
-		"pkg/sunrpc pkg/trace pkg/verbs"},
+	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nlm pkg/stats"},
+	{"pkg/xprt", "internal/backoff internal/leakcheck internal/running internal/verify pkg/ledger pkg/membuf " +
+		"pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
 	{"internal/hostile", "pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"internal/nfsd", "internal/nlmd pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
 	{"internal/nlmd", "pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
-	{"pkg/fusefs", "internal/running internal/slotfile pkg/front pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm " +
+	{"pkg/fusefs", "internal/running internal/slotfile pkg/front pkg/ledger pkg/membuf pkg/nfs3 pkg/nfs3/nfsacl " +
+		"pkg/nlm pkg/rangelock pkg/sunrpc"},
+	{"pkg/virtiofs", "internal/slotfile pkg/front pkg/ledger"},
+	{"pkg/nlm", "internal/backoff internal/rpctcp internal/running internal/slotfile pkg/nfs3 pkg/nfs3/mountd " +
 		"pkg/rangelock pkg/sunrpc"},
-	{"pkg/virtiofs", "pkg/front"},
-	{"pkg/nlm", "internal/rpctcp internal/running internal/slotfile pkg/nfs3 pkg/nfs3/mountd pkg/rangelock pkg/sunrpc"},
 	{"pkg/memreg", "internal/verify pkg/membuf pkg/trace pkg/verbs"},
 	{"pkg/nfs3/nfsacl", "pkg/nfs3 pkg/sunrpc"},
 	{"pkg/nfs3/mountd", "internal/rpctcp pkg/nfs3 pkg/sunrpc"},
@@ -43,27 +50,40 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/rpctcp", "pkg/sunrpc"},
 	{"internal/systemdtest", "internal/testutil"},
 	{"test/lab/systemd/load", "internal/testutil"},
-	{"internal/testutil", "internal/leakcheck internal/verify"},
+	{"internal/testutil", "internal/kernelfault internal/leakcheck internal/verify"},
+	{"internal/statuspage", "pkg/control"},
+	{"internal/statview", "pkg/control pkg/stats"},
+	{"internal/otlp", "pkg/control pkg/ledger"},
 	{"pkg/control", "pkg/stats"},
 	{"internal/slotfile", "internal/memfd"},
-	{"pkg/front", "internal/memfd"},
+	{"pkg/front", "internal/kernelfault internal/memfd pkg/ledger"},
 	{"pkg/membuf", "internal/leakcheck internal/memfd"},
 	{"pkg/nfs3", "pkg/sunrpc"},
 	{"pkg/verbs/internal/base", "internal/leakcheck pkg/verbs"},
 	{"internal/archtest", ""},
+	{"internal/backoff", ""},
+	{"internal/bench", ""},
 	{"internal/fdstore", ""},
+	{"internal/kernelfault", ""},
 	{"internal/leakcheck", ""},
 	{"internal/memfd", ""},
+	{"internal/otlptest", ""},
 	{"internal/powertest", ""},
+	{"internal/reference", ""},
 	{"internal/running", ""},
+	{"internal/screen", ""},
 	{"internal/verify", ""},
+	{"pkg/ledger", ""},
 	{"pkg/rangelock", ""},
 	{"pkg/rpcrdma", ""},
 	{"pkg/stats", ""},
 	{"pkg/sunrpc", ""},
 	{"pkg/trace", ""},
 	{"pkg/verbs", ""},
+	{"test/bench", ""},
+	{"test/docs", ""},
 	{"test/integration", ""},
+	{"test/kubernetes", ""},
 	{"test/lab", ""},
 	{"test/lab/beside", ""},
 	{"test/lab/knfsd", ""},
@@ -71,18 +91,25 @@ var allowed = []struct{ pkg, imports string }{
 	{"test/lab/systemd", ""},
 	{"test/lab/takeover", ""},
 	{"test/lab/virtiofs", ""},
+	{"test/monitoring", ""},
 	{"test/mutants", ""},
+	{"test/packages", ""},
 	{"test/programs", ""},
 	{"test/restart", ""},
+	{"test/scale", ""},
 }
 
 // testPackages hold helpers of tests. Only test files and other test packages may import them.
 var testPackages = []string{
-	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/powertest",
-	"internal/systemdtest", "internal/testutil", "pkg/verbs/verbstest",
-	"test/differential", "test/integration", "test/lab", "test/lab/beside", "test/lab/beside/program", "test/lab/knfsd",
+	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/otlptest",
+	"internal/powertest", "internal/reference", "internal/servertest", "internal/systemdtest", "internal/testutil",
+	"pkg/verbs/verbstest",
+	"test/bench", "test/differential", "test/docs",
+	"test/integration", "test/kubernetes", "test/lab", "test/lab/beside",
+	"test/lab/beside/program",
+	"test/lab/knfsd",
 	"test/lab/rdmacore", "test/lab/systemd", "test/lab/systemd/load", "test/lab/takeover", "test/lab/virtiofs",
-	"test/mutants", "test/programs", "test/restart",
+	"test/monitoring", "test/mutants", "test/packages", "test/programs", "test/restart", "test/scale",
 }
 
 func TestImportsAreAllowed(t *testing.T) {

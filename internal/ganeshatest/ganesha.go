@@ -79,30 +79,38 @@ func (s *Server) OnHost(t testing.TB) []string {
 	if !s.options.ownHost {
 		return nil
 	}
-	pid := descendant(s.running.cmd.Process.Pid, "ganesha.nfsd")
-	if pid == "" {
-		t.Fatal("process of NFS-Ganesha not found")
-	}
-	return []string{"nsenter", "--net=/proc/" + pid + "/ns/net"}
+	return []string{"nsenter", fmt.Sprintf("--net=/proc/%d/ns/net", s.PID(t))}
 }
 
-// descendant returns the ID of the descendant of a process that has the given name, or "".
-func descendant(pid int, name string) string {
+// PID returns the process ID of the server.
+func (s *Server) PID(t testing.TB) int {
+	t.Helper()
+	pid := descendant(s.running.cmd.Process.Pid, "ganesha.nfsd")
+	if pid == 0 {
+		t.Fatal("process of NFS-Ganesha not found")
+	}
+	return pid
+}
+
+// descendant returns the ID of the descendant of a process that has the given name, or 0.
+func descendant(pid int, name string) int {
 	children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
 	if err != nil {
-		return ""
+		return 0
 	}
 	for _, child := range strings.Fields(string(children)) {
-		if comm, err := os.ReadFile("/proc/" + child + "/comm"); err == nil && strings.TrimSpace(string(comm)) == name {
-			return child
+		id, err := strconv.Atoi(child)
+		if err != nil {
+			continue
 		}
-		if id, err := strconv.Atoi(child); err == nil {
-			if found := descendant(id, name); found != "" {
-				return found
-			}
+		if comm, err := os.ReadFile("/proc/" + child + "/comm"); err == nil && strings.TrimSpace(string(comm)) == name {
+			return id
+		}
+		if found := descendant(id, name); found != 0 {
+			return found
 		}
 	}
-	return ""
+	return 0
 }
 
 // Option changes how Start runs the server.

@@ -126,3 +126,16 @@ func TestServeBattery(t *testing.T) {
 	s := nfstest.ServeDir(t, served, "--no-root-squash")
 	checkBattery(t, local, served, nfstest.MountServed(t, s), knownDifferences)
 }
+
+// shareEnv tells TestBatteryOfShare the directories: a local one, the served one, and its mount.
+const shareEnv = "NFSRDMAD_BATTERY_DIRS"
+
+// TestBatteryOfShare compares a directory with a virtiofs mount. test/lab/virtiofs runs it in a
+// guest.
+func TestBatteryOfShare(t *testing.T) {
+	dirs := strings.Fields(os.Getenv(shareEnv))
+	if len(dirs) != 3 {
+		t.Skip("runs in a guest; see test/lab/virtiofs")
+	}
+	checkBattery(t, dirs[0], dirs[1], dirs[2], knownDifferences)
+}

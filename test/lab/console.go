@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"regexp"
-	"slices"
 	"strings"
 	"sync"
 )
@@ -25,7 +23,6 @@ type boot struct {
 type console struct {
 	mu          sync.Mutex
 	lines       []string
-	discard     bool // drop the rest of the current boot's output
 	current     *boot
 	panicC      chan struct{} // closed at the first panic of the current boot
 	hasPanicked bool
@@ -41,7 +38,7 @@ func (c *console) beginBoot(after string) *boot {
 	defer c.mu.Unlock()
 	c.current = &boot{after: after, settled: make(chan struct{})}
 	c.panicC = make(chan struct{})
-	c.hasPanicked, c.discard = false, false
+	c.hasPanicked = false
 	return c.current
 }
 
@@ -76,9 +73,7 @@ func (c *console) read(r io.Reader) {
 func (c *console) line(line string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.discard {
-		c.lines = append(c.lines, line)
-	}
+	c.lines = append(c.lines, line)
 	b := c.current
 	settle := func(id string, err error) {
 		select {
@@ -99,31 +94,6 @@ func (c *console) line(line string) {
 		close(c.panicC)
 		settle("", ErrPanic)
 	}
-}
-
-// emulatorFault matches a kernel error that the emulator causes. The kernel patches its code at
-// boot by means of breakpoints, and QEMU's emulation of several processors sometimes executes a
-// breakpoint that the kernel has already removed.
-var emulatorFault = regexp.MustCompile(`Oops: int3`)
-
-// mark returns the current end of the log, for dropEmulatorFault.
-func (c *console) mark() int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return len(c.lines)
-}
-
-// dropEmulatorFault reports whether the kernel met an emulatorFault since mark. If so, it replaces
-// the log since mark by a note, and drops the rest of this boot's output.
-func (c *console) dropEmulatorFault(mark int) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if !slices.ContainsFunc(c.lines[mark:], emulatorFault.MatchString) {
-		return false
-	}
-	c.lines = append(c.lines[:mark], "==== lab: output of a boot dropped: the emulator caused a kernel error")
-	c.discard = true
-	return true
 }
 
 // text returns all lines so far.

@@ -7,67 +7,34 @@ import (
 	"testing"
 )
 
-// TestConsoleDropsEmulatorFaults checks that the log keeps everything but the output of a boot in
-// which the emulator caused a kernel error.
-func TestConsoleDropsEmulatorFaults(t *testing.T) {
+// TestConsole checks when a boot is settled, and that the log keeps all lines.
+func TestConsole(t *testing.T) {
 	c := &console{}
-	say := func(lines ...string) { c.read(strings.NewReader(strings.Join(lines, "\r\n") + "\r\n")) }
-	c.beginBoot("")
-	say("one", "LAB ready a")
-	if mark := c.mark(); c.dropEmulatorFault(mark) || mark != 2 {
-		t.Error("got an emulator fault in a boot without kernel errors")
-	}
-	for i, boot := range [][]string{{"[ 1.7] Oops: int3: 0000 [#1] PREEMPT SMP", "Kernel panic - not syncing: Fatal"},
-		{"Oops: int3: 0000", "LAB ready b"}} {
-		mark := c.mark()
-		c.note("reset")
-		b := c.beginBoot("a")
-		say(boot...)
-		<-b.settled
-		if panicked := errors.Is(b.err, ErrPanic); panicked != (i == 0) {
-			t.Errorf("boot %d: got error %v, want a panic: %v", i, b.err, i == 0)
+	for _, tt := range []struct {
+		last, line string // ID of the boot before, and what the guest prints
+		id         string // empty: not settled
+		err        error
+	}{
+		{"", "LAB ready a", "a", nil},
+		{"a", "LAB ready a", "", nil}, // late output of the boot before
+		{"a", "LAB ready b", "b", nil},
+		{"b", "[ 1.7] Kernel panic - not syncing: Fatal exception", "", ErrPanic},
+	} {
+		b := c.beginBoot(tt.last)
+		c.read(strings.NewReader(tt.line + "\r\n"))
+		settled := false
+		select {
+		case <-b.settled:
+			settled = true
+		default:
 		}
-		if !c.dropEmulatorFault(mark) {
-			t.Errorf("boot %d: got no emulator fault, want one", i)
+		if settled != (tt.id != "" || tt.err != nil) || b.id != tt.id || !errors.Is(b.err, tt.err) {
+			t.Errorf("%s after boot %q: got settled %t, ID %q, error %v; want ID %q, error %v", tt.line, tt.last,
+				settled, b.id, b.err, tt.id, tt.err)
 		}
-		say("---[ end Kernel panic ]---")
 	}
-	mark := c.mark()
-	c.beginBoot("b")
-	say("WARNING: two", "Kernel panic - not syncing: another")
-	if c.dropEmulatorFault(mark) {
-		t.Error("got an emulator fault for an unrelated panic")
-	}
-	const note = "==== lab: output of a boot dropped: the emulator caused a kernel error"
-	want := []string{"one", "LAB ready a", note, note, "WARNING: two", "Kernel panic - not syncing: another"}
+	want := []string{"LAB ready a", "LAB ready a", "LAB ready b", "[ 1.7] Kernel panic - not syncing: Fatal exception"}
 	if got := c.text(); !slices.Equal(got, want) {
-		t.Errorf("got the log\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
-	}
-}
-
-// TestBootRetriesEmulatorFaults checks that a boot is repeated after an emulator fault, at most
-// bootTries times.
-func TestBootRetriesEmulatorFaults(t *testing.T) {
-	for _, faults := range []int{0, 1, bootTries - 1, bootTries} {
-		g := &Guest{console: &console{}}
-		tries := 0
-		err := g.retryEmulatorFaults(func(try int) error {
-			if tries++; try != tries {
-				t.Errorf("got try number %d, want %d", try, tries)
-			}
-			b := g.console.beginBoot("")
-			if try <= faults {
-				g.console.line("Oops: int3: 0000")
-				g.console.line("Kernel panic - not syncing")
-				return b.err
-			}
-			return nil
-		})
-		if want := min(faults+1, bootTries); tries != want || (err != nil) != (faults == bootTries) {
-			t.Errorf("%d faulty boots: got %d tries and error %v, want %d tries", faults, tries, err, want)
-		}
-		if found, _ := kernelErrors(g.console.text(), Options{}); (len(found) > 0) != (faults == bootTries) {
-			t.Errorf("%d faulty boots: got kernel errors %q", faults, found)
-		}
+		t.Errorf("got the log %q, want %q", got, want)
 	}
 }

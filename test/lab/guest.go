@@ -36,8 +36,6 @@ const (
 	lastHostPort  = 32000
 	// startTries bounds the retries after another process takes a host port before QEMU binds it.
 	startTries = 5
-	// bootTries bounds the retries after the emulator prevents a boot.
-	bootTries = 5
 	// logLines is the number of console lines that a failed test shows.
 	logLines = 60
 )
@@ -316,24 +314,7 @@ func (g *Guest) Boot() error {
 	if on {
 		return fmt.Errorf("guest %s: boot: already on", g.opts.Name)
 	}
-	return g.retryEmulatorFaults(func(try int) error {
-		if try > 1 {
-			g.powerOff()
-		}
-		return g.powerOn(last)
-	})
-}
-
-// retryEmulatorFaults repeats a boot in which the emulator caused a kernel error, whether or not
-// the boot succeeded, and removes that boot's output from the log.
-func (g *Guest) retryEmulatorFaults(boot func(try int) error) error {
-	for try := 1; ; try++ {
-		from := g.console.mark()
-		err := boot(try)
-		if try == bootTries || !g.console.dropEmulatorFault(from) {
-			return err
-		}
-	}
+	return g.powerOn(last)
 }
 
 func (g *Guest) powerOn(last string) error {
@@ -442,7 +423,7 @@ func (g *Guest) Reset() error {
 	if err != nil {
 		return err
 	}
-	return g.retryEmulatorFaults(func(int) error { return g.reset(m) })
+	return g.reset(m)
 }
 
 func (g *Guest) reset(m *machine) error {

@@ -66,6 +66,8 @@ func (i Impairment) netem() string {
 	}
 	if i.KbitSec > 0 {
 		fmt.Fprintf(&b, " rate %dkbit", i.KbitSec)
+	} else {
+		b.WriteString(" rate 1000gbit") // a change without a rate would keep the rate
 	}
 	return b.String()
 }
@@ -81,24 +83,24 @@ func (g *Guest) SlowNetwork(i Impairment) error {
 	if g.Linked.IsValid() {
 		card = "eth1"
 	}
-	// Linux does not shape incoming traffic, so the script redirects it through ifb0.
+	// Linux does not shape incoming traffic, so the script redirects it through ifb0. Later calls
+	// change the parameters in place: packets that are sent while a queue discipline is added or
+	// deleted fail, and then rxe can put its queue pair for connection messages into the error
+	// state for ever.
 	script := `
-		tc qdisc del dev ` + card + ` root 2>/dev/null
-		tc qdisc del dev ` + card + ` ingress 2>/dev/null
-		ip link del ifb0 2>/dev/null
-		true`
-	if i != (Impairment{}) {
-		script += `
 		set -e
-		modprobe -a sch_netem sch_ingress cls_matchall act_mirred
-		modprobe ifb numifbs=0
-		ip link add ifb0 type ifb
-		ip link set ifb0 up
-		tc qdisc add dev ifb0 root ` + i.netem() + `
-		tc qdisc add dev ` + card + ` ingress
-		tc filter add dev ` + card + ` ingress matchall action mirred egress redirect dev ifb0
-		tc qdisc add dev ` + card + ` root ` + i.netem()
-	}
+		if ! tc qdisc show dev ` + card + ` root | grep -q netem; then
+			modprobe -a sch_netem sch_ingress cls_matchall act_mirred
+			modprobe ifb numifbs=0
+			ip link add ifb0 type ifb
+			ip link set ifb0 up
+			tc qdisc add dev ifb0 root netem
+			tc qdisc add dev ` + card + ` ingress
+			tc filter add dev ` + card + ` ingress matchall action mirred egress redirect dev ifb0
+			tc qdisc add dev ` + card + ` root netem
+		fi
+		tc qdisc change dev ifb0 root ` + i.netem() + `
+		tc qdisc change dev ` + card + ` root ` + i.netem()
 	_, err := g.Run(script)
 	if err == nil {
 		g.console.note("network is now %+v", i)

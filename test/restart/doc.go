@@ -3,11 +3,13 @@
 // server and NFS-Ganesha behind the relay, as processes, and knfsd in a virtual machine of the lab.
 //
 //	restart_test.go    the tests
+//	kills_test.go      the test of kills with FUSE over io_uring
 //	knfsd_test.go      the tests with knfsd; only `make soak` runs them
 //	rig_test.go        servers, daemons and mounts
 //	released_test.go   checks that nothing is left of ended work
 //	worker_test.go     processes that work on a mount
 //	load_test.go       what the workers do with files
+//	canceled_test.go   calls that are repeated after ECANCELED
 //	copy_test.go       a tree of files that is copied
 //	fio_test.go        fio with verification, in a soak run
 //	locks_test.go      what the workers do with locks

@@ -35,11 +35,12 @@ type load struct {
 	stop   atomic.Bool
 	tasks  sync.WaitGroup
 
-	mu      sync.Mutex // guards the fields below
-	rounds  map[string]int
-	longest time.Duration
-	sums    map[string]string
-	errs    []error
+	mu       sync.Mutex // guards the fields below
+	rounds   map[string]int
+	counters map[string]*counter // of the tasks that count their calls
+	longest  time.Duration
+	sums     map[string]string
+	errs     []error
 }
 
 // A task works until more returns false. It returns the first error.
@@ -54,7 +55,8 @@ var tasks = map[string]task{
 
 // startLoad starts tasks. Each works in a directory DIR/TASK of the mount.
 func startLoad(seed uint64, mnt, served string, names []string) *load {
-	l := &load{dir: mnt, served: served, rounds: make(map[string]int), sums: make(map[string]string)}
+	l := &load{dir: mnt, served: served, rounds: make(map[string]int), counters: make(map[string]*counter),
+		sums: make(map[string]string)}
 	for i, name := range names {
 		rng := rand.New(rand.NewPCG(seed, uint64(i)))
 		l.tasks.Go(func() {
@@ -118,6 +120,16 @@ func (l *load) keep(path string, data []byte) error {
 	return err
 }
 
+// error returns the errors of the tasks.
+func (l *load) error() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := errors.Join(l.errs...); err != nil {
+		return fmt.Errorf("errors: %w", err)
+	}
+	return nil
+}
+
 // A loadResult is what a load has done without an error.
 type loadResult struct {
 	Rounds  map[string]int    // by task
@@ -129,8 +141,8 @@ type loadResult struct {
 func (l *load) end() (string, error) {
 	l.stop.Store(true)
 	l.tasks.Wait()
-	if err := errors.Join(l.errs...); err != nil {
-		return "", fmt.Errorf("errors: %w", err)
+	if err := l.error(); err != nil {
+		return "", err
 	}
 	b, err := json.Marshal(loadResult{l.rounds, l.longest, l.sums})
 	return string(b), err

@@ -24,7 +24,7 @@ func (r *rig) checkReleased() {
 		}
 		m, err := r.scrape()
 		if err == nil {
-			err = m.released(r.starts - 1)
+			err = m.released(r.starts-1, r.lostFiles)
 		}
 		if err == nil {
 			err = r.checkDescriptors()
@@ -113,15 +113,22 @@ func (r *rig) scrape() (samples, error) {
 // lostLookups is how many nodes a restart may leave: those of LOOKUPs in flight.
 const lostLookups = 20
 
-// released checks that no call, no file, no lock and no memory region is in use.
-func (m samples) released(restarts int) error {
+// released checks that no call, no lock and no memory region is in use, and at most lostFiles open
+// files and directories.
+func (m samples) released(restarts, lostFiles int) error {
 	// A daemon that was killed soon after its start may not have continued the mount.
 	if n := m["mount_restores_total"]; n > float64(restarts) || n < float64(min(restarts, 1)) {
 		return fmt.Errorf("got mount_restores_total %v after %d restarts", n, restarts)
 	}
 	zero := strings.Fields("mrs_orphaned_total nodes_without_record_total calls_in_flight calls_queued slots_in_use " +
 		"locks_held locks_pending locks_lost_total write_errors_total panics_total bad_reply_total")
-	for _, table := range strings.Fields("files dirs hidden extents requests owners lockowners lockranges") {
+	files, ok := m["state_records{files}"]
+	dirs, okDirs := m["state_records{dirs}"]
+	if !ok || !okDirs || files+dirs > float64(lostFiles) {
+		return fmt.Errorf("got %v records of open files and %v of directories (exported: %t, %t), want at most %d",
+			files, dirs, ok, okDirs, lostFiles)
+	}
+	for _, table := range strings.Fields("hidden extents requests owners lockowners lockranges") {
 		zero = append(zero, "state_records{"+table+"}")
 	}
 	mrs := 0.0

@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -46,12 +47,7 @@ type export struct {
 // reply to most calls, so they serve more calls between two restarts without one.
 func memoryDir(t *testing.T) string {
 	t.Helper()
-	dir := nfstest.OpenTempDir(t)
-	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=512m,mode=777"); err != nil {
-		t.Fatalf("mount tmpfs at %s: %v", dir, err)
-	}
-	t.Cleanup(func() { _ = unix.Unmount(dir, unix.MNT_DETACH) })
-	return dir
+	return nfstest.MemoryDir(t, "size=512m,mode=777")
 }
 
 func embedded(t *testing.T) (*export, *nfstest.ServedDir) {
@@ -70,16 +66,18 @@ func ganesha(t *testing.T) *export {
 
 // A rig has a mount, and the daemons that serve the mount one after the other.
 type rig struct {
-	t       *testing.T
-	x       *export
-	state   string // directory for the state of the daemon
-	socket  string
-	metrics string         // address of the metrics of the daemon
-	dir     string         // mount point
-	before  map[string]int // descriptors of daemon and holder after the mount
-	daemon  *nfstest.Process
-	daemons []*nfstest.Process
-	starts  int // of daemons
+	t          *testing.T
+	x          *export
+	state      string // directory for the state of the daemon
+	socket     string
+	metrics    string         // address of the metrics of the daemon
+	dir        string         // mount point
+	before     map[string]int // descriptors of daemon and holder after the mount
+	connection string         // its name in fusectl
+	daemon     *nfstest.Process
+	daemons    []*nfstest.Process
+	starts     int // of daemons
+	lostFiles  int // most open files and directories that the daemon may have at the end
 }
 
 // newRig starts a daemon and mounts x.
@@ -91,12 +89,32 @@ func newRig(t *testing.T, x *export, options ...string) *rig {
 	r.start()
 	r.ready()
 	r.cli("mount", x.source, r.dir, "-o", strings.Join(append(options, x.options...), ","))
+	var st unix.Stat_t
+	if err := unix.Stat(r.dir, &st); err != nil {
+		t.Fatal(err)
+	}
+	r.connection = strconv.FormatUint(uint64(unix.Minor(st.Dev)), 10)
 	r.before = r.descriptors()
 	return r
 }
 
+// abort ends the connection of the mount of a failed test, so that no process waits for it.
+func (r *rig) abort() {
+	if !r.t.Failed() || r.connection == "" {
+		return
+	}
+	dir := r.t.TempDir()
+	if err := unix.Mount("fusectl", dir, "fusectl", 0, ""); err != nil {
+		r.t.Logf("mount fusectl: %v", err)
+		return
+	}
+	defer unix.Unmount(dir, unix.MNT_DETACH)
+	_ = os.WriteFile(filepath.Join(dir, r.connection, "abort"), []byte("1"), 0)
+}
+
 // cleanup removes a mount that a failed test has left.
 func (r *rig) cleanup() {
+	r.abort()
 	if nfstest.IsMountPoint(r.dir) {
 		if !r.t.Failed() {
 			r.t.Errorf("%s is mounted at the end of the test", r.dir)
@@ -116,6 +134,7 @@ func (r *rig) start() {
 	r.t.Helper()
 	r.daemon = nfstest.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen",
 		r.metrics, "--state-dir", r.state)
+	r.t.Cleanup(r.abort) // before the test waits for the end of the daemon
 	r.daemons = append(r.daemons, r.daemon)
 	r.starts++
 }

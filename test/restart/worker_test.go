@@ -92,17 +92,22 @@ func (w *worker) send(format string, args ...any) {
 // result waits for the result of a command that was sent.
 func (w *worker) result() string {
 	w.t.Helper()
+	return w.resultWithin(2 * limit)
+}
+
+func (w *worker) resultWithin(wait time.Duration) string {
+	w.t.Helper()
 	select {
 	case s, ok := <-w.lines:
 		if !ok {
 			w.t.Fatalf("worker ended:\n%s", w.err.String())
 		}
 		return s
-	case <-time.After(2 * limit):
+	case <-time.After(wait):
 	}
 	_ = w.cmd.Process.Signal(syscall.SIGQUIT) // prints the stacks
 	time.Sleep(time.Second)
-	w.t.Fatalf("worker has no result after %v:\n%s", 2*limit, w.err.String())
+	w.t.Fatalf("worker has no result after %v:\n%s", wait, w.err.String())
 	return ""
 }
 
@@ -152,12 +157,15 @@ func runWorker() {
 //	write FD OFFSET LENGTH SEED                   check FD OFFSET LENGTH SEED
 //	set FD r|w|u START LENGTH                     flock FD sh|ex|un
 //	list FD PATH N                                listed FD
-//	load SEED SERVED TASK...                      end
+//	load SEED SERVED TASK...                      calls TASK                     end
 func (p *workerProcess) command(w []string) (string, error) {
 	switch w[0] {
 	case "load":
 		p.load = startLoad(number(w[1]), os.Getenv(workerEnv), w[2], w[3:])
 		return "ok", nil
+	case "calls":
+		c := p.load.counter(w[1])
+		return fmt.Sprintf("%d %d", c.calls.Load(), c.canceled.Load()), p.load.error()
 	case "end":
 		return p.load.end()
 	case "open":

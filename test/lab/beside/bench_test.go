@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -22,7 +23,7 @@ var (
 // These lines enclose the results in docs/performance.md, for each provider and device.
 const (
 	pageFile  = "../../../docs/performance.md"
-	pageBegin = "<!-- written by go test ./test/lab/beside -run TestBeside -update -rounds 3: %s -->\n"
+	pageBegin = "<!-- written by TestBeside in test/lab/beside, -rounds 3 -update: %s -->\n"
 	pageEnd   = "<!-- end of %s -->\n"
 )
 
@@ -74,18 +75,9 @@ func table(list []measurement) (string, error) {
 	return b.String(), nil
 }
 
-// splice replaces the text between a page's marks, or appends it.
+// splice replaces the results of name in a page, or appends them.
 func splice(page, name, text string) (string, error) {
-	begin, end := fmt.Sprintf(pageBegin, name), fmt.Sprintf(pageEnd, name)
-	before, rest, ok := strings.Cut(page, begin)
-	_, after, okEnd := strings.Cut(rest, end)
-	if !ok {
-		return strings.TrimRight(page, "\n") + "\n\n" + begin + text + end, nil
-	}
-	if !okEnd {
-		return "", fmt.Errorf("parse %s: missing %q", pageFile, end)
-	}
-	return before + begin + text + end + after, nil
+	return testutil.Splice(page, fmt.Sprintf(pageBegin, name), fmt.Sprintf(pageEnd, name), text)
 }
 
 // TestBeside measures the two clients alternately, on an export in the server's memory. It checks
@@ -126,6 +118,9 @@ func TestBeside(t *testing.T) {
 		return
 	}
 	name := *providerFlag + " on " + *linkFlag
+	if *optionsFlag != "" {
+		name += ", " + *optionsFlag
+	}
 	head := fmt.Sprintf("### %s\n\nKernel %s in an emulated guest with %s virtual processors, %d rounds, %s.\n\n",
 		name, strings.TrimSpace(s.must("uname -r")), strings.TrimSpace(
 			s.must("nproc")), *roundsFlag, time.Now().UTC().Format(time.DateOnly))

@@ -17,6 +17,7 @@ var (
 	providerFlag = flag.String("provider", "softiwarp", "our `provider`, as in the mount option")
 	linkFlag     = flag.String("link", lab.SIW, "the guest's RDMA `device`, siw or rxe")
 	kernelFlag   = flag.String("kernel", lab.Kernels[0], "the guest's `kernel`")
+	optionsFlag  = flag.String("options", "", "further `options` of our mount")
 	seedFlag     = flag.Uint64("seed", 1, "seed of the first stream of random operations")
 	streamsFlag  = flag.Int("streams", 3, "number of streams")
 	opsFlag      = flag.Int("ops", 250, "number of operations in a stream")
@@ -85,9 +86,13 @@ func (s *sides) mountKernels() {
 // mountOurs mounts our side with a program that runs in the foreground.
 func (s *sides) mountOurs(program string) {
 	s.t.Helper()
-	s.must(fmt.Sprintf("%s -o mountport=20048,nolock,nosuid,nodev,provider=%s %s:%s %s >%s 2>&1 & "+
+	options := "mountport=20048,nolock,nosuid,nodev,provider=" + *providerFlag
+	if *optionsFlag != "" {
+		options += "," + *optionsFlag
+	}
+	s.must(fmt.Sprintf("%s -o %s %s:%s %s >%s 2>&1 & "+
 		"for i in $(seq 600); do grep -q ' %[5]s fuse' /proc/mounts && exit 0; sleep 0.1; done; cat %[6]s; exit 1",
-		program, *providerFlag, serverIP, s.export, oursDir, daemonLog))
+		program, options, serverIP, s.export, oursDir, daemonLog))
 }
 
 func (s *sides) must(command string) string {

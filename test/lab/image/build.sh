@@ -15,7 +15,7 @@ CACHE=${NFSRDMAD_LAB_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/nfsrdmad-lab}
 SRC=$(cd "$(dirname "$0")" && pwd)
 
 # Packages that run guests and record traffic, and packages for the build.
-RUN_DEBS=(qemu-system-x86 wireshark-common tshark)
+RUN_DEBS=(wireshark-common tshark) # and QEMU, see host_needs_qemu
 BUILD_DEBS=(cpio gcc-12 kmod libc6-dev make xz-utils)
 SYSTEMD_BUILD_DEBS=(debian-archive-keyring e2fsprogs mmdebstrap)
 # Packages of the guest's userland. Dependencies are included; maintainer scripts do not run.
@@ -35,7 +35,7 @@ SYSTEMD_SIZE=2G
 # at run time, so they are no dependencies.
 GUEST_MODULES=(
   virtio_pci virtio_net virtio_blk virtio_console virtio_rng 9pnet_virtio 9p
-  ext4 libcrc32c crc32c_generic crc32c_intel crc32_generic crc32_pclmul
+  autofs4 ext4 libcrc32c crc32c_generic crc32c_intel crc32_generic crc32_pclmul
   nfsd nfs nfsv3 nfsv4 nfs_layout_nfsv41_files nfs_layout_flexfiles auth_rpcgss rpcsec_gss_krb5
   rpcrdma rdma_rxe rdma_ucm ib_uverbs iw_cm fuse virtiofs
   af_packet ifb sch_netem sch_tbf sch_ingress cls_matchall cls_u32 act_mirred act_police veth
@@ -76,6 +76,37 @@ host_needs() {
   [ ${#missing[@]} -gt 0 ] || return 0
   say "installing ${missing[*]}"
   DEBIAN_FRONTEND=noninteractive with_update apt-get install -y -qq --no-install-recommends "${missing[@]}"
+}
+
+# debian_sources prints the apt sources of the host that are Debian's, one on each line.
+debian_sources() {
+  # shellcheck disable=SC2016 # the variables are those of apt
+  apt-get indextargets --format 'deb $(REPO_URI) $(RELEASE) $(COMPONENT)' \
+    'Created-By: Packages' 'Origin: Debian' 'Architecture: amd64'
+}
+
+# host_needs_qemu installs QEMU from bookworm-backports, unless it is new enough. Versions before 8.1
+# sometimes execute a breakpoint that the kernel of a guest has removed while it patched its code.
+# The kernel then panics with "Oops: int3". QEMU's commit deba78709a fixed this.
+host_needs_qemu() {
+  local dir=$CACHE/apt/backports uri version apt
+  version=$(dpkg-query -W -f '${db:Status-Status} ${Version}' qemu-system-x86 2>/dev/null) || true
+  case $version in "installed "*) dpkg --compare-versions "${version#* }" lt 1:8.1 || return 0 ;; esac
+  uri=$(debian_sources | sed -n 's/^deb \([^ ]*\) bookworm main$/\1/p' | head -1)
+  [ -n "$uri" ] || { quiet_update; uri=$(debian_sources | sed -n 's/^deb \([^ ]*\) bookworm main$/\1/p' | head -1); }
+  [ -n "$uri" ] || die "install QEMU 8.1: apt has no source for bookworm; add one, or install a newer qemu-system-x86"
+  say "installing QEMU from bookworm-backports"
+  # The host's own sources stay as they are.
+  mkdir -p "$dir/lists/partial" "$dir/archives/partial"
+  { debian_sources; echo "deb $uri bookworm-backports main"; } >"$dir/sources.list"
+  apt=(apt-get -qq -o Dir::Etc::sourcelist="$dir/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::lists="$dir/lists"
+    -o Dir::Cache::archives="$dir/archives" -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o APT::Sandbox::User=root)
+  if ! { "${apt[@]}" update && DEBIAN_FRONTEND=noninteractive \
+    "${apt[@]}" install -y --no-install-recommends -t bookworm-backports qemu-system-x86; } >"$CACHE/apt/log" 2>&1; then
+    cat "$CACHE/apt/log" >&2
+    die "install QEMU 8.1 or newer from bookworm-backports"
+  fi
+  rm -rf "$dir"
 }
 
 # release prints the release and the package version of the kernel that the series' meta package
@@ -235,9 +266,7 @@ build_image() {
 build_systemd() {
   local root=$CACHE/tmp-systemd out=$CACHE/systemd sources=$CACHE/apt/sources.list unit
   host_needs "${SYSTEMD_BUILD_DEBS[@]}"
-  # shellcheck disable=SC2016 # the variables are those of apt
-  apt-get indextargets --format 'deb $(REPO_URI) $(RELEASE) $(COMPONENT)' \
-    'Created-By: Packages' 'Origin: Debian' 'Architecture: amd64' >"$sources"
+  debian_sources >"$sources"
   [ -s "$sources" ] || { quiet_update; die "build the Debian with systemd: no Debian sources in apt; run again"; }
   say "installing a Debian with systemd"
   rm -rf "$root"
@@ -272,6 +301,7 @@ current() {
 }
 
 host_needs "${RUN_DEBS[@]}"
+host_needs_qemu
 userland=
 for series in "${SERIES[@]}"; do
   kernel=$(release "$series")

@@ -103,7 +103,7 @@ func (b bench) mountWith(t *testing.T, change func(*xprt.Config), options func(*
 	ctx, cancel := context.WithTimeout(context.Background(), opTimeout)
 	defer cancel()
 	opts := fusefs.DefaultOptions()
-	opts.ACL = nfsacl.NewClient(tr)
+	opts.ACL = nfsacl.NewClient(tr, nil)
 	if options != nil {
 		options(&opts)
 	}

@@ -19,7 +19,7 @@ func TestMain(m *testing.M) { testutil.Main(m) }
 const (
 	module = "github.com/nfsrdmad/nfsrdmad/"
 	// stepTimeout bounds each wait. The processor of the guest is emulated.
-	stepTimeout = 90 * time.Second
+	stepTimeout = 3 * time.Minute
 	// held is the size of the file with data that is not synced when the guest shuts down.
 	held = 3_000_000
 	// serverUnit starts the server before the daemon, and stops it after the daemon.
@@ -64,6 +64,14 @@ func start(t *testing.T) *guest {
 		must(t, errors.Join(err, os.WriteFile(filepath.Join(share, name), b, 0o644)))
 	}
 	must(t, os.WriteFile(filepath.Join(share, "server.service"), []byte(serverUnit), 0o644))
+	g := boot(t, share)
+	g.must(install)
+	return g
+}
+
+// boot starts a guest that has the directory share at /share.
+func boot(t *testing.T, share string) *guest {
+	t.Helper()
 	g := &guest{t: t}
 	t.Cleanup(func() { // after the end of the guest, whose console hides the error in long logs
 		if t.Failed() {
@@ -77,7 +85,6 @@ func start(t *testing.T) *guest {
 			t.Logf("end of the journal:\n%s", out)
 		}
 	})
-	g.must(install)
 	return g
 }
 
@@ -188,12 +195,16 @@ func TestLifeCycle(t *testing.T) {
 			"systemctl restart nfsrdmad"},
 		{"crash", "systemctl kill -s ABRT nfsrdmad"},
 		{"kill", "systemctl kill -s KILL nfsrdmad"},
+		{"restart with a short watchdog", "mkdir -p $drop && " +
+			"printf '[Service]\\nWatchdogSec=10\\n' >$drop/watchdog.conf && " +
+			"systemctl daemon-reload && systemctl restart nfsrdmad"},
+		{"hang", "rm -r $drop && systemctl daemon-reload && kill -STOP $(systemctl show -P MainPID nfsrdmad)"},
 		{"reexec", "systemctl daemon-reexec && systemctl daemon-reload && systemctl kill -s KILL nfsrdmad"},
 		{"crash loop", "mv /usr/sbin/nfsrdmad /usr/sbin/good && cp /bin/false /usr/sbin/nfsrdmad && " +
 			"systemctl kill -s KILL nfsrdmad && sleep 8 && mv /usr/sbin/good /usr/sbin/nfsrdmad"},
 	} {
 		begin, before := time.Now(), g.pid()
-		g.must(step.command)
+		g.must("drop=/run/systemd/system/nfsrdmad.service.d; " + step.command)
 		g.newPID(before)
 		g.works(step.name)
 		if got := g.must("systemctl show -P NFileDescriptorStore nfsrdmad"); got != stored {

@@ -4,6 +4,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
@@ -12,6 +13,9 @@ import (
 func TestMain(m *testing.M) { testutil.Main(m) }
 
 const module = "github.com/nfsrdmad/nfsrdmad/"
+
+// limit bounds the tests of one program in the guest. They take about 110 s on an idle host.
+const limit = 6 * time.Minute
 
 // TestOldKernel runs the tests of killed servers in a guest with Linux 6.1.
 func TestOldKernel(t *testing.T) {
@@ -31,7 +35,7 @@ func TestOldKernel(t *testing.T) {
 		{fusefs, "TestTakeoverKeepsWrittenData/own_server|TestTakeoverOfBusyMount/own_server",
 			"TestTakeoverKeepsWrittenData/own_server TestTakeoverOfBusyMount/own_server"},
 	} {
-		out, err := g.Run("cd /host/tmp && chroot /host " + c.program + " -test.v -test.run '" + c.run + "' 2>&1")
+		out, err := g.RunFor("cd /host/tmp && chroot /host "+c.program+" -test.v -test.run '"+c.run+"' 2>&1", limit)
 		if err != nil {
 			t.Errorf("%s: %v\n%s", filepath.Base(c.program), err, out)
 			continue

@@ -25,19 +25,25 @@ const dir = "/host/tmp/share"
 type guest struct {
 	*lab.Guest
 	t      *testing.T
-	export string // directory of the server
+	files  string // directory of the host that the guest mounts too, at /share and by its path below /host
+	export string // directory of the server, in files
 	server *nfstest.ServedDir
 	share  *nfstest.Process
 	socket string
 }
 
+// start boots a guest with a share.
 func start(t *testing.T) *guest {
 	t.Helper()
 	lab.SkipIfDisabled(t)
-	g := &guest{t: t, export: t.TempDir(), socket: filepath.Join(t.TempDir(), "share.sock")}
+	files := nfstest.OpenTempDir(t)
+	g := &guest{t: t, files: files, export: filepath.Join(files, "export"),
+		socket: filepath.Join(t.TempDir(), "share.sock")}
+	must(t, os.Mkdir(g.export, 0o777))
+	must(t, os.Chmod(g.export, 0o777))
 	g.server = nfstest.ServeDir(t, g.export, "--no-root-squash")
 	g.serve()
-	g.Guest = lab.Start(t, lab.Options{Provider: lab.None, HostRoot: true, Virtiofs: g.socket})
+	g.Guest = lab.Start(t, lab.Options{Provider: lab.None, HostRoot: true, Share: files, Virtiofs: g.socket})
 	g.mount("true")
 	return g
 }
