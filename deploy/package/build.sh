@@ -16,9 +16,12 @@ if [ "$format" = deb ]; then
 	rmdir "$root/usr/share/zsh/site-functions"
 fi
 
-mkdir -p "$doc/docs" "$doc/examples"
+mkdir -p "$doc/examples"
 cp "$source"/{README,SECURITY}.md "$doc/"
-cp "$source"/docs/{install,mount,tuning,operator,doctor,troubleshooting,reference,serve,semantics,virtiofs,interop,kubernetes,scale}.md "$doc/docs/"
+cp -r "$source/docs" "$doc/"
+# Links to files that the package does not have.
+sed -i -E 's~\]\((\.\./)?((CHANGELOG|CONTRIBUTING)\.md|pkg/|test/)~](https://github.com/nfsrdmad/nfsrdmad/blob/main/\2~' \
+	"$doc"/*.md "$doc"/docs/*.md
 cp "$source"/deploy/prometheus/nfsrdmad.rules.yml "$source"/deploy/grafana/nfsrdmad.json "$doc/examples/"
 "$here/copyright.sh" "$root/usr/sbin/nfsrdmad" >"$doc/copyright"
 gzip -9n <"$source/CHANGELOG.md" >"$doc/changelog.gz"

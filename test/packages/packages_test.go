@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -125,6 +126,7 @@ func TestDeb(t *testing.T) {
 		t.Errorf("copyright: %v; want one with the licenses of the modules", err)
 	}
 	checkPages(t, data)
+	checkLinks(t, filepath.Join(data, "usr/share/doc/nfsrdmad"))
 
 	again, err := os.ReadFile(build(t, "deb"))
 	first, err1 := os.ReadFile(deb)
@@ -163,6 +165,39 @@ func checkPages(t *testing.T, data string) {
 	}
 	if !found || checked < 12 {
 		t.Errorf("found %d commands in the help, want 12 or more", checked)
+	}
+}
+
+var link = regexp.MustCompile(`\]\(([^)#\s]+)`)
+
+// checkLinks checks that the relative links of the documentation lead to files of the package.
+func checkLinks(t *testing.T, doc string) {
+	t.Helper()
+	checked := 0
+	for _, pattern := range []string{"*.md", "docs/*.md"} {
+		pages, err := filepath.Glob(filepath.Join(doc, pattern))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, page := range pages {
+			text, err := os.ReadFile(page)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range link.FindAllSubmatch(text, -1) {
+				target := string(m[1])
+				if strings.Contains(target, "://") {
+					continue
+				}
+				checked++
+				if _, err := os.Stat(filepath.Join(filepath.Dir(page), target)); err != nil {
+					t.Errorf("%s: dead link: %v", filepath.Base(page), err)
+				}
+			}
+		}
+	}
+	if checked < 50 {
+		t.Errorf("found %d relative links, want 50 or more", checked)
 	}
 }
 
