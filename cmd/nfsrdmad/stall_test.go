@@ -2,11 +2,13 @@ package main
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -122,17 +124,34 @@ var lockingWriter = callKind{`exec perl -MFcntl=:flock -e '
 	sysopen(R, "$ARGV[0]/direct", 040000) || die $!; # O_DIRECT
 	$| = 1; print "ready\n"; <STDIN>; sysread(R, $b, 65536) || die $!' "$0"`, "perl", "READ", true}
 
+// A bulkWriter writes 64 MiB again and again. Many large WRITEs are in progress when it is ready.
+var bulkWriter = callKind{`exec perl -e '
+	open(D, ">", "$ARGV[0]/bulk") || die $!;
+	$| = 1; $b = "x" x 1048576;
+	for ($n = 0; ; $n++) {
+		sysseek(D, ($n % 64) * 1048576, 0) && syswrite(D, $b) == 1048576 || die $!;
+		print "ready\n" if $n == 48;
+	}' "$0"`, "perl", "WRITE", true}
+
 // TestForcedUmountOfSilentServer checks that a forced unmount ends when the server is silent: a
 // process of it is stopped, or its packets are lost. The mount has dirty data, a lock and a process
-// that waits.
+// that waits, or it is in the middle of large WRITEs.
 func TestForcedUmountOfSilentServer(t *testing.T) {
-	for _, kind := range []string{"stopped", "lost"} {
-		t.Run(kind, func(t *testing.T) {
+	for _, tt := range []struct {
+		name, kind, options string
+		process             callKind
+	}{
+		{"stopped", "stopped", "dirty_expire=0,local_lock=none", lockingWriter},
+		{"lost", "lost", "dirty_expire=0,local_lock=none", lockingWriter},
+		{"stopped during WRITEs", "stopped", "nconnect=4", bulkWriter},
+		{"lost during WRITEs", "lost", "nconnect=4", bulkWriter},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
-			m := newSilentMount(t, "dirty_expire=0,local_lock=none", kind)
-			reader := m.startProcess(t, lockingWriter)
+			m := newSilentMount(t, tt.options, tt.kind)
+			process := m.startProcess(t, tt.process)
 			m.silence(t)
-			if _, err := reader.wake.Write([]byte("go\n")); err != nil {
+			if _, err := process.wake.Write([]byte("go\n")); err != nil {
 				t.Fatal(err)
 			}
 			begin := time.Now()
@@ -147,8 +166,8 @@ func TestForcedUmountOfSilentServer(t *testing.T) {
 			if took > forcedUmount {
 				t.Errorf("umount --force took %v, want at most %v", took, forcedUmount)
 			}
-			if err := reader.ended(t); err == nil {
-				t.Error("the reader ended without error, want one")
+			if err := process.ended(t); err == nil {
+				t.Error("the process ended without error, want one")
 			}
 		})
 	}
@@ -161,6 +180,9 @@ type silentMount struct {
 	host    string
 	metrics string // address
 }
+
+// lostHosts is the number of hosts whose packets can be lost.
+var lostHosts atomic.Int32
 
 // newSilentMount mounts a server that has blockedFiles. The caller or the daemon unmounts it.
 func newSilentMount(t *testing.T, options, kind string) *silentMount {
@@ -178,7 +200,7 @@ func newSilentMount(t *testing.T, options, kind string) *silentMount {
 	w.stop(t, w.daemon)
 	w.startDaemonWith(t, "--metrics-listen", m.metrics, "--shutdown-timeout", "1s")
 	if kind == "lost" {
-		m.host = "10.78.0.1"
+		m.host = fmt.Sprintf("10.78.0.%d", lostHosts.Add(1))
 		runIP(t, "route", "add", "local", m.host, "dev", "lo")
 		t.Cleanup(func() { runIP(t, "route", "del", m.host) })
 	}
