@@ -124,7 +124,25 @@ var explanations = []struct{ message, meaning string }{
 		"The daemon continues this mount; state says whether it can. No action, unless state is kept."},
 	{"stop of the unit",
 		"systemd stops or restarts the unit; job says which. For a restart the mounts stay."},
-	// pkg/fusefs, pkg/mount.
+	// pkg/front, pkg/fusefs, pkg/mount.
+	{"FUSE requests of an earlier process are lost",
+		"The kernel did not send the requests again that the earlier daemon had not answered. Their " +
+			"programs wait until umount --force. Read error."},
+	{"FUSE over io_uring has too few threads: requests may wait",
+		"A mount with front=uring has its maximum of requests in progress, or cannot start another thread; " +
+			"error says which. More requests wait. See the limits of threads and memory."},
+	{"calls may fail with ECANCELED: threads of FUSE over io_uring did not react in time",
+		"The host was very busy during a restart of the daemon with front=uring. Calls that began during " +
+			"the restart may have failed. Restart when the host is less busy, or use a mount without front=uring."},
+	{"a thread of FUSE over io_uring ended: requests may wait",
+		"The kernel refused a thread of a mount with front=uring; error says why. Report it, and mount " +
+			"without front=uring if requests wait."},
+	{"groups of a process are unknown; its calls have none",
+		"The groups of the process pid could not be read, for example because it is in another PID " +
+			"namespace. The server sees only its user and its group. See nfsrdmad_groups_unknown_total."},
+	{"process has too many groups for AUTH_SYS; its calls have the first 16",
+		"AUTH_SYS has room for 16 groups. Access through the others fails. Let the server look the groups " +
+			"up, for knfsd with rpc.mountd --manage-gids."},
 	{"the kernel uses more files of the mount than a restart can keep; the others become stale at a " +
 		"restart",
 		"Programs or the cache of the kernel use more files than limit. Before a restart of the daemon, " +

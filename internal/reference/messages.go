@@ -22,9 +22,9 @@ type Message struct {
 var levels = map[string]string{"Trace": "trace", "Debug": "debug", "Info": "info", "Warn": "warn", "Error": "error",
 	"Printf": "debug"}
 
-// loggers are the names of fields and variables that are loggers. "opts" has the method Warn in
-// pkg/fusefs.
-var loggers = []string{"log", "logger", "Log", "Logger", "opts"}
+// loggers are the names of fields and variables that are loggers. "fs" has the method Warn in
+// pkg/fusefs and pkg/front.
+var loggers = []string{"log", "logger", "Log", "Logger", "fs"}
 
 // Messages returns the messages of the log, by level from error to trace and then by package. It is
 // an error if the source hides a text.

@@ -198,7 +198,7 @@ func (s *DevFuse) Serve() {
 			s.repeat()
 		case s.resumed:
 			if err := s.dev.resend(); err != nil {
-				s.logger.Printf("FUSE requests of an earlier process are lost: %v", err)
+				s.fs.Warn("FUSE requests of an earlier process are lost", "error", err)
 			}
 		}
 		s.readers.waiting++

@@ -98,7 +98,7 @@ func (e *entry) run(ready func()) {
 			tries++
 			time.Sleep(registerPause)
 		default:
-			e.s.logger.Printf("FUSE over io_uring: queue %d: %v", e.queue, errno)
+			e.s.fs.Warn("a thread of FUSE over io_uring ended: requests may wait", "cpu", e.queue, "error", errno)
 			return
 		}
 	}

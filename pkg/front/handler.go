@@ -35,6 +35,8 @@ type FileSystem interface {
 	// Disconnected is called once, when the kernel has ended the connection. No program waits for
 	// the requests in progress any more, so they should end.
 	Disconnected()
+	// Warn logs a fault of the connection, with key-value pairs. It does not block.
+	Warn(msg string, args ...any)
 }
 
 // Opcodes of the FUSE protocol that this package handles or needs the sizes of

@@ -77,6 +77,7 @@ type testFS struct {
 	placed       atomic.Int32 // READs whose data went to the memory of the transport
 	disconnected atomic.Int32
 	end          chan struct{} // closed by Disconnected
+	warnings     logBuffer
 
 	mu      sync.Mutex
 	out     int      // results that are not done
@@ -247,6 +248,10 @@ func (fs *testFS) Disconnected() {
 	if fs.disconnected.Add(1) == 1 {
 		close(fs.end)
 	}
+}
+
+func (fs *testFS) Warn(msg string, args ...any) {
+	fmt.Fprintln(&fs.warnings, append([]any{msg}, args...)...)
 }
 
 // A testResult counts its end in testFS.out.

@@ -324,7 +324,7 @@ func (s *DevFuse) addEntry(queue int) bool {
 	}
 	e, err := s.newEntry(queue)
 	if err != nil {
-		s.rings.full.Do(func() { s.logger.Printf("FUSE over io_uring: requests may wait: %v", err) })
+		s.rings.full.Do(func() { s.fs.Warn("FUSE over io_uring has too few threads: requests may wait", "error", err) })
 		return false
 	}
 	registered := make(chan struct{})
@@ -421,8 +421,8 @@ func (s *DevFuse) fill(cpu int) {
 		case now.Before(deadline) && s.send(cpu, int(n)):
 			again = now.Add(refillPause)
 		default:
-			s.logger.Printf("FUSE over io_uring: calls of CPU %d may fail with ECANCELED: %d threads did not react",
-				cpu, n)
+			s.fs.Warn("calls may fail with ECANCELED: threads of FUSE over io_uring did not react in time", "cpu", cpu,
+				"threads", n)
 			return
 		}
 	}

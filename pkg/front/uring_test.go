@@ -148,8 +148,8 @@ func TestURingLimit(t *testing.T) {
 	if n := m.front.rings.total.Load(); n > maxEntries+int32(len(m.front.rings.queues)) {
 		t.Errorf("entries: got %d, want at most %d", n, maxEntries)
 	}
-	if n := strings.Count(m.log.String(), "1024 requests are in progress"); n != 1 {
-		t.Errorf("log: got %q, want one message about the limit", m.log.String())
+	if s := fs.warnings.String(); strings.Count(s, "1024 requests are in progress") != 1 {
+		t.Errorf("warnings: got %q, want one about the limit", s)
 	}
 }
 

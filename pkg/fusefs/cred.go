@@ -42,7 +42,7 @@ type credentials struct {
 	machine  string
 	guest    bool // callers are in a virtual machine: their groups are unknown
 	counters *Counters
-	warn     func(msg string, args ...any) // never nil
+	log      warner
 
 	mu          sync.Mutex
 	callers     map[callerKey]caller
@@ -58,16 +58,13 @@ type caller struct {
 	expires time.Time
 }
 
-// newCredentials returns credentials that count in counters and log with warn, which may be nil.
-func newCredentials(counters *Counters, warn func(string, ...any)) *credentials {
+// newCredentials returns credentials that count in counters.
+func newCredentials(counters *Counters, log warner) *credentials {
 	machine, err := os.Hostname()
 	if err != nil {
 		machine = "localhost"
 	}
-	if warn == nil {
-		warn = func(string, ...any) {}
-	}
-	return &credentials{machine: machine, counters: counters, warn: warn, callers: make(map[callerKey]caller),
+	return &credentials{machine: machine, counters: counters, log: log, callers: make(map[callerKey]caller),
 		encoded: make(map[string][]byte)}
 }
 
@@ -94,12 +91,12 @@ func (c *credentials) of(uid, gid, pid uint32) []byte {
 		groups = nil
 		c.counters.GroupsUnknown.Add(1)
 		if c.mayWarn(&c.unknownWarn, now) {
-			c.warn("groups of a process are unknown; its calls have none", "pid", pid, "uid", uid, "error", err)
+			c.log.Warn("groups of a process are unknown; its calls have none", "pid", pid, "uid", uid, "error", err)
 		}
 	case more > 0:
 		c.counters.GroupsCut.Add(1)
 		if c.mayWarn(&c.cutWarn, now) {
-			c.warn("process has too many groups for AUTH_SYS; its calls have the first 16", "pid", pid, "uid", uid,
+			c.log.Warn("process has too many groups for AUTH_SYS; its calls have the first 16", "pid", pid, "uid", uid,
 				"groups", len(groups)+more)
 		}
 	}

@@ -379,6 +379,18 @@ func (fs *FS) SetDebug(bool) {}
 // Disconnected ends the requests in progress after the kernel has ended the connection.
 func (fs *FS) Disconnected() { fs.interrupts.disconnect() }
 
+// Warn implements front.FileSystem.
+func (fs *FS) Warn(msg string, args ...any) { warner(fs.opts.Warn).Warn(msg, args...) }
+
+// A warner is Options.Warn. It may be nil.
+type warner func(msg string, args ...any)
+
+func (w warner) Warn(msg string, args ...any) {
+	if w != nil {
+		w(msg, args...)
+	}
+}
+
 // dropAttr makes the kernel discard its cached attributes of the node.
 func (fs *FS) dropAttr(ino *inode) {
 	if d := fs.device.Load(); d != nil {

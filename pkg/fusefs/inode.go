@@ -253,8 +253,8 @@ func (t *inodeTable) len() int {
 
 // nodeWithoutRecord counts a node that the next process cannot restore. It warns once.
 func (fs *FS) nodeWithoutRecord() {
-	if fs.Counters.NodesWithoutRecord.Add(1) == 1 && fs.opts.Warn != nil {
-		fs.opts.Warn("the kernel uses more files of the mount than a restart can keep; the others become stale at a "+
+	if fs.Counters.NodesWithoutRecord.Add(1) == 1 {
+		fs.Warn("the kernel uses more files of the mount than a restart can keep; the others become stale at a "+
 			"restart", "limit", fs.state.nodes.MaxSlots())
 	}
 }

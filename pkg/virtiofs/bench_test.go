@@ -24,6 +24,7 @@ func (nullFS) EndSession()                 {}
 func (nullFS) Resume([]uint64)             {}
 func (nullFS) Replied(uint64, ledger.Time) {}
 func (nullFS) Disconnected()               {}
+func (nullFS) Warn(string, ...any)         {}
 func (nullFS) String() string              { return "null" }
 func (nullFS) SetDebug(bool)               {}
 func (nullFS) OnUnmount()                  {}

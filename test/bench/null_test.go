@@ -92,6 +92,7 @@ func (fs *nullFS) Writev(<-chan struct{}, *fuse.WriteIn, [][]byte) (uint32, fuse
 
 func (fs *nullFS) Replied(uint64, ledger.Time) {}
 func (fs *nullFS) Disconnected()               {}
+func (fs *nullFS) Warn(string, ...any)         {}
 
 // node returns a node that the kernel knows.
 func (fs *nullFS) node(id uint64) *nullNode {
