@@ -150,7 +150,7 @@ func TestHandlesOfOtherThings(t *testing.T) {
 	c.OK(c.Mknod(c.Ctx, c.Cred, c.Root, "pipe", nfs3.NF3FIFO, &nfs3.SetAttr{}, nfs3.Device{}, &cr))
 	pipe := cr.FH
 	t.Cleanup(func() { // ends the wait of a process that opened it
-		if fd, err := unix.Open(filepath.Join(dir, "pipe"), unix.O_RDWR|unix.O_NONBLOCK, 0); err == nil {
+		if fd, err := unix.Open(filepath.Join(dir, "pipe"), unix.O_RDWR|unix.O_NONBLOCK|unix.O_CLOEXEC, 0); err == nil {
 			time.Sleep(100 * time.Millisecond)
 			unix.Close(fd)
 		}

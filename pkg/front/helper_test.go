@@ -453,7 +453,7 @@ func callForTest(string) error {
 	if kind == "direct" {
 		flags |= unix.O_DIRECT
 	}
-	fd, err := unix.Open(path, flags, 0)
+	fd, err := unix.Open(path, flags|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return err
 	}

@@ -268,7 +268,7 @@ func testResume(t *testing.T, front string, sig unix.Signal) {
 // descriptor 4 is closed.
 func useForTest(dir string) error {
 	calls, stop := os.NewFile(3, "calls"), os.NewFile(4, "stop")
-	file, err := unix.Open(dir+"/data", unix.O_RDONLY|unix.O_DIRECT, 0)
+	file, err := unix.Open(dir+"/data", unix.O_RDONLY|unix.O_DIRECT|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return err
 	}

@@ -29,7 +29,7 @@ func testMountedCallsDoNotAllocate(t *testing.T, mount MountOptions) {
 	opts.DirtyExpire = 0
 	m := e.mount(t, mountConfig{opts: opts, mount: mount})
 	open := func(flags int) uintptr {
-		fd, err := unix.Open(m.path("data"), unix.O_RDWR|flags, 0)
+		fd, err := unix.Open(m.path("data"), unix.O_RDWR|unix.O_CLOEXEC|flags, 0)
 		must(t, err)
 		t.Cleanup(func() { unix.Close(fd) })
 		return uintptr(fd)

@@ -37,14 +37,14 @@ func benchmarkCalls(b *testing.B, m *testMount) {
 	})
 	b.Run("create", func(b *testing.B) {
 		for b.Loop() {
-			fd, err := unix.Open(m.path("new"), unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY, 0o644)
+			fd, err := unix.Open(m.path("new"), unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY|unix.O_CLOEXEC, 0o644)
 			must(b, err)
 			must(b, unix.Close(fd))
 			must(b, unix.Unlink(m.path("new")))
 		}
 	})
 	open := func(b *testing.B, flags int) int {
-		fd, err := unix.Open(m.path("data"), flags, 0)
+		fd, err := unix.Open(m.path("data"), flags|unix.O_CLOEXEC, 0)
 		must(b, err)
 		b.Cleanup(func() { unix.Close(fd) })
 		return fd

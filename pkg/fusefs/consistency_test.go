@@ -422,7 +422,7 @@ func TestExpiredDirectoryKeepsPath(t *testing.T) {
 	e := startOwnExport(t)
 	m := e.mount(t, mountConfig{})
 	must(t, os.MkdirAll(m.path("d/e"), 0o755))
-	fd, err := unix.Open(m.path("d/e"), unix.O_PATH|unix.O_DIRECTORY, 0)
+	fd, err := unix.Open(m.path("d/e"), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	must(t, err)
 	defer unix.Close(fd)
 	e.awaitTick(t)

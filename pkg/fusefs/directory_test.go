@@ -254,7 +254,7 @@ func TestReadDirOfChangingDirectory(t *testing.T) {
 	there := filepath.Join(e.dir, "d")
 	must(t, os.Mkdir(there, 0o755))
 	create := func(name string) {
-		fd, err := unix.Open(filepath.Join(there, name), unix.O_CREAT|unix.O_WRONLY, 0o644)
+		fd, err := unix.Open(filepath.Join(there, name), unix.O_CREAT|unix.O_WRONLY|unix.O_CLOEXEC, 0o644)
 		must(t, err)
 		must(t, unix.Close(fd))
 	}

@@ -318,7 +318,7 @@ var takeoverOps = []takeoverOp{
 	{name: "create", do: opens("f", unix.O_CREAT|unix.O_RDWR),
 		check: steps(hasMode("f", unix.S_IFREG|0o644), writes(content), closes, has("f", content), lists("f"))},
 	{name: "create without right to write", do: func(r *opRun) (err error) {
-		r.fd, err = unix.Open(r.path("f"), unix.O_CREAT|unix.O_WRONLY, 0o444)
+		r.fd, err = unix.Open(r.path("f"), unix.O_CREAT|unix.O_WRONLY|unix.O_CLOEXEC, 0o444)
 		return err
 	}, check: steps(hasMode("f", unix.S_IFREG|0o444), writes(content), closes, has("f", content))},
 	{name: "create of an existing name", prepare: steps(unknown("f"), other("f")), do: func(r *opRun) error {

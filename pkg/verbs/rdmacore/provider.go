@@ -22,6 +22,7 @@ import (
 	"unsafe"
 
 	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
@@ -152,10 +153,9 @@ func pollableFile(fd C.int, name string) (*os.File, error) {
 	if err := syscall.SetNonblock(int(fd), true); err != nil {
 		return nil, err
 	}
-	dup, err := syscall.Dup(int(fd))
+	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return nil, err
 	}
-	syscall.CloseOnExec(dup)
 	return os.NewFile(uintptr(dup), name), nil
 }
