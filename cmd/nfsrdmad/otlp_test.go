@@ -12,7 +12,6 @@ import (
 
 	trace "go.opentelemetry.io/proto/otlp/trace/v1"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/otlptest"
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
@@ -248,7 +247,7 @@ func TestTracesWithoutCollector(t *testing.T) {
 	for name, address := range map[string]string{"refuses": testutil.ClosedPort(t).String(),
 		"never answers": silent.Addr().String()} {
 		t.Run(name, func(t *testing.T) {
-			metrics := nfstest.FreePort(t)
+			metrics := testutil.FreePort(t).String()
 			w, _, _ := traced(t, "--metrics-listen", metrics, "--otlp-endpoint", "http://"+address, "--otlp-ratio", "1")
 			const series = `nfsrdmad_otlp_spans_dropped_total{reason="collector"}`
 			for end := time.Now().Add(limit); scrape(t, metrics)[series] == 0; time.Sleep(50 * time.Millisecond) {
@@ -273,7 +272,7 @@ func TestNoTracesByDefault(t *testing.T) {
 	c := otlptest.Start(t)
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", c.URL)
 	t.Setenv("OTEL_TRACES_SAMPLER", "always_on")
-	metrics := nfstest.FreePort(t)
+	metrics := testutil.FreePort(t).String()
 	w, _, _ := traced(t, "--metrics-listen", metrics)
 	for name := range scrape(t, metrics) {
 		if strings.Contains(name, "otlp") {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"flag"
 	"fmt"
-	"net"
 	"os"
 	"testing"
 	"time"
@@ -25,12 +24,7 @@ func TestStatusPageInBrowser(t *testing.T) {
 	testutil.NeedsPrograms(t, "chromium")
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	address := l.Addr().String()
-	l.Close()
+	address := testutil.FreePort(t).String()
 	w.startDaemonWith(t, "--metrics-listen", address)
 	dir := w.mkdir(t, "mnt")
 	w.mountWith(t, dir, "rsize=65536,wsize=65536")

@@ -10,6 +10,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -19,7 +20,7 @@ func TestStatusSlow(t *testing.T) {
 	const delay = 0.02 // seconds
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
-	metrics := nfstest.FreePort(t)
+	metrics := testutil.FreePort(t).String()
 	w.startDaemonWith(t, "--metrics-listen", metrics, "--inject", "seed=1,delay-reply=1:20ms")
 	secret := filepath.Join(w.mkdir(t, "export"), "secret")
 	if err := os.WriteFile(secret, make([]byte, 100_000), 0o644); err != nil {

@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/systemdtest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -196,7 +196,7 @@ func newSilentMount(t *testing.T, options, kind string) *silentMount {
 	p := servePausable(t, "--no-root-squash", "--rdma-listen", "0.0.0.0:0", "--tcp-listen", "0.0.0.0:0",
 		filepath.Join(w.dir, "export"))
 	m := &silentMount{pausableMount: &pausableMount{testEnv: w, pausableServer: p, mnt: w.mkdir(t, "silent")},
-		kind: kind, host: "127.0.0.1", metrics: nfstest.FreePort(t)}
+		kind: kind, host: "127.0.0.1", metrics: testutil.FreePort(t).String()}
 	w.stop(t, w.daemon)
 	w.startDaemonWith(t, "--metrics-listen", m.metrics, "--shutdown-timeout", "1s")
 	if kind == "lost" {

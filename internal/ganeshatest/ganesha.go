@@ -291,11 +291,8 @@ wait $server
 func start(t testing.TB, dir string, o *options) (*Server, error) {
 	tmp := t.TempDir()
 	s := &Server{Host: "127.0.0.1", Export: dir, LogFile: filepath.Join(tmp, "ganesha.log"),
+		NFSPort: int(testutil.FreePort(t).Port()), MountPort: int(testutil.FreePort(t).Port()),
 		epoch: time.Now().Unix()}
-	var err error
-	if s.NFSPort, s.MountPort, err = freePorts(); err != nil {
-		return nil, err
-	}
 	config := filepath.Join(tmp, "ganesha.conf")
 	if o.ownHost {
 		s.Host = ServerAddr
@@ -350,19 +347,6 @@ func (s *Server) Restart(t testing.TB, down func()) {
 	if err := s.launch(); err != nil {
 		t.Fatalf("restart NFS-Ganesha: %v", err)
 	}
-}
-
-func freePorts() (a, b int, err error) {
-	var ports [2]int
-	for i := range ports {
-		ln, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return 0, 0, err
-		}
-		defer ln.Close() // after the loop, so that the ports differ
-		ports[i] = ln.Addr().(*net.TCPAddr).Port
-	}
-	return ports[0], ports[1], nil
 }
 
 // waitReady waits until the server answers on both ports. With SharedPortmap it also waits until

@@ -18,6 +18,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -343,15 +344,10 @@ func TestProxyPartOfReply(t *testing.T) {
 }
 
 func TestProxyWithoutBackend(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	l.Close()
-	p := newProxy(l.Addr().String(), hclog.NewNullLogger())
+	p := newProxy(testutil.ClosedPort(t).String(), hclog.NewNullLogger())
 	peer := netip.MustParseAddrPort("127.0.0.1:700")
 	defer p.ConnClosed(peer)
-	_, err = p.ServeRPC(context.Background(), peer, make([]byte, 40), nil)
+	_, err := p.ServeRPC(context.Background(), peer, make([]byte, 40), nil)
 	var be *BackendError
 	if !errors.As(err, &be) || be.Op != "connect" {
 		t.Errorf("got %v", err)

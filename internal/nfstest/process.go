@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 )
 
 // ProcessTimeout bounds the start and the end of a process.
@@ -188,7 +189,8 @@ func ServeDir(t *testing.T, dir string, flags ...string) *ServedDir {
 // itself by its arguments.
 func ServeDirWith(t *testing.T, wrap []string, dir string, flags ...string) *ServedDir {
 	t.Helper()
-	return serveDir(t, wrap, &ServedDir{Dir: dir, RDMA: FreePort(t), TCP: FreePort(t)}, flags...)
+	rdma, tcp := testutil.FreePort(t).String(), testutil.FreePort(t).String()
+	return serveDir(t, wrap, &ServedDir{Dir: dir, RDMA: rdma, TCP: tcp}, flags...)
 }
 
 // ServeDirAt is ServeDir on the given addresses "host:port" of NFS over RDMA, and of MOUNT and NFS
@@ -286,17 +288,6 @@ func (s *ServedDir) Restart(t *testing.T, sig syscall.Signal, down func()) {
 	s.start(t)
 }
 
-// FreePort returns "127.0.0.1:port" with a port that was free a moment ago.
-func FreePort(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
-
 // MountServed mounts s with "nfsrdmad mount --foreground" until the test ends. The mount is another
 // process, so every system call of the test on the mount may block.
 func MountServed(t *testing.T, s *ServedDir, options ...string) string {
@@ -364,7 +355,7 @@ func ServeGanesha(t *testing.T, g *ganeshatest.Server) []string {
 // StartRelay is ServeGanesha, but it returns the address of the RDMA port and the process.
 func StartRelay(t *testing.T, g *ganeshatest.Server) (rdma string, p *Process) {
 	t.Helper()
-	rdma = net.JoinHostPort(g.Host, PortOf(t, FreePort(t)))
+	rdma = net.JoinHostPort(g.Host, fmt.Sprint(testutil.FreePort(t).Port()))
 	p = StartProcess(t, g.OnHost(t), nil, "serve", "--backend", g.Addr(), "--rdma-listen", rdma)
 	p.WaitFor(t, "serving RDMA", func() error {
 		if !strings.Contains(p.Out.String(), "serving RDMA") {

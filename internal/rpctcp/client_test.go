@@ -373,13 +373,7 @@ func TestCloseEndsPendingCalls(t *testing.T) {
 }
 
 func TestDialClosedPort(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := ln.Addr().String()
-	ln.Close()
-	if _, err := Dial(t.Context(), addr, Options{}); !errors.Is(err, syscall.ECONNREFUSED) {
+	if _, err := Dial(t.Context(), testutil.ClosedPort(t).String(), Options{}); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("got error %v, want %v", err, syscall.ECONNREFUSED)
 	}
 }

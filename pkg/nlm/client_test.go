@@ -19,6 +19,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -902,13 +903,8 @@ func TestNoticeWithoutRestartKeepsLocks(t *testing.T) {
 
 // TestServiceWithoutPortMapper checks that a host without a port mapper polls.
 func TestServiceWithoutPortMapper(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	l.Close()
 	cfg := nlm.ServiceConfig{Listen: "127.0.0.1:0"}
-	cfg.SetPortmap(l.Addr().(*net.TCPAddr).Port)
+	cfg.SetPortmap(int(testutil.ClosedPort(t).Port()))
 	service := nlm.NewService(cfg)
 	t.Cleanup(service.Close)
 	s := startLockServer(t)

@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
@@ -92,14 +93,9 @@ func TestRegistrationOfSilentServiceStays(t *testing.T) {
 // killed daemon. The service must receive the notices itself.
 func TestDeadStatusMonitorIsReplaced(t *testing.T) {
 	service, mapper := startService(t)
-	dead, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	dead.Close()
 	monitor := [3]uint32{nlmd.ProgramNSM, nlmd.VersionNSM, 6}
 	mapper.mu.Lock()
-	mapper.maps[monitor] = uint32(dead.Addr().(*net.TCPAddr).Port)
+	mapper.maps[monitor] = uint32(testutil.ClosedPort(t).Port())
 	mapper.mu.Unlock()
 	startLockServer(t).client(func(c *nlm.Config) { c.Service = service })
 	service.WaitReady()

@@ -106,7 +106,7 @@ func startPrometheus(t *testing.T, daemon string) *server {
 	if err := os.WriteFile(file, []byte(config), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	addr := nfstest.FreePort(t)
+	addr := testutil.FreePort(t).String()
 	cmd := exec.Command("prometheus", "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"),
 		"--web.listen-address="+addr, "--enable-feature=native-histograms")
 	cmd.SysProcAttr = &unix.SysProcAttr{Pdeathsig: unix.SIGKILL}
@@ -182,7 +182,7 @@ func startRig(t *testing.T, faults string, serverFlags ...string) *rig {
 	}
 	t.Cleanup(func() { _ = os.Remove(dir) })
 	work := t.TempDir()
-	socket, metrics := filepath.Join(work, "control.sock"), nfstest.FreePort(t)
+	socket, metrics := filepath.Join(work, "control.sock"), testutil.FreePort(t).String()
 	daemon := nfstest.StartProcess(t, nil, nil, "daemon", "--control-socket", socket, "--metrics-listen", metrics,
 		"--state-dir", work, "--inject", faults)
 	daemon.WaitFor(t, "starting the daemon", func() error {

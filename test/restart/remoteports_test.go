@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -61,8 +62,8 @@ func (r routes) find(n int) {
 // everywhere serves a directory on all addresses of the network namespace.
 func everywhere(t *testing.T) (*export, *nfstest.ServedDir) {
 	t.Helper()
-	s := nfstest.ServeDirAt(t, "0.0.0.0:"+nfstest.PortOf(t, nfstest.FreePort(t)),
-		"0.0.0.0:"+nfstest.PortOf(t, nfstest.FreePort(t)), memoryDir(t), "--no-root-squash")
+	s := nfstest.ServeDirAt(t, fmt.Sprint("0.0.0.0:", testutil.FreePort(t).Port()),
+		fmt.Sprint("0.0.0.0:", testutil.FreePort(t).Port()), memoryDir(t), "--no-root-squash")
 	return &export{dir: s.Dir, source: "127.0.0.1:/",
 		options: []string{"port=" + nfstest.PortOf(t, s.RDMA), "mountport=" + nfstest.PortOf(t, s.TCP)}}, s
 }

@@ -22,6 +22,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -83,7 +84,7 @@ type rig struct {
 // newRig starts a daemon and mounts x.
 func newRig(t *testing.T, x *export, options ...string) *rig {
 	t.Helper()
-	r := &rig{t: t, x: x, state: t.TempDir(), metrics: nfstest.FreePort(t), dir: nfstest.OpenTempDir(t)}
+	r := &rig{t: t, x: x, state: t.TempDir(), metrics: testutil.FreePort(t).String(), dir: nfstest.OpenTempDir(t)}
 	r.socket = filepath.Join(r.state, "control.sock")
 	t.Cleanup(r.cleanup)
 	r.start()

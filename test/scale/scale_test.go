@@ -135,7 +135,7 @@ type rig struct {
 
 func newRig(t *testing.T, rate int) *rig {
 	t.Helper()
-	r := &rig{metrics: nfstest.FreePort(t),
+	r := &rig{metrics: testutil.FreePort(t).String(),
 		server: nfstest.ServeDir(t, nfstest.MemoryDir(t, "mode=777"), "--max-connections", "4096")}
 	dir := t.TempDir()
 	socket := filepath.Join(dir, "control.sock")
