@@ -164,12 +164,13 @@ func (w *testEnv) waitLocked(t *testing.T) {
 	}
 }
 
-// TestDaemonReportsCapabilities starts a daemon that cannot drop capabilities.
-func TestDaemonReportsCapabilities(t *testing.T) {
+// daemonWithout runs a daemon without a capability, and stops it when its log has a text. It
+// returns the log.
+func daemonWithout(t *testing.T, capability, until string) string {
+	t.Helper()
 	testutil.NeedsRoot(t)
-	boundingSet(t)
 	inner := program(t, "nfsrdmad")
-	cmd := exec.Command("setpriv", "--bounding-set=-setpcap", inner.Path, "daemon", "--control-socket",
+	cmd := exec.Command("setpriv", "--bounding-set=-"+capability, inner.Path, "daemon", "--control-socket",
 		filepath.Join(t.TempDir(), "s"), "--metrics-listen", "", "--state-dir", "")
 	cmd.Env = inner.Env
 	stderr, err := cmd.StderrPipe()
@@ -184,12 +185,22 @@ func TestDaemonReportsCapabilities(t *testing.T) {
 	var log strings.Builder
 	for lines := bufio.NewScanner(stderr); lines.Scan(); {
 		fmt.Fprintln(&log, lines.Text())
-		if strings.Contains(lines.Text(), "capabilities that it does not need") {
+		if strings.Contains(lines.Text(), until) {
 			_ = cmd.Process.Signal(syscall.SIGTERM)
 		}
 	}
-	if err := cmd.Wait(); err != nil || !strings.Contains(log.String(), "CAP_SETPCAP") {
-		t.Errorf("daemon without CAP_SETPCAP: %v: %s", err, &log)
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("daemon without %s: %v: %s", capability, err, &log)
+	}
+	return log.String()
+}
+
+// TestDaemonReportsCapabilities starts a daemon that cannot drop capabilities.
+func TestDaemonReportsCapabilities(t *testing.T) {
+	testutil.NeedsRoot(t)
+	boundingSet(t)
+	if log := daemonWithout(t, "setpcap", "capabilities that it does not need"); !strings.Contains(log, "CAP_SETPCAP") {
+		t.Errorf("got log %s, want CAP_SETPCAP", log)
 	}
 }
 

@@ -1,13 +1,9 @@
 package main
 
 import (
-	"archive/tar"
 	"bytes"
-	"compress/gzip"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -171,7 +167,7 @@ func TestDoctorBundle(t *testing.T) {
 	if err != nil || st.Mode().Perm() != 0o600 {
 		t.Errorf("got mode %v, error %v; want 0600", st.Mode(), err)
 	}
-	all := entries(t, path)
+	all := testutil.ReadArchive(t, path)
 	for name, text := range all {
 		for _, secret := range append(keys, marker, "marker-of-data", "marker-of-a-comment") {
 			if strings.Contains(text, secret) {
@@ -208,30 +204,4 @@ func traceValues(t *testing.T, w *testEnv, dir string, fields ...string) (values
 		}
 	}
 	return values
-}
-
-// entries returns the entries of an archive by the last part of their name.
-func entries(t *testing.T, path string) map[string]string {
-	t.Helper()
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	zip, err := gzip.NewReader(f)
-	if err != nil {
-		t.Fatal(err)
-	}
-	all := map[string]string{}
-	for archive := tar.NewReader(zip); ; {
-		h, err := archive.Next()
-		if errors.Is(err, io.EOF) {
-			return all
-		}
-		b, readErr := io.ReadAll(archive)
-		if err := errors.Join(err, readErr); err != nil {
-			t.Fatal(err)
-		}
-		all[filepath.Base(h.Name)] = string(b)
-	}
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -14,7 +13,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
@@ -302,29 +300,9 @@ func TestForegroundMountReportsErrorOnce(t *testing.T) {
 
 // TestDaemonWithoutPrivilege checks that a daemon that cannot mount logs the reason when it starts.
 func TestDaemonWithoutPrivilege(t *testing.T) {
-	testutil.NeedsRoot(t)
-	inner := program(t, "nfsrdmad")
-	cmd := exec.Command("setpriv", "--bounding-set=-sys_admin", inner.Path, "daemon", "--control-socket",
-		filepath.Join(t.TempDir(), "s"), "--metrics-listen", "")
-	cmd.Env = inner.Env
-	stderr, err := cmd.StderrPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	timer := time.AfterFunc(limit, func() { _ = cmd.Process.Kill() })
-	defer timer.Stop()
-	var log strings.Builder
-	for lines := bufio.NewScanner(stderr); lines.Scan(); {
-		fmt.Fprintln(&log, lines.Text())
-		if strings.Contains(lines.Text(), "every mount will fail") {
-			_ = cmd.Process.Signal(syscall.SIGTERM)
-		}
-	}
-	if err := cmd.Wait(); err != nil || !strings.Contains(log.String(), "CAP_SYS_ADMIN is missing") {
-		t.Errorf("%v: %s", err, &log)
+	log := daemonWithout(t, "sys_admin", "every mount will fail")
+	if !strings.Contains(log, "CAP_SYS_ADMIN is missing") {
+		t.Errorf("got log %s, want CAP_SYS_ADMIN", log)
 	}
 }
 

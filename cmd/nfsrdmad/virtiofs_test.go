@@ -129,20 +129,27 @@ func TestVirtiofsContinues(t *testing.T) {
 	}
 }
 
-// TestDetachedShareContinues ends the daemon after a lazy unmount. The share then ends with the
-// virtual machine.
-func TestDetachedShareContinues(t *testing.T) {
-	w := newTestEnv(t)
-	share := filepath.Join(w.dir, "vm.sock")
+// shareInUse starts a share, and connects to it as a virtual machine monitor does.
+func (w *testEnv) shareInUse(t *testing.T) (share string, vmm net.Conn) {
+	t.Helper()
+	share = filepath.Join(w.dir, "vm.sock")
 	nfsrdmad(t, "virtiofs", "--control-socket", w.socket, "--socket", share, "127.0.0.1:/", "-o",
 		w.opts(w.server.RDMAAddr)).succeeds(t)
 	vmm, err := net.Dial("unix", share)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer vmm.Close()
+	t.Cleanup(func() { vmm.Close() })
 	getFeatures(t, vmm)
 	wantFeatures(t, vmm)
+	return share, vmm
+}
+
+// TestDetachedShareContinues ends the daemon after a lazy unmount. The share then ends with the
+// virtual machine.
+func TestDetachedShareContinues(t *testing.T) {
+	w := newTestEnv(t)
+	share, vmm := w.shareInUse(t)
 	nfsrdmad(t, "umount", "--lazy", "--control-socket", w.socket, share).succeeds(t)
 	if _, err := os.Lstat(share); !os.IsNotExist(err) {
 		t.Errorf("socket after a lazy umount: %v", err)
@@ -171,16 +178,7 @@ func TestDetachedShareContinues(t *testing.T) {
 // waits, and a forced unmount ends it.
 func TestVirtiofsWithoutServer(t *testing.T) {
 	w := newTestEnv(t)
-	share := filepath.Join(w.dir, "vm.sock")
-	nfsrdmad(t, "virtiofs", "--control-socket", w.socket, "--socket", share, "127.0.0.1:/", "-o",
-		w.opts(w.server.RDMAAddr)).succeeds(t)
-	vmm, err := net.Dial("unix", share)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer vmm.Close()
-	getFeatures(t, vmm)
-	wantFeatures(t, vmm)
+	share, vmm := w.shareInUse(t)
 	_ = w.daemon.Process.Kill()
 	_ = w.daemon.Wait()
 	w.server.Close()
@@ -231,16 +229,7 @@ func (w *testEnv) setShareVersion(t *testing.T, version uint32) (old uint32) {
 // leaves the share alone until a forced unmount.
 func TestVirtiofsOfOtherVersion(t *testing.T) {
 	w := newTestEnv(t)
-	share := filepath.Join(w.dir, "vm.sock")
-	nfsrdmad(t, "virtiofs", "--control-socket", w.socket, "--socket", share, "127.0.0.1:/", "-o",
-		w.opts(w.server.RDMAAddr)).succeeds(t)
-	vmm, err := net.Dial("unix", share)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer vmm.Close()
-	getFeatures(t, vmm)
-	wantFeatures(t, vmm)
+	_, vmm := w.shareInUse(t)
 	kill := func() {
 		_ = w.daemon.Process.Kill()
 		_ = w.daemon.Wait()

@@ -1,48 +1,17 @@
 package doctor
 
 import (
-	"archive/tar"
-	"compress/gzip"
 	"context"
 	"errors"
-	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
-
-// readBundle returns the entries of an archive by name.
-func readBundle(t *testing.T, path string) map[string]string {
-	t.Helper()
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	zip, err := gzip.NewReader(f)
-	if err != nil {
-		t.Fatal(err)
-	}
-	all := map[string]string{}
-	for archive := tar.NewReader(zip); ; {
-		h, err := archive.Next()
-		if errors.Is(err, io.EOF) {
-			return all
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		b, err := io.ReadAll(archive)
-		if err != nil {
-			t.Fatal(err)
-		}
-		all[strings.TrimPrefix(h.Name, bundleDir)] = string(b)
-	}
-}
 
 // TestBundleWithoutDaemon makes an archive on a host without a daemon. The tests of cmd/nfsrdmad
 // have a daemon.
@@ -61,7 +30,7 @@ func TestBundleWithoutDaemon(t *testing.T) {
 	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
 		t.Errorf("got mode %v, error %v; want 0600", st.Mode(), err)
 	}
-	all := readBundle(t, path)
+	all := testutil.ReadArchive(t, path)
 	for name, want := range map[string]string{
 		"README.txt": "Left out", "doctor.json": `"source": "server:/export"`, "config.txt": `log_level = "in\"fo"`,
 		"kernel.txt": "== /proc/version\nLinux", "status.json": "not available: ",
