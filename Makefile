@@ -19,8 +19,6 @@ NFPM    := bin/nfpm-$(NFPM_VERSION)
 # goroutines with a fake clock.
 NORACE_TESTS := TestCallsDoNotAllocate TestDirectRequestsDoNotAllocate TestMountedCallsDoNotAllocate \
                 TestGuestRequestsDoNotAllocate TestFleet
-# As "go test FLAGS PACKAGES", with -- between them. With RERUN=FILE it repeats failed tests once.
-GOTEST := $(CURDIR)/test/gotest
 # Switches FUSE over io_uring on, on kernels that have it, while a command runs.
 WITH_URING := test/with-uring
 # The rdma-core provider needs a C compiler and the headers of rdma-core. The program opens the
@@ -32,8 +30,6 @@ DIST     = dist
 BIN     ?= bin
 # The time of the commit, for packages.
 COMMIT_TIME = $(shell git log -1 --format=%ct)
-
-export GO
 
 .PHONY: build check demo test test-programs lab test-lab test-lab-all bench bench-go scale panels soak fuzz mutants lint \
         deps install release manual reference deb rpm image clean
@@ -66,14 +62,14 @@ deps: $(NFPM)
 # process outlives its test. Those that take longest start first. The timeouts are for one package:
 # two to three times what the slowest one needs on an idle machine with two processors.
 test: deps
-	$(WITH_URING) env NFSRDMAD_LAB=0 $(GOTEST) -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
-	  -exec $(CURDIR)/test/isolate -timeout 20m -- ./test/integration ./pkg/fusefs ./cmd/nfsrdmad ./...
+	$(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
+	  -exec $(CURDIR)/test/isolate -timeout 20m ./test/integration ./pkg/fusefs ./cmd/nfsrdmad ./...
 	# A module for itself: the tests of the CSI driver need many other modules. The driver runs in other
 	# processes, so the race detector would see the tests only.
-	cd test/kubernetes && NFSRDMAD_LAB=0 $(GOTEST) -exec $(CURDIR)/test/isolate -timeout 10m -- ./...
+	cd test/kubernetes && NFSRDMAD_LAB=0 $(GO) test -exec $(CURDIR)/test/isolate -timeout 10m ./...
 	# The tests of the file system again, over io_uring. The race detector has seen them above.
-	NFSRDMAD_TEST_FRONT=uring $(WITH_URING) env NFSRDMAD_LAB=0 $(GOTEST) -skip Takeover -exec $(CURDIR)/test/isolate \
-	  -timeout 10m -- ./pkg/fusefs
+	NFSRDMAD_TEST_FRONT=uring $(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -skip Takeover -exec $(CURDIR)/test/isolate \
+	  -timeout 10m ./pkg/fusefs
 	# Not possible under the race detector.
 	out=$$($(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -v -run 'DoNotAllocate$$|^TestFleet$$' -exec $(CURDIR)/test/isolate \
 	  ./pkg/nfs3 ./pkg/front ./pkg/fusefs ./pkg/virtiofs ./pkg/xprt); echo "$$out"; \
@@ -89,7 +85,7 @@ lab:
 
 # Test against stock Linux servers on the newest kernel. The log has the measured figures.
 test-lab: deps lab
-	NFSRDMAD_LAB=1 $(GOTEST) -v -p 2 -count 1 -exec $(CURDIR)/test/isolate -timeout 45m -- ./test/lab/...
+	NFSRDMAD_LAB=1 test/lab/gotest -v -p 2 -count 1 -exec $(CURDIR)/test/isolate -timeout 45m -- ./test/lab/...
 
 # Test against every kernel and device. This takes hours.
 test-lab-all: deps lab
