@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // Requests of autofs, from include/uapi/linux/auto_fs.h.
@@ -35,7 +35,7 @@ type automounter struct {
 
 func newAutomounter(t *testing.T, dir string) *automounter {
 	t.Helper()
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	_ = exec.Command("modprobe", "autofs4").Run() // the kernel may have it built in, or not at all
 	list, err := os.ReadFile("/proc/filesystems")
 	if err != nil {

@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // shortBench returns arguments for a run of a few seconds at most.
@@ -23,8 +23,8 @@ func shortBench(dir string, args ...string) []string {
 // memoryDir is a directory in memory, which needs root.
 func memoryDir(t *testing.T, options string) string {
 	t.Helper()
-	testutil.NeedsRoot(t)
-	return nfstest.MemoryDir(t, options)
+	kit.NeedsRoot(t)
+	return mounts.MemoryDir(t, options)
 }
 
 // checkEmptyDir checks that a directory is empty.

@@ -18,8 +18,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // keptCapabilities is the table in docs/operator.md, "Access".
@@ -95,7 +95,7 @@ func boundingSet(t *testing.T) (mask uint64) {
 // TestDaemonDropsCapabilities starts a daemon with all capabilities, and uses each feature that
 // needs one while the daemon has only the capabilities that it keeps.
 func TestDaemonDropsCapabilities(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	w := newTestEnv(t)
 	private := w.mkdir(t, "private")
 	dir := w.mkdir(t, "private/m") // a mount point that only another user can reach
@@ -168,7 +168,7 @@ func (w *testEnv) waitLocked(t *testing.T) {
 // returns the log.
 func daemonWithout(t *testing.T, capability, until string) string {
 	t.Helper()
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	inner := program(t, "nfsrdmad")
 	cmd := exec.Command("setpriv", "--bounding-set=-"+capability, inner.Path, "daemon", "--control-socket",
 		filepath.Join(t.TempDir(), "s"), "--metrics-listen", "", "--state-dir", "")
@@ -197,7 +197,7 @@ func daemonWithout(t *testing.T, capability, until string) string {
 
 // TestDaemonReportsCapabilities starts a daemon that cannot drop capabilities.
 func TestDaemonReportsCapabilities(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	boundingSet(t)
 	if log := daemonWithout(t, "setpcap", "capabilities that it does not need"); !strings.Contains(log, "CAP_SETPCAP") {
 		t.Errorf("got log %s, want CAP_SETPCAP", log)

@@ -7,14 +7,14 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestInterruptedDemoCleansUp sends a signal in each phase of the demo. The demo must print one
 // line, exit with the code of an interrupt, and leave neither mounts nor files.
 func TestInterruptedDemoCleansUp(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
 		for _, phase := range []string{"server ", "mounted ", "copy in ", "remount ", "read back "} {
 			t.Run(sig.String()+" at "+strings.TrimSpace(phase), func(t *testing.T) {

@@ -15,9 +15,9 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/doctor"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // source returns the arguments that name the server of w.
@@ -71,7 +71,7 @@ func TestDoctorOfServer(t *testing.T) {
 // TestDoctorOnTerminal runs the command on a terminal of 70 columns, with an RDMA port that is
 // silent. It shows the step that waits, and wraps the table.
 func TestDoctorOnTerminal(t *testing.T) {
-	testutil.NeedsPrograms(t, "script", "stty")
+	kit.NeedsPrograms(t, "script", "stty")
 	w := newTestEnv(t)
 	inner := program(t, "nfsrdmad")
 	cmd := exec.Command("script", "--quiet", "--flush", "--return", "--command", fmt.Sprintf(
@@ -167,7 +167,7 @@ func TestDoctorBundle(t *testing.T) {
 	if err != nil || st.Mode().Perm() != 0o600 {
 		t.Errorf("got mode %v, error %v; want 0600", st.Mode(), err)
 	}
-	all := testutil.ReadArchive(t, path)
+	all := kit.ReadArchive(t, path)
 	for name, text := range all {
 		for _, secret := range append(keys, marker, "marker-of-data", "marker-of-a-comment") {
 			if strings.Contains(text, secret) {

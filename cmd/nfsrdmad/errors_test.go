@@ -14,9 +14,9 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // mpaRequestBytes is the size of the fixed part of an MPA request (RFC 5044 §7.1.1).
@@ -35,7 +35,7 @@ func TestMountErrors(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	closed := testutil.ClosedPort(t)
+	closed := kit.ClosedPort(t)
 	readRequest := func(c net.Conn) { _, _ = io.ReadFull(c, make([]byte, mpaRequestBytes)) }
 	hangs := peer(t, func(net.Conn) {})
 	hangsInReply := peer(t, func(c net.Conn) { readRequest(c); _, _ = c.Write([]byte("MPA ID Rep")) })
@@ -209,14 +209,14 @@ func asUnprivileged(t *testing.T, cmd *exec.Cmd) {
 }
 
 func TestForegroundWithoutPrivilege(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	cmd := program(t, "nfsrdmad", "mount", "--foreground", "127.0.0.1:/", "/mnt")
 	asUnprivileged(t, cmd)
 	finish(t, cmd).fails(t, control.ExitUsage, "no privilege", "run as root")
 }
 
 func TestNoFuseDevice(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	inner := program(t, "nfsrdmad")
 	cmd := exec.Command("unshare", "-m", "sh", "-c",
 		`mount -t tmpfs none /dev && exec "$0" mount --foreground 127.0.0.1:/ /mnt`, inner.Path)
@@ -259,7 +259,7 @@ func TestUsageErrors(t *testing.T) {
 		})
 	}
 	t.Run("demo without time", func(t *testing.T) {
-		testutil.NeedsFUSE(t)
+		kit.NeedsFUSE(t)
 		nfsrdmad(t, "demo", "--timeout", "1ns").fails(t, 32, "not done after 1ns", "--timeout")
 	})
 	t.Run("long option", func(t *testing.T) {
@@ -278,7 +278,7 @@ func TestUsageErrors(t *testing.T) {
 // TestWrongFUSEDevice binds another device over /dev/fuse. mount and doctor must report it before
 // they contact a server.
 func TestWrongFUSEDevice(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	for _, args := range []string{"mount --foreground 127.0.0.1:/ /mnt", "doctor --output json"} {
 		inner := program(t, "nfsrdmad")
 		cmd := exec.Command("unshare", "-m", "sh", "-c", `mount --bind /dev/null /dev/fuse && exec "$0" `+args,
@@ -293,9 +293,9 @@ func TestWrongFUSEDevice(t *testing.T) {
 }
 
 func TestForegroundMountReportsErrorOnce(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	nfsrdmad(t, "mount", "--foreground", "127.0.0.1:/", t.TempDir(), "-o",
-		fmt.Sprintf("mountport=%d", testutil.ClosedPort(t).Port())).fails(t, 32, "refused", "mountport=")
+		fmt.Sprintf("mountport=%d", kit.ClosedPort(t).Port())).fails(t, 32, "refused", "mountport=")
 }
 
 // TestDaemonWithoutPrivilege checks that a daemon that cannot mount logs the reason when it starts.

@@ -18,8 +18,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // noise returns n pseudorandom bytes. The same name gives the same bytes.
@@ -118,7 +118,7 @@ func TestInjectedFaults(t *testing.T) {
 	const spec = "seed=7,disconnect-every=60,post-fail=90:*"
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
-	metrics := testutil.FreePort(t).String()
+	metrics := kit.FreePort(t).String()
 	w.startDaemonWith(t, "--metrics-listen", metrics)
 	if v := scrape(t, metrics)["nfsrdmad_fault_injection_enabled"]; v != 0 {
 		t.Errorf("got fault_injection_enabled %v, want 0", v)

@@ -14,10 +14,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
-	"github.com/nfsrdmad/nfsrdmad/internal/systemdtest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/systemd"
 )
 
 func isMounted(t *testing.T, dir string) bool {
@@ -177,7 +177,7 @@ func TestDaemonWithoutStore(t *testing.T) {
 // TestSIGTERMOfService sends SIGTERM to a service with a descriptor store. Only when systemd
 // restarts the unit, the mounts stay.
 func TestSIGTERMOfService(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	for name, tt := range map[string]struct {
 		job   string
 		bus   string
@@ -193,10 +193,10 @@ func TestSIGTERMOfService(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newTestEnv(t)
 			w.stop(t, w.daemon)
-			m, unit, address := systemdtest.StartManager(t, 10), &systemdtest.Unit{}, filepath.Join(w.dir, "no-bus")
+			m, unit, address := systemd.StartManager(t, 10), &systemd.Unit{}, filepath.Join(w.dir, "no-bus")
 			switch tt.bus {
 			case "systemd":
-				address = systemdtest.StartBus(t, unit)
+				address = systemd.StartBus(t, unit)
 			case "silent":
 				l, err := net.Listen("unix", address) // accepts connections in its backlog only
 				if err != nil {

@@ -17,9 +17,9 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // programNameEnv makes the test binary run as the program. Its value is the name of the program.
@@ -49,7 +49,7 @@ func TestMain(m *testing.M) {
 	// So a test is not parallel if it keeps dirty data in open files, which the close of a copy
 	// would write, or if it closes a listener and expects that its port is free.
 	_ = flag.Set("test.parallel", "32")
-	testutil.Main(m)
+	kit.Main(m)
 }
 
 // limit bounds one command. A mount that gets no answer ends after 10 s.
@@ -137,7 +137,7 @@ type testEnv struct {
 
 func newTestEnv(t *testing.T) *testEnv {
 	t.Helper()
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	w := &testEnv{dir: t.TempDir(), log: &bytes.Buffer{}}
 	w.socket = filepath.Join(w.dir, "s")
 	export := filepath.Join(w.dir, "export")

@@ -12,8 +12,8 @@ import (
 
 	trace "go.opentelemetry.io/proto/otlp/trace/v1"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/otlptest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/collector"
 )
 
 // traced starts a daemon with flags, which mounts the export of the embedded server, reads and
@@ -25,7 +25,7 @@ func traced(t *testing.T, flags ...string) (w *testEnv, rdma, dir string) {
 	w.stop(t, w.daemon)
 	w.startDaemonWith(t, flags...)
 	export := w.mkdir(t, "served")
-	data := testutil.RandomBytes(1, 300_000)
+	data := kit.RandomBytes(1, 300_000)
 	if err := os.WriteFile(filepath.Join(export, "secret"), data, 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -50,19 +50,19 @@ func traced(t *testing.T, flags ...string) (w *testEnv, rdma, dir string) {
 
 // TestTraces traces all requests of a mount.
 func TestTraces(t *testing.T) {
-	c := otlptest.Start(t)
+	c := collector.Start(t)
 	began := time.Now()
 	w, rdma, dir := traced(t, "--metrics-listen", "127.0.0.1:0", "--otlp-endpoint", c.URL, "--otlp-ratio", "1")
 	w.stop(t, w.daemon)
 	ended := time.Now()
 
 	spans := c.Spans()
-	byID := make(map[string]*otlptest.Span)
+	byID := make(map[string]*collector.Span)
 	for i := range spans {
 		byID[spans[i].ID] = &spans[i]
 	}
-	children := make(map[string][]*otlptest.Span)
-	found := make(map[string]*otlptest.Span)
+	children := make(map[string][]*collector.Span)
+	found := make(map[string]*collector.Span)
 	for i := range spans {
 		s := &spans[i]
 		if s.Start.Before(began) || s.End.After(ended) || s.End.Before(s.Start) {
@@ -98,7 +98,7 @@ func TestTraces(t *testing.T) {
 }
 
 // checkSpan checks a span and its children.
-func checkSpan(t *testing.T, s *otlptest.Span, children []*otlptest.Span, rdma, dir string) {
+func checkSpan(t *testing.T, s *collector.Span, children []*collector.Span, rdma, dir string) {
 	t.Helper()
 	a := s.Attributes
 	var phases, rpcs int
@@ -153,7 +153,7 @@ func checkSpan(t *testing.T, s *otlptest.Span, children []*otlptest.Span, rdma, 
 }
 
 // checkOwner checks that this process, or the kernel, made a request.
-func checkOwner(t *testing.T, s *otlptest.Span) {
+func checkOwner(t *testing.T, s *collector.Span) {
 	t.Helper()
 	a := s.Attributes
 	switch a["nfsrdmad.owner.type"] {
@@ -169,7 +169,7 @@ func checkOwner(t *testing.T, s *otlptest.Span) {
 }
 
 // checkTrace checks the bytes, the errors and the processes of the requests.
-func checkTrace(t *testing.T, spans []otlptest.Span, children map[string][]*otlptest.Span) {
+func checkTrace(t *testing.T, spans []collector.Span, children map[string][]*collector.Span) {
 	t.Helper()
 	var read, written, received, sent, missing, own int64
 	for i := range spans {
@@ -207,13 +207,13 @@ func checkTrace(t *testing.T, spans []otlptest.Span, children map[string][]*otlp
 
 // TestTracesUntilUnmount stops a daemon that has dirty data.
 func TestTracesUntilUnmount(t *testing.T) {
-	c := otlptest.Start(t)
+	c := collector.Start(t)
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
 	w.startDaemonWith(t, "--metrics-listen", "", "--otlp-endpoint", c.URL, "--otlp-ratio", "1")
 	dir := w.mkdir(t, "mnt")
 	w.mount(t, dir).succeeds(t)
-	data := testutil.RandomBytes(2, 100_000)
+	data := kit.RandomBytes(2, 100_000)
 	writeDirty(t, filepath.Join(dir, "dirty"), data)
 	w.stop(t, w.daemon)
 	w.wantOnServer(t, "dirty", data)
@@ -227,7 +227,7 @@ func TestTracesUntilUnmount(t *testing.T) {
 
 // TestTracesOverTLS exports to a collector whose certificate is among the roots of the system.
 func TestTracesOverTLS(t *testing.T) {
-	c, roots := otlptest.StartTLS(t)
+	c, roots := collector.StartTLS(t)
 	t.Setenv("SSL_CERT_FILE", roots)
 	w, _, _ := traced(t, "--metrics-listen", "127.0.0.1:0", "--otlp-endpoint", c.URL, "--otlp-ratio", "1")
 	w.stop(t, w.daemon)
@@ -244,10 +244,10 @@ func TestTracesWithoutCollector(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { silent.Close() })
-	for name, address := range map[string]string{"refuses": testutil.ClosedPort(t).String(),
+	for name, address := range map[string]string{"refuses": kit.ClosedPort(t).String(),
 		"never answers": silent.Addr().String()} {
 		t.Run(name, func(t *testing.T) {
-			metrics := testutil.FreePort(t).String()
+			metrics := kit.FreePort(t).String()
 			w, _, _ := traced(t, "--metrics-listen", metrics, "--otlp-endpoint", "http://"+address, "--otlp-ratio", "1")
 			const series = `nfsrdmad_otlp_spans_dropped_total{reason="collector"}`
 			for end := time.Now().Add(limit); scrape(t, metrics)[series] == 0; time.Sleep(50 * time.Millisecond) {
@@ -269,10 +269,10 @@ func TestTracesWithoutCollector(t *testing.T) {
 
 // TestNoTracesByDefault sets the environment variables of other exporters.
 func TestNoTracesByDefault(t *testing.T) {
-	c := otlptest.Start(t)
+	c := collector.Start(t)
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", c.URL)
 	t.Setenv("OTEL_TRACES_SAMPLER", "always_on")
-	metrics := testutil.FreePort(t).String()
+	metrics := kit.FreePort(t).String()
 	w, _, _ := traced(t, "--metrics-listen", metrics)
 	for name := range scrape(t, metrics) {
 		if strings.Contains(name, "otlp") {

@@ -10,7 +10,7 @@ import (
 
 	"github.com/chromedp/chromedp"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var screenshot = flag.String("screenshot", "", "write a picture of the status page to this PNG `file`")
@@ -21,10 +21,10 @@ const pageLimit = 2 * time.Minute
 // TestStatusPageInBrowser opens the status page in Chromium under load. The page must follow
 // mounts, rates, and the end of the daemon, and must show names as text.
 func TestStatusPageInBrowser(t *testing.T) {
-	testutil.NeedsPrograms(t, "chromium")
+	kit.NeedsPrograms(t, "chromium")
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
-	address := testutil.FreePort(t).String()
+	address := kit.FreePort(t).String()
 	w.startDaemonWith(t, "--metrics-listen", address)
 	dir := w.mkdir(t, "mnt")
 	w.mountWith(t, dir, "rsize=65536,wsize=65536")

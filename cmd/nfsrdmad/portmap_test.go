@@ -12,8 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // enterEmptyNetwork moves the test to a new network namespace, where all ports are free. It locks
@@ -22,8 +22,8 @@ import (
 // ends with the goroutine, and the namespace ends with it.
 func enterEmptyNetwork(t *testing.T) {
 	t.Helper()
-	testutil.NeedsFUSE(t)
-	testutil.NeedsPrograms(t, "ip")
+	kit.NeedsFUSE(t)
+	kit.NeedsPrograms(t, "ip")
 	runtime.LockOSThread()
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		t.Fatalf("unshare the network namespace: %v", err)

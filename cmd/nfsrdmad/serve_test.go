@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // servingLine matches the first line of serve.
@@ -68,7 +68,7 @@ func serveAt(t *testing.T, args ...string) (rdma, tcp string, end func()) {
 // ports returns the mount options for the addresses of a server.
 func ports(t *testing.T, rdma, tcp string) string {
 	t.Helper()
-	return "port=" + nfstest.PortOf(t, rdma) + ",mountport=" + nfstest.PortOf(t, tcp)
+	return "port=" + mounts.PortOf(t, rdma) + ",mountport=" + mounts.PortOf(t, tcp)
 }
 
 // TestServeBackend writes a file through three processes: a mount, "serve --backend", and "serve
@@ -109,7 +109,7 @@ func TestServeErrors(t *testing.T) {
 	}
 	taken := peer(t, func(net.Conn) {}).String()
 	mail := peer(t, func(c net.Conn) { _, _ = c.Write([]byte("220 mail.example\r\n")) }).String()
-	closed := testutil.ClosedPort(t).String()
+	closed := kit.ClosedPort(t).String()
 	const free, onRDMA, onTCP = "127.0.0.1:0", " --rdma-listen ", " --tcp-listen "
 	for _, tt := range []struct {
 		name string
@@ -193,9 +193,9 @@ func TestIPv6(t *testing.T) {
 	if mounts, _ := os.ReadFile("/proc/mounts"); !strings.Contains(string(mounts), "[::1]:/ "+dir+" fuse.nfsrdma ") {
 		t.Error("/proc/mounts does not list [::1]:/")
 	}
-	closed := testutil.ClosedPort(t).Port() // also closed on [::1]
+	closed := kit.ClosedPort(t).Port() // also closed on [::1]
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o",
-		fmt.Sprintf("port=%d,mountport=%s", closed, nfstest.PortOf(t, tcp))).
+		fmt.Sprintf("port=%d,mountport=%s", closed, mounts.PortOf(t, tcp))).
 		fails(t, 32, "[::1]:/ on ", fmt.Sprintf("RDMA connection to [::1]:%d: ", closed), "refused")
 	nfsrdmad(t, "mount", "--control-socket", w.socket, "[::1]:/", free, "-o", fmt.Sprintf("mountport=%d", closed)).
 		fails(t, 32, fmt.Sprintf("MNT / at [::1]:%d: ", closed), "refused")

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/systemdtest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/systemd"
 )
 
 // TestClosedTerminal checks that SIGHUP unmounts in order, that nohup(1) keeps the mount, and that
@@ -76,7 +76,7 @@ func TestClosedTerminal(t *testing.T) {
 // TestNotifiesSystemd checks the notifications READY and STOPPING. STOPPING must extend the stop
 // timeout of the unit when shutdown_timeout is longer.
 func TestNotifiesSystemd(t *testing.T) {
-	m := systemdtest.StartManager(t, 0)
+	m := systemd.StartManager(t, 0)
 	socket := filepath.Join(t.TempDir(), "s")
 	cmd := program(t, "nfsrdmad", "daemon", "--control-socket", socket, "--metrics-listen", "", "--shutdown-timeout",
 		"100s")
@@ -107,7 +107,7 @@ func TestNotifiesSystemd(t *testing.T) {
 // TestFeedsWatchdog checks that the daemon notifies the watchdog of systemd again and again.
 func TestFeedsWatchdog(t *testing.T) {
 	t.Parallel()
-	m := systemdtest.StartManager(t, 0)
+	m := systemd.StartManager(t, 0)
 	socket := filepath.Join(t.TempDir(), "s")
 	cmd := program(t, "nfsrdmad", "daemon", "--control-socket", socket, "--metrics-listen", "")
 	cmd.Env = append(append(cmd.Env, m.Env()...), "WATCHDOG_USEC=1000000")

@@ -9,9 +9,9 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // TestStatusSlow mounts with a daemon that delays each reply, and checks that the slowest requests
@@ -20,7 +20,7 @@ func TestStatusSlow(t *testing.T) {
 	const delay = 0.02 // seconds
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
-	metrics := testutil.FreePort(t).String()
+	metrics := kit.FreePort(t).String()
 	w.startDaemonWith(t, "--metrics-listen", metrics, "--inject", "seed=1,delay-reply=1:20ms")
 	secret := filepath.Join(w.mkdir(t, "export"), "secret")
 	if err := os.WriteFile(secret, make([]byte, 100_000), 0o644); err != nil {
@@ -38,7 +38,7 @@ func TestStatusSlow(t *testing.T) {
 	status := []string{"status", "--slow", "--control-socket", w.socket}
 	var text string
 	// A request ends a moment after its reply.
-	for end := time.Now().Add(nfstest.ProcessTimeout); !strings.Contains(text, "ENOENT"); {
+	for end := time.Now().Add(mounts.ProcessTimeout); !strings.Contains(text, "ENOENT"); {
 		if time.Now().After(end) {
 			t.Fatalf("got %s, want a lookup with ENOENT", text)
 		}

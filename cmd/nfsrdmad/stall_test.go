@@ -12,15 +12,15 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/systemdtest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/systemd"
 )
 
 // TestStalledMountIsReported stops a server. List, status, log, metrics and the status line of
 // systemd must show the mount and the reason, until the server continues.
 func TestStalledMountIsReported(t *testing.T) {
-	m := systemdtest.StartManager(t, 0)
+	m := systemd.StartManager(t, 0)
 	for _, v := range m.Env() {
 		name, value, _ := strings.Cut(v, "=")
 		t.Setenv(name, value)
@@ -72,7 +72,7 @@ func TestStalledMountIsReported(t *testing.T) {
 }
 
 // awaitMessage waits for a notification that contains all parts.
-func awaitMessage(t *testing.T, m *systemdtest.Manager, parts ...string) {
+func awaitMessage(t *testing.T, m *systemd.Manager, parts ...string) {
 	t.Helper()
 	for end := time.Now().Add(limit); ; {
 		s := m.Message(limit)
@@ -196,7 +196,7 @@ func newSilentMount(t *testing.T, options, kind string) *silentMount {
 	p := servePausable(t, "--no-root-squash", "--rdma-listen", "0.0.0.0:0", "--tcp-listen", "0.0.0.0:0",
 		filepath.Join(w.dir, "export"))
 	m := &silentMount{pausableMount: &pausableMount{testEnv: w, pausableServer: p, mnt: w.mkdir(t, "silent")},
-		kind: kind, host: "127.0.0.1", metrics: testutil.FreePort(t).String()}
+		kind: kind, host: "127.0.0.1", metrics: kit.FreePort(t).String()}
 	w.stop(t, w.daemon)
 	w.startDaemonWith(t, "--metrics-listen", m.metrics, "--shutdown-timeout", "1s")
 	if kind == "lost" {

@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/statview"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // The load of the tests of stats: dd reads and writes this many bytes in blocks.
@@ -188,7 +188,7 @@ func TestStatsRefusesFlags(t *testing.T) {
 
 // TestStatsWatchInTerminal runs the full-screen view in tmux.
 func TestStatsWatchInTerminal(t *testing.T) {
-	testutil.NeedsPrograms(t, "tmux")
+	kit.NeedsPrograms(t, "tmux")
 	w := newTestEnv(t)
 	dir := w.mkdir(t, "mnt")
 	w.mountWith(t, dir, "rsize=65536,wsize=65536")

@@ -24,14 +24,14 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/mount", "internal/backoff internal/fdstore internal/otlp internal/running internal/slotfile pkg/control " +
 		"pkg/front pkg/fusefs pkg/ledger pkg/membuf pkg/metrics pkg/nfs3 pkg/nfs3/mountd pkg/nfs3/nfsacl pkg/nlm " +
 		"pkg/sunrpc pkg/trace pkg/verbs pkg/verbs/faults pkg/verbs/rdmacore pkg/verbs/softiwarp pkg/virtiofs pkg/xprt"},
-	{"internal/nfstest", "internal/ganeshatest internal/testutil pkg/fusefs pkg/nfs3 pkg/sunrpc"},
-	{"internal/ganeshatest", "internal/rpctcp internal/testutil pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
-	{"internal/servertest", "internal/nfsserve pkg/verbs/softiwarp"},
+	{"test/kit/mounts", "test/kit/ganesha test/kit pkg/fusefs pkg/nfs3 pkg/sunrpc"},
+	{"test/kit/ganesha", "internal/rpctcp test/kit pkg/nfs3 pkg/nfs3/mountd pkg/sunrpc"},
+	{"test/kit/server", "internal/nfsserve pkg/verbs/softiwarp"},
 	{"internal/nfsserve", "internal/nfsd internal/rpctcp internal/svcrdma pkg/nfs3 pkg/sunrpc pkg/verbs"},
 	{"pkg/metrics", "pkg/fusefs pkg/ledger pkg/nlm pkg/stats"},
 	{"pkg/xprt", "internal/backoff internal/leakcheck internal/running internal/verify pkg/ledger pkg/membuf " +
 		"pkg/memreg pkg/rpcrdma pkg/stats pkg/sunrpc pkg/trace pkg/verbs"},
-	{"internal/hostile", "pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs"},
+	{"test/kit/hostile", "pkg/membuf pkg/nfs3 pkg/rpcrdma pkg/sunrpc pkg/verbs"},
 	{"internal/nfsd", "internal/nlmd pkg/nfs3 pkg/nfs3/nfsacl pkg/nlm pkg/sunrpc"},
 	{"internal/nlmd", "pkg/nfs3 pkg/nlm pkg/rangelock pkg/sunrpc"},
 	{"internal/svcrdma", "pkg/membuf pkg/rpcrdma pkg/sunrpc pkg/verbs"},
@@ -48,9 +48,9 @@ var allowed = []struct{ pkg, imports string }{
 	{"pkg/verbs/softiwarp", "internal/leakcheck pkg/verbs pkg/verbs/internal/base"},
 	{"pkg/verbs/verbstest", "pkg/membuf pkg/verbs"},
 	{"internal/rpctcp", "pkg/sunrpc"},
-	{"internal/systemdtest", "internal/testutil"},
-	{"test/lab/systemd/load", "internal/testutil"},
-	{"internal/testutil", "internal/kernelfault internal/leakcheck internal/verify"},
+	{"test/kit/systemd", "test/kit"},
+	{"test/lab/systemd/load", "test/kit"},
+	{"test/kit", "internal/kernelfault internal/leakcheck internal/verify"},
 	{"internal/statuspage", "pkg/control"},
 	{"internal/statview", "pkg/control pkg/stats"},
 	{"internal/otlp", "pkg/control pkg/ledger"},
@@ -67,8 +67,8 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/kernelfault", ""},
 	{"internal/leakcheck", ""},
 	{"internal/memfd", ""},
-	{"internal/otlptest", ""},
-	{"internal/powertest", ""},
+	{"test/kit/collector", ""},
+	{"test/kit/power", ""},
 	{"internal/reference", ""},
 	{"internal/running", ""},
 	{"internal/screen", ""},
@@ -101,8 +101,8 @@ var allowed = []struct{ pkg, imports string }{
 
 // testPackages hold helpers of tests. Only test files and other test packages may import them.
 var testPackages = []string{
-	"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest", "internal/otlptest",
-	"internal/powertest", "internal/reference", "internal/servertest", "internal/systemdtest", "internal/testutil",
+	"internal/archtest", "test/kit/ganesha", "test/kit/hostile", "test/kit/mounts", "test/kit/collector",
+	"test/kit/power", "internal/reference", "test/kit/server", "test/kit/systemd", "test/kit",
 	"pkg/verbs/verbstest",
 	"test/bench", "test/differential", "test/docs",
 	"test/integration", "test/kubernetes", "test/lab", "test/lab/beside",

@@ -15,11 +15,11 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/screen"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { kit.Main(m) }
 
 // checkClean fails the test when the demo left a file or a mount in its temporary directory.
 func checkClean(t *testing.T, tmp string) {
@@ -45,7 +45,7 @@ func smallTree(t *testing.T) string {
 }
 
 func TestRunCopiesAndCompares(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	var out bytes.Buffer
@@ -84,7 +84,7 @@ func (o *trigger) Write(b []byte) (int, error) {
 
 // TestInterruptLeavesNothing interrupts the demo in each phase.
 func TestInterruptLeavesNothing(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	for _, phase := range []trigger{
@@ -122,7 +122,7 @@ func removeExport(_, export string) error { return os.RemoveAll(export) }
 // TestFailureLeavesNothing removes a source file, changes the copy behind the mount, and removes
 // the served directory, while the demo runs.
 func TestFailureLeavesNothing(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	for _, tt := range []struct {
 		name   string
 		at     trigger
@@ -157,7 +157,7 @@ func TestFailureLeavesNothing(t *testing.T) {
 // TestTimeoutWithoutServer ends the server during the copy. The calls in flight wait until the
 // timeout ends them. The demo must leave no mount and no file.
 func TestTimeoutWithoutServer(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	tree, tmp := smallTree(t), t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	var server *nfsserve.Server

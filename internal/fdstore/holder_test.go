@@ -19,7 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // killHolder kills a holder and waits until its process has ended.
@@ -219,7 +219,7 @@ func TestEmptyHolderEnds(t *testing.T) {
 
 // Without its socket, no daemon can reach the holder. Its entries must not stay for ever.
 func TestUnreachableHolderEnds(t *testing.T) {
-	testutil.Long(t)
+	kit.Long(t)
 	for _, connected := range []bool{true, false} {
 		t.Run(fmt.Sprintf("connected=%v", connected), func(t *testing.T) {
 			cfg := testConfig(t)
@@ -295,7 +295,7 @@ func TestStoppedHolderTimesOut(t *testing.T) {
 }
 
 func TestOtherUserIsRefused(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	cfg := testConfig(t)
 	s := open(t, Holder, cfg)
 	put(t, s, "a", "1")
@@ -484,7 +484,7 @@ func TestRequestBeforeEndIsExecuted(t *testing.T) {
 }
 
 func TestHolderBoundsEntries(t *testing.T) {
-	testutil.Long(t)
+	kit.Long(t)
 	cfg := testConfig(t)
 	s := open(t, Holder, cfg)
 	began := time.Now()
@@ -529,7 +529,7 @@ func TestHolderBoundsEntries(t *testing.T) {
 
 // The connection of a mount exists as long as a descriptor of /dev/fuse is open.
 func TestHolderKeepsFUSEConnection(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	cfg := testConfig(t)
 	s := open(t, Holder, cfg)
 	fd, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)

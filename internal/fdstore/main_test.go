@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // testTimeout bounds each wait of a test.
@@ -31,7 +31,7 @@ func TestMain(m *testing.M) {
 		case "daemon":
 			err = runDaemon(os.Args[2])
 		default:
-			testutil.Main(m) // exits
+			kit.Main(m) // exits
 		}
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 		}
 		unix.Exit(0) // os.Exit waits for 1 s with the race detector
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }
 
 func testConfig(t testing.TB) Config {

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestSystemdWithoutStore(t *testing.T) {
@@ -158,7 +158,7 @@ func TestSystemdRemovesReplacedEntries(t *testing.T) {
 
 // A descriptor of /dev/fuse that is not mounted yet, or not any more, has EPOLLERR.
 func TestSystemdKeepsFUSEDescriptorWithError(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	m := startManager(t, 8)
 	s := open(t, Systemd, testConfig(t))
 	fd, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)

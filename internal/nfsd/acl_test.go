@@ -12,11 +12,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 var (
@@ -40,7 +40,7 @@ func (c *client) getACL(fh nfs3.FH, mask uint32) nfsacl.ACLs {
 }
 
 func TestSetAndGetACL(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	both(t, func(t *testing.T, change func(*Config)) {
 		c := start(t, change)
 		fh := c.MustCreate(user, c.Root, "f", 0o640)
@@ -60,7 +60,7 @@ func TestSetAndGetACL(t *testing.T) {
 			t.Errorf("GETACL: got %+v, want %v", got, extendedACL)
 		}
 		var access nfs3.AccessResult
-		c.OK(c.Access(c.Ctx, nfstest.Credential(2000, 2000), fh, nfs3.AccessRead|nfs3.AccessModify, &access))
+		c.OK(c.Access(c.Ctx, mounts.Credential(2000, 2000), fh, nfs3.AccessRead|nfs3.AccessModify, &access))
 		if access.Access != nfs3.AccessRead {
 			t.Errorf("ACCESS of the named user: got %#x, want read", access.Access)
 		}
@@ -93,12 +93,12 @@ func TestDefaultACLIsInherited(t *testing.T) {
 }
 
 func TestSetACLChecksPermission(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	fh := c.MustCreate(user, c.Root, "f", 0o666)
 	set := &nfsacl.ACLs{Mask: nfsacl.MaskAccess, Access: extendedACL}
 	var attr nfs3.PostOpAttr
-	c.Want(c.acls().Set(c.Ctx, nfstest.Credential(2000, 2000), fh, set, nfsacl.Owner{}, &attr), syscall.EPERM)
+	c.Want(c.acls().Set(c.Ctx, mounts.Credential(2000, 2000), fh, set, nfsacl.Owner{}, &attr), syscall.EPERM)
 	bad := &nfsacl.ACLs{Mask: nfsacl.MaskDefault, Default: extendedACL}
 	c.Want(c.acls().Set(c.Ctx, user, fh, bad, nfsacl.Owner{}, &attr), syscall.EACCES) // as setxattr(2) of a file
 

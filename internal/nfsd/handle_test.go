@@ -9,8 +9,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // Handles of files and directories stay valid when the server starts again, also after renames.
@@ -197,7 +197,7 @@ func TestMountPoints(t *testing.T) {
 
 // A file system that is mounted below the export is not served.
 func TestMountBelowExport(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	both(t, func(t *testing.T, change func(*Config)) {
 		c := start(t, change)
 		c.OK(os.Mkdir(c.path("m"), 0o755))

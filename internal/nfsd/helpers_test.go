@@ -9,14 +9,14 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // A client calls a Server without a transport.
 type client struct {
-	*nfstest.Client
+	*mounts.Client
 	s   *Server
 	dir string
 }
@@ -52,8 +52,8 @@ func (c *caller) Call(ctx context.Context, m *sunrpc.Message) error {
 
 var (
 	peer = netip.MustParseAddrPort("192.0.2.1:700")
-	root = nfstest.Credential(0, 0)
-	user = nfstest.Credential(1000, 1000)
+	root = mounts.Credential(0, 0)
+	user = mounts.Credential(1000, 1000)
 )
 
 // start exports a temporary directory, by default to root without squashing.
@@ -80,7 +80,7 @@ func restart(t testing.TB, cfg Config) *client {
 		t.Fatal(err)
 	}
 	calls := nfs3.NewClient(&caller{s: s, peer: peer, try: true}, nfs3.Options{})
-	return &client{Client: &nfstest.Client{Client: calls, T: t, Root: s.rootFH, Ctx: context.Background(), Cred: root},
+	return &client{Client: &mounts.Client{Client: calls, T: t, Root: s.rootFH, Ctx: context.Background(), Cred: root},
 		s: s, dir: cfg.Dir}
 }
 

@@ -15,25 +15,25 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 func TestRootIsSquashed(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, func(cfg *Config) { cfg.NoRootSquash = false })
 	for _, tt := range []struct {
 		name     string
 		cred     []byte
 		uid, gid uint32
 	}{
-		{"root", nfstest.Credential(0, 0), anonymous, anonymous},
-		{"root of another group", nfstest.Credential(0, 7), anonymous, 7},
-		{"user of group 0", nfstest.Credential(1000, 0), 1000, anonymous},
-		{"user", nfstest.Credential(1000, 1001), 1000, 1001},
+		{"root", mounts.Credential(0, 0), anonymous, anonymous},
+		{"root of another group", mounts.Credential(0, 7), anonymous, 7},
+		{"user of group 0", mounts.Credential(1000, 0), 1000, anonymous},
+		{"user", mounts.Credential(1000, 1001), 1000, 1001},
 		{"no credential", sunrpc.AppendAuthNone(nil), anonymous, anonymous},
 	} {
 		c.MustCreate(tt.cred, c.Root, tt.name, 0o644)
@@ -43,14 +43,14 @@ func TestRootIsSquashed(t *testing.T) {
 	}
 	c.OK(os.WriteFile(c.path("secret"), []byte("x"), 0o640)) // of root:root
 	fh := c.MustLookup(c.Root, "secret").FH
-	for _, cred := range [][]byte{nfstest.Credential(0, 0), nfstest.Credential(1000, 0),
-		nfstest.Credential(1000, 1000, 5, 0)} {
+	for _, cred := range [][]byte{mounts.Credential(0, 0), mounts.Credential(1000, 0),
+		mounts.Credential(1000, 1000, 5, 0)} {
 		c.Want(c.Read(c.Ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
 	}
 }
 
 func TestRootIsNotSquashedOnRequest(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	c.MustCreate(root, c.Root, "f", 0o600)
 	if st := c.stat("f"); st.Uid != 0 || st.Gid != 0 {
@@ -60,15 +60,15 @@ func TestRootIsNotSquashedOnRequest(t *testing.T) {
 
 // A caller whose identity the kernel does not take gets an error, and nothing runs as root.
 func TestIdentityThatCannotBeTaken(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	c.OK(os.WriteFile(c.path("f"), []byte("x"), 0o600))
 	open := c.MustCreate(root, c.Root, "open", 0o666)
 	fh := c.MustLookup(c.Root, "f").FH
 	for name, cred := range map[string][]byte{
-		"uid":   nfstest.Credential(badID, 1000),
-		"gid":   nfstest.Credential(1000, badID),
-		"group": nfstest.Credential(1000, 1000, badID),
+		"uid":   mounts.Credential(badID, 1000),
+		"gid":   mounts.Credential(1000, badID),
+		"group": mounts.Credential(1000, 1000, badID),
 	} {
 		how := nfs3.CreateHow{Mode: nfs3.Guarded}
 		c.Want(c.Create(c.Ctx, cred, c.Root, name, &how, new(nfs3.CreateResult)), unix.EACCES)
@@ -97,7 +97,7 @@ func TestCredentialsThatDoNotDecode(t *testing.T) {
 
 // Only the owner of a file may read and write it whatever the mode says.
 func TestOwnerOverride(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	fh := c.MustCreate(user, c.Root, "f", 0)
 	c.write(user, fh, "data")
@@ -107,7 +107,7 @@ func TestOwnerOverride(t *testing.T) {
 	var wcc nfs3.WccData
 	c.OK(c.SetAttr(c.Ctx, user, fh, &nfs3.SetAttr{HasSize: true, Size: 2}, nil, &wcc))
 	c.OK(c.Commit(c.Ctx, user, fh, 0, 0, new(nfs3.CommitResult)))
-	other := nfstest.Credential(1001, 1000)
+	other := mounts.Credential(1001, 1000)
 	c.Want(c.Read(c.Ctx, other, fh, 0, make([]byte, 1), new(nfs3.ReadResult)), unix.EACCES)
 	c.Want(c.Write(c.Ctx, other, fh, 0, []byte("x"), nfs3.Unstable, new(nfs3.WriteResult)), unix.EACCES)
 	c.Want(c.SetAttr(c.Ctx, other, fh, &nfs3.SetAttr{HasSize: true}, nil, &wcc), unix.EACCES)
@@ -120,7 +120,7 @@ func TestOwnerOverride(t *testing.T) {
 }
 
 func TestExecutableIsReadable(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	fh := c.MustCreate(root, c.Root, "program", 0o711)
 	c.write(root, fh, "code")
@@ -159,10 +159,10 @@ func TestWriteClearsSetID(t *testing.T) {
 
 // A change of mode, owner or groups has an effect at once on permissions that are cached.
 func TestPermissionsAreCurrent(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	fh := c.MustCreate(root, c.Root, "f", 0o640)
-	member := nfstest.Credential(1000, 1000, 4242)
+	member := mounts.Credential(1000, 1000, 4242)
 	read := func(cred []byte) error {
 		return c.Read(c.Ctx, cred, fh, 0, make([]byte, 1), new(nfs3.ReadResult))
 	}
@@ -183,7 +183,7 @@ func TestPermissionsAreCurrent(t *testing.T) {
 // While it acts for a caller, a thread lacks the capabilities that bypass quotas and reserved
 // blocks; afterwards every thread has the server's identity.
 func TestThreadIdentity(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	who := cred{uid: 1000, gid: 1001, n: 2}
 	who.gids[0], who.gids[1] = 7, 8
@@ -208,7 +208,7 @@ func TestThreadIdentity(t *testing.T) {
 				name := fmt.Sprintf("%d-%d", i, j)
 				var res nfs3.CreateResult
 				how := nfs3.CreateHow{Mode: nfs3.Guarded}
-				cred := nfstest.Credential(uint32(1000+i), 1000, 9)
+				cred := mounts.Credential(uint32(1000+i), 1000, 9)
 				if err := c.Create(c.Ctx, cred, c.Root, name, &how, &res); err != nil {
 					t.Error(err)
 				}
@@ -263,7 +263,7 @@ func threadStatus(t *testing.T, name string) (s taskStatus) {
 // In a user namespace that maps root alone, calls of root run and calls of others are refused. The
 // kernel does not open files by handle there.
 func TestUserNamespace(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := t.TempDir()
 	runInNamespace(t, dir, 0)
 	if _, err := os.Lstat(filepath.Join(dir, "export", "mine")); err != nil {
@@ -273,7 +273,7 @@ func TestUserNamespace(t *testing.T) {
 
 // A server that is not root serves, and does everything as its own user.
 func TestServerWithoutRoot(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := t.TempDir()
 	runInNamespace(t, dir, 1000)
 	for _, name := range []string{"mine", "theirs"} {
@@ -318,10 +318,10 @@ func inNamespace(dir string) error {
 		return err
 	}
 	if os.Geteuid() != 0 {
-		return c.Create(ctx, nfstest.Credential(1234, 1234), s.rootFH, "theirs", &how, &res)
+		return c.Create(ctx, mounts.Credential(1234, 1234), s.rootFH, "theirs", &how, &res)
 	}
 	for _, id := range []uint32{1000, anonymous} {
-		err := c.Create(ctx, nfstest.Credential(id, id), s.rootFH, "theirs", &how, &res)
+		err := c.Create(ctx, mounts.Credential(id, id), s.rootFH, "theirs", &how, &res)
 		if nfs3.Errno(err) != unix.EACCES {
 			return fmt.Errorf("CREATE of uid %d: got %v, want EACCES", id, err)
 		}
@@ -353,15 +353,15 @@ func TestTruncateByAnotherUser(t *testing.T) {
 	fh := c.MustCreate(user, c.Root, "f", 0o666)
 	c.write(user, fh, "data")
 	set := nfs3.SetAttr{HasSize: true, MtimeHow: nfs3.SetToServerTime}
-	if err := c.SetAttr(c.Ctx, nfstest.Credential(2000, 2000), fh, &set, nil, new(nfs3.WccData)); err != nil {
+	if err := c.SetAttr(c.Ctx, mounts.Credential(2000, 2000), fh, &set, nil, new(nfs3.WccData)); err != nil {
 		t.Errorf("SETATTR size and time: got %v, want success", err)
 	}
 }
 
 // Some file systems keep times in seconds. Two changes within one second then have one ctime.
 func TestPermissionsWithCoarseTimes(t *testing.T) {
-	testutil.NeedsRoot(t)
-	testutil.NeedsPrograms(t, "mkfs.ext4")
+	kit.NeedsRoot(t)
+	kit.NeedsPrograms(t, "mkfs.ext4")
 	img, dir := filepath.Join(t.TempDir(), "img"), t.TempDir()
 	f, err := os.Create(img)
 	if err != nil {

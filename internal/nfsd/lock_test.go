@@ -5,11 +5,11 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // lock sends LOCK for a whole file.
@@ -26,9 +26,9 @@ func (c *client) lock(from netip.AddrPort, cred []byte, fh nfs3.FH) (nlm.Stat, e
 }
 
 func TestLockNeedsAccess(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, func(cfg *Config) { cfg.NoRootSquash = false })
-	other := nfstest.Credential(2000, 2000)
+	other := mounts.Credential(2000, 2000)
 	read := c.MustCreate(user, c.Root, "read", 0o644)
 	write := c.MustCreate(user, c.Root, "write", 0o622)
 	private := c.MustCreate(user, c.Root, "private", 0)

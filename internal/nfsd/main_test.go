@@ -5,7 +5,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // namespaceEnv makes this binary run the second half of a test in a user namespace.
@@ -19,5 +19,5 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"golang.org/x/sys/unix"
 )
 
@@ -50,7 +50,7 @@ func TestCreateWhileNameIsReplaced(t *testing.T) {
 
 // A client repeats a call that ends with NFS3ERR_JUKEBOX forever.
 func TestMountPointIsNotRemoved(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	c.mkdir(root, c.Root, "m", 0o755)
 	if err := unix.Mount("none", c.path("m"), "tmpfs", 0, ""); err != nil {

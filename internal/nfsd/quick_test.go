@@ -7,9 +7,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // tries calls TryServe only. status is that of the reply.
@@ -33,7 +33,7 @@ func lookupArgs(dir nfs3.FH, name string) []byte {
 
 // TestTryLookup looks up names that the kernel has cached, and one that it has not.
 func TestTryLookup(t *testing.T) {
-	testutil.NeedsRoot(t) // to open files by handle
+	kit.NeedsRoot(t) // to open files by handle
 	c := start(t, nil)
 	if c.s.paths != nil {
 		t.Fatal("the file system of the temporary directory has no file handles")
@@ -58,7 +58,7 @@ func TestTryLookup(t *testing.T) {
 
 // TestTryInMemory makes calls about files in memory that no call has used before.
 func TestTryInMemory(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := t.TempDir()
 	if err := unix.Mount("none", dir, "tmpfs", 0, ""); err != nil {
 		t.Fatal("mount a tmpfs:", err)

@@ -9,9 +9,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // list reads a directory in pages of count bytes; between is called after each page.
@@ -170,7 +170,7 @@ func TestBadCookies(t *testing.T) {
 
 // Who may read a directory but not search it gets no handles.
 func TestListingWithoutSearchPermission(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	c := start(t, nil)
 	d := c.mkdir(root, c.Root, "d", 0o755)
 	c.MustCreate(root, d, "f", 0o644)

@@ -7,14 +7,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestReplacedNewObjectIsRefused replaces each new object by another one before the server opens it
 // by name. The server must refuse the other object, and not change it.
 func TestReplacedNewObjectIsRefused(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	both(t, func(t *testing.T, change func(*Config)) {
 		var replace func(name string)
 		c := start(t, func(cfg *Config) {

@@ -19,12 +19,12 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // clientEnv holds a load, as JSON, in the environment of the process that generates it. It is
@@ -71,7 +71,7 @@ func runLoad(text string) error {
 // readCall is a READ of 4 KiB at offset 0 as a TCP record.
 func readCall(fh nfs3.FH) []byte {
 	b := sunrpc.AppendCall(make([]byte, rpctcp.MarkSize), 1, nfs3.Program, nfs3.Version, uint32(nfs3.ProcRead),
-		nfstest.Credential(0, 0))
+		mounts.Credential(0, 0))
 	b = sunrpc.AppendUint32(sunrpc.AppendUint64(nfs3.AppendFH(b, &fh), 0), readSize)
 	rpctcp.PutMark(b, len(b)-rpctcp.MarkSize)
 	return b
@@ -123,7 +123,7 @@ func (l *load) overRDMA(fh nfs3.FH) error {
 	errs := make([]error, l.Depth)
 	for i := range l.Depth {
 		wg.Go(func() {
-			buf, cred := make([]byte, readSize), nfstest.Credential(0, 0)
+			buf, cred := make([]byte, readSize), mounts.Credential(0, 0)
 			for range l.Calls / l.Depth {
 				var res nfs3.ReadResult
 				if errs[i] = c.Read(ctx, cred, fh, 0, buf, &res); errs[i] != nil {

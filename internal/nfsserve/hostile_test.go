@@ -10,11 +10,11 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // connect opens n connections from an address of this host and sends first on each.
@@ -158,7 +158,7 @@ func TestAllowList(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	err = nfs3.NewClient(r, nfs3.Options{}).GetAttr(t.Context(), nfstest.Credential(0, 0), nfs3.FH{}, new(nfs3.Attr))
+	err = nfs3.NewClient(r, nfs3.Options{}).GetAttr(t.Context(), mounts.Credential(0, 0), nfs3.FH{}, new(nfs3.Attr))
 	if err == nil || errors.Is(err, nfs3.ErrMalformed) {
 		t.Errorf("GETATTR from an address that is not allowed: got %v", err)
 	}

@@ -4,12 +4,12 @@ import (
 	"os"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestMain(m *testing.M) {
 	if code, ok := loadMain(); ok {
 		os.Exit(code)
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }

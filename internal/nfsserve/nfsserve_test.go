@@ -14,12 +14,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 const testTimeout = 30 * time.Second
@@ -50,7 +50,7 @@ func start(t testing.TB, change func(*Config)) (*Server, string) {
 
 // client is an NFSv3 client over TCP with the root handle.
 type client struct {
-	*nfstest.Client
+	*mounts.Client
 	rpc *rpctcp.Client
 }
 
@@ -63,8 +63,8 @@ func dial(t testing.TB, addr string) *client {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { r.Close() })
-	c := &client{Client: &nfstest.Client{Client: nfs3.NewClient(r, nfs3.Options{}), T: t, Ctx: ctx,
-		Cred: nfstest.Credential(0, 0)}, rpc: r}
+	c := &client{Client: &mounts.Client{Client: nfs3.NewClient(r, nfs3.Options{}), T: t, Ctx: ctx,
+		Cred: mounts.Credential(0, 0)}, rpc: r}
 	m := sunrpc.Message{Prog: progMount, Vers: versMount, Proc: mountMnt, Cred: c.Cred,
 		Args: sunrpc.AppendString(nil, "/"), MaxResult: 200, Result: make([]byte, 0, 200)}
 	c.OK(r.Call(ctx, &m))
@@ -114,7 +114,7 @@ func TestReadWriteCommit(t *testing.T) {
 
 // A WRITE without disk space fails with ENOSPC. The space is free again when the file is removed.
 func TestDiskFull(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	var disk string
 	s, _ := start(t, func(c *Config) {
 		disk = c.Dir
@@ -218,7 +218,7 @@ func TestErrnos(t *testing.T) {
 }
 
 func TestAttributes(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	s, dir := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	fh := c.MustCreate(c.Cred, c.Root, "f", 0o644)
@@ -270,7 +270,7 @@ func TestAttributes(t *testing.T) {
 }
 
 func TestExclusiveCreate(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	s, _ := start(t, nil)
 	c := dial(t, s.TCPAddr)
 	var cr nfs3.CreateResult
@@ -353,7 +353,7 @@ func TestConfined(t *testing.T) {
 }
 
 func TestCredentials(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	if os.Geteuid() != 0 {
 		t.Fatal("only root serves others under their own names: run the tests as root")
 	}
@@ -365,7 +365,7 @@ func TestCredentials(t *testing.T) {
 	c.OK(c.SetAttr(c.Ctx, c.Cred, group, &nfs3.SetAttr{HasGID: true, GID: 4242}, nil, &wcc))
 	var r nfs3.ReadResult
 	buf := make([]byte, 10)
-	user, member := nfstest.Credential(1000, 1000), nfstest.Credential(1000, 1000, 7, 4242)
+	user, member := mounts.Credential(1000, 1000), mounts.Credential(1000, 1000, 7, 4242)
 	c.Want(c.Read(c.Ctx, user, private, 0, buf, &r), syscall.EACCES)
 	c.Want(c.Read(c.Ctx, user, group, 0, buf, &r), syscall.EACCES)
 	c.OK(c.Read(c.Ctx, member, group, 0, buf, &r))

@@ -18,11 +18,11 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // dialRDMA returns a client whose NFS calls go over RDMA, after a MOUNT over TCP to mountAddr.
@@ -344,7 +344,7 @@ func TestProxyPartOfReply(t *testing.T) {
 }
 
 func TestProxyWithoutBackend(t *testing.T) {
-	p := newProxy(testutil.ClosedPort(t).String(), hclog.NewNullLogger())
+	p := newProxy(kit.ClosedPort(t).String(), hclog.NewNullLogger())
 	peer := netip.MustParseAddrPort("127.0.0.1:700")
 	defer p.ConnClosed(peer)
 	_, err := p.ServeRPC(context.Background(), peer, make([]byte, 40), nil)

@@ -21,10 +21,10 @@ import (
 	"github.com/hashicorp/go-hclog"
 	trace "go.opentelemetry.io/proto/otlp/trace/v1"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/otlptest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/collector"
 )
 
 // start returns an Exporter that samples everything, and its log, which is complete after Close.
@@ -71,7 +71,7 @@ func request(x *Exporter) *Operation {
 
 // TestSpansOfRequest also sets environment variables of the SDK, which have no effect.
 func TestSpansOfRequest(t *testing.T) {
-	c := otlptest.Start(t)
+	c := collector.Start(t)
 	for name, v := range map[string]string{"OTEL_RESOURCE_ATTRIBUTES": "color=red", "OTEL_TRACES_SAMPLER": "always_off",
 		"OTEL_EXPORTER_OTLP_ENDPOINT": "http://192.0.2.7", "OTEL_EXPORTER_OTLP_HEADERS": "Content-Type=x",
 		"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "1", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": "gzip"} {
@@ -83,7 +83,7 @@ func TestSpansOfRequest(t *testing.T) {
 	}
 	x.Export(request(x))
 	x.Close(flushTimeout)
-	spans := make(map[string]otlptest.Span)
+	spans := make(map[string]collector.Span)
 	for _, s := range c.Spans() {
 		if _, twice := spans[s.Name]; twice {
 			t.Errorf("got two spans %s", s.Name)
@@ -140,7 +140,7 @@ func TestSpansOfRequest(t *testing.T) {
 	}
 }
 
-func wantAttributes(t *testing.T, s otlptest.Span, want map[string]any) {
+func wantAttributes(t *testing.T, s collector.Span, want map[string]any) {
 	t.Helper()
 	if got, want := fmt.Sprint(s.Attributes), fmt.Sprint(want); got != want {
 		t.Errorf("attributes of %s: got\n%s\nwant\n%s", s.Name, got, want)
@@ -149,7 +149,7 @@ func wantAttributes(t *testing.T, s otlptest.Span, want map[string]any) {
 
 // TestSpansOfBackgroundCall exports an RPC that got no slot.
 func TestSpansOfBackgroundCall(t *testing.T) {
-	c := otlptest.Start(t)
+	c := collector.Start(t)
 	x, _ := start(t, c.URL)
 	o := x.Sample(testMount)
 	call := Call{ProgramName: "nfs", ProcName: "WRITE", Slot: -1, Owner: control.OwnerWriteBack}
@@ -173,7 +173,7 @@ func TestSpansOfBackgroundCall(t *testing.T) {
 
 // TestCallsOfRequestAreBounded adds more RPCs than become spans.
 func TestCallsOfRequestAreBounded(t *testing.T) {
-	c := otlptest.Start(t)
+	c := collector.Start(t)
 	x, _ := start(t, c.URL)
 	o := request(x)
 	for range 2 * maxCalls {
@@ -213,7 +213,7 @@ func TestExportDoesNotWait(t *testing.T) {
 
 // TestRefusedSpansAreDropped exports to servers that do not accept the spans.
 func TestRefusedSpansAreDropped(t *testing.T) {
-	redirected := otlptest.Start(t)
+	redirected := collector.Start(t)
 	handle := func(status int, header, value, body string) http.HandlerFunc {
 		return func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set(header, value)
@@ -229,7 +229,7 @@ func TestRefusedSpansAreDropped(t *testing.T) {
 	}
 	accept := handle(http.StatusOK, "X", "", "")
 	for _, tt := range []struct{ name, endpoint, want string }{
-		{"refused", "http://" + testutil.ClosedPort(t).String(), "connection refused"},
+		{"refused", "http://" + kit.ClosedPort(t).String(), "connection refused"},
 		{"not a collector", serve(httptest.NewServer, handle(http.StatusNotFound, "X", "", "no\nsuch page")),
 			"404 Not Found (body: no such page)"},
 		{"busy", serve(httptest.NewServer, handle(http.StatusServiceUnavailable, "Retry-After", "3600", "")), "empty"},

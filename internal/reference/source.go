@@ -15,8 +15,8 @@ import (
 const Unknown = "…"
 
 // testPackages are packages of tests in the directories of the program.
-var testPackages = []string{"internal/archtest", "internal/ganeshatest", "internal/hostile", "internal/nfstest",
-	"internal/powertest", "internal/reference", "internal/servertest", "internal/systemdtest", "internal/testutil",
+var testPackages = []string{"internal/archtest", "test/kit/ganesha", "test/kit/hostile", "test/kit/mounts",
+	"test/kit/power", "internal/reference", "test/kit/server", "test/kit/systemd", "test/kit",
 	"pkg/verbs/verbstest"}
 
 // A Source is the parsed source of the program, without tests.

@@ -16,11 +16,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { kit.Main(m) }
 
 var cred = sunrpc.AppendAuthNone(nil)
 
@@ -373,7 +373,7 @@ func TestCloseEndsPendingCalls(t *testing.T) {
 }
 
 func TestDialClosedPort(t *testing.T) {
-	if _, err := Dial(t.Context(), testutil.ClosedPort(t).String(), Options{}); !errors.Is(err, syscall.ECONNREFUSED) {
+	if _, err := Dial(t.Context(), kit.ClosedPort(t).String(), Options{}); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("got error %v, want %v", err, syscall.ECONNREFUSED)
 	}
 }

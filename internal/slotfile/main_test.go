@@ -4,7 +4,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // childEnv holds the role of a process that a test started from the test binary.
@@ -14,5 +14,5 @@ func TestMain(m *testing.M) {
 	if role := os.Getenv(childEnv); role != "" {
 		child(role)
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }

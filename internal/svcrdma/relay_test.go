@@ -5,13 +5,13 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A relay can stop each direction between clients and the server, to simulate a client that no
 // longer reads or sends while its TCP connection stays open.
 type relay struct {
-	*testutil.Relay
+	*kit.Relay
 	toClient gate
 	toServer gate
 }
@@ -63,7 +63,7 @@ func startRelay(t *testing.T, server netip.AddrPort) *relay {
 	for _, g := range []*gate{&r.toClient, &r.toServer} {
 		g.opened = sync.NewCond(&g.mu)
 	}
-	r.Relay = testutil.StartRelay(t, server.String(), testutil.RelayOptions{ToServer: r.toServer.pass,
+	r.Relay = kit.StartRelay(t, server.String(), kit.RelayOptions{ToServer: r.toServer.pass,
 		ToClient: r.toClient.pass})
 	t.Cleanup(func() {
 		r.toClient.open()

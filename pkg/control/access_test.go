@@ -16,7 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func (fixedMounts) Mount(context.Context, MountRequest) (MountInfo, error) {
@@ -138,7 +138,7 @@ func clientAs(socket string, uid, gid int, groups []int) *Client {
 }
 
 func TestGroupMayOnlyRead(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	const gid = 5000
 	many := make([]int, 300) // more than the first buffer of SO_PEERGROUPS has room for
 	for i := range many {
@@ -185,7 +185,7 @@ func TestGroupMayOnlyRead(t *testing.T) {
 
 // TestServerChecksEachVerb opens the socket to everybody, so that only the server refuses.
 func TestServerChecksEachVerb(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	for _, group := range []string{"", "5000"} {
 		socket := groupServer(t, group)
 		if err := os.Chmod(socket, 0o666); err != nil {
@@ -211,7 +211,7 @@ func TestServerChecksEachVerb(t *testing.T) {
 
 // TestSocketIsNeverOpenToOthers connects between bind(2) and the rename, with an empty umask.
 func TestSocketIsNeverOpenToOthers(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	defer unix.Umask(unix.Umask(0))
 	for _, group := range []string{"", "5000"} {
 		fi, err := os.Lstat(groupServer(t, group))
@@ -238,7 +238,7 @@ func TestSocketIsNeverOpenToOthers(t *testing.T) {
 }
 
 func TestSocketOnFileSystemWithoutACLs(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := t.TempDir()
 	if err := unix.Mount("none", dir, "ramfs", 0, "mode=0755"); err != nil {
 		t.Fatal(err)

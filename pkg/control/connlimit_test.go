@@ -8,13 +8,13 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestConnectionsOfUserAreBounded connects as members of the group, who leave the connections open.
 // Root and another member are not affected.
 func TestConnectionsOfUserAreBounded(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	const gid, uid, other = 5000, 1000, 1001
 	l, g, path := groupListener(t, "5000")
 	var accepted []*peerConn

@@ -12,7 +12,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // serve serves handler on a control socket, and returns the path of the socket.
@@ -160,7 +160,7 @@ func TestBrief(t *testing.T) {
 // TestListenRefusesDirectoriesOfOtherUsers checks directories in which another user could create
 // the socket or the lock file.
 func TestListenRefusesDirectoriesOfOtherUsers(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	for _, tt := range []struct {
 		name        string
 		top, bottom os.FileMode // modes of the directory of the socket and of its parent

@@ -8,15 +8,15 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/systemdtest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/systemd"
 )
 
 // TestUnitJob asks for the job on a real message bus and on a private socket.
 func TestUnitJob(t *testing.T) {
-	unit := &systemdtest.Unit{}
+	unit := &systemd.Unit{}
 	for name, b := range map[string]bus{
-		"system bus":     {path: systemdtest.StartBus(t, unit)},
-		"private socket": {path: systemdtest.StartPrivate(t, unit), private: true},
+		"system bus":     {path: systemd.StartBus(t, unit)},
+		"private socket": {path: systemd.StartPrivate(t, unit), private: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for _, job := range []string{"restart", "stop", "", "start"} {
@@ -38,7 +38,7 @@ func TestUnitJob(t *testing.T) {
 // TestUnitJobTriesNextBus checks that a bus without systemd, and one that does not answer, do not
 // keep the next one from answering, and that without any answer the error names all of them.
 func TestUnitJobTriesNextBus(t *testing.T) {
-	unit := &systemdtest.Unit{}
+	unit := &systemd.Unit{}
 	unit.Set(os.Getpid(), "restart")
 	silent := filepath.Join(t.TempDir(), "silent")
 	l, err := net.Listen("unix", silent) // accepts connections in its backlog only
@@ -48,7 +48,7 @@ func TestUnitJobTriesNextBus(t *testing.T) {
 	defer l.Close()
 	without := []bus{{path: filepath.Join(t.TempDir(), "none"), private: true}, {path: silent}}
 	begin := time.Now()
-	job, err := unitJob(os.Getpid(), append(without, bus{path: systemdtest.StartBus(t, unit)}), 3*time.Second)
+	job, err := unitJob(os.Getpid(), append(without, bus{path: systemd.StartBus(t, unit)}), 3*time.Second)
 	if err != nil || job != "restart" {
 		t.Errorf("got job %q and error %v, want restart", job, err)
 	}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestLimitedListener accepts a connection in the only place of a listener. The next one must wait
@@ -51,7 +51,7 @@ func TestLimitedListener(t *testing.T) {
 // TestMetricsAfterIdleConnections opens more connections than the listener accepts. Requests must
 // be served again when these connections end.
 func TestMetricsAfterIdleConnections(t *testing.T) {
-	testutil.Long(t) // waits for the header timeout
+	kit.Long(t) // waits for the header timeout
 	m := startMetrics("127.0.0.1:0", hclog.NewNullLogger(),
 		http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "ok") }))
 	defer m.close()

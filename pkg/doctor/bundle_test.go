@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestBundleWithoutDaemon makes an archive on a host without a daemon. The tests of cmd/nfsrdmad
@@ -30,7 +30,7 @@ func TestBundleWithoutDaemon(t *testing.T) {
 	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
 		t.Errorf("got mode %v, error %v; want 0600", st.Mode(), err)
 	}
-	all := testutil.ReadArchive(t, path)
+	all := kit.ReadArchive(t, path)
 	for name, want := range map[string]string{
 		"README.txt": "Left out", "doctor.json": `"source": "server:/export"`, "config.txt": `log_level = "in\"fo"`,
 		"kernel.txt": "== /proc/version\nLinux", "status.json": "not available: ",

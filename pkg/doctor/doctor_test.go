@@ -19,14 +19,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 )
 
 // A target is a server and how to reach it.
@@ -125,7 +125,7 @@ func wantSteps(t *testing.T, r *Report, want ...string) {
 
 // TestHostSteps checks this host without a source.
 func TestHostSteps(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	socket := filepath.Join(t.TempDir(), "no.sock")
 	r := Run(t.Context(), Config{Socket: socket, Options: mount.DefaultOptions()})
 	for _, s := range r.Steps {
@@ -200,8 +200,8 @@ func TestConfigurationSteps(t *testing.T) {
 		{"no file", missing, "", "skipped|there is no file /etc/x.toml|", "ok||"},
 	} {
 		t.Run(x.name, func(t *testing.T) {
-			cfg := target{"127.0.0.1", "/export", int(testutil.ClosedPort(t).Port()),
-				int(testutil.ClosedPort(t).Port())}.config(t)
+			cfg := target{"127.0.0.1", "/export", int(kit.ClosedPort(t).Port()),
+				int(kit.ClosedPort(t).Port())}.config(t)
 			cfg.ConfigFile, cfg.ConfigError = "/etc/x.toml", x.err
 			var err error
 			if cfg.Allowed, err = mount.ParseAllowed(x.allowed); err != nil {
@@ -240,7 +240,7 @@ func TestFailedSteps(t *testing.T) {
 		{"name that does not resolve", with(func(g *target) { g.host = "no-such-host.invalid" }), 0,
 			"route=skipped rdma-port=skipped mnt=skipped lock-service=skipped",
 			"name", "no-such-host.invalid", "check the spelling"},
-		{"closed RDMA port", with(func(g *target) { g.rdma = int(testutil.ClosedPort(t).Port()) }), 0,
+		{"closed RDMA port", with(func(g *target) { g.rdma = int(kit.ClosedPort(t).Port()) }), 0,
 			"handshake=skipped nfs-null=skipped fsinfo=skipped exports=ok nfs-tcp=ok mnt=ok lock-service=ok",
 			"rdma-port", "connection refused", "nfsrdmad serve --backend"},
 		{"silent RDMA port", with(func(g *target) { g.rdma = silentPort(t) }), silence,
@@ -249,7 +249,7 @@ func TestFailedSteps(t *testing.T) {
 		{"RDMA port of another protocol", with(func(g *target) { g.rdma = closedNet.mountd }), 0,
 			"rdma-port=ok private-data=skipped mnt=ok",
 			"handshake", "without an MPA reply", "RDMA port"},
-		{"closed MOUNT port", with(func(g *target) { g.mountd = int(testutil.ClosedPort(t).Port()) }), 0,
+		{"closed MOUNT port", with(func(g *target) { g.mountd = int(kit.ClosedPort(t).Port()) }), 0,
 			"exports=skipped mnt=skipped getattr=skipped keys=skipped handshake=ok nfs-null=ok credits=ok",
 			"mount-service", "connection refused", "mountport="},
 		{"silent MOUNT port", with(func(g *target) { g.mountd = silentPort(t) }), silence,
@@ -266,7 +266,7 @@ func TestFailedSteps(t *testing.T) {
 		t.Run(x.name, func(t *testing.T) {
 			t.Parallel() // some cases wait for a timeout
 			if x.name == "no permission to write" {
-				testutil.NeedsRoot(t)
+				kit.NeedsRoot(t)
 			}
 			cfg := x.to.config(t)
 			cfg.Write = true
@@ -311,7 +311,7 @@ func TestSilentAfterHandshake(t *testing.T) {
 	good := serve(t, nfsserve.Config{Dir: t.TempDir()})
 	ended := make(chan struct{})
 	var sent atomic.Int32
-	relay := testutil.StartRelay(t, fmt.Sprintf("127.0.0.1:%d", good.rdma), testutil.RelayOptions{ToServer: func(int) {
+	relay := kit.StartRelay(t, fmt.Sprintf("127.0.0.1:%d", good.rdma), kit.RelayOptions{ToServer: func(int) {
 		if sent.Add(1) > 1 { // after the MPA request
 			<-ended
 		}
@@ -364,7 +364,7 @@ func TestInterruptRemovesScratchFile(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	var seen atomic.Bool
-	relay := testutil.StartRelay(t, fmt.Sprintf("127.0.0.1:%d", good.rdma), testutil.RelayOptions{ToServer: func(int) {
+	relay := kit.StartRelay(t, fmt.Sprintf("127.0.0.1:%d", good.rdma), kit.RelayOptions{ToServer: func(int) {
 		if len(scratchFiles(dir)) > 0 {
 			seen.Store(true)
 			cancel() // before the WRITE reaches the server
@@ -387,12 +387,12 @@ func TestInterruptRemovesScratchFile(t *testing.T) {
 
 // TestScratchFileThatStays makes the removal of the scratch file fail, in an interrupted diagnosis.
 func TestScratchFileThatStays(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := writable(t)
 	good := serve(t, nfsserve.Config{Dir: dir})
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	relay := testutil.StartRelay(t, fmt.Sprintf("127.0.0.1:%d", good.rdma), testutil.RelayOptions{ToServer: func(int) {
+	relay := kit.StartRelay(t, fmt.Sprintf("127.0.0.1:%d", good.rdma), kit.RelayOptions{ToServer: func(int) {
 		if len(scratchFiles(dir)) > 0 {
 			_ = os.Chmod(dir, 0o555) // the server squashes root
 			cancel()
@@ -440,7 +440,7 @@ func TestReadOnlyAndNoWrite(t *testing.T) {
 // a separate network namespace, in which port 111 is free. Only this thread is in it; the RDMA
 // provider connects from other threads, on which the port is closed too.
 func TestServerWithoutRDMA(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	runtime.LockOSThread() // until the runtime ends the thread with the test
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		t.Fatalf("create network namespace: %v; run as root", err)
@@ -448,8 +448,8 @@ func TestServerWithoutRDMA(t *testing.T) {
 	if out, err := exec.Command("ip", "link", "set", "lo", "up").CombinedOutput(); err != nil {
 		t.Fatalf("ip link set lo up: %v: %s", err, out)
 	}
-	g := ganeshatest.Start(t, t.TempDir(), ganeshatest.SharedPortmap())
-	to := target{g.Host, g.Export, int(testutil.ClosedPort(t).Port()), 0}
+	g := ganesha.Start(t, t.TempDir(), ganesha.SharedPortmap())
+	to := target{g.Host, g.Export, int(kit.ClosedPort(t).Port()), 0}
 	r := Run(t.Context(), to.config(t))
 	wantSteps(t, r, "lock-callbacks=ok", "port-mapper=ok", "mount-service=ok", "exports=ok", "nfs-tcp=ok",
 		"rdma-port=failed", "handshake=skipped", "mnt=ok", "fsinfo=skipped", "lock-service=warning")
@@ -473,9 +473,9 @@ func TestServerWithoutRDMA(t *testing.T) {
 
 // TestServerBehindRelay tries every step with NFS-Ganesha behind serve --backend.
 func TestServerBehindRelay(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := t.TempDir()
-	g := ganeshatest.Start(t, dir)
+	g := ganesha.Start(t, dir)
 	relay, err := nfsserve.Run(context.Background(), nfsserve.Config{Backend: g.Addr(), RDMAListen: "127.0.0.1:0",
 		Provider: softiwarp.New(softiwarp.Config{})})
 	if err != nil {

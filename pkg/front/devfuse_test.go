@@ -18,7 +18,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func must(t testing.TB, err error) {
@@ -410,7 +410,7 @@ func (k *kernel) interrupt(unique, target uint64) {
 
 // TestDeviceOf uses descriptors of another owner.
 func TestDeviceOf(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	first, err := OpenDevice()
 	must(t, err)
 	defer first.Close()

@@ -11,8 +11,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // An echoFS answers a request by what is in it, and keeps the arguments. It panics for some
@@ -294,7 +294,7 @@ func (fs *interruptFS) ReadTo(c <-chan struct{}, _ *fuse.ReadIn, _ [][]byte) (in
 
 // TestDirectRequestsDoNotAllocate counts the allocations of this package.
 func TestDirectRequestsDoNotAllocate(t *testing.T) {
-	testutil.CountsAllocations(t)
+	kit.CountsAllocations(t)
 	fs := newTestFS()
 	res := &constResult{vecs: [][]byte{make([]byte, 4096)}}
 	fs.read = func(<-chan struct{}, *fuse.ReadIn) (fuse.ReadResult, fuse.Status) { return res, fuse.OK }

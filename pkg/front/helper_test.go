@@ -18,7 +18,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // helperArg makes the test binary run RunHelper.
@@ -344,7 +344,7 @@ func TestSlowNotificationKeepsHelper(t *testing.T) {
 func TestCloseEndsConnection(t *testing.T) {
 	for _, stopped := range []bool{false, true} {
 		t.Run(fmt.Sprintf("stopped=%v", stopped), func(t *testing.T) {
-			testutil.NeedsFUSE(t)
+			kit.NeedsFUSE(t)
 			dir := t.TempDir()
 			dev, err := OpenDevice()
 			must(t, err)
@@ -519,7 +519,7 @@ func TestKilledOwnerExits(t *testing.T) {
 }
 
 func testKilledOwnerExits(t *testing.T, touch bool) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	dir := t.TempDir()
 	dev, err := OpenDevice()
 	must(t, err)

@@ -17,8 +17,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestMain(m *testing.M) {
@@ -45,7 +45,7 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }
 
 // testTimeout bounds each wait of a test.
@@ -337,7 +337,7 @@ func mount(t testing.TB, fs *testFS) *testMount {
 
 func mountURing(t testing.TB, fs *testFS) *testMount {
 	t.Helper()
-	testutil.NeedsURing(t)
+	kit.NeedsURing(t)
 	m := mountFront(t, fs, newURingFront)
 	if err := m.front.Refused(); err != nil || !m.front.URing() {
 		t.Fatalf("front: got io_uring %t, refused: %v", m.front.URing(), err)
@@ -358,7 +358,7 @@ func newURingFront(dir string, dev *Device, fs FileSystem, opts *fuse.MountOptio
 
 func mountFront(t testing.TB, fs *testFS, newFront newFront) *testMount {
 	t.Helper()
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	m := &testMount{dir: t.TempDir(), log: &logBuffer{}, served: make(chan struct{})}
 	var err error
 	if m.dev, err = OpenDevice(); err != nil {

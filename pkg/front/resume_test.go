@@ -20,8 +20,8 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // serverEnv makes the test binary serve the connection of descriptor 3. Its value is "new" or
@@ -199,9 +199,9 @@ func TestResumeAfterPark(t *testing.T) {
 }
 
 func testResume(t *testing.T, front string, sig unix.Signal) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	if front == "uring" {
-		testutil.NeedsURing(t)
+		kit.NeedsURing(t)
 	}
 	rounds := 10
 	if testing.Short() {
@@ -345,7 +345,7 @@ func TestResumeErrors(t *testing.T) {
 
 // TestResentRequestsAreMarked stops a server with a request in progress.
 func TestResentRequestsAreMarked(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	dir := t.TempDir()
 	dev, err := OpenDevice()
 	must(t, err)
@@ -407,7 +407,7 @@ func TestInterruptOfResentRequest(t *testing.T) {
 }
 
 func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	dir := t.TempDir()
 	dev, err := OpenDevice()
 	must(t, err)
@@ -509,7 +509,7 @@ func testInterruptOfResent(t *testing.T, call string, late, keep bool) {
 // TestInterruptNamesResentRequest shows what the kernel sends: the INTERRUPT has the number of the
 // request with the bit.
 func TestInterruptNamesResentRequest(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	dir := t.TempDir()
 	dev, err := OpenDevice()
 	must(t, err)

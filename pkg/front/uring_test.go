@@ -12,7 +12,7 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestURingUsesQueues checks that requests come through the rings.
@@ -105,7 +105,7 @@ func TestURingRefused(t *testing.T) {
 // TestURingRefusedOnFaultyKernel mounts on a kernel that offers FUSE over io_uring and has a known
 // fault: the mount uses /dev/fuse.
 func TestURingRefusedOnFaultyKernel(t *testing.T) {
-	testutil.NeedsURing(t)
+	kit.NeedsURing(t)
 	before := hostRelease
 	hostRelease = func() string { return "6.15.3-generic" }
 	t.Cleanup(func() { hostRelease = before })
@@ -181,7 +181,7 @@ func TestURingInterruptsFlushOfKilledProcess(t *testing.T) {
 
 // TestURingNeedsAllCPUs serves from a process that may not run on all CPUs.
 func TestURingNeedsAllCPUs(t *testing.T) {
-	testutil.NeedsURing(t)
+	kit.NeedsURing(t)
 	if runtime.NumCPU() == 1 {
 		t.Skip("the host has one CPU")
 	}

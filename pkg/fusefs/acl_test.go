@@ -13,10 +13,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // getfacl returns the ACLs of the files as getfacl(1) prints them, with numbers and without names.
@@ -36,7 +36,7 @@ func shellAs(uid uint32, dir, script string) (string, error) {
 // TestACLsEqualServer runs setfacl(1) on the mount and on a local directory, and compares the ACLs
 // on the mount, in the exported directory and in the local directory.
 func TestACLsEqualServer(t *testing.T) {
-	testutil.NeedsPrograms(t, "getfacl", "setfacl")
+	kit.NeedsPrograms(t, "getfacl", "setfacl")
 	t.Parallel()
 	e := startOwnExport(t)
 	m := e.mount(t, mountConfig{})
@@ -75,7 +75,7 @@ func TestACLsEqualServer(t *testing.T) {
 
 // TestACLGrantsAndDenies checks the permissions of users that an ACL names.
 func TestACLGrantsAndDenies(t *testing.T) {
-	testutil.NeedsPrograms(t, "setfacl")
+	kit.NeedsPrograms(t, "setfacl")
 	t.Parallel()
 	m := startOwnExport(t).mount(t, mountConfig{})
 	must(t, os.Chmod(m.dir, 0o755))
@@ -108,7 +108,7 @@ func TestACLGrantsAndDenies(t *testing.T) {
 
 // TestACLChangeIsSeenByOtherMount checks that another client's change of an ACL is visible.
 func TestACLChangeIsSeenByOtherMount(t *testing.T) {
-	testutil.NeedsPrograms(t, "getfacl", "setfacl")
+	kit.NeedsPrograms(t, "getfacl", "setfacl")
 	t.Parallel()
 	e := startOwnExport(t)
 	a, b := e.mount(t, mountConfig{}), e.mount(t, mountConfig{opts: Options{NoAC: true, AcDirMax: 1}})

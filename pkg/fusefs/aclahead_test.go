@@ -11,10 +11,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // getACLs counts GETACLs, and makes each take some time.
@@ -170,7 +170,7 @@ func (h *heldSetAttr) Call(ctx context.Context, m *sunrpc.Message) error {
 // TestModeChangeDropsACL checks that an ACL that the server returns just before a SETATTR is not
 // used after it.
 func TestModeChangeDropsACL(t *testing.T) {
-	testutil.NeedsPrograms(t, "setfacl")
+	kit.NeedsPrograms(t, "setfacl")
 	t.Parallel()
 	e := startOwnExport(t)
 	must(t, os.WriteFile(filepath.Join(e.dir, "f"), nil, 0o644))

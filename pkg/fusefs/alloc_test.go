@@ -8,21 +8,21 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/servertest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
 )
 
 // TestMountedCallsDoNotAllocate counts the allocations of the whole client, from the front to the
 // transport, for system calls on a mount. The server is another process.
 func TestMountedCallsDoNotAllocate(t *testing.T) {
-	testutil.CountsAllocations(t)
+	kit.CountsAllocations(t)
 	t.Run("devfuse", func(t *testing.T) { testMountedCallsDoNotAllocate(t, MountOptions{}) })
 	t.Run("uring", func(t *testing.T) { testMountedCallsDoNotAllocate(t, MountOptions{URing: true}) })
 }
 
 func testMountedCallsDoNotAllocate(t *testing.T, mount MountOptions) {
-	testutil.NeedsRoot(t)
-	e := exportOf(t, servertest.Start(t))
+	kit.NeedsRoot(t)
+	e := exportOf(t, server.Start(t))
 	must(t, os.WriteFile(e.dir+"/data", make([]byte, 4<<20), 0o644))
 	opts := DefaultOptions()
 	opts.LookupCache = LookupCacheNone // each use of a name is a LOOKUP
@@ -77,7 +77,7 @@ func testMountedCallsDoNotAllocate(t *testing.T, mount MountOptions) {
 			c.do()
 		}
 		before := m.fs.Counters.Ops[c.op].Load()
-		n := testutil.Allocations(runs, c.do, c.want)
+		n := kit.Allocations(runs, c.do, c.want)
 		if n != c.want {
 			t.Errorf("%s: got %v allocations, want %v", c.name, n, c.want)
 		}

@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestParseGroups(t *testing.T) {
@@ -73,7 +73,7 @@ func TestUnknownGroupsAreCounted(t *testing.T) {
 
 // TestFirst16GroupsAreSent uses directories of the 16th and the 17th group of a process.
 func TestFirst16GroupsAreSent(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	e := startOwnExport(t)
 	openExport(t, e)
 	u := alice

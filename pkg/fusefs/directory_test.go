@@ -13,9 +13,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var dirProcs = []nfs3.Proc{nfs3.ProcReadDir, nfs3.ProcReadDirPlus}
@@ -247,7 +247,7 @@ func readNames(t *testing.T, path string, buffer int) (names []string, err error
 // TestReadDirOfChangingDirectory lists a directory of 20,000 entries while another client removes
 // and creates entries. Each unchanged entry appears once.
 func TestReadDirOfChangingDirectory(t *testing.T) {
-	testutil.Long(t)
+	kit.Long(t)
 	t.Parallel()
 	const kept, removed = 19_000, 1_000
 	e := startOwnExport(t)

@@ -12,11 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/internal/servertest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -24,12 +21,15 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
 )
 
 func TestMain(m *testing.M) {
-	servertest.Main()
+	server.Main()
 	if !takeoverProcess() {
-		testutil.Main(m)
+		kit.Main(m)
 	}
 }
 
@@ -62,7 +62,7 @@ func startExport(t *testing.T) *export {
 	if err := os.Chmod(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	s := ganeshatest.Start(t, dir)
+	s := ganesha.Start(t, dir)
 	res, err := mountd.Mount(t.Context(), mountd.Args{Host: s.Host, Port: s.MountPort, Export: s.Export,
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	if err != nil {
@@ -93,11 +93,11 @@ func startExportOf(t testing.TB, cfg nfsserve.Config) *export {
 			t.Errorf("close server: %v", err)
 		}
 	})
-	return exportOf(t, &servertest.Server{Dir: dir, RDMAAddr: s.RDMAAddr, TCPAddr: s.TCPAddr})
+	return exportOf(t, &server.Server{Dir: dir, RDMAAddr: s.RDMAAddr, TCPAddr: s.TCPAddr})
 }
 
 // exportOf returns the export of a server of this project.
-func exportOf(t testing.TB, s *servertest.Server) *export {
+func exportOf(t testing.TB, s *server.Server) *export {
 	t.Helper()
 	host, port, err := net.SplitHostPort(s.TCPAddr)
 	must(t, err)
@@ -156,7 +156,7 @@ type mountConfig struct {
 // mount mounts the export until the test ends.
 func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 	t.Helper()
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	conn, err := e.dial(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +198,7 @@ func (e *export) mount(t testing.TB, cfg mountConfig) *testMount {
 		cfg.mount.URing = true
 	}
 	if cfg.mount.URing {
-		testutil.NeedsURing(t)
+		kit.NeedsURing(t)
 	}
 	srv, err := Mount(dir, fs, cfg.mount)
 	if err != nil {

@@ -9,15 +9,15 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // newFS returns an FS of the export that is not mounted.
 func (e *export) newFS(t *testing.T) *FS {
 	t.Helper()
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	conn, err := e.dial(t.Context())
 	must(t, err)
 	pool := membuf.NewPool(MaxIOSize, 1)
@@ -91,7 +91,7 @@ func TestMountPointCannotBeSwapped(t *testing.T) {
 // TestMountOnDescriptor mounts on the descriptor of a directory whose path leads elsewhere, with
 // both interfaces of the kernel.
 func TestMountOnDescriptor(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	for name, mount := range map[string]func(int, *MountPoint) (device, error){
 		"fsopen": func(fd int, p *MountPoint) (device, error) {
 			return p.mountNew(fd, &MountOptions{ReadOnly: true, NoExec: true}, "host:/x", 4096)
@@ -139,7 +139,7 @@ func TestMountOnDescriptor(t *testing.T) {
 // TestUnmountCannotBeRedirected replaces the parent of a mount point by a symbolic link to the
 // parent of another mount, after an unmount has opened the parent.
 func TestUnmountCannotBeRedirected(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	e := startOwnExport(t)
 	top := t.TempDir()
 	dir, victim := filepath.Join(top, "home", "mnt"), filepath.Join(top, "etc", "mnt")

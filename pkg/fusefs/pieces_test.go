@@ -5,7 +5,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestPieces compares the methods of pieces with those of one slice.
@@ -45,7 +45,7 @@ func TestPieces(t *testing.T) {
 
 // TestURingReadsNeedNoBuffer reads while the pool of buffers is empty.
 func TestURingReadsNeedNoBuffer(t *testing.T) {
-	testutil.NeedsURing(t)
+	kit.NeedsURing(t)
 	e := startOwnExport(t)
 	want := randomBytes(1, 3<<20+1000)
 	must(t, os.WriteFile(e.dir+"/data", want, 0o644))

@@ -10,7 +10,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/posixtest"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // knownFailures are the go-fuse tests that fail on an NFSv3 mount. Each has the reason, and a part
@@ -64,7 +64,7 @@ func TestPosix(t *testing.T) {
 // when a test passes: remove that test from the list. None of the tests depends on timing, so one
 // run is enough.
 func TestKnownPosixFailures(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	for name, known := range knownFailures {
 		t.Run(name, func(t *testing.T) {
 			if posixtest.All[name] == nil {

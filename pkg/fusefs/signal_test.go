@@ -11,18 +11,18 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 )
 
 // A relay forwards TCP between an RDMA front and its NFS server. It can hold the server's replies
 // back.
 type relay struct {
-	*testutil.Relay
+	*kit.Relay
 
 	mu    sync.Mutex
 	open  chan struct{} // closed while replies pass
@@ -34,7 +34,7 @@ func startRelay(t *testing.T, target string) *relay {
 	t.Helper()
 	r := &relay{open: make(chan struct{})}
 	close(r.open)
-	r.Relay = testutil.StartRelay(t, target, testutil.RelayOptions{ToServer: r.noteCall, ToClient: r.waitOpen})
+	r.Relay = kit.StartRelay(t, target, kit.RelayOptions{ToServer: r.noteCall, ToClient: r.waitOpen})
 	return r
 }
 
@@ -79,7 +79,7 @@ func startRelayedExport(t *testing.T) (*export, *relay) {
 	t.Helper()
 	dir := t.TempDir()
 	must(t, os.Chmod(dir, 0o755))
-	g := ganeshatest.Start(t, dir)
+	g := ganesha.Start(t, dir)
 	res, err := mountd.Mount(t.Context(), mountd.Args{Host: g.Host, Port: g.MountPort, Export: g.Export,
 		Cred: &sunrpc.AuthSys{Machine: "test"}})
 	must(t, err)

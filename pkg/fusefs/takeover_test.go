@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // Tests of mounts whose server process is killed. The test process keeps the descriptors, as a
@@ -108,7 +108,7 @@ func (p *takeoverChild) next(timeout time.Duration) (m takeoverMessage, ok bool,
 // newTakeover mounts the export.
 func newTakeover(t *testing.T, e *export) *takeover {
 	t.Helper()
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	x := &takeover{t: t, export: e, dir: t.TempDir()}
 	t.Cleanup(x.end)
 	x.server = startTakeoverChild(t, "server")

@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A user is a local user of a mount.
@@ -89,7 +89,7 @@ func (u user) open(t *testing.T, path string, flags int, mode uint32) error {
 // putFile makes a file of a user on the server.
 func putFile(t *testing.T, path, content string, owner user, mode uint32) {
 	t.Helper()
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	must(t, os.WriteFile(path, []byte(content), 0o600))
 	must(t, os.Chown(path, int(owner.uid), int(owner.gid)))
 	must(t, unix.Chmod(path, mode))
@@ -97,7 +97,7 @@ func putFile(t *testing.T, path, content string, owner user, mode uint32) {
 
 func putDir(t *testing.T, path string, owner user, mode uint32) {
 	t.Helper()
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	must(t, os.Mkdir(path, 0o700))
 	must(t, os.Chown(path, int(owner.uid), int(owner.gid)))
 	must(t, unix.Chmod(path, mode))

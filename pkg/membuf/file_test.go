@@ -17,7 +17,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/leakcheck"
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // childEnv makes the test binary run childProcess.
@@ -36,7 +36,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }
 
 func childProcess(mode string) error {
@@ -416,6 +416,6 @@ func useLockedMemory() error {
 // TestFilePoolWithLockedMemory checks that mlockall(2), which the daemon calls, locks the buffers
 // in use and gives no memory to the others.
 func TestFilePoolWithLockedMemory(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	must(t, child("lock").Run())
 }

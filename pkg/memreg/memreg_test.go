@@ -5,12 +5,12 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { kit.Main(m) }
 
 // device returns the attributes of an imaginary device that exceeds all requirements.
 func device(change func(*verbs.DeviceAttrs)) verbs.DeviceAttrs {

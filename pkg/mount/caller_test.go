@@ -12,11 +12,11 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A callKeeper is the context of one call that keeps the ID of the call.
@@ -169,15 +169,15 @@ func waitReady(t testing.TB, tr *carrier, want bool) {
 
 // relayed returns a caller with n transports, each with a relay to one server. A transport whose
 // relay is stopped has no connection.
-func relayed(t *testing.T, n int) (*caller, []*testutil.Relay) {
+func relayed(t *testing.T, n int) (*caller, []*kit.Relay) {
 	t.Helper()
 	server, c := startNullServer(t), &caller{}
 	t.Cleanup(c.close)
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
-	relays := make([]*testutil.Relay, n)
+	relays := make([]*kit.Relay, n)
 	for i := range n {
-		relays[i] = testutil.StartRelay(t, server.String(), testutil.RelayOptions{})
+		relays[i] = kit.StartRelay(t, server.String(), kit.RelayOptions{})
 		tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: relays[i].Addr(),
 			Index: uint32(i), ReconnectMin: time.Hour, ReconnectMax: time.Hour})
 		if err != nil {

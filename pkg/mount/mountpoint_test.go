@@ -9,8 +9,8 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // hasFileSystem reports whether the kernel has a type of file systems (proc_filesystems(5)).
@@ -39,7 +39,7 @@ func TestMountedFileSystemIsRefused(t *testing.T) {
 // TestCheckMountPointAtAutofs needs a kernel with autofs. On every kernel,
 // TestMountedFileSystemIsRefused checks the error.
 func TestCheckMountPointAtAutofs(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := t.TempDir()
 	r, w, err := os.Pipe()
 	if err != nil {

@@ -13,7 +13,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/otlp"
-	"github.com/nfsrdmad/nfsrdmad/internal/otlptest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
@@ -21,6 +20,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/collector"
 )
 
 // newTracedStack returns a mount without layers, whose phases have traces of a ratio.
@@ -47,7 +47,7 @@ func callTimes() (times ledger.Times) {
 
 // TestTracesOfCalls passes RPCs that belong to no request.
 func TestTracesOfCalls(t *testing.T) {
-	c := otlptest.Start(t)
+	c := collector.Start(t)
 	s := newTracedStack(t, c.URL, 1)
 	result := func(status nfs3.Status) []byte { return binary.BigEndian.AppendUint32(nil, uint32(status)) }
 	all := []struct {
@@ -78,7 +78,7 @@ func TestTracesOfCalls(t *testing.T) {
 		s.phases.rpcEnded(t.Context(), 1, somePeer, &e)
 	}
 	s.shared.traces.Close(time.Minute)
-	spans := make(map[string]otlptest.Span)
+	spans := make(map[string]collector.Span)
 	for _, span := range c.Spans() {
 		spans[span.Name] = span
 	}
@@ -95,7 +95,7 @@ func TestTracesOfCalls(t *testing.T) {
 
 // TestTracesOfRequests passes requests with and without a process.
 func TestTracesOfRequests(t *testing.T) {
-	c := otlptest.Start(t)
+	c := collector.Start(t)
 	s := newTracedStack(t, c.URL, 1)
 	for op, e := range map[fusefs.Op]fusefs.Ended{
 		fusefs.OpRead:  {Owner: fusefs.Owner{PID: uint32(unix.Gettid()), UID: 5}, Bytes: 9},
@@ -106,7 +106,7 @@ func TestTracesOfRequests(t *testing.T) {
 		s.phases.requestEnded(e)
 	}
 	s.shared.traces.Close(time.Minute)
-	spans := make(map[string]otlptest.Span)
+	spans := make(map[string]collector.Span)
 	for _, span := range c.Spans() {
 		spans[span.Name] = span
 	}

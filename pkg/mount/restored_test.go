@@ -14,11 +14,11 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A quietRDMA is an RDMA device, and the provider of its connections. It connects at once, except
@@ -93,7 +93,7 @@ type mountFleet struct {
 var fleetAddress = netip.MustParseAddrPort("192.0.2.1:20049")
 
 func newMountFleet() mountFleet {
-	if testutil.Race {
+	if kit.Race {
 		return mountFleet{mounts: 32, rate: 5}
 	}
 	return mountFleet{mounts: 313, rate: 50}

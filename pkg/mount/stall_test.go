@@ -11,17 +11,17 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestForcedUmountIsBounded checks the bound of a forced unmount: of a server that accepts data for
 // ever, and of a layer that does not return.
 func TestForcedUmountIsBounded(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeMount()
 		s.flush = func(ctx context.Context, _ time.Duration) { <-ctx.Done() }
@@ -98,7 +98,7 @@ func TestFindStall(t *testing.T) {
 
 // TestStall checks what a stall changes: list, log, and with stallabort the mount itself.
 func TestStall(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	var log bytes.Buffer
 	s := newFakeMount()
 	common := &shared{log: hclog.New(&hclog.LoggerOptions{Output: &log})}

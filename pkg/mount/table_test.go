@@ -13,11 +13,11 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/metrics"
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A fakeMount is a mountInstance whose events the test controls. The tests of cmd/nfsrdmad use real
@@ -69,7 +69,7 @@ func (s *fakeMount) Unmount(_ context.Context, mode control.UmountMode) error {
 
 func testTable(t *testing.T, build builder) (*Table, control.MountRequest) {
 	t.Helper()
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	tab := newTable(&shared{log: hclog.NewNullLogger()}, DefaultOptions(), time.Minute, build)
 	t.Cleanup(func() {
 		if err := tab.Close(context.Background()); err != nil {
@@ -331,7 +331,7 @@ func TestCloseReportsLostData(t *testing.T) {
 		}
 		return false, control.Errorf(control.CodeMount, "busy")
 	}
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	tab := newTable(common, DefaultOptions(), time.Minute,
 		func(context.Context, plan) (mountInstance, error) { return s, nil })
 	lose(7, nil)

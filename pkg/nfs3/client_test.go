@@ -11,11 +11,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { kit.Main(m) }
 
 // TestInvalidArgumentsAreNotSent checks the status of calls with invalid arguments.
 func TestInvalidArgumentsAreNotSent(t *testing.T) {
@@ -287,7 +287,7 @@ func allocCases(data []byte) []allocCase {
 
 // TestCallsDoNotAllocate checks every procedure.
 func TestCallsDoNotAllocate(t *testing.T) {
-	testutil.CountsAllocations(t)
+	kit.CountsAllocations(t)
 	entryBytes := 0
 	each := func(e *DirEntry) bool { entryBytes += len(e.Name); return true }
 	all := calls{ctx: t.Context(), buf: make([]byte, 128<<10), dirCount: 8192, maxCount: 32768, each: each,

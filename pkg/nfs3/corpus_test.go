@@ -15,7 +15,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -25,6 +24,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 )
 
 // The corpora of the fuzz targets for RPC-over-RDMA, RPC and NFSv3 are messages of a real server.
@@ -180,7 +180,7 @@ func (r *recording) backend(t *testing.T, addr string) svcrdma.Handler {
 // TestGaneshaOverRDMA calls every procedure of NFS-Ganesha over RDMA and decodes every message.
 func TestGaneshaOverRDMA(t *testing.T) {
 	dir := t.TempDir()
-	g := ganeshatest.Start(t, dir)
+	g := ganesha.Start(t, dir)
 	var r recording
 	p := softiwarp.New(softiwarp.Config{})
 	l, err := p.Listen(t.Context(), netip.MustParseAddrPort("127.0.0.1:0"))

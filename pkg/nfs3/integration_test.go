@@ -13,20 +13,20 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 )
 
 // TestGanesha calls every procedure of NFS-Ganesha.
 func TestGanesha(t *testing.T) {
 	dir := t.TempDir()
-	s := ganeshatest.Start(t, dir)
+	s := ganesha.Start(t, dir)
 	session{
 		root: mount(t, mountd.Args{Host: s.Host, Port: s.MountPort, Export: s.Export}),
 		c:    dial(t, s.Addr()),
@@ -36,7 +36,7 @@ func TestGanesha(t *testing.T) {
 
 // TestEmbeddedServer calls every procedure of the server of `nfsrdmad serve`.
 func TestEmbeddedServer(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := t.TempDir()
 	s, err := nfsserve.Run(t.Context(), nfsserve.Config{Dir: dir, RDMAListen: "127.0.0.1:0",
 		TCPListen: "127.0.0.1:0", NoRootSquash: true, StateDir: t.TempDir(),

@@ -19,10 +19,10 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A lockServer is a lock service on a TCP port whose table can be replaced.
@@ -904,7 +904,7 @@ func TestNoticeWithoutRestartKeepsLocks(t *testing.T) {
 // TestServiceWithoutPortMapper checks that a host without a port mapper polls.
 func TestServiceWithoutPortMapper(t *testing.T) {
 	cfg := nlm.ServiceConfig{Listen: "127.0.0.1:0"}
-	cfg.SetPortmap(int(testutil.ClosedPort(t).Port()))
+	cfg.SetPortmap(int(kit.ClosedPort(t).Port()))
 	service := nlm.NewService(cfg)
 	t.Cleanup(service.Close)
 	s := startLockServer(t)

@@ -6,8 +6,8 @@ import (
 	"reflect"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var sample = Args{Cookie: []byte{1, 2, 3, 4, 5}, Block: true, Exclusive: true, Reclaim: true, State: 7,
@@ -39,8 +39,8 @@ func TestArgumentBytes(t *testing.T) {
 		{ProcUnlock, sampleCookie + sampleRegion, Args{Cookie: sample.Cookie, Region: sample.Region}},
 	} {
 		got := AppendArgs(nil, x.proc, &sample)
-		if !bytes.Equal(got, testutil.Unhex(x.want)) {
-			t.Errorf("%v: got arguments\n     %x\nwant %x", x.proc, got, testutil.Unhex(x.want))
+		if !bytes.Equal(got, kit.Unhex(x.want)) {
+			t.Errorf("%v: got arguments\n     %x\nwant %x", x.proc, got, kit.Unhex(x.want))
 		}
 		var args Args
 		if err := ParseArgs(x.proc, got, &args); err != nil || !reflect.DeepEqual(args, x.args) {
@@ -68,8 +68,8 @@ func TestResultBytes(t *testing.T) {
 			"00000000 00000001 00000001 00000009 00000002 6f680000 0000000000000005 0000000000000006"},
 	} {
 		got := AppendRes(nil, x.proc, &x.res)
-		if !bytes.Equal(got, testutil.Unhex(x.want)) {
-			t.Errorf("%v %v: got results\n     %x\nwant %x", x.proc, x.res.Stat, got, testutil.Unhex(x.want))
+		if !bytes.Equal(got, kit.Unhex(x.want)) {
+			t.Errorf("%v %v: got results\n     %x\nwant %x", x.proc, x.res.Stat, got, kit.Unhex(x.want))
 		}
 		var res Res
 		if err := ParseRes(x.proc, got, &res); err != nil || !reflect.DeepEqual(res, x.res) {
@@ -80,12 +80,12 @@ func TestResultBytes(t *testing.T) {
 
 func TestInvalidMessages(t *testing.T) {
 	for name, err := range map[string]error{
-		"status 10":       ParseRes(ProcLock, testutil.Unhex("00000000 0000000a"), new(Res)),
-		"cookie of 4 GiB": ParseRes(ProcLock, testutil.Unhex("ffffffff 00000000"), new(Res)),
-		"long cookie":     ParseRes(ProcLock, append(testutil.Unhex("00000024"), make([]byte, 40)...), new(Res)),
-		"long handle": ParseArgs(ProcUnlock, append(testutil.Unhex("00000000 00000000 00000044"), make([]byte, 200)...),
+		"status 10":       ParseRes(ProcLock, kit.Unhex("00000000 0000000a"), new(Res)),
+		"cookie of 4 GiB": ParseRes(ProcLock, kit.Unhex("ffffffff 00000000"), new(Res)),
+		"long cookie":     ParseRes(ProcLock, append(kit.Unhex("00000024"), make([]byte, 40)...), new(Res)),
+		"long handle": ParseArgs(ProcUnlock, append(kit.Unhex("00000000 00000000 00000044"), make([]byte, 200)...),
 			new(Args)),
-		"boolean 2": ParseArgs(ProcTest, append(testutil.Unhex("00000000 00000002"), make([]byte, 64)...), new(Args)),
+		"boolean 2": ParseArgs(ProcTest, append(kit.Unhex("00000000 00000002"), make([]byte, 64)...), new(Args)),
 	} {
 		if !errors.Is(err, sunrpc.ErrMalformed) {
 			t.Errorf("%s: got error %v, want %v", name, err, sunrpc.ErrMalformed)
@@ -97,21 +97,21 @@ func TestMonitorBytes(t *testing.T) {
 	call := monitorCall{name: "me", prog: Program, vers: Version, proc: uint32(ProcNotify)}
 	id := "00000003 73727600 00000002 6d650000 000186b5 00000004 00000010"
 	priv := [nsmPrivSize]byte{15: 0xff}
-	want := testutil.Unhex(id + "000000000000000000000000000000ff")
+	want := kit.Unhex(id + "000000000000000000000000000000ff")
 	if got := appendMon(nil, "srv", &call, &priv); !bytes.Equal(got, want) {
 		t.Errorf("SM_MON: got %x, want %x", got, want)
 	}
-	if got := appendUnmon(nil, "srv", &call); !bytes.Equal(got, testutil.Unhex(id)) {
-		t.Errorf("SM_UNMON: got %x, want %x", got, testutil.Unhex(id))
+	if got := appendUnmon(nil, "srv", &call); !bytes.Equal(got, kit.Unhex(id)) {
+		t.Errorf("SM_UNMON: got %x, want %x", got, kit.Unhex(id))
 	}
-	if ok, state, err := parseMonRes(testutil.Unhex("00000000 00000009")); !ok || state != 9 || err != nil {
+	if ok, state, err := parseMonRes(kit.Unhex("00000000 00000009")); !ok || state != 9 || err != nil {
 		t.Errorf("results of SM_MON: got %v, %d, error %v", ok, state, err)
 	}
-	host, state, err := parseNotify(testutil.Unhex("00000003 73727600 0000000b"))
+	host, state, err := parseNotify(kit.Unhex("00000003 73727600 0000000b"))
 	if host != "srv" || state != 11 || err != nil {
 		t.Errorf("SM_NOTIFY: got %q, %d, error %v", host, state, err)
 	}
-	host, state, got, err := parseStatus(testutil.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
+	host, state, got, err := parseStatus(kit.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
 	if host != "srv" || state != 11 || got != priv || err != nil {
 		t.Errorf("callback: got %q, %d, %x, error %v", host, state, got, err)
 	}
@@ -157,9 +157,9 @@ func FuzzParseArgs(f *testing.F) {
 }
 
 func FuzzParseRes(f *testing.F) {
-	f.Add(uint32(ProcTest), testutil.Unhex("00000000 00000001 00000001 00000009 00000002 6f680000 0000000000000005"+
+	f.Add(uint32(ProcTest), kit.Unhex("00000000 00000001 00000001 00000009 00000002 6f680000 0000000000000005"+
 		"0000000000000006"))
-	f.Add(uint32(ProcLock), testutil.Unhex("00000001 01000000 00000003"))
+	f.Add(uint32(ProcLock), kit.Unhex("00000001 01000000 00000003"))
 	f.Fuzz(func(t *testing.T, proc uint32, b []byte) {
 		var r, again Res
 		if ParseRes(Proc(proc), b, &r) != nil {
@@ -173,7 +173,7 @@ func FuzzParseRes(f *testing.F) {
 }
 
 func FuzzParseMonitor(f *testing.F) {
-	f.Add(testutil.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
+	f.Add(kit.Unhex("00000003 73727600 0000000b 000000000000000000000000000000ff"))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		host, state, err := parseNotify(b)
 		if host2, state2, _, err2 := parseStatus(b); err2 == nil && (err != nil || host != host2 || state != state2) {

@@ -13,9 +13,9 @@ import (
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nlmd"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestUnlockCannotExceedLockLimit unlocks parts of locks when the mount has as many locks as it may
@@ -95,7 +95,7 @@ func TestDeadStatusMonitorIsReplaced(t *testing.T) {
 	service, mapper := startService(t)
 	monitor := [3]uint32{nlmd.ProgramNSM, nlmd.VersionNSM, 6}
 	mapper.mu.Lock()
-	mapper.maps[monitor] = uint32(testutil.ClosedPort(t).Port())
+	mapper.maps[monitor] = uint32(kit.ClosedPort(t).Port())
 	mapper.mu.Unlock()
 	startLockServer(t).client(func(c *nlm.Config) { c.Service = service })
 	service.WaitReady()

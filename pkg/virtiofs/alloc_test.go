@@ -9,21 +9,21 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/servertest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
 )
 
 // TestGuestRequestsDoNotAllocate counts the allocations of the whole client, from the virtqueue to
 // the transport. The server is another process.
 func TestGuestRequestsDoNotAllocate(t *testing.T) {
-	testutil.CountsAllocations(t)
+	kit.CountsAllocations(t)
 	for name, unsealed := range map[string]bool{"sealed": false, "unsealed": true} {
 		t.Run(name, func(t *testing.T) { testGuestRequestsDoNotAllocate(t, unsealed) })
 	}
 }
 
 func testGuestRequestsDoNotAllocate(t *testing.T, unsealed bool) {
-	d := newDeviceOf(t, servertest.Start(t))
+	d := newDeviceOf(t, server.Start(t))
 	d.unsealed = unsealed
 	v := d.connect(t)
 	q, node, fh := v.openFile(d, randomBytes(1, 1<<20))
@@ -68,7 +68,7 @@ func testGuestRequestsDoNotAllocate(t *testing.T, unsealed bool) {
 		for range warmUp {
 			c.do()
 		}
-		if n := testutil.Allocations(runs, c.do, c.want); n != c.want {
+		if n := kit.Allocations(runs, c.do, c.want); n != c.want {
 			t.Errorf("%s: got %v allocations, want %v", c.name, n, c.want)
 		}
 	}

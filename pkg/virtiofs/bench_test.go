@@ -11,8 +11,8 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/servertest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/ledger"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
 )
 
 // A nullFS has one file, whose data it neither keeps nor makes.
@@ -77,7 +77,7 @@ func BenchmarkShare(b *testing.B) {
 		benchmarkRequests(b, d)
 	})
 	b.Run("share", func(b *testing.B) {
-		d := newDeviceOf(b, servertest.Start(b))
+		d := newDeviceOf(b, server.Start(b))
 		must(b, os.WriteFile(filepath.Join(d.dir, "f"), make([]byte, 64<<20), 0o644))
 		benchmarkRequests(b, d)
 	})

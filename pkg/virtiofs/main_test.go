@@ -22,8 +22,6 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/memfd"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/internal/servertest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/membuf"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -31,12 +29,14 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/server"
 )
 
 func TestMain(m *testing.M) {
 	runChild()
-	servertest.Main()
-	testutil.Main(m)
+	server.Main()
+	kit.Main(m)
 }
 
 // testTimeout bounds each wait of a test.
@@ -120,11 +120,11 @@ func newDevice(t testing.TB) *device {
 			t.Errorf("close server: %v", err)
 		}
 	})
-	return newDeviceOf(t, &servertest.Server{Dir: dir, RDMAAddr: s.RDMAAddr, TCPAddr: s.TCPAddr})
+	return newDeviceOf(t, &server.Server{Dir: dir, RDMAAddr: s.RDMAAddr, TCPAddr: s.TCPAddr})
 }
 
 // newDeviceOf serves the directory of a server by virtiofs until the test ends.
-func newDeviceOf(t testing.TB, s *servertest.Server) *device {
+func newDeviceOf(t testing.TB, s *server.Server) *device {
 	t.Helper()
 	d := &device{dir: s.Dir, socket: filepath.Join(t.TempDir(), "vfs.sock"), log: &logBuffer{}}
 	host, port, err := net.SplitHostPort(s.TCPAddr)

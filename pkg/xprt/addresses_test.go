@@ -13,8 +13,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestChooseAddress checks the order of the addresses and the timeout of attempts, while addresses
@@ -125,7 +125,7 @@ func TestPauseFollowsRound(t *testing.T) {
 
 // A path is one address of a server: a relay that can be closed, or can stop to forward data.
 type path struct {
-	*testutil.Relay
+	*kit.Relay
 	gate sync.RWMutex // held for writing while the path is silent
 }
 
@@ -136,7 +136,7 @@ func startPath(t *testing.T, server netip.AddrPort) *path {
 		p.gate.RLock()
 		defer p.gate.RUnlock()
 	}
-	p.Relay = testutil.StartRelay(t, server.String(), testutil.RelayOptions{ToServer: pass, ToClient: pass})
+	p.Relay = kit.StartRelay(t, server.String(), kit.RelayOptions{ToServer: pass, ToClient: pass})
 	return p
 }
 

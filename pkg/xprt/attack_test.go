@@ -4,9 +4,9 @@ import (
 	"net/netip"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/hostile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/hostile"
 )
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")

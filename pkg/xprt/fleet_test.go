@@ -16,8 +16,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var fleetFlag = flag.String("fleet", "", "simulate 10,000 clients in TestFleet, and write the results to `FILE`")
@@ -273,7 +273,7 @@ func (r *fleetResult) String() string {
 // Without random pauses, or without the limits of a host that has many mounts, the bounds do not
 // hold.
 func TestFleet(t *testing.T) {
-	if testutil.Race {
+	if kit.Race {
 		t.Skip("the race detector crashes with thousands of goroutines in a bubble; make test runs it without -race")
 	}
 	n, all := 2560, []fleetResult{}

@@ -4,10 +4,10 @@ import (
 	"bytes"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/hostile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/hostile"
 )
 
 // TestSendLongerThanInlineThreshold has a server whose inline results exceed the inline threshold.

@@ -14,10 +14,10 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/rpcrdma"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestModel runs the transport through every order of the events of two calls: completion, reply,
@@ -48,7 +48,7 @@ func TestModel(t *testing.T) {
 	// The search with forged replies takes longest. "make test" runs it, and "make check" runs the
 	// others, without the race detector.
 	switch {
-	case testutil.Race:
+	case kit.Race:
 		models = []model{forge}
 	case !testing.Short():
 		models = append(models, forge)

@@ -10,15 +10,15 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/svcrdma"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A slowLink forwards TCP between a client and a server. It can stop to read from the client.
 type slowLink struct {
-	*testutil.Relay
+	*kit.Relay
 	t *testing.T
 
 	mu      sync.Mutex
@@ -30,7 +30,7 @@ type slowLink struct {
 func newSlowLink(t *testing.T, to netip.AddrPort) *slowLink {
 	t.Helper()
 	l := &slowLink{t: t, left: -1}
-	l.Relay = testutil.StartRelay(t, to.String(), testutil.RelayOptions{ToServer: l.pass, ClientBuffer: 16 << 10})
+	l.Relay = kit.StartRelay(t, to.String(), kit.RelayOptions{ToServer: l.pass, ClientBuffer: 16 << 10})
 	return l
 }
 

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var (
@@ -50,8 +50,8 @@ const totalTimeout = 10 * time.Minute
 
 // TestBench measures all targets alternately. Without -full it checks only that all figures exist.
 func TestBench(t *testing.T) {
-	testutil.NeedsFUSE(t)
-	testutil.NeedsPrograms(t, "gcc")
+	kit.NeedsFUSE(t)
+	kit.NeedsPrograms(t, "gcc")
 	cfg := config{Rounds: 1, Size: 2 << 20, Time: 20 * time.Millisecond, Files: 10, Entries: 50}
 	if *fullFlag {
 		cfg = config{*roundsFlag, *sizeFlag << 20, *timeFlag, *filesFlag, *entriesFlag}

@@ -7,7 +7,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // roleEnv makes the test program run a role in another process. Its value is the role; the argument
@@ -24,7 +24,7 @@ const (
 func TestMain(m *testing.M) {
 	role := os.Getenv(roleEnv)
 	if role == "" {
-		testutil.Main(m)
+		kit.Main(m)
 		return
 	}
 	var err error

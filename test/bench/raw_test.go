@@ -15,13 +15,13 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // Kinds of calls.
@@ -191,7 +191,7 @@ func (c *calls) nfs(ctx context.Context) (s bench.Sample, err error) {
 		return s, err
 	}
 	defer func() { err = errors.Join(err, end()) }()
-	cred := nfstest.Credential(0, 0)
+	cred := mounts.Credential(0, 0)
 	var file nfs3.LookupResult
 	if err := client.Lookup(ctx, cred, root.FH, c.File, &file); err != nil {
 		return s, fmt.Errorf("look up %s: %w", c.File, err)

@@ -19,8 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // Names of the targets.
@@ -124,16 +124,16 @@ type rig struct {
 func newRig(t *testing.T, cfg config) *rig {
 	t.Helper()
 	r := &rig{t: t, cfg: cfg}
-	export := nfstest.MemoryDir(t, "mode=777")
+	export := mounts.MemoryDir(t, "mode=777")
 	r.fill(export)
-	g := ganeshatest.Start(t, export)
-	served := nfstest.ServeDir(t, export, "--no-root-squash")
-	relay, relayProcess := nfstest.StartRelay(t, g)
+	g := ganesha.Start(t, export)
+	served := mounts.ServeDir(t, export, "--no-root-squash")
+	relay, relayProcess := mounts.StartRelay(t, g)
 
 	null, nullPID := r.mountNull()
 	p, pPID := r.mountFuseNFS(g)
-	d, dProcess := nfstest.StartServedMount(t, served)
-	m, mProcess := nfstest.StartMount(t, g.Host+":"+g.Export, "port="+nfstest.PortOf(t, relay), "mountport="+
+	d, dProcess := mounts.StartServedMount(t, served)
+	m, mProcess := mounts.StartMount(t, g.Host+":"+g.Export, "port="+mounts.PortOf(t, relay), "mountport="+
 		strconv.Itoa(g.MountPort))
 	r.add(targetF, null, bench.Processes{daemonProcess: nullPID})
 	r.add(targetP, p, bench.Processes{daemonProcess: pPID, ganeshaProcess: g.PID(t)})
@@ -141,13 +141,13 @@ func newRig(t *testing.T, cfg config) *rig {
 	r.add(targetD, d, bench.Processes{daemonProcess: dProcess.Cmd.Process.Pid, serverProcess: served.PID()})
 	r.add(targetR, m, bench.Processes{daemonProcess: mProcess.Cmd.Process.Pid,
 		serverProcess: relayProcess.Cmd.Process.Pid, ganeshaProcess: g.PID(t)})
-	r.largeDir = filepath.Join(nfstest.MountServed(t, served, "noacl"), largeDir)
+	r.largeDir = filepath.Join(mounts.MountServed(t, served, "noacl"), largeDir)
 
 	_, ready := r.startRole(roleEcho)
 	echo := func(workload string, depth, out, back, block int) calls {
 		return calls{Workload: workload, Kind: kindEcho, Addr: ready, Depth: depth, Out: out, Back: back, Block: block}
 	}
-	port, _ := strconv.Atoi(nfstest.PortOf(t, served.TCP))
+	port, _ := strconv.Atoi(mounts.PortOf(t, served.TCP))
 	toServed := calls{Kind: kindRDMA, Addr: served.RDMA, MountHost: "127.0.0.1", MountPort: port, Export: "/",
 		Watch: bench.Processes{serverProcess: served.PID()}}
 	toGanesha := calls{Kind: kindTCP, Addr: g.Addr(), MountHost: g.Host, MountPort: g.MountPort, Export: g.Export,
@@ -229,7 +229,7 @@ func (r *rig) start(cmd *exec.Cmd, wantReady bool) (pid int, ready string) {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	var log nfstest.Output
+	var log mounts.Output
 	cmd.Stderr = &log
 	out, err := cmd.StdoutPipe()
 	if err == nil {
@@ -240,7 +240,7 @@ func (r *rig) start(cmd *exec.Cmd, wantReady bool) (pid int, ready string) {
 	}
 	r.t.Cleanup(func() {
 		input.Close()
-		timer := time.AfterFunc(nfstest.ProcessTimeout, func() { _ = cmd.Process.Kill() })
+		timer := time.AfterFunc(mounts.ProcessTimeout, func() { _ = cmd.Process.Kill() })
 		_ = cmd.Wait()
 		timer.Stop()
 		if r.t.Failed() && log.String() != "" {
@@ -283,7 +283,7 @@ func (r *rig) unmount(dir string) {
 // mountNull mounts F.
 func (r *rig) mountNull() (dir string, pid int) {
 	r.t.Helper()
-	dir = nfstest.OpenTempDir(r.t)
+	dir = mounts.OpenTempDir(r.t)
 	pid, _ = r.startRole(roleNull, dir)
 	r.unmount(dir)
 	if err := raiseReadAhead(dir); err != nil && !errors.Is(err, syscall.EROFS) {
@@ -293,15 +293,15 @@ func (r *rig) mountNull() (dir string, pid int) {
 }
 
 // mountFuseNFS builds and mounts P.
-func (r *rig) mountFuseNFS(g *ganeshatest.Server) (dir string, pid int) {
+func (r *rig) mountFuseNFS(g *ganesha.Server) (dir string, pid int) {
 	r.t.Helper()
 	program := filepath.Join(r.t.TempDir(), "fusenfs")
-	nfstest.Run(r.t, "", "gcc", "-O2", "-Wall", "-D_FILE_OFFSET_BITS=64", "-I/usr/include/fuse3", "-o", program,
+	mounts.Run(r.t, "", "gcc", "-O2", "-Wall", "-D_FILE_OFFSET_BITS=64", "-I/usr/include/fuse3", "-o", program,
 		"fusenfs/fusenfs.c", "-lfuse3", "-lnfs", "-lpthread")
-	dir = nfstest.OpenTempDir(r.t)
+	dir = mounts.OpenTempDir(r.t)
 	url := fmt.Sprintf("nfs://%s%s?nfsport=%d&mountport=%d", g.Host, g.Export, g.NFSPort, g.MountPort)
 	pid, _ = r.start(exec.Command(program, url, dir), false)
-	for deadline := time.Now().Add(nfstest.ProcessTimeout); !nfstest.IsMountPoint(dir); {
+	for deadline := time.Now().Add(mounts.ProcessTimeout); !mounts.IsMountPoint(dir); {
 		if time.Now().After(deadline) {
 			r.t.Fatalf("%s did not mount %s", program, dir)
 		}

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var updateFlag = flag.Bool("update", false, "make TestPage write docs/performance.md from the file of -json")
@@ -250,7 +250,7 @@ func TestPage(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	changed, err := testutil.Splice(string(page), pageBegin, pageEnd, rep.markdown())
+	changed, err := kit.Splice(string(page), pageBegin, pageEnd, rep.markdown())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // The kernel's caches belong to the whole host. Other tests count the calls of a mount, and a local
@@ -24,7 +24,7 @@ func init() {
 // localPair returns two directories of one local file system, which cannot differ.
 func localPair(t *testing.T) *Pair {
 	t.Helper()
-	testutil.NeedsRoot(t) // the streams change users
+	kit.NeedsRoot(t) // the streams change users
 	reference, ours := t.TempDir(), t.TempDir()
 	if err := os.Chmod(filepath.Dir(ours), 0o755); err != nil { // of both
 		t.Fatal(err)
@@ -260,7 +260,7 @@ func TestMatrixTextRoundTrips(t *testing.T) {
 
 // TestMatrixOfOneDirectory checks that cells have results, and that they depend on the user.
 func TestMatrixOfOneDirectory(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dir := t.TempDir()
 	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil {
 		t.Fatal(err)

@@ -12,10 +12,10 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/reference"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { kit.Main(m) }
 
 const root = "../.."
 
@@ -95,7 +95,7 @@ func reasonNotRun(s *reference.Statement) (reason string, err error) {
 
 // TestDocumentedCommands runs the blocks.
 func TestDocumentedCommands(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	program := buildProgram(t)
 	found := 0
 	for _, p := range pages(t) {

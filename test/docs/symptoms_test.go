@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/reference"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // symptoms are shell programs that fail, in order, and the message that docs/troubleshooting.md
@@ -83,7 +83,7 @@ nfsrdmad mount server:/export /mnt; kill -KILL $p; wait $p; ls /mnt`, `Transport
 // TestSymptoms makes failures, and checks that they have the messages that docs/troubleshooting.md
 // quotes.
 func TestSymptoms(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	text, err := os.ReadFile(filepath.Join(root, "docs/troubleshooting.md"))
 	if err != nil {
 		t.Fatal(err)
@@ -157,7 +157,7 @@ func runScript(t *testing.T, program, script string) string {
 // TestMetricsAreDocumented checks that docs/reference.md has each metric of a daemon with a mount,
 // with its type. A native histogram looks like a histogram without buckets in text.
 func TestMetricsAreDocumented(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	page, err := os.ReadFile(filepath.Join(root, "docs/reference.md"))
 	if err != nil {
 		t.Fatal(err)

@@ -6,7 +6,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // TestAppendAfterChangeOnServer appends to an open file that has become longer on the server. A
@@ -15,8 +15,8 @@ func TestAppendAfterChangeOnServer(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
-	mnt := nfstest.MountServed(t, nfstest.ServeDir(t, served, "--no-root-squash"), "noac")
+	served := mounts.OpenTempDir(t)
+	mnt := mounts.MountServed(t, mounts.ServeDir(t, served, "--no-root-squash"), "noac")
 	for name, flags := range map[string]int{"read and write": os.O_RDWR, "write": os.O_WRONLY} {
 		f, err := os.OpenFile(filepath.Join(mnt, name), flags|os.O_CREATE|os.O_APPEND, 0o644)
 		if err != nil {

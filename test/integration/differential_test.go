@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/test/differential"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 const (
@@ -142,13 +142,13 @@ type differentialRun struct {
 
 func newDifferentialRun(t *testing.T, m differentialMode) *differentialRun {
 	t.Helper()
-	reference, served := nfstest.OpenTempDir(t), nfstest.OpenTempDir(t)
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	reference, served := mounts.OpenTempDir(t), mounts.OpenTempDir(t)
+	s := mounts.ServeDir(t, served, "--no-root-squash")
 	d := &differentialRun{differentialMode: m}
 	d.Reference = differential.Side{Dirs: []string{reference}, Server: reference}
 	d.Ours.Server = served
 	for range m.mounts {
-		d.Ours.Dirs = append(d.Ours.Dirs, nfstest.MountServed(t, s, m.options))
+		d.Ours.Dirs = append(d.Ours.Dirs, mounts.MountServed(t, s, m.options))
 	}
 	d.Ticks, d.LikeNFS, d.CloseToOpen = true, true, m.stream.Sessions
 	for range m.stream.Processes {

@@ -3,10 +3,10 @@ package integration
 import (
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 )
 
 // TestLocksOfGanesha runs the lock manager of NFS-Ganesha on a host of the server, with a port
@@ -15,12 +15,12 @@ func TestLocksOfGanesha(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	g := ganeshatest.Start(t, t.TempDir(), ganeshatest.OwnHost())
+	g := ganesha.Start(t, t.TempDir(), ganesha.OwnHost())
 	front := serve(t, nfsserve.Config{Backend: g.Addr()})
-	service := nlm.NewService(nlm.ServiceConfig{Listen: ganeshatest.ClientAddr + ":0"})
+	service := nlm.NewService(nlm.ServiceConfig{Listen: ganesha.ClientAddr + ":0"})
 	t.Cleanup(service.Close)
 	e := &lockExport{rdma: front.RDMAAddr, export: mountd.Args{Host: g.Host, Port: g.MountPort, Export: g.Export},
-		service: service, caller: ganeshatest.ClientAddr}
+		service: service, caller: ganesha.ClientAddr}
 	a, b := testLocks(t, e)
 	if a.locks.Counters.Callbacks.Load()+b.locks.Counters.Callbacks.Load() == 0 {
 		t.Errorf("the server granted no lock by callback; %s", service.Status())

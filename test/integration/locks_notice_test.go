@@ -11,16 +11,16 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // statusHost runs rpcbind, and rpc.statd if wanted, in the network namespace of the test. It
 // returns the state directory of rpc.statd.
 func statusHost(t *testing.T, statd bool) string {
 	t.Helper()
-	testutil.NeedsPrograms(t, "rpcbind", "rpc.statd", "sm-notify", "ip")
+	kit.NeedsPrograms(t, "rpcbind", "rpc.statd", "sm-notify", "ip")
 	dir := t.TempDir() // which the user of rpc.statd must reach
 	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil {
 		t.Fatal(err)
@@ -71,8 +71,8 @@ func testNotice(t *testing.T, statd bool) {
 	t.Cleanup(service.Close)
 	e := serveLocks(t)
 	e.service = service
-	relay := testutil.StartRelay(t, net.JoinHostPort(e.export.Host, strconv.Itoa(e.export.Port)),
-		testutil.RelayOptions{})
+	relay := kit.StartRelay(t, net.JoinHostPort(e.export.Host, strconv.Itoa(e.export.Port)),
+		kit.RelayOptions{})
 	m := e.mount(t, lockPort(relay))
 	p := startLockProcess(t)
 	p.do("ok", "open 1 %s", m.file())

@@ -5,10 +5,10 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A restartable is an embedded server that can be stopped and started with its ports and state.
@@ -76,7 +76,7 @@ func TestLocksSurviveServerRestart(t *testing.T) {
 }
 
 // lockPort returns a change of a mount that makes it use relay for its locks.
-func lockPort(relay *testutil.Relay) func(*fusefs.Options, *nlm.Config) {
+func lockPort(relay *kit.Relay) func(*fusefs.Options, *nlm.Config) {
 	return func(_ *fusefs.Options, c *nlm.Config) { c.Port = int(relay.Addr().Port()) }
 }
 
@@ -84,7 +84,7 @@ func lockPort(relay *testutil.Relay) func(*fusefs.Options, *nlm.Config) {
 // only through the relay.
 type theft struct {
 	server *restartable
-	relay  *testutil.Relay
+	relay  *kit.Relay
 	a      *lockMount
 	p, q   *lockProcess
 }
@@ -92,7 +92,7 @@ type theft struct {
 func startTheft(t *testing.T) *theft {
 	t.Helper()
 	r := startRestartable(t)
-	e, relay := lockExportOf(t, r.s), testutil.StartRelay(t, r.s.TCPAddr, testutil.RelayOptions{})
+	e, relay := lockExportOf(t, r.s), kit.StartRelay(t, r.s.TCPAddr, kit.RelayOptions{})
 	a, b := e.mount(t, lockPort(relay)), e.mount(t, nil)
 	// The processes end before the mounts: cleanups run in reverse order.
 	x := &theft{server: r, relay: relay, a: a, p: startLockProcess(t), q: startLockProcess(t)}
@@ -202,7 +202,7 @@ func TestLocksWithoutService(t *testing.T) {
 		return
 	}
 	e := serveLocks(t)
-	closed := testutil.StartRelay(t, "127.0.0.1:1", testutil.RelayOptions{})
+	closed := kit.StartRelay(t, "127.0.0.1:1", kit.RelayOptions{})
 	closed.Stop()
 	a := e.mount(t, lockPort(closed))
 	p := startLockProcess(t)

@@ -21,7 +21,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -29,6 +28,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // lockHelper is the environment variable that makes the test program a lockProcess.
@@ -222,7 +222,7 @@ func (e *lockExport) mount(t *testing.T, change func(*fusefs.Options, *nlm.Confi
 	if fs, err = fusefs.New(ctx, nfs3.NewClient(tr, nfs3.Options{}), root.FH, opts); err != nil {
 		t.Fatal(err)
 	}
-	m.dir = nfstest.Mount(t, fs, args.Host+":"+args.Export)
+	m.dir = mounts.Mount(t, fs, args.Host+":"+args.Export)
 	return m
 }
 

@@ -6,9 +6,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/test/differential"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // matrixText are results of the kernel's NFS client with the kernel's server. TestMatrix in
@@ -30,18 +30,18 @@ var matrixServers = []struct {
 	start  func(t *testing.T, squash string) (served, mnt string)
 }{
 	{"embedded", []string{"none", "root"}, func(t *testing.T, squash string) (served, mnt string) {
-		served = nfstest.OpenTempDir(t)
+		served = mounts.OpenTempDir(t)
 		var flags []string
 		if squash == "none" {
 			flags = append(flags, "--no-root-squash")
 		}
-		return served, nfstest.MountServed(t, nfstest.ServeDir(t, served, flags...))
+		return served, mounts.MountServed(t, mounts.ServeDir(t, served, flags...))
 	}},
 	{"ganesha", []string{"none", "root", "all"}, func(t *testing.T, squash string) (served, mnt string) {
-		served = nfstest.OpenTempDir(t)
+		served = mounts.OpenTempDir(t)
 		kind := map[string]string{"none": "No_Root_Squash", "root": "Root_Squash", "all": "All_Squash"}[squash]
-		g := ganeshatest.Start(t, served, ganeshatest.Squash(kind))
-		return served, nfstest.MountGanesha(t, g)
+		g := ganesha.Start(t, served, ganesha.Squash(kind))
+		return served, mounts.MountGanesha(t, g)
 	}},
 }
 
@@ -95,8 +95,8 @@ func TestCreateOfNewName(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
-	mnt := nfstest.MountServed(t, nfstest.ServeDir(t, served, "--no-root-squash"))
+	served := mounts.OpenTempDir(t)
+	mnt := mounts.MountServed(t, mounts.ServeDir(t, served, "--no-root-squash"))
 	for _, more := range []string{"r", "w", "rw", "w,trunc", "r,trunc", "w,append"} {
 		flags := more + ",creat"
 		dir := strings.ReplaceAll(flags, ",", "-")

@@ -4,9 +4,9 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 )
 
 // TestGanesha runs real programs on a mount of NFS-Ganesha.
@@ -14,7 +14,7 @@ func TestGanesha(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	g := ganeshatest.Start(t, t.TempDir())
+	g := ganesha.Start(t, t.TempDir())
 	front := serve(t, nfsserve.Config{Backend: g.Addr()})
 	export := mountd.Args{Host: g.Host, Port: g.MountPort, Export: g.Export}
 

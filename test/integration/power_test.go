@@ -15,10 +15,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/powertest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/power"
 )
 
 // powerEnv sets the number of rounds of the tests below. `make soak` sets it.
@@ -43,7 +43,7 @@ type powerDisk struct{ device, dir string }
 // newPowerDisk makes a file system and mounts it until the test ends.
 func newPowerDisk(t *testing.T) *powerDisk {
 	t.Helper()
-	testutil.NeedsPrograms(t, "mkfs.ext4", "losetup")
+	kit.NeedsPrograms(t, "mkfs.ext4", "losetup")
 	image := filepath.Join(t.TempDir(), "disk")
 	if err := os.WriteFile(image, nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -52,7 +52,7 @@ func newPowerDisk(t *testing.T) *powerDisk {
 		t.Fatal(err)
 	}
 	run(t, "", "mkfs.ext4", "-q", image)
-	d := &powerDisk{dir: nfstest.OpenTempDir(t)}
+	d := &powerDisk{dir: mounts.OpenTempDir(t)}
 	d.device = strings.TrimSpace(run(t, "", "losetup", "--find", "--show", image))
 	t.Cleanup(func() { run(t, "", "losetup", "--detach", d.device) })
 	d.mount(t)
@@ -76,7 +76,7 @@ func (d *powerDisk) mount(t *testing.T) {
 func (d *powerDisk) unmount(t *testing.T) {
 	t.Helper()
 	active := filepath.Join("/sys/fs/ext4", filepath.Base(d.device))
-	for deadline := time.Now().Add(nfstest.ProcessTimeout); ; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(mounts.ProcessTimeout); ; time.Sleep(5 * time.Millisecond) {
 		err := unix.Unmount(d.dir, 0)
 		if _, statErr := os.Stat(active); errors.Is(statErr, os.ErrNotExist) {
 			return
@@ -106,7 +106,7 @@ func (d *powerDisk) fail(t *testing.T) {
 
 // A powerServer is a server that can be restarted.
 type powerServer struct {
-	mount   func(t *testing.T) (string, *nfstest.Process)
+	mount   func(t *testing.T) (string, *mounts.Process)
 	restart func(t *testing.T, sig syscall.Signal, down func())
 }
 
@@ -117,15 +117,15 @@ var powerServers = []struct {
 	start      func(t *testing.T, dir string) powerServer
 }{
 	{"embedded", 2, false, func(t *testing.T, dir string) powerServer {
-		s := nfstest.ServeDir(t, dir, "--no-root-squash")
-		mount := func(t *testing.T) (string, *nfstest.Process) {
-			return nfstest.StartServedMount(t, s)
+		s := mounts.ServeDir(t, dir, "--no-root-squash")
+		mount := func(t *testing.T) (string, *mounts.Process) {
+			return mounts.StartServedMount(t, s)
 		}
 		return powerServer{mount, s.Restart}
 	}},
 	{"ganesha", 1, true, func(t *testing.T, dir string) powerServer {
-		g := ganeshatest.Start(t, dir)
-		mount := func(t *testing.T) (string, *nfstest.Process) { return nfstest.StartGaneshaMount(t, g) }
+		g := ganesha.Start(t, dir)
+		mount := func(t *testing.T) (string, *mounts.Process) { return mounts.StartGaneshaMount(t, g) }
 		return powerServer{mount, func(t *testing.T, _ syscall.Signal, down func()) { g.Restart(t, down) }}
 	}},
 }
@@ -144,7 +144,7 @@ func TestPowerFailure(t *testing.T) {
 			mnt, _ := srv.mount(t)
 			seed := rand.Uint64()
 			rng := rand.New(rand.NewPCG(seed, 0))
-			p := powertest.Start(t, powertest.Config{Dir: mnt, Seed: seed, LosesNames: s.losesNames})
+			p := power.Start(t, power.Config{Dir: mnt, Seed: seed, LosesNames: s.losesNames})
 			for round := range powerRounds(t, s.short) {
 				p.Progress(t, 50+rng.Uint32N(300))
 				sig := syscall.SIGKILL
@@ -153,7 +153,7 @@ func TestPowerFailure(t *testing.T) {
 				}
 				srv.restart(t, sig, func() {
 					disk.fail(t)
-					p.Check(t, powertest.Dir(disk.dir))
+					p.Check(t, power.Dir(disk.dir))
 				})
 				if t.Failed() {
 					t.Fatalf("round %d, %v, seed %d", round, sig, seed)
@@ -163,7 +163,7 @@ func TestPowerFailure(t *testing.T) {
 			if err := p.Finish(t); err != nil {
 				t.Errorf("the process that writes: %v", err)
 			}
-			p.CheckAll(t, powertest.Dir(disk.dir))
+			p.CheckAll(t, power.Dir(disk.dir))
 		})
 	}
 }
@@ -184,8 +184,8 @@ type lostFile struct {
 func newLostFile(t *testing.T, flags int) *lostFile {
 	t.Helper()
 	disk := newPowerDisk(t)
-	s := nfstest.ServeDir(t, disk.dir, "--no-root-squash")
-	mnt, want := nfstest.MountServed(t, s), bytes.Repeat([]byte("data"), 1<<18)
+	s := mounts.ServeDir(t, disk.dir, "--no-root-squash")
+	mnt, want := mounts.MountServed(t, s), bytes.Repeat([]byte("data"), 1<<18)
 	behind := filepath.Join(disk.dir, "f")
 	for range powerTries {
 		f, err := os.OpenFile(filepath.Join(mnt, "f"), os.O_CREATE|os.O_TRUNC|os.O_RDWR|flags, 0o644)
@@ -214,7 +214,7 @@ func newLostFile(t *testing.T, flags int) *lostFile {
 // awaitSize waits until a file of the server has a size.
 func awaitSize(t *testing.T, path string, size int) {
 	t.Helper()
-	for deadline := time.Now().Add(nfstest.ProcessTimeout); ; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(mounts.ProcessTimeout); ; time.Sleep(5 * time.Millisecond) {
 		st, err := os.Stat(path)
 		if err == nil && st.Size() >= int64(size) {
 			return
@@ -279,7 +279,7 @@ func TestPowerDaemon(t *testing.T) {
 	}
 	for _, s := range powerServers {
 		t.Run(s.name, func(t *testing.T) {
-			served := nfstest.OpenTempDir(t)
+			served := mounts.OpenTempDir(t)
 			srv := s.start(t, served)
 			for round := range powerRounds(t, s.short) {
 				t.Run(strconv.Itoa(round), func(t *testing.T) {
@@ -298,7 +298,7 @@ func testPowerDaemon(t *testing.T, srv powerServer, sig syscall.Signal, served, 
 	t.Helper()
 	mnt, daemon := srv.mount(t)
 	seed := rand.Uint64()
-	p := powertest.Start(t, powertest.Config{Dir: filepath.Join(mnt, dir), Seed: seed})
+	p := power.Start(t, power.Config{Dir: filepath.Join(mnt, dir), Seed: seed})
 	p.Progress(t, 50+uint32(seed%300))
 	daemon.End(t, sig)
 	if sig == syscall.SIGKILL {
@@ -310,10 +310,10 @@ func testPowerDaemon(t *testing.T, srv powerServer, sig syscall.Signal, served, 
 	}
 	if err := p.Finish(t); err == nil {
 		t.Error("the process that writes got no error although its mount ended")
-	} else if strings.Contains(err.Error(), powertest.WrongData) {
+	} else if strings.Contains(err.Error(), power.WrongData) {
 		t.Error(err)
 	}
-	p.Check(t, powertest.Dir(filepath.Join(served, dir)))
+	p.Check(t, power.Dir(filepath.Join(served, dir)))
 }
 
 // TestNamesAfterPowerFailure cuts the power after the replies to changes of names, which must be
@@ -329,7 +329,7 @@ func TestNamesAfterPowerFailure(t *testing.T) {
 			mnt, _ := srv.mount(t)
 			for try := range powerTries {
 				dir := strconv.Itoa(try)
-				want := powertest.ChangeNames(t, filepath.Join(mnt, dir))
+				want := power.ChangeNames(t, filepath.Join(mnt, dir))
 				srv.restart(t, syscall.SIGKILL, func() { disk.fail(t) })
 				got := namesBelow(t, filepath.Join(disk.dir, dir))
 				t.Logf("names on the disk: %q", got)

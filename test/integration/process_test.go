@@ -1,5 +1,5 @@
 package integration
 
-import "github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+import "github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 
-var inOwnProcess = nfstest.InOwnProcess
+var inOwnProcess = mounts.InOwnProcess

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 //go:embed testdata/battery.txt
@@ -122,9 +122,9 @@ func TestServeBattery(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	local, served := nfstest.OpenTempDir(t), nfstest.OpenTempDir(t)
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
-	checkBattery(t, local, served, nfstest.MountServed(t, s), knownDifferences)
+	local, served := mounts.OpenTempDir(t), mounts.OpenTempDir(t)
+	s := mounts.ServeDir(t, served, "--no-root-squash")
+	checkBattery(t, local, served, mounts.MountServed(t, s), knownDifferences)
 }
 
 // shareEnv tells TestBatteryOfShare the directories: a local one, the served one, and its mount.

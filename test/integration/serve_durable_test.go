@@ -13,8 +13,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fs"
 	"github.com/hanwen/go-fuse/v2/fuse"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // TestServeVerifierAfterRestart sees another write verifier from every new server process.
@@ -22,9 +22,9 @@ func TestServeVerifierAfterRestart(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
+	served := mounts.OpenTempDir(t)
 	writeFiles(t, served, map[string]string{"f": "0123456789"})
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--no-root-squash")
 	seen := map[nfs3.Verifier]bool{}
 	for range 3 {
 		for range 2 {
@@ -102,7 +102,7 @@ func newWatchedDisk(t *testing.T, behind string) (*watchedDisk, string) {
 	}
 	d := &watchedDisk{RawFileSystem: fs.NewNodeFS(root, &fs.Options{})}
 	d.state.dirty = map[uint64]string{}
-	dir := nfstest.OpenTempDir(t)
+	dir := mounts.OpenTempDir(t)
 	srv, err := fuse.NewServer(d, dir, &fuse.MountOptions{AllowOther: true, DirectMountStrict: true, FsName: "watched"})
 	if err != nil {
 		t.Fatal(err)
@@ -207,10 +207,10 @@ func TestServeFailedFsync(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	behind := nfstest.OpenTempDir(t)
+	behind := mounts.OpenTempDir(t)
 	writeFiles(t, behind, map[string]string{"a": "", "b": ""})
 	disk, dir := newWatchedDisk(t, behind)
-	s := nfstest.ServeDir(t, dir, "--no-root-squash")
+	s := mounts.ServeDir(t, dir, "--no-root-squash")
 	one, two := mustDial(t, s), mustDial(t, s)
 	before, err := one.writeAndCommit("a")
 	if err != nil {
@@ -244,10 +244,10 @@ func TestServeChangesAreDurable(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	behind := nfstest.OpenTempDir(t)
+	behind := mounts.OpenTempDir(t)
 	writeFiles(t, behind, map[string]string{"f": "x", "d/f": "y", "e/g": "z"})
 	disk, dir := newWatchedDisk(t, behind)
-	c := mustDial(t, nfstest.ServeDir(t, dir, "--no-root-squash"))
+	c := mustDial(t, mounts.ServeDir(t, dir, "--no-root-squash"))
 	cred, d, e, f := credential(0, 0), c.mustLookup("d"), c.mustLookup("e"), c.mustLookup("f")
 	var wcc nfs3.WccData
 	var made nfs3.CreateResult

@@ -11,14 +11,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // exportAndOutside makes a directory to export, and beside it files that no client may reach.
 func exportAndOutside(t *testing.T) (export, outside string, inodes map[uint64]bool) {
 	t.Helper()
-	top := nfstest.OpenTempDir(t)
+	top := mounts.OpenTempDir(t)
 	export, outside = filepath.Join(top, "export"), filepath.Join(top, "outside")
 	writeFiles(t, top, map[string]string{"export/f": "inside", "export/d/g": "inside", "export/moved": "moved",
 		"export/movedir/h": "moved", "outside/secret": "secret", "outside/dir/secret": "secret"})
@@ -79,7 +79,7 @@ func TestServeForgedHandles(t *testing.T) {
 		return
 	}
 	export, outside, inodes := exportAndOutside(t)
-	s := nfstest.ServeDir(t, export, "--no-root-squash")
+	s := mounts.ServeDir(t, export, "--no-root-squash")
 	c := mustDial(t, s)
 	cred := credential(0, 0)
 
@@ -97,8 +97,8 @@ func TestServeForgedHandles(t *testing.T) {
 		}
 	})
 	t.Run("another export", func(t *testing.T) {
-		other := mustDial(t, nfstest.ServeDir(t, outside, "--no-root-squash"))
-		both := mustDial(t, nfstest.ServeDir(t, filepath.Dir(outside), "--no-root-squash"))
+		other := mustDial(t, mounts.ServeDir(t, outside, "--no-root-squash"))
+		both := mustDial(t, mounts.ServeDir(t, filepath.Dir(outside), "--no-root-squash"))
 		in, err := both.lookup(cred, both.mustLookup("outside"), "secret")
 		if err != nil {
 			t.Fatal(err)
@@ -185,7 +185,7 @@ func TestServeNamesStayInside(t *testing.T) {
 		return
 	}
 	export, outside, inodes := exportAndOutside(t)
-	s := nfstest.ServeDir(t, export, "--no-root-squash")
+	s := mounts.ServeDir(t, export, "--no-root-squash")
 	cred := credential(0, 0)
 	before := outsideState(t, outside)
 	attributes := []nfs3.SetAttr{{HasSize: true}, {HasMode: true, Mode: 0o6711}, {HasUID: true, UID: 1001},

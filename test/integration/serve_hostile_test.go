@@ -14,10 +14,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 const (
@@ -170,7 +170,7 @@ func (a *attack) below(n int64, timeout time.Duration) bool {
 }
 
 // serveGoodClient makes calls from another address, over new connections of both transports.
-func serveGoodClient(t *testing.T, s *nfstest.ServedDir) {
+func serveGoodClient(t *testing.T, s *mounts.ServedDir) {
 	t.Helper()
 	for _, tr := range transports {
 		read := func() error {
@@ -209,12 +209,12 @@ func TestServeHostileClients(t *testing.T) {
 		}
 		t.Run(port+"/"+strings.ReplaceAll(h.name, " ", "_"), func(t *testing.T) {
 			t.Parallel()
-			served := nfstest.OpenTempDir(t)
+			served := mounts.OpenTempDir(t)
 			writeFiles(t, served, map[string]string{"f": "content"})
 			if h.few { // large replies
 				makeEntries(t, served, 3000)
 			}
-			s := nfstest.ServeDir(t, served)
+			s := mounts.ServeDir(t, served)
 			root := mustDial(t, s).root
 			addr := s.TCP
 			if h.rdma {

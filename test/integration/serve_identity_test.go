@@ -12,9 +12,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 const squashedID = 65534
@@ -22,7 +22,7 @@ const squashedID = 65534
 // identityDir is a directory with files that show which identity a call has.
 func identityDir(t *testing.T) string {
 	t.Helper()
-	dir := nfstest.OpenTempDir(t)
+	dir := mounts.OpenTempDir(t)
 	runScript(t, dir, "r put root secret 0600; r put group secret 0640; r put ann secret 0600; r chown ann 1001 1001;"+
 		"r put shared x 0666; r mkdir private 0755; r mkdir public 0777; r chmod public 0777; r put private/f x")
 	return dir
@@ -97,7 +97,7 @@ func TestServeIdentity(t *testing.T) {
 		return
 	}
 	served := identityDir(t)
-	s := nfstest.ServeDir(t, served)
+	s := mounts.ServeDir(t, served)
 	garbage := append(sunrpc.AppendUint32(nil, sunrpc.FlavorSys), 0, 0, 0, 4, 1, 2, 3, 4)
 	for _, tr := range transports {
 		c, err := tr.dial(t, s)
@@ -141,7 +141,7 @@ func TestServeNoRootSquash(t *testing.T) {
 		return
 	}
 	served := identityDir(t)
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--no-root-squash")
 	for _, tr := range transports {
 		c, err := tr.dial(t, s)
 		if err != nil {
@@ -172,7 +172,7 @@ func TestServeWithoutPrivilege(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			served := identityDir(t)
-			s := nfstest.ServeDirWith(t, wrap, served, "--no-root-squash")
+			s := mounts.ServeDirWith(t, wrap, served, "--no-root-squash")
 			c := mustDial(t, s)
 			for _, uid := range []uint32{1001, 1003, squashedID, 0xffffffff} {
 				what := fmt.Sprintf("uid %d", uid)
@@ -189,12 +189,12 @@ func TestServeAllow(t *testing.T) {
 		return
 	}
 	served := identityDir(t)
-	open := nfstest.ServeDir(t, served)
+	open := mounts.ServeDir(t, served)
 	handle := mustDial(t, open).root
 	open.End(t, syscall.SIGTERM)
 	for allow, allowed := range map[string]bool{"127.0.0.0/8": true, "192.0.2.0/24,127.0.0.1/32": true,
 		"192.0.2.0/24": false, "127.0.0.2/32,2001:db8::/32": false} {
-		s := nfstest.ServeDir(t, served, "--allow", allow)
+		s := mounts.ServeDir(t, served, "--allow", allow)
 		for _, tr := range transports {
 			c, err := tr.dial(t, s)
 			if (err == nil) != allowed {
@@ -210,7 +210,7 @@ func TestServeAllow(t *testing.T) {
 		}
 	}
 	for _, bad := range []string{"10.0.0.0/33", "localhost", "", "10.0.0.0/8,"} {
-		p := nfstest.StartProcess(t, nil, nil, "serve", served, "--rdma-listen", "127.0.0.1:0", "--tcp-listen",
+		p := mounts.StartProcess(t, nil, nil, "serve", served, "--rdma-listen", "127.0.0.1:0", "--tcp-listen",
 			"127.0.0.1:0", "--allow", bad)
 		select {
 		case <-p.Ended:
@@ -228,9 +228,9 @@ func TestServeReadOnly(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
+	served := mounts.OpenTempDir(t)
 	runScript(t, served, "r umask 0; r put f content 0666; r mkdir d 0777; r put d/f x 0666; r symlink f l")
-	s := nfstest.ServeDir(t, served, "--read-only", "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--read-only", "--no-root-squash")
 	before := runScript(t, served, "")
 	for _, tr := range transports {
 		c, err := tr.dial(t, s)
@@ -294,9 +294,9 @@ func TestServeSearchPermission(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
+	served := mounts.OpenTempDir(t)
 	runScript(t, served, "r mkdir d 0755; r put d/f secret 0644; r mkdir d/sub 0755; r chmod d 0744")
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--no-root-squash")
 	c := mustDial(t, s)
 	cred, dir := credential(1001, 1001), c.mustLookup("d")
 	if _, err := c.lookup(cred, dir, "f"); !errors.Is(err, syscall.EACCES) {

@@ -13,8 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 const manyEntries = 5000
@@ -121,9 +121,9 @@ func TestServeListing(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
-	mnt := nfstest.MountServed(t, s)
+	served := mounts.OpenTempDir(t)
+	s := mounts.ServeDir(t, served, "--no-root-squash")
+	mnt := mounts.MountServed(t, s)
 
 	t.Run("dot entries", func(t *testing.T) {
 		writeFiles(t, served, map[string]string{"sub/file": "x"})
@@ -270,12 +270,12 @@ func TestServeCookies(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
+	served := mounts.OpenTempDir(t)
 	if err := os.Mkdir(filepath.Join(served, "d"), 0o777); err != nil {
 		t.Fatal(err)
 	}
 	makeEntries(t, filepath.Join(served, "d"), 1000)
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--no-root-squash")
 	for _, plus := range []bool{false, true} {
 		c := mustDial(t, s)
 		fh := c.mustLookup("d")
@@ -313,7 +313,7 @@ func TestServeAttributes(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
+	served := mounts.OpenTempDir(t)
 	runScript(t, served, "r put f {x70000}; r chmod f 06751; r chown f 1001 1002; r link f g; r mkdir d 01777;"+
 		"r symlink t l;"+
 		"r mknod p fifo 0644; r mknod s sock 0600; r mknod c chr 0666 1 3; r mknod b blk 0660 4095 1048575;"+
@@ -322,7 +322,7 @@ func TestServeAttributes(t *testing.T) {
 	if err := os.Truncate(filepath.Join(served, "hole"), 10_000_000_001); err != nil {
 		t.Fatal(err)
 	}
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--no-root-squash")
 	types := map[uint32]nfs3.FileType{unix.S_IFREG: nfs3.NF3REG, unix.S_IFDIR: nfs3.NF3DIR, unix.S_IFLNK: nfs3.NF3LNK,
 		unix.S_IFIFO: nfs3.NF3FIFO, unix.S_IFSOCK: nfs3.NF3SOCK, unix.S_IFCHR: nfs3.NF3CHR, unix.S_IFBLK: nfs3.NF3BLK}
 	for _, tr := range transports {

@@ -11,12 +11,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 const mountProgram = 100005 // RFC 1813 §5.1
@@ -33,7 +33,7 @@ type rawClient struct {
 // dialTCP connects to addr and mounts "/". An error of the connection or of MNT is returned.
 func dialTCP(t testing.TB, addr string) (*rawClient, error) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), nfstest.ProcessTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), mounts.ProcessTimeout)
 	t.Cleanup(cancel)
 	r, err := rpctcp.Dial(ctx, addr, rpctcp.Options{})
 	if err != nil {
@@ -46,7 +46,7 @@ func dialTCP(t testing.TB, addr string) (*rawClient, error) {
 // dialRDMA is dialTCP for the RDMA port. It sends MNT over RDMA, too.
 func dialRDMA(t testing.TB, addr string) (*rawClient, error) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), nfstest.ProcessTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), mounts.ProcessTimeout)
 	t.Cleanup(cancel)
 	tr, err := xprt.New(xprt.Config{Provider: softiwarp.New(softiwarp.Config{}), Addr: netip.MustParseAddrPort(addr),
 		Recovery: xprt.Soft, Timeout: 10 * time.Second})
@@ -86,14 +86,14 @@ func (c *rawClient) mnt(path string) (nfs3.FH, error) {
 // transports are the two ways to a served directory.
 var transports = []struct {
 	name string
-	dial func(t testing.TB, s *nfstest.ServedDir) (*rawClient, error)
+	dial func(t testing.TB, s *mounts.ServedDir) (*rawClient, error)
 }{
-	{"TCP", func(t testing.TB, s *nfstest.ServedDir) (*rawClient, error) { return dialTCP(t, s.TCP) }},
-	{"RDMA", func(t testing.TB, s *nfstest.ServedDir) (*rawClient, error) { return dialRDMA(t, s.RDMA) }},
+	{"TCP", func(t testing.TB, s *mounts.ServedDir) (*rawClient, error) { return dialTCP(t, s.TCP) }},
+	{"RDMA", func(t testing.TB, s *mounts.ServedDir) (*rawClient, error) { return dialRDMA(t, s.RDMA) }},
 }
 
 // mustDial returns a client over TCP that has the root handle.
-func mustDial(t testing.TB, s *nfstest.ServedDir) *rawClient {
+func mustDial(t testing.TB, s *mounts.ServedDir) *rawClient {
 	t.Helper()
 	c, err := dialTCP(t, s.TCP)
 	if err != nil {

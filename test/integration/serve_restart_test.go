@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // A load is work on a mount that goes on while the server restarts. Any error is a failure.
@@ -51,13 +51,13 @@ func (l *load) start(name string, step func(i int) error, finish func() error) {
 // progress waits until every job has made n more steps. It fails the test when a job ended.
 func (l *load) progress(t *testing.T, n int64) {
 	t.Helper()
-	deadline := time.Now().Add(2 * nfstest.ProcessTimeout)
+	deadline := time.Now().Add(2 * mounts.ProcessTimeout)
 	for _, j := range l.jobs {
 		for want := j.steps.Load() + n; j.steps.Load() < want && !t.Failed(); time.Sleep(5 * time.Millisecond) {
 			if j.ended.Load() {
 				t.Errorf("%s ended", j.name)
 			} else if time.Now().After(deadline) {
-				t.Errorf("%s made no progress for %v", j.name, 2*nfstest.ProcessTimeout)
+				t.Errorf("%s made no progress for %v", j.name, 2*mounts.ProcessTimeout)
 			}
 		}
 		if t.Failed() {
@@ -182,7 +182,7 @@ func TestServeRestart(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
+	served := mounts.OpenTempDir(t)
 	for _, d := range []string{"list", "dir", "names"} {
 		if err := os.Mkdir(filepath.Join(served, d), 0o777); err != nil {
 			t.Fatal(err)
@@ -190,8 +190,8 @@ func TestServeRestart(t *testing.T) {
 	}
 	makeEntries(t, filepath.Join(served, "list"), 500)
 	writeFiles(t, served, map[string]string{"dir/open": "open file", "cwd/x": "relative"})
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
-	mnt := nfstest.MountServed(t, s)
+	s := mounts.ServeDir(t, served, "--no-root-squash")
+	mnt := mounts.MountServed(t, s)
 
 	held := holdFiles(t, mnt)
 	var l load
@@ -284,10 +284,10 @@ func TestServeHandlesAfterRestart(t *testing.T) {
 	if !inOwnProcess(t) {
 		return
 	}
-	served := nfstest.OpenTempDir(t)
+	served := mounts.OpenTempDir(t)
 	runScript(t, served, "r mkdir d 0755; r put d/f x; r symlink t l; r mknod p fifo 0644; r mknod s sock 0644;"+
 		"r mknod c chr 0600 1 3; r put old y")
-	s := nfstest.ServeDir(t, served, "--no-root-squash")
+	s := mounts.ServeDir(t, served, "--no-root-squash")
 	before := mustDial(t, s)
 	d := before.mustLookup("d")
 	f, err := before.lookup(credential(0, 0), d, "f")

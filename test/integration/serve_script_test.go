@@ -20,7 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // A script is file system calls of several users, one after the other, in a directory. A step is
@@ -387,7 +387,7 @@ func (r *runner) closeFile(a []string) (string, error) {
 // waitForRelease waits until the mount has removed the files that were removed while open. close(2)
 // does not wait for that: the kernel sends FUSE_RELEASE later.
 func (r *runner) waitForRelease() {
-	deadline := time.Now().Add(nfstest.ProcessTimeout)
+	deadline := time.Now().Add(mounts.ProcessTimeout)
 	for time.Now().Before(deadline) {
 		names, _ := filepath.Glob(filepath.Join(r.dir, ".nfs*"))
 		if len(names) == 0 {

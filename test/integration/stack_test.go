@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -19,6 +18,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 func TestMain(m *testing.M) {
@@ -26,7 +26,7 @@ func TestMain(m *testing.M) {
 		runLockHelper()
 		return
 	}
-	nfstest.MainOwnProcess(m)
+	mounts.MainOwnProcess(m)
 }
 
 // serve runs a server in this process until the test ends.
@@ -92,10 +92,10 @@ func mountIt(t *testing.T, c mountConfig) *mount {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &mount{dir: nfstest.Mount(t, fs, c.export.Host+":"+c.export.Export), tr: tr}
+	return &mount{dir: mounts.Mount(t, fs, c.export.Host+":"+c.export.Export), tr: tr}
 }
 
-var run = nfstest.Run
+var run = mounts.Run
 
 // goTree returns the path of a directory below GOROOT/src.
 func goTree(t *testing.T, sub string) string {

@@ -17,12 +17,12 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // A driver that is killed leaves the mounts. The next one continues with them.
 func TestDriverRestartKeepsVolumes(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -64,7 +64,7 @@ func TestDriverRestartKeepsVolumes(t *testing.T) {
 
 // A daemon that is killed leaves its mounts to the next one, with all volumes that are published.
 func TestDaemonKillKeepsVolumes(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -96,7 +96,7 @@ func TestDaemonKillKeepsVolumes(t *testing.T) {
 
 // When the mounts end with their daemon, publishing a volume again makes a new mount.
 func TestEndedMountIsReplaced(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	const noKeep = "--keep-mounts=false"
@@ -124,7 +124,7 @@ func TestEndedMountIsReplaced(t *testing.T) {
 
 // Volumes reach the host and pods in other mount namespaces, and leave them.
 func TestMountPropagation(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -172,7 +172,7 @@ func TestMountPropagation(t *testing.T) {
 
 // Access modes decide about writes, and about a second target path.
 func TestAccessModes(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -229,7 +229,7 @@ func TestAccessModes(t *testing.T) {
 
 // What DeleteVolume does depends on onDelete. The directory has the wanted name and mode.
 func TestCreateAndDelete(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -280,7 +280,7 @@ func TestCreateAndDelete(t *testing.T) {
 // A volume that an administrator has written has no ID of this driver. Its attributes say where it
 // is.
 func TestStaticVolume(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -303,7 +303,7 @@ func TestStaticVolume(t *testing.T) {
 
 // No name of a request, and no symbolic link on the server, leads out of the directory of a volume.
 func TestTraversalIsRefused(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -386,7 +386,7 @@ func (n *node) hasHealth(v *csi.Volume, pod, reason string) {
 
 // A server that does not reply delays no call for long, and no other volume.
 func TestServerWithoutReply(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -464,7 +464,7 @@ func (n *node) isCreating() bool {
 // A call that waits for the server returns at its deadline, and leaves no mount. The next call
 // continues its work.
 func TestDeleteOnServerWithoutReply(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -514,7 +514,7 @@ func TestDeleteOnServerWithoutReply(t *testing.T) {
 // A driver unmounts the private mounts that an earlier driver left when it was killed during a
 // call.
 func TestPrivateMountsAreReleased(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -522,7 +522,7 @@ func TestPrivateMountsAreReleased(t *testing.T) {
 	if err := os.MkdirAll(left, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	nfstest.Run(t, "", os.Getenv(nfstest.ProgramEnv), "mount", "--control-socket", n.socket, "127.0.0.1:/", left, "-o",
+	mounts.Run(t, "", os.Getenv(mounts.ProgramEnv), "mount", "--control-socket", n.socket, "127.0.0.1:/", left, "-o",
 		n.options())
 	n.waitMounted(1)
 	n.restartDriver()
@@ -532,7 +532,7 @@ func TestPrivateMountsAreReleased(t *testing.T) {
 
 // The log of the driver has no secret and no mount option, which may be one.
 func TestLogHasNoSecrets(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)

@@ -28,7 +28,7 @@ import (
 	"sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 const deployDir = "../../deploy/kubernetes"
@@ -281,7 +281,7 @@ func checkFlags(t *testing.T, c *core.Container) {
 	if c.Name != "daemon" && c.Name != "csi" {
 		return
 	}
-	help, err := exec.Command(os.Getenv(nfstest.ProgramEnv), c.Name, "--help").CombinedOutput()
+	help, err := exec.Command(os.Getenv(mounts.ProgramEnv), c.Name, "--help").CombinedOutput()
 	if err != nil {
 		t.Fatalf("nfsrdmad %s --help: %v\n%s", c.Name, err, help)
 	}
@@ -303,7 +303,7 @@ func checkFlags(t *testing.T, c *core.Container) {
 // The shell of the daemon's container starts a daemon that was killed again, so that mounts stay.
 // On SIGTERM it stops the daemon, which unmounts, and exits with the status of the daemon.
 func TestDaemonContainerKeepsMounts(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)
@@ -314,13 +314,13 @@ func TestDaemonContainerKeepsMounts(t *testing.T) {
 		script = containerOf(&object.(*apps.DaemonSet).Spec.Template, "daemon").Args[0]
 	}
 	bin := t.TempDir()
-	if err := os.Symlink(os.Getenv(nfstest.ProgramEnv), filepath.Join(bin, "nfsrdmad")); err != nil {
+	if err := os.Symlink(os.Getenv(mounts.ProgramEnv), filepath.Join(bin, "nfsrdmad")); err != nil {
 		t.Fatal(err)
 	}
 	// The program of StartProcess becomes an argument that the script does not use.
 	wrap := append(slices.Clone(container), "env", "PATH="+bin+":"+os.Getenv("PATH"), "sh", "-c",
 		`script=$1; shift 3; exec sh -c "$script" daemon "$@"`, "wrap", script)
-	n.daemon = nfstest.StartProcess(t, wrap, nil, "daemon", "--control-socket="+n.socket, "--metrics-listen=",
+	n.daemon = mounts.StartProcess(t, wrap, nil, "daemon", "--control-socket="+n.socket, "--metrics-listen=",
 		"--state-dir="+filepath.Dir(n.socket))
 	n.waitMounted(0)
 	n.stage(v)

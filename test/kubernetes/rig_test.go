@@ -21,8 +21,8 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // limit bounds what takes a second on an idle host.
@@ -33,14 +33,14 @@ const limit = time.Minute
 var container = []string{"unshare", "--mount", "--propagation", "unchanged"}
 
 func TestMain(m *testing.M) {
-	if os.Getenv(nfstest.ProgramEnv) == "" {
+	if os.Getenv(mounts.ProgramEnv) == "" {
 		if err := build(); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
 	}
 	// Ginkgo, which csi-sanity uses, leaves a goroutine for signals.
-	nfstest.MainOwnProcess(m, goleak.IgnoreTopFunction(
+	mounts.MainOwnProcess(m, goleak.IgnoreTopFunction(
 		"github.com/onsi/ginkgo/v2/internal/interrupt_handler.(*InterruptHandler).registerForInterrupts.func2"))
 }
 
@@ -54,17 +54,17 @@ func build() error {
 		"./cmd/nfsrdmad").CombinedOutput(); err != nil {
 		return fmt.Errorf("go build: %w\n%s", err, out)
 	}
-	return os.Setenv(nfstest.ProgramEnv, file)
+	return os.Setenv(mounts.ProgramEnv, file)
 }
 
 // A node is a node of a cluster with a daemon and a driver.
 type node struct {
 	t       *testing.T
-	server  *nfstest.ServedDir
+	server  *mounts.ServedDir
 	kubelet string // the directory of kubelet
 	socket  string // of the daemon
-	daemon  *nfstest.Process
-	driver  *nfstest.Process
+	daemon  *mounts.Process
+	driver  *mounts.Process
 	conn    *grpc.ClientConn
 	csi.ControllerClient
 	csi.NodeClient
@@ -74,8 +74,8 @@ type node struct {
 // newNode starts a server, a daemon with the given flags, and a driver.
 func newNode(t *testing.T, daemonFlags ...string) *node {
 	t.Helper()
-	n := &node{t: t, server: nfstest.ServeDir(t, nfstest.MemoryDir(t, "size=64m,mode=777"), "--no-root-squash"),
-		kubelet: nfstest.MemoryDir(t, "size=64m,mode=755")}
+	n := &node{t: t, server: mounts.ServeDir(t, mounts.MemoryDir(t, "size=64m,mode=777"), "--no-root-squash"),
+		kubelet: mounts.MemoryDir(t, "size=64m,mode=755")}
 	if err := unix.Mount("", n.kubelet, "", unix.MS_SHARED, ""); err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +99,7 @@ func (n *node) endpoint() string { return "unix://" + filepath.Join(n.kubelet, "
 
 func (n *node) startDaemon(flags ...string) {
 	n.t.Helper()
-	n.daemon = nfstest.StartProcess(n.t, container, nil, append([]string{"daemon", "--control-socket", n.socket,
+	n.daemon = mounts.StartProcess(n.t, container, nil, append([]string{"daemon", "--control-socket", n.socket,
 		"--metrics-listen", "", "--state-dir", filepath.Dir(n.socket)}, flags...)...)
 	n.daemon.WaitFor(n.t, "starting the daemon", func() error {
 		_, err := n.list()
@@ -109,7 +109,7 @@ func (n *node) startDaemon(flags ...string) {
 
 func (n *node) startDriver() {
 	n.t.Helper()
-	n.driver = nfstest.StartProcess(n.t, container, nil, "csi", "--node-id", "node-1", "--endpoint", n.endpoint(),
+	n.driver = mounts.StartProcess(n.t, container, nil, "csi", "--node-id", "node-1", "--endpoint", n.endpoint(),
 		"--control-socket", n.socket, "--work-dir", filepath.Join(n.kubelet, "work"))
 }
 
@@ -218,7 +218,7 @@ func (n *node) checkMounts() {
 
 // options are the mount options for the ports of the server.
 func (n *node) options() string {
-	return "port=" + nfstest.PortOf(n.t, n.server.RDMA) + ",mountport=" + nfstest.PortOf(n.t, n.server.TCP)
+	return "port=" + mounts.PortOf(n.t, n.server.RDMA) + ",mountport=" + mounts.PortOf(n.t, n.server.TCP)
 }
 
 func (n *node) secrets() map[string]string { return map[string]string{"mountOptions": n.options()} }

@@ -8,7 +8,7 @@ import (
 	"github.com/onsi/ginkgo/v2"
 	"github.com/onsi/ginkgo/v2/types"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // fewestSpecs is how many specs csi-sanity runs for the capabilities of the driver. It skips the
@@ -17,7 +17,7 @@ const fewestSpecs = 46
 
 // TestSanity runs csi-sanity of the Kubernetes project with real mounts.
 func TestSanity(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	n := newNode(t)

@@ -20,8 +20,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var (
@@ -140,8 +140,8 @@ func TestPanels(t *testing.T) {
 	if *panelsFlag == "" {
 		t.Skip("run make panels")
 	}
-	testutil.NeedsPrograms(t, "prometheus")
-	testutil.NeedsFUSE(t)
+	kit.NeedsPrograms(t, "prometheus")
+	kit.NeedsFUSE(t)
 	r := startRig(t, panelFaults, "--inject", serverFaults)
 	prom := startPrometheus(t, r.metrics)
 	began := time.Now()
@@ -192,7 +192,7 @@ func TestPanels(t *testing.T) {
 }
 
 // pause stops the server for some time, as when its host hangs.
-func pause(t *testing.T, s *nfstest.ServedDir, d time.Duration) {
+func pause(t *testing.T, s *mounts.ServedDir, d time.Duration) {
 	t.Helper()
 	if err := syscall.Kill(s.PID(), syscall.SIGSTOP); err != nil {
 		t.Fatal(err)

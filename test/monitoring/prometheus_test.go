@@ -18,8 +18,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const (
@@ -41,7 +41,7 @@ func (q query) fill(instance, mount string) string {
 
 // TestRules checks the alerts with their unit tests.
 func TestRules(t *testing.T) {
-	testutil.NeedsPrograms(t, "promtool")
+	kit.NeedsPrograms(t, "promtool")
 	for _, args := range [][]string{{"check", "rules", rulesFile}, {"test", "rules", rulesTest}} {
 		if out, err := exec.Command("promtool", args...).CombinedOutput(); err != nil {
 			t.Errorf("promtool %s: %v\n%s", strings.Join(args, " "), err, out)
@@ -106,11 +106,11 @@ func startPrometheus(t *testing.T, daemon string) *server {
 	if err := os.WriteFile(file, []byte(config), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	addr := testutil.FreePort(t).String()
+	addr := kit.FreePort(t).String()
 	cmd := exec.Command("prometheus", "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"),
 		"--web.listen-address="+addr, "--enable-feature=native-histograms")
 	cmd.SysProcAttr = &unix.SysProcAttr{Pdeathsig: unix.SIGKILL}
-	var out nfstest.Output
+	var out mounts.Output
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -128,7 +128,7 @@ func startPrometheus(t *testing.T, daemon string) *server {
 // eventually polls until f returns nil.
 func eventually(t *testing.T, what string, f func() error) {
 	t.Helper()
-	end := time.Now().Add(nfstest.ProcessTimeout)
+	end := time.Now().Add(mounts.ProcessTimeout)
 	for {
 		err := f()
 		if err == nil {
@@ -168,32 +168,32 @@ func closed(c <-chan struct{}) bool {
 
 // A rig is a server, a daemon with a mount of it, and the address of the metrics of the daemon.
 type rig struct {
-	served       *nfstest.ServedDir
+	served       *mounts.ServedDir
 	dir, metrics string
 }
 
 // startRig starts a daemon that injects faults, and mounts a server with the given flags.
 func startRig(t *testing.T, faults string, serverFlags ...string) *rig {
 	t.Helper()
-	served := nfstest.ServeDir(t, t.TempDir(), append(serverFlags, "--no-root-squash")...)
+	served := mounts.ServeDir(t, t.TempDir(), append(serverFlags, "--no-root-squash")...)
 	dir, err := os.MkdirTemp("", "mnt") // a short name, for the legends of panels
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.Remove(dir) })
 	work := t.TempDir()
-	socket, metrics := filepath.Join(work, "control.sock"), testutil.FreePort(t).String()
-	daemon := nfstest.StartProcess(t, nil, nil, "daemon", "--control-socket", socket, "--metrics-listen", metrics,
+	socket, metrics := filepath.Join(work, "control.sock"), kit.FreePort(t).String()
+	daemon := mounts.StartProcess(t, nil, nil, "daemon", "--control-socket", socket, "--metrics-listen", metrics,
 		"--state-dir", work, "--inject", faults)
 	daemon.WaitFor(t, "starting the daemon", func() error {
 		_, err := os.Stat(socket)
 		return err
 	})
-	options := fmt.Sprintf("port=%s,mountport=%[2]s,nlmport=%[2]s", nfstest.PortOf(t, served.RDMA),
-		nfstest.PortOf(t, served.TCP))
-	mount := nfstest.StartProcess(t, nil, nil, "mount", "--control-socket", socket, "-o", options, "127.0.0.1:/", dir)
+	options := fmt.Sprintf("port=%s,mountport=%[2]s,nlmport=%[2]s", mounts.PortOf(t, served.RDMA),
+		mounts.PortOf(t, served.TCP))
+	mount := mounts.StartProcess(t, nil, nil, "mount", "--control-socket", socket, "-o", options, "127.0.0.1:/", dir)
 	<-mount.Ended
-	if !nfstest.IsMountPoint(dir) {
+	if !mounts.IsMountPoint(dir) {
 		t.Fatalf("mount: %s", mount.Out.String())
 	}
 	t.Cleanup(func() {
@@ -208,8 +208,8 @@ func startRig(t *testing.T, faults string, serverFlags ...string) *rig {
 // TestQueries runs the expressions of all alerts and panels against a Prometheus that scrapes a
 // daemon, whose mount is under load and loses its connection now and then.
 func TestQueries(t *testing.T) {
-	testutil.NeedsPrograms(t, "prometheus", "promtool")
-	testutil.NeedsFUSE(t)
+	kit.NeedsPrograms(t, "prometheus", "promtool")
+	kit.NeedsFUSE(t)
 	r := startRig(t, "seed=1,disconnect-every=2000")
 	prom := startPrometheus(t, r.metrics)
 	stop, stopped := make(chan struct{}), make(chan struct{})

@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const root = "../.."
@@ -19,7 +19,7 @@ const root = "../.."
 // TestPatchesApply checks that every semantic mutant fits the code of today: its patch applies, its
 // test exists, and docs/features.md names it in its row.
 func TestPatchesApply(t *testing.T) {
-	testutil.NeedsPrograms(t, "git")
+	kit.NeedsPrograms(t, "git")
 	mutants, err := readMutants(root)
 	if err != nil {
 		t.Fatal(err)

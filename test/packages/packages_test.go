@@ -11,10 +11,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { kit.Main(m) }
 
 const root = "../.."
 
@@ -36,7 +36,7 @@ func build(t *testing.T, args ...string) string {
 	t.Helper()
 	dir := t.TempDir()
 	args = append([]string{"VERSION=v1.2.3", "DIST=" + dir, "MAINTAINER=Maintainer <m@example.com>"}, args...)
-	testutil.Make(t, root, args...)
+	kit.Make(t, root, args...)
 	files, err := os.ReadDir(dir)
 	if err != nil || len(files) != 1 {
 		t.Fatalf("make %q: got files %v and error %v, want one package", args, files, err)
@@ -85,7 +85,7 @@ func contains(t *testing.T, have map[string]string, want []string) {
 }
 
 func TestDeb(t *testing.T) {
-	testutil.NeedsPrograms(t, "make", "git", "dpkg-deb", "man", "mandoc", "bash")
+	kit.NeedsPrograms(t, "make", "git", "dpkg-deb", "man", "mandoc", "bash")
 	deb := build(t, "deb")
 	field := func(name string) string { return output(t, "dpkg-deb", "-f", deb, name) }
 	if got := field("Version"); got != "1.2.3-1" {
@@ -202,7 +202,7 @@ func checkLinks(t *testing.T, doc string) {
 }
 
 func TestRPM(t *testing.T) {
-	testutil.NeedsPrograms(t, "make", "git", "rpm")
+	kit.NeedsPrograms(t, "make", "git", "rpm")
 	file := build(t, "rpm", "RDMACORE=")
 	query := func(args ...string) string {
 		return output(t, "rpm", append([]string{"--dbpath", t.TempDir(), "-qp"}, append(args, file)...)...)
@@ -230,7 +230,7 @@ func TestRPM(t *testing.T) {
 // TestVersions checks the versions of packages, and that dpkg and rpm sort them in the order of the
 // table.
 func TestVersions(t *testing.T) {
-	testutil.NeedsPrograms(t, "dpkg", "rpm")
+	kit.NeedsPrograms(t, "dpkg", "rpm")
 	before := ""
 	for _, tt := range []struct{ description, want string }{
 		{"94bf203", "0~20260102030405.g94bf203"},

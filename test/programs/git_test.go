@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const (
@@ -20,7 +20,7 @@ const (
 // TestGit imports, clones, packs and checks a large repository. A second client clones the packed
 // repository and checks it.
 func TestGit(t *testing.T) {
-	testutil.NeedsPrograms(t, "git")
+	kit.NeedsPrograms(t, "git")
 	stream := filepath.Join(t.TempDir(), "stream")
 	writeGitStream(t, stream)
 	local := importGit(t, t.TempDir(), stream)

@@ -6,13 +6,13 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestFio writes files with each way of I/O and verifies the checksum of each block, also from a
 // second mount.
 func TestFio(t *testing.T) {
-	testutil.NeedsPrograms(t, "fio")
+	kit.NeedsPrograms(t, "fio")
 	s := startEmbedded(t)
 	mnt, other := s.mount(t), s.mount(t)
 	for _, c := range []struct{ name, options string }{
@@ -61,7 +61,7 @@ var dbenchError = regexp.MustCompile(`(?m)^[\[(]\d+[\])]|ERROR|Child failed|FAIL
 // TestDbench replays the load of file server clients. dbench fails when an operation of the load
 // does not have the expected result.
 func TestDbench(t *testing.T) {
-	testutil.NeedsPrograms(t, "dbench")
+	kit.NeedsPrograms(t, "dbench")
 	s := startEmbedded(t)
 	for _, clients := range []string{"4", "10"} {
 		dir := makeDir(t, s.mount(t), clients)

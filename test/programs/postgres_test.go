@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const (
@@ -37,7 +37,7 @@ type database struct {
 // killed. Each transaction that was confirmed must be in the database. Indexes, checksums and
 // balances must be correct.
 func TestPostgreSQL(t *testing.T) {
-	testutil.NeedsPrograms(t, "setpriv")
+	kit.NeedsPrograms(t, "setpriv")
 	onEachServer(t, func(t *testing.T, s *server) {
 		mnt := s.mount(t)
 		db := newDatabase(t, mnt)
@@ -84,7 +84,7 @@ func newDatabase(t *testing.T, mnt string) *database {
 	if err != nil || len(found) == 0 {
 		t.Fatalf("pg_amcheck not found (%v); run make test-programs to install postgresql and postgresql-contrib", err)
 	}
-	socket := nfstest.OpenTempDir(t)
+	socket := mounts.OpenTempDir(t)
 	db := &database{bin: filepath.Dir(found[len(found)-1]), data: makeDir(t, mnt, "data"),
 		env: append(os.Environ(), "PGHOST="+socket, "PGUSER=postgres", "PGDATABASE=postgres"),
 		log: filepath.Join(t.TempDir(), "log")}
@@ -208,7 +208,7 @@ func (db *database) stop(t *testing.T) {
 }
 
 func (db *database) client(t *testing.T, program string, args ...string) *exec.Cmd {
-	ctx, cancel := context.WithTimeout(context.Background(), nfstest.RunTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), mounts.RunTimeout)
 	t.Cleanup(cancel)
 	cmd := exec.CommandContext(ctx, filepath.Join(db.bin, program), args...)
 	cmd.Env = db.env

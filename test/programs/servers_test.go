@@ -7,9 +7,9 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // programsEnv makes the tests of this package run. `make test-programs` sets it.
@@ -20,10 +20,10 @@ func TestMain(m *testing.M) {
 		fmt.Println("the tests of this package run with make test-programs")
 		return
 	}
-	testutil.MainNeedsRoot(m)
+	kit.MainNeedsRoot(m)
 }
 
-var run = nfstest.Run
+var run = mounts.Run
 
 // A server exports dir.
 type server struct {
@@ -34,25 +34,25 @@ type server struct {
 
 func startEmbedded(t *testing.T) *server {
 	t.Helper()
-	s := nfstest.ServeDir(t, nfstest.OpenTempDir(t), "--no-root-squash")
+	s := mounts.ServeDir(t, mounts.OpenTempDir(t), "--no-root-squash")
 	return &server{
 		dir: s.Dir,
 		mount: func(t *testing.T, options ...string) string {
 			t.Helper()
-			return nfstest.MountServed(t, s, options...)
+			return mounts.MountServed(t, s, options...)
 		},
 		restart: func(t *testing.T) { s.Restart(t, syscall.SIGKILL, nil) },
 	}
 }
 
-func startGanesha(t *testing.T, options ...ganeshatest.Option) *server {
+func startGanesha(t *testing.T, options ...ganesha.Option) *server {
 	t.Helper()
-	g := ganeshatest.Start(t, nfstest.OpenTempDir(t), options...)
+	g := ganesha.Start(t, mounts.OpenTempDir(t), options...)
 	return &server{
 		dir: g.Export,
 		mount: func(t *testing.T, options ...string) string {
 			t.Helper()
-			return nfstest.MountGanesha(t, g, options...)
+			return mounts.MountGanesha(t, g, options...)
 		},
 		restart: func(t *testing.T) { g.Restart(t, func() {}) },
 	}

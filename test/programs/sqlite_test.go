@@ -11,9 +11,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const (
@@ -33,10 +33,10 @@ var sqlitePragmas = fmt.Sprintf(".bail on\n.timeout %d\nPRAGMA journal_mode=DELE
 // in a transaction, and other processes roll it back. The database must be correct and have each
 // transaction that was confirmed.
 func TestSQLite(t *testing.T) {
-	testutil.NeedsPrograms(t, "sqlite3")
+	kit.NeedsPrograms(t, "sqlite3")
 	t.Run("embedded", func(t *testing.T) { testSQLite(t, startEmbedded(t)) })
 	// The lock service of NFS-Ganesha needs a host with a port mapper.
-	t.Run("ganesha", func(t *testing.T) { testSQLite(t, startGanesha(t, ganeshatest.OwnHost())) })
+	t.Run("ganesha", func(t *testing.T) { testSQLite(t, startGanesha(t, ganesha.OwnHost())) })
 }
 
 func testSQLite(t *testing.T, s *server) {
@@ -102,7 +102,7 @@ func sqliteScript(writer, n int) string {
 func sqliteCommand(t *testing.T, file, script string) *exec.Cmd {
 	cmd := exec.CommandContext(t.Context(), "sqlite3", file)
 	cmd.Stdin = strings.NewReader(sqlitePragmas + script)
-	cmd.WaitDelay = nfstest.ProcessTimeout
+	cmd.WaitDelay = mounts.ProcessTimeout
 	return cmd
 }
 
@@ -120,7 +120,7 @@ func sqlite(t *testing.T, file, script string) string {
 // killWriter kills a writer after some transactions, and returns the number of those confirmed.
 func killWriter(t *testing.T, file string, writer int) int {
 	t.Helper()
-	var out nfstest.Output
+	var out mounts.Output
 	cmd := sqliteCommand(t, file, sqliteScript(writer, 100_000))
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Start(); err != nil {

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // stressors are the stressors of stress-ng that work on files, with options that make their files
@@ -68,7 +68,7 @@ var stressors = []struct{ name, options string }{
 // TestStress runs each stressor in two processes, with the checks of stress-ng. A stressor that
 // does nothing fails.
 func TestStress(t *testing.T) {
-	testutil.NeedsPrograms(t, "stress-ng")
+	kit.NeedsPrograms(t, "stress-ng")
 	mnt := startEmbedded(t).mount(t)
 	for _, s := range stressors {
 		t.Run(s.name, func(t *testing.T) {

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // goSource returns the directory with the sources of the standard library.
@@ -18,7 +18,7 @@ func goSource(t *testing.T) string {
 // TestRsync copies a tree to a mount, changes it, and copies the changes. rsync compares the
 // checksums of all files from a second mount.
 func TestRsync(t *testing.T) {
-	testutil.NeedsPrograms(t, "rsync")
+	kit.NeedsPrograms(t, "rsync")
 	s := startEmbedded(t)
 	mnt := s.mount(t)
 	src := t.TempDir()
@@ -45,7 +45,7 @@ func TestRsync(t *testing.T) {
 // TestTar packs and unpacks a tree on a mount. tar compares the archive with the files of a second
 // mount.
 func TestTar(t *testing.T) {
-	testutil.NeedsPrograms(t, "tar")
+	kit.NeedsPrograms(t, "tar")
 	s := startEmbedded(t)
 	mnt := s.mount(t)
 	src := goSource(t)

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A counter counts the calls of a task.
@@ -157,7 +157,7 @@ func (c *caller) data(flag int) error {
 		for range 8 {
 			n := 1 + c.rng.IntN(most)
 			off := c.rng.IntN(size - n)
-			copy(data[off:], testutil.RandomBytes(c.rng.Uint64(), n/10))
+			copy(data[off:], kit.RandomBytes(c.rng.Uint64(), n/10))
 			if err := c.pwrite(fd, data[off:off+n/10], int64(off)); err != nil {
 				return err
 			}

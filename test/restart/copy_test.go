@@ -10,7 +10,7 @@ import (
 	"path/filepath"
 	"sync"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // copiers is the number of goroutines that copy a tree.
@@ -102,7 +102,7 @@ func (l *load) copier(dir string, w int, src string, files []copiedFile) error {
 	return errors.Join(verifyTree(tree(pass), files[:n]), l.keepAll(tree(pass), files[:n]))
 }
 
-func (f *copiedFile) content() []byte { return testutil.RandomBytes(f.seed, f.size) }
+func (f *copiedFile) content() []byte { return kit.RandomBytes(f.seed, f.size) }
 
 func (f *copiedFile) check(data []byte) error {
 	if got, want := sha256.Sum256(data), sha256.Sum256(f.content()); !bytes.Equal(got[:], want[:]) {

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -38,9 +38,9 @@ const checkedKills = 5
 // while the daemon dies may fail with ECANCELED, and succeed when they are made again. Any other
 // error, other data, and a call that does not return fail the test.
 func TestKillsWithURing(t *testing.T) {
-	testutil.NeedsURing(t)
+	kit.NeedsURing(t)
 	kills := killsOf(t)
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	seed := rand.Uint64()

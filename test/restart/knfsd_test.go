@@ -3,7 +3,7 @@ package restart
 import (
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -12,8 +12,8 @@ import (
 func knfsd(t *testing.T) *export {
 	t.Helper()
 	g := lab.Start(t, lab.Options{KillSafe: true, ExpectedKernelErrors: []string{lostReads}})
-	return &export{source: "127.0.0.1:" + lab.ExportRW, options: []string{"port=" + nfstest.PortOf(t, g.RDMA.String()),
-		"mountport=" + nfstest.PortOf(t, g.Mount.String()), "nlmport=" + nfstest.PortOf(t, g.NLM.String())}}
+	return &export{source: "127.0.0.1:" + lab.ExportRW, options: []string{"port=" + mounts.PortOf(t, g.RDMA.String()),
+		"mountport=" + mounts.PortOf(t, g.Mount.String()), "nlmport=" + mounts.PortOf(t, g.NLM.String())}}
 }
 
 // lostReads is what ib_destroy_qp_user of Linux 6.12 reports when a connection ends during the RDMA
@@ -35,7 +35,7 @@ func soakOnly(t *testing.T) amount {
 // TestRestartsWithKnfsd needs the images of the lab.
 func TestRestartsWithKnfsd(t *testing.T) {
 	a := soakOnly(t)
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	testRestarts(t, knfsd(t), a)
@@ -44,7 +44,7 @@ func TestRestartsWithKnfsd(t *testing.T) {
 // TestSyncAfterKillWithKnfsd needs the images of the lab.
 func TestSyncAfterKillWithKnfsd(t *testing.T) {
 	a := soakOnly(t)
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	testSyncAfterKill(t, knfsd(t), a.syncs)

@@ -22,7 +22,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // pause is the pause after each round of a task. It leaves time for the other tasks and the daemon.
@@ -153,7 +153,7 @@ func (l *load) tree(dir string, rng *rand.Rand) error {
 	files := make(map[string][]byte)
 	for i := range 12 {
 		name := fmt.Sprintf("d%d/e%d/file%d", i%3, i%2, i)
-		files[name] = testutil.RandomBytes(rng.Uint64(), rng.IntN([]int{100, 20_000, 200_000}[i%3]))
+		files[name] = kit.RandomBytes(rng.Uint64(), rng.IntN([]int{100, 20_000, 200_000}[i%3]))
 	}
 	old := ""
 	for k := range l.each("tree") {
@@ -264,7 +264,7 @@ func (l *load) exclusive(dir string, rng *rand.Rand) error {
 		if err != nil {
 			return err
 		}
-		data := testutil.RandomBytes(rng.Uint64(), 500)
+		data := kit.RandomBytes(rng.Uint64(), 500)
 		if _, err := f.Write(data); err != nil {
 			return err
 		}
@@ -321,7 +321,7 @@ func (l *load) directories(dir string, _ *rand.Rand) error {
 // renames replaces files that are open. Their data must stay readable and writable.
 func (l *load) renames(dir string, rng *rand.Rand) error {
 	path := filepath.Join(dir, "file")
-	data := testutil.RandomBytes(rng.Uint64(), 10_000)
+	data := kit.RandomBytes(rng.Uint64(), 10_000)
 	if err := os.WriteFile(path, data, 0o644); err != nil {
 		return err
 	}
@@ -329,7 +329,7 @@ func (l *load) renames(dir string, rng *rand.Rand) error {
 		if err := l.replace(path, data, rng); err != nil {
 			return err
 		}
-		data = testutil.RandomBytes(rng.Uint64(), 10_000)
+		data = kit.RandomBytes(rng.Uint64(), 10_000)
 		if err := os.WriteFile(path+".new", data, 0o644); err != nil {
 			return err
 		}
@@ -348,11 +348,11 @@ func (l *load) replace(path string, data []byte, rng *rand.Rand) error {
 	}
 	defer f.Close()
 	data = bytes.Clone(data)
-	copy(data[100:], testutil.RandomBytes(rng.Uint64(), 5000))
+	copy(data[100:], kit.RandomBytes(rng.Uint64(), 5000))
 	if _, err := f.WriteAt(data[100:5100], 100); err != nil {
 		return err
 	}
-	other := testutil.RandomBytes(rng.Uint64(), 300)
+	other := kit.RandomBytes(rng.Uint64(), 300)
 	if err := os.WriteFile(path+".new", other, 0o600); err != nil {
 		return err
 	}
@@ -393,7 +393,7 @@ func (l *load) unlinked(dir string, rng *rand.Rand) error {
 			}
 		}
 		off, n := rng.IntN(size-5000), rng.IntN(5000)
-		copy(data[off:], testutil.RandomBytes(rng.Uint64(), n))
+		copy(data[off:], kit.RandomBytes(rng.Uint64(), n))
 		if _, err := f.WriteAt(data[off:off+n], int64(off)); err != nil {
 			return err
 		}
@@ -468,7 +468,7 @@ func (l *load) syncs(dir string, rng *rand.Rand) error {
 	for range l.each("sync") {
 		for range 1 + rng.IntN(5) {
 			off, n := rng.IntN(size-20_000), rng.IntN(20_000)
-			copy(data[off:], testutil.RandomBytes(rng.Uint64(), n))
+			copy(data[off:], kit.RandomBytes(rng.Uint64(), n))
 			if _, err := f.WriteAt(data[off:off+n], int64(off)); err != nil {
 				return err
 			}
@@ -498,7 +498,7 @@ func (l *load) attributes(dir string, rng *rand.Rand) error {
 		if err := f.Truncate(int64(n)); err != nil {
 			return err
 		}
-		more := testutil.RandomBytes(rng.Uint64(), rng.IntN(3000))
+		more := kit.RandomBytes(rng.Uint64(), rng.IntN(3000))
 		if _, err := f.WriteAt(more, int64(n)); err != nil {
 			return err
 		}
@@ -529,14 +529,14 @@ func (l *load) direct(dir string, rng *rand.Rand) error {
 		return err
 	}
 	defer f.Close()
-	data, got := testutil.RandomBytes(1, size), make([]byte, size)
+	data, got := kit.RandomBytes(1, size), make([]byte, size)
 	if _, err := f.Write(data); err != nil {
 		return err
 	}
 	for range l.each("direct") {
 		off, n := rng.IntN(size), rng.IntN(20_000)
 		n = min(n, size-off)
-		copy(data[off:], testutil.RandomBytes(rng.Uint64(), n))
+		copy(data[off:], kit.RandomBytes(rng.Uint64(), n))
 		if _, err := f.WriteAt(data[off:off+n], int64(off)); err != nil {
 			return err
 		}
@@ -568,7 +568,7 @@ func (l *load) mapped(dir string, rng *rand.Rand) error {
 		}
 		for range 5 {
 			off, n := rng.IntN(size-5000), rng.IntN(5000)
-			copy(data[off:], testutil.RandomBytes(rng.Uint64(), n))
+			copy(data[off:], kit.RandomBytes(rng.Uint64(), n))
 			copy(mem[off:], data[off:off+n])
 		}
 		if k%2 == 0 {

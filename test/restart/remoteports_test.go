@@ -10,8 +10,8 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -60,12 +60,12 @@ func (r routes) find(n int) {
 }
 
 // everywhere serves a directory on all addresses of the network namespace.
-func everywhere(t *testing.T) (*export, *nfstest.ServedDir) {
+func everywhere(t *testing.T) (*export, *mounts.ServedDir) {
 	t.Helper()
-	s := nfstest.ServeDirAt(t, fmt.Sprint("0.0.0.0:", testutil.FreePort(t).Port()),
-		fmt.Sprint("0.0.0.0:", testutil.FreePort(t).Port()), memoryDir(t), "--no-root-squash")
+	s := mounts.ServeDirAt(t, fmt.Sprint("0.0.0.0:", kit.FreePort(t).Port()),
+		fmt.Sprint("0.0.0.0:", kit.FreePort(t).Port()), memoryDir(t), "--no-root-squash")
 	return &export{dir: s.Dir, source: "127.0.0.1:/",
-		options: []string{"port=" + nfstest.PortOf(t, s.RDMA), "mountport=" + nfstest.PortOf(t, s.TCP)}}, s
+		options: []string{"port=" + mounts.PortOf(t, s.RDMA), "mountport=" + mounts.PortOf(t, s.TCP)}}, s
 }
 
 // waitAddresses waits until all connections of the mount are at the given addresses of the server,
@@ -101,7 +101,7 @@ func (r *rig) waitAddresses(when string, want ...int) {
 // call may fail or be executed twice, and no data may be lost. At the end each connection returns
 // to its address.
 func TestServerAddressesComeAndGo(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	net := routes{t}
@@ -177,17 +177,17 @@ func (r *rig) checkPreferred() {
 // TestOtherServerAtAddress lists an address of another server. The mount must be refused, and no
 // connection must be left.
 func TestOtherServerAtAddress(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	net := routes{t}
 	net.up(1)
 	net.up(2)
 	x, s := embedded(t)
-	at := func(n int, addr string) string { return serverNet + fmt.Sprint(n) + ":" + nfstest.PortOf(t, addr) }
-	other := nfstest.ServeDirAt(t, at(1, s.RDMA), at(1, s.TCP), memoryDir(t), "--no-root-squash")
+	at := func(n int, addr string) string { return serverNet + fmt.Sprint(n) + ":" + mounts.PortOf(t, addr) }
+	other := mounts.ServeDirAt(t, at(1, s.RDMA), at(1, s.TCP), memoryDir(t), "--no-root-squash")
 	r := newRig(t, x, "remoteports=127.0.0.1")
-	dir := nfstest.OpenTempDir(t)
+	dir := mounts.OpenTempDir(t)
 	mount := func(ports string) []string {
 		return []string{"mount", x.source, dir, "-o", strings.Join(append(x.options, "remoteports="+ports), ",")}
 	}

@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -61,7 +61,7 @@ func mustAmount(t *testing.T) amount {
 }
 
 func TestRestartsWithEmbeddedServer(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -72,8 +72,8 @@ func TestRestartsWithEmbeddedServer(t *testing.T) {
 // TestRestartsWithURing makes planned restarts only: calls that begin while a killed daemon dies
 // can fail, see front.Resume.
 func TestRestartsWithURing(t *testing.T) {
-	testutil.NeedsURing(t)
-	if !nfstest.InOwnProcess(t) {
+	kit.NeedsURing(t)
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -85,8 +85,8 @@ func TestRestartsWithURing(t *testing.T) {
 
 // TestKillWithURing kills the daemon while no program calls it.
 func TestKillWithURing(t *testing.T) {
-	testutil.NeedsURing(t)
-	if !nfstest.InOwnProcess(t) {
+	kit.NeedsURing(t)
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -119,10 +119,10 @@ func TestKillWithURing(t *testing.T) {
 }
 
 func TestRestartsWithGanesha(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
-	testRestarts(t, ganesha(t), mustAmount(t))
+	testRestarts(t, ganeshaExport(t), mustAmount(t))
 }
 
 // testRestarts kills the daemon at random moments, and stops it without unmounting, while programs
@@ -131,7 +131,7 @@ func testRestarts(t *testing.T, x *export, a amount) {
 	seed := rand.Uint64()
 	t.Log("seed:", seed)
 	r := newRig(t, x)
-	other := nfstest.MountProcess(t, x.source, x.options...) // a second client, which does not restart
+	other := mounts.MountProcess(t, x.source, x.options...) // a second client, which does not restart
 	if x.dir == "" {
 		x.dir = other
 	}
@@ -275,7 +275,7 @@ func checkSums(t *testing.T, dir string, left map[string]string, least int) {
 
 // TestSyncAfterKill kills the daemon between write(2) and fsync(2).
 func TestSyncAfterKill(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -284,16 +284,16 @@ func TestSyncAfterKill(t *testing.T) {
 
 // TestSyncAfterKillWithGanesha is TestSyncAfterKill with another server.
 func TestSyncAfterKillWithGanesha(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
-	testSyncAfterKill(t, ganesha(t), mustAmount(t).syncs)
+	testSyncAfterKill(t, ganeshaExport(t), mustAmount(t).syncs)
 }
 
 func testSyncAfterKill(t *testing.T, x *export, rounds int) {
 	r := newRig(t, x, "dirty_expire=0")
 	if x.dir == "" {
-		x.dir = nfstest.MountProcess(t, x.source, x.options...)
+		x.dir = mounts.MountProcess(t, x.source, x.options...)
 	}
 	w := startWorker(t, r.dir)
 	w.do("ok", "open f %s", filepath.Join(r.dir, "file"))
@@ -302,7 +302,7 @@ func testSyncAfterKill(t *testing.T, x *export, rounds int) {
 	for i := range rounds {
 		for k := range 4 {
 			seed, off := 10*i+k, (i*7919+k*80_000)%(size-part)
-			copy(want[off:], testutil.RandomBytes(uint64(seed), part))
+			copy(want[off:], kit.RandomBytes(uint64(seed), part))
 			end = max(end, off+part)
 			w.do("ok", "write f %d %d %d", off, part, seed)
 		}
@@ -327,7 +327,7 @@ func testSyncAfterKill(t *testing.T, x *export, rounds int) {
 // TestListing kills the daemon while programs list a large directory: each name must come once. The
 // cookies stay valid, so the daemon must not search its position again.
 func TestListing(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -356,7 +356,7 @@ func TestListing(t *testing.T) {
 
 // TestCrash ends the daemon as a crash of the program does.
 func TestCrash(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -378,13 +378,13 @@ func TestCrash(t *testing.T) {
 	}
 	w.do("ok", "close f")
 	r.unmount()
-	r.onServer("file", slices.Concat(testutil.RandomBytes(0, 100_000), testutil.RandomBytes(1, 100_000),
-		testutil.RandomBytes(2, 100_000)))
+	r.onServer("file", slices.Concat(kit.RandomBytes(0, 100_000), kit.RandomBytes(1, 100_000),
+		kit.RandomBytes(2, 100_000)))
 }
 
 // TestServerDown starts the next daemon while the server does not run.
 func TestServerDown(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	t.Run("continue", func(t *testing.T) {
@@ -406,7 +406,7 @@ func TestServerDown(t *testing.T) {
 		w.want("ok", "read")
 		r.waitState(control.StateMounted)
 		w.do("ok", "sync f")
-		r.onServer("file", testutil.RandomBytes(1, 200_000))
+		r.onServer("file", kit.RandomBytes(1, 200_000))
 		w.do("ok", "close f")
 		r.unmount()
 	})
@@ -453,7 +453,7 @@ func (r *rig) waitReason() (reason string) {
 // TestUnmountedMeanwhile detaches the mount while no daemon runs. The next daemon writes the data
 // of the open file. The mount ends when the file is closed.
 func TestUnmountedMeanwhile(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -468,7 +468,7 @@ func TestUnmountedMeanwhile(t *testing.T) {
 	r.start()
 	r.ready()
 	eventually(t, "data on the server", func() error {
-		return compare(filepath.Join(x.dir, "file"), testutil.RandomBytes(1, 200_000))
+		return compare(filepath.Join(x.dir, "file"), kit.RandomBytes(1, 200_000))
 	})
 	w.do("ok", "write f 200000 1000 2")
 	w.do("ok", "check f 0 200000 1")
@@ -476,13 +476,13 @@ func TestUnmountedMeanwhile(t *testing.T) {
 	r.mountEnds()
 	r.end(0)
 	r.checkLogs()
-	r.onServer("file", append(testutil.RandomBytes(1, 200_000), testutil.RandomBytes(2, 1000)...))
+	r.onServer("file", append(kit.RandomBytes(1, 200_000), kit.RandomBytes(2, 1000)...))
 }
 
 // TestUnmountedMeanwhileAndClosed detaches a mount, and kills the program that uses it, while no
 // daemon runs.
 func TestUnmountedMeanwhileAndClosed(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -500,14 +500,14 @@ func TestUnmountedMeanwhileAndClosed(t *testing.T) {
 	r.mountEnds()
 	r.end(0)
 	r.checkLogs()
-	r.onServer("file", testutil.RandomBytes(1, 200_000))
+	r.onServer("file", kit.RandomBytes(1, 200_000))
 }
 
 // TestOtherVersion starts a daemon that finds a mount with a state of another version. The daemon
 // must leave the mount alone. The test changes the version in the state, and changes it back, while
 // no daemon runs.
 func TestOtherVersion(t *testing.T) {
-	if !nfstest.InOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	x, _ := embedded(t)
@@ -540,7 +540,7 @@ func TestOtherVersion(t *testing.T) {
 	w.do("ok", "close f")
 	r.daemons = r.daemons[3:] // the second one and the third one have logged the error
 	r.unmount()
-	r.onServer("file", testutil.RandomBytes(1, 200_000))
+	r.onServer("file", kit.RandomBytes(1, 200_000))
 }
 
 // setVersion changes the format version in the state of the mount, as a daemon of another version

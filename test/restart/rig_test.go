@@ -20,9 +20,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 		runWorker()
 		return
 	}
-	nfstest.MainOwnProcess(m)
+	mounts.MainOwnProcess(m)
 }
 
 // An export is a directory that a server exports.
@@ -48,21 +48,21 @@ type export struct {
 // reply to most calls, so they serve more calls between two restarts without one.
 func memoryDir(t *testing.T) string {
 	t.Helper()
-	return nfstest.MemoryDir(t, "size=512m,mode=777")
+	return mounts.MemoryDir(t, "size=512m,mode=777")
 }
 
-func embedded(t *testing.T) (*export, *nfstest.ServedDir) {
+func embedded(t *testing.T) (*export, *mounts.ServedDir) {
 	t.Helper()
-	s := nfstest.ServeDir(t, memoryDir(t), "--no-root-squash")
+	s := mounts.ServeDir(t, memoryDir(t), "--no-root-squash")
 	return &export{dir: s.Dir, source: "127.0.0.1:/",
-		options: []string{"port=" + nfstest.PortOf(t, s.RDMA), "mountport=" + nfstest.PortOf(t, s.TCP)}}, s
+		options: []string{"port=" + mounts.PortOf(t, s.RDMA), "mountport=" + mounts.PortOf(t, s.TCP)}}, s
 }
 
-// ganesha runs NFS-Ganesha with its lock manager.
-func ganesha(t *testing.T) *export {
+// ganeshaExport runs NFS-Ganesha with its lock manager.
+func ganeshaExport(t *testing.T) *export {
 	t.Helper()
-	g := ganeshatest.Start(t, memoryDir(t), ganeshatest.OwnHost())
-	return &export{dir: g.Export, source: g.Host + ":" + g.Export, options: nfstest.ServeGanesha(t, g)}
+	g := ganesha.Start(t, memoryDir(t), ganesha.OwnHost())
+	return &export{dir: g.Export, source: g.Host + ":" + g.Export, options: mounts.ServeGanesha(t, g)}
 }
 
 // A rig has a mount, and the daemons that serve the mount one after the other.
@@ -75,8 +75,8 @@ type rig struct {
 	dir        string         // mount point
 	before     map[string]int // descriptors of daemon and holder after the mount
 	connection string         // its name in fusectl
-	daemon     *nfstest.Process
-	daemons    []*nfstest.Process
+	daemon     *mounts.Process
+	daemons    []*mounts.Process
 	starts     int // of daemons
 	lostFiles  int // most open files and directories that the daemon may have at the end
 }
@@ -84,7 +84,7 @@ type rig struct {
 // newRig starts a daemon and mounts x.
 func newRig(t *testing.T, x *export, options ...string) *rig {
 	t.Helper()
-	r := &rig{t: t, x: x, state: t.TempDir(), metrics: testutil.FreePort(t).String(), dir: nfstest.OpenTempDir(t)}
+	r := &rig{t: t, x: x, state: t.TempDir(), metrics: kit.FreePort(t).String(), dir: mounts.OpenTempDir(t)}
 	r.socket = filepath.Join(r.state, "control.sock")
 	t.Cleanup(r.cleanup)
 	r.start()
@@ -116,7 +116,7 @@ func (r *rig) abort() {
 // cleanup removes a mount that a failed test has left.
 func (r *rig) cleanup() {
 	r.abort()
-	if nfstest.IsMountPoint(r.dir) {
+	if mounts.IsMountPoint(r.dir) {
 		if !r.t.Failed() {
 			r.t.Errorf("%s is mounted at the end of the test", r.dir)
 		}
@@ -133,7 +133,7 @@ func forceUnmount(dir string) {
 // start starts a daemon and does not wait for it.
 func (r *rig) start() {
 	r.t.Helper()
-	r.daemon = nfstest.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen",
+	r.daemon = mounts.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen",
 		r.metrics, "--state-dir", r.state)
 	r.t.Cleanup(r.abort) // before the test waits for the end of the daemon
 	r.daemons = append(r.daemons, r.daemon)
@@ -196,7 +196,7 @@ func (r *rig) leave() {
 // command runs nfsrdmad with a command and returns its output.
 func (r *rig) command(args ...string) (stdout, stderr string, err error) {
 	r.t.Helper()
-	file, err := nfstest.Program()
+	file, err := mounts.Program()
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -276,7 +276,7 @@ func (r *rig) end(code int) {
 	if l, err := r.list(); err != nil || len(l) != 0 {
 		r.t.Errorf("mounts at the end: got %+v, %v, want none", l, err)
 	}
-	if nfstest.IsMountPoint(r.dir) {
+	if mounts.IsMountPoint(r.dir) {
 		r.t.Errorf("%s is mounted at the end", r.dir)
 	}
 	holder := r.holderID()

@@ -15,8 +15,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // workerEnv is the environment variable that makes the test program a worker.
@@ -30,7 +30,7 @@ type worker struct {
 	in    io.WriteCloser
 	lines chan string // of its output
 	ended chan struct{}
-	err   nfstest.Output
+	err   mounts.Output
 }
 
 // startWorker starts a worker on the mount at dir until the test ends. It must be called while a
@@ -186,10 +186,10 @@ func (p *workerProcess) command(w []string) (string, error) {
 	case "sync":
 		return "ok", unix.Fsync(fd)
 	case "write":
-		_, err := unix.Pwrite(fd, testutil.RandomBytes(number(w[4]), int(number(w[3]))), int64(number(w[2])))
+		_, err := unix.Pwrite(fd, kit.RandomBytes(number(w[4]), int(number(w[3]))), int64(number(w[2])))
 		return "ok", err
 	case "check":
-		want := testutil.RandomBytes(number(w[4]), int(number(w[3])))
+		want := kit.RandomBytes(number(w[4]), int(number(w[3])))
 		got := make([]byte, len(want))
 		n, err := unix.Pread(fd, got, int64(number(w[2])))
 		if err == nil && string(got[:n]) != string(want) {

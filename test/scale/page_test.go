@@ -17,7 +17,7 @@ import (
 	"gonum.org/v1/plot/vg"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 var (
@@ -270,7 +270,7 @@ func TestPage(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	changed, err := testutil.Splice(string(page), pageBegin, pageEnd, r.markdown())
+	changed, err := kit.Splice(string(page), pageBegin, pageEnd, r.markdown())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -20,8 +20,8 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
 )
@@ -31,7 +31,7 @@ var (
 	outFlag  = flag.String("out", "", "write the results of TestScale to `FILE`")
 )
 
-func TestMain(m *testing.M) { testutil.MainNeedsRoot(m) }
+func TestMain(m *testing.M) { kit.MainNeedsRoot(m) }
 
 // A report is the file of -out.
 type report struct {
@@ -87,7 +87,7 @@ type plan struct {
 // TestScale measures daemons with mounts, and restarts of their server. Without -full it checks
 // only that all figures exist.
 func TestScale(t *testing.T) {
-	testutil.NeedsFUSE(t)
+	kit.NeedsFUSE(t)
 	p := plan{runs: []run{{Mounts: 1, NConnect: 1}, {Mounts: 3, NConnect: 2, ConnectRate: 50}},
 		idle:     100 * time.Millisecond,
 		restarts: []recovery{{Mounts: 2, NConnect: 2, Seconds: make([]float64, 1)}}}
@@ -127,19 +127,19 @@ func TestScale(t *testing.T) {
 
 // A rig is a server, and a daemon without mounts.
 type rig struct {
-	server  *nfstest.ServedDir
-	daemon  *nfstest.Process
+	server  *mounts.ServedDir
+	daemon  *mounts.Process
 	metrics string
 	client  *control.Client
 }
 
 func newRig(t *testing.T, rate int) *rig {
 	t.Helper()
-	r := &rig{metrics: testutil.FreePort(t).String(),
-		server: nfstest.ServeDir(t, nfstest.MemoryDir(t, "mode=777"), "--max-connections", "4096")}
+	r := &rig{metrics: kit.FreePort(t).String(),
+		server: mounts.ServeDir(t, mounts.MemoryDir(t, "mode=777"), "--max-connections", "4096")}
 	dir := t.TempDir()
 	socket := filepath.Join(dir, "control.sock")
-	r.daemon = nfstest.StartProcess(t, nil, nil, "daemon", "--control-socket", socket, "--metrics-listen", r.metrics,
+	r.daemon = mounts.StartProcess(t, nil, nil, "daemon", "--control-socket", socket, "--metrics-listen", r.metrics,
 		"--state-dir", dir, "--connect-rate", strconv.Itoa(rate), "--log-level", "error")
 	r.client = control.NewClient(socket)
 	r.daemon.WaitFor(t, "starting the daemon", func() error {
@@ -158,9 +158,9 @@ func (r *rig) end(t *testing.T) {
 // mount mounts the export n times at once and returns the time until the last mount was complete.
 func (r *rig) mount(t *testing.T, n, nconnect int) time.Duration {
 	t.Helper()
-	options := fmt.Sprintf("port=%s,mountport=%s,nconnect=%d,idle=0", nfstest.PortOf(t, r.server.RDMA),
-		nfstest.PortOf(t, r.server.TCP), nconnect)
-	base := nfstest.OpenTempDir(t)
+	options := fmt.Sprintf("port=%s,mountport=%s,nconnect=%d,idle=0", mounts.PortOf(t, r.server.RDMA),
+		mounts.PortOf(t, r.server.TCP), nconnect)
+	base := mounts.OpenTempDir(t)
 	requests := make([]control.MountRequest, n)
 	for i := range requests {
 		dir := filepath.Join(base, strconv.Itoa(i))

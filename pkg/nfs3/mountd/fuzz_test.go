@@ -13,17 +13,17 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // FuzzDecode decodes any bytes as results of MNT and of GETPORT. The results must equal those of an
 // independent decoder, and the allocated memory must be in proportion to the input.
 func FuzzDecode(f *testing.F) {
-	f.Add(testutil.Unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006"))
-	f.Add(testutil.Unhex("00000002"))
-	f.Add(testutil.Unhex("00000801"))
+	f.Add(kit.Unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006"))
+	f.Add(kit.Unhex("00000002"))
+	f.Add(kit.Unhex("00000801"))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)

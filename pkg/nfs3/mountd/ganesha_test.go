@@ -16,17 +16,17 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/ganeshatest"
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 )
 
 // TestGanesha makes every call to NFS-Ganesha and to rpcbind. It runs in a separate network
 // namespace, in which port 111 is free.
 func TestGanesha(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	// The thread stays locked, so that the runtime ends it with the test.
 	runtime.LockOSThread()
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -35,7 +35,7 @@ func TestGanesha(t *testing.T) {
 	if out, err := exec.Command("ip", "link", "set", "lo", "up").CombinedOutput(); err != nil {
 		t.Fatalf("ip link set lo up: %v: %s", err, out)
 	}
-	s := ganeshatest.Start(t, t.TempDir(), ganeshatest.SharedPortmap())
+	s := ganesha.Start(t, t.TempDir(), ganesha.SharedPortmap())
 	a := mountd.Args{Host: s.Host, Export: s.Export, Cred: &sunrpc.AuthSys{Machine: "test"}}
 
 	if port, err := mountd.GetPort(t.Context(), a, 100003, 3); err != nil || port != s.NFSPort {
@@ -74,7 +74,7 @@ func TestGanesha(t *testing.T) {
 var update = flag.Bool("update", false, "write the replies of the servers to the corpora of the fuzz targets")
 
 // record makes each call through a tap and checks the replies. It writes the corpora with -update.
-func record(t *testing.T, s *ganeshatest.Server, a mountd.Args) {
+func record(t *testing.T, s *ganesha.Server, a mountd.Args) {
 	t.Helper()
 	corpora := make(map[string]string)
 	for name, call := range map[string]func(a mountd.Args) error{

@@ -16,12 +16,12 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/rpctcp"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { kit.Main(m) }
 
 // peer starts a TCP server that runs serve for each connection until the test ends. It returns the
 // port.
@@ -78,7 +78,7 @@ func replies(t *testing.T, reply func(xid uint32) []byte) int {
 // results starts a server that replies to each call with success and these results.
 func results(t *testing.T, hexResults string) int {
 	return replies(t, func(xid uint32) []byte {
-		return append(sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success), testutil.Unhex(hexResults)...)
+		return append(sunrpc.AppendAcceptedReply(nil, xid, sunrpc.Success), kit.Unhex(hexResults)...)
 	})
 }
 
@@ -115,7 +115,7 @@ func TestMountWireFormat(t *testing.T) {
 		calls <- rec[4:]
 		reply := sunrpc.AppendAcceptedReply(nil, binary.BigEndian.Uint32(rec), sunrpc.Success)
 		rpctcp.WriteRecord(conn, append(reply,
-			testutil.Unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006")...))
+			kit.Unhex("00000000 00000005 0102030405000000 00000002 00000001 00000006")...))
 	})
 	res, err := Mount(t.Context(), args(port))
 	if err != nil {
@@ -125,8 +125,8 @@ func TestMountWireFormat(t *testing.T) {
 	if want := (Result{FH: fh, AuthFlavors: []uint32{1, 6}, Port: port}); !reflect.DeepEqual(res, want) {
 		t.Errorf("got result %+v, want %+v", res, want)
 	}
-	if got := <-calls; !bytes.Equal(got, testutil.Unhex(call)) {
-		t.Errorf("got call\n     %x\nwant %x", got, testutil.Unhex(call))
+	if got := <-calls; !bytes.Equal(got, kit.Unhex(call)) {
+		t.Errorf("got call\n     %x\nwant %x", got, kit.Unhex(call))
 	}
 	if source := <-sources; os.Geteuid() == 0 && (source < minReserved || source > maxReserved) {
 		t.Errorf("got source port %d, want %d to %d", source, minReserved, maxReserved)

@@ -8,8 +8,8 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // grown returns the bytes that f allocates.
@@ -41,8 +41,8 @@ func checkACL(t *testing.T, a ACL) {
 // FuzzReply passes any bytes as a reply to GETACL. The call must return a documented error or valid
 // ACLs, and must allocate in proportion to the reply.
 func FuzzReply(f *testing.F) {
-	f.Add(testutil.Unhex("00000000 00000000 00000005" + minimalWire + extendedDefaultWire))
-	f.Add(testutil.Unhex("00000046 00000000"))
+	f.Add(kit.Unhex("00000000 00000000 00000005" + minimalWire + extendedDefaultWire))
+	f.Add(kit.Unhex("00000046 00000000"))
 	f.Fuzz(func(t *testing.T, reply []byte) {
 		var acls ACLs
 		var err error
@@ -64,8 +64,8 @@ func FuzzReply(f *testing.F) {
 
 // FuzzArgs passes any bytes as arguments to a server. Valid arguments must survive a round trip.
 func FuzzArgs(f *testing.F) {
-	f.Add(uint32(ProcSetACL), testutil.Unhex("00000004 01020304 00000005"+minimalWire+extendedDefaultWire))
-	f.Add(uint32(ProcGetACL), testutil.Unhex("00000004 01020304 0000000f"))
+	f.Add(uint32(ProcSetACL), kit.Unhex("00000004 01020304 00000005"+minimalWire+extendedDefaultWire))
+	f.Add(uint32(ProcGetACL), kit.Unhex("00000004 01020304 0000000f"))
 	f.Fuzz(func(t *testing.T, proc uint32, b []byte) {
 		var args, again Args
 		if ParseArgs(proc%3, b, &args) != nil || proc%3 != ProcSetACL {

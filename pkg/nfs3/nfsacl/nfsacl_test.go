@@ -9,9 +9,9 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // fixed answers every call with the same results and keeps the arguments.
@@ -45,13 +45,13 @@ const (
 )
 
 func TestSetSendsWireFormat(t *testing.T) {
-	f := &fixed{result: testutil.Unhex("00000000 00000000")}
+	f := &fixed{result: kit.Unhex("00000000 00000000")}
 	var attr nfs3.PostOpAttr
 	acls := ACLs{Mask: MaskAccess | MaskDefault, Access: minimal, Default: extended}
 	if err := NewClient(f, nil).Set(t.Context(), nil, fh, &acls, owner, &attr); err != nil {
 		t.Fatal(err)
 	}
-	want := testutil.Unhex("00000004 01020304 00000005" + minimalWire + extendedDefaultWire)
+	want := kit.Unhex("00000004 01020304 00000005" + minimalWire + extendedDefaultWire)
 	if !bytes.Equal(f.args, want) {
 		t.Errorf("arguments of SETACL: got %x\nwant %x", f.args, want)
 	}
@@ -95,7 +95,7 @@ func TestGetDecodesReplies(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			var attr nfs3.PostOpAttr
-			c := NewClient(&fixed{result: testutil.Unhex(tt.reply)}, nil)
+			c := NewClient(&fixed{result: kit.Unhex(tt.reply)}, nil)
 			got, err := c.Get(t.Context(), nil, fh, tt.mask, &attr)
 			if tt.err == "" && err != nil || tt.err != "" && (err == nil || !strings.Contains(err.Error(), tt.err)) {
 				t.Fatalf("got error %v, want one with %q", err, tt.err)
@@ -108,7 +108,7 @@ func TestGetDecodesReplies(t *testing.T) {
 }
 
 func TestErrorsHaveErrno(t *testing.T) {
-	c := NewClient(&fixed{result: testutil.Unhex("00000046 00000000")}, nil)
+	c := NewClient(&fixed{result: kit.Unhex("00000046 00000000")}, nil)
 	_, err := c.Get(t.Context(), nil, fh, MaskAccess, new(nfs3.PostOpAttr))
 	var nfsErr *nfs3.Error
 	if !errors.As(err, &nfsErr) || nfsErr.Status != nfs3.ErrStale || !errors.Is(err, syscall.ESTALE) {
@@ -144,7 +144,7 @@ func TestXattrFormat(t *testing.T) {
 		{"too many", "02000000" + strings.Repeat("0200060001000000", MaxEntries+1), nil},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			value := testutil.Unhex(tt.value)
+			value := kit.Unhex(tt.value)
 			got, err := ParseXattr(value)
 			if (err == nil) != (tt.want != nil) || !reflect.DeepEqual(got, tt.want) {
 				t.Fatalf("got %+v, %v; want %+v", got, err, tt.want)

@@ -9,9 +9,9 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // addrEnv names the environment variable with the address of an RDMA device of this machine, as
@@ -23,7 +23,7 @@ func TestMain(m *testing.M) {
 		rxeRemoteInv = true // no test posts a LOCAL_INV that can meet a Send With Invalidate
 		Devices()           // librdmacm keeps these devices open, which is no leak
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }
 
 // deviceAddr returns the address in addrEnv, or skips the test.

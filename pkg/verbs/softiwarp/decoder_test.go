@@ -11,14 +11,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // capture records the loopback traffic of one port while f runs, and returns the name of the file.
 func capture(t *testing.T, port uint16, f func()) string {
 	t.Helper()
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	dumpcap, err := exec.LookPath("dumpcap")
 	if err != nil {
 		t.Fatal("dumpcap is not installed; run make deps, or install wireshark-common")

@@ -13,14 +13,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // needTCPRepair fails the test when this process may not use TCP_REPAIR.
 func needTCPRepair(t *testing.T) {
 	t.Helper()
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -112,7 +112,7 @@ func connectUntilKilled(to string) {
 
 // TestKilledConnectStaysOpen kills a process that has sent its request and has no reply.
 func TestKilledConnectStaysOpen(t *testing.T) {
-	testutil.NeedsRoot(t)
+	kit.NeedsRoot(t)
 	needTCPRepair(t)
 	requested, killed, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
 	addr := serveOnce(t, func(c *net.TCPConn) {

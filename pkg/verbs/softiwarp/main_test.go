@@ -5,16 +5,16 @@ import (
 	"os"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/verbstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestMain(m *testing.M) {
 	if to := os.Getenv(connectEnv); to != "" {
 		connectUntilKilled(to)
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }
 
 var loopback = netip.MustParseAddrPort("127.0.0.1:0")

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -77,7 +77,7 @@ func table(list []measurement) (string, error) {
 
 // splice replaces the results of name in a page, or appends them.
 func splice(page, name, text string) (string, error) {
-	return testutil.Splice(page, fmt.Sprintf(pageBegin, name), fmt.Sprintf(pageEnd, name), text)
+	return kit.Splice(page, fmt.Sprintf(pageBegin, name), fmt.Sprintf(pageEnd, name), text)
 }
 
 // TestBeside measures the two clients alternately, on an export in the server's memory. It checks

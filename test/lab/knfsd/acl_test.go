@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
@@ -20,7 +20,7 @@ var _ = register("acl", "POSIX ACLs set and read with setfacl and getfacl, inher
 // testACL compares ACLs on the mount with those of the same commands in a local directory, and
 // reads them again through a second mount.
 func testACL(t *testing.T, b bench) {
-	testutil.NeedsPrograms(t, "getfacl", "setfacl")
+	kit.NeedsPrograms(t, "getfacl", "setfacl")
 	m, other := b.mount(t, nil), b.mount(t, nil)
 	if err := os.Chmod(filepath.Dir(m.dir), 0o755); err != nil { // other users use the mount too
 		t.Fatal(err)

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
@@ -89,7 +89,7 @@ func (m *lockMount) waits(t *testing.T) {
 }
 
 func testLocks(t *testing.T, b bench) {
-	testutil.NeedsPrograms(t, "flock")
+	kit.NeedsPrograms(t, "flock")
 	m, other := b.lockMount(t, "one"), b.lockMount(t, "two")
 	testLockConflicts(t, m, other)
 	testLockWaits(t, m, other)

@@ -10,7 +10,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
@@ -111,10 +111,10 @@ func (b bench) mountWith(t *testing.T, change func(*xprt.Config), options func(*
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &mount{dir: nfstest.Mount(t, fs, "lab:"+lab.ExportRW), tr: tr, fs: fs}
+	return &mount{dir: mounts.Mount(t, fs, "lab:"+lab.ExportRW), tr: tr, fs: fs}
 }
 
-var run = nfstest.Run
+var run = mounts.Run
 
 // sum returns the SHA-256 sum of a file on the host.
 func sum(t *testing.T, file string) string {

@@ -14,7 +14,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/powertest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/power"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -46,7 +46,7 @@ func testPowerFailures(t *testing.T, b bench) {
 	}
 	seed := rand.Uint64()
 	rng := rand.New(rand.NewPCG(seed, 0))
-	p := powertest.Start(t, powertest.Config{Dir: filepath.Join(m.dir, "power"), Seed: seed})
+	p := power.Start(t, power.Config{Dir: filepath.Join(m.dir, "power"), Seed: seed})
 	for round := range rounds {
 		p.Progress(t, 50+rng.Uint32N(300))
 		b.cutPower(t, func() { p.Check(t, b.powerFiles(t)) })
@@ -68,7 +68,7 @@ func testPowerFailures(t *testing.T, b bench) {
 // testPowerNames cuts the power after the replies to changes of names.
 func (b bench) testPowerNames(t *testing.T, m *mount) {
 	t.Helper()
-	want := powertest.ChangeNames(t, filepath.Join(m.dir, "names"))
+	want := power.ChangeNames(t, filepath.Join(m.dir, "names"))
 	b.cutPower(t, func() {
 		if got := strings.Fields(b.MustRun("ls " + lab.ExportRW + "/names")); !slices.Equal(got, want) {
 			t.Errorf("names after a power failure: got %q, want %q", got, want)
@@ -91,7 +91,7 @@ func (b bench) cutPower(t *testing.T, check func()) {
 }
 
 // powerFiles returns the files of the writer on the server's disk.
-func (b bench) powerFiles(t *testing.T) powertest.Read {
+func (b bench) powerFiles(t *testing.T) power.Read {
 	t.Helper()
 	out := b.MustRun("cd " + lab.ExportRW + "/power && tar cf - . | gzip | base64")
 	files, err := untar(out)

@@ -8,8 +8,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
@@ -24,7 +24,7 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 	}
-	testutil.Main(m)
+	kit.Main(m)
 }
 
 var (
@@ -227,7 +227,7 @@ func runCases(t *testing.T, s setup, server *lab.Guest, run func(*testing.T, tes
 		if unusable != nil {
 			continue
 		}
-		if _, err := server.RunFor("rm -rf "+lab.ExportRW+"/*", nfstest.RunTimeout); err != nil {
+		if _, err := server.RunFor("rm -rf "+lab.ExportRW+"/*", mounts.RunTimeout); err != nil {
 			unusable = fmt.Errorf("empty the export after %s: %w", c.name, err)
 			t.Error(unusable)
 		}

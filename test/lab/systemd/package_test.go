@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -44,7 +44,7 @@ func TestPackage(t *testing.T) {
 	lab.SkipIfDisabled(t)
 	share := t.TempDir()
 	for _, version := range []string{"1.0.0", "1.0.1"} {
-		testutil.Make(t, "../../..", "deb", "RDMACORE=", "VERSION=v"+version, "DIST="+share,
+		kit.Make(t, "../../..", "deb", "RDMACORE=", "VERSION=v"+version, "DIST="+share,
 			"MAINTAINER=Maintainer <m@example.com>")
 	}
 	lab.BuildPure(t, "build", "-o", filepath.Join(share, "server"), module+"cmd/nfsrdmad")

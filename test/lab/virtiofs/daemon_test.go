@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
@@ -20,12 +20,12 @@ import (
 type service struct {
 	*guest
 	socket, state string
-	daemon        *nfstest.Process
+	daemon        *mounts.Process
 }
 
 func (s *service) start() {
 	s.t.Helper()
-	s.daemon = nfstest.StartProcess(s.t, nil, nil, "daemon", "--control-socket", s.socket, "--metrics-listen", "",
+	s.daemon = mounts.StartProcess(s.t, nil, nil, "daemon", "--control-socket", s.socket, "--metrics-listen", "",
 		"--state-dir", s.state)
 	s.daemon.WaitFor(s.t, "answering", func() error {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -38,10 +38,10 @@ func (s *service) start() {
 // command runs a command that asks the daemon.
 func (s *service) command(name string, args ...string) {
 	s.t.Helper()
-	p := nfstest.StartProcess(s.t, nil, nil, append([]string{name, "--control-socket", s.socket}, args...)...)
+	p := mounts.StartProcess(s.t, nil, nil, append([]string{name, "--control-socket", s.socket}, args...)...)
 	select {
 	case <-p.Ended:
-	case <-time.After(nfstest.ProcessTimeout):
+	case <-time.After(mounts.ProcessTimeout):
 		s.t.Fatalf("%s: timeout", name)
 	}
 	if code := p.Cmd.ProcessState.ExitCode(); code != 0 {
@@ -83,10 +83,10 @@ func TestDaemonEndsUnderGuest(t *testing.T) {
 	run := t.TempDir()
 	s := &service{guest: &guest{t: t, export: t.TempDir(), socket: filepath.Join(run, "share.sock")},
 		socket: filepath.Join(run, "control.sock"), state: run}
-	s.server = nfstest.ServeDir(t, s.export, "--no-root-squash")
+	s.server = mounts.ServeDir(t, s.export, "--no-root-squash")
 	s.start()
 	s.command("virtiofs", "--socket", s.guest.socket, "127.0.0.1:/", "-o",
-		"port="+nfstest.PortOf(t, s.server.RDMA)+",mountport="+nfstest.PortOf(t, s.server.TCP))
+		"port="+mounts.PortOf(t, s.server.RDMA)+",mountport="+mounts.PortOf(t, s.server.TCP))
 	s.Guest = lab.Start(t, lab.Options{Provider: lab.None, HostRoot: true, Virtiofs: s.guest.socket})
 	s.mount("true")
 	type result struct {
@@ -132,7 +132,7 @@ func TestDaemonEndsUnderGuest(t *testing.T) {
 		t.Errorf("lines on the server: got %q, %v", b, err)
 	}
 	for _, name := range []string{"copy", "last"} {
-		sum := nfstest.Run(t, s.export, "sha256sum", name)
+		sum := mounts.Run(t, s.export, "sha256sum", name)
 		if want, err := os.ReadFile(filepath.Join(s.export, "sum")); err != nil ||
 			strings.Fields(sum)[0] != strings.Fields(string(want))[0] {
 			t.Errorf("file %s on the server: got %s, %v, want %s", name, sum, err, want)

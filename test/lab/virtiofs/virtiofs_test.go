@@ -11,12 +11,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/nfstest"
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
-func TestMain(m *testing.M) { testutil.Main(m) }
+func TestMain(m *testing.M) { kit.Main(m) }
 
 // dir is where the guest mounts the share: in the host's root, so that programs of the host use it.
 const dir = "/host/tmp/share"
@@ -27,8 +27,8 @@ type guest struct {
 	t      *testing.T
 	files  string // directory of the host that the guest mounts too, at /share and by its path below /host
 	export string // directory of the server, in files
-	server *nfstest.ServedDir
-	share  *nfstest.Process
+	server *mounts.ServedDir
+	share  *mounts.Process
 	socket string
 }
 
@@ -36,12 +36,12 @@ type guest struct {
 func start(t *testing.T) *guest {
 	t.Helper()
 	lab.SkipIfDisabled(t)
-	files := nfstest.OpenTempDir(t)
+	files := mounts.OpenTempDir(t)
 	g := &guest{t: t, files: files, export: filepath.Join(files, "export"),
 		socket: filepath.Join(t.TempDir(), "share.sock")}
 	must(t, os.Mkdir(g.export, 0o777))
 	must(t, os.Chmod(g.export, 0o777))
-	g.server = nfstest.ServeDir(t, g.export, "--no-root-squash")
+	g.server = mounts.ServeDir(t, g.export, "--no-root-squash")
 	g.serve()
 	g.Guest = lab.Start(t, lab.Options{Provider: lab.None, HostRoot: true, Share: files, Virtiofs: g.socket})
 	g.mount("true")
@@ -57,8 +57,8 @@ func (g *guest) mount(check string) {
 // serve starts the share.
 func (g *guest) serve() {
 	g.t.Helper()
-	g.share = nfstest.StartProcess(g.t, nil, nil, "virtiofs", "--foreground", "--socket", g.socket, "127.0.0.1:/", "-o",
-		"port="+nfstest.PortOf(g.t, g.server.RDMA)+",mountport="+nfstest.PortOf(g.t, g.server.TCP))
+	g.share = mounts.StartProcess(g.t, nil, nil, "virtiofs", "--foreground", "--socket", g.socket, "127.0.0.1:/", "-o",
+		"port="+mounts.PortOf(g.t, g.server.RDMA)+",mountport="+mounts.PortOf(g.t, g.server.TCP))
 	g.share.WaitFor(g.t, "listening", func() error {
 		if !strings.Contains(g.share.Out.String(), "is served on "+g.socket) {
 			return errors.New("no line yet")

@@ -15,7 +15,7 @@ import (
 	"strconv"
 	"syscall"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func main() {
@@ -37,7 +37,7 @@ func run(args []string) error {
 		if args[0] == "hold" {
 			return hold(args[1], n)
 		}
-		return compare(args[1], testutil.RandomBytes(1, n))
+		return compare(args[1], kit.RandomBytes(1, n))
 	}
 	return errors.New("usage: load run|hold|check ARGUMENTS")
 }
@@ -48,7 +48,7 @@ func hold(path string, n int) error {
 	if err != nil {
 		return err
 	}
-	if _, err := f.Write(testutil.RandomBytes(1, n)); err != nil {
+	if _, err := f.Write(kit.RandomBytes(1, n)); err != nil {
 		return err
 	}
 	// The Go runtime needs a signal handler, or it ends a program that only waits.

@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/testutil"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 const (
@@ -173,7 +173,7 @@ func create(path string) (*os.File, []byte, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	data := testutil.RandomBytes(2, fileSize)
+	data := kit.RandomBytes(2, fileSize)
 	_, err = f.Write(data)
 	return f, data, err
 }
@@ -181,7 +181,7 @@ func create(path string) (*os.File, []byte, error) {
 // change changes a random part of a file and of its copy.
 func change(f *os.File, data []byte) error {
 	off, n := rand.IntN(fileSize-20_000), rand.IntN(20_000)
-	copy(data[off:], testutil.RandomBytes(rand.Uint64(), n))
+	copy(data[off:], kit.RandomBytes(rand.Uint64(), n))
 	_, err := f.WriteAt(data[off:off+n], int64(off))
 	return err
 }
@@ -227,7 +227,7 @@ func (l *load) cwd(dir string) (round, end func() error, err error) {
 // read reads a file that only the server has changed, without the page cache.
 func (l *load) read(dir string) (round, end func() error, err error) {
 	path := filepath.Join(dir, "file")
-	data := testutil.RandomBytes(3, fileSize)
+	data := kit.RandomBytes(3, fileSize)
 	round = func() error {
 		f, err := os.Open(path)
 		if err != nil {

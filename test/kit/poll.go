@@ -1,0 +1,31 @@
+package kit
+
+import (
+	"testing"
+	"time"
+)
+
+// Timeout is how long tests wait for an event that must happen. No test depends on its value: it
+// only ends a test that would hang.
+const Timeout = 2 * time.Minute
+
+// Must ends the test if err is not nil.
+func Must(tb testing.TB, err error) {
+	tb.Helper()
+	if err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// Eventually waits until ok returns true. It ends the test after [Timeout], with what in the
+// message: "timeout: no what".
+func Eventually(tb testing.TB, what string, ok func() bool) {
+	tb.Helper()
+	for end := time.Now().Add(Timeout); !ok(); time.Sleep(pollInterval) {
+		if time.Now().After(end) {
+			tb.Fatalf("timeout: no %s", what)
+		}
+	}
+}
+
+const pollInterval = 2 * time.Millisecond
