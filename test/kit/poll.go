@@ -7,7 +7,7 @@ import (
 
 // Timeout is how long tests wait for an event that must happen. No test depends on its value: it
 // only ends a test that would hang.
-const Timeout = 2 * time.Minute
+const Timeout = 4 * time.Minute
 
 // Must ends the test if err is not nil.
 func Must(tb testing.TB, err error) {

@@ -7,9 +7,9 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // programsEnv makes the tests of this package run. `make test-programs` sets it.

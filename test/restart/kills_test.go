@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // killsEnv is the number of kills of TestKillsWithURing. `make soak` sets 1000.

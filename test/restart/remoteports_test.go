@@ -10,9 +10,9 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // The server of these tests has three addresses that come and go: routes of this network namespace.

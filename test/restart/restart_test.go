@@ -21,9 +21,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/fdstore"
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // restartsEnv is the number of planned restarts, and of kills, of a soak run. `make soak` sets 20.

@@ -20,10 +20,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
-	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
 
 // limit bounds what takes a second on an idle host.

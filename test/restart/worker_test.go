@@ -15,8 +15,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // workerEnv is the environment variable that makes the test program a worker.

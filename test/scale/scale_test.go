@@ -20,10 +20,10 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/bench"
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/stats"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 var (

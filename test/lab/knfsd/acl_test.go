@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -113,7 +114,7 @@ func (p *program) start() {
 			p.t.Logf("the daemon's log:\n%.10000s", text)
 		}
 	})
-	waitFor(p.t, "the daemon to answer", func() bool { return p.command("list").Run() == nil })
+	kit.Eventually(p.t, "the daemon to answer", func() bool { return p.command("list").Run() == nil })
 }
 
 // stop stops the daemon, which unmounts all mounts.
@@ -228,7 +229,7 @@ func testCanceledMounts(t *testing.T, b bench) {
 			rounds++
 		}
 		// The signal may have come too late, or before the daemon got the request.
-		waitFor(t, "the end of the mount", func() bool {
+		kit.Eventually(t, "the end of the mount", func() bool {
 			p.command("umount", dir).Run()
 			out, err := p.command("list").Output()
 			return err == nil && !strings.Contains(string(out), dir)

@@ -17,15 +17,6 @@
 // The tests read the traffic from captures with an independent decoder, tshark (wire_test.go). To
 // read the state of the server, the tests run commands in its guest.
 //
-// # Cases that do not apply
-//
-//   - crc, with rdmacore: the device decides on CRCs: siw has a module parameter, RoCE
-//     always has a CRC
-//   - split, with rdmacore: the case is about MPA's CRC, and RDMA devices do not connect
-//     through a TCP relay
-//   - remote invalidation, with rdmacore: neither soft device can offer it to a peer; "local
-//     invalidation" replaces it
-//   - local invalidation, with softiwarp: softiwarp offers remote invalidation
-//
-// All other cases run in every setup, with smaller sizes in guests.
+// The cases in inapplicableCases do not apply to some setups. All others run in every setup,
+// with smaller sizes in guests.
 package knfsd

@@ -11,9 +11,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -79,13 +79,13 @@ func kill(cmd *exec.Cmd) {
 // holds waits until the mount has n locks.
 func (m *lockMount) holds(t *testing.T, n int64) {
 	t.Helper()
-	waitFor(t, fmt.Sprintf("%d locks", n), func() bool { return m.locks.Counters.Held.Load() == n })
+	kit.Eventually(t, fmt.Sprintf("%d locks", n), func() bool { return m.locks.Counters.Held.Load() == n })
 }
 
 // waits waits until a request of the mount waits for a lock of another client.
 func (m *lockMount) waits(t *testing.T) {
 	t.Helper()
-	waitFor(t, "a waiting request", func() bool { return m.locks.Counters.Pending.Load() == 1 })
+	kit.Eventually(t, "a waiting request", func() bool { return m.locks.Counters.Pending.Load() == 1 })
 }
 
 func testLocks(t *testing.T, b bench) {
@@ -171,14 +171,14 @@ func testLockReclaim(t *testing.T, b bench, m, other *lockMount) {
 	if _, err := m.f.WriteAt(data, 0); err != nil {
 		t.Fatal(err)
 	}
-	waitFor(t, "the data to arrive", func() bool { return m.fs.Counters.SentBytes.Load()-sent >= uint64(len(data)) })
+	kit.Eventually(t, "the data to arrive", func() bool { return m.fs.Counters.SentBytes.Load()-sent >= uint64(len(data)) })
 	// The test process must not start another QEMU: the new process would close its copy of m.f,
 	// and closing needs the server.
 	b.cutPower(t, func() {})
 	if err := m.f.Sync(); err != nil {
 		t.Errorf("fsync with a lock: %v", err)
 	}
-	waitFor(t, "a reclaimed lock", func() bool { return m.locks.Counters.Reclaimed.Load() > 0 })
+	kit.Eventually(t, "a reclaimed lock", func() bool { return m.locks.Counters.Reclaimed.Load() > 0 })
 	other.fcntl(t, unix.F_RDLCK, 5, 1, unix.EAGAIN) // waits until the grace period ends
 	other.fcntl(t, unix.F_RDLCK, 10, 1, nil)
 	m.fcntl(t, unix.F_UNLCK, 0, 0, nil)

@@ -10,13 +10,13 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/nfsacl"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 

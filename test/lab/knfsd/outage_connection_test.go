@@ -15,6 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/faults"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -118,7 +119,7 @@ func testRestart(t *testing.T, b bench) {
 	b = b.ownServer(lab.Options{}) // the same can happen after the cases that cut connections
 	m := b.mount(t, shortWaits)
 	b.MustRun("rpc.nfsd 0")
-	waitFor(t, "the loss of the connection to be noticed",
+	kit.Eventually(t, "the loss of the connection to be noticed",
 		func() bool { return m.tr.Stats().State != xprt.StateConnected })
 	w := startWork(t, m, 2)
 	w.await(func() bool { return m.tr.Stats().ConnectFailures > 1 })

@@ -14,6 +14,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // These cases stop the server during two concurrent copies, one in each direction, and restart it.
@@ -55,7 +56,7 @@ var (
 				o.resume(t)
 				o.awaitDisconnect(t)
 				// The forwarder holds this connect until the network is restored.
-				waitFor(t, "a connect to time out", func() bool { return o.m.tr.Stats().ConnectFailures > 0 })
+				kit.Eventually(t, "a connect to time out", func() bool { return o.m.tr.Stats().ConnectFailures > 0 })
 			})
 		})
 )
@@ -117,23 +118,13 @@ func (o *outage) resume(t *testing.T) {
 // still run.
 func (o *outage) awaitDisconnect(t *testing.T) {
 	t.Helper()
-	waitFor(t, "the transport to disconnect",
+	kit.Eventually(t, "the transport to disconnect",
 		func() bool { return o.m.tr.Stats().State != xprt.StateConnected })
 	for name, done := range map[string]chan struct{}{"in": o.inDone, "out": o.outDone} {
 		select {
 		case <-done:
 			t.Errorf("copy %s ended during the outage", name)
 		default:
-		}
-	}
-}
-
-// waitFor waits for a condition.
-func waitFor(t *testing.T, what string, happened func() bool) {
-	t.Helper()
-	for end := time.Now().Add(waitTimeout); !happened(); time.Sleep(20 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("waited %v without success for %s", waitTimeout, what)
 		}
 	}
 }
@@ -174,7 +165,7 @@ func testOutage(t *testing.T, b bench, restarted bool, strike func(*testing.T, *
 		t.Fatal(err)
 	}
 	// The server has received this data, and no COMMIT has requested it on disk.
-	waitFor(t, "the first half to arrive", func() bool { return m.fs.Counters.SentBytes.Load() >= outageBefore })
+	kit.Eventually(t, "the first half to arrive", func() bool { return m.fs.Counters.SentBytes.Load() >= outageBefore })
 	if n := m.fs.Counters.Commits.Load(); n != 0 {
 		t.Errorf("got %d COMMITs before the outage, want none", n)
 	}

@@ -8,11 +8,11 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/rdmacore"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -251,3 +251,28 @@ func (b bench) scaled(n, inGuest int) int {
 
 // String returns the setup's name in messages.
 func (s setup) String() string { return fmt.Sprintf("%s with %s", s.serverName(), s.name) }
+
+// An inapplicableCase does not apply to some setups.
+type inapplicableCase struct {
+	name             string
+	provider, device string // "" is any
+	why              string
+}
+
+var inapplicableCases = []inapplicableCase{
+	{"crc", rdmacore.Name, "", "the device decides on CRCs: siw has a module parameter, RoCE always has a CRC"},
+	{"split", rdmacore.Name, "", "the case is about MPA's CRC, and RDMA devices do not connect through a TCP relay"},
+	{"remote invalidation", rdmacore.Name, "",
+		"neither soft device can offer it to a peer; \"local invalidation\" replaces it"},
+	{"local invalidation", softiwarpName, "", "softiwarp offers remote invalidation"},
+}
+
+// skipReason returns why a case does not apply to a setup, or "" if it applies.
+func (s setup) skipReason(name string) string {
+	for _, c := range inapplicableCases {
+		if c.name == name && (c.provider == "" || c.provider == s.name) && (c.device == "" || c.device == s.device) {
+			return c.why
+		}
+	}
+	return ""
+}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/memreg"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -71,7 +72,7 @@ func testSignals(t *testing.T, b bench) {
 			t.Error(err)
 		}
 	}
-	waitFor(t, "all calls to end", func() bool { return len(m.tr.Calls()) == 0 })
+	kit.Eventually(t, "all calls to end", func() bool { return len(m.tr.Calls()) == 0 })
 	s := m.tr.Stats()
 	var states uint64
 	for _, n := range s.MRStates {
@@ -100,7 +101,7 @@ func endInCall(t *testing.T, m *mount, sig syscall.Signal, script, file string, 
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
-	waitFor(t, "the call to be in flight", inFlight)
+	kit.Eventually(t, "the call to be in flight", inFlight)
 	time.Sleep(100 * time.Millisecond) // let the transfer begin
 	begin := time.Now()
 	cmd.Process.Signal(sig)

@@ -12,9 +12,9 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/hostile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 	"github.com/nfsrdmad/nfsrdmad/pkg/xprt"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/hostile"
 )
 
 const (

@@ -49,7 +49,7 @@ func TestPackage(t *testing.T) {
 	}
 	lab.BuildPure(t, "build", "-o", filepath.Join(share, "server"), module+"cmd/nfsrdmad")
 	unit := strings.ReplaceAll(serverUnit, "/usr/sbin/nfsrdmad", "/usr/local/sbin/server")
-	must(t, errors.Join(os.WriteFile(filepath.Join(share, "server.service"), []byte(unit), 0o644),
+	kit.Must(t, errors.Join(os.WriteFile(filepath.Join(share, "server.service"), []byte(unit), 0o644),
 		os.WriteFile(filepath.Join(share, "writer"), []byte(writer), 0o755)))
 	g := boot(t, share)
 	g.must(packageSetup)

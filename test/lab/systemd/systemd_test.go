@@ -61,9 +61,9 @@ func start(t *testing.T) *guest {
 	for name, from := range map[string]string{"nfsrdmad.service": "deploy/systemd/nfsrdmad.service",
 		"nfsrdmad.toml": "configs/nfsrdmad.toml"} {
 		b, err := os.ReadFile(filepath.Join(root, from))
-		must(t, errors.Join(err, os.WriteFile(filepath.Join(share, name), b, 0o644)))
+		kit.Must(t, errors.Join(err, os.WriteFile(filepath.Join(share, name), b, 0o644)))
 	}
-	must(t, os.WriteFile(filepath.Join(share, "server.service"), []byte(serverUnit), 0o644))
+	kit.Must(t, os.WriteFile(filepath.Join(share, "server.service"), []byte(serverUnit), 0o644))
 	g := boot(t, share)
 	g.must(install)
 	return g
@@ -86,13 +86,6 @@ func boot(t *testing.T, share string) *guest {
 		}
 	})
 	return g
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func (g *guest) fatalf(format string, args ...any) {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/hanwen/go-fuse/v2/posixtest"
 
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -140,7 +141,7 @@ func TestPosixOnShare(t *testing.T) {
 	for _, name := range slices.Sorted(maps.Keys(posixtest.All)) {
 		t.Run(name, func(t *testing.T) {
 			sub := filepath.Join(dir, "posix-"+name)
-			must(t, os.Mkdir(sub, 0o777))
+			kit.Must(t, os.Mkdir(sub, 0o777))
 			posixtest.All[name](t, sub)
 		})
 	}

@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 

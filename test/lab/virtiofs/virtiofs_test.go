@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 	"github.com/nfsrdmad/nfsrdmad/test/lab"
 )
 
@@ -39,8 +39,8 @@ func start(t *testing.T) *guest {
 	files := mounts.OpenTempDir(t)
 	g := &guest{t: t, files: files, export: filepath.Join(files, "export"),
 		socket: filepath.Join(t.TempDir(), "share.sock")}
-	must(t, os.Mkdir(g.export, 0o777))
-	must(t, os.Chmod(g.export, 0o777))
+	kit.Must(t, os.Mkdir(g.export, 0o777))
+	kit.Must(t, os.Chmod(g.export, 0o777))
 	g.server = mounts.ServeDir(t, g.export, "--no-root-squash")
 	g.serve()
 	g.Guest = lab.Start(t, lab.Options{Provider: lab.None, HostRoot: true, Share: files, Virtiofs: g.socket})
@@ -77,13 +77,6 @@ func (g *guest) must(command string) string {
 	return out
 }
 
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // TestShare uses a share as programs do, restarts the server under it, resets the guest, and ends
 // the share.
 func TestShare(t *testing.T) {
@@ -105,7 +98,7 @@ func (g *guest) testData(t *testing.T) {
 	g.must("dd if=/tmp/data of=" + dir + "/data bs=1M conv=fsync 2>/dev/null")
 	t.Logf("write: 64 MiB in %v", time.Since(begin))
 	out, err := exec.Command("sha256sum", filepath.Join(g.export, "data")).Output()
-	must(t, err)
+	kit.Must(t, err)
 	if got := sum(string(out)); got != want {
 		t.Errorf("file on the server: got %s, want %s", got, want)
 	}
@@ -117,7 +110,7 @@ func (g *guest) testData(t *testing.T) {
 		t.Errorf("file in the guest: got %s, want %s", got, want)
 	}
 	g.must("rm /tmp/data")
-	must(t, os.WriteFile(filepath.Join(g.export, "by-server"), []byte("hello\n"), 0o644))
+	kit.Must(t, os.WriteFile(filepath.Join(g.export, "by-server"), []byte("hello\n"), 0o644))
 	if got := g.must("cat " + dir + "/by-server"); got != "hello\n" {
 		t.Errorf("file of the server: got %q", got)
 	}
@@ -163,12 +156,12 @@ func (g *guest) testRestart(t *testing.T) {
 	g.server.Restart(t, syscall.SIGKILL, func() { time.Sleep(2 * time.Second) })
 	select {
 	case err := <-done:
-		must(t, err)
+		kit.Must(t, err)
 	case <-time.After(2 * time.Minute):
 		t.Fatal("the guest does not continue after the restart of the server")
 	}
 	b, err := os.ReadFile(filepath.Join(g.export, "lines"))
-	must(t, err)
+	kit.Must(t, err)
 	if n := bytes.Count(b, []byte("\n")); n != 200 {
 		t.Errorf("lines on the server: got %d, want 200", n)
 	}
@@ -177,7 +170,7 @@ func (g *guest) testRestart(t *testing.T) {
 // testReset resets the guest while it has a file open, and mounts again.
 func (g *guest) testReset(t *testing.T) {
 	g.must("sh -c 'exec 9>" + dir + "/open; echo unsynced >&9; sleep 1000' >/dev/null 2>&1 & sleep 1")
-	must(t, g.Reset())
+	kit.Must(t, g.Reset())
 	g.mount("[ -e " + dir + "/data ]")
 }
 
@@ -199,6 +192,6 @@ func (g *guest) testEnd(t *testing.T) {
 	g.serve()
 	g.must("sleep 3; [ -d /proc/$(cat /tmp/pid) ]")
 	g.PowerOff()
-	must(t, g.Boot())
+	kit.Must(t, g.Boot())
 	g.mount("[ -e " + dir + "/last ]")
 }
