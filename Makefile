@@ -34,7 +34,7 @@ BIN     ?= bin
 # The time of the commit, for packages.
 COMMIT_TIME = $(shell git log -1 --format=%ct)
 
-.PHONY: build check demo test test-programs lab test-lab test-lab-all bench bench-go scale panels soak fuzz mutants lint \
+.PHONY: build check demo test test-programs lab test-lab test-lab-all test-lab-smoke bench bench-go scale panels soak fuzz mutants lint \
         deps install release manual reference deb rpm image clean
 
 build:
@@ -86,9 +86,15 @@ test-programs: deps
 lab:
 	test/lab/image/build.sh
 
+# One guest: mount its export over siw, copy a source tree in and out, compare.
+test-lab-smoke: deps
+	test/lab/image/build.sh 6.12
+	set -o pipefail; NFSRDMAD_LAB=1 $(GO) test -v -count 1 -exec $(CURDIR)/test/isolate -timeout 10m \
+	  -run '^TestServers$$/softiwarp$$/^main_job$$' ./test/lab/knfsd | tee /dev/stderr | grep -- '--- PASS: .*/main_job' >/dev/null
+
 # Test against stock Linux servers on the newest kernel. The log has the measured figures.
 test-lab: deps lab
-	NFSRDMAD_LAB=1 test/lab/gotest -v -p 2 -count 1 -exec $(CURDIR)/test/isolate -timeout 45m -- ./test/lab/...
+	NFSRDMAD_LAB=1 $(GO) test -v -p 2 -count 1 -exec $(CURDIR)/test/isolate -timeout 45m ./test/lab/...
 
 # Test against every kernel and device. This takes hours.
 test-lab-all: deps lab
