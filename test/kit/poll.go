@@ -17,13 +17,13 @@ func Must(tb testing.TB, err error) {
 	}
 }
 
-// Eventually waits until ok returns true. It ends the test after [Timeout], with what in the
-// message: "timeout: no what".
+// Eventually waits until ok returns true. It ends the test after [Timeout]; the message
+// names what.
 func Eventually(tb testing.TB, what string, ok func() bool) {
 	tb.Helper()
 	for end := time.Now().Add(Timeout); !ok(); time.Sleep(pollInterval) {
 		if time.Now().After(end) {
-			tb.Fatalf("timeout: no %s", what)
+			tb.Fatalf("waited %v for %s", Timeout, what)
 		}
 	}
 }

@@ -171,7 +171,7 @@ func testLockReclaim(t *testing.T, b bench, m, other *lockMount) {
 	if _, err := m.f.WriteAt(data, 0); err != nil {
 		t.Fatal(err)
 	}
-	kit.Eventually(t, "the data to arrive", func() bool { return m.fs.Counters.SentBytes.Load()-sent >= uint64(len(data)) })
+	kit.Eventually(t, "sent data", func() bool { return m.fs.Counters.SentBytes.Load()-sent >= uint64(len(data)) })
 	// The test process must not start another QEMU: the new process would close its copy of m.f,
 	// and closing needs the server.
 	b.cutPower(t, func() {})
