@@ -1,7 +1,6 @@
 package nlmd
 
 import (
-	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -131,29 +130,6 @@ func TestRestartedClientHasNoLocks(t *testing.T) {
 	}
 }
 
-func TestLocksOfOneClientAreLimited(t *testing.T) {
-	s := newServer("", 0)
-	denied := 0
-	for i := range uint64(64) {
-		a := nlm.Args{Region: region("a", 1, 0, 0)}
-		a.Region.FH = fmt.Appendf(nil, "file %d", i)
-		for j := range uint64(maxClientLocks / 32) {
-			a.Region.SetRange(2*j, 2*j)
-			if res := call(t, s, one, nlm.ProcLock, a); res.Stat == nlm.DeniedNoLocks {
-				denied++
-				break
-			}
-		}
-		if denied > 0 {
-			break
-		}
-	}
-	if denied == 0 || s.Locks() != maxClientLocks {
-		t.Errorf("locks of a client: got %d, want %d and a denied lock", s.Locks(), maxClientLocks)
-	}
-	wantStat(t, s, two, nlm.ProcLock, nlm.Args{Region: region("b", 1, 1, 1)}, nlm.Granted)
-}
-
 func FuzzServe(f *testing.F) {
 	a := nlm.Args{Exclusive: true, Region: region("a", 1, 0, 9)}
 	for _, proc := range []nlm.Proc{nlm.ProcTest, nlm.ProcLock, nlm.ProcCancel, nlm.ProcUnlock} {
@@ -176,16 +152,18 @@ func FuzzServe(f *testing.F) {
 	})
 }
 
-// TestUnlockCannotExceedLockLimit unlocks parts of locks when the client has as many locks as it
-// may have.
-func TestUnlockCannotExceedLockLimit(t *testing.T) {
+// TestLocksOfOneClientAreLimited locks, and unlocks parts of locks, when the client has as many locks
+// as it may have. Another client still gets locks.
+func TestLocksOfOneClientAreLimited(t *testing.T) {
 	s := newServer("", 0)
 	wantStat(t, s, one, nlm.ProcLock, nlm.Args{Exclusive: true, Region: region("a", 1, 0, 99)}, nlm.Granted)
 	s.locks, s.clients[one] = maxClientLocks, maxClientLocks
+	wantStat(t, s, one, nlm.ProcLock, nlm.Args{Region: region("a", 1, 200, 200)}, nlm.DeniedNoLocks)
+	wantStat(t, s, two, nlm.ProcLock, nlm.Args{Region: region("b", 1, 300, 300)}, nlm.Granted)
 	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 50, 50)}, nlm.DeniedNoLocks)
 	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 50, 99)}, nlm.Granted)
 	wantStat(t, s, one, nlm.ProcUnlock, nlm.Args{Region: region("a", 1, 0, 99)}, nlm.Granted)
-	if n := s.Locks(); n != maxClientLocks-1 {
-		t.Errorf("locks: got %d, want %d", n, maxClientLocks-1)
+	if n := s.Locks(); n != maxClientLocks {
+		t.Errorf("locks: got %d, want %d", n, maxClientLocks)
 	}
 }

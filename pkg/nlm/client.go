@@ -58,7 +58,7 @@ type Config struct {
 	State  *State
 	Logger hclog.Logger
 
-	times func(*Client) // for tests: changes the times
+	times func(*Client) // for tests: changes the times and the connections
 }
 
 // Counters count the locks of one Client. Reading them is safe at any time.

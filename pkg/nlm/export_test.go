@@ -10,21 +10,26 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 )
 
-// MaxLocks bounds the locks of one mount.
-const MaxLocks = maxLocks
+// Limits of a mount and of the journal.
+const (
+	MaxLocks        = maxLocks
+	MinJournalLines = minJournalLines
+)
 
-// Quick makes the client poll and retry within milliseconds.
-func (c *Client) Quick() {
-	c.times.silent = pollTimes{time.Millisecond, time.Millisecond}
-	c.times.grace = time.Millisecond
-	c.link.times.minBackoff, c.link.times.maxBackoff = time.Millisecond, 10*time.Millisecond
-	c.times.settle = time.Millisecond
-	c.link.times.noService = 30 * time.Millisecond
-	c.link.times.connect, c.link.times.reply = 10*time.Second, 10*time.Second
+// Quick makes a client that New returns poll and retry within milliseconds, also while it restores
+// locks. The client connects with dial, if that is not nil.
+func (c *Config) Quick(dial func(ctx context.Context, host string, port int) (net.Conn, error)) {
+	c.times = func(c *Client) {
+		c.times.silent = pollTimes{time.Millisecond, time.Millisecond}
+		c.times.grace, c.times.settle = time.Millisecond, time.Millisecond
+		c.link.times.minBackoff, c.link.times.maxBackoff = time.Millisecond, 10*time.Millisecond
+		c.link.times.noService = 30 * time.Millisecond
+		c.link.times.connect, c.link.times.reply = time.Minute, time.Minute
+		if dial != nil {
+			c.link.dial = dial
+		}
+	}
 }
-
-// Quick makes a client that New returns quick, also while it restores locks.
-func (c *Config) Quick() { c.times = (*Client).Quick }
 
 // WaitRestored returns when the restored locks are reclaimed and the requests of the earlier
 // process are settled.
@@ -48,6 +53,9 @@ func (c *Client) Identity(id Owner) (svid uint32, oh []byte) {
 	}
 	return 0, nil
 }
+
+// OnStep makes the State call f after each change of the records of ranges.
+func (s *State) OnStep(f func()) { s.step = f }
 
 // Records returns the number of records of the State: owners, ranges, and those of requests.
 func (s *State) Records() (owners, ranges, requests int) {

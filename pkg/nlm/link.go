@@ -61,10 +61,13 @@ type link struct {
 	watchers sync.WaitGroup // one goroutine for each connection and each call
 
 	lost func(error) // called after each lost connection
+	// dial is mountd.DialReserved. Tests change it.
+	dial func(ctx context.Context, host string, port int) (net.Conn, error)
 }
 
 func newLink(cfg *Config, lost func(error)) *link {
-	l := &link{cfg: cfg, times: defaultLinkTimes, dialing: make(chan struct{}, 1), lost: lost}
+	l := &link{cfg: cfg, times: defaultLinkTimes, dialing: make(chan struct{}, 1), lost: lost,
+		dial: mountd.DialReserved}
 	l.dialing <- struct{}{}
 	return l
 }
@@ -319,7 +322,7 @@ func (l *link) openMapped(ctx context.Context) (*rpctcp.Client, error) {
 func (l *link) open(ctx context.Context, port int) (*rpctcp.Client, error) {
 	at := net.JoinHostPort(l.cfg.Host, strconv.Itoa(port))
 	// Linux servers require a reserved source port unless the export is insecure.
-	tcp, err := mountd.DialReserved(ctx, l.cfg.Host, port)
+	tcp, err := l.dial(ctx, l.cfg.Host, port)
 	if err != nil {
 		err = fmt.Errorf("connect %s: %w", at, err)
 		if errors.Is(err, syscall.ECONNREFUSED) && !l.wasConnected() {
