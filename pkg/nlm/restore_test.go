@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"path/filepath"
 	"slices"
 	"syscall"
 	"testing"
@@ -13,6 +14,7 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/internal/slotfile"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
+	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
@@ -371,4 +373,150 @@ func TestRefusedRequestsLeaveNoRecord(t *testing.T) {
 	c2 := k2.client(func(cfg *nlm.Config) { cfg.Port = int(kit.ClosedPort(t).Port()) })
 	wantLock(t, c2, exclusive(alice, 0, 0), syscall.ENOLCK)
 	k2.wantRecords(0, 0)
+}
+
+// TestUnsettledRequestKeepsIdentity interrupts a LOCK while the lock service is missing, in this
+// process or before the next one. The server releases the lock when the service is back. A later
+// lock of the owner has the identity that its record has.
+func TestUnsettledRequestKeepsIdentity(t *testing.T) {
+	for _, restart := range []bool{false, true} {
+		bubble(t, func(t *testing.T, s *lockServer) {
+			k := newKeptFile(t, s, nlm.StateTables())
+			c := k.client(nil)
+			executed, proceed := s.hold(nlm.ProcLock, true)
+			result, cancel := goLock(t, c, exclusive(alice, 0, 9), false)
+			<-executed
+			if restart {
+				c.Detach()
+			}
+			s.setAnswer(func(c *call) reply {
+				if c.proc == nlm.ProcNull {
+					return pass
+				}
+				return c.accepted(sunrpc.ProgUnavail)
+			})
+			cancel()
+			wantResult(t, result, syscall.EINTR)
+			proceed()
+			if restart {
+				c = k.restart(c, nil)
+				c.WaitRestored()
+			}
+			time.Sleep(time.Second)
+			s.setAnswer(nil)
+			mustLock(t, c, exclusive(alice, 20, 29))
+			kit.Eventually(t, "release", func() bool {
+				_, _, requests := k.state.Records()
+				return requests == 0 && s.locks() == 1
+			})
+			svid, oh := c.Identity(alice)
+			c = k.restart(c, nil)
+			c.WaitRestored()
+			wantTable(t, c, exclusive(alice, 20, 29))
+			if gotSVID, gotOH := c.Identity(alice); gotSVID != svid || !bytes.Equal(gotOH, oh) {
+				t.Errorf("identity of alice: got %d %x, want %d %x", gotSVID, gotOH, svid, oh)
+			}
+		})
+	}
+}
+
+// TestUnlockOfLostLockReachesServer loses a lock that the server still has.
+func TestUnlockOfLostLockReachesServer(t *testing.T) {
+	for _, closes := range []bool{false, true} {
+		s := startLockServer(t)
+		k := newKeptFile(t, s, nlm.StateTables())
+		c := k.client(nil)
+		mustLock(t, c, exclusive(alice, 0, 9))
+		s.setAnswer(func(c *call) reply {
+			if c.proc != nlm.ProcLock {
+				return pass
+			}
+			return c.stat(nlm.DeniedNoLocks)
+		})
+		c.Restarted("test")
+		kit.Eventually(t, "lost lock", func() bool { return c.Lost(fh, alice) })
+		s.setAnswer(nil)
+		if closes {
+			c.Close()
+		} else {
+			mustUnlock(t, c, alice, 0, whole)
+		}
+		if n := s.locks(); n != 0 {
+			t.Errorf("locks at the server: got %d, want none", n)
+		}
+		k.wantRecords(0, 0)
+	}
+}
+
+// TestJournalKeepsRestoredLocks restarts a daemon with two mounts, of which one is not restored,
+// while an UNLOCK of the other one is in flight.
+func TestJournalKeepsRestoredLocks(t *testing.T) {
+	s := startLockServer(t)
+	dir := t.TempDir()
+	k := newKeptFile(t, s, nlm.StateTables())
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
+	service.Restored()
+	use := func(cfg *nlm.Config) { cfg.Service = service }
+	c, gone := k.client(use), s.client(use)
+	mustLock(t, gone, exclusive(bob, 500, 509))
+	mustLock(t, c, exclusive(alice, 0, 9))
+	mustLock(t, c, exclusive(bob, 20, 29))
+	before := journalOf(t, dir)
+	k.interrupt(c, nlm.ProcUnlock, func(ctx context.Context) error {
+		return c.Unlock(ctx, cred, fh, bob, 0, whole)
+	})
+	gone.Detach()
+	service.Close()
+	if after := journalOf(t, dir); !bytes.Equal(after, before) {
+		t.Errorf("journal: got\n%s\nwant\n%s", after, before)
+	}
+
+	service = nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
+	c = k.restart(c, use)
+	c.WaitRestored()
+	wantTable(t, c, exclusive(alice, 0, 9))
+	if n := s.locks(); n != 2 { // those of alice and of the other mount
+		t.Errorf("locks before Restored: got %d, want 2", n)
+	}
+	service.Restored()
+	kit.Eventually(t, "release", func() bool { return s.locks() == 1 })
+	wantLock(t, s.client(nil), shared(bob, 0, 0), syscall.EAGAIN)
+	release(t, c, alice)
+	kit.Eventually(t, "three released owners in the journal", func() bool {
+		return bytes.Count(journalOf(t, dir), []byte(released)) == 3
+	})
+	c.Detach()
+	service.Close()
+	if _, err := os.Stat(filepath.Join(dir, "held-locks")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("journal: got error %v, want %v", err, os.ErrNotExist)
+	}
+}
+
+// TestOwnerOfJournalOnlyIsReleased has a journal with an owner of the restored client that the
+// State does not have. The client itself releases it: the program may lock the file again at any
+// time.
+func TestOwnerOfJournalOnlyIsReleased(t *testing.T) {
+	s := startLockServer(t)
+	dir := t.TempDir()
+	k := newKeptFile(t, s, nlm.StateTables())
+	service := nlm.NewService(nlm.ServiceConfig{StateDir: dir})
+	use := func(cfg *nlm.Config) { cfg.Service = service }
+	c := k.client(use)
+	mustLock(t, c, exclusive(alice, 0, 9))
+	held := journalOf(t, dir)
+	mustUnlock(t, c, alice, 0, 9)
+	c.Detach()
+	service.Close()
+	kit.Must(t, os.WriteFile(filepath.Join(dir, "held-locks"), held, 0o600))
+	service = nlm.NewService(nlm.ServiceConfig{StateDir: dir, Restore: true})
+	t.Cleanup(service.Close)
+	unlocks := s.count(nlm.ProcUnlock)
+	c = k.restart(c, use)
+	c.WaitRestored()
+	if n := s.count(nlm.ProcUnlock) - unlocks; n != 1 {
+		t.Errorf("calls of UNLOCK: got %d, want 1", n)
+	}
+	if b := journalOf(t, dir); !bytes.Contains(b, []byte(released)) {
+		t.Errorf("journal: got %s", b)
+	}
 }
