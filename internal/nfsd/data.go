@@ -48,6 +48,7 @@ func (c *call) read() error {
 		if n, err = c.readData(fd, data, int64(c.args.Offset)); err != nil {
 			return err
 		}
+		c.between("")
 	}
 	var st unix.Stat_t
 	if err := c.obj.stat(&st); err != nil {

@@ -7,7 +7,6 @@ import (
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -100,15 +99,8 @@ func TestChangesAreSynced(t *testing.T) {
 	}
 }
 
-func TestVerifierChangesWithEachStart(t *testing.T) {
-	c := start(t, nil)
-	other := start(t, nil)
-	if a, b := c.s.writeVerifier(), other.s.writeVerifier(); a == b {
-		t.Errorf("got verifier %x twice", a)
-	}
-}
-
-// A failed fsync is an error for its call, and a new verifier for every client.
+// A failed fsync is an error for its call, and a new verifier for every client. Each start of a
+// server has another verifier.
 func TestFailedSyncChangesVerifier(t *testing.T) {
 	var log syncLog
 	c := start(t, func(cfg *Config) { cfg.fsync = log.fsync })
@@ -116,6 +108,9 @@ func TestFailedSyncChangesVerifier(t *testing.T) {
 	first := c.write(root, one, "data").Verf
 	if again := c.write(root, two, "data").Verf; again != first {
 		t.Errorf("got verifiers %x and %x, want one", first, again)
+	}
+	if other := start(t, nil).s.writeVerifier(); other == first {
+		t.Errorf("another server: got verifier %x, too", other)
 	}
 	write := func() error {
 		return c.Write(c.Ctx, root, two, 0, []byte("x"), nfs3.FileSync, new(nfs3.WriteResult))
@@ -236,16 +231,12 @@ func TestCommitDuringClose(t *testing.T) {
 	done := make(chan error, 1)
 	var res nfs3.CommitResult
 	go func() { done <- c.Commit(c.Ctx, root, fh, 0, 0, &res) }()
-	select {
-	case err := <-done:
-		t.Errorf("COMMIT before the end of the fsync: got %v and verifier %x (WRITE: %x), want it to wait", err,
-			res.Verf, before)
-		close(fail)
-	case <-time.After(200 * time.Millisecond):
-		close(fail)
-		if err := <-done; err == nil && res.Verf == before {
-			t.Errorf("verifier of COMMIT: got %x again, want another one", before)
-		}
+	for range 100 { // time for a COMMIT that does not wait
+		c.getattr(c.Root)
+	}
+	close(fail)
+	if err := <-done; err == nil && res.Verf == before {
+		t.Errorf("verifier of COMMIT: got %x again, want another one", before)
 	}
 	sweeper.Wait()
 }

@@ -49,15 +49,6 @@ func TestRootIsSquashed(t *testing.T) {
 	}
 }
 
-func TestRootIsNotSquashedOnRequest(t *testing.T) {
-	kit.NeedsRoot(t)
-	c := start(t, nil)
-	c.MustCreate(root, c.Root, "f", 0o600)
-	if st := c.stat("f"); st.Uid != 0 || st.Gid != 0 {
-		t.Errorf("got file of %d:%d, want 0:0", st.Uid, st.Gid)
-	}
-}
-
 // A caller whose identity the kernel does not take gets an error, and nothing runs as root.
 func TestIdentityThatCannotBeTaken(t *testing.T) {
 	kit.NeedsRoot(t)
@@ -261,24 +252,17 @@ func threadStatus(t *testing.T, name string) (s taskStatus) {
 }
 
 // In a user namespace that maps root alone, calls of root run and calls of others are refused. The
-// kernel does not open files by handle there.
+// kernel does not open files by handle there. A server that is not root does everything as its own
+// user.
 func TestUserNamespace(t *testing.T) {
 	kit.NeedsRoot(t)
-	dir := t.TempDir()
-	runInNamespace(t, dir, 0)
-	if _, err := os.Lstat(filepath.Join(dir, "export", "mine")); err != nil {
-		t.Errorf("the file of root is missing: %v", err)
-	}
-}
-
-// A server that is not root serves, and does everything as its own user.
-func TestServerWithoutRoot(t *testing.T) {
-	kit.NeedsRoot(t)
-	dir := t.TempDir()
-	runInNamespace(t, dir, 1000)
-	for _, name := range []string{"mine", "theirs"} {
-		if _, err := os.Lstat(filepath.Join(dir, "export", name)); err != nil {
-			t.Error(err)
+	for uid, want := range map[int][]string{0: {"mine"}, 1000: {"mine", "theirs"}} {
+		dir := t.TempDir()
+		runInNamespace(t, dir, uid)
+		for _, name := range want {
+			if _, err := os.Lstat(filepath.Join(dir, "export", name)); err != nil {
+				t.Errorf("server of uid %d: %v", uid, err)
+			}
 		}
 	}
 }
@@ -358,39 +342,20 @@ func TestTruncateByAnotherUser(t *testing.T) {
 	}
 }
 
-// Some file systems keep times in seconds. Two changes within one second then have one ctime.
+// Some file systems keep times in seconds. Two changes within one second then have one ctime, and
+// permissions must not be cached until the next one.
 func TestPermissionsWithCoarseTimes(t *testing.T) {
-	kit.NeedsRoot(t)
-	kit.NeedsPrograms(t, "mkfs.ext4")
-	img, dir := filepath.Join(t.TempDir(), "img"), t.TempDir()
-	f, err := os.Create(img)
-	if err != nil {
-		t.Fatal(err)
+	for _, tt := range []struct {
+		nsec int64
+		age  time.Duration
+		want bool
+	}{
+		{0, 999 * time.Millisecond, false}, {0, 2 * time.Second, false}, {0, 3 * time.Second, true},
+		{1, 10 * time.Millisecond, false}, {1, 200 * time.Millisecond, true},
+	} {
+		ctime := unix.Timespec{Sec: 1000, Nsec: tt.nsec}
+		if got := permSettled(ctime, time.Unix(ctime.Unix()).Add(tt.age)); got != tt.want {
+			t.Errorf("ctime with %d ns, after %v: got settled %v, want %v", tt.nsec, tt.age, got, tt.want)
+		}
 	}
-	_ = f.Truncate(16 << 20)
-	f.Close()
-	if out, err := exec.Command("mkfs.ext4", "-q", "-F", "-I", "128", img).CombinedOutput(); err != nil {
-		t.Fatalf("mkfs.ext4: %v: %s", err, out)
-	}
-	if out, err := exec.Command("mount", "-o", "loop", img, dir).CombinedOutput(); err != nil {
-		t.Fatalf("mount: %v: %s; this test needs a loop device", err, out)
-	}
-	t.Cleanup(func() { _ = exec.Command("umount", dir).Run() })
-	c := start(t, func(cfg *Config) { cfg.Dir = dir })
-	fh := c.MustCreate(root, c.Root, "f", 0o660)
-	acl := func(uid uint32) {
-		m := nfsacl.FromMode(0o600)
-		list := nfsacl.ACL{m[0], {Tag: nfsacl.TagUser, Perm: 6, ID: uid}, m[1],
-			{Tag: nfsacl.TagMask, Perm: 6, ID: nfsacl.UndefinedID}, m[2]}
-		c.OK(unix.Setxattr(c.path("f"), "system.posix_acl_access", list.AppendXattr(nil), 0))
-	}
-	now := time.Now()
-	time.Sleep(now.Truncate(time.Second).Add(time.Second + 50*time.Millisecond).Sub(now))
-	acl(1000)
-	for time.Since(now.Truncate(time.Second).Add(time.Second)) < 400*time.Millisecond {
-		c.read(user, fh)
-		time.Sleep(10 * time.Millisecond)
-	}
-	acl(1001)
-	c.Want(c.Read(c.Ctx, user, fh, 0, make([]byte, 8), new(nfs3.ReadResult)), unix.EACCES)
 }

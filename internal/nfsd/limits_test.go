@@ -66,6 +66,7 @@ func TestAllow(t *testing.T) {
 	c := start(t, func(cfg *Config) {
 		cfg.Allow = []netip.Prefix{netip.MustParsePrefix("192.0.2.0/25"), netip.MustParsePrefix("fe80::/64")}
 	})
+	fh := c.MustCreate(root, c.Root, "f", 0o666)
 	for addr, want := range map[string]bool{"192.0.2.1": true, "192.0.2.128": false, "::ffff:192.0.2.2": true,
 		"127.0.0.1": false, "fe80::1%eth0": true, "2001:db8::1": false} {
 		from := netip.AddrPortFrom(netip.MustParseAddr(addr), 700)
@@ -86,6 +87,15 @@ func TestAllow(t *testing.T) {
 		var denied *sunrpc.DeniedError
 		if (err == nil) != want || !want && !errors.As(err, &denied) {
 			t.Errorf("%s: GETATTR: got %v, want success %v", addr, err, want)
+		}
+		_, err = c.lock(from, root, fh)
+		if (err == nil) != want || !want && !errors.As(err, &denied) {
+			t.Errorf("%s: LOCK: got %v, want success %v", addr, err, want)
+		}
+		acl := nfsacl.NewClient(&caller{s: c.s, peer: from}, nil)
+		_, err = acl.Get(c.Ctx, root, c.Root, nfsacl.MaskAccess, new(nfs3.PostOpAttr))
+		if (err == nil) != want || !want && !errors.As(err, &denied) {
+			t.Errorf("%s: GETACL: got %v, want success %v", addr, err, want)
 		}
 	}
 }
@@ -244,7 +254,7 @@ func TestChangesAreNotAloneTogether(t *testing.T) {
 	var callers sync.WaitGroup
 	for range 4 {
 		callers.Go(func() {
-			for range 200000 {
+			for range 20000 {
 				ticket, alone := ch.begin()
 				before := value.Load()
 				value.Add(1)

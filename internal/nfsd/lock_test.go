@@ -2,7 +2,6 @@ package nfsd
 
 import (
 	"net/netip"
-	"strings"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -53,14 +52,5 @@ func TestLockNeedsAccess(t *testing.T) {
 		if got, err := c.lock(peer, tt.cred, tt.fh); err != nil || got != tt.want {
 			t.Errorf("%s: got %v, %v, want %v", tt.name, got, err, tt.want)
 		}
-	}
-}
-
-func TestLockOfOtherNetworkIsRefused(t *testing.T) {
-	c := start(t, func(cfg *Config) { cfg.Allow = []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")} })
-	fh := c.MustCreate(root, c.Root, "f", 0o666)
-	_, err := c.lock(netip.MustParseAddrPort("198.51.100.1:700"), root, fh)
-	if err == nil || !strings.Contains(err.Error(), "AUTH_TOOWEAK") {
-		t.Errorf("got %v, want AUTH_TOOWEAK", err)
 	}
 }

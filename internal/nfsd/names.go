@@ -2,6 +2,7 @@ package nfsd
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"time"
@@ -181,6 +182,7 @@ func (c *call) createName(name string, set nfs3.SetAttr) error {
 			unix.O_NONBLOCK|unix.O_CLOEXEC, mode)
 		return err
 	})
+	c.between(name)
 	switch {
 	case err == unix.EEXIST && c.args.Create != nfs3.Guarded:
 		return c.createExisting(name)
@@ -349,9 +351,7 @@ func (c *call) make(set nfs3.SetAttr, kind, made uint32, f func(name string) err
 	if err := c.asCaller(func() error { return f(name) }); err != nil {
 		return err
 	}
-	if c.cfg.made != nil {
-		c.cfg.made(name)
-	}
+	c.between(name)
 	o, err := c.newObject(name)
 	if err != nil {
 		return err
@@ -370,6 +370,13 @@ func (c *call) make(set nfs3.SetAttr, kind, made uint32, f func(name string) err
 		return err
 	}
 	return c.created(o, true)
+}
+
+// between runs the hook of a test.
+func (c *call) between(name string) {
+	if c.cfg.between != nil {
+		c.cfg.between(name)
+	}
 }
 
 // newAge is the largest age of an object that checkNew accepts.
@@ -396,7 +403,7 @@ func (c *call) checkNew(o *object, kind uint32) error {
 	changed := time.Unix(st.Ctim.Unix())
 	born, known := o.birthTime()
 	switch {
-	case o.kind != kind, st.Uid != owner && st.Uid != dir.Uid, known && changed.Sub(born) > newAge:
+	case o.kind != kind, st.Uid != owner && st.Uid != dir.Uid, known && changed.Sub(born) > cmp.Or(c.cfg.newAge, newAge):
 		c.log.Warn("new object refused: another process has replaced it", "type", kind, "inode", o.key.ino,
 			"directory_inode", c.obj.key.ino)
 		return unix.ENOENT

@@ -5,47 +5,40 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"golang.org/x/sys/unix"
 )
 
-// The descriptor of a created file belongs to the created file, also when its name is replaced at
-// the same time.
-func TestCreateWhileNameIsReplaced(t *testing.T) {
-	c := start(t, nil)
-	var stop atomic.Bool
-	var renamer sync.WaitGroup
-	defer renamer.Wait()
-	defer stop.Store(true)
-	renamer.Go(func() {
-		for !stop.Load() {
-			if os.WriteFile(c.path("g"), nil, 0o644) == nil {
-				_ = os.Rename(c.path("g"), c.path("f"))
-			}
-		}
-	})
-	for range 3000 {
-		_ = os.Remove(c.path("f"))
-		var res nfs3.CreateResult
-		if c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res) != nil {
-			continue
-		}
-		o := c.s.objects.get(&res.FH)
-		if o == nil {
-			continue
-		}
+// The handle of a created file belongs to the created file, also when its name is replaced at the
+// same time. CREATE of a file that others remove at the same time never says that there is no file.
+func TestCreateWhileNameChanges(t *testing.T) {
+	disturb := func(string) {}
+	c := start(t, func(cfg *Config) { cfg.between = func(name string) { disturb(name) } })
+	var ino uint64
+	disturb = func(name string) {
+		ino = c.stat(name).Ino
+		c.OK(os.Rename(c.path(name), c.path("moved")))
+		c.OK(os.WriteFile(c.path(name), nil, 0o644))
+	}
+	var res nfs3.CreateResult
+	c.OK(c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{Mode: nfs3.Guarded}, &res))
+	if o := c.s.objects.get(&res.FH); o == nil || o.key.ino != ino {
+		t.Errorf("object of the created file: got %+v, want inode %d", o, ino)
+	} else {
 		var st unix.Stat_t
-		if o.open.rw >= 0 && unix.Fstat(o.open.rw, &st) == nil && st.Ino != o.key.ino {
-			t.Errorf("inode of the descriptor: got %d, want %d", st.Ino, o.key.ino)
+		c.OK(unix.Fstat(o.open.rw, &st))
+		if st.Ino != ino {
+			t.Errorf("inode of the descriptor: got %d, want %d", st.Ino, ino)
 		}
 		c.s.objects.release(o)
-		if t.Failed() {
-			return
-		}
 	}
+	disturb = func(name string) {
+		disturb = func(string) {}
+		c.OK(os.Remove(c.path(name)))
+	}
+	c.OK(c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{Mode: nfs3.Unchecked}, &res))
 }
 
 // A client repeats a call that ends with NFS3ERR_JUKEBOX forever.
@@ -83,45 +76,18 @@ func TestCreateTruncatesDuringWrite(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	for c.stat("f").Size != 4 {
-		time.Sleep(time.Millisecond)
-	}
+	kit.Eventually(t, "data", func() bool { return c.stat("f").Size == 4 })
 	calls.Go(func() {
 		how := nfs3.CreateHow{Mode: nfs3.Unchecked, Attr: nfs3.SetAttr{HasSize: true}}
 		if err := c.Create(c.Ctx, root, c.Root, "f", &how, new(nfs3.CreateResult)); err != nil {
 			t.Error(err)
 		}
 	})
-	for c.stat("f").Size != 0 {
-		time.Sleep(time.Millisecond)
-	}
+	kit.Eventually(t, "truncation", func() bool { return c.stat("f").Size == 0 })
 	block.Store(nil)
 	close(ch)
 	calls.Wait()
 	if w.Wcc.HasBefore {
 		t.Errorf("attributes before WRITE: got size %d, want none", w.Wcc.Before.Size)
-	}
-}
-
-// CREATE of a file that others create and remove at the same time never says that there is no file.
-func TestCreateWhileFileIsRemoved(t *testing.T) {
-	c := start(t, nil)
-	var stop atomic.Bool
-	var other sync.WaitGroup
-	defer other.Wait()
-	defer stop.Store(true)
-	other.Go(func() {
-		for !stop.Load() {
-			if f, err := os.Create(c.path("f")); err == nil {
-				f.Close()
-			}
-			_ = os.Remove(c.path("f"))
-		}
-	})
-	for range 20000 {
-		err := c.Create(c.Ctx, root, c.Root, "f", &nfs3.CreateHow{Mode: nfs3.Unchecked}, new(nfs3.CreateResult))
-		if nfs3.Errno(err) == unix.ENOENT {
-			t.Fatalf("CREATE: got %v, want success", err)
-		}
 	}
 }

@@ -459,18 +459,23 @@ func (o *object) permissions(id *identity, who *cred, st *unix.Stat_t) (bits uin
 	if err != nil {
 		return 0, nil, err
 	}
-	// The clock of ctime is coarse: another change may get the same time.
-	settle := permSettle
-	if st.Ctim.Nsec == 0 {
-		settle = permSettleCoarse
-	}
-	if time.Since(time.Unix(st.Ctim.Unix())) > settle {
+	if permSettled(st.Ctim, time.Now()) {
 		o.perms.Lock()
 		o.perms.list[o.perms.next] = e
 		o.perms.next = (o.perms.next + 1) % permSlots
 		o.perms.Unlock()
 	}
 	return e.bits &^ permKnown, e.noWrite, nil
+}
+
+// permSettled reports whether a change that comes after now gets another ctime: the clock of ctime
+// is coarse.
+func permSettled(ctime unix.Timespec, now time.Time) bool {
+	settle := permSettle
+	if ctime.Nsec == 0 {
+		settle = permSettleCoarse
+	}
+	return now.Sub(time.Unix(ctime.Unix())) > settle
 }
 
 // permKnown marks a permEntry in use.

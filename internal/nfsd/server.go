@@ -57,7 +57,10 @@ type Config struct {
 	// For tests.
 	byInode bool               // never open files by handle
 	fsync   func(fd int) error // nil means fsync(2)
-	made    func(name string)  // if not nil, runs when make has made an entry
+	newAge  time.Duration      // 0 means newAge
+	// between, if not nil, runs where another process can interfere: after a call has made or found
+	// the entry name, and after READ has read data (name is empty).
+	between func(name string)
 }
 
 // A Server executes the calls of NFS version 3, MOUNT version 3 and the port mapper version 2 for
