@@ -64,19 +64,19 @@ type differentialMode struct {
 
 var differentialModes = []differentialMode{
 	{"one mount", 1, "ac,dev", differential.Stream{Processes: 3, Users: 3, Expressible: true,
-		Without: []string{"flock"}}, 3, 200},
+		Without: []string{"flock"}}, 2, 100},
 	{"two mounts without caches", 2, "noac,lookupcache=none", differential.Stream{Processes: 4, Users: 3,
-		Expressible: true, Without: withoutFlock}, 2, 200},
+		Expressible: true, Without: withoutFlock}, 1, 150},
 	{"two mounts with flock", 2, "noac,lookupcache=none", differential.Stream{Processes: 4, Users: 3,
-		Expressible: true, Without: withoutRanges}, 1, 200},
+		Expressible: true, Without: withoutRanges}, 1, 100},
 	{"two mounts with caches", 2, "ac", differential.Stream{Processes: 4, Users: 1, Expressible: true, Sessions: true,
-		Without: append([]string{"flock"}, ranges...)}, 2, 200},
+		Without: append([]string{"flock"}, ranges...)}, 1, 150},
 }
 
 // TestDifferentialKnown checks that the known differences still exist, and that their operations
 // show no others.
 func TestDifferentialKnown(t *testing.T) {
-	if !inOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	m := differentialModes[0]
@@ -101,7 +101,7 @@ func TestDifferentialKnown(t *testing.T) {
 // TestDifferential runs random operations of several processes and users on a local directory and
 // on mounts of a directory of the same file system, and compares them.
 func TestDifferential(t *testing.T) {
-	if !inOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	for _, m := range differentialModes {

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -45,21 +44,15 @@ func newPowerDisk(t *testing.T) *powerDisk {
 	t.Helper()
 	kit.NeedsPrograms(t, "mkfs.ext4", "losetup")
 	image := filepath.Join(t.TempDir(), "disk")
-	if err := os.WriteFile(image, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Truncate(image, 64<<20); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.WriteFile(image, nil, 0o600))
+	kit.Must(t, os.Truncate(image, 64<<20))
 	run(t, "", "mkfs.ext4", "-q", image)
 	d := &powerDisk{dir: mounts.OpenTempDir(t)}
 	d.device = strings.TrimSpace(run(t, "", "losetup", "--find", "--show", image))
 	t.Cleanup(func() { run(t, "", "losetup", "--detach", d.device) })
 	d.mount(t)
 	t.Cleanup(func() { d.unmount(t) })
-	if err := os.Chmod(d.dir, 0o777); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.Chmod(d.dir, 0o777))
 	return d
 }
 
@@ -67,24 +60,18 @@ func newPowerDisk(t *testing.T) *powerDisk {
 // power failure loses everything else.
 func (d *powerDisk) mount(t *testing.T) {
 	t.Helper()
-	if err := unix.Mount(d.device, d.dir, "ext4", 0, "commit=600"); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, unix.Mount(d.device, d.dir, "ext4", 0, "commit=600"))
 }
 
 // unmount waits until every mount of the file system has ended, also in other namespaces.
 func (d *powerDisk) unmount(t *testing.T) {
 	t.Helper()
 	active := filepath.Join("/sys/fs/ext4", filepath.Base(d.device))
-	for deadline := time.Now().Add(mounts.ProcessTimeout); ; time.Sleep(5 * time.Millisecond) {
-		err := unix.Unmount(d.dir, 0)
-		if _, statErr := os.Stat(active); errors.Is(statErr, os.ErrNotExist) {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("unmount %s: still in use: %v", d.dir, err)
-		}
-	}
+	kit.Eventually(t, "end of all mounts of "+d.dir, func() bool {
+		_ = unix.Unmount(d.dir, 0)
+		_, err := os.Stat(active)
+		return errors.Is(err, os.ErrNotExist)
+	})
 }
 
 // fail loses everything that is not stable, as a power failure does. No process may use the disk.
@@ -104,9 +91,9 @@ func (d *powerDisk) fail(t *testing.T) {
 	d.mount(t)
 }
 
-// A powerServer is a server that can be restarted.
+// A powerServer is a mount of a server that can be restarted.
 type powerServer struct {
-	mount   func(t *testing.T) (string, *mounts.Process)
+	mnt     string
 	restart func(t *testing.T, sig syscall.Signal, down func())
 }
 
@@ -118,15 +105,12 @@ var powerServers = []struct {
 }{
 	{"embedded", 2, false, func(t *testing.T, dir string) powerServer {
 		s := mounts.ServeDir(t, dir, "--no-root-squash")
-		mount := func(t *testing.T) (string, *mounts.Process) {
-			return mounts.StartServedMount(t, s)
-		}
-		return powerServer{mount, s.Restart}
+		return powerServer{mounts.MountServed(t, s), s.Restart}
 	}},
 	{"ganesha", 1, true, func(t *testing.T, dir string) powerServer {
 		g := ganesha.Start(t, dir)
-		mount := func(t *testing.T) (string, *mounts.Process) { return mounts.StartGaneshaMount(t, g) }
-		return powerServer{mount, func(t *testing.T, _ syscall.Signal, down func()) { g.Restart(t, down) }}
+		return powerServer{mounts.MountGanesha(t, g),
+			func(t *testing.T, _ syscall.Signal, down func()) { g.Restart(t, down) }}
 	}},
 }
 
@@ -134,17 +118,16 @@ var powerServers = []struct {
 // is not stable. What fsync or close has confirmed must be on the disk, and at the end everything.
 // The program must see no error.
 func TestPowerFailure(t *testing.T) {
-	if !inOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	for _, s := range powerServers {
 		t.Run(s.name, func(t *testing.T) {
 			disk := newPowerDisk(t)
 			srv := s.start(t, disk.dir)
-			mnt, _ := srv.mount(t)
 			seed := rand.Uint64()
 			rng := rand.New(rand.NewPCG(seed, 0))
-			p := power.Start(t, power.Config{Dir: mnt, Seed: seed, LosesNames: s.losesNames})
+			p := power.Start(t, power.Config{Dir: srv.mnt, Seed: seed, LosesNames: s.losesNames})
 			for round := range powerRounds(t, s.short) {
 				p.Progress(t, 50+rng.Uint32N(300))
 				sig := syscall.SIGKILL
@@ -172,71 +155,44 @@ func TestPowerFailure(t *testing.T) {
 // nothing if another process of the host has just called sync(2).
 const powerTries = 5
 
-// A lostFile is an open file on a mount. The server has lost data that the client has sent and not
-// committed.
-type lostFile struct {
-	*os.File
-	want   []byte // written data
-	behind string // path on the server
-	fail   func() // restarts the server after another power failure
-}
-
-func newLostFile(t *testing.T, flags int) *lostFile {
-	t.Helper()
+// TestLostDataIsWrittenAgain lets a server lose data that the client has sent and not committed. A
+// program reads what it has written, whether the kernel still caches it or not, and appends to it.
+// After fsync(2) everything is on the disk, also after another power failure.
+func TestLostDataIsWrittenAgain(t *testing.T) {
+	if !mounts.InOwnProcess(t) {
+		return
+	}
 	disk := newPowerDisk(t)
 	s := mounts.ServeDir(t, disk.dir, "--no-root-squash")
+	fail := func() { s.Restart(t, syscall.SIGKILL, func() { disk.fail(t) }) }
 	mnt, want := mounts.MountServed(t, s), bytes.Repeat([]byte("data"), 1<<18)
 	behind := filepath.Join(disk.dir, "f")
-	for range powerTries {
-		f, err := os.OpenFile(filepath.Join(mnt, "f"), os.O_CREATE|os.O_TRUNC|os.O_RDWR|flags, 0o644)
-		if err != nil {
-			t.Fatal(err)
-		}
+	var f *os.File
+	for try := 0; ; try++ {
+		var err error
+		f, err = os.OpenFile(filepath.Join(mnt, "f"), os.O_CREATE|os.O_TRUNC|os.O_RDWR|os.O_APPEND, 0o644)
+		kit.Must(t, err)
 		t.Cleanup(func() { f.Close() })
-		if _, err := f.Write(want); err != nil {
-			t.Fatal(err)
-		}
-		awaitSize(t, behind, len(want)/2)
+		_, err = f.Write(want)
+		kit.Must(t, err)
+		kit.Eventually(t, "half of the data on the server before fsync", func() bool {
+			st, err := os.Stat(behind)
+			return err == nil && st.Size() >= int64(len(want)/2)
+		})
 		var kept []byte
 		s.Restart(t, syscall.SIGKILL, func() {
 			disk.fail(t)
 			kept, _ = os.ReadFile(behind) // the file may be lost, too
 		})
 		if !bytes.Equal(kept, want) {
-			return &lostFile{f, want, behind, func() { s.Restart(t, syscall.SIGKILL, func() { disk.fail(t) }) }}
+			break
+		}
+		if try == powerTries {
+			t.Fatalf("the disk lost no data in %d power failures", powerTries)
 		}
 		f.Close()
 	}
-	t.Fatalf("the disk lost no data in %d power failures", powerTries)
-	return nil
-}
-
-// awaitSize waits until a file of the server has a size.
-func awaitSize(t *testing.T, path string, size int) {
-	t.Helper()
-	for deadline := time.Now().Add(mounts.ProcessTimeout); ; time.Sleep(5 * time.Millisecond) {
-		st, err := os.Stat(path)
-		if err == nil && st.Size() >= int64(size) {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("%s does not have %d bytes before fsync: %+v, %v", path, size, st, err)
-		}
-	}
-}
-
-// TestReadAfterPowerFailure reads a file after its server has lost data that the client has sent
-// and not committed. A program must read what it has written, whether the kernel still caches it or
-// not.
-func TestReadAfterPowerFailure(t *testing.T) {
-	if !inOwnProcess(t) {
-		return
-	}
-	f := newLostFile(t, 0)
-	want := f.want
-	if err := unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED))
 	got := make([]byte, len(want))
 	if n, err := f.ReadAt(got, 0); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("read after the server lost data: got %d bytes, %v, first %q, want %q", n, err, got[:16], want[:16])
@@ -244,92 +200,63 @@ func TestReadAfterPowerFailure(t *testing.T) {
 	if st, err := f.Stat(); err != nil || st.Size() != int64(len(want)) {
 		t.Errorf("stat after the server lost data: got size %d, %v, want %d", st.Size(), err, len(want))
 	}
-}
-
-// TestAppendAfterPowerFailure appends to a file after its server has lost data that the client has
-// sent and not committed. The new data must follow the old data.
-func TestAppendAfterPowerFailure(t *testing.T) {
-	if !inOwnProcess(t) {
-		return
-	}
-	f := newLostFile(t, os.O_APPEND)
-	if _, err := f.Stat(); err != nil { // asks the server for the attributes
-		t.Fatal(err)
-	}
-	more := []byte("appended")
-	if _, err := f.Write(more); err != nil {
-		t.Fatal(err)
-	}
-	if err := f.Sync(); err != nil {
-		t.Fatal(err)
-	}
-	want := append(f.want, more...)
-	got, err := os.ReadFile(f.behind)
-	if err != nil || !bytes.Equal(got, want) {
-		t.Errorf("file on the server: got %d bytes, %v, first %q, last %q, want %d bytes, first %q, last %q", len(got),
-			err, got[:min(8, len(got))], got[max(0, len(got)-8):], len(want), want[:8], more)
+	_, err := f.WriteString("appended")
+	kit.Must(t, err)
+	kit.Must(t, f.Sync())
+	want = append(want, "appended"...)
+	for _, when := range []string{"fsync", "fsync and a power failure"} {
+		if got, err := os.ReadFile(behind); err != nil || !bytes.Equal(got, want) {
+			t.Errorf("file on the server after %s: got %d bytes, %v, last %q, want %d bytes", when, len(got), err,
+				got[max(0, len(got)-8):], len(want))
+		}
+		fail()
 	}
 }
 
 // TestPowerDaemon terminates or kills the client while a program writes. What fsync or close has
 // confirmed must be on the server, and the program must see errors.
 func TestPowerDaemon(t *testing.T) {
-	if !inOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
-	for _, s := range powerServers {
-		t.Run(s.name, func(t *testing.T) {
-			served := mounts.OpenTempDir(t)
-			srv := s.start(t, served)
-			for round := range powerRounds(t, s.short) {
-				t.Run(strconv.Itoa(round), func(t *testing.T) {
-					makeOpenDir(t, filepath.Join(served, strconv.Itoa(round)))
-					sig := []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL, syscall.SIGTERM}[round%3]
-					testPowerDaemon(t, srv, sig, served, strconv.Itoa(round))
-				})
+	served := mounts.OpenTempDir(t)
+	s := mounts.ServeDir(t, served, "--no-root-squash")
+	for round := range powerRounds(t, 2) {
+		t.Run(strconv.Itoa(round), func(t *testing.T) {
+			dir := strconv.Itoa(round)
+			makeOpenDir(t, filepath.Join(served, dir))
+			mnt, daemon := mounts.StartServedMount(t, s)
+			seed := rand.Uint64()
+			p := power.Start(t, power.Config{Dir: filepath.Join(mnt, dir), Seed: seed})
+			p.Progress(t, 50+uint32(seed%300))
+			sig := []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL}[round%2]
+			daemon.End(t, sig)
+			if sig == syscall.SIGKILL {
+				defer func() { kit.Must(t, unix.Unmount(mnt, unix.MNT_DETACH)) }()
 			}
+			if err := p.Finish(t); err == nil {
+				t.Error("the process that writes got no error although its mount ended")
+			} else if strings.Contains(err.Error(), power.WrongData) {
+				t.Error(err)
+			}
+			p.Check(t, power.Dir(filepath.Join(served, dir)))
 		})
 	}
-}
-
-// testPowerDaemon sends a signal to a client while a program writes files below a directory of the
-// server.
-func testPowerDaemon(t *testing.T, srv powerServer, sig syscall.Signal, served, dir string) {
-	t.Helper()
-	mnt, daemon := srv.mount(t)
-	seed := rand.Uint64()
-	p := power.Start(t, power.Config{Dir: filepath.Join(mnt, dir), Seed: seed})
-	p.Progress(t, 50+uint32(seed%300))
-	daemon.End(t, sig)
-	if sig == syscall.SIGKILL {
-		defer func() {
-			if err := unix.Unmount(mnt, unix.MNT_DETACH); err != nil {
-				t.Errorf("unmount after the client was killed: %v", err)
-			}
-		}()
-	}
-	if err := p.Finish(t); err == nil {
-		t.Error("the process that writes got no error although its mount ended")
-	} else if strings.Contains(err.Error(), power.WrongData) {
-		t.Error(err)
-	}
-	p.Check(t, power.Dir(filepath.Join(served, dir)))
 }
 
 // TestNamesAfterPowerFailure cuts the power after the replies to changes of names, which must be
 // stable by then (RFC 1813 §1.7). A server that loses names loses some of these changes.
 func TestNamesAfterPowerFailure(t *testing.T) {
-	if !inOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	for _, s := range powerServers {
 		t.Run(s.name, func(t *testing.T) {
 			disk := newPowerDisk(t)
 			srv := s.start(t, disk.dir)
-			mnt, _ := srv.mount(t)
 			for try := range powerTries {
 				dir := strconv.Itoa(try)
-				want := power.ChangeNames(t, filepath.Join(mnt, dir))
+				want := power.ChangeNames(t, filepath.Join(srv.mnt, dir))
 				srv.restart(t, syscall.SIGKILL, func() { disk.fail(t) })
 				got := namesBelow(t, filepath.Join(disk.dir, dir))
 				t.Logf("names on the disk: %q", got)

@@ -20,7 +20,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
+	"github.com/nfsrdmad/nfsrdmad/test/differential"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A script is file system calls of several users, one after the other, in a directory. A step is
@@ -387,13 +388,10 @@ func (r *runner) closeFile(a []string) (string, error) {
 // waitForRelease waits until the mount has removed the files that were removed while open. close(2)
 // does not wait for that: the kernel sends FUSE_RELEASE later.
 func (r *runner) waitForRelease() {
-	deadline := time.Now().Add(mounts.ProcessTimeout)
-	for time.Now().Before(deadline) {
-		names, _ := filepath.Glob(filepath.Join(r.dir, ".nfs*"))
-		if len(names) == 0 {
+	for end := time.Now().Add(kit.Timeout); time.Now().Before(end); time.Sleep(time.Millisecond) {
+		if names, _ := filepath.Glob(filepath.Join(r.dir, ".nfs*")); len(names) == 0 {
 			return
 		}
-		time.Sleep(10 * time.Millisecond)
 	}
 }
 
@@ -507,13 +505,13 @@ func (r *runner) times(a []string) (string, error) {
 	return fmt.Sprintf("atime=%d.%09d mtime=%d.%09d", st.Atime.Sec, st.Atime.Nsec, st.Mtime.Sec, st.Mtime.Nsec), nil
 }
 
-// snap remembers the times of an object for "changed", and waits longer than a tick of the clock
-// that file systems use.
+// snap remembers the times of an object for "changed", and waits for the next tick of the clock that
+// file systems use.
 func (r *runner) snap(a []string) (string, error) {
 	var st unix.Statx_t
 	err := statx(r.path(a[0]), unix.AT_SYMLINK_NOFOLLOW, &st)
 	r.snaps[a[0]] = st
-	time.Sleep(20 * time.Millisecond)
+	differential.NextTick()
 	return "", err
 }
 
@@ -547,7 +545,7 @@ func (r *runner) list(a []string) (string, error) {
 		return "", err
 	}
 	defer unix.Close(fd)
-	entries, err := getdents(fd, 64<<10, -1)
+	entries, err := getdents(fd)
 	if err != nil {
 		return "", err
 	}
@@ -562,21 +560,18 @@ func (r *runner) list(a []string) (string, error) {
 	return strings.Join(names, " "), nil
 }
 
-// A dirent is one entry of getdents64(2). next is the position behind it, for lseek.
+// A dirent is one entry of getdents64(2).
 type dirent struct {
 	name string
 	typ  byte
-	ino  uint64
-	next int64
 }
 
-// getdents reads from the current position of fd with a buffer of size bytes. It stops at the end,
-// or after limit calls if limit is not negative.
-func getdents(fd, size, limit int) ([]dirent, error) {
+// getdents reads all entries from the current position of fd.
+func getdents(fd int) ([]dirent, error) {
 	const header = 19 // d_ino, d_off, d_reclen, d_type
 	var list []dirent
-	b := make([]byte, size)
-	for ; limit != 0; limit-- {
+	b := make([]byte, 64<<10)
+	for {
 		n, err := unix.Getdents(fd, b)
 		if err != nil || n == 0 {
 			return list, err
@@ -585,12 +580,10 @@ func getdents(fd, size, limit int) ([]dirent, error) {
 			e := b[at:n]
 			size := int(binary.NativeEndian.Uint16(e[16:]))
 			name, _, _ := bytes.Cut(e[header:size], []byte{0})
-			list = append(list, dirent{name: string(name), typ: e[18], ino: binary.NativeEndian.Uint64(e),
-				next: int64(binary.NativeEndian.Uint64(e[8:]))})
+			list = append(list, dirent{name: string(name), typ: e[18]})
 			at += size
 		}
 	}
-	return list, nil
 }
 
 // statfs shows the numbers that do not change while others use the disk.
