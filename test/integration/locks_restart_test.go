@@ -1,14 +1,23 @@
 package integration
 
 import (
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
 	"testing"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
+
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/fusefs"
+	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3/mountd"
 	"github.com/nfsrdmad/nfsrdmad/pkg/nlm"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
+	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // A restartable is an embedded server that can be stopped and started with its ports and state.
@@ -30,14 +39,12 @@ func startRestartable(t *testing.T) *restartable {
 
 func (r *restartable) start() {
 	r.t.Helper()
-	var err error
-	for range 100 { // the old connections may still hold the port
-		if r.s, err = nfsserve.Run(r.t.Context(), r.cfg); err == nil {
-			return
-		}
-		time.Sleep(50 * time.Millisecond)
-	}
-	r.t.Fatal(err)
+	// The old connections may still hold the port.
+	kit.Eventually(r.t, "server at the old address", func() (ok bool) {
+		var err error
+		r.s, err = nfsserve.Run(r.t.Context(), r.cfg)
+		return err == nil
+	})
 }
 
 func (r *restartable) stop() {
@@ -49,7 +56,7 @@ func (r *restartable) stop() {
 // TestLocksSurviveServerRestart restarts the server while a process has locks. New locks wait until
 // the grace period ends, and then find the old locks.
 func TestLocksSurviveServerRestart(t *testing.T) {
-	if !inOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	r := startRestartable(t)
@@ -60,13 +67,13 @@ func TestLocksSurviveServerRestart(t *testing.T) {
 	p.do("ok", "set 1 w 0 10")
 	p.do("ok", "set 1 r 20 10")
 	r.stop()
-	r.cfg.LockGrace = 30 * time.Second // the client reconnects within 10 seconds; a busy host needs longer
+	// If the client reconnects later, the server grants the locks again as new ones.
+	r.cfg.LockGrace = 5 * time.Second
 	r.start()
-	eventually(t, "reclaimed locks", func() bool { return a.locks.Counters.Reclaimed.Load() >= 2 })
+	kit.Eventually(t, "reclaimed locks", func() bool { return a.locks.Counters.Reclaimed.Load() >= 2 })
 	q.do("EAGAIN", "set 1 w 5 1")
 	q.do("EAGAIN", "set 1 w 20 1")
 	q.do("ok", "set 1 r 20 1")
-	q.do("ok", "set 1 w 10 10")
 	p.do("ok", "write 1 text")
 	p.do("ok", "set 1 u 0 0")
 	q.do("ok", "set 1 w 0 0")
@@ -80,90 +87,55 @@ func lockPort(relay *kit.Relay) func(*fusefs.Options, *nlm.Config) {
 	return func(_ *fusefs.Options, c *nlm.Config) { c.Port = int(relay.Addr().Port()) }
 }
 
-// A theft has two mounts and processes that opened their file. The mount a reaches the lock service
-// only through the relay.
-type theft struct {
-	server *restartable
-	relay  *kit.Relay
-	a      *lockMount
-	p, q   *lockProcess
-}
-
-func startTheft(t *testing.T) *theft {
-	t.Helper()
-	r := startRestartable(t)
-	e, relay := lockExportOf(t, r.s), kit.StartRelay(t, r.s.TCPAddr, kit.RelayOptions{})
-	a, b := e.mount(t, lockPort(relay)), e.mount(t, nil)
-	// The processes end before the mounts: cleanups run in reverse order.
-	x := &theft{server: r, relay: relay, a: a, p: startLockProcess(t), q: startLockProcess(t)}
-	open2(a, b, x.p, x.q)
-	return x
-}
-
-// steal restarts the server without a grace period, lets q lock with a command, and returns when
-// the mount a has lost its lock.
-func (x *theft) steal(command string) {
-	t := x.server.t
-	t.Helper()
-	x.relay.Stop()
-	x.server.stop()
-	x.server.cfg.LockGrace = time.Nanosecond
-	x.server.start()
-	x.q.eventually("ok", "%s", command)
-	x.relay.Start()
-	eventually(t, "a lost lock", func() bool { return x.a.locks.Counters.Lost.Load() == 1 })
-}
-
-// TestStolenLockFailsIO lets another client take a lock while its holder cannot reach the restarted
-// server. I/O of the holder fails until it unlocks.
+// TestStolenLockFailsIO lets another client take locks while their holders cannot reach the
+// restarted server. I/O of a holder fails until it unlocks or closes the file.
 func TestStolenLockFailsIO(t *testing.T) {
-	if !inOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
-	x := startTheft(t)
-	a, p, q := x.a, x.p, x.q
-	other := startLockProcess(t)
-	other.do("ok", "open 1 %s", a.file())
+	server := startRestartable(t)
+	e, relay := lockExportOf(t, server.s), kit.StartRelay(t, server.s.TCPAddr, kit.RelayOptions{})
+	a, b := e.mount(t, lockPort(relay)), e.mount(t, nil)
+	// The processes end before the mounts: cleanups run in reverse order.
+	p, q, closes, other := startLockProcess(t), startLockProcess(t), startLockProcess(t), startLockProcess(t)
+	open2(a, b, p, q)
+	open2(a, a, closes, other)
 	p.do("ok", "set 1 w 0 10")
 	p.do("ok", "set 1 w 100 10")
+	closes.do("ok", "set 1 w 10 10")
 	p.do("ok", "write 1 old")
 	p.do(`"old"`, "read 1")
 	p.do("ok", "open 2 %s", a.file())
-	x.steal("set 1 w 0 10")
+
+	relay.Stop()
+	server.stop()
+	server.cfg.LockGrace = time.Nanosecond
+	server.start()
+	q.eventually("ok", "set 1 w 0 20")
+	relay.Start()
+	kit.Eventually(t, "two lost locks", func() bool { return a.locks.Counters.Lost.Load() == 2 })
+
 	p.do("EIO", "write 1 new")
 	p.eventually("EIO", "read 1") // the kernel discards its pages after the lock counts as lost
 	p.do("EIO", "set 1 w 50 1")
-	other.do(`"old"`, "read 1")     // another process of the mount has no lock
-	q.do("EAGAIN", "set 1 w 100 1") // the other lock was not lost
+	closes.do("EIO", "write 1 new")
+	other.do(`"old"`, "read 1")     // a process without a lock
+	q.do("EAGAIN", "set 1 w 100 1") // this lock was not lost
 	p.do("ok", "set 1 u 0 10")
 	p.do(`"old"`, "read 1")
 	p.do("ok", "write 1 new")
 	p.do("EAGAIN", "set 1 w 0 1")
-	q.do("ok", "set 1 u 0 10")
+	closes.do("ok", "close 1")
+	closes.do("ok", "open 1 %s", a.file())
+	closes.do("ok", "write 1 new")
+	closes.do("EAGAIN", "set 1 w 10 1")
+	q.do("ok", "set 1 u 0 20")
 	p.do("ok", "set 1 w 0 1")
-}
-
-// TestClosedFileForgetsLostLock closes the file instead of unlocking it.
-func TestClosedFileForgetsLostLock(t *testing.T) {
-	if !inOwnProcess(t) {
-		return
-	}
-	x := startTheft(t)
-	a, p, q := x.a, x.p, x.q
-	p.do("ok", "flock 1 ex")
-	x.steal("flock 1 ex")
-	p.do("EIO", "write 1 new")
-	p.do("ok", "close 1")
-	p.do("ok", "open 1 %s", a.file())
-	p.do("ok", "write 1 new")
-	p.do("EAGAIN", "flock 1 ex")
-	q.do("ok", "close 1")
-	p.eventually("ok", "flock 1 ex")
 }
 
 // TestLocalLocks leaves one kind of locks to the kernel.
 func TestLocalLocks(t *testing.T) {
-	if !inOwnProcess(t) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
 	e := serveLocks(t)
@@ -196,21 +168,71 @@ func TestLocalLocks(t *testing.T) {
 	}
 }
 
-// TestLocksWithoutService mounts from a server without NLM.
-func TestLocksWithoutService(t *testing.T) {
-	if !inOwnProcess(t) {
+// statusHost runs rpcbind and rpc.statd in the network namespace of the test. It returns the state
+// directory of rpc.statd.
+func statusHost(t *testing.T) string {
+	t.Helper()
+	kit.NeedsPrograms(t, "rpcbind", "rpc.statd", "sm-notify", "ip")
+	dir := t.TempDir() // which the user of rpc.statd must reach
+	kit.Must(t, os.Chmod(filepath.Dir(dir), 0o755))
+	run(t, "", "mount", "-t", "tmpfs", "tmpfs", "/run")
+	run(t, "", "sh", "-c", "ip link set lo up; mkdir -p /run/rpcbind "+dir+"/sm "+dir+"/sm.bak; "+
+		"chown _rpc /run/rpcbind; chmod 755 "+dir+"; chown -R statd "+dir)
+	start(t, "rpcbind", "-f")
+	args := mountd.Args{Host: "127.0.0.1", Timeout: kit.Timeout}
+	registered := func(program, version uint32) func() bool {
+		return func() bool { _, err := mountd.GetPort(t.Context(), args, program, version); return err == nil }
+	}
+	kit.Eventually(t, "rpcbind", registered(100000, 2))
+	start(t, "rpc.statd", "-F", "-L", "-P", dir)
+	kit.Eventually(t, "rpc.statd", registered(100024, 1))
+	return dir
+}
+
+func start(t *testing.T, name string, args ...string) {
+	t.Helper()
+	cmd := exec.Command(name, args...)
+	cmd.Stderr = os.Stderr
+	kit.Must(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+}
+
+// TestStatusMonitorReportsRestart lets rpc.statd monitor the server. sm-notify of the server then
+// reports a restart to rpc.statd, which calls the lock service of this process.
+func TestStatusMonitorReportsRestart(t *testing.T) {
+	if !mounts.InOwnProcess(t) {
 		return
 	}
+	dir := statusHost(t)
+	service := nlm.NewService(nlm.ServiceConfig{Listen: "127.0.0.1:0",
+		Logger: hclog.New(&hclog.LoggerOptions{Output: os.Stderr})})
+	t.Cleanup(service.Close)
 	e := serveLocks(t)
-	closed := kit.StartRelay(t, "127.0.0.1:1", kit.RelayOptions{})
-	closed.Stop()
-	a := e.mount(t, lockPort(closed))
+	e.service = service
+	relay := kit.StartRelay(t, net.JoinHostPort(e.export.Host, strconv.Itoa(e.export.Port)),
+		kit.RelayOptions{})
+	m := e.mount(t, lockPort(relay))
 	p := startLockProcess(t)
-	p.do("ok", "open 1 %s", a.file())
-	p.do("ENOLCK", "set 1 w 0 10")
-	p.do("ENOLCK", "flock 1 ex")
-	p.do("ENOLCK", "get 1 w 0 10")
-	p.do("ok", "write 1 text")
-	p.do("ok", "close 1")
+	p.do("ok", "open 1 %s", m.file())
+	p.do("ok", "set 1 w 0 10")
+	found, err := filepath.Glob(filepath.Join(dir, "sm", "*"))
+	if err != nil || len(found) != 1 {
+		t.Errorf("hosts that rpc.statd monitors: got %v, error %v; want one", found, err)
+	}
+	// A notice costs no lock while the lock connection shows that the server has not restarted.
+	relay.Stop()
+	relay.Start()
+	// The server's host is this host. Its monitor notifies the client, which is this host, too.
+	peer := t.TempDir()
+	const host = "0100007f 000186b5 00000003 00000010 00000000000000000000000000000000 127.0.0.1 127.0.0.1"
+	run(t, "", "sh", "-c", "cd "+peer+" && mkdir sm sm.bak && printf '\\5\\0\\0\\0' >state && "+
+		"echo '"+host+"' >sm/127.0.0.1 && chmod 755 . && chown -R statd .")
+	run(t, "", "sm-notify", "-f", "-v", "127.0.0.1", "-P", peer)
+	// The server has no grace period, so that the lock cannot be reclaimed.
+	kit.Eventually(t, "a lost lock", func() bool { return m.locks.Counters.Lost.Load() == 1 })
+	p.do("EIO", "write 1 text")
 	p.kill()
 }

@@ -14,7 +14,7 @@ import (
 //
 // A and B are the paths of the file on both mounts.
 const (
-	conflictsScript = `
+	rangesScript = `
 		p set 1 w 0 0 = ok
 		q set 1 w 0 0 = EAGAIN
 		q set 1 r 5 1 = EAGAIN
@@ -22,23 +22,22 @@ const (
 		q set 1 r 0 0 = ok
 		p set 1 w 0 0 = EAGAIN
 		q set 1 u 0 0 = ok
-		p set 1 w 0 0 = ok
 		p set 1 u 0 0 = ok
-		q set 1 w 0 0 = ok`
-	rangesScript = `
 		p set 1 w 100 100 = ok
 		q set 1 w 0 100 = ok
-		q set 1 w 200 0 = ok
+		q get 1 r 0 0 = type 1 start 100 len 100
 		q set 1 r 199 1 = EAGAIN
 		p set 1 u 150 10 = ok
 		q set 1 w 150 10 = ok
 		q set 1 w 149 1 = EAGAIN
 		q set 1 w 160 1 = EAGAIN
-		p set 1 r 9223372036854775807 1 = EAGAIN`
+		p set 1 w 0 0 = EAGAIN
+		q set 1 u 0 0 = ok
+		p kill
+		q set 1 w 0 0 eventually ok`
 	sameMountScript = `
 		p set 1 w 0 10 = ok
 		q set 1 w 5 10 = EAGAIN
-		q get 1 w 0 0 = type 1 start 0 len 10
 		p open 2 A = ok
 		p set 2 w 5 10 = ok         # one process is one owner
 		p close 2 = ok              # which releases all its locks
@@ -63,33 +62,24 @@ const (
 		q flock 1 ex = ok
 		p flock 1 sh = EAGAIN
 		p set 1 w 100 1 = EAGAIN    # Linux's client, too, makes byte-range locks of both kinds
-		p open 2 B = ok
-		p flock 2 ex = EAGAIN
 		q open 3 B = ok
 		q flock 3 ex = EAGAIN       # another open file is another owner
 		q close 3 = ok              # which releases nothing
 		p flock 1 ex = EAGAIN
 		q close 1 = ok
-		p flock 1 ex eventually ok
-		p close 1 = ok
-		p open 1 A = ok
-		p flock 1 ex eventually ok   # close(2) does not wait for the release of flock(2) locks`
-	holderScript = `
-		q get 1 w 0 0 = type 2 start 0 len 0
-		p set 1 r 10 20 = ok
-		q get 1 w 0 0 = type 0 start 10 len 20
-		q get 1 r 0 0 = type 2 start 0 len 0
-		p set 1 w 10 0 = ok
-		q get 1 r 0 0 = type 1 start 10 len 0`
-	closeScript = `
+		p flock 1 ex eventually ok  # close(2) does not wait for the release of flock(2) locks`
+	coherenceScript = `
 		p set 1 w 0 0 = ok
-		p close 1 = ok
-		q set 1 w 0 0 = ok`
-	killScript = `
+		p write 1 first = ok
+		p set 1 u 0 0 = ok
+		q set 1 w 0 0 = ok
+		q read 1 = "first"          # and caches it
+		q set 1 u 0 0 = ok
 		p set 1 w 0 0 = ok
-		q set 1 w 0 0 = EAGAIN
-		p kill
-		q set 1 w 0 0 eventually ok`
+		p write 1 other = ok
+		p set 1 u 0 0 = ok
+		q set 1 r 0 0 = ok
+		q read 1 = "other"`
 )
 
 // lockScript returns a test that executes a lock script.
