@@ -29,3 +29,16 @@ func Eventually(tb testing.TB, what string, ok func() bool) {
 }
 
 const pollInterval = 2 * time.Millisecond
+
+// Succeeds waits until f returns nil. It ends the test after [Timeout], with what and the last
+// error in the message.
+func Succeeds(tb testing.TB, what string, f func() error) {
+	tb.Helper()
+	err := f()
+	for end := time.Now().Add(Timeout); err != nil; err = f() {
+		if time.Now().After(end) {
+			tb.Fatalf("timeout: no %s: %v", what, err)
+		}
+		time.Sleep(pollInterval)
+	}
+}

@@ -1,17 +1,14 @@
 // Package restart tests that mounts continue after the end of the daemon. The tests kill the
 // daemon, stop it and start it again while programs work on a mount. The servers are the embedded
-// server and NFS-Ganesha behind the relay, as processes, and knfsd in a virtual machine of the lab.
+// server, as a process, and knfsd in a virtual machine of the lab.
 //
 //	restart_test.go    the tests
-//	kills_test.go      the test of kills with FUSE over io_uring
+//	remoteports_test.go  a server with several addresses
 //	knfsd_test.go      the tests with knfsd; only `make soak` runs them
 //	rig_test.go        servers, daemons and mounts
 //	released_test.go   checks that nothing is left of ended work
 //	worker_test.go     processes that work on a mount
 //	load_test.go       what the workers do with files
-//	canceled_test.go   calls that are repeated after ECANCELED
-//	copy_test.go       a tree of files that is copied
-//	fio_test.go        fio with verification, in a soak run
 //	locks_test.go      what the workers do with locks
 //
 // A process that starts another process while it has files open on a mount without a daemon waits

@@ -16,7 +16,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 	"unsafe"
 
@@ -35,28 +34,24 @@ type load struct {
 	stop   atomic.Bool
 	tasks  sync.WaitGroup
 
-	mu       sync.Mutex // guards the fields below
-	rounds   map[string]int
-	counters map[string]*counter // of the tasks that count their calls
-	longest  time.Duration
-	sums     map[string]string
-	errs     []error
+	mu     sync.Mutex // guards the fields below
+	rounds map[string]int
+	sums   map[string]string
+	errs   []error
 }
 
 // A task works until more returns false. It returns the first error.
 type task func(*load, string, *rand.Rand) error
 
 var tasks = map[string]task{
-	"tree": (*load).tree, "append": (*load).appends, "exclusive": (*load).exclusive, "mkdir": (*load).directories,
-	"rename": (*load).renames, "unlinked": (*load).unlinked, "list": (*load).listing, "sync": (*load).syncs,
-	"attributes": (*load).attributes, "direct": (*load).direct, "mmap": (*load).mapped, "flock": (*load).flocks,
-	"ofd": (*load).ofdLocks, "probe": (*load).probe, "copy": (*load).copies,
+	"tree": (*load).tree, "append": (*load).appends, "mkdir": (*load).directories, "rename": (*load).renames,
+	"unlinked": (*load).unlinked, "list": (*load).listing, "sync": (*load).syncs, "mmap": (*load).mapped,
+	"flock": (*load).flocks, "probe": (*load).probe,
 }
 
 // startLoad starts tasks. Each works in a directory DIR/TASK of the mount.
 func startLoad(seed uint64, mnt, served string, names []string) *load {
-	l := &load{dir: mnt, served: served, rounds: make(map[string]int), counters: make(map[string]*counter),
-		sums: make(map[string]string)}
+	l := &load{dir: mnt, served: served, rounds: make(map[string]int), sums: make(map[string]string)}
 	for i, name := range names {
 		rng := rand.New(rand.NewPCG(seed, uint64(i)))
 		l.tasks.Go(func() {
@@ -85,19 +80,14 @@ func (l *load) fail(name string, err error) {
 const minRounds = 3
 
 // each returns the numbers of the rounds of a task, until the load ends.
-func (l *load) each(name string) func(func(int) bool) { return l.atLeast(minRounds, name) }
-
-// atLeast is each for a task with another number of rounds.
-func (l *load) atLeast(n int, name string) func(func(int) bool) {
+func (l *load) each(name string) func(func(int) bool) {
 	return func(round func(int) bool) {
-		for k := 0; !l.stop.Load() || k < n && !l.failed(); k++ {
-			begin := time.Now()
+		for k := 0; !l.stop.Load() || k < minRounds && !l.failed(); k++ {
 			if !round(k) {
 				return
 			}
 			l.mu.Lock()
 			l.rounds[name]++
-			l.longest = max(l.longest, time.Since(begin))
 			l.mu.Unlock()
 			time.Sleep(pause)
 		}
@@ -132,9 +122,19 @@ func (l *load) error() error {
 
 // A loadResult is what a load has done without an error.
 type loadResult struct {
-	Rounds  map[string]int    // by task
-	Longest time.Duration     // of a round
-	Sums    map[string]string // checksums of the files that remain, by path
+	Rounds map[string]int    // by task
+	Sums   map[string]string // checksums of the files that remain, by path
+}
+
+// total returns the number of rounds of all tasks.
+func (l *load) total() (n int, err error) {
+	err = l.error()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, rounds := range l.rounds {
+		n += rounds
+	}
+	return n, err
 }
 
 // end ends the tasks. It returns a loadResult in JSON.
@@ -144,7 +144,7 @@ func (l *load) end() (string, error) {
 	if err := l.error(); err != nil {
 		return "", err
 	}
-	b, err := json.Marshal(loadResult{l.rounds, l.longest, l.sums})
+	b, err := json.Marshal(loadResult{l.rounds, l.sums})
 	return string(b), err
 }
 
@@ -254,35 +254,6 @@ func (l *load) appender(path string, w int, rng *rand.Rand) (count int, err erro
 		}
 	}
 	return count, f.Close()
-}
-
-// exclusive makes files that must not exist, without write permission, and removes them.
-func (l *load) exclusive(dir string, rng *rand.Rand) error {
-	path := filepath.Join(dir, "lock")
-	for range l.each("exclusive") {
-		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o444)
-		if err != nil {
-			return err
-		}
-		data := kit.RandomBytes(rng.Uint64(), 500)
-		if _, err := f.Write(data); err != nil {
-			return err
-		}
-		if f2, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o444); !errors.Is(err, syscall.EEXIST) {
-			f2.Close()
-			return fmt.Errorf("second exclusive open: got %w, want EEXIST", err)
-		}
-		if err := f.Close(); err != nil {
-			return err
-		}
-		if err := compare(path, data); err != nil {
-			return err
-		}
-		if err := os.Remove(path); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // directories calls the operations that fail when they are executed twice.
@@ -478,70 +449,6 @@ func (l *load) syncs(dir string, rng *rand.Rand) error {
 		}
 		if err := compareDirect(filepath.Join(l.served, "sync", "file"), data); err != nil {
 			return fmt.Errorf("after fsync: %w", err)
-		}
-	}
-	return errors.Join(f.Close(), l.keep(path, data))
-}
-
-// attributes changes size, mode and times.
-func (l *load) attributes(dir string, rng *rand.Rand) error {
-	path := filepath.Join(dir, "file")
-	f, err := os.Create(path)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	var data []byte
-	for range l.each("attributes") {
-		n := rng.IntN(50_000)
-		data = append(data[:min(n, len(data))], make([]byte, n-min(n, len(data)))...)
-		if err := f.Truncate(int64(n)); err != nil {
-			return err
-		}
-		more := kit.RandomBytes(rng.Uint64(), rng.IntN(3000))
-		if _, err := f.WriteAt(more, int64(n)); err != nil {
-			return err
-		}
-		data = append(data, more...)
-		mode := os.FileMode(0o600 | rng.IntN(0o100))
-		when := time.Unix(1_600_000_000+rng.Int64N(1_000_000), 0)
-		if err := errors.Join(os.Chmod(path, mode), os.Chtimes(path, when, when)); err != nil {
-			return err
-		}
-		st, err := os.Stat(path)
-		if err != nil || st.Size() != int64(len(data)) || st.Mode() != mode || !st.ModTime().Equal(when) {
-			return fmt.Errorf("got attributes %+v, %w, want %d bytes, mode %v and time %v", st, err, len(data), mode,
-				when)
-		}
-	}
-	if err := f.Close(); err != nil {
-		return err
-	}
-	return errors.Join(compare(path, data), l.keep(path, data))
-}
-
-// direct reads and writes without the page cache.
-func (l *load) direct(dir string, rng *rand.Rand) error {
-	const size = 64 << 10
-	path := filepath.Join(dir, "file")
-	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR|syscall.O_DIRECT, 0o644)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	data, got := kit.RandomBytes(1, size), make([]byte, size)
-	if _, err := f.Write(data); err != nil {
-		return err
-	}
-	for range l.each("direct") {
-		off, n := rng.IntN(size), rng.IntN(20_000)
-		n = min(n, size-off)
-		copy(data[off:], kit.RandomBytes(rng.Uint64(), n))
-		if _, err := f.WriteAt(data[off:off+n], int64(off)); err != nil {
-			return err
-		}
-		if _, err := f.ReadAt(got, 0); err != nil || !bytes.Equal(got, data) {
-			return fmt.Errorf("direct read: other data, %w", err)
 		}
 	}
 	return errors.Join(f.Close(), l.keep(path, data))

@@ -22,39 +22,9 @@ const (
 	lockedBytes             = 100
 )
 
-// flocks lets three owners count in a file under flock(2).
+// flocks lets three owners increment a number in a file under flock(2). Each owner has an open file.
 func (l *load) flocks(dir string, _ *rand.Rand) error {
-	return l.count("flock", filepath.Join(dir, "file"), func(f *os.File, lock bool) error {
-		how := unix.LOCK_UN
-		if lock {
-			how = unix.LOCK_EX
-		}
-		return ignoringSignals(func() error { return unix.Flock(int(f.Fd()), how) })
-	})
-}
-
-// ofdLocks lets three owners count in a file under locks of open files.
-func (l *load) ofdLocks(dir string, _ *rand.Rand) error {
-	return l.count("ofd", filepath.Join(dir, "file"), func(f *os.File, lock bool) error {
-		fl := unix.Flock_t{Type: unix.F_UNLCK, Len: 10}
-		if lock {
-			fl.Type = unix.F_WRLCK
-		}
-		return ignoringSignals(func() error { return unix.FcntlFlock(f.Fd(), unix.F_OFD_SETLKW, &fl) })
-	})
-}
-
-// ignoringSignals repeats a call that a signal of Go's runtime has interrupted.
-func ignoringSignals(call func() error) error {
-	for {
-		if err := call(); err != unix.EINTR {
-			return err
-		}
-	}
-}
-
-// count lets three owners increment a number in a file. Each owner has an open file.
-func (l *load) count(name, path string, lock func(*os.File, bool) error) error {
+	path := filepath.Join(dir, "file")
 	var inside, total atomic.Int64
 	errs := make([]error, 3)
 	var group sync.WaitGroup
@@ -65,8 +35,8 @@ func (l *load) count(name, path string, lock func(*os.File, bool) error) error {
 				errs[w] = err
 				return
 			}
-			for range l.each(name) {
-				if err := increment(f, lock, &inside); err != nil {
+			for range l.each("flock") {
+				if err := increment(f, &inside); err != nil {
 					errs[w] = fmt.Errorf("owner %d: %w", w, err)
 					l.stop.Store(true)
 					break
@@ -84,8 +54,19 @@ func (l *load) count(name, path string, lock func(*os.File, bool) error) error {
 	return errors.Join(compare(path, want), l.keep(path, want))
 }
 
-func increment(f *os.File, lock func(*os.File, bool) error, inside *atomic.Int64) error {
-	if err := lock(f, true); err != nil {
+// ignoringSignals repeats a call that a signal of Go's runtime has interrupted.
+func ignoringSignals(call func() error) error {
+	for {
+		if err := call(); err != unix.EINTR {
+			return err
+		}
+	}
+}
+
+// increment increments the number in a file under flock(2). inside counts the owners of the lock.
+func increment(f *os.File, inside *atomic.Int64) error {
+	lock := func(how int) error { return ignoringSignals(func() error { return unix.Flock(int(f.Fd()), how) }) }
+	if err := lock(unix.LOCK_EX); err != nil {
 		return fmt.Errorf("lock: %w", err)
 	}
 	if n := inside.Add(1); n != 1 {
@@ -102,7 +83,7 @@ func increment(f *os.File, lock func(*os.File, bool) error, inside *atomic.Int64
 		return err
 	}
 	inside.Add(-1)
-	if err := lock(f, false); err != nil {
+	if err := lock(unix.LOCK_UN); err != nil {
 		return fmt.Errorf("unlock: %w", err)
 	}
 	return nil

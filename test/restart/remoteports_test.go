@@ -60,19 +60,19 @@ func (r routes) find(n int) {
 }
 
 // everywhere serves a directory on all addresses of the network namespace.
-func everywhere(t *testing.T) (*export, *mounts.ServedDir) {
+func everywhere(t *testing.T) *export {
 	t.Helper()
 	s := mounts.ServeDirAt(t, fmt.Sprint("0.0.0.0:", kit.FreePort(t).Port()),
 		fmt.Sprint("0.0.0.0:", kit.FreePort(t).Port()), memoryDir(t), "--no-root-squash")
 	return &export{dir: s.Dir, source: "127.0.0.1:/",
-		options: []string{"port=" + mounts.PortOf(t, s.RDMA), "mountport=" + mounts.PortOf(t, s.TCP)}}, s
+		options: []string{"port=" + mounts.PortOf(t, s.RDMA), "mountport=" + mounts.PortOf(t, s.TCP)}}
 }
 
 // waitAddresses waits until all connections of the mount are at the given addresses of the server,
 // and then until more calls are answered.
 func (r *rig) waitAddresses(when string, want ...int) {
 	r.t.Helper()
-	eventually(r.t, "connections "+when, func() error {
+	kit.Succeeds(r.t, "connections "+when, func() error {
 		l := r.status().Addresses
 		if len(l) == 0 {
 			return fmt.Errorf("no connections")
@@ -88,7 +88,7 @@ func (r *rig) waitAddresses(when string, want ...int) {
 		return nil
 	})
 	before := r.status().Recvs
-	eventually(r.t, "replies "+when, func() error {
+	kit.Succeeds(r.t, "replies "+when, func() error {
 		if n := r.status().Recvs; n < before+200 {
 			return fmt.Errorf("got %d replies after %d", n, before)
 		}
@@ -96,10 +96,9 @@ func (r *rig) waitAddresses(when string, want ...int) {
 	})
 }
 
-// TestServerAddressesComeAndGo takes addresses of the server away and gives them back, in several
-// ways, while programs work on the mount. It also kills the daemon while an address is gone. No
-// call may fail or be executed twice, and no data may be lost. At the end each connection returns
-// to its address.
+// TestServerAddressesComeAndGo takes addresses of the server away and gives them back while programs
+// work on the mount. It also kills the daemon while an address is gone. No call may fail or be
+// executed twice, and no data may be lost. At the end each connection returns to its address.
 func TestServerAddressesComeAndGo(t *testing.T) {
 	if !mounts.InOwnProcess(t) {
 		return
@@ -108,61 +107,37 @@ func TestServerAddressesComeAndGo(t *testing.T) {
 	for n := range 3 {
 		net.up(n + 1)
 	}
-	x, _ := everywhere(t)
+	x := everywhere(t)
 	x.options = append(x.options, "nconnect=4", "remoteports="+serverNet+"1-"+serverNet+"3", "keepalive=1")
 	r := newRig(t, x)
 	r.checkPreferred()
 	seed := rand.Uint64()
 	t.Log("seed:", seed)
-	w, mapped := startWorker(t, r.dir), startWorker(t, r.dir)
-	w.do("ok", "load %d %s tree append exclusive mkdir rename unlinked list sync attributes direct", seed, x.dir)
-	mapped.do("ok", "load %d %s mmap", seed, x.dir)
+	w := startWorker(t, r.dir)
+	w.do("ok", "load %d %s tree append mkdir rename unlinked list sync", seed, x.dir)
 
 	r.waitAddresses("with all addresses", 1, 2, 3)
 	net.down(1) // connection attempts fail at once
-	r.waitAddresses("without address 1", 2, 3)
 	net.lose(2) // connection attempts have no answer
 	r.waitAddresses("without addresses 1 and 2", 3)
-	net.up(1)
-	net.find(2)
-	net.down(3)
-	r.waitAddresses("without address 3", 1, 2)
 	r.kill(syscall.SIGKILL)
 	r.start()
 	r.waitState(control.StateMounted)
-	r.waitAddresses("after a restart without address 3", 1, 2)
-	net.down(1)
-	net.down(2)
-	eventually(t, "loss of all connections", func() error {
-		for _, c := range r.status().Addresses {
-			if c.State == "connected" {
-				return fmt.Errorf("got %+v", c)
-			}
-		}
-		return nil
-	})
-	net.up(2)
-	r.waitAddresses("with address 2 alone", 2)
+	r.waitAddresses("after a restart without addresses 1 and 2", 3)
 	net.up(1)
-	net.up(3)
+	net.find(2)
 
-	workers := []*worker{w, mapped}
-	sums := endLoads(t, workers)
-	for _, w := range workers {
-		w.kill()
-	}
-	checkSums(t, x.dir, sums, listed)
+	sums := endLoads(t, []*worker{w})
+	w.kill()
+	checkSums(t, x.dir, sums)
 	r.checkPreferred()
-	if st := r.status(); st.Resends == 0 {
-		t.Error("got no calls that were sent again")
-	}
 	r.unmount()
 }
 
 // checkPreferred waits until the connections are spread over the addresses of the server in turn.
 func (r *rig) checkPreferred() {
 	r.t.Helper()
-	eventually(r.t, "connections to the preferred addresses", func() error {
+	kit.Succeeds(r.t, "connections to the preferred addresses", func() error {
 		l := r.status().Addresses
 		for i, c := range l {
 			want := fmt.Sprint(serverNet, i%3+1, ":")

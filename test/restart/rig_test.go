@@ -7,12 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -22,12 +20,11 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
-	"github.com/nfsrdmad/nfsrdmad/test/kit/ganesha"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
-// limit bounds what takes a second on an idle host.
-const limit = time.Minute
+// limit ends a test that would hang.
+const limit = 5 * time.Minute
 
 func TestMain(m *testing.M) {
 	if os.Getenv(workerEnv) != "" {
@@ -58,27 +55,18 @@ func embedded(t *testing.T) (*export, *mounts.ServedDir) {
 		options: []string{"port=" + mounts.PortOf(t, s.RDMA), "mountport=" + mounts.PortOf(t, s.TCP)}}, s
 }
 
-// ganeshaExport runs NFS-Ganesha with its lock manager.
-func ganeshaExport(t *testing.T) *export {
-	t.Helper()
-	g := ganesha.Start(t, memoryDir(t), ganesha.OwnHost())
-	return &export{dir: g.Export, source: g.Host + ":" + g.Export, options: mounts.ServeGanesha(t, g)}
-}
-
 // A rig has a mount, and the daemons that serve the mount one after the other.
 type rig struct {
-	t          *testing.T
-	x          *export
-	state      string // directory for the state of the daemon
-	socket     string
-	metrics    string         // address of the metrics of the daemon
-	dir        string         // mount point
-	before     map[string]int // descriptors of daemon and holder after the mount
-	connection string         // its name in fusectl
-	daemon     *mounts.Process
-	daemons    []*mounts.Process
-	starts     int // of daemons
-	lostFiles  int // most open files and directories that the daemon may have at the end
+	t       *testing.T
+	x       *export
+	state   string // directory for the state of the daemon
+	socket  string
+	metrics string         // address of the metrics of the daemon
+	dir     string         // mount point
+	before  map[string]int // descriptors of daemon and holder after the mount
+	daemon  *mounts.Process
+	daemons []*mounts.Process
+	starts  int // of daemons
 }
 
 // newRig starts a daemon and mounts x.
@@ -90,32 +78,12 @@ func newRig(t *testing.T, x *export, options ...string) *rig {
 	r.start()
 	r.ready()
 	r.cli("mount", x.source, r.dir, "-o", strings.Join(append(options, x.options...), ","))
-	var st unix.Stat_t
-	if err := unix.Stat(r.dir, &st); err != nil {
-		t.Fatal(err)
-	}
-	r.connection = strconv.FormatUint(uint64(unix.Minor(st.Dev)), 10)
 	r.before = r.descriptors()
 	return r
 }
 
-// abort ends the connection of the mount of a failed test, so that no process waits for it.
-func (r *rig) abort() {
-	if !r.t.Failed() || r.connection == "" {
-		return
-	}
-	dir := r.t.TempDir()
-	if err := unix.Mount("fusectl", dir, "fusectl", 0, ""); err != nil {
-		r.t.Logf("mount fusectl: %v", err)
-		return
-	}
-	defer unix.Unmount(dir, unix.MNT_DETACH)
-	_ = os.WriteFile(filepath.Join(dir, r.connection, "abort"), []byte("1"), 0)
-}
-
 // cleanup removes a mount that a failed test has left.
 func (r *rig) cleanup() {
-	r.abort()
 	if mounts.IsMountPoint(r.dir) {
 		if !r.t.Failed() {
 			r.t.Errorf("%s is mounted at the end of the test", r.dir)
@@ -135,7 +103,6 @@ func (r *rig) start() {
 	r.t.Helper()
 	r.daemon = mounts.StartProcess(r.t, nil, nil, "daemon", "--control-socket", r.socket, "--metrics-listen",
 		r.metrics, "--state-dir", r.state)
-	r.t.Cleanup(r.abort) // before the test waits for the end of the daemon
 	r.daemons = append(r.daemons, r.daemon)
 	r.starts++
 }
@@ -158,7 +125,7 @@ func (r *rig) list() ([]control.MountInfo, error) {
 // waitState waits until the daemon lists the mount in a state, and returns the reason of the state.
 func (r *rig) waitState(state control.MountState) (reason string) {
 	r.t.Helper()
-	eventually(r.t, fmt.Sprintf("state %q of %s", state, r.dir), func() error {
+	kit.Succeeds(r.t, fmt.Sprintf("state %q of %s", state, r.dir), func() error {
 		l, err := r.list()
 		if err != nil {
 			return err
@@ -197,10 +164,8 @@ func (r *rig) leave() {
 func (r *rig) command(args ...string) (stdout, stderr string, err error) {
 	r.t.Helper()
 	file, err := mounts.Program()
-	if err != nil {
-		r.t.Fatal(err)
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*limit)
+	kit.Must(r.t, err)
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, file, append(args, "--control-socket", r.socket)...)
 	cmd.WaitDelay = time.Second
@@ -208,7 +173,7 @@ func (r *rig) command(args ...string) (stdout, stderr string, err error) {
 	cmd.Stdout, cmd.Stderr = &out, &errOut
 	err = cmd.Run()
 	if ctx.Err() != nil {
-		r.t.Fatalf("nfsrdmad %s: still runs after %v", strings.Join(args, " "), 2*limit)
+		r.t.Fatalf("nfsrdmad %s: still runs after %v", strings.Join(args, " "), limit)
 	}
 	return out.String(), errOut.String(), err
 }
@@ -258,12 +223,6 @@ func (r *rig) unmount() {
 	if st.BadReply != 0 || st.RemoteAccessErrors != 0 {
 		r.t.Errorf("got %d bad replies and %d remote access errors", st.BadReply, st.RemoteAccessErrors)
 	}
-	eventually(r.t, "removal of hidden names of closed files", func() error {
-		if names := r.hiddenNames(); len(names) > 0 {
-			return fmt.Errorf("the server has %v", names)
-		}
-		return nil
-	})
 	r.cli("umount", r.dir)
 	r.end(0)
 	r.checkLogs()
@@ -287,7 +246,7 @@ func (r *rig) end(code int) {
 	if got := r.daemon.Cmd.ProcessState.ExitCode(); got != code {
 		r.t.Errorf("daemon: got exit code %d, want %d", got, code)
 	}
-	eventually(r.t, "end of the process that keeps the mounts", func() error {
+	kit.Succeeds(r.t, "end of the process that keeps the mounts", func() error {
 		if holder != 0 && syscall.Kill(holder, 0) == nil {
 			return fmt.Errorf("process %d runs", holder)
 		}
@@ -298,7 +257,7 @@ func (r *rig) end(code int) {
 // mountEnds waits until the daemon lists no mount.
 func (r *rig) mountEnds() {
 	r.t.Helper()
-	eventually(r.t, "end of the mount", func() error {
+	kit.Succeeds(r.t, "end of the mount", func() error {
 		l, err := r.list()
 		if err == nil && len(l) > 0 {
 			err = fmt.Errorf("got mounts %+v", l)
@@ -310,9 +269,7 @@ func (r *rig) mountEnds() {
 // holderID returns the ID of the process that listens on the socket of the holder, or 0.
 func (r *rig) holderID() int {
 	sockets, err := os.ReadFile("/proc/net/unix")
-	if err != nil {
-		r.t.Fatal(err)
-	}
+	kit.Must(r.t, err)
 	inodes := make(map[string]bool)
 	for line := range strings.Lines(string(sockets)) {
 		if f := strings.Fields(line); len(f) == 8 && f[7] == r.socket+".fds" {
@@ -337,37 +294,16 @@ func (r *rig) holderID() int {
 	return 0
 }
 
-// logs returns the output of all daemons.
-func (r *rig) logs() string {
-	var all strings.Builder
-	for _, d := range r.daemons {
-		all.WriteString(d.Out.String())
-	}
-	return all.String()
-}
-
+// checkLogs checks the output of all daemons.
 func (r *rig) checkLogs() {
 	r.t.Helper()
-	for line := range strings.Lines(r.logs()) {
-		if strings.Contains(line, "[ERROR]") || strings.Contains(line, "panic:") {
-			r.t.Errorf("log of a daemon: %s", line)
+	for _, d := range r.daemons {
+		for line := range strings.Lines(d.Out.String()) {
+			if strings.Contains(line, "[ERROR]") || strings.Contains(line, "panic:") {
+				r.t.Errorf("log of a daemon: %s", line)
+			}
 		}
 	}
-}
-
-// hiddenNames returns the names of files on the server that were removed while they were open.
-func (r *rig) hiddenNames() (names []string) {
-	r.t.Helper()
-	err := filepath.WalkDir(r.x.dir, func(path string, _ fs.DirEntry, err error) error {
-		if strings.HasPrefix(filepath.Base(path), ".nfs") {
-			names = append(names, path)
-		}
-		return err
-	})
-	if err != nil {
-		r.t.Error(err)
-	}
-	return names
 }
 
 // onServer checks the content of a file in the directory of the server.
@@ -410,14 +346,4 @@ func compareContent(path string, got, want []byte, err error) error {
 			i, len(want))
 	}
 	return err
-}
-
-func eventually(t *testing.T, what string, done func() error) {
-	t.Helper()
-	err := errors.New("not checked")
-	for end := time.Now().Add(limit); err != nil; time.Sleep(20 * time.Millisecond) {
-		if err = done(); err != nil && time.Now().After(end) {
-			t.Fatalf("%s: %v after %v", what, err, limit)
-		}
-	}
 }

@@ -43,16 +43,11 @@ func startWorker(t *testing.T, dir string) *worker {
 	w.cmd.Stderr = &w.err
 	w.cmd.WaitDelay = time.Second
 	var err error
-	if w.in, err = w.cmd.StdinPipe(); err != nil {
-		t.Fatal(err)
-	}
+	w.in, err = w.cmd.StdinPipe()
+	kit.Must(t, err)
 	out, err := w.cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := w.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
+	kit.Must(t, w.cmd.Start())
 	go func() {
 		defer close(w.ended)
 		in := bufio.NewScanner(out)
@@ -92,23 +87,37 @@ func (w *worker) send(format string, args ...any) {
 // result waits for the result of a command that was sent.
 func (w *worker) result() string {
 	w.t.Helper()
-	return w.resultWithin(2 * limit)
-}
-
-func (w *worker) resultWithin(wait time.Duration) string {
-	w.t.Helper()
 	select {
 	case s, ok := <-w.lines:
 		if !ok {
 			w.t.Fatalf("worker ended:\n%s", w.err.String())
 		}
 		return s
-	case <-time.After(wait):
+	case <-time.After(limit):
 	}
 	_ = w.cmd.Process.Signal(syscall.SIGQUIT) // prints the stacks
-	time.Sleep(time.Second)
-	w.t.Fatalf("worker has no result after %v:\n%s", wait, w.err.String())
+	select {
+	case <-w.ended:
+	case <-time.After(limit):
+	}
+	w.t.Fatalf("worker has no result after %v:\n%s", limit, w.err.String())
 	return ""
+}
+
+// advance waits until the load of the worker has made n more rounds.
+func (w *worker) advance(n int) {
+	w.t.Helper()
+	rounds := func() int {
+		w.send("rounds")
+		text := w.result()
+		got, err := strconv.Atoi(text)
+		if err != nil {
+			w.t.Fatalf("worker: %s", text)
+		}
+		return got
+	}
+	want := rounds() + n
+	kit.Eventually(w.t, fmt.Sprint("round ", want, " of a worker"), func() bool { return rounds() >= want })
 }
 
 // do executes a command and checks its result.
@@ -129,14 +138,13 @@ func (w *worker) want(want, command string) {
 // A workerProcess is the state of a worker, in its process.
 type workerProcess struct {
 	files map[string]int // descriptors by number
-	dirs  map[string]*openDir
 	load  *load
 }
 
 // runWorker executes the commands of its input, one per line, and prints the result of each in one
 // line: what it returns, or the name of the error number.
 func runWorker() {
-	p := &workerProcess{files: make(map[string]int), dirs: make(map[string]*openDir)}
+	p := &workerProcess{files: make(map[string]int)}
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() {
 		out, err := p.command(strings.Fields(in.Text()))
@@ -156,27 +164,21 @@ func runWorker() {
 //	open FD PATH           close FD               sync FD
 //	write FD OFFSET LENGTH SEED                   check FD OFFSET LENGTH SEED
 //	set FD r|w|u START LENGTH                     flock FD sh|ex|un
-//	list FD PATH N                                listed FD
-//	load SEED SERVED TASK...                      calls TASK                     end
+//	load SEED SERVED TASK...                      rounds                         end
 func (p *workerProcess) command(w []string) (string, error) {
 	switch w[0] {
 	case "load":
 		p.load = startLoad(number(w[1]), os.Getenv(workerEnv), w[2], w[3:])
 		return "ok", nil
-	case "calls":
-		c := p.load.counter(w[1])
-		return fmt.Sprintf("%d %d", c.calls.Load(), c.canceled.Load()), p.load.error()
+	case "rounds":
+		n, err := p.load.total()
+		return strconv.Itoa(n), err
 	case "end":
 		return p.load.end()
 	case "open":
 		fd, err := unix.Open(w[2], unix.O_RDWR|unix.O_CREAT|unix.O_CLOEXEC, 0o666)
 		p.files[w[1]] = fd
 		return "ok", err
-	case "list":
-		p.dirs[w[1]] = new(openDir)
-		return p.dirs[w[1]].begin(w[2], int(number(w[3])))
-	case "listed":
-		return p.dirs[w[1]].end()
 	}
 	fd := p.files[w[1]]
 	switch w[0] {
@@ -213,42 +215,4 @@ func number(s string) uint64 {
 		panic(err)
 	}
 	return n
-}
-
-// An openDir is a directory that is being listed.
-type openDir struct {
-	f     *os.File
-	names map[string]int
-}
-
-// begin opens a directory and reads the first names.
-func (d *openDir) begin(path string, n int) (result string, err error) {
-	d.names = make(map[string]int)
-	if d.f, err = os.Open(path); err != nil {
-		return "", err
-	}
-	return "ok", d.read(n)
-}
-
-// end reads all other names. It returns how many names the directory has, and how many came twice.
-func (d *openDir) end() (string, error) {
-	if err := errors.Join(d.read(0), d.f.Close()); err != nil {
-		return "", err
-	}
-	twice := 0
-	for _, n := range d.names {
-		if n > 1 {
-			twice++
-		}
-	}
-	return fmt.Sprintf("%d names, %d of them twice", len(d.names), twice), nil
-}
-
-// read reads n names, or all if n is 0.
-func (d *openDir) read(n int) error {
-	names, err := d.f.Readdirnames(n)
-	for _, name := range names {
-		d.names[name]++
-	}
-	return err
 }
