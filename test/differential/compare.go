@@ -1,7 +1,6 @@
 package differential
 
 import (
-	"cmp"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -71,7 +70,6 @@ type Pair struct {
 	kept      map[string]*keptFile // by hidden name
 	mappers   mappers
 	movedBy   map[uint64]int              // mount that moved a directory, by inode number on the reference
-	removal   time.Duration               // limit for the removal of hidden names; for tests
 	distort   func(o *Op, fields []Field) // changes our side's values; for tests
 }
 
@@ -83,7 +81,6 @@ func (p *Pair) begin() error {
 	if p.Processes == nil {
 		p.Processes = []Process{&local{}}
 	}
-	p.removal = cmp.Or(p.removal, 5*time.Second)
 	p.runs++
 	p.released, p.kept, p.movedBy = false, nil, make(map[uint64]int)
 	p.mappers = mappers{make(map[[2]int]string), make(map[string]map[string]bool)}

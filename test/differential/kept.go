@@ -76,12 +76,12 @@ func (p *Pair) isRemovable(dir string) (removable bool) {
 }
 
 // awaitHiddenRemoved waits until our side has removed the hidden names of closed files, which it
-// does after close(2) has returned. The wait is bounded; a name that stays is a difference.
+// does after close(2) has returned. A name that stays for releaseTimeout is a difference.
 func (p *Pair) awaitHiddenRemoved() error {
 	if p.Ours.Server == "" {
 		return nil
 	}
-	for deadline := time.Now().Add(p.removal); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(releaseTimeout); ; time.Sleep(10 * time.Millisecond) {
 		left := false
 		err := p.hiddenNames("", func(path string, _, _ *syscall.Stat_t) {
 			k := p.kept[filepath.Base(path)]

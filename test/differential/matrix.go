@@ -328,8 +328,8 @@ func (c *matrixCell) exec(path string) error {
 	return err
 }
 
-// releaseTimeout is how long a hidden name may stay after the last close(2) of its file.
-const releaseTimeout = 10 * time.Second
+// releaseTimeout ends the wait for the removal of a hidden name after the last close(2) of its file.
+const releaseTimeout = 2 * time.Minute
 
 // closedSnapshot is the snapshot of a directory on the server whose files no process has open. FUSE
 // reports the end of an open file after close(2) has returned. A mount therefore may hide a file
