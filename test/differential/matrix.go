@@ -328,7 +328,8 @@ func (c *matrixCell) exec(path string) error {
 	return err
 }
 
-// releaseTimeout ends the wait for the removal of a hidden name after the last close(2) of its file.
+// releaseTimeout ends the wait for the removal of a hidden name after the last close(2) of its
+// file.
 const releaseTimeout = 2 * time.Minute
 
 // closedSnapshot is the snapshot of a directory on the server whose files no process has open. FUSE

@@ -37,7 +37,8 @@ func TestMatrix(t *testing.T) {
 	if len(lines) < 1000 {
 		t.Fatalf("got %d results, want at least 1000", len(lines))
 	}
-	want, got := differential.ParseMatrix(matrixText), differential.ParseMatrix(differential.FormatMatrix(squash, lines))
+	want := differential.ParseMatrix(matrixText)
+	got := differential.ParseMatrix(differential.FormatMatrix(squash, lines))
 	for _, d := range differential.CompareMatrix(want[squash], got[squash]) {
 		if !known.Contain("embedded", squash, d) {
 			t.Errorf("%s: got %q, want that of the kernel's client, %q", d.Cell, d.Ours, d.Reference)

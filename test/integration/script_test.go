@@ -505,8 +505,8 @@ func (r *runner) times(a []string) (string, error) {
 	return fmt.Sprintf("atime=%d.%09d mtime=%d.%09d", st.Atime.Sec, st.Atime.Nsec, st.Mtime.Sec, st.Mtime.Nsec), nil
 }
 
-// snap remembers the times of an object for "changed", and waits for the next tick of the clock that
-// file systems use.
+// snap remembers the times of an object for "changed", and waits for the next tick of the clock
+// that file systems use.
 func (r *runner) snap(a []string) (string, error) {
 	var st unix.Statx_t
 	err := statx(r.path(a[0]), unix.AT_SYMLINK_NOFOLLOW, &st)

@@ -26,8 +26,8 @@ import (
 // stormEnv sets the number of disconnects of TestStorm. `make soak` sets 10,000.
 const stormEnv = "NFSRDMAD_STORM"
 
-// mostMore is how many disconnects more than 10 times the wanted number a storm waits for the rarest
-// ends of MRs.
+// mostMore is how many disconnects more than 10 times the wanted number a storm waits for the
+// rarest ends of MRs.
 const mostMore = 1000
 
 // TestStorm runs 32 workers with verified I/O on a mount while both ends disconnect at random

@@ -22,7 +22,8 @@ const (
 	lockedBytes             = 100
 )
 
-// flocks lets three owners increment a number in a file under flock(2). Each owner has an open file.
+// flocks lets three owners increment a number in a file under flock(2). Each owner has an open
+// file.
 func (l *load) flocks(dir string, _ *rand.Rand) error {
 	path := filepath.Join(dir, "file")
 	var inside, total atomic.Int64

@@ -96,9 +96,9 @@ func (r *rig) waitAddresses(when string, want ...int) {
 	})
 }
 
-// TestServerAddressesComeAndGo takes addresses of the server away and gives them back while programs
-// work on the mount. It also kills the daemon while an address is gone. No call may fail or be
-// executed twice, and no data may be lost. At the end each connection returns to its address.
+// TestServerAddressesComeAndGo takes addresses of the server away and gives them back while a
+// program works on the mount. It also kills the daemon while addresses are gone. No call may fail
+// or be executed twice, and no data may be lost. At the end each connection returns to its address.
 func TestServerAddressesComeAndGo(t *testing.T) {
 	if !mounts.InOwnProcess(t) {
 		return

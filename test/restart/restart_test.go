@@ -89,8 +89,9 @@ func TestKillWithURing(t *testing.T) {
 			t.Fatalf("status: got front %q and %d lost locks, want uring and 0", st.Front, st.Locks.Lost)
 		}
 	}
-	w.do("ok", "sync f")
+	w.do("ok", "write f 0 200000 2")
 	w.do("ok", "close f")
+	r.onServer("file", kit.RandomBytes(2, 200_000))
 	r.unmount()
 }
 
@@ -349,7 +350,9 @@ func TestUnmountedMeanwhile(t *testing.T) {
 			r.ready()
 			want := kit.RandomBytes(1, 200_000)
 			if !killed {
-				kit.Succeeds(t, "data on the server", func() error { return compare(filepath.Join(x.dir, "file"), want) })
+				kit.Succeeds(t, "data on the server", func() error {
+					return compare(filepath.Join(x.dir, "file"), want)
+				})
 				w.do("ok", "write f 200000 1000 2")
 				w.do("ok", "check f 0 200000 1")
 				w.do("ok", "close f")

@@ -182,34 +182,19 @@ const launcherScript = `while read -r _; do "$@" </dev/null & pid=$!; echo "pid 
 // ServeDir serves dir on two free ports of 127.0.0.1 until the test ends.
 func ServeDir(t *testing.T, dir string, flags ...string) *ServedDir {
 	t.Helper()
-	return ServeDirWith(t, nil, dir, flags...)
-}
-
-// ServeDirWith is ServeDir with a command in front, for example setpriv. The command must replace
-// itself by its arguments.
-func ServeDirWith(t *testing.T, wrap []string, dir string, flags ...string) *ServedDir {
-	t.Helper()
-	rdma, tcp := kit.FreePort(t).String(), kit.FreePort(t).String()
-	return serveDir(t, wrap, &ServedDir{Dir: dir, RDMA: rdma, TCP: tcp}, flags...)
+	return ServeDirAt(t, kit.FreePort(t).String(), kit.FreePort(t).String(), dir, flags...)
 }
 
 // ServeDirAt is ServeDir on the given addresses "host:port" of NFS over RDMA, and of MOUNT and NFS
 // over TCP.
 func ServeDirAt(t *testing.T, rdma, tcp, dir string, flags ...string) *ServedDir {
 	t.Helper()
-	return serveDir(t, nil, &ServedDir{Dir: dir, RDMA: rdma, TCP: tcp}, flags...)
-}
-
-func serveDir(t *testing.T, wrap []string, s *ServedDir, flags ...string) *ServedDir {
-	t.Helper()
 	input, output, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer input.Close()
 	t.Cleanup(func() { output.Close() })
-	s.commands = output
-	wrap = append([]string{"sh", "-c", launcherScript, "launcher"}, wrap...)
+	s := &ServedDir{Dir: dir, RDMA: rdma, TCP: tcp, commands: output}
+	wrap := []string{"sh", "-c", launcherScript, "launcher"}
 	args := append([]string{"serve", s.Dir, "--rdma-listen", s.RDMA, "--tcp-listen", s.TCP}, flags...)
 	s.launcher = StartProcess(t, wrap, input, args...)
 	t.Cleanup(func() {
