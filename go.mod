@@ -35,7 +35,6 @@ require (
 	google.golang.org/grpc v1.85.0
 	google.golang.org/protobuf v1.36.12
 	mvdan.cc/sh/v3 v3.14.1
-	pgregory.net/rapid v1.3.0
 )
 
 require (

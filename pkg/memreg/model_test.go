@@ -2,24 +2,21 @@ package memreg
 
 import (
 	"errors"
-	"flag"
-	"fmt"
 	"math/rand/v2"
 	"syscall"
 	"testing"
-
-	"pgregory.net/rapid"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/trace"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs"
 )
 
-// minModelSteps is the smallest number of steps of TestModel.
-const minModelSteps = 60_000
+// TestModel runs modelRuns sequences, each of modelSteps steps.
+const modelRuns, modelSteps = 250, 250
 
 // A model is a pool on a simulated device. The device always has the list of keys that reach
 // memory.
 type model struct {
+	rng    *rand.Rand
 	params Params
 	stats  Counters
 	pd     *modelPD
@@ -179,9 +176,9 @@ type modelSlot struct {
 func newModel(seed uint64, moved *int) *model {
 	r := &model{params: Params{Depth: 2, PageSize: 4096, MaxSegs: 4}, moved: moved}
 	r.mem = make([]byte, 16*4096)
-	rng := rand.New(rand.NewPCG(seed, 1))
-	r.xid = rng.Uint32()
-	r.limit = 4 + rng.IntN(30)
+	r.rng = rand.New(rand.NewPCG(seed, 1))
+	r.xid = r.rng.Uint32()
+	r.limit = 4 + r.rng.IntN(30)
 	r.ring, r.mapped = trace.NewRing(1024, nil), map[uint32]bool{}
 	for range 5 {
 		r.slots = append(r.slots, &modelSlot{})
@@ -199,7 +196,7 @@ func (r *model) connect() {
 }
 
 // disconnect does what the transport does when a connection ends.
-func (r *model) disconnect(t *rapid.T) {
+func (r *model) disconnect(t *testing.T) {
 	r.qp.Drain()
 	usable := r.pool.Recover()
 	if usable {
@@ -224,7 +221,7 @@ func (r *model) disconnect(t *rapid.T) {
 }
 
 // fenced checks that no key of the RPC reaches memory.
-func (r *model) fenced(t *rapid.T, s *modelSlot) {
+func (r *model) fenced(t *testing.T, s *modelSlot) {
 	valid := r.pd.validKeys()
 	for _, k := range s.keys {
 		if valid[k] {
@@ -235,7 +232,8 @@ func (r *model) fenced(t *rapid.T, s *modelSlot) {
 	s.phase, s.keys = idle, nil
 }
 
-func (r *model) pick(t *rapid.T, p phase) *modelSlot {
+// pick returns a slot in phase p, or nil if there is none.
+func (r *model) pick(p phase) *modelSlot {
 	var slots []*modelSlot
 	for _, s := range r.slots {
 		if s.phase == p {
@@ -243,22 +241,21 @@ func (r *model) pick(t *rapid.T, p phase) *modelSlot {
 		}
 	}
 	if len(slots) == 0 {
-		t.Skip("no slot in this phase: rapid draws another step")
+		return nil
 	}
-	return slots[rapid.IntRange(0, len(slots)-1).Draw(t, "slot")]
+	return slots[r.rng.IntN(len(slots))]
 }
 
-// call maps zero to two chunks of a slot and posts or unmaps them.
-func (r *model) call(t *rapid.T) {
-	s := r.pick(t, idle)
+// call maps zero to two chunks of an idle slot and posts or unmaps them.
+func (r *model) call(t *testing.T, s *modelSlot) {
 	s.list.Use(r.pool)
 	r.xid++
 	allocated, free := r.stats.Allocated.Load(), len(s.list.free.mrs)
-	chunks := rapid.IntRange(0, 2).Draw(t, "chunks")
+	chunks := r.rng.IntN(3)
 	for range chunks {
-		n := rapid.IntRange(1, 10*4096).Draw(t, "bytes")
+		n := 1 + r.rng.IntN(10*4096)
 		before := len(s.list.Registered())
-		added, err := s.list.Map([][]byte{r.mem[:n]}, rapid.Bool().Draw(t, "writing"), r.xid)
+		added, err := s.list.Map([][]byte{r.mem[:n]}, r.rng.IntN(2) == 0, r.xid)
 		if err != nil {
 			if len(s.list.Registered()) != before || added != 0 {
 				t.Fatalf("MRs of a failed Map: got %d registered, %d added; want %d, 0", len(s.list.Registered()),
@@ -279,7 +276,7 @@ func (r *model) call(t *rapid.T) {
 	if len(s.list.Registered()) > free+int(r.stats.Allocated.Load()-allocated) {
 		*r.moved++
 	}
-	if rapid.IntRange(0, 9).Draw(t, "unsent") == 0 {
+	if r.rng.IntN(10) == 0 {
 		s.list.Unmap()
 		return
 	}
@@ -300,7 +297,7 @@ func (r *model) call(t *rapid.T) {
 }
 
 // reply fences the RPC of a slot as the reply handler does.
-func (r *model) reply(t *rapid.T, s *modelSlot) {
+func (r *model) reply(t *testing.T, s *modelSlot) {
 	s.phase = fencing
 	err := s.list.Invalidate(r.qp, func(ok bool) {
 		if ok {
@@ -316,8 +313,7 @@ func (r *model) reply(t *rapid.T, s *modelSlot) {
 }
 
 // replyWithInvalidation is a reply by Send With Invalidate.
-func (r *model) replyWithInvalidation(t *rapid.T) {
-	s := r.pick(t, sent)
+func (r *model) replyWithInvalidation(t *testing.T, s *modelSlot) {
 	valid := r.pd.validKeys()
 	for _, k := range s.keys {
 		if valid[k] { // the device lets the peer invalidate only valid keys
@@ -337,8 +333,9 @@ func (r *model) replyWithInvalidation(t *rapid.T) {
 	r.reply(t, s)
 }
 
-// failLocalInv executes the queue up to the first LOCAL_INV, which fails.
-func (r *model) failLocalInv(t *rapid.T) {
+// failLocalInv executes the queue up to the first LOCAL_INV, which fails. It reports whether there
+// was one.
+func (r *model) failLocalInv(t *testing.T) bool {
 	for i := range r.qp.queue {
 		if r.qp.queue[i].Opcode != verbs.OpLocalInv {
 			continue
@@ -350,12 +347,12 @@ func (r *model) failLocalInv(t *rapid.T) {
 		r.qp.queue = r.qp.queue[1:]
 		wr.Done(&verbs.WorkCompletion{QP: r.qp, Status: verbs.StatusMWBindErr})
 		r.disconnect(t)
-		return
+		return true
 	}
-	t.Skip("no LOCAL_INV is queued: rapid draws another step")
+	return false
 }
 
-func (r *model) check(t *rapid.T) {
+func (r *model) check(t *testing.T) {
 	if err := r.pool.Check(); err != nil {
 		t.Fatal(err)
 	}
@@ -363,7 +360,7 @@ func (r *model) check(t *rapid.T) {
 }
 
 // checkTrace checks that each map event has one unmap event (S24).
-func (r *model) checkTrace(t *rapid.T) {
+func (r *model) checkTrace(t *testing.T) {
 	events, next, lost := r.ring.Read(r.seen, nil)
 	if lost != 0 {
 		t.Fatalf("lost trace events: got %d, want 0", lost)
@@ -389,86 +386,91 @@ func (r *model) checkTrace(t *rapid.T) {
 	}
 }
 
-// steps returns the random steps of the model. executed is called after each step that was not
-// skipped.
-func (r *model) steps(executed func(name string)) map[string]func(*rapid.T) {
-	steps := map[string]func(*rapid.T){
-		"call": r.call,
-		"execute": func(t *rapid.T) {
-			for range rapid.IntRange(1, 8).Draw(t, "n") {
-				if !r.qp.step() {
-					return
-				}
-			}
-		},
-		"reply":                   func(t *rapid.T) { r.reply(t, r.pick(t, sent)) },
-		"reply with invalidation": r.replyWithInvalidation,
-		"disconnect": func(t *rapid.T) {
-			if rapid.IntRange(0, 3).Draw(t, "rare") == 0 {
-				r.disconnect(t)
-			}
-		},
-		"fail a LOCAL_INV":   r.failLocalInv,
-		"fail a chain":       func(t *rapid.T) { r.qp.failAt = rapid.IntRange(0, 3).Draw(t, "position") },
-		"fail an allocation": func(t *rapid.T) { r.failAlloc = rapid.IntRange(0, 2).Draw(t, "times") },
-		"fail a deregistration": func(t *rapid.T) {
-			r.failDereg = rapid.IntRange(0, 3).Draw(t, "times") * rapid.IntRange(0, 1).Draw(t, "rare")
-		},
+// steps are the random steps of the model. Each reports whether it was possible.
+var steps = []struct {
+	name string
+	run  func(*model, *testing.T) bool
+}{
+	{"call", onSlot(idle, (*model).call)},
+	{"execute", func(r *model, _ *testing.T) bool {
+		executed := false
+		for range 1 + r.rng.IntN(8) {
+			executed = r.qp.step() || executed
+		}
+		return executed
+	}},
+	{"reply", onSlot(sent, (*model).reply)},
+	{"reply with invalidation", onSlot(sent, (*model).replyWithInvalidation)},
+	{"disconnect", func(r *model, t *testing.T) bool {
+		rare := r.rng.IntN(4) == 0
+		if rare {
+			r.disconnect(t)
+		}
+		return rare
+	}},
+	{"fail a LOCAL_INV", (*model).failLocalInv},
+	{"fail a chain", func(r *model, _ *testing.T) bool {
+		r.qp.failAt = r.rng.IntN(4)
+		return true
+	}},
+	{"fail an allocation", func(r *model, _ *testing.T) bool {
+		r.failAlloc = r.rng.IntN(3)
+		return true
+	}},
+	{"fail a deregistration", func(r *model, _ *testing.T) bool {
+		r.failDereg = r.rng.IntN(4) * r.rng.IntN(2)
+		return true
+	}},
+}
+
+// onSlot returns a step that runs f on a slot in phase p.
+func onSlot(p phase, f func(*model, *testing.T, *modelSlot)) func(*model, *testing.T) bool {
+	return func(r *model, t *testing.T) bool {
+		s := r.pick(p)
+		if s != nil {
+			f(r, t, s)
+		}
+		return s != nil
 	}
-	for name, f := range steps {
-		steps[name] = func(t *rapid.T) { f(t); executed(name) }
-	}
-	steps[""] = r.check
-	return steps
 }
 
 // TestModel runs random sequences of what a transport does with its MRs, with every fault that a
 // device has. No MR may be lost or used twice, no RPC may end with a valid key, and the counters
-// must agree.
+// must agree. The sequences are the same in each run of the test.
 func TestModel(t *testing.T) {
-	steps := map[string]int{} // executed steps by name
-	moved := 0                // calls that took MRs of other slots
-	seed := rand.Uint64()
-	if s := flag.Lookup("rapid.seed").Value.String(); s != "0" {
-		fmt.Sscan(s, &seed)
+	executed := make([]int, len(steps))
+	moved := 0 // calls that took MRs of other slots
+	for seed := range uint64(modelRuns) {
+		t.Run("", func(t *testing.T) {
+			r := newModel(seed, &moved)
+			for n := 0; n < modelSteps; {
+				i := r.rng.IntN(len(steps))
+				if !steps[i].run(r, t) {
+					continue
+				}
+				n++
+				executed[i]++
+				r.check(t)
+			}
+			r.failAlloc, r.failDereg = 0, 0
+			r.disconnect(t)
+			r.pool.Destroy()
+			r.checkTrace(t)
+			if r.stats.Total() != 0 || r.stats.Free() != 0 {
+				t.Fatalf("gauges after the last Destroy: got %d MRs, %d free; want 0, 0", r.stats.Total(), r.stats.Free())
+			}
+			if err := r.stats.checkFailed(); err != nil {
+				t.Fatal(err)
+			}
+		})
 	}
-	for name, value := range map[string]string{"rapid.seed": fmt.Sprint(seed), "rapid.checks": "250",
-		"rapid.steps": "500", "rapid.nofailfile": "true"} {
-		if err := flag.Set(name, value); err != nil {
-			t.Fatal(err)
+	for i, s := range steps {
+		t.Logf("%s: %d steps", s.name, executed[i])
+		if executed[i] == 0 && !t.Failed() {
+			t.Errorf("step %q: was never executed", s.name)
 		}
 	}
-	t.Logf("repeat with -rapid.seed=%d", seed)
-	rapid.Check(t, func(t *rapid.T) {
-		r := newModel(rapid.Uint64().Draw(t, "xid"), &moved)
-		t.Repeat(r.steps(func(name string) { steps[name]++ }))
-		r.failAlloc, r.failDereg = 0, 0
-		r.disconnect(t)
-		r.pool.Destroy()
-		r.checkTrace(t)
-		if r.stats.Total() != 0 || r.stats.Free() != 0 {
-			t.Fatalf("gauges after the last Destroy: got %d MRs, %d free; want 0, 0", r.stats.Total(), r.stats.Free())
-		}
-		if err := r.stats.checkFailed(); err != nil {
-			t.Fatal(err)
-		}
-	})
-	total := 0
-	for name := range newModel(0, nil).steps(nil) {
-		if steps[name] == 0 && name != "" && !t.Failed() {
-			t.Errorf("step %q: was never executed", name)
-		}
-		total += steps[name]
-	}
-	t.Logf("steps: %d: %v; %d calls took MRs of other slots", total, steps, moved)
 	if moved == 0 && !t.Failed() {
 		t.Error("calls that took MRs of other slots: got 0, want some")
-	}
-	want := minModelSteps
-	if testing.Short() { // rapid runs a fifth of the checks
-		want /= 10
-	}
-	if total < want && !t.Failed() {
-		t.Errorf("steps: got %d, want at least %d", total, want)
 	}
 }
