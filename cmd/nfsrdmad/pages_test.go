@@ -6,57 +6,101 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/spf13/cobra"
 
-	"github.com/nfsrdmad/nfsrdmad/internal/reference"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
 )
 
-// documents returns the pages for users.
-func documents(t *testing.T) []*reference.Page {
+// documents returns the text of the pages for users, by name.
+func documents(t *testing.T) map[string]string {
 	t.Helper()
-	pages, err := reference.Pages("../..")
-	if err != nil {
-		t.Fatal(err)
+	pages := make(map[string]string)
+	for _, pattern := range []string{"../../*.md", "../../docs/*.md"} {
+		names, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range names {
+			text, err := os.ReadFile(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			pages[strings.TrimPrefix(name, "../../")] = string(text)
+		}
 	}
 	return pages
 }
 
-// TestDocumentedCommandsParse checks each command of this program in the blocks of the
-// documentation: the command, its flags, the number of arguments, and the mount options. test/docs
-// runs the blocks.
-func TestDocumentedCommandsParse(t *testing.T) {
-	n := 0
-	for _, p := range documents(t) {
-		for _, b := range p.Blocks {
-			if b.Language != "sh" && b.Language != "console" {
-				continue
-			}
-			statements, err := reference.Statements(&b)
-			if err != nil {
-				t.Errorf("%s: %v", &b, err)
-				continue
-			}
-			for _, s := range statements {
-				for _, words := range s.Commands {
-					if len(words) > 3 && words[0] == "podman" && words[1] == "exec" {
-						words = words[3:] // after the name of the container
-					}
-					if !isCommand(words) {
-						continue
-					}
-					n++
-					if err := parseCommand(words, true); err != nil {
-						t.Errorf("%s:%d: %s: %v", p.Name, s.Line, strings.Join(words, " "), err)
-					}
-				}
-			}
+var (
+	fencedBlock = regexp.MustCompile("(?ms)^ *```(\\w+)\n(.*?)^ *```\n")
+	inlineCode  = regexp.MustCompile("`([^`]+)`")
+	// shellWord matches a word or an operator of the shell. Quotes are around a whole word.
+	shellWord = regexp.MustCompile(`"[^"]*"|'[^']*'|[^\s&|;<>]+|[&|;<>]+`)
+	operator  = regexp.MustCompile(`^[&|;<>]`)
+	comment   = regexp.MustCompile(`(^|\s)# .*`)
+	// placeholders are characters of usage lines: "[DIR]", "...".
+	placeholders = regexp.MustCompile(`[][…]|\.\.\.`)
+)
+
+// blocks calls f for each block of code.
+func blocks(t *testing.T, f func(page, language, text string)) {
+	t.Helper()
+	for page, text := range documents(t) {
+		for _, m := range fencedBlock.FindAllStringSubmatch(text, -1) {
+			f(page, m[1], m[2])
 		}
 	}
+}
+
+// shellCommands returns the commands of a block, as words. In a block of language console, the lines
+// that begin with "# " or "$ " are commands.
+func shellCommands(language, text string) (all [][]string) {
+	for line := range strings.Lines(strings.ReplaceAll(text, "\\\n", " ")) {
+		if language == "console" {
+			if !strings.HasPrefix(line, "# ") && !strings.HasPrefix(line, "$ ") {
+				continue
+			}
+			line = line[2:]
+		}
+		var words []string
+		for _, word := range shellWord.FindAllString(comment.ReplaceAllString(line, ""), -1) {
+			if operator.MatchString(word) {
+				all, words = append(all, words), nil
+				continue
+			}
+			words = append(words, strings.Trim(word, `"'`))
+		}
+		all = append(all, words)
+	}
+	return slices.DeleteFunc(all, func(words []string) bool { return len(words) == 0 })
+}
+
+// TestDocumentedCommandsParse checks each command of this program in the blocks of the
+// documentation: the command, its flags, the number of arguments, and the mount options.
+func TestDocumentedCommandsParse(t *testing.T) {
+	n := 0
+	blocks(t, func(page, language, text string) {
+		if language != "sh" && language != "console" {
+			return
+		}
+		for _, words := range shellCommands(language, text) {
+			if len(words) > 3 && words[0] == "podman" && words[1] == "exec" {
+				words = words[3:] // after the name of the container
+			}
+			if !isCommand(words) {
+				continue
+			}
+			n++
+			if err := parseCommand(words, true); err != nil {
+				t.Errorf("%s: %s: %v", page, strings.Join(words, " "), err)
+			}
+		}
+	})
 	if n < 15 {
 		t.Errorf("got %d commands, want more; the pattern is wrong", n)
 	}
@@ -66,20 +110,17 @@ func TestDocumentedCommandsParse(t *testing.T) {
 // "nfsrdmad serve --backend" can stand for a command or a flag without arguments.
 func TestDocumentedInlineCommandsParse(t *testing.T) {
 	n := 0
-	for _, p := range documents(t) {
-		for _, s := range p.Spans {
-			text := placeholders.ReplaceAllString(s.Text, " ")
-			if p.Name == "docs/reference.md" || !strings.HasPrefix(text, "nfsrdmad ") &&
-				!strings.HasPrefix(text, "mount -t nfsrdma ") {
+	for page, text := range documents(t) {
+		for _, m := range inlineCode.FindAllStringSubmatch(fencedBlock.ReplaceAllString(text, ""), -1) {
+			line := strings.Join(strings.Fields(placeholders.ReplaceAllString(m[1], " ")), " ")
+			if page == "docs/reference.md" || !strings.HasPrefix(line, "nfsrdmad ") &&
+				!strings.HasPrefix(line, "mount -t nfsrdma ") {
 				continue
 			}
 			n++
-			words, err := reference.Words(text)
-			if err == nil {
-				err = parseCommand(words, false)
-			}
+			err := parseCommand(shellCommands("sh", line)[0], false)
 			if err != nil && !strings.HasPrefix(err.Error(), "flag needs an argument") {
-				t.Errorf("%s:%d: `%s`: %v", p.Name, s.Line, s.Text, err)
+				t.Errorf("%s: `%s`: %v", page, m[1], err)
 			}
 		}
 	}
@@ -87,9 +128,6 @@ func TestDocumentedInlineCommandsParse(t *testing.T) {
 		t.Errorf("got %d commands, want more; the pattern is wrong", n)
 	}
 }
-
-// placeholders are characters of usage lines: "[DIR]", "...".
-var placeholders = regexp.MustCompile(`[][…]|\.\.\.`)
 
 // isCommand reports whether words are a command of this program, or of mount(8) for it.
 func isCommand(words []string) bool {
@@ -151,27 +189,25 @@ func parseOptionFlag(cmd *cobra.Command) error {
 // TestDocumentedFilesParse checks the lines of fstab(5) and the configurations in the pages.
 func TestDocumentedFilesParse(t *testing.T) {
 	found := make(map[string]int)
-	for _, p := range documents(t) {
-		for _, b := range p.Blocks {
-			found[b.Language]++
-			switch b.Language {
-			case "fstab":
-				for line := range strings.Lines(b.Text) {
-					if err := parseFstab(line); err != nil {
-						t.Errorf("%s: %q: %v", &b, line, err)
-					}
-				}
-			case "toml":
-				path := filepath.Join(t.TempDir(), "nfsrdmad.toml")
-				if err := os.WriteFile(path, []byte(b.Text), 0o644); err != nil {
-					t.Fatal(err)
-				}
-				if _, err := daemon.LoadConfig(path); err != nil {
-					t.Errorf("%s: %v", &b, err)
+	blocks(t, func(page, language, text string) {
+		found[language]++
+		switch language {
+		case "fstab":
+			for line := range strings.Lines(text) {
+				if err := parseFstab(line); err != nil {
+					t.Errorf("%s: %q: %v", page, line, err)
 				}
 			}
+		case "toml":
+			path := filepath.Join(t.TempDir(), "nfsrdmad.toml")
+			if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := daemon.LoadConfig(path); err != nil {
+				t.Errorf("%s: %s: %v", page, text, err)
+			}
 		}
-	}
+	})
 	if found["fstab"] == 0 || found["toml"] == 0 {
 		t.Errorf("got blocks %v, want fstab and toml", found)
 	}
@@ -197,11 +233,7 @@ func TestParseCommandRefuses(t *testing.T) {
 	for _, line := range []string{"nfsrdmad mont server:/export /mnt", "nfsrdmad mount server:/export",
 		"nfsrdmad status --slowly", "nfsrdmad mount server:/export /mnt -o rsize=1", "nfsrdmad umount --force",
 		"mount -t nfsrdma server:/export /mnt -o nconect=2"} {
-		words, err := reference.Words(line)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := parseCommand(words, true); err == nil {
+		if err := parseCommand(shellCommands("sh", line)[0], true); err == nil {
 			t.Errorf("%s: got no error", line)
 		}
 	}
