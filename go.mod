@@ -34,7 +34,6 @@ require (
 	gonum.org/v1/plot v0.17.0
 	google.golang.org/grpc v1.85.0
 	google.golang.org/protobuf v1.36.12
-	mvdan.cc/sh/v3 v3.14.1
 )
 
 require (

@@ -69,7 +69,6 @@ var allowed = []struct{ pkg, imports string }{
 	{"internal/memfd", ""},
 	{"test/kit/collector", ""},
 	{"test/kit/power", ""},
-	{"internal/reference", ""},
 	{"internal/running", ""},
 	{"internal/screen", ""},
 	{"internal/verify", ""},
@@ -102,7 +101,7 @@ var allowed = []struct{ pkg, imports string }{
 // testPackages hold helpers of tests. Only test files and other test packages may import them.
 var testPackages = []string{
 	"internal/archtest", "test/kit/ganesha", "test/kit/hostile", "test/kit/mounts", "test/kit/collector",
-	"test/kit/power", "internal/reference", "test/kit/server", "test/kit/systemd", "test/kit",
+	"test/kit/power", "test/kit/server", "test/kit/systemd", "test/kit",
 	"pkg/verbs/verbstest",
 	"test/bench", "test/differential", "test/docs",
 	"test/integration", "test/kubernetes", "test/lab", "test/lab/beside",

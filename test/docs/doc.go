@@ -1,7 +1,6 @@
-// Package docs runs the commands that README.md and the pages of docs show.
+// Package docs checks the pages for users: README.md and docs.
 //
-// Each block of language sh or console runs in namespaces for itself, with a server named "server"
-// and a daemon. Commands that cannot run in a test are declared with a reason. Their programs,
-// targets of make and files are checked instead. The tests of cmd/nfsrdmad check that all commands
-// of nfsrdmad parse, also those in the text.
+// Links lead to files and headings, and the names of files, targets of make and messages exist. One
+// test runs commands that the pages show, and makes the failures of docs/troubleshooting.md, in
+// namespaces for itself. The tests of cmd/nfsrdmad check that all commands of nfsrdmad parse.
 package docs
