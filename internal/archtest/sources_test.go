@@ -1,0 +1,130 @@
+package archtest
+
+import (
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const root = "../.."
+
+// sources returns the text of the Go files of the repository, by their path.
+func sources(t *testing.T) map[string]string { return files(t, ".go") }
+
+// files returns the files of the repository whose names end in suffix. It leaves out directories
+// that do not belong to the source: hidden ones, testdata, bin and dist.
+func files(t *testing.T, suffix string) map[string]string {
+	t.Helper()
+	all := make(map[string]string)
+	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() {
+			name := d.Name()
+			if path != root && (strings.HasPrefix(name, ".") || slices.Contains([]string{"testdata", "bin", "dist"}, name)) {
+				return fs.SkipDir
+			}
+			return nil
+		}
+		if strings.HasSuffix(path, suffix) {
+			text, err := os.ReadFile(path)
+			all[strings.TrimPrefix(path, root+"/")] = string(text)
+			return err
+		}
+		return nil
+	})
+	if err != nil || len(all) == 0 {
+		t.Fatalf("got %d files %s, error %v", len(all), suffix, err)
+	}
+	return all
+}
+
+var (
+	// newDescriptor matches system calls that return a file descriptor, up to the end of the
+	// arguments. Flags make it close-on-exec.
+	newDescriptor = regexp.MustCompile(`\b(?:unix|syscall)\.(?:Accept4|Dup3|EpollCreate1|Eventfd|Open|OpenTree|Openat|` +
+		`Pipe2|Socket|Socketpair)\((?:[^()]|\([^()]*\))*\)`)
+	// sharedDescriptor matches those without such flags.
+	sharedDescriptor = regexp.MustCompile(`\b(?:unix|syscall)\.(?:Accept|Creat|Dup|EpollCreate|Pipe)\(`)
+)
+
+// TestDescriptorsCloseOnExec checks that programs which this process starts get no descriptor by
+// accident. They would keep files open, for example those of a mount.
+func TestDescriptorsCloseOnExec(t *testing.T) {
+	found := 0
+	for file, text := range sources(t) {
+		for _, call := range newDescriptor.FindAllString(text, -1) {
+			if found++; !strings.Contains(call, "CLOEXEC") {
+				t.Errorf("%s: %s is not close-on-exec", file, call)
+			}
+		}
+		if call := sharedDescriptor.FindString(text); call != "" {
+			t.Errorf("%s: %s is not close-on-exec; use a call with flags", file, call)
+		}
+	}
+	if found < 10 {
+		t.Errorf("found %d system calls, want 10 or more", found)
+	}
+}
+
+// timedPackages have timeouts on which calls of a mount depend.
+var timedPackages = []string{"internal/rpctcp", "internal/running", "pkg/fusefs", "pkg/memreg", "pkg/mount", "pkg/nfs3",
+	"pkg/nfs3/mountd", "pkg/nfs3/nfsacl", "pkg/nlm", "pkg/verbs/rdmacore", "pkg/verbs/softiwarp", "pkg/xprt"}
+
+// wallClock matches the methods and functions of package time whose results have no reading of the
+// monotonic clock. A time computed with them jumps when the clock of the host is set.
+var wallClock = regexp.MustCompile(`\.(?:AddDate|Date|In|Local|UTC|Unix|UnixMicro|UnixMilli|UnixNano)\(.*`)
+
+// TestTimeoutsUseMonotonicClock checks that no timeout depends on the wall clock, which an
+// administrator or NTP may set by any amount. The times of files do, and time.Unix(1, 0) is a
+// deadline that has passed.
+func TestTimeoutsUseMonotonicClock(t *testing.T) {
+	found := 0
+	for file, text := range sources(t) {
+		if strings.HasSuffix(file, "_test.go") || !slices.Contains(timedPackages, path.Dir(file)) {
+			continue
+		}
+		for _, call := range wallClock.FindAllString(text, -1) {
+			if found++; file != "pkg/nfs3/types.go" && !strings.HasPrefix(call, ".Unix(1, 0)") {
+				t.Errorf("%s: %s has no reading of the monotonic clock; use time.Now, Since and Sub", file, call)
+			}
+		}
+	}
+	if found == 0 {
+		t.Error("found no time of a file; the pattern is wrong")
+	}
+}
+
+// TestNamedTestsExist checks the names of tests in the documents and in the Makefile.
+func TestNamedTestsExist(t *testing.T) {
+	declared := make(map[string]bool)
+	declaration := regexp.MustCompile(`(?m)^func ((?:Test|Benchmark|Fuzz)\w+)\(`)
+	for _, text := range sources(t) {
+		for _, m := range declaration.FindAllStringSubmatch(text, -1) {
+			declared[m[1]] = true
+		}
+	}
+	check := func(file, text, pattern string) {
+		all := regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1)
+		for _, m := range all {
+			if !declared[m[1]] {
+				t.Errorf("%s names %s, which does not exist", file, m[1])
+			}
+		}
+		if len(all) == 0 && (file == "Makefile" || file == "docs/features.md") {
+			t.Errorf("%s names no test; the pattern is wrong", file)
+		}
+	}
+	for file, text := range files(t, ".md") {
+		if file != "CONTRIBUTING.md" { // has examples
+			check(file, text, "`((?:Test|Benchmark|Fuzz)[A-Z]\\w+)`")
+		}
+	}
+	check("Makefile", files(t, "Makefile")["Makefile"], `\b(Test[A-Z]\w+)`)
+}
