@@ -22,6 +22,8 @@ NFPM    := bin/nfpm-$(NFPM_VERSION)
 # goroutines with a fake clock.
 NORACE_TESTS := TestCallsDoNotAllocate TestDirectRequestsDoNotAllocate TestMountedCallsDoNotAllocate \
                 TestGuestRequestsDoNotAllocate TestFleet
+# Modules for themselves, because only their tests need Helm, a browser or plots.
+TEST_MODULES := test/kubernetes test/monitoring
 # Switches FUSE over io_uring on, on kernels that have it, while a command runs.
 WITH_URING := test/with-uring
 # The rdma-core provider needs a C compiler and the headers of rdma-core. The program opens the
@@ -59,7 +61,7 @@ deps: $(NFPM)
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
 	fi
 	@$(GO) mod download # tests build the program, and test/isolate has no network
-	@cd test/kubernetes && $(GO) mod download
+	@for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && $(GO) mod download || exit; done
 
 # Each package runs in namespaces of its own, so that packages can run at the same time, and no
 # process outlives its test. Those that take longest start first. The timeouts are for one package:
@@ -67,9 +69,9 @@ deps: $(NFPM)
 test: deps
 	$(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -race $$(test -e /usr/include/rdma/rdma_cma.h && echo -tags rdmacore) \
 	  -exec $(CURDIR)/test/isolate -timeout 20m ./test/integration ./pkg/fusefs ./cmd/nfsrdmad ./...
-	# A module for itself: the tests of the CSI driver need many other modules. The driver runs in other
-	# processes, so the race detector would see the tests only.
-	cd test/kubernetes && NFSRDMAD_LAB=0 $(GO) test -exec $(CURDIR)/test/isolate -timeout 10m ./...
+	# The programs run in other processes, so the race detector would see the tests only.
+	for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && NFSRDMAD_LAB=0 $(GO) test -exec $(CURDIR)/test/isolate \
+	  -timeout 10m ./... || exit; done
 	# The tests of the file system again, over io_uring. The race detector has seen them above.
 	NFSRDMAD_TEST_FRONT=uring $(WITH_URING) env NFSRDMAD_LAB=0 $(GO) test -skip Takeover -exec $(CURDIR)/test/isolate \
 	  -timeout 10m ./pkg/fusefs
@@ -117,7 +119,7 @@ scale: build deps
 # Draw what the dashboard for Grafana shows of a daemon under load and faults. Writes
 # docs/dashboard-*.png in six minutes. See test/monitoring.
 panels: deps
-	$(GO) test -v -count 1 -run '^TestPanels$$' -exec $(CURDIR)/test/isolate -timeout 15m ./test/monitoring \
+	cd test/monitoring && $(GO) test -v -count 1 -run '^TestPanels$$' -exec $(CURDIR)/test/isolate -timeout 15m . \
 	  -panels $(CURDIR)/docs
 
 # The benchmarks of the packages. Compare figures of one run only.
@@ -154,7 +156,7 @@ mutants:
 lint:
 	$(GO) run $(LINT) run ./...
 	$(GO) run $(LINT) run --build-tags manual ./cmd/...
-	cd test/kubernetes && $(GO) run $(LINT) run ./...
+	for m in $(TEST_MODULES); do cd $(CURDIR)/$$m && $(GO) run $(LINT) run ./... || exit; done
 	$(if $(RDMACORE),$(GO) run $(LINT) run --build-tags rdmacore ./pkg/verbs/... ./pkg/mount/... ./cmd/...)
 
 # Binaries with checksums in $(DIST): static ones, and one with the rdma-core provider where its

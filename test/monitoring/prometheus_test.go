@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -41,6 +42,7 @@ func (q query) fill(instance, mount string) string {
 
 // TestRules checks the alerts with their unit tests.
 func TestRules(t *testing.T) {
+	t.Parallel()
 	kit.NeedsPrograms(t, "promtool")
 	for _, args := range [][]string{{"check", "rules", rulesFile}, {"test", "rules", rulesTest}} {
 		if out, err := exec.Command("promtool", args...).CombinedOutput(); err != nil {
@@ -125,22 +127,6 @@ func startPrometheus(t *testing.T, daemon string) *server {
 	return &server{t, "http://" + addr}
 }
 
-// eventually polls until f returns nil.
-func eventually(t *testing.T, what string, f func() error) {
-	t.Helper()
-	end := time.Now().Add(mounts.ProcessTimeout)
-	for {
-		err := f()
-		if err == nil {
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatalf("%s: %v", what, err)
-		}
-		time.Sleep(200 * time.Millisecond)
-	}
-}
-
 // use writes and reads files of a mount, and looks up names that do not exist.
 func use(dir string, round int) error {
 	name := filepath.Join(dir, fmt.Sprintf("f%d", round%4))
@@ -166,9 +152,32 @@ func closed(c <-chan struct{}) bool {
 	}
 }
 
+// startLoad uses a directory of a mount until the returned function is called, which the end of the
+// test does too.
+func startLoad(t *testing.T, dir string) (end func()) {
+	stop, stopped := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(stopped)
+		for i := 0; !closed(stop); i++ {
+			if err := use(dir, i); err != nil {
+				t.Errorf("load: %v", err)
+				return
+			}
+		}
+	}()
+	end = sync.OnceFunc(func() {
+		close(stop)
+		<-stopped
+	})
+	t.Cleanup(end)
+	return end
+}
+
 // A rig is a server, a daemon with a mount of it, and the address of the metrics of the daemon.
 type rig struct {
 	served       *mounts.ServedDir
+	daemon       *mounts.Process
+	socket       string
 	dir, metrics string
 }
 
@@ -181,70 +190,66 @@ func startRig(t *testing.T, faults string, serverFlags ...string) *rig {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.Remove(dir) })
-	work := t.TempDir()
-	socket, metrics := filepath.Join(work, "control.sock"), kit.FreePort(t).String()
-	daemon := mounts.StartProcess(t, nil, nil, "daemon", "--control-socket", socket, "--metrics-listen", metrics,
-		"--state-dir", work, "--inject", faults)
-	daemon.WaitFor(t, "starting the daemon", func() error {
-		_, err := os.Stat(socket)
+	r := &rig{served: served, socket: filepath.Join(t.TempDir(), "control.sock"), dir: dir,
+		metrics: kit.FreePort(t).String()}
+	r.startDaemon(t, "--inject", faults)
+	r.mount(t, dir)
+	return r
+}
+
+func (r *rig) startDaemon(t *testing.T, flags ...string) {
+	t.Helper()
+	r.daemon = mounts.StartProcess(t, nil, nil, append([]string{"daemon", "--control-socket", r.socket,
+		"--metrics-listen", r.metrics, "--state-dir", filepath.Dir(r.socket)}, flags...)...)
+	r.daemon.WaitFor(t, "starting the daemon", func() error {
+		_, err := os.Stat(r.socket)
 		return err
 	})
-	options := fmt.Sprintf("port=%s,mountport=%[2]s,nlmport=%[2]s", mounts.PortOf(t, served.RDMA),
-		mounts.PortOf(t, served.TCP))
-	mount := mounts.StartProcess(t, nil, nil, "mount", "--control-socket", socket, "-o", options, "127.0.0.1:/", dir)
+}
+
+// mount mounts the server at dir until the test ends.
+func (r *rig) mount(t *testing.T, dir string) {
+	t.Helper()
+	options := fmt.Sprintf("port=%s,mountport=%[2]s,nlmport=%[2]s", mounts.PortOf(t, r.served.RDMA),
+		mounts.PortOf(t, r.served.TCP))
+	mount := mounts.StartProcess(t, nil, nil, "mount", "--control-socket", r.socket, "-o", options, "127.0.0.1:/", dir)
 	<-mount.Ended
-	if !mounts.IsMountPoint(dir) {
+	if !mount.Cmd.ProcessState.Success() {
 		t.Fatalf("mount: %s", mount.Out.String())
 	}
 	t.Cleanup(func() {
-		if err := unix.Unmount(dir, 0); err != nil {
+		if err := unix.Unmount(dir, 0); err != nil && !errors.Is(err, unix.EINVAL) { // EINVAL: not mounted
 			_ = unix.Unmount(dir, unix.MNT_FORCE|unix.MNT_DETACH)
 			t.Errorf("unmount: %v", err)
 		}
 	})
-	return &rig{served, dir, metrics}
 }
 
 // TestQueries runs the expressions of all alerts and panels against a Prometheus that scrapes a
 // daemon, whose mount is under load and loses its connection now and then.
 func TestQueries(t *testing.T) {
+	t.Parallel()
 	kit.NeedsPrograms(t, "prometheus", "promtool")
 	kit.NeedsFUSE(t)
 	r := startRig(t, "seed=1,disconnect-every=2000")
 	prom := startPrometheus(t, r.metrics)
-	stop, stopped := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(stopped)
-		for i := 0; !closed(stop); i++ {
-			if err := use(r.dir, i); err != nil {
-				t.Errorf("load: %v", err)
-				return
-			}
-		}
-	}()
-	t.Cleanup(func() {
-		close(stop)
-		<-stopped
-	})
-	eventually(t, "reconnects in Prometheus", func() error {
-		n, err := prom.series("nfsrdmad_connects_total > 3")
-		if err == nil && n == 0 {
-			err = errors.New("none")
-		}
-		return err
-	})
-	eventually(t, "panels", prom.checkPanels)
-	eventually(t, "values of a panel", func() error { return prom.checkRange(r.dir) })
-	eventually(t, "alerts", prom.checkRules)
-	for _, metric := range []string{"rpc_phase_seconds", "fuse_phase_seconds"} {
-		median := "histogram_quantile(0.5, rate(nfsrdmad_" + metric + `{phase="server"}[20s])) > 0`
-		eventually(t, "native histogram "+metric, func() error {
-			n, err := prom.series(median)
+	startLoad(t, r.dir)
+	some := func(expr string) func() error {
+		return func() error {
+			n, err := prom.series(expr)
 			if err == nil && n == 0 {
-				err = errors.New(median + ": got no series")
+				err = errors.New("got no series")
 			}
 			return err
-		})
+		}
+	}
+	r.daemon.WaitFor(t, "reconnects in Prometheus", some("nfsrdmad_connects_total > 3"))
+	r.daemon.WaitFor(t, "panels", prom.checkPanels)
+	r.daemon.WaitFor(t, "values of a panel", func() error { return prom.checkRange(r.dir) })
+	r.daemon.WaitFor(t, "alerts", prom.checkRules)
+	for _, metric := range []string{"rpc_phase_seconds", "fuse_phase_seconds"} {
+		median := "histogram_quantile(0.5, rate(nfsrdmad_" + metric + `{phase="server"}[20s])) > 0`
+		r.daemon.WaitFor(t, "native histogram "+metric, some(median))
 	}
 	resp, err := http.Get("http://" + r.metrics + "/metrics")
 	if err != nil {

@@ -40,7 +40,8 @@ var Program = sync.OnceValues(func() (string, error) {
 	if file := os.Getenv(ProgramEnv); file != "" {
 		return file, nil
 	}
-	module, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
+	const name = "github.com/nfsrdmad/nfsrdmad" // some tests are in other modules, which have less modules
+	module, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", name).Output()
 	if err != nil {
 		return "", fmt.Errorf("go list: %w", err)
 	}
@@ -48,8 +49,9 @@ var Program = sync.OnceValues(func() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	file := filepath.Join(strings.TrimSpace(string(module)), "bin", filepath.Base(pkg), "nfsrdmad")
-	out, err := exec.Command("go", "build", "-o", file, "github.com/nfsrdmad/nfsrdmad/cmd/nfsrdmad").CombinedOutput()
+	dir := strings.TrimSpace(string(module))
+	file := filepath.Join(dir, "bin", filepath.Base(pkg), "nfsrdmad")
+	out, err := exec.Command("go", "build", "-C", dir, "-o", file, "./cmd/nfsrdmad").CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("go build: %w\n%s", err, out)
 	}

@@ -1,14 +1,17 @@
-package main
+package monitoring
 
 import (
 	"context"
 	"flag"
 	"fmt"
 	"os"
+	"path/filepath"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/chromedp/chromedp"
+	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -18,17 +21,13 @@ var screenshot = flag.String("screenshot", "", "write a picture of the status pa
 // pageLimit bounds each wait for the browser, which is slow to start on a busy machine.
 const pageLimit = 2 * time.Minute
 
-// TestStatusPageInBrowser opens the status page in Chromium under load. The page must follow
+// TestStatusPage opens the status page in Chromium under load. The page must follow
 // mounts, rates, and the end of the daemon, and must show names as text.
-func TestStatusPageInBrowser(t *testing.T) {
+func TestStatusPage(t *testing.T) {
+	t.Parallel()
 	kit.NeedsPrograms(t, "chromium")
-	w := newTestEnv(t)
-	w.stop(t, w.daemon)
-	address := kit.FreePort(t).String()
-	w.startDaemonWith(t, "--metrics-listen", address)
-	dir := w.mkdir(t, "mnt")
-	w.mountWith(t, dir, "rsize=65536,wsize=65536")
-
+	kit.NeedsFUSE(t)
+	r := startRig(t, "")
 	options := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.NoSandbox, chromedp.DisableGPU,
 		chromedp.WindowSize(1100, 1250), chromedp.UserDataDir(t.TempDir()))
 	allocator, cancel := chromedp.NewExecAllocator(context.Background(), options...)
@@ -55,14 +54,14 @@ func TestStatusPageInBrowser(t *testing.T) {
 		t.Helper()
 		wait(fmt.Sprintf("document.body.innerText.includes(%q)", want))
 	}
-	if _, err := chromedp.Run(browser, chromedp.Navigate("http://"+address+"/")); err != nil {
+	if _, err := chromedp.Run(browser, chromedp.Navigate("http://"+r.metrics+"/")); err != nil {
 		t.Fatalf("start Chromium: %v", err)
 	}
 	waitText("1 mount")
-	waitText(dir)
+	waitText(r.dir)
 	waitText("mounted, connected")
 
-	load := startStatsLoad(t, dir)
+	endLoad := startLoad(t, r.dir)
 	wait(`[...document.querySelectorAll("tbody td:first-child")].some(
 		(c) => c.innerText === "READ" && Number(c.nextSibling.innerText) > 0)`)
 	wait(`[...document.querySelectorAll("polyline.first")].some(
@@ -78,11 +77,12 @@ func TestStatusPageInBrowser(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	load()
+	endLoad()
 
 	// The name would make an element if the page took it for HTML.
-	strange := w.mkdir(t, `<img src=x onerror=document.title="bad">`)
-	w.mountWith(t, strange, "ro")
+	strange := filepath.Join(t.TempDir(), `<img src=x onerror=document.title="bad">`)
+	kit.Must(t, os.Mkdir(strange, 0o755))
+	r.mount(t, strange)
 	waitText("2 mounts")
 	waitText(strange)
 	title, err := chromedp.Run(browser, chromedp.Title())
@@ -96,11 +96,12 @@ func TestStatusPageInBrowser(t *testing.T) {
 	if title != "nfsrdmad" || images != 0 {
 		t.Errorf("got title %q and %d images, want names only as text", title, images)
 	}
-	nfsrdmad(t, "umount", "--control-socket", w.socket, strange).succeeds(t)
+	kit.Must(t, unix.Unmount(strange, 0))
 	waitText("1 mount,")
 
-	w.stop(t, w.daemon)
+	kit.Must(t, unix.Unmount(r.dir, 0))
+	r.daemon.End(t, syscall.SIGTERM)
 	waitText("The daemon does not answer")
-	w.startDaemonWith(t, "--metrics-listen", address)
+	r.startDaemon(t)
 	waitText("0 mounts")
 }
