@@ -82,6 +82,7 @@ type plan struct {
 	settle   time.Duration // after the mounts
 	idle     time.Duration // in which the processor time is measured
 	restarts []recovery    // Seconds has the number of restarts
+	progress time.Duration // of the connections before a restart
 }
 
 // TestScale measures daemons with mounts, and restarts of their server. Without -full it checks
@@ -92,7 +93,7 @@ func TestScale(t *testing.T) {
 		idle:     100 * time.Millisecond,
 		restarts: []recovery{{Mounts: 2, NConnect: 2, Seconds: make([]float64, 1)}}}
 	if *fullFlag {
-		p = plan{settle: 3 * time.Second, idle: 10 * time.Second}
+		p = plan{settle: 3 * time.Second, idle: 10 * time.Second, progress: 5500 * time.Millisecond}
 		for _, n := range [][2]int{{0, 1}, {1, 1}, {1, 16}, {64, 1}, {64, 4}, {256, 1}} {
 			for _, rate := range []int{50, 0} {
 				if rate != 0 || n[0]*n[1] > 16 {
@@ -110,7 +111,7 @@ func TestScale(t *testing.T) {
 		p.runs[i].measure(t, &p)
 	}
 	for i := range p.restarts {
-		p.restarts[i].measure(t)
+		p.restarts[i].measure(t, &p)
 	}
 	rep.Runs, rep.Recoveries = p.runs, p.restarts
 	if t.Failed() || *outFlag == "" {
@@ -285,13 +286,13 @@ func goroutines(t *testing.T, metrics string) (n int) {
 }
 
 // measure restarts the server of a daemon once for each element of Seconds.
-func (r *recovery) measure(t *testing.T) {
+func (r *recovery) measure(t *testing.T, p *plan) {
 	t.Helper()
 	g := newRig(t, 50)
 	defer g.end(t)
 	g.mount(t, r.Mounts, r.NConnect)
 	for i := range r.Seconds {
-		time.Sleep(5500 * time.Millisecond) // then the connections have made progress
+		time.Sleep(p.progress)
 		g.server.Restart(t, syscall.SIGKILL, func() { time.Sleep(time.Duration(r.Down * float64(time.Second))) })
 		began := time.Now()
 		connects := uint64(r.NConnect * (i + 2)) // those of the mount, and one after each restart
