@@ -159,7 +159,7 @@ func add(m map[string]float64, name string, one *dto.Metric) {
 		m[name] += one.GetCounter().GetValue()
 	case one.Gauge != nil:
 		m[name] += one.GetGauge().GetValue()
-	case one.Histogram != nil:
+	case name == "rpc_duration_seconds": // each call is in several other histograms too
 		for _, l := range one.GetLabel() {
 			if l.GetName() == "procedure" {
 				m[opPrefix+l.GetValue()] += float64(one.GetHistogram().GetSampleCount())
