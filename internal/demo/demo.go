@@ -24,8 +24,9 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 )
 
-// DefaultMaxFiles is the number of files that the demo copies by default.
-const DefaultMaxFiles = 4000
+// DefaultMaxFiles is the number of files that the demo copies by default. A server with a slow disk
+// creates fewer than 100 files per second.
+const DefaultMaxFiles = 1000
 
 // cleanupTimeout bounds the unmount at the end.
 const cleanupTimeout = 10 * time.Second
