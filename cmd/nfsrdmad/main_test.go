@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"flag"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -17,6 +16,7 @@ import (
 	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
+	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/pkg/daemon"
 	"github.com/nfsrdmad/nfsrdmad/pkg/verbs/softiwarp"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
@@ -44,24 +44,17 @@ func TestMain(m *testing.M) {
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	// With the race detector each program sleeps for one second when it exits.
 	os.Setenv("GORACE", "atexit_sleep_ms=0")
-	// The parallel tests wait for timeouts and need little processor time. They run after the
-	// others. A process that a test starts has copies of all open files until it calls execve(2).
-	// So a test is not parallel if it keeps dirty data in open files, which the close of a copy
-	// would write, or if it closes a listener and expects that its port is free.
-	_ = flag.Set("test.parallel", "32")
 	kit.Main(m)
 }
 
-// limit bounds one command. A mount that gets no answer ends after 10 s.
-const limit = 60 * time.Second
+// limit bounds one command.
+const limit = kit.Timeout
 
 // program returns a command that runs this program under the given name.
 func program(t *testing.T, name string, args ...string) *exec.Cmd {
 	t.Helper()
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	cmd := exec.Command(self, args...)
 	cmd.Env = append(os.Environ(), programNameEnv+"="+name)
 	return cmd
@@ -78,9 +71,7 @@ func finish(t *testing.T, cmd *exec.Cmd) outcome {
 	t.Helper()
 	var out, errOut bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errOut
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, cmd.Start())
 	timer := time.AfterFunc(limit, func() { _ = cmd.Process.Kill() })
 	err := cmd.Wait()
 	if !timer.Stop() {
@@ -132,7 +123,6 @@ type testEnv struct {
 	log         *bytes.Buffer
 	server      *nfsserve.Server
 	tcpPort     string
-	ownGroup    bool // each daemon gets a new process group
 }
 
 func newTestEnv(t *testing.T) *testEnv {
@@ -141,16 +131,12 @@ func newTestEnv(t *testing.T) *testEnv {
 	w := &testEnv{dir: t.TempDir(), log: &bytes.Buffer{}}
 	w.socket = filepath.Join(w.dir, "s")
 	export := filepath.Join(w.dir, "export")
-	if err := errors.Join(os.Mkdir(export, 0o755), os.WriteFile(filepath.Join(export, "hello"), []byte("world"),
-		0o644)); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.Mkdir(export, 0o755))
+	kit.Must(t, os.WriteFile(filepath.Join(export, "hello"), []byte("world"), 0o644))
 	var err error
 	w.server, err = nfsserve.Run(context.Background(), nfsserve.Config{Dir: export, RDMAListen: "127.0.0.1:0",
 		TCPListen: "127.0.0.1:0", NoRootSquash: true, StateDir: w.dir, Provider: softiwarp.New(softiwarp.Config{})})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	t.Cleanup(func() { w.server.Close() })
 	w.tcpPort = w.server.TCPAddr[strings.LastIndex(w.server.TCPAddr, ":")+1:]
 	w.startDaemon(t)
@@ -159,13 +145,7 @@ func newTestEnv(t *testing.T) *testEnv {
 
 func (w *testEnv) startDaemon(t *testing.T) {
 	t.Helper()
-	w.startDaemonFor(t, "10s")
-}
-
-// startDaemonFor starts a daemon with a connect timeout.
-func (w *testEnv) startDaemonFor(t *testing.T, connect string) {
-	t.Helper()
-	w.startDaemonWith(t, "--metrics-listen", "127.0.0.1:0", "--connect-timeout", connect)
+	w.startDaemonWith(t, "--metrics-listen", "127.0.0.1:0")
 }
 
 // startDaemonWith starts a daemon with the given flags.
@@ -174,20 +154,20 @@ func (w *testEnv) startDaemonWith(t *testing.T, flags ...string) {
 	args := []string{"daemon", "--control-socket", w.socket, "--state-dir", w.dir}
 	w.daemon = program(t, "nfsrdmad", append(args, flags...)...)
 	w.daemon.Stderr = w.log
-	w.daemon.SysProcAttr = &syscall.SysProcAttr{Setpgid: w.ownGroup}
-	if err := w.daemon.Start(); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, w.daemon.Start())
 	d := w.daemon
 	t.Cleanup(func() { w.stop(t, d) })
-	for deadline := time.Now().Add(limit); ; time.Sleep(20 * time.Millisecond) {
-		if nfsrdmad(t, "list", "--control-socket", w.socket).code == 0 {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("daemon does not answer: %s", w.log)
-		}
-	}
+	client := control.NewClient(w.socket)
+	kit.Eventually(t, "answer of the daemon", func() bool {
+		_, err := client.List(t.Context())
+		return err == nil
+	})
+}
+
+// kill kills the daemon.
+func (w *testEnv) kill() {
+	_ = w.daemon.Process.Kill()
+	_ = w.daemon.Wait()
 }
 
 // stop terminates a daemon and checks that it leaves no socket and no mount.
@@ -212,9 +192,7 @@ func (w *testEnv) stop(t *testing.T, d *exec.Cmd) {
 func (w *testEnv) mkdir(t *testing.T, name string) string {
 	t.Helper()
 	d := filepath.Join(w.dir, name)
-	if err := os.MkdirAll(d, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, os.MkdirAll(d, 0o755))
 	return d
 }
 
@@ -222,25 +200,46 @@ func (w *testEnv) opts(rdma netip.AddrPort) string {
 	return "port=" + rdma.String()[strings.LastIndex(rdma.String(), ":")+1:] + ",mountport=" + w.tcpPort
 }
 
+// run runs a command that uses the daemon.
+func (w *testEnv) run(t *testing.T, command string, args ...string) outcome {
+	t.Helper()
+	return nfsrdmad(t, append([]string{command, "--control-socket", w.socket}, args...)...)
+}
+
+// list returns the mounts of the daemon.
+func (w *testEnv) list(t *testing.T) []control.MountInfo {
+	t.Helper()
+	l, err := control.NewClient(w.socket).List(t.Context())
+	kit.Must(t, err)
+	return l
+}
+
 func (w *testEnv) mount(t *testing.T, dir string) outcome {
 	t.Helper()
-	return nfsrdmad(t, "mount", "--control-socket", w.socket, "-v", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
+	return w.run(t, "mount", "-v", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr))
 }
 
 // mountWith is mount with further options. The mount must succeed.
 func (w *testEnv) mountWith(t *testing.T, dir, options string) {
 	t.Helper()
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o",
-		w.opts(w.server.RDMAAddr)+","+options).succeeds(t)
+	w.run(t, "mount", "127.0.0.1:/", dir, "-o", w.opts(w.server.RDMAAddr)+","+options).succeeds(t)
 }
 
-// checkMount checks that the daemon answers and that the mount at dir serves files.
+// checkMount checks that the mount at dir serves files.
 func (w *testEnv) checkMount(t *testing.T, dir string) {
 	t.Helper()
 	if b, err := os.ReadFile(filepath.Join(dir, "hello")); err != nil || string(b) != "world" {
-		t.Errorf("read of the other mount: got %q, %v", b, err)
+		t.Errorf("read on %s: got %q, %v", dir, b, err)
 	}
-	if out := nfsrdmad(t, "list", "--control-socket", w.socket).succeeds(t).stdout; !strings.Contains(out, dir+" ") {
-		t.Errorf("list does not show the other mount: %s", out)
+}
+
+// wantText checks that wrapped output contains all parts.
+func wantText(t *testing.T, what, output string, parts ...string) {
+	t.Helper()
+	text := strings.Join(strings.Fields(output), " ")
+	for _, part := range parts {
+		if !strings.Contains(text, part) {
+			t.Errorf("%s: got %s, want %q", what, text, part)
+		}
 	}
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"reflect"
 	"strings"
 	"syscall"
 	"testing"
@@ -10,31 +9,6 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 )
-
-// TestMountPrintsJSON checks that mount --output json prints the object that list prints. umount
-// prints nothing, and errors are one line of text.
-func TestMountPrintsJSON(t *testing.T) {
-	w := newTestEnv(t)
-	dir := w.mkdir(t, "mnt")
-	mount := []string{"mount", "--control-socket", w.socket, "--output", "json", "127.0.0.1:/", dir, "-o",
-		w.opts(w.server.RDMAAddr)}
-	var printed control.MountInfo
-	if out := nfsrdmad(t, mount...).succeeds(t).stdout; json.Unmarshal([]byte(out), &printed) != nil ||
-		printed.Dir != dir || printed.State != control.StateMounted {
-		t.Errorf("mount: got %q, want the mount as JSON", out)
-	}
-	var listed []control.MountInfo
-	out := nfsrdmad(t, "list", "--control-socket", w.socket, "--output", "json").succeeds(t).stdout
-	if json.Unmarshal([]byte(out), &listed) != nil || len(listed) != 1 || !reflect.DeepEqual(listed[0], printed) {
-		t.Errorf("got %+v from mount and %s from list, want the same", printed, out)
-	}
-	nfsrdmad(t, append(mount, "-v")...).fails(t, 32, "already an nfsrdma mount")
-	umount := []string{"umount", "--control-socket", w.socket, "--output", "json", dir}
-	if out := nfsrdmad(t, umount...).succeeds(t); out.stdout+out.stderr != "" {
-		t.Errorf("umount: got %q, %q, want no output", out.stdout, out.stderr)
-	}
-	nfsrdmad(t, umount...).fails(t, 32, "not mounted by this daemon")
-}
 
 func TestForegroundMountPrintsJSON(t *testing.T) {
 	w := newTestEnv(t)
