@@ -15,6 +15,7 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/internal/nfsserve"
 	"github.com/nfsrdmad/nfsrdmad/pkg/mount"
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 func TestHelpFits80Columns(t *testing.T) {
@@ -73,7 +74,7 @@ func TestServePrintsWorkingMountCommand(t *testing.T) {
 	}
 	dir := w.mkdir(t, "from-output")
 	args := strings.Fields(strings.Replace(command, " DIR ", " "+dir+" ", 1))
-	nfsrdmad(t, append([]string{"mount", "--control-socket", w.socket}, args...)...).succeeds(t)
+	w.run(t, "mount", args...).succeeds(t)
 	w.checkMount(t, dir)
 }
 
@@ -102,34 +103,23 @@ func TestServePrintsAddressForBothPorts(t *testing.T) {
 func TestMountPointsWithUnusualNames(t *testing.T) {
 	w := newTestEnv(t)
 	latin, escape, link := filepath.Join(w.dir, "caf\xe9"), w.mkdir(t, "\x1b[31mred"), filepath.Join(w.dir, "link")
-	if err := errors.Join(os.Mkdir(latin, 0o755), os.Symlink(latin, link)); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, errors.Join(os.Mkdir(latin, 0o755), os.Symlink(latin, link)))
 	w.mount(t, latin).fails(t, 1, `caf\xe9`, "UTF-8", "symbolic link")
 	w.mount(t, link).succeeds(t)
 	w.mount(t, escape).succeeds(t)
-	if b, err := os.ReadFile(filepath.Join(link, "hello")); err != nil || string(b) != "world" {
-		t.Errorf("%q, %v", b, err)
-	}
+	w.checkMount(t, link)
 	for _, verb := range []string{"list", "status"} {
-		if out := nfsrdmad(t, verb, "--control-socket", w.socket).succeeds(t).stdout; strings.Contains(out, "\x1b") ||
+		if out := w.run(t, verb).succeeds(t).stdout; strings.Contains(out, "\x1b") ||
 			!strings.Contains(out, "?[31mred") {
 			t.Errorf("%s: got output %q, want control characters replaced", verb, out)
 		}
 	}
-	nfsrdmad(t, "umount", "--control-socket", w.socket, link).succeeds(t)
+	w.run(t, "umount", link).succeeds(t)
 }
 
 func TestVersionFlag(t *testing.T) {
 	word, _, _ := strings.Cut(strings.TrimPrefix(nfsrdmad(t, "version").succeeds(t).stdout, "nfsrdmad "), " ")
 	if out := nfsrdmad(t, "--version").succeeds(t).stdout; word == "" || out != "nfsrdmad "+word+"\n" {
 		t.Errorf("got %q from --version and %q from version, want the same", out, word)
-	}
-}
-
-func TestStatusWithoutMounts(t *testing.T) {
-	w := newTestEnv(t)
-	if out := nfsrdmad(t, "status", "--control-socket", w.socket).succeeds(t).stdout; out != "no mounts\n" {
-		t.Errorf("got %q, want %q", out, "no mounts\n")
 	}
 }

@@ -2,11 +2,10 @@ package main
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -14,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // A memoryGroup is a cgroup with a memory limit, of version 2 or 1.
@@ -82,22 +83,29 @@ func (g *memoryGroup) oomKills(t *testing.T) int {
 const (
 	// pressureWriter is the name under which the test binary runs writePressure.
 	pressureWriter = "pressure-writer"
-	pressureChunk  = 1 << 20
+	pressureMemory = 192 << 20
+	pressureSize   = 256 << 20
+	pressurePage   = 4096
 )
 
-// pressureData fills b with the content of a file at an offset.
-func pressureData(b []byte, off int64) {
-	src := rand.NewChaCha8([32]byte{byte(off >> 20), byte(off >> 28), 1})
-	_, _ = src.Read(b)
-}
-
-// writePressure waits for a line on stdin and writes os.Args[2] bytes to the file os.Args[1],
-// through a mapping or with write(2). It returns the exit code.
+// writePressure waits for a line on stdin and writes the file os.Args[1] through a mapping. Each page
+// begins with its number. It returns the exit code.
 func writePressure() int {
 	_, _ = fmt.Fscanln(os.Stdin)
-	size, err := strconv.ParseInt(os.Args[2], 10, 64)
+	f, err := os.OpenFile(os.Args[1], os.O_RDWR|os.O_CREATE, 0o644)
 	if err == nil {
-		err = writeLarge(os.Args[1], size, os.Args[3] == "mmap")
+		err = f.Truncate(pressureSize)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	m, err := unix.Mmap(int(f.Fd()), 0, pressureSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err == nil {
+		for at := 0; at < pressureSize; at += pressurePage {
+			binary.NativeEndian.PutUint64(m[at:], uint64(at/pressurePage)+1)
+		}
+		err = errors.Join(unix.Msync(m, unix.MS_SYNC), unix.Munmap(m), f.Close())
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -106,105 +114,37 @@ func writePressure() int {
 	return 0
 }
 
-func writeLarge(path string, size int64, mapped bool) (err error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o644)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	if !mapped {
-		b := make([]byte, pressureChunk)
-		for off := int64(0); off < size; off += pressureChunk {
-			pressureData(b, off)
-			if _, err := f.WriteAt(b, off); err != nil {
-				return err
-			}
-		}
-		return f.Sync()
-	}
-	if err := f.Truncate(size); err != nil {
-		return err
-	}
-	m, err := unix.Mmap(int(f.Fd()), 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	if err != nil {
-		return err
-	}
-	for off := int64(0); off < size; off += pressureChunk {
-		pressureData(m[off:off+pressureChunk], off)
-	}
-	return errors.Join(unix.Msync(m, unix.MS_SYNC), unix.Munmap(m))
-}
-
-// TestWriteBackUnderMemoryPressure runs the daemon and processes that write much more than the
-// memory of their common cgroup. The writers must complete with the right data, and no process may
-// be killed.
+// TestWriteBackUnderMemoryPressure runs the daemon and a process that changes more mapped pages than
+// the memory of their common cgroup. The writer must complete with the right data, and no process may
+// be killed. checkThreads is the test of the setting that prevents the deadlock.
 func TestWriteBackUnderMemoryPressure(t *testing.T) {
-	const memory, size = 256 << 20, 384 << 20
 	w := newTestEnv(t)
 	dir := w.mkdir(t, "m")
 	w.mount(t, dir).succeeds(t)
-	g := newMemoryGroup(t, memory)
+	g := newMemoryGroup(t, pressureMemory)
 	g.add(t, w.daemon.Process.Pid)
 	t.Cleanup(func() { w.stop(t, w.daemon) }) // before the cgroup is removed
-	ended := make(chan error, 2)
-	for _, how := range []string{"mmap", "write"} {
-		cmd := program(t, pressureWriter, filepath.Join(dir, how), strconv.Itoa(size), how)
-		cmd.Stderr = os.Stderr
-		start, err := cmd.StdinPipe()
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = cmd.Process.Kill() })
-		g.add(t, cmd.Process.Pid)
-		fmt.Fprintln(start)
-		go func() { ended <- waitNamed(how, cmd) }()
-	}
-	deadline := time.After(5 * limit)
-	for range 2 {
-		select {
-		case err := <-ended:
-			if err != nil {
-				t.Error(err)
-			}
-		case <-deadline:
-			t.Fatalf("the writers do not complete; OOM kills: %d", g.oomKills(t))
-		}
+	cmd := program(t, pressureWriter, filepath.Join(dir, "file"))
+	cmd.Stderr = os.Stderr
+	start, err := cmd.StdinPipe()
+	kit.Must(t, err)
+	kit.Must(t, cmd.Start())
+	t.Cleanup(func() { _ = cmd.Process.Kill() })
+	g.add(t, cmd.Process.Pid)
+	fmt.Fprintln(start)
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("writer: %v; OOM kills: %d", err, g.oomKills(t))
 	}
 	if n := g.oomKills(t); n != 0 {
 		t.Errorf("OOM kills: got %d, want 0", n)
 	}
-	for _, how := range []string{"mmap", "write"} {
-		checkPressureFile(t, filepath.Join(w.dir, "export", how), size)
+	b, err := os.ReadFile(filepath.Join(w.dir, "export", "file"))
+	if err != nil || len(b) != pressureSize {
+		t.Fatalf("got %d bytes on the server, %v; want %d", len(b), err, pressureSize)
 	}
-}
-
-func waitNamed(name string, cmd *exec.Cmd) error {
-	if err := cmd.Wait(); err != nil {
-		return fmt.Errorf("%s: %w", name, err)
-	}
-	return nil
-}
-
-func checkPressureFile(t *testing.T, path string, size int64) {
-	t.Helper()
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	if st, err := f.Stat(); err != nil || st.Size() != size {
-		t.Fatalf("%s: got size %d, %v, want %d", path, st.Size(), err, size)
-	}
-	got, want := make([]byte, pressureChunk), make([]byte, pressureChunk)
-	for off := int64(0); off < size; off += pressureChunk {
-		if _, err := f.ReadAt(got, off); err != nil {
-			t.Fatal(err)
-		}
-		if pressureData(want, off); !bytes.Equal(got, want) {
-			t.Fatalf("%s: wrong data at offset %d", path, off)
+	for at := 0; at < pressureSize; at += pressurePage {
+		if n := binary.NativeEndian.Uint64(b[at:]); n != uint64(at/pressurePage)+1 {
+			t.Fatalf("page at offset %d: got number %d, want %d", at, n, at/pressurePage+1)
 		}
 	}
 }
