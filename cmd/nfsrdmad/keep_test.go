@@ -54,7 +54,7 @@ func closeInBackground(t *testing.T, f *os.File) (closed chan struct{}) {
 // TestStopCommand stops a daemon with and without its mounts. The command must return when the
 // process has exited and the socket is free. The written data must be on the server.
 func TestStopCommand(t *testing.T) {
-	data := noise("dirty", 1<<20+5)
+	data := kit.RandomBytes(1, 1<<20+5)
 	for name, keep := range map[string]bool{"unmount": false, "keep mounts": true} {
 		t.Run(name, func(t *testing.T) {
 			w := newTestEnv(t)

@@ -73,6 +73,20 @@ func TestClosedTerminal(t *testing.T) {
 	})
 }
 
+// awaitMessage waits for a notification that contains text.
+func awaitMessage(t *testing.T, m *systemd.Manager, text string) string {
+	t.Helper()
+	for end := time.Now().Add(limit); ; {
+		s := m.Message(limit)
+		if strings.Contains(s, text) {
+			return s
+		}
+		if time.Now().After(end) {
+			t.Fatalf("no notification with %q; the last one is %q", text, s)
+		}
+	}
+}
+
 // TestNotifiesSystemd checks the notifications READY and STOPPING. STOPPING must extend the stop
 // timeout of the unit when shutdown_timeout is longer.
 func TestNotifiesSystemd(t *testing.T) {

@@ -11,7 +11,6 @@ import (
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
-	"github.com/nfsrdmad/nfsrdmad/test/kit/mounts"
 )
 
 // TestStatusSlow mounts with a daemon that delays each reply, and checks that the slowest requests
@@ -20,79 +19,47 @@ func TestStatusSlow(t *testing.T) {
 	const delay = 0.02 // seconds
 	w := newTestEnv(t)
 	w.stop(t, w.daemon)
-	metrics := kit.FreePort(t).String()
-	w.startDaemonWith(t, "--metrics-listen", metrics, "--inject", "seed=1,delay-reply=1:20ms")
-	secret := filepath.Join(w.mkdir(t, "export"), "secret")
-	if err := os.WriteFile(secret, make([]byte, 100_000), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	rdma, tcp, _ := serve(t, filepath.Dir(secret), "--log-level", "warn")
+	w.startDaemonWith(t, "--metrics-listen", "", "--inject", "seed=1,delay-reply=1:20ms")
 	dir := w.mkdir(t, "mnt")
-	nfsrdmad(t, "mount", "--control-socket", w.socket, "127.0.0.1:/", dir, "-o", ports(t, rdma, tcp)).succeeds(t)
-	if b, err := os.ReadFile(filepath.Join(dir, "secret")); err != nil || len(b) != 100_000 {
-		t.Errorf("read: got %d bytes and error %v, want 100,000", len(b), err)
-	}
+	w.mount(t, dir).succeeds(t)
+	w.checkMount(t, dir)
 	if _, err := os.Stat(filepath.Join(dir, "missing")); !os.IsNotExist(err) {
 		t.Errorf("stat of a missing file: got %v", err)
 	}
-	status := []string{"status", "--slow", "--control-socket", w.socket}
 	var text string
-	// A request ends a moment after its reply.
-	for end := time.Now().Add(mounts.ProcessTimeout); !strings.Contains(text, "ENOENT"); {
-		if time.Now().After(end) {
-			t.Fatalf("got %s, want a lookup with ENOENT", text)
-		}
-		text = nfsrdmad(t, append(status, dir)...).succeeds(t).stdout
-	}
-	out := nfsrdmad(t, append(status, "--output", "json")...).succeeds(t).stdout
+	kit.Eventually(t, "lookup with ENOENT", func() bool { // a request ends a moment after its reply
+		text = w.run(t, "status", "--slow", dir).succeeds(t).stdout
+		return strings.Contains(text, "ENOENT")
+	})
+	out := w.run(t, "status", "--slow", "--output", "json").succeeds(t).stdout
 	var l []control.SlowCalls
 	if err := json.Unmarshal([]byte(out), &l); err != nil || len(l) != 1 || l[0].Dir != dir {
 		t.Fatalf("%v: %s, want one mount", err, out)
 	}
-	requests, calls := make(map[string]control.SlowCall), make(map[string]control.SlowCall)
+	found := make(map[string]control.SlowCall)
 	for _, c := range l[0].Requests {
 		checkSlow(t, &c, delay*float64(c.Calls))
-		requests[c.Name+c.Error] = c
+		found[c.Name+c.Error] = c
 	}
 	for _, c := range l[0].Calls {
 		checkSlow(t, &c, delay)
-		calls[c.Name] = c
+		found[c.Name] = c
 	}
-	read := requests["read"]
-	if age := time.Since(read.Ended); read.Calls == 0 || age.Abs() > time.Hour || read.XID != "" {
-		t.Errorf("read: got %+v, want RPCs, and an end a moment ago", read)
+	if c := found["read"]; c.Calls == 0 || c.Ended.IsZero() || c.XID != "" {
+		t.Errorf("read: got %+v, want RPCs, and its end", c)
 	}
-	if read.Owner == control.OwnerProcess && (read.PID != uint32(os.Getpid()) || read.UID != uint32(os.Getuid())) {
-		t.Errorf("owner of read: got %+v, want this process, %d", read.CallOwner, os.Getpid())
+	if c := found["lookupENOENT"]; c.Calls == 0 || c.Owner != control.OwnerProcess || c.PID != uint32(os.Getpid()) {
+		t.Errorf("lookup of a missing name: got %+v, want an RPC of this process, %d", c, os.Getpid())
 	}
-	if c := requests["lookupENOENT"]; c.Calls == 0 {
-		t.Errorf("lookup of a missing name: got %+v in %s", c, out)
-	}
-	if c := calls["READ"]; c.XID == "" || c.Calls != 0 {
+	if c := found["READ"]; c.XID == "" || c.Calls != 0 {
 		t.Errorf("READ: got %+v in %s, want an XID", c, out)
 	}
 	for _, s := range []string{text, out} {
-		if strings.Contains(s, "secret") || strings.Contains(s, "missing") {
+		if strings.Contains(s, "hello") || strings.Contains(s, "missing") {
 			t.Errorf("got %s, want no names of files", s)
 		}
 	}
-	for _, want := range []string{dir + "\n", "REQUEST", "RPC ", "READ", "lookup", "server ", "ENOENT", "1 RPC"} {
-		if !strings.Contains(text, want) {
-			t.Errorf("got %s, want %q in it", text, want)
-		}
-	}
-	m := scrape(t, metrics)
-	for _, series := range []string{"nfsrdmad_rpc_phase_seconds", "nfsrdmad_fuse_phase_seconds"} {
-		n := m[series+`_count{phase="server"}`]
-		if got := m[series+`_sum{phase="server"}`]; n == 0 || got < delay {
-			t.Errorf("%s: got %v s at the server in %v calls, want at least %v", series, got, n, delay)
-		}
-	}
-	nfsrdmad(t, append(status, "/nowhere")...).fails(t, 32, "not mounted")
-	nfsrdmad(t, "umount", "--control-socket", w.socket, dir).succeeds(t)
-	if out := nfsrdmad(t, status...).succeeds(t).stdout; out != "no mounts\n" {
-		t.Errorf("without mounts: got %q", out)
-	}
+	wantText(t, "status --slow", text, dir, "REQUEST", "RPC ", "READ", "lookup", "server ", "1 RPC")
 }
 
 // checkSlow checks that the phases of a call sum to its total, and that it spent enough seconds at
