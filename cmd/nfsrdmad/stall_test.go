@@ -4,12 +4,14 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/control"
@@ -183,5 +185,34 @@ func TestStalledMountIsAborted(t *testing.T) {
 		if strings.Count(m.log.String(), want) != 1 {
 			t.Errorf("got log %s, want %q once", m.log, want)
 		}
+	}
+}
+
+// TestForcedUmountOfSilentServer checks that a forced unmount ends when the server is silent. The
+// mount has dirty data, a lock and a process that waits, or it is in the middle of large WRITEs.
+// pkg/mount has a test of the bound of its time.
+func TestForcedUmountOfSilentServer(t *testing.T) {
+	for _, tt := range []struct {
+		options, process string
+		lost             bool
+	}{
+		{"dirty_expire=0,local_lock=none", lockingWriter, false},
+		{"nconnect=4", bulkWriter, true},
+	} {
+		t.Run(fmt.Sprint("lost ", tt.lost), func(t *testing.T) {
+			m := newSilentMount(t, tt.options, tt.lost)
+			p := m.startProcess(t, tt.process)
+			m.silence(t)
+			p.callServer(t)
+			// The bound of the request can end it first on a busy machine.
+			if o := m.run(t, "umount", "--force", m.mnt); o.code != 0 && !strings.Contains(o.stderr, "timeout") {
+				t.Errorf("umount --force: got exit code %d: %s", o.code, o.stderr)
+			}
+			kit.Eventually(t, "unmount", func() bool { return len(m.list(t)) == 0 })
+			var exit *exec.ExitError
+			if err := p.cmd.Wait(); !errors.As(err, &exit) || exit.Sys().(syscall.WaitStatus).Signaled() {
+				t.Errorf("the process ended with %v, want an error of its own", err)
+			}
+		})
 	}
 }
