@@ -46,26 +46,3 @@ func TestHelpNamesDefaults(t *testing.T) {
 		t.Errorf("checked %d defaults, want 24 or more", checked)
 	}
 }
-
-func TestHelpShowsRanges(t *testing.T) {
-	ranges := make(map[string]string)
-	for _, section := range OptionSections() {
-		for _, h := range section.Options {
-			if len(h.Names) == 0 {
-				t.Errorf("%s: names no option of the table", h.Syntax)
-			}
-			if strings.Contains(h.Text, "{") {
-				t.Errorf("%s: got text %q, want the range", h.Syntax, h.Text)
-			}
-			for _, name := range h.Names {
-				ranges[name] = h.Range
-			}
-		}
-	}
-	for name, want := range map[string]string{"wsize": "4096 to 1048576", "slots": "4 to 1024",
-		"acdirmax": "0 to 4194304", "inline": "1024 to 65536", "lookupcache": "", "hard": ""} {
-		if got, listed := ranges[name]; got != want || !listed {
-			t.Errorf("%s: got range %q, listed %v; want %q", name, got, listed, want)
-		}
-	}
-}

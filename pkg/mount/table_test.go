@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -130,25 +131,6 @@ func TestUmountCancelsBuild(t *testing.T) {
 	isError(t, <-mounted, control.CodeCanceled, "interrupted")
 }
 
-// The build may complete although Umount has canceled it.
-func TestUmountOfBuildThatCompletes(t *testing.T) {
-	s := newFakeMount()
-	begun, canceled := make(chan struct{}), make(chan struct{})
-	tab, r := testTable(t, func(ctx context.Context, _ plan) (mountInstance, error) {
-		close(begun)
-		<-ctx.Done()
-		close(canceled)
-		return s, nil
-	})
-	go tab.Mount(context.Background(), r)
-	<-begun
-	if err := tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}); err != nil {
-		t.Error(err)
-	}
-	<-canceled
-	<-s.isClosed
-}
-
 // The parent directory of a mount may be removed, or be in a file system that hangs.
 func TestTableFindsMountByNameOnly(t *testing.T) {
 	s := newFakeMount()
@@ -159,9 +141,8 @@ func TestTableFindsMountByNameOnly(t *testing.T) {
 	if err := os.MkdirAll(r.Dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := tab.Mount(context.Background(), r); err != nil {
-		t.Fatal(err)
-	}
+	_, err := tab.Mount(context.Background(), r)
+	kit.Must(t, err)
 	if err := os.RemoveAll(parent); err != nil {
 		t.Fatal(err)
 	}
@@ -302,9 +283,8 @@ func TestCloseForcesBusyMount(t *testing.T) {
 		return false, control.Errorf(control.CodeMount, "busy")
 	}
 	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
-	if _, err := tab.Mount(context.Background(), r); err != nil {
-		t.Fatal(err)
-	}
+	_, err := tab.Mount(context.Background(), r)
+	kit.Must(t, err)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	if err := tab.Close(ctx); err != nil {
@@ -335,6 +315,7 @@ func TestCloseReportsLostData(t *testing.T) {
 	tab := newTable(common, DefaultOptions(), time.Minute,
 		func(context.Context, plan) (mountInstance, error) { return s, nil })
 	lose(7, nil)
+	isError(t, tab.LossError(0), control.CodeMount, "7 bytes")
 	if _, err := tab.Mount(t.Context(), control.MountRequest{Spec: "server:/export", Dir: t.TempDir()}); err != nil {
 		t.Fatal(err)
 	}
@@ -360,52 +341,75 @@ func TestForcedUmountFlushesFirst(t *testing.T) {
 		return true, nil
 	}
 	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
-	if _, err := tab.Mount(t.Context(), r); err != nil {
-		t.Fatal(err)
-	}
+	_, err := tab.Mount(t.Context(), r)
+	kit.Must(t, err)
 	if err := tab.Umount(t.Context(), control.UmountRequest{Dir: r.Dir, Mode: control.UmountForce}); err != nil {
 		t.Error(err)
 	}
 }
 
-func mountError(_ control.MountInfo, err error) error { return err }
-
 // TestMountAwaitsRelease checks that a mount at the directory of a mount that was unmounted by
 // another program waits for its release.
 func TestMountAwaitsRelease(t *testing.T) {
-	first, second := newFakeMount(), newFakeMount()
-	release := make(chan struct{})
-	first.close = func() { <-release }
-	next := []*fakeMount{first, second}
-	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) {
-		s := next[0]
-		next = next[1:]
-		return s, nil
+	kit.NeedsRoot(t)
+	synctest.Test(t, func(t *testing.T) {
+		first, release := newFakeMount(), make(chan struct{})
+		first.close = func() { <-release }
+		next := []*fakeMount{first, newFakeMount()}
+		tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) {
+			s := next[0]
+			next = next[1:]
+			return s, nil
+		})
+		_, err := tab.Mount(t.Context(), r)
+		kit.Must(t, err)
+		_, err = tab.Mount(t.Context(), r)
+		isError(t, err, control.CodeMount, "in use by server:/export (mounted)")
+		first.end()
+		mounted := make(chan error, 1)
+		go func() { _, err := tab.Mount(t.Context(), r); mounted <- err }()
+		synctest.Wait()
+		select {
+		case err := <-mounted:
+			t.Errorf("mount before the release: got error %v, want a wait", err)
+		default:
+		}
+		close(release)
+		if err := <-mounted; err != nil {
+			t.Errorf("mount after the release: %v", err)
+		}
 	})
-	if _, err := tab.Mount(t.Context(), r); err != nil {
-		t.Fatal(err)
-	}
-	isError(t, mountError(tab.Mount(t.Context(), r)), control.CodeMount, "in use by server:/export (mounted)")
-	first.end()
-	mounted := make(chan error, 1)
-	go func() { _, err := tab.Mount(t.Context(), r); mounted <- err }()
-	select {
-	case err := <-mounted:
-		t.Errorf("mount before the release: got error %v, want a wait", err)
-	case <-time.After(50 * time.Millisecond):
-	}
-	close(release)
-	if err := <-mounted; err != nil {
-		t.Errorf("mount after the release: %v", err)
-	}
+}
+
+// TestRestoredMountHasNoDeadline checks that a mount of an earlier process connects without a
+// deadline: many mounts that are continued at once wait for the limits of connects. The other steps
+// of its build have one.
+func TestRestoredMountHasNoDeadline(t *testing.T) {
+	s := newFakeMount()
+	tab := newTable(&shared{log: hclog.NewNullLogger()}, DefaultOptions(), time.Minute,
+		func(ctx context.Context, p plan) (mountInstance, error) {
+			step, cancel := (&mountStack{plan: p}).step(ctx)
+			defer cancel()
+			_, bounded := ctx.Deadline()
+			if _, ok := step.Deadline(); bounded || !ok {
+				t.Errorf("got a deadline of connects: %v, of steps: %v; want false and true", bounded, ok)
+			}
+			s.end()
+			return s, nil
+		})
+	e := &entry{plan: plan{dir: "/mnt", left: &leftMount{keeper: &keeper{state: new(fusefs.State)}}, timeout: time.Minute},
+		built: make(chan struct{}), ended: make(chan struct{}), removed: make(chan struct{}), restored: func() {}}
+	tab.mu.entries[e.dir] = e
+	tab.work.Add(1)
+	tab.continueMount(t.Context(), e)
+	<-s.isClosed
 }
 
 func TestStatusShowsFailure(t *testing.T) {
 	s := newFakeMount()
 	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
-	if _, err := tab.Mount(t.Context(), r); err != nil {
-		t.Fatal(err)
-	}
+	_, err := tab.Mount(t.Context(), r)
+	kit.Must(t, err)
 	s.failure = "panic: test"
 	st, err := tab.Status(t.Context(), r.Dir)
 	if err != nil || len(st) != 1 || st[0].State != control.StateFailed || st[0].Failure != s.failure {
@@ -416,21 +420,17 @@ func TestStatusShowsFailure(t *testing.T) {
 func TestFailedUmountKeepsMount(t *testing.T) {
 	s := newFakeMount()
 	s.unmount = func(m control.UmountMode) (bool, error) {
-		if m == control.UmountForce {
-			return true, nil
-		}
-		return false, control.Errorf(control.CodeMount, "busy")
+		return m == control.UmountForce, control.Errorf(control.CodeMount, "busy")
 	}
 	tab, r := testTable(t, func(context.Context, plan) (mountInstance, error) { return s, nil })
-	if _, err := tab.Mount(context.Background(), r); err != nil {
-		t.Fatal(err)
-	}
-	isError(t, tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir}), control.CodeMount, "busy")
+	_, err := tab.Mount(t.Context(), r)
+	kit.Must(t, err)
+	isError(t, tab.Umount(t.Context(), control.UmountRequest{Dir: r.Dir}), control.CodeMount, "busy")
 	if l := tab.List(); len(l) != 1 || l[0].State != control.StateMounted {
 		t.Errorf("list: got %+v, want one mount in state mounted", l)
 	}
-	isError(t, tab.Umount(context.Background(), control.UmountRequest{Dir: r.Dir, Mode: "hard"}), control.CodeUsage,
-		`"hard"`)
-	_, err := tab.Status(context.Background(), filepath.Join(r.Dir, "x"))
+	isError(t, tab.Umount(t.Context(), control.UmountRequest{Dir: r.Dir, Mode: "hard"}), control.CodeUsage, `"hard"`)
+	_, err = tab.Status(t.Context(), filepath.Join(r.Dir, "x"))
 	isError(t, err, control.CodeNotMounted, "nfsrdmad list")
+	s.unmount = func(control.UmountMode) (bool, error) { return true, nil }
 }

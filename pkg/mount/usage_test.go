@@ -126,25 +126,6 @@ func TestUsageIsBounded(t *testing.T) {
 	}
 }
 
-// TestUsageForgetsIdleProcesses checks that only recent processes are shown. Users stay.
-func TestUsageForgetsIdleProcesses(t *testing.T) {
-	var u usage
-	const ended = 1 << 30 // no process has this number
-	for n := range uint32(2) {
-		s := sample(fusefs.OpRead, ended+n, n, 1)
-		u.observe(&s)
-	}
-	for id, c := range u.processes {
-		if id.pid == ended {
-			c.last = c.last.Add(-processAge)
-		}
-	}
-	processes, users := u.usages()
-	if len(processes) != 1 || processes[0].PID != ended+1 || len(users) != 2 {
-		t.Errorf("got processes %+v and users %+v, want process %d and 2 users", processes, users, ended+1)
-	}
-}
-
 // TestUsageDoesNotAllocate checks requests of a known thread.
 func TestUsageDoesNotAllocate(t *testing.T) {
 	var u usage
@@ -152,13 +133,5 @@ func TestUsageDoesNotAllocate(t *testing.T) {
 	u.observe(&s)
 	if n := testing.AllocsPerRun(1000, func() { u.observe(&s) }); n != 0 {
 		t.Errorf("allocations per request: got %v, want 0", n)
-	}
-}
-
-func BenchmarkUsage(b *testing.B) {
-	var u usage
-	s := sample(fusefs.OpRead, uint32(os.Getpid()), 0, 4096)
-	for b.Loop() {
-		u.observe(&s)
 	}
 }
