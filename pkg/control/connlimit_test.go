@@ -11,6 +11,8 @@ import (
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
+func TestMain(m *testing.M) { kit.Main(m) }
+
 // TestConnectionsOfUserAreBounded connects as members of the group, who leave the connections open.
 // Root and another member are not affected.
 func TestConnectionsOfUserAreBounded(t *testing.T) {

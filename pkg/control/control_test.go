@@ -7,10 +7,12 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
@@ -192,5 +194,27 @@ func TestListenRefusesDirectoriesOfOtherUsers(t *testing.T) {
 				t.Errorf("got error %v, want %q", err, tt.want)
 			}
 		})
+	}
+}
+
+// A deadlineRecorder records the read deadline of a request.
+type deadlineRecorder struct {
+	*httptest.ResponseRecorder
+	read []time.Time
+}
+
+func (r *deadlineRecorder) SetReadDeadline(at time.Time) error {
+	r.read = append(r.read, at)
+	return nil
+}
+
+// TestTraceOutlivesReadTimeout checks that a trace has no read deadline: ReadTimeout of the server
+// would end it.
+func TestTraceOutlivesReadTimeout(t *testing.T) {
+	r := &TraceRequest{Dir: "/mnt", Follow: true}
+	w := &deadlineRecorder{ResponseRecorder: httptest.NewRecorder()}
+	traceHandler(fixedMounts{}).ServeHTTP(w, httptest.NewRequest(http.MethodGet, pathTrace+"?"+r.query(), nil))
+	if w.Code != http.StatusOK || len(w.read) != 1 || !w.read[0].IsZero() {
+		t.Errorf("got status %d and read deadlines %v, want 200 and one that is zero", w.Code, w.read)
 	}
 }

@@ -1,6 +1,9 @@
 package daemon
 
 import (
+	"bytes"
+	"errors"
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
@@ -8,6 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 	"github.com/nfsrdmad/nfsrdmad/test/kit/systemd"
 )
 
@@ -35,30 +41,47 @@ func TestUnitJob(t *testing.T) {
 	}
 }
 
-// TestUnitJobTriesNextBus checks that a bus without systemd, and one that does not answer, do not
-// keep the next one from answering, and that without any answer the error names all of them.
+// TestUnitJobTriesNextBus checks that a bus without systemd does not keep the next one from
+// answering, and that without any answer the error names all of them.
 func TestUnitJobTriesNextBus(t *testing.T) {
 	unit := &systemd.Unit{}
 	unit.Set(os.Getpid(), "restart")
 	silent := filepath.Join(t.TempDir(), "silent")
 	l, err := net.Listen("unix", silent) // accepts connections in its backlog only
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer l.Close()
-	without := []bus{{path: filepath.Join(t.TempDir(), "none"), private: true}, {path: silent}}
-	begin := time.Now()
-	job, err := unitJob(os.Getpid(), append(without, bus{path: systemd.StartBus(t, unit)}), 3*time.Second)
+	none := bus{path: filepath.Join(t.TempDir(), "none"), private: true}
+	job, err := unitJob(os.Getpid(), []bus{none, {path: systemd.StartBus(t, unit)}}, kit.Timeout)
 	if err != nil || job != "restart" {
 		t.Errorf("got job %q and error %v, want restart", job, err)
 	}
-	_, err = unitJob(os.Getpid(), without, 500*time.Millisecond)
-	if err == nil || !strings.Contains(err.Error(), without[0].path) || !strings.Contains(err.Error(), silent) ||
-		!strings.Contains(err.Error(), "no answer in time") {
-		t.Errorf("got error %v, want both sockets", err)
+	_, err = unitJob(os.Getpid(), []bus{none, {path: silent}}, 100*time.Millisecond)
+	if !errors.Is(err, errNoAnswer) || !strings.Contains(err.Error(), none.path) ||
+		!strings.Contains(err.Error(), silent) {
+		t.Errorf("got error %v, want both sockets, and no answer in time", err)
 	}
-	if d := time.Since(begin); d > 30*time.Second {
-		t.Errorf("took %v, want the timeouts", d)
+}
+
+// TestServiceLeavesMounts checks when the mounts stay after SIGTERM of a service.
+func TestServiceLeavesMounts(t *testing.T) {
+	for _, tt := range []struct {
+		job  string
+		err  error
+		want bool
+		log  string
+	}{
+		{"restart", nil, true, "job=restart"},
+		{"stop", nil, false, "job=stop"},
+		{"", nil, false, "stop of the unit"},
+		{"", fmt.Errorf("/run/x: %w", errNoAnswer), true, "systemd does not answer whether it restarts the unit"},
+		{"", errors.New("no bus"), false, "does not tell whether it restarts the unit"},
+	} {
+		var log bytes.Buffer
+		d := &Daemon{log: hclog.New(&hclog.LoggerOptions{Output: &log}), cfg: DefaultConfig()}
+		if got := d.leavesFor(tt.job, tt.err); got != tt.want || !strings.Contains(log.String(), tt.log) {
+			t.Errorf("job %q, error %v: the mounts stay: %v, log %s; want %v and %q", tt.job, tt.err, got, &log, tt.want,
+				tt.log)
+		}
 	}
 }
 

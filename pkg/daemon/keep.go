@@ -108,7 +108,11 @@ func (d *Daemon) leavesMounts() bool {
 	if d.store == nil || !fdstore.IsSystemd(d.store) || len(d.table.List()) == 0 {
 		return false
 	}
-	job, err := unitJob(os.Getpid(), systemdBuses(), jobTimeout)
+	return d.leavesFor(unitJob(os.Getpid(), systemdBuses(), jobTimeout))
+}
+
+// leavesFor decides by the answer of systemd, or by the error of the question.
+func (d *Daemon) leavesFor(job string, err error) bool {
 	if errors.Is(err, errNoAnswer) {
 		d.writeTime = d.cfg.ShutdownTimeout.Std()
 		d.log.Warn("the mounts stay: systemd does not answer whether it restarts the unit; if it stops the unit, "+

@@ -48,15 +48,24 @@ type metricsListener struct {
 
 // startMetrics returns a metricsListener for an address. It has tried to listen once.
 func startMetrics(address string, log hclog.Logger, handler http.Handler) *metricsListener {
-	m := &metricsListener{address: address, log: log, closing: make(chan struct{}),
+	m := newMetrics(address, log, handler)
+	m.start()
+	return m
+}
+
+func newMetrics(address string, log hclog.Logger, handler http.Handler) *metricsListener {
+	return &metricsListener{address: address, log: log, closing: make(chan struct{}),
 		server: &http.Server{Handler: handler, ReadHeaderTimeout: headerTimeout, ReadTimeout: headerTimeout,
 			WriteTimeout: scrapeTimeout}}
-	if address == "" {
-		return m
+}
+
+// start tries to listen once, and serves and retries in the background.
+func (m *metricsListener) start() {
+	if m.address == "" {
+		return
 	}
 	l := m.listen()
 	m.running.Go(func() { m.serve(l) })
-	return m
 }
 
 // metricsHandler serves /metrics, /healthz, and the status page.

@@ -1,9 +1,11 @@
 package daemon
 
 import (
+	"bytes"
 	"io"
 	"net"
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -51,23 +53,46 @@ func TestLimitedListener(t *testing.T) {
 // TestMetricsAfterIdleConnections opens more connections than the listener accepts. Requests must
 // be served again when these connections end.
 func TestMetricsAfterIdleConnections(t *testing.T) {
-	kit.Long(t) // waits for the header timeout
-	m := startMetrics("127.0.0.1:0", hclog.NewNullLogger(),
+	m := newMetrics("127.0.0.1:0", hclog.NewNullLogger(),
 		http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "ok") }))
+	m.server.ReadHeaderTimeout, m.server.ReadTimeout = 100*time.Millisecond, 100*time.Millisecond
+	m.start()
 	defer m.close()
-	var idle []net.Conn
 	for range maxScrapers + 10 {
 		c, err := net.Dial("tcp", m.addr())
-		if err != nil {
-			t.Fatal(err)
-		}
+		kit.Must(t, err)
 		defer c.Close()
-		idle = append(idle, c)
 	}
-	client := &http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true}}
-	r, err := client.Get("http://" + m.addr())
-	if err != nil {
-		t.Fatalf("request after %d idle connections: %v", len(idle), err)
+	client := &http.Client{Timeout: kit.Timeout, Transport: &http.Transport{DisableKeepAlives: true}}
+	kit.Eventually(t, "reply after idle connections", func() bool { // the header timeout can end a request
+		r, err := client.Get("http://" + m.addr())
+		if err == nil {
+			r.Body.Close()
+		}
+		return err == nil
+	})
+}
+
+// TestMetricsAddressInUse listens at an address that another process uses. The problem must be
+// visible, and end when the address is free.
+func TestMetricsAddressInUse(t *testing.T) {
+	other, err := net.Listen("tcp", kit.FreePort(t).String())
+	kit.Must(t, err)
+	defer other.Close()
+	address := other.Addr().String()
+	var log bytes.Buffer
+	m := startMetrics(address, hclog.New(&hclog.LoggerOptions{Output: &log}), http.NotFoundHandler())
+	for _, want := range []string{address, "in use", "metrics_listen"} {
+		if p := m.problem(); !strings.Contains(p, want) || m.addr() != "" {
+			t.Errorf("got problem %q and address %q, want %q and no address", p, m.addr(), want)
+		}
 	}
-	r.Body.Close()
+	other.Close()
+	kit.Eventually(t, "listener", func() bool { return m.addr() == address && m.problem() == "" })
+	m.close() // the log is complete
+	for _, want := range []string{"metrics are not available", "metrics are available"} {
+		if n := strings.Count(log.String(), want); n != 1 {
+			t.Errorf("log lines with %q: got %d, want 1: %s", want, n, &log)
+		}
+	}
 }

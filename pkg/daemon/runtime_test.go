@@ -3,7 +3,11 @@ package daemon
 import (
 	"runtime"
 	"testing"
+
+	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
+
+func TestMain(m *testing.M) { kit.Main(m) }
 
 // TestSetProcs checks that the process gets one P more than Go's default, except when the
 // environment sets GOMAXPROCS.
