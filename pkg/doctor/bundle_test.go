@@ -18,15 +18,11 @@ import (
 func TestBundleWithoutDaemon(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "b.tar.gz")
 	b, err := CreateBundle(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	err = b.Write(t.Context(), BundleConfig{Report: &Report{Source: "server:/export", Time: time.Now()},
 		Socket: filepath.Join(t.TempDir(), "none"), Settings: []Setting{{"log_level", "in\"fo"}},
 		Unit: "no-such.service"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
 		t.Errorf("got mode %v, error %v; want 0600", st.Mode(), err)
 	}
@@ -53,10 +49,8 @@ func TestCreateBundleReplacesNothing(t *testing.T) {
 	dir := t.TempDir()
 	file, link, dangling, sub := filepath.Join(dir, "file"), filepath.Join(dir, "link"), filepath.Join(dir, "dangling"),
 		filepath.Join(dir, "sub")
-	if err := errors.Join(os.WriteFile(file, []byte("old"), 0o644), os.Symlink(file, link),
-		os.Symlink(filepath.Join(dir, "new"), dangling), os.Symlink(t.TempDir(), sub)); err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, errors.Join(os.WriteFile(file, []byte("old"), 0o644), os.Symlink(file, link),
+		os.Symlink(filepath.Join(dir, "new"), dangling), os.Symlink(t.TempDir(), sub)))
 	for path, want := range map[string]string{file: "remove it", link: "", dangling: "",
 		filepath.Join(sub, "b"): "without symbolic links", filepath.Join(dir, "none", "b"): "another path"} {
 		b, err := CreateBundle(path)
@@ -79,9 +73,7 @@ func TestCreateBundleReplacesNothing(t *testing.T) {
 func TestInterruptedBundleIsRemoved(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "b.tar.gz")
 	b, err := CreateBundle(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := b.Write(ctx, BundleConfig{Report: &Report{}, Unit: "x"}); !errors.Is(err, context.Canceled) {
@@ -104,9 +96,7 @@ func TestJournal(t *testing.T) {
 	} {
 		if x.script != "" {
 			program := []byte("#!/bin/sh\n" + x.script + "\n")
-			if err := os.WriteFile(filepath.Join(dir, "journalctl"), program, 0o755); err != nil {
-				t.Fatal(err)
-			}
+			kit.Must(t, os.WriteFile(filepath.Join(dir, "journalctl"), program, 0o755))
 		}
 		got := string(journalEntry(t.Context(), "x.service"))
 		if !strings.Contains(got, x.want) || x.without != "" && strings.Contains(got, x.without) {
