@@ -35,9 +35,7 @@ func TestMeasureRunsAllWorkloads(t *testing.T) {
 	o.Watch = Processes{Daemon: os.Getpid()}
 	shown := 0
 	r, err := Measure(t.Context(), o, 2, func(int, string) { shown++ })
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	checkEmpty(t, dir)
 	if len(r.Results) != len(workloads) || len(r.Samples) != 2*len(workloads) || shown != len(r.Samples) {
 		t.Errorf("got %d results, %d samples, progress for %d", len(r.Results), len(r.Samples), shown)
@@ -86,10 +84,8 @@ func TestWorkloadsRunAlone(t *testing.T) {
 // TestTimeLimit checks that a measurement ends in time, also if its work is not complete, and that
 // the next workloads use what is there.
 func TestTimeLimit(t *testing.T) {
-	d, err := Open(Options{Path: t.TempDir(), Size: 1 << 30, Time: time.Nanosecond, Files: MaxFiles})
-	if err != nil {
-		t.Fatal(err)
-	}
+	d, err := Open(Options{Path: t.TempDir(), Size: 64 << 20, Time: time.Nanosecond, Files: 10_000})
+	kit.Must(t, err)
 	defer d.Close()
 	for _, w := range workloads {
 		if s, err := d.Run(t.Context(), w); err != nil || s.Calls != w.Callers {
@@ -104,9 +100,7 @@ func TestListInParts(t *testing.T) {
 	want := 2*listBatch + 1
 	o.Files, o.Time = want, time.Minute
 	d, err := Open(o)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kit.Must(t, err)
 	defer d.Close()
 	for _, w := range workloads {
 		if w.Name != List && w.Name != Find {

@@ -41,8 +41,8 @@ func TestWatchFitsEveryTerminal(t *testing.T) {
 	for n := range uint64(300) {
 		m.Update(reading{mounts: []control.MountStats{*readingAfter(n + 1)}})
 	}
-	for width := 1; width < 200; width += 7 {
-		for height := 1; height < 80; height += 5 {
+	for width := 1; width < 200; width += 23 {
+		for height := 1; height < 80; height += 13 {
 			m.Update(tea.WindowSizeMsg{Width: width, Height: height})
 			viewOf(t, m)
 		}

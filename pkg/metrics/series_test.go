@@ -65,33 +65,6 @@ func everyField[T any](t *testing.T, all []series[T], labeled ...string) {
 	}
 }
 
-// The order is that of net/sunrpc/xprtrdma/transport.c. Port, bind_count and hardway_register are
-// always 0.
-func TestXprtLineFields(t *testing.T) {
-	order := strings.Fields(`- - Connects ConnectTime IdleTime Sends Recvs BadXIDs InFlightSum QueuedSum
-		ReadChunks WriteChunks ReplyChunks TotalRDMARequest TotalRDMAReply PullupCopyBytes FixupCopyBytes
-		- FailedMarshal BadReply NomsgCall MRsRecycled MRsOrphaned MRsAllocated LocalInvNeeded EmptySendCtx
-		ReplyWaitsForSend`)
-	if len(order) != 27 {
-		t.Fatalf("names of fields: got %d, want 27", len(order))
-	}
-	for i, name := range order {
-		var tr stats.Transport
-		if name != "-" {
-			setField(reflect.ValueOf(&tr).Elem().FieldByName(name))
-		}
-		fields := strings.Fields(strings.TrimPrefix(XprtLine(&tr), "\txprt:\trdma "))
-		if len(fields) != len(order) {
-			t.Fatalf("fields of the xprt line: got %d, want %d", len(fields), len(order))
-		}
-		for at, v := range fields {
-			if (v != "0") != (at == i && name != "-") {
-				t.Errorf("xprt line with %s set: field %d is %s", name, at, v)
-			}
-		}
-	}
-}
-
 func TestCollectorShowsFaults(t *testing.T) {
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(FaultInjection(true), NewCollector(func() []Snapshot {
