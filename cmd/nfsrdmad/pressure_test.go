@@ -10,7 +10,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -38,14 +37,8 @@ func newMemoryGroup(t *testing.T, limit int) *memoryGroup {
 		t.Fatalf("make a memory cgroup: %v", err)
 	}
 	t.Cleanup(func() {
-		var err error
-		for range 100 { // the kernel needs some time after the last process has exited
-			if err = os.Remove(g.dir); err == nil {
-				return
-			}
-			time.Sleep(100 * time.Millisecond)
-		}
-		t.Errorf("remove the memory cgroup: %v", err)
+		// The kernel needs some time after the last process has exited.
+		kit.Eventually(t, "removal of the cgroup", func() bool { return os.Remove(g.dir) == nil })
 	})
 	g.write(t, g.limit, strconv.Itoa(limit))
 	return g
