@@ -28,9 +28,7 @@ import (
 
 func TestMain(m *testing.M) {
 	server.Main()
-	if !takeoverProcess() {
-		kit.Main(m)
-	}
+	kit.Main(m)
 }
 
 // testTimeout bounds each wait of a test.
@@ -42,12 +40,11 @@ const frontEnv, frontURing = "NFSRDMAD_TEST_FRONT", "uring"
 
 // An export is a directory that a server exports.
 type export struct {
-	dir     string // on the server
-	root    nfs3.FH
-	dial    func(context.Context) (transport, error)
-	tcpPort int // of this project's server: MOUNT and NLM
-	// address of NFS: one of them
-	rdmaAddr, tcpAddr string
+	dir      string // on the server
+	root     nfs3.FH
+	dial     func(context.Context) (transport, error)
+	tcpPort  int // of this project's server: MOUNT and NLM
+	rdmaAddr string
 }
 
 type transport interface {
@@ -69,7 +66,7 @@ func startExport(t *testing.T) *export {
 		t.Fatal(err)
 	}
 	dial := func(ctx context.Context) (transport, error) { return rpctcp.Dial(ctx, s.Addr(), rpctcp.Options{}) }
-	return &export{dir: dir, root: res.FH, dial: dial, tcpAddr: s.Addr()}
+	return &export{dir: dir, root: res.FH, dial: dial}
 }
 
 // startOwnExport exports a directory with this project's server over RDMA, without root squash.

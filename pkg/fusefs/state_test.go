@@ -202,7 +202,7 @@ func TestCachedLookupIsRecorded(t *testing.T) {
 // effect.
 func TestFullTables(t *testing.T) {
 	e := startOwnExport(t)
-	must(t, os.WriteFile(e.dir+"/f", content, 0o644))
+	must(t, os.WriteFile(e.dir+"/f", []byte("content"), 0o644))
 	state := newTestState(t, 16)
 	m := e.mount(t, mountConfig{opts: Options{State: state}})
 	f, err := os.Open(m.path("f"))
