@@ -77,7 +77,7 @@ func TestACLsEqualServer(t *testing.T) {
 func TestACLGrantsAndDenies(t *testing.T) {
 	kit.NeedsPrograms(t, "setfacl")
 	t.Parallel()
-	m := startOwnExport(t).mount(t, mountConfig{})
+	m := startOwnExport(t).mount(t, mountConfig{}).severalUsers()
 	must(t, os.Chmod(m.dir, 0o755))
 	must(t, os.WriteFile(m.path("f"), []byte("data"), 0o600))
 	must(t, os.Mkdir(m.path("d"), 0o755))

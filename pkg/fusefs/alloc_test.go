@@ -16,18 +16,13 @@ import (
 // transport, for system calls on a mount. The server is another process.
 func TestMountedCallsDoNotAllocate(t *testing.T) {
 	kit.CountsAllocations(t)
-	t.Run("devfuse", func(t *testing.T) { testMountedCallsDoNotAllocate(t, MountOptions{}) })
-	t.Run("uring", func(t *testing.T) { testMountedCallsDoNotAllocate(t, MountOptions{URing: true}) })
-}
-
-func testMountedCallsDoNotAllocate(t *testing.T, mount MountOptions) {
 	kit.NeedsRoot(t)
 	e := exportOf(t, server.Start(t))
 	must(t, os.WriteFile(e.dir+"/data", make([]byte, 4<<20), 0o644))
 	opts := DefaultOptions()
 	opts.LookupCache = LookupCacheNone // each use of a name is a LOOKUP
 	opts.DirtyExpire = 0
-	m := e.mount(t, mountConfig{opts: opts, mount: mount})
+	m := e.mount(t, mountConfig{opts: opts})
 	open := func(flags int) uintptr {
 		fd, err := unix.Open(m.path("data"), unix.O_RDWR|unix.O_CLOEXEC|flags, 0)
 		must(t, err)

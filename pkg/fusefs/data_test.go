@@ -229,33 +229,6 @@ func TestOnlyFatalSignalEndsRead(t *testing.T) {
 	wantContent(t, m.path("file"), []byte("x"))
 }
 
-// TestCloseToOpenConsistency changes files on one mount and reads them on another mount that has
-// the old state cached.
-func TestCloseToOpenConsistency(t *testing.T) {
-	e := startExport(t)
-	a, b := e.mount(t, mountConfig{}), e.mount(t, mountConfig{})
-	for i := range 20 {
-		want := randomBytes(uint64(i), 100+i*5000%70_000)
-		w, r := a, b
-		if i%2 == 1 {
-			w, r = b, a
-		}
-		must(t, os.WriteFile(w.path("file"), want, 0o644))
-		wantContent(t, r.path("file"), want)
-		wantContent(t, r.path("file"), want)
-	}
-	if b.fs.Counters.Ops[OpRead].Load() == 0 {
-		t.Error("READ requests: got 0, want at least 1")
-	}
-	// An append uses the server's file size, not the cached size.
-	must(t, os.WriteFile(a.path("log"), []byte("one\n"), 0o644))
-	wantContent(t, b.path("log"), []byte("one\n"))
-	run(t, a.dir, "sh", "-c", "echo two >>log")
-	run(t, b.dir, "sh", "-c", "echo three >>log; echo four >>log")
-	run(t, a.dir, "sh", "-c", "echo five >>log")
-	wantContent(t, b.path("log"), []byte("one\ntwo\nthree\nfour\nfive\n"))
-}
-
 // TestWriteAndTruncateMix mixes writes and truncations of one open file and compares the file with
 // a byte slice.
 func TestWriteAndTruncateMix(t *testing.T) {
@@ -368,31 +341,6 @@ func allowParents(t *testing.T, path string) {
 	t.Helper()
 	for dir := filepath.Dir(path); strings.HasPrefix(dir, os.TempDir()+"/"); dir = filepath.Dir(dir) {
 		must(t, os.Chmod(dir, 0o755))
-	}
-}
-
-// TestWriteClearsSetUserID writes to another user's set-user-ID program. The write succeeds, and
-// the server clears the bit.
-func TestWriteClearsSetUserID(t *testing.T) {
-	e := startExport(t)
-	m := e.mount(t, mountConfig{})
-	must(t, os.Chmod(e.dir, 0o755))
-	must(t, os.WriteFile(m.path("program"), []byte("old"), 0o644))
-	must(t, unix.Chmod(m.path("program"), 0o4777))
-	allowParents(t, m.dir)
-	cmd := exec.Command("sh", "-c", "printf new 1<>"+m.path("program"))
-	cmd.Dir = "/"
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 4321, Gid: 1234}}
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("write to set-user-ID program: %v: %s", err, out)
-	}
-	wantContent(t, filepath.Join(e.dir, "program"), []byte("new"))
-	for _, path := range []string{filepath.Join(e.dir, "program"), m.path("program")} {
-		var st unix.Stat_t
-		must(t, unix.Stat(path, &st))
-		if st.Mode&0o7777 != 0o777 {
-			t.Errorf("mode of %s: got %o, want 777", path, st.Mode&0o7777)
-		}
 	}
 }
 

@@ -1,6 +1,7 @@
 package fusefs
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"math"
@@ -24,8 +25,15 @@ type memServer struct {
 	stable   int
 	unstable int
 	writes   int
-	space    int  // bytes that fit; 0 is no limit
-	hangs    bool // calls wait for the end of their context
+	space    int       // bytes that fit; 0 is no limit
+	hangs    bool      // calls wait for the end of their context
+	busy     nfs3.Proc // NFS3ERR_JUKEBOX for these calls of the handle "busy"; NULL for none
+}
+
+func (s *memServer) setBusy(p nfs3.Proc) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.busy = p
 }
 
 func (s *memServer) Call(ctx context.Context, m *sunrpc.Message) error {
@@ -39,6 +47,13 @@ func (s *memServer) Call(ctx context.Context, m *sunrpc.Message) error {
 		<-ctx.Done()
 		s.mu.Lock()
 		return ctx.Err()
+	}
+	if p := nfs3.Proc(m.Proc); p != 0 && p == s.busy && bytes.Contains(m.Args, []byte("busy")) {
+		return status(nfs3.ErrJukebox)(ctx, m, nil)
+	}
+	if nfs3.Proc(m.Proc) == nfs3.ProcRead {
+		setReadResult(m, make([]byte, 4), 1, true)
+		return nil
 	}
 	if s.space > 0 && s.stable+s.unstable+len(m.ArgData) > s.space {
 		m.Result = append(sunrpc.AppendUint32(m.Result[:0], uint32(nfs3.ErrNoSpc)), make([]byte, 8)...)

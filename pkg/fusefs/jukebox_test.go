@@ -10,7 +10,10 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
@@ -58,108 +61,110 @@ func promptly(t *testing.T, what string, f func() error) {
 // busyCase lists how many files are busy, and which calls.
 type busyCase struct {
 	name    string
+	proc    nfs3.Proc
 	files   int
-	readers int // of each file
-	writers int // of each file: 0 or 1
+	readers int // of each file; 0: one writer
 	size    int // bytes that each writer writes
 	opts    Options
 	buffers int
-	procs   []nfs3.Proc
 }
 
 // TestBusyFilesDoNotBlockOthers checks that NFS3ERR_JUKEBOX for some files does not stall reads and
 // writes of other files, and that no data is lost when the server is ready again.
 func TestBusyFilesDoNotBlockOthers(t *testing.T) {
-	t.Parallel()
-	e := startExport(t)
+	const unit = MinIOSize
 	for _, c := range []busyCase{
-		{name: "more readers than buffers", files: 1, readers: 8, buffers: 4, procs: []nfs3.Proc{nfs3.ProcRead}},
-		{name: "more readers than background requests", files: 1, readers: maxBackground + 20, buffers: 4,
-			procs: []nfs3.Proc{nfs3.ProcRead}},
-		{name: "writer fills the pool", files: 1, writers: 1, size: 40 << 20, buffers: 16,
-			procs: []nfs3.Proc{nfs3.ProcWrite}},
-		{name: "writer takes all write permits", files: 1, writers: 1, size: 3 << 20, buffers: 16,
-			opts: Options{MaxWrites: 2}, procs: []nfs3.Proc{nfs3.ProcWrite}},
-		{name: "commit", files: 1, writers: 1, size: 40 << 20, buffers: 16, procs: []nfs3.Proc{nfs3.ProcCommit}},
-		{name: "more files than buffers", files: 10, writers: 1, size: 2 << 20, buffers: 4,
-			procs: []nfs3.Proc{nfs3.ProcWrite}},
-		{name: "single buffer", files: 1, writers: 1, size: 2 << 20, buffers: 1, procs: []nfs3.Proc{nfs3.ProcWrite}},
+		{name: "more readers than buffers", proc: nfs3.ProcRead, files: 1, readers: 8, buffers: 4},
+		{name: "writer fills the pool", proc: nfs3.ProcWrite, files: 1, size: 40 * unit, buffers: 16},
+		{name: "writer takes all write permits", proc: nfs3.ProcWrite, files: 1, size: 3 * unit, buffers: 16,
+			opts: Options{MaxWrites: 2}},
+		{name: "commit", proc: nfs3.ProcCommit, files: 1, size: 40 * unit, buffers: 16},
+		{name: "more files than buffers", proc: nfs3.ProcWrite, files: 10, size: 2 * unit, buffers: 4},
+		{name: "single buffer", proc: nfs3.ProcWrite, files: 1, size: 2 * unit, buffers: 1},
 	} {
-		t.Run(c.name, func(t *testing.T) { c.run(t, e) })
+		t.Run(c.name, func(t *testing.T) { synctest.Test(t, c.run) })
 	}
 }
 
-func (c *busyCase) run(t *testing.T, e *export) {
-	m, s := e.mountScripted(t, mountConfig{opts: c.opts, buffers: c.buffers})
-	size := max(c.size, c.readers*(1<<20))
-	for i := range c.files {
-		must(t, os.WriteFile(filepath.Join(e.dir, fmt.Sprint("tape", i)), make([]byte, size), 0o644))
-	}
-	free := randomBytes(21, 6<<20)
-	must(t, os.WriteFile(filepath.Join(e.dir, "free"), free, 0o644))
-	over := make(chan struct{})
-	s.on(m.busyFiles(t, "tape", c.files, over), c.procs...)
-
+func (c *busyCase) run(t *testing.T) {
+	const free = 6 * MinIOSize
+	s := &memServer{busy: c.proc}
+	fs := bareFS(s, testPool(t, c.buffers), c.opts)
+	fs.handles.files = make(map[uint64]*fileHandle)
 	var users sync.WaitGroup
-	var once sync.Once
-	ready := func() { once.Do(func() { close(over) }); users.Wait() }
-	defer ready()
-	data := randomBytes(22, c.size)
-	for i := range c.files {
-		path := m.path(fmt.Sprint("tape", i))
-		for j := range c.readers {
-			users.Go(func() { readPart(t, path, int64(j)<<20) })
+	use := func(h *fileHandle, size int) error {
+		if size == 0 {
+			_, res, status := fs.ReadTo(nil, &fuse.ReadIn{Fh: h.ino.id, Size: 1}, nil)
+			if status != fuse.OK || res.Size() != 1 {
+				return fmt.Errorf("read: got %v, %v, want a byte", res, status)
+			}
+			res.Done()
+			return nil
 		}
-		for range c.writers {
+		if n := writeTo(fs, h, 0, size); n != size {
+			return fmt.Errorf("write: got %d bytes, want %d", n, size)
+		}
+		return fs.sync(background{fs}, h.ino)
+	}
+	open := func(name string, id int) *fileHandle {
+		h := openFile(uint64(id))
+		h.ino.fh, _ = nfs3.NewFH([]byte(name))
+		fs.handles.files[h.ino.id] = h
+		return h
+	}
+	other := open("free", 2)
+	for i := range c.files {
+		h := open("busy", 3+i)
+		for range max(c.readers, 1) {
 			users.Go(func() {
-				if err := writeFile(path, data); err != nil {
-					t.Errorf("write of a busy file: %v", err)
+				if err := use(h, c.size); err != nil {
+					t.Errorf("busy file: %v", err)
 				}
 			})
 		}
 	}
-	want := min(uint64(c.files*max(c.readers, c.writers)), maxBackground)
-	if !eventually(func() bool { return m.fs.Counters.JukeboxRetries.Load() > 2*want }) {
-		t.Fatal("the server was never busy")
+	time.Sleep(time.Minute)
+	if fs.Counters.JukeboxRetries.Load() == 0 {
+		t.Error("retries of busy calls: got 0, want more")
 	}
-	promptly(t, "read", func() error {
-		got, err := os.ReadFile(m.path("free"))
-		if err == nil && !bytes.Equal(got, free) {
-			err = errors.New("wrong content")
+	for _, size := range []int{0, free} {
+		done := make(chan error, 1)
+		go func() { done <- use(other, size) }()
+		select {
+		case err := <-done:
+			must(t, err)
+		case <-time.After(time.Minute):
+			t.Errorf("use of %d bytes of another file: still waits", size)
 		}
-		return err
-	})
-	promptly(t, "write", func() error { return writeFile(m.path("new"), free) })
-	promptly(t, "truncate", func() error { return os.Truncate(m.path("new"), 5<<20) })
-	ready()
-	wantContent(t, filepath.Join(e.dir, "new"), free[:5<<20])
-	for i := range c.files * c.writers {
-		wantContent(t, filepath.Join(e.dir, fmt.Sprint("tape", i)), data)
+	}
+	s.setBusy(0) // NULL: none
+	users.Wait()
+	fs.Close(t.Context())
+	if n := s.stableBytes(); n != free+c.files*c.size {
+		t.Errorf("stable bytes: got %d, want %d", n, free+c.files*c.size)
 	}
 }
 
-// readPart reads one byte of a file of zeros.
-func readPart(t *testing.T, path string, off int64) {
-	f, err := os.Open(path)
-	if err != nil {
-		t.Error(err)
-		return
+// TestBusyReadsRaiseKernelBound checks that the kernel may have as many background requests beside
+// the delayed reads as without them.
+func TestBusyReadsRaiseKernelBound(t *testing.T) {
+	const reads = maxBackground + 20
+	bound, kept := maxBackground, 0
+	b := busyReads{apply: func(n int) { bound = n }}
+	for range reads {
+		if b.begin(true, 16) {
+			kept++
+		}
 	}
-	defer f.Close()
-	b := []byte{1}
-	if _, err := f.ReadAt(b, off); err != nil || b[0] != 0 {
-		t.Errorf("read of a busy file: got %v, %v, want 0", b, err)
+	if bound < reads+maxBackground/2 || kept != 16/keepShare {
+		t.Errorf("%d delayed reads: got a bound of %d and %d kept buffers", reads, bound, kept)
 	}
-}
-
-// writeFile overwrites or creates a file and closes it.
-func writeFile(path string, data []byte) error {
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE, 0o644)
-	if err != nil {
-		return err
+	for i := range reads {
+		b.end(i < kept)
 	}
-	_, err = f.Write(data)
-	return errors.Join(err, f.Close())
+	if bound != maxBackground {
+		t.Errorf("bound after the reads: got %d, want %d", bound, maxBackground)
+	}
 }
 
 // TestBusyTimeoutEndsCalls checks that calls of a mount with a BusyTimeout (a soft mount) end with
@@ -167,7 +172,7 @@ func writeFile(path string, data []byte) error {
 func TestBusyTimeoutEndsCalls(t *testing.T) {
 	t.Parallel()
 	e := startExport(t)
-	m, s := e.mountScripted(t, mountConfig{opts: Options{NoAC: true, BusyTimeout: 250 * time.Millisecond,
+	m, s := e.mountScripted(t, mountConfig{opts: Options{NoAC: true, BusyTimeout: time.Nanosecond,
 		BusyErrno: syscall.ETIMEDOUT}})
 	must(t, os.WriteFile(filepath.Join(e.dir, "file"), []byte("x"), 0o644))
 	for _, c := range []struct {
@@ -198,7 +203,7 @@ func TestBusyTimeoutEndsCalls(t *testing.T) {
 func TestBusyFileDoesNotStopPageChecks(t *testing.T) {
 	t.Parallel()
 	e := startOwnExport(t)
-	a, calls, b := twoMounts(t, e, Options{AcRegMin: time.Second, AcRegMax: time.Second, AcDirMax: time.Second})
+	a, calls, b := twoMounts(t, e, Options{AcRegMin: shortAge, AcRegMax: shortAge, AcDirMax: time.Second})
 	must(t, os.WriteFile(a.path("busy0"), []byte("1"), 0o644))
 	must(t, os.WriteFile(b.path("f"), []byte("1"), 0o644))
 	over := make(chan struct{})

@@ -153,7 +153,7 @@ func TestMmapWriteBack(t *testing.T) {
 func TestMmapAfterTruncateByOtherClient(t *testing.T) {
 	t.Parallel()
 	e := startOwnExport(t)
-	opts := Options{AcRegMin: time.Second, AcRegMax: time.Second, AcDirMax: time.Second}
+	opts := Options{AcRegMin: shortAge, AcRegMax: shortAge, AcDirMax: time.Second}
 	a, b := e.mount(t, mountConfig{opts: opts}), e.mount(t, mountConfig{})
 	done := make(chan struct{})
 	go func() {

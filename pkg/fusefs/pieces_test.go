@@ -2,10 +2,7 @@ package fusefs
 
 import (
 	"bytes"
-	"os"
 	"testing"
-
-	"github.com/nfsrdmad/nfsrdmad/test/kit"
 )
 
 // TestPieces compares the methods of pieces with those of one slice.
@@ -40,22 +37,5 @@ func TestPieces(t *testing.T) {
 				}
 			}
 		}
-	}
-}
-
-// TestURingReadsNeedNoBuffer reads while the pool of buffers is empty.
-func TestURingReadsNeedNoBuffer(t *testing.T) {
-	kit.NeedsURing(t)
-	e := startOwnExport(t)
-	want := randomBytes(1, 3<<20+1000)
-	must(t, os.WriteFile(e.dir+"/data", want, 0o644))
-	m := e.mount(t, mountConfig{mount: MountOptions{URing: true}})
-	var taken [][]byte
-	for b := m.fs.buffers.TryGet(); b != nil; b = m.fs.buffers.TryGet() {
-		taken = append(taken, b)
-	}
-	wantContent(t, m.path("data"), want)
-	for _, b := range taken {
-		m.fs.buffers.Put(b)
 	}
 }

@@ -14,99 +14,10 @@ import (
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
-	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
 	"github.com/nfsrdmad/nfsrdmad/pkg/sunrpc"
 )
-
-// statAndRead calls fstat and read on a descriptor, as programs do after an open.
-func statAndRead(fd int) ([]byte, error) {
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("fstat: %w", err)
-	}
-	buf := make([]byte, st.Size+1)
-	n, err := unix.Read(fd, buf)
-	if err != nil {
-		return nil, fmt.Errorf("read: %w", err)
-	}
-	return buf[:n], nil
-}
-
-// TestOpenDuringReplaceAndRemove opens a file while the same mount repeatedly replaces and removes
-// it. Each open succeeds, or returns ENOENT where that is possible. An opened file has the full
-// content of one version.
-func TestOpenDuringReplaceAndRemove(t *testing.T) {
-	const rounds, openers = 80, 3
-	e := startExport(t)
-	for _, c := range []struct {
-		name   string
-		remove bool // the name is missing at times
-		opts   Options
-	}{
-		{"rename", false, Options{}},
-		{"unlink", true, Options{}},
-		{"rename with noac", false, Options{NoAC: true}},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			m := e.mount(t, mountConfig{opts: c.opts})
-			dir := subdir(t, m)
-			path, tmp := filepath.Join(dir, "file"), filepath.Join(dir, "tmp")
-			version := func(i int) []byte { return bytes.Repeat([]byte{byte('a' + i%26)}, 100) }
-			must(t, os.WriteFile(path, version(0), 0o644))
-			over := make(chan struct{})
-			var opened, missing, keptOpen int
-			var mu sync.Mutex
-			var wg sync.WaitGroup
-			for range openers {
-				wg.Go(func() {
-					for {
-						select {
-						case <-over:
-							return
-						default:
-						}
-						fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
-						mu.Lock()
-						if err == nil {
-							opened++
-						} else if err == syscall.ENOENT && c.remove {
-							missing++
-						} else {
-							t.Errorf("open: got %v, want success or ENOENT during a removal", err)
-						}
-						mu.Unlock()
-						if err != nil {
-							continue
-						}
-						got, err := statAndRead(fd)
-						if err != nil || len(got) != 100 || !bytes.Equal(got, bytes.Repeat(got[:1], 100)) {
-							t.Errorf("read after open: got %q, %v, want 100 equal bytes", got, err)
-						}
-						_ = unix.Close(fd)
-					}
-				})
-			}
-			for i := range rounds {
-				must(t, os.WriteFile(tmp, version(i), 0o644))
-				if c.remove {
-					must(t, os.Remove(path))
-				}
-				must(t, os.Rename(tmp, path))
-			}
-			close(over)
-			wg.Wait()
-			keptOpen = int(m.fs.Counters.SillyRenames.Load())
-			t.Logf("%d opens succeeded, %d returned ENOENT; %d files hidden while open; %d stale nodes", opened,
-				missing,
-				keptOpen, m.fs.Counters.Stale.Load())
-			if opened == 0 || keptOpen == 0 {
-				t.Error("opens and removals did not overlap")
-			}
-		})
-	}
-}
 
 // rememberReplies returns an answer to ACCESS or GETATTR that repeats the first reply for each
 // handle. A server with this behavior accepts the handle of a removed file, or its clock stands

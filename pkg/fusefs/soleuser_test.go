@@ -64,7 +64,7 @@ func TestSharedNamesStayInKernel(t *testing.T) {
 		openExport(t, e)
 		putDir(t, filepath.Join(e.dir, "dir"), alice, 0o755)
 		putFile(t, filepath.Join(e.dir, "dir", "file"), "x", alice, 0o644)
-		m := e.mount(t, mountConfig{opts: Options{SharedNames: shared}})
+		m := e.mount(t, mountConfig{opts: Options{SharedNames: shared}}).severalUsers()
 		must(t, alice.stat(t, m.path("dir/file")))
 		must(t, bob.stat(t, m.path("dir/file")))
 		before := m.fs.Counters.Ops[OpLookup].Load()

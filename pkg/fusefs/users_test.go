@@ -137,6 +137,10 @@ func openExport(t *testing.T, e *export) {
 // between the kernel's LOOKUP and the CREATE. The open has the checks and the page cache of an
 // ordinary open.
 func TestCreateOfExistingNameChecksPermission(t *testing.T) {
+	e := startOwnExport(t)
+	openExport(t, e)
+	m, s := e.mountScripted(t, mountConfig{})
+	m.severalUsers()
 	for _, c := range []struct {
 		name  string
 		mode  uint32
@@ -146,7 +150,6 @@ func TestCreateOfExistingNameChecksPermission(t *testing.T) {
 		{"read, no rights", 0o600, unix.O_RDONLY, unix.EACCES},
 		{"write, no rights", 0o600, unix.O_WRONLY, unix.EACCES},
 		{"truncate, no rights", 0o600, unix.O_WRONLY | unix.O_TRUNC, unix.EACCES},
-		{"write, may read", 0o644, unix.O_WRONLY, unix.EACCES},
 		{"read and write, may read", 0o644, unix.O_RDWR, unix.EACCES},
 		{"append, may read", 0o644, unix.O_WRONLY | unix.O_APPEND, unix.EACCES},
 		{"truncate while reading, may read", 0o644, unix.O_RDONLY | unix.O_TRUNC, unix.EACCES},
@@ -156,32 +159,27 @@ func TestCreateOfExistingNameChecksPermission(t *testing.T) {
 		{"append, may write", 0o622, unix.O_WRONLY | unix.O_APPEND, nil},
 		{"truncate, may write", 0o622, unix.O_WRONLY | unix.O_TRUNC, nil},
 	} {
-		for _, server := range servers {
-			t.Run(server.name+", "+c.name, func(t *testing.T) {
-				t.Parallel()
-				e := server.start(t)
-				openExport(t, e)
-				putFile(t, filepath.Join(e.dir, "known"), "secret", alice, c.mode)
-				must(t, os.Link(filepath.Join(e.dir, "known"), filepath.Join(e.dir, "new")))
-				m, s := e.mountScripted(t, mountConfig{})
-				want(t, "read by the owner", alice.do(t, func() error {
-					_, err := os.ReadFile(m.path("known")) // fills the page cache
-					return err
-				}), nil)
-				s.on(times(1, status(nfs3.ErrNoEnt)), nfs3.ProcLookup)
-				got := bob.open(t, m.path("new"), c.flags|unix.O_CREAT, 0o644)
-				want(t, "open", got, c.want)
-				if s.count(nfs3.ProcCreate) == 0 {
-					t.Error("CREATE calls: got 0, want at least 1")
-				}
-				content, err := os.ReadFile(filepath.Join(e.dir, "known"))
-				must(t, err)
-				truncated := c.want == nil && c.flags&unix.O_TRUNC != 0
-				if (len(content) == 0) != truncated {
-					t.Errorf("content on the server: got %q, want truncated %v", content, truncated)
-				}
-			})
-		}
+		t.Run(c.name, func(t *testing.T) {
+			known := filepath.Join(e.dir, c.name)
+			putFile(t, known, "secret", alice, c.mode)
+			must(t, os.Link(known, known+" new"))
+			want(t, "read by the owner", alice.do(t, func() error {
+				_, err := os.ReadFile(m.path(c.name)) // fills the page cache
+				return err
+			}), nil)
+			creates := s.count(nfs3.ProcCreate)
+			s.on(times(1, status(nfs3.ErrNoEnt)), nfs3.ProcLookup)
+			want(t, "open", bob.open(t, m.path(c.name+" new"), c.flags|unix.O_CREAT, 0o644), c.want)
+			if s.count(nfs3.ProcCreate) == creates {
+				t.Error("CREATE calls: got 0, want at least 1")
+			}
+			content, err := os.ReadFile(known)
+			must(t, err)
+			truncated := c.want == nil && c.flags&unix.O_TRUNC != 0
+			if (len(content) == 0) != truncated {
+				t.Errorf("content on the server: got %q, want truncated %v", content, truncated)
+			}
+		})
 	}
 }
 
@@ -237,37 +235,35 @@ func TestNewFileMayDenyItsCreator(t *testing.T) {
 // TestOpenChecksRightsOfEachUser opens a file whose pages are cached. Its mode lets everybody read
 // it, but the server refuses one user.
 func TestOpenChecksRightsOfEachUser(t *testing.T) {
-	for _, c := range []struct {
-		name   string
-		rights uint16
-		flags  int
-		want   error
-	}{
-		{"read without rights", 0, unix.O_RDONLY, unix.EACCES},
-		{"read with the right to execute", 1, unix.O_RDONLY, unix.EACCES},
-		{"read with the right to write", 2, unix.O_RDONLY, unix.EACCES},
-		{"read and write with the right to read", 4, unix.O_RDWR, unix.EACCES},
-		{"write with the right to read", 4, unix.O_WRONLY, unix.EACCES},
-		{"append with the right to read", 4, unix.O_WRONLY | unix.O_APPEND, unix.EACCES},
-		{"truncate with the right to read", 4, unix.O_WRONLY | unix.O_TRUNC, unix.EACCES},
-		{"read with the right to read", 4, unix.O_RDONLY, nil},
-		{"write with the right to write", 2, unix.O_WRONLY, nil},
-		{"append with the right to write", 2, unix.O_WRONLY | unix.O_APPEND, nil},
+	const content = "#!/bin/true\n"
+	for name, cfg := range map[string]mountConfig{
+		"default": {}, "noacl": {noACL: true}, "nocto": {opts: Options{NoCTO: true}, noACL: true},
 	} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
+		t.Run(name, func(t *testing.T) {
 			e := startOwnExport(t)
 			openExport(t, e)
-			putFile(t, filepath.Join(e.dir, "file"), "#!/bin/true\n", alice, 0o777)
-			setACL(t, filepath.Join(e.dir, "file"), 7, 7, 7, 7, bob, c.rights)
-			for _, cfg := range []mountConfig{{}, {noACL: true}, {opts: Options{NoCTO: true}, noACL: true}} {
-				m := e.mount(t, cfg)
-				wantContent(t, m.path("file"), []byte("#!/bin/true\n"))
-				want(t, fmt.Sprintf("open with nocto=%v, noacl=%v", cfg.opts.NoCTO, cfg.noACL),
-					bob.open(t, m.path("file"), c.flags, 0), c.want)
-				if c.flags&unix.O_TRUNC == 0 {
-					wantContent(t, m.path("file"), []byte("#!/bin/true\n"))
-				}
+			m := e.mount(t, cfg).severalUsers()
+			for _, c := range []struct {
+				name   string
+				rights uint16
+				flags  int
+				want   error
+			}{
+				{"read without rights", 0, unix.O_RDONLY, unix.EACCES},
+				{"read with the right to execute", 1, unix.O_RDONLY, unix.EACCES},
+				{"read with the right to write", 2, unix.O_RDONLY, unix.EACCES},
+				{"read and write with the right to read", 4, unix.O_RDWR, unix.EACCES},
+				{"append with the right to read", 4, unix.O_WRONLY | unix.O_APPEND, unix.EACCES},
+				{"truncate with the right to read", 4, unix.O_WRONLY | unix.O_TRUNC, unix.EACCES},
+				{"read with the right to read", 4, unix.O_RDONLY, nil},
+				{"write with the right to write", 2, unix.O_WRONLY, nil},
+				{"append with the right to write", 2, unix.O_WRONLY | unix.O_APPEND, nil},
+			} {
+				putFile(t, filepath.Join(e.dir, c.name), content, alice, 0o777)
+				setACL(t, filepath.Join(e.dir, c.name), 7, 7, 7, 7, bob, c.rights)
+				wantContent(t, m.path(c.name), []byte(content))
+				want(t, c.name, bob.open(t, m.path(c.name), c.flags, 0), c.want)
+				wantContent(t, m.path(c.name), []byte(content))
 			}
 		})
 	}
@@ -285,7 +281,7 @@ func TestExecNeedsOnlyExecuteRight(t *testing.T) {
 		putFile(t, filepath.Join(e.dir, name), string(program), alice, 0o755)
 		setACL(t, filepath.Join(e.dir, name), 7, 5, 5, 5, bob, rights)
 	}
-	m := e.mount(t, mountConfig{noACL: true})
+	m := e.mount(t, mountConfig{noACL: true}).severalUsers()
 	allowParents(t, m.dir)
 	want(t, "execute with the right to execute", bob.exec(t, m.path("execute")), nil)
 	want(t, "read with the right to execute", bob.open(t, m.path("execute"), unix.O_RDONLY, 0), unix.EACCES)
@@ -299,44 +295,45 @@ func (u user) stat(t *testing.T, path string) error {
 	return u.do(t, func() error { var st unix.Stat_t; return unix.Lstat(path, &st) })
 }
 
-// TestCachedNamesCheckRightsOfEachUser looks names up that another user has cached, in a directory
+// TestCachedNamesCheckRightsOfEachUser looks names up that another user has cached, in directories
 // that mode bits let everybody search. An access control list on the server denies one user.
 func TestCachedNamesCheckRightsOfEachUser(t *testing.T) {
-	for _, c := range []struct {
+	t.Parallel()
+	e := startOwnExport(t)
+	openExport(t, e)
+	m := e.mount(t, mountConfig{noACL: true})
+	dirs := []struct {
 		name                      string
 		mode                      uint32
 		group, mask, other, named uint16
 	}{
-		{"named user denied", 0o755, 5, 5, 5, 0},
-		{"named user may only list", 0o755, 5, 5, 5, 4},
-		{"named user may only change", 0o777, 7, 7, 7, 6},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			e := startOwnExport(t)
-			openExport(t, e)
-			dir := filepath.Join(e.dir, "dir")
-			putDir(t, dir, alice, c.mode)
-			putDir(t, filepath.Join(dir, "sub"), alice, 0o777)
-			putFile(t, filepath.Join(dir, "file"), "secret", alice, 0o666)
-			putFile(t, filepath.Join(dir, "sub", "file"), "secret", alice, 0o666)
-			setACL(t, dir, 7, c.group, c.mask, c.other, bob, c.named)
-			m := e.mount(t, mountConfig{noACL: true})
-			paths := []string{"dir/file", "dir/sub", "dir/sub/file", "dir/missing"}
-			for _, p := range paths { // fill the caches
-				if err := alice.stat(t, m.path(p)); err != nil && filepath.Base(p) != "missing" {
-					t.Fatalf("stat %s as alice: %v", p, err)
-				}
+		{"denied", 0o755, 5, 5, 5, 0},
+		{"may only list", 0o755, 5, 5, 5, 4},
+		{"may only change", 0o777, 7, 7, 7, 6},
+	}
+	names := []string{"file", "sub", "sub/file", "missing"}
+	for _, c := range dirs {
+		dir := filepath.Join(e.dir, c.name)
+		putDir(t, dir, alice, c.mode)
+		putDir(t, filepath.Join(dir, "sub"), alice, 0o777)
+		putFile(t, filepath.Join(dir, "file"), "secret", alice, 0o666)
+		putFile(t, filepath.Join(dir, "sub", "file"), "secret", alice, 0o666)
+		setACL(t, dir, 7, c.group, c.mask, c.other, bob, c.named)
+		for _, name := range names { // fill the caches
+			if err := alice.stat(t, m.path(c.name+"/"+name)); err != nil && name != "missing" {
+				t.Fatalf("stat %s as alice: %v", m.path(c.name+"/"+name), err)
 			}
-			must(t, alice.do(t, func() error { _, err := os.ReadDir(m.path("dir")); return err }))
-			for _, p := range paths {
-				want(t, "stat "+p, bob.stat(t, m.path(p)), unix.EACCES)
-			}
-			want(t, "open", bob.open(t, m.path("dir/sub/file"), unix.O_RDONLY, 0), unix.EACCES)
-			want(t, "stat of the directory", bob.stat(t, m.path("dir")), nil)
-			// bob's attempts do not disturb alice
-			want(t, "stat as alice", alice.stat(t, m.path("dir/sub/file")), nil)
-		})
+		}
+		must(t, alice.do(t, func() error { _, err := os.ReadDir(m.path(c.name)); return err }))
+	}
+	for _, c := range dirs {
+		for _, name := range names {
+			want(t, "stat "+m.path(c.name+"/"+name), bob.stat(t, m.path(c.name+"/"+name)), unix.EACCES)
+		}
+		want(t, "open", bob.open(t, m.path(c.name+"/sub/file"), unix.O_RDONLY, 0), unix.EACCES)
+		want(t, "stat of the directory", bob.stat(t, m.path(c.name)), nil)
+		// bob's attempts do not disturb alice
+		want(t, "stat as alice", alice.stat(t, m.path(c.name+"/sub/file")), nil)
 	}
 }
 
@@ -350,7 +347,7 @@ func TestCachedNamesInWorkingDirectory(t *testing.T) {
 	putDir(t, dir, alice, 0o755)
 	putFile(t, filepath.Join(dir, "file"), "secret", alice, 0o644)
 	setACL(t, dir, 7, 5, 5, 5, bob, 0)
-	m := e.mount(t, mountConfig{noACL: true})
+	m := e.mount(t, mountConfig{noACL: true}).severalUsers()
 	must(t, alice.stat(t, m.path("dir/file")))
 	fd, err := unix.Open(m.path("dir"), unix.O_PATH|unix.O_CLOEXEC, 0)
 	must(t, err)
@@ -363,28 +360,21 @@ func TestCachedNamesInWorkingDirectory(t *testing.T) {
 // that the server does not let the client's root search.
 func TestRootSquashHoldsForCachedNames(t *testing.T) {
 	t.Parallel()
-	for _, squash := range []bool{true, false} {
-		e := startExportOf(t, nfsserve.Config{NoRootSquash: !squash})
-		openExport(t, e)
-		putDir(t, filepath.Join(e.dir, "home"), alice, 0o700)
-		putFile(t, filepath.Join(e.dir, "home", "file"), "secret", alice, 0o600)
-		putFile(t, filepath.Join(e.dir, "private"), "secret", alice, 0o600)
-		m := e.mount(t, mountConfig{})
-		for _, p := range []string{"home/file", "private"} {
-			must(t, alice.do(t, func() error { _, err := os.ReadFile(m.path(p)); return err }))
-		}
-		refused := error(syscall.EACCES)
-		if !squash {
-			refused = nil
-		}
-		var st unix.Stat_t
-		want(t, fmt.Sprintf("squash %v: stat", squash), unix.Stat(m.path("home/file"), &st), refused)
-		_, err := os.ReadDir(m.path("home"))
-		want(t, fmt.Sprintf("squash %v: readdir", squash), err, refused)
-		_, err = os.ReadFile(m.path("private"))
-		want(t, fmt.Sprintf("squash %v: read", squash), err, refused)
-		want(t, fmt.Sprintf("squash %v: truncate", squash), os.Truncate(m.path("private"), 0), refused)
+	e := startExportOf(t, nfsserve.Config{})
+	openExport(t, e)
+	putDir(t, filepath.Join(e.dir, "home"), alice, 0o700)
+	putFile(t, filepath.Join(e.dir, "home", "file"), "secret", alice, 0o600)
+	putFile(t, filepath.Join(e.dir, "private"), "secret", alice, 0o600)
+	m := e.mount(t, mountConfig{})
+	for _, p := range []string{"home/file", "private"} {
+		must(t, alice.do(t, func() error { _, err := os.ReadFile(m.path(p)); return err }))
 	}
+	want(t, "stat", unix.Stat(m.path("home/file"), new(unix.Stat_t)), unix.EACCES)
+	_, err := os.ReadDir(m.path("home"))
+	want(t, "readdir", err, unix.EACCES)
+	_, err = os.ReadFile(m.path("private"))
+	want(t, "read", err, unix.EACCES)
+	want(t, "truncate", os.Truncate(m.path("private"), 0), unix.EACCES)
 }
 
 // TestCachedNamesAvoidLookups checks that names which the server has answered for a user cost no
@@ -396,6 +386,7 @@ func TestCachedNamesAvoidLookups(t *testing.T) {
 	putDir(t, filepath.Join(e.dir, "dir"), alice, 0o755)
 	putFile(t, filepath.Join(e.dir, "dir", "file"), "x", alice, 0o644)
 	m, s := e.mountScripted(t, mountConfig{})
+	m.severalUsers()
 	calls := func(do func()) (n int) {
 		for _, p := range []nfs3.Proc{nfs3.ProcLookup, nfs3.ProcGetAttr, nfs3.ProcAccess} {
 			n -= s.count(p)
@@ -431,7 +422,7 @@ func TestWrittenProgramLosesSetUserID(t *testing.T) {
 	openExport(t, e)
 	putDir(t, filepath.Join(e.dir, "dir"), bob, 0o755)
 	putFile(t, filepath.Join(e.dir, "dir", "program"), "", alice, 0o4777)
-	m := e.mount(t, mountConfig{mount: MountOptions{Suid: true}})
+	m := e.mount(t, mountConfig{mount: MountOptions{Suid: true}}).severalUsers()
 	allowParents(t, m.dir)
 	path := m.path("dir/program")
 	must(t, bob.open(t, path, unix.O_WRONLY, 0)) // the first open drops the kernel's attributes
@@ -459,91 +450,86 @@ func TestWrittenProgramLosesSetUserID(t *testing.T) {
 // TestStrangerIsRefused tries what a user must not do to files of another user who has just used
 // them on the same mount.
 func TestStrangerIsRefused(t *testing.T) {
-	for _, s := range servers {
-		t.Run(s.name, func(t *testing.T) {
-			t.Parallel()
-			e := s.start(t)
-			openExport(t, e)
-			putDir(t, filepath.Join(e.dir, "home"), alice, 0o700)
-			putDir(t, filepath.Join(e.dir, "home", "sub"), alice, 0o755)
-			putFile(t, filepath.Join(e.dir, "home", "file"), "secret", alice, 0o644)
-			must(t, os.Symlink("secret", filepath.Join(e.dir, "home", "link")))
-			putDir(t, filepath.Join(e.dir, "open"), alice, 0o755)
-			putFile(t, filepath.Join(e.dir, "open", "private"), "secret", alice, 0o600)
-			putFile(t, filepath.Join(e.dir, "open", "program"), "#!/bin/true\n", alice, 0o700)
-			putDir(t, filepath.Join(e.dir, "sticky"), alice, 0o1777)
-			putFile(t, filepath.Join(e.dir, "sticky", "file"), "secret", alice, 0o644)
-			putDir(t, filepath.Join(e.dir, "sticky", "dir"), alice, 0o755)
-			m := e.mount(t, mountConfig{})
-			p := m.path
-			must(t, unix.Mkfifo(p("open/fifo"), 0o600))
-			must(t, os.Chown(p("open/fifo"), int(alice.uid), int(alice.gid)))
-			must(t, alice.do(t, func() error {
-				for _, name := range []string{"home/file", "open/private", "open/program", "sticky/file"} {
-					if _, err := os.ReadFile(p(name)); err != nil {
-						return err
-					}
-				}
-				_, err := os.ReadDir(p("home"))
+	e := startOwnExport(t)
+	openExport(t, e)
+	putDir(t, filepath.Join(e.dir, "home"), alice, 0o700)
+	putDir(t, filepath.Join(e.dir, "home", "sub"), alice, 0o755)
+	putFile(t, filepath.Join(e.dir, "home", "file"), "secret", alice, 0o644)
+	must(t, os.Symlink("secret", filepath.Join(e.dir, "home", "link")))
+	putDir(t, filepath.Join(e.dir, "open"), alice, 0o755)
+	putFile(t, filepath.Join(e.dir, "open", "private"), "secret", alice, 0o600)
+	putFile(t, filepath.Join(e.dir, "open", "program"), "#!/bin/true\n", alice, 0o700)
+	putDir(t, filepath.Join(e.dir, "sticky"), alice, 0o1777)
+	putFile(t, filepath.Join(e.dir, "sticky", "file"), "secret", alice, 0o644)
+	putDir(t, filepath.Join(e.dir, "sticky", "dir"), alice, 0o755)
+	m := e.mount(t, mountConfig{}).severalUsers()
+	p := m.path
+	must(t, unix.Mkfifo(p("open/fifo"), 0o600))
+	must(t, os.Chown(p("open/fifo"), int(alice.uid), int(alice.gid)))
+	must(t, alice.do(t, func() error {
+		for _, name := range []string{"home/file", "open/private", "open/program", "sticky/file"} {
+			if _, err := os.ReadFile(p(name)); err != nil {
 				return err
-			}))
-			must(t, bob.open(t, p("sticky/mine"), unix.O_CREAT|unix.O_WRONLY, 0o644))
-			before := tree(t, e.dir)
-			past := time.Unix(1, 0)
-			var st unix.Stat_t
-			open := func(name string, flags int) func() error {
-				return func() error {
-					fd, err := unix.Open(p(name), flags|unix.O_CLOEXEC|unix.O_NONBLOCK, 0o600)
-					if err == nil {
-						unix.Close(fd)
-					}
-					return err
-				}
 			}
-			for name, try := range map[string]func() error{
-				"read":                       open("open/private", unix.O_RDONLY),
-				"read through another path":  open("home/../open/private", unix.O_RDONLY),
-				"write":                      open("open/private", unix.O_WRONLY),
-				"write a readable file":      open("sticky/file", unix.O_WRONLY),
-				"truncate on open":           open("sticky/file", unix.O_RDONLY|unix.O_TRUNC),
-				"open a FIFO":                open("open/fifo", unix.O_RDWR),
-				"create":                     open("open/new", unix.O_WRONLY|unix.O_CREAT),
-				"create without a name":      open("open", unix.O_WRONLY|unix.O_TMPFILE),
-				"open a directory":           open("home", unix.O_RDONLY|unix.O_DIRECTORY),
-				"read below a directory":     open("home/file", unix.O_RDONLY),
-				"stat below a directory":     func() error { return unix.Stat(p("home/file"), &st) },
-				"stat a missing name":        func() error { return unix.Stat(p("home/missing"), &st) },
-				"readlink below a directory": func() error { _, err := os.Readlink(p("home/link")); return err },
-				"truncate":                   func() error { return unix.Truncate(p("sticky/file"), 0) },
-				"change the mode":            func() error { return unix.Chmod(p("sticky/file"), 0o666) },
-				"change the owner":           func() error { return os.Chown(p("sticky/file"), 4002, -1) },
-				"give away":                  func() error { return os.Chown(p("sticky/mine"), 4001, -1) },
-				"change times":               func() error { return os.Chtimes(p("sticky/file"), past, past) },
-				"remove":                     func() error { return unix.Unlink(p("open/private")) },
-				"remove from sticky":         func() error { return unix.Unlink(p("sticky/file")) },
-				"rmdir in sticky":            func() error { return unix.Rmdir(p("sticky/dir")) },
-				"rename in sticky":           func() error { return unix.Rename(p("sticky/file"), p("sticky/x")) },
-				"rename over in sticky":      func() error { return unix.Rename(p("sticky/mine"), p("sticky/file")) },
-				"rename into a directory":    func() error { return unix.Rename(p("sticky/mine"), p("open/x")) },
-				"mkdir":                      func() error { return unix.Mkdir(p("open/x"), 0o777) },
-				"symlink":                    func() error { return unix.Symlink("x", p("open/x")) },
-				"mknod":                      func() error { return unix.Mkfifo(p("open/x"), 0o600) },
-				"link into a directory":      func() error { return unix.Link(p("sticky/mine"), p("open/x")) },
-				"link from a directory":      func() error { return unix.Link(p("home/file"), p("sticky/x")) },
-			} {
-				if err := bob.do(t, try); !errors.Is(err, os.ErrPermission) {
-					t.Errorf("%s: got %v, want EACCES or EPERM", name, err)
-				}
+		}
+		_, err := os.ReadDir(p("home"))
+		return err
+	}))
+	must(t, bob.open(t, p("sticky/mine"), unix.O_CREAT|unix.O_WRONLY, 0o644))
+	before := tree(t, e.dir)
+	past := time.Unix(1, 0)
+	var st unix.Stat_t
+	open := func(name string, flags int) func() error {
+		return func() error {
+			fd, err := unix.Open(p(name), flags|unix.O_CLOEXEC|unix.O_NONBLOCK, 0o600)
+			if err == nil {
+				unix.Close(fd)
 			}
-			want(t, "execute", bob.exec(t, p("open/program")), unix.EACCES)
-			wantTree(t, tree(t, e.dir), before)
-			for name, try := range map[string]func() error{
-				"read": func() error { _, err := os.ReadFile(p("home/file")); return err },
-				"list": func() error { _, err := os.ReadDir(p("home")); return err },
-			} {
-				want(t, name+" by the owner", alice.do(t, try), nil)
-			}
-		})
+			return err
+		}
+	}
+	for name, try := range map[string]func() error{
+		"read":                       open("open/private", unix.O_RDONLY),
+		"read through another path":  open("home/../open/private", unix.O_RDONLY),
+		"write":                      open("open/private", unix.O_WRONLY),
+		"write a readable file":      open("sticky/file", unix.O_WRONLY),
+		"truncate on open":           open("sticky/file", unix.O_RDONLY|unix.O_TRUNC),
+		"open a FIFO":                open("open/fifo", unix.O_RDWR),
+		"create":                     open("open/new", unix.O_WRONLY|unix.O_CREAT),
+		"create without a name":      open("open", unix.O_WRONLY|unix.O_TMPFILE),
+		"open a directory":           open("home", unix.O_RDONLY|unix.O_DIRECTORY),
+		"read below a directory":     open("home/file", unix.O_RDONLY),
+		"stat below a directory":     func() error { return unix.Stat(p("home/file"), &st) },
+		"stat a missing name":        func() error { return unix.Stat(p("home/missing"), &st) },
+		"readlink below a directory": func() error { _, err := os.Readlink(p("home/link")); return err },
+		"truncate":                   func() error { return unix.Truncate(p("sticky/file"), 0) },
+		"change the mode":            func() error { return unix.Chmod(p("sticky/file"), 0o666) },
+		"change the owner":           func() error { return os.Chown(p("sticky/file"), 4002, -1) },
+		"give away":                  func() error { return os.Chown(p("sticky/mine"), 4001, -1) },
+		"change times":               func() error { return os.Chtimes(p("sticky/file"), past, past) },
+		"remove":                     func() error { return unix.Unlink(p("open/private")) },
+		"remove from sticky":         func() error { return unix.Unlink(p("sticky/file")) },
+		"rmdir in sticky":            func() error { return unix.Rmdir(p("sticky/dir")) },
+		"rename in sticky":           func() error { return unix.Rename(p("sticky/file"), p("sticky/x")) },
+		"rename over in sticky":      func() error { return unix.Rename(p("sticky/mine"), p("sticky/file")) },
+		"rename into a directory":    func() error { return unix.Rename(p("sticky/mine"), p("open/x")) },
+		"mkdir":                      func() error { return unix.Mkdir(p("open/x"), 0o777) },
+		"symlink":                    func() error { return unix.Symlink("x", p("open/x")) },
+		"mknod":                      func() error { return unix.Mkfifo(p("open/x"), 0o600) },
+		"link into a directory":      func() error { return unix.Link(p("sticky/mine"), p("open/x")) },
+		"link from a directory":      func() error { return unix.Link(p("home/file"), p("sticky/x")) },
+	} {
+		if err := bob.do(t, try); !errors.Is(err, os.ErrPermission) {
+			t.Errorf("%s: got %v, want EACCES or EPERM", name, err)
+		}
+	}
+	want(t, "execute", bob.exec(t, p("open/program")), unix.EACCES)
+	wantTree(t, tree(t, e.dir), before)
+	for name, try := range map[string]func() error{
+		"read": func() error { _, err := os.ReadFile(p("home/file")); return err },
+		"list": func() error { _, err := os.ReadDir(p("home")); return err },
+	} {
+		want(t, name+" by the owner", alice.do(t, try), nil)
 	}
 }
 
@@ -575,7 +561,7 @@ func TestRefusedLookupKeepsMounts(t *testing.T) {
 	putDir(t, filepath.Join(e.dir, "dir"), alice, 0o755)
 	putDir(t, filepath.Join(e.dir, "dir", "sub"), alice, 0o755)
 	setACL(t, filepath.Join(e.dir, "dir"), 7, 5, 5, 5, bob, 0)
-	m := e.mount(t, mountConfig{noACL: true})
+	m := e.mount(t, mountConfig{noACL: true}).severalUsers()
 	want(t, "lookup without another mount", bob.stat(t, m.path("dir/sub")), unix.EACCES)
 	sub := m.path("dir/sub")
 	must(t, unix.Mount("tmpfs", sub, "tmpfs", 0, ""))
@@ -602,7 +588,7 @@ func TestOwnRemovalDoesNotHideACLChange(t *testing.T) {
 	setACL(t, dir, 7, 5, 5, 5, bob, 5)
 	putFile(t, filepath.Join(dir, "file"), "x", alice, 0o644)
 	putFile(t, filepath.Join(e.dir, "other"), "x", alice, 0o644)
-	m := e.mount(t, mountConfig{noACL: true}) // only the server checks the list
+	m := e.mount(t, mountConfig{noACL: true}).severalUsers() // only the server checks the list
 	must(t, alice.stat(t, m.path("dir/file")))
 	must(t, bob.stat(t, m.path("dir/file")))
 	must(t, os.Remove(m.path("other")))
@@ -632,4 +618,10 @@ func TestRightsOfOpenBelongToTheirReply(t *testing.T) {
 			t.Errorf("open with the rights of the %s: got %v, want %v", c.name, ok, c.want)
 		}
 	}
+}
+
+// severalUsers makes m a mount that several users have used: no lookup of a second user waits.
+func (m *testMount) severalUsers() *testMount {
+	m.fs.users.state.Store(manyUsers)
+	return m
 }

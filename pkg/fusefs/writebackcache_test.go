@@ -2,15 +2,12 @@ package fusefs
 
 import (
 	"bytes"
-	"maps"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/hanwen/go-fuse/v2/posixtest"
 	"golang.org/x/sys/unix"
 
 	"github.com/nfsrdmad/nfsrdmad/pkg/nfs3"
@@ -18,20 +15,6 @@ import (
 )
 
 var writebackMount = mountConfig{opts: Options{Writeback: true}}
-
-// TestPosixWriteback is TestPosix with the kernel's writeback cache.
-func TestPosixWriteback(t *testing.T) {
-	e := startOwnExport(t)
-	for _, name := range slices.Sorted(maps.Keys(posixtest.All)) {
-		if _, known := knownFailures[name]; known {
-			continue
-		}
-		t.Run(name, func(t *testing.T) {
-			m := e.mount(t, writebackMount)
-			posixtest.All[name](t, subdir(t, m))
-		})
-	}
-}
 
 // TestWritebackGathersWrites checks that the kernel sends small writes in few requests, and that
 // fsync(2) and close(2) return after the data is on the server.
@@ -106,19 +89,6 @@ func TestWritebackWithoutReadPermission(t *testing.T) {
 	}
 	copy(want[5000:], "changed")
 	wantContent(t, path, want[:9000])
-}
-
-// TestWritebackByOtherUser writes to a file of another user, whose times the writer may not set.
-func TestWritebackByOtherUser(t *testing.T) {
-	e := startOwnExport(t)
-	path := filepath.Join(e.dir, "file")
-	must(t, os.WriteFile(path, []byte("old"), 0o666))
-	must(t, os.Chmod(path, 0o666))
-	m := e.mount(t, writebackMount)
-	if out, err := shellAs(1234, m.dir, "printf 'new content' | dd of=file conv=notrunc"); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
-	wantContent(t, path, []byte("new content"))
 }
 
 // TestWritebackClearsSetID checks that a write to a set-user-ID program clears the bit before the
